@@ -16,6 +16,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
+from torch._library.custom_ops import CustomOpDef
 
 from accelpatch.device import Device, probe
 from accelpatch.errors import KernelError
@@ -58,7 +59,7 @@ class Spec:
 
 @dataclass(frozen=True)
 class Implementation:
-    """`run` takes the operation's arguments; `why_not` gives the reason why it cannot run a spec on a device, or None."""
+    """`run` takes the operation's arguments; `why_not` says why it cannot run a spec on a device, or None."""
 
     run: Callable[..., Result]
     why_not: Callable[[Spec, Device], str | None]
@@ -91,6 +92,7 @@ class _Forced:
 
 class _Local(threading.local):
     forced: _Forced | None = None
+    observer: Callable[[str, Sequence[Any], Result], None] | None = None
 
 
 _local = _Local()
@@ -149,6 +151,16 @@ def forced(name: str, precision: torch.dtype | None = None) -> Iterator[None]:
         _local.forced = before
 
 
+@contextmanager
+def observed(observer: Callable[[str, Sequence[Any], Result], None]) -> Iterator[None]:
+    """Within it, and in this thread alone, `observer(op, args, result)` sees every operation after it ran."""
+    before, _local.observer = _local.observer, observer
+    try:
+        yield
+    finally:
+        _local.observer = before
+
+
 def run(op: str, spec: Spec, device: torch.device, args: Sequence[Any]) -> Result:
     """Run the chosen (or forced) implementation of `op`. An implementation computes outside of any autocast."""
     if torch.is_autocast_enabled(device.type):
@@ -170,7 +182,10 @@ def _run(op: str, spec: Spec, device: torch.device, args: Sequence[Any]) -> Resu
         if reason is not None:
             raise KernelError(f"{op}: the forced implementation {name!r} cannot run here: {reason}")
     calls[op, name] += 1
-    return kernel(op).implementations[name].run(*args)
+    result = kernel(op).implementations[name].run(*args)
+    if _local.observer is not None:
+        _local.observer(op, args, result)
+    return result
 
 
 def _reference(op: str, args: Sequence[Any], precision: torch.dtype | None) -> Result:
@@ -215,7 +230,7 @@ def require(holds: bool, op: str, message: str) -> None:
         raise KernelError(f"{op}: {message}")
 
 
-def inference_only(op: torch.library.CustomOpDef) -> None:
+def inference_only(op: CustomOpDef) -> None:
     """Give an operation a backward that says what to do instead of training through it."""
 
     def backward(ctx: Any, *gradients: Any) -> Any:

@@ -4,7 +4,7 @@
     add_rmsnorm   s = x + residual;  y = rmsnorm(s);  gives (y, s)
 
 The statistics are in float32. Where the factor is applied differs by family, and each is reproduced to the bit:
-`plus_one` false (Llama): x_hat is rounded to x's dtype, then multiplied by weight (so y has the promoted dtype of both);
+`plus_one` false (Llama): x_hat is rounded to x's dtype, then multiplied by weight (y has the promoted dtype of both);
 `plus_one` true (Gemma): x_hat is multiplied by 1 + weight in float32, then rounded to x's dtype.
 Source: Zhang and Sennrich 2019, arXiv:1910.07467.
 """

@@ -24,7 +24,7 @@ def check_finite(weight: Tensor, name: str) -> None:
     if bool(bad.any()):
         place = [int(i) for i in bad.nonzero()[0]]
         raise KernelError(
-            f"{name}{place} is {weight[tuple(place)].item()} ({int(bad.sum())} of {weight.numel()} values are not finite): "
+            f"{name}{place} is {weight[tuple(place)].item()} and {int(bad.sum())} of {weight.numel()} values are not finite: "
             "a quantised weight cannot hold it; mend the checkpoint, or keep this site in the recipe (replace: keep)"
         )
 
