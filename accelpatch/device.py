@@ -39,7 +39,7 @@ def _known(vendor: str, arch: str, name: str, gib: float, wave_size: int) -> Dev
 
 
 # One card for each arch: the smallest common one where there are several (gfx90a is the MI250X too).
-# The memory is what a driver leaves to programs, a little under the size on the label.
+# The memory is what torch reports on such a card, a little under the size on the label.
 KNOWN: Mapping[str, Device] = MappingProxyType(
     {
         device.arch: device
@@ -48,7 +48,7 @@ KNOWN: Mapping[str, Device] = MappingProxyType(
             _known("amd", "gfx942", "AMD Instinct MI300X", 191.98, 64),
             _known("amd", "gfx950", "AMD Instinct MI350X", 287.98, 64),
             _known("nvidia", "sm_80", "NVIDIA A100-SXM4-80GB", 79.15, 32),
-            _known("nvidia", "sm_89", "NVIDIA L40S", 44.32, 32),
+            _known("nvidia", "sm_89", "NVIDIA L40S", 44.42, 32),
             _known("nvidia", "sm_90", "NVIDIA H200", 139.72, 32),
             _known("nvidia", "sm_100", "NVIDIA B200", 178.35, 32),
             _known("nvidia", "sm_120", "NVIDIA GeForce RTX 5090", 31.36, 32),
@@ -60,7 +60,7 @@ KNOWN: Mapping[str, Device] = MappingProxyType(
 def probe(torch_device: torch.device | str) -> Device:
     """The device that torch means by ``torch_device``; its facts are read once a process.
 
-    Raises ValueError for a device type that accelpatch has no kernels for, torch's own error for a GPU that is not here.
+    Raises ValueError for a device type that accelpatch has no kernels for; torch's own error for a GPU not here.
     """
     import torch
 

@@ -107,8 +107,9 @@ def dump(recipe: Recipe) -> str:
     document["verify"] = asdict(recipe.verify)
     if recipe.calibrate is not None:
         document["calibrate"] = dict(recipe.calibrate)
-    style = {"sort_keys": False, "allow_unicode": True, "width": 120, "default_flow_style": None}
-    text: str = yaml.dump(document, Dumper=_Dumper, **style)
+    text: str = yaml.dump(
+        document, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120, default_flow_style=None
+    )
     return text
 
 

@@ -152,7 +152,8 @@ def read(data: str | bytes, source: str) -> Node:
     if len(text) > MAX_BYTES:
         raise RecipeError(f"a recipe has at most {MAX_BYTES // 1024} KB; this is another kind of file?", source=source)
     try:
-        root = _Composer(text).get_single_node()
+        composer = _Composer(text)
+        root = composer.get_single_node()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         message = " ".join(part for part in (error.context, error.problem) if part)
@@ -161,8 +162,10 @@ def read(data: str | bytes, source: str) -> Node:
         line, column = _place(text[: error.position])
         message = f"the character {shown(chr(error.character))} is not allowed"
         raise RecipeError(message, source=source, line=line, column=column) from None
-    except ValueError as error:  # PyYAML lets int() and chr() fail on "\UFFFFFFFF" and on long %YAML versions
-        raise RecipeError(f"not YAML: {error}", source=source) from None
+    except (ValueError, OverflowError):  # PyYAML calls chr() on "\UFFFFFFFF" and int() on a long %YAML version
+        mark = composer.get_mark()
+        message = "an escape or a version is out of range"
+        raise RecipeError(message, source=source, line=mark.line + 1, column=mark.column + 1) from None
     if root is None:
         raise RecipeError("the file is empty; a recipe is a mapping with the key 'rules'", source=source)
     return _located(root, source)
