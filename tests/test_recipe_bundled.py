@@ -56,7 +56,7 @@ def test_bundled_recipes_say_what_the_design_says() -> None:
 
 
 def _installed(folder: Path, *, inside: bool) -> Path:
-    """accelpatch under ``folder``, with the recipes ``inside`` the package as in a wheel, or beside it as in a checkout."""
+    """accelpatch under ``folder``: the recipes ``inside`` the package as in a wheel, or beside it as in a checkout."""
     ignore = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "accelpatch", folder / "accelpatch", ignore=ignore)
     shutil.copytree(ROOT / "recipes", folder / "accelpatch" / "recipes" if inside else folder / "recipes")
@@ -64,8 +64,11 @@ def _installed(folder: Path, *, inside: bool) -> Path:
 
 
 def _listed(path: Path) -> str:
-    code = "import sys; sys.path.insert(0, sys.argv[1]); from accelpatch import recipe as r; print(r.__file__, r.bundled())"
-    command = [sys.executable, "-I", "-c", f"{code}; r.load('int4')", str(path)]
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); from accelpatch import recipe; "
+        "print(recipe.__file__, recipe.bundled()); recipe.load('int4')"
+    )
+    command = [sys.executable, "-I", "-c", code, str(path)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert str(path) in result.stdout, "another accelpatch was imported"
     return result.stdout
