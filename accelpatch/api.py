@@ -11,13 +11,13 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
+import accelpatch.models.load as loading
 from accelpatch import device as devices
 from accelpatch import recipe as recipes
 from accelpatch.device import Device
 from accelpatch.errors import PatchError, PlanError
 from accelpatch.kernels.checking import checked
 from accelpatch.kernels.selftest import run as selftest
-import accelpatch.models.load as loading
 from accelpatch.models.family import roles_of
 from accelpatch.models.inputs import sample_inputs
 from accelpatch.models.load import load

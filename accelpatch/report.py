@@ -14,7 +14,8 @@ class SiteRecord:
 
     Bytes are the weight's: token_bytes read to decode one token, resident_bytes held. kernel_error is the largest
     distance from the float64 reference, kernel_bound what the float rule allows there; format_error is in the recipe's
-    metric against the original. All are None where nothing was measured; `unverified` then says why.
+    metric against the original. All are None where nothing was measured; `unverified` then says why. failed: its
+    replacement was over its bound, so the original stays.
     """
 
     path: str
@@ -30,6 +31,7 @@ class SiteRecord:
     kernel_bound: float | None = None
     format_error: float | None = None
     unverified: str | None = None
+    failed: bool = False
 
     @property
     def kernel_share(self) -> float | None:

@@ -46,12 +46,13 @@ _FUSED_QKV = {
     "*.mlp.dense_h_to_4h": "fc1",
     "*.mlp.dense_4h_to_h": "fc2",
 }
+_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _LLAMA_SMOOTHING = {
-    "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "input_layernorm": _QKV,
     "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
 }
 _GEMMA_SMOOTHING = {
-    "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "input_layernorm": _QKV,
     "pre_feedforward_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
 }
 
@@ -98,13 +99,11 @@ FAMILIES: tuple[Family, ...] = (
         _FUSED_QKV,
         {"input_layernorm": ("self_attention.query_key_value",), "post_attention_layernorm": ("mlp.dense_h_to_4h",)},
     ),
-    # One norm may feed attention and MLP at once, by version; smoothing waits for a rule that reads the configuration.
+    # One norm may feed attention and MLP at once, by version: no smoothing without reading the configuration.
     Family("falcon", ("falcon",), _FUSED_QKV),
-    Family(
-        "mixtral", ("mixtral",), _SEPARATE | _MOE | _LAYER, {"input_layernorm": _LLAMA_SMOOTHING["input_layernorm"]}
-    ),
+    Family("mixtral", ("mixtral",), _SEPARATE | _MOE | _LAYER, {"input_layernorm": _QKV}),
     # Some layers may be dense: their MLP is Llama's, and the `mlp` of a sparse layer is refused by its replacer.
-    Family("qwen3_moe", ("qwen3_moe",), _LLAMA | _MOE, {"input_layernorm": _LLAMA_SMOOTHING["input_layernorm"]}),
+    Family("qwen3_moe", ("qwen3_moe",), _LLAMA | _MOE, {"input_layernorm": _QKV}),
 )
 
 

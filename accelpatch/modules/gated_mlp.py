@@ -12,6 +12,10 @@ class GatedMLP(nn.Module):
 
     activation: str
     fused_rows: bool
+    gate_proj: nn.Module
+    up_proj: nn.Module
+    gate_up_proj: nn.Module
+    down_proj: nn.Module
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """hidden_states[..., K] -> [..., K]."""

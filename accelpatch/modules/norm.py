@@ -33,6 +33,12 @@ class ResidualNormLayer(nn.Module):
     plus_one: bool
     sandwich: bool
     positional: tuple[str, ...]
+    self_attn: nn.Module
+    mlp: nn.Module
+    input_layernorm: nn.Module
+    post_attention_layernorm: nn.Module
+    pre_feedforward_layernorm: nn.Module
+    post_feedforward_layernorm: nn.Module
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """hidden_states[B, L, K] -> [B, L, K]; the other arguments go to the attention as they are."""

@@ -11,7 +11,7 @@ from accelpatch.errors import PatchError
 
 
 @functools.cache
-def patched_class(cls: type[nn.Module]) -> type[nn.Module]:
+def patched_class(cls: Any) -> type[nn.Module]:
     """A subclass of `cls` under the same name; setting the class back to `cls` undoes it."""
     body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     refused = {name: _refusing(name, advice) for name, advice in REFUSED.items() if hasattr(cls, name)}
@@ -19,7 +19,7 @@ def patched_class(cls: type[nn.Module]) -> type[nn.Module]:
     return type(cls.__name__, (cls,), body | refused | kept)
 
 
-# transformers would write the replacements' tensors under names that it cannot read back, or grow a table that is packed.
+# transformers would write tensors under names that it cannot read back, or grow a table that is packed.
 REFUSED = {
     "save_pretrained": "has no format for a patched model yet; call accelpatch.unpatch(model) and save the original",
     "push_to_hub": "has no format for a patched model yet; call accelpatch.unpatch(model) and push the original",

@@ -10,9 +10,9 @@ from torch import nn
 
 Module = TypeVar("Module", bound=nn.Module)
 
-# Per instance, so that what is registered on one of the two modules is not seen by the other ...
+# Copied, so that what is registered on one of the two modules is not seen by the other ...
 _OWN_TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
-# ... while hooks are shared: a handle taken before the swap still removes its hook, and one added after survives undoing.
+# ... while hooks are shared: a handle taken before the swap still removes its hook, one added after survives it.
 
 
 @functools.cache
@@ -28,7 +28,7 @@ def take_over(mixin: type[Module], original: nn.Module) -> Module:
 
     Parameters, buffers and children are shared, not copied. A hook of accelerate is carried over.
     """
-    cls = subclass(mixin, type(original))
+    cls = subclass(mixin, type(original))  # type: ignore[arg-type]
     new = cls.__new__(cls)
     attributes = vars(original).copy()
     for table in _OWN_TABLES:

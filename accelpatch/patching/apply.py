@@ -126,7 +126,8 @@ def build_all(plan: Plan, progress: Callable[[int, int], None]) -> Iterator[Buil
 
 def _build(entry: Entry) -> Built:
     site, replacer, choice = entry.site, entry.replacer, entry.choice
-    assert replacer is not None and choice is not None
+    assert replacer is not None
+    assert choice is not None
     new = replacer.build(site, choice)
     _check_subclass(site.original, new)
     modules = [(site.original, new, site.places)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import nn
 
@@ -24,8 +25,8 @@ CLASS_ROLES = (
 def sites(model: nn.Module, roles: Mapping[str, str]) -> list[Site]:
     """Every module of `model` that owns parameters or has a role, in the order of the tree.
 
-    roles: glob over dotted names (a number is written `#`) -> role, from the model's family. Modules that share a weight become one site with
-    the others tied to it: the head first, since its product decides the format.
+    roles: glob over dotted names (a number is written `#`) -> role, from the model's family. Modules that share a
+    weight become one site with the others tied to it: the head first, since its product decides the format.
     """
     places: dict[int, list[str]] = {}
     modules: dict[int, nn.Module] = {}
@@ -52,10 +53,15 @@ def output_embeddings(model: nn.Module) -> nn.Module | None:
     return getter() if getter is not None else None
 
 
+def text_config(model: nn.Module) -> Any:
+    """The configuration of the model's language part, or None."""
+    config: Any = getattr(model, "config", None)
+    return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+
+
 def active_share(model: nn.Module) -> float:
     """The share of a mixture's expert weights that one token reads: experts per token over experts."""
-    config = getattr(model, "config", None)
-    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    text = text_config(model)
     chosen = getattr(text, "num_experts_per_tok", None)
     experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None)
     return min(1.0, chosen / experts) if chosen and experts else 1.0

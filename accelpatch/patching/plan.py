@@ -10,7 +10,7 @@ from torch import nn
 
 from accelpatch.device import Device
 from accelpatch.errors import PlanError
-from accelpatch.patching.match import matches, rule_for, sites
+from accelpatch.patching.match import matches, rule_for, sites, text_config
 from accelpatch.patching.replacer import Choice, Reason, Replacer
 from accelpatch.patching.site import Site
 from accelpatch.recipe import Recipe, Rule
@@ -26,10 +26,11 @@ class Entry:
     replacer: Replacer | None = None
     choice: Choice | None = None
     reason: str | None = None
+    failed: bool = False
 
-    def kept(self, reason: str) -> Entry:
-        """The same site, staying as it is."""
-        return replace(self, replacer=None, choice=None, reason=reason)
+    def kept(self, reason: str, *, failed: bool = False) -> Entry:
+        """The same site, staying as it is; `failed` where its replacement was built and found wanting."""
+        return replace(self, replacer=None, choice=None, reason=reason, failed=failed)
 
     def record(self) -> SiteRecord:
         """This entry as a line of the report."""
@@ -40,6 +41,7 @@ class Entry:
         return SiteRecord(
             site.path, site.role, tied, shape, self.replacer.name if self.replacer else None,
             choice.kernel if choice else None, self.reason, (site.token_bytes, after[0]), (site.bytes, after[1]),
+            failed=self.failed,
         )  # fmt: skip
 
 
@@ -187,7 +189,8 @@ def _check_owners(entries: list[Entry]) -> None:
     parents = [entry for entry in entries if entry.replacer is not None]
     for entry in parents:
         for other in parents:
-            assert other.replacer is not None and entry.replacer is not None
+            assert other.replacer is not None
+            assert entry.replacer is not None
             inside = any(path.startswith(f"{place}.") for path in entry.site.paths for place in other.site.places)
             if inside and not other.replacer.consumes & (entry.site.roles | {"*"}):
                 raise PlanError(
@@ -198,11 +201,10 @@ def _check_owners(entries: list[Entry]) -> None:
 
 def cache_size(model: nn.Module, wanted: int | None) -> tuple[int | None, int]:
     """(tokens, bytes) of a batch-1 KV cache in the model's dtype: 2 x layers x KV heads x head size x tokens."""
-    config = getattr(model, "config", None)
-    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    text = text_config(model)
     layers, heads = getattr(text, "num_hidden_layers", None), getattr(text, "num_attention_heads", None)
     length = wanted or min(getattr(text, "max_position_embeddings", None) or 2048, 4096)
-    if not layers or not heads or getattr(config, "is_encoder_decoder", False):
+    if not layers or not heads or getattr(text, "is_encoder_decoder", False):
         return None, 0
     size = getattr(text, "head_dim", None) or text.hidden_size // heads
     kv = getattr(text, "num_key_value_heads", None) or heads

@@ -53,7 +53,7 @@ def verified_build(
             failed[built.entry.site.path] = problem
         for member in (built.entry.site, *built.entry.site.tied):
             calls.pop(member.path, None)
-    kept = tuple(e.kept(failed[e.site.path]) if e.site.path in failed else e for e in plan.entries)
+    kept = tuple(e.kept(failed[e.site.path], failed=True) if e.site.path in failed else e for e in plan.entries)
     return held, replace(plan, entries=kept), before
 
 
@@ -70,9 +70,9 @@ def _check(built: Built, recipe: Recipe, calls: Mapping[str, list[Call]], checki
 
 def over_bound(errors: SiteErrors, recipe: Recipe, rule: Rule | None) -> str | None:
     """Why a replacement must not stay, or None: the float rule is no recipe's choice, the format's bound is."""
-    if errors.kernel_error is not None and errors.kernel_bound is not None:
-        if not errors.kernel_error <= errors.kernel_bound:
-            return f"kernel error {errors.kernel_error:.2e} is over the float rule's bound {errors.kernel_bound:.2e}"
+    error, allowed = errors.kernel_error, errors.kernel_bound
+    if error is not None and allowed is not None and not error <= allowed:
+        return f"kernel error {error:.2e} is over the float rule's bound {allowed:.2e}"
     bound = recipe.verify.bounds.get(rule.name, recipe.verify.bound) if rule else recipe.verify.bound
     if not errors.format_error <= bound:
         return f"format error {errors.format_error:.3g} ({recipe.verify.metric}) is over the recipe's bound {bound:g}"
@@ -102,9 +102,7 @@ def whole_model(
     kernel = [site.kernel_share for site in report.sites if site.kernel_share is not None]
     form = [site.format_error for site in report.sites if site.format_error is not None]
     result.worst_kernel_error, result.worst_format_error = max(kernel, default=None), max(form, default=None)
-    result.failures = [
-        f"{s.path}: {s.reason}" for s in report.sites if s.reason and "error" in s.reason and "bound" in s.reason
-    ]
+    result.failures = [f"{site.path}: {site.reason}" for site in report.sites if site.failed]
     return result
 
 

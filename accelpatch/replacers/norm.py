@@ -50,7 +50,7 @@ class RMSNormReplacer(Replacer):
 
 
 class ResidualNormReplacer(Replacer):
-    """A decoder layer whose residual addition and following RMSNorm are one operation; its children keep their rules."""
+    """A decoder layer whose residual addition and next RMSNorm are one operation; its children keep their rules."""
 
     name = "residual_rmsnorm"
     rounds = False

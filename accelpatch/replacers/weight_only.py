@@ -42,7 +42,8 @@ def weight_of(module: nn.Module) -> Tensor:
 
 def kernel_for(op: str, site: Site, device: Device, group_size: int, offset: str) -> str:
     """The implementation that one token would run. Raises KernelError with every reason."""
-    assert site.n is not None and site.k is not None
+    assert site.n is not None
+    assert site.k is not None
     scale = torch.float32 if op != "int4_linear" else torch.float16
     sizes = {"M": 1, "N": site.n, "K": site.k}
     return dispatch.choose(op, Spec(op, sizes, getattr(torch, site.dtype), scale, group_size, offset), device)
@@ -67,7 +68,8 @@ class Int8WeightOnly(Replacer):
     def propose(self, site: Site, options: Mapping[str, Any], device: Device) -> Choice | Reason:
         if reason := unfit(site):
             return Reason(reason)
-        assert site.n is not None and site.k is not None
+        assert site.n is not None
+        assert site.k is not None
         wanted = options.get("group_size")
         group = site.k if wanted is None else first_dividing(wanted, site.k)
         if group is None:
@@ -106,7 +108,8 @@ class Int4WeightOnly(Replacer):
             return Reason(reason)
         if isinstance(site.original, nn.Embedding):
             return Reason("a table of rows has no 4-bit form; use int8_weight_only")
-        assert site.n is not None and site.k is not None
+        assert site.n is not None
+        assert site.k is not None
         wanted, symmetric = options.get("group_size", [128, 64, 32]), options.get("symmetric", False)
         group = first_dividing(wanted, site.k)
         if group is None:

@@ -39,9 +39,9 @@ def on_first_use(act: Callable[[nn.Module], None]) -> Iterator[None]:
         return generate(self, *args, **kwargs)
 
     handle = register_module_forward_pre_hook(before_forward)
-    GenerationMixin.generate = meeting_generate  # type: ignore[method-assign]
+    GenerationMixin.generate = meeting_generate
     try:
         yield
     finally:
-        GenerationMixin.generate = generate  # type: ignore[method-assign]
+        GenerationMixin.generate = generate
         handle.remove()
