@@ -37,7 +37,10 @@ IMPORTS: dict[str, tuple[str, str]] = {
         "errors device cache report recipe kernels quant modules models patching replacers runtime checkpoints bench",
         "",
     ),
-    "cli": ("api bench kernels.build models.catalog recipe report device errors", "typer rich"),
+    "cli": (
+        "api bench kernels.build models.catalog recipe report device errors cache",  # cache: lists and clears it
+        "typer rich",
+    ),
     "__init__": ("api errors patching.replacer", ""),  # the public names, resolved when first asked for
     "__main__": ("cli", ""),
 }
