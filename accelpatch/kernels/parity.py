@@ -1,10 +1,10 @@
 """The float rule: an output's error against the float64 reference is at most twice torch's own, plus one ulp.
 
 "torch's own" is the largest error of the plain reference computed in the same precision, over the whole output; the
-unit in the last place is that of the largest element of the same row (last dimension) of the reference, in the output's
-dtype: a row is one token's result, and its largest element is rounded that coarsely by any order of operations. NaN and infinities come out
-where the reference, rounded to the output's dtype, has them. Used by the tests and by the self-test of a machine.
-Source of the rule: the tests of flash-attention (Dao-AILab), which take twice torch's error.
+unit in the last place is that of the largest element of the same row (last dimension) of the reference, in the
+output's dtype: a row is one token's result, and any order of operations rounds its largest element that coarsely.
+NaN and infinities come out where the reference, rounded to the output's dtype, has them. Used by the tests, by a
+patch's verification and by the self-test of a machine. Source: flash-attention's tests, which take twice torch's error.
 """
 
 from __future__ import annotations
