@@ -103,6 +103,12 @@ def tokenizer(name: str) -> Any:
     return _folder_tokenizer(_folder(source, _silent, weights=False), required=True)
 
 
+def fetch(name: str, *, progress: Progress | None = None) -> Path:
+    """Bring the model's files to this machine, unloaded: the path of its folder, or of its GGUF file."""
+    source = resolve(name)
+    return Path(source.location) if source.kind == "gguf" else _folder(source, progress or _silent)
+
+
 def _silent(stage: str, done: int, total: int) -> None:
     """The progress of a caller who did not ask for any."""
 
