@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +14,11 @@ from accelpatch.errors import AccelpatchError, PatchError
 from accelpatch.patching.plan import Entry, Plan
 from accelpatch.report import Report
 
-_ABSENT = object()  # an attribute that was not there
 HANDLE = "accelpatch"  # the attribute of a patched model that holds its Handle
+
+
+class _Absent:
+    """Stands for an attribute that was not there; a class, so that it is itself in a deep copy too."""
 
 
 @dataclass(eq=False)
@@ -41,7 +44,7 @@ def _assign(owner: nn.Module, name: str, value: Any) -> None:
         owner._modules[name] = value
     elif name == "__class__":
         owner.__class__ = value
-    elif value is _ABSENT:
+    elif value is _Absent:
         owner.__dict__.pop(name, None)
     else:
         owner.__dict__[name] = value
@@ -86,15 +89,28 @@ class Handle:
                 "or patch with keep_original='cpu'"
             )
         for change in self.changes:
-            hand_back = getattr(change.new, "hand_back", None)
-            if hand_back is not None:
-                hand_back(change.old)
+            if isinstance(change.old, nn.Module):
+                _move_along(change.old, change.new)
         self.revert()
 
     def revert(self) -> None:
         """Undo every swap, the last one first."""
         for change in reversed(self.changes):
             change.revert()
+
+
+def _move_along(old: nn.Module, new: nn.Module) -> None:
+    """Bring an original to where its replacement was moved: `model.to(...)` gives a module new buffers."""
+    hand_back = getattr(new, "hand_back", None)
+    if hand_back is not None:
+        hand_back(old)
+        return
+    tables: list[tuple[dict[str, Any], Mapping[str, Any]]] = [
+        (old._parameters, new._parameters),
+        (old._buffers, new._buffers),
+    ]
+    for shared, held in tables:
+        shared.update({name: tensor for name, tensor in held.items() if name in shared})
 
 
 def check_patchable(model: nn.Module) -> None:
@@ -174,7 +190,7 @@ def commit(
     changes = [change for item in built for change in _swaps(model, item, replaced)]
     handle = Handle(plan.detached(), changes, keep_original, report)
     changes.append(Change(model, "__class__", type(model), model_class))
-    changes.append(Change(model, HANDLE, _ABSENT, handle))
+    changes.append(Change(model, HANDLE, _Absent, handle))
     try:
         for change in changes:
             change.apply()
@@ -195,13 +211,13 @@ def settle(handle: Handle, built: list[Built]) -> None:
         if item.entry.replacer and item.entry.replacer.rounds
         for old, new, _ in item.modules
     ]
-    if handle.keep_original == "none":
-        gone = {id(old) for old, _ in rounded}
+    if handle.keep_original == "none" and rounded:
+        # every original: those that are not rounded hold the others as children
         changes: list[tuple[Any, str, Any, Any]] = [
-            (change, "old", change.old, None) for change in handle.changes if id(change.old) in gone
+            (change, "old", change.old, None) for change in handle.changes if isinstance(change.old, nn.Module)
         ]
         _set_all(changes + [(item, "modules", item.modules, []) for item in built])
-    else:
+    elif handle.keep_original == "cpu":
         own = [p for old, new in rounded for p in _own_parameters(old, new) if p.device.type != "cpu"]
         _set_all([(parameter, "data", parameter.data, parameter.data.cpu()) for parameter in own])
 

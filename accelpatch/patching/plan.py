@@ -168,7 +168,7 @@ def _decide(site: Site, recipe: Recipe, device: Device, registry: Mapping[str, R
 def _propose(site: Site, rule: Rule, replacer: Replacer, device: Device) -> Choice | Reason:
     members = [site, *site.tied]
     for member in members:
-        if member.module is not None and "forward" in vars(member.module) and not hasattr(member.module, "_hf_hook"):
+        if _has_own_forward(member.original):
             return Reason(f"{member.path} has a forward of its own on the instance")
     if site.tied and not replacer.ties:
         names = ", ".join(path for path in site.paths if path != site.path)
@@ -177,6 +177,14 @@ def _propose(site: Site, rule: Rule, replacer: Replacer, device: Device) -> Choi
             "use a replacer that takes them together, or keep them"
         )
     return replacer.propose(site, rule.options, device)
+
+
+def _has_own_forward(module: nn.Module) -> bool:
+    """Whether somebody put another forward on the instance: not accelerate's wrapper, which moves with its hook, and
+    not the class's own, which accelerate leaves behind when it goes."""
+    own = vars(module).get("forward")
+    left_behind = getattr(own, "__func__", None) is type(module).forward
+    return own is not None and not left_behind and not hasattr(module, "_hf_hook")
 
 
 def _stack(site: Site) -> str:
