@@ -38,8 +38,8 @@ def gguf_file(tmp_path: Path) -> Path:
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_vocab_size(128)
     writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(["w", "1", *(f"w{index}" for index in range(126))])
-    writer.add_token_merges(["w 1"])
+    writer.add_token_list(["w", "1", "2", *(f"w{index}" for index in range(125))])
+    writer.add_token_merges(["w 1", "w 2"])  # 5.10 cannot read a list of one
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     shapes = {"attn_q": (64, 64), "attn_k": (32, 64), "attn_v": (32, 64), "attn_output": (64, 64)}
