@@ -37,7 +37,7 @@ class Entry:
         site, choice = self.site, self.choice
         shape = (site.n, site.k) if site.n is not None and site.k is not None else None
         after = (choice.bytes_after, choice.resident_after) if choice else (site.token_bytes, site.bytes)
-        tied = tuple(place for other in site.tied for place in other.places)
+        tied = tuple(path for path in site.paths if path != site.path)
         return SiteRecord(
             site.path, site.role, tied, shape, self.replacer.name if self.replacer else None,
             choice.kernel if choice else None, self.reason, (site.token_bytes, after[0]), (site.bytes, after[1]),
