@@ -44,6 +44,22 @@ def test_hidden_states_and_attentions(name: str) -> None:
         torch.testing.assert_close(got, due, **CLOSE)
 
 
+@pytest.mark.parametrize("first", ["before", "during", "after"])
+def test_hidden_states_asked_for_before_during_and_after(first: str) -> None:
+    """transformers hangs its hooks on the layers at the first such call and never again."""
+    model = CAUSAL["llama"].make()
+    expected = CAUSAL["llama"].make()(**full_batch(), output_hidden_states=True).hidden_states
+    moments = ["before", "during", "after"]
+    for moment in moments:
+        if moment == "during":
+            accelpatch.patch(model, "exact")
+        elif moment == "after":
+            accelpatch.unpatch(model)
+        if moments.index(moment) >= moments.index(first):
+            got = model(**full_batch(), output_hidden_states=True).hidden_states
+            torch.testing.assert_close(got, expected, **CLOSE)
+
+
 SITES = {
     "linear": "model.layers.0.self_attn.q_proj", "mlp": "model.layers.1.mlp", "layer": "model.layers.0",
     "norm": "model.layers.1.post_attention_layernorm", "input-norm": "model.layers.0.input_layernorm",
