@@ -21,7 +21,7 @@ from accelpatch.kernels.dispatch import FLOATS, Case, Implementation, Kernel, Sp
 def reference(x: Tensor, weight: Tensor, eps: float, plus_one: bool) -> Tensor:
     """In float64 where x is float64, else with float32 inside.
 
-    By the reciprocal square root, as every family's own module has it: its rounding is what the float rule allows twice.
+    By the reciprocal square root, as every family's own module has it: its rounding is what a kernel's is held to.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     values = x.to(wide)
