@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import itertools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,12 +24,16 @@ class _Absent:
 
 @dataclass(eq=False)
 class Change:
-    """`owner.name` from `old` to `new`: a child module, the class of the model, or an attribute of the instance."""
+    """`owner.name` from `old` to `new`: a child module, the class of the model, or an attribute of the instance.
+
+    shared: names of the parameters and buffers that an original and its replacement hold together.
+    """
 
     owner: nn.Module
     name: str
     old: Any
     new: Any
+    shared: frozenset[str] = frozenset()
 
     def apply(self) -> None:
         """Put the new value in."""
@@ -90,7 +95,7 @@ class Handle:
             )
         for change in self.changes:
             if isinstance(change.old, nn.Module):
-                _move_along(change.old, change.new)
+                _move_along(change)
         self.revert()
 
     def revert(self) -> None:
@@ -99,18 +104,28 @@ class Handle:
             change.revert()
 
 
-def _move_along(old: nn.Module, new: nn.Module) -> None:
-    """Bring an original to where its replacement was moved: `model.to(...)` gives a module new buffers."""
+def _move_along(change: Change) -> None:
+    """Bring an original to where its replacement was moved: `model.to(...)` gives a module new buffers.
+
+    A replacement that holds something else under the original's names knows its dtype: it has `hand_back(original)`.
+    """
+    old, new = change.old, change.new
     hand_back = getattr(new, "hand_back", None)
     if hand_back is not None:
         hand_back(old)
         return
-    tables: list[tuple[dict[str, Any], Mapping[str, Any]]] = [
-        (old._parameters, new._parameters),
-        (old._buffers, new._buffers),
-    ]
-    for shared, held in tables:
-        shared.update({name: tensor for name, tensor in held.items() if name in shared})
+    for mine, others in ((old._parameters, new._parameters), (old._buffers, new._buffers)):
+        mine.update({name: tensor for name, tensor in others.items() if name in change.shared})
+    held = next(itertools.chain(new.parameters(recurse=False), new.buffers(recurse=False)), None)
+    if held is not None:
+        device = held.device
+        old._apply(lambda tensor: tensor.to(device), recurse=False)
+
+
+def _shared_names(old: nn.Module, new: nn.Module) -> frozenset[str]:
+    """The names under which both modules hold the same parameter or buffer."""
+    theirs = new._parameters | new._buffers
+    return frozenset(name for name, held in (old._parameters | old._buffers).items() if theirs.get(name) is held)
 
 
 def check_patchable(model: nn.Module) -> None:
@@ -245,4 +260,4 @@ def _swaps(model: nn.Module, item: Built, replaced: dict[int, nn.Module]) -> Ite
         for place in places:
             parent, _, name = place.rpartition(".")
             owner = model.get_submodule(parent)
-            yield Change(replaced.get(id(owner), owner), name, old, new)
+            yield Change(replaced.get(id(owner), owner), name, old, new, _shared_names(old, new))
