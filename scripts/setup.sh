@@ -13,7 +13,8 @@ fail() {
 
 need_python() {
     "$1" -c 'import ensurepip, venv' 2>/dev/null || install_python
-    "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || fail "$1 is missing, or older than 3.11: make PYTHON=python3.12 ..."
+    "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
+        || fail "$1 is missing, or older than 3.11: make PYTHON=python3.12 ..."
 }
 
 install_python() {
