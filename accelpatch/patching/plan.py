@@ -39,7 +39,7 @@ class Entry:
         after = (choice.bytes_after, choice.resident_after) if choice else (site.token_bytes, site.bytes)
         tied = tuple(path for path in site.paths if path != site.path)
         return SiteRecord(
-            site.path, site.role, tied, shape, self.replacer.name if self.replacer else None,
+            site.path or "(model)", site.role, tied, shape, self.replacer.name if self.replacer else None,
             choice.kernel if choice else None, self.reason, (site.token_bytes, after[0]), (site.bytes, after[1]),
             failed=self.failed,
         )  # fmt: skip
@@ -149,6 +149,8 @@ def _check_all_match(recipe: Recipe, found: list[Site]) -> None:
 
 
 def _decide(site: Site, recipe: Recipe, device: Device, registry: Mapping[str, Replacer]) -> Entry:
+    if not site.path:
+        return Entry(site, None, reason="parameters of the model itself, in none of its modules")
     rule = rule_for(site, recipe)
     if rule is None:
         if site.role == "experts":
