@@ -1,20 +1,22 @@
 // Activations made ready for the products of one stage.
 //
-// Float paths: a copy padded with zeros to a multiple of 8.
-// VNNI path: x is written, in blocks of 32 or 64 k, as (d0 + 256 d1 + 65536 d2) * unit / 65536 with d in [-128, 127]: 24 bits beside
-// the block's largest |x|. Three VNNI products with the 8-bit weights are then exact integers, and nothing else rounds but the
-// sum over blocks. That is as fine as float32 products, whose sums round at each step. A token with a NaN or an Inf
-// has no such form: `finite` says so, and linear.h takes the dequantised path.
+// Float paths: a copy padded with zeros, and the sum of each block.
+// VNNI path: x is written, in blocks of 32 or 64 k, as (d0 + 256 d1 + 65536 d2 + 16777216 d3) * 2^e with d in [-128, 127]: exact
+// down to 1/64 of the block's largest |x|, and to 2^-30 of that below. Four VNNI products with the 8-bit weights then are exact
+// integers, and nothing rounds but the sum over blocks: less than float32 products do, whose sums round at each step.
+// A token with a NaN or an Inf has no such form: `finite` says so, and linear.h takes the dequantised path.
 #pragma once
 #include "layout.h"
 #include "vec.h"
 
 namespace {
 
+constexpr int kDigits = 4;
+
 struct Block {
-  float unit;    // what one step of the uppermost digit is worth
-  float sum;     // of the block's x, for formats with a minimum
-  int32_t digits[3];  // sums of d0, d1, d2: they take the weights' offset of 128 (or 8) away again
+  float unit;               // what one step of the uppermost digit is worth
+  float sum;                // of the block's x, for formats with a minimum
+  int32_t digits[kDigits];  // the sum of each digit: they take the weights' offset of 128 (or 8) away again
 };
 
 struct Activations {
@@ -23,7 +25,7 @@ struct Activations {
   const float* x;                 // the rows as they came
   int64_t x_stride;
   float* padded;                  // [tokens, stride]
-  int8_t* digits;                 // [tokens, stride / 4, 4 planes (the last unused), 4 k]
+  int8_t* digits;                 // [tokens, stride / 4, kDigits, 4 k]
   Block* block;                   // [tokens, blocks]
   uint8_t* finite;                // [tokens]
 };
@@ -52,37 +54,46 @@ inline Activations activations_in(void* memory, int64_t tokens, int64_t k) {
 
 #if defined(__AVX512VNNI__)
 
+// The bits of the largest |x| as an integer: they order as the numbers do, and above all stand Inf and NaN.
+AP_INLINE int32_t largest_bits(const __m512* v, int64_t parts) {
+  __m512i most = _mm512_setzero_si512();
+  for (int64_t i = 0; i < parts; i++)
+    most = _mm512_max_epi32(most, _mm512_and_si512(_mm512_castps_si512(v[i]), _mm512_set1_epi32(0x7fffffff)));
+  return _mm512_reduce_max_epi32(most);
+}
+
 inline bool split_block(const float* x, int64_t count, int64_t width, int8_t* digits, Block* block) {
-  const __m512i sign = _mm512_set1_epi32(0x7fffffff), ones = _mm512_set1_epi8(1), bias = _mm512_set1_epi32(0x808080);
-  const __m512i planes = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
-  __m512 most = _mm512_setzero_ps();
-  __m512i nonfinite = _mm512_setzero_si512();
-  const int64_t parts = (width + 15) / 16;
+  const __m512i ones = _mm512_set1_epi8(1), bias = _mm512_set1_epi32(static_cast<int32_t>(0x80808080u));
+  const __m512i by_digit = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
+  const int64_t parts = width / 16;
   __m512 v[4];
   for (int64_t i = 0; i < parts; i++) {
     const int64_t left = count - 16 * i;
     const __mmask16 mask = left >= 16 ? 0xffff : left > 0 ? static_cast<__mmask16>((1 << left) - 1) : 0;
     v[i] = _mm512_maskz_loadu_ps(mask, x + 16 * i);
-    const __m512i magnitude = _mm512_and_si512(_mm512_castps_si512(v[i]), sign);
-    nonfinite = _mm512_max_epi32(nonfinite, magnitude);
-    most = _mm512_max_ps(most, _mm512_castsi512_ps(magnitude));
   }
-  if (_mm512_reduce_max_epi32(nonfinite) >= 0x7f800000) return false;
-  const float small = _mm512_reduce_max_ps(most), lift = small < 0x1p-60f ? 0x1p80f : 1.0f, top = small * lift;
-  const __m512 inverse = _mm512_set1_ps(top > 0 ? 8355711.0f / top : 0.0f);  // lifted: this must not overflow
+  const int32_t bits = largest_bits(v, parts);
+  if (bits >= 0x7f800000) return false;
+  float top;
+  memcpy(&top, &bits, 4);
+  int exponent = 0;
+  frexpf(top, &exponent);  // top < 2^exponent
+  const __m512 shift = _mm512_set1_ps(static_cast<float>(30 - exponent));
   __m512i sums = _mm512_setzero_si512();
   for (int64_t i = 0; i < parts; i++) {
-    __m512i n = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_mul_ps(v[i], _mm512_set1_ps(lift)), inverse));
-    n = _mm512_xor_si512(_mm512_add_epi32(n, bias), bias);  // the bytes of n + 0x808080, each less 128
-    n = _mm512_shuffle_epi8(n, planes);
+    __m512i n = _mm512_cvtps_epi32(_mm512_scalef_ps(v[i], shift));
+    n = _mm512_xor_si512(_mm512_add_epi32(n, bias), bias);  // the bytes of n + 0x80808080, each less 128
+    n = _mm512_shuffle_epi8(n, by_digit);
     _mm512_storeu_si512(digits + 64 * i, n);
     sums = _mm512_dpbusd_epi32(sums, ones, n);
   }
   const __m256i half = _mm256_add_epi32(_mm512_castsi512_si256(sums), _mm512_extracti64x4_epi64(sums, 1));
   const __m128i quarter = _mm_add_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
-  for (int p = 0; p < 3; p++) block->digits[p] = reinterpret_cast<const int32_t*>(&quarter)[p];
-  block->unit = top / 8355711.0f * 65536.0f / lift;
-  block->sum = static_cast<float>(block->digits[0] + 256 * block->digits[1] + 65536 * block->digits[2]) * (1.0f / 65536) * block->unit;
+  memcpy(block->digits, &quarter, 16);
+  block->unit = ldexpf(1.0f, exponent - 6);
+  block->sum = 0;
+  for (int p = 0; p < kDigits; p++) block->sum = block->sum * (1.0f / 256) + static_cast<float>(block->digits[p]);
+  block->sum *= block->unit;
   return true;
 }
 
@@ -102,6 +113,11 @@ inline void prepare(Activations& a, int64_t first, int64_t last) {
     float* out = a.padded + m * a.stride;
     memcpy(out, x, static_cast<size_t>(a.k) * 4);
     memset(out + a.k, 0, static_cast<size_t>(a.stride - a.k) * 4);
+    for (int64_t b = 0; b < a.blocks; b++) {
+      vf total = {};
+      for (int64_t k = 0; k < a.width; k += kLanes) total += load(out + b * a.width + k);
+      a.block[m * a.blocks + b].sum = sum(total);
+    }
 #endif
   }
 }

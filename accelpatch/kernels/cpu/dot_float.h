@@ -13,59 +13,94 @@ AP_INLINE vf four_times(const float* scale) {  // each row's scale, four times
 }
 
 AP_INLINE vf repeat(const float* x) {  // the same 4 k for every row of a vector
+#if AP_LANES == 8
+  return _mm256_broadcast_ps(reinterpret_cast<const __m128*>(x));
+#endif
   float lane[kLanes];
   for (int i = 0; i < kLanes; i++) lane[i] = x[i % 4];
   return load(lane);
 }
 
 AP_INLINE vi bytes(const uint8_t* p) {
+#if AP_LANES == 8
+  return reinterpret_cast<vi>(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+#elif AP_LANES == 4 && defined(__SSE2__)
+  int32_t four;
+  memcpy(&four, p, 4);
+  const __m128i zero = _mm_setzero_si128();
+  return reinterpret_cast<vi>(_mm_unpacklo_epi16(_mm_unpacklo_epi8(_mm_cvtsi32_si128(four), zero), zero));
+#endif
   vu v;
   memcpy(&v, p, sizeof v);
   return __builtin_convertvector(v, vi);
 }
 
-// total[r][m] += scale * sum q x + minimum * sum x over one group, for R vectors of rows and M tokens.
-template <int M, int R, int KIND>
-AP_INLINE void add_group(const uint8_t* w, const uint8_t* header, const ap_linear& s, const Layout& l, const float* x, int64_t stride,
-                         int64_t row, vf (*total)[M]) {
-  vf dot[R][M] = {}, sum[M] = {};
-  const bool minimum = KIND == AP_INT4 && s.minimum;
-  const int zero = KIND == AP_INT8 ? 128 : minimum ? 0 : 8;
-  for (int64_t k = 0; k < l.group; k += KIND == AP_INT8 ? 4 : 8) {
-    for (int half = 0; half < (KIND == AP_INT8 ? 1 : 2); half++) {
-      vf v[M];
-      for (int m = 0; m < M; m++) {
-        v[m] = repeat(x + m * stride + k + 4 * half);
-        if (minimum) sum[m] += v[m];
-      }
-      for (int r = 0; r < R; r++) {
-        vi q = bytes(w + (KIND == AP_INT8 ? k * 16 : k * 8) + (row + r * kRows) * 4);
-        if (KIND == AP_INT4) q = half ? q >> 4 : q & 15;
-        const vf f = __builtin_convertvector(q - zero, vf);
-        for (int m = 0; m < M; m++) dot[r][m] += f * v[m];
-      }
-    }
-  }
-  float scale[16], low[16];
-  load_scales(header, s.half_scales, scale);
-  if (minimum) load_scales(header + l.part, s.half_scales, low);
+constexpr int64_t kSpan = 128;  // k summed in one chain: sums of sums lose less than one long sum
+
+template <int M, int R>
+struct Sums {
+  vf dot[R][M];
+};
+
+// dot += (q - zero) * x for R vectors of rows, 4 k and M tokens
+template <int M, int R>
+AP_INLINE void multiply(Sums<M, R>& s, const vi* q, int zero, const float* x, int64_t stride) {
+  vf v[M];
+  for (int m = 0; m < M; m++) v[m] = repeat(x + m * stride);
   for (int r = 0; r < R; r++) {
-    for (int m = 0; m < M; m++) {
-      total[r][m] += dot[r][m] * four_times(scale + row + r * kRows);
-      if (minimum) total[r][m] += sum[m] * four_times(low + row + r * kRows);
+    const vf f = __builtin_convertvector(q[r] - zero, vf);
+    for (int m = 0; m < M; m++) s.dot[r][m] += f * v[m];
+  }
+}
+
+template <int M, int R, int KIND>
+AP_INLINE void multiply_span(Sums<M, R>& s, const uint8_t* w, const float* x, int64_t stride, int64_t count) {
+  for (int64_t k = 0; k < count; k += KIND == AP_INT8 ? 4 : 8) {
+    vi q[R], low[R], high[R];
+    for (int r = 0; r < R; r++) {
+      q[r] = bytes(w + (KIND == AP_INT8 ? k * 16 : k * 8) + r * kRows * 4);
+      low[r] = q[r] & 15;
+      high[r] = q[r] >> 4;
     }
+    multiply<M, R>(s, KIND == AP_INT8 ? q : low, KIND == AP_INT8 ? 128 : 8, x + k, stride);
+    if (KIND == AP_INT4) multiply<M, R>(s, high, 8, x + k + 4, stride);
+  }
+}
+
+// total[r][m] += scale * sum q x + middle * sum x over `count` k of one group, for R vectors of rows and M tokens; the middle of
+// an int4 format with a minimum is minimum + 8 * scale, so that the two terms do not cancel each other.
+template <int M, int R, int KIND>
+AP_INLINE void add_span(const uint8_t* w, const uint8_t* header, const ap_linear& s, const Layout& l, const Activations& a, int64_t token,
+                        int64_t k, int64_t count, int64_t row, vf (*total)[M]) {
+  Sums<M, R> sums = {};
+  multiply_span<M, R, KIND>(sums, w + row * 4, a.padded + token * a.stride + k, a.stride, count);
+  float scale[16], middle[16];
+  load_scales(header, s.half_scales, scale);
+  for (int r = 0; r < R; r++)
+    for (int m = 0; m < M; m++) total[r][m] += sums.dot[r][m] * four_times(scale + row + r * kRows);
+  if (KIND != AP_INT4 || !s.minimum) return;
+  load_scales(header + l.part, s.half_scales, middle);
+  for (int i = 0; i < 16; i++) middle[i] += 8 * scale[i];
+  for (int m = 0; m < M; m++) {
+    float x = 0;
+    for (int64_t b = k / a.width; b * a.width < k + count; b++) x += a.block[(token + m) * a.blocks + b].sum;
+    for (int r = 0; r < R; r++) total[r][m] += 0.25f * x * four_times(middle + row + r * kRows);  // to each of a row's 4 lanes
   }
 }
 
 template <int M, int KIND>
 void dot_float(const ap_linear& w, const Layout& l, const uint8_t* block, const Activations& a, int64_t token, float (*y)[16]) {
-  constexpr int R = (M >= 8 ? 1 : 8 / M) * kRows > 16 ? 16 / kRows : (M >= 8 ? 1 : 8 / M);
+  constexpr int R = 8 / M * kRows > 16 ? 16 / kRows : 8 / M;  // 8 sums: enough chains, few enough registers
   for (int64_t row = 0; row < 16; row += R * kRows) {
     vf total[R][M] = {};
     const uint8_t* p = block;
-    const float* x = a.padded + token * a.stride;
-    for (int64_t g = 0; g < l.groups; g++, p += l.group_bytes, x += l.group)
-      add_group<M, R, KIND>(p + l.header, p, w, l, x, a.stride, row, total);
+    for (int64_t g = 0; g < l.groups; g++, p += l.group_bytes) {
+      for (int64_t k = 0; k < l.group; k += kSpan) {
+        const int64_t count = l.group - k < kSpan ? l.group - k : kSpan;
+        const uint8_t* weights = p + l.header + k * (KIND == AP_INT8 ? 16 : 8);
+        add_span<M, R, KIND>(weights, p, w, l, a, token, g * l.group + k, count, row, total);
+      }
+    }
     for (int r = 0; r < R; r++) {
       for (int m = 0; m < M; m++) {
         float lane[kLanes];

@@ -45,8 +45,7 @@ inline void dot_block(const Weight& w, int64_t b, const Activations& a, int64_t 
     return;
   }
   int64_t m = 0;
-  for (; m + 8 <= count; m += 8) dot_some<8>(w, b, a, token + m, y + m);
-  if (count - m >= 4) dot_some<4>(w, b, a, token + m, y + m), m += 4;
+  for (; m + 4 <= count; m += 4) dot_some<4>(w, b, a, token + m, y + m);
   if (count - m >= 2) dot_some<2>(w, b, a, token + m, y + m), m += 2;
   if (count - m >= 1) dot_some<1>(w, b, a, token + m, y + m);
 }
