@@ -141,17 +141,17 @@ def site_table(sites: Sequence[SiteRecord]) -> str:
         shape = re.sub(r"\d+", "*", site.path)
         key = (shape, site.role, site.shape, site.replacer, site.kernel, _numberless(site.reason))
         groups.setdefault(key, []).append(site)
-    rows = [("site", "count", "weight [N, K]", "replacement", "kernel", "bytes", "after")]
+    rows: list[Sequence[str]] = [
+        ("site", "count", "weight [N, K]", "replacement", "kernel", "bytes", "after", "why it stays")
+    ]
     for members in groups.values():
         first = members[0]
         before, after = _total(site.resident_bytes for site in members)
         name = _span([site.path for site in members]) + (f" (+ {', '.join(first.tied)})" if first.tied else "")
         size = f"{first.shape[0]} x {first.shape[1]}" if first.shape else ""
-        if first.replacer is None:
-            rows.append((name, str(len(members)), size, f"stays: {first.reason}", "", human(before), ""))
-        else:
-            cells = (human(before), human(after)) if before or after else ("", "")
-            rows.append((name, str(len(members)), size, first.replacer, first.kernel or "", *cells))
+        cells = [human(before) if before else "", human(after) if before and first.replacer else ""]
+        row = (name, str(len(members)), size, first.replacer or "stays", first.kernel or "", *cells, first.reason or "")
+        rows.append(row)
     return table(rows)
 
 
@@ -167,10 +167,19 @@ def _span(paths: list[str]) -> str:
     varying = [i for i, column in enumerate(zip(*pieces, strict=True)) if len(set(column)) > 1]
     first = pieces[0]
     for i in varying:
-        numbers = sorted({int(piece[i]) for piece in pieces})
-        dense = numbers == list(range(numbers[0], numbers[-1] + 1))
-        first[i] = f"{{{numbers[0]}..{numbers[-1]}}}" if dense else "{" + ",".join(map(str, numbers)) + "}"
+        first[i] = "{" + _ranges(sorted({int(piece[i]) for piece in pieces})) + "}"
     return "".join(first)
+
+
+def _ranges(numbers: list[int]) -> str:
+    """`0..2,5` for 0, 1, 2, 5."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}..{run[-1]}" for run in runs)
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:

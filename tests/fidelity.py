@@ -17,19 +17,26 @@ from accelpatch.quant import int4, int8
 BLOCK = 32
 
 
+GroupSizes = tuple[int | None, ...]
+
+
 @dataclass(frozen=True)
 class Format:
-    """bits 8 or 4 of the inner linear layers; group sizes along K, the first that divides K (None: a whole row)."""
+    """bits 8 or 4 of the inner linear layers; `head`: the int8 form of the head and of the embedding tied to it.
+
+    Group sizes run along K: the first that divides K counts, None is a whole row.
+    """
 
     name: str
     bits: int
-    group_size: tuple[int | None, ...]
+    group_size: GroupSizes
     symmetric: bool = True
-    head_group_size: int | None = None
+    head: GroupSizes = (128, 64, 32, None)
 
-    def group(self, k: int) -> int | None:
-        """The group size for a weight of K features."""
-        return next(size for size in self.group_size if size is None or k % size == 0)
+
+def first_dividing(sizes: GroupSizes, k: int) -> int | None:
+    """The group size for a weight of K features."""
+    return next(size for size in sizes if size is None or k % size == 0)
 
 
 @dataclass(frozen=True)
@@ -81,7 +88,7 @@ def simulate(model: nn.Module, format: Format) -> nn.Module:
 
 
 def _round_trip(weight: Tensor, format: Format, head: bool) -> Tensor:
-    group_size = format.head_group_size if head else format.group(weight.shape[1])
+    group_size = first_dividing(format.head if head else format.group_size, weight.shape[1])
     if head or format.bits == 8:
         return int8.dequantize(int8.quantize(weight, group_size=group_size), weight.dtype)
     assert group_size is not None
@@ -127,11 +134,13 @@ def perplexity(logits: Tensor, ids: Tensor) -> float:
     return float(torch.stack(nll).mean().exp())
 
 
-_INT4 = ((128, 64, 32), (64, 32), (32,))
+_SIZES: tuple[GroupSizes, ...] = ((128, 64, 32), (64, 32), (32,))
 #: the table of docs/fidelity.md
 FORMATS = (
-    Format("int8, per channel", 8, (None,)),
-    *(Format(f"int8, groups of {sizes[0]}", 8, sizes, head_group_size=None) for sizes in _INT4),
-    *(Format(f"int4, groups of {sizes[0]}, asymmetric", 4, sizes, symmetric=False) for sizes in _INT4),
-    *(Format(f"int4, groups of {sizes[0]}, symmetric", 4, sizes) for sizes in _INT4),
+    Format("int8, per channel", 8, (None,), head=(None,)),
+    *(Format(f"int8, groups of {sizes[0]}", 8, (*sizes, None), head=(*sizes, None)) for sizes in _SIZES),
+    *(Format(f"int4, groups of {sizes[0]}, asymmetric", 4, sizes, symmetric=False) for sizes in _SIZES),
+    *(Format(f"int4, groups of {sizes[0]}, symmetric", 4, sizes) for sizes in _SIZES),
 )
+#: the formats of the bundled recipes
+RECIPES = {"int8": FORMATS[1], "int4": FORMATS[4]}

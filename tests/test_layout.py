@@ -24,7 +24,7 @@ IMPORTS: dict[str, tuple[str, str]] = {
     "kernels": ("device errors cache", "triton"),  # cache: built device sources are published there
     "quant": ("kernels device errors", ""),
     "modules": ("kernels quant errors", "transformers"),
-    "models": ("errors cache", "transformers gguf safetensors"),  # cache: converted checkpoints are published there
+    "models": ("errors cache", "transformers huggingface_hub gguf safetensors"),  # cache: converted checkpoints are published there
     "patching": ("recipe device report errors", ""),
     "replacers": ("patching modules quant kernels models.family device errors", ""),
     "runtime": ("kernels modules report device errors", "transformers"),
@@ -37,7 +37,10 @@ IMPORTS: dict[str, tuple[str, str]] = {
         "errors device cache report recipe kernels quant modules models patching replacers runtime checkpoints bench",
         "",
     ),
-    "cli": ("api bench kernels.build models.catalog recipe report device errors", "typer rich"),
+    "cli": (
+        "api bench kernels.build models.catalog recipe report device errors cache",  # cache: lists and clears it
+        "typer rich",
+    ),
     "__init__": ("api errors patching.replacer", ""),  # the public names, resolved when first asked for
     "__main__": ("cli", ""),
 }

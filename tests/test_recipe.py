@@ -62,6 +62,10 @@ def test_every_key_means_what_it_says() -> None:
     )
 
 
+def test_dump_gives_back_every_key() -> None:
+    assert recipes.parse(recipes.dump(recipes.parse(WHOLE))) == recipes.parse(WHOLE)
+
+
 def test_the_shortest_recipe_has_the_defaults() -> None:
     recipe = recipes.parse("rules: [{match: {name: '*'}, replace: keep}]", source="folder/mine.yaml")
     assert (recipe.name, recipe.description, recipe.calibrate) == ("mine", "", None)

@@ -78,6 +78,7 @@ def test_a_wheel_has_them_inside_the_package(tmp_path: Path) -> None:
     folder = _installed(tmp_path / "site-packages", inside=True)
     (folder / "recipes").mkdir()  # of another package
     (folder / "recipes" / "soup.yaml").write_text("a: b")
+    (folder / "pyproject.toml").touch()
     assert "('exact', 'int4', 'int8')" in _listed(folder)
 
 

@@ -130,6 +130,15 @@ RMS_NORMS: Mapping[str, Norm] = MappingProxyType(
 LINEAR_CLASSES = frozenset({"Linear", "Conv1D", "FalconLinear", "NonDynamicallyQuantizableLinear"})
 # Embeddings whose forward is a row of the table, times `embed_scale` where they have one.
 EMBEDDING_CLASSES = frozenset({"Embedding", "Gemma2TextScaledWordEmbedding", "Gemma3TextScaledWordEmbedding"})
+# Rotary embeddings whose tables hold each half's frequencies twice over, in the dtype of the hidden states. Others
+# interleave them (Cohere) or stay in float32 (OLMo 2).
+ROTARY_CLASSES = frozenset(
+    f"{family}RotaryEmbedding"
+    for family in (
+        "Llama", "Mistral", "Qwen2", "Qwen3", "Gemma2", "Gemma3", "Phi3", "GPTNeoX", "Falcon", "Mixtral", "Qwen3Moe",
+        "StableLm",
+    )
+)  # fmt: skip
 # Rope types whose frequencies are fixed when the model is made.
 STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
 # Classes of activation modules -> the name that configurations use.

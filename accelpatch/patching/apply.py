@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,8 +120,9 @@ def build_all(plan: Plan, progress: Callable[[int, int], None]) -> Iterator[Buil
     """Build every replacement of `plan`; an error names the site, and the model is untouched."""
     entries = plan.replaced
     for done, entry in enumerate(entries):
-        with _naming_site(entry.site.path):
-            yield _build(entry)
+        with naming(entry.site.path, "its replacement was built"):
+            made = _build(entry)
+        yield made
         progress(done + 1, len(entries))
 
 
@@ -147,23 +149,21 @@ def _check_subclass(old: nn.Module, new: nn.Module) -> None:
         )
 
 
-class _naming_site:
-    """Adds the site to an error that would not name it, and says that nothing was changed."""
+@contextmanager
+def naming(what: str, doing: str) -> Iterator[None]:
+    """Within it an error that would not say where it happened does, and that nothing was changed.
 
-    def __init__(self, path: str):
-        self.path = path
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-            raise PatchError(
-                f"{self.path}: out of memory while its replacement was built; nothing was changed. Free memory, or "
-                "load the model in a smaller dtype"
-            ) from error
-        if isinstance(error, AccelpatchError):
-            raise PatchError(f"{self.path}: {error}; nothing was changed") from error
+    what: a site or the model. doing: what was under way, for memory that ran out.
+    """
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise PatchError(
+            f"{what}: out of memory while {doing}; nothing was changed. Free memory, or load the model in a smaller "
+            "dtype"
+        ) from error
+    except AccelpatchError as error:
+        raise PatchError(f"{what}: {error}; nothing was changed") from error
 
 
 def commit(
@@ -185,7 +185,10 @@ def commit(
 
 
 def settle(handle: Handle, built: list[Built]) -> None:
-    """The last step, once nothing can send the model back: free the originals' weights, or move them to the CPU."""
+    """The last step, once nothing else can send the model back: free the originals' weights, or move them to the CPU.
+
+    An interrupt in the middle takes back what was done so far, so that the swaps can still be reverted.
+    """
     rounded = [
         (old, new)
         for item in built
@@ -194,15 +197,24 @@ def settle(handle: Handle, built: list[Built]) -> None:
     ]
     if handle.keep_original == "none":
         gone = {id(old) for old, _ in rounded}
-        for change in handle.changes:
-            if id(change.old) in gone:
-                change.old = None
-        for item in built:
-            item.modules.clear()
-        return
-    copies = [(p, p.data.cpu()) for old, new in rounded for p in _own_parameters(old, new) if p.device.type != "cpu"]
-    for parameter, copy in copies:
-        parameter.data = copy
+        changes: list[tuple[Any, str, Any, Any]] = [
+            (change, "old", change.old, None) for change in handle.changes if id(change.old) in gone
+        ]
+        _set_all(changes + [(item, "modules", item.modules, []) for item in built])
+    else:
+        own = [p for old, new in rounded for p in _own_parameters(old, new) if p.device.type != "cpu"]
+        _set_all([(parameter, "data", parameter.data, parameter.data.cpu()) for parameter in own])
+
+
+def _set_all(assignments: list[tuple[Any, str, Any, Any]]) -> None:
+    """Set each (owner, name, before, after), or none of them."""
+    try:
+        for owner, name, _, after in assignments:
+            setattr(owner, name, after)
+    except BaseException:
+        for owner, name, before, _ in assignments:
+            setattr(owner, name, before)
+        raise
 
 
 def _own_parameters(old: nn.Module, new: nn.Module) -> Iterator[nn.Parameter]:

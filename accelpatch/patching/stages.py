@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from accelpatch.errors import VerifyError
-from accelpatch.patching.apply import Built, build_all
+from accelpatch.patching.apply import Built, build_all, naming
 from accelpatch.patching.capture import Call, recording, run
 from accelpatch.patching.plan import Plan
 from accelpatch.patching.verify import Checking, SiteErrors, compare_logits, site_errors
@@ -38,12 +38,13 @@ def verified_build(
     says), and the model's outputs on `samples` before anything changed. With no samples nothing is verified.
     """
     watched = {member.path: member.original for entry in plan.replaced for member in (entry.site, *entry.site.tied)}
-    with recording(watched if samples else {}) as calls:
+    with naming(type(model).__name__, "it ran on the sample inputs"), recording(watched if samples else {}) as calls:
         before = run(model, samples, lambda done, total: progress("capture", done, total))
     held: list[Checked] = []
     failed: dict[str, str] = {}
     for built in build_all(plan, lambda done, total: progress("build and verify", done, total)):
-        checked = _check(built, plan.recipe, calls, checking)
+        with naming(built.entry.site.path, "its replacement was verified"):
+            checked = _check(built, plan.recipe, calls, checking)
         problem = over_bound(checked.errors, plan.recipe, built.entry.rule) if checked.errors else None
         if problem is None:
             held.append(checked)
@@ -96,9 +97,9 @@ def whole_model(
     model: nn.Module, samples: Samples, before: list[Any], report: Report, progress: Progress
 ) -> Verification:
     """Run the patched model on the samples again and compare its next-token logits with those of before."""
-    after = run(model, samples, lambda done, total: progress("check", done, total))
-    masks = [_mask(sample) for sample in samples]
-    result = compare_logits(before, after, masks)
+    with naming(type(model).__name__, "the patched model was compared with the original"):
+        after = run(model, samples, lambda done, total: progress("check", done, total))
+        result = compare_logits(before, after, [_mask(sample) for sample in samples])
     kernel = [site.kernel_share for site in report.sites if site.kernel_share is not None]
     form = [site.format_error for site in report.sites if site.format_error is not None]
     result.worst_kernel_error, result.worst_format_error = max(kernel, default=None), max(form, default=None)

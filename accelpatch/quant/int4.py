@@ -40,6 +40,8 @@ def _symmetric(groups: Tensor) -> QuantizedWeight:
 def _asymmetric(groups: Tensor) -> QuantizedWeight:
     low, high = groups.amin(dim=2), groups.amax(dim=2)
     constant = low == high
+    if not bool(torch.isfinite(high - low).all()):
+        raise KernelError("int4: a group's values lie further apart than a float32 can say: use int8 for this weight")
     dtype = _storage(torch.stack((low, high, (high - low) / 15)))
     offset = low.to(dtype)
     # what rounding took from the offset is the scale of a constant group, whose u are then all 1
@@ -66,7 +68,7 @@ def _store(scale: Tensor) -> Tensor:
 def pack(u: Tensor) -> Tensor:
     """q[N, K / 2] int8 of u[N, K] or [N, G, K / G], integers in 0..15 of any dtype."""
     u = u.flatten(1).to(torch.uint8)
-    return (u[:, 0::2] | (u[:, 1::2] << 4)).view(torch.int8)
+    return (u[:, 0::2] | (u[:, 1::2] << 4)).contiguous().view(torch.int8)
 
 
 def unpack(q: Tensor) -> Tensor:

@@ -22,9 +22,9 @@ def check_finite(weight: Tensor, name: str) -> None:
     """Raise KernelError, naming the first bad element, where `weight` holds a NaN or an infinity."""
     bad = ~torch.isfinite(weight)
     if bool(bad.any()):
-        place = [int(i) for i in bad.nonzero()[0]]
+        place, count = [int(i) for i in bad.nonzero()[0]], int(bad.sum())
         raise KernelError(
-            f"{name}{place} is {weight[tuple(place)].item()} and {int(bad.sum())} of {weight.numel()} values are not finite: "
+            f"{name}{place} is {weight[tuple(place)].item()}, and {count} of {weight.numel()} values are not finite: "
             "a quantised weight cannot hold it; mend the checkpoint, or keep this site in the recipe (replace: keep)"
         )
 
@@ -39,4 +39,4 @@ def grouped(weight: Tensor, group_size: int | None, format_name: str) -> Tensor:
             f"{format_name}: group_size {size} does not divide K = {weight.shape[1]}: choose one that does"
         )
     check_finite(weight, "weight")
-    return weight.detach().to(torch.float32).unflatten(1, (-1, size))
+    return weight.detach().to(torch.float32).contiguous().unflatten(1, (-1, size))

@@ -1,0 +1,259 @@
+"""The models that accelpatch knows by a short name: where they come from, and their published shapes.
+
+The shapes are the models' own ``config.json`` on the hub, in the words of transformers 5 (``rope_parameters``), so
+that a plan needs no network.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from accelpatch.errors import LoadError
+
+DEFAULT = "smollm2-135m"
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+
+@dataclass(frozen=True)
+class CatalogEntry:
+    """A known model. ``config`` holds a transformers configuration, ``model_type`` and ``dtype`` included."""
+
+    name: str
+    hub_name: str
+    config: Mapping[str, Any]
+    embedded: bool = False  # comes from the package index, not from the hub
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a model comes from. ``kind``: "embedded", "hub", "folder" or "gguf"; ``location``: hub name or path."""
+
+    kind: str
+    name: str
+    location: str
+    config: dict[str, Any] | None = None
+
+
+def _llama(heads: tuple[int, int], rope: Mapping[str, Any], **config: Any) -> dict[str, Any]:
+    """A configuration of Llama's kind; ``heads``: query heads, key and value heads."""
+    common = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "num_attention_heads": heads[0],
+        "num_key_value_heads": heads[1],
+        "rope_parameters": {"rope_type": "default", **rope},
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+    }
+    return {**common, **config}
+
+
+def _opt(hidden: int, layers: int, heads: int) -> dict[str, Any]:
+    return {
+        "model_type": "opt",
+        "architectures": ["OPTForCausalLM"],
+        "hidden_size": hidden,
+        "ffn_dim": 4 * hidden,
+        "word_embed_proj_dim": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "vocab_size": 50272,
+        "max_position_embeddings": 2048,
+        "activation_function": "relu",
+        "do_layer_norm_before": True,
+        "tie_word_embeddings": True,
+        "bos_token_id": 2,
+        "eos_token_id": 2,
+        "pad_token_id": 1,
+        "dtype": "float16",
+    }
+
+
+_SMOLLM2_135M = _llama(
+    (9, 3),
+    {"rope_theta": 100000.0},
+    hidden_size=576,
+    intermediate_size=1536,
+    num_hidden_layers=30,
+    vocab_size=49152,
+    max_position_embeddings=8192,
+    tie_word_embeddings=True,
+    bos_token_id=1,
+    eos_token_id=2,
+    pad_token_id=2,
+    dtype="float32",  # what the conversion holds: bfloat16 would round the file's values once more
+)
+_LLAMA2_7B = _llama(
+    (32, 32),
+    {"rope_theta": 10000.0},
+    hidden_size=4096,
+    intermediate_size=11008,
+    num_hidden_layers=32,
+    vocab_size=32000,
+    max_position_embeddings=4096,
+    bos_token_id=1,
+    eos_token_id=2,
+    dtype="float16",
+)
+_LLAMA3_8B = _llama(
+    (32, 8),
+    {"rope_theta": 500000.0},
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=32,
+    vocab_size=128256,
+    max_position_embeddings=8192,
+    bos_token_id=128000,
+    eos_token_id=128001,
+)
+_LLAMA32_1B = _llama(
+    (32, 8),
+    {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    hidden_size=2048,
+    head_dim=64,
+    intermediate_size=8192,
+    num_hidden_layers=16,
+    vocab_size=128256,
+    max_position_embeddings=131072,
+    tie_word_embeddings=True,
+    bos_token_id=128000,
+    eos_token_id=128001,
+)
+_MISTRAL_7B = _llama(
+    (32, 8),
+    {"rope_theta": 10000.0},
+    model_type="mistral",
+    architectures=["MistralForCausalLM"],
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=32,
+    vocab_size=32000,
+    max_position_embeddings=32768,
+    sliding_window=4096,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+_QWEN3_06B = _llama(
+    (16, 8),
+    {"rope_theta": 1000000.0},
+    model_type="qwen3",
+    architectures=["Qwen3ForCausalLM"],
+    hidden_size=1024,
+    head_dim=128,
+    intermediate_size=3072,
+    num_hidden_layers=28,
+    vocab_size=151936,
+    max_position_embeddings=40960,
+    max_window_layers=28,
+    use_sliding_window=False,
+    attention_bias=False,
+    rms_norm_eps=1e-6,
+    tie_word_embeddings=True,
+    bos_token_id=151643,
+    eos_token_id=151645,
+)
+_BLOOM_7B1 = {
+    "model_type": "bloom",
+    "architectures": ["BloomForCausalLM"],
+    "hidden_size": 4096,
+    "n_layer": 30,
+    "n_head": 32,
+    "vocab_size": 250880,
+    "layer_norm_epsilon": 1e-5,
+    "tie_word_embeddings": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 3,
+    "dtype": "float16",
+}
+_GPT2 = {
+    "model_type": "gpt2",
+    "architectures": ["GPT2LMHeadModel"],
+    "n_embd": 768,
+    "n_layer": 12,
+    "n_head": 12,
+    "n_positions": 1024,
+    "vocab_size": 50257,
+    "activation_function": "gelu_new",
+    "layer_norm_epsilon": 1e-5,
+    "tie_word_embeddings": True,
+    "bos_token_id": 50256,
+    "eos_token_id": 50256,
+    "dtype": "float32",
+}
+_ENTRIES = (
+    CatalogEntry("smollm2-135m", "HuggingFaceTB/SmolLM2-135M-Instruct", _SMOLLM2_135M, embedded=True),
+    CatalogEntry("llama2-7b", "meta-llama/Llama-2-7b-hf", _LLAMA2_7B),
+    CatalogEntry("llama3-8b", "meta-llama/Meta-Llama-3-8B", _LLAMA3_8B),
+    CatalogEntry("llama3.2-1b", "meta-llama/Llama-3.2-1B", _LLAMA32_1B),
+    CatalogEntry("mistral-7b", "mistralai/Mistral-7B-v0.1", _MISTRAL_7B),
+    CatalogEntry("qwen3-0.6b", "Qwen/Qwen3-0.6B", _QWEN3_06B),
+    CatalogEntry("opt-6.7b", "facebook/opt-6.7b", _opt(4096, 32, 32)),
+    CatalogEntry("opt-13b", "facebook/opt-13b", _opt(5120, 40, 40)),
+    CatalogEntry("bloom-7b1", "bigscience/bloom-7b1", _BLOOM_7B1),
+    CatalogEntry("gpt2", "openai-community/gpt2", _GPT2),
+)
+CATALOG: Mapping[str, CatalogEntry] = MappingProxyType({entry.name: entry for entry in _ENTRIES})
+
+
+def resolve(name: str) -> Source:
+    """What a name means: a short name of the catalog, then a path, then a name on the hub.
+
+    A folder that is called like a catalog entry is named with a path: ``./gpt2``. Raises LoadError for a path that
+    is not there, a file that is no GGUF file, and a name that looks like a misspelt short name.
+    """
+    if entry := CATALOG.get(name.lower()):
+        location = entry.name if entry.embedded else entry.hub_name
+        return Source("embedded" if entry.embedded else "hub", entry.name, location, dict(entry.config))
+    path = Path(name).expanduser()
+    if name and path.exists():
+        return _local(name, path)
+    if name.startswith(("/", "./", "../", "~")) or name.endswith((".gguf", ".safetensors", *_PICKLES)):
+        raise LoadError(f"{name}: no such file or folder")
+    if not _HUB_NAME.fullmatch(name):
+        raise LoadError(f"{name!r} names no model: give {_choices()}")
+    if "/" not in name and (close := difflib.get_close_matches(name.lower(), CATALOG, n=1, cutoff=0.75)):
+        raise LoadError(
+            f"no model is called {name!r}; did you mean {close[0]!r}? Known short names: {', '.join(CATALOG)}"
+        )
+    known = next((entry.config for entry in _ENTRIES if entry.hub_name == name), None)
+    return Source("hub", name, name, None if known is None else dict(known))
+
+
+def _local(name: str, path: Path) -> Source:
+    if path.is_dir():
+        return Source("folder", name, str(path.absolute()))
+    if path.suffix == ".gguf":
+        return Source("gguf", name, str(path.absolute()))
+    if path.suffix in _PICKLES:
+        raise LoadError(pickle_refusal(str(path)))
+    raise LoadError(f"{name} is a file: give the folder that holds config.json and the weights, or a .gguf file")
+
+
+def pickle_refusal(place: str) -> str:
+    """The message for a checkpoint whose loading could run code."""
+    return (
+        f"{place} holds pickled weights, which can run code while they load, so they are refused. Convert them in an "
+        "environment that you would risk: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER) "
+        "writes safetensors"
+    )
+
+
+def _choices() -> str:
+    return f"a short name ({', '.join(CATALOG)}), a folder, a .gguf file or a name on the hub (owner/name)"

@@ -1,0 +1,174 @@
+"""A checkpoint's folder, read with distrust before any of it is loaded: nothing in it may run or fetch anything."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from accelpatch.errors import LoadError
+from accelpatch.models.catalog import pickle_refusal
+
+CHECKSUMS = "SHA256SUMS"
+Progress = Callable[[str, int, int], None]
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+# Configuration keys that make transformers choose, fetch or run code by a name from the file; at any depth.
+_UNTRUSTED_KEYS = frozenset(
+    (
+        "_attn_implementation",
+        "_attn_implementation_internal",
+        "_experts_implementation",
+        "_experts_implementation_internal",
+        "attn_implementation",
+        "auto_map",
+        "custom_pipelines",
+        "distributed_config",
+        "experts_implementation",
+        "fusion_config",
+        "kernel_config",
+        "transformers_weights",
+        "use_kernels",
+    )
+)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The folder's config.json, without the keys that could run or fetch code.
+
+    Raises LoadError for a folder that is no float checkpoint: empty, an adapter, quantised already, not JSON.
+    """
+    if not folder.is_dir():
+        raise LoadError(f"{folder}: no such folder")
+    if (folder / "adapter_config.json").exists():
+        raise LoadError(f"{folder} is an adapter: merge it into its base model (peft: merge_and_unload) and save that")
+    if not (folder / "config.json").is_file():
+        ggufs = sorted(path.name for path in folder.glob("*.gguf"))
+        advice = f"give the file itself: {folder / ggufs[0]}" if ggufs else "a checkpoint's folder has one"
+        raise LoadError(f"{folder} has no config.json: {advice}")
+    config = read_json(folder / "config.json")
+    if "model_type" not in config:
+        raise LoadError(f'{folder / "config.json"} does not say its model_type: add it, for example "llama"')
+    if quantization := config.get("quantization_config"):
+        method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else "unknown"
+        raise LoadError(f"{folder} is quantised already ({method}): give the float checkpoint that it was made from")
+    return _trusted(config)
+
+
+def _trusted(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _trusted(item) for key, item in value.items() if key not in _UNTRUSTED_KEYS}
+    return [_trusted(item) for item in value] if isinstance(value, list) else value
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object; LoadError with line and column where the file is none."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise LoadError(f"{path}:{error.lineno}:{error.colno}: not JSON ({error.msg}): fetch the file again") from error
+    except (UnicodeDecodeError, RecursionError) as error:
+        raise LoadError(f"{path}: not JSON ({error}): fetch the file again") from error
+    if not isinstance(found, dict):
+        raise LoadError(f"{path}: a JSON object is expected, and this is a {type(found).__name__}")
+    return found
+
+
+def shard_names(folder: Path) -> list[str]:
+    """The names of the weight files that the folder's index asks for; empty when it has no safetensors."""
+    if not (folder / _INDEX).is_file():
+        return [_SINGLE] if (folder / _SINGLE).is_file() else []
+    return sorted(set(_weight_map(folder).values()))
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    places = read_json(folder / _INDEX).get("weight_map")
+    if not isinstance(places, dict) or not places:
+        raise LoadError(f"{folder / _INDEX} has no weight_map: fetch the file again")
+    for name in set(places.values()):
+        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+            raise LoadError(f"{folder / _INDEX} names {name!r}, which is no safetensors file beside it")
+    return places
+
+
+def check_weights(folder: Path, progress: Progress) -> None:
+    """Every shard is there, whole, and holds what the index says; checksums are compared where the folder has them."""
+    shards = shard_names(folder)
+    if not shards:
+        pickles = [path for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for path in folder.glob(pattern)]
+        raise LoadError(pickle_refusal(str(folder)) if pickles else f"{folder} has no weights (*.safetensors)")
+    missing = [name for name in shards if not (folder / name).is_file()]
+    if missing:
+        raise LoadError(f"{folder} lacks {', '.join(missing)}: fetch the missing files")
+    places = _weight_map(folder) if (folder / _INDEX).is_file() else {}
+    for name in shards:
+        keys = _keys(folder / name)
+        absent = sorted(key for key, place in places.items() if place == name and key not in keys)
+        if absent:
+            raise LoadError(f"{folder / name} lacks {_some(absent)}, which the index says it holds")
+    _compare_checksums(folder, progress)
+
+
+def _keys(path: Path) -> set[str]:
+    try:
+        # Reads the header alone, and refuses a file that is not exactly as long as the header says.
+        with safe_open(path, framework="pt") as file:
+            return set(file.keys())
+    except (SafetensorError, OSError) as error:
+        raise LoadError(f"{path} is truncated or damaged ({error}): fetch the file again") from error
+
+
+def write_checksums(folder: Path) -> None:
+    """Write the SHA-256 of every weight file, in the format of the program sha256sum."""
+    lines = [f"{_sha256(folder / name)}  {name}\n" for name in shard_names(folder)]
+    (folder / CHECKSUMS).write_text("".join(lines))
+
+
+def _compare_checksums(folder: Path, progress: Progress) -> None:
+    if not (folder / CHECKSUMS).is_file():
+        return
+    lines = [line.split(maxsplit=1) for line in (folder / CHECKSUMS).read_text(errors="replace").splitlines()]
+    expected = {parts[1].lstrip("*"): parts[0] for parts in lines if len(parts) == 2}
+    shards = [name for name in shard_names(folder) if name in expected]
+    for done, name in enumerate(shards):
+        progress("checking", done, len(shards))
+        if _sha256(folder / name) != expected[name].lower():
+            raise LoadError(
+                f"{folder / name} is not the file whose SHA-256 stands in {CHECKSUMS}: fetch it again "
+                "(or run `accelpatch cache clear` where it lies in accelpatch's cache)"
+            )
+    progress("checking", len(shards), len(shards))
+
+
+def check_complete(place: str, info: dict[str, Any]) -> None:
+    """Raise LoadError when configuration and weights disagree, as transformers' loading info tells.
+
+    A weight that the file lacks would start from random numbers, and one that the model lacks would be dropped.
+    """
+    mismatched = [f"{key} {tuple(found)} for {tuple(wanted)}" for key, found, wanted in info["mismatched_keys"]]
+    complaints = [
+        f"{what}: {_some(sorted(keys))}"
+        for what, keys in (
+            ("missing", info["missing_keys"]),
+            ("not in the model", info["unexpected_keys"]),
+            ("of another shape", mismatched),
+            ("unreadable", info["error_msgs"]),
+        )
+        if keys
+    ]
+    if complaints:
+        raise LoadError(f"{place}: config.json and the weights disagree; weights {'; '.join(complaints)}")
+
+
+def _some(names: list[str], limit: int = 8) -> str:
+    rest = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + rest
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,85 @@
+"""Models on the hub: the local copy where it is complete, else a download that fails soon when there is no network."""
+
+from __future__ import annotations
+
+import ssl
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+from huggingface_hub import constants, snapshot_download
+from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, RepositoryNotFoundError
+
+from accelpatch.errors import LoadError
+from accelpatch.models import checkpoint
+
+REACH_SECONDS = 10.0  # one try, where the hub's client would try for minutes
+_SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]
+# The HTTP client's own error, whichever client the installed version uses, and OSError.
+_NETWORK_ERRORS = (OSError, *HfHubHTTPError.__bases__)
+
+
+def snapshot(name: str, *, weights: bool = True) -> Path:
+    """The folder of the model's files (config, tokenizer and, unless told otherwise, safetensors).
+
+    Raises LoadError when the local copy is incomplete and the hub cannot be reached, has no such model or asks for
+    a token.
+    """
+    if complete := local(name, weights=weights):
+        return complete
+    if constants.HF_HUB_OFFLINE:
+        raise LoadError(f"{_tried(name)} and not asked for on the hub (HF_HUB_OFFLINE is set). {_elsewhere()}")
+    _reach(name)
+    try:
+        folder = Path(snapshot_download(name, allow_patterns=_SMALL_FILES))
+        if weights:
+            shards = checkpoint.shard_names(folder) or ["model.safetensors"]
+            folder = Path(snapshot_download(name, allow_patterns=shards))
+    except GatedRepoError as error:
+        raise LoadError(f"{name} is gated: accept its terms on the hub and log in with `hf auth login`") from error
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise LoadError(
+            f"the hub has no model called {name!r}, or it is private: log in with `hf auth login`"
+        ) from error
+    except _NETWORK_ERRORS as error:
+        raise LoadError(f"{_tried(name)}, and its download failed: {_first_line(error)}. {_elsewhere()}") from error
+    return folder
+
+
+def local(name: str, *, weights: bool) -> Path | None:
+    """The folder of a copy downloaded before, or None when there is none or files of it are missing."""
+    try:
+        folder = Path(snapshot_download(name, local_files_only=True))
+    except (OSError, HFValidationError):
+        return None
+    if not (folder / "config.json").is_file():
+        return None
+    if not weights:
+        return folder
+    shards = checkpoint.shard_names(folder)
+    return folder if shards and all((folder / shard).is_file() for shard in shards) else None
+
+
+def _reach(name: str) -> None:
+    request = urllib.request.Request(constants.ENDPOINT, method="HEAD")
+    try:
+        urllib.request.urlopen(request, timeout=REACH_SECONDS).close()
+    except urllib.error.HTTPError:
+        return  # it answered
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        if isinstance(reason, ssl.SSLError):
+            return  # it answered; the hub's client may hold the right certificates
+        raise LoadError(f"{_tried(name)}, and the hub cannot be reached ({reason}). {_elsewhere()}") from error
+
+
+def _tried(name: str) -> str:
+    return f"{name} is not complete in the hub's local cache ({constants.HF_HUB_CACHE})"
+
+
+def _elsewhere() -> str:
+    return "Give the path of a folder with config.json and safetensors instead of the name, or of a .gguf file"
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)

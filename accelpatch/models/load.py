@@ -1,0 +1,298 @@
+"""Loads models and tokenizers: the only caller of ``from_pretrained``.
+
+Safetensors and GGUF only. Nothing in a checkpoint can run code or name a kernel to fetch, and weights that do not fit
+the configuration are an error instead of a random start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from torch import nn
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from accelpatch.errors import CacheError, LoadError
+from accelpatch.models import checkpoint, embedded, hub
+from accelpatch.models.catalog import Source, resolve
+from accelpatch.models.checkpoint import Progress
+
+# What transformers and gguf raise on a damaged or unknown file: they check little themselves.
+_BROKEN = (
+    ValueError,
+    TypeError,
+    KeyError,
+    IndexError,
+    AttributeError,
+    OverflowError,
+    ImportError,
+    OSError,
+    RuntimeError,
+    SafetensorError,
+    StrictDataclassError,
+)
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model in eval mode, its tokenizer (None when the checkpoint has none) and where both came from."""
+
+    model: nn.Module
+    tokenizer: Any
+    source: Source
+
+
+def load(
+    name: str,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "cpu",
+    progress: Progress | None = None,
+) -> Loaded:
+    """Load a model by short name, folder, GGUF file or hub name.
+
+    ``dtype="auto"`` keeps the checkpoint's; ``progress(stage, done, total)`` is called as stages go by. Raises
+    LoadError for whatever is wrong with the name, the network or the files, saying what to do next.
+    """
+    report = progress or _silent
+    source = resolve(name)
+    if source.kind == "gguf":
+        path = Path(source.location)
+        model = _load_gguf(path, dtype, device, report)
+        return Loaded(model, _gguf_tokenizer(path, report), source)
+    folder = _folder(source, report)
+    return Loaded(_load_folder(folder, dtype, device, report), _folder_tokenizer(folder, required=False), source)
+
+
+def from_config(name: str) -> nn.Module:
+    """The model's modules on the meta device, from built-in shapes or a local configuration; never the network."""
+    source = resolve(name)
+    config = _config(source)
+    with _explained(f"{name}: no model can be made from its configuration"), torch.device("meta"):
+        return _auto_class(config)._from_config(config).eval()
+
+
+def random(
+    name: str, *, dtype: str | torch.dtype = "auto", device: str | torch.device = "cpu", seed: int = 0
+) -> nn.Module:
+    """A model of that shape with seeded random weights, as transformers initialises them; never the network."""
+    config = _config(resolve(name))
+    kind = torch.device(device)
+    options = {} if dtype == "auto" else {"dtype": dtype}
+    with torch.random.fork_rng([kind] if kind.type != "cpu" else [], device_type=kind.type), kind:
+        torch.manual_seed(seed)
+        with _explained(f"{name}: no model can be made from its configuration"):
+            return _auto_class(config)._from_config(config, **options).eval()
+
+
+def tokenizer(name: str) -> Any:
+    """The model's tokenizer, with its chat template; LoadError when it has none."""
+    source = resolve(name)
+    if source.kind == "gguf":
+        return _gguf_tokenizer(Path(source.location), _silent)
+    return _folder_tokenizer(_folder(source, _silent, weights=False), required=True)
+
+
+def fetch(name: str, *, progress: Progress | None = None) -> Path:
+    """Bring the model's files to this machine, unloaded: the path of its folder, or of its GGUF file."""
+    source = resolve(name)
+    return Path(source.location) if source.kind == "gguf" else _folder(source, progress or _silent)
+
+
+def _silent(stage: str, done: int, total: int) -> None:
+    """The progress of a caller who did not ask for any."""
+
+
+def _folder(source: Source, progress: Progress, *, weights: bool = True) -> Path:
+    if source.kind == "embedded":
+        return embedded.folder(lambda gguf, target: _convert(gguf, target, progress), progress)
+    if source.kind == "hub":
+        progress("downloading", 0, 1)
+        folder = hub.snapshot(source.location, weights=weights)
+        progress("downloading", 1, 1)
+        return folder
+    return Path(source.location)
+
+
+def _config(source: Source) -> Any:
+    if source.config is not None:
+        return _native(dict(source.config), source.name)
+    if source.kind == "gguf":
+        path = Path(source.location)
+        with _explained(f"{path} is no GGUF file that transformers can read"), _quiet():
+            return transformers.AutoConfig.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False)
+    folder = hub.local(source.location, weights=False) if source.kind == "hub" else Path(source.location)
+    if folder is None:
+        raise LoadError(f"{source.name}: its configuration is not here; give a folder, or load it once from the hub")
+    return _native(checkpoint.read_config(folder), str(folder))
+
+
+def _native(config: dict[str, Any], place: str) -> Any:
+    kind = config["model_type"]
+    if kind not in transformers.CONFIG_MAPPING:
+        raise LoadError(
+            f"{place}: transformers {transformers.__version__} has no model_type {kind!r} of its own, and code that "
+            "comes with a checkpoint is not run: install a transformers that knows the model"
+        )
+    with _explained(f"{place}: its configuration does not fit model_type {kind!r}"):
+        return transformers.CONFIG_MAPPING[kind].from_dict(config)
+
+
+def _auto_class(config: Any) -> Any:
+    """The class that the configuration names, if it is one of transformers' own for it; else by its kind."""
+    for name in config.architectures or ():
+        named = getattr(transformers, name, None)
+        if isinstance(named, type) and getattr(named, "config_class", None) is type(config):
+            return named
+    for auto in (AutoModelForCausalLM, AutoModel):
+        if type(config) in auto._model_mapping:
+            return auto._model_mapping[type(config)]
+    raise LoadError(f"transformers has no model class for {type(config).__name__}")
+
+
+def _load_folder(folder: Path, dtype: str | torch.dtype, device: str | torch.device, progress: Progress) -> Any:
+    config = _native(checkpoint.read_config(folder), str(folder))
+    checkpoint.check_weights(folder, progress)
+    if (folder / "generation_config.json").exists():
+        checkpoint.read_json(folder / "generation_config.json")
+    model_class = _auto_class(config)
+    progress("loading", 0, 1)
+    with _explained(f"{folder} cannot be loaded"), _quiet():
+        model, info = model_class.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            device_map=_device_map(device),
+            trust_remote_code=False,
+            use_safetensors=True,
+            local_files_only=True,
+            ignore_mismatched_sizes=True,  # reported in info, which check_complete turns into an error
+            output_loading_info=True,
+        )
+    checkpoint.check_complete(str(folder), info)
+    progress("loading", 1, 1)
+    return model.eval()
+
+
+def _load_gguf(path: Path, dtype: str | torch.dtype, device: str | torch.device, progress: Progress) -> Any:
+    _check_gguf(path)
+    options: dict[str, Any] = {}
+    # Newer versions would keep the blocks and fetch kernels for them; the oldest always unpacks.
+    if (gguf_config := getattr(transformers, "GgufConfig", None)) is not None:
+        options["quantization_config"] = gguf_config(dequantize=True)
+    progress("unpacking", 0, 1)
+    with _explained(f"{path} is damaged, or of a kind that transformers cannot read"), _quiet(), _no_bar():
+        model, info = AutoModelForCausalLM.from_pretrained(
+            path.parent,
+            gguf_file=path.name,
+            dtype=dtype,
+            device_map=_device_map(device),
+            trust_remote_code=False,
+            local_files_only=True,
+            output_loading_info=True,
+            **options,
+        )
+    checkpoint.check_complete(str(path), info)
+    _forget_quantizer(model)
+    progress("unpacking", 1, 1)
+    return model.eval()
+
+
+def _check_gguf(path: Path) -> None:
+    with path.open("rb") as file:
+        if file.read(4) != b"GGUF":
+            raise LoadError(f"{path} does not begin as a GGUF file does: fetch it again")
+
+
+def _forget_quantizer(model: Any) -> None:
+    """The weights are plain floats now; transformers would still refuse to save the model as a GGUF one."""
+    for name in ("hf_quantizer", "quantization_method"):
+        if hasattr(model, name):
+            delattr(model, name)
+    model.is_quantized = False
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+
+
+def _convert(gguf: Path, target: Path, progress: Progress) -> None:
+    # float32 holds the unpacked values exactly; bfloat16 would round them once more.
+    model = _load_gguf(gguf, torch.float32, "cpu", progress)
+    progress("converting", 0, 1)
+    try:
+        with _quiet():
+            model.save_pretrained(target)
+    except SafetensorError as error:
+        raise CacheError(
+            f"{target.parent} cannot be written ({error}): free some space there, or set ACCELPATCH_CACHE "
+            "to another folder"
+        ) from error
+    _gguf_tokenizer(gguf, progress).save_pretrained(target)
+    checkpoint.write_checksums(target)
+    progress("converting", 1, 1)
+
+
+def _gguf_tokenizer(path: Path, progress: Progress) -> Any:
+    _check_gguf(path)
+    progress("reading the tokenizer", 0, 1)
+    with _explained(f"{path} has no tokenizer that transformers can read"), _quiet():
+        found = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False)
+    progress("reading the tokenizer", 1, 1)
+    return found
+
+
+def _folder_tokenizer(folder: Path, *, required: bool) -> Any:
+    present = [name for name in _TOKENIZER_FILES if (folder / name).is_file()]
+    if not present:
+        if required:
+            raise LoadError(f"{folder} has no tokenizer ({', '.join(_TOKENIZER_FILES)})")
+        return None
+    for name in present:
+        if name.endswith(".json"):
+            checkpoint.read_json(folder / name)
+    config = _native(checkpoint.read_config(folder), str(folder))
+    with _explained(f"{folder} has no tokenizer that transformers can read"):
+        return AutoTokenizer.from_pretrained(folder, config=config, trust_remote_code=False, local_files_only=True)
+
+
+def _device_map(device: str | torch.device) -> dict[str, torch.device] | None:
+    return None if torch.device(device).type == "cpu" else {"": torch.device(device)}
+
+
+@contextlib.contextmanager
+def _explained(what: str) -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except _BROKEN as error:
+        said = next(iter(str(error).strip().splitlines()), "")
+        raise LoadError(f"{what}: {type(error).__name__}: {said}") from error
+
+
+@contextlib.contextmanager
+def _no_bar() -> Iterator[None]:
+    """Hide the one bar that asks nobody: GGUF unpacking draws straight onto stderr. Log lines still come through."""
+    with contextlib.redirect_stderr(io.StringIO()):
+        yield
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bars of transformers: the caller's own progress tells it."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()

@@ -1,0 +1,53 @@
+"""Print the table of docs/fidelity.md: what each number format does to the embedded model, raw and moved off its grid.
+
+python scripts/fidelity_table.py [--model NAME_OR_FOLDER] [--tokens 2560] [--seed 0]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from accelpatch.models import load
+from tests.fidelity import FORMATS, Format, english_tokens, logits_of, mean_kl_top1, noised, perplexity, simulate
+
+HEADER = "| weights | format | mean KL, nats | top-1 agreement | perplexity |\n| --- | --- | --- | --- | --- |"
+
+
+def rows(name: str, model: nn.Module, ids: Tensor) -> Iterator[str]:
+    """The lines of one model: the original's perplexity, then a line for each format."""
+    reference = logits_of(model, ids)
+    yield f"| {name} | float32 | | | {perplexity(reference, ids):.2f} |"
+    for format in FORMATS:
+        yield _row(name, model, ids, reference, format)
+
+
+def _row(name: str, model: nn.Module, ids: Tensor, reference: Tensor, format: Format) -> str:
+    logits = logits_of(simulate(model, format), ids)
+    found = mean_kl_top1(reference, logits)
+    return f"| {name} | {format.name} | {found.kl:.5f} | {found.top1:.1%} | {perplexity(logits, ids):.2f} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--tokens", type=int, default=2560)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    loaded = load.load(options.model, dtype=torch.float32)
+    ids = english_tokens(loaded.tokenizer, options.tokens)
+    print(HEADER)
+    for name, model in (("noised", noised(loaded.model, options.seed)), ("raw", loaded.model)):
+        for row in rows(name, model, ids):
+            print(row, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""Models that several test files share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from accelpatch.models import load
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The folder of the embedded default model; downloaded and converted once per machine, in the user's cache."""
+    return load.fetch("smollm2-135m")
+
+
+@pytest.fixture
+def tiny_llama() -> LlamaForCausalLM:
+    """Two random layers with grouped-query attention, float32, eval; the same weights in every test."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=160,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=256,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    return LlamaForCausalLM(config).eval()
