@@ -15,7 +15,7 @@ from accelpatch.kernels.dispatch import Result, observed
 # Operations whose rows are independent: for calls with one weight the float64 reference is computed once for all rows,
 # since its time goes into dequantising. The first argument is x[..., K], the others are the weight's. The yardstick,
 # torch in the same precision, stays each call's own: it too rounds one row otherwise than many.
-BY_ROWS = frozenset({"int8_linear", "int4_linear"})
+BY_ROWS = frozenset({"int8_linear", "int4_linear", "packed_linear"})
 Seen = tuple[str, tuple[Any, ...], tuple[Tensor, ...]]
 
 

@@ -26,6 +26,8 @@ TABLE: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "int8_linear": ("int8_linear", ("torch",)),
     "int4_linear": ("int4_linear", ("torch",)),
     "int8_embedding": ("int8_embedding", ("torch",)),
+    "packed_linear": ("packed_linear", ("cpu",)),
+    "packed_embedding": ("packed_linear", ("cpu",)),
     "rmsnorm": ("rmsnorm", ("torch",)),
     "add_rmsnorm": ("rmsnorm", ("torch",)),
     "rotary_cos_sin": ("rope", ("torch",)),
