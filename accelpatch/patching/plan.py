@@ -88,7 +88,7 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """Plain data, ready for JSON."""
         facts = self.report().to_dict()
-        for key in ("verification", "seconds"):
+        for key in ("verification", "seconds", "paths"):
             del facts[key]
         memory = {"device_bytes": self.device.memory, "cache_bytes": self.cache_bytes, "max_length": self.max_length}
         return facts | {"arch": self.device.arch, "memory": memory | {"fits": self.fits}}

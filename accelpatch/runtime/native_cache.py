@@ -11,20 +11,28 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 ROOM = 256  # tokens; a store starts with room for at least these many more than it holds, and doubles when full
 
 
 class Store:
-    """keys, values[layer][B, Hkv, capacity, D] float32, filled up to `length` tokens."""
+    """keys, values[layers, B, Hkv, capacity, D] float32, filled up to `length` tokens, and the step made over them."""
 
     def __init__(self, layers: int, batch: int, heads: int, size: int, capacity: int):
-        shape = (batch, heads, capacity, size)
-        self.keys = [torch.empty(shape) for _ in range(layers)]
-        self.values = [torch.empty(shape) for _ in range(layers)]
+        self.keys, self.values = (torch.zeros(layers, batch, heads, capacity, size) for _ in range(2))
         self.capacity = capacity
         self.length = 0
+        self.step: Any = None
+        self.made_by: Any = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Store:
+        copied = Store(*(self.keys.shape[i] for i in (0, 1, 2, 4, 3)))
+        memo[id(self)] = copied
+        copied.keys.copy_(self.keys)
+        copied.values.copy_(self.values)
+        copied.length = self.length
+        return copied
 
 
 class StoreLayer(DynamicLayer):
@@ -33,7 +41,7 @@ class StoreLayer(DynamicLayer):
     def __init__(self, store: Store, index: int):
         self._store: Store | None = None
         super().__init__()
-        self.dtype, self.device = store.keys[index].dtype, store.keys[index].device
+        self.dtype, self.device = store.keys.dtype, store.keys.device
         self.is_initialized = True
         self._index = index
         self._store = store
@@ -64,9 +72,9 @@ class StoreLayer(DynamicLayer):
         """Tokens held."""
         return self._store.length if self._store is not None else super().get_seq_length()
 
-    def _filled(self, buffers: list[Tensor]) -> Tensor:
+    def _filled(self, buffer: Tensor) -> Tensor:
         assert self._store is not None
-        return buffers[self._index][:, :, : self._store.length]
+        return buffer[self._index][:, :, : self._store.length]
 
     def _detach(self, which: int, value: Any) -> None:
         if self._store is not None:
@@ -79,32 +87,33 @@ class StoreLayer(DynamicLayer):
         self._own[which] = value
 
 
-def attach(cache: DynamicCache, batch: int, layers: int) -> Store | str:
+LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, StoreLayer)
+
+
+def attach(cache: DynamicCache, batch: int) -> Store | str:
     """The store behind `cache`, made or refreshed from what the layers hold; or the reason why there can be none."""
-    if type(cache) is not DynamicCache or getattr(cache, "offloading", False) or len(cache.layers) != layers:
+    if type(cache) is not DynamicCache or getattr(cache, "offloading", False) or not cache.layers:
         return f"the cache is a {type(cache).__name__}"
-    first = cache.layers[0]
-    store: Store | None = getattr(first, "_store", None)
+    store: Store | None = getattr(cache.layers[0], "_store", None)
     if store is not None and all(isinstance(one, StoreLayer) and one.holds(store) for one in cache.layers):
-        return store if store.length < store.capacity else _grown(cache, store)
+        return store if store.length < store.capacity else _copied(cache, store.length)
     for layer in cache.layers:
-        if type(layer) not in (DynamicLayer, StoreLayer) or not layer.is_initialized or layer.keys is None:
+        if type(layer) not in LAYERS or not layer.is_initialized or getattr(layer, "record_past", False):
             return f"a layer of the cache is a {type(layer).__name__}"
-        if layer.keys.shape[0] != batch or layer.keys.dtype != torch.float32:
+        if layer.keys.shape[0] != batch or layer.keys.dtype != torch.float32 or layer.keys.device.type != "cpu":
             return f"the cache holds {layer.keys.dtype} keys of batch {layer.keys.shape[0]}"
-    return _copied(cache, max(ROOM, first.keys.shape[2] // 2))
-
-
-def _grown(cache: DynamicCache, store: Store) -> Store:
-    return _copied(cache, store.capacity)
+    return _copied(cache, ROOM)
 
 
 def _copied(cache: DynamicCache, room: int) -> Store:
-    batch, heads, length, size = cache.layers[0].keys.shape
+    """A store with the layers' tokens; of a sliding layer the last ones, its window hides those before."""
+    batch, heads, _, size = cache.layers[0].keys.shape
+    length = cache.get_seq_length()
     store = Store(len(cache.layers), batch, heads, size, length + room)
     for index, layer in enumerate(cache.layers):
-        store.keys[index][:, :, :length] = layer.keys
-        store.values[index][:, :, :length] = layer.values
+        held = layer.keys.shape[2]
+        store.keys[index, :, :, length - held : length] = layer.keys
+        store.values[index, :, :, length - held : length] = layer.values
     store.length = length
     cache.layers = [StoreLayer(store, index) for index in range(len(cache.layers))]
     return store
