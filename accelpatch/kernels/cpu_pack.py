@@ -5,8 +5,9 @@ A pack holds the same numbers as the canonical tensors, nothing rounded: `unpack
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from ctypes import byref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -129,6 +130,22 @@ def aligned(size: int) -> Tensor:
     whole = torch.empty(size + 63, dtype=torch.uint8)
     start = -whole.data_ptr() % 64
     return whole[start : start + size]
+
+
+def together(packs: Sequence[Pack]) -> list[Pack]:
+    """The same packs in one block of memory, in this order, on large pages where the system has them: a step that reads them
+    one after the other then reads one stream."""
+    starts, total = [], 0
+    for pack in packs:
+        starts.append(total)
+        total += -(-pack.data.nbytes // 64) * 64
+    block = aligned(total)
+    native().ap_advise_large_pages(block.data_ptr(), total)
+    moved = []
+    for pack, start in zip(packs, starts, strict=True):
+        place = block[start : start + pack.data.nbytes].view(pack.data.dtype).view(pack.data.shape)
+        moved.append(replace(pack, data=place.copy_(pack.data)))
+    return moved
 
 
 def linear(x: Tensor, pack: Pack) -> Tensor:
