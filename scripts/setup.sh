@@ -13,7 +13,8 @@ fail() {
 
 need_python() {
     "$1" -c 'import ensurepip, venv' 2>/dev/null || install_python
-    "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || fail "$1 is older than 3.11: make PYTHON=python3.12 ..."
+    "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
+        || fail "$1 is missing, or older than 3.11: make PYTHON=python3.12 ..."
 }
 
 install_python() {
@@ -24,12 +25,21 @@ install_python() {
     DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends python3 python3-venv
 }
 
+# borrow LENDER_FOLDER BORROWER: what lies in the folder can be imported by BORROWER/bin/python, behind its own packages.
+borrow() {
+    own=$("$2/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+    echo "import site; site.addsitedir('$1')" > "$own/borrowed.pth"
+}
+
 create() {
     need_python "$1"
     case $2 in
         installed)
-            "$1" -c 'import torch' || fail "TORCH=installed, but $1 has no torch: make PYTHON=/path/of/the/python/that/has/it ..."
-            "$1" -m venv --clear --system-site-packages .venv ;;
+            # Its folder, and no --system-site-packages: PYTHON may itself be of a virtual environment.
+            lender=$("$1" -c 'import importlib.util as u; print(u.find_spec("torch").submodule_search_locations[0])' \
+                2>/dev/null) || fail "TORCH=installed, but $1 has no torch: make PYTHON=/path/of/the/python/that/has/it ..."
+            "$1" -m venv --clear .venv
+            borrow "${lender%/torch}" .venv ;;
         *) "$1" -m venv --clear .venv ;;
     esac
 }
@@ -50,9 +60,7 @@ install() {
 
 oldest() {
     .venv/bin/python -m venv --clear .venv-oldest
-    folder='import sysconfig; print(sysconfig.get_path("purelib"))'
-    borrowed=$(.venv/bin/python -c "$folder")
-    echo "import site; site.addsitedir('$borrowed')" > "$(.venv-oldest/bin/python -c "$folder")/borrowed.pth"
+    borrow "$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" .venv-oldest
     .venv-oldest/bin/python -m pip install --disable-pip-version-check --quiet "$1"
 }
 

@@ -25,8 +25,9 @@ def sample_inputs(model: nn.Module) -> list[dict[str, Any]]:
     if kind != "input_ids" or not vocabulary:
         dummy: Mapping[str, Any] = getattr(model, "dummy_inputs", {})
         return [{name: value.to(device) if isinstance(value, Tensor) else value for name, value in dummy.items()}]
-    batches = [one_batch(vocabulary, 1, 1), one_batch(vocabulary, 1, LENGTH), one_batch(vocabulary, BATCH, LENGTH)]
-    batches[2]["attention_mask"][1, : LENGTH // 2] = 0  # left padding, as for generation
+    length = min(LENGTH, getattr(text_config(config), "max_position_embeddings", None) or LENGTH)
+    batches = [one_batch(vocabulary, 1, 1), one_batch(vocabulary, 1, length), one_batch(vocabulary, BATCH, length)]
+    batches[2]["attention_mask"][1, : length // 2] = 0  # left padding, as for generation
     if getattr(config, "is_encoder_decoder", False):
         for batch in batches:
             batch["decoder_input_ids"] = batch["input_ids"].clone()

@@ -6,40 +6,22 @@ the configuration are an error instead of a random start.
 
 from __future__ import annotations
 
-import contextlib
-import io
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging as transformers_logging
 
 from accelpatch.errors import CacheError, LoadError
 from accelpatch.models import checkpoint, embedded, hub
 from accelpatch.models.catalog import Source, resolve
 from accelpatch.models.checkpoint import Progress
+from accelpatch.models.guard import explained, no_bar, quiet
 
-# What transformers and gguf raise on a damaged or unknown file: they check little themselves.
-_BROKEN = (
-    ValueError,
-    TypeError,
-    KeyError,
-    IndexError,
-    AttributeError,
-    OverflowError,
-    ImportError,
-    OSError,
-    RuntimeError,
-    SafetensorError,
-    StrictDataclassError,
-)
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
@@ -78,7 +60,7 @@ def from_config(name: str) -> nn.Module:
     """The model's modules on the meta device, from built-in shapes or a local configuration; never the network."""
     source = resolve(name)
     config = _config(source)
-    with _explained(f"{name}: no model can be made from its configuration"), torch.device("meta"):
+    with explained(f"{name}: no model can be made from its configuration"), torch.device("meta"):
         return _auto_class(config)._from_config(config).eval()
 
 
@@ -91,7 +73,7 @@ def random(
     options = {} if dtype == "auto" else {"dtype": dtype}
     with torch.random.fork_rng([kind] if kind.type != "cpu" else [], device_type=kind.type), kind:
         torch.manual_seed(seed)
-        with _explained(f"{name}: no model can be made from its configuration"):
+        with explained(f"{name}: no model can be made from its configuration"):
             return _auto_class(config)._from_config(config, **options).eval()
 
 
@@ -129,7 +111,7 @@ def _config(source: Source) -> Any:
         return _native(dict(source.config), source.name)
     if source.kind == "gguf":
         path = Path(source.location)
-        with _explained(f"{path} is no GGUF file that transformers can read"), _quiet():
+        with explained(f"{path} is no GGUF file that transformers can read"), quiet():
             return transformers.AutoConfig.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False)
     folder = hub.local(source.location, weights=False) if source.kind == "hub" else Path(source.location)
     if folder is None:
@@ -144,7 +126,7 @@ def _native(config: dict[str, Any], place: str) -> Any:
             f"{place}: transformers {transformers.__version__} has no model_type {kind!r} of its own, and code that "
             "comes with a checkpoint is not run: install a transformers that knows the model"
         )
-    with _explained(f"{place}: its configuration does not fit model_type {kind!r}"):
+    with explained(f"{place}: its configuration does not fit model_type {kind!r}"):
         return transformers.CONFIG_MAPPING[kind].from_dict(config)
 
 
@@ -167,7 +149,7 @@ def _load_folder(folder: Path, dtype: str | torch.dtype, device: str | torch.dev
         checkpoint.read_json(folder / "generation_config.json")
     model_class = _auto_class(config)
     progress("loading", 0, 1)
-    with _explained(f"{folder} cannot be loaded"), _quiet():
+    with explained(f"{folder} cannot be loaded"), quiet():
         model, info = model_class.from_pretrained(
             folder,
             config=config,
@@ -191,7 +173,7 @@ def _load_gguf(path: Path, dtype: str | torch.dtype, device: str | torch.device,
     if (gguf_config := getattr(transformers, "GgufConfig", None)) is not None:
         options["quantization_config"] = gguf_config(dequantize=True)
     progress("unpacking", 0, 1)
-    with _explained(f"{path} is damaged, or of a kind that transformers cannot read"), _quiet(), _no_bar():
+    with explained(f"{path} is damaged, or of a kind that transformers cannot read"), quiet(), no_bar():
         model, info = AutoModelForCausalLM.from_pretrained(
             path.parent,
             gguf_file=path.name,
@@ -229,7 +211,7 @@ def _convert(gguf: Path, target: Path, progress: Progress) -> None:
     model = _load_gguf(gguf, torch.float32, "cpu", progress)
     progress("converting", 0, 1)
     try:
-        with _quiet():
+        with quiet():
             model.save_pretrained(target)
     except SafetensorError as error:
         raise CacheError(
@@ -244,7 +226,7 @@ def _convert(gguf: Path, target: Path, progress: Progress) -> None:
 def _gguf_tokenizer(path: Path, progress: Progress) -> Any:
     _check_gguf(path)
     progress("reading the tokenizer", 0, 1)
-    with _explained(f"{path} has no tokenizer that transformers can read"), _quiet():
+    with explained(f"{path} has no tokenizer that transformers can read"), quiet():
         found = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False)
     progress("reading the tokenizer", 1, 1)
     return found
@@ -260,39 +242,9 @@ def _folder_tokenizer(folder: Path, *, required: bool) -> Any:
         if name.endswith(".json"):
             checkpoint.read_json(folder / name)
     config = _native(checkpoint.read_config(folder), str(folder))
-    with _explained(f"{folder} has no tokenizer that transformers can read"):
+    with explained(f"{folder} has no tokenizer that transformers can read"):
         return AutoTokenizer.from_pretrained(folder, config=config, trust_remote_code=False, local_files_only=True)
 
 
 def _device_map(device: str | torch.device) -> dict[str, torch.device] | None:
     return None if torch.device(device).type == "cpu" else {"": torch.device(device)}
-
-
-@contextlib.contextmanager
-def _explained(what: str) -> Iterator[None]:
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        raise
-    except _BROKEN as error:
-        said = next(iter(str(error).strip().splitlines()), "")
-        raise LoadError(f"{what}: {type(error).__name__}: {said}") from error
-
-
-@contextlib.contextmanager
-def _no_bar() -> Iterator[None]:
-    """Hide the one bar that asks nobody: GGUF unpacking draws straight onto stderr. Log lines still come through."""
-    with contextlib.redirect_stderr(io.StringIO()):
-        yield
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """No progress bars of transformers: the caller's own progress tells it."""
-    shown = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            transformers_logging.enable_progress_bar()

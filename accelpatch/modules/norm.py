@@ -53,7 +53,7 @@ class ResidualNormLayer(nn.Module):
         return residual + self.mlp(hidden_states)
 
     def _add_norm(self, norm: nn.Module, hidden_states: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        if norm._forward_hooks or norm._forward_pre_hooks or hasattr(norm, "_hf_hook"):
+        if norm._forward_hooks or norm._forward_pre_hooks or "forward" in vars(norm):  # accelerate's, or the user's
             total = residual + hidden_states
             return norm(total), total
         assert isinstance(norm.weight, Tensor)

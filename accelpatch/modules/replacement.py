@@ -33,14 +33,14 @@ def take_over(mixin: type[Module], original: nn.Module) -> Module:
     attributes = vars(original).copy()
     for table in _OWN_TABLES:
         attributes[table] = attributes[table].copy()
+    forward = attributes.pop("forward", None)
     new.__dict__.update(attributes)
-    if "_hf_hook" in attributes:
-        _rewrap_forward(new, attributes)
+    if "_hf_hook" in attributes and forward is not None:
+        _rewrap_forward(new, forward)
     return cast(Module, new)
 
 
-def _rewrap_forward(new: nn.Module, attributes: dict[str, Any]) -> None:
+def _rewrap_forward(new: nn.Module, wrapped: Any) -> None:
     """accelerate puts a partial of its wrapper, bound to the module, on the instance: bind it to the new one."""
-    wrapped = attributes["forward"]
     new.__dict__["_old_forward"] = types.MethodType(type(new).forward, new)
     new.__dict__["forward"] = functools.update_wrapper(functools.partial(wrapped.func, new), type(new).forward)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,18 +15,25 @@ from accelpatch.errors import AccelpatchError, PatchError
 from accelpatch.patching.plan import Entry, Plan
 from accelpatch.report import Report
 
-_ABSENT = object()  # an attribute that was not there
 HANDLE = "accelpatch"  # the attribute of a patched model that holds its Handle
+
+
+class _Absent:
+    """Stands for an attribute that was not there; a class, so that it is itself in a deep copy too."""
 
 
 @dataclass(eq=False)
 class Change:
-    """`owner.name` from `old` to `new`: a child module, the class of the model, or an attribute of the instance."""
+    """`owner.name` from `old` to `new`: a child module, the class of the model, or an attribute of the instance.
+
+    shared: names of the parameters and buffers that an original and its replacement hold together.
+    """
 
     owner: nn.Module
     name: str
     old: Any
     new: Any
+    shared: frozenset[str] = frozenset()
 
     def apply(self) -> None:
         """Put the new value in."""
@@ -41,7 +49,7 @@ def _assign(owner: nn.Module, name: str, value: Any) -> None:
         owner._modules[name] = value
     elif name == "__class__":
         owner.__class__ = value
-    elif value is _ABSENT:
+    elif value is _Absent:
         owner.__dict__.pop(name, None)
     else:
         owner.__dict__[name] = value
@@ -86,15 +94,38 @@ class Handle:
                 "or patch with keep_original='cpu'"
             )
         for change in self.changes:
-            hand_back = getattr(change.new, "hand_back", None)
-            if hand_back is not None:
-                hand_back(change.old)
+            if isinstance(change.old, nn.Module):
+                _move_along(change)
         self.revert()
 
     def revert(self) -> None:
         """Undo every swap, the last one first."""
         for change in reversed(self.changes):
             change.revert()
+
+
+def _move_along(change: Change) -> None:
+    """Bring an original to where its replacement was moved: `model.to(...)` gives a module new buffers.
+
+    A replacement that holds something else under the original's names knows its dtype: it has `hand_back(original)`.
+    """
+    old, new = change.old, change.new
+    hand_back = getattr(new, "hand_back", None)
+    if hand_back is not None:
+        hand_back(old)
+        return
+    for mine, others in ((old._parameters, new._parameters), (old._buffers, new._buffers)):
+        mine.update({name: tensor for name, tensor in others.items() if name in change.shared})
+    held = next(itertools.chain(new.parameters(recurse=False), new.buffers(recurse=False)), None)
+    if held is not None:
+        device = held.device
+        old._apply(lambda tensor: tensor.to(device), recurse=False)
+
+
+def _shared_names(old: nn.Module, new: nn.Module) -> frozenset[str]:
+    """The names under which both modules hold the same parameter or buffer."""
+    theirs = new._parameters | new._buffers
+    return frozenset(name for name, held in (old._parameters | old._buffers).items() if theirs.get(name) is held)
 
 
 def check_patchable(model: nn.Module) -> None:
@@ -174,7 +205,7 @@ def commit(
     changes = [change for item in built for change in _swaps(model, item, replaced)]
     handle = Handle(plan.detached(), changes, keep_original, report)
     changes.append(Change(model, "__class__", type(model), model_class))
-    changes.append(Change(model, HANDLE, _ABSENT, handle))
+    changes.append(Change(model, HANDLE, _Absent, handle))
     try:
         for change in changes:
             change.apply()
@@ -195,13 +226,13 @@ def settle(handle: Handle, built: list[Built]) -> None:
         if item.entry.replacer and item.entry.replacer.rounds
         for old, new, _ in item.modules
     ]
-    if handle.keep_original == "none":
-        gone = {id(old) for old, _ in rounded}
+    if handle.keep_original == "none" and rounded:
+        # every original: those that are not rounded hold the others as children
         changes: list[tuple[Any, str, Any, Any]] = [
-            (change, "old", change.old, None) for change in handle.changes if id(change.old) in gone
+            (change, "old", change.old, None) for change in handle.changes if isinstance(change.old, nn.Module)
         ]
         _set_all(changes + [(item, "modules", item.modules, []) for item in built])
-    else:
+    elif handle.keep_original == "cpu":
         own = [p for old, new in rounded for p in _own_parameters(old, new) if p.device.type != "cpu"]
         _set_all([(parameter, "data", parameter.data, parameter.data.cpu()) for parameter in own])
 
@@ -229,4 +260,4 @@ def _swaps(model: nn.Module, item: Built, replaced: dict[int, nn.Module]) -> Ite
         for place in places:
             parent, _, name = place.rpartition(".")
             owner = model.get_submodule(parent)
-            yield Change(replaced.get(id(owner), owner), name, old, new)
+            yield Change(replaced.get(id(owner), owner), name, old, new, _shared_names(old, new))

@@ -56,10 +56,10 @@ def recording(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, list[Call]
 
 
 def run(model: nn.Module, inputs: Sequence[Mapping[str, Any]], progress: Callable[[int, int], None]) -> list[Any]:
-    """Run `model` on each of `inputs` without a cache; returns the outputs."""
+    """Run `model` on a copy of each of `inputs`, keyword arguments of a call; returns the outputs."""
     outputs = []
     for done, batch in enumerate(inputs):
         with torch.no_grad():
-            outputs.append(model(**batch))
+            outputs.append(model(**copied(Call((), dict(batch))).kwargs))
         progress(done + 1, len(inputs))
     return outputs

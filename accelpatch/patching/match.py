@@ -38,9 +38,7 @@ def sites(model: nn.Module, roles: Mapping[str, str]) -> list[Site]:
     counted: set[int] = set()
     found: dict[int, Site] = {}
     for key, module in modules.items():
-        if module is model:
-            continue
-        role = role_of(places[key][0], module, roles, head)
+        role = role_of(places[key][0], module, roles, head) if module is not model else "other"
         own = [p for p in module._parameters.values() if p is not None]
         if own or role != "other":
             found[key] = _site(places[key], module, role, own, share, counted)
@@ -75,7 +73,7 @@ def role_of(path: str, module: nn.Module, roles: Mapping[str, str], head: nn.Mod
     for pattern, role in roles.items():
         if fnmatchcase(numberless, pattern):
             return role
-    if any(p is not None and p.dim() == 3 for p in module._parameters.values()) and not is_convolution(module):
+    if any(is_stack(p) for p in module._parameters.values()) and not is_convolution(module):
         return "experts"
     if isinstance(module, nn.Embedding):
         return "embedding"
@@ -83,6 +81,11 @@ def role_of(path: str, module: nn.Module, roles: Mapping[str, str], head: nn.Mod
         return "linear"
     name = type(module).__name__
     return next((role for end, role in CLASS_ROLES if name.endswith(end)), "other")
+
+
+def is_stack(parameter: nn.Parameter | None) -> bool:
+    """Whether a parameter is several matrices; one alone in three dimensions is a token or a table of positions."""
+    return parameter is not None and parameter.dim() == 3 and parameter.shape[0] > 1
 
 
 def is_convolution(module: nn.Module) -> bool:

@@ -37,9 +37,9 @@ class Entry:
         site, choice = self.site, self.choice
         shape = (site.n, site.k) if site.n is not None and site.k is not None else None
         after = (choice.bytes_after, choice.resident_after) if choice else (site.token_bytes, site.bytes)
-        tied = tuple(place for other in site.tied for place in other.places)
+        tied = tuple(path for path in site.paths if path != site.path)
         return SiteRecord(
-            site.path, site.role, tied, shape, self.replacer.name if self.replacer else None,
+            site.path or "(model)", site.role, tied, shape, self.replacer.name if self.replacer else None,
             choice.kernel if choice else None, self.reason, (site.token_bytes, after[0]), (site.bytes, after[1]),
             failed=self.failed,
         )  # fmt: skip
@@ -149,6 +149,8 @@ def _check_all_match(recipe: Recipe, found: list[Site]) -> None:
 
 
 def _decide(site: Site, recipe: Recipe, device: Device, registry: Mapping[str, Replacer]) -> Entry:
+    if not site.path:
+        return Entry(site, None, reason="parameters of the model itself, in none of its modules")
     rule = rule_for(site, recipe)
     if rule is None:
         if site.role == "experts":
@@ -168,7 +170,7 @@ def _decide(site: Site, recipe: Recipe, device: Device, registry: Mapping[str, R
 def _propose(site: Site, rule: Rule, replacer: Replacer, device: Device) -> Choice | Reason:
     members = [site, *site.tied]
     for member in members:
-        if member.module is not None and "forward" in vars(member.module) and not hasattr(member.module, "_hf_hook"):
+        if _has_own_forward(member.original):
             return Reason(f"{member.path} has a forward of its own on the instance")
     if site.tied and not replacer.ties:
         names = ", ".join(path for path in site.paths if path != site.path)
@@ -177,6 +179,14 @@ def _propose(site: Site, rule: Rule, replacer: Replacer, device: Device) -> Choi
             "use a replacer that takes them together, or keep them"
         )
     return replacer.propose(site, rule.options, device)
+
+
+def _has_own_forward(module: nn.Module) -> bool:
+    """Whether somebody put another forward on the instance: not accelerate's wrapper, which moves with its hook, and
+    not the class's own, which accelerate leaves behind when it goes."""
+    own = vars(module).get("forward")
+    left_behind = getattr(own, "__func__", None) is type(module).forward
+    return own is not None and not left_behind and not hasattr(module, "_hf_hook")
 
 
 def _stack(site: Site) -> str:

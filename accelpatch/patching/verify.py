@@ -39,17 +39,15 @@ def site_errors(
     original: nn.Module, new: nn.Module, calls: Sequence[Call], metric: str, checking: Checking
 ) -> SiteErrors:
     """Run `new` and `original` on each call; a replacement that runs no operation of ours has no kernel figures."""
-    checks: list[tuple[float, float]] = []
     pairs: list[tuple[Tensor, Tensor]] = []
-    for call in calls:
-        with torch.no_grad():
-            before = _run(original, call)
-            with checking() as checked:
-                after = _run(new, call)
-        checks += checked
-        if len(before) != len(after) or any(a.shape != b.shape for a, b in zip(after, before, strict=True)):
+    with torch.no_grad():
+        before = [_run(original, call) for call in calls]
+        with checking() as checks:
+            after = [_run(new, call) for call in calls]
+    for old, made in zip(before, after, strict=True):
+        if len(old) != len(made) or any(a.shape != b.shape for a, b in zip(made, old, strict=True)):
             return SiteErrors(None, None, float("inf"))
-        pairs += zip(after, before, strict=True)
+        pairs += zip(made, old, strict=True)
     error, bound = max(checks, key=lambda check: check[0] - check[1], default=(None, None))
     return SiteErrors(error, bound, format_error(metric, pairs))
 

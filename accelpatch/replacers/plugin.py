@@ -26,8 +26,14 @@ def load_plugin(path: str | Path) -> tuple[str, ...]:
         raise PlanError(f"{file} is no Python file; a plugin ends in .py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    spec.loader.exec_module(module)
-    new = tuple(name for name, made in registry().items() if before.get(name) is not made)
-    if not new:
-        raise PlanError(f"{file} registers no replacer; decorate a Replacer subclass in it with @accelpatch.replacer")
+    try:
+        spec.loader.exec_module(module)
+        new = tuple(name for name, made in registry().items() if before.get(name) is not made)
+        if not new:
+            raise PlanError(
+                f"{file} registers no replacer; decorate a Replacer subclass in it with @accelpatch.replacer"
+            )
+    except BaseException:
+        del sys.modules[name]
+        raise
     return new

@@ -59,7 +59,7 @@ def token_bytes(site: Site, resident: int) -> int:
 
 
 class Int8WeightOnly(Replacer):
-    """Symmetric int8 with one float32 scale for each output channel, or for each group along K."""
+    """Symmetric int8 with one float32 scale for each output channel (group_size null), or for each group along K."""
 
     name = "int8_weight_only"
     options: ClassVar[Mapping[str, tuple[type, ...]]] = {"group_size": (int, list, type(None))}
@@ -71,7 +71,7 @@ class Int8WeightOnly(Replacer):
         assert site.n is not None
         assert site.k is not None
         wanted = options.get("group_size")
-        group = site.k if wanted is None else first_dividing(wanted, site.k)
+        group = first_dividing(wanted, site.k)
         if group is None:
             return Reason(f"K = {site.k} is a multiple of none of the group sizes {wanted}")
         op = "int8_embedding" if isinstance(site.original, nn.Embedding) else "int8_linear"
@@ -130,10 +130,11 @@ class Int4WeightOnly(Replacer):
         return module
 
 
-def first_dividing(wanted: int | list[int], k: int) -> int | None:
-    """The first of the group sizes that divides K, or None. Sizes that are no positive even numbers never fit."""
-    sizes = [wanted] if isinstance(wanted, int) else wanted
-    return next((size for size in sizes if isinstance(size, int) and size > 0 and k % size == 0), None)
+def first_dividing(wanted: int | list[int | None] | None, k: int) -> int | None:
+    """The first of the group sizes that divides K, or None; a null among them is K itself, one group a row."""
+    sizes = wanted if isinstance(wanted, list) else [wanted]
+    exact = [k if size is None else size for size in sizes]
+    return next((size for size in exact if isinstance(size, int) and size > 0 and k % size == 0), None)
 
 
 def bias_bytes(site: Site) -> int:

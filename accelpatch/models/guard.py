@@ -1,0 +1,68 @@
+"""Around calls into transformers: damaged files become LoadErrors, and progress bars stay hidden."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import struct
+from collections.abc import Iterator
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from transformers.utils import logging as transformers_logging
+
+from accelpatch.errors import LoadError
+
+# What transformers and gguf raise on a damaged or unknown file: they check little themselves.
+_BROKEN = (
+    ValueError,
+    TypeError,
+    KeyError,
+    IndexError,
+    AttributeError,
+    OverflowError,
+    ImportError,
+    OSError,
+    RuntimeError,
+    SafetensorError,
+    StrictDataclassError,
+    struct.error,
+)
+
+
+class explained:
+    """Turn what the readers raise on a bad file into a LoadError that begins with ``what``."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if kind is None or issubclass(kind, torch.OutOfMemoryError):
+            return
+        # The tokenizers library raises bare Exceptions; those of any other class that is not listed are bugs.
+        if issubclass(kind, _BROKEN) or kind is Exception:
+            said = next(iter(str(error).strip().splitlines()), "")
+            raise LoadError(f"{self.what}: {kind.__name__}: {said}") from error
+
+
+@contextlib.contextmanager
+def no_bar() -> Iterator[None]:
+    """Hide the one bar that asks nobody: GGUF unpacking draws straight onto stderr. Log lines still come through."""
+    with contextlib.redirect_stderr(io.StringIO()):
+        yield
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """No progress bars of transformers: the caller's own progress tells it."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
