@@ -5,14 +5,18 @@ A pack holds the same numbers as the canonical tensors, nothing rounded: `unpack
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from ctypes import byref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from accelpatch.errors import KernelError
 from accelpatch.kernels.cpu_native import DENSE, DTYPES, INT4, INT8, Linear, check, native, pointer, threads
+
+
+LARGEST = 1 << 31
 
 
 @dataclass(frozen=True)
@@ -44,8 +48,10 @@ class Pack:
         return self.data.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
 
-def why_not(n: int, k: int, group: int, per_byte: int = 1, offset: str = "none") -> str | None:
-    """Why a weight cannot be packed, or None. per_byte: 1 for int8, 2 for int4."""
+def why_not(n: int, k: int, group: int, offset: str) -> str | None:
+    """Why a weight[n, k] cannot be packed, or None. offset: "none", "minimum" or "zero_point"."""
+    if max(n, k) > LARGEST:
+        return f"{n} x {k} is more than {LARGEST} rows or columns"
     if group != k and group % 32:
         return f"groups of {group} are not a multiple of 32"
     if offset == "zero_point":
@@ -129,6 +135,22 @@ def aligned(size: int) -> Tensor:
     whole = torch.empty(size + 63, dtype=torch.uint8)
     start = -whole.data_ptr() % 64
     return whole[start : start + size]
+
+
+def together(packs: Sequence[Pack]) -> list[Pack]:
+    """The same packs in one block of memory, in this order, on large pages where the system has them: a step that reads them
+    one after the other then reads one stream."""
+    starts, total = [], 0
+    for pack in packs:
+        starts.append(total)
+        total += -(-pack.data.nbytes // 64) * 64
+    block = aligned(total)
+    native().ap_advise_large_pages(block.data_ptr(), total)
+    moved = []
+    for pack, start in zip(packs, starts, strict=True):
+        place = block[start : start + pack.data.nbytes].view(pack.data.dtype).view(pack.data.shape)
+        moved.append(replace(pack, data=place.copy_(pack.data)))
+    return moved
 
 
 def linear(x: Tensor, pack: Pack) -> Tensor:

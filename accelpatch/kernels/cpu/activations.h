@@ -16,7 +16,8 @@ constexpr int kDigits = 4;
 struct Block {
   float unit;               // what one step of the uppermost digit is worth
   float sum;                // of the block's x, for formats with a minimum
-  int32_t digits[kDigits];  // the sum of each digit: they take the weights' offset of 128 (or 8) away again
+  // Where the sums of products begin: minus 128 (or 8) times the sum of each digit, which is what the weights' offset adds.
+  int32_t start8[kDigits], start4[kDigits];
 };
 
 struct Activations {
@@ -89,10 +90,15 @@ inline bool split_block(const float* x, int64_t count, int64_t width, int8_t* di
   }
   const __m256i half = _mm256_add_epi32(_mm512_castsi512_si256(sums), _mm512_extracti64x4_epi64(sums, 1));
   const __m128i quarter = _mm_add_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
-  memcpy(block->digits, &quarter, 16);
+  int32_t digit[kDigits];
+  memcpy(digit, &quarter, 16);
   block->unit = ldexpf(1.0f, exponent - 6);
   block->sum = 0;
-  for (int p = 0; p < kDigits; p++) block->sum = block->sum * (1.0f / 256) + static_cast<float>(block->digits[p]);
+  for (int p = 0; p < kDigits; p++) {
+    block->start8[p] = -128 * digit[p];
+    block->start4[p] = -8 * digit[p];
+    block->sum = block->sum * (1.0f / 256) + static_cast<float>(digit[p]);
+  }
   block->sum *= block->unit;
   return true;
 }

@@ -46,14 +46,21 @@ inline float exponentials(float* score, float most) {
   return sum(total);
 }
 
-// out = sum of weight[i] * value[i]
+// out = sum of weight[i] * value[i]; even and odd slots apart, so that no sum waits for the one before
 inline void weighted_sum(const float* weight, const float* values, int64_t d, int64_t count, float* out) {
   int64_t k = 0;
   for (; k + 4 * kLanes <= d; k += 4 * kLanes) {
-    vf total[4] = {};
-    for (int64_t i = 0; i < count; i++)
-      for (int j = 0; j < 4; j++) total[j] += weight[i] * load(values + i * d + k + j * kLanes);
-    for (int j = 0; j < 4; j++) store(out + k + j * kLanes, total[j]);
+    vf even[4] = {}, odd[4] = {};
+    int64_t i = 0;
+    for (; i + 2 <= count; i += 2) {
+      const float* row = values + i * d + k;
+      for (int j = 0; j < 4; j++) {
+        even[j] += weight[i] * load(row + j * kLanes);
+        odd[j] += weight[i + 1] * load(row + d + j * kLanes);
+      }
+    }
+    for (int j = 0; j < 4 && i < count; j++) even[j] += weight[i] * load(values + i * d + k + j * kLanes);
+    for (int j = 0; j < 4; j++) store(out + k + j * kLanes, even[j] + odd[j]);
   }
   for (; k < d; k += kLanes) {
     const int64_t left = d - k < kLanes ? d - k : kLanes;
@@ -73,10 +80,9 @@ inline void attend_run(const float* q, int64_t group, const float* keys, const f
     float score[kRun];
     scores(q + h * d, keys, d, count, scale, score);
     float most = -INFINITY;
-    for (int64_t i = 0; i < count; i++) {
-      score[i] = softcap(score[i], cap);
-      most = score[i] > most ? score[i] : most;
-    }
+    if (cap > 0)
+      for (int64_t i = 0; i < count; i++) score[i] = softcap(score[i], cap);
+    for (int64_t i = 0; i < count; i++) most = score[i] > most ? score[i] : most;
     for (int64_t i = count; i < kRun; i++) score[i] = -INFINITY;
     partial[0] = most;
     partial[1] = exponentials(score, most);

@@ -26,6 +26,7 @@ struct Crew {
 
 namespace {
 
+constexpr int64_t kPieces = 8;  // of a share: few enough to cost nothing, enough to help a thread that was held up
 constexpr auto kSpin = std::chrono::microseconds(1000);  // a decode loop comes back sooner than this
 constexpr int kPauses = 2000;                            // then others may have the core: more threads than cores must not stall
 
@@ -164,16 +165,20 @@ void crew_wait(Crew* crew, int self) {
   spin_until([&] { return static_cast<int32_t>(crew->arrived.load(std::memory_order_acquire) - target) >= 0; });
 }
 
-int64_t crew_take(Crew* crew, int self, int64_t items) {
-  const int count = crew->count;
-  const uint32_t turn = crew->member[self].phase % 2;
-  for (int i = 0; i < count; i++) {
-    const int whose = (self + i) % count;
-    const int64_t begin = items * whose / count, end = items * (whose + 1) / count;
-    auto& cursor = crew->member[whose].cursor[turn];
+int64_t crew_share(const Crew* crew, int self, int64_t items) { return items * self / crew->count; }
+
+bool crew_take(Crew* crew, int self, Turn* turn) {
+  const uint32_t phase = crew->member[self].phase % 2;
+  for (; turn->tried < crew->count; turn->tried++) {
+    const int whose = (self + turn->tried) % crew->count;
+    const int64_t begin = crew_share(crew, whose, turn->items), end = crew_share(crew, whose + 1, turn->items);
+    const int64_t piece = std::max<int64_t>(1, (end - begin) / kPieces);
+    auto& cursor = crew->member[whose].cursor[phase];
     if (begin + cursor.load(std::memory_order_relaxed) >= end) continue;
-    const int64_t item = begin + cursor.fetch_add(1, std::memory_order_relaxed);
-    if (item < end) return item;
+    turn->next = begin + cursor.fetch_add(piece, std::memory_order_relaxed);
+    turn->end = std::min(turn->next + piece, end);
+    if (turn->next < end) return true;
   }
-  return -1;
+  turn->next = turn->end = 0;
+  return false;
 }

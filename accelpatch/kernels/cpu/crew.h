@@ -11,5 +11,22 @@ void crew_run(int count, Job job, void* argument);
 int crew_count(const Crew* crew);
 // Everyone waits for everyone; what was written before is seen after. Every thread must call it equally often.
 void crew_wait(Crew* crew, int self);
-// The next of `items` to do between two waits, or -1: first of the thread's own share, then of what others have not begun.
-int64_t crew_take(Crew* crew, int self, int64_t items);
+// What a thread has before it of the items of a phase (the time between two waits): first its own share, piece by piece, then
+// pieces of other shares that nobody has begun. Begin one anew in each phase.
+struct Turn {
+  int64_t items;
+  int64_t next = 0, end = 0;  // the piece in hand
+  int tried = 0;              // shares found empty
+};
+
+// Takes another piece in hand; false when nothing is left.
+bool crew_take(Crew* crew, int self, Turn* turn);
+
+// The next item to do, or -1.
+static inline int64_t crew_next(Crew* crew, int self, Turn* turn) {
+  if (turn->next == turn->end && !crew_take(crew, self, turn)) return -1;
+  return turn->next++;
+}
+
+// Where a thread's own share begins.
+int64_t crew_share(const Crew* crew, int self, int64_t items);

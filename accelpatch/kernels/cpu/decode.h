@@ -36,7 +36,8 @@ inline void products(const Worker& t, const ap_linear* const* weights, float* co
     ends[i] = items += w[i].l.blocks;
   }
   Activations a = ready(t, input, k, input_stride, w[0].w);
-  for (int64_t item; (item = crew_take(t.crew, t.self, items)) >= 0;) {
+  Turn turn = {items};
+  for (int64_t item; (item = crew_next(t.crew, t.self, &turn)) >= 0;) {
     int i = 0;
     while (item >= ends[i]) i++;
     const int64_t b = item - (ends[i] - w[i].l.blocks);
@@ -135,7 +136,8 @@ inline void attention_stage(const Worker& t, const ap_layer& layer) {
     most = count > most ? count : most;
   }
   const int64_t heads = t.model->kv_heads;
-  for (int64_t item; (item = crew_take(t.crew, t.self, t.batch * heads * most)) >= 0;)
+  Turn turn = {t.batch * heads * most};
+  for (int64_t item; (item = crew_next(t.crew, t.self, &turn)) >= 0;)
     attend(t, layer, item / (heads * most), item / most % heads, item % most);
   crew_wait(t.crew, t.self);
 }
@@ -156,7 +158,8 @@ inline void gate_and_up(const Worker& t, const ap_layer& layer) {
   const int64_t width = t.model->intermediate, hidden = t.model->hidden;
   Activations a = ready(t, t.own->input, hidden, hidden, gate.w);
   const bool same = block_width(gate.w) == block_width(up.w);
-  for (int64_t b; (b = crew_take(t.crew, t.self, gate.l.blocks)) >= 0;) {
+  Turn turn = {gate.l.blocks};
+  for (int64_t b; (b = crew_next(t.crew, t.self, &turn)) >= 0;) {
     float g[kMaxBatch][16], u[kMaxBatch][16];
     if (!same) a = ready(t, t.own->input, hidden, hidden, gate.w);
     dot_block(gate, b, a, 0, t.batch, g);

@@ -46,22 +46,23 @@ AP_INLINE vf load_part(const float* p, int64_t count) {
 }
 AP_INLINE void store_part(float* p, vf v, int64_t count) { memcpy(p, &v, static_cast<size_t>(count) * 4); }
 
-// Adds halves onto halves: the order does not depend on the caller.
+// Adds halves onto halves.
+#if AP_LANES > 4
+AP_INLINE float sum_four(__m128 v) {
+  v = _mm_add_ps(v, _mm_movehl_ps(v, v));
+  return _mm_cvtss_f32(_mm_add_ss(v, _mm_shuffle_ps(v, v, 1)));
+}
+AP_INLINE float sum_eight(__m256 v) { return sum_four(_mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1))); }
+#endif
 AP_INLINE float sum(vf v) {
-  float lane[kLanes];
-  store(lane, v);
-  for (int half = kLanes / 2; half > 0; half /= 2)
-    for (int i = 0; i < half; i++) lane[i] += lane[i + half];
-  return lane[0];
+#if AP_LANES == 16
+  return sum_eight(_mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1)));
+#elif AP_LANES == 8
+  return sum_eight(v);
+#else
+  return (v[0] + v[2]) + (v[1] + v[3]);
+#endif
 }
-AP_INLINE float largest(vf v) {
-  float lane[kLanes], most;
-  store(lane, v);
-  most = lane[0];
-  for (int i = 1; i < kLanes; i++) most = lane[i] > most ? lane[i] : most;
-  return most;
-}
-
 // e^x within 1.5 units in the last place: x = n ln 2 + r, a polynomial in r (Cephes), then 2^n in two factors so that results
 // below the normal numbers are right too. NaN stays NaN, overflow is Inf.
 AP_INLINE vf exp(vf x) {
