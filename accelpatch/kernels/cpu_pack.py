@@ -16,9 +16,6 @@ from accelpatch.errors import KernelError
 from accelpatch.kernels.cpu_native import DENSE, DTYPES, INT4, INT8, Linear, check, native, pointer, threads
 
 
-LARGEST = 1 << 31
-
-
 @dataclass(frozen=True)
 class Pack:
     """A weight[n, k] for the native kernels, and what it was: enough to give the canonical tensors back.
@@ -48,10 +45,8 @@ class Pack:
         return self.data.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
 
-def why_not(n: int, k: int, group: int, offset: str) -> str | None:
-    """Why a weight[n, k] cannot be packed, or None. offset: "none", "minimum" or "zero_point"."""
-    if max(n, k) > LARGEST:
-        return f"{n} x {k} is more than {LARGEST} rows or columns"
+def why_not(n: int, k: int, group: int, per_byte: int = 1, offset: str = "none") -> str | None:
+    """Why a weight cannot be packed, or None. per_byte: 1 for int8, 2 for int4."""
     if group != k and group % 32:
         return f"groups of {group} are not a multiple of 32"
     if offset == "zero_point":

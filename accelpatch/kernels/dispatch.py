@@ -23,8 +23,8 @@ from accelpatch.errors import KernelError
 
 #: operation -> (file in this package, implementations in order of preference)
 TABLE: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "int8_linear": ("int8_linear", ("cpu", "torch")),
-    "int4_linear": ("int4_linear", ("cpu", "torch")),
+    "int8_linear": ("int8_linear", ("torch",)),
+    "int4_linear": ("int4_linear", ("torch",)),
     "int8_embedding": ("int8_embedding", ("torch",)),
     "packed_linear": ("packed_linear", ("cpu",)),
     "packed_embedding": ("packed_linear", ("cpu",)),
@@ -61,15 +61,10 @@ class Spec:
 
 @dataclass(frozen=True)
 class Implementation:
-    """`run` takes the operation's arguments; `why_not` says why it cannot run a spec on a device, or None.
-
-    `prepare` gives the arguments with the implementation's own layout of the weight among them, or as they are where it
-    has none for them: what a module does once, done for one call (self-test, parity checks).
-    """
+    """`run` takes the operation's arguments; `why_not` says why it cannot run a spec on a device, or None."""
 
     run: Callable[..., Result]
     why_not: Callable[[Spec, Device], str | None]
-    prepare: Callable[..., tuple[Any, ...]] = lambda *args: args
 
 
 @dataclass(frozen=True)

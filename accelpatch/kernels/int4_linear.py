@@ -14,18 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from accelpatch.kernels import cpu_linear, dispatch, linear
+from accelpatch.kernels import dispatch, linear
 from accelpatch.kernels.dispatch import Case, Implementation, Kernel, Spec
 
 
-def reference(
-    x: Tensor,
-    q: Tensor,
-    scale: Tensor,
-    offset: Tensor | None = None,
-    bias: Tensor | None = None,
-    pack: Tensor | None = None,
-) -> Tensor:
+def reference(x: Tensor, q: Tensor, scale: Tensor, offset: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
     """The whole weight dequantised into x's dtype, nibble by nibble, then torch's own linear layer."""
     wide = torch.promote_types(x.dtype, torch.float32)
     k = 2 * q.shape[1]
@@ -44,16 +37,9 @@ def reference(
     return functional.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
-def spec(
-    x: Tensor,
-    q: Tensor,
-    scale: Tensor,
-    offset: Tensor | None = None,
-    bias: Tensor | None = None,
-    pack: Tensor | None = None,
-) -> Spec:
+def spec(x: Tensor, q: Tensor, scale: Tensor, offset: Tensor | None = None, bias: Tensor | None = None) -> Spec:
     """What dispatch asks of a call. Raises KernelError where shapes, dtypes or devices do not fit together."""
-    return linear.spec("int4_linear", x, q, 2, scale, offset, bias, pack)
+    return linear.spec("int4_linear", x, q, 2, scale, offset, bias)
 
 
 def unpack(q: Tensor) -> Tensor:
@@ -73,14 +59,7 @@ def dequantize_rows(q: Tensor, scale: Tensor, offset: Tensor | None, dtype: torc
     return groups.to(dtype).sub_(shift).mul_(s).flatten(1)
 
 
-def _torch(
-    x: Tensor,
-    q: Tensor,
-    scale: Tensor,
-    offset: Tensor | None = None,
-    bias: Tensor | None = None,
-    pack: Tensor | None = None,
-) -> Tensor:
+def _torch(x: Tensor, q: Tensor, scale: Tensor, offset: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
     def rows(start: int, stop: int, dtype: torch.dtype) -> Tensor:
         # in float32 at least: u * scale + offset loses its low bits where it is rounded twice
         wide = torch.promote_types(dtype, torch.float32)
@@ -91,34 +70,21 @@ def _torch(
 
 @torch.library.custom_op("accelpatch::int4_linear", mutates_args=())
 def int4_linear(
-    x: Tensor,
-    q: Tensor,
-    scale: Tensor,
-    offset: Tensor | None = None,
-    bias: Tensor | None = None,
-    pack: Tensor | None = None,
+    x: Tensor, q: Tensor, scale: Tensor, offset: Tensor | None = None, bias: Tensor | None = None
 ) -> Tensor:
     """y[..., N] = x[..., K] @ w^T + bias, w dequantised by the kind of `offset` (see the file).
 
     x[..., K] float; q[N, K / 2] packed, int8; scale[N, G] float, G dividing K; offset[N, G] None, float or integer;
-    bias[N] float or None; pack: the weight as the CPU's native kernel wants it (cpu_pack), or None. y has x's dtype,
-    contiguous. Raises KernelError for arguments that do not fit together.
+    bias[N] float or None. y has x's dtype, contiguous. Raises KernelError for arguments that do not fit together.
     """
-    result = dispatch.run("int4_linear", spec(x, q, scale, offset, bias, pack), x.device, (x, q, scale, offset, bias, pack))
+    result = dispatch.run("int4_linear", spec(x, q, scale, offset, bias), x.device, (x, q, scale, offset, bias))
     assert isinstance(result, Tensor)
     return result
 
 
 @int4_linear.register_fake
-def _fake(
-    x: Tensor,
-    q: Tensor,
-    scale: Tensor,
-    offset: Tensor | None = None,
-    bias: Tensor | None = None,
-    pack: Tensor | None = None,
-) -> Tensor:
-    spec(x, q, scale, offset, bias, pack)
+def _fake(x: Tensor, q: Tensor, scale: Tensor, offset: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+    spec(x, q, scale, offset, bias)
     return x.new_empty((*x.shape[:-1], q.shape[0]))
 
 
@@ -146,7 +112,6 @@ def cases() -> list[Case]:
     return [case(*size, kind=kinds[i % 3]) for i, size in enumerate(linear.SIZES)]
 
 
-_IMPLEMENTATIONS = {"cpu": cpu_linear.INT4, "torch": Implementation(_torch, dispatch.anywhere)}
 KERNELS = {
-    "int4_linear": Kernel(int4_linear, reference, spec, _IMPLEMENTATIONS, cases)
+    "int4_linear": Kernel(int4_linear, reference, spec, {"torch": Implementation(_torch, dispatch.anywhere)}, cases)
 }

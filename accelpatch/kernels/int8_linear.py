@@ -10,23 +10,23 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from accelpatch.kernels import cpu_linear, dispatch, linear
+from accelpatch.kernels import dispatch, linear
 from accelpatch.kernels.dispatch import Case, Implementation, Kernel, Spec
 
 
-def reference(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None, pack: Tensor | None = None) -> Tensor:
+def reference(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
     """The whole weight dequantised into x's dtype, then torch's own linear layer."""
     wide = torch.promote_types(x.dtype, torch.float32)
     weight = q.to(wide) * scale.to(wide).repeat_interleave(q.shape[1] // scale.shape[1], dim=1)
     return functional.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
-def spec(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None, pack: Tensor | None = None) -> Spec:
+def spec(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> Spec:
     """What dispatch asks of a call. Raises KernelError where shapes, dtypes or devices do not fit together."""
-    return linear.spec("int8_linear", x, q, 1, scale, None, bias, pack)
+    return linear.spec("int8_linear", x, q, 1, scale, None, bias)
 
 
-def _torch(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None, pack: Tensor | None = None) -> Tensor:
+def _torch(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
     def rows(start: int, stop: int, dtype: torch.dtype) -> Tensor:
         groups = q[start:stop].to(dtype).unflatten(1, (scale.shape[1], -1))
         return groups.mul_(scale[start:stop].to(dtype).unsqueeze(2)).flatten(1)
@@ -35,23 +35,20 @@ def _torch(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None, pack
 
 
 @torch.library.custom_op("accelpatch::int8_linear", mutates_args=())
-def int8_linear(
-    x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None, pack: Tensor | None = None
-) -> Tensor:
+def int8_linear(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
     """y[..., N] = x[..., K] @ (q * scale)^T + bias.
 
-    x[..., K] float; q[N, K] int8; scale[N, G] float, G dividing K; bias[N] float or None; pack: the weight
-    as the CPU's native kernel wants it (cpu_pack), or None. y has x's dtype, contiguous.
+    x[..., K] float; q[N, K] int8; scale[N, G] float, G dividing K; bias[N] float or None. y has x's dtype, contiguous.
     Raises KernelError for arguments that do not fit together.
     """
-    result = dispatch.run("int8_linear", spec(x, q, scale, bias, pack), x.device, (x, q, scale, bias, pack))
+    result = dispatch.run("int8_linear", spec(x, q, scale, bias), x.device, (x, q, scale, bias))
     assert isinstance(result, Tensor)
     return result
 
 
 @int8_linear.register_fake
-def _fake(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None, pack: Tensor | None = None) -> Tensor:
-    spec(x, q, scale, bias, pack)
+def _fake(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    spec(x, q, scale, bias)
     return x.new_empty((*x.shape[:-1], q.shape[0]))
 
 
@@ -72,7 +69,6 @@ def cases() -> list[Case]:
     return [case(*size) for size in linear.SIZES]
 
 
-_IMPLEMENTATIONS = {"cpu": cpu_linear.INT8, "torch": Implementation(_torch, dispatch.anywhere)}
 KERNELS = {
-    "int8_linear": Kernel(int8_linear, reference, spec, _IMPLEMENTATIONS, cases)
+    "int8_linear": Kernel(int8_linear, reference, spec, {"torch": Implementation(_torch, dispatch.anywhere)}, cases)
 }

@@ -35,14 +35,7 @@ def say(tensor: Tensor) -> str:
 
 
 def spec(
-    op: str,
-    x: Tensor,
-    q: Tensor,
-    per_byte: int,
-    scale: Tensor,
-    offset: Tensor | None,
-    bias: Tensor | None,
-    pack: Tensor | None,
+    op: str, x: Tensor, q: Tensor, per_byte: int, scale: Tensor, offset: Tensor | None, bias: Tensor | None
 ) -> Spec:
     """The Spec of y = x @ weight[N, K]^T for q[N, K / per_byte]. KernelError says what was expected and what came."""
     require(q.dtype == torch.int8 and q.dim() == 2, op, f"q is int8 [N, K / {per_byte}], not {say(q)}")
@@ -54,12 +47,11 @@ def spec(
     if bias is not None:
         fits = bias.dim() == 1 and bias.shape[0] == n and bias.dtype in FLOATS
         require(fits, op, f"bias is float [{n}], not {say(bias)}")
-    for name, tensor in (("q", q), ("scale", scale), ("offset", offset), ("bias", bias), ("pack", pack)):
+    for name, tensor in (("q", q), ("scale", scale), ("offset", offset), ("bias", bias)):
         if tensor is not None:
             require(tensor.device == x.device, op, f"x lies on {x.device}, {name} on {tensor.device}: move the module")
     kind = "none" if offset is None else "minimum" if offset.is_floating_point() else "zero_point"
-    sizes, options = {"M": x.numel() // k, "N": n, "K": k}, {"packed": pack is not None}
-    return Spec(op, sizes, x.dtype, scale.dtype, group_size, kind, options)
+    return Spec(op, {"M": x.numel() // k, "N": n, "K": k}, x.dtype, scale.dtype, group_size, kind)
 
 
 def check_scale(op: str, n: int, k: int, scale: Tensor, offset: Tensor | None = None) -> int:

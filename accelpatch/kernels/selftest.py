@@ -52,8 +52,7 @@ def records(device: torch.device) -> Iterator[SelftestRecord]:
 
 def _record(op: str, name: str, case: dispatch.Case, dtype: torch.dtype, device: torch.device) -> SelftestRecord:
     kernel = dispatch.kernel(op)
-    prepare = kernel.implementations[name].prepare
-    args = prepare(*case.make(torch.Generator().manual_seed(SEED), dtype, device))
+    args = case.make(torch.Generator().manual_seed(SEED), dtype, device)
     label = f"{case.id}-{str(dtype).removeprefix('torch.')}"
     reason = dispatch.why_not(op, name, kernel.spec(*args), probe(device))
     if reason is not None:

@@ -9,23 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-from accelpatch.device import probe
-from accelpatch.kernels import build, dispatch, selftest
+from accelpatch.kernels import dispatch, selftest
 from accelpatch.kernels.dispatch import Implementation
 from accelpatch.kernels.int8_linear import reference
 
 
 def test_everything_passes_and_is_covered() -> None:
     records = selftest.run("cpu")
-    assert [record for record in records if record.ok is False] == []
-    # one implementation may have its limits; plain torch has none
-    assert {record.implementation for record in records if record.ok is None} <= {"cpu"}
-    native = build.why_not("cpu", probe("cpu")) is None
-    assert any(record.ok for record in records if record.implementation == "cpu") == native
+    assert [record for record in records if not record.ok] == []
     covered = {(record.op, record.implementation) for record in records}
     assert covered == {(op, name) for op, (_, names) in dispatch.TABLE.items() for name in names}
-    cases = {op: len(list(dispatch.kernel(op).cases())) for op in dispatch.TABLE}
-    assert len(records) == 3 * sum(cases[op] * len(names) for op, (_, names) in dispatch.TABLE.items())
+    assert len(records) == 3 * sum(len(list(dispatch.kernel(op).cases())) for op in dispatch.TABLE)
     assert json.dumps([record.to_dict() for record in records])
 
 
@@ -37,7 +31,7 @@ def records_of(monkeypatch: pytest.MonkeyPatch, run: Callable[..., Any], reason:
 
 
 def test_wrong_one_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    def lost_tail(x: Any, q: torch.Tensor, scale: Any, bias: Any, pack: None) -> torch.Tensor:
+    def lost_tail(x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         whole = q.shape[1] // 64 * 64
         kept = q.clone()
         kept[:, whole:] = 0
