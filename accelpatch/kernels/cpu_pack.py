@@ -16,6 +16,9 @@ from accelpatch.errors import KernelError
 from accelpatch.kernels.cpu_native import DENSE, DTYPES, INT4, INT8, Linear, check, native, pointer, threads
 
 
+LARGEST = 1 << 31
+
+
 @dataclass(frozen=True)
 class Pack:
     """A weight[n, k] for the native kernels, and what it was: enough to give the canonical tensors back.
@@ -45,8 +48,10 @@ class Pack:
         return self.data.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
 
-def why_not(n: int, k: int, group: int, per_byte: int = 1, offset: str = "none") -> str | None:
-    """Why a weight cannot be packed, or None. per_byte: 1 for int8, 2 for int4."""
+def why_not(n: int, k: int, group: int, offset: str) -> str | None:
+    """Why a weight[n, k] cannot be packed, or None. offset: "none", "minimum" or "zero_point"."""
+    if max(n, k) > LARGEST:
+        return f"{n} x {k} is more than {LARGEST} rows or columns"
     if group != k and group % 32:
         return f"groups of {group} are not a multiple of 32"
     if offset == "zero_point":
@@ -162,3 +167,10 @@ def linear(x: Tensor, pack: Pack) -> Tensor:
     )
     check(status, f"x of shape {list(x.shape)}")
     return y
+
+
+def gather(pack: Pack, ids: Tensor) -> Tensor:
+    """Rows ids[...] of the weight as float32 [..., K]. Raises KernelError for an id that is no row."""
+    rows, flat, struct = torch.empty(*ids.shape, pack.k), ids.to(torch.int64).contiguous(), pack.struct()
+    check(native().ap_gather(byref(struct), pointer(flat), flat.numel(), pointer(rows)), f"rows of a table of {pack.n}")
+    return rows

@@ -9,7 +9,6 @@ is the reference: the pack is undone into the canonical tensors, and their plain
 
 from __future__ import annotations
 
-from ctypes import byref
 from typing import Any
 
 import torch
@@ -73,7 +72,7 @@ def _why_not(spec: Spec, device: Device) -> str | None:
     if spec.dtype not in NARROW:
         return f"it computes in float32 and narrower, not in {spec.dtype}"
     assert spec.group_size is not None
-    reason = cpu_pack.why_not(spec.sizes["N"], spec.sizes["K"], spec.group_size, offset=spec.offset)
+    reason = cpu_pack.why_not(spec.sizes["N"], spec.sizes["K"], spec.group_size, spec.offset)
     return reason or cpu_native.why_not(device)
 
 
@@ -83,13 +82,9 @@ def _cpu(x: Tensor, *packed: Any) -> Tensor:
 
 def _cpu_embedding(ids: Tensor, dtype: torch.dtype, *packed: Any) -> Tensor:
     pack = held(packed)
-    flat = ids.reshape(-1).to(torch.int64).contiguous()
-    if flat.numel() and not 0 <= int(flat.min()) <= int(flat.max()) < pack.n:
+    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < pack.n:
         raise IndexError(f"an id is out of range: the table has {pack.n} rows")
-    rows, table = torch.empty(flat.numel(), pack.k), pack.struct()
-    status = cpu_native.native().ap_gather(byref(table), flat.data_ptr(), flat.numel(), rows.data_ptr())
-    cpu_native.check(status, f"{flat.numel()} ids")
-    return rows.to(dtype).view(*ids.shape, pack.k)
+    return cpu_pack.gather(pack, ids).to(dtype)
 
 
 @torch.library.custom_op("accelpatch::packed_linear", mutates_args=())
