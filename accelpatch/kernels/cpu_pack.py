@@ -167,3 +167,10 @@ def linear(x: Tensor, pack: Pack) -> Tensor:
     )
     check(status, f"x of shape {list(x.shape)}")
     return y
+
+
+def gather(pack: Pack, ids: Tensor) -> Tensor:
+    """Rows ids[...] of the weight as float32 [..., K]. Raises KernelError for an id that is no row."""
+    rows, flat, struct = torch.empty(*ids.shape, pack.k), ids.to(torch.int64).contiguous(), pack.struct()
+    check(native().ap_gather(byref(struct), pointer(flat), flat.numel(), pointer(rows)), f"rows of a table of {pack.n}")
+    return rows
