@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import accelpatch
-from tests.families.simulated import assert_float_rule, greedy, logits, simulated
+from tests.families.simulated import assert_as_exact_as_torch, assert_float_rule, greedy, logits, simulated
 from tests.families.tiny import CAUSAL, LAYERS, VOCABULARY, Tiny, full_batch, padded_batch, snapshot, unique_bytes
 
 RECIPES = ("exact", "int8", "int4")
@@ -79,7 +79,7 @@ def test_bfloat16(tiny: Tiny, recipe: str) -> None:
         assert report.replaced == len(plan.replaced)
         output = logits(model, batch)
         assert output.dtype == torch.bfloat16
-        assert_float_rule(output, logits(exact, batch), logits(plain, batch))
+        assert_as_exact_as_torch(output, logits(exact, batch), logits(plain, batch))
     assert snapshot(model) == before
 
 
