@@ -4,7 +4,8 @@
 // VNNI path: x is written, in blocks of 32 or 64 k, as (d0 + 256 d1 + 65536 d2 + 16777216 d3) * 2^e with d in [-128, 127]: exact
 // down to 1/64 of the block's largest |x|, and to 2^-30 of that below. Four VNNI products with the 8-bit weights then are exact
 // integers, and nothing rounds but the sum over blocks: less than float32 products do, whose sums round at each step.
-// A token with a NaN or an Inf has no such form: `finite` says so, and linear.h takes the dequantised path.
+// A token with a NaN or an Inf has no such form, and one below 2^-80 would lose digits to underflow: `split` says so, and linear.h
+// takes the dequantised path.
 #pragma once
 #include "layout.h"
 #include "vec.h"
@@ -28,7 +29,7 @@ struct Activations {
   float* padded;                  // [tokens, stride]
   int8_t* digits;                 // [tokens, stride / 4, kDigits, 4 k]
   Block* block;                   // [tokens, blocks]
-  uint8_t* finite;                // [tokens]
+  uint8_t* split;                 // [tokens]: has this form
 };
 
 AP_INLINE int64_t block_width(const ap_linear& w) { return w.group == w.k || w.group % 64 == 0 ? 64 : 32; }
@@ -49,7 +50,7 @@ inline Activations activations_in(void* memory, int64_t tokens, int64_t k) {
   a.digits = reinterpret_cast<int8_t*>(bytes);
   bytes += tokens * a.stride * 4;
   a.block = reinterpret_cast<Block*>(bytes);
-  a.finite = bytes + tokens * round_up(a.stride / 32 * static_cast<int64_t>(sizeof(Block)), 64);
+  a.split = bytes + tokens * round_up(a.stride / 32 * static_cast<int64_t>(sizeof(Block)), 64);
   return a;
 }
 
@@ -92,7 +93,7 @@ inline bool split_block(const float* x, int64_t count, int64_t width, int8_t* di
   const __m128i quarter = _mm_add_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
   int32_t digit[kDigits];
   memcpy(digit, &quarter, 16);
-  block->unit = ldexpf(1.0f, exponent - 6);
+  block->unit = top > 0 ? ldexpf(1.0f, exponent - 6) : 0.0f;
   block->sum = 0;
   for (int p = 0; p < kDigits; p++) {
     block->start8[p] = -128 * digit[p];
@@ -109,12 +110,15 @@ inline bool split_block(const float* x, int64_t count, int64_t width, int8_t* di
 inline void prepare(Activations& a, int64_t first, int64_t last) {
   for (int64_t m = first; m < last; m++) {
     const float* x = a.x + m * a.x_stride;
-    a.finite[m] = 1;
+    a.split[m] = 1;
 #if defined(__AVX512VNNI__)
+    float largest = 0;
     for (int64_t b = 0; b < a.blocks; b++) {
       const int64_t k = b * a.width;
-      if (!split_block(x + k, a.k - k, a.width, a.digits + m * a.stride * 4 + k * 4, a.block + m * a.blocks + b)) a.finite[m] = 0;
+      if (!split_block(x + k, a.k - k, a.width, a.digits + m * a.stride * 4 + k * 4, a.block + m * a.blocks + b)) a.split[m] = 0;
+      largest = fmaxf(largest, a.block[m * a.blocks + b].unit);
     }
+    if (largest < 0x1p-86f && largest > 0) a.split[m] = 0;
 #else
     float* out = a.padded + m * a.stride;
     memcpy(out, x, static_cast<size_t>(a.k) * 4);
@@ -123,6 +127,7 @@ inline void prepare(Activations& a, int64_t first, int64_t last) {
       vf total = {};
       for (int64_t k = 0; k < a.width; k += kLanes) total += load(out + b * a.width + k);
       a.block[m * a.blocks + b].sum = sum(total);
+      if (!std::isfinite(a.block[m * a.blocks + b].sum)) a.split[m] = 0;  // Inf - Inf must not come of scale and minimum apart
     }
 #endif
   }

@@ -112,11 +112,12 @@ void dot_float(const ap_linear& w, const Layout& l, const uint8_t* block, const 
   }
 }
 
-// Weights made float one by one, as torch would: for tokens with a NaN or an Inf, which must meet scale * q + minimum itself.
+// Weights made float one by one and summed in float64: for tokens with a NaN or an Inf, which must meet scale * q + minimum
+// itself, and for tokens whose products would underflow.
 inline void dot_exact(const ap_linear& w, const Layout& l, const uint8_t* block, const float* x, int64_t rows, float* y) {
   for (int64_t row = 0; row < rows; row++) {
     const uint8_t* p = block;
-    float total = 0;
+    double total = 0;
     for (int64_t g = 0; g < l.groups; g++, p += l.group_bytes) {
       float scale[16], low[16] = {};
       load_scales(p, w.half_scales, scale);
@@ -124,10 +125,11 @@ inline void dot_exact(const ap_linear& w, const Layout& l, const uint8_t* block,
       for (int64_t k = 0; k < w.group; k++) {
         const uint8_t* q = p + l.header;
         const int value = w.kind == AP_INT8 ? int8_at(q, row, k) : int4_at(q, row, k) - (w.minimum ? 0 : 8);
-        total += (static_cast<float>(value) * scale[row] + low[row]) * x[g * w.group + k];
+        const double weight = static_cast<double>(value) * scale[row] + low[row];
+        total += weight * x[g * w.group + k];
       }
     }
-    y[row] = total;
+    y[row] = static_cast<float>(total);
   }
 }
 

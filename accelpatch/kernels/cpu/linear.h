@@ -34,12 +34,12 @@ void dot_some(const Weight& w, int64_t b, const Activations& a, int64_t token, f
 
 // y[m][row] for tokens [token, token + count), count <= 8. How a token is summed does not depend on its neighbours.
 inline void dot_block(const Weight& w, int64_t b, const Activations& a, int64_t token, int64_t count, float (*y)[16]) {
-  bool finite = true;
-  for (int64_t m = 0; m < count; m++) finite &= a.finite[token + m] != 0;
-  if (!finite && w.w.kind != AP_DENSE) {
+  bool split = true;
+  for (int64_t m = 0; m < count; m++) split &= a.split[token + m] != 0;
+  if (!split && w.w.kind != AP_DENSE) {
     const uint8_t* p = static_cast<const uint8_t*>(w.w.data) + b * w.l.block_bytes;
     for (int64_t m = 0; m < count; m++) {
-      if (a.finite[token + m]) dot_some<1>(w, b, a, token + m, y + m);
+      if (a.split[token + m]) dot_some<1>(w, b, a, token + m, y + m);
       else dot_exact(w.w, w.l, p, a.x + (token + m) * a.x_stride, kBlockRows, y[m]);
     }
     return;
@@ -74,15 +74,17 @@ inline void gather_row(const Weight& w, int64_t row, float* out) {
   }
   const uint8_t* p = static_cast<const uint8_t*>(w.w.data) + row / kBlockRows * w.l.block_bytes;
   const int64_t r = row % kBlockRows;
+  const bool minimum = w.w.kind == AP_INT4 && w.w.minimum;
   for (int64_t g = 0; g < w.l.groups; g++, p += w.l.group_bytes) {
     float scale[16], low[16] = {};
     load_scales(p, w.w.half_scales, scale);
-    if (w.w.kind == AP_INT4 && w.w.minimum) load_scales(p + w.l.part, w.w.half_scales, low);
+    if (minimum) load_scales(p + w.l.part, w.w.half_scales, low);
     for (int64_t k = 0; k < w.w.group; k++) {
       const uint8_t* q = p + w.l.header;
       const int value = w.w.kind == AP_INT8 ? int8_at(q, r, k) : int4_at(q, r, k) - (w.w.minimum ? 0 : 8);
-      out[g * w.w.group + k] = static_cast<float>(value) * scale[r] + low[r];
+      out[g * w.w.group + k] = static_cast<float>(value) * scale[r];
     }
+    for (int64_t k = 0; k < w.w.group && minimum; k++) out[g * w.w.group + k] += low[r];  // rounded twice, as torch does
   }
 }
 
