@@ -87,9 +87,7 @@ def _is_half(*tensors: Tensor | None) -> bool:
     return all(bool((t.half().float() == t).all()) for t in tensors if t is not None)
 
 
-def _pack(
-    kind: int, q: Tensor, scale: Tensor, offset: Tensor | None, bias: Tensor | None, out: Tensor | None
-) -> Pack:
+def _pack(kind: int, q: Tensor, scale: Tensor, offset: Tensor | None, bias: Tensor | None, out: Tensor | None) -> Pack:
     n, groups = scale.shape
     k = q.shape[1] * (2 if kind == INT4 else 1)
     if offset is not None and not offset.is_floating_point():

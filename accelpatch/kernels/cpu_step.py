@@ -75,13 +75,17 @@ class DecodeStep:
     def __post_init__(self) -> None:
         self._check()
         model = self._model()
-        check(native().ap_step_create(ctypes.byref(model), MAX_THREADS, ctypes.byref(self._step)), "this model's shapes")
+        check(
+            native().ap_step_create(ctypes.byref(model), MAX_THREADS, ctypes.byref(self._step)), "this model's shapes"
+        )
 
     def __del__(self) -> None:
         if self._step:
             native().ap_step_free(self._step)
 
-    def __call__(self, tokens: Tensor, slots: Tensor, starts: Tensor, positions: Tensor, out: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, tokens: Tensor, slots: Tensor, starts: Tensor, positions: Tensor, out: Tensor | None = None
+    ) -> Tensor:
         """logits float32 [B, vocabulary], into `out` where given.
 
         tokens, slots, starts, positions: int64 [B]. Sequence b's token is written at slots[b] of the cache, attends to
@@ -100,9 +104,13 @@ class DecodeStep:
         batch = given[0].shape[0]
         for tensor in given:
             if tensor.dtype != torch.int64 or tensor.shape != (batch,) or tensor.device.type != "cpu":
-                raise KernelError(f"tokens, slots, starts, positions are int64 [{batch}] on the CPU, not {tensor.dtype}")
+                raise KernelError(
+                    f"tokens, slots, starts, positions are int64 [{batch}] on the CPU, not {tensor.dtype}"
+                )
         if logits is not None and (
-            logits.dtype != torch.float32 or logits.shape != (batch, self.shape.vocabulary) or not logits.is_contiguous()
+            logits.dtype != torch.float32
+            or logits.shape != (batch, self.shape.vocabulary)
+            or not logits.is_contiguous()
         ):
             raise KernelError(f"logits are contiguous float32 [{batch}, {self.shape.vocabulary}]")
         ready = [tensor.contiguous() for tensor in given]
@@ -114,7 +122,9 @@ class DecodeStep:
         want = (len(self.layers), self.keys.shape[1], s.kv_heads, self.keys.shape[3], s.head_dim)
         for cache in (self.keys, self.values):
             if cache.dtype != torch.float32 or tuple(cache.shape) != want or not cache.is_contiguous():
-                raise KernelError(f"the step's cache is contiguous float32 {list(want)}, not {cache.dtype} {list(cache.shape)}")
+                raise KernelError(
+                    f"the step's cache is contiguous float32 {list(want)}, not {cache.dtype} {list(cache.shape)}"
+                )
         if not 1 <= want[1] <= MAX_BATCH:
             raise KernelError(f"the native step takes 1 to {MAX_BATCH} sequences, not {want[1]}")
         if s.activation not in cpu_native.ACTIVATIONS:
@@ -122,7 +132,9 @@ class DecodeStep:
 
     def _model(self) -> cpu_native.Model:
         s = self.shape
-        made = (cpu_native.Layer * len(self.layers))(*(self._layer(i, weights) for i, weights in enumerate(self.layers)))
+        made = (cpu_native.Layer * len(self.layers))(
+            *(self._layer(i, weights) for i, weights in enumerate(self.layers))
+        )
         self._keep += [made, self.embedding, self.head, self.final_norm, *s.rope]
         model = cpu_native.Model(
             len(self.layers), s.hidden, s.heads, s.kv_heads, s.head_dim, s.intermediate, s.vocabulary,

@@ -77,13 +77,18 @@ class Case:
 
 @dataclass(frozen=True)
 class Kernel:
-    """All that a kernel file says of one operation."""
+    """All that a kernel file says of one operation.
+
+    dense: for a product y = x @ w^T + bias with a packed w: (dtype, arguments after x) -> (w[N, K], bias) in that dtype,
+    what its reference multiplies by. A check of many calls with one weight then dequantises it once.
+    """
 
     op: Callable[..., Result]
     reference: Callable[..., Result]
     spec: Callable[..., Spec]
     implementations: Mapping[str, Implementation]
     cases: Callable[[], Iterable[Case]]
+    dense: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] | None = None
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from accelpatch.device import Device
 from accelpatch.kernels import cpu_native, cpu_pack, dispatch, int4_linear, int8_embedding, int8_linear, linear
 from accelpatch.kernels.cpu_pack import Pack
 from accelpatch.kernels.dispatch import Case, Implementation, Kernel, Spec, require
 
+# From so many rows of x on, torch's product with rows of the weight dequantised in cache is the faster one.
+MANY = 48
 NARROW = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -33,13 +36,18 @@ def held(arguments: tuple[Any, ...]) -> Pack:
     return Pack(*facts, data=data, bias=None if bias is None else bias.detach().to(torch.float32).contiguous())
 
 
-def reference(x: Tensor, *packed: Any) -> Tensor:
-    """The canonical tensors of the pack, then the reference of their format."""
+def dense(dtype: torch.dtype, *packed: Any) -> tuple[Tensor, Tensor | None]:
+    """The canonical tensors of the pack as floats, as their own format has it, and the bias."""
     pack = held(packed)
     q, scale, offset = cpu_pack.unpack(pack)
     if pack.kind == cpu_native.INT8:
-        return int8_linear.reference(x, q, scale, packed[1])
-    return int4_linear.reference(x, q, scale, offset, packed[1])
+        return int8_linear.dense(dtype, q, scale, packed[1])
+    return int4_linear.dense(dtype, q, scale, offset, packed[1])
+
+
+def reference(x: Tensor, *packed: Any) -> Tensor:
+    """The whole weight dequantised into x's dtype, then torch's own linear layer."""
+    return functional.linear(x, *dense(x.dtype, *packed))
 
 
 def embedding_reference(ids: Tensor, dtype: torch.dtype, *packed: Any) -> Tensor:
@@ -56,7 +64,9 @@ def spec(x: Tensor, *packed: Any) -> Spec:
     return of_shape(pack.n, pack.k, x.dtype, pack.group, pack.offset, m=x.numel() // pack.k)
 
 
-def of_shape(n: int, k: int, dtype: torch.dtype, group: int, offset: str, *, m: int = 1, op: str = "packed_linear") -> Spec:
+def of_shape(
+    n: int, k: int, dtype: torch.dtype, group: int, offset: str, *, m: int = 1, op: str = "packed_linear"
+) -> Spec:
     """The Spec of a pack that need not exist yet; a plan asks with it."""
     return Spec(op, {"M": m, "N": n, "K": k}, dtype, torch.float32, group, offset)
 
@@ -77,7 +87,14 @@ def _why_not(spec: Spec, device: Device) -> str | None:
 
 
 def _cpu(x: Tensor, *packed: Any) -> Tensor:
-    return cpu_pack.linear(x, held(packed))
+    pack = held(packed)
+    if x.numel() // pack.k < MANY:
+        return cpu_pack.linear(x, pack)
+    return linear.by_row_blocks(x, pack.n, pack.k, lambda start, stop, dtype: _rows(pack, start, stop), packed[1])
+
+
+def _rows(pack: Pack, start: int, stop: int) -> Tensor:
+    return cpu_pack.gather(pack, torch.arange(start, stop))
 
 
 def _cpu_embedding(ids: Tensor, dtype: torch.dtype, *packed: Any) -> Tensor:
@@ -175,7 +192,7 @@ def embedding_cases() -> list[Case]:
 
 
 KERNELS = {
-    "packed_linear": Kernel(packed_linear, reference, spec, {"cpu": Implementation(_cpu, _why_not)}, cases),
+    "packed_linear": Kernel(packed_linear, reference, spec, {"cpu": Implementation(_cpu, _why_not)}, cases, dense),
     "packed_embedding": Kernel(
         packed_embedding, embedding_reference, embedding_spec, {"cpu": Implementation(_cpu_embedding, _why_not)},
         embedding_cases,

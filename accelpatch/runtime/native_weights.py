@@ -55,7 +55,10 @@ def read(model: nn.Module) -> NativeModel:
     gather_packs(model)
     kinds = [str(kind) if (kind := layer_type(layer)) else "" for layer in layers]
     ropes = rope_kinds(decoder.rotary_emb, kinds)
-    weights = [layer_weights(layer, ropes.index(kind if kind in ropes else "")) for layer, kind in zip(layers, kinds, strict=True)]
+    weights = [
+        layer_weights(layer, ropes.index(kind if kind in ropes else ""))
+        for layer, kind in zip(layers, kinds, strict=True)
+    ]
     shape = step_shape(model, decoder, ropes)
     return NativeModel(shape, weights, product(decoder.embed_tokens), product(head), vector(decoder.norm))
 
@@ -83,7 +86,9 @@ def step_shape(model: nn.Module, decoder: nn.Module, ropes: list[str]) -> StepSh
     if len(ropes) > 2 or first.mlp.activation not in ACTIVATIONS:
         raise Unfit(f"activation {first.mlp.activation} with {len(ropes)} kinds of rotary frequencies")
     size, rotary = attention.head_dim, decoder.rotary_emb
-    frequencies = [("inv_freq", "attention_scaling") if not r else (f"{r}_inv_freq", f"{r}_attention_scaling") for r in ropes]
+    frequencies = [
+        ("inv_freq", "attention_scaling") if not r else (f"{r}_inv_freq", f"{r}_attention_scaling") for r in ropes
+    ]
     rope = tuple((getattr(rotary, f), float(getattr(rotary, s))) for f, s in frequencies)
     if any(inverse.shape[0] * 2 != size for inverse, _ in rope):
         raise Unfit("its rotary embedding turns a part of each head only")
@@ -103,7 +108,10 @@ def layer_weights(layer: Any, rope: int) -> LayerWeights:
     linears |= {name: product(getattr(layer.mlp, child)) for name, child in MLP.items()}
     names = {"attention_norm": layer.input_layernorm, "mlp_norm": layer.post_attention_layernorm}
     if layer.sandwich:
-        names["after_attention_norm"], names["mlp_norm"] = layer.post_attention_layernorm, layer.pre_feedforward_layernorm
+        names["after_attention_norm"], names["mlp_norm"] = (
+            layer.post_attention_layernorm,
+            layer.pre_feedforward_layernorm,
+        )
         names["after_mlp_norm"] = layer.post_feedforward_layernorm
     if hasattr(attention, "q_norm"):
         names["q_norm"], names["k_norm"] = attention.q_norm, attention.k_norm
