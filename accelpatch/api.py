@@ -22,7 +22,6 @@ from accelpatch.models.family import roles_of
 from accelpatch.models.inputs import sample_inputs
 from accelpatch.models.load import load
 from accelpatch.models.load import random as random_model
-from accelpatch.modules.patched_model import patched_class
 from accelpatch.patching import apply
 from accelpatch.patching.evaluation import Evaluation, compare
 from accelpatch.patching.plan import Plan, make_plan
@@ -31,6 +30,8 @@ from accelpatch.recipe import Recipe
 from accelpatch.replacers import registry, replacer
 from accelpatch.replacers.plugin import load_plugin
 from accelpatch.runtime.first_use import on_first_use
+from accelpatch.runtime.native_step import NativeRuntime
+from accelpatch.runtime.patched_model import RUNTIME, patched_class
 
 __all__ = [
     "evaluate", "load", "load_plugin", "patch", "patch_on_first_use", "patched", "plan", "plan_from_config",
@@ -92,9 +93,10 @@ def patch(
     samples = (list(inputs) if inputs is not None else sample_inputs(model)) if verify else []
     built, planned, before = verified_build(model, planned, samples, checked, watch)
     report = stage_report(planned, built)
-    handle = apply.commit(
-        model, planned, [item.built for item in built], keep_original, patched_class(type(model)), report
-    )
+    runtime = NativeRuntime()
+    report.paths = runtime.paths
+    attributes = {"__class__": patched_class(model), RUNTIME: runtime}
+    handle = apply.commit(model, planned, [item.built for item in built], keep_original, attributes, report)
     try:
         if verify:
             report.verification = whole_model(model, samples, before, report, watch)

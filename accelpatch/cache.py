@@ -86,6 +86,12 @@ def publish(kind: str, key: str, write: Callable[[Path], None]) -> Path:
     return final
 
 
+def remove(kind: str, key: str) -> int:
+    """Remove one entry, such as one that is damaged; the bytes freed, 0 where there was none."""
+    path = entry(kind, key)
+    return 0 if path is None else _remove_entry(path)
+
+
 def listing() -> list[CacheEntry]:
     """Every finished entry, by kind and key."""
     return [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -59,7 +59,10 @@ class Verification:
 
 @dataclass
 class Report:
-    """Everything that a patch did. `str(report)` is for people, `to_dict()` for programs."""
+    """Everything that a patch did. `str(report)` is for people, `to_dict()` for programs.
+
+    paths: how often the patched model ran by which path, with the reason where it was not the fastest.
+    """
 
     model: str
     recipe: str
@@ -68,6 +71,7 @@ class Report:
     verification: Verification | None = None
     seconds: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    paths: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def replaced(self) -> int:
@@ -98,6 +102,7 @@ class Report:
             "verification": asdict(self.verification) if self.verification else None,
             "seconds": dict(self.seconds),
             "notes": list(self.notes),
+            "paths": dict(self.paths),
         }
 
     def __str__(self) -> str:
@@ -105,6 +110,7 @@ class Report:
         lines += [bytes_line(self.token_bytes, self.resident_bytes)]
         if self.verification:
             lines.append(verification_line(self.verification))
+        lines += [f"{count} calls: {path}" for path, count in self.paths.items()]
         return "\n".join(lines + self.notes)
 
 

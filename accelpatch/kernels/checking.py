@@ -8,14 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from accelpatch.kernels import parity
-from accelpatch.kernels.dispatch import Result, observed
+from accelpatch.kernels.dispatch import Result, kernel, observed
 
-# Operations whose rows are independent: for calls with one weight the float64 reference is computed once for all rows,
-# since its time goes into dequantising. The first argument is x[..., K], the others are the weight's. The yardstick,
-# torch in the same precision, stays each call's own: it too rounds one row otherwise than many.
-BY_ROWS = frozenset({"int8_linear", "int4_linear"})
 Seen = tuple[str, tuple[Any, ...], tuple[Tensor, ...]]
 
 
@@ -31,27 +28,29 @@ def checked() -> Iterator[list[tuple[float, float]]]:
     with observed(observer):
         yield figures
     for calls in by_weight(seen):
-        for (op, args, outputs), exact in zip(calls, exact_results(calls), strict=True):
-            figures.extend((c.error, c.bound) for c in parity.check(op, args, outputs, exact))
+        figures.extend((c.error, c.bound) for c in judged(calls))
 
 
 def by_weight(seen: Sequence[Seen]) -> list[list[Seen]]:
-    """The calls, those of BY_ROWS with the same weight and dtype together, every other one alone."""
+    """The calls, those of a product with the same weight and dtype together, every other one alone."""
     groups: dict[tuple[Any, ...], list[Seen]] = {}
     for place, call in enumerate(seen):
         op, args, _ = call
-        key = (op, args[0].dtype, *map(id, args[1:])) if op in BY_ROWS else (place,)
+        weight = tuple(id(value) if isinstance(value, Tensor) else value for value in args[1:])
+        key = (op, args[0].dtype, *weight) if kernel(op).dense else (place,)
         groups.setdefault(key, []).append(call)
     return list(groups.values())
 
 
-def exact_results(calls: Sequence[Seen]) -> list[tuple[Tensor, ...]]:
-    """The float64 reference of each call of a group."""
-    op, args, _ = calls[0]
-    if len(calls) == 1:
-        return [parity.exact(op, args)]
-    inputs = [call[1][0] for call in calls]
-    rows = [x.reshape(-1, x.shape[-1]) for x in inputs]
-    (joined,) = parity.exact(op, (torch.cat(rows), *args[1:]))
-    parts = joined.split([len(part) for part in rows])
-    return [(part.reshape(*x.shape[:-1], -1),) for part, x in zip(parts, inputs, strict=True)]
+def judged(calls: Sequence[Seen]) -> list[parity.Comparison]:
+    """The calls of a group against their reference; a product's weight is dequantised once for all of them."""
+    op, args, outputs = calls[0]
+    dense = kernel(op).dense
+    if dense is None:
+        return parity.check(op, args, outputs)
+    exact, plain = dense(torch.float64, *args[1:]), dense(args[0].dtype, *args[1:])
+    found = []
+    for _, (x, *_), (y,) in calls:
+        due = functional.linear(x.double(), *exact)
+        found.append(parity.compare(y, due, parity.torch_error(functional.linear(x, *plain), due)))
+    return found

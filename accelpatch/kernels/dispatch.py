@@ -26,6 +26,8 @@ TABLE: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "int8_linear": ("int8_linear", ("torch",)),
     "int4_linear": ("int4_linear", ("torch",)),
     "int8_embedding": ("int8_embedding", ("torch",)),
+    "packed_linear": ("packed_linear", ("cpu",)),
+    "packed_embedding": ("packed_linear", ("cpu",)),
     "rmsnorm": ("rmsnorm", ("torch",)),
     "add_rmsnorm": ("rmsnorm", ("torch",)),
     "rotary_cos_sin": ("rope", ("torch",)),
@@ -75,13 +77,18 @@ class Case:
 
 @dataclass(frozen=True)
 class Kernel:
-    """All that a kernel file says of one operation."""
+    """All that a kernel file says of one operation.
+
+    dense: for a product y = x @ w^T + bias with a packed w: (dtype, arguments after x) -> (w[N, K], bias) in that
+    dtype, what its reference multiplies by. A check of many calls with one weight then dequantises it once.
+    """
 
     op: Callable[..., Result]
     reference: Callable[..., Result]
     spec: Callable[..., Spec]
     implementations: Mapping[str, Implementation]
     cases: Callable[[], Iterable[Case]]
+    dense: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] | None = None
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,14 @@ from accelpatch.kernels import dispatch, linear
 from accelpatch.kernels.dispatch import Case, Implementation, Kernel, Spec
 
 
-def reference(x: Tensor, q: Tensor, scale: Tensor, offset: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
-    """The whole weight dequantised into x's dtype, nibble by nibble, then torch's own linear layer."""
-    wide = torch.promote_types(x.dtype, torch.float32)
+def dense(
+    dtype: torch.dtype, q: Tensor, scale: Tensor, offset: Tensor | None = None, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """The whole weight[N, K], nibble by nibble, in float32 at least and rounded to `dtype`, and the bias."""
+    wide = torch.promote_types(dtype, torch.float32)
     k = 2 * q.shape[1]
     u = torch.empty(q.shape[0], k, dtype=wide, device=q.device)
-    byte = q.to(torch.int32).remainder(256)
+    byte = q.to(torch.int16).remainder(256)
     u[:, 0::2] = byte.remainder(16).to(wide)
     u[:, 1::2] = byte.div(16, rounding_mode="floor").to(wide)
     each = k // scale.shape[1]
@@ -34,7 +36,12 @@ def reference(x: Tensor, q: Tensor, scale: Tensor, offset: Tensor | None = None,
         weight = u * s + offset.to(wide).repeat_interleave(each, dim=1)
     else:
         weight = (u - offset.to(wide).repeat_interleave(each, dim=1)) * s
-    return functional.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+    return weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+def reference(x: Tensor, q: Tensor, scale: Tensor, offset: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+    """The whole weight dequantised into x's dtype, then torch's own linear layer."""
+    return functional.linear(x, *dense(x.dtype, q, scale, offset, bias))
 
 
 def spec(x: Tensor, q: Tensor, scale: Tensor, offset: Tensor | None = None, bias: Tensor | None = None) -> Spec:
@@ -113,5 +120,7 @@ def cases() -> list[Case]:
 
 
 KERNELS = {
-    "int4_linear": Kernel(int4_linear, reference, spec, {"torch": Implementation(_torch, dispatch.anywhere)}, cases)
+    "int4_linear": Kernel(
+        int4_linear, reference, spec, {"torch": Implementation(_torch, dispatch.anywhere)}, cases, dense
+    )
 }

@@ -14,11 +14,16 @@ from accelpatch.kernels import dispatch, linear
 from accelpatch.kernels.dispatch import Case, Implementation, Kernel, Spec
 
 
+def dense(dtype: torch.dtype, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """The whole weight[N, K], computed in float32 at least and rounded to `dtype`, and the bias."""
+    wide = torch.promote_types(dtype, torch.float32)
+    weight = q.to(wide) * scale.to(wide).repeat_interleave(q.shape[1] // scale.shape[1], dim=1)
+    return weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
 def reference(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
     """The whole weight dequantised into x's dtype, then torch's own linear layer."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    weight = q.to(wide) * scale.to(wide).repeat_interleave(q.shape[1] // scale.shape[1], dim=1)
-    return functional.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+    return functional.linear(x, *dense(x.dtype, q, scale, bias))
 
 
 def spec(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> Spec:
@@ -70,5 +75,7 @@ def cases() -> list[Case]:
 
 
 KERNELS = {
-    "int8_linear": Kernel(int8_linear, reference, spec, {"torch": Implementation(_torch, dispatch.anywhere)}, cases)
+    "int8_linear": Kernel(
+        int8_linear, reference, spec, {"torch": Implementation(_torch, dispatch.anywhere)}, cases, dense
+    )
 }

@@ -63,21 +63,12 @@ def torch_error(plain: Tensor, reference: Tensor) -> float:
     return float(error[error.isfinite()].max()) if bool(error.isfinite().any()) else 0.0
 
 
-def exact(op: str, args: Sequence[Any]) -> tuple[Tensor, ...]:
-    """The outputs of the reference of `op` in float64."""
-    return as_tuple(dispatch.kernel(op).reference(*dispatch.in_precision(args, torch.float64)))
-
-
-def check(
-    op: str, args: Sequence[Any], outputs: Sequence[Tensor], due: Sequence[Tensor] | None = None
-) -> list[Comparison]:
-    """Judge the outputs of `op` for these arguments by the float rule, one Comparison an output.
-
-    due: the float64 reference where the caller has it already.
-    """
-    plain = as_tuple(dispatch.kernel(op).reference(*args))
-    due = exact(op, args) if due is None else due
-    return [compare(y, right, torch_error(own, right)) for y, right, own in zip(outputs, due, plain, strict=True)]
+def check(op: str, args: Sequence[Any], outputs: Sequence[Tensor]) -> list[Comparison]:
+    """Judge the outputs of `op` for these arguments by the float rule, one Comparison an output."""
+    reference = dispatch.kernel(op).reference
+    exact = as_tuple(reference(*dispatch.in_precision(args, torch.float64)))
+    plain = as_tuple(reference(*args))
+    return [compare(output, due, torch_error(own, due)) for output, due, own in zip(outputs, exact, plain, strict=True)]
 
 
 def run_and_check(op: str, args: Sequence[Any], call: Callable[..., Any]) -> list[Comparison]:

@@ -1,7 +1,8 @@
 """Linear layers and embeddings with a quantised weight; activations stay float.
 
-The weight is held as `q`, `scale` and `offset` (see quant/); `weight` gives it back as floats in the original's dtype
-and shape, for code that asks. Each class stands for nn.Linear, transformers' Conv1D or nn.Embedding alike.
+The weight is a `PackedWeight`: the canonical `q`, `scale` and `offset` (see quant/), or the native CPU kernels' own
+layout of the same numbers. `weight` gives it back as floats in the original's dtype and shape, for code that asks.
+Each class stands for nn.Linear, transformers' Conv1D or nn.Embedding alike.
 """
 
 from __future__ import annotations
@@ -12,36 +13,65 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from accelpatch.kernels import cpu_pack
+from accelpatch.kernels.cpu_pack import Pack
 from accelpatch.kernels.int4_linear import int4_linear
 from accelpatch.kernels.int8_embedding import int8_embedding
 from accelpatch.kernels.int8_linear import int8_linear
+from accelpatch.kernels.packed_linear import arguments, packed_embedding, packed_linear
 from accelpatch.modules.replacement import take_over
 from accelpatch.quant import int4, int8
 from accelpatch.quant.weight import QuantizedWeight
 
+CANONICAL = ("q", "scale", "offset")
+
 
 class QuantizedModule(nn.Module):
-    """What the quantised modules share: the packed weight, its float form, and moves between devices and dtypes.
+    """What the quantised modules share: the weight, its float form, and moves between devices and dtypes.
 
-    q[N, K] (or packed), scale[N, G], offset[N, G] or None. `like` is empty: it carries the device and the dtype of
-    the weight that was replaced, and follows `model.to(...)` while `scale` keeps its precision.
+    q[N, K] (or packed nibbles), scale[N, G], offset[N, G] or None; all None while `pack` holds the weight for the CPU.
+    `like` is empty: it carries the device and the dtype of the weight that was replaced, and follows `model.to(...)`
+    while `scale` keeps its precision. `source`: the module whose weight this one shares, where they are tied.
     """
 
-    q: Tensor
-    scale: Tensor
+    q: Tensor | None
+    scale: Tensor | None
     offset: Tensor | None
     like: Tensor
     transposed: bool
+    packable: bool
+    pack: Pack | None
+    source: QuantizedModule | None
+    scale_dtype: torch.dtype
 
-    def hold(self, weight: QuantizedWeight, original: nn.Module) -> None:
-        """Take `weight` in place of the original's float parameter."""
+    def hold(self, weight: QuantizedWeight | QuantizedModule, original: nn.Module, packable: bool) -> None:
+        """Take `weight`, or that of another module, in place of the original's float parameter."""
         parameter = self._parameters.pop("weight")
         assert parameter is not None
+        shared = isinstance(weight, QuantizedModule)
         self.transposed = type(original).__name__ == "Conv1D"
-        self.register_buffer("q", weight.q)
-        self.register_buffer("scale", weight.scale)
-        self.register_buffer("offset", weight.offset)
+        self.packable, self.pack = packable, None
+        self.__dict__["source"] = weight if shared else None  # no child: the tree has it already
+        for name in CANONICAL:
+            self.register_buffer(name, None if shared else getattr(weight, name))
         self.register_buffer("like", torch.empty(0, dtype=parameter.dtype, device=parameter.device), persistent=False)
+        self.scale_dtype = weight.scale_dtype if isinstance(weight, QuantizedModule) else weight.scale.dtype
+        self._settle()
+
+    @property
+    def held(self) -> QuantizedModule:
+        """The module that has the weight: this one, or the one that it is tied to."""
+        return self if self.source is None else self.source
+
+    def canonical(self) -> QuantizedWeight:
+        """The weight as q, scale and offset; from a pack they are made anew."""
+        holder = self.held
+        if holder.pack is None:
+            assert holder.q is not None
+            assert holder.scale is not None
+            return QuantizedWeight(holder.q, holder.scale, holder.offset)
+        q, scale, offset = cpu_pack.unpack(holder.pack)
+        return QuantizedWeight(q, scale.to(self.scale_dtype), None if offset is None else offset.to(self.scale_dtype))
 
     def dequantized(self) -> Tensor:
         """The weight as floats, `[N, K]` in the original's dtype."""
@@ -53,6 +83,22 @@ class QuantizedModule(nn.Module):
         full = self.dequantized()
         return full.t() if self.transposed else full
 
+    def _pack(self, weight: QuantizedWeight) -> Pack:
+        raise NotImplementedError
+
+    def _settle(self) -> None:
+        """Hold the weight in the layout of the device that the module is on."""
+        if self.source is not None or not self.packable:
+            return
+        if self.pack is None and self.like.device.type == "cpu":
+            self.pack = self._pack(self.canonical())
+            self.q = self.scale = self.offset = None
+        elif self.pack is not None and self.like.device.type != "cpu":
+            weight = self.canonical()
+            self.pack = None
+            for name, tensor in zip(CANONICAL, weight, strict=True):
+                self._buffers[name] = None if tensor is None else tensor.to(self.like.device)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """Move with the model; `model.half()` and the like do not round the scales."""
         kept = {name: self._buffers[name] for name in ("scale", "offset")}
@@ -61,7 +107,24 @@ class QuantizedModule(nn.Module):
             after = self._buffers[name]
             if before is not None and after is not None and after.dtype != before.dtype:
                 self._buffers[name] = before.to(after.device)
+        self._settle()
         return self
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """The canonical tensors, whatever layout is held."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name, tensor in zip(CANONICAL, self.canonical(), strict=True):
+            if tensor is not None:
+                destination[prefix + name] = tensor
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        """Take canonical tensors into whatever layout is held."""
+        if self.source is None and self.pack is not None:
+            for name, tensor in zip(CANONICAL, self.canonical(), strict=True):
+                self._buffers[name] = tensor
+            self.pack = None
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        self._settle()
 
     def hand_back(self, original: nn.Module) -> None:
         """Bring the original to where this module was moved, before it takes its place again."""
@@ -74,11 +137,19 @@ class Int8WeightOnlyLinear(QuantizedModule):
     bias: Tensor | None
 
     def dequantized(self) -> Tensor:
-        return int8.dequantize(QuantizedWeight(self.q, self.scale, None), self.like.dtype)
+        return int8.dequantize(self.canonical(), self.like.dtype)
+
+    def _pack(self, weight: QuantizedWeight) -> Pack:
+        return cpu_pack.pack_int8(weight.q, weight.scale)
 
     def forward(self, x: Tensor) -> Tensor:
         """x[..., K] -> y[..., N] in x's dtype."""
-        return int8_linear(x, self.q, self.scale, self.bias)
+        holder = self.held
+        if holder.pack is not None:
+            return packed_linear(x, *arguments(holder.pack, self.bias))
+        assert holder.q is not None
+        assert holder.scale is not None
+        return int8_linear(x, holder.q, holder.scale, self.bias)
 
 
 class Int4WeightOnlyLinear(QuantizedModule):
@@ -87,10 +158,17 @@ class Int4WeightOnlyLinear(QuantizedModule):
     bias: Tensor | None
 
     def dequantized(self) -> Tensor:
-        return int4.dequantize(QuantizedWeight(self.q, self.scale, self.offset), self.like.dtype)
+        return int4.dequantize(self.canonical(), self.like.dtype)
+
+    def _pack(self, weight: QuantizedWeight) -> Pack:
+        return cpu_pack.pack_int4(weight.q, weight.scale, weight.offset)
 
     def forward(self, x: Tensor) -> Tensor:
         """x[..., K] -> y[..., N] in x's dtype."""
+        if self.pack is not None:
+            return packed_linear(x, *arguments(self.pack, self.bias))
+        assert self.q is not None
+        assert self.scale is not None
         return int4_linear(x, self.q, self.scale, self.offset, self.bias)
 
 
@@ -98,19 +176,32 @@ class Int8Embedding(QuantizedModule):
     """Rows of an int8 table as floats; `embed_scale` is applied where the family has it (Gemma)."""
 
     def dequantized(self) -> Tensor:
-        return int8.dequantize(QuantizedWeight(self.q, self.scale, None), self.like.dtype)
+        return int8.dequantize(self.canonical(), self.like.dtype)
+
+    def _pack(self, weight: QuantizedWeight) -> Pack:
+        return cpu_pack.pack_int8(weight.q, weight.scale)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """input_ids[...] int64 -> [..., K] in the dtype of the table that was replaced."""
-        rows = int8_embedding(input_ids, self.q, self.scale, self.like.dtype)
+        rows = self._rows(input_ids)
         factor = getattr(self, "embed_scale", None)
         if factor is None:
             return rows
         return rows * (factor.to(rows.dtype) if isinstance(factor, Tensor) else factor)
 
+    def _rows(self, input_ids: Tensor) -> Tensor:
+        holder = self.held
+        if holder.pack is not None:
+            return packed_embedding(input_ids, self.like.dtype, *arguments(holder.pack))
+        assert holder.q is not None
+        assert holder.scale is not None
+        return int8_embedding(input_ids, holder.q, holder.scale, self.like.dtype)
 
-def quantized(mixin: type[QuantizedModule], original: nn.Module, weight: QuantizedWeight) -> Any:
-    """`original` as `mixin`, holding `weight`."""
+
+def quantized(
+    mixin: type[QuantizedModule], original: nn.Module, weight: QuantizedWeight | QuantizedModule, packable: bool = False
+) -> Any:
+    """`original` as `mixin`, holding `weight`, or sharing that of a module which is tied to it."""
     new = take_over(mixin, original)
-    new.hold(weight, original)
+    new.hold(weight, original, packable)
     return new

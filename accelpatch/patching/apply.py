@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -198,14 +198,17 @@ def naming(what: str, doing: str) -> Iterator[None]:
 
 
 def commit(
-    model: nn.Module, plan: Plan, built: list[Built], keep_original: str, model_class: type[nn.Module], report: Report
+    model: nn.Module, plan: Plan, built: list[Built], keep_original: str, attributes: Mapping[str, Any], report: Report
 ) -> Handle:
-    """Swap everything in; on any error or interrupt every swap made so far is reverted."""
+    """Swap everything in; on any error or interrupt every swap made so far is reverted.
+
+    attributes: of the model itself, for as long as it is patched; `__class__` among them.
+    """
     replaced = {id(old): new for item in built for old, new, _ in item.modules}
     changes = [change for item in built for change in _swaps(model, item, replaced)]
     handle = Handle(plan.detached(), changes, keep_original, report)
-    changes.append(Change(model, "__class__", type(model), model_class))
-    changes.append(Change(model, HANDLE, _Absent, handle))
+    for name, value in {**attributes, HANDLE: handle}.items():
+        changes.append(Change(model, name, type(model) if name == "__class__" else _Absent, value))
     try:
         for change in changes:
             change.apply()

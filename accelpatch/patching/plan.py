@@ -66,7 +66,9 @@ class Plan:
 
     def report(self) -> Report:
         """The plan as a report with nothing measured yet."""
-        return Report(self.model, self.recipe.name, self.device.name, [entry.record() for entry in self.entries])
+        records = [entry.record() for entry in self.entries]
+        notes = dict.fromkeys(entry.choice.note for entry in self.entries if entry.choice and entry.choice.note)
+        return Report(self.model, self.recipe.name, self.device.name, records, notes=list(notes))
 
     @property
     def resident_bytes(self) -> int:
@@ -86,7 +88,7 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """Plain data, ready for JSON."""
         facts = self.report().to_dict()
-        for key in ("verification", "seconds", "notes"):
+        for key in ("verification", "seconds", "paths"):
             del facts[key]
         memory = {"device_bytes": self.device.memory, "cache_bytes": self.cache_bytes, "max_length": self.max_length}
         return facts | {"arch": self.device.arch, "memory": memory | {"fits": self.fits}}
@@ -104,6 +106,7 @@ class Plan:
                 "",
                 bytes_line(report.token_bytes, report.resident_bytes),
                 memory,
+                *report.notes,
             ]
         )
 

@@ -23,6 +23,7 @@ class Choice:
 
     kernel: the implementation that would run. bytes_before, bytes_after: weight bytes read to decode one token.
     resident_after: bytes that the replacement holds. detail: what the replacer's `build` needs, such as a group size.
+    note: what a person should know of the choice, such as why a faster kernel is not the one; printed once a plan.
     """
 
     kernel: str
@@ -30,6 +31,7 @@ class Choice:
     bytes_after: int
     resident_after: int
     detail: Mapping[str, Any] = field(default_factory=dict)
+    note: str = ""
 
 
 @dataclass(frozen=True)

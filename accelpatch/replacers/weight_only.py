@@ -10,15 +10,22 @@ from torch import Tensor, nn
 
 from accelpatch.device import Device
 from accelpatch.errors import KernelError
-from accelpatch.kernels import dispatch
+from accelpatch.kernels import dispatch, packed_linear
 from accelpatch.kernels.dispatch import Spec
 from accelpatch.models.family import EMBEDDING_CLASSES, LINEAR_CLASSES
-from accelpatch.modules.weight_only import Int4WeightOnlyLinear, Int8Embedding, Int8WeightOnlyLinear, quantized
+from accelpatch.modules.weight_only import (
+    Int4WeightOnlyLinear,
+    Int8Embedding,
+    Int8WeightOnlyLinear,
+    QuantizedModule,
+    quantized,
+)
 from accelpatch.patching.replacer import Choice, Reason, Replacer
 from accelpatch.patching.site import Site
 from accelpatch.quant import QuantizedWeight, int4, int8
 
 INT8_SCALE = 4  # bytes: float32
+NATIVE = "cpu"  # the implementation that holds its weights in a layout of its own
 INT4_SCALE = 2  # bytes: float16, for scale and minimum each
 
 
@@ -40,13 +47,20 @@ def weight_of(module: nn.Module) -> Tensor:
     return weight.detach().t() if type(module).__name__ == "Conv1D" else weight.detach()
 
 
-def kernel_for(op: str, site: Site, device: Device, group_size: int, offset: str) -> str:
-    """The implementation that one token would run. Raises KernelError with every reason."""
+def kernel_for(op: str, site: Site, device: Device, group_size: int, offset: str) -> tuple[str, str]:
+    """(implementation that one token would run, why it is not the native one). KernelError with every reason."""
     assert site.n is not None
     assert site.k is not None
+    dtype = getattr(torch, site.dtype)
+    packed = "packed_embedding" if op == "int8_embedding" else "packed_linear"
+    spec = packed_linear.of_shape(site.n, site.k, dtype, group_size, offset, op=packed)
+    reason = dispatch.why_not(packed, NATIVE, spec, device)
+    if reason is None:
+        return NATIVE, ""
     scale = torch.float32 if op != "int4_linear" else torch.float16
     sizes = {"M": 1, "N": site.n, "K": site.k}
-    return dispatch.choose(op, Spec(op, sizes, getattr(torch, site.dtype), scale, group_size, offset), device)
+    note = f"no native CPU kernels: {reason}" if device.kind == "cpu" else ""
+    return dispatch.choose(op, Spec(op, sizes, dtype, scale, group_size, offset), device), note
 
 
 def token_bytes(site: Site, resident: int) -> int:
@@ -76,24 +90,24 @@ class Int8WeightOnly(Replacer):
             return Reason(f"K = {site.k} is a multiple of none of the group sizes {wanted}")
         op = "int8_embedding" if isinstance(site.original, nn.Embedding) else "int8_linear"
         try:
-            kernel = kernel_for(op, site, device, group, "none")
+            kernel, note = kernel_for(op, site, device, group, "none")
         except KernelError as error:
             return Reason(str(error))
         resident = site.n * site.k + site.n * (site.k // group) * INT8_SCALE + bias_bytes(site)
-        return Choice(kernel, site.token_bytes, token_bytes(site, resident), resident, {"group_size": group})
+        return Choice(kernel, site.token_bytes, token_bytes(site, resident), resident, {"group_size": group}, note)
 
     def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:
         weight = int8.quantize(weight_of(site.original), group_size=choice.detail["group_size"])
-        return _as_int8(site.original, weight)
+        return _as_int8(site.original, weight, choice.kernel == NATIVE)
 
     def build_tied(self, site: Site, tied: Site, built: nn.Module) -> nn.Module:
         assert isinstance(built, (Int8WeightOnlyLinear, Int8Embedding))
-        return _as_int8(tied.original, QuantizedWeight(built.q, built.scale, None))
+        return _as_int8(tied.original, built, built.packable)
 
 
-def _as_int8(original: nn.Module, weight: QuantizedWeight) -> nn.Module:
+def _as_int8(original: nn.Module, weight: QuantizedWeight | QuantizedModule, packable: bool) -> nn.Module:
     kind = Int8Embedding if isinstance(original, nn.Embedding) else Int8WeightOnlyLinear
-    module: nn.Module = quantized(kind, original, weight)
+    module: nn.Module = quantized(kind, original, weight, packable)
     return module
 
 
@@ -115,18 +129,18 @@ class Int4WeightOnly(Replacer):
         if group is None:
             return Reason(f"K = {site.k} is a multiple of none of the group sizes {wanted}")
         try:
-            kernel = kernel_for("int4_linear", site, device, group, "none" if symmetric else "minimum")
+            kernel, note = kernel_for("int4_linear", site, device, group, "none" if symmetric else "minimum")
         except KernelError as error:
             return Reason(str(error))
         scales = site.n * (site.k // group) * INT4_SCALE * (1 if symmetric else 2)
         resident = site.n * site.k // 2 + scales + bias_bytes(site)
         detail = {"group_size": group, "symmetric": symmetric}
-        return Choice(kernel, site.token_bytes, token_bytes(site, resident), resident, detail)
+        return Choice(kernel, site.token_bytes, token_bytes(site, resident), resident, detail, note)
 
     def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:
         group, symmetric = choice.detail["group_size"], choice.detail["symmetric"]
         weight = int4.quantize(weight_of(site.original), group_size=group, symmetric=symmetric)
-        module: nn.Module = quantized(Int4WeightOnlyLinear, site.original, weight)
+        module: nn.Module = quantized(Int4WeightOnlyLinear, site.original, weight, choice.kernel == NATIVE)
         return module
 
 

@@ -1,0 +1,237 @@
+"""Compiles device sources once a machine: the finished library lies in the user's cache, found by what it was made of.
+
+An entry's key is a digest of its sources, headers, flags, machine and compiler, so that a change of any of them is
+another entry. An entry is a folder with the library and a manifest that holds the library's own digest; both are
+checked before anything is loaded, and what does not agree is built again. ``ACCELPATCH_KERNELS`` names a folder of
+libraries built elsewhere (``export``), for machines without a compiler: it comes before the cache, and what does not
+agree there is an error.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import json
+import os
+import platform
+import shutil
+import subprocess
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from accelpatch import cache
+from accelpatch.device import Device
+from accelpatch.errors import KernelError
+
+KIND = "kernels"
+LIBRARY, MANIFEST = "library.so", "manifest.json"
+SECONDS = 600  # no source of ours takes a tenth of that
+LINES = 20  # of a failing compiler's output, in the error
+HEADERS = (".h", ".hpp", ".inc")
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a library is made of. sources: file in `folder` -> its own flags. compilers: names to look for, in order."""
+
+    folder: str
+    sources: Mapping[str, tuple[str, ...]]
+    compilers: tuple[str, ...]
+    flags: tuple[str, ...]
+    link: tuple[str, ...]
+    arch: str
+
+
+_CXX = ("g++", "clang++", "c++")
+_CXX_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=fast", "-pthread")
+_AVX2 = ("-mavx2", "-mfma", "-mf16c")
+_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni")
+_CPU = {"api.cpp": (), "crew.cpp": (), "machine.cpp": (), "pack.cpp": (), "portable.cpp": (), "step.cpp": ()}
+_X86 = {"avx2.cpp": _AVX2, "avx512.cpp": _AVX512}
+
+
+def target(name: str, device: Device) -> Target:
+    """What the library `name` is made of for `device`. Raises KernelError for a name or device that has none."""
+    if name == "cpu" and device.kind == "cpu":
+        machine = platform.machine()
+        sources = {**_CPU, **_X86} if machine in ("x86_64", "AMD64") else _CPU
+        return Target("cpu", sources, _CXX, _CXX_FLAGS, ("-shared", "-pthread"), machine)
+    raise KernelError(f"there is no library {name!r} for {device.arch} ({device.kind}): the libraries are 'cpu'")
+
+
+_lock = threading.Lock()
+_loaded: dict[tuple[str, str], ctypes.CDLL] = {}
+_failed: dict[tuple[str, str], str] = {}
+
+
+def library(name: str, device: Device) -> ctypes.CDLL:
+    """The library `name` for `device`, built when it is not there yet, loaded once a process.
+
+    Raises KernelError with what to do: no compiler, a compiler that fails (its last lines), a prebuilt library that
+    does not fit; CacheError where the cache folder is not private. A failure is remembered: it is not tried again.
+    """
+    made = target(name, device)
+    at = (name, made.arch)
+    with _lock:
+        if at in _loaded:
+            return _loaded[at]
+        if at in _failed:
+            raise KernelError(_failed[at])
+        try:
+            _loaded[at] = ctypes.CDLL(str(locate(name, made) / LIBRARY))
+        except (KernelError, OSError) as error:
+            _failed[at] = str(error)
+            raise KernelError(_failed[at]) from error
+        return _loaded[at]
+
+
+def why_not(name: str, device: Device) -> str | None:
+    """Why `library` cannot give `name`, as far as can be known without compiling; None where it can."""
+    made = target(name, device)
+    at = (name, made.arch)
+    if at in _loaded:
+        return None
+    if at in _failed:
+        return _failed[at]
+    if os.environ.get("ACCELPATCH_KERNELS") or compiler(made.compilers):
+        return None
+    return _no_compiler(made)
+
+
+def forget() -> None:
+    """Try again what failed before in this process."""
+    with _lock:
+        _failed.clear()
+
+
+def locate(name: str, made: Target) -> Path:
+    """The folder of a finished library that agrees with its manifest: prebuilt, or cached, or built now."""
+    if prebuilt := os.environ.get("ACCELPATCH_KERNELS"):
+        return _prebuilt(Path(prebuilt).expanduser() / name, made)
+    path = compiler(made.compilers)
+    if path is None:
+        raise KernelError(_no_compiler(made))
+    wanted = key(name, made, path)
+    found = cache.publish(KIND, wanted, lambda folder: compile_into(folder, made, path))
+    if wrong := _disagreement(found, digest(made)):
+        cache.remove(KIND, wanted)
+        found = cache.publish(KIND, wanted, lambda folder: compile_into(folder, made, path))
+        if _disagreement(found, digest(made)):
+            raise KernelError(f"{found / LIBRARY} {wrong}, also when it was built again: run `accelpatch cache clear`")
+    return found
+
+
+def export(name: str, device: Device, folder: Path) -> Path:
+    """Copy the library `name` into `folder`/`name`, for machines that name `folder` in ACCELPATCH_KERNELS."""
+    made = target(name, device)
+    place = folder / name
+    place.mkdir(parents=True, exist_ok=True)
+    finished = locate(name, made)
+    for file in (LIBRARY, MANIFEST):
+        shutil.copyfile(finished / file, place / file)
+    return place
+
+
+def digest(made: Target) -> str:
+    """SHA-256 over all that a library is made of but the compiler."""
+    folder = _folder(made)
+    files = sorted([*made.sources, *(path.name for path in folder.iterdir() if path.suffix in HEADERS)])
+    facts = [made.arch, made.flags, made.link, sorted(made.sources.items())]
+    total = hashlib.sha256(json.dumps(facts).encode())
+    for file in files:
+        content = (folder / file).read_bytes()
+        total.update(f"\n{file} {len(content)}\n".encode() + content)
+    return total.hexdigest()
+
+
+def key(name: str, made: Target, path: str) -> str:
+    """The name of the cache entry."""
+    whole = hashlib.sha256(f"{digest(made)}\n{identity(path)}".encode()).hexdigest()
+    return f"{name}-{made.arch}-{whole[:24]}"
+
+
+def compiler(names: Sequence[str]) -> str | None:
+    """The compiler to use: $CXX where it is set, else the first of `names` on PATH; None where there is none."""
+    if named := os.environ.get("CXX"):
+        return shutil.which(named)
+    return next((path for name in names if (path := shutil.which(name))), None)
+
+
+@functools.cache
+def identity(path: str) -> str:
+    """Which compiler this is: where it really lies, and what it says of itself."""
+    try:
+        said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60, check=False).stdout
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise KernelError(f"the compiler {path} does not start ({error}): name another in CXX") from error
+    return f"{os.path.realpath(path)}\n{said}"
+
+
+def compile_into(folder: Path, made: Target, path: str) -> None:
+    """Compile all sources, side by side, and link them; leaves the library and its manifest in `folder`."""
+    objects = {source: folder / f"{source}.o" for source in made.sources}
+    commands = [
+        [path, *made.flags, *flags, "-c", str(_folder(made) / source), "-o", str(objects[source])]
+        for source, flags in made.sources.items()
+    ]
+    with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
+        list(pool.map(_run, commands))
+    finished = folder / LIBRARY
+    _run([path, *made.link, *map(str, objects.values()), "-o", str(finished)])
+    for file in objects.values():
+        file.unlink()
+    facts = {"made_of": digest(made), "sha256": _sha256(finished), "compiler": identity(path)}
+    (folder / MANIFEST).write_text(json.dumps(facts, indent=1))
+
+
+def _run(command: list[str]) -> None:
+    advice = "mend or update the compiler, name another in CXX, or do without: torch's own operations are used then"
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise KernelError(f"{command[0]} did not run ({error}): {advice}") from error
+    if done.returncode:
+        said = "\n".join((done.stderr or done.stdout).strip().splitlines()[-LINES:])
+        raise KernelError(f"{' '.join(command)} failed with status {done.returncode}:\n{said}\n{advice}")
+
+
+def _prebuilt(folder: Path, made: Target) -> Path:
+    if wrong := _disagreement(folder, digest(made)):
+        raise KernelError(
+            f"{folder / LIBRARY}, from ACCELPATCH_KERNELS, {wrong}: build it again with this version of accelpatch"
+            " on a machine of this kind, or unset ACCELPATCH_KERNELS"
+        )
+    return folder
+
+
+def _disagreement(folder: Path, made_of: str) -> str | None:
+    """What is wrong with a finished library; None where it is what its manifest says, made of what is wanted."""
+    try:
+        facts = json.loads((folder / MANIFEST).read_text())
+        found = _sha256(folder / LIBRARY)
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    except ValueError:
+        return "has a manifest that cannot be read"
+    if not isinstance(facts, dict) or facts.get("made_of") != made_of:
+        return "was made of other sources"
+    return None if facts.get("sha256") == found else "is not what was built (its digest differs)"
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _folder(made: Target) -> Path:
+    return Path(__file__).parent / made.folder
+
+
+def _no_compiler(made: Target) -> str:
+    names, named = ", ".join(made.compilers), os.environ.get("CXX")
+    if named:
+        return f"CXX names {named!r}, which is not there: name a compiler that is, or unset CXX"
+    return f"there is no C++ compiler here ({names}): install one, such as g++, or set CXX or ACCELPATCH_KERNELS"

@@ -1,0 +1,2 @@
+#define AP_TABLE avx2_kernels
+#include "kernels.inc"

@@ -1,0 +1,2 @@
+#define AP_TABLE avx512_kernels
+#include "kernels.inc"

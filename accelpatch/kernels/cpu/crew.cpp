@@ -1,0 +1,184 @@
+// A pool of threads that spin for a while between calls, then sleep; made again in the child of a fork.
+#include "crew.h"
+
+#include <pthread.h>
+#include <sched.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+
+#include "accelpatch_cpu.h"
+
+struct Crew {
+  // One cache line a thread: its share's cursor (two, used by turns: a thread clears the one that nobody looks at) and its phase.
+  struct alignas(64) Member {
+    std::atomic<int64_t> cursor[2];
+    uint32_t phase;
+  };
+  alignas(64) std::atomic<uint32_t> arrived{0};
+  int count = 1;
+  Member member[AP_MAX_THREADS];
+};
+
+namespace {
+
+constexpr int64_t kPieces = 8;  // of a share: few enough to cost nothing, enough to help a thread that was held up
+constexpr auto kSpin = std::chrono::microseconds(1000);  // a decode loop comes back sooner than this
+constexpr int kPauses = 2000;                            // then others may have the core: more threads than cores must not stall
+
+inline void pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+template <class Done>
+void spin_until(Done done) {
+  for (int i = 0; !done(); i++) {
+    if (i < kPauses) pause();
+    else sched_yield();
+  }
+}
+
+struct Pool {
+  std::mutex owner;
+  Crew crew;
+  std::atomic<uint64_t> ticket{0};  // generation * 256 + count: one word, so that a late worker never mixes two calls
+  std::atomic<int> pending{0};
+  Job job = nullptr;
+  void* argument = nullptr;
+  int workers = 0;
+  std::mutex bed;
+  std::condition_variable wake;
+  int asleep = 0;
+};
+
+std::atomic<Pool*> current{nullptr};
+
+uint64_t next_ticket(Pool* pool, uint64_t seen) {
+  auto start = std::chrono::steady_clock::now();
+  for (int i = 0;; i++) {
+    uint64_t now = pool->ticket.load(std::memory_order_acquire);
+    if (now != seen) return now;
+    if (i < kPauses) pause();
+    else sched_yield();
+    if (i % 64 == 63 && std::chrono::steady_clock::now() - start > kSpin) break;
+  }
+  std::unique_lock<std::mutex> lock(pool->bed);
+  pool->asleep++;
+  pool->wake.wait(lock, [&] { return pool->ticket.load(std::memory_order_acquire) != seen; });
+  pool->asleep--;
+  return pool->ticket.load(std::memory_order_acquire);
+}
+
+void work(Pool* pool, int self, uint64_t seen) {
+  for (;;) {
+    seen = next_ticket(pool, seen);
+    if (self >= static_cast<int>(seen % 256)) continue;
+    pool->job(pool->argument, &pool->crew, self);
+    pool->pending.fetch_sub(1, std::memory_order_release);
+  }
+}
+
+// The child of a fork has the memory but not the threads (and perhaps a lock held by a thread that is not there): begin anew.
+void forget() { current.store(nullptr); }
+
+Pool* pool() {
+  Pool* here = current.load(std::memory_order_acquire);
+  if (here) return here;
+  static const int registered = pthread_atfork(nullptr, nullptr, forget);
+  (void)registered;
+  Pool* made = new Pool;
+  if (current.compare_exchange_strong(here, made)) return made;
+  delete made;
+  return here;
+}
+
+void reset(Crew& crew, int count) {
+  crew.count = count;
+  crew.arrived.store(0, std::memory_order_relaxed);
+  for (int i = 0; i < count; i++) {
+    for (auto& cursor : crew.member[i].cursor) cursor.store(0, std::memory_order_relaxed);
+    crew.member[i].phase = 0;
+  }
+}
+
+// As many workers as the system gives: fewer than asked for is slower, not wrong.
+int hire(Pool* pool, int count) {
+  try {
+    for (; pool->workers < count - 1; pool->workers++)
+      std::thread(work, pool, pool->workers + 1, pool->ticket.load(std::memory_order_relaxed)).detach();
+  } catch (const std::system_error&) {
+    return pool->workers + 1;
+  }
+  return count;
+}
+
+void publish(Pool* pool, int count) {
+  uint64_t generation = pool->ticket.load(std::memory_order_relaxed) / 256 + 1;
+  pool->pending.store(count - 1, std::memory_order_relaxed);
+  bool sleepers;
+  {
+    std::lock_guard<std::mutex> lock(pool->bed);
+    pool->ticket.store(generation * 256 + static_cast<uint64_t>(count), std::memory_order_release);
+    sleepers = pool->asleep > 0;
+  }
+  if (sleepers) pool->wake.notify_all();
+}
+
+}  // namespace
+
+void crew_run(int count, Job job, void* argument) {
+  count = std::clamp<int>(count, 1, AP_MAX_THREADS);
+  Pool* here = count > 1 ? pool() : nullptr;
+  if (here == nullptr || !here->owner.try_lock()) {
+    Crew alone;
+    reset(alone, 1);
+    job(argument, &alone, 0);
+    return;
+  }
+  std::lock_guard<std::mutex> lock(here->owner, std::adopt_lock);
+  count = hire(here, count);
+  reset(here->crew, count);
+  here->job = job;
+  here->argument = argument;
+  publish(here, count);
+  job(argument, &here->crew, 0);
+  spin_until([&] { return here->pending.load(std::memory_order_acquire) == 0; });
+}
+
+int crew_count(const Crew* crew) { return crew->count; }
+
+void crew_wait(Crew* crew, int self) {
+  auto& me = crew->member[self];
+  me.phase++;
+  // The next phase's cursor was last used two waits ago: everybody has passed the wait that ended that phase.
+  me.cursor[me.phase % 2].store(0, std::memory_order_relaxed);
+  const uint32_t target = me.phase * static_cast<uint32_t>(crew->count);
+  if (crew->arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == target) return;
+  spin_until([&] { return static_cast<int32_t>(crew->arrived.load(std::memory_order_acquire) - target) >= 0; });
+}
+
+int64_t crew_share(const Crew* crew, int self, int64_t items) { return items * self / crew->count; }
+
+bool crew_take(Crew* crew, int self, Turn* turn) {
+  const uint32_t phase = crew->member[self].phase % 2;
+  for (; turn->tried < crew->count; turn->tried++) {
+    const int whose = (self + turn->tried) % crew->count;
+    const int64_t begin = crew_share(crew, whose, turn->items), end = crew_share(crew, whose + 1, turn->items);
+    const int64_t piece = std::max<int64_t>(1, (end - begin) / kPieces);
+    auto& cursor = crew->member[whose].cursor[phase];
+    if (begin + cursor.load(std::memory_order_relaxed) >= end) continue;
+    turn->next = begin + cursor.fetch_add(piece, std::memory_order_relaxed);
+    turn->end = std::min(turn->next + piece, end);
+    if (turn->next < end) return true;
+  }
+  turn->next = turn->end = 0;
+  return false;
+}

@@ -1,0 +1,56 @@
+// What each path (AVX-512, AVX2, portable) offers to api.cpp: jobs for a crew. All memory is the caller's.
+#pragma once
+#include "accelpatch_cpu.h"
+#include "crew.h"
+
+struct LinearCall {
+  const ap_linear* w;
+  const void* x;
+  void* y;
+  int64_t m, x_stride, y_stride;
+  int dtype;
+  float* rows;   // [m, k], where dtype is not float32
+  void* ready;   // activation_bytes
+};
+
+struct NormCall {
+  const float *x, *residual, *weight;
+  float *y, *sum;
+  int64_t m, k;
+  float eps;
+};
+
+struct GatedCall {
+  const float *gate, *up;
+  float* y;
+  int64_t count;
+  int activation;
+};
+
+struct AttentionCall {
+  ap_attention a;
+  int64_t runs;    // of the longest sequence
+  float* partial;  // [batch, heads, runs, run_floats]
+};
+
+struct Step;
+
+struct StepCall {
+  Step* step;
+  int64_t batch;
+  const int64_t *tokens, *slots, *starts, *positions;
+  float* logits;
+};
+
+struct Kernels {
+  int64_t (*activation_bytes)(int64_t tokens, int64_t k);
+  Job linear, norm, gated, attention, step;
+  void (*gather)(const ap_linear* w, const int64_t* ids, int64_t count, float* rows);
+  void (*rope)(float* x, const float* cos, const float* sin, int64_t m, int64_t heads, int64_t d);
+};
+
+const Kernels* portable_kernels();
+const Kernels* avx2_kernels();
+const Kernels* avx512_kernels();
+
+const Kernels& chosen_kernels();

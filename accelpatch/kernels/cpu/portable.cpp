@@ -1,0 +1,2 @@
+#define AP_TABLE portable_kernels
+#include "kernels.inc"

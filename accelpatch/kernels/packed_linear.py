@@ -1,0 +1,203 @@
+"""The weight-only products and the table look-up over a weight in the native CPU kernels' own layout (cpu_pack.py).
+
+    packed_linear      y[..., N] = x[..., K] @ w[N, K]^T + bias[N]
+    packed_embedding   rows[..., K] = w[ids[...]]
+
+The pack is the only copy of the weight that a module holds. Its numbers are those of int8_linear and int4_linear, and
+so is the reference: the pack is undone into the canonical tensors, and their plain torch reference runs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from accelpatch.device import Device
+from accelpatch.kernels import cpu_native, cpu_pack, dispatch, int4_linear, int8_embedding, int8_linear, linear
+from accelpatch.kernels.cpu_pack import Pack
+from accelpatch.kernels.dispatch import Case, Implementation, Kernel, Spec, require
+
+# From so many rows of x on, torch's product with rows of the weight dequantised in cache is the faster one.
+MANY = 48
+NARROW = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def arguments(pack: Pack, bias: Tensor | None = None) -> tuple[Any, ...]:
+    """A pack, and a bias[N] of any float dtype, as the trailing arguments of the two operations."""
+    return pack.data, bias, pack.kind, pack.n, pack.k, pack.group, pack.half_scales, pack.offset
+
+
+def held(arguments: tuple[Any, ...]) -> Pack:
+    """The pack of an operation's trailing arguments."""
+    data, bias, kind, n, k, group, half_scales, offset = arguments
+    wide = None if bias is None else bias.detach().to(torch.float32).contiguous()
+    return Pack(kind, n, k, group, half_scales, offset, data, wide)
+
+
+def dense(dtype: torch.dtype, *packed: Any) -> tuple[Tensor, Tensor | None]:
+    """The canonical tensors of the pack as floats, as their own format has it, and the bias."""
+    pack = held(packed)
+    q, scale, offset = cpu_pack.unpack(pack)
+    if pack.kind == cpu_native.INT8:
+        return int8_linear.dense(dtype, q, scale, packed[1])
+    return int4_linear.dense(dtype, q, scale, offset, packed[1])
+
+
+def reference(x: Tensor, *packed: Any) -> Tensor:
+    """The whole weight dequantised into x's dtype, then torch's own linear layer."""
+    return functional.linear(x, *dense(x.dtype, *packed))
+
+
+def embedding_reference(ids: Tensor, dtype: torch.dtype, *packed: Any) -> Tensor:
+    """The canonical tensors of the pack, then the reference of the look-up."""
+    q, scale, _ = cpu_pack.unpack(held(packed))
+    return int8_embedding.reference(ids, q, scale, dtype)
+
+
+def spec(x: Tensor, *packed: Any) -> Spec:
+    """What dispatch asks of a call. Raises KernelError where x does not fit the pack."""
+    pack, op = held(packed), "packed_linear"
+    require(x.dim() >= 1 and x.shape[-1] == pack.k, op, f"x is [..., {pack.k}], not {linear.say(x)}")
+    size = cpu_pack.pack_bytes(pack)
+    require(pack.data.numel() == size, op, f"the pack has {pack.data.numel()} bytes, this shape {size}: pack it anew")
+    require(x.is_floating_point() and x.device == pack.data.device, op, f"x is float on the CPU, not {linear.say(x)}")
+    return of_shape(pack.n, pack.k, x.dtype, pack.group, pack.offset, m=x.numel() // pack.k)
+
+
+def of_shape(
+    n: int, k: int, dtype: torch.dtype, group: int, offset: str, *, m: int = 1, op: str = "packed_linear"
+) -> Spec:
+    """The Spec of a pack that need not exist yet; a plan asks with it."""
+    return Spec(op, {"M": m, "N": n, "K": k}, dtype, torch.float32, group, offset)
+
+
+def embedding_spec(ids: Tensor, dtype: torch.dtype, *packed: Any) -> Spec:
+    """What dispatch asks of a call. Raises KernelError for ids that are no integers."""
+    pack, op = held(packed), "packed_embedding"
+    require(ids.dtype in (torch.int32, torch.int64), op, f"ids are int32 or int64, not {ids.dtype}")
+    return of_shape(pack.n, pack.k, dtype, pack.group, pack.offset, m=ids.numel(), op=op)
+
+
+def _why_not(spec: Spec, device: Device) -> str | None:
+    if spec.dtype not in NARROW:
+        return f"it computes in float32 and narrower, not in {spec.dtype}"
+    assert spec.group_size is not None
+    reason = cpu_pack.why_not(spec.sizes["N"], spec.sizes["K"], spec.group_size, spec.offset)
+    return reason or cpu_native.why_not(device)
+
+
+def _cpu(x: Tensor, *packed: Any) -> Tensor:
+    pack = held(packed)
+    if x.numel() // pack.k < MANY:
+        return cpu_pack.linear(x, pack)
+    return linear.by_row_blocks(x, pack.n, pack.k, lambda start, stop, dtype: _rows(pack, start, stop), packed[1])
+
+
+def _rows(pack: Pack, start: int, stop: int) -> Tensor:
+    return cpu_pack.gather(pack, torch.arange(start, stop))
+
+
+def _cpu_embedding(ids: Tensor, dtype: torch.dtype, *packed: Any) -> Tensor:
+    pack = held(packed)
+    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < pack.n:
+        raise IndexError(f"an id is out of range: the table has {pack.n} rows")
+    return cpu_pack.gather(pack, ids).to(dtype)
+
+
+@torch.library.custom_op("accelpatch::packed_linear", mutates_args=())
+def packed_linear(
+    x: Tensor, data: Tensor, bias: Tensor | None, kind: int, n: int, k: int, group: int, half_scales: bool, offset: str
+) -> Tensor:
+    """y[..., N] = x[..., K] @ w^T + bias in x's dtype, contiguous; what follows x are the `arguments` of a Pack.
+
+    Raises KernelError for an x that does not fit, and where the native library cannot be had.
+    """
+    args = (x, data, bias, kind, n, k, group, half_scales, offset)
+    result = dispatch.run("packed_linear", spec(*args), x.device, args)
+    assert isinstance(result, Tensor)
+    return result
+
+
+@packed_linear.register_fake
+def _fake(
+    x: Tensor, data: Tensor, bias: Tensor | None, kind: int, n: int, k: int, group: int, half_scales: bool, offset: str
+) -> Tensor:
+    return x.new_empty((*x.shape[:-1], n))
+
+
+@torch.library.custom_op("accelpatch::packed_embedding", mutates_args=())
+def packed_embedding(
+    ids: Tensor, dtype: torch.dtype, data: Tensor, bias: Tensor | None, kind: int, n: int, k: int, group: int,
+    half_scales: bool, offset: str,
+) -> Tensor:  # fmt: skip
+    """rows[..., K] of the table in `dtype`; what follows are the `arguments` of an int8 Pack.
+
+    ids[...] int32 or int64 in 0..N-1, IndexError otherwise.
+    """
+    args = (ids, dtype, data, bias, kind, n, k, group, half_scales, offset)
+    result = dispatch.run("packed_embedding", embedding_spec(*args), data.device, args)
+    assert isinstance(result, Tensor)
+    return result
+
+
+@packed_embedding.register_fake
+def _fake_embedding(
+    ids: Tensor, dtype: torch.dtype, data: Tensor, bias: Tensor | None, kind: int, n: int, k: int, group: int,
+    half_scales: bool, offset: str,
+) -> Tensor:  # fmt: skip
+    return data.new_empty((*ids.shape, k), dtype=dtype)
+
+
+dispatch.inference_only(packed_linear)
+dispatch.inference_only(packed_embedding)
+
+
+def _packed(make: Any) -> Any:
+    """A case of a canonical operation as a case of the packed one."""
+
+    def packed(generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+        args = make(generator, dtype, device)
+        if len(args) == 4:
+            x, q, scale, bias = args
+            return x, *arguments(cpu_pack.pack_int8(q, scale), bias)
+        x, q, scale, offset, bias = args
+        return x, *arguments(cpu_pack.pack_int4(q, scale, offset), bias)
+
+    return packed
+
+
+def _fits(case: Case) -> bool:
+    """Whether the pack takes the case's group size (the part `g...` of its id) and kind of offset."""
+    group, k = (int(part[1:]) for name in "gk" for part in case.id.split("-") if part[0] == name and part[1:].isdigit())
+    return "zero_point" not in case.id and (group == k or group % 32 == 0)
+
+
+def cases() -> list[Case]:
+    """The cases of int8_linear and int4_linear that can be packed, run on packs."""
+    canonical = [("int8", case) for case in int8_linear.cases()] + [("int4", case) for case in int4_linear.cases()]
+    return [Case(f"{kind}-{case.id}", _packed(case.make)) for kind, case in canonical if _fits(case)]
+
+
+def embedding_cases() -> list[Case]:
+    """The cases of int8_embedding whose groups can be packed, run on packs."""
+
+    def packed(make: Any) -> Any:
+        def made(generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+            ids, q, scale, wanted = make(generator, dtype, device)
+            return ids, wanted, *arguments(cpu_pack.pack_int8(q, scale))
+
+        return made
+
+    return [Case(case.id, packed(case.make)) for case in int8_embedding.cases() if _fits(case)]
+
+
+KERNELS = {
+    "packed_linear": Kernel(packed_linear, reference, spec, {"cpu": Implementation(_cpu, _why_not)}, cases, dense),
+    "packed_embedding": Kernel(
+        packed_embedding, embedding_reference, embedding_spec, {"cpu": Implementation(_cpu_embedding, _why_not)},
+        embedding_cases,
+    ),
+}  # fmt: skip

@@ -1,0 +1,118 @@
+"""A key-value store for native steps that stands behind transformers' own cache object.
+
+A step writes into one buffer a layer; whoever looks at `cache.layers[i].keys` sees the filled part of it. Whatever
+assigns new keys to a layer (a chunk of several tokens, beam search, cropping) detaches it, and the next step copies
+it back in: the cache keeps transformers' meaning, and plain decoding copies nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+ROOM = 256  # tokens; a store starts with room for at least these many more than it holds, and doubles when full
+
+
+class Store:
+    """keys, values[layers, B, Hkv, capacity, D] float32, filled up to `length` tokens, and the step made over them."""
+
+    def __init__(self, layers: int, batch: int, heads: int, size: int, capacity: int):
+        self.keys, self.values = (torch.zeros(layers, batch, heads, capacity, size) for _ in range(2))
+        self.capacity = capacity
+        self.length = 0
+        self.step: Any = None
+        self.made_by: Any = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Store:
+        copied = Store(*(self.keys.shape[i] for i in (0, 1, 2, 4, 3)))
+        memo[id(self)] = copied
+        copied.keys.copy_(self.keys)
+        copied.values.copy_(self.values)
+        copied.length = self.length
+        return copied
+
+
+class StoreLayer(DynamicLayer):
+    """A layer of transformers' cache whose tensors are the filled part of a store, until they are assigned."""
+
+    def __init__(self, store: Store, index: int):
+        self._store: Store | None = None
+        self._own: list[Any] = [None, None]  # keys and values once somebody has assigned them
+        super().__init__()
+        self.dtype, self.device = store.keys.dtype, store.keys.device
+        self.is_initialized = True
+        self._index = index
+        self._store = store
+
+    def holds(self, store: Store) -> bool:
+        """Whether the layer's content is still that of `store`."""
+        return self._store is store
+
+    @property
+    def keys(self) -> Any:
+        """[B, Hkv, length, D], a view of the store while attached."""
+        return self._own[0] if self._store is None else self._filled(self._store.keys)
+
+    @keys.setter
+    def keys(self, value: Any) -> None:
+        self._detach(0, value)
+
+    @property
+    def values(self) -> Any:
+        """[B, Hkv, length, D], a view of the store while attached."""
+        return self._own[1] if self._store is None else self._filled(self._store.values)
+
+    @values.setter
+    def values(self, value: Any) -> None:
+        self._detach(1, value)
+
+    def get_seq_length(self) -> int:
+        """Tokens held."""
+        return self._store.length if self._store is not None else super().get_seq_length()
+
+    def _filled(self, buffer: Tensor) -> Tensor:
+        assert self._store is not None
+        return buffer[self._index][:, :, : self._store.length]
+
+    def _detach(self, which: int, value: Any) -> None:
+        if self._store is not None:
+            # the other one still shows what the store holds now; it must not change under its reader
+            pair = [self._filled(self._store.keys), self._filled(self._store.values)]
+            pair[1 - which] = pair[1 - which].clone()
+            self._own, self._store = pair, None
+        self._own[which] = value
+
+
+LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, StoreLayer)
+
+
+def attach(cache: DynamicCache, batch: int) -> Store | str:
+    """The store behind `cache`, made or refreshed from what the layers hold; or the reason why there can be none."""
+    if type(cache) is not DynamicCache or getattr(cache, "offloading", False) or not cache.layers:
+        return f"the cache is a {type(cache).__name__}"
+    store: Store | None = getattr(cache.layers[0], "_store", None)
+    if store is not None and all(isinstance(one, StoreLayer) and one.holds(store) for one in cache.layers):
+        return store if store.length < store.capacity else _copied(cache, store.length)
+    for layer in cache.layers:
+        if type(layer) not in LAYERS or not layer.is_initialized or getattr(layer, "record_past", False):
+            return f"a layer of the cache is a {type(layer).__name__}"
+        if layer.keys.shape[0] != batch or layer.keys.dtype != torch.float32 or layer.keys.device.type != "cpu":
+            return f"the cache holds {layer.keys.dtype} keys of batch {layer.keys.shape[0]}"
+    return _copied(cache, ROOM)
+
+
+def _copied(cache: DynamicCache, room: int) -> Store:
+    """A store with the layers' tokens; of a sliding layer the last ones, its window hides those before."""
+    batch, heads, _, size = cache.layers[0].keys.shape
+    length = cache.get_seq_length()
+    store = Store(len(cache.layers), batch, heads, size, length + room)
+    for index, layer in enumerate(cache.layers):
+        held = layer.keys.shape[2]
+        store.keys[index, :, :, length - held : length] = layer.keys
+        store.values[index, :, :, length - held : length] = layer.values
+    store.length = length
+    cache.layers = [StoreLayer(store, index) for index in range(len(cache.layers))]
+    return store

@@ -1,0 +1,134 @@
+"""Single-token steps of a patched model as one native call, behind the model's own forward.
+
+Whoever calls `model(...)` for one more token over a filled cache (generate() in all its modes does) gets the logits
+of the native step; every other call, and every step that someone watches from inside, runs the modules. `paths`
+counts both.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+
+from accelpatch.errors import KernelError
+from accelpatch.kernels.cpu_native import MAX_BATCH
+from accelpatch.kernels.cpu_step import DecodeStep
+from accelpatch.runtime.native_cache import Store, attach
+from accelpatch.runtime.native_weights import NativeModel, Unfit, packed_modules, read
+
+NATIVE = "native step"
+# Arguments of a step whose value does not change what it computes, or that step() reads.
+UNDERSTOOD = frozenset(
+    {"input_ids", "past_key_values", "attention_mask", "position_ids", "use_cache", "return_dict", "logits_to_keep"}
+)
+_GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
+
+
+class Watch:
+    """Notices what would make a native step differ from the modules: a hook, another child, another weight."""
+
+    def __init__(self, model: nn.Module):
+        inner = [module for module in model.modules() if module is not model]
+        self._hooks = [table for m in inner for table in (m._forward_hooks, m._forward_pre_hooks)]
+        self._children = [(m._modules, name, child) for m in model.modules() for name, child in m._modules.items()]
+        self._packs = [(module, module.pack) for module in packed_modules(model)]
+        self._pointers = [(p, p.data_ptr()) for p in model.parameters()]
+        self._plain = [vars(m) for m in inner]
+
+    def objection(self) -> str | None:
+        """Why the modules must run this step, or None."""
+        if any(self._hooks) or any(getattr(torch_module, name) for name in _GLOBAL_HOOKS):
+            return "a hook on an inner module"
+        return None
+
+    def stale(self) -> bool:
+        """Whether the model is no longer what the step was made of."""
+        return (
+            any(table.get(name) is not child for table, name, child in self._children)
+            or any(module.pack is not pack for module, pack in self._packs)
+            or any(p.data_ptr() != pointer for p, pointer in self._pointers)
+            or any("forward" in attributes for attributes in self._plain)
+        )
+
+
+class NativeRuntime:
+    """The native steps of one patched model. A copy of the model starts with none and makes its own."""
+
+    def __init__(self) -> None:
+        self.paths: Counter[str] = Counter()
+        self._model: NativeModel | None = None
+        self._watch: Watch | None = None
+        self._unfit: str | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NativeRuntime:
+        return NativeRuntime()
+
+    def logits(self, model: nn.Module, arguments: Mapping[str, Any]) -> Tensor | None:
+        """Logits [B, 1, V] of one more token, written to the cache of `arguments`; None where the modules must run."""
+        ids, cache = arguments.get("input_ids"), arguments.get("past_key_values")
+        if ids is None or cache is None or ids.dim() != 2 or ids.shape[1] != 1 or cache.get_seq_length() == 0:
+            self.paths["modules: a prompt, or no cache"] += 1
+            return None
+        reason = self._why_not(model, ids, arguments)
+        store = attach(cache, ids.shape[0]) if reason is None else reason
+        if isinstance(store, str):
+            self.paths[f"modules: {store}"] += 1
+            return None
+        places = self._places(ids, store, arguments)
+        if places is None:
+            self.paths["modules: an attention mask that is not left padding"] += 1
+            return None
+        logits = self._step(store)(ids[:, 0], *places)
+        store.length += 1
+        self.paths[NATIVE] += 1
+        return logits.unsqueeze(1)
+
+    def _why_not(self, model: nn.Module, ids: Tensor, arguments: Mapping[str, Any]) -> str | None:
+        extra = [name for name, value in arguments.items() if name not in UNDERSTOOD and value not in (None, False)]
+        if extra:
+            return f"the argument {extra[0]}"
+        if arguments.get("use_cache") is False or arguments.get("return_dict") is False:
+            return "no cache or a tuple was asked for"
+        if ids.shape[0] > MAX_BATCH:
+            return f"a batch of more than {MAX_BATCH}"
+        if torch.is_grad_enabled() or model.training or torch.is_autocast_enabled("cpu"):
+            return "gradients, training or autocast"
+        if self._watch is None or self._watch.stale():
+            self._read(model)
+        assert self._watch is not None
+        return self._unfit or self._watch.objection()
+
+    def _read(self, model: nn.Module) -> None:
+        self._model, self._unfit = None, None
+        try:
+            self._model = read(model)
+        except (Unfit, KernelError) as reason:
+            self._unfit = str(reason)
+        self._watch = Watch(model)
+
+    def _places(self, ids: Tensor, store: Store, arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor] | None:
+        """(slots, starts, positions), each int64 [B]; None for a mask with gaps."""
+        batch, mask, positions = ids.shape[0], arguments.get("attention_mask"), arguments.get("position_ids")
+        slots = torch.full((batch,), store.length, dtype=torch.int64)
+        starts = torch.zeros(batch, dtype=torch.int64)
+        if mask is not None:
+            if mask.dim() != 2 or tuple(mask.shape) != (batch, store.length + 1):
+                return None
+            kept = mask.ne(0)
+            starts = store.length + 1 - kept.sum(1)
+            if not torch.equal(kept.int().argmax(1), starts):
+                return None
+        if positions is None:
+            return slots, starts, slots
+        return slots, starts, positions.reshape(-1, 1)[-batch:, 0].expand(batch).to(torch.int64)
+
+    def _step(self, store: Store) -> DecodeStep:
+        assert self._model is not None
+        if store.step is None or store.made_by is not self._model:
+            store.step, store.made_by = self._model.step(store.keys, store.values), self._model
+        return store.step

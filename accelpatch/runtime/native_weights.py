@@ -1,0 +1,160 @@
+"""A patched Llama-like model as the native CPU step sees it: packs, norms and sizes, read off its replaced modules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accelpatch.kernels import cpu_pack
+from accelpatch.kernels.cpu_native import ACTIVATIONS
+from accelpatch.kernels.cpu_pack import Pack
+from accelpatch.kernels.cpu_step import DecodeStep, LayerWeights, StepShape
+from accelpatch.modules.gated_mlp import GatedMLP
+from accelpatch.modules.norm import FusedRMSNorm, ResidualNormLayer
+from accelpatch.modules.rotary import FusedRotaryEmbedding
+from accelpatch.modules.weight_only import QuantizedModule
+
+ATTENTION = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "o_proj"}
+MLP = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+
+
+class Unfit(Exception):
+    """Why a model has no native step; becomes a line of the report."""
+
+
+@dataclass(eq=False)
+class NativeModel:
+    """What does not change from one cache to the next."""
+
+    shape: StepShape
+    layers: list[LayerWeights]
+    embedding: Pack
+    head: Pack
+    final_norm: Tensor
+
+    def step(self, keys: Tensor, values: Tensor) -> DecodeStep:
+        """A step over a cache[layers, B, Hkv, length, D]."""
+        return DecodeStep(self.shape, self.layers, self.embedding, self.head, self.final_norm, keys, values)
+
+
+def read(model: nn.Module) -> NativeModel:
+    """The model's weights for a native step. Raises Unfit with the reason where there can be none."""
+    decoder, head = getattr(model, "model", None), getattr(model, "lm_head", None)
+    layers = getattr(decoder, "layers", None)
+    if decoder is None or head is None or not layers:
+        raise Unfit("it has no decoder of the Llama form")
+    for place, layer in enumerate(layers):
+        if not isinstance(layer, ResidualNormLayer) or not isinstance(layer.mlp, GatedMLP) or layer.mlp.fused_rows:
+            raise Unfit(f"layer {place} is no replaced layer of the Llama form")
+    if not isinstance(decoder.rotary_emb, FusedRotaryEmbedding):
+        raise Unfit("its rotary embedding was not replaced")
+    gather_packs(model)
+    kinds = [str(kind) if (kind := layer_type(layer)) else "" for layer in layers]
+    ropes = rope_kinds(decoder.rotary_emb, kinds)
+    weights = [
+        layer_weights(layer, ropes.index(kind if kind in ropes else ""))
+        for layer, kind in zip(layers, kinds, strict=True)
+    ]
+    shape = step_shape(model, decoder, ropes)
+    return NativeModel(shape, weights, product(decoder.embed_tokens), product(head), vector(decoder.norm))
+
+
+def layer_type(layer: Any) -> str | None:
+    """`sliding_attention`, `full_attention` or None: the key of its rotary frequencies in families that have
+    several."""
+    return getattr(layer.self_attn, "layer_type", None) or getattr(layer, "attention_type", None)
+
+
+def rope_kinds(rotary: nn.Module, kinds: list[str]) -> list[str]:
+    """The kinds of rotary frequencies in use; `` where the family has one for all layers."""
+    if hasattr(rotary, "inv_freq"):
+        return [""]
+    return sorted(set(kinds))
+
+
+def step_shape(model: nn.Module, decoder: Any, ropes: list[str]) -> StepShape:
+    """The sizes and constants of the step, from the configuration and the first layer."""
+    text: Any = model.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
+    first = decoder.layers[0]
+    attention: Any = first.self_attn
+    if text._attn_implementation not in ("eager", "sdpa", None):
+        raise Unfit(f"the attention implementation is {text._attn_implementation}")
+    if len(ropes) > 2 or first.mlp.activation not in ACTIVATIONS:
+        raise Unfit(f"activation {first.mlp.activation} with {len(ropes)} kinds of rotary frequencies")
+    size, rotary = attention.head_dim, decoder.rotary_emb
+    frequencies = [
+        ("inv_freq", "attention_scaling") if not r else (f"{r}_inv_freq", f"{r}_attention_scaling") for r in ropes
+    ]
+    rope = tuple((getattr(rotary, f), float(getattr(rotary, s))) for f, s in frequencies)
+    if any(inverse.shape[0] * 2 != size for inverse, _ in rope):
+        raise Unfit("its rotary embedding turns a part of each head only")
+    scale = getattr(decoder.embed_tokens, "embed_scale", 1.0)
+    return StepShape(
+        text.hidden_size, text.num_attention_heads, text.num_key_value_heads, size, text.intermediate_size,
+        text.vocab_size, first.rms_eps, float(attention.scaling), rope, first.mlp.activation, float(scale),
+        float(getattr(attention, "attn_logit_softcapping", None) or 0.0),
+        float(getattr(text, "final_logit_softcapping", None) or 0.0),
+    )  # fmt: skip
+
+
+def layer_weights(layer: Any, rope: int) -> LayerWeights:
+    """Packs and norms of one layer."""
+    attention = layer.self_attn
+    linears = {name: product(getattr(attention, child)) for name, child in ATTENTION.items()}
+    linears |= {name: product(getattr(layer.mlp, child)) for name, child in MLP.items()}
+    names = {"attention_norm": layer.input_layernorm, "mlp_norm": layer.post_attention_layernorm}
+    if layer.sandwich:
+        names["after_attention_norm"], names["mlp_norm"] = (
+            layer.post_attention_layernorm,
+            layer.pre_feedforward_layernorm,
+        )
+        names["after_mlp_norm"] = layer.post_feedforward_layernorm
+    if hasattr(attention, "q_norm"):
+        names["q_norm"], names["k_norm"] = attention.q_norm, attention.k_norm
+    norms = {name: vector(norm) for name, norm in names.items()}
+    return LayerWeights(linears, norms, window(attention), rope)
+
+
+def window(attention: Any) -> int:
+    """How many tokens a layer looks back, itself included; 0 for all."""
+    own = getattr(attention, "sliding_window", None)
+    if own is None and not hasattr(attention, "sliding_window"):
+        own = getattr(attention.config, "sliding_window", None)
+    return int(own or 0)
+
+
+def vector(norm: nn.Module) -> Tensor:
+    """What a replaced norm multiplies by, in float32."""
+    if not isinstance(norm, FusedRMSNorm) or norm.weight.dtype != torch.float32:
+        raise Unfit(f"a norm is {type(norm).__name__} in {norm.weight.dtype}, not a replaced one in float32")
+    return norm.weight.detach() + 1 if norm.plus_one else norm.weight.detach()
+
+
+def product(module: Any) -> Pack:
+    """The weight of a linear layer or table as a pack, with its bias; a float32 one as it is."""
+    bias = getattr(module, "bias", None)
+    if isinstance(module, QuantizedModule):
+        if module.like.dtype != torch.float32 or module.held.pack is None:
+            raise Unfit(f"{type(module).__name__} is in {module.like.dtype} or not packed for the CPU")
+        return replace(module.held.pack, bias=None if bias is None else bias.detach())
+    if type(module) not in (nn.Linear, nn.Embedding) or module.weight.dtype != torch.float32 or module.weight.is_meta:
+        raise Unfit(f"{type(module).__name__} in {module.weight.dtype} is no plain float32 weight")
+    return cpu_pack.dense(module.weight, bias)
+
+
+def packed_modules(model: nn.Module) -> Iterator[QuantizedModule]:
+    """The modules that hold a pack of their own, in the order in which a step reads them."""
+    modules = (m for m in model.modules() if isinstance(m, QuantizedModule) and m.source is None and m.pack is not None)
+    return iter(sorted(modules, key=lambda m: m is getattr(model, "lm_head", None)))
+
+
+def gather_packs(model: nn.Module) -> None:
+    """Lay all packs one after the other in one block, so that a step reads one stream."""
+    modules = list(packed_modules(model))
+    packs = [module.pack for module in modules if module.pack is not None]
+    for module, pack in zip(modules, cpu_pack.together(packs), strict=True):
+        module.pack = pack

@@ -1,0 +1,231 @@
+"""The native products and packs, on every path that this machine has: float rule, views, NaN, threads, neighbours."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from accelpatch.device import probe
+from accelpatch.errors import KernelError
+from accelpatch.kernels import build, cpu_native, cpu_pack, dispatch
+from accelpatch.kernels.packed_linear import arguments
+from tests.parity import DTYPES, assert_parity, name, strided
+
+CPU = torch.device("cpu")
+reason = build.why_not("cpu", probe("cpu"))
+pytestmark = pytest.mark.skipif(reason is not None, reason=f"no native library: {reason}")
+FORMATS = ("int8", "int8-group32", "int8-group64", "int4", "int4-group32", "int4-minimum64", "int4-minimum-half32")
+
+
+def paths() -> list[str]:
+    if reason is not None:
+        return ["none"]
+    return [isa for isa in cpu_native.ISAS if cpu_native.ISAS.index(isa) <= cpu_native.native().ap_best_isa()]
+
+
+@pytest.fixture(params=paths())
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    cpu_native.use_isa(request.param)
+    assert cpu_native.isa() == request.param
+    yield request.param
+    cpu_native.use_isa(None)
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+Canonical = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]
+
+
+def canonical(format_: str, m: int, n: int, k: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Canonical:
+    """x, q, scale, offset, bias."""
+    g = torch.Generator().manual_seed(seed)
+    group = next((int(size) for size in ("32", "64") if format_.endswith(size)), k)
+    x, bias = torch.randn(m, k, generator=g).to(dtype), torch.randn(n, generator=g).to(dtype)
+    scale = (torch.rand(n, k // group, generator=g) + 0.5) / k**0.5 / 16
+    if format_.startswith("int8"):
+        q = torch.randint(-128, 128, (n, k), generator=g, dtype=torch.int8)
+        return x, q, scale, None, bias
+    offset = -8 * scale + torch.randn(scale.shape, generator=g) * scale if "minimum" in format_ else None
+    if "half" in format_:
+        assert offset is not None
+        scale, offset = scale.half(), offset.half()
+    q = torch.randint(-128, 128, (n, k // 2), generator=g, dtype=torch.int8)
+    return x, q, scale, offset, bias
+
+
+def packed(format_: str, q: Tensor, scale: Tensor, offset: Tensor | None) -> cpu_pack.Pack:
+    return cpu_pack.pack_int8(q, scale) if "int8" in format_ else cpu_pack.pack_int4(q, scale, offset)
+
+
+def operands(
+    format_: str, m: int, n: int, k: int, dtype: torch.dtype = torch.float32, seed: int = 0
+) -> tuple[str, tuple[Any, ...]]:
+    """(op, arguments with the pack among them)."""
+    x, q, scale, offset, bias = canonical(format_, m, n, k, dtype, seed)
+    return "packed_linear", (x, *arguments(packed(format_, q, scale, offset), bias))
+
+
+def size_for(format_: str, m: int, n: int, k: int) -> tuple[int, int, int]:
+    """k made to fit the format's groups (and whole bytes)."""
+    unit = next((int(size) for size in ("32", "64") if format_.endswith(size)), 2)
+    return m, n, max(unit, k // unit * unit)
+
+
+SIZES = [
+    (1, 1, 2),
+    (1, 16, 64),
+    (2, 17, 100),
+    (3, 576, 576),
+    (5, 31, 1536),
+    (7, 33, 130),
+    (8, 48, 96),
+    (9, 15, 64),
+    (1, 5, 11008),
+    (129, 40, 192),
+]
+
+
+@pytest.mark.parametrize("size", SIZES, ids=name)
+@pytest.mark.parametrize("format_", FORMATS)
+def test_float_rule(isa: str, format_: str, size: tuple[int, int, int]) -> None:
+    for dtype in DTYPES:
+        op, args = operands(format_, *size_for(format_, *size), dtype)
+        assert_parity(op, args, "cpu")
+
+
+@pytest.mark.parametrize("format_", FORMATS)
+def test_no_rows(isa: str, format_: str) -> None:
+    op, args = operands(format_, *size_for(format_, 0, 7, 64))
+    assert assert_parity(op, args, "cpu")[0].shape == (0, 7)
+
+
+@pytest.mark.parametrize("format_", FORMATS)
+def test_strided_offset_view(isa: str, format_: str) -> None:
+    op, (x, *rest) = operands(format_, *size_for(format_, 7, 33, 192))
+    assert_parity(op, (strided(x), *rest), "cpu")
+    assert_parity(op, (x.view(7, 1, -1).expand(7, 2, -1), *rest), "cpu")
+
+
+@pytest.mark.parametrize("format_", FORMATS)
+@pytest.mark.parametrize("magnitude", [1e-42, 1e-30, 1e-6, 1e6, 1e30], ids=str)
+def test_any_magnitude(isa: str, format_: str, magnitude: float) -> None:
+    op, (x, *rest) = operands(format_, *size_for(format_, 3, 40, 320))
+    rest[1].zero_()  # the bias would hide it
+    assert_parity(op, (x * magnitude, *rest), "cpu")
+
+
+@pytest.mark.parametrize("format_", FORMATS)
+def test_outliers(isa: str, format_: str) -> None:
+    op, (x, *rest) = operands(format_, *size_for(format_, 5, 40, 640))
+    x[:, ::97] *= 1000
+    x[:, 64:128] = 0
+    assert_parity(op, (x, *rest), "cpu")
+
+
+@pytest.mark.parametrize("special", [float("nan"), float("inf"), -float("inf")], ids=str)
+@pytest.mark.parametrize("format_", FORMATS)
+def test_nan_and_infinity(isa: str, format_: str, special: float) -> None:
+    op, (x, *rest) = operands(format_, *size_for(format_, 6, 40, 192))
+    x[1, 3] = x[4, -1] = special
+    [y] = assert_parity(op, (x, *rest), "cpu")
+    assert y[[0, 2, 3, 5]].isfinite().all()
+
+
+@pytest.mark.parametrize("format_", FORMATS)
+def test_pack_is_invertible(format_: str) -> None:
+    for size in SIZES:
+        _, q, scale, offset, _ = canonical(format_, *size_for(format_, *size))
+        made = packed(format_, q, scale, offset)
+        back = cpu_pack.unpack(made)
+        assert torch.equal(back[0], q)
+        assert torch.equal(back[1], scale.float())
+        assert (back[2] is None) == (offset is None)
+        assert offset is None or torch.equal(back[2], offset.float())
+        assert made.half_scales == ("half" in format_ and scale.shape[1] > 1)
+
+
+def run(format_: str, m: int = 8) -> Tensor:
+    op, args = operands(format_, m, 96, 192)
+    with torch.inference_mode():
+        y = dispatch.kernel(op).op(*args)
+    assert isinstance(y, Tensor)
+    return y
+
+
+@pytest.mark.parametrize("format_", FORMATS)
+def test_threads_change_no_bit(isa: str, format_: str, threads: None) -> None:
+    results = []
+    for count in (1, 2, 5):
+        torch.set_num_threads(count)
+        results.append(run(format_))
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+@pytest.mark.parametrize("format_", FORMATS)
+def test_neighbours_change_no_bit(isa: str, format_: str) -> None:
+    op, (x, *rest) = operands(format_, 8, 96, 192)
+    call = dispatch.kernel(op).op
+    whole = call(x, *rest)
+    for m in (1, 2, 3, 5, 7):
+        assert torch.equal(call(x[:m], *rest), whole[:m])
+    assert torch.equal(call(x[5:6], *rest), whole[5:6])
+
+
+def test_two_callers_at_once(threads: None) -> None:
+    torch.set_num_threads(2)
+    due, wrong = run("int8"), []
+
+    def many() -> None:
+        wrong.extend(1 for _ in range(300) if not torch.equal(run("int8"), due))
+
+    callers = [threading.Thread(target=many) for _ in range(4)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join(timeout=120)
+        assert not caller.is_alive()
+    assert wrong == []
+
+
+def test_fork(threads: None) -> None:
+    torch.set_num_threads(2)
+    due = run("int4-group32")
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if torch.equal(run("int4-group32"), due) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert torch.equal(run("int4-group32"), due)
+
+
+def test_foreign_pack_is_refused() -> None:
+    op, (x, data, *rest) = operands("int8", 2, 16, 64)
+    with pytest.raises(KernelError, match="bytes"):
+        dispatch.kernel(op).op(x, data[:-1], *rest)
+
+
+@pytest.mark.parametrize("group, offset, words", [(48, "none", "multiple of 32"), (64, "zero_point", "zero points")])
+def test_what_has_no_pack(group: int, offset: str, words: str) -> None:
+    assert words in str(cpu_pack.why_not(16, 192, group, offset))
+
+
+def test_gather_is_what_torch_dequantises() -> None:
+    _, q, scale, offset, _ = canonical("int4-minimum64", 1, 37, 192)
+    made = cpu_pack.pack_int4(q, scale, offset)
+    rows = cpu_pack.gather(made, torch.tensor([36, 0, 17]))
+    eye = torch.eye(192)
+    due = dispatch.kernel("int4_linear").reference(eye, q, scale, offset).t()[[36, 0, 17]]
+    assert torch.equal(rows, due)
+    with pytest.raises(KernelError):
+        cpu_pack.gather(made, torch.tensor([37]))

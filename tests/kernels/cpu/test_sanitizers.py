@@ -1,0 +1,59 @@
+"""A thousand random shapes through the C interface under the address and undefined-behaviour sanitizers, on every
+path."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from accelpatch.device import probe
+from accelpatch.kernels import build, cpu_native
+
+FLAGS = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer")
+HARNESS = Path(__file__).with_name("harness.cpp")
+SOURCES = Path(build.__file__).parent / "cpu"
+reason = build.why_not("cpu", probe("cpu"))
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(reason is not None, reason=f"no native library: {reason}"),
+]
+
+
+def compiled(folder: Path, flags: tuple[str, ...]) -> Path:
+    made = build.target("cpu", probe("cpu"))
+    compiler = build.compiler(made.compilers)
+    assert compiler is not None
+    sources = [(SOURCES / name, own) for name, own in made.sources.items()] + [(HARNESS, ())]
+    objects = [folder / f"{path.stem}.o" for path, _ in sources]
+
+    def one(source: tuple[Path, tuple[str, ...]], out: Path) -> None:
+        command = [compiler, *made.flags, *flags, f"-I{SOURCES}", *source[1], "-c", str(source[0]), "-o", str(out)]
+        subprocess.run(command, check=True, timeout=300)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(one, sources, objects))
+    program = folder / "harness"
+    subprocess.run([compiler, *flags, "-pthread", *map(str, objects), "-o", str(program)], check=True, timeout=300)
+    return program
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return compiled(tmp_path_factory.mktemp("sanitized"), FLAGS)
+
+
+@pytest.mark.parametrize("isa", cpu_native.ISAS)
+def test_a_thousand_random_shapes(program: Path, isa: str) -> None:
+    index = cpu_native.ISAS.index(isa)
+    if index > cpu_native.native().ap_best_isa():
+        pytest.skip(f"this machine has no {isa}")
+    options = {"ASAN_OPTIONS": "detect_leaks=1", "UBSAN_OPTIONS": "print_stacktrace=1"}
+    command = [str(program), str(index), "1000", str(index)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=600, env={**os.environ, **options}, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "1000\n"), done.stderr[-4000:]
