@@ -1,9 +1,10 @@
 """Compiles device sources once a machine: the finished library lies in the user's cache, found by what it was made of.
 
-An entry's key is a digest of its sources, headers, flags, machine and compiler, so that a change of any of them is another
-entry. An entry is a folder with the library and a manifest that holds the library's own digest; both are checked before
-anything is loaded, and what does not agree is built again. ``ACCELPATCH_KERNELS`` names a folder of libraries built elsewhere
-(``export``), for machines without a compiler: it comes before the cache, and what does not agree there is an error.
+An entry's key is a digest of its sources, headers, flags, machine and compiler, so that a change of any of them is
+another entry. An entry is a folder with the library and a manifest that holds the library's own digest; both are
+checked before anything is loaded, and what does not agree is built again. ``ACCELPATCH_KERNELS`` names a folder of
+libraries built elsewhere (``export``), for machines without a compiler: it comes before the cache, and what does not
+agree there is an error.
 """
 
 from __future__ import annotations

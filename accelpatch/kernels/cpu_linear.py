@@ -33,9 +33,7 @@ def _pack(kind: int, q: Tensor, scale: Tensor, offset: str, bias: Tensor | None,
     assert pack is not None
     n, groups = scale.shape
     k = q.shape[1] * (2 if kind == cpu_native.INT4 else 1)
-    bytes_of = {
-        half: cpu_pack.pack_bytes(kind, n, k, k // groups, half, offset == "minimum") for half in (False, True)
-    }
+    bytes_of = {half: cpu_pack.pack_bytes(kind, n, k, k // groups, half, offset == "minimum") for half in (False, True)}
     fits = pack.dtype == torch.uint8 and pack.numel() in bytes_of.values()
     require(fits, "cpu", f"a pack of {bytes_of[False]} bytes belongs to this weight, not {pack.numel()}: pack it again")
     half = pack.numel() == bytes_of[True]

@@ -15,7 +15,6 @@ from torch import Tensor
 from accelpatch.errors import KernelError
 from accelpatch.kernels.cpu_native import DENSE, DTYPES, INT4, INT8, Linear, check, native, pointer, threads
 
-
 LARGEST = 1 << 31
 
 
@@ -87,9 +86,7 @@ def _is_half(*tensors: Tensor | None) -> bool:
     return all(bool((t.half().float() == t).all()) for t in tensors if t is not None)
 
 
-def _pack(
-    kind: int, q: Tensor, scale: Tensor, offset: Tensor | None, bias: Tensor | None, out: Tensor | None
-) -> Pack:
+def _pack(kind: int, q: Tensor, scale: Tensor, offset: Tensor | None, bias: Tensor | None, out: Tensor | None) -> Pack:
     n, groups = scale.shape
     k = q.shape[1] * (2 if kind == INT4 else 1)
     if offset is not None and not offset.is_floating_point():
@@ -138,8 +135,10 @@ def aligned(size: int) -> Tensor:
 
 
 def together(packs: Sequence[Pack]) -> list[Pack]:
-    """The same packs in one block of memory, in this order, on large pages where the system has them: a step that reads them
-    one after the other then reads one stream."""
+    """The same packs in one block of memory, in this order, on large pages where the system has them.
+
+    A step that reads them one after the other then reads one stream.
+    """
     starts, total = [], 0
     for pack in packs:
         starts.append(total)

@@ -5,8 +5,8 @@
                  hidden += after_mlp_norm(down(activation(gate) * up)) of mlp_norm(hidden)
     logits = softcap(head(final_norm(hidden)))
 
-A norm that a family has not got is None. Everything is float32 but the weights' own formats. The class owns the C structures;
-the tensors behind them (packs, norms, cache) are kept alive by it and stay the caller's to read.
+A norm that a family has not got is None. Everything is float32 but the weights' own formats. The class owns the C
+structures; the tensors behind them (packs, norms, cache) are kept alive by it and stay the caller's to read.
 """
 
 from __future__ import annotations
@@ -26,9 +26,12 @@ from accelpatch.kernels.cpu_pack import Pack
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """linears: a Pack for each of LINEARS (q k v o gate up down), biases inside. norms: float32 weights by the names of
-    NORMS, as x_hat is multiplied by them (Gemma: 1 + w); those left out are not there. window: slots that attention looks
-    back, 0 for all. rope: which of the step's rotary frequencies."""
+    """The weights of one layer.
+
+    linears: a Pack for each of LINEARS (q k v o gate up down), biases inside. norms: float32 weights by the names of
+    NORMS, as x_hat is multiplied by them (Gemma: 1 + w); those left out are not there. window: slots that attention
+    looks back, 0 for all. rope: which of the step's rotary frequencies.
+    """
 
     linears: dict[str, Pack]
     norms: dict[str, Tensor]
@@ -38,7 +41,10 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class StepShape:
-    """What the step computes besides its weights. rope: (inverse frequencies[head_dim / 2], attention scaling), at most two."""
+    """What the step computes besides its weights.
+
+    rope: (inverse frequencies[head_dim / 2], attention scaling), at most two. softcaps: 0 for none.
+    """
 
     hidden: int
     heads: int
@@ -75,13 +81,17 @@ class DecodeStep:
     def __post_init__(self) -> None:
         self._check()
         model = self._model()
-        check(native().ap_step_create(ctypes.byref(model), MAX_THREADS, ctypes.byref(self._step)), "this model's shapes")
+        check(
+            native().ap_step_create(ctypes.byref(model), MAX_THREADS, ctypes.byref(self._step)), "this model's shapes"
+        )
 
     def __del__(self) -> None:
         if self._step:
             native().ap_step_free(self._step)
 
-    def __call__(self, tokens: Tensor, slots: Tensor, starts: Tensor, positions: Tensor, out: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, tokens: Tensor, slots: Tensor, starts: Tensor, positions: Tensor, out: Tensor | None = None
+    ) -> Tensor:
         """logits float32 [B, vocabulary], into `out` where given.
 
         tokens, slots, starts, positions: int64 [B]. Sequence b's token is written at slots[b] of the cache, attends to
@@ -100,9 +110,13 @@ class DecodeStep:
         batch = given[0].shape[0]
         for tensor in given:
             if tensor.dtype != torch.int64 or tensor.shape != (batch,) or tensor.device.type != "cpu":
-                raise KernelError(f"tokens, slots, starts, positions are int64 [{batch}] on the CPU, not {tensor.dtype}")
+                raise KernelError(
+                    f"tokens, slots, starts, positions are int64 [{batch}] on the CPU, not {tensor.dtype}"
+                )
         if logits is not None and (
-            logits.dtype != torch.float32 or logits.shape != (batch, self.shape.vocabulary) or not logits.is_contiguous()
+            logits.dtype != torch.float32
+            or logits.shape != (batch, self.shape.vocabulary)
+            or not logits.is_contiguous()
         ):
             raise KernelError(f"logits are contiguous float32 [{batch}, {self.shape.vocabulary}]")
         ready = [tensor.contiguous() for tensor in given]
@@ -114,7 +128,9 @@ class DecodeStep:
         want = (len(self.layers), self.keys.shape[1], s.kv_heads, self.keys.shape[3], s.head_dim)
         for cache in (self.keys, self.values):
             if cache.dtype != torch.float32 or tuple(cache.shape) != want or not cache.is_contiguous():
-                raise KernelError(f"the step's cache is contiguous float32 {list(want)}, not {cache.dtype} {list(cache.shape)}")
+                raise KernelError(
+                    f"the step's cache is contiguous float32 {list(want)}, not {cache.dtype} {list(cache.shape)}"
+                )
         if not 1 <= want[1] <= MAX_BATCH:
             raise KernelError(f"the native step takes 1 to {MAX_BATCH} sequences, not {want[1]}")
         if s.activation not in cpu_native.ACTIVATIONS:
@@ -122,11 +138,14 @@ class DecodeStep:
 
     def _model(self) -> cpu_native.Model:
         s = self.shape
-        made = (cpu_native.Layer * len(self.layers))(*(self._layer(i, weights) for i, weights in enumerate(self.layers)))
+        made = (cpu_native.Layer * len(self.layers))(
+            *(self._layer(i, weights) for i, weights in enumerate(self.layers))
+        )
         self._keep += [made, self.embedding, self.head, self.final_norm, *s.rope]
         model = cpu_native.Model(
             len(self.layers), s.hidden, s.heads, s.kv_heads, s.head_dim, s.intermediate, s.vocabulary,
-            self.keys.shape[1], self.keys.shape[3], made, self.embedding.struct(), self.head.struct(), self._vector(self.final_norm, s.hidden),
+            self.keys.shape[1], self.keys.shape[3], made, self.embedding.struct(),
+            self.head.struct(), self._vector(self.final_norm, s.hidden),
         )  # fmt: skip
         for i, (frequencies, scaling) in enumerate(s.rope):
             model.inverse_frequency[i], model.rope_scaling[i] = self._vector(frequencies, s.head_dim // 2), scaling

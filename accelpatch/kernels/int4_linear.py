@@ -104,7 +104,9 @@ def int4_linear(
     bias[N] float or None; pack: the weight as the CPU's native kernel wants it (cpu_pack), or None. y has x's dtype,
     contiguous. Raises KernelError for arguments that do not fit together.
     """
-    result = dispatch.run("int4_linear", spec(x, q, scale, offset, bias, pack), x.device, (x, q, scale, offset, bias, pack))
+    result = dispatch.run(
+        "int4_linear", spec(x, q, scale, offset, bias, pack), x.device, (x, q, scale, offset, bias, pack)
+    )
     assert isinstance(result, Tensor)
     return result
 
@@ -147,6 +149,4 @@ def cases() -> list[Case]:
 
 
 _IMPLEMENTATIONS = {"cpu": cpu_linear.INT4, "torch": Implementation(_torch, dispatch.anywhere)}
-KERNELS = {
-    "int4_linear": Kernel(int4_linear, reference, spec, _IMPLEMENTATIONS, cases)
-}
+KERNELS = {"int4_linear": Kernel(int4_linear, reference, spec, _IMPLEMENTATIONS, cases)}

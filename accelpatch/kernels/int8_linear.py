@@ -35,9 +35,7 @@ def _torch(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None, pack
 
 
 @torch.library.custom_op("accelpatch::int8_linear", mutates_args=())
-def int8_linear(
-    x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None, pack: Tensor | None = None
-) -> Tensor:
+def int8_linear(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None, pack: Tensor | None = None) -> Tensor:
     """y[..., N] = x[..., K] @ (q * scale)^T + bias.
 
     x[..., K] float; q[N, K] int8; scale[N, G] float, G dividing K; bias[N] float or None; pack: the weight
@@ -73,6 +71,4 @@ def cases() -> list[Case]:
 
 
 _IMPLEMENTATIONS = {"cpu": cpu_linear.INT8, "torch": Implementation(_torch, dispatch.anywhere)}
-KERNELS = {
-    "int8_linear": Kernel(int8_linear, reference, spec, _IMPLEMENTATIONS, cases)
-}
+KERNELS = {"int8_linear": Kernel(int8_linear, reference, spec, _IMPLEMENTATIONS, cases)}

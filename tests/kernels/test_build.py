@@ -1,4 +1,4 @@
-"""The build cache: what a key is made of, who builds, what is never loaded, and what is said where nothing can be built."""
+"""The build cache: what a key is made of, who builds, what is never loaded, what is said where nothing builds."""
 
 from __future__ import annotations
 
@@ -116,7 +116,12 @@ def test_a_change_is_another_entry(place: Path, change: Callable[[Path], None]) 
 def test_flags_and_machine_are_in_the_key(place: Path, field: str) -> None:
     plain, path = small(place / "sources"), build.compiler(())
     assert path is not None
-    other = {"flags": ("-fPIC", "-O3"), "link": ("-shared", "-g"), "arch": "there", "sources": {"one.cpp": ("-O3",), "two.cpp": ()}}
+    other = {
+        "flags": ("-fPIC", "-O3"),
+        "link": ("-shared", "-g"),
+        "arch": "there",
+        "sources": {"one.cpp": ("-O3",), "two.cpp": ()},
+    }
     changed = Target(**{**vars(plain), field: other[field]})
     assert build.key("small", changed, path) != build.key("small", plain, path)
 
@@ -142,7 +147,7 @@ def test_named_compiler_is_not_there(place: Path, monkeypatch: pytest.MonkeyPatc
 def test_compiler_that_fails(place: Path) -> None:
     (place / "sources/two.cpp").write_text("this is no program\n")
     assert build.why_not("small", DEVICE) is None
-    with pytest.raises(KernelError, match="two.cpp.*failed with status 1") as caught:
+    with pytest.raises(KernelError, match=r"two\.cpp.*failed with status 1") as caught:
         build.library("small", DEVICE)
     assert "error:" in str(caught.value)
     assert "torch's own operations" in str(caught.value)
@@ -159,7 +164,8 @@ import sys
 from pathlib import Path
 from accelpatch.device import Device
 from accelpatch.kernels import build
-build.target = lambda name, device: build.Target(sys.argv[1], {"one.cpp": (), "two.cpp": ()}, ("g++",), ("-fPIC",), ("-shared",), "here")
+sources = {"one.cpp": (), "two.cpp": ()}
+build.target = lambda *_: build.Target(sys.argv[1], sources, ("g++",), ("-fPIC",), ("-shared",), "here")
 print(build.library("small", Device("cpu", "cpu", "x86-64", "a CPU", 1 << 30, 1)).answer())
 """
 
@@ -230,7 +236,9 @@ DAMAGES = [truncate, swap, lose, spoil_manifest, other_pair]
 
 @needs_compiler
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda f: f.__name__)
-def test_damaged_entry_is_built_again(place: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[Path], None]) -> None:
+def test_damaged_entry_is_built_again(
+    place: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[Path], None]
+) -> None:
     build.locate("small", small(place / "sources"))
     damage(entry(place))
     assert afresh(monkeypatch).answer() == 42
@@ -249,7 +257,9 @@ def a_link(root: Path) -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("spoil", [open_to_others, a_link], ids=lambda f: f.__name__)
-def test_folder_that_is_not_private_is_refused(place: Path, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Path], None]) -> None:
+def test_folder_that_is_not_private_is_refused(
+    place: Path, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Path], None]
+) -> None:
     build.locate("small", small(place / "sources"))
     spoil(place / "cache")
     with pytest.raises(CacheError):
@@ -268,7 +278,9 @@ def test_prebuilt_folder(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda f: f.__name__)
-def test_damaged_prebuilt_folder_is_an_error(place: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[Path], None]) -> None:
+def test_damaged_prebuilt_folder_is_an_error(
+    place: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[Path], None]
+) -> None:
     folder = build.export("small", DEVICE, place / "prebuilt")
     damage(folder)
     monkeypatch.setenv("ACCELPATCH_KERNELS", str(place / "prebuilt"))

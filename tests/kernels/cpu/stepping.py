@@ -1,4 +1,4 @@
-"""A native decode step made from a transformers model, for tests and measurements; and the model that it must agree with."""
+"""A native decode step made from a transformers model, for tests; and the model that it must agree with."""
 
 from __future__ import annotations
 
@@ -60,13 +60,15 @@ def build(model: PreTrainedModel, quantize: Quantize, max_batch: int, length: in
     layers = [layer_weights(layer, config, quantize, plus_one, names) for layer in decoder.layers]
     order = [pack for layer in layers for pack in layer.linears.values()] + [head]
     moved = dict(zip(map(id, order), cpu_pack.together(order), strict=True))
-    layers = [replace(layer, linears={name: moved[id(pack)] for name, pack in layer.linears.items()}) for layer in layers]
+    layers = [
+        replace(layer, linears={name: moved[id(pack)] for name, pack in layer.linears.items()}) for layer in layers
+    ]
     embedding, head = moved.get(id(embedding), embedding), moved[id(head)]
     attention = decoder.layers[0].self_attn
     keys = torch.full((len(layers), max_batch, config.num_key_value_heads, length, attention.head_dim), float("nan"))
     shape = StepShape(
-        config.hidden_size, config.num_attention_heads, config.num_key_value_heads, attention.head_dim, config.intermediate_size,
-        config.vocab_size, config.rms_norm_eps, attention.scaling, tuple(rope.values()),
+        config.hidden_size, config.num_attention_heads, config.num_key_value_heads, attention.head_dim,
+        config.intermediate_size, config.vocab_size, config.rms_norm_eps, attention.scaling, tuple(rope.values()),
         ACTIVATIONS[getattr(config, "hidden_activation", None) or config.hidden_act],
         config.hidden_size**0.5 if gemma else 1.0,
         getattr(config, "attn_logit_softcapping", None) or 0.0, getattr(config, "final_logit_softcapping", None) or 0.0,
@@ -84,7 +86,9 @@ def ropes(rotary: nn.Module) -> dict[str, tuple[Tensor, float]]:
     }
 
 
-def layer_weights(layer: nn.Module, config: object, quantize: Quantize, plus_one: float, ropes: list[str]) -> LayerWeights:
+def layer_weights(
+    layer: nn.Module, config: object, quantize: Quantize, plus_one: float, ropes: list[str]
+) -> LayerWeights:
     attention, mlp = layer.self_attn, layer.mlp
     modules = {
         "q": attention.q_proj, "k": attention.k_proj, "v": attention.v_proj, "o": attention.o_proj,
@@ -103,7 +107,8 @@ def layer_weights(layer: nn.Module, config: object, quantize: Quantize, plus_one
     return LayerWeights(
         {name: quantize(module.weight, module.bias) for name, module in modules.items()},
         {name: norm.weight.detach() + plus_one for name, norm in norms.items() if norm is not None},
-        (attention.sliding_window if hasattr(attention, "sliding_window") else getattr(config, "sliding_window", None)) or 0,
+        (attention.sliding_window if hasattr(attention, "sliding_window") else getattr(config, "sliding_window", None))
+        or 0,
         ropes.index(kind) if kind in ropes else 0,
     )
 

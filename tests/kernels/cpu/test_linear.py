@@ -1,4 +1,4 @@
-"""The native products and packs, on every path that this machine has: the float rule, views, NaN, threads, neighbours."""
+"""The native products and packs, on every path of this machine: the float rule, views, NaN, threads, neighbours."""
 
 from __future__ import annotations
 
@@ -45,7 +45,9 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def operands(format_: str, m: int, n: int, k: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple[str, tuple[Any, ...]]:
+def operands(
+    format_: str, m: int, n: int, k: int, dtype: torch.dtype = torch.float32, seed: int = 0
+) -> tuple[str, tuple[Any, ...]]:
     """(op, arguments with the pack among them)."""
     g = torch.Generator().manual_seed(seed)
     group = next((int(size) for size in ("32", "64") if format_.endswith(size)), k)
@@ -68,7 +70,18 @@ def size_for(format_: str, m: int, n: int, k: int) -> tuple[int, int, int]:
     return m, n, max(unit, k // unit * unit)
 
 
-SIZES = [(1, 1, 2), (1, 16, 64), (2, 17, 100), (3, 576, 576), (5, 31, 1536), (7, 33, 130), (8, 48, 96), (9, 15, 64), (1, 5, 11008), (129, 40, 192)]
+SIZES = [
+    (1, 1, 2),
+    (1, 16, 64),
+    (2, 17, 100),
+    (3, 576, 576),
+    (5, 31, 1536),
+    (7, 33, 130),
+    (8, 48, 96),
+    (9, 15, 64),
+    (1, 5, 11008),
+    (129, 40, 192),
+]
 
 
 @pytest.mark.parametrize("size", SIZES, ids=name)

@@ -1,4 +1,4 @@
-"""A thousand random shapes through the C interface under the address and undefined-behaviour sanitizers, on every path."""
+"""A thousand random shapes on every path, under the address and undefined-behaviour sanitizers."""
 
 from __future__ import annotations
 
@@ -52,5 +52,7 @@ def test_a_thousand_random_shapes(program: Path, isa: str) -> None:
         pytest.skip(f"this machine has no {isa}")
     options = {"ASAN_OPTIONS": "detect_leaks=1", "UBSAN_OPTIONS": "print_stacktrace=1"}
     command = [str(program), str(index), "1000", str(index)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env={**os.environ, **options}, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=600, env={**os.environ, **options}, check=False
+    )
     assert (done.returncode, done.stdout) == (0, "1000\n"), done.stderr[-4000:]

@@ -87,7 +87,7 @@ def decode(step: DecodeStep, ids: Tensor, pads: Tensor) -> Tensor:
 
 
 def expected(model: PreTrainedModel, step: DecodeStep, ids: Tensor, pads: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    """Each sequence's logits by the model with the step's weights, without its padding: nothing that masks could hide."""
+    """Each sequence's logits by the model with the step's weights, without its padding: no mask can hide a fault."""
     stands_for = rounded(copy.deepcopy(model), step, dtype)
     with torch.no_grad():
         return [stands_for(row[pad:][None]).logits[0] for row, pad in zip(ids, pads.tolist(), strict=True)]
@@ -212,7 +212,15 @@ def test_fork_after_a_step(threads: None) -> None:
 @pytest.mark.parametrize(
     "token, slot, start, position",
     [(131, 0, 0, 0), (-1, 0, 0, 0), (1, LENGTH, 0, 0), (1, -1, 0, 0), (1, 3, 4, 0), (1, 0, -1, 0), (1, 0, 0, -1)],
-    ids=["token-too-large", "token-negative", "slot-too-large", "slot-negative", "start-after-slot", "start-negative", "position"],
+    ids=[
+        "token-too-large",
+        "token-negative",
+        "slot-too-large",
+        "slot-negative",
+        "start-after-slot",
+        "start-negative",
+        "position",
+    ],
 )
 def test_what_is_out_of_range_is_refused(token: int, slot: int, start: int, position: int) -> None:
     step = small_step()
