@@ -21,6 +21,7 @@ from accelpatch.kernels.selftest import run as selftest
 from accelpatch.models.family import roles_of
 from accelpatch.models.inputs import sample_inputs
 from accelpatch.models.load import load
+from accelpatch.models.load import random as random_model
 from accelpatch.modules.patched_model import patched_class
 from accelpatch.patching import apply
 from accelpatch.patching.evaluation import Evaluation, compare
@@ -33,7 +34,7 @@ from accelpatch.runtime.first_use import on_first_use
 
 __all__ = [
     "evaluate", "load", "load_plugin", "patch", "patch_on_first_use", "patched", "plan", "plan_from_config",
-    "replacer", "selftest", "unpatch",
+    "random_model", "replacer", "selftest", "unpatch",
 ]  # fmt: skip
 
 Model = TypeVar("Model", bound=nn.Module)

@@ -121,9 +121,9 @@ def check_complete(draft: Draft) -> None:
         if rule.fields["replace"] == "keep" and rule.fields.get("options"):
             raise rule.node.error("a rule that keeps its sites has no options; name a replacer, or leave them out")
     names = [rule.name for rule in draft.rules if rule.name]
-    for name, key in draft.bounds.items():
+    for name, node in draft.bounds.items():
         if name not in names:
-            raise key.error(f"verify.bounds: no rule is named {shown(name)}; {suggest(name, names)}")
+            raise node.error(f"verify.bounds: no rule is named {shown(name)}; {suggest(name, names)}")
 
 
 def _stem(stem: str) -> str:

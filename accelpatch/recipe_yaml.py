@@ -22,7 +22,7 @@ from accelpatch.errors import RecipeError
 MAX_BYTES = 64 * 1024  # the largest bundled recipe has 1 KB; PyYAML reads some 100 KB a second
 MAX_DEPTH = 12  # a recipe's own schema needs 5; options may nest
 
-_WORDS = {"": None, "~": None, "null": None, "Null": None, "NULL": None}
+_WORDS: dict[str, bool | None] = {"": None, "~": None, "null": None, "Null": None, "NULL": None}
 _WORDS |= {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
 _INTEGER = re.compile(r"[-+]?(?:0|[1-9][0-9]*)")
 _NUMBER = re.compile(r"[-+]?(?:\.[0-9]+|(?:0|[1-9][0-9]*)(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?")
@@ -157,7 +157,8 @@ def read(data: str | bytes, source: str) -> Node:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         message = " ".join(part for part in (error.context, error.problem) if part)
-        raise RecipeError(message, source=source, line=mark.line + 1, column=mark.column + 1) from None
+        line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)
+        raise RecipeError(message, source=source, line=line, column=column) from None
     except yaml.reader.ReaderError as error:
         line, column = _place(text[: error.position])
         message = f"the character {shown(chr(error.character))} is not allowed"
@@ -165,7 +166,8 @@ def read(data: str | bytes, source: str) -> Node:
     except (ValueError, OverflowError):  # PyYAML calls chr() on "\UFFFFFFFF" and int() on a long %YAML version
         mark = composer.get_mark()
         message = "an escape or a version is out of range"
-        raise RecipeError(message, source=source, line=mark.line + 1, column=mark.column + 1) from None
+        line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)
+        raise RecipeError(message, source=source, line=line, column=column) from None
     if root is None:
         raise RecipeError("the file is empty; a recipe is a mapping with the key 'rules'", source=source)
     return _located(root, source)

@@ -24,7 +24,8 @@ IMPORTS: dict[str, tuple[str, str]] = {
     "kernels": ("device errors cache", "triton"),  # cache: built device sources are published there
     "quant": ("kernels device errors", ""),
     "modules": ("kernels quant errors", "transformers"),
-    "models": ("errors cache", "transformers huggingface_hub gguf safetensors"),  # cache: converted checkpoints are published there
+    # cache: converted checkpoints are published there
+    "models": ("errors cache", "transformers huggingface_hub gguf safetensors"),
     "patching": ("recipe device report errors", ""),
     "replacers": ("patching modules quant kernels models.family device errors", ""),
     "runtime": ("kernels modules report device errors", "transformers"),

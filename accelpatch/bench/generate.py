@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from accelpatch.bench.timing import Timing, once, timing
+from accelpatch.errors import AccelpatchError
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,11 @@ def measure_generate(model: nn.Module, shape: Shape, *, repeats: int, warmup: in
     for _ in range(repeats):
         short.append(once(lambda: generate(model, ids, 1), device))
         difference.append(once(lambda: generate(model, ids, shape.new), device) - short[-1])
+    if min(difference) <= 0.0:
+        raise AccelpatchError(
+            f"generating {shape.new} tokens took no longer than generating one: the machine is too busy, or the answer "
+            "too short to be timed; use more --new-tokens"
+        )
     return Figures(shape, timing(short), timing(difference))
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -56,10 +56,10 @@ def measure(call: Callable[[], Any], *, device: torch.device, repeats: int, warm
 def once(call: Callable[[], Any], device: torch.device) -> float:
     """Seconds of one call, from an idle device to an idle device."""
     synchronize(device)
-    start = time.perf_counter()
+    start = perf_counter()
     call()
     synchronize(device)
-    return time.perf_counter() - start
+    return perf_counter() - start
 
 
 def synchronize(device: torch.device) -> None:

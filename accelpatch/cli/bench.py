@@ -12,7 +12,6 @@ from . import console, options
 from .options import DeviceOption, DtypeOption, JsonOption, PluginOption, RecipeOption
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
     from accelpatch.bench.generate import Shape
@@ -39,35 +38,30 @@ def bench(
     """Time MODEL before and after a recipe. The patched model is verified first: no speed of a wrong answer."""
     from accelpatch.bench import plot as plots
 
-    if plot is not None:
+    if plot:
         plots.check(plot)
-    console.quiet_transformers()
-    options.check_recipe(recipe)
-    options.load_plugins(plugin)
+    options.prepare(recipe, plugin)
+    from accelpatch.bench import record as records
     from accelpatch.bench.generate import Shape
 
-    where = options.torch_device(device)
-    network = _model(model, random_weights, dtype, where)
-    shape = Shape(batch, prompt_tokens, new_tokens)
-    record = _measure(network, model, recipe, shape, repeats, "random" if random_weights else "checkpoint", json)
+    network: Any = (
+        _random(model, dtype, device) if random_weights else options.open_model(model, dtype, device)[0].model
+    )
+    weights = "random" if random_weights else "checkpoint"
+    record = _measure(network, model, recipe, Shape(batch, prompt_tokens, new_tokens), repeats, weights, json)
     if json:
         console.print_json(record)
     else:
-        from accelpatch.bench.record import text
-
-        print(text(record))
-    if plot is not None:
+        print(records.text(record))
+    if plot:
         plots.draw(record, plot)
         console.note(f"drawn: {plot}")
 
 
-def _model(name: str, random_weights: bool, dtype: str, where: torch.device) -> nn.Module:
+def _random(name: str, dtype: str, device: str) -> nn.Module:
     from accelpatch import api
 
-    with console.progress_bars() as progress:
-        if random_weights:
-            return api.random_model(name, dtype=dtype, device=where)
-        return api.load(name, dtype=dtype, device=where, progress=progress).model
+    return api.random_model(name, dtype=dtype, device=options.torch_device(device))
 
 
 def _measure(

@@ -24,19 +24,15 @@ def evaluate(
     json: JsonOption = False,
 ) -> None:
     """Compare MODEL before and after a recipe on a text: KL, top-1 agreement and perplexity."""
-    console.quiet_transformers()
-    options.check_recipe(recipe)
-    options.load_plugins(plugin)
+    options.prepare(recipe, plugin)
     words = _read(text)
     from accelpatch import api
 
     from . import prompt as prompts
 
-    where = options.torch_device(device)
+    loaded, where = options.open_model(model, dtype, device)
+    ids = prompts.encode(prompts.tokenizer_of(loaded), words, chat=False)[:, :max_tokens]
     with console.progress_bars() as progress:
-        loaded = api.load(model, dtype=dtype, device=where, progress=progress)
-        tokenizer = prompts.tokenizer_of(loaded)
-        ids = prompts.encode(tokenizer, words, chat=False)[:, :max_tokens]
         found = api.evaluate(loaded.model, recipe, ids.to(where), progress=progress)
     if json:
         console.print_json({"model": model, "recipe": recipe, "text": str(text)} | found.to_dict())

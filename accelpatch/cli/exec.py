@@ -57,15 +57,9 @@ def execute(
     from . import script as scripts
 
     patched: list[str] = []
-    patching = api.patch_on_first_use(
-        recipe, on_patched=lambda model: patched.append(_line(model)), keep_original="none"
-    )
     try:
-        with scripts.FailuresAsPython(), patching:
-            if module is None:
-                scripts.run_file(words[0], words[1:])
-            else:
-                scripts.run_module(module, words)
+        with api.patch_on_first_use(recipe, on_patched=lambda m: patched.append(_line(m)), keep_original="none"):
+            scripts.run(words if module is None else [module, *words], as_module=module is not None)
     finally:
         if not quiet:
             console.note("accelpatch: " + ("; ".join(patched) or "the script used no model that could be patched"))

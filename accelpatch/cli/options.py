@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+
+from . import console
 
 if TYPE_CHECKING:
     import torch
@@ -40,10 +42,15 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, 
 
 def load_plugins(files: list[Path] | None) -> None:
     """Register the replacers of each file; the files run as Python, so they are the user's own to trust."""
+    if not files:
+        return
     from accelpatch import api
 
-    for file in files or ():
-        api.load_plugin(file)
+    from .script import FailuresAsPython
+
+    for file in files:
+        with FailuresAsPython():
+            api.load_plugin(file)
 
 
 def check_recipe(recipe: str) -> None:
@@ -51,6 +58,22 @@ def check_recipe(recipe: str) -> None:
     from accelpatch import recipe as recipes
 
     recipes.load(recipe)
+
+
+def prepare(recipe: str, plugins: list[Path] | None) -> None:
+    """What comes before anything slow: quiet libraries, a recipe that can be read, the user's own replacers."""
+    console.quiet_transformers()
+    check_recipe(recipe)
+    load_plugins(plugins)
+
+
+def open_model(name: str, dtype: str, device: str) -> tuple[Any, torch.device]:
+    """The loaded model, and the device that it lies on; with bars on stderr while it loads."""
+    from accelpatch import api
+
+    where = torch_device(device)
+    with console.progress_bars() as progress:
+        return api.load(name, dtype=dtype, device=where, progress=progress), where
 
 
 def torch_device(text: str) -> torch.device:

@@ -23,9 +23,7 @@ def plan(
     json: JsonOption = False,
 ) -> None:
     """Say what a recipe would replace in MODEL, and whether the result fits; loads no weights."""
-    console.quiet_transformers()
-    options.check_recipe(recipe)
-    options.load_plugins(plugin)
+    options.prepare(recipe, plugin)
     from accelpatch import api
 
     planned = api.plan_from_config(model, recipe, arch=arch, max_length=max_length)

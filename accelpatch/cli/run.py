@@ -65,27 +65,21 @@ def run(
     text = sys.stdin.read() if prompt == "-" else prompt
     if not text.strip():
         raise typer.BadParameter("the prompt is empty", param_hint="--prompt")
-    console.quiet_transformers()
-    options.check_recipe(recipe)
-    options.load_plugins(plugin)
+    options.prepare(recipe, plugin)
     from accelpatch import api
 
     from . import prompt as prompts
 
-    where = options.torch_device(device)
-    with console.progress_bars() as progress:
-        loaded = api.load(model, dtype=dtype, device=where, progress=progress)
-    tokenizer = prompts.tokenizer_of(loaded)
-    ids = prompts.encode(tokenizer, text, chat=chat).to(where)
-    prompts.check_fits(loaded.model, ids.shape[1], max_new_tokens)
+    loaded, where = options.open_model(model, dtype, device)
+    ids = prompts.encode(prompts.tokenizer_of(loaded), text, chat=chat).to(where)
+    network = loaded.model
+    prompts.check_fits(network, ids.shape[1], max_new_tokens)
     sampling = Sampling(max_new_tokens, temperature, seed)
-    before = None
-    if compare:
-        before = _answer(loaded, ids, sampling, heading="original", json=json)
+    before = _answer(loaded, ids, sampling, heading="original", json=json) if compare else None
     with console.progress_bars() as progress:
-        api.patch(loaded.model, recipe, keep_original="none", progress=progress)
+        api.patch(network, recipe, keep_original="none", progress=progress)
     after = _answer(loaded, ids, sampling, heading="patched" if compare else None, json=json)
-    report = loaded.model.accelpatch.report()
+    report = network.accelpatch.report()
     if json:
         console.print_json(_document(model, text, report, before, after))
     else:

@@ -12,8 +12,18 @@ from pathlib import Path
 
 from accelpatch.errors import AccelpatchError
 
-# The files of the frames between this process's start and the script's first line.
-STARTERS = (__file__, str(Path(__file__).with_name("exec.py")), runpy.__file__, "<frozen runpy>")
+# The files of the frames between this process's start and the first line of the user's code.
+STARTERS = (
+    *(str(Path(__file__).with_name(name)) for name in ("script.py", "exec.py", "options.py")),
+    str(Path(__file__).parent.parent / "replacers" / "plugin.py"),
+    runpy.__file__, "<frozen runpy>", "<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>",
+)  # fmt: skip
+
+
+def run(words: list[str], *, as_module: bool) -> None:
+    """Run the script or module ``words[0]`` with the arguments after it; a failure is shown, and status 1."""
+    with FailuresAsPython():
+        (run_module if as_module else run_file)(words[0], words[1:])
 
 
 def run_file(script: str, arguments: list[str]) -> None:
@@ -23,13 +33,14 @@ def run_file(script: str, arguments: list[str]) -> None:
     """
     sys.argv[:] = [script, *arguments]
     _put_first_on_path(os.path.dirname(os.path.realpath(script)))
+    path = os.path.abspath(script)
     module = types.ModuleType("__main__")
-    module.__file__ = script
-    module.__loader__ = SourceFileLoader("__main__", script)
+    module.__file__ = path
+    module.__loader__ = SourceFileLoader("__main__", path)
     module.__dict__["__builtins__"] = __builtins__
     module.__dict__["__cached__"] = None
     sys.modules["__main__"] = module
-    code = compile(Path(script).read_bytes(), script, "exec", dont_inherit=True)
+    code = compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
     exec(code, module.__dict__)
 
 
@@ -55,7 +66,7 @@ def _exists(name: str) -> bool:
 
 
 class FailuresAsPython:
-    """A script's failure, shown as python shows it: by its excepthook, with the script's frames alone, status 1.
+    """A failure of the user's code, shown as python shows it: by its excepthook, with its own frames alone, status 1.
 
     sys.exit() of the script passes, and so do our own errors, which the command line shows in one line.
     """
@@ -66,12 +77,13 @@ class FailuresAsPython:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
         if kind is None or error is None or isinstance(error, SystemExit | AccelpatchError):
             return
-        sys.excepthook(kind, error, own_traceback(error))
+        error.__traceback__ = own_traceback(error)
+        sys.excepthook(kind, error, error.__traceback__)
         raise SystemExit(130 if isinstance(error, KeyboardInterrupt) else 1) from None
 
 
 def own_traceback(error: BaseException) -> types.TracebackType | None:
-    """The part of ``error``'s traceback that begins in the script: without the frames that started it."""
+    """The part of ``error``'s traceback that begins in the user's code: without the frames that started it."""
     frame = error.__traceback__
     while frame is not None and frame.tb_frame.f_code.co_filename in STARTERS:
         frame = frame.tb_next

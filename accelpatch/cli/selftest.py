@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import Any
 
 import typer
 
 from . import console, options
 from .options import DeviceOption, JsonOption, PluginOption
 
-if TYPE_CHECKING:
-    from accelpatch.kernels.selftest import SelftestRecord
-
 
 def selftest(device: DeviceOption = "auto", plugin: PluginOption = None, json: JsonOption = False) -> None:
     """Check every kernel that this machine can run against its reference; status 1 where one is wrong."""
+    where = options.torch_device(device)
     options.load_plugins(plugin)
     from accelpatch import api
 
-    records = api.selftest(options.torch_device(device))
+    records = api.selftest(where)
     failed = [record for record in records if record.ok is False]
     if json:
         console.print_json([record.to_dict() for record in records])
@@ -29,7 +27,7 @@ def selftest(device: DeviceOption = "auto", plugin: PluginOption = None, json: J
         raise typer.Exit(1)
 
 
-def _print(records: list[SelftestRecord], failed: list[SelftestRecord]) -> None:
+def _print(records: list[Any], failed: list[Any]) -> None:
     from accelpatch.report import table
 
     outcomes: dict[tuple[str, str], Counter[bool | None]] = {}

@@ -16,7 +16,7 @@ from accelpatch.models import checkpoint
 REACH_SECONDS = 10.0  # one try, where the hub's client would try for minutes
 _SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]
 # The HTTP client's own error, whichever client the installed version uses, and OSError.
-_NETWORK_ERRORS = (OSError, *HfHubHTTPError.__bases__)
+_NETWORK_ERRORS: tuple[type[Exception], ...] = (OSError, *HfHubHTTPError.__bases__)
 
 
 def snapshot(name: str, *, weights: bool = True) -> Path:

@@ -1,0 +1,128 @@
+"""accelpatch run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from .conftest import CONTEXT, Cli, Shell
+
+SHORT = ("--max-new-tokens", "12")
+
+
+@pytest.mark.smoke
+def test_answer_and_one_table(shell: Shell, model: str) -> None:
+    result = shell("run", model, "--recipe", "int8", *SHORT)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""  # no warnings, no bars
+    names = [line.split("  ")[0] for line in result.stdout.splitlines()]
+    for name in ("model", "recipe", "sites replaced", "bytes a token", "tokens/s", "verified"):
+        assert names.count(name) == 1
+    assert "every site within its bound" in result.stdout
+    assert "worst kernel error" in result.stdout
+    assert "KL" in result.stdout
+
+
+def test_json(cli: Cli, model: str) -> None:
+    result = cli("run", model, "--recipe", "int8", "--json", *SHORT)
+    document = json.loads(result.stdout)
+    assert document["tokens"] == 12
+    assert document["tokens_per_second"] > 0
+    assert document["report"]["replaced"] > 0
+    assert document["report"]["token_bytes"]["after"] < 0.3 * document["report"]["token_bytes"]["before"]
+    assert document["report"]["verification"]["failures"] == []
+
+
+def test_streamed_text_is_the_answer(cli: Cli, model: str) -> None:
+    streamed = cli("run", model, "--recipe", "exact", *SHORT).stdout
+    answer = json.loads(cli("run", model, "--recipe", "exact", "--json", *SHORT).stdout)["answer"]
+    assert answer != ""
+    assert streamed.startswith(answer)
+
+
+def test_compare(cli: Cli, model: str) -> None:
+    document = json.loads(cli("run", model, "--recipe", "exact", "--compare", "--json", *SHORT).stdout)
+    assert document["original"]["answer"] == document["answer"]  # exact rounds nothing that could change it
+    text = cli("run", model, "--recipe", "exact", "--compare", *SHORT).stdout
+    assert text.index("--- original") < text.index("--- patched") < text.index("sites replaced")
+    assert " -> " in next(line for line in text.splitlines() if line.startswith("tokens/s"))
+    assert "answers" in text
+
+
+def test_chat_uses_the_template(cli: Cli, model: str) -> None:
+    plain = json.loads(cli("run", model, "--prompt", "Hello", "--json", *SHORT).stdout)
+    chat = json.loads(cli("run", model, "--prompt", "Hello", "--chat", "--json", *SHORT).stdout)
+    assert plain["answer"] != chat["answer"]
+
+
+def test_prompt_from_stdin(cli: Cli, model: str) -> None:
+    given = json.loads(cli("run", model, "--prompt", "Hello", "--json", *SHORT).stdout)
+    read = json.loads(cli("run", model, "--prompt", "-", "--json", *SHORT, input="Hello").stdout)
+    assert read["prompt"] == "Hello"
+    assert read["answer"] == given["answer"]
+
+
+def test_sampling_follows_its_seed(cli: Cli, model: str) -> None:
+    def answer(*arguments: str) -> str:
+        document = json.loads(cli("run", model, "--json", *SHORT, *arguments).stdout)
+        return str(document["answer"])
+
+    first = answer("--temperature", "1.5", "--seed", "1")
+    assert answer("--temperature", "1.5", "--seed", "1") == first
+    assert answer("--temperature", "1.5", "--seed", "2") != first
+    assert answer("--seed", "1") == answer("--seed", "2")  # greedy
+
+
+def test_dtype(cli: Cli, model: str) -> None:
+    reports = [
+        json.loads(cli("run", model, "--recipe", "exact", "--dtype", dtype, "--json", *SHORT).stdout)["report"]
+        for dtype in ("float32", "bfloat16")
+    ]
+    assert reports[0]["token_bytes"]["before"] == 2 * reports[1]["token_bytes"]["before"]
+
+
+@pytest.mark.parametrize(
+    ("which", "arguments", "words"),
+    [
+        pytest.param("bare_model", [], "has no tokenizer", id="no tokenizer"),
+        pytest.param("no_template_model", ["--chat"], "no chat template", id="no chat template"),
+        pytest.param(
+            "model", ["--prompt", "x" * CONTEXT], f"context {CONTEXT}; shorten", id="prompt fills the context"
+        ),
+        pytest.param(
+            "model", ["--prompt", "x" * 200, "--max-new-tokens", "57"], "--max-new-tokens 56", id="no room left"
+        ),
+    ],
+)
+def test_clear_errors(cli: Cli, request: pytest.FixtureRequest, which: str, arguments: list[str], words: str) -> None:
+    result = cli("run", request.getfixturevalue(which), *arguments)
+    assert result.exit_code == 1
+    assert result.stderr.startswith("error: ")
+    assert words in result.stderr
+    assert result.stdout == ""
+
+
+def test_context_can_be_filled_to_the_end(cli: Cli, model: str) -> None:
+    prompt = "x" * (CONTEXT - 3)
+    assert cli("run", model, "--recipe", "exact", "--prompt", prompt, "--max-new-tokens", "3").exit_code == 0
+
+
+def test_a_plugin_that_fails_shows_its_own_lines(shell: Shell, model: str, tmp_path: Path) -> None:
+    file = tmp_path / "plugin.py"
+    file.write_text("import no_such_module_at_all\n")
+    result = shell("run", model, "--plugin", str(file))
+    assert result.returncode == 1
+    lines = result.stderr.splitlines()
+    assert lines[1] == f'  File "{file}", line 1, in <module>'
+    assert lines[-1] == "ModuleNotFoundError: No module named 'no_such_module_at_all'"
+    assert "accelpatch" not in result.stderr
+
+
+def test_a_plugin_that_registers_nothing(cli: Cli, model: str, tmp_path: Path) -> None:
+    file = tmp_path / "plugin.py"
+    file.write_text("x = 1\n")
+    result = cli("run", model, "--plugin", str(file))
+    assert result.exit_code == 1
+    assert "registers no replacer" in result.stderr
