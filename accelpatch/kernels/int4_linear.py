@@ -104,9 +104,8 @@ def int4_linear(
     bias[N] float or None; pack: the weight as the CPU's native kernel wants it (cpu_pack), or None. y has x's dtype,
     contiguous. Raises KernelError for arguments that do not fit together.
     """
-    result = dispatch.run(
-        "int4_linear", spec(x, q, scale, offset, bias, pack), x.device, (x, q, scale, offset, bias, pack)
-    )
+    args = (x, q, scale, offset, bias) if pack is None else (x, q, scale, offset, bias, pack)
+    result = dispatch.run("int4_linear", spec(*args), x.device, args)
     assert isinstance(result, Tensor)
     return result
 

@@ -42,7 +42,8 @@ def int8_linear(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None,
     as the CPU's native kernel wants it (cpu_pack), or None. y has x's dtype, contiguous.
     Raises KernelError for arguments that do not fit together.
     """
-    result = dispatch.run("int8_linear", spec(x, q, scale, bias, pack), x.device, (x, q, scale, bias, pack))
+    args = (x, q, scale, bias) if pack is None else (x, q, scale, bias, pack)
+    result = dispatch.run("int8_linear", spec(*args), x.device, args)
     assert isinstance(result, Tensor)
     return result
 

@@ -37,7 +37,7 @@ def records_of(monkeypatch: pytest.MonkeyPatch, run: Callable[..., Any], reason:
 
 
 def test_wrong_one_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    def lost_tail(x: Any, q: torch.Tensor, scale: Any, bias: Any, pack: None) -> torch.Tensor:
+    def lost_tail(x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         whole = q.shape[1] // 64 * 64
         kept = q.clone()
         kept[:, whole:] = 0
