@@ -25,7 +25,6 @@ namespace {
 constexpr int kLanes = AP_LANES;
 typedef float vf __attribute__((vector_size(AP_LANES * 4)));
 typedef int32_t vi __attribute__((vector_size(AP_LANES * 4)));
-typedef int8_t vb __attribute__((vector_size(AP_LANES)));
 typedef uint8_t vu __attribute__((vector_size(AP_LANES)));
 
 AP_INLINE vf splat(float x) { return vf{} + x; }
