@@ -25,6 +25,17 @@ install_python() {
     DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends python3 python3-venv
 }
 
+# The CPU kernels are compiled on first use; without a compiler everything runs on plain torch, and the plan says so.
+want_compiler() {
+    command -v c++ >/dev/null || command -v g++ >/dev/null || command -v clang++ >/dev/null && return
+    if command -v apt-get >/dev/null && [ "$(id -u)" = 0 ]; then
+        apt-get update -qq
+        DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends g++
+    else
+        echo 'setup: no C++ compiler, so no native CPU kernels; install g++ for them' >&2
+    fi
+}
+
 # borrow LENDER_FOLDER BORROWER: what lies in the folder can be imported by BORROWER/bin/python, behind its own packages.
 borrow() {
     own=$("$2/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
@@ -33,6 +44,7 @@ borrow() {
 
 create() {
     need_python "$1"
+    want_compiler
     case $2 in
         installed)
             # Its folder, and no --system-site-packages: PYTHON may itself be of a virtual environment.

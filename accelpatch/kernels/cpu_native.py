@@ -151,3 +151,13 @@ def isa() -> str:
 def use_isa(name: str | None) -> None:
     """Run another path from now on, None for the best. Raises KernelError where this machine has not got it."""
     check(native().ap_use_isa(-1 if name is None else ISAS.index(name)), f"the path {name}")
+
+
+def read_limit(buffer: Tensor, repeats: int = 5) -> float:
+    """GB/s at which torch's number of threads reads `buffer` once, as the products read: the fastest of `repeats`."""
+    return float(native().ap_read_limit(pointer(buffer), buffer.nbytes, repeats, threads()))
+
+
+def describe() -> str:
+    """This CPU and the path that runs on it, for the head of a table."""
+    return f"{probe('cpu').name} ({isa()})"

@@ -135,8 +135,10 @@ def aligned(size: int) -> Tensor:
 
 
 def together(packs: Sequence[Pack]) -> list[Pack]:
-    """The same packs in one block of memory, in this order, on large pages where the system has them: a step that
-    reads them one after the other then reads one stream."""
+    """The same packs in one block of memory, in this order, on large pages where the system has them.
+
+    A step that reads them one after the other then reads one stream.
+    """
     starts, total = [], 0
     for pack in packs:
         starts.append(total)

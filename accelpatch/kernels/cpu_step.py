@@ -26,9 +26,12 @@ from accelpatch.kernels.cpu_pack import Pack
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """linears: a Pack for each of LINEARS (q k v o gate up down), biases inside. norms: float32 weights by the names of
+    """The weights of one layer.
+
+    linears: a Pack for each of LINEARS (q k v o gate up down), biases inside. norms: float32 weights by the names of
     NORMS, as x_hat is multiplied by them (Gemma: 1 + w); those left out are not there. window: slots that attention
-    looks back, 0 for all. rope: which of the step's rotary frequencies."""
+    looks back, 0 for all. rope: which of the step's rotary frequencies.
+    """
 
     linears: dict[str, Pack]
     norms: dict[str, Tensor]
@@ -38,8 +41,10 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class StepShape:
-    """What the step computes besides its weights. rope: (inverse frequencies[head_dim / 2], attention scaling),
-    at most two."""
+    """What the step computes besides its weights.
+
+    rope: (inverse frequencies[head_dim / 2], attention scaling), at most two. softcaps: 0 for none.
+    """
 
     hidden: int
     heads: int
@@ -139,8 +144,8 @@ class DecodeStep:
         self._keep += [made, self.embedding, self.head, self.final_norm, *s.rope]
         model = cpu_native.Model(
             len(self.layers), s.hidden, s.heads, s.kv_heads, s.head_dim, s.intermediate, s.vocabulary,
-            self.keys.shape[1], self.keys.shape[3], made, self.embedding.struct(), self.head.struct(),
-            self._vector(self.final_norm, s.hidden),
+            self.keys.shape[1], self.keys.shape[3], made, self.embedding.struct(),
+            self.head.struct(), self._vector(self.final_norm, s.hidden),
         )  # fmt: skip
         for i, (frequencies, scaling) in enumerate(s.rope):
             model.inverse_frequency[i], model.rope_scaling[i] = self._vector(frequencies, s.head_dim // 2), scaling

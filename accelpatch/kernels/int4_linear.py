@@ -66,7 +66,9 @@ def dequantize_rows(q: Tensor, scale: Tensor, offset: Tensor | None, dtype: torc
     return groups.to(dtype).sub_(shift).mul_(s).flatten(1)
 
 
-def _torch(x: Tensor, q: Tensor, scale: Tensor, offset: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+def by_torch(x: Tensor, q: Tensor, scale: Tensor, offset: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+    """The implementation `torch`: rows of the weight dequantised block by block."""
+
     def rows(start: int, stop: int, dtype: torch.dtype) -> Tensor:
         # in float32 at least: u * scale + offset loses its low bits where it is rounded twice
         wide = torch.promote_types(dtype, torch.float32)
@@ -121,6 +123,6 @@ def cases() -> list[Case]:
 
 KERNELS = {
     "int4_linear": Kernel(
-        int4_linear, reference, spec, {"torch": Implementation(_torch, dispatch.anywhere)}, cases, dense
+        int4_linear, reference, spec, {"torch": Implementation(by_torch, dispatch.anywhere)}, cases, dense
     )
 }

@@ -30,7 +30,8 @@ def spec(ids: Tensor, q: Tensor, scale: Tensor, dtype: torch.dtype) -> Spec:
     return Spec(op, {"M": ids.numel(), "N": q.shape[0], "K": q.shape[1]}, dtype, scale.dtype, group_size)
 
 
-def _torch(ids: Tensor, q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+def by_torch(ids: Tensor, q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """The implementation `torch`: rows of the table as floats."""
     wide = torch.promote_types(dtype, torch.float32)
     flat = ids.reshape(-1)
     # index_select, as nn.Embedding does: an id out of range, a negative one too, raises IndexError
@@ -77,6 +78,6 @@ def cases() -> list[Case]:
 
 KERNELS = {
     "int8_embedding": Kernel(
-        int8_embedding, reference, spec, {"torch": Implementation(_torch, dispatch.anywhere)}, cases
+        int8_embedding, reference, spec, {"torch": Implementation(by_torch, dispatch.anywhere)}, cases
     )
 }

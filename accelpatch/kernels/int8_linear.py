@@ -31,7 +31,9 @@ def spec(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> Spe
     return linear.spec("int8_linear", x, q, 1, scale, None, bias)
 
 
-def _torch(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+def by_torch(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The implementation `torch`: rows of the weight dequantised block by block."""
+
     def rows(start: int, stop: int, dtype: torch.dtype) -> Tensor:
         groups = q[start:stop].to(dtype).unflatten(1, (scale.shape[1], -1))
         return groups.mul_(scale[start:stop].to(dtype).unsqueeze(2)).flatten(1)
@@ -76,6 +78,6 @@ def cases() -> list[Case]:
 
 KERNELS = {
     "int8_linear": Kernel(
-        int8_linear, reference, spec, {"torch": Implementation(_torch, dispatch.anywhere)}, cases, dense
+        int8_linear, reference, spec, {"torch": Implementation(by_torch, dispatch.anywhere)}, cases, dense
     )
 }

@@ -100,6 +100,23 @@ def _rows(pack: Pack, start: int, stop: int) -> Tensor:
     return cpu_pack.gather(pack, torch.arange(start, stop))
 
 
+def _torch(x: Tensor, *packed: Any) -> Tensor:
+    pack = held(packed)
+    q, scale, offset = cpu_pack.unpack(pack)
+    if pack.kind == cpu_native.INT8:
+        return int8_linear.by_torch(x, q, scale, packed[1])
+    return int4_linear.by_torch(x, q, scale, offset, packed[1])
+
+
+def _torch_embedding(ids: Tensor, dtype: torch.dtype, *packed: Any) -> Tensor:
+    q, scale, _ = cpu_pack.unpack(held(packed))
+    return int8_embedding.by_torch(ids, q, scale, dtype)
+
+
+def _torch_why_not(spec: Spec, device: Device) -> str | None:
+    return None if device.kind == "cpu" else f"a pack is the CPU's layout, and this is {device.name}"
+
+
 def _cpu_embedding(ids: Tensor, dtype: torch.dtype, *packed: Any) -> Tensor:
     pack = held(packed)
     if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < pack.n:
@@ -194,10 +211,12 @@ def embedding_cases() -> list[Case]:
     return [Case(case.id, packed(case.make)) for case in int8_embedding.cases() if _fits(case)]
 
 
+LINEAR = {"cpu": Implementation(_cpu, _why_not), "torch": Implementation(_torch, _torch_why_not)}
+EMBEDDING = {
+    "cpu": Implementation(_cpu_embedding, _why_not),
+    "torch": Implementation(_torch_embedding, _torch_why_not),
+}
 KERNELS = {
-    "packed_linear": Kernel(packed_linear, reference, spec, {"cpu": Implementation(_cpu, _why_not)}, cases, dense),
-    "packed_embedding": Kernel(
-        packed_embedding, embedding_reference, embedding_spec, {"cpu": Implementation(_cpu_embedding, _why_not)},
-        embedding_cases,
-    ),
-}  # fmt: skip
+    "packed_linear": Kernel(packed_linear, reference, spec, LINEAR, cases, dense),
+    "packed_embedding": Kernel(packed_embedding, embedding_reference, embedding_spec, EMBEDDING, embedding_cases),
+}

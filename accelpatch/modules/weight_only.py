@@ -119,7 +119,10 @@ class QuantizedModule(nn.Module):
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         """Take canonical tensors into whatever layout is held."""
-        if self.source is None and self.pack is not None:
+        if self.source is not None:  # that one takes them
+            for name in CANONICAL:
+                state_dict.pop(prefix + name, None)
+        elif self.pack is not None:
             for name, tensor in zip(CANONICAL, self.canonical(), strict=True):
                 self._buffers[name] = tensor
             self.pack = None

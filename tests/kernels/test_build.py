@@ -1,5 +1,4 @@
-"""The build cache: what a key is made of, who builds, what is never loaded, and what is said where nothing can be
-built."""
+"""The build cache: what a key is made of, who builds, what is never loaded, what is said where nothing builds."""
 
 from __future__ import annotations
 
@@ -165,7 +164,8 @@ import sys
 from pathlib import Path
 from accelpatch.device import Device
 from accelpatch.kernels import build
-build.target = lambda name, device: build.Target(sys.argv[1], {"one.cpp": (), "two.cpp": ()}, ("g++",), ("-fPIC",), ("-shared",), "here")
+sources = {"one.cpp": (), "two.cpp": ()}
+build.target = lambda *_: build.Target(sys.argv[1], sources, ("g++",), ("-fPIC",), ("-shared",), "here")
 print(build.library("small", Device("cpu", "cpu", "x86-64", "a CPU", 1 << 30, 1)).answer())
 """
 

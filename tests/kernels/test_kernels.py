@@ -11,7 +11,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from accelpatch.errors import KernelError
-from accelpatch.kernels import dispatch, parity
+from accelpatch.kernels import cpu_pack, dispatch, parity
+from accelpatch.kernels.packed_linear import arguments
+from accelpatch.quant import int4, int8
 from tests.parity import DTYPES, assert_parity, bits, name, strided, transposed
 
 CPU = torch.device("cpu")
@@ -44,7 +46,21 @@ def test_views(op: str, dtype: torch.dtype, view: Any) -> None:
         assert one.shape == other.shape
 
 
+def random_pack(op: str, rng: random.Random, generator: torch.Generator, dtype: torch.dtype) -> tuple[Any, ...]:
+    m, n, k, group = rng.choice(M), rng.randint(1, 70), 32 * rng.randint(1, 9), rng.choice((32, None))
+    w = torch.randn(n, k, generator=generator)
+    if op == "packed_embedding":
+        pack = cpu_pack.pack_int8(*int8.quantize(w, group_size=group)[:2])
+        return torch.randint(0, n, (m, 3), generator=generator), dtype, *arguments(pack)
+    x, bias = torch.randn(m, k, generator=generator).to(dtype), torch.randn(n, generator=generator).to(dtype)
+    if rng.random() < 0.5:
+        return x, *arguments(cpu_pack.pack_int8(*int8.quantize(w, group_size=group)[:2]), bias)
+    return x, *arguments(cpu_pack.pack_int4(*int4.quantize(w, group_size=32, symmetric=rng.random() < 0.5)))
+
+
 def random_args(op: str, rng: random.Random, generator: torch.Generator, dtype: torch.dtype) -> tuple[Any, ...]:
+    if op.startswith("packed_"):
+        return random_pack(op, rng, generator, dtype)
     m, n, k, groups = rng.choice(M), rng.randint(1, 70), rng.randint(1, 70), rng.choice((1, 2, 3))
     k = 2 * groups * k if op == "int4_linear" else groups * k
     x, scale, bias = (
@@ -139,10 +155,11 @@ def test_compiles_into_one_graph(op: str) -> None:
     torch._dynamo.reset()
     run = dispatch.kernel(op).op
     compiled = torch.compile(lambda *values: run(*values), fullgraph=True, backend="aot_eager")
-    ran = dispatch.calls[op, "torch"]
+    chosen = dispatch.TABLE[op][1][0]
+    ran = dispatch.calls[op, chosen]
     for one, other in zip(parity.as_tuple(compiled(*args)), expected, strict=True):
         assert torch.equal(bits(one), bits(other))
-    assert dispatch.calls[op, "torch"] == ran + 1
+    assert dispatch.calls[op, chosen] == ran + 1
 
 
 def test_one_compiled_graph_serves_every_m() -> None:
@@ -155,7 +172,7 @@ def test_one_compiled_graph_serves_every_m() -> None:
             assert torch.equal(compiled(x, *rest), torch.ops.accelpatch.int8_linear(x, *rest))
 
 
-@pytest.mark.parametrize("op", [op for op in OPS if op not in ("int8_embedding", "rotary_cos_sin")])
+@pytest.mark.parametrize("op", [op for op in OPS if op not in ("int8_embedding", "packed_embedding", "rotary_cos_sin")])
 def test_backward_says_what_to_do(op: str) -> None:
     first, *rest = first_args(op)
     output = parity.as_tuple(dispatch.kernel(op).op(first.requires_grad_(), *rest))[0]

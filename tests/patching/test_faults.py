@@ -63,7 +63,7 @@ def calls_of(model: nn.Module, recipe: str, stage: str) -> int:
     plan = accelpatch.plan(model, recipe)
     modules = sum(1 + len(entry.site.tied) for entry in plan.replaced)
     places = sum(len(entry.site.paths) for entry in plan.replaced)
-    counts = {"build": len(plan.replaced), "verify": modules, "swap": places + 2, "check": 1, "settle": 1, "capture": 2}
+    counts = {"build": len(plan.replaced), "verify": modules, "swap": places + 3, "check": 1, "settle": 1, "capture": 2}
     return counts[stage]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,6 +20,11 @@ from accelpatch.quant import QuantizedWeight, int4, int8
 from tests.families.simulated import logits
 from tests.families.tiny import CAUSAL, padded_batch, snapshot
 
+PACKED = {
+    "int8_linear": ("packed_linear",),
+    "int4_linear": ("packed_linear",),
+    "int8_embedding": ("packed_embedding",),
+}
 KERNEL = "over the float rule's bound"
 
 
@@ -29,11 +35,12 @@ def strict(name: str) -> recipes.Recipe:
 
 
 def sabotage(monkeypatch: pytest.MonkeyPatch, op: str, wrong: Callable[..., Any]) -> None:
-    """`wrong(run, *args)` in place of the torch implementation of `op`."""
-    kernel = dispatch.kernel(op)
-    real = kernel.implementations["torch"]
-    broken = Implementation(lambda *args: wrong(real.run, *args), real.why_not)
-    monkeypatch.setitem(kernel.implementations, "torch", broken)
+    """`wrong(run, *args)` in place of every implementation of `op`, and of the same operation over a CPU pack."""
+    for one in (op, *PACKED.get(op, ())):
+        kernel = dispatch.kernel(one)
+        for name, real in list(kernel.implementations.items()):
+            broken = Implementation(partial(wrong, real.run), real.why_not)
+            monkeypatch.setitem(kernel.implementations, name, broken)
 
 
 def drops_the_tail_of_k(run: Any, x: Tensor, q: Tensor, *rest: Any) -> Tensor:
@@ -42,8 +49,8 @@ def drops_the_tail_of_k(run: Any, x: Tensor, q: Tensor, *rest: Any) -> Tensor:
     return run(x, q, *rest)
 
 
-def forgets_the_bias(run: Any, x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    return run(x, q, scale, None)
+def forgets_the_bias(run: Any, x: Tensor, *rest: Any) -> Tensor:
+    return run(x, *(None if isinstance(a, Tensor) and a.is_floating_point() and a.dim() == 1 else a for a in rest))
 
 
 def one_row_only(run: Any, x: Tensor, *rest: Any) -> Tensor:
@@ -74,7 +81,7 @@ def half_precision(run: Any, *args: Any) -> Any:
 # op, what goes wrong, recipe, model, the sites that it must be found at
 SABOTAGES: dict[str, tuple[str, Callable[..., Any], str, str, str]] = {
     "int8-tail": ("int8_linear", drops_the_tail_of_k, "int8", "llama", "linear head"),
-    "int4-tail": ("int4_linear", drops_the_tail_of_k, "int4", "llama", "linear"),
+    "int4-tail": ("int4_linear", drops_the_tail_of_k, "int4", "llama", "linear head"),
     "int8-bias": ("int8_linear", forgets_the_bias, "int8", "gpt2", "linear"),
     "int8-many-rows": ("int8_linear", one_row_only, "int8", "llama", "linear head"),
     "embedding-row": ("int8_embedding", wrong_row, "int8", "llama", "head"),

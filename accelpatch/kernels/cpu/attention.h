@@ -23,13 +23,13 @@ inline void scores(const float* q, const float* keys, int64_t d, int64_t count, 
     if (some == 4) {
       for (; k + kLanes <= d; k += kLanes) {
         const vf v = load(q + k);
-        for (int j = 0; j < 4; j++) dot[j] += v * load(keys + (i + j) * d + k);
+        for (int j = 0; j < 4; j++) dot[j] = fma(v, load(keys + (i + j) * d + k), dot[j]);
       }
     }
     for (; k < d; k += kLanes) {
       const int64_t left = d - k < kLanes ? d - k : kLanes;
       const vf v = load_part(q + k, left);
-      for (int j = 0; j < some; j++) dot[j] += v * load_part(keys + (i + j) * d + k, left);
+      for (int j = 0; j < some; j++) dot[j] = fma(v, load_part(keys + (i + j) * d + k, left), dot[j]);
     }
     for (int j = 0; j < some; j++) score[i + j] = sum(dot[j]) * scale;
   }
@@ -55,17 +55,17 @@ inline void weighted_sum(const float* weight, const float* values, int64_t d, in
     for (; i + 2 <= count; i += 2) {
       const float* row = values + i * d + k;
       for (int j = 0; j < 4; j++) {
-        even[j] += weight[i] * load(row + j * kLanes);
-        odd[j] += weight[i + 1] * load(row + d + j * kLanes);
+        even[j] = fma(splat(weight[i]), load(row + j * kLanes), even[j]);
+        odd[j] = fma(splat(weight[i + 1]), load(row + d + j * kLanes), odd[j]);
       }
     }
-    for (int j = 0; j < 4 && i < count; j++) even[j] += weight[i] * load(values + i * d + k + j * kLanes);
+    for (int j = 0; j < 4 && i < count; j++) even[j] = fma(splat(weight[i]), load(values + i * d + k + j * kLanes), even[j]);
     for (int j = 0; j < 4; j++) store(out + k + j * kLanes, even[j] + odd[j]);
   }
   for (; k < d; k += kLanes) {
     const int64_t left = d - k < kLanes ? d - k : kLanes;
     vf total = {};
-    for (int64_t i = 0; i < count; i++) total += weight[i] * load_part(values + i * d + k, left);
+    for (int64_t i = 0; i < count; i++) total = fma(splat(weight[i]), load_part(values + i * d + k, left), total);
     store_part(out + k, total, left);
   }
 }

@@ -49,7 +49,7 @@ AP_INLINE void multiply(Sums<M, R>& s, const vi* q, int zero, const float* x, in
   for (int m = 0; m < M; m++) v[m] = repeat(x + m * stride);
   for (int r = 0; r < R; r++) {
     const vf f = __builtin_convertvector(q[r] - zero, vf);
-    for (int m = 0; m < M; m++) s.dot[r][m] += f * v[m];
+    for (int m = 0; m < M; m++) s.dot[r][m] = fma(f, v[m], s.dot[r][m]);
   }
 }
 
@@ -77,14 +77,15 @@ AP_INLINE void add_span(const uint8_t* w, const uint8_t* header, const ap_linear
   float scale[16], middle[16];
   load_scales(header, s.half_scales, scale);
   for (int r = 0; r < R; r++)
-    for (int m = 0; m < M; m++) total[r][m] += sums.dot[r][m] * four_times(scale + row + r * kRows);
+    for (int m = 0; m < M; m++) total[r][m] = fma(sums.dot[r][m], four_times(scale + row + r * kRows), total[r][m]);
   if (KIND != AP_INT4 || !s.minimum) return;
   load_scales(header + l.part, s.half_scales, middle);
   for (int i = 0; i < 16; i++) middle[i] += 8 * scale[i];
   for (int m = 0; m < M; m++) {
     float x = 0;
     for (int64_t b = k / a.width; b * a.width < k + count; b++) x += a.block[(token + m) * a.blocks + b].sum;
-    for (int r = 0; r < R; r++) total[r][m] += 0.25f * x * four_times(middle + row + r * kRows);  // to each of a row's 4 lanes
+    for (int r = 0; r < R; r++)  // a quarter to each of a row's 4 lanes
+      total[r][m] = fma(splat(0.25f * x), four_times(middle + row + r * kRows), total[r][m]);
   }
 }
 
@@ -142,10 +143,10 @@ void dot_dense(const ap_linear& w, int64_t first, int64_t rows, const float* x, 
     int64_t k = 0;
     for (; k + 2 * kLanes <= w.k; k += 2 * kLanes)
       for (int m = 0; m < M; m++)
-        for (int i = 0; i < 2; i++) dot[m][i] += load(p + k + i * kLanes) * load(x + m * stride + k + i * kLanes);
+        for (int i = 0; i < 2; i++) dot[m][i] = fma(load(p + k + i * kLanes), load(x + m * stride + k + i * kLanes), dot[m][i]);
     for (; k < w.k; k += kLanes) {
       const int64_t left = w.k - k < kLanes ? w.k - k : kLanes;
-      for (int m = 0; m < M; m++) dot[m][0] += load_part(p + k, left) * load_part(x + m * stride + k, left);
+      for (int m = 0; m < M; m++) dot[m][0] = fma(load_part(p + k, left), load_part(x + m * stride + k, left), dot[m][0]);
     }
     for (int m = 0; m < M; m++) y[m][row] = sum(dot[m][0] + dot[m][1]);
   }

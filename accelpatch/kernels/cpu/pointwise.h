@@ -12,12 +12,12 @@ inline void rmsnorm_row(const float* x, const float* weight, float eps, int64_t 
   for (; i + 4 * kLanes <= k; i += 4 * kLanes) {
     for (int j = 0; j < 4; j++) {
       const vf v = load(x + i + j * kLanes);
-      squares[j] += v * v;
+      squares[j] = fma(v, v, squares[j]);
     }
   }
   for (; i < k; i += kLanes) {
     const vf v = load_part(x + i, k - i < kLanes ? k - i : kLanes);
-    squares[0] += v * v;
+    squares[0] = fma(v, v, squares[0]);
   }
   const float mean = sum((squares[0] + squares[1]) + (squares[2] + squares[3])) / static_cast<float>(k);
   const float inverse = 1.0f / sqrtf(mean + eps);

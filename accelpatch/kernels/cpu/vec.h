@@ -7,6 +7,8 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #if defined(__AVX512F__)
@@ -23,7 +25,6 @@ namespace {
 constexpr int kLanes = AP_LANES;
 typedef float vf __attribute__((vector_size(AP_LANES * 4)));
 typedef int32_t vi __attribute__((vector_size(AP_LANES * 4)));
-typedef int8_t vb __attribute__((vector_size(AP_LANES)));
 typedef uint8_t vu __attribute__((vector_size(AP_LANES)));
 
 AP_INLINE vf splat(float x) { return vf{} + x; }
@@ -35,7 +36,19 @@ AP_INLINE vf load(const float* p) {
 AP_INLINE void store(float* p, vf v) { memcpy(p, &v, sizeof v); }
 AP_INLINE vf as_float(vi v) { return reinterpret_cast<vf>(v); }
 AP_INLINE vi as_int(vf v) { return reinterpret_cast<vi>(v); }
-AP_INLINE vf max(vf a, vf b) { return a > b ? a : b; }
+// a * b + c, rounded once where the machine can. Written out wherever it is meant, and compiled with -ffp-contract=off: what a
+// compiler contracts by itself depends on what stands around it, and a token's bits must not depend on how many are beside it.
+AP_INLINE vf fma(vf a, vf b, vf c) {
+#if AP_LANES == 16
+  return _mm512_fmadd_ps(a, b, c);
+#elif AP_LANES == 8
+  return _mm256_fmadd_ps(a, b, c);
+#elif defined(__aarch64__)
+  return vfmaq_f32(c, a, b);
+#else
+  return a * b + c;
+#endif
+}
 AP_INLINE vf abs(vf a) { return as_float(as_int(a) & 0x7fffffff); }
 
 // The first `count` lanes of memory, zeros elsewhere.
@@ -70,31 +83,24 @@ AP_INLINE vf exp(vf x) {
   x = x < low ? low : x;
   x = x > high ? high : x;
   const vf magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer, which its low bits then hold
-  const vf shifted = x * 1.44269504088896341f + magic;
+  const vf shifted = fma(x, splat(1.44269504088896341f), magic);
   const vf n = shifted - magic;
-  const vf r = (x - n * 0.693359375f) - n * -2.12194440e-4f;
+  const vf r = fma(n, splat(2.12194440e-4f), fma(n, splat(-0.693359375f), x));
   vf p = splat(1.9875691500e-4f);
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * (r * r) + r + 1.0f;
+  const float c[] = {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f};
+  for (int i = 0; i < 5; i++) p = fma(p, r, splat(c[i]));
+  p = fma(p, r * r, r) + 1.0f;
   const vi whole = as_int(shifted) - as_int(magic), half = whole >> 1;
   return p * as_float((half + 127) << 23) * as_float((whole - half + 127) << 23);
 }
-
-AP_INLINE vf sigmoid_times(vf x, vf u) { return u / (1.0f + exp(-x)); }
 
 // tanh within 2 units: a polynomial near zero (Cephes), elsewhere by exp.
 AP_INLINE vf tanh(vf x) {
   const vf a = abs(x), s = x * x;
   vf p = splat(-5.70498872745e-3f);
-  p = p * s + 2.06390887954e-2f;
-  p = p * s - 5.37397155531e-2f;
-  p = p * s + 1.33314422036e-1f;
-  p = p * s - 3.33332819422e-1f;
-  const vf small = p * s * x + x;
+  const float c[] = {2.06390887954e-2f, -5.37397155531e-2f, 1.33314422036e-1f, -3.33332819422e-1f};
+  for (int i = 0; i < 4; i++) p = fma(p, s, splat(c[i]));
+  const vf small = fma(p * s, x, x);
   const vf far = 1.0f - 2.0f / (exp(a + a) + 1.0f);
   const vf large = x < 0.0f ? -far : far;
   return a < 0.625f ? small : large;

@@ -1,5 +1,4 @@
-"""A native decode step made from a transformers model, for tests and measurements; and the model that it must
-agree with."""
+"""A native decode step made from a transformers model, for tests; and the model that it must agree with."""
 
 from __future__ import annotations
 

@@ -87,8 +87,7 @@ def decode(step: DecodeStep, ids: Tensor, pads: Tensor) -> Tensor:
 
 
 def expected(model: PreTrainedModel, step: DecodeStep, ids: Tensor, pads: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    """Each sequence's logits by the model with the step's weights, without its padding: nothing that masks could
-    hide."""
+    """Each sequence's logits by the model with the step's weights, without its padding: no mask can hide a fault."""
     stands_for = rounded(copy.deepcopy(model), step, dtype)
     with torch.no_grad():
         return [stands_for(row[pad:][None]).logits[0] for row, pad in zip(ids, pads.tolist(), strict=True)]
