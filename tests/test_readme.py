@@ -60,7 +60,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _reader(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The reader's folder, environment and models; a small buffer for the read limit, and times of this process alone."""
+    """The reader's folder, environment and models; a small buffer for the read limit, times of this process alone."""
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path)
@@ -148,10 +148,10 @@ def test_make(line: str) -> None:
 @pytest.mark.parametrize("line", commands("pip"))
 def test_pip(line: str) -> None:
     """With no index: what it asks for beyond this checkout is tests/test_packaging.py's matter."""
-    arguments = [*shlex.split(line)[1:], "--dry-run", "--no-deps", "--no-index", "--no-build-isolation", "--ignore-installed"]
+    alone = ("--dry-run", "--no-deps", "--no-index", "--no-build-isolation", "--ignore-installed")
     done = subprocess.run(
-        [sys.executable, "-m", "pip", *arguments], cwd=ROOT, capture_output=True, text=True, check=False,
-        env=os.environ | {"PIP_CONFIG_FILE": os.devnull},
+        [sys.executable, "-m", "pip", *shlex.split(line)[1:], *alone], cwd=ROOT, capture_output=True, text=True,
+        check=False, env=os.environ | {"PIP_CONFIG_FILE": os.devnull},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "Would install accelpatch-" in done.stdout
@@ -164,18 +164,18 @@ def test_the_plan() -> None:
     """Line by line what the command above it prints, cut before the last column."""
     (line,) = [line for line in commands("accelpatch") if "plan smollm2" in line]
     shown = block_with("model.rotary_emb").splitlines()
-    printed = invoke(line).splitlines()
-    place = next(number for number, text in enumerate(printed) if text.startswith("site "))
+    printed = invoke(line).splitlines()[2:]
     cut = shown[0].rindex("after") + len("after")
-    assert shown == [text if text.startswith("bytes") else text[:cut].rstrip() for text in printed[place:]][: len(shown)]
+    cropped = [text if text.startswith("bytes") else text[:cut].rstrip() for text in printed]
+    assert shown == cropped[: len(shown)]
 
 
 def test_what_run_prints() -> None:
     """The same lines in the same order; the figures are those of a real model."""
     (line,) = [line for line in commands("accelpatch") if line.endswith("--chat")]
-    shown, printed = block_with("sites replaced"), invoke(line)
-    names = [text.split("  ")[0] for text in shown.splitlines()[2:] if text and text[0] != " "]
-    assert names == [text.split("  ")[0] for text in printed.splitlines()[-len(shown.splitlines()[2:]) :] if text[0] != " "]
+    shown = block_with("sites replaced").splitlines()[2:]
+    printed = invoke(line).splitlines()[-len(shown) :]
+    assert [text.split("  ")[0] for text in shown] == [text.split("  ")[0] for text in printed]
 
 
 def test_the_recipes() -> None:

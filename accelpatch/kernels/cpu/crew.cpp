@@ -27,7 +27,6 @@ struct Crew {
 namespace {
 
 constexpr int64_t kPieces = 8;  // of a share: few enough to cost nothing, enough to help a thread that was held up
-constexpr auto kSpin = std::chrono::microseconds(1000);  // a decode loop comes back sooner than this
 constexpr int kPauses = 2000;                            // then others may have the core: more threads than cores must not stall
 
 inline void pause() {
@@ -51,6 +50,7 @@ struct Pool {
   Crew crew;
   std::atomic<uint64_t> ticket{0};  // generation * 256 + count: one word, so that a late worker never mixes two calls
   std::atomic<int> pending{0};
+  std::atomic<int> patience{0};  // microseconds that workers spin after the call
   Job job = nullptr;
   void* argument = nullptr;
   int workers = 0;
@@ -62,13 +62,14 @@ struct Pool {
 std::atomic<Pool*> current{nullptr};
 
 uint64_t next_ticket(Pool* pool, uint64_t seen) {
-  auto start = std::chrono::steady_clock::now();
+  const auto start = std::chrono::steady_clock::now();
+  const auto patience = std::chrono::microseconds(pool->patience.load(std::memory_order_relaxed));
   for (int i = 0;; i++) {
     uint64_t now = pool->ticket.load(std::memory_order_acquire);
     if (now != seen) return now;
     if (i < kPauses) pause();
     else sched_yield();
-    if (i % 64 == 63 && std::chrono::steady_clock::now() - start > kSpin) break;
+    if (i % 64 == 63 && std::chrono::steady_clock::now() - start > patience) break;
   }
   std::unique_lock<std::mutex> lock(pool->bed);
   pool->asleep++;
@@ -134,7 +135,7 @@ void publish(Pool* pool, int count) {
 
 }  // namespace
 
-void crew_run(int count, Job job, void* argument) {
+void crew_run(int count, Job job, void* argument, int patience) {
   count = std::clamp<int>(count, 1, AP_MAX_THREADS);
   Pool* here = count > 1 ? pool() : nullptr;
   if (here == nullptr || !here->owner.try_lock()) {
@@ -148,6 +149,7 @@ void crew_run(int count, Job job, void* argument) {
   reset(here->crew, count);
   here->job = job;
   here->argument = argument;
+  here->patience.store(patience, std::memory_order_relaxed);
   publish(here, count);
   job(argument, &here->crew, 0);
   spin_until([&] { return here->pending.load(std::memory_order_acquire) == 0; });

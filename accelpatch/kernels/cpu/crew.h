@@ -7,7 +7,10 @@ using Job = void (*)(void* argument, Crew* crew, int self);
 
 // Runs job on `count` threads, the caller's among them, and returns when all have. Where another call holds the workers, the
 // caller runs alone (count 1): two callers never wait for each other.
-void crew_run(int count, Job job, void* argument);
+// patience: how many microseconds the workers then spin for the next call. A decode loop comes back within a millisecond;
+// after a large product the cores belong to whoever computes next, which may be torch with threads of its own.
+enum { CREW_DECODING = 1000, CREW_DONE = 0 };
+void crew_run(int count, Job job, void* argument, int patience);
 int crew_count(const Crew* crew);
 // Everyone waits for everyone; what was written before is seen after. Every thread must call it equally often.
 void crew_wait(Crew* crew, int self);
