@@ -37,7 +37,8 @@ class Watch:
         self._hooks = [table for m in inner for table in (m._forward_hooks, m._forward_pre_hooks)]
         self._children = [(m._modules, name, child) for m in model.modules() for name, child in m._modules.items()]
         self._packs = [(module, module.pack) for module in packed_modules(model)]
-        self._pointers = [(p, p.data_ptr()) for p in model.parameters()]
+        tables = [table for m in model.modules() for table in (m._parameters, m._buffers)]
+        self._tensors = [(t, name, x, x.data_ptr()) for t in tables for name, x in t.items() if x is not None]
         self._plain = [vars(m) for m in inner]
 
     def objection(self) -> str | None:
@@ -51,7 +52,7 @@ class Watch:
         return (
             any(table.get(name) is not child for table, name, child in self._children)
             or any(module.pack is not pack for module, pack in self._packs)
-            or any(p.data_ptr() != pointer for p, pointer in self._pointers)
+            or any(t.get(name) is not x or x.data_ptr() != pointer for t, name, x, pointer in self._tensors)
             or any("forward" in attributes for attributes in self._plain)
         )
 

@@ -141,7 +141,8 @@ def product(module: Any) -> Pack:
         if module.like.dtype != torch.float32 or module.held.pack is None:
             raise Unfit(f"{type(module).__name__} is in {module.like.dtype} or not packed for the CPU")
         return replace(module.held.pack, bias=None if bias is None else bias.detach())
-    if type(module) not in (nn.Linear, nn.Embedding) or module.weight.dtype != torch.float32 or module.weight.is_meta:
+    plain = type(module).forward in (nn.Linear.forward, nn.Embedding.forward) or hasattr(module, "embed_scale")
+    if not plain or module.weight.dtype != torch.float32 or module.weight.is_meta:
         raise Unfit(f"{type(module).__name__} in {module.weight.dtype} is no plain float32 weight")
     return cpu_pack.dense(module.weight, bias)
 
