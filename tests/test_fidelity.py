@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import accelpatch
 from accelpatch import recipe
 from accelpatch.quant import int4, int8
 from tests.fidelity import (
@@ -159,3 +160,15 @@ def test_noise_hides_the_grid(embedded: SimpleNamespace) -> None:
         for value in (weight, moved)
     )
     assert found < 1e-3 < 0.05 < lost
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RECIPES)
+def test_kernels_add_nothing_to_what_the_format_loses(embedded: SimpleNamespace, name: str) -> None:
+    """The patched model's KL is within 1% of the same format simulated in float."""
+    due = divergence(embedded, RECIPES[name])
+    with accelpatch.patched(embedded.model, name) as model:
+        assert model.accelpatch.report().verification.failures == []
+        found = mean_kl_top1(embedded.logits, logits_of(model, embedded.ids))
+    assert found.kl == pytest.approx(due.kl, rel=0.01)
+    assert name != "int8" or (found.kl <= 0.005 and found.top1 >= 0.95)
