@@ -68,7 +68,14 @@ class Plan:
         """The plan as a report with nothing measured yet."""
         records = [entry.record() for entry in self.entries]
         notes = dict.fromkeys(entry.choice.note for entry in self.entries if entry.choice and entry.choice.note)
-        return Report(self.model, self.recipe.name, self.device.name, records, notes=list(notes))
+        return Report(self.model, self.recipe.name, self.device.name, records, notes=[*notes, *self._unread()])
+
+    def _unread(self) -> list[str]:
+        """What the recipe sets and nothing reads yet: said, not swallowed."""
+        runtime = self.recipe.runtime
+        asked = {"runtime.cache": runtime.cache != "auto", "runtime.graph": runtime.graph != "auto"}
+        asked["calibrate"] = self.recipe.calibrate is not None
+        return [f"{key} is set and not used by this version" for key, is_set in asked.items() if is_set]
 
     @property
     def resident_bytes(self) -> int:

@@ -20,6 +20,7 @@ from accelpatch.kernels.cpu_native import MAX_BATCH
 from accelpatch.kernels.cpu_step import DecodeStep
 from accelpatch.runtime.native_cache import Store, attach
 from accelpatch.runtime.native_weights import NativeModel, Unfit, packed_modules, read
+from accelpatch.runtime.torch_threads import all_threads
 
 NATIVE = "native step"
 # Arguments of a step whose value does not change what it computes, or that step() reads.
@@ -84,10 +85,17 @@ class NativeRuntime:
         if places is None:
             self.paths["modules: an attention mask that is not left padding"] += 1
             return None
-        logits = self._step(store)(ids[:, 0], *places)
+        with all_threads():
+            logits = self._step(store)(ids[:, 0], *places)
         store.length += 1
         self.paths[NATIVE] += 1
         return logits.unsqueeze(1)
+
+    def steps(self, model: nn.Module) -> bool:
+        """Whether the model has native steps, as it is now."""
+        if self._watch is None or self._watch.stale():
+            self._read(model)
+        return self._unfit is None
 
     def _why_not(self, model: nn.Module, ids: Tensor, arguments: Mapping[str, Any]) -> str | None:
         extra = [name for name, value in arguments.items() if name not in UNDERSTOOD and value not in (None, False)]
@@ -99,10 +107,10 @@ class NativeRuntime:
             return f"a batch of more than {MAX_BATCH}"
         if torch.is_grad_enabled() or model.training or torch.is_autocast_enabled("cpu"):
             return "gradients, training or autocast"
-        if self._watch is None or self._watch.stale():
-            self._read(model)
+        if not self.steps(model):
+            return self._unfit
         assert self._watch is not None
-        return self._unfit or self._watch.objection()
+        return self._watch.objection()
 
     def _read(self, model: nn.Module) -> None:
         self._model, self._unfit = None, None

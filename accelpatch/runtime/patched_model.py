@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+from contextlib import nullcontext
 from typing import Any
 
 from torch import nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from accelpatch.errors import PatchError
+from accelpatch.runtime.torch_threads import all_threads, one_thread
 
 RUNTIME = "_accelpatch_runtime"  # the attribute of a patched model that holds its runtime
 
@@ -24,7 +26,20 @@ def _subclass(cls: Any) -> type[nn.Module]:
     body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     refused = {name: _refusing(name, advice) for name, advice in REFUSED.items() if hasattr(cls, name)}
     kept = {"tie_weights": _keep_ties} if hasattr(cls, "tie_weights") else {}
-    return type(cls.__name__, (cls,), body | refused | kept | {"forward": _stepping(cls)})
+    loops = {"_sample": _quiet(cls._sample)} if hasattr(cls, "_sample") else {}
+    return type(cls.__name__, (cls,), body | refused | kept | loops | {"forward": _stepping(cls)})
+
+
+def _quiet(loop: Any) -> Any:
+    """A generation loop between whose steps torch's threads leave the cores to the native ones."""
+
+    @functools.wraps(loop)
+    def quiet(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        runtime = vars(self).get(RUNTIME)
+        with one_thread() if runtime is not None and runtime.steps(self) else nullcontext():
+            return loop(self, *args, **kwargs)
+
+    return quiet
 
 
 def _stepping(cls: Any) -> Any:
@@ -35,7 +50,8 @@ def _stepping(cls: Any) -> Any:
         runtime = vars(self).get(RUNTIME)
         logits = runtime.logits(self, kwargs) if runtime is not None and not args else None
         if logits is None:
-            return cls.forward(self, *args, **kwargs)
+            with all_threads():
+                return cls.forward(self, *args, **kwargs)
         return CausalLMOutputWithPast(logits=logits, past_key_values=kwargs["past_key_values"])
 
     return forward

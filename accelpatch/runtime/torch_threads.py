@@ -1,0 +1,66 @@
+"""Keeping torch's own threads out of the way between native steps.
+
+torch splits even an argmax over the vocabulary among OpenMP threads, which then spin for milliseconds on the cores
+that the next native step needs. While a generation loop runs, the calling thread alone is told to use one thread, and
+gets all of them back for every step and every prompt; no other thread is touched. Where torch uses no OpenMP that can
+be found, nothing is done.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+LIBRARIES = ("libgomp", "libiomp5", "libomp")
+
+
+class _Local(threading.local):
+    full: int | None = None  # threads that the thread had before; None outside of a loop
+
+
+_local = _Local()
+
+
+@functools.cache
+def openmp() -> ctypes.CDLL | None:
+    """The OpenMP runtime that this process has loaded, if it has just one."""
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        return None
+    paths = {line.split(maxsplit=5)[5].strip() for line in maps.read_text().splitlines() if line.count("/")}
+    loaded = [path for path in paths if Path(path).name.startswith(LIBRARIES)]
+    return ctypes.CDLL(loaded[0]) if len(loaded) == 1 else None
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Within it torch's operations run on the calling thread alone."""
+    library = openmp()
+    if library is None or _local.full is not None:
+        yield
+        return
+    _local.full = int(library.omp_get_max_threads())
+    library.omp_set_num_threads(1)
+    try:
+        yield
+    finally:
+        library.omp_set_num_threads(_local.full)
+        _local.full = None
+
+
+@contextmanager
+def all_threads() -> Iterator[None]:
+    """Within it, inside `one_thread`, torch has the threads back that it had."""
+    library, full = openmp(), _local.full
+    if library is None or full is None:
+        yield
+        return
+    library.omp_set_num_threads(full)
+    try:
+        yield
+    finally:
+        library.omp_set_num_threads(1)
