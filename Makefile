@@ -1,0 +1,52 @@
+# Every target first sets up what it needs, in .venv, and is quick when nothing is missing (scripts/setup.sh).
+# TORCH names another torch than the pinned one: `installed` is the one that PYTHON already has, and anything else a
+# requirement of pip's, such as the path of a wheel. The choice holds until another is named.
+
+PYTHON ?= python3
+TORCH ?= $(or $(shell cat .venv/torch 2>/dev/null),pinned)
+RECIPE ?= int8
+PROMPT ?= What is the capital of France?
+PYTEST ?= -n 2 --dist loadfile
+# The lower end of the range in pyproject.toml.
+OLDEST := transformers==5.10.1
+
+.PHONY: help run test lint bench force
+
+help:
+	@echo 'make run     load the default model, patch it with a recipe, answer a prompt   [RECIPE=int8 PROMPT="..."]'
+	@echo 'make bench   time the default model before and after                           [RECIPE=int8]'
+	@echo 'make test    lint, all tests, and the smoke tests on the oldest transformers   [PYTEST="-k name"]'
+	@echo 'make lint    ruff and mypy'
+	@echo 'Each sets up .venv by itself. Another torch: make TORCH=installed run, make TORCH=/path/of/a/wheel run,'
+	@echo 'make TORCH="torch --index-url URL" run; back to the pinned one: make TORCH=pinned run.'
+
+run: .venv/ready
+	.venv/bin/accelpatch run --recipe $(RECIPE) --prompt "$(PROMPT)" --chat
+
+bench: .venv/ready
+	.venv/bin/accelpatch bench --recipe $(RECIPE)
+
+lint: .venv/ready
+	.venv/bin/ruff check
+	.venv/bin/ruff format --check
+	.venv/bin/mypy
+
+test: export OMP_NUM_THREADS = 1
+test: lint .venv-oldest/ready
+	.venv-oldest/bin/python -m pytest -q -m smoke
+	.venv/bin/python -m pytest $(PYTEST)
+
+# Written only when the choice has changed, so that all behind it is made anew exactly then.
+.venv/torch: force
+	@[ "$$(cat $@ 2>/dev/null)" = "$(TORCH)" ] || \
+	  { sh scripts/setup.sh create "$(PYTHON)" "$(TORCH)" && echo "$(TORCH)" > $@; }
+
+.venv/ready: .venv/torch pyproject.toml constraints.txt scripts/setup.sh
+	@echo 'Setting up .venv (minutes, once)'
+	@sh scripts/setup.sh install "$(TORCH)"
+	@touch $@
+
+.venv-oldest/ready: .venv/ready Makefile
+	@echo 'Setting up .venv-oldest'
+	@sh scripts/setup.sh oldest "$(OLDEST)"
+	@touch $@

@@ -1,0 +1,49 @@
+"""accelpatch: one recipe makes a Hugging Face transformer fast, in place; planned, verified, undone when asked."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from accelpatch.api import (
+        evaluate,
+        load,
+        load_plugin,
+        patch,
+        patch_on_first_use,
+        patched,
+        plan,
+        plan_from_config,
+        replacer,
+        selftest,
+        unpatch,
+    )
+    from accelpatch.errors import AccelpatchError
+    from accelpatch.patching.replacer import Choice, Reason, Replacer
+
+# public name -> module; resolved at first use, so that `import accelpatch` needs no torch
+_HOMES = {
+    **dict.fromkeys(
+        ("evaluate", "load", "load_plugin", "patch", "patch_on_first_use", "patched", "plan", "plan_from_config"),
+        "accelpatch.api",
+    ),
+    **dict.fromkeys(("replacer", "selftest", "unpatch"), "accelpatch.api"),
+    **dict.fromkeys(("Choice", "Reason", "Replacer"), "accelpatch.patching.replacer"),
+    "AccelpatchError": "accelpatch.errors",
+}
+__all__ = [
+    "AccelpatchError", "Choice", "Reason", "Replacer", "evaluate", "load", "load_plugin", "patch",
+    "patch_on_first_use", "patched", "plan", "plan_from_config", "replacer", "selftest", "unpatch",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'accelpatch' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

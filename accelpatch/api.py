@@ -1,0 +1,175 @@
+"""What a program calls: plan, patch, unpatch and the rest. It wires the stages and holds no logic of its own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+
+import accelpatch.models.load as loading
+from accelpatch import device as devices
+from accelpatch import recipe as recipes
+from accelpatch.device import Device
+from accelpatch.errors import PatchError, PlanError
+from accelpatch.kernels.checking import checked
+from accelpatch.kernels.selftest import run as selftest
+from accelpatch.models.family import roles_of
+from accelpatch.models.inputs import sample_inputs
+from accelpatch.models.load import load
+from accelpatch.modules.patched_model import patched_class
+from accelpatch.patching import apply
+from accelpatch.patching.evaluation import Evaluation, compare
+from accelpatch.patching.plan import Plan, make_plan
+from accelpatch.patching.stages import stage_report, verified_build, whole_model
+from accelpatch.recipe import Recipe
+from accelpatch.replacers import registry, replacer
+from accelpatch.replacers.plugin import load_plugin
+from accelpatch.runtime.first_use import on_first_use
+
+__all__ = [
+    "evaluate", "load", "load_plugin", "patch", "patch_on_first_use", "patched", "plan", "plan_from_config",
+    "replacer", "selftest", "unpatch",
+]  # fmt: skip
+
+Model = TypeVar("Model", bound=nn.Module)
+AnyRecipe = str | Path | Recipe
+Progress = Callable[[str, int, int], None]
+KEEP_ORIGINAL = ("cpu", "none")
+
+
+def plan(model: nn.Module, recipe: AnyRecipe = "int8", *, device: Device | None = None) -> Plan:
+    """What `patch` would do: pure, and it allocates nothing, so a model on the meta device will do.
+
+    device: facts of the hardware; those of the model's own device by default. Raises RecipeError and PlanError.
+    """
+    facts = device or devices.probe(_device_of(model))
+    return make_plan(model, recipes.load(recipe), facts, roles_of(getattr(model, "config", None)), registry())
+
+
+def plan_from_config(
+    name: str, recipe: AnyRecipe = "int8", *, arch: str | None = None, max_length: int | None = None
+) -> Plan:
+    """A plan from a model's configuration alone: a name of the catalog, or a folder with a config.json.
+
+    arch: a machine that is not here (a key of `accelpatch.device.KNOWN`). max_length: tokens of cache to count.
+    """
+    if arch is not None and arch not in devices.KNOWN:
+        raise PlanError(f"no facts are known of the arch {arch}; known are: {', '.join(devices.KNOWN)}")
+    loaded = recipes.load(recipe)
+    if max_length is not None:
+        loaded = replace(loaded, runtime=replace(loaded.runtime, max_length=max_length))
+    return plan(loading.from_config(name), loaded, device=devices.KNOWN[arch] if arch else devices.probe("cpu"))
+
+
+def patch(
+    model: Model,
+    recipe: AnyRecipe = "int8",
+    *,
+    inputs: Sequence[Mapping[str, Any]] | None = None,
+    device: Device | None = None,
+    keep_original: str = "cpu",
+    verify: bool = True,
+    progress: Progress | None = None,
+) -> Model:
+    """Replace modules of `model` in place as `recipe` says, and return it; all or nothing.
+
+    inputs: keyword arguments of some calls of the model, for verification; small fixed ones by default.
+    keep_original: "cpu" keeps the originals' weights there for `unpatch`; "none" frees them. verify: compare each
+    replacement with its reference and its original, and the whole model before with after. progress(stage, done,
+    total). Raises RecipeError, PlanError and PatchError; the model is then as it was.
+    """
+    if keep_original not in KEEP_ORIGINAL:
+        raise PatchError(f"keep_original is {keep_original!r}; it is one of {', '.join(KEEP_ORIGINAL)}")
+    apply.check_patchable(model)
+    watch = _Stopwatch(progress)
+    planned = plan(model, recipe, device=device)
+    samples = (list(inputs) if inputs is not None else sample_inputs(model)) if verify else []
+    built, planned, before = verified_build(model, planned, samples, checked, watch)
+    report = stage_report(planned, built)
+    handle = apply.commit(
+        model, planned, [item.built for item in built], keep_original, patched_class(type(model)), report
+    )
+    try:
+        if verify:
+            report.verification = whole_model(model, samples, before, report, watch)
+        apply.settle(handle, [item.built for item in built])
+    except BaseException:
+        handle.revert()
+        raise
+    report.seconds.update(watch.seconds)
+    return model
+
+
+def unpatch(model: Model) -> Model:
+    """Give `model` back as it came in: the same module objects, bit for bit. Raises PatchError where that is no longer
+    possible, or where the model is not patched."""
+    _handle(model).unpatch()
+    return model
+
+
+@contextmanager
+def patched(model: Model, recipe: AnyRecipe = "int8", **options: Any) -> Iterator[Model]:
+    """`patch` with the same options for the length of a `with` block; undone at its end, after an exception too."""
+    patch(model, recipe, **options)
+    try:
+        yield model
+    finally:
+        unpatch(model)
+
+
+def evaluate(model: nn.Module, recipe: AnyRecipe, input_ids: Tensor, *, progress: Progress | None = None) -> Evaluation:
+    """KL, top-1 agreement and perplexity of a causal LM before and after `recipe` on input_ids [1, L]; then undone."""
+    return compare(model, input_ids, patched(model, recipe, verify=False, progress=progress), progress)
+
+
+@contextmanager
+def patch_on_first_use(
+    recipe: AnyRecipe, *, on_patched: Callable[[nn.Module], None] | None = None, **options: Any
+) -> Iterator[None]:
+    """Within it every transformers model is patched at its first forward or generate; used by `accelpatch exec`.
+
+    options: those of `patch`. on_patched: called with each model right after. A model in training mode is left alone.
+    """
+
+    def act(model: nn.Module) -> None:
+        if apply.HANDLE not in vars(model) and not model.training:
+            patch(model, recipe, **options)
+            if on_patched is not None:
+                on_patched(model)
+
+    with on_first_use(act):
+        yield
+
+
+def _handle(model: nn.Module) -> apply.Handle:
+    handle = vars(model).get(apply.HANDLE)
+    if handle is None:
+        raise PatchError("the model is not patched; call accelpatch.patch(model, recipe) first")
+    assert isinstance(handle, apply.Handle)
+    return handle
+
+
+def _device_of(model: nn.Module) -> str:
+    parameter = next(model.parameters(), None)
+    return "cpu" if parameter is None or parameter.is_meta else str(parameter.device)
+
+
+class _Stopwatch:
+    """Passes progress on and adds up the seconds between its calls, stage by stage."""
+
+    def __init__(self, progress: Progress | None):
+        self.seconds: dict[str, float] = {}
+        self._progress = progress
+        self._last = time.perf_counter()
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        now = time.perf_counter()
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + now - self._last
+        self._last = now
+        if self._progress is not None:
+            self._progress(stage, done, total)

@@ -1,0 +1,1 @@
+"""Measurements: time, the limit of the memory, stock generate() before and after."""

@@ -1,0 +1,84 @@
+"""Prefill and decode of a causal language model through its own, stock ``generate()``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accelpatch.bench.timing import Timing, once, timing
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What is generated: ``batch`` sequences, ``prompt`` tokens in, ``new`` tokens out."""
+
+    batch: int
+    prompt: int
+    new: int
+
+
+@dataclass(frozen=True)
+class Figures:
+    """prefill: a generate() call for one token. decode: what ``shape.new`` - 1 further tokens add to it."""
+
+    shape: Shape
+    prefill: Timing
+    decode: Timing
+
+    @property
+    def prefill_rate(self) -> dict[str, float]:
+        """Prompt tokens a second, all sequences together."""
+        return self.prefill.rate(self.shape.batch * self.shape.prompt)
+
+    @property
+    def decode_rate(self) -> dict[str, float]:
+        """New tokens a second, all sequences together."""
+        return self.decode.rate(self.shape.batch * (self.shape.new - 1))
+
+    @property
+    def steps_per_second(self) -> float:
+        """Decode steps a second; each reads every weight once."""
+        return (self.shape.new - 1) / self.decode.median
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, ready for JSON."""
+        return {
+            "prefill": self.prefill.to_dict() | {"tokens_per_second": self.prefill_rate},
+            "decode": self.decode.to_dict() | {"tokens_per_second": self.decode_rate},
+        }
+
+
+def measure_generate(model: nn.Module, shape: Shape, *, repeats: int, warmup: int = 1) -> Figures:
+    """Time generate() for 1 and for ``shape.new`` tokens, in turn, ``repeats`` times; greedy, no early stop.
+
+    The decode time of a repeat is the difference of its two calls, so that prompt and set-up drop out.
+    """
+    device = next(model.parameters()).device
+    ids = prompt_ids(model.config.get_text_config(decoder=True).vocab_size, shape).to(device)  # type: ignore[operator, union-attr]
+    for _ in range(warmup):
+        generate(model, ids, 1)
+        generate(model, ids, shape.new)
+    short, difference = [], []
+    for _ in range(repeats):
+        short.append(once(lambda: generate(model, ids, 1), device))
+        difference.append(once(lambda: generate(model, ids, shape.new), device) - short[-1])
+    return Figures(shape, timing(short), timing(difference))
+
+
+def prompt_ids(vocabulary: int, shape: Shape) -> Tensor:
+    """Fixed ids [batch, prompt], random over the vocabulary: what is read does not depend on them."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(vocabulary, (shape.batch, shape.prompt), generator=generator)
+
+
+def generate(model: nn.Module, ids: Tensor, new_tokens: int) -> Tensor:
+    """Exactly ``new_tokens`` greedy tokens after ``ids``: an end-of-sequence token must not shorten a measurement."""
+    options = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "do_sample": False, "num_beams": 1}
+    with torch.inference_mode():
+        output: Tensor = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options)  # type: ignore[operator]
+    if output.shape[1] != ids.shape[1] + new_tokens:
+        raise RuntimeError(f"generate() made {output.shape[1] - ids.shape[1]} tokens where {new_tokens} were asked for")
+    return output

@@ -1,0 +1,106 @@
+"""The document of one benchmark: everything that somebody needs to judge its figures, or to repeat them."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import shlex
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from typing import Any
+
+from accelpatch.bench.generate import Figures, Shape
+from accelpatch.bench.read_limit import ReadLimit
+from accelpatch.device import Device
+from accelpatch.report import Report, human, table
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What was measured, and with what."""
+
+    model: str
+    weights: str  # "checkpoint", or "random": the shape is the model's, the answers mean nothing
+    dtype: str
+    device: Device
+    threads: int
+    shape: Shape
+    repeats: int
+    command: str
+
+
+def command_line(arguments: Sequence[str]) -> str:
+    """The command as typed, so that a figure never stands without it."""
+    return shlex.join(["accelpatch", *arguments])
+
+
+def document(setting: Setting, report: Report, limit: ReadLimit, original: Figures, patched: Figures) -> dict[str, Any]:
+    """Plain data, ready for JSON: the setting, the parity, the limit, and both models' figures with their shares."""
+    before, after = report.token_bytes
+    return {
+        "command": setting.command,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "model": setting.model,
+        "weights": setting.weights,
+        "dtype": setting.dtype,
+        "recipe": report.recipe,
+        "device": asdict(setting.device) | {"threads": setting.threads},
+        "versions": {
+            "python": platform.python_version(), "torch": version("torch"), "transformers": version("transformers"),
+            "accelpatch": version("accelpatch"),
+        },
+        "shape": asdict(setting.shape),
+        "repeats": setting.repeats,
+        "verification": asdict(report.verification) if report.verification else None,
+        "read_limit": limit.to_dict(),
+        "original": _side(original, before, limit),
+        "patched": _side(patched, after, limit),
+        "notes": list(report.notes),
+    }  # fmt: skip
+
+
+def _side(figures: Figures, token_bytes: int, limit: ReadLimit) -> dict[str, Any]:
+    """One model's figures. The limit counts weights alone: a KV cache is read too, so the true share is higher."""
+    side = figures.to_dict()
+    side["token_bytes"] = token_bytes
+    side["decode"]["limit_tokens_per_second"] = figures.shape.batch * limit.bytes_per_second / token_bytes
+    side["decode"]["share_of_read_limit"] = figures.steps_per_second * token_bytes / limit.bytes_per_second
+    return side
+
+
+def text(record: dict[str, Any]) -> str:
+    """The document for people: how it was made, then the figures, median with lowest and highest."""
+    device, shape, limit = record["device"], record["shape"], record["read_limit"]
+    versions = ", ".join(f"{name} {number}" for name, number in record["versions"].items())
+    threads = f", {device['threads']} threads" if device["kind"] == "cpu" else ""
+    rows = [("", "bytes a token", "decode tokens/s", "of the read limit", "prefill tokens/s")]
+    for name in ("original", "patched"):
+        side = record[name]
+        rows.append((
+            name, human(side["token_bytes"]), _spread(side["decode"]["tokens_per_second"]),
+            f"{side['decode']['share_of_read_limit']:.0%}", _spread(side["prefill"]["tokens_per_second"]),
+        ))  # fmt: skip
+    lines = [
+        f"command   {record['command']}",
+        f"date      {record['date']}",
+        f"device    {device['name']} ({device['arch']}{threads})",
+        f"versions  {versions}",
+        f"model     {record['model']}, {record['weights']} weights, {record['dtype']}; recipe {record['recipe']}",
+        f"shape     batch {shape['batch']}, {shape['prompt']} prompt tokens, {shape['new']} new tokens; "
+        f"median of {record['repeats']} (lowest to highest)",
+        f"limit     {limit['bytes_per_second'] / 1e9:.1f} GB/s read: {limit['method']}, {human(limit['buffer_bytes'])}",
+        "",
+        table(rows),
+    ]
+    speedup = {
+        stage: record["patched"][stage]["tokens_per_second"]["median"]
+        / record["original"][stage]["tokens_per_second"]["median"]
+        for stage in ("decode", "prefill")
+    }
+    lines += ["", f"patched against original: decode {speedup['decode']:.2f} x, prefill {speedup['prefill']:.2f} x"]
+    return "\n".join(lines + record["notes"])
+
+
+def _spread(rate: dict[str, float]) -> str:
+    return f"{rate['median']:.1f} ({rate['low']:.1f} to {rate['high']:.1f})"

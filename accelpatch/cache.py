@@ -1,0 +1,247 @@
+"""The user's cache folder: finished entries only, published by one atomic rename, safe with many processes.
+
+An entry is a folder ``ROOT/KIND/KEY``. Names that begin with a dot are not entries: locks, and folders being written.
+The root is private to the user, because what is loaded from it (kernels among it) runs with the user's rights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import shutil
+import socket
+import stat
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from accelpatch.errors import CacheError
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,199}")
+_PARTIAL = ".partial"  # .partial@HOST@PID@RANDOM: the writer's host and process, for those who sweep
+_FOREIGN_PARTIAL_SECONDS = 24 * 3600
+_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+_OTHER_FOLDER = "set ACCELPATCH_CACHE to a folder of your own"
+
+
+@dataclass(frozen=True)
+class CacheEntry:
+    """One finished entry; ``bytes`` is the sum of its files' sizes."""
+
+    kind: str
+    key: str
+    bytes: int
+    path: Path
+
+
+def root() -> Path:
+    """The cache folder: ``$ACCELPATCH_CACHE``, else ``$XDG_CACHE_HOME/accelpatch``, else ``~/.cache/accelpatch``.
+
+    Created with mode 0700 when missing. Raises CacheError when it is a link, owned by another user, writable by
+    others, or cannot be made.
+    """
+    named, shared = os.environ.get("ACCELPATCH_CACHE"), os.environ.get("XDG_CACHE_HOME", "")
+    if named:
+        return _private(Path(named).expanduser().absolute())
+    # The XDG specification has relative paths ignored.
+    base = Path(shared) if os.path.isabs(shared) else Path("~/.cache").expanduser()
+    return _private(base / "accelpatch")
+
+
+def entry(kind: str, key: str) -> Path | None:
+    """The finished entry's folder, or None."""
+    path = root() / _checked(kind) / _checked(key)
+    return path if path.is_dir() and not path.is_symlink() else None
+
+
+def publish(kind: str, key: str, write: Callable[[Path], None]) -> Path:
+    """The entry's folder, made by ``write(folder)`` when it does not exist yet.
+
+    ``write`` fills a private folder beside the entry, which appears whole or not at all. Of many processes one
+    writes and the others wait for it; where file locks do nothing, several write and the first to finish wins.
+    What ``write`` raises passes through, with nothing left behind; a full or read-only disk becomes a CacheError.
+    """
+    if finished := entry(kind, key):
+        return finished
+    final = _private(root() / kind) / key
+    try:
+        with _locked(final.with_name(f".{key}.lock")):
+            if finished := entry(kind, key):
+                return finished
+            _sweep(final.parent)
+            with _partial(final.parent) as partial:
+                write(partial)
+                _sync(partial)
+                _rename(partial, final)
+    except OSError as error:
+        if error.errno not in _UNWRITABLE:
+            raise
+        advice = f"run `accelpatch cache clear`, or {_OTHER_FOLDER}"
+        raise CacheError(f"{final} cannot be written ({error.strerror}): {advice}") from error
+    return final
+
+
+def listing() -> list[CacheEntry]:
+    """Every finished entry, by kind and key."""
+    return [
+        CacheEntry(kind.name, path.name, _size(path), path)
+        for kind in _folders(root())
+        for path in _folders(kind)
+        if not path.name.startswith(".")
+    ]
+
+
+def clear(kind: str | None = None) -> int:
+    """Remove all entries, or those of one kind, and what dead writers left; the bytes freed."""
+    freed = 0
+    for folder in _folders(root()):
+        if kind is not None and folder.name != kind:
+            continue
+        freed += _sweep(folder)
+        for path in _folders(folder):
+            if not path.name.startswith("."):
+                freed += _remove_entry(path)
+    return freed
+
+
+def _checked(name: str) -> str:
+    if not _NAME.fullmatch(name):
+        raise CacheError(f"{name!r} cannot name a cache entry: use letters, digits and . _ + -")
+    return name
+
+
+def _private(path: Path) -> Path:
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        facts = path.lstat()
+    except OSError as error:
+        raise CacheError(f"the cache folder {path} cannot be made ({error.strerror}): {_OTHER_FOLDER}") from error
+    if stat.S_ISLNK(facts.st_mode):
+        raise CacheError(f"the cache folder {path} is a link: {_OTHER_FOLDER}")
+    if facts.st_uid != os.geteuid():
+        raise CacheError(f"the cache folder {path} belongs to user {facts.st_uid}, not {os.geteuid()}: {_OTHER_FOLDER}")
+    if facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise CacheError(f"the cache folder {path} is writable by others: chmod go-w {path}, or {_OTHER_FOLDER}")
+    return path
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        # Some network file systems know no locks: then the rename alone decides who was first.
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _partial(folder: Path) -> Iterator[Path]:
+    """A fresh folder that is locked while it is written and gone afterwards unless it was renamed."""
+    path = Path(tempfile.mkdtemp(prefix=f"{_PARTIAL}@{socket.gethostname()}@{os.getpid()}@", dir=folder))
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+        os.close(descriptor)
+
+
+def _rename(partial: Path, final: Path) -> None:
+    try:
+        os.rename(partial, final)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        return  # another process was first, and its entry is as good
+    _sync_path(final.parent)
+
+
+def _sweep(folder: Path) -> int:
+    """Remove what killed writers left in ``folder``; the bytes freed."""
+    freed = 0
+    for path in _folders(folder):
+        if path.name.startswith(_PARTIAL) and _abandoned(path):
+            freed += _size(path)
+            shutil.rmtree(path, ignore_errors=True)
+    return freed
+
+
+def _abandoned(path: Path) -> bool:
+    """Whether neither the lock nor the process table knows a writer; either alone can be wrong (see _locked)."""
+    _, host, process, _ = path.name.split("@", 3)
+    try:
+        if host == socket.gethostname():
+            if _alive(int(process)):
+                return False
+        elif time.time() - path.stat().st_mtime < _FOREIGN_PARTIAL_SECONDS:
+            return False
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def _alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _remove_entry(path: Path) -> int:
+    # Renamed first: an entry must never be seen half removed.
+    with _partial(path.parent) as partial:
+        try:
+            os.rename(path, partial)
+        except FileNotFoundError:
+            return 0
+        return _size(partial)
+
+
+def _folders(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
+
+
+def _size(folder: Path) -> int:
+    total = 0
+    for base, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                total += os.lstat(os.path.join(base, name)).st_size
+    return total
+
+
+def _sync(folder: Path) -> None:
+    for base, _, names in os.walk(folder):
+        for name in names:
+            _sync_path(Path(base, name))
+        _sync_path(Path(base))
+
+
+def _sync_path(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

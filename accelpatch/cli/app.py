@@ -1,0 +1,81 @@
+"""The typer application: a literal list of commands, and what an exception of a command becomes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from accelpatch.errors import AccelpatchError
+
+from . import bench, cache, doctor, eval, exec, plan, recipes, run, selftest
+from .console import print_error
+
+
+class Commands(TyperGroup):
+    """Turns what a user can cause into one line and an exit status; a defect of ours keeps its traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except AccelpatchError as error:
+            print_error(str(error))
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            raise typer.Exit(130) from None
+        except BrokenPipeError:
+            # The reader of a pipe went away; the interpreter must not complain about it again at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            print_error(
+                f"out of memory: {str(error).splitlines()[0] if str(error) else type(error).__name__}; "
+                "`accelpatch plan MODEL` says what the model needs"
+            )
+        raise typer.Exit(1)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether ``error`` is Python's or torch's out-of-memory error (without importing torch to find out)."""
+    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+
+
+def show_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"accelpatch {version('accelpatch')}")
+        raise typer.Exit()
+
+
+app = typer.Typer(
+    cls=Commands,
+    name="accelpatch",
+    help="One recipe makes a Hugging Face transformer fast, in place: planned, verified, undone when asked.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback()
+def accelpatch(
+    version: bool = typer.Option(False, "--version", callback=show_version, is_eager=True, help="Print the version."),
+) -> None:
+    """One recipe makes a Hugging Face transformer fast, in place: planned, verified, undone when asked."""
+
+
+app.command("run")(run.run)
+app.command("plan")(plan.plan)
+app.add_typer(recipes.commands, name="recipes")
+app.command("eval")(eval.evaluate)
+app.command("bench")(bench.bench)
+app.command("doctor")(doctor.doctor)
+app.command("selftest")(selftest.selftest)
+app.add_typer(cache.commands, name="cache")
+app.command("exec", cls=exec.ScriptCommand, context_settings=exec.CONTEXT)(exec.execute)

@@ -1,0 +1,104 @@
+"""``accelpatch bench``: prefill and decode through stock generate(), original and patched, beside the read limit."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from . import console, options
+from .options import DeviceOption, DtypeOption, JsonOption, PluginOption, RecipeOption
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from accelpatch.bench.generate import Shape
+
+
+def bench(
+    model: options.ModelArgument = options.DEFAULT_MODEL,
+    recipe: RecipeOption = options.DEFAULT_RECIPE,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")] = 512,
+    new_tokens: Annotated[int, typer.Option(min=2, help="Tokens to generate.")] = 64,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 1,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed repeats; the median is reported.")] = 5,
+    random_weights: Annotated[
+        bool, typer.Option("--random-weights", help="The model's shape with random weights; nothing is loaded.")
+    ] = False,
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "auto",
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", dir_okay=False, help="Draw the figures into FILE.png.")
+    ] = None,
+    plugin: PluginOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Time MODEL before and after a recipe. The patched model is verified first: no speed of a wrong answer."""
+    from accelpatch.bench import plot as plots
+
+    if plot is not None:
+        plots.check(plot)
+    console.quiet_transformers()
+    options.check_recipe(recipe)
+    options.load_plugins(plugin)
+    from accelpatch.bench.generate import Shape
+
+    where = options.torch_device(device)
+    network = _model(model, random_weights, dtype, where)
+    shape = Shape(batch, prompt_tokens, new_tokens)
+    record = _measure(network, model, recipe, shape, repeats, "random" if random_weights else "checkpoint", json)
+    if json:
+        console.print_json(record)
+    else:
+        from accelpatch.bench.record import text
+
+        print(text(record))
+    if plot is not None:
+        plots.draw(record, plot)
+        console.note(f"drawn: {plot}")
+
+
+def _model(name: str, random_weights: bool, dtype: str, where: torch.device) -> nn.Module:
+    from accelpatch import api
+
+    with console.progress_bars() as progress:
+        if random_weights:
+            return api.random_model(name, dtype=dtype, device=where)
+        return api.load(name, dtype=dtype, device=where, progress=progress).model
+
+
+def _measure(
+    network: Any, name: str, recipe: str, shape: Shape, repeats: int, weights: str, json: bool
+) -> dict[str, Any]:
+    """Original, patch with verification, patched; the read limit between the two."""
+    import torch
+
+    from accelpatch import api
+    from accelpatch.bench import record
+    from accelpatch.bench.generate import measure_generate
+    from accelpatch.bench.read_limit import read_limit
+    from accelpatch.device import probe
+
+    from .prompt import check_fits
+    from .run import verification_facts
+
+    check_fits(network, shape.prompt, shape.new)
+    parameter = next(network.parameters())
+    where, dtype = parameter.device, str(parameter.dtype).removeprefix("torch.")
+    console.note("measuring the original")
+    original = measure_generate(network, shape, repeats=repeats)
+    limit = read_limit(where)
+    with console.progress_bars() as progress:
+        api.patch(network, recipe, keep_original="none", progress=progress)
+    report = network.accelpatch.report()
+    if not json:
+        console.print_facts(verification_facts(report))
+    console.note("measuring the patched model")
+    patched = measure_generate(network, shape, repeats=repeats)
+    setting = record.Setting(
+        name, weights, dtype, probe(where), torch.get_num_threads(), shape, repeats, record.command_line(sys.argv[1:])
+    )
+    return record.document(setting, report, limit, original, patched)

@@ -1,0 +1,90 @@
+"""``accelpatch doctor``: what is here, what is missing, and what each missing thing would give."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from . import console, facts
+from .options import JsonOption
+
+# What each optional thing gives, said where it is missing.
+GIVES = {
+    "g++": "compiling kernels for this CPU (Debian: apt install g++)",
+    "clang++": "compiling kernels for AMD GPUs where hipcc is missing",
+    "hipcc": "compiling kernels for AMD GPUs (part of ROCm)",
+    "nvcc": "compiling kernels for NVIDIA GPUs (part of the CUDA toolkit)",
+    "triton": "Triton kernels on AMD and NVIDIA GPUs (accelpatch[triton]; ROCm builds of torch bring their own)",
+    "peft": "LoRA adapters (accelpatch[peft])",
+    "bitsandbytes": "loading bitsandbytes checkpoints (accelpatch[bitsandbytes])",
+    "gptqmodel": "loading GPTQ and AWQ checkpoints through transformers (accelpatch[gptq])",
+    "flash_attn": "FlashAttention in transformers on GPUs (accelpatch[flash-attn])",
+    "matplotlib": "accelpatch bench --plot (accelpatch[plot])",
+}
+COMPILERS = ("g++", "clang++", "hipcc", "nvcc")
+PACKAGES = ("triton", "peft", "bitsandbytes", "gptqmodel", "flash_attn", "matplotlib")
+REQUIRED = ("accelpatch", "transformers", "accelerate", "safetensors", "gguf")
+# Variables that change what accelpatch, torch or transformers do; shown where they are set.
+VARIABLES = (
+    "ACCELPATCH_CACHE", "XDG_CACHE_HOME", "HF_HOME", "HF_HUB_OFFLINE", "HF_HUB_DISABLE_PROGRESS_BARS",
+    "TRANSFORMERS_VERBOSITY", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES",
+    "HSA_OVERRIDE_GFX_VERSION", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CC", "CXX", "TRITON_INTERPRET", "NO_COLOR",
+)  # fmt: skip
+
+
+def doctor(json: JsonOption = False) -> None:
+    """Say what is here, what is missing, and what each missing thing would give; always ends within ten seconds."""
+    found = examine()
+    if json:
+        console.print_json(found)
+    else:
+        console.print_facts(_lines(found))
+
+
+def examine() -> dict[str, Any]:
+    """All facts, each gathered beside the others and none of them waited for longer than ``facts.PATIENCE``."""
+    with ThreadPoolExecutor(max_workers=2 + len(COMPILERS)) as pool:
+        torch = pool.submit(facts.torch_facts)
+        cache = pool.submit(facts.cache_facts)
+        compilers = {name: pool.submit(facts.compiler, name) for name in COMPILERS}
+        python = {"version": platform.python_version(), "executable": sys.executable, "system": platform.platform()}
+        return {
+            "python": python,
+            "packages": {name: facts.version(name) for name in REQUIRED},
+            "torch": torch.result(),
+            "compilers": {name: future.result() for name, future in compilers.items()},
+            "optional": {name: facts.version(name) for name in PACKAGES},
+            "cache": cache.result(),
+            "environment": {
+                name: value for name, value in sorted(os.environ.items())
+                if name in VARIABLES or name.startswith("ACCELPATCH_")
+            },
+        }  # fmt: skip
+
+
+def _lines(found: dict[str, Any]) -> list[tuple[str, str]]:
+    python, torch, cache = found["python"], found["torch"], found["cache"]
+    lines = [("python", f"{python['version']} at {python['executable']}, {python['system']}")]
+    lines += [
+        (name, text or f"missing: reinstall accelpatch, which needs {name}") for name, text in found["packages"].items()
+    ]
+    if "problem" in torch:
+        lines.append(("torch", f"problem: {torch['problem']}"))
+    else:
+        lines.append(("torch", f"{torch['version']}, {torch['build']}, {torch['threads']} threads"))
+    for device in torch.get("devices", []):
+        memory = f"{device['memory'] / 2**30:.1f} GiB"
+        lines.append(
+            (f"device {device['torch_device']}", f"{device['name']}: {device['vendor']} {device['arch']}, {memory}")
+        )
+    for group in ("compilers", "optional"):
+        lines += [(name, text or f"missing; it would give {GIVES[name]}") for name, text in found[group].items()]
+    if "problem" in cache:
+        lines.append(("cache", f"problem: {cache['problem']}"))
+    else:
+        lines.append(("cache", f"{cache['root']}: {cache['entries']} entries, {cache['bytes'] / 1e6:.1f} MB"))
+    lines += [(f"${name}", value) for name, value in found["environment"].items()]
+    return lines

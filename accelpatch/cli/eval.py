@@ -1,0 +1,61 @@
+"""``accelpatch eval``: what a recipe costs in fidelity on a text of the user's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from accelpatch.errors import AccelpatchError
+
+from . import console, options
+from .options import DeviceOption, DtypeOption, JsonOption, PluginOption, RecipeOption
+
+
+def evaluate(
+    text: Annotated[Path, typer.Option(exists=True, dir_okay=False, metavar="FILE", help="UTF-8 text to predict.")],
+    model: options.ModelArgument = options.DEFAULT_MODEL,
+    recipe: RecipeOption = options.DEFAULT_RECIPE,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of the text to use, at most.")] = 4096,
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "auto",
+    plugin: PluginOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Compare MODEL before and after a recipe on a text: KL, top-1 agreement and perplexity."""
+    console.quiet_transformers()
+    options.check_recipe(recipe)
+    options.load_plugins(plugin)
+    words = _read(text)
+    from accelpatch import api
+
+    from . import prompt as prompts
+
+    where = options.torch_device(device)
+    with console.progress_bars() as progress:
+        loaded = api.load(model, dtype=dtype, device=where, progress=progress)
+        tokenizer = prompts.tokenizer_of(loaded)
+        ids = prompts.encode(tokenizer, words, chat=False)[:, :max_tokens]
+        found = api.evaluate(loaded.model, recipe, ids.to(where), progress=progress)
+    if json:
+        console.print_json({"model": model, "recipe": recipe, "text": str(text)} | found.to_dict())
+        return
+    change = found.perplexity_after / found.perplexity_before - 1
+    console.print_facts(
+        [
+            ("model", model),
+            ("recipe", recipe),
+            ("text", f"{text}, {found.tokens} predicted tokens"),
+            ("mean KL", f"{found.kl:.3e} nats (original || patched)"),
+            ("top-1 agreement", f"{found.top1:.2%}"),
+            ("perplexity", f"{found.perplexity_before:.4f} -> {found.perplexity_after:.4f} ({change:+.2%})"),
+        ]
+    )
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise AccelpatchError(f"{file} is not UTF-8 text: {error.reason} at byte {error.start}") from None

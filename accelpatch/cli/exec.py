@@ -1,0 +1,82 @@
+"""``accelpatch exec``: a script of the user's, not edited, with every model that it loads patched on first use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from . import console, options
+from .options import PluginOption, RecipeOption
+
+# All that follows the script's name is the script's, also what looks like an option of ours.
+CONTEXT = {"allow_interspersed_args": False}
+
+
+class ScriptCommand(TyperCommand):
+    """Ends our own options at ``-m MODULE`` too, as python does."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        with_value = {
+            name
+            for param in self.params
+            if not getattr(param, "is_flag", False)
+            for name in param.opts
+            if name[0] == "-"
+        }
+        place = 0
+        while place < len(args) and args[place].startswith("-") and args[place] not in ("-", "--"):
+            if args[place] == "-m":
+                args = [*args[: place + 2], "--", *args[place + 2 :]]
+                break
+            place += 2 if args[place] in with_value else 1
+        return super().parse_args(ctx, args)
+
+
+def execute(
+    script: Annotated[
+        list[str] | None, typer.Argument(metavar="SCRIPT [ARGS]...", help="The script and its own arguments.")
+    ] = None,
+    recipe: RecipeOption = options.DEFAULT_RECIPE,
+    module: Annotated[str | None, typer.Option("-m", metavar="MODULE", help="Run a module, as python -m does.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No summary on stderr at the end.")] = False,
+    plugin: PluginOption = None,
+) -> None:
+    """Run a Python script unchanged; each transformers model in it is patched at its first forward or generate."""
+    words = script or []
+    if module is None and not words:
+        raise typer.BadParameter("give a script, or -m MODULE", param_hint="SCRIPT")
+    if module is None and not Path(words[0]).is_file():
+        raise typer.BadParameter(f"there is no file {words[0]}", param_hint="SCRIPT")
+    options.check_recipe(recipe)
+    options.load_plugins(plugin)
+    from accelpatch import api
+
+    from . import script as scripts
+
+    patched: list[str] = []
+    patching = api.patch_on_first_use(
+        recipe, on_patched=lambda model: patched.append(_line(model)), keep_original="none"
+    )
+    try:
+        with scripts.FailuresAsPython(), patching:
+            if module is None:
+                scripts.run_file(words[0], words[1:])
+            else:
+                scripts.run_module(module, words)
+    finally:
+        if not quiet:
+            console.note("accelpatch: " + ("; ".join(patched) or "the script used no model that could be patched"))
+
+
+def _line(model: Any) -> str:
+    from accelpatch.report import human
+
+    report = model.accelpatch.report()
+    before, after = report.token_bytes
+    return (
+        f"{report.model} patched with {report.recipe}: {report.replaced} of {len(report.sites)} sites, "
+        f"{human(before)} -> {human(after)} a token"
+    )

@@ -1,0 +1,116 @@
+"""Facts of the installation for ``doctor``: each function returns within ``PATIENCE`` seconds and raises nothing.
+
+What could hang or crash (a driver, a broken torch) is asked in a process of its own.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+from typing import Any
+
+from accelpatch.errors import AccelpatchError
+
+PATIENCE = 8.0
+MARK = "accelpatch-facts:"  # before our line, because drivers print to stdout too
+
+
+def ask(command: list[str], seconds: float) -> tuple[int, str, str] | None:
+    """Status, stdout and stderr of a program, or None where it does not end in time.
+
+    One that a stuck driver holds cannot be killed: it is told to die and not waited for, as subprocess.run would.
+    """
+    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(command, text=True, errors="replace", **streams)  # type: ignore[call-overload]
+    try:
+        out, error = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return None
+    return process.returncode, out, error
+
+
+def version(package: str) -> str | None:
+    """The installed version, or None. Only metadata is read: importing some of these takes seconds."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        # ROCm's Triton is installed under another name than it is imported by
+        return "installed" if importlib.util.find_spec(package) else None
+
+
+def compiler(name: str) -> str | None:
+    """The path of a compiler and the line of its ``--version`` that names it, or None where it is not on the PATH."""
+    path = shutil.which(name)
+    if path is None:
+        return None
+    try:
+        answer = ask([path, "--version"], PATIENCE / 2)
+    except OSError as error:
+        return f"{path}, which does not start: {error}"
+    if answer is None:
+        return f"{path}, which does not answer"
+    lines = [line.strip() for line in answer[1].splitlines() if any(c.isdigit() for c in line)]
+    # nvcc's copyright comes before its release
+    named = next((line for line in lines if "release" in line), lines[0] if lines else f"status {answer[0]}")
+    return f"{path}: {named}"
+
+
+def cache_facts() -> dict[str, Any]:
+    """Where the cache is and what is in it, or the problem with it."""
+    from accelpatch import cache
+
+    try:
+        entries = cache.listing()
+        return {"root": str(cache.root()), "entries": len(entries), "bytes": sum(entry.bytes for entry in entries)}
+    except (AccelpatchError, OSError) as error:
+        return {"problem": str(error)}
+
+
+def torch_facts() -> dict[str, Any]:
+    """Version, build, threads and devices of torch, or the problem with it."""
+    try:
+        answer = ask([sys.executable, "-m", "accelpatch.cli.facts"], PATIENCE)
+    except OSError as error:
+        return {"problem": str(error)}
+    if answer is None:
+        return {"problem": f"importing torch and listing its devices took over {PATIENCE:.0f} s; is a driver stuck?"}
+    status, out, error_text = answer
+    for line in out.splitlines():
+        if line.startswith(MARK):
+            found: dict[str, Any] = json.loads(line.removeprefix(MARK))
+            return found
+    return {"problem": (error_text.strip().splitlines() or [f"status {status}"])[-1]}
+
+
+def _ask_torch() -> dict[str, Any]:
+    import torch
+
+    from accelpatch.device import probe
+
+    names = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
+    devices = [(name, probe(name)) for name in names]
+    build = (
+        f"ROCm {torch.version.hip}"
+        if torch.version.hip
+        else f"CUDA {torch.version.cuda}"
+        if torch.version.cuda
+        else "CPU build"
+    )
+    return {
+        "version": torch.__version__,
+        "build": build,
+        "threads": torch.get_num_threads(),
+        "devices": [
+            {"torch_device": name, "name": d.name, "vendor": d.vendor, "arch": d.arch, "memory": d.memory}
+            for name, d in devices
+        ],
+    }
+
+
+if __name__ == "__main__":
+    print(MARK + json.dumps(_ask_torch()))

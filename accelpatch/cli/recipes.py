@@ -1,0 +1,36 @@
+"""``accelpatch recipes``: the bundled recipes, and any recipe as it reads when resolved."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from . import console
+from .options import JsonOption
+
+commands = typer.Typer(help="List the bundled recipes, or show one.", invoke_without_command=True)
+
+
+@commands.callback()
+def list_recipes(context: typer.Context, json: JsonOption = False) -> None:
+    """List the bundled recipes, or show one."""
+    if context.invoked_subcommand is not None:
+        return
+    from accelpatch import recipe
+
+    found = [recipe.load(name) for name in recipe.bundled()]
+    if json:
+        console.print_json([{"name": item.name, "description": item.description} for item in found])
+    else:
+        console.print_facts((item.name, item.description.strip()) for item in found)
+
+
+@commands.command("show")
+def show(
+    name: Annotated[str, typer.Argument(metavar="NAME|FILE", help="A bundled recipe, or a YAML file.")],
+) -> None:
+    """Print a recipe as YAML with all that it extends written out."""
+    from accelpatch import recipe
+
+    print(recipe.dump(recipe.load(name)), end="")

@@ -1,0 +1,49 @@
+"""``accelpatch selftest``: every kernel that this machine can run, against its reference."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import typer
+
+from . import console, options
+from .options import DeviceOption, JsonOption, PluginOption
+
+if TYPE_CHECKING:
+    from accelpatch.kernels.selftest import SelftestRecord
+
+
+def selftest(device: DeviceOption = "auto", plugin: PluginOption = None, json: JsonOption = False) -> None:
+    """Check every kernel that this machine can run against its reference; status 1 where one is wrong."""
+    options.load_plugins(plugin)
+    from accelpatch import api
+
+    records = api.selftest(options.torch_device(device))
+    failed = [record for record in records if record.ok is False]
+    if json:
+        console.print_json([record.to_dict() for record in records])
+    else:
+        _print(records, failed)
+    if failed:
+        raise typer.Exit(1)
+
+
+def _print(records: list[SelftestRecord], failed: list[SelftestRecord]) -> None:
+    from accelpatch.report import table
+
+    outcomes: dict[tuple[str, str], Counter[bool | None]] = {}
+    for record in records:
+        outcomes.setdefault((record.op, record.implementation), Counter())[record.ok] += 1
+    rows = [("operation", "implementation", "right", "wrong", "not run here")]
+    rows += [(*key, str(count[True]), str(count[False]), str(count[None])) for key, count in outcomes.items()]
+    print(table(rows))
+    for reason, count in Counter(f"{r.op} by {r.implementation}: {r.reason}" for r in records if r.ok is None).items():
+        print(f"not run here, {count} cases: {reason}")
+    for record in failed:
+        print(
+            f"WRONG {record.op} by {record.implementation}, {record.case}: error {record.error:.3e}, "
+            f"allowed {record.bound:.3e} {record.reason}"
+        )
+    ran = sum(record.ok is not None for record in records)
+    print(f"{ran} cases ran, {len(failed)} wrong")

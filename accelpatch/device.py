@@ -1,0 +1,169 @@
+"""Facts of the hardware: what is here (``probe``), what can be planned for without being here (``KNOWN``).
+
+A ``Device`` is plain data, so that a plan, a test or another machine's description can put any device in its place.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+GIB = 1024**3
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device. ``memory`` in bytes; ``wave_size`` in lanes, 1 on a CPU; ``index`` is torch's, None if not here."""
+
+    kind: str  # torch's device type: "cpu" or "cuda" (ROCm is "cuda" for torch)
+    vendor: str  # "cpu", "amd", "nvidia"
+    arch: str  # "x86-64-avx512", "aarch64", "gfx942", "sm_90", ...
+    name: str  # as the driver gives it
+    memory: int
+    wave_size: int
+    index: int | None = None
+
+
+def _known(vendor: str, arch: str, name: str, gib: float, wave_size: int) -> Device:
+    return Device(kind="cuda", vendor=vendor, arch=arch, name=name, memory=int(gib * GIB), wave_size=wave_size)
+
+
+# One card for each arch: the smallest common one where there are several (gfx90a is the MI250X too).
+# The memory is what torch reports on such a card, a little under the size on the label.
+KNOWN: Mapping[str, Device] = MappingProxyType(
+    {
+        device.arch: device
+        for device in (
+            _known("amd", "gfx90a", "AMD Instinct MI210", 63.98, 64),
+            _known("amd", "gfx942", "AMD Instinct MI300X", 191.98, 64),
+            _known("amd", "gfx950", "AMD Instinct MI350X", 287.98, 64),
+            _known("nvidia", "sm_80", "NVIDIA A100-SXM4-80GB", 79.15, 32),
+            _known("nvidia", "sm_89", "NVIDIA L40S", 44.42, 32),
+            _known("nvidia", "sm_90", "NVIDIA H200", 139.72, 32),
+            _known("nvidia", "sm_100", "NVIDIA B200", 178.35, 32),
+            _known("nvidia", "sm_120", "NVIDIA GeForce RTX 5090", 31.36, 32),
+        )
+    }
+)
+
+
+def probe(torch_device: torch.device | str) -> Device:
+    """The device that torch means by ``torch_device``; its facts are read once a process.
+
+    Raises ValueError for a device type that accelpatch has no kernels for; torch's own error for a GPU not here.
+    """
+    import torch
+
+    asked = torch.device(torch_device)
+    if asked.type == "cpu":
+        return _probe_cpu()
+    if asked.type != "cuda":
+        raise ValueError(f"accelpatch runs on 'cpu' and 'cuda' (NVIDIA, or AMD by ROCm) devices, not on {asked.type!r}")
+    return _probe_gpu(torch.cuda.current_device() if asked.index is None else asked.index)
+
+
+@functools.cache
+def _probe_gpu(index: int) -> Device:
+    import torch
+
+    return gpu_from_properties(torch.cuda.get_device_properties(index), hip=torch.version.hip is not None, index=index)
+
+
+def gpu_from_properties(properties: Any, *, hip: bool, index: int | None) -> Device:
+    """A Device from what ``torch.cuda.get_device_properties`` returns; ``hip``: torch is a ROCm build."""
+    if hip:
+        arch = properties.gcnArchName.split(":")[0]  # "gfx942:sramecc+:xnack-": the features do not choose a kernel
+        vendor, wave_size = "amd", 64 if arch.startswith("gfx9") else 32
+    else:
+        vendor, arch, wave_size = "nvidia", f"sm_{properties.major}{properties.minor}", 32
+    return Device("cuda", vendor, arch, properties.name, int(properties.total_memory), wave_size, index)
+
+
+@functools.cache
+def _probe_cpu() -> Device:
+    machine, (name, flags) = platform.machine(), _cpu_name_and_flags()
+    memory = min([os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *cgroup_limits(Path("/"))])
+    return Device("cpu", "cpu", cpu_arch(machine, flags), name or machine, memory, 1)
+
+
+def _cpu_name_and_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[str, frozenset[str]]:
+    if cpuinfo.is_file():
+        first = cpuinfo.read_text(errors="replace").split("\n\n")[0]
+        fields = dict(line.split(":", 1) for line in first.splitlines() if ":" in line)
+        facts = {key.strip(): value.strip() for key, value in fields.items()}
+        return facts.get("model name", ""), frozenset(facts.get("flags", "").split())
+    import torch  # no /proc (macOS): torch has asked the CPU already
+
+    known = {"AVX512": _AVX512, "AVX2": _AVX2}
+    return platform.processor(), known.get(torch.backends.cpu.get_cpu_capability(), frozenset())
+
+
+_AVX2 = frozenset({"avx2", "fma", "f16c"})
+_AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
+
+
+def cpu_arch(machine: str, flags: frozenset[str]) -> str:
+    """The arch word of a CPU from ``platform.machine()`` and the flags of /proc/cpuinfo."""
+    if machine.lower() in ("aarch64", "arm64"):
+        return "aarch64"
+    if machine.lower() not in ("x86_64", "amd64"):
+        return machine.lower()
+    if flags >= _AVX512:
+        return "x86-64-avx512"
+    return "x86-64-avx2" if flags >= _AVX2 else "x86-64"
+
+
+def cgroup_limits(root: Path) -> list[int]:
+    """The memory limits in bytes that bind this process's container, of cgroup v2 and v1, each level up to the top."""
+    limits = []
+    membership = root / "proc/self/cgroup"
+    for line in membership.read_text().splitlines() if membership.is_file() else []:
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        mount, name = ("sys/fs/cgroup", "memory.max") if not controllers else (
+            "sys/fs/cgroup/memory", "memory.limit_in_bytes")  # fmt: skip
+        parts = Path(path).parts[1:]
+        for depth in range(len(parts) + 1):
+            file = root.joinpath(mount, *parts[:depth], name)
+            value = file.read_text().strip() if file.is_file() else "max"
+            limits += [] if value == "max" else [int(value)]
+    return limits
+
+
+# Where each compiler lies if it is not on PATH: (variable that names the toolkit, its usual place, folder inside).
+_COMPILERS = {
+    "hipcc": ("ROCM_PATH", "/opt/rocm", ("bin",)),
+    "amdclang++": ("ROCM_PATH", "/opt/rocm", ("bin", "llvm/bin")),
+    "nvcc": ("CUDA_HOME", "/usr/local/cuda", ("bin",)),
+    "c++": None,
+    "g++": None,
+    "clang++": None,
+}
+
+
+def compilers() -> Mapping[str, str | None]:
+    """Where the compilers are that can build device sources: path, or None where there is none.
+
+    A toolkit that a variable names ($ROCM_PATH, $CUDA_HOME) comes before PATH, PATH before the usual places.
+    """
+    found: dict[str, str | None] = {}
+    for name, toolkit in _COMPILERS.items():
+        places: list[str | None] = [None]  # None: PATH
+        if toolkit is not None:
+            variable, usual, folders = toolkit
+            named = [os.environ[variable]] if os.environ.get(variable) else []
+            places = [f"{root}/{folder}" for root in named for folder in folders]
+            places += [None, *(f"{usual}/{folder}" for folder in folders)]
+        found[name] = next((path for place in places if (path := shutil.which(name, path=place))), None)
+    return found

@@ -1,0 +1,1 @@
+"""The operations: one file each, tensors only. `dispatch` says which implementation runs."""

@@ -1,0 +1,242 @@
+"""Which implementation of an operation runs: the first in a literal table that has no reason against it.
+
+An implementation states its own limits (`why_not`), so that a plan can print them and an error can list them all.
+Implementations take the operation's canonical tensors. One that wants its weights in another layout gets it as a
+further optional tensor argument of its operation, made from the canonical ones and held by the module.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch._library.custom_ops import CustomOpDef
+
+from accelpatch.device import Device, probe
+from accelpatch.errors import KernelError
+
+#: operation -> (file in this package, implementations in order of preference)
+TABLE: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "int8_linear": ("int8_linear", ("torch",)),
+    "int4_linear": ("int4_linear", ("torch",)),
+    "int8_embedding": ("int8_embedding", ("torch",)),
+    "rmsnorm": ("rmsnorm", ("torch",)),
+    "add_rmsnorm": ("rmsnorm", ("torch",)),
+    "rotary_cos_sin": ("rope", ("torch",)),
+    "gated_activation": ("gated_activation", ("torch",)),
+}
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+#: (operation, implementation) -> how often it ran in this process; tests read it to know that a kernel really ran
+calls: Counter[tuple[str, str]] = Counter()
+
+Result = torch.Tensor | tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What an implementation must know of a call before it happens.
+
+    op: a key of TABLE. sizes: M, N, K and the like, as Python ints. dtype: of the output (and of x, where there is x).
+    scale_dtype: of a quantised weight's scale. group_size: weights along K that share a scale (K itself: per channel).
+    offset: "none", "zero_point" (integer) or "minimum" (float).
+    """
+
+    op: str
+    sizes: Mapping[str, int]
+    dtype: torch.dtype
+    scale_dtype: torch.dtype | None = None
+    group_size: int | None = None
+    offset: str = "none"
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """`run` takes the operation's arguments; `why_not` says why it cannot run a spec on a device, or None."""
+
+    run: Callable[..., Result]
+    why_not: Callable[[Spec, Device], str | None]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Arguments for one parity check: `make(generator, dtype, device)` gives the operation's arguments."""
+
+    id: str
+    make: Callable[[torch.Generator, torch.dtype, torch.device], tuple[Any, ...]]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """All that a kernel file says of one operation."""
+
+    op: Callable[..., Result]
+    reference: Callable[..., Result]
+    spec: Callable[..., Spec]
+    implementations: Mapping[str, Implementation]
+    cases: Callable[[], Iterable[Case]]
+
+
+@dataclass(frozen=True)
+class _Forced:
+    name: str
+    precision: torch.dtype | None
+
+
+class _Local(threading.local):
+    forced: _Forced | None = None
+    observer: Callable[[str, Sequence[Any], Result], None] | None = None
+
+
+_local = _Local()
+
+
+def kernel(op: str) -> Kernel:
+    """The kernel of an operation. Raises KernelError for a name that TABLE does not have."""
+    if op not in TABLE:
+        raise KernelError(f"there is no operation {op!r}; the operations are {', '.join(TABLE)}")
+    file, _ = TABLE[op]
+    kernels: Mapping[str, Kernel] = import_module(f"accelpatch.kernels.{file}").KERNELS
+    return kernels[op]
+
+
+def why_not(op: str, name: str, spec: Spec, device: Device) -> str | None:
+    """Why the named implementation cannot run `spec` on `device`; None where it can."""
+    implementations = kernel(op).implementations
+    if name not in implementations:
+        return f"there is no implementation {name!r} of {op} (there are: {', '.join(implementations)}, reference)"
+    return implementations[name].why_not(spec, device)
+
+
+def choose(op: str, spec: Spec, device: Device) -> str:
+    """The name of the first implementation with no reason against it.
+
+    Pure: nothing is allocated or compiled, and `device` need not be here. Raises KernelError with every reason.
+    """
+    reasons = []
+    entry = kernel(op)
+    for name in TABLE[op][1]:
+        reason = entry.implementations[name].why_not(spec, device)
+        if reason is None:
+            return name
+        reasons.append(f"  {name}: {reason}")
+    sizes = ", ".join(f"{key} = {value}" for key, value in spec.sizes.items())
+    raise KernelError(
+        f"no implementation of {op} runs {spec.dtype} with {sizes} on {device.name}:\n"
+        + "\n".join(reasons)
+        + "\nkeep this site in the recipe (replace: keep), or use another dtype"
+    )
+
+
+@contextmanager
+def forced(name: str, precision: torch.dtype | None = None) -> Iterator[None]:
+    """Within it, and in this thread alone, every operation runs the implementation `name`.
+
+    "reference" runs the plain torch reference; with `precision` (a float dtype) it computes in that precision and
+    rounds its output to the dtype that it would have had. One that cannot run raises KernelError with its reason.
+    """
+    if precision is not None and (name != "reference" or precision not in FLOATS):
+        raise KernelError(f"precision is a float dtype and for 'reference' alone, not {precision} for {name!r}")
+    before, _local.forced = _local.forced, _Forced(name, precision)
+    try:
+        yield
+    finally:
+        _local.forced = before
+
+
+@contextmanager
+def observed(observer: Callable[[str, Sequence[Any], Result], None]) -> Iterator[None]:
+    """Within it, and in this thread alone, `observer(op, args, result)` sees every operation after it ran."""
+    before, _local.observer = _local.observer, observer
+    try:
+        yield
+    finally:
+        _local.observer = before
+
+
+def run(op: str, spec: Spec, device: torch.device, args: Sequence[Any]) -> Result:
+    """Run the chosen (or forced) implementation of `op`. An implementation computes outside of any autocast."""
+    if torch.is_autocast_enabled(device.type):
+        with torch.autocast(device.type, enabled=False):
+            return _run(op, spec, device, args)
+    return _run(op, spec, device, args)
+
+
+def _run(op: str, spec: Spec, device: torch.device, args: Sequence[Any]) -> Result:
+    force = _local.forced
+    if force is not None and force.name == "reference":
+        calls[op, "reference"] += 1
+        return _reference(op, args, force.precision)
+    facts = probe(device)
+    if force is None:
+        name = choose(op, spec, facts)
+    else:
+        name, reason = force.name, why_not(op, force.name, spec, facts)
+        if reason is not None:
+            raise KernelError(f"{op}: the forced implementation {name!r} cannot run here: {reason}")
+    calls[op, name] += 1
+    result = kernel(op).implementations[name].run(*args)
+    if _local.observer is not None:
+        _local.observer(op, args, result)
+    return result
+
+
+def _reference(op: str, args: Sequence[Any], precision: torch.dtype | None) -> Result:
+    """The reference in `precision`: floats of every argument raised to it, the outputs rounded to their own dtypes."""
+    reference = kernel(op).reference
+    if precision is None:
+        return reference(*args)
+    dtypes, result = output_dtypes(op, args), reference(*in_precision(args, precision))
+    if isinstance(result, torch.Tensor):
+        return result.to(dtypes[0])
+    return tuple(tensor.to(dtype) for tensor, dtype in zip(result, dtypes, strict=True))
+
+
+def in_precision(args: Sequence[Any], precision: torch.dtype) -> tuple[Any, ...]:
+    """The arguments with every float tensor, and every dtype, turned into `precision`; integers stay."""
+
+    def turn(value: Any) -> Any:
+        if isinstance(value, torch.dtype):
+            return precision
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            return value.to(precision)
+        return value
+
+    return tuple(turn(value) for value in args)
+
+
+def output_dtypes(op: str, args: Sequence[Any]) -> tuple[torch.dtype, ...]:
+    """The dtypes that `op` gives for these arguments, read off its fake kernel: nothing is computed."""
+    meta = tuple(value.to("meta") if isinstance(value, torch.Tensor) else value for value in args)
+    result = kernel(op).op(*meta)
+    return tuple(tensor.dtype for tensor in ((result,) if isinstance(result, torch.Tensor) else result))
+
+
+def anywhere(spec: Spec, device: Device) -> str | None:
+    """The `why_not` of an implementation in plain torch: it runs every spec on every device."""
+    return None
+
+
+def require(holds: bool, op: str, message: str) -> None:
+    """Refuse misuse of an operation: KernelError(message) unless `holds`."""
+    if not holds:
+        raise KernelError(f"{op}: {message}")
+
+
+def inference_only(op: CustomOpDef) -> None:
+    """Give an operation a backward that says what to do instead of training through it."""
+
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise KernelError(
+            "accelpatch's kernels have no gradient: call accelpatch.unpatch(model) before training it, "
+            "or run the patched model under torch.inference_mode()"
+        )
+
+    op.register_autograd(backward)

@@ -1,0 +1,74 @@
+"""Linear layer with an int8 weight: y[M, N] = x[M, K] @ (q[N, K] * scale[N, G])^T + bias[N].
+
+G = 1 is one scale per output channel; else each run of K / G weights along K shares one. Symmetric: no offset.
+x may have any leading dimensions and strides; y has its dtype. Activations stay float (weight-only quantisation).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from accelpatch.kernels import dispatch, linear
+from accelpatch.kernels.dispatch import Case, Implementation, Kernel, Spec
+
+
+def reference(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The whole weight dequantised into x's dtype, then torch's own linear layer."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    weight = q.to(wide) * scale.to(wide).repeat_interleave(q.shape[1] // scale.shape[1], dim=1)
+    return functional.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+
+def spec(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> Spec:
+    """What dispatch asks of a call. Raises KernelError where shapes, dtypes or devices do not fit together."""
+    return linear.spec("int8_linear", x, q, 1, scale, None, bias)
+
+
+def _torch(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    def rows(start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        groups = q[start:stop].to(dtype).unflatten(1, (scale.shape[1], -1))
+        return groups.mul_(scale[start:stop].to(dtype).unsqueeze(2)).flatten(1)
+
+    return linear.by_row_blocks(x, q.shape[0], q.shape[1], rows, bias)
+
+
+@torch.library.custom_op("accelpatch::int8_linear", mutates_args=())
+def int8_linear(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """y[..., N] = x[..., K] @ (q * scale)^T + bias.
+
+    x[..., K] float; q[N, K] int8; scale[N, G] float, G dividing K; bias[N] float or None. y has x's dtype, contiguous.
+    Raises KernelError for arguments that do not fit together.
+    """
+    result = dispatch.run("int8_linear", spec(x, q, scale, bias), x.device, (x, q, scale, bias))
+    assert isinstance(result, Tensor)
+    return result
+
+
+@int8_linear.register_fake
+def _fake(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    spec(x, q, scale, bias)
+    return x.new_empty((*x.shape[:-1], q.shape[0]))
+
+
+dispatch.inference_only(int8_linear)
+
+
+def cases() -> list[Case]:
+    """Sizes for parity checks; odd ones among them."""
+
+    def case(m: int, n: int, k: int, groups: int, bias: bool) -> Case:
+        def make(generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> tuple[Tensor | None, ...]:
+            x, scale, b = linear.operands(generator, dtype, device, m, n, k, groups, bias)
+            q = torch.randint(-127, 128, (n, k), generator=generator, dtype=torch.int8).to(device)
+            return x, q, scale / 127, b
+
+        return Case(f"m{m}-n{n}-k{k}-g{k // groups}{'-bias' if bias else ''}", make)
+
+    return [case(*size) for size in linear.SIZES]
+
+
+KERNELS = {
+    "int8_linear": Kernel(int8_linear, reference, spec, {"torch": Implementation(_torch, dispatch.anywhere)}, cases)
+}

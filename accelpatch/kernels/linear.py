@@ -1,0 +1,105 @@
+"""What the products with a quantised weight share: the checks of their arguments, and the walk over row blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from accelpatch.kernels.dispatch import FLOATS, Spec, require
+
+#: elements of weight that are float at a time on a CPU: 1 MiB of float32 stays in a core's cache
+CPU_BLOCK = 1 << 18
+#: on a device: large enough for the product to fill it, small beside the memory of any
+DEVICE_BLOCK = 1 << 26
+
+#: (m, n, k, groups, bias) for parity checks: odd sizes, empty batches, and a K that is no power of two
+SIZES = (
+    (1, 64, 64, 1, False),
+    (1, 576, 1536, 12, False),
+    (0, 7, 66, 1, True),
+    (2, 1, 66, 1, True),
+    (7, 33, 130, 1, False),
+    (129, 65, 96, 3, True),
+    (1, 7, 11008, 86, False),
+    (3, 1001, 576, 9, False),
+    (8, 256, 2, 1, True),
+)
+
+
+def say(tensor: Tensor) -> str:
+    """dtype and shape of a tensor, for messages."""
+    return f"{tensor.dtype} {list(tensor.shape)}"
+
+
+def spec(
+    op: str, x: Tensor, q: Tensor, per_byte: int, scale: Tensor, offset: Tensor | None, bias: Tensor | None
+) -> Spec:
+    """The Spec of y = x @ weight[N, K]^T for q[N, K / per_byte]. KernelError says what was expected and what came."""
+    require(q.dtype == torch.int8 and q.dim() == 2, op, f"q is int8 [N, K / {per_byte}], not {say(q)}")
+    n, k = q.shape[0], q.shape[1] * per_byte
+    require(x.dim() >= 1 and x.dtype in FLOATS, op, f"x is float [..., K], not {say(x)}")
+    require(x.shape[-1] == k, op, f"x has {x.shape[-1]} features, the weight {k}")
+    require(n >= 1 and k >= 1, op, f"the weight is empty: N = {n}, K = {k}")
+    group_size = check_scale(op, n, k, scale, offset)
+    if bias is not None:
+        fits = bias.dim() == 1 and bias.shape[0] == n and bias.dtype in FLOATS
+        require(fits, op, f"bias is float [{n}], not {say(bias)}")
+    for name, tensor in (("q", q), ("scale", scale), ("offset", offset), ("bias", bias)):
+        if tensor is not None:
+            require(tensor.device == x.device, op, f"x lies on {x.device}, {name} on {tensor.device}: move the module")
+    kind = "none" if offset is None else "minimum" if offset.is_floating_point() else "zero_point"
+    return Spec(op, {"M": x.numel() // k, "N": n, "K": k}, x.dtype, scale.dtype, group_size, kind)
+
+
+def check_scale(op: str, n: int, k: int, scale: Tensor, offset: Tensor | None = None) -> int:
+    """The group size of a weight[n, k] with this scale; KernelError where they do not fit together."""
+    fits = scale.dim() == 2 and scale.shape[0] == n and scale.dtype in FLOATS
+    require(fits, op, f"scale is float [N, G] with N = {n}, not {say(scale)}")
+    groups = scale.shape[1]
+    require(groups >= 1 and k % groups == 0, op, f"{groups} groups do not divide K = {k} evenly")
+    if offset is not None:
+        require(
+            offset.shape == scale.shape, op, f"offset has the shape of scale {list(scale.shape)}, not {say(offset)}"
+        )
+    return k // groups
+
+
+def by_row_blocks(
+    x: Tensor, n: int, k: int, rows: Callable[[int, int, torch.dtype], Tensor], bias: Tensor | None
+) -> Tensor:
+    """x[..., K] @ weight^T + bias, where `rows(start, stop, dtype)` gives rows of the weight as floats.
+
+    The weight is never float as a whole. On a CPU the product is in float32 at least and rounded once; elsewhere the
+    rows are rounded to x's dtype, because the matrix units take no other (they add up in float32).
+    """
+    cpu = x.device.type == "cpu"
+    dtype = torch.promote_types(x.dtype, torch.float32) if cpu else x.dtype
+    flat = x.reshape(-1, k).to(dtype)
+    step = max(1, (CPU_BLOCK if cpu else DEVICE_BLOCK) // k)
+    wide = None if bias is None else bias.to(dtype)
+    y = x.new_empty((flat.shape[0], n))
+    for start in range(0, n, step):
+        stop = min(start + step, n)
+        part = None if wide is None else wide[start:stop]
+        y[:, start:stop] = functional.linear(flat, rows(start, stop, dtype).to(dtype), part)
+    return y.view(*x.shape[:-1], n)
+
+
+def operands(
+    generator: torch.Generator,
+    dtype: torch.dtype,
+    device: torch.device,
+    m: int,
+    n: int,
+    k: int,
+    groups: int,
+    bias: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """x[m, k], a positive scale[n, groups] in float32 near 1 / sqrt(k), and a bias[n] or None, for parity checks."""
+    x = torch.randn(m, k, generator=generator).to(device, dtype)
+    scale = (torch.rand(n, groups, generator=generator) + 0.5).to(device) / k**0.5
+    b = torch.randn(n, generator=generator).to(device, dtype) if bias else None
+    return x, scale, b

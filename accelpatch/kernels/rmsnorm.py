@@ -1,0 +1,154 @@
+"""Root mean square norm over the last dimension, alone and with the residual addition before it.
+
+    rmsnorm       y = x / sqrt(mean(x^2) + eps) * weight          x[..., K], weight[K]
+    add_rmsnorm   s = x + residual;  y = rmsnorm(s);  gives (y, s)
+
+The statistics are in float32. Where the factor is applied differs by family, and each is reproduced to the bit:
+`plus_one` false (Llama): x_hat is rounded to x's dtype, then multiplied by weight (y has the promoted dtype of both);
+`plus_one` true (Gemma): x_hat is multiplied by 1 + weight in float32, then rounded to x's dtype.
+Source: Zhang and Sennrich 2019, arXiv:1910.07467.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from accelpatch.kernels import dispatch
+from accelpatch.kernels.dispatch import FLOATS, Case, Implementation, Kernel, Spec, require
+
+
+def reference(x: Tensor, weight: Tensor, eps: float, plus_one: bool) -> Tensor:
+    """By division and square root, in float64 where x is float64, else with float32 inside."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    values = x.to(wide)
+    rms = (values.square().sum(-1, keepdim=True) / x.shape[-1] + eps).sqrt()
+    if plus_one:
+        return (values / rms * (weight.to(wide) + 1)).to(x.dtype)
+    return (values / rms).to(x.dtype) * weight
+
+
+def add_reference(x: Tensor, residual: Tensor, weight: Tensor, eps: float, plus_one: bool) -> tuple[Tensor, Tensor]:
+    """The sum in the inputs' promoted dtype, then `reference`."""
+    total = x + residual
+    return reference(total, weight, eps, plus_one), total
+
+
+def _check(op: str, x: Tensor, weight: Tensor, eps: float) -> None:
+    require(x.dim() >= 1 and x.dtype in FLOATS, op, f"x is float [..., K], not {x.dtype} {list(x.shape)}")
+    fits = weight.dim() == 1 and weight.shape[0] == x.shape[-1] and weight.dtype in FLOATS
+    require(fits, op, f"weight is float [{x.shape[-1]}], not {weight.dtype} {list(weight.shape)}")
+    require(x.shape[-1] >= 1, op, "x has no features: K = 0")
+    require(x.device == weight.device, op, f"x lies on {x.device}, weight on {weight.device}: move the module")
+    require(eps >= 0, op, f"eps is at least 0, not {eps}")
+
+
+def spec(x: Tensor, weight: Tensor, eps: float, plus_one: bool) -> Spec:
+    """What dispatch asks of a call. Raises KernelError where shapes, dtypes or devices do not fit together."""
+    _check("rmsnorm", x, weight, eps)
+    sizes = {"M": x.numel() // x.shape[-1], "K": x.shape[-1]}
+    return Spec("rmsnorm", sizes, x.dtype, options={"plus_one": plus_one, "weight_dtype": weight.dtype})
+
+
+def add_spec(x: Tensor, residual: Tensor, weight: Tensor, eps: float, plus_one: bool) -> Spec:
+    """What dispatch asks of a call. Raises KernelError where shapes, dtypes or devices do not fit together."""
+    op = "add_rmsnorm"
+    _check(op, x, weight, eps)
+    require(residual.dtype in FLOATS, op, f"residual is float, not {residual.dtype}")
+    require(x.shape == residual.shape, op, f"x is {list(x.shape)}, residual {list(residual.shape)}: make them equal")
+    require(x.device == residual.device, op, f"x lies on {x.device}, residual on {residual.device}: move one")
+    sizes = {"M": x.numel() // x.shape[-1], "K": x.shape[-1]}
+    options = {"plus_one": plus_one, "weight_dtype": weight.dtype, "residual_dtype": residual.dtype}
+    return Spec(op, sizes, x.dtype, options=options)
+
+
+def _torch(x: Tensor, weight: Tensor, eps: float, plus_one: bool) -> Tensor:
+    # the order of operations is that of LlamaRMSNorm and Gemma2RMSNorm: equal to the bit
+    values = x.to(torch.float32)
+    values = values * torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + eps)
+    if plus_one:
+        values = values * (1.0 + weight.float())
+        return values.to(x.dtype).contiguous()
+    return (weight * values.to(x.dtype)).contiguous()
+
+
+def _torch_add(x: Tensor, residual: Tensor, weight: Tensor, eps: float, plus_one: bool) -> tuple[Tensor, Tensor]:
+    total = (x + residual).contiguous()
+    return _torch(total, weight, eps, plus_one), total
+
+
+@torch.library.custom_op("accelpatch::rmsnorm", mutates_args=())
+def rmsnorm(x: Tensor, weight: Tensor, eps: float, plus_one: bool) -> Tensor:
+    """y[..., K], contiguous: x[..., K] over its root mean square, times weight[K] (or 1 + weight).
+
+    y has the promoted dtype of x and weight (x's own where plus_one). Raises KernelError for arguments that do not fit.
+    """
+    result = dispatch.run("rmsnorm", spec(x, weight, eps, plus_one), x.device, (x, weight, eps, plus_one))
+    assert isinstance(result, Tensor)
+    return result
+
+
+@rmsnorm.register_fake
+def _fake(x: Tensor, weight: Tensor, eps: float, plus_one: bool) -> Tensor:
+    spec(x, weight, eps, plus_one)
+    dtype = x.dtype if plus_one else torch.promote_types(x.dtype, weight.dtype)
+    return x.new_empty(x.shape, dtype=dtype)
+
+
+@torch.library.custom_op("accelpatch::add_rmsnorm", mutates_args=())
+def add_rmsnorm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, plus_one: bool) -> tuple[Tensor, Tensor]:
+    """(y, s)[..., K], contiguous: s = x + residual in their promoted dtype, y = rmsnorm(s, weight, eps, plus_one).
+
+    x and residual have one shape. Raises KernelError for arguments that do not fit.
+    """
+    args = (x, residual, weight, eps, plus_one)
+    y, total = dispatch.run("add_rmsnorm", add_spec(*args), x.device, args)
+    return y, total
+
+
+@add_rmsnorm.register_fake
+def _add_fake(x: Tensor, residual: Tensor, weight: Tensor, eps: float, plus_one: bool) -> tuple[Tensor, Tensor]:
+    add_spec(x, residual, weight, eps, plus_one)
+    total = torch.promote_types(x.dtype, residual.dtype)
+    dtype = total if plus_one else torch.promote_types(total, weight.dtype)
+    return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape, dtype=total)
+
+
+dispatch.inference_only(rmsnorm)
+dispatch.inference_only(add_rmsnorm)
+
+_SIZES = (
+    ((1, 1, 576), False),
+    ((2, 7, 65), True),
+    ((0, 64), False),
+    ((129, 33), True),
+    ((3, 1), False),
+    ((7, 4096), False),
+)
+
+
+def cases(residual: bool = False) -> list[Case]:
+    """Sizes for parity checks; odd ones among them."""
+
+    def case(shape: tuple[int, ...], plus_one: bool) -> Case:
+        def make(generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> tuple[object, ...]:
+            x = torch.randn(*shape, generator=generator).to(device, dtype)
+            more = (torch.randn(*shape, generator=generator).to(device, dtype),) if residual else ()
+            weight = torch.randn(shape[-1], generator=generator).to(device, dtype)
+            return (x, *more, weight, 1e-6, plus_one)
+
+        return Case(f"x{'x'.join(map(str, shape))}{'-plus-one' if plus_one else ''}", make)
+
+    return [case(*size) for size in _SIZES]
+
+
+def _add_cases() -> list[Case]:
+    return cases(residual=True)
+
+
+KERNELS = {
+    "rmsnorm": Kernel(rmsnorm, reference, spec, {"torch": Implementation(_torch, dispatch.anywhere)}, cases),
+    "add_rmsnorm": Kernel(
+        add_rmsnorm, add_reference, add_spec, {"torch": Implementation(_torch_add, dispatch.anywhere)}, _add_cases
+    ),
+}

@@ -1,0 +1,67 @@
+"""Every kernel that this machine can run, against its reference, on every case of its file, odd sizes among them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from accelpatch.device import probe
+from accelpatch.errors import KernelError
+from accelpatch.kernels import dispatch, parity
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SEED = 0
+
+
+@dataclass(frozen=True)
+class SelftestRecord:
+    """One case of one implementation. error, bound: of the worst element. reason: why it failed or did not run.
+
+    ok is None where the implementation has a reason not to run this case here.
+    """
+
+    op: str
+    implementation: str
+    case: str
+    error: float
+    bound: float
+    ok: bool | None
+    reason: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        return asdict(self)
+
+
+def run(device: torch.device | str = "cpu") -> list[SelftestRecord]:
+    """Parity of all implementations of all operations on `device`, in float32, bfloat16 and float16."""
+    return list(records(torch.device(device)))
+
+
+def records(device: torch.device) -> Iterator[SelftestRecord]:
+    """The records of `run` one by one, so that a caller can show progress."""
+    for op, (_, names) in dispatch.TABLE.items():
+        for name in names:
+            for case in dispatch.kernel(op).cases():
+                for dtype in DTYPES:
+                    yield _record(op, name, case, dtype, device)
+
+
+def _record(op: str, name: str, case: dispatch.Case, dtype: torch.dtype, device: torch.device) -> SelftestRecord:
+    kernel = dispatch.kernel(op)
+    args = case.make(torch.Generator().manual_seed(SEED), dtype, device)
+    label = f"{case.id}-{str(dtype).removeprefix('torch.')}"
+    reason = dispatch.why_not(op, name, kernel.spec(*args), probe(device))
+    if reason is not None:
+        return SelftestRecord(op, name, label, 0.0, 0.0, None, reason)
+    try:
+        with torch.inference_mode(), dispatch.forced(name):
+            found = parity.run_and_check(op, args, kernel.op)
+    except (KernelError, RuntimeError) as error:
+        # a self-test reports what does not work: one kernel that fails to start must not hide the others
+        return SelftestRecord(op, name, label, float("inf"), 0.0, False, f"{type(error).__name__}: {error}")
+    worst = max(found, key=lambda comparison: (not comparison.ok, comparison.error - comparison.bound))
+    return SelftestRecord(op, name, label, worst.error, worst.bound, worst.ok, worst.reason)

@@ -1,0 +1,1 @@
+"""What is known of model families, and where models come from."""

@@ -1,0 +1,22 @@
+"""The tables of the rotary position embedding, made in one operation."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from accelpatch.kernels.rope import rotary_cos_sin
+
+
+class FusedRotaryEmbedding(nn.Module):
+    """cos and sin of position times inverse frequency, for rope types whose frequencies do not change with length.
+
+    Frequencies are the original's buffers: `inv_freq`, or `{layer_type}_inv_freq` in families that have several.
+    """
+
+    @torch.no_grad()
+    def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
+        """position_ids[B, L] int64 -> (cos, sin)[B, L, D] in x's dtype."""
+        prefix = "" if layer_type is None else f"{layer_type}_"
+        inv_freq, scaling = getattr(self, f"{prefix}inv_freq"), getattr(self, f"{prefix}attention_scaling")
+        return rotary_cos_sin(position_ids, inv_freq, scaling, x.dtype)

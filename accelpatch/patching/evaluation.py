@@ -1,0 +1,72 @@
+"""A causal language model before and after a patch, on a text: KL, top-1 agreement and perplexity."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accelpatch.errors import PatchError
+from accelpatch.patching.verify import kl_divergence
+
+WINDOW = 512  # tokens of context; also what is held of the original's logits at a time, but for the text's length
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Means over the predicted tokens: KL(original || patched) in nats, share of equal most likely tokens, and
+    exp(mean negative log-likelihood) of the text before and after."""
+
+    kl: float
+    top1: float
+    perplexity_before: float
+    perplexity_after: float
+    tokens: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, ready for JSON."""
+        return asdict(self)
+
+
+def compare(
+    model: nn.Module,
+    input_ids: Tensor,
+    patched: AbstractContextManager[nn.Module],
+    progress: Callable[[str, int, int], None] | None = None,
+) -> Evaluation:
+    """Evaluate `model` on input_ids [1, L] in windows of 512 tokens, alone and within `patched`.
+
+    Holds the original's logits, L x vocabulary x 4 bytes. Raises PatchError for fewer than two tokens.
+    """
+    if input_ids.dim() != 2 or input_ids.shape[0] != 1 or input_ids.shape[1] < 2:
+        raise PatchError(f"an evaluation needs token ids of shape [1, L], L at least 2, not {list(input_ids.shape)}")
+    size = min(WINDOW, getattr(getattr(model, "config", None), "max_position_embeddings", None) or WINDOW)
+    windows = [w for w in input_ids.split(size, dim=1) if w.shape[1] > 1]
+    report = progress or (lambda stage, done, total: None)
+    before = list(_logits(model, windows, lambda done: report("original", done, len(windows))))
+    kl = agree = likely = likely_after = 0.0
+    with patched:
+        after = _logits(model, windows, lambda done: report("patched", done, len(windows)))
+        for ids, p, q in zip(windows, before, after, strict=True):
+            targets = ids[0, 1:].cpu()
+            kl += kl_divergence(p, q).sum().item()
+            agree += (p.argmax(-1) == q.argmax(-1)).sum().item()
+            likely += nn.functional.cross_entropy(p, targets, reduction="sum").item()
+            likely_after += nn.functional.cross_entropy(q, targets, reduction="sum").item()
+    count = sum(w.shape[1] - 1 for w in windows)
+    return Evaluation(kl / count, agree / count, math.exp(likely / count), math.exp(likely_after / count), count)
+
+
+@torch.no_grad()
+def _logits(model: nn.Module, windows: list[Tensor], progress: Callable[[int], None]) -> Iterator[Tensor]:
+    """Next-token logits [tokens - 1, V] in float32 on the CPU, window by window."""
+    device = next(model.parameters()).device
+    for done, ids in enumerate(windows):
+        output = model(input_ids=ids.to(device), use_cache=False)
+        yield output.logits[0, :-1].float().cpu()
+        progress(done + 1)

@@ -1,0 +1,165 @@
+"""The only walk over a model's tree: it turns modules into sites and asks which rule takes a site."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from accelpatch.patching.site import Site
+from accelpatch.recipe import Match, Recipe, Rule
+
+# Class rules, for whatever a family's table does not name: the end of a class name -> role.
+CLASS_ROLES = (
+    ("RMSNorm", "norm"),
+    ("LayerNorm", "norm"),
+    ("RotaryEmbedding", "rotary"),
+    ("Experts", "experts"),
+    ("Router", "router"),
+)
+
+
+def sites(model: nn.Module, roles: Mapping[str, str]) -> list[Site]:
+    """Every module of `model` that owns parameters or has a role, in the order of the tree.
+
+    roles: glob over dotted names (a number is written `#`) -> role, from the model's family. Modules that share a
+    weight become one site with the others tied to it: the head first, since its product decides the format.
+    """
+    places: dict[int, list[str]] = {}
+    modules: dict[int, nn.Module] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        places.setdefault(id(module), []).append(path)
+        modules[id(module)] = module
+    head = output_embeddings(model)
+    share = active_share(model)
+    counted: set[int] = set()
+    found: dict[int, Site] = {}
+    for key, module in modules.items():
+        if module is model:
+            continue
+        role = role_of(places[key][0], module, roles, head)
+        own = [p for p in module._parameters.values() if p is not None]
+        if own or role != "other":
+            found[key] = _site(places[key], module, role, own, share, counted)
+    return _join_tied(list(found.values()))
+
+
+def output_embeddings(model: nn.Module) -> nn.Module | None:
+    """The module that makes logits, where the model has one."""
+    getter = getattr(model, "get_output_embeddings", None)
+    return getter() if getter is not None else None
+
+
+def text_config(model: nn.Module) -> Any:
+    """The configuration of the model's language part, or None."""
+    config: Any = getattr(model, "config", None)
+    return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+
+
+def active_share(model: nn.Module) -> float:
+    """The share of a mixture's expert weights that one token reads: experts per token over experts."""
+    text = text_config(model)
+    chosen = getattr(text, "num_experts_per_tok", None)
+    experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None)
+    return min(1.0, chosen / experts) if chosen and experts else 1.0
+
+
+def role_of(path: str, module: nn.Module, roles: Mapping[str, str], head: nn.Module | None) -> str:
+    """The role of one module: the model's head, its family's word, or what its class says."""
+    if module is head:
+        return "head"
+    numberless = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1#", path)
+    for pattern, role in roles.items():
+        if fnmatchcase(numberless, pattern):
+            return role
+    if any(p is not None and p.dim() == 3 for p in module._parameters.values()) and not is_convolution(module):
+        return "experts"
+    if isinstance(module, nn.Embedding):
+        return "embedding"
+    if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D":
+        return "linear"
+    name = type(module).__name__
+    return next((role for end, role in CLASS_ROLES if name.endswith(end)), "other")
+
+
+def is_convolution(module: nn.Module) -> bool:
+    """Whether a 3-D weight is a convolution's, not a stack of experts."""
+    return isinstance(module, nn.modules.conv._ConvNd)
+
+
+def _site(
+    paths: list[str], module: nn.Module, role: str, own: list[nn.Parameter], share: float, counted: set[int]
+) -> Site:
+    """Measure one module; a parameter that another site already owns is not counted again."""
+    fresh = [p for p in own if id(p) not in counted]
+    counted.update(id(p) for p in own)
+    size = sum(p.numel() * p.element_size() for p in fresh)
+    n, k = _shape(module)
+    weight = module._parameters.get("weight")
+    token = size
+    if isinstance(module, nn.Embedding) and weight is not None:
+        token = weight.shape[1] * weight.element_size()  # one row
+    elif role == "experts":
+        token = round(size * share)
+    names = tuple(cls.__name__ for cls in type(module).__mro__ if cls is not object)
+    dtype = str(own[0].dtype).removeprefix("torch.") if own else ""
+    return Site(paths[0], module, role, names, n, k, size, token, dtype, tuple(paths))
+
+
+def _shape(module: nn.Module) -> tuple[int | None, int | None]:
+    weight = module._parameters.get("weight")
+    if weight is None or weight.dim() != 2:
+        return None, None
+    rows, columns = weight.shape
+    return (columns, rows) if type(module).__name__ == "Conv1D" else (rows, columns)
+
+
+def _join_tied(found: list[Site]) -> list[Site]:
+    """Merge the sites whose modules hold the same weight."""
+    groups: dict[int, list[Site]] = {}
+    for site in found:
+        weight = site.original._parameters.get("weight")
+        groups.setdefault(id(weight) if weight is not None else -id(site), []).append(site)
+    joined = []
+    for group in groups.values():
+        if len(group) == 1:
+            joined.append(group[0])
+            continue
+        first, *others = sorted(group, key=lambda site: site.role != "head")
+        owned = sum(site.bytes for site in group)
+        read = owned if first.role == "head" else first.token_bytes
+        row = next((site.token_bytes for site in others if site.role == "embedding"), 0)
+        names = first.class_names
+        joined.append(
+            Site(
+                first.path, first.module, first.role, names, first.n, first.k, owned, read + row,
+                first.dtype, first.places, tuple(others),
+            )
+        )  # fmt: skip
+    return joined
+
+
+def rule_for(site: Site, recipe: Recipe) -> Rule | None:
+    """The first rule that matches `site`, or None."""
+    return next((rule for rule in recipe.rules if matches(site, rule.match)), None)
+
+
+def matches(site: Site, match: Match) -> bool:
+    """Whether every condition that `match` states holds."""
+    if match.role and not site.roles.intersection(match.role):
+        return False
+    if match.cls and not set(match.cls).intersection(site.class_names):
+        return False
+    if not any(match.fits_name(path) for path in site.paths):
+        return False
+    bounds = match.shape
+    for axis, size in (("n", site.n), ("k", site.k)):
+        low, high = bounds.get(f"min_{axis}"), bounds.get(f"max_{axis}")
+        if (low is not None or high is not None) and size is None:
+            return False
+        if size is not None and not (low or 0) <= size <= (high if high is not None else size):
+            return False
+    return True

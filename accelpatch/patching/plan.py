@@ -1,0 +1,212 @@
+"""(model, recipe, device) -> Plan: pure and printable; mistakes of a recipe show here, before anything is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from accelpatch.device import Device
+from accelpatch.errors import PlanError
+from accelpatch.patching.match import matches, rule_for, sites, text_config
+from accelpatch.patching.replacer import Choice, Reason, Replacer
+from accelpatch.patching.site import Site
+from accelpatch.recipe import Recipe, Rule
+from accelpatch.report import Report, SiteRecord, bytes_line, human, site_table
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """The decision about one site: a rule's replacer with its choice, or the reason why it stays."""
+
+    site: Site
+    rule: Rule | None
+    replacer: Replacer | None = None
+    choice: Choice | None = None
+    reason: str | None = None
+    failed: bool = False
+
+    def kept(self, reason: str, *, failed: bool = False) -> Entry:
+        """The same site, staying as it is; `failed` where its replacement was built and found wanting."""
+        return replace(self, replacer=None, choice=None, reason=reason, failed=failed)
+
+    def record(self) -> SiteRecord:
+        """This entry as a line of the report."""
+        site, choice = self.site, self.choice
+        shape = (site.n, site.k) if site.n is not None and site.k is not None else None
+        after = (choice.bytes_after, choice.resident_after) if choice else (site.token_bytes, site.bytes)
+        tied = tuple(place for other in site.tied for place in other.places)
+        return SiteRecord(
+            site.path, site.role, tied, shape, self.replacer.name if self.replacer else None,
+            choice.kernel if choice else None, self.reason, (site.token_bytes, after[0]), (site.bytes, after[1]),
+            failed=self.failed,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Which site is replaced by what, and why the others stay. Making one changes nothing and allocates nothing.
+
+    cache_bytes: KV cache at `max_length` tokens and batch 1. `fits` compares weights and cache with the memory.
+    """
+
+    model: str
+    recipe: Recipe
+    device: Device
+    entries: tuple[Entry, ...]
+    max_length: int | None = None
+    cache_bytes: int = 0
+
+    @property
+    def replaced(self) -> tuple[Entry, ...]:
+        """The entries that have a replacement, parents before their children."""
+        return tuple(entry for entry in self.entries if entry.replacer is not None)
+
+    def report(self) -> Report:
+        """The plan as a report with nothing measured yet."""
+        return Report(self.model, self.recipe.name, self.device.name, [entry.record() for entry in self.entries])
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of the weights after the patch."""
+        return self.report().resident_bytes[1]
+
+    @property
+    def fits(self) -> bool:
+        """Whether the patched weights and the cache fit the device's memory."""
+        return self.resident_bytes + self.cache_bytes <= self.device.memory
+
+    def detached(self) -> Plan:
+        """The same plan without the model's modules."""
+        entries = tuple(replace(entry, site=entry.site.detached()) for entry in self.entries)
+        return replace(self, entries=entries)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, ready for JSON."""
+        facts = self.report().to_dict()
+        for key in ("verification", "seconds", "notes"):
+            del facts[key]
+        memory = {"device_bytes": self.device.memory, "cache_bytes": self.cache_bytes, "max_length": self.max_length}
+        return facts | {"arch": self.device.arch, "memory": memory | {"fits": self.fits}}
+
+    def __str__(self) -> str:
+        report = self.report()
+        verdict = "fits" if self.fits else "does NOT fit"
+        cache = f" + cache {human(self.cache_bytes)} at {self.max_length} tokens" if self.cache_bytes else ""
+        memory = f"memory: weights {human(self.resident_bytes)}{cache} {verdict} {human(self.device.memory)}"
+        return "\n".join(
+            [
+                f"{self.model} with recipe {self.recipe.name} on {self.device.name} ({self.device.arch})",
+                "",
+                site_table(report.sites),
+                "",
+                bytes_line(report.token_bytes, report.resident_bytes),
+                memory,
+            ]
+        )
+
+
+def make_plan(
+    model: nn.Module, recipe: Recipe, device: Device, roles: Mapping[str, str], registry: Mapping[str, Replacer]
+) -> Plan:
+    """Decide about every site of `model`.
+
+    roles: the family's table (glob -> role); registry: replacer names -> replacers. Raises PlanError for a replacer
+    that does not exist, a rule that matches nothing, a weight with two owners and a tie that would be split.
+    """
+    for rule in recipe.rules:
+        _check_rule(rule, registry)
+    found = sites(model, roles)
+    _check_all_match(recipe, found)
+    entries = [_decide(site, recipe, device, registry) for site in found]
+    _check_owners(entries)
+    name = getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
+    length, cache = cache_size(model, recipe.runtime.max_length)
+    return Plan(name, recipe, device, tuple(entries), length, cache)
+
+
+def _check_rule(rule: Rule, registry: Mapping[str, Replacer]) -> None:
+    if rule.replace == "keep":
+        return
+    if rule.replace not in registry:
+        known = ", ".join(sorted(registry))
+        raise PlanError(f"{rule.place}: no replacer is called {rule.replace}; registered are: {known}")
+    try:
+        registry[rule.replace].check_options(rule.options)
+    except PlanError as error:
+        raise PlanError(f"{rule.place}: {error}") from None
+
+
+def _check_all_match(recipe: Recipe, found: list[Site]) -> None:
+    for rule in recipe.rules:
+        if not rule.optional and not any(matches(site, rule.match) for site in found):
+            raise PlanError(
+                f"{rule.place}: the rule for {rule.replace} matches no module of this model; "
+                "correct its match, or mark it `optional: true`"
+            )
+
+
+def _decide(site: Site, recipe: Recipe, device: Device, registry: Mapping[str, Replacer]) -> Entry:
+    rule = rule_for(site, recipe)
+    if rule is None:
+        if site.role == "experts":
+            return Entry(site, None, reason=f"{_stack(site)} expert weights: no replacer takes them yet")
+        return Entry(site, None, reason="no rule of the recipe matches")
+    if rule.replace == "keep":
+        return Entry(site, rule, reason="kept by the recipe")
+    replacer = registry[rule.replace]
+    answer = _propose(site, rule, replacer, device)
+    if isinstance(answer, Choice):
+        return Entry(site, rule, replacer, answer)
+    if rule.otherwise == "error":
+        raise PlanError(f"{rule.place}: {site.path} cannot become {rule.replace}: {answer.text}")
+    return Entry(site, rule, reason=answer.text)
+
+
+def _propose(site: Site, rule: Rule, replacer: Replacer, device: Device) -> Choice | Reason:
+    members = [site, *site.tied]
+    for member in members:
+        if member.module is not None and "forward" in vars(member.module) and not hasattr(member.module, "_hf_hook"):
+            return Reason(f"{member.path} has a forward of its own on the instance")
+    if site.tied and not replacer.ties:
+        names = ", ".join(path for path in site.paths if path != site.path)
+        raise PlanError(
+            f"{rule.place}: {rule.replace} would split the weight that {site.path} shares with {names}; "
+            "use a replacer that takes them together, or keep them"
+        )
+    return replacer.propose(site, rule.options, device)
+
+
+def _stack(site: Site) -> str:
+    weights = [p for p in site.original._parameters.values() if p is not None and p.dim() == 3]
+    return " and ".join(str(list(p.shape)) for p in weights)
+
+
+def _check_owners(entries: list[Entry]) -> None:
+    """A parent that replaces its whole subtree owns the weights in it, unless it leaves that child's role alone."""
+    parents = [entry for entry in entries if entry.replacer is not None]
+    for entry in parents:
+        for other in parents:
+            assert other.replacer is not None
+            assert entry.replacer is not None
+            inside = any(path.startswith(f"{place}.") for path in entry.site.paths for place in other.site.places)
+            if inside and not other.replacer.consumes & (entry.site.roles | {"*"}):
+                raise PlanError(
+                    f"two owners of one parameter: {other.replacer.name} takes {other.site.path} with all that is in "
+                    f"it, and {entry.replacer.name} takes {entry.site.path}; drop one of the two rules"
+                )
+
+
+def cache_size(model: nn.Module, wanted: int | None) -> tuple[int | None, int]:
+    """(tokens, bytes) of a batch-1 KV cache in the model's dtype: 2 x layers x KV heads x head size x tokens."""
+    text = text_config(model)
+    layers, heads = getattr(text, "num_hidden_layers", None), getattr(text, "num_attention_heads", None)
+    length = wanted or min(getattr(text, "max_position_embeddings", None) or 2048, 4096)
+    if not layers or not heads or getattr(text, "is_encoder_decoder", False):
+        return None, 0
+    size = getattr(text, "head_dim", None) or text.hidden_size // heads
+    kv = getattr(text, "num_key_value_heads", None) or heads
+    width = next((p.element_size() for p in model.parameters() if p.is_floating_point()), 4)
+    return length, 2 * layers * kv * size * length * width

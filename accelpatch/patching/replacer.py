@@ -1,0 +1,78 @@
+"""The contract of a replacement: propose without acting, then build beside the original."""
+
+from __future__ import annotations
+
+import difflib
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from torch import nn
+
+from accelpatch.device import Device
+from accelpatch.errors import PlanError
+from accelpatch.patching.site import Site
+
+EVERY_CHILD = frozenset({"*"})
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a replacer would do at a site.
+
+    kernel: the implementation that would run. bytes_before, bytes_after: weight bytes read to decode one token.
+    resident_after: bytes that the replacement holds. detail: what the replacer's `build` needs, such as a group size.
+    """
+
+    kernel: str
+    bytes_before: int
+    bytes_after: int
+    resident_after: int
+    detail: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why a site stays as it is."""
+
+    text: str
+
+
+class Replacer(ABC):
+    """One way to replace a module.
+
+    name: the word that recipes use. options: name -> accepted types. consumes: roles of children that keep their own
+    rules when this replacer takes their parent (`EVERY_CHILD`: all). ties: whether it can take several modules that
+    share one weight. rounds: whether the originals' weights are needed for the way back.
+    """
+
+    name: ClassVar[str]
+    options: ClassVar[Mapping[str, tuple[type, ...]]] = {}
+    consumes: ClassVar[frozenset[str]] = frozenset()
+    ties: ClassVar[bool] = False
+    rounds: ClassVar[bool] = True
+
+    @abstractmethod
+    def propose(self, site: Site, options: Mapping[str, Any], device: Device) -> Choice | Reason:
+        """Say what would happen at `site`; allocates nothing and changes nothing."""
+
+    @abstractmethod
+    def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:
+        """Make the replacement; the original and the model stay untouched."""
+
+    def build_tied(self, site: Site, tied: Site, built: nn.Module) -> nn.Module:
+        """Make the replacement of a module tied to `site`, sharing the weight of `built`."""
+        raise PlanError(f"{self.name} cannot share a weight between {site.path} and {tied.path}")
+
+    def check_options(self, options: Mapping[str, Any]) -> None:
+        """Raise PlanError for an option that this replacer does not have or of another type."""
+        for key, value in options.items():
+            if key not in self.options:
+                near = difflib.get_close_matches(key, self.options, 1)
+                hint = f"; did you mean {near[0]}?" if near else f"; it has: {', '.join(self.options) or 'none'}"
+                raise PlanError(f"{self.name} has no option {key}{hint}")
+            accepted = self.options[key]
+            if not isinstance(value, accepted) or (isinstance(value, bool) and bool not in accepted):
+                words = " or ".join("null" if kind is type(None) else kind.__name__ for kind in accepted)
+                raise PlanError(f"{self.name}: option {key} is {value!r}, expected {words}")

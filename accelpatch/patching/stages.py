@@ -1,0 +1,111 @@
+"""The stages of a patch between plan and swap: capture, build, verify site by site; and the whole model at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from accelpatch.errors import VerifyError
+from accelpatch.patching.apply import Built, build_all
+from accelpatch.patching.capture import Call, recording, run
+from accelpatch.patching.plan import Plan
+from accelpatch.patching.verify import Checking, SiteErrors, compare_logits, site_errors
+from accelpatch.recipe import Recipe, Rule
+from accelpatch.report import Report, Verification
+
+Progress = Callable[[str, int, int], None]
+Samples = Sequence[Mapping[str, Any]]
+
+
+@dataclass(eq=False)
+class Checked:
+    """A replacement with its measured errors, or the reason why there are none."""
+
+    built: Built
+    errors: SiteErrors | None
+    unverified: str | None
+
+
+def verified_build(
+    model: nn.Module, plan: Plan, samples: Samples, checking: Checking, progress: Progress
+) -> tuple[list[Checked], Plan, list[Any]]:
+    """Build every replacement beside its original and verify it; the model is not touched.
+
+    Returns the replacements that hold, the plan in which those over their bound stay (or VerifyError, as the recipe
+    says), and the model's outputs on `samples` before anything changed. With no samples nothing is verified.
+    """
+    watched = {member.path: member.original for entry in plan.replaced for member in (entry.site, *entry.site.tied)}
+    with recording(watched if samples else {}) as calls:
+        before = run(model, samples, lambda done, total: progress("capture", done, total))
+    held: list[Checked] = []
+    failed: dict[str, str] = {}
+    for built in build_all(plan, lambda done, total: progress("build and verify", done, total)):
+        checked = _check(built, plan.recipe, calls, checking)
+        problem = over_bound(checked.errors, plan.recipe, built.entry.rule) if checked.errors else None
+        if problem is None:
+            held.append(checked)
+        elif plan.recipe.verify.on_failure == "error":
+            raise VerifyError(f"{built.entry.site.path}: {problem}; nothing was changed")
+        else:
+            failed[built.entry.site.path] = problem
+        for member in (built.entry.site, *built.entry.site.tied):
+            calls.pop(member.path, None)
+    kept = tuple(e.kept(failed[e.site.path], failed=True) if e.site.path in failed else e for e in plan.entries)
+    return held, replace(plan, entries=kept), before
+
+
+def _check(built: Built, recipe: Recipe, calls: Mapping[str, list[Call]], checking: Checking) -> Checked:
+    if not calls:
+        return Checked(built, None, "verification was switched off")
+    worst: SiteErrors | None = None
+    for member, (old, new, _) in zip((built.entry.site, *built.entry.site.tied), built.modules, strict=True):
+        if calls[member.path]:
+            errors = site_errors(old, new, calls[member.path], recipe.verify.metric, checking)
+            worst = errors if worst is None else worst.worse(errors)
+    return Checked(built, worst, None if worst else "no input reached it")
+
+
+def over_bound(errors: SiteErrors, recipe: Recipe, rule: Rule | None) -> str | None:
+    """Why a replacement must not stay, or None: the float rule is no recipe's choice, the format's bound is."""
+    error, allowed = errors.kernel_error, errors.kernel_bound
+    if error is not None and allowed is not None and not error <= allowed:
+        return f"kernel error {error:.2e} is over the float rule's bound {allowed:.2e}"
+    bound = recipe.verify.bounds.get(rule.name, recipe.verify.bound) if rule else recipe.verify.bound
+    if not errors.format_error <= bound:
+        return f"format error {errors.format_error:.3g} ({recipe.verify.metric}) is over the recipe's bound {bound:g}"
+    return None
+
+
+def stage_report(plan: Plan, held: Sequence[Checked]) -> Report:
+    """The plan's report with the measured figures of each site."""
+    report = plan.report()
+    records = {record.path: record for record in report.sites}
+    for checked in held:
+        record = records[checked.built.entry.site.path]
+        record.unverified = checked.unverified
+        if checked.errors:
+            record.kernel_error, record.kernel_bound = checked.errors.kernel_error, checked.errors.kernel_bound
+            record.format_error = checked.errors.format_error
+    return report
+
+
+def whole_model(
+    model: nn.Module, samples: Samples, before: list[Any], report: Report, progress: Progress
+) -> Verification:
+    """Run the patched model on the samples again and compare its next-token logits with those of before."""
+    after = run(model, samples, lambda done, total: progress("check", done, total))
+    masks = [_mask(sample) for sample in samples]
+    result = compare_logits(before, after, masks)
+    kernel = [site.kernel_share for site in report.sites if site.kernel_share is not None]
+    form = [site.format_error for site in report.sites if site.format_error is not None]
+    result.worst_kernel_error, result.worst_format_error = max(kernel, default=None), max(form, default=None)
+    result.failures = [f"{site.path}: {site.reason}" for site in report.sites if site.failed]
+    return result
+
+
+def _mask(sample: Mapping[str, Any]) -> Tensor | None:
+    mask = sample.get("attention_mask")
+    return mask if isinstance(mask, Tensor) else None

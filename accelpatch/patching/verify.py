@@ -1,0 +1,131 @@
+"""A replacement against its original on captured inputs, and the whole model before against after.
+
+Two figures a site. `kernel_error`: every operation inside the replacement against the plain torch reference of its own
+format in float64, by the float rule. `format_error`: the replacement against the original, in the recipe's metric.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accelpatch.patching.capture import Call, copied
+from accelpatch.report import Verification
+
+# A context that compares every operation run in it with its reference and lists (error, bound) for each.
+Checking = Callable[[], AbstractContextManager[list[tuple[float, float]]]]
+
+
+@dataclass(frozen=True)
+class SiteErrors:
+    """The worst figures of a site; the kernel's are absolute, in the unit of the operation's output."""
+
+    kernel_error: float | None
+    kernel_bound: float | None
+    format_error: float
+
+    def worse(self, other: SiteErrors) -> SiteErrors:
+        """The worse figures of two."""
+        kernel = max((self, other), key=lambda errors: (errors.kernel_error or 0.0) - (errors.kernel_bound or 0.0))
+        return SiteErrors(kernel.kernel_error, kernel.kernel_bound, max(self.format_error, other.format_error))
+
+
+def site_errors(
+    original: nn.Module, new: nn.Module, calls: Sequence[Call], metric: str, checking: Checking
+) -> SiteErrors:
+    """Run `new` and `original` on each call; a replacement that runs no operation of ours has no kernel figures."""
+    checks: list[tuple[float, float]] = []
+    pairs: list[tuple[Tensor, Tensor]] = []
+    for call in calls:
+        with torch.no_grad():
+            before = _run(original, call)
+            with checking() as checked:
+                after = _run(new, call)
+        checks += checked
+        if len(before) != len(after) or any(a.shape != b.shape for a, b in zip(after, before, strict=True)):
+            return SiteErrors(None, None, float("inf"))
+        pairs += zip(after, before, strict=True)
+    error, bound = max(checks, key=lambda check: check[0] - check[1], default=(None, None))
+    return SiteErrors(error, bound, format_error(metric, pairs))
+
+
+def _run(module: nn.Module, call: Call) -> list[Tensor]:
+    """The floating tensors that `module.forward` returns; user hooks stay out of it."""
+    args, kwargs = copied(call)
+    output = module.forward(*args, **kwargs)
+    return list(_tensors(output))
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor) and value.is_floating_point():
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def relative_rmse(y: Tensor, original: Tensor) -> float:
+    """||y - original|| / ||original||; zero where both are zero."""
+    difference, size = (y - original).norm().item(), original.norm().item()
+    return 0.0 if difference == 0 else difference / size if size else float("inf")
+
+
+def max_abs(y: Tensor, original: Tensor) -> float:
+    """The largest absolute difference, in the output's own unit."""
+    return (y - original).abs().max().item()
+
+
+def cosine(y: Tensor, original: Tensor) -> float:
+    """1 - cosine similarity of the outputs as one vector each."""
+    similarity = torch.nn.functional.cosine_similarity(y, original, dim=0, eps=1e-300).item()
+    return 1 - similarity if y.norm() or original.norm() else 0.0
+
+
+METRICS: dict[str, Callable[[Tensor, Tensor], float]] = {
+    "relative_rmse": relative_rmse,
+    "max_abs": max_abs,
+    "cosine": cosine,
+}
+
+
+def format_error(metric: str, pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
+    """A metric over all outputs (new, original) of a site as one vector each, where they are finite.
+
+    Together, since the first token of a text alone says little: models park attention on it and its values are near
+    nothing, so that a relative error of it is large and means nothing. Infinite where NaN or Inf stand elsewhere.
+    """
+    new, original = (torch.cat([pair[i].flatten().double() for pair in pairs] or [torch.empty(0)]) for i in (0, 1))
+    finite = original.isfinite()
+    if not torch.equal(finite, new.isfinite()):
+        return float("inf")
+    return METRICS[metric](new[finite], original[finite]) if bool(finite.any()) else 0.0
+
+
+def compare_logits(before: Sequence[Any], after: Sequence[Any], masks: Sequence[Tensor | None]) -> Verification:
+    """Mean KL(before || after) in nats and top-1 agreement of the next-token logits `[B, L, V]` at unmasked places."""
+    total, agree, tokens = 0.0, 0, 0
+    for old, new, mask in zip(before, after, masks, strict=True):
+        if getattr(old, "logits", None) is None or old.logits.dim() != 3:
+            continue
+        keep = mask.bool().flatten() if mask is not None and mask.numel() == old.logits[..., 0].numel() else None
+        p, q = (_rows(output.logits, keep) for output in (old, new))
+        total += kl_divergence(p, q).sum().item()
+        agree += int((p.argmax(-1) == q.argmax(-1)).sum())
+        tokens += p.shape[0]
+    return Verification(kl=total / tokens, top1=agree / tokens, tokens=tokens) if tokens else Verification()
+
+
+def _rows(logits: Tensor, keep: Tensor | None) -> Tensor:
+    rows = logits.flatten(0, 1)
+    return rows if keep is None else rows[keep.to(rows.device)]
+
+
+def kl_divergence(p_logits: Tensor, q_logits: Tensor) -> Tensor:
+    """KL(p || q) in nats of each row of two logit matrices `[T, V]`, in float64."""
+    p, q = p_logits.double().log_softmax(-1), q_logits.double().log_softmax(-1)
+    return (p.exp() * (p - q)).sum(-1)

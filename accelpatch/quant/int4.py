@@ -1,0 +1,82 @@
+"""4-bit weights in groups along K, u in 0..15, two a byte: the even k in the low nibble (stored as torch.int8).
+
+    asymmetric   w = u * scale + offset     offset a float: the group's minimum (GGUF Q4_1)
+    symmetric    w = (u - 8) * scale        scale = -(the value of largest magnitude) / 8, so it can be negative (Q4_0)
+
+scale and offset are float16, and float32 for a weight where a float16 would overflow or fall below its normal range.
+They are rounded first and u is chosen for the rounded ones. A group whose values are all equal is kept exactly as far
+as u * scale + offset can name the value: all float16 and bfloat16 values of normal size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from accelpatch.errors import KernelError
+from accelpatch.kernels import int4_linear
+from accelpatch.quant.weight import QuantizedWeight, grouped
+
+_HALF = torch.finfo(torch.float16)
+
+
+def quantize(weight: Tensor, *, group_size: int, symmetric: bool = False) -> QuantizedWeight:
+    """Packed q[N, K / 2], scale[N, G] and offset[N, G] (None where symmetric) of a float weight[N, K].
+
+    Raises KernelError for a NaN or an infinity, an odd K, and where group_size does not divide K.
+    """
+    groups = grouped(weight, group_size, "int4")
+    if weight.shape[1] % 2:
+        raise KernelError(f"int4 packs two weights a byte and K = {weight.shape[1]} is odd: use int8 for this weight")
+    return _symmetric(groups) if symmetric else _asymmetric(groups)
+
+
+def _symmetric(groups: Tensor) -> QuantizedWeight:
+    extreme = groups.gather(2, groups.abs().argmax(dim=2, keepdim=True)).squeeze(2)
+    scale = _store(extreme / -8)
+    return QuantizedWeight(pack((_divide(groups, scale) + 8).clamp_(0, 15)), scale, None)
+
+
+def _asymmetric(groups: Tensor) -> QuantizedWeight:
+    low, high = groups.amin(dim=2), groups.amax(dim=2)
+    constant = low == high
+    if not bool(torch.isfinite(high - low).all()):
+        raise KernelError("int4: a group's values lie further apart than a float32 can say: use int8 for this weight")
+    dtype = _storage(torch.stack((low, high, (high - low) / 15)))
+    offset = low.to(dtype)
+    # what rounding took from the offset is the scale of a constant group, whose u are then all 1
+    scale = torch.where(constant, high - offset.float(), (high - offset.float()) / 15).to(dtype)
+    u = _divide(groups - offset.float().unsqueeze(2), scale).clamp_(0, 15)
+    return QuantizedWeight(pack(u), scale, offset)
+
+
+def _divide(groups: Tensor, scale: Tensor) -> Tensor:
+    divisor = scale.float().unsqueeze(2)
+    return (groups / torch.where(divisor == 0, 1.0, divisor)).round_()
+
+
+def _storage(values: Tensor) -> torch.dtype:
+    size = values.abs()
+    fits = (size <= _HALF.max) & ((size >= _HALF.smallest_normal) | (size == 0))
+    return torch.float16 if bool(fits.all()) else torch.float32
+
+
+def _store(scale: Tensor) -> Tensor:
+    return scale.to(_storage(scale))
+
+
+def pack(u: Tensor) -> Tensor:
+    """q[N, K / 2] int8 of u[N, K] or [N, G, K / G], integers in 0..15 of any dtype."""
+    u = u.flatten(1).to(torch.uint8)
+    return (u[:, 0::2] | (u[:, 1::2] << 4)).contiguous().view(torch.int8)
+
+
+def unpack(q: Tensor) -> Tensor:
+    """u[N, K] int8 in 0..15 of q[N, K / 2]; the inverse of `pack`."""
+    return int4_linear.unpack(q)
+
+
+def dequantize(weight: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
+    """w[N, K] in `dtype`, computed in float32 at least and rounded once; any kind of offset that the kernel takes."""
+    wide = torch.promote_types(dtype, torch.float32)
+    return int4_linear.dequantize_rows(*weight, wide).to(dtype)

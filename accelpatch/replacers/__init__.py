@@ -1,0 +1,48 @@
+"""The registry of replacers: a literal table, and the one door for a user's own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TypeVar
+
+from accelpatch.errors import PlanError
+from accelpatch.patching.replacer import Replacer
+from accelpatch.replacers.gated_mlp import GatedMLPReplacer
+from accelpatch.replacers.norm import ResidualNormReplacer, RMSNormReplacer
+from accelpatch.replacers.rotary import RotaryReplacer
+from accelpatch.replacers.weight_only import Int4WeightOnly, Int8WeightOnly
+
+BUILT_IN: tuple[type[Replacer], ...] = (
+    Int8WeightOnly,
+    Int4WeightOnly,
+    RMSNormReplacer,
+    ResidualNormReplacer,
+    RotaryReplacer,
+    GatedMLPReplacer,
+)
+_registry: dict[str, Replacer] = {cls.name: cls() for cls in BUILT_IN}
+
+AnyReplacer = TypeVar("AnyReplacer", bound=type[Replacer])
+
+
+def registry() -> Mapping[str, Replacer]:
+    """Every registered replacer by the name that recipes use."""
+    return MappingProxyType(_registry)
+
+
+def replacer(cls: AnyReplacer) -> AnyReplacer:
+    """Register a user's own Replacer subclass under its `name` for this process; a later one of that name takes over.
+
+    Raises PlanError for a class that is none, a name that recipes cannot write, and one of ours.
+    """
+    name = getattr(cls, "name", None)
+    if not (isinstance(cls, type) and issubclass(cls, Replacer)):
+        raise PlanError(f"{cls!r} is no subclass of accelpatch.Replacer; derive it and give it a name")
+    if not isinstance(name, str) or not re.fullmatch(r"[a-z][a-z0-9_]*", name) or name == "keep":
+        raise PlanError(f"{cls.__name__}.name is {name!r}; a replacer's name is lower case letters, digits and _")
+    if any(name == built_in.name for built_in in BUILT_IN):
+        raise PlanError(f"{name} is a replacer of accelpatch; give {cls.__name__} another name")
+    _registry[name] = cls()
+    return cls

@@ -1,0 +1,57 @@
+"""The gated MLP with activation and product as one operation; its linear layers keep their own rules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from accelpatch.device import Device
+from accelpatch.errors import KernelError
+from accelpatch.kernels import dispatch
+from accelpatch.kernels.dispatch import Spec
+from accelpatch.models.family import ACTIVATION_CLASSES
+from accelpatch.modules.gated_mlp import GatedMLP
+from accelpatch.modules.replacement import take_over
+from accelpatch.patching.replacer import Choice, Reason, Replacer
+from accelpatch.patching.site import Site
+
+
+class GatedMLPReplacer(Replacer):
+    """down(act(gate(x)) * up(x)), with gate and up apart or in one matrix."""
+
+    name = "gated_mlp"
+    rounds = False
+    consumes = frozenset({"gate_proj", "up_proj", "gate_up_proj", "down_proj"})
+
+    def propose(self, site: Site, options: Mapping[str, Any], device: Device) -> Choice | Reason:
+        mlp = site.original
+        children = dict(mlp.named_children())
+        fused = "gate_up_proj" in children
+        expected = {"gate_up_proj", "down_proj"} if fused else {"gate_proj", "up_proj", "down_proj"}
+        if not expected <= children.keys():
+            return Reason(f"{type(mlp).__name__} is no gated MLP")
+        activation = _activation(mlp)
+        if activation is None:
+            return Reason(f"the activation of {type(mlp).__name__} is not known here")
+        down = children["down_proj"]
+        width = getattr(down, "in_features", 1)
+        dtype = next((p.dtype for p in down.parameters()), torch.float32)
+        spec = Spec("gated_activation", {"M": 1, "K": width}, dtype, options={"activation": activation})
+        try:
+            kernel = dispatch.choose("gated_activation", spec, device)
+        except KernelError as error:
+            return Reason(str(error))
+        return Choice(kernel, 0, 0, site.bytes, {"activation": activation, "fused_rows": fused})
+
+    def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:
+        new = take_over(GatedMLP, site.original)
+        new.activation, new.fused_rows = choice.detail["activation"], choice.detail["fused_rows"]
+        return new
+
+
+def _activation(mlp: nn.Module) -> str | None:
+    module = getattr(mlp, "act_fn", None) or getattr(mlp, "activation_fn", None)
+    return ACTIVATION_CLASSES.get(type(module).__name__)

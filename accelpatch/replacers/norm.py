@@ -1,0 +1,88 @@
+"""RMSNorm, and the residual addition before it in decoder layers of the forms that modules/norm.py describes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from accelpatch.device import Device
+from accelpatch.errors import KernelError
+from accelpatch.kernels import dispatch
+from accelpatch.kernels.dispatch import Spec
+from accelpatch.models.family import RMS_NORMS
+from accelpatch.modules.norm import FusedRMSNorm, ResidualNormLayer, positional_names
+from accelpatch.modules.replacement import take_over
+from accelpatch.patching.replacer import EVERY_CHILD, Choice, Reason, Replacer
+from accelpatch.patching.site import Site
+
+
+def _kernel(op: str, norm: nn.Module, plus_one: bool, device: Device) -> str:
+    weight = norm.weight
+    assert isinstance(weight, torch.Tensor)
+    options = {"plus_one": plus_one, "weight_dtype": weight.dtype, "residual_dtype": weight.dtype}
+    return dispatch.choose(op, Spec(op, {"M": 1, "K": weight.shape[0]}, weight.dtype, options=options), device)
+
+
+class RMSNormReplacer(Replacer):
+    """An RMSNorm of a known class as one operation, equal to the original up to the float rule."""
+
+    name = "rmsnorm"
+    rounds = False
+
+    def propose(self, site: Site, options: Mapping[str, Any], device: Device) -> Choice | Reason:
+        kind = RMS_NORMS.get(type(site.original).__name__)
+        if kind is None:
+            return Reason(f"{type(site.original).__name__} is not an RMSNorm of a known family")
+        try:
+            kernel = _kernel("rmsnorm", site.original, kind.plus_one, device)
+        except KernelError as error:
+            return Reason(str(error))
+        return Choice(kernel, site.token_bytes, site.token_bytes, site.bytes)
+
+    def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:
+        kind = RMS_NORMS[type(site.original).__name__]
+        new = take_over(FusedRMSNorm, site.original)
+        new.rms_eps, new.plus_one = getattr(site.original, kind.eps), kind.plus_one
+        return new
+
+
+class ResidualNormReplacer(Replacer):
+    """A decoder layer whose residual addition and next RMSNorm are one operation; its children keep their rules."""
+
+    name = "residual_rmsnorm"
+    rounds = False
+    consumes = EVERY_CHILD
+
+    def propose(self, site: Site, options: Mapping[str, Any], device: Device) -> Choice | Reason:
+        layer = site.original
+        norm = getattr(layer, _norm_name(layer), None)
+        kind = RMS_NORMS.get(type(norm).__name__)
+        missing = [name for name in ("self_attn", "mlp", "input_layernorm") if not hasattr(layer, name)]
+        if kind is None or norm is None or missing:
+            return Reason(f"{type(layer).__name__} has no RMSNorm after a residual addition that is known here")
+        if any(isinstance(child, nn.Dropout) and child.p > 0 for child in layer.children()):
+            return Reason("the layer drops activations out before the residual addition")
+        try:
+            kernel = _kernel("add_rmsnorm", norm, kind.plus_one, device)
+        except KernelError as error:
+            return Reason(str(error))
+        return Choice(kernel, site.token_bytes, site.token_bytes, site.bytes)
+
+    def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:
+        layer = site.original
+        norm = getattr(layer, _norm_name(layer))
+        kind = RMS_NORMS[type(norm).__name__]
+        new = take_over(ResidualNormLayer, layer)
+        new.rms_eps, new.plus_one = getattr(norm, kind.eps), kind.plus_one
+        new.sandwich = hasattr(layer, "pre_feedforward_layernorm")
+        new.positional = positional_names(layer)
+        return new
+
+
+def _norm_name(layer: nn.Module) -> str:
+    """The norm that follows the residual addition after attention."""
+    sandwich = hasattr(layer, "pre_feedforward_layernorm")
+    return "pre_feedforward_layernorm" if sandwich else "post_attention_layernorm"

@@ -1,0 +1,51 @@
+"""The rotary embedding's tables as one operation."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from accelpatch.device import Device
+from accelpatch.errors import KernelError
+from accelpatch.kernels import dispatch
+from accelpatch.kernels.dispatch import Spec
+from accelpatch.models.family import ROTARY_CLASSES, STATIC_ROPE
+from accelpatch.modules.replacement import take_over
+from accelpatch.modules.rotary import FusedRotaryEmbedding
+from accelpatch.patching.replacer import Choice, Reason, Replacer
+from accelpatch.patching.site import Site
+
+_SIGNATURES = (["self", "x", "position_ids"], ["self", "x", "position_ids", "layer_type"])
+
+
+class RotaryReplacer(Replacer):
+    """Rotary embeddings in transformers' form whose frequencies do not change with the length of the text."""
+
+    name = "rotary_embedding"
+    rounds = False
+
+    def propose(self, site: Site, options: Mapping[str, Any], device: Device) -> Choice | Reason:
+        module = site.original
+        if type(module).__name__ not in ROTARY_CLASSES:
+            return Reason(f"{type(module).__name__} is not known to make its tables in this form")
+        if list(inspect.signature(type(module).forward).parameters) not in _SIGNATURES:
+            return Reason(f"{type(module).__name__} takes other arguments than (x, position_ids)")
+        types = getattr(module, "rope_type", None)
+        changing = set(types.values() if isinstance(types, dict) else [types]) - STATIC_ROPE
+        if changing:
+            return Reason(f"rope type {', '.join(map(str, changing))}: its frequencies may change with the length")
+        frequencies = [b for name, b in module.named_buffers(recurse=False) if name.endswith("inv_freq")]
+        if not frequencies:
+            return Reason(f"{type(module).__name__} has no inv_freq")
+        spec = Spec("rotary_cos_sin", {"M": 1, "K": 2 * frequencies[0].shape[0]}, torch.float32)
+        try:
+            return Choice(dispatch.choose("rotary_cos_sin", spec, device), 0, 0, site.bytes)
+        except KernelError as error:
+            return Reason(str(error))
+
+    def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:
+        return take_over(FusedRotaryEmbedding, site.original)

@@ -1,0 +1,142 @@
+"""int8 and int4 weight-only linear layers, and an output head with the embedding that is tied to it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from accelpatch.device import Device
+from accelpatch.errors import KernelError
+from accelpatch.kernels import dispatch
+from accelpatch.kernels.dispatch import Spec
+from accelpatch.models.family import EMBEDDING_CLASSES, LINEAR_CLASSES
+from accelpatch.modules.weight_only import Int4WeightOnlyLinear, Int8Embedding, Int8WeightOnlyLinear, quantized
+from accelpatch.patching.replacer import Choice, Reason, Replacer
+from accelpatch.patching.site import Site
+from accelpatch.quant import QuantizedWeight, int4, int8
+
+INT8_SCALE = 4  # bytes: float32
+INT4_SCALE = 2  # bytes: float16, for scale and minimum each
+
+
+def unfit(site: Site) -> str | None:
+    """Why a site is no plain matrix product or table of rows; None where it is one."""
+    for member in (site, *site.tied):
+        name = type(member.original).__name__
+        if name not in LINEAR_CLASSES | EMBEDDING_CLASSES:
+            return f"{name} is not known to be a plain matrix product"
+        if member.n is None or not torch.empty(0, dtype=getattr(torch, member.dtype)).is_floating_point():
+            return f"its weight is {member.dtype}, not a float matrix"
+    return None
+
+
+def weight_of(module: nn.Module) -> Tensor:
+    """The float weight `[N, K]`: rows are output channels or tokens."""
+    weight = module._parameters["weight"]
+    assert weight is not None
+    return weight.detach().t() if type(module).__name__ == "Conv1D" else weight.detach()
+
+
+def kernel_for(op: str, site: Site, device: Device, group_size: int, offset: str) -> str:
+    """The implementation that one token would run. Raises KernelError with every reason."""
+    assert site.n is not None
+    assert site.k is not None
+    scale = torch.float32 if op != "int4_linear" else torch.float16
+    sizes = {"M": 1, "N": site.n, "K": site.k}
+    return dispatch.choose(op, Spec(op, sizes, getattr(torch, site.dtype), scale, group_size, offset), device)
+
+
+def token_bytes(site: Site, resident: int) -> int:
+    """Bytes read to decode one token: all of a product, one row of a table, both where they are tied."""
+    assert site.n is not None
+    row = resident // site.n
+    if isinstance(site.original, nn.Embedding):
+        return row
+    return resident + (row if any(isinstance(tied.original, nn.Embedding) for tied in site.tied) else 0)
+
+
+class Int8WeightOnly(Replacer):
+    """Symmetric int8 with one float32 scale for each output channel, or for each group along K."""
+
+    name = "int8_weight_only"
+    options: ClassVar[Mapping[str, tuple[type, ...]]] = {"group_size": (int, list, type(None))}
+    ties = True
+
+    def propose(self, site: Site, options: Mapping[str, Any], device: Device) -> Choice | Reason:
+        if reason := unfit(site):
+            return Reason(reason)
+        assert site.n is not None
+        assert site.k is not None
+        wanted = options.get("group_size")
+        group = site.k if wanted is None else first_dividing(wanted, site.k)
+        if group is None:
+            return Reason(f"K = {site.k} is a multiple of none of the group sizes {wanted}")
+        op = "int8_embedding" if isinstance(site.original, nn.Embedding) else "int8_linear"
+        try:
+            kernel = kernel_for(op, site, device, group, "none")
+        except KernelError as error:
+            return Reason(str(error))
+        resident = site.n * site.k + site.n * (site.k // group) * INT8_SCALE + bias_bytes(site)
+        return Choice(kernel, site.token_bytes, token_bytes(site, resident), resident, {"group_size": group})
+
+    def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:
+        weight = int8.quantize(weight_of(site.original), group_size=choice.detail["group_size"])
+        return _as_int8(site.original, weight)
+
+    def build_tied(self, site: Site, tied: Site, built: nn.Module) -> nn.Module:
+        assert isinstance(built, (Int8WeightOnlyLinear, Int8Embedding))
+        return _as_int8(tied.original, QuantizedWeight(built.q, built.scale, None))
+
+
+def _as_int8(original: nn.Module, weight: QuantizedWeight) -> nn.Module:
+    kind = Int8Embedding if isinstance(original, nn.Embedding) else Int8WeightOnlyLinear
+    module: nn.Module = quantized(kind, original, weight)
+    return module
+
+
+class Int4WeightOnly(Replacer):
+    """4-bit weights in groups along K, with a float16 minimum (asymmetric) or without (symmetric)."""
+
+    name = "int4_weight_only"
+    options: ClassVar[Mapping[str, tuple[type, ...]]] = {"group_size": (int, list), "symmetric": (bool,)}
+
+    def propose(self, site: Site, options: Mapping[str, Any], device: Device) -> Choice | Reason:
+        if reason := unfit(site):
+            return Reason(reason)
+        if isinstance(site.original, nn.Embedding):
+            return Reason("a table of rows has no 4-bit form; use int8_weight_only")
+        assert site.n is not None
+        assert site.k is not None
+        wanted, symmetric = options.get("group_size", [128, 64, 32]), options.get("symmetric", False)
+        group = first_dividing(wanted, site.k)
+        if group is None:
+            return Reason(f"K = {site.k} is a multiple of none of the group sizes {wanted}")
+        try:
+            kernel = kernel_for("int4_linear", site, device, group, "none" if symmetric else "minimum")
+        except KernelError as error:
+            return Reason(str(error))
+        scales = site.n * (site.k // group) * INT4_SCALE * (1 if symmetric else 2)
+        resident = site.n * site.k // 2 + scales + bias_bytes(site)
+        detail = {"group_size": group, "symmetric": symmetric}
+        return Choice(kernel, site.token_bytes, token_bytes(site, resident), resident, detail)
+
+    def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:
+        group, symmetric = choice.detail["group_size"], choice.detail["symmetric"]
+        weight = int4.quantize(weight_of(site.original), group_size=group, symmetric=symmetric)
+        module: nn.Module = quantized(Int4WeightOnlyLinear, site.original, weight)
+        return module
+
+
+def first_dividing(wanted: int | list[int], k: int) -> int | None:
+    """The first of the group sizes that divides K, or None. Sizes that are no positive even numbers never fit."""
+    sizes = [wanted] if isinstance(wanted, int) else wanted
+    return next((size for size in sizes if isinstance(size, int) and size > 0 and k % size == 0), None)
+
+
+def bias_bytes(site: Site) -> int:
+    """Bytes of what stays float in the module: its bias, where it owns one."""
+    weight = weight_of(site.original)
+    return max(0, site.bytes - weight.numel() * weight.element_size())

@@ -1,0 +1,213 @@
+"""What happened and why: the record that plan, verification and runs share, and its printed form."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass
+class SiteRecord:
+    """One site: what was decided, and after a patch what was measured.
+
+    Bytes are the weight's: token_bytes read to decode one token, resident_bytes held. kernel_error is the largest
+    distance from the float64 reference, kernel_bound what the float rule allows there; format_error is in the recipe's
+    metric against the original. All are None where nothing was measured; `unverified` then says why. failed: its
+    replacement was over its bound, so the original stays.
+    """
+
+    path: str
+    role: str
+    tied: tuple[str, ...]
+    shape: tuple[int, int] | None
+    replacer: str | None
+    kernel: str | None
+    reason: str | None
+    token_bytes: tuple[int, int]
+    resident_bytes: tuple[int, int]
+    kernel_error: float | None = None
+    kernel_bound: float | None = None
+    format_error: float | None = None
+    unverified: str | None = None
+    failed: bool = False
+
+    @property
+    def kernel_share(self) -> float | None:
+        """kernel_error as a share of what the float rule allows; at most 1 for a replacement that stays."""
+        if self.kernel_error is None or self.kernel_bound is None:
+            return None
+        return self.kernel_error / self.kernel_bound if self.kernel_bound else float(self.kernel_error > 0)
+
+
+@dataclass
+class Verification:
+    """The whole model before and after: mean KL(original || patched) in nats and top-1 agreement of next tokens.
+
+    worst_kernel_error: over all sites, as a share of what the float rule allows. worst_format_error: in the recipe's
+    metric. failures: the sites that stayed because a replacement was over its bound.
+    """
+
+    kl: float | None = None
+    top1: float | None = None
+    tokens: int = 0
+    worst_kernel_error: float | None = None
+    worst_format_error: float | None = None
+    failures: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Report:
+    """Everything that a patch did. `str(report)` is for people, `to_dict()` for programs."""
+
+    model: str
+    recipe: str
+    device: str
+    sites: list[SiteRecord]
+    verification: Verification | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def replaced(self) -> int:
+        """How many sites have a replacement."""
+        return sum(site.replacer is not None for site in self.sites)
+
+    @property
+    def token_bytes(self) -> tuple[int, int]:
+        """Weight bytes read to decode one token, before and after."""
+        return _total(site.token_bytes for site in self.sites)
+
+    @property
+    def resident_bytes(self) -> tuple[int, int]:
+        """Bytes of the weights held, before and after."""
+        return _total(site.resident_bytes for site in self.sites)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, ready for JSON."""
+        return {
+            "model": self.model,
+            "recipe": self.recipe,
+            "device": self.device,
+            "replaced": self.replaced,
+            "kept": len(self.sites) - self.replaced,
+            "token_bytes": dict(zip(("before", "after"), self.token_bytes, strict=True)),
+            "resident_bytes": dict(zip(("before", "after"), self.resident_bytes, strict=True)),
+            "sites": [asdict(site) for site in self.sites],
+            "verification": asdict(self.verification) if self.verification else None,
+            "seconds": dict(self.seconds),
+            "notes": list(self.notes),
+        }
+
+    def __str__(self) -> str:
+        lines = [f"{self.model} with recipe {self.recipe} on {self.device}", "", site_table(self.sites), ""]
+        lines += [bytes_line(self.token_bytes, self.resident_bytes)]
+        if self.verification:
+            lines.append(verification_line(self.verification))
+        return "\n".join(lines + self.notes)
+
+
+def _total(pairs: Iterable[tuple[int, int]]) -> tuple[int, int]:
+    listed = list(pairs)
+    return sum(before for before, _ in listed), sum(after for _, after in listed)
+
+
+def bytes_line(token: tuple[int, int], resident: tuple[int, int]) -> str:
+    """One line: bytes a token and bytes held, before and after."""
+    return (
+        f"bytes a token: {human(token[0])} -> {human(token[1])} ({ratio(token)}); "
+        f"weights held: {human(resident[0])} -> {human(resident[1])} ({ratio(resident)})"
+    )
+
+
+def verification_line(v: Verification) -> str:
+    """One line: the worst errors of the sites, and the whole model's figures."""
+    parts = []
+    if v.worst_kernel_error is not None:
+        parts.append(f"worst kernel error {v.worst_kernel_error:.0%} of the float rule's bound")
+    if v.worst_format_error is not None:
+        parts.append(f"worst format error {v.worst_format_error:.4f}")
+    if v.kl is not None and v.top1 is not None:
+        parts.append(f"KL {v.kl:.2e} nats, top-1 agreement {v.top1:.1%} over {v.tokens} tokens")
+    parts.append(f"{len(v.failures)} sites over their bound" if v.failures else "every site within its bound")
+    return "verified: " + "; ".join(parts)
+
+
+def site_table(sites: Sequence[SiteRecord]) -> str:
+    """A table with one line for all sites that differ in their layer's number alone."""
+    groups: dict[tuple[object, ...], list[SiteRecord]] = {}
+    for site in sites:
+        shape = re.sub(r"\d+", "*", site.path)
+        key = (shape, site.role, site.shape, site.replacer, site.kernel, _numberless(site.reason))
+        groups.setdefault(key, []).append(site)
+    rows: list[Sequence[str]] = [
+        ("site", "count", "weight [N, K]", "replacement", "kernel", "bytes", "after", "why it stays")
+    ]
+    for members in groups.values():
+        first = members[0]
+        before, after = _total(site.resident_bytes for site in members)
+        name = _span([site.path for site in members]) + (f" (+ {', '.join(first.tied)})" if first.tied else "")
+        size = f"{first.shape[0]} x {first.shape[1]}" if first.shape else ""
+        cells = [human(before) if before else "", human(after) if before and first.replacer else ""]
+        row = (name, str(len(members)), size, first.replacer or "stays", first.kernel or "", *cells, first.reason or "")
+        rows.append(row)
+    return table(rows)
+
+
+def _numberless(text: str | None) -> str | None:
+    return None if text is None else re.sub(r"\d+", "*", text)
+
+
+def _span(paths: list[str]) -> str:
+    """`model.layers.{0..29}.mlp` for thirty paths that differ in one number; the first and a count otherwise."""
+    if len(paths) == 1:
+        return paths[0]
+    pieces = [re.split(r"(\d+)", path) for path in paths]
+    varying = [i for i, column in enumerate(zip(*pieces, strict=True)) if len(set(column)) > 1]
+    first = pieces[0]
+    for i in varying:
+        first[i] = "{" + _ranges(sorted({int(piece[i]) for piece in pieces})) + "}"
+    return "".join(first)
+
+
+def _ranges(numbers: list[int]) -> str:
+    """`0..2,5` for 0, 1, 2, 5."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}..{run[-1]}" for run in runs)
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of text as columns, the first row as the heading; numbers of bytes and counts stand to the right."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    right = [rows[0][i] in ("count", "bytes", "after") for i in range(len(widths))]
+    lines = [
+        "  ".join(
+            cell.rjust(width) if to_right else cell.ljust(width)
+            for cell, width, to_right in zip(row, widths, right, strict=True)
+        ).rstrip()
+        for row in rows
+    ]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(lines)
+
+
+def human(size: int) -> str:
+    """Bytes in decimal units: 134.5 MB."""
+    value = float(size)
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(value) < 1000:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1000
+    return f"{value:.2f} TB"
+
+
+def ratio(pair: tuple[int, int]) -> str:
+    """After over before, as a percentage."""
+    before, after = pair
+    return f"{after / before:.1%}" if before else "nothing to read"

@@ -1,0 +1,63 @@
+"""The same model in plain torch, its weights gone through the formats of a plan and back to floats."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accelpatch.kernels import parity
+from accelpatch.patching.plan import Entry, Plan
+from accelpatch.quant import int4, int8
+
+
+def simulated(model: nn.Module, plan: Plan, dtype: torch.dtype) -> nn.Module:
+    """A copy of the unpatched `model` in `dtype` whose weights are those that the plan's formats hold."""
+    copied = copy.deepcopy(model).to(dtype)
+    if dtype == torch.float64 and hasattr(copied, "set_experts_implementation"):
+        copied.set_experts_implementation("eager")  # torch's grouped product takes no float64
+    originals = dict(model.named_modules())
+    for entry in plan.replaced:
+        if entry.replacer is not None and entry.replacer.rounds:
+            held = _held(originals[entry.site.path], entry, dtype)
+            weight = copied.get_submodule(entry.site.path).weight
+            assert weight.shape == held.shape
+            weight.data = held
+    return copied
+
+
+def _held(original: nn.Module, entry: Entry, dtype: torch.dtype) -> Tensor:
+    """The weight as the format holds it, in the original's shape."""
+    transposed = type(original).__name__ == "Conv1D"
+    weight = original.weight.detach().t() if transposed else original.weight.detach()
+    assert entry.replacer is not None
+    assert entry.choice is not None
+    formats: Any = {"int8_weight_only": int8, "int4_weight_only": int4}
+    form = formats[entry.replacer.name]
+    held: Tensor = form.dequantize(form.quantize(weight, **entry.choice.detail), dtype)
+    return held.t() if transposed else held
+
+
+@torch.no_grad()
+def logits(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+    """Logits at the places that are not padding: [tokens, vocabulary]."""
+    return model(**batch).logits[batch["attention_mask"].bool()]
+
+
+def assert_float_rule(output: Tensor, reference: Tensor, plain: Tensor) -> float:
+    """`output` against a float64 reference: at most twice the error of torch's `plain` result, plus one ulp.
+
+    Gives the error that this allows: twice torch's own.
+    """
+    error = parity.torch_error(plain, reference)
+    found = parity.compare(output, reference, error)
+    assert found.ok, found.reason
+    return 2 * error
+
+
+def greedy(model: nn.Module, batch: dict[str, Any], tokens: int = 8) -> Tensor:
+    """What stock generate() makes of the batch."""
+    ids: Tensor = model.generate(**batch, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False)
+    return ids

@@ -1,0 +1,93 @@
+"""The rule itself must be able to fail: outputs that are wrong in the ways that kernels go wrong."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from accelpatch.kernels import parity
+from accelpatch.kernels.int8_linear import int8_linear
+from accelpatch.kernels.rmsnorm import rmsnorm
+
+
+def linear_args(k: int = 130) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(3)
+    q = torch.randint(-127, 128, (33, k), generator=generator, dtype=torch.int8)
+    return torch.randn(7, k, generator=generator), q, torch.rand(33, 1, generator=generator) / 127
+
+
+def verdict(args: tuple[torch.Tensor, ...], output: torch.Tensor) -> parity.Comparison:
+    return parity.check("int8_linear", args, [output])[0]
+
+
+def test_right_output_passes() -> None:
+    args = linear_args()
+    assert verdict(args, int8_linear(*args)).ok
+
+
+def test_lost_tail_of_k_fails() -> None:
+    x, q, scale = linear_args(2050)
+    found = verdict((x, q, scale), int8_linear(x[:, :2048].contiguous(), q[:, :2048].contiguous(), scale))
+    assert not found.ok
+    assert found.error > found.bound
+
+
+@pytest.mark.parametrize("place", [(0, 0), (6, 32)], ids=["first", "last"])
+def test_one_unwritten_element_fails(place: tuple[int, int]) -> None:
+    args = linear_args()
+    output = int8_linear(*args).clone()
+    output[place] = float("nan")
+    assert "nan at" in verdict(args, output).reason
+
+
+def test_rounded_activations_fail() -> None:
+    x, q, scale = linear_args()
+    step = x.abs().amax(-1, keepdim=True) / 127
+    assert not verdict((x, q, scale), int8_linear((x / step).round() * step, q, scale)).ok
+
+
+def test_bfloat16_accumulation_fails() -> None:
+    x, q, scale = linear_args(1024)
+    x = x.bfloat16()
+    total = torch.zeros(7, 33, dtype=torch.bfloat16)
+    weight = (q * scale).bfloat16()
+    for k in range(1024):
+        total = total + x[:, k, None] * weight[:, k]
+    assert not verdict((x, q, scale), total).ok
+
+
+def test_missing_nan_fails() -> None:
+    x, q, scale = linear_args()
+    broken = x.clone()
+    broken[2, 5] = float("nan")
+    assert verdict((broken, q, scale), int8_linear(broken, q, scale)).ok
+    assert not verdict((broken, q, scale), int8_linear(x, q, scale)).ok
+
+
+def test_wrong_shape_fails() -> None:
+    args = linear_args()
+    assert "shape" in verdict(args, int8_linear(*args)[:6]).reason
+
+
+def test_one_float_rule_step_over_the_bound_fails() -> None:
+    x, weight = torch.randn(3, 65, generator=torch.Generator().manual_seed(0)), torch.ones(65)
+    output = rmsnorm(x, weight, 1e-6, False)
+    found = parity.check("rmsnorm", (x, weight, 1e-6, False), [output])[0]
+    assert found.ok
+    worse = output + 2 * found.bound + 1e-5
+    assert not parity.check("rmsnorm", (x, weight, 1e-6, False), [worse])[0].ok
+
+
+@pytest.mark.parametrize(
+    "value, dtype, expected",
+    [
+        (1.0, torch.float32, 2.0**-23),
+        (1.999, torch.bfloat16, 2.0**-7),
+        (-4.0, torch.float16, 2.0**-8),
+        (0.0, torch.float16, 2.0**-24),
+        (0.0, torch.float32, 2.0**-149),
+    ],
+    ids=["one", "below-two", "negative", "zero-half", "zero-float"],
+)
+def test_ulp(value: float, dtype: torch.dtype, expected: float) -> None:
+    assert float(parity.ulp(torch.tensor(value, dtype=torch.float64), dtype)) == expected

@@ -1,0 +1,54 @@
+"""The self-test covers every implementation, and shows one that is wrong, refuses, or does not start."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from accelpatch.kernels import dispatch, selftest
+from accelpatch.kernels.dispatch import Implementation
+from accelpatch.kernels.int8_linear import reference
+
+
+def test_everything_passes_and_is_covered() -> None:
+    records = selftest.run("cpu")
+    assert [record for record in records if not record.ok] == []
+    covered = {(record.op, record.implementation) for record in records}
+    assert covered == {(op, name) for op, (_, names) in dispatch.TABLE.items() for name in names}
+    assert len(records) == 3 * sum(len(list(dispatch.kernel(op).cases())) for op in dispatch.TABLE)
+    assert json.dumps([record.to_dict() for record in records])
+
+
+def records_of(monkeypatch: pytest.MonkeyPatch, run: Callable[..., Any], reason: str | None) -> list[Any]:
+    kernel = dispatch.kernel("int8_linear")
+    monkeypatch.setitem(vars(kernel), "implementations", {"new": Implementation(run, lambda spec, device: reason)})
+    monkeypatch.setattr(dispatch, "TABLE", {"int8_linear": ("int8_linear", ("new",))})
+    return selftest.run("cpu")
+
+
+def test_wrong_one_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost_tail(x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        whole = q.shape[1] // 64 * 64
+        kept = q.clone()
+        kept[:, whole:] = 0
+        return reference(x, kept, scale, bias)
+
+    failed = {record.case.rsplit("-", 1)[0] for record in records_of(monkeypatch, lost_tail, None) if not record.ok}
+    assert failed == {"m2-n1-k66-g66-bias", "m7-n33-k130-g130", "m129-n65-k96-g32-bias", "m8-n256-k2-g2-bias"}
+
+
+def test_refused_one_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    records = records_of(monkeypatch, reference, "needs a GPU")
+    assert {(record.ok, record.reason) for record in records} == {(None, "needs a GPU")}
+
+
+def test_one_that_does_not_start_is_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: Any) -> torch.Tensor:
+        raise RuntimeError("no kernel image")
+
+    records = records_of(monkeypatch, broken, None)
+    assert {(record.ok, record.reason) for record in records} == {(False, "RuntimeError: no kernel image")}
