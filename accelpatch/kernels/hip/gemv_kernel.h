@@ -88,6 +88,7 @@ __global__ void __launch_bounds__(WK* WN* WAVE, ACCELPATCH_MMA_MIN_BLOCKS) gemv_
     using Fragment = typename FragmentOf<T>::Type;
     using Flow = Stream<F, T, OFFSET>;
     extern __shared__ __align__(128) char shared[];
+    static_assert(WK * WAVE >= 128, "a thread for each of 16 rows and 8 tokens");
     const int wave = threadIdx.x / WAVE, wk = wave % WK, wn = wave / WK, inner = threadIdx.x % (WK * WAVE);
     if (a.dependent != 2) grid_release();
 
