@@ -59,7 +59,7 @@ template <int GROUPS_> struct Int8 {
 #else
         const uint32_t v = spread_bytes<PAIR>(w);
         if constexpr (T::BF16) {  // (128 + low seven bits) - (128, or 256 where the sign is set)
-            return pair_subtract<T>((v & 0x007f007fu) | 0x43004300u, (v & 0x00800080u) | 0x43004300u);
+            return pair_subtract<T>(and_or(v, 0x007f007fu, 0x43004300u), and_or(v, 0x00800080u, 0x43004300u));
         } else {  // (1024 + (q + 128)) - 1152
             return pair_subtract<T>(v ^ 0x64806480u, 0x64806480u);
         }
@@ -82,7 +82,7 @@ template <int GROUPS_> struct Int4 {
     template <class T> static DEVICE uint32_t pair(uint32_t w, int i) {
         const int shift = 4 * i - T::NIBBLE_SHIFT;
         const uint32_t moved = shift >= 0 ? w >> shift : w << -shift;
-        return (moved & (0x000f000fu << T::NIBBLE_SHIFT)) | T::NIBBLE_MAGIC;
+        return and_or(moved, 0x000f000fu << T::NIBBLE_SHIFT, T::NIBBLE_MAGIC);
     }
     template <class T> static DEVICE Words4 expand(const Words4& raw, int p) {
         const uint32_t w = word_of(raw, p);

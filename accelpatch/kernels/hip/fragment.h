@@ -15,6 +15,7 @@ DEVICE int fragment_row(int) { return lane_id() & 15; }
 DEVICE int fragment_quarter() { return lane_id() >> 4; }  // which 16 bytes of a row's 64-byte step
 
 template <class T> struct MatrixFragment {
+    static constexpr int TOKENS = 1;     // different tokens a lane adds up, neighbours
     static constexpr int SIZE = 4;       // accumulators a lane
     static constexpr int SCALE_ROWS = 4; // consecutive row pairs (r, r + 8) whose scales a lane needs
     float sum[SIZE];
@@ -24,13 +25,16 @@ template <class T> struct MatrixFragment {
     static DEVICE float sum_share() { return 1.f; }
     static DEVICE int row(int i) { return 4 * (lane_id() >> 4) + i; }
     static DEVICE int scale_pair() { return 4 * ((lane_id() >> 4) & 1); }
-    static DEVICE int scale_word(int i, int groups, int group) { return i * groups + group; }
+    static constexpr int SCALES = 4;     // different rows a lane adds up
+    static DEVICE int scale_of(int i) { return i; }
+    static DEVICE int scale_word(int j, int groups, int group) { return j * groups + group; }
     static DEVICE int scale_half(int) { return lane_id() >> 5; }
     DEVICE void gather() {}
     DEVICE void finish() {}
-    DEVICE void add(const Words4* a, const char* chunk, int stride, int tokens) {
-        const int column = lane_id() & 7;
-        const Words4 b = *reinterpret_cast<const Words4*>(chunk + (column < tokens ? column : tokens - 1) * stride);
+    // The token whose activations this lane reads; columns past the last token repeat it and are never stored.
+    static DEVICE int column(int tokens) { return (lane_id() & 7) < tokens ? lane_id() & 7 : tokens - 1; }
+    DEVICE void add(const Words4* a, const char* chunk, int, int) {
+        const Words4 b = *reinterpret_cast<const Words4*>(chunk);
         multiply(a[0].x, a[0].y, b.x, b.y);
         multiply(a[0].z, a[0].w, b.z, b.w);
     }
@@ -49,6 +53,7 @@ template <class T> struct MatrixFragment {
 // gfx90a's f16 matrix instructions flush subnormals; mixed multiply-add does not. A lane holds a quarter of a row's
 // products with each token; finish() adds the quarters.
 struct MixedFragment {
+    static constexpr int TOKENS = 8;
     static constexpr int SIZE = 8;
     static constexpr int SCALE_ROWS = 1;
     float sum[SIZE];
@@ -58,8 +63,11 @@ struct MixedFragment {
     static DEVICE float sum_share() { return lane_id() < 16 ? 1.f : 0.f; }
     static DEVICE int row(int) { return lane_id() & 15; }
     static DEVICE int scale_pair() { return lane_id() & 7; }
+    static constexpr int SCALES = 1;
+    static DEVICE int scale_of(int) { return 0; }
     static DEVICE int scale_word(int, int, int group) { return group; }
     static DEVICE int scale_half(int) { return (lane_id() >> 3) & 1; }
+    static DEVICE int column(int) { return 0; }
     DEVICE void gather() {}
     DEVICE void finish() {
         for (float& v : sum) {
@@ -95,6 +103,7 @@ DEVICE int fragment_row(int i) { return (lane_id() >> 2) + 8 * i; }
 DEVICE int fragment_quarter() { return lane_id() & 3; }
 
 template <class T> struct MatrixFragment {
+    static constexpr int TOKENS = 2;
     static constexpr int SIZE = 4;
     static constexpr int SCALE_ROWS = 1;
     float sum[SIZE], other[SIZE];  // two chains: one alone would wait for its own latency
@@ -104,13 +113,16 @@ template <class T> struct MatrixFragment {
     static DEVICE float sum_share() { return 1.f; }
     static DEVICE int row(int i) { return (lane_id() >> 2) + 8 * (i >> 1); }
     static DEVICE int scale_pair() { return lane_id() >> 2; }
+    static constexpr int SCALES = 2;
+    static DEVICE int scale_of(int i) { return i >> 1; }
     static DEVICE int scale_word(int, int, int group) { return group; }
-    static DEVICE int scale_half(int i) { return i >> 1; }
+    static DEVICE int scale_half(int j) { return j; }
     DEVICE void gather() { for (int i = 0; i < SIZE; ++i) sum[i] += other[i]; }
     DEVICE void finish() { gather(); }
-    DEVICE void add(const Words4* a, const char* chunk, int stride, int tokens) {
-        const int column = lane_id() >> 2;
-        const Words4 b = *reinterpret_cast<const Words4*>(chunk + (column < tokens ? column : tokens - 1) * stride);
+    // The token whose activations this lane reads; columns past the last token repeat it and are never stored.
+    static DEVICE int column(int tokens) { return lane_id() >> 2 < tokens ? lane_id() >> 2 : tokens - 1; }
+    DEVICE void add(const Words4* a, const char* chunk, int, int) {
+        const Words4 b = *reinterpret_cast<const Words4*>(chunk);
         multiply(sum, a[0].x, a[1].x, a[0].y, a[1].y, b.x, b.y);
         multiply(other, a[0].z, a[1].z, a[0].w, a[1].w, b.z, b.w);
     }

@@ -16,7 +16,7 @@ template <class F> constexpr int SCALE_BYTES = 4 * F::GROUPS;  // a row pair and
 template <class F, bool OFFSET> constexpr int SLOT_BYTES = 1024 + WAVE * SCALE_BYTES<F> * (1 + OFFSET);  // a wave
 
 // One lane's place in the stream of weights.
-template <class F, class T, bool OFFSET> struct Stream {
+template <class F, class T, bool OFFSET, int WK, int WN> struct Stream {
     using Fragment = typename FragmentOf<T>::Type;
     static constexpr int TABLE = F::GROUPS * Fragment::SCALE_ROWS;  // words of scales a lane and step
     static constexpr int WORDS = TABLE > 0 ? TABLE : 1;
@@ -26,145 +26,135 @@ template <class F, class T, bool OFFSET> struct Stream {
     };
     const GemvArgs& a;
     const GemvPlan& plan;
-    int wk, wn, wks, wns;     // wave's share of K, its tile in the block, how many of each
-    int group, phase, i, n;   // tile group, phase, step in turn, steps a turn
+    int wk, wn;               // the wave's share of K, and its tile in the block
+    int group, phase;         // tile group, phase of K
+    int i, n, valid, step;    // turn in the phase, how many, how many with a step, the step of K
     const char* row[ROWS_PER_LANE];
-    int64_t row_bytes;
-    bool live;
+    const char* scale;        // the tile's
+    int room;                 // bytes of a row from this lane's first piece on
 
-    DEVICE Stream(const GemvArgs& a, const GemvPlan& plan, int wk, int wn, int wks, int wns)
-        : a(a), plan(plan), wk(wk), wn(wn), wks(wks), wns(wns), group(blockIdx.x), phase(0), i(0) {
-        row_bytes = a.k * F::VALUE_BITS / 8;
+    DEVICE Stream(const GemvArgs& a, const GemvPlan& plan, int wk, int wn) : a(a), plan(plan), wk(wk), wn(wn), group(blockIdx.x), phase(0) {
+        room = int(a.k * F::VALUE_BITS / 8) - fragment_quarter() * PART_BYTES;
         enter();
     }
-    // Rounds of steps in a phase, alike for all waves; AMD pads to whole turns of its unrolled loop.
-    static DEVICE int rounds(const GemvPlan& plan, int phase, int wks) {
+    static DEVICE int steps_here(const GemvPlan& plan, int phase) {
         const int left = plan.steps - phase * plan.phase_steps;
-        const int here = left < plan.phase_steps ? left : plan.phase_steps;
-        const int each = (here + wks * F::RUN - 1) / (wks * F::RUN) * F::RUN;
+        return left < plan.phase_steps ? left : plan.phase_steps;
+    }
+    // Turns a phase takes, alike for all waves; AMD pads to whole rounds of its unrolled loop.
+    static DEVICE int turns(int steps) {
+        const int each = (steps + WK * F::RUN - 1) / (WK * F::RUN) * F::RUN;
         return (each + RING_UNROLL - 1) / RING_UNROLL * RING_UNROLL;
     }
-    // The step of K that this wave's i-th turn is, counted inside the phase.
-    static DEVICE int step_of(int i, int wk, int wks) { return (i / F::RUN * wks + wk) * F::RUN + i % F::RUN; }
+    // How many of its turns have a step: waves take RUN neighbouring steps, one after the other.
+    static DEVICE int valid_turns(int steps, int wk) {
+        const int rest = steps % (WK * F::RUN) - wk * F::RUN;
+        return steps / (WK * F::RUN) * F::RUN + (rest < 0 ? 0 : rest < F::RUN ? rest : F::RUN);
+    }
+    static DEVICE int stride(int turn) { return (turn + 1) % F::RUN ? 1 : (WK - 1) * F::RUN + 1; }
     static DEVICE int64_t weight_row(const GemvArgs& a, int tile, int r) {
         if (a.activation != ACT_SILU_GATE) return int64_t(tile) * 16 + r;
         const int64_t half = a.n / 2, at = int64_t(tile) * 8 + (r & 7);
         return at < half ? at + (r >> 3) * half : a.n;
     }
     DEVICE void enter() {
-        const int tile = group * wns + wn;
-        live = tile < plan.tiles;
-        n = rounds(plan, phase, wks);
+        int tile = group * WN + wn;
+        const int steps = steps_here(plan, phase);
+        i = 0, n = turns(steps), valid = tile < plan.tiles ? valid_turns(steps, wk) : 0;
+        step = phase * plan.phase_steps + wk * F::RUN;
+        if (tile >= plan.tiles) tile = 0;
         for (int h = 0; h < ROWS_PER_LANE; ++h) {
             const int r = fragment_row(h);
             if constexpr (F::TILED) {
-                row[h] = static_cast<const char*>(a.w) + int64_t(live ? tile : 0) * plan.steps * F::STEP_BYTES +
-                         (4 * r + fragment_quarter()) * 16;
+                row[h] = static_cast<const char*>(a.w) + int64_t(tile) * plan.steps * F::STEP_BYTES + (4 * r + fragment_quarter()) * 16;
             } else {
-                const int64_t at = live ? weight_row(a, tile, r) : 0;
-                row[h] = static_cast<const char*>(a.w) + (at < a.n ? at : a.n - 1) * row_bytes;
+                const int64_t at = weight_row(a, tile, r);
+                row[h] = static_cast<const char*>(a.w) + (at < a.n ? at : a.n - 1) * (a.k * F::VALUE_BITS / 8) + fragment_quarter() * PART_BYTES;
             }
         }
+        const int sets = ((plan.steps - 1) >> a.group_shift) + 1;
+        scale = static_cast<const char*>(a.scale) + (int64_t(tile) * sets * 8 + Fragment::scale_pair()) * SCALE_BYTES<F>;
     }
     DEVICE void advance() {
+        step += stride(i);
         if (++i < n) return;
-        i = 0;
         if (++phase == plan.phases) phase = 0, group += gridDim.x;
         enter();
     }
-    DEVICE int step() const {
-        const int s = step_of(i, wk, wks);
-        const int at = phase * plan.phase_steps + s;
-        return live && s < plan.phase_steps && at < plan.steps ? at : -1;
-    }
-    DEVICE int64_t scale_at(int s) const {  // bytes into the packed scales
-        const int tile = group * wns + wn;
-        const int sets = ((plan.steps - 1) >> a.group_shift) + 1;
-        return ((int64_t(tile) * sets + (s >> a.group_shift)) * 8 + Fragment::scale_pair()) * SCALE_BYTES<F>;
-    }
-    // Bytes from the row's start to the lane's piece of 16, or of 8 where the step is split.
-    DEVICE int64_t piece(int s, int part) const {
-        if constexpr (F::TILED) return int64_t(s) * F::STEP_BYTES;
-        if constexpr (F::SPLIT) return int64_t(s) * F::STEP_BYTES + part * 32 + fragment_quarter() * 8;
-        return int64_t(s) * F::STEP_BYTES + fragment_quarter() * 16;
-    }
+    // Bytes from row[] to a part of a step's piece, and from scale to the step's set.
+    static DEVICE int piece(int step, int part) { return step * F::STEP_BYTES + part * 32; }
+    DEVICE int set() const { return (step >> a.group_shift) * 8 * SCALE_BYTES<F>; }
+    DEVICE const char* offsets() const { return static_cast<const char*>(a.offset) + (scale - static_cast<const char*>(a.scale)); }
     static constexpr int PARTS = F::SPLIT ? 2 : 1, PART_BYTES = 16 / PARTS;
 
     // Rows that no 16-byte load may touch: byte by byte, zeros past the row's end.
-    DEVICE Words4 gather(const char* from, int64_t at) const {
+    DEVICE Words4 gather(const char* from) const {
         uint32_t out[4] = {0, 0, 0, 0};
 #pragma unroll 1
-        for (int part = 0; part < PARTS; ++part)
-#pragma unroll 1
-            for (int b = 0; b < PART_BYTES; ++b) {
-                const int64_t where = at + part * 32 + b;
-                const uint32_t v = where < row_bytes ? static_cast<uint8_t>(from[where]) : 0u;
-                const int byte = part * 8 + b;
-                for (int j = 0; j < 4; ++j) out[j] |= (byte >> 2) == j ? v << (8 * (byte & 3)) : 0u;
-            }
+        for (int byte = 0; byte < 16; ++byte) {
+            const int at = piece(step, byte / PART_BYTES) + byte % PART_BYTES;
+            const uint32_t v = at < room ? static_cast<uint8_t>(from[at]) : 0u;
+            for (int j = 0; j < 4; ++j) out[j] |= (byte >> 2) == j ? v << (8 * (byte & 3)) : 0u;
+        }
         return {out[0], out[1], out[2], out[3]};
     }
 #if ACCELPATCH_AMD
     DEVICE void issue(Slot& slot) {
-        const int s = step();
+        const bool any = i < valid;
         for (int h = 0; h < ROWS_PER_LANE; ++h) {
             uint32_t w[4] = {0, 0, 0, 0};
-            if (s >= 0) {
-                if (F::TILED || plan.w_aligned) {
+            if (any && (F::TILED || plan.w_aligned)) {
 #pragma unroll
-                    for (int part = 0; part < PARTS; ++part) {
-                        const int64_t at = piece(s, part);
-                        if (F::TILED || at < row_bytes) stream_load<PART_BYTES>(w + part * PART_BYTES / 4, row[h] + at);
-                    }
-                } else {
-                    const Words4 v = gather(row[h], piece(s, 0));
-                    w[0] = v.x, w[1] = v.y, w[2] = v.z, w[3] = v.w;
+                for (int part = 0; part < PARTS; ++part) {
+                    const int at = piece(step, part);
+                    if (F::TILED || at < room) stream_load<PART_BYTES>(w + part * PART_BYTES / 4, row[h] + at);
                 }
+            } else if (any) {
+                const Words4 v = gather(row[h]);
+                w[0] = v.x, w[1] = v.y, w[2] = v.z, w[3] = v.w;
             }
             slot.w[h] = {w[0], w[1], w[2], w[3]};
         }
         if constexpr (F::GROUPS > 0) {
-            const int64_t at = s >= 0 ? scale_at(s) : -1;
             for (int j = 0; j < TABLE; ++j) {
-                slot.scale[j] = at >= 0 ? reinterpret_cast<const uint32_t*>(static_cast<const char*>(a.scale) + at)[j] : 0;
-                if (OFFSET) slot.offset[j] = at >= 0 ? reinterpret_cast<const uint32_t*>(static_cast<const char*>(a.offset) + at)[j] : 0;
+                slot.scale[j] = any ? reinterpret_cast<const uint32_t*>(scale + set())[j] : 0;
+                if (OFFSET) slot.offset[j] = any ? reinterpret_cast<const uint32_t*>(offsets() + set())[j] : 0;
             }
         }
         advance();
     }
 #else
-    DEVICE void issue(char* slot, uint64_t policy) {  // slot: this wave's
-        const int s = step();
+    DEVICE void issue(char* slot) {  // slot: this lane's
+        const bool any = i < valid;
 #pragma unroll
         for (int h = 0; h < ROWS_PER_LANE; ++h) {
-            char* into = slot + (h * WAVE + lane_id()) * 16;
+            char* into = slot + h * WAVE * 16;
             if (F::TILED || plan.w_aligned) {
 #pragma unroll
                 for (int part = 0; part < PARTS; ++part) {
-                    const int64_t at = s >= 0 ? piece(s, part) : 0;
-                    const bool valid = s >= 0 && (F::TILED || at < row_bytes);
-                    stream_copy<PART_BYTES>(into + part * 8, row[h] + (valid ? at : 0), valid ? PART_BYTES : 0, policy);
+                    const int at = piece(step, part);
+                    const bool here = any && (F::TILED || at < room);
+                    stream_copy<PART_BYTES>(into + part * 8, row[h] + at, here ? PART_BYTES : 0);
                 }
             } else {
-                *reinterpret_cast<Words4*>(into) = s >= 0 ? gather(row[h], piece(s, 0)) : Words4{0, 0, 0, 0};
+                *reinterpret_cast<Words4*>(into) = any ? gather(row[h]) : Words4{0, 0, 0, 0};
             }
         }
         if constexpr (F::GROUPS > 0) {
             constexpr int BYTES = SCALE_BYTES<F>;
-            const int64_t at = s >= 0 ? scale_at(s) : 0;
-            char* into = slot + 1024 + lane_id() * BYTES;
-            stream_copy<BYTES>(into, static_cast<const char*>(a.scale) + at, s >= 0 ? BYTES : 0, policy);
-            if (OFFSET) stream_copy<BYTES>(into + WAVE * BYTES, static_cast<const char*>(a.offset) + at, s >= 0 ? BYTES : 0, policy);
+            char* into = slot + 1024 - lane_id() * (16 - BYTES);
+            stream_copy<BYTES>(into, scale + set(), any ? BYTES : 0);
+            if (OFFSET) stream_copy<BYTES>(into + WAVE * BYTES, offsets() + set(), any ? BYTES : 0);
         }
         ring_commit();
         advance();
     }
-    DEVICE void read(Slot& out, const char* slot) const {
+    static DEVICE void read(Slot& out, const char* slot) {
 #pragma unroll
-        for (int h = 0; h < ROWS_PER_LANE; ++h) out.w[h] = *reinterpret_cast<const Words4*>(slot + (h * WAVE + lane_id()) * 16);
+        for (int h = 0; h < ROWS_PER_LANE; ++h) out.w[h] = *reinterpret_cast<const Words4*>(slot + h * WAVE * 16);
         if constexpr (F::GROUPS > 0) {
             constexpr int BYTES = SCALE_BYTES<F>;
-            const char* at = slot + 1024 + lane_id() * BYTES;
+            const char* at = slot + 1024 - lane_id() * (16 - BYTES);
 #pragma unroll
             for (int j = 0; j < TABLE; ++j) {
                 out.scale[j] = reinterpret_cast<const uint32_t*>(at)[j];
@@ -175,11 +165,9 @@ template <class F, class T, bool OFFSET> struct Stream {
     // Asks for the lines beyond the ring, as far as `steps` reach.
     DEVICE void prefetch(int steps) {
         for (; steps > 0; --steps, advance()) {
-            const int s = step();
-            if (s < 0) continue;
             for (int h = 0; h < ROWS_PER_LANE; ++h) {
-                const int64_t at = piece(s, 0);
-                if (F::TILED ? (lane_id() & 7) == 0 : (fragment_quarter() == 0 && (s & 1) == 0 && at < row_bytes)) prefetch_l2(row[h] + at);
+                const bool first = F::TILED ? (lane_id() & 7) == 0 : fragment_quarter() == 0 && (step & 1) == 0;
+                if (first && i < valid && (F::TILED || piece(step, 0) < room)) prefetch_l2(row[h] + piece(step, 0));
             }
         }
     }

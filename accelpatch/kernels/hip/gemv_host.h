@@ -57,7 +57,7 @@ template <class F> bool make_plan(GemvPlan& p, const GemvArgs& a, const DeviceLi
     const int64_t arrival = round_up(16 + 2 * 8 * (waves * WAVE / 32) * 4, 128), partial = 2 * waves * PARTIAL_FLOATS * 4;
     const int64_t half = limits.shared_processor / 2 - (ACCELPATCH_AMD ? 0 : 1024), whole = limits.shared_block;
     const int want = a.depth > 0 ? a.depth : 8;
-    const int choices[] = {12, 10, 8, 6, 5, 4, 3};
+    const int choices[] = {12, 8, 5, 3};
     for (const int64_t room : {half, whole}) {
         for (const bool all : {true, false}) {
             if (!all && (p.phases == 1 || a.norm)) continue;

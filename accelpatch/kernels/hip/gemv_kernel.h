@@ -11,18 +11,28 @@ DEVICE float activate(float v, int kind) {
     return v;
 }
 
-// Adds one step to a tile's sums.
+template <int COUNT> DEVICE void load_floats(float* out, const float* from) {
+    struct alignas(4 * COUNT) All { float v[COUNT]; };
+    const All all = *reinterpret_cast<const All*>(from);
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) out[i] = all.v[i];
+}
+DEVICE float table_value(uint32_t pair, int half, bool bf16) {
+    const uint32_t bits = half ? pair >> 16 : pair & 0xffffu;
+    return bf16 ? Bf16::up(bits) : F16::up(bits);
+}
+
+// Adds one step to a tile's sums; `lane` is where this lane's activations of the step begin, `sums` the step's sums.
 template <class F, class T, bool OFFSET, class STREAM>
 DEVICE void accumulate(typename FragmentOf<T>::Type& total, const typename STREAM::Slot& slot, const GemvArgs& a, const GemvPlan& plan,
-                       const char* shared, int step) {
+                       const char* lane, const float* step_sums) {
     using Fragment = typename FragmentOf<T>::Type;
-    const char* here = shared + step * F::SUB * 64;
     const int tokens = int(a.m);
     Fragment part;
     if constexpr (F::GROUPS > 0) part.zero();
 #pragma unroll
     for (int p = 0; p < F::SUB; ++p) {
-        const char* chunk = here + F::chunk(p, fragment_quarter()) * 16;
+        const char* chunk = lane + F::chunk(p, 0) * 16;
         Words4 w[ROWS_PER_LANE];
 #pragma unroll
         for (int h = 0; h < ROWS_PER_LANE; ++h) w[h] = F::template expand<T>(slot.w[h], p);
@@ -33,22 +43,30 @@ DEVICE void accumulate(typename FragmentOf<T>::Type& total, const typename STREA
             constexpr int EACH = F::SUB / F::GROUPS;
             if ((p + 1) % EACH != 0) continue;
             const int group = p / EACH;
-            const float* sums = reinterpret_cast<const float*>(shared + plan.sums_at) + (step * F::GROUPS + group) * 8;
             part.gather();
+            float scale[Fragment::SCALES], base[Fragment::SCALES], least[Fragment::SCALES], sums[Fragment::TOKENS];
+            if constexpr (F::SUMS) load_floats<Fragment::TOKENS>(sums, step_sums + group * 8);
+#pragma unroll
+            for (int j = 0; j < Fragment::SCALES; ++j) {
+                const int word = Fragment::scale_word(j, F::GROUPS, group), half = Fragment::scale_half(j);
+                scale[j] = table_value(slot.scale[word], half, a.scale_is_bf16);
+                base[j] = -F::template base<T>() - 8.f, least[j] = 0.f;
+                if constexpr (OFFSET) {
+                    const float offset = table_value(slot.offset[word], half, a.scale_is_bf16);
+                    const bool minimum = a.offset_kind == OFFSET_MINIMUM;
+                    base[j] = -F::template base<T>() - (minimum ? 0.f : offset), least[j] = minimum ? offset * Fragment::sum_share() : 0.f;
+                }
+                base[j] *= Fragment::sum_share();
+            }
 #pragma unroll
             for (int i = 0; i < Fragment::SIZE; ++i) {
-                const int word = Fragment::scale_word(i, F::GROUPS, group), half = Fragment::scale_half(i);
-                const uint32_t bits = half ? slot.scale[word] >> 16 : slot.scale[word] & 0xffffu;
-                const float scale = a.scale_is_bf16 ? Bf16::up(bits) : F16::up(bits);
-                total.sum[i] = fmaf(part.sum[i], scale, total.sum[i]);
+                const int j = Fragment::scale_of(i);
                 if constexpr (F::SUMS) {
-                    float less = -scale * (F::template base<T>() + 8.f);
-                    if constexpr (OFFSET) {
-                        const uint32_t off = half ? slot.offset[word] >> 16 : slot.offset[word] & 0xffffu;
-                        const float value = a.scale_is_bf16 ? Bf16::up(off) : F16::up(off);
-                        less = a.offset_kind == OFFSET_MINIMUM ? value - scale * F::template base<T>() : -scale * (F::template base<T>() + value);
-                    }
-                    total.sum[i] = fmaf(sums[Fragment::token(i) & 7], less * Fragment::sum_share(), total.sum[i]);
+                    const float sum = sums[i % Fragment::TOKENS];
+                    total.sum[i] = fmaf(fmaf(sum, base[j], part.sum[i]), scale[j], total.sum[i]);
+                    if constexpr (OFFSET) total.sum[i] = fmaf(sum, least[j], total.sum[i]);
+                } else {
+                    total.sum[i] = fmaf(part.sum[i], scale[j], total.sum[i]);
                 }
             }
             part.zero();
@@ -86,23 +104,23 @@ template <class F, class T> struct Output {
 template <class F, class T, bool OFFSET, int WK, int WN>
 __global__ void __launch_bounds__(WK* WN* WAVE, ACCELPATCH_MMA_MIN_BLOCKS) gemv_kernel(const GemvArgs a, const GemvPlan plan) {
     using Fragment = typename FragmentOf<T>::Type;
-    using Flow = Stream<F, T, OFFSET>;
+    using Flow = Stream<F, T, OFFSET, WK, WN>;
     extern __shared__ __align__(128) char shared[];
     static_assert(WK * WAVE >= 128, "a thread for each of 16 rows and 8 tokens");
     const int wave = threadIdx.x / WAVE, wk = wave % WK, wn = wave / WK, inner = threadIdx.x % (WK * WAVE);
     if (a.dependent != 2) grid_release();
 
-    Flow flow(a, plan, wk, wn, WK, WN);
+    Flow flow(a, plan, wk, wn);
     int slot = 0;
 #if ACCELPATCH_AMD
     typename Flow::Slot ring[RING_UNROLL];
 #pragma unroll
     for (int u = 0; u < RING_UNROLL; ++u) flow.issue(ring[u]);
 #else
-    const uint64_t policy = evict_first_policy();
     constexpr int SLOT = SLOT_BYTES<F, OFFSET>;
-    char* ring = shared + plan.ring_at + wave * plan.depth * SLOT;
-    for (int u = 0; u < plan.depth; ++u) flow.issue(ring + u * SLOT, policy);
+    const int ring_bytes = plan.depth * SLOT;
+    char* ring = shared + pinned(plan.ring_at + wave * ring_bytes + lane_id() * 16);
+    for (int at = 0; at < ring_bytes; at += SLOT) flow.issue(ring + at);
     if (plan.prefetch) {
         Flow ahead = flow;
         ahead.prefetch(plan.prefetch);
@@ -113,6 +131,8 @@ __global__ void __launch_bounds__(WK* WN* WAVE, ACCELPATCH_MMA_MIN_BLOCKS) gemv_
     const bool all = plan.resident == plan.phases;
     bool staged = false;
     int turn = 0;
+    const int lane_at = pinned(Fragment::column(int(a.m)) * plan.token_stride + F::chunk(0, fragment_quarter()) * 16);
+    const int sums_at = pinned(plan.sums_at + (Fragment::token(0) & 7) * 4);
     const int groups = (plan.tiles + WN - 1) / WN;
     for (int group = blockIdx.x; group < groups; group += gridDim.x) {
         const Output<F, T> output(a, plan, group * WN + wn, inner);
@@ -126,24 +146,24 @@ __global__ void __launch_bounds__(WK* WN* WAVE, ACCELPATCH_MMA_MIN_BLOCKS) gemv_
             }
             Fragment total;
             total.zero();
-            const int base = all ? phase * plan.phase_steps : 0, n = Flow::rounds(plan, phase, WK);
-            const int limit = plan.steps - phase * plan.phase_steps;
+            const int steps = Flow::steps_here(plan, phase), n = Flow::turns(steps), valid = Flow::valid_turns(steps, wk);
+            int step = (all ? phase * plan.phase_steps : 0) + wk * F::RUN;
             for (int i = 0; i < n; i += RING_UNROLL) {
 #pragma unroll
-                for (int u = 0; u < RING_UNROLL; ++u) {
-                    const int step = Flow::step_of(i + u, wk, WK);
-                    const bool any = step < plan.phase_steps && step < limit;
+                for (int u = 0; u < RING_UNROLL; step += Flow::stride(i + u), ++u) {
+                    const char* x = shared + (lane_at + step * F::SUB * 64);
+                    const float* sums = reinterpret_cast<const float*>(shared + (sums_at + step * F::GROUPS * 32));
 #if ACCELPATCH_AMD
-                    if (any) accumulate<F, T, OFFSET, Flow>(total, ring[u], a, plan, shared, base + step);
+                    if (i + u < valid) accumulate<F, T, OFFSET, Flow>(total, ring[u], a, plan, x, sums);
                     flow.issue(ring[u]);
 #else
-                    char* here = ring + slot * SLOT;
-                    slot = slot + 1 == plan.depth ? 0 : slot + 1;
+                    char* here = ring + slot;
+                    slot = slot + SLOT == ring_bytes ? 0 : slot + SLOT;
                     ring_wait(plan.depth);
                     typename Flow::Slot now;
                     flow.read(now, here);
-                    flow.issue(here, policy);
-                    if (any) accumulate<F, T, OFFSET, Flow>(total, now, a, plan, shared, base + step);
+                    flow.issue(here);
+                    if (i < valid) accumulate<F, T, OFFSET, Flow>(total, now, a, plan, x, sums);
 #endif
                 }
             }

@@ -23,7 +23,7 @@ constexpr int WAVE = 32;
 
 #define DEVICE __device__ __forceinline__
 
-struct Words4 {
+struct alignas(16) Words4 {  // aligned, or shared memory is read word by word
     uint32_t x, y, z, w;
 };
 
@@ -105,6 +105,23 @@ DEVICE uint32_t high_halves(uint32_t a, uint32_t b) {  // (a.hi, b.hi)
 #endif
 }
 
+// (a & mask) | magic, in one instruction.
+DEVICE uint32_t and_or(uint32_t a, uint32_t mask, uint32_t magic) {
+#if ACCELPATCH_AMD
+    return (a & mask) | magic;
+#else
+    uint32_t d;
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(d) : "r"(a), "r"(mask), "r"(magic));
+    return d;
+#endif
+}
+// Keeps a value in its register: the compiler may not compute it anew in a loop.
+DEVICE int pinned(int v) {
+#if !ACCELPATCH_AMD
+    asm volatile("" : "+r"(v));
+#endif
+    return v;
+}
 // Two bytes of w into the low bytes of two halves: bytes 0 and 1, or 2 and 3.
 template <int PAIR> DEVICE uint32_t spread_bytes(uint32_t w) {
 #if ACCELPATCH_AMD

@@ -26,16 +26,11 @@ template <int BYTES> DEVICE void stream_load(uint32_t* into, const void* source)
 }
 #else
 DEVICE uint32_t shared_address(const void* pointer) { return static_cast<uint32_t>(__cvta_generic_to_shared(pointer)); }
-DEVICE uint64_t evict_first_policy() {
-    uint64_t policy;
-    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    return policy;
-}
 // Copies `valid` of BYTES bytes and fills the rest with zeros.
-template <int BYTES> DEVICE void stream_copy(void* into, const void* source, int valid, uint64_t policy) {
+template <int BYTES> DEVICE void stream_copy(void* into, const void* source, int valid) {
     if constexpr (BYTES == 16) {
-        asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(shared_address(into)),
-                     "l"(source), "r"(valid), "l"(policy) : "memory");
+        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address(into)), "l"(source),
+                     "r"(valid) : "memory");
     } else {
         asm volatile("cp.async.ca.shared.global [%0], [%1], %3, %2;" ::"r"(shared_address(into)), "l"(source),
                      "r"(valid), "n"(BYTES) : "memory");
@@ -46,12 +41,8 @@ template <int PENDING> DEVICE void wait_pending() { asm volatile("cp.async.wait_
 // Waits for the oldest of `depth` steps.
 DEVICE void ring_wait(int depth) {
     if (depth >= 12) wait_pending<11>();
-    else if (depth >= 10) wait_pending<9>();
     else if (depth >= 8) wait_pending<7>();
-    else if (depth >= 6) wait_pending<5>();
     else if (depth >= 5) wait_pending<4>();
-    else if (depth >= 4) wait_pending<3>();
-    else if (depth >= 3) wait_pending<2>();
-    else wait_pending<0>();
+    else wait_pending<2>();
 }
 #endif
