@@ -31,6 +31,7 @@ class GemvArgs(ctypes.Structure):
         + [(name, ctypes.c_int64) for name in _SIZES]
         + [("epsilon", ctypes.c_float)]
         + [(name, ctypes.c_int32) for name in _FLAGS]
+        + [("trace", ctypes.c_void_p)]
     )
 
 

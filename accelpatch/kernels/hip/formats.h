@@ -3,6 +3,7 @@
 // A step is KSTEP values of K: SUB sub-steps of 32, each two matrix products of 16. Activations lie in shared memory as
 // they come, in chunks of 8; `chunk(p, quarter)` says which chunk of a step the words of sub-step p belong to.
 #pragma once
+#include "gemv.h"
 #include "portability.h"
 
 DEVICE uint32_t word_of(const Words4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
@@ -35,19 +36,19 @@ template <class T> DEVICE uint32_t pair_unscale(uint32_t a) {
 
 // fp16 or bf16 weights, row-major.
 struct Plain {
-    static constexpr int KSTEP = 32, SUB = 1, GROUPS = 0, STEP_BYTES = 64, RUN = 2, VALUE_BITS = 16, TOKEN_PAD = 64;
-    static constexpr bool TILED = false, SPLIT = false, SUMS = false;
+    static constexpr int KSTEP = 32, SUB = 1, GROUPS = 0, STEP_BYTES = 64, VALUE_BITS = 16, TOKEN_PAD = 64;
+    static constexpr bool TILED = false, SPLIT = false, SUMS = false, OFFSETS = false, SUBTRACT = false;
     template <class T> static DEVICE float base() { return 0.f; }  // what every expanded value has too much
     template <class T> static DEVICE float unit() { return 1.f; }  // what one of an expanded value is worth
     static DEVICE int chunk(int p, int quarter) { return 4 * p + quarter; }
-    template <class T> static DEVICE Words4 expand(const Words4& raw, int) { return raw; }
+    template <class T> static DEVICE Words4 expand(const Words4& raw, int, uint32_t) { return raw; }
 };
 
 // int8 weights, row-major. GROUPS_ = 0: one scale a row; 1: groups of 64 or a multiple; 2: groups of 32, for which a
 // lane takes its bytes as two runs of 8 so that no matrix product mixes two groups.
 template <int GROUPS_> struct Int8 {
-    static constexpr int KSTEP = 64, SUB = 2, GROUPS = GROUPS_, STEP_BYTES = 64, RUN = 2, VALUE_BITS = 8, TOKEN_PAD = GROUPS_ == 2 ? 64 : 16;
-    static constexpr bool TILED = false, SPLIT = GROUPS_ == 2, SUMS = false;
+    static constexpr int KSTEP = 64, SUB = 2, GROUPS = GROUPS_, STEP_BYTES = 64, VALUE_BITS = 8, TOKEN_PAD = GROUPS_ == 2 ? 64 : 16;
+    static constexpr bool TILED = false, SPLIT = GROUPS_ == 2, SUMS = false, OFFSETS = false, SUBTRACT = false;
     template <class T> static DEVICE float base() { return 0.f; }
     template <class T> static DEVICE float unit() { return 1.f; }
     static DEVICE int chunk(int p, int quarter) { return SPLIT ? 4 * p + quarter : 2 * quarter + p; }
@@ -65,7 +66,7 @@ template <int GROUPS_> struct Int8 {
         }
 #endif
     }
-    template <class T> static DEVICE Words4 expand(const Words4& raw, int p) {
+    template <class T> static DEVICE Words4 expand(const Words4& raw, int p, uint32_t) {
         const uint32_t a = word_of(raw, 2 * p), b = word_of(raw, 2 * p + 1);
         return {pair<T, 0>(a), pair<T, 1>(a), pair<T, 0>(b), pair<T, 1>(b)};
     }
@@ -73,9 +74,11 @@ template <int GROUPS_> struct Int8 {
 
 // int4 weights in tiles of 16 rows by 128 values: 16 bytes for (row r, quarter t) at (4 r + t) * 16; word p holds values
 // 32 p + 8 t + e, value e = 2 i in nibble i, e = 2 i + 1 in nibble i + 4. Scales: [tile][step][r % 8][GROUPS][r / 8].
-template <int GROUPS_> struct Int4 {
-    static constexpr int KSTEP = 128, SUB = 4, GROUPS = GROUPS_, STEP_BYTES = 1024, RUN = 1, VALUE_BITS = 4, TOKEN_PAD = 64;
-    static constexpr bool TILED = true, SPLIT = false, SUMS = true;
+// The magic number's base and the zero point go out in registers where packed arithmetic is at hand (exact, so that an
+// infinite activation keeps its sign), else by the groups' sums of activations: s (a - base X), X the sum.
+template <int GROUPS_, int KIND> struct Int4 {
+    static constexpr int KSTEP = 128, SUB = 4, GROUPS = GROUPS_, STEP_BYTES = 1024, VALUE_BITS = 4, TOKEN_PAD = 64;
+    static constexpr bool TILED = true, SPLIT = false, SUBTRACT = !ACCELPATCH_AMD && KIND != OFFSET_MINIMUM, SUMS = !SUBTRACT, OFFSETS = KIND != OFFSET_NONE;
     template <class T> static DEVICE float base() { return T::NIBBLE_BASE; }
     template <class T> static DEVICE float unit() { return 1.f; }
     static DEVICE int chunk(int p, int quarter) { return 4 * p + quarter; }
@@ -84,9 +87,14 @@ template <int GROUPS_> struct Int4 {
         const uint32_t moved = shift >= 0 ? w >> shift : w << -shift;
         return and_or(moved, 0x000f000fu << T::NIBBLE_SHIFT, T::NIBBLE_MAGIC);
     }
-    template <class T> static DEVICE Words4 expand(const Words4& raw, int p) {
+    template <class T> static DEVICE uint32_t less(uint32_t v, uint32_t zero) {
+        if constexpr (SUBTRACT) return pair_subtract<T>(v, zero);
+        return v;
+    }
+    // zero: base plus zero point, twice (SUBTRACT alone).
+    template <class T> static DEVICE Words4 expand(const Words4& raw, int p, uint32_t zero) {
         const uint32_t w = word_of(raw, p);
-        return {pair<T>(w, 0), pair<T>(w, 1), pair<T>(w, 2), pair<T>(w, 3)};
+        return {less<T>(pair<T>(w, 0), zero), less<T>(pair<T>(w, 1), zero), less<T>(pair<T>(w, 2), zero), less<T>(pair<T>(w, 3), zero)};
     }
 };
 
@@ -94,8 +102,8 @@ template <int GROUPS_> struct Int4 {
 // (2^-8 in fp16, 2^-120 in bf16), subnormals included: fp16 leaves it to the row's scale, bf16 multiplies by 2^120 at
 // once, since products so small would leave fp32's range. NaN (0x7f, and 0x80 of the fnuz form) is put in by a mask.
 template <bool FNUZ> struct Fp8 {
-    static constexpr int KSTEP = 64, SUB = 2, GROUPS = 0, STEP_BYTES = 64, RUN = 2, VALUE_BITS = 8, TOKEN_PAD = 16;
-    static constexpr bool TILED = false, SPLIT = false, SUMS = false;
+    static constexpr int KSTEP = 64, SUB = 2, GROUPS = 0, STEP_BYTES = 64, VALUE_BITS = 8, TOKEN_PAD = 16;
+    static constexpr bool TILED = false, SPLIT = false, SUMS = false, OFFSETS = false, SUBTRACT = false;
     template <class T> static DEVICE float base() { return 0.f; }
     template <class T> static DEVICE float unit() { return T::BF16 ? (FNUZ ? .5f : 1.f) : (FNUZ ? 128.f : 256.f); }
     static DEVICE int chunk(int p, int quarter) { return 2 * quarter + p; }
@@ -112,7 +120,7 @@ template <bool FNUZ> struct Fp8 {
         const uint32_t value = T::BF16 ? magnitude >> 4 : magnitude >> 1;
         return pair_unscale<T>(sign | value | nan * 0x7fc0u);
     }
-    template <class T> static DEVICE Words4 expand(const Words4& raw, int p) {
+    template <class T> static DEVICE Words4 expand(const Words4& raw, int p, uint32_t) {
         const uint32_t a = word_of(raw, 2 * p), b = word_of(raw, 2 * p + 1);
         return {pair<T, 0>(a), pair<T, 1>(a), pair<T, 0>(b), pair<T, 1>(b)};
     }

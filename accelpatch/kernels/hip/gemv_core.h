@@ -9,14 +9,17 @@
 #include "gemv.h"
 #include "ring.h"
 
-constexpr int PARTIAL_STRIDE = 20;                   // floats a token: 16 rows and a pad against bank conflicts
-constexpr int PARTIAL_FLOATS = 8 * PARTIAL_STRIDE;   // one wave's partial sums
+constexpr int PARTIAL_STRIDE = 20;  // floats of one token and wave: 16 rows and a pad against bank conflicts
 
 template <class F> constexpr int SCALE_BYTES = 4 * F::GROUPS;  // a row pair and step
-template <class F, bool OFFSET> constexpr int SLOT_BYTES = 1024 + WAVE * SCALE_BYTES<F> * (1 + OFFSET);  // a wave
+template <class F> constexpr int SLOT_BYTES = 1024 + WAVE * SCALE_BYTES<F> * (1 + F::OFFSETS);  // a wave and step
+#ifndef ACCELPATCH_PAIR
+#define ACCELPATCH_PAIR 2
+#endif
+constexpr int PAIR = ACCELPATCH_PAIR;  // steps a turn: two at once hide each other's latencies
 
 // One lane's place in the stream of weights.
-template <class F, class T, bool OFFSET, int WK, int WN> struct Stream {
+template <class F, class T, int WK, int WN> struct Stream {
     using Fragment = typename FragmentOf<T>::Type;
     static constexpr int TABLE = F::GROUPS * Fragment::SCALE_ROWS;  // words of scales a lane and step
     static constexpr int WORDS = TABLE > 0 ? TABLE : 1;
@@ -27,13 +30,13 @@ template <class F, class T, bool OFFSET, int WK, int WN> struct Stream {
     const GemvArgs& a;
     const GemvPlan& plan;
     int wk, wn;               // the wave's share of K, and its tile in the block
-    int group, phase;         // tile group, phase of K
+    int group, phase;         // round of tiles, phase of K
     int i, n, valid, step;    // turn in the phase, how many, how many with a step, the step of K
     const char* row[ROWS_PER_LANE];
     const char* scale;        // the tile's
     int room;                 // bytes of a row from this lane's first piece on
 
-    DEVICE Stream(const GemvArgs& a, const GemvPlan& plan, int wk, int wn) : a(a), plan(plan), wk(wk), wn(wn), group(blockIdx.x), phase(0) {
+    DEVICE Stream(const GemvArgs& a, const GemvPlan& plan, int wk, int wn) : a(a), plan(plan), wk(wk), wn(wn), group(0), phase(0) {
         room = int(a.k * F::VALUE_BITS / 8) - fragment_quarter() * PART_BYTES;
         enter();
     }
@@ -41,27 +44,25 @@ template <class F, class T, bool OFFSET, int WK, int WN> struct Stream {
         const int left = plan.steps - phase * plan.phase_steps;
         return left < plan.phase_steps ? left : plan.phase_steps;
     }
-    // Turns a phase takes, alike for all waves; AMD pads to whole rounds of its unrolled loop.
+    // Turns a phase takes, alike for all waves (a turn is PAIR neighbouring steps; waves take them one after the other);
+    // AMD pads to whole rounds of its unrolled loop.
     static DEVICE int turns(int steps) {
-        const int each = (steps + WK * F::RUN - 1) / (WK * F::RUN) * F::RUN;
+        const int each = (steps + WK * PAIR - 1) / (WK * PAIR);
         return (each + RING_UNROLL - 1) / RING_UNROLL * RING_UNROLL;
     }
-    // How many of its turns have a step: waves take RUN neighbouring steps, one after the other.
-    static DEVICE int valid_turns(int steps, int wk) {
-        const int rest = steps % (WK * F::RUN) - wk * F::RUN;
-        return steps / (WK * F::RUN) * F::RUN + (rest < 0 ? 0 : rest < F::RUN ? rest : F::RUN);
-    }
-    static DEVICE int stride(int turn) { return (turn + 1) % F::RUN ? 1 : (WK - 1) * F::RUN + 1; }
+    static DEVICE int valid_turns(int steps, int wk) { return ((steps + PAIR - 1) / PAIR - wk + WK - 1) / WK; }
+    // Blocks share each round evenly, so that a last, shorter round is spread over all of them.
+    static DEVICE int tile_of(int round, int wn) { return (round * WN + wn) * gridDim.x + blockIdx.x; }
     static DEVICE int64_t weight_row(const GemvArgs& a, int tile, int r) {
         if (a.activation != ACT_SILU_GATE) return int64_t(tile) * 16 + r;
         const int64_t half = a.n / 2, at = int64_t(tile) * 8 + (r & 7);
         return at < half ? at + (r >> 3) * half : a.n;
     }
     DEVICE void enter() {
-        int tile = group * WN + wn;
+        int tile = tile_of(group, wn);
         const int steps = steps_here(plan, phase);
         i = 0, n = turns(steps), valid = tile < plan.tiles ? valid_turns(steps, wk) : 0;
-        step = phase * plan.phase_steps + wk * F::RUN;
+        step = phase * plan.phase_steps + wk * PAIR;
         if (tile >= plan.tiles) tile = 0;
         for (int h = 0; h < ROWS_PER_LANE; ++h) {
             const int r = fragment_row(h);
@@ -76,75 +77,86 @@ template <class F, class T, bool OFFSET, int WK, int WN> struct Stream {
         scale = static_cast<const char*>(a.scale) + (int64_t(tile) * sets * 8 + Fragment::scale_pair()) * SCALE_BYTES<F>;
     }
     DEVICE void advance() {
-        step += stride(i);
+        step += WK * PAIR;
         if (++i < n) return;
-        if (++phase == plan.phases) phase = 0, group += gridDim.x;
+        if (++phase == plan.phases) phase = 0, ++group;
         enter();
     }
     // Bytes from row[] to a part of a step's piece, and from scale to the step's set.
     static DEVICE int piece(int step, int part) { return step * F::STEP_BYTES + part * 32; }
-    DEVICE int set() const { return (step >> a.group_shift) * 8 * SCALE_BYTES<F>; }
+    DEVICE int set(int u) const { return ((step + u) >> a.group_shift) * 8 * SCALE_BYTES<F>; }
+    DEVICE bool has(int u) const { return i < valid && step + u < plan.steps; }
     DEVICE const char* offsets() const { return static_cast<const char*>(a.offset) + (scale - static_cast<const char*>(a.scale)); }
     static constexpr int PARTS = F::SPLIT ? 2 : 1, PART_BYTES = 16 / PARTS;
 
     // Rows that no 16-byte load may touch: byte by byte, zeros past the row's end.
-    DEVICE Words4 gather(const char* from) const {
+    DEVICE Words4 gather(const char* from, int u) const {
         uint32_t out[4] = {0, 0, 0, 0};
 #pragma unroll 1
         for (int byte = 0; byte < 16; ++byte) {
-            const int at = piece(step, byte / PART_BYTES) + byte % PART_BYTES;
+            const int at = piece(step + u, byte / PART_BYTES) + byte % PART_BYTES;
             const uint32_t v = at < room ? static_cast<uint8_t>(from[at]) : 0u;
             for (int j = 0; j < 4; ++j) out[j] |= (byte >> 2) == j ? v << (8 * (byte & 3)) : 0u;
         }
         return {out[0], out[1], out[2], out[3]};
     }
 #if ACCELPATCH_AMD
-    DEVICE void issue(Slot& slot) {
-        const bool any = i < valid;
-        for (int h = 0; h < ROWS_PER_LANE; ++h) {
-            uint32_t w[4] = {0, 0, 0, 0};
-            if (any && (F::TILED || plan.w_aligned)) {
+    DEVICE void issue(Slot (&slots)[PAIR]) {
 #pragma unroll
-                for (int part = 0; part < PARTS; ++part) {
-                    const int at = piece(step, part);
-                    if (F::TILED || at < room) stream_load<PART_BYTES>(w + part * PART_BYTES / 4, row[h] + at);
+        for (int u = 0; u < PAIR; ++u) {
+            Slot& slot = slots[u];
+            const bool any = has(u);
+            for (int h = 0; h < ROWS_PER_LANE; ++h) {
+                uint32_t w[4] = {0, 0, 0, 0};
+                if (any && (F::TILED || plan.w_aligned)) {
+#pragma unroll
+                    for (int part = 0; part < PARTS; ++part) {
+                        const int at = piece(step + u, part);
+                        if (F::TILED || at < room) stream_load<PART_BYTES>(w + part * PART_BYTES / 4, row[h] + at);
+                    }
+                } else if (any) {
+                    const Words4 v = gather(row[h], u);
+                    w[0] = v.x, w[1] = v.y, w[2] = v.z, w[3] = v.w;
                 }
-            } else if (any) {
-                const Words4 v = gather(row[h]);
-                w[0] = v.x, w[1] = v.y, w[2] = v.z, w[3] = v.w;
+                slot.w[h] = {w[0], w[1], w[2], w[3]};
             }
-            slot.w[h] = {w[0], w[1], w[2], w[3]};
-        }
-        if constexpr (F::GROUPS > 0) {
-            for (int j = 0; j < TABLE; ++j) {
-                slot.scale[j] = any ? reinterpret_cast<const uint32_t*>(scale + set())[j] : 0;
-                if (OFFSET) slot.offset[j] = any ? reinterpret_cast<const uint32_t*>(offsets() + set())[j] : 0;
+            if constexpr (F::GROUPS > 0) {
+                for (int j = 0; j < TABLE; ++j) {
+                    slot.scale[j] = any ? reinterpret_cast<const uint32_t*>(scale + set(u))[j] : 0;
+                    if (F::OFFSETS) slot.offset[j] = any ? reinterpret_cast<const uint32_t*>(offsets() + set(u))[j] : 0;
+                }
             }
         }
         advance();
     }
 #else
-    DEVICE void issue(char* slot) {  // slot: this lane's
-        const bool any = i < valid;
+    DEVICE void issue(char* slots) {  // this lane's
+        if (F::TILED || plan.w_aligned) {
 #pragma unroll
-        for (int h = 0; h < ROWS_PER_LANE; ++h) {
-            char* into = slot + h * WAVE * 16;
-            if (F::TILED || plan.w_aligned) {
+            for (int u = 0; u < PAIR; ++u)
 #pragma unroll
-                for (int part = 0; part < PARTS; ++part) {
-                    const int at = piece(step, part);
-                    const bool here = any && (F::TILED || at < room);
-                    stream_copy<PART_BYTES>(into + part * 8, row[h] + at, here ? PART_BYTES : 0);
-                }
-            } else {
-                *reinterpret_cast<Words4*>(into) = any ? gather(row[h]) : Words4{0, 0, 0, 0};
-            }
+                for (int h = 0; h < ROWS_PER_LANE; ++h)
+#pragma unroll
+                    for (int part = 0; part < PARTS; ++part) {
+                        const bool here = has(u) && (F::TILED || piece(step + u, part) < room);
+                        stream_copy<PART_BYTES>(slots + u * SLOT_BYTES<F> + h * WAVE * 16 + part * 8,
+                                                row[h] + piece(step, 0) + piece(u, part), here ? PART_BYTES : 0);
+                    }
+        } else {
+#pragma unroll 1
+            for (int u = 0; u < PAIR; ++u)
+#pragma unroll
+                for (int h = 0; h < ROWS_PER_LANE; ++h)
+                    *reinterpret_cast<Words4*>(slots + u * SLOT_BYTES<F> + h * WAVE * 16) = has(u) ? gather(row[h], u) : Words4{0, 0, 0, 0};
         }
         if constexpr (F::GROUPS > 0) {
             constexpr int BYTES = SCALE_BYTES<F>;
-            char* into = slot + 1024 - lane_id() * (16 - BYTES);
-            stream_copy<BYTES>(into, scale + set(), any ? BYTES : 0);
-            if (OFFSET) stream_copy<BYTES>(into + WAVE * BYTES, offsets() + set(), any ? BYTES : 0);
+#pragma unroll
+            for (int u = 0; u < PAIR; ++u) {
+                char* into = slots + u * SLOT_BYTES<F> + 1024 - lane_id() * (16 - BYTES);
+                stream_copy<BYTES>(into, scale + set(u), has(u) ? BYTES : 0);
+                if (F::OFFSETS) stream_copy<BYTES>(into + WAVE * BYTES, offsets() + set(u), has(u) ? BYTES : 0);
+            }
         }
         ring_commit();
         advance();
@@ -158,16 +170,17 @@ template <class F, class T, bool OFFSET, int WK, int WN> struct Stream {
 #pragma unroll
             for (int j = 0; j < TABLE; ++j) {
                 out.scale[j] = reinterpret_cast<const uint32_t*>(at)[j];
-                if (OFFSET) out.offset[j] = reinterpret_cast<const uint32_t*>(at + WAVE * BYTES)[j];
+                if (F::OFFSETS) out.offset[j] = reinterpret_cast<const uint32_t*>(at + WAVE * BYTES)[j];
             }
         }
     }
-    // Asks for the lines beyond the ring, as far as `steps` reach.
-    DEVICE void prefetch(int steps) {
-        for (; steps > 0; --steps, advance()) {
+    // Asks for the lines beyond the ring, as far as `count` turns reach.
+    DEVICE void prefetch(int count) {
+        for (; count > 0; --count, advance()) {
             for (int h = 0; h < ROWS_PER_LANE; ++h) {
-                const bool first = F::TILED ? (lane_id() & 7) == 0 : fragment_quarter() == 0 && (step & 1) == 0;
-                if (first && i < valid && (F::TILED || piece(step, 0) < room)) prefetch_l2(row[h] + piece(step, 0));
+                const bool first = F::TILED ? (lane_id() & 7) == 0 : fragment_quarter() == 0;
+                for (int u = 0; u < (F::TILED ? PAIR : 1); ++u)
+                    if (first && has(u) && (F::TILED || piece(step, 0) < room)) prefetch_l2(row[h] + piece(step + u, 0));
             }
         }
     }

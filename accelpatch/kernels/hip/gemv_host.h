@@ -54,25 +54,27 @@ template <class F> bool make_plan(GemvPlan& p, const GemvArgs& a, const DeviceLi
     const int64_t row_bytes = a.k * F::VALUE_BITS / 8;
     p.w_aligned = F::TILED || multiple_of_16(a.w, row_bytes);
     p.x_aligned = multiple_of_16(a.x, a.x_stride * 2) && a.k % 8 == 0 && multiple_of_16(a.norm_weight) && multiple_of_16(a.norm_bias);
-    const int64_t arrival = round_up(16 + 2 * 8 * (waves * WAVE / 32) * 4, 128), partial = 2 * waves * PARTIAL_FLOATS * 4;
+    const int64_t arrival = round_up(16 + 2 * 8 * (waves * WAVE / 32) * 4, 128), partial = round_up(a.m * waves * PARTIAL_STRIDE * 4, 128);
     const int64_t half = limits.shared_processor / 2 - (ACCELPATCH_AMD ? 0 : 1024), whole = limits.shared_block;
-    const int want = a.depth > 0 ? a.depth : 8;
-    const int choices[] = {12, 8, 5, 3};
+    const int want = a.depth > 0 ? a.depth : 8 / PAIR;
+    const int choices[] = {8, 6, 4, 3, 2};
     for (const int64_t room : {half, whole}) {
         for (const bool all : {true, false}) {
             if (!all && (p.phases == 1 || a.norm)) continue;
             p.resident = all ? p.phases : 1;
-            const int64_t steps = all ? p.steps : p.phase_steps;
+            const int64_t steps = round_up(all ? p.steps : p.phase_steps, 2);
             p.token_stride = int32_t(steps * F::KSTEP * 2 + F::TOKEN_PAD);
             const int64_t sums = F::SUMS ? steps * F::GROUPS * 32 : 0;
-            const int64_t fixed = round_up(p.token_stride * a.m, 128) + round_up(sums, 128) + arrival + partial;
+            const int64_t fixed = round_up(p.token_stride * a.m, 128) + round_up(sums, 128) + arrival;
             p.sums_at = int32_t(round_up(p.token_stride * a.m, 128));
             p.arrival_at = int32_t(p.sums_at + round_up(sums, 128));
             p.partial_at = int32_t(p.arrival_at + arrival);
-            p.ring_at = int32_t(p.partial_at + partial);
             for (const int depth : choices) {
-                const int64_t bytes = fixed + (ACCELPATCH_AMD ? 0 : int64_t(depth) * slot * waves);
+                p.partial_buffers = depth > 2 ? 2 : 1;  // where memory is short, a second barrier instead
+                const int64_t partials = p.partial_buffers * partial;
+                const int64_t bytes = fixed + partials + (ACCELPATCH_AMD ? 0 : int64_t(depth) * slot * waves);
                 if ((depth > want && !ACCELPATCH_AMD) || bytes > room) continue;
+                p.ring_at = int32_t(p.partial_at + partials);
                 p.depth = depth, p.bytes = int32_t(bytes), p.prefetch = a.prefetch;
                 return true;
             }
@@ -81,20 +83,21 @@ template <class F> bool make_plan(GemvPlan& p, const GemvArgs& a, const DeviceLi
     return false;
 }
 
-template <class F, class T, bool OFFSET, int WK, int WN> int launch(const GemvArgs& a, GpuStream stream) {
+template <class F, class T, int WK, int WN> int launch(const GemvArgs& a, GpuStream stream) {
     const DeviceLimits limits = device_limits();
     GemvPlan plan = {};
     constexpr int threads = WK * WN * WAVE;
-    if (!make_plan<F>(plan, a, limits, SLOT_BYTES<F, OFFSET>, WK * WN)) return STATUS_MEMORY;
-    const int groups = (plan.tiles + WN - 1) / WN, most = a.blocks > 0 ? a.blocks : limits.processors * (ACCELPATCH_AMD ? 2 : 1);
-    const int blocks = groups < most ? groups : most;
-    const auto kernel = gemv_kernel<F, T, OFFSET, WK, WN>;
+    if (!make_plan<F>(plan, a, limits, PAIR * SLOT_BYTES<F>, WK * WN)) return STATUS_MEMORY;
+    // One block a processor, also where there are fewer tiles: the next kernel's blocks then find one place on each.
+    const int blocks = a.blocks > 0 ? a.blocks : limits.processors * (ACCELPATCH_AMD ? 2 : 1);
+    const auto kernel = gemv_kernel<F, T, WK, WN>;
 #if ACCELPATCH_AMD
     (void)hipGetLastError();
     kernel<<<dim3(blocks), dim3(threads), plan.bytes, stream>>>(a, plan);
     const int error = hipGetLastError();
 #else
     int error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, limits.shared_block);
+    if (!error) error = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
     if (error) return STATUS_DEVICE + error;
     cudaLaunchAttribute attribute = {};
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -108,7 +111,7 @@ template <class F, class T, bool OFFSET, int WK, int WN> int launch(const GemvAr
 }
 
 // More than 8 tokens: the same launch for each 8 of them.
-template <class F, class T, bool OFFSET, int WK, int WN> int launch_all(const GemvArgs& args, GpuStream stream) {
+template <class F, class T, int WK, int WN> int launch_all(const GemvArgs& args, GpuStream stream) {
     GemvArgs a = args;
     a.m = args.m < 8 ? args.m : 8;
     if (const int bad = check(a)) return bad;
@@ -118,7 +121,7 @@ template <class F, class T, bool OFFSET, int WK, int WN> int launch_all(const Ge
         a.x = static_cast<const uint16_t*>(args.x) + done * args.x_stride;
         a.y = static_cast<uint16_t*>(args.y) + done * args.y_stride;
         if (args.residual) a.residual = static_cast<const uint16_t*>(args.residual) + done * args.residual_stride;
-        const int bad = launch<F, T, OFFSET, WK, WN>(a, stream);
+        const int bad = launch<F, T, WK, WN>(a, stream);
         if (bad == STATUS_MEMORY && most > 1) most /= 2, a.m = 0;
         else if (bad) return bad;
     }

@@ -4,8 +4,9 @@
 
 namespace {
 template <int GROUPS, class T> int by_offset(const GemvArgs& a, GpuStream s) {
-    return a.offset_kind == OFFSET_NONE ? launch_all<Int4<GROUPS>, T, false, ACCELPATCH_WK, ACCELPATCH_WN>(a, s)
-                                        : launch_all<Int4<GROUPS>, T, true, ACCELPATCH_WK, ACCELPATCH_WN>(a, s);
+    if (a.offset_kind == OFFSET_NONE) return launch_all<Int4<GROUPS, OFFSET_NONE>, T, ACCELPATCH_WK, ACCELPATCH_WN>(a, s);
+    if (a.offset_kind == OFFSET_ZERO_POINT) return launch_all<Int4<GROUPS, OFFSET_ZERO_POINT>, T, ACCELPATCH_WK, ACCELPATCH_WN>(a, s);
+    return launch_all<Int4<GROUPS, OFFSET_MINIMUM>, T, ACCELPATCH_WK, ACCELPATCH_WN>(a, s);
 }
 template <class T> int by_group(const GemvArgs& a, int group_size, GpuStream s) {
     if (a.offset_kind != OFFSET_NONE && !a.offset) return STATUS_POINTER;

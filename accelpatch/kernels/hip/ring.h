@@ -4,11 +4,10 @@
 #include "portability.h"
 
 #if ACCELPATCH_AMD
-constexpr int RING_UNROLL = 4;
+constexpr int RING_UNROLL = 2;
 #else
 constexpr int RING_UNROLL = 1;
 #endif
-constexpr int MAX_DEPTH = 12;
 
 #if ACCELPATCH_AMD
 using Vector4 = uint32_t __attribute__((ext_vector_type(4)));
@@ -38,11 +37,12 @@ template <int BYTES> DEVICE void stream_copy(void* into, const void* source, int
 }
 DEVICE void ring_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int PENDING> DEVICE void wait_pending() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
-// Waits for the oldest of `depth` steps.
+// Waits for the oldest of `depth` turns.
 DEVICE void ring_wait(int depth) {
-    if (depth >= 12) wait_pending<11>();
-    else if (depth >= 8) wait_pending<7>();
-    else if (depth >= 5) wait_pending<4>();
-    else wait_pending<2>();
+    if (depth >= 8) wait_pending<7>();
+    else if (depth >= 6) wait_pending<5>();
+    else if (depth >= 4) wait_pending<3>();
+    else if (depth >= 3) wait_pending<2>();
+    else wait_pending<1>();
 }
 #endif

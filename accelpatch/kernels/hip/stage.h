@@ -47,10 +47,10 @@ template <class F, class T, int THREADS> struct Stager {
     DEVICE float* moments() const { return reinterpret_cast<float*>(shared + plan.arrival_at + 16); }  // [2][8][BANDS]
     DEVICE Words4& chunk(int token, int c) const { return *reinterpret_cast<Words4*>(shared + token * plan.token_stride + c * 16); }
 
-    // Stages `steps` steps of K from step `first`; every thread calls it, and may read what it left when it returns.
+    // Stages `steps` steps of K, and zeros up to an even number, from step `first`; every thread calls it, and may read what it left when it returns.
     DEVICE void range(int first, int steps) {
         const int64_t from = int64_t(first) * F::KSTEP, left = a.k - from;
-        const int wanted = steps * 4 * F::SUB, here = int((left + 7) / 8 < wanted ? (left + 7) / 8 : wanted);
+        const int wanted = (steps + 1) / 2 * 2 * 4 * F::SUB, here = int((left + 7) / 8 < wanted ? (left + 7) / 8 : wanted);
         for (int c = here + threadIdx.x; c < wanted; c += THREADS)
             for (int token = 0; token < a.m; ++token) chunk(token, c) = {0, 0, 0, 0};
         const char* x = static_cast<const char*>(a.x) + from * 2;
