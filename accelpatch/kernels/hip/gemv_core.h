@@ -102,28 +102,26 @@ template <class F, class T, int WK, int WN> struct Stream {
     }
 #if ACCELPATCH_AMD
     DEVICE void issue(Slot (&slots)[PAIR]) {
+        if (F::TILED || plan.w_aligned) {
 #pragma unroll
-        for (int u = 0; u < PAIR; ++u) {
-            Slot& slot = slots[u];
-            const bool any = has(u);
-            for (int h = 0; h < ROWS_PER_LANE; ++h) {
+            for (int u = 0; u < PAIR; ++u) {
                 uint32_t w[4] = {0, 0, 0, 0};
-                if (any && (F::TILED || plan.w_aligned)) {
 #pragma unroll
-                    for (int part = 0; part < PARTS; ++part) {
-                        const int at = piece(step + u, part);
-                        if (F::TILED || at < room) stream_load<PART_BYTES>(w + part * PART_BYTES / 4, row[h] + at);
-                    }
-                } else if (any) {
-                    const Words4 v = gather(row[h], u);
-                    w[0] = v.x, w[1] = v.y, w[2] = v.z, w[3] = v.w;
-                }
-                slot.w[h] = {w[0], w[1], w[2], w[3]};
+                for (int part = 0; part < PARTS; ++part)
+                    if (has(u) && (F::TILED || piece(step + u, part) < room)) stream_load<PART_BYTES>(w + part * PART_BYTES / 4, row[0] + piece(step + u, part));
+                slots[u].w[0] = {w[0], w[1], w[2], w[3]};
             }
-            if constexpr (F::GROUPS > 0) {
+        } else {
+#pragma unroll
+            for (int u = 0; u < PAIR; ++u) slots[u].w[0] = has(u) ? gather(row[0], u) : Words4{0, 0, 0, 0};
+        }
+        if constexpr (F::GROUPS > 0) {
+#pragma unroll
+            for (int u = 0; u < PAIR; ++u) {
+                if (!has(u)) continue;
                 for (int j = 0; j < TABLE; ++j) {
-                    slot.scale[j] = any ? reinterpret_cast<const uint32_t*>(scale + set(u))[j] : 0;
-                    if (F::OFFSETS) slot.offset[j] = any ? reinterpret_cast<const uint32_t*>(offsets() + set(u))[j] : 0;
+                    slots[u].scale[j] = reinterpret_cast<const uint32_t*>(scale + set(u))[j];
+                    if (F::OFFSETS) slots[u].offset[j] = reinterpret_cast<const uint32_t*>(offsets() + set(u))[j];
                 }
             }
         }

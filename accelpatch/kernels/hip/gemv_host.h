@@ -54,7 +54,7 @@ template <class F> bool make_plan(GemvPlan& p, const GemvArgs& a, const DeviceLi
     const int64_t row_bytes = a.k * F::VALUE_BITS / 8;
     p.w_aligned = F::TILED || multiple_of_16(a.w, row_bytes);
     p.x_aligned = multiple_of_16(a.x, a.x_stride * 2) && a.k % 8 == 0 && multiple_of_16(a.norm_weight) && multiple_of_16(a.norm_bias);
-    const int64_t arrival = round_up(16 + 2 * 8 * (waves * WAVE / 32) * 4, 128), partial = round_up(a.m * waves * PARTIAL_STRIDE * 4, 128);
+    const int64_t arrival = round_up(16 + (2 * 8 * (waves * WAVE / 32) + 8) * 4, 128), partial = round_up(a.m * waves * PARTIAL_STRIDE * 4, 128);
     const int64_t half = limits.shared_processor / 2 - (ACCELPATCH_AMD ? 0 : 1024), whole = limits.shared_block;
     const int want = a.depth > 0 ? a.depth : 8 / PAIR;
     const int choices[] = {8, 6, 4, 3, 2};

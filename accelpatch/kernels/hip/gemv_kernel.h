@@ -165,7 +165,8 @@ __global__ void __launch_bounds__(WK* WN* WAVE, ACCELPATCH_MMA_MIN_BLOCKS) gemv_
     const int sums_at = pinned(plan.sums_at + (Fragment::token(0) & 7) * 4);
     for (int round = 0; Flow::tile_of(round, 0) < plan.tiles; ++round) {
         const Output<F, T> output(a, plan, Flow::tile_of(round, wn), inner);
-        float first = 0.f, second = 0.f;
+        Fragment total;
+        total.zero();
         for (int phase = 0; phase < plan.phases; ++phase) {
             if (!(all && staged)) {
                 const int begin = phase * plan.phase_steps, left = plan.steps - begin;
@@ -174,8 +175,6 @@ __global__ void __launch_bounds__(WK* WN* WAVE, ACCELPATCH_MMA_MIN_BLOCKS) gemv_
                 if (!staged) TRACE(3);
                 staged = true;
             }
-            Fragment total;
-            total.zero();
             const int steps = Flow::steps_here(plan, phase), n = Flow::turns(steps), valid = Flow::valid_turns(steps, wk);
             int step = (all ? phase * plan.phase_steps : 0) + wk * PAIR;
             for (int i = 0; i < n; i += RING_UNROLL) {
@@ -204,26 +203,25 @@ __global__ void __launch_bounds__(WK* WN* WAVE, ACCELPATCH_MMA_MIN_BLOCKS) gemv_
 #endif
                 }
             }
-            total.finish();
-            // [token][wave][PARTIAL_STRIDE]
-            float* partial = reinterpret_cast<float*>(shared + plan.partial_at) + ((plan.partial_buffers - 1 & flushes) * WN + wn) * int(a.m) * WK * PARTIAL_STRIDE;
-#pragma unroll
-            for (int i = 0; i < Fragment::SIZE; ++i)
-                if (Fragment::owns(i) && Fragment::token(i) < a.m) partial[(Fragment::token(i) * WK + wk) * PARTIAL_STRIDE + Fragment::row(i)] = total.sum[i];
-            group_barrier(wn, WK * WAVE);
-            ++flushes;
-            if (output.at >= 0) {
-                const float* mine = partial + (inner >> 4) * WK * PARTIAL_STRIDE + (inner & 15);
-                float sum[2] = {0.f, 0.f};
-#pragma unroll
-                for (int w = 0; w < WK; ++w) sum[0] += mine[w * PARTIAL_STRIDE];
-                if (a.activation == ACT_SILU_GATE)
-#pragma unroll
-                    for (int w = 0; w < WK; ++w) sum[1] += mine[w * PARTIAL_STRIDE + 8];
-                first += sum[0], second += sum[1];
-            }
-            if (plan.partial_buffers == 1) group_barrier(wn, WK * WAVE);
         }
+        total.finish();
+        // [token][wave][PARTIAL_STRIDE]
+        float* partial = reinterpret_cast<float*>(shared + plan.partial_at) + ((plan.partial_buffers - 1 & flushes) * WN + wn) * int(a.m) * WK * PARTIAL_STRIDE;
+#pragma unroll
+        for (int i = 0; i < Fragment::SIZE; ++i)
+            if (Fragment::owns(i) && Fragment::token(i) < a.m) partial[(Fragment::token(i) * WK + wk) * PARTIAL_STRIDE + Fragment::row(i)] = total.sum[i];
+        group_barrier(wn, WK * WAVE);
+        ++flushes;
+        float first = 0.f, second = 0.f;
+        if (output.at >= 0) {
+            const float* mine = partial + (inner >> 4) * WK * PARTIAL_STRIDE + (inner & 15);
+#pragma unroll
+            for (int w = 0; w < WK; ++w) first += mine[w * PARTIAL_STRIDE];
+            if (a.activation == ACT_SILU_GATE)
+#pragma unroll
+                for (int w = 0; w < WK; ++w) second += mine[w * PARTIAL_STRIDE + 8];
+        }
+        if (plan.partial_buffers == 1) group_barrier(wn, WK * WAVE);
         output.store(a, first, second);
     }
     TRACE(4);

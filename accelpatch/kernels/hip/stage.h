@@ -45,6 +45,7 @@ template <class F, class T, int THREADS> struct Stager {
     DEVICE uint64_t* arrival() const { return reinterpret_cast<uint64_t*>(shared + plan.arrival_at); }
     DEVICE float* sums() const { return reinterpret_cast<float*>(shared + plan.sums_at); }
     DEVICE float* moments() const { return reinterpret_cast<float*>(shared + plan.arrival_at + 16); }  // [2][8][BANDS]
+    DEVICE float* factors() const { return moments() + 16 * BANDS; }
     DEVICE Words4& chunk(int token, int c) const { return *reinterpret_cast<Words4*>(shared + token * plan.token_stride + c * 16); }
 
     // Stages `steps` steps of K, and zeros up to an even number, from step `first`; every thread calls it, and may read what it left when it returns.
@@ -99,9 +100,12 @@ private:
             }
             __syncthreads();
         }
+        // Each token's factor once, not once a chunk.
+        for (int token = threadIdx.x; token < a.m; token += THREADS) factors()[token] = rsqrtf(total(1, token) + a.epsilon);
+        __syncthreads();
     }
     DEVICE Words4 normalised(const Words4& raw, const Words4& g, const Words4& b, int token, int c) const {
-        const float mean = a.norm == NORM_LAYER ? total(0, token) : 0.f, scale = rsqrtf(total(1, token) + a.epsilon);
+        const float mean = a.norm == NORM_LAYER ? total(0, token) : 0.f, scale = factors()[token];
         const float plus = a.norm == NORM_RMS_PLUS_ONE || !a.norm_weight ? 1.f : 0.f;
         float v[8], gain[8], shift[8];
         unpack<T>(raw, v), unpack<T>(g, gain), unpack<T>(b, shift);
