@@ -54,19 +54,34 @@ def seconds(work: Callable[[], object], repeats: int = 12) -> tuple[float, float
 def read_limit(folder: Path) -> float:
     """Bytes a second of the best plain streaming read of 4 GiB."""
     library = ctypes.CDLL(str(folder / "read_limit.so"))
-    library.accelpatch_read_all.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p]
+    library.accelpatch_read_all.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_int64,
+        ctypes.c_void_p,
+        ctypes.c_int,
+        ctypes.c_void_p,
+    ]
     buffer, sink = torch.zeros(1 << 32, dtype=torch.uint8, device="cuda"), torch.zeros(4, device="cuda")
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     best = 0.0
     for blocks in (processors * 2, processors * 4, processors * 16):
-        time, _ = seconds(lambda blocks=blocks: library.accelpatch_read_all(
-            buffer.data_ptr(), buffer.numel(), sink.data_ptr(), blocks, torch.cuda.current_stream().cuda_stream))
+        time, _ = seconds(
+            lambda blocks=blocks: library.accelpatch_read_all(
+                buffer.data_ptr(), buffer.numel(), sink.data_ptr(), blocks, torch.cuda.current_stream().cuda_stream
+            )
+        )
         best = max(best, buffer.numel() / time)
     return best
 
 
 def random_pack(n: int, k: int, name: str, paired: bool) -> Packed:
-    return pack(torch.randn(n, k, device="cuda", dtype=torch.bfloat16) / k**0.5, name, dtype=torch.bfloat16, paired=paired, dense=False)
+    return pack(
+        torch.randn(n, k, device="cuda", dtype=torch.bfloat16) / k**0.5,
+        name,
+        dtype=torch.bfloat16,
+        paired=paired,
+        dense=False,
+    )
 
 
 class Chain:
@@ -99,7 +114,9 @@ class Chain:
 
 def torch_chain(m: int) -> float:
     """The same products by torch in bf16 (cuBLAS), SiLU gate left out: its least."""
-    weights = [[torch.randn(n, k, device="cuda", dtype=torch.bfloat16) / k**0.5 for _, n, k in LAYER] for _ in range(LAYERS)]
+    weights = [
+        [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) / k**0.5 for _, n, k in LAYER] for _ in range(LAYERS)
+    ]
     x = torch.randn(m, HIDDEN, device="cuda", dtype=torch.bfloat16)
 
     def step() -> None:
@@ -119,7 +136,10 @@ def rotation(n: int, k: int, bits: float) -> int:
 def shape_time(lib: Library, name: str, n: int, k: int, m: int, **tuning: int) -> tuple[float, int]:
     packs = [random_pack(n, k, name, False)]
     packs += [random_pack(n, k, name, False) for _ in range(rotation(n, k, packs[0].bytes * 8 / (n * k)) - 1)]
-    x, y = torch.randn(m, k, device="cuda", dtype=torch.bfloat16), torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
+    x, y = (
+        torch.randn(m, k, device="cuda", dtype=torch.bfloat16),
+        torch.empty(m, n, device="cuda", dtype=torch.bfloat16),
+    )
 
     def work() -> None:
         for p in packs:
@@ -135,7 +155,10 @@ def peer_time(name: str, n: int, k: int, m: int) -> float:
         ws = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(rotation(n, k, 16))]
         return seconds(lambda: [functional.linear(x, w) for w in ws])[0] / len(ws)
     if name == "int8":
-        ws = [(torch.randint(-127, 127, (n, k), device="cuda", dtype=torch.int8), torch.rand(n, device="cuda").bfloat16()) for _ in range(rotation(n, k, 8))]
+        ws = [
+            (torch.randint(-127, 127, (n, k), device="cuda", dtype=torch.int8), torch.rand(n, device="cuda").bfloat16())
+            for _ in range(rotation(n, k, 8))
+        ]
         product = torch.compile(lambda x, w, s: functional.linear(x, w.to(x.dtype)) * s)
         return seconds(lambda: [product(x, *w) for w in ws])[0] / len(ws)
     count, qs = rotation(n, k, 4), torch.randint(0, 255, (n, k // 2), device="cuda", dtype=torch.uint8)
@@ -164,7 +187,9 @@ def main() -> None:
                 for m in options.tokens:
                     for fused in (False, True):
                         time, spread = chain.run(m, fused=fused, **json.loads(text))
-                        line.append(f"M={m}{' fused' if fused else '':6} {time * 1e3:7.3f} ms {chain.bytes / time / limit:6.1%} (+-{spread / 2:4.1%})")
+                        line.append(
+                            f"M={m}{' fused' if fused else '':6} {time * 1e3:7.3f} ms {chain.bytes / time / limit:6.1%} (+-{spread / 2:4.1%})"
+                        )
                 print(f"chain {name:10} {folder.name:8} {text:40} " + "  ".join(line), flush=True)
         del chain
         torch.cuda.empty_cache()
@@ -174,10 +199,15 @@ def main() -> None:
             for m in options.tokens:
                 ours, read = shape_time(Library(options.libraries[0]), name, n, k, m, **json.loads(options.tuning[0]))
                 peer = peer_time(name, n, k, m)
-                print(f"shape {name:10} {which:8} M={m} ours {ours * 1e6:7.2f} us {read / ours / limit:6.1%}  peer {peer * 1e6:7.2f} us  x{peer / ours:.2f}", flush=True)
+                print(
+                    f"shape {name:10} {which:8} M={m} ours {ours * 1e6:7.2f} us {read / ours / limit:6.1%}  peer {peer * 1e6:7.2f} us  x{peer / ours:.2f}",
+                    flush=True,
+                )
             torch.cuda.empty_cache()
     if "plain" in options.formats and options.shapes:
-        print("chain torch bf16 " + "  ".join(f"M={m} {torch_chain(m) * 1e3:.3f} ms" for m in options.tokens), flush=True)
+        print(
+            "chain torch bf16 " + "  ".join(f"M={m} {torch_chain(m) * 1e3:.3f} ms" for m in options.tokens), flush=True
+        )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Correctness of the HIP gemv kernels on the GPU that is here: float64 references, odd shapes, bits alike for every M.
 
-    python scripts/check_kernels.py --libraries DIR
+python scripts/check_kernels.py --libraries DIR
 """
 
 from __future__ import annotations
@@ -32,8 +32,12 @@ def reference(p: Packed, x: Tensor, kind: dict[str, object], dtype: torch.dtype)
     elif kind.get("norm") == "layer":
         h = functional.layer_norm(h, h.shape[-1:], weight.to(dtype), bias.to(dtype))
     y = functional.linear(h, p.dense.to(dtype), None if kind.get("bias") is None else kind["bias"].to(dtype))
-    acts = {"silu": functional.silu, "relu": functional.relu, "gelu": functional.gelu,
-            "gelu_tanh": lambda v: functional.gelu(v, approximate="tanh")}
+    acts = {
+        "silu": functional.silu,
+        "relu": functional.relu,
+        "gelu": functional.gelu,
+        "gelu_tanh": lambda v: functional.gelu(v, approximate="tanh"),
+    }
     act = kind.get("activation", "none")
     if act == "silu_gate":
         gate, up = y.chunk(2, -1)
@@ -63,8 +67,12 @@ def kinds(n: int, k: int, m: int, dtype: torch.dtype) -> dict[str, dict[str, obj
 
     norm = {"norm_weight": 1 + 0.1 * r(k)}
     found: dict[str, dict[str, object]] = {
-        "product": {}, "bias": {"bias": r(n)}, "residual": {"residual": r(m, n)}, "rms": {"norm": "rms", **norm},
-        "rms_plus_one": {"norm": "rms_plus_one", **norm}, "layer": {"norm": "layer", **norm, "norm_bias": r(k)},
+        "product": {},
+        "bias": {"bias": r(n)},
+        "residual": {"residual": r(m, n)},
+        "rms": {"norm": "rms", **norm},
+        "rms_plus_one": {"norm": "rms_plus_one", **norm},
+        "layer": {"norm": "layer", **norm, "norm_bias": r(k)},
         **{act: {"activation": act, "bias": r(n)} for act in ("relu", "gelu", "gelu_tanh", "silu")},
     }
     if n % 2 == 0:
@@ -88,11 +96,13 @@ def check_format(lib: Library, name: str, dtype: torch.dtype) -> list[str]:
             ran += 1
             if reason := wrong(whole, p, x, kind):
                 bad.append(f"{name} {dtype} N={n} K={k} {kind_name}: {reason}")
-            for m, tuning in itertools.product(TOKENS, ({}, {"depth": 3, "blocks": 5}, {"dependent": -1, "prefetch": 7})):
+            for m, tuning in itertools.product(
+                TOKENS, ({}, {"depth": 3, "blocks": 5}, {"dependent": -1, "prefetch": 7})
+            ):
                 part = {**kind, "residual": kind["residual"][:m]} if "residual" in kind else kind
                 if not torch.equal(run(lib, p, x[:m], part, **tuning), whole[:m]):
                     bad.append(f"{name} {dtype} N={n} K={k} {kind_name}: M={m} {tuning} has other bits")
-    print(f"{name:18} {str(dtype):15} {ran:4} cases, {len(bad)} bad", flush=True)
+    print(f"{name:18} {dtype!s:15} {ran:4} cases, {len(bad)} bad", flush=True)
     return bad
 
 
@@ -130,7 +140,12 @@ def main() -> int:
     options = parser.parse_args()
     torch.manual_seed(0)
     lib = Library(options.libraries)
-    bad = [line for name in options.formats for dtype in (torch.bfloat16, torch.float16) for line in check_format(lib, name, dtype)]
+    bad = [
+        line
+        for name in options.formats
+        for dtype in (torch.bfloat16, torch.float16)
+        for line in check_format(lib, name, dtype)
+    ]
     bad += special(lib)
     print("\n".join(bad[:40]))
     print(f"{len(bad)} failures")

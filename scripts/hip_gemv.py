@@ -119,7 +119,12 @@ def pack(w: Tensor, name: str, *, dtype: torch.dtype, paired: bool = False, dens
         held = layout.tile_int4((flat[:, 0::2] | flat[:, 1::2] << 4).view(torch.int8), paired=paired)
     group = form.group or 0
     shift = 30 if not group else max(group // form.step, 1).bit_length() - 1
-    shape = {"steps": steps, "groups": max(form.step // group, 1) if group else 1, "group_shift": shift, "paired": paired}
+    shape = {
+        "steps": steps,
+        "groups": max(form.step // group, 1) if group else 1,
+        "group_shift": shift,
+        "paired": paired,
+    }
     tiles = layout.tile_scales(table, **shape)
     beside = None if offset is None else layout.tile_scales(offset, **shape)
     return Packed(form, n, k, held, tiles, beside, meaning, shift, paired)
@@ -132,21 +137,52 @@ class Library:
         self.folder = folder
         self.entries: dict[str, Callable[..., int]] = {}
 
-    def call(self, p: Packed, x: Tensor, y: Tensor, *, norm: str = "none", norm_weight: Tensor | None = None,
-             norm_bias: Tensor | None = None, activation: str = "none", bias: Tensor | None = None,
-             residual: Tensor | None = None, epsilon: float = 1e-5, **tuning: int) -> None:
+    def call(
+        self,
+        p: Packed,
+        x: Tensor,
+        y: Tensor,
+        *,
+        norm: str = "none",
+        norm_weight: Tensor | None = None,
+        norm_bias: Tensor | None = None,
+        activation: str = "none",
+        bias: Tensor | None = None,
+        residual: Tensor | None = None,
+        epsilon: float = 1e-5,
+        **tuning: int,
+    ) -> None:
         """y[M, N] = epilogue(norm(x) . w^T) on the current stream."""
         name = "accelpatch_" + p.format.library
         if name not in self.entries:
             self.entries[name] = binding.load(self.folder / f"{p.format.library}.so", name)
-        at = {"w": p.w, "scale": p.scale, "offset": p.offset, "x": x, "norm_weight": norm_weight, "norm_bias": norm_bias,
-              "bias": bias, "residual": residual, "y": y}
+        at = {
+            "w": p.w,
+            "scale": p.scale,
+            "offset": p.offset,
+            "x": x,
+            "norm_weight": norm_weight,
+            "norm_bias": norm_bias,
+            "bias": bias,
+            "residual": residual,
+            "y": y,
+        }
         args = binding.GemvArgs(
             **{key: None if t is None else t.data_ptr() for key, t in at.items()},
-            m=x.shape[0], n=p.n, k=p.k, x_stride=x.stride(0), y_stride=y.stride(0),
-            residual_stride=0 if residual is None else residual.stride(0), epsilon=epsilon, norm=binding.NORM[norm],
-            activation=binding.ACTIVATION[activation], offset_kind=binding.OFFSET[p.format.offset],
-            scale_is_bf16=int(p.scale is not None and p.scale.dtype == torch.bfloat16), group_shift=p.shift, **tuning)
+            m=x.shape[0],
+            n=p.n,
+            k=p.k,
+            x_stride=x.stride(0),
+            y_stride=y.stride(0),
+            residual_stride=0 if residual is None else residual.stride(0),
+            epsilon=epsilon,
+            norm=binding.NORM[norm],
+            activation=binding.ACTIVATION[activation],
+            offset_kind=binding.OFFSET[p.format.offset],
+            scale_is_bf16=int(p.scale is not None and p.scale.dtype == torch.bfloat16),
+            group_shift=p.shift,
+            **tuning,
+        )
         extra = [] if p.format.argument is None else [p.format.argument]
         stream = torch.cuda.current_stream().cuda_stream
         status = self.entries[name](ctypes.byref(args), int(x.dtype == torch.float16), *extra, stream)

@@ -10,7 +10,17 @@ from accelpatch.errors import KernelError
 
 _POINTERS = ("w", "scale", "offset", "x", "norm_weight", "norm_bias", "bias", "residual", "y")
 _SIZES = ("m", "n", "k", "x_stride", "residual_stride", "y_stride")
-_FLAGS = ("norm", "activation", "offset_kind", "scale_is_bf16", "group_shift", "blocks", "depth", "prefetch", "dependent")
+_FLAGS = (
+    "norm",
+    "activation",
+    "offset_kind",
+    "scale_is_bf16",
+    "group_shift",
+    "blocks",
+    "depth",
+    "prefetch",
+    "dependent",
+)
 
 NORM = {"none": 0, "rms": 1, "rms_plus_one": 2, "layer": 3}
 ACTIVATION = {"none": 0, "silu_gate": 1, "relu": 2, "gelu": 3, "gelu_tanh": 4, "silu": 5}

@@ -13,16 +13,17 @@ constexpr int PARTIAL_STRIDE = 20;  // floats of one token and wave: 16 rows and
 
 template <class F> constexpr int SCALE_BYTES = 4 * F::GROUPS;  // a row pair and step
 template <class F> constexpr int SLOT_BYTES = 1024 + WAVE * SCALE_BYTES<F> * (1 + F::OFFSETS);  // a wave and step
-#ifndef ACCELPATCH_PAIR
-#define ACCELPATCH_PAIR 2
-#endif
-constexpr int PAIR = ACCELPATCH_PAIR;  // steps a turn: two at once hide each other's latencies
+// Formats with much beside the weights leave little room in registers, where AMD keeps the ring.
+template <class F> constexpr bool CROWDED = ACCELPATCH_AMD && F::GROUPS * (1 + F::OFFSETS) >= 4;
+template <class F> constexpr int STEPS_A_TURN = CROWDED<F> ? 1 : 2;  // two at once hide each other's latencies
 
 // One lane's place in the stream of weights.
 template <class F, class T, int WK, int WN> struct Stream {
     using Fragment = typename FragmentOf<T>::Type;
     static constexpr int TABLE = F::GROUPS * Fragment::SCALE_ROWS;  // words of scales a lane and step
     static constexpr int WORDS = TABLE > 0 ? TABLE : 1;
+    static constexpr int PAIR = STEPS_A_TURN<F>;
+    static constexpr int RING_UNROLL = ACCELPATCH_AMD ? 2 : 1;  // turns in flight where they live in registers
     struct Slot {
         Words4 w[ROWS_PER_LANE];
         uint32_t scale[WORDS], offset[WORDS];

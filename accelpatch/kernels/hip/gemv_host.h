@@ -56,7 +56,7 @@ template <class F> bool make_plan(GemvPlan& p, const GemvArgs& a, const DeviceLi
     p.x_aligned = multiple_of_16(a.x, a.x_stride * 2) && a.k % 8 == 0 && multiple_of_16(a.norm_weight) && multiple_of_16(a.norm_bias);
     const int64_t arrival = round_up(16 + (2 * 8 * (waves * WAVE / 32) + 8) * 4, 128), partial = round_up(a.m * waves * PARTIAL_STRIDE * 4, 128);
     const int64_t half = limits.shared_processor / 2 - (ACCELPATCH_AMD ? 0 : 1024), whole = limits.shared_block;
-    const int want = a.depth > 0 ? a.depth : 8 / PAIR;
+    const int want = a.depth > 0 ? a.depth : 4;
     const int choices[] = {8, 6, 4, 3, 2};
     for (const int64_t room : {half, whole}) {
         for (const bool all : {true, false}) {
@@ -87,7 +87,7 @@ template <class F, class T, int WK, int WN> int launch(const GemvArgs& a, GpuStr
     const DeviceLimits limits = device_limits();
     GemvPlan plan = {};
     constexpr int threads = WK * WN * WAVE;
-    if (!make_plan<F>(plan, a, limits, PAIR * SLOT_BYTES<F>, WK * WN)) return STATUS_MEMORY;
+    if (!make_plan<F>(plan, a, limits, STEPS_A_TURN<F> * SLOT_BYTES<F>, WK * WN)) return STATUS_MEMORY;
     // One block a processor, also where there are fewer tiles: the next kernel's blocks then find one place on each.
     const int blocks = a.blocks > 0 ? a.blocks : limits.processors * (ACCELPATCH_AMD ? 2 : 1);
     const auto kernel = gemv_kernel<F, T, WK, WN>;

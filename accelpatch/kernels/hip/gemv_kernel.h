@@ -132,6 +132,7 @@ template <class F, class T, int WK, int WN>
 __global__ void __launch_bounds__(WK* WN* WAVE, ACCELPATCH_MMA_MIN_BLOCKS) gemv_kernel(const GemvArgs a, const GemvPlan plan) {
     using Fragment = typename FragmentOf<T>::Type;
     using Flow = Stream<F, T, WK, WN>;
+    constexpr int RING_UNROLL = Flow::RING_UNROLL, PAIR = Flow::PAIR;
     extern __shared__ __align__(128) char shared[];
     static_assert(WK * WAVE >= 128, "a thread for each of 16 rows and 8 tokens");
     const int wave = threadIdx.x / WAVE, wk = wave % WK, wn = wave / WK, inner = threadIdx.x % (WK * WAVE);

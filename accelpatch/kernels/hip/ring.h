@@ -4,12 +4,6 @@
 #include "portability.h"
 
 #if ACCELPATCH_AMD
-constexpr int RING_UNROLL = 2;
-#else
-constexpr int RING_UNROLL = 1;
-#endif
-
-#if ACCELPATCH_AMD
 using Vector4 = uint32_t __attribute__((ext_vector_type(4)));
 using Vector2 = uint32_t __attribute__((ext_vector_type(2)));
 template <int BYTES> DEVICE void stream_load(uint32_t* into, const void* source) {

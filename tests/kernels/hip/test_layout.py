@@ -30,7 +30,9 @@ def test_a_value_lies_where_the_kernel_looks(row: int, k: int) -> None:
 
 
 @pytest.mark.parametrize("paired", [False, True], ids=["plain", "paired"])
-@pytest.mark.parametrize("steps, groups, shift, count", [(5, 4, 0, 18), (32, 1, 0, 32), (86, 1, 1, 43), (9, 1, 30, 1)], ids=str)
+@pytest.mark.parametrize(
+    "steps, groups, shift, count", [(5, 4, 0, 18), (32, 1, 0, 32), (86, 1, 1, 43), (9, 1, 30, 1)], ids=str
+)
 def test_scales_round_trip(steps: int, groups: int, shift: int, count: int, paired: bool) -> None:
     table = torch.randn(38, count, generator=torch.Generator().manual_seed(count)).bfloat16()
     tiles = layout.tile_scales(table, steps=steps, groups=groups, group_shift=shift, paired=paired)
