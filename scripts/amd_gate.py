@@ -1,4 +1,4 @@
-"""Compiles every HIP kernel for gfx90a, gfx942 and gfx950 without a GPU and reads the assembly against a checked-in table.
+"""Compiles every HIP kernel for gfx90a, gfx942 and gfx950 without a GPU; reads the assembly against a checked-in table.
 
     python scripts/amd_gate.py --wheels DIR [--write]
 
@@ -123,7 +123,8 @@ def faults(arch: str, name: str, code: str, entry: str) -> tuple[Figures, list[s
     bad = []
     if number["vgpr_spill_count"] or number["private_segment_fixed_size"]:
         bad.append(
-            f"{number['vgpr_spill_count']} vector registers spilled, {number['private_segment_fixed_size']} bytes of scratch"
+            f"{number['vgpr_spill_count']} vector registers spilled, "
+            f"{number['private_segment_fixed_size']} bytes of scratch"
         )
     type_ = "F16" if re.search(r"3F16", name) else "Bf16"
     meant = MEANT[arch, type_]
@@ -180,7 +181,8 @@ def main() -> int:
         TABLE.write_text(json.dumps(found, indent=1) + "\n")
     print("\n".join(bad))
     print(
-        f"{len(found)} kernels, {len(bad)} faults; scalar spills at most {max(f['sgpr_spills'] for f in found.values())}"
+        f"{len(found)} kernels, {len(bad)} faults; "
+        f"scalar spills at most {max(f['sgpr_spills'] for f in found.values())}"
     )
     return bool(bad)
 

@@ -188,7 +188,8 @@ def main() -> None:
                     for fused in (False, True):
                         time, spread = chain.run(m, fused=fused, **json.loads(text))
                         line.append(
-                            f"M={m}{' fused' if fused else '':6} {time * 1e3:7.3f} ms {chain.bytes / time / limit:6.1%} (+-{spread / 2:4.1%})"
+                            f"M={m}{' fused' if fused else '':6} {time * 1e3:7.3f} ms "
+                            f"{chain.bytes / time / limit:6.1%} (+-{spread / 2:4.1%})"
                         )
                 print(f"chain {name:10} {folder.name:8} {text:40} " + "  ".join(line), flush=True)
         del chain
@@ -200,7 +201,8 @@ def main() -> None:
                 ours, read = shape_time(Library(options.libraries[0]), name, n, k, m, **json.loads(options.tuning[0]))
                 peer = peer_time(name, n, k, m)
                 print(
-                    f"shape {name:10} {which:8} M={m} ours {ours * 1e6:7.2f} us {read / ours / limit:6.1%}  peer {peer * 1e6:7.2f} us  x{peer / ours:.2f}",
+                    f"shape {name:10} {which:8} M={m} ours {ours * 1e6:7.2f} us {read / ours / limit:6.1%}  "
+                    f"peer {peer * 1e6:7.2f} us  x{peer / ours:.2f}",
                     flush=True,
                 )
             torch.cuda.empty_cache()

@@ -1,9 +1,9 @@
 """Weights as the HIP kernels read them: int4 in tiles, grouped scales beside them; each with its inverse.
 
-A tile is 16 rows by 128 values of K, 1,024 bytes: 16 bytes for (row r, quarter t) at ``(4 r + t) * 16``; 32-bit word p of
-those holds values ``32 p + 8 t + e``, value ``e = 2 i`` in nibble i and ``e = 2 i + 1`` in nibble ``i + 4``, so that a mask and
-a shift give neighbours as one pair. Rows and K are padded with zeros. ``paired`` puts 8 gate rows and their 8 up rows (the
-second half of N) into one tile, as the SiLU-gate epilogue wants them.
+A tile is 16 rows by 128 values of K, 1,024 bytes: 16 bytes for (row r, quarter t) at ``(4 r + t) * 16``; 32-bit word
+p of those holds values ``32 p + 8 t + e``, value ``e = 2 i`` in nibble i and ``e = 2 i + 1`` in nibble ``i + 4``, so
+that a mask and a shift give neighbours as one pair. Rows and K are padded with zeros. ``paired`` puts 8 gate rows and
+their 8 up rows (the second half of N) into one tile, as the SiLU-gate epilogue wants them.
 """
 
 from __future__ import annotations

@@ -236,7 +236,7 @@ DEVICE void group_barrier(int name, int threads) {
 #endif
 }
 
-// Waves that share a tile's K, and tiles a block; measured, see docs.
+// Waves that share a tile's K, and tiles a block: 4 by 2 measured best on an H200 for int8 and int4, 8 by 1 for bf16.
 #ifndef ACCELPATCH_WK
 #define ACCELPATCH_WK 4
 #define ACCELPATCH_WN 2
