@@ -1,0 +1,38 @@
+// y[M, N] = epilogue(norm(x[M, K]) . w[N, K]^T): what a launch is told. M <= 8 a launch of the kernel; the host loops.
+#pragma once
+#include <cstdint>
+
+enum Norm : int32_t { NORM_NONE = 0, NORM_RMS = 1, NORM_RMS_PLUS_ONE = 2, NORM_LAYER = 3 };
+enum Activation : int32_t { ACT_NONE = 0, ACT_SILU_GATE = 1, ACT_RELU = 2, ACT_GELU = 3, ACT_GELU_TANH = 4, ACT_SILU = 5 };
+enum Offset : int32_t { OFFSET_NONE = 0, OFFSET_ZERO_POINT = 1, OFFSET_MINIMUM = 2 };
+
+// Pointers and sizes only, so that ctypes can fill it. Sizes and strides in elements. With ACT_SILU_GATE the first half
+// of w's rows are gates, the second half ups, and y has N / 2 columns (tiled formats: pack the rows paired).
+struct GemvArgs {
+    const void* w;
+    const void* scale;   // float[N]; grouped formats: 16-bit, packed in tiles
+    const void* offset;  // as the packed scale, or null
+    const void* x;
+    const void* norm_weight;  // [K] or null for ones
+    const void* norm_bias;    // [K], NORM_LAYER
+    const void* bias;         // [N] or null
+    const void* residual;     // [M, columns of y] or null
+    void* y;
+    int64_t m, n, k;
+    int64_t x_stride, residual_stride, y_stride;
+    float epsilon;
+    int32_t norm, activation, offset_kind, scale_is_bf16;
+    int32_t group_shift;  // log2 of the steps that share one packed scale
+    // Tuning; zero means the default. None of it changes a result's bits.
+    int32_t blocks, depth, prefetch, dependent;
+    uint64_t* trace;  // [blocks][8] in builds with ACCELPATCH_TRACE, else unused
+};
+
+// Where things lie in shared memory and how K is cut; made on the host, a function of N and K but for what M needs.
+struct GemvPlan {
+    int32_t tiles, steps, phases, phase_steps, resident;
+    int32_t depth, prefetch, partial_buffers;
+    int32_t token_stride;                                    // bytes
+    int32_t sums_at, arrival_at, partial_at, ring_at, bytes;  // bytes
+    int32_t w_aligned, x_aligned;
+};

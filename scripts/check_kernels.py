@@ -1,0 +1,156 @@
+"""Correctness of the HIP gemv kernels on the GPU that is here: float64 references, odd shapes, bits alike for every M.
+
+python scripts/check_kernels.py --libraries DIR
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from pathlib import Path
+
+import torch
+from hip_gemv import FORMATS, Library, Packed, pack
+from torch import Tensor
+from torch.nn import functional
+
+from accelpatch.kernels import parity
+
+SHAPES = [(48, 4096), (16, 11008), (100, 576), (33, 65), (1, 128), (7, 2048), (4096, 4096), (32, 6144)]
+TOKENS = (1, 2, 7, 8, 9, 33)
+
+
+def reference(p: Packed, x: Tensor, kind: dict[str, object], dtype: torch.dtype) -> Tensor:
+    """The product and its epilogue in plain torch, in ``dtype``."""
+    assert p.dense is not None
+    h = x.to(dtype)
+    weight, bias = kind.get("norm_weight"), kind.get("norm_bias")
+    if kind.get("norm") in ("rms", "rms_plus_one"):
+        wide = h if dtype == torch.float64 else h.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
+        h = (wide.to(dtype) * (weight.to(dtype) + (kind["norm"] == "rms_plus_one"))).to(dtype)
+    elif kind.get("norm") == "layer":
+        h = functional.layer_norm(h, h.shape[-1:], weight.to(dtype), bias.to(dtype))
+    y = functional.linear(h, p.dense.to(dtype), None if kind.get("bias") is None else kind["bias"].to(dtype))
+    acts = {
+        "silu": functional.silu,
+        "relu": functional.relu,
+        "gelu": functional.gelu,
+        "gelu_tanh": lambda v: functional.gelu(v, approximate="tanh"),
+    }
+    act = kind.get("activation", "none")
+    if act == "silu_gate":
+        gate, up = y.chunk(2, -1)
+        y = functional.silu(gate) * up
+    elif act != "none":
+        y = acts[act](y)
+    return y if kind.get("residual") is None else y + kind["residual"].to(dtype)
+
+
+def wrong(y: Tensor, p: Packed, x: Tensor, kind: dict[str, object]) -> str:
+    """Why y breaks the float rule; empty where it holds."""
+    right, plain = reference(p, x, kind, torch.float64), reference(p, x, kind, x.dtype)
+    return parity.compare(y, right, parity.torch_error(plain, right)).reason
+
+
+def run(lib: Library, p: Packed, x: Tensor, kind: dict[str, object], **tuning: int) -> Tensor:
+    columns = p.n // 2 if kind.get("activation") == "silu_gate" else p.n
+    out = torch.full((x.shape[0], columns + 3), float("nan"), dtype=x.dtype, device=x.device)
+    lib.call(p, x, out[:, :columns], **kind, **tuning)
+    assert out[:, columns:].isnan().all(), "wrote past its columns"
+    return out[:, :columns]
+
+
+def kinds(n: int, k: int, m: int, dtype: torch.dtype) -> dict[str, dict[str, object]]:
+    def r(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=dtype, device="cuda")
+
+    norm = {"norm_weight": 1 + 0.1 * r(k)}
+    found: dict[str, dict[str, object]] = {
+        "product": {},
+        "bias": {"bias": r(n)},
+        "residual": {"residual": r(m, n)},
+        "rms": {"norm": "rms", **norm},
+        "rms_plus_one": {"norm": "rms_plus_one", **norm},
+        "layer": {"norm": "layer", **norm, "norm_bias": r(k)},
+        **{act: {"activation": act, "bias": r(n)} for act in ("relu", "gelu", "gelu_tanh", "silu")},
+    }
+    if n % 2 == 0:
+        found["silu_gate"] = {"activation": "silu_gate", "bias": r(n), "norm": "rms", **norm}
+    return found
+
+
+def check_format(lib: Library, name: str, dtype: torch.dtype) -> list[str]:
+    """Every shape, number of tokens and epilogue of one format; the failures in words."""
+    bad, ran = [], 0
+    for (n, k), paired in itertools.product(SHAPES, (False, True)):
+        if (paired and n % 2) or (name not in ("plain",) and name.startswith("int4") and k % 2):
+            continue
+        w = torch.randn(n, k, device="cuda") / k**0.5
+        p = pack(w, name, dtype=dtype, paired=paired)
+        x = torch.randn(max(TOKENS), k + 8, dtype=dtype, device="cuda")[:, :k]
+        for kind_name, kind in kinds(n, k, max(TOKENS), dtype).items():
+            if (kind_name == "silu_gate") != paired or (kind_name not in ("product", "rms", "silu_gate") and n > 100):
+                continue
+            whole = run(lib, p, x, kind)
+            ran += 1
+            if reason := wrong(whole, p, x, kind):
+                bad.append(f"{name} {dtype} N={n} K={k} {kind_name}: {reason}")
+            for m, tuning in itertools.product(
+                TOKENS, ({}, {"depth": 3, "blocks": 5}, {"dependent": -1, "prefetch": 7})
+            ):
+                part = {**kind, "residual": kind["residual"][:m]} if "residual" in kind else kind
+                if not torch.equal(run(lib, p, x[:m], part, **tuning), whole[:m]):
+                    bad.append(f"{name} {dtype} N={n} K={k} {kind_name}: M={m} {tuning} has other bits")
+    print(f"{name:18} {dtype!s:15} {ran:4} cases, {len(bad)} bad", flush=True)
+    return bad
+
+
+def special(lib: Library) -> list[str]:
+    """NaN and Inf, the subnormals of fp16, shifted pointers, no tokens, repeats."""
+    bad = []
+    for dtype in (torch.bfloat16, torch.float16):
+        w = torch.randn(64, 1024, device="cuda") / 32
+        for name in FORMATS:
+            p = pack(w, name, dtype=dtype)
+            x = torch.randn(8, 1024, dtype=dtype, device="cuda")
+            x[1, 5], x[2, 7], x[3, 9] = float("nan"), float("inf"), float("-inf")
+            x[4] *= 2.0**-24 if dtype == torch.float16 else 2.0**-120
+            y = run(lib, p, x, {})
+            for rows, what in ((slice(0, 4), "NaN or Inf"), (slice(4, 5), "subnormals")):
+                if reason := wrong(y[rows], p, x[rows], {}):
+                    bad.append(f"{name} {dtype} {what}: {reason}")
+            run(lib, p, x[:0], {})
+            first = run(lib, p, x[5:], {})
+            if any(not torch.equal(run(lib, p, x[5:], {}), first) for _ in range(1000)):
+                bad.append(f"{name} {dtype}: repeats differ")
+        shifted = torch.randn(33, 1024 * 64 + 1, device="cuda").to(dtype)[0, 1:].view(64, 1024)
+        p = pack(w, "plain", dtype=dtype)
+        p.w, p.dense = shifted, shifted.double()
+        x = torch.randn(3, 1027, dtype=dtype, device="cuda")[:, 1:1025]
+        if reason := wrong(run(lib, p, x, {}), p, x, {}):
+            bad.append(f"{dtype} shifted pointers: {reason}")
+    return bad
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--libraries", type=Path, required=True)
+    parser.add_argument("--formats", nargs="*", default=list(FORMATS))
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    lib = Library(options.libraries)
+    bad = [
+        line
+        for name in options.formats
+        for dtype in (torch.bfloat16, torch.float16)
+        for line in check_format(lib, name, dtype)
+    ]
+    bad += special(lib)
+    print("\n".join(bad[:40]))
+    print(f"{len(bad)} failures")
+    return bool(bad)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

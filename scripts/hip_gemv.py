@@ -1,0 +1,189 @@
+"""Weights in every format of the HIP gemv kernels, packed and called, with the float64 weights that they mean."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accelpatch.kernels.hip import binding, layout
+
+
+@dataclass(frozen=True)
+class Format:
+    """One way to hold a weight: the library, its function's format argument, group size, offsets."""
+
+    library: str
+    argument: int | None = None
+    group: int | None = None
+    offset: str = "none"
+    step: int = 32  # values of K a step
+
+
+FORMATS = {
+    "plain": Format("gemv"),
+    "int8": Format("gemv_int8", 0, step=64),
+    "int8_g32": Format("gemv_int8", 32, 32, step=64),
+    "int8_g64": Format("gemv_int8", 64, 64, step=64),
+    "int8_g128": Format("gemv_int8", 128, 128, step=64),
+    "int4_g128": Format("gemv_int4", 128, 128, step=128),
+    "int4_g64": Format("gemv_int4", 64, 64, step=128),
+    "int4_g32": Format("gemv_int4", 32, 32, step=128),
+    "int4_g128_zero": Format("gemv_int4", 128, 128, "zero_point", step=128),
+    "int4_g64_minimum": Format("gemv_int4", 64, 64, "minimum", step=128),
+    "int4_g32_minimum": Format("gemv_int4", 32, 32, "minimum", step=128),
+    "int4_row": Format("gemv_int4", 1 << 20, 0, step=128),
+    "int4_row_zero": Format("gemv_int4", 1 << 20, 0, "zero_point", step=128),
+    "fp8": Format("gemv_fp8", 0, step=64),
+}
+
+
+@dataclass
+class Packed:
+    """A packed weight [n, k] and what it means; ``bytes`` is what one product reads of it."""
+
+    format: Format
+    n: int
+    k: int
+    w: Tensor
+    scale: Tensor | None = None
+    offset: Tensor | None = None
+    dense: Tensor | None = None
+    shift: int = 0
+    paired: bool = False
+    canonical: tuple[Any, ...] = field(default=())
+
+    @property
+    def bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in (self.w, self.scale, self.offset) if t is not None)
+
+
+def _grouped(w: Tensor, group: int) -> Tensor:
+    k = w.shape[1]
+    size = group or k
+    pad = -k % size
+    return torch.nn.functional.pad(w.float(), (0, pad)).view(w.shape[0], -1, size)
+
+
+def _affine(w: Tensor, form: Format, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Codes [N, G, S], scale [N, G], offset of a grouped integer format, all as numbers."""
+    g = _grouped(w, form.group or 0)
+    low, high = g.amin(-1), g.amax(-1)
+    if form.library == "gemv_int8":
+        scale = (g.abs().amax(-1) / 127).clamp(min=1e-6).to(dtype)
+        return (g / scale.float()[..., None]).round().clamp(-127, 127), scale, None
+    if form.offset == "none":
+        scale = (g.abs().amax(-1) / 7).clamp(min=1e-6).to(dtype)
+        return (g / scale.float()[..., None]).round().clamp(-8, 7) + 8, scale, None
+    scale = ((high - low) / 15).clamp(min=1e-6).to(dtype)
+    offset = (-low / scale.float()).round().clamp(0, 15).to(dtype) if form.offset == "zero_point" else low.to(dtype)
+    base = -offset.float() * scale.float() if form.offset == "zero_point" else offset.float()
+    return ((g - base[..., None]) / scale.float()[..., None]).round().clamp(0, 15), scale, offset
+
+
+def _dense(codes: Tensor, scale: Tensor, offset: Tensor | None, form: Format, k: int) -> Tensor:
+    c, s = codes.double(), scale.double()[..., None]
+    if form.library == "gemv_int8":
+        return (c * s).flatten(1)[:, :k]
+    if offset is None:
+        return ((c - 8) * s).flatten(1)[:, :k]
+    o = offset.double()[..., None]
+    return ((c - o) * s if form.offset == "zero_point" else c * s + o).flatten(1)[:, :k]
+
+
+def pack(w: Tensor, name: str, *, dtype: torch.dtype, paired: bool = False, dense: bool = True) -> Packed:
+    """Quantises and packs ``w`` [N, K]; with ``dense`` keeps the float64 weight that the pack stands for."""
+    form, (n, k) = FORMATS[name], w.shape
+    if name == "plain":
+        held = w.to(dtype).contiguous()
+        return Packed(form, n, k, held, dense=held.double() if dense else None)
+    if name in ("int8", "fp8"):
+        top = 127.0 if name == "int8" else 448.0
+        scale = (w.float().abs().amax(1) / top).clamp(min=1e-9)
+        codes = w.float() / scale[:, None]
+        held = codes.round().to(torch.int8) if name == "int8" else codes.to(torch.float8_e4m3fn)
+        return Packed(form, n, k, held, scale, dense=held.double() * scale.double()[:, None] if dense else None)
+    codes, table, offset = _affine(w, form, dtype)
+    meaning = _dense(codes, table, offset, form, k) if dense else None
+    flat = codes.flatten(1)[:, :k]
+    steps = -(-k // form.step)
+    if form.library == "gemv_int8":
+        held = flat.to(torch.int8).contiguous()
+    else:
+        flat = torch.nn.functional.pad(flat, (0, k % 2)).to(torch.uint8)
+        held = layout.tile_int4((flat[:, 0::2] | flat[:, 1::2] << 4).view(torch.int8), paired=paired)
+    group = form.group or 0
+    shift = 30 if not group else max(group // form.step, 1).bit_length() - 1
+    shape = {
+        "steps": steps,
+        "groups": max(form.step // group, 1) if group else 1,
+        "group_shift": shift,
+        "paired": paired,
+    }
+    tiles = layout.tile_scales(table, **shape)
+    beside = None if offset is None else layout.tile_scales(offset, **shape)
+    return Packed(form, n, k, held, tiles, beside, meaning, shift, paired)
+
+
+class Library:
+    """The built libraries of one folder, one variant."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.entries: dict[str, Callable[..., int]] = {}
+
+    def call(
+        self,
+        p: Packed,
+        x: Tensor,
+        y: Tensor,
+        *,
+        norm: str = "none",
+        norm_weight: Tensor | None = None,
+        norm_bias: Tensor | None = None,
+        activation: str = "none",
+        bias: Tensor | None = None,
+        residual: Tensor | None = None,
+        epsilon: float = 1e-5,
+        **tuning: int,
+    ) -> None:
+        """y[M, N] = epilogue(norm(x) . w^T) on the current stream."""
+        name = "accelpatch_" + p.format.library
+        if name not in self.entries:
+            self.entries[name] = binding.load(self.folder / f"{p.format.library}.so", name)
+        at = {
+            "w": p.w,
+            "scale": p.scale,
+            "offset": p.offset,
+            "x": x,
+            "norm_weight": norm_weight,
+            "norm_bias": norm_bias,
+            "bias": bias,
+            "residual": residual,
+            "y": y,
+        }
+        args = binding.GemvArgs(
+            **{key: None if t is None else t.data_ptr() for key, t in at.items()},
+            m=x.shape[0],
+            n=p.n,
+            k=p.k,
+            x_stride=x.stride(0),
+            y_stride=y.stride(0),
+            residual_stride=0 if residual is None else residual.stride(0),
+            epsilon=epsilon,
+            norm=binding.NORM[norm],
+            activation=binding.ACTIVATION[activation],
+            offset_kind=binding.OFFSET[p.format.offset],
+            scale_is_bf16=int(p.scale is not None and p.scale.dtype == torch.bfloat16),
+            group_shift=p.shift,
+            **tuning,
+        )
+        extra = [] if p.format.argument is None else [p.format.argument]
+        stream = torch.cuda.current_stream().cuda_stream
+        status = self.entries[name](ctypes.byref(args), int(x.dtype == torch.float16), *extra, stream)
+        binding.check(status, name)
