@@ -167,49 +167,60 @@ def peer_time(name: str, n: int, k: int, m: int) -> float:
     return seconds(lambda: [torch.ops.aten._weight_int4pack_mm(x, w, 128, s) for w, s in ws])[0] / count
 
 
-def main() -> None:
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--libraries", type=Path, nargs="+", required=True)
     parser.add_argument("--formats", nargs="*", default=["plain", "int8", "int4_g128"])
     parser.add_argument("--tuning", nargs="*", default=["{}"])
     parser.add_argument("--tokens", nargs="*", type=int, default=[1, 8])
     parser.add_argument("--shapes", action="store_true")
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def show_chain(name: str, options: argparse.Namespace, limit: float) -> None:
+    """A line for each library and tuning."""
+    chain = Chain(Library(options.libraries[0]), name)
+    for folder in options.libraries:
+        chain.lib = Library(folder)
+        for text in options.tuning:
+            line = []
+            for m in options.tokens:
+                for fused in (False, True):
+                    time, spread = chain.run(m, fused=fused, **json.loads(text))
+                    line.append(
+                        f"M={m}{' fused' if fused else '':6} {time * 1e3:7.3f} ms "
+                        f"{chain.bytes / time / limit:6.1%} (+-{spread / 2:4.1%})"
+                    )
+            print(f"chain {name:10} {folder.name:8} {text:40} " + "  ".join(line), flush=True)
+
+
+def show_shapes(name: str, options: argparse.Namespace, limit: float) -> None:
+    """A line for each shape and number of tokens, beside the peer."""
+    for which, n, k in LAYER:
+        for m in options.tokens:
+            ours, read = shape_time(Library(options.libraries[0]), name, n, k, m, **json.loads(options.tuning[0]))
+            peer = peer_time(name, n, k, m)
+            print(
+                f"shape {name:10} {which:8} M={m} ours {ours * 1e6:7.2f} us {read / ours / limit:6.1%}  "
+                f"peer {peer * 1e6:7.2f} us  x{peer / ours:.2f}",
+                flush=True,
+            )
+        torch.cuda.empty_cache()
+
+
+def main() -> None:
+    options = parse()
     torch.manual_seed(0)
     limit = read_limit(options.libraries[0])
     print(f"{torch.cuda.get_device_name()}: read limit {limit / 1e12:.3f} TB/s", flush=True)
     for name in options.formats:
-        chain = Chain(Library(options.libraries[0]), name)
-        for folder in options.libraries:
-            chain.lib = Library(folder)
-            for text in options.tuning:
-                line = []
-                for m in options.tokens:
-                    for fused in (False, True):
-                        time, spread = chain.run(m, fused=fused, **json.loads(text))
-                        line.append(
-                            f"M={m}{' fused' if fused else '':6} {time * 1e3:7.3f} ms "
-                            f"{chain.bytes / time / limit:6.1%} (+-{spread / 2:4.1%})"
-                        )
-                print(f"chain {name:10} {folder.name:8} {text:40} " + "  ".join(line), flush=True)
-        del chain
+        show_chain(name, options, limit)
         torch.cuda.empty_cache()
-        if not options.shapes:
-            continue
-        for which, n, k in LAYER:
-            for m in options.tokens:
-                ours, read = shape_time(Library(options.libraries[0]), name, n, k, m, **json.loads(options.tuning[0]))
-                peer = peer_time(name, n, k, m)
-                print(
-                    f"shape {name:10} {which:8} M={m} ours {ours * 1e6:7.2f} us {read / ours / limit:6.1%}  "
-                    f"peer {peer * 1e6:7.2f} us  x{peer / ours:.2f}",
-                    flush=True,
-                )
-            torch.cuda.empty_cache()
+        if options.shapes:
+            show_shapes(name, options, limit)
     if "plain" in options.formats and options.shapes:
-        print(
-            "chain torch bf16 " + "  ".join(f"M={m} {torch_chain(m) * 1e3:.3f} ms" for m in options.tokens), flush=True
-        )
+        times = "  ".join(f"M={m} {torch_chain(m) * 1e3:.3f} ms" for m in options.tokens)
+        print(f"chain torch bf16 {times}", flush=True)
 
 
 if __name__ == "__main__":

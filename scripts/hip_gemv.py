@@ -153,20 +153,8 @@ class Library:
         **tuning: int,
     ) -> None:
         """y[M, N] = epilogue(norm(x) . w^T) on the current stream."""
-        name = "accelpatch_" + p.format.library
-        if name not in self.entries:
-            self.entries[name] = binding.load(self.folder / f"{p.format.library}.so", name)
-        at = {
-            "w": p.w,
-            "scale": p.scale,
-            "offset": p.offset,
-            "x": x,
-            "norm_weight": norm_weight,
-            "norm_bias": norm_bias,
-            "bias": bias,
-            "residual": residual,
-            "y": y,
-        }
+        at = {"w": p.w, "scale": p.scale, "offset": p.offset, "x": x, "y": y}
+        at |= {"norm_weight": norm_weight, "norm_bias": norm_bias, "bias": bias, "residual": residual}
         args = binding.GemvArgs(
             **{key: None if t is None else t.data_ptr() for key, t in at.items()},
             m=x.shape[0],
@@ -183,7 +171,12 @@ class Library:
             group_shift=p.shift,
             **tuning,
         )
+        self._launch(p, args, int(x.dtype == torch.float16))
+
+    def _launch(self, p: Packed, args: binding.GemvArgs, half: int) -> None:
+        name = "accelpatch_" + p.format.library
+        if name not in self.entries:
+            self.entries[name] = binding.load(self.folder / f"{p.format.library}.so", name)
         extra = [] if p.format.argument is None else [p.format.argument]
         stream = torch.cuda.current_stream().cuda_stream
-        status = self.entries[name](ctypes.byref(args), int(x.dtype == torch.float16), *extra, stream)
-        binding.check(status, name)
+        binding.check(self.entries[name](ctypes.byref(args), half, *extra, stream), name)

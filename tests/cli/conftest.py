@@ -87,13 +87,18 @@ def _one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _own_environment(tmp_path: Path) -> Iterator[None]:
-    """A cache of the test's own, and no variable that a command set left behind."""
+def _no_variable_left_behind() -> Iterator[None]:
+    """Commands set variables for the libraries that they load."""
     before = dict(os.environ)
-    os.environ["ACCELPATCH_CACHE"] = str(tmp_path / "cache")
     yield
     os.environ.clear()
     os.environ.update(before)
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty cache for one test; the others share the user's, where the native kernels are built already."""
+    monkeypatch.setenv("ACCELPATCH_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.fixture

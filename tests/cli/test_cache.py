@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from accelpatch import cache
 
 from .conftest import Cli
+
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def _fill() -> None:
