@@ -104,6 +104,8 @@ def patch(
     except BaseException:
         handle.revert()
         raise
+    runtime.steps(model)  # made ready now, not in the first answer
+    watch("prepare", 1, 1)
     report.seconds.update(watch.seconds)
     return model
 

@@ -6,6 +6,7 @@ import functools
 from contextlib import nullcontext
 from typing import Any
 
+import torch
 from torch import nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -47,6 +48,8 @@ def _stepping(cls: Any) -> Any:
 
     @functools.wraps(cls.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # the graph is made of the modules
+            return cls.forward(self, *args, **kwargs)
         runtime = vars(self).get(RUNTIME)
         logits = runtime.logits(self, kwargs) if runtime is not None and not args else None
         if logits is None:
