@@ -105,7 +105,6 @@ def patch(
         handle.revert()
         raise
     runtime.steps(model)  # made ready now, not in the first answer
-    watch("prepare", 1, 1)
     report.seconds.update(watch.seconds)
     return model
 
