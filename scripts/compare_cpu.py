@@ -1,6 +1,6 @@
 """This CPU through stock generate(): the original, the patched models and llama.cpp beside them, all in one run.
 
-    python scripts/compare_cpu.py [--gguf FILE] [--model NAME_OR_FOLDER] [--new 128] [--repeats 7] [--threads 2] [--plot FILE]
+    python scripts/compare_cpu.py [--gguf FILE] [--model NAME_OR_FOLDER] [--new 128] [--repeats 7] [--plot FILE]
 
 Batch 1, greedy, the same prompt and `--new` tokens for all; engines take turns. A call for one token is taken off each
 call of generate(). llama.cpp runs FILE, and FILE converted to Q8_0 by its own quantiser, through llama-cpp-python
@@ -229,8 +229,8 @@ def main() -> None:
     print(f"read limit {max(limits) / 1e9:.1f} GB/s, the fastest of this run (lowest {min(limits) / 1e9:.1f})")
     show(engines, arguments.new, max(limits))
     if arguments.plot:
-        title = f"{Path(arguments.model).name}, float32 original, batch 1, {cpu_native.describe()}, {arguments.threads} threads"
-        draw(engines, arguments.new, title, arguments.plot)
+        machine = f"{cpu_native.describe()}, {arguments.threads} threads"
+        draw(engines, arguments.new, f"{Path(arguments.model).name}, batch 1, {machine}", arguments.plot)
 
 
 if __name__ == "__main__":
