@@ -25,7 +25,8 @@ class Store:
         self.length = 0
         self.step: Any = None
         self.made_by: Any = None
-        self.places: Any = None  # slots, starts and positions of the last step
+        self.places: Any = None  # slots, starts and positions of the last step, where that was native as a whole
+        self.open = False  # a step is under way: layers that run their modules write their token in place
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Store:
         copied = Store(*(self.keys.shape[i] for i in (0, 1, 2, 4, 3)))
@@ -69,6 +70,17 @@ class StoreLayer(DynamicLayer):
     def get_seq_length(self) -> int:
         """Tokens held."""
         return self._store.length if self._store is not None else super().get_seq_length()
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Append tokens [B, Hkv, L, D]; while a step is under way its one token, in place."""
+        store = self._store
+        if store is None or not store.open:
+            grown: tuple[Any, Any] = super().update(key_states, value_states, *args, **kwargs)
+            return grown
+        buffers, end = (store.keys[self._index], store.values[self._index]), store.length + 1
+        for buffer, states in zip(buffers, (key_states, value_states), strict=True):
+            buffer[:, :, store.length : end] = states
+        return buffers[0][:, :, :end], buffers[1][:, :, :end]
 
     def _filled(self, buffer: Tensor) -> Tensor:
         assert self._store is not None

@@ -118,6 +118,7 @@ def test_a_hook_set_between_two_tokens_is_served_from_the_next_on() -> None:
     assert torch.equal(made, due)
     assert len(calls) == 22
     assert native_steps(model) == 1
+    assert model.accelpatch.report().paths[f"{NATIVE}, but modules in layers [0]: a hook inside"] == 22
 
 
 def test_a_weight_changed_between_two_tokens_is_used_from_the_next_on() -> None:

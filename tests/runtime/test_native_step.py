@@ -158,19 +158,6 @@ def test_a_store_grows_past_its_room(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(tokens, due)
 
 
-def test_a_hook_inside_is_served_with_the_reason_and_steps_return_after_it() -> None:
-    model, seen = patched("llama"), []
-    hook = model.model.layers[1].mlp.register_forward_hook(lambda *args: seen.append(1))
-    model.generate(**full_batch(), max_new_tokens=6, do_sample=False)
-    assert len(seen) == 6
-    assert native_steps(model) == 0
-    assert model.accelpatch.report().paths["modules: a hook on an inner module"] == 5
-    hook.remove()
-    model.generate(**full_batch(), max_new_tokens=6, do_sample=False)
-    assert native_steps(model) == 5
-    assert len(seen) == 6
-
-
 def test_hidden_states_of_each_step() -> None:
     model = patched("llama")
     options = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True, "output_hidden_states": True}

@@ -98,10 +98,12 @@ typedef struct {
 /* Copies the structs (not what they point to: that must outlive the step) and allocates all the memory that steps need. */
 int ap_step_create(const ap_model* model, int max_threads, void** step);
 void ap_step_free(void* step);
-/* One token for each of `batch` sequences: writes its keys and values at slots[b], attends to starts[b] .. slots[b], rotates by
- * positions[b]; logits: float32 [batch, vocabulary], or NULL where nobody reads them. Allocates nothing. */
+/* One token for each of `batch` sequences, through layers first .. last - 1: writes its keys and values at slots[b], attends to starts[b] .. slots[b], rotates by
+ * positions[b]; logits: float32 [batch, vocabulary], or NULL where nobody reads them. hidden: float32 [batch, hidden], the
+ * residual stream: read where first > 0, written where last is not the number of layers (logits are not, then); else NULL.
+ * Allocates nothing. */
 int ap_step_run(void* step, int64_t batch, const int64_t* tokens, const int64_t* slots, const int64_t* starts, const int64_t* positions,
-                float* logits, int threads);
+                int64_t first, int64_t last, float* hidden, float* logits, int threads);
 
 /* Asks the system for large pages; a hint, never an error. */
 void ap_advise_large_pages(void* data, int64_t bytes);
