@@ -18,11 +18,14 @@ import shutil
 import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from accelpatch import cache
 from accelpatch.device import Device
 from accelpatch.errors import KernelError
+from accelpatch.kernels import occupancy, resources
 from accelpatch.kernels.targets import Target, compiler, no_compiler, target, unknown_arch
 
 KIND = "kernels"
@@ -115,6 +118,11 @@ def export(name: str, device: Device, folder: Path) -> Path:
     for file in (LIBRARY, MANIFEST):
         shutil.copyfile(finished / file, into / file)
     return into
+
+
+def report(made: Target) -> list[dict[str, Any]]:
+    """What each kernel of a GPU library takes, and how many of its waves a SIMD holds (occupancy.waves); compiles."""
+    return [{**asdict(taken), "waves": occupancy.waves(made.arch, taken)} for taken in resources.of_target(made)]
 
 
 def digest(made: Target) -> str:

@@ -106,4 +106,5 @@ def no_compiler(made: Target) -> str:
     if named:
         return f"{variable} names {named!r}, which is not there: name a compiler that is, or unset {variable}"
     what = "C++ compiler" if variable == "CXX" else f"compiler for {made.arch}"
-    return f"there is no {what} here ({', '.join(made.compilers)}): {made.install}, or set {variable} or ACCELPATCH_KERNELS"
+    names, otherwise = ", ".join(made.compilers), f"set {variable} or ACCELPATCH_KERNELS"
+    return f"there is no {what} here ({names}): {made.install}, or {otherwise}"

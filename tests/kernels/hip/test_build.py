@@ -59,7 +59,7 @@ def test_devices_without_a_library(device: Device, reason: str) -> None:
     "arch, names, advice", [("sm_90", "nvcc", "CUDA toolkit"), ("gfx942", "hipcc, amdclang++", "ROCm")]
 )
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arch: str, names: str, advice: str) -> None:
-    monkeypatch.setattr("accelpatch.kernels.targets.compilers", lambda: {})
+    monkeypatch.setattr("accelpatch.kernels.targets.compilers", dict)
     here = dataclasses.replace(KNOWN[arch], index=0)
     reason = str(build.why_not("hip", here))
     assert f"no compiler for {arch} here ({names})" in reason
