@@ -27,7 +27,7 @@ def build(
     report: Annotated[bool, typer.Option("--report", help="Also say what each GPU kernel takes.")] = False,
     json: JsonOption = False,
 ) -> None:
-    """Compile the kernels for ARCH. A machine with ACCELPATCH_KERNELS=DIR takes them from there, and needs no compiler."""
+    """Compile the kernels for ARCH; a machine with ACCELPATCH_KERNELS=DIR takes them from there, without a compiler."""
     from accelpatch.kernels import build as building
 
     found: list[dict[str, Any]] = []
@@ -65,10 +65,10 @@ def device_of(arch: str) -> Device:
 def _print(kernels: list[dict[str, Any]]) -> None:
     from accelpatch.report import table
 
-    rows = [("kernel", "registers", "spills", "scalar spills", "scratch", "shared", "threads", "waves")]
-    rows += [tuple(str(value) for value in kernel.values()) for kernel in kernels]
+    heads = ("kernel", "registers", "spills", "scalar spills", "scratch", "shared", "threads", "waves")
+    rows: list[tuple[str, ...]] = [heads, *(tuple(map(str, kernel.values())) for kernel in kernels)]
     print(table(rows))
     print(
-        "registers: vector registers a lane. spills: registers. scratch, shared: bytes fixed at compile time, to which"
+        "registers: vector registers a lane. spills: registers. scratch, shared: bytes fixed at compile time, to which\n"
+        "a launch adds the room for its tokens. waves: resident on a SIMD or scheduler, by what stands here."
     )
-    print("a launch adds the room for its tokens. waves: resident on a SIMD or scheduler, by what stands here.")

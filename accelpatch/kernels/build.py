@@ -28,6 +28,9 @@ from accelpatch.errors import KernelError
 from accelpatch.kernels import occupancy, resources
 from accelpatch.kernels.targets import Target, compiler, no_compiler, target, unknown_arch
 
+__all__ = [
+    "Target", "built", "compiler", "export", "forget", "library", "locate", "place", "report", "target", "why_not",
+]  # fmt: skip
 KIND = "kernels"
 LIBRARY, MANIFEST = "library.so", "manifest.json"
 SECONDS = 600  # no source of ours takes a tenth of that
