@@ -69,6 +69,6 @@ def _print(kernels: list[dict[str, Any]]) -> None:
     rows: list[tuple[str, ...]] = [heads, *(tuple(map(str, kernel.values())) for kernel in kernels)]
     print(table(rows))
     print(
-        "registers: vector registers a lane. spills: registers. scratch, shared: bytes fixed at compile time, to which\n"
-        "a launch adds the room for its tokens. waves: resident on a SIMD or scheduler, by what stands here."
+        "registers: vector registers a lane. spills: registers. scratch, shared: bytes fixed at compile time, to\n"
+        "which a launch adds the room for its tokens. waves: resident on a SIMD or scheduler, by what stands here."
     )

@@ -1,8 +1,9 @@
 """How many waves of a kernel a processor holds at once, from what one wave takes.
 
 AMD (CDNA 2 to 4): a SIMD has 512 vector registers a lane, dealt in eights, and room for 8 waves; a compute unit has
-four SIMDs and its LDS. With nW waves a workgroup: min(floor(4 * waves by registers / nW), floor(LDS / LDS a workgroup)) * nW
-/ 4 waves a SIMD. Source: "Compute the occupancy of the kernel" in ROCm's guide to tuning Triton kernels.
+four SIMDs and its LDS. With nW waves a workgroup, a SIMD holds as many as
+min(floor(4 * waves by registers / nW), floor(LDS / LDS a workgroup)) * nW / 4.
+Source: "Compute the occupancy of the kernel" in ROCm's guide to tuning Triton kernels.
 NVIDIA: 65,536 registers a multiprocessor, dealt to a warp by 256; of shared memory each block takes 1 KiB more than it
 asks for. Source: the CUDA programming guide's table of compute capabilities.
 """

@@ -10,6 +10,7 @@ from typing import TypeVar
 from accelpatch.errors import PlanError
 from accelpatch.patching.replacer import Replacer
 from accelpatch.replacers.gated_mlp import GatedMLPReplacer
+from accelpatch.replacers.gemv import Gemv
 from accelpatch.replacers.norm import ResidualNormReplacer, RMSNormReplacer
 from accelpatch.replacers.rotary import RotaryReplacer
 from accelpatch.replacers.weight_only import Int4WeightOnly, Int8WeightOnly
@@ -17,6 +18,7 @@ from accelpatch.replacers.weight_only import Int4WeightOnly, Int8WeightOnly
 BUILT_IN: tuple[type[Replacer], ...] = (
     Int8WeightOnly,
     Int4WeightOnly,
+    Gemv,
     RMSNormReplacer,
     ResidualNormReplacer,
     RotaryReplacer,
