@@ -2,7 +2,7 @@
 
 The weight is held as the canonical `q`, `scale` and `offset` (see quant/), or in the layout that the device's kernels
 read: a `Pack` on a CPU, 4-bit `Tiles` on a GPU; of the same numbers, bit for bit. `weight` gives it back as floats in
-the original's dtype and shape, for code that asks. Each stands for nn.Linear, transformers' Conv1D or nn.Embedding alike.
+the original's dtype and shape, for code that asks. Each class stands for nn.Linear, Conv1D or nn.Embedding alike.
 """
 
 from __future__ import annotations
