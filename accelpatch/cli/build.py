@@ -19,10 +19,10 @@ HOST = "host"
 def build(
     arch: Annotated[
         list[str] | None,
-        typer.Option(metavar="ARCH", help="gfx942, sm_90, ..., or host for this CPU; can be given again."),
+        typer.Option("--arch", metavar="ARCH", help="gfx942, sm_90, ..., or host for this CPU; can be given again."),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", file_okay=False, help="Where to; the user's cache otherwise.")
+        Path | None, typer.Option("--out", metavar="DIR", file_okay=False, help="Where to; the user's cache otherwise.")
     ] = None,
     report: Annotated[bool, typer.Option("--report", help="Also say what each GPU kernel takes.")] = False,
     json: JsonOption = False,

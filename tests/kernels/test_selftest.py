@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from accelpatch.errors import KernelError
 from accelpatch.kernels import dispatch, selftest
 from accelpatch.kernels.dispatch import Implementation
 from accelpatch.kernels.int8_linear import reference
@@ -55,3 +56,13 @@ def test_one_that_does_not_start_is_a_record(monkeypatch: pytest.MonkeyPatch) ->
 
     records = records_of(monkeypatch, broken, None)
     assert {(record.ok, record.reason) for record in records} == {(False, "RuntimeError: no kernel image")}
+
+
+def test_arguments_that_cannot_be_made_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_library(*_: Any) -> Any:
+        raise KernelError("there is no library")
+
+    kernel = dispatch.kernel("int8_linear")
+    monkeypatch.setitem(vars(kernel), "cases", lambda: [dispatch.Case("one", no_library)])
+    monkeypatch.setattr(dispatch, "TABLE", {"int8_linear": dispatch.TABLE["int8_linear"]})
+    assert {(record.ok, record.reason) for record in selftest.run("cpu")} == {(None, "there is no library")}
