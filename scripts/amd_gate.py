@@ -180,7 +180,7 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="write the table instead of holding the build to it")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
-        found, bad = examine(compiled(options.wheels, Path(name)))
+        found, bad = examine(compiled(options.wheels.resolve(), Path(name)))
     if options.write:
         TABLE.write_text(json.dumps(found, indent=1) + "\n")
     held = json.loads(TABLE.read_text())

@@ -88,6 +88,9 @@ gate() {
     rm -rf .venv/gate
     # shellcheck disable=SC2086
     .venv/bin/python -m pip install --disable-pip-version-check --quiet --no-deps --target .venv/gate $gate_wheels
+    # Of triton its headers and device libraries for AMD alone: a tenth of it.
+    find .venv/gate/triton .venv/gate/triton/backends -mindepth 1 -maxdepth 1 \
+        ! -name backends ! -name amd -exec rm -rf {} +
     echo "$gate_wheels" > .venv/gate/made_of
 }
 
