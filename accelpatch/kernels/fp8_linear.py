@@ -6,6 +6,8 @@ q is torch.float8_e4m3fn, or float8_e4m3fnuz, the form that gfx942's matrix unit
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -28,6 +30,11 @@ def dense(dtype: torch.dtype, q: Tensor, scale: Tensor, bias: Tensor | None = No
 def reference(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
     """The whole weight dequantised into x's dtype, then torch's own linear layer."""
     return functional.linear(x, *dense(x.dtype, q, scale, bias))
+
+
+def blocks(*weight: Tensor | None) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """The weight and the bias in float64, some rows at a time."""
+    return linear.float64_blocks(dense, *weight)
 
 
 def spec(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> Spec:
@@ -111,4 +118,4 @@ def cases() -> list[Case]:
 
 
 IMPLEMENTATIONS = {"hip": Implementation(by_hip, why_not), "torch": Implementation(by_torch, dispatch.anywhere)}
-KERNELS = {"fp8_linear": Kernel(fp8_linear, reference, spec, IMPLEMENTATIONS, cases, dense)}
+KERNELS = {"fp8_linear": Kernel(fp8_linear, reference, spec, IMPLEMENTATIONS, cases, blocks)}

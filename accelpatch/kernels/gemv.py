@@ -5,6 +5,8 @@ For few rows of x, where the product is as fast as the weight can be read; torch
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -24,6 +26,11 @@ def dense(dtype: torch.dtype, w: Tensor, bias: Tensor | None = None) -> tuple[Te
 def reference(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
     """torch's own linear layer."""
     return functional.linear(x, w, None if bias is None else bias.to(w.dtype))
+
+
+def blocks(*weight: Tensor | None) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """The weight and the bias in float64, some rows at a time."""
+    return linear.float64_blocks(dense, *weight)
 
 
 def spec(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Spec:
@@ -93,4 +100,4 @@ def cases() -> list[Case]:
 
 
 IMPLEMENTATIONS = {"hip": Implementation(by_hip, why_not), "torch": Implementation(reference, dispatch.anywhere)}
-KERNELS = {"gemv": Kernel(gemv, reference, spec, IMPLEMENTATIONS, cases, dense)}
+KERNELS = {"gemv": Kernel(gemv, reference, spec, IMPLEMENTATIONS, cases, blocks)}

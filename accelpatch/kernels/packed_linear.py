@@ -9,6 +9,7 @@ so is the reference: the pack is undone into the canonical tensors, and their pl
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -44,6 +45,15 @@ def dense(dtype: torch.dtype, *packed: Any) -> tuple[Tensor, Tensor | None]:
     if pack.kind == cpu_native.INT8:
         return int8_linear.dense(dtype, q, scale, packed[1])
     return int4_linear.dense(dtype, q, scale, offset, packed[1])
+
+
+def blocks(*packed: Any) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """The same in float64, some rows at a time."""
+    pack = held(packed)
+    q, scale, offset = cpu_pack.unpack(pack)
+    if pack.kind == cpu_native.INT8:
+        return int8_linear.blocks(q, scale, packed[1])
+    return int4_linear.blocks(q, scale, offset, packed[1])
 
 
 def reference(x: Tensor, *packed: Any) -> Tensor:
@@ -217,6 +227,6 @@ EMBEDDING = {
     "torch": Implementation(_torch_embedding, _torch_why_not),
 }
 KERNELS = {
-    "packed_linear": Kernel(packed_linear, reference, spec, LINEAR, cases, dense),
+    "packed_linear": Kernel(packed_linear, reference, spec, LINEAR, cases, blocks),
     "packed_embedding": Kernel(packed_embedding, embedding_reference, embedding_spec, EMBEDDING, embedding_cases),
 }

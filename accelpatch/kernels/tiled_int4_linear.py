@@ -6,6 +6,7 @@ of int4_linear: the tiles are undone into the canonical tensors, and their plain
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -38,6 +39,12 @@ def dense(dtype: torch.dtype, *args: Any) -> tuple[Tensor, Tensor | None]:
     """The canonical tensors of the tiles as floats, as their own format has it, and the bias."""
     *tiles, bias = args
     return int4_linear.dense(dtype, *int4_tiles.untile(Tiles(*tiles)), bias)
+
+
+def blocks(*args: Any) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """The same in float64, some rows at a time."""
+    *tiles, bias = args
+    return int4_linear.blocks(*int4_tiles.untile(Tiles(*tiles)), bias)
 
 
 def reference(x: Tensor, *args: Any) -> Tensor:
@@ -155,4 +162,4 @@ def _fits(size: tuple[int, int, int, int, bool]) -> bool:
 
 
 IMPLEMENTATIONS = {"hip": Implementation(by_hip, why_not), "torch": Implementation(by_torch, dispatch.anywhere)}
-KERNELS = {OP: Kernel(tiled_int4_linear, reference, spec, IMPLEMENTATIONS, cases, dense)}
+KERNELS = {OP: Kernel(tiled_int4_linear, reference, spec, IMPLEMENTATIONS, cases, blocks)}

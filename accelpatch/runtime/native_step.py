@@ -20,7 +20,7 @@ from torch.nn.modules import module as torch_module
 from accelpatch.errors import KernelError
 from accelpatch.kernels.cpu_native import MAX_BATCH
 from accelpatch.kernels.cpu_step import DecodeStep
-from accelpatch.runtime.native_cache import Store, attach
+from accelpatch.runtime.native_cache import Store, attach, stored
 from accelpatch.runtime.native_weights import NativeModel, Unfit, packed_modules, read
 from accelpatch.runtime.torch_threads import all_threads
 
@@ -94,11 +94,24 @@ class NativeRuntime:
         if places is None:
             self.paths["modules: an attention mask that is not left padding"] += 1
             return None
+        store.places = places
+        return self._advance(store, ids[:, 0]).unsqueeze(1)
+
+    def run_of(self, cache: Any) -> Run | None:
+        """What goes on from the last native step over `cache`; None where the last step was not native."""
+        store = stored(cache)
+        return None if store is None or store.places is None else Run(self, cache, store)
+
+    def changed(self, model: nn.Module) -> bool:
+        """Whether the modules would have to run the next step."""
+        return not self.steps(model) or self._watch is None or self._watch.objection() is not None
+
+    def _advance(self, store: Store, tokens: Tensor) -> Tensor:
         with all_threads():
-            logits = self._step(store)(ids[:, 0], *places)
+            logits = self._step(store)(tokens, *store.places)
         store.length += 1
         self.paths[NATIVE] += 1
-        return logits.unsqueeze(1)
+        return logits
 
     def steps(self, model: nn.Module) -> bool:
         """Whether the model has native steps, as it is now."""
@@ -150,3 +163,23 @@ class NativeRuntime:
         if store.step is None or store.made_by is not self._model:
             store.step, store.made_by = self._model.step(store.keys, store.values), self._model
         return store.step
+
+
+class Run:
+    """Native steps one after the other over one cache, for a loop that knows that nothing else happens between them."""
+
+    def __init__(self, runtime: NativeRuntime, cache: Any, store: Store):
+        self._runtime, self._cache, self._store = runtime, cache, store
+        self._slots, self._starts, self._positions = (place.clone() for place in store.places)
+
+    def logits(self, model: nn.Module, tokens: Tensor, watched: bool) -> Tensor | None:
+        """Logits [B, V] after `tokens`[B]; None where the model has to be called. watched: look at it again first."""
+        store = self._store
+        if store.length >= store.capacity or stored(self._cache) is not store:
+            return None
+        if watched and (model._forward_hooks or model._forward_pre_hooks or self._runtime.changed(model)):
+            return None
+        self._slots += 1
+        self._positions += 1
+        store.places = (self._slots, self._starts, self._positions)
+        return self._runtime._advance(store, tokens)

@@ -97,6 +97,10 @@ WAYS: dict[str, dict[str, Any]] = {
     "repetition": {"do_sample": False, "repetition_penalty": 1.5},
     "scores": {"do_sample": False, "return_dict_in_generate": True, "output_scores": True, "output_logits": True},
     "lookup": {"do_sample": False, "prompt_lookup_num_tokens": 3},
+    "at-least": {"do_sample": False, "min_new_tokens": 20, "eos_token_id": [5, 9, 10**6]},
+    "at-least-then-penalty": {"do_sample": False, "min_length": 30, "repetition_penalty": 1.5, "eos_token_id": 5},
+    "several-ends": {"do_sample": False, "eos_token_id": list(range(40)), "pad_token_id": 0},
+    "time": {"do_sample": False, "max_time": 600.0},
 }
 
 
