@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from accelpatch.kernels import cpu_pack
 from accelpatch.kernels.cpu_pack import Pack
+from accelpatch.kernels.fp8_linear import fp8_linear
 from accelpatch.kernels.int4_linear import int4_linear
 from accelpatch.kernels.int4_tiles import Tiles, untile
 from accelpatch.kernels.int8_embedding import int8_embedding
@@ -22,7 +23,7 @@ from accelpatch.kernels.int8_linear import int8_linear
 from accelpatch.kernels.packed_linear import arguments, packed_embedding, packed_linear
 from accelpatch.kernels.tiled_int4_linear import tiled_int4_linear, tiles_for
 from accelpatch.modules.replacement import take_over
-from accelpatch.quant import int4, int8
+from accelpatch.quant import fp8, int4, int8
 from accelpatch.quant.weight import QuantizedWeight
 
 CANONICAL = ("q", "scale", "offset")
@@ -124,8 +125,8 @@ class QuantizedModule(nn.Module):
             self._buffers[name] = None if tensor is None else tensor.to(self.like.device)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        """Move with the model; `model.half()` and the like do not round the scales."""
-        kept = {name: self._buffers[name] for name in ("scale", "offset")}
+        """Move with the model; `model.half()` and the like do not round the scales, nor turn fp8 into it."""
+        kept = {name: self._buffers[name] for name in CANONICAL}
         super()._apply(fn, recurse)
         for name, before in kept.items():
             after = self._buffers[name]
@@ -200,6 +201,21 @@ class Int4WeightOnlyLinear(QuantizedModule):
         assert self.q is not None
         assert self.scale is not None
         return int4_linear(x, self.q, self.scale, self.offset, self.bias)
+
+
+class Fp8WeightOnlyLinear(QuantizedModule):
+    """y = x @ (q * scale)^T + bias: 8-bit float weight, one scale for each output channel."""
+
+    bias: Tensor | None
+
+    def dequantized(self) -> Tensor:
+        return fp8.dequantize(self.canonical(), self.like.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x[..., K] -> y[..., N] in x's dtype."""
+        assert self.q is not None
+        assert self.scale is not None
+        return fp8_linear(x, self.q, self.scale, self.bias)
 
 
 class Int8Embedding(QuantizedModule):
