@@ -1,6 +1,6 @@
 """This CPU through stock generate(): the original, the patched models and llama.cpp beside them, all in one run.
 
-    python scripts/compare_cpu.py [--gguf FILE] [--model NAME_OR_FOLDER] [--new 128] [--repeats 7] [--threads 2]
+    python scripts/compare_cpu.py [--gguf FILE] [--model NAME_OR_FOLDER] [--new 128] [--repeats 7] [--threads 2] [--plot FILE]
 
 Batch 1, greedy, the same prompt and `--new` tokens for all; engines take turns. A call for one token is taken off each
 call of generate(). llama.cpp runs FILE, and FILE converted to Q8_0 by its own quantiser, through llama-cpp-python
@@ -167,6 +167,29 @@ def show(engines: list[Engine], new: int, limit: float) -> None:
     table(engines, lambda engine: [PREFILL / taken for taken in engine.prefilled], {})
 
 
+def draw(engines: list[Engine], new: int, title: str, path: Path) -> None:
+    """Bars of both medians, from slowest to fastest as whiskers."""
+    figure = import_module("matplotlib.figure").Figure(figsize=(9, 3.2), layout="constrained")
+    pictures = {
+        f"decode, {new} tokens": lambda e: [(new - 1) / taken for taken in e.decoded],
+        f"prefill, {PREFILL} tokens": lambda e: [PREFILL / taken for taken in e.prefilled],
+    }
+    names = [engine.name.replace("SmolLM2-135M-Instruct.", "").replace("Q4_1-to-", "") for engine in engines]
+    colors = ["#d1495b" if name.startswith("accelpatch") else "#9aa5b1" for name in names]
+    for axes, (label, rates) in zip(figure.subplots(1, 2, sharey=True), pictures.items(), strict=True):
+        found = [rates(engine) for engine in engines]
+        medians = [statistics.median(one) for one in found]
+        spread = [[m - min(one) for m, one in zip(medians, found, strict=True)]]
+        spread.append([max(one) - m for m, one in zip(medians, found, strict=True)])
+        bars = axes.barh(names, medians, xerr=spread, capsize=3, color=colors)
+        axes.bar_label(bars, fmt="%.0f", padding=14)
+        axes.set_title(f"{label}: tokens/s", fontsize=10)
+        axes.margins(x=0.2)
+    axes.invert_yaxis()
+    figure.suptitle(title, fontsize=10)
+    figure.savefig(path, dpi=120)
+
+
 def measure(engines: list[Engine], repeats: int) -> list[float]:
     """Every engine in turn, `repeats` times after one to warm up; returns the read limits in bytes a second."""
     limits = []
@@ -187,6 +210,7 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--plot", type=Path, help="draw both tables into this .png or .svg; needs matplotlib")
     arguments = parser.parse_args()
     if arguments.gguf and util.find_spec("llama_cpp") is None:
         sys.exit("--gguf needs llama.cpp: pip install llama-cpp-python (it is built from source, which takes minutes)")
@@ -204,6 +228,9 @@ def main() -> None:
     print(f"batch 1, prompt of {len(prompt)} tokens, median of {arguments.repeats}")
     print(f"read limit {max(limits) / 1e9:.1f} GB/s, the fastest of this run (lowest {min(limits) / 1e9:.1f})")
     show(engines, arguments.new, max(limits))
+    if arguments.plot:
+        title = f"{Path(arguments.model).name}, float32 original, batch 1, {cpu_native.describe()}, {arguments.threads} threads"
+        draw(engines, arguments.new, title, arguments.plot)
 
 
 if __name__ == "__main__":
