@@ -12,8 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from accelpatch.device import Device
 from accelpatch.kernels import dispatch, linear
 from accelpatch.kernels.dispatch import Case, Implementation, Kernel, Spec
+from accelpatch.kernels.hip import binding
+from accelpatch.kernels.hip.binding import Weight
 
 
 def dense(dtype: torch.dtype, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
@@ -47,6 +50,23 @@ def by_torch(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) ->
         return groups.mul_(scale[start:stop].to(dtype).unsqueeze(2)).flatten(1)
 
     return linear.by_row_blocks(x, q.shape[0], q.shape[1], rows, bias)
+
+
+def why_not(spec: Spec, device: Device) -> str | None:
+    """Why `by_hip` cannot run a spec; None where it can."""
+    if spec.group_size != spec.sizes["K"]:
+        return f"it takes one scale a row (group_size null), not groups of {spec.group_size}"
+    return binding.why_not(spec, device)
+
+
+def by_hip(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The implementation `hip`: the weight read once for each 8 rows; `by_torch` for many rows."""
+    if x.numel() > binding.MOST * x.shape[-1]:
+        return by_torch(x, q, scale, bias)
+    whole = q.contiguous()
+    rows = scale.to(torch.float32).contiguous()
+    weight = Weight("gemv_int8", q.shape[0], q.shape[1], whole, 0, rows, settled=whole is q)
+    return binding.launch(weight, x, bias=bias)
 
 
 @torch.library.custom_op("accelpatch::int8_linear", mutates_args=())
@@ -84,8 +104,5 @@ def cases() -> list[Case]:
     return [case(*size) for size in linear.SIZES]
 
 
-KERNELS = {
-    "int8_linear": Kernel(
-        int8_linear, reference, spec, {"torch": Implementation(by_torch, dispatch.anywhere)}, cases, blocks
-    )
-}
+IMPLEMENTATIONS = {"hip": Implementation(by_hip, why_not), "torch": Implementation(by_torch, dispatch.anywhere)}
+KERNELS = {"int8_linear": Kernel(int8_linear, reference, spec, IMPLEMENTATIONS, cases, blocks)}

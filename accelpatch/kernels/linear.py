@@ -48,14 +48,19 @@ def spec(
     require(x.shape[-1] == k, op, f"x has {x.shape[-1]} features, the weight {k}")
     require(n >= 1 and k >= 1, op, f"the weight is empty: N = {n}, K = {k}")
     group_size = check_scale(op, n, k, scale, offset)
+    check_beside(op, x, n, bias, q=q, scale=scale, offset=offset)
+    kind = "none" if offset is None else "minimum" if offset.is_floating_point() else "zero_point"
+    return Spec(op, {"M": x.numel() // k, "N": n, "K": k}, x.dtype, scale.dtype, group_size, kind)
+
+
+def check_beside(op: str, x: Tensor, n: int, bias: Tensor | None, **weights: Tensor | None) -> None:
+    """KernelError unless bias is float [n] or None, and it and the weights lie where x does."""
     if bias is not None:
         fits = bias.dim() == 1 and bias.shape[0] == n and bias.dtype in FLOATS
         require(fits, op, f"bias is float [{n}], not {say(bias)}")
-    for name, tensor in (("q", q), ("scale", scale), ("offset", offset), ("bias", bias)):
+    for name, tensor in (*weights.items(), ("bias", bias)):
         if tensor is not None:
             require(tensor.device == x.device, op, f"x lies on {x.device}, {name} on {tensor.device}: move the module")
-    kind = "none" if offset is None else "minimum" if offset.is_floating_point() else "zero_point"
-    return Spec(op, {"M": x.numel() // k, "N": n, "K": k}, x.dtype, scale.dtype, group_size, kind)
 
 
 def check_scale(op: str, n: int, k: int, scale: Tensor, offset: Tensor | None = None) -> int:
