@@ -1,0 +1,64 @@
+"""What replays a captured step: a CUDA (or HIP) graph. The table says which device types have one.
+
+A program that is captured takes no arguments, reads and writes tensors that stay where they are, and never lets the
+host wait for the device. Tests put `EagerGraph` into the table for the CPU: the same program, run anew each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+
+WARM_UPS = 2  # runs before the capture: libraries choose their kernels and take their workspaces in them
+
+
+class Graph(Protocol):
+    """A program made ready for one device; `pool` is shared by the graphs of one model."""
+
+    def replay(self) -> None:
+        """Run the program once, on the current stream."""
+
+
+class CudaGraph:
+    """The program's kernels, recorded once and launched together. Random numbers advance with each replay."""
+
+    def __init__(self, program: Callable[[], None], device: torch.device, pool: Any):
+        with torch.cuda.device(device):
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(WARM_UPS):
+                    program()
+            torch.cuda.current_stream().wait_stream(side)
+            self._graph = torch.cuda.CUDAGraph()
+            # other threads may go on allocating and copying meanwhile
+            with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
+                program()
+
+    def replay(self) -> None:
+        """Launch the recorded kernels on the current stream."""
+        self._graph.replay()
+
+
+class EagerGraph:
+    """The program itself: for tests on devices without graphs."""
+
+    def __init__(self, program: Callable[[], None], device: torch.device, pool: Any):
+        for _ in range(WARM_UPS):  # what it leaves behind must not matter, as with a real capture
+            program()
+        self._program = program
+
+    def replay(self) -> None:
+        """Run the program."""
+        self._program()
+
+
+#: device type of torch -> what its steps are captured with; "cuda" is ROCm too
+GRAPHS: Mapping[str, type[CudaGraph] | type[EagerGraph]] = {"cuda": CudaGraph}
+
+
+def new_pool(device: torch.device) -> Any:
+    """Memory that the graphs of one model may share; they never run at the same time."""
+    return torch.cuda.graph_pool_handle() if device.type == "cuda" else None
