@@ -6,11 +6,15 @@ float32 whatever the model's dtype is. Source: Su et al. 2021, arXiv:2104.09864,
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from accelpatch.device import Device
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.dispatch import FLOATS, Case, Implementation, Kernel, Spec, require
+from accelpatch.kernels.triton import launch
 
 
 def reference(
@@ -33,7 +37,8 @@ def spec(position_ids: Tensor, inv_freq: Tensor, attention_scaling: float, dtype
     require(dtype in FLOATS, op, f"dtype is a float dtype, not {dtype}")
     where = (position_ids.device, inv_freq.device)
     require(where[0] == where[1], op, f"position_ids lie on {where[0]}, inv_freq on {where[1]}: move the module")
-    return Spec(op, {"M": position_ids.numel(), "K": 2 * inv_freq.shape[0]}, dtype)
+    sizes = {"M": position_ids.numel(), "K": 2 * inv_freq.shape[0]}
+    return Spec(op, sizes, dtype, options={"frequencies": inv_freq.dtype})
 
 
 def _torch(
@@ -43,6 +48,16 @@ def _torch(
     angle = (position_ids.unsqueeze(-1).float() * inv_freq.float()).contiguous()
     both = torch.cat((angle, angle), dim=-1)
     return (both.cos() * attention_scaling).to(dtype), (both.sin() * attention_scaling).to(dtype)
+
+
+def _triton_why_not(spec: Spec, device: Device) -> str | None:
+    return launch.why_not(device, spec.dtype, spec.options["frequencies"])
+
+
+def _triton(*args: Any) -> tuple[Tensor, Tensor]:
+    from accelpatch.kernels.triton.rope import rotary_cos_sin as run
+
+    return run(*args)
 
 
 @torch.library.custom_op("accelpatch::rotary_cos_sin", mutates_args=())
@@ -93,6 +108,10 @@ def cases() -> list[Case]:
 
 KERNELS = {
     "rotary_cos_sin": Kernel(
-        rotary_cos_sin, reference, spec, {"torch": Implementation(_torch, dispatch.anywhere)}, cases
+        rotary_cos_sin,
+        reference,
+        spec,
+        {"triton": Implementation(_triton, _triton_why_not), "torch": Implementation(_torch, dispatch.anywhere)},
+        cases,
     )
 }

@@ -159,7 +159,7 @@ class _Run:
         self.runtime.paths[CAPTURED] += self._length - self._first
 
     def prompt(self, ids: Tensor, config: Any, kwargs: dict[str, Any]) -> Tensor:
-        """Logits [B, V] float32 after the prompt, by the model's own forward; what it cached lies in the static cache."""
+        """Logits [B, V] float32 after the prompt, by the model's own forward; what it cached is moved."""
         outputs = self._model._prefill(ids, config, kwargs, is_first_iteration=True)
         self.kwargs = self._model._update_model_kwargs_for_generation(outputs, kwargs)
         self._cache = kwargs["past_key_values"]

@@ -10,8 +10,19 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 WARM_UPS = 2  # runs before the capture: libraries choose their kernels and take their workspaces in them
+
+
+class _Scalars(TorchFunctionMode):
+    """`torch.tensor` of a number writes it on the device; its copy from the host, as models make it, has no graph."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.tensor and isinstance(args[0], bool | int | float):
+            return torch.full((), *args, **kwargs)
+        return func(*args, **kwargs)
 
 
 class Graph(Protocol):
@@ -34,7 +45,7 @@ class CudaGraph:
             torch.cuda.current_stream().wait_stream(side)
             self._graph = torch.cuda.CUDAGraph()
             # other threads may go on allocating and copying meanwhile
-            with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
+            with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"), _Scalars():
                 program()
 
     def replay(self) -> None:
@@ -51,8 +62,9 @@ class EagerGraph:
         self._program = program
 
     def replay(self) -> None:
-        """Run the program."""
-        self._program()
+        """Run the program, as it would be captured."""
+        with _Scalars():
+            self._program()
 
 
 #: device type of torch -> what its steps are captured with; "cuda" is ROCm too

@@ -1,4 +1,4 @@
-"""The captured steps of one patched model: made when first needed, bounded in number, dropped when the model changes."""
+"""The captured steps of one patched model: made when first needed, few, dropped when the model changes."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class CapturedRuntime:
         return self._unfit
 
     def room(self, length: int, most: int | None) -> int:
-        """The capacity to begin with for a prompt of `length` tokens. Raises PatchError over the recipe's max_length."""
+        """The capacity to begin with after `length` tokens. Raises PatchError over the recipe's max_length."""
         if self.max_length is not None and (most or length) > self.max_length:
             raise PatchError(
                 f"a sequence of up to {most or length} tokens was asked for and the recipe's max_length is "
