@@ -34,7 +34,7 @@ from accelpatch.bench.timing import once
 from accelpatch.models import load
 from accelpatch.runtime.captured_runtime import CAPTURED
 
-SHORT = 16  # tokens of the short answer: past the first steps, which may find a cache cold
+SHORT = 16  # tokens of the short answer: past the first steps, which may find things cold
 PARITY = {"exact": 0.02, "int8": 0.02, "int4": 0.02}  # relative RMSE of logits in bf16, captured against stock
 ROWS = 12  # of the profile's table
 

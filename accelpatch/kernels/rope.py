@@ -37,8 +37,7 @@ def spec(position_ids: Tensor, inv_freq: Tensor, attention_scaling: float, dtype
     require(dtype in FLOATS, op, f"dtype is a float dtype, not {dtype}")
     where = (position_ids.device, inv_freq.device)
     require(where[0] == where[1], op, f"position_ids lie on {where[0]}, inv_freq on {where[1]}: move the module")
-    sizes = {"M": position_ids.numel(), "K": 2 * inv_freq.shape[0]}
-    return Spec(op, sizes, dtype, options={"frequencies": inv_freq.dtype})
+    return Spec(op, {"M": position_ids.numel(), "K": 2 * inv_freq.shape[0]}, dtype)
 
 
 def _torch(
@@ -51,7 +50,7 @@ def _torch(
 
 
 def _triton_why_not(spec: Spec, device: Device) -> str | None:
-    return launch.why_not(device, spec.dtype, spec.options["frequencies"])
+    return launch.why_not(device, spec.dtype)
 
 
 def _triton(*args: Any) -> tuple[Tensor, Tensor]:

@@ -10,19 +10,39 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 WARM_UPS = 2  # runs before the capture: libraries choose their kernels and take their workspaces in them
 
 
-class _Scalars(TorchFunctionMode):
-    """`torch.tensor` of a number writes it on the device; its copy from the host, as models make it, has no graph."""
+class _Captured(TorchFunctionMode):
+    """What models do in Python that a graph holds badly, while they are captured in this thread.
+
+    `torch.tensor` of a number writes it on the device: the copy from the host that it makes cannot be captured. A mask
+    of booleans becomes one of floats once for all layers, not in every layer's attention.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._masks: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.tensor and isinstance(args[0], bool | int | float):
             return torch.full((), *args, **kwargs)
+        mask = kwargs.get("attn_mask") if func is functional.scaled_dot_product_attention else None
+        if mask is not None and mask.dtype == torch.bool:
+            kwargs = kwargs | {"attn_mask": self._additive(mask, args[0].dtype)}
         return func(*args, **kwargs)
+
+    def _additive(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
+        key = (id(mask), dtype)
+        if key not in self._masks:
+            zeros = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
+            self._masks[key] = (mask, zeros.masked_fill_(~mask, float("-inf")))  # holds the mask, so that its id stays
+        return self._masks[key][1]
 
 
 class Graph(Protocol):
@@ -45,7 +65,7 @@ class CudaGraph:
             torch.cuda.current_stream().wait_stream(side)
             self._graph = torch.cuda.CUDAGraph()
             # other threads may go on allocating and copying meanwhile
-            with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"), _Scalars():
+            with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"), _Captured():
                 program()
 
     def replay(self) -> None:
@@ -63,7 +83,7 @@ class EagerGraph:
 
     def replay(self) -> None:
         """Run the program, as it would be captured."""
-        with _Scalars():
+        with _Captured():
             self._program()
 
 
