@@ -92,8 +92,7 @@ def patch(
     samples = (list(inputs) if inputs is not None else sample_inputs(model)) if verify else []
     built, planned, before = verified_build(model, planned, samples, checked, watch)
     report = stage_report(planned, built)
-    settings = planned.recipe.runtime
-    runtime = new_runtime(planned.device.kind, settings.graph, settings.cache, settings.max_length)
+    runtime = new_runtime(planned.device.kind, planned.recipe.runtime)
     report.paths = runtime.paths
     attributes = {"__class__": patched_class(model), RUNTIME: runtime}
     handle = apply.commit(model, planned, [item.built for item in built], keep_original, attributes, report)

@@ -25,7 +25,7 @@ class LayerShape:
     device: torch.device
 
 
-class CapturedLayer(CacheLayerMixin):  # type: ignore[misc]
+class CapturedLayer(CacheLayerMixin):
     """keys, values[B, heads, capacity, size]; a step writes at `slot`[1] on the device and attends over all of them."""
 
     is_compileable = True
@@ -53,7 +53,7 @@ class CapturedLayer(CacheLayerMixin):  # type: ignore[misc]
         """Keys that a mask covers, and the first of them."""
         return self.keys.shape[2], 0
 
-    def get_seq_length(self) -> Tensor:  # type: ignore[override]
+    def get_seq_length(self) -> Tensor:
         """Tokens held, on the device."""
         return self._slot[0]
 

@@ -6,7 +6,9 @@ host wait for the device. Tests put `EagerGraph` into the table for the CPU: the
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
@@ -21,7 +23,8 @@ class _Captured(TorchFunctionMode):
     """What models do in Python that a graph holds badly, while they are captured in this thread.
 
     `torch.tensor` of a number writes it on the device: the copy from the host that it makes cannot be captured. A mask
-    of booleans becomes one of floats once for all layers, not in every layer's attention.
+    of booleans becomes one of floats once for all layers, not in every layer's attention. `x[..., [-2], :]` is a slice:
+    the list would be copied too.
     """
 
     def __init__(self) -> None:
@@ -32,6 +35,8 @@ class _Captured(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.tensor and isinstance(args[0], bool | int | float):
             return torch.full((), *args, **kwargs)
+        if func is Tensor.__getitem__ and isinstance(args[1], tuple):
+            return func(args[0], tuple(map(_sliced, args[1])))
         mask = kwargs.get("attn_mask") if func is functional.scaled_dot_product_attention else None
         if mask is not None and mask.dtype == torch.bool:
             kwargs = kwargs | {"attn_mask": self._additive(mask, args[0].dtype)}
@@ -45,6 +50,13 @@ class _Captured(TorchFunctionMode):
         return self._masks[key][1]
 
 
+def _sliced(index: Any) -> Any:
+    """A list of one number as the slice that takes the same."""
+    if isinstance(index, list) and len(index) == 1 and type(index[0]) is int:
+        return slice(index[0], index[0] + 1 or None)
+    return index
+
+
 class Graph(Protocol):
     """A program made ready for one device; `pool` is shared by the graphs of one model."""
 
@@ -56,21 +68,43 @@ class CudaGraph:
     """The program's kernels, recorded once and launched together. Random numbers advance with each replay."""
 
     def __init__(self, program: Callable[[], None], device: torch.device, pool: Any):
+        self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(device):
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
+            before, side = torch.cuda.current_stream(), _side_stream(device.index or 0)
+            side.wait_stream(before)
             with torch.cuda.stream(side):
                 for _ in range(WARM_UPS):
                     program()
-            torch.cuda.current_stream().wait_stream(side)
-            self._graph = torch.cuda.CUDAGraph()
-            # other threads may go on allocating and copying meanwhile
-            with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"), _Captured():
-                program()
+            before.wait_stream(side)
+            try:
+                # other threads may go on allocating and copying meanwhile
+                with torch.cuda.graph(self._graph, pool, side, capture_error_mode="thread_local"), _Captured():
+                    program()
+            except BaseException:
+                torch.cuda.set_stream(before)
+                _mend(device, pool)
+                raise
 
     def replay(self) -> None:
         """Launch the recorded kernels on the current stream."""
         self._graph.replay()
+
+
+@functools.cache
+def _side_stream(index: int) -> torch.cuda.Stream:
+    """The stream of all captures on a GPU: libraries keep a workspace for every stream that they have seen."""
+    return torch.cuda.Stream(index)
+
+
+def _mend(device: torch.device, pool: Any) -> None:
+    """After a capture that broke off: torch's allocator and random generator still believe that it goes on.
+
+    The allocator is told; the generator learns it from the end of a capture that goes well.
+    """
+    with suppress(RuntimeError):  # where torch has told it already
+        torch._C._cuda_endAllocateToPool(device.index or 0, pool)
+    with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=_side_stream(device.index or 0)):
+        torch.zeros(1, device=device)
 
 
 class EagerGraph:

@@ -180,7 +180,8 @@ class CapturedRuntime:
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [""])[0]
+    cause = error.__context__ or error  # the end of a broken capture raises once more
+    return (str(cause).splitlines() or [""])[0]
 
 
 def _flags(model: nn.Module) -> list[Any]:

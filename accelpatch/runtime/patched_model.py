@@ -20,9 +20,14 @@ from accelpatch.runtime.torch_threads import all_threads, one_thread
 RUNTIME = "_accelpatch_runtime"  # the attribute of a patched model that holds its runtime
 
 
-def new_runtime(device_type: str, graph: str, cache: str, max_length: int | None) -> NativeRuntime | CapturedRuntime:
-    """What makes a patched model's steps fast on a device of torch's type: graphs where there are any."""
-    return CapturedRuntime(graph, cache, max_length) if device_type in GRAPHS else NativeRuntime()
+def new_runtime(device_type: str, settings: Any) -> NativeRuntime | CapturedRuntime:
+    """What makes a patched model's steps fast on a device of torch's type: graphs where there are any.
+
+    settings: with the fields of a recipe's `runtime`: graph, cache and max_length.
+    """
+    if device_type in GRAPHS:
+        return CapturedRuntime(settings.graph, settings.cache, settings.max_length)
+    return NativeRuntime()
 
 
 def patched_class(model: nn.Module) -> type[nn.Module]:
