@@ -79,8 +79,9 @@ class Case:
 class Kernel:
     """All that a kernel file says of one operation.
 
-    dense: for a product y = x @ w^T + bias with a packed w: (dtype, arguments after x) -> (w[N, K], bias) in that
-    dtype, what its reference multiplies by. A check of many calls with one weight then dequantises it once.
+    blocks: for a product y = x @ w^T + bias: (arguments after x) -> w[n, K] and bias[n] in float64, some rows at a time
+    from the first to the last, as its reference has them. A check of many calls with one weight then dequantises it
+    once, and never as a whole.
     """
 
     op: Callable[..., Result]
@@ -88,7 +89,7 @@ class Kernel:
     spec: Callable[..., Spec]
     implementations: Mapping[str, Implementation]
     cases: Callable[[], Iterable[Case]]
-    dense: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] | None = None
+    blocks: Callable[..., Iterable[tuple[torch.Tensor, torch.Tensor | None]]] | None = None
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,8 @@ x may have any leading dimensions and strides; y has its dtype. Activations stay
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -17,13 +19,19 @@ from accelpatch.kernels.dispatch import Case, Implementation, Kernel, Spec
 def dense(dtype: torch.dtype, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     """The whole weight[N, K], computed in float32 at least and rounded to `dtype`, and the bias."""
     wide = torch.promote_types(dtype, torch.float32)
-    weight = q.to(wide) * scale.to(wide).repeat_interleave(q.shape[1] // scale.shape[1], dim=1)
+    weight = q.to(wide)
+    weight.unflatten(1, (scale.shape[1], -1)).mul_(scale.to(wide)[:, :, None])
     return weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
 def reference(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
     """The whole weight dequantised into x's dtype, then torch's own linear layer."""
     return functional.linear(x, *dense(x.dtype, q, scale, bias))
+
+
+def blocks(*weight: Tensor | None) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """The weight and the bias in float64, some rows at a time."""
+    return linear.float64_blocks(dense, *weight)
 
 
 def spec(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> Spec:
@@ -78,6 +86,6 @@ def cases() -> list[Case]:
 
 KERNELS = {
     "int8_linear": Kernel(
-        int8_linear, reference, spec, {"torch": Implementation(by_torch, dispatch.anywhere)}, cases, dense
+        int8_linear, reference, spec, {"torch": Implementation(by_torch, dispatch.anywhere)}, cases, blocks
     )
 }

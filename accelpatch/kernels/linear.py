@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -27,6 +27,10 @@ SIZES = (
     (3, 1001, 576, 9, False),
     (8, 256, 2, 1, True),
 )
+
+
+#: (dtype, tensors of a weight, bias) -> the weight[N, K] and the bias in that dtype
+Dense = Callable[..., tuple[Tensor, Tensor | None]]
 
 
 def say(tensor: Tensor) -> str:
@@ -86,6 +90,18 @@ def by_row_blocks(
         part = None if wide is None else wide[start:stop]
         y[:, start:stop] = functional.linear(flat, rows(start, stop, dtype).to(dtype), part)
     return y.view(*x.shape[:-1], n)
+
+
+def float64_blocks(dense: Dense, *weight: Tensor | None) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Rows of a weight and of its bias in float64, from the first to the last, as many as a cache holds at a time.
+
+    dense(dtype, *weight) makes the whole weight; `weight` are its tensors, each with one entry a row, or None.
+    """
+    q = weight[0]
+    assert q is not None
+    step = max(1, (CPU_BLOCK if q.device.type == "cpu" else DEVICE_BLOCK) // q.shape[1])
+    for start in range(0, q.shape[0], step):
+        yield dense(torch.float64, *(None if part is None else part[start : start + step] for part in weight))
 
 
 def operands(

@@ -230,13 +230,19 @@ def test_two_models_in_two_threads() -> None:
     assert wrong == []
 
 
-def test_fork_after_a_patch() -> None:
-    model = patched("llama")
-    due = model.generate(**full_batch(), max_new_tokens=8, do_sample=False)
-    child = os.fork()
-    if child == 0:
-        os._exit(0 if torch.equal(model.generate(**full_batch(), max_new_tokens=8, do_sample=False), due) else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+@pytest.mark.parametrize("threads", [1, 2])
+def test_fork_after_a_patch(threads: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        model = patched("llama")
+        due = model.generate(**full_batch(), max_new_tokens=8, do_sample=False)
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if torch.equal(model.generate(**full_batch(), max_new_tokens=8, do_sample=False), due) else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    finally:
+        torch.set_num_threads(before)
 
 
 class Breaking(BaseStreamer):

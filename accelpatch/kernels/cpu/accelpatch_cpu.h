@@ -38,6 +38,10 @@ int ap_best_isa(void);
 int ap_use_isa(int isa);
 int ap_isa(void);
 
+/* The OpenMP threads of the program, for all but decode steps: its GOMP_parallel, omp_get_thread_num and omp_get_num_threads;
+ * NULLs for none. */
+void ap_use_team(void* parallel, void* number, void* count);
+
 /* Bytes of the pack that `shape` (data and bias are not read) needs; -1 where the shape is outside the limits. */
 int64_t ap_pack_bytes(const ap_linear* shape);
 /* q: int8 [n, k], or packed nibbles [n, k / 2] with the even k in the low nibble; scale, minimum: float32 [n, k / group]. */
