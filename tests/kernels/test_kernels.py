@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from accelpatch.device import probe
 from accelpatch.errors import KernelError
 from accelpatch.kernels import cpu_pack, dispatch, parity
 from accelpatch.kernels.packed_linear import arguments
@@ -155,7 +156,7 @@ def test_compiles_into_one_graph(op: str) -> None:
     torch._dynamo.reset()
     run = dispatch.kernel(op).op
     compiled = torch.compile(lambda *values: run(*values), fullgraph=True, backend="aot_eager")
-    chosen = dispatch.TABLE[op][1][0]
+    chosen = dispatch.choose(op, dispatch.kernel(op).spec(*args), probe("cpu"))
     ran = dispatch.calls[op, chosen]
     for one, other in zip(parity.as_tuple(compiled(*args)), expected, strict=True):
         assert torch.equal(bits(one), bits(other))
