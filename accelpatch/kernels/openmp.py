@@ -25,7 +25,7 @@ def openmp() -> ctypes.CDLL | None:
 
 
 def alone_after_fork() -> None:
-    """Have the child of a fork compute on one thread: OpenMP's are not there, and torch would wait for them for ever."""
+    """Have the child of a fork compute on one thread: torch would wait for ever for OpenMP threads that it has not."""
     os.register_at_fork(after_in_child=functools.partial(torch.set_num_threads, 1))
 
 
