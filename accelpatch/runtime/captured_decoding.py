@@ -31,7 +31,8 @@ def captured_loop(
 ) -> Any:  # fmt: skip
     """What `_sample` of a model returns; given: ids[B, L], processors, criteria and generation config."""
     ids, processors, criteria, config = given
-    with runtime.alone() as alone:
+    # streams and events are those of the model's GPU, whichever is the current one
+    with torch.cuda.device(ids.device if ids.is_cuda else None), runtime.alone() as alone:
         reason = _stock_because(model, runtime, ids, config, synced_gpus, kwargs) if alone else "a step within a step"
         if reason is None:
             capacity = runtime.room(ids.shape[1] + _earlier(kwargs, ids), criteria.max_length)
@@ -162,13 +163,14 @@ class _Run:
         """Logits [B, V] float32 after the prompt, by the model's own forward; what it cached is moved."""
         outputs = self._model._prefill(ids, config, kwargs, is_first_iteration=True)
         self.kwargs = self._model._update_model_kwargs_for_generation(outputs, kwargs)
-        self._cache = kwargs["past_key_values"]
-        length = self._cache.get_seq_length()
+        cache = kwargs["past_key_values"]
+        length = cache.get_seq_length()
         mask = kwargs.get("attention_mask")
         mask = None if mask is None else mask[:, :length]
         while self.step.capacity < length:
             self.step = self.runtime.larger(self._model, self.step)
-        move_in(self._cache, self.step.cache)
+        move_in(cache, self.step.cache)
+        self._cache = cache
         self._first = self._slot = self._length = length
         self.step.show(length, mask)
         self.step.batch.begin(length, self._positions(self.kwargs, mask, length))
