@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from accelpatch.kernels.triton.launch import on
 from accelpatch.runtime.captured_cache import move_back, move_in, why_not
 from accelpatch.runtime.captured_graph import Graph
 from accelpatch.runtime.captured_runtime import CAPTURED, CapturedRuntime, NotCaptured
@@ -32,7 +33,7 @@ def captured_loop(
     """What `_sample` of a model returns; given: ids[B, L], processors, criteria and generation config."""
     ids, processors, criteria, config = given
     # streams and events are those of the model's GPU, whichever is the current one
-    with torch.cuda.device(ids.device if ids.is_cuda else None), runtime.alone() as alone:
+    with on(ids), runtime.alone() as alone:
         reason = _stock_because(model, runtime, ids, config, synced_gpus, kwargs) if alone else "a step within a step"
         if reason is None:
             capacity = runtime.room(ids.shape[1] + _earlier(kwargs, ids), criteria.max_length)
