@@ -31,10 +31,10 @@ TABLE: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "int8_embedding": ("int8_embedding", ("torch",)),
     "packed_linear": ("packed_linear", ("cpu", "torch")),
     "packed_embedding": ("packed_linear", ("cpu", "torch")),
-    "rmsnorm": ("rmsnorm", ("torch",)),
-    "add_rmsnorm": ("rmsnorm", ("torch",)),
-    "rotary_cos_sin": ("rope", ("torch",)),
-    "gated_activation": ("gated_activation", ("torch",)),
+    "rmsnorm": ("rmsnorm", ("triton", "torch")),
+    "add_rmsnorm": ("rmsnorm", ("triton", "torch")),
+    "rotary_cos_sin": ("rope", ("triton", "torch")),
+    "gated_activation": ("gated_activation", ("triton", "torch")),
 }
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 

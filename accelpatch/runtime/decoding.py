@@ -7,7 +7,7 @@ searched for the end-of-sequence ids that are held back.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -44,10 +44,28 @@ def decode(
 ) -> Any:  # fmt: skip
     """ids[B, L] continued until `criteria` hold: ids, or a GenerateDecoderOnlyOutput where the config asks for it."""
     watched = any(map(_foreign, (*processors, *criteria, streamer)))
+    return loop(_Steps(model, runtime, watched), ids, processors, criteria, config, streamer, kwargs)
+
+
+class Steps(Protocol):
+    """Logits [B, V] float32, the caller's own, of a prompt and of one token more each time."""
+
+    kwargs: dict[str, Any]
+
+    def prompt(self, ids: Tensor, config: Any, kwargs: dict[str, Any]) -> Tensor:
+        """After `ids`[B, L], given as generate() gives them."""
+
+    def next(self, ids: Tensor, tokens: Tensor) -> Tensor:
+        """After `tokens`[B], the last ones of `ids`."""
+
+
+def loop(
+    steps: Steps, ids: Tensor, processors: Any, criteria: Any, config: Any, streamer: Any, kwargs: dict[str, Any]
+) -> Any:
+    """The loop over `steps`, the host choosing each token."""
     kept = _Kept(config)
-    unfinished = torch.ones(ids.shape[0], dtype=torch.long)
+    unfinished = torch.ones(ids.shape[0], dtype=torch.long, device=ids.device)
     padding = config._pad_token_tensor if any(hasattr(one, "eos_token_id") for one in criteria) else None
-    steps = _Steps(model, runtime, watched)
     logits = steps.prompt(ids, config, kwargs)
     while True:
         scores = kept.scores(ids, logits, processors)
@@ -60,7 +78,7 @@ def decode(
         ids = torch.cat([ids, tokens[:, None]], dim=-1)
         unfinished = unfinished & ~criteria(ids, kept.all_scores)
         if streamer is not None:
-            streamer.put(tokens)
+            streamer.put(tokens.cpu())
         if not unfinished.any():
             break
         logits = steps.next(ids, tokens)

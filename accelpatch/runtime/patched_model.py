@@ -10,10 +10,24 @@ from torch import nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from accelpatch.errors import PatchError
+from accelpatch.runtime.captured_decoding import captured_loop
+from accelpatch.runtime.captured_graph import GRAPHS
+from accelpatch.runtime.captured_runtime import CapturedRuntime
 from accelpatch.runtime.decoding import decode, stock_loop_because
+from accelpatch.runtime.native_step import NativeRuntime
 from accelpatch.runtime.torch_threads import all_threads, one_thread
 
 RUNTIME = "_accelpatch_runtime"  # the attribute of a patched model that holds its runtime
+
+
+def new_runtime(device_type: str, settings: Any) -> NativeRuntime | CapturedRuntime:
+    """What makes a patched model's steps fast on a device of torch's type: graphs where there are any.
+
+    settings: with the fields of a recipe's `runtime`: graph, cache and max_length.
+    """
+    if device_type in GRAPHS:
+        return CapturedRuntime(settings.graph, settings.cache, settings.max_length)
+    return NativeRuntime()
 
 
 def patched_class(model: nn.Module) -> type[nn.Module]:
@@ -44,6 +58,8 @@ def _looping(stock: Any) -> Any:
     ) -> Any:  # fmt: skip
         runtime = vars(self).get(RUNTIME)
         given = (input_ids, logits_processor, stopping_criteria, generation_config)
+        if isinstance(runtime, CapturedRuntime):
+            return captured_loop(self, runtime, functools.partial(stock, self), given, synced_gpus, streamer, kwargs)
         if runtime is None or not runtime.steps(self):
             return stock(self, *given, synced_gpus, streamer, **kwargs)
         with one_thread():

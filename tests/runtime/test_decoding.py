@@ -8,57 +8,19 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
-from transformers.generation.streamers import BaseStreamer
+from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from accelpatch.device import probe
 from accelpatch.kernels import build
 from accelpatch.runtime import native_cache
 from accelpatch.runtime.native_step import NATIVE
 from tests.families.tiny import full_batch, padded_batch
+from tests.runtime.streaming import AtLength, Calling, Every
 from tests.runtime.test_native_step import by_modules, native_steps, patched
 
 reason = build.why_not("cpu", probe("cpu"))
 pytestmark = pytest.mark.skipif(reason is not None, reason=f"no native library: {reason}")
 GREEDY: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
-
-
-class Calling(BaseStreamer):
-    """Keeps what comes, and calls `act` after the third put."""
-
-    def __init__(self, act: Any = None) -> None:
-        self.taken: list[Tensor] = []
-        self.ended = False
-        self._act = act
-
-    def put(self, value: Tensor) -> None:
-        self.taken.append(value.reshape(-1))
-        if self._act is not None and len(self.taken) == 3:
-            self._act()
-
-    def end(self) -> None:
-        self.ended = True
-
-
-class Every(LogitsProcessor):
-    """Forbids the last token; keeps the lengths that it saw."""
-
-    def __init__(self) -> None:
-        self.seen: list[int] = []
-
-    def __call__(self, input_ids: Any, scores: Any) -> Any:
-        self.seen.append(input_ids.shape[1])
-        return scores.scatter(1, input_ids[:, -1:], float("-inf"))
-
-
-class AtLength(StoppingCriteria):
-    """Ends row i at `lengths[i]` tokens."""
-
-    def __init__(self, lengths: list[int]) -> None:
-        self._lengths = torch.tensor(lengths)
-
-    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
-        return self._lengths <= input_ids.shape[1]
 
 
 def both(make: Any, batch: dict[str, Tensor], name: str = "llama") -> tuple[Any, Any, Any]:
