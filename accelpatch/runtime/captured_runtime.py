@@ -100,8 +100,8 @@ class CapturedRuntime:
             self._watch = Watch(model)
         if self._watch.stale():  # at once: something that it never takes for granted
             return "a module whose forward was replaced"
-        if self._unfit is None and (reason := self._watch.objection()) is not None:
-            return reason
+        if self._unfit is None and (self._watch.objection() or self._watch.watched()):
+            return "a hook on an inner module"
         if self._unfit is None and self._shapes is None:
             self._learn(model, device)
         return self._unfit

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from accelpatch.kernels.hip.binding import settled_weights
 from accelpatch.runtime.captured_cache import LayerShape, grow, new_cache
 from accelpatch.runtime.captured_graph import GRAPHS, Graph
 from accelpatch.runtime.choice import Choice
@@ -105,10 +106,11 @@ class CapturedStep:
         assert model is not None
         self.mask.index_fill_(1, batch.slot, 1)
         places = {"position_ids": batch.positions} if self._positioned else {}
-        outputs = model(
-            input_ids=batch.tokens[:, None], attention_mask=self.mask, past_key_values=self.cache, **places,
-            **self._arguments,
-        )  # fmt: skip
+        with settled_weights():  # nothing writes weights while steps are replayed
+            outputs = model(
+                input_ids=batch.tokens[:, None], attention_mask=self.mask, past_key_values=self.cache, **places,
+                **self._arguments,
+            )  # fmt: skip
         batch.logits.copy_(outputs.logits[:, -1])
         batch.slot.add_(1)
         batch.positions.add_(1)
