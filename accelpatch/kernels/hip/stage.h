@@ -32,16 +32,15 @@ struct Factors {
 
 // bf16 activations of formats that multiply in fp16 are staged times a power of two a token, chosen so that nothing
 // overflows and that what fp16 loses lies far below what the largest value's own rounding is worth. Under a norm it
-// follows from the norm's weights (|x - mean| * scale is at most sqrt(K)). Without one it is 2^5, but for the rare token
-// whose largest value is outside 2^-9 to 2^10: a vote among the threads finds it, and it is staged once more.
+// follows from the norm's weights (|x - mean| * scale is at most sqrt(K)). Without one it is 1, but for the rare token
+// whose largest value is outside 2^-8 to 2^15: a vote among the threads finds it, and it is staged once more.
 template <class F, class T, int THREADS> struct Stager {
     using Operand = typename F::template Operand<T>;
     static constexpr bool SCALED = Operand::BF16 != T::BF16;
     static constexpr int BANDS = THREADS / 32;  // runs of 32 lanes that add up together
     static constexpr int MOMENTS = BANDS * 8;   // floats: one for each token and band
     static constexpr int FLOATS = 2 * MOMENTS + 2 * BANDS + 8 + 1;
-    static constexpr uint32_t TOO_LARGE = 0x4480u, LARGE_ENOUGH = 0x3b00u;  // 2^10 and 2^-9 in bf16
-    static constexpr float USUAL = 32.f;
+    static constexpr uint32_t TOO_LARGE = 0x4700u, LARGE_ENOUGH = 0x3b80u;  // 2^15 and 2^-8 in bf16
     enum Moment { SUM, SQUARES };
     const GemvArgs& a;
     const GemvPlan& plan;
@@ -52,7 +51,7 @@ template <class F, class T, int THREADS> struct Stager {
     Words4 gain[2];        // the norm's weights for a thread's first chunks: constant, and so loaded before the wait
 
     DEVICE Stager(const GemvArgs& a, const GemvPlan& plan, char* shared) : a(a), plan(plan), shared(shared), judged(!SCALED || a.norm != NORM_NONE) {
-        if (threadIdx.x < 8) undos()[threadIdx.x] = 1.f / USUAL;
+        if (threadIdx.x < 8) undos()[threadIdx.x] = 1.f;
         if (threadIdx.x == 8) votes() = 0;
         if (a.norm != NORM_NONE) {
             if (a.norm_weight)
@@ -75,6 +74,7 @@ template <class F, class T, int THREADS> struct Stager {
         if (!judged && plan.resident == plan.phases) {
             __syncthreads();
             judge();
+            if (!F::SUMS && !odd) return;
             if (odd) load(first, steps);
         }
         if (a.norm != NORM_NONE) normalise(padded(steps));
@@ -104,10 +104,12 @@ private:
         const int exponent = (float_to_bits(bound) & 0x7fffffffu) >> 23, held = exponent < 15 ? 15 : exponent > 254 ? 254 : exponent;
         return bits_to_float(uint32_t(held - 14) << 23);
     }
-    static DEVICE uint32_t largest(const Words4& v) {  // magnitude among eight, as its bits
-        const uint32_t m = pair_max(pair_max(v.x & 0x7fff7fffu, v.y & 0x7fff7fffu), pair_max(v.z & 0x7fff7fffu, v.w & 0x7fff7fffu));
-        return max(m & 0xffffu, m >> 16);
+    // The largest magnitudes among eight values, as the bits of a pair, and the larger of a pair.
+    static DEVICE uint32_t magnitudes(const Words4& v) {
+        return pair_max(pair_max(v.x & 0x7fff7fffu, v.y & 0x7fff7fffu), pair_max(v.z & 0x7fff7fffu, v.w & 0x7fff7fffu));
     }
+    static DEVICE uint32_t larger(uint32_t pair) { return max(pair & 0xffffu, pair >> 16); }
+    static DEVICE uint32_t largest(const Words4& v) { return larger(magnitudes(v)); }
     static DEVICE float most(const float* m) {
         uint32_t v = 0;  // as bits, so that NaN is the largest
 #pragma unroll
@@ -122,7 +124,7 @@ private:
         found = run_max(found);
         if (threadIdx.x % 32 == 0) bounds()[which * BANDS + threadIdx.x / 32] = T::up(found);
     }
-    // Finds the tokens whose power is not the usual one, and it.
+    // Finds the tokens whose power is not 1, and it.
     DEVICE void judge() {
         const uint32_t all = (1u << a.m) - 1;
         judged = true;
@@ -144,16 +146,18 @@ private:
         if (!SCALED || a.norm != NORM_NONE) return raw;
         float v[8];
         unpack<T>(raw, v);
-        const float by = odd ? 1.f / undos()[token] : USUAL;
+        if (odd) {
+            const float by = 1.f / undos()[token];
 #pragma unroll
-        for (int e = 0; e < 8; ++e) v[e] *= by;
+            for (int e = 0; e < 8; ++e) v[e] *= by;
+        }
         return pack<Operand>(v);
     }
     // Chunks into shared memory, a thread's own ones of every token, several loads under way at once; votes on the first time.
     template <int DEEP> DEVICE void copy(int64_t from, int here, int wanted) const {
         const int laps = (wanted + THREADS - 1) / THREADS, total = laps * int(a.m), end = laps * THREADS;
         int token = 0, c = threadIdx.x, to_token = 0, to = threadIdx.x;
-        uint32_t vote = 0;
+        uint32_t vote = 0, seen = 0;
 #pragma unroll 1
         for (int i = 0; i < total; i += DEEP) {
             Words4 v[DEEP];
@@ -167,11 +171,10 @@ private:
             for (int j = 0; j < DEEP; ++j) {
                 if (i + j >= total) break;
                 if (to < wanted) chunk(to_token, to) = staged(v[j], to_token);
-                if (!judged) {
-                    const uint32_t m = largest(v[j]);
-                    vote |= (uint32_t(m >= LARGE_ENOUGH) | uint32_t(m >= TOO_LARGE) << 8) << to_token;
-                }
-                if ((to += THREADS) >= end) to = threadIdx.x, ++to_token;
+                if (!judged) seen = pair_max(seen, magnitudes(v[j]));
+                if ((to += THREADS) < end) continue;
+                vote |= (uint32_t(larger(seen) >= LARGE_ENOUGH) | uint32_t(larger(seen) >= TOO_LARGE) << 8) << to_token;
+                to = threadIdx.x, ++to_token, seen = 0;
             }
         }
         if (!judged) {
