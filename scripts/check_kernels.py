@@ -116,8 +116,16 @@ def special(lib: Library) -> list[str]:
             x = torch.randn(8, 1024, dtype=dtype, device="cuda")
             x[1, 5], x[2, 7], x[3, 9] = float("nan"), float("inf"), float("-inf")
             x[4] *= 2.0**-24 if dtype == torch.float16 else 2.0**-120
+            x[5] *= 2.0**6 if dtype == torch.float16 else 2.0**60
+            x[7] *= torch.exp2(torch.randint(-20, 5, (1024,), device="cuda")).to(dtype)
             y = run(lib, p, x, {})
-            for rows, what in ((slice(0, 4), "NaN or Inf"), (slice(4, 5), "subnormals")):
+            parts = (
+                (slice(0, 4), "NaN or Inf"),
+                (slice(4, 5), "subnormals"),
+                (slice(5, 6), "large values"),
+                (slice(7, 8), "a wide range"),
+            )
+            for rows, what in parts:
                 if reason := wrong(y[rows], p, x[rows], {}):
                     bad.append(f"{name} {dtype} {what}: {reason}")
             run(lib, p, x[:0], {})
@@ -130,6 +138,26 @@ def special(lib: Library) -> list[str]:
         x = torch.randn(3, 1027, dtype=dtype, device="cuda")[:, 1:1025]
         if reason := wrong(run(lib, p, x, {}), p, x, {}):
             bad.append(f"{dtype} shifted pointers: {reason}")
+    return bad
+
+
+def odd_tokens(lib: Library) -> list[str]:
+    """Values outside the usual range where K is staged whole (one token) and in phases (eight)."""
+    bad = []
+    for name in ("int8", "int4_g128", "fp8"):
+        p = pack(torch.randn(4096, 12288, device="cuda") / 110, name, dtype=torch.bfloat16)
+        x = torch.randn(8, 12288, dtype=torch.bfloat16, device="cuda")
+        x[1] *= 2.0**60
+        x[2] *= 2.0**-60
+        x[3, 12000], x[4, 5] = 2.0**40, float("inf")
+        x[5] = 0
+        whole = run(lib, p, x, {"residual": x[:, :4096]})
+        if reason := wrong(whole, p, x, {"residual": x[:, :4096]}):
+            bad.append(f"{name} odd tokens: {reason}")
+        for row in range(8):
+            one = run(lib, p, x[row : row + 1], {"residual": x[row : row + 1, :4096]})
+            if not torch.equal(one.nan_to_num(7), whole[row : row + 1].nan_to_num(7)):
+                bad.append(f"{name} odd tokens: row {row} has other bits alone")
     return bad
 
 
@@ -146,7 +174,7 @@ def main() -> int:
         for dtype in (torch.bfloat16, torch.float16)
         for line in check_format(lib, name, dtype)
     ]
-    bad += special(lib)
+    bad += special(lib) + odd_tokens(lib)
     print("\n".join(bad[:40]))
     print(f"{len(bad)} failures")
     return bool(bad)

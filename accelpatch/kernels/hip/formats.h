@@ -1,114 +1,91 @@
 // Weight formats: how the 16 bytes that a lane holds of one row and one step become pairs of 16-bit floats.
 //
-// A step is KSTEP values of K: SUB sub-steps of 32, each two matrix products of 16. Activations lie in shared memory as
-// they come, in chunks of 8; `chunk(p, quarter)` says which chunk of a step the words of sub-step p belong to.
+// A step is KSTEP values of K: SUB sub-steps of 32, each two matrix products of 16. Activations lie in shared memory in
+// chunks of 8; `chunk(p, quarter)` says which chunk of a step the words of sub-step p belong to. Every format but Plain
+// expands to fp16, in which its values are exact and cheap to make; bf16 activations are staged as fp16 too, times a
+// power of two a token (stage.h).
 #pragma once
 #include "gemv.h"
 #include "portability.h"
 
 DEVICE uint32_t word_of(const Words4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
-
-// a - b and a * b + c on pairs of 16-bit floats; exact for the small integers that the formats use.
-template <class T> DEVICE uint32_t pair_subtract(uint32_t a, uint32_t b) {
-#if ACCELPATCH_AMD
-    const float lo = T::up(a & 0xffffu) - T::up(b & 0xffffu), hi = T::up_high(a) - T::up_high(b);
-    if constexpr (T::BF16) return high_halves(float_to_bits(lo), float_to_bits(hi));
-    else return T::down(lo) | (T::down(hi) << 16);
-#else
-    uint32_t d;
-    if constexpr (T::BF16) asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(b), "r"(0xbf80bf80u), "r"(a));
-    else asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-    return d;
-#endif
+DEVICE uint32_t twice(float value) {
+    const uint32_t bits = F16::down(value);
+    return bits | bits << 16;
 }
 
-// Takes the factor 2^-120 out of a pair of bf16; fp16 is left as it is.
-template <class T> DEVICE uint32_t pair_unscale(uint32_t a) {
-    if constexpr (!T::BF16) return a;
-#if ACCELPATCH_AMD
-    return high_halves(float_to_bits(T::up(a & 0xffffu) * 0x1p120f), float_to_bits(T::up_high(a) * 0x1p120f));
-#else
-    uint32_t d;
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(0x7b807b80u), "r"(0x80008000u));
-    return d;
-#endif
-}
+struct Taken {  // what a group's expansion takes off, as pairs; formats without a zero point leave it out
+    uint32_t ones, sixteens;
+};
 
 // fp16 or bf16 weights, row-major.
 struct Plain {
+    template <class T> using Operand = T;
     static constexpr int KSTEP = 32, SUB = 1, GROUPS = 0, STEP_BYTES = 64, VALUE_BITS = 16, TOKEN_PAD = 64;
-    static constexpr bool TILED = false, SPLIT = false, SUMS = false, OFFSETS = false, SUBTRACT = false;
-    template <class T> static DEVICE float base() { return 0.f; }  // what every expanded value has too much
-    template <class T> static DEVICE float unit() { return 1.f; }  // what one of an expanded value is worth
+    static constexpr bool TILED = false, SPLIT = false, SUMS = false, OFFSETS = false;
     static DEVICE int chunk(int p, int quarter) { return 4 * p + quarter; }
-    template <class T> static DEVICE Words4 expand(const Words4& raw, int, uint32_t) { return raw; }
+    static DEVICE Taken taken(float, float) { return {0, 0}; }
+    static DEVICE Words4 expand(const Words4& raw, int, Taken) { return raw; }
 };
 
 // int8 weights, row-major. GROUPS_ = 0: one scale a row; 1: groups of 64 or a multiple; 2: groups of 32, for which a
 // lane takes its bytes as two runs of 8 so that no matrix product mixes two groups.
 template <int GROUPS_> struct Int8 {
+    template <class T> using Operand = F16;
     static constexpr int KSTEP = 64, SUB = 2, GROUPS = GROUPS_, STEP_BYTES = 64, VALUE_BITS = 8, TOKEN_PAD = GROUPS_ == 2 ? 64 : 16;
-    static constexpr bool TILED = false, SPLIT = GROUPS_ == 2, SUMS = false, OFFSETS = false, SUBTRACT = false;
-    template <class T> static DEVICE float base() { return 0.f; }
-    template <class T> static DEVICE float unit() { return 1.f; }
+    static constexpr bool TILED = false, SPLIT = GROUPS_ == 2, SUMS = false, OFFSETS = false;
     static DEVICE int chunk(int p, int quarter) { return SPLIT ? 4 * p + quarter : 2 * quarter + p; }
-    template <class T, int PAIR> static DEVICE uint32_t pair(uint32_t w) {
-#if ACCELPATCH_AMD
-        const float lo = static_cast<float>(static_cast<int8_t>(w >> 16 * PAIR)), hi = static_cast<float>(static_cast<int8_t>(w >> (16 * PAIR + 8)));
-        if constexpr (T::BF16) return high_halves(float_to_bits(lo), float_to_bits(hi));
-        else return T::down(lo) | (T::down(hi) << 16);
-#else
-        const uint32_t v = spread_bytes<PAIR>(w);
-        if constexpr (T::BF16) {  // (128 + low seven bits) - (128, or 256 where the sign is set)
-            return pair_subtract<T>(and_or(v, 0x007f007fu, 0x43004300u), and_or(v, 0x00800080u, 0x43004300u));
-        } else {  // (1024 + (q + 128)) - 1152
-            return pair_subtract<T>(v ^ 0x64806480u, 0x64806480u);
-        }
-#endif
+    static DEVICE Taken taken(float, float) { return {0, 0}; }
+    template <int PAIR> static DEVICE uint32_t pair(uint32_t w) {  // (1024 + (q + 128)) - 1152
+        return pair_subtract(bytes_below<PAIR>(w, 0x64646464u), 0x64806480u);
     }
-    template <class T> static DEVICE Words4 expand(const Words4& raw, int p, uint32_t) {
-        const uint32_t a = word_of(raw, 2 * p), b = word_of(raw, 2 * p + 1);
-        return {pair<T, 0>(a), pair<T, 1>(a), pair<T, 0>(b), pair<T, 1>(b)};
+    static DEVICE Words4 expand(const Words4& raw, int p, Taken) {
+        const uint32_t a = word_of(raw, 2 * p) ^ 0x80808080u, b = word_of(raw, 2 * p + 1) ^ 0x80808080u;
+        return {pair<0>(a), pair<1>(a), pair<0>(b), pair<1>(b)};
     }
 };
 
 // int4 weights in tiles of 16 rows by 128 values: 16 bytes for (row r, quarter t) at (4 r + t) * 16; word p holds values
 // 32 p + 8 t + e, value e = 2 i in nibble i, e = 2 i + 1 in nibble i + 4. Scales: [tile][step][r % 8][GROUPS][r / 8].
-// The magic number's base and the zero point go out in registers where packed arithmetic is at hand (exact, so that an
-// infinite activation keeps its sign), else by the groups' sums of activations: s (a - base X), X the sum.
+// A nibble in the low mantissa bits of 1024 reads 1024 + u, four bits higher 1024 + 16 u: two of each pair of pairs need
+// no shift. The base and the zero point go in the same instruction, exactly, so that an infinite activation keeps its
+// sign. With a float minimum, s u + m = s (u - c) + (m + s c): c a half-integer on the same side of every u as -m / s.
 template <int GROUPS_, int KIND> struct Int4 {
+    template <class T> using Operand = F16;
     static constexpr int KSTEP = 128, SUB = 4, GROUPS = GROUPS_, STEP_BYTES = 1024, VALUE_BITS = 4, TOKEN_PAD = 64;
-    static constexpr bool TILED = true, SPLIT = false, SUBTRACT = !ACCELPATCH_AMD && KIND != OFFSET_MINIMUM, SUMS = !SUBTRACT, OFFSETS = KIND != OFFSET_NONE;
-    template <class T> static DEVICE float base() { return T::NIBBLE_BASE; }
-    template <class T> static DEVICE float unit() { return 1.f; }
+    static constexpr bool TILED = true, SPLIT = false, SUMS = KIND == OFFSET_MINIMUM, OFFSETS = KIND != OFFSET_NONE;
     static DEVICE int chunk(int p, int quarter) { return 4 * p + quarter; }
-    template <class T> static DEVICE uint32_t pair(uint32_t w, int i) {
-        const int shift = 4 * i - T::NIBBLE_SHIFT;
-        const uint32_t moved = shift >= 0 ? w >> shift : w << -shift;
-        return and_or(moved, 0x000f000fu << T::NIBBLE_SHIFT, T::NIBBLE_MAGIC);
+    static DEVICE float centre(float scale, float minimum) {
+        const float z = -minimum / scale, below = floorf(z);
+        return fminf(fmaxf(below == z ? z : below + .5f, -.5f), 15.5f);
     }
-    template <class T> static DEVICE uint32_t less(uint32_t v, uint32_t zero) {
-        if constexpr (SUBTRACT) return pair_subtract<T>(v, zero);
-        return v;
+    static DEVICE Taken taken(float scale, float offset) {
+        if constexpr (KIND == OFFSET_MINIMUM) return {twice(64.f + centre(scale, offset)), 0};
+        else if constexpr (KIND == OFFSET_ZERO_POINT) return {twice(1024.f + offset), twice(-64.f - offset)};
+        else return {0x64086408u, 0xd480d480u};  // 1032 and -72
     }
-    // zero: base plus zero point, twice (SUBTRACT alone).
-    template <class T> static DEVICE Words4 expand(const Words4& raw, int p, uint32_t zero) {
+    static DEVICE uint32_t low(uint32_t w, Taken t) { return pair_subtract(and_or(w, 0x000f000fu, 0x64006400u), t.ones); }
+    static DEVICE uint32_t high(uint32_t w, Taken t) {
+        if constexpr (KIND == OFFSET_MINIMUM) return pair_subtract(and_or(w, 0x00f000f0u, 0x54005400u), t.ones);  // 64 + u
+        else return pair_fma(and_or(w, 0x00f000f0u, 0x64006400u), 0x2c002c00u, t.sixteens);
+    }
+    static DEVICE Words4 expand(const Words4& raw, int p, Taken t) {
         const uint32_t w = word_of(raw, p);
-        return {less<T>(pair<T>(w, 0), zero), less<T>(pair<T>(w, 1), zero), less<T>(pair<T>(w, 2), zero), less<T>(pair<T>(w, 3), zero)};
+        if constexpr (KIND == OFFSET_MINIMUM) return {high(w << 4, t), high(w, t), high(w >> 4, t), high(w >> 8, t)};
+        else return {low(w, t), high(w, t), low(w >> 8, t), high(w >> 8, t)};
     }
 };
 
-// fp8 e4m3 weights, row-major, one scale a row. The bits moved into a 16-bit float are the value times a power of two
-// (2^-8 in fp16, 2^-120 in bf16), subnormals included: fp16 leaves it to the row's scale, bf16 multiplies by 2^120 at
-// once, since products so small would leave fp32's range. NaN (0x7f, and 0x80 of the fnuz form) is put in by a mask.
+// fp8 e4m3 weights, row-major, one scale a row. The bits moved into fp16 are the value times 2^-8 (fnuz: 2^-7),
+// subnormals included. NaN (0x7f, and 0x80 of the fnuz form) is put in by a mask.
 template <bool FNUZ> struct Fp8 {
+    template <class T> using Operand = F16;
     static constexpr int KSTEP = 64, SUB = 2, GROUPS = 0, STEP_BYTES = 64, VALUE_BITS = 8, TOKEN_PAD = 16;
-    static constexpr bool TILED = false, SPLIT = false, SUMS = false, OFFSETS = false, SUBTRACT = false;
-    template <class T> static DEVICE float base() { return 0.f; }
-    template <class T> static DEVICE float unit() { return T::BF16 ? (FNUZ ? .5f : 1.f) : (FNUZ ? 128.f : 256.f); }
+    static constexpr bool TILED = false, SPLIT = false, SUMS = false, OFFSETS = false;
     static DEVICE int chunk(int p, int quarter) { return 2 * quarter + p; }
-    template <class T, int PAIR> static DEVICE uint32_t pair(uint32_t w) {
-        const uint32_t v = spread_bytes<PAIR>(w) << 8;
+    static DEVICE Taken taken(float, float) { return {0, 0}; }
+    template <int PAIR> static DEVICE uint32_t pair(uint32_t w) {
+        const uint32_t v = bytes_below<PAIR>(w, 0u) << 8;
         const uint32_t magnitude = v & 0x7f007f00u, sign = v & 0x80008000u;
         uint32_t nan;
         if constexpr (FNUZ) {  // 0x80: sign set, magnitude zero
@@ -117,11 +94,10 @@ template <bool FNUZ> struct Fp8 {
         } else {  // 0x7f: every magnitude bit set
             nan = ((magnitude + 0x01000100u) & 0x80008000u) >> 15;
         }
-        const uint32_t value = T::BF16 ? magnitude >> 4 : magnitude >> 1;
-        return pair_unscale<T>(sign | value | nan * 0x7fc0u);
+        return pair_fma(sign | magnitude >> 1 | nan * 0x7fc0u, FNUZ ? 0x58005800u : 0x5c005c00u, 0x80008000u);
     }
-    template <class T> static DEVICE Words4 expand(const Words4& raw, int p, uint32_t) {
+    static DEVICE Words4 expand(const Words4& raw, int p, Taken) {
         const uint32_t a = word_of(raw, 2 * p), b = word_of(raw, 2 * p + 1);
-        return {pair<T, 0>(a), pair<T, 1>(a), pair<T, 0>(b), pair<T, 1>(b)};
+        return {pair<0>(a), pair<1>(a), pair<0>(b), pair<1>(b)};
     }
 };

@@ -8,10 +8,10 @@
 using Float4 = float __attribute__((ext_vector_type(4)));
 using Short4 = short __attribute__((ext_vector_type(4)));
 using Half4 = _Float16 __attribute__((ext_vector_type(4)));
-using Half2 = _Float16 __attribute__((ext_vector_type(2)));
 DEVICE int lane_id() { return threadIdx.x % WAVE; }
 constexpr int ROWS_PER_LANE = 1;
 DEVICE int fragment_row(int) { return lane_id() & 15; }
+DEVICE int fragment_half(int) { return (lane_id() >> 3) & 1; }  // whether that row is one of the tile's last 8
 DEVICE int fragment_quarter() { return lane_id() >> 4; }  // which 16 bytes of a row's 64-byte step
 
 template <class T> struct MatrixFragment {
@@ -29,6 +29,7 @@ template <class T> struct MatrixFragment {
     static DEVICE int scale_of(int i) { return i; }
     static DEVICE int scale_word(int j, int groups, int group) { return j * groups + group; }
     static DEVICE int scale_half(int) { return lane_id() >> 5; }
+    static constexpr bool OWN_ROWS = false;  // whether the rows a lane adds up are those it holds weights of
     DEVICE void gather() {}
     DEVICE void finish() {}
     // The token whose activations this lane reads; columns past the last token repeat it and are never stored.
@@ -67,6 +68,7 @@ struct MixedFragment {
     static DEVICE int scale_of(int) { return 0; }
     static DEVICE int scale_word(int, int, int group) { return group; }
     static DEVICE int scale_half(int) { return (lane_id() >> 3) & 1; }
+    static constexpr bool OWN_ROWS = true;
     static DEVICE int column(int) { return 0; }
     DEVICE void gather() {}
     DEVICE void finish() {
@@ -91,15 +93,16 @@ struct MixedFragment {
         }
     }
 };
-template <class T> struct FragmentOf { using Type = MatrixFragment<T>; };
+template <class OPERAND, class T> struct FragmentOf { using Type = MatrixFragment<OPERAND>; };
 #if defined(__gfx90a__)
-template <> struct FragmentOf<F16> { using Type = MixedFragment; };
+template <> struct FragmentOf<F16, F16> { using Type = MixedFragment; };  // staged bf16 has no subnormals worth keeping
 #endif
 
 #else  // NVIDIA: mma.m16n8k16
 DEVICE int lane_id() { return threadIdx.x & 31; }
 constexpr int ROWS_PER_LANE = 2;
 DEVICE int fragment_row(int i) { return (lane_id() >> 2) + 8 * i; }
+DEVICE int fragment_half(int i) { return i; }
 DEVICE int fragment_quarter() { return lane_id() & 3; }
 
 template <class T> struct MatrixFragment {
@@ -117,6 +120,7 @@ template <class T> struct MatrixFragment {
     static DEVICE int scale_of(int i) { return i >> 1; }
     static DEVICE int scale_word(int, int, int group) { return group; }
     static DEVICE int scale_half(int j) { return j; }
+    static constexpr bool OWN_ROWS = true;
     DEVICE void gather() { for (int i = 0; i < SIZE; ++i) sum[i] += other[i]; }
     DEVICE void finish() { gather(); }
     // The token whose activations this lane reads; columns past the last token repeat it and are never stored.
@@ -136,5 +140,6 @@ template <class T> struct MatrixFragment {
         }
     }
 };
-template <class T> struct FragmentOf { using Type = MatrixFragment<T>; };
+template <class OPERAND, class T> struct FragmentOf { using Type = MatrixFragment<OPERAND>; };
 #endif
+template <class F, class T> using FragmentFor = typename FragmentOf<typename F::template Operand<T>, T>::Type;

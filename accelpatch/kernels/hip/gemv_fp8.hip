@@ -3,8 +3,8 @@
 
 namespace {
 template <class T> int by_form(const GemvArgs& a, int fnuz, GpuStream s) {
-    return fnuz ? launch_all<Fp8<true>, T, ACCELPATCH_WK, ACCELPATCH_WN>(a, s)
-                : launch_all<Fp8<false>, T, ACCELPATCH_WK, ACCELPATCH_WN>(a, s);
+    return fnuz ? launch_all<Fp8<true>, T>(a, s)
+                : launch_all<Fp8<false>, T>(a, s);
 }
 }  // namespace
 

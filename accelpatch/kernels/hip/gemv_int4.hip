@@ -4,9 +4,9 @@
 
 namespace {
 template <int GROUPS, class T> int by_offset(const GemvArgs& a, GpuStream s) {
-    if (a.offset_kind == OFFSET_NONE) return launch_all<Int4<GROUPS, OFFSET_NONE>, T, ACCELPATCH_WK, ACCELPATCH_WN>(a, s);
-    if (a.offset_kind == OFFSET_ZERO_POINT) return launch_all<Int4<GROUPS, OFFSET_ZERO_POINT>, T, ACCELPATCH_WK, ACCELPATCH_WN>(a, s);
-    return launch_all<Int4<GROUPS, OFFSET_MINIMUM>, T, ACCELPATCH_WK, ACCELPATCH_WN>(a, s);
+    if (a.offset_kind == OFFSET_NONE) return launch_all<Int4<GROUPS, OFFSET_NONE>, T>(a, s);
+    if (a.offset_kind == OFFSET_ZERO_POINT) return launch_all<Int4<GROUPS, OFFSET_ZERO_POINT>, T>(a, s);
+    return launch_all<Int4<GROUPS, OFFSET_MINIMUM>, T>(a, s);
 }
 template <class T> int by_group(const GemvArgs& a, int group_size, GpuStream s) {
     if (a.offset_kind != OFFSET_NONE && !a.offset) return STATUS_POINTER;

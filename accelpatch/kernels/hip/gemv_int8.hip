@@ -4,10 +4,10 @@
 
 namespace {
 template <class T> int by_group(const GemvArgs& a, int group_size, GpuStream s) {
-    if (group_size == 0) return launch_all<Int8<0>, T, ACCELPATCH_WK, ACCELPATCH_WN>(a, s);
-    if (group_size == 32) return launch_all<Int8<2>, T, ACCELPATCH_WK, ACCELPATCH_WN>(a, s);
+    if (group_size == 0) return launch_all<Int8<0>, T>(a, s);
+    if (group_size == 32) return launch_all<Int8<2>, T>(a, s);
     if (group_size % 64 || a.group_shift < 0 || int64_t(64) << a.group_shift != group_size) return STATUS_FORMAT;
-    return launch_all<Int8<1>, T, ACCELPATCH_WK, ACCELPATCH_WN>(a, s);
+    return launch_all<Int8<1>, T>(a, s);
 }
 }  // namespace
 

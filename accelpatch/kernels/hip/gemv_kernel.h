@@ -22,50 +22,44 @@ DEVICE float table_value(uint32_t pair, int half, bool bf16) {
     return bf16 ? Bf16::up(bits) : F16::up(bits);
 }
 
-// What expand() takes off: the magic number's base and the zero point of row h, as a pair.
-template <class F, class T, class SLOT> DEVICE uint32_t zero_pair(const SLOT& slot, const GemvArgs& a, int group, int h) {
-    if constexpr (!F::SUBTRACT) return 0;
+// What expand() takes off this lane's row h.
+template <class F, class T, class SLOT> DEVICE Taken taken(const SLOT& slot, const GemvArgs& a, int group, int h) {
+    if constexpr (!F::OFFSETS) return F::taken(0.f, 0.f);
     else {
-        const float zero = F::OFFSETS ? table_value(slot.offset[group], h, a.scale_is_bf16) : 8.f;
-        const uint32_t bits = T::down(F::template base<T>() + zero);
-        return bits | bits << 16;
+        constexpr bool same = FragmentFor<F, T>::OWN_ROWS;
+        const int half = fragment_half(h);
+        return F::taken(F::SUMS ? table_value(same ? slot.scale[group] : slot.own_scale[group], half, a.scale_is_bf16) : 0.f,
+                        table_value(same ? slot.offset[group] : slot.own_offset[group], half, a.scale_is_bf16));
     }
 }
-// A group's products into the totals: times its scale, less what its sum of activations accounts for.
-template <class F, class T, class SLOT>
-DEVICE void add_group(typename FragmentOf<T>::Type& total, const typename FragmentOf<T>::Type& part, const SLOT& slot, const GemvArgs& a,
-                      const float* group_sums, int group) {
-    using Fragment = typename FragmentOf<T>::Type;
-    float scale[Fragment::SCALES], base[Fragment::SCALES], least[Fragment::SCALES], sums[Fragment::TOKENS];
-    if constexpr (F::SUMS) load_floats<Fragment::TOKENS>(sums, group_sums);
+// A group's products into the totals, times its scale; with a float minimum, the sum of activations times what expand()
+// left of it.
+template <class F, class FRAGMENT, class SLOT>
+DEVICE void add_group(FRAGMENT& total, const FRAGMENT& part, const SLOT& slot, const GemvArgs& a, const float* group_sums, int group) {
+    float scale[FRAGMENT::SCALES], least[FRAGMENT::SCALES], sums[FRAGMENT::TOKENS];
+    if constexpr (F::SUMS) load_floats<FRAGMENT::TOKENS>(sums, group_sums);
 #pragma unroll
-    for (int j = 0; j < Fragment::SCALES; ++j) {
-        const int word = Fragment::scale_word(j, F::GROUPS, group), half = Fragment::scale_half(j);
+    for (int j = 0; j < FRAGMENT::SCALES; ++j) {
+        const int word = FRAGMENT::scale_word(j, F::GROUPS, group), half = FRAGMENT::scale_half(j);
         scale[j] = table_value(slot.scale[word], half, a.scale_is_bf16);
         if constexpr (F::SUMS) {
-            const float offset = F::OFFSETS ? table_value(slot.offset[word], half, a.scale_is_bf16) : 8.f;
-            const bool minimum = F::OFFSETS && a.offset_kind == OFFSET_MINIMUM;
-            base[j] = -(F::template base<T>() + (minimum ? 0.f : offset)) * Fragment::sum_share();
-            least[j] = minimum ? offset * Fragment::sum_share() : 0.f;
+            const float minimum = table_value(slot.offset[word], half, a.scale_is_bf16);
+            least[j] = fmaf(scale[j], F::centre(scale[j], minimum), minimum) * FRAGMENT::sum_share();
         }
     }
 #pragma unroll
-    for (int i = 0; i < Fragment::SIZE; ++i) {
-        const int j = Fragment::scale_of(i);
-        float v = part.sum[i];
-        if constexpr (F::SUMS) v = fmaf(sums[i % Fragment::TOKENS], base[j], v);
-        total.sum[i] = fmaf(v, scale[j], total.sum[i]);
-        if constexpr (F::SUMS && F::OFFSETS) total.sum[i] = fmaf(sums[i % Fragment::TOKENS], least[j], total.sum[i]);
+    for (int i = 0; i < FRAGMENT::SIZE; ++i) {
+        const int j = FRAGMENT::scale_of(i);
+        total.sum[i] = fmaf(part.sum[i], scale[j], total.sum[i]);
+        if constexpr (F::SUMS) total.sum[i] = fmaf(sums[i % FRAGMENT::TOKENS], least[j], total.sum[i]);
     }
 }
 
 // Adds one step to a tile's sums; `lane` is where this lane's activations of the step begin, `sums` the step's sums.
-template <class F, class T, class SLOT>
-DEVICE void accumulate(typename FragmentOf<T>::Type& total, const SLOT& slot, const GemvArgs& a, const GemvPlan& plan, const char* lane,
-                       const float* step_sums) {
-    using Fragment = typename FragmentOf<T>::Type;
+template <class F, class T, class FRAGMENT, class SLOT>
+DEVICE void accumulate(FRAGMENT& total, const SLOT& slot, const GemvArgs& a, const GemvPlan& plan, const char* lane, const float* step_sums) {
     const int tokens = int(a.m);
-    Fragment part;
+    FRAGMENT part;
     if constexpr (F::GROUPS > 0) part.zero();
 #pragma unroll
     for (int p = 0; p < F::SUB; ++p) {
@@ -74,14 +68,14 @@ DEVICE void accumulate(typename FragmentOf<T>::Type& total, const SLOT& slot, co
         const char* chunk = lane + F::chunk(p, 0) * 16;
         Words4 w[ROWS_PER_LANE];
 #pragma unroll
-        for (int h = 0; h < ROWS_PER_LANE; ++h) w[h] = F::template expand<T>(slot.w[h], p, zero_pair<F, T>(slot, a, group, h));
+        for (int h = 0; h < ROWS_PER_LANE; ++h) w[h] = F::expand(slot.w[h], p, taken<F, T>(slot, a, group, h));
         if constexpr (F::GROUPS == 0) {
             total.add(w, chunk, plan.token_stride, tokens);
         } else {
             part.add(w, chunk, plan.token_stride, tokens);
             if ((p + 1) % EACH != 0) continue;
             part.gather();
-            add_group<F, T>(total, part, slot, a, step_sums + group * 8, group);
+            add_group<F>(total, part, slot, a, step_sums + group * 8, group);
             part.zero();
         }
     }
@@ -106,10 +100,11 @@ template <class F, class T> struct Output {
         }
         if (a.residual) residual = bits(a.residual, token * a.residual_stride + n);
     }
-    DEVICE void store(const GemvArgs& a, float first, float second) const {
+    // `undo`: what the token's activations were divided by.
+    DEVICE void store(const GemvArgs& a, float first, float second, float undo) const {
         if (at < 0) return;
-        float v = activate(first * (scale[0] * F::template unit<T>()) + T::up(bias[0]), a.activation);
-        if (a.activation == ACT_SILU_GATE) v *= second * (scale[1] * F::template unit<T>()) + T::up(bias[1]);
+        float v = activate(first * scale[0] * undo + T::up(bias[0]), a.activation);
+        if (a.activation == ACT_SILU_GATE) v *= second * scale[1] * undo + T::up(bias[1]);
         static_cast<uint16_t*>(a.y)[at] = static_cast<uint16_t>(T::down(v + T::up(residual)));
     }
 };
@@ -128,44 +123,46 @@ DEVICE void trace(const GemvArgs& a, int at) {
 #define TRACE(at)
 #endif
 
-template <class F, class T, int WK, int WN>
-__global__ void __launch_bounds__(WK* WN* WAVE, ACCELPATCH_MMA_MIN_BLOCKS) gemv_kernel(const GemvArgs a, const GemvPlan plan) {
-    using Fragment = typename FragmentOf<T>::Type;
-    using Flow = Stream<F, T, WK, WN>;
+template <class F, class T> __global__ void __launch_bounds__(THREADS, ACCELPATCH_MMA_MIN_BLOCKS) gemv_kernel(const GemvArgs a, const GemvPlan plan) {
+    using Fragment = FragmentFor<F, T>;
+    using Flow = Stream<F, T>;
     constexpr int RING_UNROLL = Flow::RING_UNROLL, PAIR = Flow::PAIR;
     extern __shared__ __align__(128) char shared[];
-    static_assert(WK * WAVE >= 128, "a thread for each of 16 rows and 8 tokens");
-    const int wave = threadIdx.x / WAVE, wk = wave % WK, wn = wave / WK, inner = threadIdx.x % (WK * WAVE);
+    // WK waves share a tile, WN tiles are under way; a tile's first 128 threads finish its 16 rows and 8 tokens.
+    const int WK = 1 << plan.waves_shift, WN = WAVES >> plan.waves_shift;
+    const int wave = threadIdx.x / WAVE, wk = wave & (WK - 1), wn = wave >> plan.waves_shift, inner = threadIdx.x & (WK * WAVE - 1);
     TRACE(0);
     if (a.dependent != 2) grid_release();
 
     Flow flow(a, plan, wk, wn);
-    int slot = 0;
 #if ACCELPATCH_AMD
     typename Flow::Slot ring[RING_UNROLL][PAIR];
-#pragma unroll
-    for (int u = 0; u < RING_UNROLL; ++u) flow.issue(ring[u]);
 #else
     constexpr int SLOT = PAIR * SLOT_BYTES<F>;
+    int slot = 0;
     const int ring_bytes = plan.depth * SLOT;
     char* ring = shared + pinned(plan.ring_at + wave * ring_bytes + lane_id() * 16);
-    for (int at = 0; at < ring_bytes; at += SLOT) flow.issue(ring + at);
-    if (plan.prefetch) {
-        Flow ahead = flow;
-        ahead.prefetch(plan.prefetch);
-    }
 #endif
-    Stager<F, T, WK * WN * WAVE> stager(a, plan, shared);
+    const auto fill = [&] {
+#if ACCELPATCH_AMD
+#pragma unroll
+        for (int u = 0; u < RING_UNROLL; ++u) flow.issue(ring[u]);
+#else
+        for (slot = 0; slot < ring_bytes; slot += SLOT) flow.issue(ring + slot);
+        slot = 0;
+#endif
+    };
+    fill();
+    Stager<F, T, THREADS> stager(a, plan, shared);
     TRACE(1);
     grid_wait();
     TRACE(2);
     const bool all = plan.resident == plan.phases;
     bool staged = false;
-    int flushes = 0;
     const int lane_at = pinned(Fragment::column(int(a.m)) * plan.token_stride + F::chunk(0, fragment_quarter()) * 16);
     const int sums_at = pinned(plan.sums_at + (Fragment::token(0) & 7) * 4);
-    for (int round = 0; Flow::tile_of(round, 0) < plan.tiles; ++round) {
-        const Output<F, T> output(a, plan, Flow::tile_of(round, wn), inner);
+    for (int round = 0; Flow::tile_of(plan, round, 0) < plan.tiles; ++round) {
+        const Output<F, T> output(a, plan, Flow::tile_of(plan, round, wn), inner);
         Fragment total;
         total.zero();
         for (int phase = 0; phase < plan.phases; ++phase) {
@@ -176,54 +173,62 @@ __global__ void __launch_bounds__(WK* WN* WAVE, ACCELPATCH_MMA_MIN_BLOCKS) gemv_
                 if (!staged) TRACE(3);
                 staged = true;
             }
-            const int steps = Flow::steps_here(plan, phase), n = Flow::turns(steps), valid = Flow::valid_turns(steps, wk);
-            int step = (all ? phase * plan.phase_steps : 0) + wk * PAIR;
+            const int valid = Flow::tile_of(plan, round, wn) < plan.tiles ? Flow::valid_turns(plan, phase, wk) : 0, n = Flow::whole_turns(valid);
+            const int first = (all ? phase * plan.phase_steps : 0) + wk * PAIR;
+            const char* x = shared + (lane_at + first * F::SUB * 64);
+            const float* sums = reinterpret_cast<const float*>(shared + (sums_at + first * F::GROUPS * 32));
+#pragma unroll 1
             for (int i = 0; i < n; i += RING_UNROLL) {
 #pragma unroll
-                for (int turn = 0; turn < RING_UNROLL; ++turn, step += WK * PAIR) {
-                    const char* x = shared + (lane_at + step * F::SUB * 64);
-                    const float* sums = reinterpret_cast<const float*>(shared + (sums_at + step * F::GROUPS * 32));
+                for (int turn = 0; turn < RING_UNROLL; ++turn) {
 #if ACCELPATCH_AMD
                     typename Flow::Slot(&now)[PAIR] = ring[turn];
 #else
                     char* here = ring + slot;
                     slot = slot + SLOT == ring_bytes ? 0 : slot + SLOT;
-                    ring_wait(plan.depth);
+                    ring_wait(plan.depth == 4);
                     typename Flow::Slot now[PAIR];
 #pragma unroll
                     for (int u = 0; u < PAIR; ++u) flow.read(now[u], here + u * SLOT_BYTES<F>);
                     flow.issue(here);
 #endif
-                    if (i + turn < valid) {
+                    if (RING_UNROLL == 1 || i + turn < valid) {
 #pragma unroll
-                        for (int u = 0; u < PAIR; ++u)
-                            accumulate<F, T>(total, now[u], a, plan, x + u * F::SUB * 64, sums + u * F::GROUPS * 8);
+                        for (int u = 0; u < PAIR; ++u) accumulate<F, T>(total, now[u], a, plan, x + u * F::SUB * 64, sums + u * F::GROUPS * 8);
                     }
+                    x += flow.stride() * F::SUB * 64, sums += flow.stride() * F::GROUPS * 8;
 #if ACCELPATCH_AMD
                     flow.issue(now);
 #endif
                 }
             }
         }
+        if (!all && round == 0 && stager.must_repeat()) {  // nothing is stored yet
+            wait_all(), flow.restart(), fill();
+            round = -1;
+            continue;
+        }
         total.finish();
         // [token][wave][PARTIAL_STRIDE]
-        float* partial = reinterpret_cast<float*>(shared + plan.partial_at) + ((plan.partial_buffers - 1 & flushes) * WN + wn) * int(a.m) * WK * PARTIAL_STRIDE;
+        const int buffer = plan.partial_buffers - 1 & round;
+        float* partial = reinterpret_cast<float*>(shared + plan.partial_at) + (buffer * WN + wn) * int(a.m) * WK * PARTIAL_STRIDE;
 #pragma unroll
         for (int i = 0; i < Fragment::SIZE; ++i)
             if (Fragment::owns(i) && Fragment::token(i) < a.m) partial[(Fragment::token(i) * WK + wk) * PARTIAL_STRIDE + Fragment::row(i)] = total.sum[i];
         group_barrier(wn, WK * WAVE);
-        ++flushes;
         float first = 0.f, second = 0.f;
         if (output.at >= 0) {
             const float* mine = partial + (inner >> 4) * WK * PARTIAL_STRIDE + (inner & 15);
 #pragma unroll
-            for (int w = 0; w < WK; ++w) first += mine[w * PARTIAL_STRIDE];
+            for (int w = 0; w < WAVES; ++w)
+                if (w < WK) first += mine[w * PARTIAL_STRIDE];
             if (a.activation == ACT_SILU_GATE)
 #pragma unroll
-                for (int w = 0; w < WK; ++w) second += mine[w * PARTIAL_STRIDE + 8];
+                for (int w = 0; w < WAVES; ++w)
+                    if (w < WK) second += mine[w * PARTIAL_STRIDE + 8];
         }
         if (plan.partial_buffers == 1) group_barrier(wn, WK * WAVE);
-        output.store(a, first, second);
+        output.store(a, first, second, stager.undo(inner >> 4 & 7));
     }
     TRACE(4);
     if (a.dependent == 2) grid_release();

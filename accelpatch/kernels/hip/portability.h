@@ -15,6 +15,7 @@ using GpuStream = cudaStream_t;
 
 #if ACCELPATCH_AMD
 constexpr int WAVE = 64;
+using Half2 = _Float16 __attribute__((ext_vector_type(2)));
 #define ACCELPATCH_MMA_MIN_BLOCKS 1
 #else
 constexpr int WAVE = 32;
@@ -42,12 +43,37 @@ DEVICE float run_sum(float value, int width) {
     return value;
 }
 
+// The largest over aligned runs of 32 lanes; every lane gets it.
+DEVICE uint32_t run_max(uint32_t value) {
+#if ACCELPATCH_AMD
+    for (int step = 1; step < 32; step *= 2) {
+        const uint32_t other = __shfl_xor(value, step, WAVE);
+        value = other > value ? other : value;
+    }
+    return value;
+#else
+    return __reduce_max_sync(0xffffffffu, value);
+#endif
+}
+DEVICE uint32_t run_or(uint32_t value) {  // likewise
+#if ACCELPATCH_AMD
+    for (int step = 1; step < 32; step *= 2) value |= __shfl_xor(value, step, WAVE);
+    return value;
+#else
+    return __reduce_or_sync(0xffffffffu, value);
+#endif
+}
+DEVICE float from_lane(float value, int lane) {
+#if ACCELPATCH_AMD
+    return __shfl(value, lane, WAVE);
+#else
+    return __shfl_sync(0xffffffffu, value, lane);
+#endif
+}
+
 // ---- 16-bit floats, as their bits ----
 struct Bf16 {
     static constexpr bool BF16 = true;
-    static constexpr uint32_t NIBBLE_MAGIC = 0x43004300u;  // 128 + u for u in the low four mantissa bits
-    static constexpr float NIBBLE_BASE = 128.f;
-    static constexpr int NIBBLE_SHIFT = 0;
     static DEVICE float up(uint32_t bits) { return bits_to_float(bits << 16); }
     static DEVICE float up_high(uint32_t pair) { return bits_to_float(pair & 0xffff0000u); }
     static DEVICE uint32_t down(float value) {
@@ -61,13 +87,19 @@ struct Bf16 {
         return bits;
 #endif
     }
+    static DEVICE uint32_t down_pair(float low, float high) {
+#if ACCELPATCH_AMD
+        return down(low) | down(high) << 16;
+#else
+        uint32_t bits;
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
+        return bits;
+#endif
+    }
 };
 
 struct F16 {
     static constexpr bool BF16 = false;
-    static constexpr uint32_t NIBBLE_MAGIC = 0x54005400u;  // 64 + u for u in mantissa bits 4 to 7
-    static constexpr float NIBBLE_BASE = 64.f;
-    static constexpr int NIBBLE_SHIFT = 4;
     static DEVICE float up(uint32_t bits) {
 #if ACCELPATCH_AMD
         return static_cast<float>(__builtin_bit_cast(_Float16, static_cast<uint16_t>(bits)));
@@ -87,24 +119,46 @@ struct F16 {
         return bits;
 #endif
     }
+    static DEVICE uint32_t down_pair(float low, float high) {
+#if ACCELPATCH_AMD
+        return down(low) | down(high) << 16;
+#else
+        uint32_t bits;
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
+        return bits;
+#endif
+    }
 };
 
-// ---- bytes and bits ----
-DEVICE uint32_t low_halves(uint32_t a, uint32_t b) {  // (a.lo, b.lo)
+// ---- pairs of fp16, as their bits ----
+DEVICE uint32_t pair_subtract(uint32_t a, uint32_t b) {
 #if ACCELPATCH_AMD
-    return __builtin_amdgcn_perm(b, a, 0x05040100u);
+    return __builtin_bit_cast(uint32_t, __builtin_bit_cast(Half2, a) - __builtin_bit_cast(Half2, b));
 #else
-    return __byte_perm(a, b, 0x5410);
+    uint32_t d;
+    asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+    return d;
 #endif
 }
-DEVICE uint32_t high_halves(uint32_t a, uint32_t b) {  // (a.hi, b.hi)
+DEVICE uint32_t pair_fma(uint32_t a, uint32_t b, uint32_t c) {
 #if ACCELPATCH_AMD
-    return __builtin_amdgcn_perm(b, a, 0x07060302u);
+    return __builtin_bit_cast(uint32_t, __builtin_elementwise_fma(__builtin_bit_cast(Half2, a), __builtin_bit_cast(Half2, b), __builtin_bit_cast(Half2, c)));
 #else
-    return __byte_perm(a, b, 0x7632);
+    uint32_t d;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+    return d;
 #endif
 }
 
+// ---- bytes and bits ----
+DEVICE uint32_t pair_max(uint32_t a, uint32_t b) {  // of two halves each, unsigned
+#if ACCELPATCH_AMD
+    using Pair = uint16_t __attribute__((ext_vector_type(2)));
+    return __builtin_bit_cast(uint32_t, __builtin_elementwise_max(__builtin_bit_cast(Pair, a), __builtin_bit_cast(Pair, b)));
+#else
+    return __vmaxu2(a, b);
+#endif
+}
 // (a & mask) | magic, in one instruction.
 DEVICE uint32_t and_or(uint32_t a, uint32_t mask, uint32_t magic) {
 #if ACCELPATCH_AMD
@@ -122,12 +176,12 @@ DEVICE int pinned(int v) {
 #endif
     return v;
 }
-// Two bytes of w into the low bytes of two halves: bytes 0 and 1, or 2 and 3.
-template <int PAIR> DEVICE uint32_t spread_bytes(uint32_t w) {
+// Two bytes of w as the low bytes of two halves: bytes 0 and 1, or 2 and 3; the high bytes from `high`.
+template <int PAIR> DEVICE uint32_t bytes_below(uint32_t w, uint32_t high) {
 #if ACCELPATCH_AMD
-    return __builtin_amdgcn_perm(0u, w, PAIR ? 0x0c030c02u : 0x0c010c00u);
+    return __builtin_amdgcn_perm(high, w, PAIR ? 0x04030402u : 0x04010400u);
 #else
-    return __byte_perm(w, 0u, PAIR ? 0x4342 : 0x4140);
+    return __byte_perm(w, high, PAIR ? 0x4342 : 0x4140);
 #endif
 }
 
@@ -152,64 +206,6 @@ DEVICE uint32_t load_activation2(const void* source) {
 #endif
 }
 
-// ---- rows of activations into shared memory ----
-// rows of `bytes` (a multiple of 16, both sides aligned) by all threads of the block; copy_wait() and a barrier follow.
-// Hopper's copy engine keeps count of its own; waiting for it does not wait for the weights in flight.
-struct RowCopy {
-    char* into;
-    int into_stride;
-    const char* from;
-    int64_t from_stride;
-    int rows, bytes;
-};
-#if !ACCELPATCH_AMD && __CUDA_ARCH__ >= 900
-DEVICE void copy_init(uint64_t* arrival) {
-    if (threadIdx.x != 0) return;
-    const uint32_t at = static_cast<uint32_t>(__cvta_generic_to_shared(arrival));
-    asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(at) : "memory");
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
-DEVICE void copy_start(const RowCopy& c, uint64_t* arrival, int) {
-    if (threadIdx.x != 0) return;
-    const uint32_t at = static_cast<uint32_t>(__cvta_generic_to_shared(arrival));
-    asm volatile("fence.proxy.async;" ::: "memory");  // what the block read or wrote there before
-    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(at), "r"(c.rows * c.bytes) : "memory");
-    for (int row = 0; row < c.rows; ++row) {
-        const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(c.into + row * c.into_stride));
-        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-                     "l"(c.from + row * c.from_stride), "r"(c.bytes), "r"(at) : "memory");
-    }
-}
-DEVICE void copy_wait(uint64_t* arrival, int turn) {
-    const uint32_t at = static_cast<uint32_t>(__cvta_generic_to_shared(arrival));
-    uint32_t done = 0;
-    while (!done)
-        asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-                     : "=r"(done) : "r"(at), "r"(turn & 1) : "memory");
-}
-#else
-DEVICE void copy_init(uint64_t*) {}
-DEVICE void copy_start(const RowCopy& c, uint64_t*, int threads) {
-    for (int row = 0; row < c.rows; ++row) {
-#pragma unroll 4
-        for (int at = threadIdx.x * 16; at < c.bytes; at += threads * 16) {
-            const char* from = c.from + row * c.from_stride + at;
-            char* to = c.into + row * c.into_stride + at;
-#if ACCELPATCH_AMD
-            *reinterpret_cast<Words4*>(to) = *reinterpret_cast<const Words4*>(from);
-#else
-            asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))), "l"(from) : "memory");
-#endif
-        }
-    }
-}
-DEVICE void copy_wait(uint64_t*, int) {
-#if !ACCELPATCH_AMD
-    asm volatile("cp.async.wait_all;" ::: "memory");
-#endif
-}
-#endif
-
 // ---- programmatic dependent launch (Hopper and later); nothing elsewhere ----
 DEVICE void grid_release() {
 #if !ACCELPATCH_AMD && __CUDA_ARCH__ >= 900
@@ -221,11 +217,6 @@ DEVICE void grid_wait() {
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
-DEVICE void prefetch_l2(const void* address) {
-#if !ACCELPATCH_AMD
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
-#endif
-}
 
 // Barrier among `threads` threads that share `name`; on AMD the whole workgroup (its waves run in step anyway).
 DEVICE void group_barrier(int name, int threads) {
@@ -235,9 +226,3 @@ DEVICE void group_barrier(int name, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(name + 1), "r"(threads) : "memory");
 #endif
 }
-
-// Waves that share a tile's K, and tiles a block: 4 by 2 measured best on an H200 for int8 and int4, 8 by 1 for bf16.
-#ifndef ACCELPATCH_WK
-#define ACCELPATCH_WK 4
-#define ACCELPATCH_WN 2
-#endif
