@@ -10,12 +10,13 @@ PYTEST ?= -n 2 --dist loadfile
 # The lower end of the range in pyproject.toml.
 OLDEST := transformers==5.10.1
 
-.PHONY: help run test lint bench force
+.PHONY: help run test lint bench gate force
 
 help:
 	@echo 'make run     load the default model, patch it with a recipe, answer a prompt   [RECIPE=int8 PROMPT="..."]'
 	@echo 'make bench   time the default model before and after                           [RECIPE=int8]'
-	@echo 'make test    lint, all tests, and the smoke tests on the oldest transformers   [PYTEST="-k name"]'
+	@echo 'make test    lint, gate, all tests, and the smoke tests on the oldest transformers   [PYTEST="-k name"]'
+	@echo 'make gate    compile the GPU kernels for AMD, no GPU needed, and hold them to scripts/amd_gate.json'
 	@echo 'make lint    ruff and mypy'
 	@echo 'Each sets up .venv by itself. Another torch: make TORCH=installed run, make TORCH=/path/of/a/wheel run,'
 	@echo 'make TORCH="torch --index-url URL" run; back to the pinned one: make TORCH=pinned run.'
@@ -31,8 +32,14 @@ lint: .venv/ready
 	.venv/bin/ruff format --check
 	.venv/bin/mypy
 
+# Where its compilers are neither there nor may be installed it is skipped; with CI=true that is a failure.
+gate: .venv/ready
+	@if sh scripts/setup.sh gate; then .venv/bin/python scripts/amd_gate.py --wheels .venv/gate; \
+	elif [ "$$CI" = true ]; then echo 'gate: not run, and CI=true makes that a failure' >&2; exit 1; \
+	else echo 'gate: SKIPPED, the kernels for AMD were not compiled'; fi
+
 test: export OMP_NUM_THREADS = 1
-test: lint .venv-oldest/ready
+test: lint gate .venv-oldest/ready
 	.venv-oldest/bin/python -m pytest -q -m smoke
 	.venv/bin/python -m pytest $(PYTEST)
 

@@ -30,8 +30,7 @@ from accelpatch.recipe import Recipe
 from accelpatch.replacers import registry, replacer
 from accelpatch.replacers.plugin import load_plugin
 from accelpatch.runtime.first_use import on_first_use
-from accelpatch.runtime.native_step import NativeRuntime
-from accelpatch.runtime.patched_model import RUNTIME, patched_class
+from accelpatch.runtime.patched_model import RUNTIME, new_runtime, patched_class
 
 __all__ = [
     "evaluate", "load", "load_plugin", "patch", "patch_on_first_use", "patched", "plan", "plan_from_config",
@@ -93,7 +92,7 @@ def patch(
     samples = (list(inputs) if inputs is not None else sample_inputs(model)) if verify else []
     built, planned, before = verified_build(model, planned, samples, checked, watch)
     report = stage_report(planned, built)
-    runtime = NativeRuntime()
+    runtime = new_runtime(planned.device.kind, planned.recipe.runtime)
     report.paths = runtime.paths
     attributes = {"__class__": patched_class(model), RUNTIME: runtime}
     handle = apply.commit(model, planned, [item.built for item in built], keep_original, attributes, report)

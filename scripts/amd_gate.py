@@ -3,19 +3,24 @@
     python scripts/amd_gate.py --wheels DIR [--write]
 
 DIR holds the unpacked `triton` and `ziglang` wheels (``triton/``, ``ziglang/`` or ``zig/ziglang/`` somewhere below it).
-Needs clang-19, lld-19, llvm-19, libamdhip64-dev, rocm-device-libs. Says nothing about speed.
+Needs clang-19, lld-19, llvm-19, libamdhip64-dev, rocm-device-libs. `make gate` installs all that and runs this. Says
+nothing about speed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from accelpatch.kernels import occupancy, resources
+from accelpatch.kernels.occupancy import Resources
 
 ROOT = Path(__file__).parent.parent
 SOURCES = ROOT / "accelpatch/kernels/hip"
@@ -38,15 +43,7 @@ STAGED_BF16 = {
     "gfx942": r"v_mfma_f32_16x16x16_f16",
     "gfx950": r"v_mfma_f32_16x16x16_f16",
 }
-
-
-@dataclass(frozen=True)
-class Figures:
-    """What one kernel takes on one arch. ``waves``: resident a SIMD, from 512 registers dealt in eights, at most 8."""
-
-    vgprs: int
-    sgpr_spills: int
-    waves: int
+CEILINGS = {"vgprs": "at most", "sgpr_spills": "at most", "lds": "at most", "waves": "at least"}
 
 
 def device_libraries(into: Path, arch: str, version: int | None, wheels: Path) -> Path:
@@ -98,14 +95,17 @@ def linker(arch: str, wheels: Path) -> list[str]:
     return ["ld.lld-19"] if arch != "gfx950" else [str(next(wheels.rglob("ziglang/zig"))), "ld.lld"]
 
 
-def kernels_of(assembly: str) -> dict[str, tuple[str, str]]:
-    """Mangled name -> (its code, its metadata)."""
-    found = {}
-    for entry in re.split(r"\n  - \.agpr_count", assembly[assembly.index("amdhsa.kernels:") :])[1:]:
-        name = re.search(r"\.name: +(\S+)", entry)[1]
-        code = re.search(rf"^{re.escape(name)}:.*?\.end_amdhsa_kernel", assembly, re.M | re.S)[0]
-        found[name] = (code, entry)
-    return found
+def code_of(name: str, assembly: str) -> str:
+    """The instructions of one kernel."""
+    found = re.search(rf"^{re.escape(name)}:.*?\.end_amdhsa_kernel", assembly, re.M | re.S)
+    assert found is not None
+    return found[0]
+
+
+def figures(arch: str, taken: Resources) -> dict[str, int]:
+    """What the table holds of a kernel. lds: bytes fixed at compile time; waves: resident on a SIMD with no more."""
+    waves = occupancy.waves(arch, taken)
+    return {"vgprs": taken.registers, "sgpr_spills": taken.scalar_spills, "lds": taken.shared, "waves": waves}
 
 
 def streaming_loops(code: str) -> list[str]:
@@ -119,25 +119,30 @@ def streaming_loops(code: str) -> list[str]:
     return loops
 
 
-def faults(arch: str, name: str, code: str, entry: str) -> tuple[Figures, list[str]]:
-    """A kernel's figures, and what is wrong with it whatever the table says."""
-    number = {
-        key: int(re.search(rf"\.{key}: +(\d+)", entry)[1])
-        for key in ("vgpr_count", "vgpr_spill_count", "sgpr_spill_count", "private_segment_fixed_size")
-    }
-    vgprs = number["vgpr_count"]
+def faults(arch: str, taken: Resources, code: str) -> list[str]:
+    """What is wrong with a kernel whatever the table says."""
     bad = []
-    if number["vgpr_spill_count"] or number["private_segment_fixed_size"]:
-        bad.append(
-            f"{number['vgpr_spill_count']} vector registers spilled, "
-            f"{number['private_segment_fixed_size']} bytes of scratch"
-        )
-    type_ = "F16" if re.search(r"3F16", name) else "Bf16"
-    meant = MEANT[arch, type_] if "5Plain" in name or type_ == "F16" else STAGED_BF16[arch]
-    wide = r"global_load_dwordx2" if "Int8ILi2" in name else r"global_load_dwordx4"
+    if taken.vector_spills or taken.scratch:
+        bad.append(f"{taken.vector_spills} vector registers spilled, {taken.scratch} bytes of scratch")
+    meant = MEANT[arch, "F16" if "3F16" in taken.kernel else "Bf16"]
+    if re.search(r"(Int4|Int8|Fp8)I.*4Bf16", taken.kernel):
+        meant = STAGED_BF16[arch]
+    wide = r"global_load_dwordx2" if "Int8ILi2" in taken.kernel else r"global_load_dwordx4"
     if not any(re.search(meant, loop) and re.search(wide, loop) for loop in streaming_loops(code)):
         bad.append(f"no loop with both {meant} and {wide}")
-    return Figures(vgprs, number["sgpr_spill_count"], min(8, 512 // -(-vgprs // 8 * 8))), bad
+    return bad
+
+
+def over(found: dict[str, int], held: dict[str, int] | None) -> list[str]:
+    """What is worse than the table says."""
+    if held is None:
+        return ["not in the table"]
+    worse = {"at most": lambda now, then: now > then, "at least": lambda now, then: now < then}
+    return [
+        f"{key} is {found[key]}, {word} {held[key]} in the table"
+        for key, word in CEILINGS.items()
+        if worse[word](found[key], held[key])
+    ]
 
 
 def build(arch: str, kernel: str, command: list[str], wheels: Path, folder: Path) -> str:
@@ -153,44 +158,44 @@ def build(arch: str, kernel: str, command: list[str], wheels: Path, folder: Path
     return Path(f"{out}.s").read_text()
 
 
+def compiled(wheels: Path, folder: Path) -> dict[tuple[str, str], str]:
+    """(arch, source) -> assembly of everything, as many at a time as there are cores."""
+    commands = {}
+    for arch, version in ARCHS.items():
+        (libraries := folder / arch).mkdir()
+        commands[arch] = compiler(arch, device_libraries(libraries, arch, version, wheels), wheels)
+    jobs = [(arch, kernel) for arch in ARCHS for kernel in KERNELS]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        texts = pool.map(lambda job: build(*job, commands[job[0]], wheels, folder), jobs)
+        return dict(zip(jobs, texts, strict=True))
+
+
+def examine(assemblies: dict[tuple[str, str], str]) -> tuple[dict[str, dict[str, int]], dict[str, list[str]]]:
+    """Figures of every kernel, and what is wrong with it in itself, by arch and mangled name."""
+    found, bad = {}, {}
+    for (arch, _), text in assemblies.items():
+        for name, taken in resources.of_assembly(text).items():
+            found[f"{arch} {name}"] = figures(arch, taken)
+            bad[f"{arch} {name}"] = faults(arch, taken, code_of(name, text))
+    return found, bad
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--wheels", type=Path, required=True)
     parser.add_argument("--write", action="store_true", help="write the table instead of holding the build to it")
     options = parser.parse_args()
-    held = {} if options.write else json.loads(TABLE.read_text())
-    found: dict[str, dict[str, int]] = {}
-    bad = []
     with tempfile.TemporaryDirectory() as name:
-        for arch, version in ARCHS.items():
-            (libraries := Path(name) / arch).mkdir()
-            command = compiler(arch, device_libraries(libraries, arch, version, options.wheels), options.wheels)
-            for kernel in KERNELS:
-                for symbol, (code, entry) in kernels_of(
-                    build(arch, kernel, command, options.wheels, Path(name))
-                ).items():
-                    figures, wrong = faults(arch, symbol, code, entry)
-                    key = f"{arch} {symbol}"
-                    found[key] = asdict(figures)
-                    ceiling = held.get(key)
-                    if not options.write and ceiling is None:
-                        wrong.append("not in the table")
-                    elif ceiling and (
-                        figures.vgprs > ceiling["vgprs"]
-                        or figures.sgpr_spills > ceiling["sgpr_spills"]
-                        or figures.waves < ceiling["waves"]
-                    ):
-                        wrong.append(f"{asdict(figures)} against {ceiling}")
-                    bad += [f"{key}: {line}" for line in wrong]
-                print(f"{arch} {kernel}: compiled and linked", flush=True)
+        found, bad = examine(compiled(options.wheels.resolve(), Path(name)))
     if options.write:
         TABLE.write_text(json.dumps(found, indent=1) + "\n")
-    print("\n".join(bad))
-    print(
-        f"{len(found)} kernels, {len(bad)} faults; "
-        f"scalar spills at most {max(f['sgpr_spills'] for f in found.values())}"
-    )
-    return bool(bad)
+    held = json.loads(TABLE.read_text())
+    lines = [f"{key}: {line}" for key in found for line in [*bad[key], *over(found[key], held.get(key))]]
+    lines += [f"{key}: in the table, but no longer built" for key in held.keys() - found.keys()]
+    print("\n".join(lines))
+    spills = max(taken["sgpr_spills"] for taken in found.values())
+    print(f"{len(found)} kernels for {', '.join(ARCHS)}, {len(lines)} faults; scalar spills at most {spills}")
+    return bool(lines)
 
 
 if __name__ == "__main__":

@@ -1,159 +1,236 @@
-"""Decode speed on this CPU, all in one run: Hugging Face eager, the native step in int8 and int4, llama.cpp if there.
+"""This CPU through stock generate(): the original, the patched models and llama.cpp beside them, all in one run.
 
-    python scripts/compare_cpu.py [--model NAME_OR_FOLDER] [--new 128] [--repeats 5] [--gguf FILE ...]
+    python scripts/compare_cpu.py [--gguf FILE] [--model NAME_OR_FOLDER] [--new 128] [--repeats 7] [--plot FILE]
 
-Every engine decodes `--new` tokens greedily after the same prompt, in turn, with torch's number of threads. The native
-steps are first checked against the model with their weights: over red no table is printed. Shares are of the read
-limit that was measured in the same run. --gguf: files for llama.cpp (llama-cpp-python, to be installed by hand).
+Batch 1, greedy, the same prompt and `--new` tokens for all; engines take turns. A call for one token is taken off each
+call of generate(). llama.cpp runs FILE, and FILE converted to Q8_0 by its own quantiser, through llama-cpp-python
+(installed by hand: its build takes minutes), in its lowest loop: eval and sample. Before anything is timed each
+patched model is verified, and its greedy answer printed. Shares are of the read limit of this same run.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
+import ctypes
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from importlib import import_module, util
+from dataclasses import dataclass, field
+from importlib import import_module, metadata, util
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel
+from gguf import GGUFReader
+from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import accelpatch
+from accelpatch.bench.read_limit import read_limit
 from accelpatch.kernels import cpu_native
-from accelpatch.kernels.cpu_step import DecodeStep
-from accelpatch.models import load
-from tests.kernels.cpu.stepping import FORMATS, build, rounded
 
-PROMPT = "What is the capital of France?"
-LIMIT_BYTES = 1 << 28
-NATIVE = ("int8", "int4")
+PROMPT = "The history of the bicycle begins in the nineteenth century, when a baron from the south of Germany"
+RECIPES = ("int8", "int4")
+PREFILL = 512
+FTYPE_Q8_0 = 7  # LLAMA_FTYPE_MOSTLY_Q8_0
 
 
-@dataclass(frozen=True)
+@dataclass
 class Engine:
-    """run: decodes and gives the seconds of each repeat's new tokens. bytes: of weights a token reads; 0: not known."""
+    """decode: seconds of all new tokens but the first. prefill: seconds of a prompt of PREFILL tokens.
+
+    bytes: read for a token. resident: of the tensors that are held.
+    """
 
     name: str
     bytes: int
-    run: Callable[[], float]
+    decode: Callable[[], float]
+    prefill: Callable[[], float]
+    resident: int
+    patch_seconds: float | None = None
+    decoded: list[float] = field(default_factory=list)
+    prefilled: list[float] = field(default_factory=list)
 
 
-def weight_bytes(step: DecodeStep) -> int:
-    """What a token reads of the step's weights."""
-    return sum(pack.bytes for layer in step.layers for pack in layer.linears.values()) + step.head.bytes
+def resident_bytes(model: nn.Module) -> int:
+    """Bytes of all storages behind the model's parameters, buffers and packs, each counted once."""
+    packs = [pack for module in model.modules() if (pack := getattr(module, "pack", None)) is not None]
+    held = [*model.parameters(), *model.buffers(), *(pack.data for pack in packs)]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in held}
+    return sum(storages.values())
 
 
-def decode(step: DecodeStep, prompt: Tensor, new: int) -> tuple[list[int], float]:
-    """The new tokens, and the seconds that all but the first took."""
-    zero, logits, tokens = torch.zeros(1, dtype=torch.int64), torch.empty(1, step.shape.vocabulary), []
-    for i, token in enumerate(prompt[0].tolist()):
-        step(torch.tensor([token]), torch.tensor([i]), zero, torch.tensor([i]), logits)
+def seconds(call: Callable[[], Any]) -> float:
+    """How long a call takes."""
     begun = time.perf_counter()
-    for i in range(prompt.shape[1], prompt.shape[1] + new):
-        token = logits.argmax(-1)
-        tokens.append(int(token))
-        if i + 1 < prompt.shape[1] + new:
-            step(token, torch.tensor([i]), zero, torch.tensor([i]), logits)
-    return tokens, time.perf_counter() - begun
+    call()
+    return time.perf_counter() - begun
 
 
-def check(model: PreTrainedModel, step: DecodeStep, prompt: Tensor) -> None:
-    """Exit unless the step gives the logits of the model with its weights."""
-    found = torch.empty(1, step.shape.vocabulary)
-    for i, token in enumerate(prompt[0].tolist()):
-        at = torch.tensor([i])
-        step(torch.tensor([token]), at, torch.zeros_like(at), at, found)
-    with torch.inference_mode():
-        due = rounded(copy.deepcopy(model), step, torch.float32)(prompt).logits[0, -1]
-    error = float((found[0] - due).norm() / due.norm())
-    if not error < 1e-5:
-        sys.exit(f"the native step's logits are off by {error:.2g}: no table")
+def through_generate(name: str, model: Any, prompt: Tensor, new: int, size: int) -> Engine:
+    """Stock generate() of an original or patched model."""
+    long = torch.randint(prompt.max().item(), (1, PREFILL), generator=torch.Generator().manual_seed(0))
+
+    def run(ids: Tensor, count: int) -> float:
+        options = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False}
+        return seconds(lambda: model.generate(ids, attention_mask=torch.ones_like(ids), **options))
+
+    return Engine(name, size, lambda: -run(prompt, 1) + run(prompt, new), lambda: run(long, 1), resident_bytes(model))
 
 
-def hugging_face(model: PreTrainedModel, prompt: Tensor, new: int) -> Callable[[], float]:
-    """Stock generate(), the prompt's part taken off by a call for one token."""
+def ours(arguments: argparse.Namespace) -> Iterator[tuple[Engine, list[int]]]:
+    """The original and the patched models, and the prompt's ids."""
+    for recipe in (None, *RECIPES):
+        loaded = accelpatch.load(arguments.model, dtype="float32")
+        model: Any = loaded.model
+        ids = loaded.tokenizer(PROMPT, return_tensors="pt")["input_ids"]
+        name, size, taken = "HF eager float32", sum(parameter.nbytes for parameter in model.parameters()), None
+        if recipe:
+            cpu_native.native()  # built, or found in the cache
+            begun = time.perf_counter()
+            report = accelpatch.patch(model, recipe, keep_original="none").accelpatch.report()
+            taken = time.perf_counter() - begun
+            name, size = f"accelpatch {recipe}", report.token_bytes[1]
+            answer = model.generate(ids, max_new_tokens=24, do_sample=False)[0, ids.shape[1] :]
+            print(f"{recipe}: {report.replaced} of {len(report.sites)} sites; {report.verification}")
+            print(f"{recipe}: ...{loaded.tokenizer.decode(answer)!r}")
+        engine = through_generate(name, model, ids, arguments.new, size)
+        engine.patch_seconds = taken
+        yield engine, ids[0].tolist()
 
-    def seconds(count: int) -> float:
-        begun = time.perf_counter()
-        model.generate(prompt, max_new_tokens=count, min_new_tokens=count, do_sample=False)
-        return time.perf_counter() - begun
 
-    return lambda: -seconds(1) + seconds(new)
+def to_q8_0(source: Path, target: Path) -> Path:
+    """`source` with all its matrices in Q8_0, by llama.cpp's quantiser."""
+    library: Any = import_module("llama_cpp")
+    options = library.llama_model_quantize_default_params()
+    options.ftype, options.allow_requantize = FTYPE_Q8_0, True
+    if library.llama_model_quantize(str(source).encode(), str(target).encode(), ctypes.byref(options)):
+        sys.exit(f"llama.cpp could not convert {source}")
+    return target
 
 
-def llama_cpp(file: str, prompt: list[int], new: int) -> Callable[[], float]:
+def llama_cpp(file: Path, prompt: list[int], new: int) -> Engine:
     """llama.cpp's own loop over the same tokens."""
     threads = torch.get_num_threads()
-    options = {"n_ctx": 1024, "n_threads": threads, "n_threads_batch": threads, "verbose": False}
-    engine: Any = import_module("llama_cpp").Llama(model_path=file, **options)
+    options = {"n_ctx": 1024, "n_batch": PREFILL, "n_threads": threads, "n_threads_batch": threads, "verbose": False}
+    engine: Any = import_module("llama_cpp").Llama(model_path=str(file), **options)
+    long = [token % 1000 + 100 for token in range(PREFILL)]
 
-    def run() -> float:
+    def start(tokens: list[int]) -> None:
         engine.reset()
-        engine.eval(prompt)
+        engine.eval(tokens)
+
+    def decode() -> float:
+        start(prompt)
         begun = time.perf_counter()
         for _ in range(new - 1):
             engine.eval([engine.sample(temp=0.0)])
         return time.perf_counter() - begun
 
-    return run
+    size = sum(int(tensor.n_bytes) for tensor in GGUFReader(file).tensors)
+    return Engine(f"llama.cpp {file.stem}", size, decode, lambda: seconds(lambda: start(long)), size)
 
 
-def engines(arguments: argparse.Namespace) -> Iterator[Engine]:
-    """All that can run here."""
-    loaded = load.load(arguments.model, dtype="float32")
-    model = loaded.model
-    text = loaded.tokenizer.apply_chat_template(
-        [{"role": "user", "content": PROMPT}], add_generation_prompt=True, return_tensors="pt"
-    )
-    prompt = text["input_ids"] if not isinstance(text, Tensor) else text
-    size = sum(parameter.nbytes for parameter in model.parameters())
-    yield Engine("HF eager float32", size, hugging_face(model, prompt, arguments.new))
-    for format_ in NATIVE:
-        step = build(model, FORMATS[format_], 1, prompt.shape[1] + arguments.new)
-        check(model, step, prompt)
-        print(f"{format_}: {loaded.tokenizer.decode(decode(step, prompt, 24)[0], skip_special_tokens=True)!r}")
-        yield Engine(f"native step {format_}", weight_bytes(step), lambda s=step: decode(s, prompt, arguments.new)[1])
-    for file in arguments.gguf:
-        run = llama_cpp(file, prompt[0].tolist(), arguments.new)
-        yield Engine(f"llama.cpp {Path(file).name}", Path(file).stat().st_size, run)
+def table(
+    engines: list[Engine], rates: Callable[[Engine], list[float]], extra: dict[str, Callable[[Engine], str]]
+) -> None:
+    """Median rate with spread, the extra columns, and the median's ratio to each peer."""
+    median = {engine.name: statistics.median(rates(engine)) for engine in engines}
+    peers = [engine.name for engine in engines if not engine.name.startswith("accelpatch")]
+    heads = ["engine", "tokens/s, median", "slowest to fastest", *extra, *(f"x {name}" for name in peers)]
+    print("\n| " + " | ".join(heads) + " |\n" + "|---" * len(heads) + "|")
+    for engine in engines:
+        found = rates(engine)
+        cells = [engine.name, f"{median[engine.name]:.1f}", f"{min(found):.1f} to {max(found):.1f}"]
+        cells += [column(engine) for column in extra.values()]
+        print("| " + " | ".join([*cells, *(f"{median[engine.name] / median[peer]:.2f}" for peer in peers)]) + " |")
+
+
+def show(engines: list[Engine], new: int, limit: float) -> None:
+    """The two tables."""
+
+    def share(engine: Engine) -> str:
+        return f"{statistics.median((new - 1) / taken for taken in engine.decoded) * engine.bytes / limit:.0%}"
+
+    columns: dict[str, Callable[[Engine], str]] = {
+        "MB a token": lambda e: f"{e.bytes / 1e6:.0f}",
+        "of the read limit": share,
+    }
+    columns["resident, of float32"] = lambda e: f"{e.resident / engines[0].resident:.3f}"
+    columns["patch and verify, s"] = lambda e: "" if e.patch_seconds is None else f"{e.patch_seconds:.1f}"
+    print(f"\nDecode, {new} new tokens:")
+    table(engines, lambda engine: [(new - 1) / taken for taken in engine.decoded], columns)
+    print(f"\nPrefill, a prompt of {PREFILL}:")
+    table(engines, lambda engine: [PREFILL / taken for taken in engine.prefilled], {})
+
+
+def draw(engines: list[Engine], new: int, title: str, path: Path) -> None:
+    """Bars of both medians, from slowest to fastest as whiskers."""
+    figure = import_module("matplotlib.figure").Figure(figsize=(9, 3.2), layout="constrained")
+    pictures = {
+        f"decode, {new} tokens": lambda e: [(new - 1) / taken for taken in e.decoded],
+        f"prefill, {PREFILL} tokens": lambda e: [PREFILL / taken for taken in e.prefilled],
+    }
+    names = [engine.name.replace("SmolLM2-135M-Instruct.", "").replace("Q4_1-to-", "") for engine in engines]
+    colors = ["#d1495b" if name.startswith("accelpatch") else "#9aa5b1" for name in names]
+    for axes, (label, rates) in zip(figure.subplots(1, 2, sharey=True), pictures.items(), strict=True):
+        found = [rates(engine) for engine in engines]
+        medians = [statistics.median(one) for one in found]
+        spread = [[m - min(one) for m, one in zip(medians, found, strict=True)]]
+        spread.append([max(one) - m for m, one in zip(medians, found, strict=True)])
+        bars = axes.barh(names, medians, xerr=spread, capsize=3, color=colors)
+        axes.bar_label(bars, fmt="%.0f", padding=14)
+        axes.set_title(f"{label}: tokens/s", fontsize=10)
+        axes.margins(x=0.2)
+    axes.invert_yaxis()
+    figure.suptitle(title, fontsize=10)
+    figure.savefig(path, dpi=120)
+
+
+def measure(engines: list[Engine], repeats: int) -> list[float]:
+    """Every engine in turn, `repeats` times after one to warm up; returns the read limits in bytes a second."""
+    limits = []
+    for repeat in range(repeats + 1):
+        limits.append(read_limit(torch.device("cpu")).bytes_per_second)
+        for engine in engines:
+            decoded, prefilled = engine.decode(), engine.prefill()
+            if repeat:
+                engine.decoded.append(decoded)
+                engine.prefilled.append(prefilled)
+    return limits
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gguf", type=Path)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--new", type=int, default=128)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--gguf", nargs="*", default=[])
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--plot", type=Path, help="draw both tables into this .png or .svg; needs matplotlib")
     arguments = parser.parse_args()
     if arguments.gguf and util.find_spec("llama_cpp") is None:
         sys.exit("--gguf needs llama.cpp: pip install llama-cpp-python (it is built from source, which takes minutes)")
-    running = list(engines(arguments))
-    buffer = torch.ones(LIMIT_BYTES, dtype=torch.uint8)
-    taken: dict[str, list[float]] = {engine.name: [] for engine in running}
-    limits = []
-    for _ in range(arguments.repeats):
-        limits.append(cpu_native.read_limit(buffer))
-        for engine in running:
-            taken[engine.name].append(engine.run())
-    print(f"\n{cpu_native.describe()}, {torch.get_num_threads()} threads; batch 1, {arguments.new} new tokens, greedy")
-    print(f"read limit {max(limits):.1f} GB/s (fastest of {arguments.repeats})\n")
-    print(
-        "| engine | tok/s, median | slowest to fastest | MB a token | share of the read limit |\n|---|---|---|---|---|"
-    )
-    for engine in running:
-        rates = sorted((arguments.new - 1) / seconds for seconds in taken[engine.name])
-        share = statistics.median(rates) * engine.bytes / max(limits) / 1e9
-        print(
-            f"| {engine.name} | {statistics.median(rates):.1f} | {rates[0]:.1f} to {rates[-1]:.1f} "
-            f"| {engine.bytes / 1e6:.0f} | {share:.0%} |"
-        )
+    torch.set_num_threads(arguments.threads)
+    with tempfile.TemporaryDirectory() as folder:
+        pairs = list(ours(arguments))
+        engines, prompt = [engine for engine, _ in pairs], pairs[0][1]
+        if arguments.gguf:
+            for file in (arguments.gguf, to_q8_0(arguments.gguf, Path(folder) / f"{arguments.gguf.stem}-to-Q8_0.gguf")):
+                engines.append(llama_cpp(file, prompt, arguments.new))
+        limits = measure(engines, arguments.repeats)
+    packages = ["torch", "transformers", *(["llama-cpp-python"] if arguments.gguf else [])]
+    versions = ", ".join(f"{name} {metadata.version(name)}" for name in packages)
+    print(f"\n{cpu_native.describe()}, {arguments.threads} threads, {versions}")
+    print(f"batch 1, prompt of {len(prompt)} tokens, median of {arguments.repeats}")
+    print(f"read limit {max(limits) / 1e9:.1f} GB/s, the fastest of this run (lowest {min(limits) / 1e9:.1f})")
+    show(engines, arguments.new, max(limits))
+    if arguments.plot:
+        machine = f"{cpu_native.describe()}, {arguments.threads} threads"
+        draw(engines, arguments.new, f"{Path(arguments.model).name}, batch 1, {machine}", arguments.plot)
 
 
 if __name__ == "__main__":

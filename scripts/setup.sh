@@ -2,6 +2,7 @@
 # The environments that `make` works in; the Makefile calls this only when one is missing or out of date.
 #   setup.sh create PYTHON TORCH     an empty .venv
 #   setup.sh install TORCH           accelpatch (editable), its requirements and the developer's tools into .venv
+#   setup.sh gate                    what compiles for AMD where there is no ROCm: Debian's packages, wheels in .venv/gate
 #   setup.sh oldest REQUIREMENT      .venv-oldest: REQUIREMENT and what it asks for, all else borrowed from .venv
 # TORCH is `pinned` (constraints.txt), `installed` (the one that PYTHON already has) or a requirement of pip's.
 set -eu
@@ -68,6 +69,29 @@ install() {
             [ "$1" = installed ] || $pip $1
             $pip -c .venv/constraints.txt -e '.[dev]' ;;
     esac
+}
+
+# Pinned: the figures in scripts/amd_gate.json are those of these compilers. Nothing of them is imported.
+gate_wheels='ziglang==0.17.0 triton==3.9.0'
+gate_packages='clang-19 lld-19 llvm-19 libamdhip64-dev rocm-device-libs'
+
+gate() {
+    # shellcheck disable=SC2086
+    if ! dpkg -s $gate_packages >/dev/null 2>&1; then
+        [ "$(uname -m)" = x86_64 ] && command -v apt-get >/dev/null || fail "the gate needs Debian on x86-64"
+        [ "$(id -u)" = 0 ] || fail "the gate needs: sudo apt-get install $gate_packages"
+        apt-get update -qq
+        DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends $gate_packages >/dev/null \
+            || fail "no packages $gate_packages here (Debian 12 has them)"
+    fi
+    [ "$(cat .venv/gate/made_of 2>/dev/null)" = "$gate_wheels" ] && return
+    rm -rf .venv/gate
+    # shellcheck disable=SC2086
+    .venv/bin/python -m pip install --disable-pip-version-check --quiet --no-deps --target .venv/gate $gate_wheels
+    # Of triton its headers and device libraries for AMD alone: a tenth of it.
+    find .venv/gate/triton .venv/gate/triton/backends -mindepth 1 -maxdepth 1 \
+        ! -name backends ! -name amd -exec rm -rf {} +
+    echo "$gate_wheels" > .venv/gate/made_of
 }
 
 oldest() {

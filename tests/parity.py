@@ -62,7 +62,7 @@ def bits(values: Tensor) -> Tensor:
 def strided(values: Tensor) -> Tensor:
     """An equal tensor with a gap after each element and an offset before the first; the gaps hold junk."""
     junk = float("nan") if values.is_floating_point() else 111
-    room = torch.full((*values.shape[:-1], 2 * values.shape[-1] + 3), junk, dtype=values.dtype)
+    room = torch.full((*values.shape[:-1], 2 * values.shape[-1] + 3), junk, dtype=values.dtype, device=values.device)
     view = room[..., 3::2]
     view.copy_(values)
     return view

@@ -88,11 +88,13 @@ def test_llama2_7b_from_its_configuration_alone(arch: str, recipe: str) -> None:
     assert report.resident_bytes[0] == 6738415616 * 2
     head = 32000 * 4096
     linear = 32 * (4 * 4096 * 4096 + 3 * 4096 * 11008)
-    group = {e.site.role: e.choice.detail["group_size"] for e in plan.replaced if "group_size" in e.choice.detail}
-    assert recipe == "exact" or {11008 % size for size in group.values()} == {0}
-    width = {"exact": 2, "int8": 1, "int4": 0.5}[recipe]
-    scales = 0 if recipe == "exact" else 4 / group["down_proj"]  # float32, or float16 with a minimum
-    expected = linear * (width + scales) + head * (2 if recipe == "exact" else 1 + 4 / group["head"])
+    products = [e for e in plan.replaced if e.site.role not in ("layer", "mlp", "norm", "rotary")]
+    assert {(len(products), e.choice.kernel) for e in products} == {(7 * 32 + 1, "hip")}
+    sizes = [(e.site, e.choice.detail["group_size"]) for e in products if "group_size" in e.choice.detail]
+    assert all(site.k % size == 0 for site, size in sizes)
+    scales = 4 * sum(site.n * (site.k // size) for site, size in sizes)  # float32, or float16 with a minimum
+    assert (recipe == "exact") == (scales == 0)
+    expected = linear * {"exact": 2, "int8": 1, "int4": 0.5}[recipe] + head * (2 if recipe == "exact" else 1) + scales
     rest = 65 * 4096 * 2 + 4096 * 2  # norms, and a row of the embedding
     assert report.token_bytes[1] == pytest.approx(expected + rest, rel=1e-9)
     assert plan.fits

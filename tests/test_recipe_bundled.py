@@ -39,14 +39,15 @@ def test_bundled_recipes_say_what_the_design_says() -> None:
         ("norm", "rmsnorm", True),
         ("rotary", "rotary_embedding", True),
         ("mlp", "gated_mlp", True),
+        ("product", "gemv", True),
     ]
-    assert [(rule.name, rule.replace) for rule in int8.rules[:-4]] == [
+    assert [(rule.name, rule.replace) for rule in int8.rules[:-5]] == [
         ("head", "int8_weight_only"),
         ("router", "keep"),
         ("linear", "int8_weight_only"),
         ("embedding", "keep"),
     ]
-    assert int8.rules[-4:] == int4.rules[-4:] == exact.rules
+    assert int8.rules[-5:] == int4.rules[-5:] == exact.rules
     assert [rule.name for rule in int4.rules] == [rule.name for rule in int8.rules]
     head, _, linear, _ = int4.rules[:4]
     assert (head.replace, linear.replace) == ("int8_weight_only", "int4_weight_only")

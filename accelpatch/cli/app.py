@@ -11,7 +11,7 @@ from typer.core import TyperGroup
 
 from accelpatch.errors import AccelpatchError
 
-from . import bench, cache, doctor, eval, exec, plan, recipes, run, selftest
+from . import bench, build, cache, doctor, eval, exec, plan, recipes, run, selftest
 from .console import print_error
 
 
@@ -76,6 +76,7 @@ app.add_typer(recipes.commands, name="recipes")
 app.command("eval")(eval.evaluate)
 app.command("bench")(bench.bench)
 app.command("doctor")(doctor.doctor)
+app.command("build")(build.build)
 app.command("selftest")(selftest.selftest)
 app.add_typer(cache.commands, name="cache")
 app.command("exec", cls=exec.ScriptCommand, context_settings=exec.CONTEXT)(exec.execute)

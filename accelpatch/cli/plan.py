@@ -14,7 +14,8 @@ def plan(
     model: options.ModelArgument = options.DEFAULT_MODEL,
     recipe: RecipeOption = options.DEFAULT_RECIPE,
     arch: Annotated[
-        str | None, typer.Option(metavar="ARCH", help="Plan for a machine that is not here: gfx942, sm_90, ...")
+        str | None,
+        typer.Option("--arch", metavar="ARCH", help="Plan for a machine that is not here: gfx942, sm_90, ..."),
     ] = None,
     max_length: Annotated[
         int | None, typer.Option(min=1, help="Tokens of cache to count when saying whether it fits.")

@@ -14,54 +14,28 @@ import functools
 import hashlib
 import json
 import os
-import platform
 import shutil
 import subprocess
 import threading
-from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from accelpatch import cache
 from accelpatch.device import Device
 from accelpatch.errors import KernelError
+from accelpatch.kernels import occupancy, resources
+from accelpatch.kernels.targets import Target, compiler, no_compiler, target, unknown_arch
 
+__all__ = [
+    "Target", "built", "compiler", "export", "forget", "library", "locate", "place", "report", "target", "why_not",
+]  # fmt: skip
 KIND = "kernels"
 LIBRARY, MANIFEST = "library.so", "manifest.json"
 SECONDS = 600  # no source of ours takes a tenth of that
 LINES = 20  # of a failing compiler's output, in the error
 HEADERS = (".h", ".hpp", ".inc")
-
-
-@dataclass(frozen=True)
-class Target:
-    """What a library is made of. sources: file in `folder` -> its own flags. compilers: names to look for, in order."""
-
-    folder: str
-    sources: Mapping[str, tuple[str, ...]]
-    compilers: tuple[str, ...]
-    flags: tuple[str, ...]
-    link: tuple[str, ...]
-    arch: str
-
-
-_CXX = ("g++", "clang++", "c++")
-_CXX_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-pthread")
-_AVX2 = ("-mavx2", "-mfma", "-mf16c")
-_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni")
-_CPU = {"api.cpp": (), "crew.cpp": (), "machine.cpp": (), "pack.cpp": (), "portable.cpp": (), "step.cpp": ()}
-_X86 = {"avx2.cpp": _AVX2, "avx512.cpp": _AVX512}
-
-
-def target(name: str, device: Device) -> Target:
-    """What the library `name` is made of for `device`. Raises KernelError for a name or device that has none."""
-    if name == "cpu" and device.kind == "cpu":
-        machine = platform.machine()
-        sources = {**_CPU, **_X86} if machine in ("x86_64", "AMD64") else _CPU
-        return Target("cpu", sources, _CXX, _CXX_FLAGS, ("-shared", "-pthread"), machine)
-    raise KernelError(f"there is no library {name!r} for {device.arch} ({device.kind}): the libraries are 'cpu'")
-
 
 _lock = threading.Lock()
 _loaded: dict[tuple[str, str], ctypes.CDLL] = {}
@@ -91,15 +65,19 @@ def library(name: str, device: Device) -> ctypes.CDLL:
 
 def why_not(name: str, device: Device) -> str | None:
     """Why `library` cannot give `name`, as far as can be known without compiling; None where it can."""
+    if name == "hip" and (unknown := unknown_arch(device)):
+        return unknown
     made = target(name, device)
     at = (name, made.arch)
     if at in _loaded:
         return None
     if at in _failed:
         return _failed[at]
-    if os.environ.get("ACCELPATCH_KERNELS") or compiler(made.compilers):
-        return None
-    return _no_compiler(made)
+    if prebuilt := os.environ.get("ACCELPATCH_KERNELS"):
+        return None if (folder := place(prebuilt, name, made)).is_dir() else _not_prebuilt(folder)
+    if device.kind == "cuda" and device.index is None:
+        return None  # planned for, not here: the compiler that counts is that machine's
+    return None if compiler(made) else no_compiler(made)
 
 
 def forget() -> None:
@@ -111,10 +89,15 @@ def forget() -> None:
 def locate(name: str, made: Target) -> Path:
     """The folder of a finished library that agrees with its manifest: prebuilt, or cached, or built now."""
     if prebuilt := os.environ.get("ACCELPATCH_KERNELS"):
-        return _prebuilt(Path(prebuilt).expanduser() / name, made)
-    path = compiler(made.compilers)
+        return _prebuilt(place(prebuilt, name, made), made)
+    return built(name, made)
+
+
+def built(name: str, made: Target) -> Path:
+    """The cached folder of a library, compiled now where there is none that agrees with its manifest."""
+    path = compiler(made)
     if path is None:
-        raise KernelError(_no_compiler(made))
+        raise KernelError(no_compiler(made))
     wanted = key(name, made, path)
     found = cache.publish(KIND, wanted, lambda folder: compile_into(folder, made, path))
     if wrong := _disagreement(found, digest(made)):
@@ -125,20 +108,29 @@ def locate(name: str, made: Target) -> Path:
     return found
 
 
+def place(folder: str | Path, name: str, made: Target) -> Path:
+    """Where a library lies in a folder of libraries built elsewhere, which may hold several archs."""
+    return Path(folder).expanduser() / f"{name}-{made.arch}"
+
+
 def export(name: str, device: Device, folder: Path) -> Path:
-    """Copy the library `name` into `folder`/`name`, for machines that name `folder` in ACCELPATCH_KERNELS."""
+    """Build the library `name` into its place in `folder`, for machines that name `folder` in ACCELPATCH_KERNELS."""
     made = target(name, device)
-    place = folder / name
-    place.mkdir(parents=True, exist_ok=True)
-    finished = locate(name, made)
+    finished, into = built(name, made), place(folder, name, made)
+    into.mkdir(parents=True, exist_ok=True)
     for file in (LIBRARY, MANIFEST):
-        shutil.copyfile(finished / file, place / file)
-    return place
+        shutil.copyfile(finished / file, into / file)
+    return into
+
+
+def report(made: Target) -> list[dict[str, Any]]:
+    """What each kernel of a GPU library takes, and how many of its waves a SIMD holds (occupancy.waves); compiles."""
+    return [{**asdict(taken), "waves": occupancy.waves(made.arch, taken)} for taken in resources.of_target(made)]
 
 
 def digest(made: Target) -> str:
     """SHA-256 over all that a library is made of but the compiler."""
-    folder = _folder(made)
+    folder = made.home
     files = sorted([*made.sources, *(path.name for path in folder.iterdir() if path.suffix in HEADERS)])
     facts = [made.arch, made.flags, made.link, sorted(made.sources.items())]
     total = hashlib.sha256(json.dumps(facts).encode())
@@ -154,20 +146,13 @@ def key(name: str, made: Target, path: str) -> str:
     return f"{name}-{made.arch}-{whole[:24]}"
 
 
-def compiler(names: Sequence[str]) -> str | None:
-    """The compiler to use: $CXX where it is set, else the first of `names` on PATH; None where there is none."""
-    if named := os.environ.get("CXX"):
-        return shutil.which(named)
-    return next((path for name in names if (path := shutil.which(name))), None)
-
-
 @functools.cache
 def identity(path: str) -> str:
     """Which compiler this is: where it really lies, and what it says of itself."""
     try:
         said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60, check=False).stdout
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise KernelError(f"the compiler {path} does not start ({error}): name another in CXX") from error
+        raise KernelError(f"the compiler {path} does not start ({error}): name another") from error
     return f"{os.path.realpath(path)}\n{said}"
 
 
@@ -175,21 +160,23 @@ def compile_into(folder: Path, made: Target, path: str) -> None:
     """Compile all sources, side by side, and link them; leaves the library and its manifest in `folder`."""
     objects = {source: folder / f"{source}.o" for source in made.sources}
     commands = [
-        [path, *made.flags, *flags, "-c", str(_folder(made) / source), "-o", str(objects[source])]
+        [path, *made.flags, *flags, "-c", str(made.home / source), "-o", str(objects[source])]
         for source, flags in made.sources.items()
     ]
     with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
-        list(pool.map(_run, commands))
+        list(pool.map(lambda command: _run(command, made.variable), commands))
     finished = folder / LIBRARY
-    _run([path, *made.link, *map(str, objects.values()), "-o", str(finished)])
+    _run([path, *made.link, *map(str, objects.values()), "-o", str(finished)], made.variable)
     for file in objects.values():
         file.unlink()
     facts = {"made_of": digest(made), "sha256": _sha256(finished), "compiler": identity(path)}
     (folder / MANIFEST).write_text(json.dumps(facts, indent=1))
 
 
-def _run(command: list[str]) -> None:
-    advice = "mend or update the compiler, name another in CXX, or do without: torch's own operations are used then"
+def _run(command: list[str], variable: str) -> None:
+    advice = (
+        f"mend or update the compiler, name another in {variable}, or do without: torch's own operations are used then"
+    )
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -200,6 +187,8 @@ def _run(command: list[str]) -> None:
 
 
 def _prebuilt(folder: Path, made: Target) -> Path:
+    if not folder.is_dir():
+        raise KernelError(_not_prebuilt(folder))
     if wrong := _disagreement(folder, digest(made)):
         raise KernelError(
             f"{folder / LIBRARY}, from ACCELPATCH_KERNELS, {wrong}: build it again with this version of accelpatch"
@@ -226,12 +215,8 @@ def _sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def _folder(made: Target) -> Path:
-    return Path(__file__).parent / made.folder
-
-
-def _no_compiler(made: Target) -> str:
-    names, named = ", ".join(made.compilers), os.environ.get("CXX")
-    if named:
-        return f"CXX names {named!r}, which is not there: name a compiler that is, or unset CXX"
-    return f"there is no C++ compiler here ({names}): install one, such as g++, or set CXX or ACCELPATCH_KERNELS"
+def _not_prebuilt(folder: Path) -> str:
+    return (
+        f"ACCELPATCH_KERNELS has no {folder.name} in {folder.parent}: add it with `accelpatch build`,"
+        " or unset ACCELPATCH_KERNELS"
+    )

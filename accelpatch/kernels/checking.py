@@ -37,7 +37,7 @@ def by_weight(seen: Sequence[Seen]) -> list[list[Seen]]:
     for place, call in enumerate(seen):
         op, args, _ = call
         weight = tuple(id(value) if isinstance(value, Tensor) else value for value in args[1:])
-        key = (op, args[0].dtype, *weight) if kernel(op).dense else (place,)
+        key = (op, args[0].dtype, *weight) if kernel(op).blocks else (place,)
         groups.setdefault(key, []).append(call)
     return list(groups.values())
 
@@ -45,12 +45,18 @@ def by_weight(seen: Sequence[Seen]) -> list[list[Seen]]:
 def judged(calls: Sequence[Seen]) -> list[parity.Comparison]:
     """The calls of a group against their reference; a product's weight is dequantised once for all of them."""
     op, args, outputs = calls[0]
-    dense = kernel(op).dense
-    if dense is None:
+    blocks = kernel(op).blocks
+    if blocks is None:
         return parity.check(op, args, outputs)
-    exact, plain = dense(torch.float64, *args[1:]), dense(args[0].dtype, *args[1:])
-    found = []
-    for _, (x, *_), (y,) in calls:
-        due = functional.linear(x.double(), *exact)
-        found.append(parity.compare(y, due, parity.torch_error(functional.linear(x, *plain), due)))
+    inputs = [call_args[0] for _, call_args, _ in calls]
+    rows = torch.cat([x.reshape(-1, x.shape[-1]) for x in inputs])  # the weight is read once for all of them
+    exact, plain = [], []
+    for weight, bias in blocks(*args[1:]):
+        exact.append(functional.linear(rows.double(), weight, bias))
+        plain.append(functional.linear(rows, weight.to(rows.dtype), None if bias is None else bias.to(rows.dtype)))
+    sizes, found = [x.shape[:-1].numel() for x in inputs], []
+    for due, own, (_, _, (y,)) in zip(
+        torch.cat(exact, 1).split(sizes), torch.cat(plain, 1).split(sizes), calls, strict=True
+    ):
+        found.append(parity.compare(y, due.view(y.shape), parity.torch_error(own, due)))
     return found

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from accelpatch.device import Device, probe
 from accelpatch.errors import KernelError
-from accelpatch.kernels import build
+from accelpatch.kernels import build, openmp
 
 DENSE, INT8, INT4 = 0, 1, 2
 ISAS = ("portable", "avx2", "avx512")
@@ -92,6 +92,7 @@ SIGNATURES = {
     "ap_best_isa": (c_int, ()),
     "ap_use_isa": (c_int, (c_int,)),
     "ap_isa": (c_int, ()),
+    "ap_use_team": (None, (_P, _P, _P)),
     "ap_pack_bytes": (c_int64, (_LINEAR,)),
     "ap_pack": (c_int, (_LINEAR, _P, _P, _P, _P)),
     "ap_unpack": (c_int, (_LINEAR, _P, _P, _P, _P)),
@@ -104,7 +105,7 @@ SIGNATURES = {
     "ap_attention_run": (c_int, (POINTER(Attention), c_int)),
     "ap_step_create": (c_int, (POINTER(Model), c_int, POINTER(_P))),
     "ap_step_free": (None, (_P,)),
-    "ap_step_run": (c_int, (_P, c_int64, _P, _P, _P, _P, _P, c_int)),
+    "ap_step_run": (c_int, (_P, c_int64, _P, _P, _P, _P, c_int64, c_int64, _P, _P, c_int)),
     "ap_advise_large_pages": (None, (_P, c_int64)),
     "ap_read_limit": (c_double, (_P, c_int64, c_int, c_int)),
 }
@@ -117,6 +118,8 @@ def native() -> ctypes.CDLL:
     for name, (result, arguments) in SIGNATURES.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
+    library.ap_use_team(*openmp.team())
+    openmp.alone_after_fork()
     return library
 
 

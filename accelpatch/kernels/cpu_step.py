@@ -97,16 +97,30 @@ class DecodeStep:
         tokens, slots, starts, positions: int64 [B]. Sequence b's token is written at slots[b] of the cache, attends to
         starts[b] .. slots[b] (starts[b]: how many slots of left padding), and is rotated by positions[b].
         """
-        batch = tokens.shape[0]
-        logits = torch.empty(batch, self.shape.vocabulary) if out is None else out
-        self._run([tokens, slots, starts, positions], logits)
+        logits = torch.empty(tokens.shape[0], self.shape.vocabulary) if out is None else out
+        self._run([tokens, slots, starts, positions], 0, len(self.layers), None, logits)
+        return logits
+
+    def part(
+        self, tokens: Tensor, slots: Tensor, starts: Tensor, positions: Tensor, layers: range, hidden: Tensor
+    ) -> Tensor | None:
+        """Some layers of a step: the first begin at the embedding and not at `hidden`, the last end at logits.
+
+        hidden: float32 [B, hidden], the residual stream, read and written in place. An empty range at an end is the
+        embedding or the head alone.
+        """
+        if hidden.dtype != torch.float32 or tuple(hidden.shape) != (tokens.shape[0], self.shape.hidden):
+            raise KernelError(f"hidden is float32 [{tokens.shape[0]}, {self.shape.hidden}], not {list(hidden.shape)}")
+        last = layers.stop == len(self.layers)
+        logits = torch.empty(tokens.shape[0], self.shape.vocabulary) if last else None
+        self._run([tokens, slots, starts, positions], layers.start, layers.stop, hidden, logits)
         return logits
 
     def write_only(self, tokens: Tensor, slots: Tensor, starts: Tensor, positions: Tensor) -> None:
         """The same without logits: for tokens of a prompt but its last."""
-        self._run([tokens, slots, starts, positions], None)
+        self._run([tokens, slots, starts, positions], 0, len(self.layers), None, None)
 
-    def _run(self, given: list[Tensor], logits: Tensor | None) -> None:
+    def _run(self, given: list[Tensor], first: int, last: int, hidden: Tensor | None, logits: Tensor | None) -> None:
         batch = given[0].shape[0]
         for tensor in given:
             if tensor.dtype != torch.int64 or tensor.shape != (batch,) or tensor.device.type != "cpu":
@@ -120,7 +134,9 @@ class DecodeStep:
         ):
             raise KernelError(f"logits are contiguous float32 [{batch}, {self.shape.vocabulary}]")
         ready = [tensor.contiguous() for tensor in given]
-        status = native().ap_step_run(self._step, batch, *map(pointer, ready), pointer(logits), threads())
+        status = native().ap_step_run(
+            self._step, batch, *map(pointer, ready), first, last, pointer(hidden), pointer(logits), threads()
+        )
         check(status, f"a step of {batch} tokens (at most {self.keys.shape[1]}, slots below {self.keys.shape[3]})")
 
     def _check(self) -> None:

@@ -23,15 +23,18 @@ from accelpatch.errors import KernelError
 
 #: operation -> (file in this package, implementations in order of preference)
 TABLE: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "int8_linear": ("int8_linear", ("torch",)),
+    "gemv": ("gemv", ("hip", "torch")),
+    "int8_linear": ("int8_linear", ("hip", "torch")),
     "int4_linear": ("int4_linear", ("torch",)),
+    "tiled_int4_linear": ("tiled_int4_linear", ("hip", "torch")),
+    "fp8_linear": ("fp8_linear", ("hip", "torch")),
     "int8_embedding": ("int8_embedding", ("torch",)),
     "packed_linear": ("packed_linear", ("cpu", "torch")),
     "packed_embedding": ("packed_linear", ("cpu", "torch")),
-    "rmsnorm": ("rmsnorm", ("torch",)),
-    "add_rmsnorm": ("rmsnorm", ("torch",)),
-    "rotary_cos_sin": ("rope", ("torch",)),
-    "gated_activation": ("gated_activation", ("torch",)),
+    "rmsnorm": ("rmsnorm", ("triton", "torch")),
+    "add_rmsnorm": ("rmsnorm", ("triton", "torch")),
+    "rotary_cos_sin": ("rope", ("triton", "torch")),
+    "gated_activation": ("gated_activation", ("triton", "torch")),
 }
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -79,8 +82,9 @@ class Case:
 class Kernel:
     """All that a kernel file says of one operation.
 
-    dense: for a product y = x @ w^T + bias with a packed w: (dtype, arguments after x) -> (w[N, K], bias) in that
-    dtype, what its reference multiplies by. A check of many calls with one weight then dequantises it once.
+    blocks: for a product y = x @ w^T + bias: (arguments after x) -> w[n, K] and bias[n] in float64, some rows at a time
+    from the first to the last, as its reference has them. A check of many calls with one weight then dequantises it
+    once, and never as a whole.
     """
 
     op: Callable[..., Result]
@@ -88,7 +92,7 @@ class Kernel:
     spec: Callable[..., Spec]
     implementations: Mapping[str, Implementation]
     cases: Callable[[], Iterable[Case]]
-    dense: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] | None = None
+    blocks: Callable[..., Iterable[tuple[torch.Tensor, torch.Tensor | None]]] | None = None
 
 
 @dataclass(frozen=True)

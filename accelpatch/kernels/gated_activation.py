@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from accelpatch.device import Device
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.dispatch import FLOATS, Case, Implementation, Kernel, Spec, require
+from accelpatch.kernels.triton import launch
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:
@@ -79,6 +82,16 @@ def _torch(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     return (ACTIVATIONS[activation](gate) * up).contiguous()
 
 
+def _triton_why_not(spec: Spec, device: Device) -> str | None:
+    return launch.why_not(device, spec.dtype)
+
+
+def _triton(*args: Any) -> Tensor:
+    from accelpatch.kernels.triton.gated_activation import gated_activation as run
+
+    return run(*args)
+
+
 @torch.library.custom_op("accelpatch::gated_activation", mutates_args=())
 def gated_activation(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     """act(gate) * up, contiguous; gate, up and the result have one shape and one float dtype.
@@ -115,6 +128,10 @@ def cases() -> list[Case]:
 
 KERNELS = {
     "gated_activation": Kernel(
-        gated_activation, reference, spec, {"torch": Implementation(_torch, dispatch.anywhere)}, cases
+        gated_activation,
+        reference,
+        spec,
+        {"triton": Implementation(_triton, _triton_why_not), "torch": Implementation(_torch, dispatch.anywhere)},
+        cases,
     )
 }

@@ -10,6 +10,8 @@ that asks a weight for its dtype takes torch.uint8 for a mask or an image.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -25,23 +27,27 @@ def dense(
     wide = torch.promote_types(dtype, torch.float32)
     k = 2 * q.shape[1]
     u = torch.empty(q.shape[0], k, dtype=wide, device=q.device)
-    byte = q.to(torch.int16).remainder(256)
-    u[:, 0::2] = byte.remainder(16).to(wide)
-    u[:, 1::2] = byte.div(16, rounding_mode="floor").to(wide)
-    each = k // scale.shape[1]
-    s = scale.to(wide).repeat_interleave(each, dim=1)
+    byte = q.to(torch.int16).remainder_(256)
+    u[:, 0::2] = byte.remainder(16)
+    u[:, 1::2] = byte.div_(16, rounding_mode="floor")
+    groups, s = u.view(q.shape[0], scale.shape[1], -1), scale.to(wide)[:, :, None]
     if offset is None:
-        weight = (u - 8) * s
+        groups.sub_(8).mul_(s)
     elif offset.is_floating_point():
-        weight = u * s + offset.to(wide).repeat_interleave(each, dim=1)
+        groups.mul_(s).add_(offset.to(wide)[:, :, None])
     else:
-        weight = (u - offset.to(wide).repeat_interleave(each, dim=1)) * s
-    return weight.to(dtype), None if bias is None else bias.to(dtype)
+        groups.sub_(offset.to(wide)[:, :, None]).mul_(s)
+    return u.to(dtype), None if bias is None else bias.to(dtype)
 
 
 def reference(x: Tensor, q: Tensor, scale: Tensor, offset: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
     """The whole weight dequantised into x's dtype, then torch's own linear layer."""
     return functional.linear(x, *dense(x.dtype, q, scale, offset, bias))
+
+
+def blocks(*weight: Tensor | None) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """The weight and the bias in float64, some rows at a time."""
+    return linear.float64_blocks(dense, *weight)
 
 
 def spec(x: Tensor, q: Tensor, scale: Tensor, offset: Tensor | None = None, bias: Tensor | None = None) -> Spec:
@@ -123,6 +129,6 @@ def cases() -> list[Case]:
 
 KERNELS = {
     "int4_linear": Kernel(
-        int4_linear, reference, spec, {"torch": Implementation(by_torch, dispatch.anywhere)}, cases, dense
+        int4_linear, reference, spec, {"torch": Implementation(by_torch, dispatch.anywhere)}, cases, blocks
     )
 }

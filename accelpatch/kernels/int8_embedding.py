@@ -13,10 +13,12 @@ from accelpatch.kernels.dispatch import FLOATS, Case, Implementation, Kernel, Sp
 
 
 def reference(ids: Tensor, q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """The whole table dequantised, then torch's own embedding."""
+    """The rows in use dequantised as a table of their own, then torch's own embedding."""
+    used, places = torch.unique(ids, return_inverse=True)
     wide = torch.promote_types(dtype, torch.float32)
-    table = q.to(wide) * scale.to(wide).repeat_interleave(q.shape[1] // scale.shape[1], dim=1)
-    return torch.nn.functional.embedding(ids, table.to(dtype))
+    groups = q[used].to(wide).unflatten(1, (scale.shape[1], -1))
+    table = (groups * scale[used].to(wide)[:, :, None]).flatten(1)
+    return torch.nn.functional.embedding(places, table.to(dtype))
 
 
 def spec(ids: Tensor, q: Tensor, scale: Tensor, dtype: torch.dtype) -> Spec:

@@ -6,24 +6,35 @@ x may have any leading dimensions and strides; y has its dtype. Activations stay
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from accelpatch.device import Device
 from accelpatch.kernels import dispatch, linear
 from accelpatch.kernels.dispatch import Case, Implementation, Kernel, Spec
+from accelpatch.kernels.hip import binding
+from accelpatch.kernels.hip.binding import Weight
 
 
 def dense(dtype: torch.dtype, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     """The whole weight[N, K], computed in float32 at least and rounded to `dtype`, and the bias."""
     wide = torch.promote_types(dtype, torch.float32)
-    weight = q.to(wide) * scale.to(wide).repeat_interleave(q.shape[1] // scale.shape[1], dim=1)
+    weight = q.to(wide)
+    weight.unflatten(1, (scale.shape[1], -1)).mul_(scale.to(wide)[:, :, None])
     return weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
 def reference(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
     """The whole weight dequantised into x's dtype, then torch's own linear layer."""
     return functional.linear(x, *dense(x.dtype, q, scale, bias))
+
+
+def blocks(*weight: Tensor | None) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """The weight and the bias in float64, some rows at a time."""
+    return linear.float64_blocks(dense, *weight)
 
 
 def spec(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> Spec:
@@ -39,6 +50,23 @@ def by_torch(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) ->
         return groups.mul_(scale[start:stop].to(dtype).unsqueeze(2)).flatten(1)
 
     return linear.by_row_blocks(x, q.shape[0], q.shape[1], rows, bias)
+
+
+def why_not(spec: Spec, device: Device) -> str | None:
+    """Why `by_hip` cannot run a spec; None where it can."""
+    if spec.group_size != spec.sizes["K"]:
+        return f"it takes one scale a row (group_size null), not groups of {spec.group_size}"
+    return binding.why_not(spec, device)
+
+
+def by_hip(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The implementation `hip`: the weight read once for each 8 rows; `by_torch` for many rows."""
+    if x.numel() > binding.MOST * x.shape[-1]:
+        return by_torch(x, q, scale, bias)
+    whole = q.contiguous()
+    rows = scale.to(torch.float32).contiguous()
+    weight = Weight("gemv_int8", q.shape[0], q.shape[1], whole, 0, rows, settled=whole is q)
+    return binding.launch(weight, x, bias=bias)
 
 
 @torch.library.custom_op("accelpatch::int8_linear", mutates_args=())
@@ -76,8 +104,5 @@ def cases() -> list[Case]:
     return [case(*size) for size in linear.SIZES]
 
 
-KERNELS = {
-    "int8_linear": Kernel(
-        int8_linear, reference, spec, {"torch": Implementation(by_torch, dispatch.anywhere)}, cases, dense
-    )
-}
+IMPLEMENTATIONS = {"hip": Implementation(by_hip, why_not), "torch": Implementation(by_torch, dispatch.anywhere)}
+KERNELS = {"int8_linear": Kernel(int8_linear, reference, spec, IMPLEMENTATIONS, cases, blocks)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -29,6 +29,10 @@ SIZES = (
 )
 
 
+#: (dtype, tensors of a weight, bias) -> the weight[N, K] and the bias in that dtype
+Dense = Callable[..., tuple[Tensor, Tensor | None]]
+
+
 def say(tensor: Tensor) -> str:
     """dtype and shape of a tensor, for messages."""
     return f"{tensor.dtype} {list(tensor.shape)}"
@@ -44,14 +48,19 @@ def spec(
     require(x.shape[-1] == k, op, f"x has {x.shape[-1]} features, the weight {k}")
     require(n >= 1 and k >= 1, op, f"the weight is empty: N = {n}, K = {k}")
     group_size = check_scale(op, n, k, scale, offset)
+    check_beside(op, x, n, bias, q=q, scale=scale, offset=offset)
+    kind = "none" if offset is None else "minimum" if offset.is_floating_point() else "zero_point"
+    return Spec(op, {"M": x.numel() // k, "N": n, "K": k}, x.dtype, scale.dtype, group_size, kind)
+
+
+def check_beside(op: str, x: Tensor, n: int, bias: Tensor | None, **weights: Tensor | None) -> None:
+    """KernelError unless bias is float [n] or None, and it and the weights lie where x does."""
     if bias is not None:
         fits = bias.dim() == 1 and bias.shape[0] == n and bias.dtype in FLOATS
         require(fits, op, f"bias is float [{n}], not {say(bias)}")
-    for name, tensor in (("q", q), ("scale", scale), ("offset", offset), ("bias", bias)):
+    for name, tensor in (*weights.items(), ("bias", bias)):
         if tensor is not None:
             require(tensor.device == x.device, op, f"x lies on {x.device}, {name} on {tensor.device}: move the module")
-    kind = "none" if offset is None else "minimum" if offset.is_floating_point() else "zero_point"
-    return Spec(op, {"M": x.numel() // k, "N": n, "K": k}, x.dtype, scale.dtype, group_size, kind)
 
 
 def check_scale(op: str, n: int, k: int, scale: Tensor, offset: Tensor | None = None) -> int:
@@ -86,6 +95,18 @@ def by_row_blocks(
         part = None if wide is None else wide[start:stop]
         y[:, start:stop] = functional.linear(flat, rows(start, stop, dtype).to(dtype), part)
     return y.view(*x.shape[:-1], n)
+
+
+def float64_blocks(dense: Dense, *weight: Tensor | None) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Rows of a weight and of its bias in float64, from the first to the last, as many as a cache holds at a time.
+
+    dense(dtype, *weight) makes the whole weight; `weight` are its tensors, each with one entry a row, or None.
+    """
+    q = weight[0]
+    assert q is not None
+    step = max(1, (CPU_BLOCK if q.device.type == "cpu" else DEVICE_BLOCK) // q.shape[1])
+    for start in range(0, q.shape[0], step):
+        yield dense(torch.float64, *(None if part is None else part[start : start + step] for part in weight))
 
 
 def operands(

@@ -9,6 +9,7 @@ so is the reference: the pack is undone into the canonical tensors, and their pl
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,12 +17,19 @@ from torch import Tensor
 from torch.nn import functional
 
 from accelpatch.device import Device
-from accelpatch.kernels import cpu_native, cpu_pack, dispatch, int4_linear, int8_embedding, int8_linear, linear
+from accelpatch.kernels import (
+    cpu_crossover,
+    cpu_native,
+    cpu_pack,
+    dispatch,
+    int4_linear,
+    int8_embedding,
+    int8_linear,
+    linear,
+)
 from accelpatch.kernels.cpu_pack import Pack
 from accelpatch.kernels.dispatch import Case, Implementation, Kernel, Spec, require
 
-# From so many rows of x on, torch's product with rows of the weight dequantised in cache is the faster one.
-MANY = 48
 NARROW = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -44,6 +52,15 @@ def dense(dtype: torch.dtype, *packed: Any) -> tuple[Tensor, Tensor | None]:
     if pack.kind == cpu_native.INT8:
         return int8_linear.dense(dtype, q, scale, packed[1])
     return int4_linear.dense(dtype, q, scale, offset, packed[1])
+
+
+def blocks(*packed: Any) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """The same in float64, some rows at a time."""
+    pack = held(packed)
+    q, scale, offset = cpu_pack.unpack(pack)
+    if pack.kind == cpu_native.INT8:
+        return int8_linear.blocks(q, scale, packed[1])
+    return int4_linear.blocks(q, scale, offset, packed[1])
 
 
 def reference(x: Tensor, *packed: Any) -> Tensor:
@@ -91,9 +108,15 @@ def _why_not(spec: Spec, device: Device) -> str | None:
 
 def _cpu(x: Tensor, *packed: Any) -> Tensor:
     pack = held(packed)
-    if x.numel() // pack.k < MANY:
+    m = x.numel() // pack.k
+    if m <= cpu_native.MAX_BATCH or m < cpu_crossover.rows(pack.kind, _by_row_blocks):
         return cpu_pack.linear(x, pack)
-    return linear.by_row_blocks(x, pack.n, pack.k, lambda start, stop, dtype: _rows(pack, start, stop), packed[1])
+    return _by_row_blocks(x, pack)
+
+
+def _by_row_blocks(x: Tensor, pack: Pack) -> Tensor:
+    """torch's product with rows of the weight dequantised in cache."""
+    return linear.by_row_blocks(x, pack.n, pack.k, lambda start, stop, dtype: _rows(pack, start, stop), pack.bias)
 
 
 def _rows(pack: Pack, start: int, stop: int) -> Tensor:
@@ -217,6 +240,6 @@ EMBEDDING = {
     "torch": Implementation(_torch_embedding, _torch_why_not),
 }
 KERNELS = {
-    "packed_linear": Kernel(packed_linear, reference, spec, LINEAR, cases, dense),
+    "packed_linear": Kernel(packed_linear, reference, spec, LINEAR, cases, blocks),
     "packed_embedding": Kernel(packed_embedding, embedding_reference, embedding_spec, EMBEDDING, embedding_cases),
 }

@@ -11,11 +11,17 @@ Source: Zhang and Sennrich 2019, arXiv:1910.07467.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from accelpatch.device import Device
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.dispatch import FLOATS, Case, Implementation, Kernel, Spec, require
+from accelpatch.kernels.triton import launch
+
+LONGEST = 32768  # elements of a row that one Triton program holds
 
 
 def reference(x: Tensor, weight: Tensor, eps: float, plus_one: bool) -> Tensor:
@@ -78,6 +84,25 @@ def _torch(x: Tensor, weight: Tensor, eps: float, plus_one: bool) -> Tensor:
 def _torch_add(x: Tensor, residual: Tensor, weight: Tensor, eps: float, plus_one: bool) -> tuple[Tensor, Tensor]:
     total = (x + residual).contiguous()
     return _torch(total, weight, eps, plus_one), total
+
+
+def _triton_why_not(spec: Spec, device: Device) -> str | None:
+    if spec.sizes["K"] > LONGEST:
+        return f"the Triton kernel holds rows of up to {LONGEST} elements"
+    others = (spec.options[key] for key in ("weight_dtype", "residual_dtype") if key in spec.options)
+    return launch.why_not(device, spec.dtype, *others)
+
+
+def _triton(*args: Any) -> Tensor:
+    from accelpatch.kernels.triton.rmsnorm import rmsnorm as run
+
+    return run(*args)
+
+
+def _triton_add(*args: Any) -> tuple[Tensor, Tensor]:
+    from accelpatch.kernels.triton.rmsnorm import add_rmsnorm as run
+
+    return run(*args)
 
 
 @torch.library.custom_op("accelpatch::rmsnorm", mutates_args=())
@@ -150,8 +175,21 @@ def _add_cases() -> list[Case]:
 
 
 KERNELS = {
-    "rmsnorm": Kernel(rmsnorm, reference, spec, {"torch": Implementation(_torch, dispatch.anywhere)}, cases),
+    "rmsnorm": Kernel(
+        rmsnorm,
+        reference,
+        spec,
+        {"triton": Implementation(_triton, _triton_why_not), "torch": Implementation(_torch, dispatch.anywhere)},
+        cases,
+    ),
     "add_rmsnorm": Kernel(
-        add_rmsnorm, add_reference, add_spec, {"torch": Implementation(_torch_add, dispatch.anywhere)}, _add_cases
+        add_rmsnorm,
+        add_reference,
+        add_spec,
+        {
+            "triton": Implementation(_triton_add, _triton_why_not),
+            "torch": Implementation(_torch_add, dispatch.anywhere),
+        },
+        _add_cases,
     ),
 }

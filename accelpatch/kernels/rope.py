@@ -6,11 +6,15 @@ float32 whatever the model's dtype is. Source: Su et al. 2021, arXiv:2104.09864,
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from accelpatch.device import Device
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.dispatch import FLOATS, Case, Implementation, Kernel, Spec, require
+from accelpatch.kernels.triton import launch
 
 
 def reference(
@@ -43,6 +47,16 @@ def _torch(
     angle = (position_ids.unsqueeze(-1).float() * inv_freq.float()).contiguous()
     both = torch.cat((angle, angle), dim=-1)
     return (both.cos() * attention_scaling).to(dtype), (both.sin() * attention_scaling).to(dtype)
+
+
+def _triton_why_not(spec: Spec, device: Device) -> str | None:
+    return launch.why_not(device, spec.dtype)
+
+
+def _triton(*args: Any) -> tuple[Tensor, Tensor]:
+    from accelpatch.kernels.triton.rope import rotary_cos_sin as run
+
+    return run(*args)
 
 
 @torch.library.custom_op("accelpatch::rotary_cos_sin", mutates_args=())
@@ -93,6 +107,10 @@ def cases() -> list[Case]:
 
 KERNELS = {
     "rotary_cos_sin": Kernel(
-        rotary_cos_sin, reference, spec, {"torch": Implementation(_torch, dispatch.anywhere)}, cases
+        rotary_cos_sin,
+        reference,
+        spec,
+        {"triton": Implementation(_triton, _triton_why_not), "torch": Implementation(_torch, dispatch.anywhere)},
+        cases,
     )
 }

@@ -40,8 +40,10 @@ class Change:
         _assign(self.owner, self.name, self.new)
 
     def revert(self) -> None:
-        """Put the old value back."""
+        """Put the old value back; an attribute that only a patched model has is closed, if it can be."""
         _assign(self.owner, self.name, self.old)
+        if self.old is _Absent and hasattr(self.new, "close"):
+            self.new.close()
 
 
 def _assign(owner: nn.Module, name: str, value: Any) -> None:

@@ -13,10 +13,11 @@ from torch.utils._pytree import tree_map
 
 
 class Call(NamedTuple):
-    """One call of a module: its positional and keyword arguments, copied."""
+    """One call of a module: copies of its positional and keyword arguments, and of the float tensors that it gave."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    outputs: tuple[Tensor, ...] = ()
 
 
 def copied(call: Call) -> Call:
@@ -31,24 +32,42 @@ def copied(call: Call) -> Call:
     return Call(args, kwargs)
 
 
+def floats(value: Any) -> Iterator[Tensor]:
+    """The floating tensors in what a module returns."""
+    if isinstance(value, Tensor) and value.is_floating_point():
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from floats(item)
+
+
 @contextmanager
 def recording(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, list[Call]]]:
     """Record each call of `modules` (path -> module) as path -> calls while the context lasts.
 
-    Tensors are cloned, since a model may go on to write into them. Every hook is removed at the end.
+    Tensors are cloned, since a model may go on to write into them. What a module gave is that of its own forward,
+    before any hook of the user's. Every hook is removed at the end.
     """
     calls: dict[str, list[Call]] = {path: [] for path in modules}
 
-    def hook_for(path: str) -> Callable[..., None]:
+    def before(path: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             calls[path].append(copied(Call(args, kwargs)))
+
+        return hook
+
+    def after(path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            given = tuple(tensor.detach().clone() for tensor in floats(output))
+            calls[path][-1] = calls[path][-1]._replace(outputs=given)
 
         return hook
 
     handles = []
     try:
         for path, module in modules.items():
-            handles.append(module.register_forward_pre_hook(hook_for(path), with_kwargs=True))
+            handles.append(module.register_forward_pre_hook(before(path), with_kwargs=True))
+            handles.append(module.register_forward_hook(after(path), prepend=True))
         yield calls
     finally:
         for handle in handles:

@@ -73,7 +73,9 @@ class Plan:
     def _unread(self) -> list[str]:
         """What the recipe sets and nothing reads yet: said, not swallowed."""
         runtime = self.recipe.runtime
-        asked = {"runtime.cache": runtime.cache != "auto", "runtime.graph": runtime.graph != "auto"}
+        asked = {}
+        if self.device.kind == "cpu":  # where no step is captured
+            asked = {"runtime.cache": runtime.cache != "auto", "runtime.graph": runtime.graph != "auto"}
         asked["calibrate"] = self.recipe.calibrate is not None
         return [f"{key} is set and not used by this version" for key, is_set in asked.items() if is_set]
 

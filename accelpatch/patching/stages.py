@@ -62,9 +62,9 @@ def _check(built: Built, recipe: Recipe, calls: Mapping[str, list[Call]], checki
     if not calls:
         return Checked(built, None, "verification was switched off")
     worst: SiteErrors | None = None
-    for member, (old, new, _) in zip((built.entry.site, *built.entry.site.tied), built.modules, strict=True):
+    for member, (_, new, _) in zip((built.entry.site, *built.entry.site.tied), built.modules, strict=True):
         if calls[member.path]:
-            errors = site_errors(old, new, calls[member.path], recipe.verify.metric, checking)
+            errors = site_errors(new, calls[member.path], recipe.verify.metric, checking)
             worst = errors if worst is None else worst.worse(errors)
     return Checked(built, worst, None if worst else "no input reached it")
 

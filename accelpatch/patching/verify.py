@@ -6,7 +6,7 @@ format in float64, by the float rule. `format_error`: the replacement against th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accelpatch.patching.capture import Call, copied
+from accelpatch.patching.capture import Call, copied, floats
 from accelpatch.report import Verification
 
 # A context that compares every operation run in it with its reference and lists (error, bound) for each.
@@ -35,36 +35,23 @@ class SiteErrors:
         return SiteErrors(kernel.kernel_error, kernel.kernel_bound, max(self.format_error, other.format_error))
 
 
-def site_errors(
-    original: nn.Module, new: nn.Module, calls: Sequence[Call], metric: str, checking: Checking
-) -> SiteErrors:
-    """Run `new` and `original` on each call; a replacement that runs no operation of ours has no kernel figures."""
+def site_errors(new: nn.Module, calls: Sequence[Call], metric: str, checking: Checking) -> SiteErrors:
+    """Run `new` on each call of its original; a replacement that runs no operation of ours has no kernel figures."""
     pairs: list[tuple[Tensor, Tensor]] = []
-    with torch.no_grad():
-        before = [_run(original, call) for call in calls]
-        with checking() as checks:
-            after = [_run(new, call) for call in calls]
-    for old, made in zip(before, after, strict=True):
-        if len(old) != len(made) or any(a.shape != b.shape for a, b in zip(made, old, strict=True)):
+    with torch.no_grad(), checking() as checks:
+        after = [_run(new, call) for call in calls]
+    for call, made in zip(calls, after, strict=True):
+        if len(call.outputs) != len(made) or any(a.shape != b.shape for a, b in zip(made, call.outputs, strict=True)):
             return SiteErrors(None, None, float("inf"))
-        pairs += zip(made, old, strict=True)
+        pairs += zip(made, call.outputs, strict=True)
     error, bound = max(checks, key=lambda check: check[0] - check[1], default=(None, None))
     return SiteErrors(error, bound, format_error(metric, pairs))
 
 
 def _run(module: nn.Module, call: Call) -> list[Tensor]:
     """The floating tensors that `module.forward` returns; user hooks stay out of it."""
-    args, kwargs = copied(call)
-    output = module.forward(*args, **kwargs)
-    return list(_tensors(output))
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor) and value.is_floating_point():
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors(item)
+    args, kwargs, _ = copied(call)
+    return list(floats(module.forward(*args, **kwargs)))
 
 
 def relative_rmse(y: Tensor, original: Tensor) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from accelpatch.quant.weight import QuantizedWeight, grouped
+from accelpatch.quant.weight import QuantizedWeight, grouped, row_blocks
 
 
 def quantize(weight: Tensor, *, group_size: int | None = None) -> QuantizedWeight:
@@ -17,12 +17,18 @@ def quantize(weight: Tensor, *, group_size: int | None = None) -> QuantizedWeigh
 
     Raises KernelError for a NaN or an infinity, and where group_size does not divide K.
     """
-    groups = grouped(weight, group_size, "int8")
+    blocks = row_blocks(grouped(weight, group_size, "int8"))
+    q, scale = zip(*map(_rows, blocks), strict=True)
+    return QuantizedWeight(torch.cat(q), torch.cat(scale), None)
+
+
+def _rows(groups: Tensor) -> tuple[Tensor, Tensor]:
+    """q[n, K] and scale[n, G] of groups [n, G, K / G]."""
     scale = groups.abs().amax(dim=2) / 127
     # where absmax / 127 is too small for a float32 the scale is 0, and so is every weight
     divisor = torch.where(scale > 0, scale, 1.0).unsqueeze(2)
     q = (groups / divisor).round_().clamp_(-127, 127).to(torch.int8)
-    return QuantizedWeight(q.flatten(1), scale, None)
+    return q.flatten(1), scale
 
 
 def dequantize(weight: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from accelpatch.errors import KernelError
 
+BLOCK = 1 << 18  # elements
+
 
 class QuantizedWeight(NamedTuple):
     """q[N, K] int8 (or [N, K / 2], 4-bit pairs stored as int8), scale[N, G] float, offset[N, G] or None."""
@@ -20,8 +22,8 @@ class QuantizedWeight(NamedTuple):
 
 def check_finite(weight: Tensor, name: str) -> None:
     """Raise KernelError, naming the first bad element, where `weight` holds a NaN or an infinity."""
-    bad = ~torch.isfinite(weight)
-    if bool(bad.any()):
+    if not torch.isfinite(torch.stack(torch.aminmax(weight))).all():  # NaN spreads; no copy of the weight is made
+        bad = ~torch.isfinite(weight)
         place, count = [int(i) for i in bad.nonzero()[0]], int(bad.sum())
         raise KernelError(
             f"{name}{place} is {weight[tuple(place)].item()}, and {count} of {weight.numel()} values are not finite: "
@@ -40,3 +42,8 @@ def grouped(weight: Tensor, group_size: int | None, format_name: str) -> Tensor:
         )
     check_finite(weight, "weight")
     return weight.detach().to(torch.float32).contiguous().unflatten(1, (-1, size))
+
+
+def row_blocks(groups: Tensor) -> tuple[Tensor, ...]:
+    """The same groups, as many rows at a time as a CPU's cache holds: what is computed from them stays there."""
+    return groups.split(max(1, BLOCK // (groups.shape[1] * groups.shape[2]))) if groups.is_cpu else (groups,)

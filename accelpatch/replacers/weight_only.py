@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -26,6 +27,8 @@ from accelpatch.quant import QuantizedWeight, int4, int8
 
 INT8_SCALE = 4  # bytes: float32
 NATIVE = "cpu"  # the implementation that holds its weights in a layout of its own
+HIP = "hip"
+ON_GPU = {"int4_linear": "tiled_int4_linear"}  # the operation that reads the layout of a GPU's kernels
 INT4_SCALE = 2  # bytes: float16, for scale and minimum each
 
 
@@ -48,7 +51,7 @@ def weight_of(module: nn.Module) -> Tensor:
 
 
 def kernel_for(op: str, site: Site, device: Device, group_size: int, offset: str) -> tuple[str, str]:
-    """(implementation that one token would run, why it is not the native one). KernelError with every reason."""
+    """(implementation that one token would run, why it is not a native one). KernelError with every reason."""
     assert site.n is not None
     assert site.k is not None
     dtype = getattr(torch, site.dtype)
@@ -58,9 +61,15 @@ def kernel_for(op: str, site: Site, device: Device, group_size: int, offset: str
     if reason is None:
         return NATIVE, ""
     scale = torch.float32 if op != "int4_linear" else torch.float16
-    sizes = {"M": 1, "N": site.n, "K": site.k}
-    note = f"no native CPU kernels: {reason}" if device.kind == "cpu" else ""
-    return dispatch.choose(op, Spec(op, sizes, dtype, scale, group_size, offset), device), note
+    spec = Spec(op, {"M": 1, "N": site.n, "K": site.k}, dtype, scale, group_size, offset)
+    chosen = dispatch.choose(op, spec, device)
+    if device.kind == "cpu":
+        return chosen, f"no native CPU kernels: {reason}"
+    own = replace(spec, op=ON_GPU.get(op, op))
+    if HIP not in dispatch.kernel(own.op).implementations:
+        return chosen, ""
+    reason = dispatch.why_not(own.op, HIP, own, device)
+    return (HIP, "") if reason is None else (chosen, f"{op} by {chosen}, not by the HIP kernels: {reason}")
 
 
 def token_bytes(site: Site, resident: int) -> int:
@@ -73,7 +82,10 @@ def token_bytes(site: Site, resident: int) -> int:
 
 
 class Int8WeightOnly(Replacer):
-    """Symmetric int8 with one float32 scale for each output channel (group_size null), or for each group along K."""
+    """Symmetric int8 with one float32 scale for each output channel (group_size null), or for each group along K.
+
+    Of several group sizes, the first that divides K and that the device's own kernels take: those of a GPU take null.
+    """
 
     name = "int8_weight_only"
     options: ClassVar[Mapping[str, tuple[type, ...]]] = {"group_size": (int, list, type(None))}
@@ -85,14 +97,15 @@ class Int8WeightOnly(Replacer):
         assert site.n is not None
         assert site.k is not None
         wanted = options.get("group_size")
-        group = first_dividing(wanted, site.k)
-        if group is None:
+        groups = dividing(wanted, site.k)
+        if not groups:
             return Reason(f"K = {site.k} is a multiple of none of the group sizes {wanted}")
         op = "int8_embedding" if isinstance(site.original, nn.Embedding) else "int8_linear"
         try:
-            kernel, note = kernel_for(op, site, device, group, "none")
+            found = [(group, *kernel_for(op, site, device, group, "none")) for group in groups]
         except KernelError as error:
             return Reason(str(error))
+        group, kernel, note = next((one for one in found if one[1] in (NATIVE, HIP)), found[0])
         resident = site.n * site.k + site.n * (site.k // group) * INT8_SCALE + bias_bytes(site)
         return Choice(kernel, site.token_bytes, token_bytes(site, resident), resident, {"group_size": group}, note)
 
@@ -125,7 +138,7 @@ class Int4WeightOnly(Replacer):
         assert site.n is not None
         assert site.k is not None
         wanted, symmetric = options.get("group_size", [128, 64, 32]), options.get("symmetric", False)
-        group = first_dividing(wanted, site.k)
+        group = next(iter(dividing(wanted, site.k)), None)
         if group is None:
             return Reason(f"K = {site.k} is a multiple of none of the group sizes {wanted}")
         try:
@@ -144,11 +157,11 @@ class Int4WeightOnly(Replacer):
         return module
 
 
-def first_dividing(wanted: int | list[int | None] | None, k: int) -> int | None:
-    """The first of the group sizes that divides K, or None; a null among them is K itself, one group a row."""
+def dividing(wanted: int | list[int | None] | None, k: int) -> list[int]:
+    """Those of the group sizes that divide K, in order; a null among them is K itself, one group a row."""
     sizes = wanted if isinstance(wanted, list) else [wanted]
     exact = [k if size is None else size for size in sizes]
-    return next((size for size in exact if isinstance(size, int) and size > 0 and k % size == 0), None)
+    return [size for size in exact if isinstance(size, int) and size > 0 and k % size == 0]
 
 
 def bias_bytes(site: Site) -> int:

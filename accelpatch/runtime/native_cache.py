@@ -25,6 +25,8 @@ class Store:
         self.length = 0
         self.step: Any = None
         self.made_by: Any = None
+        self.places: Any = None  # slots, starts and positions of the last step, where that was native as a whole
+        self.open = False  # a step is under way: layers that run their modules write their token in place
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Store:
         copied = Store(*(self.keys.shape[i] for i in (0, 1, 2, 4, 3)))
@@ -46,10 +48,6 @@ class StoreLayer(DynamicLayer):
         self.is_initialized = True
         self._index = index
         self._store = store
-
-    def holds(self, store: Store) -> bool:
-        """Whether the layer's content is still that of `store`."""
-        return self._store is store
 
     @property
     def keys(self) -> Any:
@@ -73,6 +71,17 @@ class StoreLayer(DynamicLayer):
         """Tokens held."""
         return self._store.length if self._store is not None else super().get_seq_length()
 
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Append tokens [B, Hkv, L, D]; while a step is under way its one token, in place."""
+        store = self._store
+        if store is None or not store.open:
+            grown: tuple[Any, Any] = super().update(key_states, value_states, *args, **kwargs)
+            return grown
+        buffers, end = (store.keys[self._index], store.values[self._index]), store.length + 1
+        for buffer, states in zip(buffers, (key_states, value_states), strict=True):
+            buffer[:, :, store.length : end] = states
+        return buffers[0][:, :, :end], buffers[1][:, :, :end]
+
     def _filled(self, buffer: Tensor) -> Tensor:
         assert self._store is not None
         return buffer[self._index][:, :, : self._store.length]
@@ -89,12 +98,18 @@ class StoreLayer(DynamicLayer):
 LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, StoreLayer)
 
 
+def stored(cache: Any) -> Store | None:
+    """The store that all layers of `cache` still show, or None."""
+    layers = cache.layers
+    store: Store | None = getattr(layers[0], "_store", None)
+    return store if store is not None and all(getattr(one, "_store", None) is store for one in layers) else None
+
+
 def attach(cache: DynamicCache, batch: int) -> Store | str:
     """The store behind `cache`, made or refreshed from what the layers hold; or the reason why there can be none."""
     if type(cache) is not DynamicCache or getattr(cache, "offloading", False) or not cache.layers:
         return f"the cache is a {type(cache).__name__}"
-    store: Store | None = getattr(cache.layers[0], "_store", None)
-    if store is not None and all(isinstance(one, StoreLayer) and one.holds(store) for one in cache.layers):
+    if (store := stored(cache)) is not None:
         return store if store.length < store.capacity else _copied(cache, store.length)
     for layer in cache.layers:
         if type(layer) not in LAYERS or not layer.is_initialized or getattr(layer, "record_past", False):

@@ -8,7 +8,7 @@ counts both.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import chain, repeat
 from operator import attrgetter, contains, is_
 from typing import Any
@@ -20,7 +20,8 @@ from torch.nn.modules import module as torch_module
 from accelpatch.errors import KernelError
 from accelpatch.kernels.cpu_native import MAX_BATCH
 from accelpatch.kernels.cpu_step import DecodeStep
-from accelpatch.runtime.native_cache import Store, attach
+from accelpatch.runtime.mixed_step import mixed_step
+from accelpatch.runtime.native_cache import Store, attach, stored
 from accelpatch.runtime.native_weights import NativeModel, Unfit, packed_modules, read
 from accelpatch.runtime.torch_threads import all_threads
 
@@ -41,7 +42,11 @@ class Watch:
     def __init__(self, model: nn.Module):
         modules = list(model.modules())
         inner = [module for module in modules if module is not model]
-        self._hooks = [table for m in inner for table in (m._forward_hooks, m._forward_pre_hooks)]
+        layers = getattr(getattr(model, "model", None), "layers", ())
+        self._layers = [hook_tables(layer.modules()) for layer in layers]
+        within = {id(module) for layer in layers for module in layer.modules()}
+        self._outer = hook_tables(module for module in inner if id(module) not in within)
+        self._hooks = [*self._outer, *chain.from_iterable(self._layers)]
         self._attributes = [vars(m) for m in inner]
         self._tables: list[dict[str, Any]] = [t for m in modules for t in (m._modules, m._parameters, m._buffers)]
         self._held = list(chain.from_iterable(map(dict.values, self._tables)))
@@ -52,9 +57,13 @@ class Watch:
 
     def objection(self) -> str | None:
         """Why the modules must run this step, or None."""
-        if any(self._hooks) or any(getattr(torch_module, name) for name in _GLOBAL_HOOKS):
-            return "a hook on an inner module"
+        if any(self._outer) or any(getattr(torch_module, name) for name in _GLOBAL_HOOKS):
+            return "a hook outside of the layers"
         return None
+
+    def watched(self) -> list[int]:
+        """The numbers of the layers that have a hook, on themselves or inside."""
+        return [place for place, tables in enumerate(self._layers) if any(tables)] if any(self._hooks) else []
 
     def stale(self) -> bool:
         """Whether the model is no longer what the step was made of."""
@@ -65,6 +74,11 @@ class Watch:
             or not all(map(is_, map(attrgetter("pack"), self._packed), self._packs))
             or any(map(contains, self._attributes, repeat("forward")))
         )
+
+
+def hook_tables(modules: Iterable[nn.Module]) -> list[Any]:
+    """Where the hooks of modules are kept."""
+    return [table for module in modules for table in (module._forward_hooks, module._forward_pre_hooks)]
 
 
 class NativeRuntime:
@@ -94,11 +108,31 @@ class NativeRuntime:
         if places is None:
             self.paths["modules: an attention mask that is not left padding"] += 1
             return None
+        assert self._watch is not None
+        if watched := self._watch.watched():
+            logits = mixed_step(model, self._step(store), store, cache, ids[:, 0], places, watched)
+            store.places, store.length = None, store.length + 1
+            self.paths[f"{NATIVE}, but modules in layers {watched}: a hook inside"] += 1
+            return logits.unsqueeze(1)
+        store.places = places
+        return self._advance(store, ids[:, 0]).unsqueeze(1)
+
+    def run_of(self, cache: Any) -> Run | None:
+        """What goes on from the last native step over `cache`; None where the last step was not native."""
+        store = stored(cache)
+        return None if store is None or store.places is None else Run(self, cache, store)
+
+    def changed(self, model: nn.Module) -> bool:
+        """Whether the modules would have to run the next step."""
+        watch = self._watch
+        return not self.steps(model) or watch is None or watch.objection() is not None or bool(watch.watched())
+
+    def _advance(self, store: Store, tokens: Tensor) -> Tensor:
         with all_threads():
-            logits = self._step(store)(ids[:, 0], *places)
+            logits = self._step(store)(tokens, *store.places)
         store.length += 1
         self.paths[NATIVE] += 1
-        return logits.unsqueeze(1)
+        return logits
 
     def steps(self, model: nn.Module) -> bool:
         """Whether the model has native steps, as it is now."""
@@ -150,3 +184,23 @@ class NativeRuntime:
         if store.step is None or store.made_by is not self._model:
             store.step, store.made_by = self._model.step(store.keys, store.values), self._model
         return store.step
+
+
+class Run:
+    """Native steps one after the other over one cache, for a loop that knows that nothing else happens between them."""
+
+    def __init__(self, runtime: NativeRuntime, cache: Any, store: Store):
+        self._runtime, self._cache, self._store = runtime, cache, store
+        self._slots, self._starts, self._positions = (place.clone() for place in store.places)
+
+    def logits(self, model: nn.Module, tokens: Tensor, watched: bool) -> Tensor | None:
+        """Logits [B, V] after `tokens`[B]; None where the model has to be called. watched: look at it again first."""
+        store = self._store
+        if store.length >= store.capacity or stored(self._cache) is not store:
+            return None
+        if watched and (model._forward_hooks or model._forward_pre_hooks or self._runtime.changed(model)):
+            return None
+        self._slots += 1
+        self._positions += 1
+        store.places = (self._slots, self._starts, self._positions)
+        return self._runtime._advance(store, tokens)

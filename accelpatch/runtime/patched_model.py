@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -11,9 +10,24 @@ from torch import nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from accelpatch.errors import PatchError
+from accelpatch.runtime.captured_decoding import captured_loop
+from accelpatch.runtime.captured_graph import GRAPHS
+from accelpatch.runtime.captured_runtime import CapturedRuntime
+from accelpatch.runtime.decoding import decode, stock_loop_because
+from accelpatch.runtime.native_step import NativeRuntime
 from accelpatch.runtime.torch_threads import all_threads, one_thread
 
 RUNTIME = "_accelpatch_runtime"  # the attribute of a patched model that holds its runtime
+
+
+def new_runtime(device_type: str, settings: Any) -> NativeRuntime | CapturedRuntime:
+    """What makes a patched model's steps fast on a device of torch's type: graphs where there are any.
+
+    settings: with the fields of a recipe's `runtime`: graph, cache and max_length.
+    """
+    if device_type in GRAPHS:
+        return CapturedRuntime(settings.graph, settings.cache, settings.max_length)
+    return NativeRuntime()
 
 
 def patched_class(model: nn.Module) -> type[nn.Module]:
@@ -27,20 +41,34 @@ def _subclass(cls: Any) -> type[nn.Module]:
     body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     refused = {name: _refusing(name, advice) for name, advice in REFUSED.items() if hasattr(cls, name)}
     kept = {"tie_weights": _keep_ties} if hasattr(cls, "tie_weights") else {}
-    loops = {"_sample": _quiet(cls._sample)} if hasattr(cls, "_sample") else {}
+    loops = {"_sample": _looping(cls._sample)} if hasattr(cls, "_sample") else {}
     return type(cls.__name__, (cls,), body | refused | kept | loops | {"forward": _stepping(cls)})
 
 
-def _quiet(loop: Any) -> Any:
-    """A generation loop between whose steps torch's threads leave the cores to the native ones."""
+def _looping(stock: Any) -> Any:
+    """generate()'s loop of greedy decoding and sampling: ours over native steps where it can be, else the stock one.
 
-    @functools.wraps(loop)
-    def quiet(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    Between the steps of either, torch's threads leave the cores to the native ones.
+    """
+
+    @functools.wraps(stock)
+    def sample(
+        self: Any, input_ids: Any, logits_processor: Any, stopping_criteria: Any, generation_config: Any,
+        synced_gpus: bool = False, streamer: Any = None, **kwargs: Any,
+    ) -> Any:  # fmt: skip
         runtime = vars(self).get(RUNTIME)
-        with one_thread() if runtime is not None and runtime.steps(self) else nullcontext():
-            return loop(self, *args, **kwargs)
+        given = (input_ids, logits_processor, stopping_criteria, generation_config)
+        if isinstance(runtime, CapturedRuntime):
+            return captured_loop(self, runtime, functools.partial(stock, self), given, synced_gpus, streamer, kwargs)
+        if runtime is None or not runtime.steps(self):
+            return stock(self, *given, synced_gpus, streamer, **kwargs)
+        with one_thread():
+            if (reason := stock_loop_because(self, generation_config, synced_gpus, kwargs)) is None:
+                return decode(self, runtime, *given, streamer, kwargs)
+            runtime.paths[f"stock loop: {reason}"] += 1
+            return stock(self, *given, synced_gpus, streamer, **kwargs)
 
-    return quiet
+    return sample
 
 
 def _stepping(cls: Any) -> Any:

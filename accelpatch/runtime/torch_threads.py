@@ -8,14 +8,11 @@ be found, nothing is done.
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
-LIBRARIES = ("libgomp", "libiomp5", "libomp")
+from accelpatch.kernels.openmp import openmp
 
 
 class _Local(threading.local):
@@ -23,17 +20,6 @@ class _Local(threading.local):
 
 
 _local = _Local()
-
-
-@functools.cache
-def openmp() -> ctypes.CDLL | None:
-    """The OpenMP runtime that this process has loaded, if it has just one."""
-    maps = Path("/proc/self/maps")
-    if not maps.exists():
-        return None
-    paths = {line.split(maxsplit=5)[5].strip() for line in maps.read_text().splitlines() if line.count("/")}
-    loaded = [path for path in paths if Path(path).name.startswith(LIBRARIES)]
-    return ctypes.CDLL(loaded[0]) if len(loaded) == 1 else None
 
 
 @contextmanager

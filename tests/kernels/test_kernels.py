@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from accelpatch.device import probe
 from accelpatch.errors import KernelError
-from accelpatch.kernels import cpu_pack, dispatch, parity
+from accelpatch.kernels import cpu_pack, dispatch, int4_tiles, parity
+from accelpatch.kernels.fp8_linear import FORMS
 from accelpatch.kernels.packed_linear import arguments
 from accelpatch.quant import int4, int8
 from tests.parity import DTYPES, assert_parity, bits, name, strided, transposed
@@ -20,6 +22,7 @@ CPU = torch.device("cpu")
 OPS = tuple(dispatch.TABLE)
 CASES = [(op, case) for op in OPS for case in dispatch.kernel(op).cases()]
 M = (0, 1, 2, 7, 129)
+PRODUCTS = ("gemv", "int8_linear", "int4_linear", "tiled_int4_linear", "fp8_linear")
 
 
 def first_args(op: str, dtype: torch.dtype = torch.float32, index: int = 1) -> tuple[Any, ...]:
@@ -58,9 +61,23 @@ def random_pack(op: str, rng: random.Random, generator: torch.Generator, dtype: 
     return x, *arguments(cpu_pack.pack_int4(*int4.quantize(w, group_size=32, symmetric=rng.random() < 0.5)))
 
 
+def random_tiles(rng: random.Random, generator: torch.Generator, dtype: torch.dtype) -> tuple[Any, ...]:
+    """Groups of every size that tiles take, whole rows of odd length among them, and every kind of offset."""
+    group = rng.choice((32, 64, 128, 256, 0))
+    m, n, k = rng.choice(M), rng.randint(1, 70), group * rng.randint(1, 4) or 2 * rng.randint(1, 300)
+    x, bias = torch.randn(m, k, generator=generator).to(dtype), torch.randn(n, generator=generator).to(dtype)
+    q = torch.randint(-128, 128, (n, k // 2), generator=generator, dtype=torch.int8)
+    scale = (torch.rand(n, k // group if group else 1, generator=generator) / 100).half()
+    zero = torch.randint(0, 16, scale.shape, generator=generator, dtype=torch.int32)
+    offset = rng.choice((None, -8 * scale, zero))
+    return x, *int4_tiles.tile(q, scale, offset), rng.choice((None, bias))
+
+
 def random_args(op: str, rng: random.Random, generator: torch.Generator, dtype: torch.dtype) -> tuple[Any, ...]:
     if op.startswith("packed_"):
         return random_pack(op, rng, generator, dtype)
+    if op == "tiled_int4_linear":
+        return random_tiles(rng, generator, dtype)
     m, n, k, groups = rng.choice(M), rng.randint(1, 70), rng.randint(1, 70), rng.choice((1, 2, 3))
     k = 2 * groups * k if op == "int4_linear" else groups * k
     x, scale, bias = (
@@ -73,6 +90,10 @@ def random_args(op: str, rng: random.Random, generator: torch.Generator, dtype: 
     plus_one = rng.random() < 0.5
     if op == "int8_linear":
         return x, q, scale, bias
+    if op == "gemv":
+        return x, torch.randn(n, k, generator=generator).to(dtype), bias
+    if op == "fp8_linear":
+        return x, torch.randn(n, k, generator=generator).to(rng.choice(FORMS)), scale[:, :1], bias
     if op == "int4_linear":
         minimum = torch.randn(n, groups, generator=generator) / 10
         zero = torch.randint(0, 16, (n, groups), generator=generator, dtype=torch.int32)
@@ -96,7 +117,7 @@ def test_random_shapes(op: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name)
-@pytest.mark.parametrize("op", ["int8_linear", "int4_linear"])
+@pytest.mark.parametrize("op", PRODUCTS)
 def test_leading_dimensions(op: str, dtype: torch.dtype) -> None:
     x, *rest = first_args(op, dtype, index=4)
     (flat,) = assert_parity(op, (x, *rest))
@@ -118,7 +139,7 @@ def test_half_products_are_rounded_once(op: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")], ids=["nan", "inf", "minus-inf"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=name)
-@pytest.mark.parametrize("op", ["int8_linear", "int4_linear", "rmsnorm", "add_rmsnorm", "gated_activation"])
+@pytest.mark.parametrize("op", [*PRODUCTS, "rmsnorm", "add_rmsnorm", "gated_activation"])
 def test_nan_and_infinity_come_through(op: str, dtype: torch.dtype, value: float) -> None:
     args = list(first_args(op, dtype, index=4 if "linear" in op else 1))
     args[0] = args[0].clone()
@@ -130,7 +151,10 @@ def test_nan_and_infinity_come_through(op: str, dtype: torch.dtype, value: float
 @pytest.mark.parametrize("dtype", DTYPES, ids=name)
 @pytest.mark.parametrize("op", OPS)
 def test_opcheck(op: str, dtype: torch.dtype) -> None:
-    torch.library.opcheck(dispatch.kernel(op).op, first_args(op, dtype))
+    checks = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+    if op != "fp8_linear":  # this one changes the inputs' values, by operations that torch has not got for float8
+        checks.append("test_schema")
+    torch.library.opcheck(dispatch.kernel(op).op, first_args(op, dtype), test_utils=checks)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -155,7 +179,7 @@ def test_compiles_into_one_graph(op: str) -> None:
     torch._dynamo.reset()
     run = dispatch.kernel(op).op
     compiled = torch.compile(lambda *values: run(*values), fullgraph=True, backend="aot_eager")
-    chosen = dispatch.TABLE[op][1][0]
+    chosen = dispatch.choose(op, dispatch.kernel(op).spec(*args), probe("cpu"))
     ran = dispatch.calls[op, chosen]
     for one, other in zip(parity.as_tuple(compiled(*args)), expected, strict=True):
         assert torch.equal(bits(one), bits(other))

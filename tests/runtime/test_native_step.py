@@ -97,6 +97,10 @@ WAYS: dict[str, dict[str, Any]] = {
     "repetition": {"do_sample": False, "repetition_penalty": 1.5},
     "scores": {"do_sample": False, "return_dict_in_generate": True, "output_scores": True, "output_logits": True},
     "lookup": {"do_sample": False, "prompt_lookup_num_tokens": 3},
+    "at-least": {"do_sample": False, "min_new_tokens": 20, "eos_token_id": [5, 9, 10**6]},
+    "at-least-then-penalty": {"do_sample": False, "min_length": 30, "repetition_penalty": 1.5, "eos_token_id": 5},
+    "several-ends": {"do_sample": False, "eos_token_id": list(range(40)), "pad_token_id": 0},
+    "time": {"do_sample": False, "max_time": 600.0},
 }
 
 
@@ -152,19 +156,6 @@ def test_a_store_grows_past_its_room(monkeypatch: pytest.MonkeyPatch) -> None:
     assert native_steps(model) == 39
     due = by_modules(model).generate(**full_batch(), max_new_tokens=40, min_new_tokens=40, do_sample=False)
     assert torch.equal(tokens, due)
-
-
-def test_a_hook_inside_is_served_with_the_reason_and_steps_return_after_it() -> None:
-    model, seen = patched("llama"), []
-    hook = model.model.layers[1].mlp.register_forward_hook(lambda *args: seen.append(1))
-    model.generate(**full_batch(), max_new_tokens=6, do_sample=False)
-    assert len(seen) == 6
-    assert native_steps(model) == 0
-    assert model.accelpatch.report().paths["modules: a hook on an inner module"] == 5
-    hook.remove()
-    model.generate(**full_batch(), max_new_tokens=6, do_sample=False)
-    assert native_steps(model) == 5
-    assert len(seen) == 6
 
 
 def test_hidden_states_of_each_step() -> None:
@@ -226,13 +217,19 @@ def test_two_models_in_two_threads() -> None:
     assert wrong == []
 
 
-def test_fork_after_a_patch() -> None:
-    model = patched("llama")
-    due = model.generate(**full_batch(), max_new_tokens=8, do_sample=False)
-    child = os.fork()
-    if child == 0:
-        os._exit(0 if torch.equal(model.generate(**full_batch(), max_new_tokens=8, do_sample=False), due) else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+@pytest.mark.parametrize("threads", [1, 2])
+def test_fork_after_a_patch(threads: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        model = patched("llama")
+        due = model.generate(**full_batch(), max_new_tokens=8, do_sample=False)
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if torch.equal(model.generate(**full_batch(), max_new_tokens=8, do_sample=False), due) else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    finally:
+        torch.set_num_threads(before)
 
 
 class Breaking(BaseStreamer):

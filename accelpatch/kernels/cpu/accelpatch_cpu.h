@@ -38,6 +38,10 @@ int ap_best_isa(void);
 int ap_use_isa(int isa);
 int ap_isa(void);
 
+/* The OpenMP threads of the program, for all but decode steps: its GOMP_parallel, omp_get_thread_num and omp_get_num_threads;
+ * NULLs for none. */
+void ap_use_team(void* parallel, void* number, void* count);
+
 /* Bytes of the pack that `shape` (data and bias are not read) needs; -1 where the shape is outside the limits. */
 int64_t ap_pack_bytes(const ap_linear* shape);
 /* q: int8 [n, k], or packed nibbles [n, k / 2] with the even k in the low nibble; scale, minimum: float32 [n, k / group]. */
@@ -94,10 +98,12 @@ typedef struct {
 /* Copies the structs (not what they point to: that must outlive the step) and allocates all the memory that steps need. */
 int ap_step_create(const ap_model* model, int max_threads, void** step);
 void ap_step_free(void* step);
-/* One token for each of `batch` sequences: writes its keys and values at slots[b], attends to starts[b] .. slots[b], rotates by
- * positions[b]; logits: float32 [batch, vocabulary], or NULL where nobody reads them. Allocates nothing. */
+/* One token for each of `batch` sequences, through layers first .. last - 1: writes its keys and values at slots[b], attends to starts[b] .. slots[b], rotates by
+ * positions[b]; logits: float32 [batch, vocabulary], or NULL where nobody reads them. hidden: float32 [batch, hidden], the
+ * residual stream: read where first > 0, written where last is not the number of layers (logits are not, then); else NULL.
+ * Allocates nothing. */
 int ap_step_run(void* step, int64_t batch, const int64_t* tokens, const int64_t* slots, const int64_t* starts, const int64_t* positions,
-                float* logits, int threads);
+                int64_t first, int64_t last, float* hidden, float* logits, int threads);
 
 /* Asks the system for large pages; a hint, never an error. */
 void ap_advise_large_pages(void* data, int64_t bytes);

@@ -92,7 +92,7 @@ int ap_linear_run(const ap_linear* w, const void* x, int64_t m, int64_t x_stride
   auto* bytes = static_cast<char*>(memory.at_least(rows + chosen_kernels().activation_bytes(m, w->k)));
   if (!bytes) return AP_NO_MEMORY;
   LinearCall call = {w, x, y, m, x_stride, y_stride, dtype, reinterpret_cast<float*>(bytes), bytes + rows};
-  crew_run(useful(threads, w->n * w->k * m), chosen_kernels().linear, &call, m <= AP_MAX_BATCH ? CREW_DECODING : CREW_DONE);
+  crew_run(useful(threads, w->n * w->k * m), chosen_kernels().linear, &call, CREW_GUEST);
   return AP_OK;
 }
 
@@ -107,7 +107,7 @@ int ap_gather(const ap_linear* w, const int64_t* ids, int64_t count, float* rows
 int ap_rmsnorm(const float* x, const float* residual, const float* weight, float eps, int64_t m, int64_t k, float* y, float* sum, int threads) {
   if (!weight || m < 0 || k < 1 || (m > 0 && (!x || !y || (residual && !sum)))) return AP_BAD_ARGUMENT;
   NormCall call = {x, residual, weight, y, sum, m, k, eps};
-  if (m > 0) crew_run(useful(threads, m * k * 4), chosen_kernels().norm, &call, m <= AP_MAX_BATCH ? CREW_DECODING : CREW_DONE);
+  if (m > 0) crew_run(useful(threads, m * k * 4), chosen_kernels().norm, &call, CREW_GUEST);
   return AP_OK;
 }
 
@@ -120,7 +120,7 @@ int ap_rope_(float* x, const float* cos, const float* sin, int64_t m, int64_t he
 int ap_gated(const float* gate, const float* up, int activation, int64_t count, float* y, int threads) {
   if (activation < AP_SILU || activation > AP_RELU || count < 0) return AP_BAD_ARGUMENT;
   GatedCall call = {gate, up, y, count, activation};
-  if (count > 0) crew_run(useful(threads, count * 4), chosen_kernels().gated, &call, CREW_DONE);
+  if (count > 0) crew_run(useful(threads, count * 4), chosen_kernels().gated, &call, CREW_GUEST);
   return AP_OK;
 }
 
@@ -144,7 +144,7 @@ int ap_attention_run(const ap_attention* a, int threads) {
   }
   AttentionCall call = {*a, runs, static_cast<float*>(memory.at_least(a->batch * a->heads * runs * round_up(a->d + 2, 16) * 4))};
   if (!call.partial) return AP_NO_MEMORY;
-  crew_run(useful(threads, a->batch * a->heads * runs * 64 * a->d), chosen_kernels().attention, &call, CREW_DECODING);
+  crew_run(useful(threads, a->batch * a->heads * runs * 64 * a->d), chosen_kernels().attention, &call, CREW_GUEST);
   return AP_OK;
 }
 

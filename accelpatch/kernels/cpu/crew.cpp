@@ -26,6 +26,7 @@ struct Crew {
 
 namespace {
 
+constexpr int64_t kPatience = 1000;  // microseconds that a worker spins for the next step
 constexpr int64_t kPieces = 8;  // of a share: few enough to cost nothing, enough to help a thread that was held up
 constexpr int kPauses = 2000;                            // then others may have the core: more threads than cores must not stall
 
@@ -50,7 +51,7 @@ struct Pool {
   Crew crew;
   std::atomic<uint64_t> ticket{0};  // generation * 256 + count: one word, so that a late worker never mixes two calls
   std::atomic<int> pending{0};
-  std::atomic<int> patience{0};  // microseconds that workers spin after the call
+  std::atomic<int64_t> patience{0};  // microseconds that workers spin after the call
   Job job = nullptr;
   void* argument = nullptr;
   int workers = 0;
@@ -87,14 +88,28 @@ void work(Pool* pool, int self, uint64_t seen) {
   }
 }
 
-// The child of a fork has the memory but not the threads (and perhaps a lock held by a thread that is not there): begin anew.
-void forget() { current.store(nullptr); }
+// The program's OpenMP runtime, by the interface that GCC's compiled code uses; LLVM's and Intel's runtimes have it too.
+struct Team {
+  std::atomic<void (*)(void (*)(void*), void*, unsigned, unsigned)> parallel{nullptr};
+  std::atomic<int (*)()> number{nullptr}, count{nullptr};
+} team;
+
+// The child of a fork has the memory but not the threads (and perhaps a lock held by a thread that is not there): begin anew,
+// on threads of our own, since the OpenMP runtime would wait for ever for those that it had.
+void forget() {
+  current.store(nullptr);
+  team.parallel.store(nullptr);
+}
+
+void forget_after_fork() {
+  static const int registered = pthread_atfork(nullptr, nullptr, forget);
+  (void)registered;
+}
 
 Pool* pool() {
   Pool* here = current.load(std::memory_order_acquire);
   if (here) return here;
-  static const int registered = pthread_atfork(nullptr, nullptr, forget);
-  (void)registered;
+  forget_after_fork();
   Pool* made = new Pool;
   if (current.compare_exchange_strong(here, made)) return made;
   delete made;
@@ -133,23 +148,57 @@ void publish(Pool* pool, int count) {
   if (sleepers) pool->wake.notify_all();
 }
 
+struct Guest {
+  Crew crew;
+  Job job;
+  void* argument;
+  std::atomic<bool> ready{false};
+};
+
+// How many threads came is known only inside.
+void guest(void* data) {
+  auto* g = static_cast<Guest*>(data);
+  const int self = team.number.load()();
+  if (self == 0) {
+    reset(g->crew, team.count.load()());
+    g->ready.store(true, std::memory_order_release);
+  }
+  spin_until([&] { return g->ready.load(std::memory_order_acquire); });
+  g->job(g->argument, &g->crew, self);
+}
+
+void run_alone(Job job, void* argument) {
+  Crew alone;
+  reset(alone, 1);
+  job(argument, &alone, 0);
+}
+
 }  // namespace
 
-void crew_run(int count, Job job, void* argument, int patience) {
+void ap_use_team(void* parallel, void* number, void* count) {
+  forget_after_fork();
+  team.number.store(reinterpret_cast<int (*)()>(number));
+  team.count.store(reinterpret_cast<int (*)()>(count));
+  team.parallel.store(reinterpret_cast<void (*)(void (*)(void*), void*, unsigned, unsigned)>(parallel));
+}
+
+void crew_run(int count, Job job, void* argument, CrewKind kind) {
   count = std::clamp<int>(count, 1, AP_MAX_THREADS);
-  Pool* here = count > 1 ? pool() : nullptr;
-  if (here == nullptr || !here->owner.try_lock()) {
-    Crew alone;
-    reset(alone, 1);
-    job(argument, &alone, 0);
-    return;
+  if (count == 1) return run_alone(job, argument);
+  if (auto* parallel = team.parallel.load(); parallel && kind == CREW_GUEST) {
+    Guest g;
+    g.job = job;
+    g.argument = argument;
+    return parallel(guest, &g, static_cast<unsigned>(count), 0);
   }
+  Pool* here = pool();
+  if (!here->owner.try_lock()) return run_alone(job, argument);
   std::lock_guard<std::mutex> lock(here->owner, std::adopt_lock);
   count = hire(here, count);
   reset(here->crew, count);
   here->job = job;
   here->argument = argument;
-  here->patience.store(patience, std::memory_order_relaxed);
+  here->patience.store(kind == CREW_DECODING ? kPatience : 0, std::memory_order_relaxed);
   publish(here, count);
   job(argument, &here->crew, 0);
   spin_until([&] { return here->pending.load(std::memory_order_acquire) == 0; });

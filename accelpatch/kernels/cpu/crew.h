@@ -5,12 +5,13 @@
 struct Crew;
 using Job = void (*)(void* argument, Crew* crew, int self);
 
-// Runs job on `count` threads, the caller's among them, and returns when all have. Where another call holds the workers, the
-// caller runs alone (count 1): two callers never wait for each other.
-// patience: how many microseconds the workers then spin for the next call. A decode loop comes back within a millisecond;
-// after a large product the cores belong to whoever computes next, which may be torch with threads of its own.
-enum { CREW_DECODING = 1000, CREW_DONE = 0 };
-void crew_run(int count, Job job, void* argument, int patience);
+// Runs job on `count` threads, the caller's among them, and returns when all have.
+// CREW_DECODING: on threads of our own, which then spin some time for the next call; a decode loop comes back within a
+// millisecond. Where another call holds them, the caller runs alone (count 1): two callers never wait for each other.
+// CREW_GUEST: on the OpenMP threads of the program that we are in (ap_use_team), as torch's own operations are: after each of
+// those they spin for a while, and threads of ours would have to fight them for the cores. Where there are none: on ours.
+enum CrewKind { CREW_DECODING, CREW_GUEST };
+void crew_run(int count, Job job, void* argument, CrewKind kind);
 int crew_count(const Crew* crew);
 // Everyone waits for everyone; what was written before is seen after. Every thread must call it equally often.
 void crew_wait(Crew* crew, int self);

@@ -213,10 +213,18 @@ inline void step_job(void* argument, Crew* crew, int self) {
   const auto* call = static_cast<const StepCall*>(argument);
   Step* step = call->step;
   const Worker t = {call, step, &step->model, &step->scratch[self], crew, self, call->batch};
+  const int64_t layers = step->model.layers;
+  const auto bytes = static_cast<size_t>(call->batch * step->model.hidden) * 4;
   if (self == 0) rotary_angles(t);
-  embed(t);
-  for (int64_t i = 0; i < step->model.layers; i++) layer_stages(t, step->layers[i]);
-  if (call->logits) head_stage(t);
+  if (call->first > 0) memcpy(t.own->hidden, call->hidden, bytes);
+  else embed(t);
+  for (int64_t i = call->first; i < call->last; i++) layer_stages(t, step->layers[i]);
+  if (call->last < layers) {
+    crew_wait(crew, self);  // nobody may still be reading what one of us writes
+    if (self == 0) memcpy(call->hidden, t.own->hidden, bytes);
+  } else if (call->logits) {
+    head_stage(t);
+  }
 }
 
 }  // namespace

@@ -40,6 +40,8 @@ struct StepCall {
   int64_t batch;
   const int64_t *tokens, *slots, *starts, *positions;
   float* logits;
+  int64_t first, last;  // layers
+  float* hidden;        // [batch, hidden]: read where first > 0, written where last < layers
 };
 
 struct Kernels {

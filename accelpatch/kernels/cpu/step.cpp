@@ -70,6 +70,8 @@ int64_t lay_out(Step& s, char* memory) {
 }
 
 bool call_fits(const ap_model& m, const StepCall& c) {
+  const bool part = c.first > 0 || c.last < m.layers;
+  if (c.first < 0 || c.first > c.last || c.last > m.layers || (part && !c.hidden)) return false;
   if (c.batch < 1 || c.batch > m.max_batch || !c.tokens || !c.slots || !c.starts || !c.positions) return false;
   for (int64_t b = 0; b < c.batch; b++) {
     if (c.tokens[b] < 0 || c.tokens[b] >= m.vocabulary || c.positions[b] < 0) return false;
@@ -108,10 +110,10 @@ extern "C" void ap_step_free(void* step) {
 }
 
 extern "C" int ap_step_run(void* step, int64_t batch, const int64_t* tokens, const int64_t* slots, const int64_t* starts,
-                           const int64_t* positions, float* logits, int threads) {
+                           const int64_t* positions, int64_t first, int64_t last, float* hidden, float* logits, int threads) {
   auto* owner = static_cast<Owner*>(step);
   if (!owner) return AP_BAD_ARGUMENT;
-  StepCall call = {&owner->step, batch, tokens, slots, starts, positions, logits};
+  StepCall call = {&owner->step, batch, tokens, slots, starts, positions, logits, first, last, hidden};
   if (!call_fits(owner->step.model, call)) return AP_BAD_ARGUMENT;
   std::lock_guard<std::mutex> lock(owner->lock);
   crew_run(threads < owner->step.threads ? threads : owner->step.threads, chosen_kernels().step, &call, CREW_DECODING);

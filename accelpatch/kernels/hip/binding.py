@@ -1,12 +1,27 @@
-"""The C interface of the device library, by ctypes: the launch's arguments and what its status codes mean."""
+"""The C interface of the device library, by ctypes: one launch from tensors, its limits, what its status codes mean."""
 
 from __future__ import annotations
 
 import ctypes
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from accelpatch.device import Device, probe
 from accelpatch.errors import KernelError
+from accelpatch.kernels import build
+from accelpatch.kernels.dispatch import Spec
+
+#: rows of x up to which a launch reads the weights (8 rows each time); more of them go to torch's product
+MOST = 64
+DTYPES = (torch.bfloat16, torch.float16)  # of x and y, numbered as in the C interface
 
 _POINTERS = ("w", "scale", "offset", "x", "norm_weight", "norm_bias", "bias", "residual", "y")
 _SIZES = ("m", "n", "k", "x_stride", "residual_stride", "y_stride")
@@ -46,8 +61,13 @@ class GemvArgs(ctypes.Structure):
 
 
 def load(path: Path, function: str) -> Any:
-    """The library's entry ``function(args, dtype[, format], stream) -> status``."""
-    entry = getattr(ctypes.CDLL(str(path)), function)
+    """The entry ``function(args, dtype[, format], stream) -> status`` of the library at `path`."""
+    return declared(ctypes.CDLL(str(path)), function)
+
+
+def declared(library: ctypes.CDLL, function: str) -> Any:
+    """An entry of the library with its C types."""
+    entry = getattr(library, function)
     entry.restype = ctypes.c_int
     last = [ctypes.c_int] if function != "accelpatch_gemv" else []
     entry.argtypes = [ctypes.POINTER(GemvArgs), ctypes.c_int, *last, ctypes.c_void_p]
@@ -59,3 +79,113 @@ def check(status: int, function: str) -> None:
     if status:
         reason = _STATUS.get(status, f"the device's runtime reports error {status - 1000}")
         raise KernelError(f"{function} was not launched: {reason}")
+
+
+@dataclass(frozen=True)
+class Weight:
+    """What a launch reads: w[n, k] in the format of `function` (gemv, gemv_int8, gemv_int4, gemv_fp8).
+
+    form: the function's format argument, None where it takes none. scale, offset: a float32 a row, or tiles of 16 bits
+    (layout.py), of which 2 ** group_shift steps share one. settled: no copy that was made for this launch.
+    """
+
+    function: str
+    n: int
+    k: int
+    w: Tensor
+    form: int | None = None
+    scale: Tensor | None = None
+    offset: Tensor | None = None
+    offset_kind: str = "none"
+    group_shift: int = 0
+    settled: bool = True
+
+
+def why_not(spec: Spec, device: Device) -> str | None:
+    """What every format asks of a call: a GPU with a library, 16-bit activations, sizes within the kernel's."""
+    if reason := build.why_not("hip", device):
+        return reason
+    if spec.dtype not in DTYPES:
+        return f"its activations are bfloat16 or float16, not {spec.dtype}"
+    n, k = spec.sizes["N"], spec.sizes["K"]
+    return None if n < 1 << 31 and k < 1 << 27 else f"N = {n} is 2^31 or more, or K = {k} 2^27 or more"
+
+
+class _Local(threading.local):
+    settled = False
+
+
+_local = _Local()
+
+
+@contextmanager
+def settled_weights() -> Iterator[None]:
+    """Within it, and in this thread, a launch may read its weights while the kernel before it still runs.
+
+    For whoever knows that no kernel in the stream still writes them, such as a captured step. Activations are always
+    waited for. It has an effect where the device can do it (Hopper and later).
+    """
+    before, _local.settled = _local.settled, True
+    try:
+        yield
+    finally:
+        _local.settled = before
+
+
+def launch(
+    weight: Weight,
+    x: Tensor,
+    *,
+    bias: Tensor | None = None,
+    norm: str = "none",
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    epsilon: float = 1e-5,
+    activation: str = "none",
+    residual: Tensor | None = None,
+) -> Tensor:
+    """y[..., N] = activation(norm(x[..., K]) @ w^T + bias) + residual, in x's dtype, on torch's current stream.
+
+    x, and what is added or multiplied, bfloat16 or float16 alike; other dtypes and strides are copied. norm: a key of
+    NORM over K with norm_weight[K] and norm_bias[K]. activation: a key of ACTIVATION; with "silu_gate" the first half
+    of w's rows are gates, and y and residual have N / 2 columns. Raises KernelError where the launch is refused.
+    """
+    n, k = weight.n // 2 if activation == "silu_gate" else weight.n, weight.k
+    rows = _rows(x, k)
+    y = x.new_empty((*x.shape[:-1], n))
+    if y.numel() == 0:
+        return y
+    beside = None if residual is None else _rows(residual.to(x.dtype), n)
+    vectors = {"bias": bias, "norm_weight": norm_weight, "norm_bias": norm_bias}
+    held = {name: None if v is None else v.to(x.dtype).contiguous() for name, v in vectors.items()}
+    held |= {"w": weight.w, "scale": weight.scale, "offset": weight.offset, "x": rows, "y": y, "residual": beside}
+    args = GemvArgs(
+        **{name: None if tensor is None else tensor.data_ptr() for name, tensor in held.items()},
+        m=rows.shape[0], n=weight.n, k=k, x_stride=rows.stride(0), y_stride=n,
+        residual_stride=0 if beside is None else beside.stride(0),
+        epsilon=epsilon, norm=NORM[norm], activation=ACTIVATION[activation], offset_kind=OFFSET[weight.offset_kind],
+        scale_is_bf16=int(weight.scale is not None and weight.scale.dtype == torch.bfloat16),
+        group_shift=weight.group_shift, dependent=0 if _local.settled and weight.settled else -1,
+    )  # fmt: skip
+    _start(weight, args, x)
+    return y
+
+
+def _start(weight: Weight, args: GemvArgs, x: Tensor) -> None:
+    name = f"accelpatch_{weight.function}"
+    form = () if weight.form is None else (weight.form,)
+    with torch.cuda.device(x.device):
+        stream = torch.cuda.current_stream().cuda_stream
+        entry = _entry(name, probe(x.device))
+        check(entry(ctypes.byref(args), DTYPES.index(x.dtype), *form, stream), name)
+
+
+@cache
+def _entry(name: str, device: Device) -> Any:
+    return declared(build.library("hip", device), name)
+
+
+def _rows(values: Tensor, columns: int) -> Tensor:
+    """[M, columns] of values[..., columns], each row without gaps; copied only where it has them."""
+    flat = values.reshape(-1, columns)
+    return flat if flat.stride(1) == 1 or columns == 1 else flat.contiguous()

@@ -129,7 +129,11 @@ static void steps() {
     for (int64_t b = 0; b < batch; b++)
       tokens[b] = pick(0, words - 1), slots[b] = pick(0, length - 1), starts[b] = pick(0, slots[b]), positions[b] = slots[b];
     Buffer<float> logits(batch * words);
-    require(ap_step_run(step, batch, tokens, slots, starts, positions, logits.tail, static_cast<int>(pick(1, 3))) == AP_OK, "step_run");
+    const int threads = static_cast<int>(pick(1, 3));
+    require(ap_step_run(step, batch, tokens, slots, starts, positions, 0, 1, nullptr, logits.tail, threads) == AP_OK, "step_run");
+    Buffer<float> stream(batch * hidden);
+    require(ap_step_run(step, batch, tokens, slots, starts, positions, 0, 0, stream.tail, logits.tail, threads) == AP_OK, "step_run_embed");
+    require(ap_step_run(step, batch, tokens, slots, starts, positions, 1, 1, stream.tail, logits.tail, threads) == AP_OK, "step_run_head");
   }
   ap_step_free(step);
 }

@@ -24,7 +24,7 @@ pytestmark = [
 
 def compiled(folder: Path, flags: tuple[str, ...]) -> Path:
     made = build.target("cpu", probe("cpu"))
-    compiler = build.compiler(made.compilers)
+    compiler = build.compiler(made)
     assert compiler is not None
     sources = [(SOURCES / name, own) for name, own in made.sources.items()] + [(HARNESS, ())]
     objects = [folder / f"{path.stem}.o" for path, _ in sources]
@@ -45,7 +45,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     empty = tmp_path_factory.mktemp("empty")
     (empty / "empty.cpp").write_text("int main() {}\n")
     command = [
-        str(build.compiler(("g++", "clang++", "c++"))),
+        str(build.compiler(build.target("cpu", probe("cpu")))),
         *FLAGS,
         str(empty / "empty.cpp"),
         "-o",

@@ -1,0 +1,84 @@
+"""A 4-bit weight in the tiles that the HIP kernels read (hip/layout.py), made of the canonical tensors and undone.
+
+Groups of 32, 64, or 128 times a power of two along K, or whole rows; scales and offsets of 16 bits. Both ways exact.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from accelpatch.kernels import linear
+from accelpatch.kernels.dispatch import require
+from accelpatch.kernels.hip import layout
+from accelpatch.kernels.hip.layout import TILE_VALUES
+
+WHOLE_ROW = 1 << 20  # the C interface's word for one group a row
+NO_SHIFT_LEFT = 30  # all steps share one set of scales
+
+
+class Tiles(NamedTuple):
+    """w[tiles, steps, 1024], scale and offset[tiles, sets, 8, groups, 2] of a weight[n, k], group along K.
+
+    kind: "none", "minimum" or "zero_point", whose offsets are integers lying in scale's dtype.
+    """
+
+    w: Tensor
+    scale: Tensor
+    offset: Tensor | None
+    n: int
+    k: int
+    group: int
+    kind: str
+
+
+def places(k: int, group: int) -> dict[str, int]:
+    """How layout.tile_scales lays out a table: steps of K, groups a step, log2 of the steps that share a set."""
+    steps, whole = -(-k // TILE_VALUES), group == k
+    shift = NO_SHIFT_LEFT if whole else max(group // TILE_VALUES, 1).bit_length() - 1
+    return {"steps": steps, "groups": 1 if whole else max(TILE_VALUES // group, 1), "group_shift": shift}
+
+
+def tile(q: Tensor, scale: Tensor, offset: Tensor | None) -> Tiles:
+    """The tiles of canonical tensors. Raises KernelError for groups, scales or offsets that they cannot hold."""
+    n, k = q.shape[0], 2 * q.shape[1]
+    group = linear.check_scale("tiles", n, k, scale, offset)
+    reason = unfit(k, group, scale.dtype)
+    require(reason is None, "tiles", str(reason))
+    beside = None if offset is None else offset.to(scale.dtype)
+    if offset is not None and beside is not None:
+        require(torch.equal(beside.to(offset.dtype), offset), "tiles", f"an offset is no number of {scale.dtype}")
+    scales, offsets = _table(scale, k, group), None if beside is None else _table(beside, k, group)
+    return Tiles(layout.tile_int4(q), scales, offsets, n, k, group, kind_of(offset))
+
+
+def _table(table: Tensor, k: int, group: int) -> Tensor:
+    steps, groups, shift = places(k, group).values()
+    return layout.tile_scales(table, steps=steps, groups=groups, group_shift=shift)
+
+
+def kind_of(offset: Tensor | None) -> str:
+    """What a canonical offset means, by its dtype."""
+    return "none" if offset is None else "minimum" if offset.is_floating_point() else "zero_point"
+
+
+def untile(tiles: Tiles) -> tuple[Tensor, Tensor, Tensor | None]:
+    """q, scale and offset as they were (zero points as int32): the inverse of `tile`."""
+    w, scale, offset, n, k, group, kind = tiles
+    scales = layout.untile_scales(scale, n, k // group)
+    beside = None if offset is None else layout.untile_scales(offset, n, k // group)
+    if beside is not None and kind == "zero_point":
+        beside = beside.to(torch.int32)
+    return layout.untile_int4(w, n, k), scales, beside
+
+
+def unfit(k: int, group: int, scale_dtype: torch.dtype | None) -> str | None:
+    """Why a weight has no tiles; None where it has."""
+    runs = group in (32, 64) or (group % TILE_VALUES == 0 and (group & (group - 1)) == 0)
+    if not runs and group != k:
+        return f"its groups are 32, 64, 128 times a power of two, or whole rows, not {group}"
+    if scale_dtype not in (torch.float16, torch.bfloat16):
+        return f"its scales are float16 or bfloat16, not {scale_dtype}"
+    return None

@@ -1,0 +1,165 @@
+"""Linear layer with a 4-bit weight in the tiles that the HIP kernels read (hip/layout.py): y = x @ w[N, K]^T + bias.
+
+The tiles (int4_tiles.py) are the only copy of the weight that a module on a GPU holds. Numbers and reference are those
+of int4_linear: the tiles are undone into the canonical tensors, and their plain torch reference runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from accelpatch.device import Device, probe
+from accelpatch.kernels import dispatch, int4_linear, int4_tiles, linear
+from accelpatch.kernels.dispatch import Case, Implementation, Kernel, Spec, require
+from accelpatch.kernels.hip import binding
+from accelpatch.kernels.hip.binding import Weight
+from accelpatch.kernels.hip.layout import TILE_ROWS, TILE_VALUES
+from accelpatch.kernels.int4_tiles import Tiles
+
+OP = "tiled_int4_linear"
+
+
+def tiles_for(weight: tuple[Tensor, Tensor, Tensor | None], dtype: torch.dtype, device: torch.device) -> Tiles | None:
+    """The tiles of a canonical weight where `hip` would run on them for x of `dtype`, else None."""
+    q, scale, offset = weight
+    if device.type != "cuda":
+        return None
+    n, k = q.shape[0], 2 * q.shape[1]
+    wanted = of_shape(n, k, dtype, k // scale.shape[1], int4_tiles.kind_of(offset), scale.dtype)
+    exact = offset is None or torch.equal(offset.to(scale.dtype).to(offset.dtype), offset)
+    return int4_tiles.tile(q, scale, offset) if exact and why_not(wanted, probe(device)) is None else None
+
+
+def dense(dtype: torch.dtype, *args: Any) -> tuple[Tensor, Tensor | None]:
+    """The canonical tensors of the tiles as floats, as their own format has it, and the bias."""
+    *tiles, bias = args
+    return int4_linear.dense(dtype, *int4_tiles.untile(Tiles(*tiles)), bias)
+
+
+def blocks(*args: Any) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """The same in float64, some rows at a time."""
+    *tiles, bias = args
+    return int4_linear.blocks(*int4_tiles.untile(Tiles(*tiles)), bias)
+
+
+def reference(x: Tensor, *args: Any) -> Tensor:
+    """The whole weight dequantised into x's dtype, then torch's own linear layer."""
+    return functional.linear(x, *dense(x.dtype, *args))
+
+
+def spec(x: Tensor, *args: Any) -> Spec:
+    """What dispatch asks of a call. Raises KernelError where shapes, dtypes or devices do not fit together."""
+    *rest, bias = args
+    tiles = Tiles(*rest)
+    n, k = tiles.n, tiles.k
+    require(x.dim() >= 1 and x.dtype in dispatch.FLOATS, OP, f"x is float [..., K], not {linear.say(x)}")
+    require(x.shape[-1] == k, OP, f"x has {x.shape[-1]} features, the weight {k}")
+    place = int4_tiles.places(k, tiles.group)
+    size = [-(-n // TILE_ROWS), place["steps"], TILE_ROWS * TILE_VALUES // 2]
+    require(list(tiles.w.shape) == size, OP, f"the tiles of [{n}, {k}] are {size}, not {linear.say(tiles.w)}")
+    sets = ((place["steps"] - 1) >> place["group_shift"]) + 1
+    size = [size[0], sets, TILE_ROWS // 2, place["groups"], 2]
+    for table in (tiles.scale, tiles.scale if tiles.offset is None else tiles.offset):
+        require(list(table.shape) == size, OP, f"scale and offset are {size}, not {linear.say(table)}")
+    linear.check_beside(OP, x, n, bias, w=tiles.w, scale=tiles.scale, offset=tiles.offset)
+    return of_shape(n, k, x.dtype, tiles.group, tiles.kind, tiles.scale.dtype, m=x.numel() // k)
+
+
+def of_shape(
+    n: int, k: int, dtype: torch.dtype, group: int, offset: str, scale_dtype: torch.dtype = torch.float16, *, m: int = 1
+) -> Spec:
+    """The Spec of tiles that need not exist yet; a plan asks with it."""
+    return Spec(OP, {"M": m, "N": n, "K": k}, dtype, scale_dtype, group, offset)
+
+
+def why_not(spec: Spec, device: Device) -> str | None:
+    """Why `by_hip` cannot run a spec; None where it can."""
+    assert spec.group_size is not None
+    return int4_tiles.unfit(spec.sizes["K"], spec.group_size, spec.scale_dtype) or binding.why_not(spec, device)
+
+
+def by_hip(x: Tensor, *args: Any) -> Tensor:
+    """The implementation `hip`: the weight read once for each 8 rows; `by_torch` for many rows."""
+    *rest, bias = args
+    tiles = Tiles(*rest)
+    if x.numel() > binding.MOST * tiles.k:
+        return by_torch(x, *args)
+    form = int4_tiles.WHOLE_ROW if tiles.group == tiles.k else tiles.group
+    shift = int4_tiles.places(tiles.k, tiles.group)["group_shift"]
+    held = (tiles.w.contiguous(), form, tiles.scale.contiguous())
+    beside = None if tiles.offset is None else tiles.offset.contiguous()
+    settled = held[0] is tiles.w and held[2] is tiles.scale and beside is tiles.offset
+    weight = Weight("gemv_int4", tiles.n, tiles.k, *held, beside, tiles.kind, shift, settled)
+    return binding.launch(weight, x, bias=bias)
+
+
+def by_torch(x: Tensor, *args: Any) -> Tensor:
+    """The implementation `torch`: tiles undone and rows of the weight dequantised block by block."""
+    *rest, bias = args
+    tiles = Tiles(*rest)
+
+    def rows(start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        first, last = start // TILE_ROWS, -(-stop // TILE_ROWS)
+        beside = None if tiles.offset is None else tiles.offset[first:last]
+        count = min(last * TILE_ROWS, tiles.n) - first * TILE_ROWS
+        part = tiles._replace(w=tiles.w[first:last], scale=tiles.scale[first:last], offset=beside, n=count)
+        wide = torch.promote_types(dtype, torch.float32)
+        return int4_linear.dequantize_rows(*int4_tiles.untile(part), wide)[
+            start - first * TILE_ROWS : stop - first * TILE_ROWS
+        ]
+
+    return linear.by_row_blocks(x, tiles.n, tiles.k, rows, bias)
+
+
+@torch.library.custom_op("accelpatch::tiled_int4_linear", mutates_args=())
+def tiled_int4_linear(
+    x: Tensor, w: Tensor, scale: Tensor, offset: Tensor | None, n: int, k: int, group: int, kind: str,
+    bias: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """y[..., N] = x[..., K] @ w^T + bias in x's dtype, contiguous; what lies between x and bias[N] is a `Tiles`.
+
+    Raises KernelError for arguments that do not fit together.
+    """
+    args = (x, w, scale, offset, n, k, group, kind, bias)
+    result = dispatch.run(OP, spec(*args), x.device, args)
+    assert isinstance(result, Tensor)
+    return result
+
+
+@tiled_int4_linear.register_fake
+def _fake(
+    x: Tensor, w: Tensor, scale: Tensor, offset: Tensor | None, n: int, k: int, group: int, kind: str,
+    bias: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    spec(x, w, scale, offset, n, k, group, kind, bias)
+    return x.new_empty((*x.shape[:-1], n))
+
+
+dispatch.inference_only(tiled_int4_linear)
+
+
+def cases() -> list[Case]:
+    """The cases of int4_linear that have tiles, run on tiles."""
+
+    def tiled(case: Case) -> Case:
+        def make(generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+            x, q, scale, offset, bias = case.make(generator, dtype, device)
+            return x, *int4_tiles.tile(q, scale.to(torch.float16), offset), bias
+
+        return Case(case.id, make)
+
+    return [tiled(case) for case, size in zip(int4_linear.cases(), linear.SIZES, strict=True) if _fits(size)]
+
+
+def _fits(size: tuple[int, int, int, int, bool]) -> bool:
+    _, _, k, groups, _ = size
+    return int4_tiles.unfit(k, k // groups, torch.float16) is None
+
+
+IMPLEMENTATIONS = {"hip": Implementation(by_hip, why_not), "torch": Implementation(by_torch, dispatch.anywhere)}
+KERNELS = {OP: Kernel(tiled_int4_linear, reference, spec, IMPLEMENTATIONS, cases, blocks)}

@@ -1,0 +1,64 @@
+"""act(gate) * up, a block of a row by one program, rows strided as they come; see ../gated_activation.py."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from accelpatch.kernels.triton.launch import on
+
+BLOCK = 1024
+CODES = {
+    "silu": 0, "swish": 0, "gelu": 1, "gelu_tanh": 2, "gelu_pytorch_tanh": 2, "relu": 3,
+    "relu2": 4, "quick_gelu": 5, "sigmoid": 6,
+}  # fmt: skip
+
+
+@triton.jit
+def _activated(x, CODE: tl.constexpr):  # type: ignore[no-untyped-def]
+    if CODE == 0:
+        return x / (1.0 + tl.exp(-x))
+    if CODE == 1:
+        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    if CODE == 2:  # 1 + tanh(t) = 2 sigmoid(2 t)
+        return x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+    if CODE == 5:
+        return x / (1.0 + tl.exp(-1.702 * x))
+    if CODE == 6:
+        return 1.0 / (1.0 + tl.exp(-x))
+    positive = tl.where(x < 0, 0.0, x)
+    return positive * positive if CODE == 4 else positive
+
+
+@triton.jit
+def _block(  # type: ignore[no-untyped-def]
+    gate, up, y, width, gate_stride, up_stride, CODE: tl.constexpr, SIZE: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
+    inside = columns < width
+    x = tl.load(gate + row * gate_stride + columns, mask=inside, other=0.0)
+    act = _activated(x.to(tl.float32), CODE).to(x.dtype).to(tl.float32)
+    value = act * tl.load(up + row * up_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y + row * width + columns, value.to(x.dtype), mask=inside)
+
+
+def gated_activation(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """As the operation: act(gate) * up, contiguous."""
+    y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    if y.numel():
+        width = gate.shape[-1] if gate.dim() else 1
+        gate, up = (_rows(tensor, width) for tensor in (gate, up))
+        with on(y):
+            _block[(gate.shape[0], triton.cdiv(width, BLOCK))](
+                gate, up, y, width, gate.stride(0), up.stride(0), CODES[activation], BLOCK
+            )
+    return y
+
+
+def _rows(tensor: Tensor, width: int) -> Tensor:
+    """[M, width] with neighbours side by side; a view wherever there is one."""
+    rows = tensor.reshape(-1, width)
+    return rows if rows.stride(1) == 1 else rows.contiguous()

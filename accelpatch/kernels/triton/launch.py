@@ -1,0 +1,39 @@
+"""What the Triton kernels of this package have in common: where they can run, and on which device they are launched."""
+
+from __future__ import annotations
+
+import functools
+from contextlib import AbstractContextManager, nullcontext
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from accelpatch.device import Device
+
+NARROW = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@functools.cache
+def _installed() -> bool:
+    return find_spec("triton") is not None
+
+
+def why_not(device: Device, *dtypes: torch.dtype) -> str | None:
+    """Why no kernel here runs on `device` with floats of these dtypes, or None."""
+    if device.kind != "cuda":
+        return "Triton kernels run on GPUs"
+    if not _installed():
+        return "Triton is not installed"
+    wide = [dtype for dtype in dtypes if dtype not in NARROW]
+    return f"no Triton kernel for {wide[0]}" if wide else None
+
+
+def on(tensor: Tensor) -> AbstractContextManager[object]:
+    """Launches within it go to the tensor's device."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+
+
+def warps(block: int) -> int:
+    """Warps for one row of `block` elements."""
+    return min(16, max(1, block // 512))

@@ -1,0 +1,29 @@
+"""8-bit float weights: w = q * scale, to nearest; one float32 scale a row, absmax / the format's largest number.
+
+float8_e4m3fn (largest 448) everywhere but on gfx942, whose matrix units take float8_e4m3fnuz (largest 240). A row of
+zeros has scale 0. Format: OCP 8-bit floating point, E4M3.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from accelpatch.quant.weight import QuantizedWeight, grouped
+
+
+def quantize(weight: Tensor, *, fnuz: bool = False) -> QuantizedWeight:
+    """q[N, K] float8 and scale[N, 1] float32 of a float weight[N, K]. Raises KernelError for a NaN or an infinity."""
+    form = torch.float8_e4m3fnuz if fnuz else torch.float8_e4m3fn
+    largest = torch.finfo(form).max
+    rows = grouped(weight, None, "fp8").squeeze(1)
+    scale = rows.abs().amax(dim=1, keepdim=True) / largest
+    # torch's conversion does not saturate: a quotient that rounding took over the largest would be NaN
+    q = (rows / torch.where(scale > 0, scale, 1.0)).clamp_(-largest, largest).to(form)
+    return QuantizedWeight(q, scale, None)
+
+
+def dequantize(weight: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
+    """w[N, K] in `dtype`; the product is in float32 at least and rounded once."""
+    wide = torch.promote_types(dtype, torch.float32)
+    return weight.q.to(wide).mul_(weight.scale.to(wide)).to(dtype)

@@ -1,0 +1,46 @@
+"""8-bit float weight-only linear layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from accelpatch.device import Device
+from accelpatch.kernels import dispatch, fp8_linear
+from accelpatch.modules.weight_only import Fp8WeightOnlyLinear, quantized
+from accelpatch.patching.replacer import Choice, Reason, Replacer
+from accelpatch.patching.site import Site
+from accelpatch.quant import fp8
+from accelpatch.replacers.weight_only import HIP, bias_bytes, token_bytes, unfit, weight_of
+
+SCALE = 4  # bytes: float32
+FNUZ = ("gfx942",)  # whose matrix units take the other form
+
+
+class Fp8WeightOnly(Replacer):
+    """e4m3 weights, one float32 scale for each output channel; e4m3fnuz where the device's matrix units take that."""
+
+    name = "fp8_weight_only"
+
+    def propose(self, site: Site, options: Mapping[str, Any], device: Device) -> Choice | Reason:
+        if reason := unfit(site):
+            return Reason(reason)
+        if isinstance(site.original, nn.Embedding):
+            return Reason("a table of rows has no fp8 form; use int8_weight_only")
+        assert site.n is not None
+        assert site.k is not None
+        spec = fp8_linear.of_shape(site.n, site.k, getattr(torch, site.dtype))
+        reason = dispatch.why_not(spec.op, HIP, spec, device)
+        kernel, note = dispatch.choose(spec.op, spec, device), f"{spec.op} not by the HIP kernels: {reason}"
+        resident = site.n * (site.k + SCALE) + bias_bytes(site)
+        detail = {"fnuz": device.arch in FNUZ}
+        after = token_bytes(site, resident)
+        return Choice(kernel, site.token_bytes, after, resident, detail, note if reason else "")
+
+    def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:
+        weight = fp8.quantize(weight_of(site.original), fnuz=choice.detail["fnuz"])
+        module: nn.Module = quantized(Fp8WeightOnlyLinear, site.original, weight)
+        return module

@@ -1,0 +1,47 @@
+"""Linear layers in their own precision, as fast as their weight can be read where there are few tokens (on a GPU)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from accelpatch.device import Device
+from accelpatch.kernels import dispatch, gemv
+from accelpatch.models.family import LINEAR_CLASSES
+from accelpatch.modules.gemv_linear import GemvLinear
+from accelpatch.modules.replacement import take_over
+from accelpatch.patching.replacer import Choice, Reason, Replacer
+from accelpatch.patching.site import Site
+
+NATIVE = "hip"
+
+
+class Gemv(Replacer):
+    """nn.Linear by the GEMV kernels; the weight stays where and what it is, also where it is tied to another's."""
+
+    name = "gemv"
+    ties = True
+    rounds = False
+
+    def propose(self, site: Site, options: Mapping[str, Any], device: Device) -> Choice | Reason:
+        name = type(site.original).__name__
+        if name not in LINEAR_CLASSES or site.n is None or site.k is None:
+            return Reason(f"{name} is not known to be a plain matrix product")
+        if name == "Conv1D":
+            return Reason("Conv1D holds its weight as [K, N], which the kernels do not read")
+        if device.kind == "cpu":
+            return Reason("torch's own product is used on a CPU")
+        reason = dispatch.why_not("gemv", NATIVE, gemv.of_shape(site.n, site.k, getattr(torch, site.dtype)), device)
+        if reason is not None:
+            return Reason(f"torch's own product is used: {reason}")
+        return Choice(NATIVE, site.token_bytes, site.token_bytes, site.bytes)
+
+    def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:
+        return take_over(GemvLinear, site.original)
+
+    def build_tied(self, site: Site, tied: Site, built: nn.Module) -> nn.Module:
+        """What shares the weight goes on as it is: a table of rows is read a row at a time."""
+        return take_over(type(tied.original), tied.original)

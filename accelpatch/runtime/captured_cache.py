@@ -1,0 +1,124 @@
+"""The static key-value cache of a captured step, and the way into it and back from transformers' dynamic one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
+SMALLEST = 256  # tokens
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What one layer caches of a token: keys[heads, key_size], values[heads, value_size]."""
+
+    heads: int
+    key_size: int
+    value_size: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+class CapturedLayer(CacheLayerMixin):
+    """keys, values[B, heads, capacity, size]; a step writes at `slot`[1] on the device and attends over all of them."""
+
+    is_compileable = True
+    is_sliding = False  # the whole length is kept; the mask hides what a window does not show
+
+    def __init__(self, shape: LayerShape, batch: int, capacity: int, slot: Tensor):
+        super().__init__()
+        options = {"dtype": shape.dtype, "device": shape.device}
+        self.keys = torch.zeros(batch, shape.heads, capacity, shape.key_size, **options)  # type: ignore[call-overload]
+        self.values = torch.zeros(batch, shape.heads, capacity, shape.value_size, **options)  # type: ignore[call-overload]
+        self.dtype, self.device = shape.dtype, shape.device
+        self.is_initialized = True
+        self._slot = slot
+
+    def lazy_initialization(self, *states: Any) -> None:
+        """Nothing is left to be done."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write one token's states [B, heads, 1, size] at the slot; all keys and values."""
+        self.keys.index_copy_(2, self._slot, key_states)
+        self.values.index_copy_(2, self._slot, value_states)
+        return self.keys, self.values
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Keys that a mask covers, and the first of them."""
+        return self.keys.shape[2], 0
+
+    def get_seq_length(self) -> Tensor:
+        """Tokens held, on the device."""
+        return self._slot[0]
+
+    def get_max_length(self) -> int:
+        """Tokens that there is room for."""
+        return int(self.keys.shape[2])
+
+    get_max_cache_shape = get_max_length  # its name before transformers 5.17
+
+
+def new_cache(shapes: Sequence[LayerShape], batch: int, capacity: int, slot: Tensor) -> Cache:
+    """An empty static cache that models take."""
+    return Cache(layers=[CapturedLayer(shape, batch, capacity, slot) for shape in shapes])
+
+
+def capacity_for(length: int, longest: int | None) -> int:
+    """Room for `length` tokens: a power of two, but not beyond `longest` (rounded up to a multiple of 64)."""
+    room = max(SMALLEST, 1 << (length - 1).bit_length())
+    return room if longest is None else max(length, min(room, -(-longest // 64) * 64))
+
+
+def why_not(cache: Any) -> str | None:
+    """Why a static cache cannot stand in for this one; None where it can."""
+    if type(cache) is not DynamicCache or getattr(cache, "offloading", False):
+        return f"the cache is a {type(cache).__name__}"
+    for layer in cache.layers:
+        if type(layer) not in LAYERS or getattr(layer, "record_past", False):
+            return f"a layer of the cache is a {type(layer).__name__}"
+    return None
+
+
+def shapes_of(cache: Any) -> tuple[LayerShape, ...]:
+    """The shapes of a filled dynamic cache's layers."""
+    return tuple(
+        LayerShape(one.keys.shape[1], one.keys.shape[3], one.values.shape[3], one.keys.dtype, one.keys.device)
+        for one in cache.layers
+    )
+
+
+def move_in(cache: Any, static: Cache) -> int:
+    """Copy what a dynamic cache holds into a static one and free it there; how many tokens.
+
+    Of a sliding layer only the last ones are there: its window hides those before.
+    """
+    length = int(cache.get_seq_length())
+    for layer, held in zip(cache.layers, static.layers, strict=True):
+        first = length - layer.keys.shape[2]
+        held.keys[:, :, first:length].copy_(layer.keys)
+        held.values[:, :, first:length].copy_(layer.values)
+        layer.keys, layer.values = layer.keys.new_empty(0), layer.values.new_empty(0)
+    return length
+
+
+def move_back(static: Cache, cache: Any, length: int) -> None:
+    """Give a dynamic cache the first `length` tokens of a static one, as its own tensors."""
+    for layer, held in zip(cache.layers, static.layers, strict=True):
+        first = max(0, length - layer.sliding_window + 1) if type(layer) is DynamicSlidingWindowLayer else 0
+        layer.keys, layer.values = held.keys[:, :, first:length].clone(), held.values[:, :, first:length].clone()
+        if type(layer) is DynamicSlidingWindowLayer:
+            layer.cumulative_length = length
+
+
+def grow(old: Cache, new: Cache) -> None:
+    """Copy all that a static cache holds into a larger one."""
+    for before, after in zip(old.layers, new.layers, strict=True):
+        room = before.keys.shape[2]
+        after.keys[:, :, :room].copy_(before.keys)
+        after.values[:, :, :room].copy_(before.values)

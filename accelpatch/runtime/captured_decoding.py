@@ -1,0 +1,210 @@
+"""generate()'s loop of greedy decoding and sampling over captured steps.
+
+Where the choice of the token needs nothing of the host, both programs are replayed one after the other and the host
+reads the report of a step while the next one runs: what that one made too many is dropped. Where the user's own code
+or the history has a say, the model is replayed and the host chooses. What is not covered runs transformers' own loop
+over the same modules. `paths` of the runtime counts all three.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from accelpatch.kernels.triton.launch import on
+from accelpatch.runtime.captured_cache import move_back, move_in, why_not
+from accelpatch.runtime.captured_graph import Graph
+from accelpatch.runtime.captured_runtime import CAPTURED, CapturedRuntime, NotCaptured
+from accelpatch.runtime.captured_step import CapturedStep
+from accelpatch.runtime.choice import Choice, Unknown
+from accelpatch.runtime.decoding import loop, stock_loop_because
+
+Stock = Callable[..., Any]
+
+
+def captured_loop(
+    model: Any, runtime: CapturedRuntime, stock: Stock, given: tuple[Any, ...], synced_gpus: bool, streamer: Any,
+    kwargs: dict[str, Any],
+) -> Any:  # fmt: skip
+    """What `_sample` of a model returns; given: ids[B, L], processors, criteria and generation config."""
+    ids, processors, criteria, config = given
+    # streams and events are those of the model's GPU, whichever is the current one
+    with on(ids), runtime.alone() as alone:
+        reason = _stock_because(model, runtime, ids, config, synced_gpus, kwargs) if alone else "a step within a step"
+        if reason is None:
+            capacity = runtime.room(ids.shape[1] + _earlier(kwargs, ids), criteria.max_length)
+            try:
+                run = _Run(model, runtime, runtime.step(model, ids.shape[0], capacity))
+            except NotCaptured as error:
+                reason = str(error)
+        if reason is None:
+            with torch.no_grad():
+                return _decode(run, ids, processors, criteria, config, streamer, kwargs)
+    runtime.paths[f"stock loop: {reason}"] += 1
+    return stock(*given, synced_gpus, streamer, **kwargs)
+
+
+def _stock_because(
+    model: Any, runtime: CapturedRuntime, ids: Tensor, config: Any, synced_gpus: bool, kwargs: dict[str, Any]
+) -> str | None:
+    mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+    if (mask is not None and mask.dim() != 2) or (positions is not None and positions.dim() != 2):
+        return "an attention mask or positions of another form than [B, L]"
+    if kwargs.get("past_key_values") is None:
+        return "no cache"
+    return (
+        stock_loop_because(model, config, synced_gpus, kwargs)
+        or why_not(kwargs["past_key_values"])
+        or runtime.objection(model, ids.shape[0])
+    )
+
+
+def _earlier(kwargs: dict[str, Any], ids: Tensor) -> int:
+    """Tokens of a cache that was passed in, where the ids do not repeat them."""
+    mask = kwargs.get("attention_mask")
+    return 0 if mask is None else max(0, int(mask.shape[1]) - ids.shape[1])
+
+
+def _decode(
+    run: _Run, ids: Tensor, processors: Any, criteria: Any, config: Any, streamer: Any, kwargs: dict[str, Any]
+) -> Any:
+    try:
+        if config.return_dict_in_generate and (config.output_scores or config.output_logits):
+            raise Unknown("scores or logits were asked for")
+        choice = Choice(processors, criteria, config.do_sample, ids.shape[1])
+    except Unknown as reason:
+        run.runtime.paths[f"token chosen by the host: {reason}"] += 1
+        with run:
+            return loop(run, ids, processors, criteria, config, streamer, kwargs)
+    with run:
+        logits = run.prompt(ids, config, kwargs)
+        made = _late(run, choice, config, logits, streamer, criteria.max_length - ids.shape[1])
+    sequences = torch.cat([ids, made.to(ids.device)], dim=1)
+    if not config.return_dict_in_generate:
+        return sequences
+    return GenerateDecoderOnlyOutput(sequences=sequences, past_key_values=run.kwargs.get("past_key_values"))
+
+
+def _late(run: _Run, choice: Choice, config: Any, logits: Tensor, streamer: Any, most: int) -> Tensor:
+    """New tokens [B, N], N up to `most`, on the host; a step is read when the next one is under way."""
+    batch = run.step.batch
+    graph = run.choice(choice, config._pad_token_tensor if choice.ends is not None else None)
+    batch.logits.copy_(logits)
+    reports = _Reports(batch.report)
+    made: list[Tensor] = []
+    graph.replay()
+    reports.send()
+    while True:
+        going_on = len(made) + 1 < most
+        if going_on:
+            run.advance()
+            graph.replay()
+            reports.send()
+        report = reports.take()
+        made.append(report[:-1])
+        if streamer is not None:
+            streamer.put(report[:-1])
+        if not going_on or not report[-1]:
+            break
+    run.used(len(made) - 1)
+    if streamer is not None:
+        streamer.end()
+    return torch.stack(made, dim=1)
+
+
+class _Reports:
+    """Copies of a batch's report on the host, at most two under way; taking one waits for that copy alone."""
+
+    def __init__(self, report: Tensor):
+        self._report = report
+        self._pinned = report.device.type == "cuda"
+        self._under_way: list[tuple[Tensor, Any]] = []
+
+    def send(self) -> None:
+        """Queue a copy behind what the device was given so far."""
+        held = torch.empty(self._report.shape, dtype=torch.int64, pin_memory=self._pinned)
+        held.copy_(self._report, non_blocking=True)
+        event = None
+        if self._pinned:
+            event = torch.cuda.Event()
+            event.record()
+        self._under_way.append((held, event))
+
+    def take(self) -> Tensor:
+        """The oldest one, [B + 1] int64."""
+        held, event = self._under_way.pop(0)
+        if event is not None:
+            event.synchronize()
+        return held.clone()
+
+
+class _Run:
+    """One call of generate() over a captured step; at its end the cache of the call holds the tokens again."""
+
+    def __init__(self, model: Any, runtime: CapturedRuntime, step: CapturedStep):
+        self.runtime, self.step = runtime, step
+        self.kwargs: dict[str, Any] = {}
+        self._model = model
+        self._cache: Any = None
+        self._first = self._slot = self._length = 0
+
+    def __enter__(self) -> _Run:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._cache is not None:
+            move_back(self.step.cache, self._cache, self._length)
+        self.runtime.paths[CAPTURED] += self._length - self._first
+
+    def prompt(self, ids: Tensor, config: Any, kwargs: dict[str, Any]) -> Tensor:
+        """Logits [B, V] float32 after the prompt, by the model's own forward; what it cached is moved."""
+        outputs = self._model._prefill(ids, config, kwargs, is_first_iteration=True)
+        self.kwargs = self._model._update_model_kwargs_for_generation(outputs, kwargs)
+        cache = kwargs["past_key_values"]
+        length = cache.get_seq_length()
+        mask = kwargs.get("attention_mask")
+        mask = None if mask is None else mask[:, :length]
+        while self.step.capacity < length:
+            self.step = self.runtime.larger(self._model, self.step)
+        move_in(cache, self.step.cache)
+        self._cache = cache
+        self._first = self._slot = self._length = length
+        self.step.show(length, mask)
+        self.step.batch.begin(length, self._positions(self.kwargs, mask, length))
+        logits: Tensor = outputs.logits[:, -1].to(copy=True, dtype=torch.float32)
+        return logits
+
+    def _positions(self, kwargs: dict[str, Any], mask: Tensor | None, length: int) -> Tensor:
+        given: Tensor | None = kwargs.get("position_ids")
+        if given is not None:
+            return given[:, -1:]  # of the next token already
+        return torch.tensor(length) if mask is None else mask.ne(0).sum(1, keepdim=True)
+
+    def choice(self, choice: Choice, pad: Tensor | None) -> Graph:
+        """The captured program of a choice, made ready for this run."""
+        batch = self.step.batch
+        graph = batch.choice_of(choice, self.runtime.graph(batch))
+        batch.begin_choice(choice, self._slot, pad)
+        return graph
+
+    def advance(self) -> None:
+        """Queue one step of the model; the cache grows first where it is full."""
+        if self._slot >= self.step.capacity:
+            self.step = self.runtime.larger(self._model, self.step)
+        self.step.replay()
+        self._slot += 1
+
+    def used(self, steps: int) -> None:
+        """How many steps' tokens belong in the cache that the caller gets; all but one made too many."""
+        self._length = self._first + steps
+
+    def next(self, ids: Tensor, tokens: Tensor) -> Tensor:
+        """Logits [B, V] float32 after `tokens`[B], the last ones of `ids`."""
+        self.step.batch.tokens.copy_(tokens)
+        self.advance()
+        self._length = self._slot
+        return self.step.batch.logits.clone()

@@ -1,0 +1,199 @@
+"""The captured steps of one patched model: made when first needed, few, dropped when the model changes."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import DynamicCache
+
+from accelpatch.errors import PatchError
+from accelpatch.runtime.captured_cache import LayerShape, capacity_for, shapes_of, why_not
+from accelpatch.runtime.captured_graph import GRAPHS, new_pool
+from accelpatch.runtime.captured_step import Batch, CapturedStep, graph_maker
+from accelpatch.runtime.native_step import Watch
+
+CAPTURED = "captured step"
+STEPS = 4  # graphs, each with its cache, that a model keeps
+# What a model raises when its forward cannot run over a static cache, or asks the host for a number while captured.
+CAPTURE_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, LookupError)
+SCALARS = (bool, int, float, str, type(None))
+
+
+class NotCaptured(Exception):
+    """Why a model's step could not be captured; becomes a line of the report."""
+
+
+class CapturedRuntime:
+    """Keeps the graphs of one model. A copy of the model starts with none and makes its own.
+
+    graph: "auto" or "off". cache: "auto" or "stock". max_length: the most tokens that a sequence may have, or None.
+    """
+
+    def __init__(self, graph: str = "auto", cache: str = "auto", max_length: int | None = None):
+        self.paths: Counter[str] = Counter()
+        self.lock = threading.RLock()
+        self.max_length = max_length
+        self._settings = (graph, cache, max_length)
+        self._off = "the recipe says graph: off" if graph == "off" else "the recipe says cache: stock"
+        self._off = self._off if graph == "off" or cache == "stock" else ""
+        self._busy = False
+        self.close()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CapturedRuntime:
+        return CapturedRuntime(*self._settings)
+
+    def close(self) -> None:
+        """Free every graph and cache."""
+        self._steps: OrderedDict[tuple[int, int], CapturedStep] = OrderedDict()
+        self._batches: dict[int, Batch] = {}
+        self._shapes: tuple[LayerShape, ...] | None = None
+        self._vocabulary = 0
+        self._pool: Any = None
+        self._unfit: str | None = None
+        self._watch: Watch | None = None
+        self._flags: list[Any] = []
+        self._done: torch.cuda.Event | None = None
+
+    def logits(self, model: nn.Module, arguments: Mapping[str, Any]) -> Tensor | None:
+        """None: a single call of the model runs its modules."""
+        return None
+
+    def steps(self, model: nn.Module) -> bool:
+        """Whether generate() is looked at by `captured_decoding`; nothing is captured before it is called."""
+        return True
+
+    @contextmanager
+    def alone(self) -> Iterator[bool]:
+        """Within it no other thread runs steps of this model; False where this thread does already (in a streamer)."""
+        with self.lock:
+            if self._busy:
+                yield False
+                return
+            self._busy = True
+            try:
+                if self._done is not None:
+                    self._done.wait()  # a step too many of another stream may still be under way
+                yield True
+            finally:
+                self._busy = False
+                if self._pool is not None:
+                    self._done = torch.cuda.Event()
+                    self._done.record()
+
+    def objection(self, model: nn.Module, rows: int) -> str | None:
+        """Why no captured step runs for `rows` sequences, or None; looks at the model, and captures nothing yet."""
+        device = next(model.parameters()).device
+        if self._off or device.type not in GRAPHS:
+            return self._off or f"the model lies on {device.type}"
+        if model.training or torch.is_autocast_enabled(device.type):
+            return "training or autocast"
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return "the caller is capturing a graph"
+        if self._watch is None or self._watch.stale() or self._flags != _flags(model):
+            self.close()
+            self._watch = Watch(model)
+        if self._watch.stale():  # at once: something that it never takes for granted
+            return "a module whose forward was replaced"
+        if self._unfit is None and (self._watch.objection() or self._watch.watched()):
+            return "a hook on an inner module"
+        if self._unfit is None and self._shapes is None:
+            self._learn(model, device)
+        return self._unfit
+
+    def room(self, length: int, most: int | None) -> int:
+        """The capacity to begin with after `length` tokens. Raises PatchError over the recipe's max_length."""
+        if self.max_length is not None and (most or length) > self.max_length:
+            raise PatchError(
+                f"a sequence of up to {most or length} tokens was asked for and the recipe's max_length is "
+                f"{self.max_length}: ask for fewer new tokens, or raise runtime: max_length"
+            )
+        return capacity_for(length + 1, self.max_length)
+
+    def step(self, model: nn.Module, rows: int, capacity: int) -> CapturedStep:
+        """The captured step, made now where there is none. Raises NotCaptured, once and for all of this model."""
+        key = (rows, capacity)
+        if key not in self._steps:
+            try:
+                self._steps[key] = self._made(model, rows, capacity)
+            except torch.OutOfMemoryError:
+                self._steps.clear()  # the others' caches may be what is in the way
+                self._batches = {rows: self._batches[rows]}
+                self._steps[key] = self._made(model, rows, capacity)
+            self._flags = _flags(model)
+            while len(self._steps) > STEPS:
+                self._steps.popitem(last=False)
+            used = {batch for batch, _ in self._steps}
+            self._batches = {n: batch for n, batch in self._batches.items() if n in used}
+        self._steps.move_to_end(key)
+        return self._steps[key]
+
+    def larger(self, model: nn.Module, step: CapturedStep) -> CapturedStep:
+        """The same step over a cache of twice the size, with all that this one holds."""
+        grown = self.step(model, step.batch.rows, capacity_for(step.capacity + 1, self.max_length))
+        grown.take_over(step)
+        return grown
+
+    def graph(self, batch: Batch) -> Any:
+        """What captures programs for this model."""
+        return graph_maker(batch.device, self._pool)
+
+    def _made(self, model: nn.Module, rows: int, capacity: int) -> CapturedStep:
+        assert self._shapes is not None
+        device = next(model.parameters()).device
+        if self._pool is None and device.type == "cuda":
+            self._pool = new_pool(device)
+        with torch.inference_mode(False), torch.no_grad(), _for_decoding(model):
+            batch = self._batches.setdefault(rows, Batch(rows, self._vocabulary, device))
+            try:
+                return CapturedStep(model, batch, self._shapes, capacity, self.graph(batch))
+            except torch.OutOfMemoryError:
+                raise
+            except CAPTURE_ERRORS as error:
+                self._unfit = f"its step cannot be captured ({type(error).__name__}: {_first_line(error)})"
+                raise NotCaptured(self._unfit) from error
+
+    def _learn(self, model: nn.Module, device: torch.device) -> None:
+        """Find out what the layers cache, by one token of nothing."""
+        config: Any = model.config
+        cache = DynamicCache(config=config)
+        one = torch.zeros(1, 1, dtype=torch.int64, device=device)
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                outputs = model(input_ids=one, attention_mask=one + 1, past_key_values=cache, use_cache=True)
+            self._vocabulary = int(outputs.logits.shape[-1])
+            self._unfit = why_not(cache)
+            unlike = [layer for layer in cache.layers if not layer.is_initialized]
+            if self._unfit is None and (unlike or not cache.layers):
+                self._unfit = "a layer of the model caches nothing"
+            self._shapes = shapes_of(cache) if self._unfit is None else None
+        except torch.OutOfMemoryError:
+            raise
+        except CAPTURE_ERRORS as error:
+            self._unfit = f"its cache cannot be known ({type(error).__name__}: {_first_line(error)})"
+        self._flags = _flags(model)
+
+
+def _first_line(error: BaseException) -> str:
+    cause = error.__context__ or error  # the end of a broken capture raises once more
+    return (str(cause).splitlines() or [""])[0]
+
+
+def _flags(model: nn.Module) -> list[Any]:
+    """Plain values that a captured step has taken for granted: scalings, switches of adapters, the attention in use."""
+    config: Any = model.config
+    values: list[Any] = [config._attn_implementation]
+    for module in model.modules():
+        values += [value for value in vars(module).values() if type(value) in SCALARS]
+    return values
+
+
+def _for_decoding(model: nn.Module) -> Any:
+    """transformers' own switches for single-token steps (experts), which it sets around its loop."""
+    switch: Any = getattr(model, "_optimize_model_for_decode", None)
+    return nullcontext() if switch is None else switch()

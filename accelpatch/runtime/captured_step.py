@@ -1,0 +1,145 @@
+"""One decode step as a program over tensors that stay in place: model, then choice of the token, each captured once.
+
+The program of the model reads the last token, its slot and its position from the device, runs the model's own forward
+over the static cache, and leaves float32 logits. The program of the choice turns them into the next token and a
+report. Neither lets the host wait. They are two graphs, so that another temperature does not capture the model again.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accelpatch.kernels.hip.binding import settled_weights
+from accelpatch.runtime.captured_cache import LayerShape, grow, new_cache
+from accelpatch.runtime.captured_graph import GRAPHS, Graph
+from accelpatch.runtime.choice import Choice
+
+CHOICES = 8  # captured choices that a batch keeps
+GraphOf = Callable[[Callable[[], None]], Graph]
+
+
+class Batch:
+    """What a step of B rows hands on to the next, whatever the capacity of its cache.
+
+    tokens[B] int64, the last one of each row; slot[1], where the next is cached; positions[B, 1]; logits[B, V] float32.
+    unfinished[B] bool; report[B + 1] int64: the tokens, then whether any row goes on. ends, held[V + 1] bool: the ids
+    that end a row, and those held back while slot < held_until[1]; pad[1]: what a finished row is given.
+    """
+
+    def __init__(self, rows: int, vocabulary: int, device: torch.device):
+        whole = {"dtype": torch.int64, "device": device}
+        self.rows, self.device = rows, device
+        self.tokens, self.report = torch.zeros(rows, **whole), torch.zeros(rows + 1, **whole)  # type: ignore[call-overload]
+        self.slot, self.held_until, self.pad = (torch.zeros(1, **whole) for _ in range(3))  # type: ignore[call-overload]
+        self.positions = torch.zeros(rows, 1, **whole)  # type: ignore[call-overload]
+        self.logits = torch.zeros(rows, vocabulary, device=device)
+        self.unfinished = torch.ones(rows, dtype=torch.bool, device=device)
+        self.ends, self.held = (torch.zeros(vocabulary + 1, dtype=torch.bool, device=device) for _ in range(2))
+        self._choices: OrderedDict[Any, Graph] = OrderedDict()
+
+    def begin(self, slot: int, positions: Tensor) -> None:
+        """Set where rows stand that hold `slot` tokens each; positions[B, 1], or what spreads to it."""
+        self.slot.fill_(slot)
+        self.positions.copy_(positions)
+
+    def begin_choice(self, choice: Choice, slot: int, pad: Tensor | None) -> None:
+        """Set what `choice` reads for rows that hold `slot` tokens. Nothing waits for the device."""
+        self.unfinished.fill_(True)
+        self.held_until.fill_(choice.held_until(slot))
+        _mark(self.ends, choice.ends)
+        _mark(self.held, choice.held)
+        if pad is not None:
+            self.pad.copy_(pad.reshape(-1)[:1])
+
+    def choice_of(self, choice: Choice, graph: GraphOf) -> Graph:
+        """The captured program of `choice` over this batch; its capture leaves the state as it came."""
+        if choice.key not in self._choices:
+            kept = [self.tokens.clone(), self.unfinished.clone()]
+            self._choices[choice.key] = graph(lambda: choice.next_token(self))
+            self.tokens.copy_(kept[0])
+            self.unfinished.copy_(kept[1])
+            while len(self._choices) > CHOICES:
+                self._choices.popitem(last=False)
+        self._choices.move_to_end(choice.key)
+        return self._choices[choice.key]
+
+
+def _mark(table: Tensor, ids: Tensor | None) -> None:
+    """Set `table`[V + 1] at the ids of the vocabulary; its last entry takes those outside."""
+    table.fill_(False)
+    if ids is not None:
+        outside = table.shape[0] - 1
+        ids = ids.reshape(-1).to(table.device)
+        table.index_fill_(0, torch.where((ids >= 0) & (ids < outside), ids, outside), True)
+
+
+class CapturedStep:
+    """The model's step for `batch` over a static cache of one capacity. mask[B, capacity] int64: 1 where tokens are."""
+
+    def __init__(self, model: nn.Module, batch: Batch, shapes: Sequence[LayerShape], capacity: int, graph: GraphOf):
+        self.batch, self.capacity = batch, capacity
+        self.cache = new_cache(shapes, batch.rows, capacity, batch.slot)
+        self.mask = torch.zeros(batch.rows, capacity, dtype=torch.int64, device=batch.device)
+        self._model = weakref.ref(model)  # the model holds its runtime, and that this step
+        self._arguments = {"use_cache": True, "return_dict": True}
+        accepted = inspect.signature(model.forward).parameters
+        self._positioned = "position_ids" in accepted
+        if "logits_to_keep" in accepted:
+            self._arguments["logits_to_keep"] = 1  # type: ignore[assignment]
+        kept = [tensor.clone() for tensor in (batch.slot, batch.positions, batch.logits)]
+        batch.slot.zero_()
+        batch.positions.zero_()
+        self._graph = graph(self.advance)
+        for tensor, before in zip((batch.slot, batch.positions, batch.logits), kept, strict=True):
+            tensor.copy_(before)
+
+    def advance(self) -> None:
+        """The program: logits after the batch's tokens, which are cached; slot and positions move on by one."""
+        batch, model = self.batch, self._model()
+        assert model is not None
+        self.mask.index_fill_(1, batch.slot, 1)
+        places = {"position_ids": batch.positions} if self._positioned else {}
+        with settled_weights():  # nothing writes weights while steps are replayed
+            outputs = model(
+                input_ids=batch.tokens[:, None], attention_mask=self.mask, past_key_values=self.cache, **places,
+                **self._arguments,
+            )  # fmt: skip
+        batch.logits.copy_(outputs.logits[:, -1])
+        batch.slot.add_(1)
+        batch.positions.add_(1)
+
+    def replay(self) -> None:
+        """Run the captured program once."""
+        self._graph.replay()
+
+    def show(self, length: int, mask: Tensor | None) -> None:
+        """Which of the first `length` slots hold tokens: all, or where `mask`[B, length] is not zero."""
+        self.mask.zero_()
+        if mask is None:
+            self.mask[:, :length] = 1
+        else:
+            self.mask[:, :length].copy_(mask.ne(0))
+
+    def take_over(self, smaller: CapturedStep) -> None:
+        """Go on where a step of a smaller cache stands."""
+        grow(smaller.cache, self.cache)
+        self.mask.zero_()
+        self.mask[:, : smaller.capacity].copy_(smaller.mask)
+
+
+def graph_maker(device: torch.device, pool: Any) -> GraphOf:
+    """Captures a program for `device`, at no cost to the random numbers that the caller will draw."""
+
+    def make(program: Callable[[], None]) -> Graph:
+        devices = [] if device.type == "cpu" else [device]
+        with torch.random.fork_rng(devices=devices, device_type="cuda"), torch.no_grad():
+            return GRAPHS[device.type](program, device, pool)
+
+    return make

@@ -1,0 +1,103 @@
+"""The choice of the next token as a program on the device, for the options of generate() that need no host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers.generation.logits_process import (
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+
+# They read the scores alone: transformers' own code is captured, so that the numbers are its numbers.
+WARPERS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
+HOLDING = (MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor)
+CRITERIA = (MaxLengthCriteria, EosTokenCriteria)
+
+
+class Rows(Protocol):
+    """The tensors of a batch that a choice reads and writes; see captured_step.Batch."""
+
+    tokens: Tensor
+    logits: Tensor
+    unfinished: Tensor
+    report: Tensor
+    slot: Tensor
+    held_until: Tensor
+    ends: Tensor
+    held: Tensor
+    pad: Tensor
+
+
+class Unknown(Exception):
+    """A processor or criterion that must run on the host; its message names it."""
+
+
+class Choice:
+    """What generate() was asked for, for a prompt of `length` tokens. Raises Unknown where the host must choose."""
+
+    def __init__(self, processors: Iterable[Any], criteria: Iterable[Any], do_sample: bool, length: int):
+        self._warpers: list[Any] = []
+        self._holding: list[Any] = []
+        self._length, self._do_sample = length, do_sample
+        self.ends: Tensor | None = None
+        for criterion in criteria:
+            if type(criterion) not in CRITERIA or (self.ends is not None and hasattr(criterion, "eos_token_id")):
+                raise Unknown(type(criterion).__name__)
+            self.ends = getattr(criterion, "eos_token_id", self.ends)
+        for processor in processors:
+            if type(processor) in HOLDING and not self._warpers:
+                self._holding.append(processor)
+            elif type(processor) in WARPERS:
+                self._warpers.append(processor)
+            else:
+                raise Unknown(type(processor).__name__)
+        if len(self._holding) > 1 and any(p.eos_token_id is not self._holding[0].eos_token_id for p in self._holding):
+            raise Unknown("minimum lengths with different ends")
+
+    @property
+    def key(self) -> Any:
+        """Choices with equal keys are one program."""
+        warpers = tuple((type(one), tuple(sorted(vars(one).items()))) for one in self._warpers)
+        return self._do_sample, bool(self._holding), self.ends is not None, warpers
+
+    @property
+    def held(self) -> Tensor | None:
+        """The ids held back."""
+        return self._holding[0].eos_token_id if self._holding else None
+
+    def held_until(self, slot: int) -> int:
+        """How many tokens a row holds when its ends are let go; it holds `slot` after the prompt."""
+        least = [
+            one.min_length if type(one) is MinLengthLogitsProcessor else one.prompt_length_to_skip + one.min_new_tokens
+            for one in self._holding
+        ]
+        return max(least, default=0) + slot - self._length
+
+    def next_token(self, rows: Rows) -> None:
+        """The program: rows.tokens, unfinished and report from rows.logits. Of equal scores the lowest id wins."""
+        scores = rows.logits
+        if self._holding:
+            scores = scores.masked_fill((rows.slot < rows.held_until) & rows.held[:-1], float("-inf"))
+        for warper in self._warpers:
+            scores = warper(None, scores)
+        if self._do_sample:
+            # torch.multinomial for one draw, which cannot be captured for its checks: the same numbers are drawn
+            chances = nn.functional.softmax(scores, dim=-1)
+            tokens = (chances / torch.empty_like(chances).exponential_(1)).argmax(dim=-1)
+        else:
+            tokens = scores.argmax(dim=-1)
+        if self.ends is not None:
+            tokens = torch.where(rows.unfinished, tokens, rows.pad)
+            rows.unfinished.logical_and_(~rows.ends[tokens])
+        rows.tokens.copy_(tokens)
+        rows.report[:-1].copy_(tokens)
+        rows.report[-1:].copy_(rows.unfinished.any().reshape(1))

@@ -1,0 +1,169 @@
+"""generate()'s loop of greedy decoding and sampling, with native steps from one token to the next.
+
+It computes what transformers' own `_sample` does, processors, criteria, streamers and all. Between two native steps
+nothing is left but the choice of a token: no masks are concatenated, no inputs prepared, and the vocabulary is not
+searched for the end-of-sequence ids that are held back.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers.generation.logits_process import MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from accelpatch.runtime.native_step import NativeRuntime, Run
+
+# Arguments of generate()'s model calls that the loop understands besides those of a step.
+UNDERSTOOD = frozenset({"attention_mask", "past_key_values", "position_ids", "use_cache", "logits_to_keep"})
+
+
+def stock_loop_because(model: Any, config: Any, synced_gpus: bool, kwargs: dict[str, Any]) -> str | None:
+    """Why transformers' own loop must run; None where `decode` may."""
+    extra = [name for name, value in kwargs.items() if name not in UNDERSTOOD and value not in (None, False)]
+    if extra:
+        return f"the argument {extra[0]}"
+    if config.return_dict_in_generate and (config.output_attentions or config.output_hidden_states):
+        return "attentions or hidden states were asked for"
+    if synced_gpus or config.is_assistant or not kwargs.get("use_cache") or model.config.is_encoder_decoder:
+        return "synchronised devices, an assistant, no cache, or an encoder"
+    if model._forward_hooks or model._forward_pre_hooks or "forward" in vars(model):
+        return "a hook on the model"  # each call of the model is one that it wants to see
+    if model._valid_auto_compile_criteria(kwargs, config):
+        return "the model is compiled"
+    return None
+
+
+@torch.no_grad()
+def decode(
+    model: Any, runtime: NativeRuntime, ids: Tensor, processors: Any, criteria: Any, config: Any, streamer: Any,
+    kwargs: dict[str, Any],
+) -> Any:  # fmt: skip
+    """ids[B, L] continued until `criteria` hold: ids, or a GenerateDecoderOnlyOutput where the config asks for it."""
+    watched = any(map(_foreign, (*processors, *criteria, streamer)))
+    return loop(_Steps(model, runtime, watched), ids, processors, criteria, config, streamer, kwargs)
+
+
+class Steps(Protocol):
+    """Logits [B, V] float32, the caller's own, of a prompt and of one token more each time."""
+
+    kwargs: dict[str, Any]
+
+    def prompt(self, ids: Tensor, config: Any, kwargs: dict[str, Any]) -> Tensor:
+        """After `ids`[B, L], given as generate() gives them."""
+
+    def next(self, ids: Tensor, tokens: Tensor) -> Tensor:
+        """After `tokens`[B], the last ones of `ids`."""
+
+
+def loop(
+    steps: Steps, ids: Tensor, processors: Any, criteria: Any, config: Any, streamer: Any, kwargs: dict[str, Any]
+) -> Any:
+    """The loop over `steps`, the host choosing each token."""
+    kept = _Kept(config)
+    unfinished = torch.ones(ids.shape[0], dtype=torch.long, device=ids.device)
+    padding = config._pad_token_tensor if any(hasattr(one, "eos_token_id") for one in criteria) else None
+    logits = steps.prompt(ids, config, kwargs)
+    while True:
+        scores = kept.scores(ids, logits, processors)
+        if config.do_sample:
+            tokens = torch.multinomial(nn.functional.softmax(scores, dim=-1), num_samples=1).squeeze(1)
+        else:
+            tokens = scores.argmax(dim=-1)
+        if padding is not None:
+            tokens = tokens * unfinished + padding * (1 - unfinished)
+        ids = torch.cat([ids, tokens[:, None]], dim=-1)
+        unfinished = unfinished & ~criteria(ids, kept.all_scores)
+        if streamer is not None:
+            streamer.put(tokens.cpu())
+        if not unfinished.any():
+            break
+        logits = steps.next(ids, tokens)
+    if streamer is not None:
+        streamer.end()
+    return kept.result(ids, steps.kwargs.get("past_key_values"))
+
+
+def _foreign(called: Any) -> bool:
+    """Whether something that runs between two steps is the user's own, and may do anything to the model."""
+    return called is not None and not type(called).__module__.startswith("transformers.")
+
+
+class _Steps:
+    """The model's logits after the prompt, and after one token more each time."""
+
+    def __init__(self, model: Any, runtime: NativeRuntime, watched: bool):
+        self.kwargs: dict[str, Any] = {}
+        self._model, self._runtime, self._watched = model, runtime, watched
+        self._run: Run | None = None
+        self._behind = 0  # native steps that kwargs do not know of yet
+
+    def prompt(self, ids: Tensor, config: Any, kwargs: dict[str, Any]) -> Tensor:
+        """Logits [B, V] float32, the caller's own."""
+        outputs = self._model._prefill(ids, config, kwargs, is_first_iteration=True)
+        return self._taken(outputs, kwargs)
+
+    def next(self, ids: Tensor, tokens: Tensor) -> Tensor:
+        """The same after `tokens`[B], the last ones of `ids`."""
+        logits = self._run.logits(self._model, tokens, self._watched) if self._run is not None else None
+        if logits is not None:
+            self._behind += 1
+            return logits
+        kwargs = self.kwargs
+        if self._behind:
+            known = CausalLMOutputWithPast(past_key_values=kwargs["past_key_values"])
+            kwargs = self._model._update_model_kwargs_for_generation(known, kwargs, num_new_tokens=self._behind)
+            self._behind = 0
+        inputs = self._model.prepare_inputs_for_generation(ids, next_sequence_length=1, **kwargs)
+        logits = self._taken(self._model(**inputs, return_dict=True), kwargs)
+        self._run = self._runtime.run_of(kwargs["past_key_values"])
+        return logits
+
+    def _taken(self, outputs: Any, kwargs: dict[str, Any]) -> Tensor:
+        self.kwargs = self._model._update_model_kwargs_for_generation(outputs, kwargs)
+        logits: Tensor = outputs.logits[:, -1].to(copy=True, dtype=torch.float32)
+        return logits
+
+
+class _Kept:
+    """What is asked for besides the tokens."""
+
+    def __init__(self, config: Any):
+        self._as_dict = bool(config.return_dict_in_generate)
+        self.all_scores: Any = () if self._as_dict and config.output_scores else None
+        self._logits: Any = () if self._as_dict and config.output_logits else None
+
+    def scores(self, ids: Tensor, logits: Tensor, processors: Any) -> Tensor:
+        """logits[B, V], ours to write into, as the processors leave them."""
+        scores = logits if self._logits is None else logits.clone()
+        if not all(_held_back(processor, ids.shape[1], scores) for processor in processors):
+            scores = processors(ids, scores)
+        if self.all_scores is not None:
+            self.all_scores += (scores,)
+        if self._logits is not None:
+            self._logits += (logits,)
+        return scores
+
+    def result(self, ids: Tensor, cache: Any) -> Any:
+        if not self._as_dict:
+            return ids
+        return GenerateDecoderOnlyOutput(
+            sequences=ids, scores=self.all_scores, logits=self._logits, past_key_values=cache
+        )
+
+
+def _held_back(processor: Any, length: int, scores: Tensor) -> bool:
+    """Hold the end-of-sequence ids back in place, as `processor` would; False for one that does anything else."""
+    if type(processor) is MinNewTokensLengthLogitsProcessor:
+        short = length - processor.prompt_length_to_skip < processor.min_new_tokens
+    elif type(processor) is MinLengthLogitsProcessor:
+        short = length < processor.min_length
+    else:
+        return False
+    if short:
+        ends = processor.eos_token_id
+        scores.index_fill_(1, ends[(ends >= 0) & (ends < scores.shape[1])], float("-inf"))
+    return True

@@ -1,0 +1,62 @@
+"""A step in which some layers run their modules, because somebody watches them, and all others run natively."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accelpatch.kernels.cpu_step import DecodeStep
+from accelpatch.runtime.native_cache import Store
+from accelpatch.runtime.native_weights import layer_type, rope_kinds, window
+from accelpatch.runtime.torch_threads import all_threads
+
+Places = tuple[Tensor, Tensor, Tensor]
+
+
+def mixed_step(
+    model: Any, step: DecodeStep, store: Store, cache: Any, tokens: Tensor, places: Places, watched: Collection[int]
+) -> Tensor:
+    """Logits [B, V] after `tokens`[B]; layers of the numbers `watched` run as modules. The store's length is left."""
+    hidden = torch.empty(tokens.shape[0], step.shape.hidden)
+    layers, begin = model.model.layers, 0
+    store.open = True
+    try:
+        with all_threads():
+            for place in sorted(watched):
+                step.part(tokens, *places, range(begin, place), hidden)
+                hidden.copy_(_module(model.model, layers[place], hidden, cache, places, store.length + 1))
+                begin = place + 1
+            logits = step.part(tokens, *places, range(begin, len(layers)), hidden)
+    finally:
+        store.open = False
+    assert logits is not None
+    return logits
+
+
+def _module(decoder: Any, layer: Any, hidden: Tensor, cache: Any, places: Places, length: int) -> Tensor:
+    """The layer's own call for one token: hidden[B, K] -> [B, K]."""
+    slots, starts, positions = places
+    stream, position_ids, kind = hidden.unsqueeze(1).clone(), positions.unsqueeze(1), layer_type(layer)
+    kinds = (kind,) if rope_kinds(decoder.rotary_emb, [str(kind)]) != [""] else ()
+    given = {
+        "attention_mask": _mask(slots, starts, window(layer.self_attn), length),
+        "position_ids": position_ids,
+        "past_key_values": cache,
+        "use_cache": True,
+        "position_embeddings": decoder.rotary_emb(stream, position_ids, *kinds),
+    }
+    output = layer(stream, **given)
+    found: Tensor = output if isinstance(output, Tensor) else output[0]
+    return found[:, 0]
+
+
+def _mask(slots: Tensor, starts: Tensor, window: int, length: int) -> Tensor | None:
+    """[B, 1, 1, length], 0 where the token may look and the lowest number elsewhere; None where it may everywhere."""
+    first = torch.maximum(starts, slots - window + 1) if window else starts
+    if not bool(first.any()):
+        return None
+    hidden = torch.arange(length) < first[:, None]
+    return torch.zeros(hidden.shape).masked_fill_(hidden, torch.finfo(torch.float32).min)[:, None, None]

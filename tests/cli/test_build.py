@@ -1,0 +1,49 @@
+"""accelpatch build: for this machine and for others."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from accelpatch.device import KNOWN, probe
+from accelpatch.kernels import build
+from accelpatch.kernels.targets import compiler, target
+
+from .conftest import Cli
+
+needs_nvcc = pytest.mark.skipif(compiler(target("hip", KNOWN["sm_90"])) is None, reason="needs nvcc")
+needs_compiler = pytest.mark.skipif(compiler(target("cpu", probe("cpu"))) is None, reason="needs a C++ compiler")
+
+
+@needs_compiler
+def test_the_library_of_this_machine(cli: Cli, tmp_path: Path) -> None:
+    [built] = json.loads(cli("build", "--out", str(tmp_path), "--json").stdout)
+    assert built["library"] == "cpu"
+    assert Path(built["folder"]) == build.place(tmp_path, "cpu", target("cpu", probe("cpu")))
+    assert (Path(built["folder"]) / build.LIBRARY).is_file()
+
+
+def test_no_compiler_for_an_arch(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HIPCC", "no-such-compiler")
+    result = cli("build", "--arch", "gfx942")
+    assert result.exit_code == 1
+    assert "HIPCC names 'no-such-compiler'" in result.stderr
+
+
+def test_an_arch_that_nobody_knows(cli: Cli) -> None:
+    result = cli("build", "--arch", "gfx1")
+    assert result.exit_code == 1
+    assert "no kernels for the arch 'gfx1'" in result.stderr
+
+
+@needs_nvcc
+@pytest.mark.slow
+def test_another_machine_with_a_report(cli: Cli, tmp_path: Path) -> None:
+    [built] = json.loads(cli("build", "--arch", "sm_90", "--out", str(tmp_path), "--report", "--json").stdout)
+    assert (tmp_path / "hip-sm_90" / build.LIBRARY).is_file()
+    plain = next(kernel for kernel in built["kernels"] if "Plain, Bf16" in kernel["kernel"])
+    assert 64 <= plain["registers"] <= 255
+    assert plain["waves"] >= 2
+    assert plain["threads"] == 256

@@ -1,0 +1,102 @@
+"""The HIP library: for which GPUs there is one, what is said where there is none, and that nvcc builds it."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import shutil
+from pathlib import Path
+
+import pytest
+
+from accelpatch.device import KNOWN, Device, probe
+from accelpatch.errors import KernelError
+from accelpatch.kernels import build
+from accelpatch.kernels.targets import compiler, target
+
+HERE = dataclasses.replace(KNOWN["sm_90"], index=0)
+SYMBOLS = ("accelpatch_gemv", "accelpatch_gemv_int8", "accelpatch_gemv_int4", "accelpatch_gemv_fp8")
+
+
+@pytest.fixture(autouse=True)
+def _afresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ACCELPATCH_KERNELS", "NVCC", "HIPCC"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(build, "_loaded", {})
+    monkeypatch.setattr(build, "_failed", {})
+
+
+@pytest.mark.parametrize("arch", KNOWN)
+def test_every_known_arch_has_a_library_of_its_own(arch: str) -> None:
+    made = target("hip", KNOWN[arch])
+    assert made.arch == arch
+    assert any(arch in flag for flag in made.flags)
+    assert set(made.sources) == {path.name for path in made.home.glob("*.hip")}
+    assert build.why_not("hip", KNOWN[arch]) is None, "a machine that is planned for has its own compiler"
+
+
+def test_archs_and_compilers_have_keys_of_their_own() -> None:
+    keys = {build.digest(target("hip", KNOWN[arch])) for arch in KNOWN}
+    assert len(keys) == len(KNOWN)
+
+
+@pytest.mark.parametrize(
+    "device, reason",
+    [
+        (probe("cpu"), "runs on a GPU"),
+        (Device("cuda", "amd", "gfx1100", "a Radeon", 1 << 34, 32), "gfx90a, gfx942, gfx950, not for gfx1100"),
+        (Device("cuda", "nvidia", "sm_75", "a T4", 1 << 34, 32), "sm_80 and later, not for sm_75"),
+    ],
+    ids=["cpu", "gfx1100", "sm_75"],
+)
+def test_devices_without_a_library(device: Device, reason: str) -> None:
+    assert reason in str(build.why_not("hip", device))
+    with pytest.raises(KernelError, match="no library 'hip'"):
+        target("hip", device)
+
+
+@pytest.mark.parametrize(
+    "arch, names, advice", [("sm_90", "nvcc", "CUDA toolkit"), ("gfx942", "hipcc, amdclang++", "ROCm")]
+)
+def test_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arch: str, names: str, advice: str) -> None:
+    monkeypatch.setattr("accelpatch.kernels.targets.compilers", dict)
+    here = dataclasses.replace(KNOWN[arch], index=0)
+    reason = str(build.why_not("hip", here))
+    assert f"no compiler for {arch} here ({names})" in reason
+    assert advice in reason
+    with pytest.raises(KernelError, match=f"no compiler for {arch}"):
+        build.library("hip", here)
+    with pytest.raises(KernelError, match=f"no compiler for {arch}"):
+        build.export("hip", KNOWN[arch], tmp_path)
+
+
+@pytest.mark.parametrize("arch, variable", [("sm_90", "NVCC"), ("gfx942", "HIPCC")])
+def test_a_named_compiler_comes_first(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arch: str, variable: str
+) -> None:
+    program = tmp_path / "compiler"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv(variable, str(program))
+    assert compiler(target("hip", KNOWN[arch])) == str(program)
+    monkeypatch.setenv(variable, str(tmp_path / "gone"))
+    assert f"{variable} names" in str(build.why_not("hip", dataclasses.replace(KNOWN[arch], index=0)))
+
+
+def test_a_folder_of_libraries_without_this_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("ACCELPATCH_KERNELS", str(tmp_path))
+    assert "has no hip-sm_90" in str(build.why_not("hip", HERE))
+    with pytest.raises(KernelError, match="has no hip-sm_90"):
+        build.library("hip", HERE)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(compiler(target("hip", HERE)) is None, reason="needs nvcc")
+def test_nvcc_builds_one_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder = build.export("hip", KNOWN["sm_90"], tmp_path)
+    assert sorted(path.name for path in folder.iterdir()) == [build.LIBRARY, build.MANIFEST]
+    monkeypatch.setenv("ACCELPATCH_KERNELS", str(tmp_path))
+    monkeypatch.setattr(shutil, "which", lambda *_, **__: None)
+    library = build.library("hip", HERE)
+    assert all(isinstance(getattr(library, symbol), ctypes._CFuncPtr) for symbol in SYMBOLS)

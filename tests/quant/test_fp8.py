@@ -1,0 +1,60 @@
+"""fp8 weights: nearest codes by brute force, both forms, zero rows, the ends of the range, what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from accelpatch.errors import KernelError
+from accelpatch.kernels.fp8_linear import FORMS
+from accelpatch.quant import fp8
+from tests.parity import name
+
+FNUZ = pytest.mark.parametrize("fnuz", [False, True], ids=["e4m3fn", "e4m3fnuz"])
+
+
+def numbers(form: torch.dtype) -> torch.Tensor:
+    """Every finite number of the form, in order."""
+    values = torch.arange(256, dtype=torch.uint8).view(form).double()
+    return values[values.isfinite()].unique()
+
+
+@FNUZ
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=name)
+def test_codes_are_the_nearest(fnuz: bool, dtype: torch.dtype) -> None:
+    weight = torch.randn(9, 130, generator=torch.Generator().manual_seed(2)).to(dtype)
+    q, scale, offset = fp8.quantize(weight, fnuz=fnuz)
+    assert (q.dtype, q.shape, scale.shape, offset) == (FORMS[fnuz], weight.shape, (9, 1), None)
+    every = numbers(q.dtype)
+    due = (weight.double() / scale.double())[..., None].sub(every).abs().amin(-1)
+    error = (weight.double() / scale.double() - q.double()).abs()
+    assert bool((error <= due + 1e-5 * q.double().abs()).all())
+    assert torch.equal(scale[:, 0], weight.float().abs().amax(1) / every.max())
+
+
+@FNUZ
+def test_dequantised(fnuz: bool) -> None:
+    weight = torch.randn(5, 64, generator=torch.Generator().manual_seed(3))
+    held = fp8.quantize(weight, fnuz=fnuz)
+    exact = held.q.double() * held.scale.double()
+    assert torch.equal(fp8.dequantize(held), exact.float())
+    assert torch.equal(fp8.dequantize(held, torch.float64), exact)
+    assert float((fp8.dequantize(held) - weight).norm() / weight.norm()) < 0.04
+
+
+@FNUZ
+@pytest.mark.parametrize("size", [0.0, 1e-44, 3e38], ids=["zeros", "subnormal", "largest"])
+def test_rows_at_the_ends_of_the_range(fnuz: bool, size: float) -> None:
+    weight = torch.tensor([[size, -size, size / 2, 0.0]])
+    held = fp8.quantize(weight, fnuz=fnuz)
+    assert bool(held.q.float().isfinite().all())
+    back = fp8.dequantize(held)
+    assert bool(back.isfinite().all())
+    assert torch.allclose(back, weight, rtol=1e-2, atol=1e-40)
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(KernelError, match="not finite"):
+        fp8.quantize(torch.tensor([[1.0, float("nan")]]))
+    with pytest.raises(KernelError, match="fp8 takes a float weight"):
+        fp8.quantize(torch.ones(3, dtype=torch.int32))

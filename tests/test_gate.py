@@ -1,0 +1,68 @@
+"""The AMD gate: its table covers what is built, and a kernel that got worse fails it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from accelpatch.kernels.occupancy import Resources
+
+ROOT = Path(__file__).parent.parent
+HELD = {"vgprs": 100, "sgpr_spills": 40, "lds": 1024, "waves": 4}
+GOOD = Resources("_Z1k4Bf16", 100, 0, 40, 0, 1024, 512)
+LOOP = """.LBB0_1:
+\tglobal_load_dwordx4 v[0:3], v4, s[0:1]
+\tv_mfma_f32_16x16x16_bf16 v[0:3], v[4:5], v[6:7], v[0:3]
+\ts_cbranch_scc1 .LBB0_1
+"""
+
+
+@pytest.fixture(scope="module")
+def gate() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("amd_gate", ROOT / "scripts/amd_gate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_table_holds_every_figure_of_every_arch(gate: ModuleType) -> None:
+    held = json.loads(gate.TABLE.read_text())
+    assert {key.split()[0] for key in held} == set(gate.ARCHS)
+    assert all(list(figures) == list(gate.CEILINGS) for figures in held.values())
+    assert {f"{name}.hip" for name in gate.KERNELS} == {p.name for p in gate.SOURCES.glob("gemv*.hip")}
+
+
+def test_the_same_and_better_pass(gate: ModuleType) -> None:
+    assert gate.over(HELD, HELD) == []
+    assert gate.over({"vgprs": 90, "sgpr_spills": 0, "lds": 0, "waves": 5}, HELD) == []
+
+
+@pytest.mark.parametrize("key, value", [("vgprs", 101), ("sgpr_spills", 41), ("lds", 1025), ("waves", 3)])
+def test_worse_fails(gate: ModuleType, key: str, value: int) -> None:
+    [line] = gate.over({**HELD, key: value}, HELD)
+    assert line.startswith(f"{key} is {value}")
+    assert gate.over(HELD, None) == ["not in the table"]
+
+
+@pytest.mark.parametrize(
+    "taken, code, words",
+    [
+        (Resources("_Z1k4Bf16", 100, 2, 0, 8, 0, 512), LOOP, "2 vector registers spilled, 8 bytes of scratch"),
+        (GOOD, LOOP.replace("dwordx4", "dword"), "no loop with both"),
+        (GOOD, LOOP.replace("v_mfma_f32_16x16x16_bf16", "v_fma_f32"), "no loop with both"),
+        (GOOD, LOOP.replace(".LBB0_1\n", ".LBB0_2\n"), "no loop with both"),
+        (replace(GOOD, kernel="_Z1kI4Int8ILi0EE4Bf16Ev"), LOOP, "no loop with both v_mfma_f32_16x16x16_f16"),
+    ],
+    ids=["spills", "narrow", "no-matrix", "no-loop", "bf16-for-int8"],
+)
+def test_faults(gate: ModuleType, taken: Resources, code: str, words: str) -> None:
+    assert gate.faults("gfx942", GOOD, LOOP) == []
+    [line] = gate.faults("gfx942", taken, code)
+    assert words in line
