@@ -43,8 +43,6 @@ STAGED_BF16 = {
     "gfx942": r"v_mfma_f32_16x16x16_f16",
     "gfx950": r"v_mfma_f32_16x16x16_f16",
 }
-
-
 CEILINGS = {"vgprs": "at most", "sgpr_spills": "at most", "lds": "at most", "waves": "at least"}
 
 
@@ -126,8 +124,9 @@ def faults(arch: str, taken: Resources, code: str) -> list[str]:
     bad = []
     if taken.vector_spills or taken.scratch:
         bad.append(f"{taken.vector_spills} vector registers spilled, {taken.scratch} bytes of scratch")
-    type_ = "F16" if "3F16" in taken.kernel else "Bf16"
-    meant = MEANT[arch, type_] if "5Plain" in taken.kernel or type_ == "F16" else STAGED_BF16[arch]
+    meant = MEANT[arch, "F16" if "3F16" in taken.kernel else "Bf16"]
+    if re.search(r"(Int4|Int8|Fp8)I.*4Bf16", taken.kernel):
+        meant = STAGED_BF16[arch]
     wide = r"global_load_dwordx2" if "Int8ILi2" in taken.kernel else r"global_load_dwordx4"
     if not any(re.search(meant, loop) and re.search(wide, loop) for loop in streaming_loops(code)):
         bad.append(f"no loop with both {meant} and {wide}")

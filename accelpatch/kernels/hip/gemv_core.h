@@ -27,7 +27,7 @@ template <class F, class T> struct Stream {
     static constexpr bool OWN = F::OFFSETS && !Fragment::OWN_ROWS;  // what expand() needs is beside, for other rows
     static constexpr int OWN_WORDS = OWN ? F::GROUPS : 1;
     static constexpr int PAIR = STEPS_A_TURN<F>;
-    static constexpr int RING_UNROLL = ACCELPATCH_AMD && !(F::SUMS && F::GROUPS > 1) ? 2 : 1;  // turns in flight where they live in registers
+    static constexpr int RING_UNROLL = ACCELPATCH_AMD && !(F::SUMS && F::GROUPS > 2) ? 2 : 1;  // turns in flight where they live in registers
     struct Slot {
         Words4 w[ROWS_PER_LANE];
         uint32_t scale[WORDS], offset[WORDS], own_scale[OWN_WORDS], own_offset[OWN_WORDS];
