@@ -158,7 +158,9 @@ class _Run:
     def __exit__(self, *error: Any) -> None:
         if self._cache is not None:
             move_back(self.step.cache, self._cache, self._length)
-        self.runtime.paths[CAPTURED] += self._length - self._first
+        steps = self._length - self._first
+        self.runtime.paths[CAPTURED] += steps
+        self.runtime.paths[self.runtime.way(self.step)] += steps
 
     def prompt(self, ids: Tensor, config: Any, kwargs: dict[str, Any]) -> Tensor:
         """Logits [B, V] float32 after the prompt, by the model's own forward; what it cached is moved."""

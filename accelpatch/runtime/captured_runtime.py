@@ -12,16 +12,19 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
-from accelpatch.errors import PatchError
+from accelpatch.errors import KernelError, PatchError
 from accelpatch.runtime.captured_cache import LayerShape, capacity_for, shapes_of, why_not
 from accelpatch.runtime.captured_graph import GRAPHS, new_pool
 from accelpatch.runtime.captured_step import Batch, CapturedStep, graph_maker
+from accelpatch.runtime.fused_layer import FUSED, FusedModel, read
+from accelpatch.runtime.fused_weights import Unfit
 from accelpatch.runtime.native_step import Watch
 
 CAPTURED = "captured step"
+MODULES = "modules in the captured step: "  # and the reason
 STEPS = 4  # graphs, each with its cache, that a model keeps
 # What a model raises when its forward cannot run over a static cache, or asks the host for a number while captured.
-CAPTURE_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, LookupError)
+CAPTURE_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, KernelError)
 SCALARS = (bool, int, float, str, type(None))
 
 
@@ -56,6 +59,8 @@ class CapturedRuntime:
         self._vocabulary = 0
         self._pool: Any = None
         self._unfit: str | None = None
+        self._fused: FusedModel | None = None
+        self._unfused = ""  # why there are no fused layers
         self._watch: Watch | None = None
         self._flags: list[Any] = []
         self._done: torch.cuda.Event | None = None
@@ -104,6 +109,7 @@ class CapturedRuntime:
             return "a hook on an inner module"
         if self._unfit is None and self._shapes is None:
             self._learn(model, device)
+            self._fuse(model)
         return self._unfit
 
     def room(self, length: int, most: int | None) -> int:
@@ -150,6 +156,13 @@ class CapturedRuntime:
             self._pool = new_pool(device)
         with torch.inference_mode(False), torch.no_grad(), _for_decoding(model):
             batch = self._batches.setdefault(rows, Batch(rows, self._vocabulary, device))
+            if self._fused is not None and rows <= self._fused.most:
+                try:
+                    return CapturedStep(model, batch, self._shapes, capacity, self.graph(batch), self._fused)
+                except torch.OutOfMemoryError:
+                    raise
+                except CAPTURE_ERRORS as error:
+                    self._fused, self._unfused = None, f"{type(error).__name__}: {_first_line(error)}"
             try:
                 return CapturedStep(model, batch, self._shapes, capacity, self.graph(batch))
             except torch.OutOfMemoryError:
@@ -157,6 +170,21 @@ class CapturedRuntime:
             except CAPTURE_ERRORS as error:
                 self._unfit = f"its step cannot be captured ({type(error).__name__}: {_first_line(error)})"
                 raise NotCaptured(self._unfit) from error
+
+    def way(self, step: CapturedStep) -> str:
+        """What a step runs, for the report."""
+        if step.fused:
+            return FUSED
+        return MODULES + (self._unfused or f"{step.batch.rows} rows")
+
+    def _fuse(self, model: nn.Module) -> None:
+        """Read the model's fused layers, or why there are none; the weights that they lay together have moved."""
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                self._fused = read(model) if self._unfit is None else None
+        except (Unfit, KernelError) as reason:
+            self._unfused = str(reason)
+        self._watch = Watch(model)
 
     def _learn(self, model: nn.Module, device: torch.device) -> None:
         """Find out what the layers cache, by one token of nothing."""

@@ -1,8 +1,9 @@
 """One decode step as a program over tensors that stay in place: model, then choice of the token, each captured once.
 
-The program of the model reads the last token, its slot and its position from the device, runs the model's own forward
-over the static cache, and leaves float32 logits. The program of the choice turns them into the next token and a
-report. Neither lets the host wait. They are two graphs, so that another temperature does not capture the model again.
+The program of the model reads the last token, its slot and its position from the device, runs fused layers
+(fused_layer.py), or else the model's own forward, over the static cache, and leaves float32 logits. The program of the
+choice turns them into the next token and a report. Neither lets the host wait. They are two graphs, so that another
+temperature does not capture the model again.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from accelpatch.kernels.hip.binding import settled_weights
 from accelpatch.runtime.captured_cache import LayerShape, grow, new_cache
 from accelpatch.runtime.captured_graph import GRAPHS, Graph
 from accelpatch.runtime.choice import Choice
+from accelpatch.runtime.fused_layer import FusedModel
 
 CHOICES = 8  # captured choices that a batch keeps
 GraphOf = Callable[[Callable[[], None]], Graph]
@@ -83,8 +85,11 @@ def _mark(table: Tensor, ids: Tensor | None) -> None:
 class CapturedStep:
     """The model's step for `batch` over a static cache of one capacity. mask[B, capacity] int64: 1 where tokens are."""
 
-    def __init__(self, model: nn.Module, batch: Batch, shapes: Sequence[LayerShape], capacity: int, graph: GraphOf):
-        self.batch, self.capacity = batch, capacity
+    def __init__(
+        self, model: nn.Module, batch: Batch, shapes: Sequence[LayerShape], capacity: int, graph: GraphOf,
+        fused: FusedModel | None = None,
+    ):  # fmt: skip
+        self.batch, self.capacity, self._fused = batch, capacity, fused
         self.cache = new_cache(shapes, batch.rows, capacity, batch.slot)
         self.mask = torch.zeros(batch.rows, capacity, dtype=torch.int64, device=batch.device)
         self._model = weakref.ref(model)  # the model holds its runtime, and that this step
@@ -102,18 +107,33 @@ class CapturedStep:
 
     def advance(self) -> None:
         """The program: logits after the batch's tokens, which are cached; slot and positions move on by one."""
-        batch, model = self.batch, self._model()
-        assert model is not None
+        batch = self.batch
         self.mask.index_fill_(1, batch.slot, 1)
-        places = {"position_ids": batch.positions} if self._positioned else {}
         with settled_weights():  # nothing writes weights while steps are replayed
-            outputs = model(
-                input_ids=batch.tokens[:, None], attention_mask=self.mask, past_key_values=self.cache, **places,
-                **self._arguments,
-            )  # fmt: skip
-        batch.logits.copy_(outputs.logits[:, -1])
+            if self._fused is not None:
+                logits = self._fused(batch.tokens, batch.positions, batch.slot, self.mask, self.cache)
+            else:
+                logits = self._by_modules()
+        batch.logits.copy_(logits)
         batch.slot.add_(1)
         batch.positions.add_(1)
+
+    def _by_modules(self) -> Tensor:
+        """Logits [B, V] by the model's own forward."""
+        model = self._model()
+        assert model is not None
+        places = {"position_ids": self.batch.positions} if self._positioned else {}
+        outputs = model(
+            input_ids=self.batch.tokens[:, None], attention_mask=self.mask, past_key_values=self.cache, **places,
+            **self._arguments,
+        )  # fmt: skip
+        logits: Tensor = outputs.logits[:, -1]
+        return logits
+
+    @property
+    def fused(self) -> bool:
+        """Whether it runs fused layers, not the model's modules."""
+        return self._fused is not None
 
     def replay(self) -> None:
         """Run the captured program once."""

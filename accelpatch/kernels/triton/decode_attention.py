@@ -1,0 +1,181 @@
+"""One query head of one row by one program, or a run of its cached slots; see ../decode_attention.py.
+
+Each program makes q and the new k and v itself from the row of qkv, so that none waits for another: the new token never
+comes from the cache. The next kernel may begin meanwhile where the device has dependent launches (Hopper and later).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra import cuda
+
+from accelpatch.device import probe
+from accelpatch.kernels.decode_attention import AttentionShape
+from accelpatch.kernels.triton.launch import on
+
+SPLIT = 256  # slots of one program
+BLOCK = 64  # slots at once
+LOG2_E = 1.4426950408889634
+
+
+@triton.jit
+def _turned(x, columns, half, inside, cos, sin, weight, size, eps, NORM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A head's row of q or k: normalised where NORM, then turned; rounded to its dtype where transformers rounds."""
+    low = columns < half
+    others = tl.where(low, columns + half, columns - half)
+    value = tl.load(x + columns, mask=inside, other=0.0)
+    other = tl.load(x + others, mask=inside, other=0.0)
+    kind = value.dtype
+    if NORM:
+        wide = value.to(tl.float32)
+        factor = tl.rsqrt(tl.sum(wide * wide, axis=0) / size + eps)
+        scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+        value = ((wide * factor).to(kind).to(tl.float32) * scale).to(kind)
+        scale = tl.load(weight + others, mask=inside, other=0.0).to(tl.float32)
+        other = ((other.to(tl.float32) * factor).to(kind).to(tl.float32) * scale).to(kind)
+    straight = (value.to(tl.float32) * cos).to(kind).to(tl.float32)
+    across = (other.to(tl.float32) * sin).to(kind).to(tl.float32)
+    return (straight + tl.where(low, -across, across)).to(kind)
+
+
+@triton.jit
+def _scan(  # type: ignore[no-untyped-def]
+    keys, values, mask, q, top, total, mean, begin, stop, first, size, columns, inside, SLOTS: tl.constexpr
+):
+    """The running softmax (highest score, sum of weights, weighted sum of values) after the slots begin..stop - 1."""
+    for start in tl.range(begin, stop, SLOTS, num_stages=3):
+        at = start + tl.arange(0, SLOTS)
+        here = at < stop
+        seen = here & (at >= first) & (tl.load(mask + at, mask=here, other=0) != 0)
+        place = at.to(tl.int64)[:, None] * size + columns[None, :]
+        both = here[:, None] & inside[None, :]
+        k = tl.load(keys + place, mask=both, other=0.0).to(tl.float32)
+        v = tl.load(values + place, mask=both, other=0.0).to(tl.float32)
+        score = tl.where(seen, tl.sum(k * q[None, :], axis=1), float("-inf"))
+        higher = tl.maximum(top, tl.max(score, axis=0))
+        least = tl.where(higher == float("-inf"), 0.0, higher)  # nothing was seen yet
+        weight, kept = tl.exp2(score - least), tl.exp2(top - least)
+        mean = mean * kept + tl.sum(weight[:, None] * tl.where(seen[:, None], v, 0.0), axis=0)
+        total = total * kept + tl.sum(weight, axis=0)
+        top = higher
+    return top, total, mean
+
+
+@triton.jit
+def _attend(  # type: ignore[no-untyped-def]
+    qkv, positions, slot_at, mask, keys, values, inv_freq, q_norm, k_norm, y, sums, tops,
+    capacity, heads, size, window, scaling, rope_scaling, eps,
+    GROUP: tl.constexpr, NORM: tl.constexpr, RUN: tl.constexpr, SLOTS: tl.constexpr, WIDE: tl.constexpr,
+    SPLITS: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    head, row, split = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    if DEPENDENT:
+        cuda.gdc_launch_dependents()
+        cuda.gdc_wait()
+    slot = tl.load(slot_at).to(tl.int32)
+    if split == 0 or split * RUN < slot:
+        kv_heads, kv = heads // GROUP, head // GROUP
+        columns, half = tl.arange(0, WIDE), size // 2
+        inside, kind = columns < size, qkv.dtype.element_ty
+        angle = tl.load(positions + row).to(tl.float32) * tl.load(inv_freq + columns % half, mask=inside, other=0.0)
+        cos = (tl.cos(angle) * rope_scaling).to(kind).to(tl.float32)
+        sin = (tl.sin(angle) * rope_scaling).to(kind).to(tl.float32)
+        given = qkv + row * (heads + 2 * kv_heads) * size
+        q = _turned(given + head * size, columns, half, inside, cos, sin, q_norm, size, eps, NORM).to(tl.float32)
+        q = q * scaling
+        base = (row * kv_heads + kv) * capacity * size
+        top, total, mean = float("-inf"), 0.0, tl.zeros([WIDE], tl.float32)
+        if split == 0:
+            k = _turned(given + (heads + kv) * size, columns, half, inside, cos, sin, k_norm, size, eps, NORM)
+            v = tl.load(given + (heads + kv_heads + kv) * size + columns, mask=inside, other=0.0)
+            if head % GROUP == 0:
+                tl.store(keys + base + slot.to(tl.int64) * size + columns, k, mask=inside)
+                tl.store(values + base + slot.to(tl.int64) * size + columns, v, mask=inside)
+            top, total, mean = tl.sum(q * k.to(tl.float32), axis=0), 1.0, v.to(tl.float32)
+        first = tl.where(window > 0, tl.maximum(slot + 1 - window, 0), 0)
+        begin = tl.maximum(first // SLOTS * SLOTS, split * RUN)
+        top, total, mean = _scan(
+            keys + base, values + base, mask + row * capacity, q, top, total, mean, begin,
+            tl.minimum(slot, (split + 1) * RUN), first, size, columns, inside, SLOTS,
+        )  # fmt: skip
+        part = (row * heads + head) * SPLITS + split
+        if SPLITS == 1:
+            tl.store(y + part * size + columns, (mean / total).to(kind), mask=inside)
+        else:
+            tl.store(sums + part * size + columns, mean, mask=inside)
+            tl.store(tops + 2 * part, top)
+            tl.store(tops + 2 * part + 1, total)
+
+
+@triton.jit
+def _combine(  # type: ignore[no-untyped-def]
+    slot_at, sums, tops, y, heads, size,
+    RUN: tl.constexpr, WIDE: tl.constexpr, SPLITS: tl.constexpr, MOST: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    if DEPENDENT:
+        cuda.gdc_launch_dependents()
+        cuda.gdc_wait()
+    used = tl.maximum(tl.cdiv(tl.load(slot_at).to(tl.int32), RUN), 1)
+    columns, part = tl.arange(0, WIDE), (row * heads + head) * SPLITS
+    inside = columns < size
+    runs = tl.arange(0, MOST)
+    top = tl.load(tops + 2 * (part + runs), mask=runs < used, other=float("-inf"))
+    weight = tl.exp2(top - tl.max(top, axis=0))
+    total = tl.sum(weight * tl.load(tops + 2 * (part + runs) + 1, mask=runs < used, other=0.0), axis=0)
+    highest = tl.max(top, axis=0)
+    mean = tl.zeros([WIDE], tl.float32)
+    for run in tl.range(0, used, num_stages=3):
+        kept = tl.exp2(tl.load(tops + 2 * (part + run)) - highest)
+        mean += kept * tl.load(sums + (part + run) * size + columns, mask=inside, other=0.0)
+    tl.store(y + (row * heads + head) * size + columns, (mean / total).to(y.dtype.element_ty), mask=inside)
+
+
+def decode_attention_(
+    qkv: Tensor, positions: Tensor, slot: Tensor, mask: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape
+) -> Tensor:
+    """As the operation; qkv, positions, mask and the cache contiguous."""
+    rows, capacity = qkv.shape[0], keys.shape[2]
+    y = qkv.new_empty(rows, shape.heads * shape.size)
+    splits = triton.cdiv(capacity, SPLIT)
+    wide, beside = triton.next_power_of_2(shape.size), {"dtype": torch.float32}
+    sums = y if splits == 1 else qkv.new_empty(rows, shape.heads, splits, shape.size, **beside)
+    tops = y if splits == 1 else qkv.new_empty(rows, shape.heads, splits, 2, **beside)
+    norms = (qkv if shape.q_norm is None else shape.q_norm, qkv if shape.k_norm is None else shape.k_norm)
+    dependent, options = _dependent(qkv)
+    with on(qkv):
+        _attend[(shape.heads, rows, splits)](
+            qkv, positions, slot, mask, keys, values, shape.inv_freq, *norms, y, sums, tops,
+            capacity, shape.heads, shape.size, shape.window, shape.scaling * LOG2_E, shape.rope_scaling, shape.eps,
+            shape.heads // shape.kv_heads, shape.q_norm is not None, SPLIT, BLOCK, wide, splits, dependent,
+            num_warps=4, **options,
+        )  # fmt: skip
+        if splits > 1:
+            most = triton.next_power_of_2(splits)
+            _combine[(shape.heads, rows)](
+                slot,
+                sums,
+                tops,
+                y,
+                shape.heads,
+                shape.size,
+                SPLIT,
+                wide,
+                splits,
+                most,
+                dependent,
+                num_warps=4,
+                **options,
+            )
+    return y
+
+
+def _dependent(tensor: Tensor) -> tuple[bool, dict[str, Any]]:
+    """Whether kernels may begin before the one before them ends, and the launch's options for it."""
+    arch = probe(tensor.device).arch if tensor.is_cuda else ""
+    return (True, {"launch_pdl": True}) if arch.startswith("sm_") and int(arch[3:].rstrip("a")) >= 90 else (False, {})

@@ -1,0 +1,111 @@
+"""Weights of neighbouring linear layers as one: laid out once, the layers' own tensors become views of its rows.
+
+Names, state dictionaries and the way back stay: a layer still holds a tensor of the same shape and values, only where
+it lies has changed. What lies in one run already is taken as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accelpatch.kernels.fused_product import Product
+from accelpatch.kernels.hip.layout import TILE_ROWS
+from accelpatch.kernels.int4_tiles import Tiles
+from accelpatch.modules.gemv_linear import GemvLinear
+from accelpatch.modules.weight_only import Int4WeightOnlyLinear, Int8WeightOnlyLinear
+
+
+class Unfit(Exception):
+    """Why a model has no fused layers; becomes a line of the report."""
+
+
+def one_product(modules: Sequence[Any], dtype: torch.dtype) -> Product:
+    """What `modules`, linear layers of one input, compute side by side. Raises Unfit where that is no one product."""
+    products = [product(module, dtype) for module in modules]
+    if len(products) == 1:
+        return products[0]
+    kinds = {_kind(one) for one in products}
+    if len(kinds) > 1:
+        raise Unfit("neighbouring products hold their weights in different formats")
+    bias = _beside([module.bias for module in modules])
+    first = products[0].w
+    if isinstance(first, Tiles):
+        tiles = [module.tiles for module in modules]
+        if any(one.n % TILE_ROWS for one in tiles):
+            raise Unfit(f"4-bit tiles of a number of rows that is no multiple of {TILE_ROWS}")
+        held = [_together([one[place] for one in tiles]) for place in range(3)]
+        whole = Tiles(held[0], held[1], held[2], sum(one.n for one in tiles), *first[4:])
+        return Product(whole, bias=bias)
+    whole = _together([one.w for one in products if isinstance(one.w, Tensor)])
+    assert whole is not None
+    return Product(whole, _together([one.scale for one in products]), bias)
+
+
+def product(module: Any, dtype: torch.dtype) -> Product:
+    """What a linear layer computes. Raises Unfit for one that the products in kernels/fused_product.py do not read."""
+    bias = module.bias
+    if bias is not None and bias.dtype != dtype:
+        raise Unfit(f"a bias is {bias.dtype}")
+    if isinstance(module, GemvLinear) or _plain_on_a_cpu(module):
+        if module.weight.dtype != dtype or not module.weight.is_contiguous():
+            raise Unfit(f"a weight is {module.weight.dtype}, or has gaps")
+        return Product(module.weight, bias=bias)
+    if isinstance(module, Int8WeightOnlyLinear):
+        held = module.held
+        if held.q is None or held.scale is None or held.scale.shape[1] != 1 or held.scale.dtype != torch.float32:
+            raise Unfit("an int8 weight has not one float32 scale a row")
+        return Product(held.q, held.scale, bias)
+    if isinstance(module, Int4WeightOnlyLinear) and module.tiles is not None:
+        return Product(module.tiles, bias=bias)
+    raise Unfit(f"a product is {type(module).__name__}")
+
+
+def _plain_on_a_cpu(module: nn.Module) -> bool:
+    return type(module).forward is nn.Linear.forward and module.weight.device.type == "cpu"
+
+
+def _kind(one: Product) -> tuple[Any, ...]:
+    if isinstance(one.w, Tiles):
+        return one.w.k, one.w.group, one.w.kind, one.w.scale.dtype
+    return one.k, one.w.dtype, one.scale is None
+
+
+def _beside(biases: Sequence[Tensor | None]) -> Tensor | None:
+    held = [bias for bias in biases if bias is not None]
+    if not held:
+        return None
+    if len(held) < len(biases):
+        raise Unfit("some of neighbouring products have a bias and some have none")
+    return _together(held)
+
+
+def _together(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """The tensors one after the other along their first dimension, of which they are views from now on."""
+    held = [part for part in parts if part is not None]
+    if not held:
+        return None
+    whole = _in_one_run(held)
+    if whole is None:
+        whole = torch.cat([part.detach() for part in held])
+        at = 0
+        for part in held:
+            part.data = whole[at : at + part.shape[0]]
+            at += part.shape[0]
+    return whole
+
+
+def _in_one_run(parts: Sequence[Tensor]) -> Tensor | None:
+    """The tensor that `parts` are views of, side by side; None where they are not."""
+    first = parts[0].detach()
+    at = first.data_ptr()
+    for part in parts:
+        same = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not same or part.data_ptr() != at or not part.is_contiguous():
+            return None
+        at += part.numel() * part.element_size()
+    shape = (sum(part.shape[0] for part in parts), *first.shape[1:])
+    return first.as_strided(shape, first.stride())
