@@ -117,7 +117,7 @@ def norm_of(norm: Any, dtype: torch.dtype) -> Norm:
 def attention_of(attention: Any, rotary: Any, dtype: torch.dtype) -> AttentionShape:
     """Sizes and constants of a layer's attention."""
     config, size = attention.config, int(attention.head_dim)
-    if rotary.inv_freq.shape[0] * 2 != size or rotary.inv_freq.dtype != torch.float32:
+    if rotary.inv_freq.shape[0] * 2 != size:
         raise Unfit("its rotary embedding turns a part of each head only")
     norms = [
         norm_of(getattr(attention, name), dtype) if hasattr(attention, name) else None for name in ("q_norm", "k_norm")

@@ -20,6 +20,7 @@ from torch.nn.modules import module as torch_module
 from accelpatch.errors import KernelError
 from accelpatch.kernels.cpu_native import MAX_BATCH
 from accelpatch.kernels.cpu_step import DecodeStep
+from accelpatch.modules.weight_only import QuantizedModule
 from accelpatch.runtime.mixed_step import mixed_step
 from accelpatch.runtime.native_cache import Store, attach, stored
 from accelpatch.runtime.native_weights import NativeModel, Unfit, packed_modules, read
@@ -54,6 +55,8 @@ class Watch:
         self._pointers = list(map(Tensor.data_ptr, self._tensors))
         self._packed = list(packed_modules(model))
         self._packs = [module.pack for module in self._packed]
+        self._tiled = [module for module in modules if isinstance(module, QuantizedModule) and module.tiles is not None]
+        self._tiles = [module.tiles for module in self._tiled]
 
     def objection(self) -> str | None:
         """Why the modules must run this step, or None."""
@@ -72,6 +75,7 @@ class Watch:
             or not all(map(is_, chain.from_iterable(map(dict.values, self._tables)), self._held))
             or list(map(Tensor.data_ptr, self._tensors)) != self._pointers
             or not all(map(is_, map(attrgetter("pack"), self._packed), self._packs))
+            or not all(map(is_, map(attrgetter("tiles"), self._tiled), self._tiles))
             or any(map(contains, self._attributes, repeat("forward")))
         )
 

@@ -6,15 +6,19 @@ comes from the cache. The next kernel may begin meanwhile where the device has d
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.errors import TritonError
 from triton.language.extra import cuda
 
 from accelpatch.device import probe
+from accelpatch.errors import KernelError
 from accelpatch.kernels.decode_attention import AttentionShape
 from accelpatch.kernels.triton.launch import on
 
@@ -81,8 +85,10 @@ def _attend(  # type: ignore[no-untyped-def]
     if split == 0 or split * RUN < slot:
         kv_heads, kv = heads // GROUP, head // GROUP
         columns, half = tl.arange(0, WIDE), size // 2
-        inside, kind = columns < size, qkv.dtype.element_ty
-        angle = tl.load(positions + row).to(tl.float32) * tl.load(inv_freq + columns % half, mask=inside, other=0.0)
+        inside = columns < size
+        kind = qkv.dtype.element_ty
+        frequency = tl.load(inv_freq + columns % half, mask=inside, other=0.0).to(tl.float32)
+        angle = tl.load(positions + row).to(tl.float32) * frequency
         cos = (tl.cos(angle) * rope_scaling).to(kind).to(tl.float32)
         sin = (tl.sin(angle) * rope_scaling).to(kind).to(tl.float32)
         given = qkv + row * (heads + 2 * kv_heads) * size
@@ -148,7 +154,7 @@ def decode_attention_(
     tops = y if splits == 1 else qkv.new_empty(rows, shape.heads, splits, 2, **beside)
     norms = (qkv if shape.q_norm is None else shape.q_norm, qkv if shape.k_norm is None else shape.k_norm)
     dependent, options = _dependent(qkv)
-    with on(qkv):
+    with on(qkv), _said():
         _attend[(shape.heads, rows, splits)](
             qkv, positions, slot, mask, keys, values, shape.inv_freq, *norms, y, sums, tops,
             capacity, shape.heads, shape.size, shape.window, shape.scaling * LOG2_E, shape.rope_scaling, shape.eps,
@@ -173,6 +179,15 @@ def decode_attention_(
                 **options,
             )
     return y
+
+
+@contextmanager
+def _said() -> Iterator[None]:
+    """Triton's compile errors as ours."""
+    try:
+        yield
+    except TritonError as error:
+        raise KernelError(f"decode_attention: Triton cannot compile it here: {error}") from error
 
 
 def _dependent(tensor: Tensor) -> tuple[bool, dict[str, Any]]:
