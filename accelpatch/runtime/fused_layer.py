@@ -119,15 +119,16 @@ def attention_of(attention: Any, rotary: Any, dtype: torch.dtype) -> AttentionSh
     config, size = attention.config, int(attention.head_dim)
     if rotary.inv_freq.shape[0] * 2 != size:
         raise Unfit("its rotary embedding turns a part of each head only")
-    norms = [
+    q_norm, k_norm = (
         norm_of(getattr(attention, name), dtype) if hasattr(attention, name) else None for name in ("q_norm", "k_norm")
-    ]
-    if norms[0] is not None and norms[1] is not None and norms[0].eps != norms[1].eps:
+    )
+    if q_norm is not None and k_norm is not None and q_norm.eps != k_norm.eps:
         raise Unfit("the norms of q and k differ in their epsilon")
     shape = AttentionShape(
         config.num_attention_heads, config.num_key_value_heads, size, float(attention.scaling), rotary.inv_freq,
-        float(rotary.attention_scaling), window(attention), *(None if one is None else one.weight for one in norms),
-        0.0 if norms[0] is None else norms[0].eps,
+        float(rotary.attention_scaling), window(attention),
+        None if q_norm is None else q_norm.weight, None if k_norm is None else k_norm.weight,
+        0.0 if q_norm is None else q_norm.eps,
     )  # fmt: skip
     if reason := decode_attention.why_not(shape, dtype, probe(rotary.inv_freq.device)):
         raise Unfit(reason)

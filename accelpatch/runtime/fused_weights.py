@@ -37,9 +37,10 @@ def one_product(modules: Sequence[Any], dtype: torch.dtype) -> Product:
         tiles = [module.tiles for module in modules]
         if any(one.n % TILE_ROWS for one in tiles):
             raise Unfit(f"4-bit tiles of a number of rows that is no multiple of {TILE_ROWS}")
-        held = [_together([one[place] for one in tiles]) for place in range(3)]
-        whole = Tiles(held[0], held[1], held[2], sum(one.n for one in tiles), *first[4:])
-        return Product(whole, bias=bias)
+        w, scale, offset = (_together([one[place] for one in tiles]) for place in range(3))
+        assert w is not None
+        assert scale is not None
+        return Product(Tiles(w, scale, offset, sum(one.n for one in tiles), *first[4:]), bias=bias)
     whole = _together([one.w for one in products if isinstance(one.w, Tensor)])
     assert whole is not None
     return Product(whole, _together([one.scale for one in products]), bias)

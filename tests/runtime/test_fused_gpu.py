@@ -46,12 +46,17 @@ def logits(model: Any, batch: dict[str, torch.Tensor], new: int = NEW) -> torch.
     return torch.stack(made.logits[1:]).double()
 
 
-def assert_close_to_the_modules(model: Any, batch: dict[str, torch.Tensor], new: int = NEW) -> None:
+def assert_float_rule(model: Any, batch: dict[str, torch.Tensor], new: int = NEW) -> None:
+    """Fused layers are at most twice as far from float32 as the modules of the patched model are."""
     plain = copy.deepcopy(model)
     vars(plain)[RUNTIME] = None
-    due, mine = logits(plain, batch, new), logits(model, batch, new)
-    error = ((mine - due).flatten(1).norm(dim=1) / due.flatten(1).norm(dim=1)).max().item()
-    assert error < 0.02, error
+    exact = logits(copy.deepcopy(plain).float(), batch, new)
+    modules, fused = (
+        ((logits(one, batch, new) - exact).flatten(1).norm(dim=1) / exact.flatten(1).norm(dim=1)).max().item()
+        for one in (plain, model)
+    )
+    assert fused <= 2 * modules + 2**-8, (fused, modules)
+    assert fused < 0.1, fused
     paths = model.accelpatch.report().paths
     assert paths[FUSED] == paths[CAPTURED] == new - 1, paths
 
@@ -61,7 +66,7 @@ def assert_close_to_the_modules(model: Any, batch: dict[str, torch.Tensor], new:
 @pytest.mark.parametrize("name", NAMES)
 def test_logits(name: str, recipe: Any, make: Any) -> None:
     model = CAUSAL[name].make(torch.bfloat16).cuda()
-    assert_close_to_the_modules(accelpatch.patch(model, recipe, verify=False), make())
+    assert_float_rule(accelpatch.patch(model, recipe, verify=False), make())
 
 
 @pytest.mark.parametrize("size", [64, 80, 128])
@@ -72,7 +77,7 @@ def test_head_sizes_and_a_cache_of_several_runs(size: int) -> None:
     mask = torch.ones_like(ids)
     mask[1, :300] = 0
     accelpatch.patch(model, "exact", verify=False)
-    assert_close_to_the_modules(model, {"input_ids": ids, "attention_mask": mask})
+    assert_float_rule(model, {"input_ids": ids, "attention_mask": mask})
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)

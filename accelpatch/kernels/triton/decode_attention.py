@@ -22,8 +22,10 @@ from accelpatch.errors import KernelError
 from accelpatch.kernels.decode_attention import AttentionShape
 from accelpatch.kernels.triton.launch import on
 
-SPLIT = 256  # slots of one program
+SPLIT = 64  # slots of one program
 BLOCK = 64  # slots at once
+WARPS = 8
+TOGETHER = 16  # runs of slots that are added up at once
 LOG2_E = 1.4426950408889634
 
 
@@ -48,15 +50,35 @@ def _turned(x, columns, half, inside, cos, sin, weight, size, eps, NORM: tl.cons
 
 
 @triton.jit
+def _angles(position, inv_freq, scaling, inside, kind: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Cosine and sine of each column, rounded to the activations' dtype."""
+    angle = tl.load(position).to(tl.float32) * tl.load(inv_freq, mask=inside, other=0.0).to(tl.float32)
+    return (tl.cos(angle) * scaling).to(kind).to(tl.float32), (tl.sin(angle) * scaling).to(kind).to(tl.float32)
+
+
+@triton.jit
 def _scan(  # type: ignore[no-untyped-def]
-    keys, values, mask, q, top, total, mean, begin, stop, first, size, columns, inside, SLOTS: tl.constexpr
+    keys,
+    values,
+    mask,
+    q,
+    top,
+    total,
+    mean,
+    begin,
+    stop,
+    first,
+    columns,
+    inside,
+    SIZE: tl.constexpr,
+    SLOTS: tl.constexpr,
 ):
     """The running softmax (highest score, sum of weights, weighted sum of values) after the slots begin..stop - 1."""
-    for start in tl.range(begin, stop, SLOTS, num_stages=3):
+    for start in tl.range(begin, stop, SLOTS, num_stages=1):
         at = start + tl.arange(0, SLOTS)
         here = at < stop
         seen = here & (at >= first) & (tl.load(mask + at, mask=here, other=0) != 0)
-        place = at.to(tl.int64)[:, None] * size + columns[None, :]
+        place = at[:, None] * SIZE + columns[None, :]
         both = here[:, None] & inside[None, :]
         k = tl.load(keys + place, mask=both, other=0.0).to(tl.float32)
         v = tl.load(values + place, mask=both, other=0.0).to(tl.float32)
@@ -71,11 +93,23 @@ def _scan(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _leave(  # type: ignore[no-untyped-def]
+    y, sums, tops, part, columns, inside, top, total, mean, SIZE: tl.constexpr, SPLITS: tl.constexpr
+):
+    if SPLITS == 1:
+        tl.store(y + part * SIZE + columns, (mean / total).to(y.dtype.element_ty), mask=inside)
+    else:
+        tl.store(sums + part * SIZE + columns, mean, mask=inside)
+        tl.store(tops + 2 * part, top)
+        tl.store(tops + 2 * part + 1, total)
+
+
+@triton.jit
 def _attend(  # type: ignore[no-untyped-def]
     qkv, positions, slot_at, mask, keys, values, inv_freq, q_norm, k_norm, y, sums, tops,
-    capacity, heads, size, window, scaling, rope_scaling, eps,
-    GROUP: tl.constexpr, NORM: tl.constexpr, RUN: tl.constexpr, SLOTS: tl.constexpr, WIDE: tl.constexpr,
-    SPLITS: tl.constexpr, DEPENDENT: tl.constexpr,
+    capacity, heads, window, scaling, rope_scaling, eps,
+    GROUP: tl.constexpr, NORM: tl.constexpr, RUN: tl.constexpr, SLOTS: tl.constexpr, SIZE: tl.constexpr,
+    WIDE: tl.constexpr, SPLITS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     head, row, split = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     if DEPENDENT:
@@ -84,44 +118,39 @@ def _attend(  # type: ignore[no-untyped-def]
     slot = tl.load(slot_at).to(tl.int32)
     if split == 0 or split * RUN < slot:
         kv_heads, kv = heads // GROUP, head // GROUP
-        columns, half = tl.arange(0, WIDE), size // 2
-        inside = columns < size
-        kind = qkv.dtype.element_ty
-        frequency = tl.load(inv_freq + columns % half, mask=inside, other=0.0).to(tl.float32)
-        angle = tl.load(positions + row).to(tl.float32) * frequency
-        cos = (tl.cos(angle) * rope_scaling).to(kind).to(tl.float32)
-        sin = (tl.sin(angle) * rope_scaling).to(kind).to(tl.float32)
-        given = qkv + row * (heads + 2 * kv_heads) * size
-        q = _turned(given + head * size, columns, half, inside, cos, sin, q_norm, size, eps, NORM).to(tl.float32)
-        q = q * scaling
-        base = (row * kv_heads + kv) * capacity * size
+        columns, half = tl.arange(0, WIDE), SIZE // 2
+        inside = columns < SIZE
+        kind: tl.constexpr = qkv.dtype.element_ty
+        cos, sin = _angles(positions + row, inv_freq + columns % half, rope_scaling, inside, kind)
+        given = qkv + row * (heads + 2 * kv_heads) * SIZE
+        q = (
+            _turned(given + head * SIZE, columns, half, inside, cos, sin, q_norm, SIZE, eps, NORM).to(tl.float32)
+            * scaling
+        )
+        base = (row * kv_heads + kv) * capacity * SIZE
         top, total, mean = float("-inf"), 0.0, tl.zeros([WIDE], tl.float32)
         if split == 0:
-            k = _turned(given + (heads + kv) * size, columns, half, inside, cos, sin, k_norm, size, eps, NORM)
-            v = tl.load(given + (heads + kv_heads + kv) * size + columns, mask=inside, other=0.0)
+            k = _turned(given + (heads + kv) * SIZE, columns, half, inside, cos, sin, k_norm, SIZE, eps, NORM)
+            v = tl.load(given + (heads + kv_heads + kv) * SIZE + columns, mask=inside, other=0.0)
             if head % GROUP == 0:
-                tl.store(keys + base + slot.to(tl.int64) * size + columns, k, mask=inside)
-                tl.store(values + base + slot.to(tl.int64) * size + columns, v, mask=inside)
+                tl.store(keys + base + slot.to(tl.int64) * SIZE + columns, k, mask=inside)
+                tl.store(values + base + slot.to(tl.int64) * SIZE + columns, v, mask=inside)
             top, total, mean = tl.sum(q * k.to(tl.float32), axis=0), 1.0, v.to(tl.float32)
         first = tl.where(window > 0, tl.maximum(slot + 1 - window, 0), 0)
         begin = tl.maximum(first // SLOTS * SLOTS, split * RUN)
         top, total, mean = _scan(
             keys + base, values + base, mask + row * capacity, q, top, total, mean, begin,
-            tl.minimum(slot, (split + 1) * RUN), first, size, columns, inside, SLOTS,
+            tl.minimum(slot, (split + 1) * RUN), first, columns, inside, SIZE, SLOTS,
         )  # fmt: skip
         part = (row * heads + head) * SPLITS + split
-        if SPLITS == 1:
-            tl.store(y + part * size + columns, (mean / total).to(kind), mask=inside)
-        else:
-            tl.store(sums + part * size + columns, mean, mask=inside)
-            tl.store(tops + 2 * part, top)
-            tl.store(tops + 2 * part + 1, total)
+        _leave(y, sums, tops, part, columns, inside, top, total, mean, SIZE, SPLITS)
 
 
 @triton.jit
 def _combine(  # type: ignore[no-untyped-def]
-    slot_at, sums, tops, y, heads, size,
-    RUN: tl.constexpr, WIDE: tl.constexpr, SPLITS: tl.constexpr, MOST: tl.constexpr, DEPENDENT: tl.constexpr,
+    slot_at, sums, tops, y, heads,
+    RUN: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr, SPLITS: tl.constexpr, MOST: tl.constexpr,
+    TOGETHER: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     if DEPENDENT:
@@ -129,17 +158,20 @@ def _combine(  # type: ignore[no-untyped-def]
         cuda.gdc_wait()
     used = tl.maximum(tl.cdiv(tl.load(slot_at).to(tl.int32), RUN), 1)
     columns, part = tl.arange(0, WIDE), (row * heads + head) * SPLITS
-    inside = columns < size
+    inside = columns < SIZE
     runs = tl.arange(0, MOST)
     top = tl.load(tops + 2 * (part + runs), mask=runs < used, other=float("-inf"))
-    weight = tl.exp2(top - tl.max(top, axis=0))
-    total = tl.sum(weight * tl.load(tops + 2 * (part + runs) + 1, mask=runs < used, other=0.0), axis=0)
     highest = tl.max(top, axis=0)
+    parts = tl.load(tops + 2 * (part + runs) + 1, mask=runs < used, other=0.0)
+    total = tl.sum(tl.exp2(top - highest) * parts, axis=0)
     mean = tl.zeros([WIDE], tl.float32)
-    for run in tl.range(0, used, num_stages=3):
-        kept = tl.exp2(tl.load(tops + 2 * (part + run)) - highest)
-        mean += kept * tl.load(sums + (part + run) * size + columns, mask=inside, other=0.0)
-    tl.store(y + (row * heads + head) * size + columns, (mean / total).to(y.dtype.element_ty), mask=inside)
+    for start in tl.range(0, used, TOGETHER, num_stages=1):
+        run = start + tl.arange(0, TOGETHER)
+        kept = tl.exp2(tl.load(tops + 2 * (part + run), mask=run < used, other=float("-inf")) - highest)
+        held = (part + run)[:, None] * SIZE + columns[None, :]
+        some = tl.load(sums + held, mask=(run < used)[:, None] & inside[None, :], other=0.0)
+        mean += tl.sum(kept[:, None] * some, axis=0)
+    tl.store(y + (row * heads + head) * SIZE + columns, (mean / total).to(y.dtype.element_ty), mask=inside)
 
 
 def decode_attention_(
@@ -149,35 +181,23 @@ def decode_attention_(
     rows, capacity = qkv.shape[0], keys.shape[2]
     y = qkv.new_empty(rows, shape.heads * shape.size)
     splits = triton.cdiv(capacity, SPLIT)
-    wide, beside = triton.next_power_of_2(shape.size), {"dtype": torch.float32}
-    sums = y if splits == 1 else qkv.new_empty(rows, shape.heads, splits, shape.size, **beside)
-    tops = y if splits == 1 else qkv.new_empty(rows, shape.heads, splits, 2, **beside)
+    wide = triton.next_power_of_2(shape.size)
+    sums = y if splits == 1 else qkv.new_empty((rows, shape.heads, splits, shape.size), dtype=torch.float32)
+    tops = y if splits == 1 else qkv.new_empty((rows, shape.heads, splits, 2), dtype=torch.float32)
     norms = (qkv if shape.q_norm is None else shape.q_norm, qkv if shape.k_norm is None else shape.k_norm)
     dependent, options = _dependent(qkv)
     with on(qkv), _said():
         _attend[(shape.heads, rows, splits)](
             qkv, positions, slot, mask, keys, values, shape.inv_freq, *norms, y, sums, tops,
-            capacity, shape.heads, shape.size, shape.window, shape.scaling * LOG2_E, shape.rope_scaling, shape.eps,
-            shape.heads // shape.kv_heads, shape.q_norm is not None, SPLIT, BLOCK, wide, splits, dependent,
-            num_warps=4, **options,
+            capacity, shape.heads, shape.window, shape.scaling * LOG2_E, shape.rope_scaling, shape.eps,
+            shape.heads // shape.kv_heads, shape.q_norm is not None, SPLIT, BLOCK, shape.size, wide, splits, dependent,
+            num_warps=WARPS, **options,
         )  # fmt: skip
         if splits > 1:
-            most = triton.next_power_of_2(splits)
             _combine[(shape.heads, rows)](
-                slot,
-                sums,
-                tops,
-                y,
-                shape.heads,
-                shape.size,
-                SPLIT,
-                wide,
-                splits,
-                most,
-                dependent,
-                num_warps=4,
-                **options,
-            )
+                slot, sums, tops, y, shape.heads, SPLIT, shape.size, wide, splits, triton.next_power_of_2(splits),
+                TOGETHER, dependent, num_warps=4, **options,
+            )  # fmt: skip
     return y
 
 
