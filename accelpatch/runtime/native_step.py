@@ -52,7 +52,8 @@ class Watch:
         self._hooks = [*self._outer, *chain.from_iterable(self._layers)]
         self._attributes = [vars(m) for m in inner]
         self._tables: list[dict[str, Any]] = [t for m in modules for t in (m._modules, m._parameters, m._buffers)]
-        self._held = list(chain.from_iterable(map(dict.values, self._tables)))
+        self._filled = [table for table in self._tables if table]  # most are empty; their sizes alone are looked at
+        self._held = list(chain.from_iterable(map(dict.values, self._filled)))
         self._tensors = [value for value in self._held if isinstance(value, Tensor)]
         self._pointers = list(map(Tensor.data_ptr, self._tensors))
         self._written = [tensor for tensor in self._tensors if not tensor.is_inference()]  # those count their writes
@@ -74,7 +75,7 @@ class Watch:
         """Whether the model is no longer what the step was made of."""
         return (
             sum(map(len, self._tables)) != len(self._held)
-            or not all(map(is_, chain.from_iterable(map(dict.values, self._tables)), self._held))
+            or not all(map(is_, chain.from_iterable(map(dict.values, self._filled)), self._held))
             or list(map(Tensor.data_ptr, self._tensors)) != self._pointers
             or list(map(_version, self._written)) != self._versions
             or not all(map(is_, map(attrgetter("pack"), self._packed), self._packs))
