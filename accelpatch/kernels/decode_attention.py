@@ -62,7 +62,7 @@ def reference_(
     parts = qkv.view(rows, 1, -1, shape.size).transpose(1, 2).split(sizes, dim=1)
     norms = (shape.q_norm, shape.k_norm)
     normed = (p if n is None else rmsnorm.reference(p, n, shape.eps, False) for p, n in zip(parts, norms, strict=False))
-    cos, sin = rope.reference(positions, shape.inv_freq, shape.rope_scaling, qkv.dtype)
+    cos, sin = rope.rotary_cos_sin(positions, shape.inv_freq, shape.rope_scaling, qkv.dtype)
     q, k = (turned(part, cos, sin) for part in normed)
     keys.index_copy_(2, slot, k)
     values.index_copy_(2, slot, parts[2])

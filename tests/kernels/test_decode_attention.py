@@ -144,7 +144,7 @@ def test_on_a_cpu(case: Case) -> None:
         else None
     )
     if y is not None:
-        torch.testing.assert_close(y, due[0], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(y, due[0], rtol=1e-4, atol=1e-4)  # angles are float32
 
 
 @needs_triton

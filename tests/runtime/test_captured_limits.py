@@ -113,7 +113,7 @@ def test_a_capture_that_fails_is_tried_once_and_leaves_the_stock_loop(monkeypatc
         assert torch.equal(mine, its)
     why = "its step cannot be captured (RuntimeError: operation not permitted when stream is capturing)"
     assert paths(model) == {f"stock loop: {why}": 3}
-    assert Refusing.tried == 1
+    assert Refusing.tried == 2  # with fused layers, and with the modules
     assert vars(model)[RUNTIME]._steps == {}
 
 
