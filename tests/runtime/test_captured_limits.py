@@ -89,6 +89,7 @@ def test_a_changed_model_is_captured_anew() -> None:
     assert torch.equal(*both(model, padded_batch(), **GREEDY))
     model.set_attn_implementation("eager")
     assert torch.equal(*both(model, padded_batch(), **GREEDY))
+    model.set_attn_implementation("sdpa")  # eager attention of padded rows is NaN in float64
     model.to(torch.float64)
     assert torch.equal(*both(model, padded_batch(), **GREEDY))
     assert paths(model) == {CAPTURED: 5 * 23}
