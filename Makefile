@@ -9,6 +9,10 @@ PROMPT ?= What is the capital of France?
 PYTEST ?= -n 2 --dist loadfile
 # The lower end of the range in pyproject.toml.
 OLDEST := transformers==5.10.1
+# HIP and Triton kernels compiled for AMD; then the numbers of the Triton ones, through Triton's interpreter.
+GATE := .venv/bin/python scripts/amd_gate.py --wheels .venv/gate \
+	&& PYTHONPATH=.venv/gate .venv/bin/python -W ignore scripts/triton_gate.py \
+	&& PYTHONPATH=.venv/gate TRITON_INTERPRET=1 .venv/bin/python -m pytest -q -n 0 tests/kernels/test_triton.py
 
 .PHONY: help run test lint bench gate force
 
@@ -34,7 +38,7 @@ lint: .venv/ready
 
 # Where its compilers are neither there nor may be installed it is skipped; with CI=true that is a failure.
 gate: .venv/ready
-	@if sh scripts/setup.sh gate; then .venv/bin/python scripts/amd_gate.py --wheels .venv/gate; \
+	@if sh scripts/setup.sh gate; then $(GATE); \
 	elif [ "$$CI" = true ]; then echo 'gate: not run, and CI=true makes that a failure' >&2; exit 1; \
 	else echo 'gate: SKIPPED, the kernels for AMD were not compiled'; fi
 

@@ -71,7 +71,8 @@ install() {
     esac
 }
 
-# Pinned: the figures in scripts/amd_gate.json are those of these compilers. Nothing of them is imported.
+# Pinned: the figures in scripts/amd_gate.json are those of these compilers. They lie apart: the Triton that a GPU build of
+# torch brought stays the one that .venv has.
 gate_wheels='ziglang==0.17.0 triton==3.9.0'
 gate_packages='clang-19 lld-19 llvm-19 libamdhip64-dev rocm-device-libs'
 
@@ -88,9 +89,6 @@ gate() {
     rm -rf .venv/gate
     # shellcheck disable=SC2086
     .venv/bin/python -m pip install --disable-pip-version-check --quiet --no-deps --target .venv/gate $gate_wheels
-    # Of triton its headers and device libraries for AMD alone: a tenth of it.
-    find .venv/gate/triton .venv/gate/triton/backends -mindepth 1 -maxdepth 1 \
-        ! -name backends ! -name amd -exec rm -rf {} +
     echo "$gate_wheels" > .venv/gate/made_of
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import accelpatch
 from accelpatch import recipe
 from accelpatch.quant import int4, int8
+from scripts.compare_cpu import resident_bytes
 from tests.fidelity import (
     BLOCK,
     FORMATS,
@@ -172,3 +174,12 @@ def test_kernels_add_nothing_to_what_the_format_loses(embedded: SimpleNamespace,
         found = mean_kl_top1(embedded.logits, logits_of(model, embedded.ids))
     assert found.kl == pytest.approx(due.kl, rel=0.01)
     assert name != "int8" or (found.kl <= 0.005 and found.top1 >= 0.95)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "share"), [("int8", 0.30), ("int4", 0.20)])
+def test_a_patched_model_holds_its_packs_and_no_float_copy(embedded: SimpleNamespace, name: str, share: float) -> None:
+    model = copy.deepcopy(embedded.raw)
+    before = resident_bytes(model)
+    accelpatch.patch(model, name, verify=False, keep_original="none")
+    assert 0.1 < resident_bytes(model) / before <= share

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -66,3 +67,11 @@ def test_faults(gate: ModuleType, taken: Resources, code: str, words: str) -> No
     assert gate.faults("gfx942", GOOD, LOOP) == []
     [line] = gate.faults("gfx942", taken, code)
     assert words in line
+
+
+def test_every_triton_kernel_is_compiled_by_the_gate() -> None:
+    text = (ROOT / "scripts/triton_gate.py").read_text()
+    for path in sorted((ROOT / "accelpatch/kernels/triton").glob("*.py")):
+        for launched in re.findall(r"(\b_\w+)\[", path.read_text()):
+            if f"def {launched}(" in path.read_text():
+                assert f"{path.stem}.{launched}" in text

@@ -20,6 +20,7 @@ from accelpatch import cache
 from accelpatch.device import probe
 from accelpatch.errors import CacheError
 from accelpatch.kernels import cpu_native, cpu_pack
+from accelpatch.kernels.cpu_native import PLAIN
 from accelpatch.kernels.cpu_pack import Pack
 
 KIND, FILE = "measured", "crossover.json"
@@ -54,12 +55,12 @@ def _write(folder: Path, found: int) -> None:
 
 def measure(kind: int, by_torch: Product) -> int:
     """Time both products; some tens of milliseconds."""
-    q = torch.zeros(N, K // (1 if kind == cpu_native.INT8 else 2), dtype=torch.int8)
-    scale = torch.ones(N, K // GROUP)
+    q = torch.zeros(N, K // (1 if kind == cpu_native.INT8 else 2), dtype=torch.int8, device="cpu")
+    scale = torch.ones(N, K // GROUP, **PLAIN)
     pack = cpu_pack.pack_int8(q, scale) if kind == cpu_native.INT8 else cpu_pack.pack_int4(q, scale, scale)
     found = NEVER
     for count in reversed(ROWS):
-        x = torch.ones(count, K)
+        x = torch.ones(count, K, **PLAIN)
         native, other = _seconds(cpu_pack.linear, x, pack), _seconds(by_torch, x, pack)
         if other > CLEARLY * native:
             return found

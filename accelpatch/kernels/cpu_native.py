@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from ctypes import POINTER, Structure, c_double, c_float, c_int, c_int32, c_int64, c_void_p
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +14,8 @@ from accelpatch.device import Device, probe
 from accelpatch.errors import KernelError
 from accelpatch.kernels import build, openmp
 
+# What the library reads and writes, whatever torch's default dtype and device are.
+PLAIN: Any = {"dtype": torch.float32, "device": "cpu"}
 DENSE, INT8, INT4 = 0, 1, 2
 ISAS = ("portable", "avx2", "avx512")
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from accelpatch.errors import KernelError
-from accelpatch.kernels.cpu_native import DENSE, DTYPES, INT4, INT8, Linear, check, native, pointer, threads
+from accelpatch.kernels.cpu_native import DENSE, DTYPES, INT4, INT8, PLAIN, Linear, check, native, pointer, threads
 
 LARGEST = 1 << 31
 
@@ -117,8 +117,8 @@ def pack_bytes(pack: Pack) -> int:
 
 def unpack(pack: Pack) -> tuple[Tensor, Tensor, Tensor | None]:
     """(q, scale, offset) as they were packed; scale and offset in float32."""
-    q = torch.empty(pack.n, pack.k // (2 if pack.kind == INT4 else 1), dtype=torch.int8)
-    scale = torch.empty(pack.n, pack.k // pack.group)
+    q = torch.empty(pack.n, pack.k // (2 if pack.kind == INT4 else 1), dtype=torch.int8, device="cpu")
+    scale = torch.empty(pack.n, pack.k // pack.group, **PLAIN)
     offset = torch.empty_like(scale) if pack.offset == "minimum" else None
     shape = pack.struct()
     check(
@@ -129,7 +129,7 @@ def unpack(pack: Pack) -> tuple[Tensor, Tensor, Tensor | None]:
 
 def aligned(size: int) -> Tensor:
     """uint8 memory that begins at a multiple of 64."""
-    whole = torch.empty(size + 63, dtype=torch.uint8)
+    whole = torch.empty(size + 63, dtype=torch.uint8, device="cpu")
     start = -whole.data_ptr() % 64
     return whole[start : start + size]
 
@@ -159,7 +159,7 @@ def linear(x: Tensor, pack: Pack) -> Tensor:
     rows = x.reshape(-1, pack.k)
     if rows.stride(1) != 1 or (rows.shape[0] > 1 and rows.stride(0) < pack.k):
         rows = rows.contiguous()
-    y = torch.empty(*x.shape[:-1], pack.n, dtype=x.dtype)
+    y = torch.empty(*x.shape[:-1], pack.n, dtype=x.dtype, device="cpu")
     stride, struct = max(rows.stride(0), pack.k), pack.struct()
     status = native().ap_linear_run(
         byref(struct), pointer(rows), rows.shape[0], stride, pointer(y), pack.n, DTYPES[x.dtype], threads()
@@ -170,6 +170,6 @@ def linear(x: Tensor, pack: Pack) -> Tensor:
 
 def gather(pack: Pack, ids: Tensor) -> Tensor:
     """Rows ids[...] of the weight as float32 [..., K]. Raises KernelError for an id that is no row."""
-    rows, flat, struct = torch.empty(*ids.shape, pack.k), ids.to(torch.int64).contiguous(), pack.struct()
+    rows, flat, struct = torch.empty(*ids.shape, pack.k, **PLAIN), ids.to(torch.int64).contiguous(), pack.struct()
     check(native().ap_gather(byref(struct), pointer(flat), flat.numel(), pointer(rows)), f"rows of a table of {pack.n}")
     return rows

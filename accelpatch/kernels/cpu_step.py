@@ -20,7 +20,7 @@ from torch import Tensor
 
 from accelpatch.errors import KernelError
 from accelpatch.kernels import cpu_native
-from accelpatch.kernels.cpu_native import LINEARS, MAX_BATCH, MAX_THREADS, NORMS, check, native, pointer, threads
+from accelpatch.kernels.cpu_native import LINEARS, MAX_BATCH, MAX_THREADS, NORMS, PLAIN, check, native, pointer, threads
 from accelpatch.kernels.cpu_pack import Pack
 
 
@@ -97,7 +97,7 @@ class DecodeStep:
         tokens, slots, starts, positions: int64 [B]. Sequence b's token is written at slots[b] of the cache, attends to
         starts[b] .. slots[b] (starts[b]: how many slots of left padding), and is rotated by positions[b].
         """
-        logits = torch.empty(tokens.shape[0], self.shape.vocabulary) if out is None else out
+        logits = torch.empty(tokens.shape[0], self.shape.vocabulary, **PLAIN) if out is None else out
         self._run([tokens, slots, starts, positions], 0, len(self.layers), None, logits)
         return logits
 
@@ -112,7 +112,7 @@ class DecodeStep:
         if hidden.dtype != torch.float32 or tuple(hidden.shape) != (tokens.shape[0], self.shape.hidden):
             raise KernelError(f"hidden is float32 [{tokens.shape[0]}, {self.shape.hidden}], not {list(hidden.shape)}")
         last = layers.stop == len(self.layers)
-        logits = torch.empty(tokens.shape[0], self.shape.vocabulary) if last else None
+        logits = torch.empty(tokens.shape[0], self.shape.vocabulary, **PLAIN) if last else None
         self._run([tokens, slots, starts, positions], layers.start, layers.stop, hidden, logits)
         return logits
 

@@ -120,7 +120,7 @@ def _by_row_blocks(x: Tensor, pack: Pack) -> Tensor:
 
 
 def _rows(pack: Pack, start: int, stop: int) -> Tensor:
-    return cpu_pack.gather(pack, torch.arange(start, stop))
+    return cpu_pack.gather(pack, torch.arange(start, stop, device="cpu"))
 
 
 def _torch(x: Tensor, *packed: Any) -> Tensor:

@@ -15,7 +15,7 @@ from transformers.generation.logits_process import MinLengthLogitsProcessor, Min
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from accelpatch.runtime.native_step import NativeRuntime, Run
+from accelpatch.runtime.native_step import NativeRuntime, Run, unknown
 
 # Arguments of generate()'s model calls that the loop understands besides those of a step.
 UNDERSTOOD = frozenset({"attention_mask", "past_key_values", "position_ids", "use_cache", "logits_to_keep"})
@@ -23,9 +23,8 @@ UNDERSTOOD = frozenset({"attention_mask", "past_key_values", "position_ids", "us
 
 def stock_loop_because(model: Any, config: Any, synced_gpus: bool, kwargs: dict[str, Any]) -> str | None:
     """Why transformers' own loop must run; None where `decode` may."""
-    extra = [name for name, value in kwargs.items() if name not in UNDERSTOOD and value not in (None, False)]
-    if extra:
-        return f"the argument {extra[0]}"
+    if extra := unknown(kwargs, UNDERSTOOD):
+        return f"the argument {extra}"
     if config.return_dict_in_generate and (config.output_attentions or config.output_hidden_states):
         return "attentions or hidden states were asked for"
     if synced_gpus or config.is_assistant or not kwargs.get("use_cache") or model.config.is_encoder_decoder:
@@ -43,8 +42,7 @@ def decode(
     kwargs: dict[str, Any],
 ) -> Any:  # fmt: skip
     """ids[B, L] continued until `criteria` hold: ids, or a GenerateDecoderOnlyOutput where the config asks for it."""
-    watched = any(map(_foreign, (*processors, *criteria, streamer)))
-    return loop(_Steps(model, runtime, watched), ids, processors, criteria, config, streamer, kwargs)
+    return loop(_Steps(model, runtime), ids, processors, criteria, config, streamer, kwargs)
 
 
 class Steps(Protocol):
@@ -87,17 +85,12 @@ def loop(
     return kept.result(ids, steps.kwargs.get("past_key_values"))
 
 
-def _foreign(called: Any) -> bool:
-    """Whether something that runs between two steps is the user's own, and may do anything to the model."""
-    return called is not None and not type(called).__module__.startswith("transformers.")
-
-
 class _Steps:
     """The model's logits after the prompt, and after one token more each time."""
 
-    def __init__(self, model: Any, runtime: NativeRuntime, watched: bool):
+    def __init__(self, model: Any, runtime: NativeRuntime):
         self.kwargs: dict[str, Any] = {}
-        self._model, self._runtime, self._watched = model, runtime, watched
+        self._model, self._runtime = model, runtime
         self._run: Run | None = None
         self._behind = 0  # native steps that kwargs do not know of yet
 
@@ -108,7 +101,7 @@ class _Steps:
 
     def next(self, ids: Tensor, tokens: Tensor) -> Tensor:
         """The same after `tokens`[B], the last ones of `ids`."""
-        logits = self._run.logits(self._model, tokens, self._watched) if self._run is not None else None
+        logits = self._run.logits(self._model, tokens) if self._run is not None else None
         if logits is not None:
             self._behind += 1
             return logits

@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from accelpatch.errors import KernelError
+from accelpatch.kernels import linear
+from accelpatch.kernels.cpu_native import PLAIN
 from accelpatch.kernels.cpu_step import DecodeStep
 from accelpatch.runtime.native_cache import Store
 from accelpatch.runtime.native_weights import layer_type, rope_kinds, window
@@ -20,14 +23,20 @@ def mixed_step(
     model: Any, step: DecodeStep, store: Store, cache: Any, tokens: Tensor, places: Places, watched: Collection[int]
 ) -> Tensor:
     """Logits [B, V] after `tokens`[B]; layers of the numbers `watched` run as modules. The store's length is left."""
-    hidden = torch.empty(tokens.shape[0], step.shape.hidden)
+    hidden = torch.empty(tokens.shape[0], step.shape.hidden, **PLAIN)
     layers, begin = model.model.layers, 0
     store.open = True
     try:
         with all_threads():
             for place in sorted(watched):
                 step.part(tokens, *places, range(begin, place), hidden)
-                hidden.copy_(_module(model.model, layers[place], hidden, cache, places, store.length + 1))
+                given = _module(model.model, layers[place], hidden, cache, places, store.length + 1)
+                if not isinstance(given, Tensor) or given.shape != (tokens.shape[0], 1, step.shape.hidden):
+                    raise KernelError(
+                        f"layer {place} gave {linear.say(given) if isinstance(given, Tensor) else type(given).__name__}"
+                        f" and not [{tokens.shape[0]}, 1, {step.shape.hidden}]: look at its hooks"
+                    )
+                hidden.copy_(given[:, 0])
                 begin = place + 1
             logits = step.part(tokens, *places, range(begin, len(layers)), hidden)
     finally:
@@ -36,8 +45,8 @@ def mixed_step(
     return logits
 
 
-def _module(decoder: Any, layer: Any, hidden: Tensor, cache: Any, places: Places, length: int) -> Tensor:
-    """The layer's own call for one token: hidden[B, K] -> [B, K]."""
+def _module(decoder: Any, layer: Any, hidden: Tensor, cache: Any, places: Places, length: int) -> Any:
+    """The layer's own call for one token: hidden[B, K] -> [B, 1, K]."""
     slots, starts, positions = places
     stream, position_ids, kind = hidden.unsqueeze(1).clone(), positions.unsqueeze(1), layer_type(layer)
     kinds = (kind,) if rope_kinds(decoder.rotary_emb, [str(kind)]) != [""] else ()
@@ -48,9 +57,7 @@ def _module(decoder: Any, layer: Any, hidden: Tensor, cache: Any, places: Places
         "use_cache": True,
         "position_embeddings": decoder.rotary_emb(stream, position_ids, *kinds),
     }
-    output = layer(stream, **given)
-    found: Tensor = output if isinstance(output, Tensor) else output[0]
-    return found[:, 0]
+    return layer(stream, **given)
 
 
 def _mask(slots: Tensor, starts: Tensor, window: int, length: int) -> Tensor | None:
@@ -58,5 +65,5 @@ def _mask(slots: Tensor, starts: Tensor, window: int, length: int) -> Tensor | N
     first = torch.maximum(starts, slots - window + 1) if window else starts
     if not bool(first.any()):
         return None
-    hidden = torch.arange(length) < first[:, None]
-    return torch.zeros(hidden.shape).masked_fill_(hidden, torch.finfo(torch.float32).min)[:, None, None]
+    hidden = torch.arange(length, device="cpu") < first[:, None]
+    return torch.zeros(hidden.shape, **PLAIN).masked_fill_(hidden, torch.finfo(torch.float32).min)[:, None, None]

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from accelpatch.kernels.cpu_native import PLAIN
+
 ROOM = 256  # tokens; a store starts with room for at least these many more than it holds, and doubles when full
 
 
@@ -20,13 +22,17 @@ class Store:
     """keys, values[layers, B, Hkv, capacity, D] float32, filled up to `length` tokens, and the step made over them."""
 
     def __init__(self, layers: int, batch: int, heads: int, size: int, capacity: int):
-        self.keys, self.values = (torch.zeros(layers, batch, heads, capacity, size) for _ in range(2))
+        self.keys, self.values = (torch.zeros(layers, batch, heads, capacity, size, **PLAIN) for _ in range(2))
         self.capacity = capacity
         self.length = 0
         self.step: Any = None
         self.made_by: Any = None
         self.places: Any = None  # slots, starts and positions of the last step, where that was native as a whole
         self.open = False  # a step is under way: layers that run their modules write their token in place
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the step, which has pointers and all the model's weights: a cache can be kept on disk."""
+        return vars(self) | {"step": None, "made_by": None, "places": None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Store:
         copied = Store(*(self.keys.shape[i] for i in (0, 1, 2, 4, 3)))
@@ -110,6 +116,10 @@ def attach(cache: DynamicCache, batch: int) -> Store | str:
     if type(cache) is not DynamicCache or getattr(cache, "offloading", False) or not cache.layers:
         return f"the cache is a {type(cache).__name__}"
     if (store := stored(cache)) is not None:
+        if store.keys.shape[1] != batch:
+            return f"the cache has {store.keys.shape[1]} sequences, and {batch} were given"
+        if store.keys.is_inference() and not torch.is_inference_mode_enabled():
+            return _copied(cache, ROOM)  # what was made in inference mode can be written there alone
         return store if store.length < store.capacity else _copied(cache, store.length)
     for layer in cache.layers:
         if type(layer) not in LAYERS or not layer.is_initialized or getattr(layer, "record_past", False):

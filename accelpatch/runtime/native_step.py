@@ -7,8 +7,10 @@ counts both.
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass
 from itertools import chain, repeat
 from operator import attrgetter, contains, is_
 from typing import Any
@@ -30,6 +32,7 @@ NATIVE = "native step"
 UNDERSTOOD = frozenset(
     {"input_ids", "past_key_values", "attention_mask", "position_ids", "use_cache", "return_dict", "logits_to_keep"}
 )
+_version = attrgetter("_version")
 _GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
 
 
@@ -49,9 +52,12 @@ class Watch:
         self._hooks = [*self._outer, *chain.from_iterable(self._layers)]
         self._attributes = [vars(m) for m in inner]
         self._tables: list[dict[str, Any]] = [t for m in modules for t in (m._modules, m._parameters, m._buffers)]
-        self._held = list(chain.from_iterable(map(dict.values, self._tables)))
+        self._filled = [table for table in self._tables if table]  # most are empty; their sizes alone are looked at
+        self._held = list(chain.from_iterable(map(dict.values, self._filled)))
         self._tensors = [value for value in self._held if isinstance(value, Tensor)]
         self._pointers = list(map(Tensor.data_ptr, self._tensors))
+        self._written = [tensor for tensor in self._tensors if not tensor.is_inference()]  # those count their writes
+        self._versions = list(map(_version, self._written))
         self._packed = list(packed_modules(model))
         self._packs = [module.pack for module in self._packed]
 
@@ -69,8 +75,9 @@ class Watch:
         """Whether the model is no longer what the step was made of."""
         return (
             sum(map(len, self._tables)) != len(self._held)
-            or not all(map(is_, chain.from_iterable(map(dict.values, self._tables)), self._held))
+            or not all(map(is_, chain.from_iterable(map(dict.values, self._filled)), self._held))
             or list(map(Tensor.data_ptr, self._tensors)) != self._pointers
+            or list(map(_version, self._written)) != self._versions
             or not all(map(is_, map(attrgetter("pack"), self._packed), self._packs))
             or any(map(contains, self._attributes, repeat("forward")))
         )
@@ -81,17 +88,28 @@ def hook_tables(modules: Iterable[nn.Module]) -> list[Any]:
     return [table for module in modules for table in (module._forward_hooks, module._forward_pre_hooks)]
 
 
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """What a model was found to be: its weights for native steps, or why it has none; and what sees a change."""
+
+    model: NativeModel | None
+    unfit: str | None
+    watch: Watch
+
+
 class NativeRuntime:
     """The native steps of one patched model. A copy of the model starts with none and makes its own."""
 
     def __init__(self) -> None:
         self.paths: Counter[str] = Counter()
-        self._model: NativeModel | None = None
-        self._watch: Watch | None = None
-        self._unfit: str | None = None
+        self._reading: Reading | None = None
+        self._lock = threading.Lock()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NativeRuntime:
         return NativeRuntime()
+
+    def __reduce__(self) -> tuple[type[NativeRuntime], tuple[()]]:
+        return NativeRuntime, ()
 
     def logits(self, model: nn.Module, arguments: Mapping[str, Any]) -> Tensor | None:
         """Logits [B, 1, V] of one more token, written to the cache of `arguments`; None where the modules must run."""
@@ -99,7 +117,8 @@ class NativeRuntime:
         if ids is None or cache is None or ids.dim() != 2 or ids.shape[1] != 1 or cache.get_seq_length() == 0:
             self.paths["modules: a prompt, or no cache"] += 1
             return None
-        reason = self._why_not(model, ids, arguments)
+        reading = self.reading(model)
+        reason = _why_not(model, ids, arguments) or reading.unfit or reading.watch.objection()
         store = attach(cache, ids.shape[0]) if reason is None else reason
         if isinstance(store, str):
             self.paths[f"modules: {store}"] += 1
@@ -108,66 +127,47 @@ class NativeRuntime:
         if places is None:
             self.paths["modules: an attention mask that is not left padding"] += 1
             return None
-        assert self._watch is not None
-        if watched := self._watch.watched():
-            logits = mixed_step(model, self._step(store), store, cache, ids[:, 0], places, watched)
+        if watched := reading.watch.watched():
+            logits = mixed_step(model, _step(reading, store), store, cache, ids[:, 0], places, watched)
             store.places, store.length = None, store.length + 1
             self.paths[f"{NATIVE}, but modules in layers {watched}: a hook inside"] += 1
             return logits.unsqueeze(1)
         store.places = places
-        return self._advance(store, ids[:, 0]).unsqueeze(1)
+        return self.advance(reading, store, ids[:, 0]).unsqueeze(1)
 
     def run_of(self, cache: Any) -> Run | None:
         """What goes on from the last native step over `cache`; None where the last step was not native."""
         store = stored(cache)
         return None if store is None or store.places is None else Run(self, cache, store)
 
-    def changed(self, model: nn.Module) -> bool:
-        """Whether the modules would have to run the next step."""
-        watch = self._watch
-        return not self.steps(model) or watch is None or watch.objection() is not None or bool(watch.watched())
-
-    def _advance(self, store: Store, tokens: Tensor) -> Tensor:
+    def advance(self, reading: Reading, store: Store, tokens: Tensor) -> Tensor:
+        """Logits [B, V] after `tokens`[B] at the store's places."""
         with all_threads():
-            logits = self._step(store)(tokens, *store.places)
+            logits = _step(reading, store)(tokens, *store.places)
         store.length += 1
         self.paths[NATIVE] += 1
         return logits
 
     def steps(self, model: nn.Module) -> bool:
         """Whether the model has native steps, as it is now."""
-        if self._watch is None or self._watch.stale():
-            self._read(model)
-        return self._unfit is None
+        return self.reading(model).unfit is None
 
-    def _why_not(self, model: nn.Module, ids: Tensor, arguments: Mapping[str, Any]) -> str | None:
-        extra = [name for name, value in arguments.items() if name not in UNDERSTOOD and value not in (None, False)]
-        if extra:
-            return f"the argument {extra[0]}"
-        if arguments.get("use_cache") is False or arguments.get("return_dict") is False:
-            return "no cache or a tuple was asked for"
-        if ids.shape[0] > MAX_BATCH:
-            return f"a batch of more than {MAX_BATCH}"
-        if torch.is_grad_enabled() or model.training or torch.is_autocast_enabled("cpu"):
-            return "gradients, training or autocast"
-        if not self.steps(model):
-            return self._unfit
-        assert self._watch is not None
-        return self._watch.objection()
-
-    def _read(self, model: nn.Module) -> None:
-        self._model, self._unfit = None, None
-        try:
-            self._model = read(model)
-        except (Unfit, KernelError) as reason:
-            self._unfit = str(reason)
-        self._watch = Watch(model)
+    def reading(self, model: nn.Module) -> Reading:
+        """What the model is now; read anew where it has changed since the last time."""
+        with self._lock:
+            if self._reading is None or self._reading.watch.stale():
+                try:
+                    found, unfit = read(model), None
+                except (Unfit, KernelError) as reason:
+                    found, unfit = None, str(reason)
+                self._reading = Reading(found, unfit, Watch(model))
+            return self._reading
 
     def _places(self, ids: Tensor, store: Store, arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor] | None:
         """(slots, starts, positions), each int64 [B]; None for a mask with gaps."""
         batch, mask, positions = ids.shape[0], arguments.get("attention_mask"), arguments.get("position_ids")
-        slots = torch.full((batch,), store.length, dtype=torch.int64)
-        starts = torch.zeros(batch, dtype=torch.int64)
+        slots = torch.full((batch,), store.length, dtype=torch.int64, device="cpu")
+        starts = torch.zeros(batch, dtype=torch.int64, device="cpu")
         if mask is not None:
             if mask.dim() != 2 or tuple(mask.shape) != (batch, store.length + 1):
                 return None
@@ -179,28 +179,51 @@ class NativeRuntime:
             return slots, starts, slots
         return slots, starts, positions.reshape(-1, 1)[-batch:, 0].expand(batch).to(torch.int64)
 
-    def _step(self, store: Store) -> DecodeStep:
-        assert self._model is not None
-        if store.step is None or store.made_by is not self._model:
-            store.step, store.made_by = self._model.step(store.keys, store.values), self._model
-        return store.step
+
+def _why_not(model: nn.Module, ids: Tensor, arguments: Mapping[str, Any]) -> str | None:
+    """Why a call is none of a native step, whatever the model."""
+    if extra := unknown(arguments, UNDERSTOOD):
+        return f"the argument {extra}"
+    if arguments.get("use_cache") is False or arguments.get("return_dict") is False:
+        return "no cache or a tuple was asked for"
+    if any(getattr(model.config, name, None) for name in ("output_hidden_states", "output_attentions")):
+        return "attentions or hidden states were asked for"
+    if ids.shape[0] > MAX_BATCH:
+        return f"a batch of more than {MAX_BATCH}"
+    if torch.is_grad_enabled() or model.training or torch.is_autocast_enabled("cpu"):
+        return "gradients, training or autocast"
+    return None
+
+
+def unknown(arguments: Mapping[str, Any], understood: Container[str]) -> str | None:
+    """The first argument that is not understood and asks for something."""
+    asking = (name for name, value in arguments.items() if value is not None and value is not False)
+    return next((name for name in asking if name not in understood), None)
+
+
+def _step(reading: Reading, store: Store) -> DecodeStep:
+    assert reading.model is not None
+    if store.step is None or store.made_by is not reading.model:
+        store.step, store.made_by = reading.model.step(store.keys, store.values), reading.model
+    step: DecodeStep = store.step
+    return step
 
 
 class Run:
-    """Native steps one after the other over one cache, for a loop that knows that nothing else happens between them."""
+    """Native steps one after the other over one cache, each of which looks at the model first."""
 
     def __init__(self, runtime: NativeRuntime, cache: Any, store: Store):
         self._runtime, self._cache, self._store = runtime, cache, store
         self._slots, self._starts, self._positions = (place.clone() for place in store.places)
 
-    def logits(self, model: nn.Module, tokens: Tensor, watched: bool) -> Tensor | None:
-        """Logits [B, V] after `tokens`[B]; None where the model has to be called. watched: look at it again first."""
-        store = self._store
-        if store.length >= store.capacity or stored(self._cache) is not store:
+    def logits(self, model: nn.Module, tokens: Tensor) -> Tensor | None:
+        """Logits [B, V] after `tokens`[B]; None where the model has to be called."""
+        store, reading = self._store, self._runtime.reading(model)
+        if store.length >= store.capacity or stored(self._cache) is not store or reading.unfit is not None:
             return None
-        if watched and (model._forward_hooks or model._forward_pre_hooks or self._runtime.changed(model)):
+        if model._forward_hooks or model._forward_pre_hooks or reading.watch.objection() or reading.watch.watched():
             return None
         self._slots += 1
         self._positions += 1
         store.places = (self._slots, self._starts, self._positions)
-        return self._runtime._advance(store, tokens)
+        return self._runtime.advance(reading, store, tokens)

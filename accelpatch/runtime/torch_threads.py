@@ -8,9 +8,13 @@ be found, nothing is done.
 
 from __future__ import annotations
 
+import functools
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+import torch
 
 from accelpatch.kernels.openmp import openmp
 
@@ -22,6 +26,17 @@ class _Local(threading.local):
 _local = _Local()
 
 
+def _content_with_one() -> None:
+    """The child of a fork has no other OpenMP threads (kernels/openmp.py), in a loop that was under way too."""
+    if _local.full is not None:
+        _local.full = 1
+
+
+@functools.cache
+def _after_forks() -> None:
+    os.register_at_fork(after_in_child=_content_with_one)
+
+
 @contextmanager
 def one_thread() -> Iterator[None]:
     """Within it torch's operations run on the calling thread alone."""
@@ -29,6 +44,8 @@ def one_thread() -> Iterator[None]:
     if library is None or _local.full is not None:
         yield
         return
+    _after_forks()
+    torch.get_num_threads()  # a thread takes over torch's setting when it first asks
     _local.full = int(library.omp_get_max_threads())
     library.omp_set_num_threads(1)
     try:

@@ -19,7 +19,7 @@ def test_everything_passes_and_is_covered() -> None:
     records = selftest.run("cpu")
     assert [record for record in records if record.ok is False] == []
     left_out = {(record.implementation, bool(record.reason)) for record in records if record.ok is None}
-    assert left_out == {("hip", True)}, "a GPU's kernels alone do not run here"
+    assert left_out == {("hip", True), ("triton", True)}, "a GPU's kernels alone do not run here"
     covered = {(record.op, record.implementation) for record in records}
     assert covered == {(op, name) for op, (_, names) in dispatch.TABLE.items() for name in names}
     cases = {op: len(list(dispatch.kernel(op).cases())) for op in dispatch.TABLE}
