@@ -190,7 +190,7 @@ def peer_times(name: str, n: int, k: int, m: int) -> dict[str, float]:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--libraries", type=Path, nargs="+", required=True)
-    parser.add_argument("--formats", nargs="*", default=["plain", "int8", "int4_g128"])
+    parser.add_argument("--formats", nargs="*", default=["plain", "int8", "int4_g128", "int4_g128_minimum"])
     parser.add_argument("--tuning", nargs="*", default=["{}"])
     parser.add_argument("--tokens", nargs="*", type=int, default=[1, 8])
     parser.add_argument("--shapes", action="store_true")

@@ -35,6 +35,7 @@ FORMATS = {
     "int4_g64": Format("gemv_int4", 64, 64, step=128),
     "int4_g32": Format("gemv_int4", 32, 32, step=128),
     "int4_g128_zero": Format("gemv_int4", 128, 128, "zero_point", step=128),
+    "int4_g128_minimum": Format("gemv_int4", 128, 128, "minimum", step=128),
     "int4_g64_minimum": Format("gemv_int4", 64, 64, "minimum", step=128),
     "int4_g32_minimum": Format("gemv_int4", 32, 32, "minimum", step=128),
     "int4_row": Format("gemv_int4", 1 << 20, 0, step=128),

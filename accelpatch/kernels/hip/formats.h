@@ -22,9 +22,9 @@ struct Taken {  // what a group's expansion takes off, as pairs; formats without
 struct Plain {
     template <class T> using Operand = T;
     static constexpr int KSTEP = 32, SUB = 1, GROUPS = 0, STEP_BYTES = 64, VALUE_BITS = 16, TOKEN_PAD = 64;
-    static constexpr bool TILED = false, SPLIT = false, SUMS = false, OFFSETS = false;
+    static constexpr bool TILED = false, SPLIT = false, SUMS = false, TAKES = false, OFFSETS = false;
     static DEVICE int chunk(int p, int quarter) { return 4 * p + quarter; }
-    static DEVICE Taken taken(float, float) { return {0, 0}; }
+    static DEVICE Taken taken(float) { return {0, 0}; }
     static DEVICE Words4 expand(const Words4& raw, int, Taken) { return raw; }
 };
 
@@ -33,9 +33,9 @@ struct Plain {
 template <int GROUPS_> struct Int8 {
     template <class T> using Operand = F16;
     static constexpr int KSTEP = 64, SUB = 2, GROUPS = GROUPS_, STEP_BYTES = 64, VALUE_BITS = 8, TOKEN_PAD = GROUPS_ == 2 ? 64 : 16;
-    static constexpr bool TILED = false, SPLIT = GROUPS_ == 2, SUMS = false, OFFSETS = false;
+    static constexpr bool TILED = false, SPLIT = GROUPS_ == 2, SUMS = false, TAKES = false, OFFSETS = false;
     static DEVICE int chunk(int p, int quarter) { return SPLIT ? 4 * p + quarter : 2 * quarter + p; }
-    static DEVICE Taken taken(float, float) { return {0, 0}; }
+    static DEVICE Taken taken(float) { return {0, 0}; }
     template <int PAIR> static DEVICE uint32_t pair(uint32_t w) {  // (1024 + (q + 128)) - 1152
         return pair_subtract(bytes_below<PAIR>(w, 0x64646464u), 0x64806480u);
     }
@@ -49,30 +49,27 @@ template <int GROUPS_> struct Int8 {
 // 32 p + 8 t + e, value e = 2 i in nibble i, e = 2 i + 1 in nibble i + 4. Scales: [tile][step][r % 8][GROUPS][r / 8].
 // A nibble in the low mantissa bits of 1024 reads 1024 + u, four bits higher 1024 + 16 u: two of each pair of pairs need
 // no shift. The base and the zero point go in the same instruction, exactly, so that an infinite activation keeps its
-// sign. With a float minimum, s u + m = s (u - c) + (m + s c): c a half-integer on the same side of every u as -m / s.
+// sign. A float minimum does not fit there: s u + m = s (u - 8) + (m + 8 s), the latter times the sum of activations.
 template <int GROUPS_, int KIND> struct Int4 {
     template <class T> using Operand = F16;
     static constexpr int KSTEP = 128, SUB = 4, GROUPS = GROUPS_, STEP_BYTES = 1024, VALUE_BITS = 4, TOKEN_PAD = 64;
-    static constexpr bool TILED = true, SPLIT = false, SUMS = KIND == OFFSET_MINIMUM, OFFSETS = KIND != OFFSET_NONE;
+    static constexpr bool TILED = true, SPLIT = false, SUMS = KIND == OFFSET_MINIMUM, TAKES = KIND == OFFSET_ZERO_POINT, OFFSETS = SUMS || TAKES;
     static DEVICE int chunk(int p, int quarter) { return 4 * p + quarter; }
-    static DEVICE float centre(float scale, float minimum) {
-        const float z = -minimum / scale, below = floorf(z);
-        return fminf(fmaxf(below == z ? z : below + .5f, -.5f), 15.5f);
-    }
-    static DEVICE Taken taken(float scale, float offset) {
-        if constexpr (KIND == OFFSET_MINIMUM) return {twice(64.f + centre(scale, offset)), 0};
-        else if constexpr (KIND == OFFSET_ZERO_POINT) return {twice(1024.f + offset), twice(-64.f - offset)};
+    static DEVICE float rest(float scale, float minimum) { return fmaf(8.f, scale, minimum); }
+    static DEVICE Taken taken(float offset) {
+        if constexpr (TAKES) return {twice(1024.f + offset), twice(-64.f - offset)};
         else return {0x64086408u, 0xd480d480u};  // 1032 and -72
     }
     static DEVICE uint32_t low(uint32_t w, Taken t) { return pair_subtract(and_or(w, 0x000f000fu, 0x64006400u), t.ones); }
-    static DEVICE uint32_t high(uint32_t w, Taken t) {
-        if constexpr (KIND == OFFSET_MINIMUM) return pair_subtract(and_or(w, 0x00f000f0u, 0x54005400u), t.ones);  // 64 + u
-        else return pair_fma(and_or(w, 0x00f000f0u, 0x64006400u), 0x2c002c00u, t.sixteens);
-    }
+    static DEVICE uint32_t high(uint32_t w, Taken t) { return pair_fma(and_or(w, 0x00f000f0u, 0x64006400u), 0x2c002c00u, t.sixteens); }
     static DEVICE Words4 expand(const Words4& raw, int p, Taken t) {
         const uint32_t w = word_of(raw, p);
-        if constexpr (KIND == OFFSET_MINIMUM) return {high(w << 4, t), high(w, t), high(w >> 4, t), high(w >> 8, t)};
-        else return {low(w, t), high(w, t), low(w >> 8, t), high(w >> 8, t)};
+        return {low(w, t), high(w, t), low(w >> 8, t), high(w >> 8, t)};
+    }
+    // The code of value k of a tile's row r.
+    static DEVICE float code(const uint32_t* tile, int r, int k) {
+        const uint32_t word = tile[k / KSTEP * 256 + (4 * r + k / 8 % 4) * 4 + k / 32 % 4];
+        return static_cast<float>(word >> (4 * (k / 2 % 4) + 16 * (k % 2)) & 15u);
     }
 };
 
@@ -81,9 +78,9 @@ template <int GROUPS_, int KIND> struct Int4 {
 template <bool FNUZ> struct Fp8 {
     template <class T> using Operand = F16;
     static constexpr int KSTEP = 64, SUB = 2, GROUPS = 0, STEP_BYTES = 64, VALUE_BITS = 8, TOKEN_PAD = 16;
-    static constexpr bool TILED = false, SPLIT = false, SUMS = false, OFFSETS = false;
+    static constexpr bool TILED = false, SPLIT = false, SUMS = false, TAKES = false, OFFSETS = false;
     static DEVICE int chunk(int p, int quarter) { return 2 * quarter + p; }
-    static DEVICE Taken taken(float, float) { return {0, 0}; }
+    static DEVICE Taken taken(float) { return {0, 0}; }
     template <int PAIR> static DEVICE uint32_t pair(uint32_t w) {
         const uint32_t v = bytes_below<PAIR>(w, 0u) << 8;
         const uint32_t magnitude = v & 0x7f007f00u, sign = v & 0x80008000u;

@@ -24,19 +24,14 @@ DEVICE float table_value(uint32_t pair, int half, bool bf16) {
 
 // What expand() takes off this lane's row h.
 template <class F, class T, class SLOT> DEVICE Taken taken(const SLOT& slot, const GemvArgs& a, int group, int h) {
-    if constexpr (!F::OFFSETS) return F::taken(0.f, 0.f);
-    else {
-        constexpr bool same = FragmentFor<F, T>::OWN_ROWS;
-        const int half = fragment_half(h);
-        return F::taken(F::SUMS ? table_value(same ? slot.scale[group] : slot.own_scale[group], half, a.scale_is_bf16) : 0.f,
-                        table_value(same ? slot.offset[group] : slot.own_offset[group], half, a.scale_is_bf16));
-    }
+    if constexpr (!F::TAKES) return F::taken(0.f);
+    else return F::taken(table_value(FragmentFor<F, T>::OWN_ROWS ? slot.offset[group] : slot.own_offset[group], fragment_half(h), a.scale_is_bf16));
 }
 // A group's products into the totals, times its scale; with a float minimum, the sum of activations times what expand()
 // left of it.
 template <class F, class FRAGMENT, class SLOT>
 DEVICE void add_group(FRAGMENT& total, const FRAGMENT& part, const SLOT& slot, const GemvArgs& a, const float* group_sums, int group) {
-    float scale[FRAGMENT::SCALES], least[FRAGMENT::SCALES], sums[FRAGMENT::TOKENS];
+    float scale[FRAGMENT::SCALES], rest[FRAGMENT::SCALES], sums[FRAGMENT::TOKENS];
     if constexpr (F::SUMS) load_floats<FRAGMENT::TOKENS>(sums, group_sums);
 #pragma unroll
     for (int j = 0; j < FRAGMENT::SCALES; ++j) {
@@ -44,14 +39,14 @@ DEVICE void add_group(FRAGMENT& total, const FRAGMENT& part, const SLOT& slot, c
         scale[j] = table_value(slot.scale[word], half, a.scale_is_bf16);
         if constexpr (F::SUMS) {
             const float minimum = table_value(slot.offset[word], half, a.scale_is_bf16);
-            least[j] = fmaf(scale[j], F::centre(scale[j], minimum), minimum) * FRAGMENT::sum_share();
+            rest[j] = F::rest(scale[j], minimum) * FRAGMENT::sum_share();
         }
     }
 #pragma unroll
     for (int i = 0; i < FRAGMENT::SIZE; ++i) {
         const int j = FRAGMENT::scale_of(i);
         total.sum[i] = fmaf(part.sum[i], scale[j], total.sum[i]);
-        if constexpr (F::SUMS) total.sum[i] = fmaf(sums[i % FRAGMENT::TOKENS], least[j], total.sum[i]);
+        if constexpr (F::SUMS) total.sum[i] = fmaf(sums[i % FRAGMENT::TOKENS], rest[j], total.sum[i]);
     }
 }
 
@@ -109,6 +104,24 @@ template <class F, class T> struct Output {
     }
 };
 
+// The products with a token's values that are not finite: they alone decide what its sum comes to.
+template <class F, class T, class STAGER>
+DEVICE float unbounded_sum(const GemvArgs& a, const GemvPlan& plan, const STAGER& stager, int tile, int r, int token) {
+    const int sets = ((plan.steps - 1) >> a.group_shift) + 1;
+    float sum = 0.f;
+#pragma unroll 1
+    for (int k = 0; k < int(a.k); ++k) {
+        const float x = stager.staged_value(token, k);
+        if (fabsf(x) < INFINITY) continue;
+        const int step = k / F::KSTEP, group = k % F::KSTEP / (F::KSTEP / F::GROUPS);
+        const int64_t at = ((int64_t(tile) * sets + (step >> a.group_shift)) * 8 + r % 8) * F::GROUPS + group;
+        const float scale = table_value(static_cast<const uint32_t*>(a.scale)[at], r / 8, a.scale_is_bf16);
+        const float minimum = table_value(static_cast<const uint32_t*>(a.offset)[at], r / 8, a.scale_is_bf16);
+        sum += x * fmaf(F::code(static_cast<const uint32_t*>(a.w) + int64_t(tile) * plan.steps * (F::STEP_BYTES / 4), r, k), scale, minimum);
+    }
+    return sum;
+}
+
 #ifdef ACCELPATCH_TRACE
 // [block][8]: times in ns at five places of block's first thread, then its processor.
 #define TRACE(at) trace(a, at)
@@ -126,11 +139,12 @@ DEVICE void trace(const GemvArgs& a, int at) {
 template <class F, class T> __global__ void __launch_bounds__(THREADS, ACCELPATCH_MMA_MIN_BLOCKS) gemv_kernel(const GemvArgs a, const GemvPlan plan) {
     using Fragment = FragmentFor<F, T>;
     using Flow = Stream<F, T>;
-    constexpr int RING_UNROLL = Flow::RING_UNROLL, PAIR = Flow::PAIR;
+    constexpr int RING_UNROLL = Flow::RING_UNROLL, PAIR = Flow::PAIR, TILES = Flow::TILES;
     extern __shared__ __align__(128) char shared[];
-    // WK waves share a tile, WN tiles are under way; a tile's first 128 threads finish its 16 rows and 8 tokens.
+    // WK waves share a tile (or two), WN times as many are under way; 128 of their threads finish a tile's 16 rows and 8 tokens.
     const int WK = 1 << plan.waves_shift, WN = WAVES >> plan.waves_shift;
     const int wave = threadIdx.x / WAVE, wk = wave & (WK - 1), wn = wave >> plan.waves_shift, inner = threadIdx.x & (WK * WAVE - 1);
+    const int own = TILES == 2 ? inner >> 7 : 0, thread = inner - own * 128;
     TRACE(0);
     if (a.dependent != 2) grid_release();
 
@@ -162,9 +176,10 @@ template <class F, class T> __global__ void __launch_bounds__(THREADS, ACCELPATC
     const int lane_at = pinned(Fragment::column(int(a.m)) * plan.token_stride + F::chunk(0, fragment_quarter()) * 16);
     const int sums_at = pinned(plan.sums_at + (Fragment::token(0) & 7) * 4);
     for (int round = 0; Flow::tile_of(plan, round, 0) < plan.tiles; ++round) {
-        const Output<F, T> output(a, plan, Flow::tile_of(plan, round, wn), inner);
-        Fragment total;
-        total.zero();
+        const Output<F, T> output(a, plan, Flow::tile_of(plan, round, wn) + own, thread);
+        Fragment total[TILES];
+#pragma unroll
+        for (int t = 0; t < TILES; ++t) total[t].zero();
         for (int phase = 0; phase < plan.phases; ++phase) {
             if (!(all && staged)) {
                 const int begin = phase * plan.phase_steps, left = plan.steps - begin;
@@ -174,7 +189,7 @@ template <class F, class T> __global__ void __launch_bounds__(THREADS, ACCELPATC
                 staged = true;
             }
             const int valid = Flow::tile_of(plan, round, wn) < plan.tiles ? Flow::valid_turns(plan, phase, wk) : 0, n = Flow::whole_turns(valid);
-            const int first = (all ? phase * plan.phase_steps : 0) + wk * PAIR;
+            const int first = (all ? phase * plan.phase_steps : 0) + wk * Flow::STEPS;
             const char* x = shared + (lane_at + first * F::SUB * 64);
             const float* sums = reinterpret_cast<const float*>(shared + (sums_at + first * F::GROUPS * 32));
 #pragma unroll 1
@@ -194,7 +209,7 @@ template <class F, class T> __global__ void __launch_bounds__(THREADS, ACCELPATC
 #endif
                     if (RING_UNROLL == 1 || i + turn < valid) {
 #pragma unroll
-                        for (int u = 0; u < PAIR; ++u) accumulate<F, T>(total, now[u], a, plan, x + u * F::SUB * 64, sums + u * F::GROUPS * 8);
+                        for (int u = 0; u < PAIR; ++u) accumulate<F, T>(total[u % TILES], now[u], a, plan, x + u / TILES * F::SUB * 64, sums + u / TILES * F::GROUPS * 8);
                     }
                     x += flow.stride() * F::SUB * 64, sums += flow.stride() * F::GROUPS * 8;
 #if ACCELPATCH_AMD
@@ -208,17 +223,21 @@ template <class F, class T> __global__ void __launch_bounds__(THREADS, ACCELPATC
             round = -1;
             continue;
         }
-        total.finish();
-        // [token][wave][PARTIAL_STRIDE]
-        const int buffer = plan.partial_buffers - 1 & round;
-        float* partial = reinterpret_cast<float*>(shared + plan.partial_at) + (buffer * WN + wn) * int(a.m) * WK * PARTIAL_STRIDE;
+        // [tile][token][wave][PARTIAL_STRIDE]
+        const int buffer = plan.partial_buffers - 1 & round, each = int(a.m) * WK * PARTIAL_STRIDE;
+        float* partial = reinterpret_cast<float*>(shared + plan.partial_at) + (buffer * WN + wn) * TILES * each;
 #pragma unroll
-        for (int i = 0; i < Fragment::SIZE; ++i)
-            if (Fragment::owns(i) && Fragment::token(i) < a.m) partial[(Fragment::token(i) * WK + wk) * PARTIAL_STRIDE + Fragment::row(i)] = total.sum[i];
+        for (int t = 0; t < TILES; ++t) {
+            total[t].finish();
+#pragma unroll
+            for (int i = 0; i < Fragment::SIZE; ++i)
+                if (Fragment::owns(i) && Fragment::token(i) < a.m)
+                    partial[t * each + (Fragment::token(i) * WK + wk) * PARTIAL_STRIDE + Fragment::row(i)] = total[t].sum[i];
+        }
         group_barrier(wn, WK * WAVE);
         float first = 0.f, second = 0.f;
         if (output.at >= 0) {
-            const float* mine = partial + (inner >> 4) * WK * PARTIAL_STRIDE + (inner & 15);
+            const float* mine = partial + own * each + (thread >> 4) * WK * PARTIAL_STRIDE + (thread & 15);
 #pragma unroll
             for (int w = 0; w < WAVES; ++w)
                 if (w < WK) first += mine[w * PARTIAL_STRIDE];
@@ -228,7 +247,13 @@ template <class F, class T> __global__ void __launch_bounds__(THREADS, ACCELPATC
                     if (w < WK) second += mine[w * PARTIAL_STRIDE + 8];
         }
         if (plan.partial_buffers == 1) group_barrier(wn, WK * WAVE);
-        output.store(a, first, second, stager.undo(inner >> 4 & 7));
+        if constexpr (F::SUMS) {
+            if (const int token = thread >> 4, tile = Flow::tile_of(plan, round, wn) + own; output.at >= 0 && stager.unbounded(token)) {
+                first = unbounded_sum<F, T>(a, plan, stager, tile, thread & 15, token);
+                second = unbounded_sum<F, T>(a, plan, stager, tile, (thread & 7) + 8, token);
+            }
+        }
+        output.store(a, first, second, stager.undo(thread >> 4 & 7));
     }
     TRACE(4);
     if (a.dependent == 2) grid_release();

@@ -1,13 +1,7 @@
 // Activations into shared memory: copy, norm, sums a group. One token's result never depends on another's, nor on M.
 #pragma once
-#include "fragment.h"
-#include "gemv.h"
+#include "group_sums.h"
 
-template <class T> DEVICE void unpack(const Words4& v, float* out) {
-    const uint32_t w[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) out[2 * i] = T::up(w[i] & 0xffffu), out[2 * i + 1] = T::up_high(w[i]);
-}
 template <class T> DEVICE Words4 pack(const float* v) {
     return {T::down_pair(v[0], v[1]), T::down_pair(v[2], v[3]), T::down_pair(v[4], v[5]), T::down_pair(v[6], v[7])};
 }
@@ -71,14 +65,20 @@ template <class F, class T, int THREADS> struct Stager {
     // Stages `steps` steps of K, and zeros up to an even number, from step `first`; every thread calls it, and may read what it left when it returns.
     DEVICE void range(int first, int steps) {
         load(first, steps);
+        bool settled = false;
         if (!judged && plan.resident == plan.phases) {
             __syncthreads();
             judge();
-            if (!F::SUMS && !odd) return;
+            settled = !odd;
+            if (!F::SUMS && settled) return;
             if (odd) load(first, steps);
         }
         if (a.norm != NORM_NONE) normalise(padded(steps));
-        if constexpr (F::SUMS) add_groups(padded(steps));
+        if constexpr (F::SUMS) {
+            if (!settled) __syncthreads();
+            const uint32_t found = add_groups<F, Operand, THREADS>(shared, plan, int(a.m), sums(), padded(steps));
+            if (found) atomicOr(&votes(), found);
+        }
         __syncthreads();
     }
 
@@ -86,14 +86,24 @@ template <class F, class T, int THREADS> struct Stager {
     DEVICE bool must_repeat() {
         if (judged) return false;
         judge();
+        if (F::SUMS && odd) {
+            __syncthreads();
+            if (threadIdx.x == 0) votes() &= UNBOUNDED - 1;  // they were counted before they had their power
+        }
         return odd != 0;
+    }
+    // Whether a staged value of the token is not finite: one that no sum of a group may contain.
+    DEVICE bool unbounded(int token) const { return votes() >> token & UNBOUNDED; }
+    DEVICE float staged_value(int token, int k) const {
+        if (a.norm == NORM_NONE) return T::up(load_activation2(static_cast<const uint16_t*>(a.x) + token * a.x_stride + k));
+        return Operand::up(reinterpret_cast<const uint16_t*>(&chunk(token, k / 8))[k % 8]);
     }
 
 private:
     DEVICE float* moments(Moment which) const { return reinterpret_cast<float*>(shared + plan.moments_at) + which * MOMENTS; }
     DEVICE float* bounds() const { return moments(SUM) + 2 * MOMENTS; }
     DEVICE float* undos() const { return bounds() + 2 * BANDS; }
-    DEVICE uint32_t& votes() const { return *reinterpret_cast<uint32_t*>(undos() + 8); }  // bit token: large enough; bit 8 + token: too large
+    DEVICE uint32_t& votes() const { return *reinterpret_cast<uint32_t*>(undos() + 8); }  // bit token: large enough; 8 + token: too large; 16 + token: unbounded
     DEVICE Words4& chunk(int token, int c) const { return *reinterpret_cast<Words4*>(shared + token * plan.token_stride + c * 16); }
     DEVICE const char* row(int token) const { return static_cast<const char*>(a.x) + token * a.x_stride * 2; }
     DEVICE float plus() const { return a.norm == NORM_RMS_PLUS_ONE || !a.norm_weight ? 1.f : 0.f; }
@@ -258,23 +268,6 @@ private:
                     out = pack<Operand>(v);
                 }
                 chunk(token, c) = out;
-            }
-        }
-    }
-    // The sums of each group of what the products will see, but for what is not finite: the products alone carry that.
-    DEVICE void add_groups(int wanted) const {
-        constexpr int WIDTH = 16 / (F::GROUPS ? F::GROUPS : 1);
-        const int end = (wanted + 31) / 32 * 32;  // all lanes of a run
-#pragma unroll 1
-        for (int token = 0; token < a.m; ++token) {
-#pragma unroll 1
-            for (int c = threadIdx.x; c < end; c += THREADS) {
-                float v[8] = {};
-                if (c < wanted) unpack<Operand>(chunk(token, c), v);
-#pragma unroll
-                for (int e = 0; e < 8; ++e) v[e] = fabsf(v[e]) < INFINITY ? v[e] : 0.f;
-                const float sum = run_sum(((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7])), WIDTH);
-                if (c % WIDTH == 0 && c < wanted) sums()[c / WIDTH * 8 + token] = sum;
             }
         }
     }
