@@ -19,10 +19,6 @@ template <class F> constexpr int SLOT_BYTES = 1024 + WAVE * SCALE_BYTES<F> * (1 
 template <class F> constexpr bool CROWDED = ACCELPATCH_AMD && F::GROUPS * (1 + F::OFFSETS) >= 4;
 template <class F> constexpr int STEPS_A_TURN = CROWDED<F> ? 1 : 2;  // two at once hide each other's latencies
 
-// NVIDIA: where weights take least room, activations are what shared memory is read for most. A turn of tiled formats is
-// the same step of two tiles, which share them; of the others, two steps of a tile.
-template <class F> constexpr int TILES_A_WAVE = F::TILED && !ACCELPATCH_AMD ? 2 : 1;
-
 // One lane's place in the stream of weights.
 template <class F, class T> struct Stream {
     using Fragment = FragmentFor<F, T>;
@@ -30,7 +26,7 @@ template <class F, class T> struct Stream {
     static constexpr int WORDS = TABLE > 0 ? TABLE : 1;
     static constexpr bool OWN = F::TAKES && !Fragment::OWN_ROWS;  // what expand() needs is beside, for other rows
     static constexpr int OWN_WORDS = OWN ? F::GROUPS : 1;
-    static constexpr int PAIR = STEPS_A_TURN<F>, TILES = TILES_A_WAVE<F>, STEPS = PAIR / TILES;  // pieces a turn: tiles times steps
+    static constexpr int PAIR = STEPS_A_TURN<F>;
     static constexpr int RING_UNROLL = ACCELPATCH_AMD && !(F::SUMS && F::GROUPS > 2) ? 2 : 1;  // turns in flight where they live in registers
     struct Slot {
         Words4 w[ROWS_PER_LANE];
@@ -43,7 +39,6 @@ template <class F, class T> struct Stream {
     int i, n, valid, step; // turn in the phase, how many, how many with a step, the step of K
     const char* row[ROWS_PER_LANE];
     const char* scale;     // the tile's
-    int64_t next, next_scale;  // bytes to the wave's second tile; none where that is past the last
 
     DEVICE Stream(const GemvArgs& a, const GemvPlan& plan, int wk, int wn) : a(a), plan(plan), wk(wk), wn(wn), round(0), phase(0) { enter(); }
     DEVICE void restart() { round = phase = 0, enter(); }
@@ -54,17 +49,17 @@ template <class F, class T> struct Stream {
     // A wave's turns in a phase (a turn is PAIR neighbouring steps; waves take them one after the other), and with those
     // that fill AMD's unrolled rounds.
     static DEVICE int valid_turns(const GemvPlan& plan, int phase, int wk) {
-        return ((steps_here(plan, phase) + STEPS - 1) / STEPS - wk + (1 << plan.waves_shift) - 1) >> plan.waves_shift;
+        return ((steps_here(plan, phase) + PAIR - 1) / PAIR - wk + (1 << plan.waves_shift) - 1) >> plan.waves_shift;
     }
     static DEVICE int whole_turns(int valid) { return (valid + RING_UNROLL - 1) / RING_UNROLL * RING_UNROLL; }
     // Blocks share each round evenly, so that a last, shorter round is spread over all of them.
-    static DEVICE int tile_of(const GemvPlan& plan, int round, int wn) { return (((round * WAVES >> plan.waves_shift) + wn) * gridDim.x + blockIdx.x) * TILES; }
+    static DEVICE int tile_of(const GemvPlan& plan, int round, int wn) { return ((round * WAVES >> plan.waves_shift) + wn) * gridDim.x + blockIdx.x; }
     static DEVICE int64_t weight_row(const GemvArgs& a, int tile, int r) {
         if (a.activation != ACT_SILU_GATE) return int64_t(tile) * 16 + r;
         const int64_t half = a.n / 2, at = int64_t(tile) * 8 + (r & 7);
         return at < half ? at + (r >> 3) * half : a.n;
     }
-    DEVICE int stride() const { return STEPS << plan.waves_shift; }  // steps from a wave's turn to its next
+    DEVICE int stride() const { return PAIR << plan.waves_shift; }  // steps from a wave's turn to its next
     // To the next phase with turns for this wave; none are left where n stays 0.
     DEVICE void enter() {
         int tile;
@@ -76,7 +71,7 @@ template <class F, class T> struct Stream {
         i = 0;
         if (tile >= plan.tiles) tile = 0, valid = 0;
         n = whole_turns(valid);
-        step = phase * plan.phase_steps + wk * STEPS;
+        step = phase * plan.phase_steps + wk * PAIR;
         for (int h = 0; h < ROWS_PER_LANE; ++h) {
             const int r = fragment_row(h);
             if constexpr (F::TILED) {
@@ -88,8 +83,6 @@ template <class F, class T> struct Stream {
         }
         const int sets = ((plan.steps - 1) >> a.group_shift) + 1;
         scale = static_cast<const char*>(a.scale) + (int64_t(tile) * sets * 8 + Fragment::scale_pair()) * SCALE_BYTES<F>;
-        const bool two = tile + 1 < plan.tiles;
-        next = two ? int64_t(plan.steps) * F::STEP_BYTES : 0, next_scale = two ? int64_t(sets) * 8 * SCALE_BYTES<F> : 0;
     }
     DEVICE void advance() {
         step += stride();
@@ -100,14 +93,10 @@ template <class F, class T> struct Stream {
     // Bytes from row[] to a part of a step's piece, and from scale to the step's set.
     static DEVICE int piece(int step, int part) { return step * F::STEP_BYTES + part * 32; }
     DEVICE const char* from(int h, int u, int part) const {  // in a tile the rows lie at a fixed distance: one address will do
-        if constexpr (TILES == 2) return row[0] + h * 512 + int64_t(step) * F::STEP_BYTES + u * next;
         return F::TILED ? row[0] + h * 512 + int64_t(step) * F::STEP_BYTES + piece(u, part) : row[h] + int64_t(step) * F::STEP_BYTES + piece(u, part);
     }
     DEVICE int room() const { return int(a.k * F::VALUE_BITS / 8) - fragment_quarter() * PART_BYTES; }  // of a row, from this lane's first piece on
-    DEVICE int64_t set(int u) const {
-        if constexpr (TILES == 2) return (step >> a.group_shift) * 8 * SCALE_BYTES<F> + u * next_scale;
-        return ((step + u) >> a.group_shift) * 8 * SCALE_BYTES<F>;
-    }
+    DEVICE int set(int u) const { return ((step + u) >> a.group_shift) * 8 * SCALE_BYTES<F>; }
     DEVICE bool has(int u) const { return i < valid && step + u < plan.steps; }
     DEVICE const char* offsets() const { return static_cast<const char*>(a.offset) + (scale - static_cast<const char*>(a.scale)); }
     static constexpr int PARTS = F::SPLIT ? 2 : 1, PART_BYTES = 16 / PARTS;
@@ -157,7 +146,7 @@ template <class F, class T> struct Stream {
     }
 #else
     DEVICE void issue(char* slots) {  // this lane's
-        if (i < valid && (TILES == 2 || step + PAIR <= plan.full_steps)) {
+        if (i < valid && step + PAIR <= plan.full_steps) {
 #pragma unroll
             for (int u = 0; u < PAIR; ++u) {
 #pragma unroll
@@ -167,7 +156,7 @@ template <class F, class T> struct Stream {
                         stream_copy<PART_BYTES>(slots + u * SLOT_BYTES<F> + h * WAVE * 16 + part * 8, from(h, u, part));
                 copy_tables(slots, u);
             }
-        } else if (TILES == 1 && i < valid) {
+        } else if (i < valid) {
             edge(slots);
         }
         ring_commit();

@@ -64,11 +64,11 @@ template <class F, class T> bool make_plan(GemvPlan& p, const GemvArgs& a, const
     p.phase_steps = int32_t(round_up((p.steps + p.phases - 1) / p.phases, 256 / F::KSTEP));
     p.phases = (p.steps + p.phase_steps - 1) / p.phase_steps;
     const int64_t row_bytes = a.k * F::VALUE_BITS / 8;
-    p.waves_shift = TILES_A_WAVE<F> == 2 ? 3 : waves_shift(p, turn, limits.processors * BLOCKS_A_PROCESSOR);
+    p.waves_shift = waves_shift(p, turn, limits.processors * BLOCKS_A_PROCESSOR);
     p.w_aligned = F::TILED || multiple_of_16(a.w, row_bytes);
     p.full_steps = F::TILED ? p.steps : p.w_aligned ? int32_t(a.k / F::KSTEP) : 0;
     p.x_aligned = multiple_of_16(a.x, a.x_stride * 2) && a.k % 8 == 0 && multiple_of_16(a.norm_weight) && multiple_of_16(a.norm_bias);
-    const int64_t moments = round_up(Stager<F, T, THREADS>::FLOATS * 4, 128), partial = round_up(a.m * WAVES * TILES_A_WAVE<F> * PARTIAL_STRIDE * 4, 128);
+    const int64_t moments = round_up(Stager<F, T, THREADS>::FLOATS * 4, 128), partial = round_up(a.m * WAVES * PARTIAL_STRIDE * 4, 128);
     const int64_t half = limits.shared_processor / 2 - (ACCELPATCH_AMD ? 0 : 1024), whole = limits.shared_block;
     const int want = a.depth > 0 ? a.depth : 4;
     const int choices[] = {4, 2};

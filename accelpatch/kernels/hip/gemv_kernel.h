@@ -139,12 +139,11 @@ DEVICE void trace(const GemvArgs& a, int at) {
 template <class F, class T> __global__ void __launch_bounds__(THREADS, ACCELPATCH_MMA_MIN_BLOCKS) gemv_kernel(const GemvArgs a, const GemvPlan plan) {
     using Fragment = FragmentFor<F, T>;
     using Flow = Stream<F, T>;
-    constexpr int RING_UNROLL = Flow::RING_UNROLL, PAIR = Flow::PAIR, TILES = Flow::TILES;
+    constexpr int RING_UNROLL = Flow::RING_UNROLL, PAIR = Flow::PAIR;
     extern __shared__ __align__(128) char shared[];
-    // WK waves share a tile (or two), WN times as many are under way; 128 of their threads finish a tile's 16 rows and 8 tokens.
+    // WK waves share a tile, WN tiles are under way; a tile's first 128 threads finish its 16 rows and 8 tokens.
     const int WK = 1 << plan.waves_shift, WN = WAVES >> plan.waves_shift;
     const int wave = threadIdx.x / WAVE, wk = wave & (WK - 1), wn = wave >> plan.waves_shift, inner = threadIdx.x & (WK * WAVE - 1);
-    const int own = TILES == 2 ? inner >> 7 : 0, thread = inner - own * 128;
     TRACE(0);
     if (a.dependent != 2) grid_release();
 
@@ -176,10 +175,9 @@ template <class F, class T> __global__ void __launch_bounds__(THREADS, ACCELPATC
     const int lane_at = pinned(Fragment::column(int(a.m)) * plan.token_stride + F::chunk(0, fragment_quarter()) * 16);
     const int sums_at = pinned(plan.sums_at + (Fragment::token(0) & 7) * 4);
     for (int round = 0; Flow::tile_of(plan, round, 0) < plan.tiles; ++round) {
-        const Output<F, T> output(a, plan, Flow::tile_of(plan, round, wn) + own, thread);
-        Fragment total[TILES];
-#pragma unroll
-        for (int t = 0; t < TILES; ++t) total[t].zero();
+        const Output<F, T> output(a, plan, Flow::tile_of(plan, round, wn), inner);
+        Fragment total;
+        total.zero();
         for (int phase = 0; phase < plan.phases; ++phase) {
             if (!(all && staged)) {
                 const int begin = phase * plan.phase_steps, left = plan.steps - begin;
@@ -189,7 +187,7 @@ template <class F, class T> __global__ void __launch_bounds__(THREADS, ACCELPATC
                 staged = true;
             }
             const int valid = Flow::tile_of(plan, round, wn) < plan.tiles ? Flow::valid_turns(plan, phase, wk) : 0, n = Flow::whole_turns(valid);
-            const int first = (all ? phase * plan.phase_steps : 0) + wk * Flow::STEPS;
+            const int first = (all ? phase * plan.phase_steps : 0) + wk * PAIR;
             const char* x = shared + (lane_at + first * F::SUB * 64);
             const float* sums = reinterpret_cast<const float*>(shared + (sums_at + first * F::GROUPS * 32));
 #pragma unroll 1
@@ -209,7 +207,7 @@ template <class F, class T> __global__ void __launch_bounds__(THREADS, ACCELPATC
 #endif
                     if (RING_UNROLL == 1 || i + turn < valid) {
 #pragma unroll
-                        for (int u = 0; u < PAIR; ++u) accumulate<F, T>(total[u % TILES], now[u], a, plan, x + u / TILES * F::SUB * 64, sums + u / TILES * F::GROUPS * 8);
+                        for (int u = 0; u < PAIR; ++u) accumulate<F, T>(total, now[u], a, plan, x + u * F::SUB * 64, sums + u * F::GROUPS * 8);
                     }
                     x += flow.stride() * F::SUB * 64, sums += flow.stride() * F::GROUPS * 8;
 #if ACCELPATCH_AMD
@@ -223,21 +221,17 @@ template <class F, class T> __global__ void __launch_bounds__(THREADS, ACCELPATC
             round = -1;
             continue;
         }
-        // [tile][token][wave][PARTIAL_STRIDE]
-        const int buffer = plan.partial_buffers - 1 & round, each = int(a.m) * WK * PARTIAL_STRIDE;
-        float* partial = reinterpret_cast<float*>(shared + plan.partial_at) + (buffer * WN + wn) * TILES * each;
+        total.finish();
+        // [token][wave][PARTIAL_STRIDE]
+        const int buffer = plan.partial_buffers - 1 & round;
+        float* partial = reinterpret_cast<float*>(shared + plan.partial_at) + (buffer * WN + wn) * int(a.m) * WK * PARTIAL_STRIDE;
 #pragma unroll
-        for (int t = 0; t < TILES; ++t) {
-            total[t].finish();
-#pragma unroll
-            for (int i = 0; i < Fragment::SIZE; ++i)
-                if (Fragment::owns(i) && Fragment::token(i) < a.m)
-                    partial[t * each + (Fragment::token(i) * WK + wk) * PARTIAL_STRIDE + Fragment::row(i)] = total[t].sum[i];
-        }
+        for (int i = 0; i < Fragment::SIZE; ++i)
+            if (Fragment::owns(i) && Fragment::token(i) < a.m) partial[(Fragment::token(i) * WK + wk) * PARTIAL_STRIDE + Fragment::row(i)] = total.sum[i];
         group_barrier(wn, WK * WAVE);
         float first = 0.f, second = 0.f;
         if (output.at >= 0) {
-            const float* mine = partial + own * each + (thread >> 4) * WK * PARTIAL_STRIDE + (thread & 15);
+            const float* mine = partial + (inner >> 4) * WK * PARTIAL_STRIDE + (inner & 15);
 #pragma unroll
             for (int w = 0; w < WAVES; ++w)
                 if (w < WK) first += mine[w * PARTIAL_STRIDE];
@@ -248,12 +242,12 @@ template <class F, class T> __global__ void __launch_bounds__(THREADS, ACCELPATC
         }
         if (plan.partial_buffers == 1) group_barrier(wn, WK * WAVE);
         if constexpr (F::SUMS) {
-            if (const int token = thread >> 4, tile = Flow::tile_of(plan, round, wn) + own; output.at >= 0 && stager.unbounded(token)) {
-                first = unbounded_sum<F, T>(a, plan, stager, tile, thread & 15, token);
-                second = unbounded_sum<F, T>(a, plan, stager, tile, (thread & 7) + 8, token);
+            if (const int token = inner >> 4; output.at >= 0 && stager.unbounded(token)) {
+                first = unbounded_sum<F, T>(a, plan, stager, Flow::tile_of(plan, round, wn), inner & 15, token);
+                second = unbounded_sum<F, T>(a, plan, stager, Flow::tile_of(plan, round, wn), (inner & 7) + 8, token);
             }
         }
-        output.store(a, first, second, stager.undo(thread >> 4 & 7));
+        output.store(a, first, second, stager.undo(inner >> 4 & 7));
     }
     TRACE(4);
     if (a.dependent == 2) grid_release();
