@@ -40,7 +40,7 @@ _GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
 class Watch:
     """Notices what would make a native step differ from the modules: a hook, another child, another weight.
 
-    It looks at every module before every step, so the looking is left to C: some tens of microseconds.
+    It looks at every module before every step, so the looking is left to C: some tenth of a millisecond.
     """
 
     def __init__(self, model: nn.Module):
@@ -158,6 +158,9 @@ class NativeRuntime:
 
     def reading(self, model: nn.Module) -> Reading:
         """What the model is now; read anew where it has changed since the last time."""
+        reading = self._reading
+        if reading is not None and not reading.watch.stale():
+            return reading  # with no lock: the child of a fork would inherit one that another thread held
         with self._lock:
             if self._reading is None or self._reading.watch.stale():
                 try:
