@@ -1,9 +1,16 @@
 """The query heads of one cached head over a run of slots by one program; see ../decode_attention.py.
 
 A program holds ROWS queries, (token, head of the group) in turn, so that they share one read of keys and values. Runs
-are counted from the first slot of the row's own tokens, and the last program of a head to finish adds their results up
-in the order of their slots: nothing that is added up depends on how many tokens or rows there are, nor on who is last.
-The next kernel may begin meanwhile where the device has dependent launches (Hopper and later).
+are counted from the first slot of the row's own tokens (the first one takes in what lies before), and the last program
+of a head to finish adds their results up in the order of their slots, number by number: what a token gets depends on
+its slots alone, not on how many tokens, rows or programs there are, nor on who is last.
+
+Dependent launches (Hopper and later): the next kernel may begin meanwhile, and a program reads slot, positions, mask
+and its first block of the cache before it waits for the kernel before, which makes qkv alone. Kernels further back can
+still run then, as far as each began early: one that does not (any of torch's) begins when all before it have ended, and
+ends before any behind it begins. So one of those must lie between whatever moves slot or writes the cache, a launch of
+this kernel among it, and the next launch on that cache. All else is read, and everything written, after the wait, when
+all before has ended: each kernel ends after its own wait.
 """
 
 from __future__ import annotations
@@ -24,91 +31,41 @@ from accelpatch.device import probe
 from accelpatch.errors import KernelError
 from accelpatch.kernels.decode_attention import MOST, AttentionShape
 from accelpatch.kernels.triton.launch import on
+from accelpatch.kernels.triton.rotation import angles, pair, turned
 
 RUN = 256  # slots of one program
 SLOTS = 64  # at once
 ROWS = 16  # queries of one program: the least that matrix instructions take
 WARPS = 4
+ROOM = 2048  # slots before a row's own tokens that are looked at together
+AHEAD = 16  # runs whose results are read at once
 LOG2_E = 1.4426950408889634
 
 
 @triton.jit
-def _cos_sin(angle):  # type: ignore[no-untyped-def]
-    """Of float32 radians, without the branches of the library's, which a tile of them would spread over all registers.
-
-    Quarter turns are taken off in three parts (Cody and Waite 1980); the polynomials are those of Moshier's Cephes.
-    """
-    quarters = tl.floor(angle * 0.6366197723675814 + 0.5)
-    x = angle - quarters * 1.5703125
-    x = x - quarters * 4.837512969970703125e-4
-    x = x - quarters * 7.54978995489188216e-8
-    z = x * x
-    sin = x + x * z * (-1.6666654611e-1 + z * (8.3321608736e-3 + z * -1.9515295891e-4))
-    cos = 1.0 - 0.5 * z + z * z * (4.166664568298827e-2 + z * (-1.388731625493765e-3 + z * 2.443315711809948e-5))
-    turn = quarters.to(tl.int32) & 3
-    swapped, down, left = (turn & 1) == 1, turn >= 2, (turn == 1) | (turn == 2)
-    some, other = tl.where(swapped, sin, cos), tl.where(swapped, cos, sin)
-    return tl.where(left, -some, some), tl.where(down, -other, other)
-
-
-@triton.jit
-def _angles(position, inv_freq, scaling, columns, TURNED: tl.constexpr, kind: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Cosine and sine [rows, columns], rounded to the activations' dtype."""
-    frequency = tl.load(inv_freq + columns % (TURNED // 2)).to(tl.float32)
-    cos, sin = _cos_sin(position.to(tl.float32)[:, None] * frequency[None, :])
-    return (cos * scaling).to(kind).to(tl.float32), (sin * scaling).to(kind).to(tl.float32)
-
-
-@triton.jit
-def _normed(value, factor, weight, kind: tl.constexpr, PLUS_ONE: tl.constexpr):  # type: ignore[no-untyped-def]
-    wide = value.to(tl.float32) * factor[:, None]
-    if PLUS_ONE:
-        return (wide * (weight.to(tl.float32) + 1.0)[None, :]).to(kind)
-    return (wide.to(kind).to(tl.float32) * weight.to(tl.float32)[None, :]).to(kind)
-
-
-@triton.jit
-def _turned(  # type: ignore[no-untyped-def]
-    x, here, columns, cos, sin, weight, eps,
-    SIZE: tl.constexpr, TURNED: tl.constexpr, NORM: tl.constexpr, PLUS_ONE: tl.constexpr,
-):  # fmt: skip
-    """Heads' rows of q or k: normalised where NORM, then turned; rounded to their dtype where transformers rounds."""
-    low, moved = columns < TURNED // 2, columns < TURNED
-    others = tl.where(low, columns + TURNED // 2, tl.where(moved, columns - TURNED // 2, columns))
-    inside = columns < SIZE
-    both = here[:, None] & inside[None, :]
-    value = tl.load(x[:, None] + columns[None, :], mask=both, other=0.0)
-    other = tl.load(x[:, None] + others[None, :], mask=both, other=0.0)
-    kind: tl.constexpr = x.dtype.element_ty
-    if NORM:
-        wide = value.to(tl.float32)
-        factor = tl.rsqrt(tl.sum(wide * wide, axis=1) / SIZE + eps)
-        value = _normed(value, factor, tl.load(weight + columns, mask=inside, other=0.0), kind, PLUS_ONE)
-        other = _normed(other, factor, tl.load(weight + others, mask=inside, other=0.0), kind, PLUS_ONE)
-    straight = (value.to(tl.float32) * cos).to(kind).to(tl.float32)
-    across = (other.to(tl.float32) * sin).to(kind).to(tl.float32)
-    done = (straight + tl.where(low[None, :], -across, across)).to(kind)
-    return tl.where(moved[None, :], done, value)
+def _block(keys, values, at, here, SIZE: tl.constexpr, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Keys and values of the slots `at` that are here."""
+    columns = tl.arange(0, WIDE)
+    place = at[:, None] * SIZE + columns[None, :]
+    both = here[:, None] & (columns < SIZE)[None, :]
+    k = tl.load(keys + place, mask=both, other=0.0, eviction_policy="evict_first")
+    return k, tl.load(values + place, mask=both, other=0.0, eviction_policy="evict_first")
 
 
 @triton.jit
 def _cache_new(  # type: ignore[no-untyped-def]
-    given, positions, inv_freq, k_norm, keys, values, slot, tokens, begin, stop, heads, kv_heads, rope_scaling, eps,
+    new, cos, sin, k_norm, keys, values, here, slot, kv_heads, eps,
     SIZE: tl.constexpr, WIDE: tl.constexpr, TURNED: tl.constexpr, NORM: tl.constexpr, PLUS_ONE: tl.constexpr,
     MOST: tl.constexpr,
 ):  # fmt: skip
-    """Writes the k and v of the new tokens whose slots are in this run; `given` begins at the first token's k."""
-    token, columns = tl.arange(0, MOST), tl.arange(0, WIDE)
-    here = (token < tokens) & (slot + token >= begin) & (slot + token < stop)
-    position = tl.load(positions + token, mask=here, other=0)
-    cos, sin = _angles(position, inv_freq, rope_scaling, columns, TURNED, given.dtype.element_ty)
-    rows = given + token * ((heads + 2 * kv_heads) * SIZE)
-    k = _turned(rows, here, columns, cos, sin, k_norm, eps, SIZE, TURNED, NORM, PLUS_ONE)
+    """Writes k and v of the new tokens that are here; new[MOST] points to their k."""
+    columns, place = tl.arange(0, WIDE), slot + tl.arange(0, MOST)
     both = here[:, None] & (columns < SIZE)[None, :]
-    v = tl.load((rows + kv_heads * SIZE)[:, None] + columns[None, :], mask=both, other=0.0)
-    place = (slot + token)[:, None] * SIZE + columns[None, :]
-    tl.store(keys + place, k, mask=both)
-    tl.store(values + place, v, mask=both)
+    value, other, others = pair(new, here, columns, SIZE, TURNED)
+    v = tl.load((new + kv_heads * SIZE)[:, None] + columns[None, :], mask=both, other=0.0)
+    tl.store(values + place[:, None] * SIZE + columns[None, :], v, mask=both)
+    k = turned(value, other, others, columns, cos, sin, k_norm, eps, SIZE, TURNED, NORM, PLUS_ONE)
+    tl.store(keys + place[:, None] * SIZE + columns[None, :], k, mask=both)
 
 
 @triton.jit
@@ -122,69 +79,122 @@ def _scores(q, k, scaling, softcap, seen, CAP: tl.constexpr):  # type: ignore[no
 
 @triton.jit
 def _scan(  # type: ignore[no-untyped-def]
-    q, keys, values, mask, begin, stop, own, slot, end, window, scaling, softcap,
+    q, k, v, given, keys, values, mask, begin, stop, own, slot, window, scaling, softcap,
     CAP: tl.constexpr, SLOTS: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The running softmax (highest score, sum of weights, weighted sum of values) over the slots begin .. stop - 1."""
-    columns = tl.arange(0, WIDE)
+    """The running softmax (highest score, sum of weights, weighted sum of values) over the slots begin .. stop - 1.
+
+    k, v and given are those of the first block; the next one is on its way while one is looked at.
+    """
     top, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
     mean = tl.zeros([ROWS, WIDE], tl.float32)
     least = tl.where(window > 0, own - window, -1)  # a token sees what lies behind this slot
     for start in tl.range(begin, stop, SLOTS, num_stages=1):
         at = start + tl.arange(0, SLOTS)
-        here = (at >= 0) & (at < end)
-        given = here & ((at >= slot) | (tl.load(mask + at, mask=here & (at < slot), other=0) != 0))
-        both = given[:, None] & (columns < SIZE)[None, :]  # what hidden slots hold must not matter
-        k = tl.load(keys + at[:, None] * SIZE + columns[None, :], mask=both, other=0.0)
-        v = tl.load(values + at[:, None] * SIZE + columns[None, :], mask=both, other=0.0)
-        seen = given[None, :] & (at[None, :] <= own[:, None]) & (at[None, :] > least[:, None])
+        later = at + SLOTS
+        next_k, next_v = _block(keys, values, later, later < stop, SIZE, WIDE)
+        next_given = tl.load(mask + later, mask=later < tl.minimum(slot, stop), other=1) != 0
+        shown = given & (at >= 0) & (at < stop)
+        seen = shown[None, :] & (at[None, :] <= own[:, None]) & (at[None, :] > least[:, None])
         score = _scores(q, k, scaling, softcap, seen, CAP)
         higher = tl.maximum(top, tl.max(score, axis=1))
         base = tl.where(higher == float("-inf"), 0.0, higher)  # nothing was seen yet
         weight, kept = tl.exp2(score - base[:, None]), tl.exp2(top - base)
+        v = tl.where(shown[:, None], v, 0.0)  # what hidden slots hold must not matter
         mean = mean * kept[:, None] + tl.dot(weight.to(v.dtype), v, input_precision="ieee")
         total = total * kept + tl.sum(weight, axis=1)
-        top = higher
+        top, k, v, given = higher, next_k, next_v, next_given
     return top, total, mean
 
 
 @triton.jit
-def _added_up(sums, tops, first, last, here, SIZE: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Weighted mean of the values over the runs first .. last, one after the other."""
-    row, columns = tl.arange(0, ROWS), tl.arange(0, WIDE)
-    highest = tl.full([ROWS], float("-inf"), tl.float32)
-    for run in tl.range(first, last + 1, num_stages=1):
-        highest = tl.maximum(highest, tl.load(tops + run * 2 * ROWS + row))
-    total, mean = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, WIDE], tl.float32)
+def _added_up(  # type: ignore[no-untyped-def]
+    sums, tops, rows, here, first, last,
+    SIZE: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, SOME: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """Weighted mean of the values of rows[SOME] over the runs first .. last, one after the other."""
+    columns, ahead = tl.arange(0, WIDE), tl.arange(0, AHEAD)
     both = here[:, None] & (columns < SIZE)[None, :]
-    for run in tl.range(first, last + 1, num_stages=1):
-        kept = tl.exp2(tl.load(tops + run * 2 * ROWS + row) - highest)
-        total += kept * tl.load(tops + (run * 2 + 1) * ROWS + row)
-        held = run * ROWS * SIZE + row[:, None] * SIZE + columns[None, :]
-        mean += kept[:, None] * tl.load(sums + held, mask=both, other=0.0)
+    highest = tl.full([SOME], float("-inf"), tl.float32)
+    for start in tl.range(first, last + 1, AHEAD, num_stages=1):
+        run = start + ahead
+        held = tops + run[:, None] * (2 * ROWS) + rows[None, :]
+        some = tl.load(held, mask=(run <= last)[:, None], other=float("-inf"), cache_modifier=".cg")
+        highest = tl.maximum(highest, tl.max(some, axis=0))
+    total, mean = tl.zeros([SOME], tl.float32), tl.zeros([SOME, WIDE], tl.float32)
+    for start in tl.range(first, last + 1, AHEAD, num_stages=1):
+        for step in tl.static_range(AHEAD):
+            run = start + step
+            used = here & (rows * 0 + run <= last)
+            top = tl.load(tops + run * 2 * ROWS + rows, mask=used, other=float("-inf"), cache_modifier=".cg")
+            part = tl.load(tops + (run * 2 + 1) * ROWS + rows, mask=used, other=0.0, cache_modifier=".cg")
+            held = sums + (run * ROWS + rows)[:, None] * SIZE + columns[None, :]
+            value = tl.load(held, mask=both & used[:, None], other=0.0, cache_modifier=".cg")
+            kept = tl.where(used, tl.exp2(top - highest), 0.0)
+            total = tl.fma(kept, part, total)
+            mean = tl.fma(tl.broadcast_to(kept[:, None], [SOME, WIDE]), value, mean)
     return mean / total[:, None]
 
 
 @triton.jit
+def _place(y, query, columns, heads, GROUP: tl.constexpr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where the results of some queries of a row's cached head go; y points to its first one."""
+    return y + (query // GROUP * heads + query % GROUP)[:, None] * SIZE + columns[None, :]
+
+
+@triton.jit
 def _leave(  # type: ignore[no-untyped-def]
-    out, sums, tops, finished, top, total, mean, run, first, last, here,
-    SIZE: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
+    y, sums, tops, finished, top, total, mean, begin, queries, heads, run, first, last,
+    GROUP: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, SOME: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
     """A run's result: alone it is the head's; else the last program to come here adds all of them up."""
     row, columns = tl.arange(0, ROWS), tl.arange(0, WIDE)
-    both = here[:, None] & (columns < SIZE)[None, :]
+    kind: tl.constexpr = y.dtype.element_ty
+    both = (begin + row < queries)[:, None] & (columns < SIZE)[None, :]
     if first == last:
-        tl.store(out, (mean / total[:, None]).to(out.dtype.element_ty), mask=both)
+        at = _place(y, begin + row, columns, heads, GROUP, SIZE)
+        tl.store(at, (mean / total[:, None]).to(kind), mask=both)
     else:
-        tl.store(sums + run * ROWS * SIZE + row[:, None] * SIZE + columns[None, :], mean, mask=both)
+        tl.store(sums + (run * ROWS + row)[:, None] * SIZE + columns[None, :], mean, mask=both)
         tl.store(tops + run * 2 * ROWS + row, top)
         tl.store(tops + (run * 2 + 1) * ROWS + row, total)
         tl.debug_barrier()  # all of the program's stores, then one thread's count of them
-        if tl.atomic_add(finished, 1, sem="acq_rel") == last - first:
+        if tl.atomic_add(finished, 1, sem="acq_rel", scope="gpu") == last - first:
             tl.debug_barrier()
             tl.store(finished, 0)  # for the next launch
-            mean = _added_up(sums, tops, first, last, here, SIZE, WIDE, ROWS)
-            tl.store(out, mean.to(out.dtype.element_ty), mask=both)
+            for start in tl.range(0, tl.minimum(queries - begin, ROWS), SOME, num_stages=1):
+                some = start + tl.arange(0, SOME)
+                here = begin + some < queries
+                whole = _added_up(sums, tops, some, here, first, last, SIZE, WIDE, ROWS, SOME, AHEAD)
+                there = _place(y, begin + some, columns, heads, GROUP, SIZE)
+                tl.store(there, whole.to(kind), mask=here[:, None] & (columns < SIZE)[None, :])
+
+
+@triton.jit
+def _runs(slot_at, position, tokens, window, RUN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """slot, the first slot of the row's own tokens, the first one that any of them sees, and the runs of these."""
+    slot = tl.load(slot_at).to(tl.int32)
+    own = slot - tl.load(position).to(tl.int32)
+    own = tl.where((own < 0) | (own > slot), 0, own)  # positions that count something else
+    low = tl.where(window > 0, tl.maximum(slot + 1 - window, 0), 0)
+    return slot, own, low, tl.maximum(low - own, 0) // RUN, (slot + tokens - 1 - own) // RUN
+
+
+@triton.jit
+def _begin(mask, run, own, low, RUN: tl.constexpr, SLOTS: tl.constexpr, ROOM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where a run's first block begins: blocks are counted from `own`, and those that nothing is seen in left out."""
+    begin = own + run * RUN
+    if low >= own:
+        begin += tl.maximum(low - begin, 0) // SLOTS * SLOTS
+    elif run == 0:
+        seen = 0
+        for start in tl.range(low, own, ROOM, num_stages=1):
+            at = start + tl.arange(0, ROOM)
+            seen = tl.maximum(seen, tl.max((tl.load(mask + at, mask=at < own, other=0) != 0).to(tl.int32), axis=0))
+        if seen > 0:
+            begin -= tl.cdiv(own - low, SLOTS) * SLOTS
+    return begin
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -193,7 +203,8 @@ def _attend(  # type: ignore[no-untyped-def]
     tokens, capacity, heads, window, scaling, softcap, rope_scaling, eps,
     GROUP: tl.constexpr, NORM: tl.constexpr, PLUS_ONE: tl.constexpr, CAP: tl.constexpr,
     SIZE: tl.constexpr, WIDE: tl.constexpr, TURNED: tl.constexpr, RUN: tl.constexpr, SLOTS: tl.constexpr,
-    ROWS: tl.constexpr, MOST: tl.constexpr, DEPENDENT: tl.constexpr,
+    ROWS: tl.constexpr, SOME: tl.constexpr, MOST: tl.constexpr, ROOM: tl.constexpr, AHEAD: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     # `tokens` is no constant: one and eight of them run the same instructions
     run, row, kv_heads = tl.program_id(0), tl.program_id(2).to(tl.int64), heads // GROUP
@@ -201,40 +212,49 @@ def _attend(  # type: ignore[no-untyped-def]
     kv, tile = tl.program_id(1) // tiles, tl.program_id(1) % tiles
     if DEPENDENT:
         cuda.gdc_launch_dependents()
-        cuda.gdc_wait()
-    slot = tl.load(slot_at).to(tl.int32)
-    start = slot - tl.load(positions + row * tokens).to(tl.int32)  # of the row's own tokens
-    shift = (RUN - tl.where((start < 0) | (start > slot), 0, start) % RUN) % RUN
-    first = (tl.where(window > 0, tl.maximum(slot + 1 - window, 0), 0) + shift) // RUN
-    last = (slot + tokens - 1 + shift) // RUN
+    positions += row * tokens
+    slot, own, low, first, last = _runs(slot_at, positions, tokens, window, RUN)
     if (run >= first) & (run <= last):
-        begin, query = run * RUN - shift, tile * ROWS + tl.arange(0, ROWS)
-        token, head, here = query // GROUP, kv * GROUP + query % GROUP, query < tokens * GROUP
-        given, base = qkv + row * tokens * ((heads + 2 * kv_heads) * SIZE), (row * kv_heads + kv) * capacity * SIZE
-        if begin + RUN > slot:
+        mask += row * capacity
+        keys += (row * kv_heads + kv) * capacity * SIZE
+        values += (row * kv_heads + kv) * capacity * SIZE
+        begin, stop = _begin(mask, run, own, low, RUN, SLOTS, ROOM), tl.minimum(own + run * RUN + RUN, slot + tokens)
+        at, columns = begin + tl.arange(0, SLOTS), tl.arange(0, WIDE)
+        early = (at >= 0) & (at < tl.minimum(slot, stop))
+        k, v = _block(keys, values, at, early, SIZE, WIDE)
+        given = tl.load(mask + at, mask=early, other=1) != 0
+        query, fresh = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, MOST)
+        token, here = query // GROUP, query < tokens * GROUP
+        kind: tl.constexpr = qkv.dtype.element_ty
+        cos, sin = angles(positions + token, here, inv_freq, rope_scaling, columns, TURNED, kind)
+        k_cos, k_sin = angles(positions + fresh, fresh < tokens, inv_freq, rope_scaling, columns, TURNED, kind)
+        if DEPENDENT:
+            cuda.gdc_wait()
+        qkv += row * tokens * ((heads + 2 * kv_heads) * SIZE)
+        rows = qkv + token * ((heads + 2 * kv_heads) * SIZE) + (kv * GROUP + query % GROUP) * SIZE
+        value, other, others = pair(rows, here, columns, SIZE, TURNED)
+        if stop > slot:
             _cache_new(
-                given + (heads + kv) * SIZE, positions + row * tokens, inv_freq, k_norm, keys + base, values + base,
-                slot, tokens, begin, begin + RUN, heads, kv_heads, rope_scaling, eps,
+                qkv + fresh * ((heads + 2 * kv_heads) * SIZE) + (heads + kv) * SIZE, k_cos, k_sin, k_norm,
+                keys, values, (slot + fresh >= own + run * RUN) & (slot + fresh < stop), slot, kv_heads, eps,
                 SIZE, WIDE, TURNED, NORM, PLUS_ONE, MOST,
             )  # fmt: skip
             tl.debug_barrier()  # what was written is read below
-        columns = tl.arange(0, WIDE)
-        cos, sin = _angles(
-            tl.load(positions + row * tokens + token, mask=here, other=0), inv_freq, rope_scaling, columns, TURNED,
-            qkv.dtype.element_ty,
-        )  # fmt: skip
-        rows = given + token * ((heads + 2 * kv_heads) * SIZE) + head * SIZE
-        q = _turned(rows, here, columns, cos, sin, q_norm, eps, SIZE, TURNED, NORM, PLUS_ONE)
+            if begin + SLOTS > slot:
+                late = (at >= slot) & (at < stop)
+                new_k, new_v = _block(keys, values, at, late, SIZE, WIDE)
+                k, v = tl.where(late[:, None], new_k, k), tl.where(late[:, None], new_v, v)
+        q = turned(value, other, others, columns, cos, sin, q_norm, eps, SIZE, TURNED, NORM, PLUS_ONE)
         top, total, mean = _scan(
-            q, keys + base, values + base, mask + row * capacity, begin, tl.minimum(begin + RUN, slot + tokens),
-            slot + token, slot, slot + tokens, window, scaling, softcap, CAP, SLOTS, SIZE, WIDE, ROWS,
+            q, k, v, given, keys, values, mask, begin, stop, slot + token, slot, window, scaling, softcap,
+            CAP, SLOTS, SIZE, WIDE, ROWS,
         )  # fmt: skip
-        out = y + ((row * tokens + token) * heads + head)[:, None] * SIZE + columns[None, :]
         program = (row * kv_heads + kv) * tiles + tile
-        runs = program * tl.num_programs(0)
+        runs = program * tl.num_programs(0) * ROWS
         _leave(
-            out, sums + runs * ROWS * SIZE, tops + runs * 2 * ROWS, finished + program, top, total, mean,
-            run, first, last, here, SIZE, WIDE, ROWS,
+            y + (row * tokens * heads + kv * GROUP) * SIZE, sums + runs * SIZE, tops + runs * 2, finished + program,
+            top, total, mean, tile * ROWS, tokens * GROUP, heads, run, first, last,
+            GROUP, SIZE, WIDE, ROWS, SOME, AHEAD,
         )  # fmt: skip
 
 
@@ -258,7 +278,7 @@ def decode_attention_(
     """As the operation; qkv, positions, mask and the cache contiguous."""
     (rows, tokens), capacity, group = positions.shape, keys.shape[2], shape.heads // shape.kv_heads
     y = qkv.new_empty(*qkv.shape[:-1], shape.heads * shape.size)
-    runs, tiles = triton.cdiv(capacity, RUN) + 1, triton.cdiv(tokens * group, ROWS)
+    runs, tiles = triton.cdiv(capacity, RUN), triton.cdiv(tokens * group, ROWS)
     programs = rows * shape.kv_heads * tiles
     sums = qkv.new_empty((programs, runs, ROWS, shape.size), dtype=torch.float32)
     tops = qkv.new_empty((programs, runs, 2, ROWS), dtype=torch.float32)
@@ -272,7 +292,8 @@ def decode_attention_(
             _counters(shape, programs, qkv.device),
             tokens, capacity, shape.heads, shape.window, scaling, shape.softcap * LOG2_E, shape.rope_scaling, shape.eps,
             group, shape.q_norm is not None, shape.plus_one, cap, shape.size, triton.next_power_of_2(shape.size),
-            shape.turned, RUN, SLOTS, ROWS, MOST, dependent, num_warps=WARPS, **options,
+            shape.turned, RUN, SLOTS, ROWS, min(ROWS, max(4, triton.next_power_of_2(group))), MOST, ROOM, AHEAD,
+            dependent, num_warps=WARPS, **options,
         )  # fmt: skip
     return y
 
