@@ -37,19 +37,10 @@ RUN = 256  # slots of one program
 SLOTS = 64  # at once
 ROWS = 16  # queries of one program: the least that matrix instructions take
 WARPS = 4
+STAGES = 3
 ROOM = 2048  # slots before a row's own tokens that are looked at together
 AHEAD = 16  # runs whose results are read at once
 LOG2_E = 1.4426950408889634
-
-
-@triton.jit
-def _block(keys, values, at, here, SIZE: tl.constexpr, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Keys and values of the slots `at` that are here."""
-    columns = tl.arange(0, WIDE)
-    place = at[:, None] * SIZE + columns[None, :]
-    both = here[:, None] & (columns < SIZE)[None, :]
-    k = tl.load(keys + place, mask=both, other=0.0, eviction_policy="evict_first")
-    return k, tl.load(values + place, mask=both, other=0.0, eviction_policy="evict_first")
 
 
 @triton.jit
@@ -79,31 +70,31 @@ def _scores(q, k, scaling, softcap, seen, CAP: tl.constexpr):  # type: ignore[no
 
 @triton.jit
 def _scan(  # type: ignore[no-untyped-def]
-    q, k, v, given, keys, values, mask, begin, stop, own, slot, window, scaling, softcap,
+    q, keys, values, mask, begin, stop, own, slot, window, scaling, softcap,
     CAP: tl.constexpr, SLOTS: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
+    STAGES: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The running softmax (highest score, sum of weights, weighted sum of values) over the slots begin .. stop - 1.
-
-    k, v and given are those of the first block; the next one is on its way while one is looked at.
-    """
+    """The running softmax (highest score, sum of weights, weighted sum of values) over the slots begin .. stop - 1."""
+    columns = tl.arange(0, WIDE)
     top, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
     mean = tl.zeros([ROWS, WIDE], tl.float32)
     least = tl.where(window > 0, own - window, -1)  # a token sees what lies behind this slot
-    for start in tl.range(begin, stop, SLOTS, num_stages=1):
+    for start in tl.range(begin, stop, SLOTS, num_stages=STAGES):
         at = start + tl.arange(0, SLOTS)
-        later = at + SLOTS
-        next_k, next_v = _block(keys, values, later, later < stop, SIZE, WIDE)
-        next_given = tl.load(mask + later, mask=later < tl.minimum(slot, stop), other=1) != 0
-        shown = given & (at >= 0) & (at < stop)
+        shown = (at >= 0) & (at < stop)
+        if MASKED:
+            shown &= (at >= slot) | (tl.load(mask + at, mask=shown, other=0) != 0)
+        both = shown[:, None] & (columns < SIZE)[None, :]  # what hidden slots hold must not matter
+        k = tl.load(keys + at[:, None] * SIZE + columns[None, :], mask=both, other=0.0)
+        v = tl.load(values + at[:, None] * SIZE + columns[None, :], mask=both, other=0.0)
         seen = shown[None, :] & (at[None, :] <= own[:, None]) & (at[None, :] > least[:, None])
         score = _scores(q, k, scaling, softcap, seen, CAP)
         higher = tl.maximum(top, tl.max(score, axis=1))
         base = tl.where(higher == float("-inf"), 0.0, higher)  # nothing was seen yet
         weight, kept = tl.exp2(score - base[:, None]), tl.exp2(top - base)
-        v = tl.where(shown[:, None], v, 0.0)  # what hidden slots hold must not matter
         mean = mean * kept[:, None] + tl.dot(weight.to(v.dtype), v, input_precision="ieee")
         total = total * kept + tl.sum(weight, axis=1)
-        top, k, v, given = higher, next_k, next_v, next_given
+        top = higher
     return top, total, mean
 
 
@@ -182,19 +173,35 @@ def _runs(slot_at, position, tokens, window, RUN: tl.constexpr):  # type: ignore
 
 
 @triton.jit
+def _seen(mask, low, high, ROOM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """How many of the slots low .. high - 1 hold tokens."""
+    count = 0
+    for start in tl.range(low, high, ROOM, num_stages=1):
+        at = start + tl.arange(0, ROOM)
+        count += tl.sum((tl.load(mask + at, mask=at < high, other=0) != 0).to(tl.int32), axis=0)
+    return count
+
+
+@triton.jit
 def _begin(mask, run, own, low, RUN: tl.constexpr, SLOTS: tl.constexpr, ROOM: tl.constexpr):  # type: ignore[no-untyped-def]
     """Where a run's first block begins: blocks are counted from `own`, and those that nothing is seen in left out."""
     begin = own + run * RUN
     if low >= own:
         begin += tl.maximum(low - begin, 0) // SLOTS * SLOTS
-    elif run == 0:
-        seen = 0
-        for start in tl.range(low, own, ROOM, num_stages=1):
-            at = start + tl.arange(0, ROOM)
-            seen = tl.maximum(seen, tl.max((tl.load(mask + at, mask=at < own, other=0) != 0).to(tl.int32), axis=0))
-        if seen > 0:
-            begin -= tl.cdiv(own - low, SLOTS) * SLOTS
+    elif _seen(mask, low, tl.where(run == 0, own, low), ROOM) > 0:
+        begin -= tl.cdiv(own - low, SLOTS) * SLOTS
     return begin
+
+
+@triton.jit
+def _prefetch(x, count, WIDE: tl.constexpr, RUN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Asks for the first `count` numbers at x, of a run's at most, to be brought into the level-2 cache."""
+    number: tl.constexpr = 1024 // x.dtype.element_ty.primitive_bitwidth  # of a line of 128 bytes
+    at = tl.arange(0, RUN * WIDE // number) * number
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }", "=r,l,r",
+        [(x + at).to(tl.int64), (at < count).to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -204,7 +211,7 @@ def _attend(  # type: ignore[no-untyped-def]
     GROUP: tl.constexpr, NORM: tl.constexpr, PLUS_ONE: tl.constexpr, CAP: tl.constexpr,
     SIZE: tl.constexpr, WIDE: tl.constexpr, TURNED: tl.constexpr, RUN: tl.constexpr, SLOTS: tl.constexpr,
     ROWS: tl.constexpr, SOME: tl.constexpr, MOST: tl.constexpr, ROOM: tl.constexpr, AHEAD: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     # `tokens` is no constant: one and eight of them run the same instructions
     run, row, kv_heads = tl.program_id(0), tl.program_id(2).to(tl.int64), heads // GROUP
@@ -219,10 +226,11 @@ def _attend(  # type: ignore[no-untyped-def]
         keys += (row * kv_heads + kv) * capacity * SIZE
         values += (row * kv_heads + kv) * capacity * SIZE
         begin, stop = _begin(mask, run, own, low, RUN, SLOTS, ROOM), tl.minimum(own + run * RUN + RUN, slot + tokens)
-        at, columns = begin + tl.arange(0, SLOTS), tl.arange(0, WIDE)
-        early = (at >= 0) & (at < tl.minimum(slot, stop))
-        k, v = _block(keys, values, at, early, SIZE, WIDE)
-        given = tl.load(mask + at, mask=early, other=1) != 0
+        columns, cached = tl.arange(0, WIDE), tl.minimum(slot, stop)
+        if DEPENDENT:
+            _prefetch(keys + begin * SIZE, (cached - begin) * SIZE, WIDE, RUN)
+            _prefetch(values + begin * SIZE, (cached - begin) * SIZE, WIDE, RUN)
+        whole = (begin >= 0) & (_seen(mask, begin, cached, RUN) == cached - begin)
         query, fresh = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, MOST)
         token, here = query // GROUP, query < tokens * GROUP
         kind: tl.constexpr = qkv.dtype.element_ty
@@ -240,15 +248,17 @@ def _attend(  # type: ignore[no-untyped-def]
                 SIZE, WIDE, TURNED, NORM, PLUS_ONE, MOST,
             )  # fmt: skip
             tl.debug_barrier()  # what was written is read below
-            if begin + SLOTS > slot:
-                late = (at >= slot) & (at < stop)
-                new_k, new_v = _block(keys, values, at, late, SIZE, WIDE)
-                k, v = tl.where(late[:, None], new_k, k), tl.where(late[:, None], new_v, v)
         q = turned(value, other, others, columns, cos, sin, q_norm, eps, SIZE, TURNED, NORM, PLUS_ONE)
-        top, total, mean = _scan(
-            q, k, v, given, keys, values, mask, begin, stop, slot + token, slot, window, scaling, softcap,
-            CAP, SLOTS, SIZE, WIDE, ROWS,
-        )  # fmt: skip
+        if whole:
+            top, total, mean = _scan(
+                q, keys, values, mask, begin, stop, slot + token, slot, window, scaling, softcap,
+                CAP, SLOTS, SIZE, WIDE, ROWS, STAGES, False,
+            )  # fmt: skip
+        else:
+            top, total, mean = _scan(
+                q, keys, values, mask, begin, stop, slot + token, slot, window, scaling, softcap,
+                CAP, SLOTS, SIZE, WIDE, ROWS, 1, True,
+            )  # fmt: skip
         program = (row * kv_heads + kv) * tiles + tile
         runs = program * tl.num_programs(0) * ROWS
         _leave(
@@ -293,7 +303,7 @@ def decode_attention_(
             tokens, capacity, shape.heads, shape.window, scaling, shape.softcap * LOG2_E, shape.rope_scaling, shape.eps,
             group, shape.q_norm is not None, shape.plus_one, cap, shape.size, triton.next_power_of_2(shape.size),
             shape.turned, RUN, SLOTS, ROWS, min(ROWS, max(4, triton.next_power_of_2(group))), MOST, ROOM, AHEAD,
-            dependent, num_warps=WARPS, **options,
+            STAGES, dependent, num_warps=WARPS, **options,
         )  # fmt: skip
     return y
 
