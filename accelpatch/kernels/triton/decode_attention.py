@@ -1,9 +1,10 @@
 """The query heads of one cached head over a run of slots by one program; see ../decode_attention.py.
 
 A program holds ROWS queries, (token, head of the group) in turn, so that they share one read of keys and values. Runs
-are counted from the first slot of the row's own tokens (the first one takes in what lies before), and the last program
-of a head to finish adds their results up in the order of their slots, number by number: what a token gets depends on
-its slots alone, not on how many tokens, rows or programs there are, nor on who is last.
+are counted from the first slot of the row's own tokens (the first one takes in what lies before). There are as many
+programs as run at once, each with some runs of a head, and the last one of a head to finish adds the results up. Each
+run begins anew and has its place in that sum: what a token gets depends on its slots alone, not on how many tokens,
+rows or programs there are, nor on who is last.
 
 Dependent launches (Hopper and later): the next kernel may begin meanwhile, and a program reads slot, positions, mask
 and its first block of the cache before it waits for the kernel before, which makes qkv alone. Kernels further back can
@@ -15,6 +16,7 @@ all before has ended: each kernel ends after its own wait.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,17 +32,18 @@ from triton.language.extra import cuda
 from accelpatch.device import probe
 from accelpatch.errors import KernelError
 from accelpatch.kernels.decode_attention import MOST, AttentionShape
-from accelpatch.kernels.triton.attention_runs import added_up, begin_of, count_of, prefetch, runs_of
+from accelpatch.kernels.triton.attention_runs import added_up, begin_of, count_of, keep, prefetch, runs_of
 from accelpatch.kernels.triton.launch import on
 from accelpatch.kernels.triton.rotation import angles, pair, turned
 
-RUN = 256  # slots of one program
+RUN = 256  # slots whose results are added up by themselves
 SLOTS = 64  # at once
 ROWS = 16  # queries of one program: the least that matrix instructions take
 WARPS = 4
-STAGES = 3
-ROOM = 2048  # slots before a row's own tokens that are looked at together
-AHEAD = 16  # runs whose results are read at once
+STAGES = 3  # of the pipeline that reads
+RESIDENT = 3  # programs at once on a processor of the GPU
+ROOM = 2048  # slots whose mask is looked at together
+AHEAD = 16  # runs whose results are read together
 LOG2_E = 1.4426950408889634
 
 
@@ -71,67 +74,77 @@ def _scores(q, k, scaling, softcap, seen, CAP: tl.constexpr):  # type: ignore[no
 
 @triton.jit
 def _scan(  # type: ignore[no-untyped-def]
-    q, keys, values, mask, begin, stop, own, slot, window, scaling, softcap,
-    CAP: tl.constexpr, SLOTS: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
-    STAGES: tl.constexpr, MASKED: tl.constexpr,
+    q, keys, values, mask, sums, tops, here, begin, stop, origin, token, slot, window, scaling, softcap,
+    CAP: tl.constexpr, RUN: tl.constexpr, SLOTS: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr,
+    ROWS: tl.constexpr, STAGES: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The running softmax (highest score, sum of weights, weighted sum of values) over the slots begin .. stop - 1."""
+    """The running softmax (highest score, sum of weights, weighted sum of values) over the slots begin .. stop - 1.
+
+    Of the last run; those of the runs before are left in memory.
+    """
     columns = tl.arange(0, WIDE)
     top, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
     mean = tl.zeros([ROWS, WIDE], tl.float32)
-    least = tl.where(window > 0, own - window, -1)  # a token sees what lies behind this slot
+    least = tl.where(window > 0, slot + token - window, -1)  # a token sees what lies behind this slot
     for start in tl.range(begin, stop, SLOTS, num_stages=STAGES):
-        at = start + tl.arange(0, SLOTS)
+        at, end = start + tl.arange(0, SLOTS), start + SLOTS
         shown = (at >= 0) & (at < stop)
         if MASKED:
             shown &= (at >= slot) | (tl.load(mask + at, mask=shown, other=0) != 0)
         both = shown[:, None] & (columns < SIZE)[None, :]  # what hidden slots hold must not matter
         k = tl.load(keys + at[:, None] * SIZE + columns[None, :], mask=both, other=0.0)
         v = tl.load(values + at[:, None] * SIZE + columns[None, :], mask=both, other=0.0)
-        seen = shown[None, :] & (at[None, :] <= own[:, None]) & (at[None, :] > least[:, None])
+        seen = shown[None, :] & (at[None, :] <= (slot + token)[:, None]) & (at[None, :] > least[:, None])
         score = _scores(q, k, scaling, softcap, seen, CAP)
         higher = tl.maximum(top, tl.max(score, axis=1))
         base = tl.where(higher == float("-inf"), 0.0, higher)  # nothing was seen yet
         weight, kept = tl.exp2(score - base[:, None]), tl.exp2(top - base)
         mean = mean * kept[:, None] + tl.dot(weight.to(v.dtype), v, input_precision="ieee")
         total = total * kept + tl.sum(weight, axis=1)
-        top = higher
+        ended = (end < stop) & (end > origin) & ((end - origin) % RUN == 0)
+        if ended:
+            keep(sums, tops, (start - origin) // RUN, here, higher, total, mean, SIZE, WIDE, ROWS)
+        top, total = tl.where(ended, float("-inf"), higher), tl.where(ended, 0.0, total)
+        mean = tl.where(ended, 0.0, mean)
     return top, total, mean
 
 
 @triton.jit
-def _place(y, query, columns, heads, GROUP: tl.constexpr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Where the results of some queries of a row's cached head go; y points to its first one."""
-    return y + (query // GROUP * heads + query % GROUP)[:, None] * SIZE + columns[None, :]
-
-
-@triton.jit
 def _leave(  # type: ignore[no-untyped-def]
-    y, sums, tops, finished, top, total, mean, begin, queries, heads, run, first, last,
+    y, sums, tops, finished, top, total, mean, begin, queries, heads, run, first, last, programs,
     GROUP: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, SOME: tl.constexpr,
     AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """A run's result: alone it is the head's; else the last program to come here adds all of them up."""
-    row, columns = tl.arange(0, ROWS), tl.arange(0, WIDE)
+    """The only run's result is the head's; else the last program to come here adds all of them up."""
+    query, columns = begin + tl.arange(0, ROWS), tl.arange(0, WIDE)
     kind: tl.constexpr = y.dtype.element_ty
-    both = (begin + row < queries)[:, None] & (columns < SIZE)[None, :]
     if first == last:
-        at = _place(y, begin + row, columns, heads, GROUP, SIZE)
-        tl.store(at, (mean / total[:, None]).to(kind), mask=both)
+        at = y + (query // GROUP * heads + query % GROUP)[:, None] * SIZE + columns[None, :]
+        whole = mean / tl.where(query < queries, total, 1.0)[:, None]
+        tl.store(at, whole.to(kind), mask=(query < queries)[:, None] & (columns < SIZE)[None, :])
     else:
-        tl.store(sums + (run * ROWS + row)[:, None] * SIZE + columns[None, :], mean, mask=both)
-        tl.store(tops + run * 2 * ROWS + row, top)
-        tl.store(tops + (run * 2 + 1) * ROWS + row, total)
+        keep(sums, tops, run, query < queries, top, total, mean, SIZE, WIDE, ROWS)
         tl.debug_barrier()  # all of the program's stores, then one thread's count of them
-        if tl.atomic_add(finished, 1, sem="acq_rel", scope="gpu") == last - first:
+        if tl.atomic_add(finished, 1, sem="acq_rel", scope="gpu") == programs - 1:
             tl.debug_barrier()
             tl.store(finished, 0)  # for the next launch
             for start in tl.range(0, tl.minimum(queries - begin, ROWS), SOME, num_stages=1):
-                some = start + tl.arange(0, SOME)
-                here = begin + some < queries
-                whole = added_up(sums, tops, some, here, first, last, SIZE, WIDE, ROWS, SOME, AHEAD)
-                there = _place(y, begin + some, columns, heads, GROUP, SIZE)
-                tl.store(there, whole.to(kind), mask=here[:, None] & (columns < SIZE)[None, :])
+                rows = start + tl.arange(0, SOME)
+                some = begin + rows
+                sum_of = added_up(sums, tops, rows, some < queries, first, last, SIZE, WIDE, ROWS, SOME, AHEAD)
+                there = y + (some // GROUP * heads + some % GROUP)[:, None] * SIZE + columns[None, :]
+                tl.store(there, sum_of.to(kind), mask=(some < queries)[:, None] & (columns < SIZE)[None, :])
+
+
+@triton.jit
+def _read_ahead(  # type: ignore[no-untyped-def]
+    keys, values, begin, end, RUN: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr
+):
+    # more at once would drive each other out where all processors are busy
+    programs = tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2)
+    count = tl.minimum(end - begin, tl.where(programs > 160, RUN // 2, RUN)) * SIZE
+    prefetch(keys + begin * SIZE, count, WIDE, RUN)
+    prefetch(values + begin * SIZE, count, WIDE, RUN)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -144,23 +157,21 @@ def _attend(  # type: ignore[no-untyped-def]
     STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     # `tokens` is no constant: one and eight of them run the same instructions
-    run, row, kv_heads = tl.program_id(0), tl.program_id(2).to(tl.int64), heads // GROUP
-    tiles = tl.cdiv(tokens * GROUP, ROWS)
+    row, kv_heads, tiles = tl.program_id(2).to(tl.int64), heads // GROUP, tl.cdiv(tokens * GROUP, ROWS)
     kv, tile = tl.program_id(1) // tiles, tl.program_id(1) % tiles
     if DEPENDENT:
         cuda.gdc_launch_dependents()
     positions += row * tokens
-    slot, own, low, first, last = runs_of(slot_at, positions, tokens, window, RUN)
-    if (run >= first) & (run <= last):
+    slot, own, low, first, last, run, end, programs = runs_of(slot_at, positions, tokens, window, RUN)
+    if tl.program_id(0) < programs:
         mask += row * capacity
         keys += (row * kv_heads + kv) * capacity * SIZE
         values += (row * kv_heads + kv) * capacity * SIZE
-        begin, stop = begin_of(mask, run, own, low, RUN, SLOTS, ROOM), tl.minimum(own + run * RUN + RUN, slot + tokens)
-        columns, cached = tl.arange(0, WIDE), tl.minimum(slot, stop)
+        begin, stop = begin_of(mask, run, own, low, RUN, SLOTS, ROOM), tl.minimum(own + end * RUN, slot + tokens)
+        cached, columns = tl.minimum(slot, stop), tl.arange(0, WIDE)
         if DEPENDENT:
-            prefetch(keys + begin * SIZE, (cached - begin) * SIZE, WIDE, RUN)
-            prefetch(values + begin * SIZE, (cached - begin) * SIZE, WIDE, RUN)
-        whole = (begin >= 0) & (count_of(mask, begin, cached, RUN) == cached - begin)
+            _read_ahead(keys, values, begin, cached, RUN, SIZE, WIDE)
+        whole = (begin >= 0) & (count_of(mask, begin, cached, ROOM) == cached - begin)
         query, fresh = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, MOST)
         token, here = query // GROUP, query < tokens * GROUP
         kind: tl.constexpr = qkv.dtype.element_ty
@@ -172,28 +183,28 @@ def _attend(  # type: ignore[no-untyped-def]
         rows = qkv + token * ((heads + 2 * kv_heads) * SIZE) + (kv * GROUP + query % GROUP) * SIZE
         value, other, others = pair(rows, here, columns, SIZE, TURNED)
         if stop > slot:
+            new = (fresh < tokens) & (slot + fresh >= own + run * RUN) & (slot + fresh < stop)
             _cache_new(
                 qkv + fresh * ((heads + 2 * kv_heads) * SIZE) + (heads + kv) * SIZE, k_cos, k_sin, k_norm,
-                keys, values, (slot + fresh >= own + run * RUN) & (slot + fresh < stop), slot, kv_heads, eps,
-                SIZE, WIDE, TURNED, NORM, PLUS_ONE, MOST,
+                keys, values, new, slot, kv_heads, eps, SIZE, WIDE, TURNED, NORM, PLUS_ONE, MOST,
             )  # fmt: skip
             tl.debug_barrier()  # what was written is read below
         q = turned(value, other, others, columns, cos, sin, q_norm, eps, SIZE, TURNED, NORM, PLUS_ONE)
+        program = (row * kv_heads + kv) * tiles + tile
+        held = program * tl.cdiv(capacity, RUN) * ROWS
         if whole:
             top, total, mean = _scan(
-                q, keys, values, mask, begin, stop, slot + token, slot, window, scaling, softcap,
-                CAP, SLOTS, SIZE, WIDE, ROWS, STAGES, False,
+                q, keys, values, mask, sums + held * SIZE, tops + held * 2, here, begin, stop, own, token, slot,
+                window, scaling, softcap, CAP, RUN, SLOTS, SIZE, WIDE, ROWS, STAGES, False,
             )  # fmt: skip
         else:
             top, total, mean = _scan(
-                q, keys, values, mask, begin, stop, slot + token, slot, window, scaling, softcap,
-                CAP, SLOTS, SIZE, WIDE, ROWS, 1, True,
+                q, keys, values, mask, sums + held * SIZE, tops + held * 2, here, begin, stop, own, token, slot,
+                window, scaling, softcap, CAP, RUN, SLOTS, SIZE, WIDE, ROWS, 1, True,
             )  # fmt: skip
-        program = (row * kv_heads + kv) * tiles + tile
-        runs = program * tl.num_programs(0) * ROWS
         _leave(
-            y + (row * tokens * heads + kv * GROUP) * SIZE, sums + runs * SIZE, tops + runs * 2, finished + program,
-            top, total, mean, tile * ROWS, tokens * GROUP, heads, run, first, last,
+            y + (row * tokens * heads + kv * GROUP) * SIZE, sums + held * SIZE, tops + held * 2, finished + program,
+            top, total, mean, tile * ROWS, tokens * GROUP, heads, end - 1, first, last, programs,
             GROUP, SIZE, WIDE, ROWS, SOME, AHEAD,
         )  # fmt: skip
 
@@ -219,23 +230,31 @@ def decode_attention_(
     (rows, tokens), capacity, group = positions.shape, keys.shape[2], shape.heads // shape.kv_heads
     y = qkv.new_empty(*qkv.shape[:-1], shape.heads * shape.size)
     runs, tiles = triton.cdiv(capacity, RUN), triton.cdiv(tokens * group, ROWS)
-    programs = rows * shape.kv_heads * tiles
-    sums = qkv.new_empty((programs, runs, ROWS, shape.size), dtype=torch.float32)
-    tops = qkv.new_empty((programs, runs, 2, ROWS), dtype=torch.float32)
+    heads, wide = rows * shape.kv_heads * tiles, triton.next_power_of_2(shape.size)
+    sums = qkv.new_empty((heads, runs, ROWS, shape.size), dtype=torch.float32)
+    tops = qkv.new_empty((heads, runs, 2, ROWS), dtype=torch.float32)
+    row_bytes = wide * qkv.element_size()
+    programs = _processors(qkv.device) * (RESIDENT if row_bytes <= 256 else 1)
     norms = (qkv if shape.q_norm is None else shape.q_norm, qkv if shape.k_norm is None else shape.k_norm)
     cap = shape.softcap > 0
     scaling = shape.scaling * LOG2_E * (2 / shape.softcap if cap else 1)
     dependent, options = _dependent(qkv)
     with on(qkv), _said():
-        _attend[(runs, shape.kv_heads * tiles, rows)](
+        _attend[(min(runs, max(1, programs // heads)), shape.kv_heads * tiles, rows)](
             qkv, positions, slot, mask, keys, values, shape.inv_freq, *norms, y, sums, tops,
-            _counters(shape, programs, qkv.device),
+            _counters(shape, heads, qkv.device),
             tokens, capacity, shape.heads, shape.window, scaling, shape.softcap * LOG2_E, shape.rope_scaling, shape.eps,
-            group, shape.q_norm is not None, shape.plus_one, cap, shape.size, triton.next_power_of_2(shape.size),
-            shape.turned, RUN, SLOTS, ROWS, min(ROWS, max(4, triton.next_power_of_2(group))), MOST, ROOM, AHEAD,
-            STAGES, dependent, num_warps=WARPS, **options,
+            group, shape.q_norm is not None, shape.plus_one, cap, shape.size, wide, shape.turned, RUN,
+            SLOTS if row_bytes <= 512 else SLOTS // 2, ROWS, min(ROWS, max(4, triton.next_power_of_2(group))), MOST,
+            ROOM, AHEAD, STAGES, dependent, num_warps=WARPS, **options,
         )  # fmt: skip
     return y
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    """Of a GPU; the interpreter, which has one program after the other, is taken for a small one."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 2
 
 
 @contextmanager
