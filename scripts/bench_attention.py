@@ -149,6 +149,7 @@ def torch_times(caches: Caches, repeats: int) -> Iterator[tuple[float, str]]:
 def show(step: Step, options: argparse.Namespace, limit: float) -> None:
     """A line for a step."""
     caches = Caches(step)
+    best, name = min(torch_times(caches, options.repeats)) if options.torch else (0.0, "")
     for text in options.tuning:
         for name, value in json.loads(text).items():
             setattr(kernel, name, value)
@@ -159,7 +160,6 @@ def show(step: Step, options: argparse.Namespace, limit: float) -> None:
         line = f"| {step.batch} | {step.kv_heads} | {step.context} | {step.bytes / 1e6:.1f} | {ours * 1e6:.2f} |"
         line += f" {spread:.0%} | {after * 1e6:.2f} | {step.bytes / ours / limit:.1%} |"
         if options.torch:
-            best, name = min(torch_times(caches, options.repeats))
             line += f" {best * 1e6:.2f} ({name}) | {best / ours:.2f} | {best / after:.2f} |"
         print(line, text if len(options.tuning) > 1 else "", flush=True)
 
