@@ -73,8 +73,8 @@ def _scores(q, k, scaling, softcap, seen, CAP: tl.constexpr):  # type: ignore[no
 
 
 @triton.jit
-def _scan(  # type: ignore[no-untyped-def]
-    q, keys, values, mask, sums, tops, here, begin, stop, origin, token, slot, window, scaling, softcap,
+def _over(  # type: ignore[no-untyped-def]
+    q, keys, values, mask, sums, tops, here, token, begin, stop, origin, slot, window, scaling, softcap,
     CAP: tl.constexpr, RUN: tl.constexpr, SLOTS: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr,
     ROWS: tl.constexpr, STAGES: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -106,6 +106,27 @@ def _scan(  # type: ignore[no-untyped-def]
             keep(sums, tops, (start - origin) // RUN, here, higher, total, mean, SIZE, WIDE, ROWS)
         top, total = tl.where(ended, float("-inf"), higher), tl.where(ended, 0.0, total)
         mean = tl.where(ended, 0.0, mean)
+    return top, total, mean
+
+
+@triton.jit
+def _scan(  # type: ignore[no-untyped-def]
+    q, keys, values, mask, sums, tops, query, tokens, begin, stop, origin, slot, window, scaling, softcap, whole,
+    GROUP: tl.constexpr, CAP: tl.constexpr, RUN: tl.constexpr, SLOTS: tl.constexpr, SIZE: tl.constexpr,
+    WIDE: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """As _over; the mask is looked at where some slots of it are hidden."""
+    token, here = query // GROUP, query < tokens * GROUP
+    if whole:
+        top, total, mean = _over(
+            q, keys, values, mask, sums, tops, here, token, begin, stop, origin, slot, window, scaling, softcap,
+            CAP, RUN, SLOTS, SIZE, WIDE, ROWS, STAGES, False,
+        )  # fmt: skip
+    else:
+        top, total, mean = _over(
+            q, keys, values, mask, sums, tops, here, token, begin, stop, origin, slot, window, scaling, softcap,
+            CAP, RUN, SLOTS, SIZE, WIDE, ROWS, 1, True,
+        )  # fmt: skip
     return top, total, mean
 
 
@@ -147,6 +168,34 @@ def _read_ahead(  # type: ignore[no-untyped-def]
     prefetch(values + begin * SIZE, count, WIDE, RUN)
 
 
+@triton.jit
+def _ready(  # type: ignore[no-untyped-def]
+    qkv, positions, inv_freq, q_norm, k_norm, keys, values, tokens, query, kv, slot, begin, stop, heads, rope_scaling,
+    eps,
+    GROUP: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr, TURNED: tl.constexpr, NORM: tl.constexpr,
+    PLUS_ONE: tl.constexpr, MOST: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """The queries, once the kernel before has ended; new tokens whose slots are begin .. stop - 1 are cached then."""
+    columns, fresh, kv_heads = tl.arange(0, WIDE), tl.arange(0, MOST), heads // GROUP
+    token, here = query // GROUP, query < tokens * GROUP
+    kind: tl.constexpr = qkv.dtype.element_ty
+    cos, sin = angles(positions + token, here, inv_freq, rope_scaling, columns, TURNED, kind)
+    k_cos, k_sin = angles(positions + fresh, fresh < tokens, inv_freq, rope_scaling, columns, TURNED, kind)
+    if DEPENDENT:
+        cuda.gdc_wait()
+    stride = (heads + 2 * kv_heads) * SIZE
+    rows = qkv + token * stride + (kv * GROUP + query % GROUP) * SIZE
+    value, other, others = pair(rows, here, columns, SIZE, TURNED)
+    if stop > slot:
+        new = (fresh < tokens) & (slot + fresh >= begin) & (slot + fresh < stop)
+        _cache_new(
+            qkv + fresh * stride + (heads + kv) * SIZE, k_cos, k_sin, k_norm, keys, values, new, slot, kv_heads, eps,
+            SIZE, WIDE, TURNED, NORM, PLUS_ONE, MOST,
+        )  # fmt: skip
+        tl.debug_barrier()  # what was written is read by other threads
+    return turned(value, other, others, columns, cos, sin, q_norm, eps, SIZE, TURNED, NORM, PLUS_ONE)
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def _attend(  # type: ignore[no-untyped-def]
     qkv, positions, slot_at, mask, keys, values, inv_freq, q_norm, k_norm, y, sums, tops, finished,
@@ -157,55 +206,34 @@ def _attend(  # type: ignore[no-untyped-def]
     STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     # `tokens` is no constant: one and eight of them run the same instructions
-    row, kv_heads, tiles = tl.program_id(2).to(tl.int64), heads // GROUP, tl.cdiv(tokens * GROUP, ROWS)
+    tiles, row = tl.cdiv(tokens * GROUP, ROWS), tl.program_id(2).to(tl.int64)
     kv, tile = tl.program_id(1) // tiles, tl.program_id(1) % tiles
     if DEPENDENT:
         cuda.gdc_launch_dependents()
     positions += row * tokens
     slot, own, low, first, last, run, end, programs = runs_of(slot_at, positions, tokens, window, RUN)
     if tl.program_id(0) < programs:
-        mask += row * capacity
-        keys += (row * kv_heads + kv) * capacity * SIZE
-        values += (row * kv_heads + kv) * capacity * SIZE
+        mask, head = mask + row * capacity, row * (heads // GROUP) + kv
+        keys, values = keys + head * capacity * SIZE, values + head * capacity * SIZE
         begin, stop = begin_of(mask, run, own, low, RUN, SLOTS, ROOM), tl.minimum(own + end * RUN, slot + tokens)
-        cached, columns = tl.minimum(slot, stop), tl.arange(0, WIDE)
+        cached, query = tl.minimum(slot, stop), tile * ROWS + tl.arange(0, ROWS)
         if DEPENDENT:
             _read_ahead(keys, values, begin, cached, RUN, SIZE, WIDE)
         whole = (begin >= 0) & (count_of(mask, begin, cached, ROOM) == cached - begin)
-        query, fresh = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, MOST)
-        token, here = query // GROUP, query < tokens * GROUP
-        kind: tl.constexpr = qkv.dtype.element_ty
-        cos, sin = angles(positions + token, here, inv_freq, rope_scaling, columns, TURNED, kind)
-        k_cos, k_sin = angles(positions + fresh, fresh < tokens, inv_freq, rope_scaling, columns, TURNED, kind)
-        if DEPENDENT:
-            cuda.gdc_wait()
-        qkv += row * tokens * ((heads + 2 * kv_heads) * SIZE)
-        rows = qkv + token * ((heads + 2 * kv_heads) * SIZE) + (kv * GROUP + query % GROUP) * SIZE
-        value, other, others = pair(rows, here, columns, SIZE, TURNED)
-        if stop > slot:
-            new = (fresh < tokens) & (slot + fresh >= own + run * RUN) & (slot + fresh < stop)
-            _cache_new(
-                qkv + fresh * ((heads + 2 * kv_heads) * SIZE) + (heads + kv) * SIZE, k_cos, k_sin, k_norm,
-                keys, values, new, slot, kv_heads, eps, SIZE, WIDE, TURNED, NORM, PLUS_ONE, MOST,
-            )  # fmt: skip
-            tl.debug_barrier()  # what was written is read below
-        q = turned(value, other, others, columns, cos, sin, q_norm, eps, SIZE, TURNED, NORM, PLUS_ONE)
-        program = (row * kv_heads + kv) * tiles + tile
-        held = program * tl.cdiv(capacity, RUN) * ROWS
-        if whole:
-            top, total, mean = _scan(
-                q, keys, values, mask, sums + held * SIZE, tops + held * 2, here, begin, stop, own, token, slot,
-                window, scaling, softcap, CAP, RUN, SLOTS, SIZE, WIDE, ROWS, STAGES, False,
-            )  # fmt: skip
-        else:
-            top, total, mean = _scan(
-                q, keys, values, mask, sums + held * SIZE, tops + held * 2, here, begin, stop, own, token, slot,
-                window, scaling, softcap, CAP, RUN, SLOTS, SIZE, WIDE, ROWS, 1, True,
-            )  # fmt: skip
+        q = _ready(
+            qkv + row * tokens * ((heads + heads // GROUP * 2) * SIZE), positions, inv_freq, q_norm, k_norm,
+            keys, values, tokens, query, kv, slot, own + run * RUN, stop, heads, rope_scaling, eps,
+            GROUP, SIZE, WIDE, TURNED, NORM, PLUS_ONE, MOST, DEPENDENT,
+        )  # fmt: skip
+        held = (head * tiles + tile) * tl.cdiv(capacity, RUN) * ROWS
+        top, total, mean = _scan(
+            q, keys, values, mask, sums + held * SIZE, tops + held * 2, query, tokens, begin, stop, own, slot, window,
+            scaling, softcap, whole, GROUP, CAP, RUN, SLOTS, SIZE, WIDE, ROWS, STAGES,
+        )  # fmt: skip
         _leave(
-            y + (row * tokens * heads + kv * GROUP) * SIZE, sums + held * SIZE, tops + held * 2, finished + program,
-            top, total, mean, tile * ROWS, tokens * GROUP, heads, end - 1, first, last, programs,
-            GROUP, SIZE, WIDE, ROWS, SOME, AHEAD,
+            y + (row * tokens * heads + kv * GROUP) * SIZE, sums + held * SIZE, tops + held * 2,
+            finished + head * tiles + tile, top, total, mean, tile * ROWS, tokens * GROUP, heads, end - 1, first, last,
+            programs, GROUP, SIZE, WIDE, ROWS, SOME, AHEAD,
         )  # fmt: skip
 
 
