@@ -8,11 +8,11 @@
 #pragma once
 #include "norm.h"
 
-template <class F, class T> struct DigitStager : Norms<T> {
+template <class F, class T, bool NARROW> struct DigitStager : Norms<T> {
     using Base = Norms<T>;
     using Base::a, Base::plan, Base::row;
     using Gain = typename Base::Gain;
-    static constexpr int AT_ONCE = 4;       // slots under way at once
+    static constexpr int AT_ONCE = 3;       // slots under way at once
     static constexpr int BLOCK = 8;         // slots that share a power
     static constexpr uint32_t ZERO = 0x4b408080u;  // of a float whose low bytes are the digits plus 128: 1.5 * 2^23 + 0x8080
     static constexpr uint32_t BUMP = 0x10000u;     // what rounds to 2^15 or more takes the next power
@@ -29,28 +29,19 @@ template <class F, class T> struct DigitStager : Norms<T> {
     // As FloatStager's.
     DEVICE void range(int from, int steps) {
         const int slots = (steps + PAIR - 1) / PAIR * PAIR * (F::KSTEP / 16), laps = (slots + THREADS - 1) / THREADS;
-        fetch(int64_t(from) * F::KSTEP, slots, laps);
-        if (a.norm != NORM_NONE) __syncthreads();
-#pragma unroll 1
-        for (int lap = 0; lap < laps; ++lap) {
-            const int slot = lap * THREADS + threadIdx.x;
-            Gain g[2] = {first[0], first[1]};
-            if (a.norm != NORM_NONE && lap > 0)
-                for (int h = 0; h < 2; ++h) g[h] = Base::gain(place(slot, h));
-#pragma unroll 1
-            for (int token = 0; token < a.m; ++token) convert(token, slot, slot < slots, g);
-        }
+        if (a.norm == NORM_NONE) fetch<false>(from * F::KSTEP, slots, laps);
+        else fetch<true>(0, slots, laps), normalise(slots, laps);
         __syncthreads();
     }
     static constexpr bool BOUNDED = true;
     // Whether a token has a value that is not finite: no integer is.
     DEVICE bool unbounded(int token) const { return Base::votes() >> token & 1u; }
     // The value that the products should have seen.
-    DEVICE float value(int token, int64_t k) const {
-        const int64_t at = k / 8 * 8;
-        Words4 chunk = load_chunk(row(token), at, a.k, plan.x_aligned);
+    DEVICE float value(int token, int k) const {
+        const int at = k / 8 * 8;
+        Words4 chunk = load_chunk(row(token), at, int(a.k), plan.x_aligned);
         if (a.norm != NORM_NONE) chunk = Base::apply(chunk, Base::gain(at), at, Base::mean(token), Base::scale(token));
-        const uint32_t pair = word_of(chunk, int(k % 8) / 2);
+        const uint32_t pair = word_of(chunk, k % 8 / 2);
         return k % 2 ? T::up_high(pair) : T::up(pair & 0xffffu);
     }
 
@@ -60,8 +51,8 @@ private:
     DEVICE float* group_sums() const { return reinterpret_cast<float*>(shared + plan.sums_at); }
     // Where in K the first or last half of a slot begins.
     static DEVICE int place(int slot, int half) { return 8 * (F::INTERLEAVED ? slot / 4 * 8 + half * 4 + slot % 4 : 2 * slot + half); }
-    // A thread's own values of every token, as they are, into their slots; a norm's moments.
-    DEVICE void fetch(int64_t from, int slots, int laps) const {
+    // A thread's own values of every token into their slots: as digits, or for a norm as they are, with its moments.
+    template <bool NORM> DEVICE void fetch(int from, int slots, int laps) const {
         const int total = laps * int(a.m);
         int token = 0, lap = 0, to_token = 0, to_lap = 0;
         float share = 0.f;
@@ -74,7 +65,7 @@ private:
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
                     v[j][h] = {0, 0, 0, 0};
-                    if (token < a.m && slot < slots) v[j][h] = load_chunk(row(token) + from * 2, place(slot, h), a.k - from, plan.x_aligned);
+                    if (i + j < total && slot < slots) v[j][h] = load_chunk(row(token), from + place(slot, h), int(a.k), plan.x_aligned);
                 }
                 if (++lap == laps) lap = 0, ++token;
             }
@@ -82,22 +73,40 @@ private:
             for (int j = 0; j < AT_ONCE; ++j) {
                 if (i + j >= total) break;
                 const int slot = to_lap * THREADS + threadIdx.x;
-                for (int h = 0; h < 2; ++h) {
-                    if (slot < slots) *reinterpret_cast<Words4*>(slot_at(to_token, slot) + h * 16) = v[j][h];
-                    if (a.norm == NORM_LAYER) share += Base::sum_of(v[j][h]);
-                    else if (a.norm != NORM_NONE) share += Base::squares_of(v[j][h], place(slot, h), 0.f);
+                if constexpr (NORM) {
+                    for (int h = 0; h < 2; ++h) {
+                        if (slot < slots) *reinterpret_cast<Words4*>(slot_at(to_token, slot) + h * 16) = v[j][h];
+                        share += a.norm == NORM_LAYER ? Base::sum_of(v[j][h]) : Base::squares_of(v[j][h], place(slot, h), 0.f);
+                    }
+                    if (to_lap == laps - 1) Base::leave(a.norm == NORM_LAYER ? Base::sums : Base::squares(), to_token, share), share = 0.f;
+                } else {
+                    convert(to_token, slot, slot < slots, v[j]);
                 }
-                if (++to_lap < laps) continue;
-                if (a.norm != NORM_NONE) Base::leave(a.norm == NORM_LAYER ? Base::sums : Base::squares(), to_token, share);
-                to_lap = 0, ++to_token, share = 0.f;
+                if (++to_lap == laps) to_lap = 0, ++to_token;
             }
         }
-        if (a.norm == NORM_LAYER) {
-            __syncthreads();
-            deviations(slots, laps);
+    }
+    DEVICE void normalise(int slots, int laps) const {
+        __syncthreads();
+        if (a.norm == NORM_LAYER) deviations(slots);
+        const int mine = min(lane_id() % 8, int(a.m) - 1);
+        const float my_mean = Base::mean(mine), my_scale = Base::scale(mine);
+#pragma unroll 1
+        for (int lap = 0; lap < laps; ++lap) {
+            const int slot = lap * THREADS + threadIdx.x;
+            Gain g[2] = {first[0], first[1]};
+            if (lap > 0)
+                for (int h = 0; h < 2; ++h) g[h] = Base::gain(place(slot, h));
+#pragma unroll NARROW ? 1 : 2
+            for (int token = 0; token < a.m; ++token) {
+                const float mean = from_lane(my_mean, token), scale = from_lane(my_scale, token);
+                Words4 raw[2];
+                for (int h = 0; h < 2; ++h) raw[h] = Base::apply(*reinterpret_cast<const Words4*>(slot_at(token, min(slot, slots - 1)) + h * 16), g[h], place(slot, h), mean, scale);
+                convert(token, slot, slot < slots, raw);
+            }
         }
     }
-    DEVICE void deviations(int slots, int laps) const {
+    DEVICE void deviations(int slots) const {
 #pragma unroll 1
         for (int token = 0; token < a.m; ++token) {
             const float mean = Base::mean(token);
@@ -106,24 +115,16 @@ private:
                 for (int h = 0; h < 2; ++h) share += Base::squares_of(*reinterpret_cast<const Words4*>(slot_at(token, slot) + h * 16), place(slot, h), mean);
             Base::leave(Base::squares(), token, share);
         }
+        __syncthreads();
     }
     // The largest magnitude of eight values, as bits of their dtype.
     static DEVICE uint32_t largest(const Words4& v) {
         const uint32_t most = pair_max(pair_max(v.x & 0x7fff7fffu, v.y & 0x7fff7fffu), pair_max(v.z & 0x7fff7fffu, v.w & 0x7fff7fffu));
         return max(most & 0xffffu, most >> 16);
     }
-    // A slot's values, normalised, as digits; every lane of a block calls it.
-    DEVICE void convert(int token, int slot, bool there, const Gain (&g)[2]) const {
-        char* at = slot_at(token, there ? slot : 0);
-        Words4 raw[2];
-        uint32_t most = 0;
-        const float mean = a.norm == NORM_NONE ? 0.f : Base::mean(token), scale = a.norm == NORM_NONE ? 1.f : Base::scale(token);
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            raw[h] = *reinterpret_cast<const Words4*>(at + h * 16);
-            if (a.norm != NORM_NONE) raw[h] = Base::apply(raw[h], g[h], place(slot, h), mean, scale);
-            most = max(most, largest(raw[h]));
-        }
+    // A slot's values as digits; every lane of a block calls it.
+    DEVICE void convert(int token, int slot, bool there, const Words4 (&raw)[2]) const {
+        uint32_t most = max(largest(raw[0]), largest(raw[1]));
 #pragma unroll
         for (int step = 1; step < BLOCK; step *= 2) most = max(most, lane_xor(most, step));
         const uint32_t exponent = (float_to_bits(T::up(most)) + BUMP) >> 23;
@@ -132,7 +133,7 @@ private:
         const uint32_t held = exponent + (lifted ? 64 : 0);
         const float times = bits_to_float((268 - min(held, 254u)) << 23), power = bits_to_float((held - 14) << 23) * (lifted ? 0x1p-64f : 1.f);
         int sums[2];
-        emit(raw, lifted, times, at, there, sums);
+        emit(raw, lifted, times, slot_at(token, slot), there, sums);
         if (there && slot % BLOCK == 0) powers()[slot / BLOCK * 8 + token] = power * F::UNIT;
         if constexpr (F::OFFSET != OFFSET_NONE) add_up(sums, power, token, slot, there);
     }

@@ -63,8 +63,8 @@ template <class F, class T> int make_plan(GemvPlan& p, const GemvArgs& a, const 
     p.w_aligned = F::TILED || multiple_of_16(a.w, a.k * F::VALUE_BITS / 8);
     p.x_aligned = multiple_of_16(a.x, a.x_stride * 2) && a.k % 8 == 0 && multiple_of_16(a.norm_weight) && multiple_of_16(a.norm_bias);
     const int64_t half = limits.shared_processor / 2 - RESERVED_SHARED, whole = limits.shared_block;
-    for (const int64_t room : {half, whole}) {
-        for (const bool all : {true, false}) {
+    for (const bool all : {true, false}) {  // what is staged in phases is staged anew for every tile
+        for (const int64_t room : {half, whole}) {
             if (!all && (p.phases == 1 || a.norm)) continue;
             p.resident = all ? p.phases : 1;
             for (const int depth : {DEEP, SHALLOW}) {

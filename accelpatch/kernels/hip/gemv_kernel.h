@@ -17,30 +17,35 @@ DEVICE float activate(float v, int kind) {
     return v;
 }
 
-// What a thread needs to finish one output; loaded when its tile begins, used when the tile ends.
+// What a thread needs to finish one output; loaded when its tile begins, used when the tile ends. Only the residual is
+// what another kernel may still write.
 template <class F, class T> struct Output {
     float scale[2] = {1.f, 1.f};
     uint32_t bias[2] = {0, 0}, residual = 0;  // as bits: converting them here would wait for them here
-    int64_t at = -1;                          // into y
+    int token, column = -1;                   // of y; none
     static DEVICE uint32_t bits(const void* from, int64_t i) { return load_activation2(static_cast<const uint16_t*>(from) + i); }
     // `seat`: token * 16 + row of the tile.
     DEVICE Output(const GemvArgs& a, const GemvPlan& plan, int tile, int seat) {
-        const int token = seat >> 4, row = seat & 15;
         const bool gate = a.activation == ACT_SILU_GATE;
-        const int64_t half = a.n / 2, n = gate ? int64_t(tile) * 8 + row : int64_t(tile) * 16 + row;
-        if (token >= a.m || tile >= plan.tiles || n >= (gate ? half : a.n) || (gate && row >= 8)) return;
-        at = token * a.y_stride + n;
-        for (int i = 0; i < (gate ? 2 : 1); ++i) {
-            const int64_t r = i ? n + half : n;
+        const int row = seat & 15, half = int(a.n / 2), n = gate ? tile * 8 + row : tile * 16 + row;
+        token = seat >> 4;
+        if (token >= a.m || tile >= plan.tiles || n >= (gate ? half : int(a.n)) || (gate && row >= 8)) return;
+        column = n;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            if (i && !gate) break;
+            const int r = i ? n + half : n;
             if (F::GROUPS == 0 && a.scale) scale[i] = static_cast<const float*>(a.scale)[r];
             if (a.bias) bias[i] = bits(a.bias, r);
         }
-        if (a.residual) residual = bits(a.residual, token * a.residual_stride + n);
+    }
+    DEVICE void load_residual(const GemvArgs& a) {
+        if (a.residual && column >= 0) residual = bits(a.residual, token * a.residual_stride + column);
     }
     DEVICE void store(const GemvArgs& a, float first, float second) const {
         float v = activate(first * scale[0] + T::up(bias[0]), a.activation);
         if (a.activation == ACT_SILU_GATE) v *= second * scale[1] + T::up(bias[1]);
-        static_cast<uint16_t*>(a.y)[at] = static_cast<uint16_t>(T::down(v + T::up(residual)));
+        static_cast<uint16_t*>(a.y)[token * a.y_stride + column] = static_cast<uint16_t>(T::down(v + T::up(residual)));
     }
 };
 
@@ -88,25 +93,32 @@ template <class F, class T, bool NARROW, int DEPTH> __global__ void __launch_bou
     using Flow = Stream<F, DEPTH>;
     Flow stream(a, plan, wk, wn, shared + plan.ring_at + wave * DEPTH * Flow::TURN_BYTES + lane_id() * 16);
     typename Sums::Stager stager(a, plan, shared);
+    // A tile's sums are added up by one of its waves, another one each round, while the others go on; a wave waits for
+    // all once in WK rounds, so a buffer of WK is free again when its turn comes. Many tokens: by all waves.
+    const auto adds = [&](int round) { return NARROW ? wk == (round & (WK - 1)) : true; };
+    const int seat = NARROW ? lane_id() : threadIdx.x & (WK * WAVE - 1);
+    Output<F, T> output(a, plan, adds(0) ? tile_of(plan, 0, wn) : plan.tiles, seat);
+#ifndef V_NOWAIT
     grid_wait();
+#endif
     const typename Sums::Place place(a, plan, shared);
     bool staged = false;
     for (int round = 0; tile_of(plan, round, 0) < plan.tiles; ++round) {
         const int tile = tile_of(plan, round, wn);
-        // A tile's sums are added up by one of its waves, another one each round, while the others go on; a wave waits
-        // for all once in WK rounds, so a buffer of WK is free again when its turn comes. Many tokens: by all waves.
-        const bool adds = NARROW ? wk == (round & (WK - 1)) : true;
-        const int seat = NARROW ? lane_id() : threadIdx.x & (WK * WAVE - 1);
-        const Output<F, T> output(a, plan, adds ? tile : plan.tiles, seat);
+        if (round > 0) output = Output<F, T>(a, plan, adds(round) ? tile : plan.tiles, seat);
         Sums total;
         total.zero();
         for (int phase = 0; phase < plan.phases; ++phase) {
             const int begin = plan.resident < plan.phases ? phase * plan.phase_steps : 0, end = min(plan.steps, (phase + 1) * plan.phase_steps);
             if (!staged || plan.resident < plan.phases) {
                 if (staged) __syncthreads();
+#ifdef V_NOSTAGE
+                if (a.m > 8)
+#endif
                 stager.range(begin, (plan.resident < plan.phases ? end : plan.steps) - begin);
                 staged = true;
             }
+            if (phase == 0) output.load_residual(a);
             if (tile >= plan.tiles) continue;
             const int from = phase * plan.phase_steps + stream.first;
             if (F::GROUPS && a.scale_is_bf16) sweep<true>(stream, total, place, from, end, begin);
@@ -120,12 +132,12 @@ template <class F, class T, bool NARROW, int DEPTH> __global__ void __launch_bou
         for (int i = 0; i < Sums::COUNT; ++i)
             if (Sums::owns(i) && Sums::token(i) < a.m) partial[(Sums::token(i) * WK + wk) * PARTIAL_STRIDE + Sums::row(i)] = total.sum[i];
         const int name = NARROW ? wn * WK + buffer : wn;
-        if (!adds) {
+        if (!adds(round)) {
             group_arrive(name, WK * WAVE);
             continue;
         }
         group_sync(name, WK * WAVE);
-        if (output.at >= 0) {
+        if (output.column >= 0) {
             float first = 0.f, second = 0.f;
             const float* mine = partial + (seat >> 4) * WK * PARTIAL_STRIDE + (seat & 15);
 #pragma unroll
@@ -137,8 +149,9 @@ template <class F, class T, bool NARROW, int DEPTH> __global__ void __launch_bou
                     if (w < WK) second += mine[w * PARTIAL_STRIDE + 8];
             if constexpr (Sums::Stager::BOUNDED) {
                 if (const int token = seat >> 4; stager.unbounded(token)) {
-                    first = unbounded_sum<F>(a, plan, stager, tile, seat & 15, token);
-                    second = unbounded_sum<F>(a, plan, stager, tile, (seat & 7) + 8, token);
+#pragma unroll 1
+                    for (int r = seat & 15; r < 16; r += 8) first = second, second = unbounded_sum<F>(a, plan, stager, tile, r, token);
+                    if ((seat & 15) >= 8) first = second;
                 }
             }
             output.store(a, first, second);

@@ -34,7 +34,7 @@ template <class F, class T> struct FloatSums : FloatProduct<T> {
 
 template <class F, class T, bool NARROW> struct IntegerSums : Cells<NARROW> {
     using Product = IntegerProduct<NARROW>;
-    using Stager = DigitStager<F, T>;
+    using Stager = DigitStager<F, T, NARROW>;
     using Cell = Cells<NARROW>;
     static constexpr int HALVES = F::PARTS / 2;                    // of a lane's bytes of a row and step, in slots
     static constexpr int SPAN = F::GROUPS ? F::PARTS / F::GROUPS : F::PARTS * PAIR;  // products that one scale belongs to

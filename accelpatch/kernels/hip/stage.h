@@ -11,13 +11,12 @@ template <class F, class T> struct FloatStager : Norms<T> {
 
     DEVICE FloatStager(const GemvArgs& a, const GemvPlan& plan, char* shared) : Base(a, plan, shared), shared(shared) {
         if (a.norm != NORM_NONE)
-            for (int i = 0; i < 2; ++i) first[i] = Base::gain(int64_t(threadIdx.x + i * THREADS) * 8);
+            for (int i = 0; i < 2; ++i) first[i] = Base::gain((threadIdx.x + i * THREADS) * 8);
     }
     // Stages `steps` steps of K, and zeros up to whole turns, from step `from`; every thread calls it, and may read what it
     // left when it returns. Under a norm all of K is staged at once.
     DEVICE void range(int from, int steps) {
-        const int64_t at = int64_t(from) * F::KSTEP, left = a.k - at;
-        const int wanted = (steps + PAIR - 1) / PAIR * PAIR * (F::KSTEP / 8), here = int((left + 7) / 8 < wanted ? (left + 7) / 8 : wanted);
+        const int at = from * F::KSTEP, wanted = (steps + PAIR - 1) / PAIR * PAIR * (F::KSTEP / 8), here = min((int(a.k) - at + 7) / 8, wanted);
         if (plan.x_aligned) copy<8>(at, here, wanted);
         else copy<1>(at, here, wanted);
         if (a.norm != NORM_NONE) normalise(wanted);
@@ -29,7 +28,7 @@ template <class F, class T> struct FloatStager : Norms<T> {
 private:
     DEVICE Words4& chunk(int token, int c) const { return *reinterpret_cast<Words4*>(shared + token * plan.token_stride + c * 16); }
     // A thread's own chunks of every token, several loads under way at once.
-    template <int AT_ONCE> DEVICE void copy(int64_t from, int here, int wanted) const {
+    template <int AT_ONCE> DEVICE void copy(int from, int here, int wanted) const {
         const int laps = (wanted + THREADS - 1) / THREADS, total = laps * int(a.m), end = laps * THREADS;
         int token = 0, c = threadIdx.x, to_token = 0, to = threadIdx.x;
 #pragma unroll 1
@@ -38,7 +37,7 @@ private:
 #pragma unroll
             for (int j = 0; j < AT_ONCE; ++j) {
                 v[j] = {0, 0, 0, 0};
-                if (token < a.m && c < here) v[j] = load_chunk(row(token) + from * 2, int64_t(c) * 8, a.k - from, AT_ONCE > 1);
+                if (token < a.m && c < here) v[j] = load_chunk(row(token), from + c * 8, int(a.k), AT_ONCE > 1);
                 if ((c += THREADS) >= end) c = threadIdx.x, ++token;
             }
 #pragma unroll
@@ -62,7 +61,7 @@ private:
         for (int token = 0; token < a.m; ++token) {
             const float mean = Base::mean(token);
             float share = 0.f;
-            for (int c = threadIdx.x; c < wanted; c += THREADS) share += Base::squares_of(chunk(token, c), int64_t(c) * 8, mean);
+            for (int c = threadIdx.x; c < wanted; c += THREADS) share += Base::squares_of(chunk(token, c), c * 8, mean);
             Base::leave(Base::squares(), token, share);
         }
         __syncthreads();
@@ -71,11 +70,11 @@ private:
         const int end = (wanted + 31) / 32 * 32;  // whole runs, for from_lane
 #pragma unroll 1
         for (int c = threadIdx.x, i = 0; c < end; c += THREADS, ++i) {
-            const Gain g = i == 0 ? first[0] : i == 1 ? first[1] : Base::gain(int64_t(c) * 8);
+            const Gain g = i == 0 ? first[0] : i == 1 ? first[1] : Base::gain(c * 8);
 #pragma unroll 2
             for (int token = 0; token < a.m; ++token) {
                 const float mean = from_lane(my_mean, token), scale = from_lane(my_scale, token);
-                if (c < wanted) chunk(token, c) = Base::apply(chunk(token, c), g, int64_t(c) * 8, mean, scale);
+                if (c < wanted) chunk(token, c) = Base::apply(chunk(token, c), g, c * 8, mean, scale);
             }
         }
     }

@@ -32,7 +32,7 @@ template <class F> DEVICE int64_t row_bytes(const GemvArgs& a) { return a.k * F:
 template <class F> DEVICE int64_t scale_sets(const GemvArgs& a, const GemvPlan& plan) { return ((plan.steps - 1) >> a.group_shift) + 1; }
 
 // Rows that no 16-byte load may touch: 16 bytes one by one, zeros past the row's end. `room`: bytes from `from` to there.
-template <int RUN> __device__ __noinline__ Words4 gather(const char* from, int room) {
+template <int RUN> static __device__ __noinline__ Words4 gather(const char* from, int room) {
     uint32_t out[4] = {0, 0, 0, 0};
 #pragma unroll 1
     for (int byte = 0; byte < 16; ++byte) {
