@@ -12,7 +12,7 @@ template <class F, class T, bool NARROW> struct DigitStager : Norms<T> {
     using Base = Norms<T>;
     using Base::a, Base::plan, Base::row;
     using Gain = typename Base::Gain;
-    static constexpr int AT_ONCE = 3;       // slots under way at once
+    static constexpr int AT_ONCE = NARROW ? 3 : 2;  // slots under way at once
     static constexpr int BLOCK = 8;         // slots that share a power
     static constexpr uint32_t ZERO = 0x4b408080u;  // of a float whose low bytes are the digits plus 128: 1.5 * 2^23 + 0x8080
     static constexpr uint32_t BUMP = 0x10000u;     // what rounds to 2^15 or more takes the next power
@@ -97,7 +97,7 @@ private:
             Gain g[2] = {first[0], first[1]};
             if (lap > 0)
                 for (int h = 0; h < 2; ++h) g[h] = Base::gain(place(slot, h));
-#pragma unroll NARROW ? 1 : 2
+#pragma unroll 1
             for (int token = 0; token < a.m; ++token) {
                 const float mean = from_lane(my_mean, token), scale = from_lane(my_scale, token);
                 Words4 raw[2];

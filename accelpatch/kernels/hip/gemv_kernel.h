@@ -98,9 +98,7 @@ template <class F, class T, bool NARROW, int DEPTH> __global__ void __launch_bou
     const auto adds = [&](int round) { return NARROW ? wk == (round & (WK - 1)) : true; };
     const int seat = NARROW ? lane_id() : threadIdx.x & (WK * WAVE - 1);
     Output<F, T> output(a, plan, adds(0) ? tile_of(plan, 0, wn) : plan.tiles, seat);
-#ifndef V_NOWAIT
     grid_wait();
-#endif
     const typename Sums::Place place(a, plan, shared);
     bool staged = false;
     for (int round = 0; tile_of(plan, round, 0) < plan.tiles; ++round) {
@@ -112,9 +110,6 @@ template <class F, class T, bool NARROW, int DEPTH> __global__ void __launch_bou
             const int begin = plan.resident < plan.phases ? phase * plan.phase_steps : 0, end = min(plan.steps, (phase + 1) * plan.phase_steps);
             if (!staged || plan.resident < plan.phases) {
                 if (staged) __syncthreads();
-#ifdef V_NOSTAGE
-                if (a.m > 8)
-#endif
                 stager.range(begin, (plan.resident < plan.phases ? end : plan.steps) - begin);
                 staged = true;
             }

@@ -8,10 +8,7 @@ constexpr int BLOCKS_RESIDENT = 2;   // of a kernel on a processor: this one and
 constexpr int BLOCKS_LAUNCHED = 1;   // on each processor, also where there are fewer tiles: the successor's then find one place on each
 constexpr int PHASE_VALUES = 4096;   // of K staged at once where not all fits: 8 tokens within half a processor
 constexpr bool SHARED_RING = true;    // or else one turn ahead, in registers
-#ifndef V_DEEP
-#define V_DEEP 4
-#endif
-constexpr int DEEP = V_DEEP, SHALLOW = 2;  // turns of a ring
+constexpr int DEEP = 4, SHALLOW = 2;  // turns of a ring
 constexpr int NARROW_TOKENS = 2;     // up to how many tokens integer products have a form of their own: a wave finishes 16 rows of two
 constexpr int RESERVED_SHARED = 1024;  // bytes of a block that are the system's
 constexpr bool FLUSHING_HALF = false;  // whether fp16 matrix products lose subnormals

@@ -3,10 +3,7 @@
 #pragma once
 #include "formats.h"
 
-#ifndef V_WAVES
-#define V_WAVES 8
-#endif
-constexpr int WAVES = V_WAVES, THREADS = WAVES * WAVE;
+constexpr int WAVES = 8, THREADS = WAVES * WAVE;
 constexpr int PAIR = 2;  // neighbouring steps of K in a turn: two at once hide each other's latencies
 
 template <class F> constexpr int SCALE_BYTES = 4 * F::GROUPS;  // a row pair and step
