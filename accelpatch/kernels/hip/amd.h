@@ -5,7 +5,7 @@
 using GpuStream = hipStream_t;
 constexpr int WAVE = 64;
 constexpr int BLOCKS_RESIDENT = 1;
-constexpr int BLOCKS_LAUNCHED = 2;
+constexpr int BLOCKS_LAUNCHED = 1;
 constexpr int PHASE_VALUES = 2048;   // of K staged at once where not all fits
 constexpr bool SHARED_RING = false;
 constexpr int DEEP = 1, SHALLOW = 1;

@@ -28,7 +28,7 @@ template <class F, class T, bool NARROW> struct DigitStager : Norms<T> {
     }
     // As FloatStager's.
     DEVICE void range(int from, int steps) {
-        const int slots = (steps + PAIR - 1) / PAIR * PAIR * (F::KSTEP / 16), laps = (slots + THREADS - 1) / THREADS;
+        const int slots = (steps + PAIR<F> - 1) / PAIR<F> * PAIR<F> * (F::KSTEP / 16), laps = (slots + THREADS - 1) / THREADS;
         if (a.norm == NORM_NONE) fetch<false>(from * F::KSTEP, slots, laps);
         else fetch<true>(0, slots, laps), normalise(slots, laps);
         __syncthreads();

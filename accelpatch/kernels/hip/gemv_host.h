@@ -20,10 +20,10 @@ inline bool multiple_of_16(const void* pointer, int64_t stride_bytes = 0) {
 inline int64_t round_up(int64_t v, int64_t to) { return (v + to - 1) / to * to; }
 
 // Whether four or eight waves share a tile: whichever has the busiest wave take fewer turns, a tile's end counted as one.
-inline int waves_shift(const GemvPlan& p, int blocks) {
+template <class F> int waves_shift(const GemvPlan& p, int blocks) {
     int64_t turns[2];
     for (const int shift : {2, 3}) {
-        const int64_t tiles = (p.tiles + blocks - 1) / blocks, at_once = WAVES >> shift, each = (p.steps + PAIR - 1) / PAIR;
+        const int64_t tiles = (p.tiles + blocks - 1) / blocks, at_once = WAVES >> shift, each = (p.steps + PAIR<F> - 1) / PAIR<F>;
         turns[shift - 2] = (tiles + at_once - 1) / at_once * (((each + (1 << shift) - 1) >> shift) + 1);
     }
     return turns[1] < turns[0] ? 3 : 2;
@@ -31,7 +31,7 @@ inline int waves_shift(const GemvPlan& p, int blocks) {
 
 // Where everything lies for `resident` phases and a ring of `depth`; the bytes in all.
 template <class F, class T> int64_t lay_out(GemvPlan& p, const GemvArgs& a, bool narrow, int depth) {
-    const int64_t steps = round_up(p.resident == p.phases ? p.steps : p.phase_steps, PAIR), values = round_up(steps * F::KSTEP, 128);
+    const int64_t steps = round_up(p.resident == p.phases ? p.steps : p.phase_steps, PAIR<F>), values = round_up(steps * F::KSTEP, 128);
     const int64_t waves = 1 << p.waves_shift;
     int64_t at = 0;
     const auto take = [&](int64_t bytes) { return int32_t((at += round_up(bytes, 128)) - round_up(bytes, 128)); };
@@ -44,7 +44,7 @@ template <class F, class T> int64_t lay_out(GemvPlan& p, const GemvArgs& a, bool
     p.moments_at = take(Norms<T>::FLOATS * 4);
     p.partial_buffers = int32_t(narrow ? waves : depth == DEEP ? 2 : 1);  // where memory is short, a second barrier instead
     p.partial_at = take(p.partial_buffers * a.m * WAVES * PARTIAL_STRIDE * 4);
-    p.ring_at = take(SHARED_RING ? int64_t(depth) * PAIR * SLOT_BYTES<F> * WAVES : 0);
+    p.ring_at = take(SHARED_RING ? int64_t(depth) * PAIR<F> * SLOT_BYTES<F> * WAVES : 0);
     return at;
 }
 
@@ -56,7 +56,7 @@ template <class F, class T> int make_plan(GemvPlan& p, const GemvArgs& a, const 
     p.steps = int32_t((a.k + F::KSTEP - 1) / F::KSTEP);
     p.phase_steps = PHASE_VALUES / F::KSTEP;
     p.phases = (p.steps + p.phase_steps - 1) / p.phase_steps;
-    p.waves_shift = waves_shift(p, limits.processors * BLOCKS_LAUNCHED);
+    p.waves_shift = waves_shift<F>(p, limits.processors * BLOCKS_LAUNCHED);
     p.tile_hop = blocks * (WAVES >> p.waves_shift), p.row_hop = int32_t(p.tile_hop * each);
     p.weight_hop = F::TILED ? int64_t(p.tile_hop) * p.steps * F::STEP_BYTES : p.row_hop * (a.k * F::VALUE_BITS / 8);
     p.scale_hop = int64_t(p.tile_hop) * (((p.steps - 1) >> a.group_shift) + 1) * 8 * SCALE_BYTES<F>;

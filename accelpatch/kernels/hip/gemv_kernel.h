@@ -76,7 +76,7 @@ template <class F, class STAGER> DEVICE float unbounded_sum(const GemvArgs& a, c
 template <bool BF16_SCALES, class F, int DEPTH, class SUMS> DEVICE void sweep(Stream<F, DEPTH>& stream, SUMS& total, const typename SUMS::Place& place, int from, int end, int begin) {
 #pragma unroll 1
     for (int step = from; step < end; step += stream.stride) {
-        Slot<F> now[PAIR];
+        Slot<F> now[PAIR<F>];
         stream.take(now);
         total.template turn<BF16_SCALES>(now, place, step - begin);
     }

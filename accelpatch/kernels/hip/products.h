@@ -19,9 +19,9 @@ template <class F, class T> struct FloatSums : FloatProduct<T> {
             : x(shared + Product::column(int(a.m)) * plan.token_stride + F::chunk(0, fragment_quarter()) * 16), token_stride(plan.token_stride), tokens(int(a.m)) {}
     };
     // The turn that begins `step` steps after the first that is staged.
-    template <bool> DEVICE void turn(const Slot<F> (&now)[PAIR], const Place& place, int step) {
+    template <bool> DEVICE void turn(const Slot<F> (&now)[PAIR<F>], const Place& place, int step) {
 #pragma unroll
-        for (int u = 0; u < PAIR; ++u)
+        for (int u = 0; u < PAIR<F>; ++u)
 #pragma unroll
             for (int p = 0; p < F::PARTS; ++p) {
                 Words4 w[ROWS_PER_LANE];
@@ -37,7 +37,7 @@ template <class F, class T, bool NARROW> struct IntegerSums : Cells<NARROW> {
     using Stager = DigitStager<F, T, NARROW>;
     using Cell = Cells<NARROW>;
     static constexpr int HALVES = F::PARTS / 2;                    // of a lane's bytes of a row and step, in slots
-    static constexpr int SPAN = F::GROUPS ? F::PARTS / F::GROUPS : F::PARTS * PAIR;  // products that one scale belongs to
+    static constexpr int SPAN = F::GROUPS ? F::PARTS / F::GROUPS : F::PARTS * PAIR<F>;  // products that one scale belongs to
     float sum[Cell::COUNT];
     struct Place {
         const char* x;
@@ -48,14 +48,14 @@ template <class F, class T, bool NARROW> struct IntegerSums : Cells<NARROW> {
     };
     DEVICE void zero() { for (float& v : sum) v = 0.f; }
     DEVICE void finish() {}
-    template <bool BF16_SCALES> DEVICE void turn(const Slot<F> (&now)[PAIR], const Place& place, int step) {
+    template <bool BF16_SCALES> DEVICE void turn(const Slot<F> (&now)[PAIR<F>], const Place& place, int step) {
         const char* x = place.x + step * (F::KSTEP * 2);
         const float* power = place.powers + step * (F::KSTEP / 16);
         const float* group = place.sums + step * F::GROUPS * 8;
         Product part, other;  // two chains where sums go on for long: one would wait for its own latency
         part.zero(), other.zero();
 #pragma unroll
-        for (int i = 0; i < PAIR * HALVES; ++i) {
+        for (int i = 0; i < PAIR<F> * HALVES; ++i) {
             const int u = i / HALVES, half = i % HALVES;
             Words4 w[ROWS_PER_LANE];
 #pragma unroll

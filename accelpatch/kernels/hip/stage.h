@@ -16,7 +16,7 @@ template <class F, class T> struct FloatStager : Norms<T> {
     // Stages `steps` steps of K, and zeros up to whole turns, from step `from`; every thread calls it, and may read what it
     // left when it returns. Under a norm all of K is staged at once.
     DEVICE void range(int from, int steps) {
-        const int at = from * F::KSTEP, wanted = (steps + PAIR - 1) / PAIR * PAIR * (F::KSTEP / 8), here = min((int(a.k) - at + 7) / 8, wanted);
+        const int at = from * F::KSTEP, wanted = (steps + PAIR<F> - 1) / PAIR<F> * PAIR<F> * (F::KSTEP / 8), here = min((int(a.k) - at + 7) / 8, wanted);
         if (plan.x_aligned) copy<8>(at, here, wanted);
         else copy<1>(at, here, wanted);
         if (a.norm != NORM_NONE) normalise(wanted);

@@ -4,11 +4,13 @@
 #include "formats.h"
 
 constexpr int WAVES = 8, THREADS = WAVES * WAVE;
-constexpr int PAIR = 2;  // neighbouring steps of K in a turn: two at once hide each other's latencies
 
 template <class F> constexpr int SCALE_BYTES = 4 * F::GROUPS;  // a row pair and step
 template <class F> constexpr int TABLES = F::GROUPS ? 1 + (F::OFFSET != OFFSET_NONE) : 0;  // scales, offsets
 template <class F> constexpr int SLOT_BYTES = 1024 + WAVE * SCALE_BYTES<F> * TABLES<F>;  // a wave and step
+
+// Neighbouring steps of K in a turn: two at once hide each other's latencies, where registers hold their scales.
+template <class F> constexpr int PAIR = F::GROUPS * SCALE_PAIRS * TABLES<F> > 8 ? 1 : 2;
 
 // What a lane holds of one step.
 template <class F> struct Slot {
@@ -43,7 +45,7 @@ template <int RUN> static __device__ __noinline__ Words4 gather(const char* from
 // One lane's stream of weights: its wave's turns of tile after tile. No branch is taken but for the end of a tile.
 template <class F, int DEPTH> struct Stream {
     static constexpr int RUNS = F::SPLIT ? 2 : 1, RUN_BYTES = 16 / RUNS;  // of a row's bytes in a step
-    static constexpr int TURN_BYTES = PAIR * SLOT_BYTES<F>;
+    static constexpr int TURN_BYTES = PAIR<F> * SLOT_BYTES<F>;
     const GemvArgs& a;
     const GemvPlan& plan;
     const int first, stride;  // the wave's first turn in a tile, and from one to the next, in steps
@@ -53,11 +55,13 @@ template <class F, int DEPTH> struct Stream {
     char* ring;               // this lane's place in it
     const int table_at;       // from there to its scales
     int slot = 0;             // bytes from there to the next turn's
-    Slot<F> held[SHARED_RING ? 1 : PAIR];
+    Slot<F> held[SHARED_RING ? 1 : PAIR<F>];
+    static constexpr bool LATE = !SHARED_RING && Slot<F>::WORDS * TABLES<F> > 16;  // more scales than registers hold ahead
+    const char* tables;
 
     // Wave wk of those that share tile wn of the block's.
     DEVICE Stream(const GemvArgs& a, const GemvPlan& plan, int wk, int wn, char* ring)
-        : a(a), plan(plan), first(wk * PAIR), stride(PAIR << plan.waves_shift), tile(tile_of(plan, 0, wn)), step(first), ring(ring), table_at(1024 - lane_id() * (16 - SCALE_BYTES<F>)) {
+        : a(a), plan(plan), first(wk * PAIR<F>), stride(PAIR<F> << plan.waves_shift), tile(tile_of(plan, 0, wn)), step(first), ring(ring), table_at(1024 - lane_id() * (16 - SCALE_BYTES<F>)) {
         if (first >= plan.steps) tile = plan.tiles;  // no turn at all
         for (int h = 0; h < ROWS_PER_LANE; ++h) {
             const int r = fragment_row(h);
@@ -89,22 +93,30 @@ template <class F, int DEPTH> struct Stream {
         if (F::TILED || plan.w_aligned) copy(into, there, second);
         else if (there) gather_turn(into);
         if constexpr (F::GROUPS > 0) {
-            const int64_t beside = static_cast<const char*>(a.offset) - static_cast<const char*>(a.scale);
-#pragma unroll
-            for (int u = 0; u < PAIR; ++u) {
-                const char* from = scale + int64_t((step + u) >> a.group_shift) * 8 * SCALE_BYTES<F>;
-#pragma unroll
-                for (int pair = 0; pair < SCALE_PAIRS; ++pair) {
-                    char* table = SHARED_RING ? into + table_at + u * SLOT_BYTES<F> : reinterpret_cast<char*>(held[SHARED_RING ? 0 : u].scale + pair * F::GROUPS);
-                    char* next = SHARED_RING ? table + WAVE * SCALE_BYTES<F> : reinterpret_cast<char*>(held[SHARED_RING ? 0 : u].offset + pair * F::GROUPS);
-                    stream_copy<SCALE_BYTES<F>>(table, from + pair * SCALE_BYTES<F>, u ? second : there);
-                    if (F::OFFSET != OFFSET_NONE) stream_copy<SCALE_BYTES<F>>(next, from + beside + pair * SCALE_BYTES<F>, u ? second : there);
-                }
-            }
+            if constexpr (LATE) tables = scale + int64_t(step >> a.group_shift) * 8 * SCALE_BYTES<F>;
+            else load_tables(into, there, second);
         }
         ring_commit();
         if (SHARED_RING) slot = slot + TURN_BYTES == DEPTH * TURN_BYTES ? 0 : slot + TURN_BYTES;
         advance();
+    }
+    DEVICE void load_tables(char* into, bool there, bool second) {
+#pragma unroll
+        for (int u = 0; u < PAIR<F>; ++u) {
+            const char* from = scale + int64_t((step + u) >> a.group_shift) * 8 * SCALE_BYTES<F>;
+            char* first = SHARED_RING ? into + table_at + u * SLOT_BYTES<F> : reinterpret_cast<char*>(held[SHARED_RING ? 0 : u].scale);
+            char* other = SHARED_RING ? first + WAVE * SCALE_BYTES<F> : reinterpret_cast<char*>(held[SHARED_RING ? 0 : u].offset);
+            copy_tables(first, other, from, u ? second : there);
+        }
+    }
+    DEVICE void copy_tables(char* scales, char* offsets, const char* from, bool there) {
+        const int64_t beside = static_cast<const char*>(a.offset) - static_cast<const char*>(a.scale);
+#pragma unroll
+        for (int pair = 0; pair < SCALE_PAIRS; ++pair) {
+            const int at = pair * SCALE_BYTES<F>;
+            stream_copy<SCALE_BYTES<F>>(scales + at, from + at, there);
+            if (F::OFFSET != OFFSET_NONE) stream_copy<SCALE_BYTES<F>>(offsets + at, from + beside + at, there);
+        }
     }
     DEVICE char* place(char* into, int u, int h) { return SHARED_RING ? into + u * SLOT_BYTES<F> + h * WAVE * 16 : reinterpret_cast<char*>(&held[SHARED_RING ? 0 : u].w[h]); }
     DEVICE int room() const { return int(row_bytes<F>(a)) - fragment_quarter() * RUN_BYTES - step * F::STEP_BYTES; }  // bytes left of a row
@@ -116,7 +128,7 @@ template <class F, int DEPTH> struct Stream {
             const char* from = F::TILED ? row[0] + at + h * 512 : row[h] + at;
             const bool row_there = F::TILED ? there : there && rows[h] < int(a.n);
 #pragma unroll
-            for (int u = 0; u < PAIR; ++u)
+            for (int u = 0; u < PAIR<F>; ++u)
 #pragma unroll
                 for (int run = 0; run < RUNS; ++run) {
                     const int begin = u * F::STEP_BYTES + run * 32;
@@ -126,16 +138,17 @@ template <class F, int DEPTH> struct Stream {
     }
     DEVICE void gather_turn(char* into) {
         for (int h = 0; h < ROWS_PER_LANE; ++h)
-            for (int u = 0; u < PAIR; ++u)
+            for (int u = 0; u < PAIR<F>; ++u)
                 *reinterpret_cast<Words4*>(place(into, u, h)) = gather<RUN_BYTES>(row[h] + int64_t(step + u) * F::STEP_BYTES, rows[h] < int(a.n) ? room() - u * F::STEP_BYTES : 0);
     }
     // The oldest turn; its place takes the next one's loads.
-    DEVICE void take(Slot<F> (&now)[PAIR]) {
+    DEVICE void take(Slot<F> (&now)[PAIR<F>]) {
         ring_wait<DEPTH>();
 #pragma unroll
-        for (int u = 0; u < PAIR; ++u) {
+        for (int u = 0; u < PAIR<F>; ++u) {
             if constexpr (SHARED_RING) read(now[u], ring + slot + u * SLOT_BYTES<F>, ring + slot + table_at + u * SLOT_BYTES<F>);
             else now[u] = held[u];
+            if constexpr (LATE) copy_tables(reinterpret_cast<char*>(now[u].scale), reinterpret_cast<char*>(now[u].offset), tables, true);
         }
         issue();
     }
