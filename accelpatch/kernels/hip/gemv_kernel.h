@@ -73,7 +73,8 @@ template <class F, class STAGER> DEVICE float unbounded_sum(const GemvArgs& a, c
 }
 
 // A wave's turns from step `from` to `end`; activations are staged from step `begin` on.
-template <bool BF16_SCALES, class F, int DEPTH, class SUMS> DEVICE void sweep(Stream<F, DEPTH>& stream, SUMS& total, const typename SUMS::Place& place, int from, int end, int begin) {
+template <bool BF16_SCALES, class F, int DEPTH, class SUMS>
+DEVICE void sweep(Stream<F, DEPTH>& stream, SUMS& total, const typename SUMS::Place& place, int from, int end, int begin) {
 #pragma unroll 1
     for (int step = from; step < end; step += stream.stride) {
         Slot<F> now[PAIR<F>];

@@ -61,7 +61,8 @@ template <class F, int DEPTH> struct Stream {
 
     // Wave wk of those that share tile wn of the block's.
     DEVICE Stream(const GemvArgs& a, const GemvPlan& plan, int wk, int wn, char* ring)
-        : a(a), plan(plan), first(wk * PAIR<F>), stride(PAIR<F> << plan.waves_shift), tile(tile_of(plan, 0, wn)), step(first), ring(ring), table_at(1024 - lane_id() * (16 - SCALE_BYTES<F>)) {
+        : a(a), plan(plan), first(wk * PAIR<F>), stride(PAIR<F> << plan.waves_shift), tile(tile_of(plan, 0, wn)), step(first), ring(ring),
+          table_at(1024 - lane_id() * (16 - SCALE_BYTES<F>)) {
         if (first >= plan.steps) tile = plan.tiles;  // no turn at all
         for (int h = 0; h < ROWS_PER_LANE; ++h) {
             const int r = fragment_row(h);
