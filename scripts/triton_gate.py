@@ -46,7 +46,7 @@ SHAPE = {
     "GROUP": 4, "NORM": False, "PLUS_ONE": False, "CAP": False, "SIZE": 128, "WIDE": 128, "TURNED": 128,
     "RUN": decode_attention.RUN, "SLOTS": decode_attention.SLOTS, "ROWS": decode_attention.ROWS,
     "SOME": 4, "MOST": decode_attention.MOST, "ROOM": decode_attention.ROOM, "AHEAD": decode_attention.AHEAD,
-    "DEPENDENT": False,
+    "STAGES": decode_attention.STAGES, "DEPENDENT": False,
 }  # fmt: skip
 SHAPES = {
     "128": {},

@@ -16,11 +16,9 @@ all before has ended: each kernel ends after its own wait.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import triton
@@ -29,11 +27,10 @@ from torch import Tensor
 from triton.errors import TritonError
 from triton.language.extra import cuda
 
-from accelpatch.device import probe
 from accelpatch.errors import KernelError
 from accelpatch.kernels.decode_attention import MOST, AttentionShape
+from accelpatch.kernels.triton import launch
 from accelpatch.kernels.triton.attention_runs import added_up, begin_of, count_of, keep, prefetch, runs_of
-from accelpatch.kernels.triton.launch import on
 from accelpatch.kernels.triton.rotation import angles, pair, turned
 
 RUN = 256  # slots whose results are added up by themselves
@@ -262,12 +259,12 @@ def decode_attention_(
     sums = qkv.new_empty((heads, runs, ROWS, shape.size), dtype=torch.float32)
     tops = qkv.new_empty((heads, runs, 2, ROWS), dtype=torch.float32)
     row_bytes = wide * qkv.element_size()
-    programs = _processors(qkv.device) * (RESIDENT if row_bytes <= 256 else 1)
+    programs = launch.processors(qkv.device) * (RESIDENT if row_bytes <= 256 else 1)
     norms = (qkv if shape.q_norm is None else shape.q_norm, qkv if shape.k_norm is None else shape.k_norm)
     cap = shape.softcap > 0
     scaling = shape.scaling * LOG2_E * (2 / shape.softcap if cap else 1)
-    dependent, options = _dependent(qkv)
-    with on(qkv), _said():
+    dependent, options = launch.dependent(qkv)
+    with launch.on(qkv), _said():
         _attend[(min(runs, max(1, programs // heads)), shape.kv_heads * tiles, rows)](
             qkv, positions, slot, mask, keys, values, shape.inv_freq, *norms, y, sums, tops,
             _counters(shape, heads, qkv.device),
@@ -279,12 +276,6 @@ def decode_attention_(
     return y
 
 
-@functools.cache
-def _processors(device: torch.device) -> int:
-    """Of a GPU; the interpreter, which has one program after the other, is taken for a small one."""
-    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 2
-
-
 @contextmanager
 def _said() -> Iterator[None]:
     """Triton's compile errors as ours."""
@@ -292,9 +283,3 @@ def _said() -> Iterator[None]:
         yield
     except TritonError as error:
         raise KernelError(f"decode_attention: Triton cannot compile it here: {error}") from error
-
-
-def _dependent(tensor: Tensor) -> tuple[bool, dict[str, Any]]:
-    """Whether kernels may begin before the one before them ends, and the launch's options for it."""
-    arch = probe(tensor.device).arch if tensor.is_cuda else ""
-    return (True, {"launch_pdl": True}) if arch.startswith("sm_") and int(arch[3:].rstrip("a")) >= 90 else (False, {})
