@@ -11,6 +11,7 @@ kernel of torch's before it that lets nothing begin early.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import statistics
 import sys
@@ -149,10 +150,9 @@ def torch_times(caches: Caches, repeats: int) -> Iterator[tuple[float, str]]:
 def show(step: Step, options: argparse.Namespace, limit: float) -> None:
     """A line for a step."""
     caches = Caches(step)
-    best, name = min(torch_times(caches, options.repeats)) if options.torch else (0.0, "")
+    best, backend = min(torch_times(caches, options.repeats)) if options.torch else (0.0, "")
     for text in options.tuning:
-        for name, value in json.loads(text).items():
-            setattr(kernel, name, value)
+        kernel.HOPPER = dataclasses.replace(kernel.HOPPER, **json.loads(text))
         check(caches)
         ours, spread = seconds(caches.all_ours, caches.count, options.repeats)
         after = seconds(caches.all_after_another, caches.count, options.repeats)[0]
@@ -160,7 +160,7 @@ def show(step: Step, options: argparse.Namespace, limit: float) -> None:
         line = f"| {step.batch} | {step.kv_heads} | {step.context} | {step.bytes / 1e6:.1f} | {ours * 1e6:.2f} |"
         line += f" {spread:.0%} | {after * 1e6:.2f} | {step.bytes / ours / limit:.1%} |"
         if options.torch:
-            line += f" {best * 1e6:.2f} ({name}) | {best / ours:.2f} | {best / after:.2f} |"
+            line += f" {best * 1e6:.2f} ({backend}) | {best / ours:.2f} | {best / after:.2f} |"
         print(line, text if len(options.tuning) > 1 else "", flush=True)
 
 
@@ -174,7 +174,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=12)
     parser.add_argument("--limit", type=float, help="TB/s; measured by torch's sum of a large buffer if not given")
-    parser.add_argument("--tuning", nargs="*", default=["{}"], help="constants of the kernel, as JSON")
+    parser.add_argument("--tuning", nargs="*", default=["{}"], help="changes of the kernel's, as JSON")
     parser.add_argument("--torch", action=argparse.BooleanOptionalAction, default=True)
     return parser.parse_args()
 

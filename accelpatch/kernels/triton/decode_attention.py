@@ -19,6 +19,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -27,6 +28,7 @@ from torch import Tensor
 from triton.errors import TritonError
 from triton.language.extra import cuda
 
+from accelpatch.device import probe
 from accelpatch.errors import KernelError
 from accelpatch.kernels.decode_attention import MOST, AttentionShape
 from accelpatch.kernels.triton import launch
@@ -34,14 +36,25 @@ from accelpatch.kernels.triton.attention_runs import added_up, begin_of, count_o
 from accelpatch.kernels.triton.rotation import angles, pair, turned
 
 RUN = 256  # slots whose results are added up by themselves
-SLOTS = 64  # at once
 ROWS = 16  # queries of one program: the least that matrix instructions take
-WARPS = 4
-STAGES = 3  # of the pipeline that reads
-RESIDENT = 3  # programs at once on a processor of the GPU
-ROOM = 2048  # slots whose mask is looked at together
-AHEAD = 16  # runs whose results are read together
+ROOM = 512  # slots whose mask is looked at together
+AHEAD = 32  # runs whose results are read together
 LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """slots of 256 bytes at once (fewer wider ones), stages of the pipeline that reads them, programs a processor."""
+
+    slots: int
+    warps: int
+    stages: int
+    resident: int
+
+
+HOPPER = Tuning(128, 8, 4, 1)
+OTHERS = Tuning(64, 4, 2, 2)
+ROOMY = ("sm_90", "sm_90a", "sm_100", "sm_103")  # have 227 KB of shared memory a program
 
 
 @triton.jit
@@ -259,19 +272,20 @@ def decode_attention_(
     sums = qkv.new_empty((heads, runs, ROWS, shape.size), dtype=torch.float32)
     tops = qkv.new_empty((heads, runs, 2, ROWS), dtype=torch.float32)
     row_bytes = wide * qkv.element_size()
-    programs = launch.processors(qkv.device) * (RESIDENT if row_bytes <= 256 else 1)
     norms = (qkv if shape.q_norm is None else shape.q_norm, qkv if shape.k_norm is None else shape.k_norm)
     cap = shape.softcap > 0
     scaling = shape.scaling * LOG2_E * (2 / shape.softcap if cap else 1)
     dependent, options = launch.dependent(qkv)
+    tuning = HOPPER if qkv.is_cuda and probe(qkv.device).arch in ROOMY else OTHERS
+    programs = launch.processors(qkv.device) * tuning.resident
     with launch.on(qkv), _said():
         _attend[(min(runs, max(1, programs // heads)), shape.kv_heads * tiles, rows)](
             qkv, positions, slot, mask, keys, values, shape.inv_freq, *norms, y, sums, tops,
             _counters(shape, heads, qkv.device),
             tokens, capacity, shape.heads, shape.window, scaling, shape.softcap * LOG2_E, shape.rope_scaling, shape.eps,
             group, shape.q_norm is not None, shape.plus_one, cap, shape.size, wide, shape.turned, RUN,
-            SLOTS if row_bytes <= 512 else SLOTS // 2, ROWS, min(ROWS, max(4, triton.next_power_of_2(group))), MOST,
-            ROOM, AHEAD, STAGES, dependent, num_warps=WARPS, **options,
+            min(tuning.slots, tuning.slots * 256 // row_bytes), ROWS, min(ROWS, max(4, triton.next_power_of_2(group))),
+            MOST, ROOM, AHEAD, tuning.stages, dependent, num_warps=tuning.warps, **options,
         )  # fmt: skip
     return y
 
