@@ -78,7 +78,7 @@ BUILDS = {
     },
     **{
         f"decode_attention {name}": Build(
-            decode_attention._attend, ATTENTION, SHAPE | changes, decode_attention.OTHERS.warps, 72
+            decode_attention._attend, ATTENTION, SHAPE | changes, decode_attention.OTHERS.warps, 96
         )
         for name, changes in SHAPES.items()
     },

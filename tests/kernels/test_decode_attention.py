@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from accelpatch.device import KNOWN
+from accelpatch.device import KNOWN, probe
 from accelpatch.errors import KernelError
 from accelpatch.kernels import decode_attention
 from accelpatch.kernels.decode_attention import AttentionShape, reference_
@@ -235,6 +235,8 @@ def test_through_the_interpreter() -> None:
 def test_the_triton_kernel(case: Case, dtype: torch.dtype) -> None:
     from accelpatch.kernels.triton import decode_attention as kernel
 
+    if not INTERPRETED and (reason := decode_attention.why_not(made(case, dtype)[1], dtype, probe(DEVICE))):
+        pytest.skip(reason)
     assert_float_rule(kernel.decode_attention_, case, dtype)
 
 
@@ -282,6 +284,8 @@ def test_reasons() -> None:
     assert "63" in str(decode_attention.why_not(odd, torch.float32, KNOWN["sm_90"]))
     assert shape.columns == 512
     wide = AttentionShape(4, 2, 64, 0.125, torch.ones(33))
+    large = AttentionShape(4, 2, 256, 0.125, torch.ones(128))
+    assert "float32" in str(decode_attention.why_not(large, torch.float32, KNOWN["sm_90"]))
     assert "66 columns" in str(decode_attention.why_not(wide, torch.float32, KNOWN["sm_90"]))
 
 

@@ -52,7 +52,7 @@ class Tuning:
     resident: int
 
 
-HOPPER = Tuning(128, 8, 4, 1)
+HOPPER = Tuning(128, 8, 3, 1)
 OTHERS = Tuning(64, 4, 2, 2)
 ROOMY = ("sm_90", "sm_90a", "sm_100", "sm_103")  # have 227 KB of shared memory a program
 
