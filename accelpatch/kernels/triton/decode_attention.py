@@ -6,12 +6,12 @@ programs as run at once, each with some runs of a head, and the last one of a he
 run begins anew and has its place in that sum: what a token gets depends on its slots alone, not on how many tokens,
 rows or programs there are, nor on who is last.
 
-Dependent launches (Hopper and later): the next kernel may begin meanwhile, and a program reads slot, positions, mask
-and its first block of the cache before it waits for the kernel before, which makes qkv alone. Kernels further back can
-still run then, as far as each began early: one that does not (any of torch's) begins when all before it have ended, and
-ends before any behind it begins. So one of those must lie between whatever moves slot or writes the cache, a launch of
-this kernel among it, and the next launch on that cache. All else is read, and everything written, after the wait, when
-all before has ended: each kernel ends after its own wait.
+Dependent launches (Hopper and later): the next kernel may begin meanwhile, and a program reads slot, positions and mask
+before it waits for the kernel before, which makes qkv alone, and asks for its first keys and values to be brought into
+the level-2 cache: a hint, so it does not matter who writes them. Kernels further back can still run then, as far as each
+began early: one that does not (any of torch's) begins when all before it have ended, and ends before any behind it
+begins. So one of those must lie between whatever moves slot, positions or mask and the next launch. All else is read,
+and everything written, after the wait, when all before has ended: each kernel ends after its own wait.
 """
 
 from __future__ import annotations
