@@ -90,6 +90,7 @@ class CapturedStep:
         fused: FusedModel | None = None,
     ):  # fmt: skip
         self.batch, self.capacity, self._fused = batch, capacity, fused
+        self.verification: Graph | None = None  # of several tokens; see captured_guesses.py
         self.cache = new_cache(shapes, batch.rows, capacity, batch.slot)
         self.mask = torch.zeros(batch.rows, capacity, dtype=torch.int64, device=batch.device)
         self._model = weakref.ref(model)  # the model holds its runtime, and that this step

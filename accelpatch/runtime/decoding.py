@@ -48,7 +48,9 @@ def decode(
 class Steps(Protocol):
     """Logits [B, V] float32, the caller's own, of a prompt and of one token more each time."""
 
-    kwargs: dict[str, Any]
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        """generate()'s arguments as they stand after the prompt."""
 
     def prompt(self, ids: Tensor, config: Any, kwargs: dict[str, Any]) -> Tensor:
         """After `ids`[B, L], given as generate() gives them."""
