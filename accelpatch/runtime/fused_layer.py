@@ -46,15 +46,7 @@ class FusedLayer:
     def __call__(self, x: Tensor, positions: Tensor, slot: Tensor, mask: Tensor, cache: Any) -> Tensor:
         """x[B T, K] -> [B T, K] at positions[B, T]; keys and values go into `cache`, a layer of captured_cache.py."""
         qkv = self.qkv(x, self.attention_norm)
-        tokens = positions.shape[1]
-        seen = torch.cat(
-            [
-                decode_attention_(
-                    qkv[t::tokens], positions[:, t : t + 1], slot + t, mask, cache.keys, cache.values, self.attention
-                )
-                for t in range(tokens)
-            ]
-        )
+        seen = decode_attention_(qkv, positions, slot, mask, cache.keys, cache.values, self.attention)
         x = self.o(seen, residual=x)
         return self.down(self.gate_up(x, self.mlp_norm, gate=self.activation), residual=x)
 

@@ -133,4 +133,6 @@ def test_stop_strings(smollm2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         due = generate(plain, row(), **options)
         assert due.sequences.shape[1] < free.shape[1], words
         assert_same(generate(guessing, row(), **options), due)
-    assert paths(guessing)[RIGHT] > 0
+    counts = paths(guessing)
+    assert counts["token chosen by the host: StopStringCriteria"] == len(said)
+    assert counts[RIGHT] > 0
