@@ -108,7 +108,7 @@ def same(mine: Any, due: Any) -> bool:
     return all(torch.equal(one, other) for one, other in pairs)
 
 
-def check(pair: Pair, prompts: dict[str, Tensor], recipe: str, new: int = 48) -> None:
+def check(pair: Pair, prompts: dict[str, Tensor], recipe: str, new: int = 32) -> None:
     """Ends the program where a bit differs from the same run without prompt lookup, or where nothing was guessed."""
     for way, options in WAYS.items():
         before = pair.paths()
