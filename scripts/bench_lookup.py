@@ -3,12 +3,15 @@
     python scripts/bench_lookup.py [--model llama2-7b] [--recipes exact int8 int4] [--new 128] [--repeats 5]
                                    [--json FILE]
 
-The model has the named shape and random bf16 weights, those of the attentions' outputs multiplied by 2^-8: the next
-token then hangs on the last one nearly alone, and an answer of the model goes on alike where a prompt holds it.
-The cases: `copying`, a prompt of 192 tokens and its beginning once more, whose continuation is the prompt; `new`, a
-prompt whose answer repeats nothing, so that nothing is guessed; `misleading`, the same answer after a prompt in which
-each of its pairs is followed by something else. Before anything is timed, tokens, logits and cached keys and values of
-several prompts and ways of choosing are held to those without prompt lookup, bit for bit.
+The model has the named shape and random bf16 weights. Before anything is timed, tokens, scores, logits and cached keys
+and values of several prompts and ways of choosing are held to those without prompt lookup, bit for bit; guesses are the
+answer's tokens up to a random place then, and wrong from there on.
+
+For the timing the weights of the attentions' outputs are zero (and read as ever): the next token then hangs on the last
+one alone, and an answer of the model goes on alike where a prompt holds it. The cases: `copying`, a prompt of 192
+tokens and its beginning once more, whose continuation is the prompt; `new`, a prompt whose answer repeats nothing, so
+that nothing is guessed; `misleading`, the same answer after a prompt in which each of its pairs is followed by another
+token.
 """
 
 from __future__ import annotations
@@ -16,13 +19,17 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import random
 import statistics
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -36,6 +43,7 @@ from accelpatch.recipe import Runtime
 from accelpatch.runtime.captured_lookup import RIGHT, STEPS
 from accelpatch.runtime.captured_runtime import CAPTURED
 from accelpatch.runtime.patched_model import RUNTIME, new_runtime
+from accelpatch.runtime.prompt_lookup import GUESSES, PromptLookup
 
 SHORT = 16  # tokens of the short answer
 TRIES = 20  # prompts that are tried for an answer that repeats nothing
@@ -43,7 +51,7 @@ REPLAYS = 30
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "logits": {"output_logits": True, "output_scores": True},
-    "sampling": {"do_sample": True, "temperature": 0.02, "top_k": 20, "top_p": 0.9},
+    "sampling": {"do_sample": True, "temperature": 0.8, "top_k": 20, "top_p": 0.9},
     "repetition": {"repetition_penalty": 1.001, "output_logits": True},
 }
 
@@ -108,14 +116,29 @@ def same(mine: Any, due: Any) -> bool:
     return all(torch.equal(one, other) for one, other in pairs)
 
 
-def check(pair: Pair, prompts: dict[str, Tensor], recipe: str, new: int = 32) -> None:
+def told(answer: Tensor) -> Any:
+    """In it guesses are tokens of `answer`[1, L], wrong from a random place on; now and then there are none."""
+    known, draw = answer[0].tolist(), random.Random(3)
+
+    def guess(lookup: PromptLookup) -> list[int] | None:
+        found = (known[len(lookup) :] + [2] * GUESSES)[:GUESSES]
+        right = draw.randrange(-1, GUESSES + 1)
+        return None if right < 0 else [*found[:right], *(token ^ 1 for token in found[right:])]
+
+    return mock.patch.object(PromptLookup, "guess", guess)
+
+
+def check(pair: Pair, base: Any, recipe: str, new: int = 32) -> None:
     """Ends the program where a bit differs from the same run without prompt lookup, or where nothing was guessed."""
+    prompts = {str(length): drawn(base, length, length) for length in (1, 250, 600)}
     for way, options in WAYS.items():
         before = pair.paths()
         for name, ids in prompts.items():
             due = pair.call("off", ids, new, **options)
-            if not same(pair.call("prompt_lookup", ids, new, **options), due):
-                raise SystemExit(f"{recipe}, {way}, {name}: other bits than without prompt lookup: nothing is timed")
+            with told(due.sequences):
+                mine = pair.call("prompt_lookup", ids, new, **options)
+            if not same(mine, due):
+                raise SystemExit(f"{recipe}, {way}, prompt {name}: other bits than without: nothing is timed over red")
         did = pair.paths() - before
         print(f"{recipe}, {way}: the same bits on {len(prompts)} prompts; {dict(did)}", flush=True)
         if not did[RIGHT] or did[CAPTURED] + did[RIGHT] != (new - 1) * len(prompts):
@@ -167,14 +190,27 @@ def step_seconds(pair: Pair) -> dict[str, float]:
     return found
 
 
+@contextmanager
+def forgetting(base: Any) -> Iterator[None]:
+    """In it the outputs of the attentions are zero."""
+    weights = [layer.self_attn.o_proj.weight for layer in base.model.layers]
+    kept = [weight.detach().clone() for weight in weights]
+    with torch.no_grad():
+        for weight in weights:
+            weight.zero_()
+        yield
+        for weight, before in zip(weights, kept, strict=True):
+            weight.copy_(before)
+
+
 def measured(base: Any, recipe: str, new: int, repeats: int) -> tuple[list[dict[str, Any]], dict[str, float]]:
     """All of one recipe: check, cases, steps."""
     begun = time.perf_counter()
-    pair = Pair(base, recipe)
+    check(Pair(base, recipe), base, recipe)
+    with forgetting(base):
+        pair = Pair(base, recipe)
     given = cases(pair, base, new)
-    prompts = {"repeated": drawn(base, 40, 3).repeat(1, 4), "short": drawn(base, 7, 4), "one token": drawn(base, 1, 5)}
-    prompts["long"] = torch.cat([drawn(base, 500, 6), given["copying"]], dim=1)
-    check(pair, {**given, **prompts}, recipe)
+    print(f"{recipe}: checked and made ready in {time.perf_counter() - begun:.1f} s", flush=True)
     timed = [Case(name, ids) for name, ids in given.items()]
     for case in timed:
         case.time(pair, new)
@@ -213,9 +249,6 @@ def main() -> None:
     asked = parser.parse_args()
     base: Any = load.random(asked.model, dtype=torch.bfloat16, device=torch.device(asked.device))
     base.generation_config.eos_token_id = None
-    with torch.no_grad():
-        for layer in base.model.layers:
-            layer.self_attn.o_proj.weight.mul_(2.0**-8)
     every, steps = [], {}
     for recipe in asked.recipes:
         rows, steps[recipe] = measured(base, recipe, asked.new, asked.repeats)

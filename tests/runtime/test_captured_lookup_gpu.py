@@ -12,7 +12,8 @@ from accelpatch.recipe import Runtime, parse
 from accelpatch.runtime.captured_lookup import RIGHT
 from accelpatch.runtime.captured_runtime import CAPTURED
 from accelpatch.runtime.patched_model import RUNTIME, new_runtime
-from tests.runtime.guessing import anywhere, assert_same, generate, oracle, repeating, row, stock
+from tests.families.tiny import CAUSAL
+from tests.runtime.guessing import anywhere, assert_same, generate, oracle, row, stock
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 WAYS: dict[str, dict[str, Any]] = {
@@ -27,7 +28,7 @@ NEW = 60
 @pytest.mark.parametrize("recipe", ["exact", "int8", "int4"])
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3"])
 def test_the_bits_without_it(name: str, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = repeating(name).to("cuda", torch.bfloat16)
+    model: Any = CAUSAL[name].make(torch.bfloat16).cuda()
     accelpatch.patch(model, parse(f"extends: {recipe}\nruntime: {{speculate: prompt_lookup}}"), verify=False)
     guessing, plain = vars(model)[RUNTIME], new_runtime("cuda", Runtime())
     for length in (1, 9, 250):
@@ -45,7 +46,7 @@ def test_the_bits_without_it(name: str, recipe: str, monkeypatch: pytest.MonkeyP
 
 
 def test_its_own_guesses_and_the_draws_of_the_stock_loop() -> None:
-    model = repeating("mistral").cuda()  # float32: no fused layers, so no guesses, and a reason
+    model: Any = CAUSAL["mistral"].make().cuda()  # float32: no fused layers, so no guesses, and a reason
     accelpatch.patch(model, parse("extends: exact\nruntime: {speculate: prompt_lookup}"), verify=False)
     ids = row(20).repeat(1, 4).cuda()
     due = generate(stock(model), ids, do_sample=True, top_k=5)
