@@ -33,7 +33,8 @@ class Guesses:
 
     def __init__(self, batch: Batch):
         whole = {"dtype": torch.int64, "device": batch.device}
-        self.batch = batch
+        self._last, self._slot, self._positions = batch.tokens, batch.slot, batch.positions
+        self._logits = batch.logits
         self.guessed, self.tokens = torch.zeros(GUESSES, **whole), torch.zeros(TOKENS, **whole)  # type: ignore[call-overload]
         self.places = torch.arange(TOKENS, **whole)  # type: ignore[call-overload]
         self.slot = torch.zeros(TOKENS, 1, **whole)  # type: ignore[call-overload]
@@ -52,14 +53,14 @@ class Guesses:
 
     def take(self, row: int) -> None:
         """Leave in the batch what a step of one token would have left: its logits, slot and position."""
-        self.batch.logits.copy_(self.logits[row : row + 1])
-        self.batch.slot.add_(1)
-        self.batch.positions.add_(1)
+        self._logits.copy_(self.logits[row : row + 1])
+        self._slot.add_(1)
+        self._positions.add_(1)
 
     def choice_of(self, choice: Choice, graph: GraphOf) -> Graph:
         """The captured program of `choice`; its capture leaves the state as it came."""
         if choice.key not in self._choices:
-            state = (self.batch.tokens, self.batch.slot, self.batch.positions)
+            state = (self._last, self._slot, self._positions)
             kept = [tensor.clone() for tensor in state]
             self._choices[choice.key] = graph(lambda: self._choose(choice))
             for tensor, before in zip(state, kept, strict=True):
@@ -68,15 +69,14 @@ class Guesses:
 
     def _choose(self, choice: Choice) -> None:
         """The program: the outcome from the logits; the batch moves on to the last token that counts."""
-        batch = self.batch
         self.unfinished.fill_(True)
-        self.slot.copy_((batch.slot + self.places + 1)[:, None])  # each row's, after the step of one token that it is
+        self.slot.copy_((self._slot + self.places + 1)[:, None])  # each row's, after the step of one token that it is
         choice.next_token(self)
         right = (self.guessed == self.tokens[:-1]) & self.unfinished[:-1]
         last = right.long().cumprod(0).sum(0, keepdim=True)
-        batch.tokens.copy_(self.tokens.index_select(0, last))
-        batch.slot.add_(last + 1)
-        batch.positions.add_(last + 1)
+        self._last.copy_(self.tokens.index_select(0, last))
+        self._slot.add_(last + 1)
+        self._positions.add_(last + 1)
         self.outcome[TOKENS:].copy_(torch.cat([last + 1, self.unfinished.index_select(0, last).long()]))
 
 

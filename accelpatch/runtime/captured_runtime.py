@@ -64,8 +64,6 @@ class CapturedRuntime:
         self._unfit: str | None = None
         self._fused: FusedModel | None = None
         self._unfused = ""  # why there are no fused layers
-        self._guesses: Guesses | None = None
-        self._unguessed = ""  # why no step takes several tokens
         self._watch: Watch | None = None
         self._flags: list[Any] = []
         self._done: torch.cuda.Event | None = None
@@ -185,22 +183,22 @@ class CapturedRuntime:
             return f"{step.batch.rows} rows"
         if not step.fused:
             return "modules in the captured step"
-        return self._unguessed or self._guesses
+        return step.unguessed or step.batch.guesses
 
     def _verifying(self, step: CapturedStep, fused: FusedModel) -> CapturedStep:
         """The same step with one of several tokens beside it, where the recipe wants guesses and it can be captured."""
         batch = step.batch
         if not self._speculate or batch.rows != 1:
             return step
-        if self._guesses is None or self._guesses.batch is not batch:
-            self._guesses = Guesses(batch)
+        if batch.guesses is None:
+            batch.guesses = Guesses(batch)
         if step.capacity >= TOKENS:
             try:
-                step.verification = verification(step, self._guesses, fused, self.graph(batch))
+                step.verification = verification(step, batch.guesses, fused, self.graph(batch))
             except torch.OutOfMemoryError:
                 raise
             except CAPTURE_ERRORS as error:
-                self._unguessed = f"{type(error).__name__}: {_first_line(error)}"
+                step.unguessed = f"{type(error).__name__}: {_first_line(error)}"
         return step
 
     def way(self, step: CapturedStep) -> str:
