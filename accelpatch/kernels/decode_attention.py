@@ -28,6 +28,7 @@ from accelpatch.kernels.dispatch import require
 from accelpatch.kernels.triton import launch
 
 SIZES = range(16, 257, 2)  # of a head
+WIDEST = 128  # heads of float32 that the GPU kernel takes
 MOST = 8  # new tokens of a row
 
 
@@ -114,7 +115,11 @@ def why_not(shape: AttentionShape, dtype: torch.dtype, device: Device) -> str | 
         return f"attention heads of size {shape.size}, {shape.heads} on {shape.kv_heads}"
     if not 0 < shape.turned <= shape.size:
         return f"a rotary embedding of {shape.turned} columns on heads of size {shape.size}"
-    return None if device.kind == "cpu" else launch.why_not(device, dtype)
+    if device.kind == "cpu":
+        return None
+    if dtype == torch.float32 and shape.size > WIDEST:
+        return f"attention heads of size {shape.size} in float32"
+    return launch.why_not(device, dtype)
 
 
 def decode_attention_(

@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from accelpatch.device import KNOWN
+from accelpatch.device import KNOWN, probe
 from accelpatch.errors import KernelError
 from accelpatch.kernels import decode_attention
 from accelpatch.kernels.decode_attention import AttentionShape, reference_
+from accelpatch.kernels.triton import launch
 from tests.parity import bits
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -234,6 +235,8 @@ def test_through_the_interpreter() -> None:
 def test_the_triton_kernel(case: Case, dtype: torch.dtype) -> None:
     from accelpatch.kernels.triton import decode_attention as kernel
 
+    if not INTERPRETED and (reason := decode_attention.why_not(made(case, dtype)[1], dtype, probe(DEVICE))):
+        pytest.skip(reason)
     assert_float_rule(kernel.decode_attention_, case, dtype)
 
 
@@ -263,10 +266,14 @@ def _rows_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 @here
 @pytest.mark.gpu
 @pytest.mark.usefixtures("_rows_apart")
+@pytest.mark.parametrize("processors", [1, 2, 132])
 @pytest.mark.parametrize("case", SAME.values(), ids=SAME)
-def test_the_triton_kernel_gives_a_token_the_bits_that_it_gets_alone(case: Case) -> None:
+def test_the_triton_kernel_gives_a_token_the_bits_that_it_gets_alone(
+    case: Case, processors: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from accelpatch.kernels.triton import decode_attention as kernel
 
+    monkeypatch.setattr(launch, "processors", lambda device: processors)  # what one program has of a head
     assert_the_same_bits(kernel.decode_attention_, case, LOW)
 
 
@@ -277,6 +284,8 @@ def test_reasons() -> None:
     assert "63" in str(decode_attention.why_not(odd, torch.float32, KNOWN["sm_90"]))
     assert shape.columns == 512
     wide = AttentionShape(4, 2, 64, 0.125, torch.ones(33))
+    large = AttentionShape(4, 2, 256, 0.125, torch.ones(128))
+    assert "float32" in str(decode_attention.why_not(large, torch.float32, KNOWN["sm_90"]))
     assert "66 columns" in str(decode_attention.why_not(wide, torch.float32, KNOWN["sm_90"]))
 
 
