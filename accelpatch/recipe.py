@@ -54,6 +54,7 @@ class Runtime:
     cache: str = "auto"
     graph: str = "auto"
     max_length: int | None = None  # tokens
+    speculate: str = "off"
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ ROLES = (
 )  # fmt: skip
 CACHES = ("auto", "stock")
 GRAPHS = ("auto", "off")
+SPECULATIONS = ("off", "prompt_lookup")
 METRICS = ("relative_rmse", "max_abs", "cosine")
 FALLBACKS = ("keep", "error")
 
@@ -27,7 +28,7 @@ _RECIPE_KEYS = ("name", "description", "extends", "rules", "runtime", "verify", 
 _RULE_KEYS = ("name", "match", "replace", "options", "otherwise", "optional")
 _MATCH_KEYS = ("role", "class", "name", "shape")
 _SHAPE_KEYS = ("min_n", "max_n", "min_k", "max_k")
-_RUNTIME_KEYS = ("cache", "graph", "max_length")
+_RUNTIME_KEYS = ("cache", "graph", "max_length", "speculate")
 _VERIFY_KEYS = ("metric", "bound", "on_failure", "bounds")
 _CALIBRATE_KEYS = ("samples", "length")
 
@@ -220,6 +221,8 @@ def _runtime(node: Node) -> dict[str, Any]:
     if "max_length" in given:
         length = given["max_length"]
         fields["max_length"] = None if length.value is None else length.integer("max_length", least=1)
+    if "speculate" in given:
+        fields["speculate"] = given["speculate"].choice("speculate", SPECULATIONS)
     return fields
 
 

@@ -30,7 +30,7 @@ rules:
     optional: true
   - match: {role: other}
     replace: keep
-runtime: {cache: stock, graph: off, max_length: 4096}
+runtime: {cache: stock, graph: off, max_length: 4096, speculate: prompt_lookup}
 verify: {metric: cosine, bound: 1e-2, on_failure: error, bounds: {wide: 0}}
 calibrate: {samples: 16, length: 512}
 """
@@ -56,7 +56,7 @@ def test_every_key_means_what_it_says() -> None:
             ),
             Rule(match=Match(role=("other",)), replace="keep"),
         ),
-        runtime=Runtime(cache="stock", graph="off", max_length=4096),
+        runtime=Runtime(cache="stock", graph="off", max_length=4096, speculate="prompt_lookup"),
         verify=Verify(metric="cosine", bound=0.01, on_failure="error", bounds={"wide": 0.0}),
         calibrate={"samples": 16, "length": 512},
     )

@@ -115,6 +115,7 @@ BAD = {
     "number of many digits": (RULE + "verify: {bound: " + "1" * 5_000 + "}\n", (2, 17), "at most 40 characters"),
     "cache unknown": (RULE + "runtime: {cache: stok}\n", (2, 18), "did you mean 'stock'?"),
     "graph a bool": (RULE + "runtime: {graph: false}\n", (2, 18), "graph must be text, not False"),
+    "speculate unknown": (RULE + "runtime: {speculate: lookup}\n", (2, 22), "did you mean 'prompt_lookup'?"),
     "max_length zero": (RULE + "runtime: {max_length: 0}\n", (2, 23), "max_length must be at least 1"),
     "max_length a fraction": (RULE + "runtime: {max_length: 1.5}\n", (2, 23), "must be a whole number, not 1.5"),
     "extends unknown": ("extends: int9\n", (1, 10), "no bundled recipe is called 'int9'; did you mean 'int"),

@@ -24,7 +24,7 @@ rules:
     replace: int4_weight_only
     otherwise: error  # why
     optional: true
-runtime: {cache: stock, graph: off, max_length: null}
+runtime: {cache: stock, graph: off, max_length: null, speculate: off}
 verify: {metric: cosine, bound: 1e-2, bounds: {linear: 0.5}}
 calibrate: {samples: 4}
 """

@@ -76,6 +76,7 @@ class Plan:
         asked = {}
         if self.device.kind == "cpu":  # where no step is captured
             asked = {"runtime.cache": runtime.cache != "auto", "runtime.graph": runtime.graph != "auto"}
+            asked["runtime.speculate"] = runtime.speculate != "off"
         asked["calibrate"] = self.recipe.calibrate is not None
         return [f"{key} is set and not used by this version" for key, is_set in asked.items() if is_set]
 

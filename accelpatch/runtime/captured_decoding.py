@@ -18,6 +18,8 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from accelpatch.kernels.triton.launch import on
 from accelpatch.runtime.captured_cache import move_back, move_in, why_not
 from accelpatch.runtime.captured_graph import Graph
+from accelpatch.runtime.captured_lookup import NONE, RIGHT, STEPS, Late, Lookup
+from accelpatch.runtime.captured_reports import Reports
 from accelpatch.runtime.captured_runtime import CAPTURED, CapturedRuntime, NotCaptured
 from accelpatch.runtime.captured_step import CapturedStep
 from accelpatch.runtime.choice import Choice, Unknown
@@ -72,6 +74,7 @@ def _earlier(kwargs: dict[str, Any], ids: Tensor) -> int:
 def _decode(
     run: _Run, ids: Tensor, processors: Any, criteria: Any, config: Any, streamer: Any, kwargs: dict[str, Any]
 ) -> Any:
+    steps = run.looking_up(ids, criteria.max_length) or run
     try:
         if config.return_dict_in_generate and (config.output_scores or config.output_logits):
             raise Unknown("scores or logits were asked for")
@@ -79,9 +82,9 @@ def _decode(
     except Unknown as reason:
         run.runtime.paths[f"token chosen by the host: {reason}"] += 1
         with run:
-            return loop(run, ids, processors, criteria, config, streamer, kwargs)
+            return loop(steps, ids, processors, criteria, config, streamer, kwargs)
     with run:
-        logits = run.prompt(ids, config, kwargs)
+        logits = steps.prompt(ids, config, kwargs)
         made = _late(run, choice, config, logits, streamer, criteria.max_length - ids.shape[1])
     sequences = torch.cat([ids, made.to(ids.device)], dim=1)
     if not config.return_dict_in_generate:
@@ -94,7 +97,9 @@ def _late(run: _Run, choice: Choice, config: Any, logits: Tensor, streamer: Any,
     batch = run.step.batch
     graph = run.choice(choice, config._pad_token_tensor if choice.ends is not None else None)
     batch.logits.copy_(logits)
-    reports = _Reports(batch.report)
+    if run.lookup is not None:
+        return Late(run.lookup, graph, run.together(choice), streamer, most).run()
+    reports = Reports(batch.report)
     made: list[Tensor] = []
     graph.replay()
     reports.send()
@@ -116,32 +121,6 @@ def _late(run: _Run, choice: Choice, config: Any, logits: Tensor, streamer: Any,
     return torch.stack(made, dim=1)
 
 
-class _Reports:
-    """Copies of a batch's report on the host, at most two under way; taking one waits for that copy alone."""
-
-    def __init__(self, report: Tensor):
-        self._report = report
-        self._pinned = report.device.type == "cuda"
-        self._under_way: list[tuple[Tensor, Any]] = []
-
-    def send(self) -> None:
-        """Queue a copy behind what the device was given so far."""
-        held = torch.empty(self._report.shape, dtype=torch.int64, pin_memory=self._pinned)
-        held.copy_(self._report, non_blocking=True)
-        event = None
-        if self._pinned:
-            event = torch.cuda.Event()
-            event.record()
-        self._under_way.append((held, event))
-
-    def take(self) -> Tensor:
-        """The oldest one, [B + 1] int64."""
-        held, event = self._under_way.pop(0)
-        if event is not None:
-            event.synchronize()
-        return held.clone()
-
-
 class _Run:
     """One call of generate() over a captured step; at its end the cache of the call holds the tokens again."""
 
@@ -149,8 +128,10 @@ class _Run:
         self.runtime, self.step = runtime, step
         self.kwargs: dict[str, Any] = {}
         self._model = model
+        self.lookup: Lookup | None = None
+        self.slot = 0  # tokens cached, one made too many among them
         self._cache: Any = None
-        self._first = self._slot = self._length = 0
+        self._first = self._length = 0
 
     def __enter__(self) -> _Run:
         return self
@@ -158,9 +139,23 @@ class _Run:
     def __exit__(self, *error: Any) -> None:
         if self._cache is not None:
             move_back(self.step.cache, self._cache, self._length)
+        paths, lookup = self.runtime.paths, self.lookup
         steps = self._length - self._first
-        self.runtime.paths[CAPTURED] += steps
-        self.runtime.paths[self.runtime.way(self.step)] += steps
+        if lookup is not None and steps:  # none after an exception
+            steps -= lookup.right
+            paths[STEPS] += lookup.steps
+            paths[RIGHT] += lookup.right
+        paths[CAPTURED] += steps
+        paths[self.runtime.way(self.step)] += steps
+
+    def looking_up(self, ids: Tensor, end: int | None) -> Lookup | None:
+        """The same run with guesses, where the recipe wants them and they can be."""
+        guesses = self.runtime.guesses(self.step)
+        if isinstance(guesses, str):
+            self.runtime.paths[NONE + guesses] += 1
+        elif guesses is not None:
+            self.lookup = Lookup(self, guesses, ids, end)
+        return self.lookup
 
     def prompt(self, ids: Tensor, config: Any, kwargs: dict[str, Any]) -> Tensor:
         """Logits [B, V] float32 after the prompt, by the model's own forward; what it cached is moved."""
@@ -174,7 +169,7 @@ class _Run:
             self.step = self.runtime.larger(self._model, self.step)
         move_in(cache, self.step.cache)
         self._cache = cache
-        self._first = self._slot = self._length = length
+        self._first = self.slot = self._length = length
         self.step.show(length, mask)
         self.step.batch.begin(length, self._positions(self.kwargs, mask, length))
         logits: Tensor = outputs.logits[:, -1].to(copy=True, dtype=torch.float32)
@@ -190,23 +185,29 @@ class _Run:
         """The captured program of a choice, made ready for this run."""
         batch = self.step.batch
         graph = batch.choice_of(choice, self.runtime.graph(batch))
-        batch.begin_choice(choice, self._slot, pad)
+        batch.begin_choice(choice, self.slot, pad)
         return graph
+
+    def together(self, choice: Choice) -> Graph | None:
+        """The captured program that chooses the tokens of a step with guesses; None where each needs the one before."""
+        if self.lookup is None or not choice.alone:
+            return None
+        return self.lookup.guesses.choice_of(choice, self.runtime.graph(self.step.batch))
 
     def advance(self) -> None:
         """Queue one step of the model; the cache grows first where it is full."""
-        if self._slot >= self.step.capacity:
+        if self.slot >= self.step.capacity:
             self.step = self.runtime.larger(self._model, self.step)
         self.step.replay()
-        self._slot += 1
+        self.slot += 1
 
-    def used(self, steps: int) -> None:
-        """How many steps' tokens belong in the cache that the caller gets; all but one made too many."""
-        self._length = self._first + steps
+    def used(self, tokens: int) -> None:
+        """How many tokens after the prompt belong in the cache that the caller gets; all but those made too many."""
+        self._length = self._first + tokens
 
     def next(self, ids: Tensor, tokens: Tensor) -> Tensor:
         """Logits [B, V] float32 after `tokens`[B], the last ones of `ids`."""
         self.step.batch.tokens.copy_(tokens)
         self.advance()
-        self._length = self._slot
+        self._length = self.slot
         return self.step.batch.logits.clone()

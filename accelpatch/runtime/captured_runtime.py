@@ -15,6 +15,7 @@ from transformers.cache_utils import DynamicCache
 from accelpatch.errors import KernelError, PatchError
 from accelpatch.runtime.captured_cache import LayerShape, capacity_for, shapes_of, why_not
 from accelpatch.runtime.captured_graph import GRAPHS, new_pool
+from accelpatch.runtime.captured_guesses import TOKENS, Guesses, verification
 from accelpatch.runtime.captured_step import Batch, CapturedStep, graph_maker
 from accelpatch.runtime.fused_layer import FUSED, FusedModel, read
 from accelpatch.runtime.fused_weights import Unfit
@@ -36,13 +37,15 @@ class CapturedRuntime:
     """Keeps the graphs of one model. A copy of the model starts with none and makes its own.
 
     graph: "auto" or "off". cache: "auto" or "stock". max_length: the most tokens that a sequence may have, or None.
+    speculate: "off" or "prompt_lookup".
     """
 
-    def __init__(self, graph: str = "auto", cache: str = "auto", max_length: int | None = None):
+    def __init__(self, graph: str = "auto", cache: str = "auto", max_length: int | None = None, speculate: str = "off"):
         self.paths: Counter[str] = Counter()
         self.lock = threading.RLock()
         self.max_length = max_length
-        self._settings = (graph, cache, max_length)
+        self._settings = (graph, cache, max_length, speculate)
+        self._speculate = speculate != "off"
         self._off = "the recipe says graph: off" if graph == "off" else "the recipe says cache: stock"
         self._off = self._off if graph == "off" or cache == "stock" else ""
         self._busy = False
@@ -158,7 +161,8 @@ class CapturedRuntime:
             batch = self._batches.setdefault(rows, Batch(rows, self._vocabulary, device))
             if self._fused is not None and rows <= self._fused.most:
                 try:
-                    return CapturedStep(model, batch, self._shapes, capacity, self.graph(batch), self._fused)
+                    step = CapturedStep(model, batch, self._shapes, capacity, self.graph(batch), self._fused)
+                    return self._verifying(step, self._fused)
                 except torch.OutOfMemoryError:
                     raise
                 except CAPTURE_ERRORS as error:
@@ -170,6 +174,32 @@ class CapturedRuntime:
             except CAPTURE_ERRORS as error:
                 self._unfit = f"its step cannot be captured ({type(error).__name__}: {_first_line(error)})"
                 raise NotCaptured(self._unfit) from error
+
+    def guesses(self, step: CapturedStep) -> Guesses | str | None:
+        """What guessed tokens are verified with, or why none are; None where the recipe does not want them."""
+        if not self._speculate:
+            return None
+        if step.batch.rows != 1:
+            return f"{step.batch.rows} rows"
+        if not step.fused:
+            return "modules in the captured step"
+        return step.unguessed or step.batch.guesses
+
+    def _verifying(self, step: CapturedStep, fused: FusedModel) -> CapturedStep:
+        """The same step with one of several tokens beside it, where the recipe wants guesses and it can be captured."""
+        batch = step.batch
+        if not self._speculate or batch.rows != 1:
+            return step
+        if batch.guesses is None:
+            batch.guesses = Guesses(batch)
+        if step.capacity >= TOKENS:
+            try:
+                step.verification = verification(step, batch.guesses, fused, self.graph(batch))
+            except torch.OutOfMemoryError:
+                raise
+            except CAPTURE_ERRORS as error:
+                step.unguessed = f"{type(error).__name__}: {_first_line(error)}"
+        return step
 
     def way(self, step: CapturedStep) -> str:
         """What a step runs, for the report."""

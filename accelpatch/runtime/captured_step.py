@@ -12,7 +12,7 @@ import inspect
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,9 @@ from accelpatch.runtime.captured_cache import LayerShape, grow, new_cache
 from accelpatch.runtime.captured_graph import GRAPHS, Graph
 from accelpatch.runtime.choice import Choice
 from accelpatch.runtime.fused_layer import FusedModel
+
+if TYPE_CHECKING:
+    from accelpatch.runtime.captured_guesses import Guesses
 
 CHOICES = 8  # captured choices that a batch keeps
 GraphOf = Callable[[Callable[[], None]], Graph]
@@ -44,6 +47,7 @@ class Batch:
         self.logits = torch.zeros(rows, vocabulary, device=device)
         self.unfinished = torch.ones(rows, dtype=torch.bool, device=device)
         self.ends, self.held = (torch.zeros(vocabulary + 1, dtype=torch.bool, device=device) for _ in range(2))
+        self.guesses: Guesses | None = None  # where the recipe wants some
         self._choices: OrderedDict[Any, Graph] = OrderedDict()
 
     def begin(self, slot: int, positions: Tensor) -> None:
@@ -90,6 +94,8 @@ class CapturedStep:
         fused: FusedModel | None = None,
     ):  # fmt: skip
         self.batch, self.capacity, self._fused = batch, capacity, fused
+        self.verification: Graph | None = None  # of several tokens; see captured_guesses.py
+        self.unguessed = ""  # why there is none
         self.cache = new_cache(shapes, batch.rows, capacity, batch.slot)
         self.mask = torch.zeros(batch.rows, capacity, dtype=torch.int64, device=batch.device)
         self._model = weakref.ref(model)  # the model holds its runtime, and that this step

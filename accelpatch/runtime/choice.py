@@ -70,6 +70,11 @@ class Choice:
         return self._do_sample, bool(self._holding), self.ends is not None, warpers
 
     @property
+    def alone(self) -> bool:
+        """Whether a token depends on its row's scores and length alone: those of many rows may be chosen at once."""
+        return not self._do_sample and not self._warpers
+
+    @property
     def held(self) -> Tensor | None:
         """The ids held back."""
         return self._holding[0].eos_token_id if self._holding else None

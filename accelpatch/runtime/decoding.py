@@ -17,8 +17,11 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from accelpatch.runtime.native_step import NativeRuntime, Run, unknown
 
-# Arguments of generate()'s model calls that the loop understands besides those of a step.
-UNDERSTOOD = frozenset({"attention_mask", "past_key_values", "position_ids", "use_cache", "logits_to_keep"})
+# Arguments of generate()'s model calls that the loop understands besides those of a step. The tokenizer is that of stop
+# strings: a criterion has it already.
+UNDERSTOOD = frozenset(
+    {"attention_mask", "past_key_values", "position_ids", "use_cache", "logits_to_keep", "tokenizer"}
+)
 
 
 def stock_loop_because(model: Any, config: Any, synced_gpus: bool, kwargs: dict[str, Any]) -> str | None:
@@ -48,7 +51,9 @@ def decode(
 class Steps(Protocol):
     """Logits [B, V] float32, the caller's own, of a prompt and of one token more each time."""
 
-    kwargs: dict[str, Any]
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        """generate()'s arguments as they stand after the prompt."""
 
     def prompt(self, ids: Tensor, config: Any, kwargs: dict[str, Any]) -> Tensor:
         """After `ids`[B, L], given as generate() gives them."""

@@ -44,7 +44,7 @@ class FusedLayer:
     down: Product
 
     def __call__(self, x: Tensor, positions: Tensor, slot: Tensor, mask: Tensor, cache: Any) -> Tensor:
-        """x[B, K] -> [B, K]; one token's keys and values go into `cache`, a layer of captured_cache.py."""
+        """x[B T, K] -> [B T, K] at positions[B, T]; keys and values go into `cache`, a layer of captured_cache.py."""
         qkv = self.qkv(x, self.attention_norm)
         seen = decode_attention_(qkv, positions, slot, mask, cache.keys, cache.values, self.attention)
         x = self.o(seen, residual=x)
@@ -62,8 +62,8 @@ class FusedModel:
     most: int = MOST  # rows of a step
 
     def __call__(self, tokens: Tensor, positions: Tensor, slot: Tensor, mask: Tensor, cache: Any) -> Tensor:
-        """Logits [B, V] after tokens[B], which are cached at `slot`; mask as the cache's."""
-        x = self.embedding(tokens)
+        """Logits [B T, V] after tokens[B] or [B, T], cached from `slot` on; positions[B, T], mask as the cache's."""
+        x = self.embedding(tokens.reshape(-1))
         for layer, held in zip(self.layers, cache.layers, strict=True):
             x = layer(x, positions, slot, mask, held)
         return self.head(x, self.norm)

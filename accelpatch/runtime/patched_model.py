@@ -23,10 +23,10 @@ RUNTIME = "_accelpatch_runtime"  # the attribute of a patched model that holds i
 def new_runtime(device_type: str, settings: Any) -> NativeRuntime | CapturedRuntime:
     """What makes a patched model's steps fast on a device of torch's type: graphs where there are any.
 
-    settings: with the fields of a recipe's `runtime`: graph, cache and max_length.
+    settings: with the fields of a recipe's `runtime`: graph, cache, max_length and speculate.
     """
     if device_type in GRAPHS:
-        return CapturedRuntime(settings.graph, settings.cache, settings.max_length)
+        return CapturedRuntime(settings.graph, settings.cache, settings.max_length, settings.speculate)
     return NativeRuntime()
 
 
