@@ -1,13 +1,18 @@
-"""One token's attention over a static cache, from the row of q, k and v as the product before it leaves them.
+"""Attention of one to eight new tokens a row over a static cache, from q, k and v as the product before it leaves them.
 
-    qkv[B, (Hq + 2 Hkv) D]   q, k turned by the rotary embedding at positions[B, 1], after a norm over D if there is one
-    keys, values[B, Hkv, L, D]   at slot[1], k and v are written; slots before it are read where mask[B, L] is not zero
-    y[B, Hq D] = softmax(scaling q k^T) v
+    qkv[B T, (Hq + 2 Hkv) D]     row b T + t is token t of row b, cached at slot + t; also [B, T, ...], or [B, ...] for T = 1
+    positions[B, T]              q and k are normed over D if there is a norm, then turned by the rotary embedding
+    keys, values[B, Hkv, L, D]   k and v are written at slots slot[1] .. slot + T - 1; there must be room for them
+    y = softmax(scaling q k^T) v  over the cached slots where mask[B, L] is not zero, and the new ones up to the token's own
 
-Query heads h share the cached head h // (Hq / Hkv). A window w > 0 shows the last w slots, the new one among them.
+Query heads h share the cached head h // (Hq / Hkv). A window w > 0 shows the last w slots, the token's own among them.
+softcap c > 0 makes a score s into c tanh(s / c). The rotary embedding turns the first 2 len(inv_freq) columns of a head.
 positions, slot and mask are int64 and read on the device. Rotary layout and roundings are those of transformers' Llama;
-scores and sums are float32. Long caches are cut into runs of SPLIT slots whose results a second kernel adds up, as in
-Dao et al. 2023, "Flash-Decoding".
+scores and sums are float32.
+
+What a token gets does not depend on T, on B, on L, nor (where positions count the slots behind a row's padding) on the
+row's padding: it is bit for bit what it would get alone, its predecessors cached. Long caches are cut into runs of slots
+whose results are added up in their order, as in Dao et al. 2023, "Flash-Decoding".
 """
 
 from __future__ import annotations
@@ -19,16 +24,19 @@ from torch import Tensor
 
 from accelpatch.device import Device
 from accelpatch.kernels import rmsnorm, rope
+from accelpatch.kernels.dispatch import require
 from accelpatch.kernels.triton import launch
 
 SIZES = range(16, 257, 2)  # of a head
+MOST = 8  # new tokens of a row
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionShape:
-    """What all tokens of a layer share. inv_freq[D / 2] and q_norm, k_norm[D] (or None) lie on the device.
+    """What all tokens of a layer share. inv_freq[R / 2], R <= D, and q_norm, k_norm[D] (or None) lie on the device.
 
-    scaling: of the scores; rope_scaling: of cosines and sines; window: 0 shows everything.
+    scaling: of the scores; rope_scaling: of cosines and sines; window, softcap: 0 for none; plus_one: norms multiply by
+    1 + weight, as Gemma's do.
     """
 
     heads: int
@@ -41,53 +49,85 @@ class AttentionShape:
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     eps: float = 0.0
+    softcap: float = 0.0
+    plus_one: bool = False
 
     @property
     def columns(self) -> int:
         """Of qkv."""
         return (self.heads + 2 * self.kv_heads) * self.size
 
+    @property
+    def turned(self) -> int:
+        """Columns of a head that the rotary embedding turns: the first ones."""
+        return 2 * self.inv_freq.shape[0]
+
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x[B, H, 1, D] by the rotary embedding, rounded as transformers rounds it."""
-    left, right = x.chunk(2, dim=-1)
-    return x * cos[:, None] + torch.cat((-right, left), dim=-1) * sin[:, None]
+    """x[B, H, T, D] by the rotary embedding cos, sin[B, T, R], rounded as transformers rounds it."""
+    some, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+    left, right = some.chunk(2, dim=-1)
+    some = some * cos[:, None] + torch.cat((-right, left), dim=-1) * sin[:, None]
+    return torch.cat((some, rest), dim=-1)
 
 
 def reference_(
     qkv: Tensor, positions: Tensor, slot: Tensor, mask: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape
 ) -> Tensor:
     """By torch in qkv's dtype, the softmax in float32 at least."""
-    rows, sizes = qkv.shape[0], (shape.heads, shape.kv_heads, shape.kv_heads)
-    parts = qkv.view(rows, 1, -1, shape.size).transpose(1, 2).split(sizes, dim=1)
+    (rows, tokens), sizes = positions.shape, (shape.heads, shape.kv_heads, shape.kv_heads)
+    parts = qkv.view(rows, tokens, -1, shape.size).transpose(1, 2).split(sizes, dim=1)
     norms = (shape.q_norm, shape.k_norm)
-    normed = (p if n is None else rmsnorm.reference(p, n, shape.eps, False) for p, n in zip(parts, norms, strict=False))
+    normed = (
+        p if n is None else rmsnorm.reference(p, n, shape.eps, shape.plus_one)
+        for p, n in zip(parts, norms, strict=False)
+    )  # fmt: skip
     cos, sin = rope.rotary_cos_sin(positions, shape.inv_freq, shape.rope_scaling, qkv.dtype)
     q, k = (turned(part, cos, sin) for part in normed)
-    keys.index_copy_(2, slot, k)
-    values.index_copy_(2, slot, parts[2])
+    own = slot + torch.arange(tokens, device=qkv.device)
+    keys.index_copy_(2, own, k)
+    values.index_copy_(2, own, parts[2])
     at = torch.arange(keys.shape[2], device=qkv.device)
-    seen = (at <= slot) & (at > slot - (shape.window or keys.shape[2] + 1))
-    hidden = ~(seen & (mask.ne(0) | (at == slot)))[:, None, None]
+    given = mask.ne(0) | (at >= slot)
+    # one by one: torch's products round a token among others as they like
+    each = [_one(q[:, :, token : token + 1], given, own[token], keys, values, shape) for token in range(tokens)]
+    return torch.cat(each, dim=2).transpose(1, 2).reshape(*qkv.shape[:-1], -1)
+
+
+def _one(q: Tensor, given: Tensor, own: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape) -> Tensor:
+    """y[B, Hq, 1, D] of the token at slot `own`, which sees the slots before it where given[B, L]."""
+    at = torch.arange(keys.shape[2], device=q.device)
+    hidden = ~(given & (at <= own) & (at > own - (shape.window or keys.shape[2] + 1)))[:, None, None]
     # what hidden slots hold must not matter
     held = [one.masked_fill(hidden.transpose(2, 3), 0).repeat_interleave(shape.heads // shape.kv_heads, 1)
             for one in (keys, values)]  # fmt: skip
-    wide = torch.promote_types(qkv.dtype, torch.float32)
-    scores = (q.to(wide) @ held[0].to(wide).mT * shape.scaling).masked_fill(hidden, float("-inf"))
-    return (scores.softmax(-1) @ held[1].to(wide)).to(qkv.dtype).view(rows, -1)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores = q.to(wide) @ held[0].to(wide).mT * shape.scaling
+    if shape.softcap:
+        scores = (scores / shape.softcap).tanh() * shape.softcap
+    return (scores.masked_fill(hidden, float("-inf")).softmax(-1) @ held[1].to(wide)).to(q.dtype)
 
 
 def why_not(shape: AttentionShape, dtype: torch.dtype, device: Device) -> str | None:
     """Why `decode_attention_` cannot run; None where it can."""
     if shape.size not in SIZES or shape.heads % shape.kv_heads:
         return f"attention heads of size {shape.size}, {shape.heads} on {shape.kv_heads}"
+    if not 0 < shape.turned <= shape.size:
+        return f"a rotary embedding of {shape.turned} columns on heads of size {shape.size}"
     return None if device.kind == "cpu" else launch.why_not(device, dtype)
 
 
 def decode_attention_(
     qkv: Tensor, positions: Tensor, slot: Tensor, mask: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape
 ) -> Tensor:
-    """y[B, Hq D] in qkv's dtype; k and v are written into the cache. Triton on a GPU, torch on a CPU."""
+    """y[B T, Hq D] (or [B, T, ...]: as qkv) in qkv's dtype; k and v are written into the cache.
+
+    Triton on a GPU, torch on a CPU. Raises KernelError for shapes that do not fit together.
+    """
+    rows, tokens = positions.shape
+    require(1 <= tokens <= MOST, "decode_attention", f"takes 1 to {MOST} tokens a row, not {tokens}")
+    due = rows * tokens * shape.columns
+    require(qkv.numel() == due, "decode_attention", f"qkv holds {due} numbers, not {list(qkv.shape)}")
     if qkv.device.type == "cpu":
         return reference_(qkv, positions, slot, mask, keys, values, shape)
     from accelpatch.kernels.triton import decode_attention as kernel

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList
 
 import accelpatch
 from accelpatch.recipe import parse
@@ -15,10 +14,11 @@ from accelpatch.runtime.captured_runtime import CAPTURED
 from accelpatch.runtime.fused_layer import FUSED
 from accelpatch.runtime.patched_model import RUNTIME
 from tests.families.tiny import CAUSAL, full_batch, padded_batch
+from tests.runtime.steps import logits
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 NEW = 32
-NAMES = ("llama", "mistral", "qwen2", "qwen3")
+NAMES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3")
 SYMMETRIC = """
 extends: int4
 rules:
@@ -27,23 +27,6 @@ rules:
     options: {group_size: 32, symmetric: true}
 """
 RECIPES: dict[str, Any] = {"exact": "exact", "int8": "int8", "int4": "int4", "int4-symmetric": parse(SYMMETRIC)}
-
-
-class Given(LogitsProcessor):
-    """Makes both loops take the same tokens, whatever the last bits of their logits say."""
-
-    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        chosen = (ids.shape[1] * 7 + torch.arange(len(ids), device=ids.device)) % (scores.shape[1] - 2) + 2
-        return torch.full_like(scores, float("-inf")).scatter(1, chosen[:, None], 0.0)
-
-
-def logits(model: Any, batch: dict[str, torch.Tensor], new: int = NEW) -> torch.Tensor:
-    """[steps, B, V] in float64."""
-    made = model.generate(
-        **{key: value.cuda() for key, value in batch.items()}, max_new_tokens=new, do_sample=False, output_logits=True,
-        return_dict_in_generate=True, logits_processor=LogitsProcessorList([Given()]),
-    )  # fmt: skip
-    return torch.stack(made.logits[1:]).double()
 
 
 def assert_float_rule(model: Any, batch: dict[str, torch.Tensor], new: int = NEW) -> None:
