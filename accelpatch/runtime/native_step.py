@@ -57,7 +57,9 @@ class Watch:
         self._held = list(chain.from_iterable(map(dict.values, self._filled)))
         self._tensors = [value for value in self._held if isinstance(value, Tensor)]
         self._pointers = list(map(Tensor.data_ptr, self._tensors))
-        self._written = [tensor for tensor in self._tensors if not tensor.is_inference()]  # those count their writes
+        own = written_by_forward(modules)
+        # tensors of inference mode do not count their writes
+        self._written = [tensor for tensor in self._tensors if not tensor.is_inference() and id(tensor) not in own]
         self._versions = list(map(_version, self._written))
         self._packed = list(packed_modules(model))
         self._packs = [module.pack for module in self._packed]
@@ -85,6 +87,12 @@ class Watch:
             or not all(map(is_, map(attrgetter("tiles"), self._tiled), self._tiles))
             or any(map(contains, self._attributes, repeat("forward")))
         )
+
+
+def written_by_forward(modules: Iterable[nn.Module]) -> set[int]:
+    """Ids of the tensors that a forward itself writes: frequencies that it chooses by the length (longrope)."""
+    longrope = [module for module in modules if getattr(module, "rope_type", None) == "longrope"]
+    return {id(buffer) for module in longrope for name, buffer in module._buffers.items() if name == "inv_freq"}
 
 
 def hook_tables(modules: Iterable[nn.Module]) -> list[Any]:

@@ -18,7 +18,9 @@ from accelpatch.modules import weight_only
 from accelpatch.recipe import parse
 from accelpatch.runtime import captured_graph, fused_layer, fused_weights
 from accelpatch.runtime.captured_graph import EagerGraph
+from accelpatch.runtime.captured_runtime import CAPTURED, MODULES
 from accelpatch.runtime.fused_layer import FUSED, read
+from accelpatch.runtime.patched_model import RUNTIME
 from tests.families.tiny import CAUSAL, full_batch, padded_batch
 from tests.runtime.steps import assert_like_the_stock_loop
 
@@ -76,6 +78,28 @@ def test_prompts_at_the_edge_of_the_window(form: str, length: int) -> None:
     model = patched(form)
     assert_like_the_stock_loop(model, full_batch(length), 12)
     assert model.accelpatch.report().paths[FUSED] == 11
+
+
+_LONGROPE = {
+    "rope_theta": 1e4, "rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.5 + i for i in range(8)],
+    "original_max_position_embeddings": 16, "factor": 8.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("length", "new", "captured"), [(9, 8, True), (9, 9, False), (16, 5, False), (17, 12, True)])
+def test_longrope_is_captured_on_either_side_of_its_turn(length: int, new: int, captured: bool) -> None:
+    model = CAUSAL["phi3"].make(rope_parameters=_LONGROPE, original_max_position_embeddings=16)
+    accelpatch.patch(model, "exact", verify=False)
+    paths = model.accelpatch.report().paths
+    for _ in range(2):
+        assert_like_the_stock_loop(model, full_batch(length), new)
+        steps = list(vars(model)[RUNTIME]._steps.values())
+    if not captured:
+        assert dict(paths) == {"stock loop: longrope's frequencies change beyond 16 tokens": 2}
+        return
+    assert paths[MODULES + "its rotary embedding was not replaced"] == paths[CAPTURED] == 2 * (new - 1)
+    model.generate(**full_batch(length), max_new_tokens=new)
+    assert all(one is other for one, other in zip(vars(model)[RUNTIME]._steps.values(), steps, strict=True))
 
 
 MUTATIONS: dict[str, tuple[str, Callable[[Any], Any]]] = {
