@@ -25,6 +25,7 @@ from accelpatch.kernels.triton import decode_attention, gated_activation, rmsnor
 
 ARCHS = ("gfx90a", "gfx942", "gfx950")
 WAVE = 64
+ALIGNED = ("capacity", "heads")
 SPILLS = ("vgpr_spill_count", "sgpr_spill_count", "private_segment_fixed_size")
 
 
@@ -39,9 +40,19 @@ class Build:
     scalars: int = 0  # scalar registers that may be kept in lanes of a vector register: no memory is touched for them
 
 
-ATTENTION = ("*bf16", *("*i64",) * 3, "*bf16", "*bf16", "*fp32", *("*bf16",) * 3, "*fp32", "*fp32",
-             *("i32",) * 3, *("fp32",) * 3)  # fmt: skip
-RUNS = {"RUN": decode_attention.SPLIT, "WIDE": 128, "SPLITS": 4, "DEPENDENT": False}
+ATTENTION = ("*bf16", *("*i64",) * 3, "*bf16", "*bf16", "*fp32", *("*bf16",) * 3, "*fp32", "*fp32", "*i32",
+             *("i32",) * 4, *("fp32",) * 4)  # fmt: skip
+SHAPE = {
+    "GROUP": 4, "NORM": False, "PLUS_ONE": False, "CAP": False, "SIZE": 128, "WIDE": 128, "TURNED": 128,
+    "RUN": decode_attention.RUN, "SLOTS": decode_attention.SLOTS, "ROWS": decode_attention.ROWS,
+    "MOST": decode_attention.MOST, "DEPENDENT": False,
+}  # fmt: skip
+SHAPES = {
+    "128": {},
+    "128 with norms": {"NORM": True},
+    "80": {"SIZE": 80, "TURNED": 32},
+    "256 with all": {"SIZE": 256, "WIDE": 256, "TURNED": 256, "NORM": True, "PLUS_ONE": True, "CAP": True},
+}
 BUILDS = {
     "rmsnorm": Build(
         rmsnorm._row,
@@ -66,20 +77,11 @@ BUILDS = {
         for name, code in (("silu", 0), ("gelu", 1), ("gelu_tanh", 2))
     },
     **{
-        f"decode_attention {size}{' with norms' if norms else ''}": Build(
-            decode_attention._attend,
-            ATTENTION,
-            RUNS | {"GROUP": 4, "NORM": norms, "SLOTS": 64, "SIZE": size},
-            decode_attention.WARPS,
-            24,
+        f"decode_attention {name}": Build(
+            decode_attention._attend, ATTENTION, SHAPE | changes, decode_attention.WARPS, 72
         )
-        for size, norms in ((128, False), (128, True), (80, False))
+        for name, changes in SHAPES.items()
     },
-    "decode_attention's runs": Build(
-        decode_attention._combine,
-        ("*i64", "*fp32", "*fp32", "*bf16", "i32"),
-        RUNS | {"SIZE": 128, "MOST": 4, "TOGETHER": decode_attention.TOGETHER},
-    ),
 }
 
 
@@ -87,7 +89,13 @@ def faults(arch: str, build: Build) -> list[str]:
     """What is wrong with a kernel's assembly for an arch."""
     names = build.kernel.arg_names
     types = [*build.types, *("constexpr" for _ in build.constants)]
-    source = ASTSource(build.kernel, dict(zip(names, types, strict=True)), dict(build.constants))
+    # as at a launch: tensors and the sizes of caches are multiples of 16
+    attrs = {
+        (place,): [["tt.divisibility", 16]]
+        for place, name in enumerate(names)
+        if types[place][0] == "*" or name in ALIGNED
+    }
+    source = ASTSource(build.kernel, dict(zip(names, types, strict=True)), dict(build.constants), attrs)
     made = triton.compile(source, target=GPUTarget("hip", arch, WAVE), options={"num_warps": build.warps})
     code = made.asm["amdgcn"]
     found = {key: int(value) for key in SPILLS for value in re.findall(rf"\.{key}: +(\d+)", code)}

@@ -1,18 +1,18 @@
 """Attention of one to eight new tokens a row over a static cache, from q, k and v as the product before it leaves them.
 
-    qkv[B T, (Hq + 2 Hkv) D]     row b T + t is token t of row b, cached at slot + t; also [B, T, ...], or [B, ...] for T = 1
+    qkv[B T, (Hq + 2 Hkv) D]     row b T + t is token t of row b; also [B, T, (Hq + 2 Hkv) D]
     positions[B, T]              q and k are normed over D if there is a norm, then turned by the rotary embedding
-    keys, values[B, Hkv, L, D]   k and v are written at slots slot[1] .. slot + T - 1; there must be room for them
-    y = softmax(scaling q k^T) v  over the cached slots where mask[B, L] is not zero, and the new ones up to the token's own
+    keys, values[B, Hkv, L, D]   k and v of token t are written at slot[1] + t; there must be room for all of them
+    y = softmax(scaling q k^T) v over the slots before slot[1] where mask[B, L] is not 0, and the new ones up to its own
 
 Query heads h share the cached head h // (Hq / Hkv). A window w > 0 shows the last w slots, the token's own among them.
-softcap c > 0 makes a score s into c tanh(s / c). The rotary embedding turns the first 2 len(inv_freq) columns of a head.
-positions, slot and mask are int64 and read on the device. Rotary layout and roundings are those of transformers' Llama;
-scores and sums are float32.
+softcap c > 0 makes a score s into c tanh(s / c). The rotary embedding turns the first len(inv_freq) * 2 columns of a
+head. positions, slot and mask are int64 and read on the device. Rotary layout and roundings are those of transformers'
+Llama; scores and sums are float32.
 
 What a token gets does not depend on T, on B, on L, nor (where positions count the slots behind a row's padding) on the
-row's padding: it is bit for bit what it would get alone, its predecessors cached. Long caches are cut into runs of slots
-whose results are added up in their order, as in Dao et al. 2023, "Flash-Decoding".
+row's padding: it is bit for bit what it would get alone, its predecessors cached. Long caches are cut into runs whose
+results are added up in the order of their slots, as in Dao et al. 2023, "Flash-Decoding".
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Attention of one token over a static cache: against torch's attention in float64, on a GPU or interpreted.
+"""Attention of new tokens over a static cache: against torch's attention in float64, on a GPU or interpreted.
 
 Without a GPU the Triton kernel runs through Triton's interpreter, in a process of its own, as in test_triton.py; the
 plain torch form that a CPU runs is always tested.
@@ -6,7 +6,6 @@ plain torch form that a CPU runs is always tested.
 
 from __future__ import annotations
 
-import math
 import os
 import subprocess
 import sys
@@ -14,14 +13,17 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from accelpatch.device import KNOWN
+from accelpatch.errors import KernelError
 from accelpatch.kernels import decode_attention
 from accelpatch.kernels.decode_attention import AttentionShape, reference_
+from tests.parity import bits
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
@@ -34,7 +36,7 @@ LOW = torch.float16 if INTERPRETED else torch.bfloat16  # the interpreter cuts b
 
 @dataclass(frozen=True)
 class Case:
-    """What differs from one step to the next. padding: hidden slots at the left of the second row."""
+    """What differs from one step to the next. padding: hidden slots at the left of the last row."""
 
     heads: int = 4
     kv_heads: int = 2
@@ -45,6 +47,10 @@ class Case:
     padding: int = 0
     norms: bool = False
     rows: int = 2
+    tokens: int = 1
+    turned: int = 0  # 0: all columns
+    softcap: float = 0.0
+    plus_one: bool = False
 
 
 CASES = {
@@ -53,6 +59,7 @@ CASES = {
     "seven-to-one": Case(heads=7, kv_heads=1),
     "size-80": Case(size=80),
     "size-96": Case(size=96, padding=65),
+    "size-256": Case(size=256),
     "first-slot": Case(slot=0),
     "last-slot": Case(slot=255),
     "end-of-a-block": Case(slot=64, padding=3),
@@ -60,9 +67,18 @@ CASES = {
     "window": Case(window=20),
     "window-and-padding": Case(window=60, padding=40),
     "norms": Case(norms=True, size=16),
+    "gemma-norms": Case(norms=True, plus_one=True, softcap=5.0),
+    "softcap": Case(softcap=2.0),
+    "partial": Case(size=96, turned=24),
     "two-runs": Case(capacity=512, slot=300, padding=270),
+    "two-runs-of-a-padded-row": Case(capacity=1024, slot=700, padding=270),
     "window-in-the-last-run": Case(capacity=1024, slot=800, window=100),
     "runs-not-used": Case(capacity=1024, slot=100),
+    "two-tokens": Case(tokens=2, padding=5),
+    "eight-tokens": Case(tokens=8, heads=12, kv_heads=2, norms=True, size=32),
+    "eight-first": Case(tokens=8, slot=0, window=3),
+    "tokens-in-two-runs": Case(tokens=8, slot=252, capacity=512, padding=1, window=250),
+    "tokens-to-the-end": Case(tokens=3, slot=253, softcap=3.0),
 }
 
 
@@ -70,9 +86,11 @@ def made(case: Case, dtype: torch.dtype) -> tuple[tuple[Tensor, ...], AttentionS
     """Arguments; what lies in the cache where nothing was cached, or behind the padding, is NaN."""
     torch.manual_seed(3)
     norms = [(torch.rand(case.size) + 0.5).to(DEVICE, dtype) if case.norms else None for _ in range(2)]
-    frequencies = (10000 ** (-torch.arange(0, case.size, 2) / case.size)).to(DEVICE)
+    turned = case.turned or case.size
     shape = AttentionShape(
-        case.heads, case.kv_heads, case.size, case.size**-0.5, frequencies, 1.0, case.window, *norms, 1e-6
+        case.heads, case.kv_heads, case.size, case.size**-0.5,
+        (10000 ** (-torch.arange(0, turned, 2) / turned)).to(DEVICE), 1.0, case.window, *norms, 1e-6, case.softcap,
+        case.plus_one,
     )  # fmt: skip
     cache = [torch.randn(case.rows, case.kv_heads, case.capacity, case.size).to(DEVICE, dtype) for _ in range(2)]
     mask = torch.ones(case.rows, case.capacity, dtype=torch.int64, device=DEVICE)
@@ -81,46 +99,61 @@ def made(case: Case, dtype: torch.dtype) -> tuple[tuple[Tensor, ...], AttentionS
         one[:, :, case.slot :] = float("nan")
         one[-1, :, : case.padding] = float("nan")
     slot = torch.tensor([case.slot], device=DEVICE)
-    positions = torch.full((case.rows, 1), case.slot, device=DEVICE)
+    positions = (case.slot + torch.arange(case.tokens, device=DEVICE)).repeat(case.rows, 1)
     positions[-1] -= case.padding
-    qkv = torch.randn(case.rows, shape.columns).to(DEVICE, dtype)
+    qkv = torch.randn(case.rows * case.tokens, shape.columns).to(DEVICE, dtype)
     return (qkv, positions, slot, mask, *cache), shape
 
 
+def rotated(x: Tensor, angle: Tensor) -> Tensor:
+    """x[B, T, H, D] in float64 by angle[B, T, R / 2], as complex numbers."""
+    some, rest = x.split([2 * angle.shape[-1], x.shape[-1] - 2 * angle.shape[-1]], dim=-1)
+    one = torch.complex(*some.chunk(2, dim=-1)) * torch.polar(torch.ones_like(angle), angle)[:, :, None]
+    return torch.cat([one.real, one.imag, rest], dim=-1)
+
+
+def over(q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:
+    """One query q[H, D] over k, v[Hkv, S, D], all of which it sees."""
+    k, v = (one.repeat_interleave(shape.heads // shape.kv_heads, 0) for one in (k, v))
+    if not shape.softcap:
+        return functional.scaled_dot_product_attention(q[:, None], k, v, scale=shape.scaling)
+    scores = (q[:, None] * k).sum(-1) * shape.scaling
+    return (torch.tanh(scores / shape.softcap) * shape.softcap).softmax(-1)[:, None] @ v
+
+
 def in_float64(args: tuple[Tensor, ...], shape: AttentionShape) -> tuple[Tensor, Tensor, Tensor]:
-    """(y, k, v) by torch's own attention, row by row over the slots that it sees, and angles as complex numbers."""
+    """(y, k, v) by torch's own attention, token by token over the slots that it sees, and angles as complex numbers."""
     qkv, positions, slot, mask, keys, values = (
         one.cpu().double() if one.is_floating_point() else one.cpu() for one in args
     )
-    new = slot.item()
-    parts = qkv.view(qkv.shape[0], -1, shape.size)
-    q, k, v = parts.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
+    (rows, tokens), new = positions.shape, int(slot)
+    parts = qkv.view(rows, tokens, -1, shape.size)
+    q, k, v = parts.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=2)
     if shape.q_norm is not None and shape.k_norm is not None:
         q, k = (
-            functional.rms_norm(p, [shape.size], w.cpu().double(), shape.eps)
+            functional.rms_norm(p, [shape.size], w.cpu().double() + shape.plus_one, shape.eps)
             for p, w in ((q, shape.q_norm), (k, shape.k_norm))
         )
     angle = positions[:, :, None].double() * shape.inv_freq.cpu().double()
-    turn = torch.polar(torch.ones_like(angle), angle)
-    q, k = (torch.complex(*one.chunk(2, dim=-1)) * turn for one in (q, k))
-    q, k = (torch.cat([one.real, one.imag], dim=-1) for one in (q, k))
-    rows = []
-    for row in range(qkv.shape[0]):
-        first = max(0, new + 1 - shape.window) if shape.window else 0
-        at = [one for one in range(first, new) if mask[row, one]]
-        seen = [torch.cat([held[row][:, at], one[row][:, None]], dim=1) for held, one in ((keys, k), (values, v))]
-        rows.append(
-            functional.scaled_dot_product_attention(q[row][:, None], *seen, scale=shape.scaling, enable_gqa=True)
-        )
-    return torch.stack(rows).flatten(1), k, v
+    q, k = rotated(q, angle), rotated(k, angle)
+    found = []
+    for row in range(rows):
+        for token in range(tokens):
+            first = max(0, new + token + 1 - shape.window) if shape.window else 0
+            at = [one for one in range(first, new) if mask[row, one]]
+            own = range(max(0, first - new), token + 1)
+            seen = (torch.cat([held[row][:, at], one[row, own].transpose(0, 1)], dim=1)
+                    for held, one in ((keys, k), (values, v)))  # fmt: skip
+            found.append(over(q[row, token], *seen, shape))
+    return torch.stack(found).flatten(1), k.transpose(1, 2), v.transpose(1, 2)
 
 
 def assert_float_rule(step: Any, case: Case, dtype: torch.dtype) -> None:
     args, shape = made(case, dtype)
-    due = in_float64(args, shape)
+    due, new = in_float64(args, shape), slice(case.slot, case.slot + case.tokens)
     plain, mine = ([one.clone() for one in args] for _ in range(2))
     outputs = [
-        (run(*given, shape), *(one[:, :, case.slot] for one in given[4:]))
+        (run(*given, shape), *(one[:, :, new] for one in given[4:]))
         for run, given in ((reference_, plain), (step, mine))
     ]
     for index, exact in enumerate(due):
@@ -130,20 +163,45 @@ def assert_float_rule(step: Any, case: Case, dtype: torch.dtype) -> None:
     for before, after in zip(args, mine, strict=True):  # nothing else was written to
         if before.dim() == 4:
             after = after.clone()
-            after[:, :, case.slot] = before[:, :, case.slot]
+            after[:, :, new] = before[:, :, new]
         torch.testing.assert_close(after, before, rtol=0, atol=0, equal_nan=True)
+
+
+def alone(step: Any, args: tuple[Tensor, ...], shape: AttentionShape, row: int, padding: int) -> tuple[Tensor, ...]:
+    """What a row gets token by token, without the other rows, its padding, and most of the room behind it."""
+    qkv, positions, slot, mask, keys, values = args
+    tokens, first = positions.shape[1], int(slot) - padding
+    rest = (mask[row : row + 1, padding:], keys[row : row + 1, :, padding:], values[row : row + 1, :, padding:])
+    mask, keys, values = (one[..., : first + tokens, :].clone() if one.dim() == 4 else one[:, : first + tokens].clone()
+                          for one in rest)  # fmt: skip
+    found = []
+    for token in range(tokens):
+        at, own = torch.full_like(slot, first + token), row * tokens + token
+        found.append(
+            step(qkv[own : own + 1], positions[row : row + 1, token : token + 1].clone(), at, mask, keys, values, shape)
+        )
+    return torch.cat(found), keys[:, :, first:], values[:, :, first:]
+
+
+def assert_the_same_bits(step: Any, case: Case, dtype: torch.dtype) -> None:
+    args, shape = made(case, dtype)
+    mine = tuple(one.clone() for one in args)
+    y = step(*mine, shape).view(case.rows, case.tokens, -1)
+    for row in range(case.rows):
+        padding = case.padding if row == case.rows - 1 else 0
+        due = alone(step, args, shape, row, padding)
+        new = slice(case.slot, case.slot + case.tokens)
+        found = (y[row], *(one[row : row + 1, :, new] for one in mine[4:]))
+        for one, other in zip(found, due, strict=True):
+            assert torch.equal(bits(one), bits(other)), (row, (one - other).abs().max())
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_on_a_cpu(case: Case) -> None:
     (qkv, *rest), shape = made(case, torch.float64)
     due = in_float64((qkv, *rest), shape)
-    y = (
-        decode_attention.decode_attention_(qkv.cpu(), *(one.cpu() for one in rest), shape)
-        if DEVICE.type == "cpu"
-        else None
-    )
-    if y is not None:
+    if DEVICE.type == "cpu":
+        y = decode_attention.decode_attention_(qkv, *rest, shape)
         torch.testing.assert_close(y, due[0], rtol=1e-4, atol=1e-4)  # angles are float32
 
 
@@ -179,9 +237,53 @@ def test_the_triton_kernel(case: Case, dtype: torch.dtype) -> None:
     assert_float_rule(kernel.decode_attention_, case, dtype)
 
 
+SAME = {
+    "grouped": Case(tokens=8),
+    "one-to-one": Case(heads=2, tokens=5, size=128, slot=60, rows=3, padding=13),
+    "three-tiles": Case(heads=7, kv_heads=1, tokens=6, norms=True, softcap=3.0),
+    "in-two-runs": Case(tokens=8, slot=510, capacity=1024, padding=3, rows=1),
+    "end-of-the-first-run": Case(tokens=8, slot=252, capacity=512, padding=141, size=80),
+    "window": Case(tokens=8, slot=700, capacity=1024, window=180, turned=16),
+}
+
+
+def _product(a: Any, b: Any, dtype: Any) -> Any:
+    """a @ b, each number by itself."""
+    return (a.astype(dtype)[:, None, :] * b.astype(dtype).T[None]).sum(-1)
+
+
+@pytest.fixture
+def _rows_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matrix instructions give a row the same in any place; the interpreter's product, numpy's, does not."""
+    if INTERPRETED:
+        monkeypatch.setattr(numpy, "matmul", _product)
+
+
+@needs_triton
+@here
+@pytest.mark.gpu
+@pytest.mark.usefixtures("_rows_apart")
+@pytest.mark.parametrize("case", SAME.values(), ids=SAME)
+def test_the_triton_kernel_gives_a_token_the_bits_that_it_gets_alone(case: Case) -> None:
+    from accelpatch.kernels.triton import decode_attention as kernel
+
+    assert_the_same_bits(kernel.decode_attention_, case, LOW)
+
+
 def test_reasons() -> None:
     shape = AttentionShape(4, 2, 64, 0.125, torch.ones(32))
     assert decode_attention.why_not(shape, torch.float32, KNOWN["sm_90"]) in (None, "Triton is not installed")
     odd = AttentionShape(4, 3, 63, 0.125, torch.ones(32))
     assert "63" in str(decode_attention.why_not(odd, torch.float32, KNOWN["sm_90"]))
-    assert math.isclose(shape.columns, 512)
+    assert shape.columns == 512
+    wide = AttentionShape(4, 2, 64, 0.125, torch.ones(33))
+    assert "66 columns" in str(decode_attention.why_not(wide, torch.float32, KNOWN["sm_90"]))
+
+
+def test_more_tokens_than_a_step_has() -> None:
+    args, shape = made(Case(tokens=9), torch.float32)
+    with pytest.raises(KernelError, match="1 to 8 tokens"):
+        decode_attention.decode_attention_(*args, shape)
+    (qkv, *rest), shape = made(Case(tokens=2), torch.float32)
+    with pytest.raises(KernelError, match="qkv holds"):
+        decode_attention.decode_attention_(qkv[:3], *rest, shape)
