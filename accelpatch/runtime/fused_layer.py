@@ -22,6 +22,7 @@ from accelpatch.kernels.hip.binding import MOST
 from accelpatch.modules.gated_mlp import GatedMLP
 from accelpatch.modules.norm import FusedRMSNorm, ResidualNormLayer
 from accelpatch.modules.rotary import FusedRotaryEmbedding
+from accelpatch.runtime.adapters import Adapted, active, base_of, with_adapters
 from accelpatch.runtime.fused_weights import Unfit, gated_product, one_product, product
 from accelpatch.runtime.native_weights import window
 
@@ -39,14 +40,14 @@ DTYPES = (torch.bfloat16, torch.float16)
 class FusedLayer:
     """One decoder layer; the norms `after` are those of the sandwich form, before the residual is added."""
 
-    qkv: Product
+    qkv: Product | Adapted
     attention_norm: Norm
     attention: AttentionShape
-    o: Product
-    gate_up: Product
+    o: Product | Adapted
+    gate_up: Product | Adapted
     mlp_norm: Norm
     activation: str
-    down: Product
+    down: Product | Adapted
     after_attention: Norm | None = None
     after_mlp: Norm | None = None
 
@@ -58,7 +59,7 @@ class FusedLayer:
         return added(self.down, self.gate_up(x, self.mlp_norm, gate=self.activation), self.after_mlp, x)
 
 
-def added(last: Product, x: Tensor, norm: Norm | None, residual: Tensor) -> Tensor:
+def added(last: Product | Adapted, x: Tensor, norm: Norm | None, residual: Tensor) -> Tensor:
     """The residual plus a product, or plus its norm."""
     return last(x, residual=residual) if norm is None else norm.added(last(x), residual)
 
@@ -70,7 +71,7 @@ class FusedModel:
     embedding: nn.Module
     layers: tuple[FusedLayer, ...]
     norm: Norm
-    head: Product
+    head: Product | Adapted
     softcap: float = 0.0
     most: int = MOST  # rows of a step
 
@@ -90,7 +91,7 @@ def read(model: Any) -> FusedModel:
     if decoder is None or head is None or not layers:
         raise Unfit("it has no decoder of the Llama form")
     embedding: Any = decoder.embed_tokens
-    dtype = embedding(torch.zeros(1, dtype=torch.int64, device=head.weight.device)).dtype
+    dtype = embedding(torch.zeros(1, dtype=torch.int64, device=next(model.parameters()).device)).dtype
     for place, layer in enumerate(layers):
         if reason := unfit(layer):
             raise Unfit(f"layer {place}: {reason}")
@@ -100,7 +101,7 @@ def read(model: Any) -> FusedModel:
     if model.config._attn_implementation not in ("eager", "sdpa"):
         raise Unfit(f"the attention implementation is {model.config._attn_implementation}")
     final = norm_of(decoder.norm, dtype)
-    check(product(head, dtype), dtype)
+    checked(head, dtype)
     # every layer is looked at before the first is laid together
     shapes = [attention_of(layer.self_attn, rotary, dtype) for layer in layers]
     for layer in layers:
@@ -108,7 +109,7 @@ def read(model: Any) -> FusedModel:
     fused = tuple(fuse(layer, shape, dtype) for layer, shape in zip(layers, shapes, strict=True))
     capped = type(model).__name__ in CAPPED_LOGITS
     softcap = float(getattr(model.config, "final_logit_softcapping", None) or 0.0) if capped else 0.0
-    return FusedModel(embedding, fused, final, product(head, dtype), softcap)
+    return FusedModel(embedding, fused, final, one(head, dtype), softcap)
 
 
 def unfit(layer: Any) -> str | None:
@@ -160,7 +161,7 @@ def looked_at(layer: Any, dtype: torch.dtype) -> None:
     """Raises Unfit where a product of a layer cannot be run by itself."""
     attention, mlp = layer.self_attn, layer.mlp
     for module in (*parts_of(attention), attention.o_proj, *halves_of(mlp), mlp.down_proj):
-        check(product(module, dtype), dtype)
+        checked(module, dtype)
     for norm in norms_of(layer):
         if norm is not None:
             norm_of(norm, dtype)
@@ -187,13 +188,20 @@ def halves_of(mlp: Any) -> tuple[Any, ...]:
     return (mlp.gate_up_proj,) if mlp.fused_rows else (mlp.gate_proj, mlp.up_proj)
 
 
-def check(one: Product, dtype: torch.dtype) -> None:
+def checked(module: Any, dtype: torch.dtype) -> None:
     """Raises Unfit where a product cannot run for activations of `dtype` on the device that it lies on."""
-    device = (one.w if isinstance(one.w, Tensor) else one.w.w).device
+    held = product(base_of(module), dtype)
+    device = (held.w if isinstance(held.w, Tensor) else held.w.w).device
     if device.type != "cpu" and dtype not in DTYPES:
         raise Unfit(f"its activations are {dtype}")
-    if reason := one.why_not(dtype, probe(device)):
+    if reason := held.why_not(dtype, probe(device)):
         raise Unfit(reason)
+    active(module)
+
+
+def one(module: Any, dtype: torch.dtype) -> Product | Adapted:
+    """What a linear layer and the adapters around it compute."""
+    return with_adapters(product(base_of(module), dtype), (module,), dtype)
 
 
 def fuse(layer: Any, shape: AttentionShape, dtype: torch.dtype) -> FusedLayer:
@@ -202,10 +210,12 @@ def fuse(layer: Any, shape: AttentionShape, dtype: torch.dtype) -> FusedLayer:
     before, after, inner, last = (None if norm is None else norm_of(norm, dtype) for norm in norms_of(layer))
     assert before is not None
     assert inner is not None
+    parts, halves = parts_of(layer.self_attn), halves_of(mlp)
+    qkv = one_product([base_of(part) for part in parts], dtype)
+    gate_up = gated_product([base_of(half) for half in halves], dtype, mlp.activation)
     fused = FusedLayer(
-        one_product(parts_of(layer.self_attn), dtype), before, shape, product(layer.self_attn.o_proj, dtype),
-        gated_product(halves_of(mlp), dtype, mlp.activation), inner, mlp.activation, product(mlp.down_proj, dtype),
-        after, last,
+        with_adapters(qkv, parts, dtype), before, shape, one(layer.self_attn.o_proj, dtype),
+        with_adapters(gate_up, halves, dtype), inner, mlp.activation, one(mlp.down_proj, dtype), after, last,
     )  # fmt: skip
     if shape.inv_freq.is_cuda:  # what the parts lay in is no room for the next layer's whole
         torch.cuda.empty_cache()
