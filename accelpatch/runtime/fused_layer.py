@@ -145,7 +145,8 @@ def attention_of(attention: Any, rotary: Any, dtype: torch.dtype) -> AttentionSh
     if len(set(both)) > 1:
         raise Unfit("the norms of q and k differ in their epsilon")
     eps, plus_one = both[0] if both else (0.0, False)
-    softcap = attention.attn_logit_softcapping if type(attention).__name__ in CAPPED_SCORES else None
+    capped = type(attention).__name__ in CAPPED_SCORES and config._attn_implementation == "eager"  # sdpa caps nothing
+    softcap = attention.attn_logit_softcapping if capped else None
     shape = AttentionShape(
         config.num_attention_heads, config.num_key_value_heads, size, float(attention.scaling), frequencies,
         float(getattr(rotary, f"{kind}attention_scaling")), window(attention),

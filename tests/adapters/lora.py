@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -38,17 +37,3 @@ def both_orders(name: str, recipe: str, **changes: Any) -> tuple[Any, Any]:
     first = adapted(accelpatch.patch(CAUSAL[name].make(), RECIPES[recipe], verify=False), **changes)
     last = adapted(CAUSAL[name].make(), **changes)
     return first, accelpatch.patch(last, RECIPES[recipe], verify=False)
-
-
-def inner(model: Any) -> Any:
-    """The transformers model inside."""
-    return model.get_base_model()
-
-
-def plain(model: Any) -> Any:
-    """A copy of a patched PeftModel that runs transformers' own loop over the same modules."""
-    from accelpatch.runtime.patched_model import RUNTIME
-
-    copied = copy.deepcopy(model)
-    vars(inner(copied))[RUNTIME] = None
-    return copied

@@ -12,9 +12,10 @@ from torch import Tensor
 
 import accelpatch
 from accelpatch.errors import PatchError
-from tests.adapters.lora import RECIPES, adapted, both_orders, inner, peft
+from tests.adapters.lora import RECIPES, adapted, both_orders, peft
 from tests.families.simulated import simulated
 from tests.families.tiny import CAUSAL, padded_batch
+from tests.runtime.steps import inner
 
 FAMILIES = ("llama", "gemma3", "phi3", "gpt2", "opt", "qwen3_moe")
 

@@ -21,9 +21,9 @@ from accelpatch.runtime.captured_graph import EagerGraph
 from accelpatch.runtime.captured_runtime import CAPTURED, MODULES, STATES
 from accelpatch.runtime.fused_layer import FUSED
 from accelpatch.runtime.patched_model import RUNTIME
-from tests.adapters.lora import RECIPES, adapted, both_orders, config, inner, plain
+from tests.adapters.lora import RECIPES, adapted, both_orders, config
 from tests.families.tiny import CAUSAL, full_batch, padded_batch
-from tests.runtime.steps import logits
+from tests.runtime.steps import inner, logits, stock
 
 FUSING = ("llama", "qwen2", "phi3", "gemma2", "gemma3")
 STEPS = 12
@@ -52,7 +52,7 @@ def runtime(model: Any) -> Any:
 def assert_like_the_modules(model: Any, batch: dict[str, Tensor] | None = None, new: int = STEPS) -> Tensor:
     """Every step's logits are those of transformers' own loop; gives them."""
     given = padded_batch() if batch is None else batch
-    found, due = logits(model, given, new), logits(plain(model), given, new)
+    found, due = logits(model, given, new), logits(stock(model), given, new)
     error = (found - due).abs().flatten(1).amax(1) / due.abs().flatten(1).amax(1)
     assert error.max() < 1e-5, f"step {int(error.argmax())} is off by {float(error.max()):.2g}"
     return found

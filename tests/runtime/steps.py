@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
+from accelpatch.runtime.captured_runtime import CAPTURED
+from accelpatch.runtime.fused_layer import FUSED
 from accelpatch.runtime.patched_model import RUNTIME
 
 
@@ -30,10 +32,15 @@ def logits(model: Any, batch: dict[str, Tensor], new: int) -> Tensor:
     return torch.stack(made.logits[1:]).double()
 
 
+def inner(model: Any) -> Any:
+    """The transformers model inside a PeftModel; another model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 def stock(model: Any) -> Any:
     """A copy of a patched model that runs transformers' own loop over the same modules."""
     plain = copy.deepcopy(model)
-    vars(plain)[RUNTIME] = None
+    vars(inner(plain))[RUNTIME] = None
     return plain
 
 
@@ -42,3 +49,17 @@ def assert_like_the_stock_loop(model: Any, batch: dict[str, Tensor], new: int = 
     due = logits(stock(model), batch, new)
     error = (logits(model, batch, new) - due).abs().flatten(1).amax(1) / due.abs().flatten(1).amax(1)
     assert error.max() < 1e-5, f"step {int(error.argmax())} is off by {float(error.max()):.2g}"
+
+
+def assert_float_rule(model: Any, batch: dict[str, Tensor], new: int = 32) -> None:
+    """Fused layers are at most twice as far from float32 as the modules of the patched model are."""
+    plain = stock(model)
+    exact = logits(copy.deepcopy(plain).float(), batch, new)
+    modules, fused = (
+        ((logits(one, batch, new) - exact).flatten(1).norm(dim=1) / exact.flatten(1).norm(dim=1)).max().item()
+        for one in (plain, model)
+    )
+    assert fused <= 2 * modules + 2**-8, (fused, modules)
+    assert fused < 0.1, fused
+    paths = inner(model).accelpatch.report().paths
+    assert paths[FUSED] == paths[CAPTURED] == new - 1, paths

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -10,14 +9,11 @@ import torch
 
 import accelpatch
 from accelpatch.recipe import parse
-from accelpatch.runtime.captured_runtime import CAPTURED
-from accelpatch.runtime.fused_layer import FUSED
 from accelpatch.runtime.patched_model import RUNTIME
 from tests.families.tiny import CAUSAL, full_batch, padded_batch
-from tests.runtime.steps import logits
+from tests.runtime.steps import assert_float_rule, logits
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
-NEW = 32
 NAMES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3")
 SYMMETRIC = """
 extends: int4
@@ -27,21 +23,6 @@ rules:
     options: {group_size: 32, symmetric: true}
 """
 RECIPES: dict[str, Any] = {"exact": "exact", "int8": "int8", "int4": "int4", "int4-symmetric": parse(SYMMETRIC)}
-
-
-def assert_float_rule(model: Any, batch: dict[str, torch.Tensor], new: int = NEW) -> None:
-    """Fused layers are at most twice as far from float32 as the modules of the patched model are."""
-    plain = copy.deepcopy(model)
-    vars(plain)[RUNTIME] = None
-    exact = logits(copy.deepcopy(plain).float(), batch, new)
-    modules, fused = (
-        ((logits(one, batch, new) - exact).flatten(1).norm(dim=1) / exact.flatten(1).norm(dim=1)).max().item()
-        for one in (plain, model)
-    )
-    assert fused <= 2 * modules + 2**-8, (fused, modules)
-    assert fused < 0.1, fused
-    paths = model.accelpatch.report().paths
-    assert paths[FUSED] == paths[CAPTURED] == new - 1, paths
 
 
 @pytest.mark.parametrize("make", [full_batch, padded_batch], ids=["one-length", "left-padding"])
