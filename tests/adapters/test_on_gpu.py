@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import accelpatch
+from accelpatch.runtime.fused_layer import read
 from tests.adapters.lora import adapted, config
 from tests.families.tiny import CAUSAL, full_batch, padded_batch
 from tests.runtime.steps import assert_float_rule, inner, logits
@@ -45,10 +46,15 @@ def test_swaps_between_graphs() -> None:
 
 @pytest.mark.parametrize("recipe", ["exact", "int8", "int4"])
 def test_a_row_is_what_it_is_alone(recipe: str) -> None:
-    model, ids = patched("llama", recipe), full_batch()["input_ids"]
-    same = {"input_ids": ids[:1].expand(8, -1).contiguous(), "attention_mask": torch.ones(8, ids.shape[1]).long()}
-    torch.manual_seed(0)
-    options: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False}
-    together = model.generate(**{key: value.cuda() for key, value in same.items()}, **options)
-    alone = model.generate(**{key: value[:1].cuda() for key, value in same.items()}, **options)
-    assert torch.equal(together, alone.expand(8, -1))
+    """Bit for bit, of the products of a layer in batches of up to 8."""
+    model = inner(patched("llama", recipe))
+    with torch.no_grad():
+        layer = read(model).layers[0]
+        for trial in range(50):
+            rows = torch.randn(1 + trial % 8, 64, generator=torch.Generator().manual_seed(trial)).to(
+                "cuda", torch.bfloat16
+            )
+            for product in (layer.qkv, layer.o, lambda x: layer.gate_up(x, layer.mlp_norm, gate=layer.activation)):
+                together = product(rows)  # type: ignore[operator]
+                alone = torch.cat([product(row[None]) for row in rows])  # type: ignore[operator]
+                assert torch.equal(together, alone)

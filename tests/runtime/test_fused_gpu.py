@@ -33,6 +33,19 @@ def test_logits(name: str, recipe: Any, make: Any) -> None:
     assert_float_rule(accelpatch.patch(model, recipe, verify=False), make())
 
 
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("gemma2", {"attn_logit_softcapping": 0.5, "final_logit_softcapping": 2.0, "attn_implementation": "eager"}),
+        ("phi3", {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.5}}),
+    ],
+    ids=["caps", "partial"],
+)
+def test_caps_and_partial_rotary(name: str, changes: dict[str, Any]) -> None:
+    model = CAUSAL[name].make(torch.bfloat16, **changes).cuda()
+    assert_float_rule(accelpatch.patch(model, "exact", verify=False), padded_batch())
+
+
 @pytest.mark.parametrize("size", [64, 80, 128])
 def test_head_sizes_and_a_cache_of_several_runs(size: int) -> None:
     changes = {"head_dim": size, "hidden_size": 256, "max_position_embeddings": 1024, "sliding_window": None}
