@@ -201,3 +201,13 @@ def test_weights_that_are_laid_together_later_leave_no_old_graph() -> None:
         assert_like_the_modules(model)
     assert runtime(model)._others == {}
     assert_like_the_modules(model)
+
+
+def test_a_batch_with_several_adapters_runs_the_stock_loop() -> None:
+    model = patched()
+    model.add_adapter("second", config(rank=2))
+    names = ["default", "second", "__base__"]
+    options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "adapter_names": names}
+    found = model.generate(**full_batch(), **options)
+    assert torch.equal(found, stock(model).generate(**full_batch(), **options))
+    assert paths(model) == {"stock loop: a hook on an inner module": 1}
