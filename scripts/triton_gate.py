@@ -45,7 +45,8 @@ ATTENTION = ("*bf16", *("*i64",) * 3, "*bf16", "*bf16", "*fp32", *("*bf16",) * 3
 SHAPE = {
     "GROUP": 4, "NORM": False, "PLUS_ONE": False, "CAP": False, "SIZE": 128, "WIDE": 128, "TURNED": 128,
     "RUN": decode_attention.RUN, "SLOTS": decode_attention.SLOTS, "ROWS": decode_attention.ROWS,
-    "MOST": decode_attention.MOST, "DEPENDENT": False,
+    "SOME": 4, "MOST": decode_attention.MOST, "ROOM": decode_attention.ROOM, "AHEAD": decode_attention.AHEAD,
+    "STAGES": decode_attention.STAGES, "DEPENDENT": False,
 }  # fmt: skip
 SHAPES = {
     "128": {},

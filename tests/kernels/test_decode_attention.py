@@ -23,6 +23,7 @@ from accelpatch.device import KNOWN
 from accelpatch.errors import KernelError
 from accelpatch.kernels import decode_attention
 from accelpatch.kernels.decode_attention import AttentionShape, reference_
+from accelpatch.kernels.triton import launch
 from tests.parity import bits
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -263,10 +264,14 @@ def _rows_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 @here
 @pytest.mark.gpu
 @pytest.mark.usefixtures("_rows_apart")
+@pytest.mark.parametrize("processors", [1, 2, 132])
 @pytest.mark.parametrize("case", SAME.values(), ids=SAME)
-def test_the_triton_kernel_gives_a_token_the_bits_that_it_gets_alone(case: Case) -> None:
+def test_the_triton_kernel_gives_a_token_the_bits_that_it_gets_alone(
+    case: Case, processors: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from accelpatch.kernels.triton import decode_attention as kernel
 
+    monkeypatch.setattr(launch, "processors", lambda device: processors)  # what one program has of a head
     assert_the_same_bits(kernel.decode_attention_, case, LOW)
 
 

@@ -1,9 +1,17 @@
 """The query heads of one cached head over a run of slots by one program; see ../decode_attention.py.
 
 A program holds ROWS queries, (token, head of the group) in turn, so that they share one read of keys and values. Runs
-are counted from the first slot of the row's own tokens, and the last program of a head to finish adds their results up
-in the order of their slots: nothing that is added up depends on how many tokens or rows there are, nor on who is last.
-The next kernel may begin meanwhile where the device has dependent launches (Hopper and later).
+are counted from the first slot of the row's own tokens (the first one takes in what lies before). There are as many
+programs as run at once, each with some runs of a head, and the last one of a head to finish adds the results up. Each
+run begins anew and has its place in that sum: what a token gets depends on its slots alone, not on how many tokens,
+rows or programs there are, nor on who is last.
+
+Dependent launches (Hopper and later): the next kernel may begin meanwhile, and a program reads slot, positions, mask
+and its first block of the cache before it waits for the kernel before, which makes qkv alone. Kernels further back can
+still run then, as far as each began early: one that does not (any of torch's) begins when all before it have ended, and
+ends before any behind it begins. So one of those must lie between whatever moves slot or writes the cache, a launch of
+this kernel among it, and the next launch on that cache. All else is read, and everything written, after the wait, when
+all before has ended: each kernel ends after its own wait.
 """
 
 from __future__ import annotations
@@ -11,7 +19,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import triton
@@ -20,95 +27,37 @@ from torch import Tensor
 from triton.errors import TritonError
 from triton.language.extra import cuda
 
-from accelpatch.device import probe
 from accelpatch.errors import KernelError
 from accelpatch.kernels.decode_attention import MOST, AttentionShape
-from accelpatch.kernels.triton.launch import on
+from accelpatch.kernels.triton import launch
+from accelpatch.kernels.triton.attention_runs import added_up, begin_of, count_of, keep, prefetch, runs_of
+from accelpatch.kernels.triton.rotation import angles, pair, turned
 
-RUN = 256  # slots of one program
+RUN = 256  # slots whose results are added up by themselves
 SLOTS = 64  # at once
 ROWS = 16  # queries of one program: the least that matrix instructions take
 WARPS = 4
+STAGES = 3  # of the pipeline that reads
+RESIDENT = 3  # programs at once on a processor of the GPU
+ROOM = 2048  # slots whose mask is looked at together
+AHEAD = 16  # runs whose results are read together
 LOG2_E = 1.4426950408889634
 
 
 @triton.jit
-def _cos_sin(angle):  # type: ignore[no-untyped-def]
-    """Of float32 radians, without the branches of the library's, which a tile of them would spread over all registers.
-
-    Quarter turns are taken off in three parts (Cody and Waite 1980); the polynomials are those of Moshier's Cephes.
-    """
-    quarters = tl.floor(angle * 0.6366197723675814 + 0.5)
-    x = angle - quarters * 1.5703125
-    x = x - quarters * 4.837512969970703125e-4
-    x = x - quarters * 7.54978995489188216e-8
-    z = x * x
-    sin = x + x * z * (-1.6666654611e-1 + z * (8.3321608736e-3 + z * -1.9515295891e-4))
-    cos = 1.0 - 0.5 * z + z * z * (4.166664568298827e-2 + z * (-1.388731625493765e-3 + z * 2.443315711809948e-5))
-    turn = quarters.to(tl.int32) & 3
-    swapped, down, left = (turn & 1) == 1, turn >= 2, (turn == 1) | (turn == 2)
-    some, other = tl.where(swapped, sin, cos), tl.where(swapped, cos, sin)
-    return tl.where(left, -some, some), tl.where(down, -other, other)
-
-
-@triton.jit
-def _angles(position, inv_freq, scaling, columns, TURNED: tl.constexpr, kind: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Cosine and sine [rows, columns], rounded to the activations' dtype."""
-    frequency = tl.load(inv_freq + columns % (TURNED // 2)).to(tl.float32)
-    cos, sin = _cos_sin(position.to(tl.float32)[:, None] * frequency[None, :])
-    return (cos * scaling).to(kind).to(tl.float32), (sin * scaling).to(kind).to(tl.float32)
-
-
-@triton.jit
-def _normed(value, factor, weight, kind: tl.constexpr, PLUS_ONE: tl.constexpr):  # type: ignore[no-untyped-def]
-    wide = value.to(tl.float32) * factor[:, None]
-    if PLUS_ONE:
-        return (wide * (weight.to(tl.float32) + 1.0)[None, :]).to(kind)
-    return (wide.to(kind).to(tl.float32) * weight.to(tl.float32)[None, :]).to(kind)
-
-
-@triton.jit
-def _turned(  # type: ignore[no-untyped-def]
-    x, here, columns, cos, sin, weight, eps,
-    SIZE: tl.constexpr, TURNED: tl.constexpr, NORM: tl.constexpr, PLUS_ONE: tl.constexpr,
-):  # fmt: skip
-    """Heads' rows of q or k: normalised where NORM, then turned; rounded to their dtype where transformers rounds."""
-    low, moved = columns < TURNED // 2, columns < TURNED
-    others = tl.where(low, columns + TURNED // 2, tl.where(moved, columns - TURNED // 2, columns))
-    inside = columns < SIZE
-    both = here[:, None] & inside[None, :]
-    value = tl.load(x[:, None] + columns[None, :], mask=both, other=0.0)
-    other = tl.load(x[:, None] + others[None, :], mask=both, other=0.0)
-    kind: tl.constexpr = x.dtype.element_ty
-    if NORM:
-        wide = value.to(tl.float32)
-        factor = tl.rsqrt(tl.sum(wide * wide, axis=1) / SIZE + eps)
-        value = _normed(value, factor, tl.load(weight + columns, mask=inside, other=0.0), kind, PLUS_ONE)
-        other = _normed(other, factor, tl.load(weight + others, mask=inside, other=0.0), kind, PLUS_ONE)
-    straight = (value.to(tl.float32) * cos).to(kind).to(tl.float32)
-    across = (other.to(tl.float32) * sin).to(kind).to(tl.float32)
-    done = (straight + tl.where(low[None, :], -across, across)).to(kind)
-    return tl.where(moved[None, :], done, value)
-
-
-@triton.jit
 def _cache_new(  # type: ignore[no-untyped-def]
-    given, positions, inv_freq, k_norm, keys, values, slot, tokens, begin, stop, heads, kv_heads, rope_scaling, eps,
+    new, cos, sin, k_norm, keys, values, here, slot, kv_heads, eps,
     SIZE: tl.constexpr, WIDE: tl.constexpr, TURNED: tl.constexpr, NORM: tl.constexpr, PLUS_ONE: tl.constexpr,
     MOST: tl.constexpr,
 ):  # fmt: skip
-    """Writes the k and v of the new tokens whose slots are in this run; `given` begins at the first token's k."""
-    token, columns = tl.arange(0, MOST), tl.arange(0, WIDE)
-    here = (token < tokens) & (slot + token >= begin) & (slot + token < stop)
-    position = tl.load(positions + token, mask=here, other=0)
-    cos, sin = _angles(position, inv_freq, rope_scaling, columns, TURNED, given.dtype.element_ty)
-    rows = given + token * ((heads + 2 * kv_heads) * SIZE)
-    k = _turned(rows, here, columns, cos, sin, k_norm, eps, SIZE, TURNED, NORM, PLUS_ONE)
+    """Writes k and v of the new tokens that are here; new[MOST] points to their k."""
+    columns, place = tl.arange(0, WIDE), slot + tl.arange(0, MOST)
     both = here[:, None] & (columns < SIZE)[None, :]
-    v = tl.load((rows + kv_heads * SIZE)[:, None] + columns[None, :], mask=both, other=0.0)
-    place = (slot + token)[:, None] * SIZE + columns[None, :]
-    tl.store(keys + place, k, mask=both)
-    tl.store(values + place, v, mask=both)
+    value, other, others = pair(new, here, columns, SIZE, TURNED)
+    v = tl.load((new + kv_heads * SIZE)[:, None] + columns[None, :], mask=both, other=0.0)
+    tl.store(values + place[:, None] * SIZE + columns[None, :], v, mask=both)
+    k = turned(value, other, others, columns, cos, sin, k_norm, eps, SIZE, TURNED, NORM, PLUS_ONE)
+    tl.store(keys + place[:, None] * SIZE + columns[None, :], k, mask=both)
 
 
 @triton.jit
@@ -121,70 +70,127 @@ def _scores(q, k, scaling, softcap, seen, CAP: tl.constexpr):  # type: ignore[no
 
 
 @triton.jit
-def _scan(  # type: ignore[no-untyped-def]
-    q, keys, values, mask, begin, stop, own, slot, end, window, scaling, softcap,
-    CAP: tl.constexpr, SLOTS: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
+def _over(  # type: ignore[no-untyped-def]
+    q, keys, values, mask, sums, tops, here, token, begin, stop, origin, slot, window, scaling, softcap,
+    CAP: tl.constexpr, RUN: tl.constexpr, SLOTS: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr,
+    ROWS: tl.constexpr, STAGES: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The running softmax (highest score, sum of weights, weighted sum of values) over the slots begin .. stop - 1."""
+    """The running softmax (highest score, sum of weights, weighted sum of values) over the slots begin .. stop - 1.
+
+    Of the last run; those of the runs before are left in memory.
+    """
     columns = tl.arange(0, WIDE)
     top, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
     mean = tl.zeros([ROWS, WIDE], tl.float32)
-    least = tl.where(window > 0, own - window, -1)  # a token sees what lies behind this slot
-    for start in tl.range(begin, stop, SLOTS, num_stages=1):
-        at = start + tl.arange(0, SLOTS)
-        here = (at >= 0) & (at < end)
-        given = here & ((at >= slot) | (tl.load(mask + at, mask=here & (at < slot), other=0) != 0))
-        both = given[:, None] & (columns < SIZE)[None, :]  # what hidden slots hold must not matter
+    least = tl.where(window > 0, slot + token - window, -1)  # a token sees what lies behind this slot
+    for start in tl.range(begin, stop, SLOTS, num_stages=STAGES):
+        at, end = start + tl.arange(0, SLOTS), start + SLOTS
+        shown = (at >= 0) & (at < stop)
+        if MASKED:
+            shown &= (at >= slot) | (tl.load(mask + at, mask=shown, other=0) != 0)
+        both = shown[:, None] & (columns < SIZE)[None, :]  # what hidden slots hold must not matter
         k = tl.load(keys + at[:, None] * SIZE + columns[None, :], mask=both, other=0.0)
         v = tl.load(values + at[:, None] * SIZE + columns[None, :], mask=both, other=0.0)
-        seen = given[None, :] & (at[None, :] <= own[:, None]) & (at[None, :] > least[:, None])
+        seen = shown[None, :] & (at[None, :] <= (slot + token)[:, None]) & (at[None, :] > least[:, None])
         score = _scores(q, k, scaling, softcap, seen, CAP)
         higher = tl.maximum(top, tl.max(score, axis=1))
         base = tl.where(higher == float("-inf"), 0.0, higher)  # nothing was seen yet
         weight, kept = tl.exp2(score - base[:, None]), tl.exp2(top - base)
         mean = mean * kept[:, None] + tl.dot(weight.to(v.dtype), v, input_precision="ieee")
         total = total * kept + tl.sum(weight, axis=1)
-        top = higher
+        ended = (end < stop) & (end > origin) & ((end - origin) % RUN == 0)
+        if ended:
+            keep(sums, tops, (start - origin) // RUN, here, higher, total, mean, SIZE, WIDE, ROWS)
+        top, total = tl.where(ended, float("-inf"), higher), tl.where(ended, 0.0, total)
+        mean = tl.where(ended, 0.0, mean)
     return top, total, mean
 
 
 @triton.jit
-def _added_up(sums, tops, first, last, here, SIZE: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Weighted mean of the values over the runs first .. last, one after the other."""
-    row, columns = tl.arange(0, ROWS), tl.arange(0, WIDE)
-    highest = tl.full([ROWS], float("-inf"), tl.float32)
-    for run in tl.range(first, last + 1, num_stages=1):
-        highest = tl.maximum(highest, tl.load(tops + run * 2 * ROWS + row))
-    total, mean = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, WIDE], tl.float32)
-    both = here[:, None] & (columns < SIZE)[None, :]
-    for run in tl.range(first, last + 1, num_stages=1):
-        kept = tl.exp2(tl.load(tops + run * 2 * ROWS + row) - highest)
-        total += kept * tl.load(tops + (run * 2 + 1) * ROWS + row)
-        held = run * ROWS * SIZE + row[:, None] * SIZE + columns[None, :]
-        mean += kept[:, None] * tl.load(sums + held, mask=both, other=0.0)
-    return mean / total[:, None]
+def _scan(  # type: ignore[no-untyped-def]
+    q, keys, values, mask, sums, tops, query, tokens, begin, stop, origin, slot, window, scaling, softcap, whole,
+    GROUP: tl.constexpr, CAP: tl.constexpr, RUN: tl.constexpr, SLOTS: tl.constexpr, SIZE: tl.constexpr,
+    WIDE: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """As _over; the mask is looked at where some slots of it are hidden."""
+    token, here = query // GROUP, query < tokens * GROUP
+    if whole:
+        top, total, mean = _over(
+            q, keys, values, mask, sums, tops, here, token, begin, stop, origin, slot, window, scaling, softcap,
+            CAP, RUN, SLOTS, SIZE, WIDE, ROWS, STAGES, False,
+        )  # fmt: skip
+    else:
+        top, total, mean = _over(
+            q, keys, values, mask, sums, tops, here, token, begin, stop, origin, slot, window, scaling, softcap,
+            CAP, RUN, SLOTS, SIZE, WIDE, ROWS, 1, True,
+        )  # fmt: skip
+    return top, total, mean
 
 
 @triton.jit
 def _leave(  # type: ignore[no-untyped-def]
-    out, sums, tops, finished, top, total, mean, run, first, last, here,
-    SIZE: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
+    y, sums, tops, finished, top, total, mean, begin, queries, heads, run, first, last, programs,
+    GROUP: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, SOME: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """A run's result: alone it is the head's; else the last program to come here adds all of them up."""
-    row, columns = tl.arange(0, ROWS), tl.arange(0, WIDE)
-    both = here[:, None] & (columns < SIZE)[None, :]
+    """The only run's result is the head's; else the last program to come here adds all of them up."""
+    query, columns = begin + tl.arange(0, ROWS), tl.arange(0, WIDE)
+    kind: tl.constexpr = y.dtype.element_ty
     if first == last:
-        tl.store(out, (mean / total[:, None]).to(out.dtype.element_ty), mask=both)
+        at = y + (query // GROUP * heads + query % GROUP)[:, None] * SIZE + columns[None, :]
+        whole = mean / tl.where(query < queries, total, 1.0)[:, None]
+        tl.store(at, whole.to(kind), mask=(query < queries)[:, None] & (columns < SIZE)[None, :])
     else:
-        tl.store(sums + run * ROWS * SIZE + row[:, None] * SIZE + columns[None, :], mean, mask=both)
-        tl.store(tops + run * 2 * ROWS + row, top)
-        tl.store(tops + (run * 2 + 1) * ROWS + row, total)
+        keep(sums, tops, run, query < queries, top, total, mean, SIZE, WIDE, ROWS)
         tl.debug_barrier()  # all of the program's stores, then one thread's count of them
-        if tl.atomic_add(finished, 1, sem="acq_rel") == last - first:
+        if tl.atomic_add(finished, 1, sem="acq_rel", scope="gpu") == programs - 1:
             tl.debug_barrier()
             tl.store(finished, 0)  # for the next launch
-            mean = _added_up(sums, tops, first, last, here, SIZE, WIDE, ROWS)
-            tl.store(out, mean.to(out.dtype.element_ty), mask=both)
+            for start in tl.range(0, tl.minimum(queries - begin, ROWS), SOME, num_stages=1):
+                rows = start + tl.arange(0, SOME)
+                some = begin + rows
+                sum_of = added_up(sums, tops, rows, some < queries, first, last, SIZE, WIDE, ROWS, SOME, AHEAD)
+                there = y + (some // GROUP * heads + some % GROUP)[:, None] * SIZE + columns[None, :]
+                tl.store(there, sum_of.to(kind), mask=(some < queries)[:, None] & (columns < SIZE)[None, :])
+
+
+@triton.jit
+def _read_ahead(  # type: ignore[no-untyped-def]
+    keys, values, begin, end, RUN: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr
+):
+    # more at once would drive each other out where all processors are busy
+    programs = tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2)
+    count = tl.minimum(end - begin, tl.where(programs > 160, RUN // 2, RUN)) * SIZE
+    prefetch(keys + begin * SIZE, count, WIDE, RUN)
+    prefetch(values + begin * SIZE, count, WIDE, RUN)
+
+
+@triton.jit
+def _ready(  # type: ignore[no-untyped-def]
+    qkv, positions, inv_freq, q_norm, k_norm, keys, values, tokens, query, kv, slot, begin, stop, heads, rope_scaling,
+    eps,
+    GROUP: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr, TURNED: tl.constexpr, NORM: tl.constexpr,
+    PLUS_ONE: tl.constexpr, MOST: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """The queries, once the kernel before has ended; new tokens whose slots are begin .. stop - 1 are cached then."""
+    columns, fresh, kv_heads = tl.arange(0, WIDE), tl.arange(0, MOST), heads // GROUP
+    token, here = query // GROUP, query < tokens * GROUP
+    kind: tl.constexpr = qkv.dtype.element_ty
+    cos, sin = angles(positions + token, here, inv_freq, rope_scaling, columns, TURNED, kind)
+    k_cos, k_sin = angles(positions + fresh, fresh < tokens, inv_freq, rope_scaling, columns, TURNED, kind)
+    if DEPENDENT:
+        cuda.gdc_wait()
+    stride = (heads + 2 * kv_heads) * SIZE
+    rows = qkv + token * stride + (kv * GROUP + query % GROUP) * SIZE
+    value, other, others = pair(rows, here, columns, SIZE, TURNED)
+    if stop > slot:
+        new = (fresh < tokens) & (slot + fresh >= begin) & (slot + fresh < stop)
+        _cache_new(
+            qkv + fresh * stride + (heads + kv) * SIZE, k_cos, k_sin, k_norm, keys, values, new, slot, kv_heads, eps,
+            SIZE, WIDE, TURNED, NORM, PLUS_ONE, MOST,
+        )  # fmt: skip
+        tl.debug_barrier()  # what was written is read by other threads
+    return turned(value, other, others, columns, cos, sin, q_norm, eps, SIZE, TURNED, NORM, PLUS_ONE)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -193,48 +199,38 @@ def _attend(  # type: ignore[no-untyped-def]
     tokens, capacity, heads, window, scaling, softcap, rope_scaling, eps,
     GROUP: tl.constexpr, NORM: tl.constexpr, PLUS_ONE: tl.constexpr, CAP: tl.constexpr,
     SIZE: tl.constexpr, WIDE: tl.constexpr, TURNED: tl.constexpr, RUN: tl.constexpr, SLOTS: tl.constexpr,
-    ROWS: tl.constexpr, MOST: tl.constexpr, DEPENDENT: tl.constexpr,
+    ROWS: tl.constexpr, SOME: tl.constexpr, MOST: tl.constexpr, ROOM: tl.constexpr, AHEAD: tl.constexpr,
+    STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     # `tokens` is no constant: one and eight of them run the same instructions
-    run, row, kv_heads = tl.program_id(0), tl.program_id(2).to(tl.int64), heads // GROUP
-    tiles = tl.cdiv(tokens * GROUP, ROWS)
+    tiles, row = tl.cdiv(tokens * GROUP, ROWS), tl.program_id(2).to(tl.int64)
     kv, tile = tl.program_id(1) // tiles, tl.program_id(1) % tiles
     if DEPENDENT:
         cuda.gdc_launch_dependents()
-        cuda.gdc_wait()
-    slot = tl.load(slot_at).to(tl.int32)
-    start = slot - tl.load(positions + row * tokens).to(tl.int32)  # of the row's own tokens
-    shift = (RUN - tl.where((start < 0) | (start > slot), 0, start) % RUN) % RUN
-    first = (tl.where(window > 0, tl.maximum(slot + 1 - window, 0), 0) + shift) // RUN
-    last = (slot + tokens - 1 + shift) // RUN
-    if (run >= first) & (run <= last):
-        begin, query = run * RUN - shift, tile * ROWS + tl.arange(0, ROWS)
-        token, head, here = query // GROUP, kv * GROUP + query % GROUP, query < tokens * GROUP
-        given, base = qkv + row * tokens * ((heads + 2 * kv_heads) * SIZE), (row * kv_heads + kv) * capacity * SIZE
-        if begin + RUN > slot:
-            _cache_new(
-                given + (heads + kv) * SIZE, positions + row * tokens, inv_freq, k_norm, keys + base, values + base,
-                slot, tokens, begin, begin + RUN, heads, kv_heads, rope_scaling, eps,
-                SIZE, WIDE, TURNED, NORM, PLUS_ONE, MOST,
-            )  # fmt: skip
-            tl.debug_barrier()  # what was written is read below
-        columns = tl.arange(0, WIDE)
-        cos, sin = _angles(
-            tl.load(positions + row * tokens + token, mask=here, other=0), inv_freq, rope_scaling, columns, TURNED,
-            qkv.dtype.element_ty,
+    positions += row * tokens
+    slot, own, low, first, last, run, end, programs = runs_of(slot_at, positions, tokens, window, RUN)
+    if tl.program_id(0) < programs:
+        mask, head = mask + row * capacity, row * (heads // GROUP) + kv
+        keys, values = keys + head * capacity * SIZE, values + head * capacity * SIZE
+        begin, stop = begin_of(mask, run, own, low, RUN, SLOTS, ROOM), tl.minimum(own + end * RUN, slot + tokens)
+        cached, query = tl.minimum(slot, stop), tile * ROWS + tl.arange(0, ROWS)
+        if DEPENDENT:
+            _read_ahead(keys, values, begin, cached, RUN, SIZE, WIDE)
+        whole = (begin >= 0) & (count_of(mask, begin, cached, ROOM) == cached - begin)
+        q = _ready(
+            qkv + row * tokens * ((heads + heads // GROUP * 2) * SIZE), positions, inv_freq, q_norm, k_norm,
+            keys, values, tokens, query, kv, slot, own + run * RUN, stop, heads, rope_scaling, eps,
+            GROUP, SIZE, WIDE, TURNED, NORM, PLUS_ONE, MOST, DEPENDENT,
         )  # fmt: skip
-        rows = given + token * ((heads + 2 * kv_heads) * SIZE) + head * SIZE
-        q = _turned(rows, here, columns, cos, sin, q_norm, eps, SIZE, TURNED, NORM, PLUS_ONE)
+        held = (head * tiles + tile) * tl.cdiv(capacity, RUN) * ROWS
         top, total, mean = _scan(
-            q, keys + base, values + base, mask + row * capacity, begin, tl.minimum(begin + RUN, slot + tokens),
-            slot + token, slot, slot + tokens, window, scaling, softcap, CAP, SLOTS, SIZE, WIDE, ROWS,
+            q, keys, values, mask, sums + held * SIZE, tops + held * 2, query, tokens, begin, stop, own, slot, window,
+            scaling, softcap, whole, GROUP, CAP, RUN, SLOTS, SIZE, WIDE, ROWS, STAGES,
         )  # fmt: skip
-        out = y + ((row * tokens + token) * heads + head)[:, None] * SIZE + columns[None, :]
-        program = (row * kv_heads + kv) * tiles + tile
-        runs = program * tl.num_programs(0)
         _leave(
-            out, sums + runs * ROWS * SIZE, tops + runs * 2 * ROWS, finished + program, top, total, mean,
-            run, first, last, here, SIZE, WIDE, ROWS,
+            y + (row * tokens * heads + kv * GROUP) * SIZE, sums + held * SIZE, tops + held * 2,
+            finished + head * tiles + tile, top, total, mean, tile * ROWS, tokens * GROUP, heads, end - 1, first, last,
+            programs, GROUP, SIZE, WIDE, ROWS, SOME, AHEAD,
         )  # fmt: skip
 
 
@@ -258,21 +254,24 @@ def decode_attention_(
     """As the operation; qkv, positions, mask and the cache contiguous."""
     (rows, tokens), capacity, group = positions.shape, keys.shape[2], shape.heads // shape.kv_heads
     y = qkv.new_empty(*qkv.shape[:-1], shape.heads * shape.size)
-    runs, tiles = triton.cdiv(capacity, RUN) + 1, triton.cdiv(tokens * group, ROWS)
-    programs = rows * shape.kv_heads * tiles
-    sums = qkv.new_empty((programs, runs, ROWS, shape.size), dtype=torch.float32)
-    tops = qkv.new_empty((programs, runs, 2, ROWS), dtype=torch.float32)
+    runs, tiles = triton.cdiv(capacity, RUN), triton.cdiv(tokens * group, ROWS)
+    heads, wide = rows * shape.kv_heads * tiles, triton.next_power_of_2(shape.size)
+    sums = qkv.new_empty((heads, runs, ROWS, shape.size), dtype=torch.float32)
+    tops = qkv.new_empty((heads, runs, 2, ROWS), dtype=torch.float32)
+    row_bytes = wide * qkv.element_size()
+    programs = launch.processors(qkv.device) * (RESIDENT if row_bytes <= 256 else 1)
     norms = (qkv if shape.q_norm is None else shape.q_norm, qkv if shape.k_norm is None else shape.k_norm)
     cap = shape.softcap > 0
     scaling = shape.scaling * LOG2_E * (2 / shape.softcap if cap else 1)
-    dependent, options = _dependent(qkv)
-    with on(qkv), _said():
-        _attend[(runs, shape.kv_heads * tiles, rows)](
+    dependent, options = launch.dependent(qkv)
+    with launch.on(qkv), _said():
+        _attend[(min(runs, max(1, programs // heads)), shape.kv_heads * tiles, rows)](
             qkv, positions, slot, mask, keys, values, shape.inv_freq, *norms, y, sums, tops,
-            _counters(shape, programs, qkv.device),
+            _counters(shape, heads, qkv.device),
             tokens, capacity, shape.heads, shape.window, scaling, shape.softcap * LOG2_E, shape.rope_scaling, shape.eps,
-            group, shape.q_norm is not None, shape.plus_one, cap, shape.size, triton.next_power_of_2(shape.size),
-            shape.turned, RUN, SLOTS, ROWS, MOST, dependent, num_warps=WARPS, **options,
+            group, shape.q_norm is not None, shape.plus_one, cap, shape.size, wide, shape.turned, RUN,
+            SLOTS if row_bytes <= 512 else SLOTS // 2, ROWS, min(ROWS, max(4, triton.next_power_of_2(group))), MOST,
+            ROOM, AHEAD, STAGES, dependent, num_warps=WARPS, **options,
         )  # fmt: skip
     return y
 
@@ -284,9 +283,3 @@ def _said() -> Iterator[None]:
         yield
     except TritonError as error:
         raise KernelError(f"decode_attention: Triton cannot compile it here: {error}") from error
-
-
-def _dependent(tensor: Tensor) -> tuple[bool, dict[str, Any]]:
-    """Whether kernels may begin before the one before them ends, and the launch's options for it."""
-    arch = probe(tensor.device).arch if tensor.is_cuda else ""
-    return (True, {"launch_pdl": True}) if arch.startswith("sm_") and int(arch[3:].rstrip("a")) >= 90 else (False, {})

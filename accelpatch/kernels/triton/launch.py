@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from accelpatch.device import Device
+from accelpatch.device import Device, probe
 
 NARROW = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -37,3 +38,15 @@ def on(tensor: Tensor) -> AbstractContextManager[object]:
 def warps(block: int) -> int:
     """Warps for one row of `block` elements."""
     return min(16, max(1, block // 512))
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Of a GPU; the interpreter, which runs one program after the other, is taken for a small one."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 2
+
+
+def dependent(tensor: Tensor) -> tuple[bool, dict[str, Any]]:
+    """Whether kernels may begin before the one before them ends, and the launch's options for it."""
+    arch = probe(tensor.device).arch if tensor.is_cuda else ""
+    return (True, {"launch_pdl": True}) if arch.startswith("sm_") and int(arch[3:].rstrip("a")) >= 90 else (False, {})

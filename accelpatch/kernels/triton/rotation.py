@@ -1,0 +1,72 @@
+"""Norm and rotary embedding of heads' rows within a kernel, rounded where transformers rounds."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _cos_sin(angle):  # type: ignore[no-untyped-def]
+    """Of float32 radians, without the branches of the library's, which a tile of them would spread over all registers.
+
+    Quarter turns are taken off in three parts (Cody and Waite 1980); the polynomials are those of Moshier's Cephes.
+    """
+    quarters = tl.floor(angle * 0.6366197723675814 + 0.5)
+    x = angle - quarters * 1.5703125
+    x = x - quarters * 4.837512969970703125e-4
+    x = x - quarters * 7.54978995489188216e-8
+    z = x * x
+    sin = x + x * z * (-1.6666654611e-1 + z * (8.3321608736e-3 + z * -1.9515295891e-4))
+    cos = 1.0 - 0.5 * z + z * z * (4.166664568298827e-2 + z * (-1.388731625493765e-3 + z * 2.443315711809948e-5))
+    turn = quarters.to(tl.int32) & 3
+    swapped, down, left = (turn & 1) == 1, turn >= 2, (turn == 1) | (turn == 2)
+    some, other = tl.where(swapped, sin, cos), tl.where(swapped, cos, sin)
+    return tl.where(left, -some, some), tl.where(down, -other, other)
+
+
+@triton.jit
+def angles(  # type: ignore[no-untyped-def]
+    position, here, inv_freq, scaling, columns, TURNED: tl.constexpr, kind: tl.constexpr
+):
+    """Cosine and sine [rows, columns] of the positions that are pointed to, rounded to the activations' dtype."""
+    frequency = tl.load(inv_freq + columns % (TURNED // 2)).to(tl.float32)
+    at = tl.load(position, mask=here, other=0).to(tl.float32)
+    cos, sin = _cos_sin(at[:, None] * frequency[None, :])
+    return (cos * scaling).to(kind).to(tl.float32), (sin * scaling).to(kind).to(tl.float32)
+
+
+@triton.jit
+def _normed(value, factor, weight, kind: tl.constexpr, PLUS_ONE: tl.constexpr):  # type: ignore[no-untyped-def]
+    wide = value.to(tl.float32) * factor[:, None]
+    if PLUS_ONE:
+        return (wide * (weight.to(tl.float32) + 1.0)[None, :]).to(kind)
+    return (wide.to(kind).to(tl.float32) * weight.to(tl.float32)[None, :]).to(kind)
+
+
+@triton.jit
+def pair(x, here, columns, SIZE: tl.constexpr, TURNED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Heads' rows at x, and beside each number the one that it is turned with."""
+    others = tl.where(columns < TURNED // 2, columns + TURNED // 2, columns - TURNED // 2)
+    others = tl.where(columns < TURNED, others, columns)
+    both = here[:, None] & (columns < SIZE)[None, :]
+    value = tl.load(x[:, None] + columns[None, :], mask=both, other=0.0)
+    return value, tl.load(x[:, None] + others[None, :], mask=both, other=0.0), others
+
+
+@triton.jit
+def turned(  # type: ignore[no-untyped-def]
+    value, other, others, columns, cos, sin, weight, eps,
+    SIZE: tl.constexpr, TURNED: tl.constexpr, NORM: tl.constexpr, PLUS_ONE: tl.constexpr,
+):  # fmt: skip
+    """Rows of q or k: normalised where NORM, then turned; rounded to their dtype where transformers rounds."""
+    kind: tl.constexpr = value.dtype
+    if NORM:
+        wide, inside = value.to(tl.float32), columns < SIZE
+        factor = tl.rsqrt(tl.sum(wide * wide, axis=1) / SIZE + eps)
+        value = _normed(value, factor, tl.load(weight + columns, mask=inside, other=0.0), kind, PLUS_ONE)
+        other = _normed(other, factor, tl.load(weight + others, mask=inside, other=0.0), kind, PLUS_ONE)
+    straight = (value.to(tl.float32) * cos).to(kind).to(tl.float32)
+    across = (other.to(tl.float32) * sin).to(kind).to(tl.float32)
+    done = (straight + tl.where((columns < TURNED // 2)[None, :], -across, across)).to(kind)
+    return tl.where((columns < TURNED)[None, :], done, value)

@@ -1,0 +1,196 @@
+"""Times decode_attention against torch's own attention and the read limit, over a static cache; parity comes first.
+
+    python scripts/bench_attention.py [--kv-heads 32 8] [--batches 1 8] [--contexts 128 1024 4096 16384] [--limit 4.49]
+
+Medians of graph replays and their spread; caches rotate beyond L2. Ours turns q and k and writes the new k and v
+besides; torch's gets q ready and the cache as it is. Of torch's backends the fastest counts, heads shared where it can.
+"us" is a launch among others like it, which may begin before the one before it ends; "us alone" is what it adds to a
+kernel of torch's before it that lets nothing begin early.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from accelpatch.bench.read_limit import read_limit
+from accelpatch.kernels import decode_attention
+from accelpatch.kernels.decode_attention import AttentionShape
+from accelpatch.kernels.triton import decode_attention as kernel
+
+DEVICE = torch.device("cuda")
+DTYPE = torch.bfloat16
+BEYOND_L2 = 300 << 20  # bytes of the caches that rotate
+MOST = 200  # of them
+BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+
+
+@dataclass(frozen=True)
+class Step:
+    """One layer's attention in a decode step; a share of the limit counts the bytes of the cache that it reads."""
+
+    batch: int
+    context: int
+    heads: int
+    kv_heads: int
+    size: int
+    tokens: int
+
+    @property
+    def bytes(self) -> int:
+        return 2 * self.batch * self.kv_heads * self.context * self.size * DTYPE.itemsize
+
+
+def seconds(work: Callable[[], object], count: int, repeats: int) -> tuple[float, float]:
+    """Median of a graph's replays over `count`, and their spread (max - min over median)."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        work()
+    torch.cuda.synchronize()
+    graph, times = torch.cuda.CUDAGraph(), []
+    with torch.cuda.graph(graph, stream=stream):
+        work()
+    for _ in range(repeats + 2):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3 / count)
+    middle = statistics.median(times[2:])
+    return middle, (max(times[2:]) - min(times[2:])) / middle
+
+
+class Caches:
+    """Rotating caches of a step, the last `tokens` slots of `context` to be written, and what else a call takes."""
+
+    def __init__(self, step: Step):
+        capacity = -(-step.context // 256) * 256
+        size = 2 * step.batch * step.kv_heads * capacity * step.size * DTYPE.itemsize
+        options = {"device": DEVICE, "dtype": DTYPE}
+        self.step, self.count = step, max(2, min(MOST, -(-BEYOND_L2 // size)))
+        self.held = [
+            torch.randn(2, step.batch, step.kv_heads, capacity, step.size, **options) for _ in range(self.count)
+        ]
+        frequencies = 10000 ** (-torch.arange(0, step.size, 2, device=DEVICE) / step.size)
+        self.shape = AttentionShape(step.heads, step.kv_heads, step.size, step.size**-0.5, frequencies)
+        self.qkv = torch.randn(step.batch * step.tokens, self.shape.columns, **options)
+        first = step.context - step.tokens
+        self.slot = torch.tensor([first], device=DEVICE)
+        self.positions = (first + torch.arange(step.tokens, device=DEVICE)).repeat(step.batch, 1)
+        self.mask = torch.ones(step.batch, capacity, dtype=torch.int64, device=DEVICE)
+
+    def ours(self, keys: Tensor, values: Tensor) -> Tensor:
+        return kernel.decode_attention_(
+            self.qkv, self.positions, self.slot, self.mask, keys, values, self.shape
+        )  # fmt: skip
+
+    def all_ours(self) -> None:
+        for keys, values in self.held:
+            self.ours(keys, values)
+
+    def all_after_another(self) -> None:
+        """Each after a kernel that makes qkv and lets nothing begin early."""
+        for keys, values in self.held:
+            self.qkv.mul_(1.0)
+            self.ours(keys, values)
+
+    def only_the_others(self) -> None:
+        for _ in self.held:
+            self.qkv.mul_(1.0)
+
+    def all_torch(self, backend: SDPBackend) -> None:
+        step, group = self.step, self.step.heads // self.step.kv_heads
+        q = self.qkv[:, : step.heads * step.size].view(step.batch, step.tokens, step.heads, step.size).transpose(1, 2)
+        with sdpa_kernel(backend):
+            for keys, values in self.held:
+                k, v = keys[:, :, : step.context], values[:, :, : step.context]
+                if group > 1 and backend is SDPBackend.EFFICIENT_ATTENTION:
+                    k, v = (one[:, :, None].expand(-1, -1, group, -1, -1).flatten(1, 2) for one in (k, v))
+                functional.scaled_dot_product_attention(q, k, v, enable_gqa=k.shape[1] != step.heads)
+
+
+def check(caches: Caches) -> None:
+    """The float rule against float32 throughout."""
+    rest = (caches.positions, caches.slot, caches.mask)
+    keys, values = caches.held[0]
+    due = decode_attention.reference_(caches.qkv.float(), *rest, keys.float(), values.float(), caches.shape)
+    plain = decode_attention.reference_(caches.qkv, *rest, keys.clone(), values.clone(), caches.shape)
+    for _ in range(3):
+        mine = caches.ours(keys, values)
+        errors = [(one.float() - due).abs().max().item() for one in (plain, mine)]
+        assert errors[1] <= 2 * errors[0] + torch.finfo(DTYPE).eps * due.abs().max().item(), (caches.step, errors)
+
+
+def torch_times(caches: Caches, repeats: int) -> Iterator[tuple[float, str]]:
+    for name, backend in BACKENDS.items():
+        try:
+            yield seconds(lambda backend=backend: caches.all_torch(backend), caches.count, repeats)[0], name
+        except RuntimeError as error:  # a backend that does not take this shape has no time
+            print(f"  {name}: {str(error).splitlines()[0]}", flush=True)
+
+
+def show(step: Step, options: argparse.Namespace, limit: float) -> None:
+    """A line for a step."""
+    caches = Caches(step)
+    best, name = min(torch_times(caches, options.repeats)) if options.torch else (0.0, "")
+    for text in options.tuning:
+        for name, value in json.loads(text).items():
+            setattr(kernel, name, value)
+        check(caches)
+        ours, spread = seconds(caches.all_ours, caches.count, options.repeats)
+        after = seconds(caches.all_after_another, caches.count, options.repeats)[0]
+        after -= seconds(caches.only_the_others, caches.count, options.repeats)[0]
+        line = f"| {step.batch} | {step.kv_heads} | {step.context} | {step.bytes / 1e6:.1f} | {ours * 1e6:.2f} |"
+        line += f" {spread:.0%} | {after * 1e6:.2f} | {step.bytes / ours / limit:.1%} |"
+        if options.torch:
+            line += f" {best * 1e6:.2f} ({name}) | {best / ours:.2f} | {best / after:.2f} |"
+        print(line, text if len(options.tuning) > 1 else "", flush=True)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--batches", nargs="*", type=int, default=[1, 8])
+    parser.add_argument("--contexts", nargs="*", type=int, default=[128, 256, 1024, 4096, 16384])
+    parser.add_argument("--kv-heads", nargs="*", type=int, default=[32, 8])
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--size", type=int, default=128)
+    parser.add_argument("--tokens", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=12)
+    parser.add_argument("--limit", type=float, help="TB/s; measured by torch's sum of a large buffer if not given")
+    parser.add_argument("--tuning", nargs="*", default=["{}"], help="constants of the kernel, as JSON")
+    parser.add_argument("--torch", action=argparse.BooleanOptionalAction, default=True)
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse()
+    torch.manual_seed(0)
+    limit = options.limit * 1e12 if options.limit else read_limit(DEVICE).bytes_per_second
+    print(f"{torch.cuda.get_device_name()}, {DTYPE}, read limit {limit / 1e12:.3f} TB/s, {vars(options)}")
+    print("| rows | KV heads | context | MB | us | spread | us alone | share | torch, us | ratio | ratio alone |")
+    for batch in options.batches:
+        for kv_heads in options.kv_heads:
+            for context in options.contexts:
+                show(Step(batch, context, options.heads, kv_heads, options.size, options.tokens), options, limit)
+                torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
