@@ -84,6 +84,9 @@ def with_adapters(base: Product, modules: Sequence[Any], dtype: torch.dtype) -> 
         rows += size
     if not downs:
         return base
+    place = (base.w if isinstance(base.w, Tensor) else base.w.w).device
+    if any(part.device != place for part in (*downs, *ups)):
+        raise Unfit(f"an adapter lies on another device than {place}")
     down, up = torch.cat(downs), torch.cat(ups, 1)
     more = -down.shape[0] % ALIGNED
     down, up = nn.functional.pad(down, (0, 0, 0, more)), nn.functional.pad(up, (0, more))

@@ -34,6 +34,7 @@ UNDERSTOOD = frozenset(
     {"input_ids", "past_key_values", "attention_mask", "position_ids", "use_cache", "return_dict", "logits_to_keep"}
 )
 _version = attrgetter("_version")
+OWN = "of_accelpatch"  # marks hooks of this package, which change nothing that a step computes
 _GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
 
 
@@ -68,7 +69,8 @@ class Watch:
 
     def objection(self) -> str | None:
         """Why the modules must run this step, or None."""
-        if any(self._outer) or any(getattr(torch_module, name) for name in _GLOBAL_HOOKS):
+        everywhere = chain.from_iterable(getattr(torch_module, name).values() for name in _GLOBAL_HOOKS)
+        if any(self._outer) or not all(hasattr(hook, OWN) for hook in everywhere):
             return "a hook outside of the layers"
         return None
 

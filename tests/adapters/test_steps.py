@@ -19,7 +19,8 @@ from accelpatch.modules import weight_only
 from accelpatch.runtime import captured_graph
 from accelpatch.runtime.captured_graph import EagerGraph
 from accelpatch.runtime.captured_runtime import CAPTURED, MODULES, STATES
-from accelpatch.runtime.fused_layer import FUSED
+from accelpatch.runtime.fused_layer import FUSED, read
+from accelpatch.runtime.fused_weights import Unfit
 from accelpatch.runtime.patched_model import RUNTIME
 from tests.adapters.lora import RECIPES, adapted, both_orders, config
 from tests.families.tiny import CAUSAL, full_batch, padded_batch
@@ -211,3 +212,35 @@ def test_a_batch_with_several_adapters_runs_the_stock_loop() -> None:
     found = model.generate(**full_batch(), **options)
     assert torch.equal(found, stock(model).generate(**full_batch(), **options))
     assert paths(model) == {"stock loop: a hook on an inner module": 1}
+
+
+def test_adapters_by_transformers_own_methods() -> None:
+    model = accelpatch.patch(CAUSAL["llama"].make(), RECIPES["int4"], verify=False)
+    alone = assert_like_the_modules(model)
+    torch.manual_seed(3)
+    model.add_adapter(config(), "one")
+    with_one = assert_like_the_modules(model)
+    assert not torch.allclose(with_one, alone)
+    model.disable_adapters()
+    assert torch.equal(assert_like_the_modules(model), alone)
+    model.enable_adapters()
+    assert torch.equal(assert_like_the_modules(model), with_one)
+    model.delete_adapter("one")
+    assert torch.equal(assert_like_the_modules(model), alone)
+    assert paths(model)[FUSED] == 5 * (STEPS - 1)
+    accelpatch.unpatch(model)
+
+
+def test_an_adapted_model_is_patched_at_its_first_use() -> None:
+    model = adapted(CAUSAL["llama"].make())
+    with accelpatch.patch_on_first_use("exact", verify=False):
+        found = model.generate(**full_batch(), max_new_tokens=6, do_sample=False)
+    assert paths(model) == {CAPTURED: 5, FUSED: 5}
+    assert torch.equal(found, stock(model).generate(**full_batch(), max_new_tokens=6, do_sample=False))
+
+
+def test_an_adapter_elsewhere_is_not_fused() -> None:
+    model = patched()
+    inner(model).model.layers[1].self_attn.o_proj.lora_B["default"].to("meta")
+    with torch.no_grad(), pytest.raises(Unfit, match="an adapter lies on another device than cpu"):
+        read(inner(model))
