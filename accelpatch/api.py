@@ -24,6 +24,7 @@ from accelpatch.models.load import load
 from accelpatch.models.load import random as random_model
 from accelpatch.patching import apply
 from accelpatch.patching.evaluation import Evaluation, compare
+from accelpatch.patching.match import unwrapped
 from accelpatch.patching.plan import Plan, make_plan
 from accelpatch.patching.stages import stage_report, verified_build, whole_model
 from accelpatch.recipe import Recipe
@@ -48,6 +49,7 @@ def plan(model: nn.Module, recipe: AnyRecipe = "int8", *, device: Device | None 
 
     device: facts of the hardware; those of the model's own device by default. Raises RecipeError and PlanError.
     """
+    model = unwrapped(model)
     facts = device or devices.probe(_device_of(model))
     return make_plan(model, recipes.load(recipe), facts, roles_of(getattr(model, "config", None)), registry())
 
@@ -82,13 +84,13 @@ def patch(
     inputs: keyword arguments of some calls of the model, for verification; small fixed ones by default.
     keep_original: "cpu" keeps the originals' weights there for `unpatch`; "none" frees them. verify: compare each
     replacement with its reference and its original, and the whole model before with after. progress(stage, done,
-    total). Raises RecipeError, PlanError and PatchError; the model is then as it was.
+    total). A PeftModel keeps its adapters. Raises RecipeError, PlanError and PatchError; the model is then as it was.
     """
     if keep_original not in KEEP_ORIGINAL:
         raise PatchError(f"keep_original is {keep_original!r}; it is one of {', '.join(KEEP_ORIGINAL)}")
+    given, model = model, unwrapped(model)
     apply.check_patchable(model)
-    watch = _Stopwatch(progress)
-    planned = plan(model, recipe, device=device)
+    watch, planned = _Stopwatch(progress), plan(model, recipe, device=device)
     samples = (list(inputs) if inputs is not None else sample_inputs(model)) if verify else []
     built, planned, before = verified_build(model, planned, samples, checked, watch)
     report = stage_report(planned, built)
@@ -105,7 +107,7 @@ def patch(
         raise
     runtime.steps(model)  # made ready now, not in the first answer
     report.seconds.update(watch.seconds)
-    return model
+    return given
 
 
 def unpatch(model: Model) -> Model:
@@ -150,7 +152,7 @@ def patch_on_first_use(
 
 
 def _handle(model: nn.Module) -> apply.Handle:
-    handle = vars(model).get(apply.HANDLE)
+    handle = vars(unwrapped(model)).get(apply.HANDLE)
     if handle is None:
         raise PatchError("the model is not patched; call accelpatch.patch(model, recipe) first")
     assert isinstance(handle, apply.Handle)

@@ -64,11 +64,20 @@ SHAPES = {
 }
 BUILDS = {
     "rmsnorm": Build(
-        rmsnorm._row, ("*bf16",) * 5 + ("i32", "fp32"), {"ADD": False, "PLUS_ONE": False, "BLOCK": 4096}, 8
+        rmsnorm._row,
+        ("*bf16",) * 5 + ("i32", "fp32"),
+        {"ADD": False, "AFTER": False, "PLUS_ONE": False, "BLOCK": 4096},
+        8,
     ),
-    "add_rmsnorm": Build(
-        rmsnorm._row, ("*bf16",) * 5 + ("i32", "fp32"), {"ADD": True, "PLUS_ONE": True, "BLOCK": 4096}, 8
-    ),
+    **{
+        name: Build(
+            rmsnorm._row,
+            ("*bf16",) * 5 + ("i32", "fp32"),
+            {"ADD": name == "add_rmsnorm", "AFTER": name == "rmsnorm_add", "PLUS_ONE": True, "BLOCK": 4096},
+            8,
+        )
+        for name in ("add_rmsnorm", "rmsnorm_add")
+    },
     "rotary_cos_sin": Build(rope._position, ("*i64", "*fp32", "*bf16", "*bf16", "fp32", "i32"), {"BLOCK": 64}, 1),
     **{
         f"gated_activation {name}": Build(

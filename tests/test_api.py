@@ -17,6 +17,7 @@ from transformers import GenerationMixin
 import accelpatch
 from accelpatch import device as devices
 from accelpatch.errors import AccelpatchError, PatchError, PlanError
+from accelpatch.kernels import build
 from tests.families.simulated import greedy, logits, simulated
 from tests.families.tiny import CAUSAL, VOCABULARY, full_batch, padded_batch, snapshot
 
@@ -158,6 +159,16 @@ def test_models_are_patched_at_their_first_use(use: Callable[[nn.Module, Any], t
     assert not hasattr(late, "accelpatch")
     accelpatch.unpatch(model)
     assert logits(model, full_batch()).equal(logits(late, full_batch()))
+
+
+@pytest.mark.skipif(
+    build.why_not("cpu", devices.probe("cpu")) is not None, reason="no native library can be built here"
+)
+def test_models_met_at_their_first_use_have_their_fast_steps() -> None:
+    model = CAUSAL["llama"].make()
+    with accelpatch.patch_on_first_use("int8"):
+        greedy(model, padded_batch(), 8)
+    assert model.accelpatch.report().paths["native step"] == 7
 
 
 def test_first_use_leaves_trained_and_patched_models_alone() -> None:

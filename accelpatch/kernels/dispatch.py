@@ -33,6 +33,7 @@ TABLE: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "packed_embedding": ("packed_linear", ("cpu", "torch")),
     "rmsnorm": ("rmsnorm", ("triton", "torch")),
     "add_rmsnorm": ("rmsnorm", ("triton", "torch")),
+    "rmsnorm_add": ("rmsnorm", ("triton", "torch")),
     "rotary_cos_sin": ("rope", ("triton", "torch")),
     "gated_activation": ("gated_activation", ("triton", "torch")),
 }

@@ -2,9 +2,9 @@
 
     y[M, N] = gate(rmsnorm(x[M, K]) @ w[N, K]^T + bias[N]) + residual[M, N]
 
-The norm, the gate (silu of the first half of the columns times the second half) and the residual are optional. w is
-plain, int8 with a scale a row, or 4-bit tiles; a 4-bit gate is a launch of its own, since tiles of two halves that lie
-one after the other have no gate and its up row in one place. On a CPU the single operations run one after the other.
+The norm, the gate (an activation of the first half of the columns times the second half) and the residual are
+optional. w is plain, int8 with a scale a row, or 4-bit tiles. A gate is a launch of its own where it is not silu, or
+where 4-bit tiles are not paired. On a CPU the single operations run one after the other.
 """
 
 from __future__ import annotations
@@ -25,10 +25,15 @@ SILU = ("silu", "swish")
 
 @dataclass(frozen=True, eq=False)
 class Norm:
-    """RMSNorm with weight[K] in the activations' dtype, counted from 0."""
+    """RMSNorm with weight[K] in the activations' dtype, counted from 0, or from 1 and rounded once (`plus_one`)."""
 
     weight: Tensor
     eps: float
+    plus_one: bool = False
+
+    def added(self, x: Tensor, residual: Tensor) -> Tensor:
+        """residual + norm(x)."""
+        return rmsnorm.rmsnorm_add(x, residual, self.weight, self.eps, self.plus_one)
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,25 +66,35 @@ class Product:
         """y in x's dtype; x[M, K] contiguous, M up to `binding.MOST`. gate: the name of an activation."""
         if x.device.type == "cpu":
             return self._by_operations(x, norm, gate, residual)
-        one = gate is not None and gate in SILU and not isinstance(self.w, Tiles)
+        part = self.w.part if isinstance(self.w, Tiles) else "all"
+        one = gate in SILU and (part == "both" or not isinstance(self.w, Tiles))
+        mixed = part != "all" and not one  # the columns have to be put in order
+        inside = not mixed and (gate is None or one)
+        bias = tiled_int4_linear.in_tiles(self.bias, self.w) if mixed and isinstance(self.w, Tiles) else self.bias
         y = binding.launch(
-            self._weight(), x, bias=self.bias, residual=residual, activation="silu_gate" if one else "none",
-            norm="none" if norm is None else "rms", norm_weight=None if norm is None else norm.weight,
-            epsilon=0.0 if norm is None else norm.eps,
+            self._weight(), x, bias=bias, residual=residual if inside else None,
+            activation="silu_gate" if one else "none",
+            norm="none" if norm is None else "rms_plus_one" if norm.plus_one else "rms",
+            norm_weight=None if norm is None else norm.weight, epsilon=0.0 if norm is None else norm.eps,
         )  # fmt: skip
-        return y if gate is None or one else gated_activation.gated_activation(*y.chunk(2, dim=-1), gate)
+        y = int4_tiles.in_order(y, part) if mixed else y
+        if gate is not None and not one:
+            y = gated_activation.gated_activation(*y.chunk(2, dim=-1), gate)
+        return y if residual is None or inside else residual + y
 
     def _weight(self) -> Weight:
         if not isinstance(self.w, Tiles):
             form = None if self.scale is None else 0
             return Weight("gemv" if form is None else "gemv_int8", self.n, self.k, self.w, form, self.scale)
-        w, scale, offset, n, k, group, kind = self.w
+        w, scale, offset, _, k, group, kind, _ = self.w
         form = int4_tiles.WHOLE_ROW if group == k else group
-        return Weight("gemv_int4", n, k, w, form, scale, offset, kind, int4_tiles.places(k, group)["group_shift"])
+        return Weight(
+            "gemv_int4", self.w.rows, k, w, form, scale, offset, kind, int4_tiles.places(k, group)["group_shift"]
+        )
 
     def _by_operations(self, x: Tensor, norm: Norm | None, gate: str | None, residual: Tensor | None) -> Tensor:
         if norm is not None:
-            x = rmsnorm.rmsnorm(x, norm.weight, norm.eps, False)
+            x = rmsnorm.rmsnorm(x, norm.weight, norm.eps, norm.plus_one)
         if isinstance(self.w, Tiles):
             y: Tensor = tiled_int4_linear.tiled_int4_linear(x, *self.w, self.bias)
         elif self.scale is not None:

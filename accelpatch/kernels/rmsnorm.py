@@ -1,7 +1,8 @@
-"""Root mean square norm over the last dimension, alone and with the residual addition before it.
+"""Root mean square norm over the last dimension, alone, with the residual addition before it, or after it.
 
     rmsnorm       y = x / sqrt(mean(x^2) + eps) * weight          x[..., K], weight[K]
     add_rmsnorm   s = x + residual;  y = rmsnorm(s);  gives (y, s)
+    rmsnorm_add   y = residual + rmsnorm(x)
 
 The statistics are in float32. Where the factor is applied differs by family, and each is reproduced to the bit:
 `plus_one` false (Llama): x_hat is rounded to x's dtype, then multiplied by weight (y has the promoted dtype of both);
@@ -43,6 +44,11 @@ def add_reference(x: Tensor, residual: Tensor, weight: Tensor, eps: float, plus_
     return reference(total, weight, eps, plus_one), total
 
 
+def reference_add(x: Tensor, residual: Tensor, weight: Tensor, eps: float, plus_one: bool) -> Tensor:
+    """`reference`, then the sum in the promoted dtype."""
+    return residual + reference(x, weight, eps, plus_one)
+
+
 def _check(op: str, x: Tensor, weight: Tensor, eps: float) -> None:
     require(x.dim() >= 1 and x.dtype in FLOATS, op, f"x is float [..., K], not {x.dtype} {list(x.shape)}")
     fits = weight.dim() == 1 and weight.shape[0] == x.shape[-1] and weight.dtype in FLOATS
@@ -59,9 +65,8 @@ def spec(x: Tensor, weight: Tensor, eps: float, plus_one: bool) -> Spec:
     return Spec("rmsnorm", sizes, x.dtype, options={"plus_one": plus_one, "weight_dtype": weight.dtype})
 
 
-def add_spec(x: Tensor, residual: Tensor, weight: Tensor, eps: float, plus_one: bool) -> Spec:
+def add_spec(x: Tensor, residual: Tensor, weight: Tensor, eps: float, plus_one: bool, op: str = "add_rmsnorm") -> Spec:
     """What dispatch asks of a call. Raises KernelError where shapes, dtypes or devices do not fit together."""
-    op = "add_rmsnorm"
     _check(op, x, weight, eps)
     require(residual.dtype in FLOATS, op, f"residual is float, not {residual.dtype}")
     require(x.shape == residual.shape, op, f"x is {list(x.shape)}, residual {list(residual.shape)}: make them equal")
@@ -69,6 +74,11 @@ def add_spec(x: Tensor, residual: Tensor, weight: Tensor, eps: float, plus_one: 
     sizes = {"M": x.numel() // x.shape[-1], "K": x.shape[-1]}
     options = {"plus_one": plus_one, "weight_dtype": weight.dtype, "residual_dtype": residual.dtype}
     return Spec(op, sizes, x.dtype, options=options)
+
+
+def spec_add(x: Tensor, residual: Tensor, weight: Tensor, eps: float, plus_one: bool) -> Spec:
+    """The same for rmsnorm_add."""
+    return add_spec(x, residual, weight, eps, plus_one, op="rmsnorm_add")
 
 
 def _torch(x: Tensor, weight: Tensor, eps: float, plus_one: bool) -> Tensor:
@@ -86,6 +96,10 @@ def _torch_add(x: Tensor, residual: Tensor, weight: Tensor, eps: float, plus_one
     return _torch(total, weight, eps, plus_one), total
 
 
+def _add_torch(x: Tensor, residual: Tensor, weight: Tensor, eps: float, plus_one: bool) -> Tensor:
+    return (residual + _torch(x, weight, eps, plus_one)).contiguous()
+
+
 def _triton_why_not(spec: Spec, device: Device) -> str | None:
     if spec.sizes["K"] > LONGEST:
         return f"the Triton kernel holds rows of up to {LONGEST} elements"
@@ -101,6 +115,12 @@ def _triton(*args: Any) -> Tensor:
 
 def _triton_add(*args: Any) -> tuple[Tensor, Tensor]:
     from accelpatch.kernels.triton.rmsnorm import add_rmsnorm as run
+
+    return run(*args)
+
+
+def _add_triton(*args: Any) -> Tensor:
+    from accelpatch.kernels.triton.rmsnorm import rmsnorm_add as run
 
     return run(*args)
 
@@ -142,8 +162,28 @@ def _add_fake(x: Tensor, residual: Tensor, weight: Tensor, eps: float, plus_one:
     return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape, dtype=total)
 
 
+@torch.library.custom_op("accelpatch::rmsnorm_add", mutates_args=())
+def rmsnorm_add(x: Tensor, residual: Tensor, weight: Tensor, eps: float, plus_one: bool) -> Tensor:
+    """residual + rmsnorm(x, weight, eps, plus_one), [..., K], contiguous, in the promoted dtype of both.
+
+    x and residual have one shape. Raises KernelError for arguments that do not fit.
+    """
+    args = (x, residual, weight, eps, plus_one)
+    result = dispatch.run("rmsnorm_add", spec_add(*args), x.device, args)
+    assert isinstance(result, Tensor)
+    return result
+
+
+@rmsnorm_add.register_fake
+def _fake_add(x: Tensor, residual: Tensor, weight: Tensor, eps: float, plus_one: bool) -> Tensor:
+    spec_add(x, residual, weight, eps, plus_one)
+    normed = x.dtype if plus_one else torch.promote_types(x.dtype, weight.dtype)
+    return x.new_empty(x.shape, dtype=torch.promote_types(normed, residual.dtype))
+
+
 dispatch.inference_only(rmsnorm)
 dispatch.inference_only(add_rmsnorm)
+dispatch.inference_only(rmsnorm_add)
 
 _SIZES = (
     ((1, 1, 576), False),
@@ -189,6 +229,16 @@ KERNELS = {
         {
             "triton": Implementation(_triton_add, _triton_why_not),
             "torch": Implementation(_torch_add, dispatch.anywhere),
+        },
+        _add_cases,
+    ),
+    "rmsnorm_add": Kernel(
+        rmsnorm_add,
+        reference_add,
+        spec_add,
+        {
+            "triton": Implementation(_add_triton, _triton_why_not),
+            "torch": Implementation(_add_torch, dispatch.anywhere),
         },
         _add_cases,
     ),

@@ -60,8 +60,10 @@ def spec(x: Tensor, *args: Any) -> Spec:
     require(x.dim() >= 1 and x.dtype in dispatch.FLOATS, OP, f"x is float [..., K], not {linear.say(x)}")
     require(x.shape[-1] == k, OP, f"x has {x.shape[-1]} features, the weight {k}")
     place = int4_tiles.places(k, tiles.group)
-    size = [-(-n // TILE_ROWS), place["steps"], TILE_ROWS * TILE_VALUES // 2]
-    require(list(tiles.w.shape) == size, OP, f"the tiles of [{n}, {k}] are {size}, not {linear.say(tiles.w)}")
+    size = [-(-tiles.rows // TILE_ROWS), place["steps"], TILE_ROWS * TILE_VALUES // 2]
+    require(list(tiles.w.shape) == size, OP, f"the tiles of [{tiles.rows}, {k}] are {size}, not {linear.say(tiles.w)}")
+    paired = tiles.part == "all" or tiles.rows % (2 * TILE_ROWS) == 0
+    require(paired, OP, f"paired tiles hold a multiple of {2 * TILE_ROWS} rows, not {tiles.rows}")
     sets = ((place["steps"] - 1) >> place["group_shift"]) + 1
     size = [size[0], sets, TILE_ROWS // 2, place["groups"], 2]
     for table in (tiles.scale, tiles.scale if tiles.offset is None else tiles.offset):
@@ -84,7 +86,10 @@ def why_not(spec: Spec, device: Device) -> str | None:
 
 
 def by_hip(x: Tensor, *args: Any) -> Tensor:
-    """The implementation `hip`: the weight read once for each 8 rows; `by_torch` for many rows."""
+    """The implementation `hip`: the weight read once for each 8 rows; `by_torch` for many rows.
+
+    A gate or up in paired tiles reads the other's rows too, and drops what they give.
+    """
     *rest, bias = args
     tiles = Tiles(*rest)
     if x.numel() > binding.MOST * tiles.k:
@@ -94,14 +99,24 @@ def by_hip(x: Tensor, *args: Any) -> Tensor:
     held = (tiles.w.contiguous(), form, tiles.scale.contiguous())
     beside = None if tiles.offset is None else tiles.offset.contiguous()
     settled = held[0] is tiles.w and held[2] is tiles.scale and beside is tiles.offset
-    weight = Weight("gemv_int4", tiles.n, tiles.k, *held, beside, tiles.kind, shift, settled)
-    return binding.launch(weight, x, bias=bias)
+    weight = Weight("gemv_int4", tiles.rows, tiles.k, *held, beside, tiles.kind, shift, settled)
+    return int4_tiles.in_order(binding.launch(weight, x, bias=in_tiles(bias, tiles)), tiles.part)
+
+
+def in_tiles(bias: Tensor | None, tiles: Tiles) -> Tensor | None:
+    """A bias in the order of the tiles' rows, zero where another weight's are."""
+    if bias is None or tiles.part == "all":
+        return bias
+    eights = bias.view(-1, TILE_ROWS // 2)
+    nothing = torch.zeros_like(eights)
+    both = {"both": eights.chunk(2), "gate": (eights, nothing), "up": (nothing, eights)}[tiles.part]
+    return torch.stack(both, 1).flatten()
 
 
 def by_torch(x: Tensor, *args: Any) -> Tensor:
     """The implementation `torch`: tiles undone and rows of the weight dequantised block by block."""
     *rest, bias = args
-    tiles = Tiles(*rest)
+    tiles = int4_tiles.alone(Tiles(*rest))
 
     def rows(start: int, stop: int, dtype: torch.dtype) -> Tensor:
         first, last = start // TILE_ROWS, -(-stop // TILE_ROWS)
@@ -119,13 +134,13 @@ def by_torch(x: Tensor, *args: Any) -> Tensor:
 @torch.library.custom_op("accelpatch::tiled_int4_linear", mutates_args=())
 def tiled_int4_linear(
     x: Tensor, w: Tensor, scale: Tensor, offset: Tensor | None, n: int, k: int, group: int, kind: str,
-    bias: Tensor | None = None,
+    part: str = "all", bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """y[..., N] = x[..., K] @ w^T + bias in x's dtype, contiguous; what lies between x and bias[N] is a `Tiles`.
 
     Raises KernelError for arguments that do not fit together.
     """
-    args = (x, w, scale, offset, n, k, group, kind, bias)
+    args = (x, w, scale, offset, n, k, group, kind, part, bias)
     result = dispatch.run(OP, spec(*args), x.device, args)
     assert isinstance(result, Tensor)
     return result
@@ -134,9 +149,9 @@ def tiled_int4_linear(
 @tiled_int4_linear.register_fake
 def _fake(
     x: Tensor, w: Tensor, scale: Tensor, offset: Tensor | None, n: int, k: int, group: int, kind: str,
-    bias: Tensor | None = None,
+    part: str = "all", bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    spec(x, w, scale, offset, n, k, group, kind, bias)
+    spec(x, w, scale, offset, n, k, group, kind, part, bias)
     return x.new_empty((*x.shape[:-1], n))
 
 
@@ -144,7 +159,7 @@ dispatch.inference_only(tiled_int4_linear)
 
 
 def cases() -> list[Case]:
-    """The cases of int4_linear that have tiles, run on tiles."""
+    """The cases of int4_linear that have tiles, run on tiles; and tiles that are paired."""
 
     def tiled(case: Case) -> Case:
         def make(generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
@@ -153,7 +168,19 @@ def cases() -> list[Case]:
 
         return Case(case.id, make)
 
-    return [tiled(case) for case, size in zip(int4_linear.cases(), linear.SIZES, strict=True) if _fits(size)]
+    def paired(part: str, m: int) -> Case:
+        def make(generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+            q = torch.randint(-128, 128, (96, 80), generator=generator, dtype=torch.int8).to(device)
+            scale, least = (torch.rand(2, 96, 5, generator=generator) / 100).to(device, torch.float16)
+            x = torch.randn(m, 160, generator=generator).to(device, dtype)
+            both = int4_tiles.pair(int4_tiles.tile(q, scale, least))
+            tiles = both if part == "both" else both._replace(n=48, part=part)
+            return x, *tiles, torch.randn(tiles.n, generator=generator).to(device, dtype)
+
+        return Case(f"m{m}-paired-{part}", make)
+
+    whole = [tiled(case) for case, size in zip(int4_linear.cases(), linear.SIZES, strict=True) if _fits(size)]
+    return whole + [paired(part, m) for part in ("both", "gate", "up") for m in (1, 9, 70)]
 
 
 def _fits(size: tuple[int, int, int, int, bool]) -> bool:

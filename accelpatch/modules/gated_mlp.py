@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from accelpatch.kernels.gated_activation import gated_activation
+from accelpatch.kernels.tiled_int4_linear import tiled_int4_linear
+
+
+def side_by_side(gate: Any, up: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    """gate(x) and up(x); by one product where their weights lie in one and nobody watches them."""
+    tiles, others = (vars(module).get("tiles") for module in (gate, up))
+    one = tiles is not None and others is not None and tiles.w is others.w and gate.bias is None and up.bias is None
+    if not one or any(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in (gate, up)):
+        return gate(x), up(x)
+    both: Tensor = tiled_int4_linear(x, *tiles._replace(n=2 * tiles.n, part="both"), None)
+    return both[..., : tiles.n], both[..., tiles.n :]
 
 
 class GatedMLP(nn.Module):
@@ -22,6 +35,6 @@ class GatedMLP(nn.Module):
         if self.fused_rows:
             gate, up = self.gate_up_proj(hidden_states).chunk(2, dim=-1)
         else:
-            gate, up = self.gate_proj(hidden_states), self.up_proj(hidden_states)
+            gate, up = side_by_side(self.gate_proj, self.up_proj, hidden_states)
         down: Tensor = self.down_proj(gated_activation(gate, up, self.activation))
         return down

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from accelpatch.errors import AccelpatchError, PatchError
+from accelpatch.patching.match import is_adapter, wrapped
 from accelpatch.patching.plan import Entry, Plan
 from accelpatch.report import Report
 
@@ -40,8 +41,13 @@ class Change:
         _assign(self.owner, self.name, self.new)
 
     def revert(self) -> None:
-        """Put the old value back; an attribute that only a patched model has is closed, if it can be."""
-        _assign(self.owner, self.name, self.old)
+        """Put the old value back; an attribute that only a patched model has is closed, if it can be.
+
+        An adapter that has come around the new module since stays.
+        """
+        current = self.owner._modules.get(self.name)
+        if current is None or not is_adapter(current) or current is self.new:
+            _assign(self.owner, self.name, self.old)
         if self.old is _Absent and hasattr(self.new, "close"):
             self.new.close()
 
@@ -98,7 +104,26 @@ class Handle:
         for change in self.changes:
             if isinstance(change.old, nn.Module):
                 _move_along(change)
+        self._carry_adapters()
         self.revert()
+
+    def _carry_adapters(self) -> None:
+        """Let originals have the adapters that their replacements have by now: some came or went since."""
+        swaps = [(change.old, change.new) for change in self.changes if isinstance(change.old, nn.Module)]
+        back = {id(new): old for old, new in swaps}
+
+        def core(child: nn.Module | None) -> nn.Module | None:
+            inner = wrapped(child)
+            return back.get(id(inner), inner)
+
+        for old, new in swaps:
+            for name in old._modules.keys() & new._modules.keys():
+                child = new._modules[name]
+                if core(child) is core(old._modules[name]):
+                    old._modules[name] = back.get(id(child), child)
+        for module in list(self.changes[-1].owner.modules()):  # of the model, which the last change is one of
+            for name, inside in module._modules.items():
+                module._modules[name] = back.get(id(inside), inside)
 
     def revert(self) -> None:
         """Undo every swap, the last one first."""

@@ -26,23 +26,57 @@ def sites(model: nn.Module, roles: Mapping[str, str]) -> list[Site]:
     """Every module of `model` that owns parameters or has a role, in the order of the tree.
 
     roles: glob over dotted names (a number is written `#`) -> role, from the model's family. Modules that share a
-    weight become one site with the others tied to it: the head first, since its product decides the format.
+    weight become one site with the others tied to it: the head first, since its product decides the format. What an
+    adapter (PEFT) wraps has the role of the place where the adapter stands; the adapter's own weights have none.
     """
     places: dict[int, list[str]] = {}
     modules: dict[int, nn.Module] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         places.setdefault(id(module), []).append(path)
         modules[id(module)] = module
-    head = output_embeddings(model)
+    head = wrapped(output_embeddings(model))
+    adapters = {path for path, module in model.named_modules(remove_duplicate=False) if is_adapter(module)}
     share = active_share(model)
     counted: set[int] = set()
     found: dict[int, Site] = {}
     for key, module in modules.items():
-        role = role_of(places[key][0], module, roles, head) if module is not model else "other"
+        path = named_without(adapters, places[key][0])
+        role = role_of(path, module, roles, head) if path and module is not model else "other"
         own = [p for p in module._parameters.values() if p is not None]
         if own or role != "other":
             found[key] = _site(places[key], module, role, own, share, counted)
     return _join_tied(list(found.values()))
+
+
+def is_adapter(module: nn.Module) -> bool:
+    """Whether a module stands around another as PEFT's adapters do."""
+    return "base_layer" in module._modules and hasattr(module, "adapter_layer_names")
+
+
+def unwrapped(model: Any) -> Any:
+    """The transformers model inside a PeftModel; any other model itself."""
+    inside = any(cls.__name__ == "PeftModel" and cls.__module__.startswith("peft.") for cls in type(model).__mro__)
+    return model.get_base_model() if inside else model
+
+
+def wrapped(module: nn.Module | None) -> nn.Module | None:
+    """What the adapters around a module stand around; any other module itself."""
+    while module is not None and is_adapter(module):
+        module = module._modules["base_layer"]
+    return module
+
+
+def named_without(adapters: set[str], path: str) -> str:
+    """The path that a module would have without adapters; empty for an adapter and its own weights."""
+    parts, kept = path.split("."), list[str]()
+    inside = False
+    for place, part in enumerate(parts):
+        if inside and part != "base_layer":
+            return ""
+        if not inside:
+            kept.append(part)
+        inside = ".".join(parts[: place + 1]) in adapters
+    return "" if inside else ".".join(kept)
 
 
 def output_embeddings(model: nn.Module) -> nn.Module | None:

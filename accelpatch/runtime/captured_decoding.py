@@ -37,6 +37,7 @@ def captured_loop(
     # streams and events are those of the model's GPU, whichever is the current one
     with on(ids), runtime.alone() as alone:
         reason = _stock_because(model, runtime, ids, config, synced_gpus, kwargs) if alone else "a step within a step"
+        reason = reason or _turning(model, ids.shape[1], criteria.max_length)
         if reason is None:
             capacity = runtime.room(ids.shape[1] + _earlier(kwargs, ids), criteria.max_length)
             try:
@@ -63,6 +64,19 @@ def _stock_because(
         or why_not(kwargs["past_key_values"])
         or runtime.objection(model, ids.shape[0])
     )
+
+
+def _turning(model: Any, length: int, most: int) -> str | None:
+    """Why a sequence of `length` tokens that grows to `most`, its last one not run, turns on its way; None where not.
+
+    Beyond a length longrope has other frequencies, and transformers computes the cache anew.
+    """
+    text = model.config.get_text_config(decoder=True)
+    rope = getattr(text, "rope_parameters", None) or {}
+    turn = getattr(text, "original_max_position_embeddings", None) or rope.get("original_max_position_embeddings")
+    if rope.get("rope_type") != "longrope" or turn is None or not length <= turn < most - 1:
+        return None
+    return f"longrope's frequencies change beyond {turn} tokens"
 
 
 def _earlier(kwargs: dict[str, Any], ids: Tensor) -> int:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
 from accelpatch.errors import KernelError, PatchError
+from accelpatch.runtime.adapters import is_adapter, lost_merge, state_of
 from accelpatch.runtime.captured_cache import LayerShape, capacity_for, shapes_of, why_not
 from accelpatch.runtime.captured_graph import GRAPHS, new_pool
 from accelpatch.runtime.captured_guesses import TOKENS, Guesses, verification
@@ -24,6 +25,7 @@ from accelpatch.runtime.native_step import Watch
 CAPTURED = "captured step"
 MODULES = "modules in the captured step: "  # and the reason
 STEPS = 4  # graphs, each with its cache, that a model keeps
+STATES = 4  # of a model's adapters besides the one in use, whose graphs are kept
 # What a model raises when its forward cannot run over a static cache, or asks the host for a number while captured.
 CAPTURE_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, KernelError)
 SCALARS = (bool, int, float, str, type(None))
@@ -56,17 +58,23 @@ class CapturedRuntime:
 
     def close(self) -> None:
         """Free every graph and cache."""
+        self._forget()
+        self._adapters: tuple[str, ...] = ()
+        self._others: OrderedDict[tuple[str, ...], dict[str, Any]] = OrderedDict()
+        self._pool: Any = None
+        self._watch: Watch | None = None
+        self._flags: list[Any] = []
+        self._done: torch.cuda.Event | None = None
+
+    def _forget(self) -> None:
+        """Nothing is known of the model in the state that its adapters are in."""
         self._steps: OrderedDict[tuple[int, int], CapturedStep] = OrderedDict()
         self._batches: dict[int, Batch] = {}
         self._shapes: tuple[LayerShape, ...] | None = None
         self._vocabulary = 0
-        self._pool: Any = None
         self._unfit: str | None = None
         self._fused: FusedModel | None = None
         self._unfused = ""  # why there are no fused layers
-        self._watch: Watch | None = None
-        self._flags: list[Any] = []
-        self._done: torch.cuda.Event | None = None
 
     def logits(self, model: nn.Module, arguments: Mapping[str, Any]) -> Tensor | None:
         """None: a single call of the model runs its modules."""
@@ -103,9 +111,8 @@ class CapturedRuntime:
             return "training or autocast"
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return "the caller is capturing a graph"
-        if self._watch is None or self._watch.stale() or self._flags != _flags(model):
-            self.close()
-            self._watch = Watch(model)
+        self._look(model)
+        assert self._watch is not None
         if self._watch.stale():  # at once: something that it never takes for granted
             return "a module whose forward was replaced"
         if self._unfit is None and (self._watch.objection() or self._watch.watched()):
@@ -114,6 +121,31 @@ class CapturedRuntime:
             self._learn(model, device)
             self._fuse(model)
         return self._unfit
+
+    def _look(self, model: nn.Module) -> None:
+        """Drop what was made of the model where it has changed; where only its adapters have, go on with another."""
+        adapters = state_of(model)
+        changed = self._watch is None or self._watch.stale() or self._flags != _flags(model)
+        if (changed or adapters != self._adapters) and (place := lost_merge(model)):
+            raise PatchError(
+                f"{place}: an adapter was merged into a weight that holds no floats, where it is lost; unmerge it, or "
+                "merge before patching"
+            )
+        if changed:
+            self.close()
+            self._watch, self._adapters = Watch(model), adapters
+        elif adapters != self._adapters:
+            self._switch(adapters)
+
+    def _switch(self, adapters: tuple[str, ...]) -> None:
+        """Go on with what was made of the model in another state of its adapters, and keep that of the last one."""
+        names = ("_steps", "_batches", "_shapes", "_vocabulary", "_unfit", "_fused", "_unfused")
+        self._others[self._adapters] = {name: getattr(self, name) for name in names}
+        self._forget()
+        vars(self).update(self._others.pop(adapters, {}))
+        self._adapters = adapters
+        while len(self._others) > STATES:
+            self._others.popitem(last=False)
 
     def room(self, length: int, most: int | None) -> int:
         """The capacity to begin with after `length` tokens. Raises PatchError over the recipe's max_length."""
@@ -131,7 +163,8 @@ class CapturedRuntime:
             try:
                 self._steps[key] = self._made(model, rows, capacity)
             except torch.OutOfMemoryError:
-                self._steps.clear()  # the others' caches may be what is in the way
+                self._others.clear()  # the others' caches may be what is in the way
+                self._steps.clear()
                 self._batches = {rows: self._batches[rows]}
                 self._steps[key] = self._made(model, rows, capacity)
             self._flags = _flags(model)
@@ -214,6 +247,9 @@ class CapturedRuntime:
                 self._fused = read(model) if self._unfit is None else None
         except (Unfit, KernelError) as reason:
             self._unfused = str(reason)
+        # weights that were laid together just now have left modules captured in another state of the adapters
+        if any(other["_fused"] is None for other in self._others.values()):
+            self._others.clear()
         self._watch = Watch(model)
 
     def _learn(self, model: nn.Module, device: torch.device) -> None:
@@ -247,6 +283,8 @@ def _flags(model: nn.Module) -> list[Any]:
     config: Any = model.config
     values: list[Any] = [config._attn_implementation]
     for module in model.modules():
+        if is_adapter(module):  # adapters.state_of
+            continue
         values += [value for value in vars(module).values() if type(value) in SCALARS]
     return values
 

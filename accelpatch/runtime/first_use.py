@@ -11,6 +11,8 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from accelpatch.runtime.native_step import OWN
+
 
 @contextmanager
 def on_first_use(act: Callable[[nn.Module], None]) -> Iterator[None]:
@@ -32,6 +34,8 @@ def on_first_use(act: Callable[[nn.Module], None]) -> Iterator[None]:
     def before_forward(module: nn.Module, args: Any) -> None:
         if isinstance(module, PreTrainedModel):
             meet(module)
+
+    setattr(before_forward, OWN, True)
 
     @functools.wraps(generate)
     def meeting_generate(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,8 +1,9 @@
 """The decode step of a patched Llama-like model in five launches a layer, read off its replaced modules.
 
 A layer is: norm and q, k, v; rotary embedding, cache write and attention; o and the residual; norm, gate, up and the
-activation; down and the residual. The last norm goes into the head's product. What is read must be what the modules
-would compute: anything else is a reason (`Unfit`), and the captured step then runs the modules.
+activation; down and the residual. Where a norm follows attention and MLP (Gemma), it and the residual are a launch each
+time, and a gate that is not silu is one too. The last norm goes into the head's product. What is read must be what the
+modules would compute: anything else is a reason (`Unfit`), and the captured step then runs the modules.
 """
 
 from __future__ import annotations
@@ -21,44 +22,57 @@ from accelpatch.kernels.hip.binding import MOST
 from accelpatch.modules.gated_mlp import GatedMLP
 from accelpatch.modules.norm import FusedRMSNorm, ResidualNormLayer
 from accelpatch.modules.rotary import FusedRotaryEmbedding
-from accelpatch.runtime.fused_weights import Unfit, one_product, product
+from accelpatch.runtime.adapters import Adapted, active, base_of, with_adapters
+from accelpatch.runtime.fused_weights import Unfit, gated_product, one_product, product
 from accelpatch.runtime.native_weights import window
 
 FUSED = "fused layers"
 # transformers' attention classes whose arithmetic is that of decode_attention
-ATTENTION = frozenset({"LlamaAttention", "MistralAttention", "Qwen2Attention", "Qwen3Attention"})
+ATTENTION = frozenset(
+    f"{family}Attention" for family in ("Llama", "Mistral", "Qwen2", "Qwen3", "Phi3", "Gemma2", "Gemma3")
+)
+CAPPED_SCORES = frozenset({"Gemma2Attention"})  # Gemma 3 has the attribute and does not use it
+CAPPED_LOGITS = frozenset({"Gemma2ForCausalLM", "Gemma3ForCausalLM"})
 DTYPES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, eq=False)
 class FusedLayer:
-    """One decoder layer."""
+    """One decoder layer; the norms `after` are those of the sandwich form, before the residual is added."""
 
-    qkv: Product
+    qkv: Product | Adapted
     attention_norm: Norm
     attention: AttentionShape
-    o: Product
-    gate_up: Product
+    o: Product | Adapted
+    gate_up: Product | Adapted
     mlp_norm: Norm
     activation: str
-    down: Product
+    down: Product | Adapted
+    after_attention: Norm | None = None
+    after_mlp: Norm | None = None
 
     def __call__(self, x: Tensor, positions: Tensor, slot: Tensor, mask: Tensor, cache: Any) -> Tensor:
         """x[B T, K] -> [B T, K] at positions[B, T]; keys and values go into `cache`, a layer of captured_cache.py."""
         qkv = self.qkv(x, self.attention_norm)
         seen = decode_attention_(qkv, positions, slot, mask, cache.keys, cache.values, self.attention)
-        x = self.o(seen, residual=x)
-        return self.down(self.gate_up(x, self.mlp_norm, gate=self.activation), residual=x)
+        x = added(self.o, seen, self.after_attention, x)
+        return added(self.down, self.gate_up(x, self.mlp_norm, gate=self.activation), self.after_mlp, x)
+
+
+def added(last: Product | Adapted, x: Tensor, norm: Norm | None, residual: Tensor) -> Tensor:
+    """The residual plus a product, or plus its norm."""
+    return last(x, residual=residual) if norm is None else norm.added(last(x), residual)
 
 
 @dataclass(frozen=True, eq=False)
 class FusedModel:
-    """All layers, with what comes before and after them."""
+    """All layers, with what comes before and after them. softcap: of the logits, 0 for none."""
 
     embedding: nn.Module
     layers: tuple[FusedLayer, ...]
     norm: Norm
-    head: Product
+    head: Product | Adapted
+    softcap: float = 0.0
     most: int = MOST  # rows of a step
 
     def __call__(self, tokens: Tensor, positions: Tensor, slot: Tensor, mask: Tensor, cache: Any) -> Tensor:
@@ -66,7 +80,8 @@ class FusedModel:
         x = self.embedding(tokens.reshape(-1))
         for layer, held in zip(self.layers, cache.layers, strict=True):
             x = layer(x, positions, slot, mask, held)
-        return self.head(x, self.norm)
+        logits = self.head(x, self.norm)
+        return (logits / self.softcap).tanh() * self.softcap if self.softcap else logits
 
 
 def read(model: Any) -> FusedModel:
@@ -76,61 +91,69 @@ def read(model: Any) -> FusedModel:
     if decoder is None or head is None or not layers:
         raise Unfit("it has no decoder of the Llama form")
     embedding: Any = decoder.embed_tokens
-    dtype = embedding(torch.zeros(1, dtype=torch.int64, device=head.weight.device)).dtype
+    dtype = embedding(torch.zeros(1, dtype=torch.int64, device=next(model.parameters()).device)).dtype
     for place, layer in enumerate(layers):
         if reason := unfit(layer):
             raise Unfit(f"layer {place}: {reason}")
     rotary = decoder.rotary_emb
-    if not isinstance(rotary, FusedRotaryEmbedding) or not hasattr(rotary, "inv_freq"):
+    if not isinstance(rotary, FusedRotaryEmbedding):
         raise Unfit("its rotary embedding was not replaced")
     if model.config._attn_implementation not in ("eager", "sdpa"):
         raise Unfit(f"the attention implementation is {model.config._attn_implementation}")
     final = norm_of(decoder.norm, dtype)
-    check(product(head, dtype), dtype)
+    checked(head, dtype)
     # every layer is looked at before the first is laid together
     shapes = [attention_of(layer.self_attn, rotary, dtype) for layer in layers]
     for layer in layers:
         looked_at(layer, dtype)
     fused = tuple(fuse(layer, shape, dtype) for layer, shape in zip(layers, shapes, strict=True))
-    return FusedModel(embedding, fused, final, product(head, dtype))
+    capped = type(model).__name__ in CAPPED_LOGITS
+    softcap = float(getattr(model.config, "final_logit_softcapping", None) or 0.0) if capped else 0.0
+    return FusedModel(embedding, fused, final, one(head, dtype), softcap)
 
 
 def unfit(layer: Any) -> str | None:
     """Why a layer's modules are not those of the step; None where they are."""
-    if not isinstance(layer, ResidualNormLayer) or layer.sandwich:
+    if not isinstance(layer, ResidualNormLayer):
         return "it is no replaced layer of the Llama form"
-    if not isinstance(layer.mlp, GatedMLP) or layer.mlp.fused_rows:
-        return "its MLP is no replaced one with gate_proj and up_proj"
+    if not isinstance(layer.mlp, GatedMLP):
+        return "its MLP is no replaced one"
     own = type(layer.self_attn)
     if own.__name__ not in ATTENTION or not own.__module__.startswith("transformers."):
         return f"its attention is {own.__name__}"
-    return None
+    return None if getattr(layer.self_attn, "is_causal", True) else "its attention looks ahead"
 
 
 def norm_of(norm: Any, dtype: torch.dtype) -> Norm:
     """What a replaced norm computes."""
-    if not isinstance(norm, FusedRMSNorm) or norm.plus_one or norm.weight.dtype != dtype:
+    if not isinstance(norm, FusedRMSNorm) or norm.weight.dtype != dtype:
         raise Unfit(f"a norm is {type(norm).__name__} in {norm.weight.dtype}")
-    return Norm(norm.weight, norm.rms_eps)
+    return Norm(norm.weight, norm.rms_eps, norm.plus_one)
 
 
 def attention_of(attention: Any, rotary: Any, dtype: torch.dtype) -> AttentionShape:
     """Sizes and constants of a layer's attention."""
     config, size = attention.config, int(attention.head_dim)
-    if rotary.inv_freq.shape[0] * 2 != size:
-        raise Unfit("its rotary embedding turns a part of each head only")
+    kind = "" if hasattr(rotary, "inv_freq") else f"{attention.layer_type}_"
+    frequencies = getattr(rotary, f"{kind}inv_freq", None)
+    if frequencies is None:
+        raise Unfit(f"its rotary embedding has no {kind}inv_freq")
     q_norm, k_norm = (
         norm_of(getattr(attention, name), dtype) if hasattr(attention, name) else None for name in ("q_norm", "k_norm")
     )
-    if q_norm is not None and k_norm is not None and q_norm.eps != k_norm.eps:
+    both = [(norm.eps, norm.plus_one) for norm in (q_norm, k_norm) if norm is not None]
+    if len(set(both)) > 1:
         raise Unfit("the norms of q and k differ in their epsilon")
+    eps, plus_one = both[0] if both else (0.0, False)
+    capped = type(attention).__name__ in CAPPED_SCORES and config._attn_implementation == "eager"  # sdpa caps nothing
+    softcap = attention.attn_logit_softcapping if capped else None
     shape = AttentionShape(
-        config.num_attention_heads, config.num_key_value_heads, size, float(attention.scaling), rotary.inv_freq,
-        float(rotary.attention_scaling), window(attention),
+        config.num_attention_heads, config.num_key_value_heads, size, float(attention.scaling), frequencies,
+        float(getattr(rotary, f"{kind}attention_scaling")), window(attention),
         None if q_norm is None else q_norm.weight, None if k_norm is None else k_norm.weight,
-        0.0 if q_norm is None else q_norm.eps,
+        eps, float(softcap or 0.0), plus_one,
     )  # fmt: skip
-    if reason := decode_attention.why_not(shape, dtype, probe(rotary.inv_freq.device)):
+    if reason := decode_attention.why_not(shape, dtype, probe(frequencies.device)):
         raise Unfit(reason)
     return shape
 
@@ -138,31 +161,62 @@ def attention_of(attention: Any, rotary: Any, dtype: torch.dtype) -> AttentionSh
 def looked_at(layer: Any, dtype: torch.dtype) -> None:
     """Raises Unfit where a product of a layer cannot be run by itself."""
     attention, mlp = layer.self_attn, layer.mlp
-    for module in (*parts_of(attention), attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj):
-        check(product(module, dtype), dtype)
+    for module in (*parts_of(attention), attention.o_proj, *halves_of(mlp), mlp.down_proj):
+        checked(module, dtype)
+    for norm in norms_of(layer):
+        if norm is not None:
+            norm_of(norm, dtype)
 
 
-def parts_of(attention: Any) -> tuple[Any, Any, Any]:
-    """The three products of an attention's input."""
-    return attention.q_proj, attention.k_proj, attention.v_proj
+def norms_of(layer: Any) -> tuple[Any, Any, Any, Any]:
+    """Before attention, after it, before the MLP, after it; None for one that the layer has not."""
+    if layer.sandwich:
+        return (
+            layer.input_layernorm, layer.post_attention_layernorm, layer.pre_feedforward_layernorm,
+            layer.post_feedforward_layernorm,
+        )  # fmt: skip
+    return layer.input_layernorm, None, layer.post_attention_layernorm, None
 
 
-def check(one: Product, dtype: torch.dtype) -> None:
+def parts_of(attention: Any) -> tuple[Any, ...]:
+    """The products of an attention's input, side by side q, k and v."""
+    names = ("qkv_proj",) if hasattr(attention, "qkv_proj") else ("q_proj", "k_proj", "v_proj")
+    return tuple(getattr(attention, name) for name in names)
+
+
+def halves_of(mlp: Any) -> tuple[Any, ...]:
+    """The products of an MLP's input, side by side gate and up."""
+    return (mlp.gate_up_proj,) if mlp.fused_rows else (mlp.gate_proj, mlp.up_proj)
+
+
+def checked(module: Any, dtype: torch.dtype) -> None:
     """Raises Unfit where a product cannot run for activations of `dtype` on the device that it lies on."""
-    device = (one.w if isinstance(one.w, Tensor) else one.w.w).device
+    held = product(base_of(module), dtype)
+    device = (held.w if isinstance(held.w, Tensor) else held.w.w).device
     if device.type != "cpu" and dtype not in DTYPES:
         raise Unfit(f"its activations are {dtype}")
-    if reason := one.why_not(dtype, probe(device)):
+    if reason := held.why_not(dtype, probe(device)):
         raise Unfit(reason)
+    active(module)
+
+
+def one(module: Any, dtype: torch.dtype) -> Product | Adapted:
+    """What a linear layer and the adapters around it compute."""
+    return with_adapters(product(base_of(module), dtype), (module,), dtype)
 
 
 def fuse(layer: Any, shape: AttentionShape, dtype: torch.dtype) -> FusedLayer:
     """One layer, its neighbouring weights laid together."""
     mlp = layer.mlp
+    before, after, inner, last = (None if norm is None else norm_of(norm, dtype) for norm in norms_of(layer))
+    assert before is not None
+    assert inner is not None
+    parts, halves = parts_of(layer.self_attn), halves_of(mlp)
+    qkv = one_product([base_of(part) for part in parts], dtype)
+    gate_up = gated_product([base_of(half) for half in halves], dtype, mlp.activation)
     fused = FusedLayer(
-        one_product(parts_of(layer.self_attn), dtype), norm_of(layer.input_layernorm, dtype), shape,
-        product(layer.self_attn.o_proj, dtype), one_product((mlp.gate_proj, mlp.up_proj), dtype),
-        norm_of(layer.post_attention_layernorm, dtype), mlp.activation, product(mlp.down_proj, dtype),
+        with_adapters(qkv, parts, dtype), before, shape, one(layer.self_attn.o_proj, dtype),
+        with_adapters(gate_up, halves, dtype), inner, mlp.activation, one(mlp.down_proj, dtype), after, last,
     )  # fmt: skip
     if shape.inv_freq.is_cuda:  # what the parts lay in is no room for the next layer's whole
         torch.cuda.empty_cache()

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accelpatch.kernels.fused_product import Product
+from accelpatch.kernels import int4_tiles
+from accelpatch.kernels.fused_product import SILU, Product
 from accelpatch.kernels.hip.layout import TILE_ROWS
 from accelpatch.kernels.int4_tiles import Tiles
 from accelpatch.modules.gemv_linear import GemvLinear
@@ -34,6 +35,7 @@ def one_product(modules: Sequence[Any], dtype: torch.dtype) -> Product:
     bias = _beside([module.bias for module in modules])
     first = products[0].w
     if isinstance(first, Tiles):
+        _apart(modules)
         tiles = [module.tiles for module in modules]
         if any(one.n % TILE_ROWS for one in tiles):
             raise Unfit(f"4-bit tiles of a number of rows that is no multiple of {TILE_ROWS}")
@@ -44,6 +46,37 @@ def one_product(modules: Sequence[Any], dtype: torch.dtype) -> Product:
     whole = _together([one.w for one in products if isinstance(one.w, Tensor)])
     assert whole is not None
     return Product(whole, _together([one.scale for one in products]), bias)
+
+
+def gated_product(modules: Sequence[Any], dtype: torch.dtype, activation: str) -> Product:
+    """The same for a gate and its `up`, or for one layer that is both; 4-bit tiles get their rows paired for silu.
+
+    The layers of paired tiles hold the same tensors, each its part of them.
+    """
+    products = [product(module, dtype) for module in modules]
+    tiles = [one.w for one in products if isinstance(one.w, Tiles)]
+    each = TILE_ROWS * (3 - len(tiles))
+    pairs = len({_kind(one) for one in products}) == 1 and all(one.n % each == 0 for one in tiles)
+    if activation not in SILU or not tiles or len(tiles) < len(products) or not pairs:
+        return one_product(modules, dtype)
+    bias = _beside([module.bias for module in modules])
+    if len(modules) == 1:
+        if tiles[0].part != "both":
+            modules[0].tiles = int4_tiles.pair(tiles[0])
+        return Product(modules[0].tiles, bias=bias)
+    gate, up = tiles
+    if (gate.part, up.part) != ("gate", "up") or gate.w is not up.w:
+        both = int4_tiles.pair(gate, up)
+        modules[0].tiles, modules[1].tiles = (
+            both._replace(n=one.n, part=part) for one, part in zip(tiles, ("gate", "up"), strict=True)
+        )
+    return Product(modules[0].tiles._replace(n=gate.n + up.n, part="both"), bias=bias)
+
+
+def _apart(modules: Sequence[Any]) -> None:
+    """Let layers that were paired hold their own tiles again."""
+    for module in modules:
+        module.tiles = int4_tiles.alone(module.tiles)
 
 
 def product(module: Any, dtype: torch.dtype) -> Product:

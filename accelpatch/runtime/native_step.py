@@ -34,6 +34,7 @@ UNDERSTOOD = frozenset(
     {"input_ids", "past_key_values", "attention_mask", "position_ids", "use_cache", "return_dict", "logits_to_keep"}
 )
 _version = attrgetter("_version")
+OWN = "of_accelpatch"  # marks hooks of this package, which change nothing that a step computes
 _GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
 
 
@@ -57,7 +58,9 @@ class Watch:
         self._held = list(chain.from_iterable(map(dict.values, self._filled)))
         self._tensors = [value for value in self._held if isinstance(value, Tensor)]
         self._pointers = list(map(Tensor.data_ptr, self._tensors))
-        self._written = [tensor for tensor in self._tensors if not tensor.is_inference()]  # those count their writes
+        own = written_by_forward(modules)
+        # tensors of inference mode do not count their writes
+        self._written = [tensor for tensor in self._tensors if not tensor.is_inference() and id(tensor) not in own]
         self._versions = list(map(_version, self._written))
         self._packed = list(packed_modules(model))
         self._packs = [module.pack for module in self._packed]
@@ -66,7 +69,8 @@ class Watch:
 
     def objection(self) -> str | None:
         """Why the modules must run this step, or None."""
-        if any(self._outer) or any(getattr(torch_module, name) for name in _GLOBAL_HOOKS):
+        everywhere = chain.from_iterable(getattr(torch_module, name).values() for name in _GLOBAL_HOOKS)
+        if any(self._outer) or not all(hasattr(hook, OWN) for hook in everywhere):
             return "a hook outside of the layers"
         return None
 
@@ -85,6 +89,12 @@ class Watch:
             or not all(map(is_, map(attrgetter("tiles"), self._tiled), self._tiles))
             or any(map(contains, self._attributes, repeat("forward")))
         )
+
+
+def written_by_forward(modules: Iterable[nn.Module]) -> set[int]:
+    """Ids of the tensors that a forward itself writes: frequencies that it chooses by the length (longrope)."""
+    longrope = [module for module in modules if getattr(module, "rope_type", None) == "longrope"]
+    return {id(buffer) for module in longrope for name, buffer in module._buffers.items() if name == "inv_freq"}
 
 
 def hook_tables(modules: Iterable[nn.Module]) -> list[Any]:

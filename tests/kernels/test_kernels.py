@@ -102,7 +102,7 @@ def random_args(op: str, rng: random.Random, generator: torch.Generator, dtype: 
         return torch.randint(0, n, (m, 3), generator=generator), q, scale, dtype
     if op == "rmsnorm":
         return x, weight, 1e-5, plus_one
-    if op == "add_rmsnorm":
+    if op in ("add_rmsnorm", "rmsnorm_add"):
         return x, x.flip(0), weight, 1e-5, plus_one
     if op == "rotary_cos_sin":
         return torch.randint(0, 4096, (2, m), generator=generator), torch.rand(k, generator=generator), 1.5, dtype
@@ -139,7 +139,7 @@ def test_half_products_are_rounded_once(op: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")], ids=["nan", "inf", "minus-inf"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=name)
-@pytest.mark.parametrize("op", [*PRODUCTS, "rmsnorm", "add_rmsnorm", "gated_activation"])
+@pytest.mark.parametrize("op", [*PRODUCTS, "rmsnorm", "add_rmsnorm", "rmsnorm_add", "gated_activation"])
 def test_nan_and_infinity_come_through(op: str, dtype: torch.dtype, value: float) -> None:
     args = list(first_args(op, dtype, index=4 if "linear" in op else 1))
     args[0] = args[0].clone()

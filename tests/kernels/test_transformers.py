@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, Lla
 
 from accelpatch.kernels.gated_activation import ACTIVATIONS, gated_activation
 from accelpatch.kernels.gated_activation import reference as gated_reference
-from accelpatch.kernels.rmsnorm import add_rmsnorm, rmsnorm
+from accelpatch.kernels.rmsnorm import add_rmsnorm, rmsnorm, rmsnorm_add
 from accelpatch.kernels.rope import rotary_cos_sin
 from tests.parity import DTYPES, bits, name
 
@@ -49,6 +49,7 @@ def test_rmsnorm(kind: type, plus_one: bool, dtype: torch.dtype, shape: tuple[in
         y, total = add_rmsnorm(x, residual, norm.weight, 1e-5, plus_one)
         assert same(total, x + residual)
         assert same(y, norm(x + residual))
+        assert same(rmsnorm_add(x, residual, norm.weight, 1e-5, plus_one), residual + norm(x))
 
 
 @pytest.mark.parametrize("kind, plus_one", [(LlamaRMSNorm, False), (Gemma2RMSNorm, True)], ids=["llama", "gemma2"])

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList
 
 import accelpatch
 from accelpatch.recipe import parse
-from accelpatch.runtime.captured_runtime import CAPTURED
-from accelpatch.runtime.fused_layer import FUSED
 from accelpatch.runtime.patched_model import RUNTIME
 from tests.families.tiny import CAUSAL, full_batch, padded_batch
+from tests.runtime.steps import assert_float_rule, logits
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
-NEW = 32
-NAMES = ("llama", "mistral", "qwen2", "qwen3")
+NAMES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3")
 SYMMETRIC = """
 extends: int4
 rules:
@@ -29,44 +25,25 @@ rules:
 RECIPES: dict[str, Any] = {"exact": "exact", "int8": "int8", "int4": "int4", "int4-symmetric": parse(SYMMETRIC)}
 
 
-class Given(LogitsProcessor):
-    """Makes both loops take the same tokens, whatever the last bits of their logits say."""
-
-    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        chosen = (ids.shape[1] * 7 + torch.arange(len(ids), device=ids.device)) % (scores.shape[1] - 2) + 2
-        return torch.full_like(scores, float("-inf")).scatter(1, chosen[:, None], 0.0)
-
-
-def logits(model: Any, batch: dict[str, torch.Tensor], new: int = NEW) -> torch.Tensor:
-    """[steps, B, V] in float64."""
-    made = model.generate(
-        **{key: value.cuda() for key, value in batch.items()}, max_new_tokens=new, do_sample=False, output_logits=True,
-        return_dict_in_generate=True, logits_processor=LogitsProcessorList([Given()]),
-    )  # fmt: skip
-    return torch.stack(made.logits[1:]).double()
-
-
-def assert_float_rule(model: Any, batch: dict[str, torch.Tensor], new: int = NEW) -> None:
-    """Fused layers are at most twice as far from float32 as the modules of the patched model are."""
-    plain = copy.deepcopy(model)
-    vars(plain)[RUNTIME] = None
-    exact = logits(copy.deepcopy(plain).float(), batch, new)
-    modules, fused = (
-        ((logits(one, batch, new) - exact).flatten(1).norm(dim=1) / exact.flatten(1).norm(dim=1)).max().item()
-        for one in (plain, model)
-    )
-    assert fused <= 2 * modules + 2**-8, (fused, modules)
-    assert fused < 0.1, fused
-    paths = model.accelpatch.report().paths
-    assert paths[FUSED] == paths[CAPTURED] == new - 1, paths
-
-
 @pytest.mark.parametrize("make", [full_batch, padded_batch], ids=["one-length", "left-padding"])
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 @pytest.mark.parametrize("name", NAMES)
 def test_logits(name: str, recipe: Any, make: Any) -> None:
     model = CAUSAL[name].make(torch.bfloat16).cuda()
     assert_float_rule(accelpatch.patch(model, recipe, verify=False), make())
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("gemma2", {"attn_logit_softcapping": 0.5, "final_logit_softcapping": 2.0, "attn_implementation": "eager"}),
+        ("phi3", {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.5}}),
+    ],
+    ids=["caps", "partial"],
+)
+def test_caps_and_partial_rotary(name: str, changes: dict[str, Any]) -> None:
+    model = CAUSAL[name].make(torch.bfloat16, **changes).cuda()
+    assert_float_rule(accelpatch.patch(model, "exact", verify=False), padded_batch())
 
 
 @pytest.mark.parametrize("size", [64, 80, 128])

@@ -26,7 +26,7 @@ from accelpatch.runtime.fused_weights import Unfit
 from accelpatch.runtime.patched_model import RUNTIME
 from tests.families.tiny import CAUSAL, full_batch, padded_batch
 
-NAMES = ("llama", "mistral", "qwen2", "qwen3")
+NAMES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3")
 OPTIONS: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
 ROWS = "extends: {}\nrules:\n  - name: linear\n    replace: {}\n    options: {}\n"
 RECIPES: dict[str, Any] = {
@@ -85,7 +85,7 @@ def storages(model: Any) -> list[list[int]]:
     """Where q, k, v and gate, up of each layer lie."""
     found = []
     for layer in model.model.layers:
-        for group in (fused_layer.parts_of(layer.self_attn), (layer.mlp.gate_proj, layer.mlp.up_proj)):
+        for group in (fused_layer.parts_of(layer.self_attn), fused_layer.halves_of(layer.mlp)):
             weights = [m.tiles.w if m.__dict__.get("tiles") else m.q if hasattr(m, "q") else m.weight for m in group]
             found.append([weight.untyped_storage().data_ptr() for weight in weights])
     return found
@@ -162,8 +162,12 @@ def _one_bias(model: Any) -> None:
     model.model.layers[0].self_attn.k_proj.bias = nn.Parameter(torch.ones(32))
 
 
-def _part_of_a_head(model: Any) -> None:
-    model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq[:4]
+def _more_than_a_head(model: Any) -> None:
+    model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq.repeat(2)
+
+
+def _both_ways(model: Any) -> None:
+    model.model.layers[1].self_attn.is_causal = False
 
 
 def _flex(model: Any) -> None:
@@ -174,7 +178,8 @@ CHANGES: dict[str, tuple[Callable[[Any], None], str]] = {
     "norm": (_other_norm, "a norm is LayerNorm"),
     "product": (_other_product, "a product is Sequential"),
     "one bias": (_one_bias, "some of neighbouring products have a bias"),
-    "rotary": (_part_of_a_head, "a part of each head only"),
+    "rotary": (_more_than_a_head, "a rotary embedding of 32 columns on heads of size 16"),
+    "causal": (_both_ways, "layer 1: its attention looks ahead"),
     "attention": (_flex, "the attention implementation is flex_attention"),
 }
 
@@ -191,8 +196,8 @@ def test_reasons(change: str) -> None:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("gemma3", "layer 0: it is no replaced layer of the Llama form"),
-        ("phi3", "layer 0: its MLP is no replaced one with gate_proj and up_proj"),
+        ("olmo2", "layer 0: it is no replaced layer of the Llama form"),
+        ("mixtral", "layer 0: its MLP is no replaced one"),
         ("gpt2", "it has no decoder of the Llama form"),
     ],
 )

@@ -1,4 +1,4 @@
-"""RMSNorm of a row by one program, with the residual addition before it where it is asked for; see ../rmsnorm.py."""
+"""RMSNorm of a row by one program, with the residual addition before or after it; see ../rmsnorm.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,17 @@ from accelpatch.kernels.triton.launch import on, warps
 
 @triton.jit
 def _row(  # type: ignore[no-untyped-def]
-    x, residual, weight, y, total, width, eps, ADD: tl.constexpr, PLUS_ONE: tl.constexpr, BLOCK: tl.constexpr
+    x,
+    residual,
+    weight,
+    y,
+    total,
+    width,
+    eps,
+    ADD: tl.constexpr,
+    AFTER: tl.constexpr,
+    PLUS_ONE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * width
     columns = tl.arange(0, BLOCK)
@@ -26,6 +36,9 @@ def _row(  # type: ignore[no-untyped-def]
     normed = wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / width + eps)
     scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     normed = normed * (scale + 1.0) if PLUS_ONE else normed.to(values.dtype).to(tl.float32) * scale
+    if AFTER:
+        more = tl.load(residual + row + columns, mask=inside, other=0.0)
+        normed = more.to(tl.float32) + normed.to(total.dtype.element_ty).to(tl.float32)
     tl.store(y + row + columns, normed.to(y.dtype.element_ty), mask=inside)
 
 
@@ -33,7 +46,7 @@ def rmsnorm(x: Tensor, weight: Tensor, eps: float, plus_one: bool) -> Tensor:
     """As the operation: y[..., K]."""
     x = x.contiguous()
     y = torch.empty_like(x, dtype=x.dtype if plus_one else torch.promote_types(x.dtype, weight.dtype))
-    _launch(x, x, weight, y, x, eps, False, plus_one)
+    _launch(x, x, weight, y, x, eps, plus_one)
     return y
 
 
@@ -42,17 +55,29 @@ def add_rmsnorm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, plus_on
     x, residual = x.contiguous(), residual.contiguous()
     total = torch.empty_like(x, dtype=torch.promote_types(x.dtype, residual.dtype))
     y = torch.empty_like(x, dtype=total.dtype if plus_one else torch.promote_types(total.dtype, weight.dtype))
-    _launch(x, residual, weight, y, total, eps, True, plus_one)
+    _launch(x, residual, weight, y, total, eps, plus_one, add=True)
     return y, total
 
 
+def rmsnorm_add(x: Tensor, residual: Tensor, weight: Tensor, eps: float, plus_one: bool) -> Tensor:
+    """As the operation: y[..., K]."""
+    x, residual = x.contiguous(), residual.contiguous()
+    normed = x.new_empty(0, dtype=x.dtype if plus_one else torch.promote_types(x.dtype, weight.dtype))
+    y = torch.empty_like(x, dtype=torch.promote_types(normed.dtype, residual.dtype))
+    _launch(x, residual, weight, y, normed, eps, plus_one, after=True)
+    return y
+
+
 def _launch(
-    x: Tensor, residual: Tensor, weight: Tensor, y: Tensor, total: Tensor, eps: float, add: bool, plus_one: bool
-) -> None:
+    x: Tensor, residual: Tensor, weight: Tensor, y: Tensor, total: Tensor, eps: float, plus_one: bool, *,
+    add: bool = False, after: bool = False,
+) -> None:  # fmt: skip
+    """total: where the sum before the norm goes, or of the dtype that a norm has before the sum."""
     width = x.shape[-1]
     block = triton.next_power_of_2(width)
     if x.numel():
         with on(x):
             _row[(x.numel() // width,)](
-                x, residual, weight.contiguous(), y, total, width, eps, add, plus_one, block, num_warps=warps(block)
-            )
+                x, residual, weight.contiguous(), y, total, width, eps, add, after, plus_one, block,
+                num_warps=warps(block),
+            )  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from accelpatch.kernels import int4_tiles
 from accelpatch.kernels.hip import layout
 
 
@@ -38,3 +39,26 @@ def test_scales_round_trip(steps: int, groups: int, shift: int, count: int, pair
     table = torch.randn(38, count, generator=torch.Generator().manual_seed(count)).bfloat16()
     tiles = layout.tile_scales(table, steps=steps, groups=groups, group_shift=shift, paired=paired)
     assert torch.equal(layout.untile_scales(tiles, 38, count, paired=paired), table)
+
+
+@pytest.mark.parametrize("group", [32, 128, 256, 160])
+@pytest.mark.parametrize("halves", [1, 2], ids=["in-one", "gate-and-up"])
+def test_tiles_pair_and_come_apart(halves: int, group: int) -> None:
+    k = 512 if group != 160 else 160
+    q = torch.randint(-128, 128, (96, k // 2), dtype=torch.int8)
+    scale, least = (torch.rand(2, 96, k // group) / 100).half()
+    whole, cut = (
+        int4_tiles.tile(q, scale, least),
+        [int4_tiles.tile(*part) for part in zip(q.chunk(2), scale.chunk(2), least.chunk(2), strict=True)],
+    )
+    both = int4_tiles.pair(whole) if halves == 1 else int4_tiles.pair(*cut)
+    steps, groups, shift = int4_tiles.places(k, group).values()
+    tables = {"steps": steps, "groups": groups, "group_shift": shift, "paired": True}
+    assert torch.equal(both.w, layout.tile_int4(q, paired=True))
+    assert torch.equal(both.scale, layout.tile_scales(scale, **tables))
+    assert both.offset is not None
+    assert torch.equal(both.offset, layout.tile_scales(least, **tables))
+    for part, due in (("both", whole), ("gate", cut[0]), ("up", cut[1])):
+        found = int4_tiles.alone(both._replace(n=due.n, part=part))
+        assert all(torch.equal(*pair) for pair in zip(found[:3], due[:3], strict=True))
+        assert found[3:] == due[3:]

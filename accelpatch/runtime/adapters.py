@@ -1,0 +1,121 @@
+"""LoRA adapters (PEFT) that stand around linear layers, as fused layers take them: two small products beside the large.
+
+    y = w x + sum over active adapters of scaling B (A x)
+
+Read by the shape of PEFT's classes; PEFT itself is never imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accelpatch.kernels.fused_product import Norm, Product
+from accelpatch.kernels.gated_activation import gated_activation
+from accelpatch.modules.weight_only import QuantizedModule
+from accelpatch.runtime.fused_weights import Unfit
+
+SWITCHES = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling", "cast_input_dtype_enabled")
+ALIGNED = 8  # ranks of a group are filled up to a multiple: rows of 16 bytes
+
+
+@dataclass(frozen=True, eq=False)
+class Adapted:
+    """A product with the low-rank ones of its adapters: down[R, K], then up[N, R], whose scaling is in `down`."""
+
+    base: Product
+    down: Product
+    up: Product
+
+    def __call__(
+        self, x: Tensor, norm: Norm | None = None, gate: str | None = None, residual: Tensor | None = None
+    ) -> Tensor:
+        """As Product; a gate is a launch of its own."""
+        y = self.base(x, norm, residual=None if gate else residual)
+        y = self.up(self.down(x, norm), residual=y)
+        if gate is None:
+            return y
+        y = gated_activation(*y.chunk(2, dim=-1), gate)
+        return y if residual is None else residual + y
+
+
+def is_adapter(module: Any) -> bool:
+    """Whether a module stands around another as PEFT's adapters do."""
+    return "base_layer" in module._modules and hasattr(module, "adapter_layer_names")
+
+
+def base_of(module: Any) -> Any:
+    """What the adapters around a module stand around; any other module itself."""
+    while is_adapter(module):
+        module = module.base_layer
+    return module
+
+
+def state_of(model: nn.Module) -> tuple[str, ...]:
+    """What is switched on of a model's adapters: numbers and names that no tensor shows."""
+    states = (vars(module) for module in model.modules() if is_adapter(module))
+    return tuple(repr([state.get(name) for name in SWITCHES]) for state in states)
+
+
+def lost_merge(model: nn.Module) -> str | None:
+    """The first place where an adapter was merged into a weight that holds no floats, so that it is gone; or None."""
+    for name, module in model.named_modules():
+        merged = is_adapter(module) and getattr(module, "merged_adapters", None)
+        if merged and isinstance(base_of(module), QuantizedModule):
+            return name
+    return None
+
+
+def with_adapters(base: Product, modules: Sequence[Any], dtype: torch.dtype) -> Product | Adapted:
+    """`base`, the product of what `modules` hold side by side, with their active adapters. Raises Unfit."""
+    rows, downs, ups = 0, [], []
+    for module in modules:
+        low = active(module)
+        size = base_of(module).out_features
+        for down, up in low:
+            wide = torch.zeros(base.n, up.shape[1], dtype=up.dtype, device=up.device)
+            wide[rows : rows + size] = up
+            downs.append(down)
+            ups.append(wide)
+        rows += size
+    if not downs:
+        return base
+    place = (base.w if isinstance(base.w, Tensor) else base.w.w).device
+    if any(part.device != place for part in (*downs, *ups)):
+        raise Unfit(f"an adapter lies on another device than {place}")
+    down, up = torch.cat(downs), torch.cat(ups, 1)
+    more = -down.shape[0] % ALIGNED
+    down, up = nn.functional.pad(down, (0, 0, 0, more)), nn.functional.pad(up, (0, more))
+    return Adapted(base, Product(down.to(dtype)), Product(up.to(dtype).contiguous()))
+
+
+def active(module: Any) -> list[tuple[Tensor, Tensor]]:
+    """scaling A[r, K] and B[N, r] of each active adapter around a module."""
+    if not is_adapter(module):
+        return []
+    kind = type(module)
+    if kind.__module__ != "peft.tuners.lora.layer" or kind.__name__ != "Linear" or is_adapter(module.base_layer):
+        raise Unfit(f"an adapter is {kind.__name__} of {kind.__module__}")
+    if module.merged_adapters and module.disable_adapters:
+        raise Unfit("an adapter is merged and switched off")
+    if module.merged_adapters or module.disable_adapters:
+        return []
+    names = [name for name in module.active_adapters if name in module.lora_A]
+    return [_low_rank(module, name) for name in names]
+
+
+def _low_rank(module: Any, name: str) -> tuple[Tensor, Tensor]:
+    down: Any = module.lora_A[name]
+    up: Any = module.lora_B[name]
+    dropout = module.lora_dropout[name]
+    if name in module.lora_variant or type(down) is not nn.Linear or type(up) is not nn.Linear:
+        raise Unfit(f"the adapter {name} is no plain LoRA")
+    if any(isinstance(one.bias, Tensor) for one in (down, up)):
+        raise Unfit(f"the adapter {name} has a bias")
+    if type(dropout) is not nn.Identity and dropout.training:
+        raise Unfit(f"the adapter {name} drops activations out: call model.eval()")
+    return module.scaling[name] * down.weight.detach(), up.weight.detach()
