@@ -130,6 +130,11 @@ class CapturedStep:
         logits: Tensor = outputs.logits[:, -1]
         return logits
 
+    def prompt(self, ids: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
+        """Logits [B, V] after a prompt, by fused layers into the empty cache; nothing of it is captured."""
+        assert self._fused is not None
+        return self._fused.prompt(ids, positions, mask, self.cache)
+
     @property
     def fused(self) -> bool:
         """Whether it runs fused layers, not the model's modules."""

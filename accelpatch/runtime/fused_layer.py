@@ -7,6 +7,7 @@ would compute: anything else is a reason (`Unfit`), and the captured step then r
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +17,9 @@ from torch import Tensor, nn
 from accelpatch.device import probe
 from accelpatch.kernels import decode_attention
 from accelpatch.kernels.decode_attention import AttentionShape, decode_attention_
-from accelpatch.kernels.fused_product import Norm, Product
-from accelpatch.kernels.hip.binding import MOST
+from accelpatch.kernels.fused_product import Norm, Product, gated, normed
+from accelpatch.kernels.hip.binding import FEW, MOST
+from accelpatch.kernels.prompt_attention import prompt_attention_, visible
 from accelpatch.modules.gated_mlp import GatedMLP
 from accelpatch.modules.norm import FusedRMSNorm, ResidualNormLayer
 from accelpatch.modules.rotary import FusedRotaryEmbedding
@@ -43,12 +45,16 @@ class FusedLayer:
     activation: str
     down: Product
 
-    def __call__(self, x: Tensor, positions: Tensor, slot: Tensor, mask: Tensor, cache: Any) -> Tensor:
-        """x[B, K] -> [B, K]; one token's keys and values go into `cache`, a layer of captured_cache.py."""
-        qkv = self.qkv(x, self.attention_norm)
-        seen = decode_attention_(qkv, positions, slot, mask, cache.keys, cache.values, self.attention)
-        x = self.o(seen, residual=x)
+    def __call__(self, x: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
+        """x[B, K] -> [B, K] for few rows; attend: the row of q, k and v -> [B, Hq D]."""
+        x = self.o(attend(self.qkv(x, self.attention_norm)), residual=x)
         return self.down(self.gate_up(x, self.mlp_norm, gate=self.activation), residual=x)
+
+    def rows(self, x: Tensor, added: Tensor | None, attend: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        """The same for many rows x + added[M, K]; what is still to be added comes apart, for the norm that follows."""
+        normal, x = normed(self.attention_norm, x, added)
+        normal, x = normed(self.mlp_norm, x, self.o.rows(attend(self.qkv.rows(normal))))
+        return x, self.down.rows(gated(self.gate_up.rows(normal), self.activation))
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,10 +69,40 @@ class FusedModel:
 
     def __call__(self, tokens: Tensor, positions: Tensor, slot: Tensor, mask: Tensor, cache: Any) -> Tensor:
         """Logits [B, V] after tokens[B], which are cached at `slot`; mask as the cache's."""
-        x = self.embedding(tokens)
+        x, added = self.embedding(tokens), None
         for layer, held in zip(self.layers, cache.layers, strict=True):
-            x = layer(x, positions, slot, mask, held)
-        return self.head(x, self.norm)
+
+            def attend(qkv: Tensor, layer: FusedLayer = layer, held: Any = held) -> Tensor:
+                return decode_attention_(qkv, positions, slot, mask, held.keys, held.values, layer.attention)
+
+            if len(tokens) <= FEW:
+                x = layer(x, attend)
+            else:
+                x, added = layer.rows(x, added, attend)
+        return self._logits(x, added)
+
+    def prompt(self, ids: Tensor, positions: Tensor, mask: Tensor | None, cache: Any) -> Tensor:
+        """Logits [B, V] after ids[B, L], which fill the first slots of an empty cache; mask[B, L]: None shows all."""
+        x, added = self.embedding(ids.reshape(-1)), None
+        seen: dict[int, Tensor | None] = {}
+        for layer, held in zip(self.layers, cache.layers, strict=True):
+            window = layer.attention.window
+            if window not in seen:
+                seen[window] = visible(mask, ids.shape[1], window, ids.device)
+
+            def attend(
+                qkv: Tensor, layer: FusedLayer = layer, held: Any = held, window: int = window
+            ) -> Tensor:
+                return prompt_attention_(qkv, positions, seen[window], held.keys, held.values, layer.attention)
+
+            x, added = layer.rows(x, added, attend)
+        last = [one.view(*ids.shape, -1)[:, -1].contiguous() for one in (x, added) if one is not None]
+        return self._logits(*last)
+
+    def _logits(self, x: Tensor, added: Tensor | None) -> Tensor:
+        if added is None:
+            return self.head(x, self.norm)
+        return self.head.rows(normed(self.norm, x, added)[0])
 
 
 def read(model: Any) -> FusedModel:

@@ -23,6 +23,7 @@ from accelpatch.runtime.captured_graph import EagerGraph
 from accelpatch.runtime.captured_runtime import CAPTURED, MODULES
 from accelpatch.runtime.fused_layer import FUSED, read
 from accelpatch.runtime.fused_weights import Unfit
+from accelpatch.runtime.fused_prompt import FUSED_PROMPT
 from accelpatch.runtime.patched_model import RUNTIME
 from tests.families.tiny import CAUSAL, full_batch, padded_batch
 
@@ -70,7 +71,7 @@ def test_tokens_and_the_way_back(name: str, recipe: str) -> None:
     held = {key: value.clone() for key, value in model.state_dict().items()}
     for batch in (full_batch(), padded_batch()):
         assert_tokens_of_the_stock_loop(model, batch)
-    assert paths(model) == {CAPTURED: 22, FUSED: 22}
+    assert paths(model) == {CAPTURED: 22, FUSED: 22, FUSED_PROMPT: 2}
     assert_same(model.state_dict(), held)
     accelpatch.unpatch(model)
     assert_same(model.state_dict(), original)
@@ -146,7 +147,7 @@ def test_a_hook_inside_runs_the_stock_loop() -> None:
     handle.remove()
     model.generate(**full_batch(), **OPTIONS)
     assert len(seen) == 12
-    assert paths(model) == {CAPTURED: 22, FUSED: 22, "stock loop: a hook on an inner module": 1}
+    assert paths(model) == {CAPTURED: 22, FUSED: 22, FUSED_PROMPT: 2, "stock loop: a hook on an inner module": 1}
 
 
 def _other_norm(model: Any) -> None:
@@ -217,3 +218,52 @@ def test_many_rows_run_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     ids = torch.arange(2, 67)[:, None].repeat(1, 3)
     assert_tokens_of_the_stock_loop(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
     assert paths(model) == {CAPTURED: 11, MODULES + "65 rows": 11}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("name", NAMES)
+def test_more_rows_than_one_launch_reads(name: str, recipe: str) -> None:
+    model = patched(name, recipe)
+    ids = torch.randint(2, 100, (9, 5), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[3, :4] = 0
+    assert_tokens_of_the_stock_loop(model, {"input_ids": ids, "attention_mask": mask})
+    assert paths(model) == {CAPTURED: 11, FUSED: 11, FUSED_PROMPT: 1}
+
+
+def assert_the_same_cache(model: Any, batch: dict[str, Tensor]) -> None:
+    """Keys and values after a call are those of the stock loop, also under the padding."""
+    plain = copy.deepcopy(model)
+    vars(plain)[RUNTIME] = None
+    mine, its = (
+        one.generate(**batch, **OPTIONS, return_dict_in_generate=True).past_key_values for one in (model, plain)
+    )
+    assert mine.get_seq_length() == its.get_seq_length()
+    shown = batch["attention_mask"].bool()
+    for one, other in zip(mine.layers, its.layers, strict=True):
+        assert one.keys.shape == other.keys.shape
+        for held, due in ((one.keys, other.keys), (one.values, other.values)):
+            first = due.shape[2] - (batch["input_ids"].shape[1] + OPTIONS["max_new_tokens"] - 1)
+            seen = shown[:, max(0, -first) :] if first < 0 else shown
+            of_prompt = [t[:, :, : seen.shape[1]].transpose(1, 2)[seen] for t in (held, due)]
+            torch.testing.assert_close(*of_prompt, rtol=1e-4, atol=1e-5)
+            assert bool(held.isfinite().all())
+
+
+@pytest.mark.parametrize("make", [full_batch, padded_batch], ids=["one-length", "left-padding"])
+@pytest.mark.parametrize("window", [None, 4], ids=["no-window", "window"])
+def test_the_cache_after_a_prompt(make: Any, window: int | None) -> None:
+    model = patched("mistral", sliding_window=window)
+    assert_the_same_cache(model, make())
+    assert paths(model)[FUSED_PROMPT] == 1
+
+
+def test_a_prompt_that_goes_on_is_the_models_own() -> None:
+    model = patched()
+    batch = full_batch()
+    first = model.generate(**batch, **OPTIONS, return_dict_in_generate=True)
+    more = torch.cat([first.sequences, first.sequences[:, :3]], dim=1)
+    mine = model.generate(more, past_key_values=first.past_key_values, **OPTIONS)
+    assert torch.equal(mine, model.generate(more, **OPTIONS))
+    assert paths(model)[FUSED_PROMPT] == 2
+    assert paths(model)["prefill by modules: the cache holds tokens already"] == 1

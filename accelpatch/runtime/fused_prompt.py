@@ -1,0 +1,38 @@
+"""The prompt of a call of generate() by fused layers, straight into the static cache of its captured step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accelpatch.runtime.captured_step import CapturedStep
+
+FUSED_PROMPT = "fused prefill"
+
+
+def why_not(step: CapturedStep, ids: Tensor, config: Any, kwargs: dict[str, Any]) -> str | None:
+    """Why the model's own forward must take the prompt ids[B, L]; None where fused layers may."""
+    cache, mask, positions = (kwargs.get(name) for name in ("past_key_values", "attention_mask", "position_ids"))
+    if not step.fused:
+        return "no fused layers"
+    if cache.get_seq_length():
+        return "the cache holds tokens already"
+    if getattr(config, "prefill_chunk_size", None) is not None:
+        return "prefill in chunks was asked for"
+    if positions is None or positions.shape != ids.shape or (mask is not None and mask.shape != ids.shape):
+        return "positions or an attention mask of another form than the ids"
+    return None
+
+
+@torch.no_grad()
+def fused_prompt(step: CapturedStep, ids: Tensor, kwargs: dict[str, Any]) -> Tensor:
+    """Logits [B, V] float32 after ids[B, L]; keys and values lie in the step's cache, the call's own is made ready."""
+    mask, cache = kwargs.get("attention_mask"), kwargs["past_key_values"]
+    if mask is not None and bool(mask.all()):
+        mask = None
+    logits = step.prompt(ids, kwargs["position_ids"].contiguous(), mask)
+    for place, held in enumerate(step.cache.layers):
+        cache.update(held.keys[:, :, :0], held.values[:, :, :0], place)
+    return logits.float()
