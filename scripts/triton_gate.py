@@ -21,7 +21,15 @@ from triton.compiler import ASTSource
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from accelpatch.kernels.triton import decode_attention, gated_activation, prompt_attention, rmsnorm, rope, weight_only
+from accelpatch.kernels.triton import (
+    decode_attention,
+    dequantize,
+    gated_activation,
+    prompt_attention,
+    rmsnorm,
+    rope,
+    weight_only,
+)
 
 ARCHS = ("gfx90a", "gfx942", "gfx950")
 WAVE = 64
@@ -95,7 +103,7 @@ BUILDS = {
             block.warps,
             160,
         )
-        for block, cut in zip(weight_only.BLOCKS, (True, True, False, False), strict=True)
+        for block, cut in zip(weight_only.INT8.of, (True, True, False, False), strict=True)
     },
     **{
         f"tiled_int4_linear, {block.tokens} tokens": Build(
@@ -104,16 +112,16 @@ BUILDS = {
             TILED | {"BIAS": True, "CUT": cut} | sizes(block),
             block.warps,
         )
-        for block, cut in zip(weight_only.BLOCKS, (True, True, False, False), strict=True)
+        for block, cut in zip(weight_only.INT4.of, (True, True, False), strict=True)
     },
     "activations in the order of tiles": Build(weight_only._spread, ("*bf16", "*bf16", *("i32",) * 3), {}, 1),
     "int8_linear as floats": Build(
-        weight_only._int8_rows,
+        dequantize._int8_rows,
         ("*i8", "*fp32", "*bf16", *("i32",) * 4),
         {"PER_ROW": True, "ROWS": 8, "COLUMNS": 1024},
     ),
     "tiled_int4_linear as floats": Build(
-        weight_only._int4_rows, ("*i32", "*fp16", "*fp16", "*bf16", *("i32",) * 5), TILED | {"ROWS": 64}
+        dequantize._int4_rows, ("*i32", "*fp16", "*fp16", "*bf16", *("i32",) * 5), TILED | {"ROWS": 64}
     ),
     "runs of K added up": Build(
         weight_only._add_up, ("*fp32", "*bf16", "*bf16", "i32", "i32", "i32"), {"BIAS": True, "SIZE": 1024}

@@ -24,7 +24,9 @@ def turn_reference_(qkv: Tensor, positions: Tensor, keys: Tensor, values: Tensor
     batch, length = positions.shape
     heads = qkv.view(batch, length, -1, shape.size)
     q, k, v = heads.split((shape.heads, shape.kv_heads, shape.kv_heads), dim=2)
-    cos, sin = (one[:, :, None] for one in rope.rotary_cos_sin(positions, shape.inv_freq, shape.rope_scaling, qkv.dtype))
+    cos, sin = (
+        one[:, :, None] for one in rope.rotary_cos_sin(positions, shape.inv_freq, shape.rope_scaling, qkv.dtype)
+    )
     for part, weight, out in ((q, shape.q_norm, q), (k, shape.k_norm, keys[:, :, :length].transpose(1, 2))):
         normed = part if weight is None else rmsnorm.reference(part, weight, shape.eps, False)
         left, right = normed.chunk(2, dim=-1)

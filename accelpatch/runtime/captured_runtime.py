@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -17,6 +18,7 @@ from accelpatch.runtime.captured_cache import LayerShape, capacity_for, shapes_o
 from accelpatch.runtime.captured_graph import GRAPHS, new_pool
 from accelpatch.runtime.captured_step import Batch, CapturedStep, graph_maker
 from accelpatch.runtime.fused_layer import FUSED, FusedModel, read
+from accelpatch.runtime.fused_prompt import Prompts
 from accelpatch.runtime.fused_weights import Unfit
 from accelpatch.runtime.native_step import Watch
 
@@ -55,6 +57,7 @@ class CapturedRuntime:
         """Free every graph and cache."""
         self._steps: OrderedDict[tuple[int, int], CapturedStep] = OrderedDict()
         self._batches: dict[int, Batch] = {}
+        self._prompts: weakref.WeakKeyDictionary[CapturedStep, Prompts] = weakref.WeakKeyDictionary()
         self._shapes: tuple[LayerShape, ...] | None = None
         self._vocabulary = 0
         self._pool: Any = None
@@ -144,6 +147,10 @@ class CapturedRuntime:
         grown = self.step(model, step.batch.rows, capacity_for(step.capacity + 1, self.max_length))
         grown.take_over(step)
         return grown
+
+    def prompts(self, step: CapturedStep) -> Prompts:
+        """The captured prompts of a step."""
+        return self._prompts.setdefault(step, Prompts())
 
     def graph(self, batch: Batch) -> Any:
         """What captures programs for this model."""

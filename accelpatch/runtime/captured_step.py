@@ -130,10 +130,10 @@ class CapturedStep:
         logits: Tensor = outputs.logits[:, -1]
         return logits
 
-    def prompt(self, ids: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
-        """Logits [B, V] after a prompt, by fused layers into the empty cache; nothing of it is captured."""
+    def prompt(self, ids: Tensor, positions: Tensor, mask: Tensor | None, last: Tensor | None = None) -> Tensor:
+        """Logits [B, V] after a prompt, by fused layers into the empty cache; as FusedModel.prompt."""
         assert self._fused is not None
-        return self._fused.prompt(ids, positions, mask, self.cache)
+        return self._fused.prompt(ids, positions, mask, self.cache, last)
 
     @property
     def fused(self) -> bool:

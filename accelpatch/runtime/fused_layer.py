@@ -81,8 +81,13 @@ class FusedModel:
                 x, added = layer.rows(x, added, attend)
         return self._logits(x, added)
 
-    def prompt(self, ids: Tensor, positions: Tensor, mask: Tensor | None, cache: Any) -> Tensor:
-        """Logits [B, V] after ids[B, L], which fill the first slots of an empty cache; mask[B, L]: None shows all."""
+    def prompt(
+        self, ids: Tensor, positions: Tensor, mask: Tensor | None, cache: Any, last: Tensor | None = None
+    ) -> Tensor:
+        """Logits [B, V] after ids[B, L], which fill the first slots of an empty cache.
+
+        mask[B, L]: None shows all. last[1]: the place of the token whose logits are wanted; None is the last one.
+        """
         x, added = self.embedding(ids.reshape(-1)), None
         seen: dict[int, Tensor | None] = {}
         for layer, held in zip(self.layers, cache.layers, strict=True):
@@ -90,16 +95,16 @@ class FusedModel:
             if window not in seen:
                 seen[window] = visible(mask, ids.shape[1], window, ids.device)
 
-            def attend(
-                qkv: Tensor, layer: FusedLayer = layer, held: Any = held, window: int = window
-            ) -> Tensor:
+            def attend(qkv: Tensor, layer: FusedLayer = layer, held: Any = held, window: int = window) -> Tensor:
                 return prompt_attention_(qkv, positions, seen[window], held.keys, held.values, layer.attention)
 
             x, added = layer.rows(x, added, attend)
-        last = [one.view(*ids.shape, -1)[:, -1].contiguous() for one in (x, added) if one is not None]
-        return self._logits(*last)
+        rows = [one.view(*ids.shape, -1) for one in (x, added) if one is not None]
+        return self._logits(
+            *(one[:, -1].contiguous() if last is None else one.index_select(1, last)[:, 0] for one in rows)
+        )
 
-    def _logits(self, x: Tensor, added: Tensor | None) -> Tensor:
+    def _logits(self, x: Tensor, added: Tensor | None = None) -> Tensor:
         if added is None:
             return self.head(x, self.norm)
         return self.head.rows(normed(self.norm, x, added)[0])

@@ -22,8 +22,8 @@ from accelpatch.runtime import captured_graph, fused_layer
 from accelpatch.runtime.captured_graph import EagerGraph
 from accelpatch.runtime.captured_runtime import CAPTURED, MODULES
 from accelpatch.runtime.fused_layer import FUSED, read
-from accelpatch.runtime.fused_weights import Unfit
 from accelpatch.runtime.fused_prompt import FUSED_PROMPT
+from accelpatch.runtime.fused_weights import Unfit
 from accelpatch.runtime.patched_model import RUNTIME
 from tests.families.tiny import CAUSAL, full_batch, padded_batch
 
@@ -229,41 +229,3 @@ def test_more_rows_than_one_launch_reads(name: str, recipe: str) -> None:
     mask[3, :4] = 0
     assert_tokens_of_the_stock_loop(model, {"input_ids": ids, "attention_mask": mask})
     assert paths(model) == {CAPTURED: 11, FUSED: 11, FUSED_PROMPT: 1}
-
-
-def assert_the_same_cache(model: Any, batch: dict[str, Tensor]) -> None:
-    """Keys and values after a call are those of the stock loop, also under the padding."""
-    plain = copy.deepcopy(model)
-    vars(plain)[RUNTIME] = None
-    mine, its = (
-        one.generate(**batch, **OPTIONS, return_dict_in_generate=True).past_key_values for one in (model, plain)
-    )
-    assert mine.get_seq_length() == its.get_seq_length()
-    shown = batch["attention_mask"].bool()
-    for one, other in zip(mine.layers, its.layers, strict=True):
-        assert one.keys.shape == other.keys.shape
-        for held, due in ((one.keys, other.keys), (one.values, other.values)):
-            first = due.shape[2] - (batch["input_ids"].shape[1] + OPTIONS["max_new_tokens"] - 1)
-            seen = shown[:, max(0, -first) :] if first < 0 else shown
-            of_prompt = [t[:, :, : seen.shape[1]].transpose(1, 2)[seen] for t in (held, due)]
-            torch.testing.assert_close(*of_prompt, rtol=1e-4, atol=1e-5)
-            assert bool(held.isfinite().all())
-
-
-@pytest.mark.parametrize("make", [full_batch, padded_batch], ids=["one-length", "left-padding"])
-@pytest.mark.parametrize("window", [None, 4], ids=["no-window", "window"])
-def test_the_cache_after_a_prompt(make: Any, window: int | None) -> None:
-    model = patched("mistral", sliding_window=window)
-    assert_the_same_cache(model, make())
-    assert paths(model)[FUSED_PROMPT] == 1
-
-
-def test_a_prompt_that_goes_on_is_the_models_own() -> None:
-    model = patched()
-    batch = full_batch()
-    first = model.generate(**batch, **OPTIONS, return_dict_in_generate=True)
-    more = torch.cat([first.sequences, first.sequences[:, :3]], dim=1)
-    mine = model.generate(more, past_key_values=first.past_key_values, **OPTIONS)
-    assert torch.equal(mine, model.generate(more, **OPTIONS))
-    assert paths(model)[FUSED_PROMPT] == 2
-    assert paths(model)["prefill by modules: the cache holds tokens already"] == 1

@@ -46,7 +46,9 @@ def _turn(  # type: ignore[no-untyped-def]
     given = qkv + (token * every + head)[:, None] * SIZE + columns[None, :]
     kind: tl.constexpr = qkv.dtype.element_ty
     low, high = tl.load(given, mask=both, other=0.0), tl.load(given + half, mask=both, other=0.0)
-    angle = tl.load(positions + token).to(tl.float32) * tl.load(inv_freq + columns, mask=inside, other=0.0).to(tl.float32)
+    angle = tl.load(positions + token).to(tl.float32) * tl.load(inv_freq + columns, mask=inside, other=0.0).to(
+        tl.float32
+    )
     cos = (tl.cos(angle) * rope_scaling).to(kind).to(tl.float32)[None, :]
     sin = (tl.sin(angle) * rope_scaling).to(kind).to(tl.float32)[None, :]
     is_q, is_v = (head < heads)[:, None], (head >= heads + kv_heads)[:, None]

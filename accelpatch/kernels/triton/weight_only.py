@@ -1,9 +1,10 @@
 """Products of many rows with int8 and 4-bit weights: see ../int8_linear.py, ../tiled_int4_linear.py, ../hip/layout.py.
 
-Up to FUSED rows one kernel turns a block of the weight into x's dtype in registers and multiplies it, the weight's rows
-as the rows of the matrix instruction; where the blocks are fewer than the device has room for, K is cut and a second
-kernel adds the runs up, in a fixed order. For more rows a slice of the weight is written out as floats and torch's own
-product takes it. Weights are rounded to x's dtype as in the references, but for an int8 scale in the fused form.
+Up to some number of rows one kernel turns a block of the weight into x's dtype in registers and multiplies it, the
+weight's rows as those of the matrix instruction; where the blocks are fewer than the device has room for, K is cut and
+a second kernel adds the runs up, in a fixed order. For more rows the weight is written out as floats (dequantize.py)
+and torch's own product takes it. Weights are rounded to x's dtype as in the references, but for an int8 scale in the
+fused form.
 """
 
 from __future__ import annotations
@@ -16,15 +17,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from accelpatch.kernels.hip.layout import TILE_ROWS, TILE_VALUES
+from accelpatch.kernels.hip.layout import TILE_VALUES
 from accelpatch.kernels.int4_tiles import Tiles, places
+from accelpatch.kernels.triton.dequantize import Floats, _beside, _value, by_slices, int4_floats, int8_floats
 from accelpatch.kernels.triton.launch import on
 
-FUSED = 512  # rows of x up to which the weight is turned into floats in registers
 HALVES = (torch.bfloat16, torch.float16)
 PROGRAMS = 264  # blocks that a device should have to do: two for each multiprocessor of the one measured
 LEAST_RUN = 512  # of K, where it is cut
-SLICE = 1 << 28  # bytes of weight as floats at a time
 KINDS = {"none": 0, "zero_point": 1, "minimum": 2}
 
 
@@ -39,62 +39,18 @@ class Block:
     stages: int
 
 
-#: the first whose tokens suffice, else the last
-BLOCKS = (Block(16, 64, 128, 4, 4), Block(32, 64, 128, 4, 4), Block(64, 64, 128, 4, 4), Block(128, 128, 64, 8, 3))
+@dataclass(frozen=True)
+class Blocks:
+    """of: the first whose tokens suffice, else the last. most: rows of x up to which this way was the faster one."""
+
+    of: tuple[Block, ...]
+    most: int
 
 
-@triton.jit
-def _int8_rows(  # type: ignore[no-untyped-def]
-    q, scale, out, n, k, groups, size, PER_ROW: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = (rows < n)[:, None] & (columns < k)[None, :]
-    place = rows[:, None] * k + columns[None, :]
-    values = tl.load(q + place, mask=inside, other=0).to(tl.float32)
-    if PER_ROW:
-        factor = tl.load(scale + rows, mask=rows < n, other=0.0)[:, None]
-    else:
-        factor = tl.load(scale + rows[:, None] * groups + (columns // size)[None, :], mask=inside, other=0.0)
-    tl.store(out + place, (values * factor.to(tl.float32)).to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _beside(scale, offset, at, step, shift, KIND: tl.constexpr, GROUPS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Scales and offsets of a step, float32; `at`: where those of the first set lie."""
-    place = at + (step >> shift) * (16 * GROUPS)
-    factor = tl.load(scale + place).to(tl.float32)
-    return factor, factor if KIND == 0 else tl.load(offset + place).to(tl.float32)
-
-
-@triton.jit
-def _weight(value, factor, beside, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
-    if KIND == 0:
-        return (value - 8.0) * factor
-    return (value - beside) * factor if KIND == 1 else value * factor + beside
-
-
-@triton.jit
-def _int4_rows(  # type: ignore[no-untyped-def]
-    tiles, scale, offset, out, n, k, steps, sets, shift,
-    KIND: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    step = tl.program_id(1)
-    held = tl.minimum(rows, (n + 15) // 16 * 16 - 1)
-    word, e = tl.arange(0, 16), tl.arange(0, 8)
-    at = (((held // 16) * sets * 8 + held % 8) * (2 * GROUPS) + held % 16 // 8)[:, None]
-    within = 32 * (word % 4) + 8 * (word // 4)
-    at = at + (within // GROUP * 2)[None, :] if GROUPS > 1 else at + word[None, :] * 0
-    factor, beside = _beside(scale, offset, at, step, shift, KIND, GROUPS)
-    words = tl.load(tiles + (held // 16 * steps + step)[:, None] * 256 + (held % 16 * 16)[:, None] + word[None, :])
-    shifts = (e // 2) * 4 + (e % 2) * 16
-    bits = ((words[:, :, None] >> shifts[None, None, :]) & 15) | 0x4B000000  # 2^23 + value
-    value = _weight(bits.to(tl.float32, bitcast=True) - 8388608.0, factor[:, :, None], beside[:, :, None], KIND)
-    columns = (step * 128 + within)[:, None] + e[None, :]
-    inside = (rows < n)[:, None, None] & (columns < k)[None, :, :]
-    place = rows[:, None, None] * k + columns[None, :, :]
-    tl.store(out + place, value.to(out.dtype.element_ty), mask=inside)
+INT8 = Blocks(
+    (Block(16, 64, 128, 4, 4), Block(32, 64, 128, 4, 4), Block(64, 64, 128, 4, 4), Block(128, 64, 64, 4, 4)), 256
+)
+INT4 = Blocks((Block(16, 64, 128, 4, 6), Block(32, 64, 128, 4, 4), Block(64, 128, 128, 8, 4)), 64)
 
 
 @triton.jit
@@ -170,8 +126,7 @@ def _int4_product(  # type: ignore[no-untyped-def]
         ahead = _beside(scale, offset, at, tl.minimum(step + 1, end - 1), shift, KIND, GROUPS)
         words = tl.load(w_rows + step * 256)
         for e in tl.static_range(8):
-            bits = ((words >> (e // 2 * 4 + e % 2 * 16)) & 15) | 0x4B000000  # 2^23 + value
-            value = _weight(bits.to(tl.float32, bitcast=True) - 8388608.0, factor, beside, KIND)
+            value = _value(words, e, factor, beside, KIND)
             total = tl.dot(value.to(x.dtype.element_ty), tl.load(x_rows + step * 128 + e * 16), total)
         factor, beside = ahead
     _leave(total, bias, y, parts, tokens, rows, m, n, split, BIAS, CUT)
@@ -205,12 +160,7 @@ def int8_linear(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None)
             block.tokens, block.rows, block.columns, **_options(block),
         )  # fmt: skip
 
-    def floats(start: int, stop: int, out: Tensor) -> None:
-        _int8_rows[(triton.cdiv(stop - start, 8), triton.cdiv(k, 1024))](
-            q[start:stop], scale[start:stop], out, stop - start, k, groups, k // groups, groups == 1, 8, 1024
-        )
-
-    return _product(x, flat, n, bias, fused if groups == 1 else None, floats)
+    return _product(x, flat, n, bias, INT8, fused if groups == 1 else None, int8_floats(q, scale))
 
 
 def tiled_int4_linear(x: Tensor, *args: object) -> Tensor:
@@ -228,38 +178,34 @@ def tiled_int4_linear(x: Tensor, *args: object) -> Tensor:
         _spread[(flat.shape[0], steps)](flat, spread, k, flat.stride(0), steps, num_warps=1)
         _int4_product[_grid(flat, n, block, splits)](
             spread, words, scale, beside, y if bias is None else bias, y, parts, flat.shape[0], n,
-            run // TILE_VALUES, *sizes, *form, bias is not None, splits > 1, block.tokens, block.rows, **_options(block),
+            run // TILE_VALUES, *sizes, *form, bias is not None, splits > 1, block.tokens, block.rows,
+            **_options(block),
         )  # fmt: skip
 
-    def floats(start: int, stop: int, out: Tensor) -> None:
-        first, last = start // TILE_ROWS, -(-stop // TILE_ROWS)
-        _int4_rows[(triton.cdiv(stop - start, 64), steps)](
-            words[first:last], scale[first:last], beside[first:last], out, stop - start, k, *sizes, *form, 64
-        )
-
-    return _product(x, flat, n, bias, fused, floats)
+    return _product(x, flat, n, bias, INT4, fused, int4_floats(words, scale, beside, k, sizes, form))
 
 
 Fused = Callable[[Block, int, int, Tensor, Tensor], None]
-Floats = Callable[[int, int, Tensor], None]
 
 
-def _product(x: Tensor, flat: Tensor, n: int, bias: Tensor | None, fused: Fused | None, floats: Floats) -> Tensor:
+def _product(
+    x: Tensor, flat: Tensor, n: int, bias: Tensor | None, blocks: Blocks, fused: Fused | None, floats: Floats
+) -> Tensor:
     """y[..., n] by one of the two ways; fused(block, run, splits, y, parts), floats(start, stop, out)."""
-    m, k = flat.shape
+    m = flat.shape[0]
     y = x.new_empty((m, n))
     if m:
         with on(x):
-            if fused is not None and m <= FUSED and x.dtype in HALVES:
-                _fused(flat, y, bias, fused)
+            if fused is not None and m <= blocks.most and x.dtype in HALVES:
+                _fused(flat, y, bias, blocks.of, fused)
             else:
-                _by_slices(flat, y, bias, floats)
+                by_slices(flat, y, bias, floats)
     return y.view(*x.shape[:-1], n)
 
 
-def _fused(flat: Tensor, y: Tensor, bias: Tensor | None, fused: Fused) -> None:
+def _fused(flat: Tensor, y: Tensor, bias: Tensor | None, blocks: tuple[Block, ...], fused: Fused) -> None:
     (m, k), n = flat.shape, y.shape[1]
-    block = next((one for one in BLOCKS if one.tokens >= m), BLOCKS[-1])
+    block = next((one for one in blocks if one.tokens >= m), blocks[-1])
     programs = triton.cdiv(m, block.tokens) * triton.cdiv(n, block.rows)
     runs = max(1, min(PROGRAMS // programs, k // LEAST_RUN, 8))
     run = triton.cdiv(k, runs * TILE_VALUES) * TILE_VALUES
@@ -270,21 +216,6 @@ def _fused(flat: Tensor, y: Tensor, bias: Tensor | None, fused: Fused) -> None:
         _add_up[(triton.cdiv(m * n, 1024),)](
             parts, y if bias is None else bias, y, m * n, n, splits, bias is not None, 1024
         )
-
-
-def _by_slices(flat: Tensor, y: Tensor, bias: Tensor | None, floats: Floats) -> None:
-    k, n = flat.shape[1], y.shape[1]
-    step = min(n, max(1, SLICE // (flat.element_size() * k * TILE_ROWS)) * TILE_ROWS)
-    held = flat.new_empty((step, k))
-    beside = None if bias is None else bias.to(flat.dtype)
-    for start in range(0, n, step):
-        stop = min(start + step, n)
-        floats(start, stop, held)
-        w, out = held[: stop - start].t(), y[:, start:stop]
-        if beside is None:
-            torch.mm(flat, w, out=out)
-        else:
-            torch.addmm(beside[start:stop], flat, w, out=out)
 
 
 def _grid(flat: Tensor, n: int, block: Block, splits: int) -> tuple[int, int]:
