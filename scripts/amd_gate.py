@@ -37,11 +37,11 @@ MEANT = {
     ("gfx950", "Bf16"): r"v_mfma_f32_16x16x16_bf16",
     ("gfx950", "F16"): r"v_mfma_f32_16x16x16_f16",
 }
-# Quantised weights multiply in fp16; bf16 activations staged for it have no subnormals worth keeping.
-STAGED_BF16 = {
-    "gfx90a": r"v_mfma_f32_16x16x16f16",
-    "gfx942": r"v_mfma_f32_16x16x16_f16",
-    "gfx950": r"v_mfma_f32_16x16x16_f16",
+# int8 and int4 weights multiply as bytes.
+MEANT_INTEGER = {
+    "gfx90a": r"v_mfma_i32_16x16x16i8",
+    "gfx942": r"v_mfma_i32_16x16x32_i8",
+    "gfx950": r"v_mfma_i32_16x16x32_i8",
 }
 CEILINGS = {"vgprs": "at most", "sgpr_spills": "at most", "lds": "at most", "waves": "at least"}
 
@@ -125,8 +125,8 @@ def faults(arch: str, taken: Resources, code: str) -> list[str]:
     if taken.vector_spills or taken.scratch:
         bad.append(f"{taken.vector_spills} vector registers spilled, {taken.scratch} bytes of scratch")
     meant = MEANT[arch, "F16" if "3F16" in taken.kernel else "Bf16"]
-    if re.search(r"(Int4|Int8|Fp8)I.*4Bf16", taken.kernel):
-        meant = STAGED_BF16[arch]
+    if re.search(r"Int[48]I", taken.kernel):
+        meant = MEANT_INTEGER[arch]
     wide = r"global_load_dwordx2" if "Int8ILi2" in taken.kernel else r"global_load_dwordx4"
     if not any(re.search(meant, loop) and re.search(wide, loop) for loop in streaming_loops(code)):
         bad.append(f"no loop with both {meant} and {wide}")

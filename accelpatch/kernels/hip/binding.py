@@ -33,8 +33,7 @@ _FLAGS = (
     "scale_is_bf16",
     "group_shift",
     "blocks",
-    "depth",
-    "prefetch",
+    "shallow",
     "dependent",
 )
 
@@ -57,7 +56,6 @@ class GemvArgs(ctypes.Structure):
         + [(name, ctypes.c_int64) for name in _SIZES]
         + [("epsilon", ctypes.c_float)]
         + [(name, ctypes.c_int32) for name in _FLAGS]
-        + [("trace", ctypes.c_void_p)]
     )
 
 

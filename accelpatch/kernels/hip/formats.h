@@ -1,88 +1,28 @@
-// Weight formats: how the 16 bytes that a lane holds of one row and one step become pairs of 16-bit floats.
+// Weight formats: how the 16 bytes that a lane holds of one row and one step become operands of the matrix unit.
 //
-// A step is KSTEP values of K: SUB sub-steps of 32, each two matrix products of 16. Activations lie in shared memory in
-// chunks of 8; `chunk(p, quarter)` says which chunk of a step the words of sub-step p belong to. Every format but Plain
-// expands to fp16, in which its values are exact and cheap to make; bf16 activations are staged as fp16 too, times a
-// power of two a token (stage.h).
+// A step is KSTEP values of K: PARTS products of 32. Float formats multiply 16-bit floats; activations lie in shared
+// memory in chunks of 8 (stage.h), and chunk(p, quarter) says which chunk of a step the words of part p belong to. Integer
+// formats multiply signed bytes by 16-bit integers; activations lie in slots of 16 (digits.h).
 #pragma once
 #include "gemv.h"
 #include "portability.h"
 
-DEVICE uint32_t word_of(const Words4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
-DEVICE uint32_t twice(float value) {
-    const uint32_t bits = F16::down(value);
-    return bits | bits << 16;
-}
-
-struct Taken {  // what a group's expansion takes off, as pairs; formats without a zero point leave it out
-    uint32_t ones, sixteens;
-};
-
 // fp16 or bf16 weights, row-major.
 struct Plain {
-    template <class T> using Operand = T;
-    static constexpr int KSTEP = 32, SUB = 1, GROUPS = 0, STEP_BYTES = 64, VALUE_BITS = 16, TOKEN_PAD = 64;
-    static constexpr bool TILED = false, SPLIT = false, SUMS = false, TAKES = false, OFFSETS = false;
+    static constexpr bool INTEGER = false, TILED = false, SPLIT = false;
+    static constexpr int KSTEP = 32, PARTS = 1, GROUPS = 0, OFFSET = OFFSET_NONE, STEP_BYTES = 64, VALUE_BITS = 16, TOKEN_PAD = 64;
     static DEVICE int chunk(int p, int quarter) { return 4 * p + quarter; }
-    static DEVICE Taken taken(float) { return {0, 0}; }
-    static DEVICE Words4 expand(const Words4& raw, int, Taken) { return raw; }
-};
-
-// int8 weights, row-major. GROUPS_ = 0: one scale a row; 1: groups of 64 or a multiple; 2: groups of 32, for which a
-// lane takes its bytes as two runs of 8 so that no matrix product mixes two groups.
-template <int GROUPS_> struct Int8 {
-    template <class T> using Operand = F16;
-    static constexpr int KSTEP = 64, SUB = 2, GROUPS = GROUPS_, STEP_BYTES = 64, VALUE_BITS = 8, TOKEN_PAD = GROUPS_ == 2 ? 64 : 16;
-    static constexpr bool TILED = false, SPLIT = GROUPS_ == 2, SUMS = false, TAKES = false, OFFSETS = false;
-    static DEVICE int chunk(int p, int quarter) { return SPLIT ? 4 * p + quarter : 2 * quarter + p; }
-    static DEVICE Taken taken(float) { return {0, 0}; }
-    template <int PAIR> static DEVICE uint32_t pair(uint32_t w) {  // (1024 + (q + 128)) - 1152
-        return pair_subtract(bytes_below<PAIR>(w, 0x64646464u), 0x64806480u);
-    }
-    static DEVICE Words4 expand(const Words4& raw, int p, Taken) {
-        const uint32_t a = word_of(raw, 2 * p) ^ 0x80808080u, b = word_of(raw, 2 * p + 1) ^ 0x80808080u;
-        return {pair<0>(a), pair<1>(a), pair<0>(b), pair<1>(b)};
-    }
-};
-
-// int4 weights in tiles of 16 rows by 128 values: 16 bytes for (row r, quarter t) at (4 r + t) * 16; word p holds values
-// 32 p + 8 t + e, value e = 2 i in nibble i, e = 2 i + 1 in nibble i + 4. Scales: [tile][step][r % 8][GROUPS][r / 8].
-// A nibble in the low mantissa bits of 1024 reads 1024 + u, four bits higher 1024 + 16 u: two of each pair of pairs need
-// no shift. The base and the zero point go in the same instruction, exactly, so that an infinite activation keeps its
-// sign. A float minimum does not fit there: s u + m = s (u - 8) + (m + 8 s), the latter times the sum of activations.
-template <int GROUPS_, int KIND> struct Int4 {
-    template <class T> using Operand = F16;
-    static constexpr int KSTEP = 128, SUB = 4, GROUPS = GROUPS_, STEP_BYTES = 1024, VALUE_BITS = 4, TOKEN_PAD = 64;
-    static constexpr bool TILED = true, SPLIT = false, SUMS = KIND == OFFSET_MINIMUM, TAKES = KIND == OFFSET_ZERO_POINT, OFFSETS = SUMS || TAKES;
-    static DEVICE int chunk(int p, int quarter) { return 4 * p + quarter; }
-    static DEVICE float rest(float scale, float minimum) { return fmaf(8.f, scale, minimum); }
-    static DEVICE Taken taken(float offset) {
-        if constexpr (TAKES) return {twice(1024.f + offset), twice(-64.f - offset)};
-        else return {0x64086408u, 0xd480d480u};  // 1032 and -72
-    }
-    static DEVICE uint32_t low(uint32_t w, Taken t) { return pair_subtract(and_or(w, 0x000f000fu, 0x64006400u), t.ones); }
-    static DEVICE uint32_t high(uint32_t w, Taken t) { return pair_fma(and_or(w, 0x00f000f0u, 0x64006400u), 0x2c002c00u, t.sixteens); }
-    static DEVICE Words4 expand(const Words4& raw, int p, Taken t) {
-        const uint32_t w = word_of(raw, p);
-        return {low(w, t), high(w, t), low(w >> 8, t), high(w >> 8, t)};
-    }
-    // The code of value k of a tile's row r.
-    static DEVICE float code(const uint32_t* tile, int r, int k) {
-        const uint32_t word = tile[k / KSTEP * 256 + (4 * r + k / 8 % 4) * 4 + k / 32 % 4];
-        return static_cast<float>(word >> (4 * (k / 2 % 4) + 16 * (k % 2)) & 15u);
-    }
+    template <class T> static DEVICE Words4 expand(const Words4& raw, int) { return raw; }
 };
 
 // fp8 e4m3 weights, row-major, one scale a row. The bits moved into fp16 are the value times 2^-8 (fnuz: 2^-7),
 // subnormals included. NaN (0x7f, and 0x80 of the fnuz form) is put in by a mask.
 template <bool FNUZ> struct Fp8 {
-    template <class T> using Operand = F16;
-    static constexpr int KSTEP = 64, SUB = 2, GROUPS = 0, STEP_BYTES = 64, VALUE_BITS = 8, TOKEN_PAD = 16;
-    static constexpr bool TILED = false, SPLIT = false, SUMS = false, TAKES = false, OFFSETS = false;
+    static constexpr bool INTEGER = false, TILED = false, SPLIT = false;
+    static constexpr int KSTEP = 64, PARTS = 2, GROUPS = 0, OFFSET = OFFSET_NONE, STEP_BYTES = 64, VALUE_BITS = 8, TOKEN_PAD = 16;
     static DEVICE int chunk(int p, int quarter) { return 2 * quarter + p; }
-    static DEVICE Taken taken(float) { return {0, 0}; }
-    template <int PAIR> static DEVICE uint32_t pair(uint32_t w) {
-        const uint32_t v = bytes_below<PAIR>(w, 0u) << 8;
+    template <class T, uint32_t BYTES> static DEVICE uint32_t pair(uint32_t w) {
+        const uint32_t v = permute<BYTES>(w, 0u) << 8;
         const uint32_t magnitude = v & 0x7f007f00u, sign = v & 0x80008000u;
         uint32_t nan;
         if constexpr (FNUZ) {  // 0x80: sign set, magnitude zero
@@ -91,10 +31,46 @@ template <bool FNUZ> struct Fp8 {
         } else {  // 0x7f: every magnitude bit set
             nan = ((magnitude + 0x01000100u) & 0x80008000u) >> 15;
         }
-        return pair_fma(sign | magnitude >> 1 | nan * 0x7fc0u, FNUZ ? 0x58005800u : 0x5c005c00u, 0x80008000u);
+        const uint32_t half = pair_fma(sign | magnitude >> 1 | nan * 0x7fc0u, FNUZ ? 0x58005800u : 0x5c005c00u, 0x80008000u);
+        return T::BF16 ? Bf16::down_pair(F16::up(half & 0xffffu), F16::up_high(half)) : half;
     }
-    static DEVICE Words4 expand(const Words4& raw, int p, Taken) {
+    template <class T> static DEVICE Words4 expand(const Words4& raw, int p) {
         const uint32_t a = word_of(raw, 2 * p), b = word_of(raw, 2 * p + 1);
-        return {pair<0>(a), pair<1>(a), pair<0>(b), pair<1>(b)};
+        return {pair<T, 0x4140>(a), pair<T, 0x4342>(a), pair<T, 0x4140>(b), pair<T, 0x4342>(b)};
+    }
+};
+
+// int8 weights, row-major. GROUPS_ = 0: one scale a row; 1: groups of 64 or a multiple; 2: groups of 32, for which a
+// lane takes its bytes as two runs of 8 so that no product mixes two groups.
+template <int GROUPS_> struct Int8 {
+    static constexpr bool INTEGER = true, TILED = false, SPLIT = GROUPS_ == 2, INTERLEAVED = SPLIT;
+    static constexpr int KSTEP = 64, PARTS = 2, GROUPS = GROUPS_, OFFSET = OFFSET_NONE, STEP_BYTES = 64, VALUE_BITS = 8;
+    static constexpr float UNIT = 1.f;  // what a code's step is worth in the products
+    static constexpr DEVICE int order(int e) { return e; }  // of a chunk's values in the lanes' bytes
+    static DEVICE Words4 expand(const Words4& raw, int) { return raw; }
+    static DEVICE float value(const char* row, int k, float scale, float) { return static_cast<float>(reinterpret_cast<const int8_t*>(row)[k]) * scale; }
+};
+
+// int4 weights in tiles of 16 rows by 128 values: 16 bytes for (row r, quarter t) at (4 r + t) * 16; word p holds values
+// 32 p + 8 t + e, value e = 2 i in nibble i, e = 2 i + 1 in nibble i + 4. Scales: [tile][step][r % 8][GROUPS][r / 8].
+// A code u lies there as u - 8 in two's complement, and is multiplied as the byte 16 (u - 8). What a zero point or a
+// minimum adds to that, s (8 - z) or m + 8 s, is multiplied by the sum of a group's activations.
+template <int GROUPS_, int KIND> struct Int4 {
+    static constexpr bool INTEGER = true, TILED = true, SPLIT = false, INTERLEAVED = true;
+    static constexpr int KSTEP = 128, PARTS = 4, GROUPS = GROUPS_, OFFSET = KIND, STEP_BYTES = 1024, VALUE_BITS = 4;
+    static constexpr float UNIT = 1.f / 16;
+    static constexpr DEVICE int order(int e) { return e / 2 + e % 2 * 4; }
+    static DEVICE uint32_t low(uint32_t w) { return w << 4 & 0xf0f0f0f0u; }
+    static DEVICE uint32_t high(uint32_t w) { return w & 0xf0f0f0f0u; }
+    static DEVICE Words4 expand(const Words4& raw, int half) {
+        const uint32_t a = word_of(raw, 2 * half), b = word_of(raw, 2 * half + 1);
+        return {low(a), high(a), low(b), high(b)};
+    }
+    static DEVICE float rest(float scale, float offset) { return fmaf(8.f, scale, KIND == OFFSET_MINIMUM ? offset : -scale * offset); }
+    static DEVICE float value(const char* row, int k, float scale, float offset) {  // `row`: the tile, and the row in it
+        const uint32_t word = *reinterpret_cast<const uint32_t*>(row + k / KSTEP * STEP_BYTES + k / 8 % 4 * 16 + k / 32 % 4 * 4);
+        const float code = static_cast<float>((word >> (4 * (k / 2 % 4) + 16 * (k % 2)) & 15u) ^ 8u);
+        if (KIND == OFFSET_MINIMUM) return fmaf(code, scale, offset);
+        return (code - (KIND == OFFSET_NONE ? 8.f : offset)) * scale;
     }
 };

@@ -23,19 +23,19 @@ struct GemvArgs {
     float epsilon;
     int32_t norm, activation, offset_kind, scale_is_bf16;
     int32_t group_shift;  // log2 of the steps that share one packed scale
-    // Tuning; zero means the default. None of it changes a result's bits.
-    int32_t blocks, depth, prefetch, dependent;  // prefetch: unused
-    uint64_t* trace;  // [blocks][8] in builds with ACCELPATCH_TRACE, else unused
+    // Tuning; zero means the default. None of it changes a result's bits. dependent: -1 waits for the kernel before.
+    int32_t blocks, shallow, dependent;
 };
 
 // How the work is cut and where things lie in shared memory; made on the host, a function of N and K (and of the device)
 // but for what M needs.
 struct GemvPlan {
-    int32_t tiles, steps, phases, phase_steps, resident;
+    int32_t tiles, steps, phases, phase_steps, resident;  // resident: phases of K staged at once
     int32_t waves_shift;  // log2 of the waves that share a tile's K
-    int32_t full_steps;   // steps of K that need no care at the row's end
-    int32_t depth, partial_buffers;
-    int32_t token_stride;                                     // bytes
-    int32_t sums_at, moments_at, partial_at, ring_at, bytes;  // bytes
+    int32_t tile_hop, row_hop;  // from a wave's tile to its next
+    int64_t weight_hop, scale_hop;  // in bytes
+    int32_t partial_buffers;
+    int32_t token_stride;                                          // bytes
+    int32_t powers_at, sums_at, moments_at, partial_at, ring_at, bytes;  // bytes
     int32_t w_aligned, x_aligned;
 };

@@ -4,31 +4,7 @@
 
 enum Status : int { STATUS_OK = 0, STATUS_SIZE = 1, STATUS_POINTER = 2, STATUS_MEMORY = 3, STATUS_FORMAT = 4, STATUS_DEVICE = 1000 };
 
-struct DeviceLimits {
-    int processors, shared_block, shared_processor, dependent_launch;
-};
-
-#if ACCELPATCH_AMD
-inline int attribute(hipDeviceAttribute_t what, int device) { int v = 0; (void)hipDeviceGetAttribute(&v, what, device); return v; }
-inline DeviceLimits device_limits() {
-    int device = 0;
-    (void)hipGetDevice(&device);
-    const int shared = attribute(hipDeviceAttributeMaxSharedMemoryPerBlock, device);
-    return {attribute(hipDeviceAttributeMultiprocessorCount, device), shared, shared, 0};
-}
-#else
-inline int attribute(cudaDeviceAttr what, int device) { int v = 0; (void)cudaDeviceGetAttribute(&v, what, device); return v; }
-inline DeviceLimits device_limits() {
-    int device = 0;
-    (void)cudaGetDevice(&device);
-    return {attribute(cudaDevAttrMultiProcessorCount, device), attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
-            attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, device),
-            attribute(cudaDevAttrComputeCapabilityMajor, device) >= 9};
-}
-#endif
-
 constexpr int64_t LARGEST = int64_t(1) << 31;
-constexpr int PHASE_VALUES = ACCELPATCH_AMD ? 2048 : 4096;  // K staged at once: 8 tokens within half a processor
 
 inline int check(const GemvArgs& a) {
     if (a.m < 0 || a.m > 8 || a.n < 1 || a.k < 1 || a.n >= LARGEST || a.k >= LARGEST / 16) return STATUS_SIZE;
@@ -43,83 +19,79 @@ inline bool multiple_of_16(const void* pointer, int64_t stride_bytes = 0) {
 
 inline int64_t round_up(int64_t v, int64_t to) { return (v + to - 1) / to * to; }
 
-constexpr int BLOCKS_A_PROCESSOR = ACCELPATCH_AMD ? 2 : 1;
 // Whether four or eight waves share a tile: whichever has the busiest wave take fewer turns, a tile's end counted as one.
-inline int waves_shift(const GemvPlan& p, int steps_a_turn, int blocks) {
+template <class F> int waves_shift(const GemvPlan& p, int blocks) {
     int64_t turns[2];
     for (const int shift : {2, 3}) {
-        const int64_t tiles = (p.tiles + blocks - 1) / blocks, at_once = WAVES >> shift, each = (p.steps + steps_a_turn - 1) / steps_a_turn;
+        const int64_t tiles = (p.tiles + blocks - 1) / blocks, at_once = WAVES >> shift, each = (p.steps + PAIR<F> - 1) / PAIR<F>;
         turns[shift - 2] = (tiles + at_once - 1) / at_once * (((each + (1 << shift) - 1) >> shift) + 1);
     }
     return turns[1] < turns[0] ? 3 : 2;
 }
 
-// Lays out shared memory for one launch of up to 8 tokens; false where even the smallest ring does not fit.
-template <class F, class T> bool make_plan(GemvPlan& p, const GemvArgs& a, const DeviceLimits& limits) {
-    constexpr int turn = STEPS_A_TURN<F>, slot = turn * SLOT_BYTES<F>;
-    const int64_t rows = a.activation == ACT_SILU_GATE ? a.n / 2 : a.n, each = a.activation == ACT_SILU_GATE ? 8 : 16;
+// Where everything lies for `resident` phases and a ring of `depth`; the bytes in all.
+template <class F, class T> int64_t lay_out(GemvPlan& p, const GemvArgs& a, bool narrow, int depth) {
+    const int64_t steps = round_up(p.resident == p.phases ? p.steps : p.phase_steps, PAIR<F>), values = round_up(steps * F::KSTEP, 128);
+    const int64_t waves = 1 << p.waves_shift;
+    int64_t at = 0;
+    const auto take = [&](int64_t bytes) { return int32_t((at += round_up(bytes, 128)) - round_up(bytes, 128)); };
+    int64_t pad = 16;
+    if constexpr (!F::INTEGER) pad = F::TOKEN_PAD;
+    p.token_stride = int32_t(values * 2 + pad);
+    take(p.token_stride * a.m);
+    p.powers_at = take(F::INTEGER ? values / 128 * 32 : 0);
+    p.sums_at = take(F::OFFSET != OFFSET_NONE ? steps * F::GROUPS * 32 : 0);
+    p.moments_at = take(Norms<T>::FLOATS * 4);
+    p.partial_buffers = int32_t(narrow ? waves : depth == DEEP ? 2 : 1);  // where memory is short, a second barrier instead
+    p.partial_at = take(p.partial_buffers * a.m * WAVES * PARTIAL_STRIDE * 4);
+    p.ring_at = take(SHARED_RING ? int64_t(depth) * PAIR<F> * SLOT_BYTES<F> * WAVES : 0);
+    return at;
+}
+
+// Lays out one launch of up to 8 tokens on so many blocks; the ring's depth, 0 where even the smallest does not fit.
+template <class F, class T> int make_plan(GemvPlan& p, const GemvArgs& a, const DeviceLimits& limits, int blocks, bool narrow) {
+    const bool gate = a.activation == ACT_SILU_GATE;
+    const int64_t rows = gate ? a.n / 2 : a.n, each = gate ? 8 : 16;
     p.tiles = int32_t((rows + each - 1) / each);
     p.steps = int32_t((a.k + F::KSTEP - 1) / F::KSTEP);
-    p.phases = int32_t((a.k + PHASE_VALUES - 1) / PHASE_VALUES);
-    p.phase_steps = int32_t(round_up((p.steps + p.phases - 1) / p.phases, 256 / F::KSTEP));
+    p.phase_steps = PHASE_VALUES / F::KSTEP;
     p.phases = (p.steps + p.phase_steps - 1) / p.phase_steps;
-    const int64_t row_bytes = a.k * F::VALUE_BITS / 8;
-    p.waves_shift = waves_shift(p, turn, limits.processors * BLOCKS_A_PROCESSOR);
-    p.w_aligned = F::TILED || multiple_of_16(a.w, row_bytes);
-    p.full_steps = F::TILED ? p.steps : p.w_aligned ? int32_t(a.k / F::KSTEP) : 0;
+    p.waves_shift = waves_shift<F>(p, limits.processors * BLOCKS_LAUNCHED);
+    p.tile_hop = blocks * (WAVES >> p.waves_shift), p.row_hop = int32_t(p.tile_hop * each);
+    p.weight_hop = F::TILED ? int64_t(p.tile_hop) * p.steps * F::STEP_BYTES : p.row_hop * (a.k * F::VALUE_BITS / 8);
+    p.scale_hop = int64_t(p.tile_hop) * (((p.steps - 1) >> a.group_shift) + 1) * 8 * SCALE_BYTES<F>;
+    p.w_aligned = F::TILED || multiple_of_16(a.w, a.k * F::VALUE_BITS / 8);
     p.x_aligned = multiple_of_16(a.x, a.x_stride * 2) && a.k % 8 == 0 && multiple_of_16(a.norm_weight) && multiple_of_16(a.norm_bias);
-    const int64_t moments = round_up(Stager<F, T, THREADS>::FLOATS * 4, 128), partial = round_up(a.m * WAVES * PARTIAL_STRIDE * 4, 128);
-    const int64_t half = limits.shared_processor / 2 - (ACCELPATCH_AMD ? 0 : 1024), whole = limits.shared_block;
-    const int want = a.depth > 0 ? a.depth : 4;
-    const int choices[] = {4, 2};
-    for (const int64_t room : {half, whole}) {
-        for (const bool all : {true, false}) {
+    const int64_t half = limits.shared_processor / 2 - RESERVED_SHARED, whole = limits.shared_block;
+    for (const bool all : {true, false}) {  // what is staged in phases is staged anew for every tile
+        for (const int64_t room : {half, whole}) {
             if (!all && (p.phases == 1 || a.norm)) continue;
             p.resident = all ? p.phases : 1;
-            const int64_t steps = round_up(all ? p.steps : p.phase_steps, 2);
-            p.token_stride = int32_t(steps * F::KSTEP * 2 + F::TOKEN_PAD);
-            const int64_t sums = F::SUMS ? steps * F::GROUPS * 32 : 0;
-            const int64_t fixed = round_up(p.token_stride * a.m, 128) + round_up(sums, 128) + moments;
-            p.sums_at = int32_t(round_up(p.token_stride * a.m, 128));
-            p.moments_at = int32_t(p.sums_at + round_up(sums, 128));
-            p.partial_at = int32_t(p.moments_at + moments);
-            for (const int depth : choices) {
-                p.partial_buffers = depth > 2 ? 2 : 1;  // where memory is short, a second barrier instead
-                const int64_t partials = p.partial_buffers * partial;
-                const int64_t bytes = fixed + partials + (ACCELPATCH_AMD ? 0 : int64_t(depth) * slot * WAVES);
-                if ((depth > want && !ACCELPATCH_AMD) || bytes > room) continue;
-                p.ring_at = int32_t(p.partial_at + partials);
-                p.depth = depth, p.bytes = int32_t(bytes);
-                return true;
+            for (const int depth : {DEEP, SHALLOW}) {
+                if (depth == DEEP && DEEP != SHALLOW && a.shallow) continue;
+                const int64_t bytes = lay_out<F, T>(p, a, narrow, depth);
+                p.bytes = int32_t(bytes);
+                if (bytes <= room) return depth;
             }
         }
     }
-    return false;
+    return 0;
 }
+
+template <class F, class T, bool NARROW> auto kernel_of(int depth) { return depth == DEEP ? gemv_kernel<F, T, NARROW, DEEP> : gemv_kernel<F, T, NARROW, SHALLOW>; }
 
 template <class F, class T> int launch(const GemvArgs& a, GpuStream stream) {
     const DeviceLimits limits = device_limits();
+    const bool narrow = F::INTEGER && a.m <= NARROW_TOKENS;
+    const int blocks = a.blocks > 0 ? a.blocks : limits.processors * BLOCKS_LAUNCHED;
     GemvPlan plan = {};
-    if (!make_plan<F, T>(plan, a, limits)) return STATUS_MEMORY;
-    // One block a processor, also where there are fewer tiles: the next kernel's blocks then find one place on each.
-    const int blocks = a.blocks > 0 ? a.blocks : limits.processors * BLOCKS_A_PROCESSOR;
-    const auto kernel = gemv_kernel<F, T>;
-#if ACCELPATCH_AMD
-    (void)hipGetLastError();
-    kernel<<<dim3(blocks), dim3(THREADS), plan.bytes, stream>>>(a, plan);
-    const int error = hipGetLastError();
-#else
-    int error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, limits.shared_block);
-    if (!error) error = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
-    if (error) return STATUS_DEVICE + error;
-    cudaLaunchAttribute attribute = {};
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(blocks), config.blockDim = dim3(THREADS), config.dynamicSmemBytes = plan.bytes, config.stream = stream;
-    config.attrs = &attribute, config.numAttrs = limits.dependent_launch && a.dependent >= 0 ? 1 : 0;
-    error = cudaLaunchKernelEx(&config, kernel, a, plan);
-#endif
+    const int depth = make_plan<F, T>(plan, a, limits, blocks, narrow);
+    if (!depth) return STATUS_MEMORY;
+    auto kernel = kernel_of<F, T, false>(depth);
+    if constexpr (F::INTEGER && NARROW_TOKENS > 0) {
+        if (narrow) kernel = kernel_of<F, T, true>(depth);
+    }
+    const int error = launch_kernel(kernel, blocks, THREADS, plan.bytes, stream, limits, a.dependent >= 0, a, plan);
     return error ? STATUS_DEVICE + error : STATUS_OK;
 }
 

@@ -1,8 +1,9 @@
 """Weights as the HIP kernels read them: int4 in tiles, grouped scales beside them; each with its inverse.
 
 A tile is 16 rows by 128 values of K, 1,024 bytes: 16 bytes for (row r, quarter t) at ``(4 r + t) * 16``; 32-bit word
-p of those holds values ``32 p + 8 t + e``, value ``e = 2 i`` in nibble i and ``e = 2 i + 1`` in nibble ``i + 4``, so
-that a mask and a shift give neighbours as one pair. Rows and K are padded with zeros. ``paired`` puts 8 gate rows and
+p of those holds values ``32 p + 8 t + e``, value ``e = 2 i`` in nibble i and ``e = 2 i + 1`` in nibble ``i + 4``. A
+code u of 0 to 15 lies there as u - 8 in two's complement, so that a mask gives four signed bytes, 16 (u - 8) each.
+Rows and K are padded with the code 0. ``paired`` puts 8 gate rows and
 their 8 up rows (the second half of N) into one tile, as the SiLU-gate epilogue wants them.
 """
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 TILE_ROWS, TILE_VALUES = 16, 128
 _NIBBLES = (0, 2, 4, 6, 1, 3, 5, 7)  # which of 8 neighbours each nibble of a word holds
+_SIGNS = 0x88  # turns two codes of 0 to 15 into two's complement of what they are less 8, and back
 
 
 def _row_order(rows: int, paired: bool) -> Tensor:
@@ -48,13 +50,14 @@ def tile_int4(q: Tensor, *, paired: bool = False) -> Tensor:
     values = torch.nn.functional.pad(values, (0, steps * TILE_VALUES - values.shape[1]))
     tiles = _gather_rows(values, paired).view(-1, TILE_ROWS, steps, 4, 4, 8)  # tile, r, step, p, t, e
     nibbles = tiles[..., list(_NIBBLES)].permute(0, 2, 1, 4, 3, 5)  # tile, step, r, t, p, nibble
-    return (nibbles[..., 0::2] | nibbles[..., 1::2] << 4).reshape(tiles.shape[0], steps, 1024).view(torch.int8)
+    codes = nibbles[..., 0::2] | nibbles[..., 1::2] << 4
+    return (codes ^ _SIGNS).reshape(tiles.shape[0], steps, 1024).view(torch.int8)
 
 
 def untile_int4(tiles: Tensor, rows: int, columns: int, *, paired: bool = False) -> Tensor:
     """Inverse of `tile_int4`: int8 [N, K / 2] from tiles of N = ``rows``, K = ``columns``."""
     steps = tiles.shape[1]
-    words = tiles.view(torch.uint8).view(-1, steps, TILE_ROWS, 4, 4, 4)
+    words = (tiles.view(torch.uint8) ^ _SIGNS).view(-1, steps, TILE_ROWS, 4, 4, 4)
     nibbles = torch.stack([words & 15, words >> 4], -1).flatten(-2)
     values = torch.empty_like(nibbles)
     values[..., list(_NIBBLES)] = nibbles

@@ -1,0 +1,175 @@
+// Activations as 16-bit integers for the integer products: blocks of 128 values of K share a power of two, chosen so that
+// the largest magnitude of a block has 15 bits. An integer is two signed bytes, high * 256 + low. Where a block's values lie
+// within 2^7 of each other, bf16 loses nothing; what is lost is at most 2^-16 of the largest.
+//
+// Shared memory holds slots of 16 values: 16 high bytes, then the low ones. Slot s of a row is chunks 2 s and 2 s + 1, or,
+// interleaved, chunks 8 (s / 4) + s % 4 and that + 4; eight neighbouring slots are a block. Before a slot is converted it
+// holds its own values.
+#pragma once
+#include "norm.h"
+
+template <class F, class T, bool NARROW> struct DigitStager : Norms<T> {
+    using Base = Norms<T>;
+    using Base::a, Base::plan, Base::row;
+    using Gain = typename Base::Gain;
+    static constexpr int AT_ONCE = NARROW ? 3 : 2;  // slots under way at once
+    static constexpr int BLOCK = 8;         // slots that share a power
+    static constexpr uint32_t ZERO = 0x4b408080u;  // of a float whose low bytes are the digits plus 128: 1.5 * 2^23 + 0x8080
+    static constexpr uint32_t BUMP = 0x10000u;     // what rounds to 2^15 or more takes the next power
+    static constexpr int SMALL = 64;               // exponents (biased) below it are lifted by 2^64
+    char* shared;
+    Gain first[2];  // the norm's weights of a thread's first slot: constant, and so loaded before the wait
+
+    DEVICE DigitStager(const GemvArgs& a, const GemvPlan& plan, char* shared) : Base(a, plan, shared), shared(shared) {
+        if (threadIdx.x == 0) Base::votes() = 0;
+        if (a.norm != NORM_NONE)
+            for (int h = 0; h < 2; ++h) first[h] = Base::gain(place(threadIdx.x, h));
+        __syncthreads();
+    }
+    // As FloatStager's.
+    DEVICE void range(int from, int steps) {
+        const int slots = (steps + PAIR<F> - 1) / PAIR<F> * PAIR<F> * (F::KSTEP / 16), laps = (slots + THREADS - 1) / THREADS;
+        if (a.norm == NORM_NONE) fetch<false>(from * F::KSTEP, slots, laps);
+        else fetch<true>(0, slots, laps), normalise(slots, laps);
+        __syncthreads();
+    }
+    static constexpr bool BOUNDED = true;
+    // Whether a token has a value that is not finite: no integer is.
+    DEVICE bool unbounded(int token) const { return Base::votes() >> token & 1u; }
+    // The value that the products should have seen.
+    DEVICE float value(int token, int k) const {
+        const int at = k / 8 * 8;
+        Words4 chunk = load_chunk(row(token), at, int(a.k), plan.x_aligned);
+        if (a.norm != NORM_NONE) chunk = Base::apply(chunk, Base::gain(at), at, Base::mean(token), Base::scale(token));
+        const uint32_t pair = word_of(chunk, k % 8 / 2);
+        return k % 2 ? T::up_high(pair) : T::up(pair & 0xffffu);
+    }
+
+private:
+    DEVICE char* slot_at(int token, int slot) const { return shared + token * plan.token_stride + slot * 32; }
+    DEVICE float* powers() const { return reinterpret_cast<float*>(shared + plan.powers_at); }
+    DEVICE float* group_sums() const { return reinterpret_cast<float*>(shared + plan.sums_at); }
+    // Where in K the first or last half of a slot begins.
+    static DEVICE int place(int slot, int half) { return 8 * (F::INTERLEAVED ? slot / 4 * 8 + half * 4 + slot % 4 : 2 * slot + half); }
+    // A thread's own values of every token into their slots: as digits, or for a norm as they are, with its moments.
+    template <bool NORM> DEVICE void fetch(int from, int slots, int laps) const {
+        const int total = laps * int(a.m);
+        int token = 0, lap = 0, to_token = 0, to_lap = 0;
+        float share = 0.f;
+#pragma unroll 1
+        for (int i = 0; i < total; i += AT_ONCE) {
+            Words4 v[AT_ONCE][2];
+#pragma unroll
+            for (int j = 0; j < AT_ONCE; ++j) {
+                const int slot = lap * THREADS + threadIdx.x;
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    v[j][h] = {0, 0, 0, 0};
+                    if (i + j < total && slot < slots) v[j][h] = load_chunk(row(token), from + place(slot, h), int(a.k), plan.x_aligned);
+                }
+                if (++lap == laps) lap = 0, ++token;
+            }
+#pragma unroll
+            for (int j = 0; j < AT_ONCE; ++j) {
+                if (i + j >= total) break;
+                const int slot = to_lap * THREADS + threadIdx.x;
+                if constexpr (NORM) {
+                    for (int h = 0; h < 2; ++h) {
+                        if (slot < slots) *reinterpret_cast<Words4*>(slot_at(to_token, slot) + h * 16) = v[j][h];
+                        share += a.norm == NORM_LAYER ? Base::sum_of(v[j][h]) : Base::squares_of(v[j][h], place(slot, h), 0.f);
+                    }
+                    if (to_lap == laps - 1) Base::leave(a.norm == NORM_LAYER ? Base::sums : Base::squares(), to_token, share), share = 0.f;
+                } else {
+                    convert(to_token, slot, slot < slots, v[j]);
+                }
+                if (++to_lap == laps) to_lap = 0, ++to_token;
+            }
+        }
+    }
+    DEVICE void normalise(int slots, int laps) const {
+        __syncthreads();
+        if (a.norm == NORM_LAYER) deviations(slots);
+        const int mine = min(lane_id() % 8, int(a.m) - 1);
+        const float my_mean = Base::mean(mine), my_scale = Base::scale(mine);
+#pragma unroll 1
+        for (int lap = 0; lap < laps; ++lap) {
+            const int slot = lap * THREADS + threadIdx.x;
+            Gain g[2] = {first[0], first[1]};
+            if (lap > 0)
+                for (int h = 0; h < 2; ++h) g[h] = Base::gain(place(slot, h));
+#pragma unroll 1
+            for (int token = 0; token < a.m; ++token) {
+                const float mean = from_lane(my_mean, token), scale = from_lane(my_scale, token);
+                Words4 raw[2];
+                const char* own = slot_at(token, min(slot, slots - 1));
+                for (int h = 0; h < 2; ++h) raw[h] = Base::apply(*reinterpret_cast<const Words4*>(own + h * 16), g[h], place(slot, h), mean, scale);
+                convert(token, slot, slot < slots, raw);
+            }
+        }
+    }
+    DEVICE void deviations(int slots) const {
+#pragma unroll 1
+        for (int token = 0; token < a.m; ++token) {
+            const float mean = Base::mean(token);
+            float share = 0.f;
+            for (int slot = threadIdx.x; slot < slots; slot += THREADS)
+                for (int h = 0; h < 2; ++h) share += Base::squares_of(*reinterpret_cast<const Words4*>(slot_at(token, slot) + h * 16), place(slot, h), mean);
+            Base::leave(Base::squares(), token, share);
+        }
+        __syncthreads();
+    }
+    // The largest magnitude of eight values, as bits of their dtype.
+    static DEVICE uint32_t largest(const Words4& v) {
+        const uint32_t most = pair_max(pair_max(v.x & 0x7fff7fffu, v.y & 0x7fff7fffu), pair_max(v.z & 0x7fff7fffu, v.w & 0x7fff7fffu));
+        return max(most & 0xffffu, most >> 16);
+    }
+    // A slot's values as digits; every lane of a block calls it.
+    DEVICE void convert(int token, int slot, bool there, const Words4 (&raw)[2]) const {
+        uint32_t most = max(largest(raw[0]), largest(raw[1]));
+#pragma unroll
+        for (int step = 1; step < BLOCK; step *= 2) most = max(most, lane_xor(most, step));
+        const uint32_t exponent = (float_to_bits(T::up(most)) + BUMP) >> 23;
+        if (there && exponent >= 255) atomicOr(&Base::votes(), 1u << token);
+        const bool lifted = exponent < SMALL;
+        const uint32_t held = exponent + (lifted ? 64 : 0);
+        const float times = bits_to_float((268 - min(held, 254u)) << 23), power = bits_to_float((held - 14) << 23) * (lifted ? 0x1p-64f : 1.f);
+        int sums[2];
+        emit(raw, lifted, times, slot_at(token, slot), there, sums);
+        if (there && slot % BLOCK == 0) powers()[slot / BLOCK * 8 + token] = power * F::UNIT;
+        if constexpr (F::OFFSET != OFFSET_NONE) add_up(sums, power, token, slot, there);
+    }
+    // Slot and sums of its two chunks.
+    DEVICE void emit(const Words4 (&raw)[2], bool lifted, float times, char* at, bool there, int (&sums)[2]) const {
+        uint32_t high[4], low[4];
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            float v[8];
+            uint32_t q[8];
+            unpack<T>(raw[h], v);
+            if (lifted)
+                for (float& one : v) one *= 0x1p64f;
+            uint32_t sum = 0u - 8u * ZERO;
+#pragma unroll
+            for (int e = 0; e < 8; ++e) q[e] = float_to_bits(fmaf(v[F::order(e)], times, bits_to_float(ZERO))), sum += q[e];
+            sums[h] = int(sum);
+#pragma unroll
+            for (int part = 0; part < 2; ++part) {
+                const uint32_t a = permute<0x5140>(q[4 * part], q[4 * part + 1]), b = permute<0x5140>(q[4 * part + 2], q[4 * part + 3]);
+                low[2 * h + part] = permute<0x5410>(a, b) ^ 0x80808080u, high[2 * h + part] = permute<0x7632>(a, b) ^ 0x80808080u;
+            }
+        }
+        if (!there) return;
+        *reinterpret_cast<Words4*>(at) = {high[0], high[1], high[2], high[3]};
+        *reinterpret_cast<Words4*>(at + 16) = {low[0], low[1], low[2], low[3]};
+    }
+    // A group's sum of activations: of 8 slots, of 4, or of the same half of 4.
+    DEVICE void add_up(int (&sums)[2], float power, int token, int slot, bool there) const {
+        constexpr int WIDTH = F::GROUPS == 1 ? 8 : 4, HALVES = F::GROUPS == 4 ? 2 : 1;
+        if (HALVES == 1) sums[0] += sums[1];
+#pragma unroll
+        for (int h = 0; h < HALVES; ++h) {
+            const int sum = run_sum(sums[h], WIDTH);
+            if (there && slot % WIDTH == 0) group_sums()[(slot / WIDTH * HALVES + h) * 8 + token] = float(sum) * power;
+        }
+    }
+};

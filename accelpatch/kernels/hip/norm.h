@@ -1,0 +1,82 @@
+// Norms of activations on their way into shared memory. One token's result never depends on another's, nor on M.
+#pragma once
+#include "stream.h"
+
+// Up to eight 16-bit values one by one, zeros after `count` of them.
+static __device__ __noinline__ Words4 load_part(const char* from, int count) {
+    Words4 v = {0, 0, 0, 0};
+#pragma unroll 1
+    for (int i = 0; i < 8; ++i) {  // shifted in from the top: no array is indexed at run time
+        const uint32_t value = i < count ? load_activation2(from + 2 * i) : 0u;
+        v = {v.x >> 16 | v.y << 16, v.y >> 16 | v.z << 16, v.z >> 16 | v.w << 16, v.w >> 16 | value << 16};
+    }
+    return v;
+}
+// Eight 16-bit values from element `at` of a row of `k`; zeros past its end.
+DEVICE Words4 load_chunk(const void* row, int at, int k, bool aligned) {
+    const char* from = static_cast<const char*>(row) + int64_t(at) * 2;
+    if (at >= k) return {0, 0, 0, 0};
+    return aligned ? load_activation16(from) : load_part(from, k - at);
+}
+
+// A token's values become (x - mean) * scale * weight + bias, rounded as the module's own output would be.
+template <class T> struct Norms {
+    static constexpr int BANDS = THREADS / 32;            // runs of 32 lanes that add up together
+    static constexpr int FLOATS = 2 * BANDS * 8 + 1;      // sums, sums of squares: one for each token and band; a word of votes
+    const GemvArgs& a;
+    const GemvPlan& plan;
+    float* sums;
+
+    DEVICE Norms(const GemvArgs& a, const GemvPlan& plan, char* shared) : a(a), plan(plan), sums(reinterpret_cast<float*>(shared + plan.moments_at)) {}
+    DEVICE float* squares() const { return sums + BANDS * 8; }
+    DEVICE uint32_t& votes() const { return *reinterpret_cast<uint32_t*>(sums + 2 * BANDS * 8); }  // bit `token`: not finite
+    DEVICE const char* row(int token) const { return static_cast<const char*>(a.x) + token * a.x_stride * 2; }
+
+    // A lane's share of a token's sum, from every lane of a run.
+    static DEVICE void leave(float* moments, int token, float share) {
+        const float sum = run_sum(share, 32);
+        if (threadIdx.x % 32 == 0) moments[token * BANDS + threadIdx.x / 32] = sum;
+    }
+    DEVICE float total(const float* moments, int token) const {  // over K
+        float sum = 0.f;
+#pragma unroll
+        for (int i = 0; i < BANDS; ++i) sum += moments[token * BANDS + i];
+        return sum / static_cast<float>(a.k);
+    }
+    DEVICE float mean(int token) const { return a.norm == NORM_LAYER ? total(sums, token) : 0.f; }
+    DEVICE float scale(int token) const { return rsqrtf(total(squares(), token) + a.epsilon); }
+    static DEVICE float sum_of(const Words4& raw) {
+        float v[8];
+        unpack<T>(raw, v);
+        return ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7]));
+    }
+    // Of (x - mean)^2; what lies past K counts as the mean.
+    DEVICE float squares_of(const Words4& raw, int at, float mean) const {
+        float v[8], even = 0.f, odd = 0.f;
+        unpack<T>(raw, v);
+#pragma unroll
+        for (int e = 0; e < 8; e += 2) {
+            const float d = at + e < int(a.k) ? v[e] - mean : 0.f, f = at + e + 1 < int(a.k) ? v[e + 1] - mean : 0.f;
+            even = fmaf(d, d, even), odd = fmaf(f, f, odd);
+        }
+        return even + odd;
+    }
+    struct Gain { Words4 weight, bias; };
+    DEVICE Gain gain(int at) const {
+        Gain g = {{0, 0, 0, 0}, {0, 0, 0, 0}};
+        if (a.norm_weight) g.weight = load_chunk(a.norm_weight, at, int(a.k), plan.x_aligned);
+        if (a.norm_bias) g.bias = load_chunk(a.norm_bias, at, int(a.k), plan.x_aligned);
+        return g;
+    }
+    DEVICE Words4 apply(const Words4& raw, const Gain& g, int at, float mean, float scale) const {
+        const float plus = a.norm == NORM_RMS_PLUS_ONE || !a.norm_weight ? 1.f : 0.f;
+        float v[8], times[8], shift[8];
+        unpack<T>(raw, v), unpack<T>(g.weight, times), unpack<T>(g.bias, shift);
+#pragma unroll
+        for (int e = 0; e < 8; ++e) v[e] = fmaf((v[e] - mean) * scale, times[e] + plus, shift[e]);
+        if (at + 8 > int(a.k))
+#pragma unroll
+            for (int e = 0; e < 8; ++e) v[e] = at + e < int(a.k) ? v[e] : 0.f;
+        return pack<T>(v);
+    }
+};

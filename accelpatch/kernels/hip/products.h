@@ -1,0 +1,102 @@
+// A wave's sums of one tile: 16 rows by 8 tokens (or 4), step after step of K.
+#pragma once
+#include "digits.h"
+#include "stage.h"
+
+DEVICE float table_value(uint32_t pair, int half, bool bf16) {
+    const uint32_t bits = half ? pair >> 16 : pair & 0xffffu;
+    return bf16 ? Bf16::up(bits) : F16::up(bits);
+}
+
+template <class F, class T> struct FloatSums : FloatProduct<T> {
+    using Product = FloatProduct<T>;
+    using Stager = FloatStager<F, T>;
+    // Where a lane's activations lie.
+    struct Place {
+        const char* x;
+        int token_stride, tokens;
+        DEVICE Place(const GemvArgs& a, const GemvPlan& plan, const char* shared)
+            : x(shared + Product::column(int(a.m)) * plan.token_stride + F::chunk(0, fragment_quarter()) * 16), token_stride(plan.token_stride), tokens(int(a.m)) {}
+    };
+    // The turn that begins `step` steps after the first that is staged.
+    template <bool> DEVICE void turn(const Slot<F> (&now)[PAIR<F>], const Place& place, int step) {
+#pragma unroll
+        for (int u = 0; u < PAIR<F>; ++u)
+#pragma unroll
+            for (int p = 0; p < F::PARTS; ++p) {
+                Words4 w[ROWS_PER_LANE];
+#pragma unroll
+                for (int h = 0; h < ROWS_PER_LANE; ++h) w[h] = F::template expand<T>(now[u].w[h], p);
+                Product::add(w, place.x + (step + u) * (F::KSTEP * 2) + F::chunk(p, 0) * 16, place.token_stride, place.tokens);
+            }
+    }
+};
+
+template <class F, class T, bool NARROW> struct IntegerSums : Cells<NARROW> {
+    using Product = IntegerProduct<NARROW>;
+    using Stager = DigitStager<F, T, NARROW>;
+    using Cell = Cells<NARROW>;
+    static constexpr int HALVES = F::PARTS / 2;                    // of a lane's bytes of a row and step, in slots
+    static constexpr int SPAN = F::GROUPS ? F::PARTS / F::GROUPS : F::PARTS * PAIR<F>;  // products that one scale belongs to
+    float sum[Cell::COUNT];
+    struct Place {
+        const char* x;
+        const float *powers, *sums;
+        DEVICE Place(const GemvArgs& a, const GemvPlan& plan, const char* shared)
+            : x(shared + Product::place(int(a.m), plan.token_stride)), powers(reinterpret_cast<const float*>(shared + plan.powers_at) + Cell::token(0)),
+              sums(reinterpret_cast<const float*>(shared + plan.sums_at) + Cell::token(0)) {}
+    };
+    DEVICE void zero() { for (float& v : sum) v = 0.f; }
+    DEVICE void finish() {}
+    template <bool BF16_SCALES> DEVICE void turn(const Slot<F> (&now)[PAIR<F>], const Place& place, int step) {
+        const char* x = place.x + step * (F::KSTEP * 2);
+        const float* power = place.powers + step * (F::KSTEP / 16);
+        const float* group = place.sums + step * F::GROUPS * 8;
+        Product part, other;  // two chains where sums go on for long: one would wait for its own latency
+        part.zero(), other.zero();
+#pragma unroll
+        for (int i = 0; i < PAIR<F> * HALVES; ++i) {
+            const int u = i / HALVES, half = i % HALVES;
+            Words4 w[ROWS_PER_LANE];
+#pragma unroll
+            for (int h = 0; h < ROWS_PER_LANE; ++h) w[h] = F::expand(now[u].w[h], half);
+            const typename Product::Activations digits = Product::load(x + i * 128);
+#pragma unroll
+            for (int p = 0; p < 2; ++p) {
+                (SPAN > 2 && p ? other : part).add(w, digits, p);
+                const int done = i * 2 + p + 1;  // products of the turn
+                if (done % SPAN != 0) continue;
+                if (SPAN > 2) part.plus(other), other.zero();
+                add_group<BF16_SCALES>(part, now[u], power + (done - 1) / 4 * 8, group, done % F::PARTS ? done % F::PARTS / SPAN - 1 : F::GROUPS - 1);
+                group += F::GROUPS ? 8 : 0;
+                part.zero();
+            }
+        }
+    }
+
+private:
+    // A group's products into the sums, times its power and scale; and, with an offset, the sum of its activations times
+    // what expand() left of it.
+    template <bool BF16_SCALES> DEVICE void add_group(const Product& part, const Slot<F>& slot, const float* power, const float* group_sum, int group) {
+        float powers[Cell::TOKENS], sums[Cell::TOKENS];
+        load_floats<Cell::TOKENS>(powers, power);
+        if constexpr (F::OFFSET != OFFSET_NONE) load_floats<Cell::TOKENS>(sums, group_sum);
+#pragma unroll
+        for (int i = 0; i < Cell::COUNT; ++i) {
+            const float value = part.value(i) * powers[i % Cell::TOKENS];
+            if constexpr (F::GROUPS == 0) {
+                sum[i] += value;
+            } else {
+                const int word = Cell::pair(i) * F::GROUPS + group;
+                const float scale = table_value(slot.scale[word], Cell::half(i), BF16_SCALES);
+                sum[i] = fmaf(value, scale, sum[i]);
+                if constexpr (F::OFFSET != OFFSET_NONE)
+                    sum[i] = fmaf(sums[i % Cell::TOKENS], F::rest(scale, table_value(slot.offset[word], Cell::half(i), BF16_SCALES)), sum[i]);
+            }
+        }
+    }
+};
+
+template <class F, class T, bool NARROW, bool INTEGER = F::INTEGER> struct SumsOf { using Type = IntegerSums<F, T, NARROW>; };
+template <class F, class T, bool NARROW> struct SumsOf<F, T, NARROW, false> { using Type = FloatSums<F, T>; };
+template <class F, class T, bool NARROW> using SumsFor = typename SumsOf<F, T, NARROW>::Type;

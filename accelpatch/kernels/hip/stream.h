@@ -1,0 +1,165 @@
+// The weights' way to the matrix unit: a ring of turns, each private to its wave, so that no barrier guards it. On NVIDIA
+// asynchronous copies into shared memory; on AMD registers, one turn ahead.
+#pragma once
+#include "formats.h"
+
+constexpr int WAVES = 8, THREADS = WAVES * WAVE;
+
+template <class F> constexpr int SCALE_BYTES = 4 * F::GROUPS;  // a row pair and step
+template <class F> constexpr int TABLES = F::GROUPS ? 1 + (F::OFFSET != OFFSET_NONE) : 0;  // scales, offsets
+template <class F> constexpr int SLOT_BYTES = 1024 + WAVE * SCALE_BYTES<F> * TABLES<F>;  // a wave and step
+
+// Neighbouring steps of K in a turn: two at once hide each other's latencies, where registers hold their scales.
+template <class F> constexpr int PAIR = F::GROUPS * SCALE_PAIRS * TABLES<F> > 8 ? 1 : 2;
+
+// What a lane holds of one step.
+template <class F> struct Slot {
+    static constexpr int WORDS = F::GROUPS ? F::GROUPS * SCALE_PAIRS : 1;
+    Words4 w[ROWS_PER_LANE];
+    uint32_t scale[WORDS], offset[WORDS];
+};
+
+// Blocks share each round of tiles evenly, so that a last, shorter round is spread over all of them.
+DEVICE int tile_of(const GemvPlan& plan, int round, int wn) { return ((round * WAVES >> plan.waves_shift) + wn) * gridDim.x + blockIdx.x; }
+// The weight row of a tile's row r; a.n or more where there is none.
+DEVICE int64_t weight_row(const GemvArgs& a, int tile, int r) {
+    if (a.activation != ACT_SILU_GATE) return int64_t(tile) * 16 + r;
+    const int64_t half = a.n / 2, at = int64_t(tile) * 8 + (r & 7);
+    return at < half ? at + (r >> 3) * half : a.n;
+}
+template <class F> DEVICE int64_t row_bytes(const GemvArgs& a) { return a.k * F::VALUE_BITS / 8; }
+template <class F> DEVICE int64_t scale_sets(const GemvArgs& a, const GemvPlan& plan) { return ((plan.steps - 1) >> a.group_shift) + 1; }
+
+// Rows that no 16-byte load may touch: 16 bytes one by one, zeros past the row's end. `room`: bytes from `from` to there.
+template <int RUN> static __device__ __noinline__ Words4 gather(const char* from, int room) {
+    uint32_t out[4] = {0, 0, 0, 0};
+#pragma unroll 1
+    for (int byte = 0; byte < 16; ++byte) {
+        const int at = byte / RUN * 32 + byte % RUN;
+        const uint32_t v = at < room ? static_cast<uint8_t>(from[at]) : 0u;
+        for (int j = 0; j < 4; ++j) out[j] |= (byte >> 2) == j ? v << (8 * (byte & 3)) : 0u;
+    }
+    return {out[0], out[1], out[2], out[3]};
+}
+
+// One lane's stream of weights: its wave's turns of tile after tile. No branch is taken but for the end of a tile.
+template <class F, int DEPTH> struct Stream {
+    static constexpr int RUNS = F::SPLIT ? 2 : 1, RUN_BYTES = 16 / RUNS;  // of a row's bytes in a step
+    static constexpr int TURN_BYTES = PAIR<F> * SLOT_BYTES<F>;
+    const GemvArgs& a;
+    const GemvPlan& plan;
+    const int first, stride;  // the wave's first turn in a tile, and from one to the next, in steps
+    int tile, step;           // of the next turn
+    int rows[ROWS_PER_LANE];  // of row-major weights
+    const char *row[ROWS_PER_LANE], *scale;
+    char* ring;               // this lane's place in it
+    const int table_at;       // from there to its scales
+    int slot = 0;             // bytes from there to the next turn's
+    Slot<F> held[SHARED_RING ? 1 : PAIR<F>];
+    static constexpr bool LATE = !SHARED_RING && Slot<F>::WORDS * TABLES<F> > 16;  // more scales than registers hold ahead
+    const char* tables;
+
+    // Wave wk of those that share tile wn of the block's.
+    DEVICE Stream(const GemvArgs& a, const GemvPlan& plan, int wk, int wn, char* ring)
+        : a(a), plan(plan), first(wk * PAIR<F>), stride(PAIR<F> << plan.waves_shift), tile(tile_of(plan, 0, wn)), step(first), ring(ring),
+          table_at(1024 - lane_id() * (16 - SCALE_BYTES<F>)) {
+        if (first >= plan.steps) tile = plan.tiles;  // no turn at all
+        for (int h = 0; h < ROWS_PER_LANE; ++h) {
+            const int r = fragment_row(h);
+            if constexpr (F::TILED) {
+                row[h] = static_cast<const char*>(a.w) + int64_t(tile) * plan.steps * F::STEP_BYTES + (4 * r + fragment_quarter()) * 16;
+            } else {
+                rows[h] = int(weight_row(a, tile, r));
+                row[h] = static_cast<const char*>(a.w) + rows[h] * row_bytes<F>(a) + fragment_quarter() * RUN_BYTES;
+            }
+        }
+        scale = static_cast<const char*>(a.scale) + (tile * scale_sets<F>(a, plan) * 8 + scale_pair()) * SCALE_BYTES<F>;
+        for (int i = 0; i < DEPTH; ++i) issue();
+    }
+    // To the wave's next turn.
+    DEVICE void advance() {
+        step += stride;
+        if (step < plan.steps) return;
+        step = first, tile += plan.tile_hop;
+        for (int h = 0; h < ROWS_PER_LANE; ++h) {
+            if (!F::TILED || h == 0) row[h] += plan.weight_hop;
+            if (!F::TILED) rows[h] += plan.row_hop;
+        }
+        if (F::GROUPS > 0) scale += plan.scale_hop;
+    }
+    // Starts the loads of the next turn, into the place of the one that was taken last.
+    DEVICE void issue() {
+        char* into = SHARED_RING ? ring + slot : nullptr;
+        const bool there = tile < plan.tiles, second = there && step + 1 < plan.steps;
+        if (F::TILED || plan.w_aligned) copy(into, there, second);
+        else if (there) gather_turn(into);
+        if constexpr (F::GROUPS > 0) {
+            if constexpr (LATE) tables = scale + int64_t(step >> a.group_shift) * 8 * SCALE_BYTES<F>;
+            else load_tables(into, there, second);
+        }
+        ring_commit();
+        if (SHARED_RING) slot = slot + TURN_BYTES == DEPTH * TURN_BYTES ? 0 : slot + TURN_BYTES;
+        advance();
+    }
+    DEVICE void load_tables(char* into, bool there, bool second) {
+#pragma unroll
+        for (int u = 0; u < PAIR<F>; ++u) {
+            const char* from = scale + int64_t((step + u) >> a.group_shift) * 8 * SCALE_BYTES<F>;
+            char* first = SHARED_RING ? into + table_at + u * SLOT_BYTES<F> : reinterpret_cast<char*>(held[SHARED_RING ? 0 : u].scale);
+            char* other = SHARED_RING ? first + WAVE * SCALE_BYTES<F> : reinterpret_cast<char*>(held[SHARED_RING ? 0 : u].offset);
+            copy_tables(first, other, from, u ? second : there);
+        }
+    }
+    DEVICE void copy_tables(char* scales, char* offsets, const char* from, bool there) {
+        const int64_t beside = static_cast<const char*>(a.offset) - static_cast<const char*>(a.scale);
+#pragma unroll
+        for (int pair = 0; pair < SCALE_PAIRS; ++pair) {
+            const int at = pair * SCALE_BYTES<F>;
+            stream_copy<SCALE_BYTES<F>>(scales + at, from + at, there);
+            if (F::OFFSET != OFFSET_NONE) stream_copy<SCALE_BYTES<F>>(offsets + at, from + beside + at, there);
+        }
+    }
+    DEVICE char* place(char* into, int u, int h) { return SHARED_RING ? into + u * SLOT_BYTES<F> + h * WAVE * 16 : reinterpret_cast<char*>(&held[SHARED_RING ? 0 : u].w[h]); }
+    DEVICE int room() const { return int(row_bytes<F>(a)) - fragment_quarter() * RUN_BYTES - step * F::STEP_BYTES; }  // bytes left of a row
+    DEVICE void copy(char* into, bool there, bool second) {
+        const int64_t at = int64_t(step) * F::STEP_BYTES;
+        const int left = room();
+#pragma unroll
+        for (int h = 0; h < ROWS_PER_LANE; ++h) {
+            const char* from = F::TILED ? row[0] + at + h * 512 : row[h] + at;
+            const bool row_there = F::TILED ? there : there && rows[h] < int(a.n);
+#pragma unroll
+            for (int u = 0; u < PAIR<F>; ++u)
+#pragma unroll
+                for (int run = 0; run < RUNS; ++run) {
+                    const int begin = u * F::STEP_BYTES + run * 32;
+                    stream_copy<RUN_BYTES>(place(into, u, h) + run * RUN_BYTES, from + begin, F::TILED ? (u ? second : there) : row_there && begin < left);
+                }
+        }
+    }
+    DEVICE void gather_turn(char* into) {
+        for (int h = 0; h < ROWS_PER_LANE; ++h)
+            for (int u = 0; u < PAIR<F>; ++u)
+                *reinterpret_cast<Words4*>(place(into, u, h)) = gather<RUN_BYTES>(row[h] + int64_t(step + u) * F::STEP_BYTES, rows[h] < int(a.n) ? room() - u * F::STEP_BYTES : 0);
+    }
+    // The oldest turn; its place takes the next one's loads.
+    DEVICE void take(Slot<F> (&now)[PAIR<F>]) {
+        ring_wait<DEPTH>();
+#pragma unroll
+        for (int u = 0; u < PAIR<F>; ++u) {
+            if constexpr (SHARED_RING) read(now[u], ring + slot + u * SLOT_BYTES<F>, ring + slot + table_at + u * SLOT_BYTES<F>);
+            else now[u] = held[u];
+            if constexpr (LATE) copy_tables(reinterpret_cast<char*>(now[u].scale), reinterpret_cast<char*>(now[u].offset), tables, true);
+        }
+        issue();
+    }
+    static DEVICE void read(Slot<F>& out, const char* from, const char* table) {
+#pragma unroll
+        for (int h = 0; h < ROWS_PER_LANE; ++h) out.w[h] = *reinterpret_cast<const Words4*>(from + h * WAVE * 16);
+#pragma unroll
+        for (int j = 0; j < F::GROUPS; ++j) {
+            out.scale[j] = reinterpret_cast<const uint32_t*>(table)[j];
+            if (F::OFFSET != OFFSET_NONE) out.offset[j] = reinterpret_cast<const uint32_t*>(table + WAVE * SCALE_BYTES<F>)[j];
+        }
+    }
+};
