@@ -20,7 +20,7 @@ KEPT = 4  # captured lengths of a step
 
 def why_not(step: CapturedStep, ids: Tensor, config: Any, kwargs: dict[str, Any]) -> str | None:
     """Why the model's own forward must take the prompt ids[B, L]; None where fused layers may."""
-    cache, mask, positions = (kwargs.get(name) for name in ("past_key_values", "attention_mask", "position_ids"))
+    cache, mask, positions = kwargs["past_key_values"], kwargs.get("attention_mask"), kwargs.get("position_ids")
     if not step.fused:
         return "no fused layers"
     if cache.get_seq_length():
