@@ -60,6 +60,10 @@ template <int BYTES> DEVICE void stream_copy(void* into, const void* source, boo
     if (there) v = __builtin_nontemporal_load((const __attribute__((address_space(1))) Vector*)source);
     for (int i = 0; i < BYTES / 4; ++i) static_cast<uint32_t*>(into)[i] = v[i];
 }
+DEVICE void copy_activation16(void* into, const void* source, bool there) {
+    *static_cast<Words4*>(into) = there ? load_activation16(source) : Words4{0, 0, 0, 0};
+}
+DEVICE void copies_done() {}
 DEVICE void ring_commit() {}
 template <int> DEVICE void ring_wait() {}
 

@@ -74,6 +74,9 @@ template <int BYTES> DEVICE void stream_copy(void* into, const void* source, boo
         asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared_address(into)), "l"(source), "n"(BYTES), "r"(bytes) : "memory");
     }
 }
+// 16 bytes of activations into shared memory, asynchronously and through L2; zeros, and nothing read, where not `there`.
+DEVICE void copy_activation16(void* into, const void* source, bool there) { stream_copy<16>(into, source, there); }
+DEVICE void copies_done() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 DEVICE void ring_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Waits for the oldest of DEPTH turns.
 template <int DEPTH> DEVICE void ring_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(DEPTH - 1) : "memory"); }

@@ -16,9 +16,8 @@ template <class F, class T> struct FloatStager : Norms<T> {
     // Stages `steps` steps of K, and zeros up to whole turns, from step `from`; every thread calls it, and may read what it
     // left when it returns. Under a norm all of K is staged at once.
     DEVICE void range(int from, int steps) {
-        const int at = from * F::KSTEP, wanted = (steps + PAIR<F> - 1) / PAIR<F> * PAIR<F> * (F::KSTEP / 8), here = min((int(a.k) - at + 7) / 8, wanted);
-        if (plan.x_aligned) copy<8>(at, here, wanted);
-        else copy<1>(at, here, wanted);
+        const int wanted = (steps + PAIR<F> - 1) / PAIR<F> * PAIR<F> * (F::KSTEP / 8);
+        copy(from * F::KSTEP, wanted);
         if (a.norm != NORM_NONE) normalise(wanted);
         __syncthreads();
     }
@@ -27,26 +26,17 @@ template <class F, class T> struct FloatStager : Norms<T> {
 
 private:
     DEVICE Words4& chunk(int token, int c) const { return *reinterpret_cast<Words4*>(shared + token * plan.token_stride + c * 16); }
-    // A thread's own chunks of every token, several loads under way at once.
-    template <int AT_ONCE> DEVICE void copy(int from, int here, int wanted) const {
-        const int laps = (wanted + THREADS - 1) / THREADS, total = laps * int(a.m), end = laps * THREADS;
-        int token = 0, c = threadIdx.x, to_token = 0, to = threadIdx.x;
+    // A thread's own chunks of every token.
+    DEVICE void copy(int from, int wanted) const {
 #pragma unroll 1
-        for (int i = 0; i < total; i += AT_ONCE) {
-            Words4 v[AT_ONCE];
-#pragma unroll
-            for (int j = 0; j < AT_ONCE; ++j) {
-                v[j] = {0, 0, 0, 0};
-                if (token < a.m && c < here) v[j] = load_chunk(row(token), from + c * 8, int(a.k), AT_ONCE > 1);
-                if ((c += THREADS) >= end) c = threadIdx.x, ++token;
+        for (int token = 0; token < a.m; ++token)
+#pragma unroll 2
+            for (int c = threadIdx.x; c < wanted; c += THREADS) {
+                const int at = from + c * 8, left = int(a.k) - at;
+                if (plan.x_aligned) copy_activation16(&chunk(token, c), row(token) + at * 2, left > 0);
+                else chunk(token, c) = load_part(row(token) + at * 2, left);
             }
-#pragma unroll
-            for (int j = 0; j < AT_ONCE; ++j) {
-                if (i + j >= total) break;
-                if (to < wanted) chunk(to_token, to) = v[j];
-                if ((to += THREADS) >= end) to = threadIdx.x, ++to_token;
-            }
-        }
+        copies_done();
     }
     DEVICE void normalise(int wanted) const {
         if (a.norm == NORM_LAYER) {

@@ -76,7 +76,7 @@ def test_shapes_of_models(op: str, n: int, k: int) -> None:
 @pytest.mark.parametrize("op", OPS)
 def test_random_shapes(op: str) -> None:
     rng = random.Random(3)
-    for seed in range(100):
+    for seed in range(1000):
         m, n, group = rng.randint(1, 70), rng.randint(1, 300), rng.choice((32, 64, 128, 256, 512))
         k = group * rng.randint(1, 9) if op == "tiled_int4_linear" else rng.randint(1, 3000)
         assert_parity(op, made(op, m, n, k, HALVES[seed % 2], seed, group), "hip")
@@ -108,6 +108,16 @@ def test_nan_and_infinity_come_through(op: str, dtype: torch.dtype, value: float
         assert torch.equal(y[2].isnan(), exact[2].isnan())
         assert torch.equal(y[2].sign().nan_to_num(), exact[2].sign().nan_to_num().to(dtype))
         assert bool(y[[0, 1, 3, 4]].isfinite().all())
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=name)
+@pytest.mark.parametrize("op", OPS)
+def test_values_far_above_the_rest(op: str, dtype: torch.dtype) -> None:
+    """A few channels a thousand times the others, as in language models: they share a block's power of two."""
+    x, *rest = made(op, 5, 100, 1024, dtype)
+    x[:, [5, 300, 301]] *= 1000
+    x[3] *= 2.0**-10
+    assert_parity(op, (x, *rest), "hip")
 
 
 @pytest.mark.parametrize("op", OPS)
