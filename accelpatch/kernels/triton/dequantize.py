@@ -44,7 +44,7 @@ def _beside(scale, offset, at, step, shift, KIND: tl.constexpr, GROUPS: tl.const
 @triton.jit
 def _value(words, e: tl.constexpr, factor, beside, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
     """Value e of each word, float32."""
-    bits = ((words >> (e // 2 * 4 + e % 2 * 16)) & 15) | 0x4B000000  # 2^23 + value
+    bits = ((words >> (e // 2 * 4 + e % 2 * 16)) & 15) ^ 0x4B000008  # 2^23 + code; its top bit lies turned
     value = bits.to(tl.float32, bitcast=True) - 8388608.0
     if KIND == 0:
         return (value - 8.0) * factor
