@@ -1,34 +1,39 @@
 """Stock generate() on one GPU before and after a patch, beside its peers, all in one run and in turn.
 
-    python scripts/bench_generate.py [--model llama2-7b] [--prompt 128] [--new 128] [--repeats 5] [--recipes exact int8]
-                                     [--peers eager static] [--json FILE] [--profile]
+    python scripts/bench_generate.py [--model llama2-7b] [--json FILE] [--profile] [--recipes exact int8 int4]
+        [--peers eager static compiled torchao-int8 torchao-int4] [--cases 1x128 8x128 32x128 1x4096]
+        [--case-peers static] [--prefill 32 128 512 2048] [--new 128] [--repeats 5]
 
-The model has the named shape and random bf16 weights, made on the device. Peers: `eager`, Hugging Face's generate() as
-it is, and `static`, the same with cache_implementation="static", which it compiles. Each figure is a median over
-`--repeats` turns; the decode rate comes from the difference of a long and a short answer. Before anything is timed,
-the logits of captured steps are held to the float rule: at most twice as far from those in float32 as those of the
-stock loop over the same patched modules.
+The model has the named shape and random bf16 weights, made on the device. A case is batch x prompt; all peers run
+the first, `--case-peers` the others of a larger batch. Peers with a loop of their own (generate_engines.py) are asked
+for by name: each takes a minute or more to compile. Each figure is a median over `--repeats` turns, in which every
+engine runs once; the decode rate comes from the difference of a long and a short answer. Its limit is the bytes of
+weights, scales and head, and of keys and values at the mean context, over the rate of the device library's stream
+kernel. Before anything is timed, the logits of a prompt and of captured steps are held to the float rule: at most twice
+as far from those in float32 as those of the stock loop over the same patched modules.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import gc
 import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import accelpatch
+from generate_engines import LOOPS, Engine, cached_bytes, looping, ours, stock, wait
+
 from accelpatch.bench.generate import Shape, prompt_ids
 from accelpatch.bench.read_limit import read_limit
 from accelpatch.bench.timing import once
@@ -36,136 +41,163 @@ from accelpatch.models import load
 from accelpatch.runtime.captured_runtime import CAPTURED
 
 SHORT = 16  # tokens of the short answer: past the first steps, which may find things cold
-ROWS = 12  # of the profile's table
+ROWS = 14  # of the profile's table
+PEER_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError, ImportError)
 
 
-@dataclass
-class Engine:
-    """call(new): generates so many tokens. bytes: of weights a token reads."""
+@dataclass(frozen=True)
+class Case:
+    """Sequences at once, and tokens of the prompt of each."""
 
-    name: str
-    call: Callable[[int], Tensor]
-    bytes: int
-    short: list[float] = field(default_factory=list)
-    step: list[float] = field(default_factory=list)
+    batch: int
+    prompt: int
 
-    def figures(self, limit: float) -> dict[str, Any]:
-        """Tokens a second (median, slowest, fastest), and the share of the read limit."""
-        rates = sorted(1 / seconds for seconds in self.step)
-        rate = statistics.median(rates)
-        return {
-            "engine": self.name, "tok_s": rate, "low": rates[0], "high": rates[-1], "ms_a_step": 1000 / rate,
-            "bytes_a_token": self.bytes, "share": rate * self.bytes / limit,
-            "short_answer_ms": 1000 * statistics.median(self.short),
-        }  # fmt: skip
+    @classmethod
+    def read(cls, text: str) -> Case:
+        batch, prompt = text.split("x")
+        return cls(int(batch), int(prompt))
+
+    def ids(self, base: Any, device: torch.device) -> Tensor:
+        return prompt_ids(base.config.vocab_size, Shape(self.batch, self.prompt, 1)).to(device)
 
 
-def caller(model: Any, ids: Tensor, **options: Any) -> Callable[[int], Tensor]:
-    """Exactly so many greedy tokens after `ids` by the model's own generate()."""
-
-    def call(new: int) -> Tensor:
-        made: Tensor = model.generate(
-            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, min_new_tokens=new, do_sample=False,
-            **options,
-        )  # fmt: skip
-        assert made.shape[1] == ids.shape[1] + new
-        return made
-
-    return call
-
-
-def read_bytes(model: nn.Module) -> int:
-    """What a token reads of a plain model's weights: all but the rows of the embedding that it does not use."""
-    embedding = model.get_input_embeddings().weight  # type: ignore[operator]
-    every = sum(p.numel() * p.element_size() for p in model.parameters())
-    tied = model.get_output_embeddings().weight is embedding  # type: ignore[operator]
-    return every if tied else every - embedding.numel() * embedding.element_size()
-
-
-def logits_of(model: Any, ids: Tensor, stock: bool) -> list[Tensor]:
-    """Logits of five steps by generate(), greedy."""
+def logits_of(model: Any, ids: Tensor, by_stock: bool) -> list[Tensor]:
+    """Logits of a prompt's end and of five steps by generate(), greedy."""
     before = model._accelpatch_runtime
-    if stock:
+    if by_stock:
         model._accelpatch_runtime = None
     made = model.generate(
         ids, max_new_tokens=6, min_new_tokens=6, do_sample=False, return_dict_in_generate=True, output_logits=True
     )
     model._accelpatch_runtime = before
-    return [step.double() for step in made.logits[1:]]
+    return [step.double() for step in made.logits]
 
 
-def check(model: Any, ids: Tensor, recipe: str) -> tuple[float, float]:
-    """Relative RMSE of a captured step's logits, and of the stock loop's over the same modules, against float32.
+def check(engine: Engine, ids: Tensor) -> tuple[float, float]:
+    """Relative RMSE of the prompt's and captured steps' logits, and of the stock loop's, against float32.
 
     The worst of the steps up to where tokens part. Ends the program where the float rule breaks.
     """
-    exact: Any = copy.deepcopy(model)
+    model, exact = engine.model, copy.deepcopy(engine.model)
     exact._accelpatch_runtime = None
     due, worst = logits_of(exact.float(), ids, True), [0.0, 0.0]
     del exact
-    torch.cuda.empty_cache()
-    for place, stock in enumerate((False, True)):
-        for mine, its in zip(logits_of(model, ids, stock), due, strict=True):
+    before = model.accelpatch.report().paths.get(CAPTURED, 0)
+    for place, by_stock in enumerate((False, True)):
+        for mine, its in zip(logits_of(model, ids, by_stock), due, strict=True):
             error = ((mine - its).norm() / its.norm()).item()
             worst[place] = max(worst[place], error if error == error else float("inf"))
             if mine.argmax() != its.argmax():
                 break  # other tokens from here on
-    steps = model.accelpatch.report().paths[CAPTURED]
-    if worst[0] > 2 * worst[1] + 2**-8 or steps != 5:
-        raise SystemExit(f"{recipe}: {steps} captured steps of 5, relative RMSE {worst}: nothing is timed over red")
+    steps = model.accelpatch.report().paths.get(CAPTURED, 0) - before
+    if worst[0] > 2 * worst[1] + 2**-8 or (steps != 5 and ids.device.type == "cuda"):
+        raise SystemExit(
+            f"{engine.name}: {steps} captured steps of 5, relative RMSE {worst}: nothing is timed over red"
+        )
     return worst[0], worst[1]
 
 
-def ours(base: nn.Module, recipe: str, ids: Tensor) -> tuple[Engine, tuple[float, float], dict[str, float]]:
-    """A patched copy of `base`; its error and the stock loop's; seconds of the patch and of the first answer."""
-    begun = time.perf_counter()
-    model: Any = copy.deepcopy(base)
-    copied = time.perf_counter()
-    accelpatch.patch(model, recipe, verify=False, keep_original="none")
-    patched = time.perf_counter()
-    worst = check(model, ids, recipe)
-    seconds = {"copy": copied - begun, "patch": patched - copied, "check": time.perf_counter() - patched}
-    return Engine(f"accelpatch {recipe}", caller(model, ids), model.accelpatch.report().token_bytes[1]), worst, seconds
-
-
-def profile(engine: Engine, new: int = 20) -> dict[str, Any]:
-    """Kernel time and launches of a step, by kernel, from the difference of nothing: a run of `new` tokens in all."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
-        engine.call(new)
-        torch.cuda.synchronize()
-    rows = [(e.key, e.self_device_time_total / new, e.count / new) for e in seen.key_averages()]
-    rows.sort(key=lambda row: -row[1])
-    print(
-        f"\n{engine.name}: {sum(r[1] for r in rows):.0f} us of kernels a token, {sum(r[2] for r in rows):.0f} launches"
-    )
-    for name, micros, count in rows[:ROWS]:
-        print(f"  {micros:8.1f} us {count:7.1f} x  {name[:110]}")
-    return {"engine": engine.name, "rows": [{"kernel": n, "us": u, "launches": c} for n, u, c in rows[:40]]}
-
-
-def turns(engines: list[Engine], repeats: int, new: int, device: torch.device) -> None:
-    """Every engine once untimed, then `repeats` turns of a short and a long answer each."""
+def turns(engines: Sequence[Engine], ids: Tensor, new: int, repeats: int) -> dict[str, list[float]]:
+    """Seconds a step of each engine, one each turn; an engine that fails is left out, with its error."""
+    steps: dict[str, list[float]] = {}
+    ready = []
     for engine in engines:
         begun = time.perf_counter()
-        engine.call(SHORT)
-        engine.call(new)
-        print(f"{engine.name}: first answers after {time.perf_counter() - begun:.1f} s", flush=True)
+        try:
+            for count in (new, SHORT, new):  # the longest first: a static cache keeps its size, and what was compiled
+                engine.call(ids, count)
+            wait(ids.device)
+            ready.append(engine)
+            print(f"{engine.name}: warm after {time.perf_counter() - begun:.1f} s", flush=True)
+        except PEER_ERRORS as error:  # must not cost the others their figures
+            if engine.name.startswith("accelpatch"):
+                raise
+            print(f"{engine.name}: left out: {type(error).__name__}: {str(error)[:300]}", flush=True)
     for _ in range(repeats):
-        for engine in engines:
-            short = once(lambda e=engine: e.call(SHORT), device)
-            engine.short.append(short)
-            engine.step.append((once(lambda e=engine: e.call(new), device) - short) / (new - SHORT))
+        for engine in ready:
+            short = once(lambda e=engine: e.call(ids, SHORT), ids.device)
+            long = once(lambda e=engine: e.call(ids, new), ids.device)
+            steps.setdefault(engine.name, []).append((long - short) / (new - SHORT))
+    return steps
 
 
-def table(rows: list[dict[str, Any]]) -> None:
-    """The figures as text."""
-    print("\n| engine | tok/s | slowest to fastest | ms a step | GB a token | share of the read limit |")
+def decode_rows(
+    engines: Sequence[Engine], case: Case, ids: Tensor, new: int, repeats: int, limit: float
+) -> list[dict[str, Any]]:
+    """The figures of one case; tokens a second are those of all sequences together."""
+    steps, rows = turns(engines, ids, new, repeats), []
+    cache = case.batch * (case.prompt + (SHORT + new) / 2) * cached_bytes(engines[0].model)
+    for engine in engines:
+        if engine.name in steps:
+            rates = sorted(case.batch / seconds for seconds in steps[engine.name])
+            read = engine.bytes + cache
+            rate = statistics.median(rates)
+            rows.append({
+                "engine": engine.name, "tok/s": rate, "low": rates[0], "high": rates[-1],
+                "ms a step": 1e3 * case.batch / rate, "GB a step": read / 1e9,
+                "share": rate / case.batch * read / limit,
+            })  # fmt: skip
+    print(f"\nbatch {case.batch}, prompt {case.prompt}, {new} new tokens\n")
+    print("| engine | tok/s | slowest to fastest | ms a step | GB a step, with the cache | share of its limit |")
     print("| --- | --- | --- | --- | --- | --- |")
     for row in rows:
-        print(
-            f"| {row['engine']} | {row['tok_s']:.1f} | {row['low']:.1f} to {row['high']:.1f} | "
-            f"{row['ms_a_step']:.3f} | {row['bytes_a_token'] / 1e9:.2f} | {row['share']:.1%} |"
-        )
+        print(f"| {row['engine']} | {row['tok/s']:.1f} | {row['low']:.1f} to {row['high']:.1f} | "
+              f"{row['ms a step']:.3f} | {row['GB a step']:.2f} | {row['share']:.1%} |", flush=True)  # fmt: skip
+    return rows
+
+
+def prefill_rows(
+    engines: Sequence[Engine], base: Any, lengths: Sequence[int], repeats: int, device: torch.device
+) -> list[dict[str, Any]]:
+    """Milliseconds of generate() for one token after prompts of these lengths."""
+    found: dict[str, dict[str, list[float]]] = {engine.name: {} for engine in engines}
+    for length in lengths:
+        ids = Case(1, length).ids(base, device)
+        for engine in engines:
+            for _ in range(3):
+                engine.call(ids, 1)
+        taken: dict[str, list[float]] = {engine.name: [] for engine in engines}
+        for _ in range(2 * repeats):
+            for engine in engines:
+                taken[engine.name].append(1e3 * once(lambda e=engine, ids=ids: e.call(ids, 1), device))
+        for name, times in taken.items():
+            found[name][str(length)] = [statistics.median(times), min(times), max(times)]
+    print("\nprefill, ms of generate() for one token: median (fastest to slowest)\n")
+    print("| engine | " + " | ".join(map(str, lengths)) + " |\n" + "| --- " * (len(lengths) + 1) + "|")
+    for name, by_length in found.items():
+        cells = (f"{middle:.1f} ({low:.1f} to {high:.1f})" for middle, low, high in by_length.values())
+        print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
+    return [{"engine": name, "ms": by_length} for name, by_length in found.items()]
+
+
+def loop_over_replays(engine: Engine, ids: Tensor, step_seconds: float, count: int = 64) -> float | None:
+    """Wall time of a decode step over that of the replays of its two graphs alone."""
+    steps = getattr(engine.model._accelpatch_runtime, "_steps", {})
+    step = next((one for (rows, _), one in reversed(steps.items()) if rows == len(ids)), None)
+    if step is None or step.capacity < ids.shape[1] + count + 3:
+        return None
+    choice = next(reversed(step.batch._choices.values()))
+    step.batch.slot.fill_(ids.shape[1])
+
+    def replay(times: int) -> None:
+        for _ in range(times):
+            step.replay()
+            choice.replay()
+
+    replay(3)
+    return step_seconds * count / once(lambda: replay(count), ids.device)
+
+
+def profile(call: Callable[[], object], title: str) -> dict[str, Any]:
+    """Kernel time and launches of a call, by kernel."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        call()
+        torch.cuda.synchronize()
+    rows = sorted(((e.key, e.self_device_time_total, e.count) for e in seen.key_averages()), key=lambda row: -row[1])
+    print(f"\n{title}: {sum(row[1] for row in rows):.0f} us of kernels, {sum(row[2] for row in rows)} launches")
+    for name, micros, count in rows[:ROWS]:
+        print(f"  {micros:9.0f} us {count:6} x  {name[:100]}")
+    return {"title": title, "rows": [{"kernel": n, "us": u, "launches": c} for n, u, c in rows[:40]]}
 
 
 def arguments() -> argparse.Namespace:
@@ -173,45 +205,72 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="llama2-7b")
     parser.add_argument("--device", default="cuda")
-    for name, default in (("prompt", 128), ("new", 128), ("repeats", 5), ("batch", 1)):
-        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--new", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=5)
+    peers = ["eager", "static", *LOOPS]
     parser.add_argument("--recipes", nargs="*", default=["exact", "int8", "int4"])
-    parser.add_argument("--peers", nargs="*", default=["eager", "static"], choices=["eager", "static"])
+    parser.add_argument("--peers", nargs="*", default=["eager", "static"], choices=peers)
+    parser.add_argument("--case-peers", nargs="*", default=["static"], choices=["eager", "static"])
+    cases = [Case(1, 128), Case(8, 128), Case(32, 128), Case(1, 4096)]
+    parser.add_argument("--cases", nargs="*", type=Case.read, default=cases)
+    parser.add_argument("--prefill", nargs="*", type=int, default=[32, 128, 512, 2048])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--profile", action="store_true")
     return parser.parse_args()
+
+
+def measured(asked: argparse.Namespace, base: Any, device: torch.device, limit: float) -> dict[str, Any]:
+    """Everything that was asked for, printed as it comes."""
+    first = asked.cases[0].ids(base, device)
+    mine = [ours(base, recipe, first) for recipe in asked.recipes]
+    notes = {engine.name: {**engine.seconds, "logits error": check(engine, first)} for engine in mine}
+    print(json.dumps(notes, indent=1), flush=True)
+    gc.collect()
+    theirs = [stock(base, name) for name in asked.peers if name not in LOOPS]
+    found: dict[str, Any] = {"notes": notes, "decode": {}}
+    eager = [engine for engine in theirs if engine.name == "HF eager"]
+    found["prefill"] = prefill_rows([*eager, *mine], base, asked.prefill, asked.repeats, device)
+    for place, case in enumerate(asked.cases):
+        ids = case.ids(base, device)
+        rest = [stock(base, name) for name in asked.case_peers] if case.batch > 1 else eager
+        beside = (*theirs, *loops(asked, base, case)) if place == 0 else rest
+        rows = decode_rows([*beside, *mine], case, ids, asked.new, asked.repeats, limit)
+        found["decode"][f"{case.batch}x{case.prompt}"] = rows
+        for engine in mine if place == 0 else ():
+            step = next(row["ms a step"] for row in rows if row["engine"] == engine.name) / 1e3
+            notes[engine.name]["loop over replays"] = loop_over_replays(engine, ids, step)
+    print(json.dumps(notes, indent=1))
+    if asked.profile:
+        found["profiles"] = [profile(lambda e=e: e.call(first, 20), f"{e.name}, prompt and 20 tokens") for e in mine]
+    return found
+
+
+def loops(asked: argparse.Namespace, base: Any, case: Case) -> list[Engine]:
+    """The peers with a loop of their own, as many as are here."""
+    found = []
+    for name in asked.peers:
+        if name in LOOPS:
+            try:
+                found.append(looping(base, name, case.prompt + asked.new))
+            except ImportError as error:
+                print(f"{name}: left out: {error}", flush=True)
+    return found
 
 
 def main() -> None:
     """Check, time, print."""
     asked = arguments()
     device = torch.device(asked.device)
-    limit = read_limit(device).bytes_per_second
+    limit = read_limit(device)
     base: Any = load.random(asked.model, dtype=torch.bfloat16, device=device)
     base.generation_config.eos_token_id = None
-    ids = prompt_ids(base.config.vocab_size, Shape(asked.batch, asked.prompt, asked.new)).to(device)
-    extra: dict[str, dict[str, Any]] = {"eager": {}, "static": {"cache_implementation": "static"}}
-    engines, notes = (
-        [Engine(f"HF {name}", caller(base, ids, **extra[name]), read_bytes(base)) for name in asked.peers],
-        {},
-    )
-    for recipe in asked.recipes:
-        engine, worst, seconds = ours(base, recipe, ids)
-        engines.append(engine)
-        notes[engine.name] = {"logits_error": worst, **seconds}
-        print(f"{engine.name}: {json.dumps(notes[engine.name])}", flush=True)
-    turns(engines, asked.repeats, asked.new, device)
-    rows = [engine.figures(limit) for engine in engines]
-    profiles = [profile(e) for e in engines if e.name.startswith("accelpatch")] if asked.profile else []
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    print(f"\n{asked.model}, batch {asked.batch}, prompt {asked.prompt}, {asked.new} new tokens, {name}, torch "
-          f"{torch.__version__}, read limit {limit / 1e12:.3f} TB/s")  # fmt: skip
-    table(rows)
+    print(f"{asked.model}, {name}, torch {torch.__version__}, read limit {limit.bytes_per_second / 1e12:.3f} TB/s "
+          f"({limit.method})", flush=True)  # fmt: skip
+    found = measured(asked, base, device, limit.bytes_per_second)
     if asked.json:
-        facts = {k: str(v) for k, v in vars(asked).items()} | {"device_name": name, "read_limit": limit}
-        asked.json.write_text(
-            json.dumps({"run": facts, "engines": rows, "notes": notes, "profiles": profiles}, indent=1)
-        )
+        facts = {k: str(v) for k, v in vars(asked).items()} | {"device_name": name, "read_limit": limit.to_dict()}
+        asked.json.write_text(json.dumps({"run": facts, **found}, indent=1))
 
 
 if __name__ == "__main__":

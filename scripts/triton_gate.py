@@ -21,7 +21,15 @@ from triton.compiler import ASTSource
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from accelpatch.kernels.triton import decode_attention, gated_activation, rmsnorm, rope
+from accelpatch.kernels.triton import (
+    decode_attention,
+    dequantize,
+    gated_activation,
+    prompt_attention,
+    rmsnorm,
+    rope,
+    weight_only,
+)
 
 ARCHS = ("gfx90a", "gfx942", "gfx950")
 WAVE = 64
@@ -38,6 +46,11 @@ class Build:
     constants: Mapping[str, Any]
     warps: int = 4
     scalars: int = 0  # scalar registers that may be kept in lanes of a vector register: no memory is touched for them
+
+
+def sizes(block: weight_only.Block) -> dict[str, int]:
+    """A block's compile-time values."""
+    return {"TOKENS": block.tokens, "ROWS": block.rows}
 
 
 ATTENTION = ("*bf16", *("*i64",) * 3, "*bf16", "*bf16", "*fp32", *("*bf16",) * 3, "*fp32", "*fp32", "*i32",
@@ -62,6 +75,7 @@ SHAPES = {
         "CAP": True,
     },
 }
+TILED = {"KIND": 2, "GROUP": 128, "GROUPS": 1}
 BUILDS = {
     "rmsnorm": Build(
         rmsnorm._row,
@@ -91,6 +105,47 @@ BUILDS = {
         )
         for name, changes in SHAPES.items()
     },
+    **{
+        f"a prompt's q, k and v{' with norms' if norms else ''}": Build(
+            prompt_attention._turn,
+            ("*bf16", "*i64", "*fp32", *("*bf16",) * 4, *("i32",) * 4, "fp32", "fp32"),
+            {"NORM": norms, "SIZE": 128, "WIDE": 64, "HEADS": prompt_attention.HEADS},
+            prompt_attention.WARPS,
+            24,
+        )
+        for norms in (False, True)
+    },
+    **{
+        f"int8_linear, {block.tokens} tokens": Build(
+            weight_only._int8_product,
+            ("*bf16", "*i8", "*fp32", "*bf16", "*bf16", "*fp32", *("i32",) * 5),
+            {"BIAS": True, "CUT": cut, "EVEN": True} | sizes(block) | {"COLUMNS": block.columns},
+            block.warps,
+            160,
+        )
+        for block, cut in zip(weight_only.INT8.of, (True, True, False, False), strict=True)
+    },
+    **{
+        f"tiled_int4_linear, {block.tokens} tokens": Build(
+            weight_only._int4_product,
+            ("*bf16", "*i32", "*fp16", "*fp16", "*bf16", "*bf16", "*fp32", *("i32",) * 6),
+            TILED | {"BIAS": True, "CUT": cut} | sizes(block),
+            block.warps,
+        )
+        for block, cut in zip(weight_only.INT4.of, (True, True, False), strict=True)
+    },
+    "activations in the order of tiles": Build(weight_only._spread, ("*bf16", "*bf16", *("i32",) * 3), {}, 1),
+    "int8_linear as floats": Build(
+        dequantize._int8_rows,
+        ("*i8", "*fp32", "*bf16", *("i32",) * 4),
+        {"PER_ROW": True, "ROWS": 8, "COLUMNS": 1024},
+    ),
+    "tiled_int4_linear as floats": Build(
+        dequantize._int4_rows, ("*i32", "*fp16", "*fp16", "*bf16", *("i32",) * 5), TILED | {"ROWS": 64}
+    ),
+    "runs of K added up": Build(
+        weight_only._add_up, ("*fp32", "*bf16", "*bf16", "i32", "i32", "i32"), {"BIAS": True, "SIZE": 1024}
+    ),
 }
 
 

@@ -74,6 +74,15 @@ def measure_generate(model: nn.Module, shape: Shape, *, repeats: int, warmup: in
     return Figures(shape, timing(short), timing(difference))
 
 
+def cached_bytes(model: nn.Module) -> int:
+    """Bytes of keys and values that one token of one sequence adds, by a call for one token; 0 without a cache."""
+    one = torch.ones(1, 1, dtype=torch.int64, device=next(model.parameters()).device)
+    with torch.inference_mode():
+        cache = model(input_ids=one, attention_mask=one, use_cache=True).past_key_values
+    held = [getattr(layer, name, None) for layer in getattr(cache, "layers", ()) for name in ("keys", "values")]
+    return sum(tensor.numel() * tensor.element_size() for tensor in held if tensor is not None)
+
+
 def prompt_ids(vocabulary: int, shape: Shape) -> Tensor:
     """Fixed ids [batch, prompt], random over the vocabulary: what is read does not depend on them."""
     generator = torch.Generator().manual_seed(0)

@@ -1,19 +1,25 @@
 """How fast this machine can read memory at all: the limit of a decode step, which reads every weight once.
 
-One method on all devices: torch sums a float32 buffer that no cache can hold, with the threads that the model gets.
-A sum is a pure read, and on the CPUs and GPUs tried it is as fast as the fastest read that could be written by hand
-(on a 2-core Zen 5 within 5% of libc's ``memchr`` in threads).
+torch sums a float32 buffer that no cache can hold, with the threads that the model gets. A sum is a pure read, and on
+the CPUs tried it is as fast as the fastest read that could be written by hand (on a 2-core Zen 5 within 5% of libc's
+``memchr`` in threads). On a GPU for which the device library is there, its stream kernel reads instead: it was up to 6%
+faster than the sum.
 """
 
 from __future__ import annotations
 
+import ctypes
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from accelpatch.bench.timing import measure
+from accelpatch.device import probe
+from accelpatch.kernels import build
 
 FLOOR = 1 << 29  # bytes: more than any last-level cache of a GPU (MI300X: 256 MiB)
 REPEATS = 7
@@ -35,11 +41,32 @@ class ReadLimit:
 
 def read_limit(device: torch.device) -> ReadLimit:
     """Measure it on ``device``; takes well under a second beside the making of the buffer."""
+    if device.type == "cuda" and build.why_not("hip", probe(device)) is None:
+        return _by_stream_kernel(torch.ones(8 * FLOOR, dtype=torch.uint8, device=device))
     size = max(FLOOR, 8 * last_level_cache()) if device.type == "cpu" else 4 * FLOOR
     buffer = torch.ones(size // 4, dtype=torch.float32, device=device)
     taken = measure(buffer.sum, device=device, repeats=REPEATS, warmup=2)
     threads = torch.get_num_threads() if device.type == "cpu" else 0
     return ReadLimit(size / min(taken.seconds), size, threads, "torch sum of a float32 buffer, fastest of 7")
+
+
+def _by_stream_kernel(buffer: Tensor) -> ReadLimit:
+    read = build.library("hip", probe(buffer.device)).accelpatch_read_all
+    read.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p]
+    sink = torch.zeros(4, device=buffer.device)
+    processors = torch.cuda.get_device_properties(buffer.device).multi_processor_count
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    fastest = math.inf
+    with torch.cuda.device(buffer.device):
+        stream = torch.cuda.current_stream().cuda_stream
+        for blocks in (2 * processors, 4 * processors, 16 * processors):
+            for _ in range(REPEATS):
+                begin.record()
+                read(buffer.data_ptr(), buffer.nbytes, sink.data_ptr(), blocks, stream)
+                end.record()
+                end.synchronize()
+                fastest = min(fastest, begin.elapsed_time(end) / 1e3)
+    return ReadLimit(buffer.nbytes / fastest, buffer.nbytes, 0, "stream kernel, fastest of 21")
 
 
 def last_level_cache(folder: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:

@@ -35,8 +35,15 @@ def command_line(arguments: Sequence[str]) -> str:
     return shlex.join(["accelpatch", *arguments])
 
 
-def document(setting: Setting, report: Report, limit: ReadLimit, original: Figures, patched: Figures) -> dict[str, Any]:
-    """Plain data, ready for JSON: the setting, the parity, the limit, and both models' figures with their shares."""
+def document(
+    setting: Setting, report: Report, limit: ReadLimit, original: Figures, patched: Figures, cached_bytes: int
+) -> dict[str, Any]:
+    """Plain data, ready for JSON: the setting, the parity, the limit, and both models' figures with their shares.
+
+    cached_bytes: of keys and values a token and sequence; a step reads those of all tokens before it.
+    """
+    shape = setting.shape
+    cache = shape.batch * cached_bytes * (shape.prompt + shape.new // 2)
     before, after = report.token_bytes
     return {
         "command": setting.command,
@@ -54,18 +61,19 @@ def document(setting: Setting, report: Report, limit: ReadLimit, original: Figur
         "repeats": setting.repeats,
         "verification": asdict(report.verification) if report.verification else None,
         "read_limit": limit.to_dict(),
-        "original": _side(original, before, limit),
-        "patched": _side(patched, after, limit),
+        "cache_bytes": cache,
+        "original": _side(original, before, cache, limit),
+        "patched": _side(patched, after, cache, limit),
         "notes": list(report.notes),
     }  # fmt: skip
 
 
-def _side(figures: Figures, token_bytes: int, limit: ReadLimit) -> dict[str, Any]:
-    """One model's figures. The limit counts weights alone: a KV cache is read too, so the true share is higher."""
-    side = figures.to_dict()
+def _side(figures: Figures, token_bytes: int, cache: int, limit: ReadLimit) -> dict[str, Any]:
+    """One model's figures. A step of the limit reads weights, scales, and keys and values at the mean context."""
+    side, read = figures.to_dict(), token_bytes + cache
     side["token_bytes"] = token_bytes
-    side["decode"]["limit_tokens_per_second"] = figures.shape.batch * limit.bytes_per_second / token_bytes
-    side["decode"]["share_of_read_limit"] = figures.steps_per_second * token_bytes / limit.bytes_per_second
+    side["decode"]["limit_tokens_per_second"] = figures.shape.batch * limit.bytes_per_second / read
+    side["decode"]["share_of_read_limit"] = figures.steps_per_second * read / limit.bytes_per_second
     return side
 
 
@@ -90,6 +98,7 @@ def text(record: dict[str, Any]) -> str:
         f"shape     batch {shape['batch']}, {shape['prompt']} prompt tokens, {shape['new']} new tokens; "
         f"median of {record['repeats']} (lowest to highest)",
         f"limit     {limit['bytes_per_second'] / 1e9:.1f} GB/s read: {limit['method']}, {human(limit['buffer_bytes'])}",
+        f"cache     {human(record['cache_bytes'])} of keys and values are read in a step besides the weights",
         "",
         table(rows),
     ]

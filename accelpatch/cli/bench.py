@@ -72,7 +72,7 @@ def _measure(
 
     from accelpatch import api
     from accelpatch.bench import record
-    from accelpatch.bench.generate import measure_generate
+    from accelpatch.bench.generate import cached_bytes, measure_generate
     from accelpatch.bench.read_limit import read_limit
     from accelpatch.device import probe
 
@@ -84,7 +84,7 @@ def _measure(
     where, dtype = parameter.device, str(parameter.dtype).removeprefix("torch.")
     console.note("measuring the original")
     original = measure_generate(network, shape, repeats=repeats)
-    limit = read_limit(where)
+    limit, cached = read_limit(where), cached_bytes(network)
     with console.progress_bars() as progress:
         api.patch(network, recipe, keep_original="none", progress=progress)
     report = network.accelpatch.report()
@@ -95,4 +95,4 @@ def _measure(
     setting = record.Setting(
         name, weights, dtype, probe(where), torch.get_num_threads(), shape, repeats, record.command_line(sys.argv[1:])
     )
-    return record.document(setting, report, limit, original, patched)
+    return record.document(setting, report, limit, original, patched, cached)

@@ -24,9 +24,9 @@ from accelpatch.errors import KernelError
 #: operation -> (file in this package, implementations in order of preference)
 TABLE: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "gemv": ("gemv", ("hip", "torch")),
-    "int8_linear": ("int8_linear", ("hip", "torch")),
+    "int8_linear": ("int8_linear", ("hip", "triton", "torch")),
     "int4_linear": ("int4_linear", ("torch",)),
-    "tiled_int4_linear": ("tiled_int4_linear", ("hip", "torch")),
+    "tiled_int4_linear": ("tiled_int4_linear", ("hip", "triton", "torch")),
     "fp8_linear": ("fp8_linear", ("hip", "torch")),
     "int8_embedding": ("int8_embedding", ("torch",)),
     "packed_linear": ("packed_linear", ("cpu", "torch")),

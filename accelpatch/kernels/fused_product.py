@@ -79,8 +79,22 @@ class Product:
         )  # fmt: skip
         y = int4_tiles.in_order(y, part) if mixed else y
         if gate is not None and not one:
-            y = gated_activation.gated_activation(*y.chunk(2, dim=-1), gate)
+            y = gated(y, gate)
         return y if residual is None or inside else residual + y
+
+    def rows(self, x: Tensor) -> Tensor:
+        """x[M, K] @ w^T + bias for any number of rows; on a GPU past the dispatcher, whose host time it saves."""
+        cpu = x.device.type == "cpu"
+        if isinstance(self.w, Tiles):
+            tiled: Tensor = (tiled_int4_linear.tiled_int4_linear if cpu else tiled_int4_linear.by_hip)(
+                x, *self.w, self.bias
+            )
+            return tiled
+        if self.scale is not None:
+            scaled: Tensor = (int8_linear.int8_linear if cpu else int8_linear.by_hip)(x, self.w, self.scale, self.bias)
+            return scaled
+        plain: Tensor = (gemv.gemv if cpu else gemv.by_hip)(x, self.w, self.bias)
+        return plain
 
     def _weight(self) -> Weight:
         if not isinstance(self.w, Tiles):
@@ -95,12 +109,32 @@ class Product:
     def _by_operations(self, x: Tensor, norm: Norm | None, gate: str | None, residual: Tensor | None) -> Tensor:
         if norm is not None:
             x = rmsnorm.rmsnorm(x, norm.weight, norm.eps, norm.plus_one)
-        if isinstance(self.w, Tiles):
-            y: Tensor = tiled_int4_linear.tiled_int4_linear(x, *self.w, self.bias)
-        elif self.scale is not None:
-            y = int8_linear.int8_linear(x, self.w, self.scale, self.bias)
-        else:
-            y = gemv.gemv(x, self.w, self.bias)
+        y = self.rows(x)
         if gate is not None:
-            y = gated_activation.gated_activation(*y.chunk(2, dim=-1), gate)
+            y = gated(y, gate)
         return y if residual is None else residual + y
+
+
+def normed(norm: Norm, x: Tensor, added: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(rmsnorm(s), s) for s = x + added, or x where nothing is added; [M, K] contiguous."""
+    if x.device.type == "cpu":
+        if added is None:
+            return rmsnorm.rmsnorm(x, norm.weight, norm.eps, norm.plus_one), x
+        both: tuple[Tensor, Tensor] = rmsnorm.add_rmsnorm(added, x, norm.weight, norm.eps, norm.plus_one)
+        return both
+    from accelpatch.kernels.triton import rmsnorm as kernel
+
+    if added is None:
+        return kernel.rmsnorm(x, norm.weight, norm.eps, norm.plus_one), x
+    return kernel.add_rmsnorm(added, x, norm.weight, norm.eps, norm.plus_one)
+
+
+def gated(both: Tensor, activation: str) -> Tensor:
+    """activation(the first half of the columns) * the second half."""
+    gate, up = both.chunk(2, dim=-1)
+    if both.device.type == "cpu":
+        y: Tensor = gated_activation.gated_activation(gate, up, activation)
+        return y
+    from accelpatch.kernels.triton import gated_activation as kernel
+
+    return kernel.gated_activation(gate, up, activation)

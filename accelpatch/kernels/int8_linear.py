@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from accelpatch.device import Device
+from accelpatch.device import Device, probe
 from accelpatch.kernels import dispatch, linear
 from accelpatch.kernels.dispatch import Case, Implementation, Kernel, Spec
 from accelpatch.kernels.hip import binding
 from accelpatch.kernels.hip.binding import Weight
+from accelpatch.kernels.triton import launch
 
 
 def dense(dtype: torch.dtype, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
@@ -60,13 +61,29 @@ def why_not(spec: Spec, device: Device) -> str | None:
 
 
 def by_hip(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The implementation `hip`: the weight read once for each 8 rows; `by_torch` for many rows."""
-    if x.numel() > binding.MOST * x.shape[-1]:
+    """The implementation `hip`: up to 8 rows of x by its kernels; more by Triton's where it is, else by torch."""
+    m = x.numel() // x.shape[-1]
+    if m > binding.FEW and launch.why_not(probe(x.device), x.dtype, scale.dtype) is None:
+        return by_triton(x, q, scale, bias)
+    if m > binding.MOST:
         return by_torch(x, q, scale, bias)
     whole = q.contiguous()
     rows = scale.to(torch.float32).contiguous()
     weight = Weight("gemv_int8", q.shape[0], q.shape[1], whole, 0, rows, settled=whole is q)
     return binding.launch(weight, x, bias=bias)
+
+
+def triton_why_not(spec: Spec, device: Device) -> str | None:
+    """Why `by_triton` cannot run a spec; None where it can."""
+    assert spec.scale_dtype is not None
+    return linear.too_large(spec) or launch.why_not(device, spec.dtype, spec.scale_dtype)
+
+
+def by_triton(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The implementation `triton`: dequantised in registers, or for many rows slice by slice for torch's product."""
+    from accelpatch.kernels.triton.weight_only import int8_linear as run
+
+    return run(x, q, scale, bias)
 
 
 @torch.library.custom_op("accelpatch::int8_linear", mutates_args=())
@@ -104,5 +121,9 @@ def cases() -> list[Case]:
     return [case(*size) for size in linear.SIZES]
 
 
-IMPLEMENTATIONS = {"hip": Implementation(by_hip, why_not), "torch": Implementation(by_torch, dispatch.anywhere)}
+IMPLEMENTATIONS = {
+    "hip": Implementation(by_hip, why_not),
+    "triton": Implementation(by_triton, triton_why_not),
+    "torch": Implementation(by_torch, dispatch.anywhere),
+}
 KERNELS = {"int8_linear": Kernel(int8_linear, reference, spec, IMPLEMENTATIONS, cases, blocks)}

@@ -76,6 +76,12 @@ def check_scale(op: str, n: int, k: int, scale: Tensor, offset: Tensor | None = 
     return k // groups
 
 
+def too_large(spec: Spec) -> str | None:
+    """Why a weight is beyond what the Triton kernels count in 32 bits: rows, and columns; None where it is not."""
+    n, k = spec.sizes["N"], spec.sizes["K"]
+    return None if n < 1 << 30 and k < 1 << 23 else f"N = {n} is 2^30 or more, or K = {k} 2^23 or more"
+
+
 def by_row_blocks(
     x: Tensor, n: int, k: int, rows: Callable[[int, int, torch.dtype], Tensor], bias: Tensor | None
 ) -> Tensor:

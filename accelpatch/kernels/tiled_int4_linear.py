@@ -20,6 +20,7 @@ from accelpatch.kernels.hip import binding
 from accelpatch.kernels.hip.binding import Weight
 from accelpatch.kernels.hip.layout import TILE_ROWS, TILE_VALUES
 from accelpatch.kernels.int4_tiles import Tiles
+from accelpatch.kernels.triton import launch
 
 OP = "tiled_int4_linear"
 
@@ -86,13 +87,16 @@ def why_not(spec: Spec, device: Device) -> str | None:
 
 
 def by_hip(x: Tensor, *args: Any) -> Tensor:
-    """The implementation `hip`: the weight read once for each 8 rows; `by_torch` for many rows.
+    """The implementation `hip`: up to 8 rows of x by its kernels; more by Triton's where it is, else by torch.
 
     A gate or up in paired tiles reads the other's rows too, and drops what they give.
     """
     *rest, bias = args
     tiles = Tiles(*rest)
-    if x.numel() > binding.MOST * tiles.k:
+    m = x.numel() // tiles.k
+    if m > binding.FEW and launch.why_not(probe(x.device), x.dtype) is None:
+        return by_triton(x, *args)
+    if m > binding.MOST:
         return by_torch(x, *args)
     form = int4_tiles.WHOLE_ROW if tiles.group == tiles.k else tiles.group
     shift = int4_tiles.places(tiles.k, tiles.group)["group_shift"]
@@ -111,6 +115,21 @@ def in_tiles(bias: Tensor | None, tiles: Tiles) -> Tensor | None:
     nothing = torch.zeros_like(eights)
     both = {"both": eights.chunk(2), "gate": (eights, nothing), "up": (nothing, eights)}[tiles.part]
     return torch.stack(both, 1).flatten()
+
+
+def triton_why_not(spec: Spec, device: Device) -> str | None:
+    """Why `by_triton` cannot run a spec; None where it can."""
+    return linear.too_large(spec) or launch.why_not(device, spec.dtype)
+
+
+def by_triton(x: Tensor, *args: Any) -> Tensor:
+    """The implementation `triton`: dequantised in registers, or for many rows slice by slice for torch's product."""
+    from accelpatch.kernels.triton.weight_only import tiled_int4_linear as run
+
+    *rest, bias = args
+    tiles = Tiles(*rest)
+    whole = tiles._replace(n=tiles.rows, part="all")
+    return int4_tiles.in_order(run(x, *whole, in_tiles(bias, tiles)), tiles.part)
 
 
 def by_torch(x: Tensor, *args: Any) -> Tensor:
@@ -188,5 +207,9 @@ def _fits(size: tuple[int, int, int, int, bool]) -> bool:
     return int4_tiles.unfit(k, k // groups, torch.float16) is None
 
 
-IMPLEMENTATIONS = {"hip": Implementation(by_hip, why_not), "torch": Implementation(by_torch, dispatch.anywhere)}
+IMPLEMENTATIONS = {
+    "hip": Implementation(by_hip, why_not),
+    "triton": Implementation(by_triton, triton_why_not),
+    "torch": Implementation(by_torch, dispatch.anywhere),
+}
 KERNELS = {OP: Kernel(tiled_int4_linear, reference, spec, IMPLEMENTATIONS, cases, blocks)}

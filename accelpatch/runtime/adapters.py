@@ -42,6 +42,10 @@ class Adapted:
         y = gated_activation(*y.chunk(2, dim=-1), gate)
         return y if residual is None else residual + y
 
+    def rows(self, x: Tensor) -> Tensor:
+        """As Product's."""
+        return self.base.rows(x) + self.up.rows(self.down.rows(x))
+
 
 def is_adapter(module: Any) -> bool:
     """Whether a module stands around another as PEFT's adapters do."""

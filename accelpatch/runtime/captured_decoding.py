@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from accelpatch.kernels.triton.launch import on
 from accelpatch.runtime.captured_cache import move_back, move_in, why_not
@@ -24,6 +25,8 @@ from accelpatch.runtime.captured_runtime import CAPTURED, CapturedRuntime, NotCa
 from accelpatch.runtime.captured_step import CapturedStep
 from accelpatch.runtime.choice import Choice, Unknown
 from accelpatch.runtime.decoding import loop, stock_loop_because
+from accelpatch.runtime.fused_prompt import FUSED_PROMPT, fused_prompt
+from accelpatch.runtime.fused_prompt import why_not as why_not_fused
 
 Stock = Callable[..., Any]
 
@@ -172,21 +175,30 @@ class _Run:
         return self.lookup
 
     def prompt(self, ids: Tensor, config: Any, kwargs: dict[str, Any]) -> Tensor:
-        """Logits [B, V] float32 after the prompt, by the model's own forward; what it cached is moved."""
-        outputs = self._model._prefill(ids, config, kwargs, is_first_iteration=True)
-        self.kwargs = self._model._update_model_kwargs_for_generation(outputs, kwargs)
+        """Logits [B, V] float32 after the prompt; what the model's own forward cached is moved."""
         cache = kwargs["past_key_values"]
-        length = cache.get_seq_length()
+        reason = why_not_fused(self.step, ids, config, kwargs)
+        if reason is None:
+            graph = self.runtime.graph(self.step.batch)
+            logits, length = fused_prompt(self.step, ids, kwargs, self.runtime.prompts(self.step), graph), ids.shape[1]
+            outputs: Any = CausalLMOutputWithPast(past_key_values=cache)
+            self.runtime.paths[FUSED_PROMPT] += 1
+        else:
+            outputs = self._model._prefill(ids, config, kwargs, is_first_iteration=True)
+            logits, length = outputs.logits[:, -1].to(copy=True, dtype=torch.float32), cache.get_seq_length()
+            if self.step.fused:
+                self.runtime.paths[f"prefill by modules: {reason}"] += 1
+        self.kwargs = self._model._update_model_kwargs_for_generation(outputs, kwargs)
         mask = kwargs.get("attention_mask")
         mask = None if mask is None else mask[:, :length]
         while self.step.capacity < length:
             self.step = self.runtime.larger(self._model, self.step)
-        move_in(cache, self.step.cache)
+        if reason is not None:
+            move_in(cache, self.step.cache)
         self._cache = cache
         self._first = self.slot = self._length = length
         self.step.show(length, mask)
         self.step.batch.begin(length, self._positions(self.kwargs, mask, length))
-        logits: Tensor = outputs.logits[:, -1].to(copy=True, dtype=torch.float32)
         return logits
 
     def _positions(self, kwargs: dict[str, Any], mask: Tensor | None, length: int) -> Tensor:

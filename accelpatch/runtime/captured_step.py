@@ -136,10 +136,20 @@ class CapturedStep:
         logits: Tensor = outputs.logits[:, -1]
         return logits
 
+    def prompt(self, ids: Tensor, positions: Tensor, mask: Tensor | None, last: Tensor | None = None) -> Tensor:
+        """Logits [B, V] after a prompt, by fused layers into the empty cache; as FusedModel.prompt."""
+        assert self._fused is not None
+        return self._fused.prompt(ids, positions, mask, self.cache, last)
+
     @property
     def fused(self) -> bool:
         """Whether it runs fused layers, not the model's modules."""
         return self._fused is not None
+
+    @property
+    def no_prompts(self) -> str | None:
+        """Why `prompt` cannot take a prompt; None where it can."""
+        return "no fused layers" if self._fused is None else self._fused.no_prompts
 
     def replay(self) -> None:
         """Run the captured program once."""

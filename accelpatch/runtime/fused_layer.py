@@ -8,6 +8,7 @@ modules would compute: anything else is a reason (`Unfit`), and the captured ste
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +18,9 @@ from torch import Tensor, nn
 from accelpatch.device import probe
 from accelpatch.kernels import decode_attention
 from accelpatch.kernels.decode_attention import AttentionShape, decode_attention_
-from accelpatch.kernels.fused_product import Norm, Product
-from accelpatch.kernels.hip.binding import MOST
+from accelpatch.kernels.fused_product import Norm, Product, gated, normed
+from accelpatch.kernels.hip.binding import FEW, MOST
+from accelpatch.kernels.prompt_attention import prompt_attention_, visible
 from accelpatch.modules.gated_mlp import GatedMLP
 from accelpatch.modules.norm import FusedRMSNorm, ResidualNormLayer
 from accelpatch.modules.rotary import FusedRotaryEmbedding
@@ -51,17 +53,29 @@ class FusedLayer:
     after_attention: Norm | None = None
     after_mlp: Norm | None = None
 
-    def __call__(self, x: Tensor, positions: Tensor, slot: Tensor, mask: Tensor, cache: Any) -> Tensor:
-        """x[B T, K] -> [B T, K] at positions[B, T]; keys and values go into `cache`, a layer of captured_cache.py."""
-        qkv = self.qkv(x, self.attention_norm)
-        seen = decode_attention_(qkv, positions, slot, mask, cache.keys, cache.values, self.attention)
-        x = added(self.o, seen, self.after_attention, x)
+    def __call__(self, x: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
+        """x[M, K] -> [M, K] for few rows; attend: the rows of q, k and v -> [M, Hq D]."""
+        x = added(self.o, attend(self.qkv(x, self.attention_norm)), self.after_attention, x)
         return added(self.down, self.gate_up(x, self.mlp_norm, gate=self.activation), self.after_mlp, x)
+
+    def rows(
+        self, x: Tensor, pending: Tensor | None, attend: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor | None]:
+        """The same for many rows x + pending[M, K]; what is still to be added comes apart, for the norm that follows."""
+        normal, x = normed(self.attention_norm, x, pending)
+        x, pending = beside(self.after_attention, self.o.rows(attend(self.qkv.rows(normal))), x)
+        normal, x = normed(self.mlp_norm, x, pending)
+        return beside(self.after_mlp, self.down.rows(gated(self.gate_up.rows(normal), self.activation)), x)
 
 
 def added(last: Product | Adapted, x: Tensor, norm: Norm | None, residual: Tensor) -> Tensor:
     """The residual plus a product, or plus its norm."""
     return last(x, residual=residual) if norm is None else norm.added(last(x), residual)
+
+
+def beside(norm: Norm | None, y: Tensor, residual: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The residual and what is still to be added to it: y, or nothing, where its norm is added already."""
+    return (residual, y) if norm is None else (norm.added(y, residual), None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,10 +91,52 @@ class FusedModel:
 
     def __call__(self, tokens: Tensor, positions: Tensor, slot: Tensor, mask: Tensor, cache: Any) -> Tensor:
         """Logits [B T, V] after tokens[B] or [B, T], cached from `slot` on; positions[B, T], mask as the cache's."""
-        x = self.embedding(tokens.reshape(-1))
+        x, pending = self.embedding(tokens.reshape(-1)), None
         for layer, held in zip(self.layers, cache.layers, strict=True):
-            x = layer(x, positions, slot, mask, held)
-        logits = self.head(x, self.norm)
+
+            def attend(qkv: Tensor, layer: FusedLayer = layer, held: Any = held) -> Tensor:
+                return decode_attention_(qkv, positions, slot, mask, held.keys, held.values, layer.attention)
+
+            if x.shape[0] <= FEW:
+                x = layer(x, attend)
+            else:
+                x, pending = layer.rows(x, pending, attend)
+        return self._logits(x, pending)
+
+    @property
+    def no_prompts(self) -> str | None:
+        """Why `prompt` does not compute what the modules do; None where it does."""
+        shapes = [layer.attention for layer in self.layers]
+        if any(one.softcap or one.plus_one or 2 * len(one.inv_freq) != one.size for one in shapes):
+            return "attention with capped scores, partial rotary embedding, or norms of Gemma's kind"
+        return None
+
+    def prompt(
+        self, ids: Tensor, positions: Tensor, mask: Tensor | None, cache: Any, last: Tensor | None = None
+    ) -> Tensor:
+        """Logits [B, V] after ids[B, L], which fill the first slots of an empty cache.
+
+        mask[B, L]: None shows all. last[1]: the place of the token whose logits are wanted; None is the last one.
+        """
+        x, pending = self.embedding(ids.reshape(-1)), None
+        seen: dict[int, Tensor | None] = {}
+        for layer, held in zip(self.layers, cache.layers, strict=True):
+            window = layer.attention.window
+            if window not in seen:
+                seen[window] = visible(mask, ids.shape[1], window, ids.device)
+
+            def attend(qkv: Tensor, layer: FusedLayer = layer, held: Any = held, window: int = window) -> Tensor:
+                return prompt_attention_(qkv, positions, seen[window], held.keys, held.values, layer.attention)
+
+            x, pending = layer.rows(x, pending, attend)
+        rows = [one.view(*ids.shape, -1) for one in (x, pending) if one is not None]
+        return self._logits(
+            *(one[:, -1].contiguous() if last is None else one.index_select(1, last)[:, 0] for one in rows)
+        )
+
+    def _logits(self, x: Tensor, pending: Tensor | None = None) -> Tensor:
+        few = pending is None and x.shape[0] <= FEW
+        logits = self.head(x, self.norm) if few else self.head.rows(normed(self.norm, x, pending)[0])
         return (logits / self.softcap).tanh() * self.softcap if self.softcap else logits
 
 

@@ -78,3 +78,9 @@ def test_figures_count_tokens(model: GPT2LMHeadModel) -> None:
     assert figures.decode_rate["median"] == pytest.approx(2 * 8 / figures.decode.median)
     assert figures.prefill_rate["median"] == pytest.approx(2 * 5 / figures.prefill.median)
     assert figures.steps_per_second == pytest.approx(8 / figures.decode.median)
+
+
+def test_cached_bytes_are_those_of_one_token(model: GPT2LMHeadModel) -> None:
+    assert generate.cached_bytes(model) == 2 * 32 * 4  # keys and values of one layer in float32
+    assert generate.cached_bytes(model.to(torch.bfloat16)) == 2 * 32 * 2
+    model.float()

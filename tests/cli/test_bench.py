@@ -39,6 +39,9 @@ def test_json_has_what_a_figure_needs(cli: Cli, model: str) -> None:
         assert decode["tokens_per_second"]["median"] > 0
         share = decode["tokens_per_second"]["median"] / decode["limit_tokens_per_second"]
         assert decode["share_of_read_limit"] == pytest.approx(share)
+        read = record[side]["token_bytes"] + record["cache_bytes"]
+        assert decode["limit_tokens_per_second"] == pytest.approx(record["read_limit"]["bytes_per_second"] / read)
+    assert record["cache_bytes"] > 0
     assert record["patched"]["token_bytes"] < 0.3 * record["original"]["token_bytes"]
 
 

@@ -46,6 +46,15 @@ def test_caps_and_partial_rotary(name: str, changes: dict[str, Any]) -> None:
     assert_float_rule(accelpatch.patch(model, "exact", verify=False), padded_batch())
 
 
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_more_rows_than_one_launch_reads(recipe: Any) -> None:
+    model = CAUSAL["llama"].make(torch.bfloat16).cuda()
+    ids = torch.randint(2, 90, (20, 9), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[3, :7] = 0
+    assert_float_rule(accelpatch.patch(model, recipe, verify=False), {"input_ids": ids, "attention_mask": mask})
+
+
 @pytest.mark.parametrize("size", [64, 80, 128])
 def test_head_sizes_and_a_cache_of_several_runs(size: int) -> None:
     changes = {"head_dim": size, "hidden_size": 256, "max_position_embeddings": 1024, "sliding_window": None}

@@ -22,6 +22,7 @@ from accelpatch.runtime import captured_graph, fused_layer
 from accelpatch.runtime.captured_graph import EagerGraph
 from accelpatch.runtime.captured_runtime import CAPTURED, MODULES
 from accelpatch.runtime.fused_layer import FUSED, read
+from accelpatch.runtime.fused_prompt import FUSED_PROMPT
 from accelpatch.runtime.fused_weights import Unfit
 from accelpatch.runtime.patched_model import RUNTIME
 from tests.families.tiny import CAUSAL, full_batch, padded_batch
@@ -70,7 +71,7 @@ def test_tokens_and_the_way_back(name: str, recipe: str) -> None:
     held = {key: value.clone() for key, value in model.state_dict().items()}
     for batch in (full_batch(), padded_batch()):
         assert_tokens_of_the_stock_loop(model, batch)
-    assert paths(model) == {CAPTURED: 22, FUSED: 22}
+    assert paths(model) == {CAPTURED: 22, FUSED: 22, FUSED_PROMPT: 2}
     assert_same(model.state_dict(), held)
     accelpatch.unpatch(model)
     assert_same(model.state_dict(), original)
@@ -146,7 +147,7 @@ def test_a_hook_inside_runs_the_stock_loop() -> None:
     handle.remove()
     model.generate(**full_batch(), **OPTIONS)
     assert len(seen) == 12
-    assert paths(model) == {CAPTURED: 22, FUSED: 22, "stock loop: a hook on an inner module": 1}
+    assert paths(model) == {CAPTURED: 22, FUSED: 22, FUSED_PROMPT: 2, "stock loop: a hook on an inner module": 1}
 
 
 def _other_norm(model: Any) -> None:
@@ -222,3 +223,14 @@ def test_many_rows_run_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     ids = torch.arange(2, 67)[:, None].repeat(1, 3)
     assert_tokens_of_the_stock_loop(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
     assert paths(model) == {CAPTURED: 11, MODULES + "65 rows": 11}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("name", NAMES)
+def test_more_rows_than_one_launch_reads(name: str, recipe: str) -> None:
+    model = patched(name, recipe)
+    ids = torch.randint(2, 100, (9, 5), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[3, :4] = 0
+    assert_tokens_of_the_stock_loop(model, {"input_ids": ids, "attention_mask": mask})
+    assert paths(model) == {CAPTURED: 11, FUSED: 11, FUSED_PROMPT: 1}

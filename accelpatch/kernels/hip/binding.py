@@ -21,6 +21,7 @@ from accelpatch.kernels.dispatch import Spec
 
 #: rows of x up to which a launch reads the weights (8 rows each time); more of them go to torch's product
 MOST = 64
+FEW = 8  # rows of one launch's reading; their results have the same bits whatever their number is
 DTYPES = (torch.bfloat16, torch.float16)  # of x and y, numbered as in the C interface
 
 _POINTERS = ("w", "scale", "offset", "x", "norm_weight", "norm_bias", "bias", "residual", "y")

@@ -1,0 +1,75 @@
+"""A prompt's attention, from the rows of q, k and v as the product before it leaves them; it fills an empty cache.
+
+    qkv[B L, (Hq + 2 Hkv) D]   q and k are turned by the rotary embedding at positions[B, L], after a norm over D if
+                               there is one; q in place
+    keys, values[B, Hkv, C, D]   k and v are written into the slots 0 to L - 1
+    y[B L, Hq D] = softmax(scaling q k^T) v   over the tokens before and at each
+
+Tokens where mask[B, L] is zero are hidden from the others, those outside a window too. Shapes, rotary layout and
+roundings are those of decode_attention.py; the softmax and its products are torch's scaled_dot_product_attention.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from accelpatch.kernels import rmsnorm, rope
+from accelpatch.kernels.decode_attention import AttentionShape
+
+
+def turn_reference_(qkv: Tensor, positions: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape) -> None:
+    """q turned in place, k turned and v into the cache, by torch."""
+    batch, length = positions.shape
+    heads = qkv.view(batch, length, -1, shape.size)
+    q, k, v = heads.split((shape.heads, shape.kv_heads, shape.kv_heads), dim=2)
+    cos, sin = (
+        one[:, :, None] for one in rope.rotary_cos_sin(positions, shape.inv_freq, shape.rope_scaling, qkv.dtype)
+    )
+    for part, weight, out in ((q, shape.q_norm, q), (k, shape.k_norm, keys[:, :, :length].transpose(1, 2))):
+        normed = part if weight is None else rmsnorm.reference(part, weight, shape.eps, False)
+        left, right = normed.chunk(2, dim=-1)
+        out.copy_(normed * cos + torch.cat((-right, left), dim=-1) * sin)
+    values[:, :, :length].copy_(v.transpose(1, 2))
+
+
+def turn_(qkv: Tensor, positions: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape) -> None:
+    """The same by Triton on a GPU."""
+    if qkv.device.type == "cpu":
+        return turn_reference_(qkv, positions, keys, values, shape)
+    from accelpatch.kernels.triton import prompt_attention as kernel
+
+    return kernel.turn_(qkv, positions, keys, values, shape)
+
+
+def visible(mask: Tensor | None, length: int, window: int, device: torch.device) -> Tensor | None:
+    """[B or 1, 1, L, L]: which tokens each one sees; None where it is all of those before it.
+
+    A hidden token sees itself: what it leaves behind is no NaN, which a product with a zero would not hide.
+    """
+    if mask is None and not 0 < window < length:
+        return None
+    at = torch.arange(length, device=device)
+    seen = at[:, None] >= at
+    if window:
+        seen = seen & (at[:, None] - at < window)
+    if mask is not None:
+        seen = seen & mask.ne(0)[:, None] | (at[:, None] == at)
+    return seen.view(-1, 1, length, length)
+
+
+def prompt_attention_(
+    qkv: Tensor, positions: Tensor, seen: Tensor | None, keys: Tensor, values: Tensor, shape: AttentionShape
+) -> Tensor:
+    """y[B L, Hq D] in qkv's dtype, which is contiguous and written to; `seen` as `visible` gives it."""
+    batch, length = positions.shape
+    turn_(qkv, positions, keys, values, shape)
+    q = qkv.view(batch, length, -1, shape.size)[:, :, : shape.heads].transpose(1, 2)
+    k, v, group = keys[:, :, :length], values[:, :, :length], shape.heads // shape.kv_heads
+    if seen is not None and group > 1:  # no fast form of torch's takes both a mask and groups
+        k, v, group = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), 1
+    y = functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=seen, is_causal=seen is None, scale=shape.scaling, enable_gqa=group > 1
+    )
+    return y.transpose(1, 2).reshape(batch * length, -1)

@@ -1,0 +1,123 @@
+"""int8 and 4-bit weights written out as floats, a slice at a time, for torch's own product; see weight_only.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from accelpatch.kernels.hip.layout import TILE_ROWS
+
+SLICE = 1 << 28  # bytes of weight as floats at a time; smaller ones, which a cache holds, were no faster
+Floats = Callable[[int, int, Tensor], None]
+Sizes = tuple[int, int, int]  # steps of K, sets of scales, log2 of the steps that share one
+Form = tuple[int, int, int]  # kind of offset, group, groups in a step
+
+
+@triton.jit
+def _int8_rows(  # type: ignore[no-untyped-def]
+    q, scale, out, n, k, groups, size, PER_ROW: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (rows < n)[:, None] & (columns < k)[None, :]
+    place = rows[:, None] * k + columns[None, :]
+    values = tl.load(q + place, mask=inside, other=0).to(tl.float32)
+    if PER_ROW:
+        factor = tl.load(scale + rows, mask=rows < n, other=0.0)[:, None]
+    else:
+        factor = tl.load(scale + rows[:, None] * groups + (columns // size)[None, :], mask=inside, other=0.0)
+    tl.store(out + place, (values * factor.to(tl.float32)).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _beside(scale, offset, at, step, shift, KIND: tl.constexpr, GROUPS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Scales and offsets of a step, float32; `at`: where those of the first set lie."""
+    place = at + (step >> shift) * (16 * GROUPS)
+    factor = tl.load(scale + place).to(tl.float32)
+    return factor, factor if KIND == 0 else tl.load(offset + place).to(tl.float32)
+
+
+@triton.jit
+def _value(words, e: tl.constexpr, factor, beside, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Value e of each word, float32."""
+    bits = ((words >> (e // 2 * 4 + e % 2 * 16)) & 15) ^ 0x4B000008  # 2^23 + code; its top bit lies turned
+    value = bits.to(tl.float32, bitcast=True) - 8388608.0
+    if KIND == 0:
+        return (value - 8.0) * factor
+    return (value - beside) * factor if KIND == 1 else value * factor + beside
+
+
+@triton.jit
+def _four(words, low: tl.constexpr, factor, beside, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Values low, low + 2, low + 4 and low + 6 of each word as [..., e // 4, e // 2 % 2]."""
+    outer = tl.join(_value(words, low, factor, beside, KIND), _value(words, 4 + low, factor, beside, KIND))
+    inner = tl.join(_value(words, 2 + low, factor, beside, KIND), _value(words, 6 + low, factor, beside, KIND))
+    return tl.join(outer, inner)
+
+
+@triton.jit
+def _int4_rows(  # type: ignore[no-untyped-def]
+    tiles, scale, offset, out, n, k, steps, sets, shift,
+    KIND: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    step, word, place = tl.program_id(1), tl.arange(0, 16), tl.arange(0, 128)
+    held = tl.minimum(rows, (n + 15) // 16 * 16 - 1)
+    at = (((held // 16) * sets * 8 + held % 8) * (2 * GROUPS) + held % 16 // 8)[:, None]
+    if GROUPS > 1:
+        at = at + ((32 * (word % 4) + 8 * (word // 4)) // GROUP * 2)[None, :]
+    factor, beside = _beside(scale, offset, at, step, shift, KIND, GROUPS)
+    words = tl.load(tiles + ((held // 16 * steps + step) * 256 + held % 16 * 16)[:, None] + word[None, :])
+    # a thread keeps the 8 values of a word side by side: 16 bytes to store
+    values = tl.join(
+        _four(words, 0, factor, beside, KIND).to(out.dtype.element_ty),
+        _four(words, 1, factor, beside, KIND).to(out.dtype.element_ty),
+    )
+    values = tl.reshape(values, [ROWS, 128])
+    columns = step * 128 + 32 * (place // 8 % 4) + 8 * (place // 32) + place % 8
+    inside = (rows < n)[:, None] & (columns < k)[None, :]
+    tl.store(out + rows[:, None] * k + columns[None, :], values, mask=inside)
+
+
+def int8_floats(q: Tensor, scale: Tensor) -> Floats:
+    """(start, stop, out): those rows of q[N, K] * scale[N, G] into out[stop - start, K]."""
+    (_, k), groups = q.shape, scale.shape[1]
+
+    def floats(start: int, stop: int, out: Tensor) -> None:
+        _int8_rows[(triton.cdiv(stop - start, 8), triton.cdiv(k, 1024))](
+            q[start:stop], scale[start:stop], out, stop - start, k, groups, k // groups, groups == 1, 8, 1024
+        )
+
+    return floats
+
+
+def int4_floats(words: Tensor, scale: Tensor, offset: Tensor, k: int, sizes: Sizes, form: Form) -> Floats:
+    """The same of int32 words[tiles, steps, 256] and tables; start a multiple of 16. sizes, form: as the kernel's."""
+
+    def floats(start: int, stop: int, out: Tensor) -> None:
+        first, last = start // TILE_ROWS, -(-stop // TILE_ROWS)
+        _int4_rows[(triton.cdiv(stop - start, 64), sizes[0])](
+            words[first:last], scale[first:last], offset[first:last], out, stop - start, k, *sizes, *form, 64
+        )
+
+    return floats
+
+
+def by_slices(flat: Tensor, y: Tensor, bias: Tensor | None, floats: Floats) -> None:
+    """y[M, N] = flat[M, K] @ w^T + bias by torch's product; `floats` writes rows of w out."""
+    k, n = flat.shape[1], y.shape[1]
+    step = min(n, max(1, SLICE // (flat.element_size() * k * TILE_ROWS)) * TILE_ROWS)
+    held = flat.new_empty((step, k))
+    beside = None if bias is None else bias.to(flat.dtype)
+    for start in range(0, n, step):
+        stop = min(start + step, n)
+        floats(start, stop, held)
+        w, out = held[: stop - start].t(), y[:, start:stop]
+        if beside is None:
+            torch.mm(flat, w, out=out)
+        else:
+            torch.addmm(beside[start:stop], flat, w, out=out)

@@ -1,0 +1,144 @@
+"""What scripts/bench_generate.py times: stock generate() before and after a patch, and peers in loops of their own.
+
+The peers' loop is gpt-fast's: one token's step over a static cache, `torch.compile(mode="reduce-overhead")`, and no
+look at the tokens between steps. torchao quantises the weights of two of them; without it they are left out.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import accelpatch
+
+STATIC = {"cache_implementation": "static"}
+LOOPS = {"compiled": None, "torchao-int8": 8, "torchao-int4": 4}  # peers in a loop of their own: bits of their weights
+
+
+@dataclass
+class Engine:
+    """call(ids, new): generates so many tokens. bytes: of weights a token reads. seconds: set-up, by what it was."""
+
+    name: str
+    model: Any
+    call: Callable[[Tensor, int], Tensor]
+    bytes: int
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+def generating(model: Any, **options: Any) -> Callable[[Tensor, int], Tensor]:
+    """Exactly so many greedy tokens after ids by the model's own generate()."""
+
+    def call(ids: Tensor, new: int) -> Tensor:
+        made: Tensor = model.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, min_new_tokens=new, do_sample=False,
+            **options,
+        )  # fmt: skip
+        assert made.shape[1] == ids.shape[1] + new
+        return made
+
+    return call
+
+
+def stock(base: nn.Module, name: str) -> Engine:
+    """Hugging Face's generate(): "eager", or "static", which it compiles."""
+    return Engine(f"HF {name}", base, generating(base, **(STATIC if name == "static" else {})), read_bytes(base))
+
+
+def ours(base: nn.Module, recipe: str, ids: Tensor) -> Engine:
+    """A patched copy of `base`, after its first token."""
+    model: Any = copy.deepcopy(base)
+    wait(ids.device)
+    begun = time.perf_counter()
+    accelpatch.patch(model, recipe, verify=False, keep_original="none")
+    wait(ids.device)
+    patched = time.perf_counter()
+    call = generating(model)
+    call(ids, 1)
+    wait(ids.device)
+    seconds = {"patch": patched - begun, "patch to first token": time.perf_counter() - begun}
+    return Engine(f"accelpatch {recipe}", model, call, model.accelpatch.report().token_bytes[1], seconds)
+
+
+def looping(base: nn.Module, name: str, room: int) -> Engine:
+    """A peer of LOOPS, for sequences of up to `room` tokens. Raises ImportError where torchao is not there."""
+    model: Any = base
+    if LOOPS[name]:
+        model = copy.deepcopy(base)
+        quantise(model, LOOPS[name])
+    return Engine(f"{name} loop", model, Loop(model, room), read_bytes(model))
+
+
+def quantise(model: nn.Module, bits: int | None) -> None:
+    """torchao's weight-only form of every linear layer, the head too."""
+    from torchao import quantization as ao
+
+    four = {"group_size": 128, "int4_packing_format": "tile_packed_to_4d"}
+    ao.quantize_(model, ao.Int8WeightOnlyConfig() if bits == 8 else ao.Int4WeightOnlyConfig(**four))
+
+
+class Loop:
+    """Greedy decoding by a compiled step over a static cache; the prompt runs uncompiled."""
+
+    def __init__(self, model: Any, room: int):
+        from transformers import StaticCache
+
+        self._model, self._cache = model, StaticCache(config=model.config, max_cache_len=room)
+        self._step = torch.compile(self._next, mode="reduce-overhead")
+
+    def _next(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        return self._run(tokens, positions), positions + 1
+
+    def _run(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        outputs = self._model(
+            tokens, position_ids=positions, past_key_values=self._cache, use_cache=True, logits_to_keep=1
+        )
+        best: Tensor = outputs.logits[:, -1:].argmax(-1)
+        return best
+
+    @torch.inference_mode()
+    def __call__(self, ids: Tensor, new: int) -> Tensor:
+        """ids[B, L] and `new` tokens after it."""
+        self._cache.reset()
+        positions = torch.arange(ids.shape[1], device=ids.device)[None].expand(ids.shape[0], -1)
+        made = [ids, self._run(ids, positions)]
+        tokens, places = made[-1].clone(), positions[:, -1:].clone() + 1
+        for _ in range(new - 1):
+            torch.compiler.cudagraph_mark_step_begin()
+            tokens, places = (one.clone() for one in self._step(tokens, places))
+            made.append(tokens)
+        return torch.cat(made, 1)
+
+
+def read_bytes(model: nn.Module) -> int:
+    """What a token reads of a model's weights: all but the rows of the embedding that it does not use."""
+    embedding = model.get_input_embeddings().weight  # type: ignore[operator]
+    every = sum(held(p) for p in model.parameters())
+    tied = model.get_output_embeddings().weight is embedding  # type: ignore[operator]
+    return every if tied else every - held(embedding)
+
+
+def held(tensor: Any) -> int:
+    """Bytes of a tensor, or of all the tensors that one of torchao's holds."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        return sum(held(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
+    return int(tensor.numel() * tensor.element_size())
+
+
+def cached_bytes(model: Any) -> int:
+    """Bytes of keys and values of one token in 16 bits."""
+    config = model.config.get_text_config(decoder=True)
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(config.num_hidden_layers * 2 * config.num_key_value_heads * size * 2)
+
+
+def wait(device: torch.device) -> None:
+    """Until the device has nothing left to do."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

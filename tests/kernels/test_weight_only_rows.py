@@ -1,0 +1,129 @@
+"""int8 and 4-bit products of many rows by Triton: the float rule on poisoned outputs, every block, cut, group and kind.
+
+On a GPU where there is one, else through Triton's interpreter in a process of its own, as in test_triton.py.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from accelpatch.kernels import dispatch, int4_tiles
+from accelpatch.kernels.triton import launch
+from accelpatch.quant import int4
+from tests.parity import assert_parity, bits, name
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+HERE = torch.cuda.is_available()
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+here = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not (INTERPRETED or HERE), reason="run by test_through_the_interpreter, in its process"),
+]
+DEVICE = torch.device("cuda" if HERE else "cpu")
+# the interpreter cuts bfloat16 off where GPUs round
+DTYPES = (torch.float16, torch.float32) if INTERPRETED else (torch.bfloat16, torch.float16, torch.float32)
+ROWS = (1, 9, 16, 17, 33, 65, 130, 600)
+SHAPES = ((100, 256), (65, 1152), (16, 2048))  # [N, K]
+GROUPS = (32, 64, 128, 256, None)
+
+
+@pytest.mark.skipif(INTERPRETED or HERE, reason="the tests below run as they are")
+def test_through_the_interpreter() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", __file__]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert " passed" in done.stdout
+
+
+@pytest.fixture(autouse=True)
+def _anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter takes tensors of the CPU."""
+    if INTERPRETED:
+        monkeypatch.setattr(launch, "why_not", lambda device, *dtypes: None)
+
+
+def operands(m: int, n: int, k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """x, a float32 weight and a bias."""
+    generator = torch.Generator().manual_seed(m + n)
+    x, w, bias = (torch.randn(*size, generator=generator) for size in ((m, k), (n, k), (n,)))
+    return x.to(DEVICE, dtype), (w / k**0.5).to(DEVICE), bias.to(DEVICE, dtype)
+
+
+def int8_args(m: int, n: int, k: int, dtype: torch.dtype, groups: int = 1, bias: bool = True) -> tuple[Any, ...]:
+    x, w, beside = operands(m, n, k, dtype)
+    scale = torch.rand(n, groups, generator=torch.Generator().manual_seed(1)).to(DEVICE) / 100
+    return x, (w * 32 * k**0.5).clamp(-127, 127).to(torch.int8), scale, beside if bias else None
+
+
+def int4_args(
+    m: int, n: int, k: int, dtype: torch.dtype, group: int | None = 128, kind: str = "minimum", bias: bool = True
+) -> tuple[Any, ...]:
+    x, w, beside = operands(m, n, k, dtype)
+    weight = int4.quantize(w, group_size=group or k, symmetric=kind == "none")
+    if kind == "zero_point":
+        places = torch.randint(0, 16, weight.scale.shape, generator=torch.Generator().manual_seed(2))
+        weight = weight._replace(offset=places.to(DEVICE))
+    return x, *int4_tiles.tile(*weight), beside if bias else None
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name)
+@pytest.mark.parametrize("n, k", SHAPES, ids=str)
+@pytest.mark.parametrize("m", ROWS)
+class TestRows:
+    pytestmark = here
+
+    def test_int8(self, m: int, n: int, k: int, dtype: torch.dtype) -> None:
+        assert_parity("int8_linear", int8_args(m, n, k, dtype, bias=bool(m % 2)), "triton")
+
+    def test_int4(self, m: int, n: int, k: int, dtype: torch.dtype) -> None:
+        assert_parity("tiled_int4_linear", int4_args(m, n, k, dtype, bias=bool(m % 2)), "triton")
+
+
+@pytest.mark.parametrize("kind", ["none", "minimum", "zero_point"])
+@pytest.mark.parametrize("group", GROUPS, ids=str)
+@pytest.mark.parametrize("m", [20, 600])
+class TestGroups:
+    pytestmark = here
+
+    def test_int4(self, m: int, group: int | None, kind: str) -> None:
+        k = 480 if group in (32, None) else 1280  # a last step of the tiles that is not full
+        assert_parity("tiled_int4_linear", int4_args(m, 33, k, DTYPES[0], group, kind), "triton")
+
+
+@pytest.mark.parametrize("groups", [1, 2, 10])
+@pytest.mark.parametrize("m", [3, 20, 600])
+class TestInt8Groups:
+    pytestmark = here
+
+    def test_int8(self, m: int, groups: int) -> None:
+        assert_parity("int8_linear", int8_args(m, 33, 130, DTYPES[0], groups), "triton")
+
+
+@pytest.mark.parametrize("op", ["int8_linear", "tiled_int4_linear"])
+class TestSpecials:
+    pytestmark = here
+
+    @pytest.mark.parametrize("m", [20, 600])
+    def test_nan_and_infinity_stay_in_their_row(self, op: str, m: int) -> None:
+        args = (int8_args if op == "int8_linear" else int4_args)(m, 33, 1024, DTYPES[0])
+        args[0][2, 17], args[0][3, 5] = float("nan"), float("inf")
+        with dispatch.forced("triton"):
+            y: Any = dispatch.kernel(op).op(*args)
+        assert bool(y[2].isnan().all())
+        assert not bool(y[3].isfinite().any())
+        assert bool(y[[0, 1, *range(4, m)]].isfinite().all())
+
+    def test_the_same_bits_each_time(self, op: str) -> None:
+        args = (int8_args if op == "int8_linear" else int4_args)(20, 100, 2048, DTYPES[0])
+        with dispatch.forced("triton"):
+            first, *others = (dispatch.kernel(op).op(*args) for _ in range(5))
+        assert all(torch.equal(bits(first), bits(other)) for other in others)
