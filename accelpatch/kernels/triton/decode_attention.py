@@ -8,7 +8,7 @@ rows or programs there are, nor on who is last.
 
 Dependent launches (Hopper and later): the next kernel may begin meanwhile, and a program reads slot, positions and mask
 before it waits for the kernel before, which makes qkv alone, and asks for its first keys and values to be brought into
-the level-2 cache: a hint, so it does not matter who writes them. Kernels further back can still run then, as far as each
+the level-2 cache: a hint, so it does not matter who wrote them. Kernels further back can still run then, if all of them
 began early: one that does not (any of torch's) begins when all before it have ended, and ends before any behind it
 begins. So one of those must lie between whatever moves slot, positions or mask and the next launch. All else is read,
 and everything written, after the wait, when all before has ended: each kernel ends after its own wait.
