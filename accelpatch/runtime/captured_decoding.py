@@ -180,7 +180,7 @@ class _Run:
         reason = why_not_fused(self.step, ids, config, kwargs)
         if reason is None:
             graph = self.runtime.graph(self.step.batch)
-            logits, length = fused_prompt(self.step, ids, kwargs, self.runtime.prompts(self.step), graph), ids.shape[1]
+            logits, length = fused_prompt(self.step, ids, kwargs, graph), ids.shape[1]
             outputs: Any = CausalLMOutputWithPast(past_key_values=cache)
             self.runtime.paths[FUSED_PROMPT] += 1
         else:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -20,7 +19,6 @@ from accelpatch.runtime.captured_graph import GRAPHS, new_pool
 from accelpatch.runtime.captured_guesses import TOKENS, Guesses, verification
 from accelpatch.runtime.captured_step import Batch, CapturedStep, graph_maker
 from accelpatch.runtime.fused_layer import FUSED, FusedModel, read
-from accelpatch.runtime.fused_prompt import Prompts
 from accelpatch.runtime.fused_weights import Unfit
 from accelpatch.runtime.native_step import Watch
 
@@ -72,7 +70,6 @@ class CapturedRuntime:
         """Nothing is known of the model in the state that its adapters are in."""
         self._steps: OrderedDict[tuple[int, int], CapturedStep] = OrderedDict()
         self._batches: dict[int, Batch] = {}
-        self._prompts: weakref.WeakKeyDictionary[CapturedStep, Prompts] = weakref.WeakKeyDictionary()
         self._shapes: tuple[LayerShape, ...] | None = None
         self._vocabulary = 0
         self._unfit: str | None = None
@@ -183,10 +180,6 @@ class CapturedRuntime:
         grown = self.step(model, step.batch.rows, capacity_for(step.capacity + 1, self.max_length))
         grown.take_over(step)
         return grown
-
-    def prompts(self, step: CapturedStep) -> Prompts:
-        """The captured prompts of a step."""
-        return self._prompts.setdefault(step, Prompts())
 
     def graph(self, batch: Batch) -> Any:
         """What captures programs for this model."""

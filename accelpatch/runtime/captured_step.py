@@ -98,6 +98,7 @@ class CapturedStep:
         self.unguessed = ""  # why there is none
         self.cache = new_cache(shapes, batch.rows, capacity, batch.slot)
         self.mask = torch.zeros(batch.rows, capacity, dtype=torch.int64, device=batch.device)
+        self.prompts: Any = None  # fused_prompt.Prompts, from the first one on
         self._model = weakref.ref(model)  # the model holds its runtime, and that this step
         self._arguments = {"use_cache": True, "return_dict": True}
         accepted = inspect.signature(model.forward).parameters

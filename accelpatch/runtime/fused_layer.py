@@ -61,7 +61,7 @@ class FusedLayer:
     def rows(
         self, x: Tensor, pending: Tensor | None, attend: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor, Tensor | None]:
-        """The same for many rows x + pending[M, K]; what is still to be added comes apart, for the norm that follows."""
+        """As that for many rows x + pending[M, K]; what is still to be added comes apart, for the norm that follows."""
         normal, x = normed(self.attention_norm, x, pending)
         x, pending = beside(self.after_attention, self.o.rows(attend(self.qkv.rows(normal))), x)
         normal, x = normed(self.mlp_norm, x, pending)

@@ -32,10 +32,11 @@ def why_not(step: CapturedStep, ids: Tensor, config: Any, kwargs: dict[str, Any]
     return None
 
 
-class CapturedPrompt:
-    """A prompt of up to `length` tokens without padding as one graph, into the step's cache.
+class ShortPrompt:
+    """A prompt of up to `length` tokens without padding into the step's cache, as one graph from the second time on.
 
-    What stands behind a shorter one is seen by none of its tokens, and overwritten before a later one sees it.
+    What stands behind a shorter one is seen by none of its tokens, and overwritten before a later one sees it. The first
+    time runs the same program over the same shapes, so that a call that comes again gives the same bits.
     """
 
     def __init__(self, step: CapturedStep, length: int, graph: GraphOf):
@@ -49,7 +50,9 @@ class CapturedPrompt:
             with settled_weights():
                 self._logits.copy_(step.prompt(self._ids, self._positions, None, self._last))
 
-        self._graph: Graph = graph(program)
+        self._program, self._capture = program, graph
+        self._graph: Graph | None = None
+        self._ran = False
 
     def __call__(self, ids: Tensor, positions: Tensor) -> Tensor:
         """Logits [B, V] float32 after ids[B, L]."""
@@ -57,27 +60,29 @@ class CapturedPrompt:
         self._ids[:, :length].copy_(ids)
         self._positions[:, :length].copy_(positions)
         self._last.fill_(length - 1)
-        self._graph.replay()
+        if self._ran and self._graph is None:
+            self._graph = self._capture(self._program)
+        if self._graph is None:
+            self._program()
+        else:
+            self._graph.replay()
+        self._ran = True
         return self._logits.clone()
 
 
 class Prompts:
-    """The captured prompts of one step: a length is captured when it comes for the second time."""
+    """The short prompts of one step, by length in buckets."""
 
     def __init__(self) -> None:
-        self._seen: set[int] = set()
-        self._held: OrderedDict[int, CapturedPrompt] = OrderedDict()
+        self._held: OrderedDict[int, ShortPrompt] = OrderedDict()
 
-    def of(self, step: CapturedStep, length: int, graph: GraphOf) -> CapturedPrompt | None:
-        """The one for so many tokens; None where they are too many, or new."""
+    def of(self, step: CapturedStep, length: int, graph: GraphOf) -> ShortPrompt | None:
+        """The one for so many tokens; None where they are too many."""
         bucket = BUCKET // 2 if length <= BUCKET // 2 else -(-length // BUCKET) * BUCKET
         if bucket * step.batch.rows > CAPTURED_TOKENS or bucket > step.capacity:
             return None
-        if bucket not in self._seen:
-            self._seen.add(bucket)
-            return None
         if bucket not in self._held:
-            self._held[bucket] = CapturedPrompt(step, bucket, graph)
+            self._held[bucket] = ShortPrompt(step, bucket, graph)
             while len(self._held) > KEPT:
                 self._held.popitem(last=False)
         self._held.move_to_end(bucket)
@@ -85,14 +90,16 @@ class Prompts:
 
 
 @torch.no_grad()
-def fused_prompt(step: CapturedStep, ids: Tensor, kwargs: dict[str, Any], prompts: Prompts, graph: GraphOf) -> Tensor:
+def fused_prompt(step: CapturedStep, ids: Tensor, kwargs: dict[str, Any], graph: GraphOf) -> Tensor:
     """Logits [B, V] float32 after ids[B, L]; keys and values lie in the step's cache, the call's own is made ready."""
     mask, cache, positions = kwargs.get("attention_mask"), kwargs["past_key_values"], kwargs["position_ids"]
     if mask is not None and bool(mask.all()):
         mask = None
-    captured = prompts.of(step, ids.shape[1], graph) if mask is None else None
-    if captured is not None:
-        logits = captured(ids, positions)
+    if step.prompts is None:
+        step.prompts = Prompts()
+    short = step.prompts.of(step, ids.shape[1], graph) if mask is None else None
+    if short is not None:
+        logits = short(ids, positions)
     else:
         logits = step.prompt(ids, positions.contiguous(), mask).float()
     for place, held in enumerate(step.cache.layers):
