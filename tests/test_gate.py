@@ -59,7 +59,7 @@ def test_worse_fails(gate: ModuleType, key: str, value: int) -> None:
         (GOOD, LOOP.replace("dwordx4", "dword"), "no loop with both"),
         (GOOD, LOOP.replace("v_mfma_f32_16x16x16_bf16", "v_fma_f32"), "no loop with both"),
         (GOOD, LOOP.replace(".LBB0_1\n", ".LBB0_2\n"), "no loop with both"),
-        (replace(GOOD, kernel="_Z1kI4Int8ILi0EE4Bf16Ev"), LOOP, "no loop with both v_mfma_f32_16x16x16_f16"),
+        (replace(GOOD, kernel="_Z1kI4Int8ILi0EE4Bf16Ev"), LOOP, "no loop with both v_mfma_i32_16x16x32_i8"),
     ],
     ids=["spills", "narrow", "no-matrix", "no-loop", "bf16-for-int8"],
 )

@@ -185,6 +185,7 @@ class _Run:
             self.runtime.paths[FUSED_PROMPT] += 1
         else:
             outputs = self._model._prefill(ids, config, kwargs, is_first_iteration=True)
+            cache = outputs.past_key_values  # Phi-3 makes another one where its frequencies turn
             logits, length = outputs.logits[:, -1].to(copy=True, dtype=torch.float32), cache.get_seq_length()
             if self.step.fused:
                 self.runtime.paths[f"prefill by modules: {reason}"] += 1

@@ -35,8 +35,8 @@ def why_not(step: CapturedStep, ids: Tensor, config: Any, kwargs: dict[str, Any]
 class ShortPrompt:
     """A prompt of up to `length` tokens without padding into the step's cache, as one graph from the second time on.
 
-    What stands behind a shorter one is seen by none of its tokens, and overwritten before a later one sees it. The first
-    time runs the same program over the same shapes, so that a call that comes again gives the same bits.
+    What stands behind a shorter one is seen by none of its tokens, and overwritten before a later one sees it. The
+    first time runs the same program over the same shapes, so that a call that comes again gives the same bits.
     """
 
     def __init__(self, step: CapturedStep, length: int, graph: GraphOf):
@@ -53,6 +53,11 @@ class ShortPrompt:
         self._program, self._capture = program, graph
         self._graph: Graph | None = None
         self._ran = False
+
+    @property
+    def captured(self) -> bool:
+        """Whether it is a graph by now."""
+        return self._graph is not None
 
     def __call__(self, ids: Tensor, positions: Tensor) -> Tensor:
         """Logits [B, V] float32 after ids[B, L]."""
@@ -98,10 +103,7 @@ def fused_prompt(step: CapturedStep, ids: Tensor, kwargs: dict[str, Any], graph:
     if step.prompts is None:
         step.prompts = Prompts()
     short = step.prompts.of(step, ids.shape[1], graph) if mask is None else None
-    if short is not None:
-        logits = short(ids, positions)
-    else:
-        logits = step.prompt(ids, positions.contiguous(), mask).float()
+    logits = step.prompt(ids, positions.contiguous(), mask).float() if short is None else short(ids, positions)
     for place, held in enumerate(step.cache.layers):
         cache.update(held.keys[:, :, :0], held.values[:, :, :0], place)
     return logits

@@ -235,7 +235,7 @@ def test_an_adapted_model_is_patched_at_its_first_use() -> None:
     model = adapted(CAUSAL["llama"].make())
     with accelpatch.patch_on_first_use("exact", verify=False):
         found = model.generate(**full_batch(), max_new_tokens=6, do_sample=False)
-    assert paths(model) == {CAPTURED: 5, FUSED: 5}
+    assert paths(model) == {CAPTURED: 5, FUSED: 5, FUSED_PROMPT: 1}
     assert torch.equal(found, stock(model).generate(**full_batch(), max_new_tokens=6, do_sample=False))
 
 

@@ -62,18 +62,31 @@ def test_a_prompt_that_goes_on_is_the_models_own() -> None:
 
 def captured(model: Any) -> list[int]:
     """The captured lengths of all steps."""
-    return [length for prompts in vars(model)[RUNTIME]._prompts.values() for length in prompts._held]
+    made = [step.prompts for step in vars(model)[RUNTIME]._steps.values() if step.prompts is not None]
+    return [length for prompts in made for length, one in prompts._held.items() if one.captured]
 
 
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_length_that_comes_again_is_captured(recipe: str, rows: int) -> None:
     model = patched("llama", recipe)
-    for length in (5, 9, 32, 1, 40, 64, 33):
+    for length in (5, 9, 32, 1, 40, 64, 33, 120):
         ids = torch.randint(2, 100, (rows, length), generator=torch.Generator().manual_seed(length))
         assert_tokens_of_the_stock_loop(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
     assert captured(model) == [32, 64]
-    assert paths(model)[FUSED_PROMPT] == 7
+    assert paths(model)[FUSED_PROMPT] == 8
+
+
+def test_a_call_that_comes_again_gives_the_same_bits() -> None:
+    model, ids = patched(), torch.randint(2, 100, (1, 9), generator=torch.Generator().manual_seed(1))
+    first, *others = (
+        model.generate(
+            ids, attention_mask=torch.ones_like(ids), **OPTIONS, output_logits=True, return_dict_in_generate=True
+        )
+        for _ in range(3)
+    )
+    for other in others:
+        assert all(torch.equal(one, again) for one, again in zip(first.logits, other.logits, strict=True))
 
 
 def test_padding_and_many_tokens_are_not_captured() -> None:
