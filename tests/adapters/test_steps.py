@@ -20,6 +20,7 @@ from accelpatch.runtime import captured_graph
 from accelpatch.runtime.captured_graph import EagerGraph
 from accelpatch.runtime.captured_runtime import CAPTURED, MODULES, STATES
 from accelpatch.runtime.fused_layer import FUSED, read
+from accelpatch.runtime.fused_prompt import FUSED_PROMPT
 from accelpatch.runtime.fused_weights import Unfit
 from accelpatch.runtime.patched_model import RUNTIME
 from tests.adapters.lora import RECIPES, adapted, both_orders, config
