@@ -57,9 +57,9 @@ ATTENTION = ("*bf16", *("*i64",) * 3, "*bf16", "*bf16", "*fp32", *("*bf16",) * 3
              *("i32",) * 4, *("fp32",) * 4)  # fmt: skip
 SHAPE = {
     "GROUP": 4, "NORM": False, "PLUS_ONE": False, "CAP": False, "SIZE": 128, "WIDE": 128, "TURNED": 128,
-    "RUN": decode_attention.RUN, "SLOTS": decode_attention.OTHERS.slots, "ROWS": decode_attention.ROWS,
+    "RUN": decode_attention.RUN, "SLOTS": decode_attention.SLOTS, "ROWS": decode_attention.ROWS,
     "SOME": 4, "MOST": decode_attention.MOST, "ROOM": decode_attention.ROOM, "AHEAD": decode_attention.AHEAD,
-    "STAGES": decode_attention.OTHERS.stages, "DEPENDENT": False,
+    "STAGES": decode_attention.STAGES, "DEPENDENT": False,
 }  # fmt: skip
 SHAPES = {
     "128": {},
@@ -68,7 +68,7 @@ SHAPES = {
     "256 with all": {
         "SIZE": 256,
         "WIDE": 256,
-        "SLOTS": decode_attention.OTHERS.slots // 2,
+        "SLOTS": decode_attention.SLOTS // 2,
         "TURNED": 256,
         "NORM": True,
         "PLUS_ONE": True,
@@ -101,7 +101,7 @@ BUILDS = {
     },
     **{
         f"decode_attention {name}": Build(
-            decode_attention._attend, ATTENTION, SHAPE | changes, decode_attention.OTHERS.warps, 96
+            decode_attention._attend, ATTENTION, SHAPE | changes, decode_attention.WARPS, 96
         )
         for name, changes in SHAPES.items()
     },

@@ -41,7 +41,7 @@ def test_swaps_between_graphs() -> None:
         assert torch.equal(alone, found.setdefault("none", alone))
     assert not torch.allclose(found["default"], found["second"])
     assert not torch.allclose(found["default"], found["none"])
-    assert len(inner(model).accelpatch.report().paths) == 3
+    assert not any("modules" in path or "stock" in path for path in inner(model).accelpatch.report().paths)
 
 
 @pytest.mark.parametrize("recipe", ["exact", "int8", "int4"])

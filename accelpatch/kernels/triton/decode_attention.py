@@ -12,6 +12,10 @@ the level-2 cache: a hint, so it does not matter who wrote them. Kernels further
 began early: one that does not (any of torch's) begins when all before it have ended, and ends before any behind it
 begins. So one of those must lie between whatever moves slot, positions or mask and the next launch. All else is read,
 and everything written, after the wait, when all before has ended: each kernel ends after its own wait.
+
+The product behind this kernel has one block for each processor and reads its weights ahead. There is room for it
+beside a program here, but not for two of its blocks: so a launch has a program for every processor, and those without
+work stay until the wait is over. Where some processors are left empty, that product's blocks gather on them.
 """
 
 from __future__ import annotations
@@ -19,7 +23,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -28,7 +31,6 @@ from torch import Tensor
 from triton.errors import TritonError
 from triton.language.extra import cuda
 
-from accelpatch.device import probe
 from accelpatch.errors import KernelError
 from accelpatch.kernels.decode_attention import MOST, AttentionShape
 from accelpatch.kernels.triton import launch
@@ -42,19 +44,10 @@ AHEAD = 32  # runs whose results are read together
 LOG2_E = 1.4426950408889634
 
 
-@dataclass(frozen=True)
-class Tuning:
-    """slots of 256 bytes at once (fewer wider ones), stages of the pipeline that reads them, programs a processor."""
-
-    slots: int
-    warps: int
-    stages: int
-    resident: int
-
-
-HOPPER = Tuning(128, 8, 3, 1)
-OTHERS = Tuning(64, 4, 2, 2)
-ROOMY = ("sm_90", "sm_90a", "sm_100", "sm_103")  # have 227 KB of shared memory a program
+SLOTS = 64  # of 256 bytes at once (fewer wider ones)
+WARPS = 4
+STAGES = 2  # of the pipeline that reads slots
+RESIDENT = 2  # programs a processor
 
 
 @triton.jit
@@ -245,6 +238,8 @@ def _attend(  # type: ignore[no-untyped-def]
             finished + head * tiles + tile, top, total, mean, tile * ROWS, tokens * GROUP, heads, end - 1, first, last,
             programs, GROUP, SIZE, WIDE, ROWS, SOME, AHEAD,
         )  # fmt: skip
+    elif DEPENDENT:
+        cuda.gdc_wait()
 
 
 _finished: weakref.WeakKeyDictionary[AttentionShape, dict[int, Tensor]] = weakref.WeakKeyDictionary()
@@ -276,16 +271,17 @@ def decode_attention_(
     cap = shape.softcap > 0
     scaling = shape.scaling * LOG2_E * (2 / shape.softcap if cap else 1)
     dependent, options = launch.dependent(qkv)
-    tuning = HOPPER if qkv.is_cuda and probe(qkv.device).arch in ROOMY else OTHERS
-    programs = launch.processors(qkv.device) * tuning.resident
+    processors = launch.processors(qkv.device)
+    working = min(runs, max(1, processors * RESIDENT // heads))
+    everywhere = triton.cdiv(processors, heads) if dependent else 1
     with launch.on(qkv), _said():
-        _attend[(min(runs, max(1, programs // heads)), shape.kv_heads * tiles, rows)](
+        _attend[(max(working, everywhere), shape.kv_heads * tiles, rows)](
             qkv, positions, slot, mask, keys, values, shape.inv_freq, *norms, y, sums, tops,
             _counters(shape, heads, qkv.device),
             tokens, capacity, shape.heads, shape.window, scaling, shape.softcap * LOG2_E, shape.rope_scaling, shape.eps,
             group, shape.q_norm is not None, shape.plus_one, cap, shape.size, wide, shape.turned, RUN,
-            min(tuning.slots, tuning.slots * 256 // row_bytes), ROWS, min(ROWS, max(4, triton.next_power_of_2(group))),
-            MOST, ROOM, AHEAD, tuning.stages, dependent, num_warps=tuning.warps, **options,
+            min(SLOTS, SLOTS * 256 // row_bytes), ROWS, min(ROWS, max(4, triton.next_power_of_2(group))),
+            MOST, ROOM, AHEAD, STAGES, dependent, num_warps=WARPS, **options,
         )  # fmt: skip
     return y
 
