@@ -213,8 +213,7 @@ def _attend(  # type: ignore[no-untyped-def]
     kv, tile = tl.program_id(1) // tiles, tl.program_id(1) % tiles
     if DEPENDENT:
         cuda.gdc_launch_dependents()
-    positions += row * tokens
-    slot, own, low, first, last, run, end, programs = runs_of(slot_at, positions, tokens, window, RUN)
+    slot, own, low, first, last, run, end, programs = runs_of(slot_at, positions + row * tokens, tokens, window, RUN)
     if tl.program_id(0) < programs:
         mask, head = mask + row * capacity, row * (heads // GROUP) + kv
         keys, values = keys + head * capacity * SIZE, values + head * capacity * SIZE
@@ -224,8 +223,8 @@ def _attend(  # type: ignore[no-untyped-def]
             _read_ahead(keys, values, begin, cached, RUN, SIZE, WIDE)
         whole = (begin >= 0) & (count_of(mask, begin, cached, ROOM) == cached - begin)
         q = _ready(
-            qkv + row * tokens * ((heads + heads // GROUP * 2) * SIZE), positions, inv_freq, q_norm, k_norm,
-            keys, values, tokens, query, kv, slot, own + run * RUN, stop, heads, rope_scaling, eps,
+            qkv + row * tokens * ((heads + heads // GROUP * 2) * SIZE), positions + row * tokens, inv_freq,
+            q_norm, k_norm, keys, values, tokens, query, kv, slot, own + run * RUN, stop, heads, rope_scaling, eps,
             GROUP, SIZE, WIDE, TURNED, NORM, PLUS_ONE, MOST, DEPENDENT,
         )  # fmt: skip
         held = (head * tiles + tile) * tl.cdiv(capacity, RUN) * ROWS
