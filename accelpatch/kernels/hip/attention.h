@@ -61,21 +61,18 @@ struct Geometry {
     }
 };
 
-// Spans of one head that follow each other: what a block takes at a time. Its waves take tiles in turn, STRIDE slots apart.
+// Spans of one head that follow each other: what a block takes at a time.
 struct Segment {
-    static constexpr int STRIDE = WAVES * TILE;
     int row, kv, tile, head;  // tile: of queries
     int first, last;          // of the head's spans that any token sees
     int span, count;          // the first that is taken, and how many
     int begin, end;           // the slots that they hold; no more than are cached or new
     DEVICE bool single() const { return first == last; }
-    // A wave's first tile of which any token sees something.
-    DEVICE int first_tile(const Geometry& all) const {
-        int slot = begin + int(threadIdx.x) / WAVE * TILE;
-        while (slot + TILE <= all.low) slot += STRIDE;
-        return slot;
-    }
 };
+
+// The slot of a wave's tile of a round, from the first of its span; whether any token sees something of it.
+DEVICE int tile_at(int round) { return (round * WAVES + int(threadIdx.x) / WAVE) * TILE; }
+DEVICE bool seen_tile(const Geometry& all, int slot, int end) { return slot < end && slot + TILE > all.low; }
 
 // A block's share of all spans of all heads, a head's one after the other.
 struct Share {

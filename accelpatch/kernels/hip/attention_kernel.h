@@ -17,86 +17,95 @@ template <class T, int WIDE> struct View {
     }
 };
 
-// What a wave knows of up to 8 queries over the tiles of a span that it has read.
+// What a wave knows of up to 8 queries over its tiles of a span: the highest score, the sum of the lane's weights, and
+// the weighted sum of values.
 template <class T, int WIDE, int RING> struct Softmax {
     using Stream = CacheStream<T, WIDE, RING>;
     using Tile = AttentionTile<T>;
     static constexpr int SETS = Stream::SETS, STRIDE = WIDE + 4;  // floats of a query and wave in shared memory
     float top, total, sums[SETS][Tile::PARTS][4];
 
-    DEVICE void zero() {
-        top = -INFINITY, total = 0.f;
+    // begin: of the span; end: of what is there of it.
+    DEVICE void span(const AttentionArgs& a, Stream& stream, const View<T, WIDE>& view, const Geometry& all, int begin, int end) {
+        float s[ROUNDS][4];
+        uint32_t given[ROUNDS];
+        given[0] = keys<0>(a, stream, view, all, begin + tile_at(0), end, s[0]);
+        given[1] = keys<1>(a, stream, view, all, begin + tile_at(1), end, s[1]);
+        const auto larger = [](float v, float w) { return fmaxf(v, w); };
+        top = larger(larger(larger(s[0][0], s[0][1]), larger(s[0][2], s[0][3])), larger(larger(s[1][0], s[1][1]), larger(s[1][2], s[1][3])));
+        top = Tile::over_lanes(top, larger);
+        const float base = top == -INFINITY ? 0.f : top;  // nothing was seen: all weights are zero
+#pragma unroll
+        for (int i = 0; i < 4; ++i) s[0][i] = fast_exp2(s[0][i] - base), s[1][i] = fast_exp2(s[1][i] - base);
+        total = ((s[0][0] + s[0][1]) + (s[0][2] + s[0][3])) + ((s[1][0] + s[1][1]) + (s[1][2] + s[1][3]));
         for (auto& set : sums) for (auto& part : set) for (float& v : part) v = 0.f;
+        add_values<2>(stream, view, all, begin + tile_at(0), end, given[0], s[0]);
+        add_values<3>(stream, view, all, begin + tile_at(1), end, given[1], s[1]);
     }
-    DEVICE void add(const AttentionArgs& a, Stream& stream, const View<T, WIDE>& view, const Geometry& all, int begin) {
+    // Scores to the base 2, and which of the slots are given: shown by the mask, or new.
+    template <int STAGE> DEVICE uint32_t keys(const AttentionArgs& a, Stream& stream, const View<T, WIDE>& view, const Geometry& all, int begin, int end, float* s) {
         const bool new_ones = begin + TILE > all.slot;
-        stream.wait();
-        const int mine = begin + lane_id();  // what is given: shown by the mask, or new
-        const uint32_t given = lane_vote(lane_id() < TILE && (mine < all.slot ? (stream.mask()[0] | stream.mask()[1]) != 0 : mine < all.stop)) & 0xffffu;
+        uint32_t given = 0;
         Tile scores;
         scores.zero();
+        stream.wait();
+        if (seen_tile(all, begin, end)) {
+            const int mine = begin + lane_id();
+            given = lane_vote(lane_id() < TILE && (mine < all.slot ? (stream.mask(STAGE)[0] | stream.mask(STAGE)[1]) != 0 : mine < all.stop)) & 0xffffu;
 #pragma unroll
-        for (int step = 0; step < Stream::STEPS; ++step) {
-            const int chunk = 4 * step + fragment_quarter();
-            Words4 k[ROWS_PER_LANE];
+            for (int step = 0; step < Stream::STEPS; ++step) {
+                const int chunk = 4 * step + fragment_quarter();
+                Words4 k[ROWS_PER_LANE];
 #pragma unroll
-            for (int h = 0; h < ROWS_PER_LANE; ++h) {
-                k[h] = *stream.piece(0, h * Stream::STEPS + step);
-                if (new_ones) view.stager.replace(k[h], begin + fragment_row(h) - all.slot, 0, chunk);
+                for (int h = 0; h < ROWS_PER_LANE; ++h) {
+                    k[h] = *stream.piece(STAGE, h * Stream::STEPS + step);
+                    if (new_ones) view.stager.replace(k[h], begin + fragment_row(h) - all.slot, 0, chunk);
+                }
+                scores.add_keys(view.query[chunk], k);
             }
-            scores.add_keys(view.query[chunk], k);
         }
-        stream.template issue<Stream::AFTER_KEYS>();
-        float s[4];
-        // To the base 2. With a softcap a.scaling is 2 log2(e) / softcap times the scores' own: tanh(x) = 1 - 2 / (e^2x + 1).
+        stream.template after<STAGE>();
+        // With a softcap a.scaling is 2 log2(e) / softcap times the scores' own: tanh(x) = 1 - 2 / (e^2x + 1).
 #pragma unroll
         for (int i = 0; i < 4; ++i) s[i] = scores.score(i) * a.scaling;
         if (a.softcap > 0.f)
-            for (float& v : s) v = a.softcap * (1.f - 2.f / (fast_exp2(v) + 1.f));
+#pragma unroll
+            for (int i = 0; i < 4; ++i) s[i] = a.softcap * (1.f - 2.f / (fast_exp2(s[i]) + 1.f));
         if (new_ones || given != 0xffffu || view.windowed)
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const int at = begin + Tile::slot(i);
                 if (!(given >> Tile::slot(i) & 1) || at > view.own || at <= view.least) s[i] = -INFINITY;
             }
-        const float highest = fmaxf(top, Tile::over_lanes(fmaxf(fmaxf(s[0], s[1]), fmaxf(s[2], s[3])), [](float v, float w) { return fmaxf(v, w); }));
-        const float base = highest == -INFINITY ? 0.f : highest;  // nothing was seen yet: all weights are zero
-        const float kept = fast_exp2(top - base);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) s[i] = fast_exp2(s[i] - base);
-        top = highest, total = fmaf(total, kept, Tile::over_lanes((s[0] + s[1]) + (s[2] + s[3]), [](float v, float w) { return v + w; }));
-        float cells[2];
-        Tile::to_cells(kept, cells);
-        stream.wait();
-        add_values(stream, view, all, begin, given, T::down_pair(s[0], s[1]), T::down_pair(s[2], s[3]), cells);
-        stream.template issue<Stream::AFTER_VALUES>();
+        return given;
     }
-    DEVICE void add_values(Stream& stream, const View<T, WIDE>& view, const Geometry& all, int begin, uint32_t given, uint32_t first, uint32_t second, const float* kept) {
+    template <int STAGE> DEVICE void add_values(Stream& stream, const View<T, WIDE>& view, const Geometry& all, int begin, int end, uint32_t given, const float* s) {
+        const uint32_t first = T::down_pair(s[0], s[1]), second = T::down_pair(s[2], s[3]);
+        stream.wait();
+        if (seen_tile(all, begin, end))
 #pragma unroll
-        for (int set = 0; set < SETS; ++set) {
-            Words4 v[4];
+            for (int set = 0; set < SETS; ++set) {
+                Words4 v[4];
 #pragma unroll
-            for (int i = 0; i < 4; ++i) v[i] = *stream.piece(1, set * 4 + i);
-            if (given != 0xffffu || begin + TILE > all.slot)
+                for (int i = 0; i < 4; ++i) v[i] = *stream.piece(STAGE, set * 4 + i);
+                if (given != 0xffffu || begin + TILE > all.slot)
 #pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    if (!(given >> Tile::slot(i) & 1)) v[i] = {0, 0, 0, 0};  // what hidden slots hold must not matter
-                    if (const int chunk = Tile::chunk() + set * Tile::CHUNKS; chunk * 8 < WIDE) view.stager.replace(v[i], begin + Tile::slot(i) - all.slot, 1, chunk);
-                }
+                    for (int i = 0; i < 4; ++i) {
+                        if (!(given >> Tile::slot(i) & 1)) v[i] = {0, 0, 0, 0};  // what hidden slots hold must not matter
+                        if (const int chunk = Tile::chunk() + set * Tile::CHUNKS; chunk * 8 < WIDE) view.stager.replace(v[i], begin + Tile::slot(i) - all.slot, 1, chunk);
+                    }
 #pragma unroll
-            for (int part = 0; part < Tile::PARTS; ++part) {
-#pragma unroll
-                for (int i = 0; i < 4; ++i) sums[set][part][i] *= kept[i & 1];
-                Tile::add_values(sums[set][part], v, part, first, second);
+                for (int part = 0; part < Tile::PARTS; ++part) Tile::add_values(sums[set][part], v, part, first, second);
             }
-        }
+        stream.template after<STAGE>();
     }
     // Into shared memory: [query][wave].
     DEVICE void leave(float* states, float* tops, int queries) const {
         const int wave = threadIdx.x / WAVE;
+        const float weights = Tile::over_lanes(total, [](float v, float w) { return v + w; });
         if (Tile::slot(0) == 0 && Tile::query() < queries) {
             float* at = tops + (Tile::query() * WAVES + wave) * 2;
-            at[0] = top, at[1] = total;
+            at[0] = top, at[1] = weights;
         }
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -201,20 +210,31 @@ template <class T, int WIDE, int RING> __global__ void __launch_bounds__(THREADS
         stager.stage(s, all);
         const View<T, WIDE> view(a, stager, all, s);
         const int queries = stager.queries(s);
-        int slot = s.first_tile(all);
 #pragma unroll 1
         for (int i = 0; i < s.count; ++i, ++turn) {
             Results results;
-            results.zero();
-#pragma unroll 1
-            for (const int stop = min(s.begin + (i + 1) * SPAN, s.end); slot < stop; slot += Segment::STRIDE) results.add(a, stream, view, all, slot);
-            const int buffer = (plan.buffers - 1) & turn;
+            results.span(a, stream, view, all, s.begin + i * SPAN, s.end);
+            const int buffer = (plan.buffers - 1) & i;
             float* tops = reinterpret_cast<float*>(shared + plan.tops_at) + buffer * plan.queries * WAVES * 2;
             float* states = reinterpret_cast<float*>(shared + plan.states_at) + buffer * plan.queries * WAVES * Results::STRIDE;
-            results.leave(states, tops, queries);
-            __syncthreads();
-            for (int q = (wave - turn) & (WAVES - 1); q < queries; q += WAVES) Adder<T, WIDE>(a, s, q).add(states + q * WAVES * Results::STRIDE, tops + q * WAVES * 2, s.span + i);
-            if (plan.buffers == 1) __syncthreads();
+            const auto add = [&](int q) { Adder<T, WIDE>(a, s, q).add(states + q * WAVES * Results::STRIDE, tops + q * WAVES * 2, s.span + i); };
+            const int adder = turn & (WAVES - 1), free = 2 + buffer;  // names of barriers: a buffer is full, or has been read
+            if (NAMED_BARRIERS && s.count > 1) {                     // by another wave each span, while the others go on
+                if (i >= plan.buffers && ((turn - plan.buffers) & (WAVES - 1)) != wave) group_sync(free, THREADS);
+                results.leave(states, tops, queries);
+                if (wave != adder) {
+                    group_arrive(buffer, THREADS);
+                    continue;
+                }
+                group_sync(buffer, THREADS);
+                for (int q = 0; q < queries; ++q) add(q);
+                if (i + plan.buffers < s.count) group_arrive(free, THREADS);
+            } else {
+                results.leave(states, tops, queries);
+                __syncthreads();
+                for (int q = (wave - turn) & (WAVES - 1); q < queries; q += WAVES) add(q);
+                if (plan.buffers == 1) __syncthreads();
+            }
         }
         if (s.single()) continue;
         __threadfence();

@@ -1,4 +1,4 @@
-// The cache's way to the matrix unit: tiles of keys and of values in turn, each wave its own. A lane copies what it will
+// The cache's way to the matrix unit: of each span a wave's tiles of keys, then those of values: four stages. A lane copies what it will
 // read itself, so that no barrier guards it. On NVIDIA a ring in shared memory; on AMD registers, one tile ahead.
 #pragma once
 #include "attention.h"
@@ -11,56 +11,57 @@ template <class T, int WIDE, int RING> struct CacheStream {
     static constexpr int PIECES = KEYS > VALUES ? KEYS : VALUES, TILE_BYTES = PIECES * WAVE * 16;
     static constexpr int SLOT_BYTES = TILE_BYTES + MASK_BYTES;
     static constexpr int DEPTH = SHARED_RING ? (RING / (WAVES * TILE_BYTES) > 2 ? RING / (WAVES * TILE_BYTES) : 2) : 2;
-    static constexpr int AFTER_KEYS = DEPTH % 2, AFTER_VALUES = (DEPTH + 1) % 2;  // what is asked for when a tile has been read
     const AttentionArgs& a;
     const AttentionPlan& plan;
     const Geometry& all;
     char* ring;
     Share share;
-    int slot = 0, end = 0, place = 0;  // of the tile that is asked for next and of its segment; the ring's slot
-    int64_t row = 0, at = 0;           // elements before the mask's row and the head's keys
-    uint32_t held_mask[SHARED_RING ? 1 : 2];
+    int begin = 0, end = 0, left = 0, place = 0;  // of the span that is asked for, of its segment; spans left; the ring's slot
+    int64_t row = 0, at = 0;                      // elements before the mask's row and the head's keys
+    uint32_t held_mask[SHARED_RING ? 1 : 2][2];
     Words4 held[SHARED_RING ? 1 : 2][SHARED_RING ? 1 : PIECES];
 
     DEVICE CacheStream(const AttentionArgs& a, const AttentionPlan& plan, const Geometry& all, char* shared)
         : a(a), plan(plan), all(all), ring(shared + plan.ring_at + int(threadIdx.x) / WAVE * DEPTH * SLOT_BYTES), share(all) {
-#pragma unroll
-        for (int i = 0; i < DEPTH; ++i) i % 2 ? issue<1>() : issue<0>();
+        first<0>();
     }
-    // Asks for the next tile, into the slot that was read last. Keys and values of a tile follow each other.
-    template <int KIND> DEVICE void issue() {
-        while (KIND == 0 && slot >= end) {
-            Segment s;
-            if (!share.next(s, a, plan, all)) break;
-            slot = s.first_tile(all), end = s.end, row = s.row * a.capacity, at = (s.row * a.kv_heads + s.kv) * a.capacity * a.size;
+    template <int STAGE> DEVICE void first() {
+        issue<STAGE % 4>();
+        if constexpr (STAGE + 1 < DEPTH) first<STAGE + 1>();
+    }
+    // Asks for what is DEPTH stages behind, into the slot of the stage that was read last.
+    template <int STAGE> DEVICE void after() { issue<(STAGE + DEPTH) % 4>(); }
+    template <int STAGE> DEVICE void issue() {
+        if (Segment s; STAGE == 0 && left == 0 && share.next(s, a, plan, all))
+            begin = s.begin, end = s.end, left = s.count, row = s.row * a.capacity, at = (s.row * a.kv_heads + s.kv) * a.capacity * a.size;
+        if (const int slot = begin + tile_at(STAGE % 2); left > 0 && seen_tile(all, slot, end)) {
+            if (a.size == WIDE && slot + TILE <= all.slot) copy<STAGE, true>(slot);
+            else copy<STAGE, false>(slot);
         }
-        if (slot < end) {
-            if (a.size == WIDE && slot + TILE <= all.slot) copy<KIND, true>();
-            else copy<KIND, false>();
-            slot += KIND * Segment::STRIDE;
-        }
+        if (STAGE == 3 && left > 0) --left, begin += SPAN;
         ring_commit();
         if (SHARED_RING) place = place + 1 == DEPTH ? 0 : place + 1;
     }
     // WHOLE: all of the tile is cached, and a head fills its columns; else what is missing is zero.
-    template <int KIND, bool WHOLE> DEVICE void copy() {
+    template <int STAGE, bool WHOLE> DEVICE void copy(int slot) {
+        constexpr bool VALUE = STAGE / 2;
         const int cached = WHOLE ? TILE : all.slot - slot, size = WHOLE ? WIDE : int(a.size);
-        const char* from = static_cast<const char*>(KIND ? a.values : a.keys) + (at + slot * int64_t(size)) * 2;
-        if (const int s = lane_id(); KIND == 0 && s < TILE) stream_copy<8>(mask(), a.mask + row + slot + s, s < cached);
-        from += (KIND ? Tile::slot(0) : fragment_row(0)) * size * 2 + (KIND ? Tile::chunk() : fragment_quarter()) * 16;
-#pragma unroll
-        for (int i = 0; i < (KIND ? VALUES : KEYS); ++i) {
-            const int s = KIND ? Tile::slot_after(i % 4) : 8 * (i / STEPS), chunk = KIND ? i / 4 * Tile::CHUNKS : 4 * (i % STEPS);
-            const bool there = WHOLE || (s + (KIND ? Tile::slot(0) : fragment_row(0)) < cached && (chunk + (KIND ? Tile::chunk() : fragment_quarter())) * 8 < size);
-            stream_copy<16>(piece(KIND, i), from + s * size * 2 + chunk * 16, there && (WIDE / 8 >= Tile::CHUNKS || chunk + Tile::chunk() < WIDE / 8 || !KIND));
+        const int own_slot = VALUE ? Tile::slot(0) : fragment_row(0), own_chunk = VALUE ? Tile::chunk() : fragment_quarter();
+        const char* from = static_cast<const char*>(VALUE ? a.values : a.keys) + (at + (slot + own_slot) * int64_t(size)) * 2 + own_chunk * 16;
+        if (const int s = lane_id(); !VALUE && s < TILE) stream_copy<8>(mask(STAGE), a.mask + row + slot + s, s < cached);
+#pragma unroll(WHOLE || !SHARED_RING ? PIECES : 1)
+        for (int i = 0; i < (VALUE ? VALUES : KEYS); ++i) {
+            const int s = VALUE ? Tile::slot_after(i % 4) : 8 * (i / STEPS), chunk = VALUE ? i / 4 * Tile::CHUNKS : 4 * (i % STEPS);
+            const bool there = WHOLE ? WIDE / 8 >= Tile::CHUNKS || !VALUE || own_chunk < WIDE / 8 : s + own_slot < cached && (chunk + own_chunk) * 8 < size;
+            stream_copy<16>(piece(STAGE, i), from + s * size * 2 + chunk * 16, there);
         }
     }
     // The mask of a tile of keys, a slot to each of the first lanes.
-    DEVICE uint32_t* mask() { return SHARED_RING ? reinterpret_cast<uint32_t*>(ring + place * SLOT_BYTES + TILE_BYTES + lane_id() % TILE * 8) : held_mask; }
-    DEVICE Words4* piece(int kind, int i) {
+    DEVICE uint32_t* mask(int stage) { return SHARED_RING ? reinterpret_cast<uint32_t*>(ring + place * SLOT_BYTES + TILE_BYTES + lane_id() % TILE * 8) : held_mask[stage % 2]; }
+    DEVICE Words4* piece(int stage, int i) {
         if constexpr (SHARED_RING) return reinterpret_cast<Words4*>(ring + place * SLOT_BYTES + (i * WAVE + lane_id()) * 16);
-        else return &held[kind][i];
+        else return &held[stage % 2][i];
     }
-    // Waits for the oldest tile; piece() gives it until issue().
+    // Waits for the oldest tile; piece() gives it until after().
     DEVICE void wait() { ring_wait<DEPTH>(); }
 };

@@ -102,6 +102,7 @@ DEVICE void grid_wait() {  // for the kernel before to end
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
+constexpr bool NAMED_BARRIERS = true;
 // A barrier of `threads` threads that share `name` (0 to 7); those that only arrive go on at once.
 DEVICE void group_sync(int name, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(name + 1), "r"(threads) : "memory"); }
 DEVICE void wave_sync() { __syncwarp(); }
@@ -197,18 +198,18 @@ constexpr int ATTENTION_DEEP = 98304, ATTENTION_SHALLOW = 65536;  // bytes of a 
 // A lane holds the scores of one query with four tokens of a tile, and eight columns of values of these four.
 template <class T> struct AttentionTile {
     static constexpr int CHUNKS = 8, PARTS = 4;  // chunks of eight columns that the lanes hold at once; products that each takes
-    float c[2][4], d[2][4];
+    float c[2][4];
     static DEVICE int query() { return lane_id() >> 2; }
     static DEVICE int slot_after(int i) { return (i & 1) + 8 * (i >> 1); }
     static DEVICE int slot(int i) { return 2 * (lane_id() & 3) + slot_after(i); }
     static DEVICE int chunk() { return lane_id() >> 2; }
     template <class F> static DEVICE float over_lanes(float v, const F& both) { v = both(v, lane_xor(v, 1)); return both(v, lane_xor(v, 2)); }
-    DEVICE void zero() { for (int i = 0; i < 8; ++i) c[i / 4][i % 4] = d[i / 4][i % 4] = 0.f; }
+    DEVICE void zero() { for (int i = 0; i < 8; ++i) c[i / 4][i % 4] = 0.f; }
     DEVICE void add_keys(const Words4& q, const Words4* k) {
 #pragma unroll
-        for (int h = 0; h < 2; ++h) FloatProduct<T>::multiply(c[h], q.x, 0u, q.y, 0u, k[h].x, k[h].y), FloatProduct<T>::multiply(d[h], q.z, 0u, q.w, 0u, k[h].z, k[h].w);
+        for (int h = 0; h < 2; ++h) FloatProduct<T>::multiply(c[h], q.x, 0u, q.y, 0u, k[h].x, k[h].y), FloatProduct<T>::multiply(c[h], q.z, 0u, q.w, 0u, k[h].z, k[h].w);
     }
-    DEVICE float score(int i) const { return c[i >> 1][i & 1] + d[i >> 1][i & 1]; }
+    DEVICE float score(int i) const { return c[i >> 1][i & 1]; }
     // Four sums: of column cell_column(part, i) of the chunks, for query cell_query(i).
     static DEVICE void add_values(float* sums, const Words4* v, int part, uint32_t first, uint32_t second) {
         const uint32_t a = word_of(v[0], part), b = word_of(v[1], part), c = word_of(v[2], part), d = word_of(v[3], part);
