@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from hip_gemv import Library, Packed, pack
+from hip_gemv import Library, Packed, library_in, pack
 from torch import Tensor
 from torch.nn import functional
 
@@ -54,7 +54,7 @@ def seconds(work: Callable[[], object], repeats: int = 12) -> tuple[float, float
 
 def read_limit(folder: Path) -> float:
     """Bytes a second of the best plain streaming read of 4 GiB."""
-    library = ctypes.CDLL(str(folder / "read_limit.so"))
+    library = ctypes.CDLL(str(library_in(folder, "read_limit")))
     library.accelpatch_read_all.argtypes = [
         ctypes.c_void_p,
         ctypes.c_int64,
