@@ -1,0 +1,42 @@
+"""Times work on the GPU by replays of a CUDA graph."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+
+import torch
+
+BEYOND = 400e6  # bytes of weights in rotation: far more than the L2 cache holds
+
+
+def graph_of(work: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        work()
+    return graph
+
+
+def seconds(work: Callable[[], object], repeats: int = 12) -> tuple[float, float]:
+    """Median and spread (max - min over median) of a graph's replay."""
+    graph = graph_of(work)
+    times = []
+    for i in range(repeats + 3):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        if i >= 3:
+            times.append(begin.elapsed_time(end) / 1e3)
+    middle = statistics.median(times)
+    return middle, (max(times) - min(times)) / middle
+
+
+def rotation(n: int, k: int, bits: float) -> int:
+    """Weights [n, k] of so many bits a value that lie beyond the cache together."""
+    return max(2, int(BEYOND / (n * k * bits / 8)) + 1)
