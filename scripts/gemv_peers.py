@@ -94,6 +94,7 @@ def _torchao(x: Tensor, n: int, k: int, bits: int, options: object, bound: float
     weights, dense = [], None
     for _ in range(rotation(n, k, bits)):
         layer = torch.nn.Linear(k, n, bias=False, device="cuda", dtype=BF16)
+        torch.nn.init.normal_(layer.weight)  # of size one: tile_packed_to_4d has no scale below bf16's epsilon
         dense = _product(x, layer.weight.detach()) if dense is None else dense
         quantize_(layer, options)
         weights.append(layer.weight)
