@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import itertools
 import json
 import statistics
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
+import gemv_peers
 import torch
-from hip_gemv import Library, Packed, pack
+from check_kernels import wrong
+from hip_gemv import Library, Packed, library_in, pack
+from replay import rotation, seconds
 from torch import Tensor
 from torch.nn import functional
 
@@ -25,36 +29,9 @@ HEADS = (("head", 32000, HIDDEN), ("head", 128256, HIDDEN))
 LAYERS = 32
 
 
-def graph_of(work: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        work()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        work()
-    return graph
-
-
-def seconds(work: Callable[[], object], repeats: int = 12) -> tuple[float, float]:
-    """Median and spread (max - min over median) of a graph's replay."""
-    graph = graph_of(work)
-    times = []
-    for i in range(repeats + 3):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        if i >= 3:
-            times.append(begin.elapsed_time(end) / 1e3)
-    middle = statistics.median(times)
-    return middle, (max(times) - min(times)) / middle
-
-
 def read_limit(folder: Path) -> float:
     """Bytes a second of the best plain streaming read of 4 GiB."""
-    library = ctypes.CDLL(str(folder / "read_limit.so"))
+    library = ctypes.CDLL(str(library_in(folder, "read_limit")))
     library.accelpatch_read_all.argtypes = [
         ctypes.c_void_p,
         ctypes.c_int64,
@@ -134,57 +111,32 @@ def torch_chain(m: int) -> float:
     return seconds(step)[0]
 
 
-def rotation(n: int, k: int, bits: float) -> int:
-    return max(2, int(400e6 / (n * k * bits / 8)) + 1)
+@dataclass(frozen=True)
+class Own:
+    """Seconds of one product: as in a captured step, launches overlapping, and with each waiting for the one before."""
+
+    seconds: float
+    alone: float
+    bytes: int
 
 
-def shape_time(lib: Library, name: str, n: int, k: int, m: int, **tuning: int) -> tuple[float, int]:
-    packs = [random_pack(n, k, name, False)]
-    packs += [random_pack(n, k, name, False) for _ in range(rotation(n, k, packs[0].bytes * 8 / (n * k)) - 1)]
-    x, y = (
-        torch.randn(m, k, device="cuda", dtype=torch.bfloat16),
-        torch.empty(m, n, device="cuda", dtype=torch.bfloat16),
-    )
+def shape_time(lib: Library, name: str, n: int, k: int, m: int, **tuning: int) -> Own:
+    """Checked by the float rule, then timed with weights in rotation."""
+    x, y = (torch.randn(m, columns, device="cuda", dtype=torch.bfloat16) for columns in (k, n))
+    first = pack(torch.randn(n, k, device="cuda") / k**0.5, name, dtype=torch.bfloat16)
+    lib.call(first, x, y, **tuning)
+    if reason := wrong(y, first, x, {}):
+        raise SystemExit(f"{name} {n} x {k} M={m}: {reason}")
+    first.dense = None
+    count = rotation(n, k, first.bytes * 8 / (n * k))
+    packs = [first, *(random_pack(n, k, name, False) for _ in range(count - 1))]
 
-    def work() -> None:
+    def work(**launch: int) -> None:
         for p in packs:
-            lib.call(p, x, y, **tuning)
+            lib.call(p, x, y, **(tuning | launch))
 
-    return seconds(work)[0] / len(packs), packs[0].bytes
-
-
-def peers_of(name: str, n: int, k: int, m: int) -> dict[str, list[Callable[[], object]]]:
-    """What torch has for the format, each on weights of its own in rotation: cuBLAS; a compiled dequantising product
-    and `_int_mm` (int8 activations, at least 17 rows); tinygemm's int4."""
-    x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
-    if name == "plain":
-        dense = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(rotation(n, k, 16))]
-        return {"cuBLAS": [lambda w=w: functional.linear(x, w) for w in dense]}
-    if name == "int8":
-        count, rows = rotation(n, k, 8), torch.randint(-127, 127, (32, k), device="cuda", dtype=torch.int8)
-        ws = [torch.randint(-127, 127, (n, k), device="cuda", dtype=torch.int8) for _ in range(count)]
-        scale = torch.rand(n, device="cuda").bfloat16()
-        product = torch.compile(lambda x, w, s: functional.linear(x, w.to(x.dtype)) * s)
-        return {
-            "compiled": [lambda w=w: product(x, w, scale) for w in ws],
-            "_int_mm": [lambda w=w: torch._int_mm(rows, w.t()) for w in ws],
-        }
-    if not name.startswith("int4"):
-        return {}
-    count, q = rotation(n, k, 4), torch.randint(0, 255, (n, k // 2), device="cuda", dtype=torch.uint8)
-    packed = torch.ops.aten._convert_weight_to_int4pack(q, 8)
-    pairs = [(packed.clone(), torch.rand(k // 128, n, 2, device="cuda").bfloat16()) for _ in range(count)]
-    return {"tinygemm": [lambda w=w, s=s: torch.ops.aten._weight_int4pack_mm(x, w, 128, s) for w, s in pairs]}
-
-
-def peer_times(name: str, n: int, k: int, m: int) -> dict[str, float]:
-    found = {}
-    for peer, calls in peers_of(name, n, k, m).items():
-        try:
-            found[peer] = seconds(lambda calls=calls: [call() for call in calls])[0] / len(calls)
-        except RuntimeError as error:  # a peer that does not take this shape has no time
-            print(f"{peer}: {str(error).splitlines()[0]}", flush=True)
-    return found
+    together, alone = seconds(work)[0], seconds(lambda: work(dependent=-1))[0]
+    return Own(together / count, alone / count, first.bytes)
 
 
 def parse() -> argparse.Namespace:
@@ -193,7 +145,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--formats", nargs="*", default=["plain", "int8", "int4_g128", "int4_g128_minimum"])
     parser.add_argument("--tuning", nargs="*", default=["{}"])
     parser.add_argument("--tokens", nargs="*", type=int, default=[1, 8])
-    parser.add_argument("--shapes", action="store_true")
+    parser.add_argument("--shapes", action="store_true", help="each shape alone too, beside its peers")
+    parser.add_argument("--no-chain", action="store_true")
     return parser.parse_args()
 
 
@@ -215,16 +168,23 @@ def show_chain(name: str, options: argparse.Namespace, limit: float) -> None:
 
 
 def show_shapes(name: str, options: argparse.Namespace, limit: float) -> None:
-    """A line for each shape and number of tokens, beside its peers."""
-    for which, n, k in LAYER + HEADS:
-        for m in options.tokens:
-            ours, read = shape_time(Library(options.libraries[0]), name, n, k, m, **json.loads(options.tuning[0]))
-            beside = "  ".join(
-                f"{peer} {time * 1e6:7.2f} us x{time / ours:.2f}" for peer, time in peer_times(name, n, k, m).items()
-            )
-            line = f"shape {name:10} {which:8} {n:6} x {k:5} M={m} ours {ours * 1e6:7.2f} us {read / ours / limit:6.1%}"
-            print(f"{line}  {beside}", flush=True)
-            torch.cuda.empty_cache()
+    """A line for each shape and number of tokens, its peers below, and what came out for one token."""
+    lib, ratios = Library(options.libraries[0]), []
+    for (which, n, k), m in itertools.product(LAYER + HEADS, options.tokens):
+        own = shape_time(lib, name, n, k, m, **json.loads(options.tuning[0]))
+        torch.cuda.empty_cache()
+        line = f"shape {name:10} {which:8} {n:6} x {k:5} M={m} ours {own.seconds * 1e6:7.2f} us"
+        line += f" {own.bytes / own.seconds / limit:6.1%} (alone {own.alone * 1e6:7.2f} us)"
+        peers = list(gemv_peers.times(name, n, k, m))
+        if peers:
+            best, time, _ = min(peers, key=lambda peer: peer[1])
+            line += f"  over the best peer x{time / own.seconds:.2f} (alone x{time / own.alone:.2f}): {best}"
+            ratios += [(time / own.seconds, time / own.alone)] if m == 1 else []
+        print(line, *(f"    {time * 1e6:8.2f} us {peer} {way}" for peer, time, way in peers), sep="\n", flush=True)
+    for i, words in enumerate(("", ", each launch waiting for the one before") if ratios else ()):
+        found = [pair[i] for pair in ratios]
+        mean = statistics.geometric_mean(found)
+        print(f"{name}, one token{words}: ours over the best peer {min(found):.2f} at the least, mean {mean:.2f}")
 
 
 def main() -> None:
@@ -232,12 +192,15 @@ def main() -> None:
     torch.manual_seed(0)
     limit = read_limit(options.libraries[0])
     print(f"{torch.cuda.get_device_name()}: read limit {limit / 1e12:.3f} TB/s", flush=True)
+    if options.shapes:
+        print(f"peers from {gemv_peers.versions()}", flush=True)
     for name in options.formats:
-        show_chain(name, options, limit)
-        torch.cuda.empty_cache()
+        if not options.no_chain:
+            show_chain(name, options, limit)
+            torch.cuda.empty_cache()
         if options.shapes:
             show_shapes(name, options, limit)
-    if "plain" in options.formats and options.shapes:
+    if "plain" in options.formats and options.shapes and not options.no_chain:
         times = "  ".join(f"M={m} {torch_chain(m) * 1e3:.3f} ms" for m in options.tokens)
         print(f"chain torch bf16 {times}", flush=True)
 

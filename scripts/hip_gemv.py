@@ -131,6 +131,12 @@ def pack(w: Tensor, name: str, *, dtype: torch.dtype, paired: bool = False, dens
     return Packed(form, n, k, held, tiles, beside, meaning, shift, paired)
 
 
+def library_in(folder: Path, source: str) -> Path:
+    """The library of one source in ``folder``: its own where there is one, else the whole of `accelpatch build`."""
+    alone = folder / f"{source}.so"
+    return alone if alone.exists() else folder / "library.so"
+
+
 class Library:
     """The built libraries of one folder, one variant."""
 
@@ -177,7 +183,7 @@ class Library:
     def _launch(self, p: Packed, args: binding.GemvArgs, half: int) -> None:
         name = "accelpatch_" + p.format.library
         if name not in self.entries:
-            self.entries[name] = binding.load(self.folder / f"{p.format.library}.so", name)
+            self.entries[name] = binding.load(library_in(self.folder, p.format.library), name)
         extra = [] if p.format.argument is None else [p.format.argument]
         stream = torch.cuda.current_stream().cuda_stream
         binding.check(self.entries[name](ctypes.byref(args), half, *extra, stream), name)
