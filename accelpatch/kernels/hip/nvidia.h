@@ -1,6 +1,7 @@
 // NVIDIA, sm_80 and later: waves of 32, m16n8 matrix products, a ring in shared memory, dependent launch (Hopper on).
 #pragma once
 #include <cuda_runtime.h>
+#include <atomic>
 
 using GpuStream = cudaStream_t;
 constexpr int WAVE = 32;
@@ -10,6 +11,7 @@ constexpr int PHASE_VALUES = 4096;   // of K staged at once where not all fits: 
 constexpr bool SHARED_RING = true;    // or else one turn ahead, in registers
 constexpr int DEEP = 4, SHALLOW = 2;  // turns of a ring
 constexpr int NARROW_TOKENS = 2;     // up to how many tokens integer products have a form of their own: a wave finishes 16 rows of two
+constexpr int WIDE_TOKENS = 3;       // up to how many tokens float products run without clusters
 constexpr int RESERVED_SHARED = 1024;  // bytes of a block that are the system's
 constexpr bool FLUSHING_HALF = false;  // whether fp16 matrix products lose subnormals
 
@@ -96,6 +98,59 @@ DEVICE void grid_wait() {  // for the kernel before to end
 DEVICE void group_sync(int name, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(name + 1), "r"(threads) : "memory"); }
 DEVICE void group_arrive(int name, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(name + 1), "r"(threads) : "memory"); }
 
+// ---- clusters (Hopper on): blocks that write into each other's shared memory ----
+constexpr int CLUSTER = 2;       // blocks of one; 1: there are none. Four leave processors without a block, so that others get two
+// Turns of a ring there. One number a format, whatever fits: two kernels in turn would push each other out of the instruction cache.
+template <class F> constexpr int CLUSTER_DEPTH = F::TILED ? 2 : 3;
+using Mailbox = uint64_t;        // counts the bytes that were sent to it
+#if __CUDA_ARCH__ >= 900
+constexpr bool CLUSTERS_HERE = true;
+DEVICE int cluster_rank() {
+    int rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+// One thread opens a mailbox; after cluster_arrive() by all threads and cluster_wait() any block may send to it.
+DEVICE void open_mailbox(Mailbox& box) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\n\tfence.mbarrier_init.release.cluster;" ::"r"(shared_address(&box)) : "memory");
+}
+DEVICE void cluster_arrive() {
+    __syncwarp();
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
+DEVICE uint32_t remote_address(const void* here, int rank) {
+    uint32_t there;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(here)), "r"(rank));
+    return there;
+}
+// To where `at` and `box` are in the shared memory of block `rank`.
+DEVICE void send4(float* at, Mailbox& box, int rank, float v) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];"
+                 ::"r"(remote_address(at, rank)), "f"(v), "r"(remote_address(&box, rank)) : "memory");
+}
+DEVICE void send16(void* at, Mailbox& box, int rank, const float* v) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
+                 ::"r"(remote_address(at, rank)), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "r"(remote_address(&box, rank)) : "memory");
+}
+// Waits until `bytes` have come, which one thread (`first`) says; `turn`: 0 and 1 by turns.
+DEVICE void receive(Mailbox& box, bool first, int bytes, int turn) {
+    if (first) asm volatile("{\n\t.reg .b64 s;\n\tmbarrier.arrive.expect_tx.shared::cta.b64 s, [%0], %1;\n\t}" ::"r"(shared_address(&box)), "r"(bytes) : "memory");
+    asm volatile(
+        "{\n\t.reg .pred p;\n\tagain:\n\tmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n\t@!p bra again;\n\t}"
+        ::"r"(shared_address(&box)), "r"(turn) : "memory");
+}
+#else
+constexpr bool CLUSTERS_HERE = false;
+DEVICE int cluster_rank() { return 0; }
+DEVICE void open_mailbox(Mailbox&) {}
+DEVICE void cluster_arrive() {}
+DEVICE void cluster_wait() {}
+DEVICE void send4(float*, Mailbox&, int, float) {}
+DEVICE void send16(void*, Mailbox&, int, const float*) {}
+DEVICE void receive(Mailbox&, bool, int, int) {}
+#endif
+
 // ---- matrix products: a lane holds 16 bytes of each of ROWS_PER_LANE rows of a tile of 16; K is permuted alike in both
 // operands, so the instruction's own order of K never matters ----
 constexpr int ROWS_PER_LANE = 2;
@@ -178,7 +233,7 @@ template <bool NARROW> struct IntegerProduct : Cells<NARROW> {
 // ---- host ----
 struct DeviceLimits {
     int processors, shared_block, shared_processor;
-    bool dependent_launch;
+    bool dependent_launch, clusters;
 };
 inline int attribute(cudaDeviceAttr what, int device) {
     int v = 0;
@@ -188,20 +243,44 @@ inline int attribute(cudaDeviceAttr what, int device) {
 inline DeviceLimits device_limits() {
     int device = 0;
     (void)cudaGetDevice(&device);
+    const bool hopper = attribute(cudaDevAttrComputeCapabilityMajor, device) >= 9;
     return {attribute(cudaDevAttrMultiProcessorCount, device), attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
-            attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, device), attribute(cudaDevAttrComputeCapabilityMajor, device) >= 9};
+            attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, device), hopper, hopper && CLUSTER > 1};
+}
+template <class... ARGS> int prepare(void (*kernel)(ARGS...), const DeviceLimits& limits) {
+    const int error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, limits.shared_block);
+    return error ? error : cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+}
+inline cudaLaunchAttribute cluster_attribute(int cluster) {
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = cluster, attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+    return attribute;
+}
+// How many clusters the device holds at once with one block on a processor; 0 where it cannot say. Asked once a device.
+template <class... ARGS> int most_clusters(void (*kernel)(ARGS...), const DeviceLimits& limits) {
+    static std::atomic<int> held[64];
+    int device = 0, count = 0;
+    if (cudaGetDevice(&device) || device >= 64) return 0;
+    if ((count = held[device])) return count;
+    if (prepare(kernel, limits)) return 0;
+    cudaLaunchAttribute attribute = cluster_attribute(CLUSTER);
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(CLUSTER), config.blockDim = dim3(WAVE), config.dynamicSmemBytes = limits.shared_block;
+    config.attrs = &attribute, config.numAttrs = 1;
+    if (cudaOccupancyMaxActiveClusters(&count, kernel, &config)) return 0;
+    return held[device] = count;
 }
 // The runtime's error, 0 for none.
 template <class... ARGS>
-int launch_kernel(void (*kernel)(ARGS...), int blocks, int threads, int shared, GpuStream stream, const DeviceLimits& limits, bool dependent, ARGS... args) {
-    int error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, limits.shared_block);
-    if (!error) error = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
-    if (error) return error;
-    cudaLaunchAttribute attribute = {};
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
+int launch_kernel(void (*kernel)(ARGS...), int blocks, int threads, int shared, GpuStream stream, const DeviceLimits& limits, bool dependent, int cluster, ARGS... args) {
+    if (const int error = prepare(kernel, limits)) return error;
+    cudaLaunchAttribute attributes[2] = {cluster_attribute(cluster), {}};
+    attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[1].val.programmaticStreamSerializationAllowed = 1;
+    const bool early = dependent && limits.dependent_launch;
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3(blocks), config.blockDim = dim3(threads), config.dynamicSmemBytes = shared, config.stream = stream;
-    config.attrs = &attribute, config.numAttrs = dependent && limits.dependent_launch ? 1 : 0;
+    config.attrs = attributes + (cluster > 1 ? 0 : 1), config.numAttrs = (cluster > 1) + early;
     return cudaLaunchKernelEx(&config, kernel, args...);
 }
