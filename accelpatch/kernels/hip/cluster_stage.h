@@ -129,11 +129,18 @@ private:
                 slot += THREADS;
                 onward(slot, token, units);
             }
+            uint32_t most[AT_ONCE];  // together: each step waits for the one before
+#pragma unroll
+            for (int j = 0; j < AT_ONCE; ++j) most[j] = max(Base::largest(v[j][0]), Base::largest(v[j][1]));
+#pragma unroll
+            for (int step = 1; step < Base::BLOCK; step *= 2)
+#pragma unroll
+                for (int j = 0; j < AT_ONCE; ++j) most[j] = max(most[j], lane_xor(most[j], step));
             if (again && i == 0) __syncthreads();
 #pragma unroll
             for (int j = 0; j < AT_ONCE; ++j) {
                 if (i + j >= total) break;
-                Base::convert(to_token, to_slot, to_token < int(a.m), v[j]);
+                Base::convert(to_token, to_slot, to_token < int(a.m), v[j], most[j]);
                 to_slot += THREADS;
                 onward(to_slot, to_token, units);
             }

@@ -129,6 +129,10 @@ protected:
         uint32_t most = max(largest(raw[0]), largest(raw[1]));
 #pragma unroll
         for (int step = 1; step < BLOCK; step *= 2) most = max(most, lane_xor(most, step));
+        convert(token, slot, there, raw, most);
+    }
+    // `most`: the largest magnitude of the slot's block.
+    DEVICE void convert(int token, int slot, bool there, const Words4 (&raw)[2], uint32_t most) const {
         const uint32_t exponent = (float_to_bits(T::up(most)) + BUMP) >> 23;
         if (there && float_to_bits(T::up(most)) >= 0x7f800000u) atomicOr(&Base::votes(), 1u << token);
         const bool lifted = exponent < SMALL;
