@@ -11,7 +11,6 @@ kernel of torch's before it that lets nothing begin early.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from collections.abc import Callable, Iterator
@@ -28,10 +27,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from accelpatch.bench.read_limit import read_limit
 from accelpatch.kernels import decode_attention
 from accelpatch.kernels.decode_attention import AttentionShape
-from accelpatch.kernels.triton import decode_attention as kernel
+from accelpatch.kernels.hip import attention, binding
+from accelpatch.kernels.triton import decode_attention as triton_kernel
 
 DEVICE = torch.device("cuda")
 DTYPE = torch.bfloat16
+KERNELS = {"hip": attention.decode_attention_, "triton": triton_kernel.decode_attention_}
 BEYOND_L2 = 300 << 20  # bytes of the caches that rotate
 MOST = 200  # of them
 BACKENDS = {
@@ -80,11 +81,11 @@ def seconds(work: Callable[[], object], count: int, repeats: int) -> tuple[float
 class Caches:
     """Rotating caches of a step, the last `tokens` slots of `context` to be written, and what else a call takes."""
 
-    def __init__(self, step: Step):
+    def __init__(self, step: Step, kernel: Callable[..., Tensor]):
         capacity = -(-step.context // 256) * 256
         size = 2 * step.batch * step.kv_heads * capacity * step.size * DTYPE.itemsize
         options = {"device": DEVICE, "dtype": DTYPE}
-        self.step, self.count = step, max(2, min(MOST, -(-BEYOND_L2 // size)))
+        self.kernel, self.step, self.count = kernel, step, max(2, min(MOST, -(-BEYOND_L2 // size)))
         self.held = [
             torch.randn(2, step.batch, step.kv_heads, capacity, step.size, **options) for _ in range(self.count)
         ]
@@ -97,9 +98,8 @@ class Caches:
         self.mask = torch.ones(step.batch, capacity, dtype=torch.int64, device=DEVICE)
 
     def ours(self, keys: Tensor, values: Tensor) -> Tensor:
-        return kernel.decode_attention_(
-            self.qkv, self.positions, self.slot, self.mask, keys, values, self.shape
-        )  # fmt: skip
+        with binding.settled_weights():
+            return self.kernel(self.qkv, self.positions, self.slot, self.mask, keys, values, self.shape)
 
     def all_ours(self) -> None:
         for keys, values in self.held:
@@ -148,20 +148,17 @@ def torch_times(caches: Caches, repeats: int) -> Iterator[tuple[float, str]]:
 
 def show(step: Step, options: argparse.Namespace, limit: float) -> None:
     """A line for a step."""
-    caches = Caches(step)
+    caches = Caches(step, KERNELS[options.kernel])
     best, backend = min(torch_times(caches, options.repeats)) if options.torch else (0.0, "")
-    for text in options.tuning:
-        for name, value in json.loads(text).items():  # SLOTS, WARPS, STAGES, RESIDENT
-            setattr(kernel, name, value)
-        check(caches)
-        ours, spread = seconds(caches.all_ours, caches.count, options.repeats)
-        after = seconds(caches.all_after_another, caches.count, options.repeats)[0]
-        after -= seconds(caches.only_the_others, caches.count, options.repeats)[0]
-        line = f"| {step.batch} | {step.kv_heads} | {step.context} | {step.bytes / 1e6:.1f} | {ours * 1e6:.2f} |"
-        line += f" {spread:.0%} | {after * 1e6:.2f} | {step.bytes / ours / limit:.1%} |"
-        if options.torch:
-            line += f" {best * 1e6:.2f} ({backend}) | {best / ours:.2f} | {best / after:.2f} |"
-        print(line, text if len(options.tuning) > 1 else "", flush=True)
+    check(caches)
+    ours, spread = seconds(caches.all_ours, caches.count, options.repeats)
+    after = seconds(caches.all_after_another, caches.count, options.repeats)[0]
+    after -= seconds(caches.only_the_others, caches.count, options.repeats)[0]
+    line = f"| {step.batch} | {step.kv_heads} | {step.context} | {step.bytes / 1e6:.1f} | {ours * 1e6:.2f} |"
+    line += f" {spread:.0%} | {after * 1e6:.2f} | {step.bytes / ours / limit:.1%} |"
+    if options.torch:
+        line += f" {best * 1e6:.2f} ({backend}) | {best / ours:.2f} | {best / after:.2f} |"
+    print(line, flush=True)
 
 
 def parse() -> argparse.Namespace:
@@ -174,7 +171,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=12)
     parser.add_argument("--limit", type=float, help="TB/s; measured by torch's sum of a large buffer if not given")
-    parser.add_argument("--tuning", nargs="*", default=["{}"], help="changes of the kernel's, as JSON")
+    parser.add_argument("--kernel", choices=KERNELS, default="hip")
     parser.add_argument("--torch", action=argparse.BooleanOptionalAction, default=True)
     return parser.parse_args()
 

@@ -17,14 +17,15 @@ results are added up in the order of their slots, as in Dao et al. 2023, "Flash-
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from accelpatch.device import Device
+from accelpatch.device import Device, probe
 from accelpatch.kernels import rmsnorm, rope
 from accelpatch.kernels.dispatch import require
+from accelpatch.kernels.hip import attention
 from accelpatch.kernels.triton import launch
 
 SIZES = range(16, 257, 2)  # of a head
@@ -52,6 +53,16 @@ class AttentionShape:
     eps: float = 0.0
     softcap: float = 0.0
     plus_one: bool = False
+    _counters: dict[object, Tensor] = field(default_factory=dict, repr=False)
+
+    def counters(self, what: tuple[int, int], device: torch.device) -> Tensor:
+        """int32 zeros, `what[1]` of them, which a launch leaves as they were; the same ones for the same `what`.
+
+        Each layer keeps its own, and they stay where they are: captured launches know them by their address.
+        """
+        if (what, device) not in self._counters:
+            self._counters[what, device] = torch.zeros(what[1], dtype=torch.int32, device=device)
+        return self._counters[what, device]
 
     @property
     def columns(self) -> int:
@@ -117,6 +128,8 @@ def why_not(shape: AttentionShape, dtype: torch.dtype, device: Device) -> str | 
         return f"a rotary embedding of {shape.turned} columns on heads of size {shape.size}"
     if device.kind == "cpu":
         return None
+    if attention.why_not(shape, dtype, device) is None:
+        return None
     if dtype == torch.float32 and shape.size > WIDEST:
         return f"attention heads of size {shape.size} in float32"
     return launch.why_not(device, dtype)
@@ -127,7 +140,8 @@ def decode_attention_(
 ) -> Tensor:
     """y[B T, Hq D] (or [B, T, ...]: as qkv) in qkv's dtype; k and v are written into the cache.
 
-    Triton on a GPU, torch on a CPU. Raises KernelError for shapes that do not fit together.
+    The device library on a GPU, or Triton where there is none for the layer; torch on a CPU. A row's bits are the same
+    in any company, but each of the three has its own. Raises KernelError for shapes that do not fit together.
     """
     rows, tokens = positions.shape
     require(1 <= tokens <= MOST, "decode_attention", f"takes 1 to {MOST} tokens a row, not {tokens}")
@@ -135,6 +149,8 @@ def decode_attention_(
     require(qkv.numel() == due, "decode_attention", f"qkv holds {due} numbers, not {list(qkv.shape)}")
     if qkv.device.type == "cpu":
         return reference_(qkv, positions, slot, mask, keys, values, shape)
+    if attention.why_not(shape, qkv.dtype, probe(qkv.device)) is None:
+        return attention.decode_attention_(qkv, positions, slot, mask, keys, values, shape)
     from accelpatch.kernels.triton import decode_attention as kernel
 
     return kernel.decode_attention_(qkv, positions, slot, mask, keys, values, shape)

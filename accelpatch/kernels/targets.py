@@ -50,6 +50,7 @@ _HIP: Mapping[str, tuple[str, ...]] = {
     "gemv_int8.hip": (),
     "gemv_int4.hip": (),
     "gemv_fp8.hip": (),
+    "decode_attention.hip": (),
     "read_limit.hip": (),
 }
 _HIP_FLAGS = ("-std=c++17", "-O3")

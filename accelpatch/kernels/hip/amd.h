@@ -1,6 +1,5 @@
 // AMD, gfx90a, gfx942 and gfx950: waves of 64, 16x16 matrix products, weights one turn ahead in registers.
 #pragma once
-#include <hip/hip_runtime.h>
 
 using GpuStream = hipStream_t;
 constexpr int WAVE = 64;
@@ -27,6 +26,7 @@ using Int4Vector = int __attribute__((ext_vector_type(4)));
 DEVICE int lane_id() { return threadIdx.x % WAVE; }
 template <class V> DEVICE V lane_xor(V value, int mask) { return __shfl_xor(value, mask, WAVE); }
 DEVICE float from_lane(float value, int lane) { return __shfl(value, lane, WAVE); }
+DEVICE uint32_t lane_vote(bool yes) { return static_cast<uint32_t>(__ballot(yes)); }
 
 // ---- conversions and bits ----
 DEVICE uint32_t float_to_bf16(float value) {
@@ -38,6 +38,7 @@ DEVICE uint32_t floats_to_bf16(float low, float high) { return float_to_bf16(low
 DEVICE float half_to_float(uint32_t bits) { return static_cast<float>(__builtin_bit_cast(_Float16, static_cast<uint16_t>(bits))); }
 DEVICE uint32_t float_to_half(float value) { return __builtin_bit_cast(uint16_t, static_cast<_Float16>(value)); }
 DEVICE uint32_t floats_to_half(float low, float high) { return float_to_half(low) | float_to_half(high) << 16; }
+DEVICE float fast_exp2(float v) { return __builtin_amdgcn_exp2f(v); }
 DEVICE uint32_t pair_fma(uint32_t a, uint32_t b, uint32_t c) {  // of fp16
     return __builtin_bit_cast(uint32_t, __builtin_elementwise_fma(__builtin_bit_cast(Half2, a), __builtin_bit_cast(Half2, b), __builtin_bit_cast(Half2, c)));
 }
@@ -53,6 +54,7 @@ template <uint32_t SELECT> DEVICE uint32_t permute(uint32_t a, uint32_t b) {
 // ---- memory ----
 DEVICE Words4 load_activation16(const void* source) { return *static_cast<const Words4*>(source); }
 DEVICE uint32_t load_activation2(const void* source) { return *static_cast<const uint16_t*>(source); }
+DEVICE uint32_t load_activation4(const void* source) { return *static_cast<const uint32_t*>(source); }
 // BYTES past the caches; zeros, and nothing read, where not `there`. The address space is said outright, or a pointer
 // that loops back makes it a flat load.
 template <int BYTES> DEVICE void stream_copy(void* into, const void* source, bool there) {
@@ -71,6 +73,8 @@ template <int> DEVICE void ring_wait() {}
 // ---- order: no dependent launch, and one barrier for the workgroup, which arriving waits for too ----
 DEVICE void grid_release() {}
 DEVICE void grid_wait() {}
+DEVICE void wave_sync() { __builtin_amdgcn_wave_barrier(); }
+DEVICE void linger() {}
 DEVICE void group_sync(int, int) { __syncthreads(); }
 DEVICE void group_arrive(int, int) { __syncthreads(); }
 
@@ -180,6 +184,34 @@ template <bool> struct IntegerProduct : Cells<false> {
     }
 };
 
+// ---- attention: as in nvidia.h; on gfx90a subnormals of fp16 keys, values and weights count as zero ----
+constexpr int ATTENTION_WIDEST = 128;  // more would spill
+constexpr int ATTENTION_DEEP = 0, ATTENTION_SHALLOW = 0;
+template <class T> struct AttentionTile {
+    static constexpr int CHUNKS = 16, PARTS = 8;
+    MatrixProduct<T> product;
+    static DEVICE int query() { return lane_id() & 15; }
+    static DEVICE int slot_after(int i) { return i; }
+    static DEVICE int slot(int i) { return 4 * (lane_id() >> 4) + slot_after(i); }
+    static DEVICE int chunk() { return lane_id() & 15; }
+    template <class F> static DEVICE float over_lanes(float v, const F& both) { v = both(v, lane_xor(v, 16)); return both(v, lane_xor(v, 32)); }
+    DEVICE void zero() { product.zero(); }
+    DEVICE void add_keys(const Words4& q, const Words4* k) { product.multiply(k[0].x, k[0].y, q.x, q.y), product.multiply(k[0].z, k[0].w, q.z, q.w); }
+    DEVICE float score(int i) const { return product.sum[i]; }
+    static DEVICE void add_values(float* sums, const Words4* v, int part, uint32_t first, uint32_t second) {
+        const uint32_t a = word_of(v[0], part / 2), b = word_of(v[1], part / 2), c = word_of(v[2], part / 2), d = word_of(v[3], part / 2);
+        MatrixProduct<T> all;
+        for (int i = 0; i < 4; ++i) all.sum[i] = sums[i];
+        if (part % 2) all.multiply(permute<0x7632>(a, b), permute<0x7632>(c, d), first, second);
+        else all.multiply(permute<0x5410>(a, b), permute<0x5410>(c, d), first, second);
+        for (int i = 0; i < 4; ++i) sums[i] = all.sum[i];
+    }
+    static DEVICE int cell_query(int) { return lane_id() & 15; }
+    static DEVICE int cell_column(int part, int i) { return (4 * (lane_id() >> 4) + i) * 8 + part; }
+    static DEVICE bool owns() { return (lane_id() & 15) < 8; }
+    static DEVICE void to_cells(float value, float* out) { out[0] = out[1] = value; }
+};
+
 // ---- host ----
 struct DeviceLimits {
     int processors, shared_block, shared_processor;
@@ -197,10 +229,9 @@ inline DeviceLimits device_limits() {
     const int shared = attribute(hipDeviceAttributeMaxSharedMemoryPerBlock, device);
     return {attribute(hipDeviceAttributeMultiprocessorCount, device), shared, shared, false, false};
 }
-template <class... ARGS> int most_clusters(void (*)(ARGS...), const DeviceLimits&) { return 0; }
 // The runtime's error, 0 for none.
 template <class... ARGS>
-int launch_kernel(void (*kernel)(ARGS...), int blocks, int threads, int shared, GpuStream stream, const DeviceLimits&, bool, int, ARGS... args) {
+int launch_kernel(void (*kernel)(ARGS...), int blocks, int threads, int shared, GpuStream stream, const DeviceLimits&, bool, ARGS... args) {
     (void)hipGetLastError();
     kernel<<<dim3(blocks), dim3(threads), shared, stream>>>(args...);
     return hipGetLastError();

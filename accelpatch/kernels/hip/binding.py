@@ -42,7 +42,7 @@ ACTIVATION = {"none": 0, "silu_gate": 1, "relu": 2, "gelu": 3, "gelu_tanh": 4, "
 OFFSET = {"none": 0, "zero_point": 1, "minimum": 2}
 _STATUS = {
     1: "a size is out of range",
-    2: "a pointer that the format needs is null",
+    2: "a pointer that it needs is null, or not aligned to 16 bytes where it must be",
     3: "the activations do not fit in the device's shared memory",
     4: "no kernel for this group size",
 }
@@ -121,7 +121,8 @@ _local = _Local()
 def settled_weights() -> Iterator[None]:
     """Within it, and in this thread, a launch may read its weights while the kernel before it still runs.
 
-    For whoever knows that no kernel in the stream still writes them, such as a captured step. Activations are always
+    Of attention: what is cached, slot, positions and mask. For whoever knows that no kernel in the stream still writes
+    them, such as a captured step: a kernel that begins when all before have ended lies between. Activations are always
     waited for. It has an effect where the device can do it (Hopper and later).
     """
     before, _local.settled = _local.settled, True
@@ -129,6 +130,11 @@ def settled_weights() -> Iterator[None]:
         yield
     finally:
         _local.settled = before
+
+
+def settled() -> bool:
+    """Whether this thread is within `settled_weights`."""
+    return _local.settled
 
 
 def launch(

@@ -111,12 +111,12 @@ template <class F, class T> int make_plan(GemvPlan& p, const GemvArgs& a, const 
 
 template <class F, class T, bool NARROW> auto kernel_of(int depth) { return depth == DEEP ? gemv_kernel<F, T, NARROW, DEEP> : gemv_kernel<F, T, NARROW, SHALLOW>; }
 
-template <class F, class T> int launch_clusters(const GemvArgs& a, const DeviceLimits& limits, GpuStream stream) {
+template <class F, class T> int launch_as_clusters(const GemvArgs& a, const DeviceLimits& limits, GpuStream stream) {
     const int clusters = a.blocks > 0 ? (a.blocks + CLUSTER - 1) / CLUSTER : most_clusters(gemv_cluster_kernel<F, T>, limits);
     if (!clusters) return STATUS_MEMORY;
     GemvPlan plan = {};
     if (!make_plan<F, T>(plan, a, limits, clusters * CLUSTER, Form::CLUSTER)) return STATUS_MEMORY;
-    const int error = launch_kernel(gemv_cluster_kernel<F, T>, clusters * CLUSTER, THREADS, plan.bytes, stream, limits, a.dependent >= 0, CLUSTER, a, plan);
+    const int error = launch_clusters(gemv_cluster_kernel<F, T>, CLUSTER, clusters * CLUSTER, THREADS, plan.bytes, stream, limits, a.dependent >= 0, a, plan);
     return error ? STATUS_DEVICE + error : STATUS_OK;
 }
 
@@ -129,7 +129,7 @@ template <class F, class T> int launch(const GemvArgs& a, GpuStream stream) {
     if constexpr (CLUSTER > 1) {
         const bool many = a.m > (F::INTEGER ? NARROW_TOKENS : WIDE_TOKENS);
         if (limits.clusters && (many || !depth || plan.bytes > half_of(limits))) {
-            const int status = launch_clusters<F, T>(a, limits, stream);
+            const int status = launch_as_clusters<F, T>(a, limits, stream);
             if (status != STATUS_MEMORY || many) return status;
         }
     }
@@ -138,7 +138,7 @@ template <class F, class T> int launch(const GemvArgs& a, GpuStream stream) {
     if constexpr (F::INTEGER && NARROW_TOKENS > 0) {
         if (narrow) kernel = kernel_of<F, T, true>(depth);
     }
-    const int error = launch_kernel(kernel, blocks, THREADS, plan.bytes, stream, limits, a.dependent >= 0, 1, a, plan);
+    const int error = launch_kernel(kernel, blocks, THREADS, plan.bytes, stream, limits, a.dependent >= 0, a, plan);
     return error ? STATUS_DEVICE + error : STATUS_OK;
 }
 

@@ -1,6 +1,5 @@
 // NVIDIA, sm_80 and later: waves of 32, m16n8 matrix products, a ring in shared memory, dependent launch (Hopper on).
 #pragma once
-#include <cuda_runtime.h>
 #include <atomic>
 
 using GpuStream = cudaStream_t;
@@ -18,6 +17,7 @@ constexpr bool FLUSHING_HALF = false;  // whether fp16 matrix products lose subn
 DEVICE int lane_id() { return threadIdx.x & 31; }
 template <class V> DEVICE V lane_xor(V value, int mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
 DEVICE float from_lane(float value, int lane) { return __shfl_sync(0xffffffffu, value, lane); }
+DEVICE uint32_t lane_vote(bool yes) { return __ballot_sync(0xffffffffu, yes); }  // of the first 32 lanes
 
 // ---- conversions and bits ----
 DEVICE uint32_t float_to_bf16(float value) {
@@ -45,6 +45,11 @@ DEVICE uint32_t floats_to_half(float low, float high) {
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
     return bits;
 }
+DEVICE float fast_exp2(float v) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(v));
+    return y;
+}
 DEVICE uint32_t pair_fma(uint32_t a, uint32_t b, uint32_t c) {  // of fp16
     uint32_t d;
     asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
@@ -65,6 +70,11 @@ DEVICE Words4 load_activation16(const void* source) {
 DEVICE uint32_t load_activation2(const void* source) {
     uint16_t v;
     asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(v) : "l"(source) : "memory");
+    return v;
+}
+DEVICE uint32_t load_activation4(const void* source) {
+    uint32_t v;
+    asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(v) : "l"(source) : "memory");
     return v;
 }
 // BYTES into the ring, asynchronously; zeros, and nothing read, where not `there`.
@@ -96,60 +106,15 @@ DEVICE void grid_wait() {  // for the kernel before to end
 }
 // A barrier of `threads` threads that share `name` (0 to 7); those that only arrive go on at once.
 DEVICE void group_sync(int name, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(name + 1), "r"(threads) : "memory"); }
+DEVICE void wave_sync() { __syncwarp(); }
+DEVICE void linger() {  // a microsecond
+#if __CUDA_ARCH__ >= 700
+    __nanosleep(1000);
+#endif
+}
 DEVICE void group_arrive(int name, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(name + 1), "r"(threads) : "memory"); }
 
-// ---- clusters (Hopper on): blocks that write into each other's shared memory ----
-constexpr int CLUSTER = 2;       // blocks of one; 1: there are none. Four leave processors without a block, so that others get two
-// Turns of a ring there. One number a format, whatever fits: two kernels in turn would push each other out of the instruction cache.
-template <class F> constexpr int CLUSTER_DEPTH = F::TILED ? 2 : 3;
-using Mailbox = uint64_t;        // counts the bytes that were sent to it
-#if __CUDA_ARCH__ >= 900
-constexpr bool CLUSTERS_HERE = true;
-DEVICE int cluster_rank() {
-    int rank;
-    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return rank;
-}
-// One thread opens a mailbox; after cluster_arrive() by all threads and cluster_wait() any block may send to it.
-DEVICE void open_mailbox(Mailbox& box) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\n\tfence.mbarrier_init.release.cluster;" ::"r"(shared_address(&box)) : "memory");
-}
-DEVICE void cluster_arrive() {
-    __syncwarp();
-    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-}
-DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
-DEVICE uint32_t remote_address(const void* here, int rank) {
-    uint32_t there;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(here)), "r"(rank));
-    return there;
-}
-// To where `at` and `box` are in the shared memory of block `rank`.
-DEVICE void send4(float* at, Mailbox& box, int rank, float v) {
-    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];"
-                 ::"r"(remote_address(at, rank)), "f"(v), "r"(remote_address(&box, rank)) : "memory");
-}
-DEVICE void send16(void* at, Mailbox& box, int rank, const float* v) {
-    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
-                 ::"r"(remote_address(at, rank)), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "r"(remote_address(&box, rank)) : "memory");
-}
-// Waits until `bytes` have come, which one thread (`first`) says; `turn`: 0 and 1 by turns.
-DEVICE void receive(Mailbox& box, bool first, int bytes, int turn) {
-    if (first) asm volatile("{\n\t.reg .b64 s;\n\tmbarrier.arrive.expect_tx.shared::cta.b64 s, [%0], %1;\n\t}" ::"r"(shared_address(&box)), "r"(bytes) : "memory");
-    asm volatile(
-        "{\n\t.reg .pred p;\n\tagain:\n\tmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n\t@!p bra again;\n\t}"
-        ::"r"(shared_address(&box)), "r"(turn) : "memory");
-}
-#else
-constexpr bool CLUSTERS_HERE = false;
-DEVICE int cluster_rank() { return 0; }
-DEVICE void open_mailbox(Mailbox&) {}
-DEVICE void cluster_arrive() {}
-DEVICE void cluster_wait() {}
-DEVICE void send4(float*, Mailbox&, int, float) {}
-DEVICE void send16(void*, Mailbox&, int, const float*) {}
-DEVICE void receive(Mailbox&, bool, int, int) {}
-#endif
+#include "nvidia_cluster.h"
 
 // ---- matrix products: a lane holds 16 bytes of each of ROWS_PER_LANE rows of a tile of 16; K is permuted alike in both
 // operands, so the instruction's own order of K never matters ----
@@ -230,6 +195,36 @@ template <bool NARROW> struct IntegerProduct : Cells<NARROW> {
     }
 };
 
+// ---- attention: tiles of 16 cached tokens, up to 8 queries ----
+constexpr int ATTENTION_WIDEST = 256;  // columns of a head
+constexpr int ATTENTION_DEEP = 98304, ATTENTION_SHALLOW = 65536;  // bytes of a block's ring
+// A lane holds the scores of one query with four tokens of a tile, and eight columns of values of these four.
+template <class T> struct AttentionTile {
+    static constexpr int CHUNKS = 8, PARTS = 4;  // chunks of eight columns that the lanes hold at once; products that each takes
+    float c[2][4], d[2][4];
+    static DEVICE int query() { return lane_id() >> 2; }
+    static DEVICE int slot_after(int i) { return (i & 1) + 8 * (i >> 1); }
+    static DEVICE int slot(int i) { return 2 * (lane_id() & 3) + slot_after(i); }
+    static DEVICE int chunk() { return lane_id() >> 2; }
+    template <class F> static DEVICE float over_lanes(float v, const F& both) { v = both(v, lane_xor(v, 1)); return both(v, lane_xor(v, 2)); }
+    DEVICE void zero() { for (int i = 0; i < 8; ++i) c[i / 4][i % 4] = d[i / 4][i % 4] = 0.f; }
+    DEVICE void add_keys(const Words4& q, const Words4* k) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) FloatProduct<T>::multiply(c[h], q.x, 0u, q.y, 0u, k[h].x, k[h].y), FloatProduct<T>::multiply(d[h], q.z, 0u, q.w, 0u, k[h].z, k[h].w);
+    }
+    DEVICE float score(int i) const { return c[i >> 1][i & 1] + d[i >> 1][i & 1]; }
+    // Four sums: of column cell_column(part, i) of the chunks, for query cell_query(i).
+    static DEVICE void add_values(float* sums, const Words4* v, int part, uint32_t first, uint32_t second) {
+        const uint32_t a = word_of(v[0], part), b = word_of(v[1], part), c = word_of(v[2], part), d = word_of(v[3], part);
+        FloatProduct<T>::multiply(sums, permute<0x5410>(a, b), permute<0x7632>(a, b), permute<0x5410>(c, d), permute<0x7632>(c, d), first, second);
+    }
+    static DEVICE int cell_query(int i) { return 2 * (lane_id() & 3) + (i & 1); }
+    static DEVICE int cell_column(int part, int i) { return (lane_id() >> 2) * 8 + 2 * part + (i >> 1); }
+    static DEVICE bool owns() { return true; }
+    // What a query's own lanes hold, for cells 0 and 2, and for 1 and 3.
+    static DEVICE void to_cells(float value, float* out) { out[0] = from_lane(value, 8 * (lane_id() & 3)), out[1] = from_lane(value, 8 * (lane_id() & 3) + 4); }
+};
+
 // ---- host ----
 struct DeviceLimits {
     int processors, shared_block, shared_processor;
@@ -271,9 +266,9 @@ template <class... ARGS> int most_clusters(void (*kernel)(ARGS...), const Device
     if (cudaOccupancyMaxActiveClusters(&count, kernel, &config)) return 0;
     return held[device] = count;
 }
-// The runtime's error, 0 for none.
+// The runtime's error, 0 for none. cluster: blocks of one.
 template <class... ARGS>
-int launch_kernel(void (*kernel)(ARGS...), int blocks, int threads, int shared, GpuStream stream, const DeviceLimits& limits, bool dependent, int cluster, ARGS... args) {
+int launch_clusters(void (*kernel)(ARGS...), int cluster, int blocks, int threads, int shared, GpuStream stream, const DeviceLimits& limits, bool dependent, ARGS... args) {
     if (const int error = prepare(kernel, limits)) return error;
     cudaLaunchAttribute attributes[2] = {cluster_attribute(cluster), {}};
     attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -283,4 +278,8 @@ int launch_kernel(void (*kernel)(ARGS...), int blocks, int threads, int shared, 
     config.gridDim = dim3(blocks), config.blockDim = dim3(threads), config.dynamicSmemBytes = shared, config.stream = stream;
     config.attrs = attributes + (cluster > 1 ? 0 : 1), config.numAttrs = (cluster > 1) + early;
     return cudaLaunchKernelEx(&config, kernel, args...);
+}
+template <class... ARGS>
+int launch_kernel(void (*kernel)(ARGS...), int blocks, int threads, int shared, GpuStream stream, const DeviceLimits& limits, bool dependent, ARGS... args) {
+    return launch_clusters(kernel, 1, blocks, threads, shared, stream, limits, dependent, args...);
 }

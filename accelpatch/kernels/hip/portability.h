@@ -2,12 +2,19 @@
 // gfx90a, gfx942, gfx950, and by nvcc for sm_80 and later. No torch header.
 #pragma once
 #include <cstdint>
+#if defined(__HIP__)
+#include <hip/hip_runtime.h>
+#else
+#include <cuda_runtime.h>
+#endif
 
 #define DEVICE __device__ __forceinline__
 
 struct alignas(16) Words4 {  // aligned, or shared memory is read word by word
     uint32_t x, y, z, w;
 };
+
+DEVICE uint32_t word_of(const Words4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
 #if defined(__HIP__)
 #include "amd.h"
@@ -17,7 +24,6 @@ struct alignas(16) Words4 {  // aligned, or shared memory is read word by word
 
 DEVICE float bits_to_float(uint32_t bits) { return __builtin_bit_cast(float, bits); }
 DEVICE uint32_t float_to_bits(float value) { return __builtin_bit_cast(uint32_t, value); }
-DEVICE uint32_t word_of(const Words4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
 // Sum over aligned runs of `width` lanes (a power of two up to 32), in a fixed order; every lane gets it.
 template <class V> DEVICE V run_sum(V value, int width) {

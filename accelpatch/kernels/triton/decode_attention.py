@@ -20,7 +20,6 @@ work stay until the wait is over. Where some processors are left empty, that pro
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -241,20 +240,6 @@ def _attend(  # type: ignore[no-untyped-def]
         cuda.gdc_wait()
 
 
-_finished: weakref.WeakKeyDictionary[AttentionShape, dict[int, Tensor]] = weakref.WeakKeyDictionary()
-
-
-def _counters(shape: AttentionShape, count: int, device: torch.device) -> Tensor:
-    """Zeros, one for each head that is added up. A launch leaves them as they were, so each layer keeps its own.
-
-    They stay where they are: captured launches know them by their address.
-    """
-    held = _finished.setdefault(shape, {})
-    if count not in held:
-        held[count] = torch.zeros(count, dtype=torch.int32, device=device)
-    return held[count]
-
-
 def decode_attention_(
     qkv: Tensor, positions: Tensor, slot: Tensor, mask: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape
 ) -> Tensor:
@@ -276,7 +261,7 @@ def decode_attention_(
     with launch.on(qkv), _said():
         _attend[(max(working, everywhere), shape.kv_heads * tiles, rows)](
             qkv, positions, slot, mask, keys, values, shape.inv_freq, *norms, y, sums, tops,
-            _counters(shape, heads, qkv.device),
+            shape.counters((-1, heads), qkv.device),
             tokens, capacity, shape.heads, shape.window, scaling, shape.softcap * LOG2_E, shape.rope_scaling, shape.eps,
             group, shape.q_norm is not None, shape.plus_one, cap, shape.size, wide, shape.turned, RUN,
             min(SLOTS, SLOTS * 256 // row_bytes), ROWS, min(ROWS, max(4, triton.next_power_of_2(group))),

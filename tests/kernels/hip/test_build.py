@@ -15,7 +15,13 @@ from accelpatch.kernels import build
 from accelpatch.kernels.targets import compiler, target
 
 HERE = dataclasses.replace(KNOWN["sm_90"], index=0)
-SYMBOLS = ("accelpatch_gemv", "accelpatch_gemv_int8", "accelpatch_gemv_int4", "accelpatch_gemv_fp8")
+SYMBOLS = (
+    "accelpatch_gemv",
+    "accelpatch_gemv_int8",
+    "accelpatch_gemv_int4",
+    "accelpatch_gemv_fp8",
+    "accelpatch_decode_attention",
+)
 
 
 @pytest.fixture(autouse=True)

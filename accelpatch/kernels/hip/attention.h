@@ -1,0 +1,100 @@
+// Attention of 1 to 8 new tokens a row over a static cache: what a launch is told, and how its work is cut.
+//
+// A span is 256 slots, counted from the first slot of a row's own tokens; a wave of a block has two of its tiles of 16.
+// Spans of one head are added up by whichever wave finishes last. What a token gets depends on its slots alone.
+#pragma once
+#include "portability.h"
+
+constexpr int WAVES = 8, THREADS = WAVES * WAVE;
+constexpr int TILE = 16, SPAN = 256, ROUNDS = SPAN / TILE / WAVES;
+constexpr int QUERIES = 8;         // of a block at once
+constexpr int MOST_ROWS = 256;     // rows whose first slots fit in shared memory
+constexpr int MASK_BYTES = TILE * 8;  // of a tile
+constexpr int RECORD_HEAD = 4;     // floats before a span's sums in memory: the highest score, the sum of weights, two of padding
+
+// Sizes in elements. qkv[rows tokens, (heads + 2 kv_heads) size]; keys, values[rows, kv_heads, capacity, size];
+// mask[rows, capacity]; positions[rows, tokens]; inv_freq[turned / 2].
+struct AttentionArgs {
+    const void* qkv;
+    const int64_t *positions, *slot, *mask;
+    void *keys, *values;
+    const float* inv_freq;
+    const void *q_norm, *k_norm;  // [size] or null
+    void* y;                      // [rows tokens, heads size]
+    float* sums;                  // [rows kv_heads tiles, QUERIES, spans, RECORD_HEAD + size]
+    int32_t* finished;            // [rows kv_heads tiles, QUERIES] zeros, and left so
+    int64_t rows, tokens, capacity, heads, kv_heads, size, turned, window, spans;
+    float scaling, softcap, rope_scaling, epsilon;  // scaling: to the base 2; with a softcap (to the base 2), see scored()
+    int32_t plus_one, dependent;
+};
+
+// Where things lie in shared memory, in bytes.
+struct AttentionPlan {
+    int32_t tiles, queries;  // of queries of a cached head; most queries of one
+    int32_t buffers;         // of the waves' results: two, or one where memory is short
+    int32_t starts_at, angles_at, queries_at, fresh_at, tops_at, states_at, ring_at, bytes;
+};
+
+// Facts of a launch that lie in device memory; no kernel of the step writes them, so they are read before grid_wait().
+struct Geometry {
+    int slot, stop, low, spans, heads;  // stop: after the new tokens; low: the first slot that any of them sees; heads: rows kv_heads tiles
+    int* starts;                        // of the rows: where their spans are counted from
+    DEVICE Geometry(const AttentionArgs& a, const AttentionPlan& plan, char* shared) : starts(reinterpret_cast<int*>(shared + plan.starts_at)) {
+        slot = int(a.slot[0]), stop = slot + int(a.tokens);
+        low = a.window > 0 ? max(slot + 1 - int(a.window), 0) : 0;
+        heads = int(a.rows * a.kv_heads) * plan.tiles;
+        spans = (stop - 1) / SPAN + 1;
+        if (a.window > 0) spans = min(spans, (stop - low) / SPAN + 2);
+        find_starts(a);
+    }
+    // The first slot of a row's own tokens, if positions count from there and all before it is hidden; else zero.
+    DEVICE void find_starts(const AttentionArgs& a) {
+        for (int row = threadIdx.x / WAVE; row < int(a.rows); row += WAVES) {
+            int own = slot - int(a.positions[row * a.tokens]);
+            if (own < 0 || own > slot) own = 0;
+            int seen = 0;
+            for (int s = lane_id(); s < own; s += WAVE) seen |= a.mask[row * a.capacity + s] != 0;
+            for (int step = 1; step < WAVE; step *= 2) seen |= lane_xor(seen, step);
+            if (lane_id() == 0) starts[row] = seen ? 0 : own;
+        }
+        __syncthreads();
+    }
+};
+
+// Spans of one head that follow each other: what a block takes at a time. Its waves take tiles in turn, STRIDE slots apart.
+struct Segment {
+    static constexpr int STRIDE = WAVES * TILE;
+    int row, kv, tile, head;  // tile: of queries
+    int first, last;          // of the head's spans that any token sees
+    int span, count;          // the first that is taken, and how many
+    int begin, end;           // the slots that they hold; no more than are cached or new
+    DEVICE bool single() const { return first == last; }
+    // A wave's first tile of which any token sees something.
+    DEVICE int first_tile(const Geometry& all) const {
+        int slot = begin + int(threadIdx.x) / WAVE * TILE;
+        while (slot + TILE <= all.low) slot += STRIDE;
+        return slot;
+    }
+};
+
+// A block's share of all spans of all heads, a head's one after the other.
+struct Share {
+    int at, end;
+    DEVICE explicit Share(const Geometry& all) : at(place(all, int(blockIdx.x))), end(place(all, int(blockIdx.x) + 1)) {}
+    static DEVICE int place(const Geometry& all, int block) { return int(int64_t(all.heads) * all.spans * block / int(gridDim.x)); }
+    // The next segment that holds anything; false if there is none.
+    DEVICE bool next(Segment& s, const AttentionArgs& a, const AttentionPlan& plan, const Geometry& all) {
+        while (at < end) {
+            s.head = at / all.spans;
+            const int of = s.head / plan.tiles, skipped = at - s.head * all.spans, taken = min(end - at, all.spans - skipped);
+            s.tile = s.head - of * plan.tiles, s.row = of / int(a.kv_heads), s.kv = of - s.row * int(a.kv_heads);
+            const int start = all.starts[s.row];
+            s.first = max(all.low - start, 0) / SPAN, s.last = (all.stop - 1 - start) / SPAN;
+            s.span = s.first + skipped, s.count = min(taken, s.last + 1 - s.span);
+            s.begin = start + s.span * SPAN, s.end = min(s.begin + s.count * SPAN, all.stop);
+            at += taken;
+            if (s.count > 0) return true;
+        }
+        return false;
+    }
+};

@@ -1,0 +1,98 @@
+"""The device library's attention of a decode step: what it takes, and one launch from tensors."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from accelpatch.device import Device, probe
+from accelpatch.kernels import build
+from accelpatch.kernels.hip import binding
+
+if TYPE_CHECKING:
+    from accelpatch.kernels.decode_attention import AttentionShape
+
+ENTRY = "accelpatch_decode_attention"
+QUERIES, SPAN = 8, 256  # of a block; slots whose results are added up by themselves
+WIDEST, WIDEST_AMD = 256, 128  # columns of a head
+RECORD_HEAD = 4  # numbers before a span's sums
+ROWS = 256  # of one launch
+LOG2_E = 1.4426950408889634
+
+_POINTERS = (
+    "qkv", "positions", "slot", "mask", "keys", "values", "inv_freq", "q_norm", "k_norm", "y", "sums", "finished",
+)  # fmt: skip
+_SIZES = ("rows", "tokens", "capacity", "heads", "kv_heads", "size", "turned", "window", "spans")
+_FLOATS = ("scaling", "softcap", "rope_scaling", "epsilon")
+
+
+class AttentionArgs(ctypes.Structure):
+    """Mirror of ``AttentionArgs`` in attention.h."""
+
+    _fields_ = (
+        [(name, ctypes.c_void_p) for name in _POINTERS]
+        + [(name, ctypes.c_int64) for name in _SIZES]
+        + [(name, ctypes.c_float) for name in _FLOATS]
+        + [(name, ctypes.c_int32) for name in ("plus_one", "dependent")]
+    )
+
+
+def why_not(shape: AttentionShape, dtype: torch.dtype, device: Device) -> str | None:
+    """Why the library does not take such a layer; None where it does."""
+    if dtype not in binding.DTYPES or shape.inv_freq.dtype != torch.float32:
+        return f"it takes bfloat16 or float16, and frequencies in float32, not {dtype} and {shape.inv_freq.dtype}"
+    widest = WIDEST_AMD if device.vendor == "amd" else WIDEST
+    if shape.size % 8 or shape.size > widest or shape.heads % shape.kv_heads:
+        return f"it takes heads of 8 to {widest} columns, a multiple of 8, not {shape.heads} of {shape.size}"
+    return build.why_not("hip", device)
+
+
+def decode_attention_(
+    qkv: Tensor, positions: Tensor, slot: Tensor, mask: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape
+) -> Tensor:
+    """As the operation; qkv, positions, mask and the cache contiguous. Raises KernelError where it is refused."""
+    rows, tokens = positions.shape
+    y = qkv.new_empty(*qkv.shape[:-1], shape.heads * shape.size)
+    for begin in range(0, rows, ROWS):
+        some, own = slice(begin, begin + ROWS), slice(begin * tokens, (begin + ROWS) * tokens)
+        flat = qkv.view(rows * tokens, -1)[own], y.view(rows * tokens, -1)[own]
+        _launch(*flat, positions[some], slot, mask[some], keys[some], values[some], shape, begin)
+    return y
+
+
+def _launch(
+    qkv: Tensor, y: Tensor, positions: Tensor, slot: Tensor, mask: Tensor, keys: Tensor, values: Tensor,
+    shape: AttentionShape, begin: int,
+) -> None:  # fmt: skip
+    (rows, tokens), capacity = positions.shape, keys.shape[2]
+    heads = rows * shape.kv_heads * -(-tokens * (shape.heads // shape.kv_heads) // QUERIES)
+    spans = (capacity - 1) // SPAN + 2
+    sums = qkv.new_empty((heads, QUERIES, spans, RECORD_HEAD + shape.size), dtype=torch.float32)
+    held = {
+        "qkv": qkv, "positions": positions, "slot": slot, "mask": mask, "keys": keys, "values": values, "y": y,
+        "sums": sums, "finished": shape.counters((begin, heads * QUERIES), qkv.device),
+        "inv_freq": shape.inv_freq, "q_norm": shape.q_norm, "k_norm": shape.k_norm,
+    }  # fmt: skip
+    cap = shape.softcap > 0
+    args = AttentionArgs(
+        **{name: None if tensor is None else tensor.data_ptr() for name, tensor in held.items()},
+        rows=rows, tokens=tokens, capacity=capacity, heads=shape.heads, kv_heads=shape.kv_heads, size=shape.size,
+        turned=shape.turned, window=shape.window, spans=spans, rope_scaling=shape.rope_scaling, epsilon=shape.eps,
+        scaling=shape.scaling * LOG2_E * (2 / shape.softcap if cap else 1), softcap=shape.softcap * LOG2_E,
+        plus_one=int(shape.plus_one), dependent=0 if binding.settled() else -1,
+    )  # fmt: skip
+    with torch.cuda.device(qkv.device):
+        stream = torch.cuda.current_stream().cuda_stream
+        entry = _entry(probe(qkv.device))
+        binding.check(entry(ctypes.byref(args), binding.DTYPES.index(qkv.dtype), stream), ENTRY)
+
+
+@cache
+def _entry(device: Device) -> Any:
+    entry = getattr(build.library("hip", device), ENTRY)
+    entry.restype, entry.argtypes = ctypes.c_int, [ctypes.POINTER(AttentionArgs), ctypes.c_int, ctypes.c_void_p]
+    return entry

@@ -1,0 +1,224 @@
+// The kernel behind decode_attention. A block takes spans in turn; its waves keep a running softmax of their own tiles
+// (each against its own highest score), and their results are added up through shared memory.
+#pragma once
+#include "attention_stage.h"
+#include "attention_stream.h"
+
+// What a lane's query may see of a segment.
+template <class T, int WIDE> struct View {
+    const HeadStager<T, WIDE>& stager;
+    const Words4* query;  // of shared memory
+    int own, least;       // the query's slot, and the one before the first that it sees
+    bool windowed;
+    DEVICE View(const AttentionArgs& a, const HeadStager<T, WIDE>& stager, const Geometry& all, const Segment& s) : stager(stager), windowed(a.window > 0) {
+        const int q = min(AttentionTile<T>::query() & (QUERIES - 1), stager.queries(s) - 1);
+        query = reinterpret_cast<const Words4*>(stager.query(q));
+        own = all.slot + (s.tile * QUERIES + q) / int(a.heads / a.kv_heads), least = windowed ? own - int(a.window) : -1;
+    }
+};
+
+// What a wave knows of up to 8 queries over the tiles of a span that it has read.
+template <class T, int WIDE, int RING> struct Softmax {
+    using Stream = CacheStream<T, WIDE, RING>;
+    using Tile = AttentionTile<T>;
+    static constexpr int SETS = Stream::SETS, STRIDE = WIDE + 4;  // floats of a query and wave in shared memory
+    float top, total, sums[SETS][Tile::PARTS][4];
+
+    DEVICE void zero() {
+        top = -INFINITY, total = 0.f;
+        for (auto& set : sums) for (auto& part : set) for (float& v : part) v = 0.f;
+    }
+    DEVICE void add(const AttentionArgs& a, Stream& stream, const View<T, WIDE>& view, const Geometry& all, int begin) {
+        const bool new_ones = begin + TILE > all.slot;
+        stream.wait();
+        const int mine = begin + lane_id();  // what is given: shown by the mask, or new
+        const uint32_t given = lane_vote(lane_id() < TILE && (mine < all.slot ? (stream.mask()[0] | stream.mask()[1]) != 0 : mine < all.stop)) & 0xffffu;
+        Tile scores;
+        scores.zero();
+#pragma unroll
+        for (int step = 0; step < Stream::STEPS; ++step) {
+            const int chunk = 4 * step + fragment_quarter();
+            Words4 k[ROWS_PER_LANE];
+#pragma unroll
+            for (int h = 0; h < ROWS_PER_LANE; ++h) {
+                k[h] = *stream.piece(0, h * Stream::STEPS + step);
+                if (new_ones) view.stager.replace(k[h], begin + fragment_row(h) - all.slot, 0, chunk);
+            }
+            scores.add_keys(view.query[chunk], k);
+        }
+        stream.template issue<Stream::AFTER_KEYS>();
+        float s[4];
+        // To the base 2. With a softcap a.scaling is 2 log2(e) / softcap times the scores' own: tanh(x) = 1 - 2 / (e^2x + 1).
+#pragma unroll
+        for (int i = 0; i < 4; ++i) s[i] = scores.score(i) * a.scaling;
+        if (a.softcap > 0.f)
+            for (float& v : s) v = a.softcap * (1.f - 2.f / (fast_exp2(v) + 1.f));
+        if (new_ones || given != 0xffffu || view.windowed)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int at = begin + Tile::slot(i);
+                if (!(given >> Tile::slot(i) & 1) || at > view.own || at <= view.least) s[i] = -INFINITY;
+            }
+        const float highest = fmaxf(top, Tile::over_lanes(fmaxf(fmaxf(s[0], s[1]), fmaxf(s[2], s[3])), [](float v, float w) { return fmaxf(v, w); }));
+        const float base = highest == -INFINITY ? 0.f : highest;  // nothing was seen yet: all weights are zero
+        const float kept = fast_exp2(top - base);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) s[i] = fast_exp2(s[i] - base);
+        top = highest, total = fmaf(total, kept, Tile::over_lanes((s[0] + s[1]) + (s[2] + s[3]), [](float v, float w) { return v + w; }));
+        float cells[2];
+        Tile::to_cells(kept, cells);
+        stream.wait();
+        add_values(stream, view, all, begin, given, T::down_pair(s[0], s[1]), T::down_pair(s[2], s[3]), cells);
+        stream.template issue<Stream::AFTER_VALUES>();
+    }
+    DEVICE void add_values(Stream& stream, const View<T, WIDE>& view, const Geometry& all, int begin, uint32_t given, uint32_t first, uint32_t second, const float* kept) {
+#pragma unroll
+        for (int set = 0; set < SETS; ++set) {
+            Words4 v[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) v[i] = *stream.piece(1, set * 4 + i);
+            if (given != 0xffffu || begin + TILE > all.slot)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    if (!(given >> Tile::slot(i) & 1)) v[i] = {0, 0, 0, 0};  // what hidden slots hold must not matter
+                    if (const int chunk = Tile::chunk() + set * Tile::CHUNKS; chunk * 8 < WIDE) view.stager.replace(v[i], begin + Tile::slot(i) - all.slot, 1, chunk);
+                }
+#pragma unroll
+            for (int part = 0; part < Tile::PARTS; ++part) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) sums[set][part][i] *= kept[i & 1];
+                Tile::add_values(sums[set][part], v, part, first, second);
+            }
+        }
+    }
+    // Into shared memory: [query][wave].
+    DEVICE void leave(float* states, float* tops, int queries) const {
+        const int wave = threadIdx.x / WAVE;
+        if (Tile::slot(0) == 0 && Tile::query() < queries) {
+            float* at = tops + (Tile::query() * WAVES + wave) * 2;
+            at[0] = top, at[1] = total;
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if (!Tile::owns() || Tile::cell_query(i) >= queries) continue;
+            float* at = states + (Tile::cell_query(i) * WAVES + wave) * STRIDE;
+#pragma unroll
+            for (int set = 0; set < SETS; ++set)
+#pragma unroll
+                for (int part = 0; part < Tile::PARTS; ++part)
+                    if (const int column = set * Tile::CHUNKS * 8 + Tile::cell_column(part, i); column < WIDE) at[column] = sums[set][part][i];
+        }
+    }
+};
+
+// One query's results of all waves, and then of all spans, by one wave.
+template <class T, int WIDE> struct Adder {
+    static constexpr int STRIDE = WIDE + 4;
+    const AttentionArgs& a;
+    const Segment& s;
+    int q;        // of the segment's queries
+    uint16_t* y;  // of the query
+
+    DEVICE Adder(const AttentionArgs& a, const Segment& s, int q) : a(a), s(s), q(q) {
+        const int group = int(a.heads / a.kv_heads), of = s.tile * QUERIES + q, token = of / group, head = s.kv * group + of % group;
+        y = static_cast<uint16_t*>(a.y) + ((s.row * a.tokens + token) * a.heads + head) * a.size;
+    }
+    DEVICE void store(int column, const float* sums, float total) const {
+#pragma unroll
+        for (int i = 0; i < 4; i += 2) *reinterpret_cast<uint32_t*>(y + column + i) = T::down_pair((sums[i] + 0.f) / total, (sums[i + 1] + 0.f) / total);
+    }
+    DEVICE float* record(int span) const { return a.sums + ((int64_t(s.head) * QUERIES + q) * a.spans + span) * (RECORD_HEAD + a.size); }
+    DEVICE void add(const float* states, const float* tops, int span) const {
+        float highest = -INFINITY, total = 0.f, factor[WAVES];
+#pragma unroll
+        for (int w = 0; w < WAVES; ++w) highest = fmaxf(highest, tops[2 * w]);
+        const float base = highest == -INFINITY ? 0.f : highest;
+#pragma unroll
+        for (int w = 0; w < WAVES; ++w) factor[w] = fast_exp2(tops[2 * w] - base), total = fmaf(factor[w], tops[2 * w + 1], total);
+        float* kept = record(span);
+        for (int column = lane_id() * 4; column < int(a.size); column += WAVE * 4) {
+            float sums[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+            for (int w = 0; w < WAVES; ++w) {
+                float one[4];
+                load_floats<4>(one, states + w * STRIDE + column);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) sums[i] = fmaf(factor[w], one[i], sums[i]);
+            }
+            if (s.single()) store(column, sums, total);
+            else *reinterpret_cast<Words4*>(kept + RECORD_HEAD + column) = {float_to_bits(sums[0]), float_to_bits(sums[1]), float_to_bits(sums[2]), float_to_bits(sums[3])};
+        }
+        if (!s.single() && lane_id() == 0) kept[0] = highest, kept[1] = total;
+    }
+    // Once the segment's spans are in memory: whoever brings a head's last ones adds all of them up.
+    DEVICE void count() const {
+        int32_t* finished = a.finished + s.head * QUERIES + q;
+        int before = 0;
+        if (lane_id() == 0) before = atomicAdd(finished, s.count);
+        if (!lane_vote(lane_id() == 0 && before + s.count == s.last - s.first + 1)) return;
+        __threadfence();
+        if (lane_id() == 0) *finished = 0;  // for the next launch
+        float highest = -INFINITY;
+        for (int span = s.first + lane_id(); span <= s.last; span += WAVE) highest = fmaxf(highest, bits_to_float(load_activation4(record(span))));
+        for (int step = 1; step < WAVE; step *= 2) highest = fmaxf(highest, lane_xor(highest, step));
+        for (int column = lane_id() * 4; column < int(a.size); column += WAVE * 4) {
+            float total = 0.f, sums[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll 4
+            for (int span = s.first; span <= s.last; ++span) {
+                const float* from = record(span);
+                const Words4 head = load_activation16(from), one = load_activation16(from + RECORD_HEAD + column);
+                const float factor = fast_exp2(bits_to_float(head.x) - highest);
+                total = fmaf(factor, bits_to_float(head.y), total);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) sums[i] = fmaf(factor, bits_to_float(word_of(one, i)), sums[i]);
+            }
+            store(column, sums, total);
+        }
+    }
+};
+
+// RING: bytes of a block's ring.
+template <class T, int WIDE, int RING> __global__ void __launch_bounds__(THREADS, WIDE > 128 ? 1 : BLOCKS_RESIDENT) attention_kernel(const AttentionArgs a, const AttentionPlan plan) {
+    extern __shared__ __align__(128) char shared[];
+    using Results = Softmax<T, WIDE, RING>;
+    grid_release();
+    const Geometry all(a, plan, shared);
+    const int wave = threadIdx.x / WAVE;
+    Share share(all);
+    Segment s;
+    if (!share.next(s, a, plan, all)) {  // stays until the kernel behind has found a place on every processor
+        grid_wait();
+        linger();
+        return;
+    }
+    for (int i = threadIdx.x; i < (plan.tops_at - plan.queries_at) / 4; i += THREADS) reinterpret_cast<uint32_t*>(shared + plan.queries_at)[i] = 0;
+    CacheStream<T, WIDE, RING> stream(a, plan, all, shared);
+    HeadStager<T, WIDE> stager{a, plan, shared};
+    stager.turn_to(s.row);
+    grid_wait();
+    int turn = 0;
+    do {
+        stager.stage(s, all);
+        const View<T, WIDE> view(a, stager, all, s);
+        const int queries = stager.queries(s);
+        int slot = s.first_tile(all);
+#pragma unroll 1
+        for (int i = 0; i < s.count; ++i, ++turn) {
+            Results results;
+            results.zero();
+#pragma unroll 1
+            for (const int stop = min(s.begin + (i + 1) * SPAN, s.end); slot < stop; slot += Segment::STRIDE) results.add(a, stream, view, all, slot);
+            const int buffer = (plan.buffers - 1) & turn;
+            float* tops = reinterpret_cast<float*>(shared + plan.tops_at) + buffer * plan.queries * WAVES * 2;
+            float* states = reinterpret_cast<float*>(shared + plan.states_at) + buffer * plan.queries * WAVES * Results::STRIDE;
+            results.leave(states, tops, queries);
+            __syncthreads();
+            for (int q = (wave - turn) & (WAVES - 1); q < queries; q += WAVES) Adder<T, WIDE>(a, s, q).add(states + q * WAVES * Results::STRIDE, tops + q * WAVES * 2, s.span + i);
+            if (plan.buffers == 1) __syncthreads();
+        }
+        if (s.single()) continue;
+        __threadfence();
+        __syncthreads();  // all waves' records are out
+        if (wave < queries) Adder<T, WIDE>(a, s, wave).count();
+    } while (share.next(s, a, plan, all));
+}

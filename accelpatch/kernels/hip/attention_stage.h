@@ -1,0 +1,130 @@
+// Rows of q, k and v on their way from the product before: norm and rotary embedding, rounded where transformers rounds.
+#pragma once
+#include "attention.h"
+
+// Of float32 radians. Quarter turns are taken off in three parts (Cody and Waite 1980); the polynomials are those of
+// Moshier's Cephes.
+DEVICE void cos_sin(float angle, float& cosine, float& sine) {
+    const float quarters = floorf(fmaf(angle, .6366197723675814f, .5f));
+    float x = fmaf(quarters, -1.5703125f, angle);
+    x = fmaf(quarters, -4.837512969970703125e-4f, x), x = fmaf(quarters, -7.54978995489188216e-8f, x);
+    const float z = x * x;
+    const float s = fmaf(x * z, fmaf(z, fmaf(z, -1.9515295891e-4f, 8.3321608736e-3f), -1.6666654611e-1f), x);
+    const float c = fmaf(z * z, fmaf(z, fmaf(z, 2.443315711809948e-5f, -1.388731625493765e-3f), 4.166664568298827e-2f), fmaf(-.5f, z, 1.f));
+    const int turn = int(quarters) & 3;
+    cosine = turn & 1 ? s : c, sine = turn & 1 ? c : s;
+    if (turn == 1 || turn == 2) cosine = -cosine;
+    if (turn >= 2) sine = -sine;
+}
+
+// Cosines and sines [tokens][turned / 2] of a row's positions, rounded to the activations' dtype.
+template <class T> DEVICE void stage_angles(const AttentionArgs& a, float* angles, int row) {
+    const int half = int(a.turned) / 2;
+    for (int i = threadIdx.x; i < int(a.tokens) * half; i += THREADS) {
+        float cosine, sine;
+        cos_sin(static_cast<float>(a.positions[row * a.tokens + i / half]) * a.inv_freq[i % half], cosine, sine);
+        angles[2 * i] = T::up(T::down(cosine * a.rope_scaling)), angles[2 * i + 1] = T::up(T::down(sine * a.rope_scaling));
+    }
+}
+
+// A head's row, a few columns a lane; columns past its end are zero.
+template <class T, int WIDE> struct HeadRow {
+    static constexpr int EACH = WIDE / WAVE;
+    uint32_t own[EACH], other[EACH];  // a column, and the one that it is turned with
+    static DEVICE int column(int e) { return lane_id() + e * WAVE; }
+    static DEVICE int partner(const AttentionArgs& a, int d) {
+        const int half = int(a.turned) / 2;
+        return d < half ? d + half : d < 2 * half ? d - half : d;
+    }
+    DEVICE HeadRow(const AttentionArgs& a, const uint16_t* from, bool both) {
+#pragma unroll
+        for (int e = 0; e < EACH; ++e) {
+            const int d = column(e);
+            own[e] = d < int(a.size) ? load_activation2(from + d) : 0u;
+            other[e] = both && d < int(a.size) ? load_activation2(from + partner(a, d)) : 0u;
+        }
+    }
+    static DEVICE float normed(const AttentionArgs& a, float value, float factor, const uint16_t* weight, int d) {
+        const float w = T::up(d < int(a.size) ? weight[d] : 0u);
+        if (a.plus_one) return T::up(T::down(value * factor * (w + 1.f)));
+        return T::up(T::down(T::up(T::down(value * factor)) * w));
+    }
+    // `weight`: of the norm, or null. angles: of the row's token.
+    DEVICE void turn(const AttentionArgs& a, const uint16_t* weight, const float* angles) {
+        float factor = 1.f;
+        if (weight) {
+            float squares = 0.f;
+#pragma unroll
+            for (int e = 0; e < EACH; ++e) squares = fmaf(T::up(own[e]), T::up(own[e]), squares);
+            for (int step = 1; step < WAVE; step *= 2) squares += lane_xor(squares, step);
+            factor = rsqrtf(squares / static_cast<float>(a.size) + a.epsilon);
+        }
+        const int half = int(a.turned) / 2;
+#pragma unroll
+        for (int e = 0; e < EACH; ++e) {
+            const int d = column(e);
+            float v = T::up(own[e]), w = T::up(other[e]);
+            if (weight) v = normed(a, v, factor, weight, d), w = normed(a, w, factor, weight, partner(a, d));
+            if (d < 2 * half) {
+                const float* angle = angles + 2 * (d < half ? d : d - half);
+                const float straight = T::up(T::down(v * angle[0])), across = T::up(T::down(w * angle[1]));
+                v = d < half ? straight - across : straight + across;
+            }
+            own[e] = T::down(v);
+        }
+    }
+    DEVICE void leave(uint16_t* into, int columns) const {
+#pragma unroll
+        for (int e = 0; e < EACH; ++e)
+            if (column(e) < columns) into[column(e)] = static_cast<uint16_t>(own[e]);
+    }
+};
+
+// What a block's segments need of the product before: the queries of a head, and its new keys and values.
+template <class T, int WIDE> struct HeadStager {
+    static constexpr int STRIDE = WIDE * 2 + 16;  // bytes of a row
+    const AttentionArgs& a;
+    const AttentionPlan& plan;
+    char* shared;
+    int head = -1, row = -1;
+
+    DEVICE char* query(int q) const { return shared + plan.queries_at + q * STRIDE; }
+    DEVICE char* fresh(int token, int value) const { return shared + plan.fresh_at + (token * 2 + value) * STRIDE; }
+    DEVICE float* angles(int token) const { return reinterpret_cast<float*>(shared + plan.angles_at) + token * a.turned; }
+    DEVICE int queries(const Segment& s) const { return min(QUERIES, int(a.tokens * (a.heads / a.kv_heads)) - s.tile * QUERIES); }
+
+    // A piece of the cache, if its slot is new; they count from the first new one.
+    DEVICE void replace(Words4& piece, int token, int value, int chunk) const {
+        if (token >= 0 && token < int(a.tokens)) piece = reinterpret_cast<const Words4*>(fresh(token, value))[chunk];
+    }
+    DEVICE void turn_to(int other) {  // a row's angles; they need nothing of the kernel before
+        if (other == row) return;
+        row = other;
+        stage_angles<T>(a, angles(0), row);
+        __syncthreads();
+    }
+    // All threads call it, and may read what it left when it returns.
+    DEVICE void stage(const Segment& s, const Geometry& all) {
+        if (s.head == head) return;
+        if (head >= 0) __syncthreads();  // what lay there has been read
+        turn_to(s.row);
+        head = s.head;
+        const int count = queries(s), group = int(a.heads / a.kv_heads), columns = int(a.heads + 2 * a.kv_heads) * int(a.size);
+        const uint16_t* qkv = static_cast<const uint16_t*>(a.qkv) + s.row * a.tokens * columns;
+        for (int task = threadIdx.x / WAVE; task < count + 2 * int(a.tokens); task += WAVES) {
+            const bool mine = task < count;
+            const int q = s.tile * QUERIES + task, token = mine ? q / group : (task - count) / 2, value = mine ? 0 : (task - count) % 2;
+            const int of = mine ? s.kv * group + q % group : int(a.heads) + value * int(a.kv_heads) + s.kv;
+            HeadRow<T, WIDE> all_of(a, qkv + token * int64_t(columns) + of * a.size, !value);
+            if (!value) all_of.turn(a, static_cast<const uint16_t*>(mine ? a.q_norm : a.k_norm), angles(token));
+            all_of.leave(reinterpret_cast<uint16_t*>(mine ? query(task) : fresh(token, value)), WIDE);
+            if (!mine && s.tile == 0) keep(s, all, token, value, all_of);
+        }
+        __syncthreads();
+    }
+    // Into the cache, by every block of the head alike.
+    DEVICE void keep(const Segment& s, const Geometry& all, int token, int value, const HeadRow<T, WIDE>& all_of) const {
+        const int64_t at = ((s.row * a.kv_heads + s.kv) * a.capacity + all.slot + token) * a.size;
+        all_of.leave(static_cast<uint16_t*>(value ? a.values : a.keys) + at, int(a.size));
+    }
+};

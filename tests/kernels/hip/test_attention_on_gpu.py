@@ -1,0 +1,86 @@
+"""The device library's attention on a GPU: the float rule, the same bits in every company, odd masks, repeats."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+import torch
+
+from accelpatch.device import probe
+from accelpatch.errors import KernelError
+from accelpatch.kernels.decode_attention import AttentionShape, reference_
+from accelpatch.kernels.hip import attention
+from tests.kernels.test_decode_attention import CASES, SAME, Case, assert_float_rule, assert_the_same_bits, made
+from tests.parity import bits
+
+pytestmark = pytest.mark.gpu
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+LONG = {
+    "long": Case(size=128, slot=4500, capacity=4608, rows=1, heads=8, kv_heads=8),
+    "long-rows": Case(size=128, slot=2100, capacity=4096, rows=5, padding=700, tokens=8),
+    "more-heads-than-blocks": Case(size=64, slot=300, capacity=512, rows=9, heads=32, kv_heads=32),
+    "many-rows": Case(size=64, slot=20, capacity=64, rows=300, heads=2, kv_heads=1),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _there() -> None:
+    shape = AttentionShape(1, 1, 64, 1.0, torch.ones(32))
+    if torch.cuda.is_available() and (reason := attention.why_not(shape, torch.bfloat16, probe("cuda"))):
+        pytest.skip(reason)
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("case", (CASES | LONG).values(), ids=CASES | LONG)
+def test_float_rule(case: Case, dtype: torch.dtype) -> None:
+    assert_float_rule(attention.decode_attention_, case, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("case", (SAME | LONG).values(), ids=SAME | LONG)
+def test_a_token_gets_the_bits_that_it_gets_alone(case: Case, dtype: torch.dtype) -> None:
+    assert_the_same_bits(attention.decode_attention_, dataclasses.replace(case, rows=min(case.rows, 9)), dtype)
+
+
+def test_a_thousand_random_steps() -> None:
+    draw = random.Random(11)
+    for trial in range(1000):
+        kv_heads, tokens = draw.choice([1, 2, 3]), draw.randint(1, 8)
+        slot = draw.randint(0, draw.choice([40, 300, 900]))
+        case = Case(
+            heads=kv_heads * draw.choice([1, 2, 4, 7]), kv_heads=kv_heads, size=draw.choice([64, 80, 96, 128, 256]),
+            slot=slot, capacity=slot + tokens + draw.randint(0, 300), rows=draw.choice([1, 2, 3, 8]), tokens=tokens,
+            padding=draw.randint(0, slot), window=draw.choice([0, 0, 5, 100, 400]), norms=draw.random() < 0.3,
+        )  # fmt: skip
+        try:
+            assert_the_same_bits(attention.decode_attention_, case, torch.bfloat16)
+        except AssertionError as error:
+            raise AssertionError((trial, case)) from error
+
+
+def test_masks_with_holes_and_tokens_before_the_own_ones() -> None:
+    case = Case(rows=3, slot=200, size=128)
+    (qkv, positions, slot, mask, *cache), shape = made(case, torch.bfloat16)
+    mask[0, 3:40], mask[1, :100:2], mask[2, 150:] = 0, 0, 0
+    positions = mask[:, :200].sum(1, keepdim=True)  # as transformers counts: the first slots can be a token's own
+    for one in cache:
+        one[0, :, 3:40] = float("nan")
+    due = reference_(qkv.float(), positions, slot, mask, *(one.float() for one in cache), shape)
+    found = attention.decode_attention_(qkv, positions, slot, mask, *cache, shape)
+    torch.testing.assert_close(found.float(), due, rtol=2e-2, atol=2e-2)
+
+
+def test_repeats() -> None:
+    args, shape = made(CASES["two-runs-of-a-padded-row"], torch.bfloat16)
+    due = attention.decode_attention_(*args, shape)
+    for _ in range(1000):
+        assert torch.equal(bits(attention.decode_attention_(*args, shape)), bits(due))
+
+
+def test_what_is_refused() -> None:
+    (qkv, positions, slot, mask, keys, values), shape = made(CASES["grouped"], torch.bfloat16)
+    odd = torch.empty(keys.numel() + 1, dtype=keys.dtype, device=keys.device)[1:].view_as(keys)
+    with pytest.raises(KernelError, match="pointer"):
+        attention.decode_attention_(qkv, positions, slot, mask, odd, values, shape)
