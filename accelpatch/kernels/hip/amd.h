@@ -9,6 +9,7 @@ constexpr int PHASE_VALUES = 2048;   // of K staged at once where not all fits
 constexpr bool SHARED_RING = false;
 constexpr int DEEP = 1, SHALLOW = 1;
 constexpr int NARROW_TOKENS = 0;
+constexpr int WIDE_TOKENS = 8;
 constexpr int RESERVED_SHARED = 0;
 #if defined(__gfx90a__)
 constexpr bool FLUSHING_HALF = true;  // fp16 matrix products lose subnormals
@@ -77,6 +78,19 @@ DEVICE void linger() {}
 constexpr bool NAMED_BARRIERS = false;
 DEVICE void group_sync(int, int) { __syncthreads(); }
 DEVICE void group_arrive(int, int) { __syncthreads(); }
+
+// ---- no clusters ----
+constexpr int CLUSTER = 1;
+template <class F> constexpr int CLUSTER_DEPTH = 1;
+constexpr bool CLUSTERS_HERE = false;
+using Mailbox = uint64_t;
+DEVICE int cluster_rank() { return 0; }
+DEVICE void open_mailbox(Mailbox&) {}
+DEVICE void cluster_arrive() {}
+DEVICE void cluster_wait() {}
+DEVICE void send4(float*, Mailbox&, int, float) {}
+DEVICE void send16(void*, Mailbox&, int, const float*) {}
+DEVICE void receive(Mailbox&, bool, int, int) {}
 
 // ---- matrix products: as in nvidia.h ----
 constexpr int ROWS_PER_LANE = 1;
@@ -203,6 +217,7 @@ template <class T> struct AttentionTile {
 struct DeviceLimits {
     int processors, shared_block, shared_processor;
     bool dependent_launch;
+    bool clusters;
 };
 inline int attribute(hipDeviceAttribute_t what, int device) {
     int v = 0;
@@ -213,7 +228,7 @@ inline DeviceLimits device_limits() {
     int device = 0;
     (void)hipGetDevice(&device);
     const int shared = attribute(hipDeviceAttributeMaxSharedMemoryPerBlock, device);
-    return {attribute(hipDeviceAttributeMultiprocessorCount, device), shared, shared, false};
+    return {attribute(hipDeviceAttributeMultiprocessorCount, device), shared, shared, false, false};
 }
 // The runtime's error, 0 for none.
 template <class... ARGS>

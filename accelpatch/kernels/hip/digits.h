@@ -8,8 +8,8 @@
 #pragma once
 #include "norm.h"
 
-template <class F, class T, bool NARROW> struct DigitStager : Norms<T> {
-    using Base = Norms<T>;
+template <class F, class T, bool NARROW, bool CLUSTERED = false> struct DigitStager : Norms<T, CLUSTERED> {
+    using Base = Norms<T, CLUSTERED>;
     using Base::a, Base::plan, Base::row;
     using Gain = typename Base::Gain;
     static constexpr int AT_ONCE = NARROW ? 3 : 2;  // slots under way at once
@@ -20,12 +20,13 @@ template <class F, class T, bool NARROW> struct DigitStager : Norms<T> {
     char* shared;
     Gain first[2];  // the norm's weights of a thread's first slot: constant, and so loaded before the wait
 
-    DEVICE DigitStager(const GemvArgs& a, const GemvPlan& plan, char* shared) : Base(a, plan, shared), shared(shared) {
+    DEVICE DigitStager(const GemvArgs& a, const GemvPlan& plan, char* shared, int slot) : Base(a, plan, shared), shared(shared) {
         if (threadIdx.x == 0) Base::votes() = 0;
         if (a.norm != NORM_NONE)
-            for (int h = 0; h < 2; ++h) first[h] = Base::gain(place(threadIdx.x, h));
+            for (int h = 0; h < 2; ++h) first[h] = Base::gain(place(slot, h));
         __syncthreads();
     }
+    DEVICE DigitStager(const GemvArgs& a, const GemvPlan& plan, char* shared) : DigitStager(a, plan, shared, threadIdx.x) {}
     // As FloatStager's.
     DEVICE void range(int from, int steps) {
         const int slots = (steps + PAIR<F> - 1) / PAIR<F> * PAIR<F> * (F::KSTEP / 16), laps = (slots + THREADS - 1) / THREADS;
@@ -45,7 +46,7 @@ template <class F, class T, bool NARROW> struct DigitStager : Norms<T> {
         return k % 2 ? T::up_high(pair) : T::up(pair & 0xffffu);
     }
 
-private:
+protected:
     DEVICE char* slot_at(int token, int slot) const { return shared + token * plan.token_stride + slot * 32; }
     DEVICE float* powers() const { return reinterpret_cast<float*>(shared + plan.powers_at); }
     DEVICE float* group_sums() const { return reinterpret_cast<float*>(shared + plan.sums_at); }
@@ -128,11 +129,15 @@ private:
         uint32_t most = max(largest(raw[0]), largest(raw[1]));
 #pragma unroll
         for (int step = 1; step < BLOCK; step *= 2) most = max(most, lane_xor(most, step));
+        convert(token, slot, there, raw, most);
+    }
+    // `most`: the largest magnitude of the slot's block.
+    DEVICE void convert(int token, int slot, bool there, const Words4 (&raw)[2], uint32_t most) const {
         const uint32_t exponent = (float_to_bits(T::up(most)) + BUMP) >> 23;
-        if (there && exponent >= 255) atomicOr(&Base::votes(), 1u << token);
+        if (there && float_to_bits(T::up(most)) >= 0x7f800000u) atomicOr(&Base::votes(), 1u << token);
         const bool lifted = exponent < SMALL;
         const uint32_t held = exponent + (lifted ? 64 : 0);
-        const float times = bits_to_float((268 - min(held, 254u)) << 23), power = bits_to_float((held - 14) << 23) * (lifted ? 0x1p-64f : 1.f);
+        const float times = bits_to_float((268 - held) << 23), power = bits_to_float((held - 14) << 23) * (lifted ? 0x1p-64f : 1.f);
         int sums[2];
         emit(raw, lifted, times, slot_at(token, slot), there, sums);
         if (there && slot % BLOCK == 0) powers()[slot / BLOCK * 8 + token] = power * F::UNIT;

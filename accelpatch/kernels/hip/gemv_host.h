@@ -1,6 +1,6 @@
 // Host side: limits, the plan of shared memory, the launch. Every limit is checked here, in 64-bit arithmetic.
 #pragma once
-#include "gemv_kernel.h"
+#include "cluster_kernel.h"
 
 enum Status : int { STATUS_OK = 0, STATUS_SIZE = 1, STATUS_POINTER = 2, STATUS_MEMORY = 3, STATUS_FORMAT = 4, STATUS_DEVICE = 1000 };
 
@@ -29,9 +29,13 @@ template <class F> int waves_shift(const GemvPlan& p, int blocks) {
     return turns[1] < turns[0] ? 3 : 2;
 }
 
+// The kernel's forms: up to NARROW_TOKENS tokens, more, and more by clusters.
+enum class Form { NARROW, WIDE, CLUSTER };
+
 // Where everything lies for `resident` phases and a ring of `depth`; the bytes in all.
-template <class F, class T> int64_t lay_out(GemvPlan& p, const GemvArgs& a, bool narrow, int depth) {
-    const int64_t steps = round_up(p.resident == p.phases ? p.steps : p.phase_steps, PAIR<F>), values = round_up(steps * F::KSTEP, 128);
+template <class F, class T> int64_t lay_out(GemvPlan& p, const GemvArgs& a, Form form, int depth) {
+    const bool clustered = form == Form::CLUSTER;
+    const int64_t steps = clustered ? p.phase_steps : round_up(p.resident == p.phases ? p.steps : p.phase_steps, PAIR<F>), values = round_up(steps * F::KSTEP, 128);
     const int64_t waves = 1 << p.waves_shift;
     int64_t at = 0;
     const auto take = [&](int64_t bytes) { return int32_t((at += round_up(bytes, 128)) - round_up(bytes, 128)); };
@@ -41,35 +45,25 @@ template <class F, class T> int64_t lay_out(GemvPlan& p, const GemvArgs& a, bool
     take(p.token_stride * a.m);
     p.powers_at = take(F::INTEGER ? values / 128 * 32 : 0);
     p.sums_at = take(F::OFFSET != OFFSET_NONE ? steps * F::GROUPS * 32 : 0);
-    p.moments_at = take(Norms<T>::FLOATS * 4);
-    p.partial_buffers = int32_t(narrow ? waves : depth == DEEP ? 2 : 1);  // where memory is short, a second barrier instead
-    p.partial_at = take(p.partial_buffers * a.m * WAVES * PARTIAL_STRIDE * 4);
+    p.moments_at = take(clustered ? Norms<T, true>::FLOATS * 4 : Norms<T>::FLOATS * 4);
+    p.partial_buffers = int32_t(form == Form::NARROW ? waves : depth == DEEP ? 2 : 1);  // where memory is short, a second barrier instead
+    p.partial_at = take(clustered ? WAVES * (waves - 1) * LETTER_BYTES : p.partial_buffers * a.m * WAVES * PARTIAL_STRIDE * 4);
+    p.boxes_at = take(clustered ? BOXES * 8 : 0);
     p.ring_at = take(SHARED_RING ? int64_t(depth) * PAIR<F> * SLOT_BYTES<F> * WAVES : 0);
     return at;
 }
 
-// Lays out one launch of up to 8 tokens on so many blocks; the ring's depth, 0 where even the smallest does not fit.
-template <class F, class T> int make_plan(GemvPlan& p, const GemvArgs& a, const DeviceLimits& limits, int blocks, bool narrow) {
-    const bool gate = a.activation == ACT_SILU_GATE;
-    const int64_t rows = gate ? a.n / 2 : a.n, each = gate ? 8 : 16;
-    p.tiles = int32_t((rows + each - 1) / each);
-    p.steps = int32_t((a.k + F::KSTEP - 1) / F::KSTEP);
-    p.phase_steps = PHASE_VALUES / F::KSTEP;
-    p.phases = (p.steps + p.phase_steps - 1) / p.phase_steps;
-    p.waves_shift = waves_shift<F>(p, limits.processors * BLOCKS_LAUNCHED);
-    p.tile_hop = blocks * (WAVES >> p.waves_shift), p.row_hop = int32_t(p.tile_hop * each);
-    p.weight_hop = F::TILED ? int64_t(p.tile_hop) * p.steps * F::STEP_BYTES : p.row_hop * (a.k * F::VALUE_BITS / 8);
-    p.scale_hop = int64_t(p.tile_hop) * (((p.steps - 1) >> a.group_shift) + 1) * 8 * SCALE_BYTES<F>;
-    p.w_aligned = F::TILED || multiple_of_16(a.w, a.k * F::VALUE_BITS / 8);
-    p.x_aligned = multiple_of_16(a.x, a.x_stride * 2) && a.k % 8 == 0 && multiple_of_16(a.norm_weight) && multiple_of_16(a.norm_bias);
-    const int64_t half = limits.shared_processor / 2 - RESERVED_SHARED, whole = limits.shared_block;
+// A kernel takes at most half a processor, so that its successor finds room; more where it cannot do with less.
+inline int64_t half_of(const DeviceLimits& limits) { return limits.shared_processor / 2 - RESERVED_SHARED; }
+
+template <class F, class T> int fit(GemvPlan& p, const GemvArgs& a, const DeviceLimits& limits, Form form) {
     for (const bool all : {true, false}) {  // what is staged in phases is staged anew for every tile
-        for (const int64_t room : {half, whole}) {
+        for (const int64_t room : {half_of(limits), int64_t(limits.shared_block)}) {
             if (!all && (p.phases == 1 || a.norm)) continue;
             p.resident = all ? p.phases : 1;
             for (const int depth : {DEEP, SHALLOW}) {
                 if (depth == DEEP && DEEP != SHALLOW && a.shallow) continue;
-                const int64_t bytes = lay_out<F, T>(p, a, narrow, depth);
+                const int64_t bytes = lay_out<F, T>(p, a, form, depth);
                 p.bytes = int32_t(bytes);
                 if (bytes <= room) return depth;
             }
@@ -78,14 +72,67 @@ template <class F, class T> int make_plan(GemvPlan& p, const GemvArgs& a, const 
     return 0;
 }
 
+// In a cluster: as few phases of a block's part of K as fit.
+template <class F, class T> int fit_part(GemvPlan& p, const GemvArgs& a, const DeviceLimits& limits) {
+    const int64_t turn = (int64_t(PAIR<F>) << p.waves_shift) / CLUSTER, turns = p.part_steps / turn;
+    for (const int64_t room : {half_of(limits), int64_t(limits.shared_block)}) {
+        for (int64_t each = turns, phases = 1;; each = (turns + phases - 1) / phases) {
+            p.phase_steps = int32_t(each * turn);
+            p.phases = int32_t((turns + each - 1) / each);
+            const int64_t bytes = lay_out<F, T>(p, a, Form::CLUSTER, CLUSTER_DEPTH<F>);
+            p.bytes = int32_t(bytes);
+            if (bytes <= room) return CLUSTER_DEPTH<F>;
+            if (a.norm || each == 1) break;
+            ++phases;
+        }
+    }
+    return 0;
+}
+
+// Lays out one launch of up to 8 tokens on so many blocks; the ring's depth, 0 where even the smallest does not fit.
+template <class F, class T> int make_plan(GemvPlan& p, const GemvArgs& a, const DeviceLimits& limits, int blocks, Form form) {
+    const bool gate = a.activation == ACT_SILU_GATE;
+    const int64_t rows = gate ? a.n / 2 : a.n, each = gate ? 8 : 16;
+    p.tiles = int32_t((rows + each - 1) / each);
+    p.steps = int32_t((a.k + F::KSTEP - 1) / F::KSTEP);
+    p.phase_steps = PHASE_VALUES / F::KSTEP;
+    p.phases = (p.steps + p.phase_steps - 1) / p.phase_steps;
+    p.waves_shift = waves_shift<F>(p, limits.processors * BLOCKS_LAUNCHED);
+    const int cluster = form == Form::CLUSTER ? CLUSTER : 1;
+    const int64_t shared_turn = PAIR<F> << p.waves_shift;  // of all waves of a tile
+    p.part_steps = int32_t((p.steps + shared_turn - 1) / shared_turn * shared_turn / CLUSTER);
+    p.tile_hop = blocks / cluster * (WAVES * cluster >> p.waves_shift), p.row_hop = int32_t(p.tile_hop * each);
+    p.weight_hop = F::TILED ? int64_t(p.tile_hop) * p.steps * F::STEP_BYTES : p.row_hop * (a.k * F::VALUE_BITS / 8);
+    p.scale_hop = int64_t(p.tile_hop) * (((p.steps - 1) >> a.group_shift) + 1) * 8 * SCALE_BYTES<F>;
+    p.w_aligned = F::TILED || multiple_of_16(a.w, a.k * F::VALUE_BITS / 8);
+    p.x_aligned = multiple_of_16(a.x, a.x_stride * 2) && a.k % 8 == 0 && multiple_of_16(a.norm_weight) && multiple_of_16(a.norm_bias);
+    return form == Form::CLUSTER ? fit_part<F, T>(p, a, limits) : fit<F, T>(p, a, limits, form);
+}
+
 template <class F, class T, bool NARROW> auto kernel_of(int depth) { return depth == DEEP ? gemv_kernel<F, T, NARROW, DEEP> : gemv_kernel<F, T, NARROW, SHALLOW>; }
+
+template <class F, class T> int launch_as_clusters(const GemvArgs& a, const DeviceLimits& limits, GpuStream stream) {
+    const int clusters = a.blocks > 0 ? (a.blocks + CLUSTER - 1) / CLUSTER : most_clusters(gemv_cluster_kernel<F, T>, limits);
+    if (!clusters) return STATUS_MEMORY;
+    GemvPlan plan = {};
+    if (!make_plan<F, T>(plan, a, limits, clusters * CLUSTER, Form::CLUSTER)) return STATUS_MEMORY;
+    const int error = launch_clusters(gemv_cluster_kernel<F, T>, CLUSTER, clusters * CLUSTER, THREADS, plan.bytes, stream, limits, a.dependent >= 0, a, plan);
+    return error ? STATUS_DEVICE + error : STATUS_OK;
+}
 
 template <class F, class T> int launch(const GemvArgs& a, GpuStream stream) {
     const DeviceLimits limits = device_limits();
     const bool narrow = F::INTEGER && a.m <= NARROW_TOKENS;
     const int blocks = a.blocks > 0 ? a.blocks : limits.processors * BLOCKS_LAUNCHED;
     GemvPlan plan = {};
-    const int depth = make_plan<F, T>(plan, a, limits, blocks, narrow);
+    const int depth = make_plan<F, T>(plan, a, limits, blocks, narrow ? Form::NARROW : Form::WIDE);
+    if constexpr (CLUSTER > 1) {
+        const bool many = a.m > (F::INTEGER ? NARROW_TOKENS : WIDE_TOKENS);
+        if (limits.clusters && (many || !depth || plan.bytes > half_of(limits))) {
+            const int status = launch_as_clusters<F, T>(a, limits, stream);
+            if (status != STATUS_MEMORY || many) return status;
+        }
+    }
     if (!depth) return STATUS_MEMORY;
     auto kernel = kernel_of<F, T, false>(depth);
     if constexpr (F::INTEGER && NARROW_TOKENS > 0) {

@@ -49,17 +49,19 @@ template <class F, class T> struct Output {
     }
 };
 
-// The products with a token's values that are not finite: they alone decide what its sum comes to.
-template <class F, class STAGER> DEVICE float unbounded_sum(const GemvArgs& a, const GemvPlan& plan, const STAGER& stager, int tile, int r, int token) {
+// The products with a token's values that are not finite: they alone decide what its sum comes to. `none`: where there are none.
+template <class F, class STAGER> DEVICE float unbounded_sum(const GemvArgs& a, const GemvPlan& plan, const STAGER& stager, int tile, int r, int token, float none = 0.f) {
     const int64_t sets = scale_sets<F>(a, plan);
     const char* row = static_cast<const char*>(a.w);
     if (F::TILED) row += int64_t(tile) * plan.steps * F::STEP_BYTES + r * 64;
     else row += min(weight_row(a, tile, r), a.n - 1) * row_bytes<F>(a);
     float sum = 0.f;
+    bool found = false;
 #pragma unroll 1
     for (int k = 0; k < int(a.k); ++k) {
         const float x = stager.value(token, k);
         if (fabsf(x) < INFINITY) continue;
+        found = true;
         float scale = 1.f, offset = 0.f;
         if constexpr (F::GROUPS > 0) {
             const int step = k / F::KSTEP, group = k % F::KSTEP / (F::KSTEP / F::GROUPS);
@@ -69,7 +71,7 @@ template <class F, class STAGER> DEVICE float unbounded_sum(const GemvArgs& a, c
         }
         sum += x * F::value(row, k, scale, offset);
     }
-    return sum;
+    return found ? sum : none;
 }
 
 // A wave's turns from step `from` to `end`; activations are staged from step `begin` on.
@@ -92,7 +94,7 @@ template <class F, class T, bool NARROW, int DEPTH> __global__ void __launch_bou
     const int wave = threadIdx.x / WAVE, wk = wave & (WK - 1), wn = wave >> plan.waves_shift;
     grid_release();
     using Flow = Stream<F, DEPTH>;
-    Flow stream(a, plan, wk, wn, shared + plan.ring_at + wave * DEPTH * Flow::TURN_BYTES + lane_id() * 16);
+    Flow stream(a, plan, wk, tile_of(plan, 0, wn), shared + plan.ring_at + wave * DEPTH * Flow::TURN_BYTES + lane_id() * 16);
     typename Sums::Stager stager(a, plan, shared);
     // A tile's sums are added up by one of its waves, another one each round, while the others go on; a wave waits for
     // all once in WK rounds, so a buffer of WK is free again when its turn comes. Many tokens: by all waves.

@@ -19,17 +19,19 @@ DEVICE Words4 load_chunk(const void* row, int at, int k, bool aligned) {
     return aligned ? load_activation16(from) : load_part(from, k - at);
 }
 
-// A token's values become (x - mean) * scale * weight + bias, rounded as the module's own output would be.
-template <class T> struct Norms {
+// A token's values become (x - mean) * scale * weight + bias, rounded as the module's own output would be. CLUSTERED: the
+// blocks of a cluster leave the sums of runs of 8 lanes instead of 32, and total() goes on where they stopped.
+template <class T, bool CLUSTERED = false> struct Norms {
     static constexpr int BANDS = THREADS / 32;            // runs of 32 lanes that add up together
-    static constexpr int FLOATS = 2 * BANDS * 8 + 1;      // sums, sums of squares: one for each token and band; a word of votes
+    static constexpr int SHARES = BANDS * (CLUSTERED ? 4 : 1);
+    static constexpr int FLOATS = 2 * SHARES * 8 + 1;     // sums, sums of squares: one for each token and share; a word of votes
     const GemvArgs& a;
     const GemvPlan& plan;
     float* sums;
 
     DEVICE Norms(const GemvArgs& a, const GemvPlan& plan, char* shared) : a(a), plan(plan), sums(reinterpret_cast<float*>(shared + plan.moments_at)) {}
-    DEVICE float* squares() const { return sums + BANDS * 8; }
-    DEVICE uint32_t& votes() const { return *reinterpret_cast<uint32_t*>(sums + 2 * BANDS * 8); }  // bit `token`: not finite
+    DEVICE float* squares() const { return sums + SHARES * 8; }
+    DEVICE uint32_t& votes() const { return *reinterpret_cast<uint32_t*>(sums + 2 * SHARES * 8); }  // bit `token`: not finite
     DEVICE const char* row(int token) const { return static_cast<const char*>(a.x) + token * a.x_stride * 2; }
 
     // A lane's share of a token's sum, from every lane of a run.
@@ -40,7 +42,15 @@ template <class T> struct Norms {
     DEVICE float total(const float* moments, int token) const {  // over K
         float sum = 0.f;
 #pragma unroll
-        for (int i = 0; i < BANDS; ++i) sum += moments[token * BANDS + i];
+        for (int i = 0; i < BANDS; ++i) {
+            if constexpr (CLUSTERED) {
+                float part[4];
+                load_floats<4>(part, moments + token * SHARES + i * 4);
+                sum += (part[0] + part[1]) + (part[2] + part[3]);
+            } else {
+                sum += moments[token * BANDS + i];
+            }
+        }
         return sum / static_cast<float>(a.k);
     }
     DEVICE float mean(int token) const { return a.norm == NORM_LAYER ? total(sums, token) : 0.f; }

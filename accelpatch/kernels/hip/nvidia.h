@@ -1,5 +1,6 @@
 // NVIDIA, sm_80 and later: waves of 32, m16n8 matrix products, a ring in shared memory, dependent launch (Hopper on).
 #pragma once
+#include <atomic>
 
 using GpuStream = cudaStream_t;
 constexpr int WAVE = 32;
@@ -9,6 +10,7 @@ constexpr int PHASE_VALUES = 4096;   // of K staged at once where not all fits: 
 constexpr bool SHARED_RING = true;    // or else one turn ahead, in registers
 constexpr int DEEP = 4, SHALLOW = 2;  // turns of a ring
 constexpr int NARROW_TOKENS = 2;     // up to how many tokens integer products have a form of their own: a wave finishes 16 rows of two
+constexpr int WIDE_TOKENS = 3;       // up to how many tokens float products run without clusters
 constexpr int RESERVED_SHARED = 1024;  // bytes of a block that are the system's
 constexpr bool FLUSHING_HALF = false;  // whether fp16 matrix products lose subnormals
 
@@ -112,6 +114,8 @@ DEVICE void linger() {  // a microsecond
 #endif
 }
 DEVICE void group_arrive(int name, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(name + 1), "r"(threads) : "memory"); }
+
+#include "nvidia_cluster.h"
 
 // ---- matrix products: a lane holds 16 bytes of each of ROWS_PER_LANE rows of a tile of 16; K is permuted alike in both
 // operands, so the instruction's own order of K never matters ----
@@ -225,7 +229,7 @@ template <class T> struct AttentionTile {
 // ---- host ----
 struct DeviceLimits {
     int processors, shared_block, shared_processor;
-    bool dependent_launch;
+    bool dependent_launch, clusters;
 };
 inline int attribute(cudaDeviceAttr what, int device) {
     int v = 0;
@@ -235,20 +239,48 @@ inline int attribute(cudaDeviceAttr what, int device) {
 inline DeviceLimits device_limits() {
     int device = 0;
     (void)cudaGetDevice(&device);
+    const bool hopper = attribute(cudaDevAttrComputeCapabilityMajor, device) >= 9;
     return {attribute(cudaDevAttrMultiProcessorCount, device), attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
-            attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, device), attribute(cudaDevAttrComputeCapabilityMajor, device) >= 9};
+            attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, device), hopper, hopper && CLUSTER > 1};
 }
-// The runtime's error, 0 for none.
-template <class... ARGS>
-int launch_kernel(void (*kernel)(ARGS...), int blocks, int threads, int shared, GpuStream stream, const DeviceLimits& limits, bool dependent, ARGS... args) {
-    int error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, limits.shared_block);
-    if (!error) error = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
-    if (error) return error;
+template <class... ARGS> int prepare(void (*kernel)(ARGS...), const DeviceLimits& limits) {
+    const int error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, limits.shared_block);
+    return error ? error : cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+}
+inline cudaLaunchAttribute cluster_attribute(int cluster) {
     cudaLaunchAttribute attribute = {};
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = cluster, attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+    return attribute;
+}
+// How many clusters the device holds at once with one block on a processor; 0 where it cannot say. Asked once a device.
+template <class... ARGS> int most_clusters(void (*kernel)(ARGS...), const DeviceLimits& limits) {
+    static std::atomic<int> held[64];
+    int device = 0, count = 0;
+    if (cudaGetDevice(&device) || device >= 64) return 0;
+    if ((count = held[device])) return count;
+    if (prepare(kernel, limits)) return 0;
+    cudaLaunchAttribute attribute = cluster_attribute(CLUSTER);
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(CLUSTER), config.blockDim = dim3(WAVE), config.dynamicSmemBytes = limits.shared_block;
+    config.attrs = &attribute, config.numAttrs = 1;
+    if (cudaOccupancyMaxActiveClusters(&count, kernel, &config)) return 0;
+    return held[device] = count;
+}
+// The runtime's error, 0 for none. cluster: blocks of one.
+template <class... ARGS>
+int launch_clusters(void (*kernel)(ARGS...), int cluster, int blocks, int threads, int shared, GpuStream stream, const DeviceLimits& limits, bool dependent, ARGS... args) {
+    if (const int error = prepare(kernel, limits)) return error;
+    cudaLaunchAttribute attributes[2] = {cluster_attribute(cluster), {}};
+    attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[1].val.programmaticStreamSerializationAllowed = 1;
+    const bool early = dependent && limits.dependent_launch;
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3(blocks), config.blockDim = dim3(threads), config.dynamicSmemBytes = shared, config.stream = stream;
-    config.attrs = &attribute, config.numAttrs = dependent && limits.dependent_launch ? 1 : 0;
+    config.attrs = attributes + (cluster > 1 ? 0 : 1), config.numAttrs = (cluster > 1) + early;
     return cudaLaunchKernelEx(&config, kernel, args...);
+}
+template <class... ARGS>
+int launch_kernel(void (*kernel)(ARGS...), int blocks, int threads, int shared, GpuStream stream, const DeviceLimits& limits, bool dependent, ARGS... args) {
+    return launch_clusters(kernel, 1, blocks, threads, shared, stream, limits, dependent, args...);
 }

@@ -59,11 +59,11 @@ template <class F, int DEPTH> struct Stream {
     static constexpr bool LATE = !SHARED_RING && Slot<F>::WORDS * TABLES<F> > 16;  // more scales than registers hold ahead
     const char* tables;
 
-    // Wave wk of those that share tile wn of the block's.
-    DEVICE Stream(const GemvArgs& a, const GemvPlan& plan, int wk, int wn, char* ring)
-        : a(a), plan(plan), first(wk * PAIR<F>), stride(PAIR<F> << plan.waves_shift), tile(tile_of(plan, 0, wn)), step(first), ring(ring),
+    // Wave wk of those that share a tile; `tile` is its first.
+    DEVICE Stream(const GemvArgs& a, const GemvPlan& plan, int wk, int tile, char* ring)
+        : a(a), plan(plan), first(wk * PAIR<F>), stride(PAIR<F> << plan.waves_shift), tile(tile), step(first), ring(ring),
           table_at(1024 - lane_id() * (16 - SCALE_BYTES<F>)) {
-        if (first >= plan.steps) tile = plan.tiles;  // no turn at all
+        if (first >= plan.steps) this->tile = plan.tiles;  // no turn at all
         for (int h = 0; h < ROWS_PER_LANE; ++h) {
             const int r = fragment_row(h);
             if constexpr (F::TILED) {

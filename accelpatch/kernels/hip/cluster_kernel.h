@@ -1,0 +1,155 @@
+// The form for more tokens than a block stages in good time: the waves that share a tile's K sit in the blocks of a cluster,
+// so that each block stages only the activations of its own part of K. What a wave computes, and the order in which a tile's
+// sums are added up, are those of gemv_kernel: so are the bits.
+//
+// Each round another wave of a tile adds up; the others send it theirs, a lane's four sums as 16 bytes, and go on. Between
+// two rounds in which a wave adds, each wave that sends to it has itself waited for it once: so a box is empty when it is sent to
+// again. A block may end as soon as its waves have: whatever is sent to it, one of them waits for.
+#pragma once
+#include "cluster_stage.h"
+#include "gemv_kernel.h"
+
+constexpr int LETTER_BYTES = WAVE * 16;
+constexpr int BOXES = WAVES + 2;  // one a wave, two for norms
+
+// What a lane needs to finish its four sums: rows r and r + 8 of two tokens each; as bits, which nothing waits for yet.
+template <class F, class T> struct ClusterOutput {
+    float scale[2] = {1.f, 1.f};
+    uint32_t bias[2] = {0, 0}, residual[4] = {0, 0, 0, 0};
+    int columns[2] = {-1, -1};  // of y; none
+    DEVICE ClusterOutput(const GemvArgs& a, int tile) {
+        const bool gate = a.activation == ACT_SILU_GATE;
+        const int half = int(a.n / 2);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const int column = gate ? tile * 8 + (lane_id() >> 2) : tile * 16 + (lane_id() >> 2) + 8 * h;
+            if (column >= (gate ? half : int(a.n))) continue;
+            const int row = gate ? column + h * half : column;
+            if (!gate || h == 0) columns[h] = column;
+            if (F::GROUPS == 0 && a.scale) scale[h] = static_cast<const float*>(a.scale)[row];
+            if (a.bias) bias[h] = Output<F, T>::bits(a.bias, row);
+        }
+        if (!a.residual) return;
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            if (owns(a, i)) residual[i] = Output<F, T>::bits(a.residual, token(i) * a.residual_stride + columns[i / 2]);
+    }
+    static DEVICE int token(int i) { return Cells<false>::token(i); }
+    DEVICE bool owns(const GemvArgs& a, int i) const { return columns[i / 2] >= 0 && token(i) < int(a.m); }
+    DEVICE void put(const GemvArgs& a, int i, float v) const {
+        static_cast<uint16_t*>(a.y)[token(i) * a.y_stride + columns[i / 2]] = static_cast<uint16_t>(T::down(v + T::up(residual[i])));
+    }
+    // One branch for all four: what runs lies together.
+    DEVICE void store(const GemvArgs& a, const float* sum) const {
+        float v[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) v[i] = sum[i] * scale[i / 2] + T::up(bias[i / 2]);
+        if (a.activation == ACT_SILU_GATE) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) v[i] = activate(v[i], ACT_SILU_GATE) * v[i + 2];
+        } else if (a.activation != ACT_NONE) {
+#pragma unroll
+            for (float& one : v) one = activate(one, a.activation);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            if (owns(a, i)) put(a, i, v[i]);
+    }
+};
+
+// As sweep(); activations of the wave's turns lie `hop` steps apart, from `at` on.
+template <bool BF16_SCALES, class F, int DEPTH, class SUMS>
+DEVICE void sweep_part(Stream<F, DEPTH>& stream, SUMS& total, const typename SUMS::Place& place, int from, int end, int at, int hop) {
+#pragma unroll 1
+    for (int step = from; step < end; step += stream.stride, at += hop) {
+        Slot<F> now[PAIR<F>];
+        stream.take(now);
+        total.template turn<BF16_SCALES>(now, place, at);
+    }
+}
+
+// Sums that are not numbers, because a block saw a value that is not finite (or because the weights are none), made anew.
+template <class F, class STAGER> DEVICE void mend(const GemvArgs& a, const GemvPlan& plan, const STAGER& stager, int tile, float* sum, float* scratch) {
+    bool bad = false;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) bad = bad || (sum[i] != sum[i] && Cells<false>::token(i) < int(a.m));
+    if (!bad) return;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) scratch[i] = sum[i];
+#pragma unroll 1
+    for (int i = 0; i < 4; ++i)
+        if (const float v = scratch[i]; v != v && Cells<false>::token(i) < int(a.m))
+            scratch[i] = unbounded_sum<F>(a, plan, stager, tile, Cells<false>::row(i), Cells<false>::token(i), v);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sum[i] = scratch[i];
+}
+
+template <class F, class T> __global__ void __launch_bounds__(THREADS, BLOCKS_RESIDENT) gemv_cluster_kernel(const GemvArgs a, const GemvPlan plan) {
+    if constexpr (CLUSTERS_HERE) {
+        using Sums = SumsFor<F, T, false>;
+        using Stager = ClusterStager<F, T>;
+        using Flow = Stream<F, CLUSTER_DEPTH<F>>;
+        extern __shared__ __align__(128) char shared[];
+        // WK waves share a tile, WB of them in this block.
+        const int WK = 1 << plan.waves_shift, WB = WK / CLUSTER, rank = cluster_rank();
+        const int wave = threadIdx.x / WAVE, wb = wave & (WB - 1), wk = rank * WB + wb, wn = wave / WB;
+        const int clusters = int(gridDim.x / CLUSTER), cluster = int(blockIdx.x / CLUSTER);
+        int tile = wn * clusters + cluster;
+        grid_release();
+        Mailbox* boxes = reinterpret_cast<Mailbox*>(shared + plan.boxes_at);
+        if (threadIdx.x < BOXES) open_mailbox(boxes[threadIdx.x]);
+        cluster_arrive();
+        Flow stream(a, plan, wk, tile, shared + plan.ring_at + wave * CLUSTER_DEPTH<F> * Flow::TURN_BYTES + lane_id() * 16);
+        const Part<F> part(plan, rank, boxes + WAVES);
+        Stager stager(a, plan, shared, part);
+        cluster_wait();
+        grid_wait();
+        const typename Sums::Place place(a, plan, shared);
+        char* letters = shared + plan.partial_at + lane_id() * 16;
+        bool staged = false;
+        int turn = 0;
+#pragma unroll 1
+        for (int round = 0; tile - wn * clusters < plan.tiles; ++round, tile += WAVES / WB * clusters) {
+            const bool there = tile < plan.tiles;
+            const int adder = (wn + round) & (WK - 1);
+            Sums total;
+            total.zero();
+            for (int begin = 0; begin < plan.part_steps; begin += plan.phase_steps) {
+                if (!staged || plan.phases > 1) {
+                    stager.range(begin, min(plan.phase_steps, plan.part_steps - begin), staged);
+                    staged = true;
+                }
+                if (!there) continue;
+                const int from = begin * CLUSTER + stream.first, end = min(plan.steps, (begin + plan.phase_steps) * CLUSTER);
+                if (F::GROUPS && a.scale_is_bf16) sweep_part<true>(stream, total, place, from, end, wb * PAIR<F>, WB * PAIR<F>);
+                else sweep_part<false>(stream, total, place, from, end, wb * PAIR<F>, WB * PAIR<F>);
+            }
+            if (!there) continue;
+            total.finish();
+            if constexpr (Stager::BOUNDED)
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    if (stager.unbounded(Cells<false>::token(i))) total.sum[i] = NAN;
+            if (wk != adder) {
+                const int to = wn * WB + adder % WB, letter = wk < adder ? wk : wk - 1;
+                send16(letters + (to * (WK - 1) + letter) * LETTER_BYTES, boxes[to], adder / WB, total.sum);
+                continue;
+            }
+            ClusterOutput<F, T> output(a, tile);  // comes while the wave waits
+            char* mine = letters + wave * (WK - 1) * LETTER_BYTES;
+            receive(boxes[wave], lane_id() == 0, (WK - 1) * LETTER_BYTES, turn);
+            turn ^= 1;
+            float sum[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+            for (int w = 0; w < WAVES; ++w) {
+                if (w >= WK) break;
+                float v[4];
+                if (w == wk) for (int i = 0; i < 4; ++i) v[i] = total.sum[i];
+                else load_floats<4>(v, reinterpret_cast<const float*>(mine + (w < wk ? w : w - 1) * LETTER_BYTES));
+                for (int i = 0; i < 4; ++i) sum[i] += v[i];
+            }
+            if constexpr (Stager::BOUNDED) mend<F>(a, plan, stager, tile, sum, reinterpret_cast<float*>(mine));
+            output.store(a, sum);
+        }
+    }
+}

@@ -1,0 +1,218 @@
+// The part of the activations that one block of a cluster needs: the turns of K of its own waves, packed together. A unit
+// is a chunk of 8 values (floats) or a slot of 16 (digits).
+//
+// A norm's sums are added up in the order that a lone block adds them in: a unit's place among 256 says whose sums it would
+// belong to there.
+#pragma once
+#include "products.h"
+
+template <class F> struct Part {
+    static constexpr int UNIT = F::INTEGER ? 16 : 8, TURN = PAIR<F> * F::KSTEP / UNIT;
+    static constexpr int LAP = THREADS / CLUSTER;  // units that a block stages of 256 neighbouring ones
+    int run, rank;   // neighbouring units
+    int mine, token; // a thread's first
+    Mailbox* boxes;  // for sums, and for sums of squares
+    DEVICE Part(const GemvPlan& plan, int rank, Mailbox* boxes)
+        : run((TURN << plan.waves_shift) / CLUSTER), rank(rank), mine(threadIdx.x % LAP), token(threadIdx.x / LAP), boxes(boxes) {}
+    // Where in K one of the block's units lies, in units.
+    DEVICE int whole(int unit) const { return unit + (unit & -run) * (CLUSTER - 1) + rank * run; }
+    // A thread's share of a token's sum (or, which = 1, sum of squares), to every block.
+    DEVICE void leave(float* moments, int of_token, float share, int which) const {
+        const float sum = run_sum(share, 8);
+        if (threadIdx.x % 8 < CLUSTER) send4(moments + of_token * (THREADS / 8) + whole(mine) / 8, boxes[which], threadIdx.x % 8, sum);
+    }
+    // Waits for the shares of all.
+    DEVICE void collect(int tokens, int which) const { receive(boxes[which], threadIdx.x == 0, tokens * (THREADS / 8) * 4, 0); }
+};
+
+template <class F, class T> struct ClusterFloats : Norms<T, true> {
+    using Base = Norms<T, true>;
+    using Base::a, Base::plan, Base::row;
+    using Gain = typename Base::Gain;
+    static constexpr bool BOUNDED = false;
+    const Part<F> part;
+    char* shared;
+    Gain first[2];
+
+    DEVICE ClusterFloats(const GemvArgs& a, const GemvPlan& plan, char* shared, const Part<F>& part) : Base(a, plan, shared), part(part), shared(shared) {
+        if (a.norm != NORM_NONE)
+            for (int i = 0; i < 2; ++i) first[i] = Base::gain(part.whole(part.mine + i * part.LAP) * 8);
+    }
+    // Stages so many steps of the block's, from step `from`; every thread calls it. Under a norm all of them at once. `again`:
+    // over others, which waves may still read.
+    DEVICE void range(int from, int steps, bool again) {
+        if (again) __syncthreads();
+        const int units = steps * (F::KSTEP / 8);
+        copy(from * (F::KSTEP / 8), units);
+        if (a.norm != NORM_NONE) normalise(units);
+        __syncthreads();
+    }
+    DEVICE bool unbounded(int) const { return false; }
+
+private:
+    DEVICE Words4& chunk(int token, int c) const { return *reinterpret_cast<Words4*>(shared + token * plan.token_stride + c * 16); }
+    DEVICE void copy(int from, int units) const {
+#pragma unroll 1
+        for (int token = part.token; token < a.m; token += CLUSTER)
+#pragma unroll 2
+            for (int c = part.mine; c < units; c += part.LAP) {
+                const int at = part.whole(from + c) * 8, left = int(a.k) - at;
+                if (plan.x_aligned) copy_activation16(&chunk(token, c), row(token) + at * 2, left > 0);
+                else chunk(token, c) = load_part(row(token) + at * 2, left);
+            }
+        copies_done();
+    }
+    DEVICE void normalise(int units) const {
+        for (int pass = a.norm == NORM_LAYER ? 0 : 1; pass < 2; ++pass) {
+#pragma unroll 1
+            for (int token = part.token; token < a.m; token += CLUSTER) {
+                const float mean = pass ? Base::mean(token) : 0.f;
+                float share = 0.f;
+                for (int c = part.mine; c < units; c += part.LAP)
+                    share += pass ? Base::squares_of(chunk(token, c), part.whole(c) * 8, mean) : Base::sum_of(chunk(token, c));
+                part.leave(pass ? Base::squares() : Base::sums, token, share, pass);
+            }
+            part.collect(int(a.m), pass);
+        }
+        const int mine = min(lane_id() % 8, int(a.m) - 1);
+        const float my_mean = Base::mean(mine), my_scale = Base::scale(mine);
+#pragma unroll 1
+        for (int lap = 0; lap * part.LAP < units; ++lap) {
+            const int c = lap * part.LAP + part.mine, at = part.whole(c) * 8;
+            const Gain g = lap == 0 ? first[0] : lap == 1 ? first[1] : Base::gain(at);
+#pragma unroll 2
+            for (int token = part.token; token < a.m; token += CLUSTER) {
+                const float mean = from_lane(my_mean, token), scale = from_lane(my_scale, token);
+                if (c < units) chunk(token, c) = Base::apply(chunk(token, c), g, at, mean, scale);
+            }
+        }
+    }
+};
+
+template <class F, class T> struct ClusterDigits : DigitStager<F, T, false, true> {
+    using Base = DigitStager<F, T, false, true>;
+    using Base::a, Base::plan, Base::row;
+    using Gain = typename Base::Gain;
+    static constexpr int AT_ONCE = 4;  // slots under way at once
+    const Part<F> part;
+
+    DEVICE ClusterDigits(const GemvArgs& a, const GemvPlan& plan, char* shared, const Part<F>& part) : Base(a, plan, shared, part.whole(part.mine)), part(part) {}
+    // As ClusterFloats'.
+    DEVICE void range(int from, int steps, bool again) {
+        const int units = steps * (F::KSTEP / 16), laps = (units + part.LAP - 1) / part.LAP;
+        if (a.norm == NORM_NONE) stage(from * (F::KSTEP / 16), units, again);
+        else fetch(units, laps), normalise(units, laps);
+        __syncthreads();
+    }
+
+private:
+    // Whatever is left of a token's slots goes on with the next token's.
+    static DEVICE void onward(int& slot, int& token, int units) {
+        while (slot >= units) slot -= units, ++token;
+    }
+    // Slots as digits.
+    DEVICE void stage(int from, int units, bool again) const {
+        const int total = (units * int(a.m) + THREADS - 1) / THREADS;
+        int slot = threadIdx.x, token = 0;
+        onward(slot, token, units);
+        int to_slot = slot, to_token = token;
+#pragma unroll 1
+        for (int i = 0; i < total; i += AT_ONCE) {
+            Words4 v[AT_ONCE][2];
+#pragma unroll
+            for (int j = 0; j < AT_ONCE; ++j) {
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    v[j][h] = {0, 0, 0, 0};
+                    if (token < int(a.m)) v[j][h] = load_chunk(row(token), Base::place(part.whole(from + slot), h), int(a.k), plan.x_aligned);
+                }
+                slot += THREADS;
+                onward(slot, token, units);
+            }
+            uint32_t most[AT_ONCE];  // together: each step waits for the one before
+#pragma unroll
+            for (int j = 0; j < AT_ONCE; ++j) most[j] = max(Base::largest(v[j][0]), Base::largest(v[j][1]));
+#pragma unroll
+            for (int step = 1; step < Base::BLOCK; step *= 2)
+#pragma unroll
+                for (int j = 0; j < AT_ONCE; ++j) most[j] = max(most[j], lane_xor(most[j], step));
+            if (again && i == 0) __syncthreads();
+#pragma unroll
+            for (int j = 0; j < AT_ONCE; ++j) {
+                if (i + j >= total) break;
+                Base::convert(to_token, to_slot, to_token < int(a.m), v[j], most[j]);
+                to_slot += THREADS;
+                onward(to_slot, to_token, units);
+            }
+        }
+    }
+    // Slots as they are, with their moments: a thread's own of every CLUSTERth token.
+    DEVICE void fetch(int units, int laps) const {
+        const int total = laps * ((int(a.m) - part.token + CLUSTER - 1) / CLUSTER), which = a.norm == NORM_LAYER ? 0 : 1;
+        int token = part.token, lap = 0, to_token = token, to_lap = 0;
+        float share = 0.f;
+#pragma unroll 1
+        for (int i = 0; i < total; i += AT_ONCE) {
+            Words4 v[AT_ONCE][2];
+#pragma unroll
+            for (int j = 0; j < AT_ONCE; ++j) {
+                const int slot = lap * part.LAP + part.mine;
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    v[j][h] = {0, 0, 0, 0};
+                    if (i + j < total && slot < units) v[j][h] = load_chunk(row(token), Base::place(part.whole(slot), h), int(a.k), plan.x_aligned);
+                }
+                if (++lap == laps) lap = 0, token += CLUSTER;
+            }
+#pragma unroll
+            for (int j = 0; j < AT_ONCE; ++j) {
+                if (i + j >= total) break;
+                const int slot = to_lap * part.LAP + part.mine;
+                for (int h = 0; h < 2; ++h) {
+                    if (slot < units) *reinterpret_cast<Words4*>(Base::slot_at(to_token, slot) + h * 16) = v[j][h];
+                    share += which ? Base::squares_of(v[j][h], Base::place(part.whole(slot), h), 0.f) : Base::sum_of(v[j][h]);
+                }
+                if (++to_lap < laps) continue;
+                part.leave(which ? Base::squares() : Base::sums, to_token, share, which);
+                share = 0.f, to_lap = 0, to_token += CLUSTER;
+            }
+        }
+    }
+    DEVICE void normalise(int units, int laps) const {
+        part.collect(int(a.m), a.norm == NORM_LAYER ? 0 : 1);
+        if (a.norm == NORM_LAYER) deviations(units);
+        const int mine = min(lane_id() % 8, int(a.m) - 1);
+        const float my_mean = Base::mean(mine), my_scale = Base::scale(mine);
+#pragma unroll 1
+        for (int lap = 0; lap < laps; ++lap) {
+            const int slot = lap * part.LAP + part.mine, whole = part.whole(slot);
+            Gain g[2] = {Base::first[0], Base::first[1]};
+            if (lap > 0)
+                for (int h = 0; h < 2; ++h) g[h] = Base::gain(Base::place(whole, h));
+#pragma unroll 1
+            for (int token = part.token; token < a.m; token += CLUSTER) {
+                const float mean = from_lane(my_mean, token), scale = from_lane(my_scale, token);
+                Words4 raw[2];
+                const char* own = Base::slot_at(token, min(slot, units - 1));
+                for (int h = 0; h < 2; ++h) raw[h] = Base::apply(*reinterpret_cast<const Words4*>(own + h * 16), g[h], Base::place(whole, h), mean, scale);
+                Base::convert(token, slot, slot < units, raw);
+            }
+        }
+    }
+    DEVICE void deviations(int units) const {
+#pragma unroll 1
+        for (int token = part.token; token < a.m; token += CLUSTER) {
+            const float mean = Base::mean(token);
+            float share = 0.f;
+            for (int slot = part.mine; slot < units; slot += part.LAP)
+                for (int h = 0; h < 2; ++h)
+                    share += Base::squares_of(*reinterpret_cast<const Words4*>(Base::slot_at(token, slot) + h * 16), Base::place(part.whole(slot), h), mean);
+            part.leave(Base::squares(), token, share, 1);
+        }
+        part.collect(int(a.m), 1);
+    }
+};
+
+template <class F, class T, bool INTEGER = F::INTEGER> struct ClusterStagerOf { using Type = ClusterDigits<F, T>; };
+template <class F, class T> struct ClusterStagerOf<F, T, false> { using Type = ClusterFloats<F, T>; };
+template <class F, class T> using ClusterStager = typename ClusterStagerOf<F, T>::Type;

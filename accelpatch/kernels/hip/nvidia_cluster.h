@@ -1,0 +1,54 @@
+// Clusters (Hopper on): blocks that write into each other's shared memory. Part of nvidia.h.
+#pragma once
+
+constexpr int CLUSTER = 2;       // blocks of one; 1: there are none. Four leave processors without a block, so that others get two
+// Turns of a ring there. One number a format, whatever fits: two kernels in turn would push each other out of the instruction cache.
+template <class F> constexpr int CLUSTER_DEPTH = F::TILED ? 2 : 3;
+using Mailbox = uint64_t;        // counts the bytes that were sent to it
+#if __CUDA_ARCH__ >= 900
+constexpr bool CLUSTERS_HERE = true;
+DEVICE int cluster_rank() {
+    int rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+// One thread opens a mailbox; after cluster_arrive() by all threads and cluster_wait() any block may send to it.
+DEVICE void open_mailbox(Mailbox& box) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\n\tfence.mbarrier_init.release.cluster;" ::"r"(shared_address(&box)) : "memory");
+}
+DEVICE void cluster_arrive() {
+    wave_sync();
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
+DEVICE uint32_t remote_address(const void* here, int rank) {
+    uint32_t there;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(here)), "r"(rank));
+    return there;
+}
+// To where `at` and `box` are in the shared memory of block `rank`.
+DEVICE void send4(float* at, Mailbox& box, int rank, float v) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];"
+                 ::"r"(remote_address(at, rank)), "f"(v), "r"(remote_address(&box, rank)) : "memory");
+}
+DEVICE void send16(void* at, Mailbox& box, int rank, const float* v) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
+                 ::"r"(remote_address(at, rank)), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "r"(remote_address(&box, rank)) : "memory");
+}
+// Waits until `bytes` have come, which one thread (`first`) says; `turn`: 0 and 1 by turns.
+DEVICE void receive(Mailbox& box, bool first, int bytes, int turn) {
+    if (first) asm volatile("{\n\t.reg .b64 s;\n\tmbarrier.arrive.expect_tx.shared::cta.b64 s, [%0], %1;\n\t}" ::"r"(shared_address(&box)), "r"(bytes) : "memory");
+    asm volatile(
+        "{\n\t.reg .pred p;\n\tagain:\n\tmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n\t@!p bra again;\n\t}"
+        ::"r"(shared_address(&box)), "r"(turn) : "memory");
+}
+#else
+constexpr bool CLUSTERS_HERE = false;
+DEVICE int cluster_rank() { return 0; }
+DEVICE void open_mailbox(Mailbox&) {}
+DEVICE void cluster_arrive() {}
+DEVICE void cluster_wait() {}
+DEVICE void send4(float*, Mailbox&, int, float) {}
+DEVICE void send16(void*, Mailbox&, int, const float*) {}
+DEVICE void receive(Mailbox&, bool, int, int) {}
+#endif
