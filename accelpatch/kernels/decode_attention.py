@@ -53,7 +53,7 @@ class AttentionShape:
     eps: float = 0.0
     softcap: float = 0.0
     plus_one: bool = False
-    _counters: dict[object, Tensor] = field(default_factory=dict, repr=False)
+    _counters: dict[object, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def counters(self, what: tuple[int, int], device: torch.device) -> Tensor:
         """int32 zeros, `what[1]` of them, which a launch leaves as they were; the same ones for the same `what`.

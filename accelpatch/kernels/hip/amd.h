@@ -75,7 +75,6 @@ DEVICE void grid_release() {}
 DEVICE void grid_wait() {}
 DEVICE void wave_sync() { __builtin_amdgcn_wave_barrier(); }
 DEVICE void linger() {}
-constexpr bool NAMED_BARRIERS = false;
 DEVICE void group_sync(int, int) { __syncthreads(); }
 DEVICE void group_arrive(int, int) { __syncthreads(); }
 

@@ -214,27 +214,14 @@ template <class T, int WIDE, int RING> __global__ void __launch_bounds__(THREADS
         for (int i = 0; i < s.count; ++i, ++turn) {
             Results results;
             results.span(a, stream, view, all, s.begin + i * SPAN, s.end);
-            const int buffer = (plan.buffers - 1) & i;
+            const int buffer = (plan.buffers - 1) & turn;
             float* tops = reinterpret_cast<float*>(shared + plan.tops_at) + buffer * plan.queries * WAVES * 2;
             float* states = reinterpret_cast<float*>(shared + plan.states_at) + buffer * plan.queries * WAVES * Results::STRIDE;
-            const auto add = [&](int q) { Adder<T, WIDE>(a, s, q).add(states + q * WAVES * Results::STRIDE, tops + q * WAVES * 2, s.span + i); };
-            const int adder = turn & (WAVES - 1), free = 2 + buffer;  // names of barriers: a buffer is full, or has been read
-            if (NAMED_BARRIERS && s.count > 1) {                     // by another wave each span, while the others go on
-                if (i >= plan.buffers && ((turn - plan.buffers) & (WAVES - 1)) != wave) group_sync(free, THREADS);
-                results.leave(states, tops, queries);
-                if (wave != adder) {
-                    group_arrive(buffer, THREADS);
-                    continue;
-                }
-                group_sync(buffer, THREADS);
-                for (int q = 0; q < queries; ++q) add(q);
-                if (i + plan.buffers < s.count) group_arrive(free, THREADS);
-            } else {
-                results.leave(states, tops, queries);
-                __syncthreads();
-                for (int q = (wave - turn) & (WAVES - 1); q < queries; q += WAVES) add(q);
-                if (plan.buffers == 1) __syncthreads();
-            }
+            results.leave(states, tops, queries);
+            __syncthreads();
+            for (int q = (wave - turn) & (WAVES - 1); q < queries; q += WAVES)  // by one wave a query, while the others go on
+                Adder<T, WIDE>(a, s, q).add(states + q * WAVES * Results::STRIDE, tops + q * WAVES * 2, s.span + i);
+            if (plan.buffers == 1) __syncthreads();
         }
         if (s.single()) continue;
         __threadfence();

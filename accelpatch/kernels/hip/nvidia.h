@@ -104,7 +104,6 @@ DEVICE void grid_wait() {  // for the kernel before to end
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
-constexpr bool NAMED_BARRIERS = true;
 // A barrier of `threads` threads that share `name` (0 to 7); those that only arrive go on at once.
 DEVICE void group_sync(int name, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(name + 1), "r"(threads) : "memory"); }
 DEVICE void wave_sync() { __syncwarp(); }

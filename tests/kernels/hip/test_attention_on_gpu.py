@@ -15,7 +15,8 @@ from accelpatch.kernels.hip import attention
 from tests.kernels.test_decode_attention import CASES, SAME, Case, assert_float_rule, assert_the_same_bits, made
 from tests.parity import bits
 
-pytestmark = pytest.mark.gpu
+HERE = torch.cuda.is_available()
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HERE, reason="needs a GPU that torch can use")]
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 LONG = {
     "long": Case(size=128, slot=4500, capacity=4608, rows=1, heads=8, kv_heads=8),
@@ -28,7 +29,7 @@ LONG = {
 @pytest.fixture(scope="module", autouse=True)
 def _there() -> None:
     shape = AttentionShape(1, 1, 64, 1.0, torch.ones(32))
-    if torch.cuda.is_available() and (reason := attention.why_not(shape, torch.bfloat16, probe("cuda"))):
+    if HERE and (reason := attention.why_not(shape, torch.bfloat16, probe("cuda"))):
         pytest.skip(reason)
 
 
