@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from accelpatch.bench.read_limit import read_limit
 from accelpatch.kernels import decode_attention
-from accelpatch.kernels.decode_attention import AttentionShape
+from accelpatch.kernels.attention_shape import AttentionShape
 from accelpatch.kernels.hip import attention, binding
 from accelpatch.kernels.triton import decode_attention as triton_kernel
 

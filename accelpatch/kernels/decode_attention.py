@@ -17,62 +17,18 @@ results are added up in the order of their slots, as in Dao et al. 2023, "Flash-
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import torch
 from torch import Tensor
 
 from accelpatch.device import Device, probe
 from accelpatch.kernels import rmsnorm, rope
+from accelpatch.kernels.attention_shape import MOST, AttentionShape
 from accelpatch.kernels.dispatch import require
 from accelpatch.kernels.hip import attention
 from accelpatch.kernels.triton import launch
 
 SIZES = range(16, 257, 2)  # of a head
 WIDEST = 128  # heads of float32 that the GPU kernel takes
-MOST = 8  # new tokens of a row
-
-
-@dataclass(frozen=True, eq=False)
-class AttentionShape:
-    """What all tokens of a layer share. inv_freq[R / 2], R <= D, and q_norm, k_norm[D] (or None) lie on the device.
-
-    scaling: of the scores; rope_scaling: of cosines and sines; window, softcap: 0 for none; plus_one: norms multiply by
-    1 + weight, as Gemma's do.
-    """
-
-    heads: int
-    kv_heads: int
-    size: int
-    scaling: float
-    inv_freq: Tensor
-    rope_scaling: float = 1.0
-    window: int = 0
-    q_norm: Tensor | None = None
-    k_norm: Tensor | None = None
-    eps: float = 0.0
-    softcap: float = 0.0
-    plus_one: bool = False
-    _counters: dict[object, Tensor] = field(default_factory=dict, init=False, repr=False)
-
-    def counters(self, what: tuple[int, int], device: torch.device) -> Tensor:
-        """int32 zeros, `what[1]` of them, which a launch leaves as they were; the same ones for the same `what`.
-
-        Each layer keeps its own, and they stay where they are: captured launches know them by their address.
-        """
-        if (what, device) not in self._counters:
-            self._counters[what, device] = torch.zeros(what[1], dtype=torch.int32, device=device)
-        return self._counters[what, device]
-
-    @property
-    def columns(self) -> int:
-        """Of qkv."""
-        return (self.heads + 2 * self.kv_heads) * self.size
-
-    @property
-    def turned(self) -> int:
-        """Columns of a head that the rotary embedding turns: the first ones."""
-        return 2 * self.inv_freq.shape[0]
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from accelpatch.kernels import rmsnorm, rope
-from accelpatch.kernels.decode_attention import AttentionShape
+from accelpatch.kernels.attention_shape import AttentionShape
 
 
 def turn_reference_(qkv: Tensor, positions: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape) -> None:

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from accelpatch.runtime.captured_batch import TOKENS, Guesses
 from accelpatch.runtime.captured_graph import Graph
-from accelpatch.runtime.captured_guesses import TOKENS, Guesses
 from accelpatch.runtime.captured_reports import Reports
 from accelpatch.runtime.captured_step import CapturedStep
 from accelpatch.runtime.prompt_lookup import PromptLookup

@@ -14,10 +14,11 @@ from transformers.cache_utils import DynamicCache
 
 from accelpatch.errors import KernelError, PatchError
 from accelpatch.runtime.adapters import is_adapter, lost_merge, state_of
+from accelpatch.runtime.captured_batch import TOKENS, Batch, Guesses
 from accelpatch.runtime.captured_cache import LayerShape, capacity_for, shapes_of, why_not
 from accelpatch.runtime.captured_graph import GRAPHS, new_pool
-from accelpatch.runtime.captured_guesses import TOKENS, Guesses, verification
-from accelpatch.runtime.captured_step import Batch, CapturedStep, graph_maker
+from accelpatch.runtime.captured_guesses import verification
+from accelpatch.runtime.captured_step import CapturedStep, graph_maker
 from accelpatch.runtime.fused_layer import FUSED, FusedModel, read
 from accelpatch.runtime.fused_weights import Unfit
 from accelpatch.runtime.native_step import Watch

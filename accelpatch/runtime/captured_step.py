@@ -10,80 +10,17 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from accelpatch.kernels.hip.binding import settled_weights
+from accelpatch.runtime.captured_batch import Batch, GraphOf
 from accelpatch.runtime.captured_cache import LayerShape, grow, new_cache
 from accelpatch.runtime.captured_graph import GRAPHS, Graph
-from accelpatch.runtime.choice import Choice
 from accelpatch.runtime.fused_layer import FusedModel
-
-if TYPE_CHECKING:
-    from accelpatch.runtime.captured_guesses import Guesses
-
-CHOICES = 8  # captured choices that a batch keeps
-GraphOf = Callable[[Callable[[], None]], Graph]
-
-
-class Batch:
-    """What a step of B rows hands on to the next, whatever the capacity of its cache.
-
-    tokens[B] int64, the last one of each row; slot[1], where the next is cached; positions[B, 1]; logits[B, V] float32.
-    unfinished[B] bool; report[B + 1] int64: the tokens, then whether any row goes on. ends, held[V + 1] bool: the ids
-    that end a row, and those held back while slot < held_until[1]; pad[1]: what a finished row is given.
-    """
-
-    def __init__(self, rows: int, vocabulary: int, device: torch.device):
-        whole = {"dtype": torch.int64, "device": device}
-        self.rows, self.device = rows, device
-        self.tokens, self.report = torch.zeros(rows, **whole), torch.zeros(rows + 1, **whole)  # type: ignore[call-overload]
-        self.slot, self.held_until, self.pad = (torch.zeros(1, **whole) for _ in range(3))  # type: ignore[call-overload]
-        self.positions = torch.zeros(rows, 1, **whole)  # type: ignore[call-overload]
-        self.logits = torch.zeros(rows, vocabulary, device=device)
-        self.unfinished = torch.ones(rows, dtype=torch.bool, device=device)
-        self.ends, self.held = (torch.zeros(vocabulary + 1, dtype=torch.bool, device=device) for _ in range(2))
-        self.guesses: Guesses | None = None  # where the recipe wants some
-        self._choices: OrderedDict[Any, Graph] = OrderedDict()
-
-    def begin(self, slot: int, positions: Tensor) -> None:
-        """Set where rows stand that hold `slot` tokens each; positions[B, 1], or what spreads to it."""
-        self.slot.fill_(slot)
-        self.positions.copy_(positions)
-
-    def begin_choice(self, choice: Choice, slot: int, pad: Tensor | None) -> None:
-        """Set what `choice` reads for rows that hold `slot` tokens. Nothing waits for the device."""
-        self.unfinished.fill_(True)
-        self.held_until.fill_(choice.held_until(slot))
-        _mark(self.ends, choice.ends)
-        _mark(self.held, choice.held)
-        if pad is not None:
-            self.pad.copy_(pad.reshape(-1)[:1])
-
-    def choice_of(self, choice: Choice, graph: GraphOf) -> Graph:
-        """The captured program of `choice` over this batch; its capture leaves the state as it came."""
-        if choice.key not in self._choices:
-            kept = [self.tokens.clone(), self.unfinished.clone()]
-            self._choices[choice.key] = graph(lambda: choice.next_token(self))
-            self.tokens.copy_(kept[0])
-            self.unfinished.copy_(kept[1])
-            while len(self._choices) > CHOICES:
-                self._choices.popitem(last=False)
-        self._choices.move_to_end(choice.key)
-        return self._choices[choice.key]
-
-
-def _mark(table: Tensor, ids: Tensor | None) -> None:
-    """Set `table`[V + 1] at the ids of the vocabulary; its last entry takes those outside."""
-    table.fill_(False)
-    if ids is not None:
-        outside = table.shape[0] - 1
-        ids = ids.reshape(-1).to(table.device)
-        table.index_fill_(0, torch.where((ids >= 0) & (ids < outside), ids, outside), True)
 
 
 class CapturedStep:

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from accelpatch.device import probe
 from accelpatch.kernels import decode_attention
-from accelpatch.kernels.decode_attention import AttentionShape, decode_attention_
+from accelpatch.kernels.attention_shape import AttentionShape
+from accelpatch.kernels.decode_attention import decode_attention_
 from accelpatch.kernels.fused_product import Norm, Product, gated, normed
 from accelpatch.kernels.hip.binding import FEW, MOST
 from accelpatch.kernels.prompt_attention import prompt_attention_, visible

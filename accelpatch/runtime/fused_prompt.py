@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from accelpatch.kernels.hip.binding import settled_weights
+from accelpatch.runtime.captured_batch import GraphOf
 from accelpatch.runtime.captured_graph import Graph
-from accelpatch.runtime.captured_step import CapturedStep, GraphOf
+from accelpatch.runtime.captured_step import CapturedStep
 
 FUSED_PROMPT = "fused prefill"
 CAPTURED_TOKENS = 512  # rows times length; from there on the device takes longer than the host's launches

@@ -22,7 +22,8 @@ from torch.nn import functional
 from accelpatch.device import KNOWN, probe
 from accelpatch.errors import KernelError
 from accelpatch.kernels import decode_attention
-from accelpatch.kernels.decode_attention import AttentionShape, reference_
+from accelpatch.kernels.attention_shape import AttentionShape
+from accelpatch.kernels.decode_attention import reference_
 from accelpatch.kernels.triton import launch
 from tests.parity import bits
 

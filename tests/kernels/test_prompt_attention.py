@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from accelpatch.kernels import decode_attention
-from accelpatch.kernels.decode_attention import AttentionShape
+from accelpatch.kernels.attention_shape import AttentionShape
 from accelpatch.kernels.prompt_attention import prompt_attention_, turn_reference_, visible
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from accelpatch.device import Device, probe
 from accelpatch.kernels import build
+from accelpatch.kernels.attention_shape import AttentionShape
 from accelpatch.kernels.hip import binding
-
-if TYPE_CHECKING:
-    from accelpatch.kernels.decode_attention import AttentionShape
 
 ENTRY = "accelpatch_decode_attention"
 QUERIES, SPAN = 8, 256  # of a block; slots whose results are added up by themselves

@@ -31,7 +31,7 @@ from triton.errors import TritonError
 from triton.language.extra import cuda
 
 from accelpatch.errors import KernelError
-from accelpatch.kernels.decode_attention import MOST, AttentionShape
+from accelpatch.kernels.attention_shape import MOST, AttentionShape
 from accelpatch.kernels.triton import launch
 from accelpatch.kernels.triton.attention_runs import added_up, begin_of, count_of, keep, prefetch, runs_of
 from accelpatch.kernels.triton.rotation import angles, pair, turned

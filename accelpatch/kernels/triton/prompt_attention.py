@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from accelpatch.kernels.decode_attention import AttentionShape
+from accelpatch.kernels.attention_shape import AttentionShape
 from accelpatch.kernels.triton.launch import on
 
 HEADS = 8

@@ -10,7 +10,8 @@ import torch
 
 from accelpatch.device import probe
 from accelpatch.errors import KernelError
-from accelpatch.kernels.decode_attention import AttentionShape, reference_
+from accelpatch.kernels.attention_shape import AttentionShape
+from accelpatch.kernels.decode_attention import reference_
 from accelpatch.kernels.hip import attention
 from tests.kernels.test_decode_attention import CASES, SAME, Case, assert_float_rule, assert_the_same_bits, made
 from tests.parity import bits

@@ -1,0 +1,131 @@
+"""What captured programs read and leave on the device from step to step: a batch, and guesses of what follows it."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accelpatch.runtime.captured_graph import Graph
+from accelpatch.runtime.choice import Choice
+from accelpatch.runtime.prompt_lookup import GUESSES
+
+CHOICES = 8  # captured choices that a batch keeps
+GraphOf = Callable[[Callable[[], None]], Graph]
+TOKENS = GUESSES + 1  # of a step
+
+
+class Batch:
+    """What a step of B rows hands on to the next, whatever the capacity of its cache.
+
+    tokens[B] int64, the last one of each row; slot[1], where the next is cached; positions[B, 1]; logits[B, V] float32.
+    unfinished[B] bool; report[B + 1] int64: the tokens, then whether any row goes on. ends, held[V + 1] bool: the ids
+    that end a row, and those held back while slot < held_until[1]; pad[1]: what a finished row is given.
+    """
+
+    def __init__(self, rows: int, vocabulary: int, device: torch.device):
+        whole = {"dtype": torch.int64, "device": device}
+        self.rows, self.device = rows, device
+        self.tokens, self.report = torch.zeros(rows, **whole), torch.zeros(rows + 1, **whole)  # type: ignore[call-overload]
+        self.slot, self.held_until, self.pad = (torch.zeros(1, **whole) for _ in range(3))  # type: ignore[call-overload]
+        self.positions = torch.zeros(rows, 1, **whole)  # type: ignore[call-overload]
+        self.logits = torch.zeros(rows, vocabulary, device=device)
+        self.unfinished = torch.ones(rows, dtype=torch.bool, device=device)
+        self.ends, self.held = (torch.zeros(vocabulary + 1, dtype=torch.bool, device=device) for _ in range(2))
+        self.guesses: Guesses | None = None  # where the recipe wants some
+        self._choices: OrderedDict[Any, Graph] = OrderedDict()
+
+    def begin(self, slot: int, positions: Tensor) -> None:
+        """Set where rows stand that hold `slot` tokens each; positions[B, 1], or what spreads to it."""
+        self.slot.fill_(slot)
+        self.positions.copy_(positions)
+
+    def begin_choice(self, choice: Choice, slot: int, pad: Tensor | None) -> None:
+        """Set what `choice` reads for rows that hold `slot` tokens. Nothing waits for the device."""
+        self.unfinished.fill_(True)
+        self.held_until.fill_(choice.held_until(slot))
+        _mark(self.ends, choice.ends)
+        _mark(self.held, choice.held)
+        if pad is not None:
+            self.pad.copy_(pad.reshape(-1)[:1])
+
+    def choice_of(self, choice: Choice, graph: GraphOf) -> Graph:
+        """The captured program of `choice` over this batch; its capture leaves the state as it came."""
+        if choice.key not in self._choices:
+            kept = [self.tokens.clone(), self.unfinished.clone()]
+            self._choices[choice.key] = graph(lambda: choice.next_token(self))
+            self.tokens.copy_(kept[0])
+            self.unfinished.copy_(kept[1])
+            while len(self._choices) > CHOICES:
+                self._choices.popitem(last=False)
+        self._choices.move_to_end(choice.key)
+        return self._choices[choice.key]
+
+
+def _mark(table: Tensor, ids: Tensor | None) -> None:
+    """Set `table`[V + 1] at the ids of the vocabulary; its last entry takes those outside."""
+    table.fill_(False)
+    if ids is not None:
+        outside = table.shape[0] - 1
+        ids = ids.reshape(-1).to(table.device)
+        table.index_fill_(0, torch.where((ids >= 0) & (ids < outside), ids, outside), True)
+
+
+class Guesses:
+    """What a step of TOKENS reads and leaves beside its batch of one row, whatever the capacity of the cache.
+
+    guessed[GUESSES] int64, written by the host; logits[TOKENS, V] float32: after the last token and after each guess.
+    outcome[TOKENS + 2] int64: a token for each row, how many of them are the answer's, whether it goes on after them.
+    To a choice it is a batch of TOKENS rows, with its report in the outcome.
+    """
+
+    def __init__(self, batch: Batch):
+        whole = {"dtype": torch.int64, "device": batch.device}
+        self._last, self._slot, self._positions = batch.tokens, batch.slot, batch.positions
+        self._logits = batch.logits
+        self.guessed, self.tokens = torch.zeros(GUESSES, **whole), torch.zeros(TOKENS, **whole)  # type: ignore[call-overload]
+        self.places = torch.arange(TOKENS, **whole)  # type: ignore[call-overload]
+        self.slot = torch.zeros(TOKENS, 1, **whole)  # type: ignore[call-overload]
+        self.logits = torch.zeros(TOKENS, batch.logits.shape[1], device=batch.device)
+        self.unfinished = torch.ones(TOKENS, dtype=torch.bool, device=batch.device)
+        self.outcome = torch.zeros(TOKENS + 2, **whole)  # type: ignore[call-overload]
+        self.report = self.outcome[:-1]
+        self.held_until, self.ends, self.held, self.pad = batch.held_until, batch.ends, batch.held, batch.pad
+        self._sent = torch.zeros(GUESSES, dtype=torch.int64, pin_memory=batch.device.type == "cuda")
+        self._choices: dict[Any, Graph] = {}
+
+    def send(self, guessed: list[int]) -> None:
+        """Queue the copy of GUESSES tokens to the device; the last step's must have been read."""
+        self._sent.copy_(torch.tensor(guessed))
+        self.guessed.copy_(self._sent, non_blocking=True)
+
+    def take(self, row: int) -> None:
+        """Leave in the batch what a step of one token would have left: its logits, slot and position."""
+        self._logits.copy_(self.logits[row : row + 1])
+        self._slot.add_(1)
+        self._positions.add_(1)
+
+    def choice_of(self, choice: Choice, graph: GraphOf) -> Graph:
+        """The captured program of `choice`; its capture leaves the state as it came."""
+        if choice.key not in self._choices:
+            state = (self._last, self._slot, self._positions)
+            kept = [tensor.clone() for tensor in state]
+            self._choices[choice.key] = graph(lambda: self._choose(choice))
+            for tensor, before in zip(state, kept, strict=True):
+                tensor.copy_(before)
+        return self._choices[choice.key]
+
+    def _choose(self, choice: Choice) -> None:
+        """The program: the outcome from the logits; the batch moves on to the last token that counts."""
+        self.unfinished.fill_(True)
+        self.slot.copy_((self._slot + self.places + 1)[:, None])  # each row's, after the step of one token that it is
+        choice.next_token(self)
+        right = (self.guessed == self.tokens[:-1]) & self.unfinished[:-1]
+        last = right.long().cumprod(0).sum(0, keepdim=True)
+        self._last.copy_(self.tokens.index_select(0, last))
+        self._slot.add_(last + 1)
+        self._positions.add_(last + 1)
+        self.outcome[TOKENS:].copy_(torch.cat([last + 1, self.unfinished.index_select(0, last).long()]))
