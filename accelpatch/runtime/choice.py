@@ -24,7 +24,7 @@ CRITERIA = (MaxLengthCriteria, EosTokenCriteria)
 
 
 class Rows(Protocol):
-    """The tensors of a batch that a choice reads and writes; see captured_step.Batch."""
+    """The tensors of a batch that a choice reads and writes; see captured_batch.Batch."""
 
     tokens: Tensor
     logits: Tensor
