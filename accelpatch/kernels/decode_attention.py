@@ -84,8 +84,11 @@ def why_not(shape: AttentionShape, dtype: torch.dtype, device: Device) -> str | 
         return f"a rotary embedding of {shape.turned} columns on heads of size {shape.size}"
     if device.kind == "cpu":
         return None
-    if attention.why_not(shape, dtype, device) is None:
-        return None
+    return None if attention.why_not(shape, dtype, device) is None else why_no_triton(shape, dtype, device)
+
+
+def why_no_triton(shape: AttentionShape, dtype: torch.dtype, device: Device) -> str | None:
+    """Why the Triton kernel cannot run; None where it can."""
     if dtype == torch.float32 and shape.size > WIDEST:
         return f"attention heads of size {shape.size} in float32"
     return launch.why_not(device, dtype)

@@ -10,7 +10,7 @@ import torch
 
 from accelpatch.device import probe
 from accelpatch.errors import KernelError
-from accelpatch.kernels import dispatch, parity
+from accelpatch.kernels import attention_check, dispatch, parity
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SEED = 0
@@ -48,6 +48,10 @@ def records(device: torch.device) -> Iterator[SelftestRecord]:
             for case in dispatch.kernel(op).cases():
                 for dtype in DTYPES:
                     yield _record(op, name, case, dtype, device)
+    for name in attention_check.IMPLEMENTATIONS:
+        for id_, step in attention_check.STEPS.items():
+            for dtype in DTYPES:
+                yield _attention(name, id_, step, dtype, device)
 
 
 def _record(op: str, name: str, case: dispatch.Case, dtype: torch.dtype, device: torch.device) -> SelftestRecord:
@@ -68,3 +72,18 @@ def _record(op: str, name: str, case: dispatch.Case, dtype: torch.dtype, device:
         return SelftestRecord(op, name, label, float("inf"), 0.0, False, f"{type(error).__name__}: {error}")
     worst = max(found, key=lambda comparison: (not comparison.ok, comparison.error - comparison.bound))
     return SelftestRecord(op, name, label, worst.error, worst.bound, worst.ok, worst.reason)
+
+
+def _attention(
+    name: str, id_: str, step: attention_check.Step, dtype: torch.dtype, device: torch.device
+) -> SelftestRecord:
+    op, label = attention_check.OP, f"{id_}-{str(dtype).removeprefix('torch.')}"
+    args, shape = attention_check.made(step, dtype, device, SEED)
+    if reason := attention_check.why_not(name, shape, dtype, probe(device)):
+        return SelftestRecord(op, name, label, 0.0, 0.0, None, reason)
+    try:
+        with torch.inference_mode():
+            found, bound = attention_check.deviation(name, args, shape)
+    except (KernelError, RuntimeError) as error:
+        return SelftestRecord(op, name, label, float("inf"), 0.0, False, f"{type(error).__name__}: {error}")
+    return SelftestRecord(op, name, label, found, bound, found <= bound, "")

@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from accelpatch.errors import KernelError
-from accelpatch.kernels import dispatch, selftest
+from accelpatch.kernels import attention_check, dispatch, selftest
+from accelpatch.kernels.attention_shape import AttentionShape
+from accelpatch.kernels.decode_attention import reference_
 from accelpatch.kernels.dispatch import Implementation
 from accelpatch.kernels.int8_linear import reference
 
@@ -21,9 +24,11 @@ def test_everything_passes_and_is_covered() -> None:
     left_out = {(record.implementation, bool(record.reason)) for record in records if record.ok is None}
     assert left_out == {("hip", True), ("triton", True)}, "a GPU's kernels alone do not run here"
     covered = {(record.op, record.implementation) for record in records}
-    assert covered == {(op, name) for op, (_, names) in dispatch.TABLE.items() for name in names}
+    attention = {(attention_check.OP, name) for name in attention_check.IMPLEMENTATIONS}
+    assert covered == {(op, name) for op, (_, names) in dispatch.TABLE.items() for name in names} | attention
     cases = {op: len(list(dispatch.kernel(op).cases())) for op in dispatch.TABLE}
-    assert len(records) == 3 * sum(cases[op] * len(names) for op, (_, names) in dispatch.TABLE.items())
+    due = sum(cases[op] * len(names) for op, (_, names) in dispatch.TABLE.items())
+    assert len(records) == 3 * (due + len(attention_check.STEPS) * len(attention))
     assert json.dumps([record.to_dict() for record in records])
 
 
@@ -31,6 +36,7 @@ def records_of(monkeypatch: pytest.MonkeyPatch, run: Callable[..., Any], reason:
     kernel = dispatch.kernel("int8_linear")
     monkeypatch.setitem(vars(kernel), "implementations", {"new": Implementation(run, lambda spec, device: reason)})
     monkeypatch.setattr(dispatch, "TABLE", {"int8_linear": ("int8_linear", ("new",))})
+    monkeypatch.setattr(attention_check, "IMPLEMENTATIONS", {})
     return selftest.run("cpu")
 
 
@@ -65,4 +71,40 @@ def test_arguments_that_cannot_be_made_are_said(monkeypatch: pytest.MonkeyPatch)
     kernel = dispatch.kernel("int8_linear")
     monkeypatch.setitem(vars(kernel), "cases", lambda: [dispatch.Case("one", no_library)])
     monkeypatch.setattr(dispatch, "TABLE", {"int8_linear": dispatch.TABLE["int8_linear"]})
+    monkeypatch.setattr(attention_check, "IMPLEMENTATIONS", {})
     assert {(record.ok, record.reason) for record in selftest.run("cpu")} == {(None, "there is no library")}
+
+
+def attention_records(monkeypatch: pytest.MonkeyPatch, run: Callable[..., Any]) -> dict[str, bool | None]:
+    monkeypatch.setattr(dispatch, "TABLE", {"rotary_cos_sin": dispatch.TABLE["rotary_cos_sin"]})
+    monkeypatch.setattr(attention_check, "IMPLEMENTATIONS", {"new": run})
+    monkeypatch.setattr(attention_check, "why_not", lambda *_: None)
+    return {record.case: record.ok for record in selftest.run("cpu") if record.op == attention_check.OP}
+
+
+def test_attention_that_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = attention_records(monkeypatch, reference_)
+    assert len(found) == 3 * len(attention_check.STEPS)
+    assert all(found.values())
+
+
+def test_attention_that_loses_a_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(
+        qkv: Tensor, positions: Tensor, slot: Tensor, mask: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape
+    ) -> Tensor:
+        hidden = mask.clone()
+        hidden[:, int(slot) - 1 : int(slot)] = 0
+        return reference_(qkv, positions, slot, hidden, keys, values, shape)
+
+    wrong = {case.rsplit("-", 1)[0] for case, ok in attention_records(monkeypatch, lost).items() if not ok}
+    assert wrong == attention_check.STEPS.keys() - {"first-token"}
+
+
+def test_attention_that_reads_what_is_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nosy(
+        qkv: Tensor, positions: Tensor, slot: Tensor, mask: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape
+    ) -> Tensor:
+        return reference_(qkv, positions, slot, torch.ones_like(mask), keys, values, shape)
+
+    wrong = {case.rsplit("-", 1)[0] for case, ok in attention_records(monkeypatch, nosy).items() if not ok}
+    assert wrong == {id_ for id_, step in attention_check.STEPS.items() if step.padding}

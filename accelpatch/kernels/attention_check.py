@@ -1,0 +1,102 @@
+"""decode_attention against itself in float64, as the self-test runs it: odd sizes, padding, windows, many tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from accelpatch.device import Device
+from accelpatch.kernels.attention_shape import AttentionShape
+from accelpatch.kernels.decode_attention import reference_, why_no_triton
+from accelpatch.kernels.hip import attention
+
+OP = "decode_attention"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One call: rows of `tokens` new tokens behind `slot` cached ones. padding: hidden slots at the left of a row."""
+
+    heads: int
+    kv_heads: int
+    size: int
+    slot: int
+    tokens: int = 1
+    rows: int = 2
+    padding: int = 0
+    window: int = 0
+    norms: bool = False
+
+
+STEPS: Mapping[str, Step] = {
+    "first-token": Step(4, 4, 64, 0),
+    "grouped": Step(12, 4, 128, 300, padding=17),
+    "seven-to-one": Step(7, 1, 96, 77, tokens=8, norms=True),
+    "odd-size": Step(2, 2, 80, 255, tokens=3, rows=3),
+    "wide-heads": Step(4, 2, 256, 511, window=100),
+    "long": Step(8, 8, 128, 1500, tokens=2, padding=700, rows=5),
+}
+
+
+def by_triton(
+    qkv: Tensor, positions: Tensor, slot: Tensor, mask: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape
+) -> Tensor:
+    """The Triton kernel."""
+    from accelpatch.kernels.triton import decode_attention as kernel
+
+    return kernel.decode_attention_(qkv, positions, slot, mask, keys, values, shape)
+
+
+IMPLEMENTATIONS: Mapping[str, Callable[..., Tensor]] = {"hip": attention.decode_attention_, "triton": by_triton}
+
+
+def why_not(name: str, shape: AttentionShape, dtype: torch.dtype, device: Device) -> str | None:
+    """Why an implementation cannot run here; None where it can."""
+    return (attention.why_not if name == "hip" else why_no_triton)(shape, dtype, device)
+
+
+def made(step: Step, dtype: torch.dtype, device: torch.device, seed: int) -> tuple[tuple[Tensor, ...], AttentionShape]:
+    """Arguments of a call, and the layer's shape. What was never cached, and what lies behind padding, is NaN."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def random(*sizes: int) -> Tensor:
+        return torch.randn(*sizes, generator=draw).to(device, dtype)
+
+    q_norm, k_norm = (random(step.size) * 0.1 + 1 if step.norms else None for _ in range(2))
+    inv_freq = (10000 ** (-torch.arange(0, step.size, 2) / step.size)).to(device)
+    shape = AttentionShape(
+        step.heads, step.kv_heads, step.size, step.size**-0.5, inv_freq, 1.0, step.window, q_norm, k_norm, 1e-6
+    )  # fmt: skip
+    capacity = step.slot + step.tokens + 5
+    cache = [random(step.rows, step.kv_heads, capacity, step.size) for _ in range(2)]
+    mask = torch.ones(step.rows, capacity, dtype=torch.int64, device=device)
+    mask[-1, : step.padding] = 0
+    for one in cache:
+        one[:, :, step.slot :] = float("nan")
+        one[-1, :, : step.padding] = float("nan")
+    positions = (step.slot + torch.arange(step.tokens, device=device)).repeat(step.rows, 1)
+    positions[-1] -= step.padding
+    qkv = random(step.rows * step.tokens, shape.columns)
+    return (qkv, positions, torch.tensor([step.slot], device=device), mask, *cache), shape
+
+
+def deviation(name: str, args: tuple[Tensor, ...], shape: AttentionShape) -> tuple[float, float]:
+    """The largest error of an implementation, and what it may be: twice that of torch in the same dtype, and an ulp."""
+    wide = (one.double() if one.is_floating_point() else one for one in args)
+    exact = _run(reference_, wide, _in_float64(shape))
+    found = [_run(run, (one.clone() for one in args), shape) for run in (reference_, IMPLEMENTATIONS[name])]
+    plain, mine = ((one.double() - exact).abs().max().item() for one in found)
+    bound = 2 * plain + torch.finfo(args[0].dtype).eps * exact.abs().max().item()
+    return (mine if mine == mine else float("inf")), bound
+
+
+def _run(step: Callable[..., Tensor], args: Iterable[Tensor], shape: AttentionShape) -> Tensor:
+    return step(*args, shape)
+
+
+def _in_float64(shape: AttentionShape) -> AttentionShape:
+    q_norm, k_norm = (None if norm is None else norm.double() for norm in (shape.q_norm, shape.k_norm))
+    return replace(shape, q_norm=q_norm, k_norm=k_norm)
