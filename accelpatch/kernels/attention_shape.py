@@ -35,7 +35,8 @@ class AttentionShape:
     def counters(self, what: tuple[int, int], device: torch.device) -> Tensor:
         """int32 zeros, `what[1]` of them, which a launch leaves as they were; the same ones for the same `what`.
 
-        Each layer keeps its own, and they stay where they are: captured launches know them by their address.
+        Each layer keeps its own, and they stay where they are: captured launches know them by their address. So a layer
+        runs on one stream at a time: two launches at once would count each other's, now and ever after.
         """
         if (what, device) not in self._counters:
             self._counters[what, device] = torch.zeros(what[1], dtype=torch.int32, device=device)

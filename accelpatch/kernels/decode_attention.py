@@ -106,6 +106,7 @@ def decode_attention_(
     require(1 <= tokens <= MOST, "decode_attention", f"takes 1 to {MOST} tokens a row, not {tokens}")
     due = rows * tokens * shape.columns
     require(qkv.numel() == due, "decode_attention", f"qkv holds {due} numbers, not {list(qkv.shape)}")
+    _check(qkv, positions, slot, mask, keys, values, shape)
     if qkv.device.type == "cpu":
         return reference_(qkv, positions, slot, mask, keys, values, shape)
     if attention.why_not(shape, qkv.dtype, probe(qkv.device)) is None:
@@ -113,3 +114,20 @@ def decode_attention_(
     from accelpatch.kernels.triton import decode_attention as kernel
 
     return kernel.decode_attention_(qkv, positions, slot, mask, keys, values, shape)
+
+
+def _check(
+    qkv: Tensor, positions: Tensor, slot: Tensor, mask: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape
+) -> None:
+    """The kernels trust what they are given: pointers, and sizes of `positions` and `keys`."""
+    op, rows = "decode_attention", positions.shape[0]
+    held = (rows, shape.kv_heads, keys.shape[2], shape.size)
+    fit = keys.shape == held and values.shape == held and mask.shape == (rows, keys.shape[2])
+    require(
+        fit, op, f"cache {list(keys.shape)}, {list(values.shape)} and mask {list(mask.shape)} are not of {list(held)}"
+    )
+    alike = all(one.dtype == qkv.dtype for one in (keys, values))
+    whole = all(one.dtype == torch.int64 for one in (positions, slot, mask))
+    require(alike and whole, op, "q, k, v and the cache have one dtype; positions, slot and mask are int64")
+    packed = all(one.is_contiguous() for one in (qkv, positions, mask, keys, values))
+    require(packed, op, "qkv, positions, mask and the cache are contiguous")

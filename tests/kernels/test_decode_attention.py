@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from accelpatch.device import KNOWN, probe
-from accelpatch.errors import KernelError
+from accelpatch.device import probe
 from accelpatch.kernels import decode_attention
 from accelpatch.kernels.attention_shape import AttentionShape
 from accelpatch.kernels.decode_attention import reference_
@@ -85,7 +84,7 @@ CASES = {
 
 
 def made(case: Case, dtype: torch.dtype) -> tuple[tuple[Tensor, ...], AttentionShape]:
-    """Arguments; what lies in the cache where nothing was cached, or behind the padding, is NaN."""
+    """Arguments; what lies in the cache where nothing was cached, behind the padding or the window, is NaN."""
     torch.manual_seed(3)
     norms = [(torch.rand(case.size) + 0.5).to(DEVICE, dtype) if case.norms else None for _ in range(2)]
     turned = case.turned or case.size
@@ -100,6 +99,8 @@ def made(case: Case, dtype: torch.dtype) -> tuple[tuple[Tensor, ...], AttentionS
     for one in cache:
         one[:, :, case.slot :] = float("nan")
         one[-1, :, : case.padding] = float("nan")
+        if case.window:
+            one[:, :, : max(0, case.slot + 1 - case.window)] = float("nan")
     slot = torch.tensor([case.slot], device=DEVICE)
     positions = (case.slot + torch.arange(case.tokens, device=DEVICE)).repeat(case.rows, 1)
     positions[-1] -= case.padding
@@ -276,24 +277,3 @@ def test_the_triton_kernel_gives_a_token_the_bits_that_it_gets_alone(
 
     monkeypatch.setattr(launch, "processors", lambda device: processors)  # what one program has of a head
     assert_the_same_bits(kernel.decode_attention_, case, LOW)
-
-
-def test_reasons() -> None:
-    shape = AttentionShape(4, 2, 64, 0.125, torch.ones(32))
-    assert decode_attention.why_not(shape, torch.float32, KNOWN["sm_90"]) in (None, "Triton is not installed")
-    odd = AttentionShape(4, 3, 63, 0.125, torch.ones(32))
-    assert "63" in str(decode_attention.why_not(odd, torch.float32, KNOWN["sm_90"]))
-    assert shape.columns == 512
-    wide = AttentionShape(4, 2, 64, 0.125, torch.ones(33))
-    large = AttentionShape(4, 2, 256, 0.125, torch.ones(128))
-    assert "float32" in str(decode_attention.why_not(large, torch.float32, KNOWN["sm_90"]))
-    assert "66 columns" in str(decode_attention.why_not(wide, torch.float32, KNOWN["sm_90"]))
-
-
-def test_more_tokens_than_a_step_has() -> None:
-    args, shape = made(Case(tokens=9), torch.float32)
-    with pytest.raises(KernelError, match="1 to 8 tokens"):
-        decode_attention.decode_attention_(*args, shape)
-    (qkv, *rest), shape = made(Case(tokens=2), torch.float32)
-    with pytest.raises(KernelError, match="qkv holds"):
-        decode_attention.decode_attention_(qkv[:3], *rest, shape)

@@ -16,7 +16,10 @@ from accelpatch.kernels.hip import binding
 
 ENTRY = "accelpatch_decode_attention"
 QUERIES, SPAN = 8, 256  # of a block; slots whose results are added up by themselves
-WIDEST, WIDEST_AMD = 256, 128  # columns of a head
+# Columns of a head for which eight tokens of many rows fit in a block's shared memory (163 KiB, 227 KiB; on AMD it is
+# registers that end them), and where a GPU is not named: 99 KiB.
+WIDEST = {"sm_80": 128, "sm_90": 256, "sm_100": 256, "gfx90a": 128, "gfx942": 128, "gfx950": 128}
+WIDEST_ELSEWHERE = 64
 RECORD_HEAD = 4  # numbers before a span's sums
 ROWS = 256  # of one launch
 LOG2_E = 1.4426950408889634
@@ -43,9 +46,10 @@ def why_not(shape: AttentionShape, dtype: torch.dtype, device: Device) -> str | 
     """Why the library does not take such a layer; None where it does."""
     if dtype not in binding.DTYPES or shape.inv_freq.dtype != torch.float32:
         return f"it takes bfloat16 or float16, and frequencies in float32, not {dtype} and {shape.inv_freq.dtype}"
-    widest = WIDEST_AMD if device.vendor == "amd" else WIDEST
+    widest = WIDEST.get(device.arch.removesuffix("a") if device.vendor == "nvidia" else device.arch, WIDEST_ELSEWHERE)
     if shape.size % 8 or shape.size > widest or shape.heads % shape.kv_heads:
-        return f"it takes heads of 8 to {widest} columns, a multiple of 8, not {shape.heads} of {shape.size}"
+        takes = f"heads of 8 to {widest} columns, a multiple of 8, on {device.arch}"
+        return f"it takes {takes}, not {shape.heads} on {shape.kv_heads} of {shape.size}"
     return build.why_not("hip", device)
 
 

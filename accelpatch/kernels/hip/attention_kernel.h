@@ -42,7 +42,7 @@ template <class T, int WIDE, int RING> struct Softmax {
         add_values<2>(stream, view, all, begin + tile_at(0), end, given[0], s[0]);
         add_values<3>(stream, view, all, begin + tile_at(1), end, given[1], s[1]);
     }
-    // Scores to the base 2, and which of the slots are given: shown by the mask, or new.
+    // Scores to the base 2, and which of the slots are given: shown by the mask, or new, and in some token's window.
     template <int STAGE> DEVICE uint32_t keys(const AttentionArgs& a, Stream& stream, const View<T, WIDE>& view, const Geometry& all, int begin, int end, float* s) {
         const bool new_ones = begin + TILE > all.slot;
         uint32_t given = 0;
@@ -51,7 +51,7 @@ template <class T, int WIDE, int RING> struct Softmax {
         stream.wait();
         if (seen_tile(all, begin, end)) {
             const int mine = begin + lane_id();
-            given = lane_vote(lane_id() < TILE && (mine < all.slot ? (stream.mask(STAGE)[0] | stream.mask(STAGE)[1]) != 0 : mine < all.stop)) & 0xffffu;
+            given = lane_vote(lane_id() < TILE && mine >= all.low && (mine < all.slot ? (stream.mask(STAGE)[0] | stream.mask(STAGE)[1]) != 0 : mine < all.stop)) & 0xffffu;
 #pragma unroll
             for (int step = 0; step < Stream::STEPS; ++step) {
                 const int chunk = 4 * step + fragment_quarter();

@@ -88,9 +88,10 @@ def _over(  # type: ignore[no-untyped-def]
     top, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
     mean = tl.zeros([ROWS, WIDE], tl.float32)
     least = tl.where(window > 0, slot + token - window, -1)  # a token sees what lies behind this slot
+    low = tl.where(window > 0, tl.maximum(slot + 1 - window, 0), 0)  # the first slot that any of them sees
     for start in tl.range(begin, stop, SLOTS, num_stages=STAGES):
         at, end = start + tl.arange(0, SLOTS), start + SLOTS
-        shown = (at >= 0) & (at < stop)
+        shown = (at >= low) & (at < stop)
         if MASKED:
             shown &= (at >= slot) | (tl.load(mask + at, mask=shown, other=0) != 0)
         both = shown[:, None] & (columns < SIZE)[None, :]  # what hidden slots hold must not matter
