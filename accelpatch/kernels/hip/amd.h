@@ -73,7 +73,6 @@ template <int> DEVICE void ring_wait() {}
 // ---- order: no dependent launch, and one barrier for the workgroup, which arriving waits for too ----
 DEVICE void grid_release() {}
 DEVICE void grid_wait() {}
-DEVICE void wave_sync() { __builtin_amdgcn_wave_barrier(); }
 DEVICE void linger() {}
 DEVICE void group_sync(int, int) { __syncthreads(); }
 DEVICE void group_arrive(int, int) { __syncthreads(); }
@@ -209,7 +208,6 @@ template <class T> struct AttentionTile {
     static DEVICE int cell_query(int) { return lane_id() & 15; }
     static DEVICE int cell_column(int part, int i) { return (4 * (lane_id() >> 4) + i) * 8 + part; }
     static DEVICE bool owns() { return (lane_id() & 15) < 8; }
-    static DEVICE void to_cells(float value, float* out) { out[0] = out[1] = value; }
 };
 
 // ---- host ----

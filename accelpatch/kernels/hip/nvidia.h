@@ -221,8 +221,6 @@ template <class T> struct AttentionTile {
     static DEVICE int cell_query(int i) { return 2 * (lane_id() & 3) + (i & 1); }
     static DEVICE int cell_column(int part, int i) { return (lane_id() >> 2) * 8 + 2 * part + (i >> 1); }
     static DEVICE bool owns() { return true; }
-    // What a query's own lanes hold, for cells 0 and 2, and for 1 and 3.
-    static DEVICE void to_cells(float value, float* out) { out[0] = from_lane(value, 8 * (lane_id() & 3)), out[1] = from_lane(value, 8 * (lane_id() & 3) + 4); }
 };
 
 // ---- host ----
