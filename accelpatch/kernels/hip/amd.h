@@ -80,15 +80,8 @@ DEVICE void group_arrive(int, int) { __syncthreads(); }
 // ---- no clusters ----
 constexpr int CLUSTER = 1;
 template <class F> constexpr int CLUSTER_DEPTH = 1;
-constexpr bool CLUSTERS_HERE = false;
 using Mailbox = uint64_t;
-DEVICE int cluster_rank() { return 0; }
-DEVICE void open_mailbox(Mailbox&) {}
-DEVICE void cluster_arrive() {}
-DEVICE void cluster_wait() {}
-DEVICE void send4(float*, Mailbox&, int, float) {}
-DEVICE void send16(void*, Mailbox&, int, const float*) {}
-DEVICE void receive(Mailbox&, bool, int, int) {}
+#include "no_cluster.h"
 
 // ---- matrix products: as in nvidia.h ----
 constexpr int ROWS_PER_LANE = 1;

@@ -5,7 +5,6 @@
 #pragma once
 #include "portability.h"
 
-constexpr int WAVES = 8, THREADS = WAVES * WAVE;
 constexpr int TILE = 16, SPAN = 256, ROUNDS = SPAN / TILE / WAVES;
 constexpr int QUERIES = 8;         // of a block at once
 constexpr int MOST_ROWS = 256;     // rows whose first slots fit in shared memory
@@ -24,7 +23,7 @@ struct AttentionArgs {
     float* sums;                  // [rows kv_heads tiles, QUERIES, spans, RECORD_HEAD + size]
     int32_t* finished;            // [rows kv_heads tiles, QUERIES] zeros, and left so
     int64_t rows, tokens, capacity, heads, kv_heads, size, turned, window, spans;
-    float scaling, softcap, rope_scaling, epsilon;  // scaling: to the base 2; with a softcap (to the base 2), see scored()
+    float scaling, softcap, rope_scaling, epsilon;  // scaling: to the base 2; with a softcap see Softmax::keys
     int32_t plus_one, dependent;
 };
 

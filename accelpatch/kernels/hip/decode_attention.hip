@@ -1,10 +1,8 @@
 // decode_attention: fp16 and bf16, heads of 8 to 256 columns (AMD: 128). dtype: 0 bf16, 1 fp16.
 #include "attention_kernel.h"
+#include "host.h"
 
 namespace {
-enum Status : int { STATUS_OK = 0, STATUS_SIZE = 1, STATUS_POINTER = 2, STATUS_MEMORY = 3, STATUS_DEVICE = 1000 };
-constexpr int64_t LARGEST = int64_t(1) << 31;
-
 int check(const AttentionArgs& a) {
     if (a.rows < 1 || a.rows > MOST_ROWS || a.tokens < 1 || a.tokens > 8 || a.kv_heads < 1 || a.heads < 1 || a.heads % a.kv_heads) return STATUS_SIZE;
     if (a.size < 8 || a.size > ATTENTION_WIDEST || a.size % 8 || a.turned < 0 || a.turned > a.size || a.turned % 2 || a.window < 0 || a.window >= LARGEST) return STATUS_SIZE;
@@ -12,21 +10,20 @@ int check(const AttentionArgs& a) {
     if (a.rows * a.heads * a.tokens * a.spans >= LARGEST) return STATUS_SIZE;
     const void* const aligned[] = {a.qkv, a.keys, a.values, a.y, a.sums};
     for (const void* p : aligned)
-        if (!p || reinterpret_cast<uintptr_t>(p) % 16) return STATUS_POINTER;
+        if (!p || !multiple_of_16(p)) return STATUS_POINTER;
     return a.positions && a.slot && a.mask && (a.inv_freq || !a.turned) && a.finished ? STATUS_OK : STATUS_POINTER;
 }
 
 AttentionPlan lay_out(const AttentionArgs& a, int wide, int64_t ring, int buffers) {
     AttentionPlan p = {};
-    int64_t at = 0;
-    const auto take = [&](int64_t bytes) { return int32_t((at += (bytes + 127) / 128 * 128) - (bytes + 127) / 128 * 128); };
+    SharedLayout layout;
     const int64_t all = a.tokens * (a.heads / a.kv_heads), row = wide * 2 + 16;
     p.tiles = int32_t((all + QUERIES - 1) / QUERIES), p.queries = int32_t(all < QUERIES ? all : QUERIES), p.buffers = buffers;
-    p.starts_at = take(a.rows * 4);
-    p.angles_at = take(a.tokens * a.turned * 4);
-    p.queries_at = take(QUERIES * row), p.fresh_at = take(a.tokens * 2 * row);
-    p.tops_at = take(int64_t(buffers) * p.queries * WAVES * 8), p.states_at = take(int64_t(buffers) * p.queries * WAVES * (wide + 4) * 4);
-    p.ring_at = take(ring), p.bytes = int32_t(at);
+    p.starts_at = layout.take(a.rows * 4);
+    p.angles_at = layout.take(a.tokens * a.turned * 4);
+    p.queries_at = layout.take(QUERIES * row), p.fresh_at = layout.take(a.tokens * 2 * row);
+    p.tops_at = layout.take(int64_t(buffers) * p.queries * WAVES * 8), p.states_at = layout.take(int64_t(buffers) * p.queries * WAVES * (wide + 4) * 4);
+    p.ring_at = layout.take(ring), p.bytes = int32_t(layout.bytes);
     return p;
 }
 
@@ -37,13 +34,12 @@ template <class T, int WIDE, int RING> int start(const AttentionArgs& a, const A
 
 template <class T, int WIDE> int launch(const AttentionArgs& a, GpuStream stream) {
     const DeviceLimits limits = device_limits();
-    const int64_t half = limits.shared_processor / 2 - RESERVED_SHARED;
     const auto ring = [](int64_t depth) { return SHARED_RING ? depth * WAVES * (TILE * WIDE * 2) : 0; };
     for (const int buffers : {2, 1}) {
         for (const bool deep : {true, false}) {
             const int64_t least = ring(2), wanted = deep ? ATTENTION_DEEP : ATTENTION_SHALLOW;
             const AttentionPlan plan = lay_out(a, WIDE, (wanted > least ? wanted : least) / (TILE * WIDE * 2) * (TILE * WIDE * 2 + MASK_BYTES), buffers);
-            if (plan.bytes > (buffers == 1 && !deep ? limits.shared_block : half)) continue;
+            if (plan.bytes > (buffers == 1 && !deep ? limits.shared_block : half_of(limits))) continue;
             return deep ? start<T, WIDE, ATTENTION_DEEP>(a, plan, limits, stream) : start<T, WIDE, ATTENTION_SHALLOW>(a, plan, limits, stream);
         }
     }

@@ -1,10 +1,7 @@
 // Host side: limits, the plan of shared memory, the launch. Every limit is checked here, in 64-bit arithmetic.
 #pragma once
 #include "cluster_kernel.h"
-
-enum Status : int { STATUS_OK = 0, STATUS_SIZE = 1, STATUS_POINTER = 2, STATUS_MEMORY = 3, STATUS_FORMAT = 4, STATUS_DEVICE = 1000 };
-
-constexpr int64_t LARGEST = int64_t(1) << 31;
+#include "host.h"
 
 inline int check(const GemvArgs& a) {
     if (a.m < 0 || a.m > 8 || a.n < 1 || a.k < 1 || a.n >= LARGEST || a.k >= LARGEST / 16) return STATUS_SIZE;
@@ -12,12 +9,6 @@ inline int check(const GemvArgs& a) {
     if (a.m && (!a.w || !a.x || !a.y)) return STATUS_POINTER;
     return STATUS_OK;
 }
-
-inline bool multiple_of_16(const void* pointer, int64_t stride_bytes = 0) {
-    return reinterpret_cast<uintptr_t>(pointer) % 16 == 0 && stride_bytes % 16 == 0;
-}
-
-inline int64_t round_up(int64_t v, int64_t to) { return (v + to - 1) / to * to; }
 
 // Whether four or eight waves share a tile: whichever has the busiest wave take fewer turns, a tile's end counted as one.
 template <class F> int waves_shift(const GemvPlan& p, int blocks) {
@@ -37,24 +28,20 @@ template <class F, class T> int64_t lay_out(GemvPlan& p, const GemvArgs& a, Form
     const bool clustered = form == Form::CLUSTER;
     const int64_t steps = clustered ? p.phase_steps : round_up(p.resident == p.phases ? p.steps : p.phase_steps, PAIR<F>), values = round_up(steps * F::KSTEP, 128);
     const int64_t waves = 1 << p.waves_shift;
-    int64_t at = 0;
-    const auto take = [&](int64_t bytes) { return int32_t((at += round_up(bytes, 128)) - round_up(bytes, 128)); };
+    SharedLayout layout;
     int64_t pad = 16;
     if constexpr (!F::INTEGER) pad = F::TOKEN_PAD;
     p.token_stride = int32_t(values * 2 + pad);
-    take(p.token_stride * a.m);
-    p.powers_at = take(F::INTEGER ? values / 128 * 32 : 0);
-    p.sums_at = take(F::OFFSET != OFFSET_NONE ? steps * F::GROUPS * 32 : 0);
-    p.moments_at = take(clustered ? Norms<T, true>::FLOATS * 4 : Norms<T>::FLOATS * 4);
+    layout.take(p.token_stride * a.m);
+    p.powers_at = layout.take(F::INTEGER ? values / 128 * 32 : 0);
+    p.sums_at = layout.take(F::OFFSET != OFFSET_NONE ? steps * F::GROUPS * 32 : 0);
+    p.moments_at = layout.take(clustered ? Norms<T, true>::FLOATS * 4 : Norms<T>::FLOATS * 4);
     p.partial_buffers = int32_t(form == Form::NARROW ? waves : depth == DEEP ? 2 : 1);  // where memory is short, a second barrier instead
-    p.partial_at = take(clustered ? WAVES * (waves - 1) * LETTER_BYTES : p.partial_buffers * a.m * WAVES * PARTIAL_STRIDE * 4);
-    p.boxes_at = take(clustered ? BOXES * 8 : 0);
-    p.ring_at = take(SHARED_RING ? int64_t(depth) * PAIR<F> * SLOT_BYTES<F> * WAVES : 0);
-    return at;
+    p.partial_at = layout.take(clustered ? WAVES * (waves - 1) * LETTER_BYTES : p.partial_buffers * a.m * WAVES * PARTIAL_STRIDE * 4);
+    p.boxes_at = layout.take(clustered ? BOXES * 8 : 0);
+    p.ring_at = layout.take(SHARED_RING ? int64_t(depth) * PAIR<F> * SLOT_BYTES<F> * WAVES : 0);
+    return layout.bytes;
 }
-
-// A kernel takes at most half a processor, so that its successor finds room; more where it cannot do with less.
-inline int64_t half_of(const DeviceLimits& limits) { return limits.shared_processor / 2 - RESERVED_SHARED; }
 
 template <class F, class T> int fit(GemvPlan& p, const GemvArgs& a, const DeviceLimits& limits, Form form) {
     for (const bool all : {true, false}) {  // what is staged in phases is staged anew for every tile

@@ -22,6 +22,8 @@ DEVICE uint32_t word_of(const Words4& v, int i) { return i == 0 ? v.x : i == 1 ?
 #include "nvidia.h"
 #endif
 
+constexpr int WAVES = 8, THREADS = WAVES * WAVE;  // of a block
+
 DEVICE float bits_to_float(uint32_t bits) { return __builtin_bit_cast(float, bits); }
 DEVICE uint32_t float_to_bits(float value) { return __builtin_bit_cast(uint32_t, value); }
 

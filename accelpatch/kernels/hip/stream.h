@@ -3,8 +3,6 @@
 #pragma once
 #include "formats.h"
 
-constexpr int WAVES = 8, THREADS = WAVES * WAVE;
-
 template <class F> constexpr int SCALE_BYTES = 4 * F::GROUPS;  // a row pair and step
 template <class F> constexpr int TABLES = F::GROUPS ? 1 + (F::OFFSET != OFFSET_NONE) : 0;  // scales, offsets
 template <class F> constexpr int SLOT_BYTES = 1024 + WAVE * SCALE_BYTES<F> * TABLES<F>;  // a wave and step
