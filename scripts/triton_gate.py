@@ -25,6 +25,7 @@ from accelpatch.kernels.triton import (
     decode_attention,
     dequantize,
     gated_activation,
+    greedy,
     prompt_attention,
     rmsnorm,
     rope,
@@ -93,6 +94,12 @@ BUILDS = {
         for name in ("add_rmsnorm", "rmsnorm_add")
     },
     "rotary_cos_sin": Build(rope._position, ("*i64", "*fp32", "*bf16", "*bf16", "fp32", "i32"), {"BLOCK": 64}, 1),
+    "the highest score's token": Build(
+        greedy._token,
+        ("*fp32", "*i1", "*i1", *("*i64",) * 3, "i32"),
+        {"ENDS": True, "ONE": True, "BLOCK": greedy.BLOCK},
+        greedy.WARPS,
+    ),
     **{
         f"gated_activation {name}": Build(
             gated_activation._block, ("*bf16",) * 3 + ("i32",) * 3, {"CODE": code, "SIZE": gated_activation.BLOCK}
