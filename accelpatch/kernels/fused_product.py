@@ -45,6 +45,11 @@ class Product:
     bias: Tensor | None = None
 
     @property
+    def held(self) -> Tensor:
+        """The weight as it lies in memory, without scales."""
+        return self.w.w if isinstance(self.w, Tiles) else self.w
+
+    @property
     def n(self) -> int:
         """Rows of the weight."""
         return self.w.n if isinstance(self.w, Tiles) else int(self.w.shape[0])

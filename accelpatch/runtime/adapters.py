@@ -42,6 +42,11 @@ class Adapted:
         y = gated_activation(*y.chunk(2, dim=-1), gate)
         return y if residual is None else residual + y
 
+    @property
+    def held(self) -> Tensor:
+        """Of the base."""
+        return self.base.held
+
     def rows(self, x: Tensor) -> Tensor:
         """As Product's."""
         return self.base.rows(x) + self.up.rows(self.down.rows(x))

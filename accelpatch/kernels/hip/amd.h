@@ -66,9 +66,11 @@ template <int BYTES> DEVICE void stream_copy(void* into, const void* source, boo
 DEVICE void copy_activation16(void* into, const void* source, bool there) {
     *static_cast<Words4*>(into) = there ? load_activation16(source) : Words4{0, 0, 0, 0};
 }
-DEVICE void copies_done() {}
+DEVICE void copies_done(int) {}
 DEVICE void ring_commit() {}
 template <int> DEVICE void ring_wait() {}
+
+template <int> DEVICE void prefetch_l2(const void*) {}  // kernels do not overlap, so there is no time for it
 
 // ---- order: no dependent launch, and one barrier for the workgroup, which arriving waits for too ----
 DEVICE void grid_release() {}
@@ -178,6 +180,7 @@ template <bool> struct IntegerProduct : Cells<false> {
 
 // ---- attention: as in nvidia.h; on gfx90a subnormals of fp16 keys, values and weights count as zero ----
 constexpr int ATTENTION_WIDEST = 128;  // more would spill
+constexpr bool REHEARSES = false;
 constexpr int ATTENTION_DEEP = 0, ATTENTION_SHALLOW = 0;
 template <class T> struct AttentionTile {
     static constexpr int CHUNKS = 16, PARTS = 8;

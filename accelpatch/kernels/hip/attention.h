@@ -9,6 +9,8 @@ constexpr int TILE = 16, SPAN = 256, ROUNDS = SPAN / TILE / WAVES;
 constexpr int QUERIES = 8;         // of a block at once
 constexpr int MOST_ROWS = 256;     // rows whose first slots fit in shared memory
 constexpr int MASK_BYTES = TILE * 8;  // of a tile
+constexpr int BROUGHT_PIECE = 4096;
+constexpr int64_t BROUGHT_BYTES = 4 << 20;  // at most: what memory gives while a short cache is read
 constexpr int RECORD_HEAD = 4;     // floats before a span's sums in memory: the highest score, the sum of weights, two of padding
 
 // Sizes in elements. qkv[rows tokens, (heads + 2 kv_heads) size]; keys, values[rows, kv_heads, capacity, size];
@@ -22,6 +24,8 @@ struct AttentionArgs {
     void* y;                      // [rows tokens, heads size]
     float* sums;                  // [rows kv_heads tiles, QUERIES, spans, RECORD_HEAD + size]
     int32_t* finished;            // [rows kv_heads tiles, QUERIES] zeros, and left so
+    const void* following;        // what the kernel behind will read, or null
+    int64_t following_bytes;
     int64_t rows, tokens, capacity, heads, kv_heads, size, turned, window, spans;
     float scaling, softcap, rope_scaling, epsilon;  // scaling: to the base 2; with a softcap see Softmax::keys
     int32_t plus_one, dependent;

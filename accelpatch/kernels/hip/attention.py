@@ -26,8 +26,9 @@ LOG2_E = 1.4426950408889634
 
 _POINTERS = (
     "qkv", "positions", "slot", "mask", "keys", "values", "inv_freq", "q_norm", "k_norm", "y", "sums", "finished",
+    "following",
 )  # fmt: skip
-_SIZES = ("rows", "tokens", "capacity", "heads", "kv_heads", "size", "turned", "window", "spans")
+_SIZES = ("following_bytes", "rows", "tokens", "capacity", "heads", "kv_heads", "size", "turned", "window", "spans")
 _FLOATS = ("scaling", "softcap", "rope_scaling", "epsilon")
 
 
@@ -54,21 +55,22 @@ def why_not(shape: AttentionShape, dtype: torch.dtype, device: Device) -> str | 
 
 
 def decode_attention_(
-    qkv: Tensor, positions: Tensor, slot: Tensor, mask: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape
-) -> Tensor:
+    qkv: Tensor, positions: Tensor, slot: Tensor, mask: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape,
+    following: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """As the operation; qkv, positions, mask and the cache contiguous. Raises KernelError where it is refused."""
     rows, tokens = positions.shape
     y = qkv.new_empty(*qkv.shape[:-1], shape.heads * shape.size)
     for begin in range(0, rows, ROWS):
         some, own = slice(begin, begin + ROWS), slice(begin * tokens, (begin + ROWS) * tokens)
         flat = qkv.view(rows * tokens, -1)[own], y.view(rows * tokens, -1)[own]
-        _launch(*flat, positions[some], slot, mask[some], keys[some], values[some], shape, begin)
+        _launch(*flat, positions[some], slot, mask[some], keys[some], values[some], shape, begin, following)
     return y
 
 
 def _launch(
     qkv: Tensor, y: Tensor, positions: Tensor, slot: Tensor, mask: Tensor, keys: Tensor, values: Tensor,
-    shape: AttentionShape, begin: int,
+    shape: AttentionShape, begin: int, following: Tensor | None,
 ) -> None:  # fmt: skip
     (rows, tokens), capacity = positions.shape, keys.shape[2]
     heads = rows * shape.kv_heads * -(-tokens * (shape.heads // shape.kv_heads) // QUERIES)
@@ -77,11 +79,12 @@ def _launch(
     held = {
         "qkv": qkv, "positions": positions, "slot": slot, "mask": mask, "keys": keys, "values": values, "y": y,
         "sums": sums, "finished": shape.counters((begin, heads * QUERIES), qkv.device),
-        "inv_freq": shape.inv_freq, "q_norm": shape.q_norm, "k_norm": shape.k_norm,
+        "inv_freq": shape.inv_freq, "q_norm": shape.q_norm, "k_norm": shape.k_norm, "following": following,
     }  # fmt: skip
     cap = shape.softcap > 0
     args = AttentionArgs(
         **{name: None if tensor is None else tensor.data_ptr() for name, tensor in held.items()},
+        following_bytes=0 if following is None else following.nbytes,
         rows=rows, tokens=tokens, capacity=capacity, heads=shape.heads, kv_heads=shape.kv_heads, size=shape.size,
         turned=shape.turned, window=shape.window, spans=spans, rope_scaling=shape.rope_scaling, epsilon=shape.eps,
         scaling=shape.scaling * LOG2_E * (2 / shape.softcap if cap else 1), softcap=shape.softcap * LOG2_E,

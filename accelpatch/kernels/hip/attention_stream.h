@@ -17,6 +17,7 @@ template <class T, int WIDE, int RING> struct CacheStream {
     char* ring;
     Share share;
     int begin = 0, end = 0, left = 0, place = 0;  // of the span that is asked for, of its segment; spans left; the ring's slot
+    bool held_up = false;                         // asks for nothing
     int64_t row = 0, at = 0;                      // elements before the mask's row and the head's keys
     uint32_t held_mask[SHARED_RING ? 1 : 2][2];
     Words4 held[SHARED_RING ? 1 : 2][SHARED_RING ? 1 : PIECES];
@@ -32,6 +33,7 @@ template <class T, int WIDE, int RING> struct CacheStream {
     // Asks for what is DEPTH stages behind, into the slot of the stage that was read last.
     template <int STAGE> DEVICE void after() { issue<(STAGE + DEPTH) % 4>(); }
     template <int STAGE> DEVICE void issue() {
+        if (held_up) return;
         if (Segment s; STAGE == 0 && left == 0 && share.next(s, a, plan, all))
             begin = s.begin, end = s.end, left = s.count, row = s.row * a.capacity, at = (s.row * a.kv_heads + s.kv) * a.capacity * a.size;
         if (const int slot = begin + tile_at(STAGE % 2); left > 0 && seen_tile(all, slot, end)) {

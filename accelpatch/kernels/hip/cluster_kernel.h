@@ -116,7 +116,7 @@ template <class F, class T> __global__ void __launch_bounds__(THREADS, BLOCKS_RE
             total.zero();
             for (int begin = 0; begin < plan.part_steps; begin += plan.phase_steps) {
                 if (!staged || plan.phases > 1) {
-                    stager.range(begin, min(plan.phase_steps, plan.part_steps - begin), staged);
+                    stager.range(begin, min(plan.phase_steps, plan.part_steps - begin), staged, [&]() ALWAYS_INLINE { return staged ? 0 : stream.fill(); });
                     staged = true;
                 }
                 if (!there) continue;

@@ -39,11 +39,11 @@ template <class F, class T> struct ClusterFloats : Norms<T, true> {
             for (int i = 0; i < 2; ++i) first[i] = Base::gain(part.whole(part.mine + i * part.LAP) * 8);
     }
     // Stages so many steps of the block's, from step `from`; every thread calls it. Under a norm all of them at once. `again`:
-    // over others, which waves may still read.
-    DEVICE void range(int from, int steps, bool again) {
+    // over others, which waves may still read. `rest`: as of FloatStager::range.
+    template <class REST> DEVICE void range(int from, int steps, bool again, const REST& rest) {
         if (again) __syncthreads();
         const int units = steps * (F::KSTEP / 8);
-        copy(from * (F::KSTEP / 8), units);
+        copy(from * (F::KSTEP / 8), units, rest);
         if (a.norm != NORM_NONE) normalise(units);
         __syncthreads();
     }
@@ -51,7 +51,7 @@ template <class F, class T> struct ClusterFloats : Norms<T, true> {
 
 private:
     DEVICE Words4& chunk(int token, int c) const { return *reinterpret_cast<Words4*>(shared + token * plan.token_stride + c * 16); }
-    DEVICE void copy(int from, int units) const {
+    template <class REST> DEVICE void copy(int from, int units, const REST& rest) const {
 #pragma unroll 1
         for (int token = part.token; token < a.m; token += CLUSTER)
 #pragma unroll 2
@@ -60,7 +60,8 @@ private:
                 if (plan.x_aligned) copy_activation16(&chunk(token, c), row(token) + at * 2, left > 0);
                 else chunk(token, c) = load_part(row(token) + at * 2, left);
             }
-        copies_done();
+        ring_commit();
+        copies_done(rest());
     }
     DEVICE void normalise(int units) const {
         for (int pass = a.norm == NORM_LAYER ? 0 : 1; pass < 2; ++pass) {
@@ -98,10 +99,10 @@ template <class F, class T> struct ClusterDigits : DigitStager<F, T, false, true
 
     DEVICE ClusterDigits(const GemvArgs& a, const GemvPlan& plan, char* shared, const Part<F>& part) : Base(a, plan, shared, part.whole(part.mine)), part(part) {}
     // As ClusterFloats'.
-    DEVICE void range(int from, int steps, bool again) {
+    template <class REST> DEVICE void range(int from, int steps, bool again, const REST& rest) {
         const int units = steps * (F::KSTEP / 16), laps = (units + part.LAP - 1) / part.LAP;
-        if (a.norm == NORM_NONE) stage(from * (F::KSTEP / 16), units, again);
-        else fetch(units, laps), normalise(units, laps);
+        if (a.norm == NORM_NONE) stage(from * (F::KSTEP / 16), units, again, rest);
+        else fetch(units, laps, rest), normalise(units, laps);
         __syncthreads();
     }
 
@@ -111,7 +112,7 @@ private:
         while (slot >= units) slot -= units, ++token;
     }
     // Slots as digits.
-    DEVICE void stage(int from, int units, bool again) const {
+    template <class REST> DEVICE void stage(int from, int units, bool again, const REST& rest) const {
         const int total = (units * int(a.m) + THREADS - 1) / THREADS;
         int slot = threadIdx.x, token = 0;
         onward(slot, token, units);
@@ -129,6 +130,7 @@ private:
                 slot += THREADS;
                 onward(slot, token, units);
             }
+            if (i == 0) rest();
             uint32_t most[AT_ONCE];  // together: each step waits for the one before
 #pragma unroll
             for (int j = 0; j < AT_ONCE; ++j) most[j] = max(Base::largest(v[j][0]), Base::largest(v[j][1]));
@@ -147,7 +149,7 @@ private:
         }
     }
     // Slots as they are, with their moments: a thread's own of every CLUSTERth token.
-    DEVICE void fetch(int units, int laps) const {
+    template <class REST> DEVICE void fetch(int units, int laps, const REST& rest) const {
         const int total = laps * ((int(a.m) - part.token + CLUSTER - 1) / CLUSTER), which = a.norm == NORM_LAYER ? 0 : 1;
         int token = part.token, lap = 0, to_token = token, to_lap = 0;
         float share = 0.f;
@@ -164,13 +166,14 @@ private:
                 }
                 if (++lap == laps) lap = 0, token += CLUSTER;
             }
+            if (i == 0) rest();
 #pragma unroll
             for (int j = 0; j < AT_ONCE; ++j) {
                 if (i + j >= total) break;
                 const int slot = to_lap * part.LAP + part.mine;
                 for (int h = 0; h < 2; ++h) {
                     if (slot < units) *reinterpret_cast<Words4*>(Base::slot_at(to_token, slot) + h * 16) = v[j][h];
-                    share += which ? Base::squares_of(v[j][h], Base::place(part.whole(slot), h), 0.f) : Base::sum_of(v[j][h]);
+                    share += which ? Base::squares_of(v[j][h]) : Base::sum_of(v[j][h]);
                 }
                 if (++to_lap < laps) continue;
                 part.leave(which ? Base::squares() : Base::sums, to_token, share, which);

@@ -28,10 +28,10 @@ template <class F, class T, bool NARROW, bool CLUSTERED = false> struct DigitSta
     }
     DEVICE DigitStager(const GemvArgs& a, const GemvPlan& plan, char* shared) : DigitStager(a, plan, shared, threadIdx.x) {}
     // As FloatStager's.
-    DEVICE void range(int from, int steps) {
+    template <class REST> DEVICE void range(int from, int steps, const REST& rest) {
         const int slots = (steps + PAIR<F> - 1) / PAIR<F> * PAIR<F> * (F::KSTEP / 16), laps = (slots + THREADS - 1) / THREADS;
-        if (a.norm == NORM_NONE) fetch<false>(from * F::KSTEP, slots, laps);
-        else fetch<true>(0, slots, laps), normalise(slots, laps);
+        if (a.norm == NORM_NONE) fetch<false>(from * F::KSTEP, slots, laps, rest);
+        else fetch<true>(0, slots, laps, rest), normalise(slots, laps);
         __syncthreads();
     }
     static constexpr bool BOUNDED = true;
@@ -53,7 +53,7 @@ protected:
     // Where in K the first or last half of a slot begins.
     static DEVICE int place(int slot, int half) { return 8 * (F::INTERLEAVED ? slot / 4 * 8 + half * 4 + slot % 4 : 2 * slot + half); }
     // A thread's own values of every token into their slots: as digits, or for a norm as they are, with its moments.
-    template <bool NORM> DEVICE void fetch(int from, int slots, int laps) const {
+    template <bool NORM, class REST> DEVICE void fetch(int from, int slots, int laps, const REST& rest) const {
         const int total = laps * int(a.m);
         int token = 0, lap = 0, to_token = 0, to_lap = 0;
         float share = 0.f;
@@ -70,6 +70,7 @@ protected:
                 }
                 if (++lap == laps) lap = 0, ++token;
             }
+            if (i == 0) rest();
 #pragma unroll
             for (int j = 0; j < AT_ONCE; ++j) {
                 if (i + j >= total) break;
@@ -77,7 +78,7 @@ protected:
                 if constexpr (NORM) {
                     for (int h = 0; h < 2; ++h) {
                         if (slot < slots) *reinterpret_cast<Words4*>(slot_at(to_token, slot) + h * 16) = v[j][h];
-                        share += a.norm == NORM_LAYER ? Base::sum_of(v[j][h]) : Base::squares_of(v[j][h], place(slot, h), 0.f);
+                        share += a.norm == NORM_LAYER ? Base::sum_of(v[j][h]) : Base::squares_of(v[j][h]);
                     }
                     if (to_lap == laps - 1) Base::leave(a.norm == NORM_LAYER ? Base::sums : Base::squares(), to_token, share), share = 0.f;
                 } else {

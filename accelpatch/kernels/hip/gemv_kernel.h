@@ -113,7 +113,7 @@ template <class F, class T, bool NARROW, int DEPTH> __global__ void __launch_bou
             const int begin = plan.resident < plan.phases ? phase * plan.phase_steps : 0, end = min(plan.steps, (phase + 1) * plan.phase_steps);
             if (!staged || plan.resident < plan.phases) {
                 if (staged) __syncthreads();
-                stager.range(begin, (plan.resident < plan.phases ? end : plan.steps) - begin);
+                stager.range(begin, (plan.resident < plan.phases ? end : plan.steps) - begin, [&]() ALWAYS_INLINE { return staged ? 0 : stream.fill(); });
                 staged = true;
             }
             if (phase == 0) output.load_residual(a);

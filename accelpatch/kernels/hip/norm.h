@@ -28,8 +28,10 @@ template <class T, bool CLUSTERED = false> struct Norms {
     const GemvArgs& a;
     const GemvPlan& plan;
     float* sums;
+    const float columns;
 
-    DEVICE Norms(const GemvArgs& a, const GemvPlan& plan, char* shared) : a(a), plan(plan), sums(reinterpret_cast<float*>(shared + plan.moments_at)) {}
+    DEVICE Norms(const GemvArgs& a, const GemvPlan& plan, char* shared)
+        : a(a), plan(plan), sums(reinterpret_cast<float*>(shared + plan.moments_at)), columns(static_cast<float>(a.k)) {}
     DEVICE float* squares() const { return sums + SHARES * 8; }
     DEVICE uint32_t& votes() const { return *reinterpret_cast<uint32_t*>(sums + 2 * SHARES * 8); }  // bit `token`: not finite
     DEVICE const char* row(int token) const { return static_cast<const char*>(a.x) + token * a.x_stride * 2; }
@@ -51,7 +53,7 @@ template <class T, bool CLUSTERED = false> struct Norms {
                 sum += moments[token * BANDS + i];
             }
         }
-        return sum / static_cast<float>(a.k);
+        return sum / columns;
     }
     DEVICE float mean(int token) const { return a.norm == NORM_LAYER ? total(sums, token) : 0.f; }
     DEVICE float scale(int token) const { return rsqrtf(total(squares(), token) + a.epsilon); }
@@ -60,8 +62,16 @@ template <class T, bool CLUSTERED = false> struct Norms {
         unpack<T>(raw, v);
         return ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7]));
     }
+    static DEVICE float squares_of(const Words4& raw) {
+        float v[8], even = 0.f, odd = 0.f;
+        unpack<T>(raw, v);
+#pragma unroll
+        for (int e = 0; e < 8; e += 2) even = fmaf(v[e], v[e], even), odd = fmaf(v[e + 1], v[e + 1], odd);
+        return even + odd;
+    }
     // Of (x - mean)^2; what lies past K counts as the mean.
     DEVICE float squares_of(const Words4& raw, int at, float mean) const {
+        if (a.norm != NORM_LAYER) return squares_of(raw);
         float v[8], even = 0.f, odd = 0.f;
         unpack<T>(raw, v);
 #pragma unroll
@@ -79,11 +89,20 @@ template <class T, bool CLUSTERED = false> struct Norms {
         return g;
     }
     DEVICE Words4 apply(const Words4& raw, const Gain& g, int at, float mean, float scale) const {
-        const float plus = a.norm == NORM_RMS_PLUS_ONE || !a.norm_weight ? 1.f : 0.f;
-        float v[8], times[8], shift[8];
-        unpack<T>(raw, v), unpack<T>(g.weight, times), unpack<T>(g.bias, shift);
+        float v[8], times[8];
+        unpack<T>(raw, v), unpack<T>(g.weight, times);
+        if (a.norm == NORM_RMS_PLUS_ONE || !a.norm_weight)
 #pragma unroll
-        for (int e = 0; e < 8; ++e) v[e] = fmaf((v[e] - mean) * scale, times[e] + plus, shift[e]);
+            for (float& one : times) one += 1.f;
+        if (a.norm != NORM_LAYER) {
+#pragma unroll
+            for (int e = 0; e < 8; ++e) v[e] = v[e] * scale * times[e];
+            return pack<T>(v);
+        }
+        float shift[8];
+        unpack<T>(g.bias, shift);
+#pragma unroll
+        for (int e = 0; e < 8; ++e) v[e] = fmaf((v[e] - mean) * scale, times[e], shift[e]);
         if (at + 8 > int(a.k))
 #pragma unroll
             for (int e = 0; e < 8; ++e) v[e] = at + e < int(a.k) ? v[e] : 0.f;

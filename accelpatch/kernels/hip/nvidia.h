@@ -88,10 +88,17 @@ template <int BYTES> DEVICE void stream_copy(void* into, const void* source, boo
 }
 // 16 bytes of activations into shared memory, asynchronously and through L2; zeros, and nothing read, where not `there`.
 DEVICE void copy_activation16(void* into, const void* source, bool there) { stream_copy<16>(into, source, there); }
-DEVICE void copies_done() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 DEVICE void ring_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Waits for the oldest of DEPTH turns.
 template <int DEPTH> DEVICE void ring_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(DEPTH - 1) : "memory"); }
+// Waits for all copies but those of so many turns asked for last.
+DEVICE void copies_done(int but) { but == 2 ? ring_wait<3>() : but == 1 ? ring_wait<2>() : ring_wait<1>(); }
+
+template <int BYTES> DEVICE void prefetch_l2(const void* source) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "n"(BYTES) : "memory");
+#endif
+}
 
 // ---- order ----
 DEVICE void grid_release() {  // the next kernel may start
@@ -197,6 +204,7 @@ template <bool NARROW> struct IntegerProduct : Cells<NARROW> {
 
 // ---- attention: tiles of 16 cached tokens, up to 8 queries ----
 constexpr int ATTENTION_WIDEST = 256;  // columns of a head
+constexpr bool REHEARSES = true;
 constexpr int ATTENTION_DEEP = 98304, ATTENTION_SHALLOW = 65536;  // bytes of a block's ring
 // A lane holds the scores of one query with four tokens of a tile, and eight columns of values of these four.
 template <class T> struct AttentionTile {

@@ -9,6 +9,7 @@
 #endif
 
 #define DEVICE __device__ __forceinline__
+#define ALWAYS_INLINE __attribute__((always_inline))  // of a lambda
 
 struct alignas(16) Words4 {  // aligned, or shared memory is read word by word
     uint32_t x, y, z, w;

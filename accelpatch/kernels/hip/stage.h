@@ -14,10 +14,11 @@ template <class F, class T> struct FloatStager : Norms<T> {
             for (int i = 0; i < 2; ++i) first[i] = Base::gain((threadIdx.x + i * THREADS) * 8);
     }
     // Stages `steps` steps of K, and zeros up to whole turns, from step `from`; every thread calls it, and may read what it
-    // left when it returns. Under a norm all of K is staged at once.
-    DEVICE void range(int from, int steps) {
+    // left when it returns. Under a norm all of K is staged at once. `rest` asks for what may come later, once the
+    // activations are on their way, and says how many turns that is.
+    template <class REST> DEVICE void range(int from, int steps, const REST& rest) {
         const int wanted = (steps + PAIR<F> - 1) / PAIR<F> * PAIR<F> * (F::KSTEP / 8);
-        copy(from * F::KSTEP, wanted);
+        copy(from * F::KSTEP, wanted, rest);
         if (a.norm != NORM_NONE) normalise(wanted);
         __syncthreads();
     }
@@ -27,7 +28,7 @@ template <class F, class T> struct FloatStager : Norms<T> {
 private:
     DEVICE Words4& chunk(int token, int c) const { return *reinterpret_cast<Words4*>(shared + token * plan.token_stride + c * 16); }
     // A thread's own chunks of every token.
-    DEVICE void copy(int from, int wanted) const {
+    template <class REST> DEVICE void copy(int from, int wanted, const REST& rest) const {
 #pragma unroll 1
         for (int token = 0; token < a.m; ++token)
 #pragma unroll 2
@@ -36,7 +37,8 @@ private:
                 if (plan.x_aligned) copy_activation16(&chunk(token, c), row(token) + at * 2, left > 0);
                 else chunk(token, c) = load_part(row(token) + at * 2, left);
             }
-        copies_done();
+        ring_commit();
+        copies_done(rest());
     }
     DEVICE void normalise(int wanted) const {
         if (a.norm == NORM_LAYER) {

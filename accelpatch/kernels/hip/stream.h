@@ -40,8 +40,10 @@ template <int RUN> static __device__ __noinline__ Words4 gather(const char* from
     return {out[0], out[1], out[2], out[3]};
 }
 
-// One lane's stream of weights: its wave's turns of tile after tile. No branch is taken but for the end of a tile.
+// One lane's stream of weights: its wave's turns of tile after tile. No branch is taken but for the end of a tile. Half of
+// the ring is asked for at once, the rest behind the activations: they are waited for, and would queue behind all of it.
 template <class F, int DEPTH> struct Stream {
+    static constexpr int EARLY = (DEPTH + 1) / 2;
     static constexpr int RUNS = F::SPLIT ? 2 : 1, RUN_BYTES = 16 / RUNS;  // of a row's bytes in a step
     static constexpr int TURN_BYTES = PAIR<F> * SLOT_BYTES<F>;
     const GemvArgs& a;
@@ -72,7 +74,14 @@ template <class F, int DEPTH> struct Stream {
             }
         }
         scale = static_cast<const char*>(a.scale) + (tile * scale_sets<F>(a, plan) * 8 + scale_pair()) * SCALE_BYTES<F>;
-        for (int i = 0; i < DEPTH; ++i) issue();
+#pragma unroll 1
+        for (int i = 0; i < EARLY; ++i) issue();
+    }
+    // The rest of the ring; how many turns that are.
+    DEVICE int fill() {
+#pragma unroll 1
+        for (int i = EARLY; i < DEPTH; ++i) issue();
+        return DEPTH - EARLY;
     }
     // To the wave's next turn.
     DEVICE void advance() {

@@ -10,9 +10,10 @@ import torch
 
 from accelpatch.device import probe
 from accelpatch.errors import KernelError
+from accelpatch.kernels import gemv
 from accelpatch.kernels.attention_shape import AttentionShape
 from accelpatch.kernels.decode_attention import reference_
-from accelpatch.kernels.hip import attention
+from accelpatch.kernels.hip import attention, binding
 from tests.kernels.test_decode_attention import CASES, SAME, Case, assert_float_rule, assert_the_same_bits, made
 from tests.parity import bits
 
@@ -79,6 +80,52 @@ def test_repeats() -> None:
     due = attention.decode_attention_(*args, shape)
     for _ in range(1000):
         assert torch.equal(bits(attention.decode_attention_(*args, shape)), bits(due))
+
+
+class Chain:
+    """Steps of a small layer, as a captured step has them: a plain kernel, then products and attention that overlap."""
+
+    def __init__(self, rows: int, tokens: int):
+        draw, options = torch.Generator("cuda").manual_seed(3), {"device": "cuda", "dtype": torch.bfloat16}
+        self.shape = AttentionShape(8, 2, 128, 128**-0.5, (10000 ** (-torch.arange(0, 128, 2) / 128)).cuda())
+        self.embedding = torch.randn(50, 1024, generator=draw, **options)
+        self.weights = [torch.randn(n, 1024, generator=draw, **options) / 32 for n in (self.shape.columns, 1024)]
+        self.keys, self.values = (torch.zeros(rows, 2, 1024, 128, **options) for _ in range(2))
+        self.ids = torch.arange(rows * tokens, device="cuda") % 50
+        self.slot = torch.full([1], 5, device="cuda")
+        self.positions = (5 + torch.arange(tokens, device="cuda")).repeat(rows, 1)
+        self.mask = torch.zeros(rows, 1024, dtype=torch.int64, device="cuda")
+        self.mask[:, :5] = 1
+        self.y = torch.zeros(rows * tokens, 1024, **options)
+
+    def step(self) -> None:
+        self.mask.index_fill_(1, self.slot + torch.arange(self.positions.shape[1], device="cuda"), 1)
+        x = self.embedding.index_select(0, self.ids)
+        qkv = gemv.by_hip(x, self.weights[0])
+        held = (self.slot, self.mask, self.keys, self.values, self.shape)
+        self.y.copy_(gemv.by_hip(attention.decode_attention_(qkv, self.positions, *held), self.weights[1]))
+        self.ids.add_(7).remainder_(50)
+        self.slot.add_(self.positions.shape[1])
+        self.positions.add_(self.positions.shape[1])
+
+
+@pytest.mark.parametrize("rows, tokens", [(1, 1), (1, 8), (4, 1), (8, 1)])
+def test_launches_that_overlap_in_a_graph(rows: int, tokens: int) -> None:
+    apart, captured = Chain(rows, tokens), Chain(rows, tokens)
+    fresh = Chain(rows, tokens)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(torch.cuda.Stream()), binding.settled_weights():
+        captured.step()  # loads, and makes the counters
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            captured.step()
+    for name in ("keys", "values", "ids", "slot", "positions", "mask"):
+        getattr(captured, name).copy_(getattr(fresh, name))
+    for step in range(1000 // tokens - 2):
+        apart.step()
+        graph.replay()
+        assert torch.equal(bits(captured.y), bits(apart.y)), step
+    assert torch.equal(bits(captured.keys), bits(apart.keys))
 
 
 def test_what_is_refused() -> None:
