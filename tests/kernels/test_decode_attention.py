@@ -1,16 +1,11 @@
-"""Attention of new tokens over a static cache: against torch's attention in float64, on a GPU or interpreted.
+"""Attention of new tokens over a static cache: against torch's attention in float64.
 
-Without a GPU the Triton kernel runs through Triton's interpreter, in a process of its own, as in test_triton.py; the
-plain torch form that a CPU runs is always tested.
+The Triton kernel on a GPU or interpreted (tests/interpreted.py); the plain torch form that a CPU runs is always tested.
 """
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
 import numpy
@@ -24,15 +19,8 @@ from accelpatch.kernels import decode_attention
 from accelpatch.kernels.attention_shape import AttentionShape
 from accelpatch.kernels.decode_attention import reference_
 from accelpatch.kernels.triton import launch
+from tests.interpreted import DEVICE, HERE, INTERPRETED, LOW, here, interpret, needs_triton
 from tests.parity import bits
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
-here = pytest.mark.skipif(
-    not (INTERPRETED or torch.cuda.is_available()), reason="run by test_through_the_interpreter, in its process"
-)
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-LOW = torch.float16 if INTERPRETED else torch.bfloat16  # the interpreter cuts bfloat16 off where GPUs round
 
 
 @dataclass(frozen=True)
@@ -209,25 +197,9 @@ def test_on_a_cpu(case: Case) -> None:
 
 
 @needs_triton
-@pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="the test below runs as it is")
+@pytest.mark.skipif(HERE, reason="the test below runs as it is")
 def test_through_the_interpreter() -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-n",
-        "0",
-        "-p",
-        "no:cacheprovider",
-        __file__,
-        "-k",
-        "triton_kernel",
-    ]
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout[-3000:]
-    assert " passed" in done.stdout
+    interpret(__file__, "-k", "triton_kernel")
 
 
 @needs_triton

@@ -2,32 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from importlib.util import find_spec
-
 import pytest
 import torch
 from torch import Tensor
 
 from accelpatch.kernels import greedy
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-here = pytest.mark.skipif(
-    not (INTERPRETED or torch.cuda.is_available()), reason="run by test_through_the_interpreter, in its process"
-)
+from tests.interpreted import DEVICE, HERE, here, interpret, needs_triton
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
-@pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="the tests below run as they are")
+@needs_triton
+@pytest.mark.skipif(HERE, reason="the tests below run as they are")
 def test_through_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", __file__]
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout[-3000:]
-    assert " passed" in done.stdout
+    interpret(__file__)
 
 
 def scores_of(kind: str, rows: int, vocabulary: int) -> Tensor:

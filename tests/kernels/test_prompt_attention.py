@@ -1,14 +1,7 @@
-"""A prompt's attention: each token against decode_attention's reference one by one; the Triton half interpreted.
-
-Without a GPU the Triton kernel runs through Triton's interpreter, in a process of its own, as in test_triton.py.
-"""
+"""A prompt's attention: each token against decode_attention's reference one by one."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -18,13 +11,8 @@ from torch import Tensor
 from accelpatch.kernels import decode_attention
 from accelpatch.kernels.attention_shape import AttentionShape
 from accelpatch.kernels.prompt_attention import prompt_attention_, turn_reference_, visible
+from tests.interpreted import DEVICE, HERE, INTERPRETED, LOW, here, interpret, needs_triton
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-HERE = torch.cuda.is_available()
-needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
-here = pytest.mark.skipif(not (INTERPRETED or HERE), reason="run by test_through_the_interpreter, in its process")
-DEVICE = torch.device("cuda" if HERE else "cpu")
-LOW = torch.float16 if INTERPRETED else torch.bfloat16  # the interpreter cuts bfloat16 off where GPUs round
 SHAPES: dict[str, dict[str, Any]] = {
     "grouped": {},
     "no-groups": {"heads": 3, "kv_heads": 3, "size": 80},
@@ -50,13 +38,9 @@ def made(
 
 
 @needs_triton
-@pytest.mark.skipif(INTERPRETED or HERE, reason="the test below runs as it is")
+@pytest.mark.skipif(HERE, reason="the test below runs as it is")
 def test_through_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", __file__, "-k", "triton"]
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout[-3000:]
-    assert " passed" in done.stdout
+    interpret(__file__, "-k", "triton")
 
 
 @needs_triton
@@ -91,7 +75,8 @@ def test_the_triton_kernel(changes: dict[str, Any], dtype: torch.dtype) -> None:
 def test_each_token_is_that_of_a_step(changes: dict[str, Any], padding: int) -> None:
     if INTERPRETED:
         pytest.skip("the plain form runs without the interpreter too")
-    dtype = torch.bfloat16 if HERE else torch.float32
+    on_gpu = DEVICE.type == "cuda"
+    dtype = torch.bfloat16 if on_gpu else torch.float32
     (qkv, positions, keys, values), shape = made(dtype, **changes)
     batch, length = positions.shape
     mask = torch.ones(batch, keys.shape[2], dtype=torch.int64, device=DEVICE)
@@ -103,7 +88,7 @@ def test_each_token_is_that_of_a_step(changes: dict[str, Any], padding: int) -> 
         due.append(decode_attention.reference_(rows, positions[:, place : place + 1], slot, mask, *held, shape))
     seen = visible(mask[:, :length] if padding else None, length, shape.window, DEVICE)
     y = prompt_attention_(qkv.clone(), positions, seen, keys, values, shape).view(batch, length, -1)
-    near = {"rtol": 2e-2, "atol": 2e-2} if HERE else {"rtol": 1e-4, "atol": 1e-5}
+    near = {"rtol": 2e-2, "atol": 2e-2} if on_gpu else {"rtol": 1e-4, "atol": 1e-5}
     for one, other in zip((keys, values), held, strict=True):
         torch.testing.assert_close(one[:, :, :length], other[:, :, :length], **near)
     shown = mask[:, :length].bool()

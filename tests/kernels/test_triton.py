@@ -1,16 +1,8 @@
-"""Triton kernels: the float rule, on a GPU where there is one, else through Triton's interpreter.
-
-Triton decides when it is imported whether it interprets, so without a GPU this file runs itself in a process of its
-own. The interpreter cuts bfloat16 off where GPUs round: there that dtype is left out.
-"""
+"""Triton kernels: the float rule. bfloat16 is left out where the interpreter runs them, which cuts it off."""
 
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -19,35 +11,18 @@ from torch import Tensor
 
 from accelpatch.device import KNOWN, probe
 from accelpatch.kernels import dispatch
-from accelpatch.kernels.triton import launch
+from tests.interpreted import DEVICE, HERE, INTERPRETED, LOW, _anywhere, here, interpret, needs_triton  # noqa: F401
 from tests.parity import DTYPES, assert_parity, name, strided, transposed
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
-here = pytest.mark.skipif(
-    not (INTERPRETED or torch.cuda.is_available()), reason="run by test_through_the_interpreter, in its process"
-)
-LOW = torch.float16 if INTERPRETED else torch.bfloat16
+pytestmark = needs_triton
 RUNNING = tuple(dtype for dtype in DTYPES if not INTERPRETED or dtype != torch.bfloat16)
 OPS = tuple(op for op, (_, names) in dispatch.TABLE.items() if "triton" in names)
 CASES = [(op, case) for op in OPS for case in dispatch.kernel(op).cases()]
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-@pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="the tests below run as they are")
+@pytest.mark.skipif(HERE, reason="the tests below run as they are")
 def test_through_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", __file__]
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout[-3000:]
-    assert " passed" in done.stdout
-
-
-@pytest.fixture(autouse=True)
-def _anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter takes tensors of the CPU."""
-    if INTERPRETED:
-        monkeypatch.setattr(launch, "why_not", lambda device, *dtypes: None)
+    interpret(__file__)
 
 
 def made(case: dispatch.Case, dtype: torch.dtype) -> tuple[Any, ...]:

@@ -1,14 +1,7 @@
-"""int8 and 4-bit products of many rows by Triton: the float rule on poisoned outputs, every block, cut, group and kind.
-
-On a GPU where there is one, else through Triton's interpreter in a process of its own, as in test_triton.py.
-"""
+"""int8 and 4-bit products of many rows by Triton: the float rule on poisoned outputs, every block, cut, group, kind."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -16,18 +9,12 @@ import torch
 from torch import Tensor
 
 from accelpatch.kernels import dispatch, int4_tiles
-from accelpatch.kernels.triton import launch
 from accelpatch.quant import int4
+from tests.interpreted import DEVICE, HERE, INTERPRETED, _anywhere, here, interpret, needs_triton  # noqa: F401
 from tests.parity import assert_parity, bits, name
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-HERE = torch.cuda.is_available()
-pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
-here = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not (INTERPRETED or HERE), reason="run by test_through_the_interpreter, in its process"),
-]
-DEVICE = torch.device("cuda" if HERE else "cpu")
+pytestmark = needs_triton
+marks = [pytest.mark.gpu, here]
 # the interpreter cuts bfloat16 off where GPUs round
 DTYPES = (torch.float16, torch.float32) if INTERPRETED else (torch.bfloat16, torch.float16, torch.float32)
 ROWS = (1, 9, 16, 17, 33, 65, 130, 600)
@@ -35,20 +22,9 @@ SHAPES = ((100, 256), (65, 1152), (16, 2048))  # [N, K]
 GROUPS = (32, 64, 128, 256, None)
 
 
-@pytest.mark.skipif(INTERPRETED or HERE, reason="the tests below run as they are")
+@pytest.mark.skipif(HERE, reason="the tests below run as they are")
 def test_through_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", __file__]
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout[-3000:]
-    assert " passed" in done.stdout
-
-
-@pytest.fixture(autouse=True)
-def _anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter takes tensors of the CPU."""
-    if INTERPRETED:
-        monkeypatch.setattr(launch, "why_not", lambda device, *dtypes: None)
+    interpret(__file__)
 
 
 def operands(m: int, n: int, k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -79,7 +55,7 @@ def int4_args(
 @pytest.mark.parametrize("n, k", SHAPES, ids=str)
 @pytest.mark.parametrize("m", ROWS)
 class TestRows:
-    pytestmark = here
+    pytestmark = marks
 
     def test_int8(self, m: int, n: int, k: int, dtype: torch.dtype) -> None:
         assert_parity("int8_linear", int8_args(m, n, k, dtype, bias=bool(m % 2)), "triton")
@@ -92,7 +68,7 @@ class TestRows:
 @pytest.mark.parametrize("group", GROUPS, ids=str)
 @pytest.mark.parametrize("m", [20, 600])
 class TestGroups:
-    pytestmark = here
+    pytestmark = marks
 
     def test_int4(self, m: int, group: int | None, kind: str) -> None:
         k = 480 if group in (32, None) else 1280  # a last step of the tiles that is not full
@@ -102,7 +78,7 @@ class TestGroups:
 @pytest.mark.parametrize("groups", [1, 2, 10])
 @pytest.mark.parametrize("m", [3, 20, 600])
 class TestInt8Groups:
-    pytestmark = here
+    pytestmark = marks
 
     def test_int8(self, m: int, groups: int) -> None:
         assert_parity("int8_linear", int8_args(m, 33, 130, DTYPES[0], groups), "triton")
@@ -110,7 +86,7 @@ class TestInt8Groups:
 
 @pytest.mark.parametrize("op", ["int8_linear", "tiled_int4_linear"])
 class TestSpecials:
-    pytestmark = here
+    pytestmark = marks
 
     @pytest.mark.parametrize("m", [20, 600])
     def test_nan_and_infinity_stay_in_their_row(self, op: str, m: int) -> None:
