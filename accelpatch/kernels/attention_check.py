@@ -18,26 +18,34 @@ OP = "decode_attention"
 
 @dataclass(frozen=True)
 class Step:
-    """One call: rows of `tokens` new tokens behind `slot` cached ones. padding: hidden slots at the left of a row."""
+    """One call: rows of `tokens` new tokens behind `slot` cached ones, in a cache of `capacity` slots.
 
-    heads: int
-    kv_heads: int
-    size: int
-    slot: int
+    padding: hidden slots at the left of the last row; turned: columns of a head that the rotary embedding turns, 0 for
+    all; window, softcap: 0 for none.
+    """
+
+    heads: int = 4
+    kv_heads: int = 2
+    size: int = 64
+    slot: int = 70
+    capacity: int = 256
     tokens: int = 1
     rows: int = 2
     padding: int = 0
     window: int = 0
     norms: bool = False
+    turned: int = 0
+    softcap: float = 0.0
+    plus_one: bool = False
 
 
 STEPS: Mapping[str, Step] = {
-    "first-token": Step(4, 4, 64, 0),
-    "grouped": Step(12, 4, 128, 300, padding=17),
-    "seven-to-one": Step(7, 1, 96, 77, tokens=8, norms=True),
-    "odd-size": Step(2, 2, 80, 255, tokens=3, rows=3),
-    "wide-heads": Step(4, 2, 256, 511, window=100),
-    "long": Step(8, 8, 128, 1500, tokens=2, padding=700, rows=5),
+    "first-token": Step(4, 4, 64, 0, 6),
+    "grouped": Step(12, 4, 128, 300, 306, padding=17),
+    "seven-to-one": Step(7, 1, 96, 77, 90, tokens=8, norms=True),
+    "odd-size": Step(2, 2, 80, 255, 263, tokens=3, rows=3),
+    "wide-heads": Step(4, 2, 256, 511, 517, window=100),
+    "long": Step(8, 8, 128, 1500, 1507, tokens=2, padding=700, rows=5),
 }
 
 
@@ -58,25 +66,33 @@ def why_not(name: str, shape: AttentionShape, dtype: torch.dtype, device: Device
     return (attention.why_not if name == "hip" else why_no_triton)(shape, dtype, device)
 
 
-def made(step: Step, dtype: torch.dtype, device: torch.device, seed: int) -> tuple[tuple[Tensor, ...], AttentionShape]:
-    """Arguments of a call, and the layer's shape. What was never cached, and what lies behind padding, is NaN."""
+def made(
+    step: Step, dtype: torch.dtype, device: torch.device, seed: int = 0
+) -> tuple[tuple[Tensor, ...], AttentionShape]:
+    """Arguments of a call, and the layer's shape.
+
+    What was never cached, and what lies behind padding or behind every token's window, is NaN.
+    """
     draw = torch.Generator().manual_seed(seed)
 
     def random(*sizes: int) -> Tensor:
         return torch.randn(*sizes, generator=draw).to(device, dtype)
 
-    q_norm, k_norm = (random(step.size) * 0.1 + 1 if step.norms else None for _ in range(2))
-    inv_freq = (10000 ** (-torch.arange(0, step.size, 2) / step.size)).to(device)
+    q_norm, k_norm = (random(step.size) * 0.3 + 1 if step.norms else None for _ in range(2))
+    turned = step.turned or step.size
+    inv_freq = (10000 ** (-torch.arange(0, turned, 2) / turned)).to(device)
     shape = AttentionShape(
-        step.heads, step.kv_heads, step.size, step.size**-0.5, inv_freq, 1.0, step.window, q_norm, k_norm, 1e-6
+        step.heads, step.kv_heads, step.size, step.size**-0.5, inv_freq, 1.0, step.window, q_norm, k_norm, 1e-6,
+        step.softcap, step.plus_one,
     )  # fmt: skip
-    capacity = step.slot + step.tokens + 5
-    cache = [random(step.rows, step.kv_heads, capacity, step.size) for _ in range(2)]
-    mask = torch.ones(step.rows, capacity, dtype=torch.int64, device=device)
+    cache = [random(step.rows, step.kv_heads, step.capacity, step.size) for _ in range(2)]
+    mask = torch.ones(step.rows, step.capacity, dtype=torch.int64, device=device)
     mask[-1, : step.padding] = 0
     for one in cache:
         one[:, :, step.slot :] = float("nan")
         one[-1, :, : step.padding] = float("nan")
+        if step.window:
+            one[:, :, : max(0, step.slot + 1 - step.window)] = float("nan")
     positions = (step.slot + torch.arange(step.tokens, device=device)).repeat(step.rows, 1)
     positions[-1] -= step.padding
     qkv = random(step.rows * step.tokens, shape.columns)

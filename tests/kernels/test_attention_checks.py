@@ -9,9 +9,10 @@ from torch import Tensor
 from accelpatch.device import KNOWN
 from accelpatch.errors import KernelError
 from accelpatch.kernels import decode_attention
+from accelpatch.kernels.attention_check import Step, made
 from accelpatch.kernels.attention_shape import AttentionShape
 from accelpatch.kernels.hip import attention
-from tests.kernels.test_decode_attention import Case, made
+from tests.interpreted import DEVICE
 
 
 def test_reasons() -> None:
@@ -27,10 +28,10 @@ def test_reasons() -> None:
 
 
 def test_more_tokens_than_a_step_has() -> None:
-    args, shape = made(Case(tokens=9), torch.float32)
+    args, shape = made(Step(tokens=9), torch.float32, DEVICE)
     with pytest.raises(KernelError, match="1 to 8 tokens"):
         decode_attention.decode_attention_(*args, shape)
-    (qkv, *rest), shape = made(Case(tokens=2), torch.float32)
+    (qkv, *rest), shape = made(Step(tokens=2), torch.float32, DEVICE)
     with pytest.raises(KernelError, match="qkv holds"):
         decode_attention.decode_attention_(qkv[:3], *rest, shape)
 
@@ -63,7 +64,7 @@ def test_heads_that_the_library_takes(arch: str, widest: int) -> None:
     ids=["positions", "mask-dtype", "mask-shape", "keys-shape", "values-dtype", "qkv-strided", "keys-strided"],
 )
 def test_arguments_that_do_not_fit(place: int, change: object, words: str) -> None:
-    args, shape = made(Case(), torch.float32)
+    args, shape = made(Step(), torch.float32, DEVICE)
     assert callable(change)
     wrong: list[Tensor] = [change(one) if at == place else one for at, one in enumerate(args)]
     with pytest.raises(KernelError, match=words):

@@ -5,7 +5,6 @@ The Triton kernel on a GPU or interpreted (tests/interpreted.py); the plain torc
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy
@@ -16,84 +15,40 @@ from torch.nn import functional
 
 from accelpatch.device import probe
 from accelpatch.kernels import decode_attention
+from accelpatch.kernels.attention_check import Step, made
 from accelpatch.kernels.attention_shape import AttentionShape
 from accelpatch.kernels.decode_attention import reference_
 from accelpatch.kernels.triton import launch
 from tests.interpreted import DEVICE, HERE, INTERPRETED, LOW, here, interpret, needs_triton
 from tests.parity import bits
 
-
-@dataclass(frozen=True)
-class Case:
-    """What differs from one step to the next. padding: hidden slots at the left of the last row."""
-
-    heads: int = 4
-    kv_heads: int = 2
-    size: int = 64
-    slot: int = 70
-    capacity: int = 256
-    window: int = 0
-    padding: int = 0
-    norms: bool = False
-    rows: int = 2
-    tokens: int = 1
-    turned: int = 0  # 0: all columns
-    softcap: float = 0.0
-    plus_one: bool = False
-
-
 CASES = {
-    "grouped": Case(),
-    "one-group": Case(heads=2, kv_heads=1, size=128, rows=1),
-    "seven-to-one": Case(heads=7, kv_heads=1),
-    "size-80": Case(size=80),
-    "size-96": Case(size=96, padding=65),
-    "size-256": Case(size=256),
-    "first-slot": Case(slot=0),
-    "last-slot": Case(slot=255),
-    "end-of-a-block": Case(slot=64, padding=3),
-    "padding": Case(padding=69),
-    "window": Case(window=20),
-    "window-and-padding": Case(window=60, padding=40),
-    "norms": Case(norms=True, size=16),
-    "gemma-norms": Case(norms=True, plus_one=True, softcap=5.0),
-    "softcap": Case(softcap=2.0),
-    "partial": Case(size=96, turned=24),
-    "two-runs": Case(capacity=512, slot=300, padding=270),
-    "two-runs-of-a-padded-row": Case(capacity=1024, slot=700, padding=270),
-    "window-in-the-last-run": Case(capacity=1024, slot=800, window=100),
-    "runs-not-used": Case(capacity=1024, slot=100),
-    "two-tokens": Case(tokens=2, padding=5),
-    "eight-tokens": Case(tokens=8, heads=12, kv_heads=2, norms=True, size=32),
-    "eight-first": Case(tokens=8, slot=0, window=3),
-    "tokens-in-two-runs": Case(tokens=8, slot=252, capacity=512, padding=1, window=250),
-    "tokens-to-the-end": Case(tokens=3, slot=253, softcap=3.0),
+    "grouped": Step(),
+    "one-group": Step(heads=2, kv_heads=1, size=128, rows=1),
+    "seven-to-one": Step(heads=7, kv_heads=1),
+    "size-80": Step(size=80),
+    "size-96": Step(size=96, padding=65),
+    "size-256": Step(size=256),
+    "first-slot": Step(slot=0),
+    "last-slot": Step(slot=255),
+    "end-of-a-block": Step(slot=64, padding=3),
+    "padding": Step(padding=69),
+    "window": Step(window=20),
+    "window-and-padding": Step(window=60, padding=40),
+    "norms": Step(norms=True, size=16),
+    "gemma-norms": Step(norms=True, plus_one=True, softcap=5.0),
+    "softcap": Step(softcap=2.0),
+    "partial": Step(size=96, turned=24),
+    "two-runs": Step(capacity=512, slot=300, padding=270),
+    "two-runs-of-a-padded-row": Step(capacity=1024, slot=700, padding=270),
+    "window-in-the-last-run": Step(capacity=1024, slot=800, window=100),
+    "runs-not-used": Step(capacity=1024, slot=100),
+    "two-tokens": Step(tokens=2, padding=5),
+    "eight-tokens": Step(tokens=8, heads=12, kv_heads=2, norms=True, size=32),
+    "eight-first": Step(tokens=8, slot=0, window=3),
+    "tokens-in-two-runs": Step(tokens=8, slot=252, capacity=512, padding=1, window=250),
+    "tokens-to-the-end": Step(tokens=3, slot=253, softcap=3.0),
 }
-
-
-def made(case: Case, dtype: torch.dtype) -> tuple[tuple[Tensor, ...], AttentionShape]:
-    """Arguments; what lies in the cache where nothing was cached, behind the padding or the window, is NaN."""
-    torch.manual_seed(3)
-    norms = [(torch.rand(case.size) + 0.5).to(DEVICE, dtype) if case.norms else None for _ in range(2)]
-    turned = case.turned or case.size
-    shape = AttentionShape(
-        case.heads, case.kv_heads, case.size, case.size**-0.5,
-        (10000 ** (-torch.arange(0, turned, 2) / turned)).to(DEVICE), 1.0, case.window, *norms, 1e-6, case.softcap,
-        case.plus_one,
-    )  # fmt: skip
-    cache = [torch.randn(case.rows, case.kv_heads, case.capacity, case.size).to(DEVICE, dtype) for _ in range(2)]
-    mask = torch.ones(case.rows, case.capacity, dtype=torch.int64, device=DEVICE)
-    mask[-1, : case.padding] = 0
-    for one in cache:
-        one[:, :, case.slot :] = float("nan")
-        one[-1, :, : case.padding] = float("nan")
-        if case.window:
-            one[:, :, : max(0, case.slot + 1 - case.window)] = float("nan")
-    slot = torch.tensor([case.slot], device=DEVICE)
-    positions = (case.slot + torch.arange(case.tokens, device=DEVICE)).repeat(case.rows, 1)
-    positions[-1] -= case.padding
-    qkv = torch.randn(case.rows * case.tokens, shape.columns).to(DEVICE, dtype)
-    return (qkv, positions, slot, mask, *cache), shape
 
 
 def rotated(x: Tensor, angle: Tensor) -> Tensor:
@@ -139,13 +94,12 @@ def in_float64(args: tuple[Tensor, ...], shape: AttentionShape) -> tuple[Tensor,
     return torch.stack(found).flatten(1), k.transpose(1, 2), v.transpose(1, 2)
 
 
-def assert_float_rule(step: Any, case: Case, dtype: torch.dtype) -> None:
-    args, shape = made(case, dtype)
+def assert_float_rule(op: Any, case: Step, dtype: torch.dtype) -> None:
+    args, shape = made(case, dtype, DEVICE)
     due, new = in_float64(args, shape), slice(case.slot, case.slot + case.tokens)
     plain, mine = ([one.clone() for one in args] for _ in range(2))
     outputs = [
-        (run(*given, shape), *(one[:, :, new] for one in given[4:]))
-        for run, given in ((reference_, plain), (step, mine))
+        (run(*given, shape), *(one[:, :, new] for one in given[4:])) for run, given in ((reference_, plain), (op, mine))
     ]
     for index, exact in enumerate(due):
         errors = [(out[index].double().cpu() - exact).abs().max().item() for out in outputs]
@@ -158,7 +112,7 @@ def assert_float_rule(step: Any, case: Case, dtype: torch.dtype) -> None:
         torch.testing.assert_close(after, before, rtol=0, atol=0, equal_nan=True)
 
 
-def alone(step: Any, args: tuple[Tensor, ...], shape: AttentionShape, row: int, padding: int) -> tuple[Tensor, ...]:
+def alone(op: Any, args: tuple[Tensor, ...], shape: AttentionShape, row: int, padding: int) -> tuple[Tensor, ...]:
     """What a row gets token by token, without the other rows, its padding, and most of the room behind it."""
     qkv, positions, slot, mask, keys, values = args
     tokens, first = positions.shape[1], int(slot) - padding
@@ -169,18 +123,18 @@ def alone(step: Any, args: tuple[Tensor, ...], shape: AttentionShape, row: int, 
     for token in range(tokens):
         at, own = torch.full_like(slot, first + token), row * tokens + token
         found.append(
-            step(qkv[own : own + 1], positions[row : row + 1, token : token + 1].clone(), at, mask, keys, values, shape)
+            op(qkv[own : own + 1], positions[row : row + 1, token : token + 1].clone(), at, mask, keys, values, shape)
         )
     return torch.cat(found), keys[:, :, first:], values[:, :, first:]
 
 
-def assert_the_same_bits(step: Any, case: Case, dtype: torch.dtype) -> None:
-    args, shape = made(case, dtype)
+def assert_the_same_bits(op: Any, case: Step, dtype: torch.dtype) -> None:
+    args, shape = made(case, dtype, DEVICE)
     mine = tuple(one.clone() for one in args)
-    y = step(*mine, shape).view(case.rows, case.tokens, -1)
+    y = op(*mine, shape).view(case.rows, case.tokens, -1)
     for row in range(case.rows):
         padding = case.padding if row == case.rows - 1 else 0
-        due = alone(step, args, shape, row, padding)
+        due = alone(op, args, shape, row, padding)
         new = slice(case.slot, case.slot + case.tokens)
         found = (y[row], *(one[row : row + 1, :, new] for one in mine[4:]))
         for one, other in zip(found, due, strict=True):
@@ -188,8 +142,8 @@ def assert_the_same_bits(step: Any, case: Case, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_on_a_cpu(case: Case) -> None:
-    (qkv, *rest), shape = made(case, torch.float64)
+def test_on_a_cpu(case: Step) -> None:
+    (qkv, *rest), shape = made(case, torch.float64, DEVICE)
     due = in_float64((qkv, *rest), shape)
     if DEVICE.type == "cpu":
         y = decode_attention.decode_attention_(qkv, *rest, shape)
@@ -206,21 +160,21 @@ def test_through_the_interpreter() -> None:
 @here
 @pytest.mark.parametrize("dtype", [LOW, torch.float32], ids=["low", "float32"])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_the_triton_kernel(case: Case, dtype: torch.dtype) -> None:
+def test_the_triton_kernel(case: Step, dtype: torch.dtype) -> None:
     from accelpatch.kernels.triton import decode_attention as kernel
 
-    if not INTERPRETED and (reason := decode_attention.why_not(made(case, dtype)[1], dtype, probe(DEVICE))):
+    if not INTERPRETED and (reason := decode_attention.why_not(made(case, dtype, DEVICE)[1], dtype, probe(DEVICE))):
         pytest.skip(reason)
     assert_float_rule(kernel.decode_attention_, case, dtype)
 
 
 SAME = {
-    "grouped": Case(tokens=8),
-    "one-to-one": Case(heads=2, tokens=5, size=128, slot=60, rows=3, padding=13),
-    "three-tiles": Case(heads=7, kv_heads=1, tokens=6, norms=True, softcap=3.0),
-    "in-two-runs": Case(tokens=8, slot=510, capacity=1024, padding=3, rows=1),
-    "end-of-the-first-run": Case(tokens=8, slot=252, capacity=512, padding=141, size=80),
-    "window": Case(tokens=8, slot=700, capacity=1024, window=180, turned=16),
+    "grouped": Step(tokens=8),
+    "one-to-one": Step(heads=2, tokens=5, size=128, slot=60, rows=3, padding=13),
+    "three-tiles": Step(heads=7, kv_heads=1, tokens=6, norms=True, softcap=3.0),
+    "in-two-runs": Step(tokens=8, slot=510, capacity=1024, padding=3, rows=1),
+    "end-of-the-first-run": Step(tokens=8, slot=252, capacity=512, padding=141, size=80),
+    "window": Step(tokens=8, slot=700, capacity=1024, window=180, turned=16),
 }
 
 
@@ -243,7 +197,7 @@ def _rows_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("processors", [1, 2, 132])
 @pytest.mark.parametrize("case", SAME.values(), ids=SAME)
 def test_the_triton_kernel_gives_a_token_the_bits_that_it_gets_alone(
-    case: Case, processors: int, monkeypatch: pytest.MonkeyPatch
+    case: Step, processors: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from accelpatch.kernels.triton import decode_attention as kernel
 

@@ -11,20 +11,22 @@ import torch
 from accelpatch.device import probe
 from accelpatch.errors import KernelError
 from accelpatch.kernels import gemv
+from accelpatch.kernels.attention_check import Step, made
 from accelpatch.kernels.attention_shape import AttentionShape
 from accelpatch.kernels.decode_attention import reference_
 from accelpatch.kernels.hip import attention, binding
-from tests.kernels.test_decode_attention import CASES, SAME, Case, assert_float_rule, assert_the_same_bits, made
+from tests.interpreted import DEVICE
+from tests.kernels.test_decode_attention import CASES, SAME, assert_float_rule, assert_the_same_bits
 from tests.parity import bits
 
 HERE = torch.cuda.is_available()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HERE, reason="needs a GPU that torch can use")]
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 LONG = {
-    "long": Case(size=128, slot=4500, capacity=4608, rows=1, heads=8, kv_heads=8),
-    "long-rows": Case(size=128, slot=2100, capacity=4096, rows=5, padding=700, tokens=8),
-    "more-heads-than-blocks": Case(size=64, slot=300, capacity=512, rows=9, heads=32, kv_heads=32),
-    "many-rows": Case(size=64, slot=20, capacity=64, rows=300, heads=2, kv_heads=1),
+    "long": Step(size=128, slot=4500, capacity=4608, rows=1, heads=8, kv_heads=8),
+    "long-rows": Step(size=128, slot=2100, capacity=4096, rows=5, padding=700, tokens=8),
+    "more-heads-than-blocks": Step(size=64, slot=300, capacity=512, rows=9, heads=32, kv_heads=32),
+    "many-rows": Step(size=64, slot=20, capacity=64, rows=300, heads=2, kv_heads=1),
 }
 
 
@@ -37,13 +39,13 @@ def _there() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("case", (CASES | LONG).values(), ids=CASES | LONG)
-def test_float_rule(case: Case, dtype: torch.dtype) -> None:
+def test_float_rule(case: Step, dtype: torch.dtype) -> None:
     assert_float_rule(attention.decode_attention_, case, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("case", (SAME | LONG).values(), ids=SAME | LONG)
-def test_a_token_gets_the_bits_that_it_gets_alone(case: Case, dtype: torch.dtype) -> None:
+def test_a_token_gets_the_bits_that_it_gets_alone(case: Step, dtype: torch.dtype) -> None:
     assert_the_same_bits(attention.decode_attention_, dataclasses.replace(case, rows=min(case.rows, 9)), dtype)
 
 
@@ -52,7 +54,7 @@ def test_a_thousand_random_steps() -> None:
     for trial in range(1000):
         kv_heads, tokens = draw.choice([1, 2, 3]), draw.randint(1, 8)
         slot = draw.randint(0, draw.choice([40, 300, 900]))
-        case = Case(
+        case = Step(
             heads=kv_heads * draw.choice([1, 2, 4, 7]), kv_heads=kv_heads, size=draw.choice([64, 80, 96, 128, 256]),
             slot=slot, capacity=slot + tokens + draw.randint(0, 300), rows=draw.choice([1, 2, 3, 8]), tokens=tokens,
             padding=draw.randint(0, slot), window=draw.choice([0, 0, 5, 100, 400]), norms=draw.random() < 0.3,
@@ -64,8 +66,8 @@ def test_a_thousand_random_steps() -> None:
 
 
 def test_masks_with_holes_and_tokens_before_the_own_ones() -> None:
-    case = Case(rows=3, slot=200, size=128)
-    (qkv, positions, slot, mask, *cache), shape = made(case, torch.bfloat16)
+    case = Step(rows=3, slot=200, size=128)
+    (qkv, positions, slot, mask, *cache), shape = made(case, torch.bfloat16, DEVICE)
     mask[0, 3:40], mask[1, :100:2], mask[2, 150:] = 0, 0, 0
     positions = mask[:, :200].sum(1, keepdim=True)  # as transformers counts: the first slots can be a token's own
     for one in cache:
@@ -76,7 +78,7 @@ def test_masks_with_holes_and_tokens_before_the_own_ones() -> None:
 
 
 def test_repeats() -> None:
-    args, shape = made(CASES["two-runs-of-a-padded-row"], torch.bfloat16)
+    args, shape = made(CASES["two-runs-of-a-padded-row"], torch.bfloat16, DEVICE)
     due = attention.decode_attention_(*args, shape)
     for _ in range(1000):
         assert torch.equal(bits(attention.decode_attention_(*args, shape)), bits(due))
@@ -129,7 +131,7 @@ def test_launches_that_overlap_in_a_graph(rows: int, tokens: int) -> None:
 
 
 def test_what_is_refused() -> None:
-    (qkv, positions, slot, mask, keys, values), shape = made(CASES["grouped"], torch.bfloat16)
+    (qkv, positions, slot, mask, keys, values), shape = made(CASES["grouped"], torch.bfloat16, DEVICE)
     odd = torch.empty(keys.numel() + 1, dtype=keys.dtype, device=keys.device)[1:].view_as(keys)
     with pytest.raises(KernelError, match="pointer"):
         attention.decode_attention_(qkv, positions, slot, mask, odd, values, shape)
