@@ -20,6 +20,7 @@ from torch.nn import functional
 from accelpatch.kernels import parity
 
 SHAPES = [(48, 4096), (16, 11008), (100, 576), (33, 65), (1, 128), (7, 2048), (4096, 4096), (32, 6144)]
+SHAPES += [(16, 16384), (16, 36864)]  # more than half a processor's memory even for one token
 TOKENS = (1, 2, 7, 8, 9, 33)
 SMALL = [(33, 65), (7, 200), (1, 128), (100, 576), (48, 11008)]  # odd ends, every epilogue at N = 100, K in phases
 SMALL_RUNS: tuple[tuple[int, dict[str, int]], ...] = ((8, {}), (3, {"blocks": 3}), (1, {"blocks": 3, "shallow": 1}))

@@ -45,7 +45,7 @@ class Product:
     bias: Tensor | None = None
 
     @property
-    def held(self) -> Tensor:
+    def raw(self) -> Tensor:
         """The weight as it lies in memory, without scales."""
         return self.w.w if isinstance(self.w, Tiles) else self.w
 

@@ -1,4 +1,4 @@
-"""The highest score's token of each row, and what a decode step leaves with it: one launch on a GPU.
+"""The highest score's token of each row, and what a decode step leaves with it: one launch on a GPU for one row.
 
     tokens[b] = the lowest id of the highest of scores[b]; pad[0] where a row was finished
     unfinished[b] becomes false at a token that ends rows; report = tokens, then whether any row goes on
@@ -34,7 +34,11 @@ def greedy_(
     """scores[B, V] float32; unfinished[B] bool; ends[V + 1] bool (None: nothing ends a row); pad[1], tokens[B] and
     report[B + 1] int64. tokens, report and unfinished are written.
     """
-    if scores.device.type == "cpu" or launch.why_not(probe(scores.device), scores.dtype):
+    if (
+        scores.device.type == "cpu"
+        or scores.dtype != torch.float32
+        or launch.why_not(probe(scores.device), scores.dtype)
+    ):
         reference_(scores, unfinished, ends, pad, tokens, report)
         return
     from accelpatch.kernels.triton import greedy as kernel

@@ -43,9 +43,9 @@ class Adapted:
         return y if residual is None else residual + y
 
     @property
-    def held(self) -> Tensor:
+    def raw(self) -> Tensor:
         """Of the base."""
-        return self.base.held
+        return self.base.raw
 
     def rows(self, x: Tensor) -> Tensor:
         """As Product's."""

@@ -96,8 +96,8 @@ class FusedModel:
         for layer, held in zip(self.layers, cache.layers, strict=True):
 
             def attend(qkv: Tensor, layer: FusedLayer = layer, held: Any = held) -> Tensor:
-                cached = (held.keys, held.values, layer.attention)
-                return decode_attention_(qkv, positions, slot, mask, *cached, layer.o.held)
+                cached = (held.keys, held.values)
+                return decode_attention_(qkv, positions, slot, mask, *cached, layer.attention, layer.o.raw)
 
             if x.shape[0] <= FEW:
                 x = layer(x, attend)
@@ -250,7 +250,7 @@ def halves_of(mlp: Any) -> tuple[Any, ...]:
 def checked(module: Any, dtype: torch.dtype) -> None:
     """Raises Unfit where a product cannot run for activations of `dtype` on the device that it lies on."""
     held = product(base_of(module), dtype)
-    device = held.held.device
+    device = held.raw.device
     if device.type != "cpu" and dtype not in DTYPES:
         raise Unfit(f"its activations are {dtype}")
     if reason := held.why_not(dtype, probe(device)):

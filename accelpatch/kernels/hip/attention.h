@@ -9,7 +9,7 @@ constexpr int TILE = 16, SPAN = 256, ROUNDS = SPAN / TILE / WAVES;
 constexpr int QUERIES = 8;         // of a block at once
 constexpr int MOST_ROWS = 256;     // rows whose first slots fit in shared memory
 constexpr int MASK_BYTES = TILE * 8;  // of a tile
-constexpr int BROUGHT_PIECE = 4096;
+constexpr int BROUGHT_PIECE = 4096;          // bytes that a thread asks for at once
 constexpr int64_t BROUGHT_BYTES = 4 << 20;  // at most: what memory gives while a short cache is read
 constexpr int RECORD_HEAD = 4;     // floats before a span's sums in memory: the highest score, the sum of weights, two of padding
 

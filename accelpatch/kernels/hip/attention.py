@@ -61,6 +61,8 @@ def decode_attention_(
     """As the operation; qkv, positions, mask and the cache contiguous. Raises KernelError where it is refused."""
     rows, tokens = positions.shape
     y = qkv.new_empty(*qkv.shape[:-1], shape.heads * shape.size)
+    if following is not None and following.data_ptr() % 16:
+        following = None  # nothing there is brought by 16 bytes
     for begin in range(0, rows, ROWS):
         some, own = slice(begin, begin + ROWS), slice(begin * tokens, (begin + ROWS) * tokens)
         flat = qkv.view(rows * tokens, -1)[own], y.view(rows * tokens, -1)[own]

@@ -26,10 +26,10 @@ template <class T, int WIDE, int RING> struct Softmax {
     float top, total, sums[SETS][Tile::PARTS][4];
 
     // begin: of the span; end: of what is there of it.
-    DEVICE void span(const AttentionArgs& a, Stream& stream, const View<T, WIDE>& view, const Geometry& all, int begin, int end, bool there) {
+    DEVICE void span(const AttentionArgs& a, Stream& stream, const View<T, WIDE>& view, const Geometry& all, int begin, int end, bool live) {
         float s[ROUNDS][4] = {};
         uint32_t given[ROUNDS] = {};
-        if (there || Rehearsal::runs(1)) {
+        if (live || Rehearsal::runs(1)) {
             given[0] = keys<0>(a, stream, view, all, begin + tile_at(0), end, s[0]);
             given[1] = keys<1>(a, stream, view, all, begin + tile_at(1), end, s[1]);
         }
@@ -41,7 +41,7 @@ template <class T, int WIDE, int RING> struct Softmax {
         for (int i = 0; i < 4; ++i) s[0][i] = fast_exp2(s[0][i] - base), s[1][i] = fast_exp2(s[1][i] - base);
         total = ((s[0][0] + s[0][1]) + (s[0][2] + s[0][3])) + ((s[1][0] + s[1][1]) + (s[1][2] + s[1][3]));
         for (auto& set : sums) for (auto& part : set) for (float& v : part) v = 0.f;
-        if (!there && !Rehearsal::runs(2)) return;
+        if (!live && !Rehearsal::runs(2)) return;
         add_values<2>(stream, view, all, begin + tile_at(0), end, given[0], s[0]);
         add_values<3>(stream, view, all, begin + tile_at(1), end, given[1], s[1]);
     }
@@ -140,7 +140,7 @@ template <class T, int WIDE> struct Adder {
         for (int i = 0; i < 4; i += 2) *reinterpret_cast<uint32_t*>(y + column + i) = T::down_pair((sums[i] + 0.f) / total, (sums[i + 1] + 0.f) / total);
     }
     DEVICE float* record(int span) const { return a.sums + ((int64_t(s.head) * QUERIES + q) * a.spans + span) * (RECORD_HEAD + a.size); }
-    DEVICE void add(const float* states, const float* tops, int span, bool there) const {
+    DEVICE void add(const float* states, const float* tops, int span, bool live) const {
         float highest = -INFINITY, total = 0.f, factor[WAVES];
 #pragma unroll
         for (int w = 0; w < WAVES; ++w) highest = fmaxf(highest, tops[2 * w]);
@@ -157,11 +157,11 @@ template <class T, int WIDE> struct Adder {
 #pragma unroll
                 for (int i = 0; i < 4; ++i) sums[i] = fmaf(factor[w], one[i], sums[i]);
             }
-            if (!there) continue;
+            if (!live) continue;
             if (s.single()) store(column, sums, total);
             else *reinterpret_cast<Words4*>(kept + RECORD_HEAD + column) = {float_to_bits(sums[0]), float_to_bits(sums[1]), float_to_bits(sums[2]), float_to_bits(sums[3])};
         }
-        if (there && !s.single() && lane_id() == 0) kept[0] = highest, kept[1] = total;
+        if (live && !s.single() && lane_id() == 0) kept[0] = highest, kept[1] = total;
     }
     // Once the segment's spans are in memory: whoever brings a head's last ones adds all of them up.
     DEVICE void count() const {
@@ -191,7 +191,7 @@ template <class T, int WIDE> struct Adder {
 };
 
 // What the kernel behind will read comes into L2 by the blocks that have nothing to do, once the others have their queries.
-// busy: blocks that have something to do; before: of them, those before this one.
+// busy: blocks that have spans; before: of them, those before this one.
 DEVICE void bring_following(const AttentionArgs& a, int before, int busy) {
     const int64_t idle = int64_t(gridDim.x) - busy, pieces = min(a.following_bytes, BROUGHT_BYTES) / BROUGHT_PIECE;
     if (idle <= 0) return;
@@ -219,26 +219,27 @@ template <class T, int WIDE, int RING> __global__ void __launch_bounds__(THREADS
     HeadStager<T, WIDE> stager{a, plan, shared};
     stager.turn_to(s.row);
     int turn = 0;
-    for (bool there = !REHEARSES || a.dependent < 0;; there = true) {
-        if (there) grid_wait();
-        stream.held_up = !there;
-        stager.stage(s, all, there);
+    for (bool live = !REHEARSES || a.dependent < 0;; live = true) {
+        if (live) grid_wait();
+        stream.held_up = !live;
+        stager.stage(s, all, live);
         const View<T, WIDE> view(a, stager, all, s);
         const int queries = stager.queries(s);
 #pragma unroll 1
-        for (int i = 0; i < (there ? s.count : 1); ++i, ++turn) {
+        for (int i = 0; i < (live ? s.count : 1); ++i, ++turn) {
             Results results;
-            results.span(a, stream, view, all, s.begin + i * SPAN, s.end, there);
+            results.span(a, stream, view, all, s.begin + i * SPAN, s.end, live);
             const int buffer = (plan.buffers - 1) & turn;
             float* tops = reinterpret_cast<float*>(shared + plan.tops_at) + buffer * plan.queries * WAVES * 2;
             float* states = reinterpret_cast<float*>(shared + plan.states_at) + buffer * plan.queries * WAVES * Results::STRIDE;
-            if (there || Rehearsal::runs(3)) results.leave(states, tops, queries);
-            if (there) __syncthreads();
-            for (int q = there ? (wave - turn) & (WAVES - 1) : Rehearsal::runs(3) ? 0 : queries; q < queries; q += WAVES)  // by one wave a query, while the others go on
-                Adder<T, WIDE>(a, s, q).add(states + q * WAVES * Results::STRIDE, tops + q * WAVES * 2, s.span + i, there);
-            if (there && plan.buffers == 1) __syncthreads();
+            if (live || Rehearsal::runs(3)) results.leave(states, tops, queries);
+            if (live) __syncthreads();
+            const int first = live ? (wave - turn) & (WAVES - 1) : Rehearsal::runs(3) ? 0 : queries;
+            for (int q = first; q < queries; q += WAVES)  // by one wave a query, while the others go on
+                Adder<T, WIDE>(a, s, q).add(states + q * WAVES * Results::STRIDE, tops + q * WAVES * 2, s.span + i, live);
+            if (live && plan.buffers == 1) __syncthreads();
         }
-        if (!there) {
+        if (!live) {
             stager.head = -1;
             continue;
         }

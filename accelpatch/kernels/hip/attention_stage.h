@@ -28,8 +28,9 @@ template <class T> DEVICE void stage_angles(const AttentionArgs& a, float* angle
 }
 
 // What runs once a launch runs from cold instructions, and slowly. So it is run on nothing first, while the kernel would
-// only wait: each of its four parts by two waves, so that they wait for different instructions. `there` says that it counts.
+// only wait: each of its four parts by two waves, so that they wait for different instructions. `live`: it counts.
 struct Rehearsal {
+    static_assert(WAVES == 8, "two waves for each of four parts");
     static DEVICE bool runs(int part) { return int(threadIdx.x) / WAVE / 2 == part; }
 };
 
@@ -110,24 +111,25 @@ template <class T, int WIDE> struct HeadStager {
         stage_angles<T>(a, angles(0), row);
         __syncthreads();
     }
-    // All threads call it, and may read what it left when it returns. Rehearsed: zeros.
-    DEVICE void stage(const Segment& s, const Geometry& all, bool there) {
+    // All threads call it, and may read what it left when it returns. Rehearsed: some zeros.
+    DEVICE void stage(const Segment& s, const Geometry& all, bool live) {
         if (s.head == head) return;
         if (head >= 0) __syncthreads();  // what lay there has been read
         turn_to(s.row);
         head = s.head;
         const int count = queries(s), group = int(a.heads / a.kv_heads), columns = int(a.heads + 2 * a.kv_heads) * int(a.size);
         const uint16_t* qkv = static_cast<const uint16_t*>(a.qkv) + s.row * a.tokens * columns;
-        for (int task = there || Rehearsal::runs(0) ? threadIdx.x / WAVE : MOST_ROWS; task < count + 2 * int(a.tokens); task += WAVES) {
+        const int tasks = live || Rehearsal::runs(0) ? count + 2 * int(a.tokens) : 0;
+        for (int task = threadIdx.x / WAVE; task < tasks; task += WAVES) {
             const bool mine = task < count;
             const int q = s.tile * QUERIES + task, token = mine ? q / group : (task - count) / 2, value = mine ? 0 : (task - count) % 2;
             const int of = mine ? s.kv * group + q % group : int(a.heads) + value * int(a.kv_heads) + s.kv;
-            HeadRow<T, WIDE> all_of(a, there ? qkv + token * int64_t(columns) + of * a.size : nullptr, !value);
+            HeadRow<T, WIDE> all_of(a, live ? qkv + token * int64_t(columns) + of * a.size : nullptr, !value);
             if (!value) all_of.turn(a, static_cast<const uint16_t*>(mine ? a.q_norm : a.k_norm), angles(token));
             all_of.leave(reinterpret_cast<uint16_t*>(mine ? query(task) : fresh(token, value)), WIDE);
-            if (there && !mine && s.tile == 0) keep(s, all, token, value, all_of);
+            if (live && !mine && s.tile == 0) keep(s, all, token, value, all_of);
         }
-        if (there) __syncthreads();
+        if (live) __syncthreads();
     }
     // Into the cache, by every block of the head alike.
     DEVICE void keep(const Segment& s, const Geometry& all, int token, int value, const HeadRow<T, WIDE>& all_of) const {

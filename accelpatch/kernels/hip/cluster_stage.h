@@ -180,6 +180,7 @@ private:
                 share = 0.f, to_lap = 0, to_token += CLUSTER;
             }
         }
+        if (total == 0) rest();  // no token is this wave's
     }
     DEVICE void normalise(int units, int laps) const {
         part.collect(int(a.m), a.norm == NORM_LAYER ? 0 : 1);

@@ -11,6 +11,7 @@ int check(const AttentionArgs& a) {
     const void* const aligned[] = {a.qkv, a.keys, a.values, a.y, a.sums};
     for (const void* p : aligned)
         if (!p || !multiple_of_16(p)) return STATUS_POINTER;
+    if (!multiple_of_16(a.following)) return STATUS_POINTER;
     return a.positions && a.slot && a.mask && (a.inv_freq || !a.turned) && a.finished ? STATUS_OK : STATUS_POINTER;
 }
 
@@ -28,7 +29,9 @@ AttentionPlan lay_out(const AttentionArgs& a, int wide, int64_t ring, int buffer
 }
 
 template <class T, int WIDE, int RING> int start(const AttentionArgs& a, const AttentionPlan& plan, const DeviceLimits& limits, GpuStream stream) {
-    const int error = launch_kernel(attention_kernel<T, WIDE, RING>, limits.processors, THREADS, plan.bytes, stream, limits, a.dependent >= 0, a, plan);
+    AttentionArgs args = a;
+    if (!limits.dependent_launch) args.dependent = -1;  // no time to rehearse in
+    const int error = launch_kernel(attention_kernel<T, WIDE, RING>, limits.processors, THREADS, plan.bytes, stream, limits, args.dependent >= 0, args, plan);
     return error ? STATUS_DEVICE + error : STATUS_OK;
 }
 

@@ -2,7 +2,7 @@
 //
 // A block's eight waves take one or two tiles of 16 rows at a time; the waves of a tile share its K, turn by turn, and
 // add up through shared memory in a fixed order. Nothing but the number of columns stored depends on M, so a row's bits
-// do not either. Weights stream through a ring that is filled before grid_wait(); activations lie in shared memory, in
+// do not either. Weights stream through a ring, half of which is asked for before grid_wait(); activations lie in shared memory, in
 // phases of K.
 #pragma once
 #include "products.h"

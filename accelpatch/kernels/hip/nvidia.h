@@ -91,7 +91,7 @@ DEVICE void copy_activation16(void* into, const void* source, bool there) { stre
 DEVICE void ring_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Waits for the oldest of DEPTH turns.
 template <int DEPTH> DEVICE void ring_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(DEPTH - 1) : "memory"); }
-// Waits for all copies but those of so many turns asked for last.
+// Waits for all copies but those of so many turns (up to two) asked for last.
 DEVICE void copies_done(int but) { but == 2 ? ring_wait<3>() : but == 1 ? ring_wait<2>() : ring_wait<1>(); }
 
 template <int BYTES> DEVICE void prefetch_l2(const void* source) {

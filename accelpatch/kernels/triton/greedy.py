@@ -43,7 +43,7 @@ def _token(  # type: ignore[no-untyped-def]
     going = tl.load(unfinished + row) != 0
     if ENDS:
         token = tl.where(going, token, tl.load(pad))
-        going = going & (tl.load(ends + token) == 0)
+        going = going & (tl.load(ends + token, mask=going, other=0) == 0)  # a pad may be no token
         tl.store(unfinished + row, going)
     tl.store(tokens + row, token)
     tl.store(report + row, token)

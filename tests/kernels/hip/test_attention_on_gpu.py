@@ -43,6 +43,23 @@ def test_float_rule(case: Step, dtype: torch.dtype) -> None:
     assert_float_rule(attention.decode_attention_, case, dtype)
 
 
+@pytest.mark.parametrize("case", (CASES | LONG).values(), ids=CASES | LONG)
+def test_while_the_kernel_before_runs(case: Step) -> None:
+    """Then a launch first runs on nothing, and brings nearer what follows: the bits stay."""
+    args, shape = made(case, torch.bfloat16, DEVICE)
+    due = attention.decode_attention_(*args, shape)
+    caches = [one.clone() for one in args[-2:]]
+    weights = torch.randn(3000, 1024, device=DEVICE)
+    for following in (weights, weights.view(-1)[1:], weights[:1, :3], None):
+        for one in args[-2:]:
+            one[:, :, case.slot : case.slot + case.tokens] = 0
+        torch.cuda._sleep(100_000)
+        args[0].mul_(1)
+        with binding.settled_weights():
+            assert torch.equal(bits(attention.decode_attention_(*args, shape, following)), bits(due))
+        assert all(torch.equal(bits(one), bits(kept)) for one, kept in zip(args[-2:], caches, strict=True))
+
+
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("case", (SAME | LONG).values(), ids=SAME | LONG)
 def test_a_token_gets_the_bits_that_it_gets_alone(case: Step, dtype: torch.dtype) -> None:
