@@ -11,13 +11,13 @@ kernel of torch's before it that lets nothing begin early.
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from replay import seconds
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -58,24 +58,10 @@ class Step:
         return 2 * self.batch * self.kv_heads * self.context * self.size * DTYPE.itemsize
 
 
-def seconds(work: Callable[[], object], count: int, repeats: int) -> tuple[float, float]:
+def a_call(work: Callable[[], object], count: int, repeats: int) -> tuple[float, float]:
     """Median of a graph's replays over `count`, and their spread (max - min over median)."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        work()
-    torch.cuda.synchronize()
-    graph, times = torch.cuda.CUDAGraph(), []
-    with torch.cuda.graph(graph, stream=stream):
-        work()
-    for _ in range(repeats + 2):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / 1e3 / count)
-    middle = statistics.median(times[2:])
-    return middle, (max(times[2:]) - min(times[2:])) / middle
+    middle, spread = seconds(work, repeats)
+    return middle / count, spread
 
 
 class Caches:
@@ -141,7 +127,7 @@ def check(caches: Caches) -> None:
 def torch_times(caches: Caches, repeats: int) -> Iterator[tuple[float, str]]:
     for name, backend in BACKENDS.items():
         try:
-            yield seconds(lambda backend=backend: caches.all_torch(backend), caches.count, repeats)[0], name
+            yield a_call(lambda backend=backend: caches.all_torch(backend), caches.count, repeats)[0], name
         except RuntimeError as error:  # a backend that does not take this shape has no time
             print(f"  {name}: {str(error).splitlines()[0]}", flush=True)
 
@@ -151,9 +137,9 @@ def show(step: Step, options: argparse.Namespace, limit: float) -> None:
     caches = Caches(step, KERNELS[options.kernel])
     best, backend = min(torch_times(caches, options.repeats)) if options.torch else (0.0, "")
     check(caches)
-    ours, spread = seconds(caches.all_ours, caches.count, options.repeats)
-    after = seconds(caches.all_after_another, caches.count, options.repeats)[0]
-    after -= seconds(caches.only_the_others, caches.count, options.repeats)[0]
+    ours, spread = a_call(caches.all_ours, caches.count, options.repeats)
+    after = a_call(caches.all_after_another, caches.count, options.repeats)[0]
+    after -= a_call(caches.only_the_others, caches.count, options.repeats)[0]
     line = f"| {step.batch} | {step.kv_heads} | {step.context} | {step.bytes / 1e6:.1f} | {ours * 1e6:.2f} |"
     line += f" {spread:.0%} | {after * 1e6:.2f} | {step.bytes / ours / limit:.1%} |"
     if options.torch:

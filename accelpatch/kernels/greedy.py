@@ -19,7 +19,13 @@ def reference_(
     scores: Tensor, unfinished: Tensor, ends: Tensor | None, pad: Tensor, tokens: Tensor, report: Tensor
 ) -> None:
     """By torch."""
-    chosen = scores.argmax(dim=-1)
+    leave_(scores.argmax(dim=-1), unfinished, ends, pad, tokens, report)
+
+
+def leave_(
+    chosen: Tensor, unfinished: Tensor, ends: Tensor | None, pad: Tensor, tokens: Tensor, report: Tensor
+) -> None:
+    """What a step leaves once it has a token[B] for each row, however it was chosen."""
     if ends is not None:
         chosen = torch.where(unfinished, chosen, pad)
         unfinished.logical_and_(~ends[chosen])
@@ -34,11 +40,8 @@ def greedy_(
     """scores[B, V] float32; unfinished[B] bool; ends[V + 1] bool (None: nothing ends a row); pad[1], tokens[B] and
     report[B + 1] int64. tokens, report and unfinished are written.
     """
-    if (
-        scores.device.type == "cpu"
-        or scores.dtype != torch.float32
-        or launch.why_not(probe(scores.device), scores.dtype)
-    ):
+    by_triton = scores.device.type != "cpu" and scores.dtype == torch.float32
+    if not by_triton or launch.why_not(probe(scores.device), scores.dtype):
         reference_(scores, unfinished, ends, pad, tokens, report)
         return
     from accelpatch.kernels.triton import greedy as kernel

@@ -17,7 +17,7 @@ from transformers.generation.logits_process import (
 )
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
-from accelpatch.kernels.greedy import greedy_
+from accelpatch.kernels.greedy import greedy_, leave_
 
 # They read the scores alone: transformers' own code is captured, so that the numbers are its numbers.
 WARPERS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
@@ -96,16 +96,10 @@ class Choice:
             scores = scores.masked_fill((rows.slot < rows.held_until) & rows.held[:-1], float("-inf"))
         for warper in self._warpers:
             scores = warper(None, scores)
+        state = (rows.unfinished, None if self.ends is None else rows.ends, rows.pad, rows.tokens, rows.report)
         if not self._do_sample:
-            ends = None if self.ends is None else rows.ends
-            greedy_(scores, rows.unfinished, ends, rows.pad, rows.tokens, rows.report)
+            greedy_(scores, *state)
             return
         # torch.multinomial for one draw, which cannot be captured for its checks: the same numbers are drawn
         chances = nn.functional.softmax(scores, dim=-1)
-        tokens = (chances / torch.empty_like(chances).exponential_(1)).argmax(dim=-1)
-        if self.ends is not None:
-            tokens = torch.where(rows.unfinished, tokens, rows.pad)
-            rows.unfinished.logical_and_(~rows.ends[tokens])
-        rows.tokens.copy_(tokens)
-        rows.report[:-1].copy_(tokens)
-        rows.report[-1:].copy_(rows.unfinished.any().reshape(1))
+        leave_((chances / torch.empty_like(chances).exponential_(1)).argmax(dim=-1), *state)
