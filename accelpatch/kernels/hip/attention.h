@@ -23,7 +23,7 @@ struct AttentionArgs {
     const void *q_norm, *k_norm;  // [size] or null
     void* y;                      // [rows tokens, heads size]
     float* sums;                  // [rows kv_heads tiles, QUERIES, spans, RECORD_HEAD + size]
-    int32_t* finished;            // [rows kv_heads tiles, QUERIES] zeros, and left so
+    int32_t* finished;            // [rows kv_heads tiles] zeros, and left so
     const void* following;        // what the kernel behind will read, or null
     int64_t following_bytes;
     int64_t rows, tokens, capacity, heads, kv_heads, size, turned, window, spans;
@@ -33,6 +33,7 @@ struct AttentionArgs {
 
 // Where things lie in shared memory, in bytes.
 struct AttentionPlan {
+    int32_t group;           // heads that share a cached one
     int32_t tiles, queries;  // of queries of a cached head; most queries of one
     int32_t buffers;         // of the waves' results: two, or one where memory is short
     int32_t starts_at, angles_at, queries_at, fresh_at, tops_at, states_at, ring_at, bytes;
@@ -77,11 +78,23 @@ struct Segment {
 DEVICE int tile_at(int round) { return (round * WAVES + int(threadIdx.x) / WAVE) * TILE; }
 DEVICE bool seen_tile(const Geometry& all, int slot, int end) { return slot < end && slot + TILE > all.low; }
 
-// A block's share of all spans of all heads, a head's one after the other.
+// A block's share of all spans of all heads, a head's one after the other: of one head alone, where that makes no block's
+// share much longer, since a second head is begun anew.
 struct Share {
     int at, end;
-    DEVICE explicit Share(const Geometry& all) : at(place(all, int(blockIdx.x))), end(place(all, int(blockIdx.x) + 1)) {}
-    static DEVICE int place(const Geometry& all, int block) { return int(int64_t(all.heads) * all.spans * block / int(gridDim.x)); }
+    int before, busy;  // blocks that have spans: of those before this one, and in all
+    DEVICE explicit Share(const Geometry& all) {
+        const int blocks = int(gridDim.x), block = int(blockIdx.x), parts = blocks / all.heads, total = all.heads * all.spans;
+        if (parts > 0 && (all.spans + parts - 1) / parts <= (total + blocks - 1) / blocks + 1) {
+            const int head = min(block / parts, all.heads), part = block - head * parts, each = min(parts, all.spans);
+            at = head * all.spans + (head < all.heads ? part * all.spans / parts : 0);
+            end = head < all.heads ? head * all.spans + (part + 1) * all.spans / parts : at;
+            before = head < all.heads ? head * each + part * each / parts : all.heads * each, busy = all.heads * each;
+        } else {
+            at = int(int64_t(total) * block / blocks), end = int(int64_t(total) * (block + 1) / blocks);
+            before = min(at, block), busy = min(total, blocks);
+        }
+    }
     // The next segment that holds anything; false if there is none.
     DEVICE bool next(Segment& s, const AttentionArgs& a, const AttentionPlan& plan, const Geometry& all) {
         while (at < end) {

@@ -80,7 +80,7 @@ def _launch(
     sums = qkv.new_empty((heads, QUERIES, spans, RECORD_HEAD + shape.size), dtype=torch.float32)
     held = {
         "qkv": qkv, "positions": positions, "slot": slot, "mask": mask, "keys": keys, "values": values, "y": y,
-        "sums": sums, "finished": shape.counters((begin, heads * QUERIES), qkv.device),
+        "sums": sums, "finished": shape.counters((begin, heads), qkv.device),
         "inv_freq": shape.inv_freq, "q_norm": shape.q_norm, "k_norm": shape.k_norm, "following": following,
     }  # fmt: skip
     cap = shape.softcap > 0

@@ -13,7 +13,7 @@ template <class T, int WIDE> struct View {
     DEVICE View(const AttentionArgs& a, const HeadStager<T, WIDE>& stager, const Geometry& all, const Segment& s) : stager(stager), windowed(a.window > 0) {
         const int q = min(AttentionTile<T>::query() & (QUERIES - 1), stager.queries(s) - 1);
         query = reinterpret_cast<const Words4*>(stager.query(q));
-        own = all.slot + (s.tile * QUERIES + q) / int(a.heads / a.kv_heads), least = windowed ? own - int(a.window) : -1;
+        own = all.slot + (s.tile * QUERIES + q) / stager.plan.group, least = windowed ? own - int(a.window) : -1;
     }
 };
 
@@ -29,10 +29,7 @@ template <class T, int WIDE, int RING> struct Softmax {
     DEVICE void span(const AttentionArgs& a, Stream& stream, const View<T, WIDE>& view, const Geometry& all, int begin, int end, bool live) {
         float s[ROUNDS][4] = {};
         uint32_t given[ROUNDS] = {};
-        if (live || Rehearsal::runs(1)) {
-            given[0] = keys<0>(a, stream, view, all, begin + tile_at(0), end, s[0]);
-            given[1] = keys<1>(a, stream, view, all, begin + tile_at(1), end, s[1]);
-        }
+        if (live || Rehearsal::runs(1)) keys(a, stream, view, all, begin, end, s, given);
         const auto larger = [](float v, float w) { return fmaxf(v, w); };
         top = larger(larger(larger(s[0][0], s[0][1]), larger(s[0][2], s[0][3])), larger(larger(s[1][0], s[1][1]), larger(s[1][2], s[1][3])));
         top = Tile::over_lanes(top, larger);
@@ -45,52 +42,63 @@ template <class T, int WIDE, int RING> struct Softmax {
         add_values<2>(stream, view, all, begin + tile_at(0), end, given[0], s[0]);
         add_values<3>(stream, view, all, begin + tile_at(1), end, given[1], s[1]);
     }
-    // Scores to the base 2, and which of the slots are given: shown by the mask, or new, and in some token's window.
-    template <int STAGE> DEVICE uint32_t keys(const AttentionArgs& a, Stream& stream, const View<T, WIDE>& view, const Geometry& all, int begin, int end, float* s) {
-        const bool new_ones = begin + TILE > all.slot;
-        uint32_t given = 0;
-        Tile scores;
-        scores.zero();
-        stream.wait();
-        if (seen_tile(all, begin, end)) {
-            const int mine = begin + lane_id();
-            given = lane_vote(lane_id() < TILE && mine >= all.low && (mine < all.slot ? (stream.mask(STAGE)[0] | stream.mask(STAGE)[1]) != 0 : mine < all.stop)) & 0xffffu;
+    // Scores to the base 2 of both tiles, and which of their slots are given: shown by the mask, or new, and in some token's window.
+    DEVICE void keys(const AttentionArgs& a, Stream& stream, const View<T, WIDE>& view, const Geometry& all, int begin, int end, float (*s)[4], uint32_t* given) {
+        Tile scores[ROUNDS];
+        bool new_ones[ROUNDS];
+#pragma unroll
+        for (int r = 0; r < ROUNDS; ++r) scores[r].zero(), new_ones[r] = begin + tile_at(r) + TILE > all.slot;
+        stream.template wait<ROUNDS>();
+        if (seen_tile(all, begin + tile_at(0), end) || seen_tile(all, begin + tile_at(1), end)) {
+#pragma unroll
+            for (int r = 0; r < ROUNDS; ++r) {
+                const uint32_t* mask = stream.mask(r, r);
+                const int mine = begin + tile_at(r) + lane_id();
+                given[r] = lane_vote(lane_id() < TILE && mine >= all.low && (mine < all.slot ? (mask[0] | mask[1]) != 0 : mine < all.stop)) & 0xffffu;
+            }
 #pragma unroll
             for (int step = 0; step < Stream::STEPS; ++step) {
                 const int chunk = 4 * step + fragment_quarter();
-                Words4 k[ROWS_PER_LANE];
+                const Words4 q = view.query[chunk];
 #pragma unroll
-                for (int h = 0; h < ROWS_PER_LANE; ++h) {
-                    k[h] = *stream.piece(STAGE, h * Stream::STEPS + step);
-                    if (new_ones) view.stager.replace(k[h], begin + fragment_row(h) - all.slot, 0, chunk);
+                for (int r = 0; r < ROUNDS; ++r) {
+                    Words4 k[ROWS_PER_LANE];
+#pragma unroll
+                    for (int h = 0; h < ROWS_PER_LANE; ++h) {
+                        k[h] = *stream.piece(r, r, h * Stream::STEPS + step);
+                        if (new_ones[r]) view.stager.replace(k[h], begin + tile_at(r) + fragment_row(h) - all.slot, 0, chunk);
+                    }
+                    scores[r].add_keys(q, k);
                 }
-                scores.add_keys(view.query[chunk], k);
             }
         }
-        stream.template after<STAGE>();
+        stream.template after<0>();
+        stream.template after<1>();
         // With a softcap a.scaling is 2 log2(e) / softcap times the scores' own: tanh(x) = 1 - 2 / (e^2x + 1).
 #pragma unroll
-        for (int i = 0; i < 4; ++i) s[i] = scores.score(i) * a.scaling;
-        if (a.softcap > 0.f)
+        for (int r = 0; r < ROUNDS; ++r) {
 #pragma unroll
-            for (int i = 0; i < 4; ++i) s[i] = a.softcap * (1.f - 2.f / (fast_exp2(s[i]) + 1.f));
-        if (new_ones || given != 0xffffu || view.windowed)
+            for (int i = 0; i < 4; ++i) s[r][i] = scores[r].score(i) * a.scaling;
+            if (a.softcap > 0.f)
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int at = begin + Tile::slot(i);
-                if (!(given >> Tile::slot(i) & 1) || at > view.own || at <= view.least) s[i] = -INFINITY;
-            }
-        return given;
+                for (int i = 0; i < 4; ++i) s[r][i] = a.softcap * (1.f - 2.f / (fast_exp2(s[r][i]) + 1.f));
+            if (new_ones[r] || given[r] != 0xffffu || view.windowed)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const int at = begin + tile_at(r) + Tile::slot(i);
+                    if (!(given[r] >> Tile::slot(i) & 1) || at > view.own || at <= view.least) s[r][i] = -INFINITY;
+                }
+        }
     }
     template <int STAGE> DEVICE void add_values(Stream& stream, const View<T, WIDE>& view, const Geometry& all, int begin, int end, uint32_t given, const float* s) {
         const uint32_t first = T::down_pair(s[0], s[1]), second = T::down_pair(s[2], s[3]);
-        stream.wait();
+        stream.template wait<1>();
         if (seen_tile(all, begin, end))
 #pragma unroll
             for (int set = 0; set < SETS; ++set) {
                 Words4 v[4];
 #pragma unroll
-                for (int i = 0; i < 4; ++i) v[i] = *stream.piece(STAGE, set * 4 + i);
+                for (int i = 0; i < 4; ++i) v[i] = *stream.piece(STAGE, 0, set * 4 + i);
                 if (given != 0xffffu || begin + TILE > all.slot)
 #pragma unroll
                     for (int i = 0; i < 4; ++i) {
@@ -131,8 +139,8 @@ template <class T, int WIDE> struct Adder {
     int q;        // of the segment's queries
     uint16_t* y;  // of the query
 
-    DEVICE Adder(const AttentionArgs& a, const Segment& s, int q) : a(a), s(s), q(q) {
-        const int group = int(a.heads / a.kv_heads), of = s.tile * QUERIES + q, token = of / group, head = s.kv * group + of % group;
+    DEVICE Adder(const AttentionArgs& a, const Segment& s, int group, int q) : a(a), s(s), q(q) {
+        const int of = s.tile * QUERIES + q, token = of / group, head = s.kv * group + of - token * group;
         y = static_cast<uint16_t*>(a.y) + ((s.row * a.tokens + token) * a.heads + head) * a.size;
     }
     DEVICE void store(int column, const float* sums, float total) const {
@@ -163,32 +171,75 @@ template <class T, int WIDE> struct Adder {
         }
         if (live && !s.single() && lane_id() == 0) kept[0] = highest, kept[1] = total;
     }
-    // Once the segment's spans are in memory: whoever brings a head's last ones adds all of them up.
-    DEVICE void count() const {
-        int32_t* finished = a.finished + s.head * QUERIES + q;
-        int before = 0;
-        if (lane_id() == 0) before = atomicAdd(finished, s.count);
-        if (!lane_vote(lane_id() == 0 && before + s.count == s.last - s.first + 1)) return;
-        __threadfence();
-        if (lane_id() == 0) *finished = 0;  // for the next launch
-        float highest = -INFINITY;
-        for (int span = s.first + lane_id(); span <= s.last; span += WAVE) highest = fmaxf(highest, bits_to_float(load_activation4(record(span))));
-        for (int step = 1; step < WAVE; step *= 2) highest = fmaxf(highest, lane_xor(highest, step));
-        for (int column = lane_id() * 4; column < int(a.size); column += WAVE * 4) {
-            float total = 0.f, sums[4] = {0.f, 0.f, 0.f, 0.f};
-#pragma unroll 4
-            for (int span = s.first; span <= s.last; ++span) {
+    // Of all spans of the head, those columns that are the wave's: every PIECESth run of 4 lanes' columns. A quarter of a wave's
+    // lanes has every GROUPSth span; the order of adding never depends on who adds.
+    DEVICE void add_up(int piece, int pieces) const {
+        constexpr int RUN = 16, RUNS = 4, GROUPS = WAVE / 4;  // columns of four lanes; runs at once
+        const int group = lane_id() / 4, column = lane_id() % 4 * 4, size = int(a.size);
+#pragma unroll 1
+        for (int run = piece; run * RUN < size; run += RUNS * pieces) {
+            float highest = -INFINITY, total = 0.f, sums[RUNS][4] = {};
+#pragma unroll 2
+            for (int span = s.first + group; span <= s.last; span += GROUPS) {
                 const float* from = record(span);
-                const Words4 head = load_activation16(from), one = load_activation16(from + RECORD_HEAD + column);
-                const float factor = fast_exp2(bits_to_float(head.x) - highest);
-                total = fmaf(factor, bits_to_float(head.y), total);
+                const Words4 head = load_activation16(from);
+                Words4 one[RUNS];
 #pragma unroll
-                for (int i = 0; i < 4; ++i) sums[i] = fmaf(factor, bits_to_float(word_of(one, i)), sums[i]);
+                for (int i = 0; i < RUNS; ++i) {
+                    const int at = (run + i * pieces) * RUN + column;
+                    one[i] = {0, 0, 0, 0};
+                    if (at < size) one[i] = load_activation16(from + RECORD_HEAD + at);
+                }
+                const float before = rebase(highest, bits_to_float(head.x)), factor = fast_exp2(bits_to_float(head.x) - highest);
+                total = fmaf(factor, bits_to_float(head.y), total * before);
+#pragma unroll
+                for (int i = 0; i < RUNS; ++i)
+#pragma unroll
+                    for (int j = 0; j < 4; ++j) sums[i][j] = fmaf(factor, bits_to_float(word_of(one[i], j)), sums[i][j] * before);
             }
-            store(column, sums, total);
+#pragma unroll
+            for (int step = 4; step < WAVE; step *= 2) {
+                const float other = lane_xor(highest, step), before = rebase(highest, other), factor = fast_exp2(other - highest);
+                total = fmaf(factor, lane_xor(total, step), total * before);
+#pragma unroll
+                for (int i = 0; i < RUNS; ++i)
+                    if ((run + i * pieces) * RUN < size)
+#pragma unroll
+                        for (int j = 0; j < 4; ++j) sums[i][j] = fmaf(factor, lane_xor(sums[i][j], step), sums[i][j] * before);
+            }
+#pragma unroll
+            for (int i = 0; i < RUNS; ++i)
+                if (const int at = (run + i * pieces) * RUN + column; group == 0 && at < size) store(at, sums[i], total);
         }
     }
+    // `highest` takes in another score; the factor of what counted against it before. A number it stays, whatever it meets.
+    static DEVICE float rebase(float& highest, float other) {
+        const float before = highest;
+        highest = fmaxf(fmaxf(highest, other), -3.4e38f);
+        return fast_exp2(before - highest);
+    }
 };
+
+// Whether this block brings the last of a head's spans; the others' are then in memory. Every thread calls it.
+DEVICE bool last_of(const AttentionArgs& a, const Segment& s) {
+    __syncthreads();  // all waves' records are out
+    bool last = false;
+    if (threadIdx.x == 0) {
+        __threadfence();
+        int32_t* finished = a.finished + s.head;
+        last = atomicAdd(finished, s.count) + s.count == s.last - s.first + 1;
+        if (last) *finished = 0;  // for the next launch
+    }
+    last = __syncthreads_or(last);
+    if (last) __threadfence();
+    return last;
+}
+
+// The sums of a head's spans by all waves: one or more a query.
+template <class T, int WIDE> DEVICE void add_spans(const AttentionArgs& a, const Segment& s, int group, int queries) {
+    const int wave = threadIdx.x / WAVE, pieces = queries == 1 ? WAVES : queries == 2 ? WAVES / 2 : queries <= 4 ? WAVES / 4 : WAVES / 8;
+    if (wave / pieces < queries) Adder<T, WIDE>(a, s, group, wave / pieces).add_up(wave % pieces, pieces);
+}
 
 // What the kernel behind will read comes into L2 by the blocks that have nothing to do, once the others have their queries.
 // busy: blocks that have spans; before: of them, those before this one.
@@ -211,19 +262,20 @@ template <class T, int WIDE, int RING> __global__ void __launch_bounds__(THREADS
     if (!share.next(s, a, plan, all)) {  // stays until the kernel behind has found a place on every processor
         grid_wait();
         linger();
-        bring_following(a, share.at, all.heads * all.spans);
+        bring_following(a, share.before, share.busy);
         return;
     }
     for (int i = threadIdx.x; i < (plan.tops_at - plan.queries_at) / 4; i += THREADS) reinterpret_cast<uint32_t*>(shared + plan.queries_at)[i] = 0;
     CacheStream<T, WIDE, RING> stream(a, plan, all, shared);
     HeadStager<T, WIDE> stager{a, plan, shared};
-    stager.turn_to(s.row);
     int turn = 0;
     for (bool live = !REHEARSES || a.dependent < 0;; live = true) {
+        stager.turn_to(s.row);
+        const View<T, WIDE> view(a, stager, all, s);
+        const auto first = stager.task(s, all, wave);
         if (live) grid_wait();
         stream.held_up = !live;
-        stager.stage(s, all, live);
-        const View<T, WIDE> view(a, stager, all, s);
+        stager.stage(s, all, first, live);
         const int queries = stager.queries(s);
 #pragma unroll 1
         for (int i = 0; i < (live ? s.count : 1); ++i, ++turn) {
@@ -236,18 +288,12 @@ template <class T, int WIDE, int RING> __global__ void __launch_bounds__(THREADS
             if (live) __syncthreads();
             const int first = live ? (wave - turn) & (WAVES - 1) : Rehearsal::runs(3) ? 0 : queries;
             for (int q = first; q < queries; q += WAVES)  // by one wave a query, while the others go on
-                Adder<T, WIDE>(a, s, q).add(states + q * WAVES * Results::STRIDE, tops + q * WAVES * 2, s.span + i, live);
+                Adder<T, WIDE>(a, s, plan.group, q).add(states + q * WAVES * Results::STRIDE, tops + q * WAVES * 2, s.span + i, live);
             if (live && plan.buffers == 1) __syncthreads();
         }
-        if (!live) {
-            stager.head = -1;
-            continue;
-        }
-        if (!s.single()) {
-            __threadfence();
-            __syncthreads();  // all waves' records are out
-            if (wave < queries) Adder<T, WIDE>(a, s, wave).count();
-        }
+        if (!live) continue;
+        if (!s.single() && last_of(a, s)) add_spans<T, WIDE>(a, s, plan.group, queries);
         if (!share.next(s, a, plan, all)) return;
+        __syncthreads();  // what lies staged has been read
     }
 }

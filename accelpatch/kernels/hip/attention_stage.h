@@ -94,12 +94,12 @@ template <class T, int WIDE> struct HeadStager {
     const AttentionArgs& a;
     const AttentionPlan& plan;
     char* shared;
-    int head = -1, row = -1;
+    int row = -1;
 
     DEVICE char* query(int q) const { return shared + plan.queries_at + q * STRIDE; }
     DEVICE char* fresh(int token, int value) const { return shared + plan.fresh_at + (token * 2 + value) * STRIDE; }
     DEVICE float* angles(int token) const { return reinterpret_cast<float*>(shared + plan.angles_at) + token * a.turned; }
-    DEVICE int queries(const Segment& s) const { return min(QUERIES, int(a.tokens * (a.heads / a.kv_heads)) - s.tile * QUERIES); }
+    DEVICE int queries(const Segment& s) const { return min(QUERIES, int(a.tokens) * plan.group - s.tile * QUERIES); }
 
     // A piece of the cache, if its slot is new; they count from the first new one.
     DEVICE void replace(Words4& piece, int token, int value, int chunk) const {
@@ -111,29 +111,34 @@ template <class T, int WIDE> struct HeadStager {
         stage_angles<T>(a, angles(0), row);
         __syncthreads();
     }
-    // All threads call it, and may read what it left when it returns. Rehearsed: some zeros.
-    DEVICE void stage(const Segment& s, const Geometry& all, bool live) {
-        if (s.head == head) return;
-        if (head >= 0) __syncthreads();  // what lay there has been read
-        turn_to(s.row);
-        head = s.head;
-        const int count = queries(s), group = int(a.heads / a.kv_heads), columns = int(a.heads + 2 * a.kv_heads) * int(a.size);
-        const uint16_t* qkv = static_cast<const uint16_t*>(a.qkv) + s.row * a.tokens * columns;
-        const int tasks = live || Rehearsal::runs(0) ? count + 2 * int(a.tokens) : 0;
-        for (int task = threadIdx.x / WAVE; task < tasks; task += WAVES) {
-            const bool mine = task < count;
-            const int q = s.tile * QUERIES + task, token = mine ? q / group : (task - count) / 2, value = mine ? 0 : (task - count) % 2;
-            const int of = mine ? s.kv * group + q % group : int(a.heads) + value * int(a.kv_heads) + s.kv;
-            HeadRow<T, WIDE> all_of(a, live ? qkv + token * int64_t(columns) + of * a.size : nullptr, !value);
-            if (!value) all_of.turn(a, static_cast<const uint16_t*>(mine ? a.q_norm : a.k_norm), angles(token));
-            all_of.leave(reinterpret_cast<uint16_t*>(mine ? query(task) : fresh(token, value)), WIDE);
-            if (live && !mine && s.tile == 0) keep(s, all, token, value, all_of);
+    // One row of a segment's: of a query, or of a new key or value.
+    struct Task {
+        const uint16_t *from, *norm;
+        uint16_t *into, *kept;  // shared memory; the cache, or null
+        int token;
+        bool turned;
+    };
+    DEVICE Task task(const Segment& s, const Geometry& all, int i) const {
+        const int count = queries(s), rest = i - count, value = rest & 1;
+        const bool mine = rest < 0;
+        const int q = s.tile * QUERIES + i, token = mine ? q / plan.group : rest / 2;
+        const int of = mine ? s.kv * plan.group + q - token * plan.group : int(a.heads) + value * int(a.kv_heads) + s.kv;
+        Task t = {static_cast<const uint16_t*>(a.qkv) + ((s.row * a.tokens + token) * (a.heads + 2 * a.kv_heads) + of) * a.size,
+                  static_cast<const uint16_t*>(mine ? a.q_norm : a.k_norm),
+                  reinterpret_cast<uint16_t*>(mine ? query(i) : fresh(token, value)), nullptr, token, mine || !value};
+        if (!mine && s.tile == 0) t.kept = static_cast<uint16_t*>(value ? a.values : a.keys) + ((s.row * a.kv_heads + s.kv) * a.capacity + all.slot + token) * a.size;
+        return t;
+    }
+    // All threads call it, and may read what it left when it returns. `first`: the wave's task(). Rehearsed: some zeros.
+    DEVICE void stage(const Segment& s, const Geometry& all, Task first, bool live) {
+        const int tasks = live || Rehearsal::runs(0) ? queries(s) + 2 * int(a.tokens) : 0;
+        for (int i = threadIdx.x / WAVE; i < tasks;) {
+            HeadRow<T, WIDE> row(a, live ? first.from : nullptr, first.turned);
+            if (first.turned) row.turn(a, first.norm, angles(first.token));
+            row.leave(first.into, WIDE);
+            if (live && first.kept) row.leave(first.kept, int(a.size));  // by every block of the head alike
+            if ((i += WAVES) < tasks) first = task(s, all, i);
         }
         if (live) __syncthreads();
-    }
-    // Into the cache, by every block of the head alike.
-    DEVICE void keep(const Segment& s, const Geometry& all, int token, int value, const HeadRow<T, WIDE>& all_of) const {
-        const int64_t at = ((s.row * a.kv_heads + s.kv) * a.capacity + all.slot + token) * a.size;
-        all_of.leave(static_cast<uint16_t*>(value ? a.values : a.keys) + at, int(a.size));
     }
 };

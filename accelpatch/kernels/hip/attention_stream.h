@@ -50,20 +50,21 @@ template <class T, int WIDE, int RING> struct CacheStream {
         const int cached = WHOLE ? TILE : all.slot - slot, size = WHOLE ? WIDE : int(a.size);
         const int own_slot = VALUE ? Tile::slot(0) : fragment_row(0), own_chunk = VALUE ? Tile::chunk() : fragment_quarter();
         const char* from = static_cast<const char*>(VALUE ? a.values : a.keys) + (at + (slot + own_slot) * int64_t(size)) * 2 + own_chunk * 16;
-        if (const int s = lane_id(); !VALUE && s < TILE) stream_copy<8>(mask(STAGE), a.mask + row + slot + s, s < cached);
+        if (const int s = lane_id(); !VALUE && s < TILE) stream_copy<8>(mask(STAGE, 0), a.mask + row + slot + s, s < cached);
 #pragma unroll(WHOLE || !SHARED_RING ? PIECES : 1)
         for (int i = 0; i < (VALUE ? VALUES : KEYS); ++i) {
             const int s = VALUE ? Tile::slot_after(i % 4) : 8 * (i / STEPS), chunk = VALUE ? i / 4 * Tile::CHUNKS : 4 * (i % STEPS);
             const bool there = WHOLE ? WIDE / 8 >= Tile::CHUNKS || !VALUE || own_chunk < WIDE / 8 : s + own_slot < cached && (chunk + own_chunk) * 8 < size;
-            stream_copy<16>(piece(STAGE, i), from + s * size * 2 + chunk * 16, there);
+            stream_copy<16>(piece(STAGE, 0, i), from + s * size * 2 + chunk * 16, there);
         }
     }
     // The mask of a tile of keys, a slot to each of the first lanes.
-    DEVICE uint32_t* mask(int stage) { return SHARED_RING ? reinterpret_cast<uint32_t*>(ring + place * SLOT_BYTES + TILE_BYTES + lane_id() % TILE * 8) : held_mask[stage % 2]; }
-    DEVICE Words4* piece(int stage, int i) {
-        if constexpr (SHARED_RING) return reinterpret_cast<Words4*>(ring + place * SLOT_BYTES + (i * WAVE + lane_id()) * 16);
+    DEVICE uint32_t* mask(int stage, int ahead) { return SHARED_RING ? reinterpret_cast<uint32_t*>(ring + slot_of(ahead) * SLOT_BYTES + TILE_BYTES + lane_id() % TILE * 8) : held_mask[stage % 2]; }
+    DEVICE Words4* piece(int stage, int ahead, int i) {
+        if constexpr (SHARED_RING) return reinterpret_cast<Words4*>(ring + slot_of(ahead) * SLOT_BYTES + (i * WAVE + lane_id()) * 16);
         else return &held[stage % 2][i];
     }
-    // Waits for the oldest tile; piece() gives it until after().
-    DEVICE void wait() { ring_wait<DEPTH>(); }
+    DEVICE int slot_of(int ahead) const { return place + ahead < DEPTH ? place + ahead : place + ahead - DEPTH; }
+    // Waits for the oldest tiles; piece() gives each, `ahead` of the oldest, until after().
+    template <int TILES> DEVICE void wait() { ring_wait<DEPTH + 1 - TILES>(); }
 };

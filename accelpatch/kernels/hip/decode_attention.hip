@@ -19,6 +19,7 @@ AttentionPlan lay_out(const AttentionArgs& a, int wide, int64_t ring, int buffer
     AttentionPlan p = {};
     SharedLayout layout;
     const int64_t all = a.tokens * (a.heads / a.kv_heads), row = wide * 2 + 16;
+    p.group = int32_t(a.heads / a.kv_heads);
     p.tiles = int32_t((all + QUERIES - 1) / QUERIES), p.queries = int32_t(all < QUERIES ? all : QUERIES), p.buffers = buffers;
     p.starts_at = layout.take(a.rows * 4);
     p.angles_at = layout.take(a.tokens * a.turned * 4);
