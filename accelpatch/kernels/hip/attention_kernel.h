@@ -4,16 +4,21 @@
 #include "attention_stage.h"
 #include "attention_stream.h"
 
-// What a lane's query may see of a segment.
+// What a lane's queries may see of a segment.
 template <class T, int WIDE> struct View {
+    using Tile = AttentionTile<T>;
     const HeadStager<T, WIDE>& stager;
-    const Words4* query;  // of shared memory
-    int own, least;       // the query's slot, and the one before the first that it sees
+    const Words4* query;  // of shared memory: what the lane gives to products with keys
+    int own[Tile::QUERIES_PER_LANE], least[Tile::QUERIES_PER_LANE];  // the queries' slots, and the ones before the first that they see
     bool windowed;
     DEVICE View(const AttentionArgs& a, const HeadStager<T, WIDE>& stager, const Geometry& all, const Segment& s) : stager(stager), windowed(a.window > 0) {
-        const int q = min(AttentionTile<T>::query() & (QUERIES - 1), stager.queries(s) - 1);
-        query = reinterpret_cast<const Words4*>(stager.query(q));
-        own = all.slot + (s.tile * QUERIES + q) / stager.plan.group, least = windowed ? own - int(a.window) : -1;
+        const int last = stager.queries(s) - 1;
+        query = reinterpret_cast<const Words4*>(stager.query(min(Tile::key_query() & (QUERIES - 1), last)));
+#pragma unroll
+        for (int n = 0; n < Tile::QUERIES_PER_LANE; ++n) {
+            own[n] = all.slot + (s.tile * QUERIES + min(Tile::query(n) & (QUERIES - 1), last)) / stager.plan.group;
+            least[n] = windowed ? own[n] - int(a.window) : -1;
+        }
     }
 };
 
@@ -23,51 +28,47 @@ template <class T, int WIDE, int RING> struct Softmax {
     using Stream = CacheStream<T, WIDE, RING>;
     using Tile = AttentionTile<T>;
     static constexpr int SETS = Stream::SETS, STRIDE = WIDE + 4;  // floats of a query and wave in shared memory
-    float top, total, sums[SETS][Tile::PARTS][4];
+    static constexpr int OWN = Tile::QUERIES_PER_LANE;
+    float top[OWN], total[OWN], sums[SETS][Tile::PARTS][4];
 
     // begin: of the span; end: of what is there of it.
-    DEVICE void span(const AttentionArgs& a, Stream& stream, const View<T, WIDE>& view, const Geometry& all, int begin, int end, bool live) {
+    DEVICE void span(const AttentionArgs& a, Stream& stream, const View<T, WIDE>& view, const Geometry& all, int begin, int end) {
         float s[ROUNDS][4] = {};
         uint32_t given[ROUNDS] = {};
-        if (live || Rehearsal::runs(1)) keys(a, stream, view, all, begin, end, s, given);
-        const auto larger = [](float v, float w) { return fmaxf(v, w); };
-        top = larger(larger(larger(s[0][0], s[0][1]), larger(s[0][2], s[0][3])), larger(larger(s[1][0], s[1][1]), larger(s[1][2], s[1][3])));
-        top = Tile::over_lanes(top, larger);
-        const float base = top == -INFINITY ? 0.f : top;  // nothing was seen: all weights are zero
+        keys(a, stream, view, all, begin, end, s, given);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) s[0][i] = fast_exp2(s[0][i] - base), s[1][i] = fast_exp2(s[1][i] - base);
-        total = ((s[0][0] + s[0][1]) + (s[0][2] + s[0][3])) + ((s[1][0] + s[1][1]) + (s[1][2] + s[1][3]));
+        for (int n = 0; n < OWN; ++n) {
+            const auto larger = [](float v, float w) { return fmaxf(v, w); };
+            top[n] = -INFINITY, total[n] = 0.f;
+#pragma unroll
+            for (int i = 0; i < 4 * ROUNDS; ++i)
+                if (Tile::which(i % 4) == n) top[n] = larger(top[n], s[i / 4][i % 4]);
+            top[n] = Tile::over_lanes(top[n], larger);
+            const float base = top[n] == -INFINITY ? 0.f : top[n];  // nothing was seen: all weights are zero
+#pragma unroll
+            for (int i = 0; i < 4 * ROUNDS; ++i)
+                if (Tile::which(i % 4) == n) total[n] += s[i / 4][i % 4] = fast_exp2(s[i / 4][i % 4] - base);
+        }
         for (auto& set : sums) for (auto& part : set) for (float& v : part) v = 0.f;
-        if (!live && !Rehearsal::runs(2)) return;
         add_values<2>(stream, view, all, begin + tile_at(0), end, given[0], s[0]);
         add_values<3>(stream, view, all, begin + tile_at(1), end, given[1], s[1]);
     }
     // Scores to the base 2 of both tiles, and which of their slots are given: shown by the mask, or new, and in some token's window.
     DEVICE void keys(const AttentionArgs& a, Stream& stream, const View<T, WIDE>& view, const Geometry& all, int begin, int end, float (*s)[4], uint32_t* given) {
         Tile scores[ROUNDS];
-        bool new_ones[ROUNDS];
 #pragma unroll
-        for (int r = 0; r < ROUNDS; ++r) scores[r].zero(), new_ones[r] = begin + tile_at(r) + TILE > all.slot;
+        for (int r = 0; r < ROUNDS; ++r) scores[r].zero();
         stream.template wait<ROUNDS>();
         if (seen_tile(all, begin + tile_at(0), end) || seen_tile(all, begin + tile_at(1), end)) {
-#pragma unroll
-            for (int r = 0; r < ROUNDS; ++r) {
-                const uint32_t* mask = stream.mask(r, r);
-                const int mine = begin + tile_at(r) + lane_id();
-                given[r] = lane_vote(lane_id() < TILE && mine >= all.low && (mine < all.slot ? (mask[0] | mask[1]) != 0 : mine < all.stop)) & 0xffffu;
-            }
+            given[0] = prepare<0>(stream, view, all, begin + tile_at(0)), given[1] = prepare<1>(stream, view, all, begin + tile_at(1));
 #pragma unroll
             for (int step = 0; step < Stream::STEPS; ++step) {
-                const int chunk = 4 * step + fragment_quarter();
-                const Words4 q = view.query[chunk];
+                const Words4 q = view.query[4 * step + fragment_quarter()];
 #pragma unroll
                 for (int r = 0; r < ROUNDS; ++r) {
                     Words4 k[ROWS_PER_LANE];
 #pragma unroll
-                    for (int h = 0; h < ROWS_PER_LANE; ++h) {
-                        k[h] = *stream.piece(r, r, h * Stream::STEPS + step);
-                        if (new_ones[r]) view.stager.replace(k[h], begin + tile_at(r) + fragment_row(h) - all.slot, 0, chunk);
-                    }
+                    for (int h = 0; h < ROWS_PER_LANE; ++h) k[h] = *stream.piece(r, r, h * Stream::STEPS + step);
                     scores[r].add_keys(q, k);
                 }
             }
@@ -82,41 +83,53 @@ template <class T, int WIDE, int RING> struct Softmax {
             if (a.softcap > 0.f)
 #pragma unroll
                 for (int i = 0; i < 4; ++i) s[r][i] = a.softcap * (1.f - 2.f / (fast_exp2(s[r][i]) + 1.f));
-            if (new_ones[r] || given[r] != 0xffffu || view.windowed)
+            if (begin + tile_at(r) + TILE > all.slot || given[r] != 0xffffu || view.windowed)
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
                     const int at = begin + tile_at(r) + Tile::slot(i);
-                    if (!(given[r] >> Tile::slot(i) & 1) || at > view.own || at <= view.least) s[r][i] = -INFINITY;
+                    if (!(given[r] >> Tile::slot(i) & 1) || at > view.own[Tile::which(i)] || at <= view.least[Tile::which(i)]) s[r][i] = -INFINITY;
                 }
         }
     }
-    template <int STAGE> DEVICE void add_values(Stream& stream, const View<T, WIDE>& view, const Geometry& all, int begin, int end, uint32_t given, const float* s) {
-        const uint32_t first = T::down_pair(s[0], s[1]), second = T::down_pair(s[2], s[3]);
+    // A tile's slots that are given; its new keys are put in.
+    template <int ROUND> DEVICE uint32_t prepare(Stream& stream, const View<T, WIDE>& view, const Geometry& all, int slot) {
+        const uint32_t* mask = stream.mask(ROUND, ROUND);
+        const int mine = slot + lane_id();
+        const bool odd = slot + TILE > all.slot || slot < all.low;
+        bool shown = lane_id() < TILE && (mask[0] | mask[1]) != 0;
+        if (odd) {
+            shown = lane_id() < TILE && mine >= all.low && (mine < all.slot ? shown : mine < all.stop);
+            stream.template put_new<ROUND>(ROUND, slot, view.stager);
+            wave_sync();
+        }
+        return lane_vote(shown) & 0xffffu;
+    }
+    template <int STAGE> DEVICE void add_values(Stream& stream, const View<T, WIDE>& view, const Geometry& all, int slot, int end, uint32_t given, const float* s) {
+        const typename Tile::Weights weights = Tile::weights(s);
         stream.template wait<1>();
-        if (seen_tile(all, begin, end))
+        if (seen_tile(all, slot, end)) {
+            const bool new_ones = slot + TILE > all.slot;
+            if (~given & (new_ones ? (1u << max(all.slot - slot, 0)) - 1 : 0xffffu)) stream.template hide<STAGE>(given), wave_sync();
+            if (new_ones) stream.template put_new<STAGE>(0, slot, view.stager);
+            wave_sync();
+            const Words4* first = stream.piece(STAGE, 0, 0);
 #pragma unroll
-            for (int set = 0; set < SETS; ++set) {
-                Words4 v[4];
+            for (int set = 0; set < SETS; ++set)
 #pragma unroll
-                for (int i = 0; i < 4; ++i) v[i] = *stream.piece(STAGE, 0, set * 4 + i);
-                if (given != 0xffffu || begin + TILE > all.slot)
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) {
-                        if (!(given >> Tile::slot(i) & 1)) v[i] = {0, 0, 0, 0};  // what hidden slots hold must not matter
-                        if (const int chunk = Tile::chunk() + set * Tile::CHUNKS; chunk * 8 < WIDE) view.stager.replace(v[i], begin + Tile::slot(i) - all.slot, 1, chunk);
-                    }
-#pragma unroll
-                for (int part = 0; part < Tile::PARTS; ++part) Tile::add_values(sums[set][part], v, part, first, second);
-            }
+                for (int part = 0; part < Tile::PARTS; ++part) Tile::add_values(sums[set][part], first, set, part, weights);
+            wave_sync();  // before others' places take new tiles
+        }
         stream.template after<STAGE>();
     }
     // Into shared memory: [query][wave].
     DEVICE void leave(float* states, float* tops, int queries) const {
         const int wave = threadIdx.x / WAVE;
-        const float weights = Tile::over_lanes(total, [](float v, float w) { return v + w; });
-        if (Tile::slot(0) == 0 && Tile::query() < queries) {
-            float* at = tops + (Tile::query() * WAVES + wave) * 2;
-            at[0] = top, at[1] = weights;
+#pragma unroll
+        for (int n = 0; n < OWN; ++n) {
+            const float weights = Tile::over_lanes(total[n], [](float v, float w) { return v + w; });
+            if (Tile::slot(0) != 0 || Tile::query(n) >= queries) continue;
+            float* at = tops + (Tile::query(n) * WAVES + wave) * 2;
+            at[0] = top[n], at[1] = weights;
         }
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -144,11 +157,12 @@ template <class T, int WIDE> struct Adder {
         y = static_cast<uint16_t*>(a.y) + ((s.row * a.tokens + token) * a.heads + head) * a.size;
     }
     DEVICE void store(int column, const float* sums, float total) const {
+        const float share = 1.f / total;
 #pragma unroll
-        for (int i = 0; i < 4; i += 2) *reinterpret_cast<uint32_t*>(y + column + i) = T::down_pair((sums[i] + 0.f) / total, (sums[i + 1] + 0.f) / total);
+        for (int i = 0; i < 4; i += 2) *reinterpret_cast<uint32_t*>(y + column + i) = T::down_pair((sums[i] + 0.f) * share, (sums[i + 1] + 0.f) * share);
     }
     DEVICE float* record(int span) const { return a.sums + ((int64_t(s.head) * QUERIES + q) * a.spans + span) * (RECORD_HEAD + a.size); }
-    DEVICE void add(const float* states, const float* tops, int span, bool live) const {
+    DEVICE void add(const float* states, const float* tops, int span) const {
         float highest = -INFINITY, total = 0.f, factor[WAVES];
 #pragma unroll
         for (int w = 0; w < WAVES; ++w) highest = fmaxf(highest, tops[2 * w]);
@@ -165,11 +179,10 @@ template <class T, int WIDE> struct Adder {
 #pragma unroll
                 for (int i = 0; i < 4; ++i) sums[i] = fmaf(factor[w], one[i], sums[i]);
             }
-            if (!live) continue;
             if (s.single()) store(column, sums, total);
             else *reinterpret_cast<Words4*>(kept + RECORD_HEAD + column) = {float_to_bits(sums[0]), float_to_bits(sums[1]), float_to_bits(sums[2]), float_to_bits(sums[3])};
         }
-        if (live && !s.single() && lane_id() == 0) kept[0] = highest, kept[1] = total;
+        if (!s.single() && lane_id() == 0) kept[0] = highest, kept[1] = total;
     }
     // Of all spans of the head, those columns that are the wave's: every PIECESth run of 4 lanes' columns. A quarter of a wave's
     // lanes has every GROUPSth span; the order of adding never depends on who adds.
@@ -269,29 +282,27 @@ template <class T, int WIDE, int RING> __global__ void __launch_bounds__(THREADS
     CacheStream<T, WIDE, RING> stream(a, plan, all, shared);
     HeadStager<T, WIDE> stager{a, plan, shared};
     int turn = 0;
-    for (bool live = !REHEARSES || a.dependent < 0;; live = true) {
+    for (;;) {
         stager.turn_to(s.row);
         const View<T, WIDE> view(a, stager, all, s);
         const auto first = stager.task(s, all, wave);
-        if (live) grid_wait();
-        stream.held_up = !live;
-        stager.stage(s, all, first, live);
+        const typename HeadStager<T, WIDE>::Angles turns(a, stager.angles(first.token));
+        grid_wait();
+        stager.stage(s, all, first, turns);
         const int queries = stager.queries(s);
 #pragma unroll 1
-        for (int i = 0; i < (live ? s.count : 1); ++i, ++turn) {
+        for (int i = 0; i < s.count; ++i, ++turn) {
             Results results;
-            results.span(a, stream, view, all, s.begin + i * SPAN, s.end, live);
+            results.span(a, stream, view, all, s.begin + i * SPAN, s.end);
             const int buffer = (plan.buffers - 1) & turn;
             float* tops = reinterpret_cast<float*>(shared + plan.tops_at) + buffer * plan.queries * WAVES * 2;
             float* states = reinterpret_cast<float*>(shared + plan.states_at) + buffer * plan.queries * WAVES * Results::STRIDE;
-            if (live || Rehearsal::runs(3)) results.leave(states, tops, queries);
-            if (live) __syncthreads();
-            const int first = live ? (wave - turn) & (WAVES - 1) : Rehearsal::runs(3) ? 0 : queries;
-            for (int q = first; q < queries; q += WAVES)  // by one wave a query, while the others go on
-                Adder<T, WIDE>(a, s, plan.group, q).add(states + q * WAVES * Results::STRIDE, tops + q * WAVES * 2, s.span + i, live);
-            if (live && plan.buffers == 1) __syncthreads();
+            results.leave(states, tops, queries);
+            __syncthreads();
+            for (int q = (wave - turn) & (WAVES - 1); q < queries; q += WAVES)  // by one wave a query, while the others go on
+                Adder<T, WIDE>(a, s, plan.group, q).add(states + q * WAVES * Results::STRIDE, tops + q * WAVES * 2, s.span + i);
+            if (plan.buffers == 1) __syncthreads();
         }
-        if (!live) continue;
         if (!s.single() && last_of(a, s)) add_spans<T, WIDE>(a, s, plan.group, queries);
         if (!share.next(s, a, plan, all)) return;
         __syncthreads();  // what lies staged has been read

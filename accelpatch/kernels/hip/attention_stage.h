@@ -27,58 +27,56 @@ template <class T> DEVICE void stage_angles(const AttentionArgs& a, float* angle
     }
 }
 
-// What runs once a launch runs from cold instructions, and slowly. So it is run on nothing first, while the kernel would
-// only wait: each of its four parts by two waves, so that they wait for different instructions. `live`: it counts.
-struct Rehearsal {
-    static_assert(WAVES == 8, "two waves for each of four parts");
-    static DEVICE bool runs(int part) { return int(threadIdx.x) / WAVE / 2 == part; }
-};
-
 // A head's row, a few columns a lane; columns past its end are zero.
 template <class T, int WIDE> struct HeadRow {
     static constexpr int EACH = WIDE / WAVE;
     uint32_t own[EACH], other[EACH];  // a column, and the one that it is turned with
     static DEVICE int column(int e) { return lane_id() + e * WAVE; }
+    // What the columns and those turned with them are multiplied by; of those that are not turned, nothing.
+    struct Angles {
+        float own[EACH], other[EACH];
+        DEVICE Angles(const AttentionArgs& a, const float* angles) {
+            const int half = int(a.turned) / 2;
+#pragma unroll
+            for (int e = 0; e < EACH; ++e) {
+                const int d = column(e);
+                const float* angle = angles + 2 * (d < half ? d : d < 2 * half ? d - half : 0);
+                own[e] = angle[0], other[e] = d < half ? -angle[1] : angle[1];
+            }
+        }
+    };
     static DEVICE int partner(const AttentionArgs& a, int d) {
         const int half = int(a.turned) / 2;
         return d < half ? d + half : d < 2 * half ? d - half : d;
     }
-    // from: null for zeros.
     DEVICE HeadRow(const AttentionArgs& a, const uint16_t* from, bool both) {
 #pragma unroll
         for (int e = 0; e < EACH; ++e) {
             const int d = column(e);
-            own[e] = from && d < int(a.size) ? load_activation2(from + d) : 0u;
-            other[e] = from && both && d < int(a.size) ? load_activation2(from + partner(a, d)) : 0u;
+            own[e] = d < int(a.size) ? load_activation2(from + d) : 0u;
+            other[e] = both && d < int(a.size) ? load_activation2(from + partner(a, d)) : 0u;
         }
     }
-    static DEVICE float normed(const AttentionArgs& a, float value, float factor, const uint16_t* weight, int d) {
-        const float w = T::up(d < int(a.size) ? weight[d] : 0u);
-        if (a.plus_one) return T::up(T::down(value * factor * (w + 1.f)));
-        return T::up(T::down(T::up(T::down(value * factor)) * w));
+    static DEVICE uint32_t normed(const AttentionArgs& a, uint32_t bits, float factor, const uint16_t* weight, int d) {
+        const float w = T::up(d < int(a.size) ? weight[d] : 0u), value = T::up(bits) * factor;
+        return T::down(a.plus_one ? value * (w + 1.f) : T::up(T::down(value)) * w);
     }
-    // `weight`: of the norm, or null. angles: of the row's token.
-    DEVICE void turn(const AttentionArgs& a, const uint16_t* weight, const float* angles) {
-        float factor = 1.f;
+    // `weight`: of the norm, or null.
+    DEVICE void turn(const AttentionArgs& a, const uint16_t* weight, const Angles& angles) {
         if (weight) {
             float squares = 0.f;
 #pragma unroll
             for (int e = 0; e < EACH; ++e) squares = fmaf(T::up(own[e]), T::up(own[e]), squares);
             for (int step = 1; step < WAVE; step *= 2) squares += lane_xor(squares, step);
-            factor = rsqrtf(squares / static_cast<float>(a.size) + a.epsilon);
+            const float factor = rsqrtf(squares / static_cast<float>(a.size) + a.epsilon);
+#pragma unroll
+            for (int e = 0; e < EACH; ++e) own[e] = normed(a, own[e], factor, weight, column(e)), other[e] = normed(a, other[e], factor, weight, partner(a, column(e)));
         }
-        const int half = int(a.turned) / 2;
 #pragma unroll
         for (int e = 0; e < EACH; ++e) {
-            const int d = column(e);
-            float v = T::up(own[e]), w = T::up(other[e]);
-            if (weight) v = normed(a, v, factor, weight, d), w = normed(a, w, factor, weight, partner(a, d));
-            if (d < 2 * half) {
-                const float* angle = angles + 2 * (d < half ? d : d - half);
-                const float straight = T::up(T::down(v * angle[0])), across = T::up(T::down(w * angle[1]));
-                v = d < half ? straight - across : straight + across;
-            }
-            own[e] = T::down(v);
+            const uint32_t parts = T::down_pair(T::up(own[e]) * angles.own[e], T::up(other[e]) * angles.other[e]);
+            const uint32_t turned = T::down(T::up(parts & 0xffffu) + T::up_high(parts));
+            own[e] = column(e) < int(a.turned) ? turned : own[e];
         }
     }
     DEVICE void leave(uint16_t* into, int columns) const {
@@ -90,6 +88,7 @@ template <class T, int WIDE> struct HeadRow {
 
 // What a block's segments need of the product before: the queries of a head, and its new keys and values.
 template <class T, int WIDE> struct HeadStager {
+    using Angles = typename HeadRow<T, WIDE>::Angles;
     static constexpr int STRIDE = WIDE * 2 + 16;  // bytes of a row
     const AttentionArgs& a;
     const AttentionPlan& plan;
@@ -101,10 +100,8 @@ template <class T, int WIDE> struct HeadStager {
     DEVICE float* angles(int token) const { return reinterpret_cast<float*>(shared + plan.angles_at) + token * a.turned; }
     DEVICE int queries(const Segment& s) const { return min(QUERIES, int(a.tokens) * plan.group - s.tile * QUERIES); }
 
-    // A piece of the cache, if its slot is new; they count from the first new one.
-    DEVICE void replace(Words4& piece, int token, int value, int chunk) const {
-        if (token >= 0 && token < int(a.tokens)) piece = reinterpret_cast<const Words4*>(fresh(token, value))[chunk];
-    }
+    // A piece of a new key or value.
+    DEVICE Words4 operator()(int token, int value, int chunk) const { return reinterpret_cast<const Words4*>(fresh(token, value))[chunk]; }
     DEVICE void turn_to(int other) {  // a row's angles; they need nothing of the kernel before
         if (other == row) return;
         row = other;
@@ -129,16 +126,16 @@ template <class T, int WIDE> struct HeadStager {
         if (!mine && s.tile == 0) t.kept = static_cast<uint16_t*>(value ? a.values : a.keys) + ((s.row * a.kv_heads + s.kv) * a.capacity + all.slot + token) * a.size;
         return t;
     }
-    // All threads call it, and may read what it left when it returns. `first`: the wave's task(). Rehearsed: some zeros.
-    DEVICE void stage(const Segment& s, const Geometry& all, Task first, bool live) {
-        const int tasks = live || Rehearsal::runs(0) ? queries(s) + 2 * int(a.tokens) : 0;
+    // All threads call it, and may read what it left when it returns. `first`: the wave's task(), `turns` its angles.
+    DEVICE void stage(const Segment& s, const Geometry& all, Task first, Angles turns) {
+        const int tasks = queries(s) + 2 * int(a.tokens);
         for (int i = threadIdx.x / WAVE; i < tasks;) {
-            HeadRow<T, WIDE> row(a, live ? first.from : nullptr, first.turned);
-            if (first.turned) row.turn(a, first.norm, angles(first.token));
+            HeadRow<T, WIDE> row(a, first.from, first.turned);
+            if (first.turned) row.turn(a, first.norm, turns);
             row.leave(first.into, WIDE);
-            if (live && first.kept) row.leave(first.kept, int(a.size));  // by every block of the head alike
-            if ((i += WAVES) < tasks) first = task(s, all, i);
+            if (first.kept) row.leave(first.kept, int(a.size));  // by every block of the head alike
+            if ((i += WAVES) < tasks) first = task(s, all, i), turns = Angles(a, angles(first.token));
         }
-        if (live) __syncthreads();
+        __syncthreads();
     }
 };

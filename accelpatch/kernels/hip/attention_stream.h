@@ -17,7 +17,6 @@ template <class T, int WIDE, int RING> struct CacheStream {
     char* ring;
     Share share;
     int begin = 0, end = 0, left = 0, place = 0;  // of the span that is asked for, of its segment; spans left; the ring's slot
-    bool held_up = false;                         // asks for nothing
     int64_t row = 0, at = 0;                      // elements before the mask's row and the head's keys
     uint32_t held_mask[SHARED_RING ? 1 : 2][2];
     Words4 held[SHARED_RING ? 1 : 2][SHARED_RING ? 1 : PIECES];
@@ -27,13 +26,11 @@ template <class T, int WIDE, int RING> struct CacheStream {
         first<0>();
     }
     template <int STAGE> DEVICE void first() {
-        issue<STAGE % 4>();
-        if constexpr (STAGE + 1 < DEPTH) first<STAGE + 1>();
+        if constexpr (STAGE < DEPTH) issue<STAGE % 4>(), first<STAGE + 1>();
     }
     // Asks for what is DEPTH stages behind, into the slot of the stage that was read last.
     template <int STAGE> DEVICE void after() { issue<(STAGE + DEPTH) % 4>(); }
     template <int STAGE> DEVICE void issue() {
-        if (held_up) return;
         if (Segment s; STAGE == 0 && left == 0 && share.next(s, a, plan, all))
             begin = s.begin, end = s.end, left = s.count, row = s.row * a.capacity, at = (s.row * a.kv_heads + s.kv) * a.capacity * a.size;
         if (const int slot = begin + tile_at(STAGE % 2); left > 0 && seen_tile(all, slot, end)) {
@@ -48,12 +45,12 @@ template <class T, int WIDE, int RING> struct CacheStream {
     template <int STAGE, bool WHOLE> DEVICE void copy(int slot) {
         constexpr bool VALUE = STAGE / 2;
         const int cached = WHOLE ? TILE : all.slot - slot, size = WHOLE ? WIDE : int(a.size);
-        const int own_slot = VALUE ? Tile::slot(0) : fragment_row(0), own_chunk = VALUE ? Tile::chunk() : fragment_quarter();
+        const int own_slot = VALUE ? Tile::value_slot() : fragment_row(0), own_chunk = VALUE ? Tile::value_chunk() : fragment_quarter();
         const char* from = static_cast<const char*>(VALUE ? a.values : a.keys) + (at + (slot + own_slot) * int64_t(size)) * 2 + own_chunk * 16;
         if (const int s = lane_id(); !VALUE && s < TILE) stream_copy<8>(mask(STAGE, 0), a.mask + row + slot + s, s < cached);
 #pragma unroll(WHOLE || !SHARED_RING ? PIECES : 1)
         for (int i = 0; i < (VALUE ? VALUES : KEYS); ++i) {
-            const int s = VALUE ? Tile::slot_after(i % 4) : 8 * (i / STEPS), chunk = VALUE ? i / 4 * Tile::CHUNKS : 4 * (i % STEPS);
+            const int s = VALUE ? Tile::value_slot_after(i % 4) : 8 * (i / STEPS), chunk = VALUE ? i / 4 * Tile::CHUNKS : 4 * (i % STEPS);
             const bool there = WHOLE ? WIDE / 8 >= Tile::CHUNKS || !VALUE || own_chunk < WIDE / 8 : s + own_slot < cached && (chunk + own_chunk) * 8 < size;
             stream_copy<16>(piece(STAGE, 0, i), from + s * size * 2 + chunk * 16, there);
         }
@@ -63,6 +60,35 @@ template <class T, int WIDE, int RING> struct CacheStream {
     DEVICE Words4* piece(int stage, int ahead, int i) {
         if constexpr (SHARED_RING) return reinterpret_cast<Words4*>(ring + slot_of(ahead) * SLOT_BYTES + (i * WAVE + lane_id()) * 16);
         else return &held[stage % 2][i];
+    }
+    // The new slots' keys or values into their tile. On NVIDIA other lanes may then wait for them: wave_sync().
+    template <int STAGE, class FRESH> DEVICE void put_new(int ahead, int slot, const FRESH& fresh) {
+        constexpr bool VALUE = STAGE / 2;
+        if constexpr (SHARED_RING) {
+            const int chunk = lane_id();
+            Words4* tile = piece(STAGE, ahead, 0) - lane_id();
+#pragma unroll 1
+            for (int token = max(slot - all.slot, 0); token < min(slot + TILE - all.slot, int(a.tokens)); ++token) {
+                const int s = all.slot + token - slot;
+                if (chunk < WIDE / 8) tile[VALUE ? Tile::place_of_value(s, chunk) : Tile::place_of_key(s, chunk, STEPS)] = fresh(token, VALUE, chunk);
+            }
+        } else {
+            each<STAGE>(ahead, [&](Words4& at, int s, int chunk) {
+                if (const int token = slot + s - all.slot; token >= 0 && token < int(a.tokens) && chunk * 8 < WIDE) at = fresh(token, VALUE, chunk);
+            });
+        }
+    }
+    // Zeros for the values of slots that are not given: what they hold must not matter.
+    template <int STAGE> DEVICE void hide(uint32_t given) {
+        each<STAGE>(0, [&](Words4& at, int s, int) { if (!(given >> s & 1)) at = {0, 0, 0, 0}; });
+    }
+    // All that a lane holds of a tile; rarely done, and rolled.
+    template <int STAGE, class WORK> DEVICE void each(int ahead, const WORK& work) {
+        constexpr bool VALUE = STAGE / 2;
+#pragma unroll(SHARED_RING ? 1 : PIECES)
+        for (int i = 0; i < (VALUE ? VALUES : KEYS); ++i)
+            work(*piece(STAGE, ahead, i), VALUE ? Tile::value_slot() + Tile::value_slot_after(i % 4) : fragment_row(i / STEPS),
+                 VALUE ? Tile::value_chunk() + i / 4 * Tile::CHUNKS : 4 * (i % STEPS) + fragment_quarter());
     }
     DEVICE int slot_of(int ahead) const { return place + ahead < DEPTH ? place + ahead : place + ahead - DEPTH; }
     // Waits for the oldest tiles; piece() gives each, `ahead` of the oldest, until after().

@@ -30,9 +30,7 @@ AttentionPlan lay_out(const AttentionArgs& a, int wide, int64_t ring, int buffer
 }
 
 template <class T, int WIDE, int RING> int start(const AttentionArgs& a, const AttentionPlan& plan, const DeviceLimits& limits, GpuStream stream) {
-    AttentionArgs args = a;
-    if (!limits.dependent_launch) args.dependent = -1;  // no time to rehearse in
-    const int error = launch_kernel(attention_kernel<T, WIDE, RING>, limits.processors, THREADS, plan.bytes, stream, limits, args.dependent >= 0, args, plan);
+    const int error = launch_kernel(attention_kernel<T, WIDE, RING>, limits.processors, THREADS, plan.bytes, stream, limits, a.dependent >= 0, a, plan);
     return error ? STATUS_DEVICE + error : STATUS_OK;
 }
 
