@@ -202,54 +202,7 @@ template <bool NARROW> struct IntegerProduct : Cells<NARROW> {
     }
 };
 
-// ---- attention: tiles of 16 cached tokens, up to 8 queries ----
-constexpr int ATTENTION_WIDEST = 256;  // columns of a head
-constexpr int ATTENTION_DEEP = 98304, ATTENTION_SHALLOW = 65536;  // bytes of a block's ring
-// A lane holds the scores of two queries with two slots of a tile; `which` of its queries a score is of. Values are read
-// across: rows of eight columns of all slots, as ldmatrix takes them.
-template <class T> struct AttentionTile {
-    static constexpr int CHUNKS = 8, PARTS = 4;  // chunks of eight columns that the lanes copy at once; products that each takes
-    static constexpr int QUERIES_PER_LANE = 2;
-    float c[2][4];
-    static DEVICE int key_query() { return lane_id() >> 2; }  // the query that the lane gives to products with keys
-    static DEVICE constexpr int which(int i) { return i & 1; }
-    static DEVICE int query(int which) { return 2 * (lane_id() & 3) + which; }
-    static DEVICE int slot(int i) { return (lane_id() >> 2) + 8 * (i >> 1); }
-    static DEVICE int value_slot_after(int i) { return (i & 1) + 8 * (i >> 1); }
-    static DEVICE int value_slot() { return 2 * (lane_id() & 3); }
-    static DEVICE int value_chunk() { return lane_id() >> 2; }
-    // Where a chunk of a slot lies in a tile, in chunks.
-    static DEVICE int place_of_key(int slot, int chunk, int steps) { return (slot / 8 * steps + chunk / 4) * WAVE + slot % 8 * 4 + chunk % 4; }
-    static DEVICE int place_of_value(int slot, int chunk) { return (chunk / 8 * 4 + (slot & 1) + slot / 8 * 2) * WAVE + chunk % 8 * 4 + slot % 8 / 2; }
-    template <class F> static DEVICE float over_lanes(float v, const F& both) {
-#pragma unroll
-        for (int step = 4; step < WAVE; step *= 2) v = both(v, lane_xor(v, step));
-        return v;
-    }
-    DEVICE void zero() { for (int i = 0; i < 8; ++i) c[i / 4][i % 4] = 0.f; }
-    DEVICE void add_keys(const Words4& q, const Words4* k) {
-        FloatProduct<T>::multiply(c[0], k[0].x, k[1].x, k[0].y, k[1].y, q.x, q.y), FloatProduct<T>::multiply(c[1], k[0].z, k[1].z, k[0].w, k[1].w, q.z, q.w);
-    }
-    DEVICE float score(int i) const { return c[0][i] + c[1][i]; }
-    // The weights of a lane's scores, as products with values take them.
-    struct Weights { uint32_t first, second; };
-    static DEVICE Weights weights(const float* s) { return {transposed(T::down_pair(s[0], s[1])), transposed(T::down_pair(s[2], s[3]))}; }
-    static DEVICE uint32_t transposed(uint32_t v) {  // of 8 by 8 halves, a pair a lane
-        uint32_t out;
-        asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(v));
-        return out;
-    }
-    // Four sums: of column cell_column(part, i) of a set of chunks, for query cell_query(i). piece: of the lane, in shared memory.
-    static DEVICE void add_values(float* sums, const Words4* piece, int set, int part, const Weights& w) {
-        const Words4* from = piece + place_of_value((lane_id() & 7) + (lane_id() >> 4) * 8, lane_id() >> 3 & 1) - lane_id() + set * 4 * WAVE + part * 8;
-        uint32_t v[4];
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(shared_address(from)) : "memory");
-        FloatProduct<T>::multiply(sums, v[0], v[1], v[2], v[3], w.first, w.second);
-    }
-    static DEVICE int cell_query(int i) { return 2 * (lane_id() & 3) + (i & 1); }
-    static DEVICE int cell_column(int part, int i) { return part * 16 + (lane_id() >> 2) + 8 * (i >> 1); }
-    static DEVICE bool owns() { return true; }
-};
+#include "nvidia_attention.h"
 
 // ---- host ----
 struct DeviceLimits {

@@ -1,0 +1,113 @@
+// Results of waves and of spans on their way to y, added up in an order that never depends on who adds.
+#pragma once
+#include "attention.h"
+
+// One query's results of all waves, and then of all spans, by one wave.
+template <class T, int WIDE> struct Adder {
+    static constexpr int STRIDE = WIDE + 4;
+    const AttentionArgs& a;
+    const Segment& s;
+    int q;        // of the segment's queries
+    uint16_t* y;  // of the query
+
+    DEVICE Adder(const AttentionArgs& a, const Segment& s, int group, int q) : a(a), s(s), q(q) {
+        const int of = s.tile * QUERIES + q, token = of / group, head = s.kv * group + of - token * group;
+        y = static_cast<uint16_t*>(a.y) + ((s.row * a.tokens + token) * a.heads + head) * a.size;
+    }
+    DEVICE void store(int column, const float* sums, float total) const {
+        const float share = 1.f / total;
+#pragma unroll
+        for (int i = 0; i < 4; i += 2) *reinterpret_cast<uint32_t*>(y + column + i) = T::down_pair((sums[i] + 0.f) * share, (sums[i + 1] + 0.f) * share);
+    }
+    DEVICE float* record(int span) const { return a.sums + ((int64_t(s.head) * QUERIES + q) * a.spans + span) * (RECORD_HEAD + a.size); }
+    DEVICE void add(const float* states, const float* tops, int span) const {
+        float highest = -INFINITY, total = 0.f, factor[WAVES];
+#pragma unroll
+        for (int w = 0; w < WAVES; ++w) highest = fmaxf(highest, tops[2 * w]);
+        const float base = highest == -INFINITY ? 0.f : highest;
+#pragma unroll
+        for (int w = 0; w < WAVES; ++w) factor[w] = fast_exp2(tops[2 * w] - base), total = fmaf(factor[w], tops[2 * w + 1], total);
+        float* kept = record(span);
+        for (int column = lane_id() * 4; column < int(a.size); column += WAVE * 4) {
+            float sums[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+            for (int w = 0; w < WAVES; ++w) {
+                float one[4];
+                load_floats<4>(one, states + w * STRIDE + column);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) sums[i] = fmaf(factor[w], one[i], sums[i]);
+            }
+            if (s.single()) store(column, sums, total);
+            else *reinterpret_cast<Words4*>(kept + RECORD_HEAD + column) = {float_to_bits(sums[0]), float_to_bits(sums[1]), float_to_bits(sums[2]), float_to_bits(sums[3])};
+        }
+        if (!s.single() && lane_id() == 0) kept[0] = highest, kept[1] = total;
+    }
+    // Of all spans of the head, those columns that are the wave's: every PIECESth run of 4 lanes' columns. A quarter of a wave's
+    // lanes has every GROUPSth span; the order of adding never depends on who adds.
+    DEVICE void add_up(int piece, int pieces) const {
+        constexpr int RUN = 16, RUNS = 4, GROUPS = WAVE / 4;  // columns of four lanes; runs at once
+        const int group = lane_id() / 4, column = lane_id() % 4 * 4, size = int(a.size);
+#pragma unroll 1
+        for (int run = piece; run * RUN < size; run += RUNS * pieces) {
+            float highest = -INFINITY, total = 0.f, sums[RUNS][4] = {};
+#pragma unroll 2
+            for (int span = s.first + group; span <= s.last; span += GROUPS) {
+                const float* from = record(span);
+                const Words4 head = load_activation16(from);
+                Words4 one[RUNS];
+#pragma unroll
+                for (int i = 0; i < RUNS; ++i) {
+                    const int at = (run + i * pieces) * RUN + column;
+                    one[i] = {0, 0, 0, 0};
+                    if (at < size) one[i] = load_activation16(from + RECORD_HEAD + at);
+                }
+                const float before = rebase(highest, bits_to_float(head.x)), factor = fast_exp2(bits_to_float(head.x) - highest);
+                total = fmaf(factor, bits_to_float(head.y), total * before);
+#pragma unroll
+                for (int i = 0; i < RUNS; ++i)
+#pragma unroll
+                    for (int j = 0; j < 4; ++j) sums[i][j] = fmaf(factor, bits_to_float(word_of(one[i], j)), sums[i][j] * before);
+            }
+#pragma unroll
+            for (int step = 4; step < WAVE; step *= 2) {
+                const float other = lane_xor(highest, step), before = rebase(highest, other), factor = fast_exp2(other - highest);
+                total = fmaf(factor, lane_xor(total, step), total * before);
+#pragma unroll
+                for (int i = 0; i < RUNS; ++i)
+                    if ((run + i * pieces) * RUN < size)
+#pragma unroll
+                        for (int j = 0; j < 4; ++j) sums[i][j] = fmaf(factor, lane_xor(sums[i][j], step), sums[i][j] * before);
+            }
+#pragma unroll
+            for (int i = 0; i < RUNS; ++i)
+                if (const int at = (run + i * pieces) * RUN + column; group == 0 && at < size) store(at, sums[i], total);
+        }
+    }
+    // `highest` takes in another score; the factor of what counted against it before. A number it stays, whatever it meets.
+    static DEVICE float rebase(float& highest, float other) {
+        const float before = highest;
+        highest = fmaxf(fmaxf(highest, other), -3.4e38f);
+        return fast_exp2(before - highest);
+    }
+};
+
+// Whether this block brings the last of a head's spans; the others' are then in memory. Every thread calls it.
+DEVICE bool last_of(const AttentionArgs& a, const Segment& s) {
+    __syncthreads();  // all waves' records are out
+    bool last = false;
+    if (threadIdx.x == 0) {
+        __threadfence();
+        int32_t* finished = a.finished + s.head;
+        last = atomicAdd(finished, s.count) + s.count == s.last - s.first + 1;
+        if (last) *finished = 0;  // for the next launch
+    }
+    last = __syncthreads_or(last);
+    if (last) __threadfence();
+    return last;
+}
+
+// The sums of a head's spans by all waves: one or more a query.
+template <class T, int WIDE> DEVICE void add_spans(const AttentionArgs& a, const Segment& s, int group, int queries) {
+    const int wave = threadIdx.x / WAVE, pieces = queries == 1 ? WAVES : queries == 2 ? WAVES / 2 : queries <= 4 ? WAVES / 4 : WAVES / 8;
+    if (wave / pieces < queries) Adder<T, WIDE>(a, s, group, wave / pieces).add_up(wave % pieces, pieces);
+}
