@@ -76,6 +76,7 @@ template <int> DEVICE void prefetch_l2(const void*) {}  // kernels do not overla
 DEVICE void grid_release() {}
 DEVICE void grid_wait() {}
 DEVICE void linger() {}
+DEVICE void wave_sync() {}  // a lane reads no other's shared memory without a barrier
 DEVICE void group_sync(int, int) { __syncthreads(); }
 DEVICE void group_arrive(int, int) { __syncthreads(); }
 
@@ -182,7 +183,7 @@ template <bool> struct IntegerProduct : Cells<false> {
 constexpr int ATTENTION_WIDEST = 128;  // more would spill
 constexpr int ATTENTION_DEEP = 0, ATTENTION_SHALLOW = 0;
 template <class T> struct AttentionTile {
-    static constexpr int CHUNKS = 16, PARTS = 8, QUERIES_PER_LANE = 1;
+    static constexpr int CHUNKS = 16, PARTS = 8, QUERIES_PER_LANE = 1, AT_ONCE = 1;
     MatrixProduct<T> product;
     static DEVICE int key_query() { return lane_id() & 15; }
     static DEVICE constexpr int which(int) { return 0; }

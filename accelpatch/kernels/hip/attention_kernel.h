@@ -23,8 +23,8 @@ template <class T, int WIDE> struct View {
     }
 };
 
-// What a wave knows of up to 8 queries over its tiles of a span: the highest score, the sum of the lane's weights, and
-// the weighted sum of values.
+// What a wave knows of up to 8 queries over its tiles of a span: of each of the lane's own the highest score and the sum
+// of its weights, and the weighted sums of values.
 template <class T, int WIDE, int RING> struct Softmax {
     using Stream = CacheStream<T, WIDE, RING>;
     using Tile = AttentionTile<T>;
@@ -36,7 +36,7 @@ template <class T, int WIDE, int RING> struct Softmax {
     DEVICE void span(const AttentionArgs& a, Stream& stream, const View<T, WIDE>& view, const Geometry& all, int begin, int end) {
         float s[ROUNDS][4] = {};
         uint32_t given[ROUNDS] = {};
-        keys(a, stream, view, all, begin, end, s, given);
+        keys<0>(a, stream, view, all, begin, end, s, given);
 #pragma unroll
         for (int n = 0; n < OWN; ++n) {
             const auto larger = [](float v, float w) { return fmaxf(v, w); };
@@ -54,31 +54,34 @@ template <class T, int WIDE, int RING> struct Softmax {
         add_values<2>(stream, view, all, begin + tile_at(0), end, given[0], s[0]);
         add_values<3>(stream, view, all, begin + tile_at(1), end, given[1], s[1]);
     }
-    // Scores to the base 2 of both tiles, and which of their slots are given: shown by the mask, or new, and in some token's window.
-    DEVICE void keys(const AttentionArgs& a, Stream& stream, const View<T, WIDE>& view, const Geometry& all, int begin, int end, float (*s)[4], uint32_t* given) {
+    // Scores to the base 2 of the tiles from FIRST on, and which of their slots are given: shown by the mask, or new, and in
+    // some token's window.
+    template <int FIRST> DEVICE void keys(const AttentionArgs& a, Stream& stream, const View<T, WIDE>& view, const Geometry& all, int begin, int end, float (*s)[4], uint32_t* given) {
+        constexpr int LAST = FIRST + Tile::AT_ONCE - 1;
         Tile scores[ROUNDS];
 #pragma unroll
-        for (int r = 0; r < ROUNDS; ++r) scores[r].zero();
-        stream.template wait<ROUNDS>();
-        if (seen_tile(all, begin + tile_at(0), end) || seen_tile(all, begin + tile_at(1), end)) {
-            given[0] = prepare<0>(stream, view, all, begin + tile_at(0)), given[1] = prepare<1>(stream, view, all, begin + tile_at(1));
+        for (int r = FIRST; r <= LAST; ++r) scores[r].zero();
+        stream.template wait<Tile::AT_ONCE>();
+        if (seen_tile(all, begin + tile_at(FIRST), end) || seen_tile(all, begin + tile_at(LAST), end)) {
+            given[FIRST] = prepare<FIRST>(stream, view, all, begin + tile_at(FIRST), 0);
+            if constexpr (LAST > FIRST) given[LAST] = prepare<LAST>(stream, view, all, begin + tile_at(LAST), 1);
 #pragma unroll
             for (int step = 0; step < Stream::STEPS; ++step) {
                 const Words4 q = view.query[4 * step + fragment_quarter()];
 #pragma unroll
-                for (int r = 0; r < ROUNDS; ++r) {
+                for (int r = FIRST; r <= LAST; ++r) {
                     Words4 k[ROWS_PER_LANE];
 #pragma unroll
-                    for (int h = 0; h < ROWS_PER_LANE; ++h) k[h] = *stream.piece(r, r, h * Stream::STEPS + step);
+                    for (int h = 0; h < ROWS_PER_LANE; ++h) k[h] = *stream.piece(r, r - FIRST, h * Stream::STEPS + step);
                     scores[r].add_keys(q, k);
                 }
             }
         }
-        stream.template after<0>();
-        stream.template after<1>();
+        stream.template after<FIRST>();
+        if constexpr (LAST > FIRST) stream.template after<LAST>();
         // With a softcap a.scaling is 2 log2(e) / softcap times the scores' own: tanh(x) = 1 - 2 / (e^2x + 1).
 #pragma unroll
-        for (int r = 0; r < ROUNDS; ++r) {
+        for (int r = FIRST; r <= LAST; ++r) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) s[r][i] = scores[r].score(i) * a.scaling;
             if (a.softcap > 0.f)
@@ -91,17 +94,17 @@ template <class T, int WIDE, int RING> struct Softmax {
                     if (!(given[r] >> Tile::slot(i) & 1) || at > view.own[Tile::which(i)] || at <= view.least[Tile::which(i)]) s[r][i] = -INFINITY;
                 }
         }
+        if constexpr (LAST + 1 < ROUNDS) keys<LAST + 1>(a, stream, view, all, begin, end, s, given);
     }
-    // A tile's slots that are given; its new keys are put in.
-    template <int ROUND> DEVICE uint32_t prepare(Stream& stream, const View<T, WIDE>& view, const Geometry& all, int slot) {
-        const uint32_t* mask = stream.mask(ROUND, ROUND);
+    // A tile's slots that are given; its new keys are put in. ahead: of the oldest tile of the ring.
+    template <int ROUND> DEVICE uint32_t prepare(Stream& stream, const View<T, WIDE>& view, const Geometry& all, int slot, int ahead) {
+        const uint32_t* mask = stream.mask(ROUND, ahead);
         const int mine = slot + lane_id();
         const bool odd = slot + TILE > all.slot || slot < all.low;
         bool shown = lane_id() < TILE && (mask[0] | mask[1]) != 0;
         if (odd) {
             shown = lane_id() < TILE && mine >= all.low && (mine < all.slot ? shown : mine < all.stop);
-            stream.template put_new<ROUND>(ROUND, slot, view.stager);
-            wave_sync();
+            stream.template put_new<ROUND>(ahead, slot, view.stager);
         }
         return lane_vote(shown) & 0xffffu;
     }
@@ -110,9 +113,9 @@ template <class T, int WIDE, int RING> struct Softmax {
         stream.template wait<1>();
         if (seen_tile(all, slot, end)) {
             const bool new_ones = slot + TILE > all.slot;
-            if (~given & (new_ones ? (1u << max(all.slot - slot, 0)) - 1 : 0xffffu)) stream.template hide<STAGE>(given), wave_sync();
+            if (~given & (new_ones ? (1u << max(all.slot - slot, 0)) - 1 : 0xffffu)) stream.template hide<STAGE>(given);
             if (new_ones) stream.template put_new<STAGE>(0, slot, view.stager);
-            wave_sync();
+            wave_sync();  // all lanes' copies have come
             const Words4* first = stream.piece(STAGE, 0, 0);
 #pragma unroll
             for (int set = 0; set < SETS; ++set)
@@ -169,7 +172,6 @@ template <class T, int WIDE, int RING> __global__ void __launch_bounds__(THREADS
         bring_following(a, share.before, share.busy);
         return;
     }
-    for (int i = threadIdx.x; i < (plan.tops_at - plan.queries_at) / 4; i += THREADS) reinterpret_cast<uint32_t*>(shared + plan.queries_at)[i] = 0;
     CacheStream<T, WIDE, RING> stream(a, plan, all, shared);
     HeadStager<T, WIDE> stager{a, plan, shared};
     int turn = 0;
@@ -194,8 +196,8 @@ template <class T, int WIDE, int RING> __global__ void __launch_bounds__(THREADS
                 Adder<T, WIDE>(a, s, plan.group, q).add(states + q * WAVES * Results::STRIDE, tops + q * WAVES * 2, s.span + i);
             if (plan.buffers == 1) __syncthreads();
         }
-        if (!s.single() && last_of(a, s)) add_spans<T, WIDE>(a, s, plan.group, queries);
+        if (!s.single() && last_of(a, s, reinterpret_cast<int*>(shared + plan.tops_at))) add_spans<T, WIDE>(a, s, plan.group, queries);
         if (!share.next(s, a, plan, all)) return;
-        __syncthreads();  // what lies staged has been read
+        __syncthreads();  // what lies staged has been read, and last_of's word
     }
 }

@@ -118,7 +118,7 @@ template <class T, int WIDE> struct HeadStager {
     DEVICE Task task(const Segment& s, const Geometry& all, int i) const {
         const int count = queries(s), rest = i - count, value = rest & 1;
         const bool mine = rest < 0;
-        const int q = s.tile * QUERIES + i, token = mine ? q / plan.group : rest / 2;
+        const int q = s.tile * QUERIES + i, token = min(mine ? q / plan.group : rest / 2, int(a.tokens) - 1);  // past the last task: any
         const int of = mine ? s.kv * plan.group + q - token * plan.group : int(a.heads) + value * int(a.kv_heads) + s.kv;
         Task t = {static_cast<const uint16_t*>(a.qkv) + ((s.row * a.tokens + token) * (a.heads + 2 * a.kv_heads) + of) * a.size,
                   static_cast<const uint16_t*>(mine ? a.q_norm : a.k_norm),

@@ -1,5 +1,5 @@
-// The cache's way to the matrix unit: of each span a wave's tiles of keys, then those of values: four stages. A lane copies what it will
-// read itself, so that no barrier guards it. On NVIDIA a ring in shared memory; on AMD registers, one tile ahead.
+// The cache's way to the matrix unit: of each span a wave's tiles of keys, then those of values: four stages. A lane copies its
+// own pieces; keys it reads itself, values others read too. On NVIDIA a ring in shared memory; on AMD registers, one tile ahead.
 #pragma once
 #include "attention.h"
 
@@ -61,17 +61,19 @@ template <class T, int WIDE, int RING> struct CacheStream {
         if constexpr (SHARED_RING) return reinterpret_cast<Words4*>(ring + slot_of(ahead) * SLOT_BYTES + (i * WAVE + lane_id()) * 16);
         else return &held[stage % 2][i];
     }
-    // The new slots' keys or values into their tile. On NVIDIA other lanes may then wait for them: wave_sync().
+    // The new slots' keys or values into their tile, whichever lane's they are: all lanes' copies have come, and all wait.
     template <int STAGE, class FRESH> DEVICE void put_new(int ahead, int slot, const FRESH& fresh) {
         constexpr bool VALUE = STAGE / 2;
         if constexpr (SHARED_RING) {
             const int chunk = lane_id();
             Words4* tile = piece(STAGE, ahead, 0) - lane_id();
+            wave_sync();
 #pragma unroll 1
             for (int token = max(slot - all.slot, 0); token < min(slot + TILE - all.slot, int(a.tokens)); ++token) {
                 const int s = all.slot + token - slot;
                 if (chunk < WIDE / 8) tile[VALUE ? Tile::place_of_value(s, chunk) : Tile::place_of_key(s, chunk, STEPS)] = fresh(token, VALUE, chunk);
             }
+            wave_sync();
         } else {
             each<STAGE>(ahead, [&](Words4& at, int s, int chunk) {
                 if (const int token = slot + s - all.slot; token >= 0 && token < int(a.tokens) && chunk * 8 < WIDE) at = fresh(token, VALUE, chunk);

@@ -42,8 +42,8 @@ template <class T, int WIDE> struct Adder {
         }
         if (!s.single() && lane_id() == 0) kept[0] = highest, kept[1] = total;
     }
-    // Of all spans of the head, those columns that are the wave's: every PIECESth run of 4 lanes' columns. A quarter of a wave's
-    // lanes has every GROUPSth span; the order of adding never depends on who adds.
+    // Of all spans of the head, those columns that are the wave's: every `pieces`th run of four lanes' columns. Four lanes have
+    // every GROUPSth span, counted from span 0 and not from the first that is seen: in longer company that is another one.
     DEVICE void add_up(int piece, int pieces) const {
         constexpr int RUN = 16, RUNS = 4, GROUPS = WAVE / 4;  // columns of four lanes; runs at once
         const int group = lane_id() / 4, column = lane_id() % 4 * 4, size = int(a.size);
@@ -51,7 +51,7 @@ template <class T, int WIDE> struct Adder {
         for (int run = piece; run * RUN < size; run += RUNS * pieces) {
             float highest = -INFINITY, total = 0.f, sums[RUNS][4] = {};
 #pragma unroll 2
-            for (int span = s.first + group; span <= s.last; span += GROUPS) {
+            for (int span = s.first + ((group - s.first) & (GROUPS - 1)); span <= s.last; span += GROUPS) {
                 const float* from = record(span);
                 const Words4 head = load_activation16(from);
                 Words4 one[RUNS];
@@ -91,19 +91,20 @@ template <class T, int WIDE> struct Adder {
     }
 };
 
-// Whether this block brings the last of a head's spans; the others' are then in memory. Every thread calls it.
-DEVICE bool last_of(const AttentionArgs& a, const Segment& s) {
+// Whether this block brings the last of a head's spans; the others' are then in memory. Every thread calls it. told: a word
+// of shared memory that nobody else uses between the barriers around it.
+DEVICE bool last_of(const AttentionArgs& a, const Segment& s, volatile int* told) {
     __syncthreads();  // all waves' records are out
-    bool last = false;
     if (threadIdx.x == 0) {
         __threadfence();
         int32_t* finished = a.finished + s.head;
-        last = atomicAdd(finished, s.count) + s.count == s.last - s.first + 1;
+        const bool last = atomicAdd(finished, s.count) + s.count == s.last - s.first + 1;
+        __threadfence();
         if (last) *finished = 0;  // for the next launch
+        *told = last;
     }
-    last = __syncthreads_or(last);
-    if (last) __threadfence();
-    return last;
+    __syncthreads();
+    return *told;
 }
 
 // The sums of a head's spans by all waves: one or more a query.
