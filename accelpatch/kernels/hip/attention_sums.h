@@ -99,8 +99,10 @@ DEVICE bool last_of(const AttentionArgs& a, const Segment& s, volatile int* told
         __threadfence();
         int32_t* finished = a.finished + s.head;
         const bool last = atomicAdd(finished, s.count) + s.count == s.last - s.first + 1;
-        __threadfence();
-        if (last) *finished = 0;  // for the next launch
+        if (last) {
+            __threadfence();
+            *finished = 0;  // for the next launch
+        }
         *told = last;
     }
     __syncthreads();

@@ -25,6 +25,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 LONG = {
     "long": Step(size=128, slot=4500, capacity=4608, rows=1, heads=8, kv_heads=8),
     "long-rows": Step(size=128, slot=2100, capacity=4096, rows=5, padding=700, tokens=8),
+    "window-over-runs": Step(size=128, slot=1251, capacity=1536, heads=32, kv_heads=8, tokens=8, window=1000),
     "more-heads-than-blocks": Step(size=64, slot=300, capacity=512, rows=9, heads=32, kv_heads=32),
     "many-rows": Step(size=64, slot=20, capacity=64, rows=300, heads=2, kv_heads=1),
 }
@@ -45,7 +46,7 @@ def test_float_rule(case: Step, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("case", (CASES | LONG).values(), ids=CASES | LONG)
 def test_while_the_kernel_before_runs(case: Step) -> None:
-    """Then a launch first runs on nothing, and brings nearer what follows: the bits stay."""
+    """Then a launch reads the cache before it waits, and brings nearer what follows: the bits stay."""
     args, shape = made(case, torch.bfloat16, DEVICE)
     due = attention.decode_attention_(*args, shape)
     caches = [one.clone() for one in args[-2:]]
