@@ -50,7 +50,7 @@ template <class T, int WIDE> struct Adder {
 #pragma unroll 1
         for (int run = piece; run * RUN < size; run += RUNS * pieces) {
             float highest = -INFINITY, total = 0.f, sums[RUNS][4] = {};
-#pragma unroll 2
+#pragma unroll(SHARED_RING ? 2 : 1)
             for (int span = s.first + ((group - s.first) & (GROUPS - 1)); span <= s.last; span += GROUPS) {
                 const float* from = record(span);
                 const Words4 head = load_activation16(from);
