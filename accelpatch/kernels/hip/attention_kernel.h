@@ -164,7 +164,8 @@ template <class T, int WIDE, int RING> __global__ void __launch_bounds__(THREADS
     grid_release();
     const Geometry all(a, plan, shared);
     const int wave = threadIdx.x / WAVE;
-    Share share(all);
+    const Share whole(all);  // goes through twice: the stream is ahead
+    Share share = whole;
     Segment s;
     if (!share.next(s, a, plan, all)) {  // stays until the kernel behind has found a place on every processor
         grid_wait();
@@ -172,7 +173,7 @@ template <class T, int WIDE, int RING> __global__ void __launch_bounds__(THREADS
         bring_following(a, share.before, share.busy);
         return;
     }
-    CacheStream<T, WIDE, RING> stream(a, plan, all, shared);
+    CacheStream<T, WIDE, RING> stream(a, plan, all, whole, shared);
     HeadStager<T, WIDE> stager{a, plan, shared};
     int turn = 0;
     for (;;) {

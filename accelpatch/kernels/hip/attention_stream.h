@@ -21,8 +21,8 @@ template <class T, int WIDE, int RING> struct CacheStream {
     uint32_t held_mask[SHARED_RING ? 1 : 2][2];
     Words4 held[SHARED_RING ? 1 : 2][SHARED_RING ? 1 : PIECES];
 
-    DEVICE CacheStream(const AttentionArgs& a, const AttentionPlan& plan, const Geometry& all, char* shared)
-        : a(a), plan(plan), all(all), ring(shared + plan.ring_at + int(threadIdx.x) / WAVE * DEPTH * SLOT_BYTES), share(all) {
+    DEVICE CacheStream(const AttentionArgs& a, const AttentionPlan& plan, const Geometry& all, const Share& share, char* shared)
+        : a(a), plan(plan), all(all), ring(shared + plan.ring_at + int(threadIdx.x) / WAVE * DEPTH * SLOT_BYTES), share(share) {
         first<0>();
     }
     template <int STAGE> DEVICE void first() {
