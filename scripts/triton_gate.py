@@ -29,6 +29,7 @@ from accelpatch.kernels.triton import (
     prompt_attention,
     rmsnorm,
     rope,
+    step_end,
     weight_only,
 )
 
@@ -99,6 +100,12 @@ BUILDS = {
         ("*fp32", "*i1", "*i1", *("*i64",) * 3, "i32"),
         {"ENDS": True, "ONE": True, "BLOCK": greedy.BLOCK},
         greedy.WARPS,
+    ),
+    "what a step leaves": Build(
+        step_end._leave,
+        ("*bf16", "*fp32", *("*i64",) * 3, *("i32",) * 4),
+        {"ROWS": 1, "BLOCK": step_end.BLOCK},
+        step_end.WARPS,
     ),
     **{
         f"gated_activation {name}": Build(
