@@ -97,8 +97,8 @@ BUILDS = {
     "rotary_cos_sin": Build(rope._position, ("*i64", "*fp32", "*bf16", "*bf16", "fp32", "i32"), {"BLOCK": 64}, 1),
     "the highest score's token": Build(
         greedy._token,
-        ("*fp32", "*i1", "*i1", *("*i64",) * 3, "i32"),
-        {"ENDS": True, "ONE": True, "BLOCK": greedy.BLOCK},
+        ("*fp32", "*i1", "*i1", *("*i64",) * 4, "*i32", "i32"),
+        {"ENDS": True, "ONE": True, "PARTS": 32, "BLOCK": greedy.BLOCK},
         greedy.WARPS,
     ),
     "what a step leaves": Build(
