@@ -14,7 +14,7 @@ from accelpatch.runtime import captured_decoding, captured_graph, captured_looku
 from accelpatch.runtime.captured_graph import EagerGraph
 from accelpatch.runtime.captured_reports import Reports
 from tests.families.tiny import CAUSAL
-from tests.runtime.guessing import as_on_a_gpu, assert_same, generate, oracle, pair, row
+from tests.runtime.guessing import as_on_a_gpu, assert_same, generate, oracle, pair, row, stock
 from tests.runtime.streaming import Calling
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -73,6 +73,17 @@ def test_after_an_end_nothing_is_chosen(order: list[str]) -> None:
     made = generate(model, row(), max_new_tokens=NEW, eos_token_id=end).sequences.shape[1] - 9
     assert 1 < made < NEW
     assert decoding(order) == ["choose", "send", *["model", "take", "choose", "send"] * (made - 1), "model", "take"]
+
+
+def test_after_an_end_no_random_number_is_drawn(order: list[str]) -> None:
+    model, left = patched(), []
+    options = {"do_sample": True, "eos_token_id": list(range(75)), "max_new_tokens": NEW}
+    for one in (model, stock(model)):
+        made = generate(one, row(), **options).sequences.shape[1] - 9
+        assert 1 < made < NEW
+        left.append(torch.get_rng_state())
+    assert torch.equal(*left)
+    assert order.count("model") == made
 
 
 @pytest.mark.parametrize("options", [{}, {"do_sample": True, "top_k": 4}], ids=["together", "one-by-one"])
