@@ -29,6 +29,7 @@ from accelpatch.kernels.triton import (
     prompt_attention,
     rmsnorm,
     rope,
+    step_end,
     weight_only,
 )
 
@@ -96,9 +97,15 @@ BUILDS = {
     "rotary_cos_sin": Build(rope._position, ("*i64", "*fp32", "*bf16", "*bf16", "fp32", "i32"), {"BLOCK": 64}, 1),
     "the highest score's token": Build(
         greedy._token,
-        ("*fp32", "*i1", "*i1", *("*i64",) * 3, "i32"),
-        {"ENDS": True, "ONE": True, "BLOCK": greedy.BLOCK},
+        ("*fp32", "*i1", "*i1", *("*i64",) * 4, "*i32", "i32"),
+        {"ENDS": True, "ONE": True, "PARTS": 32, "BLOCK": greedy.BLOCK},
         greedy.WARPS,
+    ),
+    "what a step leaves": Build(
+        step_end._leave,
+        ("*bf16", "*fp32", *("*i64",) * 3, *("i32",) * 4),
+        {"ROWS": 1, "BLOCK": step_end.BLOCK},
+        step_end.WARPS,
     ),
     **{
         f"gated_activation {name}": Build(

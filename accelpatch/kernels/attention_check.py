@@ -88,6 +88,7 @@ def made(
     cache = [random(step.rows, step.kv_heads, step.capacity, step.size) for _ in range(2)]
     mask = torch.ones(step.rows, step.capacity, dtype=torch.int64, device=device)
     mask[-1, : step.padding] = 0
+    mask[:, step.slot :: 2] = 0  # of the new tokens' slots it must not matter
     for one in cache:
         one[:, :, step.slot :] = float("nan")
         one[-1, :, : step.padding] = float("nan")

@@ -35,10 +35,12 @@ def leave_(
 
 
 def greedy_(
-    scores: Tensor, unfinished: Tensor, ends: Tensor | None, pad: Tensor, tokens: Tensor, report: Tensor
-) -> None:
+    scores: Tensor, unfinished: Tensor, ends: Tensor | None, pad: Tensor, tokens: Tensor, report: Tensor,
+    arrived: Tensor,
+) -> None:  # fmt: skip
     """scores[B, V] float32; unfinished[B] bool; ends[V + 1] bool (None: nothing ends a row); pad[1], tokens[B] and
-    report[B + 1] int64. tokens, report and unfinished are written.
+    report[B + 1] int64. tokens, report and unfinished are written. arrived[B] int32: zeros, which a launch counts in
+    and leaves as they were; calls that may run at the same time must not share them.
     """
     by_triton = scores.device.type != "cpu" and scores.dtype == torch.float32
     if not by_triton or launch.why_not(probe(scores.device), scores.dtype):
@@ -46,4 +48,4 @@ def greedy_(
         return
     from accelpatch.kernels.triton import greedy as kernel
 
-    kernel.greedy_(scores, unfinished, ends, pad, tokens, report)
+    kernel.greedy_(scores, unfinished, ends, pad, tokens, report, arrived)

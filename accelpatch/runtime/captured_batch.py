@@ -23,7 +23,8 @@ class Batch:
 
     tokens[B] int64, the last one of each row; slot[1], where the next is cached; positions[B, 1]; logits[B, V] float32.
     unfinished[B] bool; report[B + 1] int64: the tokens, then whether any row goes on. ends, held[V + 1] bool: the ids
-    that end a row, and those held back while slot < held_until[1]; pad[1]: what a finished row is given.
+    that end a row, and those held back while slot < held_until[1]; pad[1]: what a finished row is given. arrived[B]
+    int32: zeros between launches, which count in it.
     """
 
     def __init__(self, rows: int, vocabulary: int, device: torch.device):
@@ -34,6 +35,7 @@ class Batch:
         self.positions = torch.zeros(rows, 1, **whole)  # type: ignore[call-overload]
         self.logits = torch.zeros(rows, vocabulary, device=device)
         self.unfinished = torch.ones(rows, dtype=torch.bool, device=device)
+        self.arrived = torch.zeros(rows, dtype=torch.int32, device=device)
         self.ends, self.held = (torch.zeros(vocabulary + 1, dtype=torch.bool, device=device) for _ in range(2))
         self.guesses: Guesses | None = None  # where the recipe wants some
         self._choices: OrderedDict[Any, Graph] = OrderedDict()
@@ -91,6 +93,7 @@ class Guesses:
         self.slot = torch.zeros(TOKENS, 1, **whole)  # type: ignore[call-overload]
         self.logits = torch.zeros(TOKENS, batch.logits.shape[1], device=batch.device)
         self.unfinished = torch.ones(TOKENS, dtype=torch.bool, device=batch.device)
+        self.arrived = torch.zeros(TOKENS, dtype=torch.int32, device=batch.device)
         self.outcome = torch.zeros(TOKENS + 2, **whole)  # type: ignore[call-overload]
         self.report = self.outcome[:-1]
         self.held_until, self.ends, self.held, self.pad = batch.held_until, batch.ends, batch.held, batch.pad

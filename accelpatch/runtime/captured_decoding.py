@@ -1,9 +1,9 @@
 """generate()'s loop of greedy decoding and sampling over captured steps.
 
-Where the choice of the token needs nothing of the host, both programs are replayed one after the other and the host
-reads the report of a step while the next one runs: what that one made too many is dropped. Where the user's own code
-or the history has a say, the model is replayed and the host chooses. What is not covered runs transformers' own loop
-over the same modules. `paths` of the runtime counts all three.
+Where the choice of the token needs nothing of the host, it reads a step's report while the model runs the next one, and
+queues that one's choice then: what the model ran too many is dropped. Where the user's own code or the history has a
+say, the model is replayed and the host chooses. What is not covered runs transformers' own loop over the same modules.
+`paths` of the runtime counts all three.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def _decode(
 
 
 def _late(run: _Run, choice: Choice, config: Any, logits: Tensor, streamer: Any, most: int) -> Tensor:
-    """New tokens [B, N], N up to `most`, on the host; a step is read when the next one is under way."""
+    """New tokens [B, N], N up to `most`, on the host; a choice is read when the model's next step is under way."""
     batch = run.step.batch
     graph = run.choice(choice, config._pad_token_tensor if choice.ends is not None else None)
     batch.logits.copy_(logits)
@@ -120,18 +120,19 @@ def _late(run: _Run, choice: Choice, config: Any, logits: Tensor, streamer: Any,
     made: list[Tensor] = []
     graph.replay()
     reports.send()
-    while True:
-        going_on = len(made) + 1 < most
-        if going_on:
+    going_on = True
+    while going_on:
+        ahead = len(made) + 1 < most
+        if ahead:
             run.advance()
+        report = reports.take()
+        going_on = ahead and bool(report[-1])
+        if going_on:  # queued while the model's step runs, before the streamer may take its time
             graph.replay()
             reports.send()
-        report = reports.take()
         made.append(report[:-1])
         if streamer is not None:
             streamer.put(report[:-1])
-        if not going_on or not report[-1]:
-            break
     run.used(len(made) - 1)
     if streamer is not None:
         streamer.end()

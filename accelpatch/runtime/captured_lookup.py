@@ -138,14 +138,18 @@ class Late:
             # where the token under way is guessed, the step after it verifies guesses and waits for it
             ahead = len(self._made) + 1 < self._most and self._lookup.guess() is None
             if ahead:
-                self._plain()
+                self._lookup.run.advance()
             report = self._single.take()
-            if not self._put(report[:1], bool(report[1])):
+            goes_on = bool(report[1])
+            if ahead and goes_on:
+                self._choose()
+            if not self._put(report[:1], goes_on):
                 break
             if not ahead:
                 if not self._guessed():
                     break
-                self._plain()
+                self._lookup.run.advance()
+                self._choose()
         self._lookup.run.used(len(self._made) - 1)
         if self._streamer is not None:
             self._streamer.end()
@@ -154,10 +158,6 @@ class Late:
     def _choose(self) -> None:
         self._graph.replay()
         self._single.send()
-
-    def _plain(self) -> None:
-        self._lookup.run.advance()
-        self._choose()
 
     def _put(self, token: Tensor, goes_on: bool) -> bool:
         """Hand out one token [1]; whether another one is wanted."""

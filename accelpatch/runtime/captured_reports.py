@@ -1,34 +1,39 @@
-"""What a step reports to the host, copied over while the next one runs."""
+"""What a choice reports to the host, copied over beside the step that follows it."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
 
 
 class Reports:
-    """Copies of a report on the host, at most two under way; taking one waits for that copy alone."""
+    """Copies of a report to the host, one at a time: each is taken before the next choice is queued.
+
+    On a GPU they run on a stream of their own, so that nothing behind a choice waits for them; and since the host has
+    taken a report when it queues the next choice, that one cannot write over what is still being copied.
+    """
 
     def __init__(self, report: Tensor):
-        self._report = report
-        self._pinned = report.device.type == "cuda"
-        self._under_way: list[tuple[Tensor, Any]] = []
+        self._report, device = report, report.device
+        self._beside = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._held = torch.empty(report.shape, dtype=torch.int64, pin_memory=self._beside is not None)
+        if self._beside is not None:
+            self._chosen, self._copied = torch.cuda.Event(), torch.cuda.Event()
+            report.record_stream(self._beside)  # a copy that nobody takes may outlive the report's owner
 
     def send(self) -> None:
-        """Queue a copy behind what the device was given so far."""
-        held = torch.empty(self._report.shape, dtype=torch.int64, pin_memory=self._pinned)
-        held.copy_(self._report, non_blocking=True)
-        event = None
-        if self._pinned:
-            event = torch.cuda.Event()
-            event.record()
-        self._under_way.append((held, event))
+        """Queue a copy behind what the device was given so far on the current stream."""
+        if self._beside is None:
+            self._held.copy_(self._report)
+            return
+        self._chosen.record(torch.cuda.current_stream(self._report.device))
+        self._beside.wait_event(self._chosen)
+        with torch.cuda.stream(self._beside):
+            self._held.copy_(self._report, non_blocking=True)
+        self._copied.record(self._beside)
 
     def take(self) -> Tensor:
-        """The oldest one, int64."""
-        held, event = self._under_way.pop(0)
-        if event is not None:
-            event.synchronize()
-        return held.clone()
+        """What was sent last, int64; waits for that copy alone."""
+        if self._beside is not None:
+            self._copied.synchronize()
+        return self._held.clone()

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from accelpatch.kernels.hip.binding import settled_weights
+from accelpatch.kernels.step_end import end_step_
 from accelpatch.runtime.captured_batch import Batch, GraphOf
 from accelpatch.runtime.captured_cache import LayerShape, grow, new_cache
 from accelpatch.runtime.captured_graph import GRAPHS, Graph
@@ -52,15 +53,13 @@ class CapturedStep:
     def advance(self) -> None:
         """The program: logits after the batch's tokens, which are cached; slot and positions move on by one."""
         batch = self.batch
-        self.mask.index_fill_(1, batch.slot, 1)
         with settled_weights():  # nothing writes weights while steps are replayed
-            if self._fused is not None:
+            if self._fused is not None:  # shows a new token its own slot, whatever the mask says
                 logits = self._fused(batch.tokens, batch.positions, batch.slot, self.mask, self.cache)
             else:
+                self.mask.index_fill_(1, batch.slot, 1)
                 logits = self._by_modules()
-        batch.logits.copy_(logits)
-        batch.slot.add_(1)
-        batch.positions.add_(1)
+        end_step_(logits, batch.logits, batch.slot, batch.positions, self.mask)
 
     def _by_modules(self) -> Tensor:
         """Logits [B, V] by the model's own forward."""

@@ -37,6 +37,7 @@ class Rows(Protocol):
     ends: Tensor
     held: Tensor
     pad: Tensor
+    arrived: Tensor
 
 
 class Unknown(Exception):
@@ -98,7 +99,7 @@ class Choice:
             scores = warper(None, scores)
         state = (rows.unfinished, None if self.ends is None else rows.ends, rows.pad, rows.tokens, rows.report)
         if not self._do_sample:
-            greedy_(scores, *state)
+            greedy_(scores, *state, rows.arrived)
             return
         # torch.multinomial for one draw, which cannot be captured for its checks: the same numbers are drawn
         chances = nn.functional.softmax(scores, dim=-1)

@@ -125,6 +125,7 @@ def alone(op: Any, args: tuple[Tensor, ...], shape: AttentionShape, row: int, pa
         found.append(
             op(qkv[own : own + 1], positions[row : row + 1, token : token + 1].clone(), at, mask, keys, values, shape)
         )
+        mask[:, first + token] = 1
     return torch.cat(found), keys[:, :, first:], values[:, :, first:]
 
 

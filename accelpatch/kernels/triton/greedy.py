@@ -1,65 +1,68 @@
-"""The highest score's token of a row by one program; see ../greedy.py."""
+"""The highest score's token of a row by several programs, the last of which to finish leaves it; see ../greedy.py."""
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from accelpatch.kernels.triton import launch
 
-BLOCK = 8192  # scores at once
-WARPS = 16
+BLOCK = 1024  # scores of a program
+WARPS = 4
 LEAST: tl.constexpr = tl.constexpr(-(2**31))
+LAST: tl.constexpr = tl.constexpr(2**31 - 1)
+
+
+@triton.jit
+def _best(scores, ids, vocabulary):  # type: ignore[no-untyped-def]
+    """The highest score of some ids and the lowest id that has it, as a number: the higher, the better."""
+    inside = ids < vocabulary
+    score = tl.load(scores + ids, mask=inside, other=0.0)
+    # floats ordered as integers are; those past the end come after all
+    bits = (score + 0.0).to(tl.int32, bitcast=True)  # no negative zero
+    key = tl.where(score != score, LAST, bits ^ ((bits >> 31) & LAST))
+    return tl.max((tl.where(inside, key, LEAST).to(tl.int64) << 32) | (LAST - ids), axis=0)
 
 
 @triton.jit
 def _token(  # type: ignore[no-untyped-def]
-    scores,
-    unfinished,
-    ends,
-    pad,
-    tokens,
-    report,
-    vocabulary,
-    ENDS: tl.constexpr,
-    ONE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0)
-    scores += row.to(tl.int64) * vocabulary
-    # floats ordered as integers are; those past the end come after all
-    top, at = tl.full([BLOCK], LEAST, tl.int32), tl.full([BLOCK], 0, tl.int32)
-    for start in tl.range(0, vocabulary, BLOCK):
-        ids = start + tl.arange(0, BLOCK)
-        inside = ids < vocabulary
-        score = tl.load(scores + ids, mask=inside, other=0.0)
-        bits = (score + 0.0).to(tl.int32, bitcast=True)  # no negative zero
-        key = tl.where(score != score, 2147483647, bits ^ ((bits >> 31) & 2147483647))
-        higher = inside & (key > top)
-        top, at = tl.where(higher, key, top), tl.where(higher, ids, at)
-    best = tl.max(top, axis=0)
-    token = tl.min(tl.where(top == best, at, vocabulary), axis=0).to(tl.int64)
-    going = tl.load(unfinished + row) != 0
-    if ENDS:
-        token = tl.where(going, token, tl.load(pad))
-        going = going & (tl.load(ends + token, mask=going, other=0) == 0)  # a pad may be no token
-        tl.store(unfinished + row, going)
-    tl.store(tokens + row, token)
-    tl.store(report + row, token)
-    if ONE:
-        tl.store(report + 1, going.to(tl.int64))
+    scores, unfinished, ends, pad, tokens, report, best, arrived, vocabulary,
+    ENDS: tl.constexpr, ONE: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    part, row, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
+    scores, best = scores + row.to(tl.int64) * vocabulary, best + row * parts
+    going, padding = tl.load(unfinished + row) != 0, tl.load(pad)  # asked for while the scores are on their way
+    tl.store(best + part, _best(scores, part * BLOCK + tl.arange(0, BLOCK), vocabulary))
+    tl.debug_barrier()  # the store, then one thread's count of it
+    if tl.atomic_add(arrived + row, 1, sem="acq_rel", scope="gpu") == parts - 1:
+        tl.debug_barrier()
+        tl.store(arrived + row, 0)  # for the next launch
+        every = tl.minimum(tl.arange(0, PARTS), parts - 1)
+        token = LAST - (tl.max(tl.load(best + every, cache_modifier=".cg"), axis=0) & LAST)
+        if ENDS:
+            token = tl.where(going, token, padding)
+            going = going & (tl.load(ends + token, mask=going, other=0) == 0)  # a pad may be no token
+            tl.store(unfinished + row, going)
+        tl.store(tokens + row, token)
+        tl.store(report + row, token)
+        if ONE:
+            tl.store(report + 1, going.to(tl.int64))
 
 
 def greedy_(
-    scores: Tensor, unfinished: Tensor, ends: Tensor | None, pad: Tensor, tokens: Tensor, report: Tensor
-) -> None:
+    scores: Tensor, unfinished: Tensor, ends: Tensor | None, pad: Tensor, tokens: Tensor, report: Tensor,
+    arrived: Tensor,
+) -> None:  # fmt: skip
     """As the operation."""
     rows, vocabulary = scores.shape
+    parts = triton.cdiv(vocabulary, BLOCK)
+    best = tokens.new_empty((rows, parts), dtype=torch.int64)
     with launch.on(scores):
-        _token[(rows,)](
-            scores.contiguous(), unfinished, unfinished if ends is None else ends, pad, tokens, report, vocabulary,
-            ends is not None, rows == 1, min(BLOCK, triton.next_power_of_2(vocabulary)), num_warps=WARPS,
+        _token[(parts, rows)](
+            scores.contiguous(), unfinished, unfinished if ends is None else ends, pad, tokens, report, best, arrived,
+            vocabulary, ends is not None, rows == 1, triton.next_power_of_2(parts), BLOCK, num_warps=WARPS,
         )  # fmt: skip
     if rows > 1:
         report[-1:].copy_(unfinished.any().reshape(1))

@@ -119,12 +119,12 @@ class Chain:
         self.y = torch.zeros(rows * tokens, 1024, **options)
 
     def step(self) -> None:
-        self.mask.index_fill_(1, self.slot + torch.arange(self.positions.shape[1], device="cuda"), 1)
         x = self.embedding.index_select(0, self.ids)
         qkv = gemv.by_hip(x, self.weights[0])
         held = (self.slot, self.mask, self.keys, self.values, self.shape)
         self.y.copy_(gemv.by_hip(attention.decode_attention_(qkv, self.positions, *held), self.weights[1]))
         self.ids.add_(7).remainder_(50)
+        self.mask.index_fill_(1, self.slot + torch.arange(self.positions.shape[1], device="cuda"), 1)
         self.slot.add_(self.positions.shape[1])
         self.positions.add_(self.positions.shape[1])
 
