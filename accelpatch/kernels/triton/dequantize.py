@@ -65,7 +65,8 @@ def _int4_rows(  # type: ignore[no-untyped-def]
     KIND: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    step, word, place = tl.program_id(1), tl.arange(0, 16), tl.arange(0, 128)
+    step, place = tl.program_id(1), tl.arange(0, 16)
+    word = place % 4 * 4 + place // 4  # those of neighbouring columns side by side
     held = tl.minimum(rows, (n + 15) // 16 * 16 - 1)
     at = (((held // 16) * sets * 8 + held % 8) * (2 * GROUPS) + held % 16 // 8)[:, None]
     if GROUPS > 1:
@@ -78,7 +79,7 @@ def _int4_rows(  # type: ignore[no-untyped-def]
         _four(words, 1, factor, beside, KIND).to(out.dtype.element_ty),
     )
     values = tl.reshape(values, [ROWS, 128])
-    columns = step * 128 + 32 * (place // 8 % 4) + 8 * (place // 32) + place % 8
+    columns = step * 128 + tl.arange(0, 128)
     inside = (rows < n)[:, None] & (columns < k)[None, :]
     tl.store(out + rows[:, None] * k + columns[None, :], values, mask=inside)
 
