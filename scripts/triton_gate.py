@@ -155,7 +155,7 @@ BUILDS = {
         {"PER_ROW": True, "ROWS": 8, "COLUMNS": 1024},
     ),
     "tiled_int4_linear as floats": Build(
-        dequantize._int4_rows, ("*i32", "*fp16", "*fp16", "*bf16", *("i32",) * 5), TILED | {"ROWS": 64}
+        dequantize._int4_rows, ("*i32", "*fp16", "*fp16", "*bf16", *("i32",) * 5), TILED | {"ROWS": 64, "PAIRED": True}
     ),
     "runs of K added up": Build(
         weight_only._add_up, ("*fp32", "*bf16", "*bf16", "i32", "i32", "i32"), {"BIAS": True, "SIZE": 1024}

@@ -125,9 +125,12 @@ def triton_why_not(spec: Spec, device: Device) -> str | None:
 def by_triton(x: Tensor, *args: Any) -> Tensor:
     """The implementation `triton`: dequantised in registers, or for many rows slice by slice for torch's product."""
     from accelpatch.kernels.triton.weight_only import tiled_int4_linear as run
+    from accelpatch.kernels.triton.weight_only import written
 
     *rest, bias = args
     tiles = Tiles(*rest)
+    if tiles.part == "both" and written(x.numel() // tiles.k):
+        return run(x, *args)
     whole = tiles._replace(n=tiles.rows, part="all")
     return int4_tiles.in_order(run(x, *whole, in_tiles(bias, tiles)), tiles.part)
 

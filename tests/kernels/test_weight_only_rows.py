@@ -75,6 +75,24 @@ class TestGroups:
         assert_parity("tiled_int4_linear", int4_args(m, 33, k, DTYPES[0], group, kind), "triton")
 
 
+@pytest.mark.parametrize("room", [1 << 28, 5 * 16 * 160 * 2], ids=["at-once", "in-slices"])
+@pytest.mark.parametrize("part", ["both", "gate", "up"])
+@pytest.mark.parametrize("m", [20, 70, 600])
+class TestPaired:
+    """A gate and its up whose rows lie side by side, in 96 rows and in slices of 80 and 16."""
+
+    pytestmark = marks
+
+    def test_int4(self, m: int, part: str, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        from accelpatch.kernels.triton import dequantize
+
+        monkeypatch.setattr(dequantize, "SLICE", room)
+        x, *tiles, bias = int4_args(m, 96, 160, DTYPES[0], 32)
+        both = int4_tiles.pair(int4_tiles.Tiles(*tiles))
+        held = both if part == "both" else both._replace(n=48, part=part)
+        assert_parity("tiled_int4_linear", (x, *held, bias[: held.n]), "triton")
+
+
 @pytest.mark.parametrize("groups", [1, 2, 10])
 @pytest.mark.parametrize("m", [3, 20, 600])
 class TestInt8Groups:

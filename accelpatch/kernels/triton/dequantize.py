@@ -62,7 +62,7 @@ def _four(words, low: tl.constexpr, factor, beside, KIND: tl.constexpr):  # type
 @triton.jit
 def _int4_rows(  # type: ignore[no-untyped-def]
     tiles, scale, offset, out, n, k, steps, sets, shift,
-    KIND: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr,
+    KIND: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     step, place = tl.program_id(1), tl.arange(0, 16)
@@ -81,6 +81,8 @@ def _int4_rows(  # type: ignore[no-untyped-def]
     values = tl.reshape(values, [ROWS, 128])
     columns = step * 128 + tl.arange(0, 128)
     inside = (rows < n)[:, None] & (columns < k)[None, :]
+    if PAIRED:  # a tile's first 8 rows are of one half, the others of the other
+        rows = rows // 16 * 8 + rows % 8 + rows % 16 // 8 * (n // 2)
     tl.store(out + rows[:, None] * k + columns[None, :], values, mask=inside)
 
 
@@ -96,20 +98,23 @@ def int8_floats(q: Tensor, scale: Tensor) -> Floats:
     return floats
 
 
-def int4_floats(words: Tensor, scale: Tensor, offset: Tensor, k: int, sizes: Sizes, form: Form) -> Floats:
-    """The same of int32 words[tiles, steps, 256] and tables; start a multiple of 16. sizes, form: as the kernel's."""
+def int4_floats(words: Tensor, scale: Tensor, offset: Tensor, k: int, sizes: Sizes, form: Form, paired: bool) -> Floats:
+    """The same of int32 words[tiles, steps, 256] and tables; start a multiple of 16. sizes, form: as the kernel's.
+
+    paired: the rows lie so, and those of the first half are written before those of the second.
+    """
 
     def floats(start: int, stop: int, out: Tensor) -> None:
         first, last = start // TILE_ROWS, -(-stop // TILE_ROWS)
         _int4_rows[(triton.cdiv(stop - start, 64), sizes[0])](
-            words[first:last], scale[first:last], offset[first:last], out, stop - start, k, *sizes, *form, 64
+            words[first:last], scale[first:last], offset[first:last], out, stop - start, k, *sizes, *form, 64, paired
         )
 
     return floats
 
 
-def by_slices(flat: Tensor, y: Tensor, bias: Tensor | None, floats: Floats) -> None:
-    """y[M, N] = flat[M, K] @ w^T + bias by torch's product; `floats` writes rows of w out."""
+def by_slices(flat: Tensor, y: Tensor, bias: Tensor | None, floats: Floats, paired: bool = False) -> None:
+    """y[M, N] = flat[M, K] @ w^T + bias by torch's product; `floats` writes rows of w out, paired ones by halves."""
     k, n = flat.shape[1], y.shape[1]
     step = min(n, max(1, SLICE // (flat.element_size() * k * TILE_ROWS)) * TILE_ROWS)
     held = flat.new_empty((step, k))
@@ -117,8 +122,13 @@ def by_slices(flat: Tensor, y: Tensor, bias: Tensor | None, floats: Floats) -> N
     for start in range(0, n, step):
         stop = min(start + step, n)
         floats(start, stop, held)
-        w, out = held[: stop - start].t(), y[:, start:stop]
-        if beside is None:
-            torch.mm(flat, w, out=out)
-        else:
-            torch.addmm(beside[start:stop], flat, w, out=out)
+        places = [(start, held[: stop - start])]
+        if paired and step < n:
+            half = (stop - start) // 2
+            places = [(start // 2, held[:half]), ((n + start) // 2, held[half : 2 * half])]
+        for column, w in places:
+            out = y[:, column : column + w.shape[0]]
+            if beside is None:
+                torch.mm(flat, w.t(), out=out)
+            else:
+                torch.addmm(beside[column : column + w.shape[0]], flat, w.t(), out=out)

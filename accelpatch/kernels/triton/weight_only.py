@@ -164,10 +164,10 @@ def int8_linear(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None)
 
 
 def tiled_int4_linear(x: Tensor, *args: object) -> Tensor:
-    """As the operation, of tiles that are not paired."""
+    """As the operation, of tiles that are not paired; or of both that are, for so many rows that they are `written`."""
     *rest, bias = args
     assert bias is None or isinstance(bias, Tensor)
-    w, scale, offset, n, k, group, kind, _ = Tiles(*rest)  # type: ignore[arg-type]
+    w, scale, offset, n, k, group, kind, part = Tiles(*rest)  # type: ignore[arg-type]
     flat, words, scale = _rows(x), w.contiguous().view(torch.int32), scale.contiguous()
     beside = scale if offset is None else offset.contiguous()
     steps, groups, shift = places(k, group).values()
@@ -182,15 +182,23 @@ def tiled_int4_linear(x: Tensor, *args: object) -> Tensor:
             **_options(block),
         )  # fmt: skip
 
-    return _product(x, flat, n, bias, INT4, fused, int4_floats(words, scale, beside, k, sizes, form))
+    paired = part == "both"
+    floats = int4_floats(words, scale, beside, k, sizes, form, paired)
+    return _product(x, flat, n, bias, INT4, None if paired else fused, floats, paired)
+
+
+def written(m: int) -> bool:
+    """Whether 4-bit weights are written out as floats for m rows of x."""
+    return m > INT4.most
 
 
 Fused = Callable[[Block, int, int, Tensor, Tensor], None]
 
 
 def _product(
-    x: Tensor, flat: Tensor, n: int, bias: Tensor | None, blocks: Blocks, fused: Fused | None, floats: Floats
-) -> Tensor:
+    x: Tensor, flat: Tensor, n: int, bias: Tensor | None, blocks: Blocks, fused: Fused | None, floats: Floats,
+    paired: bool = False,
+) -> Tensor:  # fmt: skip
     """y[..., n] by one of the two ways; fused(block, run, splits, y, parts), floats(start, stop, out)."""
     m = flat.shape[0]
     y = x.new_empty((m, n))
@@ -199,7 +207,7 @@ def _product(
             if fused is not None and m <= blocks.most and x.dtype in HALVES:
                 _fused(flat, y, bias, blocks.of, fused)
             else:
-                by_slices(flat, y, bias, floats)
+                by_slices(flat, y, bias, floats, paired)
     return y.view(*x.shape[:-1], n)
 
 
