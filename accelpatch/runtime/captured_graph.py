@@ -76,6 +76,7 @@ class CudaGraph:
                 for _ in range(WARM_UPS):
                     program()
             before.wait_stream(side)
+            _own_workspaces()
             try:
                 # other threads may go on allocating and copying meanwhile
                 with torch.cuda.graph(self._graph, pool, side, capture_error_mode="thread_local"), _Captured():
@@ -84,10 +85,21 @@ class CudaGraph:
                 torch.cuda.set_stream(before)
                 _mend(device, pool)
                 raise
+            finally:
+                _own_workspaces()
 
     def replay(self) -> None:
         """Launch the recorded kernels on the current stream."""
         self._graph.replay()
+
+
+def _own_workspaces() -> None:
+    """Let cuBLAS drop its workspaces, so that a capture takes one from the graph's own memory, and nothing else has it.
+
+    Others drop them too (torch.compile does): a graph that was captured with an older one would be left without.
+    """
+    if clear := getattr(torch._C, "_cuda_clearCublasWorkspaces", None):
+        clear()
 
 
 @functools.cache

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import accelpatch
+from accelpatch.runtime.captured_graph import CudaGraph, new_pool
 from accelpatch.runtime.captured_runtime import CAPTURED
 from accelpatch.runtime.patched_model import RUNTIME
 from tests.families.tiny import CAUSAL, full_batch, padded_batch
@@ -135,3 +136,22 @@ def test_unpatching_frees_graphs_and_caches() -> None:
         reserved.append(torch.cuda.memory_reserved())
         assert during > reserved[-1]
     assert reserved[2] <= reserved[1]
+
+
+@pytest.mark.parametrize("shape", [(64, 65536, 64), (128, 11008, 4096), (7, 4096, 1024), (300, 32768, 128)], ids=str)
+def test_a_graph_keeps_its_workspace(shape: tuple[int, int, int]) -> None:
+    """cuBLAS's workspaces are dropped by others (torch.compile does), and their memory goes to someone else."""
+    device, (m, k, n) = torch.device("cuda", 0), shape
+    a, b = (torch.randn(*size, device=device, dtype=torch.bfloat16) for size in ((m, k), (k, n)))
+    y = torch.empty(m, n, device=device, dtype=torch.bfloat16)
+    graph = CudaGraph(lambda: y.copy_(a @ b), device, new_pool(device))
+    graph.replay()
+    due = y.clone()
+    torch.cuda.synchronize()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    others = [torch.full((1 << 20,), 7.0, device=device) for _ in range(128)]
+    y.zero_()
+    graph.replay()
+    assert torch.equal(y, due)
+    assert all(bool((one == 7).all()) for one in others)
