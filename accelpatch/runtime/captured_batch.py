@@ -33,7 +33,7 @@ class Batch:
         self.tokens, self.report = torch.zeros(rows, **whole), torch.zeros(rows + 1, **whole)  # type: ignore[call-overload]
         self.slot, self.held_until, self.pad = (torch.zeros(1, **whole) for _ in range(3))  # type: ignore[call-overload]
         self.positions = torch.zeros(rows, 1, **whole)  # type: ignore[call-overload]
-        self.logits = torch.zeros(rows, vocabulary, device=device)
+        self.logits = torch.zeros(rows, vocabulary, dtype=torch.float32, device=device)
         self.unfinished = torch.ones(rows, dtype=torch.bool, device=device)
         self.arrived = torch.zeros(rows, dtype=torch.int32, device=device)
         self.ends, self.held = (torch.zeros(vocabulary + 1, dtype=torch.bool, device=device) for _ in range(2))
@@ -91,13 +91,13 @@ class Guesses:
         self.guessed, self.tokens = torch.zeros(GUESSES, **whole), torch.zeros(TOKENS, **whole)  # type: ignore[call-overload]
         self.places = torch.arange(TOKENS, **whole)  # type: ignore[call-overload]
         self.slot = torch.zeros(TOKENS, 1, **whole)  # type: ignore[call-overload]
-        self.logits = torch.zeros(TOKENS, batch.logits.shape[1], device=batch.device)
+        self.logits = batch.logits.new_zeros(TOKENS, batch.logits.shape[1])
         self.unfinished = torch.ones(TOKENS, dtype=torch.bool, device=batch.device)
         self.arrived = torch.zeros(TOKENS, dtype=torch.int32, device=batch.device)
         self.outcome = torch.zeros(TOKENS + 2, **whole)  # type: ignore[call-overload]
         self.report = self.outcome[:-1]
         self.held_until, self.ends, self.held, self.pad = batch.held_until, batch.ends, batch.held, batch.pad
-        self._sent = torch.zeros(GUESSES, dtype=torch.int64, pin_memory=batch.device.type == "cuda")
+        self._sent = torch.zeros(GUESSES, dtype=torch.int64, device="cpu", pin_memory=batch.device.type == "cuda")
         self._choices: dict[Any, Graph] = {}
 
     def send(self, guessed: list[int]) -> None:

@@ -7,6 +7,7 @@ host wait for the device. Tests put `EagerGraph` into the table for the CPU: the
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, Protocol
@@ -16,7 +17,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-WARM_UPS = 2  # runs before the capture: libraries choose their kernels and take their workspaces in them
+WARM_UPS = 2  # runs before the capture: libraries choose their kernels in them
+_ONE_AT_A_TIME = threading.RLock()  # captures of all models: they share a stream, and drop each other's workspaces
 
 
 class _Captured(TorchFunctionMode):
@@ -69,7 +71,7 @@ class CudaGraph:
 
     def __init__(self, program: Callable[[], None], device: torch.device, pool: Any):
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(device):
+        with _ONE_AT_A_TIME, torch.cuda.device(device):
             before, side = torch.cuda.current_stream(), _side_stream(device.index or 0)
             side.wait_stream(before)
             with torch.cuda.stream(side):
@@ -94,9 +96,10 @@ class CudaGraph:
 
 
 def _own_workspaces() -> None:
-    """Let cuBLAS drop its workspaces, so that a capture takes one from the graph's own memory, and nothing else has it.
+    """Let cuBLAS drop all its workspaces, so that a capture takes one from its pool's memory, and no one else keeps it.
 
-    Others drop them too (torch.compile does): a graph that was captured with an older one would be left without.
+    Others drop them too (torch.compile does): a graph captured with an older one, of the memory of all, would be left
+    without. So would a graph that a program captures by itself on the very stream that it was warmed up on.
     """
     if clear := getattr(torch._C, "_cuda_clearCublasWorkspaces", None):
         clear()

@@ -102,6 +102,18 @@ def test_tokens_of_every_family(name: str) -> None:
     assert paths(model) == {CAPTURED: 4 * 23}
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_under_another_default_dtype(dtype: torch.dtype) -> None:
+    model, before = patched(), torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        mine, its = both(model, full_batch(), max_new_tokens=8, do_sample=False)
+    finally:
+        torch.set_default_dtype(before)
+    assert torch.equal(mine, its)
+    assert list(paths(model)) == [CAPTURED]
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("batch", [full_batch, padded_batch], ids=["one-length", "left-padding"])
 @pytest.mark.parametrize("recipe", ["int8", "int4"])
