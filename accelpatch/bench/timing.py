@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -54,12 +55,18 @@ def measure(call: Callable[[], Any], *, device: torch.device, repeats: int, warm
 
 
 def once(call: Callable[[], Any], device: torch.device) -> float:
-    """Seconds of one call, from an idle device to an idle device."""
+    """Seconds of one call, from an idle device to an idle device; no garbage of others is collected meanwhile."""
     synchronize(device)
-    start = perf_counter()
-    call()
-    synchronize(device)
-    return perf_counter() - start
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        start = perf_counter()
+        call()
+        synchronize(device)
+        return perf_counter() - start
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def synchronize(device: torch.device) -> None:

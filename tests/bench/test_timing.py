@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from pathlib import Path
 
@@ -18,6 +19,20 @@ def test_a_timing_is_that_of_the_call() -> None:
     taken = timing.measure(lambda: time.sleep(0.02), device=CPU, repeats=3, warmup=0)
     assert len(taken.seconds) == 3
     assert 0.02 <= taken.median < 0.2
+
+
+def test_no_garbage_is_collected_within_a_call() -> None:
+    seen = []
+
+    def call() -> None:
+        seen.append(gc.isenabled())
+        raise KeyError
+
+    assert gc.isenabled()
+    with pytest.raises(KeyError):
+        timing.once(call, CPU)
+    assert seen == [False]
+    assert gc.isenabled()
 
 
 def test_warmup_is_called_and_not_timed() -> None:
