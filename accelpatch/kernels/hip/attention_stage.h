@@ -101,7 +101,7 @@ template <class T, int WIDE> struct HeadStager {
     DEVICE int queries(const Segment& s) const { return min(QUERIES, int(a.tokens) * plan.group - s.tile * QUERIES); }
 
     // A piece of a new key or value.
-    DEVICE Words4 operator()(int token, int value, int chunk) const { return reinterpret_cast<const Words4*>(fresh(token, value))[chunk]; }
+    DEVICE Words4 fresh_piece(int token, int value, int chunk) const { return reinterpret_cast<const Words4*>(fresh(token, value))[chunk]; }
     DEVICE void turn_to(int other) {  // a row's angles; they need nothing of the kernel before
         if (other == row) return;
         row = other;

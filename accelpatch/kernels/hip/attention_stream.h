@@ -62,7 +62,7 @@ template <class T, int WIDE, int RING> struct CacheStream {
         else return &held[stage % 2][i];
     }
     // The new slots' keys or values into their tile, whichever lane's they are: all lanes' copies have come, and all wait.
-    template <int STAGE, class FRESH> DEVICE void put_new(int ahead, int slot, const FRESH& fresh) {
+    template <int STAGE, class STAGER> DEVICE void put_new(int ahead, int slot, const STAGER& stager) {
         constexpr bool VALUE = STAGE / 2;
         if constexpr (SHARED_RING) {
             const int chunk = lane_id();
@@ -71,12 +71,12 @@ template <class T, int WIDE, int RING> struct CacheStream {
 #pragma unroll 1
             for (int token = max(slot - all.slot, 0); token < min(slot + TILE - all.slot, int(a.tokens)); ++token) {
                 const int s = all.slot + token - slot;
-                if (chunk < WIDE / 8) tile[VALUE ? Tile::place_of_value(s, chunk) : Tile::place_of_key(s, chunk, STEPS)] = fresh(token, VALUE, chunk);
+                if (chunk < WIDE / 8) tile[VALUE ? Tile::place_of_value(s, chunk) : Tile::place_of_key(s, chunk, STEPS)] = stager.fresh_piece(token, VALUE, chunk);
             }
             wave_sync();
         } else {
             each<STAGE>(ahead, [&](Words4& at, int s, int chunk) {
-                if (const int token = slot + s - all.slot; token >= 0 && token < int(a.tokens) && chunk * 8 < WIDE) at = fresh(token, VALUE, chunk);
+                if (const int token = slot + s - all.slot; token >= 0 && token < int(a.tokens) && chunk * 8 < WIDE) at = stager.fresh_piece(token, VALUE, chunk);
             });
         }
     }

@@ -2,6 +2,8 @@
 #pragma once
 #include "attention.h"
 
+constexpr float LEAST = -3.4e38f;  // as low as a highest score goes: infinities would have no difference
+
 // One query's results of all waves, and then of all spans, by one wave.
 template <class T, int WIDE> struct Adder {
     static constexpr int STRIDE = WIDE + 4;
@@ -86,7 +88,7 @@ template <class T, int WIDE> struct Adder {
     // `highest` takes in another score; the factor of what counted against it before. A number it stays, whatever it meets.
     static DEVICE float rebase(float& highest, float other) {
         const float before = highest;
-        highest = fmaxf(fmaxf(highest, other), -3.4e38f);
+        highest = fmaxf(fmaxf(highest, other), LEAST);
         return fast_exp2(before - highest);
     }
 };
