@@ -7,7 +7,7 @@ constexpr int BLOCKS_RESIDENT = 1;
 constexpr int BLOCKS_LAUNCHED = 1;
 constexpr int PHASE_VALUES = 2048;   // of K staged at once where not all fits
 constexpr bool SHARED_RING = false;
-constexpr int DEEP = 1, SHALLOW = 1;
+constexpr int DEEP = 1, SHALLOW = 1, DEEP_FLOATS = 1;
 constexpr int NARROW_TOKENS = 0;
 constexpr int WIDE_TOKENS = 8;
 constexpr int RESERVED_SHARED = 0;

@@ -31,6 +31,7 @@ template <class F, class T, bool NARROW, bool CLUSTERED = false> struct DigitSta
     template <class REST> DEVICE void range(int from, int steps, const REST& rest) {
         const int slots = (steps + PAIR<F> - 1) / PAIR<F> * PAIR<F> * (F::KSTEP / 16), laps = (slots + THREADS - 1) / THREADS;
         if (a.norm == NORM_NONE) fetch<false>(from * F::KSTEP, slots, laps, rest);
+        else if (NARROW && a.norm != NORM_LAYER && laps * int(a.m) == 1) one_slot(slots, rest);
         else fetch<true>(0, slots, laps, rest), normalise(slots, laps);
         __syncthreads();
     }
@@ -71,6 +72,15 @@ protected:
                 if (++lap == laps) lap = 0, ++token;
             }
             if (i == 0) rest();
+            uint32_t most[AT_ONCE];
+            if constexpr (!NORM) {
+#pragma unroll
+                for (int j = 0; j < AT_ONCE; ++j) most[j] = max(largest(v[j][0]), largest(v[j][1]));
+#pragma unroll
+                for (int step = 1; step < BLOCK; step *= 2)
+#pragma unroll
+                    for (int j = 0; j < AT_ONCE; ++j) most[j] = max(most[j], lane_xor(most[j], step));
+            }
 #pragma unroll
             for (int j = 0; j < AT_ONCE; ++j) {
                 if (i + j >= total) break;
@@ -82,11 +92,26 @@ protected:
                     }
                     if (to_lap == laps - 1) Base::leave(a.norm == NORM_LAYER ? Base::sums : Base::squares(), to_token, share), share = 0.f;
                 } else {
-                    convert(to_token, slot, slot < slots, v[j]);
+                    convert(to_token, slot, slot < slots, v[j], most[j]);
                 }
                 if (++to_lap == laps) to_lap = 0, ++to_token;
             }
         }
+    }
+    // Under an RMSNorm, a slot a thread: its values wait in registers for the norm's factor.
+    template <class REST> DEVICE void one_slot(int slots, const REST& rest) const {
+        const int slot = threadIdx.x;
+        Words4 v[2] = {{0, 0, 0, 0}, {0, 0, 0, 0}};
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+            if (slot < slots) v[h] = load_chunk(row(0), place(slot, h), int(a.k), plan.x_aligned);
+        rest();
+        Base::leave(Base::squares(), 0, Base::squares_of(v[0]) + Base::squares_of(v[1]));
+        __syncthreads();
+        const float scale = Base::scale(0);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) v[h] = Base::scaled(v[h], first[h], scale);
+        convert(0, slot, slot < slots, v);
     }
     DEVICE void normalise(int slots, int laps) const {
         __syncthreads();

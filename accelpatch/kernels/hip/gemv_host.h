@@ -23,6 +23,8 @@ template <class F> int waves_shift(const GemvPlan& p, int blocks) {
 // The kernel's forms: up to NARROW_TOKENS tokens, more, and more by clusters.
 enum class Form { NARROW, WIDE, CLUSTER };
 
+template <class F> constexpr int DEEPEST = F::VALUE_BITS == 16 ? DEEP_FLOATS : DEEP;
+
 // Where everything lies for `resident` phases and a ring of `depth`; the bytes in all.
 template <class F, class T> int64_t lay_out(GemvPlan& p, const GemvArgs& a, Form form, int depth) {
     const bool clustered = form == Form::CLUSTER;
@@ -36,7 +38,7 @@ template <class F, class T> int64_t lay_out(GemvPlan& p, const GemvArgs& a, Form
     p.powers_at = layout.take(F::INTEGER ? values / 128 * 32 : 0);
     p.sums_at = layout.take(F::OFFSET != OFFSET_NONE ? steps * F::GROUPS * 32 : 0);
     p.moments_at = layout.take(clustered ? Norms<T, true>::FLOATS * 4 : Norms<T>::FLOATS * 4);
-    p.partial_buffers = int32_t(form == Form::NARROW ? waves : depth == DEEP ? 2 : 1);  // where memory is short, a second barrier instead
+    p.partial_buffers = int32_t(form == Form::NARROW ? waves : depth >= DEEP ? 2 : 1);  // where memory is short, a second barrier instead
     p.partial_at = layout.take(clustered ? WAVES * (waves - 1) * LETTER_BYTES : p.partial_buffers * a.m * WAVES * PARTIAL_STRIDE * 4);
     p.boxes_at = layout.take(clustered ? BOXES * 8 : 0);
     p.ring_at = layout.take(SHARED_RING ? int64_t(depth) * PAIR<F> * SLOT_BYTES<F> * WAVES : 0);
@@ -48,8 +50,8 @@ template <class F, class T> int fit(GemvPlan& p, const GemvArgs& a, const Device
         for (const int64_t room : {half_of(limits), int64_t(limits.shared_block)}) {
             if (!all && (p.phases == 1 || a.norm)) continue;
             p.resident = all ? p.phases : 1;
-            for (const int depth : {DEEP, SHALLOW}) {
-                if (depth == DEEP && DEEP != SHALLOW && a.shallow) continue;
+            for (const int depth : {DEEPEST<F>, DEEP, SHALLOW}) {
+                if (depth != SHALLOW && a.shallow) continue;
                 const int64_t bytes = lay_out<F, T>(p, a, form, depth);
                 p.bytes = int32_t(bytes);
                 if (bytes <= room) return depth;
@@ -96,7 +98,10 @@ template <class F, class T> int make_plan(GemvPlan& p, const GemvArgs& a, const 
     return form == Form::CLUSTER ? fit_part<F, T>(p, a, limits) : fit<F, T>(p, a, limits, form);
 }
 
-template <class F, class T, bool NARROW> auto kernel_of(int depth) { return depth == DEEP ? gemv_kernel<F, T, NARROW, DEEP> : gemv_kernel<F, T, NARROW, SHALLOW>; }
+template <class F, class T, bool NARROW> auto kernel_of(int depth) {
+    if (depth == DEEPEST<F>) return gemv_kernel<F, T, NARROW, DEEPEST<F>>;
+    return depth == DEEP ? gemv_kernel<F, T, NARROW, DEEP> : gemv_kernel<F, T, NARROW, SHALLOW>;
+}
 
 template <class F, class T> int launch_as_clusters(const GemvArgs& a, const DeviceLimits& limits, GpuStream stream) {
     const int clusters = a.blocks > 0 ? (a.blocks + CLUSTER - 1) / CLUSTER : most_clusters(gemv_cluster_kernel<F, T>, limits);

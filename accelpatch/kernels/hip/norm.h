@@ -88,18 +88,23 @@ template <class T, bool CLUSTERED = false> struct Norms {
         if (a.norm_bias) g.bias = load_chunk(a.norm_bias, at, int(a.k), plan.x_aligned);
         return g;
     }
-    DEVICE Words4 apply(const Words4& raw, const Gain& g, int at, float mean, float scale) const {
-        float v[8], times[8];
-        unpack<T>(raw, v), unpack<T>(g.weight, times);
+    DEVICE void weights(const Gain& g, float* times) const {
+        unpack<T>(g.weight, times);
         if (a.norm == NORM_RMS_PLUS_ONE || !a.norm_weight)
 #pragma unroll
-            for (float& one : times) one += 1.f;
-        if (a.norm != NORM_LAYER) {
+            for (int e = 0; e < 8; ++e) times[e] += 1.f;
+    }
+    DEVICE Words4 scaled(const Words4& raw, const Gain& g, float scale) const {  // an RMSNorm
+        float v[8], times[8];
+        unpack<T>(raw, v), weights(g, times);
 #pragma unroll
-            for (int e = 0; e < 8; ++e) v[e] = v[e] * scale * times[e];
-            return pack<T>(v);
-        }
-        float shift[8];
+        for (int e = 0; e < 8; ++e) v[e] = v[e] * scale * times[e];
+        return pack<T>(v);
+    }
+    DEVICE Words4 apply(const Words4& raw, const Gain& g, int at, float mean, float scale) const {
+        if (a.norm != NORM_LAYER) return scaled(raw, g, scale);
+        float v[8], times[8], shift[8];
+        unpack<T>(raw, v), weights(g, times);
         unpack<T>(g.bias, shift);
 #pragma unroll
         for (int e = 0; e < 8; ++e) v[e] = fmaf((v[e] - mean) * scale, times[e], shift[e]);

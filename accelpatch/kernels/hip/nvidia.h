@@ -9,6 +9,7 @@ constexpr int BLOCKS_LAUNCHED = 1;   // on each processor, also where there are 
 constexpr int PHASE_VALUES = 4096;   // of K staged at once where not all fits: 8 tokens within half a processor
 constexpr bool SHARED_RING = true;    // or else one turn ahead, in registers
 constexpr int DEEP = 4, SHALLOW = 2;  // turns of a ring
+constexpr int DEEP_FLOATS = 5;        // of 16-bit weights, whose turns are soon done
 constexpr int NARROW_TOKENS = 2;     // up to how many tokens integer products have a form of their own: a wave finishes 16 rows of two
 constexpr int WIDE_TOKENS = 3;       // up to how many tokens float products run without clusters
 constexpr int RESERVED_SHARED = 1024;  // bytes of a block that are the system's

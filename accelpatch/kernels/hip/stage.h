@@ -18,8 +18,12 @@ template <class F, class T> struct FloatStager : Norms<T> {
     // activations are on their way, and says how many turns that is.
     template <class REST> DEVICE void range(int from, int steps, const REST& rest) {
         const int wanted = (steps + PAIR<F> - 1) / PAIR<F> * PAIR<F> * (F::KSTEP / 8);
-        copy(from * F::KSTEP, wanted, rest);
-        if (a.norm != NORM_NONE) normalise(wanted);
+        if (SHARED_RING && (a.norm == NORM_RMS || a.norm == NORM_RMS_PLUS_ONE) && a.m == 1 && wanted <= 2 * THREADS) {
+            two_chunks(wanted, rest);
+        } else {
+            copy(from * F::KSTEP, wanted, rest);
+            if (a.norm != NORM_NONE) normalise(wanted);
+        }
         __syncthreads();
     }
     static constexpr bool BOUNDED = false;
@@ -39,6 +43,20 @@ private:
             }
         ring_commit();
         copies_done(rest());
+    }
+    // Under an RMSNorm, up to two chunks a thread: their values wait for the norm's factor in registers, where no ring lies.
+    template <class REST> DEVICE void two_chunks(int wanted, const REST& rest) const {
+        Words4 v[2] = {{0, 0, 0, 0}, {0, 0, 0, 0}};
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+            if (const int c = threadIdx.x + i * THREADS; c < wanted) v[i] = load_chunk(row(0), c * 8, int(a.k), plan.x_aligned);
+        rest();
+        Base::leave(Base::squares(), 0, Base::squares_of(v[0]) + Base::squares_of(v[1]));
+        __syncthreads();
+        const float scale = Base::scale(0);
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+            if (const int c = threadIdx.x + i * THREADS; c < wanted) chunk(0, c) = Base::scaled(v[i], first[i], scale);
     }
     DEVICE void normalise(int wanted) const {
         if (a.norm == NORM_LAYER) {
