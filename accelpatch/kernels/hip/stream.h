@@ -5,8 +5,7 @@
 
 template <class F> constexpr int SCALE_BYTES = 4 * F::GROUPS;  // a row pair and step
 template <class F> constexpr int TABLES = F::GROUPS ? 1 + (F::OFFSET != OFFSET_NONE) : 0;  // scales, offsets
-template <class F> constexpr int TABLE_BYTES = SCALE_BYTES<F> * TABLES<F>;  // a lane and step: scales, then offsets
-template <class F> constexpr int SLOT_BYTES = 1024 + WAVE * TABLE_BYTES<F>;  // a wave and step
+template <class F> constexpr int SLOT_BYTES = 1024 + WAVE * SCALE_BYTES<F> * TABLES<F>;  // a wave and step
 
 // Neighbouring steps of K in a turn: two at once hide each other's latencies, where registers hold their scales.
 template <class F> constexpr int PAIR = F::GROUPS * SCALE_PAIRS * TABLES<F> > 8 ? 1 : 2;
@@ -52,20 +51,18 @@ template <class F, int DEPTH> struct Stream {
     const int first, stride;  // the wave's first turn in a tile, and from one to the next, in steps
     int tile, step;           // of the next turn
     int rows[ROWS_PER_LANE];  // of row-major weights
-    const char *row[ROWS_PER_LANE], *scale, *offset;
+    const char *row[ROWS_PER_LANE], *scale;
     char* ring;               // this lane's place in it
     const int table_at;       // from there to its scales
-    const int table_hop;      // from a turn's first set of scales to its second; none where steps share a set
     int slot = 0;             // bytes from there to the next turn's
     Slot<F> held[SHARED_RING ? 1 : PAIR<F>];
     static constexpr bool LATE = !SHARED_RING && Slot<F>::WORDS * TABLES<F> > 16;  // more scales than registers hold ahead
-    const char *scales, *offsets;  // of the turn that was asked for last
+    const char* tables;
 
     // Wave wk of those that share a tile; `tile` is its first.
     DEVICE Stream(const GemvArgs& a, const GemvPlan& plan, int wk, int tile, char* ring)
         : a(a), plan(plan), first(wk * PAIR<F>), stride(PAIR<F> << plan.waves_shift), tile(tile), step(first), ring(ring),
-          table_at(1024 - lane_id() * (16 - TABLE_BYTES<F>)),
-          table_hop(a.group_shift ? 0 : SLOT_BYTES<F>) {
+          table_at(1024 - lane_id() * (16 - SCALE_BYTES<F>)) {
         if (first >= plan.steps) this->tile = plan.tiles;  // no turn at all
         for (int h = 0; h < ROWS_PER_LANE; ++h) {
             const int r = fragment_row(h);
@@ -76,8 +73,7 @@ template <class F, int DEPTH> struct Stream {
                 row[h] = static_cast<const char*>(a.w) + rows[h] * row_bytes<F>(a) + fragment_quarter() * RUN_BYTES;
             }
         }
-        const int64_t before = (tile * scale_sets<F>(a, plan) * 8 + scale_pair()) * SCALE_BYTES<F>;
-        scale = static_cast<const char*>(a.scale) + before, offset = static_cast<const char*>(a.offset) + before;
+        scale = static_cast<const char*>(a.scale) + (tile * scale_sets<F>(a, plan) * 8 + scale_pair()) * SCALE_BYTES<F>;
 #pragma unroll 1
         for (int i = 0; i < EARLY; ++i) issue();
     }
@@ -97,7 +93,6 @@ template <class F, int DEPTH> struct Stream {
             if (!F::TILED) rows[h] += plan.row_hop;
         }
         if (F::GROUPS > 0) scale += plan.scale_hop;
-        if (F::OFFSET != OFFSET_NONE) offset += plan.scale_hop;
     }
     // Starts the loads of the next turn, into the place of the one that was taken last.
     DEVICE void issue() {
@@ -106,9 +101,8 @@ template <class F, int DEPTH> struct Stream {
         if (F::TILED || plan.w_aligned) copy(into, there, second);
         else if (there) gather_turn(into);
         if constexpr (F::GROUPS > 0) {
-            const int64_t at = int64_t(step >> a.group_shift) * 8 * SCALE_BYTES<F>;
-            scales = scale + at, offsets = offset + at;
-            if constexpr (!LATE) load_tables(into, there, second);
+            if constexpr (LATE) tables = scale + int64_t(step >> a.group_shift) * 8 * SCALE_BYTES<F>;
+            else load_tables(into, there, second);
         }
         ring_commit();
         if (SHARED_RING) slot = slot + TURN_BYTES == DEPTH * TURN_BYTES ? 0 : slot + TURN_BYTES;
@@ -117,18 +111,19 @@ template <class F, int DEPTH> struct Stream {
     DEVICE void load_tables(char* into, bool there, bool second) {
 #pragma unroll
         for (int u = 0; u < PAIR<F>; ++u) {
+            const char* from = scale + int64_t((step + u) >> a.group_shift) * 8 * SCALE_BYTES<F>;
             char* first = SHARED_RING ? into + table_at + u * SLOT_BYTES<F> : reinterpret_cast<char*>(held[SHARED_RING ? 0 : u].scale);
-            char* other = SHARED_RING ? first + SCALE_BYTES<F> : reinterpret_cast<char*>(held[SHARED_RING ? 0 : u].offset);
-            copy_tables(first, other, set(u), u ? second && (table_hop || !SHARED_RING) : there);
+            char* other = SHARED_RING ? first + WAVE * SCALE_BYTES<F> : reinterpret_cast<char*>(held[SHARED_RING ? 0 : u].offset);
+            copy_tables(first, other, from, u ? second : there);
         }
     }
-    DEVICE int set(int u) const { return SHARED_RING || table_hop ? u : 0; }  // of a turn's, the one that step `u` has
-    DEVICE void copy_tables(char* into, char* beside, int set, bool there) const {
+    DEVICE void copy_tables(char* scales, char* offsets, const char* from, bool there) {
+        const int64_t beside = static_cast<const char*>(a.offset) - static_cast<const char*>(a.scale);
 #pragma unroll
         for (int pair = 0; pair < SCALE_PAIRS; ++pair) {
-            const int to = pair * SCALE_BYTES<F>, at = set * 8 * SCALE_BYTES<F> + to;
-            stream_copy<SCALE_BYTES<F>>(into + to, scales + at, there);
-            if (F::OFFSET != OFFSET_NONE) stream_copy<SCALE_BYTES<F>>(beside + to, offsets + at, there);
+            const int at = pair * SCALE_BYTES<F>;
+            stream_copy<SCALE_BYTES<F>>(scales + at, from + at, there);
+            if (F::OFFSET != OFFSET_NONE) stream_copy<SCALE_BYTES<F>>(offsets + at, from + beside + at, there);
         }
     }
     DEVICE char* place(char* into, int u, int h) { return SHARED_RING ? into + u * SLOT_BYTES<F> + h * WAVE * 16 : reinterpret_cast<char*>(&held[SHARED_RING ? 0 : u].w[h]); }
@@ -159,23 +154,19 @@ template <class F, int DEPTH> struct Stream {
         ring_wait<DEPTH>();
 #pragma unroll
         for (int u = 0; u < PAIR<F>; ++u) {
-            if constexpr (SHARED_RING) read(now[u], ring + slot + u * SLOT_BYTES<F>, ring + slot + table_at + u * table_hop);
+            if constexpr (SHARED_RING) read(now[u], ring + slot + u * SLOT_BYTES<F>, ring + slot + table_at + u * SLOT_BYTES<F>);
             else now[u] = held[u];
-            if constexpr (LATE) copy_tables(reinterpret_cast<char*>(now[u].scale), reinterpret_cast<char*>(now[u].offset), set(u), true);
+            if constexpr (LATE) copy_tables(reinterpret_cast<char*>(now[u].scale), reinterpret_cast<char*>(now[u].offset), tables, true);
         }
         issue();
     }
     static DEVICE void read(Slot<F>& out, const char* from, const char* table) {
 #pragma unroll
         for (int h = 0; h < ROWS_PER_LANE; ++h) out.w[h] = *reinterpret_cast<const Words4*>(from + h * WAVE * 16);
-        if constexpr (F::GROUPS > 0) {
-            struct alignas(TABLE_BYTES<F> < 16 ? TABLE_BYTES<F> : 16) Tables { uint32_t v[TABLE_BYTES<F> / 4]; };
-            const Tables all = *reinterpret_cast<const Tables*>(table);
 #pragma unroll
-            for (int j = 0; j < F::GROUPS; ++j) {
-                out.scale[j] = all.v[j];
-                if (F::OFFSET != OFFSET_NONE) out.offset[j] = all.v[F::GROUPS + j];
-            }
+        for (int j = 0; j < F::GROUPS; ++j) {
+            out.scale[j] = reinterpret_cast<const uint32_t*>(table)[j];
+            if (F::OFFSET != OFFSET_NONE) out.offset[j] = reinterpret_cast<const uint32_t*>(table + WAVE * SCALE_BYTES<F>)[j];
         }
     }
 };
