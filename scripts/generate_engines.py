@@ -1,7 +1,10 @@
 """What scripts/bench_generate.py times: stock generate() before and after a patch, and peers in loops of their own.
 
-The peers' loop is gpt-fast's: one token's step over a static cache, `torch.compile(mode="reduce-overhead")`, and no
-look at the tokens between steps. torchao quantises the weights of two of them; without it they are left out.
+The peers' loop is gpt-fast's: one token's step over a static cache, compiled by torch and captured, and no look at the
+tokens between steps. "compiled" has the settings of `torch.compile(mode="reduce-overhead")`, the others those that
+torchao sets for its users on top, whose search for the best kernels gpt-fast asks for too. torchao quantises the
+weights of two of them; without it they are left out. Each states all of its settings: torchao's would hold for the
+whole process.
 """
 
 from __future__ import annotations
@@ -18,7 +21,9 @@ from torch import Tensor, nn
 import accelpatch
 
 STATIC = {"cache_implementation": "static"}
-LOOPS = {"compiled": None, "torchao-int8": 8, "torchao-int4": 4}  # peers in a loop of their own: bits of their weights
+# peers in a loop of their own: bits of their weights
+LOOPS = {"compiled": None, "tuned": None, "torchao-int8": 8, "torchao-int4": 4}
+SEARCHES = ("coordinate_descent_tuning", "coordinate_descent_check_all_directions", "force_fuse_int_mm_with_mul")
 
 
 @dataclass
@@ -72,25 +77,30 @@ def looping(base: nn.Module, name: str, room: int) -> Engine:
     if LOOPS[name]:
         model = copy.deepcopy(base)
         quantise(model, LOOPS[name])
-    return Engine(f"{name} loop", model, Loop(model, room), read_bytes(model))
+    return Engine(f"{name} loop", model, Loop(model, room, name != "compiled"), read_bytes(model))
 
 
 def quantise(model: nn.Module, bits: int | None) -> None:
     """torchao's weight-only form of every linear layer, the head too."""
     from torchao import quantization as ao
 
-    four = {"group_size": 128, "int4_packing_format": "tile_packed_to_4d"}
-    ao.quantize_(model, ao.Int8WeightOnlyConfig() if bits == 8 else ao.Int4WeightOnlyConfig(**four))
+    own = {"set_inductor_config": False}
+    four = {"group_size": 128, "int4_packing_format": "tile_packed_to_4d", **own}
+    ao.quantize_(model, ao.Int8WeightOnlyConfig(**own) if bits == 8 else ao.Int4WeightOnlyConfig(**four))
 
 
 class Loop:
-    """Greedy decoding by a compiled step over a static cache; the prompt runs uncompiled."""
+    """Greedy decoding by a compiled step over a static cache; the prompt runs uncompiled.
 
-    def __init__(self, model: Any, room: int):
+    searched: whether the compiler tries variants of each kernel, and takes its own for products of one row.
+    """
+
+    def __init__(self, model: Any, room: int, searched: bool):
         from transformers import StaticCache
 
         self._model, self._cache = model, StaticCache(config=model.config, max_cache_len=room)
-        self._step = torch.compile(self._next, mode="reduce-overhead")
+        options = {"triton.cudagraphs": True, **dict.fromkeys(SEARCHES, searched)}
+        self._step = torch.compile(self._next, options=options)
 
     def _next(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         return self._run(tokens, positions), positions + 1
