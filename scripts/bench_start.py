@@ -20,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections import Counter
+from collections import defaultdict
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -38,7 +38,7 @@ class Samples(threading.Thread):
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
-        self.seconds: Counter[str] = Counter()
+        self.seconds: dict[str, float] = defaultdict(float)
         self._watched, self._over = threading.get_ident(), threading.Event()
 
     def run(self) -> None:
@@ -55,7 +55,7 @@ class Samples(threading.Thread):
         """No more looks; what was found, the most first."""
         self._over.set()
         self.join()
-        return dict(self.seconds.most_common())
+        return dict(sorted(self.seconds.items(), key=lambda item: -item[1]))
 
 
 def _stack(frame: FrameType | None) -> list[FrameType]:
@@ -88,7 +88,8 @@ def child(asked: argparse.Namespace, recipe: str, turn: str) -> None:
     print(READY, flush=True)
     sys.stdin.readline()
 
-    samples, times, where = Samples(), [time.perf_counter()], {}
+    where: dict[str, float] = {}
+    samples, times = Samples(), [time.perf_counter()]
     samples.start()
     accelpatch.patch(model, recipe, **options)
     synchronize(device)

@@ -1,10 +1,9 @@
 """What scripts/bench_generate.py times: stock generate() before and after a patch, and peers in loops of their own.
 
 The peers' loop is gpt-fast's: one token's step over a static cache, compiled by torch and captured, and no look at the
-tokens between steps. "compiled" has the settings of `torch.compile(mode="reduce-overhead")`, the others those that
-torchao sets for its users on top, whose search for the best kernels gpt-fast asks for too. torchao quantises the
-weights of two of them; without it they are left out. Each states all of its settings: torchao's would hold for the
-whole process.
+tokens between steps. "compiled" has the settings of `torch.compile(mode="reduce-overhead")`; the others search for the
+best form of each kernel on top, as gpt-fast and torchao ask for. torchao quantises the weights of two of them; without
+it they are left out. Each engine states its settings itself: those that torchao sets would hold for all of them.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ import accelpatch
 STATIC = {"cache_implementation": "static"}
 # peers in a loop of their own: bits of their weights
 LOOPS = {"compiled": None, "tuned": None, "torchao-int8": 8, "torchao-int4": 4}
-SEARCHES = ("coordinate_descent_tuning", "coordinate_descent_check_all_directions", "force_fuse_int_mm_with_mul")
 
 
 @dataclass
@@ -84,7 +82,7 @@ def quantise(model: nn.Module, bits: int | None) -> None:
     """torchao's weight-only form of every linear layer, the head too."""
     from torchao import quantization as ao
 
-    own = {"set_inductor_config": False}
+    own: dict[str, Any] = {"set_inductor_config": False}
     four = {"group_size": 128, "int4_packing_format": "tile_packed_to_4d", **own}
     ao.quantize_(model, ao.Int8WeightOnlyConfig(**own) if bits == 8 else ao.Int4WeightOnlyConfig(**four))
 
@@ -99,7 +97,7 @@ class Loop:
         from transformers import StaticCache
 
         self._model, self._cache = model, StaticCache(config=model.config, max_cache_len=room)
-        options = {"triton.cudagraphs": True, **dict.fromkeys(SEARCHES, searched)}
+        options: dict[str, Any] = {"triton.cudagraphs": True, "coordinate_descent_tuning": searched}
         self._step = torch.compile(self._next, options=options)
 
     def _next(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

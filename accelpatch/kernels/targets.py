@@ -49,6 +49,8 @@ _HIP: Mapping[str, tuple[str, ...]] = {
     "gemv.hip": (),
     "gemv_int8.hip": (),
     "gemv_int4.hip": (),
+    "gemv_int4_32.hip": (),
+    "gemv_int4_64.hip": (),
     "gemv_fp8.hip": (),
     "decode_attention.hip": (),
     "read_limit.hip": (),

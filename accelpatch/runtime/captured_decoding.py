@@ -17,7 +17,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from accelpatch.kernels.triton.launch import on
-from accelpatch.runtime.captured_cache import move_back, move_in, why_not
+from accelpatch.runtime.captured_cache import OWN, move_back, move_in, why_not
 from accelpatch.runtime.captured_graph import Graph
 from accelpatch.runtime.captured_lookup import NONE, RIGHT, STEPS, Late, Lookup
 from accelpatch.runtime.captured_reports import Reports
@@ -140,7 +140,7 @@ def _late(run: _Run, choice: Choice, config: Any, logits: Tensor, streamer: Any,
 
 
 class _Run:
-    """One call of generate() over a captured step; at its end the cache of the call holds the tokens again."""
+    """One call of generate() over a captured step; at its end a cache that anyone sees holds the tokens again."""
 
     def __init__(self, model: Any, runtime: CapturedRuntime, step: CapturedStep):
         self.runtime, self.step = runtime, step
@@ -149,13 +149,14 @@ class _Run:
         self.lookup: Lookup | None = None
         self.slot = 0  # tokens cached, one made too many among them
         self._cache: Any = None
+        self._seen = True  # whether anyone has the cache after the call
         self._first = self._length = 0
 
     def __enter__(self) -> _Run:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        if self._cache is not None:
+        if self._cache is not None and self._seen:
             move_back(self.step.cache, self._cache, self._length)
         paths, lookup = self.runtime.paths, self.lookup
         steps = self._length - self._first
@@ -197,7 +198,7 @@ class _Run:
             self.step = self.runtime.larger(self._model, self.step)
         if reason is not None:
             move_in(cache, self.step.cache)
-        self._cache = cache
+        self._cache, self._seen = cache, bool(config.return_dict_in_generate) or not getattr(cache, OWN, False)
         self._first = self.slot = self._length = length
         self.step.show(length, mask)
         self.step.batch.begin(length, self._positions(self.kwargs, mask, length))

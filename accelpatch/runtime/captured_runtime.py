@@ -243,6 +243,7 @@ class CapturedRuntime:
 
     def _fuse(self, model: nn.Module) -> None:
         """Read the model's fused layers, or why there are none; the weights that they lay together have moved."""
+        self._watch = None  # it would hold each weight beside what is made of it
         try:
             with torch.inference_mode(False), torch.no_grad():
                 self._fused = read(model) if self._unfit is None else None

@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.cache_utils import DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from accelpatch.errors import PatchError
+from accelpatch.runtime.captured_cache import OWN
 from accelpatch.runtime.captured_decoding import captured_loop
 from accelpatch.runtime.captured_graph import GRAPHS
 from accelpatch.runtime.captured_runtime import CapturedRuntime
@@ -18,6 +20,7 @@ from accelpatch.runtime.native_step import NativeRuntime
 from accelpatch.runtime.torch_threads import all_threads, one_thread
 
 RUNTIME = "_accelpatch_runtime"  # the attribute of a patched model that holds its runtime
+CACHES = "_prepare_cache_for_generation"  # transformers' method that makes the cache of a call
 
 
 def new_runtime(device_type: str, settings: Any) -> NativeRuntime | CapturedRuntime:
@@ -42,7 +45,22 @@ def _subclass(cls: Any) -> type[nn.Module]:
     refused = {name: _refusing(name, advice) for name, advice in REFUSED.items() if hasattr(cls, name)}
     kept = {"tie_weights": _keep_ties} if hasattr(cls, "tie_weights") else {}
     loops = {"_sample": _looping(cls._sample)} if hasattr(cls, "_sample") else {}
-    return type(cls.__name__, (cls,), body | refused | kept | loops | {"forward": _stepping(cls)})
+    caches = {name: _marking(getattr(cls, name)) for name in (CACHES,) if hasattr(cls, name)}
+    return type(cls.__name__, (cls,), body | refused | kept | loops | caches | {"forward": _stepping(cls)})
+
+
+def _marking(stock: Any) -> Any:
+    """What makes the cache of a call of generate() that brings none; it is marked: only the result can show it."""
+
+    @functools.wraps(stock)
+    def prepare(self: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        brought = model_kwargs.get("past_key_values")
+        prepared = stock(self, generation_config, model_kwargs, *args, **kwargs)
+        if type(cache := model_kwargs.get("past_key_values")) is DynamicCache:
+            setattr(cache, OWN, brought is None)  # one that an earlier call returned is marked already
+        return prepared
+
+    return prepare
 
 
 def _looping(stock: Any) -> Any:
