@@ -6,8 +6,9 @@
 Every turn of a recipe is a process of its own. They all make their model (the named shape, random bf16 weights, on the
 device) side by side, and then take the timed part one after the other, the rest of them idle. `cold`: Triton's cache of
 compiled kernels is empty, the device library is there. `warm`: the same with the cache that the cold turn has filled.
-Both without verification and with the originals freed. `defaults`: warm, patch() with no option at all. Where the time
-goes is sampled beside the timed part: seconds within each function, with all that it calls.
+Both without verification and with the originals freed. `defaults`: after these, patch() with no option at all; kernels
+that only verification runs are compiled in it. Where the time goes is sampled beside the timed part: seconds within
+each function, with all that it calls.
 """
 
 from __future__ import annotations
