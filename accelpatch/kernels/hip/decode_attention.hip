@@ -30,7 +30,10 @@ AttentionPlan lay_out(const AttentionArgs& a, int wide, int64_t ring, int buffer
 }
 
 template <class T, int WIDE, int RING> int start(const AttentionArgs& a, const AttentionPlan& plan, const DeviceLimits& limits, GpuStream stream) {
-    const int error = launch_kernel(attention_kernel<T, WIDE, RING>, limits.processors, THREADS, plan.bytes, stream, limits, a.dependent >= 0, a, plan);
+    // Where heads are many, a block's wait for its queries is another block's time to read.
+    const int64_t heads = a.rows * a.kv_heads * plan.tiles, resident = WIDE > 128 ? 1 : BLOCKS_RESIDENT;
+    const int blocks = limits.processors * int(heads >= 2 * resident * limits.processors ? resident : 1);
+    const int error = launch_kernel(attention_kernel<T, WIDE, RING>, blocks, THREADS, plan.bytes, stream, limits, a.dependent >= 0, a, plan);
     return error ? STATUS_DEVICE + error : STATUS_OK;
 }
 
