@@ -39,6 +39,7 @@ DEVICE float half_to_float(uint32_t bits) { return static_cast<float>(__builtin_
 DEVICE uint32_t float_to_half(float value) { return __builtin_bit_cast(uint16_t, static_cast<_Float16>(value)); }
 DEVICE uint32_t floats_to_half(float low, float high) { return float_to_half(low) | float_to_half(high) << 16; }
 DEVICE float fast_exp2(float v) { return __builtin_amdgcn_exp2f(v); }
+DEVICE float fast_reciprocal(float v) { return __builtin_amdgcn_rcpf(v); }  // within a unit in the last place
 DEVICE uint32_t pair_fma(uint32_t a, uint32_t b, uint32_t c) {  // of fp16
     return __builtin_bit_cast(uint32_t, __builtin_elementwise_fma(__builtin_bit_cast(Half2, a), __builtin_bit_cast(Half2, b), __builtin_bit_cast(Half2, c)));
 }

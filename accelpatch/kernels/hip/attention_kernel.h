@@ -86,7 +86,7 @@ template <class T, int WIDE, int RING> struct Softmax {
             for (int i = 0; i < 4; ++i) s[r][i] = scores[r].score(i) * a.scaling;
             if (a.softcap > 0.f)
 #pragma unroll
-                for (int i = 0; i < 4; ++i) s[r][i] = a.softcap * (1.f - 2.f / (fast_exp2(s[r][i]) + 1.f));
+                for (int i = 0; i < 4; ++i) s[r][i] = a.softcap * (1.f - 2.f * fast_reciprocal(fast_exp2(s[r][i]) + 1.f));
             if (begin + tile_at(r) + TILE > all.slot || given[r] != 0xffffu || view.windowed)
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {

@@ -17,32 +17,39 @@ template <class T, int WIDE> struct Adder {
         y = static_cast<uint16_t*>(a.y) + ((s.row * a.tokens + token) * a.heads + head) * a.size;
     }
     DEVICE void store(int column, const float* sums, float total) const {
-        const float share = 1.f / total;
+        const float share = fast_reciprocal(total);
 #pragma unroll
         for (int i = 0; i < 4; i += 2) *reinterpret_cast<uint32_t*>(y + column + i) = T::down_pair((sums[i] + 0.f) * share, (sums[i + 1] + 0.f) * share);
     }
     DEVICE float* record(int span) const { return a.sums + ((int64_t(s.head) * QUERIES + q) * a.spans + span) * (RECORD_HEAD + a.size); }
     DEVICE void add(const float* states, const float* tops, int span) const {
+        constexpr int RUN = WAVE * 4, RUNS = (WIDE + RUN - 1) / RUN;  // columns of all lanes; how often
+        float one[RUNS][WAVES][4], known[2 * WAVES];  // all are under way before the first is needed
+#pragma unroll
+        for (int w = 0; w < WAVES; w += 2) load_floats<4>(known + 2 * w, tops + 2 * w);
+#pragma unroll
+        for (int run = 0; run < RUNS; ++run)
+#pragma unroll
+            for (int w = 0; w < WAVES; ++w) load_floats<4>(one[run][w], states + w * STRIDE + min(lane_id() * 4 + run * RUN, WIDE - 4));
         float highest = -INFINITY, total = 0.f, factor[WAVES];
 #pragma unroll
-        for (int w = 0; w < WAVES; ++w) highest = fmaxf(highest, tops[2 * w]);
+        for (int w = 0; w < WAVES; ++w) highest = fmaxf(highest, known[2 * w]);
         const float base = highest == -INFINITY ? 0.f : highest;
 #pragma unroll
-        for (int w = 0; w < WAVES; ++w) factor[w] = fast_exp2(tops[2 * w] - base), total = fmaf(factor[w], tops[2 * w + 1], total);
+        for (int w = 0; w < WAVES; ++w) factor[w] = fast_exp2(known[2 * w] - base), total = fmaf(factor[w], known[2 * w + 1], total);
         float* kept = record(span);
-        for (int column = lane_id() * 4; column < int(a.size); column += WAVE * 4) {
+        if (!s.single() && lane_id() == 0) kept[0] = highest, kept[1] = total;
+#pragma unroll
+        for (int run = 0; run < RUNS; ++run) {
             float sums[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
-            for (int w = 0; w < WAVES; ++w) {
-                float one[4];
-                load_floats<4>(one, states + w * STRIDE + column);
+            for (int w = 0; w < WAVES; ++w)
 #pragma unroll
-                for (int i = 0; i < 4; ++i) sums[i] = fmaf(factor[w], one[i], sums[i]);
-            }
-            if (s.single()) store(column, sums, total);
+                for (int i = 0; i < 4; ++i) sums[i] = fmaf(factor[w], one[run][w][i], sums[i]);
+            if (const int column = lane_id() * 4 + run * RUN; column >= int(a.size)) continue;
+            else if (s.single()) store(column, sums, total);
             else *reinterpret_cast<Words4*>(kept + RECORD_HEAD + column) = {float_to_bits(sums[0]), float_to_bits(sums[1]), float_to_bits(sums[2]), float_to_bits(sums[3])};
         }
-        if (!s.single() && lane_id() == 0) kept[0] = highest, kept[1] = total;
     }
     // Of all spans of the head, those columns that are the wave's: every `pieces`th run of four lanes' columns. Four lanes have
     // every GROUPSth span, counted from span 0 and not from the first that is seen: in longer company that is another one.

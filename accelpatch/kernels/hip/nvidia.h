@@ -51,6 +51,11 @@ DEVICE float fast_exp2(float v) {
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(v));
     return y;
 }
+DEVICE float fast_reciprocal(float v) {  // within a unit in the last place
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(v));
+    return y;
+}
 DEVICE uint32_t pair_fma(uint32_t a, uint32_t b, uint32_t c) {  // of fp16
     uint32_t d;
     asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
