@@ -199,7 +199,7 @@ template <class T> struct AttentionTile {
     DEVICE float score(int i) const { return product.sum[i]; }
     struct Weights { uint32_t first, second; };
     static DEVICE Weights weights(const float* s) { return {T::down_pair(s[0], s[1]), T::down_pair(s[2], s[3])}; }
-    static DEVICE void add_values(float* sums, const Words4* piece, int set, int part, const Weights& w) {
+    static DEVICE void add_values(float* sums, const Words4* piece, int, int set, int part, const Weights& w) {
         const Words4* v = piece + set * 4;
         const uint32_t a = word_of(v[0], part / 2), b = word_of(v[1], part / 2), c = word_of(v[2], part / 2), d = word_of(v[3], part / 2);
         MatrixProduct<T> all;

@@ -65,6 +65,7 @@ template <class T, int WIDE, int RING> struct Softmax {
         if (seen_tile(all, begin + tile_at(FIRST), end) || seen_tile(all, begin + tile_at(LAST), end)) {
             given[FIRST] = prepare<FIRST>(stream, view, all, begin + tile_at(FIRST), 0);
             if constexpr (LAST > FIRST) given[LAST] = prepare<LAST>(stream, view, all, begin + tile_at(LAST), 1);
+            wave_sync();  // all lanes' copies have come
 #pragma unroll
             for (int step = 0; step < Stream::STEPS; ++step) {
                 const Words4 q = view.query[4 * step + fragment_quarter()];
@@ -72,10 +73,11 @@ template <class T, int WIDE, int RING> struct Softmax {
                 for (int r = FIRST; r <= LAST; ++r) {
                     Words4 k[ROWS_PER_LANE];
 #pragma unroll
-                    for (int h = 0; h < ROWS_PER_LANE; ++h) k[h] = *stream.piece(r, r - FIRST, h * Stream::STEPS + step);
+                    for (int h = 0; h < ROWS_PER_LANE; ++h) k[h] = stream.key(r, r - FIRST, h, step);
                     scores[r].add_keys(q, k);
                 }
             }
+            wave_sync();  // before others' places take new tiles
         }
         stream.template after<FIRST>();
         if constexpr (LAST > FIRST) stream.template after<LAST>();
@@ -116,11 +118,11 @@ template <class T, int WIDE, int RING> struct Softmax {
             if (~given & (new_ones ? (1u << max(all.slot - slot, 0)) - 1 : 0xffffu)) stream.template hide<STAGE>(given);
             if (new_ones) stream.template put_new<STAGE>(0, slot, view.stager);
             wave_sync();  // all lanes' copies have come
-            const Words4* first = stream.piece(STAGE, 0, 0);
+            const Words4* values = stream.values(STAGE);
 #pragma unroll
             for (int set = 0; set < SETS; ++set)
 #pragma unroll
-                for (int part = 0; part < Tile::PARTS; ++part) Tile::add_values(sums[set][part], first, set, part, weights);
+                for (int part = 0; part < Tile::PARTS; ++part) Tile::add_values(sums[set][part], values, Stream::CHUNKS, set, part, weights);
             wave_sync();  // before others' places take new tiles
         }
         stream.template after<STAGE>();

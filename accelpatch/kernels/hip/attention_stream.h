@@ -1,5 +1,5 @@
-// The cache's way to the matrix unit: of each span a wave's tiles of keys, then those of values: four stages. A lane copies its
-// own pieces; keys it reads itself, values others read too. On NVIDIA a ring in shared memory; on AMD registers, one tile ahead.
+// The cache's way to the matrix unit: of each span a wave's tiles of keys, then those of values: four stages. On NVIDIA a ring
+// in shared memory, lines of it copied by neighbouring lanes and read by all; on AMD registers, one tile ahead, of what the lane needs.
 #pragma once
 #include "attention.h"
 
@@ -7,7 +7,8 @@ template <class T, int WIDE, int RING> struct CacheStream {
     using Tile = AttentionTile<T>;
     static constexpr int STEPS = WIDE / 32;                                            // of 64 bytes of a key
     static constexpr int SETS = WIDE / 8 > Tile::CHUNKS ? WIDE / 8 / Tile::CHUNKS : 1;  // of chunks of a value
-    static constexpr int KEYS = ROWS_PER_LANE * STEPS, VALUES = 4 * SETS;              // pieces of 16 bytes of a lane
+    static constexpr int CHUNKS = WIDE / 8;                                            // of 16 bytes, of a slot
+    static constexpr int KEYS = SHARED_RING ? TILE * CHUNKS / WAVE : ROWS_PER_LANE * STEPS, VALUES = SHARED_RING ? KEYS : 4 * SETS;  // pieces of a lane
     static constexpr int PIECES = KEYS > VALUES ? KEYS : VALUES, TILE_BYTES = PIECES * WAVE * 16;
     static constexpr int SLOT_BYTES = TILE_BYTES + MASK_BYTES;
     static constexpr int DEPTH = SHARED_RING ? (RING / (WAVES * TILE_BYTES) > 2 ? RING / (WAVES * TILE_BYTES) : 2) : 2;
@@ -44,34 +45,60 @@ template <class T, int WIDE, int RING> struct CacheStream {
     // WHOLE: all of the tile is cached, and a head fills its columns; else what is missing is zero.
     template <int STAGE, bool WHOLE> DEVICE void copy(int slot) {
         constexpr bool VALUE = STAGE / 2;
-        const int cached = WHOLE ? TILE : all.slot - slot, size = WHOLE ? WIDE : int(a.size);
-        const int own_slot = VALUE ? Tile::value_slot() : fragment_row(0), own_chunk = VALUE ? Tile::value_chunk() : fragment_quarter();
+        const int cached = WHOLE ? TILE : all.slot - slot, size = WHOLE ? WIDE : int(a.size), own_slot = slot_of_piece<VALUE>(0), own_chunk = chunk_of_piece<VALUE>(0);
         const char* from = static_cast<const char*>(VALUE ? a.values : a.keys) + (at + (slot + own_slot) * int64_t(size)) * 2 + own_chunk * 16;
         if (const int s = lane_id(); !VALUE && s < TILE) stream_copy<8>(mask(STAGE, 0), a.mask + row + slot + s, s < cached);
 #pragma unroll(WHOLE || !SHARED_RING ? PIECES : 1)
         for (int i = 0; i < (VALUE ? VALUES : KEYS); ++i) {
-            const int s = VALUE ? Tile::value_slot_after(i % 4) : 8 * (i / STEPS), chunk = VALUE ? i / 4 * Tile::CHUNKS : 4 * (i % STEPS);
-            const bool there = WHOLE ? WIDE / 8 >= Tile::CHUNKS || !VALUE || own_chunk < WIDE / 8 : s + own_slot < cached && (chunk + own_chunk) * 8 < size;
+            const int s = slots_after<VALUE>(i), chunk = chunks_after<VALUE>(i);
+            const bool there = WHOLE ? own_chunk < CHUNKS : s + own_slot < cached && (chunk + own_chunk) * 8 < size;
             stream_copy<16>(piece(STAGE, 0, i), from + s * size * 2 + chunk * 16, there);
         }
+    }
+    // The slot and the chunk of a lane's pieces: of the first, and how much further the i-th is.
+    template <bool VALUE> static DEVICE int slots_after(int i) {
+        if constexpr (SHARED_RING) return i * WAVE / CHUNKS;
+        else return VALUE ? Tile::value_slot_after(i % 4) : 8 * (i / STEPS);
+    }
+    template <bool VALUE> static DEVICE int chunks_after(int i) {
+        if constexpr (SHARED_RING) return 0;
+        else return VALUE ? i / 4 * Tile::CHUNKS : 4 * (i % STEPS);
+    }
+    template <bool VALUE> static DEVICE int slot_of_piece(int i) {
+        if constexpr (SHARED_RING) return lane_id() / CHUNKS + slots_after<VALUE>(i);
+        else return (VALUE ? Tile::value_slot() : fragment_row(0)) + slots_after<VALUE>(i);
+    }
+    template <bool VALUE> static DEVICE int chunk_of_piece(int i) {
+        if constexpr (SHARED_RING) return lane_id() % CHUNKS;
+        else return (VALUE ? Tile::value_chunk() : fragment_quarter()) + chunks_after<VALUE>(i);
     }
     // The mask of a tile of keys, a slot to each of the first lanes.
     DEVICE uint32_t* mask(int stage, int ahead) { return SHARED_RING ? reinterpret_cast<uint32_t*>(ring + slot_of(ahead) * SLOT_BYTES + TILE_BYTES + lane_id() % TILE * 8) : held_mask[stage % 2]; }
     DEVICE Words4* piece(int stage, int ahead, int i) {
-        if constexpr (SHARED_RING) return reinterpret_cast<Words4*>(ring + slot_of(ahead) * SLOT_BYTES + (i * WAVE + lane_id()) * 16);
+        if constexpr (SHARED_RING) return tile(ahead) + i * WAVE + (lane_id() ^ Tile::mixed(lane_id() / CHUNKS) ^ Tile::mixed(i * WAVE / CHUNKS));
         else return &held[stage % 2][i];
+    }
+    DEVICE Words4* tile(int ahead) { return reinterpret_cast<Words4*>(ring + slot_of(ahead) * SLOT_BYTES); }
+    // What a lane gives to a product: four lanes' chunks follow each other; of an odd step they lie before those of the even one for half of the slots.
+    DEVICE Words4 key(int stage, int ahead, int h, int step) {
+        if constexpr (SHARED_RING) return tile(ahead)[fragment_row(h) * CHUNKS + step / 2 * 8 + (fragment_quarter() ^ Tile::mixed(fragment_row(0)) ^ step % 2 * 4)];
+        else return held[stage % 2][h * STEPS + step];
+    }
+    DEVICE const Words4* values(int stage) {
+        if constexpr (SHARED_RING) return tile(0);
+        else return held[stage % 2];
     }
     // The new slots' keys or values into their tile, whichever lane's they are: all lanes' copies have come, and all wait.
     template <int STAGE, class STAGER> DEVICE void put_new(int ahead, int slot, const STAGER& stager) {
         constexpr bool VALUE = STAGE / 2;
         if constexpr (SHARED_RING) {
             const int chunk = lane_id();
-            Words4* tile = piece(STAGE, ahead, 0) - lane_id();
+            Words4* into = tile(ahead);
             wave_sync();
 #pragma unroll 1
             for (int token = max(slot - all.slot, 0); token < min(slot + TILE - all.slot, int(a.tokens)); ++token) {
                 const int s = all.slot + token - slot;
-                if (chunk < WIDE / 8) tile[VALUE ? Tile::place_of_value(s, chunk) : Tile::place_of_key(s, chunk, STEPS)] = stager.fresh_piece(token, VALUE, chunk);
+                if (chunk < WIDE / 8) into[s * CHUNKS + (chunk ^ Tile::mixed(s))] = stager.fresh_piece(token, VALUE, chunk);
             }
             wave_sync();
         } else {
@@ -89,8 +116,7 @@ template <class T, int WIDE, int RING> struct CacheStream {
         constexpr bool VALUE = STAGE / 2;
 #pragma unroll(SHARED_RING ? 1 : PIECES)
         for (int i = 0; i < (VALUE ? VALUES : KEYS); ++i)
-            work(*piece(STAGE, ahead, i), VALUE ? Tile::value_slot() + Tile::value_slot_after(i % 4) : fragment_row(i / STEPS),
-                 VALUE ? Tile::value_chunk() + i / 4 * Tile::CHUNKS : 4 * (i % STEPS) + fragment_quarter());
+            work(*piece(STAGE, ahead, i), slot_of_piece<VALUE>(i), chunk_of_piece<VALUE>(i));
     }
     DEVICE int slot_of(int ahead) const { return place + ahead < DEPTH ? place + ahead : place + ahead - DEPTH; }
     // Waits for the oldest tiles; piece() gives each, `ahead` of the oldest, until after().

@@ -13,12 +13,9 @@ template <class T> struct AttentionTile {
     static DEVICE constexpr int which(int i) { return i & 1; }
     static DEVICE int query(int which) { return 2 * (lane_id() & 3) + which; }
     static DEVICE int slot(int i) { return (lane_id() >> 2) + 8 * (i >> 1); }
-    static DEVICE int value_slot_after(int i) { return (i & 1) + 8 * (i >> 1); }
-    static DEVICE int value_slot() { return 2 * (lane_id() & 3); }
-    static DEVICE int value_chunk() { return lane_id() >> 2; }
-    // Where a chunk of a slot lies in a tile, in chunks.
-    static DEVICE int place_of_key(int slot, int chunk, int steps) { return (slot / 8 * steps + chunk / 4) * WAVE + slot % 8 * 4 + chunk % 4; }
-    static DEVICE int place_of_value(int slot, int chunk) { return (chunk / 8 * 4 + (slot & 1) + slot / 8 * 2) * WAVE + chunk % 8 * 4 + slot % 8 / 2; }
+    // Slots lie one after the other in a tile; the low bits of a chunk's place are mixed with these. So banks differ for what is
+    // read at once: four chunks of two slots, and one chunk of eight.
+    static DEVICE constexpr int mixed(int slot) { return (slot & 1) << 2 | (slot >> 1 & 3); }
     template <class F> static DEVICE float over_lanes(float v, const F& both) {
 #pragma unroll
         for (int step = 4; step < WAVE; step *= 2) v = both(v, lane_xor(v, step));
@@ -37,9 +34,10 @@ template <class T> struct AttentionTile {
         asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(v));
         return out;
     }
-    // Four sums: of column cell_column(part, i) of a set of chunks, for query cell_query(i). piece: of the lane, in shared memory.
-    static DEVICE void add_values(float* sums, const Words4* piece, int set, int part, const Weights& w) {
-        const Words4* from = piece + place_of_value((lane_id() & 7) + (lane_id() >> 4) * 8, lane_id() >> 3 & 1) - lane_id() + set * 4 * WAVE + part * 8;
+    // Four sums: of column cell_column(part, i) of a set of chunks, for query cell_query(i). chunks: of a slot of the tile.
+    static DEVICE void add_values(float* sums, const Words4* tile, int chunks, int set, int part, const Weights& w) {
+        const int slot = (lane_id() & 7) + (lane_id() >> 4) * 8;
+        const Words4* from = tile + slot * chunks + set * CHUNKS + ((lane_id() >> 3 & 1) ^ mixed(slot) ^ part * 2);
         uint32_t v[4];
         asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(shared_address(from)) : "memory");
         FloatProduct<T>::multiply(sums, v[0], v[1], v[2], v[3], w.first, w.second);
