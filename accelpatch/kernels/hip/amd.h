@@ -183,6 +183,12 @@ template <bool> struct IntegerProduct : Cells<false> {
 // ---- attention: as in nvidia.h; on gfx90a subnormals of fp16 keys, values and weights count as zero ----
 constexpr int ATTENTION_WIDEST = 128;  // more would spill
 constexpr int ATTENTION_DEEP = 0, ATTENTION_SHALLOW = 0;
+DEVICE int count_up(int32_t* counter, int by) {
+    __threadfence();
+    const int before = atomicAdd(counter, by);
+    __threadfence();
+    return before;
+}
 template <class T> struct AttentionTile {
     static constexpr int CHUNKS = 16, PARTS = 8, QUERIES_PER_LANE = 1, AT_ONCE = 1;
     MatrixProduct<T> product;

@@ -105,13 +105,9 @@ template <class T, int WIDE> struct Adder {
 DEVICE bool last_of(const AttentionArgs& a, const Segment& s, volatile int* told) {
     __syncthreads();  // all waves' records are out
     if (threadIdx.x == 0) {
-        __threadfence();
         int32_t* finished = a.finished + s.head;
-        const bool last = atomicAdd(finished, s.count) + s.count == s.last - s.first + 1;
-        if (last) {
-            __threadfence();
-            *finished = 0;  // for the next launch
-        }
+        const bool last = count_up(finished, s.count) + s.count == s.last - s.first + 1;
+        if (last) *finished = 0;  // for the next launch
         *told = last;
     }
     __syncthreads();

@@ -3,6 +3,12 @@
 
 constexpr int ATTENTION_WIDEST = 256;  // columns of a head
 constexpr int ATTENTION_DEEP = 98304, ATTENTION_SHALLOW = 65536;  // bytes of a block's ring
+// Adds after all that the block wrote before a barrier and before all that it reads behind one; what was there.
+DEVICE int count_up(int32_t* counter, int by) {
+    int before;
+    asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(by) : "memory");
+    return before;
+}
 // A lane holds the scores of two queries with two slots of a tile; `which` of its queries a score is of. Values are read
 // across: rows of eight columns of all slots, as ldmatrix takes them.
 template <class T> struct AttentionTile {
