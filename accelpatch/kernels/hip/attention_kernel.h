@@ -29,7 +29,7 @@ template <class T, int WIDE, int RING> struct Softmax {
     using Stream = CacheStream<T, WIDE, RING>;
     using Tile = AttentionTile<T>;
     static constexpr int SETS = Stream::SETS, STRIDE = WIDE + 4;  // floats of a query and wave in shared memory
-    static constexpr int OWN = Tile::QUERIES_PER_LANE;
+    static constexpr int OWN = Tile::QUERIES_PER_LANE, AT_ONCE = Stream::DEPTH > 2 ? Tile::AT_ONCE : 1;  // of a ring of two tiles one is on its way
     float top[OWN], total[OWN], sums[SETS][Tile::PARTS][4];
 
     // begin: of the span; end: of what is there of it.
@@ -57,11 +57,11 @@ template <class T, int WIDE, int RING> struct Softmax {
     // Scores to the base 2 of the tiles from FIRST on, and which of their slots are given: shown by the mask, or new, and in
     // some token's window.
     template <int FIRST> DEVICE void keys(const AttentionArgs& a, Stream& stream, const View<T, WIDE>& view, const Geometry& all, int begin, int end, float (*s)[4], uint32_t* given) {
-        constexpr int LAST = FIRST + Tile::AT_ONCE - 1;
+        constexpr int LAST = FIRST + AT_ONCE - 1;
         Tile scores[ROUNDS];
 #pragma unroll
         for (int r = FIRST; r <= LAST; ++r) scores[r].zero();
-        stream.template wait<Tile::AT_ONCE>();
+        stream.template wait<AT_ONCE>();
         if (seen_tile(all, begin + tile_at(FIRST), end) || seen_tile(all, begin + tile_at(LAST), end)) {
             given[FIRST] = prepare<FIRST>(stream, view, all, begin + tile_at(FIRST), 0);
             if constexpr (LAST > FIRST) given[LAST] = prepare<LAST>(stream, view, all, begin + tile_at(LAST), 1);

@@ -53,8 +53,8 @@ template <class T, int WIDE> struct Adder {
     }
     // Of all spans of the head, those columns that are the wave's: every `pieces`th run of four lanes' columns. Four lanes have
     // every GROUPSth span, counted from span 0 and not from the first that is seen: in longer company that is another one.
-    DEVICE void add_up(int piece, int pieces) const {
-        constexpr int RUN = 16, RUNS = 4, GROUPS = WAVE / 4;  // columns of four lanes; runs at once
+    template <int RUNS> DEVICE void add_up(int piece, int pieces) const {  // RUNS: at once
+        constexpr int RUN = 16, GROUPS = WAVE / 4;  // columns of four lanes
         const int group = lane_id() / 4, column = lane_id() % 4 * 4, size = int(a.size);
 #pragma unroll 1
         for (int run = piece; run * RUN < size; run += RUNS * pieces) {
@@ -117,5 +117,7 @@ DEVICE bool last_of(const AttentionArgs& a, const Segment& s, volatile int* told
 // The sums of a head's spans by all waves: one or more a query.
 template <class T, int WIDE> DEVICE void add_spans(const AttentionArgs& a, const Segment& s, int group, int queries) {
     const int wave = threadIdx.x / WAVE, pieces = queries == 1 ? WAVES : queries == 2 ? WAVES / 2 : queries <= 4 ? WAVES / 4 : WAVES / 8;
-    if (wave / pieces < queries) Adder<T, WIDE>(a, s, group, wave / pieces).add_up(wave % pieces, pieces);
+    const Adder<T, WIDE> adder(a, s, group, wave / pieces);
+    if (queries == 1) adder.template add_up<1>(wave, WAVES);
+    else if (wave / pieces < queries) adder.template add_up<4>(wave % pieces, pieces);
 }
