@@ -63,8 +63,8 @@ template <class T, int WIDE, int RING> struct Softmax {
         for (int r = FIRST; r <= LAST; ++r) scores[r].zero();
         stream.template wait<AT_ONCE>();
         if (seen_tile(all, begin + tile_at(FIRST), end) || seen_tile(all, begin + tile_at(LAST), end)) {
-            given[FIRST] = prepare<FIRST>(stream, view, all, begin + tile_at(FIRST), 0);
-            if constexpr (LAST > FIRST) given[LAST] = prepare<LAST>(stream, view, all, begin + tile_at(LAST), 1);
+            put_new<FIRST>(stream, view, all, begin + tile_at(FIRST), 0);
+            if constexpr (LAST > FIRST) put_new<LAST>(stream, view, all, begin + tile_at(LAST), 1);
             wave_sync();  // all lanes' copies have come
 #pragma unroll
             for (int step = 0; step < Stream::STEPS; ++step) {
@@ -77,6 +77,8 @@ template <class T, int WIDE, int RING> struct Softmax {
                     scores[r].add_keys(q, k);
                 }
             }
+            given[FIRST] = shown<FIRST>(stream, all, begin + tile_at(FIRST), 0);  // while products are under way
+            if constexpr (LAST > FIRST) given[LAST] = shown<LAST>(stream, all, begin + tile_at(LAST), 1);
             wave_sync();  // before others' places take new tiles
         }
         stream.template after<FIRST>();
@@ -98,17 +100,16 @@ template <class T, int WIDE, int RING> struct Softmax {
         }
         if constexpr (LAST + 1 < ROUNDS) keys<LAST + 1>(a, stream, view, all, begin, end, s, given);
     }
-    // A tile's slots that are given; its new keys are put in. ahead: of the oldest tile of the ring.
-    template <int ROUND> DEVICE uint32_t prepare(Stream& stream, const View<T, WIDE>& view, const Geometry& all, int slot, int ahead) {
+    // Of keys; ahead: of the oldest tile of the ring.
+    template <int ROUND> DEVICE void put_new(Stream& stream, const View<T, WIDE>& view, const Geometry& all, int slot, int ahead) {
+        if (slot + TILE > all.slot) stream.template put_new<ROUND>(ahead, slot, view.stager);
+    }
+    // A tile's slots that are given.
+    template <int ROUND> DEVICE uint32_t shown(Stream& stream, const Geometry& all, int slot, int ahead) {
         const uint32_t* mask = stream.mask(ROUND, ahead);
         const int mine = slot + lane_id();
-        const bool odd = slot + TILE > all.slot || slot < all.low;
-        bool shown = lane_id() < TILE && (mask[0] | mask[1]) != 0;
-        if (odd) {
-            shown = lane_id() < TILE && mine >= all.low && (mine < all.slot ? shown : mine < all.stop);
-            stream.template put_new<ROUND>(ahead, slot, view.stager);
-        }
-        return lane_vote(shown) & 0xffffu;
+        const bool given = (mask[0] | mask[1]) != 0;
+        return lane_vote(lane_id() < TILE && mine >= all.low && (mine < all.slot ? given : mine < all.stop)) & 0xffffu;
     }
     template <int STAGE> DEVICE void add_values(Stream& stream, const View<T, WIDE>& view, const Geometry& all, int slot, int end, uint32_t given, const float* s) {
         const typename Tile::Weights weights = Tile::weights(s);
@@ -194,9 +195,10 @@ template <class T, int WIDE, int RING> __global__ void __launch_bounds__(THREADS
             float* tops = reinterpret_cast<float*>(shared + plan.tops_at) + buffer * plan.queries * WAVES * 2;
             float* states = reinterpret_cast<float*>(shared + plan.states_at) + buffer * plan.queries * WAVES * Results::STRIDE;
             results.leave(states, tops, queries);
+            const int q = (wave - turn) & (WAVES - 1);  // a query's by one wave, while the others go on
+            const Adder<T, WIDE> adder(a, s, plan.group, q);
             __syncthreads();
-            for (int q = (wave - turn) & (WAVES - 1); q < queries; q += WAVES)  // by one wave a query, while the others go on
-                Adder<T, WIDE>(a, s, plan.group, q).add(states + q * WAVES * Results::STRIDE, tops + q * WAVES * 2, s.span + i);
+            if (q < queries) adder.add(states + q * WAVES * Results::STRIDE, tops + q * WAVES * 2, s.span + i);
             if (plan.buffers == 1) __syncthreads();
         }
         if (!s.single() && last_of(a, s, reinterpret_cast<int*>(shared + plan.tops_at))) add_spans<T, WIDE>(a, s, plan.group, queries);

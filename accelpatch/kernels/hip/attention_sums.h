@@ -13,7 +13,7 @@ template <class T, int WIDE> struct Adder {
     uint16_t* y;  // of the query
 
     DEVICE Adder(const AttentionArgs& a, const Segment& s, int group, int q) : a(a), s(s), q(q) {
-        const int of = s.tile * QUERIES + q, token = of / group, head = s.kv * group + of - token * group;
+        const int of = s.tile * QUERIES + q, token = a.tokens == 1 ? 0 : of / group, head = s.kv * group + of - token * group;
         y = static_cast<uint16_t*>(a.y) + ((s.row * a.tokens + token) * a.heads + head) * a.size;
     }
     DEVICE void store(int column, const float* sums, float total) const {
