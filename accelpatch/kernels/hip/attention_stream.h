@@ -35,24 +35,25 @@ template <class T, int WIDE, int RING> struct CacheStream {
         if (Segment s; STAGE == 0 && left == 0 && share.next(s, a, plan, all))
             begin = s.begin, end = s.end, left = s.count, row = s.row * a.capacity, at = (s.row * a.kv_heads + s.kv) * a.capacity * a.size;
         if (const int slot = begin + tile_at(STAGE % 2); left > 0 && seen_tile(all, slot, end)) {
-            if (a.size == WIDE && slot + TILE <= all.slot) copy<STAGE, true>(slot);
+            if (!SHARED_RING && a.size == WIDE && slot + TILE <= all.slot) copy<STAGE, true>(slot);
             else copy<STAGE, false>(slot);
         }
         if (STAGE == 3 && left > 0) --left, begin += SPAN;
         ring_commit();
         if (SHARED_RING) place = place + 1 == DEPTH ? 0 : place + 1;
     }
-    // WHOLE: all of the tile is cached, and a head fills its columns; else what is missing is zero.
+    // WHOLE: all of the tile is cached, and a head fills its columns; else what is missing is zero. A ring's code has no room
+    // for both: instructions that are jumped over delay those behind them.
     template <int STAGE, bool WHOLE> DEVICE void copy(int slot) {
         constexpr bool VALUE = STAGE / 2;
         const int cached = WHOLE ? TILE : all.slot - slot, size = WHOLE ? WIDE : int(a.size), own_slot = slot_of_piece<VALUE>(0), own_chunk = chunk_of_piece<VALUE>(0);
         const char* from = static_cast<const char*>(VALUE ? a.values : a.keys) + (at + (slot + own_slot) * int64_t(size)) * 2 + own_chunk * 16;
         if (const int s = lane_id(); !VALUE && s < TILE) stream_copy<8>(mask(STAGE, 0), a.mask + row + slot + s, s < cached);
-#pragma unroll(WHOLE || !SHARED_RING ? PIECES : 1)
+#pragma unroll
         for (int i = 0; i < (VALUE ? VALUES : KEYS); ++i) {
             const int s = slots_after<VALUE>(i), chunk = chunks_after<VALUE>(i);
             const bool there = WHOLE ? own_chunk < CHUNKS : s + own_slot < cached && (chunk + own_chunk) * 8 < size;
-            stream_copy<16>(piece(STAGE, 0, i), from + s * size * 2 + chunk * 16, there);
+            stream_copy<16>(piece(STAGE, 0, i), from + int64_t(s) * (size * 2) + chunk * 16, there);
         }
     }
     // The slot and the chunk of a lane's pieces: of the first, and how much further the i-th is.
