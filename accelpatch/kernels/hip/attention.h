@@ -13,6 +13,11 @@ constexpr int BROUGHT_PIECE = 4096;          // bytes that a thread asks for at 
 constexpr int64_t BROUGHT_BYTES = 4 << 20;  // at most: what memory gives while a short cache is read
 constexpr int RECORD_HEAD = 4;     // floats before a span's sums in memory: the highest score, the sum of weights, two of padding
 
+// Floats between a wave's sums and the next one's, and between a query's and the next one's: sums of four queries that are
+// stored at once lie in different banks.
+template <int WIDE> constexpr int WAVE_STRIDE = WIDE + 4;
+template <int WIDE> constexpr int QUERY_STRIDE = WAVES * WAVE_STRIDE<WIDE> + 4;
+
 // Sizes in elements. qkv[rows tokens, (heads + 2 kv_heads) size]; keys, values[rows, kv_heads, capacity, size];
 // mask[rows, capacity]; positions[rows, tokens]; inv_freq[turned / 2].
 struct AttentionArgs {

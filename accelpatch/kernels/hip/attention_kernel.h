@@ -28,7 +28,7 @@ template <class T, int WIDE> struct View {
 template <class T, int WIDE, int RING> struct Softmax {
     using Stream = CacheStream<T, WIDE, RING>;
     using Tile = AttentionTile<T>;
-    static constexpr int SETS = Stream::SETS, STRIDE = WIDE + 4;  // floats of a query and wave in shared memory
+    static constexpr int SETS = Stream::SETS;
     static constexpr int OWN = Tile::QUERIES_PER_LANE, AT_ONCE = Stream::DEPTH > 2 ? Tile::AT_ONCE : 1;  // of a ring of two tiles one is on its way
     float top[OWN], total[OWN], sums[SETS][Tile::PARTS][4];
 
@@ -141,7 +141,7 @@ template <class T, int WIDE, int RING> struct Softmax {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             if (!Tile::owns() || Tile::cell_query(i) >= queries) continue;
-            float* at = states + (Tile::cell_query(i) * WAVES + wave) * STRIDE;
+            float* at = states + Tile::cell_query(i) * QUERY_STRIDE<WIDE> + wave * WAVE_STRIDE<WIDE>;
 #pragma unroll
             for (int set = 0; set < SETS; ++set)
 #pragma unroll
@@ -193,12 +193,12 @@ template <class T, int WIDE, int RING> __global__ void __launch_bounds__(THREADS
             results.span(a, stream, view, all, s.begin + i * SPAN, s.end);
             const int buffer = (plan.buffers - 1) & turn;
             float* tops = reinterpret_cast<float*>(shared + plan.tops_at) + buffer * plan.queries * WAVES * 2;
-            float* states = reinterpret_cast<float*>(shared + plan.states_at) + buffer * plan.queries * WAVES * Results::STRIDE;
+            float* states = reinterpret_cast<float*>(shared + plan.states_at) + buffer * plan.queries * QUERY_STRIDE<WIDE>;
             results.leave(states, tops, queries);
             const int q = (wave - turn) & (WAVES - 1);  // a query's by one wave, while the others go on
             const Adder<T, WIDE> adder(a, s, plan.group, q);
             __syncthreads();
-            if (q < queries) adder.add(states + q * WAVES * Results::STRIDE, tops + q * WAVES * 2, s.span + i);
+            if (q < queries) adder.add(states + q * QUERY_STRIDE<WIDE>, tops + q * WAVES * 2, s.span + i);
             if (plan.buffers == 1) __syncthreads();
         }
         if (!s.single() && last_of(a, s, reinterpret_cast<int*>(shared + plan.tops_at))) add_spans<T, WIDE>(a, s, plan.group, queries);

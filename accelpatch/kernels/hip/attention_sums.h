@@ -6,22 +6,22 @@ constexpr float LEAST = -3.4e38f;  // as low as a highest score goes: infinities
 
 // One query's results of all waves, and then of all spans, by one wave.
 template <class T, int WIDE> struct Adder {
-    static constexpr int STRIDE = WIDE + 4;
     const AttentionArgs& a;
     const Segment& s;
-    int q;        // of the segment's queries
-    uint16_t* y;  // of the query
+    uint16_t* y;     // of the query
+    float* records;  // of its spans
 
-    DEVICE Adder(const AttentionArgs& a, const Segment& s, int group, int q) : a(a), s(s), q(q) {
+    DEVICE Adder(const AttentionArgs& a, const Segment& s, int group, int q) : a(a), s(s) {
         const int of = s.tile * QUERIES + q, token = a.tokens == 1 ? 0 : of / group, head = s.kv * group + of - token * group;
-        y = static_cast<uint16_t*>(a.y) + ((s.row * a.tokens + token) * a.heads + head) * a.size;
+        y = static_cast<uint16_t*>(a.y) + int64_t((s.row * int(a.tokens) + token) * int(a.heads) + head) * int(a.size);
+        records = a.sums + int64_t(s.head * QUERIES + q) * (int(a.spans) * (RECORD_HEAD + int(a.size)));
     }
     DEVICE void store(int column, const float* sums, float total) const {
         const float share = fast_reciprocal(total);
 #pragma unroll
         for (int i = 0; i < 4; i += 2) *reinterpret_cast<uint32_t*>(y + column + i) = T::down_pair((sums[i] + 0.f) * share, (sums[i + 1] + 0.f) * share);
     }
-    DEVICE float* record(int span) const { return a.sums + ((int64_t(s.head) * QUERIES + q) * a.spans + span) * (RECORD_HEAD + a.size); }
+    DEVICE float* record(int span) const { return records + span * (RECORD_HEAD + int(a.size)); }
     DEVICE void add(const float* states, const float* tops, int span) const {
         constexpr int RUN = WAVE * 4, RUNS = (WIDE + RUN - 1) / RUN;  // columns of all lanes; how often
         float one[RUNS][WAVES][4], known[2 * WAVES];  // all are under way before the first is needed
@@ -30,7 +30,7 @@ template <class T, int WIDE> struct Adder {
 #pragma unroll
         for (int run = 0; run < RUNS; ++run)
 #pragma unroll
-            for (int w = 0; w < WAVES; ++w) load_floats<4>(one[run][w], states + w * STRIDE + min(lane_id() * 4 + run * RUN, WIDE - 4));
+            for (int w = 0; w < WAVES; ++w) load_floats<4>(one[run][w], states + w * WAVE_STRIDE<WIDE> + min(lane_id() * 4 + run * RUN, WIDE - 4));
         float highest = -INFINITY, total = 0.f, factor[WAVES];
 #pragma unroll
         for (int w = 0; w < WAVES; ++w) highest = fmaxf(highest, known[2 * w]);

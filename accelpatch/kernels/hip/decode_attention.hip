@@ -15,16 +15,16 @@ int check(const AttentionArgs& a) {
     return a.positions && a.slot && a.mask && (a.inv_freq || !a.turned) && a.finished ? STATUS_OK : STATUS_POINTER;
 }
 
-AttentionPlan lay_out(const AttentionArgs& a, int wide, int64_t ring, int buffers) {
+template <int WIDE> AttentionPlan lay_out(const AttentionArgs& a, int64_t ring, int buffers) {
     AttentionPlan p = {};
     SharedLayout layout;
-    const int64_t all = a.tokens * (a.heads / a.kv_heads), row = wide * 2 + 16;
+    const int64_t all = a.tokens * (a.heads / a.kv_heads), row = WIDE * 2 + 16;
     p.group = int32_t(a.heads / a.kv_heads);
     p.tiles = int32_t((all + QUERIES - 1) / QUERIES), p.queries = int32_t(all < QUERIES ? all : QUERIES), p.buffers = buffers;
     p.starts_at = layout.take(a.rows * 4);
     p.angles_at = layout.take(a.tokens * a.turned * 4);
     p.queries_at = layout.take(QUERIES * row), p.fresh_at = layout.take(a.tokens * 2 * row);
-    p.tops_at = layout.take(int64_t(buffers) * p.queries * WAVES * 8), p.states_at = layout.take(int64_t(buffers) * p.queries * WAVES * (wide + 4) * 4);
+    p.tops_at = layout.take(int64_t(buffers) * p.queries * WAVES * 8), p.states_at = layout.take(int64_t(buffers) * p.queries * QUERY_STRIDE<WIDE> * 4);
     p.ring_at = layout.take(ring), p.bytes = int32_t(layout.bytes);
     return p;
 }
@@ -43,7 +43,7 @@ template <class T, int WIDE> int launch(const AttentionArgs& a, GpuStream stream
     for (const int buffers : {2, 1}) {
         for (const bool deep : {true, false}) {
             const int64_t least = ring(2), wanted = deep ? ATTENTION_DEEP : ATTENTION_SHALLOW;
-            const AttentionPlan plan = lay_out(a, WIDE, (wanted > least ? wanted : least) / (TILE * WIDE * 2) * (TILE * WIDE * 2 + MASK_BYTES), buffers);
+            const AttentionPlan plan = lay_out<WIDE>(a, (wanted > least ? wanted : least) / (TILE * WIDE * 2) * (TILE * WIDE * 2 + MASK_BYTES), buffers);
             if (plan.bytes > (buffers == 1 && !deep ? limits.shared_block : half_of(limits))) continue;
             return deep ? start<T, WIDE, ATTENTION_DEEP>(a, plan, limits, stream) : start<T, WIDE, ATTENTION_SHALLOW>(a, plan, limits, stream);
         }
