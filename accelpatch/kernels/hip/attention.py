@@ -74,6 +74,18 @@ def _launch(
     qkv: Tensor, y: Tensor, positions: Tensor, slot: Tensor, mask: Tensor, keys: Tensor, values: Tensor,
     shape: AttentionShape, begin: int, following: Tensor | None,
 ) -> None:  # fmt: skip
+    args, _kept = arguments(qkv, y, positions, slot, mask, keys, values, shape, begin, following)
+    with torch.cuda.device(qkv.device):
+        stream = torch.cuda.current_stream().cuda_stream
+        entry = _entry(probe(qkv.device))
+        binding.check(entry(ctypes.byref(args), binding.DTYPES.index(qkv.dtype), stream), ENTRY)
+
+
+def arguments(
+    qkv: Tensor, y: Tensor, positions: Tensor, slot: Tensor, mask: Tensor, keys: Tensor, values: Tensor,
+    shape: AttentionShape, begin: int, following: Tensor | None,
+) -> tuple[AttentionArgs, Tensor]:  # fmt: skip
+    """What a launch takes, and memory of its own that must last as long."""
     (rows, tokens), capacity = positions.shape, keys.shape[2]
     heads = rows * shape.kv_heads * -(-tokens * (shape.heads // shape.kv_heads) // QUERIES)
     spans = (capacity - 1) // SPAN + 2
@@ -92,10 +104,7 @@ def _launch(
         scaling=shape.scaling * LOG2_E * (2 / shape.softcap if cap else 1), softcap=shape.softcap * LOG2_E,
         plus_one=int(shape.plus_one), dependent=0 if binding.settled() else -1,
     )  # fmt: skip
-    with torch.cuda.device(qkv.device):
-        stream = torch.cuda.current_stream().cuda_stream
-        entry = _entry(probe(qkv.device))
-        binding.check(entry(ctypes.byref(args), binding.DTYPES.index(qkv.dtype), stream), ENTRY)
+    return args, sums
 
 
 @cache

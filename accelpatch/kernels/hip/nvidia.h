@@ -127,6 +127,13 @@ DEVICE void linger() {  // a microsecond
 }
 DEVICE void group_arrive(int name, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(name + 1), "r"(threads) : "memory"); }
 
+// Adds after all that the block wrote before a barrier and before all that it reads behind one; what was there.
+DEVICE int count_up(int32_t* counter, int by) {
+    int before;
+    asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(by) : "memory");
+    return before;
+}
+
 #include "nvidia_cluster.h"
 
 // ---- matrix products: a lane holds 16 bytes of each of ROWS_PER_LANE rows of a tile of 16; K is permuted alike in both
@@ -208,6 +215,15 @@ template <bool NARROW> struct IntegerProduct : Cells<NARROW> {
     }
 };
 
+DEVICE uint32_t transposed(uint32_t v) {  // of 8 by 8 halves, a pair a lane
+    uint32_t out;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(v));
+    return out;
+}
+// Four of them, transposed on their way from shared memory: a row of eight a lane.
+DEVICE void load_transposed(uint32_t* v, const Words4* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(shared_address(row)) : "memory");
+}
 #include "nvidia_attention.h"
 
 // ---- host ----

@@ -3,12 +3,6 @@
 
 constexpr int ATTENTION_WIDEST = 256;  // columns of a head
 constexpr int ATTENTION_DEEP = 98304, ATTENTION_SHALLOW = 65536;  // bytes of a block's ring
-// Adds after all that the block wrote before a barrier and before all that it reads behind one; what was there.
-DEVICE int count_up(int32_t* counter, int by) {
-    int before;
-    asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(by) : "memory");
-    return before;
-}
 // A lane holds the scores of two queries with two slots of a tile; `which` of its queries a score is of. Values are read
 // across: rows of eight columns of all slots, as ldmatrix takes them.
 template <class T> struct AttentionTile {
@@ -35,17 +29,12 @@ template <class T> struct AttentionTile {
     // The weights of a lane's scores, as products with values take them.
     struct Weights { uint32_t first, second; };
     static DEVICE Weights weights(const float* s) { return {transposed(T::down_pair(s[0], s[1])), transposed(T::down_pair(s[2], s[3]))}; }
-    static DEVICE uint32_t transposed(uint32_t v) {  // of 8 by 8 halves, a pair a lane
-        uint32_t out;
-        asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(v));
-        return out;
-    }
     // Four sums: of column cell_column(part, i) of a set of chunks, for query cell_query(i). chunks: of a slot of the tile.
     static DEVICE void add_values(float* sums, const Words4* tile, int chunks, int set, int part, const Weights& w) {
         const int slot = (lane_id() & 7) + (lane_id() >> 4) * 8;
         const Words4* from = tile + slot * chunks + set * CHUNKS + ((lane_id() >> 3 & 1) ^ mixed(slot) ^ part * 2);
         uint32_t v[4];
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(shared_address(from)) : "memory");
+        load_transposed(v, from);
         FloatProduct<T>::multiply(sums, v[0], v[1], v[2], v[3], w.first, w.second);
     }
     static DEVICE int cell_query(int i) { return 2 * (lane_id() & 3) + (i & 1); }

@@ -1,0 +1,89 @@
+// A block's threads as fibers of one thread of the CPU, and what NVIDIA's and AMD's headers have alike. A lane runs on until
+// it needs another: memory that lanes exchange without a barrier is then seen as it was. The header that includes it says WAVE.
+#pragma once
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+
+using GpuStream = void*;
+struct Fibers {
+    void (*yield)();
+    int alive, at_barrier, barriers;              // of a block
+    int at_meeting[32], meetings[32];             // of a wave
+    uint32_t box[2][32][WAVE][6];                 // what lanes give each other
+    int processors;
+    bool late;                                    // asynchronous copies happen when they are waited for, or else at once
+    bool backwards;                               // the last thread first
+};
+extern Fibers fibers;
+void run_blocks(int blocks, int threads, int shared, const std::function<void()>& kernel);
+
+DEVICE int lane_id() { return int(threadIdx.x % WAVE); }
+DEVICE void __syncthreads() {
+    const int now = fibers.barriers;
+    if (++fibers.at_barrier == fibers.alive) fibers.at_barrier = 0, ++fibers.barriers;
+    else while (fibers.barriers == now) fibers.yield();
+}
+DEVICE void meet() {
+    const int wave = int(threadIdx.x) / WAVE, now = fibers.meetings[wave];
+    if (++fibers.at_meeting[wave] == WAVE) fibers.at_meeting[wave] = 0, ++fibers.meetings[wave];
+    else while (fibers.meetings[wave] == now) fibers.yield();
+}
+// What each lane gave; it lasts until the next exchange but one.
+template <int WORDS> auto exchange(const uint32_t (&mine)[WORDS]) {
+    const int wave = int(threadIdx.x) / WAVE;
+    auto& box = fibers.box[fibers.meetings[wave] % 2][wave];
+    std::memcpy(box[lane_id()], mine, sizeof mine);
+    meet();
+    return &box[0];
+}
+template <class V> V lane_xor(V value, int mask) {
+    uint32_t mine[1];
+    std::memcpy(mine, &value, 4);
+    std::memcpy(&value, exchange(mine)[lane_id() ^ mask], 4);
+    return value;
+}
+DEVICE uint32_t lane_vote(bool yes) {
+    const auto all = exchange({uint32_t(yes)});
+    uint32_t votes = 0;
+    for (int lane = 0; lane < 32; ++lane) votes |= all[lane][0] << lane;
+    return votes;
+}
+DEVICE uint32_t float_to_bf16(float value) {
+    const uint32_t bits = __builtin_bit_cast(uint32_t, value);
+    return value != value ? 0x7fffu : (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+}
+DEVICE uint32_t floats_to_bf16(float low, float high) { return float_to_bf16(low) | float_to_bf16(high) << 16; }
+DEVICE float half_to_float(uint32_t bits) { return float(__builtin_bit_cast(_Float16, uint16_t(bits))); }
+DEVICE uint32_t float_to_half(float value) { return __builtin_bit_cast(uint16_t, _Float16(value)); }
+DEVICE uint32_t floats_to_half(float low, float high) { return float_to_half(low) | float_to_half(high) << 16; }
+DEVICE float fast_exp2(float v) { return std::exp2(v); }
+DEVICE float fast_reciprocal(float v) { return 1.f / v; }
+DEVICE float rsqrtf(float v) { return 1.f / std::sqrt(v); }
+DEVICE int max(int v, int w) { return v > w ? v : w; }
+DEVICE int min(int v, int w) { return v < w ? v : w; }
+DEVICE int64_t min(int64_t v, int64_t w) { return v < w ? v : w; }
+DEVICE void aligned(const void* pointer, int bytes) {
+    if (reinterpret_cast<uintptr_t>(pointer) % bytes) std::abort();
+}
+DEVICE Words4 load_activation16(const void* source) { return aligned(source, 16), *static_cast<const Words4*>(source); }
+DEVICE uint32_t load_activation2(const void* source) { return *static_cast<const uint16_t*>(source); }
+DEVICE int count_up(int32_t* counter, int by) { return (*counter += by) - by; }
+template <int> void prefetch_l2(const void*) {}
+DEVICE void grid_release() {}
+DEVICE void grid_wait() {}
+DEVICE void linger() {}
+
+// Products of 16-bit floats, k'th of 16, from the words of those that hold them.
+template <class T> double product(const uint32_t* a, const uint32_t* b, int k) {
+    const uint32_t v = a[k / 2 % 2], w = b[k / 2 % 2];
+    return k % 2 ? double(T::up_high(v)) * T::up_high(w) : double(T::up(v & 0xffffu)) * T::up(w & 0xffffu);
+}
+
+struct DeviceLimits { int processors, shared_block, shared_processor; };
+template <class... ARGS> int launch_kernel(void (*kernel)(ARGS...), int blocks, int threads, int shared, GpuStream, const DeviceLimits& limits, bool, ARGS... args) {
+    if (shared > limits.shared_block) std::abort();
+    run_blocks(blocks, threads, shared, [=] { kernel(args...); });
+    return 0;
+}

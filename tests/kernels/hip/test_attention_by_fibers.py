@@ -1,0 +1,119 @@
+"""The device library's attention without a device: NVIDIA's and AMD's forms compiled for the CPU, a thread a fiber.
+
+Their own instructions are replaced by fibers/nvidia.h and fibers/amd.h; all else is the kernels' source. It shows what
+lanes exchange, where their data lies and in which order they add: nothing about speed, nor about a GPU's memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import random
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from accelpatch.kernels.attention_check import Step
+from accelpatch.kernels.attention_shape import AttentionShape
+from accelpatch.kernels.hip import attention, binding
+from tests.interpreted import DEVICE
+from tests.kernels.test_decode_attention import CASES, SAME, assert_float_rule, assert_the_same_bits
+
+COMPILER = shutil.which("g++")
+pytestmark = [
+    pytest.mark.skipif(COMPILER is None, reason="needs g++"),
+    pytest.mark.skipif(
+        DEVICE.type != "cpu", reason="its tensors lie on the CPU; test_attention_on_gpu.py is for a GPU"
+    ),
+]
+FIBERS, KERNELS = Path(__file__).with_name("fibers"), Path(attention.__file__).parent
+WIDEST = {"nvidia": 256, "amd": 128}
+LONG = {
+    "four-queries": Step(size=128, slot=900, capacity=1024, heads=4, kv_heads=1, rows=1),
+    "eight-of-rows": Step(size=128, slot=700, capacity=768, padding=300, tokens=8),
+    "ten-spans": Step(size=128, slot=2300, capacity=2400, rows=1, heads=2),
+    "window-over-spans": Step(size=128, slot=751, capacity=768, heads=4, tokens=8, window=500),
+    "wide-spans": Step(size=256, slot=600, capacity=768, heads=4, rows=1, tokens=3),
+    "narrow-spans": Step(size=64, slot=600, capacity=768, heads=4, rows=1),
+}
+ORDERS = {"at-once-backwards": (0, 1), "late": (1, 0)}
+
+
+@functools.cache
+def _library(vendor: str, folder: Path) -> ctypes.CDLL:
+    shutil.copytree(KERNELS, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    for one in FIBERS.iterdir():
+        shutil.copy(one, folder)
+    shutil.copy(FIBERS / f"{vendor}.h", folder / "nvidia.h")
+    command = [COMPILER, "-std=c++20", "-O2", "-w", "-fPIC", "-shared", "-I.", "run.cpp", "-o", "attention.so"]
+    subprocess.run([str(part) for part in command], cwd=folder, check=True, timeout=200)
+    return ctypes.CDLL(str(folder / "attention.so"))
+
+
+@pytest.fixture(scope="module", params=WIDEST)
+def vendor(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def library(vendor: str, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    return _library(vendor, tmp_path_factory.getbasetemp() / f"attention-{vendor}")
+
+
+def _op(library: ctypes.CDLL) -> Callable[..., Tensor]:
+    def decode_attention_(*args: Tensor | AttentionShape) -> Tensor:
+        qkv, positions, slot, mask, keys, values, shape = args
+        y = torch.full((*qkv.shape[:-1], shape.heads * shape.size), float("nan"), dtype=qkv.dtype)
+        given, sums = attention.arguments(qkv, y, positions, slot, mask, keys, values, shape, 0, None)
+        sums.fill_(float("nan"))
+        status = library.accelpatch_decode_attention(
+            ctypes.byref(given), binding.DTYPES.index(qkv.dtype), ctypes.c_void_p()
+        )
+        assert status == 0
+        return y
+
+    return decode_attention_
+
+
+def _fits(vendor: str, case: Step) -> None:
+    if case.size > WIDEST[vendor]:
+        pytest.skip(f"{vendor}: heads of up to {WIDEST[vendor]} columns")
+
+
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+@pytest.mark.parametrize("case", (CASES | LONG).values(), ids=CASES | LONG)
+def test_float_rule(case: Step, order: tuple[int, int], vendor: str, library: ctypes.CDLL) -> None:
+    _fits(vendor, case)
+    library.set_fibers(5, *order)
+    assert_float_rule(_op(library), case, torch.float16 if order[0] else torch.bfloat16)
+
+
+@pytest.mark.parametrize("processors", [1, 12])
+@pytest.mark.parametrize("case", (SAME | LONG).values(), ids=SAME | LONG)
+def test_a_token_gets_the_bits_that_it_gets_alone(
+    case: Step, processors: int, vendor: str, library: ctypes.CDLL
+) -> None:
+    _fits(vendor, case)
+    library.set_fibers(processors, 1, 0)
+    assert_the_same_bits(_op(library), case, torch.bfloat16)
+
+
+def test_random_steps(vendor: str, library: ctypes.CDLL) -> None:
+    draw = random.Random(5)
+    for trial in range(20):
+        library.set_fibers(draw.choice([1, 3, 9, 20]), draw.randint(0, 1), draw.randint(0, 1))
+        kv_heads, tokens, slot = draw.choice([1, 2]), draw.randint(1, 8), draw.randint(0, draw.choice([40, 300, 900]))
+        case = Step(
+            heads=kv_heads * draw.choice([1, 2, 4, 7]), kv_heads=kv_heads, size=draw.choice([64, 80, 96, 128]),
+            slot=slot, capacity=slot + tokens + draw.randint(0, 300), rows=draw.choice([1, 2]), tokens=tokens,
+            padding=draw.randint(0, slot), window=draw.choice([0, 0, 5, 100, 400]), norms=draw.random() < 0.3,
+        )  # fmt: skip
+        try:
+            assert_the_same_bits(_op(library), case, torch.bfloat16)
+        except AssertionError as error:
+            raise AssertionError((trial, case)) from error
