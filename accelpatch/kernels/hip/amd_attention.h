@@ -15,7 +15,7 @@ template <class T> struct AttentionTile {
     static DEVICE int value_chunk() { return lane_id() & 15; }
     template <class F> static DEVICE float over_lanes(float v, const F& both) { v = both(v, lane_xor(v, 16)); return both(v, lane_xor(v, 32)); }
     DEVICE void zero() { product.zero(); }
-    DEVICE void add_keys(const Words4& q, const Words4* k) { product.multiply(k[0].x, k[0].y, q.x, q.y), product.multiply(k[0].z, k[0].w, q.z, q.w); }
+    DEVICE void add_keys(const Words4& q, const Words4* k) { multiply_halves<T>(product.sum, k[0].x, k[0].y, q.x, q.y), multiply_halves<T>(product.sum, k[0].z, k[0].w, q.z, q.w); }
     DEVICE float score(int i) const { return product.sum[i]; }
     struct Weights { uint32_t first, second; };
     static DEVICE Weights weights(const float* s) { return {T::down_pair(s[0], s[1]), T::down_pair(s[2], s[3])}; }
@@ -24,8 +24,8 @@ template <class T> struct AttentionTile {
         const uint32_t a = word_of(v[0], part / 2), b = word_of(v[1], part / 2), c = word_of(v[2], part / 2), d = word_of(v[3], part / 2);
         MatrixProduct<T> all;
         for (int i = 0; i < 4; ++i) all.sum[i] = sums[i];
-        if (part % 2) all.multiply(permute<0x7632>(a, b), permute<0x7632>(c, d), w.first, w.second);
-        else all.multiply(permute<0x5410>(a, b), permute<0x5410>(c, d), w.first, w.second);
+        if (part % 2) multiply_halves<T>(all.sum, permute<0x7632>(a, b), permute<0x7632>(c, d), w.first, w.second);
+        else multiply_halves<T>(all.sum, permute<0x5410>(a, b), permute<0x5410>(c, d), w.first, w.second);
         for (int i = 0; i < 4; ++i) sums[i] = all.sum[i];
     }
     static DEVICE int cell_query(int) { return lane_id() & 15; }

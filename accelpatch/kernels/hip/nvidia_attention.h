@@ -23,7 +23,7 @@ template <class T> struct AttentionTile {
     }
     DEVICE void zero() { for (int i = 0; i < 8; ++i) c[i / 4][i % 4] = 0.f; }
     DEVICE void add_keys(const Words4& q, const Words4* k) {
-        FloatProduct<T>::multiply(c[0], k[0].x, k[1].x, k[0].y, k[1].y, q.x, q.y), FloatProduct<T>::multiply(c[1], k[0].z, k[1].z, k[0].w, k[1].w, q.z, q.w);
+        multiply_halves<T>(c[0], k[0].x, k[1].x, k[0].y, k[1].y, q.x, q.y), multiply_halves<T>(c[1], k[0].z, k[1].z, k[0].w, k[1].w, q.z, q.w);
     }
     DEVICE float score(int i) const { return c[0][i] + c[1][i]; }
     // The weights of a lane's scores, as products with values take them.
@@ -35,7 +35,7 @@ template <class T> struct AttentionTile {
         const Words4* from = tile + slot * chunks + set * CHUNKS + ((lane_id() >> 3 & 1) ^ mixed(slot) ^ part * 2);
         uint32_t v[4];
         load_transposed(v, from);
-        FloatProduct<T>::multiply(sums, v[0], v[1], v[2], v[3], w.first, w.second);
+        multiply_halves<T>(sums, v[0], v[1], v[2], v[3], w.first, w.second);
     }
     static DEVICE int cell_query(int i) { return 2 * (lane_id() & 3) + (i & 1); }
     static DEVICE int cell_column(int part, int i) { return part * 16 + (lane_id() >> 2) + 8 * (i >> 1); }

@@ -77,7 +77,7 @@ private:
         __syncthreads();
         const int mine = lane_id() % 8 < a.m ? lane_id() % 8 : 0;
         const float my_mean = Base::mean(mine), my_scale = Base::scale(mine);
-        const int end = (wanted + 31) / 32 * 32;  // whole runs, for from_lane
+        const int end = (wanted + WAVE - 1) / WAVE * WAVE;  // whole waves, for from_lane
 #pragma unroll 1
         for (int c = threadIdx.x, i = 0; c < end; c += THREADS, ++i) {
             const Gain g = i == 0 ? first[0] : i == 1 ? first[1] : Base::gain(c * 8);

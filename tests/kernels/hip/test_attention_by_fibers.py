@@ -7,12 +7,8 @@ lanes exchange, where their data lies and in which order they add: nothing about
 from __future__ import annotations
 
 import ctypes
-import functools
 import random
-import shutil
-import subprocess
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,17 +18,16 @@ from accelpatch.kernels.attention_check import Step
 from accelpatch.kernels.attention_shape import AttentionShape
 from accelpatch.kernels.hip import attention, binding
 from tests.interpreted import DEVICE
+from tests.kernels.hip.fibers import COMPILER, compiled
 from tests.kernels.test_decode_attention import CASES, SAME, assert_float_rule, assert_the_same_bits
 
-COMPILER = shutil.which("g++")
 pytestmark = [
     pytest.mark.skipif(COMPILER is None, reason="needs g++"),
     pytest.mark.skipif(
         DEVICE.type != "cpu", reason="its tensors lie on the CPU; test_attention_on_gpu.py is for a GPU"
     ),
 ]
-FIBERS, KERNELS = Path(__file__).with_name("fibers"), Path(attention.__file__).parent
-WIDEST = {"nvidia": 256, "amd": 128}
+WIDEST = {"nvidia": 256, "gfx942": 128}
 LONG = {
     "four-queries": Step(size=128, slot=900, capacity=1024, heads=4, kv_heads=1, rows=1),
     "eight-of-rows": Step(size=128, slot=700, capacity=768, padding=300, tokens=8),
@@ -44,17 +39,6 @@ LONG = {
 ORDERS = {"at-once-backwards": (0, 1), "late": (1, 0)}
 
 
-@functools.cache
-def _library(vendor: str, folder: Path) -> ctypes.CDLL:
-    shutil.copytree(KERNELS, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
-    for one in FIBERS.iterdir():
-        shutil.copy(one, folder)
-    shutil.copy(FIBERS / f"{vendor}.h", folder / "nvidia.h")
-    command = [COMPILER, "-std=c++20", "-O2", "-w", "-fPIC", "-shared", "-I.", "run.cpp", "-o", "attention.so"]
-    subprocess.run([str(part) for part in command], cwd=folder, check=True, timeout=200)
-    return ctypes.CDLL(str(folder / "attention.so"))
-
-
 @pytest.fixture(scope="module", params=WIDEST)
 def vendor(request: pytest.FixtureRequest) -> str:
     return str(request.param)
@@ -62,7 +46,7 @@ def vendor(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def library(vendor: str, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return _library(vendor, tmp_path_factory.getbasetemp() / f"attention-{vendor}")
+    return compiled(vendor, ["decode_attention.hip"], "attention", tmp_path_factory)
 
 
 def _op(library: ctypes.CDLL) -> Callable[..., Tensor]:

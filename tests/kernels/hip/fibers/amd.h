@@ -1,4 +1,4 @@
-// In place of the kernels' amd.h, under the name of the other: what attention takes of it, by the CDNA3 ISA's account.
+// In place of the kernels' amd.h, under the name of the other: its names, by the CDNA3 ISA's account.
 #pragma once
 constexpr int WAVE = 64;
 constexpr int BLOCKS_RESIDENT = 1;
@@ -13,26 +13,27 @@ template <int BYTES> void stream_copy(void* into, const void* source, bool there
 DEVICE void ring_commit() {}
 template <int> void ring_wait() {}
 DEVICE void wave_sync() {}
-template <uint32_t SELECT> uint32_t permute(uint32_t a, uint32_t b) {
-    uint32_t out = 0;
-    for (int i = 0; i < 4; ++i) out |= uint32_t((a | uint64_t(b) << 32) >> 8 * (SELECT >> 4 * i & 15u) & 255u) << 8 * i;
-    return out;
-}
+DEVICE void copy_activation16(void* into, const void* source, bool there) { stream_copy<16>(into, source, there); }
+DEVICE void copies_done(int) {}
+DEVICE void group_sync(int, int) { __syncthreads(); }
+DEVICE void group_arrive(int, int) { __syncthreads(); }
 
-constexpr int ROWS_PER_LANE = 1;
-DEVICE int fragment_row(int) { return lane_id() & 15; }
-DEVICE int fragment_quarter() { return lane_id() >> 4; }
-template <class T> struct MatrixProduct {  // v_mfma_f32_16x16x16
-    float sum[4];
-    void zero() { for (float& v : sum) v = 0.f; }
-    void multiply(uint32_t a0, uint32_t a1, uint32_t b0, uint32_t b1) {
-        const auto all = exchange({a0, a1, b0, b1});
-        for (int i = 0; i < 4; ++i) {
-            double more = sum[i];
-            for (int k = 0; k < 16; ++k) more += product<T>(all[4 * (lane_id() >> 4) + i + k / 4 * 16], all[(lane_id() & 15) + k / 4 * 16] + 2, k % 4);
-            sum[i] = float(more);
-        }
+template <class T> void multiply_halves(float* sum, uint32_t a0, uint32_t a1, uint32_t b0, uint32_t b1) {  // v_mfma_f32_16x16x16
+    const auto all = exchange({a0, a1, b0, b1});
+    for (int i = 0; i < 4; ++i) {
+        double more = sum[i];
+        for (int k = 0; k < 16; ++k) more += product<T>(all[4 * (lane_id() >> 4) + i + k / 4 * 16], all[(lane_id() & 15) + k / 4 * 16] + 2, k % 4);
+        sum[i] = float(more);
     }
-};
+}
+DEVICE void multiply_bytes(int* sum, uint32_t a0, uint32_t a1, uint32_t b0, uint32_t b1) {  // v_mfma_i32_16x16x32
+    const auto all = exchange({a0, a1, b0, b1});
+    for (int i = 0; i < 4; ++i)
+        for (int k = 0; k < 32; ++k) {
+            const auto byte = [&](int lane, int word) { return int(int8_t(all[lane + k / 8 * 16][word + k / 4 % 2] >> k % 4 * 8)); };
+            sum[i] += byte(4 * (lane_id() >> 4) + i, 0) * byte(lane_id() & 15, 2);
+        }
+}
+#include "amd_products.h"
 #include "amd_attention.h"
-inline DeviceLimits device_limits() { return {fibers.processors, 65536, 65536}; }
+inline DeviceLimits device_limits() { return {fibers.processors, 65536, 65536, false}; }

@@ -4,6 +4,7 @@
 #define __device__
 #define __global__
 #define __forceinline__ inline
+#define __noinline__
 #define __shared__
 #define __align__(bytes) __attribute__((aligned(bytes)))
 #define __launch_bounds__(...)

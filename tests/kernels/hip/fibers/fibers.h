@@ -1,13 +1,23 @@
 // A block's threads as fibers of one thread of the CPU, and what NVIDIA's and AMD's headers have alike. A lane runs on until
 // it needs another: memory that lanes exchange without a barrier is then seen as it was. The header that includes it says WAVE.
 #pragma once
+#include <algorithm>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
 
 using GpuStream = void*;
+struct Group {  // of threads that share a named barrier
+    int arrived = 0, times = 0;
+    int arrive(int threads) {
+        const int now = times;
+        if (++arrived == threads) arrived = 0, ++times;
+        return now;
+    }
+};
 struct Fibers {
+    Group groups[16];
     void (*yield)();
     int alive, at_barrier, barriers;              // of a block
     int at_meeting[32], meetings[32];             // of a wave
@@ -44,6 +54,7 @@ template <class V> V lane_xor(V value, int mask) {
     std::memcpy(&value, exchange(mine)[lane_id() ^ mask], 4);
     return value;
 }
+DEVICE float from_lane(float value, int lane) { return __builtin_bit_cast(float, exchange({__builtin_bit_cast(uint32_t, value)})[lane][0]); }
 DEVICE uint32_t lane_vote(bool yes) {
     const auto all = exchange({uint32_t(yes)});
     uint32_t votes = 0;
@@ -58,6 +69,16 @@ DEVICE uint32_t floats_to_bf16(float low, float high) { return float_to_bf16(low
 DEVICE float half_to_float(uint32_t bits) { return float(__builtin_bit_cast(_Float16, uint16_t(bits))); }
 DEVICE uint32_t float_to_half(float value) { return __builtin_bit_cast(uint16_t, _Float16(value)); }
 DEVICE uint32_t floats_to_half(float low, float high) { return float_to_half(low) | float_to_half(high) << 16; }
+DEVICE uint32_t pair_fma(uint32_t a, uint32_t b, uint32_t c) {
+    const auto one = [&](int at) { return float_to_half(std::fma(half_to_float(a >> at & 0xffffu), half_to_float(b >> at & 0xffffu), half_to_float(c >> at & 0xffffu))); };
+    return one(0) | one(16) << 16;
+}
+DEVICE uint32_t pair_max(uint32_t a, uint32_t b) { return std::max(a & 0xffffu, b & 0xffffu) | std::max(a >> 16, b >> 16) << 16; }
+template <uint32_t SELECT> uint32_t permute(uint32_t a, uint32_t b) {
+    uint32_t out = 0;
+    for (int i = 0; i < 4; ++i) out |= uint32_t((a | uint64_t(b) << 32) >> 8 * (SELECT >> 4 * i & 15u) & 255u) << 8 * i;
+    return out;
+}
 DEVICE float fast_exp2(float v) { return std::exp2(v); }
 DEVICE float fast_reciprocal(float v) { return 1.f / v; }
 DEVICE float rsqrtf(float v) { return 1.f / std::sqrt(v); }
@@ -69,6 +90,8 @@ DEVICE void aligned(const void* pointer, int bytes) {
 }
 DEVICE Words4 load_activation16(const void* source) { return aligned(source, 16), *static_cast<const Words4*>(source); }
 DEVICE uint32_t load_activation2(const void* source) { return *static_cast<const uint16_t*>(source); }
+DEVICE uint32_t load_activation4(const void* source) { return aligned(source, 4), *static_cast<const uint32_t*>(source); }
+DEVICE uint32_t atomicOr(uint32_t* at, uint32_t bits) { const uint32_t before = *at; return *at |= bits, before; }
 DEVICE int count_up(int32_t* counter, int by) { return (*counter += by) - by; }
 template <int> void prefetch_l2(const void*) {}
 DEVICE void grid_release() {}
@@ -81,7 +104,12 @@ template <class T> double product(const uint32_t* a, const uint32_t* b, int k) {
     return k % 2 ? double(T::up_high(v)) * T::up_high(w) : double(T::up(v & 0xffffu)) * T::up(w & 0xffffu);
 }
 
-struct DeviceLimits { int processors, shared_block, shared_processor; };
+constexpr int CLUSTER = 1;
+template <class F> constexpr int CLUSTER_DEPTH = 1;
+using Mailbox = uint64_t;
+#include "no_cluster.h"
+
+struct DeviceLimits { int processors, shared_block, shared_processor; bool clusters; };
 template <class... ARGS> int launch_kernel(void (*kernel)(ARGS...), int blocks, int threads, int shared, GpuStream, const DeviceLimits& limits, bool, ARGS... args) {
     if (shared > limits.shared_block) std::abort();
     run_blocks(blocks, threads, shared, [=] { kernel(args...); });

@@ -1,4 +1,4 @@
-// In place of the kernels' nvidia.h: what attention takes of it, by PTX's own account of each instruction.
+// In place of the kernels' nvidia.h: its names, by PTX's own account of each instruction. No clusters.
 #pragma once
 constexpr int WAVE = 32;
 constexpr int BLOCKS_RESIDENT = 2;
@@ -28,25 +28,33 @@ template <int DEPTH> void ring_wait() {
     for (; groups.size() > DEPTH; groups.pop_front())
         for (const Copy& copy : groups.front()) carry_out(copy);
 }
+DEVICE void copy_activation16(void* into, const void* source, bool there) { stream_copy<16>(into, source, there); }
+DEVICE void copies_done(int but) { but == 2 ? ring_wait<3>() : but == 1 ? ring_wait<2>() : ring_wait<1>(); }
 DEVICE void wave_sync() { meet(); }
+DEVICE void group_arrive(int name, int threads) { fibers.groups[name].arrive(threads); }
+DEVICE void group_sync(int name, int threads) {
+    for (const int now = fibers.groups[name].arrive(threads); fibers.groups[name].times == now;) fibers.yield();
+}
 
-constexpr int ROWS_PER_LANE = 2;
-DEVICE int fragment_row(int i) { return (lane_id() >> 2) + 8 * i; }
-DEVICE int fragment_quarter() { return lane_id() & 3; }
-template <class T> struct FloatProduct {  // mma.m16n8k16
-    static void multiply(float* c, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
-        const auto all = exchange({a0, a2, a1, a3, b0, b1});
-        for (int i = 0; i < 4; ++i) {
-            const int row = (lane_id() >> 2) + 8 * (i >> 1), column = 2 * (lane_id() & 3) + (i & 1);
-            double sum = c[i];
-            for (int k = 0; k < 16; ++k) {
-                const uint32_t a[2] = {all[row % 8 * 4 + k % 8 / 2][row / 8 * 2 + k / 8]}, b[2] = {all[column * 4 + k % 8 / 2][4 + k / 8]};
-                sum += product<T>(a, b, k % 2);
-            }
-            c[i] = float(sum);
+// mma.m16n8k16 and m16n8k32: the words of a row or column that hold values of K, and a lane's four sums.
+template <int EACH, class SUM, class TERM> void multiply(SUM* c, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1, TERM term) {
+    const auto all = exchange({a0, a2, a1, a3, b0, b1});
+    for (int i = 0; i < 4; ++i) {
+        const int row = (lane_id() >> 2) + 8 * (i >> 1), column = 2 * (lane_id() & 3) + (i & 1);
+        for (int k = 0; k < 8 * EACH; ++k) {
+            const int quarter = k % (4 * EACH) / EACH, half = k / (4 * EACH);
+            c[i] += term(all[row % 8 * 4 + quarter][row / 8 * 2 + half], all[column * 4 + quarter][4 + half], k % EACH);
         }
     }
-};
+}
+template <class T> void multiply_halves(float* c, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+    double sums[4] = {c[0], c[1], c[2], c[3]};
+    multiply<2>(sums, a0, a1, a2, a3, b0, b1, [](uint32_t a, uint32_t b, int k) { return product<T>(&a, &b, k); });
+    for (int i = 0; i < 4; ++i) c[i] = float(sums[i]);
+}
+DEVICE void multiply_bytes(int* c, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+    multiply<4>(c, a0, a1, a2, a3, b0, b1, [](uint32_t a, uint32_t b, int k) { return int(int8_t(a >> 8 * k)) * int8_t(b >> 8 * k); });
+}
 DEVICE uint32_t transposed(uint32_t v) {
     const auto all = exchange({v});
     const int row = lane_id() & 3, column = lane_id() >> 2;
@@ -62,5 +70,6 @@ DEVICE void load_transposed(uint32_t* v, const Words4* row) {
         v[i] = at(2 * (lane_id() & 3)) | at(2 * (lane_id() & 3) + 1) << 16;
     }
 }
+#include "nvidia_products.h"
 #include "nvidia_attention.h"
-inline DeviceLimits device_limits() { return {fibers.processors, 232448, 233472}; }
+inline DeviceLimits device_limits() { return {fibers.processors, 232448, 233472, false}; }

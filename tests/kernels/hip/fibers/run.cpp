@@ -1,5 +1,5 @@
-// The attention kernel and the fibers that run it.
-#include "decode_attention.hip"
+// The fibers that run a kernel.
+#include "portability.h"
 #include <cstdio>
 #include <ucontext.h>
 #include <vector>
@@ -24,6 +24,12 @@ void enter() {
     if (--fibers.alive && fibers.at_barrier == fibers.alive) fibers.at_barrier = 0, ++fibers.barriers;
     leave();
 }
+std::vector<int> progress() {
+    std::vector<int> all{fibers.alive, fibers.at_barrier, fibers.barriers};
+    all.insert(all.end(), fibers.at_meeting, fibers.at_meeting + 32), all.insert(all.end(), fibers.meetings, fibers.meetings + 32);
+    for (const Group& one : fibers.groups) all.push_back(one.arrived), all.push_back(one.times);
+    return all;
+}
 void make(int thread) {
     stacks[thread].resize(STACK);
     getcontext(&contexts[thread]);
@@ -42,9 +48,12 @@ void run_blocks(int blocks, int threads, int bytes, const std::function<void()>&
         fibers.alive = threads;
         std::memset(shared, 0xff, sizeof shared);  // not a number
         for (int i = 0; i < threads; ++i) make(i);
-        while (fibers.alive)
+        while (fibers.alive) {
+            const auto before = progress();
             for (int i = 0; i < threads; ++i)
                 if (const int thread = fibers.backwards ? threads - 1 - i : i; !ended[thread]) threadIdx.x = unsigned(thread), swapcontext(&outside, &contexts[thread]);
+            if (progress() == before) std::fprintf(stderr, "all threads wait\n"), std::abort();
+        }
         for (int i = bytes; i < int(sizeof shared); ++i)
             if (shared[i] != char(0xff)) std::fprintf(stderr, "written past the end of shared memory\n"), std::abort();
     }

@@ -1,0 +1,87 @@
+// Matrix products, as in nvidia_products.h. Part of amd.h.
+#pragma once
+
+constexpr int BLOCKS_LAUNCHED = 1;
+constexpr int PHASE_VALUES = 2048;   // of K staged at once where not all fits
+constexpr int DEEP = 1, SHALLOW = 1, DEEP_FLOATS = 1;
+constexpr int NARROW_TOKENS = 0;
+constexpr int WIDE_TOKENS = 8;
+#if defined(__gfx90a__)
+constexpr bool FLUSHING_HALF = true;  // fp16 matrix products lose subnormals
+#else
+constexpr bool FLUSHING_HALF = false;
+#endif
+
+constexpr int ROWS_PER_LANE = 1;
+DEVICE int fragment_row(int) { return lane_id() & 15; }
+DEVICE int fragment_quarter() { return lane_id() >> 4; }
+constexpr int SCALE_PAIRS = 4;
+DEVICE int scale_pair() { return 4 * ((lane_id() >> 4) & 1); }
+
+template <bool> struct Cells {
+    static constexpr int COUNT = 4, TOKENS = 1;
+    static DEVICE int row(int i) { return 4 * (lane_id() >> 4) + i; }
+    static DEVICE int token(int) { return lane_id() & 7; }
+    static DEVICE bool owns(int) { return (lane_id() & 15) < 8; }
+    static DEVICE int pair(int i) { return i; }
+    static DEVICE int half(int) { return lane_id() >> 5; }
+};
+
+template <class T> struct MatrixProduct : Cells<false> {
+    float sum[4];
+    DEVICE void zero() { for (float& v : sum) v = 0.f; }
+    DEVICE void finish() {}
+    static DEVICE int column(int tokens) { return min(lane_id() & 7, tokens - 1); }
+    DEVICE void add(const Words4* a, const char* chunk, int, int) {
+        const Words4 b = *reinterpret_cast<const Words4*>(chunk);
+        multiply_halves<T>(sum, a[0].x, a[0].y, b.x, b.y);
+        multiply_halves<T>(sum, a[0].z, a[0].w, b.z, b.w);
+    }
+};
+
+// Mixed multiply-add instead of the matrix unit, which flushes subnormals of fp16 on gfx90a. A lane holds a quarter of a
+// row's products with each token; finish() adds the quarters.
+struct MixedProduct {
+    static constexpr int COUNT = 8, TOKENS = 8;
+    float sum[8];
+    static DEVICE int row(int) { return lane_id() & 15; }
+    static DEVICE int token(int i) { return i; }
+    static DEVICE bool owns(int) { return lane_id() < 16; }
+    DEVICE void zero() { for (float& v : sum) v = 0.f; }
+    DEVICE void finish() {
+        for (float& v : sum) v += lane_xor(v, 16), v += lane_xor(v, 32);
+    }
+    static DEVICE int column(int) { return 0; }
+    DEVICE void add(const Words4* a, const char* chunk, int stride, int tokens) {
+        const uint32_t w[4] = {a[0].x, a[0].y, a[0].z, a[0].w};
+#pragma unroll
+        for (int token = 0; token < 8; ++token) {
+            if (token >= tokens) continue;
+            const Words4 b = *reinterpret_cast<const Words4*>(chunk + token * stride);
+            const uint32_t x[4] = {b.x, b.y, b.z, b.w};
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                sum[token] = __builtin_fmaf(half_to_float(w[i] & 0xffffu), half_to_float(x[i] & 0xffffu), sum[token]);
+                sum[token] = __builtin_fmaf(half_to_float(w[i] >> 16), half_to_float(x[i] >> 16), sum[token]);
+            }
+        }
+    }
+};
+template <class T, bool MIXED> struct FloatProductOf { using Type = MatrixProduct<T>; };
+template <class T> struct FloatProductOf<T, true> { using Type = MixedProduct; };
+template <class T> using FloatProduct = typename FloatProductOf<T, FLUSHING_HALF && !T::BF16>::Type;
+
+template <bool> struct IntegerProduct : Cells<false> {
+    int high[4], low[4];
+    struct Activations { Words4 high, low; };
+    DEVICE void zero() { for (int i = 0; i < 4; ++i) high[i] = low[i] = 0; }
+    DEVICE void plus(const IntegerProduct& other) { for (int i = 0; i < 4; ++i) high[i] += other.high[i], low[i] += other.low[i]; }
+    static DEVICE int place(int tokens, int token_stride) { return min(lane_id() & 7, tokens - 1) * token_stride + fragment_quarter() * 32; }
+    static DEVICE Activations load(const char* x) { return {*reinterpret_cast<const Words4*>(x), *reinterpret_cast<const Words4*>(x + 16)}; }
+    DEVICE void add(const Words4* a, const Activations& x, int part) {
+        const uint32_t a0 = part ? a[0].z : a[0].x, a1 = part ? a[0].w : a[0].y;
+        multiply_bytes(high, a0, a1, part ? x.high.z : x.high.x, part ? x.high.w : x.high.y);
+        multiply_bytes(low, a0, a1, part ? x.low.z : x.low.x, part ? x.low.w : x.low.y);
+    }
+    DEVICE float value(int i) const { return float(high[i] * 256 + low[i]); }
+};

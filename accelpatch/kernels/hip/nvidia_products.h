@@ -1,0 +1,76 @@
+// Matrix products of 16 rows of weights with up to 8 tokens, and how their kernels are cut. Part of nvidia.h.
+#pragma once
+
+constexpr int BLOCKS_LAUNCHED = 1;   // on each processor, also where there are fewer tiles: the successor's then find one place on each
+constexpr int PHASE_VALUES = 4096;   // of K staged at once where not all fits: 8 tokens within half a processor
+constexpr int DEEP = 4, SHALLOW = 2;  // turns of a ring
+constexpr int DEEP_FLOATS = 5;        // of 16-bit weights, whose turns are soon done
+constexpr int NARROW_TOKENS = 2;     // up to how many tokens integer products have a form of their own: a wave finishes 16 rows of two
+constexpr int WIDE_TOKENS = 3;       // up to how many tokens float products run without clusters
+constexpr bool FLUSHING_HALF = false;  // whether fp16 matrix products lose subnormals
+
+// ---- matrix products: a lane holds 16 bytes of each of ROWS_PER_LANE rows of a tile of 16; K is permuted alike in both
+// operands, so the instruction's own order of K never matters ----
+constexpr int ROWS_PER_LANE = 2;
+DEVICE int fragment_row(int i) { return (lane_id() >> 2) + 8 * i; }
+DEVICE int fragment_quarter() { return lane_id() & 3; }  // which 16 bytes of a row's 64
+// Rows r and r + 8 share a word of scales: where a lane's words begin, and how many row pairs follow each other.
+constexpr int SCALE_PAIRS = 1;
+DEVICE int scale_pair() { return lane_id() >> 2; }
+
+// Which row and token each of a lane's sums belongs to. NARROW: up to 4 tokens, else 8.
+template <bool NARROW> struct Cells {
+    static constexpr int COUNT = NARROW ? 2 : 4, TOKENS = NARROW ? 1 : 2;  // TOKENS: different ones, neighbours
+    static DEVICE int row(int i) { return (lane_id() >> 2) + 8 * (NARROW ? i : i >> 1); }
+    static DEVICE int token(int i) { return NARROW ? lane_id() & 3 : 2 * (lane_id() & 3) + (i & 1); }
+    static DEVICE bool owns(int) { return true; }
+    static DEVICE int pair(int) { return 0; }
+    static DEVICE int half(int i) { return NARROW ? i : i >> 1; }  // of the word of scales
+};
+
+// 16-bit floats: 8 tokens.
+template <class T> struct FloatProduct : Cells<false> {
+    float sum[4], other[4];  // two chains: one alone would wait for its own latency
+    DEVICE void zero() { for (int i = 0; i < 4; ++i) sum[i] = other[i] = 0.f; }
+    DEVICE void finish() { for (int i = 0; i < 4; ++i) sum[i] += other[i]; }
+    // The token whose activations this lane reads; columns past the last token repeat it and are never stored.
+    static DEVICE int column(int tokens) { return min(lane_id() >> 2, tokens - 1); }
+    DEVICE void add(const Words4* a, const char* chunk, int, int) {
+        const Words4 b = *reinterpret_cast<const Words4*>(chunk);
+        multiply_halves<T>(sum, a[0].x, a[1].x, a[0].y, a[1].y, b.x, b.y);
+        multiply_halves<T>(other, a[0].z, a[1].z, a[0].w, a[1].w, b.z, b.w);
+    }
+};
+
+// Signed bytes of weights times 16-bit integers (a high byte and a low one, 16 bytes apart): exact. Narrow: a token's two
+// bytes are two columns of one product; else each byte has a product of its own.
+template <bool NARROW> struct IntegerProduct : Cells<NARROW> {
+    static constexpr int PRODUCTS = NARROW ? 1 : 2;
+    int sum[PRODUCTS][4];
+    struct Activations { Words4 b[PRODUCTS]; };
+    DEVICE void zero() { for (auto& one : sum) for (int& v : one) v = 0; }
+    DEVICE void plus(const IntegerProduct& other) {
+        for (int i = 0; i < PRODUCTS; ++i)
+            for (int j = 0; j < 4; ++j) sum[i][j] += other.sum[i][j];
+    }
+    // Where this lane's activations begin, from those of token 0.
+    static DEVICE int place(int tokens, int token_stride) {
+        const int column = lane_id() >> 2, token = min(NARROW ? column >> 1 : column, tokens - 1);
+        return token * token_stride + (NARROW ? column & 1 : 0) * 16 + fragment_quarter() * 32;
+    }
+    static DEVICE Activations load(const char* x) {
+        Activations all;
+#pragma unroll
+        for (int i = 0; i < PRODUCTS; ++i) all.b[i] = *reinterpret_cast<const Words4*>(x + i * 16);
+        return all;
+    }
+    // The first 8 bytes of each 16, or the last.
+    DEVICE void add(const Words4* a, const Activations& x, int part) {
+#pragma unroll
+        for (int i = 0; i < PRODUCTS; ++i) {
+            if (part == 0) multiply_bytes(sum[i], a[0].x, a[1].x, a[0].y, a[1].y, x.b[i].x, x.b[i].y);
+            else multiply_bytes(sum[i], a[0].z, a[1].z, a[0].w, a[1].w, x.b[i].z, x.b[i].w);
+        }
+    }
+    DEVICE float value(int i) const { return NARROW ? float(sum[0][2 * i] * 256 + sum[0][2 * i + 1]) : float(sum[0][i] * 256 + sum[PRODUCTS - 1][i]); }
+};

@@ -1,0 +1,69 @@
+"""The device library's products without a device: NVIDIA's and AMD's forms compiled for the CPU, a thread a fiber.
+
+As test_attention_by_fibers.py. Clusters of blocks are left out.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from accelpatch.kernels.hip import binding
+from tests.interpreted import DEVICE
+from tests.kernels.hip.fibers import COMPILER, compiled
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "scripts"))
+
+import check_kernels
+from hip_gemv import FORMATS, Library, Packed
+
+pytestmark = [
+    pytest.mark.skipif(COMPILER is None, reason="needs g++"),
+    pytest.mark.skipif(DEVICE.type != "cpu", reason="its tensors lie on the CPU; test_ops_on_gpu.py is for a GPU"),
+]
+FLOATS, INTEGERS = (
+    ("gemv.hip", "gemv_fp8.hip"),
+    ("gemv_int8.hip", "gemv_int4.hip", "gemv_int4_32.hip", "gemv_int4_64.hip"),
+)
+FORMS = ("nvidia", "gfx942", "gfx90a")  # gfx90a's fp16 does not go through the matrix unit; else it is as gfx942
+CASES = [(name, torch.bfloat16) for name in FORMATS]
+CASES += [(name, torch.float16) for name in ("plain", "fp8", "int8", "int4_g128_minimum")]
+
+
+class Fibers(Library):
+    """The products of one form, on tensors of the CPU."""
+
+    def __init__(self, held: ctypes.CDLL) -> None:
+        super().__init__(Path())
+        self.held = held
+
+    def _launch(self, p: Packed, args: binding.GemvArgs, half: int) -> None:
+        name = f"accelpatch_{p.format.library}"
+        extra = [] if p.format.argument is None else [p.format.argument]
+        binding.check(binding.declared(self.held, name)(ctypes.byref(args), half, *extra, None), name)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Fibers]:
+    def library(form: str) -> Fibers:
+        held = compiled(form, FLOATS if form == "gfx90a" else (*FLOATS, *INTEGERS), "products", tmp_path_factory)
+        held.set_fibers(3, 1, 0)
+        return Fibers(held)
+
+    return functools.cache(library)
+
+
+@pytest.mark.parametrize("name, dtype", CASES, ids=str)
+@pytest.mark.parametrize("form", FORMS)
+def test_small_shapes(name: str, dtype: torch.dtype, form: str, made: Callable[[str], Fibers]) -> None:
+    """Odd ends, K in phases, every epilogue, an infinity; by the float rule; a token's bits alone."""
+    if form == "gfx90a" and (dtype != torch.float16 or FORMATS[name].library not in ("gemv", "gemv_fp8")):
+        pytest.skip("as gfx942's")
+    torch.manual_seed(0)
+    assert check_kernels.check_small(made(form), name, dtype, "cpu") == []
