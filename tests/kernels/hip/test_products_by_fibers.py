@@ -27,10 +27,8 @@ pytestmark = [
     pytest.mark.skipif(COMPILER is None, reason="needs g++"),
     pytest.mark.skipif(DEVICE.type != "cpu", reason="its tensors lie on the CPU; test_ops_on_gpu.py is for a GPU"),
 ]
-FLOATS, INTEGERS = (
-    ("gemv.hip", "gemv_fp8.hip"),
-    ("gemv_int8.hip", "gemv_int4.hip", "gemv_int4_32.hip", "gemv_int4_64.hip"),
-)
+FLOATS = ("gemv.hip", "gemv_fp8.hip")
+INTEGERS = ("gemv_int8.hip", "gemv_int4.hip", "gemv_int4_32.hip", "gemv_int4_64.hip")
 FORMS = ("nvidia", "gfx942", "gfx90a")  # gfx90a's fp16 does not go through the matrix unit; else it is as gfx942
 CASES = [(name, torch.bfloat16) for name in FORMATS]
 CASES += [(name, torch.float16) for name in ("plain", "fp8", "int8", "int4_g128_minimum")]
