@@ -23,7 +23,7 @@ from replay import rotation, seconds
 from torch import Tensor
 from torch.nn import functional
 
-HIDDEN, MIDDLE = 4096, 11008
+HIDDEN, MIDDLE, TOLD = 4096, 11008, 8192  # TOLD: columns of the MLP that `down` begins with
 LAYER = (("qkv", 3 * HIDDEN, HIDDEN), ("o", HIDDEN, HIDDEN), ("gate_up", 2 * MIDDLE, HIDDEN), ("down", HIDDEN, MIDDLE))
 HEADS = (("head", 32000, HIDDEN), ("head", 128256, HIDDEN))
 LAYERS = 32
@@ -80,14 +80,25 @@ class Chain:
             return torch.randn(m, columns, device="cuda", dtype=torch.bfloat16)
 
         h, qkv, o, middle = buffer(HIDDEN), buffer(3 * HIDDEN), buffer(HIDDEN), buffer(MIDDLE)
+        told = torch.zeros(LAYERS, 2, device="cuda", dtype=torch.int32)
         norm = {"norm": "rms", "norm_weight": self.gain} if fused else {}
 
         def step() -> None:
-            for wqkv, wo, wgate, wdown in self.weights:
+            for number, (wqkv, wo, wgate, wdown) in zip(told, self.weights, strict=True):
                 self.lib.call(wqkv, h, qkv, **norm, **tuning)
                 self.lib.call(wo, qkv[:, :HIDDEN], o, **({"residual": h} if fused else {}), **tuning)
-                self.lib.call(wgate, o, middle, activation="silu_gate", **norm, **tuning)
-                self.lib.call(wdown, middle, h, **({"residual": o} if fused else {"bias": self.bias}), **tuning)
+                self.lib.call(
+                    wgate, o, middle, activation="silu_gate", tells=number, tell_columns=TOLD, **norm, **tuning
+                )
+                self.lib.call(
+                    wdown,
+                    middle,
+                    h,
+                    hears=number,
+                    hear_columns=TOLD,
+                    **({"residual": o} if fused else {"bias": self.bias}),
+                    **tuning,
+                )
 
         result = seconds(step)
         assert 0.1 < h.float().abs().mean() < 1e4  # nor NaN

@@ -110,6 +110,35 @@ def check_format(lib: Library, name: str, dtype: torch.dtype) -> list[str]:
     return bad
 
 
+def check_told(lib: Library, name: str, dtype: torch.dtype, device: str = "cuda") -> list[str]:
+    """A product that tells the next of its columns, and that one: the bits of a pair that waits, no count left behind.
+
+    Over and over, into NaN, so that a column which is read too early shows.
+    """
+    bad, columns = [], 4096 + 528
+    turns, tunings = (1, [{}]) if device == "cpu" else (200, [{}, {"dependent": -1}])
+    for paired, m, tuning in itertools.product((False, True), (1, 2, 3), tunings):
+        before = pack(torch.randn(columns << paired, 128) / 128**0.5, name, dtype=dtype, paired=paired)
+        behind = pack(torch.randn(48, columns) / columns**0.5, name, dtype=dtype)
+        both = [_moved(p, device) for p in (before, behind)]
+        x = torch.randn(m, 128).to(device, dtype)
+        kind = {"activation": "silu_gate"} if paired else {}
+        results, told = [], torch.zeros(2, dtype=torch.int32).to(device)
+        for turn in range(1 + turns):
+            between, y = (torch.full((m, n), float("nan"), dtype=dtype).to(device) for n in (columns, 48))
+            hear = ({"tells": told, "tell_columns": 4096}, {"hears": told, "hear_columns": 4096}) if turn else ({}, {})
+            lib.call(both[0], x, between, **kind, **hear[0], **tuning)
+            lib.call(both[1], between, y, **hear[1], **tuning)
+            results.append(y.cpu())
+        if not all(torch.equal(one, results[0]) for one in results) or results[0].isnan().any() or told.any():
+            bad.append(f"{name} {dtype} told of {columns} columns, paired {paired}, M={m} {tuning}: {told.tolist()}")
+    return bad
+
+
+def _moved(p: Packed, device: str) -> Packed:
+    return replace(p, **{key: t.to(device) for key in ("w", "scale", "offset") if (t := getattr(p, key)) is not None})
+
+
 def check_small(lib: Library, name: str, dtype: torch.dtype, device: str = "cuda") -> list[str]:
     """A few shapes of one format, with no kernel on the GPU but ours: everything else happens on the CPU.
 
@@ -120,8 +149,7 @@ def check_small(lib: Library, name: str, dtype: torch.dtype, device: str = "cuda
         if (paired and n % 2) or (name.startswith("int4") and k % 2):
             continue
         p = pack(torch.randn(n, k) / k**0.5, name, dtype=dtype, paired=paired)
-        held = {key: t.to(device) for key in ("w", "scale", "offset") if (t := getattr(p, key)) is not None}
-        packed = replace(p, **held)
+        packed = _moved(p, device)
         for kind_name, kind in kinds(n, k, SMALL_RUNS[0][0], dtype, "cpu").items():
             if (kind_name == "silu_gate") != paired or (kind_name not in ("product", "rms", "silu_gate") and n != 100):
                 continue

@@ -17,7 +17,7 @@ from torch import Tensor
 from accelpatch.device import Device
 from accelpatch.kernels import gated_activation, gemv, int4_tiles, int8_linear, rmsnorm, tiled_int4_linear
 from accelpatch.kernels.hip import binding
-from accelpatch.kernels.hip.binding import Weight
+from accelpatch.kernels.hip.binding import Told, Weight
 from accelpatch.kernels.int4_tiles import Tiles
 
 SILU = ("silu", "swish")
@@ -38,11 +38,16 @@ class Norm:
 
 @dataclass(frozen=True, eq=False)
 class Product:
-    """w: a float weight[N, K], int8[N, K] with scale[N, 1] float32, or 4-bit tiles. bias[N] in the dtype of x."""
+    """w: a float weight[N, K], int8[N, K] with scale[N, 1] float32, or 4-bit tiles. bias[N] in the dtype of x.
+
+    tells: the kernel behind, of columns of y, where a call is `one_launch`; hears: of columns of x.
+    """
 
     w: Tensor | Tiles
     scale: Tensor | None = None
     bias: Tensor | None = None
+    tells: Told | None = None
+    hears: Told | None = None
 
     @property
     def raw(self) -> Tensor:
@@ -71,8 +76,7 @@ class Product:
         """y in x's dtype; x[M, K] contiguous, M up to `binding.MOST`. gate: the name of an activation."""
         if x.device.type == "cpu":
             return self._by_operations(x, norm, gate, residual)
-        part = self.w.part if isinstance(self.w, Tiles) else "all"
-        one = gate in SILU and (part == "both" or not isinstance(self.w, Tiles))
+        part, one = self._part, self._gates(gate)
         mixed = part != "all" and not one  # the columns have to be put in order
         inside = not mixed and (gate is None or one)
         bias = tiled_int4_linear.in_tiles(self.bias, self.w) if mixed and isinstance(self.w, Tiles) else self.bias
@@ -81,11 +85,16 @@ class Product:
             activation="silu_gate" if one else "none",
             norm="none" if norm is None else "rms_plus_one" if norm.plus_one else "rms",
             norm_weight=None if norm is None else norm.weight, epsilon=0.0 if norm is None else norm.eps,
+            tells=self.tells, hears=self.hears,
         )  # fmt: skip
         y = int4_tiles.in_order(y, part) if mixed else y
         if gate is not None and not one:
             y = gated(y, gate)
         return y if residual is None or inside else residual + y
+
+    def one_launch(self, gate: str | None = None) -> bool:
+        """Whether a call is one launch on a GPU, and its result the launch's."""
+        return self._gates(gate) or (gate is None and self._part == "all")
 
     def rows(self, x: Tensor) -> Tensor:
         """x[M, K] @ w^T + bias for any number of rows; on a GPU past the dispatcher, whose host time it saves."""
@@ -100,6 +109,14 @@ class Product:
             return scaled
         plain: Tensor = (gemv.gemv if cpu else gemv.by_hip)(x, self.w, self.bias)
         return plain
+
+    @property
+    def _part(self) -> str:
+        return self.w.part if isinstance(self.w, Tiles) else "all"
+
+    def _gates(self, gate: str | None) -> bool:
+        """Whether the product's launch gates its columns itself."""
+        return gate in SILU and (self._part == "both" or not isinstance(self.w, Tiles))
 
     def _weight(self) -> Weight:
         if not isinstance(self.w, Tiles):

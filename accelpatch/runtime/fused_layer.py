@@ -20,7 +20,7 @@ from accelpatch.kernels import decode_attention
 from accelpatch.kernels.attention_shape import AttentionShape
 from accelpatch.kernels.decode_attention import decode_attention_
 from accelpatch.kernels.fused_product import Norm, Product, gated, normed
-from accelpatch.kernels.hip.binding import FEW, MOST
+from accelpatch.kernels.hip.binding import FEW, MOST, Told
 from accelpatch.kernels.prompt_attention import prompt_attention_, visible
 from accelpatch.modules.gated_mlp import GatedMLP
 from accelpatch.modules.norm import FusedRMSNorm, ResidualNormLayer
@@ -28,6 +28,7 @@ from accelpatch.modules.rotary import FusedRotaryEmbedding
 from accelpatch.runtime.adapters import Adapted, active, base_of, with_adapters
 from accelpatch.runtime.fused_weights import Unfit, gated_product, one_product, product
 from accelpatch.runtime.native_weights import window
+from accelpatch.runtime.telling import telling_attention, telling_down
 
 FUSED = "fused layers"
 # transformers' attention classes whose arithmetic is that of decode_attention
@@ -58,6 +59,11 @@ class FusedLayer:
         """x[M, K] -> [M, K] for few rows; attend: the rows of q, k and v -> [M, Hq D]."""
         x = added(self.o, attend(self.qkv(x, self.attention_norm)), self.after_attention, x)
         return added(self.down, self.gate_up(x, self.mlp_norm, gate=self.activation), self.after_mlp, x)
+
+    @property
+    def told(self) -> Told | None:
+        """What attention hears of."""
+        return self.qkv.tells if isinstance(self.qkv, Product) else None
 
     def rows(
         self, x: Tensor, pending: Tensor | None, attend: Callable[[Tensor], Tensor]
@@ -97,7 +103,7 @@ class FusedModel:
 
             def attend(qkv: Tensor, layer: FusedLayer = layer, held: Any = held) -> Tensor:
                 cached = (held.keys, held.values)
-                return decode_attention_(qkv, positions, slot, mask, *cached, layer.attention, layer.o.raw)
+                return decode_attention_(qkv, positions, slot, mask, *cached, layer.attention, layer.o.raw, layer.told)
 
             if x.shape[0] <= FEW:
                 x = layer(x, attend)
@@ -270,11 +276,12 @@ def fuse(layer: Any, shape: AttentionShape, dtype: torch.dtype) -> FusedLayer:
     assert before is not None
     assert inner is not None
     parts, halves = parts_of(layer.self_attn), halves_of(mlp)
-    qkv = one_product([base_of(part) for part in parts], dtype)
-    gate_up = gated_product([base_of(half) for half in halves], dtype, mlp.activation)
+    qkv = with_adapters(one_product([base_of(part) for part in parts], dtype), parts, dtype)
+    both = with_adapters(gated_product([base_of(half) for half in halves], dtype, mlp.activation), halves, dtype)
+    gate_up, down = telling_down(both, one(mlp.down_proj, dtype), mlp.activation)
     fused = FusedLayer(
-        with_adapters(qkv, parts, dtype), before, shape, one(layer.self_attn.o_proj, dtype),
-        with_adapters(gate_up, halves, dtype), inner, mlp.activation, one(mlp.down_proj, dtype), after, last,
+        telling_attention(qkv, shape), before, shape, one(layer.self_attn.o_proj, dtype),
+        gate_up, inner, mlp.activation, down, after, last,
     )  # fmt: skip
     if shape.inv_freq.is_cuda:  # what the parts lay in is no room for the next layer's whole
         torch.cuda.empty_cache()

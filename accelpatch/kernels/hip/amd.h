@@ -66,6 +66,9 @@ template <int> DEVICE void prefetch_l2(const void*) {}  // kernels do not overla
 // ---- order: no dependent launch, and one barrier for the workgroup, which arriving waits for too ----
 DEVICE void grid_release() {}
 DEVICE void grid_wait() {}
+DEVICE void tell(int32_t*, int) {}
+DEVICE void hear(const int32_t*, int) {}
+DEVICE bool last_call(int32_t*, int) { return false; }
 DEVICE void linger() {}
 DEVICE void wave_sync() {}  // a lane reads no other's shared memory without a barrier
 DEVICE void group_sync(int, int) { __syncthreads(); }
@@ -124,6 +127,7 @@ inline DeviceLimits device_limits() {
     const int shared = attribute(hipDeviceAttributeMaxSharedMemoryPerBlock, device);
     return {attribute(hipDeviceAttributeMultiprocessorCount, device), shared, shared, false, false};
 }
+inline void clear(int32_t* number, GpuStream stream) { (void)hipMemsetAsync(number, 0, sizeof(*number), stream); }
 // The runtime's error, 0 for none.
 template <class... ARGS>
 int launch_kernel(void (*kernel)(ARGS...), int blocks, int threads, int shared, GpuStream stream, const DeviceLimits&, bool, ARGS... args) {

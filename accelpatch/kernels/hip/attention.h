@@ -11,6 +11,7 @@ constexpr int MOST_ROWS = 256;     // rows whose first slots fit in shared memor
 constexpr int MASK_BYTES = TILE * 8;  // of a tile
 constexpr int BROUGHT_PIECE = 4096;          // bytes that a thread asks for at once
 constexpr int64_t BROUGHT_BYTES = 4 << 20;  // at most: what memory gives while a short cache is read
+constexpr int TOPS = WAVES * 2 + 4;  // floats a query: of each wave the highest score and the sum of weights; its own slot's weight, three of padding
 constexpr int RECORD_HEAD = 4;     // floats before a span's sums in memory: the highest score, the sum of weights, two of padding
 
 // Floats between a wave's sums and the next one's, and between a query's and the next one's: sums of four queries that are
@@ -29,8 +30,10 @@ struct AttentionArgs {
     void* y;                      // [rows tokens, heads size]
     float* sums;                  // [rows kv_heads tiles, QUERIES, spans, RECORD_HEAD + size]
     int32_t* finished;            // [rows kv_heads tiles] zeros, and left so
+    int32_t* hears;               // where the product before counts its columns of q and k (see GemvArgs), or null
     const void* following;        // what the kernel behind will read, or null
     int64_t following_bytes;
+    int64_t hear_columns;         // q's and k's
     int64_t rows, tokens, capacity, heads, kv_heads, size, turned, window, spans;
     float scaling, softcap, rope_scaling, epsilon;  // scaling: to the base 2; with a softcap see Softmax::keys
     int32_t plus_one, dependent;

@@ -13,6 +13,7 @@ from accelpatch.device import Device, probe
 from accelpatch.kernels import build
 from accelpatch.kernels.attention_shape import AttentionShape
 from accelpatch.kernels.hip import binding
+from accelpatch.kernels.hip.binding import Told
 
 ENTRY = "accelpatch_decode_attention"
 QUERIES, SPAN = 8, 256  # of a block; slots whose results are added up by themselves
@@ -26,9 +27,12 @@ LOG2_E = 1.4426950408889634
 
 _POINTERS = (
     "qkv", "positions", "slot", "mask", "keys", "values", "inv_freq", "q_norm", "k_norm", "y", "sums", "finished",
-    "following",
+    "hears", "following",
 )  # fmt: skip
-_SIZES = ("following_bytes", "rows", "tokens", "capacity", "heads", "kv_heads", "size", "turned", "window", "spans")
+_SIZES = (
+    "following_bytes", "hear_columns", "rows", "tokens", "capacity", "heads", "kv_heads", "size", "turned", "window",
+    "spans",
+)  # fmt: skip
 _FLOATS = ("scaling", "softcap", "rope_scaling", "epsilon")
 
 
@@ -56,7 +60,7 @@ def why_not(shape: AttentionShape, dtype: torch.dtype, device: Device) -> str | 
 
 def decode_attention_(
     qkv: Tensor, positions: Tensor, slot: Tensor, mask: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape,
-    following: Tensor | None = None,
+    following: Tensor | None = None, hears: Told | None = None,
 ) -> Tensor:  # fmt: skip
     """As the operation; qkv, positions, mask and the cache contiguous. Raises KernelError where it is refused."""
     rows, tokens = positions.shape
@@ -66,15 +70,15 @@ def decode_attention_(
     for begin in range(0, rows, ROWS):
         some, own = slice(begin, begin + ROWS), slice(begin * tokens, (begin + ROWS) * tokens)
         flat = qkv.view(rows * tokens, -1)[own], y.view(rows * tokens, -1)[own]
-        _launch(*flat, positions[some], slot, mask[some], keys[some], values[some], shape, begin, following)
+        _launch(*flat, positions[some], slot, mask[some], keys[some], values[some], shape, begin, following, hears)
     return y
 
 
 def _launch(
     qkv: Tensor, y: Tensor, positions: Tensor, slot: Tensor, mask: Tensor, keys: Tensor, values: Tensor,
-    shape: AttentionShape, begin: int, following: Tensor | None,
+    shape: AttentionShape, begin: int, following: Tensor | None, hears: Told | None,
 ) -> None:  # fmt: skip
-    args, _kept = arguments(qkv, y, positions, slot, mask, keys, values, shape, begin, following)
+    args, _kept = arguments(qkv, y, positions, slot, mask, keys, values, shape, begin, following, hears)
     with torch.cuda.device(qkv.device):
         stream = torch.cuda.current_stream().cuda_stream
         entry = _entry(probe(qkv.device))
@@ -83,7 +87,7 @@ def _launch(
 
 def arguments(
     qkv: Tensor, y: Tensor, positions: Tensor, slot: Tensor, mask: Tensor, keys: Tensor, values: Tensor,
-    shape: AttentionShape, begin: int, following: Tensor | None,
+    shape: AttentionShape, begin: int, following: Tensor | None, hears: Told | None = None,
 ) -> tuple[AttentionArgs, Tensor]:  # fmt: skip
     """What a launch takes, and memory of its own that must last as long."""
     (rows, tokens), capacity = positions.shape, keys.shape[2]
@@ -103,6 +107,7 @@ def arguments(
         turned=shape.turned, window=shape.window, spans=spans, rope_scaling=shape.rope_scaling, epsilon=shape.eps,
         scaling=shape.scaling * LOG2_E * (2 / shape.softcap if cap else 1), softcap=shape.softcap * LOG2_E,
         plus_one=int(shape.plus_one), dependent=0 if binding.settled() else -1,
+        **binding.told_arguments(hears, "hears"),
     )  # fmt: skip
     return args, sums
 

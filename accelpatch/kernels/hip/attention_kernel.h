@@ -11,8 +11,8 @@ template <class T, int WIDE> struct View {
     const HeadStager<T, WIDE>& stager;
     const Words4* query;  // of shared memory: what the lane gives to products with keys
     int own[Tile::QUERIES_PER_LANE], least[Tile::QUERIES_PER_LANE];  // the queries' slots, and the ones before the first that they see
-    bool windowed;
-    DEVICE View(const AttentionArgs& a, const HeadStager<T, WIDE>& stager, const Geometry& all, const Segment& s) : stager(stager), windowed(a.window > 0) {
+    bool windowed, several;  // new tokens, of which one may see another
+    DEVICE View(const AttentionArgs& a, const HeadStager<T, WIDE>& stager, const Geometry& all, const Segment& s) : stager(stager), windowed(a.window > 0), several(a.tokens > 1) {
         const int last = stager.queries(s) - 1;
         query = reinterpret_cast<const Words4*>(stager.query(min(Tile::key_query() & (QUERIES - 1), last)));
 #pragma unroll
@@ -31,6 +31,7 @@ template <class T, int WIDE, int RING> struct Softmax {
     static constexpr int SETS = Stream::SETS;
     static constexpr int OWN = Tile::QUERIES_PER_LANE, AT_ONCE = Stream::DEPTH > 2 ? Tile::AT_ONCE : 1;  // of a ring of two tiles one is on its way
     float top[OWN], total[OWN], sums[SETS][Tile::PARTS][4];
+    float own[OWN];  // the weight of a query's own slot, whose value is added to all others by Adder; negative where another lane has it
 
     // begin: of the span; end: of what is there of it.
     DEVICE void span(const AttentionArgs& a, Stream& stream, const View<T, WIDE>& view, const Geometry& all, int begin, int end) {
@@ -40,7 +41,7 @@ template <class T, int WIDE, int RING> struct Softmax {
 #pragma unroll
         for (int n = 0; n < OWN; ++n) {
             const auto larger = [](float v, float w) { return fmaxf(v, w); };
-            top[n] = -INFINITY, total[n] = 0.f;
+            top[n] = -INFINITY, total[n] = 0.f, own[n] = -1.f;
 #pragma unroll
             for (int i = 0; i < 4 * ROUNDS; ++i)
                 if (Tile::which(i % 4) == n) top[n] = larger(top[n], s[i / 4][i % 4]);
@@ -50,6 +51,12 @@ template <class T, int WIDE, int RING> struct Softmax {
             for (int i = 0; i < 4 * ROUNDS; ++i)
                 if (Tile::which(i % 4) == n) total[n] += s[i / 4][i % 4] = fast_exp2(s[i / 4][i % 4] - base);
         }
+        if (end > all.slot)
+#pragma unroll
+            for (int i = 0; i < 4 * ROUNDS; ++i) {
+                const int n = Tile::which(i % 4);
+                if (begin + tile_at(i / 4) + Tile::slot(i % 4) == view.own[n]) own[n] = s[i / 4][i % 4], s[i / 4][i % 4] = 0.f;
+            }
         for (auto& set : sums) for (auto& part : set) for (float& v : part) v = 0.f;
         add_values<2>(stream, view, all, begin + tile_at(0), end, given[0], s[0]);
         add_values<3>(stream, view, all, begin + tile_at(1), end, given[1], s[1]);
@@ -117,7 +124,7 @@ template <class T, int WIDE, int RING> struct Softmax {
         if (seen_tile(all, slot, end)) {
             const bool new_ones = slot + TILE > all.slot;
             if (~given & (new_ones ? (1u << max(all.slot - slot, 0)) - 1 : 0xffffu)) stream.template hide<STAGE>(given);
-            if (new_ones) stream.template put_new<STAGE>(0, slot, view.stager);
+            if (new_ones && view.several) stream.template put_new<STAGE>(0, slot, view.stager);
             wave_sync();  // all lanes' copies have come
             const Words4* values = stream.values(STAGE);
 #pragma unroll
@@ -134,9 +141,10 @@ template <class T, int WIDE, int RING> struct Softmax {
 #pragma unroll
         for (int n = 0; n < OWN; ++n) {
             const float weights = Tile::over_lanes(total[n], [](float v, float w) { return v + w; });
-            if (Tile::slot(0) != 0 || Tile::query(n) >= queries) continue;
-            float* at = tops + (Tile::query(n) * WAVES + wave) * 2;
-            at[0] = top[n], at[1] = weights;
+            if (Tile::query(n) >= queries) continue;
+            float* at = tops + Tile::query(n) * TOPS;
+            if (Tile::slot(0) == 0) at[2 * wave] = top[n], at[2 * wave + 1] = weights;
+            if (!(own[n] < 0.f)) at[2 * WAVES] = own[n];
         }
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -160,6 +168,11 @@ DEVICE void bring_following(const AttentionArgs& a, int before, int busy) {
         prefetch_l2<BROUGHT_PIECE>(static_cast<const char*>(a.following) + i * BROUGHT_PIECE);
 }
 
+// What was heard counts from zero again once all blocks have heard it.
+DEVICE void forget(const AttentionArgs& a) {
+    if (a.hears && threadIdx.x == 0 && last_call(a.hears + 1, int(gridDim.x))) a.hears[0] = 0;
+}
+
 // RING: bytes of a block's ring.
 template <class T, int WIDE, int RING> __global__ void __launch_bounds__(THREADS, WIDE > 128 ? 1 : BLOCKS_RESIDENT) attention_kernel(const AttentionArgs a, const AttentionPlan plan) {
     extern __shared__ __align__(128) char shared[];
@@ -172,33 +185,49 @@ template <class T, int WIDE, int RING> __global__ void __launch_bounds__(THREADS
     Segment s;
     if (!share.next(s, a, plan, all)) {  // stays until the kernel behind has found a place on every processor
         grid_wait();
+        forget(a);
         linger();
         bring_following(a, share.before, share.busy);
         return;
     }
     CacheStream<T, WIDE, RING> stream(a, plan, all, whole, shared);
     HeadStager<T, WIDE> stager{a, plan, shared};
+    bool heard = false, waited = false;
     int turn = 0;
     for (;;) {
         stager.turn_to(s.row);
         const View<T, WIDE> view(a, stager, all, s);
         const auto first = stager.task(s, all, wave);
         const typename HeadStager<T, WIDE>::Angles turns(a, stager.angles(first.token));
-        grid_wait();
+        if (!a.hears) {
+            grid_wait();
+        } else if (!heard) {
+            if (threadIdx.x == 0) hear(a.hears, int(a.hear_columns));
+            __syncthreads();
+            heard = true;
+        }
         stager.stage(s, all, first, turns);
         const int queries = stager.queries(s);
 #pragma unroll 1
         for (int i = 0; i < s.count; ++i, ++turn) {
             Results results;
-            results.span(a, stream, view, all, s.begin + i * SPAN, s.end);
+            const int begin = s.begin + i * SPAN;
+            results.span(a, stream, view, all, begin, s.end);
+            if (a.hears && i + 1 == s.count) {  // the kernel before has to end at last
+                grid_wait();
+                if (!waited) forget(a), waited = true;
+                if (s.end > all.slot && wave == WAVES - 1) stager.stage_value(s, all);
+            }
             const int buffer = (plan.buffers - 1) & turn;
-            float* tops = reinterpret_cast<float*>(shared + plan.tops_at) + buffer * plan.queries * WAVES * 2;
+            float* tops = reinterpret_cast<float*>(shared + plan.tops_at) + buffer * plan.queries * TOPS;
             float* states = reinterpret_cast<float*>(shared + plan.states_at) + buffer * plan.queries * QUERY_STRIDE<WIDE>;
             results.leave(states, tops, queries);
             const int q = (wave - turn) & (WAVES - 1);  // a query's by one wave, while the others go on
             const Adder<T, WIDE> adder(a, s, plan.group, q);
             __syncthreads();
-            if (q < queries) adder.add(states + q * QUERY_STRIDE<WIDE>, tops + q * WAVES * 2, s.span + i);
+            const int own = all.slot + adder.token - begin;
+            const bool here = own >= 0 && own < SPAN;
+            if (q < queries) adder.add(states + q * QUERY_STRIDE<WIDE>, tops + q * TOPS, s.span + i, here ? stager.value(adder.token) : nullptr, own / TILE & (WAVES - 1));
             if (plan.buffers == 1) __syncthreads();
         }
         if (!s.single() && last_of(a, s, reinterpret_cast<int*>(shared + plan.tops_at))) add_spans<T, WIDE>(a, s, plan.group, queries);

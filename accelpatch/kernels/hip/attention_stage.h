@@ -99,6 +99,7 @@ template <class T, int WIDE> struct HeadStager {
     DEVICE char* fresh(int token, int value) const { return shared + plan.fresh_at + (token * 2 + value) * STRIDE; }
     DEVICE float* angles(int token) const { return reinterpret_cast<float*>(shared + plan.angles_at) + token * a.turned; }
     DEVICE int queries(const Segment& s) const { return min(QUERIES, int(a.tokens) * plan.group - s.tile * QUERIES); }
+    DEVICE const uint16_t* value(int token) const { return reinterpret_cast<const uint16_t*>(fresh(token, 1)); }
 
     // A piece of a new key or value.
     DEVICE Words4 fresh_piece(int token, int value, int chunk) const { return reinterpret_cast<const Words4*>(fresh(token, value))[chunk]; }
@@ -128,7 +129,7 @@ template <class T, int WIDE> struct HeadStager {
     }
     // All threads call it, and may read what it left when it returns. `first`: the wave's task(), `turns` its angles.
     DEVICE void stage(const Segment& s, const Geometry& all, Task first, Angles turns) {
-        const int tasks = queries(s) + 2 * int(a.tokens);
+        const int tasks = queries(s) + (a.hears ? 1 : 2 * int(a.tokens));  // the value behind the last key comes later
         for (int i = threadIdx.x / WAVE; i < tasks;) {
             HeadRow<T, WIDE> row(a, first.from, first.turned);
             if (first.turned) row.turn(a, first.norm, turns);
@@ -137,5 +138,12 @@ template <class T, int WIDE> struct HeadStager {
             if ((i += WAVES) < tasks) first = task(s, all, i), turns = Angles(a, angles(first.token));
         }
         __syncthreads();
+    }
+    // The value of the one new token, by one wave.
+    DEVICE void stage_value(const Segment& s, const Geometry& all) const {
+        const Task t = task(s, all, queries(s) + 1);
+        const HeadRow<T, WIDE> row(a, t.from, false);
+        row.leave(t.into, WIDE);
+        if (t.kept) row.leave(t.kept, int(a.size));
     }
 };

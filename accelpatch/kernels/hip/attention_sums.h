@@ -8,11 +8,12 @@ constexpr float LEAST = -3.4e38f;  // as low as a highest score goes: infinities
 template <class T, int WIDE> struct Adder {
     const AttentionArgs& a;
     const Segment& s;
-    uint16_t* y;     // of the query
+    const int token;  // of the query
+    uint16_t* y;      // of the query
     float* records;  // of its spans
 
-    DEVICE Adder(const AttentionArgs& a, const Segment& s, int group, int q) : a(a), s(s) {
-        const int of = s.tile * QUERIES + q, token = a.tokens == 1 ? 0 : of / group, head = s.kv * group + of - token * group;
+    DEVICE Adder(const AttentionArgs& a, const Segment& s, int group, int q) : a(a), s(s), token(a.tokens == 1 ? 0 : (s.tile * QUERIES + q) / group) {
+        const int of = s.tile * QUERIES + q, head = s.kv * group + of - token * group;
         y = static_cast<uint16_t*>(a.y) + int64_t((s.row * int(a.tokens) + token) * int(a.heads) + head) * int(a.size);
         records = a.sums + int64_t(s.head * QUERIES + q) * (int(a.spans) * (RECORD_HEAD + int(a.size)));
     }
@@ -22,7 +23,8 @@ template <class T, int WIDE> struct Adder {
         for (int i = 0; i < 4; i += 2) *reinterpret_cast<uint32_t*>(y + column + i) = T::down_pair((sums[i] + 0.f) * share, (sums[i + 1] + 0.f) * share);
     }
     DEVICE float* record(int span) const { return records + span * (RECORD_HEAD + int(a.size)); }
-    DEVICE void add(const float* states, const float* tops, int span) const {
+    // value: of the query's own slot, which wave `owner` has seen; null where that is not in the span.
+    DEVICE void add(const float* states, const float* tops, int span, const uint16_t* value, int owner) const {
         constexpr int RUN = WAVE * 4, RUNS = (WIDE + RUN - 1) / RUN;  // columns of all lanes; how often
         float one[RUNS][WAVES][4], known[2 * WAVES];  // all are under way before the first is needed
 #pragma unroll
@@ -37,6 +39,7 @@ template <class T, int WIDE> struct Adder {
         const float base = highest == -INFINITY ? 0.f : highest;
 #pragma unroll
         for (int w = 0; w < WAVES; ++w) factor[w] = fast_exp2(known[2 * w] - base), total = fmaf(factor[w], known[2 * w + 1], total);
+        const float own = value ? tops[2 * WAVES] * fast_exp2(tops[2 * owner] - base) : 0.f;
         float* kept = record(span);
         if (!s.single() && lane_id() == 0) kept[0] = highest, kept[1] = total;
 #pragma unroll
@@ -46,7 +49,11 @@ template <class T, int WIDE> struct Adder {
             for (int w = 0; w < WAVES; ++w)
 #pragma unroll
                 for (int i = 0; i < 4; ++i) sums[i] = fmaf(factor[w], one[run][w][i], sums[i]);
-            if (const int column = lane_id() * 4 + run * RUN; column >= int(a.size)) continue;
+            const int column = lane_id() * 4 + run * RUN;
+            if (value && column < int(a.size))
+#pragma unroll
+                for (int i = 0; i < 4; ++i) sums[i] = fmaf(own, T::up(value[column + i]), sums[i]);
+            if (column >= int(a.size)) continue;
             else if (s.single()) store(column, sums, total);
             else *reinterpret_cast<Words4*>(kept + RECORD_HEAD + column) = {float_to_bits(sums[0]), float_to_bits(sums[1]), float_to_bits(sums[2]), float_to_bits(sums[3])};
         }

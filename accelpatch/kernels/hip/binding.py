@@ -21,11 +21,12 @@ from accelpatch.kernels.dispatch import Spec
 
 #: rows of x up to which a launch reads the weights (8 rows each time); more of them go to torch's product
 MOST = 64
+PHASE = 4096  # values of K that a product stages at once, and so what it may begin with
 FEW = 8  # rows of one launch's reading; their results have the same bits whatever their number is
 DTYPES = (torch.bfloat16, torch.float16)  # of x and y, numbered as in the C interface
 
-_POINTERS = ("w", "scale", "offset", "x", "norm_weight", "norm_bias", "bias", "residual", "y")
-_SIZES = ("m", "n", "k", "x_stride", "residual_stride", "y_stride")
+_POINTERS = ("w", "scale", "offset", "x", "norm_weight", "norm_bias", "bias", "residual", "y", "tells", "hears")
+_SIZES = ("tell_columns", "hear_columns", "m", "n", "k", "x_stride", "residual_stride", "y_stride")
 _FLAGS = (
     "norm",
     "activation",
@@ -100,6 +101,26 @@ class Weight:
     settled: bool = True
 
 
+@dataclass(frozen=True, eq=False)
+class Told:
+    """What a kernel tells the next of, so that this one begins before that one has ended: the first columns of y.
+
+    number: int32[2] zeros, which both leave so; of these two kernels alone, and on one stream at a time. columns: whole
+    tiles of 16 (of a gate: 8); for a product that hears of them, of PHASE. It has an effect where weights are settled,
+    for a row or two, on Hopper and later.
+    """
+
+    number: Tensor
+    columns: int
+
+
+def told_arguments(told: Told | None, role: str) -> dict[str, int]:
+    """The arguments of a launch that `tells` or `hears`."""
+    if told is None or not _local.settled:
+        return {}
+    return {role: told.number.data_ptr(), f"{role[:-1]}_columns": told.columns}
+
+
 def why_not(spec: Spec, device: Device) -> str | None:
     """What every format asks of a call: a GPU with a library, 16-bit activations, sizes within the kernel's."""
     if reason := build.why_not("hip", device):
@@ -148,12 +169,15 @@ def launch(
     epsilon: float = 1e-5,
     activation: str = "none",
     residual: Tensor | None = None,
+    tells: Told | None = None,
+    hears: Told | None = None,
 ) -> Tensor:
     """y[..., N] = activation(norm(x[..., K]) @ w^T + bias) + residual, in x's dtype, on torch's current stream.
 
     x, and what is added or multiplied, bfloat16 or float16 alike; other dtypes and strides are copied. norm: a key of
     NORM over K with norm_weight[K] and norm_bias[K]. activation: a key of ACTIVATION; with "silu_gate" the first half
-    of w's rows are gates, and y and residual have N / 2 columns. Raises KernelError where the launch is refused.
+    of w's rows are gates, and y and residual have N / 2 columns. tells, hears: of y, of x.
+    Raises KernelError where the launch is refused.
     """
     n, k = weight.n // 2 if activation == "silu_gate" else weight.n, weight.k
     rows = _rows(x, k)
@@ -171,6 +195,7 @@ def launch(
         epsilon=epsilon, norm=NORM[norm], activation=ACTIVATION[activation], offset_kind=OFFSET[weight.offset_kind],
         scale_is_bf16=int(weight.scale is not None and weight.scale.dtype == torch.bfloat16),
         group_shift=weight.group_shift, dependent=0 if _local.settled and weight.settled else -1,
+        **told_arguments(tells, "tells"), **told_arguments(hears, "hears"),
     )  # fmt: skip
     _start(weight, args, x)
     return y

@@ -24,7 +24,7 @@ template <int WIDE> AttentionPlan lay_out(const AttentionArgs& a, int64_t ring, 
     p.starts_at = layout.take(a.rows * 4);
     p.angles_at = layout.take(a.tokens * a.turned * 4);
     p.queries_at = layout.take(QUERIES * row), p.fresh_at = layout.take(a.tokens * 2 * row);
-    p.tops_at = layout.take(int64_t(buffers) * p.queries * WAVES * 8), p.states_at = layout.take(int64_t(buffers) * p.queries * QUERY_STRIDE<WIDE> * 4);
+    p.tops_at = layout.take(int64_t(buffers) * p.queries * TOPS * 4), p.states_at = layout.take(int64_t(buffers) * p.queries * QUERY_STRIDE<WIDE> * 4);
     p.ring_at = layout.take(ring), p.bytes = int32_t(layout.bytes);
     return p;
 }
@@ -59,8 +59,13 @@ template <class T> int by_size(const AttentionArgs& a, GpuStream stream) {
 }
 }  // namespace
 
-extern "C" int accelpatch_decode_attention(const AttentionArgs* a, int dtype, void* stream) {
-    if (const int bad = check(*a)) return bad;
+extern "C" int accelpatch_decode_attention(const AttentionArgs* args, int dtype, void* stream) {
+    if (const int bad = check(*args)) return bad;
+    AttentionArgs a = *args;
     const auto s = static_cast<GpuStream>(stream);
-    return dtype ? by_size<F16>(*a, s) : by_size<Bf16>(*a, s);
+    if (a.hears && (a.tokens > 1 || a.rows > NARROW_TOKENS || !device_limits().dependent_launch)) {
+        if (a.tokens * a.rows <= NARROW_TOKENS) clear(a.hears, s);  // two tokens of a row, of which one sees the other
+        a.hears = nullptr;
+    }
+    return dtype ? by_size<F16>(a, s) : by_size<Bf16>(a, s);
 }

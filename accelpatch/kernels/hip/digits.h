@@ -28,11 +28,11 @@ template <class F, class T, bool NARROW, bool CLUSTERED = false> struct DigitSta
     }
     DEVICE DigitStager(const GemvArgs& a, const GemvPlan& plan, char* shared) : DigitStager(a, plan, shared, threadIdx.x) {}
     // As FloatStager's.
-    template <class REST> DEVICE void range(int from, int steps, const REST& rest) {
+    template <class REST> DEVICE void range(int from, int steps, int before, const REST& rest) {
         const int slots = (steps + PAIR<F> - 1) / PAIR<F> * PAIR<F> * (F::KSTEP / 16), laps = (slots + THREADS - 1) / THREADS;
-        if (a.norm == NORM_NONE) fetch<false>(from * F::KSTEP, slots, laps, rest);
+        if (a.norm == NORM_NONE) fetch<false>(from * F::KSTEP, slots, laps, before * (F::KSTEP / 16), rest);
         else if (NARROW && a.norm != NORM_LAYER && laps * int(a.m) == 1) one_slot(slots, rest);
-        else fetch<true>(0, slots, laps, rest), normalise(slots, laps);
+        else fetch<true>(0, slots, laps, 0, rest), normalise(slots, laps);
         __syncthreads();
     }
     static constexpr bool BOUNDED = true;
@@ -54,7 +54,7 @@ protected:
     // Where in K the first or last half of a slot begins.
     static DEVICE int place(int slot, int half) { return 8 * (F::INTERLEAVED ? slot / 4 * 8 + half * 4 + slot % 4 : 2 * slot + half); }
     // A thread's own values of every token into their slots: as digits, or for a norm as they are, with its moments.
-    template <bool NORM, class REST> DEVICE void fetch(int from, int slots, int laps, const REST& rest) const {
+    template <bool NORM, class REST> DEVICE void fetch(int from, int slots, int laps, int before, const REST& rest) const {
         const int total = laps * int(a.m);
         int token = 0, lap = 0, to_token = 0, to_lap = 0;
         float share = 0.f;
@@ -92,7 +92,7 @@ protected:
                     }
                     if (to_lap == laps - 1) Base::leave(a.norm == NORM_LAYER ? Base::sums : Base::squares(), to_token, share), share = 0.f;
                 } else {
-                    convert(to_token, slot, slot < slots, v[j], most[j]);
+                    convert(to_token, before + slot, slot < slots, v[j], most[j]);
                 }
                 if (++to_lap == laps) to_lap = 0, ++to_token;
             }

@@ -18,6 +18,10 @@ struct GemvArgs {
     const void* bias;         // [N] or null
     const void* residual;     // [M, columns of y] or null
     void* y;
+    // Two numbers, zero before and after, or null: of y's first tell_columns those that are finished are counted in `tells`; the
+    // next kernel has it as `hears`, and does not wait for the rest before it begins with them. Both or neither.
+    int32_t *tells, *hears;
+    int64_t tell_columns, hear_columns;  // of y, whole tiles; of x
     int64_t m, n, k;
     int64_t x_stride, residual_stride, y_stride;
     float epsilon;
@@ -31,6 +35,8 @@ struct GemvArgs {
 // but for what M needs.
 struct GemvPlan {
     int32_t tiles, steps, phases, phase_steps, resident;  // resident: phases of K staged at once
+    int32_t early;        // phases of K whose activations the product before tells of
+    int32_t told;         // tiles whose columns are told of
     int32_t waves_shift;  // log2 of the waves that share a tile's K
     int32_t part_steps;   // of a block's part of K, in a cluster
     int32_t tile_hop, row_hop;  // from a wave's tile to its next

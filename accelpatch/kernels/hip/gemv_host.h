@@ -3,10 +3,14 @@
 #include "cluster_kernel.h"
 #include "host.h"
 
+inline int64_t tile_columns(const GemvArgs& a) { return a.activation == ACT_SILU_GATE ? 8 : 16; }  // of y
+
 inline int check(const GemvArgs& a) {
     if (a.m < 0 || a.m > 8 || a.n < 1 || a.k < 1 || a.n >= LARGEST || a.k >= LARGEST / 16) return STATUS_SIZE;
     if (a.activation == ACT_SILU_GATE && a.n % 2) return STATUS_SIZE;
     if (a.m && (!a.w || !a.x || !a.y)) return STATUS_POINTER;
+    if (a.tells && (a.tell_columns < 1 || a.tell_columns > a.n || a.tell_columns % tile_columns(a))) return STATUS_SIZE;
+    if (a.hears && (a.hear_columns < 1 || a.hear_columns >= a.k || a.hear_columns % PHASE_VALUES)) return STATUS_SIZE;
     return STATUS_OK;
 }
 
@@ -121,11 +125,15 @@ template <class F, class T> int launch(const GemvArgs& a, GpuStream stream) {
     if constexpr (CLUSTER > 1) {
         const bool many = a.m > (F::INTEGER ? NARROW_TOKENS : WIDE_TOKENS);
         if (limits.clusters && (many || !depth || plan.bytes > half_of(limits))) {
+            if (a.hears) clear(a.hears, stream);
             const int status = launch_as_clusters<F, T>(a, limits, stream);
             if (status != STATUS_MEMORY || many) return status;
         }
     }
     if (!depth) return STATUS_MEMORY;
+    if (a.tells) plan.told = int32_t(a.tell_columns / tile_columns(a));
+    if (a.hears && !a.norm && plan.resident == plan.phases) plan.early = int32_t(a.hear_columns / PHASE_VALUES);
+    else if (a.hears) clear(a.hears, stream);  // nobody will listen
     auto kernel = kernel_of<F, T, false>(depth);
     if constexpr (F::INTEGER && NARROW_TOKENS > 0) {
         if (narrow) kernel = kernel_of<F, T, true>(depth);
@@ -138,6 +146,7 @@ template <class F, class T> int launch(const GemvArgs& a, GpuStream stream) {
 template <class F, class T> int launch_all(const GemvArgs& args, GpuStream stream) {
     GemvArgs a = args;
     a.m = args.m < 8 ? args.m : 8;
+    if (args.m > NARROW_TOKENS || !device_limits().dependent_launch) a.tells = a.hears = nullptr;
     if (const int bad = check(a)) return bad;
     int64_t most = 8;  // fewer where a norm over a very long K leaves no room: a row's bits stay the same
     for (int64_t done = 0; done < args.m; done += a.m) {
@@ -146,7 +155,7 @@ template <class F, class T> int launch_all(const GemvArgs& args, GpuStream strea
         a.y = static_cast<uint16_t*>(args.y) + done * args.y_stride;
         if (args.residual) a.residual = static_cast<const uint16_t*>(args.residual) + done * args.residual_stride;
         const int bad = launch<F, T>(a, stream);
-        if (bad == STATUS_MEMORY && most > 1) most /= 2, a.m = 0;
+        if (bad == STATUS_MEMORY && most > 1) most /= 2, a.m = 0, a.tells = a.hears = nullptr;
         else if (bad) return bad;
     }
     return STATUS_OK;

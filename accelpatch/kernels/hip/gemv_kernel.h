@@ -10,7 +10,7 @@
 constexpr int PARTIAL_STRIDE = 20;  // floats of one token and wave: 16 rows and a pad against bank conflicts
 
 DEVICE float activate(float v, int kind) {
-    if (kind == ACT_SILU || kind == ACT_SILU_GATE) return v / (1.f + expf(-v));
+    if (kind == ACT_SILU || kind == ACT_SILU_GATE) return v * fast_reciprocal(1.f + fast_exp2(v * -1.44269504088896f));
     if (kind == ACT_RELU) return v < 0.f ? 0.f : v;  // keeps NaN
     if (kind == ACT_GELU) return .5f * v * (1.f + erff(v * .70710678118654752f));
     if (kind == ACT_GELU_TANH) return .5f * v * (1.f + tanhf(.79788456080286536f * (v + .044715f * v * v * v)));
@@ -101,24 +101,37 @@ template <class F, class T, bool NARROW, int DEPTH> __global__ void __launch_bou
     const auto adds = [&](int round) { return NARROW ? wk == (round & (WK - 1)) : true; };
     const int seat = NARROW ? lane_id() : threadIdx.x & (WK * WAVE - 1);
     Output<F, T> output(a, plan, adds(0) ? tile_of(plan, 0, wn) : plan.tiles, seat);
-    grid_wait();
+    if (!plan.early) {
+        grid_wait();
+    } else {
+        if (threadIdx.x == 0) hear(a.hears, int(a.hear_columns));
+        __syncthreads();
+    }
+    const auto all_heard = [&]() ALWAYS_INLINE {
+        grid_wait();
+        if (threadIdx.x == 0 && last_call(a.hears + 1, int(gridDim.x))) a.hears[0] = 0;
+    };
     const typename Sums::Place place(a, plan, shared);
-    bool staged = false;
+    int there = 0;  // phases of K that lie in shared memory one behind the other
+    bool begun = false;
     for (int round = 0; tile_of(plan, round, 0) < plan.tiles; ++round) {
         const int tile = tile_of(plan, round, wn);
         if (round > 0) output = Output<F, T>(a, plan, adds(round) ? tile : plan.tiles, seat);
         Sums total;
         total.zero();
         for (int phase = 0; phase < plan.phases; ++phase) {
-            const int begin = plan.resident < plan.phases ? phase * plan.phase_steps : 0, end = min(plan.steps, (phase + 1) * plan.phase_steps);
-            if (!staged || plan.resident < plan.phases) {
-                if (staged) __syncthreads();
-                stager.range(begin, (plan.resident < plan.phases ? end : plan.steps) - begin, [&]() ALWAYS_INLINE { return staged ? 0 : stream.fill(); });
-                staged = true;
+            const bool whole = plan.resident == plan.phases;
+            const int from_phase = phase * plan.phase_steps, begin = whole ? 0 : from_phase, end = min(plan.steps, from_phase + plan.phase_steps);
+            if (phase >= there) {
+                if (begun && whole) all_heard();
+                else if (begun) __syncthreads();
+                const int upto = !whole ? phase + 1 : phase < plan.early ? plan.early : plan.phases;
+                stager.range(from_phase, min(plan.steps, upto * plan.phase_steps) - from_phase, from_phase - begin, [&]() ALWAYS_INLINE { return begun ? 0 : stream.fill(); });
+                there = whole ? upto : 0, begun = true;
             }
             if (phase == 0) output.load_residual(a);
             if (tile >= plan.tiles) continue;
-            const int from = phase * plan.phase_steps + stream.first;
+            const int from = from_phase + stream.first;
             if (F::GROUPS && a.scale_is_bf16) sweep<true>(stream, total, place, from, end, begin);
             else sweep<false>(stream, total, place, from, end, begin);
         }
@@ -154,6 +167,11 @@ template <class F, class T, bool NARROW, int DEPTH> __global__ void __launch_bou
             }
             output.store(a, first, second);
         }
+        if (tile < plan.told && tile_of(plan, round + 1, wn) >= plan.told && (NARROW || wk == 0)) {
+            wave_sync();
+            if (lane_id() == 0) tell(a.tells, (round + 1) * (a.activation == ACT_SILU_GATE ? 8 : 16));
+        }
         if (!NARROW && plan.partial_buffers == 1) group_sync(name, WK * WAVE);
     }
+    if (plan.early && there < plan.phases) all_heard();  // no tile
 }

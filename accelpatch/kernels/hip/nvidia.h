@@ -110,6 +110,24 @@ DEVICE void grid_wait() {  // for the kernel before to end
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
+// Adds to a number that another kernel hears of: after all that the block wrote before a barrier.
+DEVICE void tell(int32_t* number, int by) { asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(number), "r"(by) : "memory"); }
+// One thread waits until a number of the kernel before has come so far, or until that kernel has ended; behind a barrier all
+// threads may read what it told of.
+DEVICE void hear(const int32_t* number, int enough) {
+    for (int patience = 0; patience < 4096; ++patience) {
+        int now;
+        asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(number) : "memory");  // acquiring each time would empty L1 each time
+        if (now >= enough) {
+            asm volatile("fence.acq_rel.gpu;" ::: "memory");
+            return;
+        }
+        __nanosleep(64);
+    }
+    grid_wait();
+}
+// Whether this is the last of `of` calls; the number is then zero again.
+DEVICE bool last_call(int32_t* number, int of) { return atomicInc(reinterpret_cast<unsigned*>(number), of - 1) == unsigned(of - 1); }
 // A barrier of `threads` threads that share `name` (0 to 7); those that only arrive go on at once.
 DEVICE void group_sync(int name, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(name + 1), "r"(threads) : "memory"); }
 DEVICE void wave_sync() { __syncwarp(); }
@@ -198,6 +216,7 @@ template <class... ARGS> int most_clusters(void (*kernel)(ARGS...), const Device
     if (cudaOccupancyMaxActiveClusters(&count, kernel, &config)) return 0;
     return held[device] = count;
 }
+inline void clear(int32_t* number, GpuStream stream) { (void)cudaMemsetAsync(number, 0, sizeof(*number), stream); }
 // The runtime's error, 0 for none. cluster: blocks of one.
 template <class... ARGS>
 int launch_clusters(void (*kernel)(ARGS...), int cluster, int blocks, int threads, int shared, GpuStream stream, const DeviceLimits& limits, bool dependent, ARGS... args) {

@@ -13,13 +13,15 @@ template <class F, class T> struct FloatStager : Norms<T> {
         if (a.norm != NORM_NONE)
             for (int i = 0; i < 2; ++i) first[i] = Base::gain((threadIdx.x + i * THREADS) * 8);
     }
-    // Stages `steps` steps of K, and zeros up to whole turns, from step `from`; every thread calls it, and may read what it
-    // left when it returns. Under a norm all of K is staged at once. `rest` asks for what may come later, once the
+    // Stages `steps` steps of K, and zeros up to whole turns, from step `from`, behind `before` others; every thread calls it,
+    // and may read what it left when it returns. Under a norm all of K is staged at once. `rest` asks for what may come later, once the
     // activations are on their way, and says how many turns that is.
-    template <class REST> DEVICE void range(int from, int steps, const REST& rest) {
+    template <class REST> DEVICE void range(int from, int steps, int before, const REST& rest) {
         const int wanted = (steps + PAIR<F> - 1) / PAIR<F> * PAIR<F> * (F::KSTEP / 8);
         if (SHARED_RING && (a.norm == NORM_RMS || a.norm == NORM_RMS_PLUS_ONE) && a.m == 1 && wanted <= 2 * THREADS) {
             two_chunks(wanted, rest);
+        } else if (before) {
+            add(from * F::KSTEP, wanted, before * (F::KSTEP / 8));
         } else {
             copy(from * F::KSTEP, wanted, rest);
             if (a.norm != NORM_NONE) normalise(wanted);
@@ -43,6 +45,18 @@ private:
             }
         ring_commit();
         copies_done(rest());
+    }
+    // The same behind `before` chunks: through registers, since copies would wait for the ring's.
+    DEVICE void add(int from, int wanted, int before) const {
+#pragma unroll 1
+        for (int token = 0; token < a.m; ++token) {
+            for (int c = threadIdx.x; c < wanted; c += 2 * THREADS) {
+                const Words4 v = load_chunk(row(token), from + c * 8, int(a.k), plan.x_aligned);
+                const int other = c + THREADS;
+                if (other < wanted) chunk(token, before + other) = load_chunk(row(token), from + other * 8, int(a.k), plan.x_aligned);
+                chunk(token, before + c) = v;
+            }
+        }
     }
     // Under an RMSNorm, up to two chunks a thread: their values wait for the norm's factor in registers, where no ring lies.
     template <class REST> DEVICE void two_chunks(int wanted, const REST& rest) const {

@@ -17,6 +17,7 @@ from torch import Tensor
 from accelpatch.kernels.attention_check import Step
 from accelpatch.kernels.attention_shape import AttentionShape
 from accelpatch.kernels.hip import attention, binding
+from accelpatch.kernels.hip.binding import Told
 from tests.interpreted import DEVICE
 from tests.kernels.hip.fibers import COMPILER, compiled
 from tests.kernels.test_decode_attention import CASES, SAME, assert_float_rule, assert_the_same_bits
@@ -53,12 +54,16 @@ def _op(library: ctypes.CDLL) -> Callable[..., Tensor]:
     def decode_attention_(*args: Tensor | AttentionShape) -> Tensor:
         qkv, positions, slot, mask, keys, values, shape = args
         y = torch.full((*qkv.shape[:-1], shape.heads * shape.size), float("nan"), dtype=qkv.dtype)
-        given, sums = attention.arguments(qkv, y, positions, slot, mask, keys, values, shape, 0, None)
+        columns = (shape.heads + shape.kv_heads) * shape.size
+        told = Told(torch.tensor([columns, 0], dtype=torch.int32), columns)
+        with binding.settled_weights():
+            given, sums = attention.arguments(qkv, y, positions, slot, mask, keys, values, shape, 0, None, told)
         sums.fill_(float("nan"))
         status = library.accelpatch_decode_attention(
             ctypes.byref(given), binding.DTYPES.index(qkv.dtype), ctypes.c_void_p()
         )
         assert status == 0
+        assert told.number.tolist() in ([0, 0], [columns, 0])  # of more than two tokens nothing is told
         return y
 
     return decode_attention_

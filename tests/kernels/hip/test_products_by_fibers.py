@@ -65,3 +65,10 @@ def test_small_shapes(name: str, dtype: torch.dtype, form: str, made: Callable[[
         pytest.skip("as gfx942's")
     torch.manual_seed(0)
     assert check_kernels.check_small(made(form), name, dtype, "cpu") == []
+
+
+@pytest.mark.parametrize("name", ["plain", "fp8", "int8", "int4_g128_minimum"])
+@pytest.mark.parametrize("form", ["nvidia", "gfx942"])
+def test_a_product_tells_the_next_of_its_columns(name: str, form: str, made: Callable[[str], Fibers]) -> None:
+    torch.manual_seed(0)
+    assert check_kernels.check_told(made(form), name, torch.bfloat16, "cpu") == []

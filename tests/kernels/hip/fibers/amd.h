@@ -36,4 +36,4 @@ DEVICE void multiply_bytes(int* sum, uint32_t a0, uint32_t a1, uint32_t b0, uint
 }
 #include "amd_products.h"
 #include "amd_attention.h"
-inline DeviceLimits device_limits() { return {fibers.processors, 65536, 65536, false}; }
+inline DeviceLimits device_limits() { return {fibers.processors, 65536, 65536, false, false}; }

@@ -97,6 +97,11 @@ template <int> void prefetch_l2(const void*) {}
 DEVICE void grid_release() {}
 DEVICE void grid_wait() {}
 DEVICE void linger() {}
+DEVICE void tell(int32_t* number, int by) { *number += by; }
+DEVICE void hear(const int32_t* number, int enough) {  // the kernel before has ended
+    if (*number != enough) std::abort();
+}
+DEVICE bool last_call(int32_t* number, int of) { return ++*number == of ? *number = 0, true : false; }
 
 // Products of 16-bit floats, k'th of 16, from the words of those that hold them.
 template <class T> double product(const uint32_t* a, const uint32_t* b, int k) {
@@ -109,7 +114,8 @@ template <class F> constexpr int CLUSTER_DEPTH = 1;
 using Mailbox = uint64_t;
 #include "no_cluster.h"
 
-struct DeviceLimits { int processors, shared_block, shared_processor; bool clusters; };
+struct DeviceLimits { int processors, shared_block, shared_processor; bool dependent_launch, clusters; };
+inline void clear(int32_t* number, GpuStream) { *number = 0; }
 template <class... ARGS> int launch_kernel(void (*kernel)(ARGS...), int blocks, int threads, int shared, GpuStream, const DeviceLimits& limits, bool, ARGS... args) {
     if (shared > limits.shared_block) std::abort();
     run_blocks(blocks, threads, shared, [=] { kernel(args...); });

@@ -72,4 +72,4 @@ DEVICE void load_transposed(uint32_t* v, const Words4* row) {
 }
 #include "nvidia_products.h"
 #include "nvidia_attention.h"
-inline DeviceLimits device_limits() { return {fibers.processors, 232448, 233472, false}; }
+inline DeviceLimits device_limits() { return {fibers.processors, 232448, 233472, true, false}; }
