@@ -45,6 +45,10 @@ template <int RUN> static __device__ __noinline__ Words4 gather(const char* from
 template <class F, int DEPTH> struct Stream {
     static constexpr int EARLY = (DEPTH + 1) / 2;
     static constexpr int RUNS = F::SPLIT ? 2 : 1, RUN_BYTES = 16 / RUNS;  // of a row's bytes in a step
+    // Whole lines of 128 bytes, eight lanes each: row r of the tile and its chunk c lie in the place of step r / 8, mixed so that
+    // banks differ for the two rows' chunks that are read at once. Else each lane copies what it will read itself.
+    static constexpr bool LINES = SHARED_RING && !F::TILED && !F::SPLIT && PAIR<F> == 2;
+    static constexpr int COPIED_ROWS = LINES ? 4 : 1;  // from one of a lane's copies to its next one's row, within a half of the tile
     static constexpr int TURN_BYTES = PAIR<F> * SLOT_BYTES<F>;
     const GemvArgs& a;
     const GemvPlan& plan;
@@ -65,12 +69,12 @@ template <class F, int DEPTH> struct Stream {
           table_at(1024 - lane_id() * (16 - SCALE_BYTES<F>)) {
         if (first >= plan.steps) this->tile = plan.tiles;  // no turn at all
         for (int h = 0; h < ROWS_PER_LANE; ++h) {
-            const int r = fragment_row(h);
+            const int r = LINES ? lane_id() / 8 + 8 * h : fragment_row(h), chunk = LINES ? lane_id() % 8 : fragment_quarter();
             if constexpr (F::TILED) {
                 row[h] = static_cast<const char*>(a.w) + int64_t(tile) * plan.steps * F::STEP_BYTES + (4 * r + fragment_quarter()) * 16;
             } else {
                 rows[h] = int(weight_row(a, tile, r));
-                row[h] = static_cast<const char*>(a.w) + rows[h] * row_bytes<F>(a) + fragment_quarter() * RUN_BYTES;
+                row[h] = static_cast<const char*>(a.w) + rows[h] * row_bytes<F>(a) + chunk * RUN_BYTES;
             }
         }
         scale = static_cast<const char*>(a.scale) + (tile * scale_sets<F>(a, plan) * 8 + scale_pair()) * SCALE_BYTES<F>;
@@ -127,10 +131,21 @@ template <class F, int DEPTH> struct Stream {
         }
     }
     DEVICE char* place(char* into, int u, int h) { return SHARED_RING ? into + u * SLOT_BYTES<F> + h * WAVE * 16 : reinterpret_cast<char*>(&held[SHARED_RING ? 0 : u].w[h]); }
-    DEVICE int room() const { return int(row_bytes<F>(a)) - fragment_quarter() * RUN_BYTES - step * F::STEP_BYTES; }  // bytes left of a row
+    DEVICE int room() const { return int(row_bytes<F>(a)) - (LINES ? lane_id() % 8 : fragment_quarter()) * RUN_BYTES - step * F::STEP_BYTES; }  // bytes left of a row
+    // Of lines: where a lane's copy goes, of the half h of the tile's rows; where what it reads of step u lies.
+    static DEVICE char* line_place(char* into, int h, int other) { return into + h * SLOT_BYTES<F> + other * 512 + (lane_id() & 4 ? -1 : 1) * (lane_id() & 8 ? 64 : 0); }
+    static DEVICE int line_of(int u) { return (lane_id() >> 2) * 128 + (lane_id() & 3) * 16 + ((u ^ lane_id() >> 2) & 1) * 64 - lane_id() * 16; }
     DEVICE void copy(char* into, bool there, bool second) {
         const int64_t at = int64_t(step) * F::STEP_BYTES;
         const int left = room();
+        if constexpr (LINES) {
+#pragma unroll
+            for (int h = 0; h < ROWS_PER_LANE; ++h)
+#pragma unroll
+                for (int other = 0; other < 2; ++other)
+                    stream_copy<16>(line_place(into, h, other), row[h] + at + other * COPIED_ROWS * row_bytes<F>(a), there && rows[h] + other * COPIED_ROWS < int(a.n) && left > 0);
+            return;
+        }
 #pragma unroll
         for (int h = 0; h < ROWS_PER_LANE; ++h) {
             const char* from = F::TILED ? row[0] + at + h * 512 : row[h] + at;
@@ -146,23 +161,28 @@ template <class F, int DEPTH> struct Stream {
     }
     DEVICE void gather_turn(char* into) {
         for (int h = 0; h < ROWS_PER_LANE; ++h)
-            for (int u = 0; u < PAIR<F>; ++u)
-                *reinterpret_cast<Words4*>(place(into, u, h)) = gather<RUN_BYTES>(row[h] + int64_t(step + u) * F::STEP_BYTES, rows[h] < int(a.n) ? room() - u * F::STEP_BYTES : 0);
+            for (int u = 0; u < PAIR<F>; ++u) {
+                const int ahead = LINES ? 0 : u * F::STEP_BYTES, below = LINES ? u * COPIED_ROWS : 0;
+                *reinterpret_cast<Words4*>(LINES ? line_place(into, h, u) : place(into, u, h)) =
+                    gather<RUN_BYTES>(row[h] + int64_t(step) * F::STEP_BYTES + ahead + below * row_bytes<F>(a), rows[h] + below < int(a.n) ? room() - ahead : 0);
+            }
     }
     // The oldest turn; its place takes the next one's loads.
     DEVICE void take(Slot<F> (&now)[PAIR<F>]) {
         ring_wait<DEPTH>();
+        if (LINES) wave_sync();  // all lanes' copies have come
 #pragma unroll
         for (int u = 0; u < PAIR<F>; ++u) {
-            if constexpr (SHARED_RING) read(now[u], ring + slot + u * SLOT_BYTES<F>, ring + slot + table_at + u * SLOT_BYTES<F>);
+            if constexpr (SHARED_RING) read(now[u], ring + slot + (LINES ? line_of(u) : u * SLOT_BYTES<F>), ring + slot + table_at + u * SLOT_BYTES<F>);
             else now[u] = held[u];
             if constexpr (LATE) copy_tables(reinterpret_cast<char*>(now[u].scale), reinterpret_cast<char*>(now[u].offset), tables, true);
         }
+        if (LINES) wave_sync();  // before others' places take new ones
         issue();
     }
     static DEVICE void read(Slot<F>& out, const char* from, const char* table) {
 #pragma unroll
-        for (int h = 0; h < ROWS_PER_LANE; ++h) out.w[h] = *reinterpret_cast<const Words4*>(from + h * WAVE * 16);
+        for (int h = 0; h < ROWS_PER_LANE; ++h) out.w[h] = *reinterpret_cast<const Words4*>(from + h * (LINES ? SLOT_BYTES<F> : WAVE * 16));
 #pragma unroll
         for (int j = 0; j < F::GROUPS; ++j) {
             out.scale[j] = reinterpret_cast<const uint32_t*>(table)[j];
