@@ -1,4 +1,5 @@
-// The kernel behind decode_attention. A block takes spans in turn; its waves keep a running softmax of their own tiles
+// The kernel behind decode_attention. It begins with q and k, where the product before tells of them: all but the new token's own
+// value is then added up while that product still makes v. A block takes spans in turn; its waves keep a running softmax of their own tiles
 // (each against its own highest score), and their results are added up through shared memory.
 #pragma once
 #include "attention_stage.h"

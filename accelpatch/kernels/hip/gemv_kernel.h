@@ -3,7 +3,8 @@
 // A block's eight waves take one or two tiles of 16 rows at a time; the waves of a tile share its K, turn by turn, and
 // add up through shared memory in a fixed order. Nothing but the number of columns stored depends on M, so a row's bits
 // do not either. Weights stream through a ring, half of which is asked for before grid_wait(); activations lie in shared memory, in
-// phases of K.
+// phases of K. Where the product before tells of its columns, all phases but the last are taken up before that one has ended: its
+// last tiles, the wait for its end and the way of activations into shared memory then cost less than they take.
 #pragma once
 #include "products.h"
 

@@ -5,7 +5,9 @@
 
 template <class F> constexpr int SCALE_BYTES = 4 * F::GROUPS;  // a row pair and step
 template <class F> constexpr int TABLES = F::GROUPS ? 1 + (F::OFFSET != OFFSET_NONE) : 0;  // scales, offsets
-template <class F> constexpr int SLOT_BYTES = 1024 + WAVE * SCALE_BYTES<F> * TABLES<F>;  // a wave and step
+constexpr int WEIGHT_BYTES = 1024;                                          // a wave and step
+template <class F> constexpr int TABLE_BYTES = 8 * SCALE_BYTES<F>;          // of a tile and step
+template <class F> constexpr int SLOT_BYTES = WEIGHT_BYTES + TABLE_BYTES<F> * TABLES<F>;
 
 // Neighbouring steps of K in a turn: two at once hide each other's latencies, where registers hold their scales.
 template <class F> constexpr int PAIR = F::GROUPS * SCALE_PAIRS * TABLES<F> > 8 ? 1 : 2;
@@ -49,7 +51,9 @@ template <class F, int DEPTH> struct Stream {
     // banks differ for the two rows' chunks that are read at once. Else each lane copies what it will read itself.
     static constexpr bool LINES = SHARED_RING && !F::TILED && !F::SPLIT && PAIR<F> == 2;
     static constexpr int COPIED_ROWS = LINES ? 4 : 1;  // from one of a lane's copies to its next one's row, within a half of the tile
-    static constexpr int TURN_BYTES = PAIR<F> * SLOT_BYTES<F>;
+    static constexpr bool SHARED_TABLES = SHARED_RING && F::GROUPS > 0;  // a turn's scales and offsets: of each lane one piece
+    static_assert(!SHARED_TABLES || PAIR<F> * TABLES<F> * 8 <= WAVE, "a piece a lane");
+    static constexpr int TURN_BYTES = PAIR<F> * SLOT_BYTES<F>, TABLES_AT = PAIR<F> * WEIGHT_BYTES, ROW_TABLES = PAIR<F> * TABLES<F> * F::GROUPS;
     const GemvArgs& a;
     const GemvPlan& plan;
     const int first, stride;  // the wave's first turn in a tile, and from one to the next, in steps
@@ -57,7 +61,6 @@ template <class F, int DEPTH> struct Stream {
     int rows[ROWS_PER_LANE];  // of row-major weights
     const char *row[ROWS_PER_LANE], *scale;
     char* ring;               // this lane's place in it
-    const int table_at;       // from there to its scales
     int slot = 0;             // bytes from there to the next turn's
     Slot<F> held[SHARED_RING ? 1 : PAIR<F>];
     static constexpr bool LATE = !SHARED_RING && Slot<F>::WORDS * TABLES<F> > 16;  // more scales than registers hold ahead
@@ -65,8 +68,7 @@ template <class F, int DEPTH> struct Stream {
 
     // Wave wk of those that share a tile; `tile` is its first.
     DEVICE Stream(const GemvArgs& a, const GemvPlan& plan, int wk, int tile, char* ring)
-        : a(a), plan(plan), first(wk * PAIR<F>), stride(PAIR<F> << plan.waves_shift), tile(tile), step(first), ring(ring),
-          table_at(1024 - lane_id() * (16 - SCALE_BYTES<F>)) {
+        : a(a), plan(plan), first(wk * PAIR<F>), stride(PAIR<F> << plan.waves_shift), tile(tile), step(first), ring(ring) {
         if (first >= plan.steps) this->tile = plan.tiles;  // no turn at all
         for (int h = 0; h < ROWS_PER_LANE; ++h) {
             const int r = LINES ? lane_id() / 8 + 8 * h : fragment_row(h), chunk = LINES ? lane_id() % 8 : fragment_quarter();
@@ -77,7 +79,8 @@ template <class F, int DEPTH> struct Stream {
                 row[h] = static_cast<const char*>(a.w) + rows[h] * row_bytes<F>(a) + chunk * RUN_BYTES;
             }
         }
-        scale = static_cast<const char*>(a.scale) + (tile * scale_sets<F>(a, plan) * 8 + scale_pair()) * SCALE_BYTES<F>;
+        const int pair = SHARED_TABLES ? lane_id() & 7 : scale_pair();
+        scale = static_cast<const char*>(SHARED_TABLES && TABLES<F> > 1 && lane_id() & 16 ? a.offset : a.scale) + (tile * scale_sets<F>(a, plan) * 8 + pair) * SCALE_BYTES<F>;
 #pragma unroll 1
         for (int i = 0; i < EARLY; ++i) issue();
     }
@@ -105,20 +108,22 @@ template <class F, int DEPTH> struct Stream {
         if (F::TILED || plan.w_aligned) copy(into, there, second);
         else if (there) gather_turn(into);
         if constexpr (F::GROUPS > 0) {
-            if constexpr (LATE) tables = scale + int64_t(step >> a.group_shift) * 8 * SCALE_BYTES<F>;
+            if constexpr (LATE) tables = table(0);
             else load_tables(into, there, second);
         }
         ring_commit();
         if (SHARED_RING) slot = slot + TURN_BYTES == DEPTH * TURN_BYTES ? 0 : slot + TURN_BYTES;
         advance();
     }
+    DEVICE const char* table(int u) const { return scale + int64_t((step + u) >> a.group_shift) * TABLE_BYTES<F>; }
     DEVICE void load_tables(char* into, bool there, bool second) {
+        if constexpr (SHARED_TABLES) {  // row pairs by neighbouring lanes, each its step's scales or offsets; all of a pair lie together
+            const int piece = lane_id() >> 3 & 2 * TABLES<F> - 1, u = piece & 1, at = TABLES_AT + (lane_id() & 7) * ROW_TABLES * 4 + piece * SCALE_BYTES<F> - lane_id() * 16;
+            stream_copy<SCALE_BYTES<F>>(into + at, table(u), u ? second : there);  // without offsets twice the same
+        } else {
 #pragma unroll
-        for (int u = 0; u < PAIR<F>; ++u) {
-            const char* from = scale + int64_t((step + u) >> a.group_shift) * 8 * SCALE_BYTES<F>;
-            char* first = SHARED_RING ? into + table_at + u * SLOT_BYTES<F> : reinterpret_cast<char*>(held[SHARED_RING ? 0 : u].scale);
-            char* other = SHARED_RING ? first + WAVE * SCALE_BYTES<F> : reinterpret_cast<char*>(held[SHARED_RING ? 0 : u].offset);
-            copy_tables(first, other, from, u ? second : there);
+            for (int u = 0; u < PAIR<F>; ++u)
+                copy_tables(reinterpret_cast<char*>(held[SHARED_RING ? 0 : u].scale), reinterpret_cast<char*>(held[SHARED_RING ? 0 : u].offset), table(u), u ? second : there);
         }
     }
     DEVICE void copy_tables(char* scales, char* offsets, const char* from, bool there) {
@@ -130,10 +135,10 @@ template <class F, int DEPTH> struct Stream {
             if (F::OFFSET != OFFSET_NONE) stream_copy<SCALE_BYTES<F>>(offsets + at, from + beside + at, there);
         }
     }
-    DEVICE char* place(char* into, int u, int h) { return SHARED_RING ? into + u * SLOT_BYTES<F> + h * WAVE * 16 : reinterpret_cast<char*>(&held[SHARED_RING ? 0 : u].w[h]); }
+    DEVICE char* place(char* into, int u, int h) { return SHARED_RING ? into + u * WEIGHT_BYTES + h * WAVE * 16 : reinterpret_cast<char*>(&held[SHARED_RING ? 0 : u].w[h]); }
     DEVICE int room() const { return int(row_bytes<F>(a)) - (LINES ? lane_id() % 8 : fragment_quarter()) * RUN_BYTES - step * F::STEP_BYTES; }  // bytes left of a row
     // Of lines: where a lane's copy goes, of the half h of the tile's rows; where what it reads of step u lies.
-    static DEVICE char* line_place(char* into, int h, int other) { return into + h * SLOT_BYTES<F> + other * 512 + (lane_id() & 4 ? -1 : 1) * (lane_id() & 8 ? 64 : 0); }
+    static DEVICE char* line_place(char* into, int h, int other) { return into + h * WEIGHT_BYTES + other * 512 + (lane_id() & 4 ? -1 : 1) * (lane_id() & 8 ? 64 : 0); }
     static DEVICE int line_of(int u) { return (lane_id() >> 2) * 128 + (lane_id() & 3) * 16 + ((u ^ lane_id() >> 2) & 1) * 64 - lane_id() * 16; }
     DEVICE void copy(char* into, bool there, bool second) {
         const int64_t at = int64_t(step) * F::STEP_BYTES;
@@ -170,23 +175,31 @@ template <class F, int DEPTH> struct Stream {
     // The oldest turn; its place takes the next one's loads.
     DEVICE void take(Slot<F> (&now)[PAIR<F>]) {
         ring_wait<DEPTH>();
-        if (LINES) wave_sync();  // all lanes' copies have come
+        if (LINES || SHARED_TABLES) wave_sync();  // all lanes' copies have come
 #pragma unroll
         for (int u = 0; u < PAIR<F>; ++u) {
-            if constexpr (SHARED_RING) read(now[u], ring + slot + (LINES ? line_of(u) : u * SLOT_BYTES<F>), ring + slot + table_at + u * SLOT_BYTES<F>);
+            if constexpr (SHARED_RING) read(now[u], ring + slot + (LINES ? line_of(u) : u * WEIGHT_BYTES));
             else now[u] = held[u];
             if constexpr (LATE) copy_tables(reinterpret_cast<char*>(now[u].scale), reinterpret_cast<char*>(now[u].offset), tables, true);
         }
-        if (LINES) wave_sync();  // before others' places take new ones
+        if constexpr (SHARED_TABLES) read_tables(now, ring + slot + TABLES_AT + (lane_id() >> 2) * ROW_TABLES * 4 - lane_id() * 16);
+        if (LINES || SHARED_TABLES) wave_sync();  // before others' places take new ones
         issue();
     }
-    static DEVICE void read(Slot<F>& out, const char* from, const char* table) {
+    static DEVICE void read(Slot<F>& out, const char* from) {
 #pragma unroll
-        for (int h = 0; h < ROWS_PER_LANE; ++h) out.w[h] = *reinterpret_cast<const Words4*>(from + h * (LINES ? SLOT_BYTES<F> : WAVE * 16));
+        for (int h = 0; h < ROWS_PER_LANE; ++h) out.w[h] = *reinterpret_cast<const Words4*>(from + h * (LINES ? WEIGHT_BYTES : WAVE * 16));
+    }
+    static DEVICE void read_tables(Slot<F> (&now)[PAIR<F>], const char* from) {
+        // A short ring is that of kernels with many sums, which have no four registers in a row to spare.
+        struct alignas(DEPTH <= SHALLOW ? 4 : ROW_TABLES < 4 ? 4 * ROW_TABLES : 16) All { uint32_t v[ROW_TABLES]; };
+        const All all = *reinterpret_cast<const All*>(from);
 #pragma unroll
-        for (int j = 0; j < F::GROUPS; ++j) {
-            out.scale[j] = reinterpret_cast<const uint32_t*>(table)[j];
-            if (F::OFFSET != OFFSET_NONE) out.offset[j] = reinterpret_cast<const uint32_t*>(table + WAVE * SCALE_BYTES<F>)[j];
-        }
+        for (int u = 0; u < PAIR<F>; ++u)
+#pragma unroll
+            for (int j = 0; j < F::GROUPS; ++j) {
+                now[u].scale[j] = all.v[u * F::GROUPS + j];
+                if (TABLES<F> > 1) now[u].offset[j] = all.v[(PAIR<F> + u) * F::GROUPS + j];
+            }
     }
 };
