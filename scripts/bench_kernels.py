@@ -88,13 +88,20 @@ class Chain:
                 self.lib.call(wqkv, h, qkv, **norm, **tuning)
                 self.lib.call(wo, qkv[:, :HIDDEN], o, **({"residual": h} if fused else {}), **tuning)
                 self.lib.call(
-                    wgate, o, middle, activation="silu_gate", tells=number, tell_columns=TOLD, **norm, **tuning
+                    wgate,
+                    o,
+                    middle,
+                    activation="silu_gate",
+                    tells=number.data_ptr(),
+                    tell_columns=TOLD,
+                    **norm,
+                    **tuning,
                 )
                 self.lib.call(
                     wdown,
                     middle,
                     h,
-                    hears=number,
+                    hears=number.data_ptr(),
                     hear_columns=TOLD,
                     **({"residual": o} if fused else {"bias": self.bias}),
                     **tuning,

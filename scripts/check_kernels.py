@@ -126,7 +126,11 @@ def check_told(lib: Library, name: str, dtype: torch.dtype, device: str = "cuda"
         results, told = [], torch.zeros(2, dtype=torch.int32).to(device)
         for turn in range(1 + turns):
             between, y = (torch.full((m, n), float("nan"), dtype=dtype).to(device) for n in (columns, 48))
-            hear = ({"tells": told, "tell_columns": 4096}, {"hears": told, "hear_columns": 4096}) if turn else ({}, {})
+            hear = (
+                ({"tells": told.data_ptr(), "tell_columns": 4096}, {"hears": told.data_ptr(), "hear_columns": 4096})
+                if turn
+                else ({}, {})
+            )
             lib.call(both[0], x, between, **kind, **hear[0], **tuning)
             lib.call(both[1], between, y, **hear[1], **tuning)
             results.append(y.cpu())

@@ -156,21 +156,12 @@ class Library:
         activation: str = "none",
         bias: Tensor | None = None,
         residual: Tensor | None = None,
-        tells: Tensor | None = None,
-        hears: Tensor | None = None,
         epsilon: float = 1e-5,
         **tuning: int,
     ) -> None:
         """y[M, N] = epilogue(norm(x) . w^T) on the current stream."""
         at = {"w": p.w, "scale": p.scale, "offset": p.offset, "x": x, "y": y}
-        at |= {
-            "norm_weight": norm_weight,
-            "norm_bias": norm_bias,
-            "bias": bias,
-            "residual": residual,
-            "tells": tells,
-            "hears": hears,
-        }
+        at |= {"norm_weight": norm_weight, "norm_bias": norm_bias, "bias": bias, "residual": residual}
         args = binding.GemvArgs(
             **{key: None if t is None else t.data_ptr() for key, t in at.items()},
             m=x.shape[0],

@@ -212,7 +212,7 @@ def attention_of(attention: Any, rotary: Any, dtype: torch.dtype) -> AttentionSh
     capped = type(attention).__name__ in CAPPED_SCORES and config._attn_implementation == "eager"  # sdpa caps nothing
     softcap = attention.attn_logit_softcapping if capped else None
     shape = AttentionShape(
-        config.num_attention_heads, config.num_key_value_heads, size, float(attention.scaling), frequencies,
+        config.num_attention_heads, config.num_key_value_heads, size, float(attention.scaling), frequencies.float(),
         float(getattr(rotary, f"{kind}attention_scaling")), window(attention),
         None if q_norm is None else q_norm.weight, None if k_norm is None else k_norm.weight,
         eps, float(softcap or 0.0), plus_one,
@@ -280,7 +280,7 @@ def fuse(layer: Any, shape: AttentionShape, dtype: torch.dtype) -> FusedLayer:
     both = with_adapters(gated_product([base_of(half) for half in halves], dtype, mlp.activation), halves, dtype)
     gate_up, down = telling_down(both, one(mlp.down_proj, dtype), mlp.activation)
     fused = FusedLayer(
-        telling_attention(qkv, shape), before, shape, one(layer.self_attn.o_proj, dtype),
+        telling_attention(qkv, shape, dtype), before, shape, one(layer.self_attn.o_proj, dtype),
         gate_up, inner, mlp.activation, down, after, last,
     )  # fmt: skip
     if shape.inv_freq.is_cuda:  # what the parts lay in is no room for the next layer's whole

@@ -10,17 +10,22 @@ from dataclasses import replace
 
 import torch
 
+from accelpatch.device import probe
 from accelpatch.kernels.attention_shape import AttentionShape
 from accelpatch.kernels.fused_product import Product
+from accelpatch.kernels.hip import attention
 from accelpatch.kernels.hip.binding import PHASE, Told
 from accelpatch.kernels.hip.layout import TILE_ROWS
 from accelpatch.runtime.adapters import Adapted
 
 
-def telling_attention(qkv: Product | Adapted, shape: AttentionShape) -> Product | Adapted:
-    """The product of q, k and v, which tells of q and k."""
+def telling_attention(qkv: Product | Adapted, shape: AttentionShape, dtype: torch.dtype) -> Product | Adapted:
+    """The product of q, k and v, which tells of q and k where the device library's attention is there to hear."""
     columns = (shape.heads + shape.kv_heads) * shape.size
     if not isinstance(qkv, Product) or not qkv.one_launch() or columns % TILE_ROWS:
+        return qkv
+    device = probe(qkv.raw.device)
+    if device.kind != "cpu" and attention.why_not(shape, dtype, device) is not None:
         return qkv
     return replace(qkv, tells=_told(qkv, columns))
 

@@ -25,7 +25,7 @@ def shape(heads: int, kv_heads: int, size: int) -> AttentionShape:
 
 @pytest.mark.parametrize("heads, kv_heads, size, columns", [(4, 4, 16, 128), (6, 2, 8, 64), (3, 1, 8, 32)])
 def test_attention_hears_of_q_and_k(heads: int, kv_heads: int, size: int, columns: int) -> None:
-    told = telling_attention(product((heads + 2 * kv_heads) * size, 64), shape(heads, kv_heads, size))
+    told = telling_attention(product((heads + 2 * kv_heads) * size, 64), shape(heads, kv_heads, size), torch.float32)
     assert isinstance(told, Product)
     assert told.tells is not None
     assert (told.tells.columns, told.tells.number.tolist()) == (columns, [0, 0])
@@ -33,9 +33,9 @@ def test_attention_hears_of_q_and_k(heads: int, kv_heads: int, size: int, column
 
 def test_attention_hears_nothing_of_parts_of_a_tile_or_of_adapters() -> None:
     odd = product(8 * (2 + 2), 64)
-    assert telling_attention(odd, shape(2, 1, 8)) is odd  # 24 columns of q and k
+    assert telling_attention(odd, shape(2, 1, 8), torch.float32) is odd  # 24 columns of q and k
     adapted = Adapted(product(128, 64), product(8, 64), product(128, 8))
-    assert telling_attention(adapted, shape(4, 2, 16)) is adapted
+    assert telling_attention(adapted, shape(4, 2, 16), torch.float32) is adapted
 
 
 @pytest.mark.parametrize("middle, columns", [(4096, None), (4097, 4096), (11008, 8192), (14336, 12288)])

@@ -176,8 +176,7 @@ def launch(
 
     x, and what is added or multiplied, bfloat16 or float16 alike; other dtypes and strides are copied. norm: a key of
     NORM over K with norm_weight[K] and norm_bias[K]. activation: a key of ACTIVATION; with "silu_gate" the first half
-    of w's rows are gates, and y and residual have N / 2 columns. tells, hears: of y, of x.
-    Raises KernelError where the launch is refused.
+    of w's rows are gates, y and residual have N / 2 columns. tells: of y; hears: of x. Raises KernelError if refused.
     """
     n, k = weight.n // 2 if activation == "silu_gate" else weight.n, weight.k
     rows = _rows(x, k)
@@ -185,8 +184,7 @@ def launch(
     if y.numel() == 0:
         return y
     beside = None if residual is None else _rows(residual.to(x.dtype), n)
-    vectors = {"bias": bias, "norm_weight": norm_weight, "norm_bias": norm_bias}
-    held = {name: None if v is None else v.to(x.dtype).contiguous() for name, v in vectors.items()}
+    held = dict(zip(("bias", "norm_weight", "norm_bias"), _alike(x, bias, norm_weight, norm_bias), strict=True))
     held |= {"w": weight.w, "scale": weight.scale, "offset": weight.offset, "x": rows, "y": y, "residual": beside}
     args = GemvArgs(
         **{name: None if tensor is None else tensor.data_ptr() for name, tensor in held.items()},
@@ -213,6 +211,11 @@ def _start(weight: Weight, args: GemvArgs, x: Tensor) -> None:
 @cache
 def _entry(name: str, device: Device) -> Any:
     return declared(build.library("hip", device), name)
+
+
+def _alike(x: Tensor, *vectors: Tensor | None) -> list[Tensor | None]:
+    """In x's dtype, without gaps."""
+    return [None if one is None else one.to(x.dtype).contiguous() for one in vectors]
 
 
 def _rows(values: Tensor, columns: int) -> Tensor:

@@ -1,0 +1,83 @@
+"""Whole steps of a patched model by the device library, compiled for the CPU: what is told changes no bit."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import accelpatch
+from accelpatch.kernels import cpu_native
+from accelpatch.kernels.fused_product import Norm, Product
+from accelpatch.kernels.hip import attention, binding
+from accelpatch.runtime import captured_graph, fused_layer
+from accelpatch.runtime.captured_graph import EagerGraph
+from accelpatch.runtime.patched_model import RUNTIME
+from tests.families.tiny import CAUSAL
+from tests.interpreted import DEVICE
+from tests.kernels.hip.fibers import COMPILER, compiled
+from tests.runtime.steps import logits
+
+pytestmark = [
+    pytest.mark.skipif(COMPILER is None, reason="needs g++"),
+    pytest.mark.skipif(DEVICE.type != "cpu", reason="its tensors lie on the CPU; test_fused_gpu.py is for a GPU"),
+]
+SHAPE: dict[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 4224, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 512, "sliding_window": None,
+}  # fmt: skip
+
+
+@pytest.fixture
+def heard(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Steps on the CPU go the way of a GPU's; what began before the kernel before it had ended."""
+    library = compiled("nvidia", ["gemv.hip", "decode_attention.hip"], "steps", tmp_path_factory)
+    library.set_fibers(4, 1, 0)
+    names: list[str] = []
+
+    def product(weight: Any, args: binding.GemvArgs, x: Tensor) -> None:
+        names.extend(["product"] if args.hears else [])
+        binding.check(binding.declared(library, "accelpatch_gemv")(ctypes.byref(args), 0, None), weight.function)
+
+    def attend(qkv: Tensor, *rest: Any) -> None:
+        args, _kept = attention.arguments(qkv, *rest)
+        names.extend(["attention"] if args.hears else [])
+        assert library.accelpatch_decode_attention(ctypes.byref(args), 0, ctypes.c_void_p()) == 0
+
+    def call(self: Product, x: Tensor, norm: Norm | None, gate: str | None, residual: Tensor | None) -> Tensor:
+        weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+        return binding.launch(
+            self._weight(), x, residual=residual, activation="none" if gate is None else "silu_gate",
+            norm="none" if norm is None else "rms", norm_weight=weight, epsilon=eps, tells=self.tells, hears=self.hears,
+        )  # fmt: skip
+
+    monkeypatch.setattr(binding, "_start", product)
+    monkeypatch.setattr(attention, "_launch", attend)
+    monkeypatch.setattr(Product, "_by_operations", call)
+    monkeypatch.setattr(fused_layer, "decode_attention_", attention.decode_attention_)
+    monkeypatch.setitem(captured_graph.GRAPHS, "cpu", EagerGraph)  # type: ignore[arg-type]
+    monkeypatch.setattr(cpu_native, "why_not", lambda device: "not in this test")
+    return names
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_the_bits_of_kernels_that_wait(rows: int, heard: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = torch.randint(2, 90, (rows, 253), generator=torch.Generator().manual_seed(1))  # and over the end of a span
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    batch["attention_mask"][-1, : 7 * (rows - 1)] = 0
+    base = CAUSAL["mistral"].make(torch.bfloat16, **SHAPE)
+    model: Any = accelpatch.patch(copy.deepcopy(base), "exact", verify=False)
+    told = logits(model, batch, 6)
+    assert set(heard) == {"attention", "product"}
+    layers = vars(model)[RUNTIME]._fused.layers
+    if rows < 3:  # of more rows the library tells nothing
+        assert not any(int(one.tells.number.abs().sum()) for layer in layers for one in (layer.qkv, layer.gate_up))
+    monkeypatch.setattr(fused_layer, "telling_attention", lambda qkv, shape, dtype: qkv)
+    monkeypatch.setattr(fused_layer, "telling_down", lambda gate_up, down, activation: (gate_up, down))
+    heard.clear()
+    assert torch.equal(logits(accelpatch.patch(base, "exact", verify=False), batch, 6), told)
+    assert not heard
