@@ -197,9 +197,10 @@ class CapturedRuntime:
                 try:
                     step = CapturedStep(model, batch, self._shapes, capacity, self.graph(batch), self._fused)
                     return self._verifying(step, self._fused)
-                except torch.OutOfMemoryError:
-                    raise
-                except CAPTURE_ERRORS as error:
+                except BaseException as error:
+                    self._fused.forget()  # other steps go on with the same layers
+                    if isinstance(error, torch.OutOfMemoryError) or not isinstance(error, CAPTURE_ERRORS):
+                        raise
                     self._fused, self._unfused = None, f"{type(error).__name__}: {_first_line(error)}"
             try:
                 return CapturedStep(model, batch, self._shapes, capacity, self.graph(batch))

@@ -111,6 +111,13 @@ class FusedModel:
                 x, pending = layer.rows(x, pending, attend)
         return self._logits(x, pending)
 
+    def forget(self) -> None:
+        """What a step that broke off has told, and nobody heard."""
+        for layer in self.layers:
+            for one in (layer.qkv, layer.gate_up):
+                if isinstance(one, Product) and one.tells is not None:
+                    one.tells.number.zero_()
+
     @property
     def no_prompts(self) -> str | None:
         """Why `prompt` does not compute what the modules do; None where it does."""

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
+import accelpatch
+from accelpatch.kernels import cpu_native
 from accelpatch.kernels.attention_shape import AttentionShape
 from accelpatch.kernels.fused_product import Product
 from accelpatch.kernels.hip import binding
 from accelpatch.kernels.hip.binding import Told
 from accelpatch.kernels.int4_tiles import pair, tile
 from accelpatch.quant import int4
+from accelpatch.runtime import captured_graph, fused_layer
 from accelpatch.runtime.adapters import Adapted
+from accelpatch.runtime.captured_graph import EagerGraph
+from accelpatch.runtime.patched_model import RUNTIME
 from accelpatch.runtime.telling import telling_attention, telling_down
+from tests.families.tiny import CAUSAL
 
 
 def product(n: int, k: int) -> Product:
@@ -64,3 +72,21 @@ def test_nothing_is_told_while_weights_may_still_be_written() -> None:
     with binding.settled_weights():
         assert binding.told_arguments(told, "tells") == {"tells": told.number.data_ptr(), "tell_columns": 32}
         assert binding.told_arguments(None, "hears") == {}
+
+
+def test_a_step_that_breaks_off_leaves_nothing_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(captured_graph.GRAPHS, "cpu", EagerGraph)  # type: ignore[arg-type]
+    monkeypatch.setattr(cpu_native, "why_not", lambda device: "not in this test")
+    model: Any = accelpatch.patch(CAUSAL["llama"].make(intermediate_size=4224), "exact", verify=False)
+    model.generate(torch.ones(1, 3, dtype=torch.int64), max_new_tokens=2)
+    layers = vars(model)[RUNTIME]._fused.layers
+
+    def broken(*args: Any) -> None:
+        layers[0].qkv.tells.number[0] += 64
+        layers[1].gate_up.tells.number[0] += 4096
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fused_layer, "decode_attention_", broken)
+    with pytest.raises(KeyboardInterrupt):
+        model.generate(torch.ones(2, 3, dtype=torch.int64), max_new_tokens=2)  # another step, whose warm-up breaks off
+    assert not any(int(one.tells.number.abs().sum()) for layer in layers for one in (layer.qkv, layer.gate_up))

@@ -70,7 +70,18 @@ def decode_attention_(
     for begin in range(0, rows, ROWS):
         some, own = slice(begin, begin + ROWS), slice(begin * tokens, (begin + ROWS) * tokens)
         flat = qkv.view(rows * tokens, -1)[own], y.view(rows * tokens, -1)[own]
-        _launch(*flat, positions[some], slot, mask[some], keys[some], values[some], shape, begin, following, hears)
+        _launch(
+            *flat,
+            positions[some],
+            slot,
+            mask[some],
+            keys[some],
+            values[some],
+            shape,
+            begin,
+            following,
+            None if rows > ROWS else hears,
+        )
     return y
 
 

@@ -64,7 +64,8 @@ extern "C" int accelpatch_decode_attention(const AttentionArgs* args, int dtype,
     AttentionArgs a = *args;
     const auto s = static_cast<GpuStream>(stream);
     if (a.hears && (a.tokens > 1 || a.rows > NARROW_TOKENS || !device_limits().dependent_launch)) {
-        if (a.tokens * a.rows <= NARROW_TOKENS) clear(a.hears, s);  // two tokens of a row, of which one sees the other
+        // Two tokens of a row, of which one sees the other: told of, but not heard.
+        if (a.tokens * a.rows <= NARROW_TOKENS && device_limits().dependent_launch) clear(a.hears, s);
         a.hears = nullptr;
     }
     return dtype ? by_size<F16>(a, s) : by_size<Bf16>(a, s);

@@ -9,7 +9,7 @@ inline int check(const GemvArgs& a) {
     if (a.m < 0 || a.m > 8 || a.n < 1 || a.k < 1 || a.n >= LARGEST || a.k >= LARGEST / 16) return STATUS_SIZE;
     if (a.activation == ACT_SILU_GATE && a.n % 2) return STATUS_SIZE;
     if (a.m && (!a.w || !a.x || !a.y)) return STATUS_POINTER;
-    if (a.tells && (a.tell_columns < 1 || a.tell_columns > a.n || a.tell_columns % tile_columns(a))) return STATUS_SIZE;
+    if (a.tells && (a.tell_columns < 1 || a.tell_columns > (a.activation == ACT_SILU_GATE ? a.n / 2 : a.n) || a.tell_columns % tile_columns(a))) return STATUS_SIZE;
     if (a.hears && (a.hear_columns < 1 || a.hear_columns >= a.k || a.hear_columns % PHASE_VALUES)) return STATUS_SIZE;
     return STATUS_OK;
 }
@@ -122,18 +122,19 @@ template <class F, class T> int launch(const GemvArgs& a, GpuStream stream) {
     const int blocks = a.blocks > 0 ? a.blocks : limits.processors * BLOCKS_LAUNCHED;
     GemvPlan plan = {};
     const int depth = make_plan<F, T>(plan, a, limits, blocks, narrow ? Form::NARROW : Form::WIDE);
+    bool cleared = false;  // of what nobody will listen to
     if constexpr (CLUSTER > 1) {
         const bool many = a.m > (F::INTEGER ? NARROW_TOKENS : WIDE_TOKENS);
         if (limits.clusters && (many || !depth || plan.bytes > half_of(limits))) {
-            if (a.hears) clear(a.hears, stream);
+            if (a.hears) clear(a.hears, stream), cleared = true;
             const int status = launch_as_clusters<F, T>(a, limits, stream);
             if (status != STATUS_MEMORY || many) return status;
         }
     }
     if (!depth) return STATUS_MEMORY;
     if (a.tells) plan.told = int32_t(a.tell_columns / tile_columns(a));
-    if (a.hears && !a.norm && plan.resident == plan.phases) plan.early = int32_t(a.hear_columns / PHASE_VALUES);
-    else if (a.hears) clear(a.hears, stream);  // nobody will listen
+    if (a.hears && !cleared && !a.norm && plan.resident == plan.phases) plan.early = int32_t(a.hear_columns / PHASE_VALUES);
+    else if (a.hears && !cleared) clear(a.hears, stream);
     auto kernel = kernel_of<F, T, false>(depth);
     if constexpr (F::INTEGER && NARROW_TOKENS > 0) {
         if (narrow) kernel = kernel_of<F, T, true>(depth);

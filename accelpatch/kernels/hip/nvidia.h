@@ -112,10 +112,10 @@ DEVICE void grid_wait() {  // for the kernel before to end
 }
 // Adds to a number that another kernel hears of: after all that the block wrote before a barrier.
 DEVICE void tell(int32_t* number, int by) { asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(number), "r"(by) : "memory"); }
-// One thread waits until a number of the kernel before has come so far, or until that kernel has ended; behind a barrier all
-// threads may read what it told of.
+// One thread waits until a number of the kernel before has come so far; behind a barrier all threads may read what it told of.
+// After some thousand microseconds it waits for that kernel's end instead, should it not tell at all.
 DEVICE void hear(const int32_t* number, int enough) {
-    for (int patience = 0; patience < 4096; ++patience) {
+    for (int patience = 0; patience < 2048; ++patience) {
         int now;
         asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(number) : "memory");  // acquiring each time would empty L1 each time
         if (now >= enough) {

@@ -47,7 +47,9 @@ def vendor(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def library(vendor: str, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return compiled(vendor, ["decode_attention.hip"], "attention", tmp_path_factory)
+    held = compiled(vendor, ["decode_attention.hip"], "attention", tmp_path_factory)
+    held.overlaps = vendor == "nvidia"  # whether a kernel may begin before the one before it has ended
+    return held
 
 
 def _op(library: ctypes.CDLL) -> Callable[..., Tensor]:
@@ -63,7 +65,8 @@ def _op(library: ctypes.CDLL) -> Callable[..., Tensor]:
             ctypes.byref(given), binding.DTYPES.index(qkv.dtype), ctypes.c_void_p()
         )
         assert status == 0
-        assert told.number.tolist() in ([0, 0], [columns, 0])  # of more than two tokens nothing is told
+        counted = library.overlaps and positions.numel() <= 2  # of more tokens nothing is told
+        assert told.number.tolist() == [0 if counted else columns, 0]
         return y
 
     return decode_attention_
