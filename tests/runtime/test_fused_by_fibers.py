@@ -33,8 +33,8 @@ SHAPE: dict[str, Any] = {
 
 
 @pytest.fixture
-def heard(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Steps on the CPU go the way of a GPU's; what began before the kernel before it had ended."""
+def hearing(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Steps on the CPU go the way of a GPU's; which kernels are given a count to hear. None overlaps another here."""
     library = compiled("nvidia", ["gemv.hip", "decode_attention.hip"], "steps", tmp_path_factory)
     library.set_fibers(4, 1, 0)
     names: list[str] = []
@@ -65,19 +65,19 @@ def heard(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3])
-def test_the_bits_of_kernels_that_wait(rows: int, heard: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bits_of_kernels_that_wait(rows: int, hearing: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     ids = torch.randint(2, 90, (rows, 253), generator=torch.Generator().manual_seed(1))  # and over the end of a span
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     batch["attention_mask"][-1, : 7 * (rows - 1)] = 0
     base = CAUSAL["mistral"].make(torch.bfloat16, **SHAPE)
     model: Any = accelpatch.patch(copy.deepcopy(base), "exact", verify=False)
     told = logits(model, batch, 6)
-    assert set(heard) == {"attention", "product"}
+    assert set(hearing) == {"attention", "product"}
     layers = vars(model)[RUNTIME]._fused.layers
     if rows < 3:  # of more rows the library tells nothing
         assert not any(int(one.tells.number.abs().sum()) for layer in layers for one in (layer.qkv, layer.gate_up))
     monkeypatch.setattr(fused_layer, "telling_attention", lambda qkv, shape, dtype: qkv)
     monkeypatch.setattr(fused_layer, "telling_down", lambda gate_up, down, activation: (gate_up, down))
-    heard.clear()
+    hearing.clear()
     assert torch.equal(logits(accelpatch.patch(base, "exact", verify=False), batch, 6), told)
-    assert not heard
+    assert not hearing

@@ -71,4 +71,4 @@ def test_small_shapes(name: str, dtype: torch.dtype, form: str, made: Callable[[
 @pytest.mark.parametrize("form", ["nvidia", "gfx942"])
 def test_a_product_tells_the_next_of_its_columns(name: str, form: str, made: Callable[[str], Fibers]) -> None:
     torch.manual_seed(0)
-    assert check_kernels.check_told(made(form), name, torch.bfloat16, "cpu") == []
+    assert check_kernels.check_told(made(form), name, torch.bfloat16, "cpu", overlaps=form == "nvidia") == []
