@@ -1,8 +1,8 @@
 """What scripts/bench_generate.py times: stock generate() before and after a patch, and peers in loops of their own.
 
 The peers' loop is gpt-fast's: one token's step over a static cache, compiled by torch and captured, and no look at the
-tokens between steps. "compiled" has the settings of `torch.compile(mode="reduce-overhead")`; the others search for the
-best form of each kernel on top, as gpt-fast and torchao ask for. torchao quantises the weights of two of them; without
+tokens between steps. "compiled" has the settings of `torch.compile(mode="reduce-overhead")`; "tuned" searches for the best
+form of each kernel on top, as gpt-fast and torchao ask for. torchao quantises the weights of four of them; without
 it they are left out. Each engine states its settings itself: those that torchao sets would hold for all of them.
 """
 
@@ -21,7 +21,10 @@ import accelpatch
 
 STATIC = {"cache_implementation": "static"}
 # peers in a loop of their own: bits of their weights
-LOOPS = {"compiled": None, "tuned": None, "torchao-int8": 8, "torchao-int4": 4}
+LOOPS = {
+    "compiled": None, "tuned": None, "torchao-int8": 8, "torchao-int8-tuned": 8, "torchao-int4": 4,
+    "torchao-int4-tuned": 4,
+}  # fmt: skip
 
 
 @dataclass
@@ -75,7 +78,7 @@ def looping(base: nn.Module, name: str, room: int) -> Engine:
     if LOOPS[name]:
         model = copy.deepcopy(base)
         quantise(model, LOOPS[name])
-    return Engine(f"{name} loop", model, Loop(model, room, name != "compiled"), read_bytes(model))
+    return Engine(f"{name} loop", model, Loop(model, room, name.endswith("tuned")), read_bytes(model))
 
 
 def quantise(model: nn.Module, bits: int | None) -> None:
