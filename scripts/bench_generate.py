@@ -1,8 +1,8 @@
 """Stock generate() on one GPU before and after a patch, beside its peers, all in one run and in turn.
 
     python scripts/bench_generate.py [--model llama2-7b] [--json FILE] [--profile] [--recipes exact int8 int4]
-        [--peers eager static compiled tuned torchao-int8 torchao-int4 torchao-int8-tuned torchao-int4-tuned] [--cases 1x128 8x128 32x128 1x4096]
-        [--case-peers static] [--prefill 32 128 512 2048] [--new 128] [--repeats 5]
+        [--peers eager static compiled tuned torchao-int8 torchao-int8-tuned torchao-int4 torchao-int4-tuned]
+        [--cases 1x128 8x128 32x128 1x4096] [--case-peers static] [--prefill 32 128 512 2048] [--new 128] [--repeats 5]
 
 The model has the named shape and random bf16 weights, made on the device. A case is batch x prompt; all peers run
 the first, `--case-peers` the others of a larger batch. Peers with a loop of their own (generate_engines.py) are asked

@@ -1,8 +1,8 @@
 """What scripts/bench_generate.py times: stock generate() before and after a patch, and peers in loops of their own.
 
 The peers' loop is gpt-fast's: one token's step over a static cache, compiled by torch and captured, and no look at the
-tokens between steps. "compiled" has the settings of `torch.compile(mode="reduce-overhead")`; "tuned" searches for the best
-form of each kernel on top, as gpt-fast and torchao ask for. torchao quantises the weights of four of them; without
+tokens between steps. "compiled" has the settings of `torch.compile(mode="reduce-overhead")`; "tuned" searches for the
+best form of each kernel on top, as gpt-fast and torchao ask for. torchao quantises the weights of four of them; without
 it they are left out. Each engine states its settings itself: those that torchao sets would hold for all of them.
 """
 
