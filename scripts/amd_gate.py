@@ -25,7 +25,16 @@ from accelpatch.kernels.occupancy import Resources
 ROOT = Path(__file__).parent.parent
 SOURCES = ROOT / "accelpatch/kernels/hip"
 TABLE = ROOT / "scripts/amd_gate.json"
-KERNELS = ("gemv", "gemv_int8", "gemv_int4", "gemv_int4_32", "gemv_int4_64", "gemv_fp8", "decode_attention")
+KERNELS = (
+    "gemv",
+    "gemv_int8",
+    "gemv_int4",
+    "gemv_int4_32",
+    "gemv_int4_64",
+    "gemv_fp8",
+    "int4_rows",
+    "decode_attention",
+)
 ARCHS = {"gfx90a": None, "gfx942": 9402, "gfx950": 9500}  # the ISA version where the distribution's libraries lack it
 BITCODE = Path("/usr/lib/x86_64-linux-gnu/amdgcn/bitcode")
 # The instruction that each arch and activation type must use: gfx90a's f16 matrix instructions flush subnormals.

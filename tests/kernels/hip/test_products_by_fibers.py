@@ -21,6 +21,7 @@ from tests.kernels.hip.fibers import COMPILER, compiled
 sys.path.insert(0, str(Path(__file__).parents[3] / "scripts"))
 
 import check_kernels
+import check_rows
 from hip_gemv import FORMATS, Library, Packed
 
 pytestmark = [
@@ -28,7 +29,7 @@ pytestmark = [
     pytest.mark.skipif(DEVICE.type != "cpu", reason="its tensors lie on the CPU; test_ops_on_gpu.py is for a GPU"),
 ]
 FLOATS = ("gemv.hip", "gemv_fp8.hip")
-INTEGERS = ("gemv_int8.hip", "gemv_int4.hip", "gemv_int4_32.hip", "gemv_int4_64.hip")
+INTEGERS = ("gemv_int8.hip", "gemv_int4.hip", "gemv_int4_32.hip", "gemv_int4_64.hip", "int4_rows.hip")
 FORMS = ("nvidia", "gfx942", "gfx90a")  # gfx90a's fp16 does not go through the matrix unit; else it is as gfx942
 CASES = [(name, torch.bfloat16) for name in FORMATS]
 CASES += [(name, torch.float16) for name in ("plain", "fp8", "int8", "int4_g128_minimum")]
@@ -72,3 +73,11 @@ def test_small_shapes(name: str, dtype: torch.dtype, form: str, made: Callable[[
 def test_a_product_tells_the_next_of_its_columns(name: str, form: str, made: Callable[[str], Fibers]) -> None:
     torch.manual_seed(0)
     assert check_kernels.check_told(made(form), name, torch.bfloat16, "cpu", overlaps=form == "nvidia") == []
+
+
+@pytest.mark.parametrize("name", check_rows.FORMS)
+@pytest.mark.parametrize("dtype", binding.DTYPES, ids=str)
+@pytest.mark.parametrize("form", ["nvidia", "gfx942"])
+def test_many_tokens(name: str, dtype: torch.dtype, form: str, made: Callable[[str], Fibers]) -> None:
+    torch.manual_seed(0)
+    assert check_rows.check_rows(made(form), name, dtype, "cpu") == []

@@ -1,0 +1,278 @@
+// y[M, N] = x[M, K] . w[N, K]^T + bias for 9 to 64 tokens and int4 weights in tiles, in groups of a step (128 values) or more.
+//
+// Weights are the first operand of 16-bit float products, 32 rows a wave, tokens the second. A code becomes a float by a mask
+// and an exclusive or; scale, and zero point or minimum, are applied once a step to float32 sums, the latter times the sum of
+// the step's activations, which is a product with ones. Four waves share 128 rows' activations, two groups of four take steps
+// in turn, and the blocks of a cluster a part of K each; sums are added up in a fixed order.
+#pragma once
+#include "formats.h"
+#include "host.h"
+#include "products.h"
+
+constexpr int ROW_WAVES = 4, STEP_WAVES = WAVES / ROW_WAVES, GROUP_THREADS = ROW_WAVES * WAVE;
+constexpr int WAVE_TILES = 2, BLOCK_TILES = WAVE_TILES * ROW_WAVES;
+constexpr int STEP_VALUES = 128, TILE_STEP = 1024;                       // bytes of a tile and step
+constexpr int TABLES_AT = WAVE_TILES * TILE_STEP, WAVE_BYTES = TABLES_AT + WAVE_TILES * 2 * 32;  // a wave's weights, scales, offsets
+constexpr int X_ROW = STEP_VALUES * 2;
+
+struct RowsPlan {
+    int32_t tiles, steps, sets, bands, cluster;  // sets: of scales; bands: of tokens; cluster: blocks that share K
+};
+
+// A turn of a ring: of each group its waves' weights, then its activations.
+template <int TOKENS> constexpr int TURN = ROW_WAVES * WAVE_BYTES + TOKENS * X_ROW;
+template <int TOKENS> constexpr int ROWS_DEPTH = SHARED_RING ? (TOKENS > 16 ? 3 : 4) : 2;
+template <int TOKENS> constexpr int SUMS_AT = STEP_WAVES * ROWS_DEPTH<TOKENS> * TURN<TOKENS>;
+template <int TOKENS> constexpr int ROWS_BYTES = SUMS_AT<TOKENS> + STEP_WAVES * 2 * TOKENS * 4;
+
+// What a code u is as a 16-bit float, less u: bf16 holds 128 + u; fp16 would lose too much by 1024, which is taken off.
+template <class T> constexpr float CODE_BASE = T::BF16 ? 128.f : -8.f;
+// Nibbles i and i + 4 of a word, values 2 i and 2 i + 1.
+template <class T> DEVICE uint32_t code_pair(uint32_t word, int i) {
+    const uint32_t codes = word >> 4 * i & 0x000f000fu;
+    if constexpr (T::BF16) return codes ^ 0x43084308u;
+    else return pair_fma(codes ^ 0x64086408u, 0x3c003c00u, 0xe408e408u);
+}
+template <class T> constexpr uint32_t PAIR_OF_ONES = T::BF16 ? 0x3f803f80u : 0x3c003c00u;
+// What is added to a code's value times its scale.
+DEVICE float rest_of(int kind, float base, float scale, float offset) {
+    if (kind == OFFSET_MINIMUM) return fmaf(-base, scale, offset);
+    return -scale * (base + (kind == OFFSET_NONE ? 8.f : offset));
+}
+
+// A wave's place in the work, and its way from memory into the ring.
+template <int TOKENS> struct RowsStream {
+    static constexpr int DEPTH = ROWS_DEPTH<TOKENS>, PASS = GROUP_THREADS / 16;  // tokens that a group copies at once
+    const GemvArgs& a;
+    const RowsPlan& plan;
+    char* const ring;                     // of the group
+    const int row_wave, step_wave, tile;  // tile: the wave's first
+    const int token, begin, end, turns;   // token: the block's first; of steps
+    int issued = 0, slot = 0;             // turns; the next one's place
+
+    DEVICE RowsStream(const GemvArgs& a, const RowsPlan& plan, char* shared, int rank, int rows, int band)
+        : a(a), plan(plan), ring(shared + (threadIdx.x / GROUP_THREADS) * DEPTH * TURN<TOKENS>),
+          row_wave(threadIdx.x / WAVE % ROW_WAVES), step_wave(threadIdx.x / GROUP_THREADS), tile(rows * BLOCK_TILES + row_wave * WAVE_TILES),
+          token(band * TOKENS), begin(rank * plan.steps / plan.cluster), end((rank + 1) * plan.steps / plan.cluster),
+          turns((end - begin + STEP_WAVES - 1) / STEP_WAVES) {}
+    DEVICE int step_of(int turn) const { return begin + step_wave + turn * STEP_WAVES; }
+    DEVICE char* turn_at(int place) const { return ring + place * TURN<TOKENS>; }
+    DEVICE char* weights_at(int place) const { return turn_at(place) + row_wave * WAVE_BYTES; }
+    DEVICE char* x_at(int place) const { return turn_at(place) + ROW_WAVES * WAVE_BYTES; }
+    // Each lane what it reads itself, and a word of scales or offsets.
+    DEVICE void copy_weights(int turn, int place) const {
+        const int step = step_of(turn);
+        char* into = weights_at(place);
+#pragma unroll
+        for (int h = 0; h < WAVE_TILES; ++h) {
+            const char* from = static_cast<const char*>(a.w) + (int64_t(tile + h) * plan.steps + step) * TILE_STEP;
+#pragma unroll
+            for (int i = 0; i < ROWS_PER_LANE; ++i)
+                stream_copy<16>(into + h * TILE_STEP + (i * WAVE + lane_id()) * 16, from + (4 * fragment_row(i) + fragment_quarter()) * 16, step < end && tile + h < plan.tiles);
+        }
+        if (const int lane = lane_id(); lane < 32) {
+            const int h = lane >> 4, set = step >> a.group_shift;
+            const char* table = static_cast<const char*>(lane & 8 && a.offset ? a.offset : a.scale);
+            stream_copy<4>(into + TABLES_AT + lane * 4, table + ((int64_t(tile + h) * plan.sets + set) * 8 + (lane & 7)) * 4, step < end && tile + h < plan.tiles);
+        }
+    }
+    // Chunks of eight values; of odd tokens the halves of a row change places, so that banks differ for what is read at once.
+    DEVICE void copy_x(int turn, int place) const {
+        const int thread = threadIdx.x % GROUP_THREADS, c = thread % 16, at = step_of(turn) * STEP_VALUES + c * 8;
+        char* into = x_at(place) + (c ^ (thread / 16 & 1) << 2) * 16;
+        const char* from = static_cast<const char*>(a.x) + int64_t(at) * 2;
+#pragma unroll
+        for (int t = thread / 16; t < TOKENS; t += PASS) {
+            const bool there = token + t < int(a.m) && at < int(a.k) && step_of(turn) < end;
+            copy_activation16(into + t * X_ROW, from + (there ? (token + t) * a.x_stride * 2 : 0), there);
+        }
+    }
+    // The first turns: weights before the kernel before has ended, activations behind.
+    DEVICE void fill() {
+        for (int i = 0; i < DEPTH - 1; ++i)
+            if (i < turns) copy_weights(i, i);
+        grid_wait();
+        for (int i = 0; i < DEPTH - 1; ++i) {
+            if (i < turns) copy_x(i, i);
+            ring_commit();
+        }
+        issued = DEPTH - 1, slot = DEPTH - 1;
+    }
+    // Into the place that was read last.
+    DEVICE void issue() {
+        if (issued < turns) copy_weights(issued, slot), copy_x(issued, slot);
+        ring_commit();
+        ++issued, slot = slot + 1 == DEPTH ? 0 : slot + 1;
+    }
+};
+
+// A wave's sums of 32 rows by all of a block's tokens. Its columns of tokens are counted from its own one, of which it makes the
+// sums of activations for all waves of the group.
+template <class T, int TOKENS> struct RowsSums {
+    static constexpr int COLUMNS = TOKENS / MATRIX_TOKENS;
+    const GemvArgs& a;
+    const int row_wave;
+    float y[WAVE_TILES][COLUMNS][4] = {}, rest[WAVE_TILES][4];  // rest: of the step before, times its activations' sums
+
+    DEVICE RowsSums(const GemvArgs& a, int row_wave) : a(a), row_wave(row_wave) {}
+    DEVICE int column(int j) const { return (j + row_wave) % COLUMNS; }
+    // One step; leaves the sums of this wave's column of activations.
+    DEVICE void step(const char* weights, const char* x, float* sums) {
+        float part[WAVE_TILES][COLUMNS][4] = {}, ones[4] = {};
+        Words4 codes[WAVE_TILES][ROWS_PER_LANE];
+#pragma unroll
+        for (int h = 0; h < WAVE_TILES; ++h)
+#pragma unroll
+            for (int i = 0; i < ROWS_PER_LANE; ++i) codes[h][i] = *reinterpret_cast<const Words4*>(weights + h * TILE_STEP + (i * WAVE + lane_id()) * 16);
+        uint32_t one[ROWS_PER_LANE][4];
+        for (auto& row : one)
+            for (uint32_t& v : row) v = PAIR_OF_ONES<T>;
+        const char* from = x + matrix_column() * X_ROW + (fragment_quarter() ^ (matrix_column() & 1) << 2) * 16;
+        const int other = matrix_column() & 1 ? -64 : 64;  // from an even chunk of four to the odd one
+#pragma unroll
+        for (int p = 0; p < 4; ++p) {
+            uint32_t v[WAVE_TILES][ROWS_PER_LANE][4];
+#pragma unroll
+            for (int h = 0; h < WAVE_TILES; ++h)
+#pragma unroll
+                for (int i = 0; i < ROWS_PER_LANE; ++i)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) v[h][i][e] = code_pair<T>(word_of(codes[h][i], p), e);
+#pragma unroll
+            for (int j = 0; j < COLUMNS; ++j) {
+                const Words4 b = *reinterpret_cast<const Words4*>(from + column(j) * (MATRIX_TOKENS * X_ROW) + p / 2 * 128 + p % 2 * other);
+#pragma unroll
+                for (int h = 0; h < WAVE_TILES; ++h) multiply_eight<T>(part[h][j], v[h], b);
+                if (j == 0) multiply_eight<T>(ones, one, b);
+            }
+        }
+        if (row_wave < COLUMNS)
+            for (int i = 0; i < 4; ++i)
+                if (matrix_row(i) == 0) sums[row_wave * MATRIX_TOKENS + matrix_token(i)] = ones[i];
+        if (a.scale_is_bf16) scaled<true>(part, weights + TABLES_AT);
+        else scaled<false>(part, weights + TABLES_AT);
+    }
+    template <bool BF16_SCALES> DEVICE void scaled(const float (&part)[WAVE_TILES][COLUMNS][4], const char* tables) {
+#pragma unroll
+        for (int h = 0; h < WAVE_TILES; ++h)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const uint32_t* pair = reinterpret_cast<const uint32_t*>(tables) + h * 16 + (matrix_row(i) & 7);
+                const float scale = table_value(pair[0], matrix_row(i) >> 3, BF16_SCALES);
+                rest[h][i] = rest_of(a.offset_kind, CODE_BASE<T>, scale, table_value(pair[8], matrix_row(i) >> 3, BF16_SCALES));
+#pragma unroll
+                for (int j = 0; j < COLUMNS; ++j) y[h][j][i] = fmaf(scale, part[h][j][i], y[h][j][i]);
+            }
+    }
+    // What the step before left to do, once its sums of activations are all there.
+    DEVICE void add_rest(const float* sums) {
+#pragma unroll
+        for (int j = 0; j < COLUMNS; ++j)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float sum = sums[column(j) * MATRIX_TOKENS + matrix_token(i)];
+#pragma unroll
+                for (int h = 0; h < WAVE_TILES; ++h) y[h][j][i] = fmaf(rest[h][i], sum, y[h][j][i]);
+            }
+    }
+};
+
+// One output by a plain loop, for a token with values that are not finite, or too large for sums of codes.
+template <class T> DEVICE float by_values(const GemvArgs& a, const RowsPlan& plan, int tile, int row, int token) {
+    const uint16_t* x = static_cast<const uint16_t*>(a.x) + token * a.x_stride;
+    const char* codes = static_cast<const char*>(a.w) + int64_t(tile) * plan.steps * TILE_STEP + row * 64;
+    float sum = 0.f;
+#pragma unroll 1
+    for (int k = 0; k < int(a.k); ++k) {
+        const int64_t at = (int64_t(tile) * plan.sets + (k / STEP_VALUES >> a.group_shift)) * 8 + row % 8;
+        const float scale = table_value(static_cast<const uint32_t*>(a.scale)[at], row / 8, a.scale_is_bf16);
+        const float offset = a.offset ? table_value(static_cast<const uint32_t*>(a.offset)[at], row / 8, a.scale_is_bf16) : 0.f;
+        const float value = a.offset_kind == OFFSET_MINIMUM      ? Int4<1, OFFSET_MINIMUM>::value(codes, k, scale, offset)
+                            : a.offset_kind == OFFSET_ZERO_POINT ? Int4<1, OFFSET_ZERO_POINT>::value(codes, k, scale, offset)
+                                                                 : Int4<1, OFFSET_NONE>::value(codes, k, scale, offset);
+        sum = fmaf(value, T::up(load_activation2(x + k)), sum);
+    }
+    return sum;
+}
+
+template <class T, int TOKENS> __global__ void __launch_bounds__(THREADS, BLOCKS_RESIDENT) int4_rows_kernel(const GemvArgs a, const RowsPlan plan) {
+    using Sums = RowsSums<T, TOKENS>;
+    extern __shared__ __align__(128) char shared[];
+    grid_release();
+    const int rank = blockIdx.x % plan.cluster, place = blockIdx.x / plan.cluster, band = place % plan.bands, rows = place / plan.bands;
+    RowsStream<TOKENS> stream(a, plan, shared, rank, rows, band);
+    const auto sync = [&]() ALWAYS_INLINE { group_sync(stream.step_wave, GROUP_THREADS); };
+    float* x_sums = reinterpret_cast<float*>(shared + SUMS_AT<TOKENS>) + stream.step_wave * 2 * TOKENS;
+    Sums total(a, stream.row_wave);
+    stream.fill();
+    int slot = 0;
+#pragma unroll 1
+    for (int turn = 0; turn < stream.turns; ++turn) {
+        ring_wait<RowsStream<TOKENS>::DEPTH - 1>();
+        sync();  // all copies of this turn are there, and all waves have left the last one
+        stream.issue();
+        if (turn) total.add_rest(x_sums + (turn - 1) % 2 * TOKENS);
+        total.step(stream.weights_at(slot), stream.x_at(slot), x_sums + turn % 2 * TOKENS);
+        slot = slot + 1 == RowsStream<TOKENS>::DEPTH ? 0 : slot + 1;
+    }
+    sync();
+    if (stream.turns) total.add_rest(x_sums + (stream.turns - 1) % 2 * TOKENS);
+    // Over the ring, in the block that stores them: the sums of all groups of the cluster, a lane's four cells together.
+    const auto all = [&]() ALWAYS_INLINE { plan.cluster > 1 ? cluster_sync() : __syncthreads(); };
+    const int held = ROW_WAVES / plan.cluster, sources = STEP_WAVES * plan.cluster, units = WAVE_TILES * Sums::COLUMNS;
+    Words4* box = reinterpret_cast<Words4*>(shared) + lane_id();
+    all();
+    const int owner = stream.row_wave / held, mine = ((rank * STEP_WAVES + stream.step_wave) * held + stream.row_wave % held) * units;
+#pragma unroll
+    for (int h = 0; h < WAVE_TILES; ++h)
+#pragma unroll
+        for (int j = 0; j < Sums::COLUMNS; ++j) {
+            const float* v = total.y[h][j];
+            Words4* into = box + (mine + h * Sums::COLUMNS + total.column(j)) * WAVE;
+            *(plan.cluster > 1 ? beside(into, owner) : into) = {float_to_bits(v[0]), float_to_bits(v[1]), float_to_bits(v[2]), float_to_bits(v[3])};
+        }
+    all();
+#pragma unroll 1
+    for (int unit = threadIdx.x / WAVE; unit < held * units; unit += WAVES) {
+        float v[4] = {};
+        for (int source = 0; source < sources; ++source) {
+            const Words4 one = box[(source * held * units + unit) * WAVE];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) v[i] += bits_to_float(word_of(one, i));
+        }
+        const int tile = rows * BLOCK_TILES + (rank * held + unit / units) * WAVE_TILES + unit / Sums::COLUMNS % WAVE_TILES;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int row = tile * 16 + matrix_row(i), token = stream.token + unit % Sums::COLUMNS * MATRIX_TOKENS + matrix_token(i);
+            if (row >= int(a.n) || token >= int(a.m)) continue;
+            float sum = v[i];
+            if (!(fabsf(sum) < INFINITY)) sum = by_values<T>(a, plan, tile, matrix_row(i), token);
+            if (a.bias) sum += T::up(load_activation2(static_cast<const uint16_t*>(a.bias) + row));
+            static_cast<uint16_t*>(a.y)[token * a.y_stride + row] = static_cast<uint16_t>(T::down(sum));
+        }
+    }
+}
+
+// Blocks that share K: as many as find room at once, two on a processor, and have work.
+inline int rows_cluster(const GemvArgs& a, const RowsPlan& p, const DeviceLimits& limits, int64_t groups) {
+    if (CLUSTER == 1 || !limits.clusters) return 1;
+    if (a.blocks == 1 || a.blocks == 2 || a.blocks == 4) return a.blocks;
+    int cluster = 1;
+    while (cluster < ROW_WAVES && groups * cluster <= limits.processors && p.steps >= 8 * cluster) cluster *= 2;
+    return cluster;
+}
+
+template <class T, int TOKENS> int launch_rows(const GemvArgs& a, GpuStream stream) {
+    const DeviceLimits limits = device_limits();
+    RowsPlan p = {};
+    p.tiles = int32_t((a.n + 15) / 16), p.steps = int32_t((a.k + STEP_VALUES - 1) / STEP_VALUES);
+    p.sets = ((p.steps - 1) >> a.group_shift) + 1, p.bands = int32_t((a.m + TOKENS - 1) / TOKENS);
+    const int64_t groups = int64_t((p.tiles + BLOCK_TILES - 1) / BLOCK_TILES) * p.bands;
+    p.cluster = rows_cluster(a, p, limits, groups);
+    const int blocks = int(groups * p.cluster), bytes = ROWS_BYTES<TOKENS>;
+    const auto kernel = int4_rows_kernel<T, TOKENS>;
+    int error;
+    if constexpr (CLUSTER > 1) error = launch_clusters(kernel, p.cluster, blocks, THREADS, bytes, stream, limits, a.dependent >= 0, a, p);
+    else error = launch_kernel(kernel, blocks, THREADS, bytes, stream, limits, a.dependent >= 0, a, p);
+    return error ? STATUS_DEVICE + error : STATUS_OK;
+}
