@@ -88,7 +88,9 @@ template <bool> struct IntegerProduct : Cells<false> {
 
 constexpr int MATRIX_TOKENS = 16, MOST_TOKENS = 16;
 DEVICE int matrix_column() { return lane_id() & 15; }
-DEVICE int matrix_row(int i) { return 4 * (lane_id() >> 4) + i; }
+constexpr int MATRIX_ROWS = 4;
+constexpr DEVICE int matrix_which(int i) { return i; }
+DEVICE int matrix_row(int which) { return 4 * (lane_id() >> 4) + which; }
 DEVICE int matrix_token(int) { return lane_id() & 15; }
 template <class T> DEVICE void multiply_eight(float* c, const uint32_t (&w)[ROWS_PER_LANE][4], const Words4& x) {
     multiply_halves<T>(c, w[0][0], w[0][1], x.x, x.y);

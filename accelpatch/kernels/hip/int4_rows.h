@@ -19,25 +19,25 @@ struct RowsPlan {
     int32_t tiles, steps, sets, bands, cluster;  // sets: of scales; bands: of tokens; cluster: blocks that share K
 };
 
-// A turn of a ring: of each group its waves' weights, then its activations.
-template <int TOKENS> constexpr int TURN = ROW_WAVES * WAVE_BYTES + TOKENS * X_ROW;
+// A turn of a ring: of each group its waves' weights, its activations, their sums.
+constexpr int X_AT = ROW_WAVES * WAVE_BYTES;
+template <int TOKENS> constexpr int SUMS_AT = X_AT + TOKENS * X_ROW;
+template <int TOKENS> constexpr int TURN = SUMS_AT<TOKENS> + TOKENS * 4;
 template <int TOKENS> constexpr int ROWS_DEPTH = SHARED_RING ? (TOKENS > 16 ? 3 : 4) : 2;
-template <int TOKENS> constexpr int SUMS_AT = STEP_WAVES * ROWS_DEPTH<TOKENS> * TURN<TOKENS>;
-template <int TOKENS> constexpr int ROWS_BYTES = SUMS_AT<TOKENS> + STEP_WAVES * 2 * TOKENS * 4;
+template <int TOKENS> constexpr int ROWS_BYTES = STEP_WAVES * ROWS_DEPTH<TOKENS> * TURN<TOKENS>;
 
 // What a code u is as a 16-bit float, less u: bf16 holds 128 + u; fp16 would lose too much by 1024, which is taken off.
 template <class T> constexpr float CODE_BASE = T::BF16 ? 128.f : -8.f;
 // Nibbles i and i + 4 of a word, values 2 i and 2 i + 1.
 template <class T> DEVICE uint32_t code_pair(uint32_t word, int i) {
-    const uint32_t codes = word >> 4 * i & 0x000f000fu;
-    if constexpr (T::BF16) return codes ^ 0x43084308u;
-    else return pair_fma(codes ^ 0x64086408u, 0x3c003c00u, 0xe408e408u);
+    if constexpr (T::BF16) return masked_xor(word >> 4 * i, 0x000f000fu, 0x43084308u);
+    else return pair_fma(masked_xor(word >> 4 * i, 0x000f000fu, 0x64086408u), 0x3c003c00u, 0xe408e408u);
 }
 template <class T> constexpr uint32_t PAIR_OF_ONES = T::BF16 ? 0x3f803f80u : 0x3c003c00u;
 // What is added to a code's value times its scale.
 DEVICE float rest_of(int kind, float base, float scale, float offset) {
-    if (kind == OFFSET_MINIMUM) return fmaf(-base, scale, offset);
-    return -scale * (base + (kind == OFFSET_NONE ? 8.f : offset));
+    const float taken = kind == OFFSET_MINIMUM ? base : base + (kind == OFFSET_NONE ? 8.f : offset);
+    return fmaf(-taken, scale, kind == OFFSET_MINIMUM ? offset : 0.f);
 }
 
 // A wave's place in the work, and its way from memory into the ring.
@@ -45,64 +45,57 @@ template <int TOKENS> struct RowsStream {
     static constexpr int DEPTH = ROWS_DEPTH<TOKENS>, PASS = GROUP_THREADS / 16;  // tokens that a group copies at once
     const GemvArgs& a;
     const RowsPlan& plan;
-    char* const ring;                     // of the group
-    const int row_wave, step_wave, tile;  // tile: the wave's first
-    const int token, begin, end, turns;   // token: the block's first; of steps
-    int issued = 0, slot = 0;             // turns; the next one's place
+    const int row_wave, step_wave, tile, token;  // the wave's first tile, the block's first token
+    const int end;                               // of the block's steps
+    int step, turns;                             // step: of the next turn that is asked for
+    char* ring;                                  // the group's
+    const char *w, *table, *x;                   // of a lane, at that step
 
     DEVICE RowsStream(const GemvArgs& a, const RowsPlan& plan, char* shared, int rank, int rows, int band)
-        : a(a), plan(plan), ring(shared + (threadIdx.x / GROUP_THREADS) * DEPTH * TURN<TOKENS>),
-          row_wave(threadIdx.x / WAVE % ROW_WAVES), step_wave(threadIdx.x / GROUP_THREADS), tile(rows * BLOCK_TILES + row_wave * WAVE_TILES),
-          token(band * TOKENS), begin(rank * plan.steps / plan.cluster), end((rank + 1) * plan.steps / plan.cluster),
-          turns((end - begin + STEP_WAVES - 1) / STEP_WAVES) {}
-    DEVICE int step_of(int turn) const { return begin + step_wave + turn * STEP_WAVES; }
-    DEVICE char* turn_at(int place) const { return ring + place * TURN<TOKENS>; }
-    DEVICE char* weights_at(int place) const { return turn_at(place) + row_wave * WAVE_BYTES; }
-    DEVICE char* x_at(int place) const { return turn_at(place) + ROW_WAVES * WAVE_BYTES; }
-    // Each lane what it reads itself, and a word of scales or offsets.
-    DEVICE void copy_weights(int turn, int place) const {
-        const int step = step_of(turn);
-        char* into = weights_at(place);
+        : a(a), plan(plan), row_wave(threadIdx.x / WAVE % ROW_WAVES), step_wave(threadIdx.x / GROUP_THREADS), tile(rows * BLOCK_TILES + row_wave * WAVE_TILES),
+          token(band * TOKENS), end((rank + 1) * plan.steps / plan.cluster) {
+        const int begin = rank * plan.steps / plan.cluster, lane = lane_id(), thread = threadIdx.x % GROUP_THREADS;
+        step = begin + step_wave, turns = (end - begin + STEP_WAVES - 1) / STEP_WAVES;
+        ring = shared + step_wave * DEPTH * TURN<TOKENS>;
+        w = static_cast<const char*>(a.w) + (int64_t(tile) * plan.steps + step) * TILE_STEP + (4 * fragment_row(0) + fragment_quarter()) * 16;
+        table = static_cast<const char*>(lane & 8 && a.offset ? a.offset : a.scale) + ((int64_t(tile) + (lane >> 4)) * plan.sets * 8 + (lane & 7)) * 4;
+        x = static_cast<const char*>(a.x) + ((token + thread / 16) * a.x_stride + step * STEP_VALUES + thread % 16 * 8) * 2;
+    }
+    // Of the turn so many further: each lane what it reads itself, and a word of scales or offsets.
+    DEVICE void copy_weights(char* turn, int ahead) const {
+        const int lane = lane_id(), at = step + ahead * STEP_WAVES;
+        char* into = turn + row_wave * WAVE_BYTES + lane * 16;
+        const char* from = w + ahead * (STEP_WAVES * TILE_STEP);
 #pragma unroll
-        for (int h = 0; h < WAVE_TILES; ++h) {
-            const char* from = static_cast<const char*>(a.w) + (int64_t(tile + h) * plan.steps + step) * TILE_STEP;
+        for (int h = 0; h < WAVE_TILES; ++h)
 #pragma unroll
             for (int i = 0; i < ROWS_PER_LANE; ++i)
-                stream_copy<16>(into + h * TILE_STEP + (i * WAVE + lane_id()) * 16, from + (4 * fragment_row(i) + fragment_quarter()) * 16, step < end && tile + h < plan.tiles);
-        }
-        if (const int lane = lane_id(); lane < 32) {
-            const int h = lane >> 4, set = step >> a.group_shift;
-            const char* table = static_cast<const char*>(lane & 8 && a.offset ? a.offset : a.scale);
-            stream_copy<4>(into + TABLES_AT + lane * 4, table + ((int64_t(tile + h) * plan.sets + set) * 8 + (lane & 7)) * 4, step < end && tile + h < plan.tiles);
-        }
+                stream_copy<16>(into + h * TILE_STEP + i * (WAVE * 16), from + int64_t(h) * plan.steps * TILE_STEP + i * 512, at < end && tile + h < plan.tiles);
+        if (lane < 32) stream_copy<4>(into + TABLES_AT - lane * 12, table + (at >> a.group_shift) * 32, at < end && tile + (lane >> 4) < plan.tiles);
     }
     // Chunks of eight values; of odd tokens the halves of a row change places, so that banks differ for what is read at once.
-    DEVICE void copy_x(int turn, int place) const {
-        const int thread = threadIdx.x % GROUP_THREADS, c = thread % 16, at = step_of(turn) * STEP_VALUES + c * 8;
-        char* into = x_at(place) + (c ^ (thread / 16 & 1) << 2) * 16;
-        const char* from = static_cast<const char*>(a.x) + int64_t(at) * 2;
+    DEVICE void copy_x(char* turn, int ahead) const {
+        const int thread = threadIdx.x % GROUP_THREADS, own = thread / 16, c = thread % 16, at = step + ahead * STEP_WAVES;
+        char* into = turn + X_AT + own * X_ROW + (c ^ (own & 1) << 2) * 16;
+        const bool inside = at < end && at * STEP_VALUES + c * 8 < int(a.k);
 #pragma unroll
-        for (int t = thread / 16; t < TOKENS; t += PASS) {
-            const bool there = token + t < int(a.m) && at < int(a.k) && step_of(turn) < end;
-            copy_activation16(into + t * X_ROW, from + (there ? (token + t) * a.x_stride * 2 : 0), there);
-        }
+        for (int t = 0; t < TOKENS; t += PASS)
+            copy_activation16(into + t * X_ROW, x + ahead * (STEP_WAVES * X_ROW) + t * a.x_stride * 2, inside && token + own + t < int(a.m));
     }
+    DEVICE void advance(int by) { step += by * STEP_WAVES, w += by * (STEP_WAVES * TILE_STEP), x += by * (STEP_WAVES * X_ROW); }
     // The first turns: weights before the kernel before has ended, activations behind.
     DEVICE void fill() {
-        for (int i = 0; i < DEPTH - 1; ++i)
-            if (i < turns) copy_weights(i, i);
+#pragma unroll
+        for (int i = 0; i < DEPTH - 1; ++i) copy_weights(ring + i * TURN<TOKENS>, i);
         grid_wait();
-        for (int i = 0; i < DEPTH - 1; ++i) {
-            if (i < turns) copy_x(i, i);
-            ring_commit();
-        }
-        issued = DEPTH - 1, slot = DEPTH - 1;
+#pragma unroll
+        for (int i = 0; i < DEPTH - 1; ++i) copy_x(ring + i * TURN<TOKENS>, i), ring_commit();
+        advance(DEPTH - 1);
     }
-    // Into the place that was read last.
-    DEVICE void issue() {
-        if (issued < turns) copy_weights(issued, slot), copy_x(issued, slot);
+    DEVICE void issue(char* turn) {
+        if (step - step_wave < end) copy_weights(turn, 0), copy_x(turn, 0);
         ring_commit();
-        ++issued, slot = slot + 1 == DEPTH ? 0 : slot + 1;
+        advance(1);
     }
 };
 
@@ -112,12 +105,13 @@ template <class T, int TOKENS> struct RowsSums {
     static constexpr int COLUMNS = TOKENS / MATRIX_TOKENS;
     const GemvArgs& a;
     const int row_wave;
-    float y[WAVE_TILES][COLUMNS][4] = {}, rest[WAVE_TILES][4];  // rest: of the step before, times its activations' sums
+    float y[WAVE_TILES][COLUMNS][4] = {}, rest[WAVE_TILES][MATRIX_ROWS];  // rest: of the step before, times its activations' sums
 
     DEVICE RowsSums(const GemvArgs& a, int row_wave) : a(a), row_wave(row_wave) {}
     DEVICE int column(int j) const { return (j + row_wave) % COLUMNS; }
-    // One step; leaves the sums of this wave's column of activations.
-    DEVICE void step(const char* weights, const char* x, float* sums) {
+    // One turn; leaves the sums of this wave's column of activations.
+    DEVICE void step(char* turn) {
+        const char *weights = turn + row_wave * WAVE_BYTES, *tables = weights + TABLES_AT;
         float part[WAVE_TILES][COLUMNS][4] = {}, ones[4] = {};
         Words4 codes[WAVE_TILES][ROWS_PER_LANE];
 #pragma unroll
@@ -127,7 +121,7 @@ template <class T, int TOKENS> struct RowsSums {
         uint32_t one[ROWS_PER_LANE][4];
         for (auto& row : one)
             for (uint32_t& v : row) v = PAIR_OF_ONES<T>;
-        const char* from = x + matrix_column() * X_ROW + (fragment_quarter() ^ (matrix_column() & 1) << 2) * 16;
+        const char* from = turn + X_AT + matrix_column() * X_ROW + (fragment_quarter() ^ (matrix_column() & 1) << 2) * 16;
         const int other = matrix_column() & 1 ? -64 : 64;  // from an even chunk of four to the odd one
 #pragma unroll
         for (int p = 0; p < 4; ++p) {
@@ -146,33 +140,42 @@ template <class T, int TOKENS> struct RowsSums {
                 if (j == 0) multiply_eight<T>(ones, one, b);
             }
         }
-        if (row_wave < COLUMNS)
+        if (row_wave < COLUMNS && matrix_row(0) == 0)
             for (int i = 0; i < 4; ++i)
-                if (matrix_row(i) == 0) sums[row_wave * MATRIX_TOKENS + matrix_token(i)] = ones[i];
-        if (a.scale_is_bf16) scaled<true>(part, weights + TABLES_AT);
-        else scaled<false>(part, weights + TABLES_AT);
+                if (matrix_which(i) == 0) sums_of(turn, row_wave)[matrix_token(i)] = ones[i];
+        float scale[WAVE_TILES][MATRIX_ROWS], offset[WAVE_TILES][MATRIX_ROWS];
+        if (a.scale_is_bf16) read_tables<true>(scale, offset, tables);
+        else read_tables<false>(scale, offset, tables);
+#pragma unroll
+        for (int h = 0; h < WAVE_TILES; ++h) {
+#pragma unroll
+            for (int r = 0; r < MATRIX_ROWS; ++r) rest[h][r] = rest_of(a.offset_kind, CODE_BASE<T>, scale[h][r], offset[h][r]);
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+#pragma unroll
+                for (int j = 0; j < COLUMNS; ++j) y[h][j][i] = fmaf(scale[h][matrix_which(i)], part[h][j][i], y[h][j][i]);
+        }
     }
-    template <bool BF16_SCALES> DEVICE void scaled(const float (&part)[WAVE_TILES][COLUMNS][4], const char* tables) {
+    template <bool BF16_SCALES> static DEVICE void read_tables(float (&scale)[WAVE_TILES][MATRIX_ROWS], float (&offset)[WAVE_TILES][MATRIX_ROWS], const char* tables) {
 #pragma unroll
         for (int h = 0; h < WAVE_TILES; ++h)
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const uint32_t* pair = reinterpret_cast<const uint32_t*>(tables) + h * 16 + (matrix_row(i) & 7);
-                const float scale = table_value(pair[0], matrix_row(i) >> 3, BF16_SCALES);
-                rest[h][i] = rest_of(a.offset_kind, CODE_BASE<T>, scale, table_value(pair[8], matrix_row(i) >> 3, BF16_SCALES));
-#pragma unroll
-                for (int j = 0; j < COLUMNS; ++j) y[h][j][i] = fmaf(scale, part[h][j][i], y[h][j][i]);
+            for (int r = 0; r < MATRIX_ROWS; ++r) {
+                const uint32_t* pair = reinterpret_cast<const uint32_t*>(tables) + h * 16 + (matrix_row(r) & 7);
+                scale[h][r] = table_value(pair[0], matrix_row(r) >> 3, BF16_SCALES);
+                offset[h][r] = table_value(pair[8], matrix_row(r) >> 3, BF16_SCALES);
             }
     }
+    static DEVICE float* sums_of(char* turn, int column) { return reinterpret_cast<float*>(turn + SUMS_AT<TOKENS>) + column * MATRIX_TOKENS; }
     // What the step before left to do, once its sums of activations are all there.
-    DEVICE void add_rest(const float* sums) {
+    DEVICE void add_rest(char* turn) {
 #pragma unroll
         for (int j = 0; j < COLUMNS; ++j)
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const float sum = sums[column(j) * MATRIX_TOKENS + matrix_token(i)];
+                const float sum = sums_of(turn, column(j))[matrix_token(i)];
 #pragma unroll
-                for (int h = 0; h < WAVE_TILES; ++h) y[h][j][i] = fmaf(rest[h][i], sum, y[h][j][i]);
+                for (int h = 0; h < WAVE_TILES; ++h) y[h][j][i] = fmaf(rest[h][matrix_which(i)], sum, y[h][j][i]);
             }
     }
 };
@@ -202,21 +205,20 @@ template <class T, int TOKENS> __global__ void __launch_bounds__(THREADS, BLOCKS
     const int rank = blockIdx.x % plan.cluster, place = blockIdx.x / plan.cluster, band = place % plan.bands, rows = place / plan.bands;
     RowsStream<TOKENS> stream(a, plan, shared, rank, rows, band);
     const auto sync = [&]() ALWAYS_INLINE { group_sync(stream.step_wave, GROUP_THREADS); };
-    float* x_sums = reinterpret_cast<float*>(shared + SUMS_AT<TOKENS>) + stream.step_wave * 2 * TOKENS;
     Sums total(a, stream.row_wave);
     stream.fill();
-    int slot = 0;
+    char *turn = stream.ring, *const last = turn + (ROWS_DEPTH<TOKENS> - 1) * TURN<TOKENS>, *before = last;
 #pragma unroll 1
-    for (int turn = 0; turn < stream.turns; ++turn) {
-        ring_wait<RowsStream<TOKENS>::DEPTH - 1>();
-        sync();  // all copies of this turn are there, and all waves have left the last one
-        stream.issue();
-        if (turn) total.add_rest(x_sums + (turn - 1) % 2 * TOKENS);
-        total.step(stream.weights_at(slot), stream.x_at(slot), x_sums + turn % 2 * TOKENS);
-        slot = slot + 1 == RowsStream<TOKENS>::DEPTH ? 0 : slot + 1;
+    for (int i = 0; i < stream.turns; ++i) {
+        ring_wait<ROWS_DEPTH<TOKENS> - 1>();
+        sync();  // all copies of this turn are there, and all waves have left the one before
+        stream.issue(before);
+        if (i) total.add_rest(before);
+        total.step(turn);
+        before = turn, turn = turn == last ? stream.ring : turn + TURN<TOKENS>;
     }
     sync();
-    if (stream.turns) total.add_rest(x_sums + (stream.turns - 1) % 2 * TOKENS);
+    if (stream.turns) total.add_rest(before);
     // Over the ring, in the block that stores them: the sums of all groups of the cluster, a lane's four cells together.
     const auto all = [&]() ALWAYS_INLINE { plan.cluster > 1 ? cluster_sync() : __syncthreads(); };
     const int held = ROW_WAVES / plan.cluster, sources = STEP_WAVES * plan.cluster, units = WAVE_TILES * Sums::COLUMNS;
@@ -243,10 +245,10 @@ template <class T, int TOKENS> __global__ void __launch_bounds__(THREADS, BLOCKS
         const int tile = rows * BLOCK_TILES + (rank * held + unit / units) * WAVE_TILES + unit / Sums::COLUMNS % WAVE_TILES;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const int row = tile * 16 + matrix_row(i), token = stream.token + unit % Sums::COLUMNS * MATRIX_TOKENS + matrix_token(i);
+            const int row = tile * 16 + matrix_row(matrix_which(i)), token = stream.token + unit % Sums::COLUMNS * MATRIX_TOKENS + matrix_token(i);
             if (row >= int(a.n) || token >= int(a.m)) continue;
             float sum = v[i];
-            if (!(fabsf(sum) < INFINITY)) sum = by_values<T>(a, plan, tile, matrix_row(i), token);
+            if (!(fabsf(sum) < INFINITY)) sum = by_values<T>(a, plan, tile, matrix_row(matrix_which(i)), token);
             if (a.bias) sum += T::up(load_activation2(static_cast<const uint16_t*>(a.bias) + row));
             static_cast<uint16_t*>(a.y)[token * a.y_stride + row] = static_cast<uint16_t>(T::down(sum));
         }

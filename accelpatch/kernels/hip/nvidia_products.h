@@ -79,7 +79,9 @@ template <bool NARROW> struct IntegerProduct : Cells<NARROW> {
 // values of K of each of its rows, as pairs, times eight of a token.
 constexpr int MATRIX_TOKENS = 8, MOST_TOKENS = 32;  // MOST: of a block
 DEVICE int matrix_column() { return lane_id() >> 2; }
-DEVICE int matrix_row(int i) { return (lane_id() >> 2) + 8 * (i >> 1); }
+constexpr int MATRIX_ROWS = 2;  // different ones of a lane's sums
+constexpr DEVICE int matrix_which(int i) { return i >> 1; }
+DEVICE int matrix_row(int which) { return (lane_id() >> 2) + 8 * which; }
 DEVICE int matrix_token(int i) { return 2 * (lane_id() & 3) + (i & 1); }
 template <class T> DEVICE void multiply_eight(float* c, const uint32_t (&w)[ROWS_PER_LANE][4], const Words4& x) {
     multiply_halves<T>(c, w[0][0], w[1][0], w[0][1], w[1][1], x.x, x.y);

@@ -73,6 +73,7 @@ DEVICE uint32_t pair_fma(uint32_t a, uint32_t b, uint32_t c) {
     const auto one = [&](int at) { return float_to_half(std::fma(half_to_float(a >> at & 0xffffu), half_to_float(b >> at & 0xffffu), half_to_float(c >> at & 0xffffu))); };
     return one(0) | one(16) << 16;
 }
+DEVICE uint32_t masked_xor(uint32_t a, uint32_t mask, uint32_t bits) { return (a & mask) ^ bits; }
 DEVICE uint32_t pair_max(uint32_t a, uint32_t b) { return std::max(a & 0xffffu, b & 0xffffu) | std::max(a >> 16, b >> 16) << 16; }
 template <uint32_t SELECT> uint32_t permute(uint32_t a, uint32_t b) {
     uint32_t out = 0;
