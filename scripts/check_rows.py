@@ -15,14 +15,15 @@ from check_kernels import moved, wrong
 from hip_gemv import FORMATS, Library, pack
 
 FORMS = tuple(name for name, form in FORMATS.items() if form.library == "gemv_int4" and form.group not in (32, 64))
-SHAPES = [(33, 136), (160, 2048), (7, 128), (300, 1160)]
-TOKENS = (9, 16, 31, 33, 64)
+SHAPES = [(33, 136), (300, 2048)]
+TOKENS = (9, 31, 64, 16, 33)
 
 
 def check_rows(lib: Library, name: str, dtype: torch.dtype, device: str = "cuda", **tuning: int) -> list[str]:
     """The product of many tokens with int4 weights: odd ends, a bias, values that no sum of codes holds; repeats."""
     bad = []
-    for (n, k), m in itertools.product(SHAPES, TOKENS):
+    every = list(itertools.product(SHAPES, TOKENS if device == "cuda" else TOKENS[:3]))
+    for (n, k), m in every:
         p = pack(torch.randn(n, k) / k**0.5, name, dtype=dtype)
         packed = moved(replace(p, format=replace(p.format, library="int4_rows")), device)
         wide = torch.randn(m, k + 8, dtype=dtype)
@@ -44,7 +45,7 @@ def check_rows(lib: Library, name: str, dtype: torch.dtype, device: str = "cuda"
         if any(not torch.equal(y.nan_to_num(7), results[0].nan_to_num(7)) for y in results):
             bad.append(f"{name} {dtype} N={n} K={k} M={m} {tuning}: repeats differ")
     print(
-        f"{name:18} {dtype!s:15} {len(SHAPES) * len(TOKENS):4} products of many tokens, {len(bad)} bad",
+        f"{name:18} {dtype!s:15} {len(every):4} products of many tokens, {len(bad)} bad",
         flush=True,
     )
     return bad

@@ -257,7 +257,7 @@ template <class T, int TOKENS> __global__ void __launch_bounds__(THREADS, BLOCKS
 
 // Blocks that share K: as many as find room at once, two on a processor, and have work.
 inline int rows_cluster(const GemvArgs& a, const RowsPlan& p, const DeviceLimits& limits, int64_t groups) {
-    if (CLUSTER == 1 || !limits.clusters) return 1;
+    if (!limits.clusters) return 1;
     if (a.blocks == 1 || a.blocks == 2 || a.blocks == 4) return a.blocks;
     int cluster = 1;
     while (cluster < ROW_WAVES && groups * cluster <= limits.processors && p.steps >= 8 * cluster) cluster *= 2;
@@ -272,9 +272,6 @@ template <class T, int TOKENS> int launch_rows(const GemvArgs& a, GpuStream stre
     const int64_t groups = int64_t((p.tiles + BLOCK_TILES - 1) / BLOCK_TILES) * p.bands;
     p.cluster = rows_cluster(a, p, limits, groups);
     const int blocks = int(groups * p.cluster), bytes = ROWS_BYTES<TOKENS>;
-    const auto kernel = int4_rows_kernel<T, TOKENS>;
-    int error;
-    if constexpr (CLUSTER > 1) error = launch_clusters(kernel, p.cluster, blocks, THREADS, bytes, stream, limits, a.dependent >= 0, a, p);
-    else error = launch_kernel(kernel, blocks, THREADS, bytes, stream, limits, a.dependent >= 0, a, p);
+    const int error = launch_clusters(int4_rows_kernel<T, TOKENS>, p.cluster, blocks, THREADS, bytes, stream, limits, a.dependent >= 0, a, p);
     return error ? STATUS_DEVICE + error : STATUS_OK;
 }

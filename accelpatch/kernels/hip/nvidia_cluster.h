@@ -52,4 +52,6 @@ DEVICE void receive(Mailbox& box, bool first, int bytes, int turn) {
 }
 #else
 #include "no_cluster.h"
+DEVICE void cluster_sync() {}
+template <class V> DEVICE V* beside(V* here, int) { return here; }
 #endif

@@ -1,6 +1,6 @@
 """The device library's products without a device: NVIDIA's and AMD's forms compiled for the CPU, a thread a fiber.
 
-As test_attention_by_fibers.py. Clusters of blocks are left out.
+As test_attention_by_fibers.py. Clusters of blocks are left out where they pass messages.
 """
 
 from __future__ import annotations
@@ -75,9 +75,17 @@ def test_a_product_tells_the_next_of_its_columns(name: str, form: str, made: Cal
     assert check_kernels.check_told(made(form), name, torch.bfloat16, "cpu", overlaps=form == "nvidia") == []
 
 
-@pytest.mark.parametrize("name", check_rows.FORMS)
-@pytest.mark.parametrize("dtype", binding.DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "name, dtype", [(name, binding.DTYPES[i % 2]) for i, name in enumerate(check_rows.FORMS)], ids=str
+)
 @pytest.mark.parametrize("form", ["nvidia", "gfx942"])
 def test_many_tokens(name: str, dtype: torch.dtype, form: str, made: Callable[[str], Fibers]) -> None:
     torch.manual_seed(0)
     assert check_rows.check_rows(made(form), name, dtype, "cpu") == []
+
+
+@pytest.mark.parametrize("cluster", [1, 2, 4])
+@pytest.mark.parametrize("dtype", binding.DTYPES, ids=str)
+def test_many_tokens_by_clusters(dtype: torch.dtype, cluster: int, made: Callable[[str], Fibers]) -> None:
+    torch.manual_seed(0)
+    assert check_rows.check_rows(made("nvidia"), "int4_g128_minimum", dtype, "cpu", blocks=cluster) == []
