@@ -134,7 +134,7 @@ def faults(arch: str, taken: Resources, code: str) -> list[str]:
     if taken.vector_spills or taken.scratch:
         bad.append(f"{taken.vector_spills} vector registers spilled, {taken.scratch} bytes of scratch")
     meant = MEANT[arch, "F16" if "3F16" in taken.kernel else "Bf16"]
-    if "attention_kernel" in taken.kernel:
+    if "attention_kernel" in taken.kernel or "int4_rows" in taken.kernel:
         meant = meant.replace("v_fma_mix_f32", "v_mfma_f32_16x16x16f16")
     if re.search(r"Int[48]I", taken.kernel):
         meant = MEANT_INTEGER[arch]

@@ -23,9 +23,8 @@ from accelpatch.kernels.int4_tiles import Tiles
 from accelpatch.kernels.triton import launch
 
 OP = "tiled_int4_linear"
-MANY_FROM = (
-    90  # NVIDIA's architectures whose blocks form clusters: without them too few share the products of a narrow weight
-)
+#: NVIDIA's architectures whose blocks form clusters, or else too few would share a narrow weight, and have the memory
+MANY = range(90, 120)
 
 
 def tiles_for(weight: tuple[Tensor, Tensor, Tensor | None], dtype: torch.dtype, device: torch.device) -> Tiles | None:
@@ -114,8 +113,8 @@ def by_hip(x: Tensor, *args: Any) -> Tensor:
 
 
 def takes_many(x: Tensor, tiles: Tiles, device: Device) -> bool:
-    """Whether one launch makes the products with all of x[M, K]: on Hopper and later, in groups of 128 or more."""
-    clusters = device.vendor == "nvidia" and int(device.arch.removeprefix("sm_").rstrip("a")) >= MANY_FROM
+    """Whether one launch makes the products with all of x[M, K]: on Hopper and its like, in groups of 128 or more."""
+    clusters = device.vendor == "nvidia" and int(device.arch.removeprefix("sm_").rstrip("a")) in MANY
     aligned = tiles.k % 8 == 0 and (x.stride(1) != 1 or (x.data_ptr() % 16 == 0 and x.stride(0) % 8 == 0))
     return clusters and aligned and tiles.group >= TILE_VALUES
 

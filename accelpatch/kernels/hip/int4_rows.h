@@ -272,6 +272,7 @@ template <class T, int TOKENS> int launch_rows(const GemvArgs& a, GpuStream stre
     const int64_t groups = int64_t((p.tiles + BLOCK_TILES - 1) / BLOCK_TILES) * p.bands;
     p.cluster = rows_cluster(a, p, limits, groups);
     const int blocks = int(groups * p.cluster), bytes = ROWS_BYTES<TOKENS>;
+    if (bytes > limits.shared_block) return STATUS_MEMORY;
     const int error = launch_clusters(int4_rows_kernel<T, TOKENS>, p.cluster, blocks, THREADS, bytes, stream, limits, a.dependent >= 0, a, p);
     return error ? STATUS_DEVICE + error : STATUS_OK;
 }
