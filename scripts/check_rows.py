@@ -28,8 +28,8 @@ def check_rows(lib: Library, name: str, dtype: torch.dtype, device: str = "cuda"
         packed = moved(replace(p, format=replace(p.format, library="int4_rows")), device)
         wide = torch.randn(m, k + 8, dtype=dtype)
         if m % 2:
-            wide[1, 7], wide[2, 9], wide[3] = float("inf"), float("nan"), 0
-            wide[4] *= 2.0**9 if dtype == torch.float16 else 2.0**114
+            wide[1, 12], wide[2, 9], wide[3] = float("inf"), float("nan"), 0
+            wide[4] *= 2.0**13 if dtype == torch.float16 else 2.0**123
             wide[5] *= 2.0**-22 if dtype == torch.float16 else 2.0**-110
         bias = torch.randn(n, dtype=dtype) if m % 2 else None
         kind = {} if bias is None else {"bias": bias.to(device)}

@@ -18,6 +18,7 @@ ucontext_t outside, contexts[MOST_THREADS];
 std::vector<char> stacks[MOST_THREADS], images[MOST_CLUSTER];  // images: of shared memory, while another block of the cluster runs
 Fibers states[MOST_CLUSTER];
 bool ended[MOST_THREADS];
+char before = char(0xff);  // what shared memory holds: not a number
 int held;  // whose block's shared memory and state are in place
 const std::function<void()>* work;
 
@@ -60,12 +61,12 @@ void run_cluster(int first, int cluster, int threads, int bytes) {
     held = 0, meeting.of = all;
     for (int rank = cluster - 1; rank >= 0; --rank) {
         fibers.alive = threads, states[rank] = fibers;
-        images[rank].assign(cluster > 1 ? bytes + BEYOND : 0, char(0xff));
+        images[rank].assign(cluster > 1 ? bytes + BEYOND : 0, before);
     }
-    std::memset(shared, 0xff, sizeof shared);  // not a number
+    std::memset(shared, before, sizeof shared);
     for (int i = 0; i < all; ++i) make(i);
     for (bool left = true; left;) {
-        const auto before = progress(cluster);
+        const auto then = progress(cluster);
         left = false;
         for (int i = 0; i < all; ++i) {
             fiber = fibers.backwards ? all - 1 - i : i;
@@ -74,12 +75,12 @@ void run_cluster(int first, int cluster, int threads, int bytes) {
             left = true, blockIdx.x = unsigned(first + held), threadIdx.x = unsigned(fiber % threads);
             swapcontext(&outside, &contexts[fiber]);
         }
-        if (left && progress(cluster) == before) std::fprintf(stderr, "all threads wait\n"), std::abort();
+        if (left && progress(cluster) == then) std::fprintf(stderr, "all threads wait\n"), std::abort();
     }
     for (int rank = 0; rank < cluster; ++rank) {
         hold(rank);
         for (int i = bytes; i < bytes + BEYOND; ++i)
-            if (shared[i] != char(0xff)) std::fprintf(stderr, "written past the end of shared memory\n"), std::abort();
+            if (shared[i] != before) std::fprintf(stderr, "written past the end of shared memory\n"), std::abort();
     }
 }
 }  // namespace
@@ -90,3 +91,4 @@ void run_blocks(int blocks, int cluster, int threads, int bytes, const std::func
     for (int first = 0; first < blocks; first += cluster) run_cluster(first, cluster, threads, bytes);
 }
 extern "C" void set_fibers(int processors, int late, int backwards) { fibers.processors = processors, fibers.late = late, fibers.backwards = backwards; }
+extern "C" void set_shared(int byte) { before = char(byte); }
