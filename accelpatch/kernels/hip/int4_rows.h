@@ -45,20 +45,23 @@ template <int TOKENS> struct RowsStream {
     static constexpr int DEPTH = ROWS_DEPTH<TOKENS>, PASS = GROUP_THREADS / 16;  // tokens that a group copies at once
     const GemvArgs& a;
     const RowsPlan& plan;
-    const int row_wave, step_wave, tile, token;  // the wave's first tile, the block's first token
-    const int end;                               // of the block's steps
-    int step, turns;                             // step: of the next turn that is asked for
-    char* ring;                                  // the group's
-    const char *w, *table, *x;                   // of a lane, at that step
+    const int row_wave, step_wave, token;  // token: the block's first
+    const int end;                         // of the block's steps
+    int step, turns, hop;                  // step: of the next turn that is asked for; hop: bytes to the wave's second tile
+    char* ring;                            // the group's
+    const char *w, *table, *x;             // of a lane, at that step
 
     DEVICE RowsStream(const GemvArgs& a, const RowsPlan& plan, char* shared, int rank, int rows, int band)
-        : a(a), plan(plan), row_wave(threadIdx.x / WAVE % ROW_WAVES), step_wave(threadIdx.x / GROUP_THREADS), tile(rows * BLOCK_TILES + row_wave * WAVE_TILES),
+        : a(a), plan(plan), row_wave(threadIdx.x / WAVE % ROW_WAVES), step_wave(threadIdx.x / GROUP_THREADS),
           token(band * TOKENS), end((rank + 1) * plan.steps / plan.cluster) {
         const int begin = rank * plan.steps / plan.cluster, lane = lane_id(), thread = threadIdx.x % GROUP_THREADS;
+        // A tile that is not there is the last one again; what comes of it is not stored.
+        const int tile = min(rows * BLOCK_TILES + row_wave * WAVE_TILES, plan.tiles - 1), more = tile + 1 < plan.tiles ? 1 : 0;
         step = begin + step_wave, turns = (end - begin + STEP_WAVES - 1) / STEP_WAVES;
         ring = shared + step_wave * DEPTH * TURN<TOKENS>;
+        hop = more * plan.steps * TILE_STEP;
         w = static_cast<const char*>(a.w) + (int64_t(tile) * plan.steps + step) * TILE_STEP + (4 * fragment_row(0) + fragment_quarter()) * 16;
-        table = static_cast<const char*>(lane & 8 && a.offset ? a.offset : a.scale) + ((int64_t(tile) + (lane >> 4)) * plan.sets * 8 + (lane & 7)) * 4;
+        table = static_cast<const char*>(lane & 8 && a.offset ? a.offset : a.scale) + (int64_t(tile + (lane >> 4 & more)) * plan.sets * 8 + (lane & 7)) * 4;
         x = static_cast<const char*>(a.x) + ((token + thread / 16) * a.x_stride + step * STEP_VALUES + thread % 16 * 8) * 2;
     }
     // Of the turn so many further: each lane what it reads itself, and a word of scales or offsets.
@@ -70,8 +73,8 @@ template <int TOKENS> struct RowsStream {
         for (int h = 0; h < WAVE_TILES; ++h)
 #pragma unroll
             for (int i = 0; i < ROWS_PER_LANE; ++i)
-                stream_copy<16>(into + h * TILE_STEP + i * (WAVE * 16), from + int64_t(h) * plan.steps * TILE_STEP + i * 512, at < end && tile + h < plan.tiles);
-        if (lane < 32) stream_copy<4>(into + TABLES_AT - lane * 12, table + (at >> a.group_shift) * 32, at < end && tile + (lane >> 4) < plan.tiles);
+                stream_copy<16>(into + h * TILE_STEP + i * (WAVE * 16), from + h * hop + i * 512, at < end);
+        if (lane < 32) stream_copy<4>(into + TABLES_AT - lane * 12, table + (at >> a.group_shift) * 32, at < end);
     }
     // Chunks of eight values; of odd tokens the halves of a row change places, so that banks differ for what is read at once.
     DEVICE void copy_x(char* turn, int ahead) const {
