@@ -1,6 +1,6 @@
 """Times int4 products of 16 to 64 tokens: the HIP kernel beside Triton's and torch's bf16 product.
 
-    python scripts/bench_rows.py --libraries DIR [--tokens 16 32 64] [--clusters 0 1 2 4]
+    python scripts/bench_rows.py --libraries DIR [--tokens 16 32 64] [--clusters 0 1 2 4 8]
 
 The four products of a Llama-2-7B layer, microseconds each and together; medians of graph replays, weights in rotation
 beyond L2, each product checked by the float rule before it is timed. --clusters: blocks that share K, 0 for the
@@ -61,7 +61,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--libraries", type=Path, required=True)
     parser.add_argument("--tokens", nargs="*", type=int, default=[16, 32, 64])
-    parser.add_argument("--clusters", nargs="*", type=int, default=[0, 1, 2, 4])
+    parser.add_argument("--clusters", nargs="*", type=int, default=[0, 1, 2, 4, 8])
     parser.add_argument("--alone", action="store_true", help="without Triton's and torch's products")
     options = parser.parse_args()
     torch.manual_seed(0)

@@ -56,7 +56,7 @@ def main() -> int:
     parser.add_argument("--libraries", type=Path, required=True)
     lib = Library(parser.parse_args().libraries)
     torch.manual_seed(0)
-    tunings = [{}, {"blocks": 1}, {"blocks": 2}, {"blocks": 4}, {"dependent": -1}]
+    tunings = [{}, {"blocks": 1}, {"blocks": 2}, {"blocks": 4}, {"blocks": 8}, {"dependent": -1}]
     every = itertools.product(FORMS, (torch.bfloat16, torch.float16), tunings)
     bad = [line for name, dtype, tuning in every for line in check_rows(lib, name, dtype, **tuning)]
     print("\n".join(bad[:40]))

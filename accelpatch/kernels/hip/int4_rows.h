@@ -224,28 +224,29 @@ template <class T, int TOKENS> __global__ void __launch_bounds__(THREADS, BLOCKS
     if (stream.turns) total.add_rest(before);
     // Over the ring, in the block that stores them: the sums of all groups of the cluster, a lane's four cells together.
     const auto all = [&]() ALWAYS_INLINE { plan.cluster > 1 ? cluster_sync() : __syncthreads(); };
-    const int held = ROW_WAVES / plan.cluster, sources = STEP_WAVES * plan.cluster, units = WAVE_TILES * Sums::COLUMNS;
+    const int held = BLOCK_TILES / plan.cluster, sources = STEP_WAVES * plan.cluster;  // held: tiles
     Words4* box = reinterpret_cast<Words4*>(shared) + lane_id();
     all();
-    const int owner = stream.row_wave / held, mine = ((rank * STEP_WAVES + stream.step_wave) * held + stream.row_wave % held) * units;
 #pragma unroll
-    for (int h = 0; h < WAVE_TILES; ++h)
+    for (int h = 0; h < WAVE_TILES; ++h) {
+        const int tile = stream.row_wave * WAVE_TILES + h, at = (rank * STEP_WAVES + stream.step_wave) * held + tile % held;
 #pragma unroll
         for (int j = 0; j < Sums::COLUMNS; ++j) {
             const float* v = total.y[h][j];
-            Words4* into = box + (mine + h * Sums::COLUMNS + total.column(j)) * WAVE;
-            *(plan.cluster > 1 ? beside(into, owner) : into) = {float_to_bits(v[0]), float_to_bits(v[1]), float_to_bits(v[2]), float_to_bits(v[3])};
+            Words4* into = box + (at * Sums::COLUMNS + total.column(j)) * WAVE;
+            *(plan.cluster > 1 ? beside(into, tile / held) : into) = {float_to_bits(v[0]), float_to_bits(v[1]), float_to_bits(v[2]), float_to_bits(v[3])};
         }
+    }
     all();
 #pragma unroll 1
-    for (int unit = threadIdx.x / WAVE; unit < held * units; unit += WAVES) {
+    for (int unit = threadIdx.x / WAVE; unit < held * Sums::COLUMNS; unit += WAVES) {
         float v[4] = {};
         for (int source = 0; source < sources; ++source) {
-            const Words4 one = box[(source * held * units + unit) * WAVE];
+            const Words4 one = box[(source * held * Sums::COLUMNS + unit) * WAVE];
 #pragma unroll
             for (int i = 0; i < 4; ++i) v[i] += bits_to_float(word_of(one, i));
         }
-        const int tile = rows * BLOCK_TILES + (rank * held + unit / units) * WAVE_TILES + unit / Sums::COLUMNS % WAVE_TILES;
+        const int tile = rows * BLOCK_TILES + rank * held + unit / Sums::COLUMNS;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const int row = tile * 16 + matrix_row(matrix_which(i)), token = stream.token + unit % Sums::COLUMNS * MATRIX_TOKENS + matrix_token(i);
@@ -258,12 +259,12 @@ template <class T, int TOKENS> __global__ void __launch_bounds__(THREADS, BLOCKS
     }
 }
 
-// Blocks that share K: as many as find room at once, two on a processor, and have work.
+// Blocks that share K: as many as find room at once, two on a processor, with 8 steps each.
 inline int rows_cluster(const GemvArgs& a, const RowsPlan& p, const DeviceLimits& limits, int64_t groups) {
     if (!limits.clusters) return 1;
-    if (a.blocks == 1 || a.blocks == 2 || a.blocks == 4) return a.blocks;
+    if (a.blocks == 1 || a.blocks == 2 || a.blocks == 4 || a.blocks == 8) return a.blocks;
     int cluster = 1;
-    while (cluster < ROW_WAVES && groups * cluster <= limits.processors && p.steps >= 8 * cluster) cluster *= 2;
+    while (cluster < BLOCK_TILES && groups * cluster <= limits.processors && p.steps >= 16 * cluster) cluster *= 2;
     return cluster;
 }
 

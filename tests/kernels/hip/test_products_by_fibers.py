@@ -99,7 +99,7 @@ def test_many_tokens(name: str, dtype: torch.dtype, form: str, finite: Callable[
     assert check_rows.check_rows(finite(form), name, dtype, "cpu") == []
 
 
-@pytest.mark.parametrize("cluster", [1, 2, 4])
+@pytest.mark.parametrize("cluster", [1, 2, 4, 8])
 @pytest.mark.parametrize("dtype", binding.DTYPES, ids=str)
 def test_many_tokens_by_clusters(dtype: torch.dtype, cluster: int, finite: Callable[[str], Fibers]) -> None:
     torch.manual_seed(0)

@@ -27,7 +27,7 @@ struct Fibers {
     bool backwards;                               // the last thread first
 };
 extern Fibers fibers;
-constexpr int MOST_CLUSTER = 4;  // blocks that run at once and reach each other's shared memory
+constexpr int MOST_CLUSTER = 8;  // blocks that run at once and reach each other's shared memory
 struct Meeting : Group { int of; };
 extern Meeting meeting;  // of all threads of a cluster
 extern int fiber;        // which of the cluster's threads runs
