@@ -25,7 +25,16 @@ from accelpatch.kernels.occupancy import Resources
 ROOT = Path(__file__).parent.parent
 SOURCES = ROOT / "accelpatch/kernels/hip"
 TABLE = ROOT / "scripts/amd_gate.json"
-KERNELS = ("gemv", "gemv_int8", "gemv_int4", "gemv_int4_32", "gemv_int4_64", "gemv_fp8", "decode_attention")
+KERNELS = (
+    "gemv",
+    "gemv_int8",
+    "gemv_int4",
+    "gemv_int4_32",
+    "gemv_int4_64",
+    "gemv_fp8",
+    "int4_rows",
+    "decode_attention",
+)
 ARCHS = {"gfx90a": None, "gfx942": 9402, "gfx950": 9500}  # the ISA version where the distribution's libraries lack it
 BITCODE = Path("/usr/lib/x86_64-linux-gnu/amdgcn/bitcode")
 # The instruction that each arch and activation type must use: gfx90a's f16 matrix instructions flush subnormals.
@@ -125,7 +134,7 @@ def faults(arch: str, taken: Resources, code: str) -> list[str]:
     if taken.vector_spills or taken.scratch:
         bad.append(f"{taken.vector_spills} vector registers spilled, {taken.scratch} bytes of scratch")
     meant = MEANT[arch, "F16" if "3F16" in taken.kernel else "Bf16"]
-    if "attention_kernel" in taken.kernel:
+    if "attention_kernel" in taken.kernel or "int4_rows" in taken.kernel:
         meant = meant.replace("v_fma_mix_f32", "v_mfma_f32_16x16x16f16")
     if re.search(r"Int[48]I", taken.kernel):
         meant = MEANT_INTEGER[arch]

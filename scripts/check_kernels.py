@@ -121,7 +121,7 @@ def check_told(lib: Library, name: str, dtype: torch.dtype, device: str = "cuda"
     for paired, m, tuning in itertools.product((False, True), (1, 2, 3), tunings):
         before = pack(torch.randn(columns << paired, 128) / 128**0.5, name, dtype=dtype, paired=paired)
         behind = pack(torch.randn(48, columns) / columns**0.5, name, dtype=dtype)
-        both = [_moved(p, device) for p in (before, behind)]
+        both = [moved(p, device) for p in (before, behind)]
         x = torch.randn(m, 128).to(device, dtype)
         kind = {"activation": "silu_gate"} if paired else {}
         results, told = [], torch.zeros(2, dtype=torch.int32).to(device)
@@ -143,7 +143,7 @@ def check_told(lib: Library, name: str, dtype: torch.dtype, device: str = "cuda"
     return bad
 
 
-def _moved(p: Packed, device: str) -> Packed:
+def moved(p: Packed, device: str) -> Packed:
     return replace(p, **{key: t.to(device) for key in ("w", "scale", "offset") if (t := getattr(p, key)) is not None})
 
 
@@ -157,7 +157,7 @@ def check_small(lib: Library, name: str, dtype: torch.dtype, device: str = "cuda
         if (paired and n % 2) or (name.startswith("int4") and k % 2):
             continue
         p = pack(torch.randn(n, k) / k**0.5, name, dtype=dtype, paired=paired)
-        packed = _moved(p, device)
+        packed = moved(p, device)
         for kind_name, kind in kinds(n, k, SMALL_RUNS[0][0], dtype, "cpu").items():
             if (kind_name == "silu_gate") != paired or (kind_name not in ("product", "rms", "silu_gate") and n != 100):
                 continue

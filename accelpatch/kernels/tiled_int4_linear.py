@@ -23,6 +23,8 @@ from accelpatch.kernels.int4_tiles import Tiles
 from accelpatch.kernels.triton import launch
 
 OP = "tiled_int4_linear"
+#: NVIDIA's architectures whose blocks form clusters, or else too few would share a narrow weight, and have the memory
+MANY = range(90, 120)
 
 
 def tiles_for(weight: tuple[Tensor, Tensor, Tensor | None], dtype: torch.dtype, device: torch.device) -> Tiles | None:
@@ -87,14 +89,15 @@ def why_not(spec: Spec, device: Device) -> str | None:
 
 
 def by_hip(x: Tensor, *args: Any) -> Tensor:
-    """The implementation `hip`: up to 8 rows of x by its kernels; more by Triton's where it is, else by torch.
+    """The implementation `hip`: up to 8 rows of x, or 64, by its kernels; more by Triton's where it is, else by torch.
 
     A gate or up in paired tiles reads the other's rows too, and drops what they give.
     """
     *rest, bias = args
     tiles = Tiles(*rest)
     m = x.numel() // tiles.k
-    if m > binding.FEW and launch.why_not(probe(x.device), x.dtype) is None:
+    many = binding.FEW < m <= binding.MOST and takes_many(x.reshape(m, tiles.k), tiles, probe(x.device))
+    if m > binding.FEW and not many and launch.why_not(probe(x.device), x.dtype) is None:
         return by_triton(x, *args)
     if m > binding.MOST:
         return by_torch(x, *args)
@@ -103,8 +106,17 @@ def by_hip(x: Tensor, *args: Any) -> Tensor:
     held = (tiles.w.contiguous(), form, tiles.scale.contiguous())
     beside = None if tiles.offset is None else tiles.offset.contiguous()
     settled = held[0] is tiles.w and held[2] is tiles.scale and beside is tiles.offset
-    weight = Weight("gemv_int4", tiles.rows, tiles.k, *held, beside, tiles.kind, shift, settled)
+    weight = Weight(
+        "int4_rows" if many else "gemv_int4", tiles.rows, tiles.k, *held, beside, tiles.kind, shift, settled
+    )
     return int4_tiles.in_order(binding.launch(weight, x, bias=in_tiles(bias, tiles)), tiles.part)
+
+
+def takes_many(x: Tensor, tiles: Tiles, device: Device) -> bool:
+    """Whether one launch makes the products with all of x[M, K]: on Hopper and its like, in groups of 128 or more."""
+    clusters = device.vendor == "nvidia" and int(device.arch.removeprefix("sm_").rstrip("a")) in MANY
+    aligned = tiles.k % 8 == 0 and (x.stride(1) != 1 or (x.data_ptr() % 16 == 0 and x.stride(0) % 8 == 0))
+    return clusters and aligned and tiles.group >= TILE_VALUES
 
 
 def in_tiles(bias: Tensor | None, tiles: Tiles) -> Tensor | None:

@@ -37,6 +37,7 @@ DEVICE uint32_t pair_max(uint32_t a, uint32_t b) {  // of two halves each, unsig
     using Pair = uint16_t __attribute__((ext_vector_type(2)));
     return __builtin_bit_cast(uint32_t, __builtin_elementwise_max(__builtin_bit_cast(Pair, a), __builtin_bit_cast(Pair, b)));
 }
+DEVICE uint32_t masked_xor(uint32_t a, uint32_t mask, uint32_t bits) { return (a & mask) ^ bits; }
 // Four bytes of a (0 to 3) and b (4 to 7), one in each nibble of SELECT, the lowest first.
 template <uint32_t SELECT> DEVICE uint32_t permute(uint32_t a, uint32_t b) {
     return __builtin_amdgcn_perm(b, a, (SELECT & 15u) | (SELECT >> 4 & 15u) << 8 | (SELECT >> 8 & 15u) << 16 | (SELECT >> 12 & 15u) << 24);
@@ -86,6 +87,8 @@ constexpr int CLUSTER = 1;
 template <class F> constexpr int CLUSTER_DEPTH = 1;
 using Mailbox = uint64_t;
 #include "no_cluster.h"
+DEVICE void cluster_sync() {}
+template <class V> DEVICE V* beside(V* here, int) { return here; }
 
 // ---- matrix products ----
 // 16 rows by 16 of K, times 16 by 16 columns.
@@ -134,4 +137,8 @@ int launch_kernel(void (*kernel)(ARGS...), int blocks, int threads, int shared, 
     (void)hipGetLastError();
     kernel<<<dim3(blocks), dim3(threads), shared, stream>>>(args...);
     return hipGetLastError();
+}
+template <class... ARGS>
+int launch_clusters(void (*kernel)(ARGS...), int, int blocks, int threads, int shared, GpuStream stream, const DeviceLimits& limits, bool dependent, ARGS... args) {
+    return launch_kernel(kernel, blocks, threads, shared, stream, limits, dependent, args...);
 }

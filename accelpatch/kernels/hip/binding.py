@@ -83,7 +83,7 @@ def check(status: int, function: str) -> None:
 
 @dataclass(frozen=True)
 class Weight:
-    """What a launch reads: w[n, k] in the format of `function` (gemv, gemv_int8, gemv_int4, gemv_fp8).
+    """What a launch reads: w[n, k] in the format of `function` (gemv, gemv_int8, gemv_int4, gemv_fp8, int4_rows).
 
     form: the function's format argument, None where it takes none. scale, offset: a float32 a row, or tiles of 16 bits
     (layout.py), of which 2 ** group_shift steps share one. settled: no copy that was made for this launch.

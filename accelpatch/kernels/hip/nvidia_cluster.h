@@ -21,6 +21,14 @@ DEVICE void cluster_arrive() {
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
+// All threads of the cluster's blocks; what they wrote before it, others read behind it.
+DEVICE void cluster_sync() { asm volatile("barrier.cluster.arrive.aligned;\n\tbarrier.cluster.wait.aligned;" ::: "memory"); }
+// Where `here`, a place in shared memory, is in that of block `rank`.
+template <class V> DEVICE V* beside(V* here, int rank) {
+    uint64_t there;
+    asm("mapa.u64 %0, %1, %2;" : "=l"(there) : "l"(here), "r"(rank));
+    return reinterpret_cast<V*>(there);
+}
 DEVICE uint32_t remote_address(const void* here, int rank) {
     uint32_t there;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(here)), "r"(rank));
@@ -44,4 +52,6 @@ DEVICE void receive(Mailbox& box, bool first, int bytes, int turn) {
 }
 #else
 #include "no_cluster.h"
+DEVICE void cluster_sync() {}
+template <class V> DEVICE V* beside(V* here, int) { return here; }
 #endif

@@ -74,3 +74,16 @@ template <bool NARROW> struct IntegerProduct : Cells<NARROW> {
     }
     DEVICE float value(int i) const { return NARROW ? float(sum[0][2 * i] * 256 + sum[0][2 * i + 1]) : float(sum[0][i] * 256 + sum[PRODUCTS - 1][i]); }
 };
+
+// 16-bit floats for many tokens, MATRIX_TOKENS at a time: the token whose values a lane gives, the cells of its sums, and eight
+// values of K of each of its rows, as pairs, times eight of a token.
+constexpr int MATRIX_TOKENS = 8, MOST_TOKENS = 32;  // MOST: of a block
+DEVICE int matrix_column() { return lane_id() >> 2; }
+constexpr int MATRIX_ROWS = 2;  // different ones of a lane's sums
+constexpr DEVICE int matrix_which(int i) { return i >> 1; }
+DEVICE int matrix_row(int which) { return (lane_id() >> 2) + 8 * which; }
+DEVICE int matrix_token(int i) { return 2 * (lane_id() & 3) + (i & 1); }
+template <class T> DEVICE void multiply_eight(float* c, const uint32_t (&w)[ROWS_PER_LANE][4], const Words4& x) {
+    multiply_halves<T>(c, w[0][0], w[1][0], w[0][1], w[1][1], x.x, x.y);
+    multiply_halves<T>(c, w[0][2], w[1][2], w[0][3], w[1][3], x.z, x.w);
+}

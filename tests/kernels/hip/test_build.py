@@ -20,6 +20,7 @@ SYMBOLS = (
     "accelpatch_gemv_int8",
     "accelpatch_gemv_int4",
     "accelpatch_gemv_fp8",
+    "accelpatch_int4_rows",
     "accelpatch_decode_attention",
 )
 

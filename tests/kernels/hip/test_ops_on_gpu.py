@@ -12,10 +12,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from accelpatch.device import probe
-from accelpatch.kernels import dispatch, int4_tiles, parity
+from accelpatch.kernels import dispatch, int4_tiles, parity, tiled_int4_linear
 from accelpatch.kernels.fp8_linear import FORMS
 from accelpatch.kernels.hip import binding
 from accelpatch.kernels.hip.binding import Weight
+from accelpatch.kernels.int4_tiles import Tiles
 from accelpatch.quant import int4
 from tests.parity import assert_parity, bits, name, poisoned, strided, transposed
 
@@ -71,6 +72,19 @@ def test_shapes_of_models(op: str, n: int, k: int) -> None:
         n, k = 2, 66
     for m in (1, 8, 9, 65):
         assert_parity(op, made(op, m, n, k, torch.bfloat16, seed=m, group=64 if k % 64 == 0 else k), "hip")
+
+
+@pytest.mark.parametrize("m", [9, 32, 64])
+def test_many_tokens_are_the_librarys_own(m: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In groups of 128, where blocks form clusters; views and paired tiles too."""
+    x, *rest = made("tiled_int4_linear", m, 96, 4096, torch.bfloat16, seed=m, group=128)
+    if not tiled_int4_linear.takes_many(x, Tiles(*rest[:-1]), probe(CUDA)):
+        pytest.skip("Triton's")
+    monkeypatch.setattr(tiled_int4_linear, "by_triton", None)
+    both = int4_tiles.pair(Tiles(*rest[:-1]))
+    for one in (rest, [*both, rest[-1]], [*both._replace(n=48, part="up"), None]):
+        assert_parity("tiled_int4_linear", (x, *one), "hip")
+        assert_parity("tiled_int4_linear", (torch.cat([x, x], 1)[:, 4096:], *one), "hip")
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -1,6 +1,6 @@
 """The device library's products without a device: NVIDIA's and AMD's forms compiled for the CPU, a thread a fiber.
 
-As test_attention_by_fibers.py. Clusters of blocks are left out.
+As test_attention_by_fibers.py. Clusters of blocks are left out where they pass messages.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +21,7 @@ from tests.kernels.hip.fibers import COMPILER, compiled
 sys.path.insert(0, str(Path(__file__).parents[3] / "scripts"))
 
 import check_kernels
+import check_rows
 from hip_gemv import FORMATS, Library, Packed
 
 pytestmark = [
@@ -28,7 +29,7 @@ pytestmark = [
     pytest.mark.skipif(DEVICE.type != "cpu", reason="its tensors lie on the CPU; test_ops_on_gpu.py is for a GPU"),
 ]
 FLOATS = ("gemv.hip", "gemv_fp8.hip")
-INTEGERS = ("gemv_int8.hip", "gemv_int4.hip", "gemv_int4_32.hip", "gemv_int4_64.hip")
+INTEGERS = ("gemv_int8.hip", "gemv_int4.hip", "gemv_int4_32.hip", "gemv_int4_64.hip", "int4_rows.hip")
 FORMS = ("nvidia", "gfx942", "gfx90a")  # gfx90a's fp16 does not go through the matrix unit; else it is as gfx942
 CASES = [(name, torch.bfloat16) for name in FORMATS]
 CASES += [(name, torch.float16) for name in ("plain", "fp8", "int8", "int4_g128_minimum")]
@@ -72,3 +73,34 @@ def test_small_shapes(name: str, dtype: torch.dtype, form: str, made: Callable[[
 def test_a_product_tells_the_next_of_its_columns(name: str, form: str, made: Callable[[str], Fibers]) -> None:
     torch.manual_seed(0)
     assert check_kernels.check_told(made(form), name, torch.bfloat16, "cpu", overlaps=form == "nvidia") == []
+
+
+@pytest.fixture
+def finite(made: Callable[[str], Fibers]) -> Iterator[Callable[[str], Fibers]]:
+    """`made`, with a number in shared memory that nobody wrote: that product makes again what is no number."""
+    touched = []
+
+    def library(form: str) -> Fibers:
+        touched.append(made(form))
+        touched[-1].held.set_shared(0x3E)
+        return touched[-1]
+
+    yield library
+    for one in touched:
+        one.held.set_shared(0xFF)
+
+
+@pytest.mark.parametrize(
+    "name, dtype", [(name, binding.DTYPES[i % 2]) for i, name in enumerate(check_rows.FORMS)], ids=str
+)
+@pytest.mark.parametrize("form", ["nvidia", "gfx942"])
+def test_many_tokens(name: str, dtype: torch.dtype, form: str, finite: Callable[[str], Fibers]) -> None:
+    torch.manual_seed(0)
+    assert check_rows.check_rows(finite(form), name, dtype, "cpu") == []
+
+
+@pytest.mark.parametrize("cluster", [1, 2, 4, 8])
+@pytest.mark.parametrize("dtype", binding.DTYPES, ids=str)
+def test_many_tokens_by_clusters(dtype: torch.dtype, cluster: int, finite: Callable[[str], Fibers]) -> None:
+    torch.manual_seed(0)
+    assert check_rows.check_rows(finite("nvidia"), "int4_g128_minimum", dtype, "cpu", blocks=cluster) == []

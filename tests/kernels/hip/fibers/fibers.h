@@ -27,7 +27,12 @@ struct Fibers {
     bool backwards;                               // the last thread first
 };
 extern Fibers fibers;
-void run_blocks(int blocks, int threads, int shared, const std::function<void()>& kernel);
+constexpr int MOST_CLUSTER = 8;  // blocks that run at once and reach each other's shared memory
+struct Meeting : Group { int of; };
+extern Meeting meeting;  // of all threads of a cluster
+extern int fiber;        // which of the cluster's threads runs
+void run_blocks(int blocks, int cluster, int threads, int shared, const std::function<void()>& kernel);
+char* in_block(char* here, int rank);  // where a place in shared memory is in that of another block
 
 DEVICE int lane_id() { return int(threadIdx.x % WAVE); }
 DEVICE void __syncthreads() {
@@ -73,6 +78,7 @@ DEVICE uint32_t pair_fma(uint32_t a, uint32_t b, uint32_t c) {
     const auto one = [&](int at) { return float_to_half(std::fma(half_to_float(a >> at & 0xffffu), half_to_float(b >> at & 0xffffu), half_to_float(c >> at & 0xffffu))); };
     return one(0) | one(16) << 16;
 }
+DEVICE uint32_t masked_xor(uint32_t a, uint32_t mask, uint32_t bits) { return (a & mask) ^ bits; }
 DEVICE uint32_t pair_max(uint32_t a, uint32_t b) { return std::max(a & 0xffffu, b & 0xffffu) | std::max(a >> 16, b >> 16) << 16; }
 template <uint32_t SELECT> uint32_t permute(uint32_t a, uint32_t b) {
     uint32_t out = 0;
@@ -113,11 +119,19 @@ constexpr int CLUSTER = 1;
 template <class F> constexpr int CLUSTER_DEPTH = 1;
 using Mailbox = uint64_t;
 #include "no_cluster.h"
+DEVICE void cluster_sync() {
+    for (const int now = meeting.arrive(meeting.of); meeting.times == now;) fibers.yield();
+}
+template <class V> V* beside(V* here, int rank) { return reinterpret_cast<V*>(in_block(reinterpret_cast<char*>(here), rank)); }
 
 struct DeviceLimits { int processors, shared_block, shared_processor; bool dependent_launch, clusters; };
 inline void clear(int32_t* number, GpuStream) { *number = 0; }
-template <class... ARGS> int launch_kernel(void (*kernel)(ARGS...), int blocks, int threads, int shared, GpuStream, const DeviceLimits& limits, bool, ARGS... args) {
-    if (shared > limits.shared_block) std::abort();
-    run_blocks(blocks, threads, shared, [=] { kernel(args...); });
+template <class... ARGS>
+int launch_clusters(void (*kernel)(ARGS...), int cluster, int blocks, int threads, int shared, GpuStream, const DeviceLimits& limits, bool, ARGS... args) {
+    if (shared > limits.shared_block || cluster > MOST_CLUSTER || blocks % cluster) std::abort();
+    run_blocks(blocks, cluster, threads, shared, [=] { kernel(args...); });
     return 0;
+}
+template <class... ARGS> int launch_kernel(void (*kernel)(ARGS...), int blocks, int threads, int shared, GpuStream stream, const DeviceLimits& limits, bool dependent, ARGS... args) {
+    return launch_clusters(kernel, 1, blocks, threads, shared, stream, limits, dependent, args...);
 }

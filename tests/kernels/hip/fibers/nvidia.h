@@ -1,4 +1,4 @@
-// In place of the kernels' nvidia.h: its names, by PTX's own account of each instruction. No clusters.
+// In place of the kernels' nvidia.h: its names, by PTX's own account of each instruction.
 #pragma once
 constexpr int WAVE = 32;
 constexpr int BLOCKS_RESIDENT = 2;
@@ -19,12 +19,12 @@ template <int BYTES> void stream_copy(void* into, const void* source, bool there
     aligned(into, BYTES);
     if (there) aligned(source, BYTES);
     const Copy copy{into, there ? source : nullptr, BYTES};
-    if (fibers.late) copies[threadIdx.x].back().push_back(copy);
+    if (fibers.late) copies[fiber].back().push_back(copy);
     else carry_out(copy);
 }
-DEVICE void ring_commit() { copies[threadIdx.x].emplace_back(); }
+DEVICE void ring_commit() { copies[fiber].emplace_back(); }
 template <int DEPTH> void ring_wait() {
-    auto& groups = copies[threadIdx.x];
+    auto& groups = copies[fiber];
     for (; groups.size() > DEPTH; groups.pop_front())
         for (const Copy& copy : groups.front()) carry_out(copy);
 }
@@ -72,4 +72,4 @@ DEVICE void load_transposed(uint32_t* v, const Words4* row) {
 }
 #include "nvidia_products.h"
 #include "nvidia_attention.h"
-inline DeviceLimits device_limits() { return {fibers.processors, 232448, 233472, true, false}; }
+inline DeviceLimits device_limits() { return {fibers.processors, 232448, 233472, true, true}; }

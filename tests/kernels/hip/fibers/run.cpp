@@ -6,56 +6,89 @@
 
 Place threadIdx, blockIdx, gridDim;
 Fibers fibers;
-constexpr int MOST_THREADS = 8 * WAVE, BEYOND = 4096, STACK = 1 << 17;
+Meeting meeting;
+int fiber;
+constexpr int MOST_THREADS = MOST_CLUSTER * 8 * WAVE, BEYOND = 4096, STACK = 1 << 17;
 alignas(128) char shared[233472 + BEYOND];
 #if defined(COPIES)
 std::deque<std::vector<Copy>> copies[MOST_THREADS];
 #endif
 namespace {
 ucontext_t outside, contexts[MOST_THREADS];
-std::vector<char> stacks[MOST_THREADS];
+std::vector<char> stacks[MOST_THREADS], images[MOST_CLUSTER];  // images: of shared memory, while another block of the cluster runs
+Fibers states[MOST_CLUSTER];
 bool ended[MOST_THREADS];
+char before = char(0xff);  // what shared memory holds: not a number
+int held;  // whose block's shared memory and state are in place
 const std::function<void()>* work;
 
-void leave() { const int i = int(threadIdx.x); swapcontext(&contexts[i], &outside); }
+void leave() { swapcontext(&contexts[fiber], &outside); }
 void enter() {
     (*work)();
-    ended[threadIdx.x] = true;
+    ended[fiber] = true;
     if (--fibers.alive && fibers.at_barrier == fibers.alive) fibers.at_barrier = 0, ++fibers.barriers;
     leave();
 }
-std::vector<int> progress() {
-    std::vector<int> all{fibers.alive, fibers.at_barrier, fibers.barriers};
-    all.insert(all.end(), fibers.at_meeting, fibers.at_meeting + 32), all.insert(all.end(), fibers.meetings, fibers.meetings + 32);
-    for (const Group& one : fibers.groups) all.push_back(one.arrived), all.push_back(one.times);
+void hold(int rank) {
+    if (rank == held) return;
+    states[held] = fibers, fibers = states[rank];
+    std::memcpy(images[held].data(), shared, images[held].size()), std::memcpy(shared, images[rank].data(), images[rank].size());
+    held = rank;
+}
+std::vector<int> progress(int cluster) {
+    std::vector<int> all{meeting.arrived, meeting.times};
+    states[held] = fibers;
+    for (int rank = 0; rank < cluster; ++rank) {
+        const Fibers& one = states[rank];
+        all.push_back(one.alive), all.push_back(one.at_barrier), all.push_back(one.barriers);
+        all.insert(all.end(), one.at_meeting, one.at_meeting + 32), all.insert(all.end(), one.meetings, one.meetings + 32);
+        for (const Group& group : one.groups) all.push_back(group.arrived), all.push_back(group.times);
+    }
     return all;
 }
-void make(int thread) {
-    stacks[thread].resize(STACK);
-    getcontext(&contexts[thread]);
-    contexts[thread].uc_stack.ss_sp = stacks[thread].data(), contexts[thread].uc_stack.ss_size = STACK;
-    makecontext(&contexts[thread], enter, 0);
-    ended[thread] = false;
+void make(int at) {
+    stacks[at].resize(STACK);
+    getcontext(&contexts[at]);
+    contexts[at].uc_stack.ss_sp = stacks[at].data(), contexts[at].uc_stack.ss_size = STACK;
+    makecontext(&contexts[at], enter, 0);
+    ended[at] = false;
 #if defined(COPIES)
-    copies[thread].assign(1, {});
+    copies[at].assign(1, {});
 #endif
+}
+void run_cluster(int first, int cluster, int threads, int bytes) {
+    const int all = cluster * threads;
+    held = 0, meeting.of = all;
+    for (int rank = cluster - 1; rank >= 0; --rank) {
+        fibers.alive = threads, states[rank] = fibers;
+        images[rank].assign(cluster > 1 ? bytes + BEYOND : 0, before);
+    }
+    std::memset(shared, before, sizeof shared);
+    for (int i = 0; i < all; ++i) make(i);
+    for (bool left = true; left;) {
+        const auto then = progress(cluster);
+        left = false;
+        for (int i = 0; i < all; ++i) {
+            fiber = fibers.backwards ? all - 1 - i : i;
+            if (ended[fiber]) continue;
+            hold(fiber / threads);
+            left = true, blockIdx.x = unsigned(first + held), threadIdx.x = unsigned(fiber % threads);
+            swapcontext(&outside, &contexts[fiber]);
+        }
+        if (left && progress(cluster) == then) std::fprintf(stderr, "all threads wait\n"), std::abort();
+    }
+    for (int rank = 0; rank < cluster; ++rank) {
+        hold(rank);
+        for (int i = bytes; i < bytes + BEYOND; ++i)
+            if (shared[i] != before) std::fprintf(stderr, "written past the end of shared memory\n"), std::abort();
+    }
 }
 }  // namespace
 
-void run_blocks(int blocks, int threads, int bytes, const std::function<void()>& kernel) {
+char* in_block(char* here, int rank) { return rank == held ? here : images[rank].data() + (here - shared); }
+void run_blocks(int blocks, int cluster, int threads, int bytes, const std::function<void()>& kernel) {
     work = &kernel, fibers.yield = leave, gridDim.x = unsigned(blocks);
-    for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) {
-        fibers.alive = threads;
-        std::memset(shared, 0xff, sizeof shared);  // not a number
-        for (int i = 0; i < threads; ++i) make(i);
-        while (fibers.alive) {
-            const auto before = progress();
-            for (int i = 0; i < threads; ++i)
-                if (const int thread = fibers.backwards ? threads - 1 - i : i; !ended[thread]) threadIdx.x = unsigned(thread), swapcontext(&outside, &contexts[thread]);
-            if (progress() == before) std::fprintf(stderr, "all threads wait\n"), std::abort();
-        }
-        for (int i = bytes; i < int(sizeof shared); ++i)
-            if (shared[i] != char(0xff)) std::fprintf(stderr, "written past the end of shared memory\n"), std::abort();
-    }
+    for (int first = 0; first < blocks; first += cluster) run_cluster(first, cluster, threads, bytes);
 }
 extern "C" void set_fibers(int processors, int late, int backwards) { fibers.processors = processors, fibers.late = late, fibers.backwards = backwards; }
+extern "C" void set_shared(int byte) { before = char(byte); }

@@ -1,0 +1,282 @@
+// y[M, N] = x[M, K] . w[N, K]^T + bias for 9 to 64 tokens and int4 weights in tiles, in groups of a step (128 values) or more.
+//
+// Weights are the first operand of 16-bit float products, 32 rows a wave, tokens the second. A code becomes a float by a mask
+// and an exclusive or; scale, and zero point or minimum, are applied once a step to float32 sums, the latter times the sum of
+// the step's activations, which is a product with ones. Four waves share 128 rows' activations, two groups of four take steps
+// in turn, and the blocks of a cluster a part of K each; sums are added up in a fixed order.
+#pragma once
+#include "formats.h"
+#include "host.h"
+#include "products.h"
+
+constexpr int ROW_WAVES = 4, STEP_WAVES = WAVES / ROW_WAVES, GROUP_THREADS = ROW_WAVES * WAVE;
+constexpr int WAVE_TILES = 2, BLOCK_TILES = WAVE_TILES * ROW_WAVES;
+constexpr int STEP_VALUES = 128, TILE_STEP = 1024;                       // bytes of a tile and step
+constexpr int TABLES_AT = WAVE_TILES * TILE_STEP, WAVE_BYTES = TABLES_AT + WAVE_TILES * 2 * 32;  // a wave's weights, scales, offsets
+constexpr int X_ROW = STEP_VALUES * 2;
+
+struct RowsPlan {
+    int32_t tiles, steps, sets, bands, cluster;  // sets: of scales; bands: of tokens; cluster: blocks that share K
+};
+
+// A turn of a ring: of each group its waves' weights, its activations, their sums.
+constexpr int X_AT = ROW_WAVES * WAVE_BYTES;
+template <int TOKENS> constexpr int SUMS_AT = X_AT + TOKENS * X_ROW;
+template <int TOKENS> constexpr int TURN = SUMS_AT<TOKENS> + TOKENS * 4;
+template <int TOKENS> constexpr int ROWS_DEPTH = SHARED_RING ? (TOKENS > 16 ? 3 : 4) : 2;
+template <int TOKENS> constexpr int ROWS_BYTES = STEP_WAVES * ROWS_DEPTH<TOKENS> * TURN<TOKENS>;
+
+// What a code u is as a 16-bit float, less u: bf16 holds 128 + u; fp16 would lose too much by 1024, which is taken off.
+template <class T> constexpr float CODE_BASE = T::BF16 ? 128.f : -8.f;
+// Nibbles i and i + 4 of a word, values 2 i and 2 i + 1.
+template <class T> DEVICE uint32_t code_pair(uint32_t word, int i) {
+    if constexpr (T::BF16) return masked_xor(word >> 4 * i, 0x000f000fu, 0x43084308u);
+    else return pair_fma(masked_xor(word >> 4 * i, 0x000f000fu, 0x64086408u), 0x3c003c00u, 0xe408e408u);
+}
+template <class T> constexpr uint32_t PAIR_OF_ONES = T::BF16 ? 0x3f803f80u : 0x3c003c00u;
+// What is added to a code's value times its scale.
+DEVICE float rest_of(int kind, float base, float scale, float offset) {
+    const float taken = kind == OFFSET_MINIMUM ? base : base + (kind == OFFSET_NONE ? 8.f : offset);
+    return fmaf(-taken, scale, kind == OFFSET_MINIMUM ? offset : 0.f);
+}
+
+// A wave's place in the work, and its way from memory into the ring.
+template <int TOKENS> struct RowsStream {
+    static constexpr int DEPTH = ROWS_DEPTH<TOKENS>, PASS = GROUP_THREADS / 16;  // tokens that a group copies at once
+    const GemvArgs& a;
+    const RowsPlan& plan;
+    const int row_wave, step_wave, token;  // token: the block's first
+    const int end;                         // of the block's steps
+    int step, turns, hop;                  // step: of the next turn that is asked for; hop: bytes to the wave's second tile
+    char* ring;                            // the group's
+    const char *w, *table, *x;             // of a lane, at that step
+
+    DEVICE RowsStream(const GemvArgs& a, const RowsPlan& plan, char* shared, int rank, int rows, int band)
+        : a(a), plan(plan), row_wave(threadIdx.x / WAVE % ROW_WAVES), step_wave(threadIdx.x / GROUP_THREADS),
+          token(band * TOKENS), end((rank + 1) * plan.steps / plan.cluster) {
+        const int begin = rank * plan.steps / plan.cluster, lane = lane_id(), thread = threadIdx.x % GROUP_THREADS;
+        // A tile that is not there is the last one again; what comes of it is not stored.
+        const int tile = min(rows * BLOCK_TILES + row_wave * WAVE_TILES, plan.tiles - 1), more = tile + 1 < plan.tiles ? 1 : 0;
+        step = begin + step_wave, turns = (end - begin + STEP_WAVES - 1) / STEP_WAVES;
+        ring = shared + step_wave * DEPTH * TURN<TOKENS>;
+        hop = more * plan.steps * TILE_STEP;
+        w = static_cast<const char*>(a.w) + (int64_t(tile) * plan.steps + step) * TILE_STEP + (4 * fragment_row(0) + fragment_quarter()) * 16;
+        table = static_cast<const char*>(lane & 8 && a.offset ? a.offset : a.scale) + (int64_t(tile + (lane >> 4 & more)) * plan.sets * 8 + (lane & 7)) * 4;
+        x = static_cast<const char*>(a.x) + ((token + thread / 16) * a.x_stride + step * STEP_VALUES + thread % 16 * 8) * 2;
+    }
+    // Of the turn so many further: each lane what it reads itself, and a word of scales or offsets.
+    DEVICE void copy_weights(char* turn, int ahead) const {
+        const int lane = lane_id(), at = step + ahead * STEP_WAVES;
+        char* into = turn + row_wave * WAVE_BYTES + lane * 16;
+        const char* from = w + ahead * (STEP_WAVES * TILE_STEP);
+#pragma unroll
+        for (int h = 0; h < WAVE_TILES; ++h)
+#pragma unroll
+            for (int i = 0; i < ROWS_PER_LANE; ++i)
+                stream_copy<16>(into + h * TILE_STEP + i * (WAVE * 16), from + h * hop + i * 512, at < end);
+        if (lane < 32) stream_copy<4>(into + TABLES_AT - lane * 12, table + (at >> a.group_shift) * 32, at < end);
+    }
+    // Chunks of eight values; of odd tokens the halves of a row change places, so that banks differ for what is read at once.
+    DEVICE void copy_x(char* turn, int ahead) const {
+        const int thread = threadIdx.x % GROUP_THREADS, own = thread / 16, c = thread % 16, at = step + ahead * STEP_WAVES;
+        char* into = turn + X_AT + own * X_ROW + (c ^ (own & 1) << 2) * 16;
+        const bool inside = at < end && at * STEP_VALUES + c * 8 < int(a.k);
+#pragma unroll
+        for (int t = 0; t < TOKENS; t += PASS)
+            copy_activation16(into + t * X_ROW, x + ahead * (STEP_WAVES * X_ROW) + t * a.x_stride * 2, inside && token + own + t < int(a.m));
+    }
+    DEVICE void advance(int by) { step += by * STEP_WAVES, w += by * (STEP_WAVES * TILE_STEP), x += by * (STEP_WAVES * X_ROW); }
+    // The first turns: weights before the kernel before has ended, activations behind.
+    DEVICE void fill() {
+#pragma unroll
+        for (int i = 0; i < DEPTH - 1; ++i) copy_weights(ring + i * TURN<TOKENS>, i);
+        grid_wait();
+#pragma unroll
+        for (int i = 0; i < DEPTH - 1; ++i) copy_x(ring + i * TURN<TOKENS>, i), ring_commit();
+        advance(DEPTH - 1);
+    }
+    DEVICE void issue(char* turn) {
+        if (step - step_wave < end) copy_weights(turn, 0), copy_x(turn, 0);
+        ring_commit();
+        advance(1);
+    }
+};
+
+// A wave's sums of 32 rows by all of a block's tokens. Its columns of tokens are counted from its own one, of which it makes the
+// sums of activations for all waves of the group.
+template <class T, int TOKENS> struct RowsSums {
+    static constexpr int COLUMNS = TOKENS / MATRIX_TOKENS;
+    const GemvArgs& a;
+    const int row_wave;
+    float y[WAVE_TILES][COLUMNS][4] = {}, rest[WAVE_TILES][MATRIX_ROWS];  // rest: of the step before, times its activations' sums
+
+    DEVICE RowsSums(const GemvArgs& a, int row_wave) : a(a), row_wave(row_wave) {}
+    DEVICE int column(int j) const { return (j + row_wave) % COLUMNS; }
+    // One turn; leaves the sums of this wave's column of activations.
+    DEVICE void step(char* turn) {
+        const char *weights = turn + row_wave * WAVE_BYTES, *tables = weights + TABLES_AT;
+        float part[WAVE_TILES][COLUMNS][4] = {}, ones[4] = {};
+        Words4 codes[WAVE_TILES][ROWS_PER_LANE];
+#pragma unroll
+        for (int h = 0; h < WAVE_TILES; ++h)
+#pragma unroll
+            for (int i = 0; i < ROWS_PER_LANE; ++i) codes[h][i] = *reinterpret_cast<const Words4*>(weights + h * TILE_STEP + (i * WAVE + lane_id()) * 16);
+        uint32_t one[ROWS_PER_LANE][4];
+        for (auto& row : one)
+            for (uint32_t& v : row) v = PAIR_OF_ONES<T>;
+        const char* from = turn + X_AT + matrix_column() * X_ROW + (fragment_quarter() ^ (matrix_column() & 1) << 2) * 16;
+        const int other = matrix_column() & 1 ? -64 : 64;  // from an even chunk of four to the odd one
+#pragma unroll
+        for (int p = 0; p < 4; ++p) {
+            uint32_t v[WAVE_TILES][ROWS_PER_LANE][4];
+#pragma unroll
+            for (int h = 0; h < WAVE_TILES; ++h)
+#pragma unroll
+                for (int i = 0; i < ROWS_PER_LANE; ++i)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) v[h][i][e] = code_pair<T>(word_of(codes[h][i], p), e);
+#pragma unroll
+            for (int j = 0; j < COLUMNS; ++j) {
+                const Words4 b = *reinterpret_cast<const Words4*>(from + column(j) * (MATRIX_TOKENS * X_ROW) + p / 2 * 128 + p % 2 * other);
+#pragma unroll
+                for (int h = 0; h < WAVE_TILES; ++h) multiply_eight<T>(part[h][j], v[h], b);
+                if (j == 0) multiply_eight<T>(ones, one, b);
+            }
+        }
+        if (row_wave < COLUMNS && matrix_row(0) == 0)
+            for (int i = 0; i < 4; ++i)
+                if (matrix_which(i) == 0) sums_of(turn, row_wave)[matrix_token(i)] = ones[i];
+        float scale[WAVE_TILES][MATRIX_ROWS], offset[WAVE_TILES][MATRIX_ROWS];
+        if (a.scale_is_bf16) read_tables<true>(scale, offset, tables);
+        else read_tables<false>(scale, offset, tables);
+#pragma unroll
+        for (int h = 0; h < WAVE_TILES; ++h) {
+#pragma unroll
+            for (int r = 0; r < MATRIX_ROWS; ++r) rest[h][r] = rest_of(a.offset_kind, CODE_BASE<T>, scale[h][r], offset[h][r]);
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+#pragma unroll
+                for (int j = 0; j < COLUMNS; ++j) y[h][j][i] = fmaf(scale[h][matrix_which(i)], part[h][j][i], y[h][j][i]);
+        }
+    }
+    template <bool BF16_SCALES> static DEVICE void read_tables(float (&scale)[WAVE_TILES][MATRIX_ROWS], float (&offset)[WAVE_TILES][MATRIX_ROWS], const char* tables) {
+#pragma unroll
+        for (int h = 0; h < WAVE_TILES; ++h)
+#pragma unroll
+            for (int r = 0; r < MATRIX_ROWS; ++r) {
+                const uint32_t* pair = reinterpret_cast<const uint32_t*>(tables) + h * 16 + (matrix_row(r) & 7);
+                scale[h][r] = table_value(pair[0], matrix_row(r) >> 3, BF16_SCALES);
+                offset[h][r] = table_value(pair[8], matrix_row(r) >> 3, BF16_SCALES);
+            }
+    }
+    static DEVICE float* sums_of(char* turn, int column) { return reinterpret_cast<float*>(turn + SUMS_AT<TOKENS>) + column * MATRIX_TOKENS; }
+    // What the step before left to do, once its sums of activations are all there.
+    DEVICE void add_rest(char* turn) {
+#pragma unroll
+        for (int j = 0; j < COLUMNS; ++j)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float sum = sums_of(turn, column(j))[matrix_token(i)];
+#pragma unroll
+                for (int h = 0; h < WAVE_TILES; ++h) y[h][j][i] = fmaf(rest[h][matrix_which(i)], sum, y[h][j][i]);
+            }
+    }
+};
+
+// One output by a plain loop, for a token with values that are not finite, or too large for sums of codes.
+template <class T> DEVICE float by_values(const GemvArgs& a, const RowsPlan& plan, int tile, int row, int token) {
+    const uint16_t* x = static_cast<const uint16_t*>(a.x) + token * a.x_stride;
+    const char* codes = static_cast<const char*>(a.w) + int64_t(tile) * plan.steps * TILE_STEP + row * 64;
+    float sum = 0.f;
+#pragma unroll 1
+    for (int k = 0; k < int(a.k); ++k) {
+        const int64_t at = (int64_t(tile) * plan.sets + (k / STEP_VALUES >> a.group_shift)) * 8 + row % 8;
+        const float scale = table_value(static_cast<const uint32_t*>(a.scale)[at], row / 8, a.scale_is_bf16);
+        const float offset = a.offset ? table_value(static_cast<const uint32_t*>(a.offset)[at], row / 8, a.scale_is_bf16) : 0.f;
+        const float value = a.offset_kind == OFFSET_MINIMUM      ? Int4<1, OFFSET_MINIMUM>::value(codes, k, scale, offset)
+                            : a.offset_kind == OFFSET_ZERO_POINT ? Int4<1, OFFSET_ZERO_POINT>::value(codes, k, scale, offset)
+                                                                 : Int4<1, OFFSET_NONE>::value(codes, k, scale, offset);
+        sum = fmaf(value, T::up(load_activation2(x + k)), sum);
+    }
+    return sum;
+}
+
+template <class T, int TOKENS> __global__ void __launch_bounds__(THREADS, BLOCKS_RESIDENT) int4_rows_kernel(const GemvArgs a, const RowsPlan plan) {
+    using Sums = RowsSums<T, TOKENS>;
+    extern __shared__ __align__(128) char shared[];
+    grid_release();
+    const int rank = blockIdx.x % plan.cluster, place = blockIdx.x / plan.cluster, band = place % plan.bands, rows = place / plan.bands;
+    RowsStream<TOKENS> stream(a, plan, shared, rank, rows, band);
+    const auto sync = [&]() ALWAYS_INLINE { group_sync(stream.step_wave, GROUP_THREADS); };
+    Sums total(a, stream.row_wave);
+    stream.fill();
+    char *turn = stream.ring, *const last = turn + (ROWS_DEPTH<TOKENS> - 1) * TURN<TOKENS>, *before = last;
+#pragma unroll 1
+    for (int i = 0; i < stream.turns; ++i) {
+        ring_wait<ROWS_DEPTH<TOKENS> - 1>();
+        sync();  // all copies of this turn are there, and all waves have left the one before
+        stream.issue(before);
+        if (i) total.add_rest(before);
+        total.step(turn);
+        before = turn, turn = turn == last ? stream.ring : turn + TURN<TOKENS>;
+    }
+    sync();
+    if (stream.turns) total.add_rest(before);
+    // Over the ring, in the block that stores them: the sums of all groups of the cluster, a lane's four cells together.
+    const auto all = [&]() ALWAYS_INLINE { plan.cluster > 1 ? cluster_sync() : __syncthreads(); };
+    const int held = BLOCK_TILES / plan.cluster, sources = STEP_WAVES * plan.cluster;  // held: tiles
+    Words4* box = reinterpret_cast<Words4*>(shared) + lane_id();
+    all();
+#pragma unroll
+    for (int h = 0; h < WAVE_TILES; ++h) {
+        const int tile = stream.row_wave * WAVE_TILES + h, at = (rank * STEP_WAVES + stream.step_wave) * held + tile % held;
+#pragma unroll
+        for (int j = 0; j < Sums::COLUMNS; ++j) {
+            const float* v = total.y[h][j];
+            Words4* into = box + (at * Sums::COLUMNS + total.column(j)) * WAVE;
+            *(plan.cluster > 1 ? beside(into, tile / held) : into) = {float_to_bits(v[0]), float_to_bits(v[1]), float_to_bits(v[2]), float_to_bits(v[3])};
+        }
+    }
+    all();
+#pragma unroll 1
+    for (int unit = threadIdx.x / WAVE; unit < held * Sums::COLUMNS; unit += WAVES) {
+        float v[4] = {};
+        for (int source = 0; source < sources; ++source) {
+            const Words4 one = box[(source * held * Sums::COLUMNS + unit) * WAVE];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) v[i] += bits_to_float(word_of(one, i));
+        }
+        const int tile = rows * BLOCK_TILES + rank * held + unit / Sums::COLUMNS;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int row = tile * 16 + matrix_row(matrix_which(i)), token = stream.token + unit % Sums::COLUMNS * MATRIX_TOKENS + matrix_token(i);
+            if (row >= int(a.n) || token >= int(a.m)) continue;
+            float sum = v[i];
+            if (!(fabsf(sum) < INFINITY)) sum = by_values<T>(a, plan, tile, matrix_row(matrix_which(i)), token);
+            if (a.bias) sum += T::up(load_activation2(static_cast<const uint16_t*>(a.bias) + row));
+            static_cast<uint16_t*>(a.y)[token * a.y_stride + row] = static_cast<uint16_t>(T::down(sum));
+        }
+    }
+}
+
+// Blocks that share K: as many as find room at once, two on a processor, with 8 steps each.
+inline int rows_cluster(const GemvArgs& a, const RowsPlan& p, const DeviceLimits& limits, int64_t groups) {
+    if (!limits.clusters) return 1;
+    if (a.blocks == 1 || a.blocks == 2 || a.blocks == 4 || a.blocks == 8) return a.blocks;
+    int cluster = 1;
+    while (cluster < BLOCK_TILES && groups * cluster <= limits.processors && p.steps >= 16 * cluster) cluster *= 2;
+    return cluster;
+}
+
+template <class T, int TOKENS> int launch_rows(const GemvArgs& a, GpuStream stream) {
+    const DeviceLimits limits = device_limits();
+    RowsPlan p = {};
+    p.tiles = int32_t((a.n + 15) / 16), p.steps = int32_t((a.k + STEP_VALUES - 1) / STEP_VALUES);
+    p.sets = ((p.steps - 1) >> a.group_shift) + 1, p.bands = int32_t((a.m + TOKENS - 1) / TOKENS);
+    const int64_t groups = int64_t((p.tiles + BLOCK_TILES - 1) / BLOCK_TILES) * p.bands;
+    p.cluster = rows_cluster(a, p, limits, groups);
+    const int blocks = int(groups * p.cluster), bytes = ROWS_BYTES<TOKENS>;
+    if (bytes > limits.shared_block) return STATUS_MEMORY;
+    const int error = launch_clusters(int4_rows_kernel<T, TOKENS>, p.cluster, blocks, THREADS, bytes, stream, limits, a.dependent >= 0, a, p);
+    return error ? STATUS_DEVICE + error : STATUS_OK;
+}
