@@ -2,13 +2,15 @@
 
 The driver's way to pageable memory goes through a small buffer, and one thread touches the fresh pages: slower than
 everything else that a patch does. Here a chunk is on its way to one of two pinned buffers while all of torch's threads
-copy the one before it out of the other.
+copy the one before it out of the other, into huge pages where the system has them.
 """
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from accelpatch.errors import PatchError
 from accelpatch.patching.plan import Plan
 
 CHUNK = 1 << 25  # bytes of a pinned buffer
+LARGE = 1 << 22  # bytes from which memory is asked for in huge pages: twice as many as one has
 
 
 def rounded_weights(plan: Plan) -> list[nn.Parameter]:
@@ -61,7 +64,7 @@ class HostCopies:
         """The copy of one of the tensors, once it is there. Raises PatchError where it could not be made."""
         try:
             return self._copies[id(tensor)].result()
-        except (RuntimeError, MemoryError) as error:
+        except (RuntimeError, MemoryError, OSError) as error:
             reason = (str(error).splitlines() or [""])[0]
             raise PatchError(
                 f"the originals' weights could not be copied to host memory ({type(error).__name__}: {reason}); "
@@ -92,7 +95,7 @@ class _Lane:
         if not self._buffers:
             pinned = self._stream is not None
             self._buffers = [torch.empty(CHUNK, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
-        copy = torch.empty(source.shape, dtype=source.dtype)
+        copy = _fresh(source)
         size = CHUNK // source.element_size()
         under_way: tuple[Tensor, Tensor, Any] | None = None
         for place, (there, here) in enumerate(zip(source.view(-1).split(size), copy.view(-1).split(size), strict=True)):
@@ -108,6 +111,16 @@ class _Lane:
         with torch.cuda.stream(self._stream):
             buffer.copy_(there, non_blocking=True)
         return None if self._stream is None else self._stream.record_event()
+
+
+def _fresh(source: Tensor) -> Tensor:
+    """Host memory for a copy, untouched: what a page costs at its first touch is most of what a small one costs."""
+    if source.nbytes < LARGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(source.shape, dtype=source.dtype)
+    memory = mmap.mmap(-1, source.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a system that has none says so
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(source.dtype).view(source.shape)
 
 
 def _land(sent: tuple[Tensor, Tensor, Any] | None) -> None:

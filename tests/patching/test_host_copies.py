@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,6 +31,7 @@ def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU model's originals are taken for a device's, in chunks that are small beside them."""
     monkeypatch.setattr(host_copies, "on_a_device", lambda parameter: True)
     monkeypatch.setattr(host_copies, "CHUNK", 256)
+    monkeypatch.setattr(host_copies, "LARGE", 1 << 12)
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, after: int, error: BaseException) -> list[Tensor]:
@@ -64,6 +67,20 @@ def test_a_transposed_tensor_is_copied() -> None:
     with HostCopies([given]) as copies:
         assert copies.of(given).equal(given)
         assert copies.of(given).data_ptr() != given.data_ptr()
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="needs huge pages, which Linux has")
+def test_a_copy_that_is_let_go_gives_its_memory_back() -> None:
+    def held() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+    given = torch.ones(1 << 24)
+    before = held()
+    with HostCopies([given]) as copies:
+        copy = copies.of(given)
+    assert held() - before >= given.nbytes // 2
+    del copy, copies
+    assert held() - before < given.nbytes // 2
 
 
 def test_what_is_written_once_a_patch_is_over_does_not_reach_the_copy() -> None:
@@ -103,8 +120,9 @@ def test_originals_are_moved_and_come_back_twice(name: str, recipe: str) -> None
 @pytest.mark.usefixtures("as_on_a_device")
 @pytest.mark.parametrize("verify", [True, False], ids=["verified", "unverified"])
 @pytest.mark.parametrize(
-    "error", [MemoryError("full"), RuntimeError("can't allocate memory"), torch.OutOfMemoryError("pinned")],
-    ids=["memory", "allocator", "device"],
+    "error",
+    [MemoryError("full"), OSError("cannot"), RuntimeError("can't allocate memory"), torch.OutOfMemoryError("pinned")],
+    ids=["memory", "mapping", "allocator", "device"],
 )  # fmt: skip
 def test_a_copy_that_fails_half_way_changes_nothing(
     error: Exception, verify: bool, monkeypatch: pytest.MonkeyPatch
