@@ -109,7 +109,7 @@ class _Lane:
     def _send(self, there: Tensor, buffer: Tensor) -> Any:
         """Fill a buffer from the device; what comes back says when it is full."""
         with torch.cuda.stream(self._stream):
-            buffer.copy_(there, non_blocking=True)
+            buffer.copy_(there, non_blocking=self._stream is not None)
         return None if self._stream is None else self._stream.record_event()
 
 
