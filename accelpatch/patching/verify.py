@@ -6,6 +6,7 @@ format in float64, by the float rule. `format_error`: the replacement against th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -68,7 +69,7 @@ def max_abs(y: Tensor, original: Tensor) -> Tensor:
 def cosine(y: Tensor, original: Tensor) -> Tensor:
     """1 - cosine similarity of the outputs as one vector each."""
     similarity = torch.nn.functional.cosine_similarity(y, original, dim=0, eps=1e-300)
-    return torch.where(y.norm() + original.norm() > 0, 1 - similarity, 0.0)
+    return torch.where(y.norm() + original.norm() == 0, 0.0, 1 - similarity)
 
 
 METRICS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -87,10 +88,13 @@ def format_error(metric: str, pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
     new, original = (torch.cat([pair[i].flatten() for pair in pairs] or [torch.empty(0)]).double() for i in (0, 1))
     if not original.numel():
         return 0.0
+    figure = float(METRICS[metric](new, original))
+    if math.isfinite(figure):
+        return figure
     finite = original.isfinite()
-    alike = (finite == new.isfinite()).all()
-    figure = METRICS[metric](*(torch.where(finite, values, 0.0) for values in (new, original)))
-    return float(torch.where(alike, figure, torch.inf))
+    if not torch.equal(finite, new.isfinite()):
+        return math.inf
+    return float(METRICS[metric](*(torch.where(finite, values, 0.0) for values in (new, original))))
 
 
 def compare_logits(before: Sequence[Any], after: Sequence[Any], masks: Sequence[Tensor | None]) -> Verification:
