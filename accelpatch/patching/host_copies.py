@@ -8,9 +8,9 @@ copy the one before it out of the other, into huge pages where the system has th
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from accelpatch.errors import PatchError
 from accelpatch.patching.plan import Plan
 
-CHUNK = 1 << 25  # bytes of a pinned buffer
+CHUNK = 1 << 26  # bytes of a pinned buffer
 LARGE = 1 << 22  # bytes from which memory is asked for in huge pages: twice as many as one has
 
 
@@ -42,12 +42,16 @@ class HostCopies:
     """
 
     def __init__(self, tensors: Iterable[Tensor]):
+        given = {id(tensor): tensor.detach() for tensor in tensors}
+        with _failing():
+            self._copies = {key: _begun(tensor) for key, tensor in given.items()}
         self._thread = ThreadPoolExecutor(1, "accelpatch-originals")
-        self._tensors = list({id(tensor): tensor for tensor in tensors}.values())
-        lanes = {device: _Lane(device) for device in {tensor.device for tensor in self._tensors}}
-        self._copies: dict[int, Future[Tensor]] = {
-            id(tensor): self._thread.submit(lanes[tensor.device].copied, tensor.detach()) for tensor in self._tensors
-        }
+        self._steps: list[Future[None]] = []
+        left = [(self._copies[key], tensor) for key, tensor in given.items() if tensor.is_contiguous()]
+        for device in dict.fromkeys(tensor.device for _, tensor in left):
+            lane, there = _Lane(device), [pair for pair in left if pair[1].device == device]
+            self._steps += [self._thread.submit(lane.send, chunk) for chunk in _chunks(there)]
+            self._steps.append(self._thread.submit(lane.land))
 
     def __enter__(self) -> HostCopies:
         return self
@@ -55,78 +59,105 @@ class HostCopies:
     def __exit__(self, *_: Any) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)
         self._copies.clear()
-        self._tensors.clear()
 
     def __contains__(self, tensor: Tensor) -> bool:
         return id(tensor) in self._copies
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The copy of one of the tensors, once it is there. Raises PatchError where it could not be made."""
-        try:
-            return self._copies[id(tensor)].result()
-        except (RuntimeError, MemoryError, OSError) as error:
-            reason = (str(error).splitlines() or [""])[0]
-            raise PatchError(
-                f"the originals' weights could not be copied to host memory ({type(error).__name__}: {reason}); "
-                "nothing was changed. Free host memory, or patch with keep_original='none', which cannot be undone"
-            ) from error
+        """The copy of one of the tensors, once all are finished."""
+        return self._copies[id(tensor)]
 
     def finish(self, progress: Callable[[str, int, int], None]) -> None:
         """Wait for all of them. Raises PatchError where one could not be made."""
-        for done, tensor in enumerate(self._tensors):
-            self.of(tensor)
-            progress("originals", done + 1, len(self._tensors))
+        for done, step in enumerate(self._steps):
+            with _failing():
+                step.result()
+            progress("originals", done + 1, len(self._steps))
+
+
+@contextmanager
+def _failing() -> Iterator[None]:
+    """Within it an error of the machine says what it means for the patch."""
+    try:
+        yield
+    except (RuntimeError, MemoryError, OSError) as error:
+        reason = (str(error).splitlines() or [""])[0]
+        raise PatchError(
+            f"the originals' weights could not be copied to host memory ({type(error).__name__}: {reason}); "
+            "nothing was changed. Free host memory, or patch with keep_original='none', which cannot be undone"
+        ) from error
+
+
+Pieces = list[tuple[Tensor, Tensor]]  # bytes in host memory, and those that are to come there
+
+
+def _chunks(pairs: Pieces) -> Iterator[Pieces]:
+    """The bytes of pairs of tensors (copy, original) in pieces, together as many as a buffer holds."""
+    chunk: Pieces = []
+    room = CHUNK
+    for pair in pairs:
+        copy, original = (tensor.view(-1).view(torch.uint8) for tensor in pair)
+        start = 0
+        while start < copy.numel():
+            stop = min(start + room, copy.numel())
+            chunk.append((copy[start:stop], original[start:stop]))
+            room, start = room - (stop - start), stop
+            if not room:
+                yield chunk
+                chunk, room = [], CHUNK
+    if chunk:
+        yield chunk
 
 
 class _Lane:
-    """The way from one device: a stream of its own, which begins after all that the device was told until now."""
+    """The way from one device: a stream of its own, which begins after all that the device was told until now.
+
+    A chunk takes few calls: for each one this thread has to wait until another gives up the interpreter.
+    """
 
     def __init__(self, device: torch.device):
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._buffers: list[Tensor] = []
+        self._under_way: tuple[list[Tensor], list[Tensor], Any] | None = None
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(device))
 
-    def copied(self, source: Tensor) -> Tensor:
-        """A copy in pageable host memory."""
-        if not source.is_contiguous():
-            with torch.cuda.stream(self._stream):
-                return source.to("cpu", copy=True)
+    def send(self, chunk: Pieces) -> None:
+        """Fill the free buffer from the device, and meanwhile empty the other one."""
+        pinned = self._stream is not None
         if not self._buffers:
-            pinned = self._stream is not None
             self._buffers = [torch.empty(CHUNK, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
-        copy = _fresh(source)
-        size = CHUNK // source.element_size()
-        under_way: tuple[Tensor, Tensor, Any] | None = None
-        for place, (there, here) in enumerate(zip(source.view(-1).split(size), copy.view(-1).split(size), strict=True)):
-            buffer = self._buffers[place % 2].view(source.dtype)[: here.numel()]
-            sent = here, buffer, self._send(there, buffer)
-            _land(under_way)
-            under_way = sent
-        _land(under_way)
-        return copy
+        self._buffers.reverse()
+        here, there = map(list, zip(*chunk, strict=True))
+        sizes = [len(piece) for piece in here]
+        parts = list(self._buffers[0].split_with_sizes([*sizes, CHUNK - sum(sizes)]))[:-1]
+        with torch.no_grad(), torch.cuda.stream(self._stream):
+            torch._foreach_copy_(parts, there, non_blocking=pinned)
+        full = None if self._stream is None else self._stream.record_event()
+        self.land()
+        self._under_way = here, parts, full
 
-    def _send(self, there: Tensor, buffer: Tensor) -> Any:
-        """Fill a buffer from the device; what comes back says when it is full."""
-        with torch.cuda.stream(self._stream):
-            buffer.copy_(there, non_blocking=self._stream is not None)
-        return None if self._stream is None else self._stream.record_event()
+    def land(self) -> None:
+        """Empty the buffer that is under way, once it is full."""
+        if self._under_way is not None:
+            here, parts, full = self._under_way
+            self._under_way = None
+            if full is not None:
+                full.synchronize()
+            with torch.no_grad():
+                torch._foreach_copy_(here, parts)
 
 
-def _fresh(source: Tensor) -> Tensor:
-    """Host memory for a copy, untouched: what a page costs at its first touch is most of what a small one costs."""
+def _begun(source: Tensor) -> Tensor:
+    """Host memory for a copy, untouched: a page's first touch costs most, and a huge one little more than a small one.
+
+    A tensor with gaps, or in another order than its memory, is copied at once.
+    """
+    if not source.is_contiguous():
+        return source.to("cpu", copy=True)
     if source.nbytes < LARGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(source.shape, dtype=source.dtype)
     memory = mmap.mmap(-1, source.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # a system that has none says so
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8).view(source.dtype).view(source.shape)
-
-
-def _land(sent: tuple[Tensor, Tensor, Any] | None) -> None:
-    """Empty a buffer into the memory that it is for, once it is full."""
-    if sent is not None:
-        here, buffer, full = sent
-        if full is not None:
-            full.synchronize()
-        here.copy_(buffer)

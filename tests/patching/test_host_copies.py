@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import accelpatch
 from accelpatch.errors import PatchError
@@ -34,19 +34,19 @@ def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_copies, "LARGE", 1 << 12)
 
 
-def failing(monkeypatch: pytest.MonkeyPatch, after: int, error: BaseException) -> list[Tensor]:
-    """The copy after so many raises; the list fills with those that were asked for."""
-    asked: list[Tensor] = []
-    copied = host_copies._Lane.copied
+def failing(monkeypatch: pytest.MonkeyPatch, after: int, error: BaseException, step: str = "send") -> list[Any]:
+    """The step after so many raises; the list fills with those that were begun."""
+    begun: list[Any] = []
+    real = getattr(host_copies._Lane, step)
 
-    def copy(self: Any, source: Tensor) -> Tensor:
-        asked.append(source)
-        if len(asked) > after:
+    def broken(self: Any, *given: Any) -> None:
+        begun.append(given)
+        if len(begun) > after:
             raise error
-        return copied(self, source)
+        real(self, *given)
 
-    monkeypatch.setattr(host_copies._Lane, "copied", copy)
-    return asked
+    monkeypatch.setattr(host_copies._Lane, step, broken)
+    return begun
 
 
 @pytest.mark.parametrize("dtype", [pytest.param(dtype, id=name) for name, dtype in DTYPES.items()])
@@ -65,6 +65,7 @@ def test_copies_have_the_same_bits(shape: tuple[int, ...], dtype: torch.dtype, m
 def test_a_transposed_tensor_is_copied() -> None:
     given = torch.randn(6, 40).t()
     with HostCopies([given]) as copies:
+        copies.finish(lambda *step: None)
         assert copies.of(given).equal(given)
         assert copies.of(given).data_ptr() != given.data_ptr()
 
@@ -77,15 +78,43 @@ def test_a_copy_that_is_let_go_gives_its_memory_back() -> None:
     given = torch.ones(1 << 24)
     before = held()
     with HostCopies([given]) as copies:
+        copies.finish(lambda *step: None)
         copy = copies.of(given)
     assert held() - before >= given.nbytes // 2
     del copy, copies
     assert held() - before < given.nbytes // 2
 
 
+def test_many_tensors_share_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_copies, "CHUNK", 100)
+    begun = failing(monkeypatch, 1000, MemoryError())
+    generator = torch.Generator().manual_seed(0)
+    given = [torch.randn(n, generator=generator).to(d) for n in (1, 24, 3, 90, 0, 7) for d in DTYPES.values()]
+    steps: list[tuple[str, int, int]] = []
+    with HostCopies(given) as copies:
+        copies.finish(lambda *step: steps.append(step))
+        for one in given:
+            assert copies.of(one).view(torch.uint8).equal(one.view(torch.uint8))
+    sizes = [sum(len(piece) for piece, _ in chunk) for (chunk,) in begun]
+    assert set(sizes[:-1]) == {100}
+    assert sum(sizes) == sum(one.nbytes for one in given)
+    assert steps == [("originals", done + 1, len(sizes) + 1) for done in range(len(sizes) + 1)]
+
+
+def test_memory_that_cannot_be_had_is_told_before_anything_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*given: Any, **options: Any) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(host_copies.mmap, "mmap", full)
+    with pytest.raises(PatchError, match="Cannot allocate memory"):
+        HostCopies([torch.ones(1 << 21)])
+    assert threads() == []
+
+
 def test_what_is_written_once_a_patch_is_over_does_not_reach_the_copy() -> None:
     given = torch.ones(3)
     with HostCopies([given]) as copies:
+        copies.finish(lambda *step: None)
         copy = copies.of(given)
     given.zero_()
     assert copy.equal(torch.ones(3))
@@ -118,6 +147,7 @@ def test_originals_are_moved_and_come_back_twice(name: str, recipe: str) -> None
 
 
 @pytest.mark.usefixtures("as_on_a_device")
+@pytest.mark.parametrize("step", ["send", "land"])
 @pytest.mark.parametrize("verify", [True, False], ids=["verified", "unverified"])
 @pytest.mark.parametrize(
     "error",
@@ -125,12 +155,12 @@ def test_originals_are_moved_and_come_back_twice(name: str, recipe: str) -> None
     ids=["memory", "mapping", "allocator", "device"],
 )  # fmt: skip
 def test_a_copy_that_fails_half_way_changes_nothing(
-    error: Exception, verify: bool, monkeypatch: pytest.MonkeyPatch
+    error: Exception, verify: bool, step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = CAUSAL["llama"].make()
     before, expected = snapshot(model), logits(model, padded_batch())
     with monkeypatch.context() as patching:
-        asked = failing(patching, 5, error)
+        asked = failing(patching, 5, error, step)
         with pytest.raises(
             PatchError, match=r"could not be copied to host memory .*nothing was changed.*none"
         ) as caught:
