@@ -24,6 +24,7 @@ from accelpatch.models.load import load
 from accelpatch.models.load import random as random_model
 from accelpatch.patching import apply
 from accelpatch.patching.evaluation import Evaluation, compare
+from accelpatch.patching.host_copies import HostCopies, rounded_weights
 from accelpatch.patching.match import unwrapped
 from accelpatch.patching.plan import Plan, make_plan
 from accelpatch.patching.stages import stage_report, verified_build, whole_model
@@ -92,19 +93,19 @@ def patch(
     apply.check_patchable(model)
     watch, planned = _Stopwatch(progress), plan(model, recipe, device=device)
     samples = (list(inputs) if inputs is not None else sample_inputs(model)) if verify else []
-    built, planned, before = verified_build(model, planned, samples, checked, watch)
-    report = stage_report(planned, built)
-    runtime = new_runtime(planned.device.kind, planned.recipe.runtime)
-    report.paths = runtime.paths
-    attributes = {"__class__": patched_class(model), RUNTIME: runtime}
-    handle = apply.commit(model, planned, [item.built for item in built], keep_original, attributes, report)
-    try:
-        if verify:
-            report.verification = whole_model(model, samples, before, report, watch)
-        apply.settle(handle, [item.built for item in built])
-    except BaseException:
-        handle.revert()
-        raise
+    with HostCopies(rounded_weights(planned) if keep_original == "cpu" else []) as copies:
+        built, planned, before = verified_build(model, planned, samples, checked, watch)
+        runtime = new_runtime(planned.device.kind, planned.recipe.runtime)
+        report = stage_report(planned, built, runtime.paths)
+        attributes = {"__class__": patched_class(model), RUNTIME: runtime}
+        handle = apply.commit(model, planned, [item.built for item in built], keep_original, attributes, report)
+        try:
+            if verify:
+                report.verification = whole_model(model, samples, before, report, watch)
+            apply.settle(handle, [item.built for item in built], copies, watch)
+        except BaseException:
+            handle.revert()
+            raise
     runtime.steps(model)  # made ready now, not in the first answer
     report.seconds.update(watch.seconds)
     return given

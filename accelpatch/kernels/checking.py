@@ -27,8 +27,8 @@ def checked() -> Iterator[list[tuple[float, float]]]:
 
     with observed(observer):
         yield figures
-    for calls in by_weight(seen):
-        figures.extend((c.error, c.bound) for c in judged(calls))
+    results = [result for calls in by_weight(seen) for result in beside_references(calls)]
+    figures.extend((c.error, c.bound) for c in parity.compare_all(results))
 
 
 def by_weight(seen: Sequence[Seen]) -> list[list[Seen]]:
@@ -42,21 +42,18 @@ def by_weight(seen: Sequence[Seen]) -> list[list[Seen]]:
     return list(groups.values())
 
 
-def judged(calls: Sequence[Seen]) -> list[parity.Comparison]:
-    """The calls of a group against their reference; a product's weight is dequantised once for all of them."""
+def beside_references(calls: Sequence[Seen]) -> list[parity.Result]:
+    """What the calls of a group gave, with their references; a product's weight is dequantised once for all of them."""
     op, args, outputs = calls[0]
     blocks = kernel(op).blocks
     if blocks is None:
-        return parity.check(op, args, outputs)
+        return parity.beside_references(op, args, outputs)
     inputs = [call_args[0] for _, call_args, _ in calls]
     rows = torch.cat([x.reshape(-1, x.shape[-1]) for x in inputs])  # the weight is read once for all of them
-    exact, plain = [], []
+    exact, plain, wide = [], [], rows.double()
     for weight, bias in blocks(*args[1:]):
-        exact.append(functional.linear(rows.double(), weight, bias))
+        exact.append(functional.linear(wide, weight, bias))
         plain.append(functional.linear(rows, weight.to(rows.dtype), None if bias is None else bias.to(rows.dtype)))
-    sizes, found = [x.shape[:-1].numel() for x in inputs], []
-    for due, own, (_, _, (y,)) in zip(
-        torch.cat(exact, 1).split(sizes), torch.cat(plain, 1).split(sizes), calls, strict=True
-    ):
-        found.append(parity.compare(y, due.view(y.shape), parity.torch_error(own, due)))
-    return found
+    sizes = [x.shape[:-1].numel() for x in inputs]
+    both = zip(torch.cat(exact, 1).split(sizes), torch.cat(plain, 1).split(sizes), calls, strict=True)
+    return [(y, due.view(y.shape), own.view(y.shape)) for due, own, (_, _, (y,)) in both]

@@ -58,11 +58,15 @@ def tile(q: Tensor, scale: Tensor, offset: Tensor | None) -> Tiles:
     group = linear.check_scale("tiles", n, k, scale, offset)
     reason = unfit(k, group, scale.dtype)
     require(reason is None, "tiles", str(reason))
+    require(exact(offset, scale.dtype), "tiles", f"an offset is no number of {scale.dtype}")
     beside = None if offset is None else offset.to(scale.dtype)
-    if offset is not None and beside is not None:
-        require(torch.equal(beside.to(offset.dtype), offset), "tiles", f"an offset is no number of {scale.dtype}")
     scales, offsets = _table(scale, k, group), None if beside is None else _table(beside, k, group)
     return Tiles(layout.tile_int4(q), scales, offsets, n, k, group, kind_of(offset))
+
+
+def exact(offset: Tensor | None, dtype: torch.dtype) -> bool:
+    """Whether offsets are numbers of `dtype`; looked at only where they are of another one."""
+    return offset is None or offset.dtype == dtype or torch.equal(offset.to(dtype).to(offset.dtype), offset)
 
 
 def _table(table: Tensor, k: int, group: int) -> Tensor:

@@ -18,6 +18,9 @@ from torch import Tensor
 
 from accelpatch.kernels import dispatch
 
+#: an output, its float64 reference, and torch's result in the same precision, or the largest error of that
+Result = tuple[Tensor, Tensor, Tensor | float]
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -38,37 +41,93 @@ def ulp(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 def compare(output: Tensor, reference: Tensor, torch_error: float) -> Comparison:
     """Judge an output against a float64 reference of its shape; `torch_error` is torch's own largest error."""
-    if output.shape != reference.shape:
-        return Comparison(math.inf, 0.0, False, f"shape {list(output.shape)}, not {list(reference.shape)}")
-    if output.numel() == 0:
-        return Comparison(0.0, 0.0, True, "")
+    return compare_all([(output, reference, torch_error)])[0]
+
+
+def compare_all(results: Sequence[Result]) -> list[Comparison]:
+    """Judge outputs, those with rows of one length together: few operations, and one look at what a device found."""
+    found: dict[int, Comparison] = {}
+    alike: dict[tuple[Any, ...], list[int]] = {}
+    for place, (output, reference, own) in enumerate(results):
+        if output.shape != reference.shape:
+            reason = f"shape {list(output.shape)}, not {list(reference.shape)}"
+            found[place] = Comparison(math.inf, 0.0, False, reason)
+        elif output.numel() == 0:
+            found[place] = Comparison(0.0, 0.0, True, "")
+        else:
+            kind = output.dtype, output.device, output.shape[-1:], isinstance(own, Tensor)
+            alike.setdefault(kind, []).append(place)
+    for places in alike.values():
+        found.update(zip(places, _compared([results[place] for place in places]), strict=True))
+    return [found[place] for place in range(len(results))]
+
+
+def _compared(results: Sequence[Result]) -> list[Comparison]:
+    outputs, references, plains = zip(*results, strict=True)
+    y, due = torch.cat([_rows(one) for one in outputs]), torch.cat([_rows(one) for one in references])
+    # not finite where the output, the reference or its rounding is not
+    error = (y.double() - due).abs_().add_(due.to(y.dtype) * 0)
+    spacing = ulp(due, y.dtype)
+    worst = (error - spacing).argmax(1, keepdim=True)  # twice torch's error is the same for all of an output
+    told = [error.gather(1, worst)[:, 0], spacing.gather(1, worst)[:, 0], worst[:, 0].double()]
+    if isinstance(plains[0], Tensor):
+        told.append(_own_errors(torch.cat([_rows(one) for one in plains]), due).amax(1))
+    figures, start, found = torch.stack(told, 1).tolist(), 0, []
+    for output, reference, own in results:
+        rows = figures[start : start + output.numel() // y.shape[1]]
+        start += len(rows)
+        largest = max(row[3] for row in rows) if isinstance(own, Tensor) else own
+        ordinary = all(math.isfinite(row[0]) for row in rows)
+        found.append(_verdict(rows, y.shape[1], largest) if ordinary else _not_finite(output, reference, largest))
+    return found
+
+
+def _verdict(rows: Sequence[Sequence[float]], width: int, torch_error: float) -> Comparison:
+    """rows: of an output, (error, spacing, place) of the element of each that is furthest over its spacing."""
+    row = max(range(len(rows)), key=lambda one: rows[one][0] - rows[one][1])
+    error, spacing, place = rows[row][:3]
+    bound, worst = 2 * torch_error + spacing, row * width + int(place)
+    reason = "" if error <= bound else f"error {error:.3g} is over the bound {bound:.3g} at flat index {worst}"
+    return Comparison(error, bound, not reason, reason)
+
+
+def _not_finite(output: Tensor, reference: Tensor, torch_error: float) -> Comparison:
+    """The verdict where something is not finite: it must be so in both; the rest is judged without it."""
     rounded = reference.to(output.dtype)
     special = ~torch.isfinite(rounded)
     agree = torch.where(special, (output == rounded) | (output.isnan() & rounded.isnan()), output.isfinite())
     if not bool(agree.all()):
-        place = [int(i) for i in (~agree).nonzero()[0]]
-        got, due = output[tuple(place)].item(), rounded[tuple(place)].item()
-        return Comparison(math.inf, 0.0, False, f"{got} at {place} where the reference has {due}")
-    error = torch.where(special, 0.0, (output.double() - reference).abs())
-    allowed = 2 * torch_error + ulp(torch.where(special, 0.0, reference), output.dtype)
-    worst = int((error - allowed).argmax())
-    at, bound = float(error.flatten()[worst]), float(allowed.flatten()[worst])
-    reason = "" if at <= bound else f"error {at:.3g} is over the bound {bound:.3g} at flat index {worst}"
-    return Comparison(at, bound, not reason, reason)
+        place = tuple(int(i) for i in (~agree).nonzero()[0])
+        reason = f"{output[place].item()} at {list(place)} where the reference has {rounded[place].item()}"
+        return Comparison(math.inf, 0.0, False, reason)
+    return compare(output.masked_fill(special, 0.0), reference.masked_fill(special, 0.0), torch_error)
+
+
+def _rows(values: Tensor) -> Tensor:
+    """[M, K]; one value is a row."""
+    return values.reshape(-1, values.shape[-1] if values.dim() else 1)
 
 
 def torch_error(plain: Tensor, reference: Tensor) -> float:
     """The largest finite |plain - reference| of torch's result in the same precision."""
-    error = (plain.double() - reference).abs_()
-    return float(error.nan_to_num_(0.0, 0.0, 0.0).max()) if error.numel() else 0.0
+    return float(_own_errors(plain, reference).max()) if plain.numel() else 0.0
+
+
+def _own_errors(plain: Tensor, reference: Tensor) -> Tensor:
+    return (plain.double() - reference).abs_().nan_to_num_(0.0, 0.0, 0.0)
 
 
 def check(op: str, args: Sequence[Any], outputs: Sequence[Tensor]) -> list[Comparison]:
     """Judge the outputs of `op` for these arguments by the float rule, one Comparison an output."""
+    return compare_all(beside_references(op, args, outputs))
+
+
+def beside_references(op: str, args: Sequence[Any], outputs: Sequence[Tensor]) -> list[Result]:
+    """The outputs of `op` with what its reference gives for these arguments."""
     reference = dispatch.kernel(op).reference
     exact = as_tuple(reference(*dispatch.in_precision(args, torch.float64)))
     plain = as_tuple(reference(*args))
-    return [compare(output, due, torch_error(own, due)) for output, due, own in zip(outputs, exact, plain, strict=True)]
+    return list(zip(outputs, exact, plain, strict=True))
 
 
 def run_and_check(op: str, args: Sequence[Any], call: Callable[..., Any]) -> list[Comparison]:

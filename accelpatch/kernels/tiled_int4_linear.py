@@ -34,8 +34,8 @@ def tiles_for(weight: tuple[Tensor, Tensor, Tensor | None], dtype: torch.dtype, 
         return None
     n, k = q.shape[0], 2 * q.shape[1]
     wanted = of_shape(n, k, dtype, k // scale.shape[1], int4_tiles.kind_of(offset), scale.dtype)
-    exact = offset is None or torch.equal(offset.to(scale.dtype).to(offset.dtype), offset)
-    return int4_tiles.tile(q, scale, offset) if exact and why_not(wanted, probe(device)) is None else None
+    fits = why_not(wanted, probe(device)) is None and int4_tiles.exact(offset, scale.dtype)
+    return int4_tiles.tile(q, scale, offset) if fits else None
 
 
 def dense(dtype: torch.dtype, *args: Any) -> tuple[Tensor, Tensor | None]:

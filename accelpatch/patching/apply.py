@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from accelpatch.errors import AccelpatchError, PatchError
+from accelpatch.patching.host_copies import HostCopies
 from accelpatch.patching.match import is_adapter, wrapped
 from accelpatch.patching.plan import Entry, Plan
 from accelpatch.report import Report
@@ -245,11 +246,13 @@ def commit(
     return handle
 
 
-def settle(handle: Handle, built: list[Built]) -> None:
+def settle(handle: Handle, built: list[Built], copies: HostCopies, progress: Callable[[str, int, int], None]) -> None:
     """The last step, once nothing else can send the model back: free the originals' weights, or move them to the CPU.
 
+    copies: of the plan's `rounded_weights`, where they are to be kept; waited for, as `progress` is told.
     An interrupt in the middle takes back what was done so far, so that the swaps can still be reverted.
     """
+    copies.finish(progress)
     rounded = [
         (old, new)
         for item in built
@@ -263,8 +266,8 @@ def settle(handle: Handle, built: list[Built]) -> None:
         ]
         _set_all(changes + [(item, "modules", item.modules, []) for item in built])
     elif handle.keep_original == "cpu":
-        own = [p for old, new in rounded for p in _own_parameters(old, new) if p.device.type != "cpu"]
-        _set_all([(parameter, "data", parameter.data, parameter.data.cpu()) for parameter in own])
+        own = [p for old, new in rounded for p in _own_parameters(old, new) if p in copies]
+        _set_all([(parameter, "data", parameter.data, copies.of(parameter)) for parameter in own])
 
 
 def _set_all(assignments: list[tuple[Any, str, Any, Any]]) -> None:

@@ -80,9 +80,10 @@ def over_bound(errors: SiteErrors, recipe: Recipe, rule: Rule | None) -> str | N
     return None
 
 
-def stage_report(plan: Plan, held: Sequence[Checked]) -> Report:
-    """The plan's report with the measured figures of each site."""
+def stage_report(plan: Plan, held: Sequence[Checked], paths: Mapping[str, int]) -> Report:
+    """The plan's report with the measured figures of each site; paths: what the model's runtime counts."""
     report = plan.report()
+    report.paths = paths
     records = {record.path: record for record in report.sites}
     for checked in held:
         record = records[checked.built.entry.site.path]

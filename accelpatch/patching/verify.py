@@ -6,6 +6,7 @@ format in float64, by the float rule. `format_error`: the replacement against th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -54,24 +55,24 @@ def _run(module: nn.Module, call: Call) -> list[Tensor]:
     return list(floats(module.forward(*args, **kwargs)))
 
 
-def relative_rmse(y: Tensor, original: Tensor) -> float:
+def relative_rmse(y: Tensor, original: Tensor) -> Tensor:
     """||y - original|| / ||original||; zero where both are zero."""
-    difference, size = (y - original).norm().item(), original.norm().item()
-    return 0.0 if difference == 0 else difference / size if size else float("inf")
+    difference = (y - original).norm()
+    return torch.where(difference == 0, 0.0, difference / original.norm())
 
 
-def max_abs(y: Tensor, original: Tensor) -> float:
+def max_abs(y: Tensor, original: Tensor) -> Tensor:
     """The largest absolute difference, in the output's own unit."""
-    return (y - original).abs().max().item()
+    return (y - original).abs().max()
 
 
-def cosine(y: Tensor, original: Tensor) -> float:
+def cosine(y: Tensor, original: Tensor) -> Tensor:
     """1 - cosine similarity of the outputs as one vector each."""
-    similarity = torch.nn.functional.cosine_similarity(y, original, dim=0, eps=1e-300).item()
-    return 1 - similarity if y.norm() or original.norm() else 0.0
+    similarity = torch.nn.functional.cosine_similarity(y, original, dim=0, eps=1e-300)
+    return torch.where(y.norm() + original.norm() == 0, 0.0, 1 - similarity)
 
 
-METRICS: dict[str, Callable[[Tensor, Tensor], float]] = {
+METRICS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "relative_rmse": relative_rmse,
     "max_abs": max_abs,
     "cosine": cosine,
@@ -84,11 +85,16 @@ def format_error(metric: str, pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
     Together, since the first token of a text alone says little: models park attention on it and its values are near
     nothing, so that a relative error of it is large and means nothing. Infinite where NaN or Inf stand elsewhere.
     """
-    new, original = (torch.cat([pair[i].flatten().double() for pair in pairs] or [torch.empty(0)]) for i in (0, 1))
+    new, original = (torch.cat([pair[i].flatten() for pair in pairs] or [torch.empty(0)]).double() for i in (0, 1))
+    if not original.numel():
+        return 0.0
+    figure = float(METRICS[metric](new, original))
+    if math.isfinite(figure):
+        return figure
     finite = original.isfinite()
     if not torch.equal(finite, new.isfinite()):
-        return float("inf")
-    return METRICS[metric](new[finite], original[finite]) if bool(finite.any()) else 0.0
+        return math.inf
+    return float(METRICS[metric](*(torch.where(finite, values, 0.0) for values in (new, original))))
 
 
 def compare_logits(before: Sequence[Any], after: Sequence[Any], masks: Sequence[Tensor | None]) -> Verification:

@@ -40,9 +40,9 @@ def _symmetric(groups: Tensor) -> QuantizedWeight:
 def _asymmetric(groups: Tensor) -> QuantizedWeight:
     low, high = groups.amin(dim=2), groups.amax(dim=2)
     constant = low == high
-    if not bool(torch.isfinite(high - low).all()):
-        raise KernelError("int4: a group's values lie further apart than a float32 can say: use int8 for this weight")
     dtype = _storage(torch.stack((low, high, (high - low) / 15)))
+    if dtype != torch.float16 and not bool(torch.isfinite(high - low).all()):
+        raise KernelError("int4: a group's values lie further apart than a float32 can say: use int8 for this weight")
     offset = low.to(dtype)
     # what rounding took from the offset is the scale of a constant group, whose u are then all 1
     scale = torch.where(constant, high - offset.float(), (high - offset.float()) / 15).to(dtype)

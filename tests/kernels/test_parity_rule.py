@@ -91,3 +91,44 @@ def test_one_float_rule_step_over_the_bound_fails() -> None:
 )
 def test_ulp(value: float, dtype: torch.dtype, expected: float) -> None:
     assert float(parity.ulp(torch.tensor(value, dtype=torch.float64), dtype)) == expected
+
+
+def kept(output: torch.Tensor, reference: torch.Tensor, torch_error: float) -> bool:
+    """The rule element by element."""
+    for y, due in zip(output.flatten(), reference.flatten(), strict=True):
+        rounded, spacing = due.to(y.dtype), float(parity.ulp(due, y.dtype))
+        same = bool(y == rounded) or bool(y.isnan() and rounded.isnan())
+        near = bool(y.isfinite()) and abs(float(y) - float(due)) <= 2 * torch_error + spacing
+        if not (near if rounded.isfinite() else same):
+            return False
+    return True
+
+
+def off(output: torch.Tensor, place: int, value: float) -> torch.Tensor:
+    """The same with another value in one place."""
+    other = output.clone()
+    other.view(-1)[place] = value
+    return other
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["float32", "bf16", "half"])
+def test_outputs_judged_together_are_judged_as_alone(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(1)
+    results: list[parity.Result] = []
+    for shape in ((1, 7), (3, 7), (2, 3, 7), (5,), (), (0, 7), (1, 7)):
+        due = torch.randn(shape, generator=generator, dtype=torch.float64) * 100
+        due = due if not due.numel() else off(due, 0, 70000.0)  # beyond half precision
+        y, plain = due.to(dtype), (due * (1 + 1e-3)).to(dtype)
+        results += [(y, due, plain), (y, due, 0.25)]
+        if due.numel():
+            for wrong in (y.view(-1)[-1].item() + 40, float("nan"), float("inf")):
+                results.append((off(y, -1, wrong), due, 0.25))
+            results.append((off(y, -1, float("nan")), off(due, -1, float("nan")), plain))
+            results.append((off(y, -1, 1.0), off(due, -1, float("-inf")), plain))
+    together = parity.compare_all(results)
+    alone = [parity.compare_all([result])[0] for result in results]
+    assert together == alone
+    errors = [parity.torch_error(own, due) if isinstance(own, torch.Tensor) else own for _, due, own in results]
+    due = [kept(output, reference, error) for (output, reference, _), error in zip(results, errors, strict=True)]
+    assert [found.ok for found in together] == due
+    assert 10 < sum(due) < len(due) - 10

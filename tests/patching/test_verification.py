@@ -16,6 +16,7 @@ from accelpatch import recipe as recipes
 from accelpatch.errors import VerifyError
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.dispatch import Implementation
+from accelpatch.patching import verify
 from accelpatch.quant import QuantizedWeight, int4, int8
 from tests.families.simulated import logits
 from tests.families.tiny import CAUSAL, padded_batch, snapshot
@@ -175,6 +176,22 @@ def test_every_metric_is_measured(metric: str) -> None:
     accelpatch.patch(model, replace(found, verify=replace(found.verify, metric=metric, bound=10.0, bounds={})))
     errors = [s.format_error for s in model.accelpatch.report().sites if s.replacer == "int8_weight_only"]
     assert all(0 < error < 0.2 for error in errors)
+
+
+@pytest.mark.parametrize("metric", list(verify.METRICS))
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")], ids=["nan", "inf"])
+def test_what_is_not_finite_must_be_so_in_both(metric: str, bad: float) -> None:
+    fine, spoilt = torch.tensor([3.0, 1.0, 2.0, 0.5]), torch.tensor([3.0, bad, 2.0, 0.5])
+    near = fine + torch.tensor([0.1, 0.0, 0.0, 0.0])
+    without = verify.format_error(metric, [(near[[0, 2, 3]], fine[[0, 2, 3]])])
+    assert 0 < without < 0.2
+    assert verify.format_error(metric, [(near, spoilt)]) == float("inf")
+    assert verify.format_error(metric, [(spoilt, fine)]) == float("inf")
+    assert verify.format_error(metric, [(near.where(fine != 1, bad), spoilt)]) == pytest.approx(without)
+    nothing = torch.full((3,), bad)
+    assert verify.format_error(metric, [(nothing, nothing)]) == 0
+    assert verify.format_error(metric, [(torch.zeros(3), torch.zeros(3))]) == 0
+    assert verify.format_error(metric, []) == 0
 
 
 def test_figures_of_the_report() -> None:

@@ -13,16 +13,11 @@ import torch
 from torch import Tensor
 
 TILE_ROWS, TILE_VALUES = 16, 128
-_NIBBLES = (0, 2, 4, 6, 1, 3, 5, 7)  # which of 8 neighbours each nibble of a word holds
 _SIGNS = 0x88  # turns two codes of 0 to 15 into two's complement of what they are less 8, and back
 
 
-def _row_order(rows: int, paired: bool) -> Tensor:
-    """Row of the weight that each row of the tiles holds, -1 for padding: int64 [tiles * 16]."""
-    if not paired:
-        order = torch.full((-(-rows // TILE_ROWS) * TILE_ROWS,), -1)
-        order[:rows] = torch.arange(rows)
-        return order
+def _row_order(rows: int) -> Tensor:
+    """Row of the weight that each row of paired tiles holds, -1 for padding: int64 [tiles * 16]."""
     half = rows // 2
     gate = torch.full((-(-half // 8) * 8,), -1)
     gate[:half] = torch.arange(half)
@@ -31,12 +26,17 @@ def _row_order(rows: int, paired: bool) -> Tensor:
 
 
 def _gather_rows(rows: Tensor, paired: bool) -> Tensor:
-    order = _row_order(rows.shape[0], paired).to(rows.device)
+    if not paired:
+        missing = -rows.shape[0] % TILE_ROWS
+        return torch.cat([rows, rows.new_zeros((missing, *rows.shape[1:]))]) if missing else rows
+    order = _row_order(rows.shape[0]).to(rows.device)
     return torch.where((order >= 0).view(-1, *[1] * (rows.dim() - 1)), rows[order.clamp(min=0)], rows.new_zeros(()))
 
 
 def _scatter_rows(tiled: Tensor, rows: int, paired: bool) -> Tensor:
-    order = _row_order(rows, paired).to(tiled.device)
+    if not paired:
+        return tiled[:rows]
+    order = _row_order(rows).to(tiled.device)
     out = tiled.new_empty((rows, *tiled.shape[1:]))
     out[order[order >= 0]] = tiled[order >= 0]
     return out
@@ -45,25 +45,23 @@ def _scatter_rows(tiled: Tensor, rows: int, paired: bool) -> Tensor:
 def tile_int4(q: Tensor, *, paired: bool = False) -> Tensor:
     """int8 [N, K / 2] (low nibble = even k) to int8 [tiles, steps, 1024]."""
     packed = q.view(torch.uint8)
-    values = torch.stack([packed & 15, packed >> 4], -1).flatten(1)
-    steps = -(-values.shape[1] // TILE_VALUES)
-    values = torch.nn.functional.pad(values, (0, steps * TILE_VALUES - values.shape[1]))
-    tiles = _gather_rows(values, paired).view(-1, TILE_ROWS, steps, 4, 4, 8)  # tile, r, step, p, t, e
-    nibbles = tiles[..., list(_NIBBLES)].permute(0, 2, 1, 4, 3, 5)  # tile, step, r, t, p, nibble
-    codes = nibbles[..., 0::2] | nibbles[..., 1::2] << 4
-    return (codes ^ _SIGNS).reshape(tiles.shape[0], steps, 1024).view(torch.int8)
+    steps = -(-2 * packed.shape[1] // TILE_VALUES)
+    packed = torch.nn.functional.pad(packed, (0, steps * TILE_VALUES // 2 - packed.shape[1]))
+    # tile, r, step, p, t; then of the 4 bytes that hold 8 values two times two
+    first, second = _gather_rows(packed, paired).reshape(-1, TILE_ROWS, steps, 4, 4, 2, 2).unbind(-1)
+    even, odd = first & 15 | second << 4, first >> 4 | second & 240
+    codes = torch.stack([even, odd], -2).permute(0, 2, 1, 4, 3, 5, 6)  # tile, step, r, t, p, byte
+    return (codes ^ _SIGNS).reshape(codes.shape[0], steps, 1024).view(torch.int8)
 
 
 def untile_int4(tiles: Tensor, rows: int, columns: int, *, paired: bool = False) -> Tensor:
     """Inverse of `tile_int4`: int8 [N, K / 2] from tiles of N = ``rows``, K = ``columns``."""
     steps = tiles.shape[1]
-    words = (tiles.view(torch.uint8) ^ _SIGNS).view(-1, steps, TILE_ROWS, 4, 4, 4)
-    nibbles = torch.stack([words & 15, words >> 4], -1).flatten(-2)
-    values = torch.empty_like(nibbles)
-    values[..., list(_NIBBLES)] = nibbles
-    flat = values.permute(0, 2, 1, 4, 3, 5).reshape(-1, steps * TILE_VALUES)
-    flat = _scatter_rows(flat, rows, paired)[:, :columns]
-    return (flat[:, 0::2] | flat[:, 1::2] << 4).view(torch.int8)
+    even, odd = (tiles.view(torch.uint8) ^ _SIGNS).view(-1, steps, TILE_ROWS, 4, 4, 2, 2).unbind(-2)
+    first, second = even & 15 | odd << 4, even >> 4 | odd & 240
+    packed = torch.stack([first, second], -1).permute(0, 2, 1, 4, 3, 5, 6)
+    flat = _scatter_rows(packed.reshape(-1, steps * TILE_VALUES // 2), rows, paired)
+    return flat[:, : columns // 2].contiguous().view(torch.int8)
 
 
 def tile_scales(table: Tensor, *, steps: int, groups: int, group_shift: int, paired: bool = False) -> Tensor:

@@ -59,7 +59,7 @@ def _four(words, low: tl.constexpr, factor, beside, KIND: tl.constexpr):  # type
     return tl.join(outer, inner)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["steps", "sets", "shift"])
 def _int4_rows(  # type: ignore[no-untyped-def]
     tiles, scale, offset, out, n, k, steps, sets, shift,
     KIND: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr, PAIRED: tl.constexpr,

@@ -92,7 +92,7 @@ def _int8_product(  # type: ignore[no-untyped-def]
     _leave(total, bias, y, parts, tokens, rows, m, n, split, BIAS, CUT)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["steps"])
 def _spread(x, out, k, x_stride, steps):  # type: ignore[no-untyped-def]
     """x[m, k] as out[m, steps, 8, 16]: value e of word i of a step, 0 behind the row's end."""
     row, step = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -102,7 +102,8 @@ def _spread(x, out, k, x_stride, steps):  # type: ignore[no-untyped-def]
     tl.store(out + (row * steps + step) * 128 + e[:, None] * 16 + word[None, :], values)
 
 
-@triton.jit(do_not_specialize=["m"])
+# whether these are multiples of 16 changes no instruction, and a kernel for each case would be compiled
+@triton.jit(do_not_specialize=["m", "run", "steps", "sets", "shift"])
 def _int4_product(  # type: ignore[no-untyped-def]
     x, tiles, scale, offset, bias, y, parts, m, n, run, steps, sets, shift,
     KIND: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
