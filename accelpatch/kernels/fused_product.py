@@ -96,18 +96,20 @@ class Product:
         """Whether a call is one launch on a GPU, and its result the launch's."""
         return self._gates(gate) or (gate is None and self._part == "all")
 
-    def rows(self, x: Tensor) -> Tensor:
-        """x[M, K] @ w^T + bias for any number of rows; on a GPU past the dispatcher, whose host time it saves."""
-        cpu = x.device.type == "cpu"
-        if isinstance(self.w, Tiles):
-            tiled: Tensor = (tiled_int4_linear.tiled_int4_linear if cpu else tiled_int4_linear.by_hip)(
-                x, *self.w, self.bias
-            )
+    def rows(self, x: Tensor, gate: str | None = None) -> Tensor:
+        """gate(x[M, K] @ w^T + bias) for any number of rows; on a GPU past the dispatcher, whose host time it saves."""
+        cpu, w = x.device.type == "cpu", self.w
+        if gate is not None:
+            if not cpu and isinstance(w, Tiles) and self._gates(gate) and tiled_int4_linear.takes_many(x, w):
+                return tiled_int4_linear.gated_many(x, w, self.bias)
+            return gated(self.rows(x), gate)
+        if isinstance(w, Tiles):
+            tiled: Tensor = (tiled_int4_linear.tiled_int4_linear if cpu else tiled_int4_linear.by_hip)(x, *w, self.bias)
             return tiled
         if self.scale is not None:
-            scaled: Tensor = (int8_linear.int8_linear if cpu else int8_linear.by_hip)(x, self.w, self.scale, self.bias)
+            scaled: Tensor = (int8_linear.int8_linear if cpu else int8_linear.by_hip)(x, w, self.scale, self.bias)
             return scaled
-        plain: Tensor = (gemv.gemv if cpu else gemv.by_hip)(x, self.w, self.bias)
+        plain: Tensor = (gemv.gemv if cpu else gemv.by_hip)(x, w, self.bias)
         return plain
 
     @property
@@ -131,9 +133,7 @@ class Product:
     def _by_operations(self, x: Tensor, norm: Norm | None, gate: str | None, residual: Tensor | None) -> Tensor:
         if norm is not None:
             x = rmsnorm.rmsnorm(x, norm.weight, norm.eps, norm.plus_one)
-        y = self.rows(x)
-        if gate is not None:
-            y = gated(y, gate)
+        y = self.rows(x, gate)
         return y if residual is None else residual + y
 
 

@@ -96,27 +96,39 @@ def by_hip(x: Tensor, *args: Any) -> Tensor:
     *rest, bias = args
     tiles = Tiles(*rest)
     m = x.numel() // tiles.k
-    many = binding.FEW < m <= binding.MOST and takes_many(x.reshape(m, tiles.k), tiles, probe(x.device))
-    if m > binding.FEW and not many and launch.why_not(probe(x.device), x.dtype) is None:
+    if takes_many(x, tiles):
+        return int4_tiles.in_order(launched(x, tiles, in_tiles(bias, tiles), "int4_rows"), tiles.part)
+    if m > binding.FEW and launch.why_not(probe(x.device), x.dtype) is None:
         return by_triton(x, *args)
     if m > binding.MOST:
         return by_torch(x, *args)
+    return int4_tiles.in_order(launched(x, tiles, in_tiles(bias, tiles), "gemv_int4"), tiles.part)
+
+
+def launched(x: Tensor, tiles: Tiles, bias: Tensor | None, function: str, activation: str = "none") -> Tensor:
+    """One call of a function of the device library, bias and result in the order of the tiles' rows."""
     form = int4_tiles.WHOLE_ROW if tiles.group == tiles.k else tiles.group
     shift = int4_tiles.places(tiles.k, tiles.group)["group_shift"]
     held = (tiles.w.contiguous(), form, tiles.scale.contiguous())
     beside = None if tiles.offset is None else tiles.offset.contiguous()
     settled = held[0] is tiles.w and held[2] is tiles.scale and beside is tiles.offset
-    weight = Weight(
-        "int4_rows" if many else "gemv_int4", tiles.rows, tiles.k, *held, beside, tiles.kind, shift, settled
-    )
-    return int4_tiles.in_order(binding.launch(weight, x, bias=in_tiles(bias, tiles)), tiles.part)
+    weight = Weight(function, tiles.rows, tiles.k, *held, beside, tiles.kind, shift, settled)
+    return binding.launch(weight, x, bias=bias, activation=activation)
 
 
-def takes_many(x: Tensor, tiles: Tiles, device: Device) -> bool:
-    """Whether one launch makes the products with all of x[M, K]: on Hopper and its like, in groups of 128 or more."""
-    clusters = device.vendor == "nvidia" and int(device.arch.removeprefix("sm_").rstrip("a")) in MANY
-    aligned = tiles.k % 8 == 0 and (x.stride(1) != 1 or (x.data_ptr() % 16 == 0 and x.stride(0) % 8 == 0))
-    return clusters and aligned and tiles.group >= TILE_VALUES
+def gated_many(x: Tensor, tiles: Tiles, bias: Tensor | None) -> Tensor:
+    """silu(gate) * up of "both", where `takes_many`; bias[2 N] in the order of the weight's rows."""
+    return launched(x, tiles, bias, "int4_rows", "silu_gate")
+
+
+def takes_many(x: Tensor, tiles: Tiles) -> bool:
+    """Whether one launch makes the products with 9 to 64 rows: on Hopper and its like, in groups of 128 or more."""
+    m, device = x.numel() // tiles.k, probe(x.device)
+    if not binding.FEW < m <= binding.MOST or device.vendor != "nvidia":
+        return False
+    rows = x.reshape(m, tiles.k)
+    aligned = tiles.k % 8 == 0 and (rows.stride(1) != 1 or (rows.data_ptr() % 16 == 0 and rows.stride(0) % 8 == 0))
+    return int(device.arch.removeprefix("sm_").rstrip("a")) in MANY and aligned and tiles.group >= TILE_VALUES
 
 
 def in_tiles(bias: Tensor | None, tiles: Tiles) -> Tensor | None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accelpatch.kernels.fused_product import Norm, Product
+from accelpatch.kernels.fused_product import Norm, Product, gated
 from accelpatch.kernels.gated_activation import gated_activation
 from accelpatch.modules.weight_only import QuantizedModule
 from accelpatch.runtime.fused_weights import Unfit
@@ -47,9 +47,10 @@ class Adapted:
         """Of the base."""
         return self.base.raw
 
-    def rows(self, x: Tensor) -> Tensor:
+    def rows(self, x: Tensor, gate: str | None = None) -> Tensor:
         """As Product's."""
-        return self.base.rows(x) + self.up.rows(self.down.rows(x))
+        y = self.base.rows(x) + self.up.rows(self.down.rows(x))
+        return y if gate is None else gated(y, gate)
 
 
 def is_adapter(module: Any) -> bool:

@@ -19,7 +19,7 @@ from accelpatch.device import probe
 from accelpatch.kernels import decode_attention
 from accelpatch.kernels.attention_shape import AttentionShape
 from accelpatch.kernels.decode_attention import decode_attention_
-from accelpatch.kernels.fused_product import Norm, Product, gated, normed
+from accelpatch.kernels.fused_product import Norm, Product, normed
 from accelpatch.kernels.hip.binding import FEW, MOST, Told
 from accelpatch.kernels.prompt_attention import prompt_attention_, visible
 from accelpatch.modules.gated_mlp import GatedMLP
@@ -72,7 +72,7 @@ class FusedLayer:
         normal, x = normed(self.attention_norm, x, pending)
         x, pending = beside(self.after_attention, self.o.rows(attend(self.qkv.rows(normal))), x)
         normal, x = normed(self.mlp_norm, x, pending)
-        return beside(self.after_mlp, self.down.rows(gated(self.gate_up.rows(normal), self.activation)), x)
+        return beside(self.after_mlp, self.down.rows(self.gate_up.rows(normal, self.activation)), x)
 
 
 def added(last: Product | Adapted, x: Tensor, norm: Norm | None, residual: Tensor) -> Tensor:

@@ -92,6 +92,7 @@ constexpr int MATRIX_ROWS = 4;
 constexpr DEVICE int matrix_which(int i) { return i; }
 DEVICE int matrix_row(int which) { return 4 * (lane_id() >> 4) + which; }
 DEVICE int matrix_token(int) { return lane_id() & 15; }
+DEVICE float matrix_below(const float* sums, int i) { return lane_xor(sums[i], 32); }
 template <class T> DEVICE void multiply_eight(float* c, const uint32_t (&w)[ROWS_PER_LANE][4], const Words4& x) {
     multiply_halves<T>(c, w[0][0], w[0][1], x.x, x.y);
     multiply_halves<T>(c, w[0][2], w[0][3], x.z, x.w);

@@ -10,14 +10,6 @@
 
 constexpr int PARTIAL_STRIDE = 20;  // floats of one token and wave: 16 rows and a pad against bank conflicts
 
-DEVICE float activate(float v, int kind) {
-    if (kind == ACT_SILU || kind == ACT_SILU_GATE) return v * fast_reciprocal(1.f + fast_exp2(v * -1.44269504088896f));
-    if (kind == ACT_RELU) return v < 0.f ? 0.f : v;  // keeps NaN
-    if (kind == ACT_GELU) return .5f * v * (1.f + erff(v * .70710678118654752f));
-    if (kind == ACT_GELU_TANH) return .5f * v * (1.f + tanhf(.79788456080286536f * (v + .044715f * v * v * v)));
-    return v;
-}
-
 // What a thread needs to finish one output; loaded when its tile begins, used when the tile ends. Only the residual is
 // what another kernel may still write.
 template <class F, class T> struct Output {

@@ -1,4 +1,4 @@
-// y[M, N] = x[M, K] . w[N, K]^T + bias for 9 to 64 tokens and int4 weights in tiles, in groups of a step (128 values) or more.
+// y[M, N] = gate(x[M, K] . w[N, K]^T + bias) for 9 to 64 tokens and int4 weights in tiles, in groups of a step (128 values) or more.
 //
 // Weights are the first operand of 16-bit float products, 32 rows a wave, tokens the second. A code becomes a float by a mask
 // and an exclusive or; scale, and zero point or minimum, are applied once a step to float32 sums, the latter times the sum of
@@ -201,6 +201,26 @@ template <class T> DEVICE float by_values(const GemvArgs& a, const RowsPlan& pla
     return sum;
 }
 
+// A lane's four sums of a tile and its tokens from `first` on, into y. Under a gate a tile has 8 gates and their 8 ups.
+template <class T> DEVICE void finish(const GemvArgs& a, const RowsPlan& plan, int tile, int first, float* sums) {
+    const bool gate = a.activation == ACT_SILU_GATE;
+    const int n = int(a.n), columns = gate ? n / 2 : n;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const int r = matrix_row(matrix_which(i)), row = gate ? tile * 8 + (r & 7) + (r >> 3) * columns : tile * 16 + r;
+        if (tile * 16 + r >= n || first + matrix_token(i) >= int(a.m)) continue;
+        if (!(fabsf(sums[i]) < INFINITY)) sums[i] = by_values<T>(a, plan, tile, r, first + matrix_token(i));
+        if (a.bias) sums[i] += T::up(load_activation2(static_cast<const uint16_t*>(a.bias) + row));
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const int r = matrix_row(matrix_which(i)), column = gate ? tile * 8 + r : tile * 16 + r, token = first + matrix_token(i);
+        const float up = matrix_below(sums, i);
+        if ((gate && r >= 8) || column >= columns || token >= int(a.m)) continue;
+        static_cast<uint16_t*>(a.y)[token * a.y_stride + column] = static_cast<uint16_t>(T::down(gate ? activate(sums[i], ACT_SILU_GATE) * up : sums[i]));
+    }
+}
+
 template <class T, int TOKENS> __global__ void __launch_bounds__(THREADS, BLOCKS_RESIDENT) int4_rows_kernel(const GemvArgs a, const RowsPlan plan) {
     using Sums = RowsSums<T, TOKENS>;
     extern __shared__ __align__(128) char shared[];
@@ -246,26 +266,17 @@ template <class T, int TOKENS> __global__ void __launch_bounds__(THREADS, BLOCKS
 #pragma unroll
             for (int i = 0; i < 4; ++i) v[i] += bits_to_float(word_of(one, i));
         }
-        const int tile = rows * BLOCK_TILES + rank * held + unit / Sums::COLUMNS;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int row = tile * 16 + matrix_row(matrix_which(i)), token = stream.token + unit % Sums::COLUMNS * MATRIX_TOKENS + matrix_token(i);
-            if (row >= int(a.n) || token >= int(a.m)) continue;
-            float sum = v[i];
-            if (!(fabsf(sum) < INFINITY)) sum = by_values<T>(a, plan, tile, matrix_row(matrix_which(i)), token);
-            if (a.bias) sum += T::up(load_activation2(static_cast<const uint16_t*>(a.bias) + row));
-            static_cast<uint16_t*>(a.y)[token * a.y_stride + row] = static_cast<uint16_t>(T::down(sum));
-        }
+        finish<T>(a, plan, rows * BLOCK_TILES + rank * held + unit / Sums::COLUMNS, stream.token + unit % Sums::COLUMNS * MATRIX_TOKENS, v);
     }
 }
 
-// Blocks that share K: as many as find room at once, two on a processor, with 8 steps each.
+// Blocks that share K: as many as find room at once, two on a processor, with 8 steps each; two where a third has to wait.
 inline int rows_cluster(const GemvArgs& a, const RowsPlan& p, const DeviceLimits& limits, int64_t groups) {
     if (!limits.clusters) return 1;
     if (a.blocks == 1 || a.blocks == 2 || a.blocks == 4 || a.blocks == 8) return a.blocks;
     int cluster = 1;
     while (cluster < BLOCK_TILES && groups * cluster <= limits.processors && p.steps >= 16 * cluster) cluster *= 2;
-    return cluster;
+    return cluster == 1 && 2 * groups <= 3 * limits.processors && p.steps >= 16 ? 2 : cluster;
 }
 
 template <class T, int TOKENS> int launch_rows(const GemvArgs& a, GpuStream stream) {

@@ -83,6 +83,7 @@ constexpr int MATRIX_ROWS = 2;  // different ones of a lane's sums
 constexpr DEVICE int matrix_which(int i) { return i >> 1; }
 DEVICE int matrix_row(int which) { return (lane_id() >> 2) + 8 * which; }
 DEVICE int matrix_token(int i) { return 2 * (lane_id() & 3) + (i & 1); }
+DEVICE float matrix_below(const float* sums, int i) { return sums[i | 2]; }  // of row r < 8: what row r + 8 has
 template <class T> DEVICE void multiply_eight(float* c, const uint32_t (&w)[ROWS_PER_LANE][4], const Words4& x) {
     multiply_halves<T>(c, w[0][0], w[1][0], w[0][1], w[1][1], x.x, x.y);
     multiply_halves<T>(c, w[0][2], w[1][2], w[0][3], w[1][3], x.z, x.w);

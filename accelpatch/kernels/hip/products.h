@@ -8,6 +8,14 @@ DEVICE float table_value(uint32_t pair, int half, bool bf16) {
     return bf16 ? Bf16::up(bits) : F16::up(bits);
 }
 
+DEVICE float activate(float v, int kind) {
+    if (kind == ACT_SILU || kind == ACT_SILU_GATE) return v * fast_reciprocal(1.f + fast_exp2(v * -1.44269504088896f));
+    if (kind == ACT_RELU) return v < 0.f ? 0.f : v;  // keeps NaN
+    if (kind == ACT_GELU) return .5f * v * (1.f + erff(v * .70710678118654752f));
+    if (kind == ACT_GELU_TANH) return .5f * v * (1.f + tanhf(.79788456080286536f * (v + .044715f * v * v * v)));
+    return v;
+}
+
 template <class F, class T> struct FloatSums : FloatProduct<T> {
     using Product = FloatProduct<T>;
     using Stager = FloatStager<F, T>;

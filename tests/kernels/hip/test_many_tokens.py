@@ -13,6 +13,7 @@ from accelpatch.device import KNOWN
 from accelpatch.kernels import int4_tiles, parity, tiled_int4_linear
 from accelpatch.kernels.hip import binding
 from accelpatch.kernels.hip.binding import Weight
+from accelpatch.kernels.int4_tiles import Tiles
 from accelpatch.kernels.tiled_int4_linear import takes_many
 from tests.interpreted import DEVICE
 from tests.kernels.hip.fibers import COMPILER, compiled
@@ -31,11 +32,13 @@ from tests.kernels.hip.fibers import COMPILER, compiled
         ("gfx942", 256, 128, 0, False),
     ],
 )
-def test_takes_many(arch: str, k: int, group: int, cut: int, takes: bool) -> None:
+def test_takes_many(arch: str, k: int, group: int, cut: int, takes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """cut: values of x before each row that is given."""
     q, scale = torch.zeros(16, k // 2, dtype=torch.int8), torch.ones(16, k // group, dtype=torch.float16)
-    x = torch.zeros(9, cut + k, dtype=torch.bfloat16)[:, cut:]
-    assert takes_many(x, int4_tiles.tile(q, scale, None), KNOWN[arch]) is takes
+    monkeypatch.setattr(tiled_int4_linear, "probe", lambda device: KNOWN[arch])
+    x = torch.zeros(65, cut + k, dtype=torch.bfloat16)[:, cut:]
+    tiles = int4_tiles.tile(q, scale, None)
+    assert [takes_many(x[:m], tiles) for m in (8, 9, 64, 65)] == [False, takes, takes, False]
 
 
 @pytest.fixture
@@ -77,3 +80,28 @@ def test_the_operation(part: str, dtype: torch.dtype, launched: list[str]) -> No
     right = functional.linear(x.double(), wide, None if bias is None else bias.double())
     plain = tiled_int4_linear.reference(*args)
     assert not parity.compare(y, right, parity.torch_error(plain, right)).reason
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs g++")
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="its tensors lie on the CPU; test_ops_on_gpu.py is for a GPU")
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("dtype", binding.DTYPES, ids=str)
+def test_the_gate(dtype: torch.dtype, biased: bool, launched: list[str]) -> None:
+    """Inside the launch, with a value that is not finite; no further from the exact result than two operations."""
+    generator = torch.Generator().manual_seed(4)
+    q = torch.randint(-128, 128, (96, 128), generator=generator, dtype=torch.int8)
+    scale, least = (torch.rand(2, 96, 2, generator=generator) / 100).half()
+    both = int4_tiles.pair(int4_tiles.tile(q, scale, least))
+    x = torch.randn(20, 256, generator=generator).to(dtype)
+    x[7, 3] = float("inf")
+    bias = torch.randn(96, generator=generator).to(dtype) if biased else None
+    y = tiled_int4_linear.gated_many(x, both, bias)
+    assert launched == ["int4_rows"]
+    right, plain = (_gated(x.to(wide), both, bias) for wide in (torch.float64, dtype))
+    assert not parity.compare(y, right, parity.torch_error(plain, right)).reason
+
+
+def _gated(x: Tensor, both: Tiles, bias: Tensor | None) -> Tensor:
+    wide, beside = tiled_int4_linear.dense(x.dtype, *both, bias)
+    gate, up = functional.linear(x, wide, None if beside is None else beside.to(x.dtype)).chunk(2, -1)
+    return functional.silu(gate) * up
