@@ -30,11 +30,9 @@ template <int WIDE> AttentionPlan lay_out(const AttentionArgs& a, int64_t ring, 
 }
 
 template <class T, int WIDE, int RING> int start(const AttentionArgs& a, const AttentionPlan& plan, const DeviceLimits& limits, GpuStream stream) {
-    // Where heads are many, a block's wait for its queries is another block's time to read; and so is its way from one span to the
-    // next, unless every head's spans have several queries to be added up.
-    const int64_t heads = a.rows * a.kv_heads * plan.tiles, spans = heads * ((a.capacity - 1) / SPAN + 1), resident = WIDE > 128 ? 1 : BLOCKS_RESIDENT;
-    const bool crowded = heads >= 2 * resident * limits.processors || (plan.queries == 1 && 2 * spans >= 3 * limits.processors);
-    const int blocks = limits.processors * int(crowded ? resident : 1);
+    // Where heads are many, a block's wait for its queries is another block's time to read.
+    const int64_t heads = a.rows * a.kv_heads * plan.tiles, resident = WIDE > 128 ? 1 : BLOCKS_RESIDENT;
+    const int blocks = limits.processors * int(heads >= 2 * resident * limits.processors ? resident : 1);
     const int error = launch_kernel(attention_kernel<T, WIDE, RING>, blocks, THREADS, plan.bytes, stream, limits, a.dependent >= 0, a, plan);
     return error ? STATUS_DEVICE + error : STATUS_OK;
 }
