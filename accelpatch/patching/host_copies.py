@@ -44,7 +44,7 @@ class HostCopies:
     def __init__(self, tensors: Iterable[Tensor]):
         given = {id(tensor): tensor.detach() for tensor in tensors}
         with _failing():
-            self._copies = {key: _begun(tensor) for key, tensor in given.items()}
+            self._copies = {key: _copy_of(tensor) for key, tensor in given.items()}
         self._thread = ThreadPoolExecutor(1, "accelpatch-originals")
         self._steps: list[Future[None]] = []
         left = [(self._copies[key], tensor) for key, tensor in given.items() if tensor.is_contiguous()]
@@ -131,7 +131,7 @@ class _Lane:
         here, there = map(list, zip(*chunk, strict=True))
         sizes = [len(piece) for piece in here]
         parts = list(self._buffers[0].split_with_sizes([*sizes, CHUNK - sum(sizes)]))[:-1]
-        with torch.no_grad(), torch.cuda.stream(self._stream):
+        with torch.inference_mode(), torch.cuda.stream(self._stream):
             torch._foreach_copy_(parts, there, non_blocking=pinned)
         full = None if self._stream is None else self._stream.record_event()
         self.land()
@@ -144,8 +144,14 @@ class _Lane:
             self._under_way = None
             if full is not None:
                 full.synchronize()
-            with torch.no_grad():
+            with torch.inference_mode():  # writes into tensors of either kind
                 torch._foreach_copy_(here, parts)
+
+
+def _copy_of(source: Tensor) -> Tensor:
+    """What `_begun` gives; an inference tensor where the source is one, since a parameter must stay what it is."""
+    with torch.inference_mode(source.is_inference()):
+        return _begun(source)
 
 
 def _begun(source: Tensor) -> Tensor:
@@ -156,7 +162,7 @@ def _begun(source: Tensor) -> Tensor:
     if not source.is_contiguous():
         return source.to("cpu", copy=True)
     if source.nbytes < LARGE or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(source.shape, dtype=source.dtype)
+        return torch.empty(source.shape, dtype=source.dtype, device="cpu")  # whatever torch's default device is
     memory = mmap.mmap(-1, source.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # a system that has none says so
         memory.madvise(mmap.MADV_HUGEPAGE)

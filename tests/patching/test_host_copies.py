@@ -147,6 +147,27 @@ def test_originals_are_moved_and_come_back_twice(name: str, recipe: str) -> None
 
 
 @pytest.mark.usefixtures("as_on_a_device")
+@pytest.mark.parametrize("loaded_in", [False, True], ids=["", "loaded"])
+@pytest.mark.parametrize("patched_in", [False, True], ids=["", "patched"])
+def test_in_inference_mode(loaded_in: bool, patched_in: bool) -> None:
+    with torch.inference_mode(loaded_in):
+        model = CAUSAL["llama"].make()
+    expected = logits(model, padded_batch())
+    with torch.inference_mode(patched_in):
+        accelpatch.patch(model, "int8")
+    accelpatch.unpatch(model)
+    assert {parameter.is_inference() for parameter in model.parameters()} == {loaded_in}
+    assert logits(model, padded_batch()).equal(expected)
+
+
+def test_copies_lie_on_the_cpu_whatever_the_default_device_is() -> None:
+    given = [torch.randn(3), torch.randn(1 << 21)]
+    with torch.device("meta"), HostCopies(given) as copies:
+        copies.finish(lambda *step: None)
+        assert all(copies.of(one).device.type == "cpu" and copies.of(one).equal(one) for one in given)
+
+
+@pytest.mark.usefixtures("as_on_a_device")
 @pytest.mark.parametrize("step", ["send", "land"])
 @pytest.mark.parametrize("verify", [True, False], ids=["verified", "unverified"])
 @pytest.mark.parametrize(
