@@ -132,3 +132,10 @@ def test_outputs_judged_together_are_judged_as_alone(dtype: torch.dtype) -> None
     due = [kept(output, reference, error) for (output, reference, _), error in zip(results, errors, strict=True)]
     assert [found.ok for found in together] == due
     assert 10 < sum(due) < len(due) - 10
+
+
+def test_a_distance_that_no_float64_holds_is_a_verdict() -> None:
+    far = torch.tensor([1.7e308, 1.0], dtype=torch.float64)
+    assert parity.compare(far, -far, 0.0).reason
+    special = torch.tensor([1.7e308, float("inf")], dtype=torch.float64)
+    assert parity.compare(special, special * torch.tensor([-1.0, 1.0]), 0.0).reason
