@@ -242,6 +242,7 @@ template <class T, int TOKENS> __global__ void __launch_bounds__(THREADS, BLOCKS
     }
     sync();
     if (stream.turns) total.add_rest(before);
+    ring_wait<1>();  // also for turns that a short K has not, whose zeros would come over the sums
     // Over the ring, in the block that stores them: the sums of all groups of the cluster, a lane's four cells together.
     const auto all = [&]() ALWAYS_INLINE { plan.cluster > 1 ? cluster_sync() : __syncthreads(); };
     const int held = BLOCK_TILES / plan.cluster, sources = STEP_WAVES * plan.cluster;  // held: tiles

@@ -83,11 +83,13 @@ def finite(made: Callable[[str], Fibers]) -> Iterator[Callable[[str], Fibers]]:
     def library(form: str) -> Fibers:
         touched.append(made(form))
         touched[-1].held.set_shared(0x3E)
+        touched[-1].held.take_unwaited()
         return touched[-1]
 
     yield library
     for one in touched:
         one.held.set_shared(0xFF)
+        assert one.held.take_unwaited() == 0, "sums lie where copies may still come"
 
 
 @pytest.mark.parametrize(

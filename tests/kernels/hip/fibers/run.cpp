@@ -19,12 +19,16 @@ std::vector<char> stacks[MOST_THREADS], images[MOST_CLUSTER];  // images: of sha
 Fibers states[MOST_CLUSTER];
 bool ended[MOST_THREADS];
 char before = char(0xff);  // what shared memory holds: not a number
+int unwaited;  // copies that a thread asked for and did not wait for
 int held;  // whose block's shared memory and state are in place
 const std::function<void()>* work;
 
 void leave() { swapcontext(&contexts[fiber], &outside); }
 void enter() {
     (*work)();
+#if defined(COPIES)
+    for (const auto& group : copies[fiber]) unwaited += int(group.size());
+#endif
     ended[fiber] = true;
     if (--fibers.alive && fibers.at_barrier == fibers.alive) fibers.at_barrier = 0, ++fibers.barriers;
     leave();
@@ -92,3 +96,4 @@ void run_blocks(int blocks, int cluster, int threads, int bytes, const std::func
 }
 extern "C" void set_fibers(int processors, int late, int backwards) { fibers.processors = processors, fibers.late = late, fibers.backwards = backwards; }
 extern "C" void set_shared(int byte) { before = char(byte); }
+extern "C" int take_unwaited() { const int count = unwaited; return unwaited = 0, count; }
