@@ -15,7 +15,7 @@ from check_kernels import moved, wrong
 from hip_gemv import FORMATS, Library, pack
 
 FORMS = tuple(name for name, form in FORMATS.items() if form.library == "gemv_int4" and form.group not in (32, 64))
-SHAPES = [(33, 136), (300, 2048)]
+SHAPES = [(33, 128), (33, 136), (33, 512), (300, 2048)]
 TOKENS = (9, 31, 64, 16, 33)
 
 

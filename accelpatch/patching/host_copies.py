@@ -47,18 +47,23 @@ class HostCopies:
             self._copies = {key: _copy_of(tensor) for key, tensor in given.items()}
         self._thread = ThreadPoolExecutor(1, "accelpatch-originals")
         self._steps: list[Future[None]] = []
-        left = [(self._copies[key], tensor) for key, tensor in given.items() if tensor.is_contiguous()]
-        for device in dict.fromkeys(tensor.device for _, tensor in left):
-            lane, there = _Lane(device), [pair for pair in left if pair[1].device == device]
-            self._steps += [self._thread.submit(lane.send, chunk) for chunk in _chunks(there)]
-            self._steps.append(self._thread.submit(lane.land))
+        self._left = [(self._copies[key], tensor) for key, tensor in given.items() if tensor.is_contiguous()]
 
     def __enter__(self) -> HostCopies:
+        try:
+            for device in dict.fromkeys(tensor.device for _, tensor in self._left):
+                lane, there = _Lane(device), [pair for pair in self._left if pair[1].device == device]
+                self._steps += [self._thread.submit(lane.send, chunk) for chunk in _chunks(there)]
+                self._steps.append(self._thread.submit(lane.land))
+        except BaseException:  # an interrupt too
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: Any) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)
         self._copies.clear()
+        self._left.clear()
 
     def __contains__(self, tensor: Tensor) -> bool:
         return id(tensor) in self._copies

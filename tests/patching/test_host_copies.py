@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +210,24 @@ def test_an_interrupt_ends_the_thread(stage: str) -> None:
     assert threads() == []
     assert snapshot(model) == before
     assert logits(model, padded_batch()).equal(expected)
+
+
+@pytest.mark.usefixtures("as_on_a_device")
+def test_an_interrupt_while_copies_are_asked_for_ends_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, real = CAUSAL["llama"].make(), host_copies._chunks
+
+    def chunks(pairs: host_copies.Pieces) -> Iterator[host_copies.Pieces]:
+        for count, chunk in enumerate(real(pairs)):
+            if count == 20:
+                raise KeyboardInterrupt
+            yield chunk
+
+    monkeypatch.setattr(host_copies, "_chunks", chunks)
+    before = snapshot(model)
+    with pytest.raises(KeyboardInterrupt):
+        accelpatch.patch(model, "int8", verify=False)
+    assert threads() == []
+    assert snapshot(model) == before
 
 
 @pytest.mark.parametrize("recipe, keep", [("exact", "cpu"), ("int8", "none"), ("int8", "cpu")])
