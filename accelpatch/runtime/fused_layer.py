@@ -28,7 +28,7 @@ from accelpatch.modules.rotary import FusedRotaryEmbedding
 from accelpatch.runtime.adapters import Adapted, active, base_of, with_adapters
 from accelpatch.runtime.fused_weights import Unfit, gated_product, one_product, product
 from accelpatch.runtime.native_weights import window
-from accelpatch.runtime.telling import hearing_attention, telling_attention, telling_down
+from accelpatch.runtime.telling import telling_attention, telling_down
 
 FUSED = "fused layers"
 # transformers' attention classes whose arithmetic is that of decode_attention
@@ -61,10 +61,9 @@ class FusedLayer:
         return added(self.down, self.gate_up(x, self.mlp_norm, gate=self.activation), self.after_mlp, x)
 
     @property
-    def told(self) -> tuple[Told | None, Told | None]:
-        """What attention hears of, and what it tells of."""
-        qkv, o = self.qkv, self.o
-        return qkv.tells if isinstance(qkv, Product) else None, o.hears if isinstance(o, Product) else None
+    def told(self) -> Told | None:
+        """What attention hears of."""
+        return self.qkv.tells if isinstance(self.qkv, Product) else None
 
     def rows(
         self, x: Tensor, pending: Tensor | None, attend: Callable[[Tensor], Tensor]
@@ -104,7 +103,7 @@ class FusedModel:
 
             def attend(qkv: Tensor, layer: FusedLayer = layer, held: Any = held) -> Tensor:
                 cached = (held.keys, held.values)
-                return decode_attention_(qkv, positions, slot, mask, *cached, layer.attention, layer.o.raw, *layer.told)
+                return decode_attention_(qkv, positions, slot, mask, *cached, layer.attention, layer.o.raw, layer.told)
 
             if x.shape[0] <= FEW:
                 x = layer(x, attend)
@@ -115,9 +114,9 @@ class FusedModel:
     def forget(self) -> None:
         """What a step that broke off has told, and nobody heard."""
         for layer in self.layers:
-            for told in (*layer.told, layer.down.hears if isinstance(layer.down, Product) else None):
-                if told is not None:
-                    told.number.zero_()
+            for one in (layer.qkv, layer.gate_up):
+                if isinstance(one, Product) and one.tells is not None:
+                    one.tells.number.zero_()
 
     @property
     def no_prompts(self) -> str | None:
@@ -288,8 +287,7 @@ def fuse(layer: Any, shape: AttentionShape, dtype: torch.dtype) -> FusedLayer:
     both = with_adapters(gated_product([base_of(half) for half in halves], dtype, mlp.activation), halves, dtype)
     gate_up, down = telling_down(both, one(mlp.down_proj, dtype), mlp.activation)
     fused = FusedLayer(
-        telling_attention(qkv, shape, dtype), before, shape,
-        hearing_attention(one(layer.self_attn.o_proj, dtype), shape, dtype),
+        telling_attention(qkv, shape, dtype), before, shape, one(layer.self_attn.o_proj, dtype),
         gate_up, inner, mlp.activation, down, after, last,
     )  # fmt: skip
     if shape.inv_freq.is_cuda:  # what the parts lay in is no room for the next layer's whole

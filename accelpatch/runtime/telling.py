@@ -1,8 +1,7 @@
 """Which kernels of a fused layer begin before the one before them has ended, as it tells them of its columns.
 
-Attention needs q and k to weigh what is cached; v of the new token comes last. `o` begins once the last head is done,
-and does not wait for the kernel's end. `down` begins with the first parts of its input while the last tiles of gate and
-up are under way.
+Attention needs q and k to weigh what is cached; v of the new token comes last. `down` begins with the first parts of
+its input while the last tiles of gate and up are under way.
 """
 
 from __future__ import annotations
@@ -23,26 +22,12 @@ from accelpatch.runtime.adapters import Adapted
 def telling_attention(qkv: Product | Adapted, shape: AttentionShape, dtype: torch.dtype) -> Product | Adapted:
     """The product of q, k and v, which tells of q and k where the device library's attention is there to hear."""
     columns = (shape.heads + shape.kv_heads) * shape.size
-    if (
-        not isinstance(qkv, Product)
-        or not qkv.one_launch()
-        or columns % TILE_ROWS
-        or not _by_library(qkv, shape, dtype)
-    ):
+    if not isinstance(qkv, Product) or not qkv.one_launch() or columns % TILE_ROWS:
+        return qkv
+    device = probe(qkv.raw.device)
+    if device.kind != "cpu" and attention.why_not(shape, dtype, device) is not None:
         return qkv
     return replace(qkv, tells=_told(qkv, columns))
-
-
-def hearing_attention(o: Product | Adapted, shape: AttentionShape, dtype: torch.dtype) -> Product | Adapted:
-    """The product behind the device library's attention, which hears of all its columns."""
-    if not isinstance(o, Product) or not _by_library(o, shape, dtype):
-        return o
-    return replace(o, hears=_told(o, o.k))
-
-
-def _by_library(beside: Product, shape: AttentionShape, dtype: torch.dtype) -> bool:
-    device = probe(beside.raw.device)
-    return device.kind == "cpu" or attention.why_not(shape, dtype, device) is None
 
 
 def telling_down(

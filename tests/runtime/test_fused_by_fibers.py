@@ -45,7 +45,7 @@ def hearing(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFa
 
     def attend(qkv: Tensor, *rest: Any) -> None:
         args, _kept = attention.arguments(qkv, *rest)
-        names.extend(["attention"] if args.hears and args.tells else [])
+        names.extend(["attention"] if args.hears else [])
         assert library.accelpatch_decode_attention(ctypes.byref(args), 0, ctypes.c_void_p()) == 0
 
     def call(self: Product, x: Tensor, norm: Norm | None, gate: str | None, residual: Tensor | None) -> Tensor:
@@ -75,10 +75,8 @@ def test_the_bits_of_kernels_that_wait(rows: int, hearing: list[str], monkeypatc
     assert set(hearing) == {"attention", "product"}
     layers = vars(model)[RUNTIME]._fused.layers
     if rows < 3:  # of more rows the library tells nothing
-        told_of = [one for layer in layers for one in (*layer.told, layer.down.hears)]
-        assert not any(int(one.number.abs().sum()) for one in told_of)
+        assert not any(int(one.tells.number.abs().sum()) for layer in layers for one in (layer.qkv, layer.gate_up))
     monkeypatch.setattr(fused_layer, "telling_attention", lambda qkv, shape, dtype: qkv)
-    monkeypatch.setattr(fused_layer, "hearing_attention", lambda o, shape, dtype: o)
     monkeypatch.setattr(fused_layer, "telling_down", lambda gate_up, down, activation: (gate_up, down))
     hearing.clear()
     assert torch.equal(logits(accelpatch.patch(base, "exact", verify=False), batch, 6), told)

@@ -107,11 +107,10 @@ def test_the_bits_of_kernels_that_wait(recipe: Any, rows: int, monkeypatch: pyte
         with monkeypatch.context() as patch:
             if waits:
                 patch.setattr(fused_layer, "telling_attention", lambda qkv, shape, dtype: qkv)
-                patch.setattr(fused_layer, "hearing_attention", lambda o, shape, dtype: o)
                 patch.setattr(fused_layer, "telling_down", lambda gate_up, down, activation: (gate_up, down))
             model: Any = accelpatch.patch(copy.deepcopy(base), recipe, verify=False)
             found.append(logits(model, batch, 200))
-        told = [one for layer in vars(model)[RUNTIME]._fused.layers for one in (*layer.told, layer.gate_up.tells)]
+        told = [one.tells for layer in vars(model)[RUNTIME]._fused.layers for one in (layer.qkv, layer.gate_up)]
         assert all((one is None) == waits for one in told)  # so attention is the device library's
         assert not any(int(one.number.abs().sum()) for one in told if one is not None)
     assert torch.equal(*found)

@@ -31,10 +31,9 @@ struct AttentionArgs {
     float* sums;                  // [rows kv_heads tiles, QUERIES, spans, RECORD_HEAD + size]
     int32_t* finished;            // [rows kv_heads tiles] zeros, and left so
     int32_t* hears;               // where the product before counts its columns of q and k (see GemvArgs), or null
-    int32_t* tells;               // where the product behind hears of all columns of y, or null
     const void* following;        // what the kernel behind will read, or null
     int64_t following_bytes;
-    int64_t hear_columns, tell_columns;  // q's and k's; y's
+    int64_t hear_columns;         // q's and k's
     int64_t rows, tokens, capacity, heads, kv_heads, size, turned, window, spans;
     float scaling, softcap, rope_scaling, epsilon;  // scaling: to the base 2; with a softcap see Softmax::keys
     int32_t plus_one, dependent;
@@ -44,7 +43,6 @@ struct AttentionArgs {
 struct AttentionPlan {
     int32_t group;           // heads that share a cached one
     int32_t tiles, queries;  // of queries of a cached head; most queries of one
-    int32_t told;            // what a head of a token adds to `tells`: of several tokens all together count each column once
     int32_t buffers;         // of the waves' results: two, or one where memory is short
     int32_t starts_at, angles_at, queries_at, fresh_at, tops_at, states_at, ring_at, bytes;
 };

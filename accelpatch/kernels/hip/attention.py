@@ -27,11 +27,11 @@ LOG2_E = 1.4426950408889634
 
 _POINTERS = (
     "qkv", "positions", "slot", "mask", "keys", "values", "inv_freq", "q_norm", "k_norm", "y", "sums", "finished",
-    "hears", "tells", "following",
+    "hears", "following",
 )  # fmt: skip
 _SIZES = (
-    "following_bytes", "hear_columns", "tell_columns", "rows", "tokens", "capacity", "heads", "kv_heads", "size",
-    "turned", "window", "spans",
+    "following_bytes", "hear_columns", "rows", "tokens", "capacity", "heads", "kv_heads", "size", "turned", "window",
+    "spans",
 )  # fmt: skip
 _FLOATS = ("scaling", "softcap", "rope_scaling", "epsilon")
 
@@ -60,7 +60,7 @@ def why_not(shape: AttentionShape, dtype: torch.dtype, device: Device) -> str | 
 
 def decode_attention_(
     qkv: Tensor, positions: Tensor, slot: Tensor, mask: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape,
-    following: Tensor | None = None, hears: Told | None = None, tells: Told | None = None,
+    following: Tensor | None = None, hears: Told | None = None,
 ) -> Tensor:  # fmt: skip
     """As the operation; qkv, positions, mask and the cache contiguous. Raises KernelError where it is refused."""
     rows, tokens = positions.shape
@@ -80,16 +80,16 @@ def decode_attention_(
             shape,
             begin,
             following,
-            *((None, None) if rows > ROWS else (hears, tells)),
+            None if rows > ROWS else hears,
         )
     return y
 
 
 def _launch(
     qkv: Tensor, y: Tensor, positions: Tensor, slot: Tensor, mask: Tensor, keys: Tensor, values: Tensor,
-    shape: AttentionShape, begin: int, following: Tensor | None, hears: Told | None, tells: Told | None,
+    shape: AttentionShape, begin: int, following: Tensor | None, hears: Told | None,
 ) -> None:  # fmt: skip
-    args, _kept = arguments(qkv, y, positions, slot, mask, keys, values, shape, begin, following, hears, tells)
+    args, _kept = arguments(qkv, y, positions, slot, mask, keys, values, shape, begin, following, hears)
     with torch.cuda.device(qkv.device):
         stream = torch.cuda.current_stream().cuda_stream
         entry = _entry(probe(qkv.device))
@@ -99,7 +99,6 @@ def _launch(
 def arguments(
     qkv: Tensor, y: Tensor, positions: Tensor, slot: Tensor, mask: Tensor, keys: Tensor, values: Tensor,
     shape: AttentionShape, begin: int, following: Tensor | None, hears: Told | None = None,
-    tells: Told | None = None,
 ) -> tuple[AttentionArgs, Tensor]:  # fmt: skip
     """What a launch takes, and memory of its own that must last as long."""
     (rows, tokens), capacity = positions.shape, keys.shape[2]
@@ -119,7 +118,7 @@ def arguments(
         turned=shape.turned, window=shape.window, spans=spans, rope_scaling=shape.rope_scaling, epsilon=shape.eps,
         scaling=shape.scaling * LOG2_E * (2 / shape.softcap if cap else 1), softcap=shape.softcap * LOG2_E,
         plus_one=int(shape.plus_one), dependent=0 if binding.settled() else -1,
-        **binding.told_arguments(hears, "hears"), **binding.told_arguments(tells, "tells"),
+        **binding.told_arguments(hears, "hears"),
     )  # fmt: skip
     return args, sums
 

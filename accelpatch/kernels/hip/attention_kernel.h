@@ -228,18 +228,10 @@ template <class T, int WIDE, int RING> __global__ void __launch_bounds__(THREADS
             __syncthreads();
             const int own = all.slot + adder.token - begin;
             const bool here = own >= 0 && own < SPAN;
-            if (q < queries) {
-                adder.add(states + q * QUERY_STRIDE<WIDE>, tops + q * TOPS, s.span + i, here ? stager.value(adder.token) : nullptr, own / TILE & (WAVES - 1));
-                wave_sync();
-                if (plan.told && s.single() && lane_id() == 0) tell(a.tells, plan.told);
-            }
+            if (q < queries) adder.add(states + q * QUERY_STRIDE<WIDE>, tops + q * TOPS, s.span + i, here ? stager.value(adder.token) : nullptr, own / TILE & (WAVES - 1));
             if (plan.buffers == 1) __syncthreads();
         }
-        if (!s.single() && last_of(a, s, reinterpret_cast<int*>(shared + plan.tops_at))) {
-            add_spans<T, WIDE>(a, s, plan.group, queries);
-            __syncthreads();
-            if (plan.told && threadIdx.x == 0) tell(a.tells, plan.told * queries);
-        }
+        if (!s.single() && last_of(a, s, reinterpret_cast<int*>(shared + plan.tops_at))) add_spans<T, WIDE>(a, s, plan.group, queries);
         if (!share.next(s, a, plan, all)) return;
         __syncthreads();  // what lies staged has been read, and last_of's word
     }

@@ -11,7 +11,6 @@ int check(const AttentionArgs& a) {
     const void* const aligned[] = {a.qkv, a.keys, a.values, a.y, a.sums};
     for (const void* p : aligned)
         if (!p || !multiple_of_16(p)) return STATUS_POINTER;
-    if (a.tells && a.tell_columns != a.heads * a.size) return STATUS_SIZE;
     if (!multiple_of_16(a.following)) return STATUS_POINTER;
     return a.positions && a.slot && a.mask && (a.inv_freq || !a.turned) && a.finished ? STATUS_OK : STATUS_POINTER;
 }
@@ -20,7 +19,7 @@ template <int WIDE> AttentionPlan lay_out(const AttentionArgs& a, int64_t ring, 
     AttentionPlan p = {};
     SharedLayout layout;
     const int64_t all = a.tokens * (a.heads / a.kv_heads), row = WIDE * 2 + 16;
-    p.group = int32_t(a.heads / a.kv_heads), p.told = a.tells ? int32_t(a.size / (a.rows * a.tokens)) : 0;
+    p.group = int32_t(a.heads / a.kv_heads);
     p.tiles = int32_t((all + QUERIES - 1) / QUERIES), p.queries = int32_t(all < QUERIES ? all : QUERIES), p.buffers = buffers;
     p.starts_at = layout.take(a.rows * 4);
     p.angles_at = layout.take(a.tokens * a.turned * 4);
@@ -64,7 +63,6 @@ extern "C" int accelpatch_decode_attention(const AttentionArgs* args, int dtype,
     if (const int bad = check(*args)) return bad;
     AttentionArgs a = *args;
     const auto s = static_cast<GpuStream>(stream);
-    if (a.tokens * a.rows > NARROW_TOKENS || !device_limits().dependent_launch) a.tells = nullptr;
     if (a.hears && (a.tokens > 1 || a.rows > NARROW_TOKENS || !device_limits().dependent_launch)) {
         // Two tokens of a row, of which one sees the other: told of, but not heard.
         if (a.tokens * a.rows <= NARROW_TOKENS && device_limits().dependent_launch) clear(a.hears, s);

@@ -21,7 +21,7 @@ struct GemvArgs {
     // Two numbers, zero before and after, or null: of y's first tell_columns those that are finished are counted in `tells`; the
     // next kernel has it as `hears`, and does not wait for the rest before it begins with them. Both or neither.
     int32_t *tells, *hears;
-    int64_t tell_columns, hear_columns;  // of y, whole tiles; of x, whole phases or all
+    int64_t tell_columns, hear_columns;  // of y, whole tiles; of x
     int64_t m, n, k;
     int64_t x_stride, residual_stride, y_stride;
     float epsilon;

@@ -10,7 +10,7 @@ inline int check(const GemvArgs& a) {
     if (a.activation == ACT_SILU_GATE && a.n % 2) return STATUS_SIZE;
     if (a.m && (!a.w || !a.x || !a.y)) return STATUS_POINTER;
     if (a.tells && (a.tell_columns < 1 || a.tell_columns > (a.activation == ACT_SILU_GATE ? a.n / 2 : a.n) || a.tell_columns % tile_columns(a))) return STATUS_SIZE;
-    if (a.hears && (a.hear_columns < 1 || a.hear_columns > a.k || (a.hear_columns < a.k && a.hear_columns % PHASE_VALUES))) return STATUS_SIZE;
+    if (a.hears && (a.hear_columns < 1 || a.hear_columns >= a.k || a.hear_columns % PHASE_VALUES)) return STATUS_SIZE;
     return STATUS_OK;
 }
 
@@ -133,7 +133,7 @@ template <class F, class T> int launch(const GemvArgs& a, GpuStream stream) {
     }
     if (!depth) return STATUS_MEMORY;
     if (a.tells) plan.told = int32_t(a.tell_columns / tile_columns(a));
-    if (a.hears && !cleared && !a.norm && plan.resident == plan.phases) plan.early = a.hear_columns == a.k ? plan.phases : int32_t(a.hear_columns / PHASE_VALUES);
+    if (a.hears && !cleared && !a.norm && plan.resident == plan.phases) plan.early = int32_t(a.hear_columns / PHASE_VALUES);
     else if (a.hears && !cleared) clear(a.hears, stream);
     auto kernel = kernel_of<F, T, false>(depth);
     if constexpr (F::INTEGER && NARROW_TOKENS > 0) {

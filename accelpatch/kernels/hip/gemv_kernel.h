@@ -128,7 +128,6 @@ template <class F, class T, bool NARROW, int DEPTH> __global__ void __launch_bou
             if (F::GROUPS && a.scale_is_bf16) sweep<true>(stream, total, place, from, end, begin);
             else sweep<false>(stream, total, place, from, end, begin);
         }
-        if (round == 0 && plan.early == plan.phases) all_heard();  // before anything is written that the kernel before may still read
         total.finish();
         // [token][wave][PARTIAL_STRIDE]
         const int buffer = round & (plan.partial_buffers - 1);

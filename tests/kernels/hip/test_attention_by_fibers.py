@@ -58,9 +58,8 @@ def _op(library: ctypes.CDLL) -> Callable[..., Tensor]:
         y = torch.full((*qkv.shape[:-1], shape.heads * shape.size), float("nan"), dtype=qkv.dtype)
         columns = (shape.heads + shape.kv_heads) * shape.size
         told = Told(torch.tensor([columns, 0], dtype=torch.int32), columns)
-        tells = Told(torch.zeros(2, dtype=torch.int32), shape.heads * shape.size)
         with binding.settled_weights():
-            given, sums = attention.arguments(qkv, y, positions, slot, mask, keys, values, shape, 0, None, told, tells)
+            given, sums = attention.arguments(qkv, y, positions, slot, mask, keys, values, shape, 0, None, told)
         sums.fill_(float("nan"))
         status = library.accelpatch_decode_attention(
             ctypes.byref(given), binding.DTYPES.index(qkv.dtype), ctypes.c_void_p()
@@ -68,7 +67,6 @@ def _op(library: ctypes.CDLL) -> Callable[..., Tensor]:
         assert status == 0
         counted = library.overlaps and positions.numel() <= 2  # of more tokens nothing is told
         assert told.number.tolist() == [0 if counted else columns, 0]
-        assert tells.number.tolist() == [tells.columns if counted else 0, 0]
         return y
 
     return decode_attention_
