@@ -38,6 +38,14 @@ OWN = "of_accelpatch"  # marks hooks of this package, which change nothing that 
 _GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
 
 
+def _counts_writes(tensor: Tensor) -> bool:
+    """Not those of inference mode, nor a tensor whose data are one's of it, which does not say so."""
+    try:
+        return tensor._version >= 0
+    except RuntimeError:
+        return False
+
+
 class Watch:
     """Notices what would make a native step differ from the modules: a hook, another child, another weight.
 
@@ -59,8 +67,7 @@ class Watch:
         self._tensors = [value for value in self._held if isinstance(value, Tensor)]
         self._pointers = list(map(Tensor.data_ptr, self._tensors))
         own = written_by_forward(modules)
-        # tensors of inference mode do not count their writes
-        self._written = [tensor for tensor in self._tensors if not tensor.is_inference() and id(tensor) not in own]
+        self._written = [tensor for tensor in self._tensors if _counts_writes(tensor) and id(tensor) not in own]
         self._versions = list(map(_version, self._written))
         self._packed = list(packed_modules(model))
         self._packs = [module.pack for module in self._packed]

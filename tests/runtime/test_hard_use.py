@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 from transformers.generation.streamers import BaseStreamer
 
+import accelpatch
 from accelpatch.device import probe
 from accelpatch.errors import KernelError
 from accelpatch.kernels import build
-from tests.families.tiny import full_batch
+from tests.families.tiny import CAUSAL, full_batch
 from tests.runtime.test_native_step import by_modules, decode, native_steps, patched
 
 reason = build.why_not("cpu", probe("cpu"))
@@ -105,6 +106,21 @@ def test_a_cache_of_inference_mode_goes_on_outside_of_it() -> None:
     model.model.layers[1].register_forward_hook(lambda *given: None)
     with torch.no_grad():
         assert model(input_ids=torch.full((3, 1), 5), past_key_values=cache).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_model_patched_in_inference_mode_goes_on_outside_of_it(again: bool) -> None:
+    """again: after its data have been replaced by those of a tensor of that mode, as a loader does."""
+    batch = full_batch()
+    expected = patched("llama").generate(**batch, **GREEDY)
+    model = CAUSAL["llama"].make()
+    with torch.inference_mode():
+        accelpatch.patch(model, "int8", verify=False)
+        copies = [parameter.clone() for parameter in model.parameters()]
+    if again:
+        for parameter, one in zip(model.parameters(), copies, strict=True):
+            parameter.data = one
+    assert torch.equal(model.generate(**batch, **GREEDY), expected)
 
 
 @torch.no_grad()
