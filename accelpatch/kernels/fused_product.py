@@ -124,11 +124,7 @@ class Product:
         if not isinstance(self.w, Tiles):
             form = None if self.scale is None else 0
             return Weight("gemv" if form is None else "gemv_int8", self.n, self.k, self.w, form, self.scale)
-        w, scale, offset, _, k, group, kind, _ = self.w
-        form = int4_tiles.WHOLE_ROW if group == k else group
-        return Weight(
-            "gemv_int4", self.w.rows, k, w, form, scale, offset, kind, int4_tiles.places(k, group)["group_shift"]
-        )
+        return tiled_int4_linear.weight_of(self.w)
 
     def _by_operations(self, x: Tensor, norm: Norm | None, gate: str | None, residual: Tensor | None) -> Tensor:
         if norm is not None:

@@ -23,8 +23,8 @@ from accelpatch.kernels.int4_tiles import Tiles
 from accelpatch.kernels.triton import launch
 
 OP = "tiled_int4_linear"
-#: NVIDIA's architectures whose blocks form clusters, or else too few would share a narrow weight, and have the memory
-MANY = range(90, 120)
+#: NVIDIA's architectures with clusters, without which a narrow weight has too few blocks, and enough shared memory
+CLUSTERED = range(90, 120)
 
 
 def tiles_for(weight: tuple[Tensor, Tensor, Tensor | None], dtype: torch.dtype, device: torch.device) -> Tiles | None:
@@ -107,13 +107,17 @@ def by_hip(x: Tensor, *args: Any) -> Tensor:
 
 def launched(x: Tensor, tiles: Tiles, bias: Tensor | None, function: str, activation: str = "none") -> Tensor:
     """One call of a function of the device library, bias and result in the order of the tiles' rows."""
+    return binding.launch(weight_of(tiles, function), x, bias=bias, activation=activation)
+
+
+def weight_of(tiles: Tiles, function: str = "gemv_int4") -> Weight:
+    """What a launch of that function reads."""
     form = int4_tiles.WHOLE_ROW if tiles.group == tiles.k else tiles.group
     shift = int4_tiles.places(tiles.k, tiles.group)["group_shift"]
     held = (tiles.w.contiguous(), form, tiles.scale.contiguous())
     beside = None if tiles.offset is None else tiles.offset.contiguous()
     settled = held[0] is tiles.w and held[2] is tiles.scale and beside is tiles.offset
-    weight = Weight(function, tiles.rows, tiles.k, *held, beside, tiles.kind, shift, settled)
-    return binding.launch(weight, x, bias=bias, activation=activation)
+    return Weight(function, tiles.rows, tiles.k, *held, beside, tiles.kind, shift, settled)
 
 
 def gated_many(x: Tensor, tiles: Tiles, bias: Tensor | None) -> Tensor:
@@ -128,7 +132,7 @@ def takes_many(x: Tensor, tiles: Tiles) -> bool:
         return False
     rows = x.reshape(m, tiles.k)
     aligned = tiles.k % 8 == 0 and (rows.stride(1) != 1 or (rows.data_ptr() % 16 == 0 and rows.stride(0) % 8 == 0))
-    return int(device.arch.removeprefix("sm_").rstrip("a")) in MANY and aligned and tiles.group >= TILE_VALUES
+    return int(device.arch.removeprefix("sm_").rstrip("a")) in CLUSTERED and aligned and tiles.group >= TILE_VALUES
 
 
 def in_tiles(bias: Tensor | None, tiles: Tiles) -> Tensor | None:
