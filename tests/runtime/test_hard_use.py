@@ -108,18 +108,28 @@ def test_a_cache_of_inference_mode_goes_on_outside_of_it() -> None:
         assert model(input_ids=torch.full((3, 1), 5), past_key_values=cache).logits.isfinite().all()
 
 
-@pytest.mark.parametrize("again", [False, True])
-def test_a_model_patched_in_inference_mode_goes_on_outside_of_it(again: bool) -> None:
-    """again: after its data have been replaced by those of a tensor of that mode, as a loader does."""
+class Uncounted(Tensor):
+    """As tensors of inference mode, but it does not say so."""
+
+    @property
+    def _version(self) -> int:
+        raise RuntimeError("Inference tensors do not track version counter.")
+
+
+def test_a_tensor_that_counts_no_writes_stops_no_step() -> None:
+    model = CAUSAL["llama"].make()
+    model.register_buffer("odd", torch.zeros(2).as_subclass(Uncounted), persistent=False)
+    accelpatch.patch(model, "int8", verify=False)
+    assert torch.equal(model.generate(**full_batch(), **GREEDY), patched("llama").generate(**full_batch(), **GREEDY))
+    assert native_steps(model)
+
+
+def test_a_model_patched_in_inference_mode_goes_on_outside_of_it() -> None:
     batch = full_batch()
     expected = patched("llama").generate(**batch, **GREEDY)
     model = CAUSAL["llama"].make()
     with torch.inference_mode():
         accelpatch.patch(model, "int8", verify=False)
-        copies = [parameter.clone() for parameter in model.parameters()]
-    if again:
-        for parameter, one in zip(model.parameters(), copies, strict=True):
-            parameter.data = one
     assert torch.equal(model.generate(**batch, **GREEDY), expected)
 
 
