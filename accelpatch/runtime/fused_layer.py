@@ -9,7 +9,7 @@ modules would compute: anything else is a reason (`Unfit`), and the captured ste
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from accelpatch.modules.rotary import FusedRotaryEmbedding
 from accelpatch.runtime.adapters import Adapted, active, base_of, with_adapters
 from accelpatch.runtime.fused_weights import Unfit, gated_product, one_product, product
 from accelpatch.runtime.native_weights import window
-from accelpatch.runtime.telling import telling_attention, telling_down
+from accelpatch.runtime.telling import silent, telling_attention, telling_down
 
 FUSED = "fused layers"
 # transformers' attention classes whose arithmetic is that of decode_attention
@@ -100,6 +100,8 @@ class FusedModel:
         """Logits [B T, V] after tokens[B] or [B, T], cached from `slot` on; positions[B, T], mask as the cache's."""
         x, pending = self.embedding(tokens.reshape(-1)), None
         for layer, held in zip(self.layers, cache.layers, strict=True):
+            if positions.shape[1] > 1:
+                layer = replace(layer, qkv=silent(layer.qkv))  # attention waits for all of them
 
             def attend(qkv: Tensor, layer: FusedLayer = layer, held: Any = held) -> Tensor:
                 cached = (held.keys, held.values)

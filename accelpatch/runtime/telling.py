@@ -30,6 +30,11 @@ def telling_attention(qkv: Product | Adapted, shape: AttentionShape, dtype: torc
     return replace(qkv, tells=_told(qkv, columns))
 
 
+def silent(product: Product | Adapted) -> Product | Adapted:
+    """The same product, telling nobody."""
+    return replace(product, tells=None) if isinstance(product, Product) else product
+
+
 def telling_down(
     gate_up: Product | Adapted, down: Product | Adapted, activation: str
 ) -> tuple[Product | Adapted, Product | Adapted]:

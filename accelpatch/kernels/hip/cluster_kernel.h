@@ -10,7 +10,7 @@
 #include "gemv_kernel.h"
 
 constexpr int LETTER_BYTES = WAVE * 16;
-constexpr int BOXES = WAVES + 2;  // one a wave, two for norms
+constexpr int BOXES = WAVES + 1;  // one a wave, one for norms
 
 // What a lane needs to finish its four sums: rows r and r + 8 of two tokens each; as bits, which nothing waits for yet.
 template <class F, class T> struct ClusterOutput {
@@ -46,10 +46,7 @@ template <class F, class T> struct ClusterOutput {
         for (int i = 0; i < 4; ++i) v[i] = sum[i] * scale[i / 2] + T::up(bias[i / 2]);
         if (a.activation == ACT_SILU_GATE) {
 #pragma unroll
-            for (int i = 0; i < 2; ++i) v[i] = activate(v[i], ACT_SILU_GATE) * v[i + 2];
-        } else if (a.activation != ACT_NONE) {
-#pragma unroll
-            for (float& one : v) one = activate(one, a.activation);
+            for (int i = 0; i < 2; ++i) v[i] = silu(v[i]) * v[i + 2];
         }
 #pragma unroll
         for (int i = 0; i < 4; ++i)
@@ -58,18 +55,31 @@ template <class F, class T> struct ClusterOutput {
 };
 
 // As sweep(); activations of the wave's turns lie `hop` steps apart, from `at` on.
-template <bool BF16_SCALES, class F, int DEPTH, class SUMS>
-DEVICE void sweep_part(Stream<F, DEPTH>& stream, SUMS& total, const typename SUMS::Place& place, int from, int end, int at, int hop) {
+template <bool BF16_SCALES, class FLOW, class SUMS>
+DEVICE void sweep_part(FLOW& stream, SUMS& total, const typename SUMS::Place& place, int from, int end, int at, int hop) {
 #pragma unroll 1
     for (int step = from; step < end; step += stream.stride, at += hop) {
-        Slot<F> now[PAIR<F>];
+        typename FLOW::Turn now;
         stream.take(now);
         total.template turn<BF16_SCALES>(now, place, at);
     }
 }
 
+// A lane's sums of one tile, which lie in shared memory while the other of two tiles goes through a phase.
+template <class SUMS> DEVICE void swap_parked(SUMS& sums, char* place) {
+    static_assert(sizeof(SUMS) % 16 == 0, "whole words of four");
+#pragma unroll
+    for (int i = 0; i < int(sizeof(SUMS) / 16); ++i) {
+        float* mine = reinterpret_cast<float*>(&sums) + 4 * i;
+        float* there = reinterpret_cast<float*>(place + i * LETTER_BYTES);
+        float v[4];
+        load_floats<4>(v, there);
+        for (int j = 0; j < 4; ++j) there[j] = mine[j], mine[j] = v[j];
+    }
+}
+
 // Sums that are not numbers, because a block saw a value that is not finite (or because the weights are none), made anew.
-template <class F, class STAGER> DEVICE void mend(const GemvArgs& a, const GemvPlan& plan, const STAGER& stager, int tile, float* sum, float* scratch) {
+template <class F, class NORMS> DEVICE void mend(const GemvArgs& a, const GemvPlan& plan, const NORMS& norms, int tile, float* sum, float* scratch) {
     bool bad = false;
 #pragma unroll
     for (int i = 0; i < 4; ++i) bad = bad || (sum[i] != sum[i] && Cells<false>::token(i) < int(a.m));
@@ -79,7 +89,7 @@ template <class F, class STAGER> DEVICE void mend(const GemvArgs& a, const GemvP
 #pragma unroll 1
     for (int i = 0; i < 4; ++i)
         if (const float v = scratch[i]; v != v && Cells<false>::token(i) < int(a.m))
-            scratch[i] = unbounded_sum<F>(a, plan, stager, tile, Cells<false>::row(i), Cells<false>::token(i), v);
+            scratch[i] = unbounded_sum<F>(a, plan, norms, tile, Cells<false>::row(i), Cells<false>::token(i), v);
 #pragma unroll
     for (int i = 0; i < 4; ++i) sum[i] = scratch[i];
 }
@@ -88,68 +98,86 @@ template <class F, class T> __global__ void __launch_bounds__(THREADS, BLOCKS_RE
     if constexpr (CLUSTERS_HERE) {
         using Sums = SumsFor<F, T, false>;
         using Stager = ClusterStager<F, T>;
-        using Flow = Stream<F, CLUSTER_DEPTH<F>>;
+        using Flow = Stream<F, CLUSTER_DEPTH<F>, true>;
         extern __shared__ __align__(128) char shared[];
         // WK waves share a tile, WB of them in this block.
         const int WK = 1 << plan.waves_shift, WB = WK / CLUSTER, rank = cluster_rank();
         const int wave = threadIdx.x / WAVE, wb = wave & (WB - 1), wk = rank * WB + wb, wn = wave / WB;
-        const int clusters = int(gridDim.x / CLUSTER), cluster = int(blockIdx.x / CLUSTER);
-        int tile = wn * clusters + cluster;
+        const int clusters = int(gridDim.x / CLUSTER), cluster = int(blockIdx.x / CLUSTER), round_tiles = WAVES / WB * clusters;
         grid_release();
         Mailbox* boxes = reinterpret_cast<Mailbox*>(shared + plan.boxes_at);
         if (threadIdx.x < BOXES) open_mailbox(boxes[threadIdx.x]);
         cluster_arrive();
-        Flow stream(a, plan, wk, tile, shared + plan.ring_at + wave * CLUSTER_DEPTH<F> * Flow::TURN_BYTES + lane_id() * 16);
+        Flow stream(a, plan, wk, wn * clusters + cluster, shared + plan.ring_at + wave * CLUSTER_DEPTH<F> * Flow::TURN_BYTES + lane_id() * 16);
         const Part<F> part(plan, rank, boxes + WAVES);
         Stager stager(a, plan, shared, part);
         cluster_wait();
-        grid_wait();
+        if (!plan.early) {
+            grid_wait();
+        } else {
+            if (threadIdx.x == 0) hear(a.hears, int(a.hear_columns));
+            __syncthreads();
+        }
+        const auto all_heard = [&]() ALWAYS_INLINE {
+            grid_wait();
+            if (threadIdx.x == 0 && last_call(a.hears + 1, int(gridDim.x))) a.hears[0] = 0;
+        };
         const typename Sums::Place place(a, plan, shared);
         char* letters = shared + plan.partial_at + lane_id() * 16;
-        bool staged = false;
-        int turn = 0;
+        char* parked = shared + plan.parked_at + wave * int(sizeof(Sums)) * WAVE + lane_id() * 16;
+        int staged = 0;  // phases so far
+        Sums total;
 #pragma unroll 1
-        for (int round = 0; tile - wn * clusters < plan.tiles; ++round, tile += WAVES / WB * clusters) {
-            const bool there = tile < plan.tiles;
-            const int adder = (wn + round) & (WK - 1);
-            Sums total;
-            total.zero();
+        for (int first_round = 0; first_round * round_tiles + cluster < plan.tiles; first_round += plan.together) {
             for (int begin = 0; begin < plan.part_steps; begin += plan.phase_steps) {
+                const int phase_end = min(plan.part_steps, begin + plan.phase_steps);
                 if (!staged || plan.phases > 1) {
-                    stager.range(begin, min(plan.phase_steps, plan.part_steps - begin), staged, [&]() ALWAYS_INLINE { return staged ? 0 : stream.fill(); });
-                    staged = true;
+                    if (staged && staged == plan.early) all_heard();
+                    stager.range(begin, phase_end - begin, staged, [&]() ALWAYS_INLINE { return staged ? 0 : stream.fill(); });
+                    ++staged;
                 }
-                if (!there) continue;
-                const int from = begin * CLUSTER + stream.first, end = min(plan.steps, (begin + plan.phase_steps) * CLUSTER);
-                if (F::GROUPS && a.scale_is_bf16) sweep_part<true>(stream, total, place, from, end, wb * PAIR<F>, WB * PAIR<F>);
-                else sweep_part<false>(stream, total, place, from, end, wb * PAIR<F>, WB * PAIR<F>);
-            }
-            if (!there) continue;
-            total.finish();
-            if constexpr (Stager::BOUNDED)
+#pragma unroll 1
+                for (int round = first_round; round < first_round + plan.together; ++round) {
+                    const int tile = round * round_tiles + wn * clusters + cluster;
+                    if (tile >= plan.tiles) continue;
+                    if (plan.together > 1 && tile + (first_round + 1 - round) * round_tiles < plan.tiles) swap_parked(total, parked);  // of two tiles
+                    if (begin == 0) total.zero();
+                    const int from = begin * CLUSTER + stream.first, end = min(plan.steps, phase_end * CLUSTER);
+                    if (F::GROUPS && a.scale_is_bf16) sweep_part<true>(stream, total, place, from, end, wb * PAIR<F>, WB * PAIR<F>);
+                    else sweep_part<false>(stream, total, place, from, end, wb * PAIR<F>, WB * PAIR<F>);
+                    if (phase_end < plan.part_steps) continue;
+                    total.finish();
+                    if constexpr (Stager::BOUNDED)
 #pragma unroll
-                for (int i = 0; i < 4; ++i)
-                    if (stager.unbounded(Cells<false>::token(i))) total.sum[i] = NAN;
-            if (wk != adder) {
-                const int to = wn * WB + adder % WB, letter = wk < adder ? wk : wk - 1;
-                send16(letters + (to * (WK - 1) + letter) * LETTER_BYTES, boxes[to], adder / WB, total.sum);
-                continue;
-            }
-            ClusterOutput<F, T> output(a, tile);  // comes while the wave waits
-            char* mine = letters + wave * (WK - 1) * LETTER_BYTES;
-            receive(boxes[wave], lane_id() == 0, (WK - 1) * LETTER_BYTES, turn);
-            turn ^= 1;
-            float sum[4] = {0.f, 0.f, 0.f, 0.f};
+                        for (int i = 0; i < 4; ++i)
+                            if (stager.unbounded(Cells<false>::token(i))) total.sum[i] = NAN;
+                    const int adder = (wn + round) & (WK - 1);
+                    if (wk != adder) {
+                        const int to = wn * WB + adder % WB, letter = wk < adder ? wk : wk - 1;
+                        send16(letters + (to * (WK - 1) + letter) * LETTER_BYTES, boxes[to], adder / WB, total.sum);
+                        continue;
+                    }
+                    ClusterOutput<F, T> output(a, tile);  // comes while the wave waits
+                    char* mine = letters + wave * (WK - 1) * LETTER_BYTES;
+                    const int added = round >> plan.waves_shift;  // tiles, by this wave
+                    receive(boxes[wave], lane_id() == 0, (WK - 1) * LETTER_BYTES, added & 1);
+                    float sum[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
-            for (int w = 0; w < WAVES; ++w) {
-                if (w >= WK) break;
-                float v[4];
-                if (w == wk) for (int i = 0; i < 4; ++i) v[i] = total.sum[i];
-                else load_floats<4>(v, reinterpret_cast<const float*>(mine + (w < wk ? w : w - 1) * LETTER_BYTES));
-                for (int i = 0; i < 4; ++i) sum[i] += v[i];
+                    for (int w = 0; w < WAVES; ++w) {
+                        if (w >= WK) break;
+                        float v[4];
+                        if (w == wk) for (int i = 0; i < 4; ++i) v[i] = total.sum[i];
+                        else load_floats<4>(v, reinterpret_cast<const float*>(mine + (w < wk ? w : w - 1) * LETTER_BYTES));
+                        for (int i = 0; i < 4; ++i) sum[i] += v[i];
+                    }
+                    if constexpr (Stager::BOUNDED) mend<F>(a, plan, stager, tile, sum, reinterpret_cast<float*>(mine));
+                    output.store(a, sum);
+                    if (tile >= plan.told || tile + WK * round_tiles < plan.told) continue;  // or it adds up another one first
+                    wave_sync();
+                    if (lane_id() == 0) tell(a.tells, (added + 1) * (a.activation == ACT_SILU_GATE ? 8 : 16));
+                }
             }
-            if constexpr (Stager::BOUNDED) mend<F>(a, plan, stager, tile, sum, reinterpret_cast<float*>(mine));
-            output.store(a, sum);
         }
+        if (plan.early && !staged) all_heard();  // no tile
     }
 }

@@ -11,33 +11,28 @@ template <class F> struct Part {
     static constexpr int LAP = THREADS / CLUSTER;  // units that a block stages of 256 neighbouring ones
     int run, rank;   // neighbouring units
     int mine, token; // a thread's first
-    Mailbox* boxes;  // for sums, and for sums of squares
-    DEVICE Part(const GemvPlan& plan, int rank, Mailbox* boxes)
-        : run((TURN << plan.waves_shift) / CLUSTER), rank(rank), mine(threadIdx.x % LAP), token(threadIdx.x / LAP), boxes(boxes) {}
+    Mailbox* box;    // for sums of squares
+    DEVICE Part(const GemvPlan& plan, int rank, Mailbox* box)
+        : run((TURN << plan.waves_shift) / CLUSTER), rank(rank), mine(threadIdx.x % LAP), token(threadIdx.x / LAP), box(box) {}
     // Where in K one of the block's units lies, in units.
     DEVICE int whole(int unit) const { return unit + (unit & -run) * (CLUSTER - 1) + rank * run; }
-    // A thread's share of a token's sum (or, which = 1, sum of squares), to every block.
-    DEVICE void leave(float* moments, int of_token, float share, int which) const {
+    // A thread's share of a token's sum of squares, to every block.
+    DEVICE void leave(float* moments, int of_token, float share) const {
         const float sum = run_sum(share, 8);
-        if (threadIdx.x % 8 < CLUSTER) send4(moments + of_token * (THREADS / 8) + whole(mine) / 8, boxes[which], threadIdx.x % 8, sum);
+        if (threadIdx.x % 8 < CLUSTER) send4(moments + of_token * (THREADS / 8) + whole(mine) / 8, *box, threadIdx.x % 8, sum);
     }
     // Waits for the shares of all.
-    DEVICE void collect(int tokens, int which) const { receive(boxes[which], threadIdx.x == 0, tokens * (THREADS / 8) * 4, 0); }
+    DEVICE void collect(int tokens) const { receive(*box, threadIdx.x == 0, tokens * (THREADS / 8) * 4, 0); }
 };
 
-template <class F, class T> struct ClusterFloats : Norms<T, true> {
-    using Base = Norms<T, true>;
+template <class F, class T> struct ClusterFloats : Norms<T, true, true> {
+    using Base = Norms<T, true, true>;
     using Base::a, Base::plan, Base::row;
-    using Gain = typename Base::Gain;
     static constexpr bool BOUNDED = false;
     const Part<F> part;
     char* shared;
-    Gain first[2];
 
-    DEVICE ClusterFloats(const GemvArgs& a, const GemvPlan& plan, char* shared, const Part<F>& part) : Base(a, plan, shared), part(part), shared(shared) {
-        if (a.norm != NORM_NONE)
-            for (int i = 0; i < 2; ++i) first[i] = Base::gain(part.whole(part.mine + i * part.LAP) * 8);
-    }
+    DEVICE ClusterFloats(const GemvArgs& a, const GemvPlan& plan, char* shared, const Part<F>& part) : Base(a, plan, shared), part(part), shared(shared) {}
     // Stages so many steps of the block's, from step `from`; every thread calls it. Under a norm all of them at once. `again`:
     // over others, which waves may still read. `rest`: as of FloatStager::range.
     template <class REST> DEVICE void range(int from, int steps, bool again, const REST& rest) {
@@ -57,47 +52,44 @@ private:
 #pragma unroll 2
             for (int c = part.mine; c < units; c += part.LAP) {
                 const int at = part.whole(from + c) * 8, left = int(a.k) - at;
-                if (plan.x_aligned) copy_activation16(&chunk(token, c), row(token) + at * 2, left > 0);
+                if (Base::aligned()) copy_activation16(&chunk(token, c), row(token) + at * 2, left > 0);
                 else chunk(token, c) = load_part(row(token) + at * 2, left);
             }
         ring_commit();
         copies_done(rest());
     }
     DEVICE void normalise(int units) const {
-        for (int pass = a.norm == NORM_LAYER ? 0 : 1; pass < 2; ++pass) {
+        Words4 first[2];  // come while moments do
+        for (int i = 0; i < 2; ++i) first[i] = Base::weight(part.whole(part.mine + i * part.LAP) * 8);
 #pragma unroll 1
-            for (int token = part.token; token < a.m; token += CLUSTER) {
-                const float mean = pass ? Base::mean(token) : 0.f;
-                float share = 0.f;
-                for (int c = part.mine; c < units; c += part.LAP)
-                    share += pass ? Base::squares_of(chunk(token, c), part.whole(c) * 8, mean) : Base::sum_of(chunk(token, c));
-                part.leave(pass ? Base::squares() : Base::sums, token, share, pass);
-            }
-            part.collect(int(a.m), pass);
+        for (int token = part.token; token < a.m; token += CLUSTER) {
+            float share = 0.f;
+            for (int c = part.mine; c < units; c += part.LAP) share += Base::squares_of(chunk(token, c));
+            part.leave(Base::squares(), token, share);
         }
+        part.collect(int(a.m));
         const int mine = min(lane_id() % 8, int(a.m) - 1);
-        const float my_mean = Base::mean(mine), my_scale = Base::scale(mine);
+        const float my_scale = Base::scale(mine);
 #pragma unroll 1
         for (int lap = 0; lap * part.LAP < units; ++lap) {
             const int c = lap * part.LAP + part.mine, at = part.whole(c) * 8;
-            const Gain g = lap == 0 ? first[0] : lap == 1 ? first[1] : Base::gain(at);
+            const Words4 g = lap == 0 ? first[0] : lap == 1 ? first[1] : Base::weight(at);
 #pragma unroll 2
             for (int token = part.token; token < a.m; token += CLUSTER) {
-                const float mean = from_lane(my_mean, token), scale = from_lane(my_scale, token);
-                if (c < units) chunk(token, c) = Base::apply(chunk(token, c), g, at, mean, scale);
+                const float scale = from_lane(my_scale, token);
+                if (c < units) chunk(token, c) = Base::scaled(chunk(token, c), g, scale);
             }
         }
     }
 };
 
-template <class F, class T> struct ClusterDigits : DigitStager<F, T, false, true> {
-    using Base = DigitStager<F, T, false, true>;
+template <class F, class T> struct ClusterDigits : DigitStager<F, T, false, true, true> {
+    using Base = DigitStager<F, T, false, true, true>;
     using Base::a, Base::plan, Base::row;
-    using Gain = typename Base::Gain;
     static constexpr int AT_ONCE = 4;  // slots under way at once
     const Part<F> part;
 
-    DEVICE ClusterDigits(const GemvArgs& a, const GemvPlan& plan, char* shared, const Part<F>& part) : Base(a, plan, shared, part.whole(part.mine)), part(part) {}
+    DEVICE ClusterDigits(const GemvArgs& a, const GemvPlan& plan, char* shared, const Part<F>& part) : Base(a, plan, shared), part(part) {}
     // As ClusterFloats'.
     template <class REST> DEVICE void range(int from, int steps, bool again, const REST& rest) {
         const int units = steps * (F::KSTEP / 16), laps = (units + part.LAP - 1) / part.LAP;
@@ -125,7 +117,7 @@ private:
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
                     v[j][h] = {0, 0, 0, 0};
-                    if (token < int(a.m)) v[j][h] = load_chunk(row(token), Base::place(part.whole(from + slot), h), int(a.k), plan.x_aligned);
+                    if (token < int(a.m)) v[j][h] = Base::load(token, Base::place(part.whole(from + slot), h));
                 }
                 slot += THREADS;
                 onward(slot, token, units);
@@ -150,11 +142,11 @@ private:
     }
     // Slots as they are, with their moments: a thread's own of every CLUSTERth token.
     template <class REST> DEVICE void fetch(int units, int laps, const REST& rest) const {
-        const int total = laps * ((int(a.m) - part.token + CLUSTER - 1) / CLUSTER), which = a.norm == NORM_LAYER ? 0 : 1;
+        const int total = laps * ((int(a.m) - part.token + CLUSTER - 1) / CLUSTER);
         int token = part.token, lap = 0, to_token = token, to_lap = 0;
         float share = 0.f;
 #pragma unroll 1
-        for (int i = 0; i < total; i += AT_ONCE) {
+        for (int i = 0; i < max(total, 1); i += AT_ONCE) {  // also where no token is this wave's
             Words4 v[AT_ONCE][2];
 #pragma unroll
             for (int j = 0; j < AT_ONCE; ++j) {
@@ -162,7 +154,7 @@ private:
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
                     v[j][h] = {0, 0, 0, 0};
-                    if (i + j < total && slot < units) v[j][h] = load_chunk(row(token), Base::place(part.whole(slot), h), int(a.k), plan.x_aligned);
+                    if (i + j < total && slot < units) v[j][h] = Base::load(token, Base::place(part.whole(slot), h));
                 }
                 if (++lap == laps) lap = 0, token += CLUSTER;
             }
@@ -173,47 +165,34 @@ private:
                 const int slot = to_lap * part.LAP + part.mine;
                 for (int h = 0; h < 2; ++h) {
                     if (slot < units) *reinterpret_cast<Words4*>(Base::slot_at(to_token, slot) + h * 16) = v[j][h];
-                    share += which ? Base::squares_of(v[j][h]) : Base::sum_of(v[j][h]);
+                    share += Base::squares_of(v[j][h]);
                 }
                 if (++to_lap < laps) continue;
-                part.leave(which ? Base::squares() : Base::sums, to_token, share, which);
+                part.leave(Base::squares(), to_token, share);
                 share = 0.f, to_lap = 0, to_token += CLUSTER;
             }
         }
-        if (total == 0) rest();  // no token is this wave's
     }
     DEVICE void normalise(int units, int laps) const {
-        part.collect(int(a.m), a.norm == NORM_LAYER ? 0 : 1);
-        if (a.norm == NORM_LAYER) deviations(units);
+        Words4 first[2];  // come while moments do
+        for (int h = 0; h < 2; ++h) first[h] = Base::weight(Base::place(part.whole(part.mine), h));
+        part.collect(int(a.m));
         const int mine = min(lane_id() % 8, int(a.m) - 1);
-        const float my_mean = Base::mean(mine), my_scale = Base::scale(mine);
+        const float my_scale = Base::scale(mine);
 #pragma unroll 1
         for (int lap = 0; lap < laps; ++lap) {
             const int slot = lap * part.LAP + part.mine, whole = part.whole(slot);
-            Gain g[2] = {Base::first[0], Base::first[1]};
-            if (lap > 0)
-                for (int h = 0; h < 2; ++h) g[h] = Base::gain(Base::place(whole, h));
+            Words4 g[2];
+            for (int h = 0; h < 2; ++h) g[h] = lap ? Base::weight(Base::place(whole, h)) : first[h];
 #pragma unroll 1
             for (int token = part.token; token < a.m; token += CLUSTER) {
-                const float mean = from_lane(my_mean, token), scale = from_lane(my_scale, token);
+                const float scale = from_lane(my_scale, token);
                 Words4 raw[2];
                 const char* own = Base::slot_at(token, min(slot, units - 1));
-                for (int h = 0; h < 2; ++h) raw[h] = Base::apply(*reinterpret_cast<const Words4*>(own + h * 16), g[h], Base::place(whole, h), mean, scale);
+                for (int h = 0; h < 2; ++h) raw[h] = Base::scaled(*reinterpret_cast<const Words4*>(own + h * 16), g[h], scale);
                 Base::convert(token, slot, slot < units, raw);
             }
         }
-    }
-    DEVICE void deviations(int units) const {
-#pragma unroll 1
-        for (int token = part.token; token < a.m; token += CLUSTER) {
-            const float mean = Base::mean(token);
-            float share = 0.f;
-            for (int slot = part.mine; slot < units; slot += part.LAP)
-                for (int h = 0; h < 2; ++h)
-                    share += Base::squares_of(*reinterpret_cast<const Words4*>(Base::slot_at(token, slot) + h * 16), Base::place(part.whole(slot), h), mean);
-            part.leave(Base::squares(), token, share, 1);
-        }
-        part.collect(int(a.m), 1);
     }
 };
 

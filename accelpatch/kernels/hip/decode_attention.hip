@@ -29,11 +29,11 @@ template <int WIDE> AttentionPlan lay_out(const AttentionArgs& a, int64_t ring, 
     return p;
 }
 
-template <class T, int WIDE, int RING> int start(const AttentionArgs& a, const AttentionPlan& plan, const DeviceLimits& limits, GpuStream stream) {
+template <class T, int WIDE, int RING, Kind KIND = ANY> int start(const AttentionArgs& a, const AttentionPlan& plan, const DeviceLimits& limits, GpuStream stream) {
     // Where heads are many, a block's wait for its queries is another block's time to read.
     const int64_t heads = a.rows * a.kv_heads * plan.tiles, resident = WIDE > 128 ? 1 : BLOCKS_RESIDENT;
     const int blocks = limits.processors * int(heads >= 2 * resident * limits.processors ? resident : 1);
-    const int error = launch_kernel(attention_kernel<T, WIDE, RING>, blocks, THREADS, plan.bytes, stream, limits, a.dependent >= 0, a, plan);
+    const int error = launch_kernel(attention_kernel<T, WIDE, RING, KIND>, blocks, THREADS, plan.bytes, stream, limits, a.dependent >= 0, a, plan);
     return error ? STATUS_DEVICE + error : STATUS_OK;
 }
 
@@ -45,6 +45,11 @@ template <class T, int WIDE> int launch(const AttentionArgs& a, GpuStream stream
             const int64_t least = ring(2), wanted = deep ? ATTENTION_DEEP : ATTENTION_SHALLOW;
             const AttentionPlan plan = lay_out<WIDE>(a, (wanted > least ? wanted : least) / (TILE * WIDE * 2) * (TILE * WIDE * 2 + MASK_BYTES), buffers);
             if (plan.bytes > (buffers == 1 && !deep ? limits.shared_block : half_of(limits))) continue;
+            if constexpr (ATTENTION_DEEP > ATTENTION_SHALLOW && WIDE <= 128) {
+                const Kind kind = deep ? kind_of<WIDE>(a) : ANY;
+                if (kind == ONE) return start<T, WIDE, ATTENTION_DEEP, ONE>(a, plan, limits, stream);
+                if (kind == SEVERAL) return start<T, WIDE, ATTENTION_DEEP, SEVERAL>(a, plan, limits, stream);
+            }
             return deep ? start<T, WIDE, ATTENTION_DEEP>(a, plan, limits, stream) : start<T, WIDE, ATTENTION_SHALLOW>(a, plan, limits, stream);
         }
     }
@@ -63,9 +68,9 @@ extern "C" int accelpatch_decode_attention(const AttentionArgs* args, int dtype,
     if (const int bad = check(*args)) return bad;
     AttentionArgs a = *args;
     const auto s = static_cast<GpuStream>(stream);
-    if (a.hears && (a.tokens > 1 || a.rows > NARROW_TOKENS || !device_limits().dependent_launch)) {
+    if (a.hears && (a.tokens > 1 || a.rows > 8 || !device_limits().dependent_launch)) {
         // Two tokens of a row, of which one sees the other: told of, but not heard.
-        if (a.tokens * a.rows <= NARROW_TOKENS && device_limits().dependent_launch) clear(a.hears, s);
+        if (a.tokens * a.rows <= 8 && device_limits().dependent_launch) clear(a.hears, s);
         a.hears = nullptr;
     }
     return dtype ? by_size<F16>(a, s) : by_size<Bf16>(a, s);

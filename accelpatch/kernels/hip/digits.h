@@ -8,44 +8,34 @@
 #pragma once
 #include "norm.h"
 
-template <class F, class T, bool NARROW, bool CLUSTERED = false> struct DigitStager : Norms<T, CLUSTERED> {
-    using Base = Norms<T, CLUSTERED>;
+template <class F, class T, bool NARROW, bool CLUSTERED, bool COMMON> struct DigitStager : Norms<T, CLUSTERED, COMMON> {
+    using Base = Norms<T, CLUSTERED, COMMON>;
     using Base::a, Base::plan, Base::row;
-    using Gain = typename Base::Gain;
     static constexpr int AT_ONCE = NARROW ? 3 : 2;  // slots under way at once
     static constexpr int BLOCK = 8;         // slots that share a power
     static constexpr uint32_t ZERO = 0x4b408080u;  // of a float whose low bytes are the digits plus 128: 1.5 * 2^23 + 0x8080
     static constexpr uint32_t BUMP = 0x10000u;     // what rounds to 2^15 or more takes the next power
     static constexpr int SMALL = 64;               // exponents (biased) below it are lifted by 2^64
     char* shared;
-    Gain first[2];  // the norm's weights of a thread's first slot: constant, and so loaded before the wait
+    Words4 first[2];  // the norm's weights of a thread's first slot: constant, and so loaded before the wait
 
-    DEVICE DigitStager(const GemvArgs& a, const GemvPlan& plan, char* shared, int slot) : Base(a, plan, shared), shared(shared) {
+    DEVICE DigitStager(const GemvArgs& a, const GemvPlan& plan, char* shared) : Base(a, plan, shared), shared(shared) {
         if (threadIdx.x == 0) Base::votes() = 0;
-        if (a.norm != NORM_NONE)
-            for (int h = 0; h < 2; ++h) first[h] = Base::gain(place(slot, h));
+        if (!CLUSTERED && a.norm != NORM_NONE)
+            for (int h = 0; h < 2; ++h) first[h] = Base::weight(place(threadIdx.x, h));
         __syncthreads();
     }
-    DEVICE DigitStager(const GemvArgs& a, const GemvPlan& plan, char* shared) : DigitStager(a, plan, shared, threadIdx.x) {}
     // As FloatStager's.
     template <class REST> DEVICE void range(int from, int steps, int before, const REST& rest) {
         const int slots = (steps + PAIR<F> - 1) / PAIR<F> * PAIR<F> * (F::KSTEP / 16), laps = (slots + THREADS - 1) / THREADS;
         if (a.norm == NORM_NONE) fetch<false>(from * F::KSTEP, slots, laps, before * (F::KSTEP / 16), rest);
-        else if (NARROW && a.norm != NORM_LAYER && laps * int(a.m) == 1) one_slot(slots, rest);
+        else if (NARROW && !Base::layer() && laps * int(a.m) == 1) one_slot(slots, rest);
         else fetch<true>(0, slots, laps, 0, rest), normalise(slots, laps);
         __syncthreads();
     }
     static constexpr bool BOUNDED = true;
     // Whether a token has a value that is not finite: no integer is.
     DEVICE bool unbounded(int token) const { return Base::votes() >> token & 1u; }
-    // The value that the products should have seen.
-    DEVICE float value(int token, int k) const {
-        const int at = k / 8 * 8;
-        Words4 chunk = load_chunk(row(token), at, int(a.k), plan.x_aligned);
-        if (a.norm != NORM_NONE) chunk = Base::apply(chunk, Base::gain(at), at, Base::mean(token), Base::scale(token));
-        const uint32_t pair = word_of(chunk, k % 8 / 2);
-        return k % 2 ? T::up_high(pair) : T::up(pair & 0xffffu);
-    }
 
 protected:
     DEVICE char* slot_at(int token, int slot) const { return shared + token * plan.token_stride + slot * 32; }
@@ -67,7 +57,7 @@ protected:
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
                     v[j][h] = {0, 0, 0, 0};
-                    if (i + j < total && slot < slots) v[j][h] = load_chunk(row(token), from + place(slot, h), int(a.k), plan.x_aligned);
+                    if (i + j < total && slot < slots) v[j][h] = Base::load(token, from + place(slot, h));
                 }
                 if (++lap == laps) lap = 0, ++token;
             }
@@ -88,9 +78,9 @@ protected:
                 if constexpr (NORM) {
                     for (int h = 0; h < 2; ++h) {
                         if (slot < slots) *reinterpret_cast<Words4*>(slot_at(to_token, slot) + h * 16) = v[j][h];
-                        share += a.norm == NORM_LAYER ? Base::sum_of(v[j][h]) : Base::squares_of(v[j][h]);
+                        share += Base::layer() ? Base::sum_of(v[j][h]) : Base::squares_of(v[j][h]);
                     }
-                    if (to_lap == laps - 1) Base::leave(a.norm == NORM_LAYER ? Base::sums : Base::squares(), to_token, share), share = 0.f;
+                    if (to_lap == laps - 1) Base::leave(Base::layer() ? Base::sums : Base::squares(), to_token, share), share = 0.f;
                 } else {
                     convert(to_token, before + slot, slot < slots, v[j], most[j]);
                 }
@@ -104,7 +94,7 @@ protected:
         Words4 v[2] = {{0, 0, 0, 0}, {0, 0, 0, 0}};
 #pragma unroll
         for (int h = 0; h < 2; ++h)
-            if (slot < slots) v[h] = load_chunk(row(0), place(slot, h), int(a.k), plan.x_aligned);
+            if (slot < slots) v[h] = Base::load(0, place(slot, h));
         rest();
         Base::leave(Base::squares(), 0, Base::squares_of(v[0]) + Base::squares_of(v[1]));
         __syncthreads();
@@ -115,15 +105,14 @@ protected:
     }
     DEVICE void normalise(int slots, int laps) const {
         __syncthreads();
-        if (a.norm == NORM_LAYER) deviations(slots);
+        if (Base::layer()) deviations(slots);
         const int mine = min(lane_id() % 8, int(a.m) - 1);
         const float my_mean = Base::mean(mine), my_scale = Base::scale(mine);
 #pragma unroll 1
         for (int lap = 0; lap < laps; ++lap) {
             const int slot = lap * THREADS + threadIdx.x;
-            Gain g[2] = {first[0], first[1]};
-            if (lap > 0)
-                for (int h = 0; h < 2; ++h) g[h] = Base::gain(place(slot, h));
+            Words4 g[2];
+            for (int h = 0; h < 2; ++h) g[h] = lap ? Base::weight(place(slot, h)) : first[h];
 #pragma unroll 1
             for (int token = 0; token < a.m; ++token) {
                 const float mean = from_lane(my_mean, token), scale = from_lane(my_scale, token);

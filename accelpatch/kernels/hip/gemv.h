@@ -39,10 +39,11 @@ struct GemvPlan {
     int32_t told;         // tiles whose columns are told of
     int32_t waves_shift;  // log2 of the waves that share a tile's K
     int32_t part_steps;   // of a block's part of K, in a cluster
+    int32_t together;     // rounds of tiles that go through the phases side by side, in a cluster: 2 where there are phases
     int32_t tile_hop, row_hop;  // from a wave's tile to its next
     int64_t weight_hop, scale_hop;  // in bytes
     int32_t partial_buffers;
     int32_t token_stride;                                          // bytes
-    int32_t powers_at, sums_at, moments_at, partial_at, boxes_at, ring_at, bytes;  // bytes
+    int32_t powers_at, sums_at, moments_at, partial_at, parked_at, boxes_at, ring_at, bytes;  // bytes
     int32_t w_aligned, x_aligned;
 };

@@ -24,6 +24,12 @@ template <class F> int waves_shift(const GemvPlan& p, int blocks) {
     return turns[1] < turns[0] ? 3 : 2;
 }
 
+// What a kernel with a deep ring, or of clusters, takes; for the rest there is the shallow one. Kernels that take turns, a product's
+// and attention's, share the instruction cache: with all that a product may have to do inside, a step of int4 took 4 to 8% longer.
+inline bool common(const GemvArgs& a, const GemvPlan& p) {
+    return p.x_aligned && a.norm != NORM_LAYER && (a.activation == ACT_NONE || a.activation == ACT_SILU_GATE);
+}
+
 // The kernel's forms: up to NARROW_TOKENS tokens, more, and more by clusters.
 enum class Form { NARROW, WIDE, CLUSTER };
 
@@ -41,9 +47,10 @@ template <class F, class T> int64_t lay_out(GemvPlan& p, const GemvArgs& a, Form
     layout.take(p.token_stride * a.m);
     p.powers_at = layout.take(F::INTEGER ? values / 128 * 32 : 0);
     p.sums_at = layout.take(F::OFFSET != OFFSET_NONE ? steps * F::GROUPS * 32 : 0);
-    p.moments_at = layout.take(clustered ? Norms<T, true>::FLOATS * 4 : Norms<T>::FLOATS * 4);
+    p.moments_at = layout.take(clustered ? Norms<T, true, true>::FLOATS * 4 : Norms<T, false, false>::FLOATS * 4);
     p.partial_buffers = int32_t(form == Form::NARROW ? waves : depth >= DEEP ? 2 : 1);  // where memory is short, a second barrier instead
     p.partial_at = layout.take(clustered ? WAVES * (waves - 1) * LETTER_BYTES : p.partial_buffers * a.m * WAVES * PARTIAL_STRIDE * 4);
+    p.parked_at = layout.take(clustered && p.together > 1 ? sizeof(SumsFor<F, T, false>) * WAVES * WAVE : 0);
     p.boxes_at = layout.take(clustered ? BOXES * 8 : 0);
     p.ring_at = layout.take(SHARED_RING ? int64_t(depth) * PAIR<F> * SLOT_BYTES<F> * WAVES : 0);
     return layout.bytes;
@@ -55,7 +62,7 @@ template <class F, class T> int fit(GemvPlan& p, const GemvArgs& a, const Device
             if (!all && (p.phases == 1 || a.norm)) continue;
             p.resident = all ? p.phases : 1;
             for (const int depth : {DEEPEST<F>, DEEP, SHALLOW}) {
-                if (depth != SHALLOW && a.shallow) continue;
+                if (depth > SHALLOW && (a.shallow || !common(a, p))) continue;
                 const int64_t bytes = lay_out<F, T>(p, a, form, depth);
                 p.bytes = int32_t(bytes);
                 if (bytes <= room) return depth;
@@ -72,6 +79,7 @@ template <class F, class T> int fit_part(GemvPlan& p, const GemvArgs& a, const D
         for (int64_t each = turns, phases = 1;; each = (turns + phases - 1) / phases) {
             p.phase_steps = int32_t(each * turn);
             p.phases = int32_t((turns + each - 1) / each);
+            p.together = p.phases > 1 ? 2 : 1;
             const int64_t bytes = lay_out<F, T>(p, a, Form::CLUSTER, CLUSTER_DEPTH<F>);
             p.bytes = int32_t(bytes);
             if (bytes <= room) return CLUSTER_DEPTH<F>;
@@ -112,6 +120,9 @@ template <class F, class T> int launch_as_clusters(const GemvArgs& a, const Devi
     if (!clusters) return STATUS_MEMORY;
     GemvPlan plan = {};
     if (!make_plan<F, T>(plan, a, limits, clusters * CLUSTER, Form::CLUSTER)) return STATUS_MEMORY;
+    if (a.tells) plan.told = int32_t(a.tell_columns / tile_columns(a));
+    if (a.hears && !a.norm) plan.early = int32_t(a.hear_columns / (int64_t(plan.phase_steps) * CLUSTER * F::KSTEP));
+    if (a.hears && !plan.early) clear(a.hears, stream);
     const int error = launch_clusters(gemv_cluster_kernel<F, T>, CLUSTER, clusters * CLUSTER, THREADS, plan.bytes, stream, limits, a.dependent >= 0, a, plan);
     return error ? STATUS_DEVICE + error : STATUS_OK;
 }
@@ -122,19 +133,17 @@ template <class F, class T> int launch(const GemvArgs& a, GpuStream stream) {
     const int blocks = a.blocks > 0 ? a.blocks : limits.processors * BLOCKS_LAUNCHED;
     GemvPlan plan = {};
     const int depth = make_plan<F, T>(plan, a, limits, blocks, narrow ? Form::NARROW : Form::WIDE);
-    bool cleared = false;  // of what nobody will listen to
     if constexpr (CLUSTER > 1) {
         const bool many = a.m > (F::INTEGER ? NARROW_TOKENS : WIDE_TOKENS);
-        if (limits.clusters && (many || !depth || plan.bytes > half_of(limits))) {
-            if (a.hears) clear(a.hears, stream), cleared = true;
+        if (limits.clusters && common(a, plan) && (many || !depth || plan.bytes > half_of(limits))) {
             const int status = launch_as_clusters<F, T>(a, limits, stream);
             if (status != STATUS_MEMORY || many) return status;
         }
     }
     if (!depth) return STATUS_MEMORY;
     if (a.tells) plan.told = int32_t(a.tell_columns / tile_columns(a));
-    if (a.hears && !cleared && !a.norm && plan.resident == plan.phases) plan.early = int32_t(a.hear_columns / PHASE_VALUES);
-    else if (a.hears && !cleared) clear(a.hears, stream);
+    if (a.hears && !a.norm && plan.resident == plan.phases) plan.early = int32_t(a.hear_columns / PHASE_VALUES);
+    if (a.hears && !plan.early) clear(a.hears, stream);  // nobody will listen
     auto kernel = kernel_of<F, T, false>(depth);
     if constexpr (F::INTEGER && NARROW_TOKENS > 0) {
         if (narrow) kernel = kernel_of<F, T, true>(depth);
@@ -147,7 +156,7 @@ template <class F, class T> int launch(const GemvArgs& a, GpuStream stream) {
 template <class F, class T> int launch_all(const GemvArgs& args, GpuStream stream) {
     GemvArgs a = args;
     a.m = args.m < 8 ? args.m : 8;
-    if (args.m > NARROW_TOKENS || !device_limits().dependent_launch) a.tells = a.hears = nullptr;
+    if (args.m > 8 || !device_limits().dependent_launch) a.tells = a.hears = nullptr;
     if (const int bad = check(a)) return bad;
     int64_t most = 8;  // fewer where a norm over a very long K leaves no room: a row's bits stay the same
     for (int64_t done = 0; done < args.m; done += a.m) {
@@ -156,8 +165,10 @@ template <class F, class T> int launch_all(const GemvArgs& args, GpuStream strea
         a.y = static_cast<uint16_t*>(args.y) + done * args.y_stride;
         if (args.residual) a.residual = static_cast<const uint16_t*>(args.residual) + done * args.residual_stride;
         const int bad = launch<F, T>(a, stream);
-        if (bad == STATUS_MEMORY && most > 1) most /= 2, a.m = 0, a.tells = a.hears = nullptr;
-        else if (bad) return bad;
+        if (bad == STATUS_MEMORY && most > 1) {
+            if (a.hears) clear(a.hears, stream);
+            most /= 2, a.m = 0, a.tells = a.hears = nullptr;
+        } else if (bad) return bad;
     }
     return STATUS_OK;
 }

@@ -35,15 +35,17 @@ template <class F, class T> struct Output {
     DEVICE void load_residual(const GemvArgs& a) {
         if (a.residual && column >= 0) residual = bits(a.residual, token * a.residual_stride + column);
     }
-    DEVICE void store(const GemvArgs& a, float first, float second) const {
-        float v = activate(first * scale[0] + T::up(bias[0]), a.activation);
-        if (a.activation == ACT_SILU_GATE) v *= second * scale[1] + T::up(bias[1]);
+    template <bool COMMON> DEVICE void store(const GemvArgs& a, float first, float second) const {
+        float v = first * scale[0] + T::up(bias[0]);
+        if (a.activation == ACT_SILU_GATE) v = silu(v) * (second * scale[1] + T::up(bias[1]));
+        else if (!COMMON && a.activation != ACT_NONE) v = activate(v, a.activation);
         static_cast<uint16_t*>(a.y)[token * a.y_stride + column] = static_cast<uint16_t>(T::down(v + T::up(residual)));
     }
 };
 
 // The products with a token's values that are not finite: they alone decide what its sum comes to. `none`: where there are none.
-template <class F, class STAGER> DEVICE float unbounded_sum(const GemvArgs& a, const GemvPlan& plan, const STAGER& stager, int tile, int r, int token, float none = 0.f) {
+template <class F, class NORMS> DEVICE float unbounded_sum(const GemvArgs& a, const GemvPlan& plan, const NORMS& norms, int tile, int r, int token, float none = 0.f) {
+    const float mean = a.norm ? norms.mean(token) : 0.f, factor = a.norm ? norms.scale(token) : 0.f;
     const int64_t sets = scale_sets<F>(a, plan);
     const char* row = static_cast<const char*>(a.w);
     if (F::TILED) row += int64_t(tile) * plan.steps * F::STEP_BYTES + r * 64;
@@ -52,7 +54,7 @@ template <class F, class STAGER> DEVICE float unbounded_sum(const GemvArgs& a, c
     bool found = false;
 #pragma unroll 1
     for (int k = 0; k < int(a.k); ++k) {
-        const float x = stager.value(token, k);
+        const float x = norms.value(token, k, mean, factor);
         if (fabsf(x) < INFINITY) continue;
         found = true;
         float scale = 1.f, offset = 0.f;
@@ -88,7 +90,9 @@ template <class F, class T, bool NARROW, int DEPTH> __global__ void __launch_bou
     grid_release();
     using Flow = Stream<F, DEPTH>;
     Flow stream(a, plan, wk, tile_of(plan, 0, wn), shared + plan.ring_at + wave * DEPTH * Flow::TURN_BYTES + lane_id() * 16);
-    typename Sums::Stager stager(a, plan, shared);
+    constexpr bool COMMON = DEPTH > SHALLOW;
+    using Stager = typename Sums::template Stager<COMMON>;
+    Stager stager(a, plan, shared);
     // A tile's sums are added up by one of its waves, another one each round, while the others go on; a wave waits for
     // all once in WK rounds, so a buffer of WK is free again when its turn comes. Many tokens: by all waves.
     const auto adds = [&](int round) { return NARROW ? wk == (round & (WK - 1)) : true; };
@@ -151,14 +155,14 @@ template <class F, class T, bool NARROW, int DEPTH> __global__ void __launch_bou
 #pragma unroll
                 for (int w = 0; w < WAVES; ++w)
                     if (w < WK) second += mine[w * PARTIAL_STRIDE + 8];
-            if constexpr (Sums::Stager::BOUNDED) {
+            if constexpr (Stager::BOUNDED) {
                 if (const int token = seat >> 4; stager.unbounded(token)) {
 #pragma unroll 1
                     for (int r = seat & 15; r < 16; r += 8) first = second, second = unbounded_sum<F>(a, plan, stager, tile, r, token);
                     if ((seat & 15) >= 8) first = second;
                 }
             }
-            output.store(a, first, second);
+            output.template store<COMMON>(a, first, second);
         }
         if (tile < plan.told && tile_of(plan, round + 1, wn) >= plan.told && (NARROW || wk == 0)) {
             wave_sync();

@@ -217,7 +217,7 @@ template <class T> DEVICE void finish(const GemvArgs& a, const RowsPlan& plan, i
         const int r = matrix_row(matrix_which(i)), column = gate ? tile * 8 + r : tile * 16 + r, token = first + matrix_token(i);
         const float up = matrix_below(sums, i);
         if ((gate && r >= 8) || column >= columns || token >= int(a.m)) continue;
-        static_cast<uint16_t*>(a.y)[token * a.y_stride + column] = static_cast<uint16_t>(T::down(gate ? activate(sums[i], ACT_SILU_GATE) * up : sums[i]));
+        static_cast<uint16_t*>(a.y)[token * a.y_stride + column] = static_cast<uint16_t>(T::down(gate ? silu(sums[i]) * up : sums[i]));
     }
 }
 

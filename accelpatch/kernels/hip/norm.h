@@ -19,9 +19,37 @@ DEVICE Words4 load_chunk(const void* row, int at, int k, bool aligned) {
     return aligned ? load_activation16(from) : load_part(from, k - at);
 }
 
+// ---- of LayerNorm, chunk by chunk ----
+template <class T> DEVICE float sum_of_chunk(const Words4& raw) {
+    float v[8];
+    unpack<T>(raw, v);
+    return ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7]));
+}
+template <class T> DEVICE float squares_about(const Words4& raw, int left, float mean) {
+    float v[8], even = 0.f, odd = 0.f;
+    unpack<T>(raw, v);
+#pragma unroll
+    for (int e = 0; e < 8; e += 2) {
+        const float d = e < left ? v[e] - mean : 0.f, f = e + 1 < left ? v[e + 1] - mean : 0.f;
+        even = fmaf(d, d, even), odd = fmaf(f, f, odd);
+    }
+    return even + odd;
+}
+template <class T> DEVICE Words4 layer_normed(const GemvArgs& a, const GemvPlan& plan, const Words4& raw, const Words4& weight, int at, float mean, float scale) {
+    const Words4 bias = a.norm_bias ? load_chunk(a.norm_bias, at, int(a.k), plan.x_aligned) : Words4{0, 0, 0, 0};
+    float v[8], times[8], shift[8];
+    unpack<T>(raw, v), unpack<T>(weight, times), unpack<T>(bias, shift);
+#pragma unroll
+    for (int e = 0; e < 8; ++e) {
+        const float normal = (v[e] - mean) * scale;
+        v[e] = at + e < int(a.k) ? fmaf(normal, a.norm_weight ? times[e] : 1.f, shift[e]) : 0.f;
+    }
+    return pack<T>(v);
+}
+
 // A token's values become (x - mean) * scale * weight + bias, rounded as the module's own output would be. CLUSTERED: the
 // blocks of a cluster leave the sums of runs of 8 lanes instead of 32, and total() goes on where they stopped.
-template <class T, bool CLUSTERED = false> struct Norms {
+template <class T, bool CLUSTERED, bool COMMON> struct Norms {
     static constexpr int BANDS = THREADS / 32;            // runs of 32 lanes that add up together
     static constexpr int SHARES = BANDS * (CLUSTERED ? 4 : 1);
     static constexpr int FLOATS = 2 * SHARES * 8 + 1;     // sums, sums of squares: one for each token and share; a word of votes
@@ -55,13 +83,11 @@ template <class T, bool CLUSTERED = false> struct Norms {
         }
         return sum / columns;
     }
-    DEVICE float mean(int token) const { return a.norm == NORM_LAYER ? total(sums, token) : 0.f; }
+    DEVICE bool layer() const { return !COMMON && a.norm == NORM_LAYER; }
+    DEVICE bool aligned() const { return COMMON || plan.x_aligned; }
+    DEVICE Words4 load(int token, int at) const { return load_chunk(row(token), at, int(a.k), aligned()); }
+    DEVICE float mean(int token) const { return layer() ? total(sums, token) : 0.f; }
     DEVICE float scale(int token) const { return rsqrtf(total(squares(), token) + a.epsilon); }
-    static DEVICE float sum_of(const Words4& raw) {
-        float v[8];
-        unpack<T>(raw, v);
-        return ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7]));
-    }
     static DEVICE float squares_of(const Words4& raw) {
         float v[8], even = 0.f, odd = 0.f;
         unpack<T>(raw, v);
@@ -69,48 +95,31 @@ template <class T, bool CLUSTERED = false> struct Norms {
         for (int e = 0; e < 8; e += 2) even = fmaf(v[e], v[e], even), odd = fmaf(v[e + 1], v[e + 1], odd);
         return even + odd;
     }
+    static DEVICE float sum_of(const Words4& raw) { return sum_of_chunk<T>(raw); }
     // Of (x - mean)^2; what lies past K counts as the mean.
     DEVICE float squares_of(const Words4& raw, int at, float mean) const {
-        if (a.norm != NORM_LAYER) return squares_of(raw);
-        float v[8], even = 0.f, odd = 0.f;
-        unpack<T>(raw, v);
-#pragma unroll
-        for (int e = 0; e < 8; e += 2) {
-            const float d = at + e < int(a.k) ? v[e] - mean : 0.f, f = at + e + 1 < int(a.k) ? v[e + 1] - mean : 0.f;
-            even = fmaf(d, d, even), odd = fmaf(f, f, odd);
-        }
-        return even + odd;
+        return layer() ? squares_about<T>(raw, int(a.k) - at, mean) : squares_of(raw);
     }
-    struct Gain { Words4 weight, bias; };
-    DEVICE Gain gain(int at) const {
-        Gain g = {{0, 0, 0, 0}, {0, 0, 0, 0}};
-        if (a.norm_weight) g.weight = load_chunk(a.norm_weight, at, int(a.k), plan.x_aligned);
-        if (a.norm_bias) g.bias = load_chunk(a.norm_bias, at, int(a.k), plan.x_aligned);
-        return g;
-    }
-    DEVICE void weights(const Gain& g, float* times) const {
-        unpack<T>(g.weight, times);
+    DEVICE Words4 weight(int at) const { return a.norm_weight ? load_chunk(a.norm_weight, at, int(a.k), aligned()) : Words4{0, 0, 0, 0}; }
+    DEVICE Words4 scaled(const Words4& raw, const Words4& weight, float scale) const {  // an RMSNorm
+        float v[8], times[8];
+        unpack<T>(raw, v), unpack<T>(weight, times);
         if (a.norm == NORM_RMS_PLUS_ONE || !a.norm_weight)
 #pragma unroll
             for (int e = 0; e < 8; ++e) times[e] += 1.f;
-    }
-    DEVICE Words4 scaled(const Words4& raw, const Gain& g, float scale) const {  // an RMSNorm
-        float v[8], times[8];
-        unpack<T>(raw, v), weights(g, times);
 #pragma unroll
         for (int e = 0; e < 8; ++e) v[e] = v[e] * scale * times[e];
         return pack<T>(v);
     }
-    DEVICE Words4 apply(const Words4& raw, const Gain& g, int at, float mean, float scale) const {
-        if (a.norm != NORM_LAYER) return scaled(raw, g, scale);
-        float v[8], times[8], shift[8];
-        unpack<T>(raw, v), weights(g, times);
-        unpack<T>(g.bias, shift);
-#pragma unroll
-        for (int e = 0; e < 8; ++e) v[e] = fmaf((v[e] - mean) * scale, times[e], shift[e]);
-        if (at + 8 > int(a.k))
-#pragma unroll
-            for (int e = 0; e < 8; ++e) v[e] = at + e < int(a.k) ? v[e] : 0.f;
-        return pack<T>(v);
+    DEVICE Words4 apply(const Words4& raw, const Words4& weight, int at, float mean, float scale) const {
+        return layer() ? layer_normed<T>(a, plan, raw, weight, at, mean, scale) : scaled(raw, weight, scale);
+    }
+    // What a product should see of a token. mean, scale: its own.
+    DEVICE float value(int token, int k, float mean, float scale) const {
+        const auto at = [k](const void* from, float other) ALWAYS_INLINE { return from ? T::up(load_activation2(static_cast<const uint16_t*>(from) + k)) : other; };
+        const float x = at(row(token), 0.f);
+        if (a.norm == NORM_NONE) return x;
+        const float times = at(a.norm_weight, 0.f) + (a.norm == NORM_RMS_PLUS_ONE || !a.norm_weight ? 1.f : 0.f);
+        return T::up(T::down(layer() ? fmaf((x - mean) * scale, times, at(a.norm_bias, 0.f)) : x * scale * times));
     }
 };

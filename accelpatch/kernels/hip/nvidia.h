@@ -120,6 +120,7 @@ DEVICE void tell(int32_t* number, int by) { asm volatile("red.release.gpu.global
 // One thread waits until a number of the kernel before has come so far; behind a barrier all threads may read what it told of.
 // After some thousand microseconds it waits for that kernel's end instead, should it not tell at all.
 DEVICE void hear(const int32_t* number, int enough) {
+#pragma unroll 1
     for (int patience = 0; patience < 2048; ++patience) {
         int now;
         asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(number) : "memory");  // acquiring each time would empty L1 each time

@@ -8,8 +8,9 @@ DEVICE float table_value(uint32_t pair, int half, bool bf16) {
     return bf16 ? Bf16::up(bits) : F16::up(bits);
 }
 
+DEVICE float silu(float v) { return v * fast_reciprocal(1.f + fast_exp2(v * -1.44269504088896f)); }
 DEVICE float activate(float v, int kind) {
-    if (kind == ACT_SILU || kind == ACT_SILU_GATE) return v * fast_reciprocal(1.f + fast_exp2(v * -1.44269504088896f));
+    if (kind == ACT_SILU) return silu(v);
     if (kind == ACT_RELU) return v < 0.f ? 0.f : v;  // keeps NaN
     if (kind == ACT_GELU) return .5f * v * (1.f + erff(v * .70710678118654752f));
     if (kind == ACT_GELU_TANH) return .5f * v * (1.f + tanhf(.79788456080286536f * (v + .044715f * v * v * v)));
@@ -18,7 +19,7 @@ DEVICE float activate(float v, int kind) {
 
 template <class F, class T> struct FloatSums : FloatProduct<T> {
     using Product = FloatProduct<T>;
-    using Stager = FloatStager<F, T>;
+    template <bool COMMON> using Stager = FloatStager<F, T, COMMON>;
     // Where a lane's activations lie.
     struct Place {
         const char* x;
@@ -42,7 +43,7 @@ template <class F, class T> struct FloatSums : FloatProduct<T> {
 
 template <class F, class T, bool NARROW> struct IntegerSums : Cells<NARROW> {
     using Product = IntegerProduct<NARROW>;
-    using Stager = DigitStager<F, T, NARROW>;
+    template <bool COMMON> using Stager = DigitStager<F, T, NARROW, false, COMMON>;
     using Cell = Cells<NARROW>;
     static constexpr int HALVES = F::PARTS / 2;                    // of a lane's bytes of a row and step, in slots
     static constexpr int SPAN = F::GROUPS ? F::PARTS / F::GROUPS : F::PARTS * PAIR<F>;  // products that one scale belongs to

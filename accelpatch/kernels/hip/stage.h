@@ -2,16 +2,15 @@
 #pragma once
 #include "norm.h"
 
-template <class F, class T> struct FloatStager : Norms<T> {
-    using Base = Norms<T>;
+template <class F, class T, bool COMMON> struct FloatStager : Norms<T, false, COMMON> {
+    using Base = Norms<T, false, COMMON>;
     using Base::a, Base::plan, Base::row;
-    using Gain = typename Base::Gain;
     char* shared;
-    Gain first[2];  // the norm's weights of a thread's first chunks: constant, and so loaded before the wait
+    Words4 first[2];  // the norm's weights of a thread's first chunks: constant, and so loaded before the wait
 
     DEVICE FloatStager(const GemvArgs& a, const GemvPlan& plan, char* shared) : Base(a, plan, shared), shared(shared) {
         if (a.norm != NORM_NONE)
-            for (int i = 0; i < 2; ++i) first[i] = Base::gain((threadIdx.x + i * THREADS) * 8);
+            for (int i = 0; i < 2; ++i) first[i] = Base::weight((threadIdx.x + i * THREADS) * 8);
     }
     // Stages `steps` steps of K, and zeros up to whole turns, from step `from`, behind `before` others; every thread calls it,
     // and may read what it left when it returns. Under a norm all of K is staged at once. `rest` asks for what may come later, once the
@@ -40,7 +39,7 @@ private:
 #pragma unroll 2
             for (int c = threadIdx.x; c < wanted; c += THREADS) {
                 const int at = from + c * 8, left = int(a.k) - at;
-                if (plan.x_aligned) copy_activation16(&chunk(token, c), row(token) + at * 2, left > 0);
+                if (Base::aligned()) copy_activation16(&chunk(token, c), row(token) + at * 2, left > 0);
                 else chunk(token, c) = load_part(row(token) + at * 2, left);
             }
         ring_commit();
@@ -51,9 +50,9 @@ private:
 #pragma unroll 1
         for (int token = 0; token < a.m; ++token) {
             for (int c = threadIdx.x; c < wanted; c += 2 * THREADS) {
-                const Words4 v = load_chunk(row(token), from + c * 8, int(a.k), plan.x_aligned);
+                const Words4 v = Base::load(token, from + c * 8);
                 const int other = c + THREADS;
-                if (other < wanted) chunk(token, before + other) = load_chunk(row(token), from + other * 8, int(a.k), plan.x_aligned);
+                if (other < wanted) chunk(token, before + other) = Base::load(token, from + other * 8);
                 chunk(token, before + c) = v;
             }
         }
@@ -63,7 +62,7 @@ private:
         Words4 v[2] = {{0, 0, 0, 0}, {0, 0, 0, 0}};
 #pragma unroll
         for (int i = 0; i < 2; ++i)
-            if (const int c = threadIdx.x + i * THREADS; c < wanted) v[i] = load_chunk(row(0), c * 8, int(a.k), plan.x_aligned);
+            if (const int c = threadIdx.x + i * THREADS; c < wanted) v[i] = Base::load(0, c * 8);
         rest();
         Base::leave(Base::squares(), 0, Base::squares_of(v[0]) + Base::squares_of(v[1]));
         __syncthreads();
@@ -73,7 +72,7 @@ private:
             if (const int c = threadIdx.x + i * THREADS; c < wanted) chunk(0, c) = Base::scaled(v[i], first[i], scale);
     }
     DEVICE void normalise(int wanted) const {
-        if (a.norm == NORM_LAYER) {
+        if (Base::layer()) {
             for (int token = 0; token < a.m; ++token) {
                 float share = 0.f;
                 for (int c = threadIdx.x; c < wanted; c += THREADS) share += Base::sum_of(chunk(token, c));
@@ -94,7 +93,7 @@ private:
         const int end = (wanted + WAVE - 1) / WAVE * WAVE;  // whole waves, for from_lane
 #pragma unroll 1
         for (int c = threadIdx.x, i = 0; c < end; c += THREADS, ++i) {
-            const Gain g = i == 0 ? first[0] : i == 1 ? first[1] : Base::gain(c * 8);
+            const Words4 g = i == 0 ? first[0] : i == 1 ? first[1] : Base::weight(c * 8);
 #pragma unroll 2
             for (int token = 0; token < a.m; ++token) {
                 const float mean = from_lane(my_mean, token), scale = from_lane(my_scale, token);

@@ -44,7 +44,9 @@ template <int RUN> static __device__ __noinline__ Words4 gather(const char* from
 
 // One lane's stream of weights: its wave's turns of tile after tile. No branch is taken but for the end of a tile. Half of
 // the ring is asked for at once, the rest behind the activations: they are waited for, and would queue behind all of it.
-template <class F, int DEPTH> struct Stream {
+//
+// PHASED: a phase of K of one tile, and that of the tile of the round after it, before both tiles' next phase.
+template <class F, int DEPTH, bool PHASED = false> struct Stream {
     static constexpr int EARLY = (DEPTH + 1) / 2;
     static constexpr int RUNS = F::SPLIT ? 2 : 1, RUN_BYTES = 16 / RUNS;  // of a row's bytes in a step
     // Whole lines of 128 bytes, eight lanes each: row r of the tile and its chunk c lie in the place of step r / 8, mixed so that
@@ -53,11 +55,13 @@ template <class F, int DEPTH> struct Stream {
     static constexpr int COPIED_ROWS = LINES ? 4 : 1;  // from one of a lane's copies to its next one's row, within a half of the tile
     static constexpr bool SHARED_TABLES = SHARED_RING && F::GROUPS > 0;  // a turn's scales and offsets: of each lane one piece
     static_assert(!SHARED_TABLES || PAIR<F> * TABLES<F> * 8 <= WAVE, "a piece a lane");
+    using Turn = Slot<F>[PAIR<F>];
     static constexpr int TURN_BYTES = PAIR<F> * SLOT_BYTES<F>, TABLES_AT = PAIR<F> * WEIGHT_BYTES, ROW_TABLES = PAIR<F> * TABLES<F> * F::GROUPS;
     const GemvArgs& a;
     const GemvPlan& plan;
     const int first, stride;  // the wave's first turn in a tile, and from one to the next, in steps
     int tile, step;           // of the next turn
+    int phase = 0, other = 0; // where its phase begins, in steps; 1: its tile is the second that goes through the phase
     int rows[ROWS_PER_LANE];  // of row-major weights
     const char *row[ROWS_PER_LANE], *scale;
     char* ring;               // this lane's place in it
@@ -93,13 +97,32 @@ template <class F, int DEPTH> struct Stream {
     // To the wave's next turn.
     DEVICE void advance() {
         step += stride;
-        if (step < plan.steps) return;
-        step = first, tile += plan.tile_hop;
-        for (int h = 0; h < ROWS_PER_LANE; ++h) {
-            if (!F::TILED || h == 0) row[h] += plan.weight_hop;
-            if (!F::TILED) rows[h] += plan.row_hop;
+        if constexpr (PHASED) {
+            while (step >= phase_end() && tile < plan.tiles) next_phase();
+        } else if (step >= plan.steps) {
+            step = first, hop(1);
         }
-        if (F::GROUPS > 0) scale += plan.scale_hop;
+    }
+    DEVICE int phase_end() const { return min(plan.steps, phase + plan.phase_steps * CLUSTER); }
+    DEVICE void next_phase() {
+        int rounds = 1;
+        if (plan.together > 1 && !other && tile + plan.tile_hop < plan.tiles) {
+            other = 1;
+        } else if (phase_end() < plan.steps) {
+            rounds = -other, phase = phase_end(), other = 0;
+        } else {
+            rounds = plan.together - other, phase = 0, other = 0;
+        }
+        hop(rounds);
+        step = phase + first;
+    }
+    DEVICE void hop(int rounds) {
+        tile += rounds * plan.tile_hop;
+        for (int h = 0; h < ROWS_PER_LANE; ++h) {
+            if (!F::TILED || h == 0) row[h] += rounds * plan.weight_hop;
+            if (!F::TILED) rows[h] += rounds * plan.row_hop;
+        }
+        if (F::GROUPS > 0) scale += rounds * plan.scale_hop;
     }
     // Starts the loads of the next turn, into the place of the one that was taken last.
     DEVICE void issue() {

@@ -36,6 +36,8 @@ LONG = {
     "window-over-spans": Step(size=128, slot=751, capacity=768, heads=4, tokens=8, window=500),
     "wide-spans": Step(size=256, slot=600, capacity=768, heads=4, rows=1, tokens=3),
     "narrow-spans": Step(size=64, slot=600, capacity=768, heads=4, rows=1),
+    "rows-of-own-heads": Step(size=128, slot=700, capacity=768, heads=2, kv_heads=2, rows=5, padding=300),
+    "rows-of-shared-heads": Step(size=64, slot=530, capacity=768, heads=6, kv_heads=2, rows=8),
 }
 ORDERS = {"at-once-backwards": (0, 1), "late": (1, 0)}
 
@@ -65,7 +67,7 @@ def _op(library: ctypes.CDLL) -> Callable[..., Tensor]:
             ctypes.byref(given), binding.DTYPES.index(qkv.dtype), ctypes.c_void_p()
         )
         assert status == 0
-        counted = library.overlaps and positions.numel() <= 2  # of more tokens nothing is told
+        counted = library.overlaps and positions.numel() <= 8  # of more tokens nothing is told
         assert told.number.tolist() == [0 if counted else columns, 0]
         return y
 

@@ -1,6 +1,6 @@
 """The device library's products without a device: NVIDIA's and AMD's forms compiled for the CPU, a thread a fiber.
 
-As test_attention_by_fibers.py. Clusters of blocks are left out where they pass messages.
+As test_attention_by_fibers.py. NVIDIA's have clusters of blocks ("nvidia") or none ("alone", as before Hopper).
 """
 
 from __future__ import annotations
@@ -30,7 +30,12 @@ pytestmark = [
 ]
 FLOATS = ("gemv.hip", "gemv_fp8.hip")
 INTEGERS = ("gemv_int8.hip", "gemv_int4.hip", "gemv_int4_32.hip", "gemv_int4_64.hip", "int4_rows.hip")
-FORMS = ("nvidia", "gfx942", "gfx90a")  # gfx90a's fp16 does not go through the matrix unit; else it is as gfx942
+FORMS = (
+    "nvidia",
+    "alone",
+    "gfx942",
+    "gfx90a",
+)  # gfx90a's fp16 does not go through the matrix unit; else it is as gfx942
 CASES = [(name, torch.bfloat16) for name in FORMATS]
 CASES += [(name, torch.float16) for name in ("plain", "fp8", "int8", "int4_g128_minimum")]
 
@@ -50,12 +55,18 @@ class Fibers(Library):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Fibers]:
-    def library(form: str) -> Fibers:
+    @functools.cache
+    def library(form: str) -> ctypes.CDLL:
         held = compiled(form, FLOATS if form == "gfx90a" else (*FLOATS, *INTEGERS), "products", tmp_path_factory)
-        held.set_fibers(3, 1, 0)
+        held.set_fibers(4, 1, 0)
+        return held
+
+    def of(form: str) -> Fibers:
+        held = library("nvidia" if form == "alone" else form)
+        held.set_clusters(form == "nvidia")
         return Fibers(held)
 
-    return functools.cache(library)
+    return of
 
 
 @pytest.mark.parametrize("name, dtype", CASES, ids=str)
@@ -64,15 +75,17 @@ def test_small_shapes(name: str, dtype: torch.dtype, form: str, made: Callable[[
     """Odd ends, K in phases, every epilogue, an infinity; by the float rule; a token's bits alone."""
     if form == "gfx90a" and (dtype != torch.float16 or FORMATS[name].library not in ("gemv", "gemv_fp8")):
         pytest.skip("as gfx942's")
+    if form == "alone" and name not in ("plain", "int8", "int4_g32_minimum"):
+        pytest.skip("as by clusters, but for what waves leave each other")
     torch.manual_seed(0)
     assert check_kernels.check_small(made(form), name, dtype, "cpu") == []
 
 
 @pytest.mark.parametrize("name", ["plain", "fp8", "int8", "int4_g128_minimum"])
-@pytest.mark.parametrize("form", ["nvidia", "gfx942"])
+@pytest.mark.parametrize("form", ["nvidia", "alone", "gfx942"])
 def test_a_product_tells_the_next_of_its_columns(name: str, form: str, made: Callable[[str], Fibers]) -> None:
     torch.manual_seed(0)
-    assert check_kernels.check_told(made(form), name, torch.bfloat16, "cpu", overlaps=form == "nvidia") == []
+    assert check_kernels.check_told(made(form), name, torch.bfloat16, "cpu", overlaps=form != "gfx942") == []
 
 
 @pytest.fixture

@@ -5,6 +5,10 @@ constexpr int BLOCKS_RESIDENT = 1;
 constexpr bool SHARED_RING = false;
 constexpr int RESERVED_SHARED = 0;
 #include "fibers.h"
+constexpr int CLUSTER = 1;
+template <class F> constexpr int CLUSTER_DEPTH = 1;
+using Mailbox = uint64_t;
+#include "no_cluster.h"
 
 template <int BYTES> void stream_copy(void* into, const void* source, bool there) {
     if (there) aligned(source, BYTES), std::memcpy(into, source, BYTES);

@@ -23,14 +23,15 @@ struct Fibers {
     int at_meeting[32], meetings[32];             // of a wave
     uint32_t box[2][32][WAVE][6];                 // what lanes give each other
     int processors;
+    bool clusters;                                // whether products of many tokens go by them
     bool late;                                    // asynchronous copies happen when they are waited for, or else at once
     bool backwards;                               // the last thread first
 };
 extern Fibers fibers;
 constexpr int MOST_CLUSTER = 8;  // blocks that run at once and reach each other's shared memory
-struct Meeting : Group { int of; };
-extern Meeting meeting;  // of all threads of a cluster
-extern int fiber;        // which of the cluster's threads runs
+struct Meeting : Group { int of, blocks, messages; };
+extern Meeting meeting;      // of all threads of a cluster
+extern int fiber, arrived[]; // which of the cluster's threads runs; the meeting that each has come to
 void run_blocks(int blocks, int cluster, int threads, int shared, const std::function<void()>& kernel);
 char* in_block(char* here, int rank);  // where a place in shared memory is in that of another block
 
@@ -115,10 +116,6 @@ template <class T> double product(const uint32_t* a, const uint32_t* b, int k) {
     return k % 2 ? double(T::up_high(v)) * T::up_high(w) : double(T::up(v & 0xffffu)) * T::up(w & 0xffffu);
 }
 
-constexpr int CLUSTER = 1;
-template <class F> constexpr int CLUSTER_DEPTH = 1;
-using Mailbox = uint64_t;
-#include "no_cluster.h"
 DEVICE void cluster_sync() {
     for (const int now = meeting.arrive(meeting.of); meeting.times == now;) fibers.yield();
 }

@@ -5,6 +5,34 @@ constexpr int BLOCKS_RESIDENT = 2;
 constexpr bool SHARED_RING = true;
 constexpr int RESERVED_SHARED = 1024;
 #include "fibers.h"
+constexpr int CLUSTER = 2;
+template <class F> constexpr int CLUSTER_DEPTH = 3;
+constexpr bool CLUSTERS_HERE = true;
+struct alignas(8) Mailbox { int32_t due; uint16_t times; bool announced; };  // due: bytes
+DEVICE void cluster_arrive() { arrived[fiber] = meeting.arrive(meeting.of); }
+DEVICE void cluster_wait() {
+    while (meeting.times == arrived[fiber]) fibers.yield();
+}
+DEVICE int cluster_rank() { return int(blockIdx.x) % meeting.blocks; }
+DEVICE void open_mailbox(Mailbox& box) { box = {}; }
+DEVICE void count(Mailbox& box, int bytes) {
+    ++meeting.messages;
+    if ((box.due += bytes) == 0 && box.announced) box.announced = false, ++box.times;
+}
+template <int FLOATS> void send(float* at, Mailbox& box, int rank, const float* v) {
+    std::memcpy(beside(at, rank), v, 4 * FLOATS);
+    count(*beside(&box, rank), -4 * FLOATS);
+}
+DEVICE void send4(float* at, Mailbox& box, int rank, float v) { send<1>(at, box, rank, &v); }
+DEVICE void send16(void* at, Mailbox& box, int rank, const float* v) { aligned(at, 16), send<4>(static_cast<float*>(at), box, rank, v); }
+DEVICE void receive(Mailbox& box, bool first, int bytes, int turn) {
+    if (first) {
+        if (box.announced) std::abort();
+        box.announced = true, count(box, bytes);
+    }
+    while (box.times % 2 == turn) fibers.yield();
+}
+template <class... ARGS> int most_clusters(void (*)(ARGS...), const DeviceLimits& limits) { return limits.processors / CLUSTER; }
 #define COPIES
 #include <deque>
 #include <vector>
@@ -72,4 +100,4 @@ DEVICE void load_transposed(uint32_t* v, const Words4* row) {
 }
 #include "nvidia_products.h"
 #include "nvidia_attention.h"
-inline DeviceLimits device_limits() { return {fibers.processors, 232448, 233472, true, true}; }
+inline DeviceLimits device_limits() { return {fibers.processors, 232448, 233472, true, fibers.clusters}; }

@@ -7,7 +7,7 @@
 Place threadIdx, blockIdx, gridDim;
 Fibers fibers;
 Meeting meeting;
-int fiber;
+int fiber, arrived[MOST_CLUSTER * 8 * WAVE];
 constexpr int MOST_THREADS = MOST_CLUSTER * 8 * WAVE, BEYOND = 4096, STACK = 1 << 17;
 alignas(128) char shared[233472 + BEYOND];
 #if defined(COPIES)
@@ -40,7 +40,7 @@ void hold(int rank) {
     held = rank;
 }
 std::vector<int> progress(int cluster) {
-    std::vector<int> all{meeting.arrived, meeting.times};
+    std::vector<int> all{meeting.arrived, meeting.times, meeting.messages};
     states[held] = fibers;
     for (int rank = 0; rank < cluster; ++rank) {
         const Fibers& one = states[rank];
@@ -62,7 +62,7 @@ void make(int at) {
 }
 void run_cluster(int first, int cluster, int threads, int bytes) {
     const int all = cluster * threads;
-    held = 0, meeting.of = all;
+    held = 0, meeting.of = all, meeting.blocks = cluster;
     for (int rank = cluster - 1; rank >= 0; --rank) {
         fibers.alive = threads, states[rank] = fibers;
         images[rank].assign(cluster > 1 ? bytes + BEYOND : 0, before);
@@ -95,5 +95,6 @@ void run_blocks(int blocks, int cluster, int threads, int bytes, const std::func
     for (int first = 0; first < blocks; first += cluster) run_cluster(first, cluster, threads, bytes);
 }
 extern "C" void set_fibers(int processors, int late, int backwards) { fibers.processors = processors, fibers.late = late, fibers.backwards = backwards; }
+extern "C" void set_clusters(int there) { fibers.clusters = there; }
 extern "C" void set_shared(int byte) { before = char(byte); }
 extern "C" int take_unwaited() { const int count = unwaited; return unwaited = 0, count; }
