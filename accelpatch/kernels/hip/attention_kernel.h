@@ -95,7 +95,7 @@ template <class T, int WIDE, int RING> struct Softmax {
 #pragma unroll
         for (int r = FIRST; r <= LAST; ++r) {
 #pragma unroll
-            for (int i = 0; i < 4; ++i) s[r][i] = scores[r].score(i) * a.scaling;
+            for (int i = 0; i < 4; ++i) s[r][i] = rounded_product(scores[r].score(i), a.scaling);  // in each of the kernels alike
             if (a.softcap > 0.f)
 #pragma unroll
                 for (int i = 0; i < 4; ++i) s[r][i] = a.softcap * (1.f - 2.f * fast_reciprocal(fast_exp2(s[r][i]) + 1.f));

@@ -114,6 +114,7 @@ template <class F, class T> __global__ void __launch_bounds__(THREADS, BLOCKS_RE
         cluster_wait();
         if (!plan.early) {
             grid_wait();
+            forget(a);
         } else {
             if (threadIdx.x == 0) hear(a.hears, int(a.hear_columns));
             __syncthreads();

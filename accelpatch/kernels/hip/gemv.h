@@ -35,7 +35,7 @@ struct GemvArgs {
 // but for what M needs.
 struct GemvPlan {
     int32_t tiles, steps, phases, phase_steps, resident;  // resident: phases of K staged at once
-    int32_t early;        // phases of K whose activations the product before tells of
+    int32_t early;        // of this launch's phases, those whose activations the product before tells of
     int32_t told;         // tiles whose columns are told of
     int32_t waves_shift;  // log2 of the waves that share a tile's K
     int32_t part_steps;   // of a block's part of K, in a cluster

@@ -122,7 +122,6 @@ template <class F, class T> int launch_as_clusters(const GemvArgs& a, const Devi
     if (!make_plan<F, T>(plan, a, limits, clusters * CLUSTER, Form::CLUSTER)) return STATUS_MEMORY;
     if (a.tells) plan.told = int32_t(a.tell_columns / tile_columns(a));
     if (a.hears && !a.norm) plan.early = int32_t(a.hear_columns / (int64_t(plan.phase_steps) * CLUSTER * F::KSTEP));
-    if (a.hears && !plan.early) clear(a.hears, stream);
     const int error = launch_clusters(gemv_cluster_kernel<F, T>, CLUSTER, clusters * CLUSTER, THREADS, plan.bytes, stream, limits, a.dependent >= 0, a, plan);
     return error ? STATUS_DEVICE + error : STATUS_OK;
 }
@@ -143,7 +142,6 @@ template <class F, class T> int launch(const GemvArgs& a, GpuStream stream) {
     if (!depth) return STATUS_MEMORY;
     if (a.tells) plan.told = int32_t(a.tell_columns / tile_columns(a));
     if (a.hears && !a.norm && plan.resident == plan.phases) plan.early = int32_t(a.hear_columns / PHASE_VALUES);
-    if (a.hears && !plan.early) clear(a.hears, stream);  // nobody will listen
     auto kernel = kernel_of<F, T, false>(depth);
     if constexpr (F::INTEGER && NARROW_TOKENS > 0) {
         if (narrow) kernel = kernel_of<F, T, true>(depth);

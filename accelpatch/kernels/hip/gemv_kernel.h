@@ -69,6 +69,11 @@ template <class F, class NORMS> DEVICE float unbounded_sum(const GemvArgs& a, co
     return found ? sum : none;
 }
 
+// Of what was told, and nobody listened to: its teller has ended.
+DEVICE void forget(const GemvArgs& a) {
+    if (a.hears && blockIdx.x == 0 && threadIdx.x == 0) a.hears[0] = 0;
+}
+
 // A wave's turns from step `from` to `end`; activations are staged from step `begin` on.
 template <bool BF16_SCALES, class F, int DEPTH, class SUMS>
 DEVICE void sweep(Stream<F, DEPTH>& stream, SUMS& total, const typename SUMS::Place& place, int from, int end, int begin) {
@@ -100,6 +105,7 @@ template <class F, class T, bool NARROW, int DEPTH> __global__ void __launch_bou
     Output<F, T> output(a, plan, adds(0) ? tile_of(plan, 0, wn) : plan.tiles, seat);
     if (!plan.early) {
         grid_wait();
+        forget(a);
     } else {
         if (threadIdx.x == 0) hear(a.hears, int(a.hear_columns));
         __syncthreads();
@@ -164,9 +170,10 @@ template <class F, class T, bool NARROW, int DEPTH> __global__ void __launch_bou
             }
             output.template store<COMMON>(a, first, second);
         }
-        if (tile < plan.told && tile_of(plan, round + 1, wn) >= plan.told && (NARROW || wk == 0)) {
-            wave_sync();
-            if (lane_id() == 0) tell(a.tells, (round + 1) * (a.activation == ACT_SILU_GATE ? 8 : 16));
+        if (tile < plan.told && tile_of(plan, round + 1, wn) >= plan.told) {
+            if (NARROW || a.m <= NARROW_TOKENS) wave_sync();
+            else group_sync(name, WK * WAVE);  // other waves have stored the tokens from the third on
+            if ((NARROW || wk == 0) && lane_id() == 0) tell(a.tells, (round + 1) * (a.activation == ACT_SILU_GATE ? 8 : 16));
         }
         if (!NARROW && plan.partial_buffers == 1) group_sync(name, WK * WAVE);
     }

@@ -39,6 +39,7 @@ DEVICE uint32_t floats_to_half(float low, float high) {
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
     return bits;
 }
+DEVICE float rounded_product(float a, float b) { return __fmul_rn(a, b); }  // never part of a fused one
 DEVICE float fast_exp2(float v) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(v));
@@ -118,7 +119,7 @@ DEVICE void grid_wait() {  // for the kernel before to end
 // Adds to a number that another kernel hears of: after all that the block wrote before a barrier.
 DEVICE void tell(int32_t* number, int by) { asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(number), "r"(by) : "memory"); }
 // One thread waits until a number of the kernel before has come so far; behind a barrier all threads may read what it told of.
-// After some thousand microseconds it waits for that kernel's end instead, should it not tell at all.
+// After some hundred microseconds it waits for that kernel's end instead, should it not tell at all.
 DEVICE void hear(const int32_t* number, int enough) {
 #pragma unroll 1
     for (int patience = 0; patience < 2048; ++patience) {

@@ -86,6 +86,7 @@ template <uint32_t SELECT> uint32_t permute(uint32_t a, uint32_t b) {
     for (int i = 0; i < 4; ++i) out |= uint32_t((a | uint64_t(b) << 32) >> 8 * (SELECT >> 4 * i & 15u) & 255u) << 8 * i;
     return out;
 }
+DEVICE float rounded_product(float a, float b) { return a * b; }
 DEVICE float fast_exp2(float v) { return std::exp2(v); }
 DEVICE float fast_reciprocal(float v) { return 1.f / v; }
 DEVICE float rsqrtf(float v) { return 1.f / std::sqrt(v); }
