@@ -28,7 +28,7 @@ DEVICE uint32_t floats_to_bf16(float low, float high) { return float_to_bf16(low
 DEVICE float half_to_float(uint32_t bits) { return static_cast<float>(__builtin_bit_cast(_Float16, static_cast<uint16_t>(bits))); }
 DEVICE uint32_t float_to_half(float value) { return __builtin_bit_cast(uint16_t, static_cast<_Float16>(value)); }
 DEVICE uint32_t floats_to_half(float low, float high) { return float_to_half(low) | float_to_half(high) << 16; }
-DEVICE float rounded_product(float a, float b) { return a * b; }
+DEVICE float rounded_product(float a, float b) { return a * b; }  // attention has one kernel here: none has to agree with another
 DEVICE float fast_exp2(float v) { return __builtin_amdgcn_exp2f(v); }
 DEVICE float fast_reciprocal(float v) { return __builtin_amdgcn_rcpf(v); }  // within a unit in the last place
 DEVICE uint32_t pair_fma(uint32_t a, uint32_t b, uint32_t c) {  // of fp16

@@ -107,7 +107,8 @@ class Told:
 
     number: int32[2] zeros, which both leave so; of these two kernels alone, and on one stream at a time. columns: whole
     tiles of 16 (of a gate: 8); for a product that hears of them, of PHASE. It has an effect where weights are settled,
-    for up to FEW rows, on Hopper and later; attention hears where each has one new token.
+    for up to FEW rows, on Hopper and later; attention hears where each has one new token, a product that stages its
+    input in phases, before those that lie within what is told.
     """
 
     number: Tensor

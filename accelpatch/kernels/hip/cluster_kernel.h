@@ -112,17 +112,7 @@ template <class F, class T> __global__ void __launch_bounds__(THREADS, BLOCKS_RE
         const Part<F> part(plan, rank, boxes + WAVES);
         Stager stager(a, plan, shared, part);
         cluster_wait();
-        if (!plan.early) {
-            grid_wait();
-            forget(a);
-        } else {
-            if (threadIdx.x == 0) hear(a.hears, int(a.hear_columns));
-            __syncthreads();
-        }
-        const auto all_heard = [&]() ALWAYS_INLINE {
-            grid_wait();
-            if (threadIdx.x == 0 && last_call(a.hears + 1, int(gridDim.x))) a.hears[0] = 0;
-        };
+        wait_or_hear(a, plan);
         const typename Sums::Place place(a, plan, shared);
         char* letters = shared + plan.partial_at + lane_id() * 16;
         char* parked = shared + plan.parked_at + wave * int(sizeof(Sums)) * WAVE + lane_id() * 16;
@@ -133,7 +123,7 @@ template <class F, class T> __global__ void __launch_bounds__(THREADS, BLOCKS_RE
             for (int begin = 0; begin < plan.part_steps; begin += plan.phase_steps) {
                 const int phase_end = min(plan.part_steps, begin + plan.phase_steps);
                 if (!staged || plan.phases > 1) {
-                    if (staged && staged == plan.early) all_heard();
+                    if (staged && staged == plan.early) wait_for_all(a);
                     stager.range(begin, phase_end - begin, staged, [&]() ALWAYS_INLINE { return staged ? 0 : stream.fill(); });
                     ++staged;
                 }
@@ -179,6 +169,6 @@ template <class F, class T> __global__ void __launch_bounds__(THREADS, BLOCKS_RE
                 }
             }
         }
-        if (plan.early && !staged) all_heard();  // no tile
+        if (plan.early && !staged) wait_for_all(a);  // no tile
     }
 }

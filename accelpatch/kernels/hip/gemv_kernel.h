@@ -69,9 +69,21 @@ template <class F, class NORMS> DEVICE float unbounded_sum(const GemvArgs& a, co
     return found ? sum : none;
 }
 
-// Of what was told, and nobody listened to: its teller has ended.
-DEVICE void forget(const GemvArgs& a) {
-    if (a.hears && blockIdx.x == 0 && threadIdx.x == 0) a.hears[0] = 0;
+// Before a block touches activations: the kernel before has ended, or has told of those that come early. What it told of in vain is
+// taken back.
+DEVICE void wait_or_hear(const GemvArgs& a, const GemvPlan& plan) {
+    if (!plan.early) {
+        grid_wait();
+        if (a.hears && blockIdx.x == 0 && threadIdx.x == 0) a.hears[0] = 0;
+    } else {
+        if (threadIdx.x == 0) hear(a.hears, int(a.hear_columns));
+        __syncthreads();
+    }
+}
+// After having heard: the kernel before has ended. The last block takes back what was told.
+DEVICE void wait_for_all(const GemvArgs& a) {
+    grid_wait();
+    if (threadIdx.x == 0 && last_call(a.hears + 1, int(gridDim.x))) a.hears[0] = 0;
 }
 
 // A wave's turns from step `from` to `end`; activations are staged from step `begin` on.
@@ -103,17 +115,7 @@ template <class F, class T, bool NARROW, int DEPTH> __global__ void __launch_bou
     const auto adds = [&](int round) { return NARROW ? wk == (round & (WK - 1)) : true; };
     const int seat = NARROW ? lane_id() : threadIdx.x & (WK * WAVE - 1);
     Output<F, T> output(a, plan, adds(0) ? tile_of(plan, 0, wn) : plan.tiles, seat);
-    if (!plan.early) {
-        grid_wait();
-        forget(a);
-    } else {
-        if (threadIdx.x == 0) hear(a.hears, int(a.hear_columns));
-        __syncthreads();
-    }
-    const auto all_heard = [&]() ALWAYS_INLINE {
-        grid_wait();
-        if (threadIdx.x == 0 && last_call(a.hears + 1, int(gridDim.x))) a.hears[0] = 0;
-    };
+    wait_or_hear(a, plan);
     const typename Sums::Place place(a, plan, shared);
     int there = 0;  // phases of K that lie in shared memory one behind the other
     bool begun = false;
@@ -126,7 +128,7 @@ template <class F, class T, bool NARROW, int DEPTH> __global__ void __launch_bou
             const bool whole = plan.resident == plan.phases;
             const int from_phase = phase * plan.phase_steps, begin = whole ? 0 : from_phase, end = min(plan.steps, from_phase + plan.phase_steps);
             if (phase >= there) {
-                if (begun && whole) all_heard();
+                if (begun && whole) wait_for_all(a);
                 else if (begun) __syncthreads();
                 const int upto = !whole ? phase + 1 : phase < plan.early ? plan.early : plan.phases;
                 stager.range(from_phase, min(plan.steps, upto * plan.phase_steps) - from_phase, from_phase - begin, [&]() ALWAYS_INLINE { return begun ? 0 : stream.fill(); });
@@ -177,5 +179,5 @@ template <class F, class T, bool NARROW, int DEPTH> __global__ void __launch_bou
         }
         if (!NARROW && plan.partial_buffers == 1) group_sync(name, WK * WAVE);
     }
-    if (plan.early && there < plan.phases) all_heard();  // no tile
+    if (plan.early && there < plan.phases) wait_for_all(a);  // no tile
 }

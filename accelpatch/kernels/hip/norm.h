@@ -19,34 +19,6 @@ DEVICE Words4 load_chunk(const void* row, int at, int k, bool aligned) {
     return aligned ? load_activation16(from) : load_part(from, k - at);
 }
 
-// ---- of LayerNorm, chunk by chunk ----
-template <class T> DEVICE float sum_of_chunk(const Words4& raw) {
-    float v[8];
-    unpack<T>(raw, v);
-    return ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7]));
-}
-template <class T> DEVICE float squares_about(const Words4& raw, int left, float mean) {
-    float v[8], even = 0.f, odd = 0.f;
-    unpack<T>(raw, v);
-#pragma unroll
-    for (int e = 0; e < 8; e += 2) {
-        const float d = e < left ? v[e] - mean : 0.f, f = e + 1 < left ? v[e + 1] - mean : 0.f;
-        even = fmaf(d, d, even), odd = fmaf(f, f, odd);
-    }
-    return even + odd;
-}
-template <class T> DEVICE Words4 layer_normed(const GemvArgs& a, const GemvPlan& plan, const Words4& raw, const Words4& weight, int at, float mean, float scale) {
-    const Words4 bias = a.norm_bias ? load_chunk(a.norm_bias, at, int(a.k), plan.x_aligned) : Words4{0, 0, 0, 0};
-    float v[8], times[8], shift[8];
-    unpack<T>(raw, v), unpack<T>(weight, times), unpack<T>(bias, shift);
-#pragma unroll
-    for (int e = 0; e < 8; ++e) {
-        const float normal = (v[e] - mean) * scale;
-        v[e] = at + e < int(a.k) ? fmaf(normal, a.norm_weight ? times[e] : 1.f, shift[e]) : 0.f;
-    }
-    return pack<T>(v);
-}
-
 // A token's values become (x - mean) * scale * weight + bias, rounded as the module's own output would be. CLUSTERED: the
 // blocks of a cluster leave the sums of runs of 8 lanes instead of 32, and total() goes on where they stopped.
 template <class T, bool CLUSTERED, bool COMMON> struct Norms {
@@ -95,10 +67,22 @@ template <class T, bool CLUSTERED, bool COMMON> struct Norms {
         for (int e = 0; e < 8; e += 2) even = fmaf(v[e], v[e], even), odd = fmaf(v[e + 1], v[e + 1], odd);
         return even + odd;
     }
-    static DEVICE float sum_of(const Words4& raw) { return sum_of_chunk<T>(raw); }
+    static DEVICE float sum_of(const Words4& raw) {
+        float v[8];
+        unpack<T>(raw, v);
+        return ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7]));
+    }
     // Of (x - mean)^2; what lies past K counts as the mean.
     DEVICE float squares_of(const Words4& raw, int at, float mean) const {
-        return layer() ? squares_about<T>(raw, int(a.k) - at, mean) : squares_of(raw);
+        if (!layer()) return squares_of(raw);
+        float v[8], even = 0.f, odd = 0.f;
+        unpack<T>(raw, v);
+#pragma unroll
+        for (int e = 0; e < 8; e += 2) {
+            const float d = at + e < int(a.k) ? v[e] - mean : 0.f, f = at + e + 1 < int(a.k) ? v[e + 1] - mean : 0.f;
+            even = fmaf(d, d, even), odd = fmaf(f, f, odd);
+        }
+        return even + odd;
     }
     DEVICE Words4 weight(int at) const { return a.norm_weight ? load_chunk(a.norm_weight, at, int(a.k), aligned()) : Words4{0, 0, 0, 0}; }
     DEVICE Words4 scaled(const Words4& raw, const Words4& weight, float scale) const {  // an RMSNorm
@@ -112,7 +96,16 @@ template <class T, bool CLUSTERED, bool COMMON> struct Norms {
         return pack<T>(v);
     }
     DEVICE Words4 apply(const Words4& raw, const Words4& weight, int at, float mean, float scale) const {
-        return layer() ? layer_normed<T>(a, plan, raw, weight, at, mean, scale) : scaled(raw, weight, scale);
+        if (!layer()) return scaled(raw, weight, scale);
+        const Words4 bias = a.norm_bias ? load_chunk(a.norm_bias, at, int(a.k), aligned()) : Words4{0, 0, 0, 0};
+        float v[8], times[8], shift[8];
+        unpack<T>(raw, v), unpack<T>(weight, times), unpack<T>(bias, shift);
+#pragma unroll
+        for (int e = 0; e < 8; ++e) {
+            const float normal = (v[e] - mean) * scale;
+            v[e] = at + e < int(a.k) ? fmaf(normal, a.norm_weight ? times[e] : 1.f, shift[e]) : 0.f;
+        }
+        return pack<T>(v);
     }
     // What a product should see of a token. mean, scale: its own.
     DEVICE float value(int token, int k, float mean, float scale) const {

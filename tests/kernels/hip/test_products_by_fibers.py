@@ -30,12 +30,8 @@ pytestmark = [
 ]
 FLOATS = ("gemv.hip", "gemv_fp8.hip")
 INTEGERS = ("gemv_int8.hip", "gemv_int4.hip", "gemv_int4_32.hip", "gemv_int4_64.hip", "int4_rows.hip")
-FORMS = (
-    "nvidia",
-    "alone",
-    "gfx942",
-    "gfx90a",
-)  # gfx90a's fp16 does not go through the matrix unit; else it is as gfx942
+# gfx90a's fp16 does not go through the matrix unit; else it is as gfx942
+FORMS = ("nvidia", "alone", "gfx942", "gfx90a")
 CASES = [(name, torch.bfloat16) for name in FORMATS]
 CASES += [(name, torch.float16) for name in ("plain", "fp8", "int8", "int4_g128_minimum")]
 
