@@ -7,9 +7,10 @@ host wait for the device. Tests put `EagerGraph` into the table for the CPU: the
 from __future__ import annotations
 
 import functools
+import gc
 import threading
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 import torch
@@ -81,7 +82,8 @@ class CudaGraph:
             _own_workspaces()
             try:
                 # other threads may go on allocating and copying meanwhile
-                with torch.cuda.graph(self._graph, pool, side, capture_error_mode="thread_local"), _Captured():
+                capture = torch.cuda.graph(self._graph, pool, side, capture_error_mode="thread_local")
+                with _no_collection(), capture, _Captured():
                     program()
             except BaseException:
                 torch.cuda.set_stream(before)
@@ -93,6 +95,18 @@ class CudaGraph:
     def replay(self) -> None:
         """Launch the recorded kernels on the current stream."""
         self._graph.replay()
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Leave cyclic garbage where it is: the graph of a dropped model, ended meanwhile, would break off a capture."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _own_workspaces() -> None:

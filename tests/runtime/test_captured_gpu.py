@@ -138,6 +138,29 @@ def test_unpatching_frees_graphs_and_caches() -> None:
     assert reserved[2] <= reserved[1]
 
 
+def test_a_graph_among_cyclic_garbage_does_not_break_off_a_capture() -> None:
+    device, x = torch.device("cuda"), torch.zeros(8, device="cuda")
+    graphs = [CudaGraph(lambda: x.add_(1), device, new_pool(device)) for _ in range(3)]
+    kept = gc.get_threshold()
+
+    def program() -> None:
+        cycle: list[Any] = [graphs.pop()]
+        cycle.append(cycle)
+        del cycle
+        assert len([[] for _ in range(5000)]) == 5000  # a collection would begin here
+        x.fill_(3)
+
+    gc.set_threshold(100)
+    try:
+        graph = CudaGraph(program, device, new_pool(device))
+        assert gc.isenabled()
+    finally:
+        gc.set_threshold(*kept)
+    x.zero_()
+    graph.replay()
+    assert x.tolist() == [3] * 8
+
+
 @pytest.mark.parametrize("shape", [(64, 65536, 64), (128, 11008, 4096), (7, 4096, 1024), (300, 32768, 128)], ids=str)
 def test_a_graph_keeps_its_workspace(shape: tuple[int, int, int]) -> None:
     """cuBLAS's workspaces are dropped by others (torch.compile does), and their memory goes to someone else."""
