@@ -4,7 +4,7 @@
 constexpr int ATTENTION_WIDEST = 128;  // more would spill
 constexpr int ATTENTION_DEEP = 0, ATTENTION_SHALLOW = 0;
 template <class T> struct AttentionTile {
-    static constexpr int CHUNKS = 16, PARTS = 8, QUERIES_PER_LANE = 1, AT_ONCE = 1;
+    static constexpr int CHUNKS = 16, PARTS = 8, QUERIES_PER_LANE = 1;
     MatrixProduct<T> product;
     static DEVICE int key_query() { return lane_id() & 15; }
     static DEVICE constexpr int which(int) { return 0; }

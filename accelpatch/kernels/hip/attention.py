@@ -16,12 +16,12 @@ from accelpatch.kernels.hip import binding
 from accelpatch.kernels.hip.binding import Told
 
 ENTRY = "accelpatch_decode_attention"
-QUERIES, SPAN = 8, 256  # of a block; slots whose results are added up by themselves
+QUERIES, SPAN, RUN = 8, 256, 32  # of a block; slots, and spans, whose results are added up by themselves
 # Columns of a head for which eight tokens of many rows fit in a block's shared memory (163 KiB, 227 KiB; on AMD it is
 # registers that end them), and where a GPU is not named: 99 KiB.
 WIDEST = {"sm_80": 128, "sm_90": 256, "sm_100": 256, "gfx90a": 128, "gfx942": 128, "gfx950": 128}
 WIDEST_ELSEWHERE = 64
-RECORD_HEAD = 4  # numbers before a span's sums
+RECORD_HEAD = 4  # numbers before the sums of a span or a run
 ROWS = 256  # of one launch
 LOG2_E = 1.4426950408889634
 
@@ -31,7 +31,7 @@ _POINTERS = (
 )  # fmt: skip
 _SIZES = (
     "following_bytes", "hear_columns", "rows", "tokens", "capacity", "heads", "kv_heads", "size", "turned", "window",
-    "spans",
+    "spans", "runs",
 )  # fmt: skip
 _FLOATS = ("scaling", "softcap", "rope_scaling", "epsilon")
 
@@ -104,10 +104,11 @@ def arguments(
     (rows, tokens), capacity = positions.shape, keys.shape[2]
     heads = rows * shape.kv_heads * -(-tokens * (shape.heads // shape.kv_heads) // QUERIES)
     spans = (capacity - 1) // SPAN + 2
-    sums = qkv.new_empty((heads, QUERIES, spans, RECORD_HEAD + shape.size), dtype=torch.float32)
+    runs = (spans - 1) // RUN + 1
+    sums = qkv.new_empty((heads, QUERIES, spans + runs, RECORD_HEAD + shape.size), dtype=torch.float32)
     held = {
         "qkv": qkv, "positions": positions, "slot": slot, "mask": mask, "keys": keys, "values": values, "y": y,
-        "sums": sums, "finished": shape.counters((begin, heads), qkv.device),
+        "sums": sums, "finished": shape.counters((begin, heads * (runs + 1)), qkv.device),
         "inv_freq": shape.inv_freq, "q_norm": shape.q_norm, "k_norm": shape.k_norm, "following": following,
     }  # fmt: skip
     cap = shape.softcap > 0
@@ -115,7 +116,8 @@ def arguments(
         **{name: None if tensor is None else tensor.data_ptr() for name, tensor in held.items()},
         following_bytes=0 if following is None else following.nbytes,
         rows=rows, tokens=tokens, capacity=capacity, heads=shape.heads, kv_heads=shape.kv_heads, size=shape.size,
-        turned=shape.turned, window=shape.window, spans=spans, rope_scaling=shape.rope_scaling, epsilon=shape.eps,
+        turned=shape.turned, window=shape.window, spans=spans, runs=runs,
+        rope_scaling=shape.rope_scaling, epsilon=shape.eps,
         scaling=shape.scaling * LOG2_E * (2 / shape.softcap if cap else 1), softcap=shape.softcap * LOG2_E,
         plus_one=int(shape.plus_one), dependent=0 if binding.settled() else -1,
         **binding.told_arguments(hears, "hears"),

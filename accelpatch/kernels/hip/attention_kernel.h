@@ -30,15 +30,16 @@ template <class T, int WIDE, int RING> struct Softmax {
     using Stream = CacheStream<T, WIDE, RING>;
     using Tile = AttentionTile<T>;
     static constexpr int SETS = Stream::SETS;
-    static constexpr int OWN = Tile::QUERIES_PER_LANE, AT_ONCE = Stream::DEPTH > 2 ? Tile::AT_ONCE : 1;  // of a ring of two tiles one is on its way
+    static constexpr int OWN = Tile::QUERIES_PER_LANE;
     float top[OWN], total[OWN], sums[SETS][Tile::PARTS][4];
     float own[OWN];  // the weight of a query's own slot, whose value is added to all others by Adder; negative where another lane has it
 
     // begin: of the span; end: of what is there of it.
-    DEVICE void span(const AttentionArgs& a, Stream& stream, const View<T, WIDE>& view, const Geometry& all, int begin, int end) {
+    DEVICE void span(const AttentionArgs& a, Stream& stream, const View<T, WIDE>& view, const Geometry& all, int begin) {
         float s[ROUNDS][4] = {};
         uint32_t given[ROUNDS] = {};
-        keys<0>(a, stream, view, all, begin, end, s, given);
+        keys<0>(a, stream, view, all, begin + tile_at(0), s[0], given[0]);
+        keys<1>(a, stream, view, all, begin + tile_at(1), s[1], given[1]);
 #pragma unroll
         for (int n = 0; n < OWN; ++n) {
             const auto larger = [](float v, float w) { return fmaxf(v, w); };
@@ -52,80 +53,63 @@ template <class T, int WIDE, int RING> struct Softmax {
             for (int i = 0; i < 4 * ROUNDS; ++i)
                 if (Tile::which(i % 4) == n) total[n] += s[i / 4][i % 4] = fast_exp2(s[i / 4][i % 4] - base);
         }
-        if (end > all.slot)
+        if (begin + SPAN > all.slot)
 #pragma unroll
             for (int i = 0; i < 4 * ROUNDS; ++i) {
                 const int n = Tile::which(i % 4);
                 if (begin + tile_at(i / 4) + Tile::slot(i % 4) == view.own[n]) own[n] = s[i / 4][i % 4], s[i / 4][i % 4] = 0.f;
             }
         for (auto& set : sums) for (auto& part : set) for (float& v : part) v = 0.f;
-        add_values<2>(stream, view, all, begin + tile_at(0), end, given[0], s[0]);
-        add_values<3>(stream, view, all, begin + tile_at(1), end, given[1], s[1]);
+        add_values<2>(stream, view, all, begin + tile_at(0), given[0], s[0]);
+        add_values<3>(stream, view, all, begin + tile_at(1), given[1], s[1]);
     }
-    // Scores to the base 2 of the tiles from FIRST on, and which of their slots are given: shown by the mask, or new, and in
-    // some token's window.
-    template <int FIRST> DEVICE void keys(const AttentionArgs& a, Stream& stream, const View<T, WIDE>& view, const Geometry& all, int begin, int end, float (*s)[4], uint32_t* given) {
-        constexpr int LAST = FIRST + AT_ONCE - 1;
-        Tile scores[ROUNDS];
-#pragma unroll
-        for (int r = FIRST; r <= LAST; ++r) scores[r].zero();
-        stream.template wait<AT_ONCE>();
-        if (seen_tile(all, begin + tile_at(FIRST), end) || seen_tile(all, begin + tile_at(LAST), end)) {
-            put_new<FIRST>(stream, view, all, begin + tile_at(FIRST), 0);
-            if constexpr (LAST > FIRST) put_new<LAST>(stream, view, all, begin + tile_at(LAST), 1);
+    // Scores to the base 2 of a tile, and which of its slots are given: shown by the mask, or new, and in some token's window.
+    template <int ROUND> DEVICE void keys(const AttentionArgs& a, Stream& stream, const View<T, WIDE>& view, const Geometry& all, int slot, float* s, uint32_t& given) {
+        Tile scores;
+        scores.zero();
+        stream.wait();
+        if (seen_tile(all, slot)) {
+            if (slot + TILE > all.slot) stream.template put_new<ROUND>(slot, view.stager);
             wave_sync();  // all lanes' copies have come
 #pragma unroll
             for (int step = 0; step < Stream::STEPS; ++step) {
                 const Words4 q = view.query[4 * step + fragment_quarter()];
+                Words4 k[ROWS_PER_LANE];
 #pragma unroll
-                for (int r = FIRST; r <= LAST; ++r) {
-                    Words4 k[ROWS_PER_LANE];
-#pragma unroll
-                    for (int h = 0; h < ROWS_PER_LANE; ++h) k[h] = stream.key(r, r - FIRST, h, step);
-                    scores[r].add_keys(q, k);
-                }
+                for (int h = 0; h < ROWS_PER_LANE; ++h) k[h] = stream.key(ROUND, h, step);
+                scores.add_keys(q, k);
             }
-            given[FIRST] = shown<FIRST>(stream, all, begin + tile_at(FIRST), 0);  // while products are under way
-            if constexpr (LAST > FIRST) given[LAST] = shown<LAST>(stream, all, begin + tile_at(LAST), 1);
+            given = shown<ROUND>(stream, all, slot);  // while products are under way
             wave_sync();  // before others' places take new tiles
         }
-        stream.template after<FIRST>();
-        if constexpr (LAST > FIRST) stream.template after<LAST>();
+        stream.template after<ROUND>();
         // With a softcap a.scaling is 2 log2(e) / softcap times the scores' own: tanh(x) = 1 - 2 / (e^2x + 1).
 #pragma unroll
-        for (int r = FIRST; r <= LAST; ++r) {
+        for (int i = 0; i < 4; ++i) s[i] = rounded_product(scores.score(i), a.scaling);  // in each of the kernels alike
+        if (a.softcap > 0.f)
 #pragma unroll
-            for (int i = 0; i < 4; ++i) s[r][i] = rounded_product(scores[r].score(i), a.scaling);  // in each of the kernels alike
-            if (a.softcap > 0.f)
+            for (int i = 0; i < 4; ++i) s[i] = a.softcap * (1.f - 2.f * fast_reciprocal(fast_exp2(s[i]) + 1.f));
+        if (slot + TILE > all.slot || given != 0xffffu || view.windowed)
 #pragma unroll
-                for (int i = 0; i < 4; ++i) s[r][i] = a.softcap * (1.f - 2.f * fast_reciprocal(fast_exp2(s[r][i]) + 1.f));
-            if (begin + tile_at(r) + TILE > all.slot || given[r] != 0xffffu || view.windowed)
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const int at = begin + tile_at(r) + Tile::slot(i);
-                    if (!(given[r] >> Tile::slot(i) & 1) || at > view.own[Tile::which(i)] || at <= view.least[Tile::which(i)]) s[r][i] = -INFINITY;
-                }
-        }
-        if constexpr (LAST + 1 < ROUNDS) keys<LAST + 1>(a, stream, view, all, begin, end, s, given);
-    }
-    // Of keys; ahead: of the oldest tile of the ring.
-    template <int ROUND> DEVICE void put_new(Stream& stream, const View<T, WIDE>& view, const Geometry& all, int slot, int ahead) {
-        if (slot + TILE > all.slot) stream.template put_new<ROUND>(ahead, slot, view.stager);
+            for (int i = 0; i < 4; ++i) {
+                const int at = slot + Tile::slot(i);
+                if (!(given >> Tile::slot(i) & 1) || at > view.own[Tile::which(i)] || at <= view.least[Tile::which(i)]) s[i] = -INFINITY;
+            }
     }
     // A tile's slots that are given.
-    template <int ROUND> DEVICE uint32_t shown(Stream& stream, const Geometry& all, int slot, int ahead) {
-        const uint32_t* mask = stream.mask(ROUND, ahead);
+    template <int ROUND> DEVICE uint32_t shown(Stream& stream, const Geometry& all, int slot) {
+        const uint32_t* mask = stream.mask(ROUND);
         const int mine = slot + lane_id();
         const bool given = (mask[0] | mask[1]) != 0;
         return lane_vote(lane_id() < TILE && mine >= all.low && (mine < all.slot ? given : mine < all.stop)) & 0xffffu;
     }
-    template <int STAGE> DEVICE void add_values(Stream& stream, const View<T, WIDE>& view, const Geometry& all, int slot, int end, uint32_t given, const float* s) {
+    template <int STAGE> DEVICE void add_values(Stream& stream, const View<T, WIDE>& view, const Geometry& all, int slot, uint32_t given, const float* s) {
         const typename Tile::Weights weights = Tile::weights(s);
-        stream.template wait<1>();
-        if (seen_tile(all, slot, end)) {
+        stream.wait();
+        if (seen_tile(all, slot)) {
             const bool new_ones = slot + TILE > all.slot;
             if (~given & (new_ones ? (1u << max(all.slot - slot, 0)) - 1 : 0xffffu)) stream.template hide<STAGE>(given);
-            if (new_ones && view.several) stream.template put_new<STAGE>(0, slot, view.stager);
+            if (new_ones && view.several) stream.template put_new<STAGE>(slot, view.stager);
             wave_sync();  // all lanes' copies have come
             const Words4* values = stream.values(STAGE);
 #pragma unroll
@@ -189,7 +173,7 @@ template <Kind KIND, int WIDE> DEVICE AttentionArgs known(AttentionArgs a) {
 }
 template <Kind KIND> DEVICE AttentionPlan known(AttentionPlan plan) {
     if (KIND != ANY) plan.tiles = 1;
-    if (KIND == ONE) plan.group = plan.queries = 1;
+    if (KIND == ONE) plan.group = plan.queries = 1, plan.run_shift = ONE_RUN_SHIFT;
     return plan;
 }
 
@@ -215,19 +199,17 @@ __global__ void __launch_bounds__(THREADS, WIDE > 128 ? 1 : BLOCKS_RESIDENT) att
     }
     CacheStream<T, WIDE, RING> stream(a, plan, all, whole, shared);
     HeadStager<T, WIDE> stager{a, plan, shared};
-    bool heard = false, waited = false;
     int turn = 0;
-    for (;;) {
+    for (bool begun = false;; begun = true) {
         stager.turn_to(s.row);
         const View<T, WIDE> view(a, stager, all, s);
         const auto first = stager.task(s, all, wave);
         const typename HeadStager<T, WIDE>::Angles turns(a, stager.angles(first.token));
         if (!a.hears) {
             grid_wait();
-        } else if (!heard) {
+        } else if (!begun) {
             if (threadIdx.x == 0) hear(a.hears, int(a.hear_columns));
             __syncthreads();
-            heard = true;
         }
         stager.stage(s, all, first, turns);
         const int queries = stager.queries(s);
@@ -235,11 +217,11 @@ __global__ void __launch_bounds__(THREADS, WIDE > 128 ? 1 : BLOCKS_RESIDENT) att
         for (int i = 0; i < s.count; ++i, ++turn) {
             Results results;
             const int begin = s.begin + i * SPAN;
-            results.span(a, stream, view, all, begin, s.end);
+            results.span(a, stream, view, all, begin);
             if (a.hears && i + 1 == s.count) {  // the kernel before has to end at last
                 grid_wait();
-                if (!waited) forget(a), waited = true;
-                if (s.end > all.slot && wave == WAVES - 1) stager.stage_value(s, all);
+                if (!begun) forget(a);
+                if (begin + SPAN > all.slot && wave == WAVES - 1) stager.stage_value(s, all);
             }
             const int buffer = (plan.buffers - 1) & turn;
             float* tops = reinterpret_cast<float*>(shared + plan.tops_at) + buffer * plan.queries * TOPS;
@@ -253,7 +235,7 @@ __global__ void __launch_bounds__(THREADS, WIDE > 128 ? 1 : BLOCKS_RESIDENT) att
             if (q < queries) adder.add(states + q * QUERY_STRIDE<WIDE>, tops + q * TOPS, s.span + i, here ? stager.value(adder.token) : nullptr, own / TILE & (WAVES - 1));
             if (plan.buffers == 1) __syncthreads();
         }
-        if (!s.single() && last_of(a, s, reinterpret_cast<int*>(shared + plan.tops_at))) add_spans<T, WIDE>(a, s, plan.group, queries);
+        if (!s.single()) add_spans<T, WIDE>(a, s, plan, queries, reinterpret_cast<int*>(shared + plan.tops_at));
         if (!share.next(s, a, plan, all)) return;
         __syncthreads();  // what lies staged has been read, and last_of's word
     }

@@ -17,7 +17,7 @@ template <class T, int WIDE, int RING> struct CacheStream {
     const Geometry& all;
     char* ring;
     Share share;
-    int begin = 0, end = 0, left = 0, place = 0;  // of the span that is asked for, of its segment; spans left; the ring's slot
+    int begin = 0, left = 0, place = 0;           // of the span that is asked for; spans left of its segment; the ring's slot
     int64_t row = 0, at = 0;                      // elements before the mask's row and the head's keys
     uint32_t held_mask[SHARED_RING ? 1 : 2][2];
     Words4 held[SHARED_RING ? 1 : 2][SHARED_RING ? 1 : PIECES];
@@ -33,8 +33,8 @@ template <class T, int WIDE, int RING> struct CacheStream {
     template <int STAGE> DEVICE void after() { issue<(STAGE + DEPTH) % 4>(); }
     template <int STAGE> DEVICE void issue() {
         if (Segment s; STAGE == 0 && left == 0 && share.next(s, a, plan, all))
-            begin = s.begin, end = s.end, left = s.count, row = s.row * a.capacity, at = (s.row * a.kv_heads + s.kv) * a.capacity * a.size;
-        if (const int slot = begin + tile_at(STAGE % 2); left > 0 && seen_tile(all, slot, end)) {
+            begin = s.begin, left = s.count, row = s.row * a.capacity, at = (s.row * a.kv_heads + s.kv) * a.capacity * a.size;
+        if (const int slot = begin + tile_at(STAGE % 2); left > 0 && seen_tile(all, slot)) {
             if (!SHARED_RING && a.size == WIDE && slot + TILE <= all.slot) copy<STAGE, true>(slot);
             else copy<STAGE, false>(slot);
         }
@@ -48,12 +48,12 @@ template <class T, int WIDE, int RING> struct CacheStream {
         constexpr bool VALUE = STAGE / 2;
         const int cached = WHOLE ? TILE : all.slot - slot, size = WHOLE ? WIDE : int(a.size), own_slot = slot_of_piece<VALUE>(0), own_chunk = chunk_of_piece<VALUE>(0);
         const char* from = static_cast<const char*>(VALUE ? a.values : a.keys) + (at + (slot + own_slot) * int64_t(size)) * 2 + own_chunk * 16;
-        if (const int s = lane_id(); !VALUE && s < TILE) stream_copy<8>(mask(STAGE, 0), a.mask + row + slot + s, s < cached);
+        if (const int s = lane_id(); !VALUE && s < TILE) stream_copy<8>(mask(STAGE), a.mask + row + slot + s, s < cached);
 #pragma unroll
         for (int i = 0; i < (VALUE ? VALUES : KEYS); ++i) {
             const int s = slots_after<VALUE>(i), chunk = chunks_after<VALUE>(i);
             const bool there = WHOLE ? own_chunk < CHUNKS : s + own_slot < cached && (chunk + own_chunk) * 8 < size;
-            stream_copy<16>(piece(STAGE, 0, i), from + int64_t(s) * (size * 2) + chunk * 16, there);
+            stream_copy<16>(piece(STAGE, i), from + int64_t(s) * (size * 2) + chunk * 16, there);
         }
     }
     // The slot and the chunk of a lane's pieces: of the first, and how much further the i-th is.
@@ -74,27 +74,27 @@ template <class T, int WIDE, int RING> struct CacheStream {
         else return (VALUE ? Tile::value_chunk() : fragment_quarter()) + chunks_after<VALUE>(i);
     }
     // The mask of a tile of keys, a slot to each of the first lanes.
-    DEVICE uint32_t* mask(int stage, int ahead) { return SHARED_RING ? reinterpret_cast<uint32_t*>(ring + slot_of(ahead) * SLOT_BYTES + TILE_BYTES + lane_id() % TILE * 8) : held_mask[stage % 2]; }
-    DEVICE Words4* piece(int stage, int ahead, int i) {
-        if constexpr (SHARED_RING) return tile(ahead) + i * WAVE + (lane_id() ^ Tile::mixed(lane_id() / CHUNKS) ^ Tile::mixed(i * WAVE / CHUNKS));
+    DEVICE uint32_t* mask(int stage) { return SHARED_RING ? reinterpret_cast<uint32_t*>(ring + place * SLOT_BYTES + TILE_BYTES + lane_id() % TILE * 8) : held_mask[stage % 2]; }
+    DEVICE Words4* piece(int stage, int i) {
+        if constexpr (SHARED_RING) return tile() + i * WAVE + (lane_id() ^ Tile::mixed(lane_id() / CHUNKS) ^ Tile::mixed(i * WAVE / CHUNKS));
         else return &held[stage % 2][i];
     }
-    DEVICE Words4* tile(int ahead) { return reinterpret_cast<Words4*>(ring + slot_of(ahead) * SLOT_BYTES); }
+    DEVICE Words4* tile() { return reinterpret_cast<Words4*>(ring + place * SLOT_BYTES); }
     // What a lane gives to a product: four lanes' chunks follow each other; of an odd step they lie before those of the even one for half of the slots.
-    DEVICE Words4 key(int stage, int ahead, int h, int step) {
-        if constexpr (SHARED_RING) return tile(ahead)[fragment_row(h) * CHUNKS + step / 2 * 8 + (fragment_quarter() ^ Tile::mixed(fragment_row(0)) ^ step % 2 * 4)];
+    DEVICE Words4 key(int stage, int h, int step) {
+        if constexpr (SHARED_RING) return tile()[fragment_row(h) * CHUNKS + step / 2 * 8 + (fragment_quarter() ^ Tile::mixed(fragment_row(0)) ^ step % 2 * 4)];
         else return held[stage % 2][h * STEPS + step];
     }
     DEVICE const Words4* values(int stage) {
-        if constexpr (SHARED_RING) return tile(0);
+        if constexpr (SHARED_RING) return tile();
         else return held[stage % 2];
     }
     // The new slots' keys or values into their tile, whichever lane's they are: all lanes' copies have come, and all wait.
-    template <int STAGE, class STAGER> DEVICE void put_new(int ahead, int slot, const STAGER& stager) {
+    template <int STAGE, class STAGER> DEVICE void put_new(int slot, const STAGER& stager) {
         constexpr bool VALUE = STAGE / 2;
         if constexpr (SHARED_RING) {
             const int chunk = lane_id();
-            Words4* into = tile(ahead);
+            Words4* into = tile();
             wave_sync();
 #pragma unroll 1
             for (int token = max(slot - all.slot, 0); token < min(slot + TILE - all.slot, int(a.tokens)); ++token) {
@@ -103,23 +103,22 @@ template <class T, int WIDE, int RING> struct CacheStream {
             }
             wave_sync();
         } else {
-            each<STAGE>(ahead, [&](Words4& at, int s, int chunk) {
+            each<STAGE>([&](Words4& at, int s, int chunk) {
                 if (const int token = slot + s - all.slot; token >= 0 && token < int(a.tokens) && chunk * 8 < WIDE) at = stager.fresh_piece(token, VALUE, chunk);
             });
         }
     }
     // Zeros for the values of slots that are not given: what they hold must not matter.
     template <int STAGE> DEVICE void hide(uint32_t given) {
-        each<STAGE>(0, [&](Words4& at, int s, int) { if (!(given >> s & 1)) at = {0, 0, 0, 0}; });
+        each<STAGE>([&](Words4& at, int s, int) { if (!(given >> s & 1)) at = {0, 0, 0, 0}; });
     }
     // All that a lane holds of a tile; rarely done, and rolled.
-    template <int STAGE, class WORK> DEVICE void each(int ahead, const WORK& work) {
+    template <int STAGE, class WORK> DEVICE void each(const WORK& work) {
         constexpr bool VALUE = STAGE / 2;
 #pragma unroll(SHARED_RING ? 1 : PIECES)
         for (int i = 0; i < (VALUE ? VALUES : KEYS); ++i)
-            work(*piece(STAGE, ahead, i), slot_of_piece<VALUE>(i), chunk_of_piece<VALUE>(i));
+            work(*piece(STAGE, i), slot_of_piece<VALUE>(i), chunk_of_piece<VALUE>(i));
     }
-    DEVICE int slot_of(int ahead) const { return place + ahead < DEPTH ? place + ahead : place + ahead - DEPTH; }
-    // Waits for the oldest tiles; piece() gives each, `ahead` of the oldest, until after().
-    template <int TILES> DEVICE void wait() { ring_wait<DEPTH + 1 - TILES>(); }
+    // Waits for the oldest tile, which piece() gives until after().
+    DEVICE void wait() { ring_wait<DEPTH>(); }
 };

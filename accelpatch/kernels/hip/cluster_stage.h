@@ -187,9 +187,9 @@ private:
 #pragma unroll 1
             for (int token = part.token; token < a.m; token += CLUSTER) {
                 const float scale = from_lane(my_scale, token);
-                Words4 raw[2];
-                const char* own = Base::slot_at(token, min(slot, units - 1));
-                for (int h = 0; h < 2; ++h) raw[h] = Base::scaled(*reinterpret_cast<const Words4*>(own + h * 16), g[h], scale);
+                Words4 raw[2] = {{0, 0, 0, 0}, {0, 0, 0, 0}};
+                if (slot < units)
+                    for (int h = 0; h < 2; ++h) raw[h] = Base::scaled(*reinterpret_cast<const Words4*>(Base::slot_at(token, slot) + h * 16), g[h], scale);
                 Base::convert(token, slot, slot < units, raw);
             }
         }

@@ -6,8 +6,8 @@ namespace {
 int check(const AttentionArgs& a) {
     if (a.rows < 1 || a.rows > MOST_ROWS || a.tokens < 1 || a.tokens > 8 || a.kv_heads < 1 || a.heads < 1 || a.heads % a.kv_heads) return STATUS_SIZE;
     if (a.size < 8 || a.size > ATTENTION_WIDEST || a.size % 8 || a.turned < 0 || a.turned > a.size || a.turned % 2 || a.window < 0 || a.window >= LARGEST) return STATUS_SIZE;
-    if (a.heads >= LARGEST / 1024 || a.capacity < 1 || a.capacity >= LARGEST / 1024 || a.spans < (a.capacity - 1) / SPAN + 2) return STATUS_SIZE;
-    if (a.rows * a.heads * a.tokens * a.spans >= LARGEST) return STATUS_SIZE;
+    if (a.heads >= LARGEST / 1024 || a.capacity < 1 || a.capacity >= LARGEST / 1024 || a.spans < (a.capacity - 1) / SPAN + 2 || a.runs < ((a.spans - 1) >> RUN_SHIFT) + 1) return STATUS_SIZE;
+    if (a.rows * a.heads * a.tokens * (a.spans + a.runs) >= LARGEST) return STATUS_SIZE;
     const void* const aligned[] = {a.qkv, a.keys, a.values, a.y, a.sums};
     for (const void* p : aligned)
         if (!p || !multiple_of_16(p)) return STATUS_POINTER;
@@ -19,7 +19,7 @@ template <int WIDE> AttentionPlan lay_out(const AttentionArgs& a, int64_t ring, 
     AttentionPlan p = {};
     SharedLayout layout;
     const int64_t all = a.tokens * (a.heads / a.kv_heads), row = WIDE * 2 + 16;
-    p.group = int32_t(a.heads / a.kv_heads);
+    p.group = int32_t(a.heads / a.kv_heads), p.run_shift = p.group > 1 ? RUN_SHIFT : ONE_RUN_SHIFT;
     p.tiles = int32_t((all + QUERIES - 1) / QUERIES), p.queries = int32_t(all < QUERIES ? all : QUERIES), p.buffers = buffers;
     p.starts_at = layout.take(a.rows * 4);
     p.angles_at = layout.take(a.tokens * a.turned * 4);

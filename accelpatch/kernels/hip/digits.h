@@ -116,9 +116,9 @@ protected:
 #pragma unroll 1
             for (int token = 0; token < a.m; ++token) {
                 const float mean = from_lane(my_mean, token), scale = from_lane(my_scale, token);
-                Words4 raw[2];
-                const char* own = slot_at(token, min(slot, slots - 1));
-                for (int h = 0; h < 2; ++h) raw[h] = Base::apply(*reinterpret_cast<const Words4*>(own + h * 16), g[h], place(slot, h), mean, scale);
+                Words4 raw[2] = {{0, 0, 0, 0}, {0, 0, 0, 0}};
+                if (slot < slots)
+                    for (int h = 0; h < 2; ++h) raw[h] = Base::apply(*reinterpret_cast<const Words4*>(slot_at(token, slot) + h * 16), g[h], place(slot, h), mean, scale);
                 convert(token, slot, slot < slots, raw);
             }
         }

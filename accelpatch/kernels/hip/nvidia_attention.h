@@ -7,7 +7,7 @@ constexpr int ATTENTION_DEEP = 98304, ATTENTION_SHALLOW = 65536;  // bytes of a 
 // across: rows of eight columns of all slots, as ldmatrix takes them.
 template <class T> struct AttentionTile {
     static constexpr int CHUNKS = 8, PARTS = 4;  // chunks of eight columns that the lanes copy at once; products that each takes
-    static constexpr int QUERIES_PER_LANE = 2, AT_ONCE = 2;  // AT_ONCE: tiles of keys whose products take turns
+    static constexpr int QUERIES_PER_LANE = 2;
     float c[2][4];
     static DEVICE int key_query() { return lane_id() >> 2; }  // the query that the lane gives to products with keys
     static DEVICE constexpr int which(int i) { return i & 1; }

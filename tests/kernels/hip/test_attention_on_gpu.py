@@ -25,7 +25,10 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 LONG = {
     "long": Step(size=128, slot=4500, capacity=4608, rows=1, heads=8, kv_heads=8),
     "long-rows": Step(size=128, slot=2100, capacity=4096, rows=5, padding=700, tokens=8),
-    "window-over-runs": Step(size=128, slot=1251, capacity=1536, heads=32, kv_heads=8, tokens=8, window=1000),
+    "into-the-second-run": Step(size=128, slot=16380, capacity=16640, rows=2, heads=8, kv_heads=2, tokens=8),
+    "five-runs": Step(size=128, slot=70000, capacity=70144, rows=1, heads=4, kv_heads=1),
+    "window-over-runs": Step(size=64, slot=33000, capacity=33024, rows=1, heads=4, tokens=5, window=20000),
+    "window-over-spans": Step(size=128, slot=1251, capacity=1536, heads=32, kv_heads=8, tokens=8, window=1000),
     "more-heads-than-blocks": Step(size=64, slot=300, capacity=512, rows=9, heads=32, kv_heads=32),
     "many-rows": Step(size=64, slot=20, capacity=64, rows=300, heads=2, kv_heads=1),
 }
