@@ -132,7 +132,7 @@ def _mend(device: torch.device, pool: Any) -> None:
     """
     with suppress(RuntimeError):  # where torch has told it already
         torch._C._cuda_endAllocateToPool(device.index or 0, pool)
-    with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=_side_stream(device.index or 0)):
+    with _no_collection(), torch.cuda.graph(torch.cuda.CUDAGraph(), stream=_side_stream(device.index or 0)):
         torch.zeros(1, device=device)
 
 

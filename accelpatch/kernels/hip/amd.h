@@ -76,6 +76,7 @@ DEVICE void wave_sync() {}  // a lane reads no other's shared memory without a b
 DEVICE void group_sync(int, int) { __syncthreads(); }
 DEVICE void group_arrive(int, int) { __syncthreads(); }
 
+DEVICE void publish() { __threadfence(); }  // or another wave's stores would still be on their way behind the barrier
 DEVICE int count_up(int32_t* counter, int by) {
     __threadfence();
     const int before = atomicAdd(counter, by);

@@ -34,8 +34,9 @@ template <class T, int WIDE, int RING> struct Softmax {
     float top[OWN], total[OWN], sums[SETS][Tile::PARTS][4];
     float own[OWN];  // the weight of a query's own slot, whose value is added to all others by Adder; negative where another lane has it
 
-    // begin: of the span; end: of what is there of it.
+    // begin: of the span.
     DEVICE void span(const AttentionArgs& a, Stream& stream, const View<T, WIDE>& view, const Geometry& all, int begin) {
+        static_assert(ROUNDS == 2, "two tiles of keys, two of values");
         float s[ROUNDS][4] = {};
         uint32_t given[ROUNDS] = {};
         keys<0>(a, stream, view, all, begin + tile_at(0), s[0], given[0]);

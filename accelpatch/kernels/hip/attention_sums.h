@@ -115,6 +115,7 @@ template <class T, int WIDE> struct Adder {
 // Whether this block brings the last of what is counted, `mine` of `due`; what the others brought is then in memory. Every
 // thread calls it. told: a word of shared memory that nobody else uses between the barriers around it.
 DEVICE bool last_of(int32_t* counter, int mine, int due, volatile int* told) {
+    publish();
     __syncthreads();  // all waves' records are out
     if (threadIdx.x == 0) {
         const bool last = count_up(counter, mine) + mine == due;

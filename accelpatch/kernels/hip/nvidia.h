@@ -145,7 +145,8 @@ DEVICE void linger() {  // a microsecond
 }
 DEVICE void group_arrive(int name, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(name + 1), "r"(threads) : "memory"); }
 
-// Adds after all that the block wrote before a barrier and before all that it reads behind one; what was there.
+DEVICE void publish() {}  // what this thread wrote, before a barrier and count_up(): those two do
+// Adds after all that the block published before a barrier and before all that it reads behind one; what was there.
 DEVICE int count_up(int32_t* counter, int by) {
     int before;
     asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(by) : "memory");

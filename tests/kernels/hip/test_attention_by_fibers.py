@@ -33,6 +33,7 @@ LONG = {
     "four-queries": Step(size=128, slot=900, capacity=1024, heads=4, kv_heads=1, rows=1),
     "eight-of-rows": Step(size=128, slot=700, capacity=768, padding=300, tokens=8),
     "ten-spans": Step(size=128, slot=2300, capacity=2400, rows=1, heads=2),
+    "two-runs-for-one-token": Step(size=64, slot=8600, capacity=8700, rows=1, heads=2, kv_heads=1, padding=100),
     "into-the-second-run": Step(size=64, slot=8188, capacity=8200, rows=1, heads=2, kv_heads=1, tokens=8),
     "window-over-spans": Step(size=128, slot=751, capacity=768, heads=4, tokens=8, window=500),
     "wide-spans": Step(size=256, slot=600, capacity=768, heads=4, rows=1, tokens=3),
@@ -68,6 +69,7 @@ def _op(library: ctypes.CDLL) -> Callable[..., Tensor]:
             ctypes.byref(given), binding.DTYPES.index(qkv.dtype), ctypes.c_void_p()
         )
         assert status == 0
+        assert not any(one.any() for one in shape._counters.values())
         counted = library.overlaps and positions.numel() <= 8  # of more tokens nothing is told
         assert told.number.tolist() == [0 if counted else columns, 0]
         return y

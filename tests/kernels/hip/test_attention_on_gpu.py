@@ -25,9 +25,10 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 LONG = {
     "long": Step(size=128, slot=4500, capacity=4608, rows=1, heads=8, kv_heads=8),
     "long-rows": Step(size=128, slot=2100, capacity=4096, rows=5, padding=700, tokens=8),
-    "into-the-second-run": Step(size=128, slot=16380, capacity=16640, rows=2, heads=8, kv_heads=2, tokens=8),
-    "five-runs": Step(size=128, slot=70000, capacity=70144, rows=1, heads=4, kv_heads=1),
-    "window-over-runs": Step(size=64, slot=33000, capacity=33024, rows=1, heads=4, tokens=5, window=20000),
+    "into-the-second-run": Step(size=128, slot=8188, capacity=8448, rows=2, heads=8, kv_heads=2, tokens=8),
+    "padding-and-runs": Step(size=128, slot=20000, capacity=20480, rows=2, heads=8, kv_heads=2, padding=9000, tokens=3),
+    "nine-runs": Step(size=128, slot=70000, capacity=70144, rows=1, heads=4, kv_heads=1),
+    "windows-from-two-runs": Step(size=64, slot=33000, capacity=33024, rows=1, heads=4, tokens=8, window=24811),
     "window-over-spans": Step(size=128, slot=1251, capacity=1536, heads=32, kv_heads=8, tokens=8, window=1000),
     "more-heads-than-blocks": Step(size=64, slot=300, capacity=512, rows=9, heads=32, kv_heads=32),
     "many-rows": Step(size=64, slot=20, capacity=64, rows=300, heads=2, kv_heads=1),
@@ -74,7 +75,7 @@ def test_a_thousand_random_steps() -> None:
     draw = random.Random(11)
     for trial in range(1000):
         kv_heads, tokens = draw.choice([1, 2, 3]), draw.randint(1, 8)
-        slot = draw.randint(0, draw.choice([40, 300, 900]))
+        slot = draw.randint(0, draw.choice([40, 300, 900, 900, 9000]))
         case = Step(
             heads=kv_heads * draw.choice([1, 2, 4, 7]), kv_heads=kv_heads, size=draw.choice([64, 80, 96, 128, 256]),
             slot=slot, capacity=slot + tokens + draw.randint(0, 300), rows=draw.choice([1, 2, 3, 8]), tokens=tokens,
