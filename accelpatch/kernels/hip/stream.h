@@ -142,7 +142,7 @@ template <class F, int DEPTH, bool PHASED = false> struct Stream {
     DEVICE void load_tables(char* into, bool there, bool second) {
         if constexpr (SHARED_TABLES) {  // row pairs by neighbouring lanes, each its step's scales or offsets; all of a pair lie together
             const int piece = lane_id() >> 3 & 2 * TABLES<F> - 1, u = piece & 1, at = TABLES_AT + (lane_id() & 7) * ROW_TABLES * 4 + piece * SCALE_BYTES<F> - lane_id() * 16;
-            if (TABLES<F> > 1 || lane_id() < WAVE / 2) stream_copy<SCALE_BYTES<F>>(into + at, table(u), u ? second : there);
+            if (TABLES<F> > 1 || lane_id() < WAVE / 2) stream_copy<SCALE_BYTES<F>>(into + at, table(u), u ? second : there);  // without offsets half of the lanes have a piece
         } else {
 #pragma unroll
             for (int u = 0; u < PAIR<F>; ++u)
