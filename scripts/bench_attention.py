@@ -34,7 +34,7 @@ DEVICE = torch.device("cuda")
 DTYPE = torch.bfloat16
 KERNELS = {"hip": attention.decode_attention_, "triton": triton_kernel.decode_attention_}
 BEYOND_L2 = 600 << 20  # bytes of caches in rotation: a graph's first launch, which overlaps with none, is one of many
-MOST = 200  # of them
+LEAST, MOST = 4, 200  # of them
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -71,7 +71,7 @@ class Caches:
         capacity = -(-step.context // 256) * 256
         size = 2 * step.batch * step.kv_heads * capacity * step.size * DTYPE.itemsize
         options = {"device": DEVICE, "dtype": DTYPE}
-        self.kernel, self.step, self.count = kernel, step, max(2, min(MOST, -(-BEYOND_L2 // size)))
+        self.kernel, self.step, self.count = kernel, step, max(LEAST, min(MOST, -(-BEYOND_L2 // size)))
         self.held = [
             torch.randn(2, step.batch, step.kv_heads, capacity, step.size, **options) for _ in range(self.count)
         ]

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-WARM = 0.02  # seconds of replays before any counts: what ran before (a check in float64, say) shows for a while
+WARM = 0.2  # seconds of replays before any counts: what ran before (a check in float64, say) shows for a while
 BEYOND = 400e6  # bytes of weights in rotation: far more than the L2 cache holds
 
 

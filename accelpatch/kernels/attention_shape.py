@@ -10,6 +10,26 @@ from torch import Tensor
 MOST = 8  # new tokens of a row in a decode step
 
 
+class Zeros:
+    """int32 zeros that launches leave as they were: there blocks count what is done, and hand each other their results.
+
+    Layers share them, and every number of rows and tokens: one launch follows the other, so a model runs on one stream
+    at a time; two launches at once would take each other's, now and ever after. They stay where they are, since
+    captured launches know them by their address: where more are asked for, the old ones remain.
+    """
+
+    def __init__(self) -> None:
+        self.held: list[Tensor] = []
+
+    def first(self, count: int, device: torch.device) -> Tensor:
+        """`count` of them on a device."""
+        fitting = [zeros for zeros in self.held if zeros.device == device and len(zeros) >= count]
+        if not fitting:
+            fitting = [torch.zeros(count, dtype=torch.int32, device=device)]
+            self.held += fitting
+        return fitting[-1][:count]
+
+
 @dataclass(frozen=True, eq=False)
 class AttentionShape:
     """What all tokens of a layer share. inv_freq[R / 2], R <= D, and q_norm, k_norm[D] (or None) lie on the device.
@@ -30,17 +50,7 @@ class AttentionShape:
     eps: float = 0.0
     softcap: float = 0.0
     plus_one: bool = False
-    _counters: dict[object, Tensor] = field(default_factory=dict, init=False, repr=False)
-
-    def counters(self, what: tuple[int, int], device: torch.device) -> Tensor:
-        """int32 zeros, `what[1]` of them, which a launch leaves as they were; the same ones for the same `what`.
-
-        Each layer keeps its own, and they stay where they are: captured launches know them by their address. So a layer
-        runs on one stream at a time: two launches at once would count each other's, now and ever after.
-        """
-        if (what, device) not in self._counters:
-            self._counters[what, device] = torch.zeros(what[1], dtype=torch.int32, device=device)
-        return self._counters[what, device]
+    memory: Zeros = field(default_factory=lambda: Zeros(), repr=False)
 
     @property
     def columns(self) -> int:

@@ -11,8 +11,8 @@ head. positions, slot and mask are int64 and read on the device. Rotary layout a
 Llama; scores and sums are float32.
 
 What a token gets does not depend on T, on B, on L, nor (where positions count the slots behind a row's padding) on the
-row's padding: it is bit for bit what it would get alone, its predecessors cached. Long caches are cut into runs whose
-results are added up in the order of their slots, as in Dao et al. 2023, "Flash-Decoding".
+row's padding: it is bit for bit what it would get alone, its predecessors cached. Long caches are cut into spans whose
+results are added up in an order that the slots alone give, as in Dao et al. 2023, "Flash-Decoding".
 """
 
 from __future__ import annotations

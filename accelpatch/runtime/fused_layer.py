@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from accelpatch.device import probe
 from accelpatch.kernels import decode_attention
-from accelpatch.kernels.attention_shape import AttentionShape
+from accelpatch.kernels.attention_shape import AttentionShape, Zeros
 from accelpatch.kernels.decode_attention import decode_attention_
 from accelpatch.kernels.fused_product import Norm, Product, normed
 from accelpatch.kernels.hip.binding import FEW, MOST, Told
@@ -176,7 +176,8 @@ def read(model: Any) -> FusedModel:
     final = norm_of(decoder.norm, dtype)
     checked(head, dtype)
     # every layer is looked at before the first is laid together
-    shapes = [attention_of(layer.self_attn, rotary, dtype) for layer in layers]
+    memory = Zeros()
+    shapes = [attention_of(layer.self_attn, rotary, dtype, memory) for layer in layers]
     for layer in layers:
         looked_at(layer, dtype)
     fused = tuple(fuse(layer, shape, dtype) for layer, shape in zip(layers, shapes, strict=True))
@@ -204,8 +205,8 @@ def norm_of(norm: Any, dtype: torch.dtype) -> Norm:
     return Norm(norm.weight, norm.rms_eps, norm.plus_one)
 
 
-def attention_of(attention: Any, rotary: Any, dtype: torch.dtype) -> AttentionShape:
-    """Sizes and constants of a layer's attention."""
+def attention_of(attention: Any, rotary: Any, dtype: torch.dtype, memory: Zeros) -> AttentionShape:
+    """Sizes and constants of a layer's attention; memory: its model's."""
     config, size = attention.config, int(attention.head_dim)
     kind = "" if hasattr(rotary, "inv_freq") else f"{attention.layer_type}_"
     frequencies = getattr(rotary, f"{kind}inv_freq", None)
@@ -224,7 +225,7 @@ def attention_of(attention: Any, rotary: Any, dtype: torch.dtype) -> AttentionSh
         config.num_attention_heads, config.num_key_value_heads, size, float(attention.scaling), frequencies.float(),
         float(getattr(rotary, f"{kind}attention_scaling")), window(attention),
         None if q_norm is None else q_norm.weight, None if k_norm is None else k_norm.weight,
-        eps, float(softcap or 0.0), plus_one,
+        eps, float(softcap or 0.0), plus_one, memory,
     )  # fmt: skip
     if reason := decode_attention.why_not(shape, dtype, probe(frequencies.device)):
         raise Unfit(reason)

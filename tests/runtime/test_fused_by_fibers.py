@@ -38,6 +38,7 @@ def hearing(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFa
     library = compiled("nvidia", ["gemv.hip", "decode_attention.hip"], "steps", tmp_path_factory)
     library.set_fibers(4, 1, 0)
     library.set_clusters(1)
+    library.set_beside(1)
     names: list[str] = []
 
     def product(weight: Any, args: binding.GemvArgs, x: Tensor) -> None:
@@ -45,7 +46,7 @@ def hearing(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFa
         binding.check(binding.declared(library, "accelpatch_gemv")(ctypes.byref(args), 0, None), weight.function)
 
     def attend(qkv: Tensor, *rest: Any) -> None:
-        args, _kept = attention.arguments(qkv, *rest)
+        args = attention.arguments(qkv, *rest)
         names.extend(["attention"] if args.hears else [])
         assert library.accelpatch_decode_attention(ctypes.byref(args), 0, ctypes.c_void_p()) == 0
 

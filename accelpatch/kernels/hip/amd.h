@@ -5,6 +5,7 @@ using GpuStream = hipStream_t;
 constexpr int WAVE = 64;
 constexpr int BLOCKS_RESIDENT = 1;
 constexpr bool SHARED_RING = false;
+constexpr bool BLOCKS_MEET = false;  // blocks of a launch do not wait for each other
 constexpr int RESERVED_SHARED = 0;
 
 using Half2 = _Float16 __attribute__((ext_vector_type(2)));
@@ -16,6 +17,7 @@ using Int4Vector = int __attribute__((ext_vector_type(4)));
 DEVICE int lane_id() { return threadIdx.x % WAVE; }
 template <class V> DEVICE V lane_xor(V value, int mask) { return __shfl_xor(value, mask, WAVE); }
 DEVICE float from_lane(float value, int lane) { return __shfl(value, lane, WAVE); }
+DEVICE int lowest_bit(uint32_t bits) { return __ffs(int(bits)) - 1; }
 DEVICE uint32_t lane_vote(bool yes) { return static_cast<uint32_t>(__ballot(yes)); }
 
 // ---- conversions and bits ----
@@ -77,6 +79,9 @@ DEVICE void group_sync(int, int) { __syncthreads(); }
 DEVICE void group_arrive(int, int) { __syncthreads(); }
 
 DEVICE void publish() { __threadfence(); }  // or another wave's stores would still be on their way behind the barrier
+DEVICE void hand16(void* into, const Words4& v) { *static_cast<Words4*>(into) = v; }
+DEVICE Words4 handed16(const void* source) { return *static_cast<const Words4*>(source); }
+DEVICE void look_again(int&) { __builtin_trap(); }  // what is looked for has been counted
 DEVICE int count_up(int32_t* counter, int by) {
     __threadfence();
     const int before = atomicAdd(counter, by);

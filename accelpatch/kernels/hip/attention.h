@@ -1,24 +1,26 @@
 // Attention of 1 to 8 new tokens a row over a static cache: what a launch is told, and how its work is cut.
 //
-// A span is 256 slots, counted from the first slot of a row's own tokens; a wave of a block has two of its tiles of 16. Of one head's
-// spans 32 that follow each other are a run, where heads share a cached one, else all: whichever block finishes its last span adds it up,
-// and whichever adds up the last run, all runs. So what a token gets depends on its slots alone.
+// A span is 256 slots, counted from the first slot of a row's own tokens; a wave of a block has two of its tiles of 16. Spans of one head
+// are added up as a tree that their numbers alone give (attention_records.h): so what a token gets depends on its slots alone.
 #pragma once
 #include "portability.h"
 
 constexpr int TILE = 16, SPAN = 256, ROUNDS = SPAN / TILE / WAVES;
-constexpr int RUN_SHIFT = 5, ONE_RUN_SHIFT = 30;  // log2 of a run's spans
 constexpr int QUERIES = 8;         // of a block at once
 constexpr int MOST_ROWS = 256;     // rows whose first slots fit in shared memory
 constexpr int MASK_BYTES = TILE * 8;  // of a tile
 constexpr int BROUGHT_PIECE = 4096;          // bytes that a thread asks for at once
 constexpr int64_t BROUGHT_BYTES = 4 << 20;  // at most: what memory gives while a short cache is read
 constexpr int TOPS = WAVES * 2 + 4;  // floats a query: of each wave the highest score and the sum of weights; its own slot's weight, three of padding
-constexpr int RECORD_HEAD = 4;     // floats before the sums of a span or a run in memory: the highest score, the sum of weights, two of padding
+constexpr int NODE = 8;  // spans whose results are added up by themselves, and then such results
+constexpr int LEVELS = 3;  // of its tree
+constexpr int PIECE = 16, RECORD_HEAD = 4;  // columns of a record's piece, and the floats before them: the highest score, the sum of weights, two of padding
+constexpr int PIECE_FLOATS = RECORD_HEAD + PIECE;
 
 // Floats between a wave's sums and the next one's, and between a query's and the next one's: sums of four queries that are
 // stored at once lie in different banks.
 template <int WIDE> constexpr int WAVE_STRIDE = WIDE + 4;
+template <int WIDE> constexpr int NODE_FLOATS = WIDE + 4;  // of a query's result that waits for the next one
 template <int WIDE> constexpr int QUERY_STRIDE = WAVES * WAVE_STRIDE<WIDE> + 4;
 
 // Sizes in elements. qkv[rows tokens, (heads + 2 kv_heads) size]; keys, values[rows, kv_heads, capacity, size];
@@ -30,13 +32,13 @@ struct AttentionArgs {
     const float* inv_freq;
     const void *q_norm, *k_norm;  // [size] or null
     void* y;                      // [rows tokens, heads size]
-    float* sums;                  // [rows kv_heads tiles, QUERIES, spans + runs, RECORD_HEAD + size]
-    int32_t* finished;            // [rows kv_heads tiles, runs + 1] zeros, and left so
+    float* records;               // [rows kv_heads tiles, queries, spans, PIECE_FLOATS for each 16 of 64, 128 or 256 columns] zeros, and left so
+    int32_t* finished;            // [rows kv_heads tiles] zeros, and left so
     int32_t* hears;               // where the product before counts its columns of q and k (see GemvArgs), or null
     const void* following;        // what the kernel behind will read, or null
     int64_t following_bytes;
     int64_t hear_columns;         // q's and k's
-    int64_t rows, tokens, capacity, heads, kv_heads, size, turned, window, spans, runs;
+    int64_t rows, tokens, capacity, heads, kv_heads, size, turned, window, spans;
     float scaling, softcap, rope_scaling, epsilon;  // scaling: to the base 2; with a softcap see Softmax::keys
     int32_t plus_one, dependent;
 };
@@ -44,10 +46,10 @@ struct AttentionArgs {
 // Where things lie in shared memory, in bytes.
 struct AttentionPlan {
     int32_t group;           // heads that share a cached one
-    int32_t run_shift;
     int32_t tiles, queries;  // of queries of a cached head; most queries of one
     int32_t buffers;         // of the waves' results: two, or one where memory is short
-    int32_t starts_at, angles_at, queries_at, fresh_at, tops_at, states_at, ring_at, bytes;
+    int32_t levels;          // of the spans' tree whose results have a place
+    int32_t starts_at, angles_at, queries_at, fresh_at, tops_at, states_at, nodes_at, ring_at, bytes;
 };
 
 // Facts of a launch that lie in device memory; no kernel of the step writes them, so they are read before grid_wait().
@@ -83,6 +85,8 @@ struct Segment {
     int span, count;          // the first that is taken, and how many
     int begin;                // their first slot
     DEVICE bool single() const { return first == last; }
+    // Whether nothing is left to add up: all spans are this block's and of one node, which has been added up to `most` spans.
+    DEVICE bool alone(int most) const { return single() || (most == NODE && span == first && span + count > last && first / NODE == last / NODE); }
 };
 
 // The slot of a wave's tile of a round, from the first of its span; whether any token sees something of it.
@@ -94,18 +98,44 @@ DEVICE bool seen_tile(const Geometry& all, int slot) { return slot < all.stop &&
 struct Share {
     int at, end;
     int before, busy;  // blocks that have spans: of those before this one, and in all
+    int part = 0, parts;  // of a head, where a block has spans of one alone; else no parts
     DEVICE explicit Share(const Geometry& all) {
-        const int blocks = int(gridDim.x), block = int(blockIdx.x), parts = blocks / all.heads, total = all.heads * all.spans;
+        const int blocks = int(gridDim.x), block = int(blockIdx.x), total = all.heads * all.spans;
+        parts = blocks / all.heads;
         if (parts > 0 && (all.spans + parts - 1) / parts <= (total + blocks - 1) / blocks + 1) {
-            const int head = min(block / parts, all.heads), part = block - head * parts, each = min(parts, all.spans);
+            const int head = min(block / parts, all.heads), each = min(parts, all.spans);
+            part = block - head * parts;
             at = head * all.spans + (head < all.heads ? part * all.spans / parts : 0);
             end = head < all.heads ? head * all.spans + (part + 1) * all.spans / parts : at;
             before = head < all.heads ? head * each + part * each / parts : all.heads * each, busy = all.heads * each;
         } else {
+            parts = 0;
             at = int(int64_t(total) * block / blocks), end = int(int64_t(total) * (block + 1) / blocks);
             before = min(at, block), busy = min(total, blocks);
         }
     }
+    // Which block has a span, of all heads', where shares are not of one head. A float's quotient is off by one at most.
+    static DEVICE int block_of(int span, const Geometry& all) {
+        const int64_t of = (span + int64_t(1)) * int(gridDim.x) - 1, total = all.heads * all.spans;
+        int block = int(float(of) / float(total));
+        if (block * total > of) --block;
+        if ((block + 1) * total <= of) ++block;
+        return block;
+    }
+    // Of the blocks that have spans of a segment's head, which this one is and how many there are.
+    DEVICE void company(const Segment& s, const Geometry& all, int& which, int& many) const {
+        const int count = s.last + 1 - s.first;
+        if (parts > all.spans) {
+            which = s.span - s.first, many = count;
+        } else if (parts > 0) {
+            which = part, many = min((count * parts + all.spans - 1) / all.spans, parts);
+        } else {
+            const int begin = s.head * all.spans, first = block_of(begin, all);
+            which = int(blockIdx.x) - first, many = block_of(begin + count - 1, all) - first + 1;
+        }
+    }
+    // Whether blocks have at least half a node's spans of a head, as a rule.
+    DEVICE bool halves(const Geometry& all) const { return (parts > 0 ? all.spans / parts : all.heads * all.spans / int(gridDim.x)) >= NODE / 2; }
     // The next segment that holds anything; false if there is none.
     DEVICE bool next(Segment& s, const AttentionArgs& a, const AttentionPlan& plan, const Geometry& all) {
         while (at < end) {

@@ -16,22 +16,22 @@ from accelpatch.kernels.hip import binding
 from accelpatch.kernels.hip.binding import Told
 
 ENTRY = "accelpatch_decode_attention"
-QUERIES, SPAN, RUN = 8, 256, 32  # of a block; slots, and spans, whose results are added up by themselves
+QUERIES, SPAN = 8, 256  # of a block; slots whose results are added up by themselves
 # Columns of a head for which eight tokens of many rows fit in a block's shared memory (163 KiB, 227 KiB; on AMD it is
 # registers that end them), and where a GPU is not named: 99 KiB.
 WIDEST = {"sm_80": 128, "sm_90": 256, "sm_100": 256, "gfx90a": 128, "gfx942": 128, "gfx950": 128}
 WIDEST_ELSEWHERE = 64
-RECORD_HEAD = 4  # numbers before the sums of a span or a run
+PIECE, RECORD_HEAD = 16, 4  # columns of a piece of a span's record, and the numbers before them
 ROWS = 256  # of one launch
 LOG2_E = 1.4426950408889634
 
 _POINTERS = (
-    "qkv", "positions", "slot", "mask", "keys", "values", "inv_freq", "q_norm", "k_norm", "y", "sums", "finished",
+    "qkv", "positions", "slot", "mask", "keys", "values", "inv_freq", "q_norm", "k_norm", "y", "records", "finished",
     "hears", "following",
 )  # fmt: skip
 _SIZES = (
     "following_bytes", "hear_columns", "rows", "tokens", "capacity", "heads", "kv_heads", "size", "turned", "window",
-    "spans", "runs",
+    "spans",
 )  # fmt: skip
 _FLOATS = ("scaling", "softcap", "rope_scaling", "epsilon")
 
@@ -78,7 +78,6 @@ def decode_attention_(
             keys[some],
             values[some],
             shape,
-            begin,
             following,
             None if rows > ROWS else hears,
         )
@@ -87,9 +86,9 @@ def decode_attention_(
 
 def _launch(
     qkv: Tensor, y: Tensor, positions: Tensor, slot: Tensor, mask: Tensor, keys: Tensor, values: Tensor,
-    shape: AttentionShape, begin: int, following: Tensor | None, hears: Told | None,
+    shape: AttentionShape, following: Tensor | None, hears: Told | None,
 ) -> None:  # fmt: skip
-    args, _kept = arguments(qkv, y, positions, slot, mask, keys, values, shape, begin, following, hears)
+    args = arguments(qkv, y, positions, slot, mask, keys, values, shape, following, hears)
     with torch.cuda.device(qkv.device):
         stream = torch.cuda.current_stream().cuda_stream
         entry = _entry(probe(qkv.device))
@@ -98,31 +97,36 @@ def _launch(
 
 def arguments(
     qkv: Tensor, y: Tensor, positions: Tensor, slot: Tensor, mask: Tensor, keys: Tensor, values: Tensor,
-    shape: AttentionShape, begin: int, following: Tensor | None, hears: Told | None = None,
-) -> tuple[AttentionArgs, Tensor]:  # fmt: skip
-    """What a launch takes, and memory of its own that must last as long."""
+    shape: AttentionShape, following: Tensor | None, hears: Told | None = None,
+) -> AttentionArgs:  # fmt: skip
+    """What a launch takes."""
     (rows, tokens), capacity = positions.shape, keys.shape[2]
-    heads = rows * shape.kv_heads * -(-tokens * (shape.heads // shape.kv_heads) // QUERIES)
-    spans = (capacity - 1) // SPAN + 2
-    runs = (spans - 1) // RUN + 1
-    sums = qkv.new_empty((heads, QUERIES, spans + runs, RECORD_HEAD + shape.size), dtype=torch.float32)
+    queries = tokens * (shape.heads // shape.kv_heads)
+    heads, spans = rows * shape.kv_heads * -(-queries // QUERIES), (capacity - 1) // SPAN + 2
+    counters = -(-heads // 4) * 4
+    records = heads * min(queries, QUERIES) * spans * _columns(shape.size) // PIECE * (RECORD_HEAD + PIECE)
+    zeros = shape.memory.first(counters + records, qkv.device)
     held = {
         "qkv": qkv, "positions": positions, "slot": slot, "mask": mask, "keys": keys, "values": values, "y": y,
-        "sums": sums, "finished": shape.counters((begin, heads * (runs + 1)), qkv.device),
+        "records": zeros[counters:], "finished": zeros,
         "inv_freq": shape.inv_freq, "q_norm": shape.q_norm, "k_norm": shape.k_norm, "following": following,
     }  # fmt: skip
     cap = shape.softcap > 0
-    args = AttentionArgs(
+    return AttentionArgs(
         **{name: None if tensor is None else tensor.data_ptr() for name, tensor in held.items()},
         following_bytes=0 if following is None else following.nbytes,
         rows=rows, tokens=tokens, capacity=capacity, heads=shape.heads, kv_heads=shape.kv_heads, size=shape.size,
-        turned=shape.turned, window=shape.window, spans=spans, runs=runs,
+        turned=shape.turned, window=shape.window, spans=spans,
         rope_scaling=shape.rope_scaling, epsilon=shape.eps,
         scaling=shape.scaling * LOG2_E * (2 / shape.softcap if cap else 1), softcap=shape.softcap * LOG2_E,
         plus_one=int(shape.plus_one), dependent=0 if binding.settled() else -1,
         **binding.told_arguments(hears, "hears"),
     )  # fmt: skip
-    return args, sums
+
+
+def _columns(size: int) -> int:
+    """Of the kernels for heads of so many."""
+    return next(columns for columns in (64, 128, 256) if size <= columns)
 
 
 @cache

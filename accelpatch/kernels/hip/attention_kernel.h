@@ -174,7 +174,7 @@ template <Kind KIND, int WIDE> DEVICE AttentionArgs known(AttentionArgs a) {
 }
 template <Kind KIND> DEVICE AttentionPlan known(AttentionPlan plan) {
     if (KIND != ANY) plan.tiles = 1;
-    if (KIND == ONE) plan.group = plan.queries = 1, plan.run_shift = ONE_RUN_SHIFT;
+    if (KIND == ONE) plan.group = plan.queries = 1;
     return plan;
 }
 
@@ -201,6 +201,7 @@ __global__ void __launch_bounds__(THREADS, WIDE > 128 ? 1 : BLOCKS_RESIDENT) att
     CacheStream<T, WIDE, RING> stream(a, plan, all, whole, shared);
     HeadStager<T, WIDE> stager{a, plan, shared};
     int turn = 0;
+    bool left = false, several = false;  // segments of whose heads other blocks have some; segments
     for (bool begun = false;; begun = true) {
         stager.turn_to(s.row);
         const View<T, WIDE> view(a, stager, all, s);
@@ -229,15 +230,31 @@ __global__ void __launch_bounds__(THREADS, WIDE > 128 ? 1 : BLOCKS_RESIDENT) att
             float* states = reinterpret_cast<float*>(shared + plan.states_at) + buffer * plan.queries * QUERY_STRIDE<WIDE>;
             results.leave(states, tops, queries);
             const int q = (wave - turn) & (WAVES - 1);  // a query's by one wave, while the others go on
-            const Adder<T, WIDE> adder(a, s, plan.group, q);
+            const Adder<T, WIDE> adder(a, plan, s, q);
             __syncthreads();
             const int own = all.slot + adder.token - begin;
             const bool here = own >= 0 && own < SPAN;
-            if (q < queries) adder.add(states + q * QUERY_STRIDE<WIDE>, tops + q * TOPS, s.span + i, here ? stager.value(adder.token) : nullptr, own / TILE & (WAVES - 1));
+            if (q < queries) adder.add(states + q * QUERY_STRIDE<WIDE>, tops + q * TOPS, s.span + i, here ? stager.value(adder.token) : nullptr, own / TILE & (WAVES - 1), reinterpret_cast<float*>(shared + plan.nodes_at) + q * (plan.levels * NODE_FLOATS<WIDE>), plan.levels);
             if (plan.buffers == 1) __syncthreads();
         }
-        if (!s.single()) add_spans<T, WIDE>(a, s, plan, queries, reinterpret_cast<int*>(shared + plan.tops_at));
-        if (!share.next(s, a, plan, all)) return;
+        const bool alone = s.alone(1 << plan.levels);
+        if (!BLOCKS_MEET && !alone && last_of(a.finished + s.head, s.count, s.last + 1 - s.first, reinterpret_cast<int*>(shared + plan.tops_at)))
+            add_spans<T, WIDE>(a, s, plan, queries, 0, 1, true, wave);
+        left = left || !alone;
+        if (!share.next(s, a, plan, all)) break;
+        several = true;
         __syncthreads();  // what lies staged has been read, and last_of's word
     }
+    if (!BLOCKS_MEET || !left) return;
+    // All that the block has to bring is on its way; so is what the others have.
+    int place = wave - (turn - 1) - stager.queries(s);  // those that have added nothing up last come first
+    Share again = share;
+    if (several) again = whole, again.next(s, a, plan, all);
+    do {
+        if (s.alone(1 << plan.levels)) continue;
+        int which, many;
+        again.company(s, all, which, many);
+        add_spans<T, WIDE>(a, s, plan, stager.queries(s), which, many, again.halves(all), place & (WAVES - 1));
+        place -= (stager.queries(s) * (WIDE / PIECE) + many - 1) / many;  // other waves come to the next head
+    } while (again.next(s, a, plan, all));
 }

@@ -6,9 +6,9 @@ namespace {
 int check(const AttentionArgs& a) {
     if (a.rows < 1 || a.rows > MOST_ROWS || a.tokens < 1 || a.tokens > 8 || a.kv_heads < 1 || a.heads < 1 || a.heads % a.kv_heads) return STATUS_SIZE;
     if (a.size < 8 || a.size > ATTENTION_WIDEST || a.size % 8 || a.turned < 0 || a.turned > a.size || a.turned % 2 || a.window < 0 || a.window >= LARGEST) return STATUS_SIZE;
-    if (a.heads >= LARGEST / 1024 || a.capacity < 1 || a.capacity >= LARGEST / 1024 || a.spans < (a.capacity - 1) / SPAN + 2 || a.runs < ((a.spans - 1) >> RUN_SHIFT) + 1) return STATUS_SIZE;
-    if (a.rows * a.heads * a.tokens * (a.spans + a.runs) >= LARGEST) return STATUS_SIZE;
-    const void* const aligned[] = {a.qkv, a.keys, a.values, a.y, a.sums};
+    if (a.heads >= LARGEST / 1024 || a.capacity < 1 || a.capacity >= LARGEST / 1024 || a.spans < (a.capacity - 1) / SPAN + 2) return STATUS_SIZE;
+    if (a.rows * a.heads * a.tokens * a.spans >= LARGEST) return STATUS_SIZE;
+    const void* const aligned[] = {a.qkv, a.keys, a.values, a.y, a.records};
     for (const void* p : aligned)
         if (!p || !multiple_of_16(p)) return STATUS_POINTER;
     if (!multiple_of_16(a.following)) return STATUS_POINTER;
@@ -19,19 +19,28 @@ template <int WIDE> AttentionPlan lay_out(const AttentionArgs& a, int64_t ring, 
     AttentionPlan p = {};
     SharedLayout layout;
     const int64_t all = a.tokens * (a.heads / a.kv_heads), row = WIDE * 2 + 16;
-    p.group = int32_t(a.heads / a.kv_heads), p.run_shift = p.group > 1 ? RUN_SHIFT : ONE_RUN_SHIFT;
+    p.group = int32_t(a.heads / a.kv_heads);
     p.tiles = int32_t((all + QUERIES - 1) / QUERIES), p.queries = int32_t(all < QUERIES ? all : QUERIES), p.buffers = buffers;
     p.starts_at = layout.take(a.rows * 4);
     p.angles_at = layout.take(a.tokens * a.turned * 4);
-    p.queries_at = layout.take(QUERIES * row), p.fresh_at = layout.take(a.tokens * 2 * row);
+    p.queries_at = layout.take(p.queries * row), p.fresh_at = layout.take(a.tokens * 2 * row);
     p.tops_at = layout.take(int64_t(buffers) * p.queries * TOPS * 4), p.states_at = layout.take(int64_t(buffers) * p.queries * QUERY_STRIDE<WIDE> * 4);
-    p.ring_at = layout.take(ring), p.bytes = int32_t(layout.bytes);
+    p.ring_at = layout.take(ring), p.bytes = p.nodes_at = int32_t(layout.bytes);
     return p;
+}
+
+// As many levels of the spans' tree as fit.
+template <int WIDE> bool take_levels(AttentionPlan& p, int64_t room) {
+    const int64_t each = p.queries * NODE_FLOATS<WIDE> * 4;
+    if (p.bytes > room) return false;
+    p.levels = int32_t((room - p.bytes) / each < LEVELS ? (room - p.bytes) / each : LEVELS);
+    p.bytes += int32_t(p.levels * each);
+    return true;
 }
 
 template <class T, int WIDE, int RING, Kind KIND = ANY> int start(const AttentionArgs& a, const AttentionPlan& plan, const DeviceLimits& limits, GpuStream stream) {
     // Where heads are many, a block's wait for its queries is another block's time to read.
-    const int64_t heads = a.rows * a.kv_heads * plan.tiles, resident = WIDE > 128 ? 1 : BLOCKS_RESIDENT;
+    const int64_t heads = a.rows * a.kv_heads * plan.tiles, resident = WIDE > 128 || plan.bytes > half_of(limits) ? 1 : BLOCKS_RESIDENT;
     const int blocks = limits.processors * int(heads >= 2 * resident * limits.processors ? resident : 1);
     const int error = launch_kernel(attention_kernel<T, WIDE, RING, KIND>, blocks, THREADS, plan.bytes, stream, limits, a.dependent >= 0, a, plan);
     return error ? STATUS_DEVICE + error : STATUS_OK;
@@ -43,12 +52,13 @@ template <class T, int WIDE> int launch(const AttentionArgs& a, GpuStream stream
     for (const int buffers : {2, 1}) {
         for (const bool deep : {true, false}) {
             const int64_t least = ring(2), wanted = deep ? ATTENTION_DEEP : ATTENTION_SHALLOW;
-            const AttentionPlan plan = lay_out<WIDE>(a, (wanted > least ? wanted : least) / (TILE * WIDE * 2) * (TILE * WIDE * 2 + MASK_BYTES), buffers);
-            if (plan.bytes > (buffers == 1 && !deep ? limits.shared_block : half_of(limits))) continue;
+            AttentionPlan plan = lay_out<WIDE>(a, (wanted > least ? wanted : least) / (TILE * WIDE * 2) * (TILE * WIDE * 2 + MASK_BYTES), buffers);
+            if (!take_levels<WIDE>(plan, buffers == 1 && !deep ? limits.shared_block : half_of(limits))) continue;
             if constexpr (ATTENTION_DEEP > ATTENTION_SHALLOW && WIDE <= 128) {
-                const Kind kind = deep ? kind_of<WIDE>(a) : ANY;
-                if (kind == ONE) return start<T, WIDE, ATTENTION_DEEP, ONE>(a, plan, limits, stream);
-                if (kind == SEVERAL) return start<T, WIDE, ATTENTION_DEEP, SEVERAL>(a, plan, limits, stream);
+                constexpr int OF_SEVERAL = WIDE > 64 ? ATTENTION_SHALLOW : ATTENTION_DEEP;  // what fits
+                const Kind kind = kind_of<WIDE>(a);
+                if (kind == ONE && deep) return start<T, WIDE, ATTENTION_DEEP, ONE>(a, plan, limits, stream);
+                if (kind == SEVERAL && deep == (OF_SEVERAL == ATTENTION_DEEP)) return start<T, WIDE, OF_SEVERAL, SEVERAL>(a, plan, limits, stream);
             }
             return deep ? start<T, WIDE, ATTENTION_DEEP>(a, plan, limits, stream) : start<T, WIDE, ATTENTION_SHALLOW>(a, plan, limits, stream);
         }

@@ -6,11 +6,13 @@ using GpuStream = cudaStream_t;
 constexpr int WAVE = 32;
 constexpr int BLOCKS_RESIDENT = 2;   // of a kernel on a processor: this one and its successor
 constexpr bool SHARED_RING = true;    // or else one turn ahead, in registers
+constexpr bool BLOCKS_MEET = true;    // blocks of a launch that all find place at once may wait for each other
 constexpr int RESERVED_SHARED = 1024;  // bytes of a block that are the system's
 
 DEVICE int lane_id() { return threadIdx.x & 31; }
 template <class V> DEVICE V lane_xor(V value, int mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
 DEVICE float from_lane(float value, int lane) { return __shfl_sync(0xffffffffu, value, lane); }
+DEVICE int lowest_bit(uint32_t bits) { return __ffs(int(bits)) - 1; }
 DEVICE uint32_t lane_vote(bool yes) { return __ballot_sync(0xffffffffu, yes); }  // of the first 32 lanes
 
 // ---- conversions and bits ----
@@ -132,6 +134,20 @@ DEVICE void hear(const int32_t* number, int enough) {
         __nanosleep(64);
     }
     grid_wait();
+}
+// Words that blocks of a launch hand each other, each whole by itself.
+DEVICE void hand16(void* into, const Words4& v) {
+    asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(into), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+DEVICE Words4 handed16(const void* source) {
+    Words4 v;
+    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(source) : "memory");
+    return v;
+}
+// Between two looks for what another block of the launch hands over. Looking in vain for many seconds ends in an error.
+DEVICE void look_again(int& looks) {
+    if (++looks == 1 << 24) asm volatile("trap;");
+    __nanosleep(20);
 }
 // Whether this is the last of `of` calls; the number is then zero again.
 DEVICE bool last_call(int32_t* number, int of) { return atomicInc(reinterpret_cast<unsigned*>(number), of - 1) == unsigned(of - 1); }

@@ -262,7 +262,7 @@ def decode_attention_(
     with launch.on(qkv), _said():
         _attend[(max(working, everywhere), shape.kv_heads * tiles, rows)](
             qkv, positions, slot, mask, keys, values, shape.inv_freq, *norms, y, sums, tops,
-            shape.counters((-1, heads), qkv.device),
+            shape.memory.first(heads, qkv.device),
             tokens, capacity, shape.heads, shape.window, scaling, shape.softcap * LOG2_E, shape.rope_scaling, shape.eps,
             group, shape.q_norm is not None, shape.plus_one, cap, shape.size, wide, shape.turned, RUN,
             min(SLOTS, SLOTS * 256 // row_bytes), ROWS, min(ROWS, max(4, triton.next_power_of_2(group))),

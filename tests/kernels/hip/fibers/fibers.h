@@ -26,11 +26,14 @@ struct Fibers {
     bool clusters;                                // whether products of many tokens go by them
     bool late;                                    // asynchronous copies happen when they are waited for, or else at once
     bool backwards;                               // the last thread first
+    bool beside;                                  // blocks run beside each other, and not one after the other
 };
 extern Fibers fibers;
 constexpr int MOST_CLUSTER = 8;  // blocks that run at once and reach each other's shared memory
 struct Meeting : Group { int of, blocks, messages; };
 extern Meeting meeting;      // of all threads of a cluster
+extern int most_delay;       // of what a block hands another, in turns of all threads
+extern unsigned drawn;       // at random
 extern int fiber, arrived[]; // which of the cluster's threads runs; the meeting that each has come to
 void run_blocks(int blocks, int cluster, int threads, int shared, const std::function<void()>& kernel);
 char* in_block(char* here, int rank);  // where a place in shared memory is in that of another block
@@ -100,6 +103,19 @@ DEVICE Words4 load_activation16(const void* source) { return aligned(source, 16)
 DEVICE uint32_t load_activation2(const void* source) { return *static_cast<const uint16_t*>(source); }
 DEVICE uint32_t load_activation4(const void* source) { return aligned(source, 4), *static_cast<const uint32_t*>(source); }
 DEVICE uint32_t atomicOr(uint32_t* at, uint32_t bits) { const uint32_t before = *at; return *at |= bits, before; }
+DEVICE int lowest_bit(uint32_t bits) { return __builtin_ctz(bits); }
+// What a lane hands over is there at a time of its own, and later from the first block.
+inline void delay(int most) {
+    if (!fibers.beside || !most) return;
+    const int some = int((drawn = drawn * 1664525u + 1013904223u) >> 16) % most;
+    for (int n = some + (blockIdx.x ? 0 : most); n > 0; --n) ++meeting.messages, fibers.yield();
+}
+DEVICE void hand16(void* into, const Words4& v) { aligned(into, 16), delay(most_delay), *static_cast<Words4*>(into) = v; }
+DEVICE Words4 handed16(const void* source) { return aligned(source, 16), *static_cast<const Words4*>(source); }
+DEVICE void look_again(int& looks) {
+    if (++looks == 1 << 16) std::abort();
+    fibers.yield();
+}
 DEVICE void publish() {}
 DEVICE int count_up(int32_t* counter, int by) { return (*counter += by) - by; }
 template <int> void prefetch_l2(const void*) {}
@@ -132,5 +148,5 @@ int launch_clusters(void (*kernel)(ARGS...), int cluster, int blocks, int thread
     return 0;
 }
 template <class... ARGS> int launch_kernel(void (*kernel)(ARGS...), int blocks, int threads, int shared, GpuStream stream, const DeviceLimits& limits, bool dependent, ARGS... args) {
-    return launch_clusters(kernel, 1, blocks, threads, shared, stream, limits, dependent, args...);
+    return launch_clusters(kernel, fibers.beside && blocks <= MOST_CLUSTER ? blocks : 1, blocks, threads, shared, stream, limits, dependent, args...);
 }

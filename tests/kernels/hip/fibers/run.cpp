@@ -7,6 +7,8 @@
 Place threadIdx, blockIdx, gridDim;
 Fibers fibers;
 Meeting meeting;
+int most_delay;
+unsigned drawn;
 int fiber, arrived[MOST_CLUSTER * 8 * WAVE];
 constexpr int MOST_THREADS = MOST_CLUSTER * 8 * WAVE, BEYOND = 4096, STACK = 1 << 17;
 alignas(128) char shared[233472 + BEYOND];
@@ -95,6 +97,8 @@ void run_blocks(int blocks, int cluster, int threads, int bytes, const std::func
     for (int first = 0; first < blocks; first += cluster) run_cluster(first, cluster, threads, bytes);
 }
 extern "C" void set_fibers(int processors, int late, int backwards) { fibers.processors = processors, fibers.late = late, fibers.backwards = backwards; }
+extern "C" void set_beside(int beside) { fibers.beside = beside; }
+extern "C" void set_delay(int most, int seed) { most_delay = most, drawn = unsigned(seed) * 7919u; }
 extern "C" void set_clusters(int there) { fibers.clusters = there; }
 extern "C" void set_shared(int byte) { before = char(byte); }
 extern "C" int take_unwaited() { const int count = unwaited; return unwaited = 0, count; }
