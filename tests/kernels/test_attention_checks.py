@@ -10,7 +10,7 @@ from accelpatch.device import KNOWN
 from accelpatch.errors import KernelError
 from accelpatch.kernels import decode_attention
 from accelpatch.kernels.attention_check import Step, made
-from accelpatch.kernels.attention_shape import AttentionShape
+from accelpatch.kernels.attention_shape import AttentionShape, Zeros
 from accelpatch.kernels.hip import attention
 from tests.interpreted import DEVICE
 
@@ -69,3 +69,14 @@ def test_arguments_that_do_not_fit(place: int, change: object, words: str) -> No
     wrong: list[Tensor] = [change(one) if at == place else one for at, one in enumerate(args)]
     with pytest.raises(KernelError, match=words):
         decode_attention.decode_attention_(*wrong, shape)
+
+
+def test_zeros_are_shared_and_stay_where_they_are() -> None:
+    zeros, here = Zeros(), torch.device("cpu")
+    some = zeros.first(8, here)
+    assert zeros.first(3, here).data_ptr() == some.data_ptr()
+    more = zeros.first(100, here)
+    assert more.data_ptr() != some.data_ptr()
+    assert zeros.first(8, here).data_ptr() == more.data_ptr()
+    assert [len(one) for one in zeros.held] == [8, 100]  # captured launches may know the first ones
+    assert not more.any()

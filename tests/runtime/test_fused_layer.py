@@ -115,6 +115,13 @@ def test_weights_are_laid_together_once(recipe: str) -> None:
             assert mine.bias is None or (its.bias is not None and mine.bias.data_ptr() == its.bias.data_ptr())
 
 
+def test_layers_share_what_their_attention_works_in() -> None:
+    models = [read(patched("qwen2", "exact")) for _ in range(2)]
+    memories = [{id(layer.attention.memory) for layer in model.layers} for model in models]
+    assert all(len(one) == 1 for one in memories)
+    assert not memories[0] & memories[1]  # a model's own: two models may run at once
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_weights_loaded_later_are_those_of_the_next_call(recipe: str) -> None:
     model, other = patched("llama", recipe), patched("llama", recipe)
