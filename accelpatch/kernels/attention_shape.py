@@ -50,7 +50,7 @@ class AttentionShape:
     eps: float = 0.0
     softcap: float = 0.0
     plus_one: bool = False
-    memory: Zeros = field(default_factory=lambda: Zeros(), repr=False)
+    memory: Zeros = field(default_factory=Zeros, repr=False)
 
     @property
     def columns(self) -> int:

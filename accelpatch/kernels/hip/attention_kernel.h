@@ -201,7 +201,7 @@ __global__ void __launch_bounds__(THREADS, WIDE > 128 ? 1 : BLOCKS_RESIDENT) att
     CacheStream<T, WIDE, RING> stream(a, plan, all, whole, shared);
     HeadStager<T, WIDE> stager{a, plan, shared};
     int turn = 0;
-    bool left = false, several = false;  // segments of whose heads other blocks have some; segments
+    bool left = false, several = false;  // whether something is left to add up; whether there was more than one segment
     for (bool begun = false;; begun = true) {
         stager.turn_to(s.row);
         const View<T, WIDE> view(a, stager, all, s);

@@ -102,8 +102,7 @@ DEVICE bool last_of(int32_t* counter, int mine, int due, volatile int* told) {
 }
 
 // What a head's blocks have brought is added up: by all of them, each some of the columns, as the records come; or by the last one, where
-// blocks do not wait for each other.
-// wave: which of the block's comes to it.
+// blocks do not wait for each other. wave: which of the block's comes to it.
 template <class T, int WIDE> DEVICE void add_spans(const AttentionArgs& a, const Segment& s, const AttentionPlan& plan, int queries, int part, int parts, bool halves, int wave) {
     constexpr int PIECES = WIDE / PIECE;
 #pragma unroll 1
