@@ -48,11 +48,13 @@ template <uint32_t SELECT> DEVICE uint32_t permute(uint32_t a, uint32_t b) {
 
 // ---- memory ----
 DEVICE Words4 load_activation16(const void* source) { return *static_cast<const Words4*>(source); }
+DEVICE Words4 load_activation16(const void* source, bool there) { return there ? load_activation16(source) : Words4{0, 0, 0, 0}; }
 DEVICE uint32_t load_activation2(const void* source) { return *static_cast<const uint16_t*>(source); }
 DEVICE uint32_t load_activation4(const void* source) { return *static_cast<const uint32_t*>(source); }
 // BYTES past the caches; zeros, and nothing read, where not `there`. The address space is said outright, or a pointer
 // that loops back makes it a flat load.
-template <int BYTES> DEVICE void stream_copy(void* into, const void* source, bool there) {
+template <int BYTES, int AT = 0> DEVICE void stream_copy(void* into, const void* source, bool there) {
+    static_assert(AT == 0, "nothing is copied piece by piece");
     using Vector = uint32_t __attribute__((ext_vector_type(BYTES / 4)));
     Vector v = 0;
     if (there) v = __builtin_nontemporal_load((const __attribute__((address_space(1))) Vector*)source);
@@ -94,6 +96,7 @@ constexpr int CLUSTER = 1;
 template <class F> constexpr int CLUSTER_DEPTH = 1;
 using Mailbox = uint64_t;
 #include "no_cluster.h"
+DEVICE uint32_t transposed(uint32_t v) { return v; }  // as those
 DEVICE void cluster_sync() {}
 template <class V> DEVICE V* beside(V* here, int) { return here; }
 

@@ -2,9 +2,11 @@
 // so that each block stages only the activations of its own part of K. What a wave computes, and the order in which a tile's
 // sums are added up, are those of gemv_kernel: so are the bits.
 //
-// Each round another wave of a tile adds up; the others send it theirs, a lane's four sums as 16 bytes, and go on. Between
-// two rounds in which a wave adds, each wave that sends to it has itself waited for it once: so a box is empty when it is sent to
-// again. A block may end as soon as its waves have: whatever is sent to it, one of them waits for.
+// Each round another wave of a tile adds up; the others send it theirs, a lane's four sums as 16 bytes, and go on. So does it: it adds
+// up when its own sums of the next round are made, and the letters have come. (Where it waited for them at once, it was late with
+// its next sums, for which the next one waited in turn.) Each wave adds up a round before it sends the sums of a later one, and between
+// two rounds that a wave adds up, each wave that sends to it adds up one for which that wave has sent: so a box is empty when it is
+// sent to again. A block may end as soon as its waves have: whatever is sent to it, one of them waits for.
 #pragma once
 #include "cluster_stage.h"
 #include "gemv_kernel.h"
@@ -12,35 +14,35 @@
 constexpr int LETTER_BYTES = WAVE * 16;
 constexpr int BOXES = WAVES + 1;  // one a wave, one for norms
 
-// What a lane needs to finish its four sums: rows r and r + 8 of two tokens each; as bits, which nothing waits for yet.
+// What a lane needs to finish its four sums, rows r and r + 8 of two tokens each; as bits, which nothing waits for yet. A residual
+// comes, and y goes, as pairs of columns of a token. Short: what one wave at a time runs has to be fetched anew each time.
 template <class F, class T> struct ClusterOutput {
+    const GemvArgs& a;
+    const bool whole;  // pairs are aligned, and none is half outside
     float scale[2] = {1.f, 1.f};
-    uint32_t bias[2] = {0, 0}, residual[4] = {0, 0, 0, 0};
-    int columns[2] = {-1, -1};  // of y; none
-    DEVICE ClusterOutput(const GemvArgs& a, int tile) {
+    uint32_t bias[2] = {0, 0}, residual[2] = {0, 0};
+    int columns, column;  // where the tile's columns of y end; the lane's first, of token lane / 4
+    DEVICE ClusterOutput(const GemvArgs& a, const GemvPlan& plan, int tile) : a(a), whole(plan.y_pairs) {
         const bool gate = a.activation == ACT_SILU_GATE;
-        const int half = int(a.n / 2);
+        columns = int(gate ? a.n / 2 : a.n), column = tile * (gate ? 8 : 16);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            const int column = gate ? tile * 8 + (lane_id() >> 2) : tile * 16 + (lane_id() >> 2) + 8 * h;
-            if (column >= (gate ? half : int(a.n))) continue;
-            const int row = gate ? column + h * half : column;
-            if (!gate || h == 0) columns[h] = column;
+            const int row = min(column + (lane_id() >> 2) + (gate ? 0 : 8 * h), columns - 1) + (gate ? h * columns : 0);
             if (F::GROUPS == 0 && a.scale) scale[h] = static_cast<const float*>(a.scale)[row];
             if (a.bias) bias[h] = Output<F, T>::bits(a.bias, row);
         }
+        if (gate) columns = min(columns, column + 8);
+        column += 2 * (lane_id() & 3);
         if (!a.residual) return;
+        const uint16_t* from = static_cast<const uint16_t*>(a.residual) + (lane_id() >> 2) * a.residual_stride + column;
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
-            if (owns(a, i)) residual[i] = Output<F, T>::bits(a.residual, token(i) * a.residual_stride + columns[i / 2]);
+        for (int h = 0; h < 2; ++h) {
+            if (there(h, 0) && whole) residual[h] = load_activation4(from + 8 * h);
+            else if (there(h, 0)) residual[h] = load_activation2(from + 8 * h) | (there(h, 1) ? load_activation2(from + 8 * h + 1) << 16 : 0u);
+        }
     }
-    static DEVICE int token(int i) { return Cells<false>::token(i); }
-    DEVICE bool owns(const GemvArgs& a, int i) const { return columns[i / 2] >= 0 && token(i) < int(a.m); }
-    DEVICE void put(const GemvArgs& a, int i, float v) const {
-        static_cast<uint16_t*>(a.y)[token(i) * a.y_stride + columns[i / 2]] = static_cast<uint16_t>(T::down(v + T::up(residual[i])));
-    }
-    // One branch for all four: what runs lies together.
-    DEVICE void store(const GemvArgs& a, const float* sum) const {
+    DEVICE bool there(int h, int of_pair) const { return (lane_id() >> 2) < int(a.m) && column + 8 * h + of_pair < columns; }
+    DEVICE void store(const float* sum) const {
         float v[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) v[i] = sum[i] * scale[i / 2] + T::up(bias[i / 2]);
@@ -48,9 +50,18 @@ template <class F, class T> struct ClusterOutput {
 #pragma unroll
             for (int i = 0; i < 2; ++i) v[i] = silu(v[i]) * v[i + 2];
         }
+        uint16_t* to = static_cast<uint16_t*>(a.y) + (lane_id() >> 2) * a.y_stride + column;
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
-            if (owns(a, i)) put(a, i, v[i]);
+        for (int h = 0; h < 2; ++h) {
+            const uint32_t more = transposed(residual[h]), pair = transposed(T::down_pair(v[2 * h] + T::up(more & 0xffffu), v[2 * h + 1] + T::up_high(more)));
+            if (!there(h, 0)) continue;
+            if (whole) {
+                *reinterpret_cast<uint32_t*>(to + 8 * h) = pair;
+            } else {
+                to[8 * h] = static_cast<uint16_t>(pair);
+                if (there(h, 1)) to[8 * h + 1] = static_cast<uint16_t>(pair >> 16);
+            }
+        }
     }
 };
 
@@ -101,9 +112,10 @@ template <class F, class T> __global__ void __launch_bounds__(THREADS, BLOCKS_RE
         using Flow = Stream<F, CLUSTER_DEPTH<F>, true>;
         extern __shared__ __align__(128) char shared[];
         // WK waves share a tile, WB of them in this block.
-        const int WK = 1 << plan.waves_shift, WB = WK / CLUSTER, rank = cluster_rank();
-        const int wave = threadIdx.x / WAVE, wb = wave & (WB - 1), wk = rank * WB + wb, wn = wave / WB;
-        const int clusters = int(gridDim.x / CLUSTER), cluster = int(blockIdx.x / CLUSTER), round_tiles = WAVES / WB * clusters;
+        static_assert(CLUSTER <= 2, "its logarithm");
+        const int wb_shift = plan.waves_shift - 1, WK = 1 << plan.waves_shift, WB = 1 << wb_shift, rank = cluster_rank();
+        const int wave = threadIdx.x / WAVE, wb = wave & (WB - 1), wk = rank * WB + wb, wn = wave >> wb_shift;
+        const int clusters = int(gridDim.x / CLUSTER), cluster = int(blockIdx.x / CLUSTER), round_tiles = (WAVES >> wb_shift) * clusters;
         grid_release();
         Mailbox* boxes = reinterpret_cast<Mailbox*>(shared + plan.boxes_at);
         if (threadIdx.x < BOXES) open_mailbox(boxes[threadIdx.x]);
@@ -118,11 +130,38 @@ template <class F, class T> __global__ void __launch_bounds__(THREADS, BLOCKS_RE
         char* parked = shared + plan.parked_at + wave * int(sizeof(Sums)) * WAVE + lane_id() * 16;
         int staged = 0;  // phases so far
         Sums total;
+        int pending = -1;  // the round whose tile this wave has yet to add up
+        float own[4];      // its own sums of it
+        const auto add_up = [&]() ALWAYS_INLINE {
+            const int tile = pending * round_tiles + wn * clusters + cluster;
+            ClusterOutput<F, T> output(a, plan, tile);  // comes while letters are read
+            char* mine = letters + wave * (WK - 1) * LETTER_BYTES;
+            const int added = pending >> plan.waves_shift;  // tiles, by this wave
+            receive(boxes[wave], lane_id() == 0, (WK - 1) * LETTER_BYTES, added & 1);
+            float sum[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll 1
-        for (int first_round = 0; first_round * round_tiles + cluster < plan.tiles; first_round += plan.together) {
+            for (int begin = 0; begin < WK; begin += 4) {
+                float v[4][4];
+#pragma unroll
+                for (int j = 0; j < 4; ++j) load_floats<4>(v[j], reinterpret_cast<const float*>(mine + min(begin + j - (begin + j > wk), WK - 2) * LETTER_BYTES));
+#pragma unroll
+                for (int j = 0; j < 4; ++j)
+                    for (int i = 0; i < 4; ++i) sum[i] += begin + j == wk ? own[i] : v[j][i];
+            }
+            if constexpr (Stager::BOUNDED) mend<F>(a, plan, stager, tile, sum, reinterpret_cast<float*>(mine));
+            output.store(sum);
+            pending = -1;
+            if (tile >= plan.told || tile + WK * round_tiles < plan.told) return;  // or it adds up another one first
+            wave_sync();
+            if (lane_id() == 0) tell(a.tells, (added + 1) * (a.activation == ACT_SILU_GATE ? 8 : 16));
+        };
+#pragma unroll 1
+        for (int first_round = 0;; first_round += plan.together) {
+            const bool more = first_round * round_tiles + cluster < plan.tiles;
+            if (!more && pending < 0) break;
             for (int begin = 0; begin < plan.part_steps; begin += plan.phase_steps) {
                 const int phase_end = min(plan.part_steps, begin + plan.phase_steps);
-                if (!staged || plan.phases > 1) {
+                if (more && (!staged || plan.phases > 1)) {
                     if (staged && staged == plan.early) wait_for_all(a);
                     stager.range(begin, phase_end - begin, staged, [&]() ALWAYS_INLINE { return staged ? 0 : stream.fill(); });
                     ++staged;
@@ -130,42 +169,28 @@ template <class F, class T> __global__ void __launch_bounds__(THREADS, BLOCKS_RE
 #pragma unroll 1
                 for (int round = first_round; round < first_round + plan.together; ++round) {
                     const int tile = round * round_tiles + wn * clusters + cluster;
-                    if (tile >= plan.tiles) continue;
-                    if (plan.together > 1 && tile + (first_round + 1 - round) * round_tiles < plan.tiles) swap_parked(total, parked);  // of two tiles
-                    if (begin == 0) total.zero();
-                    const int from = begin * CLUSTER + stream.first, end = min(plan.steps, phase_end * CLUSTER);
-                    if (F::GROUPS && a.scale_is_bf16) sweep_part<true>(stream, total, place, from, end, wb * PAIR<F>, WB * PAIR<F>);
-                    else sweep_part<false>(stream, total, place, from, end, wb * PAIR<F>, WB * PAIR<F>);
+                    if (tile < plan.tiles) {
+                        if (plan.together > 1 && tile + (first_round + 1 - round) * round_tiles < plan.tiles) swap_parked(total, parked);  // of two tiles
+                        if (begin == 0) total.zero();
+                        const int from = begin * CLUSTER + stream.first, end = min(plan.steps, phase_end * CLUSTER);
+                        if (F::GROUPS && a.scale_is_bf16) sweep_part<true>(stream, total, place, from, end, wb * PAIR<F>, WB * PAIR<F>);
+                        else sweep_part<false>(stream, total, place, from, end, wb * PAIR<F>, WB * PAIR<F>);
+                    }
                     if (phase_end < plan.part_steps) continue;
+                    if (pending >= 0) add_up();
+                    if (tile >= plan.tiles) continue;
                     total.finish();
                     if constexpr (Stager::BOUNDED)
 #pragma unroll
                         for (int i = 0; i < 4; ++i)
                             if (stager.unbounded(Cells<false>::token(i))) total.sum[i] = NAN;
-                    const int adder = (wn + round) & (WK - 1);
-                    if (wk != adder) {
-                        const int to = wn * WB + adder % WB, letter = wk < adder ? wk : wk - 1;
-                        send16(letters + (to * (WK - 1) + letter) * LETTER_BYTES, boxes[to], adder / WB, total.sum);
-                        continue;
+                    if (const int adder = (wn + round) & (WK - 1); wk != adder) {
+                        const int to = (wn << wb_shift) + (adder & WB - 1), letter = wk - (wk > adder);
+                        send16(letters + (to * (WK - 1) + letter) * LETTER_BYTES, boxes[to], adder >> wb_shift, total.sum);
+                    } else {
+                        pending = round;
+                        for (int i = 0; i < 4; ++i) own[i] = total.sum[i];
                     }
-                    ClusterOutput<F, T> output(a, tile);  // comes while the wave waits
-                    char* mine = letters + wave * (WK - 1) * LETTER_BYTES;
-                    const int added = round >> plan.waves_shift;  // tiles, by this wave
-                    receive(boxes[wave], lane_id() == 0, (WK - 1) * LETTER_BYTES, added & 1);
-                    float sum[4] = {0.f, 0.f, 0.f, 0.f};
-#pragma unroll
-                    for (int w = 0; w < WAVES; ++w) {
-                        if (w >= WK) break;
-                        float v[4];
-                        if (w == wk) for (int i = 0; i < 4; ++i) v[i] = total.sum[i];
-                        else load_floats<4>(v, reinterpret_cast<const float*>(mine + (w < wk ? w : w - 1) * LETTER_BYTES));
-                        for (int i = 0; i < 4; ++i) sum[i] += v[i];
-                    }
-                    if constexpr (Stager::BOUNDED) mend<F>(a, plan, stager, tile, sum, reinterpret_cast<float*>(mine));
-                    output.store(a, sum);
-                    if (tile >= plan.told || tile + WK * round_tiles < plan.told) continue;  // or it adds up another one first
-                    wave_sync();
-                    if (lane_id() == 0) tell(a.tells, (added + 1) * (a.activation == ACT_SILU_GATE ? 8 : 16));
                 }
             }
         }

@@ -86,7 +86,7 @@ private:
 template <class F, class T> struct ClusterDigits : DigitStager<F, T, false, true, true> {
     using Base = DigitStager<F, T, false, true, true>;
     using Base::a, Base::plan, Base::row;
-    static constexpr int AT_ONCE = 4;  // slots under way at once
+    static constexpr int AT_ONCE = 4, SIDE = 2;  // slots under way at once; under a norm, once they lie in shared memory
     const Part<F> part;
 
     DEVICE ClusterDigits(const GemvArgs& a, const GemvPlan& plan, char* shared, const Part<F>& part) : Base(a, plan, shared), part(part) {}
@@ -99,46 +99,46 @@ template <class F, class T> struct ClusterDigits : DigitStager<F, T, false, true
     }
 
 private:
-    // Whatever is left of a token's slots goes on with the next token's.
-    static DEVICE void onward(int& slot, int& token, int units) {
-        while (slot >= units) slot -= units, ++token;
-    }
+    // Slots of all tokens, one after the other: a thread's place among them, and how far apart two of its own are.
+    struct Walk {
+        const int units;
+        int slot = threadIdx.x, token = 0, far = THREADS, tokens = 0;
+        DEVICE Walk(int units) : units(units) {
+            while (slot >= units) slot -= units, ++token;
+            while (far >= units) far -= units, ++tokens;
+        }
+        DEVICE void onward() {
+            slot += far, token += tokens;
+            if (slot >= units) slot -= units, ++token;
+        }
+    };
     // Slots as digits.
     template <class REST> DEVICE void stage(int from, int units, bool again, const REST& rest) const {
         const int total = (units * int(a.m) + THREADS - 1) / THREADS;
-        int slot = threadIdx.x, token = 0;
-        onward(slot, token, units);
-        int to_slot = slot, to_token = token;
+        Walk walk(units);
+        uint32_t bad = 0;
 #pragma unroll 1
         for (int i = 0; i < total; i += AT_ONCE) {
             Words4 v[AT_ONCE][2];
+            int slot[AT_ONCE], token[AT_ONCE];
 #pragma unroll
             for (int j = 0; j < AT_ONCE; ++j) {
+                slot[j] = walk.slot, token[j] = walk.token;
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
-                    v[j][h] = {0, 0, 0, 0};
-                    if (token < int(a.m)) v[j][h] = Base::load(token, Base::place(part.whole(from + slot), h));
+                    const int at = Base::place(part.whole(from + slot[j]), h);
+                    v[j][h] = load_activation16(row(token[j]) + at * 2, token[j] < int(a.m) && at < int(a.k));
                 }
-                slot += THREADS;
-                onward(slot, token, units);
+                walk.onward();
             }
             if (i == 0) rest();
-            uint32_t most[AT_ONCE];  // together: each step waits for the one before
-#pragma unroll
-            for (int j = 0; j < AT_ONCE; ++j) most[j] = max(Base::largest(v[j][0]), Base::largest(v[j][1]));
-#pragma unroll
-            for (int step = 1; step < Base::BLOCK; step *= 2)
-#pragma unroll
-                for (int j = 0; j < AT_ONCE; ++j) most[j] = max(most[j], lane_xor(most[j], step));
+            uint32_t most[AT_ONCE];
+            Base::of_blocks(v, most), Base::lift(v, most);
             if (again && i == 0) __syncthreads();
 #pragma unroll
-            for (int j = 0; j < AT_ONCE; ++j) {
-                if (i + j >= total) break;
-                Base::convert(to_token, to_slot, to_token < int(a.m), v[j], most[j]);
-                to_slot += THREADS;
-                onward(to_slot, to_token, units);
-            }
+            for (int j = 0; j < AT_ONCE; ++j) bad |= Base::convert(token[j], slot[j], token[j] < int(a.m), v[j], most[j]);
         }
+        Base::vote(bad);
     }
     // Slots as they are, with their moments: a thread's own of every CLUSTERth token.
     template <class REST> DEVICE void fetch(int units, int laps, const REST& rest) const {
@@ -153,8 +153,8 @@ private:
                 const int slot = lap * part.LAP + part.mine;
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
-                    v[j][h] = {0, 0, 0, 0};
-                    if (i + j < total && slot < units) v[j][h] = Base::load(token, Base::place(part.whole(slot), h));
+                    const int at = Base::place(part.whole(slot), h);
+                    v[j][h] = load_activation16(row(token) + at * 2, i + j < total && slot < units && at < int(a.k));
                 }
                 if (++lap == laps) lap = 0, token += CLUSTER;
             }
@@ -179,20 +179,33 @@ private:
         part.collect(int(a.m));
         const int mine = min(lane_id() % 8, int(a.m) - 1);
         const float my_scale = Base::scale(mine);
+        uint32_t bad = 0;
 #pragma unroll 1
         for (int lap = 0; lap < laps; ++lap) {
             const int slot = lap * part.LAP + part.mine, whole = part.whole(slot);
             Words4 g[2];
             for (int h = 0; h < 2; ++h) g[h] = lap ? Base::weight(Base::place(whole, h)) : first[h];
 #pragma unroll 1
-            for (int token = part.token; token < a.m; token += CLUSTER) {
-                const float scale = from_lane(my_scale, token);
-                Words4 raw[2] = {{0, 0, 0, 0}, {0, 0, 0, 0}};
-                if (slot < units)
-                    for (int h = 0; h < 2; ++h) raw[h] = Base::scaled(*reinterpret_cast<const Words4*>(Base::slot_at(token, slot) + h * 16), g[h], scale);
-                Base::convert(token, slot, slot < units, raw);
+            for (int token = part.token; token < int(a.m); token += CLUSTER * SIDE) {
+                Words4 raw[SIDE][2];
+                uint32_t most[SIDE];
+#pragma unroll
+                for (int j = 0; j < SIDE; ++j) {
+                    const int at = token + j * CLUSTER;
+                    const float scale = from_lane(my_scale, at);
+                    const bool there = slot < units && at < int(a.m);
+#pragma unroll
+                    for (int h = 0; h < 2; ++h) {
+                        const Words4 held = *reinterpret_cast<const Words4*>(Base::slot_at(there ? at : 0, there ? slot : 0) + h * 16);
+                        raw[j][h] = there ? Base::scaled(held, g[h], scale) : Words4{0, 0, 0, 0};
+                    }
+                }
+                Base::of_blocks(raw, most), Base::lift(raw, most);
+#pragma unroll
+                for (int j = 0; j < SIDE; ++j) bad |= Base::convert(token + j * CLUSTER, slot, slot < units && token + j * CLUSTER < int(a.m), raw[j], most[j]);
             }
         }
+        Base::vote(bad);
     }
 };
 

@@ -8,6 +8,14 @@
 #pragma once
 #include "norm.h"
 
+static __device__ __noinline__ Words4 scaled_up(Words4 values, float by) {  // of bf16
+    float v[8];
+    unpack<Bf16>(values, v);
+#pragma unroll
+    for (float& one : v) one *= by;
+    return pack<Bf16>(v);
+}
+
 template <class F, class T, bool NARROW, bool CLUSTERED, bool COMMON> struct DigitStager : Norms<T, CLUSTERED, COMMON> {
     using Base = Norms<T, CLUSTERED, COMMON>;
     using Base::a, Base::plan, Base::row;
@@ -63,14 +71,7 @@ protected:
             }
             if (i == 0) rest();
             uint32_t most[AT_ONCE];
-            if constexpr (!NORM) {
-#pragma unroll
-                for (int j = 0; j < AT_ONCE; ++j) most[j] = max(largest(v[j][0]), largest(v[j][1]));
-#pragma unroll
-                for (int step = 1; step < BLOCK; step *= 2)
-#pragma unroll
-                    for (int j = 0; j < AT_ONCE; ++j) most[j] = max(most[j], lane_xor(most[j], step));
-            }
+            if constexpr (!NORM) of_blocks(v, most), lift(v, most);
 #pragma unroll
             for (int j = 0; j < AT_ONCE; ++j) {
                 if (i + j >= total) break;
@@ -82,7 +83,7 @@ protected:
                     }
                     if (to_lap == laps - 1) Base::leave(Base::layer() ? Base::sums : Base::squares(), to_token, share), share = 0.f;
                 } else {
-                    convert(to_token, before + slot, slot < slots, v[j], most[j]);
+                    vote(convert(to_token, before + slot, slot < slots, v[j], most[j]));
                 }
                 if (++to_lap == laps) to_lap = 0, ++to_token;
             }
@@ -91,17 +92,17 @@ protected:
     // Under an RMSNorm, a slot a thread: its values wait in registers for the norm's factor.
     template <class REST> DEVICE void one_slot(int slots, const REST& rest) const {
         const int slot = threadIdx.x;
-        Words4 v[2] = {{0, 0, 0, 0}, {0, 0, 0, 0}};
+        Words4 v[1][2] = {{{0, 0, 0, 0}, {0, 0, 0, 0}}};
 #pragma unroll
         for (int h = 0; h < 2; ++h)
-            if (slot < slots) v[h] = Base::load(0, place(slot, h));
+            if (slot < slots) v[0][h] = Base::load(0, place(slot, h));
         rest();
-        Base::leave(Base::squares(), 0, Base::squares_of(v[0]) + Base::squares_of(v[1]));
+        Base::leave(Base::squares(), 0, Base::squares_of(v[0][0]) + Base::squares_of(v[0][1]));
         __syncthreads();
         const float scale = Base::scale(0);
 #pragma unroll
-        for (int h = 0; h < 2; ++h) v[h] = Base::scaled(v[h], first[h], scale);
-        convert(0, slot, slot < slots, v);
+        for (int h = 0; h < 2; ++h) v[0][h] = Base::scaled(v[0][h], first[h], scale);
+        vote(convert_one(0, slot, slot < slots, v));
     }
     DEVICE void normalise(int slots, int laps) const {
         __syncthreads();
@@ -116,10 +117,10 @@ protected:
 #pragma unroll 1
             for (int token = 0; token < a.m; ++token) {
                 const float mean = from_lane(my_mean, token), scale = from_lane(my_scale, token);
-                Words4 raw[2] = {{0, 0, 0, 0}, {0, 0, 0, 0}};
+                Words4 raw[1][2] = {{{0, 0, 0, 0}, {0, 0, 0, 0}}};
                 if (slot < slots)
-                    for (int h = 0; h < 2; ++h) raw[h] = Base::apply(*reinterpret_cast<const Words4*>(slot_at(token, slot) + h * 16), g[h], place(slot, h), mean, scale);
-                convert(token, slot, slot < slots, raw);
+                    for (int h = 0; h < 2; ++h) raw[0][h] = Base::apply(*reinterpret_cast<const Words4*>(slot_at(token, slot) + h * 16), g[h], place(slot, h), mean, scale);
+                vote(convert_one(token, slot, slot < slots, raw));
             }
         }
     }
@@ -139,35 +140,58 @@ protected:
         const uint32_t most = pair_max(pair_max(v.x & 0x7fff7fffu, v.y & 0x7fff7fffu), pair_max(v.z & 0x7fff7fffu, v.w & 0x7fff7fffu));
         return max(most & 0xffffu, most >> 16);
     }
-    // A slot's values as digits; every lane of a block calls it.
-    DEVICE void convert(int token, int slot, bool there, const Words4 (&raw)[2]) const {
-        uint32_t most = max(largest(raw[0]), largest(raw[1]));
+    // The largest magnitude of each slot's block; every lane of a block calls it. Together: each step waits for the one before.
+    template <int COUNT> static DEVICE void of_blocks(const Words4 (&raw)[COUNT][2], uint32_t (&most)[COUNT]) {
 #pragma unroll
-        for (int step = 1; step < BLOCK; step *= 2) most = max(most, lane_xor(most, step));
-        convert(token, slot, there, raw, most);
+        for (int j = 0; j < COUNT; ++j) most[j] = max(largest(raw[j][0]), largest(raw[j][1]));
+#pragma unroll
+        for (int step = 1; step < BLOCK; step *= 2)
+#pragma unroll
+            for (int j = 0; j < COUNT; ++j) most[j] = max(most[j], lane_xor(most[j], step));
     }
-    // `most`: the largest magnitude of the slot's block.
-    DEVICE void convert(int token, int slot, bool there, const Words4 (&raw)[2], uint32_t most) const {
-        const uint32_t exponent = (float_to_bits(T::up(most)) + BUMP) >> 23;
-        if (there && float_to_bits(T::up(most)) >= 0x7f800000u) atomicOr(&Base::votes(), 1u << token);
-        const bool lifted = exponent < SMALL;
-        const uint32_t held = exponent + (lifted ? 64 : 0);
+    static DEVICE uint32_t exponent(uint32_t most) { return (float_to_bits(T::up(most)) + BUMP) >> 23; }
+    // Values of very small blocks times 2^64: exact, and rare.
+    template <int COUNT> static DEVICE void lift(Words4 (&raw)[COUNT][2], const uint32_t (&most)[COUNT]) {
+        if constexpr (T::BF16) {
+            bool any = false;
+#pragma unroll
+            for (int j = 0; j < COUNT; ++j) any = any || (most[j] && exponent(most[j]) < SMALL);
+            if (!any) return;
+#pragma unroll
+            for (int i = 0; i < COUNT * 2; ++i) {
+                raw[i / 2][i % 2] = scaled_up(raw[i / 2][i % 2], exponent(most[i / 2]) < SMALL ? 0x1p64f : 1.f);
+            }
+        }
+    }
+    // Bits of the tokens that are not finite.
+    DEVICE void vote(uint32_t tokens) const {
+        if (tokens) atomicOr(&Base::votes(), tokens);
+    }
+    // A slot's values as digits; the token's bit where they are not finite. `most`: the largest magnitude of the slot's block, whose values
+    // have been lifted. No branch: several slots go side by side.
+    DEVICE uint32_t convert(int token, int slot, bool there, const Words4 (&raw)[2], uint32_t most) const {
+        const bool lifted = exponent(most) < SMALL;
+        const uint32_t held = exponent(most) + (lifted ? 64 : 0);
         const float times = bits_to_float((268 - held) << 23), power = bits_to_float((held - 14) << 23) * (lifted ? 0x1p-64f : 1.f);
         int sums[2];
-        emit(raw, lifted, times, slot_at(token, slot), there, sums);
+        emit(raw, times, slot_at(token, slot), there, sums);
         if (there && slot % BLOCK == 0) powers()[slot / BLOCK * 8 + token] = power * F::UNIT;
         if constexpr (F::OFFSET != OFFSET_NONE) add_up(sums, power, token, slot, there);
+        return there && float_to_bits(T::up(most)) >= 0x7f800000u ? 1u << token : 0u;
+    }
+    DEVICE uint32_t convert_one(int token, int slot, bool there, Words4 (&raw)[1][2]) const {
+        uint32_t most[1];
+        of_blocks(raw, most), lift(raw, most);
+        return convert(token, slot, there, raw[0], most[0]);
     }
     // Slot and sums of its two chunks.
-    DEVICE void emit(const Words4 (&raw)[2], bool lifted, float times, char* at, bool there, int (&sums)[2]) const {
+    DEVICE void emit(const Words4 (&raw)[2], float times, char* at, bool there, int (&sums)[2]) const {
         uint32_t high[4], low[4];
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             float v[8];
             uint32_t q[8];
             unpack<T>(raw[h], v);
-            if (lifted)
-                for (float& one : v) one *= 0x1p64f;
             uint32_t sum = 0u - 8u * ZERO;
 #pragma unroll
             for (int e = 0; e < 8; ++e) q[e] = float_to_bits(fmaf(v[F::order(e)], times, bits_to_float(ZERO))), sum += q[e];

@@ -46,4 +46,5 @@ struct GemvPlan {
     int32_t token_stride;                                          // bytes
     int32_t powers_at, sums_at, moments_at, partial_at, parked_at, boxes_at, ring_at, bytes;  // bytes
     int32_t w_aligned, x_aligned;
+    int32_t y_pairs;  // columns of y, and of a residual, come in aligned pairs
 };

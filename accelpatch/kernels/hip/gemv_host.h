@@ -50,7 +50,7 @@ template <class F, class T> int64_t lay_out(GemvPlan& p, const GemvArgs& a, Form
     p.moments_at = layout.take(clustered ? Norms<T, true, true>::FLOATS * 4 : Norms<T, false, false>::FLOATS * 4);
     p.partial_buffers = int32_t(form == Form::NARROW ? waves : depth >= DEEP ? 2 : 1);  // where memory is short, a second barrier instead
     p.partial_at = layout.take(clustered ? WAVES * (waves - 1) * LETTER_BYTES : p.partial_buffers * a.m * WAVES * PARTIAL_STRIDE * 4);
-    p.parked_at = layout.take(clustered && p.together > 1 ? sizeof(SumsFor<F, T, false>) * WAVES * WAVE : 0);
+    p.parked_at = layout.take(clustered && p.together > 1 && p.tiles > p.tile_hop ? sizeof(SumsFor<F, T, false>) * WAVES * WAVE : 0);
     p.boxes_at = layout.take(clustered ? BOXES * 8 : 0);
     p.ring_at = layout.take(SHARED_RING ? int64_t(depth) * PAIR<F> * SLOT_BYTES<F> * WAVES : 0);
     return layout.bytes;
@@ -107,6 +107,7 @@ template <class F, class T> int make_plan(GemvPlan& p, const GemvArgs& a, const 
     p.scale_hop = int64_t(p.tile_hop) * (((p.steps - 1) >> a.group_shift) + 1) * 8 * SCALE_BYTES<F>;
     p.w_aligned = F::TILED || multiple_of_16(a.w, a.k * F::VALUE_BITS / 8);
     p.x_aligned = multiple_of_16(a.x, a.x_stride * 2) && a.k % 8 == 0 && multiple_of_16(a.norm_weight) && multiple_of_16(a.norm_bias);
+    p.y_pairs = rows % 2 == 0 && pairs(a.y, a.y_stride) && (!a.residual || pairs(a.residual, a.residual_stride));
     return form == Form::CLUSTER ? fit_part<F, T>(p, a, limits) : fit<F, T>(p, a, limits, form);
 }
 

@@ -63,6 +63,11 @@ DEVICE uint32_t masked_xor(uint32_t a, uint32_t mask, uint32_t bits) {  // in on
     asm("lop3.b32 %0, %1, %2, %3, 0x6a;" : "=r"(d) : "r"(a), "r"(mask), "r"(bits));
     return d;
 }
+DEVICE uint32_t transposed(uint32_t v) {  // of 8 by 8 halves, a pair a lane
+    uint32_t out;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(v));
+    return out;
+}
 // Four bytes of a (0 to 3) and b (4 to 7), one in each nibble of SELECT, the lowest first.
 template <uint32_t SELECT> DEVICE uint32_t permute(uint32_t a, uint32_t b) { return __byte_perm(a, b, SELECT); }
 
@@ -72,6 +77,15 @@ DEVICE uint32_t shared_address(const void* pointer) { return static_cast<uint32_
 DEVICE Words4 load_activation16(const void* source) {
     Words4 v;
     asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(source) : "memory");
+    return v;
+}
+// The same, or zeros, and nothing read, where not `there`: with no branch.
+DEVICE Words4 load_activation16(const void* source, bool there) {
+    Words4 v;
+    asm volatile(
+        "{\n\t.reg .pred p;\n\tsetp.ne.s32 p, %5, 0;\n\tmov.b32 %0, 0;\n\tmov.b32 %1, 0;\n\tmov.b32 %2, 0;\n\tmov.b32 %3, 0;\n\t"
+        "@p ld.global.cg.v4.u32 {%0,%1,%2,%3}, [%4];\n\t}"
+        : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w) : "l"(source), "r"(int(there)) : "memory");
     return v;
 }
 DEVICE uint32_t load_activation2(const void* source) {
@@ -84,11 +98,11 @@ DEVICE uint32_t load_activation4(const void* source) {
     asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(v) : "l"(source) : "memory");
     return v;
 }
-// BYTES into the ring, asynchronously; zeros, and nothing read, where not `there`.
-template <int BYTES> DEVICE void stream_copy(void* into, const void* source, bool there) {
+// BYTES into the ring, asynchronously; zeros, and nothing read, where not `there`. AT: from both addresses on.
+template <int BYTES, int AT = 0> DEVICE void stream_copy(void* into, const void* source, bool there) {
     const int bytes = there ? BYTES : 0;
     if constexpr (BYTES == 16) {
-        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address(into)), "l"(source), "r"(bytes) : "memory");
+        asm volatile("cp.async.cg.shared.global.L2::128B [%0+%3], [%1+%3], 16, %2;" ::"r"(shared_address(into)), "l"(source), "r"(bytes), "n"(AT) : "memory");
     } else {
         asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared_address(into)), "l"(source), "n"(BYTES), "r"(bytes) : "memory");
     }
@@ -187,12 +201,7 @@ DEVICE void multiply_bytes(int* c, uint32_t a0, uint32_t a1, uint32_t a2, uint32
     asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
-DEVICE uint32_t transposed(uint32_t v) {  // of 8 by 8 halves, a pair a lane
-    uint32_t out;
-    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(v));
-    return out;
-}
-// Four of them, transposed on their way from shared memory: a row of eight a lane.
+// Four matrices of 8 by 8 halves, transposed on their way from shared memory: a row of eight a lane.
 DEVICE void load_transposed(uint32_t* v, const Words4* row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(shared_address(row)) : "memory");
 }

@@ -46,6 +46,7 @@ template <class F, class T, bool NARROW> struct IntegerSums : Cells<NARROW> {
     template <bool COMMON> using Stager = DigitStager<F, T, NARROW, false, COMMON>;
     using Cell = Cells<NARROW>;
     static constexpr int HALVES = F::PARTS / 2;                    // of a lane's bytes of a row and step, in slots
+    static constexpr bool CHAINS = NARROW || F::GROUPS == 0;  // two of products, where one alone would wait for its own latency
     static constexpr int SPAN = F::GROUPS ? F::PARTS / F::GROUPS : F::PARTS * PAIR<F>;  // products that one scale belongs to
     float sum[Cell::COUNT];
     struct Place {
@@ -61,7 +62,7 @@ template <class F, class T, bool NARROW> struct IntegerSums : Cells<NARROW> {
         const char* x = place.x + step * (F::KSTEP * 2);
         const float* power = place.powers + step * (F::KSTEP / 16);
         const float* group = place.sums + step * F::GROUPS * 8;
-        Product part, other;  // two chains where sums go on for long: one would wait for its own latency
+        Product part, other;
         part.zero(), other.zero();
 #pragma unroll
         for (int i = 0; i < PAIR<F> * HALVES; ++i) {
@@ -72,10 +73,10 @@ template <class F, class T, bool NARROW> struct IntegerSums : Cells<NARROW> {
             const typename Product::Activations digits = Product::load(x + i * 128);
 #pragma unroll
             for (int p = 0; p < 2; ++p) {
-                (SPAN > 2 && p ? other : part).add(w, digits, p);
+                (SPAN > 2 && CHAINS && p ? other : part).add(w, digits, p);
                 const int done = i * 2 + p + 1;  // products of the turn
                 if (done % SPAN != 0) continue;
-                if (SPAN > 2) part.plus(other), other.zero();
+                if (SPAN > 2 && CHAINS) part.plus(other), other.zero();
                 add_group<BF16_SCALES>(part, now[u], power + (done - 1) / 4 * 8, group, done % F::PARTS ? done % F::PARTS / SPAN - 1 : F::GROUPS - 1);
                 group += F::GROUPS ? 8 : 0;
                 part.zero();

@@ -166,6 +166,12 @@ template <class F, int DEPTH, bool PHASED = false> struct Stream {
     DEVICE void copy(char* into, bool there, bool second) {
         const int64_t at = int64_t(step) * F::STEP_BYTES;
         const int left = room();
+        if constexpr (SHARED_RING && F::TILED && PAIR<F> == 2) {
+            const char* from = row[0] + at;
+            stream_copy<16>(into, from, there), stream_copy<16, 512>(into, from, there);
+            stream_copy<16, 1024>(into, from, second), stream_copy<16, 1536>(into, from, second);
+            return;
+        }
         if constexpr (LINES) {
 #pragma unroll
             for (int h = 0; h < ROWS_PER_LANE; ++h)

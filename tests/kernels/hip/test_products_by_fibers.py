@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "scripts"))
 
 import check_kernels
 import check_rows
-from hip_gemv import FORMATS, Library, Packed
+from hip_gemv import FORMATS, Library, Packed, pack
 
 pytestmark = [
     pytest.mark.skipif(COMPILER is None, reason="needs g++"),
@@ -82,6 +82,22 @@ def test_small_shapes(name: str, dtype: torch.dtype, form: str, made: Callable[[
 def test_a_product_tells_the_next_of_its_columns(name: str, form: str, made: Callable[[str], Fibers]) -> None:
     torch.manual_seed(0)
     assert check_kernels.check_told(made(form), name, torch.bfloat16, "cpu", overlaps=form != "gfx942") == []
+
+
+@pytest.mark.parametrize("tokens", [3, 8])
+def test_what_waves_of_a_cluster_send_each_other_may_be_late(tokens: int, made: Callable[[str], Fibers]) -> None:
+    """Waves that are rounds apart from each other never send to a box that is still to be read."""
+    torch.manual_seed(0)
+    library = made("nvidia")
+    weight = pack(torch.randn(1000, 512) / 23, "int8", dtype=torch.bfloat16)
+    x = torch.randn(tokens, 512, dtype=torch.bfloat16)
+    want = check_kernels.run(library, weight, x, {})
+    try:
+        for trial in range(8):
+            library.held.set_delay((40, 400)[trial % 2], trial)
+            assert torch.equal(check_kernels.run(library, weight, x, {}), want)
+    finally:
+        library.held.set_delay(0, 0)
 
 
 @pytest.fixture

@@ -10,8 +10,9 @@ constexpr int CLUSTER = 1;
 template <class F> constexpr int CLUSTER_DEPTH = 1;
 using Mailbox = uint64_t;
 #include "no_cluster.h"
+DEVICE uint32_t transposed(uint32_t v) { return v; }
 
-template <int BYTES> void stream_copy(void* into, const void* source, bool there) {
+template <int BYTES, int AT = 0> void stream_copy(void* into, const void* source, bool there) {
     if (there) aligned(source, BYTES), std::memcpy(into, source, BYTES);
     else std::memset(into, 0, BYTES);
 }

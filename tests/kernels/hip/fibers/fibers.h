@@ -100,13 +100,14 @@ DEVICE void aligned(const void* pointer, int bytes) {
     if (reinterpret_cast<uintptr_t>(pointer) % bytes) std::abort();
 }
 DEVICE Words4 load_activation16(const void* source) { return aligned(source, 16), *static_cast<const Words4*>(source); }
+DEVICE Words4 load_activation16(const void* source, bool there) { return there ? load_activation16(source) : Words4{0, 0, 0, 0}; }
 DEVICE uint32_t load_activation2(const void* source) { return *static_cast<const uint16_t*>(source); }
 DEVICE uint32_t load_activation4(const void* source) { return aligned(source, 4), *static_cast<const uint32_t*>(source); }
 DEVICE uint32_t atomicOr(uint32_t* at, uint32_t bits) { const uint32_t before = *at; return *at |= bits, before; }
 DEVICE int lowest_bit(uint32_t bits) { return __builtin_ctz(bits); }
 // What a lane hands over is there at a time of its own, and later from the first block.
 inline void delay(int most) {
-    if (!fibers.beside || !most) return;
+    if (!most) return;
     const int some = int((drawn = drawn * 1664525u + 1013904223u) >> 16) % most;
     for (int n = some + (blockIdx.x ? 0 : most); n > 0; --n) ++meeting.messages, fibers.yield();
 }

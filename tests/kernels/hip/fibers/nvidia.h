@@ -25,7 +25,7 @@ template <int FLOATS> void send(float* at, Mailbox& box, int rank, const float* 
     count(*beside(&box, rank), -4 * FLOATS);
 }
 DEVICE void send4(float* at, Mailbox& box, int rank, float v) { send<1>(at, box, rank, &v); }
-DEVICE void send16(void* at, Mailbox& box, int rank, const float* v) { aligned(at, 16), send<4>(static_cast<float*>(at), box, rank, v); }
+DEVICE void send16(void* at, Mailbox& box, int rank, const float* v) { aligned(at, 16), delay(most_delay), send<4>(static_cast<float*>(at), box, rank, v); }
 DEVICE void receive(Mailbox& box, bool first, int bytes, int turn) {
     if (first) {
         if (box.announced) std::abort();
@@ -44,10 +44,10 @@ DEVICE void carry_out(const Copy& c) {
     if (c.source) std::memcpy(c.into, c.source, c.bytes);
     else std::memset(c.into, 0, c.bytes);
 }
-template <int BYTES> void stream_copy(void* into, const void* source, bool there) {
+template <int BYTES, int AT = 0> void stream_copy(void* into, const void* source, bool there) {
     aligned(into, BYTES);
     if (there) aligned(source, BYTES);
-    const Copy copy{into, there ? source : nullptr, BYTES};
+    const Copy copy{static_cast<char*>(into) + AT, there ? static_cast<const char*>(source) + AT : nullptr, BYTES};
     if (fibers.late) copies[fiber].back().push_back(copy);
     else carry_out(copy);
 }
