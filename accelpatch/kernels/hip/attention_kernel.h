@@ -154,9 +154,9 @@ DEVICE void bring_following(const AttentionArgs& a, int before, int busy) {
         prefetch_l2<BROUGHT_PIECE>(static_cast<const char*>(a.following) + i * BROUGHT_PIECE);
 }
 
-// What was heard counts from zero again once all blocks have heard it.
-DEVICE void forget(const AttentionArgs& a) {
-    if (a.hears && threadIdx.x == 0 && last_call(a.hears + 1, int(gridDim.x))) a.hears[0] = 0;
+// What was heard counts from zero again once all blocks have heard it. One wave sees to it, while the others go on.
+DEVICE void forget(const AttentionArgs& a, int wave) {
+    if (a.hears && int(threadIdx.x) == wave * WAVE && last_call(a.hears + 1, int(gridDim.x))) a.hears[0] = 0;
 }
 
 // What most launches ask for: one new token a row, heads that fill their columns, one tile of queries, none of what some models have.
@@ -193,7 +193,7 @@ __global__ void __launch_bounds__(THREADS, WIDE > 128 ? 1 : BLOCKS_RESIDENT) att
     Segment s;
     if (!share.next(s, a, plan, all)) {  // stays until the kernel behind has found a place on every processor
         grid_wait();
-        forget(a);
+        forget(a, 0);
         linger();
         bring_following(a, share.before, share.busy);
         return;
@@ -222,7 +222,6 @@ __global__ void __launch_bounds__(THREADS, WIDE > 128 ? 1 : BLOCKS_RESIDENT) att
             results.span(a, stream, view, all, begin);
             if (a.hears && i + 1 == s.count) {  // the kernel before has to end at last
                 grid_wait();
-                if (!begun) forget(a);
                 if (begin + SPAN > all.slot && wave == WAVES - 1) stager.stage_value(s, all);
             }
             const int buffer = (plan.buffers - 1) & turn;
@@ -232,6 +231,7 @@ __global__ void __launch_bounds__(THREADS, WIDE > 128 ? 1 : BLOCKS_RESIDENT) att
             const int q = (wave - turn) & (WAVES - 1);  // a query's by one wave, while the others go on
             const Adder<T, WIDE> adder(a, plan, s, q);
             __syncthreads();
+            if (!begun && i + 1 == s.count && q == WAVES - 1) forget(a, wave);
             const int own = all.slot + adder.token - begin;
             const bool here = own >= 0 && own < SPAN;
             if (q < queries) adder.add(states + q * QUERY_STRIDE<WIDE>, tops + q * TOPS, s.span + i, here ? stager.value(adder.token) : nullptr, own / TILE & (WAVES - 1), reinterpret_cast<float*>(shared + plan.nodes_at) + q * (plan.levels * NODE_FLOATS<WIDE>), plan.levels);

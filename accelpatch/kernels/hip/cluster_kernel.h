@@ -162,9 +162,11 @@ template <class F, class T> __global__ void __launch_bounds__(THREADS, BLOCKS_RE
             for (int begin = 0; begin < plan.part_steps; begin += plan.phase_steps) {
                 const int phase_end = min(plan.part_steps, begin + plan.phase_steps);
                 if (more && (!staged || plan.phases > 1)) {
-                    if (staged && staged == plan.early) wait_for_all(a);
+                    const bool told = staged && staged == plan.early;
+                    if (told) grid_wait();
                     stager.range(begin, phase_end - begin, staged, [&]() ALWAYS_INLINE { return staged ? 0 : stream.fill(); });
                     ++staged;
+                    if (told) take_back(a);
                 }
 #pragma unroll 1
                 for (int round = first_round; round < first_round + plan.together; ++round) {
@@ -194,6 +196,6 @@ template <class F, class T> __global__ void __launch_bounds__(THREADS, BLOCKS_RE
                 }
             }
         }
-        if (plan.early && !staged) wait_for_all(a);  // no tile
+        if (plan.early && !staged) grid_wait(), take_back(a);  // no tile
     }
 }

@@ -80,10 +80,10 @@ DEVICE void wait_or_hear(const GemvArgs& a, const GemvPlan& plan) {
         __syncthreads();
     }
 }
-// After having heard: the kernel before has ended. The last block takes back what was told.
-DEVICE void wait_for_all(const GemvArgs& a) {
-    grid_wait();
-    if (threadIdx.x == 0 && last_call(a.hears + 1, int(gridDim.x))) a.hears[0] = 0;
+// Behind the wait for the end of the kernel before: the last block to come here takes back what that one told. One wave finds out
+// whether it is in that block, while the others go on: it takes half a microsecond.
+DEVICE void take_back(const GemvArgs& a) {
+    if (threadIdx.x == THREADS - 1 && last_call(a.hears + 1, int(gridDim.x))) a.hears[0] = 0;
 }
 
 // A wave's turns from step `from` to `end`; activations are staged from step `begin` on.
@@ -128,11 +128,13 @@ template <class F, class T, bool NARROW, int DEPTH> __global__ void __launch_bou
             const bool whole = plan.resident == plan.phases;
             const int from_phase = phase * plan.phase_steps, begin = whole ? 0 : from_phase, end = min(plan.steps, from_phase + plan.phase_steps);
             if (phase >= there) {
-                if (begun && whole) wait_for_all(a);
+                const bool rest = begun && whole;
+                if (rest) grid_wait();
                 else if (begun) __syncthreads();
                 const int upto = !whole ? phase + 1 : phase < plan.early ? plan.early : plan.phases;
                 stager.range(from_phase, min(plan.steps, upto * plan.phase_steps) - from_phase, from_phase - begin, [&]() ALWAYS_INLINE { return begun ? 0 : stream.fill(); });
                 there = whole ? upto : 0, begun = true;
+                if (rest) take_back(a);
             }
             if (phase == 0) output.load_residual(a);
             if (tile >= plan.tiles) continue;
@@ -179,5 +181,5 @@ template <class F, class T, bool NARROW, int DEPTH> __global__ void __launch_bou
         }
         if (!NARROW && plan.partial_buffers == 1) group_sync(name, WK * WAVE);
     }
-    if (plan.early && there < plan.phases) wait_for_all(a);  // no tile
+    if (plan.early && there < plan.phases) grid_wait(), take_back(a);  // no tile
 }
