@@ -130,8 +130,9 @@ template <class F, class T> __global__ void __launch_bounds__(THREADS, BLOCKS_RE
         char* parked = shared + plan.parked_at + wave * int(sizeof(Sums)) * WAVE + lane_id() * 16;
         int staged = 0;  // phases so far
         Sums total;
-        int pending = -1;  // the round whose tile this wave has yet to add up
-        float own[4];      // its own sums of it
+        int pending = -1;     // the round whose tile this wave has yet to add up
+        bool urgent = false;  // at once, since the next kernel waits for its columns
+        float own[4];         // its own sums of it
         const auto add_up = [&]() ALWAYS_INLINE {
             const int tile = pending * round_tiles + wn * clusters + cluster;
             ClusterOutput<F, T> output(a, plan, tile);  // comes while letters are read
@@ -150,7 +151,7 @@ template <class F, class T> __global__ void __launch_bounds__(THREADS, BLOCKS_RE
             }
             if constexpr (Stager::BOUNDED) mend<F>(a, plan, stager, tile, sum, reinterpret_cast<float*>(mine));
             output.store(sum);
-            pending = -1;
+            pending = -1, urgent = false;
             if (tile >= plan.told || tile + WK * round_tiles < plan.told) return;  // or it adds up another one first
             wave_sync();
             if (lane_id() == 0) tell(a.tells, (added + 1) * (a.activation == ACT_SILU_GATE ? 8 : 16));
@@ -168,29 +169,32 @@ template <class F, class T> __global__ void __launch_bounds__(THREADS, BLOCKS_RE
                     ++staged;
                     if (told) take_back(a);
                 }
+                int round = first_round;
 #pragma unroll 1
-                for (int round = first_round; round < first_round + plan.together; ++round) {
+                while (round < first_round + plan.together || urgent) {
                     const int tile = round * round_tiles + wn * clusters + cluster;
-                    if (tile < plan.tiles) {
+                    if (tile < plan.tiles && !urgent) {
                         if (plan.together > 1 && tile + (first_round + 1 - round) * round_tiles < plan.tiles) swap_parked(total, parked);  // of two tiles
                         if (begin == 0) total.zero();
                         const int from = begin * CLUSTER + stream.first, end = min(plan.steps, phase_end * CLUSTER);
                         if (F::GROUPS && a.scale_is_bf16) sweep_part<true>(stream, total, place, from, end, wb * PAIR<F>, WB * PAIR<F>);
                         else sweep_part<false>(stream, total, place, from, end, wb * PAIR<F>, WB * PAIR<F>);
                     }
-                    if (phase_end < plan.part_steps) continue;
-                    if (pending >= 0) add_up();
-                    if (tile >= plan.tiles) continue;
+                    const bool now = urgent;
+                    if (phase_end == plan.part_steps && pending >= 0) add_up();
+                    if (now) continue;
+                    ++round;
+                    if (phase_end < plan.part_steps || tile >= plan.tiles) continue;
                     total.finish();
                     if constexpr (Stager::BOUNDED)
 #pragma unroll
                         for (int i = 0; i < 4; ++i)
                             if (stager.unbounded(Cells<false>::token(i))) total.sum[i] = NAN;
-                    if (const int adder = (wn + round) & (WK - 1); wk != adder) {
+                    if (const int adder = (wn + round - 1) & (WK - 1); wk != adder) {
                         const int to = (wn << wb_shift) + (adder & WB - 1), letter = wk - (wk > adder);
                         send16(letters + (to * (WK - 1) + letter) * LETTER_BYTES, boxes[to], adder >> wb_shift, total.sum);
                     } else {
-                        pending = round;
+                        pending = round - 1, urgent = tile < plan.told && tile + round_tiles >= plan.told;
                         for (int i = 0; i < 4; ++i) own[i] = total.sum[i];
                     }
                 }
