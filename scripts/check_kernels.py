@@ -22,7 +22,7 @@ from accelpatch.kernels import parity
 SHAPES = [(48, 4096), (16, 11008), (100, 576), (33, 65), (1, 128), (7, 2048), (4096, 4096), (32, 6144)]
 SHAPES += [(16, 16384), (16, 36864)]  # more than half a processor's memory even for one token
 TOKENS = (1, 2, 7, 8, 9, 33)
-SMALL = [(33, 65), (7, 200), (1, 128), (100, 576), (80, 11008)]  # odd ends, every epilogue at N = 100, K in phases
+SMALL = [(33, 65), (7, 200), (66, 200), (1, 128), (100, 576), (80, 11008)]  # odd ends, every epilogue at N = 100, K in phases
 SMALL_RUNS: tuple[tuple[int, dict[str, int]], ...] = (
     (8, {"blocks": 2}),  # two rounds of tiles, one behind the other or side by side
     (3, {"blocks": 3}),
@@ -81,6 +81,7 @@ def kinds(n: int, k: int, m: int, dtype: torch.dtype, device: str = "cuda") -> d
         "product": {},
         "bias": {"bias": r(n)},
         "residual": {"residual": r(m, n)},
+        "odd_residual": {"residual": r(m, n + 1)[:, 1:]},  # no row of it on a boundary of 4 bytes but by chance
         "rms": {"norm": "rms", **norm},
         "rms_plus_one": {"norm": "rms_plus_one", **norm},
         "layer": {"norm": "layer", **norm, "norm_bias": r(k)},

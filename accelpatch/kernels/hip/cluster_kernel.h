@@ -51,15 +51,20 @@ template <class F, class T> struct ClusterOutput {
             for (int i = 0; i < 2; ++i) v[i] = silu(v[i]) * v[i + 2];
         }
         uint16_t* to = static_cast<uint16_t*>(a.y) + (lane_id() >> 2) * a.y_stride + column;
+        uint32_t pair[2];  // by all lanes, before any of them stores
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            const uint32_t more = transposed(residual[h]), pair = transposed(T::down_pair(v[2 * h] + T::up(more & 0xffffu), v[2 * h + 1] + T::up_high(more)));
+            const uint32_t more = transposed(residual[h]);
+            pair[h] = transposed(T::down_pair(v[2 * h] + T::up(more & 0xffffu), v[2 * h + 1] + T::up_high(more)));
+        }
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
             if (!there(h, 0)) continue;
             if (whole) {
-                *reinterpret_cast<uint32_t*>(to + 8 * h) = pair;
+                *reinterpret_cast<uint32_t*>(to + 8 * h) = pair[h];
             } else {
-                to[8 * h] = static_cast<uint16_t>(pair);
-                if (there(h, 1)) to[8 * h + 1] = static_cast<uint16_t>(pair >> 16);
+                to[8 * h] = static_cast<uint16_t>(pair[h]);
+                if (there(h, 1)) to[8 * h + 1] = static_cast<uint16_t>(pair[h] >> 16);
             }
         }
     }

@@ -196,8 +196,8 @@ private:
                     const bool there = slot < units && at < int(a.m);
 #pragma unroll
                     for (int h = 0; h < 2; ++h) {
-                        const Words4 held = *reinterpret_cast<const Words4*>(Base::slot_at(there ? at : 0, there ? slot : 0) + h * 16);
-                        raw[j][h] = there ? Base::scaled(held, g[h], scale) : Words4{0, 0, 0, 0};
+                        raw[j][h] = {0, 0, 0, 0};
+                        if (there) raw[j][h] = Base::scaled(*reinterpret_cast<const Words4*>(Base::slot_at(at, slot) + h * 16), g[h], scale);
                     }
                 }
                 Base::of_blocks(raw, most), Base::lift(raw, most);

@@ -100,6 +100,7 @@ DEVICE uint32_t load_activation4(const void* source) {
 }
 // BYTES into the ring, asynchronously; zeros, and nothing read, where not `there`. AT: from both addresses on.
 template <int BYTES, int AT = 0> DEVICE void stream_copy(void* into, const void* source, bool there) {
+    static_assert(AT == 0 || BYTES == 16, "whole pieces alone lie behind each other");
     const int bytes = there ? BYTES : 0;
     if constexpr (BYTES == 16) {
         asm volatile("cp.async.cg.shared.global.L2::128B [%0+%3], [%1+%3], 16, %2;" ::"r"(shared_address(into)), "l"(source), "r"(bytes), "n"(AT) : "memory");
