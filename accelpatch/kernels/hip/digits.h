@@ -21,7 +21,7 @@ template <class F, class T, bool NARROW, bool CLUSTERED, bool COMMON> struct Dig
     using Base::a, Base::plan, Base::row;
     static constexpr int AT_ONCE = NARROW ? 3 : 2;  // slots under way at once
     static constexpr int BLOCK = 8;         // slots that share a power
-    static constexpr uint32_t ZERO = 0x4b408080u;  // of a float whose low bytes are the digits plus 128: 1.5 * 2^23 + 0x8080
+    static constexpr uint32_t ZERO = 0x4b400080u;  // of a float whose low bytes are the digits, the lowest plus 128: 1.5 * 2^23 + 0x80
     static constexpr uint32_t BUMP = 0x10000u;     // what rounds to 2^15 or more takes the next power
     static constexpr int SMALL = 64;               // exponents (biased) below it are lifted by 2^64
     char* shared;
@@ -199,7 +199,7 @@ protected:
 #pragma unroll
             for (int part = 0; part < 2; ++part) {
                 const uint32_t a = permute<0x5140>(q[4 * part], q[4 * part + 1]), b = permute<0x5140>(q[4 * part + 2], q[4 * part + 3]);
-                low[2 * h + part] = permute<0x5410>(a, b) ^ 0x80808080u, high[2 * h + part] = permute<0x7632>(a, b) ^ 0x80808080u;
+                low[2 * h + part] = permute<0x5410>(a, b) ^ 0x80808080u, high[2 * h + part] = permute<0x7632>(a, b);
             }
         }
         if (!there) return;
