@@ -121,13 +121,14 @@ private:
         for (int i = 0; i < total; i += AT_ONCE) {
             Words4 v[AT_ONCE][2];
             int slot[AT_ONCE], token[AT_ONCE];
+            bool there[AT_ONCE];
 #pragma unroll
             for (int j = 0; j < AT_ONCE; ++j) {
-                slot[j] = walk.slot, token[j] = walk.token;
+                slot[j] = walk.slot, token[j] = walk.token, there[j] = token[j] < int(a.m);
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
                     const int at = Base::place(part.whole(from + slot[j]), h);
-                    v[j][h] = load_activation16(row(token[j]) + at * 2, token[j] < int(a.m) && at < int(a.k));
+                    v[j][h] = load_activation16(row(token[j]) + at * 2, there[j] && at < int(a.k));
                 }
                 walk.onward();
             }
@@ -135,8 +136,7 @@ private:
             uint32_t most[AT_ONCE];
             Base::of_blocks(v, most), Base::lift(v, most);
             if (again && i == 0) __syncthreads();
-#pragma unroll
-            for (int j = 0; j < AT_ONCE; ++j) bad |= Base::convert(token[j], slot[j], token[j] < int(a.m), v[j], most[j]);
+            bad |= Base::convert(token, slot, there, v, most);
         }
         Base::vote(bad);
     }
@@ -189,20 +189,20 @@ private:
             for (int token = part.token; token < int(a.m); token += CLUSTER * SIDE) {
                 Words4 raw[SIDE][2];
                 uint32_t most[SIDE];
+                int at[SIDE], slots[SIDE];
+                bool there[SIDE];
 #pragma unroll
                 for (int j = 0; j < SIDE; ++j) {
-                    const int at = token + j * CLUSTER;
-                    const float scale = from_lane(my_scale, at);
-                    const bool there = slot < units && at < int(a.m);
+                    at[j] = token + j * CLUSTER, slots[j] = slot, there[j] = slot < units && at[j] < int(a.m);
+                    const float scale = from_lane(my_scale, at[j]);
 #pragma unroll
                     for (int h = 0; h < 2; ++h) {
                         raw[j][h] = {0, 0, 0, 0};
-                        if (there) raw[j][h] = Base::scaled(*reinterpret_cast<const Words4*>(Base::slot_at(at, slot) + h * 16), g[h], scale);
+                        if (there[j]) raw[j][h] = Base::scaled(*reinterpret_cast<const Words4*>(Base::slot_at(at[j], slot) + h * 16), g[h], scale);
                     }
                 }
                 Base::of_blocks(raw, most), Base::lift(raw, most);
-#pragma unroll
-                for (int j = 0; j < SIDE; ++j) bad |= Base::convert(token + j * CLUSTER, slot, slot < units && token + j * CLUSTER < int(a.m), raw[j], most[j]);
+                bad |= Base::convert(at, slots, there, raw, most);
             }
         }
         Base::vote(bad);

@@ -83,7 +83,7 @@ protected:
                     }
                     if (to_lap == laps - 1) Base::leave(Base::layer() ? Base::sums : Base::squares(), to_token, share), share = 0.f;
                 } else {
-                    vote(convert(to_token, before + slot, slot < slots, v[j], most[j]));
+                    vote(convert<1>({to_token}, {before + slot}, {slot < slots}, {{v[j][0], v[j][1]}}, {most[j]}));
                 }
                 if (++to_lap == laps) to_lap = 0, ++to_token;
             }
@@ -167,26 +167,43 @@ protected:
     DEVICE void vote(uint32_t tokens) const {
         if (tokens) atomicOr(&Base::votes(), tokens);
     }
-    // A slot's values as digits; the token's bit where they are not finite. `most`: the largest magnitude of the slot's block, whose values
-    // have been lifted. No branch: several slots go side by side.
-    DEVICE uint32_t convert(int token, int slot, bool there, const Words4 (&raw)[2], uint32_t most) const {
-        const bool lifted = exponent(most) < SMALL;
-        const uint32_t held = exponent(most) + (lifted ? 64 : 0);
-        const float times = bits_to_float((268 - held) << 23), power = bits_to_float((held - 14) << 23) * (lifted ? 0x1p-64f : 1.f);
-        int sums[2];
-        emit(raw, times, slot_at(token, slot), there, sums);
-        if (there && slot % BLOCK == 0) powers()[slot / BLOCK * 8 + token] = power * F::UNIT;
-        if constexpr (F::OFFSET != OFFSET_NONE) add_up(sums, power, token, slot, there);
-        return there && float_to_bits(T::up(most)) >= 0x7f800000u ? 1u << token : 0u;
+    // Slots' values as digits; the bits of tokens whose values are not finite. `most`: the largest magnitudes of the slots' blocks, whose
+    // values have been lifted. What waits for other lanes goes side by side, and no store comes between.
+    template <int COUNT>
+    DEVICE uint32_t convert(const int (&token)[COUNT], const int (&slot)[COUNT], const bool (&there)[COUNT], const Words4 (&raw)[COUNT][2], const uint32_t (&most)[COUNT]) const {
+        float power[COUNT];
+        Words4 high[COUNT], low[COUNT];
+        int sums[COUNT][2];
+        uint32_t bad = 0;
+#pragma unroll
+        for (int j = 0; j < COUNT; ++j) {
+            const bool lifted = exponent(most[j]) < SMALL;
+            const uint32_t held = exponent(most[j]) + (lifted ? 64 : 0);
+            power[j] = bits_to_float((held - 14) << 23) * (lifted ? 0x1p-64f : 1.f);
+            digits_of(raw[j], bits_to_float((268 - held) << 23), high[j], low[j], sums[j]);
+            bad |= there[j] && float_to_bits(T::up(most[j])) >= 0x7f800000u ? 1u << token[j] : 0u;
+        }
+        if constexpr (F::OFFSET != OFFSET_NONE) add_up(sums);
+#pragma unroll
+        for (int j = 0; j < COUNT; ++j) {
+            if (!there[j]) continue;
+            char* at = slot_at(token[j], slot[j]);
+            *reinterpret_cast<Words4*>(at) = high[j], *reinterpret_cast<Words4*>(at + 16) = low[j];
+            if (slot[j] % BLOCK == 0) powers()[slot[j] / BLOCK * 8 + token[j]] = power[j] * F::UNIT;
+            if (F::OFFSET == OFFSET_NONE || slot[j] % SUMMED) continue;
+#pragma unroll
+            for (int h = 0; h < HALVES; ++h) group_sums()[(slot[j] / SUMMED * HALVES + h) * 8 + token[j]] = float(sums[j][h]) * power[j];
+        }
+        return bad;
     }
     DEVICE uint32_t convert_one(int token, int slot, bool there, Words4 (&raw)[1][2]) const {
         uint32_t most[1];
         of_blocks(raw, most), lift(raw, most);
-        return convert(token, slot, there, raw[0], most[0]);
+        return convert<1>({token}, {slot}, {there}, raw, most);
     }
-    // Slot and sums of its two chunks.
-    DEVICE void emit(const Words4 (&raw)[2], float times, char* at, bool there, int (&sums)[2]) const {
-        uint32_t high[4], low[4];
+    // A slot's words, and the sums of its two chunks.
+    static DEVICE void digits_of(const Words4 (&raw)[2], float times, Words4& high, Words4& low, int (&sums)[2]) {
+        uint32_t words[2][4];
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             float v[8];
@@ -199,21 +216,22 @@ protected:
 #pragma unroll
             for (int part = 0; part < 2; ++part) {
                 const uint32_t a = permute<0x5140>(q[4 * part], q[4 * part + 1]), b = permute<0x5140>(q[4 * part + 2], q[4 * part + 3]);
-                low[2 * h + part] = permute<0x5410>(a, b) ^ 0x80808080u, high[2 * h + part] = permute<0x7632>(a, b);
+                words[0][2 * h + part] = permute<0x7632>(a, b), words[1][2 * h + part] = permute<0x5410>(a, b) ^ 0x80808080u;
             }
         }
-        if (!there) return;
-        *reinterpret_cast<Words4*>(at) = {high[0], high[1], high[2], high[3]};
-        *reinterpret_cast<Words4*>(at + 16) = {low[0], low[1], low[2], low[3]};
+        high = {words[0][0], words[0][1], words[0][2], words[0][3]}, low = {words[1][0], words[1][1], words[1][2], words[1][3]};
     }
-    // A group's sum of activations: of 8 slots, of 4, or of the same half of 4.
-    DEVICE void add_up(int (&sums)[2], float power, int token, int slot, bool there) const {
-        constexpr int WIDTH = F::GROUPS == 1 ? 8 : 4, HALVES = F::GROUPS == 4 ? 2 : 1;
-        if (HALVES == 1) sums[0] += sums[1];
+    // A group's sum of activations: of SUMMED slots, or of the same half of them.
+    static constexpr int SUMMED = F::GROUPS == 1 ? 8 : 4, HALVES = F::GROUPS == 4 ? 2 : 1;
+    template <int COUNT> static DEVICE void add_up(int (&sums)[COUNT][2]) {
 #pragma unroll
-        for (int h = 0; h < HALVES; ++h) {
-            const int sum = run_sum(sums[h], WIDTH);
-            if (there && slot % WIDTH == 0) group_sums()[(slot / WIDTH * HALVES + h) * 8 + token] = float(sum) * power;
-        }
+        for (int j = 0; j < COUNT; ++j)
+            if (HALVES == 1) sums[j][0] += sums[j][1];
+#pragma unroll
+        for (int step = 1; step < SUMMED; step *= 2)
+#pragma unroll
+            for (int j = 0; j < COUNT; ++j)
+#pragma unroll
+                for (int h = 0; h < HALVES; ++h) sums[j][h] += lane_xor(sums[j][h], step);
     }
 };
