@@ -15,7 +15,7 @@ template <class F> struct Part {
     DEVICE Part(const GemvPlan& plan, int rank, Mailbox* box)
         : run((TURN << plan.waves_shift) / CLUSTER), rank(rank), mine(threadIdx.x % LAP), token(threadIdx.x / LAP), box(box) {}
     // Where in K one of the block's units lies, in units.
-    DEVICE int whole(int unit) const { return unit + (unit & -run) * (CLUSTER - 1) + rank * run; }
+    DEVICE uint32_t whole(uint32_t unit) const { return unit + (unit & -run) * (CLUSTER - 1) + rank * run; }
     // A thread's share of a token's sum of squares, to every block.
     DEVICE void leave(float* moments, int of_token, float share) const {
         const float sum = run_sum(share, 8);
@@ -112,6 +112,11 @@ private:
             if (slot >= units) slot -= units, ++token;
         }
     };
+    DEVICE void load(uint32_t slot, int token, bool there, Words4 (&v)[2]) const {
+        const uint32_t at = Base::place(slot, 0);
+        const char* from = row(token) + at * 2;
+        v[0] = load_activation16(from, there && at < uint32_t(a.k)), v[1] = load_activation16(from + Base::HALF * 2, there && at + Base::HALF < uint32_t(a.k));
+    }
     // Slots as digits.
     template <class REST> DEVICE void stage(int from, int units, bool again, const REST& rest) const {
         const int total = (units * int(a.m) + THREADS - 1) / THREADS;
@@ -125,11 +130,7 @@ private:
 #pragma unroll
             for (int j = 0; j < AT_ONCE; ++j) {
                 slot[j] = walk.slot, token[j] = walk.token, there[j] = token[j] < int(a.m);
-#pragma unroll
-                for (int h = 0; h < 2; ++h) {
-                    const int at = Base::place(part.whole(from + slot[j]), h);
-                    v[j][h] = load_activation16(row(token[j]) + at * 2, there[j] && at < int(a.k));
-                }
+                load(part.whole(from + slot[j]), token[j], there[j], v[j]);
                 walk.onward();
             }
             if (i == 0) rest();
@@ -151,11 +152,7 @@ private:
 #pragma unroll
             for (int j = 0; j < AT_ONCE; ++j) {
                 const int slot = lap * part.LAP + part.mine;
-#pragma unroll
-                for (int h = 0; h < 2; ++h) {
-                    const int at = Base::place(part.whole(slot), h);
-                    v[j][h] = load_activation16(row(token) + at * 2, i + j < total && slot < units && at < int(a.k));
-                }
+                load(part.whole(slot), token, i + j < total && slot < units, v[j]);
                 if (++lap == laps) lap = 0, token += CLUSTER;
             }
             if (i == 0) rest();

@@ -50,7 +50,8 @@ protected:
     DEVICE float* powers() const { return reinterpret_cast<float*>(shared + plan.powers_at); }
     DEVICE float* group_sums() const { return reinterpret_cast<float*>(shared + plan.sums_at); }
     // Where in K the first or last half of a slot begins.
-    static DEVICE int place(int slot, int half) { return 8 * (F::INTERLEAVED ? slot / 4 * 8 + half * 4 + slot % 4 : 2 * slot + half); }
+    static constexpr int HALF = F::INTERLEAVED ? 32 : 8;  // from the first half to the last
+    static DEVICE int place(uint32_t slot, int half) { return 8 * (F::INTERLEAVED ? slot + (slot & ~3u) : 2 * slot) + half * HALF; }
     // A thread's own values of every token into their slots: as digits, or for a norm as they are, with its moments.
     template <bool NORM, class REST> DEVICE void fetch(int from, int slots, int laps, int before, const REST& rest) const {
         const int total = laps * int(a.m);

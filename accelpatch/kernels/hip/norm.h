@@ -34,7 +34,7 @@ template <class T, bool CLUSTERED, bool COMMON> struct Norms {
         : a(a), plan(plan), sums(reinterpret_cast<float*>(shared + plan.moments_at)), columns(static_cast<float>(a.k)) {}
     DEVICE float* squares() const { return sums + SHARES * 8; }
     DEVICE uint32_t& votes() const { return *reinterpret_cast<uint32_t*>(sums + 2 * SHARES * 8); }  // bit `token`: not finite
-    DEVICE const char* row(int token) const { return static_cast<const char*>(a.x) + token * a.x_stride * 2; }
+    DEVICE const char* row(int token) const { return static_cast<const char*>(a.x) + uint32_t(token) * (a.x_stride * 2); }
 
     // A lane's share of a token's sum, from every lane of a run.
     static DEVICE void leave(float* moments, int token, float share) {
