@@ -15,34 +15,43 @@ constexpr int LETTER_BYTES = WAVE * 16;
 constexpr int BOXES = WAVES + 1;  // one a wave, one for norms
 
 // What a lane needs to finish its four sums, rows r and r + 8 of two tokens each; as bits, which nothing waits for yet. A residual
-// comes, and y goes, as pairs of columns of a token. Short: what one wave at a time runs has to be fetched anew each time.
+// comes, and y goes, as pairs of columns of a token.
 template <class F, class T> struct ClusterOutput {
     const GemvArgs& a;
     const bool whole;  // pairs are aligned, and none is half outside
     float scale[2] = {1.f, 1.f};
     uint32_t bias[2] = {0, 0}, residual[2] = {0, 0};
-    int columns, column;  // where the tile's columns of y end; the lane's first, of token lane / 4
-    DEVICE ClusterOutput(const GemvArgs& a, const GemvPlan& plan, int tile) : a(a), whole(plan.y_pairs) {
+    // A lane's pairs of y: the first column, of token lane / 4, and where the tile's columns end.
+    struct Pairs {
+        int column, columns;
+        DEVICE Pairs(const GemvArgs& a, int tile) {
+            const bool gate = a.activation == ACT_SILU_GATE;
+            column = tile * (gate ? 8 : 16) + 2 * (lane_id() & 3), columns = gate ? min(int(a.n / 2), tile * 8 + 8) : int(a.n);
+            if ((lane_id() >> 2) >= int(a.m)) columns = 0;
+        }
+        DEVICE bool there(int h, int of_pair) const { return column + 8 * h + of_pair < columns; }
+    };
+    DEVICE ClusterOutput(const GemvArgs& a, const GemvPlan& plan) : a(a), whole(plan.y_pairs) {}
+    // Asks for what a tile needs.
+    DEVICE void begin(int tile) {
         const bool gate = a.activation == ACT_SILU_GATE;
-        columns = int(gate ? a.n / 2 : a.n), column = tile * (gate ? 8 : 16);
+        const int rows = int(gate ? a.n / 2 : a.n);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            const int row = min(column + (lane_id() >> 2) + (gate ? 0 : 8 * h), columns - 1) + (gate ? h * columns : 0);
+            const int row = min(tile * (gate ? 8 : 16) + (lane_id() >> 2) + (gate ? 0 : 8 * h), rows - 1) + (gate ? h * rows : 0);
             if (F::GROUPS == 0 && a.scale) scale[h] = static_cast<const float*>(a.scale)[row];
             if (a.bias) bias[h] = Output<F, T>::bits(a.bias, row);
         }
-        if (gate) columns = min(columns, column + 8);
-        column += 2 * (lane_id() & 3);
         if (!a.residual) return;
-        const uint16_t* from = static_cast<const uint16_t*>(a.residual) + (lane_id() >> 2) * a.residual_stride + column;
+        const Pairs pairs(a, tile);
+        const uint16_t* from = static_cast<const uint16_t*>(a.residual) + (lane_id() >> 2) * a.residual_stride + pairs.column;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            if (there(h, 0) && whole) residual[h] = load_activation4(from + 8 * h);
-            else if (there(h, 0)) residual[h] = load_activation2(from + 8 * h) | (there(h, 1) ? load_activation2(from + 8 * h + 1) << 16 : 0u);
+            if (pairs.there(h, 0) && whole) residual[h] = load_activation4(from + 8 * h);
+            else if (pairs.there(h, 0)) residual[h] = load_activation2(from + 8 * h) | (pairs.there(h, 1) ? load_activation2(from + 8 * h + 1) << 16 : 0u);
         }
     }
-    DEVICE bool there(int h, int of_pair) const { return (lane_id() >> 2) < int(a.m) && column + 8 * h + of_pair < columns; }
-    DEVICE void store(const float* sum) const {
+    DEVICE void store(int tile, const float* sum) const {
         float v[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) v[i] = sum[i] * scale[i / 2] + T::up(bias[i / 2]);
@@ -50,7 +59,8 @@ template <class F, class T> struct ClusterOutput {
 #pragma unroll
             for (int i = 0; i < 2; ++i) v[i] = silu(v[i]) * v[i + 2];
         }
-        uint16_t* to = static_cast<uint16_t*>(a.y) + (lane_id() >> 2) * a.y_stride + column;
+        const Pairs pairs(a, tile);
+        uint16_t* to = static_cast<uint16_t*>(a.y) + (lane_id() >> 2) * a.y_stride + pairs.column;
         uint32_t pair[2];  // by all lanes, before any of them stores
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
@@ -59,12 +69,12 @@ template <class F, class T> struct ClusterOutput {
         }
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            if (!there(h, 0)) continue;
+            if (!pairs.there(h, 0)) continue;
             if (whole) {
                 *reinterpret_cast<uint32_t*>(to + 8 * h) = pair[h];
             } else {
                 to[8 * h] = static_cast<uint16_t>(pair[h]);
-                if (there(h, 1)) to[8 * h + 1] = static_cast<uint16_t>(pair[h] >> 16);
+                if (pairs.there(h, 1)) to[8 * h + 1] = static_cast<uint16_t>(pair[h] >> 16);
             }
         }
     }
@@ -138,9 +148,9 @@ template <class F, class T> __global__ void __launch_bounds__(THREADS, BLOCKS_RE
         int pending = -1;     // the round whose tile this wave has yet to add up
         bool urgent = false;  // at once, since the next kernel waits for its columns
         float own[4];         // its own sums of it
+        ClusterOutput<F, T> output(a, plan);
         const auto add_up = [&]() ALWAYS_INLINE {
             const int tile = pending * round_tiles + wn * clusters + cluster;
-            ClusterOutput<F, T> output(a, plan, tile);  // comes while letters are read
             char* mine = letters + wave * (WK - 1) * LETTER_BYTES;
             const int added = pending >> plan.waves_shift;  // tiles, by this wave
             receive(boxes[wave], lane_id() == 0, (WK - 1) * LETTER_BYTES, added & 1);
@@ -155,7 +165,7 @@ template <class F, class T> __global__ void __launch_bounds__(THREADS, BLOCKS_RE
                     for (int i = 0; i < 4; ++i) sum[i] += begin + j == wk ? own[i] : v[j][i];
             }
             if constexpr (Stager::BOUNDED) mend<F>(a, plan, stager, tile, sum, reinterpret_cast<float*>(mine));
-            output.store(sum);
+            output.store(tile, sum);
             pending = -1, urgent = false;
             if (tile >= plan.told || tile + WK * round_tiles < plan.told) return;  // or it adds up another one first
             wave_sync();
@@ -181,6 +191,7 @@ template <class F, class T> __global__ void __launch_bounds__(THREADS, BLOCKS_RE
                     if (tile < plan.tiles && !urgent) {
                         if (plan.together > 1 && tile + (first_round + 1 - round) * round_tiles < plan.tiles) swap_parked(total, parked);  // of two tiles
                         if (begin == 0) total.zero();
+                        if (phase_end == plan.part_steps && wk == ((wn + round) & (WK - 1))) output.begin(tile);  // comes in the meantime
                         const int from = begin * CLUSTER + stream.first, end = min(plan.steps, phase_end * CLUSTER);
                         if (F::GROUPS && a.scale_is_bf16) sweep_part<true>(stream, total, place, from, end, wb * PAIR<F>, WB * PAIR<F>);
                         else sweep_part<false>(stream, total, place, from, end, wb * PAIR<F>, WB * PAIR<F>);
