@@ -67,6 +67,7 @@ DEVICE void copies_done(int) {}
 DEVICE void ring_commit() {}
 template <int> DEVICE void ring_wait() {}
 
+DEVICE void prefetch_line(const void*) {}
 template <int> DEVICE void prefetch_l2(const void*) {}  // kernels do not overlap, so there is no time for it
 
 // ---- order: no dependent launch, and one barrier for the workgroup, which arriving waits for too ----
@@ -93,7 +94,8 @@ DEVICE int count_up(int32_t* counter, int by) {
 
 // ---- no clusters ----
 constexpr int CLUSTER = 1;
-template <class F> constexpr int CLUSTER_DEPTH = 1;
+constexpr int CLUSTER_DEPTH = 1;
+template <class F> constexpr int CLUSTER_DEEP = 1;
 using Mailbox = uint64_t;
 #include "no_cluster.h"
 DEVICE uint32_t transposed(uint32_t v) { return v; }  // as those

@@ -120,12 +120,13 @@ template <class F, class NORMS> DEVICE void mend(const GemvArgs& a, const GemvPl
     for (int i = 0; i < 4; ++i) sum[i] = scratch[i];
 }
 
-template <class F, class T> __global__ void __launch_bounds__(THREADS, BLOCKS_RESIDENT) gemv_cluster_kernel(const GemvArgs a, const GemvPlan plan) {
+template <class F, class T, int DEPTH> __global__ void __launch_bounds__(THREADS, BLOCKS_RESIDENT) gemv_cluster_kernel(const GemvArgs a, const GemvPlan plan) {
     if constexpr (CLUSTERS_HERE) {
         using Sums = SumsFor<F, T, false>;
         using Stager = ClusterStager<F, T>;
-        using Flow = Stream<F, CLUSTER_DEPTH<F>, true>;
+        using Flow = Stream<F, DEPTH, true>;
         extern __shared__ __align__(128) char shared[];
+        constexpr bool HASTY = !F::TILED;  // a column that the next kernel waits for is worth a stop
         // WK waves share a tile, WB of them in this block.
         static_assert(CLUSTER <= 2, "its logarithm");
         const int wb_shift = plan.waves_shift - 1, WK = 1 << plan.waves_shift, WB = 1 << wb_shift, rank = cluster_rank();
@@ -135,7 +136,7 @@ template <class F, class T> __global__ void __launch_bounds__(THREADS, BLOCKS_RE
         Mailbox* boxes = reinterpret_cast<Mailbox*>(shared + plan.boxes_at);
         if (threadIdx.x < BOXES) open_mailbox(boxes[threadIdx.x]);
         cluster_arrive();
-        Flow stream(a, plan, wk, wn * clusters + cluster, shared + plan.ring_at + wave * CLUSTER_DEPTH<F> * Flow::TURN_BYTES + lane_id() * 16);
+        Flow stream(a, plan, wk, wn * clusters + cluster, shared + plan.ring_at + wave * DEPTH * Flow::TURN_BYTES + lane_id() * 16);
         const Part<F> part(plan, rank, boxes + WAVES);
         Stager stager(a, plan, shared, part);
         cluster_wait();
@@ -210,7 +211,7 @@ template <class F, class T> __global__ void __launch_bounds__(THREADS, BLOCKS_RE
                         const int to = (wn << wb_shift) + (adder & WB - 1), letter = wk - (wk > adder);
                         send16(letters + (to * (WK - 1) + letter) * LETTER_BYTES, boxes[to], adder >> wb_shift, total.sum);
                     } else {
-                        pending = round - 1, urgent = tile < plan.told && tile + round_tiles >= plan.told;
+                        pending = round - 1, urgent = HASTY && tile < plan.told && tile + round_tiles >= plan.told;
                         for (int i = 0; i < 4; ++i) own[i] = total.sum[i];
                     }
                 }

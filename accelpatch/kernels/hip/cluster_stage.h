@@ -86,7 +86,7 @@ private:
 template <class F, class T> struct ClusterDigits : DigitStager<F, T, false, true, true> {
     using Base = DigitStager<F, T, false, true, true>;
     using Base::a, Base::plan, Base::row;
-    static constexpr int AT_ONCE = 4, SIDE = 2;  // slots under way at once; under a norm, once they lie in shared memory
+    static constexpr int AT_ONCE = 4;  // slots of a lane under way at once
     const Part<F> part;
 
     DEVICE ClusterDigits(const GemvArgs& a, const GemvPlan& plan, char* shared, const Part<F>& part) : Base(a, plan, shared), part(part) {}
@@ -99,45 +99,38 @@ template <class F, class T> struct ClusterDigits : DigitStager<F, T, false, true
     }
 
 private:
-    // Slots of all tokens, one after the other: a thread's place among them, and how far apart two of its own are.
-    struct Walk {
-        const int units;
-        int slot = threadIdx.x, token = 0, far = THREADS, tokens = 0;
-        DEVICE Walk(int units) : units(units) {
-            while (slot >= units) slot -= units, ++token;
-            while (far >= units) far -= units, ++tokens;
-        }
-        DEVICE void onward() {
-            slot += far, token += tokens;
-            if (slot >= units) slot -= units, ++token;
-        }
-    };
     DEVICE void load(uint32_t slot, int token, bool there, Words4 (&v)[2]) const {
         const uint32_t at = Base::place(slot, 0);
         const char* from = row(token) + at * 2;
         v[0] = load_activation16(from, there && at < uint32_t(a.k)), v[1] = load_activation16(from + Base::HALF * 2, there && at + Base::HALF < uint32_t(a.k));
     }
-    // Slots as digits.
+    // Slots as digits, a token a wave. What waits for other lanes goes side by side.
     template <class REST> DEVICE void stage(int from, int units, bool again, const REST& rest) const {
-        const int total = (units * int(a.m) + THREADS - 1) / THREADS;
-        Walk walk(units);
+        const int token = threadIdx.x / WAVE;
+        const bool here = token < int(a.m);
         uint32_t bad = 0;
 #pragma unroll 1
-        for (int i = 0; i < total; i += AT_ONCE) {
+        for (int first = 0; first < units; first += AT_ONCE * WAVE) {
             Words4 v[AT_ONCE][2];
-            int slot[AT_ONCE], token[AT_ONCE];
+            uint32_t most[AT_ONCE];
+            int slot[AT_ONCE], tokens[AT_ONCE];
             bool there[AT_ONCE];
 #pragma unroll
             for (int j = 0; j < AT_ONCE; ++j) {
-                slot[j] = walk.slot, token[j] = walk.token, there[j] = token[j] < int(a.m);
-                load(part.whole(from + slot[j]), token[j], there[j], v[j]);
-                walk.onward();
+                slot[j] = first + j * WAVE + lane_id(), tokens[j] = token, there[j] = here && slot[j] < units;
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    const uint32_t at = Base::line_place(part.whole(from + (slot[j] & ~7)), h);
+                    v[j][h] = load_activation16(row(token) + at * 2, there[j] && at < uint32_t(a.k));
+                }
             }
-            if (i == 0) rest();
-            uint32_t most[AT_ONCE];
+            if (first == 0) rest();
+            if (first == 0 && again) __syncthreads();
+            if (!here) return;
+#pragma unroll
+            for (int j = 0; j < AT_ONCE; ++j) Base::swap(v[j]), slot[j] = Base::swapped(slot[j]);
             Base::of_blocks(v, most), Base::lift(v, most);
-            if (again && i == 0) __syncthreads();
-            bad |= Base::convert(token, slot, there, v, most);
+            bad |= Base::convert(tokens, slot, there, v, most);
         }
         Base::vote(bad);
     }
@@ -171,6 +164,7 @@ private:
         }
     }
     DEVICE void normalise(int units, int laps) const {
+        constexpr int SIDE = 2;  // tokens side by side
         Words4 first[2];  // come while moments do
         for (int h = 0; h < 2; ++h) first[h] = Base::weight(Base::place(part.whole(part.mine), h));
         part.collect(int(a.m));

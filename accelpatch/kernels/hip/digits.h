@@ -52,6 +52,25 @@ protected:
     // Where in K the first or last half of a slot begins.
     static constexpr int HALF = F::INTERLEAVED ? 32 : 8;  // from the first half to the last
     static DEVICE int place(uint32_t slot, int half) { return 8 * (F::INTERLEAVED ? slot + (slot & ~3u) : 2 * slot) + half * HALF; }
+    // A block's eight lanes may load its two lines whole, a chunk of each, and then exchange halves: lane i of them has slot i, or,
+    // not interleaved, slot i / 2 or that + 4.
+    static constexpr int MATE = F::INTERLEAVED ? 4 : 1;
+    static DEVICE uint32_t line_place(uint32_t slot, int line) { return (slot & ~7u) * 16 + (threadIdx.x & 7) * 8 + line * 64; }
+    static DEVICE int swapped(int slot) { return F::INTERLEAVED ? slot : (slot & ~7) + (slot >> 1 & 3) + (slot & 1) * 4; }
+    static DEVICE void swap(Words4 (&v)[2]) {
+        const bool last = threadIdx.x & MATE;
+        const Words4 give = last ? v[0] : v[1], taken = {lane_xor(give.x, MATE), lane_xor(give.y, MATE), lane_xor(give.z, MATE), lane_xor(give.w, MATE)};
+        v[0] = last ? taken : v[0], v[1] = last ? v[1] : taken;
+    }
+    // So here where each lane has its own slot then: a norm's sums keep their order.
+    static constexpr bool LINES = SHARED_RING && F::INTERLEAVED;
+    DEVICE void load(int token, int from, int slot, bool there, Words4 (&v)[2]) const {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            v[h] = {0, 0, 0, 0};
+            if (there) v[h] = Base::load(token, from + (LINES ? line_place(slot, h) : place(slot, h)));
+        }
+    }
     // A thread's own values of every token into their slots: as digits, or for a norm as they are, with its moments.
     template <bool NORM, class REST> DEVICE void fetch(int from, int slots, int laps, int before, const REST& rest) const {
         const int total = laps * int(a.m);
@@ -63,14 +82,13 @@ protected:
 #pragma unroll
             for (int j = 0; j < AT_ONCE; ++j) {
                 const int slot = lap * THREADS + threadIdx.x;
-#pragma unroll
-                for (int h = 0; h < 2; ++h) {
-                    v[j][h] = {0, 0, 0, 0};
-                    if (i + j < total && slot < slots) v[j][h] = Base::load(token, from + place(slot, h));
-                }
+                load(token, from, slot, i + j < total && slot < slots, v[j]);
                 if (++lap == laps) lap = 0, ++token;
             }
             if (i == 0) rest();
+            if constexpr (LINES)
+#pragma unroll
+                for (int j = 0; j < AT_ONCE; ++j) swap(v[j]);
             uint32_t most[AT_ONCE];
             if constexpr (!NORM) of_blocks(v, most), lift(v, most);
 #pragma unroll
@@ -93,11 +111,10 @@ protected:
     // Under an RMSNorm, a slot a thread: its values wait in registers for the norm's factor.
     template <class REST> DEVICE void one_slot(int slots, const REST& rest) const {
         const int slot = threadIdx.x;
-        Words4 v[1][2] = {{{0, 0, 0, 0}, {0, 0, 0, 0}}};
-#pragma unroll
-        for (int h = 0; h < 2; ++h)
-            if (slot < slots) v[0][h] = Base::load(0, place(slot, h));
+        Words4 v[1][2];
+        load(0, 0, slot, slot < slots, v[0]);
         rest();
+        if constexpr (LINES) swap(v[0]);
         Base::leave(Base::squares(), 0, Base::squares_of(v[0][0]) + Base::squares_of(v[0][1]));
         __syncthreads();
         const float scale = Base::scale(0);

@@ -80,9 +80,12 @@ template <class F, class T> int fit_part(GemvPlan& p, const GemvArgs& a, const D
             p.phase_steps = int32_t(each * turn);
             p.phases = int32_t((turns + each - 1) / each);
             p.together = p.phases > 1 ? 2 : 1;
-            const int64_t bytes = lay_out<F, T>(p, a, Form::CLUSTER, CLUSTER_DEPTH<F>);
-            p.bytes = int32_t(bytes);
-            if (bytes <= room) return CLUSTER_DEPTH<F>;
+            for (const int depth : {CLUSTER_DEEP<F>, CLUSTER_DEPTH}) {
+                if (depth < CLUSTER_DEEP<F> && phases > 1) continue;
+                const int64_t bytes = lay_out<F, T>(p, a, Form::CLUSTER, depth);
+                p.bytes = int32_t(bytes);
+                if (bytes <= room) return depth;
+            }
             if (a.norm || each == 1) break;
             ++phases;
         }
@@ -117,13 +120,15 @@ template <class F, class T, bool NARROW> auto kernel_of(int depth) {
 }
 
 template <class F, class T> int launch_as_clusters(const GemvArgs& a, const DeviceLimits& limits, GpuStream stream) {
-    const int clusters = a.blocks > 0 ? (a.blocks + CLUSTER - 1) / CLUSTER : most_clusters(gemv_cluster_kernel<F, T>, limits);
+    const int clusters = a.blocks > 0 ? (a.blocks + CLUSTER - 1) / CLUSTER : most_clusters(gemv_cluster_kernel<F, T, CLUSTER_DEPTH>, limits);
     if (!clusters) return STATUS_MEMORY;
     GemvPlan plan = {};
-    if (!make_plan<F, T>(plan, a, limits, clusters * CLUSTER, Form::CLUSTER)) return STATUS_MEMORY;
+    const int depth = make_plan<F, T>(plan, a, limits, clusters * CLUSTER, Form::CLUSTER);
+    if (!depth) return STATUS_MEMORY;
+    const auto kernel = depth == CLUSTER_DEEP<F> ? gemv_cluster_kernel<F, T, CLUSTER_DEEP<F>> : gemv_cluster_kernel<F, T, CLUSTER_DEPTH>;
     if (a.tells) plan.told = int32_t(a.tell_columns / tile_columns(a));
     if (a.hears && !a.norm) plan.early = int32_t(a.hear_columns / (int64_t(plan.phase_steps) * CLUSTER * F::KSTEP));
-    const int error = launch_clusters(gemv_cluster_kernel<F, T>, CLUSTER, clusters * CLUSTER, THREADS, plan.bytes, stream, limits, a.dependent >= 0, a, plan);
+    const int error = launch_clusters(kernel, CLUSTER, clusters * CLUSTER, THREADS, plan.bytes, stream, limits, a.dependent >= 0, a, plan);
     return error ? STATUS_DEVICE + error : STATUS_OK;
 }
 

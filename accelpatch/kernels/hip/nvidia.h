@@ -122,6 +122,8 @@ template <int BYTES> DEVICE void prefetch_l2(const void* source) {
 #endif
 }
 
+DEVICE void prefetch_line(const void* source) { asm volatile("prefetch.global.L2 [%0];" ::"l"(source) : "memory"); }
+
 // ---- order ----
 DEVICE void grid_release() {  // the next kernel may start
 #if __CUDA_ARCH__ >= 900

@@ -92,7 +92,19 @@ template <class F, int DEPTH, bool PHASED = false> struct Stream {
     DEVICE int fill() {
 #pragma unroll 1
         for (int i = EARLY; i < DEPTH; ++i) issue();
+        if constexpr (PHASED && LINES && F::INTEGER) ahead();
         return DEPTH - EARLY;
+    }
+    // Lines of the turns behind those of the ring into L2, a row a lane: memory would rest while activations are staged.
+    DEVICE void ahead() const {
+        constexpr int TURNS = 4;
+        const int left = (phase_end() - step + stride - 1) / stride;  // turns of this phase
+#pragma unroll
+        for (int i = lane_id() / 16; i < TURNS; i += WAVE / 16) {
+            const int of_tile = tile + (i < left ? 0 : plan.tile_hop), at = i < left ? step + i * stride : phase + first + (i - left) * stride;
+            const int64_t from = weight_row(a, of_tile, lane_id() % 16);
+            if (of_tile < plan.tiles && at < phase_end() && from < a.n) prefetch_line(static_cast<const char*>(a.w) + from * row_bytes<F>(a) + int64_t(at) * F::STEP_BYTES);
+        }
     }
     // To the wave's next turn.
     DEVICE void advance() {

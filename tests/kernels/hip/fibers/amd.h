@@ -7,7 +7,8 @@ constexpr bool BLOCKS_MEET = false;
 constexpr int RESERVED_SHARED = 0;
 #include "fibers.h"
 constexpr int CLUSTER = 1;
-template <class F> constexpr int CLUSTER_DEPTH = 1;
+constexpr int CLUSTER_DEPTH = 1;
+template <class F> constexpr int CLUSTER_DEEP = 1;
 using Mailbox = uint64_t;
 #include "no_cluster.h"
 DEVICE uint32_t transposed(uint32_t v) { return v; }

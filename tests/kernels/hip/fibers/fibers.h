@@ -120,6 +120,7 @@ DEVICE void look_again(int& looks) {
 DEVICE void publish() {}
 DEVICE int count_up(int32_t* counter, int by) { return (*counter += by) - by; }
 template <int> void prefetch_l2(const void*) {}
+inline void prefetch_line(const void*) {}
 DEVICE void grid_release() {}
 DEVICE void grid_wait() {}
 DEVICE void linger() {}

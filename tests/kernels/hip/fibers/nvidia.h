@@ -7,7 +7,8 @@ constexpr bool BLOCKS_MEET = true;
 constexpr int RESERVED_SHARED = 1024;
 #include "fibers.h"
 constexpr int CLUSTER = 2;
-template <class F> constexpr int CLUSTER_DEPTH = 3;
+constexpr int CLUSTER_DEPTH = 3;
+template <class F> constexpr int CLUSTER_DEEP = F::INTEGER && F::GROUPS == 0 ? 4 : CLUSTER_DEPTH;
 constexpr bool CLUSTERS_HERE = true;
 struct alignas(8) Mailbox { int32_t due; uint16_t times; bool announced; };  // due: bytes
 DEVICE void cluster_arrive() { arrived[fiber] = meeting.arrive(meeting.of); }
