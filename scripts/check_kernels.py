@@ -23,7 +23,7 @@ SHAPES = [(48, 4096), (16, 11008), (100, 576), (33, 65), (1, 128), (7, 2048), (4
 SHAPES += [(16, 16384), (16, 36864)]  # more than half a processor's memory even for one token
 TOKENS = (1, 2, 7, 8, 9, 33)
 # odd ends, every epilogue at N = 100, K in phases
-SMALL = [(33, 65), (7, 200), (66, 200), (1, 128), (100, 576), (80, 11008)]
+SMALL = [(33, 65), (7, 200), (66, 200), (1, 128), (100, 576), (24, 6144), (80, 11008)]
 SMALL_RUNS: tuple[tuple[int, dict[str, int]], ...] = (
     (8, {"blocks": 2}),  # two rounds of tiles, one behind the other or side by side
     (3, {"blocks": 3}),

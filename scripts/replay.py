@@ -14,6 +14,7 @@ BEYOND = 400e6  # bytes of weights in rotation: far more than the L2 cache holds
 
 def graph_of(work: Callable[[], object]) -> torch.cuda.CUDAGraph:
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())  # for what the work reads
     with torch.cuda.stream(stream):
         work()
     torch.cuda.synchronize()

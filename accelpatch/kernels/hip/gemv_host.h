@@ -81,7 +81,7 @@ template <class F, class T> int fit_part(GemvPlan& p, const GemvArgs& a, const D
             p.phases = int32_t((turns + each - 1) / each);
             p.together = p.phases > 1 ? 2 : 1;
             for (const int depth : {CLUSTER_DEEP<F>, CLUSTER_DEPTH}) {
-                if (depth < CLUSTER_DEEP<F> && phases > 1) continue;
+                if (depth < CLUSTER_DEEP<F> && !a.norm) continue;  // phases rather, of which the product before may tell
                 const int64_t bytes = lay_out<F, T>(p, a, Form::CLUSTER, depth);
                 p.bytes = int32_t(bytes);
                 if (bytes <= room) return depth;
