@@ -126,7 +126,7 @@ template <class F, class T, int DEPTH> __global__ void __launch_bounds__(THREADS
         using Stager = ClusterStager<F, T>;
         using Flow = Stream<F, DEPTH, true>;
         extern __shared__ __align__(128) char shared[];
-        constexpr bool HASTY = !F::TILED;  // a column that the next kernel waits for is worth a stop
+        constexpr bool HASTY = !F::TILED;  // for columns that the next kernel waits for; int4 would lose more than that gains
         // WK waves share a tile, WB of them in this block.
         static_assert(CLUSTER <= 2, "its logarithm");
         const int wb_shift = plan.waves_shift - 1, WK = 1 << plan.waves_shift, WB = 1 << wb_shift, rank = cluster_rank();

@@ -136,7 +136,7 @@ private:
                 const uint32_t whole = part.whole(from + (walk.slot & ~7));
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
-                    const uint32_t at = Base::line_place(whole, h);
+                    const uint32_t at = Base::line_chunk(whole, h);
                     v[j][h] = load_activation16(row(token[j]) + at * 2, there[j] && at < uint32_t(a.k));
                 }
             }

@@ -55,20 +55,20 @@ protected:
     // A block's eight lanes may load its two lines whole, a chunk of each, and then exchange halves: lane i of them has slot i, or,
     // not interleaved, slot i / 2 or that + 4.
     static constexpr int MATE = F::INTERLEAVED ? 4 : 1;
-    static DEVICE uint32_t line_place(uint32_t slot, int line) { return (slot & ~7u) * 16 + (threadIdx.x & 7) * 8 + line * 64; }
+    static DEVICE uint32_t line_chunk(uint32_t slot, int line) { return (slot & ~7u) * 16 + (threadIdx.x & 7) * 8 + line * 64; }
     static DEVICE int swapped(int slot) { return F::INTERLEAVED ? slot : (slot & ~7) + (slot >> 1 & 3) + (slot & 1) * 4; }
     static DEVICE void swap(Words4 (&v)[2]) {
         const bool last = threadIdx.x & MATE;
         const Words4 give = last ? v[0] : v[1], taken = {lane_xor(give.x, MATE), lane_xor(give.y, MATE), lane_xor(give.z, MATE), lane_xor(give.w, MATE)};
         v[0] = last ? taken : v[0], v[1] = last ? v[1] : taken;
     }
-    // So here where each lane has its own slot then: a norm's sums keep their order.
-    static constexpr bool LINES = SHARED_RING && F::INTERLEAVED;
+    // This stager's do where each has its own slot then, so that a norm's sums keep their order; those of clusters do always.
+    static constexpr bool WHOLE_LINES = SHARED_RING && F::INTERLEAVED;
     DEVICE void load(int token, int from, int slot, bool there, Words4 (&v)[2]) const {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             v[h] = {0, 0, 0, 0};
-            if (there) v[h] = Base::load(token, from + (LINES ? line_place(slot, h) : place(slot, h)));
+            if (there) v[h] = Base::load(token, from + (WHOLE_LINES ? line_chunk(slot, h) : place(slot, h)));
         }
     }
     // A thread's own values of every token into their slots: as digits, or for a norm as they are, with its moments.
@@ -86,7 +86,7 @@ protected:
                 if (++lap == laps) lap = 0, ++token;
             }
             if (i == 0) rest();
-            if constexpr (LINES)
+            if constexpr (WHOLE_LINES)
 #pragma unroll
                 for (int j = 0; j < AT_ONCE; ++j) swap(v[j]);
             uint32_t most[AT_ONCE];
@@ -114,7 +114,7 @@ protected:
         Words4 v[1][2];
         load(0, 0, slot, slot < slots, v[0]);
         rest();
-        if constexpr (LINES) swap(v[0]);
+        if constexpr (WHOLE_LINES) swap(v[0]);
         Base::leave(Base::squares(), 0, Base::squares_of(v[0][0]) + Base::squares_of(v[0][1]));
         __syncthreads();
         const float scale = Base::scale(0);

@@ -72,22 +72,21 @@ template <class F, class T> int fit(GemvPlan& p, const GemvArgs& a, const Device
     return 0;
 }
 
-// In a cluster: as few phases of a block's part of K as fit.
+// In a cluster: the deepest ring that fits, and then as few phases of a block's part of K, of which the product before may tell.
 template <class F, class T> int fit_part(GemvPlan& p, const GemvArgs& a, const DeviceLimits& limits) {
     const int64_t turn = (int64_t(PAIR<F>) << p.waves_shift) / CLUSTER, turns = p.part_steps / turn;
     for (const int64_t room : {half_of(limits), int64_t(limits.shared_block)}) {
-        for (int64_t each = turns, phases = 1;; each = (turns + phases - 1) / phases) {
-            p.phase_steps = int32_t(each * turn);
-            p.phases = int32_t((turns + each - 1) / each);
-            p.together = p.phases > 1 ? 2 : 1;
-            for (const int depth : {CLUSTER_DEEP<F>, CLUSTER_DEPTH}) {
-                if (depth < CLUSTER_DEEP<F> && !a.norm) continue;  // phases rather, of which the product before may tell
+        for (const int depth : {CLUSTER_DEEP<F>, CLUSTER_DEPTH}) {
+            for (int64_t each = turns, phases = 1;; each = (turns + phases - 1) / phases) {
+                p.phase_steps = int32_t(each * turn);
+                p.phases = int32_t((turns + each - 1) / each);
+                p.together = p.phases > 1 ? 2 : 1;
                 const int64_t bytes = lay_out<F, T>(p, a, Form::CLUSTER, depth);
                 p.bytes = int32_t(bytes);
                 if (bytes <= room) return depth;
+                if (a.norm || each == 1) break;
+                ++phases;
             }
-            if (a.norm || each == 1) break;
-            ++phases;
         }
     }
     return 0;

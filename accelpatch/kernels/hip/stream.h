@@ -95,7 +95,8 @@ template <class F, int DEPTH, bool PHASED = false> struct Stream {
         if constexpr (PHASED && LINES && F::INTEGER) ahead();
         return DEPTH - EARLY;
     }
-    // Lines of the turns behind those of the ring into L2, a row a lane: memory would rest while activations are staged.
+    // Lines of the turns behind those of the ring into L2, a row a lane: memory would rest while activations are staged. Of K in phases
+    // not all of them are the ones that come next.
     DEVICE void ahead() const {
         constexpr int TURNS = 4;
         const int left = (phase_end() - step + stride - 1) / stride;  // turns of this phase
