@@ -104,49 +104,33 @@ private:
         const char* from = row(token) + at * 2;
         v[0] = load_activation16(from, there && at < uint32_t(a.k)), v[1] = load_activation16(from + Base::HALF * 2, there && at + Base::HALF < uint32_t(a.k));
     }
-    // Which slots are a thread's: of all tokens', one after the other, for int4; else a token is a wave's. Each is slower with the other's.
-    struct Walk {
-        static constexpr bool OF_WAVE = !F::TILED;
-        const int units;
-        int slot = OF_WAVE ? lane_id() : int(threadIdx.x), token = OF_WAVE ? threadIdx.x / WAVE : 0, far = OF_WAVE ? WAVE : THREADS, tokens = 0;
-        DEVICE Walk(int units) : units(units) {
-            if (OF_WAVE) return;
-            while (slot >= units) slot -= units, ++token;
-            while (far >= units) far -= units, ++tokens;
-        }
-        DEVICE int steps(int of_tokens) const { return OF_WAVE ? (units + WAVE - 1) / WAVE : (units * of_tokens + THREADS - 1) / THREADS; }
-        DEVICE void onward() {
-            slot += far, token += tokens;
-            if (!OF_WAVE && slot >= units) slot -= units, ++token;
-        }
-    };
-    // Slots as digits. What waits for other lanes goes side by side.
+    // Slots as digits, a token a wave. What waits for other lanes goes side by side.
     template <class REST> DEVICE void stage(int from, int units, bool again, const REST& rest) const {
-        Walk walk(units);
+        const int token = threadIdx.x / WAVE;
+        const bool here = token < int(a.m);
         uint32_t bad = 0;
 #pragma unroll 1
-        for (int i = 0; i < walk.steps(int(a.m)); i += AT_ONCE) {
+        for (int first = 0; first < units; first += AT_ONCE * WAVE) {
             Words4 v[AT_ONCE][2];
             uint32_t most[AT_ONCE];
-            int slot[AT_ONCE], token[AT_ONCE];
+            int slot[AT_ONCE], tokens[AT_ONCE];
             bool there[AT_ONCE];
 #pragma unroll
-            for (int j = 0; j < AT_ONCE; ++j, walk.onward()) {
-                slot[j] = Base::swapped(walk.slot), token[j] = walk.token, there[j] = walk.token < int(a.m) && walk.slot < units;
-                const uint32_t whole = part.whole(from + (walk.slot & ~7));
+            for (int j = 0; j < AT_ONCE; ++j) {
+                slot[j] = first + j * WAVE + lane_id(), tokens[j] = token, there[j] = here && slot[j] < units;
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
-                    const uint32_t at = Base::line_chunk(whole, h);
-                    v[j][h] = load_activation16(row(token[j]) + at * 2, there[j] && at < uint32_t(a.k));
+                    const uint32_t at = Base::line_chunk(part.whole(from + (slot[j] & ~7)), h);
+                    v[j][h] = load_activation16(row(token) + at * 2, there[j] && at < uint32_t(a.k));
                 }
             }
-            if (i == 0) rest();
-            if (i == 0 && again) __syncthreads();
-            if (Walk::OF_WAVE && token[0] >= int(a.m)) return;
+            if (first == 0) rest();
+            if (first == 0 && again) __syncthreads();
+            if (!here) return;
 #pragma unroll
-            for (int j = 0; j < AT_ONCE; ++j) Base::swap(v[j]);
+            for (int j = 0; j < AT_ONCE; ++j) Base::swap(v[j]), slot[j] = Base::swapped(slot[j]);
             Base::of_blocks(v, most), Base::lift(v, most);
-            bad |= Base::convert(token, slot, there, v, most);
+            bad |= Base::convert(tokens, slot, there, v, most);
         }
         Base::vote(bad);
     }
