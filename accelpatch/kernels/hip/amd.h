@@ -40,7 +40,22 @@ DEVICE uint32_t pair_max(uint32_t a, uint32_t b) {  // of two halves each, unsig
     using Pair = uint16_t __attribute__((ext_vector_type(2)));
     return __builtin_bit_cast(uint32_t, __builtin_elementwise_max(__builtin_bit_cast(Pair, a), __builtin_bit_cast(Pair, b)));
 }
+// Of a word, and more.
+template <bool SIGNED> DEVICE int sum_of_bytes(uint32_t bytes, int more) {
+    if constexpr (SIGNED) return __builtin_amdgcn_sdot4(int(bytes), 0x01010101, more, false);
+    else return int(__builtin_amdgcn_udot4(bytes, 0x01010101u, uint32_t(more), false));
+}
 DEVICE uint32_t masked_xor(uint32_t a, uint32_t mask, uint32_t bits) { return (a & mask) ^ bits; }
+// Whether any thread of the block has said yes so far; all of them call it, and it is a barrier.
+DEVICE bool block_any(bool yes, uint32_t& word) {
+    if (yes) word = 1;
+    __syncthreads();
+    const bool any = word;
+    __syncthreads();  // before another one says yes
+    return any;
+}
+// Worked out by here, however late it is used: nothing waits here.
+template <class V> DEVICE void settle(V&) {}
 // Four bytes of a (0 to 3) and b (4 to 7), one in each nibble of SELECT, the lowest first.
 template <uint32_t SELECT> DEVICE uint32_t permute(uint32_t a, uint32_t b) {
     return __builtin_amdgcn_perm(b, a, (SELECT & 15u) | (SELECT >> 4 & 15u) << 8 | (SELECT >> 8 & 15u) << 16 | (SELECT >> 12 & 15u) << 24);
@@ -112,6 +127,7 @@ template <class T> DEVICE void multiply_halves(float* sum, uint32_t a0, uint32_t
     for (int i = 0; i < 4; ++i) sum[i] = c[i];
 }
 // 16 rows by 32 of K, signed bytes, times 32 by 16 columns.
+constexpr bool UNSIGNED_BYTES = false;  // none of b's
 DEVICE void multiply_bytes(int* sum, uint32_t a0, uint32_t a1, uint32_t b0, uint32_t b1) {
     Int4Vector c = {sum[0], sum[1], sum[2], sum[3]};
 #if defined(__gfx90a__)

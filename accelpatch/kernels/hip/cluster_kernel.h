@@ -108,14 +108,18 @@ template <class SUMS> DEVICE void swap_parked(SUMS& sums, char* place) {
 template <class F, class NORMS> DEVICE void mend(const GemvArgs& a, const GemvPlan& plan, const NORMS& norms, int tile, float* sum, float* scratch) {
     bool bad = false;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) bad = bad || (sum[i] != sum[i] && Cells<false>::token(i) < int(a.m));
+    for (int i = 0; i < 4; ++i) bad = bad || sum[i] != sum[i];
     if (!bad) return;
 #pragma unroll
     for (int i = 0; i < 4; ++i) scratch[i] = sum[i];
+    int first = 0;
+    settle(first), settle(tile);  // nothing of this is worked out ahead
 #pragma unroll 1
-    for (int i = 0; i < 4; ++i)
-        if (const float v = scratch[i]; v != v && Cells<false>::token(i) < int(a.m))
-            scratch[i] = unbounded_sum<F>(a, plan, norms, tile, Cells<false>::row(i), Cells<false>::token(i), v);
+    for (int i = first; i < 4; ++i) {
+        const float v = scratch[i];
+        const int token = Cells<false>::token(i);
+        if (v != v && token < int(a.m)) scratch[i] = unbounded_sum<F>(a, plan, norms, tile, Cells<false>::row(i), token, v);
+    }
 #pragma unroll
     for (int i = 0; i < 4; ++i) sum[i] = scratch[i];
 }
@@ -131,19 +135,24 @@ template <class F, class T, int DEPTH> __global__ void __launch_bounds__(THREADS
         static_assert(CLUSTER <= 2, "its logarithm");
         const int wb_shift = plan.waves_shift - 1, WK = 1 << plan.waves_shift, WB = 1 << wb_shift, rank = cluster_rank();
         const int wave = threadIdx.x / WAVE, wb = wave & (WB - 1), wk = rank * WB + wb, wn = wave >> wb_shift;
-        const int clusters = int(gridDim.x / CLUSTER), cluster = int(blockIdx.x / CLUSTER), round_tiles = (WAVES >> wb_shift) * clusters;
+        // A cluster's tiles of a round, and this wave's of those: neighbours where their weights lie together.
+        const int clusters = int(gridDim.x / CLUSTER), cluster = int(blockIdx.x / CLUSTER), round_tiles = plan.tile_hop;
+        const int first_tile = F::TILED ? cluster * (WAVES >> wb_shift) : cluster, own_tile = first_tile + wn * (F::TILED ? 1 : clusters);
         grid_release();
-        Mailbox* boxes = reinterpret_cast<Mailbox*>(shared + plan.boxes_at);
-        if (threadIdx.x < BOXES) open_mailbox(boxes[threadIdx.x]);
+        // Where things lie is worked out anew each time: registers are dearer.
+        const auto at = [&](int place) ALWAYS_INLINE {
+            settle(place);
+            return shared + place;
+        };
+        const auto boxes = [&]() ALWAYS_INLINE { return reinterpret_cast<Mailbox*>(at(plan.boxes_at)); };
+        const auto letters = [&]() ALWAYS_INLINE { return at(plan.partial_at) + lane_id() * 16; };
+        if (threadIdx.x < BOXES) open_mailbox(boxes()[threadIdx.x]);
         cluster_arrive();
-        Flow stream(a, plan, wk, wn * clusters + cluster, shared + plan.ring_at + wave * DEPTH * Flow::TURN_BYTES + lane_id() * 16);
-        const Part<F> part(plan, rank, boxes + WAVES);
+        Flow stream(a, plan, wk, own_tile, shared + plan.ring_at + wave * DEPTH * Flow::TURN_BYTES + lane_id() * 16);
+        const Part<F> part(plan, rank, boxes() + WAVES);
         Stager stager(a, plan, shared, part);
         cluster_wait();
-        wait_or_hear(a, plan);
         const typename Sums::Place place(a, plan, shared);
-        char* letters = shared + plan.partial_at + lane_id() * 16;
-        char* parked = shared + plan.parked_at + wave * int(sizeof(Sums)) * WAVE + lane_id() * 16;
         int staged = 0;  // phases so far
         Sums total;
         int pending = -1;     // the round whose tile this wave has yet to add up
@@ -151,10 +160,10 @@ template <class F, class T, int DEPTH> __global__ void __launch_bounds__(THREADS
         float own[4];         // its own sums of it
         ClusterOutput<F, T> output(a, plan);
         const auto add_up = [&]() ALWAYS_INLINE {
-            const int tile = pending * round_tiles + wn * clusters + cluster;
-            char* mine = letters + wave * (WK - 1) * LETTER_BYTES;
+            const int tile = pending * round_tiles + own_tile;
+            char* mine = letters() + wave * (WK - 1) * LETTER_BYTES;
             const int added = pending >> plan.waves_shift;  // tiles, by this wave
-            receive(boxes[wave], lane_id() == 0, (WK - 1) * LETTER_BYTES, added & 1);
+            receive(boxes()[wave], lane_id() == 0, (WK - 1) * LETTER_BYTES, added & 1);
             float sum[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll 1
             for (int begin = 0; begin < WK; begin += 4) {
@@ -174,23 +183,26 @@ template <class F, class T, int DEPTH> __global__ void __launch_bounds__(THREADS
         };
 #pragma unroll 1
         for (int first_round = 0;; first_round += plan.together) {
-            const bool more = first_round * round_tiles + cluster < plan.tiles;
+            const bool more = first_round * round_tiles + first_tile < plan.tiles;
             if (!more && pending < 0) break;
             for (int begin = 0; begin < plan.part_steps; begin += plan.phase_steps) {
                 const int phase_end = min(plan.part_steps, begin + plan.phase_steps);
                 if (more && (!staged || plan.phases > 1)) {
                     const bool told = staged && staged == plan.early;
-                    if (told) grid_wait();
-                    stager.range(begin, phase_end - begin, staged, [&]() ALWAYS_INLINE { return staged ? 0 : stream.fill(); });
+                    const auto wait = [&]() ALWAYS_INLINE {
+                        if (!staged) wait_or_hear(a, plan);
+                        else if (told) grid_wait();
+                    };
+                    stager.range(begin, phase_end - begin, staged, wait, [&]() ALWAYS_INLINE { return staged ? 0 : stream.fill(); });
                     ++staged;
                     if (told) take_back(a);
                 }
                 int round = first_round;
 #pragma unroll 1
                 while (round < first_round + plan.together || urgent) {
-                    const int tile = round * round_tiles + wn * clusters + cluster;
+                    const int tile = round * round_tiles + own_tile;
                     if (tile < plan.tiles && !urgent) {
-                        if (plan.together > 1 && tile + (first_round + 1 - round) * round_tiles < plan.tiles) swap_parked(total, parked);  // of two tiles
+                        if (plan.together > 1 && tile + (first_round + 1 - round) * round_tiles < plan.tiles) swap_parked(total, at(plan.parked_at) + wave * int(sizeof(Sums)) * WAVE + lane_id() * 16);  // of two tiles
                         if (begin == 0) total.zero();
                         if (phase_end == plan.part_steps && wk == ((wn + round) & (WK - 1))) output.begin(tile);  // comes in the meantime
                         const int from = begin * CLUSTER + stream.first, end = min(plan.steps, phase_end * CLUSTER);
@@ -203,13 +215,9 @@ template <class F, class T, int DEPTH> __global__ void __launch_bounds__(THREADS
                     ++round;
                     if (phase_end < plan.part_steps || tile >= plan.tiles) continue;
                     total.finish();
-                    if constexpr (Stager::BOUNDED)
-#pragma unroll
-                        for (int i = 0; i < 4; ++i)
-                            if (stager.unbounded(Cells<false>::token(i))) total.sum[i] = NAN;
                     if (const int adder = (wn + round - 1) & (WK - 1); wk != adder) {
                         const int to = (wn << wb_shift) + (adder & WB - 1), letter = wk - (wk > adder);
-                        send16(letters + (to * (WK - 1) + letter) * LETTER_BYTES, boxes[to], adder >> wb_shift, total.sum);
+                        send16(letters() + (to * (WK - 1) + letter) * LETTER_BYTES, boxes()[to], adder >> wb_shift, total.sum);
                     } else {
                         pending = round - 1, urgent = HASTY && tile < plan.told && tile + round_tiles >= plan.told;
                         for (int i = 0; i < 4; ++i) own[i] = total.sum[i];
@@ -217,6 +225,8 @@ template <class F, class T, int DEPTH> __global__ void __launch_bounds__(THREADS
                 }
             }
         }
-        if (plan.early && !staged) grid_wait(), take_back(a);  // no tile
+        if (staged) return;
+        grid_wait();  // no tile
+        if (plan.early) take_back(a);
     }
 }

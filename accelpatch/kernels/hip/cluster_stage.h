@@ -14,8 +14,14 @@ template <class F> struct Part {
     Mailbox* box;    // for sums of squares
     DEVICE Part(const GemvPlan& plan, int rank, Mailbox* box)
         : run((TURN << plan.waves_shift) / CLUSTER), rank(rank), mine(threadIdx.x % LAP), token(threadIdx.x / LAP), box(box) {}
+    // The same, of which nothing is known: what follows from it is worked out where it is used, not kept through the whole kernel.
+    DEVICE Part afresh() const {
+        Part part = *this;
+        settle(part.run), settle(part.mine), settle(part.token);
+        return part;
+    }
     // Where in K one of the block's units lies, in units.
-    DEVICE uint32_t whole(uint32_t unit) const { return unit + (unit & -run) * (CLUSTER - 1) + rank * run; }
+    DEVICE uint32_t whole(uint32_t unit) const { return whole_of(unit, run, rank); }
     // A thread's share of a token's sum of squares, to every block.
     DEVICE void leave(float* moments, int of_token, float share) const {
         const float sum = run_sum(share, 8);
@@ -34,15 +40,15 @@ template <class F, class T> struct ClusterFloats : Norms<T, true, true> {
 
     DEVICE ClusterFloats(const GemvArgs& a, const GemvPlan& plan, char* shared, const Part<F>& part) : Base(a, plan, shared), part(part), shared(shared) {}
     // Stages so many steps of the block's, from step `from`; every thread calls it. Under a norm all of them at once. `again`:
-    // over others, which waves may still read. `rest`: as of FloatStager::range.
-    template <class REST> DEVICE void range(int from, int steps, bool again, const REST& rest) {
+    // over others, which waves may still read. `wait`, `rest`: as of FloatStager::range.
+    template <class WAIT, class REST> DEVICE void range(int from, int steps, bool again, const WAIT& wait, const REST& rest) {
+        wait();
         if (again) __syncthreads();
         const int units = steps * (F::KSTEP / 8);
         copy(from * (F::KSTEP / 8), units, rest);
         if (a.norm != NORM_NONE) normalise(units);
         __syncthreads();
     }
-    DEVICE bool unbounded(int) const { return false; }
 
 private:
     DEVICE Words4& chunk(int token, int c) const { return *reinterpret_cast<Words4*>(shared + token * plan.token_stride + c * 16); }
@@ -91,63 +97,80 @@ template <class F, class T> struct ClusterDigits : DigitStager<F, T, false, true
 
     DEVICE ClusterDigits(const GemvArgs& a, const GemvPlan& plan, char* shared, const Part<F>& part) : Base(a, plan, shared), part(part) {}
     // As ClusterFloats'.
-    template <class REST> DEVICE void range(int from, int steps, bool again, const REST& rest) {
+    template <class WAIT, class REST> DEVICE void range(int from, int steps, bool again, const WAIT& wait, const REST& rest) {
         const int units = steps * (F::KSTEP / 16), laps = (units + part.LAP - 1) / part.LAP;
-        if (a.norm == NORM_NONE) stage(from * (F::KSTEP / 16), units, again, rest);
-        else fetch(units, laps, rest), normalise(units, laps);
-        __syncthreads();
+        typename Base::Extremes extremes;
+        if (a.norm == NORM_NONE) extremes = stage(from * (F::KSTEP / 16), units, again, wait, rest);
+        else fetch(units, laps, wait, rest), extremes = normalise(units, laps);
+        Base::finish(extremes, units, 0, from * (F::KSTEP / 16), part.run, part.rank);
     }
 
 private:
-    DEVICE void load(uint32_t slot, int token, bool there, Words4 (&v)[2]) const {
-        const uint32_t at = Base::place(slot, 0);
-        const char* from = row(token) + at * 2;
-        v[0] = load_activation16(from, there && at < uint32_t(a.k)), v[1] = load_activation16(from + Base::HALF * 2, there && at + Base::HALF < uint32_t(a.k));
+    // Where in K a lane's two chunks lie, which is worked out before the wait.
+    DEVICE int chunks_at(uint32_t at, bool there) const {
+        int v = there ? int(at) : int(a.k);
+        settle(v);
+        return v;
+    }
+    template <int APART> DEVICE void load(const char* row, int at, Words4 (&v)[2]) const {
+        const char* from = row + uint32_t(at) * 2;
+#pragma unroll
+        for (int h = 0; h < 2; ++h) v[h] = load_activation16(from + h * APART * 2, at + h * APART < int(a.k));
     }
     // Slots as digits, a token a wave. What waits for other lanes goes side by side.
-    template <class REST> DEVICE void stage(int from, int units, bool again, const REST& rest) const {
+    template <class WAIT, class REST> DEVICE typename Base::Extremes stage(int from, int units, bool again, const WAIT& wait, const REST& rest) const {
+        const Part<F> part = this->part.afresh();
         const int token = threadIdx.x / WAVE;
         const bool here = token < int(a.m);
-        uint32_t bad = 0;
+        const char* from_row = row(token);
+        settle(from_row);
+        typename Base::Extremes extremes;
 #pragma unroll 1
         for (int first = 0; first < units; first += AT_ONCE * WAVE) {
             Words4 v[AT_ONCE][2];
             uint32_t most[AT_ONCE];
             int slot[AT_ONCE], tokens[AT_ONCE];
             bool there[AT_ONCE];
+            int lines[AT_ONCE];
 #pragma unroll
             for (int j = 0; j < AT_ONCE; ++j) {
                 slot[j] = first + j * WAVE + lane_id(), tokens[j] = token, there[j] = here && slot[j] < units;
-#pragma unroll
-                for (int h = 0; h < 2; ++h) {
-                    const uint32_t at = Base::line_chunk(part.whole(from + (slot[j] & ~7)), h);
-                    v[j][h] = load_activation16(row(token) + at * 2, there[j] && at < uint32_t(a.k));
-                }
+                lines[j] = chunks_at(Base::line_chunk(part.whole(from + (slot[j] & ~7)), 0), there[j]);
             }
+            if (first == 0) wait();
+#pragma unroll
+            for (int j = 0; j < AT_ONCE; ++j) load<64>(from_row, lines[j], v[j]);
             if (first == 0) rest();
             if (first == 0 && again) __syncthreads();
-            if (!here) return;
+            if (!here) return extremes;
+            Base::of_blocks(v, most);
 #pragma unroll
-            for (int j = 0; j < AT_ONCE; ++j) Base::swap(v[j]), slot[j] = Base::swapped(slot[j]);
-            Base::of_blocks(v, most), Base::lift(v, most);
-            bad |= Base::convert(tokens, slot, there, v, most);
+            for (int j = 0; j < AT_ONCE; ++j) slot[j] = Base::piece_slot(slot[j]), extremes.see(most[j]);
+            Base::template convert<true>(tokens, slot, there, v, most);
         }
-        Base::vote(bad);
+        return extremes;
     }
     // Slots as they are, with their moments: a thread's own of every CLUSTERth token.
-    template <class REST> DEVICE void fetch(int units, int laps, const REST& rest) const {
+    template <class WAIT, class REST> DEVICE void fetch(int units, int laps, const WAIT& wait, const REST& rest) const {
+        const Part<F> part = this->part.afresh();
         const int total = laps * ((int(a.m) - part.token + CLUSTER - 1) / CLUSTER);
         int token = part.token, lap = 0, to_token = token, to_lap = 0;
         float share = 0.f;
 #pragma unroll 1
         for (int i = 0; i < max(total, 1); i += AT_ONCE) {  // also where no token is this wave's
             Words4 v[AT_ONCE][2];
+            const char* from[AT_ONCE];
+            int at[AT_ONCE];
 #pragma unroll
             for (int j = 0; j < AT_ONCE; ++j) {
                 const int slot = lap * part.LAP + part.mine;
-                load(part.whole(slot), token, i + j < total && slot < units, v[j]);
+                from[j] = row(token), at[j] = chunks_at(Base::place(part.whole(slot), 0), i + j < total && slot < units);
+                settle(from[j]);
                 if (++lap == laps) lap = 0, token += CLUSTER;
             }
+            if (i == 0) wait();
+#pragma unroll
+            for (int j = 0; j < AT_ONCE; ++j) load<Base::HALF>(from[j], at[j], v[j]);
             if (i == 0) rest();
 #pragma unroll
             for (int j = 0; j < AT_ONCE; ++j) {
@@ -163,14 +186,15 @@ private:
             }
         }
     }
-    DEVICE void normalise(int units, int laps) const {
+    DEVICE typename Base::Extremes normalise(int units, int laps) const {
         constexpr int SIDE = 2;  // tokens side by side
+        const Part<F> part = this->part.afresh();
         Words4 first[2];  // come while moments do
         for (int h = 0; h < 2; ++h) first[h] = Base::weight(Base::place(part.whole(part.mine), h));
         part.collect(int(a.m));
         const int mine = min(lane_id() % 8, int(a.m) - 1);
         const float my_scale = Base::scale(mine);
-        uint32_t bad = 0;
+        typename Base::Extremes extremes;
 #pragma unroll 1
         for (int lap = 0; lap < laps; ++lap) {
             const int slot = lap * part.LAP + part.mine, whole = part.whole(slot);
@@ -192,11 +216,13 @@ private:
                         if (there[j]) raw[j][h] = Base::scaled(*reinterpret_cast<const Words4*>(Base::slot_at(at[j], slot) + h * 16), g[h], scale);
                     }
                 }
-                Base::of_blocks(raw, most), Base::lift(raw, most);
-                bad |= Base::convert(at, slots, there, raw, most);
+                Base::of_blocks(raw, most);
+                Base::template convert<false>(at, slots, there, raw, most);
+#pragma unroll
+                for (int j = 0; j < SIDE; ++j) extremes.see(most[j]);
             }
         }
-        Base::vote(bad);
+        return extremes;
     }
 };
 

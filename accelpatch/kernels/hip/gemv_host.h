@@ -47,7 +47,7 @@ template <class F, class T> int64_t lay_out(GemvPlan& p, const GemvArgs& a, Form
     layout.take(p.token_stride * a.m);
     p.powers_at = layout.take(F::INTEGER ? values / 128 * 32 : 0);
     p.sums_at = layout.take(F::OFFSET != OFFSET_NONE ? steps * F::GROUPS * 32 : 0);
-    p.moments_at = layout.take(clustered ? Norms<T, true, true>::FLOATS * 4 : Norms<T, false, false>::FLOATS * 4);
+    p.moments_at = layout.take((clustered ? Norms<T, true, true>::floats(a.norm) : Norms<T, false, false>::floats(a.norm)) * 4);
     p.partial_buffers = int32_t(form == Form::NARROW ? waves : depth >= DEEP ? 2 : 1);  // where memory is short, a second barrier instead
     p.partial_at = layout.take(clustered ? WAVES * (waves - 1) * LETTER_BYTES : p.partial_buffers * a.m * WAVES * PARTIAL_STRIDE * 4);
     p.parked_at = layout.take(clustered && p.together > 1 && p.tiles > p.tile_hop ? sizeof(SumsFor<F, T, false>) * WAVES * WAVE : 0);
@@ -80,6 +80,7 @@ template <class F, class T> int fit_part(GemvPlan& p, const GemvArgs& a, const D
             for (int64_t each = turns, phases = 1;; each = (turns + phases - 1) / phases) {
                 p.phase_steps = int32_t(each * turn);
                 p.phases = int32_t((turns + each - 1) / each);
+                if (p.phases > 1 && depth > CLUSTER_DEPTH && p.tiles > p.tile_hop) break;  // tiles that wait for each other's phases cost more
                 p.together = p.phases > 1 ? 2 : 1;
                 const int64_t bytes = lay_out<F, T>(p, a, Form::CLUSTER, depth);
                 p.bytes = int32_t(bytes);

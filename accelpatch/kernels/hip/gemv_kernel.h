@@ -69,8 +69,8 @@ template <class F, class NORMS> DEVICE float unbounded_sum(const GemvArgs& a, co
     return found ? sum : none;
 }
 
-// Before a block touches activations: the kernel before has ended, or has told of those that come early. What it told of in vain is
-// taken back.
+// Before a block touches activations, and when it has worked out where they lie: the kernel before has ended, or has told of those that
+// come early. What it told of in vain is taken back.
 DEVICE void wait_or_hear(const GemvArgs& a, const GemvPlan& plan) {
     if (!plan.early) {
         grid_wait();
@@ -115,7 +115,6 @@ template <class F, class T, bool NARROW, int DEPTH> __global__ void __launch_bou
     const auto adds = [&](int round) { return NARROW ? wk == (round & (WK - 1)) : true; };
     const int seat = NARROW ? lane_id() : threadIdx.x & (WK * WAVE - 1);
     Output<F, T> output(a, plan, adds(0) ? tile_of(plan, 0, wn) : plan.tiles, seat);
-    wait_or_hear(a, plan);
     const typename Sums::Place place(a, plan, shared);
     int there = 0;  // phases of K that lie in shared memory one behind the other
     bool begun = false;
@@ -132,7 +131,8 @@ template <class F, class T, bool NARROW, int DEPTH> __global__ void __launch_bou
                 if (rest) grid_wait();
                 else if (begun) __syncthreads();
                 const int upto = !whole ? phase + 1 : phase < plan.early ? plan.early : plan.phases;
-                stager.range(from_phase, min(plan.steps, upto * plan.phase_steps) - from_phase, from_phase - begin, [&]() ALWAYS_INLINE { return begun ? 0 : stream.fill(); });
+                const auto wait = [&]() ALWAYS_INLINE { if (!begun) wait_or_hear(a, plan); };
+                stager.range(from_phase, min(plan.steps, upto * plan.phase_steps) - from_phase, from_phase - begin, wait, [&]() ALWAYS_INLINE { return begun ? 0 : stream.fill(); });
                 there = whole ? upto : 0, begun = true;
                 if (rest) take_back(a);
             }
@@ -166,10 +166,13 @@ template <class F, class T, bool NARROW, int DEPTH> __global__ void __launch_bou
                 for (int w = 0; w < WAVES; ++w)
                     if (w < WK) second += mine[w * PARTIAL_STRIDE + 8];
             if constexpr (Stager::BOUNDED) {
-                if (const int token = seat >> 4; stager.unbounded(token)) {
+                if (first != first || second != second) {  // a value that is not finite, or weights that are none
 #pragma unroll 1
-                    for (int r = seat & 15; r < 16; r += 8) first = second, second = unbounded_sum<F>(a, plan, stager, tile, r, token);
-                    if ((seat & 15) >= 8) first = second;
+                    for (int r = seat & 15, i = 0; r < 16; r += 8, ++i) {
+                        const float made = unbounded_sum<F>(a, plan, stager, tile, r, seat >> 4, i ? second : first);
+                        if (i) second = made;
+                        else first = made;
+                    }
                 }
             }
             output.template store<COMMON>(a, first, second);
@@ -181,5 +184,6 @@ template <class F, class T, bool NARROW, int DEPTH> __global__ void __launch_bou
         }
         if (!NARROW && plan.partial_buffers == 1) group_sync(name, WK * WAVE);
     }
-    if (plan.early && there < plan.phases) grid_wait(), take_back(a);  // no tile
+    if (!begun) grid_wait();  // no tile
+    if (plan.early && there < plan.phases) take_back(a);
 }

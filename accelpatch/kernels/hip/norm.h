@@ -2,6 +2,9 @@
 #pragma once
 #include "stream.h"
 
+// Where in K a unit lies that the block of `rank` has staged: runs go to a cluster's blocks in turn. run = 0: all of K lies here.
+DEVICE int whole_of(int unit, int run, int rank) { return unit + (unit & -run) * (CLUSTER - 1) + rank * run; }
+
 // Up to eight 16-bit values one by one, zeros after `count` of them.
 static __device__ __noinline__ Words4 load_part(const char* from, int count) {
     Words4 v = {0, 0, 0, 0};
@@ -24,16 +27,18 @@ DEVICE Words4 load_chunk(const void* row, int at, int k, bool aligned) {
 template <class T, bool CLUSTERED, bool COMMON> struct Norms {
     static constexpr int BANDS = THREADS / 32;            // runs of 32 lanes that add up together
     static constexpr int SHARES = BANDS * (CLUSTERED ? 4 : 1);
-    static constexpr int FLOATS = 2 * SHARES * 8 + 1;     // sums, sums of squares: one for each token and share; a word of votes
     const GemvArgs& a;
     const GemvPlan& plan;
-    float* sums;
-    const float columns;
+    // A word for block_any, and from SHARED_WORD on, for a norm, sums of squares, one for each token and share; sums for one with a mean.
+    float* const moments;
+    static constexpr int SHARED_WORD = 4;
+    static int64_t floats(int norm) { return SHARED_WORD + (norm == NORM_NONE ? 0 : norm == NORM_LAYER ? 2 : 1) * SHARES * 8; }
 
     DEVICE Norms(const GemvArgs& a, const GemvPlan& plan, char* shared)
-        : a(a), plan(plan), sums(reinterpret_cast<float*>(shared + plan.moments_at)), columns(static_cast<float>(a.k)) {}
-    DEVICE float* squares() const { return sums + SHARES * 8; }
-    DEVICE uint32_t& votes() const { return *reinterpret_cast<uint32_t*>(sums + 2 * SHARES * 8); }  // bit `token`: not finite
+        : a(a), plan(plan), moments(reinterpret_cast<float*>(shared + plan.moments_at)) {}
+    DEVICE float* squares() const { return moments + SHARED_WORD; }
+    DEVICE float* sums() const { return squares() + SHARES * 8; }
+    DEVICE uint32_t& shared_word() const { return *reinterpret_cast<uint32_t*>(moments); }
     DEVICE const char* row(int token) const { return static_cast<const char*>(a.x) + uint32_t(token) * (a.x_stride * 2); }
 
     // A lane's share of a token's sum, from every lane of a run.
@@ -53,12 +58,12 @@ template <class T, bool CLUSTERED, bool COMMON> struct Norms {
                 sum += moments[token * BANDS + i];
             }
         }
-        return sum / columns;
+        return sum / static_cast<float>(int(a.k));
     }
     DEVICE bool layer() const { return !COMMON && a.norm == NORM_LAYER; }
     DEVICE bool aligned() const { return COMMON || plan.x_aligned; }
     DEVICE Words4 load(int token, int at) const { return load_chunk(row(token), at, int(a.k), aligned()); }
-    DEVICE float mean(int token) const { return layer() ? total(sums, token) : 0.f; }
+    DEVICE float mean(int token) const { return layer() ? total(sums(), token) : 0.f; }
     DEVICE float scale(int token) const { return rsqrtf(total(squares(), token) + a.epsilon); }
     static DEVICE float squares_of(const Words4& raw) {
         float v[8], even = 0.f, odd = 0.f;

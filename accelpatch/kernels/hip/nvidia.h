@@ -58,6 +58,8 @@ DEVICE uint32_t pair_fma(uint32_t a, uint32_t b, uint32_t c) {  // of fp16
     return d;
 }
 DEVICE uint32_t pair_max(uint32_t a, uint32_t b) { return __vmaxu2(a, b); }  // of two halves each, unsigned
+// Of a word, and more.
+template <bool SIGNED> DEVICE int sum_of_bytes(uint32_t bytes, int more) { return SIGNED ? __dp4a(int(bytes), 0x01010101, more) : int(__dp4a(bytes, 0x01010101u, uint32_t(more))); }
 DEVICE uint32_t masked_xor(uint32_t a, uint32_t mask, uint32_t bits) {  // in one instruction
     uint32_t d;
     asm("lop3.b32 %0, %1, %2, %3, 0x6a;" : "=r"(d) : "r"(a), "r"(mask), "r"(bits));
@@ -68,6 +70,11 @@ DEVICE uint32_t transposed(uint32_t v) {  // of 8 by 8 halves, a pair a lane
     asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(v));
     return out;
 }
+// Whether any thread of the block says yes; all of them call it, and it is a barrier. Others do it by a word of shared memory.
+DEVICE bool block_any(bool yes, uint32_t&) { return __syncthreads_or(yes); }
+// Worked out by here, however late it is used.
+DEVICE void settle(int& v) { asm volatile("" : "+r"(v)); }
+DEVICE void settle(const char*& v) { asm volatile("" : "+l"(v)); }
 // Four bytes of a (0 to 3) and b (4 to 7), one in each nibble of SELECT, the lowest first.
 template <uint32_t SELECT> DEVICE uint32_t permute(uint32_t a, uint32_t b) { return __byte_perm(a, b, SELECT); }
 
@@ -200,9 +207,15 @@ template <class T> DEVICE void multiply_halves(float* c, uint32_t a0, uint32_t a
     }
 }
 // 16 rows by 32 of K, signed bytes, times 32 by 8 columns.
-DEVICE void multiply_bytes(int* c, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
-    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+// Bytes times bytes; b's have a sign or not.
+constexpr bool UNSIGNED_BYTES = true;
+DEVICE void multiply_bytes(int* c, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1, bool sign) {
+    if (sign)
+        asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+            : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+    else
+        asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.u8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+            : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 // Four matrices of 8 by 8 halves, transposed on their way from shared memory: a row of eight a lane.
 DEVICE void load_transposed(uint32_t* v, const Words4* row) {

@@ -4,7 +4,8 @@
 constexpr int CLUSTER = 2;       // blocks of one; 1: there are none. Four leave processors without a block, so that others get two
 // Turns of a ring there; fewer only where the deep one leaves no room: two kernels in turn would push each other out of the instruction cache.
 constexpr int CLUSTER_DEPTH = 3;
-template <class F> constexpr int CLUSTER_DEEP = F::INTEGER && F::GROUPS == 0 ? 4 : CLUSTER_DEPTH;
+// With several scales a step, or offsets, eight tokens leave no room for a deep one.
+template <class F> constexpr int CLUSTER_DEEP = F::INTEGER && F::GROUPS <= F::TILED && !F::OFFSET ? 4 : CLUSTER_DEPTH;
 using Mailbox = uint64_t;        // counts the bytes that were sent to it
 #if __CUDA_ARCH__ >= 900
 constexpr bool CLUSTERS_HERE = true;

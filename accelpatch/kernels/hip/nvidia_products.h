@@ -43,7 +43,7 @@ template <class T> struct FloatProduct : Cells<false> {
 };
 
 // Signed bytes of weights times 16-bit integers (a high byte and a low one, 16 bytes apart): exact. Narrow: a token's two
-// bytes are two columns of one product; else each byte has a product of its own.
+// bytes are two columns of one product; else each byte has a product of its own, and the low one no sign.
 template <bool NARROW> struct IntegerProduct : Cells<NARROW> {
     static constexpr int PRODUCTS = NARROW ? 1 : 2;
     int sum[PRODUCTS][4];
@@ -68,8 +68,8 @@ template <bool NARROW> struct IntegerProduct : Cells<NARROW> {
     DEVICE void add(const Words4* a, const Activations& x, int part) {
 #pragma unroll
         for (int i = 0; i < PRODUCTS; ++i) {
-            if (part == 0) multiply_bytes(sum[i], a[0].x, a[1].x, a[0].y, a[1].y, x.b[i].x, x.b[i].y);
-            else multiply_bytes(sum[i], a[0].z, a[1].z, a[0].w, a[1].w, x.b[i].z, x.b[i].w);
+            if (part == 0) multiply_bytes(sum[i], a[0].x, a[1].x, a[0].y, a[1].y, x.b[i].x, x.b[i].y, i == 0);
+            else multiply_bytes(sum[i], a[0].z, a[1].z, a[0].w, a[1].w, x.b[i].z, x.b[i].w, i == 0);
         }
     }
     DEVICE float value(int i) const { return NARROW ? float(sum[0][2 * i] * 256 + sum[0][2 * i + 1]) : float(sum[0][i] * 256 + sum[PRODUCTS - 1][i]); }

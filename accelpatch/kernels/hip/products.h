@@ -1,6 +1,6 @@
 // A wave's sums of one tile: 16 rows by 8 tokens (or 4), step after step of K.
 #pragma once
-#include "digits.h"
+#include "digit_stage.h"
 #include "stage.h"
 
 DEVICE float table_value(uint32_t pair, int half, bool bf16) {

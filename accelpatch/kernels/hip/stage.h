@@ -14,21 +14,21 @@ template <class F, class T, bool COMMON> struct FloatStager : Norms<T, false, CO
     }
     // Stages `steps` steps of K, and zeros up to whole turns, from step `from`, behind `before` others; every thread calls it,
     // and may read what it left when it returns. Under a norm all of K is staged at once. `rest` asks for what may come later, once the
-    // activations are on their way, and says how many turns that is.
-    template <class REST> DEVICE void range(int from, int steps, int before, const REST& rest) {
+    // activations are on their way, and says how many turns that is. `wait`: before anything is read.
+    template <class WAIT, class REST> DEVICE void range(int from, int steps, int before, const WAIT& wait, const REST& rest) {
         const int wanted = (steps + PAIR<F> - 1) / PAIR<F> * PAIR<F> * (F::KSTEP / 8);
         if (SHARED_RING && (a.norm == NORM_RMS || a.norm == NORM_RMS_PLUS_ONE) && a.m == 1 && wanted <= 2 * THREADS) {
-            two_chunks(wanted, rest);
+            two_chunks(wanted, wait, rest);
         } else if (before) {
             add(from * F::KSTEP, wanted, before * (F::KSTEP / 8));
         } else {
+            wait();
             copy(from * F::KSTEP, wanted, rest);
             if (a.norm != NORM_NONE) normalise(wanted);
         }
         __syncthreads();
     }
     static constexpr bool BOUNDED = false;
-    DEVICE bool unbounded(int) const { return false; }
 
 private:
     DEVICE Words4& chunk(int token, int c) const { return *reinterpret_cast<Words4*>(shared + token * plan.token_stride + c * 16); }
@@ -58,8 +58,9 @@ private:
         }
     }
     // Under an RMSNorm, up to two chunks a thread: their values wait for the norm's factor in registers, where no ring lies.
-    template <class REST> DEVICE void two_chunks(int wanted, const REST& rest) const {
+    template <class WAIT, class REST> DEVICE void two_chunks(int wanted, const WAIT& wait, const REST& rest) const {
         Words4 v[2] = {{0, 0, 0, 0}, {0, 0, 0, 0}};
+        wait();
 #pragma unroll
         for (int i = 0; i < 2; ++i)
             if (const int c = threadIdx.x + i * THREADS; c < wanted) v[i] = Base::load(0, c * 8);
@@ -76,7 +77,7 @@ private:
             for (int token = 0; token < a.m; ++token) {
                 float share = 0.f;
                 for (int c = threadIdx.x; c < wanted; c += THREADS) share += Base::sum_of(chunk(token, c));
-                Base::leave(Base::sums, token, share);
+                Base::leave(Base::sums(), token, share);
             }
             __syncthreads();
         }

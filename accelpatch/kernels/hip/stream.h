@@ -43,11 +43,12 @@ template <int RUN> static __device__ __noinline__ Words4 gather(const char* from
 }
 
 // One lane's stream of weights: its wave's turns of tile after tile. No branch is taken but for the end of a tile. Half of
-// the ring is asked for at once, the rest behind the activations: they are waited for, and would queue behind all of it.
+// the ring is asked for at once (of int4's deep one in clusters a turn, since the kernel before still reads), the rest behind the
+// activations: they are waited for, and would queue behind all of it.
 //
 // PHASED: a phase of K of one tile, and that of the tile of the round after it, before both tiles' next phase.
 template <class F, int DEPTH, bool PHASED = false> struct Stream {
-    static constexpr int EARLY = (DEPTH + 1) / 2;
+    static constexpr int EARLY = PHASED && F::TILED && DEPTH > CLUSTER_DEPTH ? 1 : (DEPTH + 1) / 2;
     static constexpr int RUNS = F::SPLIT ? 2 : 1, RUN_BYTES = 16 / RUNS;  // of a row's bytes in a step
     // Whole lines of 128 bytes, eight lanes each: row r of the tile and its chunk c lie in the place of step r / 8, mixed so that
     // banks differ for the two rows' chunks that are read at once. Else each lane copies what it will read itself.
@@ -61,7 +62,8 @@ template <class F, int DEPTH, bool PHASED = false> struct Stream {
     const GemvPlan& plan;
     const int first, stride;  // the wave's first turn in a tile, and from one to the next, in steps
     int tile, step;           // of the next turn
-    int phase = 0, other = 0; // where its phase begins, in steps; 1: its tile is the second that goes through the phase
+    int phase = 0, end;       // where its phase begins and ends, in steps
+    int other = 0;            // 1: its tile is the second that goes through the phase
     int rows[ROWS_PER_LANE];  // of row-major weights
     const char *row[ROWS_PER_LANE], *scale;
     char* ring;               // this lane's place in it
@@ -74,6 +76,7 @@ template <class F, int DEPTH, bool PHASED = false> struct Stream {
     DEVICE Stream(const GemvArgs& a, const GemvPlan& plan, int wk, int tile, char* ring)
         : a(a), plan(plan), first(wk * PAIR<F>), stride(PAIR<F> << plan.waves_shift), tile(tile), step(first), ring(ring) {
         if (first >= plan.steps) this->tile = plan.tiles;  // no turn at all
+        end = PHASED ? phase_end() : plan.steps;
         for (int h = 0; h < ROWS_PER_LANE; ++h) {
             const int r = LINES ? lane_id() / 8 + 8 * h : fragment_row(h), chunk = LINES ? lane_id() % 8 : fragment_quarter();
             if constexpr (F::TILED) {
@@ -111,7 +114,7 @@ template <class F, int DEPTH, bool PHASED = false> struct Stream {
     DEVICE void advance() {
         step += stride;
         if constexpr (PHASED) {
-            while (step >= phase_end() && tile < plan.tiles) next_phase();
+            while (step >= (F::TILED ? end : phase_end()) && tile < plan.tiles) next_phase();
         } else if (step >= plan.steps) {
             step = first, hop(1);
         }
@@ -127,7 +130,7 @@ template <class F, int DEPTH, bool PHASED = false> struct Stream {
             rounds = plan.together - other, phase = 0, other = 0;
         }
         hop(rounds);
-        step = phase + first;
+        step = phase + first, end = phase_end();
     }
     DEVICE void hop(int rounds) {
         tile += rounds * plan.tile_hop;

@@ -33,6 +33,7 @@ template <class T> void multiply_halves(float* sum, uint32_t a0, uint32_t a1, ui
         sum[i] = float(more);
     }
 }
+constexpr bool UNSIGNED_BYTES = false;
 DEVICE void multiply_bytes(int* sum, uint32_t a0, uint32_t a1, uint32_t b0, uint32_t b1) {  // v_mfma_i32_16x16x32
     const auto all = exchange({a0, a1, b0, b1});
     for (int i = 0; i < 4; ++i)

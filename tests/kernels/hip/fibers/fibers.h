@@ -82,6 +82,18 @@ DEVICE uint32_t pair_fma(uint32_t a, uint32_t b, uint32_t c) {
     const auto one = [&](int at) { return float_to_half(std::fma(half_to_float(a >> at & 0xffffu), half_to_float(b >> at & 0xffffu), half_to_float(c >> at & 0xffffu))); };
     return one(0) | one(16) << 16;
 }
+template <bool SIGNED> int sum_of_bytes(uint32_t bytes, int more) {
+    for (int i = 0; i < 4; ++i) more += SIGNED ? int(int8_t(bytes >> 8 * i)) : int(uint8_t(bytes >> 8 * i));
+    return more;
+}
+template <class V> void settle(V&) {}
+inline bool block_any(bool yes, uint32_t& word) {
+    if (yes) word = 1;
+    __syncthreads();
+    const bool any = word;
+    __syncthreads();
+    return any;
+}
 DEVICE uint32_t masked_xor(uint32_t a, uint32_t mask, uint32_t bits) { return (a & mask) ^ bits; }
 DEVICE uint32_t pair_max(uint32_t a, uint32_t b) { return std::max(a & 0xffffu, b & 0xffffu) | std::max(a >> 16, b >> 16) << 16; }
 template <uint32_t SELECT> uint32_t permute(uint32_t a, uint32_t b) {
@@ -94,6 +106,8 @@ DEVICE float fast_exp2(float v) { return std::exp2(v); }
 DEVICE float fast_reciprocal(float v) { return 1.f / v; }
 DEVICE float rsqrtf(float v) { return 1.f / std::sqrt(v); }
 DEVICE int max(int v, int w) { return v > w ? v : w; }
+DEVICE uint32_t max(uint32_t v, uint32_t w) { return v > w ? v : w; }
+DEVICE uint32_t min(uint32_t v, uint32_t w) { return v < w ? v : w; }
 DEVICE int min(int v, int w) { return v < w ? v : w; }
 DEVICE int64_t min(int64_t v, int64_t w) { return v < w ? v : w; }
 DEVICE void aligned(const void* pointer, int bytes) {

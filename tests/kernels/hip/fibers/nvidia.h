@@ -82,8 +82,9 @@ template <class T> void multiply_halves(float* c, uint32_t a0, uint32_t a1, uint
     multiply<2>(sums, a0, a1, a2, a3, b0, b1, [](uint32_t a, uint32_t b, int k) { return product<T>(&a, &b, k); });
     for (int i = 0; i < 4; ++i) c[i] = float(sums[i]);
 }
-DEVICE void multiply_bytes(int* c, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
-    multiply<4>(c, a0, a1, a2, a3, b0, b1, [](uint32_t a, uint32_t b, int k) { return int(int8_t(a >> 8 * k)) * int8_t(b >> 8 * k); });
+constexpr bool UNSIGNED_BYTES = true;
+DEVICE void multiply_bytes(int* c, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1, bool sign) {
+    multiply<4>(c, a0, a1, a2, a3, b0, b1, [sign](uint32_t a, uint32_t b, int k) { return int(int8_t(a >> 8 * k)) * (sign ? int(int8_t(b >> 8 * k)) : int(uint8_t(b >> 8 * k))); });
 }
 DEVICE uint32_t transposed(uint32_t v) {
     const auto all = exchange({v});
