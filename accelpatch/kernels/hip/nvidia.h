@@ -206,8 +206,7 @@ template <class T> DEVICE void multiply_halves(float* c, uint32_t a0, uint32_t a
             : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
     }
 }
-// 16 rows by 32 of K, signed bytes, times 32 by 8 columns.
-// Bytes times bytes; b's have a sign or not.
+// 16 rows by 32 of K, signed bytes, times 32 by 8 columns of bytes that have a sign or not.
 constexpr bool UNSIGNED_BYTES = true;
 DEVICE void multiply_bytes(int* c, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1, bool sign) {
     if (sign)
