@@ -169,9 +169,10 @@ def check_small(lib: Library, name: str, dtype: torch.dtype, device: str = "cuda
             cut = 3 if ran % 2 else 8  # strided; after 3 no row is aligned but by chance, and other kernels run
             wide = torch.randn(SMALL_RUNS[0][0], k + cut, dtype=dtype)
             if kind_name == "product":
-                wide[5, cut + 4] = float("inf")  # takes a way of its own, where eight tokens run
-            if dtype == torch.bfloat16:
-                wide[0] *= 2.0**-120  # of values this small as well
+                wide[5, cut + 4] = wide[6, -3] = float("inf")  # takes a way of its own, where eight tokens run
+            if dtype == torch.bfloat16:  # values this small: all of a row, and those of the last phase
+                wide[0] *= 2.0**-120
+                wide[4, cut + k * 3 // 4 :] *= 2.0**-120
             x = wide.to(device)[:, cut:]
             there = {key: t.to(device) if isinstance(t, Tensor) else t for key, t in kind.items()}
             results = []

@@ -126,8 +126,8 @@ template <class T> DEVICE void multiply_halves(float* sum, uint32_t a0, uint32_t
     else c = __builtin_amdgcn_mfma_f32_16x16x16f16(__builtin_bit_cast(Half4, a), __builtin_bit_cast(Half4, b), c, 0, 0, 0);
     for (int i = 0; i < 4; ++i) sum[i] = c[i];
 }
+constexpr bool UNSIGNED_BYTES = false;  // below
 // 16 rows by 32 of K, signed bytes, times 32 by 16 columns.
-constexpr bool UNSIGNED_BYTES = false;  // none of b's
 DEVICE void multiply_bytes(int* sum, uint32_t a0, uint32_t a1, uint32_t b0, uint32_t b1) {
     Int4Vector c = {sum[0], sum[1], sum[2], sum[3]};
 #if defined(__gfx90a__)

@@ -1,5 +1,5 @@
-// Activations on their way into shared memory as digits, by a block that stages all of K. What no block of values gets, since it is
-// odd, is found when all are staged: finish().
+// Activations on their way into shared memory as digits, by a block that stages all of K. Values that cannot be digits as they
+// are, very small ones and those that are not finite, are found when all are staged: finish().
 #pragma once
 #include "digits.h"
 

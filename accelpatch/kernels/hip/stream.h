@@ -114,7 +114,7 @@ template <class F, int DEPTH, bool PHASED = false> struct Stream {
     DEVICE void advance() {
         step += stride;
         if constexpr (PHASED) {
-            while (step >= (F::TILED ? end : phase_end()) && tile < plan.tiles) next_phase();
+            while (step >= (F::TILED ? end : phase_end()) && tile < plan.tiles) next_phase();  // int8 was slower so
         } else if (step >= plan.steps) {
             step = first, hop(1);
         }
