@@ -29,6 +29,7 @@ from accelpatch.kernels.triton import (
     prompt_attention,
     rmsnorm,
     rope,
+    rows,
     step_end,
     weight_only,
 )
@@ -50,7 +51,7 @@ class Build:
     scalars: int = 0  # scalar registers that may be kept in lanes of a vector register: no memory is touched for them
 
 
-def sizes(block: weight_only.Block) -> dict[str, int]:
+def sizes(block: rows.Block) -> dict[str, int]:
     """A block's compile-time values."""
     return {"TOKENS": block.tokens, "ROWS": block.rows}
 
@@ -77,19 +78,26 @@ SHAPES = {
         "CAP": True,
     },
 }
+BY_ROWS = {"GATE": False, "BIAS": True, "EVEN": True, "DEPENDENT": False}
 TILED = {"KIND": 2, "GROUP": 128, "GROUPS": 1}
 BUILDS = {
     "rmsnorm": Build(
         rmsnorm._row,
         ("*bf16",) * 5 + ("i32", "fp32"),
-        {"ADD": False, "AFTER": False, "PLUS_ONE": False, "BLOCK": 4096},
+        {"ADD": False, "AFTER": False, "PLUS_ONE": False, "DEPENDENT": False, "BLOCK": 4096},
         8,
     ),
     **{
         name: Build(
             rmsnorm._row,
             ("*bf16",) * 5 + ("i32", "fp32"),
-            {"ADD": name == "add_rmsnorm", "AFTER": name == "rmsnorm_add", "PLUS_ONE": True, "BLOCK": 4096},
+            {
+                "ADD": name == "add_rmsnorm",
+                "AFTER": name == "rmsnorm_add",
+                "PLUS_ONE": True,
+                "DEPENDENT": False,
+                "BLOCK": 4096,
+            },
             8,
         )
         for name in ("add_rmsnorm", "rmsnorm_add")
@@ -109,7 +117,9 @@ BUILDS = {
     ),
     **{
         f"gated_activation {name}": Build(
-            gated_activation._block, ("*bf16",) * 3 + ("i32",) * 3, {"CODE": code, "SIZE": gated_activation.BLOCK}
+            gated_activation._block,
+            ("*bf16",) * 3 + ("i32",) * 3,
+            {"CODE": code, "DEPENDENT": False, "SIZE": gated_activation.BLOCK},
         )
         for name, code in (("silu", 0), ("gelu", 1), ("gelu_tanh", 2))
     },
@@ -131,13 +141,28 @@ BUILDS = {
     },
     **{
         f"int8_linear, {block.tokens} tokens": Build(
-            weight_only._int8_product,
+            rows._product,
             ("*bf16", "*i8", "*fp32", "*bf16", "*bf16", "*fp32", *("i32",) * 5),
-            {"BIAS": True, "CUT": cut, "EVEN": True} | sizes(block) | {"COLUMNS": block.columns},
+            BY_ROWS | {"SCALED": True, "CUT": cut} | sizes(block) | {"COLUMNS": block.columns},
             block.warps,
             160,
         )
-        for block, cut in zip(weight_only.INT8.of, (True, True, False, False), strict=True)
+        for block, cut in zip(rows.INT8.of, (True, True, False, False), strict=True)
+    },
+    **{
+        f"gemv, {block.tokens} tokens{', K cut' if cut else ', gated' if gate else ''}": Build(
+            rows._product,
+            ("*bf16",) * 5 + ("*fp32", *("i32",) * 5),
+            BY_ROWS | {"SCALED": False, "GATE": gate, "CUT": cut} | sizes(block) | {"COLUMNS": block.columns},
+            block.warps,
+            160,
+        )
+        for blocks, cut, gate in (
+            (rows.FLOAT, False, False),
+            (rows.FLOAT_CUT, True, False),
+            (rows.FLOAT_GATE, False, True),
+        )
+        for block in blocks.of[:2]
     },
     **{
         f"tiled_int4_linear, {block.tokens} tokens": Build(
@@ -158,7 +183,9 @@ BUILDS = {
         dequantize._int4_rows, ("*i32", "*fp16", "*fp16", "*bf16", *("i32",) * 5), TILED | {"ROWS": 64, "PAIRED": True}
     ),
     "runs of K added up": Build(
-        weight_only._add_up, ("*fp32", "*bf16", "*bf16", "i32", "i32", "i32"), {"BIAS": True, "SIZE": 1024}
+        rows._add_up,
+        ("*fp32", "*bf16", "*bf16", "i32", "i32", "i32"),
+        {"BIAS": True, "DEPENDENT": False, "SIZE": 1024},
     ),
 }
 

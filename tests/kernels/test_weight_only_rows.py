@@ -1,4 +1,4 @@
-"""int8 and 4-bit products of many rows by Triton: the float rule on poisoned outputs, every block, cut, group, kind."""
+"""Products of many rows by Triton: the float rule on poisoned outputs, every block, cut, group, kind."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from accelpatch.kernels import dispatch, int4_tiles
+from accelpatch.device import Device
+from accelpatch.kernels import dispatch, gemv, int4_tiles, parity
 from accelpatch.quant import int4
 from tests.interpreted import DEVICE, HERE, INTERPRETED, _anywhere, here, interpret, needs_triton  # noqa: F401
-from tests.parity import assert_parity, bits, name
+from tests.parity import assert_parity, bits, name, poisoned
 
 pytestmark = needs_triton
 marks = [pytest.mark.gpu, here]
@@ -121,3 +123,42 @@ class TestSpecials:
         with dispatch.forced("triton"):
             first, *others = (dispatch.kernel(op).op(*args) for _ in range(5))
         assert all(torch.equal(bits(first), bits(other)) for other in others)
+
+
+def test_where_floats_take_this_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gemv.launch, "why_not", lambda device, *dtypes: None)
+    x, w = torch.zeros(65, 256, dtype=torch.bfloat16), torch.zeros(48, 256, dtype=torch.bfloat16)
+    for arch, takes in (("sm_90", True), ("sm_90a", True), ("sm_100", False), ("gfx942", False)):
+        monkeypatch.setattr(
+            gemv, "probe", lambda where, arch=arch: Device("cuda", "nvidia", arch, "a GPU", 1 << 36, 32)
+        )
+        assert [gemv.takes_rows(x[:m], w) for m in (8, 9, 64, 65)] == [False, takes, takes, False]
+        assert not gemv.takes_rows(x[:9].float(), w.float())
+        assert not gemv.takes_rows(x[:9, :192], w[:, :192].contiguous())
+        assert not gemv.takes_rows(x[:9, :128], w[:, :128])  # rows with gaps
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("gate", [False, True], ids=["", "gate"])
+@pytest.mark.parametrize("n, k", [*SHAPES[:1], (66, 1152), (16, 2048), (2 * 4230, 128)], ids=str)
+@pytest.mark.parametrize("m", [9, 16, 17, 33, 64])
+class TestFloats:
+    """Each block, with K cut and whole, its last program partly past the end."""
+
+    pytestmark = marks
+
+    def test_rule(self, m: int, n: int, k: int, gate: bool, bias: bool) -> None:
+        x, w, beside = operands(m, n, k, DTYPES[0])
+        wide, w, beside = x.new_zeros(m, k + 8), w.to(x.dtype), beside if bias else None
+        wide[:, :k] = x
+
+        def due(dtype: torch.dtype) -> Tensor:
+            y = functional.linear(x.to(dtype), w.to(dtype), None if beside is None else beside.to(dtype))
+            first, second = y.chunk(2, -1)
+            return functional.silu(first) * second if gate else y
+
+        with poisoned():
+            found = [gemv.by_rows(given, w, beside, gate) for given in (x, wide[:, :k])]
+        assert torch.equal(bits(found[0]), bits(found[1]))
+        exact, plain = due(torch.float64), due(x.dtype)
+        assert (reason := parity.compare(found[0], exact, parity.torch_error(plain, exact)).reason) == "", reason

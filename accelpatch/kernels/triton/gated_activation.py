@@ -6,8 +6,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra import cuda
 
-from accelpatch.kernels.triton.launch import on
+from accelpatch.kernels.triton.launch import dependent, on
 
 BLOCK = 1024
 CODES = {
@@ -34,8 +35,11 @@ def _activated(x, CODE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _block(  # type: ignore[no-untyped-def]
-    gate, up, y, width, gate_stride, up_stride, CODE: tl.constexpr, SIZE: tl.constexpr
+    gate, up, y, width, gate_stride, up_stride, CODE: tl.constexpr, DEPENDENT: tl.constexpr, SIZE: tl.constexpr
 ):
+    if DEPENDENT:
+        cuda.gdc_launch_dependents()
+        cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     inside = columns < width
@@ -51,9 +55,10 @@ def gated_activation(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     if y.numel():
         width = gate.shape[-1] if gate.dim() else 1
         gate, up = (_rows(tensor, width) for tensor in (gate, up))
+        early, options = dependent(y)
         with on(y):
             _block[(gate.shape[0], triton.cdiv(width, BLOCK))](
-                gate, up, y, width, gate.stride(0), up.stride(0), CODES[activation], BLOCK
+                gate, up, y, width, gate.stride(0), up.stride(0), CODES[activation], early, BLOCK, **options
             )
     return y
 

@@ -6,8 +6,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra import cuda
 
-from accelpatch.kernels.triton.launch import on, warps
+from accelpatch.kernels.triton.launch import dependent, on, warps
 
 
 @triton.jit
@@ -22,8 +23,12 @@ def _row(  # type: ignore[no-untyped-def]
     ADD: tl.constexpr,
     AFTER: tl.constexpr,
     PLUS_ONE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    if DEPENDENT:
+        cuda.gdc_launch_dependents()
+        cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64) * width
     columns = tl.arange(0, BLOCK)
     inside = columns < width
@@ -74,10 +79,10 @@ def _launch(
 ) -> None:  # fmt: skip
     """total: where the sum before the norm goes, or of the dtype that a norm has before the sum."""
     width = x.shape[-1]
-    block = triton.next_power_of_2(width)
+    block, (early, options) = triton.next_power_of_2(width), dependent(x)
     if x.numel():
         with on(x):
             _row[(x.numel() // width,)](
-                x, residual, weight.contiguous(), y, total, width, eps, add, after, plus_one, block,
-                num_warps=warps(block),
+                x, residual, weight.contiguous(), y, total, width, eps, add, after, plus_one, early, block,
+                num_warps=warps(block), **options,
             )  # fmt: skip

@@ -1,0 +1,203 @@
+"""Products of some rows of x with a weight in rows, floats or int8: see ../gemv.py, ../int8_linear.py.
+
+One kernel takes a block of the weight, in registers as x's dtype, and multiplies it, the weight's rows as those of the
+matrix instruction. Where the blocks are fewer than the device has room for, K is cut and a second kernel adds the runs
+up, in a fixed order. On Hopper those of floats begin before the kernel before them ends, and wait; int8's were slower
+so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra import cuda
+
+from accelpatch.kernels.hip.layout import TILE_VALUES
+from accelpatch.kernels.triton.launch import dependent, on
+
+HALVES = (torch.bfloat16, torch.float16)
+LEAST_RUN = 512  # of K, where it is cut
+
+
+@dataclass(frozen=True)
+class Block:
+    """What a program makes: `tokens` rows of x by `rows` of the weight, `columns` of K at a time."""
+
+    tokens: int
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+
+    def options(self) -> dict[str, int]:
+        """Of a launch."""
+        stages = 2 if torch.version.hip else self.stages  # LDS holds less
+        return {"num_warps": self.warps, "num_stages": stages}
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """of: the first whose tokens suffice, else the last. most: rows of x up to which this way was the faster one.
+
+    programs: that a device should have to do, on the one measured, of 132 multiprocessors.
+    """
+
+    of: tuple[Block, ...]
+    most: int
+    programs: int = 264
+
+
+FLOAT = Blocks((Block(16, 64, 128, 4, 3), Block(32, 64, 128, 4, 3), Block(64, 64, 128, 4, 3)), 64, 132)
+FLOAT_CUT = Blocks((Block(16, 64, 128, 4, 6), Block(32, 64, 128, 4, 6), Block(64, 64, 128, 4, 6)), 64, 132)
+FLOAT_GATE = Blocks((Block(16, 128, 64, 4, 4), Block(32, 128, 64, 4, 4), Block(64, 128, 64, 4, 4)), 64, 132)
+INT8 = Blocks(
+    (Block(16, 64, 128, 4, 4), Block(32, 64, 128, 4, 4), Block(64, 64, 128, 4, 4), Block(128, 64, 64, 4, 4)), 256
+)
+
+
+@triton.jit
+def leave(  # type: ignore[no-untyped-def]
+    total, bias, y, parts, tokens, rows, m, n, split, BIAS: tl.constexpr, CUT: tl.constexpr
+):
+    """A program's sums [rows, tokens], to y or to its run's part of `parts`."""
+    inside = (rows < n)[:, None] & (tokens < m)[None, :]
+    place = tokens.to(tl.int64)[None, :] * n + rows[:, None]
+    if not CUT:
+        if BIAS:
+            total += tl.load(bias + rows, mask=rows < n, other=0.0).to(tl.float32)[:, None]
+        tl.store(y + place, total.to(y.dtype.element_ty), mask=inside)
+    else:
+        tl.store(parts + split.to(tl.int64) * m * n + place, total, mask=inside)
+
+
+@triton.jit
+def _some(pointers, columns, k, EVEN: tl.constexpr, ACROSS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Columns of some rows; 0 behind the end of K."""
+    if EVEN:
+        return tl.load(pointers)
+    inside = columns < k
+    return tl.load(pointers, mask=inside[None, :] if ACROSS else inside[:, None], other=0)
+
+
+@triton.jit(do_not_specialize=["m"])
+def _product(  # type: ignore[no-untyped-def]
+    x, w, scale, bias, y, parts, m, n, k, x_stride, run,
+    SCALED: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr, CUT: tl.constexpr, EVEN: tl.constexpr,
+    DEPENDENT: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    if DEPENDENT:
+        cuda.gdc_launch_dependents()
+        cuda.gdc_wait()
+    split, across = tl.program_id(1), tl.cdiv(m, TOKENS)
+    tokens = tl.program_id(0) % across * TOKENS + tl.arange(0, TOKENS)  # those that share rows run together
+    rows = (tl.program_id(0) // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    held = tl.minimum(rows, n - 1)
+    x_rows = x + tl.minimum(tokens, m - 1).to(tl.int64)[None, :] * x_stride
+    w_rows = w + held[:, None] * k
+    u_rows = w + (held + n)[:, None] * k  # what a gate opens
+    total = tl.zeros([ROWS, TOKENS], tl.float32)
+    other = tl.zeros([ROWS, TOKENS], tl.float32)
+    for start in tl.range(split * run, tl.minimum((split + 1) * run, k), COLUMNS):
+        columns = start + tl.arange(0, COLUMNS)
+        weights = _some(w_rows + columns[None, :], columns, k, EVEN, True)
+        given = _some(x_rows + columns[:, None], columns, k, EVEN, False)
+        total = tl.dot(weights.to(x.dtype.element_ty), given, total)
+        if GATE:
+            others = _some(u_rows + columns[None, :], columns, k, EVEN, True)
+            other = tl.dot(others.to(x.dtype.element_ty), given, other)
+    if SCALED:
+        total = total * tl.load(scale + held).to(tl.float32)[:, None]
+    if GATE:  # rounded where products by themselves would be
+        if SCALED:
+            other = other * tl.load(scale + n + held).to(tl.float32)[:, None]
+        if BIAS:
+            total += tl.load(bias + held).to(tl.float32)[:, None]
+            other += tl.load(bias + n + held).to(tl.float32)[:, None]
+        gate = total.to(y.dtype.element_ty).to(tl.float32)
+        opened = (gate / (1.0 + tl.exp(-gate))).to(y.dtype.element_ty).to(tl.float32)
+        total = opened * other.to(y.dtype.element_ty).to(tl.float32)
+    leave(total, bias, y, parts, tokens, rows, m, n, split, BIAS and not GATE, CUT)
+
+
+@triton.jit(do_not_specialize=["splits"])
+def _add_up(  # type: ignore[no-untyped-def]
+    parts, bias, y, count, n, splits, BIAS: tl.constexpr, DEPENDENT: tl.constexpr, SIZE: tl.constexpr
+):
+    if DEPENDENT:
+        cuda.gdc_launch_dependents()
+        cuda.gdc_wait()
+    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    inside = at < count
+    total = tl.zeros([SIZE], tl.float32)
+    place = parts + at
+    for _ in tl.range(splits):
+        total += tl.load(place, mask=inside, other=0.0)
+        place += count
+    if BIAS:
+        total += tl.load(bias + at % n, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y + at, total.to(y.dtype.element_ty), mask=inside)
+
+
+Fused = Callable[[Block, int, int, Tensor, Tensor], None]
+
+
+def fused(x: Tensor, y: Tensor, bias: Tensor | None, blocks: Blocks, product: Fused, *, whole: bool = False) -> None:
+    """y[M, N] of x[M, K] by product(block, run, splits, y, parts), K in one run if `whole`."""
+    (m, k), n = x.shape, y.shape[1]
+    block = next((one for one in blocks.of if one.tokens >= m), blocks.of[-1])
+    programs = triton.cdiv(m, block.tokens) * triton.cdiv(n, block.rows)
+    runs = 1 if whole else max(1, min(blocks.programs // programs, k // LEAST_RUN, 8))
+    unit = max(TILE_VALUES, block.columns)
+    run = triton.cdiv(k, runs * unit) * unit
+    splits = triton.cdiv(k, run)
+    parts = y if splits == 1 else y.new_empty((splits, m, n), dtype=torch.float32)
+    product(block, run, splits, y, parts)
+    if splits > 1:
+        early, options = dependent(x)
+        _add_up[(triton.cdiv(m * n, 1024),)](
+            parts, y if bias is None else bias, y, m * n, n, splits, bias is not None, early, 1024, **options
+        )
+
+
+def grid(x: Tensor, n: int, block: Block, splits: int) -> tuple[int, int]:
+    """Programs: along tokens and weight rows, and along K."""
+    return triton.cdiv(x.shape[0], block.tokens) * triton.cdiv(n, block.rows), splits
+
+
+def flat_rows(x: Tensor) -> Tensor:
+    """[M, K], each row without gaps; copied only where it has them."""
+    flat = x.reshape(-1, x.shape[-1])
+    return flat if flat.stride(1) == 1 else flat.contiguous()
+
+
+def floats(n: int, gate: bool) -> Blocks:
+    """Those for n columns of y by float weights."""
+    if gate:
+        return FLOAT_GATE
+    return FLOAT_CUT if triton.cdiv(n, FLOAT.of[0].rows) * 2 <= FLOAT.programs else FLOAT
+
+
+def linear(x: Tensor, w: Tensor, scale: Tensor | None, bias: Tensor | None, gate: bool = False) -> Tensor:
+    """x[..., K] @ (w[N, K] * scale[N, 1])^T + bias[N], contiguous; gate: silu(its first half) * the second.
+
+    w and scale contiguous; x and a float w of one dtype of HALVES.
+    """
+    x_rows = flat_rows(x)
+    (m, k), n = x_rows.shape, w.shape[0] // 2 if gate else w.shape[0]
+    y, (early, options) = x.new_empty((m, n)), dependent(x) if scale is None else (False, {})
+
+    def product(block: Block, run: int, splits: int, y: Tensor, parts: Tensor) -> None:
+        _product[grid(x_rows, n, block, splits)](
+            x_rows, w, y if scale is None else scale, y if bias is None else bias, y, parts, m, n, k,
+            x_rows.stride(0), run, scale is not None, gate, bias is not None, splits > 1, k % block.columns == 0,
+            early, block.tokens, block.rows, block.columns, **block.options(), **options,
+        )  # fmt: skip
+
+    with on(x):
+        fused(x_rows, y, bias, INT8 if scale is not None else floats(n, gate), product, whole=gate)
+    return y.view(*x.shape[:-1], n)
