@@ -2,8 +2,9 @@
 
     python scripts/triton_gate.py
 
-Needs Triton (any build of it compiles for AMD). `make gate` runs this. It says nothing about speed or right results:
-the numbers are tested through Triton's interpreter and on GPUs.
+Kernels that begin while the one before them ends are compiled for sm_90 too: they wait before they touch memory. Needs
+Triton (any build of it compiles for all). `make gate` runs this. It says nothing about speed or right results: the
+numbers are tested through Triton's interpreter and on GPUs.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from accelpatch.kernels.triton import (
 ARCHS = ("gfx90a", "gfx942", "gfx950")
 WAVE = 64
 ALIGNED = ("capacity", "heads")
+GLOBAL = re.compile(r"\b(?:ld|st|atom|red)\.(?:[a-z0-9_]+\.)*global|\bcp\.async|\bprefetch")
 SPILLS = ("vgpr_spill_count", "sgpr_spill_count", "private_segment_fixed_size")
 
 
@@ -155,14 +157,14 @@ BUILDS = {
             ("*bf16",) * 5 + ("*fp32", *("i32",) * 5),
             BY_ROWS | {"SCALED": False, "GATE": gate, "CUT": cut} | sizes(block) | {"COLUMNS": block.columns},
             block.warps,
-            160,
+            200,
         )
         for blocks, cut, gate in (
             (rows.FLOAT, False, False),
             (rows.FLOAT_CUT, True, False),
             (rows.FLOAT_GATE, False, True),
         )
-        for block in blocks.of[:2]
+        for block in blocks.of
     },
     **{
         f"tiled_int4_linear, {block.tokens} tokens": Build(
@@ -190,8 +192,8 @@ BUILDS = {
 }
 
 
-def faults(arch: str, build: Build) -> list[str]:
-    """What is wrong with a kernel's assembly for an arch."""
+def compiled(build: Build, target: GPUTarget, **changed: Any) -> Any:
+    """A kernel for a GPU, some of its compile-time values others."""
     names = build.kernel.arg_names
     types = [*build.types, *("constexpr" for _ in build.constants)]
     # as at a launch: tensors and the sizes of caches are multiples of 16
@@ -200,9 +202,22 @@ def faults(arch: str, build: Build) -> list[str]:
         for place, name in enumerate(names)
         if types[place][0] == "*" or name in ALIGNED
     }
-    source = ASTSource(build.kernel, dict(zip(names, types, strict=True)), dict(build.constants), attrs)
-    made = triton.compile(source, target=GPUTarget("hip", arch, WAVE), options={"num_warps": build.warps})
-    code = made.asm["amdgcn"]
+    source = ASTSource(build.kernel, dict(zip(names, types, strict=True)), dict(build.constants) | changed, attrs)
+    return triton.compile(source, target=target, options={"num_warps": build.warps})
+
+
+def impatient(build: Build) -> list[str]:
+    """What is wrong with the order of a kernel that begins early."""
+    code = compiled(build, GPUTarget("cuda", 90, 32), DEPENDENT=True).asm["ptx"]
+    wait, touch = code.find("griddepcontrol.wait"), GLOBAL.search(code)
+    if wait < 0 or touch is None:
+        return ["it does not wait" if wait < 0 else "it touches no memory"]
+    return ["it touches memory before it waits"] if touch.start() < wait else []
+
+
+def faults(arch: str, build: Build) -> list[str]:
+    """What is wrong with a kernel's assembly for an arch."""
+    code = compiled(build, GPUTarget("hip", arch, WAVE)).asm["amdgcn"]
     found = {key: int(value) for key in SPILLS for value in re.findall(rf"\.{key}: +(\d+)", code)}
     if set(found) != set(SPILLS):
         return [f"no figures for {', '.join(set(SPILLS) - set(found))}"]
@@ -215,7 +230,10 @@ def main() -> None:
     bad = [
         f"{arch} {name}: {fault}" for arch in ARCHS for name, build in BUILDS.items() for fault in faults(arch, build)
     ]
-    print("\n".join([*bad, f"{len(BUILDS)} Triton kernels for {', '.join(ARCHS)}, {len(bad)} faults"]))
+    early = {name: one for name, one in BUILDS.items() if "DEPENDENT" in one.constants and one.types is not ATTENTION}
+    bad += [f"sm_90 {name}: {fault}" for name, build in early.items() for fault in impatient(build)]
+    kernels = f"{len(BUILDS)} Triton kernels for {', '.join(ARCHS)}, {len(early)} for sm_90"
+    print("\n".join([*bad, f"{kernels}, {len(bad)} faults"]))
     sys.exit(bool(bad))
 
 

@@ -102,7 +102,7 @@ class Product:
         if gate is not None:
             if not cpu and isinstance(w, Tiles) and self._gates(gate) and tiled_int4_linear.takes_many(x, w):
                 return tiled_int4_linear.gated_many(x, w, self.bias)
-            if not cpu and isinstance(w, Tensor) and self._gates(gate) and self.scale is None and gemv.takes_rows(x, w):
+            if isinstance(w, Tensor) and self.scale is None and self._gates(gate) and gemv.takes_rows(x, w):
                 return gemv.by_rows(x, w, self.bias, gate=True)
             return gated(self.rows(x), gate)
         if isinstance(w, Tiles):

@@ -1,6 +1,7 @@
 """Linear layer with a plain weight: y[M, N] = x[M, K] @ w[N, K]^T + bias[N], weight and activations of one dtype.
 
-For few rows of x, where the product is as fast as the weight can be read; torch's own product serves the rest.
+For few rows of x, where the product is as fast as the weight can be read, and on Hopper for some; torch's own product
+serves the rest.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from accelpatch.kernels.hip import binding
 from accelpatch.kernels.hip.binding import Weight
 from accelpatch.kernels.triton import launch
 
-ROWS_STEP = 128  # a divisor of K for products of some rows
+ROWS_LEAST, ROWS_STEP = 2048, 128  # of N the least, of K a divisor, for products of some rows
 
 
 def dense(dtype: torch.dtype, w: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
@@ -59,7 +60,7 @@ def why_not(spec: Spec, device: Device) -> str | None:
 
 
 def by_hip(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The implementation `hip`: up to 8 rows of x; up to 64 by Triton's where that was faster than torch's product."""
+    """The implementation `hip`: up to 8 rows of x by its kernels, up to 64 by Triton's where `takes_rows`; by torch."""
     if x.numel() > binding.FEW * x.shape[-1]:
         return by_rows(x, w, bias) if takes_rows(x, w) else reference(x, w, bias)
     whole = w.contiguous()
@@ -68,9 +69,10 @@ def by_hip(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def takes_rows(x: Tensor, w: Tensor) -> bool:
-    """Whether `by_rows` serves 9 to 64 rows of x: on Hopper, where it was measured."""
+    """Whether `by_rows` serves 9 to 64 rows of x: on Hopper, and for weights like those that were measured."""
     few = binding.FEW < x.numel() // x.shape[-1] <= binding.MOST
-    if not few or x.dtype not in binding.DTYPES or x.shape[-1] % ROWS_STEP or not w.is_contiguous():
+    like = w.dtype == x.dtype and x.dtype in binding.DTYPES and w.is_contiguous()
+    if not few or not like or w.shape[0] < ROWS_LEAST or w.shape[1] % ROWS_STEP:
         return False
     device = probe(x.device)
     return device.arch.rstrip("a") == "sm_90" and launch.why_not(device, x.dtype) is None

@@ -28,12 +28,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.errors import TritonError
-from triton.language.extra import cuda
 
 from accelpatch.errors import KernelError
 from accelpatch.kernels.attention_shape import MOST, AttentionShape
 from accelpatch.kernels.triton import launch
 from accelpatch.kernels.triton.attention_runs import added_up, begin_of, count_of, keep, prefetch, runs_of
+from accelpatch.kernels.triton.early import release, wait
 from accelpatch.kernels.triton.rotation import angles, pair, turned
 
 RUN = 256  # slots whose results are added up by themselves
@@ -185,7 +185,7 @@ def _ready(  # type: ignore[no-untyped-def]
     cos, sin = angles(positions + token, here, inv_freq, rope_scaling, columns, TURNED, kind)
     k_cos, k_sin = angles(positions + fresh, fresh < tokens, inv_freq, rope_scaling, columns, TURNED, kind)
     if DEPENDENT:
-        cuda.gdc_wait()
+        wait()
     stride = (heads + 2 * kv_heads) * SIZE
     rows = qkv + token * stride + (kv * GROUP + query % GROUP) * SIZE
     value, other, others = pair(rows, here, columns, SIZE, TURNED)
@@ -212,7 +212,7 @@ def _attend(  # type: ignore[no-untyped-def]
     tiles, row = tl.cdiv(tokens * GROUP, ROWS), tl.program_id(2).to(tl.int64)
     kv, tile = tl.program_id(1) // tiles, tl.program_id(1) % tiles
     if DEPENDENT:
-        cuda.gdc_launch_dependents()
+        release()
     slot, own, low, first, last, run, end, programs = runs_of(slot_at, positions + row * tokens, tokens, window, RUN)
     if tl.program_id(0) < programs:
         mask, head = mask + row * capacity, row * (heads // GROUP) + kv
@@ -238,7 +238,7 @@ def _attend(  # type: ignore[no-untyped-def]
             programs, GROUP, SIZE, WIDE, ROWS, SOME, AHEAD,
         )  # fmt: skip
     elif DEPENDENT:
-        cuda.gdc_wait()
+        wait()
 
 
 def decode_attention_(

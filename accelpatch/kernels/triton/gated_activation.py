@@ -6,8 +6,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra import cuda
 
+from accelpatch.kernels.triton.early import release, wait
 from accelpatch.kernels.triton.launch import dependent, on
 
 BLOCK = 1024
@@ -38,8 +38,8 @@ def _block(  # type: ignore[no-untyped-def]
     gate, up, y, width, gate_stride, up_stride, CODE: tl.constexpr, DEPENDENT: tl.constexpr, SIZE: tl.constexpr
 ):
     if DEPENDENT:
-        cuda.gdc_launch_dependents()
-        cuda.gdc_wait()
+        release()
+        wait()
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     inside = columns < width

@@ -49,4 +49,12 @@ def processors(device: torch.device) -> int:
 def dependent(tensor: Tensor) -> tuple[bool, dict[str, Any]]:
     """Whether kernels may begin before the one before them ends, and the launch's options for it."""
     arch = probe(tensor.device).arch if tensor.is_cuda else ""
-    return (True, {"launch_pdl": True}) if arch.startswith("sm_") and int(arch[3:].rstrip("a")) >= 90 else (False, {})
+    new = arch.startswith("sm_") and int(arch[3:].rstrip("a")) >= 90
+    return (True, {"launch_pdl": True}) if new and _early() else (False, {})
+
+
+@functools.cache
+def _early() -> bool:
+    from accelpatch.kernels.triton import early
+
+    return early.HERE

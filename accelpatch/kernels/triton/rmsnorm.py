@@ -6,8 +6,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra import cuda
 
+from accelpatch.kernels.triton.early import release, wait
 from accelpatch.kernels.triton.launch import dependent, on, warps
 
 
@@ -27,8 +27,8 @@ def _row(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
 ):
     if DEPENDENT:
-        cuda.gdc_launch_dependents()
-        cuda.gdc_wait()
+        release()
+        wait()
     row = tl.program_id(0).to(tl.int64) * width
     columns = tl.arange(0, BLOCK)
     inside = columns < width

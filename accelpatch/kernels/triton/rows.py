@@ -2,8 +2,8 @@
 
 One kernel takes a block of the weight, in registers as x's dtype, and multiplies it, the weight's rows as those of the
 matrix instruction. Where the blocks are fewer than the device has room for, K is cut and a second kernel adds the runs
-up, in a fixed order. On Hopper those of floats begin before the kernel before them ends, and wait; int8's were slower
-so.
+up, in a fixed order. On Hopper the products of floats, and what adds runs up, begin before the kernel before them ends,
+and wait; int8's products were slower so.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra import cuda
 
 from accelpatch.kernels.hip.layout import TILE_VALUES
+from accelpatch.kernels.triton.early import release, wait
 from accelpatch.kernels.triton.launch import dependent, on
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -48,13 +48,13 @@ class Blocks:
     """
 
     of: tuple[Block, ...]
-    most: int
+    most: int = 64
     programs: int = 264
 
 
-FLOAT = Blocks((Block(16, 64, 128, 4, 3), Block(32, 64, 128, 4, 3), Block(64, 64, 128, 4, 3)), 64, 132)
-FLOAT_CUT = Blocks((Block(16, 64, 128, 4, 6), Block(32, 64, 128, 4, 6), Block(64, 64, 128, 4, 6)), 64, 132)
-FLOAT_GATE = Blocks((Block(16, 128, 64, 4, 4), Block(32, 128, 64, 4, 4), Block(64, 128, 64, 4, 4)), 64, 132)
+FLOAT = Blocks((Block(16, 64, 128, 4, 3), Block(32, 64, 128, 4, 3), Block(64, 64, 128, 4, 3)), programs=132)
+FLOAT_CUT = Blocks((Block(16, 64, 128, 4, 6), Block(32, 64, 128, 4, 6), Block(64, 64, 128, 4, 6)), programs=132)
+FLOAT_GATE = Blocks((Block(16, 128, 64, 4, 4), Block(32, 128, 64, 4, 4), Block(64, 128, 64, 4, 4)), programs=132)
 INT8 = Blocks(
     (Block(16, 64, 128, 4, 4), Block(32, 64, 128, 4, 4), Block(64, 64, 128, 4, 4), Block(128, 64, 64, 4, 4)), 256
 )
@@ -91,8 +91,8 @@ def _product(  # type: ignore[no-untyped-def]
     DEPENDENT: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     if DEPENDENT:
-        cuda.gdc_launch_dependents()
-        cuda.gdc_wait()
+        release()
+        wait()
     split, across = tl.program_id(1), tl.cdiv(m, TOKENS)
     tokens = tl.program_id(0) % across * TOKENS + tl.arange(0, TOKENS)  # those that share rows run together
     rows = (tl.program_id(0) // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -129,8 +129,8 @@ def _add_up(  # type: ignore[no-untyped-def]
     parts, bias, y, count, n, splits, BIAS: tl.constexpr, DEPENDENT: tl.constexpr, SIZE: tl.constexpr
 ):
     if DEPENDENT:
-        cuda.gdc_launch_dependents()
-        cuda.gdc_wait()
+        release()
+        wait()
     at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     inside = at < count
     total = tl.zeros([SIZE], tl.float32)
@@ -187,7 +187,7 @@ def linear(x: Tensor, w: Tensor, scale: Tensor | None, bias: Tensor | None, gate
 
     w and scale contiguous; x and a float w of one dtype of HALVES.
     """
-    x_rows = flat_rows(x)
+    x_rows, bias = flat_rows(x), None if bias is None else bias.contiguous()
     (m, k), n = x_rows.shape, w.shape[0] // 2 if gate else w.shape[0]
     y, (early, options) = x.new_empty((m, n)), dependent(x) if scale is None else (False, {})
 

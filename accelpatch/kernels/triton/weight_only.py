@@ -19,7 +19,7 @@ from accelpatch.kernels.triton.launch import on
 from accelpatch.kernels.triton.rows import HALVES, INT8, Block, Blocks, flat_rows, fused, grid, leave, linear
 
 KINDS = {"none": 0, "zero_point": 1, "minimum": 2}
-INT4 = Blocks((Block(16, 64, 128, 4, 6), Block(32, 64, 128, 4, 4), Block(64, 128, 128, 8, 4)), 64)
+INT4 = Blocks((Block(16, 64, 128, 4, 6), Block(32, 64, 128, 4, 4), Block(64, 128, 128, 8, 4)))
 
 
 @triton.jit(do_not_specialize=["steps"])
@@ -77,6 +77,7 @@ def tiled_int4_linear(x: Tensor, *args: object) -> Tensor:
     assert bias is None or isinstance(bias, Tensor)
     w, scale, offset, n, k, group, kind, part = Tiles(*rest)  # type: ignore[arg-type]
     flat, words, scale = flat_rows(x), w.contiguous().view(torch.int32), scale.contiguous()
+    bias = None if bias is None else bias.contiguous()
     beside = scale if offset is None else offset.contiguous()
     steps, groups, shift = places(k, group).values()
     sizes, form = (steps, scale.shape[1], shift), (KINDS[kind], group, groups)
