@@ -230,6 +230,7 @@ def main() -> None:
     bad = [
         f"{arch} {name}: {fault}" for arch in ARCHS for name, build in BUILDS.items() for fault in faults(arch, build)
     ]
+    # attention alone reads before it waits: what earlier steps have cached
     early = {name: one for name, one in BUILDS.items() if "DEPENDENT" in one.constants and one.types is not ATTENTION}
     bad += [f"sm_90 {name}: {fault}" for name, build in early.items() for fault in impatient(build)]
     kernels = f"{len(BUILDS)} Triton kernels for {', '.join(ARCHS)}, {len(early)} for sm_90"

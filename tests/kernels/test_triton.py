@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import runpy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -90,3 +92,24 @@ def test_a_gpu_gets_triton_and_a_cpu_does_not(monkeypatch: pytest.MonkeyPatch) -
         assert dispatch.choose(op, spec, probe("cpu")) == "torch"
         wide = kernel.spec(*made(list(kernel.cases())[1], torch.float64))
         assert dispatch.choose(op, wide, KNOWN["sm_90"]) == "torch"
+
+
+def test_without_an_early_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton before 3.4 has no names for it, and looks up all that a kernel has."""
+    from triton.language.extra import cuda
+
+    from accelpatch.kernels.triton import early, launch
+
+    assert early.HERE
+    with monkeypatch.context() as older:
+        older.delattr(cuda, "gdc_wait")
+        older.delattr(cuda, "gdc_launch_dependents")
+        held = runpy.run_path(early.__file__)
+    assert not held["HERE"]
+    assert not any("cuda" in held[name].fn.__code__.co_names for name in ("release", "wait"))
+    hopper = KNOWN["sm_90"]
+    monkeypatch.setattr(launch, "probe", lambda where: hopper)
+    on_gpu: Any = SimpleNamespace(is_cuda=True, device=None)
+    assert launch.dependent(on_gpu) == (True, {"launch_pdl": True})
+    monkeypatch.setattr(launch, "_early", lambda: False)
+    assert launch.dependent(on_gpu) == (False, {})

@@ -143,11 +143,11 @@ def _add_up(  # type: ignore[no-untyped-def]
     tl.store(y + at, total.to(y.dtype.element_ty), mask=inside)
 
 
-Fused = Callable[[Block, int, int, Tensor, Tensor], None]
+Launch = Callable[[Block, int, int, Tensor, Tensor], None]
 
 
-def fused(x: Tensor, y: Tensor, bias: Tensor | None, blocks: Blocks, product: Fused, *, whole: bool = False) -> None:
-    """y[M, N] of x[M, K] by product(block, run, splits, y, parts), K in one run if `whole`."""
+def in_runs(x: Tensor, y: Tensor, bias: Tensor | None, blocks: Blocks, product: Launch, *, whole: bool = False) -> None:
+    """y[M, N] of x[M, K] by product(block, run, splits, y, parts), K in runs as blocks are few, in one if `whole`."""
     (m, k), n = x.shape, y.shape[1]
     block = next((one for one in blocks.of if one.tokens >= m), blocks.of[-1])
     programs = triton.cdiv(m, block.tokens) * triton.cdiv(n, block.rows)
@@ -199,5 +199,5 @@ def linear(x: Tensor, w: Tensor, scale: Tensor | None, bias: Tensor | None, gate
         )  # fmt: skip
 
     with on(x):
-        fused(x_rows, y, bias, INT8 if scale is not None else floats(n, gate), product, whole=gate)
+        in_runs(x_rows, y, bias, INT8 if scale is not None else floats(n, gate), product, whole=gate)
     return y.view(*x.shape[:-1], n)

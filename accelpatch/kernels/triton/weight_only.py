@@ -2,7 +2,7 @@
 
 Up to some number of rows one kernel turns a block of the weight into x's dtype in registers and multiplies it (rows.py
 has int8's, and how K is cut). For more rows the weight is written out as floats (dequantize.py) and torch's own product
-takes it. Weights are rounded to x's dtype as in the references, but for an int8 scale in the fused form.
+takes it. Weights are rounded to x's dtype as in the references, but for int8's scale in registers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from accelpatch.kernels.hip.layout import TILE_VALUES
 from accelpatch.kernels.int4_tiles import Tiles, places
 from accelpatch.kernels.triton.dequantize import Floats, _beside, _value, by_slices, int4_floats, int8_floats
 from accelpatch.kernels.triton.launch import on
-from accelpatch.kernels.triton.rows import HALVES, INT8, Block, Blocks, flat_rows, fused, grid, leave, linear
+from accelpatch.kernels.triton.rows import HALVES, INT8, Block, Blocks, flat_rows, grid, in_runs, leave, linear
 
 KINDS = {"none": 0, "zero_point": 1, "minimum": 2}
 INT4 = Blocks((Block(16, 64, 128, 4, 6), Block(32, 64, 128, 4, 4), Block(64, 128, 128, 8, 4)))
@@ -96,7 +96,7 @@ def tiled_int4_linear(x: Tensor, *args: object) -> Tensor:
         return _written(x, n, bias, int4_floats(words, scale, beside, k, sizes, form, paired), paired)
     y = x.new_empty((m, n))
     with on(x):
-        fused(flat, y, bias, INT4, product)
+        in_runs(flat, y, bias, INT4, product)
     return y.view(*x.shape[:-1], n)
 
 
