@@ -1,5 +1,6 @@
 // The fibers that run a kernel.
 #include "portability.h"
+#include <csetjmp>
 #include <cstdio>
 #include <ucontext.h>
 #include <vector>
@@ -16,7 +17,8 @@ alignas(128) char shared[233472 + BEYOND];
 std::deque<std::vector<Copy>> copies[MOST_THREADS];
 #endif
 namespace {
-ucontext_t outside, contexts[MOST_THREADS];
+ucontext_t begins[MOST_THREADS];
+jmp_buf scheduler, places[MOST_THREADS];  // swapcontext asks the kernel for the signal mask each time; these do not
 std::vector<char> stacks[MOST_THREADS], images[MOST_CLUSTER];  // images: of shared memory, while another block of the cluster runs
 Fibers states[MOST_CLUSTER];
 bool ended[MOST_THREADS];
@@ -25,15 +27,27 @@ int unwaited;  // copies that a thread asked for and did not wait for
 int held;  // whose block's shared memory and state are in place
 const std::function<void()>* work;
 
-void leave() { swapcontext(&contexts[fiber], &outside); }
+void leave() {
+    if (!_setjmp(places[fiber])) _longjmp(scheduler, 1);
+}
 void enter() {
-    (*work)();
+    for (;; leave()) {  // the next kernel's thread of this number begins here
+        (*work)();
 #if defined(COPIES)
-    for (const auto& group : copies[fiber]) unwaited += int(group.size());
+        for (const auto& group : copies[fiber]) unwaited += int(group.size());
 #endif
-    ended[fiber] = true;
-    if (--fibers.alive && fibers.at_barrier == fibers.alive) fibers.at_barrier = 0, ++fibers.barriers;
-    leave();
+        ended[fiber] = true;
+        if (--fibers.alive && fibers.at_barrier == fibers.alive) fibers.at_barrier = 0, ++fibers.barriers;
+    }
+}
+__attribute__((noinline)) void resume() {
+    if (_setjmp(scheduler)) return;
+    if (!stacks[fiber].empty()) _longjmp(places[fiber], 1);
+    stacks[fiber].resize(STACK);
+    getcontext(&begins[fiber]);
+    begins[fiber].uc_stack.ss_sp = stacks[fiber].data(), begins[fiber].uc_stack.ss_size = STACK;
+    makecontext(&begins[fiber], enter, 0);
+    setcontext(&begins[fiber]);
 }
 void hold(int rank) {
     if (rank == held) return;
@@ -53,10 +67,6 @@ std::vector<int> progress(int cluster) {
     return all;
 }
 void make(int at) {
-    stacks[at].resize(STACK);
-    getcontext(&contexts[at]);
-    contexts[at].uc_stack.ss_sp = stacks[at].data(), contexts[at].uc_stack.ss_size = STACK;
-    makecontext(&contexts[at], enter, 0);
     ended[at] = false;
 #if defined(COPIES)
     copies[at].assign(1, {});
@@ -79,7 +89,7 @@ void run_cluster(int first, int cluster, int threads, int bytes) {
             if (ended[fiber]) continue;
             hold(fiber / threads);
             left = true, blockIdx.x = unsigned(first + held), threadIdx.x = unsigned(fiber % threads);
-            swapcontext(&outside, &contexts[fiber]);
+            resume();
         }
         if (left && progress(cluster) == then) std::fprintf(stderr, "all threads wait\n"), std::abort();
     }
