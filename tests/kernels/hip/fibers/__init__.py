@@ -39,6 +39,7 @@ def _compile(form: str, sources: Sequence[str], folder: Path) -> None:
         if one.suffix in (".h", ".cpp"):
             shutil.copy(one, folder)
     shutil.copy(FIBERS / ("amd.h" if form in AMD else "nvidia.h"), folder / "nvidia.h")
+    # a fortified longjmp() takes another fiber's stack for a mistake
     command = [str(COMPILER), "-std=c++20", "-O2", "-U_FORTIFY_SOURCE", "-w", "-fPIC", "-I.", f"-D__{form}__"]
 
     def made(source: str) -> str:
