@@ -17,7 +17,6 @@ alignas(128) char shared[233472 + BEYOND];
 std::deque<std::vector<Copy>> copies[MOST_THREADS];
 #endif
 namespace {
-ucontext_t begins[MOST_THREADS];
 jmp_buf scheduler, places[MOST_THREADS];  // swapcontext asks the kernel for the signal mask each time; these do not
 std::vector<char> stacks[MOST_THREADS], images[MOST_CLUSTER];  // images: of shared memory, while another block of the cluster runs
 Fibers states[MOST_CLUSTER];
@@ -40,14 +39,15 @@ void enter() {
         if (--fibers.alive && fibers.at_barrier == fibers.alive) fibers.at_barrier = 0, ++fibers.barriers;
     }
 }
-__attribute__((noinline)) void resume() {
+__attribute__((noinline)) void resume() {  // until it leaves
     if (_setjmp(scheduler)) return;
     if (!stacks[fiber].empty()) _longjmp(places[fiber], 1);
     stacks[fiber].resize(STACK);
-    getcontext(&begins[fiber]);
-    begins[fiber].uc_stack.ss_sp = stacks[fiber].data(), begins[fiber].uc_stack.ss_size = STACK;
-    makecontext(&begins[fiber], enter, 0);
-    setcontext(&begins[fiber]);
+    ucontext_t begin;
+    getcontext(&begin);
+    begin.uc_stack.ss_sp = stacks[fiber].data(), begin.uc_stack.ss_size = STACK;
+    makecontext(&begin, enter, 0);
+    setcontext(&begin);
 }
 void hold(int rank) {
     if (rank == held) return;
@@ -66,7 +66,7 @@ std::vector<int> progress(int cluster) {
     }
     return all;
 }
-void make(int at) {
+void renew(int at) {
     ended[at] = false;
 #if defined(COPIES)
     copies[at].assign(1, {});
@@ -80,7 +80,7 @@ void run_cluster(int first, int cluster, int threads, int bytes) {
         images[rank].assign(cluster > 1 ? bytes + BEYOND : 0, before);
     }
     std::memset(shared, before, sizeof shared);
-    for (int i = 0; i < all; ++i) make(i);
+    for (int i = 0; i < all; ++i) renew(i);
     for (bool left = true; left;) {
         const auto then = progress(cluster);
         left = false;
