@@ -23,6 +23,8 @@ from replay import rotation, seconds
 from torch import Tensor
 from torch.nn import functional
 
+from accelpatch.kernels.hip.binding import BLANK
+
 HIDDEN, MIDDLE, TOLD = 4096, 11008, 8192  # TOLD: columns of the MLP that `down` begins with
 LAYER = (("qkv", 3 * HIDDEN, HIDDEN), ("o", HIDDEN, HIDDEN), ("gate_up", 2 * MIDDLE, HIDDEN), ("down", HIDDEN, MIDDLE))
 HEADS = (("head", 32000, HIDDEN), ("head", 128256, HIDDEN))
@@ -79,12 +81,16 @@ class Chain:
         def buffer(columns: int) -> Tensor:
             return torch.randn(m, columns, device="cuda", dtype=torch.bfloat16)
 
-        h, qkv, o, middle = buffer(HIDDEN), buffer(3 * HIDDEN), buffer(HIDDEN), buffer(MIDDLE)
+        h, qkv, o = buffer(HIDDEN), buffer(3 * HIDDEN), buffer(HIDDEN)
+        slates = torch.empty(LAYERS, m, MIDDLE, device="cuda", dtype=torch.int16)
         told = torch.zeros(LAYERS, 2, device="cuda", dtype=torch.int32)
         norm = {"norm": "rms", "norm_weight": self.gain} if fused else {}
 
         def step() -> None:
-            for number, (wqkv, wo, wgate, wdown) in zip(told, self.weights, strict=True):
+            slates.fill_(BLANK)
+            for number, middle, (wqkv, wo, wgate, wdown) in zip(
+                told, slates.view(torch.bfloat16), self.weights, strict=True
+            ):
                 self.lib.call(wqkv, h, qkv, **norm, **tuning)
                 self.lib.call(wo, qkv[:, :HIDDEN], o, **({"residual": h} if fused else {}), **tuning)
                 self.lib.call(

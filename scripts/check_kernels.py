@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from accelpatch.kernels import parity
+from accelpatch.kernels.hip.binding import BLANK
 
 SHAPES = [(48, 4096), (16, 11008), (100, 576), (33, 65), (1, 128), (7, 2048), (4096, 4096), (32, 6144)]
 SHAPES += [(16, 16384), (16, 36864)]  # more than half a processor's memory even for one token
@@ -120,8 +121,8 @@ def check_format(lib: Library, name: str, dtype: torch.dtype) -> list[str]:
 def check_told(lib: Library, name: str, dtype: torch.dtype, device: str = "cuda", overlaps: bool = True) -> list[str]:
     """A product that tells the next of its columns, and that one: the bits of a pair that waits, no count left behind.
 
-    Over and over, into NaN, so that a column which is read too early shows. On a CPU what is counted between the two is
-    looked at, too; overlaps: whether anything is told there at all.
+    Over and over, on a blank slate, which is NaN, and into NaN, so that what is read too early shows. On a CPU what is
+    counted between the two is looked at, too; overlaps: whether anything is told there at all.
     """
     bad, columns = [], 4096 + 528 if device == "cpu" else 11008
     told_of, n = columns // 4096 * 4096, 80
@@ -134,7 +135,8 @@ def check_told(lib: Library, name: str, dtype: torch.dtype, device: str = "cuda"
         x = torch.randn(m, 128).to(device, dtype)
         results, told = [], torch.zeros(2, dtype=torch.int32).to(device)
         for turn in range(1 + turns):
-            between, y = (torch.full((m, wide), float("nan"), dtype=dtype).to(device) for wide in (columns, n))
+            between = torch.full((m, columns), BLANK, dtype=torch.int16).view(dtype).to(device)
+            y = torch.full((m, n), float("nan"), dtype=dtype).to(device)
             tells = {"tells": told.data_ptr(), "tell_columns": told_of} if turn else {}
             hears = {"hears": told.data_ptr(), "hear_columns": told_of} if turn else {}
             lib.call(both[0], x, between, activation=kind, **tells, **tuning)

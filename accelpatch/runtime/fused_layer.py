@@ -28,7 +28,7 @@ from accelpatch.modules.rotary import FusedRotaryEmbedding
 from accelpatch.runtime.adapters import Adapted, active, base_of, with_adapters
 from accelpatch.runtime.fused_weights import Unfit, gated_product, one_product, product
 from accelpatch.runtime.native_weights import window
-from accelpatch.runtime.telling import silent, telling_attention, telling_down
+from accelpatch.runtime.telling import Slate, silent, telling
 
 FUSED = "fused layers"
 # transformers' attention classes whose arithmetic is that of decode_attention
@@ -93,11 +93,13 @@ class FusedModel:
     layers: tuple[FusedLayer, ...]
     norm: Norm
     head: Product | Adapted
+    slate: Slate
     softcap: float = 0.0
     most: int = MOST  # rows of a step
 
     def __call__(self, tokens: Tensor, positions: Tensor, slot: Tensor, mask: Tensor, cache: Any) -> Tensor:
         """Logits [B T, V] after tokens[B] or [B, T], cached from `slot` on; positions[B, T], mask as the cache's."""
+        self.slate.wipe(tokens.numel())
         x, pending = self.embedding(tokens.reshape(-1)), None
         for layer, held in zip(self.layers, cache.layers, strict=True):
             if positions.shape[1] > 1:
@@ -180,10 +182,10 @@ def read(model: Any) -> FusedModel:
     shapes = [attention_of(layer.self_attn, rotary, dtype, memory) for layer in layers]
     for layer in layers:
         looked_at(layer, dtype)
-    fused = tuple(fuse(layer, shape, dtype) for layer, shape in zip(layers, shapes, strict=True))
+    fused, slate = telling([fuse(layer, shape, dtype) for layer, shape in zip(layers, shapes, strict=True)], dtype)
     capped = type(model).__name__ in CAPPED_LOGITS
     softcap = float(getattr(model.config, "final_logit_softcapping", None) or 0.0) if capped else 0.0
-    return FusedModel(embedding, fused, final, one(head, dtype), softcap)
+    return FusedModel(embedding, fused, final, one(head, dtype), slate, softcap)
 
 
 def unfit(layer: Any) -> str | None:
@@ -288,10 +290,9 @@ def fuse(layer: Any, shape: AttentionShape, dtype: torch.dtype) -> FusedLayer:
     parts, halves = parts_of(layer.self_attn), halves_of(mlp)
     qkv = with_adapters(one_product([base_of(part) for part in parts], dtype), parts, dtype)
     both = with_adapters(gated_product([base_of(half) for half in halves], dtype, mlp.activation), halves, dtype)
-    gate_up, down = telling_down(both, one(mlp.down_proj, dtype), mlp.activation)
     fused = FusedLayer(
-        telling_attention(qkv, shape, dtype), before, shape, one(layer.self_attn.o_proj, dtype),
-        gate_up, inner, mlp.activation, down, after, last,
+        qkv, before, shape, one(layer.self_attn.o_proj, dtype),
+        both, inner, mlp.activation, one(mlp.down_proj, dtype), after, last,
     )  # fmt: skip
     if shape.inv_freq.is_cuda:  # what the parts lay in is no room for the next layer's whole
         torch.cuda.empty_cache()

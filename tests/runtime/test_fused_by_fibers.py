@@ -20,7 +20,7 @@ from accelpatch.runtime.patched_model import RUNTIME
 from tests.families.tiny import CAUSAL
 from tests.interpreted import DEVICE
 from tests.kernels.hip.fibers import COMPILER, compiled
-from tests.runtime.steps import logits
+from tests.runtime.steps import logits, silence
 
 pytestmark = [
     pytest.mark.skipif(COMPILER is None, reason="needs g++"),
@@ -77,8 +77,7 @@ def test_the_bits_of_kernels_that_wait(rows: int, hearing: list[str], monkeypatc
     assert set(hearing) == {"attention", "product"}
     layers = vars(model)[RUNTIME]._fused.layers
     assert not any(int(one.tells.number.abs().sum()) for layer in layers for one in (layer.qkv, layer.gate_up))
-    monkeypatch.setattr(fused_layer, "telling_attention", lambda qkv, shape, dtype: qkv)
-    monkeypatch.setattr(fused_layer, "telling_down", lambda gate_up, down, activation: (gate_up, down))
+    monkeypatch.setattr(fused_layer, "telling", silence)
     hearing.clear()
     assert torch.equal(logits(accelpatch.patch(base, "exact", verify=False), batch, 6), told)
     assert not hearing

@@ -14,7 +14,7 @@ from accelpatch.runtime import fused_layer
 from accelpatch.runtime.captured_graph import _own_workspaces
 from accelpatch.runtime.patched_model import RUNTIME
 from tests.families.tiny import CAUSAL, full_batch, padded_batch
-from tests.runtime.steps import assert_float_rule, logits
+from tests.runtime.steps import assert_float_rule, logits, silence
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 NAMES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3")
@@ -91,7 +91,7 @@ def test_weights_are_held_once_and_come_back(recipe: Any) -> None:
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
 
 
-@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("rows", [1, 2, 8])
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_the_bits_of_kernels_that_wait(recipe: Any, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention that begins with q and k, and `down` with its first columns, while the products before still run."""
@@ -106,8 +106,7 @@ def test_the_bits_of_kernels_that_wait(recipe: Any, rows: int, monkeypatch: pyte
     for waits in (False, True):
         with monkeypatch.context() as patch:
             if waits:
-                patch.setattr(fused_layer, "telling_attention", lambda qkv, shape, dtype: qkv)
-                patch.setattr(fused_layer, "telling_down", lambda gate_up, down, activation: (gate_up, down))
+                patch.setattr(fused_layer, "telling", silence)
             model: Any = accelpatch.patch(copy.deepcopy(base), recipe, verify=False)
             found.append(logits(model, batch, 200))
         told = [one.tells for layer in vars(model)[RUNTIME]._fused.layers for one in (layer.qkv, layer.gate_up)]

@@ -1,4 +1,4 @@
-"""Which products tell the next kernel of their columns, and of how many."""
+"""Which products tell the next kernel of their columns, of how many, and where they make them."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ import torch
 import accelpatch
 from accelpatch.kernels import cpu_native
 from accelpatch.kernels.attention_shape import AttentionShape
-from accelpatch.kernels.fused_product import Product
+from accelpatch.kernels.fused_product import Norm, Product
 from accelpatch.kernels.hip import binding
-from accelpatch.kernels.hip.binding import Told
+from accelpatch.kernels.hip.binding import BLANK, Told, Weight
 from accelpatch.kernels.int4_tiles import pair, tile
 from accelpatch.quant import int4
 from accelpatch.runtime import captured_graph, fused_layer
 from accelpatch.runtime.adapters import Adapted
 from accelpatch.runtime.captured_graph import EagerGraph
+from accelpatch.runtime.fused_layer import FusedLayer
 from accelpatch.runtime.patched_model import RUNTIME
-from accelpatch.runtime.telling import telling_attention, telling_down
+from accelpatch.runtime.telling import heard_by_attention, heard_by_down, telling
 from tests.families.tiny import CAUSAL
 
 
@@ -33,41 +34,68 @@ def shape(heads: int, kv_heads: int, size: int) -> AttentionShape:
 
 @pytest.mark.parametrize("heads, kv_heads, size, columns", [(4, 4, 16, 128), (6, 2, 8, 64), (3, 1, 8, 32)])
 def test_attention_hears_of_q_and_k(heads: int, kv_heads: int, size: int, columns: int) -> None:
-    told = telling_attention(product((heads + 2 * kv_heads) * size, 64), shape(heads, kv_heads, size), torch.float32)
-    assert isinstance(told, Product)
-    assert told.tells is not None
-    assert (told.tells.columns, told.tells.number.tolist()) == (columns, [0, 0])
+    qkv = product((heads + 2 * kv_heads) * size, 64)
+    assert heard_by_attention(qkv, shape(heads, kv_heads, size), torch.float32) == columns
 
 
 def test_attention_hears_nothing_of_parts_of_a_tile_or_of_adapters() -> None:
-    odd = product(8 * (2 + 2), 64)
-    assert telling_attention(odd, shape(2, 1, 8), torch.float32) is odd  # 24 columns of q and k
+    assert heard_by_attention(product(8 * (2 + 2), 64), shape(2, 1, 8), torch.float32) == 0  # 24 columns of q and k
     adapted = Adapted(product(128, 64), product(8, 64), product(128, 8))
-    assert telling_attention(adapted, shape(4, 2, 16), torch.float32) is adapted
+    assert heard_by_attention(adapted, shape(4, 2, 16), torch.float32) == 0
 
 
-@pytest.mark.parametrize("middle, columns", [(4096, None), (4097, 4096), (11008, 8192), (14336, 12288)])
-def test_down_hears_of_all_but_the_last_of_its_parts(middle: int, columns: int | None) -> None:
-    gate_up, down = telling_down(product(2 * middle, 8), product(8, middle), "silu")
-    assert isinstance(gate_up, Product)
-    assert isinstance(down, Product)
-    assert gate_up.tells is down.hears
-    assert (None if down.hears is None else down.hears.columns) == columns
+@pytest.mark.parametrize("middle, columns", [(4096, 0), (4097, 4096), (11008, 8192), (14336, 12288)])
+def test_down_hears_of_all_but_the_last_of_its_parts(middle: int, columns: int) -> None:
+    assert heard_by_down(product(2 * middle, 8), product(8, middle), "silu") == columns
 
 
 def test_down_hears_nothing_where_the_gate_is_a_launch_of_its_own() -> None:
-    both = product(2 * 5000, 8), product(8, 5000)
-    assert telling_down(*both, "gelu") == both
+    assert heard_by_down(product(2 * 5000, 8), product(8, 5000), "gelu") == 0
     weight = tile(*int4.quantize(torch.randn(2 * 4608, 32), group_size=32))
-    unpaired = Product(weight), product(8, 4608)
-    assert telling_down(*unpaired, "silu") == unpaired
-    told, _ = telling_down(Product(pair(weight)), product(8, 4608), "silu")
-    assert isinstance(told, Product)
-    assert told.tells is not None
+    assert heard_by_down(Product(weight), product(8, 4608), "silu") == 0
+    assert heard_by_down(Product(pair(weight)), product(8, 4608), "silu") == 4096
+
+
+def layer(middle: int) -> FusedLayer:
+    attention, gain = shape(4, 2, 16), Norm(torch.ones(64), 1e-6)
+    return FusedLayer(
+        product(128, 64), gain, attention, product(64, 64), product(2 * middle, 64), gain, "silu", product(64, middle)
+    )
+
+
+def test_each_layer_has_two_numbers_and_words_of_its_own() -> None:
+    layers, slate = telling([layer(4100), layer(4096), layer(4105)], torch.float32)
+    assert [one.told.columns for one in layers] == [96, 96, 96]
+    assert layers[0].gate_up.tells is layers[0].down.hears
+    assert layers[0].gate_up.tells.number is not layers[0].qkv.tells.number
+    assert layers[1].gate_up.tells is layers[1].down.hears is None
+    told = [told for one in layers for told in (one.qkv.tells, one.gate_up.tells) if told is not None]
+    assert [len(one.words) for one in told] == [128, 4100, 128, 128, 4105]
+    for number, one in enumerate(told):
+        one.words.fill_(number)
+    assert [one.words.unique().tolist() for one in told] == [[0], [1], [2], [3], [4]]
+    assert not any(one.words.data_ptr() % 16 for one in told)
+    slate.wipe(2)
+    assert slate.words.unique().tolist() == [BLANK, 0, 1, 2, 3, 4]
+    slate.wipe(1)
+    assert slate.words.unique().tolist() == [BLANK]
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_lone_row_is_made_where_its_reader_looks_for_what_is_blank(rows: int) -> None:
+    words, made = torch.full((48,), BLANK, dtype=torch.int16), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(binding, "_start", lambda weight, args, x: made.append(args.y))
+        weight = Weight("gemv", 48, 16, torch.zeros(48, 16, dtype=torch.bfloat16))
+        told = Told(torch.zeros(2, dtype=torch.int32), 32, words)
+        y = binding.launch(weight, torch.zeros(1, rows, 16, dtype=torch.bfloat16), tells=told)
+    assert y.shape == (1, rows, 48)
+    assert made == [y.data_ptr()]
+    assert (y.data_ptr() == words.data_ptr()) == (rows == 1)
 
 
 def test_nothing_is_told_while_weights_may_still_be_written() -> None:
-    told = Told(torch.zeros(2, dtype=torch.int32), 32)
+    told = Told(torch.zeros(2, dtype=torch.int32), 32, torch.zeros(64, dtype=torch.int16))
     assert binding.told_arguments(told, "tells") == {}
     with binding.settled_weights():
         assert binding.told_arguments(told, "tells") == {"tells": told.number.data_ptr(), "tell_columns": 32}

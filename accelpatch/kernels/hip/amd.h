@@ -5,6 +5,7 @@ using GpuStream = hipStream_t;
 constexpr int WAVE = 64;
 constexpr int BLOCKS_RESIDENT = 1;
 constexpr bool SHARED_RING = false;
+constexpr bool LAUNCHES_OVERLAP = false;  // a kernel begins when the one before it has ended
 constexpr bool BLOCKS_MEET = false;  // blocks of a launch do not wait for each other
 constexpr int RESERVED_SHARED = 0;
 
@@ -66,6 +67,7 @@ DEVICE Words4 load_activation16(const void* source) { return *static_cast<const 
 DEVICE Words4 load_activation16(const void* source, bool there) { return there ? load_activation16(source) : Words4{0, 0, 0, 0}; }
 DEVICE uint32_t load_activation2(const void* source) { return *static_cast<const uint16_t*>(source); }
 DEVICE uint32_t load_activation4(const void* source) { return *static_cast<const uint32_t*>(source); }
+DEVICE void store_activation2(void* into, uint32_t v) { *static_cast<uint16_t*>(into) = static_cast<uint16_t>(v); }
 // BYTES past the caches; zeros, and nothing read, where not `there`. The address space is said outright, or a pointer
 // that loops back makes it a flat load.
 template <int BYTES, int AT = 0> DEVICE void stream_copy(void* into, const void* source, bool there) {
@@ -88,8 +90,8 @@ template <int> DEVICE void prefetch_l2(const void*) {}  // kernels do not overla
 // ---- order: no dependent launch, and one barrier for the workgroup, which arriving waits for too ----
 DEVICE void grid_release() {}
 DEVICE void grid_wait() {}
-DEVICE void tell(int32_t*, int) {}
-DEVICE void hear(const int32_t*, int) {}
+template <bool> DEVICE void tell(int32_t*, int) {}
+DEVICE void hear(const int32_t*, int, bool) {}
 DEVICE bool last_call(int32_t*, int) { return false; }
 DEVICE void linger() {}
 DEVICE void wave_sync() {}  // a lane reads no other's shared memory without a barrier

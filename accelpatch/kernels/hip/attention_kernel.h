@@ -161,20 +161,22 @@ DEVICE void forget(const AttentionArgs& a, int wave) {
 
 // What most launches ask for: one new token a row, heads that fill their columns, one tile of queries, none of what some models have.
 // Kernels for that alone, with a cached head for each head (ONE) or for several, are a quarter to a third smaller, and leave products
-// their room in the instruction cache.
-enum Kind { ANY, ONE, SEVERAL };
+// their room in the instruction cache. So do those of more rows than a LONE one, whose words may still be on their way.
+enum Kind { ANY, ONE, SEVERAL, LONE_ONE, LONE_SEVERAL };
+constexpr Kind lone(Kind kind) { return kind == ONE ? LONE_ONE : LONE_SEVERAL; }
 template <int WIDE> Kind kind_of(const AttentionArgs& a) {
     if (a.tokens > 1 || a.size != WIDE || a.window || a.softcap > 0.f || a.q_norm || a.k_norm || a.heads > a.kv_heads * QUERIES) return ANY;
     return a.heads == a.kv_heads ? ONE : SEVERAL;
 }
 template <Kind KIND, int WIDE> DEVICE AttentionArgs known(AttentionArgs a) {
     if (KIND != ANY) a.tokens = 1, a.size = WIDE, a.window = 0, a.softcap = 0.f, a.q_norm = a.k_norm = nullptr;
-    if (KIND == ONE) a.kv_heads = a.heads;
+    if (KIND == ONE || KIND == LONE_ONE) a.kv_heads = a.heads;
+    if (KIND == LONE_ONE || KIND == LONE_SEVERAL) a.rows = 1;
     return a;
 }
 template <Kind KIND> DEVICE AttentionPlan known(AttentionPlan plan) {
     if (KIND != ANY) plan.tiles = 1;
-    if (KIND == ONE) plan.group = plan.queries = 1;
+    if (KIND == ONE || KIND == LONE_ONE) plan.group = plan.queries = 1;
     return plan;
 }
 
@@ -199,7 +201,7 @@ __global__ void __launch_bounds__(THREADS, WIDE > 128 ? 1 : BLOCKS_RESIDENT) att
         return;
     }
     CacheStream<T, WIDE, RING> stream(a, plan, all, whole, shared);
-    HeadStager<T, WIDE> stager{a, plan, shared};
+    HeadStager<T, WIDE> stager{a, plan, shared, KIND != ONE && KIND != SEVERAL && a.hears && a.rows == 1};
     int turn = 0;
     bool left = false, several = false;  // whether something is left to add up; whether there was more than one segment
     for (bool begun = false;; begun = true) {
@@ -210,7 +212,7 @@ __global__ void __launch_bounds__(THREADS, WIDE > 128 ? 1 : BLOCKS_RESIDENT) att
         if (!a.hears) {
             grid_wait();
         } else if (!begun) {
-            if (threadIdx.x == 0) hear(a.hears, int(a.hear_columns));
+            if (threadIdx.x == 0) hear(a.hears, int(a.hear_columns), a.rows > 1);
             __syncthreads();
         }
         stager.stage(s, all, first, turns);

@@ -49,13 +49,25 @@ template <class T, int WIDE> struct HeadRow {
         const int half = int(a.turned) / 2;
         return d < half ? d + half : d < 2 * half ? d - half : d;
     }
-    DEVICE HeadRow(const AttentionArgs& a, const uint16_t* from, bool both) {
+    // late: words may be so.
+    DEVICE HeadRow(const AttentionArgs& a, const uint16_t* from, bool both, bool late) {
+        load(a, from, both);
+        if (LAUNCHES_OVERLAP && late)
+            for (int looks = 0; any_untold(); load(a, from, both)) look_again(looks);
+    }
+    DEVICE void load(const AttentionArgs& a, const uint16_t* from, bool both) {
 #pragma unroll
         for (int e = 0; e < EACH; ++e) {
             const int d = column(e);
             own[e] = d < int(a.size) ? load_activation2(from + d) : 0u;
             other[e] = both && d < int(a.size) ? load_activation2(from + partner(a, d)) : 0u;
         }
+    }
+    DEVICE bool any_untold() const {
+        bool any = false;
+#pragma unroll
+        for (int e = 0; e < EACH; ++e) any = any || own[e] == UNTOLD || other[e] == UNTOLD;
+        return any;
     }
     static DEVICE uint32_t normed(const AttentionArgs& a, uint32_t bits, float factor, const uint16_t* weight, int d) {
         const float w = T::up(d < int(a.size) ? weight[d] : 0u), value = T::up(bits) * factor;
@@ -93,6 +105,7 @@ template <class T, int WIDE> struct HeadStager {
     const AttentionArgs& a;
     const AttentionPlan& plan;
     char* shared;
+    const bool words;  // of q and k say themselves whether they have come
     int row = -1;
 
     DEVICE char* query(int q) const { return shared + plan.queries_at + q * STRIDE; }
@@ -131,7 +144,7 @@ template <class T, int WIDE> struct HeadStager {
     DEVICE void stage(const Segment& s, const Geometry& all, Task first, Angles turns) {
         const int tasks = queries(s) + (a.hears ? 1 : 2 * int(a.tokens));  // the value behind the last key comes later
         for (int i = threadIdx.x / WAVE; i < tasks;) {
-            HeadRow<T, WIDE> row(a, first.from, first.turned);
+            HeadRow<T, WIDE> row(a, first.from, first.turned, words);
             if (first.turned) row.turn(a, first.norm, turns);
             row.leave(first.into, WIDE);
             if (first.kept) row.leave(first.kept, int(a.size));  // by every block of the head alike
@@ -142,7 +155,7 @@ template <class T, int WIDE> struct HeadStager {
     // The value of the one new token, by one wave.
     DEVICE void stage_value(const Segment& s, const Geometry& all) const {
         const Task t = task(s, all, queries(s) + 1);
-        const HeadRow<T, WIDE> row(a, t.from, false);
+        const HeadRow<T, WIDE> row(a, t.from, false, false);
         row.leave(t.into, WIDE);
         if (t.kept) row.leave(t.kept, int(a.size));
     }

@@ -179,7 +179,7 @@ template <class F, class T, int DEPTH> __global__ void __launch_bounds__(THREADS
             pending = -1, urgent = false;
             if (tile >= plan.told || tile + WK * round_tiles < plan.told) return;  // or it adds up another one first
             wave_sync();
-            if (lane_id() == 0) tell(a.tells, (added + 1) * (a.activation == ACT_SILU_GATE ? 8 : 16));
+            if (lane_id() == 0) tell<true>(a.tells, (added + 1) * (a.activation == ACT_SILU_GATE ? 8 : 16));
         };
 #pragma unroll 1
         for (int first_round = 0;; first_round += plan.together) {

@@ -46,6 +46,10 @@ template <class T, int WIDE, int RING, Kind KIND = ANY> int start(const Attentio
     return error ? STATUS_DEVICE + error : STATUS_OK;
 }
 
+template <class T, int WIDE, int RING, Kind KIND> int start_of_rows(const AttentionArgs& a, const AttentionPlan& plan, const DeviceLimits& limits, GpuStream stream) {
+    return a.rows == 1 ? start<T, WIDE, RING, lone(KIND)>(a, plan, limits, stream) : start<T, WIDE, RING, KIND>(a, plan, limits, stream);
+}
+
 template <class T, int WIDE> int launch(const AttentionArgs& a, GpuStream stream) {
     const DeviceLimits limits = device_limits();
     const auto ring = [](int64_t depth) { return SHARED_RING ? depth * WAVES * (TILE * WIDE * 2) : 0; };
@@ -57,8 +61,8 @@ template <class T, int WIDE> int launch(const AttentionArgs& a, GpuStream stream
             if constexpr (ATTENTION_DEEP > ATTENTION_SHALLOW && WIDE <= 128) {
                 constexpr int OF_SEVERAL = WIDE > 64 ? ATTENTION_SHALLOW : ATTENTION_DEEP;  // what fits
                 const Kind kind = kind_of<WIDE>(a);
-                if (kind == ONE && deep) return start<T, WIDE, ATTENTION_DEEP, ONE>(a, plan, limits, stream);
-                if (kind == SEVERAL && deep == (OF_SEVERAL == ATTENTION_DEEP)) return start<T, WIDE, OF_SEVERAL, SEVERAL>(a, plan, limits, stream);
+                if (kind == ONE && deep) return start_of_rows<T, WIDE, ATTENTION_DEEP, ONE>(a, plan, limits, stream);
+                if (kind == SEVERAL && deep == (OF_SEVERAL == ATTENTION_DEEP)) return start_of_rows<T, WIDE, OF_SEVERAL, SEVERAL>(a, plan, limits, stream);
             }
             return deep ? start<T, WIDE, ATTENTION_DEEP>(a, plan, limits, stream) : start<T, WIDE, ATTENTION_SHALLOW>(a, plan, limits, stream);
         }

@@ -9,7 +9,7 @@ template <class F, class T, bool NARROW, bool CLUSTERED, bool COMMON> struct Dig
     using Base::a, Base::plan, Base::row;
     using Form::BLOCK, Form::BUMP, Form::SMALL, Form::ZERO, Form::PLAIN_LOW, Form::place, Form::of_blocks, Form::exponent, Form::digits_of, Form::line_chunk, Form::swap;
     using typename Form::Extremes;
-    static constexpr int AT_ONCE = NARROW ? 3 : 2;  // slots under way at once
+    static constexpr int AT_ONCE = 2;  // slots under way at once
     char* shared;
     Words4 first[2];  // the norm's weights of a thread's first slot: constant, and so loaded before the wait
 
@@ -55,6 +55,12 @@ protected:
 #pragma unroll
         for (int h = 0; h < 2; ++h) v[h] = load_chunk(c.row, c.at[h], int(a.k), Base::aligned());
     }
+    template <int COUNT> static DEVICE bool all_told(const Words4 (&v)[COUNT][2]) {
+        bool all = true;
+#pragma unroll
+        for (const auto& slot : v) all = all && !untold(slot[0]) && !untold(slot[1]);
+        return all;
+    }
     // A thread's own values of every token into their slots: as digits, or for a norm as they are, with its moments.
     template <bool NORM, class WAIT, class REST> DEVICE Extremes fetch(int from, int slots, int laps, int before, const WAIT& wait, const REST& rest) const {
         const int total = laps * int(a.m);
@@ -64,17 +70,22 @@ protected:
 #pragma unroll 1
         for (int i = 0; i < total; i += AT_ONCE) {
             Words4 v[AT_ONCE][2];
-            Chunks c[AT_ONCE];
+#pragma unroll 1
+            for (int looks = 0;; look_again(looks)) {
+                Chunks c[AT_ONCE];
 #pragma unroll
-            for (int j = 0; j < AT_ONCE; ++j) {
-                const int slot = lap * THREADS + threadIdx.x;
-                c[j] = chunks(token, from, slot, i + j < total && slot < slots);
-                if (++lap == laps) lap = 0, ++token;
+                for (int j = 0; j < AT_ONCE; ++j) {
+                    const int slot = lap * THREADS + threadIdx.x;
+                    c[j] = chunks(token, from, slot, i + j < total && slot < slots);
+                    if (++lap == laps) lap = 0, ++token;
+                }
+                if (i == 0 && looks == 0) wait();
+#pragma unroll
+                for (int j = 0; j < AT_ONCE; ++j) load(c[j], v[j]);
+                if (i == 0 && looks == 0) rest();
+                if (NORM || !NARROW || !Base::heard(from / F::KSTEP) || all_told(v)) break;
+                token = to_token, lap = to_lap;
             }
-            if (i == 0) wait();
-#pragma unroll
-            for (int j = 0; j < AT_ONCE; ++j) load(c[j], v[j]);
-            if (i == 0) rest();
             if constexpr (WHOLE_LINES)
 #pragma unroll
                 for (int j = 0; j < AT_ONCE; ++j) swap(v[j]);

@@ -19,7 +19,8 @@ struct GemvArgs {
     const void* residual;     // [M, columns of y] or null
     void* y;
     // Two numbers, zero before and after, or null: of y's first tell_columns those that are finished are counted in `tells`; the
-    // next kernel has it as `hears`, and does not wait for the rest before it begins with them. Both or neither. Not the same two numbers
+    // next kernel has it as `hears`, and does not wait for the rest before it begins with them. Both or neither; and of a lone token those
+    // columns are UNTOLD, all bits set, before the first begins. Not the same two numbers
     // again before another kernel has waited for that one's end.
     int32_t *tells, *hears;
     int64_t tell_columns, hear_columns;  // of y, whole tiles; of x

@@ -127,7 +127,7 @@ template <class F, class T> int launch_as_clusters(const GemvArgs& a, const Devi
     if (!depth) return STATUS_MEMORY;
     const auto kernel = depth == CLUSTER_DEEP<F> ? gemv_cluster_kernel<F, T, CLUSTER_DEEP<F>> : gemv_cluster_kernel<F, T, CLUSTER_DEPTH>;
     if (a.tells) plan.told = int32_t(a.tell_columns / tile_columns(a));
-    if (a.hears && !a.norm) plan.early = int32_t(a.hear_columns / (int64_t(plan.phase_steps) * CLUSTER * F::KSTEP));
+    if (a.hears && !a.norm && a.m > 1) plan.early = int32_t(a.hear_columns / (int64_t(plan.phase_steps) * CLUSTER * F::KSTEP));
     const int error = launch_clusters(kernel, CLUSTER, clusters * CLUSTER, THREADS, plan.bytes, stream, limits, a.dependent >= 0, a, plan);
     return error ? STATUS_DEVICE + error : STATUS_OK;
 }

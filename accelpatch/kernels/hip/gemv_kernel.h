@@ -39,7 +39,7 @@ template <class F, class T> struct Output {
         float v = first * scale[0] + T::up(bias[0]);
         if (a.activation == ACT_SILU_GATE) v = silu(v) * (second * scale[1] + T::up(bias[1]));
         else if (!COMMON && a.activation != ACT_NONE) v = activate(v, a.activation);
-        static_cast<uint16_t*>(a.y)[token * a.y_stride + column] = static_cast<uint16_t>(T::down(v + T::up(residual)));
+        store_activation2(static_cast<uint16_t*>(a.y) + token * a.y_stride + column, T::down(v + T::up(residual)));
     }
 };
 
@@ -76,7 +76,7 @@ DEVICE void wait_or_hear(const GemvArgs& a, const GemvPlan& plan) {
         grid_wait();
         if (a.hears && blockIdx.x == 0 && threadIdx.x == 0) a.hears[0] = 0;
     } else {
-        if (threadIdx.x == 0) hear(a.hears, int(a.hear_columns));
+        if (threadIdx.x == 0) hear(a.hears, int(a.hear_columns), a.m > 1);
         __syncthreads();
     }
 }
@@ -180,7 +180,11 @@ template <class F, class T, bool NARROW, int DEPTH> __global__ void __launch_bou
         if (tile < plan.told && tile_of(plan, round + 1, wn) >= plan.told) {
             if (NARROW || a.m <= NARROW_TOKENS) wave_sync();
             else group_sync(name, WK * WAVE);  // other waves have stored the tokens from the third on
-            if ((NARROW || wk == 0) && lane_id() == 0) tell(a.tells, (round + 1) * (a.activation == ACT_SILU_GATE ? 8 : 16));
+            if ((NARROW || wk == 0) && lane_id() == 0) {
+                const int columns = (round + 1) * (a.activation == ACT_SILU_GATE ? 8 : 16);
+                if (a.m == 1) tell<false>(a.tells, columns);
+                else tell<true>(a.tells, columns);
+            }
         }
         if (!NARROW && plan.partial_buffers == 1) group_sync(name, WK * WAVE);
     }

@@ -7,6 +7,7 @@ constexpr int WAVE = 32;
 constexpr int BLOCKS_RESIDENT = 2;   // of a kernel on a processor: this one and its successor
 constexpr bool SHARED_RING = true;    // or else one turn ahead, in registers
 constexpr bool BLOCKS_MEET = true;    // blocks of a launch that all find place at once may wait for each other
+constexpr bool LAUNCHES_OVERLAP = true;  // a kernel may begin before the one before it has ended
 constexpr int RESERVED_SHARED = 1024;  // bytes of a block that are the system's
 
 DEVICE int lane_id() { return threadIdx.x & 31; }
@@ -83,7 +84,7 @@ DEVICE uint32_t shared_address(const void* pointer) { return static_cast<uint32_
 // What another kernel may just have written: through L2, never a stale L1 line.
 DEVICE Words4 load_activation16(const void* source) {
     Words4 v;
-    asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(source) : "memory");
+    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(source) : "memory");
     return v;
 }
 // The same, or zeros, and nothing read, where not `there`: with no branch.
@@ -91,20 +92,22 @@ DEVICE Words4 load_activation16(const void* source, bool there) {
     Words4 v;
     asm volatile(
         "{\n\t.reg .pred p;\n\tsetp.ne.s32 p, %5, 0;\n\tmov.b32 %0, 0;\n\tmov.b32 %1, 0;\n\tmov.b32 %2, 0;\n\tmov.b32 %3, 0;\n\t"
-        "@p ld.global.cg.v4.u32 {%0,%1,%2,%3}, [%4];\n\t}"
+        "@p ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];\n\t}"
         : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w) : "l"(source), "r"(int(there)) : "memory");
     return v;
 }
 DEVICE uint32_t load_activation2(const void* source) {
     uint16_t v;
-    asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(v) : "l"(source) : "memory");
+    asm volatile("ld.relaxed.gpu.global.u16 %0, [%1];" : "=h"(v) : "l"(source) : "memory");
     return v;
 }
 DEVICE uint32_t load_activation4(const void* source) {
     uint32_t v;
-    asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(v) : "l"(source) : "memory");
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(source) : "memory");
     return v;
 }
+// What the next kernel may read before this one has ended, in no order with anything else.
+DEVICE void store_activation2(void* into, uint32_t v) { asm volatile("st.relaxed.gpu.global.u16 [%0], %1;" ::"l"(into), "h"(static_cast<uint16_t>(v)) : "memory"); }
 // BYTES into the ring, asynchronously; zeros, and nothing read, where not `there`. AT: from both addresses on.
 template <int BYTES, int AT = 0> DEVICE void stream_copy(void* into, const void* source, bool there) {
     static_assert(AT == 0 || BYTES == 16, "whole pieces alone lie behind each other");
@@ -142,17 +145,21 @@ DEVICE void grid_wait() {  // for the kernel before to end
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
-// Adds to a number that another kernel hears of: after all that the block wrote before a barrier.
-DEVICE void tell(int32_t* number, int by) { asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(number), "r"(by) : "memory"); }
+// Adds to a number that another kernel hears of: after all that the block wrote before a barrier, or in no ORDER with that, which is
+// faster: then who reads a word that is still UNTOLD reads it again.
+template <bool ORDER> DEVICE void tell(int32_t* number, int by) {
+    if constexpr (ORDER) asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(number), "r"(by) : "memory");
+    else asm volatile("red.relaxed.gpu.global.add.s32 [%0], %1;" ::"l"(number), "r"(by) : "memory");
+}
 // One thread waits until a number of the kernel before has come so far; behind a barrier all threads may read what it told of.
 // After some hundred microseconds it waits for that kernel's end instead, should it not tell at all.
-DEVICE void hear(const int32_t* number, int enough) {
+DEVICE void hear(const int32_t* number, int enough, bool order) {
 #pragma unroll 1
     for (int patience = 0; patience < 2048; ++patience) {
         int now;
         asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(number) : "memory");  // acquiring each time would empty L1 each time
         if (now >= enough) {
-            asm volatile("fence.acq_rel.gpu;" ::: "memory");
+            if (order) asm volatile("fence.acq_rel.gpu;" ::: "memory");
             return;
         }
         __nanosleep(64);

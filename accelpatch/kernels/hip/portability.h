@@ -35,6 +35,11 @@ template <class V> DEVICE V run_sum(V value, int width) {
 }
 
 // ---- 16-bit floats, as their bits ----
+constexpr uint32_t UNTOLD = 0xffff;  // of a word that is yet to come: no conversion gives it, NaN is another one
+DEVICE bool untold(const Words4& v) {  // any of eight
+    const uint32_t most = pair_max(pair_max(v.x, v.y), pair_max(v.z, v.w));
+    return most >= UNTOLD << 16 || (most & 0xffffu) == UNTOLD;
+}
 struct Bf16 {
     static constexpr bool BF16 = true;
     static DEVICE float up(uint32_t bits) { return bits_to_float(bits << 16); }

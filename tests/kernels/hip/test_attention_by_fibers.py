@@ -64,18 +64,25 @@ def library(vendor: str, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDL
     return held
 
 
-def _op(library: ctypes.CDLL) -> Callable[..., Tensor]:
+def _op(library: ctypes.CDLL, late: float = 0.0) -> Callable[..., Tensor]:
+    """late: the share of what is told of that is not there when it is first read."""
+
     def decode_attention_(*args: Tensor | AttentionShape) -> Tensor:
         qkv, positions, slot, mask, keys, values, shape = args
         y = torch.full((*qkv.shape[:-1], shape.heads * shape.size), float("nan"), dtype=qkv.dtype)
         columns = (shape.heads + shape.kv_heads) * shape.size
-        told = Told(torch.tensor([columns, 0], dtype=torch.int32), columns)
+        told = Told(torch.tensor([columns, 0], dtype=torch.int32), columns, qkv)
+        if late:
+            full, qkv = qkv, qkv.clone()
+            qkv.view(torch.int16)[..., torch.randperm(columns)[: int(late * columns)]] = binding.BLANK
+            library.owe(ctypes.c_void_p(qkv.data_ptr()), ctypes.c_void_p(full.data_ptr()), ctypes.c_int64(qkv.nbytes))
         with binding.settled_weights():
             given = attention.arguments(qkv, y, positions, slot, mask, keys, values, shape, None, told)
         status = library.accelpatch_decode_attention(
             ctypes.byref(given), binding.DTYPES.index(qkv.dtype), ctypes.c_void_p()
         )
         assert status == 0
+        assert not library.still_owed()
         assert not any(one.any() for one in shape.memory.held)
         counted = library.overlaps and positions.numel() <= 8  # of more tokens nothing is told
         assert told.number.tolist() == [0 if counted else columns, 0]
@@ -130,6 +137,15 @@ def test_what_blocks_hand_each_other_may_be_late(case: Step, vendor: str, librar
         found = _op(library)(*args, shape)
         library.set_delay(0, 0)
         assert torch.equal(bits(found), due), trial
+
+
+@pytest.mark.parametrize("name", ["four-queries", "ten-spans", "narrow-spans"])
+def test_what_is_told_of_may_come_later_than_its_count(name: str, vendor: str, library: ctypes.CDLL) -> None:
+    if not library.overlaps:
+        pytest.skip("nothing is told")
+    args, shape = made(LONG[name], torch.bfloat16, DEVICE)
+    library.set_fibers(5, 0, 0)
+    assert torch.equal(bits(_op(library, late=0.1)(*args, shape)), bits(_op(library)(*args, shape)))
 
 
 def test_random_steps(vendor: str, library: ctypes.CDLL) -> None:

@@ -84,6 +84,22 @@ def test_a_product_tells_the_next_of_its_columns(name: str, form: str, made: Cal
     assert check_kernels.check_told(made(form), name, torch.bfloat16, "cpu", overlaps=form != "gfx942") == []
 
 
+@pytest.mark.parametrize("name", ["plain", "fp8", "int8", "int4_g128_minimum"])
+def test_what_is_told_of_may_come_later_than_its_count(name: str, made: Callable[[str], Fibers]) -> None:
+    """Some words are not there when they are first read."""
+    library, columns = made("nvidia"), 4096 + 528
+    weight = pack(torch.randn(80, columns) / columns**0.5, name, dtype=torch.bfloat16)
+    x, want, y = torch.randn(1, columns).bfloat16(), *torch.empty(2, 1, 80, dtype=torch.bfloat16)
+    library.call(weight, x, want)
+    late, told = x.clone(), torch.tensor([4096, 0], dtype=torch.int32)
+    late.view(torch.int16)[:, torch.randperm(4096)[:40]] = binding.BLANK
+    address = (ctypes.c_void_p(one.data_ptr()) for one in (late, x))
+    library.held.owe(*address, ctypes.c_int64(late.nbytes))
+    library.call(weight, late, y, hears=told.data_ptr(), hear_columns=4096)
+    assert library.held.still_owed() == 0
+    assert torch.equal(y, want)
+
+
 @pytest.mark.parametrize("tokens", [3, 8])
 def test_what_waves_of_a_cluster_send_each_other_may_be_late(tokens: int, made: Callable[[str], Fibers]) -> None:
     """Waves that are rounds apart from each other never send to a box that is still to be read."""

@@ -3,6 +3,7 @@
 constexpr int WAVE = 64;
 constexpr int BLOCKS_RESIDENT = 1;
 constexpr bool SHARED_RING = false;
+constexpr bool LAUNCHES_OVERLAP = false;
 constexpr bool BLOCKS_MEET = false;
 constexpr int RESERVED_SHARED = 0;
 #include "fibers.h"

@@ -3,6 +3,7 @@
 constexpr int WAVE = 32;
 constexpr int BLOCKS_RESIDENT = 2;
 constexpr bool SHARED_RING = true;
+constexpr bool LAUNCHES_OVERLAP = true;
 constexpr bool BLOCKS_MEET = true;
 constexpr int RESERVED_SHARED = 1024;
 #include "fibers.h"
