@@ -31,7 +31,7 @@ def evaluate(
     from . import prompt as prompts
 
     loaded, where = options.open_model(model, dtype, device)
-    ids = prompts.encode(prompts.tokenizer_of(loaded), words, chat=False)[:, :max_tokens]
+    ids = prompts.encode(prompts.tokenizer_of(loaded), words, chat=False, option="--text")[:, :max_tokens]
     with console.progress_bars() as progress:
         found = api.evaluate(loaded.model, recipe, ids.to(where), progress=progress)
     if json:

@@ -22,8 +22,11 @@ def tokenizer_of(loaded: Any) -> Any:
     return loaded.tokenizer
 
 
-def encode(tokenizer: Any, prompt: str, *, chat: bool) -> Tensor:
-    """Token ids [1, L] of ``prompt``, in the model's chat template where ``chat``; an error where L would be 0."""
+def encode(tokenizer: Any, prompt: str, *, chat: bool, option: str = "--prompt") -> Tensor:
+    """Token ids [1, L] of ``prompt``, in the model's chat template where ``chat``; an error where L would be 0.
+
+    option: which one to name then.
+    """
     if chat and not getattr(tokenizer, "chat_template", None):
         raise LoadError("the model's tokenizer has no chat template; run without --chat")
     if chat:
@@ -35,7 +38,7 @@ def encode(tokenizer: Any, prompt: str, *, chat: bool) -> Tensor:
         encoded = tokenizer(prompt, return_tensors="pt")
     ids: Tensor = encoded["input_ids"]
     if ids.numel() == 0:
-        raise AccelpatchError("the prompt has no tokens; give a text with --prompt")
+        raise AccelpatchError(f"the text has no tokens; give another one with {option}")
     return ids.long()
 
 

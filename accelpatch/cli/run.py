@@ -54,7 +54,7 @@ def run(
     chat: Annotated[bool, typer.Option("--chat", help="Put the prompt in the model's chat template.")] = False,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the answer, at most.")] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy; above it, tokens are sampled.")] = 0.0,
-    seed: Annotated[int, typer.Option(min=0, help="Of the sampling.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**64 - 1, help="Of the sampling.")] = 0,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
     compare: Annotated[bool, typer.Option("--compare", help="Answer with the original model first.")] = False,
@@ -65,6 +65,8 @@ def run(
     text = sys.stdin.read() if prompt == "-" else prompt
     if not text.strip():
         raise typer.BadParameter("the prompt is empty", param_hint="--prompt")
+    if any("\ud800" <= letter <= "\udfff" for letter in text):  # what bytes that are no text become
+        raise typer.BadParameter("the prompt is not UTF-8 text", param_hint="--prompt")
     options.prepare(recipe, plugin)
     from accelpatch import api
 

@@ -117,9 +117,12 @@ def export(name: str, device: Device, folder: Path) -> Path:
     """Build the library `name` into its place in `folder`, for machines that name `folder` in ACCELPATCH_KERNELS."""
     made = target(name, device)
     finished, into = built(name, made), place(folder, name, made)
-    into.mkdir(parents=True, exist_ok=True)
-    for file in (LIBRARY, MANIFEST):
-        shutil.copyfile(finished / file, into / file)
+    try:
+        into.mkdir(parents=True, exist_ok=True)
+        for file in (LIBRARY, MANIFEST):
+            shutil.copyfile(finished / file, into / file)
+    except OSError as error:
+        raise KernelError(f"{into} cannot be written ({error.strerror}); choose another folder") from None
     return into
 
 

@@ -131,9 +131,9 @@ def _late(run: _Run, choice: Choice, config: Any, logits: Tensor, streamer: Any,
             graph.replay()
             reports.send()
         made.append(report[:-1])
+        run.used(len(made) - 1)  # should the streamer break off
         if streamer is not None:
             streamer.put(report[:-1])
-    run.used(len(made) - 1)
     if streamer is not None:
         streamer.end()
     return torch.stack(made, dim=1)
@@ -160,8 +160,8 @@ class _Run:
             move_back(self.step.cache, self._cache, self._length)
         paths, lookup = self.runtime.paths, self.lookup
         steps = self._length - self._first
-        if lookup is not None and steps:  # none after an exception
-            steps -= lookup.right
+        if lookup is not None and steps:
+            steps = max(steps - lookup.right, 0)  # guesses that were right and never handed out, after an exception
             paths[STEPS] += lookup.steps
             paths[RIGHT] += lookup.right
         paths[CAPTURED] += steps

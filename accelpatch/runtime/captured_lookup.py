@@ -150,7 +150,6 @@ class Late:
                     break
                 self._lookup.run.advance()
                 self._choose()
-        self._lookup.run.used(len(self._made) - 1)
         if self._streamer is not None:
             self._streamer.end()
         return torch.stack(self._made, dim=1)
@@ -163,6 +162,7 @@ class Late:
         """Hand out one token [1]; whether another one is wanted."""
         self._made.append(token)
         self._lookup.learn(int(token))
+        self._lookup.run.used(len(self._made) - 1)  # should the streamer break off
         if self._streamer is not None:
             self._streamer.put(token)
         return goes_on and len(self._made) < self._most

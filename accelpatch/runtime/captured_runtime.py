@@ -21,7 +21,7 @@ from accelpatch.runtime.captured_guesses import verification
 from accelpatch.runtime.captured_step import CapturedStep, graph_maker
 from accelpatch.runtime.fused_layer import FUSED, FusedModel, read
 from accelpatch.runtime.fused_weights import Unfit
-from accelpatch.runtime.native_step import Watch
+from accelpatch.runtime.native_step import Watch, recounted
 
 CAPTURED = "captured step"
 MODULES = "modules in the captured step: "  # and the reason
@@ -55,7 +55,7 @@ class CapturedRuntime:
         self.close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CapturedRuntime:
-        return CapturedRuntime(*self._settings)
+        return recounted(CapturedRuntime(*self._settings), self.paths, memo)
 
     def close(self) -> None:
         """Free every graph and cache."""

@@ -52,9 +52,11 @@ class Choice:
         self._holding: list[Any] = []
         self._length, self._do_sample = length, do_sample
         self.ends: Tensor | None = None
+        left = list(CRITERIA)
         for criterion in criteria:
-            if type(criterion) not in CRITERIA or (self.ends is not None and hasattr(criterion, "eos_token_id")):
+            if type(criterion) not in left:  # one of each: of two lengths the program would know but the first
                 raise Unknown(type(criterion).__name__)
+            left.remove(type(criterion))
             self.ends = getattr(criterion, "eos_token_id", self.ends)
         for processor in processors:
             if type(processor) in HOLDING and not self._warpers:

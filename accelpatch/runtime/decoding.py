@@ -17,8 +17,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from accelpatch.runtime.native_step import NativeRuntime, Run, unknown
 
-# Arguments of generate()'s model calls that the loop understands besides those of a step. The tokenizer is that of stop
-# strings: a criterion has it already.
+# Arguments of generate()'s model calls that the loop understands besides those of a step.
 UNDERSTOOD = frozenset(
     {"attention_mask", "past_key_values", "position_ids", "use_cache", "logits_to_keep", "tokenizer"}
 )

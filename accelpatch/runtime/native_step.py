@@ -7,6 +7,7 @@ counts both.
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping
@@ -29,12 +30,19 @@ from accelpatch.runtime.native_weights import NativeModel, Unfit, packed_modules
 from accelpatch.runtime.torch_threads import all_threads
 
 NATIVE = "native step"
-# Arguments of a step whose value does not change what it computes, or that step() reads.
+# Arguments of a step whose value does not change what it computes, or that step() reads. The tokenizer is that of stop
+# strings: generate() hands it on, and a criterion has it already.
 UNDERSTOOD = frozenset(
-    {"input_ids", "past_key_values", "attention_mask", "position_ids", "use_cache", "return_dict", "logits_to_keep"}
-)
+    {
+        "input_ids", "past_key_values", "attention_mask", "position_ids", "use_cache", "return_dict", "logits_to_keep",
+        "tokenizer",
+    }
+)  # fmt: skip
 _version = attrgetter("_version")
 OWN = "of_accelpatch"  # marks hooks of this package, which change nothing that a step computes
+# Where transformers has the hooks that it leaves behind in every layer once hidden states or attentions were asked for.
+# They do nothing but in calls that ask for them, and those run the modules anyway.
+CAPTURING = "transformers.utils.output_capturing"
 _GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
 
 
@@ -77,13 +85,13 @@ class Watch:
     def objection(self) -> str | None:
         """Why the modules must run this step, or None."""
         everywhere = chain.from_iterable(getattr(torch_module, name).values() for name in _GLOBAL_HOOKS)
-        if any(self._outer) or not all(hasattr(hook, OWN) for hook in everywhere):
+        if hooked(self._outer) or not all(map(_idle, everywhere)):
             return "a hook outside of the layers"
         return None
 
     def watched(self) -> list[int]:
         """The numbers of the layers that have a hook, on themselves or inside."""
-        return [place for place, tables in enumerate(self._layers) if any(tables)] if any(self._hooks) else []
+        return [place for place, tables in enumerate(self._layers) if hooked(tables)] if any(self._hooks) else []
 
     def stale(self) -> bool:
         """Whether the model is no longer what the step was made of."""
@@ -104,9 +112,18 @@ def written_by_forward(modules: Iterable[nn.Module]) -> set[int]:
     return {id(buffer) for module in longrope for name, buffer in module._buffers.items() if name == "inv_freq"}
 
 
-def hook_tables(modules: Iterable[nn.Module]) -> list[Any]:
+def hook_tables(modules: Iterable[nn.Module]) -> list[dict[int, Any]]:
     """Where the hooks of modules are kept."""
     return [table for module in modules for table in (module._forward_hooks, module._forward_pre_hooks)]
+
+
+def hooked(tables: Iterable[dict[int, Any]]) -> bool:
+    """Whether there is a hook that does something in a step."""
+    return not all(map(_idle, chain.from_iterable(map(dict.values, filter(None, tables)))))
+
+
+def _idle(hook: Any) -> bool:
+    return hasattr(hook, OWN) or getattr(hook, "__module__", None) == CAPTURING
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,6 +135,13 @@ class Reading:
     watch: Watch
 
 
+def recounted(made: Any, paths: Counter[str], memo: dict[int, Any]) -> Any:
+    """The copy `made` of a runtime, which counts from zero in the copy of `paths` that the report's copy shows."""
+    made.paths = copy.deepcopy(paths, memo)
+    made.paths.clear()
+    return made
+
+
 class NativeRuntime:
     """The native steps of one patched model. A copy of the model starts with none and makes its own."""
 
@@ -127,7 +151,7 @@ class NativeRuntime:
         self._lock = threading.Lock()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NativeRuntime:
-        return NativeRuntime()
+        return recounted(NativeRuntime(), self.paths, memo)
 
     def __reduce__(self) -> tuple[type[NativeRuntime], tuple[()]]:
         return NativeRuntime, ()

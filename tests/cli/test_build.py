@@ -38,6 +38,13 @@ def test_an_arch_that_nobody_knows(cli: Cli) -> None:
     assert "no kernels for the arch 'gfx1'" in result.stderr
 
 
+def test_a_folder_that_cannot_be_made(cli: Cli) -> None:
+    result = cli("build", "--out", "/proc/libraries")
+    assert result.exit_code == 1
+    assert "cannot be written" in result.stderr
+    assert "choose another folder" in result.stderr
+
+
 @needs_nvcc
 @pytest.mark.slow
 def test_another_machine_with_a_report(cli: Cli, tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def test_table(cli: Cli, model: str, text: str) -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        pytest.param(b"", "no tokens", id="empty"),
+        pytest.param(b"", "no tokens; give another one with --text", id="empty"),
         pytest.param(b"a", "at least 2", id="one token"),
         pytest.param(b"caf\xe9 au lait", "not UTF-8 text", id="latin-1"),
     ],

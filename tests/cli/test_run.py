@@ -104,6 +104,19 @@ def test_clear_errors(cli: Cli, request: pytest.FixtureRequest, which: str, argu
     assert result.stdout == ""
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--prompt", "caf\udce9"], "not UTF-8 text"),
+        (["--temperature", "1", "--seed", str(2**64)], "18446744073709551615"),
+    ],
+)
+def test_options_that_cannot_be(cli: Cli, model: str, arguments: list[str], words: str) -> None:
+    result = cli("run", model, *arguments)
+    assert result.exit_code == 2
+    assert words in result.stderr
+
+
 def test_context_can_be_filled_to_the_end(cli: Cli, model: str) -> None:
     prompt = "x" * (CONTEXT - 3)
     assert cli("run", model, "--recipe", "exact", "--prompt", prompt, "--max-new-tokens", "3").exit_code == 0

@@ -9,9 +9,11 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 import accelpatch
+from accelpatch.recipe import parse
 from accelpatch.runtime import captured_decoding
 from tests.families.tiny import CAUSAL
 from tests.runtime.guessing import as_on_a_gpu, generate, row, stock
+from tests.runtime.streaming import Calling
 
 PLAIN = {"return_dict_in_generate": False}
 
@@ -44,6 +46,24 @@ def test_a_cache_that_came_back_and_is_passed_again(model: Any) -> None:
         more = torch.cat([first.sequences, torch.tensor([[4]])], dim=1)
         generate(runner, more, past_key_values=caches[-1], **PLAIN)
     assert_equal(*caches)
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("guesses", ["off", "prompt_lookup"])
+@pytest.mark.parametrize("way", [{}, {"repetition_penalty": 1.3}], ids=["by-the-device", "by-the-host"])
+def test_a_cache_that_is_passed_when_a_streamer_breaks_off(way: dict[str, Any], guesses: str, model: Any) -> None:
+    recipe = parse(f"extends: exact\nruntime: {{speculate: {guesses}}}")
+    mine = accelpatch.patch(CAUSAL["llama"].make(), recipe, verify=False)
+    caches = [DynamicCache(config=model.config) for _ in range(2)]
+    for runner, cache in zip((mine, stock(model)), caches, strict=True):
+        with pytest.raises(KeyboardInterrupt):
+            generate(runner, row(), past_key_values=cache, streamer=Calling(interrupt), **way, **PLAIN)
+    assert_equal(*caches)  # two new tokens were handed out, and one of them cached
+    assert caches[0].get_seq_length() == row().shape[1] + 1
+    assert not any(count < 0 for count in mine.accelpatch.report().paths.values())
 
 
 @pytest.mark.parametrize(

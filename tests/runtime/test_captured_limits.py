@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import StaticCache
+from transformers import MaxLengthCriteria, StaticCache, StoppingCriteriaList
 
 import accelpatch
 from accelpatch.recipe import parse
@@ -78,6 +78,24 @@ def test_hooks_are_served_and_capture_returns_after_them() -> None:
         assert paths(model)[f"stock loop: a hook on {reason}"] == 1
     model.generate(**full_batch(), **GREEDY)
     assert paths(model)[CAPTURED] == 3 * 23
+
+
+def test_what_transformers_leaves_after_a_call_for_hidden_states_is_no_hook_of_the_users() -> None:
+    model = patched()
+    due = model.generate(**full_batch(), **GREEDY)
+    seen = model.generate(**full_batch(), **GREEDY, output_hidden_states=True, return_dict_in_generate=True)
+    assert len(seen.hidden_states) == 24
+    assert torch.equal(model.generate(**full_batch(), **GREEDY), due)
+    assert paths(model) == {CAPTURED: 2 * 23, "stock loop: the argument output_hidden_states": 1}
+
+
+def test_of_two_lengths_the_shorter_one_ends() -> None:
+    model = patched()
+    length = full_batch()["input_ids"].shape[1]
+    criteria = StoppingCriteriaList([MaxLengthCriteria(length + 9), MaxLengthCriteria(length + 3)])
+    mine, its = both(model, full_batch(), **GREEDY, stopping_criteria=criteria)
+    assert torch.equal(mine, its)
+    assert mine.shape[1] == length + 3
 
 
 def test_a_changed_model_is_captured_anew() -> None:

@@ -60,6 +60,13 @@ def test_rows_that_end_at_different_lengths() -> None:
     assert bool((mine[0, length + 3 :] == 1).all())
 
 
+def test_a_tokenizer_for_stop_strings_does_not_keep_steps_from_being_native() -> None:
+    # generate() hands the tokenizer on to every call of the model
+    model, mine, its = both(lambda: GREEDY | {"tokenizer": object()}, full_batch())
+    assert torch.equal(mine, its)
+    assert native_steps(model) == 23
+
+
 def test_a_streamer_gets_the_prompt_and_each_token() -> None:
     batch = {key: value[:1] for key, value in full_batch().items()}
     streamer = Calling()

@@ -164,6 +164,21 @@ def test_hidden_states_of_each_step() -> None:
     made = model.generate(**full_batch(), **options)
     assert [len(step) for step in made.hidden_states] == [len(model.model.layers) + 1] * 4
     assert native_steps(model) == 0
+    again = model.generate(**full_batch(), max_new_tokens=4, do_sample=False)  # transformers' hooks stay, and are idle
+    assert torch.equal(again, made.sequences)
+    assert native_steps(model) == 3
+    after = model.generate(**full_batch(), **options).hidden_states
+    assert torch.equal(after[3][-1], made.hidden_states[3][-1])
+    assert native_steps(model) == 3
+
+
+def test_the_report_of_a_copy_counts_what_the_copy_runs() -> None:
+    model = patched("llama")
+    model.generate(**full_batch(), max_new_tokens=4, do_sample=False)
+    twin = copy.deepcopy(model)
+    assert not twin.accelpatch.report().paths
+    twin.generate(**full_batch(), max_new_tokens=3, do_sample=False)
+    assert (native_steps(model), native_steps(twin)) == (3, 2)
 
 
 def test_a_changed_weight_child_or_dtype_is_seen() -> None:
