@@ -186,9 +186,7 @@ def launch(
     """
     n, k = weight.n // 2 if activation == "silu_gate" else weight.n, weight.k
     rows = _rows(x, k)
-    y = x.new_empty((*x.shape[:-1], n))
-    if tells is not None and len(rows) == 1:
-        y = tells.words.view(x.dtype).view_as(y)
+    y = _made(x, n, tells)
     if y.numel() == 0:
         return y
     beside = None if residual is None else _rows(residual.to(x.dtype), n)
@@ -205,6 +203,12 @@ def launch(
     )  # fmt: skip
     _start(weight, args, x)
     return y
+
+
+def _made(x: Tensor, n: int, tells: Told | None) -> Tensor:
+    """Room for y[..., n]: a lone row's where its words are looked for."""
+    y = x.new_empty((*x.shape[:-1], n))
+    return y if tells is None or y.numel() != n else tells.words.view(y.dtype).view_as(y)
 
 
 def _start(weight: Weight, args: GemvArgs, x: Tensor) -> None:
