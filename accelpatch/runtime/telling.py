@@ -43,25 +43,26 @@ def telling(layers: Sequence[Any], dtype: torch.dtype) -> tuple[tuple[Any, ...],
         for one in layers
     ]
     made = [
-        (one.qkv.n if first else 0, one.down.k if second else 0)
+        [one.qkv.n if first else 0, one.down.k if second else 0]
         for one, (first, second) in zip(layers, heard, strict=True)
     ]
-    device = layers[0].down.raw.device
-    slate = Slate(len(layers), max(map(sum, made)), device)
+    slate = Slate(len(layers), max(map(sum, made)), layers[0].down.raw.device)
+    words = [row[: sum(widths)].split(widths) for row, widths in zip(slate.words, made, strict=True)]
+    return tuple(map(_telling, layers, heard, words)), slate
 
-    def told(columns: int, words: Tensor) -> Told:
-        return Told(torch.zeros(2, dtype=torch.int32, device=device), columns, words)
 
-    every = list(layers)
-    for place, (one, columns, widths, words) in enumerate(zip(layers, heard, made, slate.words, strict=True)):
-        of_qkv, of_both, _ = words.split((*widths, len(words) - sum(widths)))
-        if columns[0]:
-            every[place] = replace(every[place], qkv=replace(one.qkv, tells=told(columns[0], of_qkv)))
-        if columns[1]:
-            of_gate = told(columns[1], of_both)
-            both = {"gate_up": replace(one.gate_up, tells=of_gate), "down": replace(one.down, hears=of_gate)}
-            every[place] = replace(every[place], **both)
-    return tuple(every), slate
+def _telling(layer: Any, columns: tuple[int, int], words: Sequence[Tensor]) -> Any:
+    """One layer; columns, words: of what attention and `down` hear of."""
+    first, second = map(_told, columns, words)
+    if first:
+        layer = replace(layer, qkv=replace(layer.qkv, tells=first))
+    if second:
+        layer = replace(layer, gate_up=replace(layer.gate_up, tells=second), down=replace(layer.down, hears=second))
+    return layer
+
+
+def _told(columns: int, words: Tensor) -> Told | None:
+    return Told(torch.zeros(2, dtype=torch.int32, device=words.device), columns, words) if columns else None
 
 
 def heard_by_attention(qkv: Product | Adapted, shape: AttentionShape, dtype: torch.dtype) -> int:

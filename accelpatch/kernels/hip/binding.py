@@ -207,8 +207,10 @@ def launch(
 
 def _made(x: Tensor, n: int, tells: Told | None) -> Tensor:
     """Room for y[..., n]: a lone row's where its words are looked for."""
-    y = x.new_empty((*x.shape[:-1], n))
-    return y if tells is None or y.numel() != n else tells.words.view(y.dtype).view_as(y)
+    shape = (*x.shape[:-1], n)
+    if tells is None or x.shape[:-1].numel() != 1:
+        return x.new_empty(shape)
+    return tells.words.view(x.dtype).view(shape)
 
 
 def _start(weight: Weight, args: GemvArgs, x: Tensor) -> None:
