@@ -87,7 +87,8 @@ class Chain:
         norm = {"norm": "rms", "norm_weight": self.gain} if fused else {}
 
         def step() -> None:
-            slates.fill_(BLANK)
+            if m == 1:
+                slates.fill_(BLANK)
             for number, middle, (wqkv, wo, wgate, wdown) in zip(
                 told, slates.view(torch.bfloat16), self.weights, strict=True
             ):

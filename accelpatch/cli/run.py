@@ -62,11 +62,7 @@ def run(
     json: JsonOption = False,
 ) -> None:
     """Load MODEL, patch it with a recipe, and answer a prompt."""
-    text = sys.stdin.read() if prompt == "-" else prompt
-    if not text.strip():
-        raise typer.BadParameter("the prompt is empty", param_hint="--prompt")
-    if any("\ud800" <= letter <= "\udfff" for letter in text):  # what bytes that are no text become
-        raise typer.BadParameter("the prompt is not UTF-8 text", param_hint="--prompt")
+    text = _text(prompt)
     options.prepare(recipe, plugin)
     from accelpatch import api
 
@@ -86,6 +82,17 @@ def run(
         console.print_json(_document(model, text, report, before, after))
     else:
         console.print_facts(_facts(model, report, before, after))
+
+
+def _text(prompt: str) -> str:
+    try:
+        text = sys.stdin.read() if prompt == "-" else prompt
+        text.encode()  # bytes of an argument that are no text become surrogates
+    except UnicodeError:
+        raise typer.BadParameter("the prompt is not UTF-8 text", param_hint="--prompt") from None
+    if not text.strip():
+        raise typer.BadParameter("the prompt is empty", param_hint="--prompt")
+    return text
 
 
 def _answer(loaded: Any, ids: Tensor, sampling: Sampling, *, heading: str | None, json: bool) -> Answer:

@@ -21,7 +21,7 @@ from accelpatch.runtime.captured_guesses import verification
 from accelpatch.runtime.captured_step import CapturedStep, graph_maker
 from accelpatch.runtime.fused_layer import FUSED, FusedModel, read
 from accelpatch.runtime.fused_weights import Unfit
-from accelpatch.runtime.native_step import Watch, recounted
+from accelpatch.runtime.native_step import CAPTURES, Watch, recounted
 
 CAPTURED = "captured step"
 MODULES = "modules in the captured step: "  # and the reason
@@ -288,7 +288,7 @@ def _flags(model: nn.Module) -> list[Any]:
     for module in model.modules():
         if is_adapter(module):  # adapters.state_of
             continue
-        values += [value for value in vars(module).values() if type(value) in SCALARS]
+        values += [value for name, value in vars(module).items() if type(value) in SCALARS and name != CAPTURES]
     return values
 
 

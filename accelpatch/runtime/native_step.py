@@ -43,6 +43,7 @@ OWN = "of_accelpatch"  # marks hooks of this package, which change nothing that 
 # Where transformers has the hooks that it leaves behind in every layer once hidden states or attentions were asked for.
 # They do nothing but in calls that ask for them, and those run the modules anyway.
 CAPTURING = "transformers.utils.output_capturing"
+CAPTURES = "_output_capturing_hooks_installed"  # its own mark of a model that has them
 _GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
 
 

@@ -64,6 +64,12 @@ def test_prompt_from_stdin(cli: Cli, model: str) -> None:
     assert read["answer"] == given["answer"]
 
 
+def test_bytes_from_stdin_that_are_no_text(cli: Cli, model: str) -> None:
+    result = cli("run", model, "--prompt", "-", input=b"caf\xe9")
+    assert result.exit_code == 2
+    assert "not UTF-8 text" in result.stderr
+
+
 def test_sampling_follows_its_seed(cli: Cli, model: str) -> None:
     def answer(*arguments: str) -> str:
         document = json.loads(cli("run", model, "--json", *SHORT, *arguments).stdout)

@@ -85,7 +85,9 @@ def test_what_transformers_leaves_after_a_call_for_hidden_states_is_no_hook_of_t
     due = model.generate(**full_batch(), **GREEDY)
     seen = model.generate(**full_batch(), **GREEDY, output_hidden_states=True, return_dict_in_generate=True)
     assert len(seen.hidden_states) == 24
+    steps = list(vars(model)[RUNTIME]._steps.values())
     assert torch.equal(model.generate(**full_batch(), **GREEDY), due)
+    assert list(vars(model)[RUNTIME]._steps.values()) == steps  # nothing was captured anew
     assert paths(model) == {CAPTURED: 2 * 23, "stock loop: the argument output_hidden_states": 1}
 
 

@@ -43,6 +43,8 @@ def hearing(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFa
 
     def product(weight: Any, args: binding.GemvArgs, x: Tensor) -> None:
         names.extend(["product"] if args.hears else [])
+        if args.tells and args.m == 1:
+            assert set((ctypes.c_int16 * (args.tell_columns)).from_address(args.y)) == {binding.BLANK}
         binding.check(binding.declared(library, "accelpatch_gemv")(ctypes.byref(args), 0, None), weight.function)
 
     def attend(qkv: Tensor, *rest: Any) -> None:

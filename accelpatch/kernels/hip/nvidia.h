@@ -106,7 +106,8 @@ DEVICE uint32_t load_activation4(const void* source) {
     asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(source) : "memory");
     return v;
 }
-// What the next kernel may read before this one has ended, in no order with anything else.
+// What the next kernel may read before this one has ended, in no order with anything else. It may do so 16 bytes at a time: PTX does not
+// speak of races of two sizes; an aligned half is whole in L2, which all of these go to.
 DEVICE void store_activation2(void* into, uint32_t v) { asm volatile("st.relaxed.gpu.global.u16 [%0], %1;" ::"l"(into), "h"(static_cast<uint16_t>(v)) : "memory"); }
 // BYTES into the ring, asynchronously; zeros, and nothing read, where not `there`. AT: from both addresses on.
 template <int BYTES, int AT = 0> DEVICE void stream_copy(void* into, const void* source, bool there) {
@@ -151,8 +152,8 @@ template <bool ORDER> DEVICE void tell(int32_t* number, int by) {
     if constexpr (ORDER) asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(number), "r"(by) : "memory");
     else asm volatile("red.relaxed.gpu.global.add.s32 [%0], %1;" ::"l"(number), "r"(by) : "memory");
 }
-// One thread waits until a number of the kernel before has come so far; behind a barrier all threads may read what it told of.
-// After some hundred microseconds it waits for that kernel's end instead, should it not tell at all.
+// One thread waits until a number of the kernel before has come so far; behind a barrier all threads may read what it told of in that
+// order. After some hundred microseconds it waits for that kernel's end instead, should it not tell at all.
 DEVICE void hear(const int32_t* number, int enough, bool order) {
 #pragma unroll 1
     for (int patience = 0; patience < 2048; ++patience) {
