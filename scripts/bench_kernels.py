@@ -89,9 +89,8 @@ class Chain:
         def step() -> None:
             if m == 1:
                 slates.fill_(BLANK)
-            for number, middle, (wqkv, wo, wgate, wdown) in zip(
-                told, slates.view(torch.bfloat16), self.weights, strict=True
-            ):
+            middles = slates.view(torch.bfloat16)
+            for number, middle, (wqkv, wo, wgate, wdown) in zip(told, middles, self.weights, strict=True):
                 self.lib.call(wqkv, h, qkv, **norm, **tuning)
                 self.lib.call(wo, qkv[:, :HIDDEN], o, **({"residual": h} if fused else {}), **tuning)
                 self.lib.call(
