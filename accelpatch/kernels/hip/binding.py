@@ -182,8 +182,8 @@ def launch(
 
     x, and what is added or multiplied, bfloat16 or float16 alike; other dtypes and strides are copied. norm: a key of
     NORM over K with norm_weight[K] and norm_bias[K]. activation: a key of ACTIVATION; with "silu_gate" the first half
-    of w's rows are gates, y and residual have N / 2 columns. tells: of y, whose lone row
-    lies in its `words` until they are wiped; hears: of x. Raises KernelError if refused.
+    of w's rows are gates, y and residual have N / 2 columns. tells: of y, whose lone row lies in its
+    `words` until they are wiped; hears: of x. Raises KernelError if refused.
     """
     n, k = weight.n // 2 if activation == "silu_gate" else weight.n, weight.k
     rows, y = _rows(x, k), _made(x, n, tells)
