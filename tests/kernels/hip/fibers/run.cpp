@@ -112,6 +112,6 @@ extern "C" void set_beside(int beside) { fibers.beside = beside; }
 extern "C" void set_delay(int most, int seed) { most_delay = most, drawn = unsigned(seed) * 7919u; }
 extern "C" void set_clusters(int there) { fibers.clusters = there; }
 extern "C" void set_shared(int byte) { before = char(byte); }
-extern "C" void owe(void* into, const void* from, int64_t bytes) { owed = {into, from, bytes}; }
+extern "C" void owe(char* into, const char* from, int64_t bytes) { owed = {into, from, bytes}; }
 extern "C" int64_t still_owed() { return owed.bytes; }
 extern "C" int take_unwaited() { const int count = unwaited; return unwaited = 0, count; }
