@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import functools
 from typing import Any
 
@@ -46,7 +47,24 @@ def _subclass(cls: Any) -> type[nn.Module]:
     kept = {"tie_weights": _keep_ties} if hasattr(cls, "tie_weights") else {}
     loops = {"_sample": _looping(cls._sample)} if hasattr(cls, "_sample") else {}
     caches = {name: _marking(getattr(cls, name)) for name in (CACHES,) if hasattr(cls, name)}
-    return type(cls.__name__, (cls,), body | refused | kept | loops | caches | {"forward": _stepping(cls)})
+    body |= refused | kept | loops | caches | {"forward": _stepping(cls)}
+    kind: Any = type(cls)
+    return _unpicklable(kind)(cls.__name__, (cls,), body)
+
+
+@functools.cache
+def _unpicklable(kind: Any) -> Any:
+    """A kind of classes whose instances pickle refuses in our words; copies do not ask it."""
+    made = type("PatchedClass", (kind,), {})
+    copyreg.pickle(made, _refuse_pickle)
+    return made
+
+
+def _refuse_pickle(patched: type) -> str:
+    raise PatchError(
+        f"a patched {patched.__name__} cannot be pickled (torch.save, an argument of another process): call "
+        "accelpatch.unpatch(model) and save the original, or patch it where it is used"
+    )
 
 
 def _marking(stock: Any) -> Any:
