@@ -29,7 +29,8 @@ def mixed_step(
     try:
         with all_threads():
             for place in sorted(watched):
-                step.part(tokens, *places, range(begin, place), hidden)
+                if begin < place or not place:  # neighbours hand their rows on
+                    step.part(tokens, *places, range(begin, place), hidden)
                 given = _module(model.model, layers[place], hidden, cache, places, store.length + 1)
                 if not isinstance(given, Tensor) or given.shape != (tokens.shape[0], 1, step.shape.hidden):
                     raise KernelError(

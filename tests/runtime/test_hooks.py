@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+import accelpatch
 from accelpatch.device import probe
 from accelpatch.kernels import build
+from accelpatch.kernels.cpu_step import DecodeStep
 from accelpatch.runtime.native_step import NATIVE
-from tests.families.tiny import full_batch, padded_batch
+from tests.families.tiny import CAUSAL, full_batch, padded_batch
 from tests.runtime.test_native_step import STEPPING, by_modules, decode, native_steps, patched
 
 reason = build.why_not("cpu", probe("cpu"))
@@ -36,6 +38,21 @@ def test_a_hook_inside_makes_its_layer_alone_run_its_modules(name: str, place: i
     torch.testing.assert_close(decode(model, batch, 20), plain, rtol=2e-4, atol=2e-4)
     assert native_steps(model) == 20
     assert len(seen) == 21 * len(layers)
+
+
+def test_neighbours_that_are_watched_hand_their_rows_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = accelpatch.patch(CAUSAL["llama"].make(num_hidden_layers=5), "int8", verify=False)
+    plain, ranges, part = decode(by_modules(copy.deepcopy(model)), full_batch(), 2), [], DecodeStep.part
+
+    def recorded(step: DecodeStep, *args: Any) -> Any:
+        ranges.append(args[4])
+        return part(step, *args)
+
+    monkeypatch.setattr(DecodeStep, "part", recorded)
+    for place in (0, 1, 3):
+        model.model.layers[place].register_forward_hook(lambda *args: None)
+    torch.testing.assert_close(decode(model, full_batch(), 2), plain, rtol=2e-4, atol=2e-4)
+    assert ranges == [range(0), range(2, 3), range(4, 5)] * 2
 
 
 def test_what_a_hook_gives_back_is_used() -> None:
