@@ -29,7 +29,7 @@ def mixed_step(
     try:
         with all_threads():
             for place in sorted(watched):
-                if begin < place or not place:  # neighbours hand their rows on
+                if begin < place or place == 0:  # before the first is the embedding, between neighbours nothing
                     step.part(tokens, *places, range(begin, place), hidden)
                 given = _module(model.model, layers[place], hidden, cache, places, store.length + 1)
                 if not isinstance(given, Tensor) or given.shape != (tokens.shape[0], 1, step.shape.hidden):
