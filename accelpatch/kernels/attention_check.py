@@ -20,8 +20,8 @@ OP = "decode_attention"
 class Step:
     """One call: rows of `tokens` new tokens behind `slot` cached ones, in a cache of `capacity` slots.
 
-    padding: hidden slots at the left of the last row; turned: columns of a head that the rotary embedding turns, 0 for
-    all; window, softcap: 0 for none.
+    padding: hidden slots at the left of the last row; hidden: of so many cached slots one, 0 for none; turned: columns
+    of a head that the rotary embedding turns, 0 for all; window, softcap: 0 for none.
     """
 
     heads: int = 4
@@ -37,6 +37,7 @@ class Step:
     turned: int = 0
     softcap: float = 0.0
     plus_one: bool = False
+    hidden: int = 0
 
 
 STEPS: Mapping[str, Step] = {
@@ -71,7 +72,7 @@ def made(
 ) -> tuple[tuple[Tensor, ...], AttentionShape]:
     """Arguments of a call, and the layer's shape.
 
-    What was never cached, and what lies behind padding or behind every token's window, is NaN.
+    What was never cached, is hidden or lies behind every token's window is NaN.
     """
     draw = torch.Generator().manual_seed(seed)
 
@@ -88,10 +89,12 @@ def made(
     cache = [random(step.rows, step.kv_heads, step.capacity, step.size) for _ in range(2)]
     mask = torch.ones(step.rows, step.capacity, dtype=torch.int64, device=device)
     mask[-1, : step.padding] = 0
+    if step.hidden:
+        mask[:, step.hidden - 1 :: step.hidden] = 0
     mask[:, step.slot :: 2] = 0  # of the new tokens' slots it must not matter
     for one in cache:
         one[:, :, step.slot :] = float("nan")
-        one[-1, :, : step.padding] = float("nan")
+        one.masked_fill_((mask == 0)[:, None, :, None], float("nan"))
         if step.window:
             one[:, :, : max(0, step.slot + 1 - step.window)] = float("nan")
     positions = (step.slot + torch.arange(step.tokens, device=device)).repeat(step.rows, 1)

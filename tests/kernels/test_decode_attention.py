@@ -39,6 +39,7 @@ CASES = {
     "gemma-norms": Step(norms=True, plus_one=True, softcap=5.0),
     "softcap": Step(softcap=2.0),
     "partial": Step(size=96, turned=24),
+    "hidden": Step(padding=3, hidden=5),
     "two-runs": Step(capacity=512, slot=300, padding=270),
     "two-runs-of-a-padded-row": Step(capacity=1024, slot=700, padding=270),
     "window-in-the-last-run": Step(capacity=1024, slot=800, window=100),

@@ -8,12 +8,11 @@
 constexpr int TILE = 16, SPAN = 256, ROUNDS = SPAN / TILE / WAVES;
 constexpr int QUERIES = 8;         // of a block at once
 constexpr int MOST_ROWS = 256;     // rows whose first slots fit in shared memory
-constexpr int MASK_BYTES = TILE * 8;  // of a tile
 constexpr int BROUGHT_PIECE = 4096;          // bytes that a thread asks for at once
 constexpr int64_t BROUGHT_BYTES = 4 << 20;  // at most: what memory gives while a short cache is read
 constexpr int TOPS = WAVES * 2 + 4;  // floats a query: of each wave the highest score and the sum of weights; its own slot's weight, three of padding
 constexpr int NODE = 8;    // spans whose results are added up by themselves, and then so many such results
-constexpr int LEVELS = 3;  // of a node's tree
+constexpr int LEVELS = 6;  // of a bunch's tree, of NODE NODE spans
 constexpr int PIECE = 16, RECORD_HEAD = 4;  // columns of a record's piece, and the words before them: the highest score, the sum of weights, how many spans, one of padding
 constexpr int PIECE_FLOATS = RECORD_HEAD + PIECE;
 
@@ -84,9 +83,16 @@ struct Segment {
     int first, last;          // of the head's spans that any token sees
     int span, count;          // the first that is taken, and how many
     int begin;                // their first slot
+    bool paired;              // two blocks have all: the second goes on with the first one's sums
     DEVICE bool single() const { return first == last; }
-    // Whether nothing is left to add up: all spans are this block's and of one node, which has been added up to `most` spans.
-    DEVICE bool alone(int most) const { return single() || (most == NODE && span == first && span + count > last && first / NODE == last / NODE); }
+    DEVICE bool ends() const { return span + count > last; }  // whether the head's last span is among them
+    // Whether blocks need not gather what they have: one, or one after the other, adds up all in its own tree, of 1 << levels spans.
+    DEVICE bool alone(int levels) const { return single() || ((paired || (span == first && ends())) && first >> levels == last >> levels); }
+    // How many spans it adds up at most: as readers of records expect, where others have to be added to them.
+    DEVICE int most(int levels) const { return alone(levels) ? 1 << levels : min(1 << levels, NODE); }
+    // Whether, of such a pair, it is the one that hands its sums to the other; the other.
+    DEVICE bool hands_on() const { return paired && !ends(); }
+    DEVICE bool goes_on(int levels) const { return paired && span > first && alone(levels); }
 };
 
 // The slot of a wave's tile of a round, from the first of its span; whether any token sees something of it.
@@ -94,7 +100,8 @@ DEVICE int tile_at(int round) { return (round * WAVES + int(threadIdx.x) / WAVE)
 DEVICE bool seen_tile(const Geometry& all, int slot) { return slot < all.stop && slot + TILE > all.low; }
 
 // A block's share of all spans of all heads, a head's one after the other: of one head alone, where that makes no block's
-// share much longer, since a second head is begun anew.
+// share much longer, since a second head is begun anew. The last head comes first: what of it another block goes on with, as
+// its last one, is added up by then.
 struct Share {
     int at, end;
     int before, busy;  // blocks that have spans: of those before this one, and in all
@@ -136,18 +143,20 @@ struct Share {
     }
     // Whether blocks have at least half a node's spans of a head, as a rule.
     DEVICE bool halves(const Geometry& all) const { return (parts > 0 ? all.spans / parts : all.heads * all.spans / int(gridDim.x)) >= NODE / 2; }
-    // The next segment that holds anything; false if there is none.
+    // The next segment that holds anything; false, and s stays, if there is none.
     DEVICE bool next(Segment& s, const AttentionArgs& a, const AttentionPlan& plan, const Geometry& all) {
         while (at < end) {
-            s.head = at / all.spans;
-            const int of = s.head / plan.tiles, skipped = at - s.head * all.spans, taken = min(end - at, all.spans - skipped);
-            s.tile = s.head - of * plan.tiles, s.row = of / int(a.kv_heads), s.kv = of - s.row * int(a.kv_heads);
-            const int start = all.starts[s.row];
-            s.first = a.window > 0 ? max(all.low - start, 0) / SPAN : 0, s.last = (all.stop - 1 - start) / SPAN;
-            s.span = s.first + skipped, s.count = min(taken, s.last + 1 - s.span);
-            s.begin = start + s.span * SPAN;
-            at += taken;
-            if (s.count > 0) return true;
+            Segment n;
+            n.head = (end - 1) / all.spans;
+            const int of = n.head / plan.tiles, skipped = max(at - n.head * all.spans, 0), taken = end - n.head * all.spans - skipped;
+            n.tile = n.head - of * plan.tiles, n.row = of / int(a.kv_heads), n.kv = of - n.row * int(a.kv_heads);
+            const int start = all.starts[n.row];
+            n.first = a.window > 0 ? max(all.low - start, 0) / SPAN : 0, n.last = (all.stop - 1 - start) / SPAN;
+            n.span = n.first + skipped, n.count = min(taken, n.last + 1 - n.span);
+            n.begin = start + n.span * SPAN;
+            n.paired = BLOCKS_MEET && a.rows > 1 && parts == 0 && all.heads >= int(gridDim.x);
+            end -= taken;
+            if (n.count > 0) return s = n, true;
         }
         return false;
     }

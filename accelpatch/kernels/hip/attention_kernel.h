@@ -38,7 +38,7 @@ template <class T, int WIDE, int RING> struct Softmax {
     DEVICE void span(const AttentionArgs& a, Stream& stream, const View<T, WIDE>& view, const Geometry& all, int begin) {
         static_assert(ROUNDS == 2, "two tiles of keys, two of values");
         float s[ROUNDS][4] = {};
-        uint32_t given[ROUNDS] = {};
+        const uint32_t shown = stream.given(begin), given[ROUNDS] = {shown & 0xffffu, shown >> TILE};
         keys<0>(a, stream, view, all, begin + tile_at(0), s[0], given[0]);
         keys<1>(a, stream, view, all, begin + tile_at(1), s[1], given[1]);
 #pragma unroll
@@ -64,8 +64,8 @@ template <class T, int WIDE, int RING> struct Softmax {
         add_values<2>(stream, view, all, begin + tile_at(0), given[0], s[0]);
         add_values<3>(stream, view, all, begin + tile_at(1), given[1], s[1]);
     }
-    // Scores to the base 2 of a tile, and which of its slots are given: shown by the mask, or new, and in some token's window.
-    template <int ROUND> DEVICE void keys(const AttentionArgs& a, Stream& stream, const View<T, WIDE>& view, const Geometry& all, int slot, float* s, uint32_t& given) {
+    // Scores to the base 2 of a tile, of whose slots some are given.
+    template <int ROUND> DEVICE void keys(const AttentionArgs& a, Stream& stream, const View<T, WIDE>& view, const Geometry& all, int slot, float* s, uint32_t given) {
         Tile scores;
         scores.zero();
         stream.wait();
@@ -80,7 +80,6 @@ template <class T, int WIDE, int RING> struct Softmax {
                 for (int h = 0; h < ROWS_PER_LANE; ++h) k[h] = stream.key(ROUND, h, step);
                 scores.add_keys(q, k);
             }
-            given = shown<ROUND>(stream, all, slot);  // while products are under way
             wave_sync();  // before others' places take new tiles
         }
         stream.template after<ROUND>();
@@ -96,13 +95,6 @@ template <class T, int WIDE, int RING> struct Softmax {
                 const int at = slot + Tile::slot(i);
                 if (!(given >> Tile::slot(i) & 1) || at > view.own[Tile::which(i)] || at <= view.least[Tile::which(i)]) s[i] = -INFINITY;
             }
-    }
-    // A tile's slots that are given.
-    template <int ROUND> DEVICE uint32_t shown(Stream& stream, const Geometry& all, int slot) {
-        const uint32_t* mask = stream.mask(ROUND);
-        const int mine = slot + lane_id();
-        const bool given = (mask[0] | mask[1]) != 0;
-        return lane_vote(lane_id() < TILE && mine >= all.low && (mine < all.slot ? given : mine < all.stop)) & 0xffffu;
     }
     template <int STAGE> DEVICE void add_values(Stream& stream, const View<T, WIDE>& view, const Geometry& all, int slot, uint32_t given, const float* s) {
         const typename Tile::Weights weights = Tile::weights(s);
@@ -236,10 +228,12 @@ __global__ void __launch_bounds__(THREADS, WIDE > 128 ? 1 : BLOCKS_RESIDENT) att
             if (!begun && i + 1 == s.count && q == WAVES - 1) forget(a, wave);
             const int own = all.slot + adder.token - begin;
             const bool here = own >= 0 && own < SPAN;
-            if (q < queries) adder.add(states + q * QUERY_STRIDE<WIDE>, tops + q * TOPS, s.span + i, here ? stager.value(adder.token) : nullptr, own / TILE & (WAVES - 1), reinterpret_cast<float*>(shared + plan.nodes_at) + q * (plan.levels * NODE_FLOATS<WIDE>), plan.levels);
+            float* nodes = reinterpret_cast<float*>(shared + plan.nodes_at) + q * (plan.levels * NODE_FLOATS<WIDE>);
+            if (BLOCKS_MEET && a.rows > 1 && q < queries && i == 0 && s.goes_on(plan.levels)) adder.go_on(nodes);
+            if (q < queries) adder.add(states + q * QUERY_STRIDE<WIDE>, tops + q * TOPS, s.span + i, here ? stager.value(adder.token) : nullptr, own / TILE & (WAVES - 1), nodes, plan.levels);
             if (plan.buffers == 1) __syncthreads();
         }
-        const bool alone = s.alone(1 << plan.levels);
+        const bool alone = s.alone(plan.levels);
         if (!BLOCKS_MEET && !alone && last_of(a.finished + s.head, s.count, s.last + 1 - s.first, reinterpret_cast<int*>(shared + plan.tops_at)))
             add_spans<T, WIDE>(a, s, plan, queries, 0, 1, true, wave);
         left = left || !alone;
@@ -253,7 +247,7 @@ __global__ void __launch_bounds__(THREADS, WIDE > 128 ? 1 : BLOCKS_RESIDENT) att
     Share again = share;
     if (several) again = whole, again.next(s, a, plan, all);
     do {
-        if (s.alone(1 << plan.levels)) continue;
+        if (s.alone(plan.levels)) continue;
         int which, many;
         again.company(s, all, which, many);
         add_spans<T, WIDE>(a, s, plan, stager.queries(s), which, many, again.halves(all), place & (WAVES - 1));

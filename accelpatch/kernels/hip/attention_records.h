@@ -30,6 +30,35 @@ template <int WIDE> struct Records {
         if (column % PIECE == 0) hand16(to, {word(part.highest), word(part.total), uint32_t(spans), 0});
         hand16(to + RECORD_HEAD + column % PIECE, {word(part.sums[0]), word(part.sums[1]), word(part.sums[2]), word(part.sums[3])});
     }
+    // What has come of four columns.
+    struct Seen {
+        Words4 head, sums;
+        bool there;
+        DEVICE Part part() const {
+            Part p;
+            if (there) p = {bits_to_float(head.x), bits_to_float(head.y), {bits_to_float(sums.x), bits_to_float(sums.y), bits_to_float(sums.z), bits_to_float(sums.w)}};
+            return p;
+        }
+    };
+    DEVICE Seen look(int span, int column, bool asked) const {
+        Seen s = {{0, 0, 0, 0}, {0, 0, 0, 0}, false};
+        if (asked) s.head = handed16(at(span, column)), s.sums = handed16(at(span, column) + RECORD_HEAD + column % PIECE);
+        s.there = s.head.x && s.head.y && s.head.z && s.sums.x && s.sums.y && s.sums.z && s.sums.w;
+        return s;
+    }
+    // Once all lanes have seen what they wait for.
+    DEVICE void forget(const Seen& s, int span, int column) const {
+        if (!s.there) return;
+        if (column % PIECE == 0) hand16(at(span, column), {0, 0, 0, 0});
+        hand16(at(span, column) + RECORD_HEAD + column % PIECE, {0, 0, 0, 0});
+    }
+    // A record, once all lanes' columns that are asked for have come.
+    DEVICE Seen await(int span, int column, bool asked) const {
+        Seen s;
+        for (int looks = 0; s = look(span, column, asked), lane_vote(asked && !s.there);) look_again(looks);
+        forget(s, span, column);
+        return s;
+    }
 };
 
 // A wave adds up a piece's columns of all records from span `first` to `last`. Four lanes have four columns each, and of every NODE
@@ -44,27 +73,9 @@ template <int WIDE> struct Gatherer {
         : records(records), first(first), last(last), column(piece * PIECE + lane_id() % 4 * 4), mine(column < size) {}
     static DEVICE int group() { return lane_id() / 4 % NODE; }
 
-    struct Seen {
-        Words4 head, sums;
-        bool there;
-        DEVICE Part part() const {
-            Part p;
-            if (there) p = {bits_to_float(head.x), bits_to_float(head.y), {bits_to_float(sums.x), bits_to_float(sums.y), bits_to_float(sums.z), bits_to_float(sums.w)}};
-            return p;
-        }
-    };
-    DEVICE Seen look(int span) const {
-        Seen s = {{0, 0, 0, 0}, {0, 0, 0, 0}, false};
-        if (mine && span <= last) s.head = handed16(records.at(span, column)), s.sums = handed16(records.at(span, column) + RECORD_HEAD + column % PIECE);
-        s.there = s.head.x && s.head.y && s.head.z && s.sums.x && s.sums.y && s.sums.z && s.sums.w;
-        return s;
-    }
-    // Once all lanes have seen what they wait for.
-    DEVICE void forget(const Seen& s, int span) const {
-        if (!s.there) return;
-        if (column % PIECE == 0) hand16(records.at(span, column), {0, 0, 0, 0});
-        hand16(records.at(span, column) + RECORD_HEAD + column % PIECE, {0, 0, 0, 0});
-    }
+    using Seen = typename Records<WIDE>::Seen;
+    DEVICE Seen look(int span) const { return records.look(span, column, mine && span <= last); }
+    DEVICE void forget(const Seen& s, int span) const { records.forget(s, span, column); }
     // All groups' parts as a tree, of several trees at once; the first group has them right.
     template <int TREES> static DEVICE void add_groups(Part (&parts)[TREES]) {
 #pragma unroll

@@ -10,8 +10,8 @@ template <class T, int WIDE, int RING> struct CacheStream {
     static constexpr int CHUNKS = WIDE / 8;                                            // of 16 bytes, of a slot
     static constexpr int KEYS = SHARED_RING ? TILE * CHUNKS / WAVE : ROWS_PER_LANE * STEPS, VALUES = SHARED_RING ? KEYS : 4 * SETS;  // pieces of a lane
     static constexpr int PIECES = KEYS > VALUES ? KEYS : VALUES, TILE_BYTES = PIECES * WAVE * 16;
-    static constexpr int SLOT_BYTES = TILE_BYTES + MASK_BYTES;
     static constexpr int DEPTH = SHARED_RING ? (RING / (WAVES * TILE_BYTES) > 2 ? RING / (WAVES * TILE_BYTES) : 2) : 2;
+    static constexpr int MASKS = (DEPTH + 3) / 4;  // of spans that are under way
     const AttentionArgs& a;
     const AttentionPlan& plan;
     const Geometry& all;
@@ -19,21 +19,22 @@ template <class T, int WIDE, int RING> struct CacheStream {
     Share share;
     int begin = 0, left = 0, place = 0;           // of the span that is asked for; spans left of its segment; the ring's slot
     int64_t row = 0, at = 0;                      // elements before the mask's row and the head's keys
-    uint32_t held_mask[SHARED_RING ? 1 : 2][2];
+    int64_t masks[MASKS];  // a slot of the wave's tiles of a span to each of the first lanes
     Words4 held[SHARED_RING ? 1 : 2][SHARED_RING ? 1 : PIECES];
 
     DEVICE CacheStream(const AttentionArgs& a, const AttentionPlan& plan, const Geometry& all, const Share& share, char* shared)
-        : a(a), plan(plan), all(all), ring(shared + plan.ring_at + int(threadIdx.x) / WAVE * DEPTH * SLOT_BYTES), share(share) {
+        : a(a), plan(plan), all(all), ring(shared + plan.ring_at + int(threadIdx.x) / WAVE * DEPTH * TILE_BYTES), share(share) {
         first<0>();
     }
     template <int STAGE> DEVICE void first() {
-        if constexpr (STAGE < DEPTH) issue<STAGE % 4>(), first<STAGE + 1>();
+        if constexpr (STAGE < DEPTH) issue<STAGE % 4, STAGE / 4>(), first<STAGE + 1>();
     }
     // Asks for what is DEPTH stages behind, into the slot of the stage that was read last.
-    template <int STAGE> DEVICE void after() { issue<(STAGE + DEPTH) % 4>(); }
-    template <int STAGE> DEVICE void issue() {
+    template <int STAGE> DEVICE void after() { issue<(STAGE + DEPTH) % 4, MASKS - 1>(); }
+    template <int STAGE, int MASK> DEVICE void issue() {
         if (Segment s; STAGE == 0 && left == 0 && share.next(s, a, plan, all))
             begin = s.begin, left = s.count, row = s.row * a.capacity, at = (s.row * a.kv_heads + s.kv) * a.capacity * a.size;
+        if (const int slot = begin + masked_at(); STAGE == 0 && left > 0) masks[MASK] = slot < all.slot ? a.mask[row + slot] : 0;
         if (const int slot = begin + tile_at(STAGE % 2); left > 0 && seen_tile(all, slot)) {
             if (!SHARED_RING && a.size == WIDE && slot + TILE <= all.slot) copy<STAGE, true>(slot);
             else copy<STAGE, false>(slot);
@@ -48,7 +49,6 @@ template <class T, int WIDE, int RING> struct CacheStream {
         constexpr bool VALUE = STAGE / 2;
         const int cached = WHOLE ? TILE : all.slot - slot, size = WHOLE ? WIDE : int(a.size), own_slot = slot_of_piece<VALUE>(0), own_chunk = chunk_of_piece<VALUE>(0);
         const char* from = static_cast<const char*>(VALUE ? a.values : a.keys) + (at + (slot + own_slot) * int64_t(size)) * 2 + own_chunk * 16;
-        if (const int s = lane_id(); !VALUE && s < TILE) stream_copy<8>(mask(STAGE), a.mask + row + slot + s, s < cached);
 #pragma unroll
         for (int i = 0; i < (VALUE ? VALUES : KEYS); ++i) {
             const int s = slots_after<VALUE>(i), chunk = chunks_after<VALUE>(i);
@@ -73,13 +73,20 @@ template <class T, int WIDE, int RING> struct CacheStream {
         if constexpr (SHARED_RING) return lane_id() % CHUNKS;
         else return (VALUE ? Tile::value_chunk() : fragment_quarter()) + chunks_after<VALUE>(i);
     }
-    // The mask of a tile of keys, a slot to each of the first lanes.
-    DEVICE uint32_t* mask(int stage) { return SHARED_RING ? reinterpret_cast<uint32_t*>(ring + place * SLOT_BYTES + TILE_BYTES + lane_id() % TILE * 8) : held_mask[stage % 2]; }
+    // The slots of a span that are given, a bit each of the wave's tiles': shown by the mask, or new, and in some token's window. Once a span.
+    DEVICE uint32_t given(int span) {
+        const int slot = span + masked_at();
+        const uint32_t all_given = lane_vote(slot >= all.low && (slot < all.slot ? masks[0] != 0 : slot < all.stop));
+#pragma unroll
+        for (int i = 1; i < MASKS; ++i) masks[i - 1] = masks[i];
+        return all_given;
+    }
+    static DEVICE int masked_at() { return tile_at(lane_id() / TILE % 2) + lane_id() % TILE; }
     DEVICE Words4* piece(int stage, int i) {
         if constexpr (SHARED_RING) return tile() + i * WAVE + (lane_id() ^ Tile::mixed(lane_id() / CHUNKS) ^ Tile::mixed(i * WAVE / CHUNKS));
         else return &held[stage % 2][i];
     }
-    DEVICE Words4* tile() { return reinterpret_cast<Words4*>(ring + place * SLOT_BYTES); }
+    DEVICE Words4* tile() { return reinterpret_cast<Words4*>(ring + place * TILE_BYTES); }
     // What a lane gives to a product: four lanes' chunks follow each other; of an odd step they lie before those of the even one for half of the slots.
     DEVICE Words4 key(int stage, int h, int step) {
         if constexpr (SHARED_RING) return tile()[fragment_row(h) * CHUNKS + step / 2 * 8 + (fragment_quarter() ^ Tile::mixed(fragment_row(0)) ^ step % 2 * 4)];

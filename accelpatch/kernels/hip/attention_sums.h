@@ -52,16 +52,34 @@ template <class T, int WIDE> struct Adder {
                 for (int i = 0; i < 4; ++i) part.sums[i] = fmaf(own, T::up(value[column + i]), part.sums[i]);
             if (s.single() && column < int(a.size)) store(column, part);
         }
-        if (!s.single()) pass(span, parts, nodes, 1 << levels);
+        if (!s.single()) pass(span, parts, nodes, levels);
     }
-    // A span's result goes up a node's tree, to `most` spans, as far as the block has all of them; where more of a parent comes, it
-    // waits for it.
-    DEVICE void pass(int span, Part* parts, float* nodes, int most) const {
+    // What the block before has of the tree becomes this block's: a node of each size that its spans give.
+    DEVICE void go_on(float* nodes) const {
+#pragma unroll 1
+        for (int spans = 1; spans <= s.span; spans *= 2, nodes += NODE_FLOATS<WIDE>) {
+            const int node = s.span & -2 * spans;
+            if (!(s.span & spans) || node + spans <= s.first) continue;
+#pragma unroll
+            for (int strip = 0; strip < STRIPS; ++strip) {
+                const int column = lane_id() * 4 + strip * COLUMNS;
+                const auto seen = records.await(node, column, column < int(a.size));
+                if (column >= int(a.size)) continue;
+                *reinterpret_cast<Words4*>(nodes + column) = seen.sums;
+                if (column == 0) nodes[WIDE] = bits_to_float(seen.head.x), nodes[WIDE + 1] = bits_to_float(seen.head.y);
+            }
+        }
+        wave_sync();
+    }
+    // A span's result goes up the tree as far as the block has all of a node's spans; where more of a parent comes, it waits for it.
+    DEVICE void pass(int span, Part* parts, float* nodes, int levels) const {
+        const bool alone = s.alone(levels);
+        const int from = s.goes_on(levels) ? s.first : s.span, most = s.most(levels);
         int spans = 1;
 #pragma unroll 1
         for (;; spans *= 2, nodes += NODE_FLOATS<WIDE>) {
             const int base = span & -(2 * spans), begin = max(base, s.first), end = min(base + 2 * spans - 1, s.last);
-            const bool kept = spans < most && begin >= s.span && end < s.span + s.count, waits = span < end, second = span >= base + spans && begin < base + spans;
+            const bool kept = spans < most && begin >= from && end < s.span + s.count, waits = span < end, second = span >= base + spans && begin < base + spans;
             if (kept && !waits && !second) continue;
 #pragma unroll
             for (int strip = 0; strip < STRIPS; ++strip) {
@@ -69,7 +87,7 @@ template <class T, int WIDE> struct Adder {
                 Part& part = parts[strip];
                 float* at = nodes + column;
                 if (column >= int(a.size)) continue;
-                if (!kept && s.alone(most)) {
+                if (!kept && alone && !s.hands_on()) {
                     store(column, part);
                 } else if (!kept) {
                     records.keep(span & -spans, spans, column, part);

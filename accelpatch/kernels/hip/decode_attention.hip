@@ -38,10 +38,18 @@ template <int WIDE> bool take_levels(AttentionPlan& p, int64_t room) {
     return true;
 }
 
+// Two blocks share a processor, one of which reads while the other waits: where there are heads for nearly all of them, or where heads are
+// divided in any case. Not where a product of few rows follows: behind one block it finds a place on each processor, behind two on
+// some two and on others none.
+inline int blocks_of(const AttentionArgs& a, int64_t heads, int processors) {
+    if (a.following && a.rows * a.tokens <= QUERIES) return processors;
+    const bool filled = 8 * heads >= 7 * BLOCKS_RESIDENT * processors, divided = 4 * heads >= processors && 2 * heads <= processors;
+    return filled || divided ? BLOCKS_RESIDENT * processors : processors;
+}
+
 template <class T, int WIDE, int RING, Kind KIND = ANY> int start(const AttentionArgs& a, const AttentionPlan& plan, const DeviceLimits& limits, GpuStream stream) {
-    // Where heads are many, a block's wait for its queries is another block's time to read.
-    const int64_t heads = a.rows * a.kv_heads * plan.tiles, resident = WIDE > 128 || plan.bytes > half_of(limits) ? 1 : BLOCKS_RESIDENT;
-    const int blocks = limits.processors * int(heads >= 2 * resident * limits.processors ? resident : 1);
+    const bool alone = WIDE > 128 || plan.bytes > half_of(limits);  // on its processor
+    const int blocks = alone ? limits.processors : blocks_of(a, a.rows * a.kv_heads * plan.tiles, limits.processors);
     const int error = launch_kernel(attention_kernel<T, WIDE, RING, KIND>, blocks, THREADS, plan.bytes, stream, limits, a.dependent >= 0, a, plan);
     return error ? STATUS_DEVICE + error : STATUS_OK;
 }
@@ -56,7 +64,7 @@ template <class T, int WIDE> int launch(const AttentionArgs& a, GpuStream stream
     for (const int buffers : {2, 1}) {
         for (const bool deep : {true, false}) {
             const int64_t least = ring(2), wanted = deep ? ATTENTION_DEEP : ATTENTION_SHALLOW;
-            AttentionPlan plan = lay_out<WIDE>(a, (wanted > least ? wanted : least) / (TILE * WIDE * 2) * (TILE * WIDE * 2 + MASK_BYTES), buffers);
+            AttentionPlan plan = lay_out<WIDE>(a, wanted > least ? wanted : least, buffers);
             if (!take_levels<WIDE>(plan, buffers == 1 && !deep ? limits.shared_block : half_of(limits))) continue;
             if constexpr (ATTENTION_DEEP > ATTENTION_SHALLOW && WIDE <= 128) {
                 constexpr int OF_SEVERAL = WIDE > 64 ? ATTENTION_SHALLOW : ATTENTION_DEEP;  // what fits

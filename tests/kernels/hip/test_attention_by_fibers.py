@@ -41,11 +41,20 @@ LONG = {
     "wide-spans": Step(size=256, slot=600, capacity=768, heads=4, rows=1, tokens=3),
     "narrow-spans": Step(size=64, slot=600, capacity=768, heads=4, rows=1),
     "rows-of-own-heads": Step(size=128, slot=700, capacity=768, heads=2, kv_heads=2, rows=5, padding=300),
+    "hidden-slots": Step(size=128, slot=900, capacity=960, heads=2, kv_heads=2, padding=300, hidden=7),
+    "narrow-hidden-slots": Step(size=64, slot=900, capacity=960, heads=2, kv_heads=2, rows=1, hidden=11),
+    "hidden-slots-in-a-window": Step(size=64, slot=751, capacity=768, tokens=3, window=500, hidden=5),
+    "rows-of-long-heads": Step(size=64, slot=8600, capacity=8700, rows=3, heads=2, kv_heads=2, padding=2100),
+    "rows-of-two-bunches": Step(size=64, slot=16500, capacity=16600, rows=3, heads=1, kv_heads=1, padding=100),
+    "a-row-that-ends-early": Step(size=64, slot=2900, capacity=3000, heads=2, kv_heads=1, tokens=7, padding=2000),
     "rows-of-shared-heads": Step(size=64, slot=530, capacity=768, heads=6, kv_heads=2, rows=8),
 }
 WINDOWS = {  # whose first span is not the first of a node
     "of-three-spans": Step(size=64, slot=1500, capacity=1536, rows=1, heads=2, kv_heads=2, window=700),
     "of-four-nodes": Step(size=128, slot=8000, capacity=8192, rows=1, heads=1, kv_heads=1, window=7300),
+    "of-heads-that-two-blocks-have": Step(
+        size=64, slot=4100, capacity=4200, rows=5, heads=2, kv_heads=2, window=2900, padding=700
+    ),
     "of-rows": Step(size=72, slot=2600, capacity=2688, rows=2, heads=4, kv_heads=2, window=1600, padding=300, tokens=3),
 }
 ORDERS = {"at-once-backwards": (0, 1), "late": (1, 0)}

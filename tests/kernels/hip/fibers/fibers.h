@@ -29,7 +29,7 @@ struct Fibers {
     bool beside;                                  // blocks run beside each other, and not one after the other
 };
 extern Fibers fibers;
-constexpr int MOST_CLUSTER = 8;  // blocks that run at once and reach each other's shared memory
+constexpr int MOST_CLUSTER = 16;  // blocks that run at once and reach each other's shared memory
 struct Meeting : Group { int of, blocks, messages; };
 extern Meeting meeting;      // of all threads of a cluster
 extern int most_delay;       // of what a block hands another, in turns of all threads

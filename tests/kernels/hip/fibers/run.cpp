@@ -2,6 +2,7 @@
 #include "portability.h"
 #include <csetjmp>
 #include <cstdio>
+#include <memory>
 #include <ucontext.h>
 #include <vector>
 
@@ -19,7 +20,8 @@ std::deque<std::vector<Copy>> copies[MOST_THREADS];
 #endif
 namespace {
 jmp_buf scheduler, places[MOST_THREADS];  // swapcontext asks the kernel for the signal mask each time; these do not
-std::vector<char> stacks[MOST_THREADS], images[MOST_CLUSTER];  // images: of shared memory, while another block of the cluster runs
+std::unique_ptr<char[]> stacks[MOST_THREADS];
+std::vector<char> images[MOST_CLUSTER];  // of shared memory, while another block of the cluster runs
 Fibers states[MOST_CLUSTER];
 bool ended[MOST_THREADS];
 char before = char(0xff);  // what shared memory holds: not a number
@@ -42,11 +44,11 @@ void enter() {
 }
 __attribute__((noinline)) void resume() {  // until it leaves
     if (_setjmp(scheduler)) return;
-    if (!stacks[fiber].empty()) _longjmp(places[fiber], 1);
-    stacks[fiber].resize(STACK);
+    if (stacks[fiber]) _longjmp(places[fiber], 1);
+    stacks[fiber].reset(new char[STACK]);  // not touched before it is needed
     ucontext_t begin;
     getcontext(&begin);
-    begin.uc_stack.ss_sp = stacks[fiber].data(), begin.uc_stack.ss_size = STACK;
+    begin.uc_stack.ss_sp = stacks[fiber].get(), begin.uc_stack.ss_size = STACK;
     makecontext(&begin, enter, 0);
     setcontext(&begin);
 }
