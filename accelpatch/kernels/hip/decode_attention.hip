@@ -39,11 +39,12 @@ template <int WIDE> bool take_levels(AttentionPlan& p, int64_t room) {
 }
 
 // Two blocks share a processor, one of which reads while the other waits: where there are heads for nearly all of them, or where heads are
-// divided in any case. Not where a product of few rows follows: behind one block it finds a place on each processor, behind two on
-// some two and on others none.
+// divided in any case, into spans for more than one block each. Not where a product of few rows follows: behind one block it finds a place
+// on each processor, behind two on some two and on others none.
 inline int blocks_of(const AttentionArgs& a, int64_t heads, int processors) {
     if (a.following && a.rows * a.tokens <= QUERIES) return processors;
-    const bool filled = 8 * heads >= 7 * BLOCKS_RESIDENT * processors, divided = 4 * heads >= processors && 2 * heads <= processors;
+    const int64_t spans = heads * ((a.capacity - 1) / SPAN + 1);
+    const bool filled = 8 * heads >= 7 * BLOCKS_RESIDENT * processors, divided = 4 * heads >= processors && 2 * heads <= processors && spans > processors;
     return filled || divided ? BLOCKS_RESIDENT * processors : processors;
 }
 
