@@ -83,14 +83,14 @@ struct Segment {
     int first, last;          // of the head's spans that any token sees
     int span, count;          // the first that is taken, and how many
     int begin;                // their first slot
-    bool paired;              // two blocks have all: the second goes on with the first one's sums
+    bool paired;              // at most two blocks have all, of which the second can go on with the first one's sums
     DEVICE bool single() const { return first == last; }
     DEVICE bool ends() const { return span + count > last; }  // whether the head's last span is among them
     // Whether blocks need not gather what they have: one, or one after the other, adds up all in its own tree, of 1 << levels spans.
     DEVICE bool alone(int levels) const { return single() || ((paired || (span == first && ends())) && first >> levels == last >> levels); }
     // How many spans it adds up at most: as readers of records expect, where others have to be added to them.
     DEVICE int most(int levels) const { return alone(levels) ? 1 << levels : min(1 << levels, NODE); }
-    // Whether, of such a pair, it is the one that hands its sums to the other; the other.
+    // Of such a pair, whether it is the first; whether the second, and does go on.
     DEVICE bool hands_on() const { return paired && !ends(); }
     DEVICE bool goes_on(int levels) const { return paired && span > first && alone(levels); }
 };
@@ -101,7 +101,7 @@ DEVICE bool seen_tile(const Geometry& all, int slot) { return slot < all.stop &&
 
 // A block's share of all spans of all heads, a head's one after the other: of one head alone, where that makes no block's
 // share much longer, since a second head is begun anew. The last head comes first: what of it another block goes on with, as
-// its last one, is added up by then.
+// its last one, is then added up in time, as a rule.
 struct Share {
     int at, end;
     int before, busy;  // blocks that have spans: of those before this one, and in all

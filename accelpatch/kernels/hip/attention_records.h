@@ -1,6 +1,7 @@
 // What blocks hand each other of a query: results of spans, added up as a binary tree over their numbers. A node is NODE spans, counted from
 // the row's first slot, a bunch NODE nodes; bunches follow each other. A record stands for 1, 2, 4 or 8 spans: as many of a node as its
-// block has alone. Who reads needs no counter: a record's words are zero until they are written, and zero again once they are read.
+// block has alone; of a head that the next block goes on with, for any power of two of a bunch. Who reads needs no counter: a record's
+// words are zero until they are written, and zero again once they are read.
 #pragma once
 #include "attention.h"
 

@@ -19,7 +19,7 @@ template <class T, int WIDE, int RING> struct CacheStream {
     Share share;
     int begin = 0, left = 0, place = 0;           // of the span that is asked for; spans left of its segment; the ring's slot
     int64_t row = 0, at = 0;                      // elements before the mask's row and the head's keys
-    int64_t masks[MASKS];  // a slot of the wave's tiles of a span to each of the first lanes
+    int64_t masks[MASKS];  // a slot of the wave's tiles of a span to each of 32 lanes
     Words4 held[SHARED_RING ? 1 : 2][SHARED_RING ? 1 : PIECES];
 
     DEVICE CacheStream(const AttentionArgs& a, const AttentionPlan& plan, const Geometry& all, const Share& share, char* shared)

@@ -29,9 +29,9 @@ template <int WIDE> AttentionPlan lay_out(const AttentionArgs& a, int64_t ring, 
     return p;
 }
 
-// As many levels of the spans' tree as fit.
-template <int WIDE> bool take_levels(AttentionPlan& p, int64_t room) {
-    const int64_t each = p.queries * NODE_FLOATS<WIDE> * 4;
+// As many levels of the spans' tree as fit: into half a processor, where all else fits there, so that a product finds room beside it.
+template <int WIDE> bool take_levels(AttentionPlan& p, int64_t half, int64_t most) {
+    const int64_t each = p.queries * NODE_FLOATS<WIDE> * 4, room = p.bytes <= half ? half : most;
     if (p.bytes > room) return false;
     p.levels = int32_t((room - p.bytes) / each < LEVELS ? (room - p.bytes) / each : LEVELS);
     p.bytes += int32_t(p.levels * each);
@@ -39,8 +39,8 @@ template <int WIDE> bool take_levels(AttentionPlan& p, int64_t room) {
 }
 
 // Two blocks share a processor, one of which reads while the other waits: where there are heads for nearly all of them, or where heads are
-// divided in any case, into spans for more than one block each. Not where a product of few rows follows: behind one block it finds a place
-// on each processor, behind two on some two and on others none.
+// divided in any case and a full cache has more spans than there are processors. Not where a product of few rows follows: behind one
+// block it finds a place on each processor, behind two on some two and on others none.
 inline int blocks_of(const AttentionArgs& a, int64_t heads, int processors) {
     if (a.following && a.rows * a.tokens <= QUERIES) return processors;
     const int64_t spans = heads * ((a.capacity - 1) / SPAN + 1);
@@ -66,7 +66,7 @@ template <class T, int WIDE> int launch(const AttentionArgs& a, GpuStream stream
         for (const bool deep : {true, false}) {
             const int64_t least = ring(2), wanted = deep ? ATTENTION_DEEP : ATTENTION_SHALLOW;
             AttentionPlan plan = lay_out<WIDE>(a, wanted > least ? wanted : least, buffers);
-            if (!take_levels<WIDE>(plan, buffers == 1 && !deep ? limits.shared_block : half_of(limits))) continue;
+            if (!take_levels<WIDE>(plan, half_of(limits), buffers == 1 && !deep ? limits.shared_block : 0)) continue;
             if constexpr (ATTENTION_DEEP > ATTENTION_SHALLOW && WIDE <= 128) {
                 constexpr int OF_SEVERAL = WIDE > 64 ? ATTENTION_SHALLOW : ATTENTION_DEEP;  // what fits
                 const Kind kind = kind_of<WIDE>(a);

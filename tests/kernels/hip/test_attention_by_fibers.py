@@ -57,6 +57,27 @@ WINDOWS = {  # whose first span is not the first of a node
     ),
     "of-rows": Step(size=72, slot=2600, capacity=2688, rows=2, heads=4, kv_heads=2, window=1600, padding=300, tokens=3),
 }
+HALF = (
+    233472 // 2 - 1024
+)  # bytes of shared memory that a block of a launch may take, if a product is to find room beside it
+BESIDE_PRODUCTS = {
+    "own-heads": Step(size=128, heads=2, kv_heads=2, rows=1),
+    "four-queries": Step(size=128, heads=4, kv_heads=1, rows=1),
+    "seven-queries": Step(size=128, heads=7, kv_heads=1, rows=8),
+    "eight-queries": Step(size=128, heads=8, kv_heads=1, rows=1),
+    "six-tokens": Step(size=128, heads=1, kv_heads=1, rows=1, tokens=6),
+    "eight-tokens": Step(size=128, heads=1, kv_heads=1, rows=1, tokens=8),
+    "eight-tokens-of-narrow-heads": Step(size=64, heads=1, kv_heads=1, rows=1, tokens=8),
+    "eight-tokens-of-shared-heads": Step(size=96, heads=4, kv_heads=1, rows=2, tokens=8),
+}
+BLOCKS = {  # of 8 processors, alone and where a product follows
+    "few-heads": (Step(rows=1, heads=1, kv_heads=1, slot=3000, capacity=3100), 8, 8),
+    "divided-heads": (Step(rows=2, heads=2, kv_heads=2, slot=900, capacity=1024), 16, 8),
+    "divided-heads-of-a-short-cache": (Step(rows=2, heads=2, kv_heads=2, slot=300, capacity=512), 8, 8),
+    "a-head-for-a-block": (Step(rows=8, heads=1, kv_heads=1), 8, 8),
+    "heads-for-nearly-all": (Step(rows=7, heads=2, kv_heads=2), 16, 8),
+    "more-rows-than-a-product-takes": (Step(rows=9, heads=2, kv_heads=2), 16, 16),
+}
 ORDERS = {"at-once-backwards": (0, 1), "late": (1, 0)}
 
 
@@ -73,8 +94,8 @@ def library(vendor: str, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDL
     return held
 
 
-def _op(library: ctypes.CDLL, late: float = 0.0) -> Callable[..., Tensor]:
-    """late: the share of what is told of that is not there when it is first read."""
+def _op(library: ctypes.CDLL, late: float = 0.0, following: Tensor | None = None) -> Callable[..., Tensor]:
+    """late: the share of what is told of that is not there when first read; following: what comes behind reads."""
 
     def decode_attention_(*args: Tensor | AttentionShape) -> Tensor:
         qkv, positions, slot, mask, keys, values, shape = args
@@ -86,7 +107,7 @@ def _op(library: ctypes.CDLL, late: float = 0.0) -> Callable[..., Tensor]:
             qkv.view(torch.int16)[..., torch.randperm(columns)[: int(late * columns)]] = binding.BLANK
             library.owe(ctypes.c_void_p(qkv.data_ptr()), ctypes.c_void_p(full.data_ptr()), ctypes.c_int64(qkv.nbytes))
         with binding.settled_weights():
-            given = attention.arguments(qkv, y, positions, slot, mask, keys, values, shape, None, told)
+            given = attention.arguments(qkv, y, positions, slot, mask, keys, values, shape, following, told)
         status = library.accelpatch_decode_attention(
             ctypes.byref(given), binding.DTYPES.index(qkv.dtype), ctypes.c_void_p()
         )
@@ -155,6 +176,27 @@ def test_what_is_told_of_may_come_later_than_its_count(name: str, vendor: str, l
     args, shape = made(LONG[name], torch.bfloat16, DEVICE)
     library.set_fibers(5, 0, 0)
     assert torch.equal(bits(_op(library, late=0.1)(*args, shape)), bits(_op(library)(*args, shape)))
+
+
+@pytest.mark.parametrize("case", BESIDE_PRODUCTS.values(), ids=BESIDE_PRODUCTS)
+def test_a_launch_leaves_room_for_a_product(case: Step, vendor: str, library: ctypes.CDLL) -> None:
+    if vendor != "nvidia":
+        pytest.skip("kernels do not overlap")
+    args, shape = made(case, torch.bfloat16, DEVICE)
+    library.set_fibers(2, 0, 0)
+    _op(library)(*args, shape)
+    assert library.shared_of_last_launch() <= HALF
+
+
+@pytest.mark.parametrize("case, alone, before", BLOCKS.values(), ids=BLOCKS)
+def test_blocks_of_a_launch(case: Step, alone: int, before: int, vendor: str, library: ctypes.CDLL) -> None:
+    if vendor != "nvidia":
+        pytest.skip("a block a processor")
+    args, shape = made(case, torch.bfloat16, DEVICE)
+    library.set_fibers(8, 0, 0)
+    for following, blocks in ((None, alone), (torch.zeros(64), before)):
+        _op(library, following=following)(*args, shape)
+        assert library.blocks_of_last_launch() == blocks
 
 
 def test_random_steps(vendor: str, library: ctypes.CDLL) -> None:

@@ -105,10 +105,13 @@ void run_cluster(int first, int cluster, int threads, int bytes) {
 }  // namespace
 
 char* in_block(char* here, int rank) { return rank == held ? here : images[rank].data() + (here - shared); }
+int last_bytes;
 void run_blocks(int blocks, int cluster, int threads, int bytes, const std::function<void()>& kernel) {
-    work = &kernel, fibers.yield = leave, gridDim.x = unsigned(blocks);
+    work = &kernel, fibers.yield = leave, gridDim.x = unsigned(blocks), last_bytes = bytes;
     for (int first = 0; first < blocks; first += cluster) run_cluster(first, cluster, threads, bytes);
 }
+extern "C" int blocks_of_last_launch() { return int(gridDim.x); }
+extern "C" int shared_of_last_launch() { return last_bytes; }
 extern "C" void set_fibers(int processors, int late, int backwards) { fibers.processors = processors, fibers.late = late, fibers.backwards = backwards; }
 extern "C" void set_beside(int beside) { fibers.beside = beside; }
 extern "C" void set_delay(int most, int seed) { most_delay = most, drawn = unsigned(seed) * 7919u; }
