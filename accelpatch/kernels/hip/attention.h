@@ -12,7 +12,7 @@ constexpr int BROUGHT_PIECE = 4096;          // bytes that a thread asks for at 
 constexpr int64_t BROUGHT_BYTES = 4 << 20;  // at most: what memory gives while a short cache is read
 constexpr int TOPS = WAVES * 2 + 4;  // floats a query: of each wave the highest score and the sum of weights; its own slot's weight, three of padding
 constexpr int NODE = 8;    // spans whose results are added up by themselves, and then so many such results
-constexpr int LEVELS = 6;  // of a bunch's tree, of NODE NODE spans
+constexpr int NODE_LEVELS = 3, LEVELS = 6;  // of a node's tree, and of a bunch's, of NODE NODE spans
 constexpr int PIECE = 16, RECORD_HEAD = 4;  // columns of a record's piece, and the words before them: the highest score, the sum of weights, how many spans, one of padding
 constexpr int PIECE_FLOATS = RECORD_HEAD + PIECE;
 

@@ -29,11 +29,13 @@ template <int WIDE> AttentionPlan lay_out(const AttentionArgs& a, int64_t ring, 
     return p;
 }
 
-// As many levels of the spans' tree as fit: into half a processor, where all else fits there, so that a product finds room beside it.
+// As many levels of the spans' tree as fit: into half a processor, where all else fits there, so that a product finds room beside it;
+// else a node's, which leave a small product what room there is.
 template <int WIDE> bool take_levels(AttentionPlan& p, int64_t half, int64_t most) {
-    const int64_t each = p.queries * NODE_FLOATS<WIDE> * 4, room = p.bytes <= half ? half : most;
+    const bool fits = p.bytes <= half;
+    const int64_t each = p.queries * NODE_FLOATS<WIDE> * 4, room = fits ? half : most, levels = fits ? LEVELS : NODE_LEVELS;
     if (p.bytes > room) return false;
-    p.levels = int32_t((room - p.bytes) / each < LEVELS ? (room - p.bytes) / each : LEVELS);
+    p.levels = int32_t((room - p.bytes) / each < levels ? (room - p.bytes) / each : levels);
     p.bytes += int32_t(p.levels * each);
     return true;
 }

@@ -57,9 +57,8 @@ WINDOWS = {  # whose first span is not the first of a node
     ),
     "of-rows": Step(size=72, slot=2600, capacity=2688, rows=2, heads=4, kv_heads=2, window=1600, padding=300, tokens=3),
 }
-HALF = (
-    233472 // 2 - 1024
-)  # bytes of shared memory that a block of a launch may take, if a product is to find room beside it
+# Bytes of shared memory that a block may take, if a product is to find room beside it.
+HALF = 233472 // 2 - 1024
 BESIDE_PRODUCTS = {
     "own-heads": Step(size=128, heads=2, kv_heads=2, rows=1),
     "four-queries": Step(size=128, heads=4, kv_heads=1, rows=1),
@@ -188,13 +187,13 @@ def test_a_launch_leaves_room_for_a_product(case: Step, vendor: str, library: ct
     assert library.shared_of_last_launch() <= HALF
 
 
-@pytest.mark.parametrize("case, alone, before", BLOCKS.values(), ids=BLOCKS)
-def test_blocks_of_a_launch(case: Step, alone: int, before: int, vendor: str, library: ctypes.CDLL) -> None:
+@pytest.mark.parametrize("case, alone, followed", BLOCKS.values(), ids=BLOCKS)
+def test_blocks_of_a_launch(case: Step, alone: int, followed: int, vendor: str, library: ctypes.CDLL) -> None:
     if vendor != "nvidia":
         pytest.skip("a block a processor")
     args, shape = made(case, torch.bfloat16, DEVICE)
     library.set_fibers(8, 0, 0)
-    for following, blocks in ((None, alone), (torch.zeros(64), before)):
+    for following, blocks in ((None, alone), (torch.zeros(64), followed)):
         _op(library, following=following)(*args, shape)
         assert library.blocks_of_last_launch() == blocks
 
