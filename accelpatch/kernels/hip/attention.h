@@ -8,8 +8,7 @@
 constexpr int TILE = 16, SPAN = 256, ROUNDS = SPAN / TILE / WAVES;
 constexpr int QUERIES = 8;         // of a block at once
 constexpr int MOST_ROWS = 256;     // rows whose first slots fit in shared memory
-constexpr int BROUGHT_PIECE = 4096;          // bytes that a thread asks for at once
-constexpr int64_t BROUGHT_BYTES = 4 << 20;  // at most: what memory gives while a short cache is read
+constexpr int BROUGHT_PIECE = 4096, BROUGHT_PIECES = 4;  // of what the kernel behind reads: bytes that a thread asks for, and so many threads of a block; more is slower
 constexpr int TOPS = WAVES * 2 + 4;  // floats a query: of each wave the highest score and the sum of weights; its own slot's weight, three of padding
 constexpr int NODE = 8;    // spans whose results are added up by themselves, and then so many such results
 constexpr int NODE_LEVELS = 3, LEVELS = 6;  // of a node's tree, and of a bunch's, of NODE NODE spans

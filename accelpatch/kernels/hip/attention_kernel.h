@@ -140,10 +140,8 @@ template <class T, int WIDE, int RING> struct Softmax {
 // What the kernel behind will read comes into L2 by the blocks that have nothing to do, once the others have their queries.
 // busy: blocks that have spans; before: of them, those before this one.
 DEVICE void bring_following(const AttentionArgs& a, int before, int busy) {
-    const int64_t idle = int64_t(gridDim.x) - busy, pieces = min(a.following_bytes, BROUGHT_BYTES) / BROUGHT_PIECE;
-    if (idle <= 0) return;
-    for (int64_t i = int64_t(blockIdx.x) - before + threadIdx.x * idle; i < pieces; i += THREADS * idle)
-        prefetch_l2<BROUGHT_PIECE>(static_cast<const char*>(a.following) + i * BROUGHT_PIECE);
+    const int64_t idle = int64_t(gridDim.x) - busy, piece = int64_t(blockIdx.x) - before + threadIdx.x * idle;
+    if (threadIdx.x < BROUGHT_PIECES && piece < a.following_bytes / BROUGHT_PIECE) prefetch_l2<BROUGHT_PIECE>(static_cast<const char*>(a.following) + piece * BROUGHT_PIECE);
 }
 
 // What was heard counts from zero again once all blocks have heard it. One wave sees to it, while the others go on.
@@ -151,23 +149,27 @@ DEVICE void forget(const AttentionArgs& a, int wave) {
     if (a.hears && int(threadIdx.x) == wave * WAVE && last_call(a.hears + 1, int(gridDim.x))) a.hears[0] = 0;
 }
 
-// What most launches ask for: one new token a row, heads that fill their columns, one tile of queries, none of what some models have.
-// Kernels for that alone, with a cached head for each head (ONE) or for several, are a quarter to a third smaller, and leave products
-// their room in the instruction cache. So do those of more rows than a LONE one, whose words may still be on their way.
-enum Kind { ANY, ONE, SEVERAL, LONE_ONE, LONE_SEVERAL };
+// What most launches ask for: heads that fill their columns, none of what some models have; and one new token a row with one tile of
+// queries, or several tokens of a lone row, as prompt lookup has them. Kernels for that alone, with a cached head for each head (ONE)
+// or for several, are a fifth to a third smaller, and leave products their room in the instruction cache. So do those of more rows than a
+// LONE one, whose words may still be on their way.
+enum Kind { ANY, ONE, SEVERAL, LONE_ONE, LONE_SEVERAL, LONE_TOKENS };
 constexpr Kind lone(Kind kind) { return kind == ONE ? LONE_ONE : LONE_SEVERAL; }
 template <int WIDE> Kind kind_of(const AttentionArgs& a) {
-    if (a.tokens > 1 || a.size != WIDE || a.window || a.softcap > 0.f || a.q_norm || a.k_norm || a.heads > a.kv_heads * QUERIES) return ANY;
-    return a.heads == a.kv_heads ? ONE : SEVERAL;
+    if (a.size != WIDE || a.window || a.softcap > 0.f || a.q_norm || a.k_norm) return ANY;
+    if (a.tokens > 1) return a.rows == 1 ? LONE_TOKENS : ANY;
+    return a.heads > a.kv_heads * QUERIES ? ANY : a.heads == a.kv_heads ? ONE : SEVERAL;
 }
 template <Kind KIND, int WIDE> DEVICE AttentionArgs known(AttentionArgs a) {
-    if (KIND != ANY) a.tokens = 1, a.size = WIDE, a.window = 0, a.softcap = 0.f, a.q_norm = a.k_norm = nullptr;
+    if (KIND != ANY) a.size = WIDE, a.window = 0, a.softcap = 0.f, a.q_norm = a.k_norm = nullptr;
+    if (KIND == LONE_TOKENS) a.hears = nullptr;  // told of, but not heard
+    else if (KIND != ANY) a.tokens = 1;
     if (KIND == ONE || KIND == LONE_ONE) a.kv_heads = a.heads;
-    if (KIND == LONE_ONE || KIND == LONE_SEVERAL) a.rows = 1;
+    if (KIND == LONE_ONE || KIND == LONE_SEVERAL || KIND == LONE_TOKENS) a.rows = 1;
     return a;
 }
 template <Kind KIND> DEVICE AttentionPlan known(AttentionPlan plan) {
-    if (KIND != ANY) plan.tiles = 1;
+    if (KIND != ANY && KIND != LONE_TOKENS) plan.tiles = 1;
     if (KIND == ONE || KIND == LONE_ONE) plan.group = plan.queries = 1;
     return plan;
 }

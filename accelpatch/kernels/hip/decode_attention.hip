@@ -74,6 +74,7 @@ template <class T, int WIDE> int launch(const AttentionArgs& a, GpuStream stream
                 const Kind kind = kind_of<WIDE>(a);
                 if (kind == ONE && deep) return start_of_rows<T, WIDE, ATTENTION_DEEP, ONE>(a, plan, limits, stream);
                 if (kind == SEVERAL && deep == (OF_SEVERAL == ATTENTION_DEEP)) return start_of_rows<T, WIDE, OF_SEVERAL, SEVERAL>(a, plan, limits, stream);
+                if (kind == LONE_TOKENS && !deep) return start<T, WIDE, ATTENTION_SHALLOW, LONE_TOKENS>(a, plan, limits, stream);
             }
             return deep ? start<T, WIDE, ATTENTION_DEEP>(a, plan, limits, stream) : start<T, WIDE, ATTENTION_SHALLOW>(a, plan, limits, stream);
         }

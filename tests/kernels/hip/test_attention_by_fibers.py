@@ -59,6 +59,7 @@ WINDOWS = {  # whose first span is not the first of a node
 }
 # Bytes of shared memory that a block may take, if a product is to find room beside it.
 HALF = 233472 // 2 - 1024
+PIECE = 4096  # bytes of what follows that are brought at once
 BESIDE_PRODUCTS = {
     "own-heads": Step(size=128, heads=2, kv_heads=2, rows=1),
     "four-queries": Step(size=128, heads=4, kv_heads=1, rows=1),
@@ -196,6 +197,19 @@ def test_blocks_of_a_launch(case: Step, alone: int, followed: int, vendor: str, 
     for following, blocks in ((None, alone), (torch.zeros(64), followed)):
         _op(library, following=following)(*args, shape)
         assert library.blocks_of_last_launch() == blocks
+
+
+@pytest.mark.parametrize("pieces, brought", [(3, 3), (100, 24)])
+def test_blocks_without_work_bring_what_follows(pieces: int, brought: int, vendor: str, library: ctypes.CDLL) -> None:
+    if vendor != "nvidia":
+        pytest.skip("kernels do not overlap")
+    args, shape = made(Step(rows=1, heads=2, kv_heads=2, slot=100, capacity=256), torch.bfloat16, DEVICE)
+    library.set_fibers(8, 0, 0)
+    found, following = (ctypes.c_void_p * 1000)(), torch.zeros(pieces * PIECE + 100, dtype=torch.uint8)
+    library.take_brought(found, 1000)
+    _op(library, following=following)(*args, shape)
+    many = library.take_brought(found, 1000)
+    assert sorted(at or 0 for at in found[:many]) == [following.data_ptr() + i * PIECE for i in range(brought)]
 
 
 def test_random_steps(vendor: str, library: ctypes.CDLL) -> None:

@@ -106,6 +106,7 @@ void run_cluster(int first, int cluster, int threads, int bytes) {
 
 char* in_block(char* here, int rank) { return rank == held ? here : images[rank].data() + (here - shared); }
 int last_bytes;
+std::vector<const void*> brought;
 void run_blocks(int blocks, int cluster, int threads, int bytes, const std::function<void()>& kernel) {
     work = &kernel, fibers.yield = leave, gridDim.x = unsigned(blocks), last_bytes = bytes;
     for (int first = 0; first < blocks; first += cluster) run_cluster(first, cluster, threads, bytes);
@@ -119,4 +120,8 @@ extern "C" void set_clusters(int there) { fibers.clusters = there; }
 extern "C" void set_shared(int byte) { before = char(byte); }
 extern "C" void owe(char* into, const char* from, int64_t bytes) { owed = {into, from, bytes}; }
 extern "C" int64_t still_owed() { return owed.bytes; }
+extern "C" int take_brought(const void** into, int most) {
+    const int count = std::min(int(brought.size()), most);
+    return std::copy_n(brought.begin(), count, into), brought.clear(), count;
+}
 extern "C" int take_unwaited() { const int count = unwaited; return unwaited = 0, count; }
