@@ -7,7 +7,7 @@ import platform
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from accelpatch.bench.generate import Figures, Shape
@@ -54,8 +54,8 @@ def document(
         "recipe": report.recipe,
         "device": asdict(setting.device) | {"threads": setting.threads},
         "versions": {
-            "python": platform.python_version(), "torch": version("torch"), "transformers": version("transformers"),
-            "accelpatch": version("accelpatch"),
+            "python": platform.python_version(), "torch": _version("torch"),
+            "transformers": _version("transformers"), "accelpatch": _version("accelpatch"),
         },
         "shape": asdict(setting.shape),
         "repeats": setting.repeats,
@@ -66,6 +66,14 @@ def document(
         "patched": _side(patched, after, cache, limit),
         "notes": list(report.notes),
     }  # fmt: skip
+
+
+def _version(package: str) -> str:
+    """As installed; a package that runs from a folder has none."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed, run from a folder"
 
 
 def _side(figures: Figures, token_bytes: int, cache: int, limit: ReadLimit) -> dict[str, Any]:

@@ -46,9 +46,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def show_version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import version
+        from accelpatch.cli import facts
 
-        typer.echo(f"accelpatch {version('accelpatch')}")
+        typer.echo(f"accelpatch {facts.version('accelpatch')}")
         raise typer.Exit()
 
 

@@ -39,8 +39,8 @@ def version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        # ROCm's Triton is installed under another name than it is imported by
-        return "installed" if importlib.util.find_spec(package) else None
+        # run from a folder; or ROCm's Triton, which is installed under another name than it is imported by
+        return "of unknown version" if importlib.util.find_spec(package) else None
 
 
 def compiler(name: str) -> str | None:

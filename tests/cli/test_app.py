@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import pty
 import re
@@ -57,6 +58,14 @@ def test_help_lists_every_command(cli: Cli) -> None:
     result = cli("--help")
     assert result.exit_code == 0
     assert [name for name in COMMANDS if not re.search(rf"^\W*{name} ", result.stdout, re.MULTILINE)] == []
+
+
+def test_version_of_a_folder(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(package: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(package)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert cli("--version").stdout == "accelpatch of unknown version\n"
 
 
 def test_version(shell: Shell) -> None:

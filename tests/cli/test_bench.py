@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import time
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
 
-from accelpatch.bench import read_limit, timing
+from accelpatch.bench import read_limit, record, timing
 
 from .conftest import Cli
 
@@ -27,23 +28,34 @@ def _small_and_undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_json_has_what_a_figure_needs(cli: Cli, model: str) -> None:
-    record = json.loads(cli("bench", model, "--json", *QUICK).stdout)
-    assert record["versions"]["torch"] == torch.__version__
-    assert record["versions"]["transformers"] == transformers.__version__
-    assert record["shape"] == {"batch": 1, "prompt": 16, "new": 129}
-    assert record["device"]["threads"] == torch.get_num_threads()
-    assert record["verification"]["failures"] == []
-    assert record["read_limit"]["bytes_per_second"] > 1e8
+    found = json.loads(cli("bench", model, "--json", *QUICK).stdout)
+    assert found["versions"]["torch"] == torch.__version__
+    assert found["versions"]["transformers"] == transformers.__version__
+    assert found["shape"] == {"batch": 1, "prompt": 16, "new": 129}
+    assert found["device"]["threads"] == torch.get_num_threads()
+    assert found["verification"]["failures"] == []
+    assert found["read_limit"]["bytes_per_second"] > 1e8
     for side in ("original", "patched"):
-        decode = record[side]["decode"]
+        decode = found[side]["decode"]
         assert len(decode["seconds"]) == 2
         assert decode["tokens_per_second"]["median"] > 0
         share = decode["tokens_per_second"]["median"] / decode["limit_tokens_per_second"]
         assert decode["share_of_read_limit"] == pytest.approx(share)
-        read = record[side]["token_bytes"] + record["cache_bytes"]
-        assert decode["limit_tokens_per_second"] == pytest.approx(record["read_limit"]["bytes_per_second"] / read)
-    assert record["cache_bytes"] > 0
-    assert record["patched"]["token_bytes"] < 0.3 * record["original"]["token_bytes"]
+        read = found[side]["token_bytes"] + found["cache_bytes"]
+        assert decode["limit_tokens_per_second"] == pytest.approx(found["read_limit"]["bytes_per_second"] / read)
+    assert found["cache_bytes"] > 0
+    assert found["patched"]["token_bytes"] < 0.3 * found["original"]["token_bytes"]
+
+
+def test_a_package_that_runs_from_a_folder_has_no_version(
+    cli: Cli, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def version(package: str) -> str:
+        raise PackageNotFoundError(package)
+
+    monkeypatch.setattr(record, "version", version)
+    found = json.loads(cli("bench", model, "--json", *QUICK).stdout)
+    assert found["versions"]["accelpatch"] == "not installed, run from a folder"
 
 
 def test_text_states_parity_before_speed(cli: Cli, model: str) -> None:
@@ -54,15 +66,15 @@ def test_text_states_parity_before_speed(cli: Cli, model: str) -> None:
 
 
 def test_batch_counts_all_sequences(cli: Cli, model: str) -> None:
-    record = json.loads(cli("bench", model, "--json", "--batch", "3", *QUICK).stdout)
-    decode = record["patched"]["decode"]
+    found = json.loads(cli("bench", model, "--json", "--batch", "3", *QUICK).stdout)
+    decode = found["patched"]["decode"]
     assert decode["tokens_per_second"]["median"] == pytest.approx(3 * 128 / decode["median"])
 
 
 def test_random_weights_need_no_checkpoint(cli: Cli, bare_model: str) -> None:
-    record = json.loads(cli("bench", bare_model, "--random-weights", "--json", *QUICK).stdout)
-    assert record["weights"] == "random"
-    assert record["patched"]["decode"]["tokens_per_second"]["median"] > 0
+    found = json.loads(cli("bench", bare_model, "--random-weights", "--json", *QUICK).stdout)
+    assert found["weights"] == "random"
+    assert found["patched"]["decode"]["tokens_per_second"]["median"] > 0
 
 
 def test_plot(cli: Cli, model: str, tmp_path: Path) -> None:

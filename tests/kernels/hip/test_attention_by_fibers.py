@@ -199,6 +199,18 @@ def test_blocks_of_a_launch(case: Step, alone: int, followed: int, vendor: str, 
         assert library.blocks_of_last_launch() == blocks
 
 
+def test_a_divided_head_is_handed_from_block_to_block(vendor: str, library: ctypes.CDLL) -> None:
+    """Nine heads of three spans on eight blocks: five are divided, and what the first of two has of one is a record."""
+    if vendor != "nvidia":
+        pytest.skip("blocks do not wait")
+    args, shape = made(Step(size=128, rows=3, heads=3, kv_heads=3, slot=700, capacity=768), torch.bfloat16, DEVICE)
+    library.set_fibers(8, 0, 0)
+    library.take_handed()
+    _op(library, following=torch.zeros(64))(*args, shape)
+    record = 128 // 4 + 128 // 16
+    assert library.take_handed() == 5 * 2 * record  # written, and taken back
+
+
 @pytest.mark.parametrize("pieces, brought", [(3, 3), (100, 24)])
 def test_blocks_without_work_bring_what_follows(pieces: int, brought: int, vendor: str, library: ctypes.CDLL) -> None:
     if vendor != "nvidia":

@@ -127,7 +127,8 @@ inline void delay(int most) {
     const int some = int((drawn = drawn * 1664525u + 1013904223u) >> 16) % most;
     for (int n = some + (blockIdx.x ? 0 : most); n > 0; --n) ++meeting.messages, fibers.yield();
 }
-DEVICE void hand16(void* into, const Words4& v) { aligned(into, 16), delay(most_delay), *static_cast<Words4*>(into) = v; }
+extern int handed;  // words of 16 bytes, since they were counted
+DEVICE void hand16(void* into, const Words4& v) { ++handed, aligned(into, 16), delay(most_delay), *static_cast<Words4*>(into) = v; }
 DEVICE Words4 handed16(const void* source) { return aligned(source, 16), *static_cast<const Words4*>(source); }
 struct Owed { char* into; const char* from; int64_t bytes; };  // what comes as it is looked for again, some at a time
 extern Owed owed;
