@@ -3,14 +3,16 @@
     python scripts/bench_attention.py [--kv-heads 32 8] [--batches 1 8] [--contexts 128 1024 4096 16384] [--limit 4.49]
 
 Medians of graph replays and their spread; caches rotate beyond L2. Ours turns q and k and writes the new k and v
-besides; torch's gets q ready and the cache as it is. Of torch's backends the fastest counts, heads shared where it can.
-"us" is a launch among others like it, which may begin before the one before it ends; "us alone" is what it adds to a
-kernel of torch's before it that lets nothing begin early.
+besides; torch's gets q ready and the cache as it is. Of torch's backends the fastest counts, heads shared where it can;
+"as called" is the one that scaled_dot_product_attention takes by itself. "us" is a launch among others like it, which
+may begin before the one before it ends; "us alone" is what it adds to a kernel of torch's before it that lets nothing
+begin early.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -101,10 +103,11 @@ class Caches:
         for _ in self.held:
             self.qkv.mul_(1.0)
 
-    def all_torch(self, backend: SDPBackend) -> None:
+    def all_torch(self, backend: SDPBackend | None) -> None:
+        """By a backend, or by the one that torch chooses."""
         step, group = self.step, self.step.heads // self.step.kv_heads
         q = self.qkv[:, : step.heads * step.size].view(step.batch, step.tokens, step.heads, step.size).transpose(1, 2)
-        with sdpa_kernel(backend):
+        with sdpa_kernel(backend) if backend else contextlib.nullcontext():
             for keys, values in self.held:
                 k, v = keys[:, :, : step.context], values[:, :, : step.context]
                 if group > 1 and backend is SDPBackend.EFFICIENT_ATTENTION:
@@ -136,6 +139,7 @@ def show(step: Step, options: argparse.Namespace, limit: float) -> None:
     """A line for a step."""
     caches = Caches(step, KERNELS[options.kernel])
     best, backend = min(torch_times(caches, options.repeats)) if options.torch else (0.0, "")
+    called = a_call(lambda: caches.all_torch(None), caches.count, options.repeats)[0] if options.torch else 0.0
     check(caches)
     ours, spread = a_call(caches.all_ours, caches.count, options.repeats)
     after = a_call(caches.all_after_another, caches.count, options.repeats)[0]
@@ -144,6 +148,7 @@ def show(step: Step, options: argparse.Namespace, limit: float) -> None:
     line += f" {spread:.0%} | {after * 1e6:.2f} | {step.bytes / ours / limit:.1%} |"
     if options.torch:
         line += f" {best * 1e6:.2f} ({backend}) | {best / ours:.2f} | {best / after:.2f} |"
+        line += f" {called * 1e6:.2f} | {called / ours:.2f} | {called / after:.2f} |"
     print(line, flush=True)
 
 
@@ -167,7 +172,8 @@ def main() -> None:
     torch.manual_seed(0)
     limit = options.limit * 1e12 if options.limit else read_limit(DEVICE).bytes_per_second
     print(f"{torch.cuda.get_device_name()}, {DTYPE}, read limit {limit / 1e12:.3f} TB/s, {vars(options)}")
-    print("| rows | KV heads | context | MB | us | spread | us alone | share | torch, us | ratio | ratio alone |")
+    columns = "rows | KV heads | context | MB | us | spread | us alone | share | torch, us | ratio | ratio alone"
+    print(f"| {columns} | as called, us | ratio | ratio alone |")
     for batch in options.batches:
         for kv_heads in options.kv_heads:
             for context in options.contexts:

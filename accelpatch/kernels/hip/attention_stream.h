@@ -53,7 +53,7 @@ template <class T, int WIDE, int RING> struct CacheStream {
         for (int i = 0; i < (VALUE ? VALUES : KEYS); ++i) {
             const int s = slots_after<VALUE>(i), chunk = chunks_after<VALUE>(i);
             const bool there = WHOLE ? own_chunk < CHUNKS : s + own_slot < cached && (chunk + own_chunk) * 8 < size;
-            stream_copy<16>(piece(STAGE, i), from + int64_t(s) * (size * 2) + chunk * 16, there);
+            stream_once16(piece(STAGE, i), from + int64_t(s) * (size * 2) + chunk * 16, there);
         }
     }
     // The slot and the chunk of a lane's pieces: of the first, and how much further the i-th is.

@@ -119,6 +119,14 @@ template <int BYTES, int AT = 0> DEVICE void stream_copy(void* into, const void*
         asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared_address(into)), "l"(source), "n"(BYTES), "r"(bytes) : "memory");
     }
 }
+// 16 bytes that are read once: they leave L2 before all else, so that masks and what blocks hand each other stay there. The exclusive or
+// is with a zero that ptxas does not know: where it splits the address, a part of it in a uniform register, that register is half of the
+// policy's, and the GPU ends the kernel with an illegal instruction (CUDA 13.0).
+DEVICE void stream_once16(void* into, const void* source, bool there) {
+    asm volatile(
+        "{\n\t.reg .b64 once;\n\tcreatepolicy.fractional.L2::evict_first.b64 once, 1.0;\n\t"
+        "cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, once;\n\t}" ::"r"(shared_address(into) ^ blockIdx.z), "l"(source), "r"(there ? 16 : 0) : "memory");
+}
 // 16 bytes of activations into shared memory, asynchronously and through L2; zeros, and nothing read, where not `there`.
 DEVICE void copy_activation16(void* into, const void* source, bool there) { stream_copy<16>(into, source, there); }
 DEVICE void ring_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }

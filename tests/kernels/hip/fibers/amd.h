@@ -22,6 +22,7 @@ DEVICE void ring_commit() {}
 template <int> void ring_wait() {}
 DEVICE void wave_sync() {}
 DEVICE void copy_activation16(void* into, const void* source, bool there) { stream_copy<16>(into, source, there); }
+DEVICE void stream_once16(void* into, const void* source, bool there) { stream_copy<16>(into, source, there); }
 DEVICE void copies_done(int) {}
 DEVICE void group_sync(int, int) { __syncthreads(); }
 DEVICE void group_arrive(int, int) { __syncthreads(); }

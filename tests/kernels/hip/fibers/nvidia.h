@@ -60,6 +60,7 @@ template <int DEPTH> void ring_wait() {
         for (const Copy& copy : groups.front()) carry_out(copy);
 }
 DEVICE void copy_activation16(void* into, const void* source, bool there) { stream_copy<16>(into, source, there); }
+DEVICE void stream_once16(void* into, const void* source, bool there) { stream_copy<16>(into, source, there); }
 DEVICE void copies_done(int but) { but == 2 ? ring_wait<3>() : but == 1 ? ring_wait<2>() : ring_wait<1>(); }
 DEVICE void wave_sync() { meet(); }
 DEVICE void group_arrive(int name, int threads) { fibers.groups[name].arrive(threads); }
