@@ -40,15 +40,21 @@ template <int WIDE> bool take_levels(AttentionPlan& p, int64_t half, int64_t mos
     return true;
 }
 
+// Spans of all heads where the cache is full.
+inline int64_t spans_of(const AttentionArgs& a, int64_t heads) { return heads * ((a.capacity - 1) / SPAN + 1); }
+
 // Two blocks share a processor, one of which reads while the other waits: where there are heads for nearly all of them, or where heads are
 // divided in any case and a full cache has more spans than there are processors. Not where a product of few rows follows: behind one
 // block it finds a place on each processor, behind two on some two and on others none.
 inline int blocks_of(const AttentionArgs& a, int64_t heads, int processors) {
     if (a.following && a.rows * a.tokens <= QUERIES) return processors;
-    const int64_t spans = heads * ((a.capacity - 1) / SPAN + 1);
-    const bool filled = 8 * heads >= 7 * BLOCKS_RESIDENT * processors, divided = 4 * heads >= processors && 2 * heads <= processors && spans > processors;
+    const bool filled = 8 * heads >= 7 * BLOCKS_RESIDENT * processors, divided = 4 * heads >= processors && 2 * heads <= processors && spans_of(a, heads) > processors;
     return filled || divided ? BLOCKS_RESIDENT * processors : processors;
 }
+
+// Whether blocks have so many spans that the shallow ring is better: with more under way memory serves some processors a third faster than
+// others, and all have the same to read. The deep one has more of a short cache when the kernel before ends.
+inline bool long_shares(const AttentionArgs& a, int processors) { return spans_of(a, a.rows * a.kv_heads) >= 8 * processors; }
 
 template <class T, int WIDE, int RING, Kind KIND = ANY> int start(const AttentionArgs& a, const AttentionPlan& plan, const DeviceLimits& limits, GpuStream stream) {
     const bool alone = WIDE > 128 || plan.bytes > half_of(limits);  // on its processor
@@ -72,7 +78,12 @@ template <class T, int WIDE> int launch(const AttentionArgs& a, GpuStream stream
             if constexpr (ATTENTION_DEEP > ATTENTION_SHALLOW && WIDE <= 128) {
                 constexpr int OF_SEVERAL = WIDE > 64 ? ATTENTION_SHALLOW : ATTENTION_DEEP;  // what fits
                 const Kind kind = kind_of<WIDE>(a);
-                if (kind == ONE && deep) return start_of_rows<T, WIDE, ATTENTION_DEEP, ONE>(a, plan, limits, stream);
+                if (kind == ONE && deep) {
+                    if (WIDE > 64 && long_shares(a, limits.processors)) continue;
+                    return start_of_rows<T, WIDE, ATTENTION_DEEP, ONE>(a, plan, limits, stream);
+                }
+                if constexpr (WIDE > 64)
+                    if (kind == ONE) return start_of_rows<T, WIDE, ATTENTION_SHALLOW, ONE>(a, plan, limits, stream);
                 if (kind == SEVERAL && deep == (OF_SEVERAL == ATTENTION_DEEP)) return start_of_rows<T, WIDE, OF_SEVERAL, SEVERAL>(a, plan, limits, stream);
                 if (kind == LONE_TOKENS && !deep) return start<T, WIDE, ATTENTION_SHALLOW, LONE_TOKENS>(a, plan, limits, stream);
             }

@@ -188,6 +188,20 @@ def test_a_launch_leaves_room_for_a_product(case: Step, vendor: str, library: ct
     assert library.shared_of_last_launch() <= HALF
 
 
+def test_blocks_of_many_spans_have_the_shallow_ring(vendor: str, library: ctypes.CDLL) -> None:
+    """From eight spans a block on, a full cache: here two heads on two processors."""
+    if vendor != "nvidia":
+        pytest.skip("no ring")
+    library.set_fibers(2, 0, 0)
+    taken = {}
+    for spans in (7, 8):
+        case = Step(size=128, heads=2, kv_heads=2, rows=1, slot=300, capacity=spans * attention.SPAN)
+        args, shape = made(case, torch.bfloat16, DEVICE)
+        _op(library)(*args, shape)
+        taken[spans] = library.shared_of_last_launch()
+    assert taken[7] - taken[8] == 8 * 16 * 128 * 2  # a tile of each wave
+
+
 @pytest.mark.parametrize("case, alone, followed", BLOCKS.values(), ids=BLOCKS)
 def test_blocks_of_a_launch(case: Step, alone: int, followed: int, vendor: str, library: ctypes.CDLL) -> None:
     if vendor != "nvidia":
