@@ -107,7 +107,7 @@ class Caches:
         """By a backend, or by the one that torch chooses."""
         step, group = self.step, self.step.heads // self.step.kv_heads
         q = self.qkv[:, : step.heads * step.size].view(step.batch, step.tokens, step.heads, step.size).transpose(1, 2)
-        with sdpa_kernel(backend) if backend else contextlib.nullcontext():
+        with sdpa_kernel(backend) if backend is not None else contextlib.nullcontext():
             for keys, values in self.held:
                 k, v = keys[:, :, : step.context], values[:, :, : step.context]
                 if group > 1 and backend is SDPBackend.EFFICIENT_ATTENTION:

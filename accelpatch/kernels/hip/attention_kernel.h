@@ -26,8 +26,8 @@ template <class T, int WIDE> struct View {
 
 // What a wave knows of up to 8 queries over its tiles of a span: of each of the lane's own the highest score and the sum
 // of its weights, and the weighted sums of values.
-template <class T, int WIDE, int RING> struct Softmax {
-    using Stream = CacheStream<T, WIDE, RING>;
+template <class T, int WIDE, int RING, bool ONCE> struct Softmax {
+    using Stream = CacheStream<T, WIDE, RING, ONCE>;
     using Tile = AttentionTile<T>;
     static constexpr int SETS = Stream::SETS;
     static constexpr int OWN = Tile::QUERIES_PER_LANE;
@@ -180,7 +180,8 @@ __global__ void __launch_bounds__(THREADS, WIDE > 128 ? 1 : BLOCKS_RESIDENT) att
     const AttentionArgs a = known<KIND, WIDE>(given);
     const AttentionPlan plan = known<KIND>(laid_out);
     extern __shared__ __align__(128) char shared[];
-    using Results = Softmax<T, WIDE, RING>;
+    constexpr bool ONCE = KIND != ANY && KIND != LONE_TOKENS;  // one tile of queries
+    using Results = Softmax<T, WIDE, RING, ONCE>;
     grid_release();
     const Geometry all(a, plan, shared);
     const int wave = threadIdx.x / WAVE;
@@ -194,7 +195,7 @@ __global__ void __launch_bounds__(THREADS, WIDE > 128 ? 1 : BLOCKS_RESIDENT) att
         bring_following(a, share.before, share.busy);
         return;
     }
-    CacheStream<T, WIDE, RING> stream(a, plan, all, whole, shared);
+    typename Results::Stream stream(a, plan, all, whole, shared);
     HeadStager<T, WIDE> stager{a, plan, shared, KIND != ONE && KIND != SEVERAL && a.hears && a.rows == 1};
     int turn = 0;
     bool left = false, several = false;  // whether something is left to add up; whether there was more than one segment

@@ -3,7 +3,8 @@
 #pragma once
 #include "attention.h"
 
-template <class T, int WIDE, int RING> struct CacheStream {
+// ONCE: no other block reads the same keys and values.
+template <class T, int WIDE, int RING, bool ONCE> struct CacheStream {
     using Tile = AttentionTile<T>;
     static constexpr int STEPS = WIDE / 32;                                            // of 64 bytes of a key
     static constexpr int SETS = WIDE / 8 > Tile::CHUNKS ? WIDE / 8 / Tile::CHUNKS : 1;  // of chunks of a value
@@ -53,7 +54,9 @@ template <class T, int WIDE, int RING> struct CacheStream {
         for (int i = 0; i < (VALUE ? VALUES : KEYS); ++i) {
             const int s = slots_after<VALUE>(i), chunk = chunks_after<VALUE>(i);
             const bool there = WHOLE ? own_chunk < CHUNKS : s + own_slot < cached && (chunk + own_chunk) * 8 < size;
-            stream_once16(piece(STAGE, i), from + int64_t(s) * (size * 2) + chunk * 16, there);
+            const char* at = from + int64_t(s) * (size * 2) + chunk * 16;
+            if constexpr (ONCE) stream_once16(piece(STAGE, i), at, there);
+            else stream_copy<16>(piece(STAGE, i), at, there);
         }
     }
     // The slot and the chunk of a lane's pieces: of the first, and how much further the i-th is.

@@ -52,8 +52,8 @@ inline int blocks_of(const AttentionArgs& a, int64_t heads, int processors) {
     return filled || divided ? BLOCKS_RESIDENT * processors : processors;
 }
 
-// Whether blocks have so many spans that the shallow ring is better: with more under way memory serves some processors a third faster than
-// others, and all have the same to read. The deep one has more of a short cache when the kernel before ends.
+// Whether processors have so many spans that the shallow ring is better (one block each; two are as fast with either): the more is under
+// way, the less evenly memory serves them, and all have the same to read. The deep one has more of a short cache when the kernel before ends.
 inline bool long_shares(const AttentionArgs& a, int processors) { return spans_of(a, a.rows * a.kv_heads) >= 8 * processors; }
 
 template <class T, int WIDE, int RING, Kind KIND = ANY> int start(const AttentionArgs& a, const AttentionPlan& plan, const DeviceLimits& limits, GpuStream stream) {

@@ -189,7 +189,7 @@ def test_a_launch_leaves_room_for_a_product(case: Step, vendor: str, library: ct
 
 
 def test_blocks_of_many_spans_have_the_shallow_ring(vendor: str, library: ctypes.CDLL) -> None:
-    """From eight spans a block on, a full cache: here two heads on two processors."""
+    """From eight spans of a full cache a processor on: here two heads on two processors."""
     if vendor != "nvidia":
         pytest.skip("no ring")
     library.set_fibers(2, 0, 0)
