@@ -120,8 +120,8 @@ template <int BYTES, int AT = 0> DEVICE void stream_copy(void* into, const void*
     }
 }
 // 16 bytes that are read once: they leave L2 before all else, so that masks and what blocks hand each other stay there. The exclusive or
-// is with a zero that ptxas does not know: where it splits the address, a part of it in a uniform register, that register is half of the
-// policy's, and the GPU ends the kernel with an illegal instruction (CUDA 13.0).
+// is with a zero that ptxas does not know: where it split the address, a part of it in a uniform register, that part was written over half
+// of the policy, and the GPU ended the kernel with an illegal instruction (CUDA 13.0).
 DEVICE void stream_once16(void* into, const void* source, bool there) {
     asm volatile(
         "{\n\t.reg .b64 once;\n\tcreatepolicy.fractional.L2::evict_first.b64 once, 1.0;\n\t"
