@@ -152,9 +152,10 @@ DEVICE void forget(const AttentionArgs& a, int wave) {
 // What most launches ask for: heads that fill their columns, none of what some models have; and one new token a row with one tile of
 // queries, or several tokens of a lone row, as prompt lookup has them. Kernels for that alone, with a cached head for each head (ONE)
 // or for several, are a fifth to a third smaller, and leave products their room in the instruction cache. So do those of more rows than a
-// LONE one, whose words may still be on their way.
-enum Kind { ANY, ONE, SEVERAL, LONE_ONE, LONE_SEVERAL, LONE_TOKENS };
+// LONE one, whose words may still be on their way; CLAIMING ones are for rows of many spans.
+enum Kind { ANY, ONE, SEVERAL, LONE_ONE, LONE_SEVERAL, LONE_TOKENS, CLAIMING_ONE, CLAIMING_SEVERAL };
 constexpr Kind lone(Kind kind) { return kind == ONE ? LONE_ONE : LONE_SEVERAL; }
+constexpr Kind claiming(Kind kind) { return kind == ONE ? CLAIMING_ONE : CLAIMING_SEVERAL; }
 template <int WIDE> Kind kind_of(const AttentionArgs& a) {
     if (a.size != WIDE || a.window || a.softcap > 0.f || a.q_norm || a.k_norm) return ANY;
     if (a.tokens > 1) return a.rows == 1 ? LONE_TOKENS : ANY;
@@ -164,13 +165,13 @@ template <Kind KIND, int WIDE> DEVICE AttentionArgs known(AttentionArgs a) {
     if (KIND != ANY) a.size = WIDE, a.window = 0, a.softcap = 0.f, a.q_norm = a.k_norm = nullptr;
     if (KIND == LONE_TOKENS) a.hears = nullptr;  // told of, but not heard
     else if (KIND != ANY) a.tokens = 1;
-    if (KIND == ONE || KIND == LONE_ONE) a.kv_heads = a.heads;
+    if (KIND == ONE || KIND == LONE_ONE || KIND == CLAIMING_ONE) a.kv_heads = a.heads;
     if (KIND == LONE_ONE || KIND == LONE_SEVERAL || KIND == LONE_TOKENS) a.rows = 1;
     return a;
 }
 template <Kind KIND> DEVICE AttentionPlan known(AttentionPlan plan) {
     if (KIND != ANY && KIND != LONE_TOKENS) plan.tiles = 1;
-    if (KIND == ONE || KIND == LONE_ONE) plan.group = plan.queries = 1;
+    if (KIND == ONE || KIND == LONE_ONE || KIND == CLAIMING_ONE) plan.group = plan.queries = 1;
     return plan;
 }
 
@@ -185,10 +186,25 @@ __global__ void __launch_bounds__(THREADS, WIDE > 128 ? 1 : BLOCKS_RESIDENT) att
     grid_release();
     const Geometry all(a, plan, shared);
     const int wave = threadIdx.x / WAVE;
-    const Share whole(all);  // goes through twice: the stream is ahead
+    // Memory serves some processors faster than others, and rows are of many lengths: a block that has ended its share claims units of
+    // other heads' spans, one after the other. The number of the next is in shared memory before the stream asks for it.
+    constexpr bool CLAIMS = KIND == CLAIMING_ONE || KIND == CLAIMING_SEVERAL;
+    const Share whole(all, CLAIMS);  // goes through twice: the stream is ahead
     Share share = whole;
+    volatile int* claimed = reinterpret_cast<volatile int*>(shared + plan.claim_at);
+    const auto claim = [&] {
+        grid_wait();  // else a block of the launch before may still claim
+        if (threadIdx.x == 0) *claimed = whole.claim(a, plan, all);
+    };
+    const auto next = [&](Segment& s) { return CLAIMS && whole.units ? share.next(s, a, plan, all, *claimed) : share.next(s, a, plan, all); };
     Segment s;
-    if (!share.next(s, a, plan, all)) {  // stays until the kernel behind has found a place on every processor
+    bool any = share.next(s, a, plan, all);
+    if (CLAIMS && whole.units && !any) {
+        claim();
+        __syncthreads();
+        any = next(s);
+    }
+    if (!any) {  // stays until the kernel behind has found a place on every processor
         grid_wait();
         forget(a, 0);
         linger();
@@ -196,7 +212,7 @@ __global__ void __launch_bounds__(THREADS, WIDE > 128 ? 1 : BLOCKS_RESIDENT) att
         return;
     }
     typename Results::Stream stream(a, plan, all, whole, shared);
-    HeadStager<T, WIDE> stager{a, plan, shared, KIND != ONE && KIND != SEVERAL && a.hears && a.rows == 1};
+    HeadStager<T, WIDE> stager{a, plan, shared, KIND != ONE && KIND != SEVERAL && !CLAIMS && a.hears && a.rows == 1};
     int turn = 0;
     bool left = false, several = false;  // whether something is left to add up; whether there was more than one segment
     for (bool begun = false;; begun = true) {
@@ -214,6 +230,10 @@ __global__ void __launch_bounds__(THREADS, WIDE > 128 ? 1 : BLOCKS_RESIDENT) att
         const int queries = stager.queries(s);
 #pragma unroll 1
         for (int i = 0; i < s.count; ++i, ++turn) {
+            if (CLAIMS && whole.units && i == max(s.count - 2, 0)) {
+                claim();
+                if (s.count == 1) __syncthreads();
+            }
             Results results;
             const int begin = s.begin + i * SPAN;
             results.span(a, stream, view, all, begin);
@@ -240,9 +260,16 @@ __global__ void __launch_bounds__(THREADS, WIDE > 128 ? 1 : BLOCKS_RESIDENT) att
         if (!BLOCKS_MEET && !alone && last_of(a.finished + s.head, s.count, s.last + 1 - s.first, reinterpret_cast<int*>(shared + plan.tops_at)))
             add_spans<T, WIDE>(a, s, plan, queries, 0, 1, true, wave);
         left = left || !alone;
-        if (!share.next(s, a, plan, all)) break;
+        if (!next(s)) break;
         several = true;
         __syncthreads();  // what lies staged has been read, and last_of's word
+    }
+    if (CLAIMS && whole.units) {  // blocks add up the heads of their shares, whoever has claimed what of them
+        const int head = int(blockIdx.x) / whole.parts;
+        if (head >= all.heads) return;
+        const Segment own = whole.of_head(head, 0, whole.each, a, plan, all);
+        if (!own.alone(plan.levels)) add_spans<T, WIDE>(a, own, plan, stager.queries(own), whole.part, whole.parts, true, wave);
+        return;
     }
     if (!BLOCKS_MEET || !left) return;
     // All that the block has to bring is on its way; so is what the others have.

@@ -47,6 +47,8 @@ LONG = {
     "rows-of-long-heads": Step(size=64, slot=8600, capacity=8700, rows=3, heads=2, kv_heads=2, padding=2100),
     "rows-of-two-bunches": Step(size=64, slot=16500, capacity=16600, rows=3, heads=1, kv_heads=1, padding=100),
     "a-row-that-ends-early": Step(size=64, slot=2900, capacity=3000, heads=2, kv_heads=1, tokens=7, padding=2000),
+    "claimed-spans": Step(size=128, slot=9100, capacity=9216, rows=2, heads=1, kv_heads=1, padding=4000),
+    "claimed-spans-of-shared-heads": Step(size=128, slot=9100, capacity=9216, rows=3, heads=4, padding=6000, kv_heads=1),
     "rows-of-shared-heads": Step(size=64, slot=530, capacity=768, heads=6, kv_heads=2, rows=8),
 }
 WINDOWS = {  # whose first span is not the first of a node
@@ -223,6 +225,19 @@ def test_a_divided_head_is_handed_from_block_to_block(vendor: str, library: ctyp
     _op(library, following=torch.zeros(64))(*args, shape)
     record = 128 // 4 + 128 // 16
     assert library.take_handed() == 5 * 2 * record  # written, and taken back
+
+
+@pytest.mark.parametrize("slot, records", [(9215, 2 * 7), (100, 0)])
+def test_blocks_claim_spans_of_long_heads(slot: int, records: int, vendor: str, library: ctypes.CDLL) -> None:
+    """Two heads of 36 spans on three blocks: of each one block has two nodes, and five halves of nodes are claimed."""
+    if vendor != "nvidia":
+        pytest.skip("blocks do not wait")
+    case = Step(size=128, rows=2, heads=1, kv_heads=1, slot=slot, capacity=9216)
+    args, shape = made(case, torch.bfloat16, DEVICE)
+    library.set_fibers(3, 0, 0)
+    library.take_handed()
+    _op(library)(*args, shape)
+    assert library.take_handed() == records * 2 * (128 // 4 + 128 // 16)  # written, and taken back
 
 
 @pytest.mark.parametrize("pieces, brought", [(3, 3), (100, 24)])

@@ -35,6 +35,10 @@ LONG = {
     "shares-over-heads": Step(size=128, slot=3800, capacity=4096, rows=5, heads=32, kv_heads=32, padding=1100),
     "a-lone-row-of-many-spans": Step(size=128, slot=8500, capacity=12288, rows=1, heads=32, kv_heads=32),
     "rows-of-many-spans": Step(size=128, slot=8500, capacity=12288, rows=2, heads=32, kv_heads=32, padding=2500),
+    "claimed-spans": Step(size=128, slot=17000, capacity=17152, rows=3, heads=32, kv_heads=32, padding=9000),
+    "claimed-spans-of-shared-heads": Step(
+        size=128, slot=30000, capacity=30208, rows=8, heads=32, kv_heads=8, padding=20000
+    ),
     "five-bunches": Step(size=128, slot=70000, capacity=70144, rows=1, heads=4, kv_heads=1),
     "windows-from-two-bunches": Step(size=64, slot=33000, capacity=33024, rows=1, heads=4, tokens=8, window=24811),
     "window-over-spans": Step(size=128, slot=1251, capacity=1536, heads=32, kv_heads=8, tokens=8, window=1000),
