@@ -12,7 +12,6 @@ constexpr int BROUGHT_PIECE = 4096, BROUGHT_PIECES = 4;  // of what the kernel b
 constexpr int TOPS = WAVES * 2 + 4;  // floats a query: of each wave the highest score and the sum of weights; its own slot's weight, three of padding
 constexpr int NODE = 8;    // spans whose results are added up by themselves, and then so many such results
 constexpr int NODE_LEVELS = 3, LEVELS = 6;  // of a node's tree, and of a bunch's, of NODE NODE spans
-constexpr int UNIT = NODE / 2, LEAST_DEALT = 3 * NODE;  // spans that a block claims at once; a block's spans from which on some are left to be claimed
 constexpr int PIECE = 16, RECORD_HEAD = 4;  // columns of a record's piece, and the words before them: the highest score, the sum of weights, how many spans, one of padding
 constexpr int PIECE_FLOATS = RECORD_HEAD + PIECE;
 
@@ -32,7 +31,7 @@ struct AttentionArgs {
     const void *q_norm, *k_norm;  // [size] or null
     void* y;                      // [rows tokens, heads size]
     float* records;               // [rows kv_heads tiles, queries, spans, PIECE_FLOATS for each 16 of 64, 128 or 256 columns] zeros, and left so
-    int32_t* finished;            // [rows kv_heads tiles] zeros, and left so; the first also numbers what blocks claim
+    int32_t* finished;            // [rows kv_heads tiles] zeros, and left so; the first numbers what blocks claim
     int32_t* hears;               // where the product before counts its columns of q and k (see GemvArgs), or null
     const void* following;        // what the kernel behind will read, or null
     int64_t following_bytes;
@@ -48,13 +47,13 @@ struct AttentionPlan {
     int32_t tiles, queries;  // of queries of a cached head; most queries of one
     int32_t buffers;         // of the waves' results: two, or one where memory is short
     int32_t levels;          // of the spans' tree whose results have a place
-    int32_t starts_at, claim_at, angles_at, queries_at, fresh_at, tops_at, states_at, nodes_at, ring_at, bytes;
+    int32_t starts_at, angles_at, queries_at, fresh_at, tops_at, states_at, nodes_at, ring_at, bytes;
 };
 
 // Facts of a launch that lie in device memory; no kernel of the step writes them, so they are read before grid_wait().
 struct Geometry {
     int slot, stop, low, spans, heads;  // stop: after the new tokens; low: the first slot that any of them sees; heads: rows kv_heads tiles
-    int* starts;                        // of the rows: where their spans are counted from
+    int* starts;                        // of the rows: where their spans are counted from; behind them a block's claim (attention_claims.h)
     DEVICE Geometry(const AttentionArgs& a, const AttentionPlan& plan, char* shared) : starts(reinterpret_cast<int*>(shared + plan.starts_at)) {
         slot = int(a.slot[0]), stop = slot + int(a.tokens);
         low = a.window > 0 ? max(slot + 1 - int(a.window), 0) : 0;
@@ -106,18 +105,10 @@ struct Share {
     int at, end;
     int before, busy;  // blocks that have spans: of those before this one, and in all
     int part = 0, parts;  // of a head, where a block has spans of one alone; else no parts
-    int each = 0, units = 0;  // of a head that blocks may claim spans of: those that a part has, and the units behind all parts
-    // claims: whether blocks may claim spans; where they have many, they do.
-    DEVICE Share(const Geometry& all, bool claims) {
+    DEVICE explicit Share(const Geometry& all) {
         const int blocks = int(gridDim.x), block = int(blockIdx.x), total = all.heads * all.spans;
         parts = blocks / all.heads;
-        if (claims && parts > 0 && total >= LEAST_DEALT * blocks) {
-            each = int(int64_t(total) * 9 / (10 * blocks)) / NODE * NODE, units = (all.spans - each * parts + UNIT - 1) / UNIT;
-            const int head = block / parts;
-            part = block - head * parts;
-            at = head < all.heads ? head * all.spans + part * each : 0, end = head < all.heads ? at + each : 0;
-            before = min(block, all.heads * parts), busy = all.heads * parts;
-        } else if (parts > 0 && (all.spans + parts - 1) / parts <= (total + blocks - 1) / blocks + 1) {
+        if (parts > 0 && (all.spans + parts - 1) / parts <= (total + blocks - 1) / blocks + 1) {
             const int head = min(block / parts, all.heads), each = min(parts, all.spans);
             part = block - head * parts;
             at = head * all.spans + (head < all.heads ? part * all.spans / parts : 0);
@@ -151,38 +142,22 @@ struct Share {
     }
     // Whether blocks have at least half a node's spans of a head, as a rule.
     DEVICE bool halves(const Geometry& all) const { return (parts > 0 ? all.spans / parts : all.heads * all.spans / int(gridDim.x)) >= NODE / 2; }
-    // Spans of a head, behind so many that are skipped.
-    DEVICE Segment of_head(int head, int skipped, int taken, const AttentionArgs& a, const AttentionPlan& plan, const Geometry& all) const {
-        Segment n;
-        n.head = head;
-        const int of = n.head / plan.tiles;
-        n.tile = n.head - of * plan.tiles, n.row = of / int(a.kv_heads), n.kv = of - n.row * int(a.kv_heads);
-        const int start = all.starts[n.row];
-        n.first = a.window > 0 ? max(all.low - start, 0) / SPAN : 0, n.last = (all.stop - 1 - start) / SPAN;
-        n.span = n.first + skipped, n.count = min(taken, n.last + 1 - n.span);
-        n.begin = start + n.span * SPAN;
-        n.paired = BLOCKS_MEET && a.rows > 1 && parts == 0 && all.heads >= int(gridDim.x);
-        return n;
-    }
-    // The next segment that holds anything; false, and s stays, if there is none. claimed: the number of a unit, where there are some.
-    DEVICE bool next(Segment& s, const AttentionArgs& a, const AttentionPlan& plan, const Geometry& all, int claimed = 0x7fffffff) {
+    // The next segment that holds anything; false, and s stays, if there is none.
+    DEVICE bool next(Segment& s, const AttentionArgs& a, const AttentionPlan& plan, const Geometry& all) {
         while (at < end) {
-            const int head = (end - 1) / all.spans, skipped = max(at - head * all.spans, 0), taken = end - head * all.spans - skipped;
-            const Segment n = of_head(head, skipped, taken, a, plan, all);
+            Segment n;
+            n.head = (end - 1) / all.spans;
+            const int of = n.head / plan.tiles, skipped = max(at - n.head * all.spans, 0), taken = end - n.head * all.spans - skipped;
+            n.tile = n.head - of * plan.tiles, n.row = of / int(a.kv_heads), n.kv = of - n.row * int(a.kv_heads);
+            const int start = all.starts[n.row];
+            n.first = a.window > 0 ? max(all.low - start, 0) / SPAN : 0, n.last = (all.stop - 1 - start) / SPAN;
+            n.span = n.first + skipped, n.count = min(taken, n.last + 1 - n.span);
+            n.begin = start + n.span * SPAN;
+            n.paired = BLOCKS_MEET && a.rows > 1 && parts == 0 && all.heads >= int(gridDim.x);
             end -= taken;
             if (n.count > 0) return s = n, true;
         }
-        if (claimed >= all.heads * units) return false;
-        return s = unit(claimed, a, plan, all), true;
+        return false;
     }
-    DEVICE Segment unit(int number, const AttentionArgs& a, const AttentionPlan& plan, const Geometry& all) const {
-        const int head = number / units;
-        return of_head(head, each * parts + (number - head * units) * UNIT, UNIT, a, plan, all);
-    }
-    // By one thread, when the kernel before has ended: the number of a unit that holds anything, or of none, which a block gets once.
-    DEVICE int claim(const AttentionArgs& a, const AttentionPlan& plan, const Geometry& all) const {
-        const int count = all.heads * units;
-        for (;;)
-            if (const int number = next_number(a.finished, count + int(gridDim.x)); number >= count || unit(number, a, plan, all).count > 0) return number;
-    }
+    DEVICE bool begin(Segment& s, const AttentionArgs& a, const AttentionPlan& plan, const Geometry& all) { return next(s, a, plan, all); }
 };

@@ -2,6 +2,7 @@
 // value is then added up while that product still makes v. A block takes spans in turn; its waves keep a running softmax of their own tiles
 // (each against its own highest score), and their results are added up through shared memory.
 #pragma once
+#include "attention_claims.h"
 #include "attention_stage.h"
 #include "attention_sums.h"
 #include "attention_stream.h"
@@ -26,8 +27,8 @@ template <class T, int WIDE> struct View {
 
 // What a wave knows of up to 8 queries over its tiles of a span: of each of the lane's own the highest score and the sum
 // of its weights, and the weighted sums of values.
-template <class T, int WIDE, int RING, bool ONCE> struct Softmax {
-    using Stream = CacheStream<T, WIDE, RING, ONCE>;
+template <class T, int WIDE, int RING, bool ONCE, class SHARE> struct Softmax {
+    using Stream = CacheStream<T, WIDE, RING, ONCE, SHARE>;
     using Tile = AttentionTile<T>;
     static constexpr int SETS = Stream::SETS;
     static constexpr int OWN = Tile::QUERIES_PER_LANE;
@@ -156,6 +157,18 @@ DEVICE void forget(const AttentionArgs& a, int wave) {
 enum Kind { ANY, ONE, SEVERAL, LONE_ONE, LONE_SEVERAL, LONE_TOKENS, CLAIMING_ONE, CLAIMING_SEVERAL };
 constexpr Kind lone(Kind kind) { return kind == ONE ? LONE_ONE : LONE_SEVERAL; }
 constexpr Kind claiming(Kind kind) { return kind == ONE ? CLAIMING_ONE : CLAIMING_SEVERAL; }
+template <Kind KIND> struct ShareOf {
+    static constexpr bool CLAIMS = false;
+    using Type = Share;
+    static DEVICE Share of(const Geometry& all, int) { return Share(all); }
+};
+struct ClaimingShareOf {
+    static constexpr bool CLAIMS = true;
+    using Type = ClaimingShare;
+    static DEVICE ClaimingShare of(const Geometry& all, int rows) { return ClaimingShare(all, rows); }
+};
+template <> struct ShareOf<CLAIMING_ONE> : ClaimingShareOf {};
+template <> struct ShareOf<CLAIMING_SEVERAL> : ClaimingShareOf {};
 template <int WIDE> Kind kind_of(const AttentionArgs& a) {
     if (a.size != WIDE || a.window || a.softcap > 0.f || a.q_norm || a.k_norm) return ANY;
     if (a.tokens > 1) return a.rows == 1 ? LONE_TOKENS : ANY;
@@ -182,29 +195,16 @@ __global__ void __launch_bounds__(THREADS, WIDE > 128 ? 1 : BLOCKS_RESIDENT) att
     const AttentionPlan plan = known<KIND>(laid_out);
     extern __shared__ __align__(128) char shared[];
     constexpr bool ONCE = KIND != ANY && KIND != LONE_TOKENS;  // one tile of queries
-    using Results = Softmax<T, WIDE, RING, ONCE>;
+    constexpr bool CLAIMS = ShareOf<KIND>::CLAIMS;
+    using Mine = typename ShareOf<KIND>::Type;
+    using Results = Softmax<T, WIDE, RING, ONCE, Mine>;
     grid_release();
     const Geometry all(a, plan, shared);
     const int wave = threadIdx.x / WAVE;
-    // Memory serves some processors faster than others, and rows are of many lengths: a block that has ended its share claims units of
-    // other heads' spans, one after the other. The number of the next is in shared memory before the stream asks for it.
-    constexpr bool CLAIMS = KIND == CLAIMING_ONE || KIND == CLAIMING_SEVERAL;
-    const Share whole(all, CLAIMS);  // goes through twice: the stream is ahead
-    Share share = whole;
-    volatile int* claimed = reinterpret_cast<volatile int*>(shared + plan.claim_at);
-    const auto claim = [&] {
-        grid_wait();  // else a block of the launch before may still claim
-        if (threadIdx.x == 0) *claimed = whole.claim(a, plan, all);
-    };
-    const auto next = [&](Segment& s) { return CLAIMS && whole.units ? share.next(s, a, plan, all, *claimed) : share.next(s, a, plan, all); };
+    const Mine whole = ShareOf<KIND>::of(all, int(a.rows));  // goes through twice: the stream is ahead
+    Mine share = whole;
     Segment s;
-    bool any = share.next(s, a, plan, all);
-    if (CLAIMS && whole.units && !any) {
-        claim();
-        __syncthreads();
-        any = next(s);
-    }
-    if (!any) {  // stays until the kernel behind has found a place on every processor
+    if (!share.begin(s, a, plan, all)) {  // stays until the kernel behind has found a place on every processor
         grid_wait();
         forget(a, 0);
         linger();
@@ -230,10 +230,7 @@ __global__ void __launch_bounds__(THREADS, WIDE > 128 ? 1 : BLOCKS_RESIDENT) att
         const int queries = stager.queries(s);
 #pragma unroll 1
         for (int i = 0; i < s.count; ++i, ++turn) {
-            if (CLAIMS && whole.units && i == max(s.count - 2, 0)) {
-                claim();
-                if (s.count == 1) __syncthreads();
-            }
+            if constexpr (CLAIMS) whole.follow(s, i, a, plan, all);
             Results results;
             const int begin = s.begin + i * SPAN;
             results.span(a, stream, view, all, begin);
@@ -260,21 +257,19 @@ __global__ void __launch_bounds__(THREADS, WIDE > 128 ? 1 : BLOCKS_RESIDENT) att
         if (!BLOCKS_MEET && !alone && last_of(a.finished + s.head, s.count, s.last + 1 - s.first, reinterpret_cast<int*>(shared + plan.tops_at)))
             add_spans<T, WIDE>(a, s, plan, queries, 0, 1, true, wave);
         left = left || !alone;
-        if (!next(s)) break;
+        if (!share.next(s, a, plan, all)) break;
         several = true;
         __syncthreads();  // what lies staged has been read, and last_of's word
     }
-    if (CLAIMS && whole.units) {  // blocks add up the heads of their shares, whoever has claimed what of them
-        const int head = int(blockIdx.x) / whole.parts;
-        if (head >= all.heads) return;
-        const Segment own = whole.of_head(head, 0, whole.each, a, plan, all);
-        if (!own.alone(plan.levels)) add_spans<T, WIDE>(a, own, plan, stager.queries(own), whole.part, whole.parts, true, wave);
-        return;
-    }
+    if constexpr (CLAIMS)
+        if (whole.units) {
+            if (whole.gathers(s, a, plan, all)) add_spans<T, WIDE>(a, s, plan, stager.queries(s), whole.part, whole.parts, true, wave);
+            return;
+        }
     if (!BLOCKS_MEET || !left) return;
     // All that the block has to bring is on its way; so is what the others have.
     int place = wave - (turn - 1) - stager.queries(s);  // those that have added nothing up last come first
-    Share again = share;
+    Mine again = share;
     if (several) again = whole, again.next(s, a, plan, all);
     do {
         if (s.alone(plan.levels)) continue;

@@ -4,7 +4,7 @@
 #include "attention.h"
 
 // ONCE: no other block reads the same keys and values.
-template <class T, int WIDE, int RING, bool ONCE> struct CacheStream {
+template <class T, int WIDE, int RING, bool ONCE, class SHARE> struct CacheStream {
     using Tile = AttentionTile<T>;
     static constexpr int STEPS = WIDE / 32;                                            // of 64 bytes of a key
     static constexpr int SETS = WIDE / 8 > Tile::CHUNKS ? WIDE / 8 / Tile::CHUNKS : 1;  // of chunks of a value
@@ -17,15 +17,14 @@ template <class T, int WIDE, int RING, bool ONCE> struct CacheStream {
     const AttentionPlan& plan;
     const Geometry& all;
     char* ring;
-    volatile int* claimed;  // what comes behind the block's own share
-    Share share;
+    SHARE share;
     int begin = 0, left = 0, place = 0;           // of the span that is asked for; spans left of its segment; the ring's slot
     int64_t row = 0, at = 0;                      // elements before the mask's row and the head's keys
     int64_t masks[MASKS];  // a slot of the wave's tiles of a span to each of 32 lanes
     Words4 held[SHARED_RING ? 1 : 2][SHARED_RING ? 1 : PIECES];
 
-    DEVICE CacheStream(const AttentionArgs& a, const AttentionPlan& plan, const Geometry& all, const Share& share, char* shared)
-        : a(a), plan(plan), all(all), ring(shared + plan.ring_at + int(threadIdx.x) / WAVE * DEPTH * TILE_BYTES), claimed(reinterpret_cast<volatile int*>(shared + plan.claim_at)), share(share) {
+    DEVICE CacheStream(const AttentionArgs& a, const AttentionPlan& plan, const Geometry& all, const SHARE& share, char* shared)
+        : a(a), plan(plan), all(all), ring(shared + plan.ring_at + int(threadIdx.x) / WAVE * DEPTH * TILE_BYTES), share(share) {
         first<0>();
     }
     template <int STAGE> DEVICE void first() {
@@ -34,7 +33,7 @@ template <class T, int WIDE, int RING, bool ONCE> struct CacheStream {
     // Asks for what is DEPTH stages behind, into the slot of the stage that was read last.
     template <int STAGE> DEVICE void after() { issue<(STAGE + DEPTH) % 4, MASKS - 1>(); }
     template <int STAGE, int MASK> DEVICE void issue() {
-        if (Segment s; STAGE == 0 && left == 0 && (share.units ? share.next(s, a, plan, all, *claimed) : share.next(s, a, plan, all)))
+        if (Segment s; STAGE == 0 && left == 0 && share.next(s, a, plan, all))
             begin = s.begin, left = s.count, row = s.row * a.capacity, at = (s.row * a.kv_heads + s.kv) * a.capacity * a.size;
         if (const int slot = begin + masked_at(); STAGE == 0 && left > 0) masks[MASK] = slot < all.slot ? a.mask[row + slot] : 0;
         if (const int slot = begin + tile_at(STAGE % 2); left > 0 && seen_tile(all, slot)) {

@@ -21,8 +21,7 @@ template <int WIDE> AttentionPlan lay_out(const AttentionArgs& a, int64_t ring, 
     const int64_t all = a.tokens * (a.heads / a.kv_heads), row = WIDE * 2 + 16;
     p.group = int32_t(a.heads / a.kv_heads);
     p.tiles = int32_t((all + QUERIES - 1) / QUERIES), p.queries = int32_t(all < QUERIES ? all : QUERIES), p.buffers = buffers;
-    p.starts_at = layout.take(a.rows * 4);
-    p.claim_at = layout.take(4);
+    p.starts_at = layout.take((a.rows + (BLOCKS_MEET ? 1 : 0)) * 4);
     p.angles_at = layout.take(a.tokens * a.turned * 4);
     p.queries_at = layout.take(p.queries * row), p.fresh_at = layout.take(a.tokens * 2 * row);
     p.tops_at = layout.take(int64_t(buffers) * p.queries * TOPS * 4), p.states_at = layout.take(int64_t(buffers) * p.queries * QUERY_STRIDE<WIDE> * 4);
@@ -66,7 +65,7 @@ template <class T, int WIDE, int RING, Kind KIND = ANY> int start(const Attentio
 
 template <class T, int WIDE, int RING, Kind KIND> int start_of_rows(const AttentionArgs& a, const AttentionPlan& plan, const DeviceLimits& limits, GpuStream stream) {
     if (a.rows == 1) return start<T, WIDE, RING, lone(KIND)>(a, plan, limits, stream);
-    if constexpr (WIDE > 64)
+    if constexpr (BLOCKS_MEET && WIDE > 64)
         if (spans_of(a, a.rows * a.kv_heads) >= LEAST_DEALT * limits.processors) return start<T, WIDE, RING, claiming(KIND)>(a, plan, limits, stream);
     return start<T, WIDE, RING, KIND>(a, plan, limits, stream);
 }
@@ -86,7 +85,7 @@ template <class T, int WIDE> int launch(const AttentionArgs& a, GpuStream stream
                     if (WIDE > 64 && long_shares(a, limits.processors)) continue;
                     return start_of_rows<T, WIDE, ATTENTION_DEEP, ONE>(a, plan, limits, stream);
                 }
-                if constexpr (WIDE > 64)
+                if constexpr (BLOCKS_MEET && WIDE > 64)
                     if (kind == ONE) return start_of_rows<T, WIDE, ATTENTION_SHALLOW, ONE>(a, plan, limits, stream);
                 if (kind == SEVERAL && deep == (OF_SEVERAL == ATTENTION_DEEP)) return start_of_rows<T, WIDE, OF_SEVERAL, SEVERAL>(a, plan, limits, stream);
                 if (kind == LONE_TOKENS && !deep) return start<T, WIDE, ATTENTION_SHALLOW, LONE_TOKENS>(a, plan, limits, stream);
