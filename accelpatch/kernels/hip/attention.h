@@ -105,7 +105,7 @@ struct Share {
     int at, end;
     int before, busy;  // blocks that have spans: of those before this one, and in all
     int part = 0, parts;  // of a head, where a block has spans of one alone; else no parts
-    DEVICE explicit Share(const Geometry& all) {
+    DEVICE Share(const Geometry& all, const AttentionArgs&) {
         const int blocks = int(gridDim.x), block = int(blockIdx.x), total = all.heads * all.spans;
         parts = blocks / all.heads;
         if (parts > 0 && (all.spans + parts - 1) / parts <= (total + blocks - 1) / blocks + 1) {
@@ -159,5 +159,6 @@ struct Share {
         }
         return false;
     }
+    // The first; of a ClaimingShare it may have to be claimed.
     DEVICE bool begin(Segment& s, const AttentionArgs& a, const AttentionPlan& plan, const Geometry& all) { return next(s, a, plan, all); }
 };

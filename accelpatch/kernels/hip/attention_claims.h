@@ -8,7 +8,7 @@ constexpr int UNIT = NODE / 2, LEAST_DEALT = 3 * NODE;  // spans of a unit; of a
 struct ClaimingShare : Share {
     int each = 0, units = 0;  // of a head: spans that a part has at first, and units behind all parts
     volatile int* claimed;    // of shared memory: a unit's number, there before anything asks for what comes behind the share
-    DEVICE ClaimingShare(const Geometry& all, int rows) : Share(all), claimed(all.starts + rows) {
+    DEVICE ClaimingShare(const Geometry& all, const AttentionArgs& a) : Share(all, a), claimed(all.starts + a.rows) {
         const int blocks = int(gridDim.x), block = int(blockIdx.x), total = all.heads * all.spans;
         if (blocks < all.heads || total < LEAST_DEALT * blocks) return;
         parts = blocks / all.heads, part = block % parts, before = min(block, all.heads * parts), busy = all.heads * parts;
@@ -59,3 +59,5 @@ struct ClaimingShare : Share {
         return int(blockIdx.x) < busy && some(s, int(blockIdx.x) / parts, 0, each, a, plan, all) && !s.alone(plan.levels);
     }
 };
+template <bool CLAIMS> struct ShareOf { using Type = Share; };
+template <> struct ShareOf<true> { using Type = ClaimingShare; };

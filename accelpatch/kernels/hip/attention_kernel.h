@@ -157,18 +157,6 @@ DEVICE void forget(const AttentionArgs& a, int wave) {
 enum Kind { ANY, ONE, SEVERAL, LONE_ONE, LONE_SEVERAL, LONE_TOKENS, CLAIMING_ONE, CLAIMING_SEVERAL };
 constexpr Kind lone(Kind kind) { return kind == ONE ? LONE_ONE : LONE_SEVERAL; }
 constexpr Kind claiming(Kind kind) { return kind == ONE ? CLAIMING_ONE : CLAIMING_SEVERAL; }
-template <Kind KIND> struct ShareOf {
-    static constexpr bool CLAIMS = false;
-    using Type = Share;
-    static DEVICE Share of(const Geometry& all, int) { return Share(all); }
-};
-struct ClaimingShareOf {
-    static constexpr bool CLAIMS = true;
-    using Type = ClaimingShare;
-    static DEVICE ClaimingShare of(const Geometry& all, int rows) { return ClaimingShare(all, rows); }
-};
-template <> struct ShareOf<CLAIMING_ONE> : ClaimingShareOf {};
-template <> struct ShareOf<CLAIMING_SEVERAL> : ClaimingShareOf {};
 template <int WIDE> Kind kind_of(const AttentionArgs& a) {
     if (a.size != WIDE || a.window || a.softcap > 0.f || a.q_norm || a.k_norm) return ANY;
     if (a.tokens > 1) return a.rows == 1 ? LONE_TOKENS : ANY;
@@ -195,13 +183,14 @@ __global__ void __launch_bounds__(THREADS, WIDE > 128 ? 1 : BLOCKS_RESIDENT) att
     const AttentionPlan plan = known<KIND>(laid_out);
     extern __shared__ __align__(128) char shared[];
     constexpr bool ONCE = KIND != ANY && KIND != LONE_TOKENS;  // one tile of queries
-    constexpr bool CLAIMS = ShareOf<KIND>::CLAIMS;
-    using Mine = typename ShareOf<KIND>::Type;
+    constexpr bool CLAIMS = KIND == CLAIMING_ONE || KIND == CLAIMING_SEVERAL;
+    using Mine = typename ShareOf<CLAIMS>::Type;
     using Results = Softmax<T, WIDE, RING, ONCE, Mine>;
+    static_assert(!CLAIMS || Results::Stream::DEPTH <= 4, "the stream asks for a claim no earlier than in the span behind it");
     grid_release();
     const Geometry all(a, plan, shared);
     const int wave = threadIdx.x / WAVE;
-    const Mine whole = ShareOf<KIND>::of(all, int(a.rows));  // goes through twice: the stream is ahead
+    const Mine whole(all, a);  // goes through twice: the stream is ahead
     Mine share = whole;
     Segment s;
     if (!share.begin(s, a, plan, all)) {  // stays until the kernel behind has found a place on every processor

@@ -65,7 +65,7 @@ template <class T, int WIDE, int RING, Kind KIND = ANY> int start(const Attentio
 
 template <class T, int WIDE, int RING, Kind KIND> int start_of_rows(const AttentionArgs& a, const AttentionPlan& plan, const DeviceLimits& limits, GpuStream stream) {
     if (a.rows == 1) return start<T, WIDE, RING, lone(KIND)>(a, plan, limits, stream);
-    if constexpr (BLOCKS_MEET && WIDE > 64)
+    if constexpr (WIDE > 64)
         if (spans_of(a, a.rows * a.kv_heads) >= LEAST_DEALT * limits.processors) return start<T, WIDE, RING, claiming(KIND)>(a, plan, limits, stream);
     return start<T, WIDE, RING, KIND>(a, plan, limits, stream);
 }
@@ -85,7 +85,7 @@ template <class T, int WIDE> int launch(const AttentionArgs& a, GpuStream stream
                     if (WIDE > 64 && long_shares(a, limits.processors)) continue;
                     return start_of_rows<T, WIDE, ATTENTION_DEEP, ONE>(a, plan, limits, stream);
                 }
-                if constexpr (BLOCKS_MEET && WIDE > 64)
+                if constexpr (WIDE > 64)
                     if (kind == ONE) return start_of_rows<T, WIDE, ATTENTION_SHALLOW, ONE>(a, plan, limits, stream);
                 if (kind == SEVERAL && deep == (OF_SEVERAL == ATTENTION_DEEP)) return start_of_rows<T, WIDE, OF_SEVERAL, SEVERAL>(a, plan, limits, stream);
                 if (kind == LONE_TOKENS && !deep) return start<T, WIDE, ATTENTION_SHALLOW, LONE_TOKENS>(a, plan, limits, stream);

@@ -191,8 +191,6 @@ DEVICE void look_again(int& looks) {
 }
 // 0, 1 and so on to `of` less one, a call each; then from zero again.
 DEVICE int next_number(int32_t* number, int of) { return int(atomicInc(reinterpret_cast<unsigned*>(number), of - 1)); }
-// Whether this is the last of `of` calls; the number is then zero again.
-DEVICE bool last_call(int32_t* number, int of) { return next_number(number, of) == of - 1; }
 // A barrier of `threads` threads that share `name` (0 to 7); those that only arrive go on at once.
 DEVICE void group_sync(int name, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(name + 1), "r"(threads) : "memory"); }
 DEVICE void wave_sync() { __syncwarp(); }

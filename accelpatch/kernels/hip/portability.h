@@ -23,6 +23,9 @@ DEVICE uint32_t word_of(const Words4& v, int i) { return i == 0 ? v.x : i == 1 ?
 #include "nvidia.h"
 #endif
 
+// Whether this is the last of `of` calls; the number is then zero again.
+DEVICE bool last_call(int32_t* number, int of) { return next_number(number, of) == of - 1; }
+
 constexpr int WAVES = 8, THREADS = WAVES * WAVE;  // of a block
 
 DEVICE float bits_to_float(uint32_t bits) { return __builtin_bit_cast(float, bits); }

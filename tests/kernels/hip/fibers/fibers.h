@@ -159,7 +159,6 @@ DEVICE int next_number(int32_t* number, int of) {
     const int now = *number;
     return *number = (now + 1) % of, now;
 }
-DEVICE bool last_call(int32_t* number, int of) { return next_number(number, of) == of - 1; }
 
 // Products of 16-bit floats, k'th of 16, from the words of those that hold them.
 template <class T> double product(const uint32_t* a, const uint32_t* b, int k) {
