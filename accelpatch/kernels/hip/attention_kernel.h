@@ -200,7 +200,7 @@ __global__ void __launch_bounds__(THREADS, WIDE > 128 ? 1 : BLOCKS_RESIDENT) att
         bring_following(a, share.before, share.busy);
         return;
     }
-    typename Results::Stream stream(a, plan, all, whole, shared);
+    typename Results::Stream stream(a, plan, all, Results::Stream::BEGUN ? share : whole, s, shared);
     HeadStager<T, WIDE> stager{a, plan, shared, KIND != ONE && KIND != SEVERAL && !CLAIMS && a.hears && a.rows == 1};
     int turn = 0;
     bool left = false, several = false;  // whether something is left to add up; whether there was more than one segment

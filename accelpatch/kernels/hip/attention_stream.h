@@ -12,6 +12,7 @@ template <class T, int WIDE, int RING, bool ONCE, class SHARE> struct CacheStrea
     static constexpr int KEYS = SHARED_RING ? TILE * CHUNKS / WAVE : ROWS_PER_LANE * STEPS, VALUES = SHARED_RING ? KEYS : 4 * SETS;  // pieces of a lane
     static constexpr int PIECES = KEYS > VALUES ? KEYS : VALUES, TILE_BYTES = PIECES * WAVE * 16;
     static constexpr int DEPTH = SHARED_RING ? (RING / (WAVES * TILE_BYTES) > 2 ? RING / (WAVES * TILE_BYTES) : 2) : 2;
+    static constexpr bool BEGUN = SHARED_RING;  // with the first segment, found before; on AMD it is looked for once more, for fewer registers
     static constexpr int MASKS = (DEPTH + 3) / 4;  // of spans that are under way
     const AttentionArgs& a;
     const AttentionPlan& plan;
@@ -23,18 +24,20 @@ template <class T, int WIDE, int RING, bool ONCE, class SHARE> struct CacheStrea
     int64_t masks[MASKS];  // a slot of the wave's tiles of a span to each of 32 lanes
     Words4 held[SHARED_RING ? 1 : 2][SHARED_RING ? 1 : PIECES];
 
-    DEVICE CacheStream(const AttentionArgs& a, const AttentionPlan& plan, const Geometry& all, const SHARE& share, char* shared)
-        : a(a), plan(plan), all(all), ring(shared + plan.ring_at + int(threadIdx.x) / WAVE * DEPTH * TILE_BYTES), share(share) {
+    DEVICE CacheStream(const AttentionArgs& a, const AttentionPlan& plan, const Geometry& all, const SHARE& behind, const Segment& s, char* shared)
+        : a(a), plan(plan), all(all), ring(shared + plan.ring_at + int(threadIdx.x) / WAVE * DEPTH * TILE_BYTES), share(behind) {
+        if constexpr (BEGUN) turn_to(s);
         first<0>();
     }
+    DEVICE void turn_to(const Segment& s) { begin = s.begin, left = s.count, row = s.row * a.capacity, at = (s.row * a.kv_heads + s.kv) * a.capacity * a.size; }
     template <int STAGE> DEVICE void first() {
-        if constexpr (STAGE < DEPTH) issue<STAGE % 4, STAGE / 4>(), first<STAGE + 1>();
+        if constexpr (STAGE < DEPTH) issue<STAGE % 4, STAGE / 4, !BEGUN || (STAGE > 0)>(), first<STAGE + 1>();
     }
     // Asks for what is DEPTH stages behind, into the slot of the stage that was read last.
-    template <int STAGE> DEVICE void after() { issue<(STAGE + DEPTH) % 4, MASKS - 1>(); }
-    template <int STAGE, int MASK> DEVICE void issue() {
-        if (Segment s; STAGE == 0 && left == 0 && share.next(s, a, plan, all))
-            begin = s.begin, left = s.count, row = s.row * a.capacity, at = (s.row * a.kv_heads + s.kv) * a.capacity * a.size;
+    template <int STAGE> DEVICE void after() { issue<(STAGE + DEPTH) % 4, MASKS - 1, true>(); }
+    // MORE: a segment may have to be begun.
+    template <int STAGE, int MASK, bool MORE> DEVICE void issue() {
+        if (Segment s; MORE && STAGE == 0 && left == 0 && share.next(s, a, plan, all)) turn_to(s);
         if (const int slot = begin + masked_at(); STAGE == 0 && left > 0) masks[MASK] = slot < all.slot ? a.mask[row + slot] : 0;
         if (const int slot = begin + tile_at(STAGE % 2); left > 0 && seen_tile(all, slot)) {
             if (!SHARED_RING && a.size == WIDE && slot + TILE <= all.slot) copy<STAGE, true>(slot);

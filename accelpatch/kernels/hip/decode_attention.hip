@@ -46,8 +46,11 @@ inline int64_t spans_of(const AttentionArgs& a, int64_t heads) { return heads * 
 // Two blocks share a processor, one of which reads while the other waits: where there are heads for nearly all of them, or where heads are
 // divided in any case and a full cache has more spans than there are processors. Not where a product of few rows follows: behind one
 // block it finds a place on each processor, behind two on some two and on others none.
-inline int blocks_of(const AttentionArgs& a, int64_t heads, int processors) {
-    if (a.following && a.rows * a.tokens <= QUERIES) return processors;
+template <int WIDE> int blocks_of(const AttentionArgs& a, const AttentionPlan& plan, const DeviceLimits& limits) {
+    const int64_t heads = a.rows * a.kv_heads * plan.tiles;
+    const int processors = limits.processors;
+    const bool alone = WIDE > 128 || plan.bytes > half_of(limits);
+    if (alone || (a.following && a.rows * a.tokens <= QUERIES)) return processors;
     const bool filled = 8 * heads >= 7 * BLOCKS_RESIDENT * processors, divided = 4 * heads >= processors && 2 * heads <= processors && spans_of(a, heads) > processors;
     return filled || divided ? BLOCKS_RESIDENT * processors : processors;
 }
@@ -57,16 +60,16 @@ inline int blocks_of(const AttentionArgs& a, int64_t heads, int processors) {
 inline bool long_shares(const AttentionArgs& a, int processors) { return spans_of(a, a.rows * a.kv_heads) >= 8 * processors; }
 
 template <class T, int WIDE, int RING, Kind KIND = ANY> int start(const AttentionArgs& a, const AttentionPlan& plan, const DeviceLimits& limits, GpuStream stream) {
-    const bool alone = WIDE > 128 || plan.bytes > half_of(limits);  // on its processor
-    const int blocks = alone ? limits.processors : blocks_of(a, a.rows * a.kv_heads * plan.tiles, limits.processors);
-    const int error = launch_kernel(attention_kernel<T, WIDE, RING, KIND>, blocks, THREADS, plan.bytes, stream, limits, a.dependent >= 0, a, plan);
+    const int error = launch_kernel(attention_kernel<T, WIDE, RING, KIND>, blocks_of<WIDE>(a, plan, limits), THREADS, plan.bytes, stream, limits, a.dependent >= 0, a, plan);
     return error ? STATUS_DEVICE + error : STATUS_OK;
 }
 
 template <class T, int WIDE, int RING, Kind KIND> int start_of_rows(const AttentionArgs& a, const AttentionPlan& plan, const DeviceLimits& limits, GpuStream stream) {
     if (a.rows == 1) return start<T, WIDE, RING, lone(KIND)>(a, plan, limits, stream);
-    if constexpr (WIDE > 64)
-        if (spans_of(a, a.rows * a.kv_heads) >= LEAST_DEALT * limits.processors) return start<T, WIDE, RING, claiming(KIND)>(a, plan, limits, stream);
+    if constexpr (WIDE > 64) {
+        const int64_t heads = a.rows * a.kv_heads, blocks = blocks_of<WIDE>(a, plan, limits);
+        if (heads <= blocks && spans_of(a, heads) >= LEAST_DEALT * blocks) return start<T, WIDE, RING, claiming(KIND)>(a, plan, limits, stream);
+    }
     return start<T, WIDE, RING, KIND>(a, plan, limits, stream);
 }
 
