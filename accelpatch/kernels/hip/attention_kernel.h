@@ -27,8 +27,8 @@ template <class T, int WIDE> struct View {
 
 // What a wave knows of up to 8 queries over its tiles of a span: of each of the lane's own the highest score and the sum
 // of its weights, and the weighted sums of values.
-template <class T, int WIDE, int RING, bool ONCE, class SHARE> struct Softmax {
-    using Stream = CacheStream<T, WIDE, RING, ONCE, SHARE>;
+template <class T, int WIDE, int RING, bool ONCE, bool BEGUN, class SHARE> struct Softmax {
+    using Stream = CacheStream<T, WIDE, RING, ONCE, BEGUN, SHARE>;
     using Tile = AttentionTile<T>;
     static constexpr int SETS = Stream::SETS;
     static constexpr int OWN = Tile::QUERIES_PER_LANE;
@@ -185,7 +185,9 @@ __global__ void __launch_bounds__(THREADS, WIDE > 128 ? 1 : BLOCKS_RESIDENT) att
     constexpr bool ONCE = KIND != ANY && KIND != LONE_TOKENS;  // one tile of queries
     constexpr bool CLAIMS = KIND == CLAIMING_ONE || KIND == CLAIMING_SEVERAL;
     using Mine = typename ShareOf<CLAIMS>::Type;
-    using Results = Softmax<T, WIDE, RING, ONCE, Mine>;
+    // Where that makes no register spill; not on AMD.
+    constexpr bool BEGUN = SHARED_RING && !CLAIMS && KIND != ONE && (KIND != LONE_ONE || RING > ATTENTION_SHALLOW);
+    using Results = Softmax<T, WIDE, RING, ONCE, BEGUN, Mine>;
     static_assert(!CLAIMS || Results::Stream::DEPTH <= 4, "the stream asks for a claim no earlier than in the span behind it");
     grid_release();
     const Geometry all(a, plan, shared);
@@ -200,7 +202,7 @@ __global__ void __launch_bounds__(THREADS, WIDE > 128 ? 1 : BLOCKS_RESIDENT) att
         bring_following(a, share.before, share.busy);
         return;
     }
-    typename Results::Stream stream(a, plan, all, Results::Stream::BEGUN ? share : whole, s, shared);
+    typename Results::Stream stream(a, plan, all, BEGUN ? share : whole, s, shared);
     HeadStager<T, WIDE> stager{a, plan, shared, KIND != ONE && KIND != SEVERAL && !CLAIMS && a.hears && a.rows == 1};
     int turn = 0;
     bool left = false, several = false;  // whether something is left to add up; whether there was more than one segment

@@ -3,8 +3,8 @@
 #pragma once
 #include "attention.h"
 
-// ONCE: no other block reads the same keys and values.
-template <class T, int WIDE, int RING, bool ONCE, class SHARE> struct CacheStream {
+// ONCE: no other block reads the same keys and values. BEGUN: it begins with a segment that was found before; else it looks for it once more.
+template <class T, int WIDE, int RING, bool ONCE, bool BEGUN, class SHARE> struct CacheStream {
     using Tile = AttentionTile<T>;
     static constexpr int STEPS = WIDE / 32;                                            // of 64 bytes of a key
     static constexpr int SETS = WIDE / 8 > Tile::CHUNKS ? WIDE / 8 / Tile::CHUNKS : 1;  // of chunks of a value
@@ -12,7 +12,6 @@ template <class T, int WIDE, int RING, bool ONCE, class SHARE> struct CacheStrea
     static constexpr int KEYS = SHARED_RING ? TILE * CHUNKS / WAVE : ROWS_PER_LANE * STEPS, VALUES = SHARED_RING ? KEYS : 4 * SETS;  // pieces of a lane
     static constexpr int PIECES = KEYS > VALUES ? KEYS : VALUES, TILE_BYTES = PIECES * WAVE * 16;
     static constexpr int DEPTH = SHARED_RING ? (RING / (WAVES * TILE_BYTES) > 2 ? RING / (WAVES * TILE_BYTES) : 2) : 2;
-    static constexpr bool BEGUN = SHARED_RING;  // with the first segment, found before; on AMD it is looked for once more, for fewer registers
     static constexpr int MASKS = (DEPTH + 3) / 4;  // of spans that are under way
     const AttentionArgs& a;
     const AttentionPlan& plan;
