@@ -185,7 +185,7 @@ __global__ void __launch_bounds__(THREADS, WIDE > 128 ? 1 : BLOCKS_RESIDENT) att
     constexpr bool ONCE = KIND != ANY && KIND != LONE_TOKENS;  // one tile of queries
     constexpr bool CLAIMS = KIND == CLAIMING_ONE || KIND == CLAIMING_SEVERAL;
     using Mine = typename ShareOf<CLAIMS>::Type;
-    // Where that makes no register spill; not on AMD.
+    // Not on AMD, nor where registers would spill for it.
     constexpr bool BEGUN = SHARED_RING && !CLAIMS && KIND != ONE && (KIND != LONE_ONE || RING > ATTENTION_SHALLOW);
     using Results = Softmax<T, WIDE, RING, ONCE, BEGUN, Mine>;
     static_assert(!CLAIMS || Results::Stream::DEPTH <= 4, "the stream asks for a claim no earlier than in the span behind it");
