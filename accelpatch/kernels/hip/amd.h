@@ -86,7 +86,7 @@ DEVICE void ring_commit() {}
 template <int> DEVICE void ring_wait() {}
 
 DEVICE void prefetch_line(const void*) {}
-template <int> DEVICE void prefetch_l2(const void*) {}  // kernels do not overlap, so there is no time for it
+DEVICE void prefetch_l2(const void*, int) {}  // kernels do not overlap, so there is no time for it
 
 // ---- order: no dependent launch, and one barrier for the workgroup, which arriving waits for too ----
 DEVICE void grid_release() {}

@@ -142,7 +142,7 @@ template <class T, int WIDE, int RING, bool ONCE, bool BEGUN, class SHARE> struc
 // busy: blocks that have spans; before: of them, those before this one.
 DEVICE void bring_following(const AttentionArgs& a, int before, int busy) {
     const int64_t idle = int64_t(gridDim.x) - busy, piece = int64_t(blockIdx.x) - before + threadIdx.x * idle;
-    if (threadIdx.x < BROUGHT_PIECES && piece < a.following_bytes / BROUGHT_PIECE) prefetch_l2<BROUGHT_PIECE>(static_cast<const char*>(a.following) + piece * BROUGHT_PIECE);
+    if (threadIdx.x < BROUGHT_PIECES && piece < a.following_bytes / BROUGHT_PIECE) prefetch_l2(static_cast<const char*>(a.following) + piece * BROUGHT_PIECE, BROUGHT_PIECE);
 }
 
 // What was heard counts from zero again once all blocks have heard it. One wave sees to it, while the others go on.

@@ -27,6 +27,14 @@ template <class T, int WIDE, int RING, bool ONCE, bool BEGUN, class SHARE> struc
         : a(a), plan(plan), all(all), ring(shared + plan.ring_at + int(threadIdx.x) / WAVE * DEPTH * TILE_BYTES), share(behind) {
         if constexpr (BEGUN) turn_to(s);
         first<0>();
+        if constexpr (LAUNCHES_OVERLAP && ONCE) bring<DEPTH % 4>();
+    }
+    // The stage behind the ring comes into L2, where blocks read more than a span: memory would lie idle until the kernel before has ended.
+    // Copies that leave L2 first leave it there; more of it is slower.
+    template <int STAGE> DEVICE void bring() const {
+        const int slot = begin + tile_at(STAGE % 2);
+        if (left > 1 && slot + TILE <= all.slot && lane_id() == 0)
+            prefetch_l2(static_cast<const char*>(STAGE / 2 ? a.values : a.keys) + (at + slot * a.size) * 2, int(a.size) * (TILE * 2));
     }
     DEVICE void turn_to(const Segment& s) { begin = s.begin, left = s.count, row = s.row * a.capacity, at = (s.row * a.kv_heads + s.kv) * a.capacity * a.size; }
     template <int STAGE> DEVICE void first() {

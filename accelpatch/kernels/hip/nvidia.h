@@ -135,9 +135,9 @@ template <int DEPTH> DEVICE void ring_wait() { asm volatile("cp.async.wait_group
 // Waits for all copies but those of so many turns (up to two) asked for last.
 DEVICE void copies_done(int but) { but == 2 ? ring_wait<3>() : but == 1 ? ring_wait<2>() : ring_wait<1>(); }
 
-template <int BYTES> DEVICE void prefetch_l2(const void* source) {
+DEVICE void prefetch_l2(const void* source, int bytes) {  // pieces of 16 bytes
 #if __CUDA_ARCH__ >= 900
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "n"(BYTES) : "memory");
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes) : "memory");
 #endif
 }
 

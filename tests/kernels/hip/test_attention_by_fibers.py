@@ -242,17 +242,50 @@ def test_blocks_claim_spans_of_long_heads(slot: int, records: int, vendor: str, 
     assert library.take_handed() == records * 2 * (128 // 4 + 128 // 16)  # written, and taken back
 
 
+class _Brought(ctypes.Structure):
+    _fields_ = (("at", ctypes.c_void_p), ("bytes", ctypes.c_int64))
+
+
+def _brought(library: ctypes.CDLL) -> list[tuple[int, int]]:
+    """What was brought into L2 since the last call: addresses and bytes, the first address first."""
+    found = (_Brought * 1000)()
+    return sorted((one.at, one.bytes) for one in found[: library.take_brought(found, 1000)])
+
+
 @pytest.mark.parametrize("pieces, brought", [(3, 3), (100, 24)])
 def test_blocks_without_work_bring_what_follows(pieces: int, brought: int, vendor: str, library: ctypes.CDLL) -> None:
     if vendor != "nvidia":
         pytest.skip("kernels do not overlap")
     args, shape = made(Step(rows=1, heads=2, kv_heads=2, slot=100, capacity=256), torch.bfloat16, DEVICE)
     library.set_fibers(8, 0, 0)
-    found, following = (ctypes.c_void_p * 1000)(), torch.zeros(pieces * PIECE + 100, dtype=torch.uint8)
-    library.take_brought(found, 1000)
+    following = torch.zeros(pieces * PIECE + 100, dtype=torch.uint8)
+    _brought(library)
     _op(library, following=following)(*args, shape)
-    many = library.take_brought(found, 1000)
-    assert sorted(at or 0 for at in found[:many]) == [following.data_ptr() + i * PIECE for i in range(brought)]
+    assert _brought(library) == [(following.data_ptr() + i * PIECE, PIECE) for i in range(brought)]
+
+
+@pytest.mark.parametrize(
+    "case, blocks, ring",  # ring: the first slot of the first span's values that it has no room for
+    [
+        (Step(size=128, rows=1, heads=1, kv_heads=1, slot=600, capacity=700), 1, 128),
+        (Step(size=120, rows=1, heads=2, kv_heads=1, slot=600, capacity=700), 1, None),  # a kernel for all that is rare
+        (Step(size=128, rows=1, heads=2, kv_heads=1, slot=600, capacity=700), 1, 0),
+        (Step(size=128, rows=1, heads=1, kv_heads=1, slot=600, capacity=700), 3, None),  # a span each
+    ],
+)
+def test_blocks_bring_what_their_ring_has_no_room_for(
+    case: Step, blocks: int, ring: int | None, vendor: str, library: ctypes.CDLL
+) -> None:
+    """128 slots, a tile of 16 by each wave."""
+    if vendor != "nvidia":
+        pytest.skip("kernels do not overlap")
+    args, shape = made(case, torch.bfloat16, DEVICE)
+    library.set_fibers(blocks, 0, 0)
+    _brought(library)
+    _op(library)(*args, shape)
+    slots = () if ring is None else range(ring, ring + 128, 16)
+    values = args[-1]
+    assert _brought(library) == [(values[0, 0, slot].data_ptr(), 16 * case.size * 2) for slot in slots]
 
 
 def test_random_steps(vendor: str, library: ctypes.CDLL) -> None:

@@ -145,8 +145,9 @@ DEVICE void look_again(int& looks) {
 }
 DEVICE void publish() {}
 DEVICE int count_up(int32_t* counter, int by) { return (*counter += by) - by; }
-extern std::vector<const void*> brought;  // pieces, since they were taken
-template <int> void prefetch_l2(const void* source) { brought.push_back(source); }
+struct Brought { const void* at; int64_t bytes; };
+extern std::vector<Brought> brought;  // since they were taken
+inline void prefetch_l2(const void* source, int bytes) { brought.push_back({source, bytes}); }
 inline void prefetch_line(const void*) {}
 DEVICE void grid_release() {}
 DEVICE void grid_wait() {}

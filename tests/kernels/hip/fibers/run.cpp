@@ -106,7 +106,7 @@ void run_cluster(int first, int cluster, int threads, int bytes) {
 
 char* in_block(char* here, int rank) { return rank == held ? here : images[rank].data() + (here - shared); }
 int last_bytes;
-std::vector<const void*> brought;
+std::vector<Brought> brought;
 int handed;
 void run_blocks(int blocks, int cluster, int threads, int bytes, const std::function<void()>& kernel) {
     work = &kernel, fibers.yield = leave, gridDim.x = unsigned(blocks), last_bytes = bytes;
@@ -121,7 +121,7 @@ extern "C" void set_clusters(int there) { fibers.clusters = there; }
 extern "C" void set_shared(int byte) { before = char(byte); }
 extern "C" void owe(char* into, const char* from, int64_t bytes) { owed = {into, from, bytes}; }
 extern "C" int64_t still_owed() { return owed.bytes; }
-extern "C" int take_brought(const void** into, int most) {
+extern "C" int take_brought(Brought* into, int most) {
     const int count = std::min(int(brought.size()), most);
     return std::copy_n(brought.begin(), count, into), brought.clear(), count;
 }
