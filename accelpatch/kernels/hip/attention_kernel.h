@@ -102,8 +102,8 @@ template <class T, int WIDE, int RING, bool ONCE, bool BEGUN, class SHARE> struc
         stream.wait();
         if (seen_tile(all, slot)) {
             const bool new_ones = slot + TILE > all.slot;
-            if (~given & (new_ones ? (1u << max(all.slot - slot, 0)) - 1 : 0xffffu)) stream.template hide<STAGE>(given);
-            if (new_ones && view.several) stream.template put_new<STAGE>(slot, view.stager);
+            if (RARELY(~given & (new_ones ? (1u << max(all.slot - slot, 0)) - 1 : 0xffffu))) stream.template hide<STAGE>(given);
+            if (RARELY(new_ones && view.several)) stream.template put_new<STAGE>(slot, view.stager);
             wave_sync();  // all lanes' copies have come
             const Words4* values = stream.values(STAGE);
 #pragma unroll
@@ -240,7 +240,7 @@ __global__ void __launch_bounds__(THREADS, WIDE > 128 ? 1 : BLOCKS_RESIDENT) att
             const int own = all.slot + adder.token - begin;
             const bool here = own >= 0 && own < SPAN;
             float* nodes = reinterpret_cast<float*>(shared + plan.nodes_at) + q * (plan.levels * NODE_FLOATS<WIDE>);
-            if (BLOCKS_MEET && a.rows > 1 && q < queries && i == 0 && s.goes_on(plan.levels)) adder.go_on(nodes);
+            if (RARELY(BLOCKS_MEET && a.rows > 1 && q < queries && i == 0 && s.goes_on(plan.levels))) adder.go_on(nodes);
             if (q < queries) adder.add(states + q * QUERY_STRIDE<WIDE>, tops + q * TOPS, s.span + i, here ? stager.value(adder.token) : nullptr, own / TILE & (WAVES - 1), nodes, plan.levels);
             if (plan.buffers == 1) __syncthreads();
         }

@@ -44,7 +44,7 @@ template <class T, int WIDE, int RING, bool ONCE, bool BEGUN, class SHARE> struc
     template <int STAGE> DEVICE void after() { issue<(STAGE + DEPTH) % 4, MASKS - 1, true>(); }
     // MORE: a segment may have to be begun.
     template <int STAGE, int MASK, bool MORE> DEVICE void issue() {
-        if (Segment s; MORE && STAGE == 0 && left == 0 && share.next(s, a, plan, all)) turn_to(s);
+        if (Segment s; MORE && STAGE == 0 && RARELY(left == 0) && share.next(s, a, plan, all)) turn_to(s);
         if (const int slot = begin + masked_at(); STAGE == 0 && left > 0) masks[MASK] = slot < all.slot ? a.mask[row + slot] : 0;
         if (const int slot = begin + tile_at(STAGE % 2); left > 0 && seen_tile(all, slot)) {
             if (!SHARED_RING && a.size == WIDE && slot + TILE <= all.slot) copy<STAGE, true>(slot);

@@ -19,8 +19,10 @@ DEVICE uint32_t word_of(const Words4& v, int i) { return i == 0 ? v.x : i == 1 ?
 
 #if defined(__HIP__)
 #include "amd.h"
+#define RARELY(x) (x)
 #else
 #include "nvidia.h"
+#define RARELY(x) __builtin_expect(!!(x), 0)  // what it leads to is laid elsewhere: jumped over, it would delay what comes behind it
 #endif
 
 // Whether this is the last of `of` calls; the number is then zero again.
