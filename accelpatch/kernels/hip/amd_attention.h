@@ -3,6 +3,7 @@
 
 constexpr int ATTENTION_WIDEST = 128;  // more would spill
 constexpr int ATTENTION_DEEP = 0, ATTENTION_SHALLOW = 0;
+constexpr bool FIRST_KNOWN = false;  // copies look for the first segment once more: registers would spill
 template <class T> struct AttentionTile {
     static constexpr int CHUNKS = 16, PARTS = 8, QUERIES_PER_LANE = 1;
     MatrixProduct<T> product;

@@ -159,6 +159,7 @@ struct Share {
         }
         return false;
     }
+    DEVICE bool more() const { return at < end; }  // whether next() has something to look at
     // The first; of a ClaimingShare it may have to be claimed.
     DEVICE bool begin(Segment& s, const AttentionArgs& a, const AttentionPlan& plan, const Geometry& all) { return next(s, a, plan, all); }
 };

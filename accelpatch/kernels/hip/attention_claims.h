@@ -19,6 +19,7 @@ struct ClaimingShare : Share {
         if (Share::next(s, a, plan, all)) return true;
         return units && *claimed < all.heads * units && unit(s, *claimed, a, plan, all);
     }
+    DEVICE bool more() const { return at < end || units; }
     // Spans of a head; false if its row has none of them.
     DEVICE bool some(Segment& s, int head, int skipped, int taken, const AttentionArgs& a, const AttentionPlan& plan, const Geometry& all) const {
         Share other = *this;

@@ -26,12 +26,13 @@ template <class T, int WIDE> struct View {
 };
 
 // What a wave knows of up to 8 queries over its tiles of a span: of each of the lane's own the highest score and the sum
-// of its weights, and the weighted sums of values.
-template <class T, int WIDE, int RING, bool ONCE, bool BEGUN, class SHARE> struct Softmax {
-    using Stream = CacheStream<T, WIDE, RING, ONCE, BEGUN, SHARE>;
+// of its weights, and the weighted sums of values. SOLE: there is but one query.
+template <class T, int WIDE, int RING, bool ONCE, bool SOLE, class SHARE> struct Softmax {
+    using Stream = CacheStream<T, WIDE, RING, ONCE, SHARE>;
     using Tile = AttentionTile<T>;
     static constexpr int SETS = Stream::SETS;
-    static constexpr int OWN = Tile::QUERIES_PER_LANE;
+    static constexpr int OWN = SOLE ? 1 : Tile::QUERIES_PER_LANE;
+    static DEVICE constexpr bool wanted(int i) { return Tile::which(i) < OWN; }  // whether a score is
     float top[OWN], total[OWN], sums[SETS][Tile::PARTS][4];
     float own[OWN];  // the weight of a query's own slot, whose value is added to all others by Adder; negative where another lane has it
 
@@ -59,7 +60,7 @@ template <class T, int WIDE, int RING, bool ONCE, bool BEGUN, class SHARE> struc
 #pragma unroll
             for (int i = 0; i < 4 * ROUNDS; ++i) {
                 const int n = Tile::which(i % 4);
-                if (begin + tile_at(i / 4) + Tile::slot(i % 4) == view.own[n]) own[n] = s[i / 4][i % 4], s[i / 4][i % 4] = 0.f;
+                if (n < OWN && begin + tile_at(i / 4) + Tile::slot(i % 4) == view.own[n]) own[n] = s[i / 4][i % 4], s[i / 4][i % 4] = 0.f;
             }
         for (auto& set : sums) for (auto& part : set) for (float& v : part) v = 0.f;
         add_values<2>(stream, view, all, begin + tile_at(0), given[0], s[0]);
@@ -84,9 +85,14 @@ template <class T, int WIDE, int RING, bool ONCE, bool BEGUN, class SHARE> struc
             wave_sync();  // before others' places take new tiles
         }
         stream.template after<ROUND>();
+        if (SHARED_RING && !seen_tile(all, slot)) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) s[i] = wanted(i) ? -INFINITY : 0.f;
+            return;
+        }
         // With a softcap a.scaling is 2 log2(e) / softcap times the scores' own: tanh(x) = 1 - 2 / (e^2x + 1).
 #pragma unroll
-        for (int i = 0; i < 4; ++i) s[i] = rounded_product(scores.score(i), a.scaling);  // in each of the kernels alike
+        for (int i = 0; i < 4; ++i) s[i] = wanted(i) ? rounded_product(scores.score(i), a.scaling) : 0.f;  // in each of the kernels alike
         if (a.softcap > 0.f)
 #pragma unroll
             for (int i = 0; i < 4; ++i) s[i] = a.softcap * (1.f - 2.f * fast_reciprocal(fast_exp2(s[i]) + 1.f));
@@ -94,7 +100,7 @@ template <class T, int WIDE, int RING, bool ONCE, bool BEGUN, class SHARE> struc
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const int at = slot + Tile::slot(i);
-                if (!(given >> Tile::slot(i) & 1) || at > view.own[Tile::which(i)] || at <= view.least[Tile::which(i)]) s[i] = -INFINITY;
+                if (wanted(i) && (!(given >> Tile::slot(i) & 1) || at > view.own[Tile::which(i)] || at <= view.least[Tile::which(i)])) s[i] = -INFINITY;
             }
     }
     template <int STAGE> DEVICE void add_values(Stream& stream, const View<T, WIDE>& view, const Geometry& all, int slot, uint32_t given, const float* s) {
@@ -185,9 +191,7 @@ __global__ void __launch_bounds__(THREADS, WIDE > 128 ? 1 : BLOCKS_RESIDENT) att
     constexpr bool ONCE = KIND != ANY && KIND != LONE_TOKENS;  // one tile of queries
     constexpr bool CLAIMS = KIND == CLAIMING_ONE || KIND == CLAIMING_SEVERAL;
     using Mine = typename ShareOf<CLAIMS>::Type;
-    // Not on AMD, nor where registers would spill for it.
-    constexpr bool BEGUN = SHARED_RING && !CLAIMS && KIND != ONE && (KIND != LONE_ONE || RING > ATTENTION_SHALLOW);
-    using Results = Softmax<T, WIDE, RING, ONCE, BEGUN, Mine>;
+    using Results = Softmax<T, WIDE, RING, ONCE, KIND == ONE || KIND == LONE_ONE || KIND == CLAIMING_ONE, Mine>;
     static_assert(!CLAIMS || Results::Stream::DEPTH <= 4, "the stream asks for a claim no earlier than in the span behind it");
     grid_release();
     const Geometry all(a, plan, shared);
@@ -202,7 +206,7 @@ __global__ void __launch_bounds__(THREADS, WIDE > 128 ? 1 : BLOCKS_RESIDENT) att
         bring_following(a, share.before, share.busy);
         return;
     }
-    typename Results::Stream stream(a, plan, all, BEGUN ? share : whole, s, shared);
+    typename Results::Stream stream(a, plan, all, FIRST_KNOWN ? share : whole, s, shared);
     HeadStager<T, WIDE> stager{a, plan, shared, KIND != ONE && KIND != SEVERAL && !CLAIMS && a.hears && a.rows == 1};
     int turn = 0;
     bool left = false, several = false;  // whether something is left to add up; whether there was more than one segment

@@ -3,8 +3,8 @@
 #pragma once
 #include "attention.h"
 
-// ONCE: no other block reads the same keys and values. BEGUN: it begins with a segment that was found before; else it looks for it once more.
-template <class T, int WIDE, int RING, bool ONCE, bool BEGUN, class SHARE> struct CacheStream {
+// ONCE: no other block reads the same keys and values.
+template <class T, int WIDE, int RING, bool ONCE, class SHARE> struct CacheStream {
     using Tile = AttentionTile<T>;
     static constexpr int STEPS = WIDE / 32;                                            // of 64 bytes of a key
     static constexpr int SETS = WIDE / 8 > Tile::CHUNKS ? WIDE / 8 / Tile::CHUNKS : 1;  // of chunks of a value
@@ -25,7 +25,7 @@ template <class T, int WIDE, int RING, bool ONCE, bool BEGUN, class SHARE> struc
 
     DEVICE CacheStream(const AttentionArgs& a, const AttentionPlan& plan, const Geometry& all, const SHARE& behind, const Segment& s, char* shared)
         : a(a), plan(plan), all(all), ring(shared + plan.ring_at + int(threadIdx.x) / WAVE * DEPTH * TILE_BYTES), share(behind) {
-        if constexpr (BEGUN) turn_to(s);
+        if constexpr (FIRST_KNOWN) turn_to(s);
         first<0>();
         if constexpr (LAUNCHES_OVERLAP && ONCE) bring<DEPTH % 4>();
     }
@@ -38,13 +38,13 @@ template <class T, int WIDE, int RING, bool ONCE, bool BEGUN, class SHARE> struc
     }
     DEVICE void turn_to(const Segment& s) { begin = s.begin, left = s.count, row = s.row * a.capacity, at = (s.row * a.kv_heads + s.kv) * a.capacity * a.size; }
     template <int STAGE> DEVICE void first() {
-        if constexpr (STAGE < DEPTH) issue<STAGE % 4, STAGE / 4, !BEGUN || (STAGE > 0)>(), first<STAGE + 1>();
+        if constexpr (STAGE < DEPTH) issue<STAGE % 4, STAGE / 4, !FIRST_KNOWN || (STAGE > 0)>(), first<STAGE + 1>();
     }
     // Asks for what is DEPTH stages behind, into the slot of the stage that was read last.
     template <int STAGE> DEVICE void after() { issue<(STAGE + DEPTH) % 4, MASKS - 1, true>(); }
     // MORE: a segment may have to be begun.
     template <int STAGE, int MASK, bool MORE> DEVICE void issue() {
-        if (Segment s; MORE && STAGE == 0 && RARELY(left == 0) && share.next(s, a, plan, all)) turn_to(s);
+        if (Segment s; MORE && STAGE == 0 && RARELY(left == 0 && (!SHARED_RING || share.more())) && share.next(s, a, plan, all)) turn_to(s);
         if (const int slot = begin + masked_at(); STAGE == 0 && left > 0) masks[MASK] = slot < all.slot ? a.mask[row + slot] : 0;
         if (const int slot = begin + tile_at(STAGE % 2); left > 0 && seen_tile(all, slot)) {
             if (!SHARED_RING && a.size == WIDE && slot + TILE <= all.slot) copy<STAGE, true>(slot);

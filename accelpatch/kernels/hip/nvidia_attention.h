@@ -3,6 +3,11 @@
 
 constexpr int ATTENTION_WIDEST = 256;  // columns of a head
 constexpr int ATTENTION_DEEP = 98304, ATTENTION_SHALLOW = 65536;  // bytes of a block's ring
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr bool FIRST_KNOWN = false;  // registers would spill
+#else
+constexpr bool FIRST_KNOWN = true;  // copies begin with the segment that the block has found; else they look for it once more
+#endif
 // A lane holds the scores of two queries with two slots of a tile; `which` of its queries a score is of. Values are read
 // across: rows of eight columns of all slots, as ldmatrix takes them.
 template <class T> struct AttentionTile {
