@@ -196,7 +196,7 @@ __global__ void __launch_bounds__(THREADS, WIDE > 128 ? 1 : BLOCKS_RESIDENT) att
     grid_release();
     const Geometry all(a, plan, shared);
     const int wave = threadIdx.x / WAVE;
-    const Mine whole(all, a);  // goes through twice: the stream is ahead
+    const Mine whole(all, a);  // goes through more than once: the stream is ahead
     Mine share = whole;
     Segment s;
     if (!share.begin(s, a, plan, all)) {  // stays until the kernel behind has found a place on every processor

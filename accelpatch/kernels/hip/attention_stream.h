@@ -29,8 +29,8 @@ template <class T, int WIDE, int RING, bool ONCE, class SHARE> struct CacheStrea
         first<0>();
         if constexpr (LAUNCHES_OVERLAP && ONCE) bring<DEPTH % 4>();
     }
-    // The stage behind the ring comes into L2, where blocks read more than a span: memory would lie idle until the kernel before has ended.
-    // Copies that leave L2 first leave it there; more of it is slower.
+    // The stage behind the ring comes into L2, where the block's first segment goes on behind that span: memory would lie idle until the
+    // kernel before has ended. Copies that leave L2 first leave it there; more of it is slower.
     template <int STAGE> DEVICE void bring() const {
         const int slot = begin + tile_at(STAGE % 2);
         if (left > 1 && slot + TILE <= all.slot && lane_id() == 0)

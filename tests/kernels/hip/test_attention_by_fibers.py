@@ -29,7 +29,7 @@ pytestmark = [
         DEVICE.type != "cpu", reason="its tensors lie on the CPU; test_attention_on_gpu.py is for a GPU"
     ),
 ]
-WIDEST = {"nvidia": 256, "gfx942": 128}
+WIDEST = {"nvidia": 256, "ampere": 256, "gfx942": 128}
 LONG = {
     "four-queries": Step(size=128, slot=900, capacity=1024, heads=4, kv_heads=1, rows=1),
     "eight-of-rows": Step(size=128, slot=700, capacity=768, padding=300, tokens=8),
@@ -94,7 +94,7 @@ def vendor(request: pytest.FixtureRequest) -> str:
 def library(vendor: str, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     held = compiled(vendor, ["decode_attention.hip"], "attention", tmp_path_factory)
     held.set_beside(1)
-    held.overlaps = vendor == "nvidia"  # whether a kernel may begin before the one before it has ended
+    held.overlaps = vendor != "gfx942"  # whether a kernel may begin before the one before it has ended
     return held
 
 
@@ -128,6 +128,8 @@ def _op(library: ctypes.CDLL, late: float = 0.0, following: Tensor | None = None
 def _fits(vendor: str, case: Step) -> None:
     if case.size > WIDEST[vendor]:
         pytest.skip(f"{vendor}: heads of up to {WIDEST[vendor]} columns")
+    if vendor == "ampere" and case.size != 128:
+        pytest.skip("as for Hopper but for where copies begin, whatever the size")
 
 
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
@@ -219,7 +221,7 @@ def test_blocks_of_a_launch(case: Step, alone: int, followed: int, vendor: str, 
 
 def test_a_divided_head_is_handed_from_block_to_block(vendor: str, library: ctypes.CDLL) -> None:
     """Nine heads of three spans on eight blocks: five are divided, and what the first of two has of one is a record."""
-    if vendor != "nvidia":
+    if not library.overlaps:
         pytest.skip("blocks do not wait")
     args, shape = made(Step(size=128, rows=3, heads=3, kv_heads=3, slot=700, capacity=768), torch.bfloat16, DEVICE)
     library.set_fibers(8, 0, 0)
@@ -232,7 +234,7 @@ def test_a_divided_head_is_handed_from_block_to_block(vendor: str, library: ctyp
 @pytest.mark.parametrize("slot, records", [(9215, 2 * 7), (100, 0)])
 def test_blocks_claim_spans_of_long_heads(slot: int, records: int, vendor: str, library: ctypes.CDLL) -> None:
     """Two heads of 36 spans on three blocks: of each one block has two nodes, and five halves of nodes are claimed."""
-    if vendor != "nvidia":
+    if not library.overlaps:
         pytest.skip("blocks do not wait")
     case = Step(size=128, rows=2, heads=1, kv_heads=1, slot=slot, capacity=9216)
     args, shape = made(case, torch.bfloat16, DEVICE)
@@ -265,11 +267,13 @@ def test_blocks_without_work_bring_what_follows(pieces: int, brought: int, vendo
 
 
 @pytest.mark.parametrize(
-    "case, blocks, ring",  # ring: the first slot of the first span's values that it has no room for
+    "case, blocks, ring",  # ring: the first slot of values that it has no room for
     [
         (Step(size=128, rows=1, heads=1, kv_heads=1, slot=600, capacity=700), 1, 128),
         (Step(size=120, rows=1, heads=2, kv_heads=1, slot=600, capacity=700), 1, None),  # a kernel for all that is rare
-        (Step(size=128, rows=1, heads=2, kv_heads=1, slot=600, capacity=700), 1, 0),
+        (Step(size=128, rows=1, heads=4, kv_heads=2, slot=600, capacity=700), 2, 0),
+        (Step(size=64, rows=1, heads=2, kv_heads=2, slot=600, capacity=700), 2, 256),
+        (Step(size=64, rows=1, heads=2, kv_heads=2, slot=500, capacity=700), 2, None),  # the ring has all but half
         (Step(size=128, rows=1, heads=1, kv_heads=1, slot=600, capacity=700), 3, None),  # a span each
     ],
 )
@@ -284,8 +288,8 @@ def test_blocks_bring_what_their_ring_has_no_room_for(
     _brought(library)
     _op(library)(*args, shape)
     slots = () if ring is None else range(ring, ring + 128, 16)
-    values = args[-1]
-    assert _brought(library) == [(values[0, 0, slot].data_ptr(), 16 * case.size * 2) for slot in slots]
+    heads = args[-1][0]
+    assert _brought(library) == [(values[slot].data_ptr(), 16 * case.size * 2) for values in heads for slot in slots]
 
 
 def test_random_steps(vendor: str, library: ctypes.CDLL) -> None:

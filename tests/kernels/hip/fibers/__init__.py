@@ -22,7 +22,10 @@ LIBRARY = "fibers.so"
 
 
 def compiled(form: str, sources: Sequence[str], name: str, factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """The library of `sources` in NVIDIA's form or an AMD architecture's; made once for all processes of a run."""
+    """The library of `sources` in NVIDIA's form, that of before Hopper (ampere) or an AMD architecture's.
+
+    Made once for all processes of a run.
+    """
     root = factory.getbasetemp()
     root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
     folder = root / f"{name}-{form}"

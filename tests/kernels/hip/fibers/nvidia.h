@@ -1,5 +1,8 @@
 // In place of the kernels' nvidia.h: its names, by PTX's own account of each instruction.
 #pragma once
+#if defined(__ampere__)
+#define __CUDA_ARCH__ 800
+#endif
 constexpr int WAVE = 32;
 constexpr int BLOCKS_RESIDENT = 2;
 constexpr bool SHARED_RING = true;
