@@ -19,7 +19,7 @@ from accelpatch.kernels.attention_shape import AttentionShape
 from accelpatch.kernels.hip import attention, binding
 from accelpatch.kernels.hip.binding import Told
 from tests.interpreted import DEVICE
-from tests.kernels.hip.fibers import COMPILER, compiled
+from tests.kernels.hip.fibers import COMPILER, brought_by, compiled
 from tests.kernels.test_decode_attention import CASES, SAME, assert_float_rule, assert_the_same_bits
 from tests.parity import bits
 
@@ -244,16 +244,6 @@ def test_blocks_claim_spans_of_long_heads(slot: int, records: int, vendor: str, 
     assert library.take_handed() == records * 2 * (128 // 4 + 128 // 16)  # written, and taken back
 
 
-class _Brought(ctypes.Structure):
-    _fields_ = (("at", ctypes.c_void_p), ("bytes", ctypes.c_int64))
-
-
-def _brought(library: ctypes.CDLL) -> list[tuple[int, int]]:
-    """What was brought into L2 since the last call: addresses and bytes, the first address first."""
-    found = (_Brought * 1000)()
-    return sorted((one.at, one.bytes) for one in found[: library.take_brought(found, 1000)])
-
-
 @pytest.mark.parametrize("pieces, brought", [(3, 3), (100, 24)])
 def test_blocks_without_work_bring_what_follows(pieces: int, brought: int, vendor: str, library: ctypes.CDLL) -> None:
     if vendor != "nvidia":
@@ -261,9 +251,9 @@ def test_blocks_without_work_bring_what_follows(pieces: int, brought: int, vendo
     args, shape = made(Step(rows=1, heads=2, kv_heads=2, slot=100, capacity=256), torch.bfloat16, DEVICE)
     library.set_fibers(8, 0, 0)
     following = torch.zeros(pieces * PIECE + 100, dtype=torch.uint8)
-    _brought(library)
+    brought_by(library)
     _op(library, following=following)(*args, shape)
-    assert _brought(library) == [(following.data_ptr() + i * PIECE, PIECE) for i in range(brought)]
+    assert brought_by(library) == [(following.data_ptr() + i * PIECE, PIECE) for i in range(brought)]
 
 
 @pytest.mark.parametrize(
@@ -285,11 +275,11 @@ def test_blocks_bring_what_their_ring_has_no_room_for(
         pytest.skip("kernels do not overlap")
     args, shape = made(case, torch.bfloat16, DEVICE)
     library.set_fibers(blocks, 0, 0)
-    _brought(library)
+    brought_by(library)
     _op(library)(*args, shape)
     slots = () if ring is None else range(ring, ring + 128, 16)
     heads = args[-1][0]
-    assert _brought(library) == [(values[slot].data_ptr(), 16 * case.size * 2) for values in heads for slot in slots]
+    assert brought_by(library) == [(values[slot].data_ptr(), 16 * case.size * 2) for values in heads for slot in slots]
 
 
 def test_random_steps(vendor: str, library: ctypes.CDLL) -> None:

@@ -36,6 +36,16 @@ def compiled(form: str, sources: Sequence[str], name: str, factory: pytest.TempP
     return ctypes.CDLL(str(folder / LIBRARY))
 
 
+class _Brought(ctypes.Structure):
+    _fields_ = (("at", ctypes.c_void_p), ("bytes", ctypes.c_int64))
+
+
+def brought_by(library: ctypes.CDLL) -> list[tuple[int, int]]:
+    """What was brought into L2 since the last call: addresses and bytes, the first address first."""
+    found = (_Brought * 1000)()
+    return sorted((one.at, one.bytes) for one in found[: library.take_brought(found, 1000)])
+
+
 def _compile(form: str, sources: Sequence[str], folder: Path) -> None:
     shutil.copytree(KERNELS, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
     for one in FIBERS.iterdir():
