@@ -18,18 +18,18 @@ AP_INLINE int64_t runs(int64_t first, int64_t slot) { return (slot - first + kRu
 inline void scores(const float* q, const float* keys, int64_t d, int64_t count, float scale, float* score) {
   for (int64_t i = 0; i < count; i += 4) {
     const int64_t some = count - i < 4 ? count - i : 4;
-    vf dot[4] = {};
+    vsum dot[4] = {};
     int64_t k = 0;
     if (some == 4) {
       for (; k + kLanes <= d; k += kLanes) {
         const vf v = load(q + k);
-        for (int j = 0; j < 4; j++) dot[j] = fma(v, load(keys + (i + j) * d + k), dot[j]);
+        for (int j = 0; j < 4; j++) dot[j] = add_product(v, load(keys + (i + j) * d + k), dot[j]);
       }
     }
     for (; k < d; k += kLanes) {
       const int64_t left = d - k < kLanes ? d - k : kLanes;
       const vf v = load_part(q + k, left);
-      for (int j = 0; j < some; j++) dot[j] = fma(v, load_part(keys + (i + j) * d + k, left), dot[j]);
+      for (int j = 0; j < some; j++) dot[j] = add_product(v, load_part(keys + (i + j) * d + k, left), dot[j]);
     }
     for (int j = 0; j < some; j++) score[i + j] = sum(dot[j]) * scale;
   }

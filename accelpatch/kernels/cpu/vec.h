@@ -76,6 +76,15 @@ AP_INLINE float sum(vf v) {
   return (v[0] + v[2]) + (v[1] + v[3]);
 #endif
 }
+// Sums of products that little may be lost of: in double where a machine rounds a product before it adds it.
+#if AP_LANES == 4 && !defined(__aarch64__)
+typedef double vsum __attribute__((vector_size(AP_LANES * 8)));
+AP_INLINE vsum add_product(vf a, vf b, vsum c) { return __builtin_convertvector(a, vsum) * __builtin_convertvector(b, vsum) + c; }
+AP_INLINE float sum(vsum v) { return static_cast<float>((v[0] + v[2]) + (v[1] + v[3])); }
+#else
+typedef vf vsum;
+AP_INLINE vsum add_product(vf a, vf b, vsum c) { return fma(a, b, c); }
+#endif
 // e^x within 1.5 units in the last place: x = n ln 2 + r, a polynomial in r (Cephes), then 2^n in two factors so that results
 // below the normal numbers are right too. NaN stays NaN, overflow is Inf.
 AP_INLINE vf exp(vf x) {
