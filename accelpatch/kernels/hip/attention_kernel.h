@@ -161,6 +161,7 @@ DEVICE void forget(const AttentionArgs& a, int wave) {
 // or for several, are a fifth to a third smaller, and leave products their room in the instruction cache. So do those of more rows than a
 // LONE one, whose words may still be on their way; CLAIMING ones are for rows of many spans.
 enum Kind { ANY, ONE, SEVERAL, LONE_ONE, LONE_SEVERAL, LONE_TOKENS, CLAIMING_ONE, CLAIMING_SEVERAL };
+template <Kind KIND> constexpr bool SOLE_QUERY = KIND == ONE || KIND == LONE_ONE || KIND == CLAIMING_ONE;  // of a cached head
 constexpr Kind lone(Kind kind) { return kind == ONE ? LONE_ONE : LONE_SEVERAL; }
 constexpr Kind claiming(Kind kind) { return kind == ONE ? CLAIMING_ONE : CLAIMING_SEVERAL; }
 template <int WIDE> Kind kind_of(const AttentionArgs& a) {
@@ -172,13 +173,13 @@ template <Kind KIND, int WIDE> DEVICE AttentionArgs known(AttentionArgs a) {
     if (KIND != ANY) a.size = WIDE, a.window = 0, a.softcap = 0.f, a.q_norm = a.k_norm = nullptr;
     if (KIND == LONE_TOKENS) a.hears = nullptr;  // told of, but not heard
     else if (KIND != ANY) a.tokens = 1;
-    if (KIND == ONE || KIND == LONE_ONE || KIND == CLAIMING_ONE) a.kv_heads = a.heads;
+    if (SOLE_QUERY<KIND>) a.kv_heads = a.heads;
     if (KIND == LONE_ONE || KIND == LONE_SEVERAL || KIND == LONE_TOKENS) a.rows = 1;
     return a;
 }
 template <Kind KIND> DEVICE AttentionPlan known(AttentionPlan plan) {
     if (KIND != ANY && KIND != LONE_TOKENS) plan.tiles = 1;
-    if (KIND == ONE || KIND == LONE_ONE || KIND == CLAIMING_ONE) plan.group = plan.queries = 1;
+    if (SOLE_QUERY<KIND>) plan.group = plan.queries = 1;
     return plan;
 }
 
@@ -191,7 +192,7 @@ __global__ void __launch_bounds__(THREADS, WIDE > 128 ? 1 : BLOCKS_RESIDENT) att
     constexpr bool ONCE = KIND != ANY && KIND != LONE_TOKENS;  // one tile of queries
     constexpr bool CLAIMS = KIND == CLAIMING_ONE || KIND == CLAIMING_SEVERAL;
     using Mine = typename ShareOf<CLAIMS>::Type;
-    using Results = Softmax<T, WIDE, RING, ONCE, KIND == ONE || KIND == LONE_ONE || KIND == CLAIMING_ONE, Mine>;
+    using Results = Softmax<T, WIDE, RING, ONCE, SOLE_QUERY<KIND>, Mine>;
     static_assert(!CLAIMS || Results::Stream::DEPTH <= 4, "the stream asks for a claim no earlier than in the span behind it");
     grid_release();
     const Geometry all(a, plan, shared);

@@ -30,7 +30,7 @@ template <class T, int WIDE, int RING, bool ONCE, class SHARE> struct CacheStrea
         if constexpr (LAUNCHES_OVERLAP && ONCE) bring<DEPTH % 4>();
     }
     // The stage behind the ring comes into L2, where the block's first segment goes on behind that span: memory would lie idle until the
-    // kernel before has ended. Copies that leave L2 first leave it there; more of it is slower.
+    // kernel before has ended. Copies that leave L2 first leave it there; more of it is slower for most caches.
     template <int STAGE> DEVICE void bring() const {
         const int slot = begin + tile_at(STAGE % 2);
         if (left > 1 && slot + TILE <= all.slot && lane_id() == 0)
