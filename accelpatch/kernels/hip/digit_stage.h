@@ -23,8 +23,8 @@ template <class F, class T, bool NARROW, bool CLUSTERED, bool COMMON> struct Dig
     template <class WAIT, class REST> DEVICE void range(int from, int steps, int before, const WAIT& wait, const REST& rest) {
         const int slots = (steps + PAIR<F> - 1) / PAIR<F> * PAIR<F> * (F::KSTEP / 16), laps = (slots + THREADS - 1) / THREADS;
         Extremes extremes;
-        if (a.norm == NORM_NONE) extremes = fetch<false>(from * F::KSTEP, slots, laps, before * (F::KSTEP / 16), wait, rest);
-        else if (NARROW && !Base::layer() && laps * int(a.m) == 1) extremes = one_slot(slots, wait, rest);
+        if (NARROW && !Base::layer() && laps * int(a.m) == 1 && !Base::heard(from)) extremes = one_slot(from * F::KSTEP, slots, before * (F::KSTEP / 16), wait, rest);
+        else if (a.norm == NORM_NONE) extremes = fetch<false>(from * F::KSTEP, slots, laps, before * (F::KSTEP / 16), wait, rest);
         else fetch<true>(0, slots, laps, 0, wait, rest), extremes = normalise(slots, laps);
         finish(extremes, slots, before * (F::KSTEP / 16), from * (F::KSTEP / 16), 0, 0);
     }
@@ -110,22 +110,24 @@ protected:
         }
         return extremes;
     }
-    // Under an RMSNorm, a slot a thread: its values wait in registers for the norm's factor.
-    template <class WAIT, class REST> DEVICE Extremes one_slot(int slots, const WAIT& wait, const REST& rest) const {
+    // A slot a thread; under an RMSNorm its values wait in registers for the norm's factor.
+    template <class WAIT, class REST> DEVICE Extremes one_slot(int from, int slots, int before, const WAIT& wait, const REST& rest) const {
         const int slot = threadIdx.x;
         Words4 v[1][2];
-        const Chunks c = chunks(0, 0, slot, slot < slots);
+        const Chunks c = chunks(0, from, slot, slot < slots);
         wait();
         load(c, v[0]);
         rest();
         if constexpr (WHOLE_LINES) swap(v[0]);
-        Base::leave(Base::squares(), 0, Base::squares_of(v[0][0]) + Base::squares_of(v[0][1]));
-        __syncthreads();
-        const float scale = Base::scale(0);
+        if (a.norm != NORM_NONE) {
+            Base::leave(Base::squares(), 0, Base::squares_of(v[0][0]) + Base::squares_of(v[0][1]));
+            __syncthreads();
+            const float scale = Base::scale(0);
 #pragma unroll
-        for (int h = 0; h < 2; ++h) v[0][h] = Base::scaled(v[0][h], first[h], scale);
+            for (int h = 0; h < 2; ++h) v[0][h] = Base::scaled(v[0][h], first[h], scale);
+        }
         Extremes extremes;
-        extremes.see(convert_one(0, slot, slot < slots, v));
+        extremes.see(convert_one(0, before + slot, slot < slots, v));
         return extremes;
     }
     DEVICE Extremes normalise(int slots, int laps) const {

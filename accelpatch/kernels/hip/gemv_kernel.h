@@ -116,29 +116,32 @@ template <class F, class T, bool NARROW, int DEPTH> __global__ void __launch_bou
     const int seat = NARROW ? lane_id() : threadIdx.x & (WK * WAVE - 1);
     Output<F, T> output(a, plan, adds(0) ? tile_of(plan, 0, wn) : plan.tiles, seat);
     const typename Sums::Place place(a, plan, shared);
+    const bool whole = plan.resident == plan.phases;
     int there = 0;  // phases of K that lie in shared memory one behind the other
     bool begun = false;
-    for (int round = 0; tile_of(plan, round, 0) < plan.tiles; ++round) {
-        const int tile = tile_of(plan, round, wn);
-        if (round > 0) output = Output<F, T>(a, plan, adds(round) ? tile : plan.tiles, seat);
+    int tile = tile_of(plan, 0, wn);
+    for (int round = 0; tile - wn * int(gridDim.x) < plan.tiles; ++round, tile += plan.tile_hop) {
+        const bool adder = adds(round);
+        if (adder && round > 0) output = Output<F, T>(a, plan, tile, seat);
         Sums total;
         total.zero();
-        for (int phase = 0; phase < plan.phases; ++phase) {
-            const bool whole = plan.resident == plan.phases;
-            const int from_phase = phase * plan.phase_steps, begin = whole ? 0 : from_phase, end = min(plan.steps, from_phase + plan.phase_steps);
+        for (int phase = 0; phase < plan.phases;) {
+            const int from_phase = phase * plan.phase_steps, begin = whole ? 0 : from_phase;
             if (phase >= there) {
                 const bool rest = begun && whole;
                 if (rest) grid_wait();
                 else if (begun) __syncthreads();
-                const int upto = !whole ? phase + 1 : phase < plan.early ? plan.early : plan.phases;
+                there = !whole ? phase + 1 : phase < plan.early ? plan.early : plan.phases;
                 const auto wait = [&]() ALWAYS_INLINE { if (!begun) wait_or_hear(a, plan); };
-                stager.range(from_phase, min(plan.steps, upto * plan.phase_steps) - from_phase, from_phase - begin, wait, [&]() ALWAYS_INLINE { return begun ? 0 : stream.fill(); });
-                there = whole ? upto : 0, begun = true;
+                stager.range(from_phase, min(plan.steps, there * plan.phase_steps) - from_phase, from_phase - begin, wait, [&]() ALWAYS_INLINE { return begun ? 0 : stream.fill(); });
+                begun = true;
                 if (rest) take_back(a);
             }
-            if (phase == 0) output.load_residual(a);
+            if (adder && phase == 0) output.load_residual(a);
+            const int from = from_phase + stream.first, end = min(plan.steps, there * plan.phase_steps);
+            phase = there;
+            if (!whole) there = 0;
             if (tile >= plan.tiles) continue;
-            const int from = from_phase + stream.first;
             if (F::GROUPS && a.scale_is_bf16) sweep<true>(stream, total, place, from, end, begin);
             else sweep<false>(stream, total, place, from, end, begin);
         }
@@ -148,9 +151,9 @@ template <class F, class T, bool NARROW, int DEPTH> __global__ void __launch_bou
         float* partial = reinterpret_cast<float*>(shared + plan.partial_at) + (buffer * WN + wn) * int(a.m) * WK * PARTIAL_STRIDE;
 #pragma unroll
         for (int i = 0; i < Sums::COUNT; ++i)
-            if (Sums::owns(i) && Sums::token(i) < a.m) partial[(Sums::token(i) * WK + wk) * PARTIAL_STRIDE + Sums::row(i)] = total.sum[i];
+            if (Sums::owns(i) && Sums::token(i) < int(a.m)) partial[(Sums::token(i) * WK + wk) * PARTIAL_STRIDE + Sums::row(i)] = total.sum[i];
         const int name = NARROW ? wn * WK + buffer : wn;
-        if (!adds(round)) {
+        if (!adder) {
             group_arrive(name, WK * WAVE);
             continue;
         }
@@ -158,15 +161,21 @@ template <class F, class T, bool NARROW, int DEPTH> __global__ void __launch_bou
         if (output.column >= 0) {
             float first = 0.f, second = 0.f;
             const float* mine = partial + (seat >> 4) * WK * PARTIAL_STRIDE + (seat & 15);
+            const bool gate = a.activation == ACT_SILU_GATE;
 #pragma unroll
-            for (int w = 0; w < WAVES; ++w)
-                if (w < WK) first += mine[w * PARTIAL_STRIDE];
-            if (a.activation == ACT_SILU_GATE)
+            for (int w = 0; w < 4; ++w) first += mine[w * PARTIAL_STRIDE];
+            if (gate)
 #pragma unroll
-                for (int w = 0; w < WAVES; ++w)
-                    if (w < WK) second += mine[w * PARTIAL_STRIDE + 8];
+                for (int w = 0; w < 4; ++w) second += mine[w * PARTIAL_STRIDE + 8];
+            if (WK > 4) {
+#pragma unroll
+                for (int w = 4; w < WAVES; ++w) first += mine[w * PARTIAL_STRIDE];
+                if (gate)
+#pragma unroll
+                    for (int w = 4; w < WAVES; ++w) second += mine[w * PARTIAL_STRIDE + 8];
+            }
             if constexpr (Stager::BOUNDED) {
-                if (first != first || second != second) {  // a value that is not finite, or weights that are none
+                if (RARELY(first != first || second != second)) {  // a value that is not finite, or weights that are none
 #pragma unroll 1
                     for (int r = seat & 15, i = 0; r < 16; r += 8, ++i) {
                         const float made = unbounded_sum<F>(a, plan, stager, tile, r, seat >> 4, i ? second : first);
@@ -177,7 +186,7 @@ template <class F, class T, bool NARROW, int DEPTH> __global__ void __launch_bou
             }
             output.template store<COMMON>(a, first, second);
         }
-        if (tile < plan.told && tile_of(plan, round + 1, wn) >= plan.told) {
+        if (tile < plan.told && tile + plan.tile_hop >= plan.told) {
             if (NARROW || a.m <= NARROW_TOKENS) wave_sync();
             else group_sync(name, WK * WAVE);  // other waves have stored the tokens from the third on
             if ((NARROW || wk == 0) && lane_id() == 0) {

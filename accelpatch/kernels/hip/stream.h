@@ -144,6 +144,11 @@ template <class F, int DEPTH, bool PHASED = false> struct Stream {
     DEVICE void issue() {
         char* into = SHARED_RING ? ring + slot : nullptr;
         const bool there = tile < plan.tiles, second = there && step + 1 < plan.steps;
+        if (SHARED_RING && !PHASED && !there) {  // no tile, whose zeros would delay the last one's end
+            ring_commit();
+            slot = slot + TURN_BYTES == DEPTH * TURN_BYTES ? 0 : slot + TURN_BYTES;
+            return;
+        }
         if (F::TILED || plan.w_aligned) copy(into, there, second);
         else if (there) gather_turn(into);
         if constexpr (F::GROUPS > 0) {
