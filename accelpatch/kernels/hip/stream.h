@@ -144,20 +144,19 @@ template <class F, int DEPTH, bool PHASED = false> struct Stream {
     DEVICE void issue() {
         char* into = SHARED_RING ? ring + slot : nullptr;
         const bool there = tile < plan.tiles, second = there && step + 1 < plan.steps;
-        if (SHARED_RING && !PHASED && !there) {  // no tile, whose zeros would delay the last one's end
-            ring_commit();
-            slot = slot + TURN_BYTES == DEPTH * TURN_BYTES ? 0 : slot + TURN_BYTES;
-            return;
-        }
+        if (SHARED_RING && !PHASED && !there) return asked();  // zeros in place of no tile would delay the last one's end
         if (F::TILED || plan.w_aligned) copy(into, there, second);
         else if (there) gather_turn(into);
         if constexpr (F::GROUPS > 0) {
             if constexpr (LATE) tables = table(0);
             else load_tables(into, there, second);
         }
+        asked();
+        advance();
+    }
+    DEVICE void asked() {
         ring_commit();
         if (SHARED_RING) slot = slot + TURN_BYTES == DEPTH * TURN_BYTES ? 0 : slot + TURN_BYTES;
-        advance();
     }
     DEVICE const char* table(int u) const { return scale + int64_t((step + u) >> a.group_shift) * TABLE_BYTES<F>; }
     DEVICE void load_tables(char* into, bool there, bool second) {
