@@ -101,6 +101,17 @@ def test_what_is_told_of_may_come_later_than_its_count(name: str, made: Callable
     assert torch.equal(y, want)
 
 
+@pytest.mark.parametrize("name", ["plain", "fp8", "int8", "int4_g128"])
+def test_nothing_is_copied_where_a_wave_has_no_tile(name: str, made: Callable[[str], Fibers]) -> None:
+    """Zeros in place of weights would delay the end of a product."""
+    torch.manual_seed(0)
+    library = made("nvidia")
+    weight, x = pack(torch.randn(80, 1024) / 32, name, dtype=torch.bfloat16), torch.randn(1, 1024, dtype=torch.bfloat16)
+    library.held.take_zeros()
+    assert check_kernels.wrong(check_kernels.run(library, weight, x, {}), weight, x, {}) == ""
+    assert library.held.take_zeros() == 0
+
+
 @pytest.mark.parametrize("tokens", [3, 8])
 def test_what_waves_of_a_cluster_send_each_other_may_be_late(tokens: int, made: Callable[[str], Fibers]) -> None:
     """Waves that are rounds apart from each other never send to a box that is still to be read."""

@@ -45,6 +45,7 @@ template <class... ARGS> int most_clusters(void (*)(ARGS...), const DeviceLimits
 
 struct Copy { void* into; const void* source; int bytes; };  // source: null for zeros
 extern std::deque<std::vector<Copy>> copies[];               // of a thread: its groups, the last one open
+extern int zeros;                                            // copies of nothing, since they were taken
 DEVICE void carry_out(const Copy& c) {
     if (c.source) std::memcpy(c.into, c.source, c.bytes);
     else std::memset(c.into, 0, c.bytes);
@@ -52,6 +53,7 @@ DEVICE void carry_out(const Copy& c) {
 template <int BYTES, int AT = 0> void stream_copy(void* into, const void* source, bool there) {
     aligned(into, BYTES);
     if (there) aligned(source, BYTES);
+    else ++zeros;
     const Copy copy{static_cast<char*>(into) + AT, there ? static_cast<const char*>(source) + AT : nullptr, BYTES};
     if (fibers.late) copies[fiber].back().push_back(copy);
     else carry_out(copy);

@@ -107,6 +107,7 @@ void run_cluster(int first, int cluster, int threads, int bytes) {
 char* in_block(char* here, int rank) { return rank == held ? here : images[rank].data() + (here - shared); }
 int last_bytes;
 std::vector<Brought> brought;
+int zeros;
 int handed;
 void run_blocks(int blocks, int cluster, int threads, int bytes, const std::function<void()>& kernel) {
     work = &kernel, fibers.yield = leave, gridDim.x = unsigned(blocks), last_bytes = bytes;
@@ -126,4 +127,5 @@ extern "C" int take_brought(Brought* into, int most) {
     return std::copy_n(brought.begin(), count, into), brought.clear(), count;
 }
 extern "C" int take_handed() { const int count = handed; return handed = 0, count; }
+extern "C" int take_zeros() { const int count = zeros; return zeros = 0, count; }
 extern "C" int take_unwaited() { const int count = unwaited; return unwaited = 0, count; }
