@@ -110,7 +110,7 @@ protected:
         }
         return extremes;
     }
-    // A slot a thread; under an RMSNorm its values wait in registers for the norm's factor.
+    // A slot a thread, looked at once: none that is still told of. Under an RMSNorm its values wait in registers for the norm's factor.
     template <class WAIT, class REST> DEVICE Extremes one_slot(int from, int slots, int before, const WAIT& wait, const REST& rest) const {
         const int slot = threadIdx.x;
         Words4 v[1][2];

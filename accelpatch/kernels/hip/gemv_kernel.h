@@ -117,7 +117,7 @@ template <class F, class T, bool NARROW, int DEPTH> __global__ void __launch_bou
     Output<F, T> output(a, plan, adds(0) ? tile_of(plan, 0, wn) : plan.tiles, seat);
     const typename Sums::Place place(a, plan, shared);
     const bool whole = plan.resident == plan.phases;
-    int there = 0;  // phases of K that lie in shared memory one behind the other
+    int there = 0;  // up to which phase K is staged; 0: it is to be staged anew
     bool begun = false;
     int tile = tile_of(plan, 0, wn);
     for (int round = 0; tile - wn * int(gridDim.x) < plan.tiles; ++round, tile += plan.tile_hop) {

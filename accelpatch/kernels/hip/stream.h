@@ -42,9 +42,9 @@ template <int RUN> static __device__ __noinline__ Words4 gather(const char* from
     return {out[0], out[1], out[2], out[3]};
 }
 
-// One lane's stream of weights: its wave's turns of tile after tile. No branch is taken but for the end of a tile. Half of
-// the ring is asked for at once (of int4's deep one in clusters a turn, since the kernel before still reads), the rest behind the
-// activations: they are waited for, and would queue behind all of it.
+// One lane's stream of weights: its wave's turns of tile after tile. No branch is taken but for the end of a tile and where
+// there is none. Half of the ring is asked for at once (of int4's deep one in clusters a turn, since the kernel before still
+// reads), the rest behind the activations: they are waited for, and would queue behind all of it.
 //
 // PHASED: a phase of K of one tile, and that of the tile of the round after it, before both tiles' next phase.
 template <class F, int DEPTH, bool PHASED = false> struct Stream {
