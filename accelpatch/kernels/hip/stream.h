@@ -144,17 +144,17 @@ template <class F, int DEPTH, bool PHASED = false> struct Stream {
     DEVICE void issue() {
         char* into = SHARED_RING ? ring + slot : nullptr;
         const bool there = tile < plan.tiles, second = there && step + 1 < plan.steps;
-        if (SHARED_RING && !PHASED && !there) return asked();  // zeros in place of no tile would delay the last one's end
+        if (SHARED_RING && !PHASED && !there) return commit_turn();  // zeros in place of no tile would delay the last one's end
         if (F::TILED || plan.w_aligned) copy(into, there, second);
         else if (there) gather_turn(into);
         if constexpr (F::GROUPS > 0) {
             if constexpr (LATE) tables = table(0);
             else load_tables(into, there, second);
         }
-        asked();
+        commit_turn();
         advance();
     }
-    DEVICE void asked() {
+    DEVICE void commit_turn() {
         ring_commit();
         if (SHARED_RING) slot = slot + TURN_BYTES == DEPTH * TURN_BYTES ? 0 : slot + TURN_BYTES;
     }
