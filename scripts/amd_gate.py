@@ -32,6 +32,7 @@ KERNELS = (
     "gemv_int4_32",
     "gemv_int4_64",
     "gemv_fp8",
+    "gemv_compact",
     "int4_rows",
     "decode_attention",
 )

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from accelpatch.kernels import compact_tiles
 from accelpatch.kernels.hip import binding, layout
 
 
@@ -41,6 +42,7 @@ FORMATS = {
     "int4_row": Format("gemv_int4", 1 << 20, 0, step=128),
     "int4_row_zero": Format("gemv_int4", 1 << 20, 0, "zero_point", step=128),
     "fp8": Format("gemv_fp8", 0, step=64),
+    "compact": Format("gemv_compact", step=64),
 }
 
 
@@ -103,6 +105,11 @@ def pack(w: Tensor, name: str, *, dtype: torch.dtype, paired: bool = False, dens
     if name == "plain":
         held = w.to(dtype).contiguous()
         return Packed(form, n, k, held, dense=held.double() if dense else None)
+    if name == "compact":
+        held = w.to(torch.bfloat16)
+        tiles = compact_tiles.pair(*map(compact_tiles.encode, held.chunk(2))) if paired else compact_tiles.encode(held)
+        fours, meaning = tiles.outliers.shape[2] // compact_tiles.FOUR, held.double() if dense else None
+        return Packed(form, n, k, tiles.w, tiles.scale, tiles.outliers, meaning, fours, paired)
     if name in ("int8", "fp8"):
         top = 127.0 if name == "int8" else 448.0
         scale = (w.float().abs().amax(1) / top).clamp(min=1e-9)

@@ -27,6 +27,7 @@ TABLE: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "int8_linear": ("int8_linear", ("hip", "triton", "torch")),
     "int4_linear": ("int4_linear", ("torch",)),
     "tiled_int4_linear": ("tiled_int4_linear", ("hip", "triton", "torch")),
+    "compact_linear": ("compact_linear", ("hip", "torch")),
     "fp8_linear": ("fp8_linear", ("hip", "torch")),
     "int8_embedding": ("int8_embedding", ("torch",)),
     "packed_linear": ("packed_linear", ("cpu", "torch")),

@@ -53,6 +53,7 @@ _HIP: Mapping[str, tuple[str, ...]] = {
     "gemv_int4_64.hip": (),
     "int4_rows.hip": (),
     "gemv_fp8.hip": (),
+    "gemv_compact.hip": (),
     "decode_attention.hip": (),
     "read_limit.hip": (),
 }

@@ -3,7 +3,7 @@
 
 constexpr int BLOCKS_LAUNCHED = 1;
 constexpr int PHASE_VALUES = 2048;   // of K staged at once where not all fits
-constexpr int DEEP = 1, SHALLOW = 1, DEEP_FLOATS = 1;
+constexpr int DEEP = 1, SHALLOW = 1, DEEP_FLOATS = 1, DEEP_COMPACT = 1;
 constexpr int NARROW_TOKENS = 0;
 constexpr int WIDE_TOKENS = 8;
 #if defined(__gfx90a__)

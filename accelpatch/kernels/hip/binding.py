@@ -6,7 +6,7 @@ import ctypes
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ _FLAGS = (
     "dependent",
 )
 
+_FORMLESS = ("accelpatch_gemv", "accelpatch_gemv_compact", "accelpatch_unpack_compact")  # entries without a format argument
 NORM = {"none": 0, "rms": 1, "rms_plus_one": 2, "layer": 3}
 ACTIVATION = {"none": 0, "silu_gate": 1, "relu": 2, "gelu": 3, "gelu_tanh": 4, "silu": 5}
 OFFSET = {"none": 0, "zero_point": 1, "minimum": 2}
@@ -70,7 +71,7 @@ def declared(library: ctypes.CDLL, function: str) -> Any:
     """An entry of the library with its C types."""
     entry = getattr(library, function)
     entry.restype = ctypes.c_int
-    last = [ctypes.c_int] if function != "accelpatch_gemv" else []
+    last = [] if function in _FORMLESS else [ctypes.c_int]
     entry.argtypes = [ctypes.POINTER(GemvArgs), ctypes.c_int, *last, ctypes.c_void_p]
     return entry
 
@@ -84,10 +85,11 @@ def check(status: int, function: str) -> None:
 
 @dataclass(frozen=True)
 class Weight:
-    """What a launch reads: w[n, k] in the format of `function` (gemv, gemv_int8, gemv_int4, gemv_fp8, int4_rows).
+    """What a launch reads: w[n, k] in the format of `function` (gemv, gemv_int8, gemv_int4, gemv_fp8,
+    gemv_compact, int4_rows).
 
     form: the function's format argument, None where it takes none. scale, offset: a float32 a row, or tiles of 16 bits
-    (layout.py), of which 2 ** group_shift steps share one. settled: no copy that was made for this launch.
+    (layout.py), of which 2 ** group_shift steps share one. Compact: scale and outliers in tiles, group_shift fours of these. settled: no copy that was made for this launch.
     """
 
     function: str
@@ -203,6 +205,20 @@ def launch(
     )  # fmt: skip
     _start(weight, args, x)
     return y
+
+
+def unpack(weight: Weight, whole: Tensor, *, paired: bool) -> None:
+    """Writes the weight of a compact one into whole[N, K] bfloat16, without gaps; paired: gates first, then ups."""
+    args = GemvArgs(
+        w=weight.w.data_ptr(), scale=_address(weight.scale), offset=_address(weight.offset), y=whole.data_ptr(),
+        n=weight.n, k=weight.k, y_stride=weight.k, group_shift=weight.group_shift,
+        activation=ACTIVATION["silu_gate" if paired else "none"],
+    )  # fmt: skip
+    _start(replace(weight, function="unpack_compact"), args, whole)
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 def _made(x: Tensor, n: int, tells: Told | None) -> Tensor:

@@ -40,6 +40,26 @@ template <bool FNUZ> struct Fp8 {
     }
 };
 
+// bf16 weights without loss, in tiles of 16 rows by 64 values: a sign and a mantissa in 8 bits, and in 4 the exponent less that of the
+// row's window, which its scale makes up for. What lies outside of the window is the smallest code here, and an outlier beside.
+//
+// Of 1,536 bytes, 16 for (row r, quarter t) at (4 r + t) * 16 are bytes: word j holds values 16 t + 4 j + 0 to 3, the first two as
+// they lie in a pair of bf16, the others with the bytes of each half exchanged. 16 for (r, t) and (r + 8, t) at 1024 + (4 r + t) * 16
+// are exponents, two words a row: word p holds those of values 16 t + 8 p + 0 to 7, a pair's where shifts by 0, 4, -4 and a
+// rotation by 8 bring them into place.
+struct Compact {
+    static constexpr bool INTEGER = false, TILED = true, SPLIT = false;
+    static constexpr int KSTEP = 64, PARTS = 2, GROUPS = 0, OFFSET = OFFSET_NONE, STEP_BYTES = 1536, VALUE_BITS = 12, TOKEN_PAD = 16;
+    static constexpr uint32_t LEAST = 0x3800;  // the smallest code, as bf16
+    static DEVICE int chunk(int p, int quarter) { return 2 * quarter + p; }
+    static DEVICE uint32_t pair(uint32_t bytes, uint32_t exponents) { return (bytes & 0x807f807fu) | LEAST * 0x10001u | (exponents & 0x07800780u); }
+    static DEVICE Words4 expand(const Words4& raw, uint32_t exponents, int p) {
+        const uint32_t a = word_of(raw, 2 * p), b = word_of(raw, 2 * p + 1);
+        return {pair(a, exponents), pair(permute<0x2301>(a, 0u), exponents >> 4), pair(b, exponents << 4), pair(permute<0x2301>(b, 0u), exponents << 8 | exponents >> 24)};
+    }
+};
+template <class F> constexpr bool COMPACT = F::VALUE_BITS == 12;
+
 // int8 weights, row-major. GROUPS_ = 0: one scale a row; 1: groups of 64 or a multiple; 2: groups of 32, for which a
 // lane takes its bytes as two runs of 8 so that no product mixes two groups.
 template <int GROUPS_> struct Int8 {

@@ -10,8 +10,8 @@ enum Offset : int32_t { OFFSET_NONE = 0, OFFSET_ZERO_POINT = 1, OFFSET_MINIMUM =
 // of w's rows are gates, the second half ups, and y has N / 2 columns (tiled formats: pack the rows paired).
 struct GemvArgs {
     const void* w;
-    const void* scale;   // float[N]; grouped formats: 16-bit, packed in tiles
-    const void* offset;  // as the packed scale, or null
+    const void* scale;   // float[N]; grouped formats: 16-bit, packed in tiles; compact: float[tiles][16]
+    const void* offset;  // as the packed scale, or null; compact: outliers, see gemv_kernel.h
     const void* x;
     const void* norm_weight;  // [K] or null for ones
     const void* norm_bias;    // [K], NORM_LAYER
@@ -28,7 +28,7 @@ struct GemvArgs {
     int64_t x_stride, residual_stride, y_stride;
     float epsilon;
     int32_t norm, activation, offset_kind, scale_is_bf16;
-    int32_t group_shift;  // log2 of the steps that share one packed scale
+    int32_t group_shift;  // log2 of the steps that share one packed scale; compact: outliers of a row, in fours
     // Tuning; zero means the default. None of it changes a result's bits. dependent: -1 waits for the kernel before.
     int32_t blocks, shallow, dependent;
 };

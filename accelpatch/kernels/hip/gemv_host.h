@@ -33,7 +33,7 @@ inline bool common(const GemvArgs& a, const GemvPlan& p) {
 // The kernel's forms: up to NARROW_TOKENS tokens, more, and more by clusters.
 enum class Form { NARROW, WIDE, CLUSTER };
 
-template <class F> constexpr int DEEPEST = F::VALUE_BITS == 16 ? DEEP_FLOATS : DEEP;
+template <class F> constexpr int DEEPEST = F::VALUE_BITS == 16 ? DEEP_FLOATS : COMPACT<F> ? DEEP_COMPACT : DEEP;
 
 // Where everything lies for `resident` phases and a ring of `depth`; the bytes in all.
 template <class F, class T> int64_t lay_out(GemvPlan& p, const GemvArgs& a, Form form, int depth) {
@@ -62,6 +62,7 @@ template <class F, class T> int fit(GemvPlan& p, const GemvArgs& a, const Device
             if (!all && (p.phases == 1 || a.norm)) continue;
             p.resident = all ? p.phases : 1;
             for (const int depth : {DEEPEST<F>, DEEP, SHALLOW}) {
+                if (depth > DEEPEST<F>) continue;
                 if (depth > SHALLOW && (a.shallow || !common(a, p))) continue;
                 const int64_t bytes = lay_out<F, T>(p, a, form, depth);
                 p.bytes = int32_t(bytes);
@@ -116,7 +117,8 @@ template <class F, class T> int make_plan(GemvPlan& p, const GemvArgs& a, const 
 
 template <class F, class T, bool NARROW> auto kernel_of(int depth) {
     if (depth == DEEPEST<F>) return gemv_kernel<F, T, NARROW, DEEPEST<F>>;
-    return depth == DEEP ? gemv_kernel<F, T, NARROW, DEEP> : gemv_kernel<F, T, NARROW, SHALLOW>;
+    if (DEEP < DEEPEST<F> && depth == DEEP) return gemv_kernel<F, T, NARROW, DEEP < DEEPEST<F> ? DEEP : SHALLOW>;
+    return gemv_kernel<F, T, NARROW, SHALLOW>;
 }
 
 template <class F, class T> int launch_as_clusters(const GemvArgs& a, const DeviceLimits& limits, GpuStream stream) {
@@ -138,7 +140,7 @@ template <class F, class T> int launch(const GemvArgs& a, GpuStream stream) {
     const int blocks = a.blocks > 0 ? a.blocks : limits.processors * BLOCKS_LAUNCHED;
     GemvPlan plan = {};
     const int depth = make_plan<F, T>(plan, a, limits, blocks, narrow ? Form::NARROW : Form::WIDE);
-    if constexpr (CLUSTER > 1) {
+    if constexpr (CLUSTER > 1 && !COMPACT<F>) {
         const bool many = a.m > (F::INTEGER ? NARROW_TOKENS : WIDE_TOKENS);
         if (limits.clusters && common(a, plan) && (many || !depth || plan.bytes > half_of(limits))) {
             const int status = launch_as_clusters<F, T>(a, limits, stream);

@@ -10,12 +10,17 @@
 
 constexpr int PARTIAL_STRIDE = 20;  // floats of one token and wave: 16 rows and a pad against bank conflicts
 
+// The outliers of a tile's row: of each K in the lower half of a word, and the value as bf16; 0xffff where there is none. 4 a row or a multiple.
+template <class F> DEVICE const Words4* outliers_of(const GemvArgs& a, int tile, int r) { return static_cast<const Words4*>(a.offset) + (int64_t(tile) * 16 + r) * a.group_shift; }
+
 // What a thread needs to finish one output; loaded when its tile begins, used when the tile ends. Only the residual is
 // what another kernel may still write.
 template <class F, class T> struct Output {
     float scale[2] = {1.f, 1.f};
     uint32_t bias[2] = {0, 0}, residual = 0;  // as bits: converting them here would wait for them here
     int token, column = -1;                   // of y; none
+    float beside[2] = {0.f, 0.f};             // outliers' products
+    Words4 outliers[COMPACT<F> ? 2 : 1];      // the first of each row
     static DEVICE uint32_t bits(const void* from, int64_t i) { return load_activation2(static_cast<const uint16_t*>(from) + i); }
     // `seat`: token * 16 + row of the tile.
     DEVICE Output(const GemvArgs& a, const GemvPlan& plan, int tile, int seat) {
@@ -28,16 +33,18 @@ template <class F, class T> struct Output {
         for (int i = 0; i < 2; ++i) {
             if (i && !gate) break;
             const int r = i ? n + half : n;
-            if (F::GROUPS == 0 && a.scale) scale[i] = static_cast<const float*>(a.scale)[r];
+            if (F::GROUPS == 0 && a.scale) scale[i] = static_cast<const float*>(a.scale)[COMPACT<F> ? tile * 16 + row + 8 * i : r];
             if (a.bias) bias[i] = bits(a.bias, r);
+            if constexpr (COMPACT<F>) outliers[i] = *outliers_of<F>(a, tile, row + 8 * i);
         }
     }
     DEVICE void load_residual(const GemvArgs& a) {
         if (a.residual && column >= 0) residual = bits(a.residual, token * a.residual_stride + column);
     }
     template <bool COMMON> DEVICE void store(const GemvArgs& a, float first, float second) const {
-        float v = first * scale[0] + T::up(bias[0]);
-        if (a.activation == ACT_SILU_GATE) v = silu(v) * (second * scale[1] + T::up(bias[1]));
+        const auto whole = [&](float sum, int i) ALWAYS_INLINE { return sum * scale[i] + (COMPACT<F> ? beside[i] + T::up(bias[i]) : T::up(bias[i])); };
+        float v = whole(first, 0);
+        if (a.activation == ACT_SILU_GATE) v = silu(v) * whole(second, 1);
         else if (!COMMON && a.activation != ACT_NONE) v = activate(v, a.activation);
         store_activation2(static_cast<uint16_t*>(a.y) + token * a.y_stride + column, T::down(v + T::up(residual)));
     }
@@ -67,6 +74,25 @@ template <class F, class NORMS> DEVICE float unbounded_sum(const GemvArgs& a, co
         sum += x * F::value(row, k, scale, offset);
     }
     return found ? sum : none;
+}
+
+// A row's outliers times a token's activations, less what stands for them among the codes. `next`: the first four.
+template <class F, class T, class NORMS>
+DEVICE float outlier_sum(const GemvArgs& a, const GemvPlan& plan, const NORMS& norms, const char* shared, Words4 next, float scale, int tile, int r, int token) {
+    const float coded = Bf16::up(F::LEAST) * scale;
+    float sum = 0.f;
+#pragma unroll 1
+    for (int four = 0;;) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const uint32_t word = word_of(next, i), k = word & 0xffffu;
+            if (k == 0xffffu) return sum;
+            const float x = plan.resident == plan.phases ? T::up(*reinterpret_cast<const uint16_t*>(shared + token * plan.token_stride + k * 2)) : norms.value(token, k, 0.f, 0.f);
+            sum = fmaf(Bf16::up_high(word) - coded, x, sum);
+        }
+        if (++four == a.group_shift) return sum;
+        next = outliers_of<F>(a, tile, r)[four];
+    }
 }
 
 // Before a block touches activations, and when it has worked out where they lie: the kernel before has ended, or has told of those that
@@ -173,6 +199,11 @@ template <class F, class T, bool NARROW, int DEPTH> __global__ void __launch_bou
                 if (gate)
 #pragma unroll
                     for (int w = 4; w < WAVES; ++w) second += mine[w * PARTIAL_STRIDE + 8];
+            }
+            if constexpr (COMPACT<F>) {
+#pragma unroll
+                for (int i = 0; i < 2; ++i)
+                    if (i == 0 || gate) output.beside[i] = outlier_sum<F, T>(a, plan, stager, shared, output.outliers[i], output.scale[i], tile, (seat & 15) + 8 * i, seat >> 4);
             }
             if constexpr (Stager::BOUNDED) {
                 if (RARELY(first != first || second != second)) {  // a value that is not finite, or weights that are none

@@ -5,6 +5,7 @@ constexpr int BLOCKS_LAUNCHED = 1;   // on each processor, also where there are 
 constexpr int PHASE_VALUES = 4096;   // of K staged at once where not all fits: 8 tokens within half a processor
 constexpr int DEEP = 4, SHALLOW = 2;  // turns of a ring
 constexpr int DEEP_FLOATS = 5;        // of 16-bit weights, whose turns are soon done
+constexpr int DEEP_COMPACT = 3;       // of 12 bits, whose turns are half as large again
 constexpr int NARROW_TOKENS = 2;     // up to how many tokens integer products have a form of their own: a wave finishes 16 rows of two
 constexpr int WIDE_TOKENS = 3;       // up to how many tokens float products run without clusters
 constexpr bool FLUSHING_HALF = false;  // whether fp16 matrix products lose subnormals

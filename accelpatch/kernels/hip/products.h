@@ -35,7 +35,10 @@ template <class F, class T> struct FloatSums : FloatProduct<T> {
             for (int p = 0; p < F::PARTS; ++p) {
                 Words4 w[ROWS_PER_LANE];
 #pragma unroll
-                for (int h = 0; h < ROWS_PER_LANE; ++h) w[h] = F::template expand<T>(now[u].w[h], p);
+                for (int h = 0; h < ROWS_PER_LANE; ++h) {
+                    if constexpr (COMPACT<F>) w[h] = F::expand(now[u].w[h], now[u].exponents[2 * h + p], p);
+                    else w[h] = F::template expand<T>(now[u].w[h], p);
+                }
                 Product::add(w, place.x + (step + u) * (F::KSTEP * 2) + F::chunk(p, 0) * 16, place.token_stride, place.tokens);
             }
     }

@@ -5,9 +5,9 @@
 
 template <class F> constexpr int SCALE_BYTES = 4 * F::GROUPS;  // a row pair and step
 template <class F> constexpr int TABLES = F::GROUPS ? 1 + (F::OFFSET != OFFSET_NONE) : 0;  // scales, offsets
-constexpr int WEIGHT_BYTES = 1024;                                          // a wave and step
+template <class F> constexpr int WEIGHT_BYTES = COMPACT<F> ? F::STEP_BYTES : 1024;  // a wave and step
 template <class F> constexpr int TABLE_BYTES = 8 * SCALE_BYTES<F>;          // of a tile and step
-template <class F> constexpr int SLOT_BYTES = WEIGHT_BYTES + TABLE_BYTES<F> * TABLES<F>;
+template <class F> constexpr int SLOT_BYTES = WEIGHT_BYTES<F> + TABLE_BYTES<F> * TABLES<F>;
 
 // Neighbouring steps of K in a turn: two at once hide each other's latencies, where registers hold their scales.
 template <class F> constexpr int PAIR = F::GROUPS * SCALE_PAIRS * TABLES<F> > 8 ? 1 : 2;
@@ -16,6 +16,7 @@ template <class F> constexpr int PAIR = F::GROUPS * SCALE_PAIRS * TABLES<F> > 8 
 template <class F> struct Slot {
     static constexpr int WORDS = F::GROUPS ? F::GROUPS * SCALE_PAIRS : 1;
     Words4 w[ROWS_PER_LANE];
+    uint32_t exponents[COMPACT<F> ? 2 * ROWS_PER_LANE : 1];  // two words a row
     uint32_t scale[WORDS], offset[WORDS];
 };
 
@@ -57,7 +58,7 @@ template <class F, int DEPTH, bool PHASED = false> struct Stream {
     static constexpr bool SHARED_TABLES = SHARED_RING && F::GROUPS > 0;  // a turn's scales and offsets: of each lane one piece
     static_assert(!SHARED_TABLES || PAIR<F> * TABLES<F> * 8 <= WAVE, "a piece a lane");
     using Turn = Slot<F>[PAIR<F>];
-    static constexpr int TURN_BYTES = PAIR<F> * SLOT_BYTES<F>, TABLES_AT = PAIR<F> * WEIGHT_BYTES, ROW_TABLES = PAIR<F> * TABLES<F> * F::GROUPS;
+    static constexpr int TURN_BYTES = PAIR<F> * SLOT_BYTES<F>, TABLES_AT = PAIR<F> * WEIGHT_BYTES<F>, ROW_TABLES = PAIR<F> * TABLES<F> * F::GROUPS;
     const GemvArgs& a;
     const GemvPlan& plan;
     const int first, stride;  // the wave's first turn in a tile, and from one to the next, in steps
@@ -178,16 +179,21 @@ template <class F, int DEPTH, bool PHASED = false> struct Stream {
             if (F::OFFSET != OFFSET_NONE) stream_copy<SCALE_BYTES<F>>(offsets + at, from + beside + at, there);
         }
     }
-    DEVICE char* place(char* into, int u, int h) { return SHARED_RING ? into + u * WEIGHT_BYTES + h * WAVE * 16 : reinterpret_cast<char*>(&held[SHARED_RING ? 0 : u].w[h]); }
+    DEVICE char* place(char* into, int u, int h) { return SHARED_RING ? into + u * WEIGHT_BYTES<F> + h * WAVE * 16 : reinterpret_cast<char*>(&held[SHARED_RING ? 0 : u].w[h]); }
     DEVICE int room() const { return int(row_bytes<F>(a)) - (LINES ? lane_id() % 8 : fragment_quarter()) * RUN_BYTES - step * F::STEP_BYTES; }  // bytes left of a row
     // Of lines: where a lane's copy goes, of the half h of the tile's rows; where what it reads of step u lies.
-    static DEVICE char* line_place(char* into, int h, int other) { return into + h * WEIGHT_BYTES + other * 512 + (lane_id() & 4 ? -1 : 1) * (lane_id() & 8 ? 64 : 0); }
+    static DEVICE char* line_place(char* into, int h, int other) { return into + h * WEIGHT_BYTES<F> + other * 512 + (lane_id() & 4 ? -1 : 1) * (lane_id() & 8 ? 64 : 0); }
     static DEVICE int line_of(int u) { return (lane_id() >> 2) * 128 + (lane_id() & 3) * 16 + ((u ^ lane_id() >> 2) & 1) * 64 - lane_id() * 16; }
     DEVICE void copy(char* into, bool there, bool second) {
         const int64_t at = int64_t(step) * F::STEP_BYTES;
         const int left = room();
         if constexpr (SHARED_RING && F::TILED && PAIR<F> == 2) {
             const char* from = row[0] + at;
+            if constexpr (COMPACT<F>) {
+                stream_copy<16>(into, from, there), stream_copy<16, 512>(into, from, there), stream_copy<16, 1024>(into, from, there);
+                stream_copy<16, 1536>(into, from, second), stream_copy<16, 2048>(into, from, second), stream_copy<16, 2560>(into, from, second);
+                return;
+            }
             stream_copy<16>(into, from, there), stream_copy<16, 512>(into, from, there);
             stream_copy<16, 1024>(into, from, second), stream_copy<16, 1536>(into, from, second);
             return;
@@ -212,6 +218,14 @@ template <class F, int DEPTH, bool PHASED = false> struct Stream {
                     stream_copy<RUN_BYTES>(place(into, u, h) + run * RUN_BYTES, from + begin, F::TILED ? (u ? second : there) : row_there && begin < left);
                 }
         }
+        if constexpr (COMPACT<F>) copy_exponents(there, second);
+    }
+    // Exponents of a lane's row where registers hold the weights.
+    DEVICE void copy_exponents(bool there, bool second) {
+        const int r = fragment_row(0);
+        const char* from = row[0] + int64_t(step) * F::STEP_BYTES + 1024 - (r & 8) * 64 + (r & 8);
+#pragma unroll
+        for (int u = 0; u < PAIR<F>; ++u) stream_copy<8>(held[SHARED_RING ? 0 : u].exponents, from + u * F::STEP_BYTES, u ? second : there);
     }
     DEVICE void gather_turn(char* into) {
         for (int h = 0; h < ROWS_PER_LANE; ++h)
@@ -227,7 +241,7 @@ template <class F, int DEPTH, bool PHASED = false> struct Stream {
         if (LINES || SHARED_TABLES) wave_sync();  // all lanes' copies have come
 #pragma unroll
         for (int u = 0; u < PAIR<F>; ++u) {
-            if constexpr (SHARED_RING) read(now[u], ring + slot + (LINES ? line_of(u) : u * WEIGHT_BYTES));
+            if constexpr (SHARED_RING) read(now[u], ring + slot + (LINES ? line_of(u) : u * WEIGHT_BYTES<F>));
             else now[u] = held[u];
             if constexpr (LATE) copy_tables(reinterpret_cast<char*>(now[u].scale), reinterpret_cast<char*>(now[u].offset), tables, true);
         }
@@ -237,7 +251,12 @@ template <class F, int DEPTH, bool PHASED = false> struct Stream {
     }
     static DEVICE void read(Slot<F>& out, const char* from) {
 #pragma unroll
-        for (int h = 0; h < ROWS_PER_LANE; ++h) out.w[h] = *reinterpret_cast<const Words4*>(from + h * (LINES ? WEIGHT_BYTES : WAVE * 16));
+        for (int h = 0; h < ROWS_PER_LANE; ++h) out.w[h] = *reinterpret_cast<const Words4*>(from + h * (LINES ? WEIGHT_BYTES<F> : WAVE * 16));
+        if constexpr (COMPACT<F>) {
+            const Words4 v = *reinterpret_cast<const Words4*>(from + 1024);
+#pragma unroll
+            for (int i = 0; i < 2 * ROWS_PER_LANE; ++i) out.exponents[i] = word_of(v, i);
+        }
     }
     static DEVICE void read_tables(Slot<F> (&now)[PAIR<F>], const char* from) {
         // A short ring is that of kernels with many sums, which have no four registers in a row to spare.

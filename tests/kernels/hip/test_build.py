@@ -20,6 +20,8 @@ SYMBOLS = (
     "accelpatch_gemv_int8",
     "accelpatch_gemv_int4",
     "accelpatch_gemv_fp8",
+    "accelpatch_gemv_compact",
+    "accelpatch_unpack_compact",
     "accelpatch_int4_rows",
     "accelpatch_decode_attention",
 )

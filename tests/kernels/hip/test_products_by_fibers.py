@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.skipif(COMPILER is None, reason="needs g++"),
     pytest.mark.skipif(DEVICE.type != "cpu", reason="its tensors lie on the CPU; test_ops_on_gpu.py is for a GPU"),
 ]
-FLOATS = ("gemv.hip", "gemv_fp8.hip")
+FLOATS = ("gemv.hip", "gemv_fp8.hip", "gemv_compact.hip")
 INTEGERS = ("gemv_int8.hip", "gemv_int4.hip", "gemv_int4_32.hip", "gemv_int4_64.hip", "int4_rows.hip")
 # gfx90a's fp16 does not go through the matrix unit; else it is as gfx942
 FORMS = ("nvidia", "alone", "gfx942", "gfx90a")
@@ -77,14 +77,14 @@ def test_small_shapes(name: str, dtype: torch.dtype, form: str, made: Callable[[
     assert check_kernels.check_small(made(form), name, dtype, "cpu") == []
 
 
-@pytest.mark.parametrize("name", ["plain", "fp8", "int8", "int4_g128_minimum"])
+@pytest.mark.parametrize("name", ["plain", "fp8", "compact", "int8", "int4_g128_minimum"])
 @pytest.mark.parametrize("form", ["nvidia", "alone", "gfx942"])
 def test_a_product_tells_the_next_of_its_columns(name: str, form: str, made: Callable[[str], Fibers]) -> None:
     torch.manual_seed(0)
     assert check_kernels.check_told(made(form), name, torch.bfloat16, "cpu", overlaps=form != "gfx942") == []
 
 
-@pytest.mark.parametrize("name", ["plain", "fp8", "int8", "int4_g128_minimum"])
+@pytest.mark.parametrize("name", ["plain", "fp8", "compact", "int8", "int4_g128_minimum"])
 def test_what_is_told_of_may_come_later_than_its_count(name: str, made: Callable[[str], Fibers]) -> None:
     """Some words are not there when they are first read."""
     torch.manual_seed(0)

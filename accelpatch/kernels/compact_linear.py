@@ -1,0 +1,180 @@
+"""Linear layer with a bfloat16 weight in 12 bits a value without loss: y[M, N] = x[M, K] @ w[N, K]^T + bias[N].
+
+The tiles (compact_tiles.py) are the only copy of the weight that a module on a GPU holds. Their numbers are those of
+the weight, bit for bit: the reference undoes them and runs torch's own linear layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from accelpatch.device import Device
+from accelpatch.kernels import compact_tiles, dispatch, int4_tiles, linear
+from accelpatch.kernels.compact_tiles import FOUR, STEP, STEP_BYTES, CompactTiles
+from accelpatch.kernels.dispatch import Case, Implementation, Kernel, Spec, require
+from accelpatch.kernels.hip import binding
+from accelpatch.kernels.hip.binding import Weight
+from accelpatch.kernels.hip.layout import TILE_ROWS
+
+OP = "compact_linear"
+MOST = 24  # rows of x up to which the tiles are read, for 8 of them each time; for more they are undone once
+
+
+def dense(dtype: torch.dtype, *args: Any) -> tuple[Tensor, Tensor | None]:
+    """The weight and the bias in `dtype`."""
+    *tiles, bias = args
+    return compact_tiles.decode(CompactTiles(*tiles)).to(dtype), None if bias is None else bias.to(dtype)
+
+
+def reference(x: Tensor, *args: Any) -> Tensor:
+    """The whole weight as it was, then torch's own linear layer."""
+    return functional.linear(x, *dense(x.dtype, *args))
+
+
+def blocks(*args: Any) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """The same in float64, some rows at a time."""
+    *tiles, bias = args
+    return linear.float64_blocks(_as_is, compact_tiles.decode(CompactTiles(*tiles)), bias)
+
+
+def _as_is(dtype: torch.dtype, w: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    return w.to(dtype), None if bias is None else bias.to(dtype)
+
+
+def spec(x: Tensor, *args: Any) -> Spec:
+    """What dispatch asks of a call. Raises KernelError where shapes, dtypes or devices do not fit together."""
+    *rest, bias = args
+    tiles = CompactTiles(*rest)
+    n, k = tiles.n, tiles.k
+    require(x.dim() >= 1 and x.dtype in dispatch.FLOATS, OP, f"x is float [..., K], not {linear.say(x)}")
+    require(x.shape[-1] == k, OP, f"x has {x.shape[-1]} features, the weight {k}")
+    whole = -(-tiles.rows // TILE_ROWS)
+    size = [whole, -(-k // STEP), STEP_BYTES]
+    require(list(tiles.w.shape) == size, OP, f"the tiles of [{tiles.rows}, {k}] are {size}, not {linear.say(tiles.w)}")
+    paired = tiles.part == "all" or tiles.rows % (2 * TILE_ROWS) == 0
+    require(paired, OP, f"paired tiles hold a multiple of {2 * TILE_ROWS} rows, not {tiles.rows}")
+    fits = list(tiles.scale.shape) == [whole, TILE_ROWS] and tiles.scale.dtype == torch.float32
+    require(fits, OP, f"scale is float32 {[whole, TILE_ROWS]}, not {linear.say(tiles.scale)}")
+    held = tiles.outliers
+    fits = held.dtype == torch.int32 and held.dim() == 3 and list(held.shape[:2]) == [whole, TILE_ROWS]
+    require(fits and held.shape[2] % FOUR == 0 < held.shape[2], OP, f"outliers are int32, not {linear.say(held)}")
+    linear.check_beside(OP, x, n, bias, w=tiles.w, scale=tiles.scale, outliers=held)
+    return of_shape(n, k, x.dtype, m=x.numel() // k)
+
+
+def of_shape(n: int, k: int, dtype: torch.dtype, *, m: int = 1) -> Spec:
+    """The Spec of tiles that need not exist yet; a plan asks with it."""
+    return Spec(OP, {"M": m, "N": n, "K": k}, dtype)
+
+
+def why_not(spec: Spec, device: Device) -> str | None:
+    """Why `by_hip` cannot run a spec; None where it can."""
+    return compact_tiles.unfit(spec.sizes["K"], spec.dtype) or binding.why_not(spec, device)
+
+
+def by_hip(x: Tensor, *args: Any) -> Tensor:
+    """The implementation `hip`: few rows of x by its kernels; for more of them the weight is undone, for torch's own.
+
+    A gate or up in paired tiles reads the other's rows too, and drops what they give.
+    """
+    *rest, bias = args
+    tiles = CompactTiles(*rest)
+    if x.numel() > MOST * tiles.k:
+        return by_torch(x, *args)
+    y = binding.launch(weight_of(tiles), x, bias=int4_tiles.in_tiles(bias, tiles))
+    return int4_tiles.in_order(y, tiles.part)
+
+
+def weight_of(tiles: CompactTiles) -> Weight:
+    """What a launch reads."""
+    w, scale, outliers = (table.contiguous() for table in tiles[:3])
+    settled = w is tiles.w and scale is tiles.scale and outliers is tiles.outliers
+    fours = outliers.shape[2] // FOUR
+    return Weight("gemv_compact", tiles.rows, tiles.k, w, None, scale, outliers, group_shift=fours, settled=settled)
+
+
+def by_torch(x: Tensor, *args: Any) -> Tensor:
+    """The implementation `torch`: torch's product with the weight undone, of large ones some tiles at a time."""
+    *rest, bias = args
+    tiles = CompactTiles(*rest)
+    y = x.new_empty((x.numel() // tiles.k, tiles.rows))
+    step = max(1, linear.DEVICE_BLOCK // (TILE_ROWS * tiles.k))
+    for start in range(0, tiles.w.shape[0], step):
+        part = _slice(tiles, start, min(start + step, tiles.w.shape[0]))
+        y[:, start * TILE_ROWS :][:, : part.n] = functional.linear(x.reshape(-1, tiles.k), undone(part).to(x.dtype))
+    y = int4_tiles.in_order(y, tiles.part).view(*x.shape[:-1], tiles.n)
+    return y if bias is None else y.add_(bias.to(y.dtype))
+
+
+def _slice(tiles: CompactTiles, start: int, stop: int) -> CompactTiles:
+    """Some of the tiles, their rows in the order in which they lie."""
+    rows = min(stop * TILE_ROWS, tiles.rows) - start * TILE_ROWS
+    w, scale, outliers = (table[start:stop] for table in tiles[:3])
+    return CompactTiles(w, scale, outliers, rows, tiles.k)
+
+
+def undone(tiles: CompactTiles) -> Tensor:
+    """The weight[N, K] bfloat16 of the tiles; by the device's kernel where there is one."""
+    if tiles.w.device.type == "cpu":
+        return compact_tiles.decode(tiles)
+    whole = tiles.w.new_empty((tiles.rows, tiles.k), dtype=torch.bfloat16)
+    binding.unpack(weight_of(tiles), whole, paired=tiles.part != "all")
+    return whole if tiles.part in ("all", "both") else whole.chunk(2)[tiles.part == "up"]
+
+
+@torch.library.custom_op("accelpatch::compact_linear", mutates_args=())
+def compact_linear(
+    x: Tensor, w: Tensor, scale: Tensor, outliers: Tensor, n: int, k: int, part: str = "all", bias: Tensor | None = None
+) -> Tensor:
+    """y[..., N] = x[..., K] @ w^T + bias in x's dtype, contiguous; what lies between x and bias[N] is a `CompactTiles`.
+
+    Raises KernelError for arguments that do not fit together.
+    """
+    args = (x, w, scale, outliers, n, k, part, bias)
+    result = dispatch.run(OP, spec(*args), x.device, args)
+    assert isinstance(result, Tensor)
+    return result
+
+
+@compact_linear.register_fake
+def _fake(
+    x: Tensor, w: Tensor, scale: Tensor, outliers: Tensor, n: int, k: int, part: str = "all", bias: Tensor | None = None
+) -> Tensor:
+    spec(x, w, scale, outliers, n, k, part, bias)
+    return x.new_empty((*x.shape[:-1], n))
+
+
+dispatch.inference_only(compact_linear)
+
+
+def cases() -> list[Case]:
+    """Sizes for parity checks, odd ones among them; weights with outliers and a row of zeros; tiles that are paired."""
+
+    def weight(generator: torch.Generator, device: torch.device, n: int, k: int) -> Tensor:
+        w = (torch.randn(n, k, generator=generator) / k**0.5).bfloat16()
+        w[0, :2], w[-1, k // 2] = 0.0, 1e10
+        w[n // 2] = 0.0
+        return w.to(device)
+
+    def case(m: int, n: int, k: int, bias: bool, part: str = "all") -> Case:
+        def make(generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+            tiles = compact_tiles.encode(weight(generator, device, n, k))
+            if part != "all":
+                tiles = compact_tiles.pair(tiles)._replace(n=n if part == "both" else n // 2, part=part)
+            x = torch.randn(m, k, generator=generator).to(device, dtype)
+            return x, *tiles, torch.randn(tiles.n, generator=generator).to(device, dtype) if bias else None
+
+        return Case(f"m{m}-n{n}-k{k}{'-bias' if bias else ''}{'' if part == 'all' else '-' + part}", make)
+
+    plain = [case(m, n, k, bias) for m, n, k, _, bias in linear.SIZES]
+    paired = [case(m, 96, 160, True, part) for part in ("both", "gate", "up") for m in (1, 9, 70)]
+    return [*plain, case(5, 33, 65, True), *paired]
+
+
+IMPLEMENTATIONS = {"hip": Implementation(by_hip, why_not), "torch": Implementation(by_torch, dispatch.anywhere)}
+KERNELS = {OP: Kernel(compact_linear, reference, spec, IMPLEMENTATIONS, cases, blocks)}
