@@ -18,10 +18,10 @@ ROOT = Path(__file__).parent.parent
 
 
 def test_bundled_recipes() -> None:
-    assert recipes.bundled() == ("exact", "int4", "int8")
+    assert recipes.bundled() == ("compact", "exact", "int4", "int8")
 
 
-@pytest.mark.parametrize("name", ["exact", "int4", "int8"])
+@pytest.mark.parametrize("name", ["compact", "exact", "int4", "int8"])
 def test_a_bundled_recipe_round_trips(name: str) -> None:
     recipe = recipes.load(name)
     assert (recipe.name, recipe.source) == (name, f"{name}.yaml")
@@ -80,13 +80,13 @@ def test_a_wheel_has_them_inside_the_package(tmp_path: Path) -> None:
     (folder / "recipes").mkdir()  # of another package
     (folder / "recipes" / "soup.yaml").write_text("a: b")
     (folder / "pyproject.toml").touch()
-    assert "('exact', 'int4', 'int8')" in _listed(folder)
+    assert "('compact', 'exact', 'int4', 'int8')" in _listed(folder)
 
 
 def test_a_checkout_has_them_beside_the_package(tmp_path: Path) -> None:
     folder = _installed(tmp_path / "checkout", inside=False)
     (folder / "pyproject.toml").touch()
-    assert "('exact', 'int4', 'int8')" in _listed(folder)
+    assert "('compact', 'exact', 'int4', 'int8')" in _listed(folder)
 
 
 def test_a_zip_has_them_too(tmp_path: Path) -> None:
@@ -95,4 +95,4 @@ def test_a_zip_has_them_too(tmp_path: Path) -> None:
     with zipfile.ZipFile(archive, "w") as file:
         for path in folder.rglob("*"):
             file.write(path, path.relative_to(folder))
-    assert "('exact', 'int4', 'int8')" in _listed(archive)
+    assert "('compact', 'exact', 'int4', 'int8')" in _listed(archive)

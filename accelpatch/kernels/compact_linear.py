@@ -86,7 +86,7 @@ def by_hip(x: Tensor, *args: Any) -> Tensor:
     tiles = CompactTiles(*rest)
     if x.numel() > MOST * tiles.k:
         return by_torch(x, *args)
-    y = binding.launch(weight_of(tiles), x, bias=int4_tiles.in_tiles(bias, tiles))
+    y = binding.launch(weight_of(tiles), x, bias=int4_tiles.in_tiles(bias, tiles.part))
     return int4_tiles.in_order(y, tiles.part)
 
 
@@ -102,27 +102,40 @@ def by_torch(x: Tensor, *args: Any) -> Tensor:
     """The implementation `torch`: torch's product with the weight undone, of large ones some tiles at a time."""
     *rest, bias = args
     tiles = CompactTiles(*rest)
-    y = x.new_empty((x.numel() // tiles.k, tiles.rows))
+    halves = 1 if tiles.part == "all" else 2  # of the rows; each in order
+    each, flat = TILE_ROWS // halves, x.reshape(-1, tiles.k)
+    beside = in_halves(bias, tiles)
+    y = x.new_empty((flat.shape[0], halves, tiles.rows // halves))
     step = max(1, linear.DEVICE_BLOCK // (TILE_ROWS * tiles.k))
     for start in range(0, tiles.w.shape[0], step):
-        part = _slice(tiles, start, min(start + step, tiles.w.shape[0]))
-        y[:, start * TILE_ROWS :][:, : part.n] = functional.linear(x.reshape(-1, tiles.k), undone(part).to(x.dtype))
-    y = int4_tiles.in_order(y, tiles.part).view(*x.shape[:-1], tiles.n)
-    return y if bias is None else y.add_(bias.to(y.dtype))
+        part = undone(_slice(tiles, start, start + step)).to(x.dtype)
+        columns = slice(start * each, start * each + part.shape[0] // halves)
+        added = None if beside is None else beside[:, columns].flatten().to(x.dtype)
+        y[:, :, columns] = functional.linear(flat, part, added).view(-1, halves, part.shape[0] // halves)
+    kept = {"gate": y[:, 0], "up": y[:, -1]}.get(tiles.part, y)
+    return kept.reshape(*x.shape[:-1], tiles.n)
+
+
+def in_halves(bias: Tensor | None, tiles: CompactTiles) -> Tensor | None:
+    """A bias as [halves, rows of each], zero where another weight's rows are."""
+    if bias is None or tiles.part in ("all", "both"):
+        return None if bias is None else bias.view(1 if tiles.part == "all" else 2, -1)
+    both = (bias, torch.zeros_like(bias))
+    return torch.stack(both if tiles.part == "gate" else both[::-1])
 
 
 def _slice(tiles: CompactTiles, start: int, stop: int) -> CompactTiles:
-    """Some of the tiles, their rows in the order in which they lie."""
+    """Some of the tiles, with all the rows that they hold."""
     rows = min(stop * TILE_ROWS, tiles.rows) - start * TILE_ROWS
     w, scale, outliers = (table[start:stop] for table in tiles[:3])
-    return CompactTiles(w, scale, outliers, rows, tiles.k)
+    return CompactTiles(w, scale, outliers, rows, tiles.k, "all" if tiles.part == "all" else "both")
 
 
 def undone(tiles: CompactTiles) -> Tensor:
     """The weight[N, K] bfloat16 of the tiles; by the device's kernel where there is one."""
     if tiles.w.device.type == "cpu":
         return compact_tiles.decode(tiles)
-    whole = tiles.w.new_empty((tiles.rows, tiles.k), dtype=torch.bfloat16)
+    whole = torch.empty(tiles.rows, tiles.k, dtype=torch.bfloat16, device=tiles.w.device)
     binding.unpack(weight_of(tiles), whole, paired=tiles.part != "all")
     return whole if tiles.part in ("all", "both") else whole.chunk(2)[tiles.part == "up"]
 

@@ -207,10 +207,11 @@ def pair(gate: CompactTiles, up: CompactTiles | None = None) -> CompactTiles:
 
     def paired(tables: list[Tensor]) -> Tensor:
         held = [_eights(one).flatten(0, 1) for one in tables]
-        both = held if len(held) == 2 else held[0].chunk(2)
-        return _of_eights(torch.stack(tuple(both), 1))
+        gate, up = held if len(held) == 2 else held[0].chunk(2)
+        return _of_eights(torch.stack([gate, up], 1))
 
-    w, scale, outliers = (paired([one[place] for one in parts]) for place in range(3))
+    w, scale = paired([one.w for one in parts]), paired([one.scale for one in parts])
+    outliers = paired([one.outliers for one in parts])
     return CompactTiles(w, scale, outliers, sum(one.n for one in parts), gate.k, "both")
 
 

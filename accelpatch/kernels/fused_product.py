@@ -3,8 +3,8 @@
     y[M, N] = gate(rmsnorm(x[M, K]) @ w[N, K]^T + bias[N]) + residual[M, N]
 
 The norm, the gate (an activation of the first half of the columns times the second half) and the residual are
-optional. w is plain, int8 with a scale a row, or 4-bit tiles. A gate is a launch of its own where it is not silu, or
-where 4-bit tiles are not paired. On a CPU the single operations run one after the other.
+optional. w is plain, int8 with a scale a row, or tiles of 4 or 12 bits. A gate is a launch of its own where it is not
+silu, or where tiles are not paired. On a CPU the single operations run one after the other.
 """
 
 from __future__ import annotations
@@ -15,7 +15,16 @@ import torch
 from torch import Tensor
 
 from accelpatch.device import Device
-from accelpatch.kernels import gated_activation, gemv, int4_tiles, int8_linear, rmsnorm, tiled_int4_linear
+from accelpatch.kernels import (
+    compact_linear,
+    gated_activation,
+    gemv,
+    int4_tiles,
+    int8_linear,
+    rmsnorm,
+    tiled_int4_linear,
+)
+from accelpatch.kernels.compact_tiles import CompactTiles
 from accelpatch.kernels.hip import binding
 from accelpatch.kernels.hip.binding import Told, Weight
 from accelpatch.kernels.int4_tiles import Tiles
@@ -38,12 +47,12 @@ class Norm:
 
 @dataclass(frozen=True, eq=False)
 class Product:
-    """w: a float weight[N, K], int8[N, K] with scale[N, 1] float32, or 4-bit tiles. bias[N] in the dtype of x.
+    """w: a float weight[N, K], int8[N, K] with scale[N, 1] float32, or tiles. bias[N] in the dtype of x.
 
     tells: the kernel behind, of columns of y, where a call is `one_launch`; hears: of columns of x.
     """
 
-    w: Tensor | Tiles
+    w: Tensor | Tiles | CompactTiles
     scale: Tensor | None = None
     bias: Tensor | None = None
     tells: Told | None = None
@@ -52,17 +61,17 @@ class Product:
     @property
     def raw(self) -> Tensor:
         """The weight as it lies in memory, without scales."""
-        return self.w.w if isinstance(self.w, Tiles) else self.w
+        return self.w if isinstance(self.w, Tensor) else self.w.w
 
     @property
     def n(self) -> int:
         """Rows of the weight."""
-        return self.w.n if isinstance(self.w, Tiles) else int(self.w.shape[0])
+        return int(self.w.shape[0]) if isinstance(self.w, Tensor) else self.w.n
 
     @property
     def k(self) -> int:
         """Columns of the weight."""
-        return self.w.k if isinstance(self.w, Tiles) else int(self.w.shape[1])
+        return int(self.w.shape[1]) if isinstance(self.w, Tensor) else self.w.k
 
     def why_not(self, dtype: torch.dtype, device: Device) -> str | None:
         """Why `__call__` cannot run for x of `dtype`; None where it can."""
@@ -79,7 +88,7 @@ class Product:
         part, one = self._part, self._gates(gate)
         mixed = part != "all" and not one  # the columns have to be put in order
         inside = not mixed and (gate is None or one)
-        bias = tiled_int4_linear.in_tiles(self.bias, self.w) if mixed and isinstance(self.w, Tiles) else self.bias
+        bias = int4_tiles.in_tiles(self.bias, part) if mixed else self.bias
         y = binding.launch(
             self._weight(), x, bias=bias, residual=residual if inside else None,
             activation="silu_gate" if one else "none",
@@ -108,6 +117,9 @@ class Product:
         if isinstance(w, Tiles):
             tiled: Tensor = (tiled_int4_linear.tiled_int4_linear if cpu else tiled_int4_linear.by_hip)(x, *w, self.bias)
             return tiled
+        if isinstance(w, CompactTiles):
+            compact: Tensor = (compact_linear.compact_linear if cpu else compact_linear.by_hip)(x, *w, self.bias)
+            return compact
         if self.scale is not None:
             scaled: Tensor = (int8_linear.int8_linear if cpu else int8_linear.by_hip)(x, w, self.scale, self.bias)
             return scaled
@@ -116,14 +128,16 @@ class Product:
 
     @property
     def _part(self) -> str:
-        return self.w.part if isinstance(self.w, Tiles) else "all"
+        return "all" if isinstance(self.w, Tensor) else self.w.part
 
     def _gates(self, gate: str | None) -> bool:
         """Whether the product's launch gates its columns itself."""
-        return gate in SILU and (self._part == "both" or not isinstance(self.w, Tiles))
+        return gate in SILU and (self._part == "both" or isinstance(self.w, Tensor))
 
     def _weight(self) -> Weight:
-        if not isinstance(self.w, Tiles):
+        if isinstance(self.w, CompactTiles):
+            return compact_linear.weight_of(self.w)
+        if isinstance(self.w, Tensor):
             form = None if self.scale is None else 0
             return Weight("gemv" if form is None else "gemv_int8", self.n, self.k, self.w, form, self.scale)
         return tiled_int4_linear.weight_of(self.w)

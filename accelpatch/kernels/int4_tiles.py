@@ -136,6 +136,16 @@ def in_order(y: Tensor, part: str) -> Tensor:
     return (torch.cat([gate, up], -2) if rows is None else rows).flatten(-2)
 
 
+def in_tiles(bias: Tensor | None, part: str) -> Tensor | None:
+    """A bias in the order of the tiles' rows, of which its weight is this `part`; zero where another weight's are."""
+    if bias is None or part == "all":
+        return bias
+    eights = bias.view(-1, TILE_ROWS // 2)
+    nothing = torch.zeros_like(eights)
+    both = {"both": eights.chunk(2), "gate": (eights, nothing), "up": (nothing, eights)}[part]
+    return torch.stack(both, 1).flatten()
+
+
 def unfit(k: int, group: int, scale_dtype: torch.dtype | None) -> str | None:
     """Why a weight has no tiles; None where it has."""
     runs = group in (32, 64) or (group % TILE_VALUES == 0 and (group & (group - 1)) == 0)

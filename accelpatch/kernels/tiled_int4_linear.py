@@ -97,12 +97,12 @@ def by_hip(x: Tensor, *args: Any) -> Tensor:
     tiles = Tiles(*rest)
     m = x.numel() // tiles.k
     if takes_many(x, tiles):
-        return int4_tiles.in_order(launched(x, tiles, in_tiles(bias, tiles), "int4_rows"), tiles.part)
+        return int4_tiles.in_order(launched(x, tiles, int4_tiles.in_tiles(bias, tiles.part), "int4_rows"), tiles.part)
     if m > binding.FEW and launch.why_not(probe(x.device), x.dtype) is None:
         return by_triton(x, *args)
     if m > binding.MOST:
         return by_torch(x, *args)
-    return int4_tiles.in_order(launched(x, tiles, in_tiles(bias, tiles), "gemv_int4"), tiles.part)
+    return int4_tiles.in_order(launched(x, tiles, int4_tiles.in_tiles(bias, tiles.part), "gemv_int4"), tiles.part)
 
 
 def launched(x: Tensor, tiles: Tiles, bias: Tensor | None, function: str, activation: str = "none") -> Tensor:
@@ -135,16 +135,6 @@ def takes_many(x: Tensor, tiles: Tiles) -> bool:
     return int(device.arch.removeprefix("sm_").rstrip("a")) in CLUSTERED and aligned and tiles.group >= TILE_VALUES
 
 
-def in_tiles(bias: Tensor | None, tiles: Tiles) -> Tensor | None:
-    """A bias in the order of the tiles' rows, zero where another weight's are."""
-    if bias is None or tiles.part == "all":
-        return bias
-    eights = bias.view(-1, TILE_ROWS // 2)
-    nothing = torch.zeros_like(eights)
-    both = {"both": eights.chunk(2), "gate": (eights, nothing), "up": (nothing, eights)}[tiles.part]
-    return torch.stack(both, 1).flatten()
-
-
 def triton_why_not(spec: Spec, device: Device) -> str | None:
     """Why `by_triton` cannot run a spec; None where it can."""
     return linear.too_large(spec) or launch.why_not(device, spec.dtype)
@@ -160,7 +150,7 @@ def by_triton(x: Tensor, *args: Any) -> Tensor:
     if tiles.part == "both" and written(x.numel() // tiles.k):
         return run(x, *args)
     whole = tiles._replace(n=tiles.rows, part="all")
-    return int4_tiles.in_order(run(x, *whole, in_tiles(bias, tiles)), tiles.part)
+    return int4_tiles.in_order(run(x, *whole, int4_tiles.in_tiles(bias, tiles.part)), tiles.part)
 
 
 def by_torch(x: Tensor, *args: Any) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -196,7 +196,7 @@ def _build(entry: Entry) -> Built:
         modules.append((tied.original, replacer.build_tied(site, tied, new), tied.places))
     for old, made, _ in modules:
         made.train(old.training)
-    return Built(entry, modules)
+    return Built(replace(entry, choice=replacer.settled(site, choice, new)), modules)
 
 
 def _check_subclass(old: nn.Module, new: nn.Module) -> None:
@@ -249,6 +249,8 @@ def commit(
 def settle(handle: Handle, built: list[Built], copies: HostCopies, progress: Callable[[str, int, int], None]) -> None:
     """The last step, once nothing else can send the model back: free the originals' weights, or move them to the CPU.
 
+    What a replacement `gives_back` bit for bit is freed too, and no copy is needed.
+
     copies: of the plan's `rounded_weights`, where they are to be kept; waited for, as `progress` is told.
     An interrupt in the middle takes back what was done so far, so that the swaps can still be reverted.
     """
@@ -265,9 +267,12 @@ def settle(handle: Handle, built: list[Built], copies: HostCopies, progress: Cal
             (change, "old", change.old, None) for change in handle.changes if isinstance(change.old, nn.Module)
         ]
         _set_all(changes + [(item, "modules", item.modules, []) for item in built])
-    elif handle.keep_original == "cpu":
-        own = [p for old, new in rounded for p in _own_parameters(old, new) if p in copies]
-        _set_all([(parameter, "data", parameter.data, copies.of(parameter)) for parameter in own])
+        return
+    own = [p for old, new in rounded for p in _own_parameters(old, new) if p in copies]
+    kept: list[tuple[Any, str, Any, Any]] = [(p, "data", p.data, copies.of(p)) for p in own]
+    pairs = [(old, new) for item in built for old, new, _ in item.modules if getattr(new, "gives_back", False)]
+    freed = [p for old, new in pairs for p in _own_parameters(old, new)]
+    _set_all(kept + [(p, "data", p.data, p.data.new_empty(0)) for p in freed])
 
 
 def _set_all(assignments: list[tuple[Any, str, Any, Any]]) -> None:

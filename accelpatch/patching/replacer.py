@@ -63,6 +63,10 @@ class Replacer(ABC):
     def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:
         """Make the replacement; the original and the model stay untouched."""
 
+    def settled(self, site: Site, choice: Choice, built: nn.Module) -> Choice:
+        """What was chosen, now that the weight's values were seen; for a replacement that depends on them."""
+        return choice
+
     def build_tied(self, site: Site, tied: Site, built: nn.Module) -> nn.Module:
         """Make the replacement of a module tied to `site`, sharing the weight of `built`."""
         raise PlanError(f"{self.name} cannot share a weight between {site.path} and {tied.path}")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from accelpatch.errors import VerifyError
 from accelpatch.patching.apply import Built, build_all, naming
 from accelpatch.patching.capture import Call, recording, run
-from accelpatch.patching.plan import Plan
+from accelpatch.patching.plan import Entry, Plan
 from accelpatch.patching.verify import Checking, SiteErrors, compare_logits, site_errors
 from accelpatch.recipe import Recipe, Rule
 from accelpatch.report import Report, Verification
@@ -42,9 +42,11 @@ def verified_build(
         before = run(model, samples, lambda done, total: progress("capture", done, total))
     held: list[Checked] = []
     failed: dict[str, str] = {}
+    seen: dict[str, Entry] = {}
     for built in build_all(plan, lambda done, total: progress("build and verify", done, total)):
         with naming(built.entry.site.path, "its replacement was verified"):
             checked = _check(built, plan.recipe, calls, checking)
+        seen[built.entry.site.path] = built.entry
         problem = over_bound(checked.errors, plan.recipe, built.entry.rule) if checked.errors else None
         if problem is None:
             held.append(checked)
@@ -54,7 +56,8 @@ def verified_build(
             failed[built.entry.site.path] = problem
         for member in (built.entry.site, *built.entry.site.tied):
             calls.pop(member.path, None)
-    kept = tuple(e.kept(failed[e.site.path], failed=True) if e.site.path in failed else e for e in plan.entries)
+    entries = [seen.get(entry.site.path, entry) for entry in plan.entries]
+    kept = tuple(e.kept(failed[e.site.path], failed=True) if e.site.path in failed else e for e in entries)
     return held, replace(plan, entries=kept), before
 
 

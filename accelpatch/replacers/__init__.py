@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from accelpatch.errors import PlanError
 from accelpatch.patching.replacer import Replacer
+from accelpatch.replacers.compact import Compact
 from accelpatch.replacers.fp8 import Fp8WeightOnly
 from accelpatch.replacers.gated_mlp import GatedMLPReplacer
 from accelpatch.replacers.gemv import Gemv
@@ -21,6 +22,7 @@ BUILT_IN: tuple[type[Replacer], ...] = (
     Int4WeightOnly,
     Fp8WeightOnly,
     Gemv,
+    Compact,
     RMSNormReplacer,
     ResidualNormReplacer,
     RotaryReplacer,

@@ -75,7 +75,7 @@ def lost_merge(model: nn.Module) -> str | None:
     """The first place where an adapter was merged into a weight that holds no floats, so that it is gone; or None."""
     for name, module in model.named_modules():
         merged = is_adapter(module) and getattr(module, "merged_adapters", None)
-        if merged and isinstance(base_of(module), QuantizedModule):
+        if merged and (isinstance(base_of(module), QuantizedModule) or getattr(base_of(module), "gives_back", False)):
             return name
     return None
 

@@ -12,12 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accelpatch.kernels import int4_tiles
+from accelpatch.kernels import compact_tiles, int4_tiles
+from accelpatch.kernels.compact_tiles import CompactTiles
 from accelpatch.kernels.fused_product import SILU, Product
 from accelpatch.kernels.hip.layout import TILE_ROWS
 from accelpatch.kernels.int4_tiles import Tiles
+from accelpatch.modules.compact_linear import CompactLinear
 from accelpatch.modules.gemv_linear import GemvLinear
 from accelpatch.modules.weight_only import Int4WeightOnlyLinear, Int8WeightOnlyLinear
+
+LAYOUTS: dict[type, Any] = {Tiles: int4_tiles, CompactTiles: compact_tiles}
 
 
 class Unfit(Exception):
@@ -26,7 +30,7 @@ class Unfit(Exception):
 
 def one_product(modules: Sequence[Any], dtype: torch.dtype) -> Product:
     """What `modules`, linear layers of one input, compute side by side. Raises Unfit where that is no one product."""
-    products = [product(module, dtype) for module in modules]
+    products = _alike(modules, dtype)
     if len(products) == 1:
         return products[0]
     kinds = {_kind(one) for one in products}
@@ -34,39 +38,38 @@ def one_product(modules: Sequence[Any], dtype: torch.dtype) -> Product:
         raise Unfit("neighbouring products hold their weights in different formats")
     bias = _beside([module.bias for module in modules])
     first = products[0].w
-    if isinstance(first, Tiles):
+    if not isinstance(first, Tensor):
         _apart(modules)
         tiles = [module.tiles for module in modules]
         if any(one.n % TILE_ROWS for one in tiles):
-            raise Unfit(f"4-bit tiles of a number of rows that is no multiple of {TILE_ROWS}")
-        w, scale, offset = (_together([one[place] for one in tiles]) for place in range(3))
-        assert w is not None
-        assert scale is not None
-        return Product(Tiles(w, scale, offset, sum(one.n for one in tiles), *first[4:]), bias=bias)
+            raise Unfit(f"tiles of a number of rows that is no multiple of {TILE_ROWS}")
+        tables = [_together([one[place] for one in tiles]) for place in range(3)]
+        both: Any = tiles[0]._make([*tables, sum(one.n for one in tiles), *tiles[0][4:]])
+        return Product(both, bias=bias)
     whole = _together([one.w for one in products if isinstance(one.w, Tensor)])
     assert whole is not None
     return Product(whole, _together([one.scale for one in products]), bias)
 
 
 def gated_product(modules: Sequence[Any], dtype: torch.dtype, activation: str) -> Product:
-    """The same for a gate and its `up`, or for one layer that is both; 4-bit tiles get their rows paired for silu.
+    """The same for a gate and its `up`, or for one layer that is both; tiles get their rows paired for silu.
 
     The layers of paired tiles hold the same tensors, each its part of them.
     """
-    products = [product(module, dtype) for module in modules]
-    tiles = [one.w for one in products if isinstance(one.w, Tiles)]
+    products = _alike(modules, dtype)
+    tiles = [one.w for one in products if not isinstance(one.w, Tensor)]
     each = TILE_ROWS * (3 - len(tiles))
     pairs = len({_kind(one) for one in products}) == 1 and all(one.n % each == 0 for one in tiles)
     if activation not in SILU or not tiles or len(tiles) < len(products) or not pairs:
         return one_product(modules, dtype)
-    bias = _beside([module.bias for module in modules])
+    bias, layout = _beside([module.bias for module in modules]), LAYOUTS[type(tiles[0])]
     if len(modules) == 1:
         if tiles[0].part != "both":
-            modules[0].tiles = int4_tiles.pair(tiles[0])
+            modules[0].tiles = layout.pair(tiles[0])
         return Product(modules[0].tiles, bias=bias)
     gate, up = tiles
     if (gate.part, up.part) != ("gate", "up") or gate.w is not up.w:
-        both = int4_tiles.pair(gate, up)
+        both = layout.pair(gate, up)
         modules[0].tiles, modules[1].tiles = (
             both._replace(n=one.n, part=part) for one, part in zip(tiles, ("gate", "up"), strict=True)
         )
@@ -74,9 +77,21 @@ def gated_product(modules: Sequence[Any], dtype: torch.dtype, activation: str) -
 
 
 def _apart(modules: Sequence[Any]) -> None:
-    """Let layers that were paired hold their own tiles again."""
-    for module in modules:
-        module.tiles = int4_tiles.alone(module.tiles)
+    """Let layers that were paired hold their own tiles again, all with the same room for outliers."""
+    tiles = [LAYOUTS[type(module.tiles)].alone(module.tiles) for module in modules]
+    if all(isinstance(one, CompactTiles) for one in tiles):
+        tiles = compact_tiles.alike(tiles)
+    for module, one in zip(modules, tiles, strict=True):
+        module.tiles = one
+
+
+def _alike(modules: Sequence[Any], dtype: torch.dtype) -> list[Product]:
+    """What neighbours compute: where one's weight has no compact tiles, none of theirs stays in them."""
+    compact = [module for module in modules if isinstance(module, CompactLinear)]
+    if any(module.tiles is None for module in compact):
+        for module in compact:
+            module.whole()
+    return [product(module, dtype) for module in modules]
 
 
 def product(module: Any, dtype: torch.dtype) -> Product:
@@ -84,7 +99,11 @@ def product(module: Any, dtype: torch.dtype) -> Product:
     bias = module.bias
     if bias is not None and bias.dtype != dtype:
         raise Unfit(f"a bias is {bias.dtype}")
-    if isinstance(module, GemvLinear) or _plain_on_a_cpu(module):
+    if isinstance(module, CompactLinear) and module.tiles is not None:
+        if dtype != torch.bfloat16:
+            raise Unfit(f"its activations are {dtype}, and weights of 12 bits bfloat16")
+        return Product(module.tiles, bias=bias)
+    if isinstance(module, (GemvLinear, CompactLinear)) or _plain_on_a_cpu(module):
         if module.weight.dtype != dtype or not module.weight.is_contiguous():
             raise Unfit(f"a weight is {module.weight.dtype}, or has gaps")
         return Product(module.weight, bias=bias)
@@ -105,6 +124,8 @@ def _plain_on_a_cpu(module: nn.Module) -> bool:
 def _kind(one: Product) -> tuple[Any, ...]:
     if isinstance(one.w, Tiles):
         return one.w.k, one.w.group, one.w.kind, one.w.scale.dtype
+    if isinstance(one.w, CompactTiles):
+        return one.w.k, CompactTiles
     return one.k, one.w.dtype, one.scale is None
 
 

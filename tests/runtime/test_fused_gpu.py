@@ -25,7 +25,13 @@ rules:
     replace: int4_weight_only
     options: {group_size: 32, symmetric: true}
 """
-RECIPES: dict[str, Any] = {"exact": "exact", "int8": "int8", "int4": "int4", "int4-symmetric": parse(SYMMETRIC)}
+RECIPES: dict[str, Any] = {
+    "exact": "exact",
+    "compact": "compact",
+    "int8": "int8",
+    "int4": "int4",
+    "int4-symmetric": parse(SYMMETRIC),
+}
 
 
 @pytest.mark.parametrize("make", [full_batch, padded_batch], ids=["one-length", "left-padding"])

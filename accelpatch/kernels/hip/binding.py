@@ -39,7 +39,8 @@ _FLAGS = (
     "dependent",
 )
 
-_FORMLESS = ("accelpatch_gemv", "accelpatch_gemv_compact", "accelpatch_unpack_compact")  # entries without a format argument
+# entries without a format argument
+_FORMLESS = ("accelpatch_gemv", "accelpatch_gemv_compact", "accelpatch_unpack_compact")
 NORM = {"none": 0, "rms": 1, "rms_plus_one": 2, "layer": 3}
 ACTIVATION = {"none": 0, "silu_gate": 1, "relu": 2, "gelu": 3, "gelu_tanh": 4, "silu": 5}
 OFFSET = {"none": 0, "zero_point": 1, "minimum": 2}
@@ -89,7 +90,8 @@ class Weight:
     gemv_compact, int4_rows).
 
     form: the function's format argument, None where it takes none. scale, offset: a float32 a row, or tiles of 16 bits
-    (layout.py), of which 2 ** group_shift steps share one. Compact: scale and outliers in tiles, group_shift fours of these. settled: no copy that was made for this launch.
+    (layout.py), of which 2 ** group_shift steps share one; of compact_tiles.py its scale and outliers, of which a row
+    has 4 * group_shift. settled: no copy that was made for this launch.
     """
 
     function: str

@@ -1,0 +1,104 @@
+"""A linear layer whose bfloat16 weight is held in 12 bits a value without loss, and given back bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accelpatch.errors import KernelError
+from accelpatch.kernels import compact_tiles
+from accelpatch.kernels.compact_linear import compact_linear, undone
+from accelpatch.kernels.compact_tiles import CompactTiles
+from accelpatch.kernels.gemv import gemv
+
+
+class CompactLinear(nn.Module):
+    """y = x @ weight^T + bias.
+
+    tiles: the only copy of the weight; None where its values have no such form (`refusal` says why): it is a parameter
+    then, shared with the original. `like` is empty: it carries the weight's device and dtype, and follows `model.to()`.
+    """
+
+    bias: Tensor | None
+    like: Tensor
+    tiles: CompactTiles | None
+    refusal: str
+
+    def hold(self) -> None:
+        """Make tiles of the weight that was taken over, where that can be."""
+        weight = self._parameters["weight"]
+        assert weight is not None
+        self.tiles, self.refusal = None, ""
+        self.register_buffer("like", torch.empty(0, dtype=weight.dtype, device=weight.device), persistent=False)
+        try:
+            self.tiles = compact_tiles.encode(weight)
+        except KernelError as error:
+            self.refusal = str(error)
+        else:
+            del self._parameters["weight"]
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight[N, K] in the dtype of the one that was replaced; of tiles it is made anew at each access."""
+        held = self._parameters.get("weight")
+        if held is not None:
+            return held
+        assert self.tiles is not None
+        return undone(self.tiles).to(self.like.dtype)
+
+    @property
+    def gives_back(self) -> bool:
+        """Whether the original's weight is held here, so that the original need not."""
+        return self.tiles is not None
+
+    @property
+    def weight_bytes(self) -> int:
+        """What one product reads."""
+        held = [self.weight] if self.tiles is None else self.tiles[:3]
+        return sum(tensor.nbytes for tensor in held)
+
+    def whole(self) -> None:
+        """Hold the weight as it was: for neighbours whose weights have no tiles."""
+        if self.tiles is not None:
+            held = nn.Parameter(self.weight, requires_grad=False)
+            self.tiles = None
+            self._parameters["weight"] = held
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x[..., K] -> y[..., N] in x's dtype."""
+        if self.tiles is None:
+            return gemv(x, self.weight, self.bias)
+        return compact_linear(x, *self.tiles, self.bias)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        """Move with the model; another dtype is that of what `weight` gives, the tiles stay what they are."""
+        super()._apply(fn, recurse)
+        if self.tiles is not None and self.tiles.w.device != self.like.device:
+            w, scale, outliers = (table.to(self.like.device) for table in self.tiles[:3])
+            self.tiles = self.tiles._replace(w=w, scale=scale, outliers=outliers)
+        return self
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """The weight under its own name, as the original's."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination.setdefault(prefix + "weight", self.weight)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        """Take a weight as the original would."""
+        given = self.tiles is not None and prefix + "weight" in state_dict
+        if given:
+            self.whole()
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        if given:
+            self.hold()
+
+    def hand_back(self, original: nn.Module) -> None:
+        """Give the original its weight, where this module was moved, before it takes its place again."""
+        parameter = original._parameters["weight"]
+        assert parameter is not None
+        with torch.no_grad():
+            parameter.data = self.weight.detach()
+        original.to(device=self.like.device, dtype=self.like.dtype)

@@ -1,0 +1,61 @@
+"""Linear layers with bfloat16 weights in 12 bits a value without loss (on a GPU)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from accelpatch.device import Device
+from accelpatch.kernels import compact_linear, compact_tiles, dispatch
+from accelpatch.kernels.hip.layout import TILE_ROWS
+from accelpatch.modules.compact_linear import CompactLinear
+from accelpatch.modules.replacement import take_over
+from accelpatch.patching.replacer import Choice, Reason
+from accelpatch.patching.site import Site
+from accelpatch.replacers.gemv import NATIVE, Gemv
+from accelpatch.replacers.weight_only import bias_bytes
+
+BESIDE = 4 + 4 * compact_tiles.FOUR  # bytes of a row: its scale, and room for outliers, of which most have few
+
+
+class Compact(Gemv):
+    """What `gemv` replaces, its weight in 12 bits where that loses nothing; as `gemv` elsewhere, with the reason."""
+
+    name = "compact"
+
+    def propose(self, site: Site, options: Mapping[str, Any], device: Device) -> Choice | Reason:
+        plain = super().propose(site, options, device)
+        if isinstance(plain, Reason):
+            return plain
+        assert site.n is not None
+        assert site.k is not None
+        if site.tied:
+            return _kept(plain, "a weight that a table of rows shares")
+        spec = compact_linear.of_shape(site.n, site.k, getattr(torch, site.dtype))
+        if reason := dispatch.why_not(spec.op, NATIVE, spec, device):
+            return _kept(plain, reason)
+        tiles, steps = -(-site.n // TILE_ROWS), -(-site.k // compact_tiles.STEP)
+        held = tiles * (steps * compact_tiles.STEP_BYTES + TILE_ROWS * BESIDE) + bias_bytes(site)
+        return replace(plain, bytes_after=held, resident_after=held, detail={"compact": True})
+
+    def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:
+        if not choice.detail:
+            return super().build(site, choice, stats)
+        module = take_over(CompactLinear, site.original)
+        module.hold()
+        return module
+
+    def settled(self, site: Site, choice: Choice, built: nn.Module) -> Choice:
+        if not isinstance(built, CompactLinear):
+            return choice
+        held = built.weight_bytes + bias_bytes(site)
+        choice = replace(choice, bytes_after=held, resident_after=held)
+        return _kept(choice, built.refusal) if built.refusal else choice
+
+
+def _kept(plain: Choice, reason: str) -> Choice:
+    return replace(plain, note=f"a weight stays in 16 bits: {reason}")
