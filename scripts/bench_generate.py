@@ -1,6 +1,6 @@
 """Stock generate() on one GPU before and after a patch, beside its peers, all in one run and in turn.
 
-    python scripts/bench_generate.py [--model llama2-7b] [--json FILE] [--profile] [--recipes exact int8 int4]
+    python scripts/bench_generate.py [--model llama2-7b] [--json FILE] [--profile] [--recipes exact compact int8 int4]
         [--peers eager static compiled tuned torchao-int8 torchao-int8-tuned torchao-int4 torchao-int4-tuned]
         [--cases 1x128 8x128 32x128 1x4096] [--case-peers static] [--prefill 32 128 512 2048] [--new 128] [--repeats 5]
 
@@ -210,7 +210,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=5)
     peers = ["eager", "static", *LOOPS]
-    parser.add_argument("--recipes", nargs="*", default=["exact", "int8", "int4"])
+    parser.add_argument("--recipes", nargs="*", default=["exact", "compact", "int8", "int4"])
     parser.add_argument("--peers", nargs="*", default=["eager", "static"], choices=peers)
     parser.add_argument("--case-peers", nargs="*", default=["static"], choices=["eager", "static"])
     cases = [Case(1, 128), Case(8, 128), Case(32, 128), Case(1, 4096)]

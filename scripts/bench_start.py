@@ -1,6 +1,6 @@
 """Seconds from patch() to the first token in processes that have just begun, and where they go.
 
-    python scripts/bench_start.py [--model llama2-7b] [--recipes exact int8 int4] [--turns cold warm defaults again]
+    python scripts/bench_start.py [--model llama2-7b] [--recipes exact compact int8 int4] [--turns cold warm defaults again]
         [--prompt 128] [--top 30] [--json FILE]
 
 Every turn of a recipe is a process of its own. They all make their model (the named shape, random bf16 weights, on the
@@ -188,7 +188,7 @@ def main() -> None:
     parser.add_argument("--model", default="llama2-7b")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--prompt", type=int, default=128)
-    parser.add_argument("--recipes", nargs="*", default=["exact", "int8", "int4"])
+    parser.add_argument("--recipes", nargs="*", default=["exact", "compact", "int8", "int4"])
     parser.add_argument("--turns", nargs="*", default=TURNS, choices=TURNS)
     parser.add_argument("--top", type=int, default=30)
     parser.add_argument("--json", type=Path)

@@ -113,7 +113,7 @@ def by_torch(x: Tensor, *args: Any) -> Tensor:
         added = None if beside is None else beside[:, columns].flatten().to(x.dtype)
         y[:, :, columns] = functional.linear(flat, part, added).view(-1, halves, part.shape[0] // halves)
     kept = {"gate": y[:, 0], "up": y[:, -1]}.get(tiles.part, y)
-    return kept.reshape(*x.shape[:-1], tiles.n)
+    return kept.contiguous().view(*x.shape[:-1], tiles.n)
 
 
 def in_halves(bias: Tensor | None, tiles: CompactTiles) -> Tensor | None:

@@ -184,7 +184,7 @@ def decode(tiles: CompactTiles) -> Tensor:
     def rows(values: Tensor) -> Tensor:
         return values.movedim(1, 3).reshape(-1, steps * STEP)[:n, :k]
 
-    held = scale.flatten()[:n].unsqueeze(1)
+    held = scale.to(torch.float32).flatten()[:n].unsqueeze(1)  # a reference has it in float64
     low = (held.view(torch.int32) >> 23) - (WINDOW - 1)  # the exponent of a power of two
     kept = rows(plain).to(torch.int32)
     sign, rest = (kept & 0x80) << 8, (rows(codes.flatten(4)) + low) << 7 | kept & 0x7F

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from accelpatch.device import probe
 from accelpatch.errors import KernelError
-from accelpatch.kernels import cpu_pack, dispatch, int4_tiles, parity
+from accelpatch.kernels import compact_tiles, cpu_pack, dispatch, int4_tiles, parity
 from accelpatch.kernels.fp8_linear import FORMS
 from accelpatch.kernels.packed_linear import arguments
 from accelpatch.quant import int4, int8
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 OPS = tuple(dispatch.TABLE)
 CASES = [(op, case) for op in OPS for case in dispatch.kernel(op).cases()]
 M = (0, 1, 2, 7, 129)
-PRODUCTS = ("gemv", "int8_linear", "int4_linear", "tiled_int4_linear", "fp8_linear")
+PRODUCTS = ("gemv", "compact_linear", "int8_linear", "int4_linear", "tiled_int4_linear", "fp8_linear")
 
 
 def first_args(op: str, dtype: torch.dtype = torch.float32, index: int = 1) -> tuple[Any, ...]:
@@ -92,6 +92,8 @@ def random_args(op: str, rng: random.Random, generator: torch.Generator, dtype: 
         return x, q, scale, bias
     if op == "gemv":
         return x, torch.randn(n, k, generator=generator).to(dtype), bias
+    if op == "compact_linear":
+        return x, *compact_tiles.encode(torch.randn(n, k, generator=generator).bfloat16()), bias
     if op == "fp8_linear":
         return x, torch.randn(n, k, generator=generator).to(rng.choice(FORMS)), scale[:, :1], bias
     if op == "int4_linear":

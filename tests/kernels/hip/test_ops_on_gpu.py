@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from accelpatch.device import probe
-from accelpatch.kernels import dispatch, int4_tiles, parity, tiled_int4_linear
+from accelpatch.kernels import compact_tiles, dispatch, int4_tiles, parity, tiled_int4_linear
 from accelpatch.kernels.fp8_linear import FORMS
 from accelpatch.kernels.hip import binding
 from accelpatch.kernels.hip.binding import Weight
@@ -23,8 +23,14 @@ from tests.parity import assert_parity, bits, name, poisoned, strided, transpose
 HERE = torch.cuda.is_available()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HERE, reason="needs a GPU that torch can use")]
 CUDA = torch.device("cuda")
-OPS = ("gemv", "int8_linear", "tiled_int4_linear", "fp8_linear")
+OPS = ("gemv", "compact_linear", "int8_linear", "tiled_int4_linear", "fp8_linear")
 HALVES = (torch.bfloat16, torch.float16)
+PAIRS = [
+    pytest.param(op, dtype, id=f"{op}-{name(dtype)}")
+    for op in OPS
+    for dtype in HALVES
+    if (op, dtype) != ("compact_linear", torch.float16)  # its weight is bfloat16
+]
 GROUPED_INT8 = "int8 with groups"  # is torch's
 
 
@@ -44,6 +50,8 @@ def made(op: str, m: int, n: int, k: int, dtype: torch.dtype, seed: int = 0, gro
     w = torch.randn(n, k, generator=generator, device=CUDA) / k**0.5
     if op == "gemv":
         return x, w.to(dtype), bias
+    if op == "compact_linear":
+        return x, *compact_tiles.encode(w.bfloat16()), bias
     if op == "int8_linear":
         return x, (w * 32 * k**0.5).clamp(-127, 127).to(torch.int8), torch.rand(n, 1, device=CUDA) / 100, bias
     if op == "fp8_linear":
@@ -58,7 +66,10 @@ def made(op: str, m: int, n: int, k: int, dtype: torch.dtype, seed: int = 0, gro
 @pytest.mark.parametrize("op, case", cases())
 def test_float_rule(op: str, case: dispatch.Case, dtype: torch.dtype) -> None:
     args = case.make(torch.Generator().manual_seed(7), dtype, CUDA)
-    if op == "int8_linear" and args[2].shape[1] > 1:
+    if op == "compact_linear" and dtype != torch.bfloat16:
+        assert not runs(op, args), "the weight is bfloat16"
+        assert_parity(op, args)
+    elif op == "int8_linear" and args[2].shape[1] > 1:
         assert not runs(op, args), GROUPED_INT8
         assert_parity(op, args)
     else:
@@ -93,7 +104,8 @@ def test_random_shapes(op: str) -> None:
     for seed in range(1000):
         m, n, group = rng.randint(1, 70), rng.randint(1, 300), rng.choice((32, 64, 128, 256, 512))
         k = group * rng.randint(1, 9) if op == "tiled_int4_linear" else rng.randint(1, 3000)
-        assert_parity(op, made(op, m, n, k, HALVES[seed % 2], seed, group), "hip")
+        dtype = torch.bfloat16 if op == "compact_linear" else HALVES[seed % 2]
+        assert_parity(op, made(op, m, n, k, dtype, seed, group), "hip")
 
 
 @pytest.mark.parametrize("view", [strided, transposed], ids=["strided-offset", "transposed"])
@@ -110,8 +122,7 @@ def test_views(op: str, view: Callable[[Tensor], Tensor]) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")], ids=["nan", "inf", "minus-inf"])
-@pytest.mark.parametrize("dtype", HALVES, ids=name)
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op, dtype", PAIRS)
 def test_nan_and_infinity_come_through(op: str, dtype: torch.dtype, value: float) -> None:
     for seed in range(4):
         args = made(op, 5, 33, 192, dtype, seed)
@@ -124,8 +135,7 @@ def test_nan_and_infinity_come_through(op: str, dtype: torch.dtype, value: float
         assert bool(y[[0, 1, 3, 4]].isfinite().all())
 
 
-@pytest.mark.parametrize("dtype", HALVES, ids=name)
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op, dtype", PAIRS)
 def test_values_far_above_the_rest(op: str, dtype: torch.dtype) -> None:
     """A few channels a thousand times the others, as in language models: they share a block's power of two."""
     x, *rest = made(op, 5, 100, 1024, dtype)
