@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from accelpatch.kernels.compact_linear import compact_linear
+from accelpatch.kernels.compact_tiles import CompactTiles
 from accelpatch.kernels.gated_activation import gated_activation
 from accelpatch.kernels.tiled_int4_linear import tiled_int4_linear
 
@@ -16,7 +18,8 @@ def side_by_side(gate: Any, up: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     one = tiles is not None and others is not None and tiles.w is others.w and gate.bias is None and up.bias is None
     if not one or any(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in (gate, up)):
         return gate(x), up(x)
-    both: Tensor = tiled_int4_linear(x, *tiles._replace(n=2 * tiles.n, part="both"), None)
+    product = compact_linear if isinstance(tiles, CompactTiles) else tiled_int4_linear
+    both: Tensor = product(x, *tiles._replace(n=2 * tiles.n, part="both"), None)
     return both[..., : tiles.n], both[..., tiles.n :]
 
 

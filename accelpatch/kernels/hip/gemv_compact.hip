@@ -3,7 +3,7 @@
 #include "gemv_host.h"
 
 namespace {
-constexpr int UNPACKED_STEPS = 4;  // by a block: a thread has 16 values of a row and step
+constexpr int UNPACK_THREADS = 256, UNPACKED_STEPS = 2 * UNPACK_THREADS / 32;  // by a block: 32 lanes a step, each with 16 values of two rows
 
 inline int check_compact(const GemvArgs& a, int dtype) {
     if (dtype) return STATUS_FORMAT;
@@ -11,45 +11,69 @@ inline int check_compact(const GemvArgs& a, int dtype) {
     return a.group_shift < 1 ? STATUS_SIZE : STATUS_OK;
 }
 
-__global__ void __launch_bounds__(64 * UNPACKED_STEPS) unpack_kernel(const GemvArgs a, int steps) {
-    const int parts = (steps + UNPACKED_STEPS - 1) / UNPACKED_STEPS, tile = blockIdx.x / parts;
-    const int id = threadIdx.x, t = id & 3, step = int(blockIdx.x) % parts * UNPACKED_STEPS + (id >> 2) % UNPACKED_STEPS, r = id / (4 * UNPACKED_STEPS);
-    const int64_t row = weight_row(a, tile, r);
-    if (step >= steps || row >= a.n) return;
-    const char* from = static_cast<const char*>(a.w) + (int64_t(tile) * steps + step) * Compact::STEP_BYTES;
-    const Words4 bytes = *reinterpret_cast<const Words4*>(from + (4 * r + t) * 16);
-    const uint32_t* exponents = reinterpret_cast<const uint32_t*>(from + 1024 + (4 * (r & 7) + t) * 16 + (r & 8));
-    const uint32_t scale = float_to_bits(static_cast<const float*>(a.scale)[tile * 16 + r]);
-    const uint32_t more = (scale >> 23) * 128 - 127 * 128;  // to a bf16's exponent
-    uint32_t pairs[8];
+// A bf16 of the codes' window as it was. `scale`: its row's, as bits.
+DEVICE uint32_t in_place(uint32_t pair, uint32_t scale) {
+    const uint32_t more = (scale >> 23) * 128 - 127 * 128;  // to its exponent
+    return scale ? ((pair + more) & 0xffffu) | ((pair & 0xffff0000u) + (more << 16)) : pair & 0x80008000u;
+}
+
+// 16 values of a row from column k0 on, 8 of which `low` and `high` hold each. Neighbouring lanes, with 16 values each from k0 on, exchange
+// halves: then each store fills whole sectors.
+DEVICE void store_row(uint16_t* to, const Words4& low, const Words4& high, int left, bool vectors) {
+    const bool odd = threadIdx.x & 1;
+    const Words4 give = odd ? low : high, taken = {lane_xor(give.x, 1), lane_xor(give.y, 1), lane_xor(give.z, 1), lane_xor(give.w, 1)};
+    const Words4 parts[2] = {odd ? taken : low, odd ? high : taken};
 #pragma unroll
-    for (int p = 0; p < 2; ++p) {
-        const Words4 v = Compact::expand(bytes, exponents[p], p);
+    for (int i = 0; i < 2; ++i) {
+        const int at = 16 * i + (odd ? 8 : 0);
+        if (vectors && left >= at + 8) {
+            *reinterpret_cast<Words4*>(to + at) = parts[i];
+        } else {
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            const uint32_t w = word_of(v, j);
-            pairs[4 * p + j] = scale ? ((w + more) & 0xffffu) | ((w & 0xffff0000u) + (more << 16)) : w & 0x80008000u;
+            for (int e = 0; e < 8; ++e)
+                if (at + e < left) to[at + e] = static_cast<uint16_t>(word_of(parts[i], e / 2) >> (16 * (e & 1)));
         }
     }
-    const int k = step * Compact::KSTEP + t * 16, left = int(a.k) - k;
-    uint16_t* to = static_cast<uint16_t*>(a.y) + row * a.y_stride + k;
-    if (left >= 16 && a.y_stride % 8 == 0) {
+}
+
+__global__ void __launch_bounds__(UNPACK_THREADS) unpack_kernel(const GemvArgs a, int steps) {
+    const int parts = (steps + UNPACKED_STEPS - 1) / UNPACKED_STEPS, tile = blockIdx.x / parts, begin = int(blockIdx.x) % parts * UNPACKED_STEPS;
+    const int lane = threadIdx.x & 31, t = lane & 3;
+    const char* tiles = static_cast<const char*>(a.w) + int64_t(tile) * steps * Compact::STEP_BYTES;
+    const uint32_t* scales = static_cast<const uint32_t*>(a.scale) + tile * 16;
+    uint16_t* y = static_cast<uint16_t*>(a.y);
+    Words4 bytes[2][2], exponents[2];
 #pragma unroll
-        for (int h = 0; h < 2; ++h) reinterpret_cast<Words4*>(to)[h] = {pairs[4 * h], pairs[4 * h + 1], pairs[4 * h + 2], pairs[4 * h + 3]};
-    } else {
-#pragma unroll
-        for (int i = 0; i < 16; ++i)
-            if (i < left) to[i] = static_cast<uint16_t>(pairs[i / 2] >> (16 * (i & 1)));
+    for (int u = 0; u < 2; ++u) {
+        const int step = min(begin + u * (UNPACKED_STEPS / 2) + int(threadIdx.x) / 32, steps - 1);
+        const Words4* from = reinterpret_cast<const Words4*>(tiles + int64_t(step) * Compact::STEP_BYTES) + lane;
+        bytes[u][0] = from[0], bytes[u][1] = from[32], exponents[u] = from[64];
     }
-#pragma unroll 1
-    for (int four = 0; four < a.group_shift; ++four) {
-        const Words4 v = outliers_of<Compact>(a, tile, r)[four];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const uint32_t word = word_of(v, i), column = word & 0xffffu;
-            if (column == 0xffffu) return;
-            if (int(column) >= k && int(column) < k + 16) to[int(column) - k] = static_cast<uint16_t>(word >> 16);
+    for (int h = 0; h < 2; ++h) {
+        const int r = lane / 4 + 8 * h;
+        const uint32_t scale = scales[r];
+        const int64_t row = weight_row(a, tile, r);
+#pragma unroll
+        for (int u = 0; u < 2; ++u) {
+            const int step = begin + u * (UNPACKED_STEPS / 2) + int(threadIdx.x) / 32, k0 = step * Compact::KSTEP + t / 2 * 32;
+            Words4 values[2];
+#pragma unroll
+            for (int p = 0; p < 2; ++p) {
+                const Words4 v = Compact::expand(bytes[u][h], word_of(exponents[u], 2 * h + p), p);
+                values[p] = {in_place(v.x, scale), in_place(v.y, scale), in_place(v.z, scale), in_place(v.w, scale)};
+            }
+            const bool there = step < steps && row < a.n;
+            store_row(y + (there ? row : 0) * a.y_stride + k0, values[0], values[1], there ? int(a.k) - k0 : 0, a.y_stride % 8 == 0);
         }
+    }
+    __syncthreads();
+    const int from = begin * Compact::KSTEP, end = from + UNPACKED_STEPS * Compact::KSTEP, beside = a.group_shift * 4;
+    const uint32_t* outliers = static_cast<const uint32_t*>(a.offset) + int64_t(tile) * 16 * beside;
+    for (int i = threadIdx.x; i < 16 * beside; i += UNPACK_THREADS) {
+        const int column = int(outliers[i] & 0xffffu);
+        const int64_t row = weight_row(a, tile, i / beside);
+        if (column >= from && column < end && column < int(a.k) && row < a.n) y[row * a.y_stride + column] = static_cast<uint16_t>(outliers[i] >> 16);
     }
 }
 }  // namespace
@@ -68,6 +92,6 @@ extern "C" int accelpatch_unpack_compact(const GemvArgs* a, int dtype, void* str
     const int64_t each = tile_columns(*a), rows = a->activation == ACT_SILU_GATE ? a->n / 2 : a->n;
     const int64_t steps = (a->k + Compact::KSTEP - 1) / Compact::KSTEP, blocks = (rows + each - 1) / each * ((steps + UNPACKED_STEPS - 1) / UNPACKED_STEPS);
     if (blocks >= LARGEST) return STATUS_SIZE;
-    const int error = launch_kernel(unpack_kernel, int(blocks), 64 * UNPACKED_STEPS, 0, static_cast<GpuStream>(stream), device_limits(), false, *a, int(steps));
+    const int error = launch_kernel(unpack_kernel, int(blocks), UNPACK_THREADS, 0, static_cast<GpuStream>(stream), device_limits(), false, *a, int(steps));
     return error ? STATUS_DEVICE + error : STATUS_OK;
 }
