@@ -1,7 +1,7 @@
 """Seconds from patch() to the first token in processes that have just begun, and where they go.
 
-    python scripts/bench_start.py [--model llama2-7b] [--recipes exact compact int8 int4] [--turns cold warm defaults again]
-        [--prompt 128] [--top 30] [--json FILE]
+    python scripts/bench_start.py [--model llama2-7b] [--recipes exact compact int8 int4]
+        [--turns cold warm defaults again] [--prompt 128] [--top 30] [--json FILE]
 
 Every turn of a recipe is a process of its own. They all make their model (the named shape, random bf16 weights, on the
 device) side by side, and then take the timed part one after the other, the rest of them idle. `cold`: Triton's cache of

@@ -249,8 +249,7 @@ def commit(
 def settle(handle: Handle, built: list[Built], copies: HostCopies, progress: Callable[[str, int, int], None]) -> None:
     """The last step, once nothing else can send the model back: free the originals' weights, or move them to the CPU.
 
-    What a replacement `gives_back` bit for bit is freed too, and no copy is needed.
-
+    What a replacement `gives_back` bit for bit is freed, and needs no copy.
     copies: of the plan's `rounded_weights`, where they are to be kept; waited for, as `progress` is told.
     An interrupt in the middle takes back what was done so far, so that the swaps can still be reverted.
     """
@@ -268,11 +267,10 @@ def settle(handle: Handle, built: list[Built], copies: HostCopies, progress: Cal
         ]
         _set_all(changes + [(item, "modules", item.modules, []) for item in built])
         return
-    own = [p for old, new in rounded for p in _own_parameters(old, new) if p in copies]
-    kept: list[tuple[Any, str, Any, Any]] = [(p, "data", p.data, copies.of(p)) for p in own]
-    pairs = [(old, new) for item in built for old, new, _ in item.modules if getattr(new, "gives_back", False)]
-    freed = [p for old, new in pairs for p in _own_parameters(old, new)]
-    _set_all(kept + [(p, "data", p.data, p.data.new_empty(0)) for p in freed])
+    given = [(old, new) for item in built for old, new, _ in item.modules if getattr(new, "gives_back", False)]
+    after = {p: copies.of(p) for old, new in rounded for p in _own_parameters(old, new) if p in copies}
+    after |= {p: p.data.new_empty(0) for old, new in given for p in _own_parameters(old, new)}
+    _set_all([(parameter, "data", parameter.data, data) for parameter, data in after.items()])
 
 
 def _set_all(assignments: list[tuple[Any, str, Any, Any]]) -> None:
