@@ -67,7 +67,7 @@ def allowed(k: int) -> int:
 def encode(weight: Tensor) -> CompactTiles:
     """The tiles of weight[N, K] bfloat16. Raises KernelError for values that they cannot hold."""
     n, k = weight.shape
-    if reason := unfit(k, weight.dtype):
+    if reason := unfit(k, weight.dtype) or ("it has no rows" if n < 1 else None):
         raise KernelError(reason)
     rows = max(TILE_ROWS, BLOCK // k // TILE_ROWS * TILE_ROWS)
     blocks = [_of_rows(_whole_tiles(block)) for block in weight.detach().split(rows)]

@@ -32,13 +32,14 @@ class CompactLinear(nn.Module):
         weight = self._parameters["weight"]
         assert weight is not None
         self.tiles, self.refusal = None, ""
-        self.register_buffer("like", torch.empty(0, dtype=weight.dtype, device=weight.device), persistent=False)
-        try:
-            self.tiles = compact_tiles.encode(weight)
-        except KernelError as error:
-            self.refusal = str(error)
-        else:
-            del self._parameters["weight"]
+        with torch.inference_mode(False), torch.no_grad():
+            self.register_buffer("like", torch.empty(0, dtype=weight.dtype, device=weight.device), persistent=False)
+            try:
+                self.tiles = compact_tiles.encode(weight)
+            except KernelError as error:
+                self.refusal = str(error)
+            else:
+                del self._parameters["weight"]
 
     @property
     def weight(self) -> Tensor:
@@ -56,14 +57,16 @@ class CompactLinear(nn.Module):
 
     @property
     def weight_bytes(self) -> int:
-        """What one product reads."""
-        held = [self.weight] if self.tiles is None else self.tiles[:3]
-        return sum(tensor.nbytes for tensor in held)
+        """What one product reads; of tiles that are paired, half."""
+        if self.tiles is None:
+            return self.weight.nbytes
+        return sum(table.nbytes for table in self.tiles[:3]) * self.tiles.n // self.tiles.rows
 
     def whole(self) -> None:
         """Hold the weight as it was: for neighbours whose weights have no tiles."""
         if self.tiles is not None:
-            held = nn.Parameter(self.weight, requires_grad=False)
+            with torch.inference_mode(False), torch.no_grad():
+                held = nn.Parameter(self.weight, requires_grad=False)
             self.tiles = None
             self._parameters["weight"] = held
 
@@ -77,8 +80,9 @@ class CompactLinear(nn.Module):
         """Move with the model; another dtype is that of what `weight` gives, the tiles stay what they are."""
         super()._apply(fn, recurse)
         if self.tiles is not None and self.tiles.w.device != self.like.device:
-            w, scale, outliers = (table.to(self.like.device) for table in self.tiles[:3])
-            self.tiles = self.tiles._replace(w=w, scale=scale, outliers=outliers)
+            own = compact_tiles.alone(self.tiles)  # or a neighbour that they are paired with would hold them twice
+            w, scale, outliers = (table.to(self.like.device) for table in own[:3])
+            self.tiles = own._replace(w=w, scale=scale, outliers=outliers)
         return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -86,19 +90,23 @@ class CompactLinear(nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         destination.setdefault(prefix + "weight", self.weight)
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: list[str], *args: Any
+    ) -> None:
         """Take a weight as the original would."""
         given = self.tiles is not None and prefix + "weight" in state_dict
         if given:
             self.whole()
-        super()._load_from_state_dict(state_dict, prefix, *args)
+        elif self.tiles is not None and strict:
+            missing.append(prefix + "weight")
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *args)
         if given:
             self.hold()
 
-    def hand_back(self, original: nn.Module) -> None:
-        """Give the original its weight, where this module was moved, before it takes its place again."""
+    def give_back(self, original: nn.Module) -> None:
+        """Give the original its weight, where this module was moved, if it is held here alone."""
         parameter = original._parameters["weight"]
         assert parameter is not None
-        with torch.no_grad():
-            parameter.data = self.weight.detach()
-        original.to(device=self.like.device, dtype=self.like.dtype)
+        if parameter.numel() == 0:
+            with torch.inference_mode(False), torch.no_grad():
+                parameter.data = self.weight.detach()

@@ -12,56 +12,13 @@ import torch
 from torch import nn
 
 from accelpatch.errors import AccelpatchError, PatchError
+from accelpatch.patching.change import Absent, Change, give_back
 from accelpatch.patching.host_copies import HostCopies
-from accelpatch.patching.match import is_adapter, wrapped
+from accelpatch.patching.match import wrapped
 from accelpatch.patching.plan import Entry, Plan
 from accelpatch.report import Report
 
 HANDLE = "accelpatch"  # the attribute of a patched model that holds its Handle
-
-
-class _Absent:
-    """Stands for an attribute that was not there; a class, so that it is itself in a deep copy too."""
-
-
-@dataclass(eq=False)
-class Change:
-    """`owner.name` from `old` to `new`: a child module, the class of the model, or an attribute of the instance.
-
-    shared: names of the parameters and buffers that an original and its replacement hold together.
-    """
-
-    owner: nn.Module
-    name: str
-    old: Any
-    new: Any
-    shared: frozenset[str] = frozenset()
-
-    def apply(self) -> None:
-        """Put the new value in."""
-        _assign(self.owner, self.name, self.new)
-
-    def revert(self) -> None:
-        """Put the old value back; an attribute that only a patched model has is closed, if it can be.
-
-        An adapter that has come around the new module since stays.
-        """
-        current = self.owner._modules.get(self.name)
-        if current is None or not is_adapter(current) or current is self.new:
-            _assign(self.owner, self.name, self.old)
-        if self.old is _Absent and hasattr(self.new, "close"):
-            self.new.close()
-
-
-def _assign(owner: nn.Module, name: str, value: Any) -> None:
-    if name in owner._modules:
-        owner._modules[name] = value
-    elif name == "__class__":
-        owner.__class__ = value
-    elif value is _Absent:
-        owner.__dict__.pop(name, None)
-    else:
-        owner.__dict__[name] = value
 
 
 @dataclass(eq=False)
@@ -138,9 +95,9 @@ def _move_along(change: Change) -> None:
     A replacement that holds something else under the original's names knows its dtype: it has `hand_back(original)`.
     """
     old, new = change.old, change.new
-    hand_back = getattr(new, "hand_back", None)
-    if hand_back is not None:
-        hand_back(old)
+    give_back(change)
+    if hasattr(new, "hand_back"):
+        new.hand_back(old)
         return
     for mine, others in ((old._parameters, new._parameters), (old._buffers, new._buffers)):
         mine.update({name: tensor for name, tensor in others.items() if name in change.shared})
@@ -236,7 +193,7 @@ def commit(
     changes = [change for item in built for change in _swaps(model, item, replaced)]
     handle = Handle(plan.detached(), changes, keep_original, report)
     for name, value in {**attributes, HANDLE: handle}.items():
-        changes.append(Change(model, name, type(model) if name == "__class__" else _Absent, value))
+        changes.append(Change(model, name, type(model) if name == "__class__" else Absent, value))
     try:
         for change in changes:
             change.apply()

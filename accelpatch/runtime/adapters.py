@@ -72,7 +72,7 @@ def state_of(model: nn.Module) -> tuple[str, ...]:
 
 
 def lost_merge(model: nn.Module) -> str | None:
-    """The first place where an adapter was merged into a weight that holds no floats, so that it is gone; or None."""
+    """The first place where an adapter was merged into a weight that is packed, so that it is gone; or None."""
     for name, module in model.named_modules():
         merged = is_adapter(module) and getattr(module, "merged_adapters", None)
         if merged and (isinstance(base_of(module), QuantizedModule) or getattr(base_of(module), "gives_back", False)):

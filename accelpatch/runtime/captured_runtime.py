@@ -129,7 +129,7 @@ class CapturedRuntime:
         changed = self._watch is None or self._watch.stale() or self._flags != _flags(model)
         if (changed or adapters != self._adapters) and (place := lost_merge(model)):
             raise PatchError(
-                f"{place}: an adapter was merged into a weight that holds no floats, where it is lost; unmerge it, or "
+                f"{place}: an adapter was merged into a weight that is packed, where it is lost; unmerge it, or "
                 "merge before patching"
             )
         if changed:

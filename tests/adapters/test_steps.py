@@ -142,7 +142,7 @@ def test_what_is_merged_into_integers_is_refused(recipe: str) -> None:
     due = assert_like_the_modules(model)
     model.merge_adapter()
     for _ in range(2):
-        with pytest.raises(PatchError, match="q_proj: an adapter was merged into a weight that holds no floats"):
+        with pytest.raises(PatchError, match="q_proj: an adapter was merged into a weight that is packed"):
             model.generate(**full_batch(), max_new_tokens=3)
     model.unmerge_adapter()
     assert torch.equal(assert_like_the_modules(model), due)

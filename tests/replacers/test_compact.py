@@ -15,6 +15,7 @@ from accelpatch.device import KNOWN
 from accelpatch.errors import PatchError
 from accelpatch.kernels import dispatch
 from accelpatch.modules.compact_linear import CompactLinear
+from accelpatch.patching import apply
 from accelpatch.runtime import captured_graph
 from accelpatch.runtime.captured_graph import EagerGraph
 from accelpatch.runtime.captured_runtime import CAPTURED
@@ -169,3 +170,70 @@ def test_a_failed_patch_leaves_the_weights(monkeypatch: pytest.MonkeyPatch) -> N
         patched(model)
     assert not hasattr(model, "accelpatch")
     assert bits(model.state_dict()) == before
+
+
+def test_an_interrupt_after_the_last_step_gives_the_weights_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of()
+    before = bits(model.state_dict())
+    settle = apply.settle
+
+    def interrupted(*args: Any) -> None:
+        settle(*args)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(apply, "settle", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        patched(model)
+    assert not hasattr(model, "accelpatch")
+    assert bits(model.state_dict()) == before
+
+
+def test_what_else_a_layer_holds_stays_its_own() -> None:
+    model = model_of("qwen2")
+    layer = model.model.layers[0].self_attn.q_proj
+    layer.register_buffer("fine", torch.tensor([1.00001]))
+    patched(model)
+    state = {name: 2 * value + 1 for name, value in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+    accelpatch.unpatch(model)
+    assert model.model.layers[0].self_attn.q_proj is layer
+    assert layer.fine.dtype == torch.float32
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+
+
+def test_a_missing_weight_is_missed() -> None:
+    model = patched(model_of())
+    state = model.state_dict()
+    del state["model.layers.0.mlp.down_proj.weight"]
+    with pytest.raises(RuntimeError, match=r"Missing key.*model\.layers\.0\.mlp\.down_proj\.weight"):
+        model.load_state_dict(state)
+    assert model.load_state_dict(state, strict=False).missing_keys == ["model.layers.0.mlp.down_proj.weight"]
+
+
+def test_in_inference_mode() -> None:
+    model = model_of()
+    before = bits(model.state_dict())
+    with torch.inference_mode():
+        patched(model)
+        model.generate(**full_batch(), **OPTIONS)
+        accelpatch.unpatch(model)
+    assert bits(model.state_dict()) == before
+    model.train()
+    model(**full_batch(), labels=full_batch()["input_ids"]).loss.backward()
+
+
+def test_a_pair_that_moves_is_held_once() -> None:
+    model = patched(model_of())
+    gate = model.model.layers[0].mlp.gate_proj
+    read(model)
+    assert gate.tiles.part == "gate"
+    assert gate.weight_bytes < gate.weight.nbytes
+    model.to("meta")
+    assert gate.tiles.w.shape[0] * 16 < gate.tiles.n + 16
+
+
+def test_a_layer_without_rows() -> None:
+    model = model_of()
+    model.extra = nn.Linear(8, 0).bfloat16()
+    patched(model, verify=False)
+    assert accelpatch.unpatch(model).extra.weight.shape == (0, 8)

@@ -57,6 +57,13 @@ struct Compact {
         const uint32_t a = word_of(raw, 2 * p), b = word_of(raw, 2 * p + 1);
         return {pair(a, exponents), pair(permute<0x2301>(a, 0u), exponents >> 4), pair(b, exponents << 4), pair(permute<0x2301>(b, 0u), exponents << 8 | exponents >> 24)};
     }
+    static DEVICE float value(const char* tile, int r, int k) {  // of a code, before its scale
+        const char* step = tile + k / KSTEP * STEP_BYTES;
+        const int t = k / 16 % 4, p = k / 8 % 2;
+        const Words4 pairs = expand(*reinterpret_cast<const Words4*>(step + (4 * r + t) * 16), *reinterpret_cast<const uint32_t*>(step + 1024 + (4 * (r & 7) + t) * 16 + (r & 8) + 4 * p), p);
+        const uint32_t pair = word_of(pairs, k / 2 % 4);
+        return Bf16::up(k % 2 ? pair >> 16 : pair & 0xffffu);
+    }
 };
 template <class F> constexpr bool COMPACT = F::VALUE_BITS == 12;
 

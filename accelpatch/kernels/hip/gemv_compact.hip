@@ -5,10 +5,12 @@
 namespace {
 constexpr int UNPACK_THREADS = 256, UNPACKED_STEPS = 2 * UNPACK_THREADS / 32;  // by a block: 32 lanes a step, each with 16 values of two rows
 
+constexpr int MOST_FOURS = 1 << 14;  // of outliers: more than a row has columns
+
 inline int check_compact(const GemvArgs& a, int dtype) {
     if (dtype) return STATUS_FORMAT;
     if (!a.scale || !a.offset) return STATUS_POINTER;
-    return a.group_shift < 1 ? STATUS_SIZE : STATUS_OK;
+    return a.group_shift < 1 || a.group_shift > MOST_FOURS || a.k >= 0xffff ? STATUS_SIZE : STATUS_OK;
 }
 
 // A bf16 of the codes' window as it was. `scale`: its row's, as bits.

@@ -108,7 +108,7 @@ template <class F, class T> int make_plan(GemvPlan& p, const GemvArgs& a, const 
     p.part_steps = int32_t((p.steps + shared_turn - 1) / shared_turn * shared_turn / CLUSTER);
     p.tile_hop = blocks / cluster * (WAVES * cluster >> p.waves_shift), p.row_hop = int32_t(p.tile_hop * each);
     p.weight_hop = F::TILED ? int64_t(p.tile_hop) * p.steps * F::STEP_BYTES : p.row_hop * (a.k * F::VALUE_BITS / 8);
-    p.scale_hop = int64_t(p.tile_hop) * (((p.steps - 1) >> a.group_shift) + 1) * 8 * SCALE_BYTES<F>;
+    p.scale_hop = F::GROUPS ? int64_t(p.tile_hop) * (((p.steps - 1) >> a.group_shift) + 1) * 8 * SCALE_BYTES<F> : 0;
     p.w_aligned = F::TILED || multiple_of_16(a.w, a.k * F::VALUE_BITS / 8);
     p.x_aligned = multiple_of_16(a.x, a.x_stride * 2) && a.k % 8 == 0 && multiple_of_16(a.norm_weight) && multiple_of_16(a.norm_bias);
     p.y_pairs = rows % 2 == 0 && pairs(a.y, a.y_stride) && (!a.residual || pairs(a.residual, a.residual_stride));

@@ -76,6 +76,11 @@ template <class F, class NORMS> DEVICE float unbounded_sum(const GemvArgs& a, co
     return found ? sum : none;
 }
 
+// What a product sees of a token's value k.
+template <class T, class NORMS> DEVICE float staged_value(const GemvPlan& plan, const NORMS& norms, const char* shared, int token, int k) {
+    return plan.resident == plan.phases ? T::up(*reinterpret_cast<const uint16_t*>(shared + token * plan.token_stride + k * 2)) : norms.value(token, k, 0.f, 0.f);
+}
+
 // A row's outliers times a token's activations, less what stands for them among the codes. `next`: the first four.
 template <class F, class T, class NORMS>
 DEVICE float outlier_sum(const GemvArgs& a, const GemvPlan& plan, const NORMS& norms, const char* shared, Words4 next, float scale, int tile, int r, int token) {
@@ -87,12 +92,29 @@ DEVICE float outlier_sum(const GemvArgs& a, const GemvPlan& plan, const NORMS& n
         for (int i = 0; i < 4; ++i) {
             const uint32_t word = word_of(next, i), k = word & 0xffffu;
             if (k == 0xffffu) return sum;
-            const float x = plan.resident == plan.phases ? T::up(*reinterpret_cast<const uint16_t*>(shared + token * plan.token_stride + k * 2)) : norms.value(token, k, 0.f, 0.f);
-            sum = fmaf(Bf16::up_high(word) - coded, x, sum);
+            sum = fmaf(Bf16::up_high(word) - coded, staged_value<T>(plan, norms, shared, token, k), sum);
         }
         if (++four == a.group_shift) return sum;
         next = outliers_of<F>(a, tile, r)[four];
     }
+}
+
+// A row's product with a token value by value, where the sum of codes is not finite: an infinity times an outlier's code is none times
+// the outlier, and codes are larger than what they stand for.
+template <class F, class T, class NORMS> DEVICE float careful_sum(const GemvArgs& a, const GemvPlan& plan, const NORMS& norms, const char* shared, float scale, int tile, int r, int token) {
+    const char* from = static_cast<const char*>(a.w) + int64_t(tile) * plan.steps * F::STEP_BYTES;
+    const uint32_t* outlier = reinterpret_cast<const uint32_t*>(outliers_of<F>(a, tile, r));
+    int left = 4 * a.group_shift;  // of outliers, which come by column
+    float sum = 0.f;
+#pragma unroll 1
+    for (int k = 0; k < int(a.k); ++k) {
+        const float x = staged_value<T>(plan, norms, shared, token, k);
+        if (x != x) return x;
+        float w = F::value(from, r, k) * scale;
+        if (left && int(*outlier & 0xffffu) == k) w = Bf16::up_high(*outlier), ++outlier, --left;
+        sum = fmaf(w, x, sum);
+    }
+    return sum;
 }
 
 // Before a block touches activations, and when it has worked out where they lie: the kernel before has ended, or has told of those that
@@ -202,8 +224,13 @@ template <class F, class T, bool NARROW, int DEPTH> __global__ void __launch_bou
             }
             if constexpr (COMPACT<F>) {
 #pragma unroll
-                for (int i = 0; i < 2; ++i)
-                    if (i == 0 || gate) output.beside[i] = outlier_sum<F, T>(a, plan, stager, shared, output.outliers[i], output.scale[i], tile, (seat & 15) + 8 * i, seat >> 4);
+                for (int i = 0; i < 2; ++i) {
+                    if (i && !gate) break;
+                    const int r = (seat & 15) + 8 * i;
+                    output.beside[i] = outlier_sum<F, T>(a, plan, stager, shared, output.outliers[i], output.scale[i], tile, r, seat >> 4);
+                    if (RARELY(!(fabsf(fmaf(i ? second : first, output.scale[i], output.beside[i])) < INFINITY)))
+                        output.beside[i] = careful_sum<F, T>(a, plan, stager, shared, output.scale[i], tile, r, seat >> 4), output.scale[i] = 0.f, (i ? second : first) = 0.f;
+                }
             }
             if constexpr (Stager::BOUNDED) {
                 if (RARELY(first != first || second != second)) {  // a value that is not finite, or weights that are none

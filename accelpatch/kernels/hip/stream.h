@@ -29,7 +29,7 @@ DEVICE int64_t weight_row(const GemvArgs& a, int tile, int r) {
     return at < half ? at + (r >> 3) * half : a.n;
 }
 template <class F> DEVICE int64_t row_bytes(const GemvArgs& a) { return a.k * F::VALUE_BITS / 8; }
-template <class F> DEVICE int64_t scale_sets(const GemvArgs& a, const GemvPlan& plan) { return ((plan.steps - 1) >> a.group_shift) + 1; }
+template <class F> DEVICE int64_t scale_sets(const GemvArgs& a, const GemvPlan& plan) { return F::GROUPS ? ((plan.steps - 1) >> a.group_shift) + 1 : 0; }
 
 // Rows that no 16-byte load may touch: 16 bytes one by one, zeros past the row's end. `room`: bytes from `from` to there.
 template <int RUN> static __device__ __noinline__ Words4 gather(const char* from, int room) {
