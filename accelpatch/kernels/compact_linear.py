@@ -23,6 +23,7 @@ from accelpatch.kernels.hip.layout import TILE_ROWS
 
 OP = "compact_linear"
 BLOCK = 100 << 20  # values undone at once: 200 MiB of bfloat16, a gate and up of 7 billion parameters' models
+CHECKED = 1 << 24  # values undone at once by torch, which takes some 30 bytes for each
 MOST = 24  # rows of x up to which the tiles are read, for 8 of them each time; for more they are undone once
 
 
@@ -39,12 +40,12 @@ def reference(x: Tensor, *args: Any) -> Tensor:
 
 def blocks(*args: Any) -> Iterator[tuple[Tensor, Tensor | None]]:
     """The same in float64, some rows at a time."""
-    *tiles, bias = args
-    return linear.float64_blocks(_as_is, compact_tiles.decode(CompactTiles(*tiles)), bias)
-
-
-def _as_is(dtype: torch.dtype, w: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    return w.to(dtype), None if bias is None else bias.to(dtype)
+    *rest, bias = args
+    tiles = compact_tiles.alone(CompactTiles(*rest))
+    step = max(1, CHECKED // (TILE_ROWS * tiles.k))
+    for start in range(0, tiles.w.shape[0], step):
+        part, row = _slice(tiles, start, start + step), start * TILE_ROWS
+        yield dense(torch.float64, *part, None if bias is None else bias[row : row + part.n])
 
 
 def spec(x: Tensor, *args: Any) -> Spec:
