@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(UNPACK_THREADS) unpack_kernel(const GemvArgs a
         }
     }
     __syncthreads();
-    const int from = begin * Compact::KSTEP, end = from + UNPACKED_STEPS * Compact::KSTEP, beside = a.group_shift * 4;
+    const int from = begin * Compact::KSTEP, end = from + UNPACKED_STEPS * Compact::KSTEP, beside = fours(a) * 4;
     const uint32_t* outliers = static_cast<const uint32_t*>(a.offset) + int64_t(tile) * 16 * beside;
     for (int i = threadIdx.x; i < 16 * beside; i += UNPACK_THREADS) {
         const int column = int(outliers[i] & 0xffffu);

@@ -10,8 +10,9 @@
 
 constexpr int PARTIAL_STRIDE = 20;  // floats of one token and wave: 16 rows and a pad against bank conflicts
 
+DEVICE int fours(const GemvArgs& a) { return a.group_shift; }  // of outliers, in a row
 // The outliers of a tile's row: of each K in the lower half of a word, and the value as bf16; 0xffff where there is none. 4 a row or a multiple.
-template <class F> DEVICE const Words4* outliers_of(const GemvArgs& a, int tile, int r) { return static_cast<const Words4*>(a.offset) + (int64_t(tile) * 16 + r) * a.group_shift; }
+template <class F> DEVICE const Words4* outliers_of(const GemvArgs& a, int tile, int r) { return static_cast<const Words4*>(a.offset) + (int64_t(tile) * 16 + r) * fours(a); }
 
 // What a thread needs to finish one output; loaded when its tile begins, used when the tile ends. Only the residual is
 // what another kernel may still write.
@@ -94,7 +95,7 @@ DEVICE float outlier_sum(const GemvArgs& a, const GemvPlan& plan, const NORMS& n
             if (k == 0xffffu) return sum;
             sum = fmaf(Bf16::up_high(word) - coded, staged_value<T>(plan, norms, shared, token, k), sum);
         }
-        if (++four == a.group_shift) return sum;
+        if (++four == fours(a)) return sum;
         next = outliers_of<F>(a, tile, r)[four];
     }
 }
@@ -104,7 +105,7 @@ DEVICE float outlier_sum(const GemvArgs& a, const GemvPlan& plan, const NORMS& n
 template <class F, class T, class NORMS> DEVICE float careful_sum(const GemvArgs& a, const GemvPlan& plan, const NORMS& norms, const char* shared, float scale, int tile, int r, int token) {
     const char* from = static_cast<const char*>(a.w) + int64_t(tile) * plan.steps * F::STEP_BYTES;
     const uint32_t* outlier = reinterpret_cast<const uint32_t*>(outliers_of<F>(a, tile, r));
-    int left = 4 * a.group_shift;  // of outliers, which come by column
+    int left = 4 * fours(a);  // of outliers, which come by column
     float sum = 0.f;
 #pragma unroll 1
     for (int k = 0; k < int(a.k); ++k) {
