@@ -15,7 +15,7 @@ import accelpatch.models.load as loading
 from accelpatch import device as devices
 from accelpatch import recipe as recipes
 from accelpatch.device import Device
-from accelpatch.errors import PatchError, PlanError
+from accelpatch.errors import AccelpatchError, PatchError, PlanError
 from accelpatch.kernels.checking import checked
 from accelpatch.kernels.selftest import run as selftest
 from accelpatch.models.family import roles_of
@@ -27,12 +27,21 @@ from accelpatch.patching.evaluation import Evaluation, compare
 from accelpatch.patching.host_copies import HostCopies, rounded_weights
 from accelpatch.patching.match import unwrapped
 from accelpatch.patching.plan import Plan, make_plan
-from accelpatch.patching.stages import stage_report, verified_build, whole_model
+from accelpatch.patching.stages import (
+    SWITCHED_OFF,
+    UNSUITABLE,
+    Captured,
+    capture,
+    capture_any,
+    stage_report,
+    verified_build,
+    whole_model,
+)
 from accelpatch.recipe import Recipe
 from accelpatch.replacers import registry, replacer
 from accelpatch.replacers.plugin import load_plugin
 from accelpatch.runtime.first_use import on_first_use
-from accelpatch.runtime.patched_model import RUNTIME, new_runtime, patched_class
+from accelpatch.runtime.patched_model import RUNTIME, let_yield, new_runtime, patched_classes
 
 __all__ = [
     "evaluate", "load", "load_plugin", "patch", "patch_on_first_use", "patched", "plan", "plan_from_config",
@@ -82,7 +91,8 @@ def patch(
 ) -> Model:
     """Replace modules of `model` in place as `recipe` says, and return it; all or nothing.
 
-    inputs: keyword arguments of some calls of the model, for verification; small fixed ones by default.
+    inputs: keyword arguments of some calls of the model, for verification; by default small ones that are made from its
+    configuration, and where the model runs on none of these, nothing is verified, with a warning.
     keep_original: "cpu" keeps the originals' weights there for `unpatch`; "none" frees them. verify: compare each
     replacement with its reference and its original, and the whole model before with after. progress(stage, done,
     total). A PeftModel keeps its adapters. Raises RecipeError, PlanError and PatchError; the model is then as it was.
@@ -92,16 +102,15 @@ def patch(
     given, model = model, unwrapped(model)
     apply.check_patchable(model)
     watch, planned = _Stopwatch(progress), plan(model, recipe, device=device)
-    samples = (list(inputs) if inputs is not None else sample_inputs(model)) if verify else []
     with HostCopies(rounded_weights(planned) if keep_original == "cpu" else []) as copies:
-        built, planned, before = verified_build(model, planned, samples, checked, watch)
+        captured = _captured(model, planned, inputs, watch) if verify else Captured(missing=SWITCHED_OFF)
+        built, planned = verified_build(planned, captured, checked, watch)
         runtime = new_runtime(planned.device.kind, planned.recipe.runtime)
         report = stage_report(planned, built, runtime.paths)
-        attributes = {"__class__": patched_class(model), RUNTIME: runtime}
+        attributes: list[tuple[nn.Module, str, Any]] = [*patched_classes(model), (model, RUNTIME, runtime)]
         handle = apply.commit(model, planned, [item.built for item in built], keep_original, attributes, report)
         try:
-            if verify:
-                report.verification = whole_model(model, samples, before, report, watch)
+            report.verification = whole_model(model, captured, report, watch)
             apply.settle(handle, [item.built for item in built], copies, watch)
         except BaseException:
             handle.revert()
@@ -135,21 +144,44 @@ def evaluate(model: nn.Module, recipe: AnyRecipe, input_ids: Tensor, *, progress
 
 @contextmanager
 def patch_on_first_use(
-    recipe: AnyRecipe, *, on_patched: Callable[[nn.Module], None] | None = None, **options: Any
+    recipe: AnyRecipe,
+    *,
+    on_patched: Callable[[nn.Module], None] | None = None,
+    on_left: Callable[[nn.Module, str], None] | None = None,
+    **options: Any,
 ) -> Iterator[None]:
     """Within it every transformers model is patched at its first forward or generate; used by `accelpatch exec`.
 
     options: those of `patch`. on_patched: called with each model right after. A model in training mode is left alone.
+    on_left: called with a model and the reason where it cannot be patched, which is an error otherwise; and where the
+    patch was taken off again, because the model is to be trained, saved or resized.
     """
 
     def act(model: nn.Module) -> None:
-        if apply.HANDLE not in vars(model) and not model.training:
+        if apply.HANDLE in vars(model) or model.training:
+            return
+        try:
             patch(model, recipe, **options)
-            if on_patched is not None:
-                on_patched(model)
+        except (AccelpatchError, OSError, ImportError, *UNSUITABLE) as error:
+            if on_left is None:
+                raise
+            on_left(model, f"{type(error).__name__}: {error}")
+            return
+        if on_left is not None:
+            let_yield(model, unpatch, on_left)
+        if on_patched is not None:
+            on_patched(model)
 
     with on_first_use(act):
         yield
+
+
+def _captured(
+    model: nn.Module, planned: Plan, inputs: Sequence[Mapping[str, Any]] | None, progress: Progress
+) -> Captured:
+    if inputs is not None:
+        return capture(model, planned, list(inputs), progress)
+    return capture_any(model, planned, sample_inputs(model), progress)
 
 
 def _handle(model: nn.Module) -> apply.Handle:

@@ -44,7 +44,11 @@ def execute(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No summary on stderr at the end.")] = False,
     plugin: PluginOption = None,
 ) -> None:
-    """Run a Python script unchanged; each transformers model in it is patched at its first forward or generate."""
+    """Run a Python script unchanged; each transformers model in it is patched at its first forward or generate.
+
+    A model that cannot be patched is left as it is, and one that the script trains, saves or resizes gets its original
+    modules back first; the summary says so.
+    """
     words = script or []
     if module is None and not words:
         raise typer.BadParameter("give a script, or -m MODULE", param_hint="SCRIPT")
@@ -56,13 +60,17 @@ def execute(
 
     from . import script as scripts
 
-    patched: list[str] = []
+    lines: list[str] = []
+
+    def left(model: Any, reason: str) -> None:
+        lines.append(f"{type(model).__name__} left as it is: {reason}")
+
     try:
-        with api.patch_on_first_use(recipe, on_patched=lambda m: patched.append(_line(m)), keep_original="none"):
+        with api.patch_on_first_use(recipe, on_patched=lambda m: lines.append(_line(m)), on_left=left):
             scripts.run(words if module is None else [module, *words], as_module=module is not None)
     finally:
         if not quiet:
-            console.note("accelpatch: " + ("; ".join(patched) or "the script used no model that could be patched"))
+            console.note("accelpatch: " + ("; ".join(lines) or "the script used no model that could be patched"))
 
 
 def _line(model: Any) -> str:

@@ -1,56 +1,132 @@
-"""Small fixed inputs for a model, in the shapes that generation uses: one token, several, a padded batch."""
+"""Small fixed inputs for a model, made from its configuration, in the shapes that generation uses.
+
+What a model takes is read off its main input's name and its forward's signature: token ids, pictures, sound. Where
+several forms are possible all are given, the likeliest first: the first that the model runs on is the right one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 LENGTH, BATCH = 12, 3
+SOUND, FRAMES, CHANNELS = 16000, 64, 3
+Sample = dict[str, Any]
+# What a forward calls the input of a picture or of sound, where it is not the model's main input.
+SIGNALS = ("pixel_values", "input_features", "input_values", "pixel_values_videos")
 
 
-def sample_inputs(model: nn.Module) -> list[dict[str, Any]]:
-    """Inputs for `model(**inputs)`: token ids below the vocabulary's size, pixels, or the model's `dummy_inputs`.
+def sample_inputs(model: nn.Module) -> list[list[Sample]]:
+    """Candidates, each a list of inputs for `model(**inputs)`: one token, several, a padded batch; or two signals.
 
     Always the same for a model of the same configuration. Everything is on the device of the model's first parameter.
+    Empty where nothing is known of what the model takes.
     """
-    device = next(model.parameters()).device
-    kind = getattr(model, "main_input_name", "input_ids")
-    if kind == "pixel_values":
-        return [{"pixel_values": pixels(model, batch)} for batch in (1, 2)]
-    config = getattr(model, "config", None)
+    first = next(model.parameters(), None)
+    device = torch.device("cpu") if first is None else first.device
+    found = [[_accepted(model, sample) for sample in candidate] for candidate in _candidates(model)]
+    return [
+        [{k: v.to(device) if isinstance(v, Tensor) else v for k, v in sample.items()} for sample in candidate]
+        for candidate in found
+    ]
+
+
+def _candidates(model: Any) -> Iterator[list[Sample]]:
+    config, main = getattr(model, "config", None), getattr(model, "main_input_name", "input_ids")
     vocabulary = getattr(text_config(config), "vocab_size", None)
-    if kind != "input_ids" or not vocabulary:
-        dummy: Mapping[str, Any] = getattr(model, "dummy_inputs", {})
-        return [{name: value.to(device) if isinstance(value, Tensor) else value for name, value in dummy.items()}]
+    tokens = token_batches(config, vocabulary) if isinstance(vocabulary, int) and vocabulary > 0 else []
+    if main == "input_ids" and tokens:
+        yield tokens
+    names = dict.fromkeys([main, *(name for name in SIGNALS if name in _parameters(model))])
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    signals = [(name, shape) for name in names if name in SIGNALS for shape in _shapes(config, name)]
+    for name, shape in signals:
+        yield [{name: noise((batch, *shape), dtype)} | _decoder(config, vocabulary, batch) for batch in (1, 2)]
+    if tokens:
+        for name, shape in signals:
+            yield [{name: noise((len(one["input_ids"]), *shape), dtype)} | one for one in tokens]
+    dummy: Mapping[str, Any] = getattr(model, "dummy_inputs", {})
+    if main in dummy:
+        yield [dict(dummy)]
+
+
+def _parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(type(model).forward).parameters
+
+
+def _accepted(model: nn.Module, sample: Sample) -> Sample:
+    """Those of the arguments that the model's forward has, or passes on."""
+    known = _parameters(model)
+    if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in known.values()):
+        return sample
+    return {name: value for name, value in sample.items() if name in known}
+
+
+def token_batches(config: Any, vocabulary: int) -> list[Sample]:
+    """input_ids and a mask: [1, 1], [1, length] and [3, length], of the last one row padded on the left."""
     length = min(LENGTH, getattr(text_config(config), "max_position_embeddings", None) or LENGTH)
     batches = [one_batch(vocabulary, 1, 1), one_batch(vocabulary, 1, length), one_batch(vocabulary, BATCH, length)]
     batches[2]["attention_mask"][1, : length // 2] = 0  # left padding, as for generation
-    if getattr(config, "is_encoder_decoder", False):
-        for batch in batches:
+    for batch in batches:
+        if getattr(config, "is_encoder_decoder", False):
             batch["decoder_input_ids"] = batch["input_ids"].clone()
-    else:
-        for batch in batches:
+        else:
             batch["use_cache"] = False
-    return [{k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()} for batch in batches]
+    return batches
 
 
-def one_batch(vocabulary: int, batch: int, length: int) -> dict[str, Any]:
+def one_batch(vocabulary: int, batch: int, length: int) -> Sample:
     """input_ids[batch, length] spread over the vocabulary, and a mask of ones."""
     places = torch.arange(batch * length, dtype=torch.int64).reshape(batch, length)
     return {"input_ids": (places * 7919 + 17) % vocabulary, "attention_mask": torch.ones_like(places)}
 
 
-def pixels(model: nn.Module, batch: int) -> Tensor:
-    """Seeded noise [batch, channels, height, width] in the model's dtype and image size."""
-    config, first = model.config, next(model.parameters())
-    size = getattr(config, "image_size", 224)
-    height, width = (size, size) if isinstance(size, int) else size
-    generator = torch.Generator().manual_seed(0)
-    noise = torch.randn(batch, getattr(config, "num_channels", 3), height, width, generator=generator)
-    return noise.to(first.device, first.dtype)
+def _decoder(config: Any, vocabulary: int | None, batch: int) -> Sample:
+    """What an encoder-decoder needs beside a picture or sound."""
+    if not getattr(config, "is_encoder_decoder", False) or not vocabulary:
+        return {}
+    return {"decoder_input_ids": one_batch(vocabulary, batch, LENGTH if batch > 1 else 1)["input_ids"]}
+
+
+def noise(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Seeded normal noise."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+def _shapes(config: Any, name: str) -> list[tuple[int, ...]]:
+    """The shapes, without the batch, that an input of this name may have in a model of this configuration."""
+    channels, bins = _fact(config, "num_channels", "in_channels") or CHANNELS, _fact(config, "num_mel_bins")
+    if name.startswith("pixel_values"):
+        picture = (channels, *_size(config))
+        frames = _fact(config, "num_frames")
+        return [(frames, *picture)] if frames else [picture]
+    if name == "input_values":
+        length, channels = _fact(config, "max_length"), _fact(config, "audio_channels") or 1
+        spectrum = [(length, bins)] if length and bins else []
+        return [*spectrum, (SOUND,), (channels, SOUND)]
+    positions = _fact(config, "max_source_positions")
+    whisper = [(bins, 2 * positions)] if bins and positions else []
+    width = _fact(config, "input_feat_per_channel", "feature_projection_input_dim") or bins
+    return [*whisper, *([(FRAMES, width)] if width else [])]
+
+
+def _size(config: Any) -> tuple[int, int]:
+    """Height and width of a picture."""
+    size = _fact(config, "image_size") or 224
+    if isinstance(size, Mapping):
+        size = (size["height"], size["width"])
+    return (size, size) if isinstance(size, int) else (size[0], size[1])
+
+
+def _fact(config: Any, *names: str) -> Any:
+    """The first of these in a configuration, or in those of its parts."""
+    parts = [config, *(part for part in vars(config).values() if hasattr(part, "model_type"))] if config else []
+    values = (getattr(part, name, None) for name in names for part in parts)
+    return next((value for value in values if value), None)
 
 
 def text_config(config: Any) -> Any:

@@ -7,20 +7,25 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from accelpatch.errors import KernelError
 from accelpatch.kernels import compact_tiles
 from accelpatch.kernels.compact_linear import compact_linear, undone
 from accelpatch.kernels.compact_tiles import CompactTiles
 from accelpatch.kernels.gemv import gemv
+from accelpatch.modules.autocast import autocast
+from accelpatch.modules.weight_view import PackedWeight
 
 
-class CompactLinear(nn.Module):
+class CompactLinear(PackedWeight):
     """y = x @ weight^T + bias.
 
     tiles: the only copy of the weight; None where its values have no such form (`refusal` says why): it is a parameter
     then, shared with the original. `like` is empty: it carries the weight's device and dtype, and follows `model.to()`.
     """
+
+    own_buffers = ("like",)
 
     bias: Tensor | None
     like: Tensor
@@ -31,7 +36,7 @@ class CompactLinear(nn.Module):
         """Make tiles of the weight that was taken over, where that can be."""
         weight = self._parameters["weight"]
         assert weight is not None
-        self.tiles, self.refusal = None, ""
+        self.tiles, self.refusal, self.trainable = None, "", weight.requires_grad
         with torch.inference_mode(False), torch.no_grad():
             self.register_buffer("like", torch.empty(0, dtype=weight.dtype, device=weight.device), persistent=False)
             try:
@@ -41,14 +46,19 @@ class CompactLinear(nn.Module):
             else:
                 del self._parameters["weight"]
 
-    @property
-    def weight(self) -> Tensor:
-        """The weight[N, K] in the dtype of the one that was replaced; of tiles it is made anew at each access."""
+    def dequantized(self) -> Tensor:
+        """The weight[N, K], bit for bit."""
         held = self._parameters.get("weight")
         if held is not None:
-            return held
+            return held.detach()
         assert self.tiles is not None
         return undone(self.tiles).to(self.like.dtype)
+
+    def repack(self, weight: Tensor) -> None:
+        """Hold other numbers, in tiles where they have that form."""
+        self.tiles = None
+        self._parameters["weight"] = nn.Parameter(weight.to(self.like, copy=True), requires_grad=self.trainable)
+        self.hold()
 
     @property
     def gives_back(self) -> bool:
@@ -59,25 +69,34 @@ class CompactLinear(nn.Module):
     def weight_bytes(self) -> int:
         """What one product reads; of tiles that are paired, half."""
         if self.tiles is None:
-            return self.weight.nbytes
+            return self.dequantized().nbytes
         return sum(table.nbytes for table in self.tiles[:3]) * self.tiles.n // self.tiles.rows
 
     def whole(self) -> None:
         """Hold the weight as it was: for neighbours whose weights have no tiles."""
         if self.tiles is not None:
             with torch.inference_mode(False), torch.no_grad():
-                held = nn.Parameter(self.weight, requires_grad=False)
-            self.tiles = None
+                held = nn.Parameter(self.dequantized(), requires_grad=self.trainable)
+            self.tiles = self.lent = None
             self._parameters["weight"] = held
 
     def forward(self, x: Tensor) -> Tensor:
         """x[..., K] -> y[..., N] in x's dtype."""
+        x = autocast(x)
+        if x.dtype != self.like.dtype:  # torch casts the weight too
+            return functional.linear(x, self.dequantized(), self.bias)
         if self.tiles is None:
             return gemv(x, self.weight, self.bias)
         return compact_linear(x, *self.tiles, self.bias)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        """Move with the model; another dtype is that of what `weight` gives, the tiles stay what they are."""
+        """Move with the model; cast to another dtype, the weight is rounded as a parameter is."""
+        self.lent = None
+        if fn(self.like).dtype != self.like.dtype:
+            self.whole()
+            super()._apply(fn, recurse)
+            self.hold()
+            return self
         super()._apply(fn, recurse)
         if self.tiles is not None and self.tiles.w.device != self.like.device:
             own = compact_tiles.alone(self.tiles)  # or a neighbour that they are paired with would hold them twice
@@ -88,12 +107,13 @@ class CompactLinear(nn.Module):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """The weight under its own name, as the original's."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination.setdefault(prefix + "weight", self.weight)
+        destination.setdefault(prefix + "weight", self.dequantized())
 
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: list[str], *args: Any
     ) -> None:
         """Take a weight as the original would."""
+        self.lent = None
         given = self.tiles is not None and prefix + "weight" in state_dict
         if given:
             self.whole()
@@ -105,8 +125,8 @@ class CompactLinear(nn.Module):
 
     def give_back(self, original: nn.Module) -> None:
         """Give the original its weight, where this module was moved, if it is held here alone."""
-        parameter = original._parameters["weight"]
+        parameter, held = original._parameters["weight"], self._parameters.get("weight")
         assert parameter is not None
-        if parameter.numel() == 0:
+        if parameter is not held:
             with torch.inference_mode(False), torch.no_grad():
-                parameter.data = self.weight.detach()
+                parameter.data = self.dequantized()

@@ -10,13 +10,14 @@ from accelpatch.kernels.compact_linear import compact_linear
 from accelpatch.kernels.compact_tiles import CompactTiles
 from accelpatch.kernels.gated_activation import gated_activation
 from accelpatch.kernels.tiled_int4_linear import tiled_int4_linear
+from accelpatch.modules.replacement import intact, is_observed
 
 
 def side_by_side(gate: Any, up: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     """gate(x) and up(x); by one product where their weights lie in one and nobody watches them."""
     tiles, others = (vars(module).get("tiles") for module in (gate, up))
     one = tiles is not None and others is not None and tiles.w is others.w and gate.bias is None and up.bias is None
-    if not one or any(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in (gate, up)):
+    if not one or is_observed(gate, up):
         return gate(x), up(x)
     product = compact_linear if isinstance(tiles, CompactTiles) else tiled_int4_linear
     both: Tensor = product(x, *tiles._replace(n=2 * tiles.n, part="both"), None)
@@ -28,13 +29,16 @@ class GatedMLP(nn.Module):
 
     activation: str
     fused_rows: bool
+    skips: tuple[tuple[str, nn.Module], ...]
     gate_proj: nn.Module
     up_proj: nn.Module
     gate_up_proj: nn.Module
     down_proj: nn.Module
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """hidden_states[..., K] -> [..., K]."""
+        """hidden_states[..., K] -> [..., K]; with the original's forward where its activation is another by now."""
+        if not intact(self):
+            return super().forward(hidden_states)
         if self.fused_rows:
             gate, up = self.gate_up_proj(hidden_states).chunk(2, dim=-1)
         else:

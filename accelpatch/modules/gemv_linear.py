@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from torch import Tensor, nn
+from torch.nn import functional
 
 from accelpatch.kernels.gemv import gemv
+from accelpatch.modules.autocast import autocast
 
 
 class GemvLinear(nn.Module):
@@ -15,4 +17,7 @@ class GemvLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x[..., K] -> y[..., N] in x's dtype."""
+        x = autocast(x)
+        if x.dtype != self.weight.dtype:  # torch casts the weight too
+            return functional.linear(x, self.weight, self.bias)
         return gemv(x, self.weight, self.bias)

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from accelpatch.kernels.rmsnorm import add_rmsnorm, rmsnorm
+from accelpatch.modules.replacement import intact, is_observed
 
 
 class FusedRMSNorm(nn.Module):
@@ -22,6 +23,13 @@ class FusedRMSNorm(nn.Module):
         return rmsnorm(hidden_states, self.weight, self.rms_eps, self.plus_one)
 
 
+# Children that a replaced layer calls; others, such as a dropout that drops nothing, it skips.
+CALLED = frozenset(
+    {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+    | {"pre_feedforward_layernorm", "post_feedforward_layernorm"}
+)
+
+
 class ResidualNormLayer(nn.Module):
     """A decoder layer whose residual addition and the norm after it are one operation.
 
@@ -29,9 +37,8 @@ class ResidualNormLayer(nn.Module):
     and after the MLP too (Gemma 2 and 3: `sandwich`). Children, names and hooks stay; a hook on the norm is served.
     """
 
-    rms_eps: float
-    plus_one: bool
     sandwich: bool
+    skips: tuple[tuple[str, nn.Module], ...]
     positional: tuple[str, ...]
     self_attn: nn.Module
     mlp: nn.Module
@@ -42,6 +49,8 @@ class ResidualNormLayer(nn.Module):
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """hidden_states[B, L, K] -> [B, L, K]; the other arguments go to the attention as they are."""
+        if not intact(self):
+            return super().forward(hidden_states, *args, **kwargs)
         kwargs.update(zip(self.positional, args, strict=False))
         residual = hidden_states
         hidden_states, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
@@ -53,11 +62,10 @@ class ResidualNormLayer(nn.Module):
         return residual + self.mlp(hidden_states)
 
     def _add_norm(self, norm: nn.Module, hidden_states: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        if norm._forward_hooks or norm._forward_pre_hooks or "forward" in vars(norm):  # accelerate's, or the user's
+        if not isinstance(norm, FusedRMSNorm) or is_observed(norm):  # kept, wrapped by PEFT, or the user's own
             total = residual + hidden_states
             return norm(total), total
-        assert isinstance(norm.weight, Tensor)
-        return add_rmsnorm(hidden_states, residual, norm.weight, self.rms_eps, self.plus_one)
+        return add_rmsnorm(hidden_states, residual, norm.weight, norm.rms_eps, norm.plus_one)
 
 
 def positional_names(layer: nn.Module) -> tuple[str, ...]:

@@ -1,26 +1,43 @@
-"""How a replacement takes over from an original: a subclass of its class, with its attributes, children and hooks."""
+"""How a replacement takes over from an original: a subclass of its class, with its attributes, children and hooks.
+
+A copy of the whole patched model is patched too. A copy of a part alone (PEFT makes such copies to train them) is the
+plain part, float and trainable: a packed weight has no parameter that could be trained.
+"""
 
 from __future__ import annotations
 
+import copy
+import copyreg
 import functools
 import types
 from typing import Any, TypeVar, cast
 
 from torch import nn
+from torch.nn.modules import module as torch_module
+
+from accelpatch.errors import PatchError
 
 Module = TypeVar("Module", bound=nn.Module)
 
 # Copied, so that what is registered on one of the two modules is not seen by the other ...
-_OWN_TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+OWN_TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 # ... while hooks are shared: a handle taken before the swap still removes its hook, one added after survives it.
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks")
+OWN_HOOK = "of_accelpatch"  # marks hooks of this package, which change nothing that a module computes
+FORWARD = ("forward", "_old_forward", "_hf_hook")  # what accelerate's hooks leave on an instance
+TAKEN = "_accelpatch_taken"  # attribute of a replacement: the names of those that it took over
+WHOLE = "accelpatch: a whole model"  # key of a deep copy's memo while a patched model is copied with all its parts
 
 
 @functools.cache
-def subclass(mixin: type[nn.Module], cls: type[nn.Module]) -> type[nn.Module]:
+def subclass(mixin: Any, cls: Any) -> type[nn.Module]:
     """A class that behaves as `mixin` and is an instance of `cls`: hidden states and adapters find it by isinstance."""
     if issubclass(mixin, cls):
         return mixin
-    return type(f"{mixin.__name__}_{cls.__name__}", (mixin, cls), {"__module__": mixin.__module__})
+    body = {"__module__": mixin.__module__, "__deepcopy__": _deep_copy, "replaced_class": cls}
+    made: type[nn.Module] = unpicklable(cast(Any, type(cls)))(f"{mixin.__name__}_{cls.__name__}", (mixin, cls), body)
+    return made
 
 
 def take_over(mixin: type[Module], original: nn.Module) -> Module:
@@ -28,19 +45,101 @@ def take_over(mixin: type[Module], original: nn.Module) -> Module:
 
     Parameters, buffers and children are shared, not copied. A hook of accelerate is carried over.
     """
-    cls = subclass(mixin, type(original))  # type: ignore[arg-type]
+    new = _with_state_of(original, subclass(cast(Any, mixin), cast(Any, type(original))), vars(original))
+    new.__dict__[TAKEN] = frozenset(vars(original))
+    return cast(Module, new)
+
+
+def plain(replacement: nn.Module) -> nn.Module:
+    """A module of the class that was replaced, sharing the tensors and children that a replacement has now.
+
+    A weight that is packed becomes a parameter in the dtype and shape of the original's.
+    """
+    cls: type[nn.Module] = cast(Any, type(replacement)).replaced_class
+    names: frozenset[str] = vars(replacement)[TAKEN]
+    new = _with_state_of(replacement, cls, {name: value for name, value in vars(replacement).items() if name in names})
+    if isinstance(packed := getattr(replacement, "float_parameters", None), types.MethodType):
+        new._parameters.update(packed())
+        for name in getattr(replacement, "own_buffers", ()):
+            new._buffers.pop(name, None)
+            new._non_persistent_buffers_set.discard(name)
+    return new
+
+
+def _with_state_of(module: nn.Module, cls: type[nn.Module], state: Any) -> nn.Module:
     new = cls.__new__(cls)
-    attributes = vars(original).copy()
-    for table in _OWN_TABLES:
+    attributes = dict(state)
+    for table in OWN_TABLES:
         attributes[table] = attributes[table].copy()
     forward = attributes.pop("forward", None)
     new.__dict__.update(attributes)
     if "_hf_hook" in attributes and forward is not None:
         _rewrap_forward(new, forward)
-    return cast(Module, new)
+    return new
 
 
 def _rewrap_forward(new: nn.Module, wrapped: Any) -> None:
     """accelerate puts a partial of its wrapper, bound to the module, on the instance: bind it to the new one."""
     new.__dict__["_old_forward"] = types.MethodType(type(new).forward, new)
     new.__dict__["forward"] = functools.update_wrapper(functools.partial(wrapped.func, new), type(new).forward)
+
+
+def _deep_copy(self: nn.Module, memo: dict[Any, Any]) -> nn.Module:
+    if WHOLE in memo or TAKEN not in vars(self):
+        return copy_with_parts(self, memo)
+    made: nn.Module = copy.deepcopy(plain(self), memo)
+    memo[id(self)] = made
+    return made
+
+
+def copy_with_parts(module: nn.Module, memo: dict[Any, Any]) -> Any:
+    """A deep copy of the same class; what only lends its weight out for a while (`transient`) is left behind."""
+    made = type(module).__new__(type(module))
+    memo[id(module)] = made
+    transient = getattr(module, "transient", ())
+    state = {name: None if name in transient else value for name, value in vars(module).items()}
+    made.__dict__.update(copy.deepcopy(state, memo))
+    return made
+
+
+def skipped(replacement: nn.Module, *names: str) -> tuple[tuple[str, nn.Module], ...]:
+    """The children of these names, as they are when a replacement moves in that does their work itself: its `skips`."""
+    return tuple((name, child) for name in sorted(names) if (child := replacement._modules[name]) is not None)
+
+
+def unchanged(replacement: Any) -> bool:
+    """Whether the children that a replacement skips are those that it was made for, doing what they did."""
+    children = replacement._modules
+    return all(
+        children.get(name) is child and not (isinstance(child, nn.Dropout) and child.p)
+        for name, child in replacement.skips
+    )
+
+
+def intact(replacement: Any) -> bool:
+    """Whether that is so and nobody observes a call of one; else the original's forward, which calls them, must run."""
+    return unchanged(replacement) and not is_observed(*(child for _, child in replacement.skips))
+
+
+def is_observed(*modules: Any) -> bool:
+    """Whether somebody sees or changes a call of one of the modules, so that it must be called as itself: by a hook on
+    it or on all modules, or a forward of its own on the instance (accelerate's wrapper among them)."""
+    if any(not hasattr(hook, OWN_HOOK) for name in GLOBAL_HOOKS for hook in getattr(torch_module, name).values()):
+        return True
+    return any("forward" in vars(module) or any(getattr(module, table) for table in HOOKS) for module in modules)
+
+
+@functools.cache
+def unpicklable(kind: Any) -> Any:
+    """A kind of classes whose instances pickle refuses in our words; copies do not ask it."""
+    made = type("PatchedClass", (kind,), {})
+    copyreg.pickle(made, _refuse_pickle)
+    return made
+
+
+def _refuse_pickle(patched: Any) -> str:
+    name = getattr(patched, "replaced_class", patched).__name__
+    raise PatchError(
+        f"a patched {name} cannot be pickled (torch.save, an argument of another process): call "
+        "accelpatch.unpatch(model) and save the original, or patch it where it is used"
+    )

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from accelpatch.errors import AccelpatchError, PatchError
-from accelpatch.patching.change import Absent, Change, give_back
+from accelpatch.patching.carry import Swap, listed, put_back, refuse_or_carry
+from accelpatch.patching.change import Absent, Change
 from accelpatch.patching.host_copies import HostCopies
-from accelpatch.patching.match import wrapped
 from accelpatch.patching.plan import Entry, Plan
 from accelpatch.report import Report
 
@@ -36,12 +36,17 @@ class Built:
 
 @dataclass(eq=False)
 class Handle:
-    """`model.accelpatch`: what was planned and done, and the way back."""
+    """`model.accelpatch`: what was planned and done, and the way back.
+
+    swaps: each original with its replacement. hooks: accelerate's that the model had when it was patched.
+    """
 
     plan: Plan
     changes: list[Change]
     keep_original: str
     record: Report
+    swaps: list[Swap] = field(default_factory=list)
+    hooks: list[Any] = field(default_factory=list)
 
     def report(self) -> Report:
         """What happened and why."""
@@ -50,7 +55,9 @@ class Handle:
     def unpatch(self) -> None:
         """Give the model back as it came in: the same module objects, bit for bit.
 
-        Originals follow a `model.to(...)` made in between. Raises PatchError where they were freed.
+        What was done to the model in between stays: moves, casts, adapters, wrappers, modules that the user put in.
+        Weights that were written while they were packed come back as they were rounded, with a warning. Raises
+        PatchError where the originals were freed, or hooks came that hold weights of the replacements.
         """
         if self.keep_original == "none" and any(
             entry.replacer and entry.replacer.rounds for entry in self.plan.replaced
@@ -59,58 +66,27 @@ class Handle:
                 "the originals were freed when the model was patched with keep_original='none'; load the model again, "
                 "or patch with keep_original='cpu'"
             )
-        for change in self.changes:
-            if isinstance(change.old, nn.Module):
-                _move_along(change)
-        self._carry_adapters()
+        model = self.changes[-1].owner
+        written = [str(module.place) for module in refuse_or_carry(model, self.swaps, self.hooks)]
+        put_back(model, self.swaps)
         self.revert()
+        if written:
+            warnings.warn(
+                f"weights were written while they were packed ({listed(written)}): they come back as the patched model "
+                "had them, rounded to its format",
+                stacklevel=3,
+            )
 
-    def _carry_adapters(self) -> None:
-        """Let originals have the adapters that their replacements have by now: some came or went since."""
-        swaps = [(change.old, change.new) for change in self.changes if isinstance(change.old, nn.Module)]
-        back = {id(new): old for old, new in swaps}
-
-        def core(child: nn.Module | None) -> nn.Module | None:
-            inner = wrapped(child)
-            return back.get(id(inner), inner)
-
-        for old, new in swaps:
-            for name in old._modules.keys() & new._modules.keys():
-                child = new._modules[name]
-                if core(child) is core(old._modules[name]):
-                    old._modules[name] = back.get(id(child), child)
-        for module in list(self.changes[-1].owner.modules()):  # of the model, which the last change is one of
-            for name, inside in module._modules.items():
-                module._modules[name] = back.get(id(inside), inside)
+    def attach(self, owner: nn.Module, name: str, value: Any) -> None:
+        """Give a module an attribute for as long as the model is patched."""
+        change = Change(owner, name, Absent, value)
+        self.changes.insert(0, change)
+        change.apply()
 
     def revert(self) -> None:
-        """Undo every swap, the last one first."""
+        """Undo every change, the last one first."""
         for change in reversed(self.changes):
             change.revert()
-
-
-def _move_along(change: Change) -> None:
-    """Bring an original to where its replacement was moved: `model.to(...)` gives a module new buffers.
-
-    A replacement that holds something else under the original's names knows its dtype: it has `hand_back(original)`.
-    """
-    old, new = change.old, change.new
-    give_back(change)
-    if hasattr(new, "hand_back"):
-        new.hand_back(old)
-        return
-    for mine, others in ((old._parameters, new._parameters), (old._buffers, new._buffers)):
-        mine.update({name: tensor for name, tensor in others.items() if name in change.shared})
-    held = next(itertools.chain(new.parameters(recurse=False), new.buffers(recurse=False)), None)
-    if held is not None:
-        device = held.device
-        old._apply(lambda tensor: tensor.to(device), recurse=False)
-
-
-def _shared_names(old: nn.Module, new: nn.Module) -> frozenset[str]:
-    """The names under which both modules hold the same parameter or buffer."""
-    theirs = new._parameters | new._buffers
-    return frozenset(name for name, held in (old._parameters | old._buffers).items() if theirs.get(name) is held)
 
 
 def check_patchable(model: nn.Module) -> None:
@@ -151,8 +127,9 @@ def _build(entry: Entry) -> Built:
     modules = [(site.original, new, site.places)]
     for tied in site.tied:
         modules.append((tied.original, replacer.build_tied(site, tied, new), tied.places))
-    for old, made, _ in modules:
-        made.train(old.training)
+    for old, made, places in modules:
+        made.training = old.training
+        made.__dict__["place"] = places[0]
     return Built(replace(entry, choice=replacer.settled(site, choice, new)), modules)
 
 
@@ -183,20 +160,27 @@ def naming(what: str, doing: str) -> Iterator[None]:
 
 
 def commit(
-    model: nn.Module, plan: Plan, built: list[Built], keep_original: str, attributes: Mapping[str, Any], report: Report
+    model: nn.Module,
+    plan: Plan,
+    built: list[Built],
+    keep_original: str,
+    attributes: Sequence[tuple[nn.Module, str, Any]],
+    report: Report,
 ) -> Handle:
     """Swap everything in; on any error or interrupt every swap made so far is reverted.
 
-    attributes: of the model itself, for as long as it is patched; `__class__` among them.
+    attributes: (owner, name, value) of the model and of models inside it, while it is patched; `__class__` among them.
     """
     replaced = {id(old): new for item in built for old, new, _ in item.modules}
-    changes = [change for item in built for change in _swaps(model, item, replaced)]
+    changes = [change for item in built for change in _changes(model, item, replaced)]
     handle = Handle(plan.detached(), changes, keep_original, report)
-    for name, value in {**attributes, HANDLE: handle}.items():
-        changes.append(Change(model, name, type(model) if name == "__class__" else Absent, value))
+    handle.hooks = [vars(module)["_hf_hook"] for module in model.modules() if "_hf_hook" in vars(module)]
+    for owner, name, value in (*attributes, (model, HANDLE, handle)):
+        changes.append(Change(owner, name, type(owner) if name == "__class__" else Absent, value))
     try:
         for change in changes:
             change.apply()
+        handle.swaps = [Swap.of(old, new) for item in built for old, new, _ in item.modules]
     except BaseException:
         handle.revert()
         raise
@@ -222,6 +206,7 @@ def settle(handle: Handle, built: list[Built], copies: HostCopies, progress: Cal
         changes: list[tuple[Any, str, Any, Any]] = [
             (change, "old", change.old, None) for change in handle.changes if isinstance(change.old, nn.Module)
         ]
+        changes.append((handle, "swaps", handle.swaps, []))
         _set_all(changes + [(item, "modules", item.modules, []) for item in built])
         return
     given = [(old, new) for item in built for old, new, _ in item.modules if getattr(new, "gives_back", False)]
@@ -247,10 +232,10 @@ def _own_parameters(old: nn.Module, new: nn.Module) -> Iterator[nn.Parameter]:
     return (parameter for parameter in old.parameters(recurse=False) if id(parameter) not in shared)
 
 
-def _swaps(model: nn.Module, item: Built, replaced: dict[int, nn.Module]) -> Iterator[Change]:
+def _changes(model: nn.Module, item: Built, replaced: dict[int, nn.Module]) -> Iterator[Change]:
     """One change for every name under which the tree holds the module; a replaced parent takes its new child."""
     for old, new, places in item.modules:
         for place in places:
             parent, _, name = place.rpartition(".")
             owner = model.get_submodule(parent)
-            yield Change(replaced.get(id(owner), owner), name, old, new, _shared_names(old, new))
+            yield Change(replaced.get(id(owner), owner), name, old, new)

@@ -1,13 +1,11 @@
-"""One swap of a patch and its way back."""
+"""One step of a patch and its way back."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
-
-from accelpatch.patching.match import is_adapter
 
 
 class Absent:
@@ -16,16 +14,12 @@ class Absent:
 
 @dataclass(eq=False)
 class Change:
-    """`owner.name` from `old` to `new`: a child module, the class of the model, or an attribute of the instance.
-
-    shared: names of the parameters and buffers that an original and its replacement hold together.
-    """
+    """`owner.name` from `old` to `new`: a child module, a class, or an attribute of the instance."""
 
     owner: nn.Module
     name: str
     old: Any
     new: Any
-    shared: frozenset[str] = frozenset()
 
     def apply(self) -> None:
         """Put the new value in."""
@@ -34,20 +28,20 @@ class Change:
     def revert(self) -> None:
         """Put the old value back; an attribute that only a patched model has is closed, if it can be.
 
-        An adapter that has come around the new module since stays.
+        A child that the user has put in its place since stays.
         """
-        current = self.owner._modules.get(self.name)
-        if current is None or not is_adapter(current) or current is self.new:
+        if self.owner._modules.get(self.name, self.new) is self.new:
             _assign(self.owner, self.name, self.old)
-        give_back(self)
+        if isinstance(self.old, nn.Module):
+            give_back(self.old, self.new)
         if self.old is Absent and hasattr(self.new, "close"):
             self.new.close()
 
 
-def give_back(change: Change) -> None:
+def give_back(original: nn.Module, replacement: nn.Module) -> None:
     """Let an original have a weight that only its replacement holds."""
-    if isinstance(change.old, nn.Module) and hasattr(change.new, "give_back"):
-        change.new.give_back(change.old)
+    if hasattr(replacement, "give_back"):
+        cast(Any, replacement).give_back(original)
 
 
 def _assign(owner: nn.Module, name: str, value: Any) -> None:

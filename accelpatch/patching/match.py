@@ -35,7 +35,8 @@ def sites(model: nn.Module, roles: Mapping[str, str]) -> list[Site]:
         places.setdefault(id(module), []).append(path)
         modules[id(module)] = module
     head = wrapped(output_embeddings(model))
-    adapters = {path for path, module in model.named_modules(remove_duplicate=False) if is_adapter(module)}
+    named = model.named_modules(remove_duplicate=False)
+    adapters = {path: inner for path, module in named if (inner := inner_name(module)) is not None}
     share = active_share(model)
     counted: set[int] = set()
     found: dict[int, Site] = {}
@@ -48,9 +49,12 @@ def sites(model: nn.Module, roles: Mapping[str, str]) -> list[Site]:
     return _join_tied(list(found.values()))
 
 
-def is_adapter(module: nn.Module) -> bool:
-    """Whether a module stands around another as PEFT's adapters do."""
-    return "base_layer" in module._modules and hasattr(module, "adapter_layer_names")
+def inner_name(module: nn.Module) -> str | None:
+    """The name of the child that a module of PEFT stands around: an adapter's base layer, or a module that PEFT trains
+    a copy of (`modules_to_save`). None for any other module."""
+    if not hasattr(type(module), "adapter_layer_names"):
+        return None
+    return next((name for name in ("base_layer", "original_module") if name in module._modules), None)
 
 
 def unwrapped(model: Any) -> Any:
@@ -61,22 +65,25 @@ def unwrapped(model: Any) -> Any:
 
 def wrapped(module: nn.Module | None) -> nn.Module | None:
     """What the adapters around a module stand around; any other module itself."""
-    while module is not None and is_adapter(module):
-        module = module._modules["base_layer"]
+    while module is not None and (name := inner_name(module)) is not None:
+        module = module._modules[name]
     return module
 
 
-def named_without(adapters: set[str], path: str) -> str:
-    """The path that a module would have without adapters; empty for an adapter and its own weights."""
+def named_without(adapters: Mapping[str, str], path: str) -> str:
+    """The path that a module would have without adapters; empty for an adapter and its own weights.
+
+    adapters: path -> name of what it stands around.
+    """
     parts, kept = path.split("."), list[str]()
-    inside = False
+    inner: str | None = None
     for place, part in enumerate(parts):
-        if inside and part != "base_layer":
+        if inner is not None and part != inner:
             return ""
-        if not inside:
+        if inner is None:
             kept.append(part)
-        inside = ".".join(parts[: place + 1]) in adapters
-    return "" if inside else ".".join(kept)
+        inner = adapters.get(".".join(parts[: place + 1]))
+    return "" if inner is not None else ".".join(kept)
 
 
 def output_embeddings(model: nn.Module) -> nn.Module | None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,6 +19,9 @@ from accelpatch.report import Report, Verification
 
 Progress = Callable[[str, int, int], None]
 Samples = Sequence[Mapping[str, Any]]
+# What a model raises on inputs that it does not take; memory that runs out is reported by `naming`.
+UNSUITABLE = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError, ArithmeticError)
+SWITCHED_OFF = "verification was switched off"
 
 
 @dataclass(eq=False)
@@ -29,23 +33,59 @@ class Checked:
     unverified: str | None
 
 
+@dataclass(eq=False)
+class Captured:
+    """What the original gave on `samples`, and what reached each site (path -> calls); or why there is nothing."""
+
+    samples: Samples = ()
+    outputs: Sequence[Any] = ()
+    calls: dict[str, list[Call]] = field(default_factory=dict)
+    missing: str | None = None
+
+
+def capture(model: nn.Module, plan: Plan, samples: Samples, progress: Progress) -> Captured:
+    """Run the original on `samples` and record every call of a site that will be replaced."""
+    watched = {member.path: member.original for entry in plan.replaced for member in (entry.site, *entry.site.tied)}
+    with naming(type(model).__name__, "it ran on the sample inputs"), recording(watched) as calls:
+        outputs = run(model, samples, lambda done, total: progress("capture", done, total))
+    return Captured(samples, outputs, calls)
+
+
+def capture_any(model: nn.Module, plan: Plan, candidates: Sequence[Samples], progress: Progress) -> Captured:
+    """The same with the first of several sets of samples that the model runs on.
+
+    Where it runs on none, nothing can be verified: a warning, or VerifyError where the recipe's failures are errors.
+    """
+    refusals = []
+    for samples in candidates:
+        try:
+            return capture(model, plan, samples, progress)
+        except UNSUITABLE as error:
+            refusals.append(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+    why = f"it refuses those made for it ({refusals[0]})" if refusals else "none can be made from its configuration"
+    reason = f"no inputs for {type(model).__name__}: {why}"
+    if plan.recipe.verify.on_failure == "error":
+        raise VerifyError(f"{reason}; nothing was changed. Give some: accelpatch.patch(model, recipe, inputs=[...])")
+    more = "give some: accelpatch.patch(model, recipe, inputs=[...])"
+    warnings.warn(f"nothing is verified, {reason}; {more}", stacklevel=3)
+    return Captured(missing=reason)
+
+
 def verified_build(
-    model: nn.Module, plan: Plan, samples: Samples, checking: Checking, progress: Progress
-) -> tuple[list[Checked], Plan, list[Any]]:
+    plan: Plan, captured: Captured, checking: Checking, progress: Progress
+) -> tuple[list[Checked], Plan]:
     """Build every replacement beside its original and verify it; the model is not touched.
 
-    Returns the replacements that hold, the plan in which those over their bound stay (or VerifyError, as the recipe
-    says), and the model's outputs on `samples` before anything changed. With no samples nothing is verified.
+    Returns the replacements that hold, and the plan in which those over their bound stay (or VerifyError, as the recipe
+    says). Where nothing was captured nothing is verified.
     """
-    watched = {member.path: member.original for entry in plan.replaced for member in (entry.site, *entry.site.tied)}
-    with naming(type(model).__name__, "it ran on the sample inputs"), recording(watched if samples else {}) as calls:
-        before = run(model, samples, lambda done, total: progress("capture", done, total))
+    calls = captured.calls
     held: list[Checked] = []
     failed: dict[str, str] = {}
     seen: dict[str, Entry] = {}
     for built in build_all(plan, lambda done, total: progress("build and verify", done, total)):
         with naming(built.entry.site.path, "its replacement was verified"):
-            checked = _check(built, plan.recipe, calls, checking)
+            checked = _check(built, plan.recipe, captured, checking)
         seen[built.entry.site.path] = built.entry
         problem = over_bound(checked.errors, plan.recipe, built.entry.rule) if checked.errors else None
         if problem is None:
@@ -58,12 +98,13 @@ def verified_build(
             calls.pop(member.path, None)
     entries = [seen.get(entry.site.path, entry) for entry in plan.entries]
     kept = tuple(e.kept(failed[e.site.path], failed=True) if e.site.path in failed else e for e in entries)
-    return held, replace(plan, entries=kept), before
+    return held, replace(plan, entries=kept)
 
 
-def _check(built: Built, recipe: Recipe, calls: Mapping[str, list[Call]], checking: Checking) -> Checked:
-    if not calls:
-        return Checked(built, None, "verification was switched off")
+def _check(built: Built, recipe: Recipe, captured: Captured, checking: Checking) -> Checked:
+    if captured.missing is not None:
+        return Checked(built, None, captured.missing)
+    calls = captured.calls
     worst: SiteErrors | None = None
     for member, (_, new, _) in zip((built.entry.site, *built.entry.site.tied), built.modules, strict=True):
         if calls[member.path]:
@@ -97,10 +138,11 @@ def stage_report(plan: Plan, held: Sequence[Checked], paths: Mapping[str, int]) 
     return report
 
 
-def whole_model(
-    model: nn.Module, samples: Samples, before: list[Any], report: Report, progress: Progress
-) -> Verification:
+def whole_model(model: nn.Module, captured: Captured, report: Report, progress: Progress) -> Verification | None:
     """Run the patched model on the samples again and compare its next-token logits with those of before."""
+    if captured.missing is not None:
+        return None
+    samples, before = captured.samples, captured.outputs
     with naming(type(model).__name__, "the patched model was compared with the original"):
         after = run(model, samples, lambda done, total: progress("check", done, total))
         result = compare_logits(before, after, [_mask(sample) for sample in samples])

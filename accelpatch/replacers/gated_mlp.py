@@ -14,9 +14,11 @@ from accelpatch.kernels import dispatch
 from accelpatch.kernels.dispatch import Spec
 from accelpatch.models.family import ACTIVATION_CLASSES
 from accelpatch.modules.gated_mlp import GatedMLP
-from accelpatch.modules.replacement import take_over
+from accelpatch.modules.replacement import skipped, take_over
 from accelpatch.patching.replacer import Choice, Reason, Replacer
 from accelpatch.patching.site import Site
+
+ACTIVATIONS = ("act_fn", "activation_fn")  # the child's name, by family
 
 
 class GatedMLPReplacer(Replacer):
@@ -48,10 +50,11 @@ class GatedMLPReplacer(Replacer):
 
     def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:
         new = take_over(GatedMLP, site.original)
+        new.skips = skipped(new, *(name for name in ACTIVATIONS if name in new._modules))
         new.activation, new.fused_rows = choice.detail["activation"], choice.detail["fused_rows"]
         return new
 
 
 def _activation(mlp: nn.Module) -> str | None:
-    module = getattr(mlp, "act_fn", None) or getattr(mlp, "activation_fn", None)
+    module = next((getattr(mlp, name) for name in ACTIVATIONS if hasattr(mlp, name)), None)
     return ACTIVATION_CLASSES.get(type(module).__name__)

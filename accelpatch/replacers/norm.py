@@ -13,8 +13,8 @@ from accelpatch.errors import KernelError
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.dispatch import Spec
 from accelpatch.models.family import RMS_NORMS
-from accelpatch.modules.norm import FusedRMSNorm, ResidualNormLayer, positional_names
-from accelpatch.modules.replacement import take_over
+from accelpatch.modules.norm import CALLED, FusedRMSNorm, ResidualNormLayer, positional_names
+from accelpatch.modules.replacement import skipped, take_over
 from accelpatch.patching.replacer import EVERY_CHILD, Choice, Reason, Replacer
 from accelpatch.patching.site import Site
 
@@ -73,10 +73,8 @@ class ResidualNormReplacer(Replacer):
 
     def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:
         layer = site.original
-        norm = getattr(layer, _norm_name(layer))
-        kind = RMS_NORMS[type(norm).__name__]
         new = take_over(ResidualNormLayer, layer)
-        new.rms_eps, new.plus_one = getattr(norm, kind.eps), kind.plus_one
+        new.skips = skipped(new, *(layer._modules.keys() - CALLED))
         new.sandwich = hasattr(layer, "pre_feedforward_layernorm")
         new.positional = positional_names(layer)
         return new

@@ -14,13 +14,8 @@ from accelpatch.errors import KernelError
 from accelpatch.kernels import dispatch, packed_linear
 from accelpatch.kernels.dispatch import Spec
 from accelpatch.models.family import EMBEDDING_CLASSES, LINEAR_CLASSES
-from accelpatch.modules.weight_only import (
-    Int4WeightOnlyLinear,
-    Int8Embedding,
-    Int8WeightOnlyLinear,
-    QuantizedModule,
-    quantized,
-)
+from accelpatch.modules.quantized_module import QuantizedModule
+from accelpatch.modules.weight_only import Int4WeightOnlyLinear, Int8Embedding, Int8WeightOnlyLinear, quantized
 from accelpatch.patching.replacer import Choice, Reason, Replacer
 from accelpatch.patching.site import Site
 from accelpatch.quant import QuantizedWeight, int4, int8

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from accelpatch.kernels.fused_product import Norm, Product, gated
 from accelpatch.kernels.gated_activation import gated_activation
-from accelpatch.modules.weight_only import QuantizedModule
 from accelpatch.runtime.fused_weights import Unfit
 
 SWITCHES = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling", "cast_input_dtype_enabled")
@@ -69,15 +68,6 @@ def state_of(model: nn.Module) -> tuple[str, ...]:
     """What is switched on of a model's adapters: numbers and names that no tensor shows."""
     states = (vars(module) for module in model.modules() if is_adapter(module))
     return tuple(repr([state.get(name) for name in SWITCHES]) for state in states)
-
-
-def lost_merge(model: nn.Module) -> str | None:
-    """The first place where an adapter was merged into a weight that is packed, so that it is gone; or None."""
-    for name, module in model.named_modules():
-        merged = is_adapter(module) and getattr(module, "merged_adapters", None)
-        if merged and (isinstance(base_of(module), QuantizedModule) or getattr(base_of(module), "gives_back", False)):
-            return name
-    return None
 
 
 def with_adapters(base: Product, modules: Sequence[Any], dtype: torch.dtype) -> Product | Adapted:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
 from accelpatch.errors import KernelError, PatchError
-from accelpatch.runtime.adapters import is_adapter, lost_merge, state_of
+from accelpatch.runtime.adapters import is_adapter, state_of
 from accelpatch.runtime.captured_batch import TOKENS, Batch, Guesses
 from accelpatch.runtime.captured_cache import LayerShape, capacity_for, shapes_of, why_not
 from accelpatch.runtime.captured_graph import GRAPHS, new_pool
@@ -114,10 +114,9 @@ class CapturedRuntime:
             return "the caller is capturing a graph"
         self._look(model)
         assert self._watch is not None
-        if self._watch.stale():  # at once: something that it never takes for granted
-            return "a module whose forward was replaced"
-        if self._unfit is None and (self._watch.objection() or self._watch.watched()):
-            return "a hook on an inner module"
+        objection = self._watch.objection() or ("a hook inside" if self._watch.watched() else None)
+        if self._unfit is None and objection is not None:
+            return "a hook on an inner module" if "hook" in objection else objection
         if self._unfit is None and self._shapes is None:
             self._learn(model, device)
             self._fuse(model)
@@ -127,11 +126,6 @@ class CapturedRuntime:
         """Drop what was made of the model where it has changed; where only its adapters have, go on with another."""
         adapters = state_of(model)
         changed = self._watch is None or self._watch.stale() or self._flags != _flags(model)
-        if (changed or adapters != self._adapters) and (place := lost_merge(model)):
-            raise PatchError(
-                f"{place}: an adapter was merged into a weight that is packed, where it is lost; unmerge it, or "
-                "merge before patching"
-            )
         if changed:
             self.close()
             self._watch, self._adapters = Watch(model), adapters

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from accelpatch.runtime.native_step import OWN
+from accelpatch.modules.replacement import OWN_HOOK
 
 
 @contextmanager
@@ -35,7 +35,7 @@ def on_first_use(act: Callable[[nn.Module], None]) -> Iterator[None]:
         if isinstance(module, PreTrainedModel):
             meet(module)
 
-    setattr(before_forward, OWN, True)
+    setattr(before_forward, OWN_HOOK, True)
 
     @functools.wraps(generate)
     def meeting_generate(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -24,19 +24,14 @@ from accelpatch.kernels.hip.binding import FEW, MOST, Told
 from accelpatch.kernels.prompt_attention import prompt_attention_, visible
 from accelpatch.modules.gated_mlp import GatedMLP
 from accelpatch.modules.norm import FusedRMSNorm, ResidualNormLayer
+from accelpatch.modules.replacement import unchanged
 from accelpatch.modules.rotary import FusedRotaryEmbedding
+from accelpatch.runtime import attention_facts
 from accelpatch.runtime.adapters import Adapted, active, base_of, with_adapters
 from accelpatch.runtime.fused_weights import Unfit, gated_product, one_product, product
-from accelpatch.runtime.native_weights import window
 from accelpatch.runtime.telling import Slate, silent, telling
 
 FUSED = "fused layers"
-# transformers' attention classes whose arithmetic is that of decode_attention
-ATTENTION = frozenset(
-    f"{family}Attention" for family in ("Llama", "Mistral", "Qwen2", "Qwen3", "Phi3", "Gemma2", "Gemma3")
-)
-CAPPED_SCORES = frozenset({"Gemma2Attention"})  # Gemma 3 has the attribute and does not use it
-CAPPED_LOGITS = frozenset({"Gemma2ForCausalLM", "Gemma3ForCausalLM"})
 DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -173,8 +168,6 @@ def read(model: Any) -> FusedModel:
     rotary = decoder.rotary_emb
     if not isinstance(rotary, FusedRotaryEmbedding):
         raise Unfit("its rotary embedding was not replaced")
-    if model.config._attn_implementation not in ("eager", "sdpa"):
-        raise Unfit(f"the attention implementation is {model.config._attn_implementation}")
     final = norm_of(decoder.norm, dtype)
     checked(head, dtype)
     # every layer is looked at before the first is laid together
@@ -183,9 +176,7 @@ def read(model: Any) -> FusedModel:
     for layer in layers:
         looked_at(layer, dtype)
     fused, slate = telling([fuse(layer, shape, dtype) for layer, shape in zip(layers, shapes, strict=True)], dtype)
-    capped = type(model).__name__ in CAPPED_LOGITS
-    softcap = float(getattr(model.config, "final_logit_softcapping", None) or 0.0) if capped else 0.0
-    return FusedModel(embedding, fused, final, one(head, dtype), slate, softcap)
+    return FusedModel(embedding, fused, final, one(head, dtype), slate, attention_facts.logit_cap(model))
 
 
 def unfit(layer: Any) -> str | None:
@@ -194,10 +185,9 @@ def unfit(layer: Any) -> str | None:
         return "it is no replaced layer of the Llama form"
     if not isinstance(layer.mlp, GatedMLP):
         return "its MLP is no replaced one"
-    own = type(layer.self_attn)
-    if own.__name__ not in ATTENTION or not own.__module__.startswith("transformers."):
-        return f"its attention is {own.__name__}"
-    return None if getattr(layer.self_attn, "is_causal", True) else "its attention looks ahead"
+    if not (unchanged(layer) and unchanged(layer.mlp)):
+        return "a module that is fused into another was changed"
+    return attention_facts.why_not(layer.self_attn)
 
 
 def norm_of(norm: Any, dtype: torch.dtype) -> Norm:
@@ -221,13 +211,11 @@ def attention_of(attention: Any, rotary: Any, dtype: torch.dtype, memory: Zeros)
     if len(set(both)) > 1:
         raise Unfit("the norms of q and k differ in their epsilon")
     eps, plus_one = both[0] if both else (0.0, False)
-    capped = type(attention).__name__ in CAPPED_SCORES and config._attn_implementation == "eager"  # sdpa caps nothing
-    softcap = attention.attn_logit_softcapping if capped else None
     shape = AttentionShape(
         config.num_attention_heads, config.num_key_value_heads, size, float(attention.scaling), frequencies.float(),
-        float(getattr(rotary, f"{kind}attention_scaling")), window(attention),
+        float(getattr(rotary, f"{kind}attention_scaling")), attention_facts.window(attention),
         None if q_norm is None else q_norm.weight, None if k_norm is None else k_norm.weight,
-        eps, float(softcap or 0.0), plus_one, memory,
+        eps, attention_facts.score_cap(attention), plus_one, memory,
     )  # fmt: skip
     if reason := decode_attention.why_not(shape, dtype, probe(frequencies.device)):
         raise Unfit(reason)

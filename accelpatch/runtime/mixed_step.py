@@ -12,8 +12,9 @@ from accelpatch.errors import KernelError
 from accelpatch.kernels import linear
 from accelpatch.kernels.cpu_native import PLAIN
 from accelpatch.kernels.cpu_step import DecodeStep
+from accelpatch.runtime import attention_facts
 from accelpatch.runtime.native_cache import Store
-from accelpatch.runtime.native_weights import layer_type, rope_kinds, window
+from accelpatch.runtime.native_weights import layer_type, rope_kinds
 from accelpatch.runtime.torch_threads import all_threads
 
 Places = tuple[Tensor, Tensor, Tensor]
@@ -52,7 +53,7 @@ def _module(decoder: Any, layer: Any, hidden: Tensor, cache: Any, places: Places
     stream, position_ids, kind = hidden.unsqueeze(1).clone(), positions.unsqueeze(1), layer_type(layer)
     kinds = (kind,) if rope_kinds(decoder.rotary_emb, [str(kind)]) != [""] else ()
     given = {
-        "attention_mask": _mask(slots, starts, window(layer.self_attn), length),
+        "attention_mask": _mask(slots, starts, attention_facts.window(layer.self_attn), length),
         "position_ids": position_ids,
         "past_key_values": cache,
         "use_cache": True,

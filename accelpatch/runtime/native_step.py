@@ -23,7 +23,9 @@ from torch.nn.modules import module as torch_module
 from accelpatch.errors import KernelError
 from accelpatch.kernels.cpu_native import MAX_BATCH
 from accelpatch.kernels.cpu_step import DecodeStep
-from accelpatch.modules.weight_only import QuantizedModule
+from accelpatch.modules.quantized_module import QuantizedModule
+from accelpatch.modules.replacement import OWN_HOOK
+from accelpatch.runtime.attention_facts import READ
 from accelpatch.runtime.mixed_step import mixed_step
 from accelpatch.runtime.native_cache import Store, attach, stored
 from accelpatch.runtime.native_weights import NativeModel, Unfit, packed_modules, read
@@ -39,7 +41,6 @@ UNDERSTOOD = frozenset(
     }
 )  # fmt: skip
 _version = attrgetter("_version")
-OWN = "of_accelpatch"  # marks hooks of this package, which change nothing that a step computes
 # Where transformers has the hooks that it leaves behind in every layer once hidden states or attentions were asked for.
 # They do nothing but in calls that ask for them, and those run the modules anyway.
 CAPTURING = "transformers.utils.output_capturing"
@@ -70,6 +71,8 @@ class Watch:
         self._outer = hook_tables(module for module in inner if id(module) not in within)
         self._hooks = [*self._outer, *chain.from_iterable(self._layers)]
         self._attributes = [vars(m) for m in inner]
+        self._plain = [(vars(module), name) for module in inner for name in READ if name in vars(module)]
+        self._values = self._read()
         self._tables: list[dict[str, Any]] = [t for m in modules for t in (m._modules, m._parameters, m._buffers)]
         self._filled = [table for table in self._tables if table]  # most are empty; their sizes alone are looked at
         self._held = list(chain.from_iterable(map(dict.values, self._filled)))
@@ -85,6 +88,8 @@ class Watch:
 
     def objection(self) -> str | None:
         """Why the modules must run this step, or None."""
+        if any(map(contains, self._attributes, repeat("forward"))):
+            return "a module whose forward was replaced"
         everywhere = chain.from_iterable(getattr(torch_module, name).values() for name in _GLOBAL_HOOKS)
         if hooked(self._outer) or not all(map(_idle, everywhere)):
             return "a hook outside of the layers"
@@ -103,8 +108,11 @@ class Watch:
             or list(map(_version, self._written)) != self._versions
             or not all(map(is_, map(attrgetter("pack"), self._packed), self._packs))
             or not all(map(is_, map(attrgetter("tiles"), self._tiled), self._tiles))
-            or any(map(contains, self._attributes, repeat("forward")))
+            or self._read() != self._values
         )
+
+    def _read(self) -> list[Any]:
+        return [attributes.get(name) for attributes, name in self._plain]
 
 
 def written_by_forward(modules: Iterable[nn.Module]) -> set[int]:
@@ -124,7 +132,7 @@ def hooked(tables: Iterable[dict[int, Any]]) -> bool:
 
 
 def _idle(hook: Any) -> bool:
-    return hasattr(hook, OWN) or getattr(hook, "__module__", None) == CAPTURING
+    return hasattr(hook, OWN_HOOK) or getattr(hook, "__module__", None) == CAPTURING
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,8 +15,10 @@ from accelpatch.kernels.cpu_pack import Pack
 from accelpatch.kernels.cpu_step import DecodeStep, LayerWeights, StepShape
 from accelpatch.modules.gated_mlp import GatedMLP
 from accelpatch.modules.norm import FusedRMSNorm, ResidualNormLayer
+from accelpatch.modules.quantized_module import QuantizedModule
+from accelpatch.modules.replacement import unchanged
 from accelpatch.modules.rotary import FusedRotaryEmbedding
-from accelpatch.modules.weight_only import QuantizedModule
+from accelpatch.runtime import attention_facts
 
 ATTENTION = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "o_proj"}
 MLP = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
@@ -50,17 +52,22 @@ def read(model: nn.Module) -> NativeModel:
     for place, layer in enumerate(layers):
         if not isinstance(layer, ResidualNormLayer) or not isinstance(layer.mlp, GatedMLP) or layer.mlp.fused_rows:
             raise Unfit(f"layer {place} is no replaced layer of the Llama form")
+        if not (unchanged(layer) and unchanged(layer.mlp)):
+            raise Unfit(f"layer {place}: a module that is fused into another was changed")
+        if reason := attention_facts.why_not(layer.self_attn):
+            raise Unfit(f"layer {place}: {reason}")
     if not isinstance(decoder.rotary_emb, FusedRotaryEmbedding):
         raise Unfit("its rotary embedding was not replaced")
     gather_packs(model)
     kinds = [str(kind) if (kind := layer_type(layer)) else "" for layer in layers]
     ropes = rope_kinds(decoder.rotary_emb, kinds)
+    shape = step_shape(model, decoder, ropes)
     weights = [
-        layer_weights(layer, ropes.index(kind if kind in ropes else ""))
+        layer_weights(layer, ropes.index(kind if kind in ropes else ""), shape.eps)
         for layer, kind in zip(layers, kinds, strict=True)
     ]
-    shape = step_shape(model, decoder, ropes)
-    return NativeModel(shape, weights, product(decoder.embed_tokens), product(head), vector(decoder.norm))
+    norm = vector(decoder.norm, shape.eps)
+    return NativeModel(shape, weights, product(decoder.embed_tokens), product(head), norm)
 
 
 def layer_type(layer: Any) -> str | None:
@@ -81,8 +88,6 @@ def step_shape(model: nn.Module, decoder: Any, ropes: list[str]) -> StepShape:
     text: Any = model.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
     first = decoder.layers[0]
     attention: Any = first.self_attn
-    if text._attn_implementation not in ("eager", "sdpa", None):
-        raise Unfit(f"the attention implementation is {text._attn_implementation}")
     if len(ropes) > 2 or first.mlp.activation not in ACTIVATIONS:
         raise Unfit(f"activation {first.mlp.activation} with {len(ropes)} kinds of rotary frequencies")
     size, rotary = attention.head_dim, decoder.rotary_emb
@@ -95,14 +100,13 @@ def step_shape(model: nn.Module, decoder: Any, ropes: list[str]) -> StepShape:
     scale = getattr(decoder.embed_tokens, "embed_scale", 1.0)
     return StepShape(
         text.hidden_size, text.num_attention_heads, text.num_key_value_heads, size, text.intermediate_size,
-        text.vocab_size, first.rms_eps, float(attention.scaling), rope, first.mlp.activation, float(scale),
-        float(getattr(attention, "attn_logit_softcapping", None) or 0.0),
-        float(getattr(text, "final_logit_softcapping", None) or 0.0),
+        text.vocab_size, replaced_norm(decoder.norm).rms_eps, float(attention.scaling), rope, first.mlp.activation,
+        float(scale), attention_facts.score_cap(attention), attention_facts.logit_cap(model),
     )  # fmt: skip
 
 
-def layer_weights(layer: Any, rope: int) -> LayerWeights:
-    """Packs and norms of one layer."""
+def layer_weights(layer: Any, rope: int, eps: float) -> LayerWeights:
+    """Packs and norms of one layer; eps: that of all norms."""
     attention = layer.self_attn
     linears = {name: product(getattr(attention, child)) for name, child in ATTENTION.items()}
     linears |= {name: product(getattr(layer.mlp, child)) for name, child in MLP.items()}
@@ -115,22 +119,23 @@ def layer_weights(layer: Any, rope: int) -> LayerWeights:
         names["after_mlp_norm"] = layer.post_feedforward_layernorm
     if hasattr(attention, "q_norm"):
         names["q_norm"], names["k_norm"] = attention.q_norm, attention.k_norm
-    norms = {name: vector(norm) for name, norm in names.items()}
-    return LayerWeights(linears, norms, window(attention), rope)
+    norms = {name: vector(norm, eps) for name, norm in names.items()}
+    return LayerWeights(linears, norms, attention_facts.window(attention), rope)
 
 
-def window(attention: Any) -> int:
-    """How many tokens a layer looks back, itself included; 0 for all."""
-    own = getattr(attention, "sliding_window", None)
-    if own is None and not hasattr(attention, "sliding_window"):
-        own = getattr(attention.config, "sliding_window", None)
-    return int(own or 0)
-
-
-def vector(norm: nn.Module) -> Tensor:
-    """What a replaced norm multiplies by, in float32."""
+def replaced_norm(norm: nn.Module) -> FusedRMSNorm:
+    """The same norm. Raises Unfit for one that was not replaced, or is in another dtype than float32."""
     if not isinstance(norm, FusedRMSNorm) or norm.weight.dtype != torch.float32:
-        raise Unfit(f"a norm is {type(norm).__name__} in {norm.weight.dtype}, not a replaced one in float32")
+        dtype = next((str(p.dtype) for p in norm.parameters()), "no dtype")
+        raise Unfit(f"a norm is {type(norm).__name__} in {dtype}, not a replaced one in float32")
+    return norm
+
+
+def vector(module: nn.Module, eps: float) -> Tensor:
+    """What a replaced norm multiplies by, in float32."""
+    norm = replaced_norm(module)
+    if norm.rms_eps != eps:
+        raise Unfit(f"its norms have different epsilons, {norm.rms_eps} and {eps}")
     return norm.weight.detach() + 1 if norm.plus_one else norm.weight.detach()
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import copyreg
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from accelpatch.errors import PatchError
+from accelpatch.modules.replacement import WHOLE, copy_with_parts, unpicklable
 from accelpatch.runtime.captured_cache import OWN
 from accelpatch.runtime.captured_decoding import captured_loop
 from accelpatch.runtime.captured_graph import GRAPHS
@@ -21,6 +23,7 @@ from accelpatch.runtime.native_step import NativeRuntime
 from accelpatch.runtime.torch_threads import all_threads, one_thread
 
 RUNTIME = "_accelpatch_runtime"  # the attribute of a patched model that holds its runtime
+YIELDS = "_accelpatch_yields"  # one that takes the patch off where the model would refuse a call (`let_yield`)
 CACHES = "_prepare_cache_for_generation"  # transformers' method that makes the cache of a call
 
 
@@ -34,37 +37,46 @@ def new_runtime(device_type: str, settings: Any) -> NativeRuntime | CapturedRunt
     return NativeRuntime()
 
 
-def patched_class(model: nn.Module) -> type[nn.Module]:
-    """A subclass of the model's class under the same name; setting the class back undoes it."""
-    cls: Any = type(model)
-    return _subclass(cls)
+def patched_classes(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
+    """(module, "__class__", class) for a model and the models inside it, a subclass of each under its own name.
+
+    Setting the class back undoes it. What the model refuses is refused by those inside it too.
+    """
+    kinds = ((one, cast(Any, type(one))) for one in _with_parts(model))
+    return [(one, "__class__", _subclass(kind, whole=one is model)) for one, kind in kinds]
+
+
+def _with_parts(model: nn.Module) -> list[nn.Module]:
+    """The models inside a model, and the model itself, which comes last."""
+    return [*(part for part in model.modules() if isinstance(part, PreTrainedModel) and part is not model), model]
 
 
 @functools.cache
-def _subclass(cls: Any) -> type[nn.Module]:
+def _subclass(cls: Any, whole: bool) -> type[nn.Module]:
     body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    refused = {name: _refusing(name, advice) for name, advice in REFUSED.items() if hasattr(cls, name)}
-    kept = {"tie_weights": _keep_ties} if hasattr(cls, "tie_weights") else {}
-    loops = {"_sample": _looping(cls._sample)} if hasattr(cls, "_sample") else {}
-    caches = {name: _marking(getattr(cls, name)) for name in (CACHES,) if hasattr(cls, name)}
-    body |= refused | kept | loops | caches | {"forward": _stepping(cls)}
+    body |= {name: _refusing(name, advice) for name, advice in REFUSED.items() if hasattr(cls, name)}
+    body |= {"tie_weights": _keep_ties} if hasattr(cls, "tie_weights") else {}
+    body |= {"__deepcopy__": _copy_of_whole if whole else _copy_of_part, "unpatched_class": cls}
+    if whole:
+        body |= {"_sample": _looping(cls._sample)} if hasattr(cls, "_sample") else {}
+        body |= {name: _marking(getattr(cls, name)) for name in (CACHES,) if hasattr(cls, name)}
+        body |= {"forward": _stepping(cls), "train": _training(cls)}
     kind: Any = type(cls)
-    return _unpicklable(kind)(cls.__name__, (cls,), body)
+    return unpicklable(kind)(cls.__name__, (cls,), body)
 
 
-@functools.cache
-def _unpicklable(kind: Any) -> Any:
-    """A kind of classes whose instances pickle refuses in our words; copies do not ask it."""
-    made = type("PatchedClass", (kind,), {})
-    copyreg.pickle(made, _refuse_pickle)
+def _copy_of_whole(self: nn.Module, memo: dict[Any, Any]) -> Any:
+    """A patched model of its own."""
+    memo[WHOLE] = True
+    return copy_with_parts(self, memo)
+
+
+def _copy_of_part(self: Any, memo: dict[Any, Any]) -> Any:
+    """With the whole, as it is; alone, the plain model: nobody could take the patch off it."""
+    made = copy_with_parts(self, memo)
+    if WHOLE not in memo:
+        made.__class__ = type(self).unpatched_class
     return made
-
-
-def _refuse_pickle(patched: type) -> str:
-    raise PatchError(
-        f"a patched {patched.__name__} cannot be pickled (torch.save, an argument of another process): call "
-        "accelpatch.unpatch(model) and save the original, or patch it where it is used"
-    )
 
 
 def _marking(stock: Any) -> Any:
@@ -133,11 +145,37 @@ REFUSED = {
 
 
 def _refusing(name: str, advice: str) -> Any:
-    def refuse(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-        raise PatchError(f"{name} {advice}")
+    def refuse(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if YIELDS not in vars(self):
+            raise PatchError(f"{name} {advice}")
+        vars(self)[YIELDS](name)
+        return getattr(self, name)(*args, **kwargs)
 
     refuse.__name__ = name
     return refuse
+
+
+def _training(cls: Any) -> Any:
+    @functools.wraps(cls.train)
+    def train(self: nn.Module, mode: bool = True) -> nn.Module:
+        if mode and YIELDS in vars(self):
+            vars(self)[YIELDS]("train")
+        return cls.train(self, mode)
+
+    return train
+
+
+def let_yield(model: Any, unpatch: Callable[[nn.Module], Any], on_left: Callable[[nn.Module, str], None]) -> None:
+    """From now on a patched model that is to be trained, saved or resized is unpatched first, and `on_left` is told."""
+    handle = model.accelpatch
+    give_way = functools.partial(_give_way, model, unpatch, on_left)
+    for one in _with_parts(model):
+        handle.attach(one, YIELDS, give_way)
+
+
+def _give_way(model: nn.Module, unpatch: Any, on_left: Any, name: str) -> None:
+    unpatch(model)
+    on_left(model, f"{name} was called, which the original does")
 
 
 def _keep_ties(self: nn.Module, *args: Any, **kwargs: Any) -> None:

@@ -1,0 +1,142 @@
+"""What was done to a patched model, brought over to the originals that come back: nothing of it may be lost.
+
+A replacement has tables of its own. Parameters, buffers, children and attributes that came, went or changed on it since
+it moved in are therefore written into its original: adapters, wrappers, another head, training mode, checkpointing.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from torch import nn
+
+from accelpatch.errors import PatchError
+from accelpatch.patching.change import give_back
+
+TABLES = ("_parameters", "_buffers", "_modules")
+HOOKED = ("forward", "_old_forward", "_hf_hook")  # what accelerate's hooks leave on an instance
+# Bound to the replacement; what runs faster by it runs as before.
+BOUND = (*HOOKED, "_compiled_call_impl")
+LISTED = 3  # names in a message
+
+
+@dataclass(frozen=True, eq=False)
+class Swap:
+    """An original and its replacement, and what the two had in common when the replacement moved in.
+
+    common: table ("" for plain attributes) -> name -> value. own: the same of names that only the replacement had, or
+    that mean something else there.
+    """
+
+    old: nn.Module
+    new: nn.Module
+    common: Mapping[str, Mapping[str, Any]]
+    own: Mapping[str, frozenset[str]]
+
+    @classmethod
+    def of(cls, old: nn.Module, new: nn.Module) -> Swap:
+        """As the two are now, all swaps made."""
+        held = {"": (vars(old), vars(new))} | {table: (vars(old)[table], vars(new)[table]) for table in TABLES}
+        common = {table: _shared(*pair) for table, pair in held.items()} | {"_modules": dict(new._modules)}
+        own = {table: frozenset(now.keys() - common[table].keys()) for table, (_, now) in held.items()}
+        return cls(old, new, common, own)
+
+
+def _shared(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in new.items() if name in old and old[name] is value}
+
+
+def why_not(model: nn.Module, swaps: Iterable[Swap], hooks: Sequence[Any]) -> str | None:
+    """Why originals cannot come back to `model` as it is now, or None. hooks: accelerate's that it had before."""
+    came = [
+        path for path, module in model.named_modules()
+        if "_hf_hook" in vars(module) and not any(vars(module)["_hf_hook"] is hook for hook in hooks)
+    ]  # fmt: skip
+    if came:
+        return (
+            f"hooks of accelerate came after the patch ({listed(came)}) and hold weights of the replacements: call "
+            "accelerate.hooks.remove_hook_from_module(model, recurse=True) first"
+        )
+    paths = {id(module): path for path, module in model.named_modules()}
+    own = [paths[id(swap.new)] for swap in swaps if id(swap.new) in paths and _has_own_forward(swap)]
+    if own:
+        return (
+            f"a forward was put on the instance after the patch ({listed(own)}), and it belongs to the replacement: "
+            "delete it first, and put it on the original after"
+        )
+    return None
+
+
+def _has_own_forward(swap: Swap) -> bool:
+    forward = vars(swap.new).get("forward")
+    left_behind = getattr(forward, "__func__", None) is type(swap.new).forward  # by accelerate, when its hook goes
+    return forward is not None and not left_behind and "_hf_hook" not in vars(swap.new)
+
+
+def listed(paths: Sequence[str]) -> str:
+    """The first few of them, for a message."""
+    more = f" and {len(paths) - LISTED} more" if len(paths) > LISTED else ""
+    return ", ".join(path or "the model itself" for path in paths[:LISTED]) + more
+
+
+def carry(swaps: Iterable[Swap]) -> list[nn.Module]:
+    """Bring each original to where its replacement is now; returns the replacements whose weights were written since.
+
+    Those come back as the numbers that the replacement computed with. A replacement that holds something else under the
+    original's names has `hand_back(original)`, which says so.
+    """
+    return [swap.new for swap in swaps if _carried(swap)]
+
+
+def _carried(swap: Swap) -> bool:
+    old, new = swap.old, swap.new
+    give_back(old, new)
+    held = getattr(new, "holds", ())  # brought over by the replacement itself
+    for table in TABLES:
+        _bring(vars(old)[table], vars(new)[table], swap.common[table], {*swap.own[table], *held})
+    fixed = {*swap.own[""], *TABLES, *BOUND, *getattr(new, "transient", ())}
+    if "_hf_hook" in vars(old) and "_hf_hook" not in vars(new):
+        for name in HOOKED:
+            old.__dict__.pop(name, None)
+    _bring(vars(old), vars(new), swap.common[""], fixed)
+    if hasattr(new, "hand_back"):
+        return bool(cast(Any, new).hand_back(old))
+    first = next(itertools.chain(new.parameters(recurse=False), new.buffers(recurse=False)), None)
+    if first is not None:
+        device = first.device
+        old._apply(lambda tensor: tensor.to(device), recurse=False)
+    return False
+
+
+def _bring(old: dict[str, Any], new: Mapping[str, Any], common: Mapping[str, Any], fixed: set[str]) -> None:
+    """Write into `old` what has changed in `new` since the two had `common`."""
+    for name, value in new.items():
+        if name not in fixed and (name not in common or common[name] is not value):
+            old[name] = value
+    for name in common.keys() - new.keys() - fixed:
+        old.pop(name, None)
+
+
+def put_back(model: nn.Module, swaps: Iterable[Swap]) -> None:
+    """Let every place in the tree that holds a replacement hold its original; what the user put elsewhere stays."""
+    back = {id(swap.new): swap.old for swap in swaps}
+    seen, left = {id(model)}, [model]
+    while left:
+        module = left.pop()
+        for name, child in module._modules.items():
+            if child is None:
+                continue
+            module._modules[name] = child = back.get(id(child), child)
+            if id(child) not in seen:
+                seen.add(id(child))
+                left.append(child)
+
+
+def refuse_or_carry(model: nn.Module, swaps: Sequence[Swap], hooks: Sequence[Any]) -> list[nn.Module]:
+    """`carry`, after everything that speaks against it was looked at. Raises PatchError with the reason."""
+    if reason := why_not(model, swaps, hooks):
+        raise PatchError(f"the model stays patched: {reason}")
+    return carry(swaps)
