@@ -12,11 +12,16 @@ from accelpatch.modules.replacement import intact, is_observed
 
 
 class FusedRMSNorm(nn.Module):
-    """x / rms(x) * weight in one operation. `rms_eps` and `plus_one` (weight counts from 1) come from the original."""
+    """x / rms(x) * weight in one operation. eps_name: of the original's epsilon. plus_one: its weight counts from 1."""
 
     weight: Tensor
-    rms_eps: float
+    eps_name: str
     plus_one: bool
+
+    @property
+    def rms_eps(self) -> float:
+        """Added to the mean of squares."""
+        return float(getattr(self, self.eps_name))
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """hidden_states[..., K] -> [..., K]."""
@@ -37,6 +42,9 @@ class ResidualNormLayer(nn.Module):
     and after the MLP too (Gemma 2 and 3: `sandwich`). Children, names and hooks stay; a hook on the norm is served.
     """
 
+    norm_class: type[nn.Module]
+    eps_name: str
+    plus_one: bool
     sandwich: bool
     skips: tuple[tuple[str, nn.Module], ...]
     positional: tuple[str, ...]
@@ -62,10 +70,16 @@ class ResidualNormLayer(nn.Module):
         return residual + self.mlp(hidden_states)
 
     def _add_norm(self, norm: nn.Module, hidden_states: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        if not isinstance(norm, FusedRMSNorm) or is_observed(norm):  # kept, wrapped by PEFT, or the user's own
+        if not self._is_known(norm) or is_observed(norm):
             total = residual + hidden_states
             return norm(total), total
-        return add_rmsnorm(hidden_states, residual, norm.weight, norm.rms_eps, norm.plus_one)
+        assert isinstance(norm.weight, Tensor)
+        return add_rmsnorm(hidden_states, residual, norm.weight, getattr(norm, self.eps_name), self.plus_one)
+
+    def _is_known(self, norm: nn.Module) -> bool:
+        """Whether a norm is the original's or its replacement: none that PEFT wraps, or of the user's own class."""
+        own = type(norm)
+        return own is self.norm_class or (isinstance(norm, FusedRMSNorm) and issubclass(own, self.norm_class))
 
 
 def positional_names(layer: nn.Module) -> tuple[str, ...]:

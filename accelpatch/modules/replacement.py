@@ -7,9 +7,9 @@ plain part, float and trainable: a packed weight has no parameter that could be 
 from __future__ import annotations
 
 import copy
-import copyreg
 import functools
 import types
+from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 from torch import nn
@@ -35,9 +35,8 @@ def subclass(mixin: Any, cls: Any) -> type[nn.Module]:
     """A class that behaves as `mixin` and is an instance of `cls`: hidden states and adapters find it by isinstance."""
     if issubclass(mixin, cls):
         return mixin
-    body = {"__module__": mixin.__module__, "__deepcopy__": _deep_copy, "replaced_class": cls}
-    made: type[nn.Module] = unpicklable(cast(Any, type(cls)))(f"{mixin.__name__}_{cls.__name__}", (mixin, cls), body)
-    return made
+    body = {"__module__": mixin.__module__, "__reduce_ex__": copied_by(_deep_copy), "replaced_class": cls}
+    return type(f"{mixin.__name__}_{cls.__name__}", (mixin, cls), body)
 
 
 def take_over(mixin: type[Module], original: nn.Module) -> Module:
@@ -84,11 +83,50 @@ def _rewrap_forward(new: nn.Module, wrapped: Any) -> None:
     new.__dict__["forward"] = functools.update_wrapper(functools.partial(wrapped.func, new), type(new).forward)
 
 
-def _deep_copy(self: nn.Module, memo: dict[Any, Any]) -> nn.Module:
-    if WHOLE in memo or TAKEN not in vars(self):
-        return copy_with_parts(self, memo)
-    made: nn.Module = copy.deepcopy(plain(self), memo)
-    memo[id(self)] = made
+class Copying:
+    """A patched module on its way through `copy`, which works, or `pickle`, which is refused.
+
+    By `__reduce_ex__` and no `__deepcopy__`: that one is looked up on wrappers too (PeftModel, torch.compile), which
+    pass what they do not have on to the module inside, and a copy of theirs would be a copy of that.
+    deep: makes the deep copy of the module, with copy's memo.
+    """
+
+    def __init__(self, module: nn.Module, deep: Callable[[Any, dict[Any, Any]], nn.Module]):
+        self.module, self.deep = module, deep
+
+    def __deepcopy__(self, memo: dict[Any, Any]) -> nn.Module:
+        return self.deep(self.module, memo)
+
+    def __reduce__(self) -> Any:
+        cls: Any = type(self.module)
+        raise PatchError(
+            f"a patched {getattr(cls, 'replaced_class', cls).__name__} cannot be pickled (torch.save, an argument of "
+            "another process): call accelpatch.unpatch(model) and save the original, or patch it where it is used"
+        )
+
+
+def copied_by(deep: Callable[[Any, dict[Any, Any]], nn.Module]) -> Any:
+    """`__reduce_ex__` of a class whose deep copies `deep` makes."""
+
+    def reduce_ex(self: nn.Module, protocol: Any) -> Any:
+        return _copy_of, (Copying(self, deep),)
+
+    return reduce_ex
+
+
+def _copy_of(made: nn.Module | Copying) -> nn.Module:
+    """What `copy` made: a deep copy already, or one that shares all that the module has."""
+    if isinstance(made, nn.Module):
+        return made
+    shallow = type(made.module).__new__(type(made.module))
+    shallow.__dict__.update(vars(made.module))
+    return shallow
+
+
+def _deep_copy(replacement: nn.Module, memo: dict[Any, Any]) -> nn.Module:
+    if WHOLE in memo:
+        return copy_with_parts(replacement, memo)
+    made: nn.Module = copy.deepcopy(plain(replacement), memo)
     return made
 
 
@@ -97,8 +135,7 @@ def copy_with_parts(module: nn.Module, memo: dict[Any, Any]) -> Any:
     made = type(module).__new__(type(module))
     memo[id(module)] = made
     transient = getattr(module, "transient", ())
-    state = {name: None if name in transient else value for name, value in vars(module).items()}
-    made.__dict__.update(copy.deepcopy(state, memo))
+    made.__dict__.update(copy.deepcopy({k: v for k, v in vars(module).items() if k not in transient}, memo))
     return made
 
 
@@ -127,19 +164,3 @@ def is_observed(*modules: Any) -> bool:
     if any(not hasattr(hook, OWN_HOOK) for name in GLOBAL_HOOKS for hook in getattr(torch_module, name).values()):
         return True
     return any("forward" in vars(module) or any(getattr(module, table) for table in HOOKS) for module in modules)
-
-
-@functools.cache
-def unpicklable(kind: Any) -> Any:
-    """A kind of classes whose instances pickle refuses in our words; copies do not ask it."""
-    made = type("PatchedClass", (kind,), {})
-    copyreg.pickle(made, _refuse_pickle)
-    return made
-
-
-def _refuse_pickle(patched: Any) -> str:
-    name = getattr(patched, "replaced_class", patched).__name__
-    raise PatchError(
-        f"a patched {name} cannot be pickled (torch.save, an argument of another process): call "
-        "accelpatch.unpatch(model) and save the original, or patch it where it is used"
-    )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -144,6 +144,13 @@ class PackedWeight(nn.Module):
             return self._parameters["weight"]  # type: ignore[return-value]
         return self.held.lend(self.transposed)
 
+    @weight.setter
+    def weight(self, value: Any) -> None:
+        """What was read here may be put back (PEFT does, when an adapter goes); anything else is refused."""
+        own = self.held.lent() if self.held.lent is not None else None
+        if not isinstance(value, WeightView) or value.loan is not own:
+            self._refuse()
+
     def dequantized(self) -> Tensor:
         """The weight as floats, `[N, K]` in the original's dtype."""
         raise NotImplementedError
@@ -172,11 +179,14 @@ class PackedWeight(nn.Module):
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """As nn.Module's; `weight` is another object than a parameter, so one that is assigned is refused."""
         if name == "weight" and self.is_packed:
-            raise PatchError(
-                f"{self.place}: its weight is packed and cannot be replaced by a parameter; {WAY}, or write into the "
-                "one that is there (weight.data.copy_)"
-            )
+            self._refuse()
         super().register_parameter(name, param)
+
+    def _refuse(self) -> NoReturn:
+        raise PatchError(
+            f"{self.place}: its weight is packed and cannot be replaced by another tensor; {WAY}, or write into it "
+            "(weight.data.copy_)"
+        )
 
     def _write(self, weight: Tensor) -> None:
         try:

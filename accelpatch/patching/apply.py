@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from accelpatch.errors import AccelpatchError, PatchError
-from accelpatch.patching.carry import Swap, listed, put_back, refuse_or_carry
+from accelpatch.patching.carry import Swap, freeze, listed, put_back, refuse_or_carry
 from accelpatch.patching.change import Absent, Change
 from accelpatch.patching.host_copies import HostCopies
 from accelpatch.patching.plan import Entry, Plan
@@ -38,7 +38,8 @@ class Built:
 class Handle:
     """`model.accelpatch`: what was planned and done, and the way back.
 
-    swaps: each original with its replacement. hooks: accelerate's that the model had when it was patched.
+    swaps: each original with its replacement. hooks: accelerate's that the model had when it was patched. trainable:
+    its parameters that required a gradient then, of those that are not packed.
     """
 
     plan: Plan
@@ -47,6 +48,7 @@ class Handle:
     record: Report
     swaps: list[Swap] = field(default_factory=list)
     hooks: list[Any] = field(default_factory=list)
+    trainable: list[nn.Parameter] = field(default_factory=list)
 
     def report(self) -> Report:
         """What happened and why."""
@@ -68,6 +70,8 @@ class Handle:
             )
         model = self.changes[-1].owner
         written = [str(module.place) for module in refuse_or_carry(model, self.swaps, self.hooks)]
+        if self.trainable and not any(parameter.requires_grad for parameter in self.trainable):
+            freeze(self.swaps)
         put_back(model, self.swaps)
         self.revert()
         if written:
@@ -181,6 +185,7 @@ def commit(
         for change in changes:
             change.apply()
         handle.swaps = [Swap.of(old, new) for item in built for old, new, _ in item.modules]
+        handle.trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     except BaseException:
         handle.revert()
         raise

@@ -120,6 +120,14 @@ def _bring(old: dict[str, Any], new: Mapping[str, Any], common: Mapping[str, Any
         old.pop(name, None)
 
 
+def freeze(swaps: Iterable[Swap]) -> None:
+    """Let weights that were packed require no gradient: whoever froze the model (PEFT does) could not see them."""
+    for swap in swaps:
+        for name, parameter in swap.old._parameters.items():
+            if parameter is not None and name not in swap.new._parameters:
+                parameter.requires_grad_(False)
+
+
 def put_back(model: nn.Module, swaps: Iterable[Swap]) -> None:
     """Let every place in the tree that holds a replacement hold its original; what the user put elsewhere stays."""
     back = {id(swap.new): swap.old for swap in swaps}

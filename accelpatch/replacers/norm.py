@@ -45,7 +45,7 @@ class RMSNormReplacer(Replacer):
     def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:
         kind = RMS_NORMS[type(site.original).__name__]
         new = take_over(FusedRMSNorm, site.original)
-        new.rms_eps, new.plus_one = getattr(site.original, kind.eps), kind.plus_one
+        new.eps_name, new.plus_one = kind.eps, kind.plus_one
         return new
 
 
@@ -74,6 +74,9 @@ class ResidualNormReplacer(Replacer):
     def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:
         layer = site.original
         new = take_over(ResidualNormLayer, layer)
+        new.norm_class = type(getattr(layer, _norm_name(layer)))
+        kind = RMS_NORMS[new.norm_class.__name__]
+        new.eps_name, new.plus_one = kind.eps, kind.plus_one
         new.skips = skipped(new, *(layer._modules.keys() - CALLED))
         new.sandwich = hasattr(layer, "pre_feedforward_layernorm")
         new.positional = positional_names(layer)

@@ -15,7 +15,7 @@ CAPPED_SCORES = frozenset({"Gemma2Attention"})  # Gemma 3 has the attribute and 
 CAPPED_LOGITS = frozenset({"Gemma2ForCausalLM", "Gemma3ForCausalLM"})
 IMPLEMENTATIONS = ("eager", "sdpa", None)
 # Plain values that a step is made with; one that is set to another has the step made anew.
-READ = ("scaling", "sliding_window", "layer_type", "attn_logit_softcapping", "is_causal", "rms_eps")
+READ = ("scaling", "sliding_window", "layer_type", "attn_logit_softcapping", "is_causal", "variance_epsilon", "eps")
 
 
 def why_not(attention: Any) -> str | None:

@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from accelpatch.errors import PatchError
-from accelpatch.modules.replacement import WHOLE, copy_with_parts, unpicklable
+from accelpatch.modules.replacement import WHOLE, copied_by, copy_with_parts
 from accelpatch.runtime.captured_cache import OWN
 from accelpatch.runtime.captured_decoding import captured_loop
 from accelpatch.runtime.captured_graph import GRAPHS
@@ -56,13 +56,12 @@ def _subclass(cls: Any, whole: bool) -> type[nn.Module]:
     body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     body |= {name: _refusing(name, advice) for name, advice in REFUSED.items() if hasattr(cls, name)}
     body |= {"tie_weights": _keep_ties} if hasattr(cls, "tie_weights") else {}
-    body |= {"__deepcopy__": _copy_of_whole if whole else _copy_of_part, "unpatched_class": cls}
+    body |= {"__reduce_ex__": copied_by(_copy_of_whole if whole else _copy_of_part), "unpatched_class": cls}
     if whole:
         body |= {"_sample": _looping(cls._sample)} if hasattr(cls, "_sample") else {}
         body |= {name: _marking(getattr(cls, name)) for name in (CACHES,) if hasattr(cls, name)}
         body |= {"forward": _stepping(cls), "train": _training(cls)}
-    kind: Any = type(cls)
-    return unpicklable(kind)(cls.__name__, (cls,), body)
+    return type(cls)(cls.__name__, (cls,), body)
 
 
 def _copy_of_whole(self: nn.Module, memo: dict[Any, Any]) -> Any:

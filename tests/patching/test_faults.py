@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 import accelpatch
 from accelpatch.errors import PatchError
@@ -63,7 +64,9 @@ def calls_of(model: nn.Module, recipe: str, stage: str) -> int:
     plan = accelpatch.plan(model, recipe)
     modules = sum(1 + len(entry.site.tied) for entry in plan.replaced)
     places = sum(len(entry.site.paths) for entry in plan.replaced)
-    counts = {"build": len(plan.replaced), "verify": modules, "swap": places + 3, "check": 1, "settle": 1, "capture": 2}
+    classes = sum(isinstance(part, PreTrainedModel) for part in model.modules())
+    swaps = places + classes + 2  # and the model's runtime and handle
+    counts = {"build": len(plan.replaced), "verify": modules, "swap": swaps, "check": 1, "settle": 1, "capture": 2}
     return counts[stage]
 
 
@@ -83,18 +86,20 @@ def test_an_error_at_every_call_in_turn(
     model = CAUSAL[RECIPES[recipe]].make()
     before, expected = snapshot(model), logits(model, padded_batch())
     count = calls_of(model, recipe, stage)
+    inputs = [padded_batch()] if stage == "capture" else None  # those made for a model may be refused by it
     for n in range(count):
         with monkeypatch.context() as patching:
             call = Nth(len, n, FAULTS["exception"], late=False)
             inject(patching, stage, call)
             with pytest.raises((RuntimeError, PatchError)):
-                accelpatch.patch(model, recipe, keep_original=keep_original)
+                accelpatch.patch(model, recipe, keep_original=keep_original, inputs=inputs)
             assert call.left == -1, "the fault was not the last thing that happened"
         assert_untouched(model, before, expected)
     with monkeypatch.context() as patching:
         call = Nth(len, count, FAULTS["exception"], late=False)
         inject(patching, stage, call)
-        accelpatch.patch(model, recipe, keep_original=keep_original)  # a second patch works, and no call was missed
+        # a second patch works, and no call was missed
+        accelpatch.patch(model, recipe, keep_original=keep_original, inputs=inputs)
         assert call.left == 0
     assert model.accelpatch.report().verification.failures == []
 

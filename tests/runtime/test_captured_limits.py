@@ -105,7 +105,7 @@ def test_a_changed_model_is_captured_anew() -> None:
     assert torch.equal(*both(model, padded_batch(), **GREEDY))
     model.model.norm.weight = nn.Parameter(torch.linspace(-2, 2, 64))
     assert torch.equal(*both(model, padded_batch(), **GREEDY))
-    model.model.layers[0].input_layernorm.rms_eps = 5.0  # a plain number that the step took for granted
+    model.model.layers[0].input_layernorm.variance_epsilon = 5.0  # a plain number that the step took for granted
     assert torch.equal(*both(model, padded_batch(), **GREEDY))
     model.set_attn_implementation("eager")
     assert torch.equal(*both(model, padded_batch(), **GREEDY))

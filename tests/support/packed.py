@@ -1,0 +1,61 @@
+"""Tiny models whose weights are packed, in every format, on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import accelpatch
+from accelpatch.device import KNOWN
+from accelpatch.recipe import parse
+from tests.families.tiny import CAUSAL
+
+_FP8 = parse(
+    "name: fp8\ndescription: fp8\nextends: exact\nrules:\n  - match: {role: linear}\n    replace: fp8_weight_only\n"
+    "verify: {bound: 0.1}\n"
+)
+
+
+def _patch(recipe: Any, **options: Any) -> Callable[[Any], Any]:
+    return lambda model: accelpatch.patch(model, recipe, verify=False, **options)
+
+
+# format -> what patches a model; `compact` is planned for a GPU and run by torch's operations
+PATCHES: dict[str, Callable[[Any], Any]] = {
+    "int8": _patch("int8"),
+    "int4": _patch("int4"),
+    "fp8": _patch(_FP8),
+    "compact": _patch("compact", device=KNOWN["sm_90"]),
+}
+
+
+def plain(name: str = "llama", form: str = "int8", **changes: Any) -> Any:
+    """An unpatched model in a dtype that the format takes."""
+    return CAUSAL[name].make(torch.bfloat16 if form == "compact" else torch.float32, **changes)
+
+
+def packed(name: str = "llama", form: str = "int8", **changes: Any) -> Any:
+    """The same model, patched."""
+    return PATCHES[form](plain(name, form, **changes))
+
+
+def rounded(module: Any, weight: Tensor) -> Tensor:
+    """What a packed module holds once a float weight in its original's shape was written into it."""
+    full = weight.t() if module.transposed else weight
+    if not hasattr(module, "quantized_like"):
+        return weight.to(module.like.dtype)
+    with torch.no_grad():
+        held = module.quantized_like(full, module.canonical())
+    numbers: Tensor = _dequantized(type(module).__name__, held, module.like.dtype)
+    return numbers.t() if module.transposed else numbers
+
+
+def _dequantized(name: str, held: Any, dtype: torch.dtype) -> Tensor:
+    from accelpatch.quant import fp8, int4, int8
+
+    form: Any = {"Int8": int8, "Int4": int4, "Fp8W": fp8}[name[:4]]
+    numbers: Tensor = form.dequantize(held, dtype)
+    return numbers
