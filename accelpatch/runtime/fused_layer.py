@@ -193,7 +193,8 @@ def unfit(layer: Any) -> str | None:
 def norm_of(norm: Any, dtype: torch.dtype) -> Norm:
     """What a replaced norm computes."""
     if not isinstance(norm, FusedRMSNorm) or norm.weight.dtype != dtype:
-        raise Unfit(f"a norm is {type(norm).__name__} in {norm.weight.dtype}")
+        dtype_of_it = next((str(p.dtype) for p in norm.parameters()), "no dtype")
+        raise Unfit(f"a norm is {type(norm).__name__} in {dtype_of_it}")
     return Norm(norm.weight, norm.rms_eps, norm.plus_one)
 
 

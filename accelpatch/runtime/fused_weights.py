@@ -96,6 +96,8 @@ def _alike(modules: Sequence[Any], dtype: torch.dtype) -> list[Product]:
 
 def product(module: Any, dtype: torch.dtype) -> Product:
     """What a linear layer computes. Raises Unfit for one that the products in kernels/fused_product.py do not read."""
+    if not issubclass(type(module), nn.Linear):
+        raise Unfit(f"a product is {type(module).__name__}")
     bias = module.bias
     if bias is not None and bias.dtype != dtype:
         raise Unfit(f"a bias is {bias.dtype}")

@@ -141,7 +141,9 @@ def vector(module: nn.Module, eps: float) -> Tensor:
 
 def product(module: Any) -> Pack:
     """The weight of a linear layer or table as a pack, with its bias; a float32 one as it is."""
-    bias = getattr(module, "bias", None)
+    if not isinstance(module, (nn.Linear, nn.Embedding)):
+        raise Unfit(f"{type(module).__name__} is no linear layer or table of its own")
+    bias: Any = getattr(module, "bias", None)
     if isinstance(module, QuantizedModule):
         if module.like.dtype != torch.float32 or module.held.pack is None:
             raise Unfit(f"{type(module).__name__} is in {module.like.dtype} or not packed for the CPU")
