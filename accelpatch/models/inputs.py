@@ -37,8 +37,8 @@ def sample_inputs(model: nn.Module) -> list[list[Sample]]:
 
 def _candidates(model: Any) -> Iterator[list[Sample]]:
     config, main = getattr(model, "config", None), getattr(model, "main_input_name", "input_ids")
-    vocabulary = getattr(text_config(config), "vocab_size", None)
-    tokens = token_batches(config, vocabulary) if isinstance(vocabulary, int) and vocabulary > 0 else []
+    vocabulary = _count(text_config(config), "vocab_size")
+    tokens = token_batches(config, vocabulary) if vocabulary else []
     if main == "input_ids" and tokens:
         yield tokens
     names = dict.fromkeys([main, *(name for name in SIGNALS if name in _parameters(model))])
@@ -68,7 +68,7 @@ def _accepted(model: nn.Module, sample: Sample) -> Sample:
 
 def token_batches(config: Any, vocabulary: int) -> list[Sample]:
     """input_ids and a mask: [1, 1], [1, length] and [3, length], of the last one row padded on the left."""
-    length = min(LENGTH, getattr(text_config(config), "max_position_embeddings", None) or LENGTH)
+    length = min(LENGTH, _count(text_config(config), "max_position_embeddings") or LENGTH)
     batches = [one_batch(vocabulary, 1, 1), one_batch(vocabulary, 1, length), one_batch(vocabulary, BATCH, length)]
     batches[2]["attention_mask"][1, : length // 2] = 0  # left padding, as for generation
     for batch in batches:
@@ -99,34 +99,43 @@ def noise(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 def _shapes(config: Any, name: str) -> list[tuple[int, ...]]:
     """The shapes, without the batch, that an input of this name may have in a model of this configuration."""
-    channels, bins = _fact(config, "num_channels", "in_channels") or CHANNELS, _fact(config, "num_mel_bins")
+    channels, bins = _count(config, "num_channels", "in_channels") or CHANNELS, _count(config, "num_mel_bins")
     if name.startswith("pixel_values"):
         picture = (channels, *_size(config))
-        frames = _fact(config, "num_frames")
+        frames = _count(config, "num_frames")
         return [(frames, *picture)] if frames else [picture]
     if name == "input_values":
-        length, channels = _fact(config, "max_length"), _fact(config, "audio_channels") or 1
+        length, channels = _count(config, "max_length"), _count(config, "audio_channels") or 1
         spectrum = [(length, bins)] if length and bins else []
         return [*spectrum, (SOUND,), (channels, SOUND)]
-    positions = _fact(config, "max_source_positions")
+    positions = _count(config, "max_source_positions")
     whisper = [(bins, 2 * positions)] if bins and positions else []
-    width = _fact(config, "input_feat_per_channel", "feature_projection_input_dim") or bins
+    width = _count(config, "input_feat_per_channel", "feature_projection_input_dim") or bins
     return [*whisper, *([(FRAMES, width)] if width else [])]
 
 
 def _size(config: Any) -> tuple[int, int]:
     """Height and width of a picture."""
-    size = _fact(config, "image_size") or 224
+    sizes = (getattr(part, "image_size", None) for part in _parts(config))
+    size = next((one for one in sizes if one), 224)
     if isinstance(size, Mapping):
-        size = (size["height"], size["width"])
-    return (size, size) if isinstance(size, int) else (size[0], size[1])
+        size = (size.get("height", 224), size.get("width", 224))
+    return (size[0], size[1]) if isinstance(size, (tuple, list)) and len(size) == 2 else (_one(size), _one(size))
 
 
-def _fact(config: Any, *names: str) -> Any:
-    """The first of these in a configuration, or in those of its parts."""
-    parts = [config, *(part for part in vars(config).values() if hasattr(part, "model_type"))] if config else []
-    values = (getattr(part, name, None) for name in names for part in parts)
-    return next((value for value in values if value), None)
+def _one(size: Any) -> int:
+    return size if isinstance(size, int) and size > 0 else 224
+
+
+def _count(config: Any, *names: str) -> int | None:
+    """The first of these that is a number above zero in a configuration, or in those of its parts."""
+    values = (getattr(part, name, None) for name in names for part in _parts(config))
+    return next((value for value in values if isinstance(value, int) and value > 0), None)
+
+
+def _parts(config: Any) -> list[Any]:
+    """A configuration and those inside it."""
+    return [config, *(part for part in vars(config).values() if hasattr(part, "model_type"))] if config else []
 
 
 def text_config(config: Any) -> Any:

@@ -225,11 +225,16 @@ def _check_owners(entries: list[Entry]) -> None:
 def cache_size(model: nn.Module, wanted: int | None) -> tuple[int | None, int]:
     """(tokens, bytes) of a batch-1 KV cache in the model's dtype: 2 x layers x KV heads x head size x tokens."""
     text = text_config(model)
-    layers, heads = getattr(text, "num_hidden_layers", None), getattr(text, "num_attention_heads", None)
-    length = wanted or min(getattr(text, "max_position_embeddings", None) or 2048, 4096)
-    if not layers or not heads or getattr(text, "is_encoder_decoder", False):
+    layers, heads, hidden = (_count(text, f) for f in ("num_hidden_layers", "num_attention_heads", "hidden_size"))
+    if not (layers and heads and hidden) or getattr(text, "is_encoder_decoder", False):
         return None, 0
-    size = getattr(text, "head_dim", None) or text.hidden_size // heads
-    kv = getattr(text, "num_key_value_heads", None) or heads
+    length = wanted or min(_count(text, "max_position_embeddings") or 2048, 4096)
+    size, kv = _count(text, "head_dim") or hidden // heads, _count(text, "num_key_value_heads") or heads
     width = next((p.element_size() for p in model.parameters() if p.is_floating_point()), 4)
     return length, 2 * layers * kv * size * length * width
+
+
+def _count(config: Any, name: str) -> int:
+    """A number above zero; 0 where there is none (models of pictures list one a stage)."""
+    value = getattr(config, name, None)
+    return value if isinstance(value, int) and value > 0 else 0

@@ -139,8 +139,13 @@ def stage_report(plan: Plan, held: Sequence[Checked], paths: Mapping[str, int]) 
 
 
 def whole_model(model: nn.Module, captured: Captured, report: Report, progress: Progress) -> Verification | None:
-    """Run the patched model on the samples again and compare its next-token logits with those of before."""
+    """Run the patched model on the samples again and compare its next-token logits with those of before.
+
+    None, with a note in the report, where there are no samples.
+    """
     if captured.missing is not None:
+        if captured.missing != SWITCHED_OFF:
+            report.notes.append(f"nothing is verified: {captured.missing}")
         return None
     samples, before = captured.samples, captured.outputs
     with naming(type(model).__name__, "the patched model was compared with the original"):

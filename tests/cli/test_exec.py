@@ -134,14 +134,107 @@ def test_a_recipe_that_cannot_be_read_stops_before_the_script(shell: Shell, tmp_
     assert found.stderr.startswith("error: ")
 
 
-def test_a_recipe_that_does_not_fit_is_one_line(shell: Shell, tmp_path: Path, model: str) -> None:
+def test_a_recipe_that_does_not_fit_leaves_the_model(shell: Shell, tmp_path: Path, model: str) -> None:
     _write(tmp_path, "script.py", GENERATE)
     rule = "  - match: {class: NoSuchClass}\n    replace: int8_weight_only\n"
     _write(tmp_path, "mine.yaml", f"name: mine\ndescription: fits nothing\nrules:\n{rule}")
     found = shell("exec", "--recipe", "mine.yaml", "script.py", model)
-    assert found.returncode == 1
+    assert (found.returncode, found.stdout) == (0, "Linear LlamaForCausalLM True\n")
     assert "Traceback" not in found.stderr
-    assert len([line for line in found.stderr.splitlines() if line.startswith("error: ")]) == 1
+    lines = [line for line in found.stderr.splitlines() if line.startswith("accelpatch: ")]
+    assert len(lines) == 1
+    assert "LlamaForCausalLM left as it is: PlanError" in lines[0]
+    assert "matches no module" in lines[0]
+
+
+WHISPER = """
+import torch, transformers as hf
+torch.manual_seed(0)
+config = hf.WhisperConfig(vocab_size=160, d_model=64, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4,
+    decoder_attention_heads=4, encoder_ffn_dim=96, decoder_ffn_dim=96, num_mel_bins=16, max_source_positions=20,
+    max_target_positions=32, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1)
+model = hf.WhisperForConditionalGeneration(config).eval()
+made = model.generate(torch.randn(1, 16, 40), max_new_tokens=4, do_sample=False, return_dict_in_generate=False)
+print(len(made))
+"""
+SERIES = """
+import torch, transformers as hf
+model = hf.TimeSeriesTransformerModel(hf.TimeSeriesTransformerConfig(
+    prediction_length=4, context_length=8, d_model=64, lags_sequence=[1], num_time_features=1)).eval()
+past = {"past_values": torch.randn(1, 9), "past_time_features": torch.randn(1, 9, 1)}
+future = {"future_values": torch.randn(1, 4), "future_time_features": torch.randn(1, 4, 1)}
+print(tuple(model(**past, **future, past_observed_mask=torch.ones(1, 9)).last_hidden_state.shape))
+"""
+CONVOLUTIONS = """
+import torch, transformers as hf
+model = hf.EncodecModel(hf.EncodecConfig(num_filters=8, hidden_size=32, codebook_dim=32, codebook_size=64)).eval()
+print(model(torch.randn(1, 1, 640)).audio_values.shape[1])
+"""
+SAVES = """
+import sys, torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1]).eval()
+ids = torch.tensor([[5, 6, 7]])
+model.generate(ids, max_new_tokens=3, do_sample=False)
+model.save_pretrained("out")
+again = AutoModelForCausalLM.from_pretrained("out").eval()
+print(all(torch.equal(v, model.state_dict()[k]) for k, v in again.state_dict().items()), len(model(ids).logits))
+"""
+RESIZES = """
+import sys, torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1]).eval()
+model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3, do_sample=False)
+model.model.resize_token_embeddings(600)
+print(model.get_input_embeddings().weight.shape[0])
+"""
+TRAINS = """
+import sys, torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1]).eval()
+ids = torch.tensor([[5, 6, 7, 8]])
+model.generate(ids, max_new_tokens=3, do_sample=False)
+model.train()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for _ in range(2):
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    optimizer.step()
+model.eval()
+print(f"{loss.item():.4f}", type(model.lm_head).__name__)
+"""
+OWN_FORWARD = """
+import sys, torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1]).eval()
+forward = model.forward
+model.forward = lambda *args, **kwargs: forward(*args, **kwargs)
+print(model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3, do_sample=False).shape)
+"""
+# Scripts that run without us, and what our summary says of them.
+AS_WITHOUT = {
+    "whisper": (WHISPER, "WhisperForConditionalGeneration patched"),
+    "time-series": (SERIES, "TimeSeriesTransformerModel patched"),
+    "convolutions": (CONVOLUTIONS, "EncodecModel left as it is: PlanError"),
+    "saves": (SAVES, "save_pretrained was called, which the original does"),
+    "resizes": (RESIZES, "resize_token_embeddings was called, which the original does"),
+    "trains": (TRAINS, "train was called, which the original does"),
+    "own-forward": (OWN_FORWARD, "patched with"),
+}
+
+
+@pytest.mark.parametrize("case", AS_WITHOUT)
+def test_a_script_that_runs_without_us_runs_with_us(shell: Shell, tmp_path: Path, model: str, case: str) -> None:
+    """And it prints the same."""
+    text, summary = AS_WITHOUT[case]
+    _write(tmp_path, "script.py", text)
+    expected = _python("script.py", model, folder=tmp_path)
+    assert expected.returncode == 0, expected.stderr
+    found = shell("exec", "--recipe", "int8", "script.py", model)
+    assert found.returncode == 0, found.stderr
+    assert "Traceback" not in found.stderr
+    assert found.stdout == expected.stdout
+    assert summary in found.stderr
 
 
 def test_a_script_that_closes_its_output(shell: Shell, tmp_path: Path) -> None:

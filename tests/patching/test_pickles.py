@@ -36,6 +36,31 @@ def test_a_patched_model_is_not_pickled(save: Any) -> None:
     assert call(again).equal(call(model))
 
 
+@pytest.mark.parametrize("path", ["model", "model.layers.0", "model.layers.1.mlp", "lm_head", "model.norm"])
+@pytest.mark.parametrize("save", [torch.save, pickle.dump], ids=["torch.save", "pickle"])
+def test_nor_is_a_part_of_one(save: Any, path: str) -> None:
+    model = CAUSAL["llama"].make()
+    accelpatch.patch(model, "int8", verify=False)
+    part, kinds = model.get_submodule(path), "LlamaModel|LlamaDecoderLayer|LlamaMLP|Linear|LlamaRMSNorm"
+    with pytest.raises(PatchError, match=rf"a patched ({kinds}) cannot be pickled .* accelpatch\.unpatch\(model\)"):
+        save(part, io.BytesIO())
+    with pytest.raises(PatchError, match="cannot be pickled"):
+        save({"among": [part]}, io.BytesIO())
+    assert call(copy.copy(model)).equal(call(model))
+    state = io.BytesIO()
+    save(part.state_dict(), state)
+    accelpatch.unpatch(model)
+    save(model.get_submodule(path), io.BytesIO())
+
+
+def test_a_stock_part_around_replacements_says_so_too() -> None:
+    """Attention itself is not replaced; its projections are."""
+    model = CAUSAL["llama"].make()
+    accelpatch.patch(model, "int8", verify=False)
+    with pytest.raises(PatchError, match="a patched Linear cannot be pickled"):
+        pickle.dumps(model.model.layers[0].self_attn)
+
+
 class Abstract(nn.Module, abc.ABC):
     """A model whose class is of a kind of its own."""
 
