@@ -10,7 +10,7 @@ from accelpatch.kernels.compact_linear import compact_linear
 from accelpatch.kernels.compact_tiles import CompactTiles
 from accelpatch.kernels.gated_activation import gated_activation
 from accelpatch.kernels.tiled_int4_linear import tiled_int4_linear
-from accelpatch.modules.replacement import intact, is_observed
+from accelpatch.modules.replacement import Replacement, intact, is_observed
 
 
 def side_by_side(gate: Any, up: Any, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -24,12 +24,11 @@ def side_by_side(gate: Any, up: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     return both[..., : tiles.n], both[..., tiles.n :]
 
 
-class GatedMLP(nn.Module):
+class GatedMLP(Replacement):
     """With separate gate_proj and up_proj (Llama), or both as the halves of gate_up_proj (Phi-3: `fused_rows`)."""
 
     activation: str
     fused_rows: bool
-    skips: tuple[tuple[str, nn.Module], ...]
     gate_proj: nn.Module
     up_proj: nn.Module
     gate_up_proj: nn.Module

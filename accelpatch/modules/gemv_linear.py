@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from accelpatch.kernels.gemv import gemv
 from accelpatch.modules.autocast import autocast
+from accelpatch.modules.replacement import Replacement
 
 
-class GemvLinear(nn.Module):
+class GemvLinear(Replacement):
     """y = x @ weight^T + bias, the weight plain as in nn.Linear, shared with the original."""
 
     weight: Tensor

@@ -8,10 +8,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from accelpatch.kernels.rmsnorm import add_rmsnorm, rmsnorm
-from accelpatch.modules.replacement import intact, is_observed
+from accelpatch.modules.replacement import Replacement, intact, is_observed
 
 
-class FusedRMSNorm(nn.Module):
+class FusedRMSNorm(Replacement):
     """x / rms(x) * weight in one operation. eps_name: of the original's epsilon. plus_one: its weight counts from 1."""
 
     weight: Tensor
@@ -35,7 +35,7 @@ CALLED = frozenset(
 )
 
 
-class ResidualNormLayer(nn.Module):
+class ResidualNormLayer(Replacement):
     """A decoder layer whose residual addition and the norm after it are one operation.
 
     For layers of the form norm, attention, add, norm, MLP, add (Llama), and for those with a norm after attention
@@ -46,7 +46,6 @@ class ResidualNormLayer(nn.Module):
     eps_name: str
     plus_one: bool
     sandwich: bool
-    skips: tuple[tuple[str, nn.Module], ...]
     positional: tuple[str, ...]
     self_attn: nn.Module
     mlp: nn.Module

@@ -30,12 +30,29 @@ TAKEN = "_accelpatch_taken"  # attribute of a replacement: the names of those th
 WHOLE = "accelpatch: a whole model"  # key of a deep copy's memo while a patched model is copied with all its parts
 
 
+class Replacement(nn.Module):
+    """What our replacements have in common; one of the user's own may derive it too.
+
+    own_buffers: names of buffers that the original has not. transient: of attributes that no copy gets. skips: children
+    whose work the replacement does itself.
+    """
+
+    own_buffers: tuple[str, ...] = ()
+    transient: tuple[str, ...] = ()
+    skips: tuple[tuple[str, nn.Module], ...] = ()
+
+    def float_parameters(self) -> dict[str, nn.Parameter]:
+        """Name -> parameter of what is packed here, as the original has it."""
+        return {}
+
+
 @functools.cache
 def subclass(mixin: Any, cls: Any) -> type[nn.Module]:
     """A class that behaves as `mixin` and is an instance of `cls`: hidden states and adapters find it by isinstance."""
     if issubclass(mixin, cls):
         return mixin
-    body = {"__module__": mixin.__module__, "__reduce_ex__": copied_by(_deep_copy), "replaced_class": cls}
+    deep = _deep_copy if issubclass(mixin, Replacement) else copy_with_parts
+    body = {"__module__": mixin.__module__, "__reduce_ex__": copied_by(deep), "replaced_class": cls}
     return type(f"{mixin.__name__}_{cls.__name__}", (mixin, cls), body)
 
 
@@ -49,7 +66,7 @@ def take_over(mixin: type[Module], original: nn.Module) -> Module:
     return cast(Module, new)
 
 
-def plain(replacement: nn.Module) -> nn.Module:
+def plain(replacement: Replacement) -> nn.Module:
     """A module of the class that was replaced, sharing the tensors and children that a replacement has now.
 
     A weight that is packed becomes a parameter in the dtype and shape of the original's.
@@ -57,11 +74,10 @@ def plain(replacement: nn.Module) -> nn.Module:
     cls: type[nn.Module] = cast(Any, type(replacement)).replaced_class
     names: frozenset[str] = vars(replacement)[TAKEN]
     new = _with_state_of(replacement, cls, {name: value for name, value in vars(replacement).items() if name in names})
-    if isinstance(packed := getattr(replacement, "float_parameters", None), types.MethodType):
-        new._parameters.update(packed())
-        for name in getattr(replacement, "own_buffers", ()):
-            new._buffers.pop(name, None)
-            new._non_persistent_buffers_set.discard(name)
+    new._parameters.update(replacement.float_parameters())
+    for name in replacement.own_buffers:
+        new._buffers.pop(name, None)
+        new._non_persistent_buffers_set.discard(name)
     return new
 
 
@@ -123,7 +139,7 @@ def _copy_of(made: nn.Module | Copying) -> nn.Module:
     return shallow
 
 
-def _deep_copy(replacement: nn.Module, memo: dict[Any, Any]) -> nn.Module:
+def _deep_copy(replacement: Replacement, memo: dict[Any, Any]) -> nn.Module:
     if WHOLE in memo:
         return copy_with_parts(replacement, memo)
     made: nn.Module = copy.deepcopy(plain(replacement), memo)
@@ -144,7 +160,7 @@ def skipped(replacement: nn.Module, *names: str) -> tuple[tuple[str, nn.Module],
     return tuple((name, child) for name in sorted(names) if (child := replacement._modules[name]) is not None)
 
 
-def unchanged(replacement: Any) -> bool:
+def unchanged(replacement: Replacement) -> bool:
     """Whether the children that a replacement skips are those that it was made for, doing what they did."""
     children = replacement._modules
     return all(
@@ -153,7 +169,7 @@ def unchanged(replacement: Any) -> bool:
     )
 
 
-def intact(replacement: Any) -> bool:
+def intact(replacement: Replacement) -> bool:
     """Whether that is so and nobody observes a call of one; else the original's forward, which calls them, must run."""
     return unchanged(replacement) and not is_observed(*(child for _, child in replacement.skips))
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from accelpatch.kernels.rope import rotary_cos_sin
+from accelpatch.modules.replacement import Replacement
 
 
-class FusedRotaryEmbedding(nn.Module):
+class FusedRotaryEmbedding(Replacement):
     """cos and sin of position times inverse frequency, for rope types whose frequencies do not change with length.
 
     Frequencies are the original's buffers: `inv_freq`, or `{layer_type}_inv_freq` in families that have several.

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from accelpatch.errors import PatchError
+from accelpatch.modules.replacement import Replacement
 
 _OF: Any = Tensor
 _REPLACING = (_OF.data.__set__, _OF.set_)
@@ -113,15 +114,14 @@ def _lent(value: Any, lenders: list[Loan]) -> Any:
     return next((loan.lend(value) for loan in lenders if loan.lies_in(value)), value)
 
 
-class PackedWeight(nn.Module):
+class PackedWeight(Replacement):
     """A mixin: a module whose weight is packed, while it is no parameter.
 
     place: dotted name, set when the module moves in. transposed: the original holds its weight as [K, N]. trainable:
-    whether its parameter required a gradient. own_buffers: what the original has not. lent: never copied.
+    whether its parameter required a gradient. lent: while somebody looks at the weight.
     """
 
     transient = ("lent",)
-    own_buffers: tuple[str, ...] = ()
     place = "a packed layer"
     transposed = False
     trainable: bool
@@ -160,7 +160,7 @@ class PackedWeight(nn.Module):
         raise NotImplementedError
 
     def float_parameters(self) -> dict[str, nn.Parameter]:
-        """Name -> parameter of what is packed here, as the original has it."""
+        """The weight, where it is packed."""
         if not self.is_packed:
             return {}
         full = self.held.dequantized()

@@ -13,14 +13,9 @@ import accelpatch
 from tests.adapters.lora import peft
 from tests.families.tiny import CAUSAL, full_batch, padded_batch
 from tests.runtime.steps import inner
-from tests.support.packed import PATCHES, plain
+from tests.support.packed import FORMS, patch, plain
 
-FORMS = ("exact", *PATCHES)
 forms = pytest.mark.parametrize("form", FORMS)
-
-
-def patch(model: Any, form: str) -> Any:
-    return accelpatch.patch(model, "exact", verify=False) if form == "exact" else PATCHES[form](model)
 
 
 def wrapped(model: Any, **changes: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,21 +15,12 @@ from torch import nn
 import accelpatch
 from accelpatch.errors import PatchError
 from tests.families.simulated import logits
-from tests.families.tiny import CAUSAL, LAYERS, full_batch, snapshot
-from tests.support.packed import PATCHES, plain
+from tests.families.tiny import LAYERS, full_batch, snapshot
+from tests.support.packed import FORMS, patch, plain, replacements
 
-FORMS = ("exact", *PATCHES)
 forms = pytest.mark.parametrize("form", FORMS)
 some = pytest.mark.parametrize("form", ["exact", "int8"])
 PLACES = ("model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "model.rotary_emb", "lm_head")
-
-
-def patch(model: Any, form: str) -> Any:
-    return accelpatch.patch(model, "exact", verify=False) if form == "exact" else PATCHES[form](model)
-
-
-def replacements(model: nn.Module) -> list[str]:
-    return [name for name, module in model.named_modules() if hasattr(type(module), "replaced_class")]
 
 
 # Hooks of accelerate that come after the patch -> what hangs them on.
@@ -244,111 +234,3 @@ def test_a_compiled_layer_comes_back_uncompiled() -> None:
     assert model.model.layers[0]._compiled_call_impl is None
     torch.testing.assert_close(logits(model, full_batch()), due, rtol=1e-4, atol=1e-5)
     torch.compiler.reset()
-
-
-@pytest.mark.parametrize("recipe", ["exact", "int8", "int4"])
-def test_casts_round_as_they_do_without_the_patch(recipe: str) -> None:
-    for casts in (("bfloat16", "float"), ("half", "float"), ("half", "bfloat16"), ("double", "float")):
-        model, stock = accelpatch.patch(plain("llama"), recipe, verify=False), plain("llama")
-        for one in (model, stock):
-            for cast in casts:
-                getattr(one, cast)()
-        accelpatch.unpatch(model)
-        for (name, found), (_, due) in zip(model.state_dict().items(), stock.state_dict().items(), strict=True):
-            assert found.dtype == due.dtype, name
-            assert torch.equal(found, due), (name, casts)
-
-
-def test_casts_of_lossless_weights() -> None:
-    model, stock = PATCHES["compact"](plain("llama", "compact")), plain("llama", "compact")
-    for one in (model, stock):
-        one.half().bfloat16()
-    assert logits(model, full_batch()).dtype == torch.bfloat16
-    assert all(torch.equal(v, stock.state_dict()[k]) for k, v in model.state_dict().items())
-    accelpatch.unpatch(model)
-    assert all(torch.equal(v, stock.state_dict()[k]) for k, v in model.state_dict().items())
-
-
-AUTOCAST = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-
-
-@AUTOCAST
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "opt", "qwen3", "mixtral"])
-@forms
-def test_autocast_gives_the_dtypes_of_the_stock_model(form: str, name: str, dtype: torch.dtype) -> None:
-    if form == "compact" and dtype == torch.float16 and name in ("gpt2", "opt"):
-        pytest.skip("torch's LayerNorm takes no bfloat16 weight with float16 activations")
-    model, stock = patch(plain(name, form), form), plain(name, form)
-    given: dict[str, Any] = full_batch() | {"output_hidden_states": True}
-    with torch.no_grad(), torch.autocast("cpu", dtype):
-        found, due = model(**given), stock(**given)
-    assert found.logits.dtype == due.logits.dtype
-    assert [h.dtype for h in found.hidden_states] == [h.dtype for h in due.hidden_states]
-    error = (found.logits.float() - due.logits.float()).norm() / due.logits.float().norm()
-    assert error < {"exact": 0.05, "int8": 0.05, "compact": 0.05, "fp8": 0.2, "int4": 0.6}[form]
-    with torch.autocast("cpu", dtype):
-        ids = model.generate(**full_batch(), max_new_tokens=4, do_sample=False)
-    assert ids.shape == (3, 13)
-
-
-REFUSED: dict[str, Callable[[Any, Path], Any]] = {
-    "resize": lambda model, folder: model.resize_token_embeddings(600),
-    "save": lambda model, folder: model.save_pretrained(folder),
-    "push": lambda model, folder: model.push_to_hub("somebody/something"),
-}
-
-
-@pytest.mark.parametrize("action", REFUSED)
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "opt"])
-def test_what_the_model_refuses_its_parts_refuse_too(name: str, action: str, tmp_path: Path) -> None:
-    model = accelpatch.patch(CAUSAL[name].make(), "int8", verify=False)
-    inside = [part for part in model.modules() if hasattr(type(part), "resize_token_embeddings")]
-    assert len(inside) >= 2
-    before = logits(model, full_batch())
-    for part in inside:
-        with pytest.raises(PatchError, match=r"accelpatch\.unpatch\(model\)"):
-            REFUSED[action](part, tmp_path)
-    assert list(tmp_path.iterdir()) == []
-    assert torch.equal(logits(model, full_batch()), before)
-    accelpatch.unpatch(model)
-    model.base_model.resize_token_embeddings(200)
-
-
-def test_a_copy_of_a_part_is_the_plain_part() -> None:
-    model = accelpatch.patch(plain("llama"), "int8", verify=False)
-    for path in ("model", "model.layers.0", "model.layers.1.mlp", "lm_head", "model.embed_tokens"):
-        part = model.get_submodule(path)
-        alone = copy.deepcopy(part)
-        assert replacements(alone) == []
-        assert [name for name, _ in alone.named_modules()] == [name for name, _ in part.named_modules()]
-    head = copy.deepcopy(model.lm_head)
-    assert type(head) is nn.Linear
-    assert torch.equal(head.weight, model.lm_head.weight)
-    assert list(head.state_dict()) == ["weight"]
-    ids = full_batch()["input_ids"]
-    alone = copy.deepcopy(model.model)
-    found, due = (one(input_ids=ids, use_cache=False).last_hidden_state for one in (alone, model.model))
-    torch.testing.assert_close(found, due, rtol=1e-3, atol=1e-3)
-    alone.layers[0].mlp.up_proj.weight.sum().backward()
-
-
-@some
-def test_a_copy_inside_a_wrapper_is_a_patched_model(form: str) -> None:
-    class Wrapper(nn.Module):
-        def __init__(self, model: nn.Module):
-            super().__init__()
-            self.model = model
-
-        def __getattr__(self, name: str) -> Any:
-            try:
-                return super().__getattr__(name)
-            except AttributeError:
-                return getattr(self.model, name)
-
-    wrapper = Wrapper(patch(plain("llama"), form))
-    twin = copy.deepcopy(wrapper)
-    assert type(twin) is Wrapper
-    assert replacements(twin.model) == replacements(wrapper.model) != []
-    accelpatch.unpatch(twin.model)
-    assert replacements(twin) == []
-    assert torch.equal(logits(twin.model, full_batch()), logits(plain("llama"), full_batch()))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import accelpatch
 from accelpatch.device import KNOWN
@@ -30,6 +30,19 @@ PATCHES: dict[str, Callable[[Any], Any]] = {
     "fp8": _patch(_FP8),
     "compact": _patch("compact", device=KNOWN["sm_90"]),
 }
+
+
+FORMS = ("exact", *PATCHES)
+
+
+def patch(model: Any, form: str) -> Any:
+    """The model, patched to hold its weights in a format; as they are for `exact`."""
+    return accelpatch.patch(model, "exact", verify=False) if form == "exact" else PATCHES[form](model)
+
+
+def replacements(model: nn.Module) -> list[str]:
+    """Names of the modules that are replacements."""
+    return [name for name, module in model.named_modules() if hasattr(type(module), "replaced_class")]
 
 
 def plain(name: str = "llama", form: str = "int8", **changes: Any) -> Any:

@@ -1,0 +1,81 @@
+"""Parts of a patched model: what they refuse, and what copies of them are."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import accelpatch
+from accelpatch.errors import PatchError
+from tests.families.simulated import logits
+from tests.families.tiny import CAUSAL, full_batch
+from tests.support.packed import patch, plain, replacements
+
+some = pytest.mark.parametrize("form", ["exact", "int8"])
+REFUSED: dict[str, Callable[[Any, Path], Any]] = {
+    "resize": lambda model, folder: model.resize_token_embeddings(600),
+    "save": lambda model, folder: model.save_pretrained(folder),
+    "push": lambda model, folder: model.push_to_hub("somebody/something"),
+}
+
+
+@pytest.mark.parametrize("action", REFUSED)
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "opt"])
+def test_what_the_model_refuses_its_parts_refuse_too(name: str, action: str, tmp_path: Path) -> None:
+    model = accelpatch.patch(CAUSAL[name].make(), "int8", verify=False)
+    inside = [part for part in model.modules() if hasattr(type(part), "resize_token_embeddings")]
+    assert len(inside) >= 2
+    before = logits(model, full_batch())
+    for part in inside:
+        with pytest.raises(PatchError, match=r"accelpatch\.unpatch\(model\)"):
+            REFUSED[action](part, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    assert torch.equal(logits(model, full_batch()), before)
+    accelpatch.unpatch(model)
+    model.base_model.resize_token_embeddings(200)
+
+
+def test_a_copy_of_a_part_is_the_plain_part() -> None:
+    model = accelpatch.patch(plain("llama"), "int8", verify=False)
+    for path in ("model", "model.layers.0", "model.layers.1.mlp", "lm_head", "model.embed_tokens"):
+        part = model.get_submodule(path)
+        alone = copy.deepcopy(part)
+        assert replacements(alone) == []
+        assert [name for name, _ in alone.named_modules()] == [name for name, _ in part.named_modules()]
+    head = copy.deepcopy(model.lm_head)
+    assert type(head) is nn.Linear
+    assert torch.equal(head.weight, model.lm_head.weight)
+    assert list(head.state_dict()) == ["weight"]
+    ids = full_batch()["input_ids"]
+    alone = copy.deepcopy(model.model)
+    found, due = (one(input_ids=ids, use_cache=False).last_hidden_state for one in (alone, model.model))
+    torch.testing.assert_close(found, due, rtol=1e-3, atol=1e-3)
+    alone.layers[0].mlp.up_proj.weight.sum().backward()
+
+
+@some
+def test_a_copy_inside_a_wrapper_is_a_patched_model(form: str) -> None:
+    class Wrapper(nn.Module):
+        def __init__(self, model: nn.Module):
+            super().__init__()
+            self.model = model
+
+        def __getattr__(self, name: str) -> Any:
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                return getattr(self.model, name)
+
+    wrapper = Wrapper(patch(plain("llama"), form))
+    twin = copy.deepcopy(wrapper)
+    assert type(twin) is Wrapper
+    assert replacements(twin.model) == replacements(wrapper.model) != []
+    accelpatch.unpatch(twin.model)
+    assert replacements(twin) == []
+    assert torch.equal(logits(twin.model, full_batch()), logits(plain("llama"), full_batch()))

@@ -1,0 +1,151 @@
+"""Rows of docs/patched-models.md about weights and adapters."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from accelpatch.errors import KernelError, PatchError
+from tests.adapters.lora import config, peft
+from tests.families.tiny import full_batch
+from tests.support.packed import patch
+from tests.support.rows import REACH, adapted, off, out, row, stock, undo
+
+
+@row("`model.generate`")
+def _run(model: Any, form: str, folder: Path) -> None:
+    assert model.generate(**full_batch(), max_new_tokens=3, do_sample=False).shape == (3, 12)
+    undo(model)
+    assert torch.equal(out(model), out(stock(form)))
+
+
+@row("train the model")
+def _train(model: Any, form: str, folder: Path) -> None:
+    batch = full_batch() | {"labels": full_batch()["input_ids"]}
+    model.train()
+    with pytest.raises((KernelError, RuntimeError), match="no gradient"):
+        model(**batch).loss.backward()
+    undo(model)
+    model(**batch).loss.backward()
+
+
+@row("train a copy of a part")
+def _train_copy(model: Any, form: str, folder: Path) -> None:
+    model = adapted(model, modules_to_save=["lm_head"])
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("modules_to_save" in name)
+    model(**full_batch(), labels=full_batch()["input_ids"]).loss.backward()
+    (learnt,) = [p for p in model.parameters() if p.requires_grad]
+    assert learnt.grad is not None
+    undo(model)
+    assert next(p for p in model.parameters() if p.requires_grad) is learnt
+
+
+@row("add, switch, delete adapters")
+def _adapters(model: Any, form: str, folder: Path) -> None:
+    model = adapted(model)
+    model.add_adapter("other", config(use_dora=True))
+    model.set_adapter("other")
+    model.delete_adapter("default")
+    due = out(model)
+    undo(model)
+    assert (out(model) - due).norm() / due.norm() < REACH[form]
+
+
+@row("merge an adapter")
+def _merge(model: Any, form: str, folder: Path) -> None:
+    merged = adapted(model).merge_and_unload()
+    due = adapted(stock(form)).merge_and_unload()
+    assert off(merged, due) < REACH[form]
+    undo(merged)
+    assert off(merged, due) < REACH[form]
+
+
+@row("unmerge an adapter")
+def _unmerge(model: Any, form: str, folder: Path) -> None:
+    model = adapted(model)
+    model.merge_adapter()
+    model.unmerge_adapter()
+    with model.disable_adapter():
+        assert off(model, stock(form)) < REACH[form]
+
+
+@row("start an adapter from the weight")
+def _pissa(model: Any, form: str, folder: Path) -> None:
+    assert off(adapted(model, init_lora_weights="pissa"), stock(form)) < REACH[form]
+
+
+@row("save an adapter")
+def _save_adapter(model: Any, form: str, folder: Path) -> None:
+    model = adapted(model, modules_to_save=["norm"])
+    model.save_pretrained(folder)
+    again = peft.PeftModel.from_pretrained(stock(form), folder).eval()
+    assert off(again, model) < REACH[form]
+
+
+@row("write into a weight")
+def _write(model: Any, form: str, folder: Path) -> None:
+    for layer in model.model.layers:
+        layer.mlp.down_proj.weight.data *= 0
+    assert not model.model.layers[0].mlp.down_proj.weight.any()
+    undo(model)
+    assert not model.model.layers[0].mlp.down_proj.weight.any()
+
+
+@row("replace a packed weight")
+def _replace(model: Any, form: str, folder: Path) -> None:
+    layer = model.model.layers[0].mlp.down_proj
+    new = nn.Parameter(torch.zeros_like(layer.weight))
+    if form == "exact":
+        layer.weight = new
+        undo(model)
+        assert model.model.layers[0].mlp.down_proj.weight is new
+        return
+    with pytest.raises(PatchError, match="packed and cannot be replaced"):
+        layer.weight = new
+    undo(model)
+    model.model.layers[0].mlp.down_proj.weight = new
+
+
+@row("train a packed weight")
+def _train_packed(model: Any, form: str, folder: Path) -> None:
+    if form != "exact":
+        with pytest.raises(PatchError, match="cannot be trained"):
+            model.model.layers[0].mlp.down_proj.weight.requires_grad_()
+    undo(model)
+    model.model.layers[0].mlp.down_proj.weight.requires_grad_()
+
+
+@row("save the model")
+def _save(model: Any, form: str, folder: Path) -> None:
+    for one in (model, model.model):
+        with pytest.raises(PatchError, match="unpatch"):
+            one.save_pretrained(folder)
+    assert list(folder.iterdir()) == []
+    undo(model)
+    model.save_pretrained(folder)
+
+
+@row("`state_dict()`")
+def _state(model: Any, form: str, folder: Path) -> None:
+    names = {name.rpartition(".")[2] for name in model.state_dict()}
+    assert names <= ({"weight"} if form in ("exact", "compact") else {"weight", "q", "scale", "offset"})
+    undo(model)
+    assert list(model.state_dict()) == list(stock(form).state_dict())
+
+
+@row("`load_state_dict`")
+def _load(model: Any, form: str, folder: Path) -> None:
+    other = stock(form)
+    for parameter in other.parameters():
+        parameter.data *= 0.5
+    model.load_state_dict(other.state_dict())
+    assert off(model, other) < REACH[form]
+    model.load_state_dict(patch(copy.deepcopy(other), form).state_dict())
+    undo(model)
+    assert off(model, other) < REACH[form]
