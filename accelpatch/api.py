@@ -15,7 +15,7 @@ import accelpatch.models.load as loading
 from accelpatch import device as devices
 from accelpatch import recipe as recipes
 from accelpatch.device import Device
-from accelpatch.errors import AccelpatchError, PatchError, PlanError
+from accelpatch.errors import PatchError, PlanError
 from accelpatch.kernels.checking import checked
 from accelpatch.kernels.selftest import run as selftest
 from accelpatch.models.family import roles_of
@@ -27,21 +27,13 @@ from accelpatch.patching.evaluation import Evaluation, compare
 from accelpatch.patching.host_copies import HostCopies, rounded_weights
 from accelpatch.patching.match import unwrapped
 from accelpatch.patching.plan import Plan, make_plan
-from accelpatch.patching.stages import (
-    SWITCHED_OFF,
-    UNSUITABLE,
-    Captured,
-    capture,
-    capture_any,
-    stage_report,
-    verified_build,
-    whole_model,
-)
+from accelpatch.patching.stages import NOT_VERIFIED, capture, stage_report, verified_build, whole_model
 from accelpatch.recipe import Recipe
 from accelpatch.replacers import registry, replacer
 from accelpatch.replacers.plugin import load_plugin
 from accelpatch.runtime.first_use import on_first_use
-from accelpatch.runtime.patched_model import RUNTIME, let_yield, new_runtime, patched_classes
+from accelpatch.runtime.on_demand import unpatch_on_demand
+from accelpatch.runtime.patched_model import RUNTIME, new_runtime, patched_classes
 
 __all__ = [
     "evaluate", "load", "load_plugin", "patch", "patch_on_first_use", "patched", "plan", "plan_from_config",
@@ -103,7 +95,7 @@ def patch(
     apply.check_patchable(model)
     watch, planned = _Stopwatch(progress), plan(model, recipe, device=device)
     with HostCopies(rounded_weights(planned) if keep_original == "cpu" else []) as copies:
-        captured = _captured(model, planned, inputs, watch) if verify else Captured(missing=SWITCHED_OFF)
+        captured = capture(model, planned, inputs, sample_inputs, watch) if verify else NOT_VERIFIED
         built, planned = verified_build(planned, captured, checked, watch)
         runtime = new_runtime(planned.device.kind, planned.recipe.runtime)
         report = stage_report(planned, built, runtime.paths)
@@ -153,35 +145,24 @@ def patch_on_first_use(
     """Within it every transformers model is patched at its first forward or generate; used by `accelpatch exec`.
 
     options: those of `patch`. on_patched: called with each model right after. A model in training mode is left alone.
-    on_left: called with a model and the reason where it cannot be patched, which is an error otherwise; and where the
-    patch was taken off again, because the model is to be trained, saved or resized.
+    on_left: called with a model and the reason where it cannot be patched, which is an error otherwise. With it, and
+    where originals are kept, a model is unpatched as soon as the program asks for what only the original does (trains,
+    saves, resizes, pickles it); on_left is called then too.
     """
 
     def act(model: nn.Module) -> None:
-        if apply.HANDLE in vars(model) or model.training:
-            return
-        try:
+        for part in model.modules():
+            if apply.HANDLE in vars(part) and part is not model:  # the script had called it alone before
+                unpatch(part)
+        if apply.HANDLE not in vars(model) and not model.training:
             patch(model, recipe, **options)
-        except (AccelpatchError, OSError, ImportError, *UNSUITABLE) as error:
-            if on_left is None:
-                raise
-            on_left(model, f"{type(error).__name__}: {error}")
-            return
-        if on_left is not None:
-            let_yield(model, unpatch, on_left)
-        if on_patched is not None:
-            on_patched(model)
+            if on_left is not None and options.get("keep_original", "cpu") == "cpu":
+                unpatch_on_demand(model, on_left)
+            if on_patched is not None:
+                on_patched(model)
 
-    with on_first_use(act):
+    with on_first_use(act, on_left):
         yield
-
-
-def _captured(
-    model: nn.Module, planned: Plan, inputs: Sequence[Mapping[str, Any]] | None, progress: Progress
-) -> Captured:
-    if inputs is not None:
-        return capture(model, planned, list(inputs), progress)
-    return capture_any(model, planned, sample_inputs(model), progress)
 
 
 def _handle(model: nn.Module) -> apply.Handle:

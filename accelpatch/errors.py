@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+# What code of others raises on what it does not take: nearly all, but neither interrupts nor an exit.
+FOREIGN = (
+    RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError, ArithmeticError, ImportError,
+    OSError,
+)  # fmt: skip
+
 
 class AccelpatchError(Exception):
     """Base of every error that a user's input or machine can cause."""

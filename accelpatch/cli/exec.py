@@ -46,8 +46,8 @@ def execute(
 ) -> None:
     """Run a Python script unchanged; each transformers model in it is patched at its first forward or generate.
 
-    A model that cannot be patched is left as it is, and one that the script trains, saves or resizes gets its original
-    modules back first; the summary says so.
+    A model that cannot be patched is left as it is, and one that the script trains, saves or resizes is unpatched
+    first; the summary says so.
     """
     words = script or []
     if module is None and not words:
@@ -63,7 +63,7 @@ def execute(
     lines: list[str] = []
 
     def left(model: Any, reason: str) -> None:
-        lines.append(f"{type(model).__name__} left as it is: {reason}")
+        lines.append(f"{type(model).__name__} {reason}")
 
     try:
         with api.patch_on_first_use(recipe, on_patched=lambda m: lines.append(_line(m)), on_left=left):

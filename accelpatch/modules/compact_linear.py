@@ -15,7 +15,7 @@ from accelpatch.kernels.compact_linear import compact_linear, undone
 from accelpatch.kernels.compact_tiles import CompactTiles
 from accelpatch.kernels.gemv import gemv
 from accelpatch.modules.autocast import autocast
-from accelpatch.modules.weight_view import PackedWeight
+from accelpatch.modules.packed_weight import PackedWeight
 
 
 class CompactLinear(PackedWeight):
@@ -31,34 +31,49 @@ class CompactLinear(PackedWeight):
     like: Tensor
     tiles: CompactTiles | None
     refusal: str
+    rewritten = False  # whether the weight is other numbers than the original's
+    made: nn.Parameter | None = None  # the parameter that was made of tiles
 
     def hold(self) -> None:
         """Make tiles of the weight that was taken over, where that can be."""
         weight = self._parameters["weight"]
         assert weight is not None
-        self.tiles, self.refusal, self.trainable = None, "", weight.requires_grad
+        self.trainable, self.refusal = weight.requires_grad, ""
         with torch.inference_mode(False), torch.no_grad():
             self.register_buffer("like", torch.empty(0, dtype=weight.dtype, device=weight.device), persistent=False)
             try:
                 self.tiles = compact_tiles.encode(weight)
             except KernelError as error:
-                self.refusal = str(error)
+                self.tiles, self.refusal = None, str(error)
             else:
+                self.__dict__["made"] = None
                 del self._parameters["weight"]
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the weight is in tiles."""
+        return self.tiles is not None
+
+    @property
+    def holds(self) -> tuple[str, ...]:
+        """Names of parameters that `give_back` brings to the original."""
+        return ("weight",) if self.is_packed or self._parameters["weight"] is self.made else ()
 
     def dequantized(self) -> Tensor:
         """The weight[N, K], bit for bit."""
-        held = self._parameters.get("weight")
-        if held is not None:
-            return held.detach()
-        assert self.tiles is not None
+        if self.tiles is None:
+            return self.weight.detach()
         return undone(self.tiles).to(self.like.dtype)
 
     def repack(self, weight: Tensor) -> None:
         """Hold other numbers, in tiles where they have that form."""
-        self.tiles = None
-        self._parameters["weight"] = nn.Parameter(weight.to(self.like, copy=True), requires_grad=self.trainable)
+        self._become(nn.Parameter(weight.to(self.like, copy=True), requires_grad=self.trainable))
+        self.rewritten = True
         self.hold()
+
+    def _become(self, parameter: nn.Parameter) -> None:
+        """Hold a parameter of this module's own making."""
+        self._parameters["weight"] = self.__dict__["made"] = parameter
 
     @property
     def gives_back(self) -> bool:
@@ -76,9 +91,9 @@ class CompactLinear(PackedWeight):
         """Hold the weight as it was: for neighbours whose weights have no tiles."""
         if self.tiles is not None:
             with torch.inference_mode(False), torch.no_grad():
-                held = nn.Parameter(self.dequantized(), requires_grad=self.trainable)
-            self.tiles = self.lent = None
-            self._parameters["weight"] = held
+                self._become(nn.Parameter(self.dequantized(), requires_grad=self.trainable))
+            self.tiles = None
+            self.changed()
 
     def forward(self, x: Tensor) -> Tensor:
         """x[..., K] -> y[..., N] in x's dtype."""
@@ -91,7 +106,7 @@ class CompactLinear(PackedWeight):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """Move with the model; cast to another dtype, the weight is rounded as a parameter is."""
-        self.lent = None
+        self.changed()
         if fn(self.like).dtype != self.like.dtype:
             self.whole()
             super()._apply(fn, recurse)
@@ -107,13 +122,12 @@ class CompactLinear(PackedWeight):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """The weight under its own name, as the original's."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination.setdefault(prefix + "weight", self.dequantized())
+        destination.setdefault(prefix + "weight", self.weight.detach())
 
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: list[str], *args: Any
     ) -> None:
         """Take a weight as the original would."""
-        self.lent = None
         given = self.tiles is not None and prefix + "weight" in state_dict
         if given:
             self.whole()
@@ -121,12 +135,17 @@ class CompactLinear(PackedWeight):
             missing.append(prefix + "weight")
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *args)
         if given:
+            self.rewritten = True
             self.hold()
 
     def give_back(self, original: nn.Module) -> None:
-        """Give the original its weight, where this module was moved, if it is held here alone."""
-        parameter, held = original._parameters["weight"], self._parameters.get("weight")
+        """Give the original its weight, where this module was moved: if it was freed, or is other numbers by now."""
+        parameter = original._parameters["weight"]
         assert parameter is not None
-        if parameter is not held:
+        if parameter is not self._parameters.get("weight") and (parameter.numel() == 0 or self.rewritten):
+            self.changed()
             with torch.inference_mode(False), torch.no_grad():
                 parameter.data = self.dequantized()
+            if not parameter.is_inference():
+                parameter.requires_grad_(self.trainable)
+            self.rewritten = False

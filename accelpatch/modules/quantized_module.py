@@ -17,10 +17,12 @@ from accelpatch.errors import KernelError
 from accelpatch.kernels import cpu_pack
 from accelpatch.kernels.cpu_pack import Pack
 from accelpatch.kernels.int4_tiles import Tiles, untile
-from accelpatch.modules.weight_view import PackedWeight
+from accelpatch.modules.packed_weight import PackedWeight
+from accelpatch.modules.replacement import ROLE
 from accelpatch.quant.weight import QuantizedWeight
 
 CANONICAL = ("q", "scale", "offset")
+OF_PEFT = "base_model.model."  # where the names in the state of a PeftModel begin
 
 
 class QuantizedModule(PackedWeight):
@@ -56,16 +58,11 @@ class QuantizedModule(PackedWeight):
         self.packable, self.pack, self.tiles = packable, None, None
         self.__dict__["source"] = weight if shared else None  # no child: the tree has it already
         for name in CANONICAL:
-            self.register_buffer(name, None if shared else getattr(weight, name))
+            self.register_buffer(name, None)
         self.register_buffer("like", torch.empty(0, dtype=parameter.dtype, device=parameter.device), persistent=False)
         self.trainable, self.written, self.dtypes = parameter.requires_grad, False, ()
         if not isinstance(weight, QuantizedModule):
-            self._remember_dtypes(weight)
-        self._settle()
-
-    def _remember_dtypes(self, weight: QuantizedWeight) -> None:
-        self.scale_dtype = weight.scale.dtype
-        self.offset_dtype = None if weight.offset is None else weight.offset.dtype
+            self._lay_out(weight)
 
     @property
     def held(self) -> QuantizedModule:
@@ -86,19 +83,23 @@ class QuantizedModule(PackedWeight):
         offset = None if offset is None else offset.to(holder.offset_dtype)
         return QuantizedWeight(q, scale.to(holder.scale_dtype), offset)
 
+    def sizes(self, held: QuantizedWeight) -> list[int]:
+        """[N, K] of a weight."""
+        return list(held.q.shape)
+
     def quantized_like(self, weight: Tensor, held: QuantizedWeight) -> QuantizedWeight:
         """A float weight[N, K] in the format, and the groups, of `held`."""
         raise NotImplementedError
 
     def repack(self, weight: Tensor) -> None:
         """Round other numbers to the format; a module that is tied to another writes into that one's."""
+        if self.source is not None:
+            self.source.repack(weight)
+            return
         held = self.canonical()
-        new = self.quantized_like(weight.to(self.like.device), held)
-        if not _same(new, held):
-            self._remember_dtypes(new)
-            self._spread(new)
-            self._settle()
-            self.written = True
+        if list(weight.shape) != self.sizes(held):
+            raise KernelError(f"the weight is {list(weight.shape)} [N, K], and {self.sizes(held)} is packed here")
+        self._take(self.quantized_like(weight.to(self.like.device), held))
 
     def _pack(self, weight: QuantizedWeight) -> Pack:
         raise NotImplementedError
@@ -111,29 +112,30 @@ class QuantizedModule(PackedWeight):
         """Hold the weight in the layout of the device that the module is on."""
         if self.source is not None:
             return
-        device = self.like.device
-        packs = self.packable and device.type == "cpu"
-        moved = self.tiles is not None and self.tiles.w.device != device
-        if moved or (self.pack is not None and not packs):
-            self._spread(self.canonical())
-        if packs and self.pack is None:
-            self.pack = self._pack(self.canonical())
-            self.q = self.scale = self.offset = None
-        elif not packs and self.tiles is None:
-            self.tiles = self._tile(self.canonical())
-            if self.tiles is not None:
-                self.q = self.scale = self.offset = None
+        packs = self.packable and self.like.device.type == "cpu"
+        right = self.pack is not None if packs else self.pack is None
+        if self.tiles is not None and self.tiles.w.device != self.like.device:
+            right = False
+        if not right or (self.pack is None and self.tiles is None):
+            self._lay_out(self.canonical())
 
-    def _spread(self, weight: QuantizedWeight) -> None:
-        """Hold the canonical tensors, on the device that the module is on."""
-        self.pack = self.tiles = None
+    def _lay_out(self, weight: QuantizedWeight) -> None:
+        """Hold a weight in that layout; nothing is changed where it cannot be made."""
+        device = self.like.device
+        weight = QuantizedWeight(*(None if tensor is None else tensor.to(device) for tensor in weight))  # type: ignore[arg-type]
+        packs = self.packable and device.type == "cpu"
+        pack, tiles = (self._pack(weight), None) if packs else (None, self._tile(weight))
+        self.pack, self.tiles = pack, tiles
+        self.scale_dtype = weight.scale.dtype
+        self.offset_dtype = None if weight.offset is None else weight.offset.dtype
         for name, tensor in zip(CANONICAL, weight, strict=True):
-            self._buffers[name] = None if tensor is None else tensor.to(self.like.device)
+            self._buffers[name] = None if pack is not None or tiles is not None else tensor
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """Move with the model; `model.half()` and the like do not round the scales, nor turn fp8 into it."""
         kept = {name: self._buffers[name] for name in CANONICAL}
-        dtype, self.lent = self.like.dtype, None
+        dtype = self.like.dtype
+        self.changed()
         super()._apply(fn, recurse)
         if self.like.dtype != dtype:
             self.dtypes = (*self.dtypes, self.like.dtype)
@@ -145,8 +147,13 @@ class QuantizedModule(PackedWeight):
         return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """The canonical tensors, whatever layout is held."""
+        """The canonical tensors, whatever layout is held; floats for PEFT, whose files hold heads and tables."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
+        if prefix.startswith(OF_PEFT) and vars(self).get(ROLE) in ("head", "embedding"):
+            for name in CANONICAL:
+                destination.pop(prefix + name, None)
+            destination[prefix + "weight"] = self.weight.detach()
+            return
         for name, tensor in zip(CANONICAL, self.canonical(), strict=True):
             if tensor is not None:
                 destination[prefix + name] = tensor
@@ -154,51 +161,62 @@ class QuantizedModule(PackedWeight):
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: Any, unexpected: Any, errors: Any
     ) -> None:
-        """Take canonical tensors into whatever layout is held; or a float weight, which is rounded to the format."""
-        holder, weight = self.held, state_dict.pop(prefix + "weight", None)
-        if weight is not None and prefix + "q" not in state_dict:
-            self._load_float(weight, prefix, errors)
-            held = zip(CANONICAL, holder.canonical(), strict=True)
-            state_dict.update({prefix + name: tensor for name, tensor in held if tensor is not None})
-        holder.lent = None
-        if self.source is not None:  # that one takes them
-            for name in CANONICAL:
-                state_dict.pop(prefix + name, None)
-            super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
-            return
-        q, scale, offset = self.canonical()
-        before = QuantizedWeight(q.clone(), scale.clone(), None if offset is None else offset.clone())
-        if self.pack is not None or self.tiles is not None:
-            self._spread(self.canonical())
+        """Take a packed weight, or a float one, which is rounded to the format; into whatever layout is held."""
+        given = {name: state_dict.pop(prefix + name, None) for name in CANONICAL}
+        if given["q"] is None and given["scale"] is None and prefix + "weight" in state_dict:
+            full = state_dict.pop(prefix + "weight")
+            self._load(lambda: self.repack(full.detach().t() if self.transposed else full.detach()), prefix, errors)
+        elif self.source is None:
+            held = self.canonical()._asdict()
+            lost = [name for name in CANONICAL if held[name] is not None and given[name] is None]
+            missing.extend(prefix + name for name in lost if strict)
+            named = {name: given[name].clone() if given[name] is not None else held[name] for name in CANONICAL}
+            self._load(lambda: self._take(QuantizedWeight(**named)), prefix, errors)
+        layout = {name: self._buffers[name] for name in CANONICAL}
+        self.held.changed()
+        self._buffers.update(dict.fromkeys(CANONICAL))  # taken already
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
-        self._settle()
-        self.written = self.written or not _same(self.canonical(), before)
+        self._buffers.update(layout)
 
-    def _load_float(self, weight: Tensor, prefix: str, errors: list[str]) -> None:
-        full = weight.t() if self.transposed else weight
-        due = self.held.dequantized().shape
-        if full.shape != due:
-            errors.append(f"size mismatch for {prefix}weight: {list(full.shape)} [N, K]; packed is {list(due)}")
-            return
+    def _load(self, take: Callable[[], None], prefix: str, errors: list[str]) -> None:
+        """What cannot be taken is among the errors that torch raises at the end of a load."""
         try:
             with torch.no_grad():
-                self.held.repack(full.detach())
+                take()
         except KernelError as error:
             errors.append(f"{prefix}weight: {error}")
+
+    def _take(self, new: QuantizedWeight) -> None:
+        """Hold another weight of the same format and shape. Raises KernelError for one of another."""
+        held = self.canonical()
+        for name, one, other in zip(CANONICAL, new, held, strict=True):
+            if (one is None) != (other is None) or (one is not None and other is not None and one.shape != other.shape):
+                shapes = [None if tensor is None else list(tensor.shape) for tensor in (one, other)]
+                raise KernelError(f"{name} is {shapes[0]}, and {shapes[1]} is packed here")
+        if not _same(new, held):
+            self._lay_out(new)
+            self.written = True
 
     def hand_back(self, original: nn.Module) -> bool:
         """Bring the original's weight to where this module was moved and cast, before it takes its place again.
 
         Returns whether the weight is other numbers than it was: those that were written here, as they were rounded.
         """
-        parameter = original._parameters["weight"]
+        with torch.inference_mode(False), torch.no_grad():
+            return self._hand_back(original._parameters["weight"])
+
+    def _hand_back(self, parameter: nn.Parameter | None) -> bool:
         assert parameter is not None
+        self.held.changed()
         data = parameter.data
         if self.held.written:
             data = self.float_parameters()["weight"].data
-        for dtype in self.dtypes:
-            data = data.to(dtype)
+        else:
+            for dtype in self.dtypes:
+                data = data.to(dtype)
         parameter.data = data.to(self.like.device, self.like.dtype)
+        if not parameter.is_inference():
+            parameter.requires_grad_(self.trainable)
         return self.held.written
 
 

@@ -23,11 +23,13 @@ Module = TypeVar("Module", bound=nn.Module)
 OWN_TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 # ... while hooks are shared: a handle taken before the swap still removes its hook, one added after survives it.
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks")
+GLOBAL_HOOKS = tuple(f"_global{name}" for name in HOOKS)
 OWN_HOOK = "of_accelpatch"  # marks hooks of this package, which change nothing that a module computes
-FORWARD = ("forward", "_old_forward", "_hf_hook")  # what accelerate's hooks leave on an instance
+PATH = "_accelpatch_path"  # attribute of a replacement: its dotted name, for messages
+ROLE = "_accelpatch_role"  # and the role of its site
+ON_DEMAND = "_accelpatch_on_demand"  # attribute of what gives the original back instead of refusing a call
 TAKEN = "_accelpatch_taken"  # attribute of a replacement: the names of those that it took over
-WHOLE = "accelpatch: a whole model"  # key of a deep copy's memo while a patched model is copied with all its parts
+WHOLE = "accelpatch: whole models"  # key of a deep copy's memo: ids of the modules of models that are copied whole
 
 
 class Replacement(nn.Module):
@@ -140,7 +142,7 @@ def _copy_of(made: nn.Module | Copying) -> nn.Module:
 
 
 def _deep_copy(replacement: Replacement, memo: dict[Any, Any]) -> nn.Module:
-    if WHOLE in memo:
+    if id(replacement) in memo.get(WHOLE, ()):
         return copy_with_parts(replacement, memo)
     made: nn.Module = copy.deepcopy(plain(replacement), memo)
     return made

@@ -58,6 +58,9 @@ class Int4WeightOnlyLinear(QuantizedModule):
     def dequantized(self) -> Tensor:
         return int4.dequantize(self.canonical(), self.like.dtype)
 
+    def sizes(self, held: QuantizedWeight) -> list[int]:
+        return [held.q.shape[0], 2 * held.q.shape[1]]
+
     def quantized_like(self, weight: Tensor, held: QuantizedWeight) -> QuantizedWeight:
         group = 2 * held.q.shape[1] // held.scale.shape[1]
         return int4.quantize(weight, group_size=group, symmetric=held.offset is None)

@@ -15,10 +15,13 @@ from accelpatch.errors import AccelpatchError, PatchError
 from accelpatch.patching.carry import Swap, freeze, listed, put_back, refuse_or_carry
 from accelpatch.patching.change import Absent, Change
 from accelpatch.patching.host_copies import HostCopies
+from accelpatch.patching.match import inner_name
 from accelpatch.patching.plan import Entry, Plan
 from accelpatch.report import Report
 
 HANDLE = "accelpatch"  # the attribute of a patched model that holds its Handle
+PATH = "_accelpatch_path"  # the attribute of a replacement that holds its dotted name, for messages
+ROLE = "_accelpatch_role"  # and the role of its site
 
 
 @dataclass(eq=False)
@@ -54,12 +57,13 @@ class Handle:
         """What happened and why."""
         return self.record
 
-    def unpatch(self) -> None:
+    def unpatch(self, *, forced: bool = False) -> None:
         """Give the model back as it came in: the same module objects, bit for bit.
 
         What was done to the model in between stays: moves, casts, adapters, wrappers, modules that the user put in.
         Weights that were written while they were packed come back as they were rounded, with a warning. Raises
-        PatchError where the originals were freed, or hooks came that hold weights of the replacements.
+        PatchError where the originals were freed, or hooks came that hold weights of the replacements. forced: a
+        forward that was put on a replacement goes to its original, though it may call the replacement's.
         """
         if self.keep_original == "none" and any(
             entry.replacer and entry.replacer.rounds for entry in self.plan.replaced
@@ -69,8 +73,10 @@ class Handle:
                 "or patch with keep_original='cpu'"
             )
         model = self.changes[-1].owner
-        written = [str(module.place) for module in refuse_or_carry(model, self.swaps, self.hooks)]
-        if self.trainable and not any(parameter.requires_grad for parameter in self.trainable):
+        carried = refuse_or_carry(model, self.swaps, self.hooks, forced)
+        written = [str(vars(module)[PATH]) for module in carried]
+        frozen = bool(self.trainable) and not any(parameter.requires_grad for parameter in self.trainable)
+        if frozen or any(inner_name(module) for module in model.modules()):  # PEFT freezes all that it finds
             freeze(self.swaps)
         put_back(model, self.swaps)
         self.revert()
@@ -82,9 +88,9 @@ class Handle:
             )
 
     def attach(self, owner: nn.Module, name: str, value: Any) -> None:
-        """Give a module an attribute for as long as the model is patched."""
-        change = Change(owner, name, Absent, value)
-        self.changes.insert(0, change)
+        """Give a module an attribute, or another class, for as long as the model is patched; the model comes last."""
+        change = Change(owner, name, type(owner) if name == "__class__" else Absent, value)
+        self.changes.append(change)
         change.apply()
 
     def revert(self) -> None:
@@ -99,6 +105,11 @@ def check_patchable(model: nn.Module) -> None:
         raise PatchError("the model is already patched; call accelpatch.unpatch(model) first")
     if type(model).__name__ == "OptimizedModule" or getattr(model, "_compiled_call_impl", None) is not None:
         raise PatchError("the model is compiled; patch the original model first and call torch.compile after")
+    inside = [path for path, module in model.named_modules() if HANDLE in vars(module)]
+    if inside:
+        raise PatchError(f"a part of the model, {inside[0]}, is patched already; call accelpatch.unpatch on it first")
+    if any(PATH in vars(module) for module in model.modules()):
+        raise PatchError("the model belongs to one that is patched already; call accelpatch.unpatch on that one first")
     kinds = {type(module).__name__ for module in model.modules()}
     if kinds & {"FullyShardedDataParallel", "FSDPModule"} or any(name.startswith("FSDP") for name in kinds):
         raise PatchError("the model is sharded by FSDP; patch it before wrapping, or patch the unwrapped model")
@@ -133,7 +144,7 @@ def _build(entry: Entry) -> Built:
         modules.append((tied.original, replacer.build_tied(site, tied, new), tied.places))
     for old, made, places in modules:
         made.training = old.training
-        made.__dict__["place"] = places[0]
+        made.__dict__.update({PATH: places[0], ROLE: site.role})
     return Built(replace(entry, choice=replacer.settled(site, choice, new)), modules)
 
 
@@ -211,7 +222,7 @@ def settle(handle: Handle, built: list[Built], copies: HostCopies, progress: Cal
         changes: list[tuple[Any, str, Any, Any]] = [
             (change, "old", change.old, None) for change in handle.changes if isinstance(change.old, nn.Module)
         ]
-        changes.append((handle, "swaps", handle.swaps, []))
+        changes += [(handle, name, getattr(handle, name), []) for name in ("swaps", "trainable")]
         _set_all(changes + [(item, "modules", item.modules, []) for item in built])
         return
     given = [(old, new) for item in built for old, new, _ in item.modules if getattr(new, "gives_back", False)]

@@ -77,8 +77,9 @@ def recording(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, list[Call]
 def run(model: nn.Module, inputs: Sequence[Mapping[str, Any]], progress: Callable[[int, int], None]) -> list[Any]:
     """Run `model` on a copy of each of `inputs`, keyword arguments of a call; returns the outputs."""
     outputs = []
+    device = next((p.device for p in model.parameters() if p.device.type == "cuda"), None)
     for done, batch in enumerate(inputs):
-        with torch.no_grad():
+        with torch.no_grad(), torch.random.fork_rng([] if device is None else [device]):  # some models draw numbers
             outputs.append(model(**copied(Call((), dict(batch))).kwargs))
         progress(done + 1, len(inputs))
     return outputs

@@ -7,6 +7,7 @@ it moved in are therefore written into its original: adapters, wrappers, another
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -18,6 +19,7 @@ from accelpatch.patching.change import give_back
 
 TABLES = ("_parameters", "_buffers", "_modules")
 HOOKED = ("forward", "_old_forward", "_hf_hook")  # what accelerate's hooks leave on an instance
+UNSAVED = "_non_persistent_buffers_set"
 # Bound to the replacement; what runs faster by it runs as before.
 BOUND = (*HOOKED, "_compiled_call_impl")
 LISTED = 3  # names in a message
@@ -28,13 +30,14 @@ class Swap:
     """An original and its replacement, and what the two had in common when the replacement moved in.
 
     common: table ("" for plain attributes) -> name -> value. own: the same of names that only the replacement had, or
-    that mean something else there.
+    that mean something else there. kind: the replacement's class.
     """
 
     old: nn.Module
     new: nn.Module
     common: Mapping[str, Mapping[str, Any]]
     own: Mapping[str, frozenset[str]]
+    kind: type[nn.Module]
 
     @classmethod
     def of(cls, old: nn.Module, new: nn.Module) -> Swap:
@@ -42,15 +45,18 @@ class Swap:
         held = {"": (vars(old), vars(new))} | {table: (vars(old)[table], vars(new)[table]) for table in TABLES}
         common = {table: _shared(*pair) for table, pair in held.items()} | {"_modules": dict(new._modules)}
         own = {table: frozenset(now.keys() - common[table].keys()) for table, (_, now) in held.items()}
-        return cls(old, new, common, own)
+        return cls(old, new, common, own, type(new))
 
 
 def _shared(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in new.items() if name in old and old[name] is value}
 
 
-def why_not(model: nn.Module, swaps: Iterable[Swap], hooks: Sequence[Any]) -> str | None:
-    """Why originals cannot come back to `model` as it is now, or None. hooks: accelerate's that it had before."""
+def why_not(model: nn.Module, swaps: Sequence[Swap], hooks: Sequence[Any], forced: bool) -> str | None:
+    """Why originals cannot come back to `model` as it is now, or None. hooks: accelerate's that it had before.
+
+    forced: a forward that was put on a replacement is no reason.
+    """
     came = [
         path for path, module in model.named_modules()
         if "_hf_hook" in vars(module) and not any(vars(module)["_hf_hook"] is hook for hook in hooks)
@@ -61,8 +67,13 @@ def why_not(model: nn.Module, swaps: Iterable[Swap], hooks: Sequence[Any]) -> st
             "accelerate.hooks.remove_hook_from_module(model, recurse=True) first"
         )
     paths = {id(module): path for path, module in model.named_modules()}
-    own = [paths[id(swap.new)] for swap in swaps if id(swap.new) in paths and _has_own_forward(swap)]
-    if own:
+    here = [(paths[id(swap.new)], swap) for swap in swaps if id(swap.new) in paths]
+    if other := [path for path, swap in here if type(swap.new) is not swap.kind]:
+        return (
+            f"the class of a replacement was changed ({listed(other)}), by a parametrization perhaps: remove it first"
+        )
+    own = [path for path, swap in here if _has_own_forward(swap)]
+    if own and not forced:
         return (
             f"a forward was put on the instance after the patch ({listed(own)}), and it belongs to the replacement: "
             "delete it first, and put it on the original after"
@@ -82,22 +93,30 @@ def listed(paths: Sequence[str]) -> str:
     return ", ".join(path or "the model itself" for path in paths[:LISTED]) + more
 
 
-def carry(swaps: Iterable[Swap]) -> list[nn.Module]:
+def carry(swaps: Iterable[Swap], forced: bool = False) -> list[nn.Module]:
     """Bring each original to where its replacement is now; returns the replacements whose weights were written since.
 
     Those come back as the numbers that the replacement computed with. A replacement that holds something else under the
     original's names has `hand_back(original)`, which says so.
     """
-    return [swap.new for swap in swaps if _carried(swap)]
+    return [swap.new for swap in swaps if _carried(swap, forced)]
 
 
-def _carried(swap: Swap) -> bool:
+def _carried(swap: Swap, forced: bool) -> bool:
     old, new = swap.old, swap.new
+    if forced and _has_own_forward(swap):
+        old.__dict__["forward"] = vars(new)["forward"]
+    for hook in (*new._load_state_dict_pre_hooks.values(), *new._load_state_dict_post_hooks.values()):
+        bound: Any = hook
+        if getattr(bound, "with_module", False) and bound.module() is new:
+            bound.module = weakref.ref(old)
     give_back(old, new)
     held = getattr(new, "holds", ())  # brought over by the replacement itself
     for table in TABLES:
         _bring(vars(old)[table], vars(new)[table], swap.common[table], {*swap.own[table], *held})
-    fixed = {*swap.own[""], *TABLES, *BOUND, *getattr(new, "transient", ())}
+    vars(old)[UNSAVED].update(name for name in vars(new)[UNSAVED] if name in old._buffers)
+    ours = {name for name in vars(new) if name.startswith("_accelpatch_")}
+    fixed = {*swap.own[""], *ours, *TABLES, UNSAVED, *BOUND, *getattr(new, "transient", ())}
     if "_hf_hook" in vars(old) and "_hf_hook" not in vars(new):
         for name in HOOKED:
             old.__dict__.pop(name, None)
@@ -143,8 +162,8 @@ def put_back(model: nn.Module, swaps: Iterable[Swap]) -> None:
                 left.append(child)
 
 
-def refuse_or_carry(model: nn.Module, swaps: Sequence[Swap], hooks: Sequence[Any]) -> list[nn.Module]:
+def refuse_or_carry(model: nn.Module, swaps: Sequence[Swap], hooks: Sequence[Any], forced: bool) -> list[nn.Module]:
     """`carry`, after everything that speaks against it was looked at. Raises PatchError with the reason."""
-    if reason := why_not(model, swaps, hooks):
+    if reason := why_not(model, swaps, hooks, forced):
         raise PatchError(f"the model stays patched: {reason}")
-    return carry(swaps)
+    return carry(swaps, forced)

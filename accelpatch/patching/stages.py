@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from accelpatch.errors import VerifyError
+from accelpatch.errors import FOREIGN, VerifyError
 from accelpatch.patching.apply import Built, build_all, naming
 from accelpatch.patching.capture import Call, recording, run
 from accelpatch.patching.plan import Entry, Plan
@@ -19,9 +20,7 @@ from accelpatch.report import Report, Verification
 
 Progress = Callable[[str, int, int], None]
 Samples = Sequence[Mapping[str, Any]]
-# What a model raises on inputs that it does not take; memory that runs out is reported by `naming`.
-UNSUITABLE = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError, ArithmeticError)
-SWITCHED_OFF = "verification was switched off"
+DEVICE_LOST = getattr(torch, "AcceleratorError", ())  # a device that failed says nothing about the inputs
 
 
 @dataclass(eq=False)
@@ -35,32 +34,39 @@ class Checked:
 
 @dataclass(eq=False)
 class Captured:
-    """What the original gave on `samples`, and what reached each site (path -> calls); or why there is nothing."""
+    """What the original gave on `samples`, and what reached each site (path -> calls); or why there is nothing.
+
+    sought: whether samples were looked for, and none were found.
+    """
 
     samples: Samples = ()
     outputs: Sequence[Any] = ()
     calls: dict[str, list[Call]] = field(default_factory=dict)
     missing: str | None = None
+    sought: bool = False
 
 
-def capture(model: nn.Module, plan: Plan, samples: Samples, progress: Progress) -> Captured:
-    """Run the original on `samples` and record every call of a site that will be replaced."""
-    watched = {member.path: member.original for entry in plan.replaced for member in (entry.site, *entry.site.tied)}
-    with naming(type(model).__name__, "it ran on the sample inputs"), recording(watched) as calls:
-        outputs = run(model, samples, lambda done, total: progress("capture", done, total))
-    return Captured(samples, outputs, calls)
+NOT_VERIFIED = Captured(missing="verification was switched off")
 
 
-def capture_any(model: nn.Module, plan: Plan, candidates: Sequence[Samples], progress: Progress) -> Captured:
-    """The same with the first of several sets of samples that the model runs on.
+def capture(
+    model: nn.Module, plan: Plan, given: Samples | None, made: Callable[[nn.Module], list[Any]], progress: Progress
+) -> Captured:
+    """Run the original and record every call of a site that will be replaced: on `given`, the user's own samples, or
+    on the first of those `made` for the model that it runs on.
 
-    Where it runs on none, nothing can be verified: a warning, or VerifyError where the recipe's failures are errors.
+    Where it runs on none of these, nothing can be verified: a warning, or VerifyError where the recipe's failures are
+    errors.
     """
+    if given is not None:
+        return _recorded(model, plan, list(given), progress)
     refusals = []
-    for samples in candidates:
+    for samples in made(model):
         try:
-            return capture(model, plan, samples, progress)
-        except UNSUITABLE as error:
+            return _recorded(model, plan, samples, progress)
+        except FOREIGN as error:  # memory that runs out is a PatchError by now
+            if isinstance(error, DEVICE_LOST):
+                raise
             refusals.append(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
     why = f"it refuses those made for it ({refusals[0]})" if refusals else "none can be made from its configuration"
     reason = f"no inputs for {type(model).__name__}: {why}"
@@ -68,7 +74,14 @@ def capture_any(model: nn.Module, plan: Plan, candidates: Sequence[Samples], pro
         raise VerifyError(f"{reason}; nothing was changed. Give some: accelpatch.patch(model, recipe, inputs=[...])")
     more = "give some: accelpatch.patch(model, recipe, inputs=[...])"
     warnings.warn(f"nothing is verified, {reason}; {more}", stacklevel=3)
-    return Captured(missing=reason)
+    return Captured(missing=reason, sought=True)
+
+
+def _recorded(model: nn.Module, plan: Plan, samples: Samples, progress: Progress) -> Captured:
+    watched = {member.path: member.original for entry in plan.replaced for member in (entry.site, *entry.site.tied)}
+    with naming(type(model).__name__, "it ran on the sample inputs"), recording(watched) as calls:
+        outputs = run(model, samples, lambda done, total: progress("capture", done, total))
+    return Captured(samples, outputs, calls)
 
 
 def verified_build(
@@ -144,7 +157,7 @@ def whole_model(model: nn.Module, captured: Captured, report: Report, progress: 
     None, with a note in the report, where there are no samples.
     """
     if captured.missing is not None:
-        if captured.missing != SWITCHED_OFF:
+        if captured.sought:
             report.notes.append(f"nothing is verified: {captured.missing}")
         return None
     samples, before = captured.samples, captured.outputs

@@ -14,8 +14,6 @@ ATTENTION = frozenset(
 CAPPED_SCORES = frozenset({"Gemma2Attention"})  # Gemma 3 has the attribute and does not use it
 CAPPED_LOGITS = frozenset({"Gemma2ForCausalLM", "Gemma3ForCausalLM"})
 IMPLEMENTATIONS = ("eager", "sdpa", None)
-# Plain values that a step is made with; one that is set to another has the step made anew.
-READ = ("scaling", "sliding_window", "layer_type", "attn_logit_softcapping", "is_causal", "variance_epsilon", "eps")
 
 
 def why_not(attention: Any) -> str | None:
@@ -30,11 +28,13 @@ def why_not(attention: Any) -> str | None:
 
 
 def window(attention: Any) -> int:
-    """How many tokens a layer looks back, itself included; 0 for all."""
-    own = getattr(attention, "sliding_window", None)
-    if own is None and not hasattr(attention, "sliding_window"):
-        own = getattr(attention.config, "sliding_window", None)
-    return int(own or 0)
+    """How many tokens a layer looks back, itself included; 0 for all.
+
+    The length stands in the configuration, which masks are made from; a layer's attribute says whether it has a window.
+    """
+    if hasattr(attention, "sliding_window") and not attention.sliding_window:
+        return 0
+    return int(getattr(attention.config, "sliding_window", None) or 0)
 
 
 def score_cap(attention: Any) -> float:

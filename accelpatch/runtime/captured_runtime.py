@@ -21,7 +21,8 @@ from accelpatch.runtime.captured_guesses import verification
 from accelpatch.runtime.captured_step import CapturedStep, graph_maker
 from accelpatch.runtime.fused_layer import FUSED, FusedModel, read
 from accelpatch.runtime.fused_weights import Unfit
-from accelpatch.runtime.native_step import CAPTURES, Watch, recounted
+from accelpatch.runtime.native_step import recounted
+from accelpatch.runtime.watch import CAPTURES, SCALARS, Watch
 
 CAPTURED = "captured step"
 MODULES = "modules in the captured step: "  # and the reason
@@ -29,7 +30,6 @@ STEPS = 4  # graphs, each with its cache, that a model keeps
 STATES = 4  # of a model's adapters besides the one in use, whose graphs are kept
 # What a model raises when its forward cannot run over a static cache, or asks the host for a number while captured.
 CAPTURE_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, KernelError)
-SCALARS = (bool, int, float, str, type(None))
 
 
 class NotCaptured(Exception):
@@ -278,12 +278,12 @@ def _first_line(error: BaseException) -> str:
 def _flags(model: nn.Module) -> list[Any]:
     """Plain values that a captured step has taken for granted: scalings, switches of adapters, the attention in use."""
     config: Any = model.config
-    values: list[Any] = [config._attn_implementation]
-    for module in model.modules():
-        if is_adapter(module):  # adapters.state_of
-            continue
-        values += [value for name, value in vars(module).items() if type(value) in SCALARS and name != CAPTURES]
-    return values
+    owners = [config, config.get_text_config(decoder=True)]
+    owners += [module for module in model.modules() if not is_adapter(module)]  # those: adapters.state_of
+    return [
+        value for owner in owners for name, value in vars(owner).items()
+        if type(value) in SCALARS and name != CAPTURES
+    ]  # fmt: skip
 
 
 def _for_decoding(model: nn.Module) -> Any:

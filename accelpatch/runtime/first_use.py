@@ -3,33 +3,56 @@
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
+from transformers import GenerationMixin, PreTrainedModel
 
+from accelpatch.errors import FOREIGN, AccelpatchError
 from accelpatch.modules.replacement import OWN_HOOK
 
 
+class _Meeting:
+    """Calls `act` once for each model that it meets, before any of its parts can be met on their own."""
+
+    def __init__(self, act: Callable[[nn.Module], None], on_left: Callable[[nn.Module, str], None] | None) -> None:
+        self.act, self.on_left = act, on_left
+        self.seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self.lock = threading.RLock()
+
+    def meet(self, model: nn.Module) -> None:
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined]
+            return
+        with self.lock:  # other threads wait until the model is ready
+            if model not in self.seen:
+                self.seen.update(part for part in model.modules() if isinstance(part, PreTrainedModel))
+                self._act(model)
+
+    def _act(self, model: nn.Module) -> None:
+        try:
+            self.act(model)
+        except (AccelpatchError, Warning, *FOREIGN) as error:
+            if self.on_left is None:
+                raise
+            self.on_left(model, f"left as it is: {type(error).__name__}: {error}")
+
+
 @contextmanager
-def on_first_use(act: Callable[[nn.Module], None]) -> Iterator[None]:
+def on_first_use(
+    act: Callable[[nn.Module], None], on_left: Callable[[nn.Module, str], None] | None = None
+) -> Iterator[None]:
     """Within it, `act(model)` runs once for each outermost PreTrainedModel, before its first forward or generate.
 
-    Restores transformers at its end. Where `act` calls the model itself, that call goes through.
+    Restores transformers at its end. Where `act` calls the model itself, that call goes through. on_left: called with
+    the model and the reason where `act` raises, which is not raised then.
     """
-    from transformers import GenerationMixin, PreTrainedModel
-
-    seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-    generate = GenerationMixin.generate
-
-    def meet(model: nn.Module) -> None:
-        if model not in seen:
-            # its parts first: a model inside it (model.model) is not met on its own while the outer one runs
-            seen.update(part for part in model.modules() if isinstance(part, PreTrainedModel))
-            act(model)
+    meet, generate = _Meeting(act, on_left).meet, GenerationMixin.generate
 
     def before_forward(module: nn.Module, args: Any) -> None:
         if isinstance(module, PreTrainedModel):

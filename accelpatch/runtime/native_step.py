@@ -10,26 +10,21 @@ from __future__ import annotations
 import copy
 import threading
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
-from itertools import chain, repeat
-from operator import attrgetter, contains, is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
 
 from accelpatch.errors import KernelError
 from accelpatch.kernels.cpu_native import MAX_BATCH
 from accelpatch.kernels.cpu_step import DecodeStep
-from accelpatch.modules.quantized_module import QuantizedModule
-from accelpatch.modules.replacement import OWN_HOOK
-from accelpatch.runtime.attention_facts import READ
 from accelpatch.runtime.mixed_step import mixed_step
 from accelpatch.runtime.native_cache import Store, attach, stored
-from accelpatch.runtime.native_weights import NativeModel, Unfit, packed_modules, read
+from accelpatch.runtime.native_weights import NativeModel, Unfit, read
 from accelpatch.runtime.torch_threads import all_threads
+from accelpatch.runtime.watch import Watch
 
 NATIVE = "native step"
 # Arguments of a step whose value does not change what it computes, or that step() reads. The tokenizer is that of stop
@@ -40,99 +35,6 @@ UNDERSTOOD = frozenset(
         "tokenizer",
     }
 )  # fmt: skip
-_version = attrgetter("_version")
-# Where transformers has the hooks that it leaves behind in every layer once hidden states or attentions were asked for.
-# They do nothing but in calls that ask for them, and those run the modules anyway.
-CAPTURING = "transformers.utils.output_capturing"
-CAPTURES = "_output_capturing_hooks_installed"  # its own mark of a model that has them
-_GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
-
-
-def _counts_writes(tensor: Tensor) -> bool:
-    """Not those of inference mode, nor a tensor whose data are one's of it, which does not say so."""
-    try:
-        return tensor._version >= 0
-    except RuntimeError:
-        return False
-
-
-class Watch:
-    """Notices what would make a native step differ from the modules: a hook, another child, another weight.
-
-    It looks at every module before every step, so the looking is left to C: some tenth of a millisecond.
-    """
-
-    def __init__(self, model: nn.Module):
-        modules = list(model.modules())
-        inner = [module for module in modules if module is not model]
-        layers = getattr(getattr(model, "model", None), "layers", ())
-        self._layers = [hook_tables(layer.modules()) for layer in layers]
-        within = {id(module) for layer in layers for module in layer.modules()}
-        self._outer = hook_tables(module for module in inner if id(module) not in within)
-        self._hooks = [*self._outer, *chain.from_iterable(self._layers)]
-        self._attributes = [vars(m) for m in inner]
-        self._plain = [(vars(module), name) for module in inner for name in READ if name in vars(module)]
-        self._values = self._read()
-        self._tables: list[dict[str, Any]] = [t for m in modules for t in (m._modules, m._parameters, m._buffers)]
-        self._filled = [table for table in self._tables if table]  # most are empty; their sizes alone are looked at
-        self._held = list(chain.from_iterable(map(dict.values, self._filled)))
-        self._tensors = [value for value in self._held if isinstance(value, Tensor)]
-        self._pointers = list(map(Tensor.data_ptr, self._tensors))
-        own = written_by_forward(modules)
-        self._written = [tensor for tensor in self._tensors if _counts_writes(tensor) and id(tensor) not in own]
-        self._versions = list(map(_version, self._written))
-        self._packed = list(packed_modules(model))
-        self._packs = [module.pack for module in self._packed]
-        self._tiled = [module for module in modules if isinstance(module, QuantizedModule) and module.tiles is not None]
-        self._tiles = [module.tiles for module in self._tiled]
-
-    def objection(self) -> str | None:
-        """Why the modules must run this step, or None."""
-        if any(map(contains, self._attributes, repeat("forward"))):
-            return "a module whose forward was replaced"
-        everywhere = chain.from_iterable(getattr(torch_module, name).values() for name in _GLOBAL_HOOKS)
-        if hooked(self._outer) or not all(map(_idle, everywhere)):
-            return "a hook outside of the layers"
-        return None
-
-    def watched(self) -> list[int]:
-        """The numbers of the layers that have a hook, on themselves or inside."""
-        return [place for place, tables in enumerate(self._layers) if hooked(tables)] if any(self._hooks) else []
-
-    def stale(self) -> bool:
-        """Whether the model is no longer what the step was made of."""
-        return (
-            sum(map(len, self._tables)) != len(self._held)
-            or not all(map(is_, chain.from_iterable(map(dict.values, self._filled)), self._held))
-            or list(map(Tensor.data_ptr, self._tensors)) != self._pointers
-            or list(map(_version, self._written)) != self._versions
-            or not all(map(is_, map(attrgetter("pack"), self._packed), self._packs))
-            or not all(map(is_, map(attrgetter("tiles"), self._tiled), self._tiles))
-            or self._read() != self._values
-        )
-
-    def _read(self) -> list[Any]:
-        return [attributes.get(name) for attributes, name in self._plain]
-
-
-def written_by_forward(modules: Iterable[nn.Module]) -> set[int]:
-    """Ids of the tensors that a forward itself writes: frequencies that it chooses by the length (longrope)."""
-    longrope = [module for module in modules if getattr(module, "rope_type", None) == "longrope"]
-    return {id(buffer) for module in longrope for name, buffer in module._buffers.items() if name == "inv_freq"}
-
-
-def hook_tables(modules: Iterable[nn.Module]) -> list[dict[int, Any]]:
-    """Where the hooks of modules are kept."""
-    return [table for module in modules for table in (module._forward_hooks, module._forward_pre_hooks)]
-
-
-def hooked(tables: Iterable[dict[int, Any]]) -> bool:
-    """Whether there is a hook that does something in a step."""
-    return not all(map(_idle, chain.from_iterable(map(dict.values, filter(None, tables)))))
-
-
-def _idle(hook: Any) -> bool:
-    return hasattr(hook, OWN_HOOK) or getattr(hook, "__module__", None) == CAPTURING
 
 
 @dataclass(frozen=True, eq=False)

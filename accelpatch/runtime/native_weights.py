@@ -56,6 +56,8 @@ def read(model: nn.Module) -> NativeModel:
             raise Unfit(f"layer {place}: a module that is fused into another was changed")
         if reason := attention_facts.why_not(layer.self_attn):
             raise Unfit(f"layer {place}: {reason}")
+        if _constants(layer) != _constants(layers[0]):
+            raise Unfit(f"layer {place} has another scaling, softcap or activation than the first")
     if not isinstance(decoder.rotary_emb, FusedRotaryEmbedding):
         raise Unfit("its rotary embedding was not replaced")
     gather_packs(model)
@@ -68,6 +70,10 @@ def read(model: nn.Module) -> NativeModel:
     ]
     norm = vector(decoder.norm, shape.eps)
     return NativeModel(shape, weights, product(decoder.embed_tokens), product(head), norm)
+
+
+def _constants(layer: Any) -> tuple[Any, ...]:
+    return layer.self_attn.scaling, attention_facts.score_cap(layer.self_attn), layer.mlp.activation
 
 
 def layer_type(layer: Any) -> str | None:

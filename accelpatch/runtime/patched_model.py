@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -13,6 +12,7 @@ from transformers.cache_utils import DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from accelpatch.errors import PatchError
+from accelpatch.modules.packed_weight import PackedWeight, packed_in
 from accelpatch.modules.replacement import WHOLE, copied_by, copy_with_parts
 from accelpatch.runtime.captured_cache import OWN
 from accelpatch.runtime.captured_decoding import captured_loop
@@ -23,7 +23,7 @@ from accelpatch.runtime.native_step import NativeRuntime
 from accelpatch.runtime.torch_threads import all_threads, one_thread
 
 RUNTIME = "_accelpatch_runtime"  # the attribute of a patched model that holds its runtime
-YIELDS = "_accelpatch_yields"  # one that takes the patch off where the model would refuse a call (`let_yield`)
+PATCHED = "_accelpatch_patched"  # one that instances have which are patched, and others of their class have not
 CACHES = "_prepare_cache_for_generation"  # transformers' method that makes the cache of a call
 
 
@@ -38,15 +38,17 @@ def new_runtime(device_type: str, settings: Any) -> NativeRuntime | CapturedRunt
 
 
 def patched_classes(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
-    """(module, "__class__", class) for a model and the models inside it, a subclass of each under its own name.
+    """(module, name, value) for a model and the models inside it: a mark, and as class a subclass under its own name.
 
-    Setting the class back undoes it. What the model refuses is refused by those inside it too.
+    Setting both back undoes it. What the model refuses is refused by those inside it too.
     """
-    kinds = ((one, cast(Any, type(one))) for one in _with_parts(model))
-    return [(one, "__class__", _subclass(kind, whole=one is model)) for one, kind in kinds]
+    found: list[tuple[nn.Module, str, Any]] = []
+    for one in with_parts(model):
+        found += [(one, PATCHED, True), (one, "__class__", _subclass(cast(Any, type(one)), whole=one is model))]
+    return found
 
 
-def _with_parts(model: nn.Module) -> list[nn.Module]:
+def with_parts(model: nn.Module) -> list[nn.Module]:
     """The models inside a model, and the model itself, which comes last."""
     return [*(part for part in model.modules() if isinstance(part, PreTrainedModel) and part is not model), model]
 
@@ -54,26 +56,27 @@ def _with_parts(model: nn.Module) -> list[nn.Module]:
 @functools.cache
 def _subclass(cls: Any, whole: bool) -> type[nn.Module]:
     body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    body |= {name: _refusing(name, advice) for name, advice in REFUSED.items() if hasattr(cls, name)}
-    body |= {"tie_weights": _keep_ties} if hasattr(cls, "tie_weights") else {}
+    body |= {name: _refusing(getattr(cls, name), advice) for name, advice in REFUSED.items() if hasattr(cls, name)}
+    body |= {"tie_weights": _tying(cls.tie_weights)} if hasattr(cls, "tie_weights") else {}
+    body |= {"named_parameters": _naming_ties(cls), "requires_grad_": _marking_packed(cls)}
     body |= {"__reduce_ex__": copied_by(_copy_of_whole if whole else _copy_of_part), "unpatched_class": cls}
     if whole:
         body |= {"_sample": _looping(cls._sample)} if hasattr(cls, "_sample") else {}
         body |= {name: _marking(getattr(cls, name)) for name in (CACHES,) if hasattr(cls, name)}
-        body |= {"forward": _stepping(cls), "train": _training(cls)}
+        body["forward"] = _stepping(cls)
     return type(cls)(cls.__name__, (cls,), body)
 
 
 def _copy_of_whole(self: nn.Module, memo: dict[Any, Any]) -> Any:
     """A patched model of its own."""
-    memo[WHOLE] = True
+    memo.setdefault(WHOLE, set()).update(id(module) for module in self.modules())
     return copy_with_parts(self, memo)
 
 
 def _copy_of_part(self: Any, memo: dict[Any, Any]) -> Any:
     """With the whole, as it is; alone, the plain model: nobody could take the patch off it."""
     made = copy_with_parts(self, memo)
-    if WHOLE not in memo:
+    if id(self) not in memo.get(WHOLE, ()):
         made.__class__ = type(self).unpatched_class
     return made
 
@@ -143,39 +146,51 @@ REFUSED = {
 }
 
 
-def _refusing(name: str, advice: str) -> Any:
+def _refusing(stock: Any, advice: str) -> Any:
+    @functools.wraps(stock)
     def refuse(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if YIELDS not in vars(self):
-            raise PatchError(f"{name} {advice}")
-        vars(self)[YIELDS](name)
-        return getattr(self, name)(*args, **kwargs)
+        if PATCHED not in vars(self):  # another model of the class, made by `type(model)(...)`
+            return stock(self, *args, **kwargs)
+        raise PatchError(f"{stock.__name__} {advice}")
 
-    refuse.__name__ = name
     return refuse
 
 
-def _training(cls: Any) -> Any:
-    @functools.wraps(cls.train)
-    def train(self: nn.Module, mode: bool = True) -> nn.Module:
-        if mode and YIELDS in vars(self):
-            vars(self)[YIELDS]("train")
-        return cls.train(self, mode)
+def _tying(stock: Any) -> Any:
+    @functools.wraps(stock)
+    def tie_weights(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Tied replacements share one pack already; transformers would put a float weight back beside it."""
+        ends = [end() for end in (self.get_input_embeddings, self.get_output_embeddings)]
+        packed = [end for end in ends if isinstance(end, PackedWeight)]
+        if PATCHED not in vars(self) or not packed:
+            return stock(self, *args, **kwargs)
+        if len({id(end.held) for end in packed}) + len(ends) - len(packed) > 1 and self.config.tie_word_embeddings:
+            raise PatchError(
+                "tie_weights would replace a packed weight; call accelpatch.unpatch(model), tie, and patch again"
+            )
+        return None
 
-    return train
-
-
-def let_yield(model: Any, unpatch: Callable[[nn.Module], Any], on_left: Callable[[nn.Module, str], None]) -> None:
-    """From now on a patched model that is to be trained, saved or resized is unpatched first, and `on_left` is told."""
-    handle = model.accelpatch
-    give_way = functools.partial(_give_way, model, unpatch, on_left)
-    for one in _with_parts(model):
-        handle.attach(one, YIELDS, give_way)
-
-
-def _give_way(model: nn.Module, unpatch: Any, on_left: Any, name: str) -> None:
-    unpatch(model)
-    on_left(model, f"{name} was called, which the original does")
+    return tie_weights
 
 
-def _keep_ties(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-    """Tied replacements share one pack already; transformers would put a float weight back beside it."""
+def _naming_ties(cls: Any) -> Any:
+    @functools.wraps(cls.named_parameters)
+    def named_parameters(self: Any, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Any:
+        """As nn.Module's; who asks for duplicates looks for ties, of which packed weights have tokens."""
+        yield from cls.named_parameters(self, prefix, recurse, remove_duplicate)
+        if recurse and not remove_duplicate:
+            start = f"{prefix}." if prefix else ""
+            yield from ((f"{start}{name}.weight", module.token) for name, module in packed_in(self))
+
+    return named_parameters
+
+
+def _marking_packed(cls: Any) -> Any:
+    @functools.wraps(cls.requires_grad_)
+    def requires_grad_(self: Any, requires_grad: bool = True) -> Any:
+        """As nn.Module's, of packed weights too."""
+        for _, module in packed_in(self):
+            module.trainable = requires_grad
+        return cls.requires_grad_(self, requires_grad)
+
+    return requires_grad_

@@ -216,9 +216,9 @@ AS_WITHOUT = {
     "whisper": (WHISPER, "WhisperForConditionalGeneration patched"),
     "time-series": (SERIES, "TimeSeriesTransformerModel patched"),
     "convolutions": (CONVOLUTIONS, "EncodecModel left as it is: PlanError"),
-    "saves": (SAVES, "save_pretrained was called, which the original does"),
-    "resizes": (RESIZES, "resize_token_embeddings was called, which the original does"),
-    "trains": (TRAINS, "train was called, which the original does"),
+    "saves": (SAVES, "unpatched, since the script asked for save_pretrained"),
+    "resizes": (RESIZES, "unpatched, since the script asked for resize_token_embeddings"),
+    "trains": (TRAINS, "unpatched, since the script asked for "),
     "own-forward": (OWN_FORWARD, "patched with"),
 }
 
