@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -155,8 +157,12 @@ def _forward(model: Any, form: str, folder: Path) -> None:
 
 @row("set an attribute")
 def _attribute(model: Any, form: str, folder: Path) -> None:
+    before = out(model)
+    model.model.norm.variance_epsilon = 1.0
+    assert not torch.allclose(out(model), before)
     model.train()
     undo(model)
+    assert model.model.norm.variance_epsilon == 1.0
     assert all(module.training for module in model.modules())
 
 
@@ -206,10 +212,13 @@ def _again(model: Any, form: str, folder: Path) -> None:
 def _free(model: Any, form: str, folder: Path) -> None:
     undo(model)
     options: dict[str, Any] = {"keep_original": "none", "verify": False}
+    weight = weakref.ref(model.model.layers[0].mlp.up_proj.weight)
     accelpatch.patch(model, "exact" if form in ("exact", "compact") else "int8", **options)
     if form in ("exact", "compact"):
         undo(model)
         return
+    gc.collect()
+    assert weight() is None
     with pytest.raises(PatchError, match="originals were freed"):
         accelpatch.unpatch(model)
 

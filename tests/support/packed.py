@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import accelpatch
 from accelpatch.device import KNOWN
+from accelpatch.quant import fp8, int4, int8
 from accelpatch.recipe import parse
 from tests.families.tiny import CAUSAL
 
@@ -56,19 +57,19 @@ def packed(name: str = "llama", form: str = "int8", **changes: Any) -> Any:
 
 
 def rounded(module: Any, weight: Tensor) -> Tensor:
-    """What a packed module holds once a float weight in its original's shape was written into it."""
-    full = weight.t() if module.transposed else weight
-    if not hasattr(module, "quantized_like"):
-        return weight.to(module.like.dtype)
-    with torch.no_grad():
-        held = module.quantized_like(full, module.canonical())
-    numbers: Tensor = _dequantized(type(module).__name__, held, module.like.dtype)
+    """What a packed module holds once a float weight in its original's shape was written into it.
+
+    By the bundled recipes: int8 and int4 have groups of 64 where K allows it, and of 32 elsewhere.
+    """
+    full = (weight.t() if module.transposed else weight).detach()
+    kind, dtype, numbers = type(module).__name__[:4], weight.dtype, full
+    group = 32 if full.shape[1] % 64 else 64
+    if kind == "Int8":
+        numbers = int8.dequantize(int8.quantize(full, group_size=group), dtype)
+    elif kind == "Int4":
+        numbers = int4.dequantize(int4.quantize(full, group_size=group), dtype)
+    elif kind == "Fp8W":
+        numbers = fp8.dequantize(fp8.quantize(full), dtype)
+    else:
+        assert kind == "Comp"  # nothing is rounded
     return numbers.t() if module.transposed else numbers
-
-
-def _dequantized(name: str, held: Any, dtype: torch.dtype) -> Tensor:
-    from accelpatch.quant import fp8, int4, int8
-
-    form: Any = {"Int8": int8, "Int4": int4, "Fp8W": fp8}[name[:4]]
-    numbers: Tensor = form.dequantize(held, dtype)
-    return numbers

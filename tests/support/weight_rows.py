@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+import accelpatch
 from accelpatch.errors import KernelError, PatchError
 from tests.adapters.lora import config, peft
 from tests.families.tiny import full_batch
@@ -53,31 +55,62 @@ def _adapters(model: Any, form: str, folder: Path) -> None:
     model.set_adapter("other")
     model.delete_adapter("default")
     due = out(model)
-    undo(model)
-    assert (out(model) - due).norm() / due.norm() < REACH[form]
+    scaled = peft.get_peft_model(
+        patch(stock(form), form),
+        peft.IA3Config(
+            target_modules=["q_proj", "down_proj"], feedforward_modules=["down_proj"], init_ia3_weights=False
+        ),
+    ).eval()
+    assert "ia3_l" in "".join(name for name, _ in scaled.named_parameters())
+    for one, expected in ((model, due), (scaled, out(scaled))):
+        undo(one)
+        assert (out(one) - expected).norm() / expected.norm() < REACH[form]
+
+
+def _base(model: Any) -> torch.Tensor:
+    layer = model.get_base_model() if isinstance(model, peft.PeftModel) else model
+    weight: torch.Tensor = layer.model.layers[0].self_attn.q_proj.weight.clone().float()
+    return weight
+
+
+def _near(one: torch.Tensor, other: torch.Tensor, form: str) -> bool:
+    """Within what the format rounds away."""
+    share = {"exact": 1e-6, "compact": 1e-6, "int8": 0.015, "int4": 0.16, "fp8": 0.05}[form]
+    return bool((one - other).norm() <= share * other.norm())
 
 
 @row("merge an adapter")
 def _merge(model: Any, form: str, folder: Path) -> None:
-    merged = adapted(model).merge_and_unload()
-    due = adapted(stock(form)).merge_and_unload()
-    assert off(merged, due) < REACH[form]
-    undo(merged)
+    before = _base(model)
+    merged, due = adapted(model).merge_and_unload(), adapted(stock(form)).merge_and_unload()
+    assert not _near(_base(due), before, form)
+    assert _near(_base(merged), _base(due), form)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        accelpatch.unpatch(merged)
+    assert ["rounded" in str(one.message) for one in caught] == ([] if form in ("exact", "compact") else [True])
+    assert _near(_base(merged), _base(due), form)
     assert off(merged, due) < REACH[form]
 
 
 @row("unmerge an adapter")
 def _unmerge(model: Any, form: str, folder: Path) -> None:
-    model = adapted(model)
+    model, due = adapted(model), _base(stock(form))
     model.merge_adapter()
+    assert not _near(_base(model), due, form)
     model.unmerge_adapter()
+    found = _base(model)
+    assert (found - due).norm() <= {"int8": 0.02, "int4": 0.25, "fp8": 0.08}.get(form, 0.01) * due.norm()
     with model.disable_adapter():
         assert off(model, stock(form)) < REACH[form]
 
 
 @row("start an adapter from the weight")
-def _pissa(model: Any, form: str, folder: Path) -> None:
-    assert off(adapted(model, init_lora_weights="pissa"), stock(form)) < REACH[form]
+def _residual(model: Any, form: str, folder: Path) -> None:
+    for start in ("pissa", "olora"):
+        found = adapted(patch(stock(form), form), init_lora_weights=start)
+        assert not _near(_base(found), _base(stock(form)), form)
+        assert off(found, stock(form)) < REACH[form]
 
 
 @row("save an adapter")
