@@ -11,6 +11,7 @@ import torch
 from accelerate import cpu_offload, disk_offload, dispatch_model
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from torch import nn
+from torch.nn.utils import parametrize
 
 import accelpatch
 from accelpatch.errors import PatchError
@@ -234,3 +235,23 @@ def test_a_compiled_layer_comes_back_uncompiled() -> None:
     assert model.model.layers[0]._compiled_call_impl is None
     torch.testing.assert_close(logits(model, full_batch()), due, rtol=1e-4, atol=1e-5)
     torch.compiler.reset()
+
+
+@pytest.mark.parametrize("form", ["exact", "compact"])
+def test_a_parametrisation_is_in_the_way(form: str) -> None:
+    model = patch(plain("llama"), form)
+    parametrize.register_parametrization(model.model.norm, "weight", nn.Identity())
+    with pytest.raises(PatchError, match=r"model\.norm"):
+        accelpatch.unpatch(model)
+    parametrize.remove_parametrizations(model.model.norm, "weight")
+    accelpatch.unpatch(model)
+
+
+@some
+def test_buffers_that_are_not_saved_stay_so(form: str) -> None:
+    model = patch(plain("llama"), form)
+    model.model.layers[0].mlp.register_buffer("seen", torch.ones(2), persistent=False)
+    model.model.layers[0].mlp.register_buffer("kept", torch.ones(2))
+    accelpatch.unpatch(model)
+    assert torch.equal(model.model.layers[0].mlp.seen, torch.ones(2))
+    assert [name for name in model.state_dict() if name.endswith(("seen", "kept"))] == ["model.layers.0.mlp.kept"]

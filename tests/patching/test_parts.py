@@ -79,3 +79,30 @@ def test_a_copy_inside_a_wrapper_is_a_patched_model(form: str) -> None:
     accelpatch.unpatch(twin.model)
     assert replacements(twin) == []
     assert torch.equal(logits(twin.model, full_batch()), logits(plain("llama"), full_batch()))
+
+
+@some
+def test_another_model_of_a_patched_class_is_a_plain_one(form: str, tmp_path: Path) -> None:
+    model = patch(plain("llama"), form)
+    for other in (type(model)(model.config), type(model.model)(model.config)):
+        other.resize_token_embeddings(200)
+        other.save_pretrained(tmp_path)
+        other.train()
+    again = type(model).from_pretrained(tmp_path)
+    assert replacements(again) == []
+    with pytest.raises(PatchError, match=r"accelpatch\.unpatch\(model\)"):
+        model.save_pretrained(tmp_path)
+
+
+@some
+def test_a_part_and_the_whole_are_not_patched_both(form: str) -> None:
+    model = patch(plain("llama"), form)
+    for part in (model.model, model.model.layers[0]):
+        with pytest.raises(PatchError, match="belongs to one that is patched already"):
+            patch(part, form)
+    accelpatch.unpatch(model)
+    patch(model.model, form)
+    with pytest.raises(PatchError, match=r"a part of the model, model, is patched already"):
+        patch(model, form)
+    accelpatch.unpatch(model.model)
+    assert replacements(model) == []

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 import accelpatch
 from accelpatch.errors import KernelError, PatchError
@@ -234,3 +235,39 @@ def test_a_weight_without_the_compact_form_stays_in_16_bits() -> None:
     assert torch.equal(module.weight[3], wide)
     module.weight.data[3] = 1.0
     assert module.weight[3].eq(1).all()
+
+
+@forms
+def test_a_view_of_numbers_that_the_weight_has_no_more(form: str) -> None:
+    model = packed("llama", form)
+    module = model.get_submodule(PATH)
+    old = module.weight
+    state = {name: value * 0.5 for name, value in plain("llama", form).state_dict().items()}
+    model.load_state_dict(state)
+    due = module.weight.clone()
+    with torch.no_grad(), pytest.raises(PatchError, match=f"{PATH}: this view of its weight is out of date"):
+        old.add_(1)
+    assert torch.equal(module.weight, due)
+
+
+REFUSED: dict[str, Callable[[Any], Any]] = {
+    "prune": lambda module: prune.l1_unstructured(module, "weight", amount=0.5),
+    "delete": lambda module: delattr(module, "weight"),
+    "train": lambda module: module.weight.requires_grad_(),
+    "replace": lambda module: setattr(module, "weight", nn.Parameter(torch.zeros(2, 2))),
+}
+
+
+@forms
+@pytest.mark.parametrize("action", REFUSED)
+def test_a_refusal_names_the_layer_and_changes_nothing(action: str, form: str) -> None:
+    model = packed("llama", form)
+    module = model.get_submodule(PATH)
+    before, tables = logits(model, full_batch()), list(model.state_dict())
+    with pytest.raises(PatchError, match=f"{PATH}: "):
+        REFUSED[action](module)
+    assert list(model.state_dict()) == tables
+    assert not module._forward_pre_hooks
+    assert torch.equal(logits(model, full_batch()), before)
+    accelpatch.unpatch(model)
+    REFUSED[action](model.get_submodule(PATH))
