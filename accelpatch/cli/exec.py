@@ -46,8 +46,8 @@ def execute(
 ) -> None:
     """Run a Python script unchanged; each transformers model in it is patched at its first forward or generate.
 
-    A model that cannot be patched is left as it is, and one that the script trains, saves or resizes is unpatched
-    first; the summary says so.
+    A model that cannot be patched is left as it is. One of which the script asks what only the original does (it
+    trains, saves, resizes or lists its parameters) is unpatched first. The summary says so.
     """
     words = script or []
     if module is None and not words:
