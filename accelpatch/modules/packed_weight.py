@@ -17,12 +17,14 @@ from accelpatch.modules.weight_view import WAY, UnpackedWeight, WeightView
 class PackedWeight(Replacement):
     """A mixin of modules that hold their weight in a form of their own.
 
-    transposed: the original holds its weight as [K, N]. trainable: whether the parameter required a gradient.
+    transposed: the original holds its weight as [K, N]. trainable: whether the parameter required a gradient. like: a
+    tensor of the weight's device and dtype.
     """
 
     transient = ("_unpacked", "_token")
     transposed = False
     trainable: bool
+    like: Tensor
     _unpacked: weakref.ref[UnpackedWeight] | None = None
     _token: nn.Parameter | None = None
 
@@ -92,10 +94,11 @@ class PackedWeight(Replacement):
     @property
     def token(self) -> nn.Parameter:
         """Stands for the weight where only its identity counts: modules that are tied have the same one."""
-        if self.held._token is None:
-            self.held.__dict__["_token"] = nn.Parameter(torch.empty(0), requires_grad=False)
-        assert self.held._token is not None
-        return self.held._token
+        held = self.held
+        if held._token is None or held._token.device != held.like.device:
+            held.__dict__["_token"] = nn.Parameter(torch.empty(0, device=held.like.device), requires_grad=False)
+        assert held._token is not None
+        return held._token
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Those that there are, and a token for the weight: PEFT finds ties by it."""

@@ -123,7 +123,8 @@ def _carried(swap: Swap, forced: bool) -> bool:
     _bring(vars(old), vars(new), swap.common[""], fixed)
     if hasattr(new, "hand_back"):
         return bool(cast(Any, new).hand_back(old))
-    first = next(itertools.chain(new.parameters(recurse=False), new.buffers(recurse=False)), None)
+    held_there = itertools.chain(new._parameters.values(), new._buffers.values())
+    first = next((tensor for tensor in held_there if tensor is not None), None)
     if first is not None:
         device = first.device
         old._apply(lambda tensor: tensor.to(device), recurse=False)

@@ -59,7 +59,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "gate": lambda layer: layer.mlp.gate_proj.weight.copy_(layer.mlp.up_proj.weight * 2),
     "activation": lambda layer: setattr(layer.mlp, "act_fn", nn.Tanh()),
     "hook": lambda layer: layer.mlp.act_fn.register_forward_hook(lambda module, args, out: out * 3),
-    "scaling": lambda layer: setattr(layer.self_attn, "scaling", 0.5),
+    "scaling": lambda layer: setattr(layer.self_attn, "scaling", 0.02),
     "epsilon": lambda layer: setattr(layer.input_layernorm, "variance_epsilon", 3.0),
 }
 
