@@ -20,6 +20,7 @@ from accelpatch.kernels.dispatch import Case, Implementation, Kernel, Spec, requ
 from accelpatch.kernels.hip import binding
 from accelpatch.kernels.hip.binding import Weight
 from accelpatch.kernels.hip.layout import TILE_ROWS
+from accelpatch.kernels.operation import operation
 
 OP = "compact_linear"
 BLOCK = 100 << 20  # values undone at once: 200 MiB of bfloat16, a gate and up of 7 billion parameters' models
@@ -146,7 +147,7 @@ def undone(tiles: CompactTiles) -> Tensor:
     return whole if tiles.part in ("all", "both") else whole.chunk(2)[tiles.part == "up"]
 
 
-@torch.library.custom_op("accelpatch::compact_linear", mutates_args=())
+@operation("compact_linear")
 def compact_linear(
     x: Tensor, w: Tensor, scale: Tensor, outliers: Tensor, n: int, k: int, part: str = "all", bias: Tensor | None = None
 ) -> Tensor:
@@ -155,7 +156,7 @@ def compact_linear(
     Raises KernelError for arguments that do not fit together.
     """
     args = (x, w, scale, outliers, n, k, part, bias)
-    result = dispatch.run(OP, spec(*args), x.device, args)
+    result = dispatch.run(OP, spec, x.device, args)
     assert isinstance(result, Tensor)
     return result
 
@@ -166,9 +167,6 @@ def _fake(
 ) -> Tensor:
     spec(x, w, scale, outliers, n, k, part, bias)
     return x.new_empty((*x.shape[:-1], n))
-
-
-dispatch.inference_only(compact_linear)
 
 
 def cases() -> list[Case]:

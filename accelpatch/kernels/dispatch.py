@@ -16,7 +16,6 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from torch._library.custom_ops import CustomOpDef
 
 from accelpatch.device import Device, probe
 from accelpatch.errors import KernelError
@@ -174,31 +173,55 @@ def observed(observer: Callable[[str, Sequence[Any], Result], None]) -> Iterator
         _local.observer = before
 
 
-def run(op: str, spec: Spec, device: torch.device, args: Sequence[Any]) -> Result:
-    """Run the chosen (or forced) implementation of `op`. An implementation computes outside of any autocast."""
+def run(op: str, spec: Callable[..., Spec], device: torch.device, args: Sequence[Any]) -> Result:
+    """Run the chosen (or forced) implementation of `op`. An implementation computes outside of any autocast.
+
+    spec: makes the Spec of `args`, or raises for those that do not fit; asked once for arguments of the same shapes.
+    """
     if torch.is_autocast_enabled(device.type):
         with torch.autocast(device.type, enabled=False):
             return _run(op, spec, device, args)
     return _run(op, spec, device, args)
 
 
-def _run(op: str, spec: Spec, device: torch.device, args: Sequence[Any]) -> Result:
+def _run(op: str, spec: Callable[..., Spec], device: torch.device, args: Sequence[Any]) -> Result:
     force = _local.forced
     if force is not None and force.name == "reference":
+        spec(*args)
         calls[op, "reference"] += 1
         return _reference(op, args, force.precision)
-    facts = probe(device)
-    if force is None:
-        name = choose(op, spec, facts)
-    else:
-        name, reason = force.name, why_not(op, force.name, spec, facts)
-        if reason is not None:
-            raise KernelError(f"{op}: the forced implementation {name!r} cannot run here: {reason}")
+    name, implementation = _chosen(op, spec, device, args) if force is None else _forced(op, spec(*args), device, force)
     calls[op, name] += 1
-    result = kernel(op).implementations[name].run(*args)
+    result = implementation(*args)
     if _local.observer is not None:
         _local.observer(op, args, result)
     return result
+
+
+def _forced(op: str, spec: Spec, device: torch.device, force: _Forced) -> tuple[str, Callable[..., Result]]:
+    reason = why_not(op, force.name, spec, probe(device))
+    if reason is not None:
+        raise KernelError(f"{op}: the forced implementation {force.name!r} cannot run here: {reason}")
+    return force.name, kernel(op).implementations[force.name].run
+
+
+#: (operation, shapes, dtypes, devices and plain values of its arguments) -> what was chosen for them
+_choices: dict[tuple[Any, ...], tuple[str, Callable[..., Result]]] = {}
+MOST_CHOICES = 4096  # then they are made anew: a program with ever new shapes must not fill the memory
+
+
+def _chosen(
+    op: str, spec: Callable[..., Spec], device: torch.device, args: Sequence[Any]
+) -> tuple[str, Callable[..., Result]]:
+    facts = (op, *[(a.shape, a.dtype, a.device) if isinstance(a, torch.Tensor) else a for a in args])
+    found = _choices.get(facts)
+    if found is None:
+        name = choose(op, spec(*args), probe(device))
+        found = name, kernel(op).implementations[name].run
+        if len(_choices) >= MOST_CHOICES:
+            _choices.clear()
+        _choices[facts] = found
+    return found
 
 
 def _reference(op: str, args: Sequence[Any], precision: torch.dtype | None) -> Result:
@@ -241,15 +264,3 @@ def require(holds: bool, op: str, message: str) -> None:
     """Refuse misuse of an operation: KernelError(message) unless `holds`."""
     if not holds:
         raise KernelError(f"{op}: {message}")
-
-
-def inference_only(op: CustomOpDef) -> None:
-    """Give an operation a backward that says what to do instead of training through it."""
-
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        raise KernelError(
-            "accelpatch's kernels have no gradient: call accelpatch.unpatch(model) before training it, "
-            "or run the patched model under torch.inference_mode()"
-        )
-
-    op.register_autograd(backward)

@@ -17,6 +17,7 @@ from accelpatch.kernels import dispatch, linear
 from accelpatch.kernels.dispatch import Case, Implementation, Kernel, Spec, require
 from accelpatch.kernels.hip import binding
 from accelpatch.kernels.hip.binding import Weight
+from accelpatch.kernels.operation import operation
 
 FORMS = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)  # numbered as in the C interface
 
@@ -81,14 +82,14 @@ def by_torch(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) ->
     return linear.by_row_blocks(x, q.shape[0], q.shape[1], rows, bias)
 
 
-@torch.library.custom_op("accelpatch::fp8_linear", mutates_args=())
+@operation("fp8_linear")
 def fp8_linear(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
     """y[..., N] = x[..., K] @ (q * scale)^T + bias.
 
     x[..., K] float; q[N, K] float8 (e4m3fn or e4m3fnuz); scale[N, 1] float; bias[N] float or None. y has x's dtype,
     contiguous. Raises KernelError for arguments that do not fit together.
     """
-    result = dispatch.run("fp8_linear", spec(x, q, scale, bias), x.device, (x, q, scale, bias))
+    result = dispatch.run("fp8_linear", spec, x.device, (x, q, scale, bias))
     assert isinstance(result, Tensor)
     return result
 
@@ -97,9 +98,6 @@ def fp8_linear(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) 
 def _fake(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
     spec(x, q, scale, bias)
     return x.new_empty((*x.shape[:-1], q.shape[0]))
-
-
-dispatch.inference_only(fp8_linear)
 
 
 def cases() -> list[Case]:

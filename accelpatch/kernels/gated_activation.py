@@ -16,6 +16,7 @@ from torch.nn import functional
 from accelpatch.device import Device
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.dispatch import FLOATS, Case, Implementation, Kernel, Spec, require
+from accelpatch.kernels.operation import operation
 from accelpatch.kernels.triton import launch
 
 
@@ -92,13 +93,13 @@ def _triton(*args: Any) -> Tensor:
     return run(*args)
 
 
-@torch.library.custom_op("accelpatch::gated_activation", mutates_args=())
+@operation("gated_activation")
 def gated_activation(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     """act(gate) * up, contiguous; gate, up and the result have one shape and one float dtype.
 
     Raises KernelError for arguments that do not fit together and for an activation that is not in ACTIVATIONS.
     """
-    result = dispatch.run("gated_activation", spec(gate, up, activation), gate.device, (gate, up, activation))
+    result = dispatch.run("gated_activation", spec, gate.device, (gate, up, activation))
     assert isinstance(result, Tensor)
     return result
 
@@ -107,9 +108,6 @@ def gated_activation(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 def _fake(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     spec(gate, up, activation)
     return gate.new_empty(gate.shape)
-
-
-dispatch.inference_only(gated_activation)
 
 
 def cases() -> list[Case]:

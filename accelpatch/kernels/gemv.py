@@ -17,6 +17,7 @@ from accelpatch.kernels import dispatch, linear
 from accelpatch.kernels.dispatch import FLOATS, Case, Implementation, Kernel, Spec, require
 from accelpatch.kernels.hip import binding
 from accelpatch.kernels.hip.binding import Weight
+from accelpatch.kernels.operation import operation
 from accelpatch.kernels.triton import launch
 
 ROWS_LEAST, ROWS_STEP = 2048, 128  # of N the least, of K a divisor, for products of some rows
@@ -85,13 +86,13 @@ def by_rows(x: Tensor, w: Tensor, bias: Tensor | None = None, gate: bool = False
     return rows.linear(x, w, None, bias, gate)
 
 
-@torch.library.custom_op("accelpatch::gemv", mutates_args=())
+@operation("gemv")
 def gemv(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
     """y[..., N] = x[..., K] @ w[N, K]^T + bias[N], in x's dtype, contiguous.
 
     x, w float of one dtype; bias float or None. Raises KernelError for arguments that do not fit together.
     """
-    result = dispatch.run("gemv", spec(x, w, bias), x.device, (x, w, bias))
+    result = dispatch.run("gemv", spec, x.device, (x, w, bias))
     assert isinstance(result, Tensor)
     return result
 
@@ -100,9 +101,6 @@ def gemv(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
 def _fake(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
     spec(x, w, bias)
     return x.new_empty((*x.shape[:-1], w.shape[0]))
-
-
-dispatch.inference_only(gemv)
 
 
 def cases() -> list[Case]:

@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from accelpatch.kernels import dispatch, linear
 from accelpatch.kernels.dispatch import Case, Implementation, Kernel, Spec
+from accelpatch.kernels.operation import operation
 
 
 def dense(
@@ -83,7 +84,7 @@ def by_torch(x: Tensor, q: Tensor, scale: Tensor, offset: Tensor | None = None, 
     return linear.by_row_blocks(x, q.shape[0], 2 * q.shape[1], rows, bias)
 
 
-@torch.library.custom_op("accelpatch::int4_linear", mutates_args=())
+@operation("int4_linear")
 def int4_linear(
     x: Tensor, q: Tensor, scale: Tensor, offset: Tensor | None = None, bias: Tensor | None = None
 ) -> Tensor:
@@ -92,7 +93,7 @@ def int4_linear(
     x[..., K] float; q[N, K / 2] packed, int8; scale[N, G] float, G dividing K; offset[N, G] None, float or integer;
     bias[N] float or None. y has x's dtype, contiguous. Raises KernelError for arguments that do not fit together.
     """
-    result = dispatch.run("int4_linear", spec(x, q, scale, offset, bias), x.device, (x, q, scale, offset, bias))
+    result = dispatch.run("int4_linear", spec, x.device, (x, q, scale, offset, bias))
     assert isinstance(result, Tensor)
     return result
 
@@ -101,9 +102,6 @@ def int4_linear(
 def _fake(x: Tensor, q: Tensor, scale: Tensor, offset: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
     spec(x, q, scale, offset, bias)
     return x.new_empty((*x.shape[:-1], q.shape[0]))
-
-
-dispatch.inference_only(int4_linear)
 
 
 def cases() -> list[Case]:

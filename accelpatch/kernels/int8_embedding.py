@@ -10,6 +10,7 @@ from torch import Tensor
 
 from accelpatch.kernels import dispatch, linear
 from accelpatch.kernels.dispatch import FLOATS, Case, Implementation, Kernel, Spec, require
+from accelpatch.kernels.operation import operation
 
 
 def reference(ids: Tensor, q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -42,14 +43,14 @@ def by_torch(ids: Tensor, q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tenso
     return rows.to(dtype).view(*ids.shape, q.shape[1])
 
 
-@torch.library.custom_op("accelpatch::int8_embedding", mutates_args=())
+@operation("int8_embedding")
 def int8_embedding(ids: Tensor, q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """y[..., K] in `dtype`: the rows q[ids] * scale[ids].
 
     ids[...] int32 or int64 in 0..N-1 (IndexError otherwise); q[N, K] int8; scale[N, G] float, G dividing K.
     Raises KernelError for arguments that do not fit together.
     """
-    result = dispatch.run("int8_embedding", spec(ids, q, scale, dtype), q.device, (ids, q, scale, dtype))
+    result = dispatch.run("int8_embedding", spec, q.device, (ids, q, scale, dtype))
     assert isinstance(result, Tensor)
     return result
 
@@ -58,9 +59,6 @@ def int8_embedding(ids: Tensor, q: Tensor, scale: Tensor, dtype: torch.dtype) ->
 def _fake(ids: Tensor, q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     spec(ids, q, scale, dtype)
     return q.new_empty((*ids.shape, q.shape[1]), dtype=dtype)
-
-
-dispatch.inference_only(int8_embedding)
 
 
 def cases() -> list[Case]:

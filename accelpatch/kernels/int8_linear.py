@@ -17,6 +17,7 @@ from accelpatch.kernels import dispatch, linear
 from accelpatch.kernels.dispatch import Case, Implementation, Kernel, Spec
 from accelpatch.kernels.hip import binding
 from accelpatch.kernels.hip.binding import Weight
+from accelpatch.kernels.operation import operation
 from accelpatch.kernels.triton import launch
 
 
@@ -86,14 +87,14 @@ def by_triton(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -
     return run(x, q, scale, bias)
 
 
-@torch.library.custom_op("accelpatch::int8_linear", mutates_args=())
+@operation("int8_linear")
 def int8_linear(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
     """y[..., N] = x[..., K] @ (q * scale)^T + bias.
 
     x[..., K] float; q[N, K] int8; scale[N, G] float, G dividing K; bias[N] float or None. y has x's dtype, contiguous.
     Raises KernelError for arguments that do not fit together.
     """
-    result = dispatch.run("int8_linear", spec(x, q, scale, bias), x.device, (x, q, scale, bias))
+    result = dispatch.run("int8_linear", spec, x.device, (x, q, scale, bias))
     assert isinstance(result, Tensor)
     return result
 
@@ -102,9 +103,6 @@ def int8_linear(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None)
 def _fake(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
     spec(x, q, scale, bias)
     return x.new_empty((*x.shape[:-1], q.shape[0]))
-
-
-dispatch.inference_only(int8_linear)
 
 
 def cases() -> list[Case]:

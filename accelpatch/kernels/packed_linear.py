@@ -29,6 +29,7 @@ from accelpatch.kernels import (
 )
 from accelpatch.kernels.cpu_pack import Pack
 from accelpatch.kernels.dispatch import Case, Implementation, Kernel, Spec, require
+from accelpatch.kernels.operation import operation
 
 NARROW = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -147,7 +148,7 @@ def _cpu_embedding(ids: Tensor, dtype: torch.dtype, *packed: Any) -> Tensor:
     return cpu_pack.gather(pack, ids).to(dtype)
 
 
-@torch.library.custom_op("accelpatch::packed_linear", mutates_args=())
+@operation("packed_linear")
 def packed_linear(
     x: Tensor, data: Tensor, bias: Tensor | None, kind: int, n: int, k: int, group: int, half_scales: bool, offset: str
 ) -> Tensor:
@@ -156,7 +157,7 @@ def packed_linear(
     Raises KernelError for an x that does not fit, and where the native library cannot be had.
     """
     args = (x, data, bias, kind, n, k, group, half_scales, offset)
-    result = dispatch.run("packed_linear", spec(*args), x.device, args)
+    result = dispatch.run("packed_linear", spec, x.device, args)
     assert isinstance(result, Tensor)
     return result
 
@@ -168,7 +169,7 @@ def _fake(
     return x.new_empty((*x.shape[:-1], n))
 
 
-@torch.library.custom_op("accelpatch::packed_embedding", mutates_args=())
+@operation("packed_embedding")
 def packed_embedding(
     ids: Tensor, dtype: torch.dtype, data: Tensor, bias: Tensor | None, kind: int, n: int, k: int, group: int,
     half_scales: bool, offset: str,
@@ -178,7 +179,7 @@ def packed_embedding(
     ids[...] int32 or int64 in 0..N-1, IndexError otherwise.
     """
     args = (ids, dtype, data, bias, kind, n, k, group, half_scales, offset)
-    result = dispatch.run("packed_embedding", embedding_spec(*args), data.device, args)
+    result = dispatch.run("packed_embedding", embedding_spec, data.device, args)
     assert isinstance(result, Tensor)
     return result
 
@@ -189,10 +190,6 @@ def _fake_embedding(
     half_scales: bool, offset: str,
 ) -> Tensor:  # fmt: skip
     return data.new_empty((*ids.shape, k), dtype=dtype)
-
-
-dispatch.inference_only(packed_linear)
-dispatch.inference_only(packed_embedding)
 
 
 def _packed(make: Any) -> Any:

@@ -20,6 +20,7 @@ from torch import Tensor
 from accelpatch.device import Device
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.dispatch import FLOATS, Case, Implementation, Kernel, Spec, require
+from accelpatch.kernels.operation import operation
 from accelpatch.kernels.triton import launch
 
 LONGEST = 32768  # elements of a row that one Triton program holds
@@ -125,13 +126,13 @@ def _add_triton(*args: Any) -> Tensor:
     return run(*args)
 
 
-@torch.library.custom_op("accelpatch::rmsnorm", mutates_args=())
+@operation("rmsnorm")
 def rmsnorm(x: Tensor, weight: Tensor, eps: float, plus_one: bool) -> Tensor:
     """y[..., K], contiguous: x[..., K] over its root mean square, times weight[K] (or 1 + weight).
 
     y has the promoted dtype of x and weight (x's own where plus_one). Raises KernelError for arguments that do not fit.
     """
-    result = dispatch.run("rmsnorm", spec(x, weight, eps, plus_one), x.device, (x, weight, eps, plus_one))
+    result = dispatch.run("rmsnorm", spec, x.device, (x, weight, eps, plus_one))
     assert isinstance(result, Tensor)
     return result
 
@@ -143,14 +144,14 @@ def _fake(x: Tensor, weight: Tensor, eps: float, plus_one: bool) -> Tensor:
     return x.new_empty(x.shape, dtype=dtype)
 
 
-@torch.library.custom_op("accelpatch::add_rmsnorm", mutates_args=())
+@operation("add_rmsnorm")
 def add_rmsnorm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, plus_one: bool) -> tuple[Tensor, Tensor]:
     """(y, s)[..., K], contiguous: s = x + residual in their promoted dtype, y = rmsnorm(s, weight, eps, plus_one).
 
     x and residual have one shape. Raises KernelError for arguments that do not fit.
     """
     args = (x, residual, weight, eps, plus_one)
-    y, total = dispatch.run("add_rmsnorm", add_spec(*args), x.device, args)
+    y, total = dispatch.run("add_rmsnorm", add_spec, x.device, args)
     return y, total
 
 
@@ -162,14 +163,14 @@ def _add_fake(x: Tensor, residual: Tensor, weight: Tensor, eps: float, plus_one:
     return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape, dtype=total)
 
 
-@torch.library.custom_op("accelpatch::rmsnorm_add", mutates_args=())
+@operation("rmsnorm_add")
 def rmsnorm_add(x: Tensor, residual: Tensor, weight: Tensor, eps: float, plus_one: bool) -> Tensor:
     """residual + rmsnorm(x, weight, eps, plus_one), [..., K], contiguous, in the promoted dtype of both.
 
     x and residual have one shape. Raises KernelError for arguments that do not fit.
     """
     args = (x, residual, weight, eps, plus_one)
-    result = dispatch.run("rmsnorm_add", spec_add(*args), x.device, args)
+    result = dispatch.run("rmsnorm_add", spec_add, x.device, args)
     assert isinstance(result, Tensor)
     return result
 
@@ -180,10 +181,6 @@ def _fake_add(x: Tensor, residual: Tensor, weight: Tensor, eps: float, plus_one:
     normed = x.dtype if plus_one else torch.promote_types(x.dtype, weight.dtype)
     return x.new_empty(x.shape, dtype=torch.promote_types(normed, residual.dtype))
 
-
-dispatch.inference_only(rmsnorm)
-dispatch.inference_only(add_rmsnorm)
-dispatch.inference_only(rmsnorm_add)
 
 _SIZES = (
     ((1, 1, 576), False),

@@ -14,6 +14,7 @@ from torch import Tensor
 from accelpatch.device import Device
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.dispatch import FLOATS, Case, Implementation, Kernel, Spec, require
+from accelpatch.kernels.operation import operation
 from accelpatch.kernels.triton import launch
 
 
@@ -59,7 +60,7 @@ def _triton(*args: Any) -> tuple[Tensor, Tensor]:
     return run(*args)
 
 
-@torch.library.custom_op("accelpatch::rotary_cos_sin", mutates_args=())
+@operation("rotary_cos_sin")
 def rotary_cos_sin(
     position_ids: Tensor, inv_freq: Tensor, attention_scaling: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
@@ -69,7 +70,7 @@ def rotary_cos_sin(
     Raises KernelError for arguments that do not fit together.
     """
     args = (position_ids, inv_freq, attention_scaling, dtype)
-    cos, sin = dispatch.run("rotary_cos_sin", spec(*args), position_ids.device, args)
+    cos, sin = dispatch.run("rotary_cos_sin", spec, position_ids.device, args)
     return cos, sin
 
 
@@ -80,9 +81,6 @@ def _fake(
     spec(position_ids, inv_freq, attention_scaling, dtype)
     shape = (*position_ids.shape, 2 * inv_freq.shape[0])
     return inv_freq.new_empty(shape, dtype=dtype), inv_freq.new_empty(shape, dtype=dtype)
-
-
-dispatch.inference_only(rotary_cos_sin)
 
 
 def cases() -> list[Case]:

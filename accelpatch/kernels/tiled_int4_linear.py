@@ -20,6 +20,7 @@ from accelpatch.kernels.hip import binding
 from accelpatch.kernels.hip.binding import Weight
 from accelpatch.kernels.hip.layout import TILE_ROWS, TILE_VALUES
 from accelpatch.kernels.int4_tiles import Tiles
+from accelpatch.kernels.operation import operation
 from accelpatch.kernels.triton import launch
 
 OP = "tiled_int4_linear"
@@ -171,7 +172,7 @@ def by_torch(x: Tensor, *args: Any) -> Tensor:
     return linear.by_row_blocks(x, tiles.n, tiles.k, rows, bias)
 
 
-@torch.library.custom_op("accelpatch::tiled_int4_linear", mutates_args=())
+@operation("tiled_int4_linear")
 def tiled_int4_linear(
     x: Tensor, w: Tensor, scale: Tensor, offset: Tensor | None, n: int, k: int, group: int, kind: str,
     part: str = "all", bias: Tensor | None = None,
@@ -181,7 +182,7 @@ def tiled_int4_linear(
     Raises KernelError for arguments that do not fit together.
     """
     args = (x, w, scale, offset, n, k, group, kind, part, bias)
-    result = dispatch.run(OP, spec(*args), x.device, args)
+    result = dispatch.run(OP, spec, x.device, args)
     assert isinstance(result, Tensor)
     return result
 
@@ -193,9 +194,6 @@ def _fake(
 ) -> Tensor:  # fmt: skip
     spec(x, w, scale, offset, n, k, group, kind, part, bias)
     return x.new_empty((*x.shape[:-1], n))
-
-
-dispatch.inference_only(tiled_int4_linear)
 
 
 def cases() -> list[Case]:

@@ -156,7 +156,7 @@ def test_opcheck(op: str, dtype: torch.dtype) -> None:
     checks = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
     if op != "fp8_linear":  # this one changes the inputs' values, by operations that torch has not got for float8
         checks.append("test_schema")
-    torch.library.opcheck(dispatch.kernel(op).op, first_args(op, dtype), test_utils=checks)
+    torch.library.opcheck(dispatch.kernel(op).op.custom, first_args(op, dtype), test_utils=checks)
 
 
 @pytest.mark.parametrize("op", OPS)
