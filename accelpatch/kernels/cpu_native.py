@@ -20,7 +20,7 @@ DENSE, INT8, INT4 = 0, 1, 2
 ISAS = ("portable", "avx2", "avx512")
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
-MAX_BATCH, MAX_THREADS = 8, 64
+MAX_BATCH, MAX_THREADS, ROWS = 8, 64, 16
 _REASONS = {1: "its arguments do not fit together", 2: "there is not enough memory", 3: "this machine has not got it"}
 
 
@@ -101,6 +101,7 @@ SIGNATURES = {
     "ap_unpack": (c_int, (_LINEAR, _P, _P, _P, _P)),
     "ap_linear_run": (c_int, (_LINEAR, _P, c_int64, c_int64, _P, c_int64, c_int, c_int)),
     "ap_gather": (c_int, (_LINEAR, _P, c_int64, _P)),
+    "ap_floats": (c_int, (_LINEAR, c_int64, c_int64, _P, c_int)),
     "ap_rmsnorm": (c_int, (_P, _P, _P, c_float, c_int64, c_int64, _P, _P, c_int)),
     "ap_rope_": (c_int, (_P, _P, _P, c_int64, c_int64, c_int64)),
     "ap_gated": (c_int, (_P, _P, c_int, c_int64, _P, c_int)),

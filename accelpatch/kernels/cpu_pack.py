@@ -168,6 +168,13 @@ def linear(x: Tensor, pack: Pack) -> Tensor:
     return y
 
 
+def floats(pack: Pack, first: int, last: int) -> Tensor:
+    """Rows first to last - 1 of the weight as float32 [last - first, K]; first a multiple of ROWS."""
+    rows, struct = torch.empty(last - first, pack.k, **PLAIN), pack.struct()
+    check(native().ap_floats(byref(struct), first, last, pointer(rows), threads()), f"rows {first} to {last - 1}")
+    return rows
+
+
 def gather(pack: Pack, ids: Tensor) -> Tensor:
     """Rows ids[...] of the weight as float32 [..., K]. Raises KernelError for an id that is no row."""
     rows, flat, struct = torch.empty(*ids.shape, pack.k, **PLAIN), ids.to(torch.int64).contiguous(), pack.struct()

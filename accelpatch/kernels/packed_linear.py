@@ -27,11 +27,13 @@ from accelpatch.kernels import (
     int8_linear,
     linear,
 )
+from accelpatch.kernels.cpu_native import PLAIN, ROWS
 from accelpatch.kernels.cpu_pack import Pack
 from accelpatch.kernels.dispatch import Case, Implementation, Kernel, Spec, require
 from accelpatch.kernels.operation import operation
 
 NARROW = (torch.float32, torch.bfloat16, torch.float16)
+AT_A_TIME = 1 << 21  # elements of weight that are float at a time: 8 MiB
 
 
 def arguments(pack: Pack, bias: Tensor | None = None) -> tuple[Any, ...]:
@@ -110,18 +112,23 @@ def _why_not(spec: Spec, device: Device) -> str | None:
 def _cpu(x: Tensor, *packed: Any) -> Tensor:
     pack = held(packed)
     m = x.numel() // pack.k
-    if m <= cpu_native.MAX_BATCH or m < cpu_crossover.rows(pack.kind, _by_row_blocks):
+    if m <= cpu_native.MAX_BATCH or m < cpu_crossover.rows(pack.kind, _by_floats):
         return cpu_pack.linear(x, pack)
-    return _by_row_blocks(x, pack)
+    return _by_floats(x, pack)
 
 
-def _by_row_blocks(x: Tensor, pack: Pack) -> Tensor:
-    """torch's product with rows of the weight dequantised in cache."""
-    return linear.by_row_blocks(x, pack.n, pack.k, lambda start, stop, dtype: _rows(pack, start, stop), pack.bias)
-
-
-def _rows(pack: Pack, start: int, stop: int) -> Tensor:
-    return cpu_pack.gather(pack, torch.arange(start, stop, device="cpu"))
+def _by_floats(x: Tensor, pack: Pack) -> Tensor:
+    """torch's product in float32, with as many rows of the weight as floats as lie in a cache."""
+    flat, y = x.reshape(-1, pack.k).float(), torch.empty(x.numel() // pack.k, pack.n, **PLAIN)
+    step = max(AT_A_TIME // pack.k, 512) // ROWS * ROWS
+    for start in range(0, pack.n, step):
+        stop = min(start + step, pack.n)
+        w, out = cpu_pack.floats(pack, start, stop).t(), y[:, start:stop]
+        if pack.bias is None:
+            torch.mm(flat, w, out=out)
+        else:
+            torch.addmm(pack.bias[start:stop], flat, w, out=out)
+    return y.to(x.dtype).view(*x.shape[:-1], pack.n)
 
 
 def _torch(x: Tensor, *packed: Any) -> Tensor:

@@ -104,6 +104,13 @@ int ap_gather(const ap_linear* w, const int64_t* ids, int64_t count, float* rows
   return AP_OK;
 }
 
+int ap_floats(const ap_linear* w, int64_t first, int64_t last, float* rows, int threads) {
+  if (!w || !usable(*w) || first < 0 || first % AP_ROWS || last < first || last > w->n) return AP_BAD_ARGUMENT;
+  FloatsCall call = {w, first, last, rows};
+  if (last > first) crew_run(useful(threads, (last - first) * w->k * 4), chosen_kernels().floats, &call, CREW_GUEST);
+  return AP_OK;
+}
+
 int ap_rmsnorm(const float* x, const float* residual, const float* weight, float eps, int64_t m, int64_t k, float* y, float* sum, int threads) {
   if (!weight || m < 0 || k < 1 || (m > 0 && (!x || !y || (residual && !sum)))) return AP_BAD_ARGUMENT;
   NormCall call = {x, residual, weight, y, sum, m, k, eps};

@@ -22,7 +22,9 @@ AP_INLINE vf repeat(const float* x) {  // the same 4 k for every row of a vector
 }
 
 AP_INLINE vi bytes(const uint8_t* p) {
-#if AP_LANES == 8
+#if AP_LANES == 16
+  return reinterpret_cast<vi>(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+#elif AP_LANES == 8
   return reinterpret_cast<vi>(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
 #elif AP_LANES == 4 && defined(__SSE2__)
   int32_t four;

@@ -13,6 +13,12 @@ struct LinearCall {
   void* ready;   // activation_bytes
 };
 
+struct FloatsCall {
+  const ap_linear* w;
+  int64_t first, last;
+  float* rows;
+};
+
 struct NormCall {
   const float *x, *residual, *weight;
   float *y, *sum;
@@ -46,7 +52,7 @@ struct StepCall {
 
 struct Kernels {
   int64_t (*activation_bytes)(int64_t tokens, int64_t k);
-  Job linear, norm, gated, attention, step;
+  Job linear, floats, norm, gated, attention, step;
   void (*gather)(const ap_linear* w, const int64_t* ids, int64_t count, float* rows);
   void (*rope)(float* x, const float* cos, const float* sin, int64_t m, int64_t heads, int64_t d);
 };

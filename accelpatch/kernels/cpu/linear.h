@@ -88,4 +88,69 @@ inline void gather_row(const Weight& w, int64_t row, float* out) {
   }
 }
 
+// Vectors of 4 k of some rows, `quads` of them along k, as rows without gaps: out[row][4 quads].
+AP_INLINE void store_rows(const vf* v, int64_t quads, int64_t rows, float* out, int64_t stride) {
+#if AP_LANES == 16
+  if (quads == 4 && rows >= kRows) {
+    const __m512 a = _mm512_shuffle_f32x4(v[0], v[1], 0x44), b = _mm512_shuffle_f32x4(v[2], v[3], 0x44);
+    const __m512 c = _mm512_shuffle_f32x4(v[0], v[1], 0xee), d = _mm512_shuffle_f32x4(v[2], v[3], 0xee);
+    _mm512_storeu_ps(out, _mm512_shuffle_f32x4(a, b, 0x88));
+    _mm512_storeu_ps(out + stride, _mm512_shuffle_f32x4(a, b, 0xdd));
+    _mm512_storeu_ps(out + 2 * stride, _mm512_shuffle_f32x4(c, d, 0x88));
+    _mm512_storeu_ps(out + 3 * stride, _mm512_shuffle_f32x4(c, d, 0xdd));
+    return;
+  }
+#endif
+  for (int64_t i = 0; i < quads; i++) {
+    float lane[kLanes];
+    store(lane, v[i]);
+    for (int64_t row = 0; row < rows && row < kRows; row++) memcpy(out + row * stride + 4 * i, lane + 4 * row, 16);
+  }
+}
+
+// `quads` times 4 k of kRows rows, whose bytes begin at q, times the rows' scales, plus their minimums.
+template <int KIND, bool LOW>
+AP_INLINE void store_floats(const uint8_t* q, vf scale, vf low, int64_t quads, int64_t rows, float* out, int64_t stride) {
+  vf v[4];
+  for (int64_t i = 0; i < quads; i++) {
+    const vi value = KIND == AP_INT8 ? bytes(q + i * 64) - 128 : i % 2 ? bytes(q + i / 2 * 64) >> 4 : bytes(q + i / 2 * 64) & 15;
+    v[i] = __builtin_convertvector(KIND == AP_INT4 && !LOW ? value - 8 : value, vf) * scale;
+    if (LOW) v[i] += low;
+  }
+  store_rows(v, quads, rows, out, stride);
+}
+
+template <int KIND, bool LOW>
+void block_floats_as(const Weight& w, int64_t b, int64_t rows, float* out) {
+  const uint8_t* p = static_cast<const uint8_t*>(w.w.data) + b * w.l.block_bytes;
+  for (int64_t g = 0; g < w.l.groups; g++, p += w.l.group_bytes) {
+    float scale[16], low[16] = {};
+    load_scales(p, w.w.half_scales, scale);
+    if (LOW) load_scales(p + w.l.part, w.w.half_scales, low);
+    for (int64_t row = 0; row < rows; row += kRows) {
+      const vf factor = four_times(scale + row), beside = four_times(low + row);
+      const uint8_t* q = p + w.l.header + row * 4;
+      float* to = out + row * w.w.k + g * w.w.group;
+      int64_t k = 0;
+      for (; k + 16 <= w.w.group; k += 16)
+        store_floats<KIND, LOW>(q + k * (KIND == AP_INT8 ? 16 : 8), factor, beside, 4, rows - row, to + k, w.w.k);
+      for (; k < w.w.group; k += 8)
+        store_floats<KIND, LOW>(q + k * (KIND == AP_INT8 ? 16 : 8), factor, beside, 2, rows - row, to + k, w.w.k);
+    }
+  }
+}
+
+// The first `rows` rows of a block as gather_row has them: out[rows, k].
+inline void block_floats(const Weight& w, int64_t b, int64_t rows, float* out) {
+  if (w.w.kind == AP_DENSE || w.w.group % 8) {
+    for (int64_t row = 0; row < rows; row++) gather_row(w, b * kBlockRows + row, out + row * w.w.k);
+  } else if (w.w.kind == AP_INT8) {
+    block_floats_as<AP_INT8, false>(w, b, rows, out);
+  } else if (w.w.minimum) {
+    block_floats_as<AP_INT4, true>(w, b, rows, out);
+  } else {
+    block_floats_as<AP_INT4, false>(w, b, rows, out);
+  }
+}
+
 }  // namespace

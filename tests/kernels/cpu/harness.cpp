@@ -83,6 +83,9 @@ static void products() {
   int64_t ids[2] = {pick(0, o.w.n - 1), pick(0, o.w.n - 1)};
   Buffer<float> rows(2 * o.w.k);
   require(ap_gather(&o.w, ids, 2, rows.tail) == AP_OK, "gather");
+  const int64_t first = pick(0, (o.w.n - 1) / AP_ROWS) * AP_ROWS, last = pick(first, o.w.n);
+  Buffer<float> part((last - first) * o.w.k);
+  require(ap_floats(&o.w, first, last, part.tail, static_cast<int>(pick(1, 3))) == AP_OK, "floats");
 }
 
 static void rows() {

@@ -220,6 +220,20 @@ def test_what_has_no_pack(group: int, offset: str, words: str) -> None:
     assert words in str(cpu_pack.why_not(16, 192, group, offset))
 
 
+@pytest.mark.parametrize("k", [64, 102, 192, 200])
+@pytest.mark.parametrize("format_", FORMATS)
+@pytest.mark.usefixtures("isa")
+def test_floats_are_the_rows_that_gather_gives(format_: str, k: int) -> None:
+    _, q, scale, offset, _ = canonical(format_, *size_for(format_, 1, 37, k))
+    made = packed(format_, q, scale, offset)
+    due = cpu_pack.gather(made, torch.arange(37))
+    for first, last in ((0, 37), (16, 37), (16, 32), (32, 33), (16, 16)):
+        assert torch.equal(cpu_pack.floats(made, first, last), due[first:last])
+    for first, last in ((8, 16), (0, 38), (16, 0)):
+        with pytest.raises((KernelError, RuntimeError)):
+            cpu_pack.floats(made, first, last)
+
+
 def test_gather_is_what_torch_dequantises() -> None:
     _, q, scale, offset, _ = canonical("int4-minimum64", 1, 37, 192)
     made = cpu_pack.pack_int4(q, scale, offset)
