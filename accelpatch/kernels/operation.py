@@ -64,8 +64,27 @@ def _plain(args: tuple[Any, ...]) -> bool:
     return True
 
 
+NO_GRADIENT = (
+    "accelpatch's kernels have no gradient: call accelpatch.unpatch(model) before training it, "
+    "or run the patched model under torch.inference_mode()"
+)
+
+
 def _no_gradient(ctx: Any, *gradients: Any) -> Any:
-    raise KernelError(
-        "accelpatch's kernels have no gradient: call accelpatch.unpatch(model) before training it, "
-        "or run the patched model under torch.inference_mode()"
-    )
+    raise KernelError(NO_GRADIENT)
+
+
+class _Refusing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, trained: Tensor) -> Tensor:
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise KernelError(NO_GRADIENT)
+
+
+def refusing_gradient(y: Tensor, trained: Tensor) -> Tensor:
+    """y, made without a graph; a backward pass that wants the gradient of `trained` through it raises KernelError."""
+    refusing: Tensor = _Refusing.apply(y, trained)
+    return refusing

@@ -5,24 +5,26 @@ from __future__ import annotations
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers.cache_utils import DynamicCache
 
 from accelpatch.errors import KernelError, PatchError
-from accelpatch.runtime.adapters import is_adapter, state_of
+from accelpatch.runtime import fused_forward as forward
+from accelpatch.runtime.adapters import state_of
 from accelpatch.runtime.captured_batch import TOKENS, Batch, Guesses
 from accelpatch.runtime.captured_cache import LayerShape, capacity_for, shapes_of, why_not
 from accelpatch.runtime.captured_graph import GRAPHS, new_pool
 from accelpatch.runtime.captured_guesses import verification
-from accelpatch.runtime.captured_step import CapturedStep, graph_maker
+from accelpatch.runtime.captured_step import CapturedStep, for_decoding, graph_maker
+from accelpatch.runtime.fused_forward import FORWARD
 from accelpatch.runtime.fused_layer import FUSED, FusedModel, read
 from accelpatch.runtime.fused_weights import Unfit
 from accelpatch.runtime.native_step import recounted
-from accelpatch.runtime.watch import CAPTURES, SCALARS, Watch
+from accelpatch.runtime.watch import Watch, flags
 
 CAPTURED = "captured step"
 MODULES = "modules in the captured step: "  # and the reason
@@ -77,9 +79,24 @@ class CapturedRuntime:
         self._fused: FusedModel | None = None
         self._unfused = ""  # why there are no fused layers
 
-    def logits(self, model: nn.Module, arguments: Mapping[str, Any]) -> Tensor | None:
-        """None: a single call of the model runs its modules."""
-        return None
+    def outputs(self, model: nn.Module, given: Mapping[str, Any]) -> Any:
+        """What a call of the model gives, by its fused layers; None where the modules must run it."""
+        if forward.why_not(model, given) is not None:
+            return None
+        with self.lock:
+            if self._unable(model) is not None:
+                return None
+            self._look(model)
+            assert self._watch is not None
+            if self._watch.objection() is not None:
+                return None
+            if self._fused is None and not self._unfused:
+                self._fuse(model)
+            fused, watched = self._fused, self._watch.watched()
+        if fused is None or fused.no_prompts is not None or len(watched) == len(fused.layers):
+            return None
+        self.paths[FORWARD + (f", but modules in layers {watched}: a hook inside" if watched else "")] += 1
+        return forward.fused_forward(model, fused, watched, given)
 
     def steps(self, model: nn.Module) -> bool:
         """Whether generate() is looked at by `captured_decoding`; nothing is captured before it is called."""
@@ -105,6 +122,21 @@ class CapturedRuntime:
 
     def objection(self, model: nn.Module, rows: int) -> str | None:
         """Why no captured step runs for `rows` sequences, or None; looks at the model, and captures nothing yet."""
+        if reason := self._unable(model):
+            return reason
+        self._look(model)
+        assert self._watch is not None
+        objection = self._watch.objection() or ("a hook inside" if self._watch.watched() else None)
+        if self._unfit is None and objection is not None:
+            return "a hook on an inner module" if "hook" in objection else objection
+        if self._unfit is None and self._shapes is None:
+            self._learn(model, next(model.parameters()).device)
+            if self._fused is None and not self._unfused:
+                self._fuse(model)
+        return self._unfit
+
+    def _unable(self, model: nn.Module) -> str | None:
+        """Why neither captured steps nor fused layers may run now; looks at nothing inside the model."""
         device = next(model.parameters()).device
         if self._off or device.type not in GRAPHS:
             return self._off or f"the model lies on {device.type}"
@@ -112,20 +144,12 @@ class CapturedRuntime:
             return "training or autocast"
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return "the caller is capturing a graph"
-        self._look(model)
-        assert self._watch is not None
-        objection = self._watch.objection() or ("a hook inside" if self._watch.watched() else None)
-        if self._unfit is None and objection is not None:
-            return "a hook on an inner module" if "hook" in objection else objection
-        if self._unfit is None and self._shapes is None:
-            self._learn(model, device)
-            self._fuse(model)
-        return self._unfit
+        return None
 
     def _look(self, model: nn.Module) -> None:
         """Drop what was made of the model where it has changed; where only its adapters have, go on with another."""
         adapters = state_of(model)
-        changed = self._watch is None or self._watch.stale() or self._flags != _flags(model)
+        changed = self._watch is None or self._watch.stale() or self._flags != flags(model)
         if changed:
             self.close()
             self._watch, self._adapters = Watch(model), adapters
@@ -162,7 +186,7 @@ class CapturedRuntime:
                 self._steps.clear()
                 self._batches = {rows: self._batches[rows]}
                 self._steps[key] = self._made(model, rows, capacity)
-            self._flags = _flags(model)
+            self._flags = flags(model)
             while len(self._steps) > STEPS:
                 self._steps.popitem(last=False)
             used = {batch for batch, _ in self._steps}
@@ -185,7 +209,7 @@ class CapturedRuntime:
         device = next(model.parameters()).device
         if self._pool is None and device.type == "cuda":
             self._pool = new_pool(device)
-        with torch.inference_mode(False), torch.no_grad(), _for_decoding(model):
+        with torch.inference_mode(False), torch.no_grad(), for_decoding(model):
             batch = self._batches.setdefault(rows, Batch(rows, self._vocabulary, device))
             if self._fused is not None and rows <= self._fused.most:
                 try:
@@ -247,7 +271,7 @@ class CapturedRuntime:
         # weights that were laid together just now have left modules captured in another state of the adapters
         if any(other["_fused"] is None for other in self._others.values()):
             self._others.clear()
-        self._watch = Watch(model)
+        self._watch, self._flags = Watch(model), flags(model)
 
     def _learn(self, model: nn.Module, device: torch.device) -> None:
         """Find out what the layers cache, by one token of nothing."""
@@ -267,26 +291,9 @@ class CapturedRuntime:
             raise
         except CAPTURE_ERRORS as error:
             self._unfit = f"its cache cannot be known ({type(error).__name__}: {_first_line(error)})"
-        self._flags = _flags(model)
+        self._flags = flags(model)
 
 
 def _first_line(error: BaseException) -> str:
     cause = error.__context__ or error  # the end of a broken capture raises once more
     return (str(cause).splitlines() or [""])[0]
-
-
-def _flags(model: nn.Module) -> list[Any]:
-    """Plain values that a captured step has taken for granted: scalings, switches of adapters, the attention in use."""
-    config: Any = model.config
-    owners = [config, config.get_text_config(decoder=True)]
-    owners += [module for module in model.modules() if not is_adapter(module)]  # those: adapters.state_of
-    return [
-        value for owner in owners for name, value in vars(owner).items()
-        if type(value) in SCALARS and name != CAPTURES
-    ]  # fmt: skip
-
-
-def _for_decoding(model: nn.Module) -> Any:
-    """transformers' own switches for single-token steps (experts), which it sets around its loop."""
-    switch: Any = getattr(model, "_optimize_model_for_decode", None)
-    return nullcontext() if switch is None else switch()

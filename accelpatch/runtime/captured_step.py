@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -116,3 +117,9 @@ def graph_maker(device: torch.device, pool: Any) -> GraphOf:
             return GRAPHS[device.type](program, device, pool)
 
     return make
+
+
+def for_decoding(model: nn.Module) -> Any:
+    """transformers' own switches for single-token steps (experts), which it sets around its loop."""
+    switch: Any = getattr(model, "_optimize_model_for_decode", None)
+    return nullcontext() if switch is None else switch()

@@ -149,8 +149,15 @@ class FusedModel:
         )
 
     def _logits(self, x: Tensor, pending: Tensor | None = None) -> Tensor:
-        few = pending is None and x.shape[0] <= FEW
-        logits = self.head(x, self.norm) if few else self.head.rows(normed(self.norm, x, pending)[0])
+        if pending is None and x.shape[0] <= FEW:
+            return self._capped(self.head(x, self.norm))
+        return self.logits_of(normed(self.norm, x, pending)[0])
+
+    def logits_of(self, normal: Tensor) -> Tensor:
+        """Logits [M, V] of rows [M, K] behind the last norm."""
+        return self._capped(self.head.rows(normal))
+
+    def _capped(self, logits: Tensor) -> Tensor:
         return (logits / self.softcap).tanh() * self.softcap if self.softcap else logits
 
 

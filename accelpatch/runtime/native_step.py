@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from accelpatch.errors import KernelError
 from accelpatch.kernels.cpu_native import MAX_BATCH
@@ -66,6 +67,13 @@ class NativeRuntime:
 
     def __reduce__(self) -> tuple[type[NativeRuntime], tuple[()]]:
         return NativeRuntime, ()
+
+    def outputs(self, model: nn.Module, given: Mapping[str, Any]) -> CausalLMOutputWithPast | None:
+        """What a call of the model for one more token gives, by a native step; None where the modules must run it."""
+        logits = self.logits(model, given)
+        return (
+            None if logits is None else CausalLMOutputWithPast(logits=logits, past_key_values=given["past_key_values"])
+        )
 
     def logits(self, model: nn.Module, arguments: Mapping[str, Any]) -> Tensor | None:
         """Logits [B, 1, V] of one more token, written to the cache of `arguments`; None where the modules must run."""

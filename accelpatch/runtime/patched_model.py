@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any, cast
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
-from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from accelpatch.errors import PatchError
 from accelpatch.modules.packed_weight import PackedWeight, packed_in
@@ -124,16 +124,23 @@ def _looping(stock: Any) -> Any:
 def _stepping(cls: Any) -> Any:
     """The forward of `cls`, with single-token steps left to the model's runtime where it takes them."""
 
+    names = [
+        one.name for one in inspect.signature(cls.forward).parameters.values()
+        if one.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    ][1:]  # fmt: skip
+
     @functools.wraps(cls.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # the graph is made of the modules
             return cls.forward(self, *args, **kwargs)
         runtime = vars(self).get(RUNTIME)
-        logits = runtime.logits(self, kwargs) if runtime is not None and not args else None
-        if logits is None:
+        outputs = None
+        if runtime is not None and len(args) <= len(names):
+            outputs = runtime.outputs(self, dict(zip(names, args, strict=False)) | kwargs)
+        if outputs is None:
             with all_threads():
                 return cls.forward(self, *args, **kwargs)
-        return CausalLMOutputWithPast(logits=logits, past_key_values=kwargs["past_key_values"])
+        return outputs
 
     return forward
 

@@ -12,6 +12,7 @@ from torch.nn.modules import module as torch_module
 
 from accelpatch.modules.quantized_module import QuantizedModule
 from accelpatch.modules.replacement import OWN_HOOK
+from accelpatch.runtime.adapters import is_adapter
 from accelpatch.runtime.native_weights import packed_modules
 
 _version = attrgetter("_version")
@@ -124,3 +125,14 @@ def hooked(tables: Iterable[dict[int, Any]]) -> bool:
 
 def _idle(hook: Any) -> bool:
     return hasattr(hook, OWN_HOOK) or getattr(hook, "__module__", None) == CAPTURING
+
+
+def flags(model: nn.Module) -> list[Any]:
+    """Plain values that a captured step has taken for granted: scalings, switches of adapters, the attention in use."""
+    config: Any = model.config
+    owners = [config, config.get_text_config(decoder=True)]
+    owners += [module for module in model.modules() if not is_adapter(module)]  # those: adapters.state_of
+    return [
+        value for owner in owners for name, value in vars(owner).items()
+        if type(value) in SCALARS and name != CAPTURES
+    ]  # fmt: skip

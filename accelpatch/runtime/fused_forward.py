@@ -1,0 +1,177 @@
+"""One call of a patched model by its fused layers over the cache of transformers: model(ids), beams, assistants, loss.
+
+What generate()'s captured steps do for one loop, this does for every other caller: the same products and norms, without
+a graph. Layers that somebody watches by a hook run their modules, all others are fused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers.cache_utils import DynamicCache
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from accelpatch.kernels.attention_shape import AttentionShape
+from accelpatch.kernels.fused_product import normed
+from accelpatch.kernels.operation import refusing_gradient
+from accelpatch.kernels.prompt_attention import turn_
+from accelpatch.runtime import attention_facts
+from accelpatch.runtime.captured_cache import LAYERS
+from accelpatch.runtime.fused_layer import FusedModel
+from accelpatch.runtime.native_weights import layer_type
+
+FORWARD = "fused forward"
+TAKEN = ("input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "labels")
+UNASKED = {"return_dict": True, "output_attentions": False, "output_hidden_states": False}
+
+
+def why_not(model: Any, given: Mapping[str, Any]) -> str | None:
+    """Why a call must run the modules; None where fused layers may. given: the call's arguments by name."""
+    for name, value in given.items():
+        if name not in TAKEN and value is not None and value is not UNASKED.get(name):
+            return f"{name} was given"
+    for name, unasked in UNASKED.items():
+        if given.get(name) is None and getattr(model.config, name, unasked) is not unasked:
+            return f"the configuration asks for {name}"
+    ids, mask, positions, cache = (given.get(name) for name in TAKEN[:4])
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or not ids.numel():
+        return "no ids"
+    if cache is not None and (type(cache) is not DynamicCache or any(type(one) not in LAYERS for one in cache.layers)):
+        return f"the cache is a {type(cache).__name__}"
+    past = 0 if cache is None else cache.get_seq_length()
+    if mask is not None and (not isinstance(mask, Tensor) or mask.shape != (ids.shape[0], past + ids.shape[1])):
+        return "an attention mask of another form than the ids"
+    if positions is not None and positions.shape not in (ids.shape, (1, ids.shape[1])):
+        return "positions of another form than the ids"
+    return None
+
+
+@dataclass(eq=False)
+class Call:
+    """What the layers of one call share. positions[B, L]; mask[B, past + L] or None; past: tokens cached before."""
+
+    positions: Tensor
+    mask: Tensor | None
+    cache: Any
+    past: int
+
+    def __post_init__(self) -> None:
+        self._seen: dict[tuple[int, int, int], Tensor | None] = {}
+
+    def attend(self, qkv: Tensor, shape: AttentionShape, place: int) -> Tensor:
+        """y[B L, Hq D] of qkv[B L, (Hq + 2 Hkv) D], which is written to; keys and values go into the cache."""
+        batch, length = self.positions.shape
+        first = self.first(place)
+        new = qkv.new_empty(2, batch, shape.kv_heads, length, shape.size)
+        turn_(qkv, self.positions, new[0], new[1], shape)
+        k, v = (new[0], new[1]) if self.cache is None else self.cache.update(new[0], new[1], place)
+        q = qkv.view(batch, length, -1, shape.size)[:, :, : shape.heads].transpose(1, 2)
+        seen, group = self.seen(k.shape[2], first, shape.window), shape.heads // shape.kv_heads
+        if seen is not None and group > 1:  # no fast form of torch's takes both a mask and groups
+            k, v, group = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), 1
+        y = functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=seen, is_causal=seen is None and length > 1, scale=shape.scaling, enable_gqa=group > 1
+        )
+        return y.transpose(1, 2).reshape(batch * length, -1)
+
+    def first(self, place: int) -> int:
+        """The place in the text of the first key that a layer will see."""
+        if self.cache is None or place >= len(self.cache.layers):
+            return 0
+        return int(self.cache.layers[place].get_mask_sizes(self.positions.shape[1])[1])
+
+    def seen(self, keys: int, first: int, window: int) -> Tensor | None:
+        """[B or 1, 1, L, keys]: which keys each token sees; None where it is all of those up to itself.
+
+        A hidden token sees itself: what it leaves behind is no NaN, which a product with a zero would not hide.
+        """
+        key = keys, first, window
+        if key not in self._seen:
+            self._seen[key] = self._make(keys, first, window)
+        return self._seen[key]
+
+    def _make(self, keys: int, first: int, window: int) -> Tensor | None:
+        length = self.positions.shape[1]
+        far = 0 < window < self.past + length - first
+        if self.mask is None and not far and (length == 1 or self.past == 0):
+            return None
+        device = self.positions.device
+        at = torch.arange(self.past, self.past + length, device=device)[:, None]
+        key = torch.arange(first, first + keys, device=device)
+        seen = key <= at
+        if window:
+            seen = seen & (at - key < window)
+        if self.mask is not None:
+            seen = seen & self.mask[:, None, first : first + keys].ne(0) | (at == key)
+        return seen.view(-1, 1, length, keys)
+
+
+def fused_forward(model: Any, fused: FusedModel, watched: Collection[int], given: Mapping[str, Any]) -> Any:
+    """The outputs of the call, where `why_not` has no reason. watched: numbers of the layers that run their modules."""
+    ids, cache, mask = given["input_ids"], given.get("past_key_values"), given.get("attention_mask")
+    use_cache = given.get("use_cache")
+    if use_cache is None:
+        use_cache = getattr(model.config, "use_cache", True)
+    if use_cache and cache is None:
+        cache = DynamicCache(config=model.config)
+    past = 0 if cache is None else cache.get_seq_length()
+    positions = given.get("position_ids")
+    if positions is None:
+        positions = torch.arange(past, past + ids.shape[1], device=ids.device)[None]
+    if mask is not None and bool(mask.all()):
+        mask = None
+    call = Call(positions.expand(ids.shape).contiguous(), mask, cache, past)
+    kept = given.get("logits_to_keep")
+    kept = slice(-kept, None) if isinstance(kept, int) else slice(None) if kept is None else kept
+    with torch.no_grad():
+        normal = _hidden(model, fused, watched, ids, call).view(*ids.shape, -1)
+        normal = normal[:, kept]
+        logits = fused.logits_of(normal.flatten(0, 1)).view(*normal.shape[:2], -1)
+    trained = next((p for p in model.parameters() if p.requires_grad), None) if torch.is_grad_enabled() else None
+    if trained is not None:
+        logits = refusing_gradient(logits, trained)
+    loss = None
+    if (labels := given.get("labels")) is not None:
+        loss = model.loss_function(logits=logits, labels=labels, vocab_size=model.config.vocab_size)
+    return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache if use_cache else None)
+
+
+def _hidden(model: Any, fused: FusedModel, watched: Collection[int], ids: Tensor, call: Call) -> Tensor:
+    """The rows [B L, K] that go into the head."""
+    x, pending = model.model.embed_tokens(ids).flatten(0, 1), None
+    for place, layer in enumerate(fused.layers):
+        if place in watched:
+            whole = x if pending is None else x + pending
+            x, pending = _module(model.model, place, whole.view(*ids.shape, -1), call), None
+            continue
+
+        def attend(qkv: Tensor, shape: AttentionShape = layer.attention, place: int = place) -> Tensor:
+            return call.attend(qkv, shape, place)
+
+        x, pending = layer.rows(x, pending, attend)
+    normal: Tensor = normed(fused.norm, x, pending)[0]
+    return normal
+
+
+def _module(decoder: Any, place: int, stream: Tensor, call: Call) -> Tensor:
+    """A layer's own call: stream[B, L, K] -> [B L, K]."""
+    layer, length = decoder.layers[place], stream.shape[1]
+    attention = layer.self_attn
+    kinds = () if hasattr(decoder.rotary_emb, "inv_freq") else (layer_type(layer),)
+    first = call.first(place)
+    seen = call.seen(call.past + length - first, first, attention_facts.window(attention))
+    if seen is None and length > 1:
+        seen = torch.ones(length, length, dtype=torch.bool, device=stream.device).tril()[None, None]
+    if seen is not None and attention.config._attn_implementation == "eager":
+        seen = torch.zeros_like(seen, dtype=stream.dtype).masked_fill_(~seen, torch.finfo(stream.dtype).min)
+    given = {
+        "attention_mask": seen, "position_ids": call.positions, "past_key_values": call.cache,
+        "use_cache": call.cache is not None, "position_embeddings": decoder.rotary_emb(stream, call.positions, *kinds),
+    }  # fmt: skip
+    made = layer(stream, **given)
+    return (made if isinstance(made, Tensor) else made[0]).flatten(0, 1)

@@ -1,0 +1,173 @@
+"""Single calls by fused layers: logits, cache and loss of the modules, for every way in which a program calls them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import accelpatch
+from accelpatch.errors import KernelError
+from accelpatch.runtime.fused_forward import FORWARD
+from tests.families.tiny import CAUSAL, full_batch, padded_batch
+from tests.runtime.steps import stock
+from tests.runtime.test_fused_layer import RECIPES, _as_on_a_gpu, patched, paths  # noqa: F401
+
+NAMES = ("llama", "mistral", "qwen2", "qwen3", "phi3")
+CAPPED = ("gemma2", "gemma3")  # whose attention is not the fused prompt's
+
+
+def more(batch: dict[str, Tensor], count: int) -> dict[str, Tensor]:
+    """The arguments of a call that goes on with so many tokens."""
+    mask = batch["attention_mask"]
+    ids = torch.arange(7, 7 + count).expand(len(mask), -1)
+    return {"input_ids": ids, "attention_mask": torch.cat([mask, mask.new_ones(ids.shape)], 1)}
+
+
+def _continued(model: Any, batch: dict[str, Tensor]) -> tuple[list[Tensor], Any]:
+    found = []
+    cache = model(**batch).past_key_values
+    for count in (1, 3, 1, 9):
+        batch = more(batch, count)
+        outputs = model(**batch, past_key_values=cache)
+        found.append(outputs.logits)
+    return found, cache
+
+
+def _cached(cache: Any) -> list[Tensor]:
+    return [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
+
+
+def _scored(model: Any) -> Any:
+    batch = full_batch()
+    outputs = model(**batch, labels=batch["input_ids"])
+    return [outputs.loss, outputs.logits]
+
+
+def _positioned(model: Any) -> Any:
+    batch = padded_batch()
+    positions = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    return model(**batch, position_ids=positions).logits[batch["attention_mask"].bool()]
+
+
+def _padded(model: Any) -> Any:
+    batch = padded_batch()
+    return model(**batch).logits[batch["attention_mask"].bool()]
+
+
+# what a program calls -> what comes back of it
+CALLS: dict[str, Callable[[Any], Any]] = {
+    "ids": lambda model: model(full_batch()["input_ids"]).logits,
+    "named": lambda model: model(input_ids=full_batch()["input_ids"], use_cache=False, return_dict=True).logits,
+    "one": lambda model: model(full_batch()["input_ids"][:1, :1]).logits,
+    "mask": lambda model: model(**full_batch()).logits,
+    "padded": _padded,
+    "positions": _positioned,
+    "continued": lambda model: _continued(model, padded_batch())[0],
+    "continued-cache": lambda model: _cached(_continued(model, full_batch())[1]),
+    "kept": lambda model: model(**full_batch(), logits_to_keep=2).logits,
+    "picked": lambda model: model(**full_batch(), logits_to_keep=torch.tensor([3, 0])).logits,
+    "labels": _scored,
+    "cache": lambda model: _cached(model(**full_batch()).past_key_values),
+    "beams": lambda model: model.generate(**padded_batch(), num_beams=3, max_new_tokens=6).float(),
+}
+
+
+def assert_close(found: Any, due: Any) -> None:
+    pairs = zip(found, due, strict=True) if isinstance(due, list) else [(found, due)]
+    for mine, its in pairs:
+        assert mine.shape == its.shape
+        assert mine.dtype == its.dtype
+        assert (mine - its).norm() <= 1e-5 * its.norm()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_what_the_modules_give(name: str, call: str, recipe: str) -> None:
+    model = patched(name, recipe)
+    due = CALLS[call](stock(model))
+    assert_close(CALLS[call](model), due)
+    assert paths(model).get(FORWARD, 0) >= 1
+
+
+@pytest.mark.parametrize("name", CAPPED)
+@torch.no_grad()
+def test_other_attention_runs_its_modules(name: str) -> None:
+    model = patched(name)
+    assert_close(CALLS["ids"](model), CALLS["ids"](stock(model)))
+    assert FORWARD not in paths(model)
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["sdpa", "eager"])
+@pytest.mark.parametrize("call", ["ids", "padded", "continued"])
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_a_watched_layer_alone_runs_its_modules(name: str, call: str, eager: bool) -> None:
+    model = CAUSAL[name].make()
+    if eager:
+        model.set_attn_implementation("eager")
+    accelpatch.patch(model, "exact", verify=False)
+    due = CALLS[call](stock(model))
+    seen: list[Any] = []
+    model.model.layers[1].mlp.register_forward_hook(lambda module, args, out: seen.append(out))
+    assert_close(CALLS[call](model), due)
+    assert seen
+    assert f"{FORWARD}, but modules in layers [1]: a hook inside" in paths(model)
+
+
+# What only the modules give, or what the fused layers do not know.
+OTHERS: dict[str, Callable[[Any], Any]] = {
+    "hidden": lambda model: model(**full_batch(), output_hidden_states=True).hidden_states[1],
+    "tuple": lambda model: model(**full_batch(), return_dict=False)[0],
+    "embeds": lambda model: model(inputs_embeds=model.model.embed_tokens(full_batch()["input_ids"])).logits,
+    "static": lambda model: model.generate(**full_batch(), num_beams=2, cache_implementation="static"),
+    "mask-4d": lambda model: model(full_batch()["input_ids"], torch.ones(3, 1, 9, 9).tril().bool()).logits,
+}
+
+
+@pytest.mark.parametrize("call", OTHERS)
+@torch.no_grad()
+def test_what_is_left_to_the_modules(call: str) -> None:
+    model = patched()
+    due = OTHERS[call](stock(model))
+    assert torch.equal(OTHERS[call](model), due)
+    assert FORWARD not in paths(model)
+
+
+@torch.no_grad()
+def test_what_was_changed_is_seen() -> None:
+    model = patched()
+    CALLS["ids"](model)
+    model.model.layers[0].mlp.act_fn = nn.Tanh()
+    model.model.layers[1].self_attn.o_proj.weight.data.mul_(2)
+    model.model.norm.weight.data.mul_(3)
+    assert_close(CALLS["ids"](model), CALLS["ids"](stock(model)))
+
+
+def test_a_gradient_is_refused_as_by_the_modules() -> None:
+    model = patched()
+    outputs = model(**full_batch(), labels=full_batch()["input_ids"])
+    assert paths(model) == {FORWARD: 1}
+    with pytest.raises(KernelError, match="no gradient"):
+        outputs.loss.backward()
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    assert not model(**full_batch()).logits.requires_grad
+
+
+@torch.no_grad()
+def test_hooks_outside_of_the_layers_and_forwards_of_the_users_own() -> None:
+    model, seen = patched(), []
+    handle = model.model.norm.register_forward_hook(lambda *args: seen.append(1))
+    due = CALLS["ids"](model)
+    assert seen == [1]
+    handle.remove()
+    norm = model.model.norm
+    norm.forward = lambda x: 2 * type(norm).forward(norm, x)
+    assert_close(CALLS["ids"](model), 2 * due)
+    assert FORWARD not in paths(model)
