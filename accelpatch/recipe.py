@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from accelpatch.errors import RecipeError
-from accelpatch.recipe_schema import Draft, check_complete, merge, read_document
+from accelpatch.recipe_schema import Bound, Draft, Units, check_complete, merge, read_document
 from accelpatch.recipe_yaml import MAX_BYTES, Node, read, resolve, shown, suggest
 
 MAX_EXTENDS = 16
@@ -59,12 +59,25 @@ class Runtime:
 
 @dataclass(frozen=True)
 class Verify:
-    """The bound on a site's ``format_error``: replacement against original on the site's own inputs."""
+    """What a replacement may differ from its original by, on the site's own inputs.
+
+    A number is a bound on ``format_error``, in the metric; Units hold each element and the relative RMSE to the dtype.
+    A replacement that rounds no weight is held to Units, `EXACT` where the recipe gives it none.
+    """
 
     metric: str = "relative_rmse"
-    bound: float = 0.0
+    bound: Bound = 0.0
     on_failure: str = "keep"
-    bounds: Mapping[str, float] = field(default_factory=dict)  # by rule name, in place of `bound`
+    bounds: Mapping[str, Bound] = field(default_factory=dict)  # by rule name, in place of `bound`
+
+    def of(self, rule: str | None, rounds: bool) -> Bound:
+        """The bound of a rule's sites. rounds: whether its replacement changes the format of a weight."""
+        if rule is not None and rule in self.bounds:
+            return self.bounds[rule]
+        return self.bound if rounds or isinstance(self.bound, Units) else EXACT
+
+
+EXACT = Units(8)
 
 
 @dataclass(frozen=True)
@@ -105,13 +118,19 @@ def dump(recipe: Recipe) -> str:
     document: dict[str, Any] = {"name": recipe.name, "description": recipe.description}
     document["rules"] = [_rule_as_yaml(rule) for rule in recipe.rules]
     document["runtime"] = asdict(recipe.runtime)
-    document["verify"] = asdict(recipe.verify)
+    verify = recipe.verify
+    bounds = {name: _bound_as_yaml(bound) for name, bound in verify.bounds.items()}
+    document["verify"] = asdict(verify) | {"bound": _bound_as_yaml(verify.bound), "bounds": bounds}
     if recipe.calibrate is not None:
         document["calibrate"] = dict(recipe.calibrate)
     text: str = yaml.dump(
         document, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120, default_flow_style=None
     )
     return text
+
+
+def _bound_as_yaml(bound: Bound) -> float | str:
+    return str(bound) if isinstance(bound, Units) else bound
 
 
 def _rule_as_yaml(rule: Rule) -> dict[str, Any]:

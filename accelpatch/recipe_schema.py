@@ -20,6 +20,20 @@ SPECULATIONS = ("off", "prompt_lookup")
 METRICS = ("relative_rmse", "max_abs", "cosine")
 FALLBACKS = ("keep", "error")
 
+
+@dataclass(frozen=True)
+class Units:
+    """A bound in units of u, the rounding error of a site's dtype (`patching.verify.UNITS`); in YAML "2 u"."""
+
+    count: float
+
+    def __str__(self) -> str:
+        return f"{self.count:g} u"
+
+
+Bound = float | Units
+
+
 # A glob costs about (length of the site's name) x (length of the pattern); these keep the slowest one far below 1 ms.
 MAX_PATTERN = 200
 MAX_STARS = 8
@@ -231,13 +245,27 @@ def _verify(given: Mapping[str, Node]) -> dict[str, Any]:
     if "metric" in given:
         fields["metric"] = given["metric"].choice("metric", METRICS)
     if "bound" in given:
-        fields["bound"] = given["bound"].number("bound", least=0)
+        fields["bound"] = _bound(given["bound"], "bound")
     if "on_failure" in given:
         fields["on_failure"] = given["on_failure"].choice("on_failure", FALLBACKS)
     if "bounds" in given:
         bounds = given["bounds"].mapping("bounds")
-        fields["bounds"] = {key: value.number(f"the bound of {shown(key)}", least=0) for key, value in bounds.items()}
+        fields["bounds"] = {key: _bound(value, f"the bound of {shown(key)}") for key, value in bounds.items()}
     return fields
+
+
+_UNITS = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*u\s*")
+
+
+def _bound(node: Node, what: str) -> Bound:
+    """A number, or one of units: "2 u"."""
+    units = _UNITS.fullmatch(node.value) if isinstance(node.value, str) else None
+    if units is None:
+        return node.number(what, least=0)
+    count = float(units[1])
+    if not 1 <= count < 1e6:
+        raise node.error(f"{what} is {count:g} units of the dtype's rounding error, and 1 is the least that can be met")
+    return Units(count)
 
 
 def _calibrate(node: Node) -> dict[str, Any] | None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from accelpatch import recipe as recipes
+from accelpatch.recipe_schema import Units
 
 ROOT = Path(__file__).parent.parent
 
@@ -52,7 +53,8 @@ def test_bundled_recipes_say_what_the_design_says() -> None:
     head, _, linear, _ = int4.rules[:4]
     assert (head.replace, linear.replace) == ("int8_weight_only", "int4_weight_only")
     assert linear.options == {"group_size": [128, 64, 32], "symmetric": False}
-    assert exact.verify.bound < int8.verify.bound < int4.verify.bound
+    assert exact.verify.bound == Units(8)
+    assert int8.verify.bound < int4.verify.bound
     assert {recipe.verify.on_failure for recipe in (exact, int8, int4)} == {"keep"}
 
 

@@ -173,6 +173,11 @@ def observed(observer: Callable[[str, Sequence[Any], Result], None]) -> Iterator
         _local.observer = before
 
 
+def watched() -> bool:
+    """Whether this thread forces an implementation, or sees what operations do, as verification does."""
+    return _local.forced is not None or _local.observer is not None
+
+
 def run(op: str, spec: Callable[..., Spec], device: torch.device, args: Sequence[Any]) -> Result:
     """Run the chosen (or forced) implementation of `op`. An implementation computes outside of any autocast.
 
@@ -206,7 +211,7 @@ def _forced(op: str, spec: Spec, device: torch.device, force: _Forced) -> tuple[
 
 
 #: (operation, shapes, dtypes, devices and plain values of its arguments) -> what was chosen for them
-_choices: dict[tuple[Any, ...], tuple[str, Callable[..., Result]]] = {}
+_choices: dict[tuple[Any, ...], tuple[str, Kernel]] = {}
 MOST_CHOICES = 4096  # then they are made anew: a program with ever new shapes must not fill the memory
 
 
@@ -216,12 +221,12 @@ def _chosen(
     facts = (op, *[(a.shape, a.dtype, a.device) if isinstance(a, torch.Tensor) else a for a in args])
     found = _choices.get(facts)
     if found is None:
-        name = choose(op, spec(*args), probe(device))
-        found = name, kernel(op).implementations[name].run
+        found = choose(op, spec(*args), probe(device)), kernel(op)
         if len(_choices) >= MOST_CHOICES:
             _choices.clear()
         _choices[facts] = found
-    return found
+    name, entry = found
+    return name, entry.implementations[name].run
 
 
 def _reference(op: str, args: Sequence[Any], precision: torch.dtype | None) -> Result:

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accelpatch.errors import FOREIGN, VerifyError
+from accelpatch.errors import FOREIGN, RecipeError, VerifyError
 from accelpatch.patching.apply import Built, build_all, naming
 from accelpatch.patching.capture import Call, recording, run
 from accelpatch.patching.plan import Entry, Plan
-from accelpatch.patching.verify import Checking, SiteErrors, compare_logits, site_errors
-from accelpatch.recipe import Recipe, Rule
+from accelpatch.patching.verify import UNITS, Checking, SiteErrors, compare_logits, site_errors
+from accelpatch.recipe import Recipe
+from accelpatch.recipe_schema import Bound, Units
 from accelpatch.report import Report, Verification
 
 Progress = Callable[[str, int, int], None]
@@ -92,6 +93,8 @@ def verified_build(
     Returns the replacements that hold, and the plan in which those over their bound stay (or VerifyError, as the recipe
     says). Where nothing was captured nothing is verified.
     """
+    if captured.missing is None:
+        check_bounds(plan)
     calls = captured.calls
     held: list[Checked] = []
     failed: dict[str, str] = {}
@@ -100,7 +103,7 @@ def verified_build(
         with naming(built.entry.site.path, "its replacement was verified"):
             checked = _check(built, plan.recipe, captured, checking)
         seen[built.entry.site.path] = built.entry
-        problem = over_bound(checked.errors, plan.recipe, built.entry.rule) if checked.errors else None
+        problem = over_bound(checked.errors, plan.recipe, built.entry) if checked.errors else None
         if problem is None:
             held.append(checked)
         elif plan.recipe.verify.on_failure == "error":
@@ -126,15 +129,38 @@ def _check(built: Built, recipe: Recipe, captured: Captured, checking: Checking)
     return Checked(built, worst, None if worst else "no input reached it")
 
 
-def over_bound(errors: SiteErrors, recipe: Recipe, rule: Rule | None) -> str | None:
+def over_bound(errors: SiteErrors, recipe: Recipe, entry: Entry) -> str | None:
     """Why a replacement must not stay, or None: the float rule is no recipe's choice, the format's bound is."""
     error, allowed = errors.kernel_error, errors.kernel_bound
     if error is not None and allowed is not None and not error <= allowed:
         return f"kernel error {error:.2e} is over the float rule's bound {allowed:.2e}"
-    bound = recipe.verify.bounds.get(rule.name, recipe.verify.bound) if rule else recipe.verify.bound
+    bound = bound_of(recipe, entry)
+    if isinstance(bound, Units):
+        if errors.units <= bound.count:
+            return None
+        return f"it is {errors.units:.3g} units of its dtype's precision from the original, and the bound is {bound}"
     if not errors.format_error <= bound:
         return f"format error {errors.format_error:.3g} ({recipe.verify.metric}) is over the recipe's bound {bound:g}"
     return None
+
+
+def bound_of(recipe: Recipe, entry: Entry) -> Bound:
+    """What a site's replacement may differ from its original by."""
+    return recipe.verify.of(entry.rule.name if entry.rule else None, entry.replacer is None or entry.replacer.rounds)
+
+
+def check_bounds(plan: Plan) -> None:
+    """Raises RecipeError for a bound that is below the precision of a site's dtype, which nothing but luck can meet."""
+    if plan.recipe.verify.metric != "relative_rmse":
+        return
+    for entry in plan.replaced:
+        bound, unit = bound_of(plan.recipe, entry), UNITS.get(getattr(torch, entry.site.dtype, torch.float32))
+        if unit and not isinstance(bound, Units) and bound < unit / 2:
+            raise RecipeError(
+                f"verify: a bound of {bound:g} on {entry.site.path} is below the precision of {entry.site.dtype}, "
+                f"a relative RMSE of {unit / 2:.2g}; give at least that, or units of the precision, such as 2 u",
+                source=plan.recipe.source,
+            )
 
 
 def stage_report(plan: Plan, held: Sequence[Checked], paths: Mapping[str, int]) -> Report:

@@ -2,6 +2,9 @@
 
 Two figures a site. `kernel_error`: every operation inside the replacement against the plain torch reference of its own
 format in float64, by the float rule. `format_error`: the replacement against the original, in the recipe's metric.
+Beside it stand `units`: how far the two are apart in units of u, the rounding error of the dtype, for replacements that
+change no format. N units allow each element N u times the larger of its original and its row's root mean square, so
+that one wrong channel is found among thousands, and all elements together a relative RMSE of N u / 4.
 """
 
 from __future__ import annotations
@@ -22,18 +25,27 @@ from accelpatch.report import Verification
 Checking = Callable[[], AbstractContextManager[list[tuple[float, float]]]]
 
 
+#: u, the largest relative error of rounding to a dtype
+UNITS = {torch.float64: 2**-53, torch.float32: 2**-24, torch.float16: 2**-11, torch.bfloat16: 2**-8}
+
+
 @dataclass(frozen=True)
 class SiteErrors:
-    """The worst figures of a site; the kernel's are absolute, in the unit of the operation's output."""
+    """The worst figures of a site; the kernel's are absolute, in the unit of the operation's output.
+
+    units: how many of them the replacement needs; the smallest number that no element and no RMSE is over.
+    """
 
     kernel_error: float | None
     kernel_bound: float | None
     format_error: float
+    units: float
 
     def worse(self, other: SiteErrors) -> SiteErrors:
         """The worse figures of two."""
         kernel = max((self, other), key=lambda errors: (errors.kernel_error or 0.0) - (errors.kernel_bound or 0.0))
-        return SiteErrors(kernel.kernel_error, kernel.kernel_bound, max(self.format_error, other.format_error))
+        form, units = max(self.format_error, other.format_error), max(self.units, other.units)
+        return SiteErrors(kernel.kernel_error, kernel.kernel_bound, form, units)
 
 
 def site_errors(new: nn.Module, calls: Sequence[Call], metric: str, checking: Checking) -> SiteErrors:
@@ -43,10 +55,10 @@ def site_errors(new: nn.Module, calls: Sequence[Call], metric: str, checking: Ch
         after = [_run(new, call) for call in calls]
     for call, made in zip(calls, after, strict=True):
         if len(call.outputs) != len(made) or any(a.shape != b.shape for a, b in zip(made, call.outputs, strict=True)):
-            return SiteErrors(None, None, float("inf"))
+            return SiteErrors(None, None, float("inf"), float("inf"))
         pairs += zip(made, call.outputs, strict=True)
     error, bound = max(checks, key=lambda check: check[0] - check[1], default=(None, None))
-    return SiteErrors(error, bound, format_error(metric, pairs))
+    return SiteErrors(error, bound, format_error(metric, pairs), units_apart(pairs))
 
 
 def _run(module: nn.Module, call: Call) -> list[Tensor]:
@@ -95,6 +107,30 @@ def format_error(metric: str, pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
     if not torch.equal(finite, new.isfinite()):
         return math.inf
     return float(METRICS[metric](*(torch.where(finite, values, 0.0) for values in (new, original))))
+
+
+def units_apart(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
+    """The least N for which every output (new, original) of a site is within N units; infinite for NaN or Inf in one.
+
+    The relative RMSE is over all outputs of a dtype together, as in `format_error`.
+    """
+    worst, squares = 0.0, dict[torch.dtype, Tensor]()
+    for y, original in pairs:
+        if not original.numel():
+            continue
+        dtype, due = original.dtype, original.double()
+        alike = (y == original) | (y.isnan() & original.isnan())  # also where both are the same infinity
+        apart = (y.double() - due).abs().where(~alike, 0.0).nan_to_num(math.inf, math.inf)
+        due = due.where(due.isfinite(), 0.0)
+        size = torch.maximum(due.abs(), due.square().mean(-1, keepdim=True).sqrt() if due.dim() else due.abs())
+        far = torch.where(apart == 0, 0.0, apart / size).max().item() / UNITS[dtype]
+        worst = max(worst, far if far == far else math.inf)
+        sums = torch.stack((apart.square().sum(), due.square().sum())).cpu()
+        squares[dtype] = squares.get(dtype, torch.zeros(2, dtype=torch.float64)) + sums
+    for dtype, (apart, size) in squares.items():
+        if apart:
+            worst = max(worst, 4 * math.sqrt(apart / size) / UNITS[dtype] if size else math.inf)
+    return worst if worst == worst else math.inf
 
 
 def compare_logits(before: Sequence[Any], after: Sequence[Any], masks: Sequence[Tensor | None]) -> Verification:
