@@ -16,8 +16,8 @@ from accelpatch.modules.replacement import Replacement
 class GemvLinear(Replacement):
     """y = x @ weight^T + bias, the weight plain as in nn.Linear, shared with the original.
 
-    The kernel runs where its launch costs nothing: in captured programs, and in compiled ones. Called one by one a product
-    takes the host longer to launch than torch's own, by more than the device is faster.
+    The kernel runs where its launch costs nothing: in captured programs, and in compiled ones. Called one by one a
+    product takes the host longer to launch than torch's own, by more than the device is faster.
     """
 
     weight: Tensor
