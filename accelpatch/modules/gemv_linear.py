@@ -25,8 +25,8 @@ class GemvLinear(Replacement):
 
     def forward(self, x: Tensor) -> Tensor:
         """x[..., K] -> y[..., N] in x's dtype."""
-        x = autocast(x)
-        fits = x.dtype == self.weight.dtype  # torch casts the weight too
-        if fits and (settled() or dispatch.watched() or torch.compiler.is_compiling()):
-            return gemv(x, self.weight, self.bias)
+        if settled() or dispatch.watched() or torch.compiler.is_compiling():
+            x = autocast(x)
+            if x.dtype == self.weight.dtype:  # torch casts the weight too
+                return gemv(x, self.weight, self.bias)
         return functional.linear(x, self.weight, self.bias)

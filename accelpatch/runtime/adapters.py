@@ -7,7 +7,7 @@ Read by the shape of PEFT's classes; PEFT itself is never imported.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,9 +64,9 @@ def base_of(module: Any) -> Any:
     return module
 
 
-def state_of(model: nn.Module) -> tuple[str, ...]:
+def state_of(adapters: Iterable[nn.Module]) -> tuple[str, ...]:
     """What is switched on of a model's adapters: numbers and names that no tensor shows."""
-    states = (vars(module) for module in model.modules() if is_adapter(module))
+    states = map(vars, adapters)
     return tuple(repr([state.get(name) for name in SWITCHES]) for state in states)
 
 

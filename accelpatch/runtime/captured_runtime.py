@@ -14,7 +14,6 @@ from transformers.cache_utils import DynamicCache
 
 from accelpatch.errors import KernelError, PatchError
 from accelpatch.runtime import fused_forward as forward
-from accelpatch.runtime.adapters import state_of
 from accelpatch.runtime.captured_batch import TOKENS, Batch, Guesses
 from accelpatch.runtime.captured_cache import LayerShape, capacity_for, shapes_of, why_not
 from accelpatch.runtime.captured_graph import GRAPHS, new_pool
@@ -24,7 +23,7 @@ from accelpatch.runtime.fused_forward import FORWARD
 from accelpatch.runtime.fused_layer import FUSED, FusedModel, read
 from accelpatch.runtime.fused_weights import Unfit
 from accelpatch.runtime.native_step import recounted
-from accelpatch.runtime.watch import Watch, flags
+from accelpatch.runtime.watch import Watch
 
 CAPTURED = "captured step"
 MODULES = "modules in the captured step: "  # and the reason
@@ -44,6 +43,8 @@ class CapturedRuntime:
     graph: "auto" or "off". cache: "auto" or "stock". max_length: the most tokens that a sequence may have, or None.
     speculate: "off" or "prompt_lookup".
     """
+
+    _learning = False  # while `_learn` runs the modules
 
     def __init__(self, graph: str = "auto", cache: str = "auto", max_length: int | None = None, speculate: str = "off"):
         self.paths: Counter[str] = Counter()
@@ -81,7 +82,7 @@ class CapturedRuntime:
 
     def outputs(self, model: nn.Module, given: Mapping[str, Any]) -> Any:
         """What a call of the model gives, by its fused layers; None where the modules must run it."""
-        if forward.why_not(model, given) is not None:
+        if self._learning or forward.why_not(model, given) is not None:
             return None
         with self.lock:
             if self._unable(model) is not None:
@@ -148,12 +149,11 @@ class CapturedRuntime:
 
     def _look(self, model: nn.Module) -> None:
         """Drop what was made of the model where it has changed; where only its adapters have, go on with another."""
-        adapters = state_of(model)
-        changed = self._watch is None or self._watch.stale() or self._flags != flags(model)
-        if changed:
+        if self._watch is None or self._watch.stale() or self._flags != self._watch.flags():
             self.close()
-            self._watch, self._adapters = Watch(model), adapters
-        elif adapters != self._adapters:
+            self._watch = Watch(model)
+            self._flags, self._adapters = self._watch.flags(), self._watch.adapters()
+        elif (adapters := self._watch.adapters()) != self._adapters:
             self._switch(adapters)
 
     def _switch(self, adapters: tuple[str, ...]) -> None:
@@ -186,7 +186,7 @@ class CapturedRuntime:
                 self._steps.clear()
                 self._batches = {rows: self._batches[rows]}
                 self._steps[key] = self._made(model, rows, capacity)
-            self._flags = flags(model)
+            self._flags = [] if self._watch is None else self._watch.flags()
             while len(self._steps) > STEPS:
                 self._steps.popitem(last=False)
             used = {batch for batch, _ in self._steps}
@@ -271,12 +271,13 @@ class CapturedRuntime:
         # weights that were laid together just now have left modules captured in another state of the adapters
         if any(other["_fused"] is None for other in self._others.values()):
             self._others.clear()
-        self._watch, self._flags = Watch(model), flags(model)
+        self._watch = Watch(model)
+        self._flags = self._watch.flags()
 
     def _learn(self, model: nn.Module, device: torch.device) -> None:
         """Find out what the layers cache, by one token of nothing."""
         config: Any = model.config
-        cache = DynamicCache(config=config)
+        cache, self._learning = DynamicCache(config=config), True
         one = torch.zeros(1, 1, dtype=torch.int64, device=device)
         try:
             with torch.inference_mode(False), torch.no_grad():
@@ -291,7 +292,9 @@ class CapturedRuntime:
             raise
         except CAPTURE_ERRORS as error:
             self._unfit = f"its cache cannot be known ({type(error).__name__}: {_first_line(error)})"
-        self._flags = flags(model)
+        finally:
+            self._learning = False
+        self._flags = [] if self._watch is None else self._watch.flags()
 
 
 def _first_line(error: BaseException) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from accelpatch.kernels.attention_shape import AttentionShape
@@ -69,7 +69,7 @@ class Call:
         first = self.first(place)
         new = qkv.new_empty(2, batch, shape.kv_heads, length, shape.size)
         turn_(qkv, self.positions, new[0], new[1], shape)
-        k, v = (new[0], new[1]) if self.cache is None else self.cache.update(new[0], new[1], place)
+        k, v = self.cached(new[0], new[1], place)
         q = qkv.view(batch, length, -1, shape.size)[:, :, : shape.heads].transpose(1, 2)
         seen, group = self.seen(k.shape[2], first, shape.window), shape.heads // shape.kv_heads
         if seen is not None and group > 1:  # no fast form of torch's takes both a mask and groups
@@ -78,6 +78,18 @@ class Call:
             q, k, v, attn_mask=seen, is_causal=seen is None and length > 1, scale=shape.scaling, enable_gqa=group > 1
         )
         return y.transpose(1, 2).reshape(batch * length, -1)
+
+    def cached(self, k: Tensor, v: Tensor, place: int) -> tuple[Tensor, Tensor]:
+        """All keys and values of a layer, with these new ones, which an empty layer takes as they are."""
+        if self.cache is None:
+            return k, v
+        layer: Any = self.cache.layers[place] if place < len(self.cache.layers) else None
+        if type(layer) is DynamicLayer and not layer.is_initialized:
+            layer.dtype, layer.device, layer.is_initialized = k.dtype, k.device, True
+            layer.keys, layer.values = k, v
+            return k, v
+        both: tuple[Tensor, Tensor] = self.cache.update(k, v, place)
+        return both
 
     def first(self, place: int) -> int:
         """The place in the text of the first key that a layer will see."""

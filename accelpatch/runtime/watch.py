@@ -12,7 +12,7 @@ from torch.nn.modules import module as torch_module
 
 from accelpatch.modules.quantized_module import QuantizedModule
 from accelpatch.modules.replacement import OWN_HOOK
-from accelpatch.runtime.adapters import is_adapter
+from accelpatch.runtime.adapters import is_adapter, state_of
 from accelpatch.runtime.native_weights import packed_modules
 
 _version = attrgetter("_version")
@@ -62,6 +62,8 @@ class Watch:
         self._packs = [module.pack for module in self._packed]
         self._tiled = [module for module in modules if isinstance(module, QuantizedModule) and module.tiles is not None]
         self._tiles = [module.tiles for module in self._tiled]
+        self._adapters = [module for module in modules if is_adapter(module)]
+        self._flags = list(flag_places(model))
 
     def objection(self) -> str | None:
         """Why the modules must run this step, or None."""
@@ -88,6 +90,14 @@ class Watch:
             or self._read() != self._values
         )
 
+    def adapters(self) -> tuple[str, ...]:
+        """The state of the model's adapters."""
+        return state_of(self._adapters)
+
+    def flags(self) -> list[Any]:
+        """Plain values that a captured step has taken for granted: scalings, switches, the attention in use."""
+        return [attributes.get(name) for attributes, name in self._flags]
+
     def _read(self) -> list[Any]:
         return [attributes.get(name) for attributes, name in self._plain]
 
@@ -104,6 +114,16 @@ def plain_values(model: Any) -> Iterator[tuple[dict[str, Any], str]]:
         for name, value in vars(owner).items():
             private = isinstance(owner, nn.Module) and (name[0] == "_" or name in _OF_EVERY_MODULE)
             if type(value) in SCALARS and not private:
+                yield vars(owner), name
+
+
+def flag_places(model: Any) -> Iterator[tuple[dict[str, Any], str]]:
+    """(attributes, name) of all plain values of the configuration and of modules; adapters have `state_of`."""
+    config: Any = model.config
+    owners = (module for module in model.modules() if not is_adapter(module))
+    for owner in (config, config.get_text_config(decoder=True), *owners):
+        for name, value in vars(owner).items():
+            if type(value) in SCALARS and name != CAPTURES:
                 yield vars(owner), name
 
 
@@ -125,14 +145,3 @@ def hooked(tables: Iterable[dict[int, Any]]) -> bool:
 
 def _idle(hook: Any) -> bool:
     return hasattr(hook, OWN_HOOK) or getattr(hook, "__module__", None) == CAPTURING
-
-
-def flags(model: nn.Module) -> list[Any]:
-    """Plain values that a captured step has taken for granted: scalings, switches of adapters, the attention in use."""
-    config: Any = model.config
-    owners = [config, config.get_text_config(decoder=True)]
-    owners += [module for module in model.modules() if not is_adapter(module)]  # those: adapters.state_of
-    return [
-        value for owner in owners for name, value in vars(owner).items()
-        if type(value) in SCALARS and name != CAPTURES
-    ]  # fmt: skip

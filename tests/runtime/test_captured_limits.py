@@ -17,6 +17,7 @@ from accelpatch.recipe import parse
 from accelpatch.runtime import captured_graph
 from accelpatch.runtime.captured_graph import EagerGraph
 from accelpatch.runtime.captured_runtime import CAPTURED
+from accelpatch.runtime.fused_forward import FORWARD
 from accelpatch.runtime.patched_model import RUNTIME
 from tests.families.tiny import CAUSAL, full_batch, padded_batch
 from tests.runtime.streaming import Calling
@@ -48,7 +49,9 @@ def test_the_stock_loop_with_its_reason(case: str) -> None:
     mine, its = both(model, padded_batch(), **GREEDY, **options)
     mine, its = (made if isinstance(made, torch.Tensor) else made.sequences for made in (mine, its))
     assert torch.equal(mine, its)
-    assert paths(model) == {f"stock loop: {reason}": 1}
+    found = paths(model)
+    assert found.pop(FORWARD, 0) == (0 if case == "hidden-states" else GREEDY["max_new_tokens"])
+    assert found == {f"stock loop: {reason}": 1}
 
 
 @pytest.mark.parametrize("setting", ["graph: off", "cache: stock"])
@@ -212,11 +215,11 @@ def test_unpatching_frees_graphs_and_caches() -> None:
     assert type(model)._sample is type(CAUSAL["llama"].make())._sample
 
 
-def test_a_single_call_of_the_model_runs_its_modules() -> None:
+def test_a_single_call_of_the_model_is_no_captured_step() -> None:
     model = patched()
     with torch.no_grad():
         cache = model(**full_batch(), use_cache=True).past_key_values
         found = model(input_ids=torch.full((3, 1), 5), past_key_values=cache).logits
         longer = torch.cat([full_batch()["input_ids"], torch.full((3, 1), 5)], dim=1)
         torch.testing.assert_close(found[:, -1], model(longer).logits[:, -1], rtol=1e-4, atol=1e-4)
-    assert paths(model) == {}
+    assert paths(model) == {FORWARD: 3}

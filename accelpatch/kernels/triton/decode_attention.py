@@ -34,6 +34,7 @@ from accelpatch.kernels.attention_shape import MOST, AttentionShape
 from accelpatch.kernels.triton import launch
 from accelpatch.kernels.triton.attention_runs import added_up, begin_of, count_of, keep, prefetch, runs_of
 from accelpatch.kernels.triton.early import release, wait
+from accelpatch.kernels.triton.launch import cdiv
 from accelpatch.kernels.triton.rotation import angles, pair, turned
 
 RUN = 256  # slots whose results are added up by themselves
@@ -247,7 +248,7 @@ def decode_attention_(
     """As the operation; qkv, positions, mask and the cache contiguous."""
     (rows, tokens), capacity, group = positions.shape, keys.shape[2], shape.heads // shape.kv_heads
     y = qkv.new_empty(*qkv.shape[:-1], shape.heads * shape.size)
-    runs, tiles = triton.cdiv(capacity, RUN), triton.cdiv(tokens * group, ROWS)
+    runs, tiles = cdiv(capacity, RUN), cdiv(tokens * group, ROWS)
     heads, wide = rows * shape.kv_heads * tiles, triton.next_power_of_2(shape.size)
     sums = qkv.new_empty((heads, runs, ROWS, shape.size), dtype=torch.float32)
     tops = qkv.new_empty((heads, runs, 2, ROWS), dtype=torch.float32)
@@ -258,7 +259,7 @@ def decode_attention_(
     dependent, options = launch.dependent(qkv)
     processors = launch.processors(qkv.device)
     working = min(runs, max(1, processors * RESIDENT // heads))
-    everywhere = triton.cdiv(processors, heads) if dependent else 1
+    everywhere = cdiv(processors, heads) if dependent else 1
     with launch.on(qkv), _said():
         _attend[(max(working, everywhere), shape.kv_heads * tiles, rows)](
             qkv, positions, slot, mask, keys, values, shape.inv_freq, *norms, y, sums, tops,

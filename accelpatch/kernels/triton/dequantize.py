@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from accelpatch.kernels.hip.layout import TILE_ROWS
+from accelpatch.kernels.triton.launch import cdiv
 
 SLICE = 1 << 28  # bytes of weight as floats at a time; smaller ones, which a cache holds, were no faster
 Floats = Callable[[int, int, Tensor], None]
@@ -91,7 +92,7 @@ def int8_floats(q: Tensor, scale: Tensor) -> Floats:
     (_, k), groups = q.shape, scale.shape[1]
 
     def floats(start: int, stop: int, out: Tensor) -> None:
-        _int8_rows[(triton.cdiv(stop - start, 8), triton.cdiv(k, 1024))](
+        _int8_rows[(cdiv(stop - start, 8), cdiv(k, 1024))](
             q[start:stop], scale[start:stop], out, stop - start, k, groups, k // groups, groups == 1, 8, 1024
         )
 
@@ -106,7 +107,7 @@ def int4_floats(words: Tensor, scale: Tensor, offset: Tensor, k: int, sizes: Siz
 
     def floats(start: int, stop: int, out: Tensor) -> None:
         first, last = start // TILE_ROWS, -(-stop // TILE_ROWS)
-        _int4_rows[(triton.cdiv(stop - start, 64), sizes[0])](
+        _int4_rows[(cdiv(stop - start, 64), sizes[0])](
             words[first:last], scale[first:last], offset[first:last], out, stop - start, k, *sizes, *form, 64, paired
         )
 

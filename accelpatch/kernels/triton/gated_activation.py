@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from accelpatch.kernels.triton.early import release, wait
-from accelpatch.kernels.triton.launch import dependent, on
+from accelpatch.kernels.triton.launch import cdiv, dependent, on
 
 BLOCK = 1024
 CODES = {
@@ -57,7 +57,7 @@ def gated_activation(gate: Tensor, up: Tensor, activation: str) -> Tensor:
         gate, up = (_rows(tensor, width) for tensor in (gate, up))
         early, options = dependent(y)
         with on(y):
-            _block[(gate.shape[0], triton.cdiv(width, BLOCK))](
+            _block[(gate.shape[0], cdiv(width, BLOCK))](
                 gate, up, y, width, gate.stride(0), up.stride(0), CODES[activation], early, BLOCK, **options
             )
     return y

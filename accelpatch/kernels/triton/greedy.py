@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from accelpatch.kernels.triton import launch
+from accelpatch.kernels.triton.launch import cdiv
 
 BLOCK = 1024  # scores of a program
 WARPS = 4
@@ -57,7 +58,7 @@ def greedy_(
 ) -> None:  # fmt: skip
     """As the operation."""
     rows, vocabulary = scores.shape
-    parts = triton.cdiv(vocabulary, BLOCK)
+    parts = cdiv(vocabulary, BLOCK)
     best = tokens.new_empty((rows, parts), dtype=torch.int64)
     with launch.on(scores):
         _token[(parts, rows)](

@@ -35,6 +35,11 @@ def on(tensor: Tensor) -> AbstractContextManager[object]:
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
+def cdiv(a: int, b: int) -> int:
+    """a / b rounded up. Triton's own is one of its functions, and takes microseconds on the host."""
+    return -(-a // b)
+
+
 def warps(block: int) -> int:
     """Warps for one row of `block` elements."""
     return min(16, max(1, block // 512))
@@ -48,7 +53,12 @@ def processors(device: torch.device) -> int:
 
 def dependent(tensor: Tensor) -> tuple[bool, dict[str, Any]]:
     """Whether kernels may begin before the one before them ends, and the launch's options for it."""
-    arch = probe(tensor.device).arch if tensor.is_cuda else ""
+    return _dependent(tensor.device)
+
+
+@functools.cache
+def _dependent(device: torch.device) -> tuple[bool, dict[str, Any]]:
+    arch = probe(device).arch if device.type == "cuda" else ""
     new = arch.startswith("sm_") and int(arch[3:].rstrip("a")) >= 90
     return (True, {"launch_pdl": True}) if new and _early() else (False, {})
 

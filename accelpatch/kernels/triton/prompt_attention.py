@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from accelpatch.kernels.attention_shape import AttentionShape
-from accelpatch.kernels.triton.launch import on
+from accelpatch.kernels.triton.launch import cdiv, on
 
 HEADS = 8
 WARPS = 4
@@ -78,7 +78,7 @@ def turn_(qkv: Tensor, positions: Tensor, keys: Tensor, values: Tensor, shape: A
     norms = (qkv if shape.q_norm is None else shape.q_norm, qkv if shape.k_norm is None else shape.k_norm)
     if qkv.shape[0]:
         with on(qkv):
-            _turn[(qkv.shape[0], triton.cdiv(every, HEADS))](
+            _turn[(qkv.shape[0], cdiv(every, HEADS))](
                 qkv, positions, shape.inv_freq, *norms, keys, values, positions.shape[1], keys.shape[2],
                 shape.heads, shape.kv_heads, shape.rope_scaling, shape.eps,
                 shape.q_norm is not None, shape.size, triton.next_power_of_2(shape.size // 2), HEADS, num_warps=WARPS,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from accelpatch.kernels.hip.layout import TILE_VALUES
 from accelpatch.kernels.triton.early import release, wait
-from accelpatch.kernels.triton.launch import dependent, on
+from accelpatch.kernels.triton.launch import cdiv, dependent, on
 
 HALVES = (torch.bfloat16, torch.float16)
 LEAST_RUN = 512  # of K, where it is cut
@@ -150,23 +150,23 @@ def in_runs(x: Tensor, y: Tensor, bias: Tensor | None, blocks: Blocks, product: 
     """y[M, N] of x[M, K] by product(block, run, splits, y, parts), K in runs as blocks are few, in one if `whole`."""
     (m, k), n = x.shape, y.shape[1]
     block = next((one for one in blocks.of if one.tokens >= m), blocks.of[-1])
-    programs = triton.cdiv(m, block.tokens) * triton.cdiv(n, block.rows)
+    programs = cdiv(m, block.tokens) * cdiv(n, block.rows)
     runs = 1 if whole else max(1, min(blocks.programs // programs, k // LEAST_RUN, 8))
     unit = max(TILE_VALUES, block.columns)
-    run = triton.cdiv(k, runs * unit) * unit
-    splits = triton.cdiv(k, run)
+    run = cdiv(k, runs * unit) * unit
+    splits = cdiv(k, run)
     parts = y if splits == 1 else y.new_empty((splits, m, n), dtype=torch.float32)
     product(block, run, splits, y, parts)
     if splits > 1:
         early, options = dependent(x)
-        _add_up[(triton.cdiv(m * n, 1024),)](
+        _add_up[(cdiv(m * n, 1024),)](
             parts, y if bias is None else bias, y, m * n, n, splits, bias is not None, early, 1024, **options
         )
 
 
 def grid(x: Tensor, n: int, block: Block, splits: int) -> tuple[int, int]:
     """Programs: along tokens and weight rows, and along K."""
-    return triton.cdiv(x.shape[0], block.tokens) * triton.cdiv(n, block.rows), splits
+    return cdiv(x.shape[0], block.tokens) * cdiv(n, block.rows), splits
 
 
 def flat_rows(x: Tensor) -> Tensor:
@@ -179,7 +179,7 @@ def floats(n: int, gate: bool) -> Blocks:
     """Those for n columns of y by float weights."""
     if gate:
         return FLOAT_GATE
-    return FLOAT_CUT if triton.cdiv(n, FLOAT.of[0].rows) * 2 <= FLOAT.programs else FLOAT
+    return FLOAT_CUT if cdiv(n, FLOAT.of[0].rows) * 2 <= FLOAT.programs else FLOAT
 
 
 def linear(x: Tensor, w: Tensor, scale: Tensor | None, bias: Tensor | None, gate: bool = False) -> Tensor:

@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from accelpatch.kernels.triton import launch
+from accelpatch.kernels.triton.launch import cdiv
 
 BLOCK = 1024  # scores of a program
 WARPS = 4
@@ -36,7 +37,7 @@ def end_step_(logits: Tensor, scores: Tensor, slot: Tensor, positions: Tensor, m
     if logits.stride(1) != 1:
         logits = logits.contiguous()
     with launch.on(scores):
-        _leave[(triton.cdiv(vocabulary, BLOCK), rows)](
+        _leave[(cdiv(vocabulary, BLOCK), rows)](
             logits, scores, slot, positions, mask, vocabulary, logits.stride(0), rows, mask.shape[1],
             triton.next_power_of_2(rows), BLOCK, num_warps=WARPS,
         )  # fmt: skip
