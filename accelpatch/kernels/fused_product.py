@@ -9,12 +9,14 @@ silu, or where tiles are not paired. On a CPU the single operations run one afte
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from accelpatch.device import Device
+from accelpatch.device import Device, probe
 from accelpatch.kernels import (
     compact_linear,
     gated_activation,
@@ -28,6 +30,7 @@ from accelpatch.kernels.compact_tiles import CompactTiles
 from accelpatch.kernels.hip import binding
 from accelpatch.kernels.hip.binding import Told, Weight
 from accelpatch.kernels.int4_tiles import Tiles
+from accelpatch.kernels.triton import launch
 
 SILU = ("silu", "swish")
 
@@ -115,6 +118,8 @@ class Product:
                 return gemv.by_rows(x, w, self.bias, gate=True)
             return gated(self.rows(x), gate)
         if isinstance(w, Tiles):
+            if not cpu and x.shape[0] > binding.MOST and self._part in ("all", "both"):
+                return self._many(x)
             tiled: Tensor = (tiled_int4_linear.tiled_int4_linear if cpu else tiled_int4_linear.by_hip)(x, *w, self.bias)
             return tiled
         if isinstance(w, CompactTiles):
@@ -125,6 +130,17 @@ class Product:
             return scaled
         plain: Tensor = (gemv.gemv if cpu else gemv.by_hip)(x, w, self.bias)
         return plain
+
+    @functools.cached_property
+    def _many(self) -> Callable[[Tensor], Tensor]:
+        """The product of tiles with many rows, or by the implementation that takes them where Triton is not."""
+        assert isinstance(self.w, Tiles)
+        w, device = self.w, probe(self.w.w.device)
+        if launch.why_not(device) is None:
+            from accelpatch.kernels.triton.weight_only import written_out
+
+            return written_out(w, self.bias)
+        return lambda x: tiled_int4_linear.by_hip(x, *w, self.bias)
 
     @property
     def _part(self) -> str:

@@ -7,6 +7,8 @@ takes it. Weights are rounded to x's dtype as in the references, but for int8's 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -91,13 +93,24 @@ def tiled_int4_linear(x: Tensor, *args: object) -> Tensor:
             **block.options(),
         )  # fmt: skip
 
-    paired, m = part == "both", flat.shape[0]
-    if paired or not 0 < m <= INT4.most or x.dtype not in HALVES:
-        return _written(x, n, bias, int4_floats(words, scale, beside, k, sizes, form, paired), paired)
+    m = flat.shape[0]
+    if part == "both" or not 0 < m <= INT4.most or x.dtype not in HALVES:
+        return written_out(Tiles(*rest), bias)(x)  # type: ignore[arg-type]
     y = x.new_empty((m, n))
     with on(x):
         in_runs(flat, y, bias, INT4, product)
     return y.view(*x.shape[:-1], n)
+
+
+def written_out(tiles: Tiles, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """The product with any number of rows of x by a weight that is written out as floats; made once for many calls."""
+    scale, shape = tiles.scale.contiguous(), places(tiles.k, tiles.group)
+    steps, groups, shift = shape.values()
+    beside = scale if tiles.offset is None else tiles.offset.contiguous()
+    sizes, form = (steps, scale.shape[1], shift), (KINDS[tiles.kind], tiles.group, groups)
+    paired, words = tiles.part == "both", tiles.w.contiguous().view(torch.int32)
+    floats = int4_floats(words, scale, beside, tiles.k, sizes, form, paired)
+    return lambda x: _written(x, tiles.n, bias, floats, paired)
 
 
 def written(m: int) -> bool:
