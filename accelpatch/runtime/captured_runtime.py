@@ -18,7 +18,7 @@ from accelpatch.runtime.captured_batch import TOKENS, Batch, Guesses
 from accelpatch.runtime.captured_cache import LayerShape, capacity_for, shapes_of, why_not
 from accelpatch.runtime.captured_graph import GRAPHS, new_pool
 from accelpatch.runtime.captured_guesses import verification
-from accelpatch.runtime.captured_step import CapturedStep, for_decoding, graph_maker
+from accelpatch.runtime.captured_step import CapturedStep, first_line, for_decoding, graph_maker
 from accelpatch.runtime.fused_forward import FORWARD
 from accelpatch.runtime.fused_layer import FUSED, FusedModel, read
 from accelpatch.runtime.fused_weights import Unfit
@@ -219,13 +219,13 @@ class CapturedRuntime:
                     self._fused.forget()  # other steps go on with the same layers
                     if isinstance(error, torch.OutOfMemoryError) or not isinstance(error, CAPTURE_ERRORS):
                         raise
-                    self._fused, self._unfused = None, f"{type(error).__name__}: {_first_line(error)}"
+                    self._fused, self._unfused = None, f"{type(error).__name__}: {first_line(error)}"
             try:
                 return CapturedStep(model, batch, self._shapes, capacity, self.graph(batch))
             except torch.OutOfMemoryError:
                 raise
             except CAPTURE_ERRORS as error:
-                self._unfit = f"its step cannot be captured ({type(error).__name__}: {_first_line(error)})"
+                self._unfit = f"its step cannot be captured ({type(error).__name__}: {first_line(error)})"
                 raise NotCaptured(self._unfit) from error
 
     def guesses(self, step: CapturedStep) -> Guesses | str | None:
@@ -251,7 +251,7 @@ class CapturedRuntime:
             except torch.OutOfMemoryError:
                 raise
             except CAPTURE_ERRORS as error:
-                step.unguessed = f"{type(error).__name__}: {_first_line(error)}"
+                step.unguessed = f"{type(error).__name__}: {first_line(error)}"
         return step
 
     def way(self, step: CapturedStep) -> str:
@@ -291,12 +291,7 @@ class CapturedRuntime:
         except torch.OutOfMemoryError:
             raise
         except CAPTURE_ERRORS as error:
-            self._unfit = f"its cache cannot be known ({type(error).__name__}: {_first_line(error)})"
+            self._unfit = f"its cache cannot be known ({type(error).__name__}: {first_line(error)})"
         finally:
             self._learning = False
         self._flags = [] if self._watch is None else self._watch.flags()
-
-
-def _first_line(error: BaseException) -> str:
-    cause = error.__context__ or error  # the end of a broken capture raises once more
-    return (str(cause).splitlines() or [""])[0]

@@ -123,3 +123,9 @@ def for_decoding(model: nn.Module) -> Any:
     """transformers' own switches for single-token steps (experts), which it sets around its loop."""
     switch: Any = getattr(model, "_optimize_model_for_decode", None)
     return nullcontext() if switch is None else switch()
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, for a report."""
+    cause = error.__context__ or error  # the end of a broken capture raises once more
+    return (str(cause).splitlines() or [""])[0]

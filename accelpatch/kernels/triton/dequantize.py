@@ -92,8 +92,9 @@ def int8_floats(q: Tensor, scale: Tensor) -> Floats:
     (_, k), groups = q.shape, scale.shape[1]
 
     def floats(start: int, stop: int, out: Tensor) -> None:
+        rows, factors = (q, scale) if stop - start == len(q) else (q[start:stop], scale[start:stop])
         _int8_rows[(cdiv(stop - start, 8), cdiv(k, 1024))](
-            q[start:stop], scale[start:stop], out, stop - start, k, groups, k // groups, groups == 1, 8, 1024
+            rows, factors, out, stop - start, k, groups, k // groups, groups == 1, 8, 1024
         )
 
     return floats
@@ -107,9 +108,10 @@ def int4_floats(words: Tensor, scale: Tensor, offset: Tensor, k: int, sizes: Siz
 
     def floats(start: int, stop: int, out: Tensor) -> None:
         first, last = start // TILE_ROWS, -(-stop // TILE_ROWS)
-        _int4_rows[(cdiv(stop - start, 64), sizes[0])](
-            words[first:last], scale[first:last], offset[first:last], out, stop - start, k, *sizes, *form, 64, paired
-        )
+        held = (words, scale, offset)
+        if last - first < len(words):  # on the host a view costs as much as a launch
+            held = (words[first:last], scale[first:last], offset[first:last])
+        _int4_rows[(cdiv(stop - start, 64), sizes[0])](*held, out, stop - start, k, *sizes, *form, 64, paired)
 
     return floats
 
@@ -123,12 +125,12 @@ def by_slices(flat: Tensor, y: Tensor, bias: Tensor | None, floats: Floats, pair
     for start in range(0, n, step):
         stop = min(start + step, n)
         floats(start, stop, held)
-        places = [(start, held[: stop - start])]
+        places = [(start, held if stop - start == step else held[: stop - start])]
         if paired and step < n:
             half = (stop - start) // 2
             places = [(start // 2, held[:half]), ((n + start) // 2, held[half : 2 * half])]
         for column, w in places:
-            out = y[:, column : column + w.shape[0]]
+            out = y if w.shape[0] == n else y[:, column : column + w.shape[0]]
             if beside is None:
                 torch.mm(flat, w.t(), out=out)
             else:
