@@ -3,14 +3,15 @@
     python scripts/bench_generate.py [--model llama2-7b] [--json FILE] [--profile] [--recipes exact compact int8 int4]
         [--peers eager static compiled tuned torchao-int8 torchao-int8-tuned torchao-int4 torchao-int4-tuned]
         [--cases 1x128 8x128 32x128 1x4096] [--case-peers static] [--prefill 32 128 512 2048] [--new 128] [--repeats 5]
+        [--unverified] [--dtype bfloat16]
 
-The model has the named shape and random bf16 weights, made on the device. A case is batch x prompt; all peers run
-the first, `--case-peers` the others of a larger batch. Peers with a loop of their own (generate_engines.py) are asked
-for by name: each takes a minute or more to compile. Each figure is a median over `--repeats` turns, in which every
-engine runs once; the decode rate comes from the difference of a long and a short answer. Its limit is the bytes of
-weights, scales and head, and of keys and values at the mean context, over the rate of the device library's stream
-kernel. Before anything is timed, the logits of a prompt and of captured steps are held to the float rule: at most twice
-as far from those in float32 as those of the stock loop over the same patched modules.
+The model has the named shape and random 16-bit weights, made on the device. It is patched with the defaults, verified.
+A case is batch x prompt; all peers run the first, `--case-peers` the others of a larger batch. Peers with a loop of
+their own (generate_engines.py) are asked for by name: each takes a minute or more to compile. Each figure is a median
+over `--repeats` turns, in which every engine runs once; the decode rate comes from the difference of a long and a short
+answer. Its limit is the bytes of weights, scales and head, and of keys and values at the mean context, over the rate of
+the device library's stream kernel. Before anything is timed, the logits of a prompt and of captured steps are held to
+the float rule: at most twice as far from those in float32 as those of the stock loop over the same patched modules.
 """
 
 from __future__ import annotations
@@ -216,6 +217,9 @@ def arguments() -> argparse.Namespace:
     cases = [Case(1, 128), Case(8, 128), Case(32, 128), Case(1, 4096)]
     parser.add_argument("--cases", nargs="*", type=Case.read, default=cases)
     parser.add_argument("--prefill", nargs="*", type=int, default=[32, 128, 512, 2048])
+    parser.add_argument("--unverified", dest="verify", action="store_const", const=(True, False), default=(True,),
+                        help="each recipe a second time, patched with verify=False")  # fmt: skip
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16"])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--profile", action="store_true")
     return parser.parse_args()
@@ -224,7 +228,7 @@ def arguments() -> argparse.Namespace:
 def measured(asked: argparse.Namespace, base: Any, device: torch.device, limit: float) -> dict[str, Any]:
     """Everything that was asked for, printed as it comes."""
     first = asked.cases[0].ids(base, device)
-    mine = [ours(base, recipe, first) for recipe in asked.recipes]
+    mine = [ours(base, recipe, first, verify) for recipe in asked.recipes for verify in asked.verify]
     notes = {engine.name: {**engine.seconds, "logits error": check(engine, first)} for engine in mine}
     print(json.dumps(notes, indent=1), flush=True)
     gc.collect()
@@ -264,7 +268,7 @@ def main() -> None:
     asked = arguments()
     device = torch.device(asked.device)
     limit = read_limit(device)
-    base: Any = load.random(asked.model, dtype=torch.bfloat16, device=device)
+    base: Any = load.random(asked.model, dtype=getattr(torch, asked.dtype), device=device)
     base.generation_config.eos_token_id = None
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     print(f"{asked.model}, {name}, torch {torch.__version__}, read limit {limit.bytes_per_second / 1e12:.3f} TB/s "

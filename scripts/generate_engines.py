@@ -57,19 +57,25 @@ def stock(base: nn.Module, name: str) -> Engine:
     return Engine(f"HF {name}", base, generating(base, **(STATIC if name == "static" else {})), read_bytes(base))
 
 
-def ours(base: nn.Module, recipe: str, ids: Tensor) -> Engine:
-    """A patched copy of `base`, after its first token."""
+def ours(base: nn.Module, recipe: str, ids: Tensor, verify: bool = True) -> Engine:
+    """A patched copy of `base`, after its first token; verified, as users patch."""
     model: Any = copy.deepcopy(base)
     wait(ids.device)
     begun = time.perf_counter()
-    accelpatch.patch(model, recipe, verify=False, keep_original="none")
+    accelpatch.patch(model, recipe, verify=verify, keep_original="none")
     wait(ids.device)
     patched = time.perf_counter()
     call = generating(model)
     call(ids, 1)
     wait(ids.device)
     seconds = {"patch": patched - begun, "patch to first token": time.perf_counter() - begun}
-    return Engine(f"accelpatch {recipe}", model, call, model.accelpatch.report().token_bytes[1], seconds)
+    return Engine(
+        f"accelpatch {recipe}" + ("" if verify else ", verify=False"),
+        model,
+        call,
+        model.accelpatch.report().token_bytes[1],
+        seconds,
+    )
 
 
 def looping(base: nn.Module, name: str, room: int) -> Engine:

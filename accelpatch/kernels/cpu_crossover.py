@@ -24,10 +24,10 @@ from accelpatch.kernels.cpu_native import PLAIN
 from accelpatch.kernels.cpu_pack import Pack
 
 KIND, FILE = "measured", "crossover.json"
-ROWS = (16, 64, 256)
+ROWS = (16, 32, 64, 96, 128, 256)
 NEVER = 1 << 40
 REPEATS = 5
-N, K, GROUP = 1024, 1024, 128
+N, K, GROUPS = 1024, 1024, (32, 64, 128)
 CLEARLY = 0.9  # torch's time as a share of the native one: below it the difference is no noise
 
 DONE = 2  # changes with either product: what an older one took is measured anew
@@ -35,30 +35,34 @@ DONE = 2  # changes with either product: what an older one took is measured anew
 Product = Callable[[Tensor, Pack], Tensor]
 
 
-def rows(kind: int, by_torch: Product) -> int:
-    """The fewest rows from which on `by_torch` is clearly faster than the native product of a weight of this kind."""
-    return _rows(kind, cpu_native.isa(), cpu_native.threads(), by_torch)
+def rows(kind: int, group: int, by_torch: Product) -> int:
+    """The fewest rows from which on `by_torch` is clearly faster than the native product of a weight of this kind.
+
+    group: how many k share a scale; with small groups the native product does more beside its multiplications.
+    """
+    nearest = max(one for one in GROUPS if one <= max(group, GROUPS[0]))
+    return _rows(kind, nearest, cpu_native.isa(), cpu_native.threads(), by_torch)
 
 
 @functools.cache
-def _rows(kind: int, isa: str, threads: int, by_torch: Product) -> int:
-    facts = [probe("cpu").name, isa, threads, torch.__version__, (N, K, GROUP), ROWS, DONE]
+def _rows(kind: int, group: int, isa: str, threads: int, by_torch: Product) -> int:
+    facts = [probe("cpu").name, isa, threads, torch.__version__, (N, K, group), ROWS, DONE]
     key = f"crossover-{isa}-{kind}-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}"
     try:
-        stored = cache.publish(KIND, key, lambda folder: _write(folder, measure(kind, by_torch)))
+        stored = cache.publish(KIND, key, lambda folder: _write(folder, measure(kind, group, by_torch)))
         return int(json.loads((stored / FILE).read_text())["rows"])
     except (CacheError, OSError, ValueError, KeyError, TypeError):  # a cache that cannot be used costs a measurement
-        return measure(kind, by_torch)
+        return measure(kind, group, by_torch)
 
 
 def _write(folder: Path, found: int) -> None:
     (folder / FILE).write_text(json.dumps({"rows": found}))
 
 
-def measure(kind: int, by_torch: Product) -> int:
+def measure(kind: int, group: int, by_torch: Product) -> int:
     """Time both products; some tens of milliseconds."""
     q = torch.zeros(N, K // (1 if kind == cpu_native.INT8 else 2), dtype=torch.int8, device="cpu")
-    scale = torch.ones(N, K // GROUP, **PLAIN)
+    scale = torch.ones(N, K // group, **PLAIN)
     pack = cpu_pack.pack_int8(q, scale) if kind == cpu_native.INT8 else cpu_pack.pack_int4(q, scale, scale)
     found = NEVER
     for count in reversed(ROWS):

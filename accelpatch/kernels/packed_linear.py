@@ -112,7 +112,7 @@ def _why_not(spec: Spec, device: Device) -> str | None:
 def _cpu(x: Tensor, *packed: Any) -> Tensor:
     pack = held(packed)
     m = x.numel() // pack.k
-    if m <= cpu_native.MAX_BATCH or m < cpu_crossover.rows(pack.kind, _by_floats):
+    if m <= cpu_native.MAX_BATCH or m < cpu_crossover.rows(pack.kind, pack.group, _by_floats):
         return cpu_pack.linear(x, pack)
     return _by_floats(x, pack)
 

@@ -50,30 +50,30 @@ def fast_when_many(x: Tensor, pack: Pack) -> Tensor:
 )
 @pytest.mark.parametrize("kind", [cpu_native.INT8, cpu_native.INT4], ids=["int8", "int4"])
 def test_the_faster_one_is_found(kind: int, product: Any, due: int) -> None:
-    assert cpu_crossover.measure(kind, product) == due
+    assert cpu_crossover.measure(kind, 64, product) == due
 
 
 def test_it_is_measured_once_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert cpu_crossover.rows(cpu_native.INT8, at_once) == ROWS[0]
+    assert cpu_crossover.rows(cpu_native.INT8, 64, at_once) == ROWS[0]
     (kept,) = [entry for entry in cache.listing() if entry.kind == cpu_crossover.KIND]
     assert json.loads((kept.path / cpu_crossover.FILE).read_text()) == {"rows": ROWS[0]}
     cpu_crossover._rows.cache_clear()
     monkeypatch.setattr(cpu_crossover, "measure", None)  # a second process measures nothing
-    assert cpu_crossover.rows(cpu_native.INT8, at_once) == ROWS[0]
+    assert cpu_crossover.rows(cpu_native.INT8, 64, at_once) == ROWS[0]
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"rows": null}', '{"rows": "x"}'])
 def test_a_damaged_entry_costs_a_measurement(content: str) -> None:
-    cpu_crossover.rows(cpu_native.INT8, at_once)
+    cpu_crossover.rows(cpu_native.INT8, 64, at_once)
     (kept,) = [entry for entry in cache.listing() if entry.kind == cpu_crossover.KIND]
     (kept.path / cpu_crossover.FILE).write_text(content)
     cpu_crossover._rows.cache_clear()
-    assert cpu_crossover.rows(cpu_native.INT8, at_once) == ROWS[0]
+    assert cpu_crossover.rows(cpu_native.INT8, 64, at_once) == ROWS[0]
 
 
 def test_a_cache_that_cannot_be_used_costs_a_measurement(own_cache: Path) -> None:
     own_cache.symlink_to(own_cache.parent)
-    assert cpu_crossover.rows(cpu_native.INT8, at_once) == ROWS[0]
+    assert cpu_crossover.rows(cpu_native.INT8, 64, at_once) == ROWS[0]
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
@@ -84,7 +84,7 @@ def test_both_products_give_the_same_numbers(kind: str, monkeypatch: pytest.Monk
     pack = cpu_pack.pack_int8(*weight[:2]) if kind == "int8" else cpu_pack.pack_int4(*weight)
     results = []
     for rows in (NEVER, 1):
-        monkeypatch.setattr(cpu_crossover, "rows", lambda kind, product, rows=rows: rows)
+        monkeypatch.setattr(cpu_crossover, "rows", lambda kind, group, product, rows=rows: rows)
         results.append(packed_linear.packed_linear(x, *packed_linear.arguments(pack, bias)))
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
     assert not torch.equal(*results)  # they are two products
