@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from accelpatch.device import Device
 from accelpatch.kernels import dispatch
@@ -84,6 +85,8 @@ def spec_add(x: Tensor, residual: Tensor, weight: Tensor, eps: float, plus_one: 
 
 def _torch(x: Tensor, weight: Tensor, eps: float, plus_one: bool) -> Tensor:
     # the order of operations is that of LlamaRMSNorm and Gemma2RMSNorm: equal to the bit
+    if x.dtype == weight.dtype == torch.float32 and not plus_one:
+        return functional.rms_norm(x, weight.shape, weight, eps).contiguous()
     values = x.to(torch.float32)
     values = values * torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + eps)
     if plus_one:

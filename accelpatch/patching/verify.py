@@ -123,13 +123,16 @@ def units_apart(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
         apart = (y.double() - due).abs().where(~alike, 0.0).nan_to_num(math.inf, math.inf)
         due = due.where(due.isfinite(), 0.0)
         size = torch.maximum(due.abs(), due.square().mean(-1, keepdim=True).sqrt() if due.dim() else due.abs())
-        far = torch.where(apart == 0, 0.0, apart / size).max().item() / UNITS[dtype]
+        unit = UNITS.get(dtype, 0.0)  # of other dtypes nothing but the same numbers
+        far = torch.where(apart == 0, 0.0, apart / size).max().item()
+        far = far / unit if unit else math.inf if far else 0.0
         worst = max(worst, far if far == far else math.inf)
         sums = torch.stack((apart.square().sum(), due.square().sum())).cpu()
         squares[dtype] = squares.get(dtype, torch.zeros(2, dtype=torch.float64)) + sums
     for dtype, (apart, size) in squares.items():
         if apart:
-            worst = max(worst, 4 * math.sqrt(apart / size) / UNITS[dtype] if size else math.inf)
+            unit = UNITS.get(dtype, 0.0)
+            worst = max(worst, 4 * math.sqrt(apart / size) / unit if size and unit else math.inf)
     return worst if worst == worst else math.inf
 
 

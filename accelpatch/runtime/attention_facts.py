@@ -47,3 +47,14 @@ def logit_cap(model: Any) -> float:
     """The cap of the logits, 0 for none."""
     capped = type(model).__name__ in CAPPED_LOGITS
     return float((getattr(model.config, "final_logit_softcapping", None) if capped else None) or 0.0)
+
+
+def unlike(*models: Any) -> str | None:
+    """Why a model, or the decoder in it, may not call its layers one after the other; None where they do."""
+    for one in models:
+        if not type(one).forward.__module__.startswith("transformers."):
+            return f"{type(one).__name__} has a forward of its own"
+    decoder = models[-1]
+    count = decoder.config.num_hidden_layers
+    places = [getattr(layer.self_attn, "layer_idx", None) for layer in decoder.layers]
+    return None if places == list(range(count)) else f"its layers have the numbers {places}, of {count}"

@@ -13,13 +13,12 @@ from torch import nn
 from transformers.cache_utils import DynamicCache
 
 from accelpatch.errors import KernelError, PatchError
-from accelpatch.runtime import fused_forward as forward
 from accelpatch.runtime.captured_batch import TOKENS, Batch, Guesses
 from accelpatch.runtime.captured_cache import LayerShape, capacity_for, shapes_of, why_not
 from accelpatch.runtime.captured_graph import GRAPHS, new_pool
 from accelpatch.runtime.captured_guesses import verification
 from accelpatch.runtime.captured_step import CapturedStep, first_line, for_decoding, graph_maker
-from accelpatch.runtime.fused_forward import FORWARD
+from accelpatch.runtime.fused_forward import called
 from accelpatch.runtime.fused_layer import FUSED, FusedModel, read
 from accelpatch.runtime.fused_weights import Unfit
 from accelpatch.runtime.native_step import recounted
@@ -82,22 +81,20 @@ class CapturedRuntime:
 
     def outputs(self, model: nn.Module, given: Mapping[str, Any]) -> Any:
         """What a call of the model gives, by its fused layers; None where the modules must run it."""
-        if self._learning or forward.why_not(model, given) is not None:
-            return None
-        with self.lock:
-            if self._unable(model) is not None:
-                return None
-            self._look(model)
-            assert self._watch is not None
-            if self._watch.objection() is not None:
-                return None
-            if self._fused is None and not self._unfused:
-                self._fuse(model)
-            fused, watched = self._fused, self._watch.watched()
-        if fused is None or fused.no_prompts is not None or len(watched) == len(fused.layers):
-            return None
-        self.paths[FORWARD + (f", but modules in layers {watched}: a hook inside" if watched else "")] += 1
-        return forward.fused_forward(model, fused, watched, given)
+        return None if self._learning else called(self, model, given)
+
+    def fused(self, model: nn.Module) -> tuple[FusedModel | None, list[int]]:
+        """The fused layers of the model as it is, if there are any, and the numbers of those that somebody watches."""
+        replica = vars(model).get("_is_replica", False)  # of nn.DataParallel: its weights are not those read here
+        if replica or self._busy or self._unable(model) is not None:
+            return None, []
+        self._look(model)
+        assert self._watch is not None
+        if self._watch.objection() is not None:
+            return None, []
+        if self._fused is None and not self._unfused:
+            self._fuse(model)
+        return self._fused, self._watch.watched()
 
     def steps(self, model: nn.Module) -> bool:
         """Whether generate() is looked at by `captured_decoding`; nothing is captured before it is called."""

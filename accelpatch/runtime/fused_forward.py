@@ -18,10 +18,10 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from accelpatch.kernels.attention_shape import AttentionShape
 from accelpatch.kernels.fused_product import normed
-from accelpatch.kernels.operation import refusing_gradient
+from accelpatch.kernels.operation import plainly, refusing_gradient
 from accelpatch.kernels.prompt_attention import turn_
 from accelpatch.runtime import attention_facts
-from accelpatch.runtime.captured_cache import LAYERS
+from accelpatch.runtime.captured_cache import why_not as cache_why_not
 from accelpatch.runtime.fused_layer import FusedModel
 from accelpatch.runtime.native_weights import layer_type
 
@@ -41,14 +41,60 @@ def why_not(model: Any, given: Mapping[str, Any]) -> str | None:
     ids, mask, positions, cache = (given.get(name) for name in TAKEN[:4])
     if not isinstance(ids, Tensor) or ids.dim() != 2 or not ids.numel():
         return "no ids"
-    if cache is not None and (type(cache) is not DynamicCache or any(type(one) not in LAYERS for one in cache.layers)):
-        return f"the cache is a {type(cache).__name__}"
+    if cache is not None and (reason := cache_why_not(cache) or _unused(model, given)):
+        return reason
     past = 0 if cache is None else cache.get_seq_length()
     if mask is not None and (not isinstance(mask, Tensor) or mask.shape != (ids.shape[0], past + ids.shape[1])):
         return "an attention mask of another form than the ids"
-    if positions is not None and positions.shape not in (ids.shape, (1, ids.shape[1])):
+    return _of_positions(positions, ids, packed=mask is None and not caches(model, given)) or _of_config(model, given)
+
+
+def _of_positions(positions: Any, ids: Tensor, packed: bool) -> str | None:
+    """packed: whether transformers takes positions that begin anew for several texts in one row."""
+    if positions is None:
+        return None
+    if not isinstance(positions, Tensor) or positions.shape not in (ids.shape, (1, ids.shape[1])):
         return "positions of another form than the ids"
-    return None
+    if positions.is_floating_point() or positions.dtype == torch.bool:
+        return "positions that are no integers"
+    return "positions of packed texts" if packed else None
+
+
+def _of_config(model: Any, given: Mapping[str, Any]) -> str | None:
+    kept = given.get("logits_to_keep", 0)
+    places = isinstance(kept, Tensor) and kept.dim() == 1 and kept.dtype in (torch.int64, torch.int32)
+    if type(kept) is not int and not places:
+        return "logits_to_keep of another form"
+    return None if getattr(model.config, "is_causal", True) is not False else "the configuration looks ahead"
+
+
+def _unused(model: Any, given: Mapping[str, Any]) -> str | None:
+    """Families differ in whether they give back a cache that they were told not to use."""
+    return None if caches(model, given) else "a cache, and use_cache: false"
+
+
+def caches(model: Any, given: Mapping[str, Any]) -> bool:
+    """Whether the call has a cache of its own, or goes on with its caller's."""
+    use_cache = given.get("use_cache")
+    return bool(getattr(model.config, "use_cache", True) if use_cache is None else use_cache)
+
+
+def called(runtime: Any, model: Any, given: Mapping[str, Any]) -> Any:
+    """What a call of the model gives by the fused layers of its runtime; None where the modules must run it."""
+    if not plainly() or why_not(model, given) is not None:
+        return None
+    if not runtime.lock.acquire(blocking=False):  # another thread's generate(), which may wait for this call
+        return None
+    try:
+        fused, watched = runtime.fused(model)
+    finally:
+        runtime.lock.release()
+    if fused is None or fused.no_prompts is not None or len(watched) == len(fused.layers):
+        return None
+    if torch.is_grad_enabled() and (watched or is_trained(given.get("past_key_values"))):
+        return None  # the modules refuse the gradient of what comes in from outside
+    runtime.paths[FORWARD + (f", but modules in layers {watched}: a hook inside" if watched else "")] += 1
+    return fused_forward(model, fused, watched, given)
 
 
 @dataclass(eq=False)
@@ -98,10 +144,7 @@ class Call:
         return int(self.cache.layers[place].get_mask_sizes(self.positions.shape[1])[1])
 
     def seen(self, keys: int, first: int, window: int) -> Tensor | None:
-        """[B or 1, 1, L, keys]: which keys each token sees; None where it is all of those up to itself.
-
-        A hidden token sees itself: what it leaves behind is no NaN, which a product with a zero would not hide.
-        """
+        """[B or 1, 1, L, keys]: which keys each token sees; None where it is all of those up to itself."""
         key = keys, first, window
         if key not in self._seen:
             self._seen[key] = self._make(keys, first, window)
@@ -119,27 +162,29 @@ class Call:
         if window:
             seen = seen & (at - key < window)
         if self.mask is not None:
-            seen = seen & self.mask[:, None, first : first + keys].ne(0) | (at == key)
+            seen = seen & self.mask[:, None, first : first + keys].ne(0)
         return seen.view(-1, 1, length, keys)
+
+
+def is_trained(cache: Any) -> bool:
+    """Whether somebody wants the gradient of what a cache holds."""
+    layers = [] if cache is None else [layer for layer in cache.layers if layer.is_initialized]
+    return any(tensor.requires_grad for layer in layers for tensor in (layer.keys, layer.values))
 
 
 def fused_forward(model: Any, fused: FusedModel, watched: Collection[int], given: Mapping[str, Any]) -> Any:
     """The outputs of the call, where `why_not` has no reason. watched: numbers of the layers that run their modules."""
     ids, cache, mask = given["input_ids"], given.get("past_key_values"), given.get("attention_mask")
-    use_cache = given.get("use_cache")
-    if use_cache is None:
-        use_cache = getattr(model.config, "use_cache", True)
-    if use_cache and cache is None:
+    if cache is None and caches(model, given):
         cache = DynamicCache(config=model.config)
     past = 0 if cache is None else cache.get_seq_length()
     positions = given.get("position_ids")
     if positions is None:
         positions = torch.arange(past, past + ids.shape[1], device=ids.device)[None]
-    if mask is not None and bool(mask.all()):
-        mask = None
-    call = Call(positions.expand(ids.shape).contiguous(), mask, cache, past)
-    kept = given.get("logits_to_keep")
-    kept = slice(-kept, None) if isinstance(kept, int) else slice(None) if kept is None else kept
+    mask = None if mask is None or bool(mask.all()) else mask.to(ids.device)
+    call = Call(positions.to(ids.device).expand(ids.shape).contiguous(), mask, cache, past)
+    kept = given.get("logits_to_keep", 0)
+    kept = slice(-kept, None) if isinstance(kept, int) else kept
     with torch.no_grad():
         normal = _hidden(model, fused, watched, ids, call).view(*ids.shape, -1)
         normal = normal[:, kept]
@@ -150,7 +195,7 @@ def fused_forward(model: Any, fused: FusedModel, watched: Collection[int], given
     loss = None
     if (labels := given.get("labels")) is not None:
         loss = model.loss_function(logits=logits, labels=labels, vocab_size=model.config.vocab_size)
-    return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache if use_cache else None)
+    return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
 
 
 def _hidden(model: Any, fused: FusedModel, watched: Collection[int], ids: Tensor, call: Call) -> Tensor:

@@ -109,7 +109,10 @@ def test_without_an_early_start(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any("cuda" in held[name].fn.__code__.co_names for name in ("release", "wait"))
     hopper = KNOWN["sm_90"]
     monkeypatch.setattr(launch, "probe", lambda where: hopper)
-    on_gpu: Any = SimpleNamespace(is_cuda=True, device=None)
+    on_gpu: Any = SimpleNamespace(device=torch.device("cuda", 99))
+    launch._dependent.cache_clear()
     assert launch.dependent(on_gpu) == (True, {"launch_pdl": True})
+    launch._dependent.cache_clear()
     monkeypatch.setattr(launch, "_early", lambda: False)
     assert launch.dependent(on_gpu) == (False, {})
+    launch._dependent.cache_clear()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import DynamicCache, LlamaForCausalLM
+from transformers.generation.streamers import BaseStreamer
 
 import accelpatch
 from accelpatch.errors import KernelError
@@ -53,9 +56,11 @@ def _positioned(model: Any) -> Any:
     return model(**batch, position_ids=positions).logits[batch["attention_mask"].bool()]
 
 
-def _padded(model: Any) -> Any:
-    batch = padded_batch()
-    return model(**batch).logits[batch["attention_mask"].bool()]
+def _hidden_on_the_right(model: Any) -> Any:
+    batch = full_batch()
+    batch["attention_mask"][1, 6:] = 0
+    outputs = model(**batch, labels=batch["input_ids"])
+    return [outputs.logits, outputs.loss]
 
 
 # what a program calls -> what comes back of it
@@ -64,7 +69,8 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "named": lambda model: model(input_ids=full_batch()["input_ids"], use_cache=False, return_dict=True).logits,
     "one": lambda model: model(full_batch()["input_ids"][:1, :1]).logits,
     "mask": lambda model: model(**full_batch()).logits,
-    "padded": _padded,
+    "padded": lambda model: model(**padded_batch()).logits,
+    "right": _hidden_on_the_right,
     "positions": _positioned,
     "continued": lambda model: _continued(model, padded_batch())[0],
     "continued-cache": lambda model: _cached(_continued(model, full_batch())[1]),
@@ -104,7 +110,7 @@ def test_other_attention_runs_its_modules(name: str) -> None:
 
 
 @pytest.mark.parametrize("eager", [False, True], ids=["sdpa", "eager"])
-@pytest.mark.parametrize("call", ["ids", "padded", "continued"])
+@pytest.mark.parametrize("call", ["ids", "right", "continued"])
 @pytest.mark.parametrize("name", NAMES)
 @torch.no_grad()
 def test_a_watched_layer_alone_runs_its_modules(name: str, call: str, eager: bool) -> None:
@@ -126,6 +132,12 @@ OTHERS: dict[str, Callable[[Any], Any]] = {
     "tuple": lambda model: model(**full_batch(), return_dict=False)[0],
     "embeds": lambda model: model(inputs_embeds=model.model.embed_tokens(full_batch()["input_ids"])).logits,
     "static": lambda model: model.generate(**full_batch(), num_beams=2, cache_implementation="static"),
+    "packed": lambda model: (
+        model(full_batch()["input_ids"], position_ids=torch.arange(9)[None] % 4, use_cache=False).logits
+    ),
+    "unused-cache": lambda model: (
+        model(full_batch()["input_ids"], past_key_values=DynamicCache(), use_cache=False).past_key_values.layers[1].keys
+    ),
     "mask-4d": lambda model: model(full_batch()["input_ids"], torch.ones(3, 1, 9, 9).tril().bool()).logits,
 }
 
@@ -171,3 +183,99 @@ def test_hooks_outside_of_the_layers_and_forwards_of_the_users_own() -> None:
     norm.forward = lambda x: 2 * type(norm).forward(norm, x)
     assert_close(CALLS["ids"](model), 2 * due)
     assert FORWARD not in paths(model)
+
+
+@torch.no_grad()
+def test_replicas_of_data_parallel_run_their_own_modules() -> None:
+    model = patched()
+    due = CALLS["ids"](model)
+    replica = model._replicate_for_data_parallel()
+    assert_close(CALLS["ids"](replica), due)
+    assert paths(model) == {FORWARD: 1}
+
+
+def looking_ahead(model: Any) -> None:
+    model.config.is_causal = False
+
+
+def fewer_layers(model: Any) -> None:
+    model.config.num_hidden_layers = 1
+
+
+def swapped_layers(model: Any) -> None:
+    model.model.layers = nn.ModuleList(reversed(model.model.layers))
+
+
+@pytest.mark.parametrize("change", [looking_ahead, fewer_layers, swapped_layers])
+@torch.no_grad()
+def test_models_that_are_changed_into_others(change: Callable[[Any], None]) -> None:
+    model = patched()
+    CALLS["ids"](model)
+    count = paths(model)[FORWARD]
+    change(model)
+    assert torch.equal(CALLS["ids"](model), CALLS["ids"](stock(model)))
+    assert paths(model)[FORWARD] == count
+
+
+class Halved(LlamaForCausalLM):
+    """A user's own model."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        outputs = super().forward(*args, **kwargs)
+        outputs.logits = outputs.logits / 2
+        return outputs
+
+
+@torch.no_grad()
+def test_a_forward_of_a_users_own_class() -> None:
+    plain = CAUSAL["llama"].make()
+    own = Halved(plain.config).eval()
+    own.load_state_dict(plain.state_dict())
+    due = CALLS["ids"](own)
+    accelpatch.patch(own, "exact", verify=False)
+    assert_close(CALLS["ids"](own), due)
+    assert torch.equal(own.generate(**full_batch(), max_new_tokens=4), plain.generate(**full_batch(), max_new_tokens=4))
+    assert FORWARD not in paths(own)
+
+
+def test_gradients_that_come_in_from_outside_are_refused_as_by_the_modules() -> None:
+    model = patched().requires_grad_(False)
+    ids = full_batch()["input_ids"]
+    cache = DynamicCache()
+    for place in range(2):
+        cache.update(*(torch.randn(3, 2, 2, 16, requires_grad=True) for _ in range(2)), place)
+    with pytest.raises(KernelError, match="no gradient"):
+        model(ids, past_key_values=cache).logits.sum().backward()
+    vector = torch.zeros(64, requires_grad=True)
+    model.model.layers[1].mlp.register_forward_hook(lambda module, args, out: out + vector)
+    with pytest.raises(KernelError, match="no gradient"):
+        model(ids).logits.sum().backward()
+
+
+def test_a_call_of_another_thread_while_generate_runs() -> None:
+    """A streamer that waits for it would wait for ever if the call waited for generate()."""
+    model, found = patched(), []
+    due = CALLS["ids"](model)
+
+    class Asking(BaseStreamer):
+        def put(self, value: Tensor) -> None:
+            thread = threading.Thread(target=lambda: found.append(CALLS["ids"](model)))
+            thread.start()
+            thread.join(20)
+            assert not thread.is_alive()
+
+        def end(self) -> None:
+            pass
+
+    model.generate(input_ids=full_batch()["input_ids"][:1], max_new_tokens=3, streamer=Asking())
+    assert len(found) == 4
+    assert all(torch.allclose(one, due, atol=1e-4) for one in found)
+
+
+@torch.no_grad()
+def test_traces_are_made_of_the_modules() -> None:
+    model = patched().requires_grad_(False)
+    ids = full_batch()["input_ids"]
+    traced = torch.jit.trace(lambda ids: model(ids, use_cache=False).logits, (ids,), check_trace=False)
+    assert FORWARD not in paths(model)
+    torch.testing.assert_close(traced(ids), model(ids).logits, rtol=1e-4, atol=1e-4)
