@@ -27,13 +27,14 @@ from accelpatch.runtime.native_weights import layer_type
 
 FORWARD = "fused forward"
 TAKEN = ("input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "labels")
-UNASKED = {"return_dict": True, "output_attentions": False, "output_hidden_states": False}
+STREAMS = "output_hidden_states"
+UNASKED = {"return_dict": True, "output_attentions": False}
 
 
 def why_not(model: Any, given: Mapping[str, Any]) -> str | None:
     """Why a call must run the modules; None where fused layers may. given: the call's arguments by name."""
     for name, value in given.items():
-        if name not in TAKEN and value is not None and value is not UNASKED.get(name):
+        if name not in (*TAKEN, STREAMS) and value is not None and value is not UNASKED.get(name):
             return f"{name} was given"
     for name, unasked in UNASKED.items():
         if given.get(name) is None and getattr(model.config, name, unasked) is not unasked:
@@ -68,6 +69,12 @@ def _of_config(model: Any, given: Mapping[str, Any]) -> str | None:
     return None if getattr(model.config, "is_causal", True) is not False else "the configuration looks ahead"
 
 
+def streams(model: Any, given: Mapping[str, Any]) -> bool:
+    """Whether the call wants what comes into and out of each layer."""
+    wanted = given.get(STREAMS)
+    return bool(getattr(model.config, STREAMS, False) if wanted is None else wanted)
+
+
 def _unused(model: Any, given: Mapping[str, Any]) -> str | None:
     """Families differ in whether they give back a cache that they were told not to use."""
     return None if caches(model, given) else "a cache, and use_cache: false"
@@ -91,8 +98,8 @@ def called(runtime: Any, model: Any, given: Mapping[str, Any]) -> Any:
         runtime.lock.release()
     if fused is None or fused.no_prompts is not None or len(watched) == len(fused.layers):
         return None
-    if torch.is_grad_enabled() and (watched or is_trained(given.get("past_key_values"))):
-        return None  # the modules refuse the gradient of what comes in from outside
+    if torch.is_grad_enabled() and (watched or streams(model, given) or is_trained(given.get("past_key_values"))):
+        return None  # the modules refuse the gradient of what comes in from outside, and of what goes out
     runtime.paths[FORWARD + (f", but modules in layers {watched}: a hook inside" if watched else "")] += 1
     return fused_forward(model, fused, watched, given)
 
@@ -185,8 +192,10 @@ def fused_forward(model: Any, fused: FusedModel, watched: Collection[int], given
     call = Call(positions.to(ids.device).expand(ids.shape).contiguous(), mask, cache, past)
     kept = given.get("logits_to_keep", 0)
     kept = slice(-kept, None) if isinstance(kept, int) else kept
+    seen: list[Tensor] | None = [] if streams(model, given) else None
     with torch.no_grad():
-        normal = _hidden(model, fused, watched, ids, call).view(*ids.shape, -1)
+        normal = _hidden(model, fused, watched, ids, call, seen).view(*ids.shape, -1)
+        hidden = None if seen is None else (*(one.view(normal.shape) for one in seen), normal)
         normal = normal[:, kept]
         logits = fused.logits_of(normal.flatten(0, 1)).view(*normal.shape[:2], -1)
     trained = next((p for p in model.parameters() if p.requires_grad), None) if torch.is_grad_enabled() else None
@@ -195,16 +204,21 @@ def fused_forward(model: Any, fused: FusedModel, watched: Collection[int], given
     loss = None
     if (labels := given.get("labels")) is not None:
         loss = model.loss_function(logits=logits, labels=labels, vocab_size=model.config.vocab_size)
-    return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
+    return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache, hidden_states=hidden)
 
 
-def _hidden(model: Any, fused: FusedModel, watched: Collection[int], ids: Tensor, call: Call) -> Tensor:
-    """The rows [B L, K] that go into the head."""
+def _hidden(
+    model: Any, fused: FusedModel, watched: Collection[int], ids: Tensor, call: Call, seen: list[Tensor] | None
+) -> Tensor:
+    """The rows [B L, K] that go into the head. seen: where those that go into the layers are put, if wanted."""
     x, pending = model.model.embed_tokens(ids).flatten(0, 1), None
     for place, layer in enumerate(fused.layers):
+        if pending is not None and (place in watched or seen is not None):
+            x, pending = x + pending, None
+        if seen is not None:
+            seen.append(x)
         if place in watched:
-            whole = x if pending is None else x + pending
-            x, pending = _module(model.model, place, whole.view(*ids.shape, -1), call), None
+            x = _module(model.model, place, x.view(*ids.shape, -1), call)
             continue
 
         def attend(qkv: Tensor, shape: AttentionShape = layer.attention, place: int = place) -> Tensor:

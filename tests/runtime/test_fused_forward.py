@@ -44,6 +44,11 @@ def _cached(cache: Any) -> list[Tensor]:
     return [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
 
 
+def _streams(model: Any) -> list[Tensor]:
+    shown = padded_batch()["attention_mask"].bool()  # where nothing is seen, eager attention gives other numbers
+    return [one[shown] for one in model(**padded_batch(), output_hidden_states=True).hidden_states]
+
+
 def _scored(model: Any) -> Any:
     batch = full_batch()
     outputs = model(**batch, labels=batch["input_ids"])
@@ -77,6 +82,7 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "kept": lambda model: model(**full_batch(), logits_to_keep=2).logits,
     "picked": lambda model: model(**full_batch(), logits_to_keep=torch.tensor([3, 0])).logits,
     "labels": _scored,
+    "hidden": _streams,
     "cache": lambda model: _cached(model(**full_batch()).past_key_values),
     "beams": lambda model: model.generate(**padded_batch(), num_beams=3, max_new_tokens=6).float(),
 }
@@ -110,7 +116,7 @@ def test_other_attention_runs_its_modules(name: str) -> None:
 
 
 @pytest.mark.parametrize("eager", [False, True], ids=["sdpa", "eager"])
-@pytest.mark.parametrize("call", ["ids", "right", "continued"])
+@pytest.mark.parametrize("call", ["ids", "right", "continued", "hidden"])
 @pytest.mark.parametrize("name", NAMES)
 @torch.no_grad()
 def test_a_watched_layer_alone_runs_its_modules(name: str, call: str, eager: bool) -> None:
@@ -128,7 +134,7 @@ def test_a_watched_layer_alone_runs_its_modules(name: str, call: str, eager: boo
 
 # What only the modules give, or what the fused layers do not know.
 OTHERS: dict[str, Callable[[Any], Any]] = {
-    "hidden": lambda model: model(**full_batch(), output_hidden_states=True).hidden_states[1],
+    "attentions": lambda model: model(**full_batch(), output_attentions=True).logits,
     "tuple": lambda model: model(**full_batch(), return_dict=False)[0],
     "embeds": lambda model: model(inputs_embeds=model.model.embed_tokens(full_batch()["input_ids"])).logits,
     "static": lambda model: model.generate(**full_batch(), num_beams=2, cache_implementation="static"),
@@ -170,6 +176,12 @@ def test_a_gradient_is_refused_as_by_the_modules() -> None:
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     assert not model(**full_batch()).logits.requires_grad
+
+
+def test_a_gradient_of_hidden_states_is_refused() -> None:
+    model = patched()
+    with pytest.raises(KernelError, match="no gradient"):
+        model(**full_batch(), output_hidden_states=True).hidden_states[1].sum().backward()
 
 
 @torch.no_grad()
