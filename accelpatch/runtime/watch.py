@@ -102,15 +102,19 @@ class Watch:
         return [attributes.get(name) for attributes, name in self._plain]
 
 
+def configurations(model: Any) -> tuple[Any, ...]:
+    """That of a model of transformers, and of the decoder in it; none of another model."""
+    config: Any = getattr(model, "config", None)
+    return (config, config.get_text_config(decoder=True)) if hasattr(config, "get_text_config") else ()
+
+
 def plain_values(model: Any) -> Iterator[tuple[dict[str, Any], str]]:
     """(attributes, name) of the numbers that a step takes for granted: scalings, windows, epsilons, softcaps.
 
     Those of the configuration, and of modules that hold neither a product's weight nor other modules' work.
     """
-    config: Any = getattr(model, "config", None)
-    parts = [config, config.get_text_config(decoder=True)] if hasattr(config, "get_text_config") else []
     owners = [module for module in model.modules() if not isinstance(module, (nn.Linear, nn.ModuleList))]
-    for owner in (*parts, *owners):
+    for owner in (*configurations(model), *owners):
         for name, value in vars(owner).items():
             private = isinstance(owner, nn.Module) and (name[0] == "_" or name in _OF_EVERY_MODULE)
             if type(value) in SCALARS and not private:
@@ -119,9 +123,8 @@ def plain_values(model: Any) -> Iterator[tuple[dict[str, Any], str]]:
 
 def flag_places(model: Any) -> Iterator[tuple[dict[str, Any], str]]:
     """(attributes, name) of all plain values of the configuration and of modules; adapters have `state_of`."""
-    config: Any = model.config
     owners = (module for module in model.modules() if not is_adapter(module))
-    for owner in (config, config.get_text_config(decoder=True), *owners):
+    for owner in (*configurations(model), *owners):
         for name, value in vars(owner).items():
             if type(value) in SCALARS and name != CAPTURES:
                 yield vars(owner), name

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import accelpatch
 from accelpatch.recipe import parse
-from tests.families.tiny import CAUSAL
+from tests.families.tiny import CAUSAL, padded_batch
 
 peft = pytest.importorskip("peft", reason="PEFT is not installed: pip install 'accelpatch[peft]'")
 
@@ -37,3 +38,16 @@ def both_orders(name: str, recipe: str, **changes: Any) -> tuple[Any, Any]:
     first = adapted(accelpatch.patch(CAUSAL[name].make(), RECIPES[recipe], verify=False), **changes)
     last = adapted(CAUSAL[name].make(), **changes)
     return first, accelpatch.patch(last, RECIPES[recipe], verify=False)
+
+
+@torch.no_grad()
+def logits(model: Any) -> Tensor:
+    """Of the tokens of a padded batch that are shown, in float32."""
+    batch = padded_batch()
+    found: Tensor = model(**batch).logits[batch["attention_mask"].bool()].float()
+    return found
+
+
+def off(one: Tensor, other: Tensor) -> float:
+    """Relative distance."""
+    return float((one - other).norm() / other.norm())

@@ -12,8 +12,8 @@ from torch import Tensor
 
 import accelpatch
 from accelpatch.recipe import parse
-from tests.adapters.lora import adapted, peft
-from tests.families.tiny import CAUSAL, padded_batch
+from tests.adapters.lora import adapted, logits, off, peft
+from tests.families.tiny import CAUSAL
 from tests.runtime.steps import inner
 from tests.support.packed import PATCHES, packed, plain, rounded
 
@@ -26,17 +26,6 @@ MERGES: dict[str, Any] = {
     "merge_adapter": lambda model: model.merge_adapter() or model,
     "safe-adapter": lambda model: model.merge_adapter(safe_merge=True) or model,
 }
-
-
-@torch.no_grad()
-def logits(model: Any) -> Tensor:
-    batch = padded_batch()
-    found: Tensor = model(**batch).logits[batch["attention_mask"].bool()].float()
-    return found
-
-
-def off(one: Tensor, other: Tensor) -> float:
-    return float((one - other).norm() / other.norm())
 
 
 def lora(model: Any, name: str, **changes: Any) -> Any:

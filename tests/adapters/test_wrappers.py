@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import accelpatch
-from tests.adapters.lora import peft
-from tests.families.tiny import CAUSAL, full_batch, padded_batch
+from tests.adapters.lora import logits, off, peft
+from tests.families.tiny import CAUSAL, full_batch
 from tests.runtime.steps import inner
 from tests.support.packed import FORMS, patch, plain
 
@@ -28,17 +28,6 @@ def wrapped(model: Any, **changes: Any) -> Any:
             if parameter.requires_grad and "lora" not in name:
                 parameter.add_((0.2 * torch.randn(parameter.shape)).to(parameter.dtype))
     return model
-
-
-@torch.no_grad()
-def logits(model: Any) -> Tensor:
-    batch = padded_batch()
-    found: Tensor = model(**batch).logits[batch["attention_mask"].bool()].float()
-    return found
-
-
-def off(one: Tensor, other: Tensor) -> float:
-    return float((one - other).norm() / other.norm())
 
 
 def trainable(model: Any) -> dict[str, Tensor]:
