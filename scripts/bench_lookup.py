@@ -61,7 +61,7 @@ class Pair:
 
     def __init__(self, base: Any, recipe: str):
         self.model: Any = copy.deepcopy(base)
-        accelpatch.patch(self.model, recipe, verify=False, keep_original="none")
+        accelpatch.patch(self.model, recipe, keep_original="none")
         kind = next(self.model.parameters()).device.type
         self.runtimes = {say: new_runtime(kind, Runtime(speculate=say)) for say in ("off", "prompt_lookup")}
 

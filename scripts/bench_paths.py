@@ -3,7 +3,8 @@
     python scripts/bench_paths.py [--model llama2-7b] [--device cuda] [--dtype bfloat16] [--recipes exact int8 int4]
         [--paths ids generate ...] [--others bert whisper] [--repeats 5] [--json FILE] [--profile PATH]
 
-The model has the named shape and random weights. It is patched as users patch it: with the defaults, verified. Each
+The model has the named shape and random weights. It is patched as users patch it, verified; only the
+originals are freed, to make room for several engines. Each
 figure is how often the patched model does what the unpatched one does once in the same time: the ratio of the medians
 over `--repeats` turns, in which every engine runs once. Below 1.0 it is slower than unpatched. Paths: `ids` are calls
 of model(ids) of several sizes, the others those of `PATHS`; --others: models of other kinds, by one call each.

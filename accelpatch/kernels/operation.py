@@ -51,14 +51,14 @@ def operation(name: str) -> Callable[[Callable[..., R]], Operation[R]]:
     return functools.partial(Operation, name)
 
 
-def plainly() -> bool:
+def is_eager() -> bool:
     """Whether nobody traces, transforms or intercepts what torch does now."""
     return not (_modes() or _transforms() is not None or torch._C._get_tracing_state() is not None)
 
 
 def _plain(args: tuple[Any, ...]) -> bool:
     """Whether nothing but the numbers of these arguments is wanted."""
-    if not plainly():
+    if not is_eager():
         return False
     differentiable = torch.is_grad_enabled()
     for value in args:

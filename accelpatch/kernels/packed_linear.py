@@ -33,7 +33,7 @@ from accelpatch.kernels.dispatch import Case, Implementation, Kernel, Spec, requ
 from accelpatch.kernels.operation import operation
 
 NARROW = (torch.float32, torch.bfloat16, torch.float16)
-AT_A_TIME = 1 << 21  # elements of weight that are float at a time: 8 MiB
+FLOAT_BLOCK = 1 << 21  # elements of weight that are float at a time: 8 MiB
 
 
 def arguments(pack: Pack, bias: Tensor | None = None) -> tuple[Any, ...]:
@@ -120,7 +120,7 @@ def _cpu(x: Tensor, *packed: Any) -> Tensor:
 def _by_floats(x: Tensor, pack: Pack) -> Tensor:
     """torch's product in float32, with as many rows of the weight as floats as lie in a cache."""
     flat, y = x.reshape(-1, pack.k).float(), torch.empty(x.numel() // pack.k, pack.n, **PLAIN)
-    step = max(AT_A_TIME // pack.k, 512) // ROWS * ROWS
+    step = max(FLOAT_BLOCK // pack.k, 512) // ROWS * ROWS
     for start in range(0, pack.n, step):
         stop = min(start + step, pack.n)
         w, out = cpu_pack.floats(pack, start, stop).t(), y[:, start:stop]

@@ -49,7 +49,7 @@ def logit_cap(model: Any) -> float:
     return float((getattr(model.config, "final_logit_softcapping", None) if capped else None) or 0.0)
 
 
-def unlike(*models: Any) -> str | None:
+def model_why_not(*models: Any) -> str | None:
     """Why a model, or the decoder in it, may not call its layers one after the other; None where they do."""
     for one in models:
         if not type(one).forward.__module__.startswith("transformers."):

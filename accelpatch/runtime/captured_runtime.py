@@ -18,7 +18,7 @@ from accelpatch.runtime.captured_cache import LayerShape, capacity_for, shapes_o
 from accelpatch.runtime.captured_graph import GRAPHS, new_pool
 from accelpatch.runtime.captured_guesses import verification
 from accelpatch.runtime.captured_step import CapturedStep, first_line, for_decoding, graph_maker
-from accelpatch.runtime.fused_forward import called
+from accelpatch.runtime.fused_forward import fused_outputs
 from accelpatch.runtime.fused_layer import FUSED, FusedModel, read
 from accelpatch.runtime.fused_weights import Unfit
 from accelpatch.runtime.native_step import recounted
@@ -81,7 +81,7 @@ class CapturedRuntime:
 
     def outputs(self, model: nn.Module, given: Mapping[str, Any]) -> Any:
         """What a call of the model gives, by its fused layers; None where the modules must run it."""
-        return None if self._learning else called(self, model, given)
+        return None if self._learning else fused_outputs(self, model, given)
 
     def fused(self, model: nn.Module) -> tuple[FusedModel | None, list[int]]:
         """The fused layers of the model as it is, if there are any, and the numbers of those that somebody watches."""

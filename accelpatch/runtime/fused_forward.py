@@ -18,7 +18,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from accelpatch.kernels.attention_shape import AttentionShape
 from accelpatch.kernels.fused_product import normed
-from accelpatch.kernels.operation import plainly, refusing_gradient
+from accelpatch.kernels.operation import is_eager, refusing_gradient
 from accelpatch.kernels.prompt_attention import turn_
 from accelpatch.runtime import attention_facts
 from accelpatch.runtime.captured_cache import why_not as cache_why_not
@@ -27,14 +27,14 @@ from accelpatch.runtime.native_weights import layer_type
 
 FORWARD = "fused forward"
 TAKEN = ("input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "labels")
-STREAMS = "output_hidden_states"
+HIDDEN_STATES = "output_hidden_states"
 UNASKED = {"return_dict": True, "output_attentions": False}
 
 
 def why_not(model: Any, given: Mapping[str, Any]) -> str | None:
     """Why a call must run the modules; None where fused layers may. given: the call's arguments by name."""
     for name, value in given.items():
-        if name not in (*TAKEN, STREAMS) and value is not None and value is not UNASKED.get(name):
+        if name not in (*TAKEN, HIDDEN_STATES) and value is not None and value is not UNASKED.get(name):
             return f"{name} was given"
     for name, unasked in UNASKED.items():
         if given.get(name) is None and getattr(model.config, name, unasked) is not unasked:
@@ -47,7 +47,9 @@ def why_not(model: Any, given: Mapping[str, Any]) -> str | None:
     past = 0 if cache is None else cache.get_seq_length()
     if mask is not None and (not isinstance(mask, Tensor) or mask.shape != (ids.shape[0], past + ids.shape[1])):
         return "an attention mask of another form than the ids"
-    return _of_positions(positions, ids, packed=mask is None and not caches(model, given)) or _of_config(model, given)
+    return _of_positions(positions, ids, packed=mask is None and not uses_cache(model, given)) or _of_config(
+        model, given
+    )
 
 
 def _of_positions(positions: Any, ids: Tensor, packed: bool) -> str | None:
@@ -69,26 +71,26 @@ def _of_config(model: Any, given: Mapping[str, Any]) -> str | None:
     return None if getattr(model.config, "is_causal", True) is not False else "the configuration looks ahead"
 
 
-def streams(model: Any, given: Mapping[str, Any]) -> bool:
+def wants_hidden_states(model: Any, given: Mapping[str, Any]) -> bool:
     """Whether the call wants what comes into and out of each layer."""
-    wanted = given.get(STREAMS)
-    return bool(getattr(model.config, STREAMS, False) if wanted is None else wanted)
+    wanted = given.get(HIDDEN_STATES)
+    return bool(getattr(model.config, HIDDEN_STATES, False) if wanted is None else wanted)
 
 
 def _unused(model: Any, given: Mapping[str, Any]) -> str | None:
     """Families differ in whether they give back a cache that they were told not to use."""
-    return None if caches(model, given) else "a cache, and use_cache: false"
+    return None if uses_cache(model, given) else "a cache, and use_cache: false"
 
 
-def caches(model: Any, given: Mapping[str, Any]) -> bool:
+def uses_cache(model: Any, given: Mapping[str, Any]) -> bool:
     """Whether the call has a cache of its own, or goes on with its caller's."""
     use_cache = given.get("use_cache")
     return bool(getattr(model.config, "use_cache", True) if use_cache is None else use_cache)
 
 
-def called(runtime: Any, model: Any, given: Mapping[str, Any]) -> Any:
+def fused_outputs(runtime: Any, model: Any, given: Mapping[str, Any]) -> Any:
     """What a call of the model gives by the fused layers of its runtime; None where the modules must run it."""
-    if not plainly() or why_not(model, given) is not None:
+    if not is_eager() or why_not(model, given) is not None:
         return None
     if not runtime.lock.acquire(blocking=False):  # another thread's generate(), which may wait for this call
         return None
@@ -98,7 +100,9 @@ def called(runtime: Any, model: Any, given: Mapping[str, Any]) -> Any:
         runtime.lock.release()
     if fused is None or fused.no_prompts is not None or len(watched) == len(fused.layers):
         return None
-    if torch.is_grad_enabled() and (watched or streams(model, given) or is_trained(given.get("past_key_values"))):
+    if torch.is_grad_enabled() and (
+        watched or wants_hidden_states(model, given) or wants_gradient(given.get("past_key_values"))
+    ):
         return None  # the modules refuse the gradient of what comes in from outside, and of what goes out
     runtime.paths[FORWARD + (f", but modules in layers {watched}: a hook inside" if watched else "")] += 1
     return fused_forward(model, fused, watched, given)
@@ -173,7 +177,7 @@ class Call:
         return seen.view(-1, 1, length, keys)
 
 
-def is_trained(cache: Any) -> bool:
+def wants_gradient(cache: Any) -> bool:
     """Whether somebody wants the gradient of what a cache holds."""
     layers = [] if cache is None else [layer for layer in cache.layers if layer.is_initialized]
     return any(tensor.requires_grad for layer in layers for tensor in (layer.keys, layer.values))
@@ -182,7 +186,7 @@ def is_trained(cache: Any) -> bool:
 def fused_forward(model: Any, fused: FusedModel, watched: Collection[int], given: Mapping[str, Any]) -> Any:
     """The outputs of the call, where `why_not` has no reason. watched: numbers of the layers that run their modules."""
     ids, cache, mask = given["input_ids"], given.get("past_key_values"), given.get("attention_mask")
-    if cache is None and caches(model, given):
+    if cache is None and uses_cache(model, given):
         cache = DynamicCache(config=model.config)
     past = 0 if cache is None else cache.get_seq_length()
     positions = given.get("position_ids")
@@ -192,7 +196,7 @@ def fused_forward(model: Any, fused: FusedModel, watched: Collection[int], given
     call = Call(positions.to(ids.device).expand(ids.shape).contiguous(), mask, cache, past)
     kept = given.get("logits_to_keep", 0)
     kept = slice(-kept, None) if isinstance(kept, int) else kept
-    seen: list[Tensor] | None = [] if streams(model, given) else None
+    seen: list[Tensor] | None = [] if wants_hidden_states(model, given) else None
     with torch.no_grad():
         normal = _hidden(model, fused, watched, ids, call, seen).view(*ids.shape, -1)
         hidden = None if seen is None else (*(one.view(normal.shape) for one in seen), normal)

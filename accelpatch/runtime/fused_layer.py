@@ -167,7 +167,7 @@ def read(model: Any) -> FusedModel:
     layers = getattr(decoder, "layers", None)
     if decoder is None or head is None or not layers:
         raise Unfit("it has no decoder of the Llama form")
-    if reason := attention_facts.unlike(model, decoder):
+    if reason := attention_facts.model_why_not(model, decoder):
         raise Unfit(reason)
     embedding: Any = decoder.embed_tokens
     dtype = embedding(torch.zeros(1, dtype=torch.int64, device=next(model.parameters()).device)).dtype
