@@ -94,6 +94,22 @@ def shapes_of(cache: Any) -> tuple[LayerShape, ...]:
     )
 
 
+class NotCached(Exception):
+    """Why a model's cache cannot be a static one; becomes a line of the report."""
+
+
+def learned(model: Any) -> tuple[int, tuple[LayerShape, ...]]:
+    """(size of the vocabulary, what the layers cache), by one token of nothing. Raises NotCached."""
+    cache = DynamicCache(config=model.config)
+    one = torch.zeros(1, 1, dtype=torch.int64, device=next(model.parameters()).device)
+    outputs = model(input_ids=one, attention_mask=one + 1, past_key_values=cache, use_cache=True)
+    if reason := why_not(cache):
+        raise NotCached(reason)
+    if not cache.layers or not all(layer.is_initialized for layer in cache.layers):
+        raise NotCached("a layer of the model caches nothing")
+    return int(outputs.logits.shape[-1]), shapes_of(cache)
+
+
 def move_in(cache: Any, static: Cache) -> int:
     """Copy what a dynamic cache holds into a static one and free it there; how many tokens.
 

@@ -181,7 +181,7 @@ class _Run:
         cache = kwargs["past_key_values"]
         reason = why_not_fused(self.step, ids, config, kwargs)
         if reason is None:
-            graph = self.runtime.graph(self.step.batch)
+            graph = self.runtime.graph(self.step.batch.device)
             logits, length = fused_prompt(self.step, ids, kwargs, graph), ids.shape[1]
             outputs: Any = CausalLMOutputWithPast(past_key_values=cache)
             self.runtime.paths[FUSED_PROMPT] += 1
@@ -213,7 +213,7 @@ class _Run:
     def choice(self, choice: Choice, pad: Tensor | None) -> Graph:
         """The captured program of a choice, made ready for this run."""
         batch = self.step.batch
-        graph = batch.choice_of(choice, self.runtime.graph(batch))
+        graph = batch.choice_of(choice, self.runtime.graph(batch.device))
         batch.begin_choice(choice, self.slot, pad)
         return graph
 
@@ -221,7 +221,7 @@ class _Run:
         """The captured program that chooses the tokens of a step with guesses; None where each needs the one before."""
         if self.lookup is None or not choice.alone:
             return None
-        return self.lookup.guesses.choice_of(choice, self.runtime.graph(self.step.batch))
+        return self.lookup.guesses.choice_of(choice, self.runtime.graph(self.step.batch.device))
 
     def advance(self) -> None:
         """Queue one step of the model; the cache grows first where it is full."""

@@ -12,10 +12,25 @@ from __future__ import annotations
 import torch
 
 from accelpatch.kernels.hip.binding import settled_weights
-from accelpatch.runtime.captured_batch import GraphOf, Guesses
+from accelpatch.runtime.captured_batch import TOKENS, GraphOf, Guesses
 from accelpatch.runtime.captured_graph import Graph
-from accelpatch.runtime.captured_step import CapturedStep
+from accelpatch.runtime.captured_step import CAPTURE_ERRORS, CapturedStep, first_line
 from accelpatch.runtime.fused_layer import FusedModel
+
+
+def verifying(step: CapturedStep, fused: FusedModel, graph: GraphOf) -> CapturedStep:
+    """The same step of one row, with one of several tokens beside it where it can be captured."""
+    batch = step.batch
+    if batch.guesses is None:
+        batch.guesses = Guesses(batch)
+    if step.capacity >= TOKENS:
+        try:
+            step.verification = verification(step, batch.guesses, fused, graph)
+        except torch.OutOfMemoryError:
+            raise
+        except CAPTURE_ERRORS as error:
+            step.unguessed = f"{type(error).__name__}: {first_line(error)}"
+    return step
 
 
 def verification(step: CapturedStep, guesses: Guesses, fused: FusedModel, graph: GraphOf) -> Graph:

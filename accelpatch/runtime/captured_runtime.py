@@ -6,30 +6,29 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers.cache_utils import DynamicCache
 
 from accelpatch.errors import KernelError, PatchError
-from accelpatch.runtime.captured_batch import TOKENS, Batch, Guesses
-from accelpatch.runtime.captured_cache import LayerShape, capacity_for, shapes_of, why_not
+from accelpatch.runtime.captured_batch import Batch, GraphOf, Guesses
+from accelpatch.runtime.captured_cache import LayerShape, NotCached, capacity_for, learned
+from accelpatch.runtime.captured_call import CapturedCalls, captured_outputs, generates
 from accelpatch.runtime.captured_graph import GRAPHS, new_pool
-from accelpatch.runtime.captured_guesses import verification
-from accelpatch.runtime.captured_step import CapturedStep, first_line, for_decoding, graph_maker
-from accelpatch.runtime.fused_forward import fused_outputs
+from accelpatch.runtime.captured_guesses import verifying
+from accelpatch.runtime.captured_step import CAPTURE_ERRORS, CapturedStep, first_line, for_decoding, graph_maker
+from accelpatch.runtime.fused_forward import fused_outputs, prompts_of
 from accelpatch.runtime.fused_layer import FUSED, FusedModel, read
 from accelpatch.runtime.fused_weights import Unfit
 from accelpatch.runtime.native_step import recounted
+from accelpatch.runtime.short_prompt import Prompts
 from accelpatch.runtime.watch import Watch
 
 CAPTURED = "captured step"
 MODULES = "modules in the captured step: "  # and the reason
 STEPS = 4  # graphs, each with its cache, that a model keeps
 STATES = 4  # of a model's adapters besides the one in use, whose graphs are kept
-# What a model raises when its forward cannot run over a static cache, or asks the host for a number while captured.
-CAPTURE_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, KernelError)
 
 
 class NotCaptured(Exception):
@@ -78,23 +77,42 @@ class CapturedRuntime:
         self._unfit: str | None = None
         self._fused: FusedModel | None = None
         self._unfused = ""  # why there are no fused layers
+        self._prompts: Prompts | None = None  # of single calls
+        self._calls: CapturedCalls | None = None
 
     def outputs(self, model: nn.Module, given: Mapping[str, Any]) -> Any:
-        """What a call of the model gives, by its fused layers; None where the modules must run it."""
-        return None if self._learning else fused_outputs(self, model, given)
+        """What a call of the model gives, by fused layers or by a graph; None where the modules must run it."""
+        if self._learning:
+            return None
+        return (fused_outputs if generates(model) else captured_outputs)(self, model, given)
 
     def fused(self, model: nn.Module) -> tuple[FusedModel | None, list[int]]:
         """The fused layers of the model as it is, if there are any, and the numbers of those that somebody watches."""
-        replica = vars(model).get("_is_replica", False)  # of nn.DataParallel: its weights are not those read here
-        if replica or self._busy or self._unable(model) is not None:
-            return None, []
-        self._look(model)
-        assert self._watch is not None
-        if self._watch.objection() is not None:
+        watch = self._looked(model)
+        if watch is None:
             return None, []
         if self._fused is None and not self._unfused:
             self._fuse(model)
-        return self._fused, self._watch.watched()
+            watch = cast(Watch, self._watch)
+        return self._fused, watch.watched()
+
+    def calls(self, model: nn.Module) -> CapturedCalls | None:
+        """The captured calls of the model as it is; None where its modules must run."""
+        watch = self._looked(model)
+        if watch is None or watch.watched():
+            return None
+        if self._calls is None:
+            self._calls = CapturedCalls(model, self.graph(next(model.parameters()).device))
+        return self._calls
+
+    def _looked(self, model: nn.Module) -> Watch | None:
+        """What watches the model, which is as it was; None where its modules must run a single call."""
+        replica = vars(model).get("_is_replica", False)  # of nn.DataParallel: its weights are not those read here
+        if replica or self._busy or self._unable(model) is not None:
+            return None
+        self._look(model)
+        assert self._watch is not None
+        return self._watch if self._watch.objection() is None else None
 
     def steps(self, model: nn.Module) -> bool:
         """Whether generate() is looked at by `captured_decoding`; nothing is captured before it is called."""
@@ -128,7 +146,7 @@ class CapturedRuntime:
         if self._unfit is None and objection is not None:
             return "a hook on an inner module" if "hook" in objection else objection
         if self._unfit is None and self._shapes is None:
-            self._learn(model, next(model.parameters()).device)
+            self._learn(model)
             if self._fused is None and not self._unfused:
                 self._fuse(model)
         return self._unfit
@@ -155,7 +173,7 @@ class CapturedRuntime:
 
     def _switch(self, adapters: tuple[str, ...]) -> None:
         """Go on with what was made of the model in another state of its adapters, and keep that of the last one."""
-        names = ("_steps", "_batches", "_shapes", "_vocabulary", "_unfit", "_fused", "_unfused")
+        names = ("_steps", "_batches", "_shapes", "_vocabulary", "_unfit", "_fused", "_unfused", "_prompts", "_calls")
         self._others[self._adapters] = {name: getattr(self, name) for name in names}
         self._forget()
         vars(self).update(self._others.pop(adapters, {}))
@@ -197,28 +215,35 @@ class CapturedRuntime:
         grown.take_over(step)
         return grown
 
-    def graph(self, batch: Batch) -> Any:
+    def graph(self, device: torch.device) -> GraphOf:
         """What captures programs for this model."""
-        return graph_maker(batch.device, self._pool)
+        if self._pool is None and device.type == "cuda":
+            self._pool = new_pool(device)
+        return graph_maker(device, self._pool)
+
+    def prompts(self, fused: FusedModel) -> Prompts:
+        """The short prompts of single calls by its fused layers."""
+        if self._prompts is None:
+            self._prompts = prompts_of(fused, self.graph(fused.norm.weight.device))
+        return self._prompts
 
     def _made(self, model: nn.Module, rows: int, capacity: int) -> CapturedStep:
         assert self._shapes is not None
         device = next(model.parameters()).device
-        if self._pool is None and device.type == "cuda":
-            self._pool = new_pool(device)
         with torch.inference_mode(False), torch.no_grad(), for_decoding(model):
             batch = self._batches.setdefault(rows, Batch(rows, self._vocabulary, device))
             if self._fused is not None and rows <= self._fused.most:
                 try:
-                    step = CapturedStep(model, batch, self._shapes, capacity, self.graph(batch), self._fused)
-                    return self._verifying(step, self._fused)
+                    step = CapturedStep(model, batch, self._shapes, capacity, self.graph(device), self._fused)
+                    guessing = self._speculate and rows == 1
+                    return verifying(step, self._fused, self.graph(device)) if guessing else step
                 except BaseException as error:
                     self._fused.forget()  # other steps go on with the same layers
                     if isinstance(error, torch.OutOfMemoryError) or not isinstance(error, CAPTURE_ERRORS):
                         raise
                     self._fused, self._unfused = None, f"{type(error).__name__}: {first_line(error)}"
             try:
-                return CapturedStep(model, batch, self._shapes, capacity, self.graph(batch))
+                return CapturedStep(model, batch, self._shapes, capacity, self.graph(device))
             except torch.OutOfMemoryError:
                 raise
             except CAPTURE_ERRORS as error:
@@ -234,22 +259,6 @@ class CapturedRuntime:
         if not step.fused:
             return "modules in the captured step"
         return step.unguessed or step.batch.guesses
-
-    def _verifying(self, step: CapturedStep, fused: FusedModel) -> CapturedStep:
-        """The same step with one of several tokens beside it, where the recipe wants guesses and it can be captured."""
-        batch = step.batch
-        if not self._speculate or batch.rows != 1:
-            return step
-        if batch.guesses is None:
-            batch.guesses = Guesses(batch)
-        if step.capacity >= TOKENS:
-            try:
-                step.verification = verification(step, batch.guesses, fused, self.graph(batch))
-            except torch.OutOfMemoryError:
-                raise
-            except CAPTURE_ERRORS as error:
-                step.unguessed = f"{type(error).__name__}: {first_line(error)}"
-        return step
 
     def way(self, step: CapturedStep) -> str:
         """What a step runs, for the report."""
@@ -271,22 +280,16 @@ class CapturedRuntime:
         self._watch = Watch(model)
         self._flags = self._watch.flags()
 
-    def _learn(self, model: nn.Module, device: torch.device) -> None:
-        """Find out what the layers cache, by one token of nothing."""
-        config: Any = model.config
-        cache, self._learning = DynamicCache(config=config), True
-        one = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    def _learn(self, model: nn.Module) -> None:
+        """Find out what the layers cache."""
+        self._learning = True
         try:
             with torch.inference_mode(False), torch.no_grad():
-                outputs = model(input_ids=one, attention_mask=one + 1, past_key_values=cache, use_cache=True)
-            self._vocabulary = int(outputs.logits.shape[-1])
-            self._unfit = why_not(cache)
-            unlike = [layer for layer in cache.layers if not layer.is_initialized]
-            if self._unfit is None and (unlike or not cache.layers):
-                self._unfit = "a layer of the model caches nothing"
-            self._shapes = shapes_of(cache) if self._unfit is None else None
+                self._vocabulary, self._shapes = learned(model)
         except torch.OutOfMemoryError:
             raise
+        except NotCached as error:
+            self._unfit = str(error)
         except CAPTURE_ERRORS as error:
             self._unfit = f"its cache cannot be known ({type(error).__name__}: {first_line(error)})"
         finally:

@@ -17,12 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from accelpatch.errors import KernelError
 from accelpatch.kernels.hip.binding import settled_weights
 from accelpatch.kernels.step_end import end_step_
 from accelpatch.runtime.captured_batch import Batch, GraphOf
 from accelpatch.runtime.captured_cache import LayerShape, grow, new_cache
 from accelpatch.runtime.captured_graph import GRAPHS, Graph
 from accelpatch.runtime.fused_layer import FusedModel
+
+# What a model raises when its forward cannot run over a static cache, or asks the host for a number while captured.
+CAPTURE_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, KernelError)
 
 
 class CapturedStep:
@@ -37,7 +41,7 @@ class CapturedStep:
         self.unguessed = ""  # why there is none
         self.cache = new_cache(shapes, batch.rows, capacity, batch.slot)
         self.mask = torch.zeros(batch.rows, capacity, dtype=torch.int64, device=batch.device)
-        self.prompts: Any = None  # fused_prompt.Prompts, from the first one on
+        self.prompts: Any = None  # short_prompt.Prompts, from the first one on
         self._model = weakref.ref(model)  # the model holds its runtime, and that this step
         self._arguments = {"use_cache": True, "return_dict": True}
         accepted = inspect.signature(model.forward).parameters

@@ -8,6 +8,7 @@ modules would compute: anything else is a reason (`Unfit`), and the captured ste
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -59,6 +60,11 @@ class FusedLayer:
     def told(self) -> Told | None:
         """What attention hears of."""
         return self.qkv.tells if isinstance(self.qkv, Product) else None
+
+    @functools.cached_property
+    def silent(self) -> FusedLayer:
+        """The same, telling nobody: for calls that other steps may run beside."""
+        return replace(self, qkv=silent(self.qkv), gate_up=silent(self.gate_up))
 
     def rows(
         self, x: Tensor, pending: Tensor | None, attend: Callable[[Tensor], Tensor]
@@ -162,15 +168,14 @@ class FusedModel:
 
 
 def read(model: Any) -> FusedModel:
-    """The fused layers of a patched model, whose weights it lays together. Raises Unfit with the reason for none."""
+    """The fused layers of a patched model, whose weights it lays together. Raises Unfit, before any is moved."""
     decoder, head = getattr(model, "model", None), getattr(model, "lm_head", None)
     layers = getattr(decoder, "layers", None)
     if decoder is None or head is None or not layers:
         raise Unfit("it has no decoder of the Llama form")
     if reason := attention_facts.model_why_not(model, decoder):
         raise Unfit(reason)
-    embedding: Any = decoder.embed_tokens
-    dtype = embedding(torch.zeros(1, dtype=torch.int64, device=next(model.parameters()).device)).dtype
+    dtype = decoder.embed_tokens(torch.zeros(1, dtype=torch.int64, device=next(model.parameters()).device)).dtype
     for place, layer in enumerate(layers):
         if reason := unfit(layer):
             raise Unfit(f"layer {place}: {reason}")
@@ -179,13 +184,12 @@ def read(model: Any) -> FusedModel:
         raise Unfit("its rotary embedding was not replaced")
     final = norm_of(decoder.norm, dtype)
     checked(head, dtype)
-    # every layer is looked at before the first is laid together
     memory = Zeros()
     shapes = [attention_of(layer.self_attn, rotary, dtype, memory) for layer in layers]
     for layer in layers:
         looked_at(layer, dtype)
     fused, slate = telling([fuse(layer, shape, dtype) for layer, shape in zip(layers, shapes, strict=True)], dtype)
-    return FusedModel(embedding, fused, final, one(head, dtype), slate, attention_facts.logit_cap(model))
+    return FusedModel(decoder.embed_tokens, fused, final, one(head, dtype), slate, attention_facts.logit_cap(model))
 
 
 def unfit(layer: Any) -> str | None:
@@ -217,10 +221,10 @@ def attention_of(attention: Any, rotary: Any, dtype: torch.dtype, memory: Zeros)
     q_norm, k_norm = (
         norm_of(getattr(attention, name), dtype) if hasattr(attention, name) else None for name in ("q_norm", "k_norm")
     )
-    both = [(norm.eps, norm.plus_one) for norm in (q_norm, k_norm) if norm is not None]
-    if len(set(both)) > 1:
+    both = {(norm.eps, norm.plus_one) for norm in (q_norm, k_norm) if norm is not None} or {(0.0, False)}
+    if len(both) > 1:
         raise Unfit("the norms of q and k differ in their epsilon")
-    eps, plus_one = both[0] if both else (0.0, False)
+    eps, plus_one = both.pop()
     shape = AttentionShape(
         config.num_attention_heads, config.num_key_value_heads, size, float(attention.scaling), frequencies.float(),
         float(getattr(rotary, f"{kind}attention_scaling")), attention_facts.window(attention),
@@ -275,16 +279,15 @@ def checked(module: Any, dtype: torch.dtype) -> None:
 
 
 def one(module: Any, dtype: torch.dtype) -> Product | Adapted:
-    """What a linear layer and the adapters around it compute."""
+    """A linear layer with the adapters around it."""
     return with_adapters(product(base_of(module), dtype), (module,), dtype)
 
 
 def fuse(layer: Any, shape: AttentionShape, dtype: torch.dtype) -> FusedLayer:
     """One layer, its neighbouring weights laid together."""
     mlp = layer.mlp
-    before, after, inner, last = (None if norm is None else norm_of(norm, dtype) for norm in norms_of(layer))
-    assert before is not None
-    assert inner is not None
+    norms: list[Any] = [None if norm is None else norm_of(norm, dtype) for norm in norms_of(layer)]
+    before, after, inner, last = norms
     parts, halves = parts_of(layer.self_attn), halves_of(mlp)
     qkv = with_adapters(one_product([base_of(part) for part in parts], dtype), parts, dtype)
     both = with_adapters(gated_product([base_of(half) for half in halves], dtype, mlp.activation), halves, dtype)

@@ -103,8 +103,9 @@ def assert_close(found: Any, due: Any) -> None:
 def test_what_the_modules_give(name: str, call: str, recipe: str) -> None:
     model = patched(name, recipe)
     due = CALLS[call](stock(model))
-    assert_close(CALLS[call](model), due)
-    assert paths(model).get(FORWARD, 0) >= 1
+    for _ in range(2):  # a prompt that comes again is one graph
+        assert_close(CALLS[call](model), due)
+    assert paths(model).get(FORWARD, 0) >= 2
 
 
 @pytest.mark.parametrize("name", CAPPED)

@@ -14,6 +14,7 @@ from accelpatch.kernels import build
 from accelpatch.kernels.attention_shape import AttentionShape
 from accelpatch.kernels.hip import binding
 from accelpatch.kernels.hip.binding import Told
+from accelpatch.kernels.triton.launch import on
 
 ENTRY = "accelpatch_decode_attention"
 QUERIES, SPAN = 8, 256  # of a block; slots whose results are added up by themselves
@@ -89,10 +90,10 @@ def _launch(
     shape: AttentionShape, following: Tensor | None, hears: Told | None,
 ) -> None:  # fmt: skip
     args = arguments(qkv, y, positions, slot, mask, keys, values, shape, following, hears)
-    with torch.cuda.device(qkv.device):
-        stream = torch.cuda.current_stream().cuda_stream
+    with on(qkv):
         entry = _entry(probe(qkv.device))
-        binding.check(entry(ctypes.byref(args), binding.DTYPES.index(qkv.dtype), stream), ENTRY)
+        status = entry(ctypes.byref(args), binding.DTYPES.index(qkv.dtype), binding.stream_of(qkv))
+        binding.check(status, ENTRY)
 
 
 def arguments(

@@ -18,6 +18,7 @@ from accelpatch.device import Device, probe
 from accelpatch.errors import KernelError
 from accelpatch.kernels import build
 from accelpatch.kernels.dispatch import Spec
+from accelpatch.kernels.triton.launch import on
 
 #: rows of x up to which a launch reads the weights (8 rows each time); more of them go to torch's product
 MOST = 64
@@ -234,15 +235,19 @@ def _made(x: Tensor, n: int, tells: Told | None) -> Tensor:
 def _start(weight: Weight, args: GemvArgs, x: Tensor) -> None:
     name = f"accelpatch_{weight.function}"
     form = () if weight.form is None else (weight.form,)
-    with torch.cuda.device(x.device):
-        stream = torch.cuda.current_stream().cuda_stream
-        entry = _entry(name, probe(x.device))
-        check(entry(ctypes.byref(args), DTYPES.index(x.dtype), *form, stream), name)
+    with on(x):
+        check(_entry(name, x.device)(ctypes.byref(args), DTYPES.index(x.dtype), *form, stream_of(x)), name)
+
+
+def stream_of(x: Tensor) -> int:
+    """Torch's current stream on the device of x, as C takes it."""
+    stream: int = torch._C._cuda_getCurrentRawStream(x.device.index)
+    return stream
 
 
 @cache
-def _entry(name: str, device: Device) -> Any:
-    return declared(build.library("hip", device), name)
+def _entry(name: str, device: torch.device) -> Any:
+    return declared(build.library("hip", probe(device)), name)
 
 
 def _alike(x: Tensor, *vectors: Tensor | None) -> list[Tensor | None]:

@@ -32,7 +32,9 @@ def why_not(device: Device, *dtypes: torch.dtype) -> str | None:
 
 def on(tensor: Tensor) -> AbstractContextManager[object]:
     """Launches within it go to the tensor's device."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+    if not tensor.is_cuda or tensor.device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(tensor.device)
 
 
 def cdiv(a: int, b: int) -> int:

@@ -1,0 +1,146 @@
+"""Calls of a model that does not generate (encoders, classifiers, embedders), as one graph for shapes that come again.
+
+The program is the model's own forward over its replaced modules. Calls of other shapes, and those that no graph can
+hold, run it as ever.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accelpatch.kernels.hip.binding import settled_weights
+from accelpatch.kernels.operation import is_eager
+from accelpatch.runtime.captured_batch import GraphOf
+from accelpatch.runtime.captured_graph import Graph
+from accelpatch.runtime.captured_step import CAPTURE_ERRORS, first_line
+
+CALL = "captured call"
+RUNS = 2  # by the modules, before a call is captured
+MOST = 16  # captured calls of a model; others run its modules
+UNFIT = 4  # calls that could not be captured, after which no other is tried
+COUNTED = 1024  # different calls that are remembered
+PLAIN = (bool, int, float, str, type(None))
+
+Key = tuple[Any, ...]
+
+
+def key_of(given: Mapping[str, Any], device: torch.device) -> Key | None:
+    """What two calls have alike that one graph can run; None for arguments that none can.
+
+    given: the call's arguments by name: tensors on `device`, and plain values.
+    """
+    found: list[tuple[Any, ...]] = []
+    for name, value in sorted(given.items()):
+        if isinstance(value, Tensor):
+            if type(value) is not Tensor or value.device != device or value.requires_grad:
+                return None
+            found.append((name, value.shape, value.dtype))
+        elif type(value) in PLAIN:
+            found.append((name, type(value), value))
+        else:
+            return None
+    return tuple(found)
+
+
+class CapturedCall:
+    """One call: its tensors, which stay where they are, and what comes out of them."""
+
+    def __init__(self, forward: Callable[..., Any], given: Mapping[str, Any], graph: GraphOf):
+        self._given = {name: one.clone() if isinstance(one, Tensor) else one for name, one in given.items()}
+        self._made: Any = None
+
+        def program() -> None:
+            with settled_weights():
+                self._made = forward(**self._given)
+
+        self._graph: Graph = graph(program)
+        copied(self._made)  # raises TypeError for what cannot be given back
+
+    def __call__(self, given: Mapping[str, Any]) -> Any:
+        """The outputs, in tensors of their own."""
+        for name, one in self._given.items():
+            if isinstance(one, Tensor):
+                one.copy_(given[name])
+        self._graph.replay()
+        return copied(self._made)
+
+
+def copied(made: Any) -> Any:
+    """Outputs in tensors of their own. Raises TypeError for such as are neither tensors nor plain values."""
+    if isinstance(made, Tensor):
+        return made.clone()
+    if isinstance(made, dict):  # transformers' outputs are dictionaries
+        return type(made)(**{name: copied(one) for name, one in made.items()})
+    if type(made) in (tuple, list):
+        return type(made)(map(copied, made))
+    if type(made) in PLAIN:
+        return made
+    raise TypeError(f"{type(made).__name__} among the outputs")
+
+
+class CapturedCalls:
+    """Those of one model."""
+
+    def __init__(self, model: nn.Module, graph: GraphOf):
+        self._model, self._graph = weakref.ref(model), graph
+        self._seen: Counter[Key] = Counter()
+        self._held: dict[Key, CapturedCall] = {}
+        self._unfit: set[Key] = set()
+
+    def of(self, given: Mapping[str, Any], device: torch.device) -> CapturedCall | str | None:
+        """A call's graph, captured now where it comes often enough; None where its modules run it, or why they must."""
+        key = key_of(given, device)
+        if key is None or (key not in self._held and not self._worth(key)):
+            return None
+        if key not in self._held:
+            try:
+                self._held[key] = CapturedCall(self._forward, given, self._graph)
+            except (torch.OutOfMemoryError, *CAPTURE_ERRORS) as error:
+                self._unfit.add(key)
+                return f"{type(error).__name__}: {first_line(error)}"
+        return self._held[key]
+
+    def _worth(self, key: Key) -> bool:
+        if key in self._unfit or len(self._unfit) >= UNFIT or len(self._held) >= MOST:
+            return False
+        if len(self._seen) >= COUNTED:
+            self._seen.clear()
+        self._seen[key] += 1
+        return self._seen[key] > RUNS
+
+    def _forward(self, **given: Any) -> Any:
+        model: Any = self._model()
+        return model.unpatched_class.forward(model, **given)
+
+
+def generates(model: Any) -> bool:
+    """Whether a model's single calls are those of a language model."""
+    return not hasattr(model, "can_generate") or bool(model.can_generate())
+
+
+def captured_outputs(runtime: Any, model: Any, given: Mapping[str, Any]) -> Any:
+    """What a call of a model that does not generate gives by its graph; None where its modules run it."""
+    if not is_eager() or (torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())):
+        return None
+    if not runtime.lock.acquire(blocking=False):  # another thread is within a call
+        return None
+    try:
+        calls = runtime.calls(model)
+        if calls is None:
+            return None
+        with runtime.alone(), torch.inference_mode(False), torch.no_grad():
+            call = calls.of(given, next(model.parameters()).device)
+            if isinstance(call, CapturedCall):
+                runtime.paths[CALL] += 1
+                return call(given)
+            if call is not None:
+                runtime.paths[f"no captured call: {call}"] += 1
+            return None
+    finally:
+        runtime.lock.release()

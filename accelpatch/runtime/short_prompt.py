@@ -1,0 +1,84 @@
+"""Prompts that the device takes in less time than the host needs to launch them: one graph a length, in buckets."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accelpatch.kernels.hip.binding import settled_weights
+from accelpatch.runtime.captured_batch import GraphOf
+from accelpatch.runtime.captured_graph import Graph
+
+CAPTURED_TOKENS = 512  # rows times length; from there on the device takes longer than the host's launches
+BUCKET = 64  # a captured prompt is a multiple of it, or one of those that are shorter
+SHORTER = (1, 8, 32)
+KEPT = 4  # captured lengths
+
+#: ids[B, L], positions[B, L] int64, last[1] int64 (the place of the last token that is no padding) -> what it computes
+Program = Callable[[Tensor, Tensor, Tensor], Any]
+
+
+class ShortPrompt:
+    """A prompt of up to `length` tokens without padding, as one graph from the second time on.
+
+    What stands behind a shorter one is seen by none of its tokens. The first time runs the same program over the same
+    shapes, so that a call that comes again gives the same bits.
+    """
+
+    def __init__(self, rows: int, length: int, device: torch.device, program: Program, graph: GraphOf):
+        with torch.inference_mode(False):
+            self._ids, self._positions = torch.zeros(2, rows, length, dtype=torch.int64, device=device)
+            self._last = torch.zeros(1, dtype=torch.int64, device=device)
+        self._program, self._capture = program, graph
+        self._graph: Graph | None = None
+        self._made: Any = None
+
+    def __call__(self, ids: Tensor, positions: Tensor) -> Any:
+        """What the program computes of ids[B, L], in tensors that the next call writes anew."""
+        length = ids.shape[1]
+        self._ids[:, :length].copy_(ids)
+        self._positions[:, :length].copy_(positions)
+        self._last.fill_(length - 1)
+        with torch.inference_mode(False), torch.no_grad():
+            if self._made is None:
+                self._run()
+                return self._made
+            if self._graph is None:
+                self._graph = self._capture(self._run)
+            self._graph.replay()
+            return self._made
+
+    @property
+    def captured(self) -> bool:
+        """Whether it is a graph by now."""
+        return self._graph is not None
+
+    def _run(self) -> None:
+        with settled_weights():
+            self._made = self._program(self._ids, self._positions, self._last)
+
+
+class Prompts:
+    """The short prompts of one program, by rows and length."""
+
+    def __init__(self, program: Program, graph: GraphOf):
+        self._program, self._graph = program, graph
+        self._held: OrderedDict[tuple[int, int], ShortPrompt] = OrderedDict()
+
+    def of(self, ids: Tensor, most: int | None = None) -> ShortPrompt | None:
+        """The one for ids[B, L]; None where they are too many, or their bucket has more than `most` places."""
+        rows, length = ids.shape
+        bucket = next((one for one in SHORTER if length <= one), -(-length // BUCKET) * BUCKET)
+        if bucket * rows > CAPTURED_TOKENS or (most is not None and bucket > most):
+            return None
+        key = rows, bucket
+        if key not in self._held:
+            self._held[key] = ShortPrompt(*key, ids.device, self._program, self._graph)
+            while len(self._held) > KEPT:
+                self._held.popitem(last=False)
+        self._held.move_to_end(key)
+        return self._held[key]
