@@ -101,7 +101,7 @@ SIGNATURES = {
     "ap_unpack": (c_int, (_LINEAR, _P, _P, _P, _P)),
     "ap_linear_run": (c_int, (_LINEAR, _P, c_int64, c_int64, _P, c_int64, c_int, c_int)),
     "ap_gather": (c_int, (_LINEAR, _P, c_int64, _P)),
-    "ap_floats": (c_int, (_LINEAR, c_int64, c_int64, _P, c_int)),
+    "ap_panels_run": (c_int, (_LINEAR, _P, c_int64, c_int64, _P, c_int64, c_int)),
     "ap_rmsnorm": (c_int, (_P, _P, _P, c_float, c_int64, c_int64, _P, _P, c_int)),
     "ap_rope_": (c_int, (_P, _P, _P, c_int64, c_int64, c_int64)),
     "ap_gated": (c_int, (_P, _P, c_int, c_int64, _P, c_int)),

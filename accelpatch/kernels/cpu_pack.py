@@ -154,13 +154,8 @@ def together(packs: Sequence[Pack]) -> list[Pack]:
 
 def linear(x: Tensor, pack: Pack) -> Tensor:
     """y[..., N] = x[..., K] @ weight^T + bias, in x's dtype (float32, bfloat16 or float16). x may have any strides."""
-    if x.dtype not in DTYPES or x.shape[-1] != pack.k or x.device.type != "cpu":
-        raise KernelError(f"the CPU kernel takes float x[..., {pack.k}] on the CPU, not {x.dtype} {list(x.shape)}")
-    rows = x.reshape(-1, pack.k)
-    if rows.stride(1) != 1 or (rows.shape[0] > 1 and rows.stride(0) < pack.k):
-        rows = rows.contiguous()
-    y = torch.empty(*x.shape[:-1], pack.n, dtype=x.dtype, device="cpu")
-    stride, struct = max(rows.stride(0), pack.k), pack.struct()
+    rows, stride = _rows(x, pack)
+    y, struct = torch.empty(*x.shape[:-1], pack.n, dtype=x.dtype, device="cpu"), pack.struct()
     status = native().ap_linear_run(
         byref(struct), pointer(rows), rows.shape[0], stride, pointer(y), pack.n, DTYPES[x.dtype], threads()
     )
@@ -168,11 +163,23 @@ def linear(x: Tensor, pack: Pack) -> Tensor:
     return y
 
 
-def floats(pack: Pack, first: int, last: int) -> Tensor:
-    """Rows first to last - 1 of the weight as float32 [last - first, K]; first a multiple of ROWS."""
-    rows, struct = torch.empty(last - first, pack.k, **PLAIN), pack.struct()
-    check(native().ap_floats(byref(struct), first, last, pointer(rows), threads()), f"rows {first} to {last - 1}")
-    return rows
+def by_panels(x: Tensor, pack: Pack) -> Tensor:
+    """The same for many rows: in float32, each weight made float once for all of them."""
+    rows, stride = _rows(x.float(), pack)
+    y, struct = torch.empty(*x.shape[:-1], pack.n, **PLAIN), pack.struct()
+    status = native().ap_panels_run(byref(struct), pointer(rows), rows.shape[0], stride, pointer(y), pack.n, threads())
+    check(status, f"x of shape {list(x.shape)}")
+    return y.to(x.dtype)
+
+
+def _rows(x: Tensor, pack: Pack) -> tuple[Tensor, int]:
+    """x as rows without gaps, and from one to the next."""
+    if x.dtype not in DTYPES or x.shape[-1] != pack.k or x.device.type != "cpu":
+        raise KernelError(f"the CPU kernel takes float x[..., {pack.k}] on the CPU, not {x.dtype} {list(x.shape)}")
+    rows = x.reshape(-1, pack.k)
+    if rows.stride(1) != 1 or (rows.shape[0] > 1 and rows.stride(0) < pack.k):
+        rows = rows.contiguous()
+    return rows, max(rows.stride(0), pack.k)
 
 
 def gather(pack: Pack, ids: Tensor) -> Tensor:

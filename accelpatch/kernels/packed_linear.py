@@ -18,7 +18,6 @@ from torch.nn import functional
 
 from accelpatch.device import Device
 from accelpatch.kernels import (
-    cpu_crossover,
     cpu_native,
     cpu_pack,
     dispatch,
@@ -27,13 +26,13 @@ from accelpatch.kernels import (
     int8_linear,
     linear,
 )
-from accelpatch.kernels.cpu_native import PLAIN, ROWS
 from accelpatch.kernels.cpu_pack import Pack
 from accelpatch.kernels.dispatch import Case, Implementation, Kernel, Spec, require
 from accelpatch.kernels.operation import operation
 
+#: rows of x from which on a weight is made float, by path: wide products of integers (VNNI) are the faster ones longer
+PANELS = {"avx512": 64, "avx2": 16, "portable": 16}
 NARROW = (torch.float32, torch.bfloat16, torch.float16)
-FLOAT_BLOCK = 1 << 21  # elements of weight that are float at a time: 8 MiB
 
 
 def arguments(pack: Pack, bias: Tensor | None = None) -> tuple[Any, ...]:
@@ -112,23 +111,8 @@ def _why_not(spec: Spec, device: Device) -> str | None:
 def _cpu(x: Tensor, *packed: Any) -> Tensor:
     pack = held(packed)
     m = x.numel() // pack.k
-    if m <= cpu_native.MAX_BATCH or m < cpu_crossover.rows(pack.kind, pack.group, _by_floats):
-        return cpu_pack.linear(x, pack)
-    return _by_floats(x, pack)
-
-
-def _by_floats(x: Tensor, pack: Pack) -> Tensor:
-    """torch's product in float32, with as many rows of the weight as floats as lie in a cache."""
-    flat, y = x.reshape(-1, pack.k).float(), torch.empty(x.numel() // pack.k, pack.n, **PLAIN)
-    step = max(FLOAT_BLOCK // pack.k, 512) // ROWS * ROWS
-    for start in range(0, pack.n, step):
-        stop = min(start + step, pack.n)
-        w, out = cpu_pack.floats(pack, start, stop).t(), y[:, start:stop]
-        if pack.bias is None:
-            torch.mm(flat, w, out=out)
-        else:
-            torch.addmm(pack.bias[start:stop], flat, w, out=out)
-    return y.to(x.dtype).view(*x.shape[:-1], pack.n)
+    many = m >= PANELS.get(cpu_native.isa(), PANELS["portable"])
+    return (cpu_pack.by_panels if many else cpu_pack.linear)(x, pack)
 
 
 def _torch(x: Tensor, *packed: Any) -> Tensor:

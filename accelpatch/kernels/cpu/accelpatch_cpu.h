@@ -50,10 +50,10 @@ int ap_unpack(const ap_linear* shape, const void* pack, void* q, float* scale, f
 
 /* y = x @ w.T + bias. */
 int ap_linear_run(const ap_linear* w, const void* x, int64_t m, int64_t x_stride, void* y, int64_t y_stride, int dtype, int threads);
+/* The same for many tokens, in float32: the weight, which is packed, is made float once for all of them. */
+int ap_panels_run(const ap_linear* w, const float* x, int64_t m, int64_t x_stride, float* y, int64_t y_stride, int threads);
 /* rows[i] = w[ids[i]] as float32 [count, k]. */
 int ap_gather(const ap_linear* w, const int64_t* ids, int64_t count, float* rows);
-/* Rows first to last - 1 of the weight as float32 [last - first, k]; first is a multiple of AP_ROWS. */
-int ap_floats(const ap_linear* w, int64_t first, int64_t last, float* rows, int threads);
 /* y = x / rms(x) * weight over the last dimension; where residual is given, x + residual first, kept in sum. float32. */
 int ap_rmsnorm(const float* x, const float* residual, const float* weight, float eps, int64_t m, int64_t k, float* y, float* sum, int threads);
 /* Rotates pairs (i, i + d / 2) of x[m, heads, d] in place by the angles whose cos and sin are [m, d / 2]. float32. */

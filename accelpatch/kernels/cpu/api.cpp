@@ -104,10 +104,15 @@ int ap_gather(const ap_linear* w, const int64_t* ids, int64_t count, float* rows
   return AP_OK;
 }
 
-int ap_floats(const ap_linear* w, int64_t first, int64_t last, float* rows, int threads) {
-  if (!w || !usable(*w) || first < 0 || first % AP_ROWS || last < first || last > w->n) return AP_BAD_ARGUMENT;
-  FloatsCall call = {w, first, last, rows};
-  if (last > first) crew_run(useful(threads, (last - first) * w->k * 4), chosen_kernels().floats, &call, CREW_GUEST);
+int ap_panels_run(const ap_linear* w, const float* x, int64_t m, int64_t x_stride, float* y, int64_t y_stride, int threads) {
+  if (!w || !usable(*w) || w->kind == AP_DENSE || m < 0) return AP_BAD_ARGUMENT;
+  if (m == 0) return AP_OK;
+  if (!x || !y || (m > 1 && (x_stride < w->k || y_stride < w->n))) return AP_BAD_ARGUMENT;
+  threads = useful(threads < 1 ? 1 : threads, w->n * w->k * m);
+  auto* room = static_cast<float*>(memory.at_least(threads * chosen_kernels().panel_floats(m) * 4));
+  if (!room) return AP_NO_MEMORY;
+  PanelsCall call = {w, x, m, x_stride, y, y_stride, room};
+  crew_run(threads, chosen_kernels().panels, &call, CREW_GUEST);
   return AP_OK;
 }
 

@@ -13,10 +13,13 @@ struct LinearCall {
   void* ready;   // activation_bytes
 };
 
-struct FloatsCall {
+struct PanelsCall {
   const ap_linear* w;
-  int64_t first, last;
-  float* rows;
+  const float* x;
+  int64_t m, x_stride;
+  float* y;
+  int64_t y_stride;
+  float* room;  // panel_floats of each thread
 };
 
 struct NormCall {
@@ -52,7 +55,8 @@ struct StepCall {
 
 struct Kernels {
   int64_t (*activation_bytes)(int64_t tokens, int64_t k);
-  Job linear, floats, norm, gated, attention, step;
+  int64_t (*panel_floats)(int64_t tokens);
+  Job linear, panels, norm, gated, attention, step;
   void (*gather)(const ap_linear* w, const int64_t* ids, int64_t count, float* rows);
   void (*rope)(float* x, const float* cos, const float* sin, int64_t m, int64_t heads, int64_t d);
 };

@@ -83,9 +83,10 @@ static void products() {
   int64_t ids[2] = {pick(0, o.w.n - 1), pick(0, o.w.n - 1)};
   Buffer<float> rows(2 * o.w.k);
   require(ap_gather(&o.w, ids, 2, rows.tail) == AP_OK, "gather");
-  const int64_t first = pick(0, (o.w.n - 1) / AP_ROWS) * AP_ROWS, last = pick(first, o.w.n);
-  Buffer<float> part((last - first) * o.w.k);
-  require(ap_floats(&o.w, first, last, part.tail, static_cast<int>(pick(1, 3))) == AP_OK, "floats");
+  if (dtype || o.w.kind == AP_DENSE) return;
+  Buffer<float> wide(y_count);
+  const auto* from = reinterpret_cast<const float*>(x.tail);
+  require(ap_panels_run(&o.w, from, m, x_stride, wide.tail, y_stride, static_cast<int>(pick(1, 3))) == AP_OK, "panels");
 }
 
 static void rows() {

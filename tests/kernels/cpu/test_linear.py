@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ from torch import Tensor
 
 from accelpatch.device import probe
 from accelpatch.errors import KernelError
-from accelpatch.kernels import build, cpu_native, cpu_pack, dispatch
+from accelpatch.kernels import build, cpu_native, cpu_pack, dispatch, packed_linear
 from accelpatch.kernels.packed_linear import arguments
+from accelpatch.quant import int4, int8
 from tests.parity import DTYPES, assert_parity, name, strided
 
 CPU = torch.device("cpu")
@@ -220,18 +222,20 @@ def test_what_has_no_pack(group: int, offset: str, words: str) -> None:
     assert words in str(cpu_pack.why_not(16, 192, group, offset))
 
 
-@pytest.mark.parametrize("k", [64, 102, 192, 200])
+@pytest.mark.parametrize("k", [64, 102, 192, 200, 513, 1088])
 @pytest.mark.parametrize("format_", FORMATS)
 @pytest.mark.usefixtures("isa")
-def test_floats_are_the_rows_that_gather_gives(format_: str, k: int) -> None:
-    _, q, scale, offset, _ = canonical(format_, *size_for(format_, 1, 37, k))
-    made = packed(format_, q, scale, offset)
-    due = cpu_pack.gather(made, torch.arange(37))
-    for first, last in ((0, 37), (16, 37), (16, 32), (32, 33), (16, 16)):
-        assert torch.equal(cpu_pack.floats(made, first, last), due[first:last])
-    for first, last in ((8, 16), (0, 38), (16, 0)):
-        with pytest.raises((KernelError, RuntimeError)):
-            cpu_pack.floats(made, first, last)
+def test_panels_multiply_the_rows_that_gather_gives(format_: str, k: int) -> None:
+    for n in (37, 64, 9):
+        x, q, scale, offset, bias = canonical(format_, *size_for(format_, 37, n, k))
+        made = replace(packed(format_, q, scale, offset), bias=bias)
+        weight = cpu_pack.gather(made, torch.arange(n)).double()
+        for m in (0, 1, 11, 12, 37):
+            rows = torch.cat([x, x], dim=1)[:m, : x.shape[1]]  # with gaps between them
+            due = rows.double() @ weight.t() + bias.double()
+            torch.testing.assert_close(cpu_pack.by_panels(rows, made).double(), due, rtol=1e-5, atol=2e-5)
+    with pytest.raises(KernelError):
+        cpu_pack.by_panels(x[:, 1:], made)
 
 
 def test_gather_is_what_torch_dequantises() -> None:
@@ -243,3 +247,17 @@ def test_gather_is_what_torch_dequantises() -> None:
     assert torch.equal(rows, due)
     with pytest.raises(KernelError):
         cpu_pack.gather(made, torch.tensor([37]))
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_both_products_of_many_rows_give_the_same_numbers(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    w, x, bias = (torch.randn(size, generator=generator) for size in ((70, 128), (20, 128), (70,)))
+    weight = int8.quantize(w, group_size=64) if kind == "int8" else int4.quantize(w, group_size=64)
+    pack = cpu_pack.pack_int8(*weight[:2]) if kind == "int8" else cpu_pack.pack_int4(*weight)
+    results = []
+    for rows in (1 << 40, 1):
+        monkeypatch.setitem(packed_linear.PANELS, cpu_native.isa(), rows)
+        results.append(packed_linear.packed_linear(x, *packed_linear.arguments(pack, bias)))
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
+    assert not torch.equal(*results)  # they are two products
