@@ -182,9 +182,8 @@ def read(model: Any) -> FusedModel:
     rotary = decoder.rotary_emb
     if not isinstance(rotary, FusedRotaryEmbedding):
         raise Unfit("its rotary embedding was not replaced")
-    final = norm_of(decoder.norm, dtype)
+    final, memory = norm_of(decoder.norm, dtype), Zeros()
     checked(head, dtype)
-    memory = Zeros()
     shapes = [attention_of(layer.self_attn, rotary, dtype, memory) for layer in layers]
     for layer in layers:
         looked_at(layer, dtype)
