@@ -63,8 +63,8 @@ class FusedLayer:
 
     @functools.cached_property
     def silent(self) -> FusedLayer:
-        """The same, telling nobody: for calls that other steps may run beside."""
-        return replace(self, qkv=silent(self.qkv), gate_up=silent(self.gate_up))
+        """The same, without tells: for calls that other steps may run beside."""
+        return replace(self, qkv=silent(self.qkv), gate_up=silent(self.gate_up), down=silent(self.down))
 
     def rows(
         self, x: Tensor, pending: Tensor | None, attend: Callable[[Tensor], Tensor]

@@ -88,5 +88,5 @@ def _overlap(device: Device) -> bool:
 
 
 def silent(product: Product | Adapted) -> Product | Adapted:
-    """The same product, telling nobody."""
-    return replace(product, tells=None) if isinstance(product, Product) else product
+    """The same product, telling nobody, and waiting for nobody to tell."""
+    return replace(product, tells=None, hears=None) if isinstance(product, Product) else product

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertForMaskedLM, DynamicCache, ViTConfig, ViTForImageClassification
 
 import accelpatch
+from accelpatch.kernels.fused_product import Product
 from accelpatch.runtime.captured_call import CALL, MOST, RUNS
 from accelpatch.runtime.patched_model import RUNTIME
 from tests.runtime.steps import stock
@@ -51,6 +52,17 @@ def test_prompts_that_come_again(recipe: str, rows: int) -> None:
         more = [one(ids[:, :2], past_key_values=outputs.past_key_values).logits for one, outputs in pairs]
         torch.testing.assert_close(*more, rtol=1e-4, atol=1e-5)
     assert short(model) == [(rows, 32), (rows, 1), (rows, 64)]
+
+
+def test_products_of_single_calls_wait_for_nobody() -> None:
+    """A kernel that waits for one that does not tell it of its columns takes a thousand times as long."""
+    model = patched("llama", intermediate_size=8192)
+    fused, _ = vars(model)[RUNTIME].fused(model)
+    told = [one for layer in fused.layers for one in (layer.qkv, layer.gate_up, layer.down)]
+    assert any(one.tells for one in told)
+    assert any(one.hears for one in told)
+    silent = [one for layer in fused.layers for one in vars(layer.silent).values() if isinstance(one, Product)]
+    assert not any(one.tells or one.hears for one in silent)
 
 
 @torch.no_grad()
