@@ -12,6 +12,7 @@ from torch import Tensor
 from accelpatch.kernels.hip.binding import settled_weights
 from accelpatch.runtime.captured_batch import GraphOf
 from accelpatch.runtime.captured_graph import Graph
+from accelpatch.runtime.captured_step import CAPTURE_ERRORS
 
 CAPTURED_TOKENS = 512  # rows times length; from there on the device takes longer than the host's launches
 BUCKET = 64  # a captured prompt is a multiple of it, or one of those that are shorter
@@ -33,7 +34,8 @@ class ShortPrompt:
         with torch.inference_mode(False):
             self._ids, self._positions = torch.zeros(2, rows, length, dtype=torch.int64, device=device)
             self._last = torch.zeros(1, dtype=torch.int64, device=device)
-        self._program, self._capture = program, graph
+        self._program = program
+        self._capture: GraphOf | None = graph  # None where it failed: the program then runs uncaptured
         self._graph: Graph | None = None
         self._made: Any = None
 
@@ -47,9 +49,15 @@ class ShortPrompt:
             if self._made is None:
                 self._run()
                 return self._made
+            if self._graph is None and self._capture is not None:
+                try:
+                    self._graph = self._capture(self._run)
+                except (torch.OutOfMemoryError, *CAPTURE_ERRORS):
+                    self._capture = None
             if self._graph is None:
-                self._graph = self._capture(self._run)
-            self._graph.replay()
+                self._run()
+            else:
+                self._graph.replay()
             return self._made
 
     @property

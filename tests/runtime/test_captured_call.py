@@ -54,6 +54,20 @@ def test_prompts_that_come_again(recipe: str, rows: int) -> None:
     assert short(model) == [(rows, 32), (rows, 1), (rows, 64)]
 
 
+@torch.no_grad()
+def test_a_prompt_that_cannot_be_captured_runs_uncaptured(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = patched(), torch.randint(2, 100, (1, 9))
+
+    def failing(program: Any) -> Any:
+        raise torch.OutOfMemoryError("no room for a graph")
+
+    monkeypatch.setattr(vars(model)[RUNTIME], "graph", lambda device: failing)
+    due = stock(model)(ids).logits
+    for _ in range(4):
+        torch.testing.assert_close(model(ids).logits, due, rtol=1e-4, atol=1e-5)
+    assert short(model) == []
+
+
 def test_products_of_single_calls_wait_for_nobody() -> None:
     """A kernel that waits for one that does not tell it of its columns takes a thousand times as long."""
     model = patched("llama", intermediate_size=8192)
