@@ -25,7 +25,7 @@ from torch.nn import functional
 
 from accelpatch.kernels.hip.binding import BLANK
 
-HIDDEN, MIDDLE, TOLD = 4096, 11008, 8192  # TOLD: columns of the MLP that `down` begins with
+HIDDEN, MIDDLE, SIGNALLED = 4096, 11008, 8192  # SIGNALLED: columns of the MLP that `down` begins with
 LAYER = (("qkv", 3 * HIDDEN, HIDDEN), ("o", HIDDEN, HIDDEN), ("gate_up", 2 * MIDDLE, HIDDEN), ("down", HIDDEN, MIDDLE))
 HEADS = (("head", 32000, HIDDEN), ("head", 128256, HIDDEN))
 LAYERS = 32
@@ -82,15 +82,15 @@ class Chain:
             return torch.randn(m, columns, device="cuda", dtype=torch.bfloat16)
 
         h, qkv, o = buffer(HIDDEN), buffer(3 * HIDDEN), buffer(HIDDEN)
-        slates = torch.empty(LAYERS, m, MIDDLE, device="cuda", dtype=torch.int16)
-        told = torch.zeros(LAYERS, 2, device="cuda", dtype=torch.int32)
+        sentinels = torch.empty(LAYERS, m, MIDDLE, device="cuda", dtype=torch.int16)
+        flags = torch.zeros(LAYERS, 2, device="cuda", dtype=torch.int32)
         norm = {"norm": "rms", "norm_weight": self.gain} if fused else {}
 
         def step() -> None:
             if m == 1:
-                slates.fill_(BLANK)
-            middles = slates.view(torch.bfloat16)
-            for number, middle, (wqkv, wo, wgate, wdown) in zip(told, middles, self.weights, strict=True):
+                sentinels.fill_(BLANK)
+            middles = sentinels.view(torch.bfloat16)
+            for number, middle, (wqkv, wo, wgate, wdown) in zip(flags, middles, self.weights, strict=True):
                 self.lib.call(wqkv, h, qkv, **norm, **tuning)
                 self.lib.call(wo, qkv[:, :HIDDEN], o, **({"residual": h} if fused else {}), **tuning)
                 self.lib.call(
@@ -98,8 +98,8 @@ class Chain:
                     o,
                     middle,
                     activation="silu_gate",
-                    tells=number.data_ptr(),
-                    tell_columns=TOLD,
+                    producer=number.data_ptr(),
+                    producer_columns=SIGNALLED,
                     **norm,
                     **tuning,
                 )
@@ -107,8 +107,8 @@ class Chain:
                     wdown,
                     middle,
                     h,
-                    hears=number.data_ptr(),
-                    hear_columns=TOLD,
+                    consumer=number.data_ptr(),
+                    consumer_columns=SIGNALLED,
                     **({"residual": o} if fused else {"bias": self.bias}),
                     **tuning,
                 )

@@ -4,13 +4,13 @@
                                    [--json FILE]
 
 The model has the named shape and random bf16 weights. Before anything is timed, tokens, scores, logits and cached keys
-and values of several prompts and ways of choosing are held to those without prompt lookup, bit for bit; guesses are the
+and values of several prompts and ways of choosing are held to those without prompt lookup, bit for bit; drafts are the
 answer's tokens up to a random place then, and wrong from there on.
 
 For the timing the weights of the attentions' outputs are zero (and read as ever): the next token then hangs on the last
 one alone, and an answer of the model goes on alike where a prompt holds it. The cases: `copying`, a prompt of 192
 tokens and its beginning once more, whose continuation is the prompt; `new`, a prompt whose answer repeats nothing, so
-that nothing is guessed; `misleading`, the same answer after a prompt in which each of its pairs is followed by another
+that nothing is drafted; `misleading`, the same answer after a prompt in which each of its pairs is followed by another
 token.
 """
 
@@ -40,10 +40,10 @@ import accelpatch
 from accelpatch.bench.timing import once
 from accelpatch.models import load
 from accelpatch.recipe import Runtime
-from accelpatch.runtime.captured_lookup import RIGHT, STEPS
+from accelpatch.runtime.captured_lookup import ACCEPTED, STEPS
 from accelpatch.runtime.captured_runtime import CAPTURED
 from accelpatch.runtime.patched_model import RUNTIME, new_runtime
-from accelpatch.runtime.prompt_lookup import GUESSES, PromptLookup
+from accelpatch.runtime.prompt_lookup import DRAFTS, PromptLookup
 
 SHORT = 16  # tokens of the short answer
 TRIES = 20  # prompts that are tried for an answer that repeats nothing
@@ -102,7 +102,7 @@ class Case:
         return {
             "recipe": recipe, "case": self.name, "prompt": self.ids.shape[1], "rates": rates, "medians": medians,
             "times": medians["prompt_lookup"] / medians["off"], "steps": did[CAPTURED], "of_several": did[STEPS],
-            "right": did[RIGHT],
+            "right": did[ACCEPTED],
         }  # fmt: skip
 
 
@@ -116,33 +116,33 @@ def same(mine: Any, due: Any) -> bool:
     return all(torch.equal(one, other) for one, other in pairs)
 
 
-def told(answer: Tensor) -> Any:
-    """In it guesses are tokens of `answer`[1, L], wrong from a random place on; now and then there are none."""
+def oracle(answer: Tensor) -> Any:
+    """In it drafts are tokens of `answer`[1, L], wrong from a random place on; now and then there are none."""
     known, draw = answer[0].tolist(), random.Random(3)
 
-    def guess(lookup: PromptLookup) -> list[int] | None:
-        found = (known[len(lookup) :] + [2] * GUESSES)[:GUESSES]
-        right = draw.randrange(-1, GUESSES + 1)
+    def draft(lookup: PromptLookup) -> list[int] | None:
+        found = (known[len(lookup) :] + [2] * DRAFTS)[:DRAFTS]
+        right = draw.randrange(-1, DRAFTS + 1)
         return None if right < 0 else [*found[:right], *(token ^ 1 for token in found[right:])]
 
-    return mock.patch.object(PromptLookup, "guess", guess)
+    return mock.patch.object(PromptLookup, "draft", draft)
 
 
 def check(pair: Pair, base: Any, recipe: str, new: int = 32) -> None:
-    """Ends the program where a bit differs from the same run without prompt lookup, or where nothing was guessed."""
+    """Ends the program where a bit differs from the same run without prompt lookup, or where nothing was drafted."""
     prompts = {str(length): drawn(base, length, length) for length in (1, 250, 600)}
     for way, options in WAYS.items():
         before = pair.paths()
         for name, ids in prompts.items():
             due = pair.call("off", ids, new, **options)
-            with told(due.sequences):
+            with oracle(due.sequences):
                 mine = pair.call("prompt_lookup", ids, new, **options)
             if not same(mine, due):
                 raise SystemExit(f"{recipe}, {way}, prompt {name}: other bits than without: nothing is timed over red")
         did = pair.paths() - before
         print(f"{recipe}, {way}: the same bits on {len(prompts)} prompts; {dict(did)}", flush=True)
-        if not did[RIGHT] or did[CAPTURED] + did[RIGHT] != (new - 1) * len(prompts):
-            raise SystemExit(f"{recipe}, {way}: {dict(did)}: too little was guessed for a check")
+        if not did[ACCEPTED] or did[CAPTURED] + did[ACCEPTED] != (new - 1) * len(prompts):
+            raise SystemExit(f"{recipe}, {way}: {dict(did)}: too little was drafted for a check")
 
 
 def drawn(base: Any, length: int, seed: int) -> Tensor:
@@ -226,7 +226,7 @@ def measured(base: Any, recipe: str, new: int, repeats: int) -> tuple[list[dict[
 
 def table(rows: list[dict[str, Any]]) -> None:
     """The figures as text."""
-    print("\n| recipe | case | prompt | tok/s without | with | times | steps | of them of 8 tokens | guesses right |")
+    print("\n| recipe | case | prompt | tok/s without | with | times | steps | of them of 8 tokens | drafts right |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
     for row in rows:
         shown = [

@@ -78,7 +78,7 @@ def hooked(model: Any) -> Any:
 
 
 def assisted(model: Any) -> Any:
-    """generate() with a small model that guesses."""
+    """generate() with a small model that drafts."""
     if not hasattr(model, "bench_assistant"):
         config = copy.deepcopy(model.config)
         config.num_hidden_layers = 2
@@ -121,10 +121,10 @@ def whisper(device: torch.device, dtype: torch.dtype) -> tuple[nn.Module, dict[s
     model.generation_config.update(eos_token_id=None, pad_token_id=50256, suppress_tokens=None)
     sound = torch.randn(1, 80, 3000, generator=torch.Generator().manual_seed(0)).to(device, dtype)
 
-    def hear(model: Any) -> Any:
+    def transcribe(model: Any) -> Any:
         return model.generate(sound, max_new_tokens=NEW[device.type], do_sample=False)
 
-    return model, {"Whisper-base, 30 s of sound": hear}
+    return model, {"Whisper-base, 30 s of sound": transcribe}
 
 
 OTHERS = {"bert": bert, "whisper": whisper}
@@ -151,8 +151,8 @@ def table(base: nn.Module, calls: dict[str, Call], asked: argparse.Namespace) ->
         for model in engines.values():
             for _ in range(3):
                 call(model)
-        for _ in range(asked.repeats):
-            for engine, model in engines.items():
+        for turn in range(asked.repeats):  # who runs behind whom changes from turn to turn
+            for engine, model in list(engines.items())[:: 1 - 2 * (turn % 2)]:
                 times[engine].append(once(lambda m=model, c=call: c(m), device))
         middle = {engine: statistics.median(found) for engine, found in times.items()}
         ratios = [middle["unpatched"] / middle[recipe] for recipe in asked.recipes]

@@ -83,7 +83,7 @@ class Steps:
         self.taken[stage].append(now - self._last)
         self._last = now
 
-    def told(self) -> dict[str, Any]:
+    def recorded(self) -> dict[str, Any]:
         """Of each stage how many steps there were, and their median; of all of them the slowest."""
         slowest = sorted(((s, f"{stage} {n}") for stage, all_ in self.taken.items() for n, s in enumerate(all_)))
         medians = {stage: (len(all_), sorted(all_)[len(all_) // 2]) for stage, all_ in self.taken.items()}
@@ -136,7 +136,7 @@ def child(asked: argparse.Namespace, recipe: str, turn: str) -> None:
     seconds = {name: after - before for name, before, after in zip(names, times, times[1:], strict=False)}
     report = model.accelpatch.report()
     found = {"recipe": recipe, "turn": turn, "together": times[2] - times[0], "seconds": seconds}
-    found |= {"stages": report.seconds, **steps.told(), "paths": dict(report.paths), "where": where}
+    found |= {"stages": report.seconds, **steps.recorded(), "paths": dict(report.paths), "where": where}
     print(json.dumps(found))
 
 

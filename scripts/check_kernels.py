@@ -118,14 +118,16 @@ def check_format(lib: Library, name: str, dtype: torch.dtype) -> list[str]:
     return bad
 
 
-def check_told(lib: Library, name: str, dtype: torch.dtype, device: str = "cuda", overlaps: bool = True) -> list[str]:
-    """A product that tells the next of its columns, and that one: the bits of a pair that waits, no count left behind.
+def check_signals(
+    lib: Library, name: str, dtype: torch.dtype, device: str = "cuda", overlaps: bool = True
+) -> list[str]:
+    """A product that signals its columns to the next: the bits of a pair that waits, and no count left behind.
 
-    Over and over, on a blank slate, which is NaN, and into NaN, so that what is read too early shows. On a CPU what is
-    counted between the two is looked at, too; overlaps: whether anything is told there at all.
+    Over and over, from sentinels, which are NaN, into NaN, so that what is read too early shows. On a CPU what is
+    counted between the two is looked at, too; overlaps: whether anything is signalled there at all.
     """
     bad, columns = [], 4096 + 528 if device == "cpu" else 11008
-    told_of, n = columns // 4096 * 4096, 80
+    columns, n = columns // 4096 * 4096, 80
     turns, tunings = (1, [{}]) if device == "cpu" else (200, [{}, {"dependent": -1}])
     for kind, m, tuning in itertools.product(("none", "silu_gate", "relu"), (1, 2, 3, 8), tunings):
         paired = kind == "silu_gate"
@@ -133,20 +135,20 @@ def check_told(lib: Library, name: str, dtype: torch.dtype, device: str = "cuda"
         behind = pack(torch.randn(n, columns) / columns**0.5, name, dtype=dtype)
         both = [moved(p, device) for p in (before, behind)]
         x = torch.randn(m, 128).to(device, dtype)
-        results, told = [], torch.zeros(2, dtype=torch.int32).to(device)
+        results, flag = [], torch.zeros(2, dtype=torch.int32).to(device)
         for turn in range(1 + turns):
             between = torch.full((m, columns), BLANK, dtype=torch.int16).view(dtype).to(device)
             y = torch.full((m, n), float("nan"), dtype=dtype).to(device)
-            tells = {"tells": told.data_ptr(), "tell_columns": told_of} if turn else {}
-            hears = {"hears": told.data_ptr(), "hear_columns": told_of} if turn else {}
-            lib.call(both[0], x, between, activation=kind, **tells, **tuning)
-            due = told_of if turn and overlaps else 0
-            if device == "cpu" and told.tolist() != [due, 0]:
-                bad.append(f"{name} {dtype} M={m}, {kind}: {told.tolist()} counted where {due} are due")
-            lib.call(both[1], between, y, **hears, **tuning)
+            producer = {"producer": flag.data_ptr(), "producer_columns": columns} if turn else {}
+            consumer = {"consumer": flag.data_ptr(), "consumer_columns": columns} if turn else {}
+            lib.call(both[0], x, between, activation=kind, **producer, **tuning)
+            due = columns if turn and overlaps else 0
+            if device == "cpu" and flag.tolist() != [due, 0]:
+                bad.append(f"{name} {dtype} M={m}, {kind}: {flag.tolist()} counted where {due} are due")
+            lib.call(both[1], between, y, **consumer, **tuning)
             results.append(y.cpu())
-        if not all(torch.equal(one, results[0]) for one in results) or results[0].isnan().any() or told.any():
-            bad.append(f"{name} {dtype} told of {told_of} columns, {kind}, M={m} {tuning}: {told.tolist()}")
+        if not all(torch.equal(one, results[0]) for one in results) or results[0].isnan().any() or flag.any():
+            bad.append(f"{name} {dtype} flag of {columns} columns, {kind}, M={m} {tuning}: {flag.tolist()}")
     return bad
 
 
@@ -268,7 +270,7 @@ def main() -> int:
     bad = [line for name, dtype in every for line in check(lib, name, dtype)]
     if not options.small:
         bad += special(lib) + odd_tokens(lib)
-        bad += [line for name in options.formats for line in check_told(lib, name, torch.bfloat16)]
+        bad += [line for name in options.formats for line in check_signals(lib, name, torch.bfloat16)]
     print("\n".join(bad[:40]))
     print(f"{len(bad)} failures")
     return bool(bad)

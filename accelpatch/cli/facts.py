@@ -22,7 +22,7 @@ MARK = "accelpatch-facts:"  # before our line, because drivers print to stdout t
 def ask(command: list[str], seconds: float) -> tuple[int, str, str] | None:
     """Status, stdout and stderr of a program, or None where it does not end in time.
 
-    One that a stuck driver holds cannot be killed: it is told to die and not waited for, as subprocess.run would.
+    One that a stuck driver holds cannot be killed: it is sent SIGKILL and not waited for, as subprocess.run would.
     """
     streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     process = subprocess.Popen(command, text=True, errors="replace", **streams)  # type: ignore[call-overload]

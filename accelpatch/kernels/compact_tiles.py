@@ -139,7 +139,7 @@ def _outliers(outside: Tensor, bits: Tensor) -> Tensor:
     most = int(counts.amax())
     if most > allowed(bits.shape[1]):
         raise KernelError(
-            f"{most} of {bits.shape[1]} values of a row lie outside of the {WINDOW} binades that 4 bits tell apart, "
+            f"{most} of {bits.shape[1]} values of a row lie outside of the {WINDOW} binades that 4 bits distinguish, "
             f"and {allowed(bits.shape[1])} may"
         )
     row, column = outside.nonzero(as_tuple=True)

@@ -25,7 +25,7 @@ from accelpatch.kernels import rmsnorm, rope
 from accelpatch.kernels.attention_shape import MOST, AttentionShape
 from accelpatch.kernels.dispatch import require
 from accelpatch.kernels.hip import attention
-from accelpatch.kernels.hip.binding import Told
+from accelpatch.kernels.hip.binding import Signal
 from accelpatch.kernels.triton import launch
 
 SIZES = range(16, 257, 2)  # of a head
@@ -97,12 +97,12 @@ def why_no_triton(shape: AttentionShape, dtype: torch.dtype, device: Device) -> 
 
 def decode_attention_(
     qkv: Tensor, positions: Tensor, slot: Tensor, mask: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape,
-    following: Tensor | None = None, hears: Told | None = None,
+    following: Tensor | None = None, consumer: Signal | None = None,
 ) -> Tensor:  # fmt: skip
     """y[B T, Hq D] (or [B, T, ...]: as qkv) in qkv's dtype; k and v are written into the cache.
 
     following: what the next kernel reads first, its weights say; a GPU with time to spare brings it nearer meanwhile.
-    hears: of qkv's columns of q and k, by whose leave the device library begins.
+    consumer: the signal of qkv's columns of q and k, on which the device library begins.
 
     The device library on a GPU, or Triton where there is none for the layer; torch on a CPU. A row's bits are the same
     in any company, but each of the three has its own. Raises KernelError for shapes that do not fit together.
@@ -115,7 +115,7 @@ def decode_attention_(
     if qkv.device.type == "cpu":
         return reference_(qkv, positions, slot, mask, keys, values, shape)
     if attention.why_not(shape, qkv.dtype, probe(qkv.device)) is None:
-        return attention.decode_attention_(qkv, positions, slot, mask, keys, values, shape, following, hears)
+        return attention.decode_attention_(qkv, positions, slot, mask, keys, values, shape, following, consumer)
     from accelpatch.kernels.triton import decode_attention as kernel
 
     return kernel.decode_attention_(qkv, positions, slot, mask, keys, values, shape)

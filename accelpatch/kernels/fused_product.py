@@ -28,7 +28,7 @@ from accelpatch.kernels import (
 )
 from accelpatch.kernels.compact_tiles import CompactTiles
 from accelpatch.kernels.hip import binding
-from accelpatch.kernels.hip.binding import Told, Weight
+from accelpatch.kernels.hip.binding import Signal, Weight
 from accelpatch.kernels.int4_tiles import Tiles
 from accelpatch.kernels.triton import launch
 
@@ -52,14 +52,14 @@ class Norm:
 class Product:
     """w: a float weight[N, K], int8[N, K] with scale[N, 1] float32, or tiles. bias[N] in the dtype of x.
 
-    tells: the kernel behind, of columns of y, where a call is `one_launch`; hears: of columns of x.
+    producer: the signal of columns of y, where a call is `one_launch`; consumer: that of columns of x.
     """
 
     w: Tensor | Tiles | CompactTiles
     scale: Tensor | None = None
     bias: Tensor | None = None
-    tells: Told | None = None
-    hears: Told | None = None
+    producer: Signal | None = None
+    consumer: Signal | None = None
 
     @property
     def raw(self) -> Tensor:
@@ -97,7 +97,7 @@ class Product:
             activation="silu_gate" if one else "none",
             norm="none" if norm is None else "rms_plus_one" if norm.plus_one else "rms",
             norm_weight=None if norm is None else norm.weight, epsilon=0.0 if norm is None else norm.eps,
-            tells=self.tells, hears=self.hears,
+            producer=self.producer, consumer=self.consumer,
         )  # fmt: skip
         y = int4_tiles.in_order(y, part) if mixed else y
         if gate is not None and not one:

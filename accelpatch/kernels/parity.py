@@ -69,10 +69,10 @@ def _compared(results: Sequence[Result]) -> list[Comparison]:
     error = (y.double() - due).abs_().add_(due.to(y.dtype) * 0)
     spacing = ulp(due, y.dtype)
     worst = (error - spacing).argmax(1, keepdim=True)  # twice torch's error is the same for all of an output
-    told = [error.gather(1, worst)[:, 0], spacing.gather(1, worst)[:, 0], worst[:, 0].double()]
+    measured = [error.gather(1, worst)[:, 0], spacing.gather(1, worst)[:, 0], worst[:, 0].double()]
     if isinstance(plains[0], Tensor):
-        told.append(_own_errors(torch.cat([_rows(one) for one in plains]), due).amax(1))
-    figures, start, found = torch.stack(told, 1).tolist(), 0, []
+        measured.append(_own_errors(torch.cat([_rows(one) for one in plains]), due).amax(1))
+    figures, start, found = torch.stack(measured, 1).tolist(), 0, []
     for output, reference, own in results:
         rows = figures[start : start + output.numel() // y.shape[1]]
         start += len(rows)

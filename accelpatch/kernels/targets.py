@@ -43,7 +43,7 @@ _CXX = ("g++", "clang++", "c++")
 _CXX_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-pthread")
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni")
-_CPU = {"api.cpp": (), "crew.cpp": (), "machine.cpp": (), "pack.cpp": (), "portable.cpp": (), "step.cpp": ()}
+_CPU = {"api.cpp": (), "thread_pool.cpp": (), "machine.cpp": (), "pack.cpp": (), "portable.cpp": (), "step.cpp": ()}
 _X86 = {"avx2.cpp": _AVX2, "avx512.cpp": _AVX512}
 _HIP: Mapping[str, tuple[str, ...]] = {
     "gemv.hip": (),

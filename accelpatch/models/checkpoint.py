@@ -145,7 +145,7 @@ def _compare_checksums(folder: Path, progress: Progress) -> None:
 
 
 def check_complete(place: str, info: dict[str, Any]) -> None:
-    """Raise LoadError when configuration and weights disagree, as transformers' loading info tells.
+    """Raise LoadError when configuration and weights disagree, as transformers' loading info producer.
 
     A weight that the file lacks would start from random numbers, and one that the model lacks would be dropped.
     """

@@ -58,7 +58,7 @@ def no_bar() -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """No progress bars of transformers: the caller's own progress tells it."""
+    """No progress bars of transformers: the caller's own progress shows it."""
     shown = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:

@@ -20,7 +20,7 @@ _NETWORK_ERRORS: tuple[type[Exception], ...] = (OSError, *HfHubHTTPError.__bases
 
 
 def snapshot(name: str, *, weights: bool = True) -> Path:
-    """The folder of the model's files (config, tokenizer and, unless told otherwise, safetensors).
+    """The folder of the model's files (config, tokenizer and, unless asked otherwise, safetensors).
 
     Raises LoadError when the local copy is incomplete and the hub cannot be reached, has no such model or asks for
     a token.

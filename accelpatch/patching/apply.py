@@ -207,7 +207,7 @@ def settle(handle: Handle, built: list[Built], copies: HostCopies, progress: Cal
     """The last step, once nothing else can send the model back: free the originals' weights, or move them to the CPU.
 
     What a replacement `gives_back` bit for bit is freed, and needs no copy.
-    copies: of the plan's `rounded_weights`, where they are to be kept; waited for, as `progress` is told.
+    copies: of the plan's `rounded_weights`, where they are to be kept; waited for, as `progress` shows.
     An interrupt in the middle takes back what was done so far, so that the swaps can still be reverted.
     """
     copies.finish(progress)

@@ -115,7 +115,7 @@ def _chunks(pairs: Pieces) -> Iterator[Pieces]:
 
 
 class _Lane:
-    """The way from one device: a stream of its own, which begins after all that the device was told until now.
+    """The way from one device: a stream of its own, which begins after all that the device was given until now.
 
     A chunk takes few calls: for each one this thread has to wait until another gives up the interpreter.
     """

@@ -1,4 +1,4 @@
-"""What captured programs read and leave on the device from step to step: a batch, and guesses of what follows it."""
+"""What captured programs read and leave on the device from step to step: a batch, and drafts of what follows it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 
 from accelpatch.runtime.captured_graph import Graph
 from accelpatch.runtime.choice import Choice
-from accelpatch.runtime.prompt_lookup import GUESSES
+from accelpatch.runtime.prompt_lookup import DRAFTS
 
 CHOICES = 8  # captured choices that a batch keeps
 GraphOf = Callable[[Callable[[], None]], Graph]
-TOKENS = GUESSES + 1  # of a step
+TOKENS = DRAFTS + 1  # of a step
 
 
 class Batch:
@@ -37,7 +37,7 @@ class Batch:
         self.unfinished = torch.ones(rows, dtype=torch.bool, device=device)
         self.arrived = torch.zeros(rows, dtype=torch.int32, device=device)
         self.ends, self.held = (torch.zeros(vocabulary + 1, dtype=torch.bool, device=device) for _ in range(2))
-        self.guesses: Guesses | None = None  # where the recipe wants some
+        self.drafts: Drafts | None = None  # where the recipe wants some
         self._choices: OrderedDict[Any, Graph] = OrderedDict()
 
     def begin(self, slot: int, positions: Tensor) -> None:
@@ -76,10 +76,10 @@ def _mark(table: Tensor, ids: Tensor | None) -> None:
         table.index_fill_(0, torch.where((ids >= 0) & (ids < outside), ids, outside), True)
 
 
-class Guesses:
+class Drafts:
     """What a step of TOKENS reads and leaves beside its batch of one row, whatever the capacity of the cache.
 
-    guessed[GUESSES] int64, written by the host; logits[TOKENS, V] float32: after the last token and after each guess.
+    drafted[DRAFTS] int64, written by the host; logits[TOKENS, V] float32: after the last token and after each draft.
     outcome[TOKENS + 2] int64: a token for each row, how many of them are the answer's, whether it goes on after them.
     To a choice it is a batch of TOKENS rows, with its report in the outcome.
     """
@@ -88,7 +88,7 @@ class Guesses:
         whole = {"dtype": torch.int64, "device": batch.device}
         self._last, self._slot, self._positions = batch.tokens, batch.slot, batch.positions
         self._logits = batch.logits
-        self.guessed, self.tokens = torch.zeros(GUESSES, **whole), torch.zeros(TOKENS, **whole)  # type: ignore[call-overload]
+        self.drafted, self.tokens = torch.zeros(DRAFTS, **whole), torch.zeros(TOKENS, **whole)  # type: ignore[call-overload]
         self.places = torch.arange(TOKENS, **whole)  # type: ignore[call-overload]
         self.slot = torch.zeros(TOKENS, 1, **whole)  # type: ignore[call-overload]
         self.logits = batch.logits.new_zeros(TOKENS, batch.logits.shape[1])
@@ -97,13 +97,13 @@ class Guesses:
         self.outcome = torch.zeros(TOKENS + 2, **whole)  # type: ignore[call-overload]
         self.report = self.outcome[:-1]
         self.held_until, self.ends, self.held, self.pad = batch.held_until, batch.ends, batch.held, batch.pad
-        self._sent = torch.zeros(GUESSES, dtype=torch.int64, device="cpu", pin_memory=batch.device.type == "cuda")
+        self._sent = torch.zeros(DRAFTS, dtype=torch.int64, device="cpu", pin_memory=batch.device.type == "cuda")
         self._choices: dict[Any, Graph] = {}
 
-    def send(self, guessed: list[int]) -> None:
-        """Queue the copy of GUESSES tokens to the device; the last step's must have been read."""
-        self._sent.copy_(torch.tensor(guessed))
-        self.guessed.copy_(self._sent, non_blocking=True)
+    def send(self, drafted: list[int]) -> None:
+        """Queue the copy of DRAFTS tokens to the device; the last step's must have been read."""
+        self._sent.copy_(torch.tensor(drafted))
+        self.drafted.copy_(self._sent, non_blocking=True)
 
     def take(self, row: int) -> None:
         """Leave in the batch what a step of one token would have left: its logits, slot and position."""
@@ -126,7 +126,7 @@ class Guesses:
         self.unfinished.fill_(True)
         self.slot.copy_((self._slot + self.places + 1)[:, None])  # each row's, after the step of one token that it is
         choice.next_token(self)
-        right = (self.guessed == self.tokens[:-1]) & self.unfinished[:-1]
+        right = (self.drafted == self.tokens[:-1]) & self.unfinished[:-1]
         last = right.long().cumprod(0).sum(0, keepdim=True)
         self._last.copy_(self.tokens.index_select(0, last))
         self._slot.add_(last + 1)

@@ -19,7 +19,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from accelpatch.kernels.triton.launch import on
 from accelpatch.runtime.captured_cache import OWN, move_back, move_in, why_not
 from accelpatch.runtime.captured_graph import Graph
-from accelpatch.runtime.captured_lookup import NONE, RIGHT, STEPS, Late, Lookup
+from accelpatch.runtime.captured_lookup import ACCEPTED, NONE, STEPS, Late, Lookup
 from accelpatch.runtime.captured_reports import Reports
 from accelpatch.runtime.captured_runtime import CAPTURED, CapturedRuntime, NotCaptured
 from accelpatch.runtime.captured_step import CapturedStep
@@ -161,19 +161,19 @@ class _Run:
         paths, lookup = self.runtime.paths, self.lookup
         steps = self._length - self._first
         if lookup is not None and steps:
-            steps = max(steps - lookup.right, 0)  # guesses that were right and never handed out, after an exception
+            steps = max(steps - lookup.right, 0)  # draft tokens accepted and never handed out, after an exception
             paths[STEPS] += lookup.steps
-            paths[RIGHT] += lookup.right
+            paths[ACCEPTED] += lookup.right
         paths[CAPTURED] += steps
         paths[self.runtime.way(self.step)] += steps
 
     def looking_up(self, ids: Tensor, end: int | None) -> Lookup | None:
-        """The same run with guesses, where the recipe wants them and they can be."""
-        guesses = self.runtime.guesses(self.step)
-        if isinstance(guesses, str):
-            self.runtime.paths[NONE + guesses] += 1
-        elif guesses is not None:
-            self.lookup = Lookup(self, guesses, ids, end)
+        """The same run with drafts, where the recipe wants them and they can be."""
+        drafts = self.runtime.drafts(self.step)
+        if isinstance(drafts, str):
+            self.runtime.paths[NONE + drafts] += 1
+        elif drafts is not None:
+            self.lookup = Lookup(self, drafts, ids, end)
         return self.lookup
 
     def prompt(self, ids: Tensor, config: Any, kwargs: dict[str, Any]) -> Tensor:
@@ -218,10 +218,10 @@ class _Run:
         return graph
 
     def together(self, choice: Choice) -> Graph | None:
-        """The captured program that chooses the tokens of a step with guesses; None where each needs the one before."""
+        """The captured program that chooses the tokens of a step with drafts; None where each needs the one before."""
         if self.lookup is None or not choice.alone:
             return None
-        return self.lookup.guesses.choice_of(choice, self.runtime.graph(self.step.batch.device))
+        return self.lookup.drafts.choice_of(choice, self.runtime.graph(self.step.batch.device))
 
     def advance(self) -> None:
         """Queue one step of the model; the cache grows first where it is full."""

@@ -128,9 +128,9 @@ def _side_stream(index: int) -> torch.cuda.Stream:
 def _mend(device: torch.device, pool: Any) -> None:
     """After a capture that broke off: torch's allocator and random generator still believe that it goes on.
 
-    The allocator is told; the generator learns it from the end of a capture that goes well.
+    The allocator is notified; the generator learns it from the end of a capture that goes well.
     """
-    with suppress(RuntimeError):  # where torch has told it already
+    with suppress(RuntimeError):  # where torch has done it already
         torch._C._cuda_endAllocateToPool(device.index or 0, pool)
     with _no_collection(), torch.cuda.graph(torch.cuda.CUDAGraph(), stream=_side_stream(device.index or 0)):
         torch.zeros(1, device=device)

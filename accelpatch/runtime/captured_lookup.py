@@ -1,9 +1,9 @@
-"""Decoding with guesses by prompt lookup: the tokens of the plain loops in fewer steps, one row at a time.
+"""Decoding with drafts by prompt lookup: the tokens of the plain loops in fewer steps, one row at a time.
 
-A captured step of TOKENS rows computes the logits after the last token and after each guess. A row counts where the
-token before it was chosen as guessed. Greedy choices of all rows are made at once on the device; draws, and choices by
+A captured step of TOKENS rows computes the logits after the last token and after each draft. A row counts where the
+token before it was chosen as drafted. Greedy choices of all rows are made at once on the device; draws, and choices by
 the host, one after the other and only for rows that count: random numbers and processors see what they see without
-guesses. Where nothing is guessed a step is a plain one, queued ahead as in the plain loop.
+drafts. Where nothing is drafted a step is a plain one, queued ahead as in the plain loop.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from accelpatch.runtime.captured_batch import TOKENS, Guesses
+from accelpatch.runtime.captured_batch import TOKENS, Drafts
 from accelpatch.runtime.captured_graph import Graph
 from accelpatch.runtime.captured_reports import Reports
 from accelpatch.runtime.captured_step import CapturedStep
 from accelpatch.runtime.prompt_lookup import PromptLookup
 
 STEPS = f"prompt lookup, steps of {TOKENS} tokens"
-RIGHT = "prompt lookup, guesses that were right"
+ACCEPTED = "prompt lookup, draft tokens accepted"
 NONE = "no prompt lookup: "  # and the reason
 
 
 class Run(Protocol):
-    """What the guesses of a call run over; see captured_decoding.py. slot: tokens cached, wherever the answer ends."""
+    """What the drafts of a call run over; see captured_decoding.py. slot: tokens cached, wherever the answer ends."""
 
     step: CapturedStep
     slot: int
@@ -43,18 +43,18 @@ class Run(Protocol):
 
 
 class Lookup:
-    """One call's guesses. steps: how many were of TOKENS tokens; right: tokens that took no step of their own.
+    """One call's drafts. steps: how many were of TOKENS tokens; right: tokens that took no step of their own.
 
     end: the most tokens of a sequence, or None.
     """
 
-    def __init__(self, run: Run, guesses: Guesses, ids: Tensor, end: int | None):
-        self.run, self.guesses = run, guesses
+    def __init__(self, run: Run, drafts: Drafts, ids: Tensor, end: int | None):
+        self.run, self.drafts = run, drafts
         self.steps = self.right = 0
         self._ids: list[int] = ids[0].tolist()  # before the prompt runs: nothing is under way yet
         self._end = end
         self._known = PromptLookup([])
-        self._due: list[int] = []  # guesses of the last step whose rows may still count
+        self._due: list[int] = []  # drafts of the last step whose rows may still count
 
     @property
     def kwargs(self) -> dict[str, Any]:
@@ -62,7 +62,7 @@ class Lookup:
         return self.run.kwargs
 
     def prompt(self, ids: Tensor, config: Any, kwargs: dict[str, Any]) -> Tensor:
-        """Logits [1, V] float32 after the prompt, which is read for guesses while the device works."""
+        """Logits [1, V] float32 after the prompt, which is read for drafts while the device works."""
         logits = self.run.prompt(ids, config, kwargs)
         self._known = PromptLookup(self._ids)
         return logits
@@ -78,7 +78,7 @@ class Lookup:
             if self._due:
                 self.judge(TOKENS - len(self._due) - 1)
             self.run.step.batch.tokens.copy_(tokens)
-            self._due = self.guess() or []
+            self._due = self.draft() or []
             if self._due:
                 self.verify(self._due)
                 self.take(0)
@@ -92,27 +92,27 @@ class Lookup:
         self._known.append(token)
 
     def judge(self, right: int) -> None:
-        """How many guesses of a step were right."""
+        """How many drafts of a step were right."""
         self._known.learn(right)
 
-    def guess(self) -> list[int] | None:
-        """The guesses after the last token; None where there are none, or no room for them."""
+    def draft(self) -> list[int] | None:
+        """The drafts after the last token; None where there are none, or no room for them."""
         run = self.run
         fits = run.step.verification is not None and run.slot + TOKENS <= run.step.capacity
         wanted = self._end is None or len(self._known) + 1 < self._end
-        return self._known.guess() if fits and wanted else None
+        return self._known.draft() if fits and wanted else None
 
-    def verify(self, guessed: list[int]) -> None:
-        """Queue the step of the last token and its guesses; the batch stays where it is."""
+    def verify(self, drafted: list[int]) -> None:
+        """Queue the step of the last token and its drafts; the batch stays where it is."""
         step = self.run.step
         assert step.verification is not None
-        self.guesses.send(guessed)
+        self.drafts.send(drafted)
         step.verification.replay()
         self.steps += 1
 
     def take(self, row: int) -> None:
         """Leave in the batch what the step of one token would have left that is a row of the last one."""
-        self.guesses.take(row)
+        self.drafts.take(row)
         self.took(row)
 
     def took(self, row: int) -> None:
@@ -128,15 +128,15 @@ class Late:
         self._lookup, self._graph, self._together = lookup, graph, together
         self._streamer, self._most = streamer, most
         self._single = Reports(lookup.run.step.batch.report)
-        self._several = Reports(lookup.guesses.outcome)
+        self._several = Reports(lookup.drafts.outcome)
         self._made: list[Tensor] = []
 
     def run(self) -> Tensor:
         """The new tokens [1, N] on the host, after the prompt's logits in the batch."""
         self._choose()
         while True:
-            # where the token under way is guessed, the step after it verifies guesses and waits for it
-            ahead = len(self._made) + 1 < self._most and self._lookup.guess() is None
+            # where the token under way is drafted, the step after it verifies drafts and waits for it
+            ahead = len(self._made) + 1 < self._most and self._lookup.draft() is None
             if ahead:
                 self._lookup.run.advance()
             report = self._single.take()
@@ -146,7 +146,7 @@ class Late:
             if not self._put(report[:1], goes_on):
                 break
             if not ahead:
-                if not self._guessed():
+                if not self._drafted():
                     break
                 self._lookup.run.advance()
                 self._choose()
@@ -167,11 +167,11 @@ class Late:
             self._streamer.put(token)
         return goes_on and len(self._made) < self._most
 
-    def _guessed(self) -> bool:
-        """Steps of several tokens as long as there are guesses; whether another token is wanted."""
-        while (guessed := self._lookup.guess()) is not None:
-            self._lookup.verify(guessed)
-            rows = self._rows(guessed) if self._together is None else self._all(self._together)
+    def _drafted(self) -> bool:
+        """Steps of several tokens as long as there are drafts; whether another token is wanted."""
+        while (drafted := self._lookup.draft()) is not None:
+            self._lookup.verify(drafted)
+            rows = self._rows(drafted) if self._together is None else self._all(self._together)
             if not all(self._put(token, goes_on) for token, goes_on in rows):
                 return False
         return True
@@ -187,13 +187,13 @@ class Late:
             self._lookup.took(row)
             yield outcome[row : row + 1], row + 1 < count or bool(outcome[TOKENS + 1])
 
-    def _rows(self, guessed: list[int]) -> Iterator[tuple[Tensor, bool]]:
-        """The tokens of a step chosen one after the other, as long as the guesses are right."""
+    def _rows(self, drafted: list[int]) -> Iterator[tuple[Tensor, bool]]:
+        """The tokens of a step chosen one after the other, as long as the drafts are right."""
         for row in range(TOKENS):
             self._lookup.take(row)
             self._choose()
             report = self._single.take()
-            wrong = row == len(guessed) or guessed[row] != int(report[0])
+            wrong = row == len(drafted) or drafted[row] != int(report[0])
             if wrong:
                 self._lookup.judge(row)
             yield report[:1], bool(report[1])

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from accelpatch.errors import KernelError, PatchError
-from accelpatch.runtime.captured_batch import Batch, GraphOf, Guesses
+from accelpatch.runtime.captured_batch import Batch, Drafts, GraphOf
 from accelpatch.runtime.captured_cache import LayerShape, NotCached, capacity_for, learned
 from accelpatch.runtime.captured_call import CapturedCalls, captured_outputs, generates
+from accelpatch.runtime.captured_drafts import verifying
 from accelpatch.runtime.captured_graph import GRAPHS, new_pool
-from accelpatch.runtime.captured_guesses import verifying
 from accelpatch.runtime.captured_step import CAPTURE_ERRORS, CapturedStep, first_line, for_decoding, graph_maker
 from accelpatch.runtime.fused_forward import fused_outputs, prompts_of
 from accelpatch.runtime.fused_layer import FUSED, FusedModel, read
@@ -235,8 +235,8 @@ class CapturedRuntime:
             if self._fused is not None and rows <= self._fused.most:
                 try:
                     step = CapturedStep(model, batch, self._shapes, capacity, self.graph(device), self._fused)
-                    guessing = self._speculate and rows == 1
-                    return verifying(step, self._fused, self.graph(device)) if guessing else step
+                    drafting = self._speculate and rows == 1
+                    return verifying(step, self._fused, self.graph(device)) if drafting else step
                 except BaseException as error:
                     self._fused.forget()  # other steps go on with the same layers
                     if isinstance(error, torch.OutOfMemoryError) or not isinstance(error, CAPTURE_ERRORS):
@@ -250,15 +250,15 @@ class CapturedRuntime:
                 self._unfit = f"its step cannot be captured ({type(error).__name__}: {first_line(error)})"
                 raise NotCaptured(self._unfit) from error
 
-    def guesses(self, step: CapturedStep) -> Guesses | str | None:
-        """What guessed tokens are verified with, or why none are; None where the recipe does not want them."""
+    def drafts(self, step: CapturedStep) -> Drafts | str | None:
+        """What drafted tokens are verified with, or why none are; None where the recipe does not want them."""
         if not self._speculate:
             return None
         if step.batch.rows != 1:
             return f"{step.batch.rows} rows"
         if not step.fused:
             return "modules in the captured step"
-        return step.unguessed or step.batch.guesses
+        return step.undrafted or step.batch.drafts
 
     def way(self, step: CapturedStep) -> str:
         """What a step runs, for the report."""

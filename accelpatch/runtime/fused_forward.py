@@ -77,7 +77,7 @@ def wants_hidden_states(model: Any, given: Mapping[str, Any]) -> bool:
 
 
 def _unused(model: Any, given: Mapping[str, Any]) -> str | None:
-    """Families differ in whether they give back a cache that they were told not to use."""
+    """Families differ in whether they give back a cache that they were asked not to use."""
     return None if uses_cache(model, given) else "a cache, and use_cache: false"
 
 
@@ -208,7 +208,7 @@ def hidden_rows(
             return call.attend(qkv, shape, place)
 
         if x.shape[0] <= FEW:
-            x = layer.silent(x if pending is None else x + pending, attend)
+            x = layer.without_signals(x if pending is None else x + pending, attend)
             pending = None
         else:
             x, pending = layer.rows(x, pending, attend)

@@ -21,7 +21,7 @@ from accelpatch.kernels import decode_attention
 from accelpatch.kernels.attention_shape import AttentionShape, Zeros
 from accelpatch.kernels.decode_attention import decode_attention_
 from accelpatch.kernels.fused_product import Norm, Product, normed
-from accelpatch.kernels.hip.binding import FEW, MOST, Told
+from accelpatch.kernels.hip.binding import FEW, MOST, Signal
 from accelpatch.kernels.prompt_attention import prompt_attention_, visible
 from accelpatch.modules.gated_mlp import GatedMLP
 from accelpatch.modules.norm import FusedRMSNorm, ResidualNormLayer
@@ -30,7 +30,7 @@ from accelpatch.modules.rotary import FusedRotaryEmbedding
 from accelpatch.runtime import attention_facts
 from accelpatch.runtime.adapters import Adapted, active, base_of, with_adapters
 from accelpatch.runtime.fused_weights import Unfit, gated_product, one_product, product
-from accelpatch.runtime.telling import Slate, silent, telling
+from accelpatch.runtime.signals import SentinelBuffers, with_signals, without_signals
 
 FUSED = "fused layers"
 DTYPES = (torch.bfloat16, torch.float16)
@@ -57,14 +57,15 @@ class FusedLayer:
         return added(self.down, self.gate_up(x, self.mlp_norm, gate=self.activation), self.after_mlp, x)
 
     @property
-    def told(self) -> Told | None:
-        """What attention hears of."""
-        return self.qkv.tells if isinstance(self.qkv, Product) else None
+    def attention_signal(self) -> Signal | None:
+        """What attention waits for."""
+        return self.qkv.producer if isinstance(self.qkv, Product) else None
 
     @functools.cached_property
-    def silent(self) -> FusedLayer:
-        """The same, without tells: for calls that other steps may run beside."""
-        return replace(self, qkv=silent(self.qkv), gate_up=silent(self.gate_up), down=silent(self.down))
+    def without_signals(self) -> FusedLayer:
+        """The same with no signals between its kernels: for calls that other steps may run beside."""
+        parts: Any = {name: without_signals(getattr(self, name)) for name in ("qkv", "gate_up", "down")}
+        return replace(self, **parts)
 
     def rows(
         self, x: Tensor, pending: Tensor | None, attend: Callable[[Tensor], Tensor]
@@ -94,21 +95,21 @@ class FusedModel:
     layers: tuple[FusedLayer, ...]
     norm: Norm
     head: Product | Adapted
-    slate: Slate
+    sentinels: SentinelBuffers
     softcap: float = 0.0
     most: int = MOST  # rows of a step
 
     def __call__(self, tokens: Tensor, positions: Tensor, slot: Tensor, mask: Tensor, cache: Any) -> Tensor:
         """Logits [B T, V] after tokens[B] or [B, T], cached from `slot` on; positions[B, T], mask as the cache's."""
-        self.slate.wipe(tokens.numel())
+        self.sentinels.reset(tokens.numel())
         x, pending = self.embedding(tokens.reshape(-1)), None
         for layer, held in zip(self.layers, cache.layers, strict=True):
             if positions.shape[1] > 1:
-                layer = replace(layer, qkv=silent(layer.qkv))  # attention waits for all of them
+                layer = replace(layer, qkv=without_signals(layer.qkv))  # attention waits for all of them
 
             def attend(qkv: Tensor, layer: FusedLayer = layer, held: Any = held) -> Tensor:
-                cached = (held.keys, held.values)
-                return decode_attention_(qkv, positions, slot, mask, *cached, layer.attention, layer.o.raw, layer.told)
+                rest = layer.attention, layer.o.raw, layer.attention_signal
+                return decode_attention_(qkv, positions, slot, mask, held.keys, held.values, *rest)
 
             if x.shape[0] <= FEW:
                 x = layer(x, attend)
@@ -117,11 +118,11 @@ class FusedModel:
         return self._logits(x, pending)
 
     def forget(self) -> None:
-        """What a step that broke off has told, and nobody heard."""
+        """Clear the signals of a step that broke off, which no kernel consumed."""
         for layer in self.layers:
             for one in (layer.qkv, layer.gate_up):
-                if isinstance(one, Product) and one.tells is not None:
-                    one.tells.number.zero_()
+                if isinstance(one, Product) and one.producer is not None:
+                    one.producer.number.zero_()
 
     @property
     def no_prompts(self) -> str | None:
@@ -187,8 +188,8 @@ def read(model: Any) -> FusedModel:
     shapes = [attention_of(layer.self_attn, rotary, dtype, memory) for layer in layers]
     for layer in layers:
         looked_at(layer, dtype)
-    fused, slate = telling([fuse(layer, shape, dtype) for layer, shape in zip(layers, shapes, strict=True)], dtype)
-    return FusedModel(decoder.embed_tokens, fused, final, one(head, dtype), slate, attention_facts.logit_cap(model))
+    fused, blank = with_signals([fuse(layer, shape, dtype) for layer, shape in zip(layers, shapes, strict=True)], dtype)
+    return FusedModel(decoder.embed_tokens, fused, final, one(head, dtype), blank, attention_facts.logit_cap(model))
 
 
 def unfit(layer: Any) -> str | None:
@@ -284,15 +285,14 @@ def one(module: Any, dtype: torch.dtype) -> Product | Adapted:
 
 def fuse(layer: Any, shape: AttentionShape, dtype: torch.dtype) -> FusedLayer:
     """One layer, its neighbouring weights laid together."""
-    mlp = layer.mlp
     norms: list[Any] = [None if norm is None else norm_of(norm, dtype) for norm in norms_of(layer)]
     before, after, inner, last = norms
-    parts, halves = parts_of(layer.self_attn), halves_of(mlp)
+    parts, halves = parts_of(layer.self_attn), halves_of(layer.mlp)
     qkv = with_adapters(one_product([base_of(part) for part in parts], dtype), parts, dtype)
-    both = with_adapters(gated_product([base_of(half) for half in halves], dtype, mlp.activation), halves, dtype)
+    both = with_adapters(gated_product([base_of(half) for half in halves], dtype, layer.mlp.activation), halves, dtype)
     fused = FusedLayer(
         qkv, before, shape, one(layer.self_attn.o_proj, dtype),
-        both, inner, mlp.activation, one(mlp.down_proj, dtype), after, last,
+        both, inner, layer.mlp.activation, one(layer.mlp.down_proj, dtype), after, last,
     )  # fmt: skip
     if shape.inv_freq.is_cuda:  # what the parts lay in is no room for the next layer's whole
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""Guesses of the next tokens: what followed the last ones where they stood before, in the prompt or in the answer.
+"""Drafts of the next tokens: what followed the last ones where they stood before, in the prompt or in the answer.
 
 As Saxena 2023, "Prompt Lookup Decoding". Places are found as Lempel-Ziv compressors find them, by chains of earlier
 places of the last pair: a token more costs the same after ten tokens and after a hundred thousand.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-GUESSES = 7  # with the last known token a step of eight
+DRAFTS = 7  # with the last known token a step of eight
 SHORTEST = 2  # tokens that must match
 LONGEST = 16  # a longer match counts as this one
 CANDIDATES = 16  # earlier places that are compared
@@ -16,9 +16,9 @@ NOWHERE = -1
 
 
 class PromptLookup:
-    """The tokens of one sequence so far, and the guesses that they allow.
+    """The tokens of one sequence so far, and the drafts that they allow.
 
-    Guesses that fail cost a step of several tokens for one: each step without a right one doubles the match that is
+    Drafts that fail cost a step of several tokens for one: each step without a right one doubles the match that is
     asked for, each with one halves it.
     """
 
@@ -44,8 +44,8 @@ class PromptLookup:
             self._earlier.append(NOWHERE)
         tokens.append(token)
 
-    def guess(self) -> list[int] | None:
-        """The next GUESSES tokens, or None where the last ones are new.
+    def draft(self) -> list[int] | None:
+        """The next DRAFTS tokens, or None where the last ones are new.
 
         Of the longest matches the latest; what follows it is repeated where it reaches the end of what is known.
         """
@@ -61,13 +61,13 @@ class PromptLookup:
             place = self._earlier[place]
         if best == NOWHERE:
             return None
-        found = tokens[best + 1 : best + 1 + GUESSES]
-        while len(found) < GUESSES:
+        found = tokens[best + 1 : best + 1 + DRAFTS]
+        while len(found) < DRAFTS:
             found.append(found[best - last])  # negative: from the end
         return found
 
     def learn(self, right: int) -> None:
-        """How many guesses of a step were right."""
+        """How many drafts of a step were right."""
         self._asked = max(self._asked // 2, SHORTEST) if right else min(self._asked * 2, LONGEST)
 
     def _match(self, place: int, last: int) -> int:

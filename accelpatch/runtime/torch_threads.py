@@ -1,7 +1,7 @@
 """Keeping torch's own threads out of the way between native steps.
 
 torch splits even an argmax over the vocabulary among OpenMP threads, which then spin for milliseconds on the cores
-that the next native step needs. While a generation loop runs, the calling thread alone is told to use one thread, and
+that the next native step needs. While a generation loop runs, the calling thread alone is limited to one thread, and
 gets all of them back for every step and every prompt; no other thread is touched. Where torch uses no OpenMP that can
 be found, nothing is done.
 """

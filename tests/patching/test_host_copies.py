@@ -102,7 +102,7 @@ def test_many_tensors_share_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert steps == [("originals", done + 1, len(sizes) + 1) for done in range(len(sizes) + 1)]
 
 
-def test_memory_that_cannot_be_had_is_told_before_anything_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_cannot_be_had_is_an_error_before_anything_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*given: Any, **options: Any) -> None:
         raise OSError(12, "Cannot allocate memory")
 

@@ -12,7 +12,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from accelpatch.runtime.captured_runtime import CAPTURED
 from accelpatch.runtime.fused_layer import FUSED
 from accelpatch.runtime.patched_model import RUNTIME
-from accelpatch.runtime.telling import Slate
+from accelpatch.runtime.signals import SentinelBuffers
 
 
 class Given(LogitsProcessor):
@@ -33,9 +33,9 @@ def logits(model: Any, batch: dict[str, Tensor], new: int) -> Tensor:
     return torch.stack(made.logits).double()
 
 
-def silence(layers: Any, dtype: torch.dtype) -> tuple[tuple[Any, ...], Slate]:
-    """In place of `telling`: no kernel tells the next of anything."""
-    return tuple(layers), Slate(0, 0, torch.device("cpu"))
+def silence(layers: Any, dtype: torch.dtype) -> tuple[tuple[Any, ...], SentinelBuffers]:
+    """In place of `with_signals`: no kernel signals the next."""
+    return tuple(layers), SentinelBuffers(0, 0, torch.device("cpu"))
 
 
 def inner(model: Any) -> Any:

@@ -69,14 +69,14 @@ def test_a_prompt_that_cannot_be_captured_runs_uncaptured(monkeypatch: pytest.Mo
 
 
 def test_products_of_single_calls_wait_for_nobody() -> None:
-    """A kernel that waits for one that does not tell it of its columns takes a thousand times as long."""
+    """A kernel that waits for one that does not signal its columns takes a thousand times as long."""
     model = patched("llama", intermediate_size=8192)
     fused, _ = vars(model)[RUNTIME].fused(model)
-    told = [one for layer in fused.layers for one in (layer.qkv, layer.gate_up, layer.down)]
-    assert any(one.tells for one in told)
-    assert any(one.hears for one in told)
-    silent = [one for layer in fused.layers for one in vars(layer.silent).values() if isinstance(one, Product)]
-    assert not any(one.tells or one.hears for one in silent)
+    signals = [one for layer in fused.layers for one in (layer.qkv, layer.gate_up, layer.down)]
+    assert any(one.producer for one in signals)
+    assert any(one.consumer for one in signals)
+    silent = [one for layer in fused.layers for one in vars(layer.without_signals).values() if isinstance(one, Product)]
+    assert not any(one.producer or one.consumer for one in silent)
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ import accelpatch
 from accelpatch.recipe import parse
 from accelpatch.runtime import captured_decoding
 from tests.families.tiny import CAUSAL
-from tests.runtime.guessing import as_on_a_gpu, generate, row, stock
+from tests.runtime.drafting import as_on_a_gpu, generate, row, stock
 from tests.runtime.streaming import Calling
 
 PLAIN = {"return_dict_in_generate": False}
@@ -52,10 +52,10 @@ def interrupt() -> None:
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("guesses", ["off", "prompt_lookup"])
+@pytest.mark.parametrize("drafts", ["off", "prompt_lookup"])
 @pytest.mark.parametrize("way", [{}, {"repetition_penalty": 1.3}], ids=["by-the-device", "by-the-host"])
-def test_a_cache_that_is_passed_when_a_streamer_breaks_off(way: dict[str, Any], guesses: str, model: Any) -> None:
-    recipe = parse(f"extends: exact\nruntime: {{speculate: {guesses}}}")
+def test_a_cache_that_is_passed_when_a_streamer_breaks_off(way: dict[str, Any], drafts: str, model: Any) -> None:
+    recipe = parse(f"extends: exact\nruntime: {{speculate: {drafts}}}")
     mine = accelpatch.patch(CAUSAL["llama"].make(), recipe, verify=False)
     caches = [DynamicCache(config=model.config) for _ in range(2)]
     for runner, cache in zip((mine, stock(model)), caches, strict=True):

@@ -12,10 +12,10 @@ from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from accelpatch.runtime import captured_cache
-from accelpatch.runtime.captured_lookup import RIGHT, STEPS
+from accelpatch.runtime.captured_lookup import ACCEPTED, STEPS
 from accelpatch.runtime.captured_runtime import CAPTURED
 from accelpatch.runtime.fused_layer import FUSED
-from tests.runtime.guessing import (
+from tests.runtime.drafting import (
     RULES,
     anywhere,
     as_on_a_gpu,
@@ -65,60 +65,60 @@ def prompts(plain: Any) -> dict[str, Tensor]:
 @pytest.mark.parametrize("rules", RULES)
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3"])
 def test_the_bits_without_it_in_fewer_steps(name: str, rules: str) -> None:
-    guessing, plain = pair(name, rules)
+    drafting, plain = pair(name, rules)
     for ids in prompts(plain).values():
-        before = paths(guessing)
-        assert_same(generate(guessing, ids, max_new_tokens=40), generate(plain, ids, max_new_tokens=40))
-        made = {path: count - before.get(path, 0) for path, count in paths(guessing).items()}
-        assert made[CAPTURED] + made[RIGHT] == 39
+        before = paths(drafting)
+        assert_same(generate(drafting, ids, max_new_tokens=40), generate(plain, ids, max_new_tokens=40))
+        made = {path: count - before.get(path, 0) for path, count in paths(drafting).items()}
+        assert made[CAPTURED] + made[ACCEPTED] == 39
         assert made[CAPTURED] == made[FUSED]
-        assert 0 <= made[RIGHT] <= 7 * made[STEPS]
-    counts = paths(guessing)
-    assert counts[RIGHT] > 30, counts
-    assert set(counts) == {CAPTURED, FUSED, STEPS, RIGHT}
+        assert 0 <= made[ACCEPTED] <= 7 * made[STEPS]
+    counts = paths(drafting)
+    assert counts[ACCEPTED] > 30, counts
+    assert set(counts) == {CAPTURED, FUSED, STEPS, ACCEPTED}
 
 
 @pytest.mark.parametrize("way", DEVICE | BY_HOST)
 def test_every_way_of_choosing(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    guessing, plain = pair()
+    drafting, plain = pair()
     options = (DEVICE | BY_HOST)[way]
     for ids in (*prompts(plain).values(), None):
-        if ids is None:  # guesses of all kinds
+        if ids is None:  # drafts of all kinds
             ids = row()
             answer = generate(plain, ids, **options).sequences
             oracle(monkeypatch, answer, anywhere(3))
         due = generate(plain, ids, **options)
-        assert_same(generate(guessing, ids, **options), due)
+        assert_same(generate(drafting, ids, **options), due)
         assert torch.equal(due.sequences, generate(stock(plain), ids, **options).sequences)
-    by_host = [path for path in paths(guessing) if path.startswith("token chosen by the host: ")]
+    by_host = [path for path in paths(drafting) if path.startswith("token chosen by the host: ")]
     assert bool(by_host) == (way in BY_HOST)
-    assert paths(guessing)[RIGHT] > 10
+    assert paths(drafting)[ACCEPTED] > 10
 
 
 @pytest.mark.parametrize("right", [*range(8), "mixed"])
-def test_guesses_wrong_from_each_place_on(right: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    guessing, plain = pair("mistral")
+def test_drafts_wrong_from_each_place_on(right: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafting, plain = pair("mistral")
     due = generate(plain, row(), max_new_tokens=50)
     oracle(monkeypatch, due.sequences, anywhere(1) if right == "mixed" else itertools.repeat(right))
-    assert_same(generate(guessing, row(), max_new_tokens=50), due)
+    assert_same(generate(drafting, row(), max_new_tokens=50), due)
     if right != "mixed":
-        # the prompt gives one token, each step one more and the right guesses
+        # the prompt gives one token, each step one more and the right drafts
         steps = -(-49 // (right + 1))
-        counts = paths(guessing)
-        assert (counts[CAPTURED], counts[RIGHT]) == (steps, 49 - steps)
+        counts = paths(drafting)
+        assert (counts[CAPTURED], counts[ACCEPTED]) == (steps, 49 - steps)
 
 
 @pytest.mark.parametrize("place", range(1, 12))
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 def test_an_end_among_the_tokens_of_a_step(place: int, sampled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    guessing, plain = ENDED.setdefault(0, pair())
+    drafting, plain = ENDED.setdefault(0, pair())
     options = {"do_sample": sampled, "top_k": 5}
     free = generate(plain, row(), **options).sequences
     options["eos_token_id"] = int(free[0, 9 + place])
     due = generate(plain, row(), **options)
     oracle(monkeypatch, free, itertools.repeat(7))
     streamer = Calling()
-    assert_same(generate(guessing, row(), streamer=streamer, **options), due)
+    assert_same(generate(drafting, row(), streamer=streamer, **options), due)
     assert torch.equal(torch.cat(streamer.taken), due.sequences[0])
     assert streamer.ended
 
@@ -128,31 +128,31 @@ ENDED: dict[int, Any] = {}
 
 @pytest.mark.parametrize("new", range(1, 13))
 def test_max_length_at_each_place(new: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    guessing, plain = ENDED.setdefault(0, pair())
+    drafting, plain = ENDED.setdefault(0, pair())
     oracle(monkeypatch, generate(plain, row()).sequences, itertools.repeat(7))
     for options in ({}, {"repetition_penalty": 1.0001}, {"do_sample": True, "temperature": 1e-3}):
         due = generate(plain, row(), max_new_tokens=new, **options)
-        assert_same(generate(guessing, row(), max_new_tokens=new, **options), due)
+        assert_same(generate(drafting, row(), max_new_tokens=new, **options), due)
 
 
 @pytest.mark.parametrize("limit", ["", ", max_length: 64"], ids=["growing", "to-its-end"])
 @pytest.mark.parametrize("way", ["greedy", "sampling", "repetition"])
 def test_the_end_of_the_cache(limit: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(captured_cache, "SMALLEST", 4)
-    guessing, plain = pair("qwen3", more=limit)
+    drafting, plain = pair("qwen3", more=limit)
     for length in (1, 2, 5, 8):
         options = (DEVICE | BY_HOST)[way] | {"max_new_tokens": 64 - length}
         due = generate(plain, row(length), **options)
         with monkeypatch.context() as context:
             oracle(context, due.sequences, anywhere(length))
-            assert_same(generate(guessing, row(length), **options), due)
-    assert paths(guessing)[RIGHT] > 90
+            assert_same(generate(drafting, row(length), **options), due)
+    assert paths(drafting)[ACCEPTED] > 90
 
 
 def test_processors_and_criteria_of_the_users_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    guessing, plain = pair()
+    drafting, plain = pair()
     results, seen = [], []
-    for model in (plain, guessing):
+    for model in (plain, drafting):
         processor = Every()
         results.append(
             generate(
@@ -164,7 +164,7 @@ def test_processors_and_criteria_of_the_users_own(monkeypatch: pytest.MonkeyPatc
         oracle(monkeypatch, results[0].sequences, anywhere(2))
     assert_same(*results)
     assert seen == [list(range(9, 25))] * 2
-    assert paths(guessing)[RIGHT] > 0
+    assert paths(drafting)[ACCEPTED] > 0
 
 
 def test_the_cache_that_comes_back_goes_on() -> None:

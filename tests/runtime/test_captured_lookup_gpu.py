@@ -9,11 +9,11 @@ import torch
 
 import accelpatch
 from accelpatch.recipe import Runtime, parse
-from accelpatch.runtime.captured_lookup import RIGHT
+from accelpatch.runtime.captured_lookup import ACCEPTED
 from accelpatch.runtime.captured_runtime import CAPTURED
 from accelpatch.runtime.patched_model import RUNTIME, new_runtime
 from tests.families.tiny import CAUSAL
-from tests.runtime.guessing import anywhere, assert_same, generate, oracle, row, stock
+from tests.runtime.drafting import anywhere, assert_same, generate, oracle, row, stock
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 WAYS: dict[str, dict[str, Any]] = {
@@ -30,23 +30,23 @@ NEW = 60
 def test_the_bits_without_it(name: str, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = CAUSAL[name].make(torch.bfloat16).cuda()
     accelpatch.patch(model, parse(f"extends: {recipe}\nruntime: {{speculate: prompt_lookup}}"), verify=False)
-    guessing, plain = vars(model)[RUNTIME], new_runtime("cuda", Runtime())
+    drafting, plain = vars(model)[RUNTIME], new_runtime("cuda", Runtime())
     for length in (1, 9, 250):
         for way, options in WAYS.items():
             vars(model)[RUNTIME] = plain
             due = generate(model, row(length).cuda(), max_new_tokens=NEW, **options)
-            vars(model)[RUNTIME] = guessing
+            vars(model)[RUNTIME] = drafting
             with monkeypatch.context() as context:
                 oracle(context, due.sequences, anywhere(length))
                 mine = generate(model, row(length).cuda(), max_new_tokens=NEW, **options)
             assert_same(mine, due)
-            assert way != "greedy" or guessing.paths[RIGHT] > NEW // 2
-    assert guessing.paths[CAPTURED] + guessing.paths[RIGHT] == plain.paths[CAPTURED]
-    assert not any(path.startswith("stock loop") for path in guessing.paths)
+            assert way != "greedy" or drafting.paths[ACCEPTED] > NEW // 2
+    assert drafting.paths[CAPTURED] + drafting.paths[ACCEPTED] == plain.paths[CAPTURED]
+    assert not any(path.startswith("stock loop") for path in drafting.paths)
 
 
-def test_its_own_guesses_and_the_draws_of_the_stock_loop() -> None:
-    model: Any = CAUSAL["mistral"].make().cuda()  # float32: no fused layers, so no guesses, and a reason
+def test_its_own_drafts_and_the_draws_of_the_stock_loop() -> None:
+    model: Any = CAUSAL["mistral"].make().cuda()  # float32: no fused layers, so no drafts, and a reason
     accelpatch.patch(model, parse("extends: exact\nruntime: {speculate: prompt_lookup}"), verify=False)
     ids = row(20).repeat(1, 4).cuda()
     due = generate(stock(model), ids, do_sample=True, top_k=5)

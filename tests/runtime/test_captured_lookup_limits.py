@@ -14,11 +14,11 @@ import accelpatch
 from accelpatch.errors import KernelError
 from accelpatch.recipe import parse
 from accelpatch.runtime import captured_runtime
-from accelpatch.runtime.captured_lookup import NONE, RIGHT, STEPS
+from accelpatch.runtime.captured_lookup import ACCEPTED, NONE, STEPS
 from accelpatch.runtime.captured_runtime import CAPTURED, MODULES
 from accelpatch.runtime.fused_layer import FUSED, FusedModel
 from tests.families.tiny import CAUSAL
-from tests.runtime.guessing import anywhere, as_on_a_gpu, assert_same, generate, oracle, pair, paths, row
+from tests.runtime.drafting import anywhere, as_on_a_gpu, assert_same, generate, oracle, pair, paths, row
 from tests.runtime.streaming import Calling
 
 TEXT = "extends: exact\nruntime: {speculate: prompt_lookup}"
@@ -30,9 +30,9 @@ def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_several_rows_run_without_it() -> None:
-    guessing, plain = pair()
-    assert_same(generate(guessing, row().repeat(3, 1)), generate(plain, row().repeat(3, 1)))
-    assert paths(guessing) == {NONE + "3 rows": 1, CAPTURED: 23, FUSED: 23}
+    drafting, plain = pair()
+    assert_same(generate(drafting, row().repeat(3, 1)), generate(plain, row().repeat(3, 1)))
+    assert paths(drafting) == {NONE + "3 rows": 1, CAPTURED: 23, FUSED: 23}
 
 
 def test_layers_that_are_not_fused_run_without_it() -> None:
@@ -52,9 +52,9 @@ def test_a_step_that_cannot_be_captured_leaves_the_plain_one(monkeypatch: pytest
         return whole(self, tokens, *given)
 
     monkeypatch.setattr(FusedModel, "__call__", single)
-    guessing, plain = pair()
-    assert_same(generate(guessing, row().repeat(1, 4)), generate(plain, row().repeat(1, 4)))
-    assert paths(guessing) == {NONE + "KernelError: one token at a time": 1, CAPTURED: 23, FUSED: 23}
+    drafting, plain = pair()
+    assert_same(generate(drafting, row().repeat(1, 4)), generate(plain, row().repeat(1, 4)))
+    assert paths(drafting) == {NONE + "KernelError: one token at a time": 1, CAPTURED: 23, FUSED: 23}
 
 
 @pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.01}, {"do_sample": True}], ids=str)
@@ -62,53 +62,53 @@ def test_an_exception_in_a_streamer(options: dict[str, Any], monkeypatch: pytest
     def fail() -> None:
         raise RuntimeError("the reader is gone")
 
-    guessing, plain = pair()
+    drafting, plain = pair()
     due = generate(plain, row(), **options)
     oracle(monkeypatch, due.sequences, itertools.repeat(7))
     with pytest.raises(RuntimeError, match="the reader is gone"):
-        generate(guessing, row(), streamer=Calling(fail), **options)
-    assert all(count >= 0 for count in paths(guessing).values())
-    assert_same(generate(guessing, row(), **options), due)
-    assert_same(generate(guessing, row(), **options), due)
+        generate(drafting, row(), streamer=Calling(fail), **options)
+    assert all(count >= 0 for count in paths(drafting).values())
+    assert_same(generate(drafting, row(), **options), due)
+    assert_same(generate(drafting, row(), **options), due)
 
 
 def test_generate_from_within_a_streamer(monkeypatch: pytest.MonkeyPatch) -> None:
-    guessing, plain = pair()
+    drafting, plain = pair()
     due, other = generate(plain, row()), generate(plain, row(5, 8))
     inner: list[Any] = []
-    streamer = Calling(lambda: inner.append(generate(guessing, row(5, 8))))
+    streamer = Calling(lambda: inner.append(generate(drafting, row(5, 8))))
     oracle(monkeypatch, due.sequences, itertools.repeat(7))
-    assert_same(generate(guessing, row(), streamer=streamer), due)
+    assert_same(generate(drafting, row(), streamer=streamer), due)
     assert torch.equal(inner[0].sequences, other.sequences)
-    assert paths(guessing)["stock loop: a step within a step"] == 1
+    assert paths(drafting)["stock loop: a step within a step"] == 1
 
 
 def test_a_streamer_gets_each_token_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    guessing, plain = pair()
+    drafting, plain = pair()
     due = generate(plain, row())
     oracle(monkeypatch, due.sequences, anywhere(6))
     streamer = Calling()
-    generate(guessing, row(), streamer=streamer)
+    generate(drafting, row(), streamer=streamer)
     assert [taken.tolist() for taken in streamer.taken[1:]] == due.sequences[0, 9:, None].tolist()
     assert streamer.ended
 
 
 def test_calls_of_one_and_of_many_rows_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(captured_runtime, "STEPS", 1)  # each call drops the other's step, batch and guesses
-    guessing, plain = pair()
+    monkeypatch.setattr(captured_runtime, "STEPS", 1)  # each call drops the other's step, batch and drafts
+    drafting, plain = pair()
     for rows in (1, 2, 1, 1, 3, 1):
         ids = row().repeat(rows, 4)
-        assert_same(generate(guessing, ids), generate(plain, ids))
-    assert paths(guessing)[RIGHT] > 0
+        assert_same(generate(drafting, ids), generate(plain, ids))
+    assert paths(drafting)[ACCEPTED] > 0
 
 
-def test_a_copy_guesses_too() -> None:
-    guessing, plain = pair("qwen2")
-    generate(guessing, row())
-    other = copy.deepcopy(guessing)
-    before = paths(guessing)
+def test_a_copy_drafts_too() -> None:
+    drafting, plain = pair("qwen2")
+    generate(drafting, row())
+    other = copy.deepcopy(drafting)
+    before = paths(drafting)
     assert_same(generate(other, row().repeat(1, 4)), generate(plain, row().repeat(1, 4)))
-    assert paths(guessing) == before
+    assert paths(drafting) == before
     assert vars(other)["_accelpatch_runtime"].paths[STEPS] > 0
 
 
@@ -122,7 +122,7 @@ def test_off_is_the_default_and_a_plan_says_where_it_is_not_used(monkeypatch: py
 
 def test_stop_strings(smollm2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = accelpatch.models.load.tokenizer(str(smollm2))
-    guessing, plain = pair()
+    drafting, plain = pair()
     free = generate(plain, row()).sequences
     oracle(monkeypatch, free, itertools.repeat(7))
     words = [tokenizer.decode(token) for token in free[0, 9:]]
@@ -132,7 +132,7 @@ def test_stop_strings(smollm2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         options = {"stop_strings": [word], "tokenizer": tokenizer}
         due = generate(plain, row(), **options)
         assert due.sequences.shape[1] < free.shape[1], words
-        assert_same(generate(guessing, row(), **options), due)
-    counts = paths(guessing)
+        assert_same(generate(drafting, row(), **options), due)
+    counts = paths(drafting)
     assert counts["token chosen by the host: StopStringCriteria"] == len(said)
-    assert counts[RIGHT] > 0
+    assert counts[ACCEPTED] > 0

@@ -14,7 +14,7 @@ from accelpatch.runtime import captured_decoding, captured_graph, captured_looku
 from accelpatch.runtime.captured_graph import EagerGraph
 from accelpatch.runtime.captured_reports import Reports
 from tests.families.tiny import CAUSAL
-from tests.runtime.guessing import as_on_a_gpu, assert_same, generate, oracle, pair, row, stock
+from tests.runtime.drafting import as_on_a_gpu, assert_same, generate, oracle, pair, row, stock
 from tests.runtime.streaming import Calling
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -91,17 +91,17 @@ def test_after_an_end_no_random_number_is_drawn(order: list[str]) -> None:
 def test_each_report_is_taken_before_the_next_choice(
     right: int | None, options: dict[str, Any], order: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    guessing, plain = pair()
+    drafting, plain = pair()
     due = generate(plain, row(), max_new_tokens=40, **options)
     oracle(monkeypatch, due.sequences, itertools.repeat(right) if right is not None else itertools.cycle([-1, 2, 5]))
     order.clear()
-    assert_same(generate(guessing, row(), max_new_tokens=40, **options), due)
+    assert_same(generate(drafting, row(), max_new_tokens=40, **options), due)
     reports = [one for one in decoding(order) if one not in ("model", "verify")]
     assert reports == ["choose", "send", "take"] * (len(reports) // 3)
     assert ("verify" in order) == (right != -1)
 
 
-@pytest.mark.parametrize("speculate", [False, True], ids=["plain", "guessing"])
+@pytest.mark.parametrize("speculate", [False, True], ids=["plain", "drafting"])
 def test_after_an_exception_in_a_streamer(speculate: bool, order: list[str]) -> None:
     def fail() -> None:
         raise RuntimeError("the reader is gone")

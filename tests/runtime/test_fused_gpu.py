@@ -115,10 +115,10 @@ def test_the_bits_of_kernels_that_wait(recipe: Any, rows: int, monkeypatch: pyte
     for waits in (False, True):
         with monkeypatch.context() as patch:
             if waits:
-                patch.setattr(fused_layer, "telling", silence)
+                patch.setattr(fused_layer, "with_signals", silence)
             model: Any = accelpatch.patch(copy.deepcopy(base), recipe, verify=False)
             found.append(logits(model, batch, 200))
-        told = [one.tells for layer in vars(model)[RUNTIME]._fused.layers for one in (layer.qkv, layer.gate_up)]
-        assert all((one is None) == waits for one in told)  # so attention is the device library's
-        assert not any(int(one.number.abs().sum()) for one in told if one is not None)
+        signals = [one.producer for layer in vars(model)[RUNTIME]._fused.layers for one in (layer.qkv, layer.gate_up)]
+        assert all((one is None) == waits for one in signals)  # so attention is the device library's
+        assert not any(int(one.number.abs().sum()) for one in signals if one is not None)
     assert torch.equal(*found)

@@ -14,7 +14,7 @@ import accelpatch
 from accelpatch.runtime import fused_layer
 from accelpatch.runtime.fused_layer import FUSED
 from accelpatch.runtime.patched_model import RUNTIME
-from tests.runtime.guessing import as_on_a_gpu, generate, pair, row
+from tests.runtime.drafting import as_on_a_gpu, generate, pair, row
 
 RECIPES = ("exact", "int8", "int4")
 # 2.7 GB in bf16. What lies side by side in fused layers is two thirds of that: to hold it twice shows in every format.

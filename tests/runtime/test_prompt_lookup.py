@@ -1,4 +1,4 @@
-"""The guesses of prompt lookup, against a search through all that is known."""
+"""The drafts of prompt lookup, against a search through all that is known."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from accelpatch.runtime.prompt_lookup import CANDIDATES, GUESSES, LONGEST, SHORTEST, PromptLookup
+from accelpatch.runtime.prompt_lookup import CANDIDATES, DRAFTS, LONGEST, SHORTEST, PromptLookup
 
 
 def searched(tokens: list[int], asked: int = SHORTEST) -> list[int] | None:
@@ -23,19 +23,19 @@ def searched(tokens: list[int], asked: int = SHORTEST) -> list[int] | None:
     if not long:
         return None
     place, known = max(long)[1], list(tokens)
-    for ahead in range(GUESSES):
+    for ahead in range(DRAFTS):
         known.append(known[place + 1 + ahead])
     return known[len(tokens) :]
 
 
 @pytest.mark.parametrize("words", [1, 2, 3, 8, 40], ids=lambda words: f"{words}-words")
-def test_the_guesses_of_a_full_search(words: int) -> None:
+def test_the_drafts_of_a_full_search(words: int) -> None:
     draw = random.Random(words)
     for start in (0, 1, 2, 3, 30):
         tokens = [draw.randrange(words) for _ in range(start)]
         lookup = PromptLookup(tokens)
         for _ in range(150):
-            assert lookup.guess() == searched(tokens)
+            assert lookup.draft() == searched(tokens)
             tokens.append(draw.randrange(words))
             lookup.append(tokens[-1])
 
@@ -52,24 +52,24 @@ def test_the_guesses_of_a_full_search(words: int) -> None:
         pytest.param([3], None, id="one"),
     ],
 )
-def test_guesses(tokens: list[int], due: list[int] | None) -> None:
-    assert PromptLookup(tokens).guess() == due
+def test_drafts(tokens: list[int], due: list[int] | None) -> None:
+    assert PromptLookup(tokens).draft() == due
 
 
 def test_failures_ask_for_longer_matches_and_successes_for_shorter_ones() -> None:
     lookup = PromptLookup([9, 1, 2, 3, 4, 5, 8, 3, 4, 5])  # three match
-    assert lookup.guess() is not None
+    assert lookup.draft() is not None
     lookup.learn(0)
-    assert lookup.guess() is None
+    assert lookup.draft() is None
     lookup.learn(1)
-    assert lookup.guess() == [8, 3, 4, 5, 8, 3, 4]
+    assert lookup.draft() == [8, 3, 4, 5, 8, 3, 4]
     for _ in range(10):
         lookup.learn(0)
-    assert lookup.guess() is None
+    assert lookup.draft() is None
     again = PromptLookup(list(range(20)) * 2)
     for _ in range(10):
         again.learn(0)
-    assert again.guess() == [0, 1, 2, 3, 4, 5, 6]  # a match of the greatest length counts always
+    assert again.draft() == [0, 1, 2, 3, 4, 5, 6]  # a match of the greatest length counts always
 
 
 @pytest.mark.parametrize("period", [1, 2, 1000, 10**6], ids=lambda period: f"period-{period}")
@@ -80,6 +80,6 @@ def test_a_token_costs_the_same_after_many(period: int) -> None:
     lookup = PromptLookup(tokens)
     begun = time.perf_counter()
     for token in tokens[:1000]:
-        lookup.guess()
+        lookup.draft()
         lookup.append(token)
     assert time.perf_counter() - begun < 1.0  # a scan of all of them a step takes 20 s or more

@@ -1,4 +1,4 @@
-// The C interface over the path that this machine has: checks its arguments, finds memory, hands the work to a crew.
+// The C interface over the path that this machine has: checks its arguments, finds memory, hands the work to a pool.
 #include <atomic>
 #include <cstdlib>
 #include <memory>
@@ -92,7 +92,7 @@ int ap_linear_run(const ap_linear* w, const void* x, int64_t m, int64_t x_stride
   auto* bytes = static_cast<char*>(memory.at_least(rows + chosen_kernels().activation_bytes(m, w->k)));
   if (!bytes) return AP_NO_MEMORY;
   LinearCall call = {w, x, y, m, x_stride, y_stride, dtype, reinterpret_cast<float*>(bytes), bytes + rows};
-  crew_run(useful(threads, w->n * w->k * m), chosen_kernels().linear, &call, CREW_GUEST);
+  pool_run(useful(threads, w->n * w->k * m), chosen_kernels().linear, &call, POOL_GUEST);
   return AP_OK;
 }
 
@@ -112,14 +112,14 @@ int ap_panels_run(const ap_linear* w, const float* x, int64_t m, int64_t x_strid
   auto* room = static_cast<float*>(memory.at_least(threads * chosen_kernels().panel_floats(m) * 4));
   if (!room) return AP_NO_MEMORY;
   PanelsCall call = {w, x, m, x_stride, y, y_stride, room};
-  crew_run(threads, chosen_kernels().panels, &call, CREW_GUEST);
+  pool_run(threads, chosen_kernels().panels, &call, POOL_GUEST);
   return AP_OK;
 }
 
 int ap_rmsnorm(const float* x, const float* residual, const float* weight, float eps, int64_t m, int64_t k, float* y, float* sum, int threads) {
   if (!weight || m < 0 || k < 1 || (m > 0 && (!x || !y || (residual && !sum)))) return AP_BAD_ARGUMENT;
   NormCall call = {x, residual, weight, y, sum, m, k, eps};
-  if (m > 0) crew_run(useful(threads, m * k * 4), chosen_kernels().norm, &call, CREW_GUEST);
+  if (m > 0) pool_run(useful(threads, m * k * 4), chosen_kernels().norm, &call, POOL_GUEST);
   return AP_OK;
 }
 
@@ -132,7 +132,7 @@ int ap_rope_(float* x, const float* cos, const float* sin, int64_t m, int64_t he
 int ap_gated(const float* gate, const float* up, int activation, int64_t count, float* y, int threads) {
   if (activation < AP_SILU || activation > AP_RELU || count < 0) return AP_BAD_ARGUMENT;
   GatedCall call = {gate, up, y, count, activation};
-  if (count > 0) crew_run(useful(threads, count * 4), chosen_kernels().gated, &call, CREW_GUEST);
+  if (count > 0) pool_run(useful(threads, count * 4), chosen_kernels().gated, &call, POOL_GUEST);
   return AP_OK;
 }
 
@@ -156,7 +156,7 @@ int ap_attention_run(const ap_attention* a, int threads) {
   }
   AttentionCall call = {*a, runs, static_cast<float*>(memory.at_least(a->batch * a->heads * runs * round_up(a->d + 2, 16) * 4))};
   if (!call.partial) return AP_NO_MEMORY;
-  crew_run(useful(threads, a->batch * a->heads * runs * 64 * a->d), chosen_kernels().attention, &call, CREW_GUEST);
+  pool_run(useful(threads, a->batch * a->heads * runs * 64 * a->d), chosen_kernels().attention, &call, POOL_GUEST);
   return AP_OK;
 }
 

@@ -1,4 +1,4 @@
-// One decode step on a crew of threads: five stages a layer, a wait between them. Each thread keeps the residual stream and
+// One decode step on a pool of threads: five stages a layer, a wait between them. Each thread keeps the residual stream and
 // makes norms for itself (a few microseconds' work that would otherwise need waits), and takes blocks of rows of the products.
 #pragma once
 #include "attention.h"
@@ -13,7 +13,7 @@ struct Worker {
   Step* step;
   const ap_model* model;
   Scratch* own;
-  Crew* crew;
+  ThreadPool* pool;
   int self;
   int64_t batch;
 };
@@ -37,7 +37,7 @@ inline void products(const Worker& t, const ap_linear* const* weights, float* co
   }
   Activations a = ready(t, input, k, input_stride, w[0].w);
   Turn turn = {items};
-  for (int64_t item; (item = crew_next(t.crew, t.self, &turn)) >= 0;) {
+  for (int64_t item; (item = pool_next(t.pool, t.self, &turn)) >= 0;) {
     int i = 0;
     while (item >= ends[i]) i++;
     const int64_t b = item - (ends[i] - w[i].l.blocks);
@@ -46,7 +46,7 @@ inline void products(const Worker& t, const ap_linear* const* weights, float* co
     dot_block(w[i], b, a, 0, t.batch, tile);
     store_block(w[i], b, t.batch, tile, outputs[i], output_stride);
   }
-  crew_wait(t.crew, t.self);
+  pool_wait(t.pool, t.self);
 }
 
 inline void norm_rows(const Worker& t, const float* weight, float* out) {
@@ -137,9 +137,9 @@ inline void attention_stage(const Worker& t, const ap_layer& layer) {
   }
   const int64_t heads = t.model->kv_heads;
   Turn turn = {t.batch * heads * most};
-  for (int64_t item; (item = crew_next(t.crew, t.self, &turn)) >= 0;)
+  for (int64_t item; (item = pool_next(t.pool, t.self, &turn)) >= 0;)
     attend(t, layer, item / (heads * most), item / most % heads, item % most);
-  crew_wait(t.crew, t.self);
+  pool_wait(t.pool, t.self);
 }
 
 inline void join_attention(const Worker& t, const ap_layer& layer) {
@@ -159,7 +159,7 @@ inline void gate_and_up(const Worker& t, const ap_layer& layer) {
   Activations a = ready(t, t.own->input, hidden, hidden, gate.w);
   const bool same = block_width(gate.w) == block_width(up.w);
   Turn turn = {gate.l.blocks};
-  for (int64_t b; (b = crew_next(t.crew, t.self, &turn)) >= 0;) {
+  for (int64_t b; (b = pool_next(t.pool, t.self, &turn)) >= 0;) {
     float g[kMaxBatch][16], u[kMaxBatch][16];
     if (!same) a = ready(t, t.own->input, hidden, hidden, gate.w);
     dot_block(gate, b, a, 0, t.batch, g);
@@ -174,7 +174,7 @@ inline void gate_and_up(const Worker& t, const ap_layer& layer) {
       gated_row(g[m], u[m], t.model->activation, rows, t.step->gated + m * width + b * kBlockRows);
     }
   }
-  crew_wait(t.crew, t.self);
+  pool_wait(t.pool, t.self);
 }
 
 inline void layer_stages(const Worker& t, const ap_layer& layer) {
@@ -204,15 +204,15 @@ inline void head_stage(const Worker& t) {
   float* const logits[] = {t.call->logits};
   products(t, head, logits, 1, t.own->input, model.hidden, model.hidden, model.vocabulary);
   if (model.logits_softcap <= 0) return;
-  const int64_t count = t.batch * model.vocabulary, threads = crew_count(t.crew);
+  const int64_t count = t.batch * model.vocabulary, threads = pool_count(t.pool);
   for (int64_t i = count * t.self / threads; i < count * (t.self + 1) / threads; i++)
     t.call->logits[i] = softcap(t.call->logits[i], model.logits_softcap);
 }
 
-inline void step_job(void* argument, Crew* crew, int self) {
+inline void step_job(void* argument, ThreadPool* pool, int self) {
   const auto* call = static_cast<const StepCall*>(argument);
   Step* step = call->step;
-  const Worker t = {call, step, &step->model, &step->scratch[self], crew, self, call->batch};
+  const Worker t = {call, step, &step->model, &step->scratch[self], pool, self, call->batch};
   const int64_t layers = step->model.layers;
   const auto bytes = static_cast<size_t>(call->batch * step->model.hidden) * 4;
   if (self == 0) rotary_angles(t);
@@ -220,7 +220,7 @@ inline void step_job(void* argument, Crew* crew, int self) {
   else embed(t);
   for (int64_t i = call->first; i < call->last; i++) layer_stages(t, step->layers[i]);
   if (call->last < layers) {
-    crew_wait(crew, self);  // nobody may still be reading what one of us writes
+    pool_wait(pool, self);  // nobody may still be reading what one of us writes
     if (self == 0) memcpy(call->hidden, t.own->hidden, bytes);
   } else if (call->logits) {
     head_stage(t);

@@ -1,7 +1,7 @@
-// What each path (AVX-512, AVX2, portable) offers to api.cpp: jobs for a crew. All memory is the caller's.
+// What each path (AVX-512, AVX2, portable) offers to api.cpp: jobs for a pool. All memory is the caller's.
 #pragma once
 #include "accelpatch_cpu.h"
-#include "crew.h"
+#include "thread_pool.h"
 
 struct LinearCall {
   const ap_linear* w;

@@ -4,7 +4,7 @@
 #include <chrono>
 
 #include "accelpatch_cpu.h"
-#include "crew.h"
+#include "thread_pool.h"
 
 namespace {
 
@@ -16,10 +16,10 @@ struct Reading {
   int64_t found[AP_MAX_THREADS * 8];
 };
 
-void read_job(void* argument, Crew* crew, int self) {
+void read_job(void* argument, ThreadPool* pool, int self) {
   auto& r = *static_cast<Reading*>(argument);
   typedef int64_t wide __attribute__((vector_size(64), aligned(1)));
-  const int64_t begin = r.bytes / 4096 * self / crew_count(crew) * 4096, end = r.bytes / 4096 * (self + 1) / crew_count(crew) * 4096;
+  const int64_t begin = r.bytes / 4096 * self / pool_count(pool) * 4096, end = r.bytes / 4096 * (self + 1) / pool_count(pool) * 4096;
   wide all[4] = {};
   for (int64_t i = begin; i < end; i += 256) {
     for (int j = 0; j < 4; j++) __builtin_prefetch(r.data + i + 64 * j + kAhead);
@@ -46,7 +46,7 @@ extern "C" double ap_read_limit(const void* data, int64_t bytes, int repeats, in
   double best = 0;
   for (int i = 0; i < repeats; i++) {
     const auto start = std::chrono::steady_clock::now();
-    crew_run(threads, read_job, &reading, CREW_GUEST);
+    pool_run(threads, read_job, &reading, POOL_GUEST);
     const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
     const double rate = static_cast<double>(bytes / 4096 * 4096) / seconds / 1e9;
     best = rate > best ? rate : best;

@@ -117,6 +117,6 @@ extern "C" int ap_step_run(void* step, int64_t batch, const int64_t* tokens, con
   StepCall call = {&owner->step, batch, tokens, slots, starts, positions, logits, first, last, hidden};
   if (!call_fits(owner->step.model, call)) return AP_BAD_ARGUMENT;
   std::lock_guard<std::mutex> lock(owner->lock);
-  crew_run(threads < owner->step.threads ? threads : owner->step.threads, chosen_kernels().step, &call, CREW_DECODING);
+  pool_run(threads < owner->step.threads ? threads : owner->step.threads, chosen_kernels().step, &call, POOL_DECODING);
   return AP_OK;
 }

@@ -91,8 +91,8 @@ DEVICE void prefetch_l2(const void*, int) {}  // kernels do not overlap, so ther
 // ---- order: no dependent launch, and one barrier for the workgroup, which arriving waits for too ----
 DEVICE void grid_release() {}
 DEVICE void grid_wait() {}
-template <bool> DEVICE void tell(int32_t*, int) {}
-DEVICE void hear(const int32_t*, int, bool) {}
+template <bool> DEVICE void signal_add(int32_t*, int) {}
+DEVICE void signal_wait(const int32_t*, int, bool) {}
 DEVICE int next_number(int32_t*, int of) { return of; }  // never the last
 DEVICE void linger() {}
 DEVICE void wave_sync() {}  // a lane reads no other's shared memory without a barrier
@@ -102,7 +102,7 @@ DEVICE void group_arrive(int, int) { __syncthreads(); }
 DEVICE void publish() { __threadfence(); }  // or another wave's stores would still be on their way behind the barrier
 DEVICE void hand16(void* into, const Words4& v) { *static_cast<Words4*>(into) = v; }
 DEVICE Words4 handed16(const void* source) { return *static_cast<const Words4*>(source); }
-DEVICE void look_again(int&) { __builtin_trap(); }  // what is looked for has been counted
+DEVICE void spin(int&) { __builtin_trap(); }  // what is looked for has been counted
 DEVICE int count_up(int32_t* counter, int by) {
     __threadfence();
     const int before = atomicAdd(counter, by);
@@ -114,7 +114,7 @@ DEVICE int count_up(int32_t* counter, int by) {
 constexpr int CLUSTER = 1;
 constexpr int CLUSTER_DEPTH = 1;
 template <class F> constexpr int CLUSTER_DEEP = 1;
-using Mailbox = uint64_t;
+using Mbarrier = uint64_t;
 #include "no_cluster.h"
 DEVICE uint32_t transposed(uint32_t v) { return v; }  // as those
 DEVICE void cluster_sync() {}

@@ -1,4 +1,4 @@
-// Attention of 1 to 8 new tokens a row over a static cache: what a launch is told, and how its work is cut.
+// Attention of 1 to 8 new tokens a row over a static cache: the arguments of a launch, and how its work is cut.
 //
 // A span is 256 slots, counted from the first slot of a row's own tokens; a wave of a block has two of its tiles of 16. Spans of one head
 // are added up as a tree that their numbers alone give (attention_records.h): so what a token gets depends on its slots alone.
@@ -32,10 +32,10 @@ struct AttentionArgs {
     void* y;                      // [rows tokens, heads size]
     float* records;               // [rows kv_heads tiles, queries, spans, PIECE_FLOATS for each 16 of 64, 128 or 256 columns] zeros, and left so
     int32_t* finished;            // [rows kv_heads tiles] zeros, and left so; the first numbers what blocks claim
-    int32_t* hears;               // where the product before counts its columns of q and k (see GemvArgs), or null
+    int32_t* consumer;               // where the product before counts its columns of q and k (see GemvArgs), or null
     const void* following;        // what the kernel behind will read, or null
     int64_t following_bytes;
-    int64_t hear_columns;         // q's and k's
+    int64_t consumer_columns;         // q's and k's
     int64_t rows, tokens, capacity, heads, kv_heads, size, turned, window, spans;
     float scaling, softcap, rope_scaling, epsilon;  // scaling: to the base 2; with a softcap see Softmax::keys
     int32_t plus_one, dependent;

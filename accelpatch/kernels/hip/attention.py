@@ -13,7 +13,7 @@ from accelpatch.device import Device, probe
 from accelpatch.kernels import build
 from accelpatch.kernels.attention_shape import AttentionShape
 from accelpatch.kernels.hip import binding
-from accelpatch.kernels.hip.binding import Told
+from accelpatch.kernels.hip.binding import Signal
 from accelpatch.kernels.triton.launch import on
 
 ENTRY = "accelpatch_decode_attention"
@@ -28,11 +28,11 @@ LOG2_E = 1.4426950408889634
 
 _POINTERS = (
     "qkv", "positions", "slot", "mask", "keys", "values", "inv_freq", "q_norm", "k_norm", "y", "records", "finished",
-    "hears", "following",
+    "consumer", "following",
 )  # fmt: skip
 _SIZES = (
-    "following_bytes", "hear_columns", "rows", "tokens", "capacity", "heads", "kv_heads", "size", "turned", "window",
-    "spans",
+    "following_bytes", "consumer_columns", "rows", "tokens", "capacity", "heads", "kv_heads", "size", "turned",
+    "window", "spans",
 )  # fmt: skip
 _FLOATS = ("scaling", "softcap", "rope_scaling", "epsilon")
 
@@ -61,7 +61,7 @@ def why_not(shape: AttentionShape, dtype: torch.dtype, device: Device) -> str | 
 
 def decode_attention_(
     qkv: Tensor, positions: Tensor, slot: Tensor, mask: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape,
-    following: Tensor | None = None, hears: Told | None = None,
+    following: Tensor | None = None, consumer: Signal | None = None,
 ) -> Tensor:  # fmt: skip
     """As the operation; qkv, positions, mask and the cache contiguous. Raises KernelError where it is refused."""
     rows, tokens = positions.shape
@@ -80,16 +80,16 @@ def decode_attention_(
             values[some],
             shape,
             following,
-            None if rows > ROWS else hears,
+            None if rows > ROWS else consumer,
         )
     return y
 
 
 def _launch(
     qkv: Tensor, y: Tensor, positions: Tensor, slot: Tensor, mask: Tensor, keys: Tensor, values: Tensor,
-    shape: AttentionShape, following: Tensor | None, hears: Told | None,
+    shape: AttentionShape, following: Tensor | None, consumer: Signal | None,
 ) -> None:  # fmt: skip
-    args = arguments(qkv, y, positions, slot, mask, keys, values, shape, following, hears)
+    args = arguments(qkv, y, positions, slot, mask, keys, values, shape, following, consumer)
     with on(qkv):
         entry = _entry(probe(qkv.device))
         status = entry(ctypes.byref(args), binding.DTYPES.index(qkv.dtype), binding.stream_of(qkv))
@@ -98,7 +98,7 @@ def _launch(
 
 def arguments(
     qkv: Tensor, y: Tensor, positions: Tensor, slot: Tensor, mask: Tensor, keys: Tensor, values: Tensor,
-    shape: AttentionShape, following: Tensor | None, hears: Told | None = None,
+    shape: AttentionShape, following: Tensor | None, consumer: Signal | None = None,
 ) -> AttentionArgs:  # fmt: skip
     """What a launch takes."""
     (rows, tokens), capacity = positions.shape, keys.shape[2]
@@ -120,7 +120,7 @@ def arguments(
         turned=shape.turned, window=shape.window, spans=spans, rope_scaling=shape.rope_scaling, epsilon=shape.eps,
         scaling=shape.scaling * LOG2_E * (2 / shape.softcap if cap else 1), softcap=shape.softcap * LOG2_E,
         plus_one=int(shape.plus_one), dependent=0 if binding.settled() else -1,
-        **binding.told_arguments(hears, "hears"),
+        **binding.signal_arguments(consumer, "consumer"),
     )  # fmt: skip
 
 

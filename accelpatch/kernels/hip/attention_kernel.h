@@ -1,4 +1,4 @@
-// The kernel behind decode_attention. It begins with q and k, where the product before tells of them: all but the new token's own
+// The kernel behind decode_attention. It begins with q and k, where the product before signals them: all but the new token's own
 // value is then added up while that product still makes v. A block takes spans in turn; its waves keep a running softmax of their own tiles
 // (each against its own highest score), and their results are added up through shared memory.
 #pragma once
@@ -151,9 +151,9 @@ DEVICE void bring_following(const AttentionArgs& a, int before, int busy) {
     if (threadIdx.x < BROUGHT_PIECES && piece < a.following_bytes / BROUGHT_PIECE) prefetch_l2(static_cast<const char*>(a.following) + piece * BROUGHT_PIECE, BROUGHT_PIECE);
 }
 
-// What was heard counts from zero again once all blocks have heard it. One wave sees to it, while the others go on.
+// The signal counts from zero again once all blocks have consumed it. One wave sees to it, while the others go on.
 DEVICE void forget(const AttentionArgs& a, int wave) {
-    if (a.hears && int(threadIdx.x) == wave * WAVE && last_call(a.hears + 1, int(gridDim.x))) a.hears[0] = 0;
+    if (a.consumer && int(threadIdx.x) == wave * WAVE && last_call(a.consumer + 1, int(gridDim.x))) a.consumer[0] = 0;
 }
 
 // What most launches ask for: heads that fill their columns, none of what some models have; and one new token a row with one tile of
@@ -171,7 +171,7 @@ template <int WIDE> Kind kind_of(const AttentionArgs& a) {
 }
 template <Kind KIND, int WIDE> DEVICE AttentionArgs known(AttentionArgs a) {
     if (KIND != ANY) a.size = WIDE, a.window = 0, a.softcap = 0.f, a.q_norm = a.k_norm = nullptr;
-    if (KIND == LONE_TOKENS) a.hears = nullptr;  // told of, but not heard
+    if (KIND == LONE_TOKENS) a.consumer = nullptr;  // signalled, but not waited for
     else if (KIND != ANY) a.tokens = 1;
     if (SOLE_QUERY<KIND>) a.kv_heads = a.heads;
     if (KIND == LONE_ONE || KIND == LONE_SEVERAL || KIND == LONE_TOKENS) a.rows = 1;
@@ -208,7 +208,7 @@ __global__ void __launch_bounds__(THREADS, WIDE > 128 ? 1 : BLOCKS_RESIDENT) att
         return;
     }
     typename Results::Stream stream(a, plan, all, FIRST_KNOWN ? share : whole, s, shared);
-    HeadStager<T, WIDE> stager{a, plan, shared, KIND != ONE && KIND != SEVERAL && !CLAIMS && a.hears && a.rows == 1};
+    HeadStager<T, WIDE> stager{a, plan, shared, KIND != ONE && KIND != SEVERAL && !CLAIMS && a.consumer && a.rows == 1};
     int turn = 0;
     bool left = false, several = false;  // whether something is left to add up; whether there was more than one segment
     for (bool begun = false;; begun = true) {
@@ -216,10 +216,10 @@ __global__ void __launch_bounds__(THREADS, WIDE > 128 ? 1 : BLOCKS_RESIDENT) att
         const View<T, WIDE> view(a, stager, all, s);
         const auto first = stager.task(s, all, wave);
         const typename HeadStager<T, WIDE>::Angles turns(a, stager.angles(first.token));
-        if (!a.hears) {
+        if (!a.consumer) {
             grid_wait();
         } else if (!begun) {
-            if (threadIdx.x == 0) hear(a.hears, int(a.hear_columns), a.rows > 1);
+            if (threadIdx.x == 0) signal_wait(a.consumer, int(a.consumer_columns), a.rows > 1);
             __syncthreads();
         }
         stager.stage(s, all, first, turns);
@@ -230,7 +230,7 @@ __global__ void __launch_bounds__(THREADS, WIDE > 128 ? 1 : BLOCKS_RESIDENT) att
             Results results;
             const int begin = s.begin + i * SPAN;
             results.span(a, stream, view, all, begin);
-            if (a.hears && i + 1 == s.count) {  // the kernel before has to end at last
+            if (a.consumer && i + 1 == s.count) {  // the kernel before has to end at last
                 grid_wait();
                 if (begin + SPAN > all.slot && wave == WAVES - 1) stager.stage_value(s, all);
             }

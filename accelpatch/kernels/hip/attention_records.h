@@ -56,7 +56,7 @@ template <int WIDE> struct Records {
     // A record, once all lanes' columns that are asked for have come.
     DEVICE Seen await(int span, int column, bool asked) const {
         Seen s;
-        for (int looks = 0; s = look(span, column, asked), lane_vote(asked && !s.there);) look_again(looks);
+        for (int looks = 0; s = look(span, column, asked), lane_vote(asked && !s.there);) spin(looks);
         forget(s, span, column);
         return s;
     }
@@ -94,7 +94,7 @@ template <int WIDE> struct Gatherer {
     // a record before them stands for them.
     template <int NODES> DEVICE void spans(const int (&nodes)[NODES], Part (&parts)[NODES]) {
         Seen seen[NODES];
-        for (bool due[NODES];; look_again(looks)) {
+        for (bool due[NODES];; spin(looks)) {
             bool any = false;
 #pragma unroll
             for (int n = 0; n < NODES; ++n) {
@@ -130,7 +130,7 @@ template <int WIDE> struct Gatherer {
             whole = span >= first && (spans == NODE || (spans == NODE / 2 && (half > last || (high.there && int(high.head.z) == NODE / 2))));
             rest = some && !whole && (span < first || (spans && !other) || (other && high.there));
             all = lane_vote(some && !whole && !rest) == 0;
-            if (!all) look_again(looks);
+            if (!all) spin(looks);
         }
         wave_sync();
         if (whole) {

@@ -53,7 +53,7 @@ template <class T, int WIDE> struct HeadRow {
     DEVICE HeadRow(const AttentionArgs& a, const uint16_t* from, bool both, bool late) {
         load(a, from, both);
         if (LAUNCHES_OVERLAP && late)
-            for (int looks = 0; any_untold(); load(a, from, both)) look_again(looks);
+            for (int looks = 0; any_sentinel(); load(a, from, both)) spin(looks);
     }
     DEVICE void load(const AttentionArgs& a, const uint16_t* from, bool both) {
 #pragma unroll
@@ -63,10 +63,10 @@ template <class T, int WIDE> struct HeadRow {
             other[e] = both && d < int(a.size) ? load_activation2(from + partner(a, d)) : 0u;
         }
     }
-    DEVICE bool any_untold() const {
+    DEVICE bool any_sentinel() const {
         bool any = false;
 #pragma unroll
-        for (int e = 0; e < EACH; ++e) any = any || own[e] == UNTOLD || other[e] == UNTOLD;
+        for (int e = 0; e < EACH; ++e) any = any || own[e] == SENTINEL || other[e] == SENTINEL;
         return any;
     }
     static DEVICE uint32_t normed(const AttentionArgs& a, uint32_t bits, float factor, const uint16_t* weight, int d) {
@@ -142,7 +142,7 @@ template <class T, int WIDE> struct HeadStager {
     }
     // All threads call it, and may read what it left when it returns. `first`: the wave's task(), `turns` its angles.
     DEVICE void stage(const Segment& s, const Geometry& all, Task first, Angles turns) {
-        const int tasks = queries(s) + (a.hears ? 1 : 2 * int(a.tokens));  // the value behind the last key comes later
+        const int tasks = queries(s) + (a.consumer ? 1 : 2 * int(a.tokens));  // the value behind the last key comes later
         for (int i = threadIdx.x / WAVE; i < tasks;) {
             HeadRow<T, WIDE> row(a, first.from, first.turned, words);
             if (first.turned) row.turn(a, first.norm, turns);

@@ -106,17 +106,17 @@ template <class T, int WIDE> struct Adder {
 };
 
 // Whether this block brings the last of what is counted, `mine` of `due`; what the others brought is then in memory. Every
-// thread calls it. told: a word of shared memory that nobody else uses between the barriers around it.
-DEVICE bool last_of(int32_t* counter, int mine, int due, volatile int* told) {
+// thread calls it. flag: a word of shared memory that nobody else uses between the barriers around it.
+DEVICE bool last_of(int32_t* counter, int mine, int due, volatile int* flag) {
     publish();
     __syncthreads();  // all waves' records are out
     if (threadIdx.x == 0) {
         const bool last = count_up(counter, mine) + mine == due;
         if (last) *counter = 0;  // for the next launch
-        *told = last;
+        *flag = last;
     }
     __syncthreads();
-    return *told;
+    return *flag;
 }
 
 // What a head's blocks have brought is added up: by all of them, each some of the columns, as the records come; or by the last one, where

@@ -23,12 +23,12 @@ from accelpatch.kernels.triton.launch import on
 #: rows of x up to which a launch reads the weights (8 rows each time); more of them go to torch's product
 MOST = 64
 PHASE = 4096  # values of K that a product stages at once, and so what it may begin with
-BLANK = -1  # the 16 bits, as int16, of a word that has not been told: no kernel stores them, NaN is others
+SENTINEL = -1  # the 16 bits, as int16, of an output that is yet to be written: no kernel stores them, NaN is others
 FEW = 8  # rows of one launch's reading; their results have the same bits whatever their number is
 DTYPES = (torch.bfloat16, torch.float16)  # of x and y, numbered as in the C interface
 
-_POINTERS = ("w", "scale", "offset", "x", "norm_weight", "norm_bias", "bias", "residual", "y", "tells", "hears")
-_SIZES = ("tell_columns", "hear_columns", "m", "n", "k", "x_stride", "residual_stride", "y_stride")
+_POINTERS = ("w", "scale", "offset", "x", "norm_weight", "norm_bias", "bias", "residual", "y", "producer", "consumer")
+_SIZES = ("producer_columns", "consumer_columns", "m", "n", "k", "x_stride", "residual_stride", "y_stride")
 _FLAGS = (
     "norm",
     "activation",
@@ -108,16 +108,16 @@ class Weight:
 
 
 @dataclass(frozen=True, eq=False)
-class Told:
-    """What a kernel tells the next of, so that this one begins before that one has ended: the first columns of y.
+class Signal:
+    """A producer-consumer flag: the next kernel begins on the first columns of y before all of y is written.
 
     number: int32[2] zeros, which both leave so; of these two kernels alone, and on one stream at a time. columns: whole
-    tiles of 16 (of a gate: 8); for a product that hears of them, of PHASE. It has an effect where weights are settled,
-    for up to FEW rows, on Hopper and later; attention hears where each has one new token, a product that stages its
-    input in phases, before those that lie within what is told.
+    tiles of 16 (of a gate: 8); for a product that consumes them, of PHASE. It has an effect where weights are settled,
+    for up to FEW rows, on Hopper and later: attention waits for it where each row has one new token, a product that
+    stages its input in phases before those that lie within these columns.
 
-    words: int16[columns of y], where a lone row of y is made: whatever in it is not BLANK has been told, so the count
-    need not wait for it. It is wiped before the kernel that tells begins.
+    words: int16[columns of y], where a lone row of y is made: whatever in it is not SENTINEL has been written, so the
+    count need not wait for it. It is reset before the producer begins.
     """
 
     number: Tensor
@@ -125,11 +125,11 @@ class Told:
     words: Tensor
 
 
-def told_arguments(told: Told | None, role: str) -> dict[str, int]:
-    """The arguments of a launch that `tells` or `hears`."""
-    if told is None or not _local.settled:
+def signal_arguments(signal: Signal | None, role: str) -> dict[str, int]:
+    """The arguments of a launch; role: "producer" or "consumer"."""
+    if signal is None or not _local.settled:
         return {}
-    return {role: told.number.data_ptr(), f"{role[:-1]}_columns": told.columns}
+    return {role: signal.number.data_ptr(), f"{role}_columns": signal.columns}
 
 
 def why_not(spec: Spec, device: Device) -> str | None:
@@ -180,18 +180,18 @@ def launch(
     epsilon: float = 1e-5,
     activation: str = "none",
     residual: Tensor | None = None,
-    tells: Told | None = None,
-    hears: Told | None = None,
+    producer: Signal | None = None,
+    consumer: Signal | None = None,
 ) -> Tensor:
     """y[..., N] = activation(norm(x[..., K]) @ w^T + bias) + residual, in x's dtype, on torch's current stream.
 
     x, and what is added or multiplied, bfloat16 or float16 alike; other dtypes and strides are copied. norm: a key of
     NORM over K with norm_weight[K] and norm_bias[K]. activation: a key of ACTIVATION; with "silu_gate" the first half
-    of w's rows are gates, y and residual have N / 2 columns. tells: of y, whose lone row lies in its
-    `words` until they are wiped; hears: of x. Raises KernelError if refused.
+    of w's rows are gates, y and residual have N / 2 columns. producer: of y, whose lone row lies in its
+    `words` until they are reset; consumer: of x. Raises KernelError if refused.
     """
     n, k = weight.n // 2 if activation == "silu_gate" else weight.n, weight.k
-    rows, y = _rows(x, k), _made(x, n, tells)
+    rows, y = _rows(x, k), _made(x, n, producer)
     if y.numel() == 0:
         return y
     beside = None if residual is None else _rows(residual.to(x.dtype), n)
@@ -204,7 +204,7 @@ def launch(
         epsilon=epsilon, norm=NORM[norm], activation=ACTIVATION[activation], offset_kind=OFFSET[weight.offset_kind],
         scale_is_bf16=int(weight.scale is not None and weight.scale.dtype == torch.bfloat16),
         group_shift=weight.group_shift, dependent=0 if _local.settled and weight.settled else -1,
-        **told_arguments(tells, "tells"), **told_arguments(hears, "hears"),
+        **signal_arguments(producer, "producer"), **signal_arguments(consumer, "consumer"),
     )  # fmt: skip
     _start(weight, args, x)
     return y
@@ -224,12 +224,12 @@ def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def _made(x: Tensor, n: int, tells: Told | None) -> Tensor:
+def _made(x: Tensor, n: int, producer: Signal | None) -> Tensor:
     """Room for y[..., n]: a lone row's where its words are looked for."""
     shape = (*x.shape[:-1], n)
-    if tells is None or x.shape[:-1].numel() != 1:
+    if producer is None or x.shape[:-1].numel() != 1:
         return x.new_empty(shape)
-    return tells.words.view(x.dtype).view(shape)
+    return producer.words.view(x.dtype).view(shape)
 
 
 def _start(weight: Weight, args: GemvArgs, x: Tensor) -> None:

@@ -3,7 +3,7 @@
 // sums are added up, are those of gemv_kernel: so are the bits.
 //
 // Each round another wave of a tile adds up; the others send it theirs, a lane's four sums as 16 bytes, and go on. So does it: it adds
-// up when its own sums of the next round are made, and the letters have come. (Where it waited for them at once, it was late with
+// up when its own sums of the next round are made, and the partial sums of the others have come. (Where it waited for them at once, it was late with
 // its next sums, for which the next one waited in turn.) Each wave adds up a round before it sends the sums of a later one, and between
 // two rounds that a wave adds up, each wave that sends to it adds up one for which that wave has sent: so a box is empty when it is
 // sent to again. A block may end as soon as its waves have: whatever is sent to it, one of them waits for.
@@ -11,8 +11,8 @@
 #include "cluster_stage.h"
 #include "gemv_kernel.h"
 
-constexpr int LETTER_BYTES = WAVE * 16;
-constexpr int BOXES = WAVES + 1;  // one a wave, one for norms
+constexpr int DSMEM_SLOT_BYTES = WAVE * 16;
+constexpr int MBARRIERS = WAVES + 1;  // one a wave, one for norms
 
 // What a lane needs to finish its four sums, rows r and r + 8 of two tokens each; as bits, which nothing waits for yet. A residual
 // comes, and y goes, as pairs of columns of a token.
@@ -97,7 +97,7 @@ template <class SUMS> DEVICE void swap_parked(SUMS& sums, char* place) {
 #pragma unroll
     for (int i = 0; i < int(sizeof(SUMS) / 16); ++i) {
         float* mine = reinterpret_cast<float*>(&sums) + 4 * i;
-        float* there = reinterpret_cast<float*>(place + i * LETTER_BYTES);
+        float* there = reinterpret_cast<float*>(place + i * DSMEM_SLOT_BYTES);
         float v[4];
         load_floats<4>(v, there);
         for (int j = 0; j < 4; ++j) there[j] = mine[j], mine[j] = v[j];
@@ -144,12 +144,12 @@ template <class F, class T, int DEPTH> __global__ void __launch_bounds__(THREADS
             settle(place);
             return shared + place;
         };
-        const auto boxes = [&]() ALWAYS_INLINE { return reinterpret_cast<Mailbox*>(at(plan.boxes_at)); };
-        const auto letters = [&]() ALWAYS_INLINE { return at(plan.partial_at) + lane_id() * 16; };
-        if (threadIdx.x < BOXES) open_mailbox(boxes()[threadIdx.x]);
+        const auto mbarriers = [&]() ALWAYS_INLINE { return reinterpret_cast<Mbarrier*>(at(plan.mbarriers_at)); };
+        const auto dsmem_slots = [&]() ALWAYS_INLINE { return at(plan.partial_at) + lane_id() * 16; };
+        if (threadIdx.x < MBARRIERS) init_mbarrier(mbarriers()[threadIdx.x]);
         cluster_arrive();
         Flow stream(a, plan, wk, own_tile, shared + plan.ring_at + wave * DEPTH * Flow::TURN_BYTES + lane_id() * 16);
-        const Part<F> part(plan, rank, boxes() + WAVES);
+        const Part<F> part(plan, rank, mbarriers() + WAVES);
         Stager stager(a, plan, shared, part);
         cluster_wait();
         const typename Sums::Place place(a, plan, shared);
@@ -161,15 +161,15 @@ template <class F, class T, int DEPTH> __global__ void __launch_bounds__(THREADS
         ClusterOutput<F, T> output(a, plan);
         const auto add_up = [&]() ALWAYS_INLINE {
             const int tile = pending * round_tiles + own_tile;
-            char* mine = letters() + wave * (WK - 1) * LETTER_BYTES;
+            char* mine = dsmem_slots() + wave * (WK - 1) * DSMEM_SLOT_BYTES;
             const int added = pending >> plan.waves_shift;  // tiles, by this wave
-            receive(boxes()[wave], lane_id() == 0, (WK - 1) * LETTER_BYTES, added & 1);
+            receive(mbarriers()[wave], lane_id() == 0, (WK - 1) * DSMEM_SLOT_BYTES, added & 1);
             float sum[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll 1
             for (int begin = 0; begin < WK; begin += 4) {
                 float v[4][4];
 #pragma unroll
-                for (int j = 0; j < 4; ++j) load_floats<4>(v[j], reinterpret_cast<const float*>(mine + min(begin + j - (begin + j > wk), WK - 2) * LETTER_BYTES));
+                for (int j = 0; j < 4; ++j) load_floats<4>(v[j], reinterpret_cast<const float*>(mine + min(begin + j - (begin + j > wk), WK - 2) * DSMEM_SLOT_BYTES));
 #pragma unroll
                 for (int j = 0; j < 4; ++j)
                     for (int i = 0; i < 4; ++i) sum[i] += begin + j == wk ? own[i] : v[j][i];
@@ -177,9 +177,9 @@ template <class F, class T, int DEPTH> __global__ void __launch_bounds__(THREADS
             if constexpr (Stager::BOUNDED) mend<F>(a, plan, stager, tile, sum, reinterpret_cast<float*>(mine));
             output.store(tile, sum);
             pending = -1, urgent = false;
-            if (tile >= plan.told || tile + WK * round_tiles < plan.told) return;  // or it adds up another one first
+            if (tile >= plan.signalled || tile + WK * round_tiles < plan.signalled) return;  // or it adds up another one first
             wave_sync();
-            if (lane_id() == 0) tell<true>(a.tells, (added + 1) * (a.activation == ACT_SILU_GATE ? 8 : 16));
+            if (lane_id() == 0) signal_add<true>(a.producer, (added + 1) * (a.activation == ACT_SILU_GATE ? 8 : 16));
         };
 #pragma unroll 1
         for (int first_round = 0;; first_round += plan.together) {
@@ -188,14 +188,14 @@ template <class F, class T, int DEPTH> __global__ void __launch_bounds__(THREADS
             for (int begin = 0; begin < plan.part_steps; begin += plan.phase_steps) {
                 const int phase_end = min(plan.part_steps, begin + plan.phase_steps);
                 if (more && (!staged || plan.phases > 1)) {
-                    const bool told = staged && staged == plan.early;
+                    const bool signalled = staged && staged == plan.early;
                     const auto wait = [&]() ALWAYS_INLINE {
-                        if (!staged) wait_or_hear(a, plan);
-                        else if (told) grid_wait();
+                        if (!staged) wait_grid_or_signal(a, plan);
+                        else if (signalled) grid_wait();
                     };
                     stager.range(begin, phase_end - begin, staged, wait, [&]() ALWAYS_INLINE { return staged ? 0 : stream.fill(); });
                     ++staged;
-                    if (told) take_back(a);
+                    if (signalled) take_back(a);
                 }
                 int round = first_round;
 #pragma unroll 1
@@ -216,10 +216,10 @@ template <class F, class T, int DEPTH> __global__ void __launch_bounds__(THREADS
                     if (phase_end < plan.part_steps || tile >= plan.tiles) continue;
                     total.finish();
                     if (const int adder = (wn + round - 1) & (WK - 1); wk != adder) {
-                        const int to = (wn << wb_shift) + (adder & WB - 1), letter = wk - (wk > adder);
-                        send16(letters() + (to * (WK - 1) + letter) * LETTER_BYTES, boxes()[to], adder >> wb_shift, total.sum);
+                        const int to = (wn << wb_shift) + (adder & WB - 1), sender = wk - (wk > adder);
+                        send16(dsmem_slots() + (to * (WK - 1) + sender) * DSMEM_SLOT_BYTES, mbarriers()[to], adder >> wb_shift, total.sum);
                     } else {
-                        pending = round - 1, urgent = HASTY && tile < plan.told && tile + round_tiles >= plan.told;
+                        pending = round - 1, urgent = HASTY && tile < plan.signalled && tile + round_tiles >= plan.signalled;
                         for (int i = 0; i < 4; ++i) own[i] = total.sum[i];
                     }
                 }

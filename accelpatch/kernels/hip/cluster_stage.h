@@ -11,8 +11,8 @@ template <class F> struct Part {
     static constexpr int LAP = THREADS / CLUSTER;  // units that a block stages of 256 neighbouring ones
     int run, rank;   // neighbouring units
     int mine, token; // a thread's first
-    Mailbox* box;    // for sums of squares
-    DEVICE Part(const GemvPlan& plan, int rank, Mailbox* box)
+    Mbarrier* box;    // for sums of squares
+    DEVICE Part(const GemvPlan& plan, int rank, Mbarrier* box)
         : run((TURN << plan.waves_shift) / CLUSTER), rank(rank), mine(threadIdx.x % LAP), token(threadIdx.x / LAP), box(box) {}
     // The same, of which nothing is known: what follows from it is worked out where it is used, not kept through the whole kernel.
     DEVICE Part afresh() const {

@@ -111,10 +111,10 @@ extern "C" int accelpatch_decode_attention(const AttentionArgs* args, int dtype,
     if (const int bad = check(*args)) return bad;
     AttentionArgs a = *args;
     const auto s = static_cast<GpuStream>(stream);
-    if (a.hears && (a.tokens > 1 || a.rows > 8 || !device_limits().dependent_launch)) {
-        // Two tokens of a row, of which one sees the other: told of, but not heard.
-        if (a.tokens * a.rows <= 8 && device_limits().dependent_launch) clear(a.hears, s);
-        a.hears = nullptr;
+    if (a.consumer && (a.tokens > 1 || a.rows > 8 || !device_limits().dependent_launch)) {
+        // Two tokens of a row, of which one sees the other: signalled, but not waited for.
+        if (a.tokens * a.rows <= 8 && device_limits().dependent_launch) clear(a.consumer, s);
+        a.consumer = nullptr;
     }
     return dtype ? by_size<F16>(a, s) : by_size<Bf16>(a, s);
 }

@@ -23,7 +23,7 @@ template <class F, class T, bool NARROW, bool CLUSTERED, bool COMMON> struct Dig
     template <class WAIT, class REST> DEVICE void range(int from, int steps, int before, const WAIT& wait, const REST& rest) {
         const int slots = (steps + PAIR<F> - 1) / PAIR<F> * PAIR<F> * (F::KSTEP / 16), laps = (slots + THREADS - 1) / THREADS;
         Extremes extremes;
-        if (NARROW && !Base::layer() && laps * int(a.m) == 1 && !Base::heard(from)) extremes = one_slot(from * F::KSTEP, slots, before * (F::KSTEP / 16), wait, rest);
+        if (NARROW && !Base::layer() && laps * int(a.m) == 1 && !Base::signalled(from)) extremes = one_slot(from * F::KSTEP, slots, before * (F::KSTEP / 16), wait, rest);
         else if (a.norm == NORM_NONE) extremes = fetch<false>(from * F::KSTEP, slots, laps, before * (F::KSTEP / 16), wait, rest);
         else fetch<true>(0, slots, laps, 0, wait, rest), extremes = normalise(slots, laps);
         finish(extremes, slots, before * (F::KSTEP / 16), from * (F::KSTEP / 16), 0, 0);
@@ -55,10 +55,10 @@ protected:
 #pragma unroll
         for (int h = 0; h < 2; ++h) v[h] = load_chunk(c.row, c.at[h], int(a.k), Base::aligned());
     }
-    template <int COUNT> static DEVICE bool all_told(const Words4 (&v)[COUNT][2]) {
+    template <int COUNT> static DEVICE bool all_arrived(const Words4 (&v)[COUNT][2]) {
         bool all = true;
 #pragma unroll
-        for (const auto& slot : v) all = all && !untold(slot[0]) && !untold(slot[1]);
+        for (const auto& slot : v) all = all && !is_sentinel(slot[0]) && !is_sentinel(slot[1]);
         return all;
     }
     // A thread's own values of every token into their slots: as digits, or for a norm as they are, with its moments.
@@ -71,7 +71,7 @@ protected:
         for (int i = 0; i < total; i += AT_ONCE) {
             Words4 v[AT_ONCE][2];
 #pragma unroll 1
-            for (int looks = 0;; look_again(looks)) {
+            for (int looks = 0;; spin(looks)) {
                 Chunks c[AT_ONCE];
 #pragma unroll
                 for (int j = 0; j < AT_ONCE; ++j) {
@@ -83,7 +83,7 @@ protected:
 #pragma unroll
                 for (int j = 0; j < AT_ONCE; ++j) load(c[j], v[j]);
                 if (i == 0 && looks == 0) rest();
-                if (NORM || !NARROW || !Base::heard(from / F::KSTEP) || all_told(v)) break;
+                if (NORM || !NARROW || !Base::signalled(from / F::KSTEP) || all_arrived(v)) break;
                 token = to_token, lap = to_lap;
             }
             if constexpr (WHOLE_LINES)
@@ -110,7 +110,7 @@ protected:
         }
         return extremes;
     }
-    // A slot a thread, looked at once: none that is still told of. Under an RMSNorm its values wait in registers for the norm's factor.
+    // A slot a thread, looked at once: none that is still to be signalled. Under an RMSNorm its values wait in registers for the norm's factor.
     template <class WAIT, class REST> DEVICE Extremes one_slot(int from, int slots, int before, const WAIT& wait, const REST& rest) const {
         const int slot = threadIdx.x;
         Words4 v[1][2];

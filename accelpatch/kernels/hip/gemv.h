@@ -1,4 +1,4 @@
-// y[M, N] = epilogue(norm(x[M, K]) . w[N, K]^T): what a launch is told. M <= 8 a launch of the kernel; the host loops.
+// y[M, N] = epilogue(norm(x[M, K]) . w[N, K]^T): the arguments of a launch. M <= 8 a launch of the kernel; the host loops.
 #pragma once
 #include <cstdint>
 
@@ -18,12 +18,12 @@ struct GemvArgs {
     const void* bias;         // [N] or null
     const void* residual;     // [M, columns of y] or null
     void* y;
-    // Two numbers, zero before and after, or null: of y's first tell_columns those that are finished are counted in `tells`; the
-    // next kernel has it as `hears`, and does not wait for the rest before it begins with them. Both or neither; and of a lone token those
-    // columns are UNTOLD, all bits set, before the first begins. Not the same two numbers
+    // Two numbers, zero before and after, or null: of y's first producer_columns those that are finished are counted in `producer`; the
+    // next kernel has it as `consumer`, and does not wait for the rest before it begins with them. Both or neither; and of a lone token those
+    // columns are SENTINEL, all bits set, before the first begins. Not the same two numbers
     // again before another kernel has waited for that one's end.
-    int32_t *tells, *hears;
-    int64_t tell_columns, hear_columns;  // of y, whole tiles; of x
+    int32_t *producer, *consumer;
+    int64_t producer_columns, consumer_columns;  // of y, whole tiles; of x
     int64_t m, n, k;
     int64_t x_stride, residual_stride, y_stride;
     float epsilon;
@@ -37,8 +37,8 @@ struct GemvArgs {
 // but for what M needs.
 struct GemvPlan {
     int32_t tiles, steps, phases, phase_steps, resident;  // resident: phases of K staged at once
-    int32_t early;        // of this launch's phases, those whose activations the product before tells of
-    int32_t told;         // tiles whose columns are told of
+    int32_t early;        // of this launch's phases, those whose activations the product before signals
+    int32_t signalled;    // tiles whose columns are signalled
     int32_t waves_shift;  // log2 of the waves that share a tile's K
     int32_t part_steps;   // of a block's part of K, in a cluster
     int32_t together;     // rounds of tiles that go through the phases side by side, in a cluster: 2 where there are phases
@@ -46,7 +46,7 @@ struct GemvPlan {
     int64_t weight_hop, scale_hop;  // in bytes
     int32_t partial_buffers;
     int32_t token_stride;                                          // bytes
-    int32_t powers_at, sums_at, moments_at, partial_at, parked_at, boxes_at, ring_at, bytes;  // bytes
+    int32_t powers_at, sums_at, moments_at, partial_at, parked_at, mbarriers_at, ring_at, bytes;  // bytes
     int32_t w_aligned, x_aligned;
     int32_t y_pairs;  // columns of y, and of a residual, come in aligned pairs
 };

@@ -9,8 +9,8 @@ inline int check(const GemvArgs& a) {
     if (a.m < 0 || a.m > 8 || a.n < 1 || a.k < 1 || a.n >= LARGEST || a.k >= LARGEST / 16) return STATUS_SIZE;
     if (a.activation == ACT_SILU_GATE && a.n % 2) return STATUS_SIZE;
     if (a.m && (!a.w || !a.x || !a.y)) return STATUS_POINTER;
-    if (a.tells && (a.tell_columns < 1 || a.tell_columns > (a.activation == ACT_SILU_GATE ? a.n / 2 : a.n) || a.tell_columns % tile_columns(a))) return STATUS_SIZE;
-    if (a.hears && (a.hear_columns < 1 || a.hear_columns >= a.k || a.hear_columns % PHASE_VALUES)) return STATUS_SIZE;
+    if (a.producer && (a.producer_columns < 1 || a.producer_columns > (a.activation == ACT_SILU_GATE ? a.n / 2 : a.n) || a.producer_columns % tile_columns(a))) return STATUS_SIZE;
+    if (a.consumer && (a.consumer_columns < 1 || a.consumer_columns >= a.k || a.consumer_columns % PHASE_VALUES)) return STATUS_SIZE;
     return STATUS_OK;
 }
 
@@ -49,9 +49,9 @@ template <class F, class T> int64_t lay_out(GemvPlan& p, const GemvArgs& a, Form
     p.sums_at = layout.take(F::OFFSET != OFFSET_NONE ? steps * F::GROUPS * 32 : 0);
     p.moments_at = layout.take((clustered ? Norms<T, true, true>::floats(a.norm) : Norms<T, false, false>::floats(a.norm)) * 4);
     p.partial_buffers = int32_t(form == Form::NARROW ? waves : depth >= DEEP ? 2 : 1);  // where memory is short, a second barrier instead
-    p.partial_at = layout.take(clustered ? WAVES * (waves - 1) * LETTER_BYTES : p.partial_buffers * a.m * WAVES * PARTIAL_STRIDE * 4);
+    p.partial_at = layout.take(clustered ? WAVES * (waves - 1) * DSMEM_SLOT_BYTES : p.partial_buffers * a.m * WAVES * PARTIAL_STRIDE * 4);
     p.parked_at = layout.take(clustered && p.together > 1 && p.tiles > p.tile_hop ? sizeof(SumsFor<F, T, false>) * WAVES * WAVE : 0);
-    p.boxes_at = layout.take(clustered ? BOXES * 8 : 0);
+    p.mbarriers_at = layout.take(clustered ? MBARRIERS * 8 : 0);
     p.ring_at = layout.take(SHARED_RING ? int64_t(depth) * PAIR<F> * SLOT_BYTES<F> * WAVES : 0);
     return layout.bytes;
 }
@@ -73,7 +73,7 @@ template <class F, class T> int fit(GemvPlan& p, const GemvArgs& a, const Device
     return 0;
 }
 
-// In a cluster: the deepest ring that fits, and then as few phases of a block's part of K, of which the product before may tell.
+// In a cluster: the deepest ring that fits, and then as few phases of a block's part of K, of which the product before may signal.
 template <class F, class T> int fit_part(GemvPlan& p, const GemvArgs& a, const DeviceLimits& limits) {
     const int64_t turn = (int64_t(PAIR<F>) << p.waves_shift) / CLUSTER, turns = p.part_steps / turn;
     for (const int64_t room : {half_of(limits), int64_t(limits.shared_block)}) {
@@ -128,8 +128,8 @@ template <class F, class T> int launch_as_clusters(const GemvArgs& a, const Devi
     const int depth = make_plan<F, T>(plan, a, limits, clusters * CLUSTER, Form::CLUSTER);
     if (!depth) return STATUS_MEMORY;
     const auto kernel = depth == CLUSTER_DEEP<F> ? gemv_cluster_kernel<F, T, CLUSTER_DEEP<F>> : gemv_cluster_kernel<F, T, CLUSTER_DEPTH>;
-    if (a.tells) plan.told = int32_t(a.tell_columns / tile_columns(a));
-    if (a.hears && !a.norm && a.m > 1) plan.early = int32_t(a.hear_columns / (int64_t(plan.phase_steps) * CLUSTER * F::KSTEP));
+    if (a.producer) plan.signalled = int32_t(a.producer_columns / tile_columns(a));
+    if (a.consumer && !a.norm && a.m > 1) plan.early = int32_t(a.consumer_columns / (int64_t(plan.phase_steps) * CLUSTER * F::KSTEP));
     const int error = launch_clusters(kernel, CLUSTER, clusters * CLUSTER, THREADS, plan.bytes, stream, limits, a.dependent >= 0, a, plan);
     return error ? STATUS_DEVICE + error : STATUS_OK;
 }
@@ -148,8 +148,8 @@ template <class F, class T> int launch(const GemvArgs& a, GpuStream stream) {
         }
     }
     if (!depth) return STATUS_MEMORY;
-    if (a.tells) plan.told = int32_t(a.tell_columns / tile_columns(a));
-    if (a.hears && !a.norm && plan.resident == plan.phases) plan.early = int32_t(a.hear_columns / PHASE_VALUES);
+    if (a.producer) plan.signalled = int32_t(a.producer_columns / tile_columns(a));
+    if (a.consumer && !a.norm && plan.resident == plan.phases) plan.early = int32_t(a.consumer_columns / PHASE_VALUES);
     auto kernel = kernel_of<F, T, false>(depth);
     if constexpr (F::INTEGER && NARROW_TOKENS > 0) {
         if (narrow) kernel = kernel_of<F, T, true>(depth);
@@ -162,7 +162,7 @@ template <class F, class T> int launch(const GemvArgs& a, GpuStream stream) {
 template <class F, class T> int launch_all(const GemvArgs& args, GpuStream stream) {
     GemvArgs a = args;
     a.m = args.m < 8 ? args.m : 8;
-    if (args.m > 8 || !device_limits().dependent_launch) a.tells = a.hears = nullptr;
+    if (args.m > 8 || !device_limits().dependent_launch) a.producer = a.consumer = nullptr;
     if (const int bad = check(a)) return bad;
     int64_t most = 8;  // fewer where a norm over a very long K leaves no room: a row's bits stay the same
     for (int64_t done = 0; done < args.m; done += a.m) {
@@ -172,8 +172,8 @@ template <class F, class T> int launch_all(const GemvArgs& args, GpuStream strea
         if (args.residual) a.residual = static_cast<const uint16_t*>(args.residual) + done * args.residual_stride;
         const int bad = launch<F, T>(a, stream);
         if (bad == STATUS_MEMORY && most > 1) {
-            if (a.hears) clear(a.hears, stream);
-            most /= 2, a.m = 0, a.tells = a.hears = nullptr;
+            if (a.consumer) clear(a.consumer, stream);
+            most /= 2, a.m = 0, a.producer = a.consumer = nullptr;
         } else if (bad) return bad;
     }
     return STATUS_OK;

@@ -3,7 +3,7 @@
 // A block's eight waves take one or two tiles of 16 rows at a time; the waves of a tile share its K, turn by turn, and
 // add up through shared memory in a fixed order. Nothing but the number of columns stored depends on M, so a row's bits
 // do not either. Weights stream through a ring, half of which is asked for before grid_wait(); activations lie in shared memory, in
-// phases of K. Where the product before tells of its columns, all phases but the last are taken up before that one has ended: its
+// phases of K. Where the product before signals its columns, all phases but the last are taken up before that one has ended: its
 // last tiles, the wait for its end and the way of activations into shared memory then cost less than they take.
 #pragma once
 #include "products.h"
@@ -118,21 +118,21 @@ template <class F, class T, class NORMS> DEVICE float careful_sum(const GemvArgs
     return sum;
 }
 
-// Before a block touches activations, and when it has worked out where they lie: the kernel before has ended, or has told of those that
-// come early. What it told of in vain is taken back.
-DEVICE void wait_or_hear(const GemvArgs& a, const GemvPlan& plan) {
+// Before a block touches activations, and when it has worked out where they lie: the kernel before has ended, or has signalled those that
+// come early. A signal that nobody waits for is cleared.
+DEVICE void wait_grid_or_signal(const GemvArgs& a, const GemvPlan& plan) {
     if (!plan.early) {
         grid_wait();
-        if (a.hears && blockIdx.x == 0 && threadIdx.x == 0) a.hears[0] = 0;
+        if (a.consumer && blockIdx.x == 0 && threadIdx.x == 0) a.consumer[0] = 0;
     } else {
-        if (threadIdx.x == 0) hear(a.hears, int(a.hear_columns), a.m > 1);
+        if (threadIdx.x == 0) signal_wait(a.consumer, int(a.consumer_columns), a.m > 1);
         __syncthreads();
     }
 }
-// Behind the wait for the end of the kernel before: the last block to come here takes back what that one told. One wave finds out
+// Behind the wait for the end of the kernel before: the last block to come here clears the signal of that one. One wave finds out
 // whether it is in that block, while the others go on: it takes half a microsecond.
 DEVICE void take_back(const GemvArgs& a) {
-    if (threadIdx.x == THREADS - 1 && last_call(a.hears + 1, int(gridDim.x))) a.hears[0] = 0;
+    if (threadIdx.x == THREADS - 1 && last_call(a.consumer + 1, int(gridDim.x))) a.consumer[0] = 0;
 }
 
 // A wave's turns from step `from` to `end`; activations are staged from step `begin` on.
@@ -181,7 +181,7 @@ template <class F, class T, bool NARROW, int DEPTH> __global__ void __launch_bou
                 if (rest) grid_wait();
                 else if (begun) __syncthreads();
                 there = !whole ? phase + 1 : phase < plan.early ? plan.early : plan.phases;
-                const auto wait = [&]() ALWAYS_INLINE { if (!begun) wait_or_hear(a, plan); };
+                const auto wait = [&]() ALWAYS_INLINE { if (!begun) wait_grid_or_signal(a, plan); };
                 stager.range(from_phase, min(plan.steps, there * plan.phase_steps) - from_phase, from_phase - begin, wait, [&]() ALWAYS_INLINE { return begun ? 0 : stream.fill(); });
                 begun = true;
                 if (rest) take_back(a);
@@ -245,13 +245,13 @@ template <class F, class T, bool NARROW, int DEPTH> __global__ void __launch_bou
             }
             output.template store<COMMON>(a, first, second);
         }
-        if (tile < plan.told && tile + plan.tile_hop >= plan.told) {
+        if (tile < plan.signalled && tile + plan.tile_hop >= plan.signalled) {
             if (NARROW || a.m <= NARROW_TOKENS) wave_sync();
             else group_sync(name, WK * WAVE);  // other waves have stored the tokens from the third on
             if ((NARROW || wk == 0) && lane_id() == 0) {
                 const int columns = (round + 1) * (a.activation == ACT_SILU_GATE ? 8 : 16);
-                if (a.m == 1) tell<false>(a.tells, columns);
-                else tell<true>(a.tells, columns);
+                if (a.m == 1) signal_add<false>(a.producer, columns);
+                else signal_add<true>(a.producer, columns);
             }
         }
         if (!NARROW && plan.partial_buffers == 1) group_sync(name, WK * WAVE);

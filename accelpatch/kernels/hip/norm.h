@@ -61,7 +61,7 @@ template <class T, bool CLUSTERED, bool COMMON> struct Norms {
         return sum / static_cast<float>(int(a.k));
     }
     // Whether activations from a step on may still be on their way when they are read, which a lone token's words themselves say.
-    DEVICE bool heard(int step) const { return LAUNCHES_OVERLAP && !CLUSTERED && a.m == 1 && step < plan.early * plan.phase_steps; }
+    DEVICE bool signalled(int step) const { return LAUNCHES_OVERLAP && !CLUSTERED && a.m == 1 && step < plan.early * plan.phase_steps; }
     DEVICE bool layer() const { return !COMMON && a.norm == NORM_LAYER; }
     DEVICE bool aligned() const { return COMMON || plan.x_aligned; }
     DEVICE Words4 load(int token, int at) const { return load_chunk(row(token), at, int(a.k), aligned()); }

@@ -154,15 +154,15 @@ DEVICE void grid_wait() {  // for the kernel before to end
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
-// Adds to a number that another kernel hears of: after all that the block wrote before a barrier, or in no ORDER with that, which is
-// faster: then who reads a word that is still UNTOLD reads it again.
-template <bool ORDER> DEVICE void tell(int32_t* number, int by) {
+// Adds to a number that another kernel waits for: after all that the block wrote before a barrier, or in no ORDER with that, which is
+// faster: then who reads a word that is still SENTINEL reads it again.
+template <bool ORDER> DEVICE void signal_add(int32_t* number, int by) {
     if constexpr (ORDER) asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(number), "r"(by) : "memory");
     else asm volatile("red.relaxed.gpu.global.add.s32 [%0], %1;" ::"l"(number), "r"(by) : "memory");
 }
-// One thread waits until a number of the kernel before has come so far; behind a barrier all threads may read what it told of in that
-// order. After some hundred microseconds it waits for that kernel's end instead, should it not tell at all.
-DEVICE void hear(const int32_t* number, int enough, bool order) {
+// One thread waits until a number of the kernel before has come so far; behind a barrier all threads may read what it signals in that
+// order. After some hundred microseconds it waits for that kernel's end instead, should it not signal at all.
+DEVICE void signal_wait(const int32_t* number, int enough, bool order) {
 #pragma unroll 1
     for (int patience = 0; patience < 2048; ++patience) {
         int now;
@@ -185,7 +185,7 @@ DEVICE Words4 handed16(const void* source) {
     return v;
 }
 // Between two looks for what another block of the launch hands over. Looking in vain for many seconds ends in an error.
-DEVICE void look_again(int& looks) {
+DEVICE void spin(int& looks) {
     if (++looks == 1 << 24) asm volatile("trap;");
     __nanosleep(20);
 }

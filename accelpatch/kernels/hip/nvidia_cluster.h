@@ -6,7 +6,7 @@ constexpr int CLUSTER = 2;       // blocks of one; 1: there are none. Four leave
 constexpr int CLUSTER_DEPTH = 3;
 // With several scales a step, or offsets, eight tokens leave no room for a deep one.
 template <class F> constexpr int CLUSTER_DEEP = F::INTEGER && F::GROUPS <= F::TILED && !F::OFFSET ? 4 : CLUSTER_DEPTH;
-using Mailbox = uint64_t;        // counts the bytes that were sent to it
+using Mbarrier = uint64_t;        // counts the bytes that were sent to it
 #if __CUDA_ARCH__ >= 900
 constexpr bool CLUSTERS_HERE = true;
 DEVICE int cluster_rank() {
@@ -14,8 +14,8 @@ DEVICE int cluster_rank() {
     asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
     return rank;
 }
-// One thread opens a mailbox; after cluster_arrive() by all threads and cluster_wait() any block may send to it.
-DEVICE void open_mailbox(Mailbox& box) {
+// One thread initialises an mbarrier; after cluster_arrive() by all threads and cluster_wait() any block may send to it.
+DEVICE void init_mbarrier(Mbarrier& box) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\n\tfence.mbarrier_init.release.cluster;" ::"r"(shared_address(&box)) : "memory");
 }
 DEVICE void cluster_arrive() {
@@ -37,16 +37,16 @@ DEVICE uint32_t remote_address(const void* here, int rank) {
     return there;
 }
 // To where `at` and `box` are in the shared memory of block `rank`.
-DEVICE void send4(float* at, Mailbox& box, int rank, float v) {
+DEVICE void send4(float* at, Mbarrier& box, int rank, float v) {
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];"
                  ::"r"(remote_address(at, rank)), "f"(v), "r"(remote_address(&box, rank)) : "memory");
 }
-DEVICE void send16(void* at, Mailbox& box, int rank, const float* v) {
+DEVICE void send16(void* at, Mbarrier& box, int rank, const float* v) {
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
                  ::"r"(remote_address(at, rank)), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "r"(remote_address(&box, rank)) : "memory");
 }
 // Waits until `bytes` have come, which one thread (`first`) says; `turn`: 0 and 1 by turns.
-DEVICE void receive(Mailbox& box, bool first, int bytes, int turn) {
+DEVICE void receive(Mbarrier& box, bool first, int bytes, int turn) {
     if (first) asm volatile("{\n\t.reg .b64 s;\n\tmbarrier.arrive.expect_tx.shared::cta.b64 s, [%0], %1;\n\t}" ::"r"(shared_address(&box)), "r"(bytes) : "memory");
     asm volatile(
         "{\n\t.reg .pred p;\n\tagain:\n\tmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n\t@!p bra again;\n\t}"

@@ -40,10 +40,10 @@ template <class V> DEVICE V run_sum(V value, int width) {
 }
 
 // ---- 16-bit floats, as their bits ----
-constexpr uint32_t UNTOLD = 0xffff;  // of a word that is yet to come: NVIDIA's conversions give NaN as 0x7fff
-DEVICE bool untold(const Words4& v) {  // any of eight
+constexpr uint32_t SENTINEL = 0xffff;  // of a word that is yet to come: NVIDIA's conversions give NaN as 0x7fff
+DEVICE bool is_sentinel(const Words4& v) {  // any of eight
     const uint32_t most = pair_max(pair_max(v.x, v.y), pair_max(v.z, v.w));
-    return most >= UNTOLD << 16 || (most & 0xffffu) == UNTOLD;
+    return most >= SENTINEL << 16 || (most & 0xffffu) == SENTINEL;
 }
 struct Bf16 {
     static constexpr bool BF16 = true;

@@ -23,7 +23,7 @@ template <class F, class T, bool COMMON> struct FloatStager : Norms<T, false, CO
             add(from * F::KSTEP, wanted, before * (F::KSTEP / 8));
         } else {
             wait();
-            copy(from * F::KSTEP, wanted, rest, Base::heard(from));
+            copy(from * F::KSTEP, wanted, rest, Base::signalled(from));
             if (a.norm != NORM_NONE) normalise(wanted);
         }
         __syncthreads();
@@ -33,7 +33,7 @@ template <class F, class T, bool COMMON> struct FloatStager : Norms<T, false, CO
 private:
     DEVICE Words4& chunk(int token, int c) const { return *reinterpret_cast<Words4*>(shared + token * plan.token_stride + c * 16); }
     // A thread's own chunks of every token.
-    template <class REST> DEVICE void copy(int from, int wanted, const REST& rest, bool heard) const {
+    template <class REST> DEVICE void copy(int from, int wanted, const REST& rest, bool signalled) const {
 #pragma unroll 1
         for (int token = 0; token < a.m; ++token)
 #pragma unroll 2
@@ -44,11 +44,11 @@ private:
             }
         ring_commit();
         copies_done(rest());
-        if (!heard) return;
+        if (!signalled) return;
         int looks = 0;
 #pragma unroll 1
         for (int c = threadIdx.x; c < wanted; c += THREADS)
-            for (; untold(chunk(0, c)); chunk(0, c) = Base::load(0, from + c * 8)) look_again(looks);
+            for (; is_sentinel(chunk(0, c)); chunk(0, c) = Base::load(0, from + c * 8)) spin(looks);
     }
     // The same behind `before` chunks: through registers, since copies would wait for the ring's.
     DEVICE void add(int from, int wanted, int before) const {

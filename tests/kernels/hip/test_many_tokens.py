@@ -16,7 +16,7 @@ from accelpatch.kernels.hip.binding import Weight
 from accelpatch.kernels.int4_tiles import Tiles
 from accelpatch.kernels.tiled_int4_linear import takes_many
 from tests.interpreted import DEVICE
-from tests.kernels.hip.fibers import COMPILER, compiled
+from tests.kernels.hip.simt_emulator import COMPILER, compiled
 
 
 @pytest.mark.parametrize(
@@ -43,9 +43,9 @@ def test_takes_many(arch: str, k: int, group: int, cut: int, takes: bool, monkey
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """What a machine with an H200 would launch, run by fibers: the functions' names."""
+    """What a machine with an H200 would launch, run by the emulator: the functions' names."""
     library = compiled("nvidia", ["int4_rows.hip"], "rows", tmp_path_factory)
-    library.set_fibers(3, 1, 0)
+    library.set_emulator(3, 1, 0)
     library.set_shared(0x3E)
     names: list[str] = []
 

@@ -9,34 +9,34 @@ constexpr bool SHARED_RING = true;
 constexpr bool LAUNCHES_OVERLAP = true;
 constexpr bool BLOCKS_MEET = true;
 constexpr int RESERVED_SHARED = 1024;
-#include "fibers.h"
+#include "simt_emulator.h"
 constexpr int CLUSTER = 2;
 constexpr int CLUSTER_DEPTH = 3;
 template <class F> constexpr int CLUSTER_DEEP = F::INTEGER && F::GROUPS == 0 ? 4 : CLUSTER_DEPTH;
 constexpr bool CLUSTERS_HERE = true;
-struct alignas(8) Mailbox { int32_t due; uint16_t times; bool announced; };  // due: bytes
-DEVICE void cluster_arrive() { arrived[fiber] = meeting.arrive(meeting.of); }
+struct alignas(8) Mbarrier { int32_t due; uint16_t times; bool announced; };  // due: bytes
+DEVICE void cluster_arrive() { arrived[thread] = meeting.arrive(meeting.of); }
 DEVICE void cluster_wait() {
-    while (meeting.times == arrived[fiber]) fibers.yield();
+    while (meeting.times == arrived[thread]) emulator.yield();
 }
 DEVICE int cluster_rank() { return int(blockIdx.x) % meeting.blocks; }
-DEVICE void open_mailbox(Mailbox& box) { box = {}; }
-DEVICE void count(Mailbox& box, int bytes) {
+DEVICE void init_mbarrier(Mbarrier& box) { box = {}; }
+DEVICE void count(Mbarrier& box, int bytes) {
     ++meeting.messages;
     if ((box.due += bytes) == 0 && box.announced) box.announced = false, ++box.times;
 }
-template <int FLOATS> void send(float* at, Mailbox& box, int rank, const float* v) {
+template <int FLOATS> void send(float* at, Mbarrier& box, int rank, const float* v) {
     std::memcpy(beside(at, rank), v, 4 * FLOATS);
     count(*beside(&box, rank), -4 * FLOATS);
 }
-DEVICE void send4(float* at, Mailbox& box, int rank, float v) { send<1>(at, box, rank, &v); }
-DEVICE void send16(void* at, Mailbox& box, int rank, const float* v) { aligned(at, 16), delay(most_delay), send<4>(static_cast<float*>(at), box, rank, v); }
-DEVICE void receive(Mailbox& box, bool first, int bytes, int turn) {
+DEVICE void send4(float* at, Mbarrier& box, int rank, float v) { send<1>(at, box, rank, &v); }
+DEVICE void send16(void* at, Mbarrier& box, int rank, const float* v) { aligned(at, 16), delay(most_delay), send<4>(static_cast<float*>(at), box, rank, v); }
+DEVICE void receive(Mbarrier& box, bool first, int bytes, int turn) {
     if (first) {
         if (box.announced) std::abort();
         box.announced = true, count(box, bytes);
     }
-    while (box.times % 2 == turn) fibers.yield();
+    while (box.times % 2 == turn) emulator.yield();
 }
 template <class... ARGS> int most_clusters(void (*)(ARGS...), const DeviceLimits& limits) { return limits.processors / CLUSTER; }
 #define COPIES
@@ -55,12 +55,12 @@ template <int BYTES, int AT = 0> void stream_copy(void* into, const void* source
     if (there) aligned(source, BYTES);
     else ++zeros;
     const Copy copy{static_cast<char*>(into) + AT, there ? static_cast<const char*>(source) + AT : nullptr, BYTES};
-    if (fibers.late) copies[fiber].back().push_back(copy);
+    if (emulator.late) copies[thread].back().push_back(copy);
     else carry_out(copy);
 }
-DEVICE void ring_commit() { copies[fiber].emplace_back(); }
+DEVICE void ring_commit() { copies[thread].emplace_back(); }
 template <int DEPTH> void ring_wait() {
-    auto& groups = copies[fiber];
+    auto& groups = copies[thread];
     for (; groups.size() > DEPTH; groups.pop_front())
         for (const Copy& copy : groups.front()) carry_out(copy);
 }
@@ -68,9 +68,9 @@ DEVICE void copy_activation16(void* into, const void* source, bool there) { stre
 DEVICE void stream_once16(void* into, const void* source, bool there) { stream_copy<16>(into, source, there); }
 DEVICE void copies_done(int but) { but == 2 ? ring_wait<3>() : but == 1 ? ring_wait<2>() : ring_wait<1>(); }
 DEVICE void wave_sync() { meet(); }
-DEVICE void group_arrive(int name, int threads) { fibers.groups[name].arrive(threads); }
+DEVICE void group_arrive(int name, int threads) { emulator.groups[name].arrive(threads); }
 DEVICE void group_sync(int name, int threads) {
-    for (const int now = fibers.groups[name].arrive(threads); fibers.groups[name].times == now;) fibers.yield();
+    for (const int now = emulator.groups[name].arrive(threads); emulator.groups[name].times == now;) emulator.yield();
 }
 
 // mma.m16n8k16 and m16n8k32: the words of a row or column that hold values of K, and a lane's four sums.
@@ -110,4 +110,4 @@ DEVICE void load_transposed(uint32_t* v, const Words4* row) {
 }
 #include "nvidia_products.h"
 #include "nvidia_attention.h"
-inline DeviceLimits device_limits() { return {fibers.processors, 232448, 233472, true, fibers.clusters}; }
+inline DeviceLimits device_limits() { return {emulator.processors, 232448, 233472, true, emulator.clusters}; }

@@ -1,4 +1,4 @@
-"""Whole steps of a patched model by the device library, compiled for the CPU: what is told changes no bit."""
+"""Whole steps of a patched model by the device library, compiled for the CPU: signals change no bit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from accelpatch.runtime.captured_graph import EagerGraph
 from accelpatch.runtime.patched_model import RUNTIME
 from tests.families.tiny import CAUSAL
 from tests.interpreted import DEVICE
-from tests.kernels.hip.fibers import COMPILER, compiled
+from tests.kernels.hip.simt_emulator import COMPILER, compiled
 from tests.runtime.steps import logits, silence
 
 pytestmark = [
@@ -33,30 +33,31 @@ SHAPE: dict[str, Any] = {
 
 
 @pytest.fixture
-def hearing(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Steps on the CPU go the way of a GPU's; which kernels are given a count to hear. None overlaps another here."""
+def waiting(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Steps on the CPU go the way of a GPU's; which kernels are given a count to wait for. None overlaps."""
     library = compiled("nvidia", ["gemv.hip", "decode_attention.hip"], "steps", tmp_path_factory)
-    library.set_fibers(4, 1, 0)
+    library.set_emulator(4, 1, 0)
     library.set_clusters(1)
     library.set_beside(1)
     names: list[str] = []
 
     def product(weight: Any, args: binding.GemvArgs, x: Tensor) -> None:
-        names.extend(["product"] if args.hears else [])
-        if args.tells and args.m == 1:
-            assert set((ctypes.c_int16 * (args.tell_columns)).from_address(args.y)) == {binding.BLANK}
+        names.extend(["product"] if args.consumer else [])
+        if args.producer and args.m == 1:
+            assert set((ctypes.c_int16 * (args.producer_columns)).from_address(args.y)) == {binding.SENTINEL}
         binding.check(binding.declared(library, "accelpatch_gemv")(ctypes.byref(args), 0, None), weight.function)
 
     def attend(qkv: Tensor, *rest: Any) -> None:
         args = attention.arguments(qkv, *rest)
-        names.extend(["attention"] if args.hears else [])
+        names.extend(["attention"] if args.consumer else [])
         assert library.accelpatch_decode_attention(ctypes.byref(args), 0, ctypes.c_void_p()) == 0
 
     def call(self: Product, x: Tensor, norm: Norm | None, gate: str | None, residual: Tensor | None) -> Tensor:
         weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
         return binding.launch(
             self._weight(), x, residual=residual, activation="none" if gate is None else "silu_gate",
-            norm="none" if norm is None else "rms", norm_weight=weight, epsilon=eps, tells=self.tells, hears=self.hears,
+            norm="none" if norm is None else "rms", norm_weight=weight, epsilon=eps, producer=self.producer,
+            consumer=self.consumer,
         )  # fmt: skip
 
     monkeypatch.setattr(binding, "_start", product)
@@ -69,17 +70,17 @@ def hearing(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.mark.parametrize("rows", [1, 2, 8])
-def test_the_bits_of_kernels_that_wait(rows: int, hearing: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bits_of_kernels_that_wait(rows: int, waiting: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     ids = torch.randint(2, 90, (rows, 253), generator=torch.Generator().manual_seed(1))  # and over the end of a span
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     batch["attention_mask"][-1, : 7 * (rows - 1)] = 0
     base = CAUSAL["mistral"].make(torch.bfloat16, **SHAPE)
     model: Any = accelpatch.patch(copy.deepcopy(base), "exact", verify=False)
-    told = logits(model, batch, 6)
-    assert set(hearing) == {"attention", "product"}
+    early = logits(model, batch, 6)
+    assert set(waiting) == {"attention", "product"}
     layers = vars(model)[RUNTIME]._fused.layers
-    assert not any(int(one.tells.number.abs().sum()) for layer in layers for one in (layer.qkv, layer.gate_up))
-    monkeypatch.setattr(fused_layer, "telling", silence)
-    hearing.clear()
-    assert torch.equal(logits(accelpatch.patch(base, "exact", verify=False), batch, 6), told)
-    assert not hearing
+    assert not any(int(one.producer.number.abs().sum()) for layer in layers for one in (layer.qkv, layer.gate_up))
+    monkeypatch.setattr(fused_layer, "with_signals", silence)
+    waiting.clear()
+    assert torch.equal(logits(accelpatch.patch(base, "exact", verify=False), batch, 6), early)
+    assert not waiting

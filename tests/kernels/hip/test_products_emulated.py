@@ -1,6 +1,6 @@
-"""The device library's products without a device: NVIDIA's and AMD's forms compiled for the CPU, a thread a fiber.
+"""The device library's products without a device: NVIDIA's and AMD's forms compiled for the CPU by the SIMT emulator.
 
-As test_attention_by_fibers.py. NVIDIA's have clusters of blocks ("nvidia") or none ("alone", as before Hopper).
+As test_attention_emulated.py. NVIDIA's have clusters of blocks ("nvidia") or none ("alone", as before Hopper).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from accelpatch.kernels.hip import binding
 from tests.interpreted import DEVICE
-from tests.kernels.hip.fibers import COMPILER, compiled
+from tests.kernels.hip.simt_emulator import COMPILER, compiled
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "scripts"))
 
@@ -36,7 +36,7 @@ CASES = [(name, torch.bfloat16) for name in FORMATS]
 CASES += [(name, torch.float16) for name in ("plain", "fp8", "int8", "int4_g128_minimum")]
 
 
-class Fibers(Library):
+class Emulated(Library):
     """The products of one form, on tensors of the CPU."""
 
     def __init__(self, held: ctypes.CDLL) -> None:
@@ -50,24 +50,24 @@ class Fibers(Library):
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Fibers]:
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Emulated]:
     @functools.cache
     def library(form: str) -> ctypes.CDLL:
         held = compiled(form, FLOATS if form == "gfx90a" else (*FLOATS, *INTEGERS), "products", tmp_path_factory)
-        held.set_fibers(4, 1, 0)
+        held.set_emulator(4, 1, 0)
         return held
 
-    def of(form: str) -> Fibers:
+    def of(form: str) -> Emulated:
         held = library("nvidia" if form == "alone" else form)
         held.set_clusters(form == "nvidia")
-        return Fibers(held)
+        return Emulated(held)
 
     return of
 
 
 @pytest.mark.parametrize("name, dtype", CASES, ids=str)
 @pytest.mark.parametrize("form", FORMS)
-def test_small_shapes(name: str, dtype: torch.dtype, form: str, made: Callable[[str], Fibers]) -> None:
+def test_small_shapes(name: str, dtype: torch.dtype, form: str, made: Callable[[str], Emulated]) -> None:
     """Odd ends, K in phases, every epilogue, an infinity; by the float rule; a token's bits alone."""
     if form == "gfx90a" and (dtype != torch.float16 or FORMATS[name].library not in ("gemv", "gemv_fp8")):
         pytest.skip("as gfx942's")
@@ -79,30 +79,30 @@ def test_small_shapes(name: str, dtype: torch.dtype, form: str, made: Callable[[
 
 @pytest.mark.parametrize("name", ["plain", "fp8", "compact", "int8", "int4_g128_minimum"])
 @pytest.mark.parametrize("form", ["nvidia", "alone", "gfx942"])
-def test_a_product_tells_the_next_of_its_columns(name: str, form: str, made: Callable[[str], Fibers]) -> None:
+def test_a_product_signals_its_columns_to_the_next(name: str, form: str, made: Callable[[str], Emulated]) -> None:
     torch.manual_seed(0)
-    assert check_kernels.check_told(made(form), name, torch.bfloat16, "cpu", overlaps=form != "gfx942") == []
+    assert check_kernels.check_signals(made(form), name, torch.bfloat16, "cpu", overlaps=form != "gfx942") == []
 
 
 @pytest.mark.parametrize("name", ["plain", "fp8", "compact", "int8", "int4_g128_minimum"])
-def test_what_is_told_of_may_come_later_than_its_count(name: str, made: Callable[[str], Fibers]) -> None:
+def test_what_is_signalled_may_come_later_than_its_count(name: str, made: Callable[[str], Emulated]) -> None:
     """Some words are not there when they are first read."""
     torch.manual_seed(0)
     library, columns = made("nvidia"), 4096 + 528
     weight = pack(torch.randn(80, columns) / columns**0.5, name, dtype=torch.bfloat16)
     x, want, y = torch.randn(1, columns).bfloat16(), *torch.empty(2, 1, 80, dtype=torch.bfloat16)
     library.call(weight, x, want)
-    late, told = x.clone(), torch.tensor([4096, 0], dtype=torch.int32)
-    late.view(torch.int16)[:, torch.randperm(4096)[:40]] = binding.BLANK
+    late, flag = x.clone(), torch.tensor([4096, 0], dtype=torch.int32)
+    late.view(torch.int16)[:, torch.randperm(4096)[:40]] = binding.SENTINEL
     address = (ctypes.c_void_p(one.data_ptr()) for one in (late, x))
     library.held.owe(*address, ctypes.c_int64(late.nbytes))
-    library.call(weight, late, y, hears=told.data_ptr(), hear_columns=4096)
+    library.call(weight, late, y, consumer=flag.data_ptr(), consumer_columns=4096)
     assert library.held.still_owed() == 0
     assert torch.equal(y, want)
 
 
 @pytest.mark.parametrize("name", ["plain", "fp8", "int8", "int4_g128"])
-def test_nothing_is_copied_where_a_wave_has_no_tile(name: str, made: Callable[[str], Fibers]) -> None:
+def test_nothing_is_copied_where_a_wave_has_no_tile(name: str, made: Callable[[str], Emulated]) -> None:
     """Zeros in place of weights would delay the end of a product."""
     torch.manual_seed(0)
     library = made("nvidia")
@@ -113,7 +113,7 @@ def test_nothing_is_copied_where_a_wave_has_no_tile(name: str, made: Callable[[s
 
 
 @pytest.mark.parametrize("tokens", [3, 8])
-def test_what_waves_of_a_cluster_send_each_other_may_be_late(tokens: int, made: Callable[[str], Fibers]) -> None:
+def test_what_waves_of_a_cluster_send_each_other_may_be_late(tokens: int, made: Callable[[str], Emulated]) -> None:
     """Waves that are rounds apart from each other never send to a box that is still to be read."""
     torch.manual_seed(0)
     library = made("nvidia")
@@ -129,11 +129,11 @@ def test_what_waves_of_a_cluster_send_each_other_may_be_late(tokens: int, made: 
 
 
 @pytest.fixture
-def finite(made: Callable[[str], Fibers]) -> Iterator[Callable[[str], Fibers]]:
+def finite(made: Callable[[str], Emulated]) -> Iterator[Callable[[str], Emulated]]:
     """`made`, with a number in shared memory that nobody wrote: that product makes again what is no number."""
     touched = []
 
-    def library(form: str) -> Fibers:
+    def library(form: str) -> Emulated:
         touched.append(made(form))
         touched[-1].held.set_shared(0x3E)
         touched[-1].held.take_unwaited()
@@ -149,13 +149,13 @@ def finite(made: Callable[[str], Fibers]) -> Iterator[Callable[[str], Fibers]]:
     "name, dtype", [(name, binding.DTYPES[i % 2]) for i, name in enumerate(check_rows.FORMS)], ids=str
 )
 @pytest.mark.parametrize("form", ["nvidia", "gfx942"])
-def test_many_tokens(name: str, dtype: torch.dtype, form: str, finite: Callable[[str], Fibers]) -> None:
+def test_many_tokens(name: str, dtype: torch.dtype, form: str, finite: Callable[[str], Emulated]) -> None:
     torch.manual_seed(0)
     assert check_rows.check_rows(finite(form), name, dtype, "cpu") == []
 
 
 @pytest.mark.parametrize("cluster", [1, 2, 4, 8])
 @pytest.mark.parametrize("dtype", binding.DTYPES, ids=str)
-def test_many_tokens_by_clusters(dtype: torch.dtype, cluster: int, finite: Callable[[str], Fibers]) -> None:
+def test_many_tokens_by_clusters(dtype: torch.dtype, cluster: int, finite: Callable[[str], Emulated]) -> None:
     torch.manual_seed(0)
     assert check_rows.check_rows(finite("nvidia"), "int4_g128_minimum", dtype, "cpu", blocks=cluster) == []

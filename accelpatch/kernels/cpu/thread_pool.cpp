@@ -1,5 +1,5 @@
-// A pool of threads that spin for a while between calls, then sleep; made again in the child of a fork.
-#include "crew.h"
+// A workers of threads that spin for a while between calls, then sleep; made again in the child of a fork.
+#include "thread_pool.h"
 
 #include <pthread.h>
 #include <sched.h>
@@ -14,7 +14,7 @@
 
 #include "accelpatch_cpu.h"
 
-struct Crew {
+struct ThreadPool {
   // One cache line a thread: its share's cursor (two, used by turns: a thread clears the one that nobody looks at) and its phase.
   struct alignas(64) Member {
     std::atomic<int64_t> cursor[2];
@@ -47,45 +47,45 @@ void spin_until(Done done) {
   }
 }
 
-struct Pool {
+struct Workers {
   std::mutex owner;
-  Crew crew;
+  ThreadPool pool;
   std::atomic<uint64_t> ticket{0};  // generation * 256 + count: one word, so that a late worker never mixes two calls
   std::atomic<int> pending{0};
   std::atomic<int64_t> patience{0};  // microseconds that workers spin after the call
   Job job = nullptr;
   void* argument = nullptr;
-  int workers = 0;
+  int hired = 0;
   std::mutex bed;
   std::condition_variable wake;
   int asleep = 0;
 };
 
-std::atomic<Pool*> current{nullptr};
+std::atomic<Workers*> current{nullptr};
 
-uint64_t next_ticket(Pool* pool, uint64_t seen) {
+uint64_t next_ticket(Workers* workers, uint64_t seen) {
   const auto start = std::chrono::steady_clock::now();
-  const auto patience = std::chrono::microseconds(pool->patience.load(std::memory_order_relaxed));
+  const auto patience = std::chrono::microseconds(workers->patience.load(std::memory_order_relaxed));
   for (int i = 0;; i++) {
-    uint64_t now = pool->ticket.load(std::memory_order_acquire);
+    uint64_t now = workers->ticket.load(std::memory_order_acquire);
     if (now != seen) return now;
     if (i < kPauses) pause();
     else sched_yield();
     if (i % 64 == 63 && std::chrono::steady_clock::now() - start > patience) break;
   }
-  std::unique_lock<std::mutex> lock(pool->bed);
-  pool->asleep++;
-  pool->wake.wait(lock, [&] { return pool->ticket.load(std::memory_order_acquire) != seen; });
-  pool->asleep--;
-  return pool->ticket.load(std::memory_order_acquire);
+  std::unique_lock<std::mutex> lock(workers->bed);
+  workers->asleep++;
+  workers->wake.wait(lock, [&] { return workers->ticket.load(std::memory_order_acquire) != seen; });
+  workers->asleep--;
+  return workers->ticket.load(std::memory_order_acquire);
 }
 
-void work(Pool* pool, int self, uint64_t seen) {
+void work(Workers* workers, int self, uint64_t seen) {
   for (;;) {
-    seen = next_ticket(pool, seen);
+    seen = next_ticket(workers, seen);
     if (self >= static_cast<int>(seen % 256)) continue;
-    pool->job(pool->argument, &pool->crew, self);
-    pool->pending.fetch_sub(1, std::memory_order_release);
+    workers->job(workers->argument, &workers->pool, self);
+    workers->pending.fetch_sub(1, std::memory_order_release);
   }
 }
 
@@ -107,50 +107,50 @@ void forget_after_fork() {
   (void)registered;
 }
 
-Pool* pool() {
-  Pool* here = current.load(std::memory_order_acquire);
+Workers* own_workers() {
+  Workers* here = current.load(std::memory_order_acquire);
   if (here) return here;
   forget_after_fork();
-  Pool* made = new Pool;
+  Workers* made = new Workers;
   if (current.compare_exchange_strong(here, made)) return made;
   delete made;
   return here;
 }
 
-void reset(Crew& crew, int count) {
-  crew.count = count;
-  crew.arrived.store(0, std::memory_order_relaxed);
+void reset(ThreadPool& pool, int count) {
+  pool.count = count;
+  pool.arrived.store(0, std::memory_order_relaxed);
   for (int i = 0; i < count; i++) {
-    for (auto& cursor : crew.member[i].cursor) cursor.store(0, std::memory_order_relaxed);
-    crew.member[i].phase = 0;
+    for (auto& cursor : pool.member[i].cursor) cursor.store(0, std::memory_order_relaxed);
+    pool.member[i].phase = 0;
   }
 }
 
 // As many workers as the system gives: fewer than asked for is slower, not wrong.
-int hire(Pool* pool, int count) {
+int hire(Workers* workers, int count) {
   try {
-    for (; pool->workers < count - 1; pool->workers++)
-      std::thread(work, pool, pool->workers + 1, pool->ticket.load(std::memory_order_relaxed)).detach();
+    for (; workers->hired < count - 1; workers->hired++)
+      std::thread(work, workers, workers->hired + 1, workers->ticket.load(std::memory_order_relaxed)).detach();
   } catch (const std::system_error&) {
-    return pool->workers + 1;
+    return workers->hired + 1;
   }
   return count;
 }
 
-void publish(Pool* pool, int count) {
-  uint64_t generation = pool->ticket.load(std::memory_order_relaxed) / 256 + 1;
-  pool->pending.store(count - 1, std::memory_order_relaxed);
+void publish(Workers* workers, int count) {
+  uint64_t generation = workers->ticket.load(std::memory_order_relaxed) / 256 + 1;
+  workers->pending.store(count - 1, std::memory_order_relaxed);
   bool sleepers;
   {
-    std::lock_guard<std::mutex> lock(pool->bed);
-    pool->ticket.store(generation * 256 + static_cast<uint64_t>(count), std::memory_order_release);
-    sleepers = pool->asleep > 0;
+    std::lock_guard<std::mutex> lock(workers->bed);
+    workers->ticket.store(generation * 256 + static_cast<uint64_t>(count), std::memory_order_release);
+    sleepers = workers->asleep > 0;
   }
-  if (sleepers) pool->wake.notify_all();
+  if (sleepers) workers->wake.notify_all();
 }
 
 struct Guest {
-  Crew crew;
+  ThreadPool pool;
   Job job;
   void* argument;
   std::atomic<bool> ready{false};
@@ -161,15 +161,15 @@ void guest(void* data) {
   auto* g = static_cast<Guest*>(data);
   const int self = team.number.load()();
   if (self == 0) {
-    reset(g->crew, team.count.load()());
+    reset(g->pool, team.count.load()());
     g->ready.store(true, std::memory_order_release);
   }
   spin_until([&] { return g->ready.load(std::memory_order_acquire); });
-  g->job(g->argument, &g->crew, self);
+  g->job(g->argument, &g->pool, self);
 }
 
 void run_alone(Job job, void* argument) {
-  Crew alone;
+  ThreadPool alone;
   reset(alone, 1);
   job(argument, &alone, 0);
 }
@@ -183,49 +183,49 @@ void ap_use_team(void* parallel, void* number, void* count) {
   team.parallel.store(reinterpret_cast<void (*)(void (*)(void*), void*, unsigned, unsigned)>(parallel));
 }
 
-void crew_run(int count, Job job, void* argument, CrewKind kind) {
+void pool_run(int count, Job job, void* argument, PoolKind kind) {
   count = std::clamp<int>(count, 1, AP_MAX_THREADS);
   if (count == 1) return run_alone(job, argument);
-  if (auto* parallel = team.parallel.load(); parallel && kind == CREW_GUEST) {
+  if (auto* parallel = team.parallel.load(); parallel && kind == POOL_GUEST) {
     Guest g;
     g.job = job;
     g.argument = argument;
     return parallel(guest, &g, static_cast<unsigned>(count), 0);
   }
-  Pool* here = pool();
+  Workers* here = own_workers();
   if (!here->owner.try_lock()) return run_alone(job, argument);
   std::lock_guard<std::mutex> lock(here->owner, std::adopt_lock);
   count = hire(here, count);
-  reset(here->crew, count);
+  reset(here->pool, count);
   here->job = job;
   here->argument = argument;
-  here->patience.store(kind == CREW_DECODING ? kPatience : 0, std::memory_order_relaxed);
+  here->patience.store(kind == POOL_DECODING ? kPatience : 0, std::memory_order_relaxed);
   publish(here, count);
-  job(argument, &here->crew, 0);
+  job(argument, &here->pool, 0);
   spin_until([&] { return here->pending.load(std::memory_order_acquire) == 0; });
 }
 
-int crew_count(const Crew* crew) { return crew->count; }
+int pool_count(const ThreadPool* pool) { return pool->count; }
 
-void crew_wait(Crew* crew, int self) {
-  auto& me = crew->member[self];
+void pool_wait(ThreadPool* pool, int self) {
+  auto& me = pool->member[self];
   me.phase++;
   // The next phase's cursor was last used two waits ago: everybody has passed the wait that ended that phase.
   me.cursor[me.phase % 2].store(0, std::memory_order_relaxed);
-  const uint32_t target = me.phase * static_cast<uint32_t>(crew->count);
-  if (crew->arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == target) return;
-  spin_until([&] { return static_cast<int32_t>(crew->arrived.load(std::memory_order_acquire) - target) >= 0; });
+  const uint32_t target = me.phase * static_cast<uint32_t>(pool->count);
+  if (pool->arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == target) return;
+  spin_until([&] { return static_cast<int32_t>(pool->arrived.load(std::memory_order_acquire) - target) >= 0; });
 }
 
-int64_t crew_share(const Crew* crew, int self, int64_t items) { return items * self / crew->count; }
+int64_t pool_share(const ThreadPool* pool, int self, int64_t items) { return items * self / pool->count; }
 
-bool crew_take(Crew* crew, int self, Turn* turn) {
-  const uint32_t phase = crew->member[self].phase % 2;
-  for (; turn->tried < crew->count; turn->tried++) {
-    const int whose = (self + turn->tried) % crew->count;
-    const int64_t begin = crew_share(crew, whose, turn->items), end = crew_share(crew, whose + 1, turn->items);
+bool pool_take(ThreadPool* pool, int self, Turn* turn) {
+  const uint32_t phase = pool->member[self].phase % 2;
+  for (; turn->tried < pool->count; turn->tried++) {
+    const int whose = (self + turn->tried) % pool->count;
+    const int64_t begin = pool_share(pool, whose, turn->items), end = pool_share(pool, whose + 1, turn->items);
     const int64_t piece = std::max<int64_t>(1, (end - begin) / kPieces);
-    auto& cursor = crew->member[whose].cursor[phase];
+    auto& cursor = pool->member[whose].cursor[phase];
     if (begin + cursor.load(std::memory_order_relaxed) >= end) continue;
     turn->next = begin + cursor.fetch_add(piece, std::memory_order_relaxed);
     turn->end = std::min(turn->next + piece, end);

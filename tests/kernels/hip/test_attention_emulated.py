@@ -1,7 +1,8 @@
-"""The device library's attention without a device: NVIDIA's and AMD's forms compiled for the CPU, a thread a fiber.
+"""The device library's attention without a device: NVIDIA's and AMD's forms compiled for the CPU by the SIMT emulator.
 
-Their own instructions are replaced by fibers/nvidia.h and fibers/amd.h; all else is the kernels' source. It shows what
-lanes exchange, where their data lies and in which order they add: nothing about speed, nor about a GPU's memory.
+Their own instructions are replaced by simt_emulator/nvidia.h and simt_emulator/amd.h; all else is the kernels' source.
+It shows what lanes exchange, where their data lies and in which order they add: nothing about speed, nor about a GPU's
+memory.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from torch import Tensor
 from accelpatch.kernels.attention_check import Step, made
 from accelpatch.kernels.attention_shape import AttentionShape
 from accelpatch.kernels.hip import attention, binding
-from accelpatch.kernels.hip.binding import Told
+from accelpatch.kernels.hip.binding import Signal
 from tests.interpreted import DEVICE
-from tests.kernels.hip.fibers import COMPILER, brought_by, compiled
+from tests.kernels.hip.simt_emulator import COMPILER, brought_by, compiled
 from tests.kernels.test_decode_attention import CASES, SAME, assert_float_rule, assert_the_same_bits
 from tests.parity import bits
 
@@ -99,27 +100,27 @@ def library(vendor: str, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDL
 
 
 def _op(library: ctypes.CDLL, late: float = 0.0, following: Tensor | None = None) -> Callable[..., Tensor]:
-    """late: the share of what is told of that is not there when first read; following: what comes behind reads."""
+    """late: the share of what is signalled that is not there when first read; following: what comes behind reads."""
 
     def decode_attention_(*args: Tensor | AttentionShape) -> Tensor:
         qkv, positions, slot, mask, keys, values, shape = args
         y = torch.full((*qkv.shape[:-1], shape.heads * shape.size), float("nan"), dtype=qkv.dtype)
         columns = (shape.heads + shape.kv_heads) * shape.size
-        told = Told(torch.tensor([columns, 0], dtype=torch.int32), columns, qkv)
+        signal = Signal(torch.tensor([columns, 0], dtype=torch.int32), columns, qkv)
         if late:
             full, qkv = qkv, qkv.clone()
-            qkv.view(torch.int16)[..., torch.randperm(columns)[: int(late * columns)]] = binding.BLANK
+            qkv.view(torch.int16)[..., torch.randperm(columns)[: int(late * columns)]] = binding.SENTINEL
             library.owe(ctypes.c_void_p(qkv.data_ptr()), ctypes.c_void_p(full.data_ptr()), ctypes.c_int64(qkv.nbytes))
         with binding.settled_weights():
-            given = attention.arguments(qkv, y, positions, slot, mask, keys, values, shape, following, told)
+            given = attention.arguments(qkv, y, positions, slot, mask, keys, values, shape, following, signal)
         status = library.accelpatch_decode_attention(
             ctypes.byref(given), binding.DTYPES.index(qkv.dtype), ctypes.c_void_p()
         )
         assert status == 0
         assert not library.still_owed()
         assert not any(one.any() for one in shape.memory.held)
-        counted = library.overlaps and positions.numel() <= 8  # of more tokens nothing is told
-        assert told.number.tolist() == [0 if counted else columns, 0]
+        counted = library.overlaps and positions.numel() <= 8  # of more tokens nothing is signalled
+        assert signal.number.tolist() == [0 if counted else columns, 0]
         return y
 
     return decode_attention_
@@ -136,7 +137,7 @@ def _fits(vendor: str, case: Step) -> None:
 @pytest.mark.parametrize("case", (CASES | LONG).values(), ids=CASES | LONG)
 def test_float_rule(case: Step, order: tuple[int, int], vendor: str, library: ctypes.CDLL) -> None:
     _fits(vendor, case)
-    library.set_fibers(5, *order)
+    library.set_emulator(5, *order)
     assert_float_rule(_op(library), case, torch.float16 if order[0] else torch.bfloat16)
 
 
@@ -146,7 +147,7 @@ def test_a_token_gets_the_bits_that_it_gets_alone(
     case: Step, processors: int, vendor: str, library: ctypes.CDLL
 ) -> None:
     _fits(vendor, case)
-    library.set_fibers(processors, 1, 0)
+    library.set_emulator(processors, 1, 0)
     assert_the_same_bits(_op(library), case, torch.bfloat16)
 
 
@@ -156,7 +157,7 @@ def test_the_bits_do_not_depend_on_which_block_has_what(case: Step, vendor: str,
     args, shape = made(case, torch.bfloat16, DEVICE)
     found = []
     for processors in (1, 3, 7, 8):
-        library.set_fibers(processors, processors % 2, processors % 3 == 0)
+        library.set_emulator(processors, processors % 2, processors % 3 == 0)
         found.append(_op(library)(*args, shape))
     assert all(torch.equal(bits(one), bits(found[0])) for one in found)
 
@@ -165,10 +166,10 @@ def test_the_bits_do_not_depend_on_which_block_has_what(case: Step, vendor: str,
 def test_what_blocks_hand_each_other_may_be_late(case: Step, vendor: str, library: ctypes.CDLL) -> None:
     _fits(vendor, case)
     args, shape = made(case, torch.bfloat16, DEVICE)
-    library.set_fibers(1, 0, 0)
+    library.set_emulator(1, 0, 0)
     due = bits(_op(library)(*args, shape))
     for trial in range(12 if library.overlaps else 2):
-        library.set_fibers((5, 7, 8)[trial % 3], 0, 0)
+        library.set_emulator((5, 7, 8)[trial % 3], 0, 0)
         library.set_delay((16, 60)[trial % 2], trial)
         found = _op(library)(*args, shape)
         library.set_delay(0, 0)
@@ -176,11 +177,11 @@ def test_what_blocks_hand_each_other_may_be_late(case: Step, vendor: str, librar
 
 
 @pytest.mark.parametrize("name", ["four-queries", "ten-spans", "narrow-spans"])
-def test_what_is_told_of_may_come_later_than_its_count(name: str, vendor: str, library: ctypes.CDLL) -> None:
+def test_what_is_signalled_may_come_later_than_its_count(name: str, vendor: str, library: ctypes.CDLL) -> None:
     if not library.overlaps:
-        pytest.skip("nothing is told")
+        pytest.skip("nothing is signalled")
     args, shape = made(LONG[name], torch.bfloat16, DEVICE)
-    library.set_fibers(5, 0, 0)
+    library.set_emulator(5, 0, 0)
     assert torch.equal(bits(_op(library, late=0.1)(*args, shape)), bits(_op(library)(*args, shape)))
 
 
@@ -189,7 +190,7 @@ def test_a_launch_leaves_room_for_a_product(case: Step, vendor: str, library: ct
     if vendor != "nvidia":
         pytest.skip("kernels do not overlap")
     args, shape = made(case, torch.bfloat16, DEVICE)
-    library.set_fibers(2, 0, 0)
+    library.set_emulator(2, 0, 0)
     _op(library)(*args, shape)
     assert library.shared_of_last_launch() <= HALF
 
@@ -198,7 +199,7 @@ def test_blocks_of_many_spans_have_the_shallow_ring(vendor: str, library: ctypes
     """From eight spans of a full cache a processor on: here two heads on two processors."""
     if vendor != "nvidia":
         pytest.skip("no ring")
-    library.set_fibers(2, 0, 0)
+    library.set_emulator(2, 0, 0)
     taken = {}
     for spans in (7, 8):
         case = Step(size=128, heads=2, kv_heads=2, rows=1, slot=300, capacity=spans * attention.SPAN)
@@ -213,7 +214,7 @@ def test_blocks_of_a_launch(case: Step, alone: int, followed: int, vendor: str, 
     if vendor != "nvidia":
         pytest.skip("a block a processor")
     args, shape = made(case, torch.bfloat16, DEVICE)
-    library.set_fibers(8, 0, 0)
+    library.set_emulator(8, 0, 0)
     for following, blocks in ((None, alone), (torch.zeros(64), followed)):
         _op(library, following=following)(*args, shape)
         assert library.blocks_of_last_launch() == blocks
@@ -224,7 +225,7 @@ def test_a_divided_head_is_handed_from_block_to_block(vendor: str, library: ctyp
     if not library.overlaps:
         pytest.skip("blocks do not wait")
     args, shape = made(Step(size=128, rows=3, heads=3, kv_heads=3, slot=700, capacity=768), torch.bfloat16, DEVICE)
-    library.set_fibers(8, 0, 0)
+    library.set_emulator(8, 0, 0)
     library.take_handed()
     _op(library, following=torch.zeros(64))(*args, shape)
     record = 128 // 4 + 128 // 16
@@ -238,7 +239,7 @@ def test_blocks_claim_spans_of_long_heads(slot: int, records: int, vendor: str, 
         pytest.skip("blocks do not wait")
     case = Step(size=128, rows=2, heads=1, kv_heads=1, slot=slot, capacity=9216)
     args, shape = made(case, torch.bfloat16, DEVICE)
-    library.set_fibers(3, 0, 0)
+    library.set_emulator(3, 0, 0)
     library.take_handed()
     _op(library)(*args, shape)
     assert library.take_handed() == records * 2 * (128 // 4 + 128 // 16)  # written, and taken back
@@ -249,7 +250,7 @@ def test_blocks_without_work_bring_what_follows(pieces: int, brought: int, vendo
     if vendor != "nvidia":
         pytest.skip("kernels do not overlap")
     args, shape = made(Step(rows=1, heads=2, kv_heads=2, slot=100, capacity=256), torch.bfloat16, DEVICE)
-    library.set_fibers(8, 0, 0)
+    library.set_emulator(8, 0, 0)
     following = torch.zeros(pieces * PIECE + 100, dtype=torch.uint8)
     brought_by(library)
     _op(library, following=following)(*args, shape)
@@ -274,7 +275,7 @@ def test_blocks_bring_what_their_ring_has_no_room_for(
     if vendor != "nvidia":
         pytest.skip("kernels do not overlap")
     args, shape = made(case, torch.bfloat16, DEVICE)
-    library.set_fibers(blocks, 0, 0)
+    library.set_emulator(blocks, 0, 0)
     brought_by(library)
     _op(library)(*args, shape)
     slots = () if ring is None else range(ring, ring + 128, 16)
@@ -285,7 +286,7 @@ def test_blocks_bring_what_their_ring_has_no_room_for(
 def test_random_steps(vendor: str, library: ctypes.CDLL) -> None:
     draw = random.Random(5)
     for trial in range(20):
-        library.set_fibers(draw.choice([1, 3, 8]), draw.randint(0, 1), draw.randint(0, 1))
+        library.set_emulator(draw.choice([1, 3, 8]), draw.randint(0, 1), draw.randint(0, 1))
         kv_heads, tokens, slot = draw.choice([1, 2]), draw.randint(1, 8), draw.randint(0, draw.choice([40, 300, 900]))
         case = Step(
             heads=kv_heads * draw.choice([1, 2, 4, 7]), kv_heads=kv_heads, size=draw.choice([64, 80, 96, 128]),

@@ -6,11 +6,11 @@ constexpr bool SHARED_RING = false;
 constexpr bool LAUNCHES_OVERLAP = false;
 constexpr bool BLOCKS_MEET = false;
 constexpr int RESERVED_SHARED = 0;
-#include "fibers.h"
+#include "simt_emulator.h"
 constexpr int CLUSTER = 1;
 constexpr int CLUSTER_DEPTH = 1;
 template <class F> constexpr int CLUSTER_DEEP = 1;
-using Mailbox = uint64_t;
+using Mbarrier = uint64_t;
 #include "no_cluster.h"
 DEVICE uint32_t transposed(uint32_t v) { return v; }
 
@@ -46,4 +46,4 @@ DEVICE void multiply_bytes(int* sum, uint32_t a0, uint32_t a1, uint32_t b0, uint
 }
 #include "amd_products.h"
 #include "amd_attention.h"
-inline DeviceLimits device_limits() { return {fibers.processors, 65536, 65536, false, false}; }
+inline DeviceLimits device_limits() { return {emulator.processors, 65536, 65536, false, false}; }

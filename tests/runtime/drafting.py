@@ -1,4 +1,4 @@
-"""Models that guess beside models that do not, for tests of prompt lookup on a CPU."""
+"""Models that draft beside models that do not, for tests of prompt lookup on a CPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from accelpatch.recipe import parse
 from accelpatch.runtime import captured_graph, prompt_lookup
 from accelpatch.runtime.captured_graph import EagerGraph
 from accelpatch.runtime.patched_model import RUNTIME
-from accelpatch.runtime.prompt_lookup import GUESSES
+from accelpatch.runtime.prompt_lookup import DRAFTS
 from tests.families.tiny import CAUSAL
 
 RULES = {
@@ -54,8 +54,8 @@ def repeating(name: str) -> Any:
 def pair(name: str = "llama", rules: str = "exact", more: str = "") -> tuple[Any, Any]:
     """The same patched model twice: with prompt lookup, and without."""
     texts = [f"extends: {rules}\nruntime: {{speculate: {one}{more}}}\n{RULES[rules]}" for one in WITH_AND_WITHOUT]
-    guessing, plain = (accelpatch.patch(repeating(name), parse(text), verify=False) for text in texts)
-    return guessing, plain
+    drafting, plain = (accelpatch.patch(repeating(name), parse(text), verify=False) for text in texts)
+    return drafting, plain
 
 
 WITH_AND_WITHOUT = ("prompt_lookup", "off")
@@ -81,7 +81,7 @@ def generate(model: Any, ids: Tensor, seed: int = 5, **options: Any) -> Any:
 
 
 def paths(model: Any) -> dict[str, int]:
-    """What steps ran; how prompts were read is told elsewhere."""
+    """What steps ran; how prompts were read is tested elsewhere."""
     return {path: count for path, count in model.accelpatch.report().paths.items() if "prefill" not in path}
 
 
@@ -98,28 +98,28 @@ def assert_same(mine: Any, due: Any) -> None:
 
 
 class Oracle:
-    """Guesses of a known answer, all right up to a place that `right` gives, then wrong."""
+    """Drafts of a known answer, all right up to a place that `right` gives, then wrong."""
 
     def __init__(self, answer: Tensor, right: Iterator[int]):
-        self._answer, self._right = answer[0].tolist() + [1] * GUESSES, right
+        self._answer, self._right = answer[0].tolist() + [1] * DRAFTS, right
 
-    def guess(self, lookup: prompt_lookup.PromptLookup) -> list[int] | None:
-        """As the lookup's own. A negative place: no guess."""
+    def draft(self, lookup: prompt_lookup.PromptLookup) -> list[int] | None:
+        """As the lookup's own. A negative place: no draft."""
         right, length = next(self._right), len(lookup)
         if right < 0:
             return None
-        found = self._answer[length : length + GUESSES]
+        found = self._answer[length : length + DRAFTS]
         return [token if place < right else (token + 1) % 150 for place, token in enumerate(found)]
 
 
 def oracle(monkeypatch: pytest.MonkeyPatch, answer: Tensor, right: Iterator[int]) -> None:
-    """Guesses are those of an oracle from now on."""
-    told = Oracle(answer, right)
-    monkeypatch.setattr(prompt_lookup.PromptLookup, "guess", lambda lookup: told.guess(lookup))
+    """Drafts are those of an oracle from now on."""
+    oracle = Oracle(answer, right)
+    monkeypatch.setattr(prompt_lookup.PromptLookup, "draft", lambda lookup: oracle.draft(lookup))
 
 
 def anywhere(seed: int) -> Iterator[int]:
-    """Places for an oracle, one in five of them no guess."""
+    """Places for an oracle, one in five of them no draft."""
     draw = random.Random(seed)
     while True:
-        yield -1 if draw.random() < 0.2 else draw.randrange(GUESSES + 1)
+        yield -1 if draw.random() < 0.2 else draw.randrange(DRAFTS + 1)

@@ -1,4 +1,4 @@
-// A block's threads as fibers of one thread of the CPU, and what NVIDIA's and AMD's headers have alike. A lane runs on until
+// A block's threads as coroutines of one thread of the CPU, and what NVIDIA's and AMD's headers have alike. A lane runs on until
 // it needs another: memory that lanes exchange without a barrier is then seen as it was. The header that includes it says WAVE.
 #pragma once
 #include <algorithm>
@@ -17,7 +17,7 @@ struct Group {  // of threads that share a named barrier
         return now;
     }
 };
-struct Fibers {
+struct Emulator {
     Group groups[16];
     void (*yield)();
     int alive, at_barrier, barriers;              // of a block
@@ -29,31 +29,31 @@ struct Fibers {
     bool backwards;                               // the last thread first
     bool beside;                                  // blocks run beside each other, and not one after the other
 };
-extern Fibers fibers;
+extern Emulator emulator;
 constexpr int MOST_CLUSTER = 16;  // blocks that run at once and reach each other's shared memory
 struct Meeting : Group { int of, blocks, messages; };
 extern Meeting meeting;      // of all threads of a cluster
 extern int most_delay;       // of what a block hands another, in turns of all threads
 extern unsigned drawn;       // at random
-extern int fiber, arrived[]; // which of the cluster's threads runs; the meeting that each has come to
+extern int thread, arrived[]; // which of the cluster's threads runs; the meeting that each has come to
 void run_blocks(int blocks, int cluster, int threads, int shared, const std::function<void()>& kernel);
 char* in_block(char* here, int rank);  // where a place in shared memory is in that of another block
 
 DEVICE int lane_id() { return int(threadIdx.x % WAVE); }
 DEVICE void __syncthreads() {
-    const int now = fibers.barriers;
-    if (++fibers.at_barrier == fibers.alive) fibers.at_barrier = 0, ++fibers.barriers;
-    else while (fibers.barriers == now) fibers.yield();
+    const int now = emulator.barriers;
+    if (++emulator.at_barrier == emulator.alive) emulator.at_barrier = 0, ++emulator.barriers;
+    else while (emulator.barriers == now) emulator.yield();
 }
 DEVICE void meet() {
-    const int wave = int(threadIdx.x) / WAVE, now = fibers.meetings[wave];
-    if (++fibers.at_meeting[wave] == WAVE) fibers.at_meeting[wave] = 0, ++fibers.meetings[wave];
-    else while (fibers.meetings[wave] == now) fibers.yield();
+    const int wave = int(threadIdx.x) / WAVE, now = emulator.meetings[wave];
+    if (++emulator.at_meeting[wave] == WAVE) emulator.at_meeting[wave] = 0, ++emulator.meetings[wave];
+    else while (emulator.meetings[wave] == now) emulator.yield();
 }
 // What each lane gave; it lasts until the next exchange but one.
 template <int WORDS> auto exchange(const uint32_t (&mine)[WORDS]) {
     const int wave = int(threadIdx.x) / WAVE;
-    auto& box = fibers.box[fibers.meetings[wave] % 2][wave];
+    auto& box = emulator.box[emulator.meetings[wave] % 2][wave];
     std::memcpy(box[lane_id()], mine, sizeof mine);
     meet();
     return &box[0];
@@ -125,14 +125,14 @@ DEVICE int lowest_bit(uint32_t bits) { return __builtin_ctz(bits); }
 inline void delay(int most) {
     if (!most) return;
     const int some = int((drawn = drawn * 1664525u + 1013904223u) >> 16) % most;
-    for (int n = some + (blockIdx.x ? 0 : most); n > 0; --n) ++meeting.messages, fibers.yield();
+    for (int n = some + (blockIdx.x ? 0 : most); n > 0; --n) ++meeting.messages, emulator.yield();
 }
 extern int handed;  // words of 16 bytes, since they were counted
 DEVICE void hand16(void* into, const Words4& v) { ++handed, aligned(into, 16), delay(most_delay), *static_cast<Words4*>(into) = v; }
 DEVICE Words4 handed16(const void* source) { return aligned(source, 16), *static_cast<const Words4*>(source); }
 struct Owed { char* into; const char* from; int64_t bytes; };  // what comes as it is looked for again, some at a time
 extern Owed owed;
-DEVICE void look_again(int& looks) {
+DEVICE void spin(int& looks) {
     if (++looks == 1 << 16) std::abort();
     for (bool come = false; owed.bytes;) {
         const int64_t some = std::min<int64_t>(owed.bytes, 256);
@@ -141,7 +141,7 @@ DEVICE void look_again(int& looks) {
         std::memcpy(owed.into, owed.from, size_t(some)), owed.into += some, owed.from += some, owed.bytes -= some;
         come |= news, meeting.messages += news;
     }
-    fibers.yield();
+    emulator.yield();
 }
 DEVICE void publish() {}
 DEVICE int count_up(int32_t* counter, int by) { return (*counter += by) - by; }
@@ -152,8 +152,8 @@ inline void prefetch_line(const void*) {}
 DEVICE void grid_release() {}
 DEVICE void grid_wait() {}
 DEVICE void linger() {}
-template <bool> void tell(int32_t* number, int by) { *number += by; }
-DEVICE void hear(const int32_t* number, int enough, bool) {  // the kernel before has ended
+template <bool> void signal_add(int32_t* number, int by) { *number += by; }
+DEVICE void signal_wait(const int32_t* number, int enough, bool) {  // the kernel before has ended
     if (*number != enough) std::abort();
 }
 DEVICE int next_number(int32_t* number, int of) {
@@ -168,7 +168,7 @@ template <class T> double product(const uint32_t* a, const uint32_t* b, int k) {
 }
 
 DEVICE void cluster_sync() {
-    for (const int now = meeting.arrive(meeting.of); meeting.times == now;) fibers.yield();
+    for (const int now = meeting.arrive(meeting.of); meeting.times == now;) emulator.yield();
 }
 template <class V> V* beside(V* here, int rank) { return reinterpret_cast<V*>(in_block(reinterpret_cast<char*>(here), rank)); }
 
@@ -181,5 +181,5 @@ int launch_clusters(void (*kernel)(ARGS...), int cluster, int blocks, int thread
     return 0;
 }
 template <class... ARGS> int launch_kernel(void (*kernel)(ARGS...), int blocks, int threads, int shared, GpuStream stream, const DeviceLimits& limits, bool dependent, ARGS... args) {
-    return launch_clusters(kernel, fibers.beside && blocks <= MOST_CLUSTER ? blocks : 1, blocks, threads, shared, stream, limits, dependent, args...);
+    return launch_clusters(kernel, emulator.beside && blocks <= MOST_CLUSTER ? blocks : 1, blocks, threads, shared, stream, limits, dependent, args...);
 }

@@ -1,4 +1,4 @@
-"""Compiles sources of the device library for the CPU, with fibers in place of a GPU's threads."""
+"""Compiles sources of the device library for the CPU, with emulated threads in place of a GPU's."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ import pytest
 from accelpatch.kernels.hip import binding
 
 COMPILER = shutil.which("g++")
-FIBERS, KERNELS = Path(__file__).parent, Path(binding.__file__).parent
+EMULATOR, KERNELS = Path(__file__).parent, Path(binding.__file__).parent
 AMD = ("gfx90a", "gfx942")
-LIBRARY = "fibers.so"
+LIBRARY = "simt_emulator.so"
 
 
 def compiled(form: str, sources: Sequence[str], name: str, factory: pytest.TempPathFactory) -> ctypes.CDLL:
@@ -48,11 +48,11 @@ def brought_by(library: ctypes.CDLL) -> list[tuple[int, int]]:
 
 def _compile(form: str, sources: Sequence[str], folder: Path) -> None:
     shutil.copytree(KERNELS, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
-    for one in FIBERS.iterdir():
+    for one in EMULATOR.iterdir():
         if one.suffix in (".h", ".cpp"):
             shutil.copy(one, folder)
-    shutil.copy(FIBERS / ("amd.h" if form in AMD else "nvidia.h"), folder / "nvidia.h")
-    # a fortified longjmp() takes another fiber's stack for a mistake
+    shutil.copy(EMULATOR / ("amd.h" if form in AMD else "nvidia.h"), folder / "nvidia.h")
+    # a fortified longjmp() takes another emulated thread's stack for a mistake
     command = [str(COMPILER), "-std=c++20", "-O2", "-U_FORTIFY_SOURCE", "-w", "-fPIC", "-I.", f"-D__{form}__"]
 
     def made(source: str) -> str:

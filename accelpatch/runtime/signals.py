@@ -1,0 +1,94 @@
+"""Which kernels of a fused layer begin on partial results: the kernel before signals the columns that it has finished.
+
+Attention needs q and k to weigh what is cached; v of the new token comes last. `down` begins with the first parts of
+its input while the last tiles of gate and up are under way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accelpatch.device import Device, probe
+from accelpatch.kernels.attention_shape import AttentionShape
+from accelpatch.kernels.fused_product import Product
+from accelpatch.kernels.hip import attention
+from accelpatch.kernels.hip.binding import PHASE, SENTINEL, Signal
+from accelpatch.kernels.hip.layout import TILE_ROWS
+from accelpatch.runtime.adapters import Adapted
+
+BEFORE_HOPPER = frozenset({"sm_80", "sm_86", "sm_87", "sm_89"})
+ALIGNED = 8  # columns of 16 bytes, which kernels read at once
+
+
+class SentinelBuffers:
+    """Output buffers of a lone row, filled with SENTINEL until a product writes them: int16[layers, columns]."""
+
+    def __init__(self, layers: int, columns: int, device: torch.device) -> None:
+        self.words = torch.full((layers, -(-columns // ALIGNED) * ALIGNED), SENTINEL, dtype=torch.int16, device=device)
+
+    def reset(self, rows: int) -> None:
+        """Before a step of so many rows; another kernel lies between it and the first that producer."""
+        if rows == 1:
+            self.words.fill_(SENTINEL)
+
+
+def with_signals(layers: Sequence[Any], dtype: torch.dtype) -> tuple[tuple[Any, ...], SentinelBuffers]:
+    """The fused layers of a model, whose products signal what the next kernels can begin with."""
+    consumed = [
+        (consumed_by_attention(one.qkv, one.attention, dtype), consumed_by_down(one.gate_up, one.down, one.activation))
+        for one in layers
+    ]
+    made = [
+        [one.qkv.n if first else 0, one.down.k if second else 0]
+        for one, (first, second) in zip(layers, consumed, strict=True)
+    ]
+    sentinels = SentinelBuffers(len(layers), max(map(sum, made)), layers[0].down.raw.device)
+    words = [row[: sum(widths)].split(widths) for row, widths in zip(sentinels.words, made, strict=True)]
+    return tuple(map(_with_signals, layers, consumed, words)), sentinels
+
+
+def _with_signals(layer: Any, columns: tuple[int, int], words: Sequence[Tensor]) -> Any:
+    """One layer; columns, words: of what attention and `down` consume early."""
+    first, second = map(_signal, columns, words)
+    if first:
+        layer = replace(layer, qkv=replace(layer.qkv, producer=first))
+    if second:
+        layer = replace(
+            layer, gate_up=replace(layer.gate_up, producer=second), down=replace(layer.down, consumer=second)
+        )
+    return layer
+
+
+def _signal(columns: int, words: Tensor) -> Signal | None:
+    return Signal(torch.zeros(2, dtype=torch.int32, device=words.device), columns, words) if columns else None
+
+
+def consumed_by_attention(qkv: Product | Adapted, shape: AttentionShape, dtype: torch.dtype) -> int:
+    """Columns of q and k, where the device library's attention waits for their signal; else none."""
+    columns = (shape.heads + shape.kv_heads) * shape.size
+    if not isinstance(qkv, Product) or not qkv.one_launch() or columns % TILE_ROWS:
+        return 0
+    device = probe(qkv.raw.device)
+    return columns if device.kind == "cpu" or (_overlap(device) and not attention.why_not(shape, dtype, device)) else 0
+
+
+def consumed_by_down(gate_up: Product | Adapted, down: Product | Adapted, activation: str) -> int:
+    """All but the last of the parts in which an MLP's second product reads its input; none where it does not wait."""
+    if not isinstance(gate_up, Product) or not isinstance(down, Product) or not gate_up.one_launch(activation):
+        return 0
+    return (down.k - 1) // PHASE * PHASE if _overlap(probe(down.raw.device)) else 0
+
+
+def _overlap(device: Device) -> bool:
+    """Whether a kernel can begin before the one before it has ended; on a CPU, for tests, as if one could."""
+    return device.kind == "cpu" or (device.vendor == "nvidia" and device.arch not in BEFORE_HOPPER)
+
+
+def without_signals(product: Product | Adapted) -> Product | Adapted:
+    """The same product, neither signalling nor waiting for a signal."""
+    return replace(product, producer=None, consumer=None) if isinstance(product, Product) else product
