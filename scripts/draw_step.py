@@ -10,10 +10,10 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
 ROOT = Path(__file__).parents[1]
-AHEAD, WORK, CHOICE, HOST = "#c9d6df", "#2a6f97", "#d1495b", "#6b705c"
+PREFETCH, WORK, SAMPLER, HOST = "#c9d6df", "#2a6f97", "#d1495b", "#6b705c"
 LAYER = (
     ("norm, q k v", 3.0),
-    ("q k turned, cache\nwritten, attention", 2.4),
+    ("rotary, cache\nwrite, attention", 2.4),
     ("o + residual", 2.0),
     ("norm, gate up, silu", 4.0),
     ("down + residual", 2.6),
@@ -33,7 +33,7 @@ def layer(axes: Axes, begin: float) -> float:
     for at, (text, length) in enumerate(LAYER):
         row = 2.4 if at % 2 == 0 else 1.5
         what = "cache" if at == 1 else "weights"
-        box(axes, begin - AHEAD_FOR, begin, row, f"asks for\nits {what}", AHEAD, "black")
+        box(axes, begin - AHEAD_FOR, begin, row, f"prefetches\nits {what}", PREFETCH, "black")
         box(axes, begin, begin + length, row, text, WORK)
         begin += length
     return begin
@@ -46,16 +46,16 @@ def draw() -> Figure:
     end = layer(axes, begin)
     axes.annotate("", (end, 3.45), (begin, 3.45), arrowprops={"arrowstyle": "<->", "color": "black"})
     axes.text((begin + end) / 2, 3.55, "a layer: five kernels, again and again", ha="center", fontsize=9)
-    box(axes, end - AHEAD_FOR, end, 1.5, "asks for\nits weights", AHEAD, "black")
+    box(axes, end - AHEAD_FOR, end, 1.5, "prefetches\nits weights", PREFETCH, "black")
     box(axes, end, end + 2.2, 1.5, "norm, head", WORK)
     last = end + 2.2
-    box(axes, last, last + 2.6, 2.4, "choice of the\ntoken; the end?", CHOICE)
-    box(axes, begin, begin + 4.0, 0.3, "queues the next step,\nreads the token before", HOST)
+    box(axes, last, last + 2.6, 2.4, "sampler; end\nof sequence?", SAMPLER)
+    box(axes, begin, begin + 4.0, 0.3, "queues the next step,\nreads the last token", HOST)
     box(axes, last + 2.6, last + 5.0, 0.3, "reads this\ntoken", HOST)
     axes.annotate(
         "", (last + 3.0, 1.05), (last + 2.3, 2.4), arrowprops={"arrowstyle": "->", "connectionstyle": "arc3,rad=0.2"}
     )
-    axes.text(0.0, 2.3, "GPU: a graph for\nthe model, and one\nfor the choice", fontsize=8, va="center")
+    axes.text(0.0, 2.3, "GPU: a graph for\nthe model, and one\nfor the sampler", fontsize=8, va="center")
     axes.text(0.0, 0.66, "host", fontsize=8, va="center")
     axes.set_xlim(-0.2, last + 5.2)
     axes.set_ylim(0.1, 4.0)

@@ -19,13 +19,10 @@ GIVES = {
     "nvcc": "compiling kernels for NVIDIA GPUs (part of the CUDA toolkit)",
     "triton": "Triton kernels on AMD and NVIDIA GPUs (accelpatch[triton]; ROCm builds of torch bring their own)",
     "peft": "LoRA adapters (accelpatch[peft])",
-    "bitsandbytes": "loading bitsandbytes checkpoints (accelpatch[bitsandbytes])",
-    "gptqmodel": "loading GPTQ and AWQ checkpoints through transformers (accelpatch[gptq])",
-    "flash_attn": "FlashAttention in transformers on GPUs (accelpatch[flash-attn])",
     "matplotlib": "accelpatch bench --plot (accelpatch[plot])",
 }
 COMPILERS = ("g++", "clang++", "hipcc", "nvcc")
-PACKAGES = ("triton", "peft", "bitsandbytes", "gptqmodel", "flash_attn", "matplotlib")
+PACKAGES = ("triton", "peft", "matplotlib")
 REQUIRED = ("accelpatch", "transformers", "accelerate", "safetensors", "gguf")
 # Variables that change what accelpatch, torch or transformers do; shown where they are set.
 VARIABLES = (
