@@ -7,6 +7,7 @@ TORCH ?= $(or $(shell cat .venv/torch 2>/dev/null),pinned)
 RECIPE ?= int8
 PROMPT ?= What is the capital of France?
 PYTEST ?= -n 2 --dist loadfile
+MARKED ?= not nightly
 # The lower end of the range in pyproject.toml.
 OLDEST := transformers==5.10.1
 # HIP and Triton kernels compiled for AMD; then the numbers of the Triton ones, through Triton's interpreter.
@@ -17,12 +18,13 @@ GATE := .venv/bin/python scripts/amd_gate.py --wheels .venv/gate \
 		tests/kernels/test_prompt_attention.py tests/kernels/test_weight_only_rows.py tests/kernels/test_greedy.py \
 		tests/kernels/test_step_end.py
 
-.PHONY: help run test lint bench gate force
+.PHONY: help run test test-all lint bench gate force
 
 help:
 	@echo 'make run     load the default model, patch it with a recipe, answer a prompt   [RECIPE=int8 PROMPT="..."]'
 	@echo 'make bench   time the default model before and after                           [RECIPE=int8]'
 	@echo 'make test    lint, gate, all tests, and the smoke tests on the oldest transformers   [PYTEST="-k name"]'
+	@echo 'make test-all  the same, and what takes minutes and only repeats it in another way'
 	@echo 'make gate    compile the GPU kernels for AMD, no GPU needed, and hold them to scripts/amd_gate.json'
 	@echo 'make lint    ruff and mypy'
 	@echo 'Each sets up .venv by itself. Another torch: make TORCH=installed run, make TORCH=/path/of/a/wheel run,'
@@ -48,7 +50,10 @@ gate: .venv/ready
 test: export OMP_NUM_THREADS = 1
 test: lint gate .venv-oldest/ready
 	.venv-oldest/bin/python -m pytest -q -m smoke
-	.venv/bin/python -m pytest $(PYTEST)
+	.venv/bin/python -m pytest -m "$(MARKED)" $(PYTEST)
+
+test-all: MARKED =
+test-all: test
 
 # Written only when the choice has changed, so that all behind it is made anew exactly then.
 .venv/torch: force

@@ -23,7 +23,7 @@ from replay import rotation, seconds
 from torch import Tensor
 from torch.nn import functional
 
-from accelpatch.kernels.hip.binding import BLANK
+from accelpatch.kernels.hip.binding import SENTINEL
 
 HIDDEN, MIDDLE, SIGNALLED = 4096, 11008, 8192  # SIGNALLED: columns of the MLP that `down` begins with
 LAYER = (("qkv", 3 * HIDDEN, HIDDEN), ("o", HIDDEN, HIDDEN), ("gate_up", 2 * MIDDLE, HIDDEN), ("down", HIDDEN, MIDDLE))
@@ -88,7 +88,7 @@ class Chain:
 
         def step() -> None:
             if m == 1:
-                sentinels.fill_(BLANK)
+                sentinels.fill_(SENTINEL)
             middles = sentinels.view(torch.bfloat16)
             for number, middle, (wqkv, wo, wgate, wdown) in zip(flags, middles, self.weights, strict=True):
                 self.lib.call(wqkv, h, qkv, **norm, **tuning)

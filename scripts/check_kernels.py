@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from accelpatch.kernels import parity
-from accelpatch.kernels.hip.binding import BLANK
+from accelpatch.kernels.hip.binding import SENTINEL
 
 SHAPES = [(48, 4096), (16, 11008), (100, 576), (33, 65), (1, 128), (7, 2048), (4096, 4096), (32, 6144)]
 SHAPES += [(16, 16384), (16, 36864)]  # more than half a processor's memory even for one token
@@ -127,7 +127,7 @@ def check_signals(
     counted between the two is looked at, too; overlaps: whether anything is signalled there at all.
     """
     bad, columns = [], 4096 + 528 if device == "cpu" else 11008
-    columns, n = columns // 4096 * 4096, 80
+    early, n = columns // 4096 * 4096, 80
     turns, tunings = (1, [{}]) if device == "cpu" else (200, [{}, {"dependent": -1}])
     for kind, m, tuning in itertools.product(("none", "silu_gate", "relu"), (1, 2, 3, 8), tunings):
         paired = kind == "silu_gate"
@@ -137,18 +137,18 @@ def check_signals(
         x = torch.randn(m, 128).to(device, dtype)
         results, flag = [], torch.zeros(2, dtype=torch.int32).to(device)
         for turn in range(1 + turns):
-            between = torch.full((m, columns), BLANK, dtype=torch.int16).view(dtype).to(device)
+            between = torch.full((m, columns), SENTINEL, dtype=torch.int16).view(dtype).to(device)
             y = torch.full((m, n), float("nan"), dtype=dtype).to(device)
-            producer = {"producer": flag.data_ptr(), "producer_columns": columns} if turn else {}
-            consumer = {"consumer": flag.data_ptr(), "consumer_columns": columns} if turn else {}
+            producer = {"producer": flag.data_ptr(), "producer_columns": early} if turn else {}
+            consumer = {"consumer": flag.data_ptr(), "consumer_columns": early} if turn else {}
             lib.call(both[0], x, between, activation=kind, **producer, **tuning)
-            due = columns if turn and overlaps else 0
+            due = early if turn and overlaps else 0
             if device == "cpu" and flag.tolist() != [due, 0]:
                 bad.append(f"{name} {dtype} M={m}, {kind}: {flag.tolist()} counted where {due} are due")
             lib.call(both[1], between, y, **consumer, **tuning)
             results.append(y.cpu())
         if not all(torch.equal(one, results[0]) for one in results) or results[0].isnan().any() or flag.any():
-            bad.append(f"{name} {dtype} flag of {columns} columns, {kind}, M={m} {tuning}: {flag.tolist()}")
+            bad.append(f"{name} {dtype} signals {early} columns, {kind}, M={m} {tuning}: {flag.tolist()}")
     return bad
 
 

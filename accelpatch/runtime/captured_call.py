@@ -7,7 +7,7 @@ hold, run it as ever.
 from __future__ import annotations
 
 import weakref
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,14 +18,16 @@ from accelpatch.kernels.hip.binding import settled_weights
 from accelpatch.kernels.operation import is_eager
 from accelpatch.runtime.captured_batch import GraphOf
 from accelpatch.runtime.captured_graph import Graph
-from accelpatch.runtime.captured_step import CAPTURE_ERRORS, first_line
+from accelpatch.runtime.captured_step import first_line
 
 CALL = "captured call"
 RUNS = 2  # by the modules, before a call is captured
-MOST = 16  # captured calls of a model; others run its modules
-UNFIT = 4  # calls that could not be captured, after which no other is tried
+AGAIN = 10  # more of them, before one that had to go is captured again
+MOST = 16  # captured calls of a model
+LARGEST = 1 << 28  # bytes of what goes in and comes out: a larger call takes the device longer than the host anyway
 COUNTED = 1024  # different calls that are remembered
 PLAIN = (bool, int, float, str, type(None))
+TRUSTED = ("transformers.", "torch.", "accelpatch.", "peft.")  # whose forwards have no effects but their outputs
 
 Key = tuple[Any, ...]
 
@@ -49,18 +51,21 @@ def key_of(given: Mapping[str, Any], device: torch.device) -> Key | None:
 
 
 class CapturedCall:
-    """One call: its tensors, which stay where they are, and what comes out of them."""
+    """One call: its tensors, which stay where they are, and what comes out of them. Raises what the model raises."""
 
     def __init__(self, forward: Callable[..., Any], given: Mapping[str, Any], graph: GraphOf):
         self._given = {name: one.clone() if isinstance(one, Tensor) else one for name, one in given.items()}
-        self._made: Any = None
+        self._made: Any = forward(**self._given)
+        inputs = [one for one in self._given.values() if isinstance(one, Tensor)]
+        self.fits = sum(one.nbytes for one in (*inputs, *tensors_of(self._made))) <= LARGEST
+        if not self.fits:
+            return
 
         def program() -> None:
             with settled_weights():
                 self._made = forward(**self._given)
 
         self._graph: Graph = graph(program)
-        copied(self._made)  # raises TypeError for what cannot be given back
 
     def __call__(self, given: Mapping[str, Any]) -> Any:
         """The outputs, in tensors of their own."""
@@ -72,16 +77,29 @@ class CapturedCall:
 
 
 def copied(made: Any) -> Any:
-    """Outputs in tensors of their own. Raises TypeError for such as are neither tensors nor plain values."""
+    """Outputs in tensors of their own."""
     if isinstance(made, Tensor):
         return made.clone()
     if isinstance(made, dict):  # transformers' outputs are dictionaries
         return type(made)(**{name: copied(one) for name, one in made.items()})
-    if type(made) in (tuple, list):
-        return type(made)(map(copied, made))
+    return type(made)(map(copied, made)) if type(made) in (tuple, list) else made
+
+
+def tensors_of(made: Any) -> list[Tensor]:
+    """All tensors of outputs. Raises TypeError for outputs that are neither tensors nor plain values."""
+    if isinstance(made, Tensor):
+        return [made]
+    if isinstance(made, dict) or type(made) in (tuple, list):
+        return [one for part in (made.values() if isinstance(made, dict) else made) for one in tensors_of(part)]
     if type(made) in PLAIN:
-        return made
+        return []
     raise TypeError(f"{type(made).__name__} among the outputs")
+
+
+def foreign(model: nn.Module) -> str | None:
+    """The name of a module with a forward of the user's own, which may do more than compute; None for none."""
+    forwards = ((name, type(module).forward.__module__) for name, module in model.named_modules())
+    return next((name or "the model" for name, home in forwards if not f"{home}.".startswith(TRUSTED)), None)
 
 
 class CapturedCalls:
@@ -90,27 +108,40 @@ class CapturedCalls:
     def __init__(self, model: nn.Module, graph: GraphOf):
         self._model, self._graph = weakref.ref(model), graph
         self._seen: Counter[Key] = Counter()
-        self._held: dict[Key, CapturedCall] = {}
+        self._held: OrderedDict[Key, CapturedCall] = OrderedDict()
         self._unfit: set[Key] = set()
+        self._known = foreign(model) is None
 
     def of(self, given: Mapping[str, Any], device: torch.device) -> CapturedCall | str | None:
         """A call's graph, captured now where it comes often enough; None where its modules run it, or why they must."""
-        key = key_of(given, device)
+        key = key_of(given, device) if self._known else None
         if key is None or (key not in self._held and not self._worth(key)):
             return None
         if key not in self._held:
             try:
-                self._held[key] = CapturedCall(self._forward, given, self._graph)
-            except (torch.OutOfMemoryError, *CAPTURE_ERRORS) as error:
+                call = CapturedCall(self._forward, given, self._graph)
+            except Exception as error:  # noqa: BLE001  whatever it is, the modules run the call
                 self._unfit.add(key)
                 return f"{type(error).__name__}: {first_line(error)}"
+            if not call.fits:
+                self._unfit.add(key)
+                return None
+            self._hold(key, call)
+        self._held.move_to_end(key)
         return self._held[key]
 
+    def _hold(self, key: Key, call: CapturedCall) -> None:
+        self._held[key] = call
+        if len(self._held) > MOST:
+            gone, _ = self._held.popitem(last=False)
+            self._seen[gone] = -AGAIN
+
     def _worth(self, key: Key) -> bool:
-        if key in self._unfit or len(self._unfit) >= UNFIT or len(self._held) >= MOST:
+        if key in self._unfit:
             return False
-        if len(self._seen) >= COUNTED:
+        if len(self._seen) + len(self._unfit) >= COUNTED:
             self._seen.clear()
+            self._unfit.clear()
         self._seen[key] += 1
         return self._seen[key] > RUNS
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import gc
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
@@ -32,10 +32,26 @@ class _Captured(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
+        self._made: set[int] = set()  # ids of what the program has made itself
+        self.outside: list[Tensor] = []  # what else it reads, which the graph must keep: it holds addresses alone
         self._masks: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        self._keep((*args, *kwargs.values()))
+        made = self._run(func, args, kwargs)
+        self._made.update(id(one) for one in (made if isinstance(made, tuple | list) else (made,)))
+        return made
+
+    def _keep(self, values: Iterable[Any]) -> None:
+        for value in values:
+            if isinstance(value, Tensor) and id(value) not in self._made:
+                self._made.add(id(value))
+                self.outside.append(value)
+            elif isinstance(value, tuple | list):
+                self._keep(value)
+
+    def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if func is torch.tensor and isinstance(args[0], bool | int | float):
             return torch.full((), *args, **kwargs)
         if func is Tensor.__getitem__ and isinstance(args[1], tuple):
@@ -83,8 +99,9 @@ class CudaGraph:
             try:
                 # other threads may go on allocating and copying meanwhile
                 capture = torch.cuda.graph(self._graph, pool, side, capture_error_mode="thread_local")
-                with _no_collection(), capture, _Captured():
+                with _no_collection(), capture, _Captured() as seen:
                     program()
+                self._outside = seen.outside
             except BaseException:
                 torch.cuda.set_stream(before)
                 _mend(device, pool)

@@ -153,7 +153,7 @@ class CapturedRuntime:
 
     def _unable(self, model: nn.Module) -> str | None:
         """Why neither captured steps nor fused layers may run now; looks at nothing inside the model."""
-        device = next(model.parameters()).device
+        device = next((one.device for one in model.parameters()), torch.device("meta"))
         if self._off or device.type not in GRAPHS:
             return self._off or f"the model lies on {device.type}"
         if model.training or torch.is_autocast_enabled(device.type):
@@ -198,6 +198,7 @@ class CapturedRuntime:
                 self._steps[key] = self._made(model, rows, capacity)
             except torch.OutOfMemoryError:
                 self._others.clear()  # the others' caches may be what is in the way
+                self._prompts = self._calls = None
                 self._steps.clear()
                 self._batches = {rows: self._batches[rows]}
                 self._steps[key] = self._made(model, rows, capacity)

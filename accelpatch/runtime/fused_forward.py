@@ -27,6 +27,7 @@ from accelpatch.runtime.short_prompt import Prompts, ShortPrompt
 FORWARD = "fused forward"
 TAKEN = ("input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "labels")
 HIDDEN_STATES = "output_hidden_states"
+INTEGERS = (torch.int64, torch.int32)
 UNASKED = {"return_dict": True, "output_attentions": False}
 
 
@@ -39,7 +40,7 @@ def why_not(model: Any, given: Mapping[str, Any]) -> str | None:
         if given.get(name) is None and getattr(model.config, name, unasked) is not unasked:
             return f"the configuration asks for {name}"
     ids, mask, positions, cache = (given.get(name) for name in TAKEN[:4])
-    if not isinstance(ids, Tensor) or ids.dim() != 2 or not ids.numel():
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or not ids.numel() or ids.dtype not in INTEGERS:
         return "no ids"
     if cache is not None and (reason := cache_why_not(cache) or _unused(model, given)):
         return reason
@@ -64,7 +65,7 @@ def _of_positions(positions: Any, ids: Tensor, packed: bool) -> str | None:
 
 def _of_config(model: Any, given: Mapping[str, Any]) -> str | None:
     kept = given.get("logits_to_keep", 0)
-    places = isinstance(kept, Tensor) and kept.dim() == 1 and kept.dtype in (torch.int64, torch.int32)
+    places = isinstance(kept, Tensor) and kept.dim() == 1 and kept.dtype in INTEGERS
     if type(kept) is not int and not places:
         return "logits_to_keep of another form"
     return None if getattr(model.config, "is_causal", True) is not False else "the configuration looks ahead"
@@ -130,14 +131,14 @@ def call_of(model: Any, given: Mapping[str, Any]) -> Call:
     return Call(positions.to(ids.device).expand(ids.shape).contiguous(), mask, cache, past)
 
 
-@torch.no_grad()
 def fused_forward(
     model: Any, fused: FusedModel, watched: Collection[int], given: Mapping[str, Any], call: Call
 ) -> CausalLMOutputWithPast:
     """The outputs of a call. watched: numbers of the layers that run their modules."""
     ids = given["input_ids"]
     seen: list[Tensor] | None = [] if wants_hidden_states(model, given) else None
-    normal = hidden_rows(model, fused, watched, ids, call, seen).view(*ids.shape, -1)
+    with torch.no_grad():
+        normal = hidden_rows(model, fused, watched, ids, call, seen).view(*ids.shape, -1)
     hidden = None if seen is None else (*(one.view(normal.shape) for one in seen), normal)
     return outputs_of(model, fused, given, call, normal, hidden)
 
@@ -172,7 +173,7 @@ def prompts_of(fused: FusedModel, graph: GraphOf) -> Prompts:
 
 def short_prompt(runtime: Any, fused: FusedModel, ids: Tensor, call: Call) -> ShortPrompt | None:
     """What runs a call as one graph; None where its prompt is long, padded, or goes on."""
-    if call.mask is not None or call.past:
+    if call.mask is not None or call.past or ids.device != fused.norm.weight.device:
         return None
     windows = [layer.attention.window for layer in fused.layers if layer.attention.window]
     found: ShortPrompt | None = runtime.prompts(fused).of(ids, min(windows, default=None))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -36,7 +37,8 @@ def fused_prompt(step: CapturedStep, ids: Tensor, kwargs: dict[str, Any], graph:
         mask = None
     if step.prompts is None:
         # what stands behind a short prompt in the cache is overwritten before a later token sees it
-        step.prompts = Prompts(lambda ids, positions, last: step.prompt(ids, positions, None, last), graph)
+        own: Any = weakref.ref(step)  # which holds its prompts
+        step.prompts = Prompts(lambda ids, positions, last: own().prompt(ids, positions, None, last), graph)
     short = step.prompts.of(ids, step.capacity) if mask is None else None
     logits = step.prompt(ids, positions.contiguous(), mask) if short is None else short(ids, positions)
     logits = logits.to(torch.float32, copy=True)

@@ -135,7 +135,7 @@ def _stepping(cls: Any) -> Any:
             return cls.forward(self, *args, **kwargs)
         runtime = vars(self).get(RUNTIME)
         outputs = None
-        if runtime is not None and len(args) <= len(names):
+        if runtime is not None and len(args) <= len(names) and kwargs.keys().isdisjoint(names[: len(args)]):
             outputs = runtime.outputs(self, dict(zip(names, args, strict=False)) | kwargs)
         if outputs is None:
             with all_threads():

@@ -103,9 +103,12 @@ class Watch:
 
 
 def configurations(model: Any) -> tuple[Any, ...]:
-    """That of a model of transformers, and of the decoder in it; none of another model."""
-    config: Any = getattr(model, "config", None)
-    return (config, config.get_text_config(decoder=True)) if hasattr(config, "get_text_config") else ()
+    """Those of a model of transformers and of the models in it; none of another model."""
+    if not hasattr(getattr(model, "config", None), "get_text_config"):
+        return ()
+    own = [model.config, model.config.get_text_config(decoder=True)]
+    inner = [config for module in model.modules() if hasattr(config := vars(module).get("config"), "get_text_config")]
+    return tuple({id(config): config for config in [*own, *inner]}.values())
 
 
 def plain_values(model: Any) -> Iterator[tuple[dict[str, Any], str]]:

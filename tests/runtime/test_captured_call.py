@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import BertConfig, BertForMaskedLM, DynamicCache, ViTConfig, ViTForImageClassification
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    DynamicCache,
+    PreTrainedModel,
+    ViTConfig,
+    ViTForImageClassification,
+)
 
 import accelpatch
+from accelpatch.errors import KernelError
 from accelpatch.kernels.fused_product import Product
-from accelpatch.runtime.captured_call import CALL, MOST, RUNS
+from accelpatch.runtime import captured_call, captured_graph
+from accelpatch.runtime.captured_call import CALL, RUNS
 from accelpatch.runtime.patched_model import RUNTIME
 from tests.runtime.steps import stock
 from tests.runtime.test_fused_layer import RECIPES, _as_on_a_gpu, patched, paths  # noqa: F401
@@ -155,26 +165,111 @@ def test_an_encoder_that_is_changed_between_calls() -> None:
 
 
 @torch.no_grad()
-def test_graphs_are_few_and_failures_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_graphs_that_are_used_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(captured_call, "MOST", 3)
     model = bert()
-    for length in range(1, MOST + 5):
+    for length in range(1, 6):
         for _ in range(RUNS + 1):
             model(**text(1, length))
-    assert paths(model)[CALL] == MOST
-    broken = bert()
-    runtime = vars(broken)[RUNTIME]
+    assert paths(model)[CALL] == 5
+    for length in (5, 4, 3, 1):
+        model(**text(1, length))
+    assert paths(model)[CALL] == 8
+    monkeypatch.setattr(captured_call, "LARGEST", 1000)
+    for _ in range(RUNS + 3):
+        model(**text(1, 9))
+    assert paths(model)[CALL] == 8
+
+
+@pytest.mark.parametrize("error", [RuntimeError, ZeroDivisionError, torch.OutOfMemoryError])
+@torch.no_grad()
+def test_what_cannot_be_captured_is_answered_by_the_modules(error: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = bert()
     tried: list[int] = []
 
     def failing(program: Any) -> Any:
         tried.append(1)
-        raise RuntimeError("it asks the host")
+        raise error("it asks the host")
 
-    monkeypatch.setattr(runtime, "graph", lambda device: failing)
-    for length in range(1, 12):
-        for _ in range(RUNS + 2):
-            assert broken(**text(1, length)).logits.isfinite().all()
-    assert len(tried) == 4
-    assert paths(broken)["no captured call: RuntimeError: it asks the host"] == 4
+    with monkeypatch.context() as patch:
+        patch.setattr(vars(model)[RUNTIME], "graph", lambda device: failing)
+        for _ in range(RUNS + 3):
+            assert model(**text(1, 7)).logits.isfinite().all()
+    assert len(tried) == 1
+    with pytest.raises((RuntimeError, IndexError)):
+        model(input_ids=torch.full((1, 3), 100000))
+    for _ in range(RUNS + 3):
+        assert model(**text(1, 7)).logits.isfinite().all()
+
+
+@torch.no_grad()
+def test_a_configuration_inside_and_a_forward_of_the_users_own() -> None:
+    model, batch = bert(), text(1, 8)
+    model.bert.encoder.config = copy.deepcopy(model.config)
+    for _ in range(RUNS + 2):
+        model(**batch)
+    before = vars(model)[RUNTIME]._calls
+    model.bert.encoder.config.layer_norm_eps = 0.5
+    model(**batch)
+    assert vars(model)[RUNTIME]._calls is not before
+
+    class Own(BertForMaskedLM):
+        def forward(self, **given: Any) -> Any:
+            seen.append(1)
+            return super().forward(**given)
+
+    seen: list[int] = []
+    own = accelpatch.patch(Own(BertConfig(vocab_size=120, **SIZES)).eval(), "exact", verify=False)
+    for _ in range(RUNS + 4):
+        own(**batch)
+    assert len(seen) == RUNS + 4
+
+
+def test_a_gradient_through_a_long_or_padded_prompt_is_refused() -> None:
+    model, ids = patched(), torch.randint(2, 100, (2, 9))
+    scale, mask = torch.ones((), requires_grad=True), torch.ones_like(ids)
+    mask[0, :3] = 0
+    for given in ({"input_ids": ids, "attention_mask": mask}, {"input_ids": torch.randint(2, 100, (1, 520))}):
+        with pytest.raises(KernelError):
+            (model(**given, labels=given["input_ids"]).loss * scale).backward()
+
+
+@torch.no_grad()
+def test_ids_that_no_prompt_has() -> None:
+    model, ids = patched(), torch.randint(2, 100, (1, 9))
+    due = stock(model)(ids).logits
+    for wrong in (ids.float(), ids.to("meta")):
+        with pytest.raises((RuntimeError, KernelError, NotImplementedError)):
+            model(wrong)
+    for _ in range(3):
+        torch.testing.assert_close(model(ids).logits, due, rtol=1e-4, atol=1e-5)
+    with pytest.raises(TypeError):
+        model(ids, input_ids=ids)
+
+
+def test_a_graph_keeps_what_it_reads_of_others() -> None:
+    cached, own = torch.ones(3), torch.zeros(3)
+    with captured_graph._Captured() as seen:
+        made = torch.cat([own + 1, torch.ones(2)]) * 2
+        own.add_(made[:3] * cached)
+    assert {id(one) for one in seen.outside} == {id(cached), id(own)}
+
+
+def test_a_model_of_linear_layers_alone() -> None:
+    class Two(PreTrainedModel):
+        config_class = BertConfig
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.one, self.two = (nn.Linear(64, 64, bias=False) for _ in range(2))
+            self.post_init()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.two(self.one(x))
+
+    model = accelpatch.patch(Two(BertConfig()).eval(), "int8", verify=False)
+    with torch.no_grad():
+        assert model(torch.randn(2, 64)).shape == (2, 64)
 
 
 @torch.no_grad()

@@ -62,6 +62,8 @@ thread_local Memory memory;
 
 bool usable(const ap_linear& w) { return w.data && layout_allows(w); }
 
+constexpr int64_t kTokens = 4096;  // that a panel meets before it is made anew: what a thread keeps for them stays small
+
 // A thread for each piece of work that is worth waking one for.
 int useful(int threads, int64_t bytes) { return bytes < 32768 ? 1 : threads; }
 
@@ -109,10 +111,13 @@ int ap_panels_run(const ap_linear* w, const float* x, int64_t m, int64_t x_strid
   if (m == 0) return AP_OK;
   if (!x || !y || (m > 1 && (x_stride < w->k || y_stride < w->n))) return AP_BAD_ARGUMENT;
   threads = useful(threads < 1 ? 1 : threads, w->n * w->k * m);
-  auto* room = static_cast<float*>(memory.at_least(threads * chosen_kernels().panel_floats(m) * 4));
+  const int64_t most = m < kTokens ? m : kTokens;
+  auto* room = static_cast<float*>(memory.at_least(threads * chosen_kernels().panel_floats(most) * 4));
   if (!room) return AP_NO_MEMORY;
-  PanelsCall call = {w, x, m, x_stride, y, y_stride, room};
-  pool_run(threads, chosen_kernels().panels, &call, POOL_GUEST);
+  for (int64_t t = 0; t < m; t += kTokens) {
+    PanelsCall call = {w, x + t * x_stride, m - t < kTokens ? m - t : kTokens, x_stride, y + t * y_stride, y_stride, room};
+    pool_run(threads, chosen_kernels().panels, &call, POOL_GUEST);
+  }
   return AP_OK;
 }
 

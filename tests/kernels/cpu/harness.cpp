@@ -73,8 +73,8 @@ static void weight(Owned& o, int64_t n, int64_t k) {
 
 static void products() {
   Owned o;
-  weight(o, pick(1, 70), pick(0, 1) ? 32 * pick(1, 8) : pick(1, 200));
-  const int64_t m = pick(0, 20), x_stride = o.w.k + pick(0, 3), y_stride = o.w.n + pick(0, 3), dtype = pick(0, 2);
+  weight(o, pick(1, 70), pick(0, 1) ? 32 * pick(1, 40) : pick(1, 1100));
+  const int64_t m = pick(0, 40), x_stride = o.w.k + pick(0, 3), y_stride = o.w.n + pick(0, 3), dtype = pick(0, 2);
   const int64_t bytes = dtype ? 2 : 4, x_count = m ? (m - 1) * x_stride + o.w.k : 0, y_count = m ? (m - 1) * y_stride + o.w.n : 0;
   Buffer<uint8_t> x(x_count * bytes), y(y_count * bytes);
   for (int64_t i = 0; i < x_count * bytes; i++) x.tail[i] = static_cast<uint8_t>(pick(0, 255));

@@ -102,6 +102,7 @@ def test_a_folder_of_libraries_without_this_one(monkeypatch: pytest.MonkeyPatch,
 
 @pytest.mark.slow
 @pytest.mark.skipif(compiler(target("hip", HERE)) is None, reason="needs nvcc")
+@pytest.mark.nightly
 def test_nvcc_builds_one_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     folder = build.export("hip", KNOWN["sm_90"], tmp_path)
     assert sorted(path.name for path in folder.iterdir()) == [build.LIBRARY, build.MANIFEST]
