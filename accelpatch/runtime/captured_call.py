@@ -51,21 +51,32 @@ def key_of(given: Mapping[str, Any], device: torch.device) -> Key | None:
 
 
 class CapturedCall:
-    """One call: its tensors, which stay where they are, and what comes out of them. Raises what the model raises."""
+    """One call: its tensors, which stay where they are, and what comes out of them.
 
-    def __init__(self, forward: Callable[..., Any], given: Mapping[str, Any], graph: GraphOf):
+    Made by a run of the model's forward, which raises what the caller's arguments deserve.
+    """
+
+    def __init__(self, forward: Callable[..., Any], given: Mapping[str, Any]):
+        self._forward = forward
         self._given = {name: one.clone() if isinstance(one, Tensor) else one for name, one in given.items()}
         self._made: Any = forward(**self._given)
+
+    def why_not(self) -> str | None:
+        """Why it is not worth a graph, or cannot be given back; None where it is."""
         inputs = [one for one in self._given.values() if isinstance(one, Tensor)]
-        self.fits = sum(one.nbytes for one in (*inputs, *tensors_of(self._made))) <= LARGEST
-        if not self.fits:
-            return
+        try:
+            size = sum(one.nbytes for one in (*inputs, *tensors_of(self._made)))
+        except TypeError as error:
+            return str(error)
+        return f"{size} bytes in and out" if size > LARGEST else None
 
-        def program() -> None:
-            with settled_weights():
-                self._made = forward(**self._given)
+    def capture(self, graph: GraphOf) -> None:
+        """Make the graph; raises whatever the capture raises."""
+        self._graph: Graph = graph(self._program)
 
-        self._graph: Graph = graph(program)
+    def _program(self) -> None:
+        with settled_weights():
+            self._made = self._forward(**self._given)
 
     def __call__(self, given: Mapping[str, Any]) -> Any:
         """The outputs, in tensors of their own."""
@@ -119,13 +130,17 @@ class CapturedCalls:
             return None
         if key not in self._held:
             try:
-                call = CapturedCall(self._forward, given, self._graph)
-            except Exception as error:  # noqa: BLE001  whatever it is, the modules run the call
+                call = CapturedCall(self._forward, given)
+            except Exception:  # noqa: BLE001  the modules run it again, and raise it to the caller
+                return None
+            if reason := call.why_not():
+                self._unfit.add(key)
+                return reason
+            try:
+                call.capture(self._graph)
+            except Exception as error:  # noqa: BLE001  a graph cannot hold it; the modules run the call
                 self._unfit.add(key)
                 return f"{type(error).__name__}: {first_line(error)}"
-            if not call.fits:
-                self._unfit.add(key)
-                return None
             self._hold(key, call)
         self._held.move_to_end(key)
         return self._held[key]

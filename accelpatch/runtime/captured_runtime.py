@@ -153,7 +153,8 @@ class CapturedRuntime:
 
     def _unable(self, model: nn.Module) -> str | None:
         """Why neither captured steps nor fused layers may run now; looks at nothing inside the model."""
-        device = next((one.device for one in model.parameters()), torch.device("meta"))
+        if (device := next((one.device for one in model.parameters()), None)) is None:
+            return "a model without parameters"
         if self._off or device.type not in GRAPHS:
             return self._off or f"the model lies on {device.type}"
         if model.training or torch.is_autocast_enabled(device.type):

@@ -1,7 +1,8 @@
 """One call of a patched model by its fused layers over the cache of transformers: model(ids), beams, assistants, loss.
 
-What generate()'s captured steps do for one loop, this does for every other caller: the same products and norms, without
-a graph. Layers that somebody watches by a hook run their modules, all others are fused.
+What generate()'s captured steps do for one loop, this does for every other caller: the same products and norms. Short
+prompts that come again are one graph (short_prompt.py). Layers that somebody watches by a hook run their modules, all
+others are fused.
 """
 
 from __future__ import annotations

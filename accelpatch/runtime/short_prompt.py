@@ -51,7 +51,7 @@ class ShortPrompt:
             if self._graph is None and self._capture is not None:
                 try:
                     self._graph = self._capture(self._run)
-                except Exception:  # noqa: BLE001  whatever it is, the program itself runs
+                except Exception:  # noqa: BLE001  the same program ran before; what it raises itself, it raises below
                     self._capture = None
             if self._graph is None:
                 self._run()
