@@ -29,7 +29,7 @@ def verifying(step: CapturedStep, fused: FusedModel, graph: GraphOf) -> Captured
         except torch.OutOfMemoryError:
             raise
         except CAPTURE_ERRORS as error:
-            step.undrafted = f"{type(error).__name__}: {first_line(error)}"
+            step.no_drafts = f"{type(error).__name__}: {first_line(error)}"
     return step
 
 

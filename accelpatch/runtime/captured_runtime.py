@@ -260,7 +260,7 @@ class CapturedRuntime:
             return f"{step.batch.rows} rows"
         if not step.fused:
             return "modules in the captured step"
-        return step.undrafted or step.batch.drafts
+        return step.no_drafts or step.batch.drafts
 
     def way(self, step: CapturedStep) -> str:
         """What a step runs, for the report."""

@@ -38,7 +38,7 @@ class CapturedStep:
     ):  # fmt: skip
         self.batch, self.capacity, self._fused = batch, capacity, fused
         self.verification: Graph | None = None  # of several tokens; see captured_drafts.py
-        self.undrafted = ""  # why there is none
+        self.no_drafts = ""  # why there is none
         self.cache = new_cache(shapes, batch.rows, capacity, batch.slot)
         self.mask = torch.zeros(batch.rows, capacity, dtype=torch.int64, device=batch.device)
         self.prompts: Any = None  # short_prompt.Prompts, from the first one on
