@@ -1,10 +1,10 @@
-// AMD, gfx90a, gfx942 and gfx950: waves of 64, 16x16 matrix products, weights one turn ahead in registers.
+// AMD, gfx90a, gfx942 and gfx950: warps of 64, 16x16 matrix products, weights one stage ahead in registers.
 #pragma once
 
 using GpuStream = hipStream_t;
-constexpr int WAVE = 64;
+constexpr int WARP_SIZE = 64;
 constexpr int BLOCKS_RESIDENT = 1;
-constexpr bool SHARED_RING = false;
+constexpr bool SHARED_STAGES = false;
 constexpr bool LAUNCHES_OVERLAP = false;  // a kernel begins when the one before it has ended
 constexpr bool BLOCKS_MEET = false;  // blocks of a launch do not wait for each other
 constexpr int RESERVED_SHARED = 0;
@@ -15,9 +15,9 @@ using Short4 = short __attribute__((ext_vector_type(4)));
 using Float4 = float __attribute__((ext_vector_type(4)));
 using Int4Vector = int __attribute__((ext_vector_type(4)));
 
-DEVICE int lane_id() { return threadIdx.x % WAVE; }
-template <class V> DEVICE V lane_xor(V value, int mask) { return __shfl_xor(value, mask, WAVE); }
-DEVICE float from_lane(float value, int lane) { return __shfl(value, lane, WAVE); }
+DEVICE int lane_id() { return threadIdx.x % WARP_SIZE; }
+template <class V> DEVICE V lane_xor(V value, int mask) { return __shfl_xor(value, mask, WARP_SIZE); }
+DEVICE float from_lane(float value, int lane) { return __shfl(value, lane, WARP_SIZE); }
 DEVICE int lowest_bit(uint32_t bits) { return __ffs(int(bits)) - 1; }
 DEVICE uint32_t lane_vote(bool yes) { return static_cast<uint32_t>(__ballot(yes)); }
 
@@ -31,7 +31,7 @@ DEVICE uint32_t floats_to_bf16(float low, float high) { return float_to_bf16(low
 DEVICE float half_to_float(uint32_t bits) { return static_cast<float>(__builtin_bit_cast(_Float16, static_cast<uint16_t>(bits))); }
 DEVICE uint32_t float_to_half(float value) { return __builtin_bit_cast(uint16_t, static_cast<_Float16>(value)); }
 DEVICE uint32_t floats_to_half(float low, float high) { return float_to_half(low) | float_to_half(high) << 16; }
-DEVICE float rounded_product(float a, float b) { return a * b; }  // attention has one kernel here: none has to agree with another
+DEVICE float rounded_multiply(float a, float b) { return a * b; }  // attention has one kernel here: none has to agree with another
 DEVICE float fast_exp2(float v) { return __builtin_amdgcn_exp2f(v); }
 DEVICE float fast_reciprocal(float v) { return __builtin_amdgcn_rcpf(v); }  // within a unit in the last place
 DEVICE uint32_t pair_fma(uint32_t a, uint32_t b, uint32_t c) {  // of fp16
@@ -56,7 +56,7 @@ DEVICE bool block_any(bool yes, uint32_t& word) {
     return any;
 }
 // Worked out by here, however late it is used: nothing waits here.
-template <class V> DEVICE void settle(V&) {}
+template <class V> DEVICE void compute_here(V&) {}
 // Four bytes of a (0 to 3) and b (4 to 7), one in each nibble of SELECT, the lowest first.
 template <uint32_t SELECT> DEVICE uint32_t permute(uint32_t a, uint32_t b) {
     return __builtin_amdgcn_perm(b, a, (SELECT & 15u) | (SELECT >> 4 & 15u) << 8 | (SELECT >> 8 & 15u) << 16 | (SELECT >> 12 & 15u) << 24);
@@ -82,8 +82,8 @@ DEVICE void copy_activation16(void* into, const void* source, bool there) {
 }
 DEVICE void stream_once16(void* into, const void* source, bool there) { stream_copy<16>(into, source, there); }
 DEVICE void copies_done(int) {}
-DEVICE void ring_commit() {}
-template <int> DEVICE void ring_wait() {}
+DEVICE void commit_copies() {}
+template <int> DEVICE void wait_copies() {}
 
 DEVICE void prefetch_line(const void*) {}
 DEVICE void prefetch_l2(const void*, int) {}  // kernels do not overlap, so there is no time for it
@@ -95,13 +95,13 @@ template <bool> DEVICE void signal_add(int32_t*, int) {}
 DEVICE void signal_wait(const int32_t*, int, bool) {}
 DEVICE int next_number(int32_t*, int of) { return of; }  // never the last
 DEVICE void linger() {}
-DEVICE void wave_sync() {}  // a lane reads no other's shared memory without a barrier
+DEVICE void warp_sync() {}  // a lane reads no other's shared memory without a barrier
 DEVICE void group_sync(int, int) { __syncthreads(); }
 DEVICE void group_arrive(int, int) { __syncthreads(); }
 
-DEVICE void publish() { __threadfence(); }  // or another wave's stores would still be on their way behind the barrier
-DEVICE void hand16(void* into, const Words4& v) { *static_cast<Words4*>(into) = v; }
-DEVICE Words4 handed16(const void* source) { return *static_cast<const Words4*>(source); }
+DEVICE void publish() { __threadfence(); }  // or another warp's stores would still be on their way behind the barrier
+DEVICE void store_relaxed16(void* into, const Words4& v) { *static_cast<Words4*>(into) = v; }
+DEVICE Words4 load_relaxed16(const void* source) { return *static_cast<const Words4*>(source); }
 DEVICE void spin(int&) { __builtin_trap(); }  // what is looked for has been counted
 DEVICE int count_up(int32_t* counter, int by) {
     __threadfence();
@@ -141,12 +141,12 @@ DEVICE void multiply_bytes(int* sum, uint32_t a0, uint32_t a1, uint32_t b0, uint
 #endif
     for (int i = 0; i < 4; ++i) sum[i] = c[i];
 }
-#include "amd_products.h"
+#include "amd_mma.h"
 #include "amd_attention.h"
 
 // ---- host ----
 struct DeviceLimits {
-    int processors, shared_block, shared_processor;
+    int sms, shared_block, shared_sm;
     bool dependent_launch;
     bool clusters;
 };

@@ -2,7 +2,7 @@
 //
 // A step is KSTEP values of K: PARTS products of 32. Float formats multiply 16-bit floats; activations lie in shared
 // memory in chunks of 8 (stage.h), and chunk(p, quarter) says which chunk of a step the words of part p belong to. Integer
-// formats multiply signed bytes by 16-bit integers; activations lie in slots of 16 (digits.h).
+// formats multiply signed bytes by 16-bit integers; activations lie in slots of 16 (limbs.h).
 #pragma once
 #include "gemv.h"
 #include "portability.h"
@@ -72,7 +72,7 @@ template <class F> constexpr bool COMPACT = F::VALUE_BITS == 12;
 template <int GROUPS_> struct Int8 {
     static constexpr bool INTEGER = true, TILED = false, SPLIT = GROUPS_ == 2, INTERLEAVED = SPLIT;
     static constexpr int KSTEP = 64, PARTS = 2, GROUPS = GROUPS_, OFFSET = OFFSET_NONE, STEP_BYTES = 64, VALUE_BITS = 8;
-    static constexpr float UNIT = 1.f;  // what a code's step is worth in the products
+    static constexpr float CODE_STEP = 1.f;  // what a code's step is worth in the products
     static constexpr DEVICE int order(int e) { return e; }  // of a chunk's values in the lanes' bytes
     static DEVICE Words4 expand(const Words4& raw, int) { return raw; }
     static DEVICE float value(const char* row, int k, float scale, float) { return static_cast<float>(reinterpret_cast<const int8_t*>(row)[k]) * scale; }
@@ -85,7 +85,7 @@ template <int GROUPS_> struct Int8 {
 template <int GROUPS_, int KIND> struct Int4 {
     static constexpr bool INTEGER = true, TILED = true, SPLIT = false, INTERLEAVED = true;
     static constexpr int KSTEP = 128, PARTS = 4, GROUPS = GROUPS_, OFFSET = KIND, STEP_BYTES = 1024, VALUE_BITS = 4;
-    static constexpr float UNIT = 1.f / 16;
+    static constexpr float CODE_STEP = 1.f / 16;
     static constexpr DEVICE int order(int e) { return e / 2 + e % 2 * 4; }
     static DEVICE uint32_t low(uint32_t w) { return w << 4 & 0xf0f0f0f0u; }
     static DEVICE uint32_t high(uint32_t w) { return w & 0xf0f0f0f0u; }

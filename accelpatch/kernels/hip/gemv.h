@@ -36,17 +36,17 @@ struct GemvArgs {
 // How the work is cut and where things lie in shared memory; made on the host, a function of N and K (and of the device)
 // but for what M needs.
 struct GemvPlan {
-    int32_t tiles, steps, phases, phase_steps, resident;  // resident: phases of K staged at once
-    int32_t early;        // of this launch's phases, those whose activations the product before signals
+    int32_t tiles, steps, k_tiles, k_tile_steps, staged_k_tiles;  // staged_k_tiles: K tiles staged at once
+    int32_t signalled_k_tiles;        // of this launch's K tiles, those whose activations the product before signals
     int32_t signalled;    // tiles whose columns are signalled
-    int32_t waves_shift;  // log2 of the waves that share a tile's K
+    int32_t warps_shift;  // log2 of the warps that share a tile's K
     int32_t part_steps;   // of a block's part of K, in a cluster
-    int32_t together;     // rounds of tiles that go through the phases side by side, in a cluster: 2 where there are phases
-    int32_t tile_hop, row_hop;  // from a wave's tile to its next
+    int32_t rounds_at_once;     // rounds of tiles that go through the K tiles side by side, in a cluster: 2 where there are K tiles
+    int32_t tile_hop, row_hop;  // from a warp's tile to its next
     int64_t weight_hop, scale_hop;  // in bytes
     int32_t partial_buffers;
     int32_t token_stride;                                          // bytes
-    int32_t powers_at, sums_at, moments_at, partial_at, parked_at, mbarriers_at, ring_at, bytes;  // bytes
+    int32_t block_exponents_at, sums_at, moments_at, partial_at, parked_at, mbarriers_at, stages_at, bytes;  // bytes
     int32_t w_aligned, x_aligned;
     int32_t y_pairs;  // columns of y, and of a residual, come in aligned pairs
 };

@@ -23,8 +23,8 @@ DEVICE uint32_t in_place(uint32_t pair, uint32_t scale) {
 // halves: then each store fills whole sectors.
 DEVICE void store_row(uint16_t* to, const Words4& low, const Words4& high, int left, bool vectors) {
     const bool odd = threadIdx.x & 1;
-    const Words4 give = odd ? low : high, taken = {lane_xor(give.x, 1), lane_xor(give.y, 1), lane_xor(give.z, 1), lane_xor(give.w, 1)};
-    const Words4 parts[2] = {odd ? taken : low, odd ? high : taken};
+    const Words4 give = odd ? low : high, received = {lane_xor(give.x, 1), lane_xor(give.y, 1), lane_xor(give.z, 1), lane_xor(give.w, 1)};
+    const Words4 parts[2] = {odd ? received : low, odd ? high : received};
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         const int at = 16 * i + (odd ? 8 : 0);
@@ -87,9 +87,9 @@ extern "C" int accelpatch_gemv_compact(const GemvArgs* a, int dtype, void* strea
 
 extern "C" int accelpatch_unpack_compact(const GemvArgs* a, int dtype, void* stream) {
     if (const int bad = check_compact(*a, dtype)) return bad;
-    GemvArgs whole = *a;
-    whole.m = 0;
-    if (const int bad = check(whole)) return bad;
+    GemvArgs checked = *a;
+    checked.m = 0;
+    if (const int bad = check(checked)) return bad;
     if (!a->w || !multiple_of_16(a->y)) return STATUS_POINTER;
     const int64_t each = tile_columns(*a), rows = a->activation == ACT_SILU_GATE ? a->n / 2 : a->n;
     const int64_t steps = (a->k + Compact::KSTEP - 1) / Compact::KSTEP, blocks = (rows + each - 1) / each * ((steps + UNPACKED_STEPS - 1) / UNPACKED_STEPS);

@@ -17,12 +17,12 @@ inline int64_t round_up(int64_t v, int64_t to) { return (v + to - 1) / to * to; 
 // Parts of a block's shared memory one after the other, each on a boundary of 128 bytes.
 struct SharedLayout {
     int64_t bytes = 0;
-    int32_t take(int64_t more) {
+    int32_t consume(int64_t more) {
         const int64_t at = bytes;
         bytes += round_up(more, 128);
         return int32_t(at);
     }
 };
 
-// A kernel takes at most half a processor, so that its successor finds room; more where it cannot do with less.
-inline int64_t half_of(const DeviceLimits& limits) { return limits.shared_processor / 2 - RESERVED_SHARED; }
+// A kernel takes at most half an SM, so that its successor finds room; more where it cannot do with less.
+inline int64_t half_of(const DeviceLimits& limits) { return limits.shared_sm / 2 - RESERVED_SHARED; }

@@ -2,7 +2,7 @@
 #pragma once
 
 constexpr int ATTENTION_WIDEST = 256;  // columns of a head
-constexpr int ATTENTION_DEEP = 98304, ATTENTION_SHALLOW = 65536;  // bytes of a block's ring
+constexpr int ATTENTION_DEEP = 98304, ATTENTION_SHALLOW = 65536;  // bytes of a block's multi-stage buffer
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 constexpr bool FIRST_KNOWN = false;  // registers would spill
 #else
@@ -23,7 +23,7 @@ template <class T> struct AttentionTile {
     static DEVICE constexpr int mixed(int slot) { return (slot & 1) << 2 | (slot >> 1 & 3); }
     template <class F> static DEVICE float over_lanes(float v, const F& both) {
 #pragma unroll
-        for (int step = 4; step < WAVE; step *= 2) v = both(v, lane_xor(v, step));
+        for (int step = 4; step < WARP_SIZE; step *= 2) v = both(v, lane_xor(v, step));
         return v;
     }
     DEVICE void zero() { for (int i = 0; i < 8; ++i) c[i / 4][i % 4] = 0.f; }

@@ -28,7 +28,7 @@ DEVICE uint32_t word_of(const Words4& v, int i) { return i == 0 ? v.x : i == 1 ?
 // Whether this is the last of `of` calls; the number is then zero again.
 DEVICE bool last_call(int32_t* number, int of) { return next_number(number, of) == of - 1; }
 
-constexpr int WAVES = 8, THREADS = WAVES * WAVE;  // of a block
+constexpr int WARPS = 8, THREADS = WARPS * WARP_SIZE;  // of a block
 
 DEVICE float bits_to_float(uint32_t bits) { return __builtin_bit_cast(float, bits); }
 DEVICE uint32_t float_to_bits(float value) { return __builtin_bit_cast(uint32_t, value); }

@@ -3,9 +3,9 @@
 #if defined(__ampere__)
 #define __CUDA_ARCH__ 800
 #endif
-constexpr int WAVE = 32;
+constexpr int WARP_SIZE = 32;
 constexpr int BLOCKS_RESIDENT = 2;
-constexpr bool SHARED_RING = true;
+constexpr bool SHARED_STAGES = true;
 constexpr bool LAUNCHES_OVERLAP = true;
 constexpr bool BLOCKS_MEET = true;
 constexpr int RESERVED_SHARED = 1024;
@@ -31,14 +31,14 @@ template <int FLOATS> void send(float* at, Mbarrier& box, int rank, const float*
 }
 DEVICE void send4(float* at, Mbarrier& box, int rank, float v) { send<1>(at, box, rank, &v); }
 DEVICE void send16(void* at, Mbarrier& box, int rank, const float* v) { aligned(at, 16), delay(most_delay), send<4>(static_cast<float*>(at), box, rank, v); }
-DEVICE void receive(Mbarrier& box, bool first, int bytes, int turn) {
+DEVICE void receive(Mbarrier& box, bool first, int bytes, int parity) {
     if (first) {
         if (box.announced) std::abort();
         box.announced = true, count(box, bytes);
     }
-    while (box.times % 2 == turn) emulator.yield();
+    while (box.times % 2 == parity) emulator.yield();
 }
-template <class... ARGS> int most_clusters(void (*)(ARGS...), const DeviceLimits& limits) { return limits.processors / CLUSTER; }
+template <class... ARGS> int most_clusters(void (*)(ARGS...), const DeviceLimits& limits) { return limits.sms / CLUSTER; }
 #define COPIES
 #include <deque>
 #include <vector>
@@ -58,16 +58,16 @@ template <int BYTES, int AT = 0> void stream_copy(void* into, const void* source
     if (emulator.late) copies[thread].back().push_back(copy);
     else carry_out(copy);
 }
-DEVICE void ring_commit() { copies[thread].emplace_back(); }
-template <int DEPTH> void ring_wait() {
+DEVICE void commit_copies() { copies[thread].emplace_back(); }
+template <int DEPTH> void wait_copies() {
     auto& groups = copies[thread];
     for (; groups.size() > DEPTH; groups.pop_front())
         for (const Copy& copy : groups.front()) carry_out(copy);
 }
 DEVICE void copy_activation16(void* into, const void* source, bool there) { stream_copy<16>(into, source, there); }
 DEVICE void stream_once16(void* into, const void* source, bool there) { stream_copy<16>(into, source, there); }
-DEVICE void copies_done(int but) { but == 2 ? ring_wait<3>() : but == 1 ? ring_wait<2>() : ring_wait<1>(); }
-DEVICE void wave_sync() { meet(); }
+DEVICE void copies_done(int but) { but == 2 ? wait_copies<3>() : but == 1 ? wait_copies<2>() : wait_copies<1>(); }
+DEVICE void warp_sync() { meet(); }
 DEVICE void group_arrive(int name, int threads) { emulator.groups[name].arrive(threads); }
 DEVICE void group_sync(int name, int threads) {
     for (const int now = emulator.groups[name].arrive(threads); emulator.groups[name].times == now;) emulator.yield();
@@ -108,6 +108,6 @@ DEVICE void load_transposed(uint32_t* v, const Words4* row) {
         v[i] = at(2 * (lane_id() & 3)) | at(2 * (lane_id() & 3) + 1) << 16;
     }
 }
-#include "nvidia_products.h"
+#include "nvidia_mma.h"
 #include "nvidia_attention.h"
-inline DeviceLimits device_limits() { return {emulator.processors, 232448, 233472, true, emulator.clusters}; }
+inline DeviceLimits device_limits() { return {emulator.sms, 232448, 233472, true, emulator.clusters}; }

@@ -12,8 +12,8 @@ Meeting meeting;
 Owed owed;
 int most_delay;
 unsigned drawn;
-int thread, arrived[MOST_CLUSTER * 8 * WAVE];
-constexpr int MOST_THREADS = MOST_CLUSTER * 8 * WAVE, BEYOND = 4096, STACK = 1 << 17;
+int thread, arrived[MOST_CLUSTER * 8 * WARP_SIZE];
+constexpr int MOST_THREADS = MOST_CLUSTER * 8 * WARP_SIZE, BEYOND = 4096, STACK = 1 << 17;
 alignas(128) char shared[233472 + BEYOND];
 #if defined(COPIES)
 std::deque<std::vector<Copy>> copies[MOST_THREADS];
@@ -115,7 +115,7 @@ void run_blocks(int blocks, int cluster, int threads, int bytes, const std::func
 }
 extern "C" int blocks_of_last_launch() { return int(gridDim.x); }
 extern "C" int shared_of_last_launch() { return last_bytes; }
-extern "C" void set_emulator(int processors, int late, int backwards) { emulator.processors = processors, emulator.late = late, emulator.backwards = backwards; }
+extern "C" void set_emulator(int sms, int late, int backwards) { emulator.sms = sms, emulator.late = late, emulator.backwards = backwards; }
 extern "C" void set_beside(int beside) { emulator.beside = beside; }
 extern "C" void set_delay(int most, int seed) { most_delay = most, drawn = unsigned(seed) * 7919u; }
 extern "C" void set_clusters(int there) { emulator.clusters = there; }

@@ -8,14 +8,14 @@
 #pragma once
 #include "norm.h"
 
-// Which chunks make a slot, and a slot's values as digits.
-template <class F, class T, bool NARROW> struct Digits {
-    static constexpr int BLOCK = 8;         // slots that share a power
+// Which chunks make a slot, and a slot's values as two int8 limbs.
+template <class F, class T, bool NARROW> struct Limbs {
+    static constexpr int BLOCK = 8;         // slots that share a block exponent
     // Low bytes have no sign, as in the integers, where each byte has a product of its own; else high ones make up for it.
     static constexpr bool PLAIN_LOW = !NARROW && UNSIGNED_BYTES;
-    static constexpr uint32_t ZERO = PLAIN_LOW ? 0x4b400000u : 0x4b400080u;  // of a float whose low bytes are the digits: 1.5 * 2^23, and 128 for the sign
-    static constexpr uint32_t BUMP = 0x10000u;     // what rounds to 2^15 or more takes the next power
-    static constexpr int SMALL = 16;               // exponents (biased) from which on the inverse of a block's power is a float
+    static constexpr uint32_t ZERO = PLAIN_LOW ? 0x4b400000u : 0x4b400080u;  // of a float whose low bytes are the limbs: 1.5 * 2^23, and 128 for the sign
+    static constexpr uint32_t BUMP = 0x10000u;     // what rounds to 2^15 or more takes the next block exponent
+    static constexpr int SMALL = 16;               // exponents (biased) from which on the inverse of a block's block exponent is a float
     // Of the largest magnitudes of blocks: whether one is too small, or not finite. A block of zeros is neither.
     struct Extremes {
         uint32_t high = 0, low = ~0u;
@@ -34,8 +34,8 @@ template <class F, class T, bool NARROW> struct Digits {
     static DEVICE void swap(Words4 (&v)[2]) {
         constexpr int MATE = 4;
         const bool last = threadIdx.x & MATE;
-        const Words4 give = last ? v[0] : v[1], taken = {lane_xor(give.x, MATE), lane_xor(give.y, MATE), lane_xor(give.z, MATE), lane_xor(give.w, MATE)};
-        v[0] = last ? taken : v[0], v[1] = last ? v[1] : taken;
+        const Words4 give = last ? v[0] : v[1], received = {lane_xor(give.x, MATE), lane_xor(give.y, MATE), lane_xor(give.z, MATE), lane_xor(give.w, MATE)};
+        v[0] = last ? received : v[0], v[1] = last ? v[1] : received;
     }
     // The largest magnitude of each slot's block, as bits of its dtype; every lane of a block calls it. Together: each step waits for
     // the one before.
@@ -60,7 +60,7 @@ template <class F, class T, bool NARROW> struct Digits {
         *reinterpret_cast<Pair*>(at) = {a, b};
     }
     // Of a chunk: two words of high bytes, two of low ones; the sum of its integers.
-    static DEVICE int digits_of(const Words4& raw, float times, uint32_t (&words)[4]) {
+    static DEVICE int limbs_of(const Words4& raw, float times, uint32_t (&words)[4]) {
         float v[8];
         uint32_t q[8];
         unpack<T>(raw, v);
