@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from accelpatch.kernels import gemv, parity
-from accelpatch.kernels.fused_product import gated
+from accelpatch.kernels.fused_linear import gated
 from accelpatch.kernels.int4_tiles import Tiles
 from accelpatch.kernels.tiled_int4_linear import by_triton
 
@@ -33,7 +33,7 @@ FORMAT, BITS = "int4_g128_minimum", 4.25
 def packs(n: int, k: int) -> list[Packed]:
     """Weights in rotation; the first has its meaning in float64."""
     first = pack(torch.randn(n, k, device="cuda") / k**0.5, FORMAT, dtype=torch.float16)
-    first = replace(first, format=replace(first.format, library="int4_rows"))
+    first = replace(first, format=replace(first.format, library="int4_gemm"))
     assert first.scale is not None
     assert first.offset is not None
     rest = rotation(n, k, BITS) - 1
@@ -74,10 +74,10 @@ def floats(n: int, k: int, x: Tensor, gate: bool) -> dict[str, float]:
         return functional.silu(first) * second if gate else y
 
     exact, plain = due(torch.float64), due(x.dtype)
-    found = parity.compare(gemv.by_rows(x, held[0], gate=gate), exact, parity.torch_error(plain, exact))
+    found = parity.compare(gemv.by_gemm(x, held[0], gate=gate), exact, parity.torch_error(plain, exact))
     if not found.ok:
         raise SystemExit(f"{n} x {k} M={x.shape[0]}: {found.reason}")
-    ways = {"Triton": lambda w: gemv.by_rows(x, w, gate=gate), "torch": by_torch}
+    ways = {"Triton": lambda w: gemv.by_gemm(x, w, gate=gate), "torch": by_torch}
     return {name: seconds(lambda way=way: [way(w) for w in held])[0] / len(held) for name, way in ways.items()}
 
 

@@ -12,13 +12,13 @@
 
 namespace {
 
-constexpr int kDigits = 4;
+constexpr int kLimbs = 4;
 
 struct Block {
-  float unit;               // what one step of the uppermost digit is worth
+  float step;               // what one step of the uppermost limb is worth
   float sum;                // of the block's x, for formats with a minimum
-  // Where the sums of products begin: minus 128 (or 8) times the sum of each digit, which is what the weights' offset adds.
-  int32_t start8[kDigits], start4[kDigits];
+  // Where the sums of products begin: minus 128 (or 8) times the sum of each limb, which is what the weights' offset adds.
+  int32_t start8[kLimbs], start4[kLimbs];
 };
 
 struct Activations {
@@ -27,7 +27,7 @@ struct Activations {
   const float* x;                 // the rows as they came
   int64_t x_stride;
   float* padded;                  // [tokens, stride]
-  int8_t* digits;                 // [tokens, stride / 4, kDigits, 4 k]
+  int8_t* limbs;                 // [tokens, stride / 4, kLimbs, 4 k]
   Block* block;                   // [tokens, blocks]
   uint8_t* split;                 // [tokens]: has this form
 };
@@ -47,7 +47,7 @@ inline Activations activations_in(void* memory, int64_t tokens, int64_t k) {
   a.stride = round_up(k, 64);
   auto* bytes = static_cast<uint8_t*>(memory);
   a.padded = reinterpret_cast<float*>(bytes);
-  a.digits = reinterpret_cast<int8_t*>(bytes);
+  a.limbs = reinterpret_cast<int8_t*>(bytes);
   bytes += tokens * a.stride * 4;
   a.block = reinterpret_cast<Block*>(bytes);
   a.split = bytes + tokens * round_up(a.stride / 32 * static_cast<int64_t>(sizeof(Block)), 64);
@@ -64,9 +64,9 @@ AP_INLINE int32_t largest_bits(const __m512* v, int64_t parts) {
   return _mm512_reduce_max_epi32(most);
 }
 
-inline bool split_block(const float* x, int64_t count, int64_t width, int8_t* digits, Block* block) {
+inline bool split_block(const float* x, int64_t count, int64_t width, int8_t* limbs, Block* block) {
   const __m512i ones = _mm512_set1_epi8(1), bias = _mm512_set1_epi32(static_cast<int32_t>(0x80808080u));
-  const __m512i by_digit = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
+  const __m512i by_limb = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
   const int64_t parts = width / 16;
   __m512 v[4];
   for (int64_t i = 0; i < parts; i++) {
@@ -85,22 +85,22 @@ inline bool split_block(const float* x, int64_t count, int64_t width, int8_t* di
   for (int64_t i = 0; i < parts; i++) {
     __m512i n = _mm512_cvtps_epi32(_mm512_scalef_ps(v[i], shift));
     n = _mm512_xor_si512(_mm512_add_epi32(n, bias), bias);  // the bytes of n + 0x80808080, each less 128
-    n = _mm512_shuffle_epi8(n, by_digit);
-    _mm512_storeu_si512(digits + 64 * i, n);
+    n = _mm512_shuffle_epi8(n, by_limb);
+    _mm512_storeu_si512(limbs + 64 * i, n);
     sums = _mm512_dpbusd_epi32(sums, ones, n);
   }
   const __m256i half = _mm256_add_epi32(_mm512_castsi512_si256(sums), _mm512_extracti64x4_epi64(sums, 1));
   const __m128i quarter = _mm_add_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
-  int32_t digit[kDigits];
-  memcpy(digit, &quarter, 16);
-  block->unit = top > 0 ? ldexpf(1.0f, exponent - 6) : 0.0f;
+  int32_t limb[kLimbs];
+  memcpy(limb, &quarter, 16);
+  block->step = top > 0 ? ldexpf(1.0f, exponent - 6) : 0.0f;
   block->sum = 0;
-  for (int p = 0; p < kDigits; p++) {
-    block->start8[p] = -128 * digit[p];
-    block->start4[p] = -8 * digit[p];
-    block->sum = block->sum * (1.0f / 256) + static_cast<float>(digit[p]);
+  for (int p = 0; p < kLimbs; p++) {
+    block->start8[p] = -128 * limb[p];
+    block->start4[p] = -8 * limb[p];
+    block->sum = block->sum * (1.0f / 256) + static_cast<float>(limb[p]);
   }
-  block->sum *= block->unit;
+  block->sum *= block->step;
   return true;
 }
 
@@ -115,8 +115,8 @@ inline void prepare(Activations& a, int64_t first, int64_t last) {
     float largest = 0;
     for (int64_t b = 0; b < a.blocks; b++) {
       const int64_t k = b * a.width;
-      if (!split_block(x + k, a.k - k, a.width, a.digits + m * a.stride * 4 + k * 4, a.block + m * a.blocks + b)) a.split[m] = 0;
-      largest = fmaxf(largest, a.block[m * a.blocks + b].unit);
+      if (!split_block(x + k, a.k - k, a.width, a.limbs + m * a.stride * 4 + k * 4, a.block + m * a.blocks + b)) a.split[m] = 0;
+      largest = fmaxf(largest, a.block[m * a.blocks + b].step);
     }
     if (largest < 0x1p-86f && largest > 0) a.split[m] = 0;
 #else

@@ -27,7 +27,7 @@ inline Activations ready(const Worker& t, const float* input, int64_t k, int64_t
 }
 
 // Products of the same input with up to three weights; each may want blocks of another width.
-inline void products(const Worker& t, const ap_linear* const* weights, float* const* outputs, int count, const float* input, int64_t k,
+inline void linears(const Worker& t, const ap_linear* const* weights, float* const* outputs, int count, const float* input, int64_t k,
                      int64_t input_stride, int64_t output_stride) {
   Weight w[3] = {};
   int64_t ends[3] = {}, items = 0;
@@ -36,8 +36,8 @@ inline void products(const Worker& t, const ap_linear* const* weights, float* co
     ends[i] = items += w[i].l.blocks;
   }
   Activations a = ready(t, input, k, input_stride, w[0].w);
-  Turn turn = {items};
-  for (int64_t item; (item = pool_next(t.pool, t.self, &turn)) >= 0;) {
+  WorkCursor work = {items};
+  for (int64_t item; (item = pool_next(t.pool, t.self, &work)) >= 0;) {
     int i = 0;
     while (item >= ends[i]) i++;
     const int64_t b = item - (ends[i] - w[i].l.blocks);
@@ -136,8 +136,8 @@ inline void attention_stage(const Worker& t, const ap_layer& layer) {
     most = count > most ? count : most;
   }
   const int64_t heads = t.model->kv_heads;
-  Turn turn = {t.batch * heads * most};
-  for (int64_t item; (item = pool_next(t.pool, t.self, &turn)) >= 0;)
+  WorkCursor work = {t.batch * heads * most};
+  for (int64_t item; (item = pool_next(t.pool, t.self, &work)) >= 0;)
     attend(t, layer, item / (heads * most), item / most % heads, item % most);
   pool_wait(t.pool, t.self);
 }
@@ -158,8 +158,8 @@ inline void gate_and_up(const Worker& t, const ap_layer& layer) {
   const int64_t width = t.model->intermediate, hidden = t.model->hidden;
   Activations a = ready(t, t.own->input, hidden, hidden, gate.w);
   const bool same = block_width(gate.w) == block_width(up.w);
-  Turn turn = {gate.l.blocks};
-  for (int64_t b; (b = pool_next(t.pool, t.self, &turn)) >= 0;) {
+  WorkCursor work = {gate.l.blocks};
+  for (int64_t b; (b = pool_next(t.pool, t.self, &work)) >= 0;) {
     float g[kMaxBatch][16], u[kMaxBatch][16];
     if (!same) a = ready(t, t.own->input, hidden, hidden, gate.w);
     dot_block(gate, b, a, 0, t.batch, g);
@@ -184,16 +184,16 @@ inline void layer_stages(const Worker& t, const ap_layer& layer) {
   const ap_linear* three[] = {&layer.q, &layer.k, &layer.v};
   float* const outputs[] = {qkv, qkv + model.heads * d, qkv + (model.heads + model.kv_heads) * d};
   norm_rows(t, layer.attention_norm, t.own->input);
-  products(t, three, outputs, 3, t.own->input, model.hidden, model.hidden, width);
+  linears(t, three, outputs, 3, t.own->input, model.hidden, model.hidden, width);
   attention_stage(t, layer);
   join_attention(t, layer);
   const ap_linear* o[] = {&layer.o};
-  products(t, o, &t.step->attention_out, 1, t.own->input, model.heads * d, model.heads * d, model.hidden);
+  linears(t, o, &t.step->attention_out, 1, t.own->input, model.heads * d, model.heads * d, model.hidden);
   add_rows(t, t.step->attention_out, layer.after_attention_norm);
   norm_rows(t, layer.mlp_norm, t.own->input);
   gate_and_up(t, layer);
   const ap_linear* down[] = {&layer.down};
-  products(t, down, &t.step->mlp_out, 1, t.step->gated, model.intermediate, model.intermediate, model.hidden);
+  linears(t, down, &t.step->mlp_out, 1, t.step->gated, model.intermediate, model.intermediate, model.hidden);
   add_rows(t, t.step->mlp_out, layer.after_mlp_norm);
 }
 
@@ -202,7 +202,7 @@ inline void head_stage(const Worker& t) {
   norm_rows(t, model.final_norm, t.own->input);
   const ap_linear* head[] = {&model.head};
   float* const logits[] = {t.call->logits};
-  products(t, head, logits, 1, t.own->input, model.hidden, model.hidden, model.vocabulary);
+  linears(t, head, logits, 1, t.own->input, model.hidden, model.hidden, model.vocabulary);
   if (model.logits_softcap <= 0) return;
   const int64_t count = t.batch * model.vocabulary, threads = pool_count(t.pool);
   for (int64_t i = count * t.self / threads; i < count * (t.self + 1) / threads; i++)

@@ -37,7 +37,7 @@ AP_INLINE vi bytes(const uint8_t* p) {
   return __builtin_convertvector(v, vi);
 }
 
-constexpr int64_t kSpan = 128;  // k summed in one chain: sums of sums lose less than one long sum
+constexpr int64_t kChain = 128;  // k summed in one chain: sums of sums lose less than one long sum
 
 template <int M, int R>
 struct Sums {
@@ -56,7 +56,7 @@ AP_INLINE void multiply(Sums<M, R>& s, const vi* q, int zero, const float* x, in
 }
 
 template <int M, int R, int KIND>
-AP_INLINE void multiply_span(Sums<M, R>& s, const uint8_t* w, const float* x, int64_t stride, int64_t count) {
+AP_INLINE void multiply_chain(Sums<M, R>& s, const uint8_t* w, const float* x, int64_t stride, int64_t count) {
   for (int64_t k = 0; k < count; k += KIND == AP_INT8 ? 4 : 8) {
     vi q[R], low[R], high[R];
     for (int r = 0; r < R; r++) {
@@ -72,10 +72,10 @@ AP_INLINE void multiply_span(Sums<M, R>& s, const uint8_t* w, const float* x, in
 // total[r][m] += scale * sum q x + middle * sum x over `count` k of one group, for R vectors of rows and M tokens; the middle of
 // an int4 format with a minimum is minimum + 8 * scale, so that the two terms do not cancel each other.
 template <int M, int R, int KIND>
-AP_INLINE void add_span(const uint8_t* w, const uint8_t* header, const ap_linear& s, const Layout& l, const Activations& a, int64_t token,
+AP_INLINE void add_chain(const uint8_t* w, const uint8_t* header, const ap_linear& s, const Layout& l, const Activations& a, int64_t token,
                         int64_t k, int64_t count, int64_t row, vf (*total)[M]) {
   Sums<M, R> sums = {};
-  multiply_span<M, R, KIND>(sums, w + row * 4, a.padded + token * a.stride + k, a.stride, count);
+  multiply_chain<M, R, KIND>(sums, w + row * 4, a.padded + token * a.stride + k, a.stride, count);
   float scale[16], middle[16];
   load_scales(header, s.half_scales, scale);
   for (int r = 0; r < R; r++)
@@ -98,10 +98,10 @@ void dot_float(const ap_linear& w, const Layout& l, const uint8_t* block, const 
     vf total[R][M] = {};
     const uint8_t* p = block;
     for (int64_t g = 0; g < l.groups; g++, p += l.group_bytes) {
-      for (int64_t k = 0; k < l.group; k += kSpan) {
-        const int64_t count = l.group - k < kSpan ? l.group - k : kSpan;
+      for (int64_t k = 0; k < l.group; k += kChain) {
+        const int64_t count = l.group - k < kChain ? l.group - k : kChain;
         const uint8_t* weights = p + l.header + k * (KIND == AP_INT8 ? 16 : 8);
-        add_span<M, R, KIND>(weights, p, w, l, a, token, g * l.group + k, count, row, total);
+        add_chain<M, R, KIND>(weights, p, w, l, a, token, g * l.group + k, count, row, total);
       }
     }
     for (int r = 0; r < R; r++) {

@@ -1,4 +1,4 @@
-// Sixteen rows of int8 or int4 weights times M tokens by VNNI: a product for each digit of x (activations.h).
+// Sixteen rows of int8 or int4 weights times M tokens by VNNI: a product for each limb of x (activations.h).
 #pragma once
 #include "activations.h"
 
@@ -6,26 +6,26 @@
 namespace {
 
 template <int M>
-struct Digits {
-  __m512i digit[M][kDigits];
+struct LimbSums {
+  __m512i limb[M][kLimbs];
 };
 
 template <int M, int KIND>
-AP_INLINE void begin(Digits<M>& s, const Block* block, int64_t stride) {
+AP_INLINE void begin(LimbSums<M>& s, const Block* block, int64_t stride) {
   for (int m = 0; m < M; m++) {
     const int32_t* start = KIND == AP_INT8 ? block[m * stride].start8 : block[m * stride].start4;
-    for (int p = 0; p < kDigits; p++) s.digit[m][p] = _mm512_set1_epi32(start[p]);
+    for (int p = 0; p < kLimbs; p++) s.limb[m][p] = _mm512_set1_epi32(start[p]);
   }
 }
 
-// `weights`: 16 rows of 4 k. `x`: the digits of these 4 k, for each token `stride` bytes on.
+// `weights`: 16 rows of 4 k. `x`: the limbs of these 4 k, for each token `stride` bytes on.
 template <int M>
-AP_INLINE void multiply(Digits<M>& s, __m512i weights, const int8_t* x, int64_t stride) {
+AP_INLINE void multiply(LimbSums<M>& s, __m512i weights, const int8_t* x, int64_t stride) {
   for (int m = 0; m < M; m++) {
-    for (int p = 0; p < kDigits; p++) {
+    for (int p = 0; p < kLimbs; p++) {
       int32_t four;
       memcpy(&four, x + m * stride + 4 * p, 4);
-      s.digit[m][p] = _mm512_dpbusd_epi32(s.digit[m][p], weights, _mm512_set1_epi32(four));
+      s.limb[m][p] = _mm512_dpbusd_epi32(s.limb[m][p], weights, _mm512_set1_epi32(four));
     }
   }
 }
@@ -36,7 +36,7 @@ constexpr int64_t kAhead = KIND == AP_INT8 ? 8192 : 6144;
 
 // Two sets of sums where M = 1: four chains of dependent products would wait for each other.
 template <int M, int KIND>
-AP_INLINE void multiply_block(const uint8_t* w, const int8_t* x, int64_t stride, int64_t count, Digits<M>& even, Digits<M>& odd) {
+AP_INLINE void multiply_block(const uint8_t* w, const int8_t* x, int64_t stride, int64_t count, LimbSums<M>& even, LimbSums<M>& odd) {
   const __m512i low = _mm512_set1_epi8(15);
   const auto* ahead = reinterpret_cast<const char*>(w) + kAhead<KIND>;
   int64_t k = 0;
@@ -59,10 +59,10 @@ AP_INLINE void multiply_block(const uint8_t* w, const int8_t* x, int64_t stride,
   if (KIND == AP_INT8 && k < count) multiply<M>(even, _mm512_loadu_si512(w + k * 16), x + k * 4, stride);
 }
 
-// sum of q * x of a block, in units of its uppermost digit
-AP_INLINE __m512 join(const __m512i even[kDigits], const __m512i odd[kDigits]) {
+// sum of q * x of a block, in units of its uppermost limb
+AP_INLINE __m512 join(const __m512i even[kLimbs], const __m512i odd[kLimbs]) {
   __m512 total = _mm512_setzero_ps();
-  for (int p = 0; p < kDigits; p++)
+  for (int p = 0; p < kLimbs; p++)
     total = _mm512_fmadd_ps(total, _mm512_set1_ps(1.0f / 256), _mm512_cvtepi32_ps(_mm512_add_epi32(even[p], odd[p])));
   return total;
 }
@@ -86,7 +86,7 @@ AP_INLINE void add(__m512& total, __m512& lost, __m512 value) {
 template <int M, int KIND>
 void dot_vnni(const ap_linear& w, const Layout& l, const uint8_t* p, const Activations& a, int64_t token, float (*y)[16]) {
   const int64_t stride = a.stride * 4;
-  const int8_t* x = a.digits + token * stride;
+  const int8_t* x = a.limbs + token * stride;
   const Block* block = a.block + token * a.blocks;
   __m512 total[M], lost[M];
   for (int m = 0; m < M; m++) total[m] = lost[m] = _mm512_setzero_ps();
@@ -97,14 +97,14 @@ void dot_vnni(const ap_linear& w, const Layout& l, const uint8_t* p, const Activ
     for (int64_t k = 0; k < l.group; k += a.width, x += a.width * 4, block++) {
       const int64_t count = l.group - k < a.width ? l.group - k : a.width;
       const uint8_t* weights = p + l.header + k * (KIND == AP_INT8 ? 16 : 8);
-      Digits<M> even, odd = {};
+      LimbSums<M> even, odd = {};
       begin<M, KIND>(even, block, a.blocks);
       if (count == 64) multiply_block<M, KIND>(weights, x, stride, 64, even, odd);
       else multiply_block<M, KIND>(weights, x, stride, count, even, odd);
       for (int m = 0; m < M; m++) {
         const Block& b = block[m * a.blocks];
-        const __m512 unit = _mm512_mul_ps(scale, _mm512_set1_ps(b.unit));
-        __m512 value = _mm512_mul_ps(join(even.digit[m], odd.digit[m]), unit);
+        const __m512 step = _mm512_mul_ps(scale, _mm512_set1_ps(b.step));
+        __m512 value = _mm512_mul_ps(join(even.limb[m], odd.limb[m]), step);
         if (KIND == AP_INT4 && w.minimum) value = _mm512_fmadd_ps(middle, _mm512_set1_ps(b.sum), value);
         add(total[m], lost[m], value);
       }

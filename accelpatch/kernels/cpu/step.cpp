@@ -43,7 +43,7 @@ struct Purse {
   char* at;
   int64_t used = 0;
   template <class T>
-  void take(T*& place, int64_t bytes) {
+  void reserve(T*& place, int64_t bytes) {
     if (at) place = reinterpret_cast<T*>(at + used);
     used += round_up(bytes, 64);
   }
@@ -53,19 +53,19 @@ int64_t lay_out(Step& s, char* memory) {
   const ap_model& m = s.model;
   const int64_t b = m.max_batch, d = m.head_dim;
   Purse purse = {memory};
-  purse.take(s.layers, m.layers * static_cast<int64_t>(sizeof(ap_layer)));
-  purse.take(s.cos, 2 * b * (d / 2) * 4);
-  purse.take(s.sin, 2 * b * (d / 2) * 4);
-  purse.take(s.qkv, b * (m.heads + 2 * m.kv_heads) * d * 4);
-  purse.take(s.partial, b * m.heads * s.longest_runs * round_up(d + 2, 16) * 4);
-  purse.take(s.attention_out, b * m.hidden * 4);
-  purse.take(s.gated, b * m.intermediate * 4);
-  purse.take(s.mlp_out, b * m.hidden * 4);
+  purse.reserve(s.layers, m.layers * static_cast<int64_t>(sizeof(ap_layer)));
+  purse.reserve(s.cos, 2 * b * (d / 2) * 4);
+  purse.reserve(s.sin, 2 * b * (d / 2) * 4);
+  purse.reserve(s.qkv, b * (m.heads + 2 * m.kv_heads) * d * 4);
+  purse.reserve(s.partial, b * m.heads * s.longest_runs * round_up(d + 2, 16) * 4);
+  purse.reserve(s.attention_out, b * m.hidden * 4);
+  purse.reserve(s.gated, b * m.intermediate * 4);
+  purse.reserve(s.mlp_out, b * m.hidden * 4);
   for (int i = 0; i < s.threads; i++) {
-    purse.take(s.scratch[i].hidden, b * m.hidden * 4);
-    purse.take(s.scratch[i].input, b * s.widest * 4);
-    purse.take(s.scratch[i].query, m.heads / m.kv_heads * d * 4);
-    purse.take(s.scratch[i].ready, chosen_kernels().activation_bytes(b, s.widest));
+    purse.reserve(s.scratch[i].hidden, b * m.hidden * 4);
+    purse.reserve(s.scratch[i].input, b * s.widest * 4);
+    purse.reserve(s.scratch[i].query, m.heads / m.kv_heads * d * 4);
+    purse.reserve(s.scratch[i].ready, chosen_kernels().activation_bytes(b, s.widest));
   }
   return purse.used;
 }

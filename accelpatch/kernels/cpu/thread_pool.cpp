@@ -15,7 +15,7 @@
 #include "accelpatch_cpu.h"
 
 struct ThreadPool {
-  // One cache line a thread: its share's cursor (two, used by turns: a thread clears the one that nobody looks at) and its phase.
+  // One cache line a thread: its partition's cursor (two, used alternately: a thread clears the one that nobody looks at) and its phase.
   struct alignas(64) Member {
     std::atomic<int64_t> cursor[2];
     uint32_t phase;
@@ -217,20 +217,20 @@ void pool_wait(ThreadPool* pool, int self) {
   spin_until([&] { return static_cast<int32_t>(pool->arrived.load(std::memory_order_acquire) - target) >= 0; });
 }
 
-int64_t pool_share(const ThreadPool* pool, int self, int64_t items) { return items * self / pool->count; }
+int64_t pool_partition(const ThreadPool* pool, int self, int64_t items) { return items * self / pool->count; }
 
-bool pool_take(ThreadPool* pool, int self, Turn* turn) {
+bool pool_advance(ThreadPool* pool, int self, WorkCursor* work) {
   const uint32_t phase = pool->member[self].phase % 2;
-  for (; turn->tried < pool->count; turn->tried++) {
-    const int whose = (self + turn->tried) % pool->count;
-    const int64_t begin = pool_share(pool, whose, turn->items), end = pool_share(pool, whose + 1, turn->items);
+  for (; work->tried < pool->count; work->tried++) {
+    const int whose = (self + work->tried) % pool->count;
+    const int64_t begin = pool_partition(pool, whose, work->items), end = pool_partition(pool, whose + 1, work->items);
     const int64_t piece = std::max<int64_t>(1, (end - begin) / kPieces);
     auto& cursor = pool->member[whose].cursor[phase];
     if (begin + cursor.load(std::memory_order_relaxed) >= end) continue;
-    turn->next = begin + cursor.fetch_add(piece, std::memory_order_relaxed);
-    turn->end = std::min(turn->next + piece, end);
-    if (turn->next < end) return true;
+    work->next = begin + cursor.fetch_add(piece, std::memory_order_relaxed);
+    work->end = std::min(work->next + piece, end);
+    if (work->next < end) return true;
   }
-  turn->next = turn->end = 0;
+  work->next = work->end = 0;
   return false;
 }

@@ -15,22 +15,22 @@ void pool_run(int count, Job job, void* argument, PoolKind kind);
 int pool_count(const ThreadPool* pool);
 // Everyone waits for everyone; what was written before is seen after. Every thread must call it equally often.
 void pool_wait(ThreadPool* pool, int self);
-// What a thread has before it of the items of a phase (the time between two waits): first its own share, piece by piece, then
-// pieces of other shares that nobody has begun. Begin one anew in each phase.
-struct Turn {
+// What a thread has before it of the items of a phase (the time between two waits): first its own partition, piece by piece, then
+// pieces of other partitions that nobody has begun. Begin one anew in each phase.
+struct WorkCursor {
   int64_t items;
   int64_t next = 0, end = 0;  // the piece in hand
   int tried = 0;              // shares found empty
 };
 
 // Takes another piece in hand; false when nothing is left.
-bool pool_take(ThreadPool* pool, int self, Turn* turn);
+bool pool_advance(ThreadPool* pool, int self, WorkCursor* work);
 
 // The next item to do, or -1.
-static inline int64_t pool_next(ThreadPool* pool, int self, Turn* turn) {
-  if (turn->next == turn->end && !pool_take(pool, self, turn)) return -1;
-  return turn->next++;
+static inline int64_t pool_next(ThreadPool* pool, int self, WorkCursor* work) {
+  if (work->next == work->end && !pool_advance(pool, self, work)) return -1;
+  return work->next++;
 }
 
 // Where a thread's own share begins.
-int64_t pool_share(const ThreadPool* pool, int self, int64_t items);
+int64_t pool_partition(const ThreadPool* pool, int self, int64_t items);

@@ -99,8 +99,8 @@ AP_INLINE vf exp(vf x) {
   const float c[] = {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f};
   for (int i = 0; i < 5; i++) p = fma(p, r, splat(c[i]));
   p = fma(p, r * r, r) + 1.0f;
-  const vi whole = as_int(shifted) - as_int(magic), half = whole >> 1;
-  return p * as_float((half + 127) << 23) * as_float((whole - half + 127) << 23);
+  const vi rounded = as_int(shifted) - as_int(magic), half = rounded >> 1;
+  return p * as_float((half + 127) << 23) * as_float((rounded - half + 127) << 23);
 }
 
 // tanh within 2 units: a polynomial near zero (Cephes), elsewhere by exp.
