@@ -76,7 +76,7 @@ struct Geometry {
     }
 };
 
-KV splits of one head that follow each other: what a block takes at a time.
+// KV splits of one head that follow each other: what a block takes at a time.
 struct Segment {
     int row, kv, tile, head;  // tile: of queries
     int first, last;          // of the head's KV splits that any token sees

@@ -20,7 +20,7 @@ struct DynamicSchedule : StaticPartition {
         return items && *next_item < all.heads * items && item(s, *next_item, a, plan, all);
     }
     DEVICE bool more() const { return at < end || items; }
-    KV splits of a head; false if its row has none of them.
+    // KV splits of a head; false if its row has none of them.
     DEVICE bool part_of(Segment& s, int head, int skipped, int length, const AttentionArgs& a, const AttentionPlan& plan, const Geometry& all) const {
         StaticPartition other = *this;
         other.at = head * all.splits + skipped, other.end = other.at + length;

@@ -40,7 +40,7 @@ template <int WIDE> bool reserve_levels(AttentionPlan& p, int64_t half, int64_t 
     return true;
 }
 
-KV splits of all heads where the cache is full.
+// KV splits of all heads where the cache is full.
 inline int64_t splits_of(const AttentionArgs& a, int64_t heads) { return heads * ((a.capacity - 1) / KV_SPLIT + 1); }
 
 // Two blocks share an SM, one of which reads while the other waits: where there are heads for nearly all of them, or where heads are
