@@ -6,7 +6,7 @@ constexpr int WARP_SIZE = 64;
 constexpr int BLOCKS_RESIDENT = 1;
 constexpr bool SHARED_STAGES = false;
 constexpr bool LAUNCHES_OVERLAP = false;  // a kernel begins when the one before it has ended
-constexpr bool BLOCKS_MEET = false;  // blocks of a launch do not wait for each other
+constexpr bool BLOCKS_MEET = false;       // blocks of a launch do not wait for each other
 constexpr int RESERVED_SHARED = 0;
 
 using Half2 = _Float16 __attribute__((ext_vector_type(2)));
@@ -28,18 +28,24 @@ DEVICE uint32_t float_to_bf16(float value) {
     return (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
 }
 DEVICE uint32_t floats_to_bf16(float low, float high) { return float_to_bf16(low) | float_to_bf16(high) << 16; }
-DEVICE float half_to_float(uint32_t bits) { return static_cast<float>(__builtin_bit_cast(_Float16, static_cast<uint16_t>(bits))); }
+DEVICE float half_to_float(uint32_t bits) {
+    return static_cast<float>(__builtin_bit_cast(_Float16, static_cast<uint16_t>(bits)));
+}
 DEVICE uint32_t float_to_half(float value) { return __builtin_bit_cast(uint16_t, static_cast<_Float16>(value)); }
 DEVICE uint32_t floats_to_half(float low, float high) { return float_to_half(low) | float_to_half(high) << 16; }
-DEVICE float rounded_multiply(float a, float b) { return a * b; }  // attention has one kernel here: none has to agree with another
+DEVICE float rounded_multiply(float a, float b) {
+    return a * b;
+}  // attention has one kernel here: none has to agree with another
 DEVICE float fast_exp2(float v) { return __builtin_amdgcn_exp2f(v); }
 DEVICE float fast_reciprocal(float v) { return __builtin_amdgcn_rcpf(v); }  // within a unit in the last place
-DEVICE uint32_t pair_fma(uint32_t a, uint32_t b, uint32_t c) {  // of fp16
-    return __builtin_bit_cast(uint32_t, __builtin_elementwise_fma(__builtin_bit_cast(Half2, a), __builtin_bit_cast(Half2, b), __builtin_bit_cast(Half2, c)));
+DEVICE uint32_t pair_fma(uint32_t a, uint32_t b, uint32_t c) {              // of fp16
+    return __builtin_bit_cast(uint32_t, __builtin_elementwise_fma(__builtin_bit_cast(Half2, a),
+                                            __builtin_bit_cast(Half2, b), __builtin_bit_cast(Half2, c)));
 }
 DEVICE uint32_t pair_max(uint32_t a, uint32_t b) {  // of two halves each, unsigned
     using Pair = uint16_t __attribute__((ext_vector_type(2)));
-    return __builtin_bit_cast(uint32_t, __builtin_elementwise_max(__builtin_bit_cast(Pair, a), __builtin_bit_cast(Pair, b)));
+    return __builtin_bit_cast(
+        uint32_t, __builtin_elementwise_max(__builtin_bit_cast(Pair, a), __builtin_bit_cast(Pair, b)));
 }
 // Of a word, and more.
 template <bool SIGNED> DEVICE int sum_of_bytes(uint32_t bytes, int more) {
@@ -59,12 +65,15 @@ DEVICE bool block_any(bool yes, uint32_t& word) {
 template <class V> DEVICE void compute_here(V&) {}
 // Four bytes of a (0 to 3) and b (4 to 7), one in each nibble of SELECT, the lowest first.
 template <uint32_t SELECT> DEVICE uint32_t permute(uint32_t a, uint32_t b) {
-    return __builtin_amdgcn_perm(b, a, (SELECT & 15u) | (SELECT >> 4 & 15u) << 8 | (SELECT >> 8 & 15u) << 16 | (SELECT >> 12 & 15u) << 24);
+    return __builtin_amdgcn_perm(
+        b, a, (SELECT & 15u) | (SELECT >> 4 & 15u) << 8 | (SELECT >> 8 & 15u) << 16 | (SELECT >> 12 & 15u) << 24);
 }
 
 // ---- memory ----
 DEVICE Words4 load_activation16(const void* source) { return *static_cast<const Words4*>(source); }
-DEVICE Words4 load_activation16(const void* source, bool there) { return there ? load_activation16(source) : Words4{0, 0, 0, 0}; }
+DEVICE Words4 load_activation16(const void* source, bool there) {
+    return there ? load_activation16(source) : Words4{0, 0, 0, 0};
+}
 DEVICE uint32_t load_activation2(const void* source) { return *static_cast<const uint16_t*>(source); }
 DEVICE uint32_t load_activation4(const void* source) { return *static_cast<const uint32_t*>(source); }
 DEVICE void store_activation2(void* into, uint32_t v) { *static_cast<uint16_t*>(into) = static_cast<uint16_t>(v); }
@@ -125,8 +134,12 @@ template <class V> DEVICE V* beside(V* here, int) { return here; }
 template <class T> DEVICE void multiply_halves(float* sum, uint32_t a0, uint32_t a1, uint32_t b0, uint32_t b1) {
     const uint64_t a = a0 | (uint64_t(a1) << 32), b = b0 | (uint64_t(b1) << 32);
     Float4 c = {sum[0], sum[1], sum[2], sum[3]};
-    if constexpr (T::BF16) c = __builtin_amdgcn_mfma_f32_16x16x16bf16_1k(__builtin_bit_cast(Short4, a), __builtin_bit_cast(Short4, b), c, 0, 0, 0);
-    else c = __builtin_amdgcn_mfma_f32_16x16x16f16(__builtin_bit_cast(Half4, a), __builtin_bit_cast(Half4, b), c, 0, 0, 0);
+    if constexpr (T::BF16)
+        c = __builtin_amdgcn_mfma_f32_16x16x16bf16_1k(
+            __builtin_bit_cast(Short4, a), __builtin_bit_cast(Short4, b), c, 0, 0, 0);
+    else
+        c = __builtin_amdgcn_mfma_f32_16x16x16f16(
+            __builtin_bit_cast(Half4, a), __builtin_bit_cast(Half4, b), c, 0, 0, 0);
     for (int i = 0; i < 4; ++i) sum[i] = c[i];
 }
 constexpr bool UNSIGNED_BYTES = false;  // below
@@ -164,12 +177,14 @@ inline DeviceLimits device_limits() {
 inline void clear(int32_t* number, GpuStream stream) { (void)hipMemsetAsync(number, 0, sizeof(*number), stream); }
 // The runtime's error, 0 for none.
 template <class... ARGS>
-int launch_kernel(void (*kernel)(ARGS...), int blocks, int threads, int shared, GpuStream stream, const DeviceLimits&, bool, ARGS... args) {
+int launch_kernel(void (*kernel)(ARGS...), int blocks, int threads, int shared, GpuStream stream, const DeviceLimits&,
+    bool, ARGS... args) {
     (void)hipGetLastError();
     kernel<<<dim3(blocks), dim3(threads), shared, stream>>>(args...);
     return hipGetLastError();
 }
 template <class... ARGS>
-int launch_clusters(void (*kernel)(ARGS...), int, int blocks, int threads, int shared, GpuStream stream, const DeviceLimits& limits, bool dependent, ARGS... args) {
+int launch_clusters(void (*kernel)(ARGS...), int, int blocks, int threads, int shared, GpuStream stream,
+    const DeviceLimits& limits, bool dependent, ARGS... args) {
     return launch_kernel(kernel, blocks, threads, shared, stream, limits, dependent, args...);
 }

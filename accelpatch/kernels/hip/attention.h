@@ -1,22 +1,26 @@
 // Attention of 1 to 8 new tokens a row over a static cache: the arguments of a launch, and how its work is cut.
 //
-// A KV split is 256 slots, counted from the first slot of a row's own tokens; a warp of a block has two of its tiles of 16. KV splits of one head
-// are added up as a tree that their numbers alone give (attention_partials.h): so what a token gets depends on its slots alone.
+// A KV split is 256 slots, counted from the first slot of a row's own tokens; a warp of a block has two of its tiles
+// of 16. KV splits of one head are added up as a tree that their numbers alone give (attention_partials.h): so what a
+// token gets depends on its slots alone.
 #pragma once
 #include "portability.h"
 
 constexpr int TILE = 16, KV_SPLIT = 256, ROUNDS = KV_SPLIT / TILE / WARPS;
-constexpr int QUERIES = 8;         // of a block at once
-constexpr int MOST_ROWS = 256;     // rows whose first slots fit in shared memory
-constexpr int BROUGHT_PIECE = 4096, BROUGHT_PIECES = 4;  // of what the kernel behind reads: bytes that a thread asks for, and so many threads of a block; more is slower
-constexpr int TOPS = WARPS * 2 + 4;  // floats a query: of each warp the highest score and the sum of weights; its own slot's weight, three of padding
-constexpr int FAN_IN = 8;    // KV splits whose results are added up by themselves, and then so many such results
+constexpr int QUERIES = 8;                               // of a block at once
+constexpr int MOST_ROWS = 256;                           // rows whose first slots fit in shared memory
+constexpr int BROUGHT_PIECE = 4096, BROUGHT_PIECES = 4;  // of what the kernel behind reads: bytes that a thread asks
+                                                         // for, and so many threads of a block; more is slower
+constexpr int TOPS = WARPS * 2 + 4;  // floats a query: of each warp the highest score and the sum of weights; its own
+                                     // slot's weight, three of padding
+constexpr int FAN_IN = 8;  // KV splits whose results are added up by themselves, and then so many such results
 constexpr int FAN_IN_LEVELS = 3, LEVELS = 6;  // of a subtree's tree, and of a tree's, of FAN_IN FAN_IN KV splits
-constexpr int PIECE = 16, PARTIAL_HEAD = 4;  // columns of a partial state's piece, and the words before them: the highest score, the sum of weights, how many KV splits, one of padding
+constexpr int PIECE = 16, PARTIAL_HEAD = 4;   // columns of a partial state's piece, and the words before them: the
+                                              // highest score, the sum of weights, how many KV splits, one of padding
 constexpr int PIECE_FLOATS = PARTIAL_HEAD + PIECE;
 
-// Floats between a warp's sums and the next one's, and between a query's and the next one's: sums of four queries that are
-// stored at once lie in different banks.
+// Floats between a warp's sums and the next one's, and between a query's and the next one's: sums of four queries that
+// are stored at once lie in different banks.
 template <int WIDE> constexpr int WARP_STRIDE = WIDE + 4;
 template <int WIDE> constexpr int LEVEL_FLOATS = WIDE + 4;  // of a query's result that waits for the next one
 template <int WIDE> constexpr int QUERY_STRIDE = WARPS * WARP_STRIDE<WIDE> + 4;
@@ -30,12 +34,13 @@ struct AttentionArgs {
     const float* inv_freq;
     const void *q_norm, *k_norm;  // [size] or null
     void* y;                      // [rows tokens, heads size]
-    float* partials;               // [rows kv_heads tiles, queries, KV splits, PIECE_FLOATS for each 16 of 64, 128 or 256 columns] zeros, and left so
-    int32_t* finished;            // [rows kv_heads tiles] zeros, and left so; the first numbers the items that blocks fetch
-    int32_t* consumer;               // where the product before counts its columns of q and k (see GemvArgs), or null
-    const void* following;        // what the kernel behind will read, or null
+    float* partials;    // [rows kv_heads tiles, queries, KV splits, PIECE_FLOATS for each 16 of 64, 128 or 256 columns]
+                        // zeros, and left so
+    int32_t* finished;  // [rows kv_heads tiles] zeros, and left so; the first numbers the items that blocks fetch
+    int32_t* consumer;  // where the product before counts its columns of q and k (see GemvArgs), or null
+    const void* following;  // what the kernel behind will read, or null
     int64_t following_bytes;
-    int64_t consumer_columns;         // q's and k's
+    int64_t consumer_columns;  // q's and k's
     int64_t rows, tokens, capacity, heads, kv_heads, size, rotary_dim, window, splits;
     float scaling, softcap, rope_scaling, epsilon;  // scaling: to the base 2; with a softcap see Softmax::keys
     int32_t plus_one, dependent;
@@ -52,9 +57,12 @@ struct AttentionPlan {
 
 // Facts of a launch that lie in device memory; no kernel of the step writes them, so they are read before grid_wait().
 struct Geometry {
-    int slot, stop, low, splits, heads;  // stop: after the new tokens; low: the first slot that any of them sees; heads: rows kv_heads tiles
-    int* starts;                        // of the rows: where their KV splits are counted from; behind them the item that a block has fetched (attention_schedule.h)
-    DEVICE Geometry(const AttentionArgs& a, const AttentionPlan& plan, char* shared) : starts(reinterpret_cast<int*>(shared + plan.starts_at)) {
+    int slot, stop, low, splits,
+        heads;    // stop: after the new tokens; low: the first slot that any of them sees; heads: rows kv_heads tiles
+    int* starts;  // of the rows: where their KV splits are counted from; behind them the item that a block has fetched
+                  // (attention_schedule.h)
+    DEVICE Geometry(const AttentionArgs& a, const AttentionPlan& plan, char* shared)
+        : starts(reinterpret_cast<int*>(shared + plan.starts_at)) {
         slot = int(a.slot[0]), stop = slot + int(a.tokens);
         low = a.window > 0 ? max(slot + 1 - int(a.window), 0) : 0;
         heads = int(a.rows * a.kv_heads) * plan.tiles;
@@ -80,14 +88,18 @@ struct Geometry {
 struct Segment {
     int row, kv, tile, head;  // tile: of queries
     int first, last;          // of the head's KV splits that any token sees
-    int split, count;          // the first that is taken, and how many
+    int split, count;         // the first that is taken, and how many
     int begin;                // their first slot
-    bool two_blocks;              // at most two blocks have all, of which the second can go on with the first one's sums
+    bool two_blocks;          // at most two blocks have all, of which the second can go on with the first one's sums
     DEVICE bool single() const { return first == last; }
     DEVICE bool ends() const { return split + count > last; }  // whether the head's last KV split is among them
-    // Whether blocks need not gather what they have: one, or one after the other, adds up all in its own tree, of 1 << levels KV splits.
-    DEVICE bool alone(int levels) const { return single() || ((two_blocks || (split == first && ends())) && first >> levels == last >> levels); }
-    // How many KV splits it adds up at most: as readers of partial states expect, where others have to be added to them.
+    // Whether blocks need not gather what they have: one, or one after the other, adds up all in its own tree, of 1 <<
+    // levels KV splits.
+    DEVICE bool alone(int levels) const {
+        return single() || ((two_blocks || (split == first && ends())) && first >> levels == last >> levels);
+    }
+    // How many KV splits it adds up at most: as readers of partial states expect, where others have to be added to
+    // them.
     DEVICE int most(int levels) const { return alone(levels) ? 1 << levels : min(1 << levels, FAN_IN); }
     // Of such a pair, whether it is the first; whether the second, and does go on.
     DEVICE bool first_of_pair() const { return two_blocks && !ends(); }
@@ -98,12 +110,12 @@ struct Segment {
 DEVICE int tile_at(int round) { return (round * WARPS + int(threadIdx.x) / WARP_SIZE) * TILE; }
 DEVICE bool seen_tile(const Geometry& all, int slot) { return slot < all.stop && slot + TILE > all.low; }
 
-// A block's partition of all KV splits of all heads, a head's one after the other: of one head alone, where that makes no block's
-// share much longer, since a second head is begun anew. The last head comes first: what of it another block goes on with, as
-// its last one, is then added up in time, as a rule.
+// A block's partition of all KV splits of all heads, a head's one after the other: of one head alone, where that makes
+// no block's share much longer, since a second head is begun anew. The last head comes first: what of it another block
+// goes on with, as its last one, is then added up in time, as a rule.
 struct StaticPartition {
     int at, end;
-    int before, busy;  // blocks that have KV splits: of those before this one, and in all
+    int before, busy;     // blocks that have KV splits: of those before this one, and in all
     int part = 0, parts;  // of a head, where a block has KV splits of one alone; else no parts
     DEVICE StaticPartition(const Geometry& all, const AttentionArgs&) {
         const int blocks = int(gridDim.x), block = int(blockIdx.x), total = all.heads * all.splits;
@@ -120,7 +132,8 @@ struct StaticPartition {
             before = min(at, block), busy = min(total, blocks);
         }
     }
-    // Which block has a KV split, of all heads', where shares are not of one head. A float's quotient is off by one at most.
+    // Which block has a KV split, of all heads', where shares are not of one head. A float's quotient is off by one at
+    // most.
     static DEVICE int block_of(int split, const Geometry& all) {
         const int64_t of = (split + int64_t(1)) * int(gridDim.x) - 1, total = all.heads * all.splits;
         int block = int(float(of) / float(total));
@@ -141,13 +154,16 @@ struct StaticPartition {
         }
     }
     // Whether blocks have at least half a subtree's KV splits of a head, as a rule.
-    DEVICE bool halves(const Geometry& all) const { return (parts > 0 ? all.splits / parts : all.heads * all.splits / int(gridDim.x)) >= FAN_IN / 2; }
+    DEVICE bool halves(const Geometry& all) const {
+        return (parts > 0 ? all.splits / parts : all.heads * all.splits / int(gridDim.x)) >= FAN_IN / 2;
+    }
     // The next segment that holds anything; false, and s stays, if there is none.
     DEVICE bool next(Segment& s, const AttentionArgs& a, const AttentionPlan& plan, const Geometry& all) {
         while (at < end) {
             Segment n;
             n.head = (end - 1) / all.splits;
-            const int of = n.head / plan.tiles, skipped = max(at - n.head * all.splits, 0), length = end - n.head * all.splits - skipped;
+            const int of = n.head / plan.tiles, skipped = max(at - n.head * all.splits, 0),
+                      length = end - n.head * all.splits - skipped;
             n.tile = n.head - of * plan.tiles, n.row = of / int(a.kv_heads), n.kv = of - n.row * int(a.kv_heads);
             const int start = all.starts[n.row];
             n.first = a.window > 0 ? max(all.low - start, 0) / KV_SPLIT : 0, n.last = (all.stop - 1 - start) / KV_SPLIT;
@@ -161,5 +177,7 @@ struct StaticPartition {
     }
     DEVICE bool more() const { return at < end; }  // whether next() has something to look at
     // The first; of a DynamicSchedule it may have to be fetched.
-    DEVICE bool begin(Segment& s, const AttentionArgs& a, const AttentionPlan& plan, const Geometry& all) { return next(s, a, plan, all); }
+    DEVICE bool begin(Segment& s, const AttentionArgs& a, const AttentionPlan& plan, const Geometry& all) {
+        return next(s, a, plan, all);
+    }
 };

@@ -1,7 +1,8 @@
-// What blocks exchange of a query: results of KV splits, added up as a binary tree over their numbers. A subtree is FAN_IN KV splits, counted from
-// the row's first slot, a tree FAN_IN subtrees; trees follow each other. A partial state stands for 1, 2, 4 or 8 KV splits: as many of a subtree as its
-// block has alone; of a head that the next block goes on with, for any power of two of a tree. Who reads needs no counter: a partial state's
-// words are zero until they are written, and zero again once they are read.
+// What blocks exchange of a query: results of KV splits, added up as a binary tree over their numbers. A subtree is
+// FAN_IN KV splits, counted from the row's first slot, a tree FAN_IN subtrees; trees follow each other. A partial state
+// stands for 1, 2, 4 or 8 KV splits: as many of a subtree as its block has alone; of a head that the next block goes on
+// with, for any power of two of a tree. Who reads needs no counter: a partial state's words are zero until they are
+// written, and zero again once they are read.
 #pragma once
 #include "attention.h"
 
@@ -12,7 +13,8 @@ struct Part {
     float highest = LEAST, total = 0.f, sums[4] = {0.f, 0.f, 0.f, 0.f};
     // Takes in what comes behind it; of nothing, nothing changes.
     DEVICE void merge(const Part& other) {
-        const float most = fmaxf(highest, other.highest), before = fast_exp2(highest - most), factor = fast_exp2(other.highest - most);
+        const float most = fmaxf(highest, other.highest), before = fast_exp2(highest - most),
+                    factor = fast_exp2(other.highest - most);
         highest = most, total = fmaf(factor, other.total, total * before);
 #pragma unroll
         for (int i = 0; i < 4; ++i) sums[i] = fmaf(factor, other.sums[i], sums[i] * before);
@@ -22,14 +24,18 @@ struct Part {
 // The partial states of one query's KV splits: [KV split][piece][PARTIAL_HEAD + PIECE] floats.
 template <int WIDE> struct Partials {
     float* memory;
-    DEVICE float* at(int split, int column) const { return memory + (split * (WIDE / PIECE) + column / PIECE) * PIECE_FLOATS; }
+    DEVICE float* at(int split, int column) const {
+        return memory + (split * (WIDE / PIECE) + column / PIECE) * PIECE_FLOATS;
+    }
     // A word that has been stored is not zero, nor is what stands for a zero.
     static DEVICE uint32_t word(float v) { return v == 0.f ? 0x80000000u : float_to_bits(v); }
-    // Four columns of a partial state of so many KV splits; before a piece stand the highest score, the sum of weights and how many KV splits there are.
+    // Four columns of a partial state of so many KV splits; before a piece stand the highest score, the sum of weights
+    // and how many KV splits there are.
     DEVICE void keep(int split, int splits, int column, const Part& part) const {
         float* to = at(split, column);
         if (column % PIECE == 0) store_relaxed16(to, {word(part.highest), word(part.total), uint32_t(splits), 0});
-        store_relaxed16(to + PARTIAL_HEAD + column % PIECE, {word(part.sums[0]), word(part.sums[1]), word(part.sums[2]), word(part.sums[3])});
+        store_relaxed16(to + PARTIAL_HEAD + column % PIECE,
+            {word(part.sums[0]), word(part.sums[1]), word(part.sums[2]), word(part.sums[3])});
     }
     // What has come of four columns.
     struct Seen {
@@ -37,13 +43,17 @@ template <int WIDE> struct Partials {
         bool there;
         DEVICE Part part() const {
             Part p;
-            if (there) p = {bits_to_float(head.x), bits_to_float(head.y), {bits_to_float(sums.x), bits_to_float(sums.y), bits_to_float(sums.z), bits_to_float(sums.w)}};
+            if (there)
+                p = {bits_to_float(head.x), bits_to_float(head.y),
+                    {bits_to_float(sums.x), bits_to_float(sums.y), bits_to_float(sums.z), bits_to_float(sums.w)}};
             return p;
         }
     };
     DEVICE Seen look(int split, int column, bool asked) const {
         Seen s = {{0, 0, 0, 0}, {0, 0, 0, 0}, false};
-        if (asked) s.head = load_relaxed16(at(split, column)), s.sums = load_relaxed16(at(split, column) + PARTIAL_HEAD + column % PIECE);
+        if (asked)
+            s.head = load_relaxed16(at(split, column)),
+            s.sums = load_relaxed16(at(split, column) + PARTIAL_HEAD + column % PIECE);
         s.there = s.head.x && s.head.y && s.head.z && s.sums.x && s.sums.y && s.sums.z && s.sums.w;
         return s;
     }
@@ -62,8 +72,9 @@ template <int WIDE> struct Partials {
     }
 };
 
-// A warp adds up a piece's columns of all partial states from KV split `first` to `last`. Four lanes have four columns each, and of every FAN_IN
-// KV splits or subtrees one: their group. (Of 64 lanes the upper half does what the lower half does.)
+// A warp adds up a piece's columns of all partial states from KV split `first` to `last`. Four lanes have four columns
+// each, and of every FAN_IN KV splits or subtrees one: their group. (Of 64 lanes the upper half does what the lower
+// half does.)
 template <int WIDE> struct Gatherer {
     const Partials<WIDE>& partials;
     const int first, last, column;
@@ -71,7 +82,11 @@ template <int WIDE> struct Gatherer {
     int looks = 0;
 
     DEVICE Gatherer(const Partials<WIDE>& partials, int first, int last, int piece, int size)
-        : partials(partials), first(first), last(last), column(piece * PIECE + lane_id() % 4 * 4), mine(column < size) {}
+        : partials(partials),
+          first(first),
+          last(last),
+          column(piece * PIECE + lane_id() % 4 * 4),
+          mine(column < size) {}
     static DEVICE int group() { return lane_id() / 4 % FAN_IN; }
 
     using Seen = typename Partials<WIDE>::Seen;
@@ -90,8 +105,8 @@ template <int WIDE> struct Gatherer {
                 part.merge(other);
             }
     }
-    // Subtrees of which several blocks may have KV splits, or none from `last` on: a group has a KV split of each, once all that are due are there or
-    // a partial state before them stands for them.
+    // Subtrees of which several blocks may have KV splits, or none from `last` on: a group has a KV split of each, once
+    // all that are due are there or a partial state before them stands for them.
     template <int SUBTREES> DEVICE void splits(const int (&subtrees)[SUBTREES], Part (&parts)[SUBTREES]) {
         Seen seen[SUBTREES];
         for (bool due[SUBTREES];; spin(looks)) {
@@ -99,7 +114,8 @@ template <int WIDE> struct Gatherer {
 #pragma unroll
             for (int n = 0; n < SUBTREES; ++n) {
                 const int split = subtrees[n] * FAN_IN + group();
-                seen[n] = look(split), due[n] = mine && split >= first && split <= last && !seen[n].there, any = any || due[n];
+                seen[n] = look(split), due[n] = mine && split >= first && split <= last && !seen[n].there,
+                any = any || due[n];
             }
             if (!lane_vote(any)) break;
             any = false;
@@ -118,7 +134,8 @@ template <int WIDE> struct Gatherer {
         for (int n = 0; n < SUBTREES; ++n) forget(seen[n], subtrees[n] * FAN_IN + group()), parts[n] = seen[n].part();
         add_groups(parts);
     }
-    // A tree of which most subtrees have one partial state or two: a group has one subtree. Gives those that it has not taken, a bit each.
+    // A tree of which most subtrees have one partial state or two: a group has one subtree. Gives those that it has not
+    // taken, a bit each.
     DEVICE uint32_t subtrees(int tree, Part& into) {
         const int split = (tree * FAN_IN + group()) * FAN_IN, half = split + FAN_IN / 2;
         Seen low, high;
@@ -127,7 +144,9 @@ template <int WIDE> struct Gatherer {
             low = look(split), high = look(half);
             const int splits = low.there ? int(low.head.z) : 0;
             const bool some = mine && split <= last, other = splits == FAN_IN / 2 && half <= last;
-            complete = split >= first && (splits == FAN_IN || (splits == FAN_IN / 2 && (half > last || (high.there && int(high.head.z) == FAN_IN / 2))));
+            complete = split >= first &&
+                       (splits == FAN_IN ||
+                           (splits == FAN_IN / 2 && (half > last || (high.there && int(high.head.z) == FAN_IN / 2))));
             rest = some && !complete && (split < first || (splits && !other) || (other && high.there));
             all = lane_vote(some && !complete && !rest) == 0;
             if (!all) spin(looks);
@@ -160,7 +179,8 @@ template <int WIDE> struct Gatherer {
                 int two[2] = {begin, end > begin ? end : end + 1};  // or one and none
                 if (!few)
 #pragma unroll
-                    for (int& subtree : two) subtree = left ? tree * FAN_IN + lowest_bit(left) : end + 1, left &= left - 1;
+                    for (int& subtree : two)
+                        subtree = left ? tree * FAN_IN + lowest_bit(left) : end + 1, left &= left - 1;
                 splits(two, parts);
                 if (few) {
                     parts[0].merge(parts[1]);

@@ -1,4 +1,5 @@
-// Rows of q, k and v on their way from the product before: norm and rotary embedding, rounded where transformers rounds.
+// Rows of q, k and v on their way from the product before: norm and rotary embedding, rounded where transformers
+// rounds.
 #pragma once
 #include "attention.h"
 
@@ -10,7 +11,8 @@ DEVICE void cos_sin(float angle, float& cosine, float& sine) {
     x = fmaf(quarters, -4.837512969970703125e-4f, x), x = fmaf(quarters, -7.54978995489188216e-8f, x);
     const float z = x * x;
     const float s = fmaf(x * z, fmaf(z, fmaf(z, -1.9515295891e-4f, 8.3321608736e-3f), -1.6666654611e-1f), x);
-    const float c = fmaf(z * z, fmaf(z, fmaf(z, 2.443315711809948e-5f, -1.388731625493765e-3f), 4.166664568298827e-2f), fmaf(-.5f, z, 1.f));
+    const float c = fmaf(z * z, fmaf(z, fmaf(z, 2.443315711809948e-5f, -1.388731625493765e-3f), 4.166664568298827e-2f),
+        fmaf(-.5f, z, 1.f));
     const int stage = int(quarters) & 3;
     cosine = stage & 1 ? s : c, sine = stage & 1 ? c : s;
     if (stage == 1 || stage == 2) cosine = -cosine;
@@ -23,7 +25,8 @@ template <class T> DEVICE void stage_angles(const AttentionArgs& a, float* angle
     for (int i = threadIdx.x; i < int(a.tokens) * half; i += THREADS) {
         float cosine, sine;
         cos_sin(static_cast<float>(a.positions[row * a.tokens + i / half]) * a.inv_freq[i % half], cosine, sine);
-        angles[2 * i] = T::up(T::down(cosine * a.rope_scaling)), angles[2 * i + 1] = T::up(T::down(sine * a.rope_scaling));
+        angles[2 * i] = T::up(T::down(cosine * a.rope_scaling)),
+                   angles[2 * i + 1] = T::up(T::down(sine * a.rope_scaling));
     }
 }
 
@@ -82,7 +85,9 @@ template <class T, int WIDE> struct HeadRow {
             for (int step = 1; step < WARP_SIZE; step *= 2) squares += lane_xor(squares, step);
             const float factor = rsqrtf(squares / static_cast<float>(a.size) + a.epsilon);
 #pragma unroll
-            for (int e = 0; e < EACH; ++e) own[e] = normed(a, own[e], factor, weight, column(e)), other[e] = normed(a, other[e], factor, weight, partner(a, column(e)));
+            for (int e = 0; e < EACH; ++e)
+                own[e] = normed(a, own[e], factor, weight, column(e)),
+                other[e] = normed(a, other[e], factor, weight, partner(a, column(e)));
         }
 #pragma unroll
         for (int e = 0; e < EACH; ++e) {
@@ -110,12 +115,16 @@ template <class T, int WIDE> struct HeadStager {
 
     DEVICE char* query(int q) const { return shared + plan.queries_at + q * STRIDE; }
     DEVICE char* fresh(int token, int value) const { return shared + plan.fresh_at + (token * 2 + value) * STRIDE; }
-    DEVICE float* angles(int token) const { return reinterpret_cast<float*>(shared + plan.angles_at) + token * a.rotary_dim; }
+    DEVICE float* angles(int token) const {
+        return reinterpret_cast<float*>(shared + plan.angles_at) + token * a.rotary_dim;
+    }
     DEVICE int queries(const Segment& s) const { return min(QUERIES, int(a.tokens) * plan.group - s.tile * QUERIES); }
     DEVICE const uint16_t* value(int token) const { return reinterpret_cast<const uint16_t*>(fresh(token, 1)); }
 
     // A piece of a new key or value.
-    DEVICE Words4 fresh_piece(int token, int value, int chunk) const { return reinterpret_cast<const Words4*>(fresh(token, value))[chunk]; }
+    DEVICE Words4 fresh_piece(int token, int value, int chunk) const {
+        return reinterpret_cast<const Words4*>(fresh(token, value))[chunk];
+    }
     DEVICE void switch_to(int other) {  // a row's angles; they need nothing of the kernel before
         if (other == row) return;
         row = other;
@@ -132,17 +141,24 @@ template <class T, int WIDE> struct HeadStager {
     DEVICE Task task(const Segment& s, const Geometry& all, int i) const {
         const int count = queries(s), rest = i - count, value = rest & 1;
         const bool mine = rest < 0;
-        const int q = s.tile * QUERIES + i, token = min(mine ? q / plan.group : rest / 2, int(a.tokens) - 1);  // past the last task: any
-        const int of = mine ? s.kv * plan.group + q - token * plan.group : int(a.heads) + value * int(a.kv_heads) + s.kv;
-        Task t = {static_cast<const uint16_t*>(a.qkv) + ((s.row * a.tokens + token) * (a.heads + 2 * a.kv_heads) + of) * a.size,
-                  static_cast<const uint16_t*>(mine ? a.q_norm : a.k_norm),
-                  reinterpret_cast<uint16_t*>(mine ? query(i) : fresh(token, value)), nullptr, token, mine || !value};
-        if (!mine && s.tile == 0) t.kept = static_cast<uint16_t*>(value ? a.values : a.keys) + ((s.row * a.kv_heads + s.kv) * a.capacity + all.slot + token) * a.size;
+        const int q = s.tile * QUERIES + i,
+                  token = min(mine ? q / plan.group : rest / 2, int(a.tokens) - 1);  // past the last task: any
+        const int of =
+            mine ? s.kv * plan.group + q - token * plan.group : int(a.heads) + value * int(a.kv_heads) + s.kv;
+        Task t = {static_cast<const uint16_t*>(a.qkv) +
+                      ((s.row * a.tokens + token) * (a.heads + 2 * a.kv_heads) + of) * a.size,
+            static_cast<const uint16_t*>(mine ? a.q_norm : a.k_norm),
+            reinterpret_cast<uint16_t*>(mine ? query(i) : fresh(token, value)), nullptr, token, mine || !value};
+        if (!mine && s.tile == 0)
+            t.kept = static_cast<uint16_t*>(value ? a.values : a.keys) +
+                     ((s.row * a.kv_heads + s.kv) * a.capacity + all.slot + token) * a.size;
         return t;
     }
-    // All threads call it, and may read what it left when it returns. `first`: the warp's task(), `rotation` its angles.
+    // All threads call it, and may read what it left when it returns. `first`: the warp's task(), `rotation` its
+    // angles.
     DEVICE void stage(const Segment& s, const Geometry& all, Task first, Angles rotation) {
-        const int tasks = queries(s) + (a.consumer ? 1 : 2 * int(a.tokens));  // the value behind the last key comes later
+        const int tasks =
+            queries(s) + (a.consumer ? 1 : 2 * int(a.tokens));  // the value behind the last key comes later
         for (int i = threadIdx.x / WARP_SIZE; i < tasks;) {
             HeadRow<T, WIDE> row(a, first.from, first.rotary_dim, words);
             if (first.rotary_dim) row.stage(a, first.norm, rotation);

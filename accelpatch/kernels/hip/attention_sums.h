@@ -2,40 +2,53 @@
 #pragma once
 #include "attention_partials.h"
 
-// One query's results of all warps, by one warp, and on from there: into y where there is but one KV split, else to what they are added up with.
+// One query's results of all warps, by one warp, and on from there: into y where there is but one KV split, else to
+// what they are added up with.
 template <class T, int WIDE> struct Adder {
-    static constexpr int COLUMNS = WARP_SIZE * 4, STRIPS = (WIDE + COLUMNS - 1) / COLUMNS;  // columns of all lanes; how often
+    static constexpr int COLUMNS = WARP_SIZE * 4,
+                         STRIPS = (WIDE + COLUMNS - 1) / COLUMNS;  // columns of all lanes; how often
     const AttentionArgs& a;
     const Segment& s;
-    const int token;        // of the query
-    uint16_t* y;            // of the query
+    const int token;          // of the query
+    uint16_t* y;              // of the query
     Partials<WIDE> partials;  // of its KV splits
 
-    DEVICE Adder(const AttentionArgs& a, const AttentionPlan& plan, const Segment& s, int q) : a(a), s(s), token(a.tokens == 1 ? 0 : (s.tile * QUERIES + q) / plan.group) {
+    DEVICE Adder(const AttentionArgs& a, const AttentionPlan& plan, const Segment& s, int q)
+        : a(a),
+          s(s),
+          token(a.tokens == 1 ? 0 : (s.tile * QUERIES + q) / plan.group) {
         const int of = s.tile * QUERIES + q, head = s.kv * plan.group + of - token * plan.group;
         y = static_cast<uint16_t*>(a.y) + int64_t((s.row * int(a.tokens) + token) * int(a.heads) + head) * int(a.size);
-        partials.memory = a.partials + int64_t(s.head * plan.queries + q) * (int(a.splits) * (WIDE / PIECE * PIECE_FLOATS));
+        partials.memory =
+            a.partials + int64_t(s.head * plan.queries + q) * (int(a.splits) * (WIDE / PIECE * PIECE_FLOATS));
     }
     DEVICE void store(int column, const Part& part) const {
         const float inverse = fast_reciprocal(part.total);
 #pragma unroll
-        for (int i = 0; i < 4; i += 2) *reinterpret_cast<uint32_t*>(y + column + i) = T::down_pair((part.sums[i] + 0.f) * inverse, (part.sums[i + 1] + 0.f) * inverse);
+        for (int i = 0; i < 4; i += 2)
+            *reinterpret_cast<uint32_t*>(y + column + i) =
+                T::down_pair((part.sums[i] + 0.f) * inverse, (part.sums[i + 1] + 0.f) * inverse);
     }
-    // value: of the query's own slot, which warp `owner` has seen; null where that is not in the KV split. subtrees: memory of the query's.
-    DEVICE void add(const float* states, const float* tops, int split, const uint16_t* value, int owner, float* level_sums, int levels) const {
+    // value: of the query's own slot, which warp `owner` has seen; null where that is not in the KV split. subtrees:
+    // memory of the query's.
+    DEVICE void add(const float* states, const float* tops, int split, const uint16_t* value, int owner,
+        float* level_sums, int levels) const {
         float one[STRIPS][WARPS][4], known[2 * WARPS];  // all are under way before the first is needed
 #pragma unroll
         for (int w = 0; w < WARPS; w += 2) load_floats<4>(known + 2 * w, tops + 2 * w);
 #pragma unroll
         for (int strip = 0; strip < STRIPS; ++strip)
 #pragma unroll
-            for (int w = 0; w < WARPS; ++w) load_floats<4>(one[strip][w], states + w * WARP_STRIDE<WIDE> + min(lane_id() * 4 + strip * COLUMNS, WIDE - 4));
+            for (int w = 0; w < WARPS; ++w)
+                load_floats<4>(
+                    one[strip][w], states + w * WARP_STRIDE<WIDE> + min(lane_id() * 4 + strip * COLUMNS, WIDE - 4));
         float highest = -INFINITY, total = 0.f, factor[WARPS];
 #pragma unroll
         for (int w = 0; w < WARPS; ++w) highest = fmaxf(highest, known[2 * w]);
         const float base = highest == -INFINITY ? 0.f : highest;
 #pragma unroll
-        for (int w = 0; w < WARPS; ++w) factor[w] = fast_exp2(known[2 * w] - base), total = fmaf(factor[w], known[2 * w + 1], total);
+        for (int w = 0; w < WARPS; ++w)
+            factor[w] = fast_exp2(known[2 * w] - base), total = fmaf(factor[w], known[2 * w + 1], total);
         const float own = value ? tops[2 * WARPS] * fast_exp2(tops[2 * owner] - base) : 0.f;
         Part parts[STRIPS];
 #pragma unroll
@@ -66,20 +79,24 @@ template <class T, int WIDE> struct Adder {
                 const auto seen = partials.await(subtree, column, column < int(a.size));
                 if (column >= int(a.size)) continue;
                 *reinterpret_cast<Words4*>(level_sums + column) = seen.sums;
-                if (column == 0) level_sums[WIDE] = bits_to_float(seen.head.x), level_sums[WIDE + 1] = bits_to_float(seen.head.y);
+                if (column == 0)
+                    level_sums[WIDE] = bits_to_float(seen.head.x), level_sums[WIDE + 1] = bits_to_float(seen.head.y);
             }
         }
         warp_sync();
     }
-    // A KV split's result goes up the tree as far as the block has all of a subtree's KV splits; where more of a parent comes, it waits for it.
+    // A KV split's result goes up the tree as far as the block has all of a subtree's KV splits; where more of a parent
+    // comes, it waits for it.
     DEVICE void pass(int split, Part* parts, float* level_sums, int levels) const {
         const bool alone = s.alone(levels);
         const int from = s.second_of_pair(levels) ? s.first : s.split, most = s.most(levels);
         int splits = 1;
 #pragma unroll 1
         for (;; splits *= 2, level_sums += LEVEL_FLOATS<WIDE>) {
-            const int base = split & -(2 * splits), begin = max(base, s.first), end = min(base + 2 * splits - 1, s.last);
-            const bool kept = splits < most && begin >= from && end < s.split + s.count, waits = split < end, second = split >= base + splits && begin < base + splits;
+            const int base = split & -(2 * splits), begin = max(base, s.first),
+                      end = min(base + 2 * splits - 1, s.last);
+            const bool kept = splits < most && begin >= from && end < s.split + s.count, waits = split < end,
+                       second = split >= base + splits && begin < base + splits;
             if (kept && !waits && !second) continue;
 #pragma unroll
             for (int strip = 0; strip < STRIPS; ++strip) {
@@ -92,11 +109,13 @@ template <class T, int WIDE> struct Adder {
                 } else if (!kept) {
                     partials.keep(split & -splits, splits, column, part);
                 } else if (waits) {
-                    *reinterpret_cast<Words4*>(at) = {float_to_bits(part.sums[0]), float_to_bits(part.sums[1]), float_to_bits(part.sums[2]), float_to_bits(part.sums[3])};
+                    *reinterpret_cast<Words4*>(at) = {float_to_bits(part.sums[0]), float_to_bits(part.sums[1]),
+                        float_to_bits(part.sums[2]), float_to_bits(part.sums[3])};
                     if (column == 0) level_sums[WIDE] = part.highest, level_sums[WIDE + 1] = part.total;
                 } else {
                     Part before;
-                    before.highest = level_sums[WIDE], before.total = level_sums[WIDE + 1], load_floats<4>(before.sums, at);
+                    before.highest = level_sums[WIDE], before.total = level_sums[WIDE + 1],
+                    load_floats<4>(before.sums, at);
                     before.merge(part), part = before;
                 }
             }
@@ -105,8 +124,8 @@ template <class T, int WIDE> struct Adder {
     }
 };
 
-// Whether this block brings the last of what is counted, `mine` of `due`; what the others brought is then in memory. Every
-// thread calls it. flag: a word of shared memory that nobody else uses between the barriers around it.
+// Whether this block brings the last of what is counted, `mine` of `due`; what the others brought is then in memory.
+// Every thread calls it. flag: a word of shared memory that nobody else uses between the barriers around it.
 DEVICE bool last_of(int32_t* counter, int mine, int due, volatile int* flag) {
     publish();
     __syncthreads();  // all warps' partial states are out
@@ -119,9 +138,11 @@ DEVICE bool last_of(int32_t* counter, int mine, int due, volatile int* flag) {
     return *flag;
 }
 
-// What a head's blocks have brought is added up: by all of them, each some of the columns, as the partial states come; or by the last one, where
-// blocks do not wait for each other. warp: which of the block's comes to it.
-template <class T, int WIDE> DEVICE void add_splits(const AttentionArgs& a, const Segment& s, const AttentionPlan& plan, int queries, int part, int parts, bool halves, int warp) {
+// What a head's blocks have brought is added up: by all of them, each some of the columns, as the partial states come;
+// or by the last one, where blocks do not wait for each other. warp: which of the block's comes to it.
+template <class T, int WIDE>
+DEVICE void add_splits(const AttentionArgs& a, const Segment& s, const AttentionPlan& plan, int queries, int part,
+    int parts, bool halves, int warp) {
     constexpr int PIECES = WIDE / PIECE;
 #pragma unroll 1
     for (int i = part + warp * parts; i < queries * PIECES; i += WARPS * parts) {

@@ -1,12 +1,13 @@
-// The form for more tokens than a block stages in good time: the warps that share a tile's K sit in the blocks of a cluster,
-// so that each block stages only the activations of its own part of K. What a warp computes, and the order in which a tile's
-// sums are added up, are those of gemv_kernel: so are the bits.
+// The form for more tokens than a block stages in good time: the warps that share a tile's K sit in the blocks of a
+// cluster, so that each block stages only the activations of its own part of K. What a warp computes, and the order in
+// which a tile's sums are added up, are those of gemv_kernel: so are the bits.
 //
-// Each round another warp of a tile adds up; the others send it theirs, a lane's four sums as 16 bytes, and go on. So does it: it adds
-// up when its own sums of the next round are made, and the partial sums of the others have come. (Where it waited for them at once, it was late with
-// its next sums, for which the next one waited in order.) Each warp adds up a round before it sends the sums of a later one, and between
-// two rounds that a warp adds up, each warp that sends to it adds up one for which that warp has sent: so a box is empty when it is
-// sent to again. A block may end as soon as its warps have: whatever is sent to it, one of them waits for.
+// Each round another warp of a tile adds up; the others send it theirs, a lane's four sums as 16 bytes, and go on. So
+// does it: it adds up when its own sums of the next round are made, and the partial sums of the others have come.
+// (Where it waited for them at once, it was late with its next sums, for which the next one waited in order.) Each warp
+// adds up a round before it sends the sums of a later one, and between two rounds that a warp adds up, each warp that
+// sends to it adds up one for which that warp has sent: so a box is empty when it is sent to again. A block may end as
+// soon as its warps have: whatever is sent to it, one of them waits for.
 #pragma once
 #include "cluster_stage.h"
 #include "gemv_kernel.h"
@@ -14,8 +15,8 @@
 constexpr int DSMEM_SLOT_BYTES = WARP_SIZE * 16;
 constexpr int MBARRIERS = WARPS + 1;  // one a warp, one for norms
 
-// What a lane needs to finish its four sums, rows r and r + 8 of two tokens each; as bits, which nothing waits for yet. A residual
-// comes, and y goes, as pairs of columns of a token.
+// What a lane needs to finish its four sums, rows r and r + 8 of two tokens each; as bits, which nothing waits for yet.
+// A residual comes, and y goes, as pairs of columns of a token.
 template <class F, class T> struct ClusterOutput {
     const GemvArgs& a;
     const bool pairs_aligned;  // pairs are aligned, and none is half outside
@@ -26,7 +27,8 @@ template <class F, class T> struct ClusterOutput {
         int column, columns;
         DEVICE Pairs(const GemvArgs& a, int tile) {
             const bool gate = a.activation == ACT_SILU_GATE;
-            column = tile * (gate ? 8 : 16) + 2 * (lane_id() & 3), columns = gate ? min(int(a.n / 2), tile * 8 + 8) : int(a.n);
+            column = tile * (gate ? 8 : 16) + 2 * (lane_id() & 3),
+            columns = gate ? min(int(a.n / 2), tile * 8 + 8) : int(a.n);
             if ((lane_id() >> 2) >= int(a.m)) columns = 0;
         }
         DEVICE bool there(int h, int of_pair) const { return column + 8 * h + of_pair < columns; }
@@ -38,17 +40,21 @@ template <class F, class T> struct ClusterOutput {
         const int rows = int(gate ? a.n / 2 : a.n);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            const int row = min(tile * (gate ? 8 : 16) + (lane_id() >> 2) + (gate ? 0 : 8 * h), rows - 1) + (gate ? h * rows : 0);
+            const int row =
+                min(tile * (gate ? 8 : 16) + (lane_id() >> 2) + (gate ? 0 : 8 * h), rows - 1) + (gate ? h * rows : 0);
             if (F::GROUPS == 0 && a.scale) scale[h] = static_cast<const float*>(a.scale)[row];
             if (a.bias) bias[h] = Output<F, T>::bits(a.bias, row);
         }
         if (!a.residual) return;
         const Pairs pairs(a, tile);
-        const uint16_t* from = static_cast<const uint16_t*>(a.residual) + (lane_id() >> 2) * a.residual_stride + pairs.column;
+        const uint16_t* from =
+            static_cast<const uint16_t*>(a.residual) + (lane_id() >> 2) * a.residual_stride + pairs.column;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             if (pairs.there(h, 0) && pairs_aligned) residual[h] = load_activation4(from + 8 * h);
-            else if (pairs.there(h, 0)) residual[h] = load_activation2(from + 8 * h) | (pairs.there(h, 1) ? load_activation2(from + 8 * h + 1) << 16 : 0u);
+            else if (pairs.there(h, 0))
+                residual[h] = load_activation2(from + 8 * h) |
+                              (pairs.there(h, 1) ? load_activation2(from + 8 * h + 1) << 16 : 0u);
         }
     }
     DEVICE void store(int tile, const float* sum) const {
@@ -82,7 +88,8 @@ template <class F, class T> struct ClusterOutput {
 
 // As sweep(); activations of the warp's stages lie `hop` steps apart, from `at` on.
 template <bool BF16_SCALES, class FLOW, class SUMS>
-DEVICE void sweep_part(FLOW& stream, SUMS& total, const typename SUMS::Place& place, int from, int end, int at, int hop) {
+DEVICE void sweep_part(
+    FLOW& stream, SUMS& total, const typename SUMS::Place& place, int from, int end, int at, int hop) {
 #pragma unroll 1
     for (int step = from; step < end; step += stream.stride, at += hop) {
         typename FLOW::Stage now;
@@ -104,8 +111,10 @@ template <class SUMS> DEVICE void swap_parked(SUMS& sums, char* place) {
     }
 }
 
-// Sums that are not numbers, because a block saw a value that is not finite (or because the weights are none), made anew.
-template <class F, class NORMS> DEVICE void mend(const GemvArgs& a, const GemvPlan& plan, const NORMS& norms, int tile, float* sum, float* scratch) {
+// Sums that are not numbers, because a block saw a value that is not finite (or because the weights are none), made
+// anew.
+template <class F, class NORMS>
+DEVICE void mend(const GemvArgs& a, const GemvPlan& plan, const NORMS& norms, int tile, float* sum, float* scratch) {
     bool bad = false;
 #pragma unroll
     for (int i = 0; i < 4; ++i) bad = bad || sum[i] != sum[i];
@@ -118,26 +127,31 @@ template <class F, class NORMS> DEVICE void mend(const GemvArgs& a, const GemvPl
     for (int i = first; i < 4; ++i) {
         const float v = scratch[i];
         const int token = Cells<false>::token(i);
-        if (v != v && token < int(a.m)) scratch[i] = unbounded_sum<F>(a, plan, norms, tile, Cells<false>::row(i), token, v);
+        if (v != v && token < int(a.m))
+            scratch[i] = unbounded_sum<F>(a, plan, norms, tile, Cells<false>::row(i), token, v);
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) sum[i] = scratch[i];
 }
 
-template <class F, class T, int DEPTH> __global__ void __launch_bounds__(THREADS, BLOCKS_RESIDENT) gemv_cluster_kernel(const GemvArgs a, const GemvPlan plan) {
+template <class F, class T, int DEPTH>
+__global__ void __launch_bounds__(THREADS, BLOCKS_RESIDENT) gemv_cluster_kernel(const GemvArgs a, const GemvPlan plan) {
     if constexpr (CLUSTERS_HERE) {
         using Sums = SumsFor<F, T, false>;
         using Stager = ClusterStager<F, T>;
         using Flow = Stream<F, DEPTH, true>;
         extern __shared__ __align__(128) char shared[];
-        constexpr bool HASTY = !F::TILED;  // for columns that the next kernel waits for; int4 would lose more than that gains
+        constexpr bool HASTY =
+            !F::TILED;  // for columns that the next kernel waits for; int4 would lose more than that gains
         // WK warps share a tile, WB of them in this block.
         static_assert(CLUSTER <= 2, "its logarithm");
-        const int wb_shift = plan.warps_shift - 1, WK = 1 << plan.warps_shift, WB = 1 << wb_shift, rank = cluster_rank();
+        const int wb_shift = plan.warps_shift - 1, WK = 1 << plan.warps_shift, WB = 1 << wb_shift,
+                  rank = cluster_rank();
         const int warp = threadIdx.x / WARP_SIZE, wb = warp & (WB - 1), wk = rank * WB + wb, wn = warp >> wb_shift;
         // A cluster's tiles of a round, and this warp's of those: neighbours where their weights lie together.
         const int clusters = int(gridDim.x / CLUSTER), cluster = int(blockIdx.x / CLUSTER), round_tiles = plan.tile_hop;
-        const int first_tile = F::TILED ? cluster * (WARPS >> wb_shift) : cluster, own_tile = first_tile + wn * (F::TILED ? 1 : clusters);
+        const int first_tile = F::TILED ? cluster * (WARPS >> wb_shift) : cluster,
+                  own_tile = first_tile + wn * (F::TILED ? 1 : clusters);
         grid_release();
         // Where things lie is worked out anew each time: registers are dearer.
         const auto at = [&](int place) ALWAYS_INLINE {
@@ -169,7 +183,9 @@ template <class F, class T, int DEPTH> __global__ void __launch_bounds__(THREADS
             for (int begin = 0; begin < WK; begin += 4) {
                 float v[4][4];
 #pragma unroll
-                for (int j = 0; j < 4; ++j) load_floats<4>(v[j], reinterpret_cast<const float*>(mine + min(begin + j - (begin + j > wk), WK - 2) * DSMEM_SLOT_BYTES));
+                for (int j = 0; j < 4; ++j)
+                    load_floats<4>(v[j], reinterpret_cast<const float*>(
+                                             mine + min(begin + j - (begin + j > wk), WK - 2) * DSMEM_SLOT_BYTES));
 #pragma unroll
                 for (int j = 0; j < 4; ++j)
                     for (int i = 0; i < 4; ++i) sum[i] += begin + j == wk ? own[i] : v[j][i];
@@ -177,7 +193,8 @@ template <class F, class T, int DEPTH> __global__ void __launch_bounds__(THREADS
             if constexpr (Stager::BOUNDED) mend<F>(a, plan, stager, tile, sum, reinterpret_cast<float*>(mine));
             output.store(tile, sum);
             pending = -1, urgent = false;
-            if (tile >= plan.signalled || tile + WK * round_tiles < plan.signalled) return;  // or it adds up another one first
+            if (tile >= plan.signalled || tile + WK * round_tiles < plan.signalled)
+                return;  // or it adds up another one first
             warp_sync();
             if (lane_id() == 0) signal_add<true>(a.producer, (added + 1) * (a.activation == ACT_SILU_GATE ? 8 : 16));
         };
@@ -193,7 +210,8 @@ template <class F, class T, int DEPTH> __global__ void __launch_bounds__(THREADS
                         if (!staged) wait_grid_or_signal(a, plan);
                         else if (signalled) grid_wait();
                     };
-                    stager.range(begin, k_tile_end - begin, staged, wait, [&]() ALWAYS_INLINE { return staged ? 0 : stream.fill(); });
+                    stager.range(begin, k_tile_end - begin, staged, wait,
+                        [&]() ALWAYS_INLINE { return staged ? 0 : stream.fill(); });
                     ++staged;
                     if (signalled) reset_signal(a);
                 }
@@ -202,11 +220,15 @@ template <class F, class T, int DEPTH> __global__ void __launch_bounds__(THREADS
                 while (round < first_round + plan.rounds_at_once || urgent) {
                     const int tile = round * round_tiles + own_tile;
                     if (tile < plan.tiles && !urgent) {
-                        if (plan.rounds_at_once > 1 && tile + (first_round + 1 - round) * round_tiles < plan.tiles) swap_parked(total, at(plan.parked_at) + warp * int(sizeof(Sums)) * WARP_SIZE + lane_id() * 16);  // of two tiles
+                        if (plan.rounds_at_once > 1 && tile + (first_round + 1 - round) * round_tiles < plan.tiles)
+                            swap_parked(total, at(plan.parked_at) + warp * int(sizeof(Sums)) * WARP_SIZE +
+                                                   lane_id() * 16);  // of two tiles
                         if (begin == 0) total.zero();
-                        if (k_tile_end == plan.part_steps && wk == ((wn + round) & (WK - 1))) output.begin(tile);  // comes in the meantime
+                        if (k_tile_end == plan.part_steps && wk == ((wn + round) & (WK - 1)))
+                            output.begin(tile);  // comes in the meantime
                         const int from = begin * CLUSTER + stream.first, end = min(plan.steps, k_tile_end * CLUSTER);
-                        if (F::GROUPS && a.scale_is_bf16) sweep_part<true>(stream, total, place, from, end, wb * PAIR<F>, WB * PAIR<F>);
+                        if (F::GROUPS && a.scale_is_bf16)
+                            sweep_part<true>(stream, total, place, from, end, wb * PAIR<F>, WB * PAIR<F>);
                         else sweep_part<false>(stream, total, place, from, end, wb * PAIR<F>, WB * PAIR<F>);
                     }
                     const bool now = urgent;
@@ -217,9 +239,11 @@ template <class F, class T, int DEPTH> __global__ void __launch_bounds__(THREADS
                     total.finish();
                     if (const int adder = (wn + round - 1) & (WK - 1); wk != adder) {
                         const int to = (wn << wb_shift) + (adder & WB - 1), sender = wk - (wk > adder);
-                        send16(dsmem_slots() + (to * (WK - 1) + sender) * DSMEM_SLOT_BYTES, mbarriers()[to], adder >> wb_shift, total.sum);
+                        send16(dsmem_slots() + (to * (WK - 1) + sender) * DSMEM_SLOT_BYTES, mbarriers()[to],
+                            adder >> wb_shift, total.sum);
                     } else {
-                        pending = round - 1, urgent = HASTY && tile < plan.signalled && tile + round_tiles >= plan.signalled;
+                        pending = round - 1,
+                        urgent = HASTY && tile < plan.signalled && tile + round_tiles >= plan.signalled;
                         for (int i = 0; i < 4; ++i) own[i] = total.sum[i];
                     }
                 }

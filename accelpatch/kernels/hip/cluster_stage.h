@@ -1,20 +1,25 @@
-// The part of the activations that one block of a cluster needs: the stages of K of its own warps, packed together. A piece
-// is a chunk of 8 values (floats) or a slot of 16 (limbs).
+// The part of the activations that one block of a cluster needs: the stages of K of its own warps, packed together. A
+// piece is a chunk of 8 values (floats) or a slot of 16 (limbs).
 //
-// A norm's sums are added up in the order that a lone block adds them in: a piece's place among 256 says whose sums it would
-// belong to there.
+// A norm's sums are added up in the order that a lone block adds them in: a piece's place among 256 says whose sums it
+// would belong to there.
 #pragma once
 #include "mma.h"
 
 template <class F> struct Part {
     static constexpr int PIECE_VALUES = F::INTEGER ? 16 : 8, STAGE_PIECES = PAIR<F> * F::KSTEP / PIECE_VALUES;
     static constexpr int LAP = THREADS / CLUSTER;  // pieces that a block stages of 256 neighbouring ones
-    int run, rank;   // neighbouring pieces
-    int mine, token; // a thread's first
-    Mbarrier* box;    // for sums of squares
+    int run, rank;                                 // neighbouring pieces
+    int mine, token;                               // a thread's first
+    Mbarrier* box;                                 // for sums of squares
     DEVICE Part(const GemvPlan& plan, int rank, Mbarrier* box)
-        : run((STAGE_PIECES << plan.warps_shift) / CLUSTER), rank(rank), mine(threadIdx.x % LAP), token(threadIdx.x / LAP), box(box) {}
-    // The same, of which nothing is known: what follows from it is worked out where it is used, not kept through the whole kernel.
+        : run((STAGE_PIECES << plan.warps_shift) / CLUSTER),
+          rank(rank),
+          mine(threadIdx.x % LAP),
+          token(threadIdx.x / LAP),
+          box(box) {}
+    // The same, of which nothing is known: what follows from it is worked out where it is used, not kept through the
+    // whole kernel.
     DEVICE Part afresh() const {
         Part part = *this;
         compute_here(part.run), compute_here(part.mine), compute_here(part.token);
@@ -25,7 +30,8 @@ template <class F> struct Part {
     // A thread's share of a token's sum of squares, to every block.
     DEVICE void leave(float* moments, int of_token, float partial) const {
         const float sum = run_sum(partial, 8);
-        if (threadIdx.x % 8 < CLUSTER) send4(moments + of_token * (THREADS / 8) + global_piece(mine) / 8, *box, threadIdx.x % 8, sum);
+        if (threadIdx.x % 8 < CLUSTER)
+            send4(moments + of_token * (THREADS / 8) + global_piece(mine) / 8, *box, threadIdx.x % 8, sum);
     }
     // Waits for the partials of all.
     DEVICE void collect(int tokens) const { receive(*box, threadIdx.x == 0, tokens * (THREADS / 8) * 4, 0); }
@@ -38,10 +44,14 @@ template <class F, class T> struct ClusterFloats : Norms<T, true, true> {
     const Part<F> part;
     char* shared;
 
-    DEVICE ClusterFloats(const GemvArgs& a, const GemvPlan& plan, char* shared, const Part<F>& part) : Base(a, plan, shared), part(part), shared(shared) {}
-    // Stages so many steps of the block's, from step `from`; every thread calls it. Under a norm all of them at once. `again`:
-    // over others, which warps may still read. `wait`, `rest`: as of FloatStager::range.
-    template <class WAIT, class REST> DEVICE void range(int from, int steps, bool again, const WAIT& wait, const REST& rest) {
+    DEVICE ClusterFloats(const GemvArgs& a, const GemvPlan& plan, char* shared, const Part<F>& part)
+        : Base(a, plan, shared),
+          part(part),
+          shared(shared) {}
+    // Stages so many steps of the block's, from step `from`; every thread calls it. Under a norm all of them at once.
+    // `again`: over others, which warps may still read. `wait`, `rest`: as of FloatStager::range.
+    template <class WAIT, class REST>
+    DEVICE void range(int from, int steps, bool again, const WAIT& wait, const REST& rest) {
         wait();
         if (again) __syncthreads();
         const int pieces = steps * (F::KSTEP / 8);
@@ -51,7 +61,9 @@ template <class F, class T> struct ClusterFloats : Norms<T, true, true> {
     }
 
 private:
-    DEVICE Words4& chunk(int token, int c) const { return *reinterpret_cast<Words4*>(shared + token * plan.token_stride + c * 16); }
+    DEVICE Words4& chunk(int token, int c) const {
+        return *reinterpret_cast<Words4*>(shared + token * plan.token_stride + c * 16);
+    }
     template <class REST> DEVICE void copy(int from, int pieces, const REST& rest) const {
 #pragma unroll 1
         for (int token = part.token; token < a.m; token += CLUSTER)
@@ -95,9 +107,12 @@ template <class F, class T> struct ClusterLimbs : LimbStager<F, T, false, true, 
     static constexpr int AT_ONCE = 4;  // slots of a lane under way at once
     const Part<F> part;
 
-    DEVICE ClusterLimbs(const GemvArgs& a, const GemvPlan& plan, char* shared, const Part<F>& part) : Base(a, plan, shared), part(part) {}
+    DEVICE ClusterLimbs(const GemvArgs& a, const GemvPlan& plan, char* shared, const Part<F>& part)
+        : Base(a, plan, shared),
+          part(part) {}
     // As ClusterFloats'.
-    template <class WAIT, class REST> DEVICE void range(int from, int steps, bool again, const WAIT& wait, const REST& rest) {
+    template <class WAIT, class REST>
+    DEVICE void range(int from, int steps, bool again, const WAIT& wait, const REST& rest) {
         const int pieces = steps * (F::KSTEP / 16), laps = (pieces + part.LAP - 1) / part.LAP;
         typename Base::Extremes extremes;
         if (a.norm == NORM_NONE) extremes = stage(from * (F::KSTEP / 16), pieces, again, wait, rest);
@@ -118,7 +133,8 @@ private:
         for (int h = 0; h < 2; ++h) v[h] = load_activation16(from + h * APART * 2, at + h * APART < int(a.k));
     }
     // Slots as two int8 limbs, a token a warp. What waits for other lanes goes side by side.
-    template <class WAIT, class REST> DEVICE typename Base::Extremes stage(int from, int pieces, bool again, const WAIT& wait, const REST& rest) const {
+    template <class WAIT, class REST>
+    DEVICE typename Base::Extremes stage(int from, int pieces, bool again, const WAIT& wait, const REST& rest) const {
         const Part<F> part = this->part.afresh();
         const int token = threadIdx.x / WARP_SIZE;
         const bool here = token < int(a.m);
@@ -151,7 +167,8 @@ private:
         return extremes;
     }
     // Slots as they are, with their moments: a thread's own of every CLUSTERth token.
-    template <class WAIT, class REST> DEVICE void fetch(int pieces, int laps, const WAIT& wait, const REST& rest) const {
+    template <class WAIT, class REST>
+    DEVICE void fetch(int pieces, int laps, const WAIT& wait, const REST& rest) const {
         const Part<F> part = this->part.afresh();
         const int total = laps * ((int(a.m) - part.token + CLUSTER - 1) / CLUSTER);
         int token = part.token, lap = 0, to_token = token, to_lap = 0;
@@ -164,7 +181,8 @@ private:
 #pragma unroll
             for (int j = 0; j < AT_ONCE; ++j) {
                 const int slot = lap * part.LAP + part.mine;
-                from[j] = row(token), at[j] = chunks_at(Base::place(part.global_piece(slot), 0), i + j < total && slot < pieces);
+                from[j] = row(token),
+                at[j] = chunks_at(Base::place(part.global_piece(slot), 0), i + j < total && slot < pieces);
                 compute_here(from[j]);
                 if (++lap == laps) lap = 0, token += CLUSTER;
             }
@@ -213,7 +231,9 @@ private:
 #pragma unroll
                     for (int h = 0; h < 2; ++h) {
                         raw[j][h] = {0, 0, 0, 0};
-                        if (there[j]) raw[j][h] = Base::scaled(*reinterpret_cast<const Words4*>(Base::slot_at(at[j], slot) + h * 16), g[h], scale);
+                        if (there[j])
+                            raw[j][h] = Base::scaled(
+                                *reinterpret_cast<const Words4*>(Base::slot_at(at[j], slot) + h * 16), g[h], scale);
                     }
                 }
                 Base::of_blocks(raw, most);
@@ -226,6 +246,10 @@ private:
     }
 };
 
-template <class F, class T, bool INTEGER = F::INTEGER> struct ClusterStagerOf { using Type = ClusterLimbs<F, T>; };
-template <class F, class T> struct ClusterStagerOf<F, T, false> { using Type = ClusterFloats<F, T>; };
+template <class F, class T, bool INTEGER = F::INTEGER> struct ClusterStagerOf {
+    using Type = ClusterLimbs<F, T>;
+};
+template <class F, class T> struct ClusterStagerOf<F, T, false> {
+    using Type = ClusterFloats<F, T>;
+};
 template <class F, class T> using ClusterStager = typename ClusterStagerOf<F, T>::Type;

@@ -2,7 +2,14 @@
 #pragma once
 #include "portability.h"
 
-enum Status : int { STATUS_OK = 0, STATUS_SIZE = 1, STATUS_POINTER = 2, STATUS_MEMORY = 3, STATUS_FORMAT = 4, STATUS_DEVICE = 1000 };
+enum Status : int {
+    STATUS_OK = 0,
+    STATUS_SIZE = 1,
+    STATUS_POINTER = 2,
+    STATUS_MEMORY = 3,
+    STATUS_FORMAT = 4,
+    STATUS_DEVICE = 1000
+};
 
 constexpr int64_t LARGEST = int64_t(1) << 31;
 
@@ -10,7 +17,9 @@ inline bool multiple_of_16(const void* pointer, int64_t stride_bytes = 0) {
     return reinterpret_cast<uintptr_t>(pointer) % 16 == 0 && stride_bytes % 16 == 0;
 }
 
-inline bool pairs(const void* pointer, int64_t stride) { return reinterpret_cast<uintptr_t>(pointer) % 4 == 0 && stride % 2 == 0; }  // of 16-bit values
+inline bool pairs(const void* pointer, int64_t stride) {
+    return reinterpret_cast<uintptr_t>(pointer) % 4 == 0 && stride % 2 == 0;
+}  // of 16-bit values
 
 inline int64_t round_up(int64_t v, int64_t to) { return (v + to - 1) / to * to; }
 

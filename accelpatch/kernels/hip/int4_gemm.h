@@ -1,9 +1,10 @@
-// y[M, N] = gate(x[M, K] . w[N, K]^T + bias) for 9 to 64 tokens and int4 weights in tiles, in groups of a step (128 values) or more.
+// y[M, N] = gate(x[M, K] . w[N, K]^T + bias) for 9 to 64 tokens and int4 weights in tiles, in groups of a step (128
+// values) or more.
 //
-// Weights are the first operand of 16-bit float products, 32 rows a warp, tokens the second. A code becomes a float by a mask
-// and an exclusive or; scale, and zero point or minimum, are applied once a step to float32 sums, the latter times the sum of
-// the step's activations, which is a product with ones. Four warps share 128 rows' activations, two groups of four take steps
-// in order, and the blocks of a cluster a part of K each; sums are added up in a fixed order.
+// Weights are the first operand of 16-bit float products, 32 rows a warp, tokens the second. A code becomes a float by
+// a mask and an exclusive or; scale, and zero point or minimum, are applied once a step to float32 sums, the latter
+// times the sum of the step's activations, which is a product with ones. Four warps share 128 rows' activations, two
+// groups of four take steps in order, and the blocks of a cluster a part of K each; sums are added up in a fixed order.
 #pragma once
 #include "formats.h"
 #include "host.h"
@@ -11,8 +12,9 @@
 
 constexpr int ROW_WARPS = 4, STEP_WARPS = WARPS / ROW_WARPS, GROUP_THREADS = ROW_WARPS * WARP_SIZE;
 constexpr int WARP_TILES = 2, BLOCK_TILES = WARP_TILES * ROW_WARPS;
-constexpr int STEP_VALUES = 128, TILE_STEP = 1024;                       // bytes of a tile and step
-constexpr int TABLES_AT = WARP_TILES * TILE_STEP, WARP_BYTES = TABLES_AT + WARP_TILES * 2 * 32;  // a warp's weights, scales, offsets
+constexpr int STEP_VALUES = 128, TILE_STEP = 1024;  // bytes of a tile and step
+constexpr int TABLES_AT = WARP_TILES * TILE_STEP,
+              WARP_BYTES = TABLES_AT + WARP_TILES * 2 * 32;  // a warp's weights, scales, offsets
 constexpr int X_ROW = STEP_VALUES * 2;
 
 struct GemmPlan {
@@ -47,22 +49,30 @@ template <int TOKENS> struct GemmStream {
     const GemmPlan& plan;
     const int row_warp, step_warp, token;  // token: the block's first
     const int end;                         // of the block's steps
-    int step, stages, hop;                  // step: of the next stage that is asked for; hop: bytes to the warp's second tile
-    char* stage_buffer;                            // the group's
-    const char *w, *table, *x;             // of a lane, at that step
+    int step, stages, hop;      // step: of the next stage that is asked for; hop: bytes to the warp's second tile
+    char* stage_buffer;         // the group's
+    const char *w, *table, *x;  // of a lane, at that step
 
     DEVICE GemmStream(const GemvArgs& a, const GemmPlan& plan, char* shared, int rank, int rows, int band)
-        : a(a), plan(plan), row_warp(threadIdx.x / WARP_SIZE % ROW_WARPS), step_warp(threadIdx.x / GROUP_THREADS),
-          token(band * TOKENS), end((rank + 1) * plan.steps / plan.cluster) {
+        : a(a),
+          plan(plan),
+          row_warp(threadIdx.x / WARP_SIZE % ROW_WARPS),
+          step_warp(threadIdx.x / GROUP_THREADS),
+          token(band * TOKENS),
+          end((rank + 1) * plan.steps / plan.cluster) {
         const int begin = rank * plan.steps / plan.cluster, lane = lane_id(), thread = threadIdx.x % GROUP_THREADS;
         // A tile that is not there is the last one again; what comes of it is not stored.
-        const int tile = min(rows * BLOCK_TILES + row_warp * WARP_TILES, plan.tiles - 1), more = tile + 1 < plan.tiles ? 1 : 0;
+        const int tile = min(rows * BLOCK_TILES + row_warp * WARP_TILES, plan.tiles - 1),
+                  more = tile + 1 < plan.tiles ? 1 : 0;
         step = begin + step_warp, stages = (end - begin + STEP_WARPS - 1) / STEP_WARPS;
         stage_buffer = shared + step_warp * DEPTH * STAGE_BYTES<TOKENS>;
         hop = more * plan.steps * TILE_STEP;
-        w = static_cast<const char*>(a.w) + (int64_t(tile) * plan.steps + step) * TILE_STEP + (4 * fragment_row(0) + fragment_quarter()) * 16;
-        table = static_cast<const char*>(lane & 8 && a.offset ? a.offset : a.scale) + (int64_t(tile + (lane >> 4 & more)) * plan.sets * 8 + (lane & 7)) * 4;
-        x = static_cast<const char*>(a.x) + ((token + thread / 16) * a.x_stride + step * STEP_VALUES + thread % 16 * 8) * 2;
+        w = static_cast<const char*>(a.w) + (int64_t(tile) * plan.steps + step) * TILE_STEP +
+            (4 * fragment_row(0) + fragment_quarter()) * 16;
+        table = static_cast<const char*>(lane & 8 && a.offset ? a.offset : a.scale) +
+                (int64_t(tile + (lane >> 4 & more)) * plan.sets * 8 + (lane & 7)) * 4;
+        x = static_cast<const char*>(a.x) +
+            ((token + thread / 16) * a.x_stride + step * STEP_VALUES + thread % 16 * 8) * 2;
     }
     // Of the stage so many further: each lane what it reads itself, and a word of scales or offsets.
     DEVICE void copy_weights(char* stage, int ahead) const {
@@ -76,16 +86,21 @@ template <int TOKENS> struct GemmStream {
                 stream_copy<16>(into + h * TILE_STEP + i * (WARP_SIZE * 16), from + h * hop + i * 512, at < end);
         if (lane < 32) stream_copy<4>(into + TABLES_AT - lane * 12, table + (at >> a.group_shift) * 32, at < end);
     }
-    // Chunks of eight values; of odd tokens the halves of a row change places, so that banks differ for what is read at once.
+    // Chunks of eight values; of odd tokens the halves of a row change places, so that banks differ for what is read at
+    // once.
     DEVICE void copy_x(char* stage, int ahead) const {
-        const int thread = threadIdx.x % GROUP_THREADS, own = thread / 16, c = thread % 16, at = step + ahead * STEP_WARPS;
+        const int thread = threadIdx.x % GROUP_THREADS, own = thread / 16, c = thread % 16,
+                  at = step + ahead * STEP_WARPS;
         char* into = stage + X_AT + own * X_ROW + (c ^ (own & 1) << 2) * 16;
         const bool inside = at < end && at * STEP_VALUES + c * 8 < int(a.k);
 #pragma unroll
         for (int t = 0; t < TOKENS; t += PASS)
-            copy_activation16(into + t * X_ROW, x + ahead * (STEP_WARPS * X_ROW) + t * a.x_stride * 2, inside && token + own + t < int(a.m));
+            copy_activation16(into + t * X_ROW, x + ahead * (STEP_WARPS * X_ROW) + t * a.x_stride * 2,
+                inside && token + own + t < int(a.m));
     }
-    DEVICE void advance(int by) { step += by * STEP_WARPS, w += by * (STEP_WARPS * TILE_STEP), x += by * (STEP_WARPS * X_ROW); }
+    DEVICE void advance(int by) {
+        step += by * STEP_WARPS, w += by * (STEP_WARPS * TILE_STEP), x += by * (STEP_WARPS * X_ROW);
+    }
     // The first stages: weights before the kernel before has ended, activations behind.
     DEVICE void fill() {
 #pragma unroll
@@ -102,13 +117,14 @@ template <int TOKENS> struct GemmStream {
     }
 };
 
-// A warp's sums of 32 rows by all of a block's tokens. Its columns of tokens are counted from its own one, of which it makes the
-// sums of activations for all warps of the group.
+// A warp's sums of 32 rows by all of a block's tokens. Its columns of tokens are counted from its own one, of which it
+// makes the sums of activations for all warps of the group.
 template <class T, int TOKENS> struct GemmSums {
     static constexpr int COLUMNS = TOKENS / MATRIX_TOKENS;
     const GemvArgs& a;
     const int row_warp;
-    float y[WARP_TILES][COLUMNS][4] = {}, rest[WARP_TILES][MATRIX_ROWS];  // rest: of the step before, times its activations' sums
+    float y[WARP_TILES][COLUMNS][4] = {},
+          rest[WARP_TILES][MATRIX_ROWS];  // rest: of the step before, times its activations' sums
 
     DEVICE GemmSums(const GemvArgs& a, int row_warp) : a(a), row_warp(row_warp) {}
     DEVICE int column(int j) const { return (j + row_warp) % COLUMNS; }
@@ -120,11 +136,14 @@ template <class T, int TOKENS> struct GemmSums {
 #pragma unroll
         for (int h = 0; h < WARP_TILES; ++h)
 #pragma unroll
-            for (int i = 0; i < ROWS_PER_LANE; ++i) codes[h][i] = *reinterpret_cast<const Words4*>(weights + h * TILE_STEP + (i * WARP_SIZE + lane_id()) * 16);
+            for (int i = 0; i < ROWS_PER_LANE; ++i)
+                codes[h][i] =
+                    *reinterpret_cast<const Words4*>(weights + h * TILE_STEP + (i * WARP_SIZE + lane_id()) * 16);
         uint32_t one[ROWS_PER_LANE][4];
         for (auto& row : one)
             for (uint32_t& v : row) v = PAIR_OF_ONES<T>;
-        const char* from = stage + X_AT + matrix_column() * X_ROW + (fragment_quarter() ^ (matrix_column() & 1) << 2) * 16;
+        const char* from =
+            stage + X_AT + matrix_column() * X_ROW + (fragment_quarter() ^ (matrix_column() & 1) << 2) * 16;
         const int other = matrix_column() & 1 ? -64 : 64;  // from an even chunk of four to the odd one
 #pragma unroll
         for (int p = 0; p < 4; ++p) {
@@ -137,7 +156,8 @@ template <class T, int TOKENS> struct GemmSums {
                     for (int e = 0; e < 4; ++e) v[h][i][e] = code_pair<T>(word_of(codes[h][i], p), e);
 #pragma unroll
             for (int j = 0; j < COLUMNS; ++j) {
-                const Words4 b = *reinterpret_cast<const Words4*>(from + column(j) * (MATRIX_TOKENS * X_ROW) + p / 2 * 128 + p % 2 * other);
+                const Words4 b = *reinterpret_cast<const Words4*>(
+                    from + column(j) * (MATRIX_TOKENS * X_ROW) + p / 2 * 128 + p % 2 * other);
 #pragma unroll
                 for (int h = 0; h < WARP_TILES; ++h) multiply_eight<T>(part[h][j], v[h], b);
                 if (j == 0) multiply_eight<T>(ones, one, b);
@@ -152,14 +172,18 @@ template <class T, int TOKENS> struct GemmSums {
 #pragma unroll
         for (int h = 0; h < WARP_TILES; ++h) {
 #pragma unroll
-            for (int r = 0; r < MATRIX_ROWS; ++r) rest[h][r] = rest_of(a.offset_kind, CODE_BASE<T>, scale[h][r], offset[h][r]);
+            for (int r = 0; r < MATRIX_ROWS; ++r)
+                rest[h][r] = rest_of(a.offset_kind, CODE_BASE<T>, scale[h][r], offset[h][r]);
 #pragma unroll
             for (int i = 0; i < 4; ++i)
 #pragma unroll
-                for (int j = 0; j < COLUMNS; ++j) y[h][j][i] = fmaf(scale[h][matrix_which(i)], part[h][j][i], y[h][j][i]);
+                for (int j = 0; j < COLUMNS; ++j)
+                    y[h][j][i] = fmaf(scale[h][matrix_which(i)], part[h][j][i], y[h][j][i]);
         }
     }
-    template <bool BF16_SCALES> static DEVICE void read_tables(float (&scale)[WARP_TILES][MATRIX_ROWS], float (&offset)[WARP_TILES][MATRIX_ROWS], const char* tables) {
+    template <bool BF16_SCALES>
+    static DEVICE void read_tables(
+        float (&scale)[WARP_TILES][MATRIX_ROWS], float (&offset)[WARP_TILES][MATRIX_ROWS], const char* tables) {
 #pragma unroll
         for (int h = 0; h < WARP_TILES; ++h)
 #pragma unroll
@@ -169,7 +193,9 @@ template <class T, int TOKENS> struct GemmSums {
                 offset[h][r] = table_value(pair[8], matrix_row(r) >> 3, BF16_SCALES);
             }
     }
-    static DEVICE float* sums_of(char* stage, int column) { return reinterpret_cast<float*>(stage + SUMS_AT<TOKENS>) + column * MATRIX_TOKENS; }
+    static DEVICE float* sums_of(char* stage, int column) {
+        return reinterpret_cast<float*>(stage + SUMS_AT<TOKENS>) + column * MATRIX_TOKENS;
+    }
     // What the step before left to do, once its sums of activations are all there.
     DEVICE void add_rest(char* stage) {
 #pragma unroll
@@ -192,10 +218,12 @@ template <class T> DEVICE float by_values(const GemvArgs& a, const GemmPlan& pla
     for (int k = 0; k < int(a.k); ++k) {
         const int64_t at = (int64_t(tile) * plan.sets + (k / STEP_VALUES >> a.group_shift)) * 8 + row % 8;
         const float scale = table_value(static_cast<const uint32_t*>(a.scale)[at], row / 8, a.scale_is_bf16);
-        const float offset = a.offset ? table_value(static_cast<const uint32_t*>(a.offset)[at], row / 8, a.scale_is_bf16) : 0.f;
-        const float value = a.offset_kind == OFFSET_MINIMUM      ? Int4<1, OFFSET_MINIMUM>::value(codes, k, scale, offset)
-                            : a.offset_kind == OFFSET_ZERO_POINT ? Int4<1, OFFSET_ZERO_POINT>::value(codes, k, scale, offset)
-                                                                 : Int4<1, OFFSET_NONE>::value(codes, k, scale, offset);
+        const float offset =
+            a.offset ? table_value(static_cast<const uint32_t*>(a.offset)[at], row / 8, a.scale_is_bf16) : 0.f;
+        const float value = a.offset_kind == OFFSET_MINIMUM ? Int4<1, OFFSET_MINIMUM>::value(codes, k, scale, offset)
+                            : a.offset_kind == OFFSET_ZERO_POINT
+                                ? Int4<1, OFFSET_ZERO_POINT>::value(codes, k, scale, offset)
+                                : Int4<1, OFFSET_NONE>::value(codes, k, scale, offset);
         sum = fmaf(value, T::up(load_activation2(x + k)), sum);
     }
     return sum;
@@ -214,23 +242,28 @@ template <class T> DEVICE void finish(const GemvArgs& a, const GemmPlan& plan, i
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        const int r = matrix_row(matrix_which(i)), column = gate ? tile * 8 + r : tile * 16 + r, token = first + matrix_token(i);
+        const int r = matrix_row(matrix_which(i)), column = gate ? tile * 8 + r : tile * 16 + r,
+                  token = first + matrix_token(i);
         const float up = matrix_below(sums, i);
         if ((gate && r >= 8) || column >= columns || token >= int(a.m)) continue;
-        static_cast<uint16_t*>(a.y)[token * a.y_stride + column] = static_cast<uint16_t>(T::down(gate ? silu(sums[i]) * up : sums[i]));
+        static_cast<uint16_t*>(a.y)[token * a.y_stride + column] =
+            static_cast<uint16_t>(T::down(gate ? silu(sums[i]) * up : sums[i]));
     }
 }
 
-template <class T, int TOKENS> __global__ void __launch_bounds__(THREADS, BLOCKS_RESIDENT) int4_gemm_kernel(const GemvArgs a, const GemmPlan plan) {
+template <class T, int TOKENS>
+__global__ void __launch_bounds__(THREADS, BLOCKS_RESIDENT) int4_gemm_kernel(const GemvArgs a, const GemmPlan plan) {
     using Sums = GemmSums<T, TOKENS>;
     extern __shared__ __align__(128) char shared[];
     grid_release();
-    const int rank = blockIdx.x % plan.cluster, place = blockIdx.x / plan.cluster, band = place % plan.bands, rows = place / plan.bands;
+    const int rank = blockIdx.x % plan.cluster, place = blockIdx.x / plan.cluster, band = place % plan.bands,
+              rows = place / plan.bands;
     GemmStream<TOKENS> stream(a, plan, shared, rank, rows, band);
     const auto sync = [&]() ALWAYS_INLINE { group_sync(stream.step_warp, GROUP_THREADS); };
     Sums total(a, stream.row_warp);
     stream.fill();
-    char *stage = stream.stage_buffer, *const last = stage + (GEMM_STAGES<TOKENS> - 1) * STAGE_BYTES<TOKENS>, *before = last;
+    char *stage = stream.stage_buffer, *const last = stage + (GEMM_STAGES<TOKENS> - 1) * STAGE_BYTES<TOKENS>,
+         *before = last;
 #pragma unroll 1
     for (int i = 0; i < stream.stages; ++i) {
         wait_copies<GEMM_STAGES<TOKENS> - 1>();
@@ -243,19 +276,22 @@ template <class T, int TOKENS> __global__ void __launch_bounds__(THREADS, BLOCKS
     sync();
     if (stream.stages) total.add_rest(before);
     wait_copies<1>();  // also for stages that a short K has not, whose zeros would come over the sums
-    // Over the multi-stage buffer, in the block that stores them: the sums of all groups of the cluster, a lane's four cells together.
+    // Over the multi-stage buffer, in the block that stores them: the sums of all groups of the cluster, a lane's four
+    // cells together.
     const auto all = [&]() ALWAYS_INLINE { plan.cluster > 1 ? cluster_sync() : __syncthreads(); };
     const int held = BLOCK_TILES / plan.cluster, sources = STEP_WARPS * plan.cluster;  // held: tiles
     Words4* box = reinterpret_cast<Words4*>(shared) + lane_id();
     all();
 #pragma unroll
     for (int h = 0; h < WARP_TILES; ++h) {
-        const int tile = stream.row_warp * WARP_TILES + h, at = (rank * STEP_WARPS + stream.step_warp) * held + tile % held;
+        const int tile = stream.row_warp * WARP_TILES + h,
+                  at = (rank * STEP_WARPS + stream.step_warp) * held + tile % held;
 #pragma unroll
         for (int j = 0; j < Sums::COLUMNS; ++j) {
             const float* v = total.y[h][j];
             Words4* into = box + (at * Sums::COLUMNS + total.column(j)) * WARP_SIZE;
-            *(plan.cluster > 1 ? beside(into, tile / held) : into) = {float_to_bits(v[0]), float_to_bits(v[1]), float_to_bits(v[2]), float_to_bits(v[3])};
+            *(plan.cluster > 1 ? beside(into, tile / held) : into) = {
+                float_to_bits(v[0]), float_to_bits(v[1]), float_to_bits(v[2]), float_to_bits(v[3])};
         }
     }
     all();
@@ -267,7 +303,8 @@ template <class T, int TOKENS> __global__ void __launch_bounds__(THREADS, BLOCKS
 #pragma unroll
             for (int i = 0; i < 4; ++i) v[i] += bits_to_float(word_of(one, i));
         }
-        finish<T>(a, plan, rows * BLOCK_TILES + rank * held + item / Sums::COLUMNS, stream.token + item % Sums::COLUMNS * MATRIX_TOKENS, v);
+        finish<T>(a, plan, rows * BLOCK_TILES + rank * held + item / Sums::COLUMNS,
+            stream.token + item % Sums::COLUMNS * MATRIX_TOKENS, v);
     }
 }
 
@@ -289,6 +326,7 @@ template <class T, int TOKENS> int launch_gemm(const GemvArgs& a, GpuStream stre
     p.cluster = gemm_cluster(a, p, limits, groups);
     const int blocks = int(groups * p.cluster), bytes = GEMM_BYTES<TOKENS>;
     if (bytes > limits.shared_block) return STATUS_MEMORY;
-    const int error = launch_clusters(int4_gemm_kernel<T, TOKENS>, p.cluster, blocks, THREADS, bytes, stream, limits, a.dependent >= 0, a, p);
+    const int error = launch_clusters(
+        int4_gemm_kernel<T, TOKENS>, p.cluster, blocks, THREADS, bytes, stream, limits, a.dependent >= 0, a, p);
     return error ? STATUS_DEVICE + error : STATUS_OK;
 }

@@ -12,10 +12,12 @@ template <class F, class T, bool COMMON> struct FloatStager : Norms<T, false, CO
         if (a.norm != NORM_NONE)
             for (int i = 0; i < 2; ++i) first[i] = Base::weight((threadIdx.x + i * THREADS) * 8);
     }
-    // Stages `steps` steps of K, and zeros up to whole stages, from step `from`, behind `before` others; every thread calls it,
-    // and may read what it left when it returns. Under a norm all of K is staged at once. `rest` asks for what may come later, once the
-    // activations are on their way, and says how many stages that is. `wait`: before anything is read.
-    template <class WAIT, class REST> DEVICE void range(int from, int steps, int before, const WAIT& wait, const REST& rest) {
+    // Stages `steps` steps of K, and zeros up to whole stages, from step `from`, behind `before` others; every thread
+    // calls it, and may read what it left when it returns. Under a norm all of K is staged at once. `rest` asks for
+    // what may come later, once the activations are on their way, and says how many stages that is. `wait`: before
+    // anything is read.
+    template <class WAIT, class REST>
+    DEVICE void range(int from, int steps, int before, const WAIT& wait, const REST& rest) {
         const int wanted = (steps + PAIR<F> - 1) / PAIR<F> * PAIR<F> * (F::KSTEP / 8);
         if (SHARED_STAGES && (a.norm == NORM_RMS || a.norm == NORM_RMS_PLUS_ONE) && a.m == 1 && wanted <= 2 * THREADS) {
             two_chunks(wanted, wait, rest);
@@ -31,7 +33,9 @@ template <class F, class T, bool COMMON> struct FloatStager : Norms<T, false, CO
     static constexpr bool BOUNDED = false;
 
 private:
-    DEVICE Words4& chunk(int token, int c) const { return *reinterpret_cast<Words4*>(shared + token * plan.token_stride + c * 16); }
+    DEVICE Words4& chunk(int token, int c) const {
+        return *reinterpret_cast<Words4*>(shared + token * plan.token_stride + c * 16);
+    }
     // A thread's own chunks of every token.
     template <class REST> DEVICE void copy(int from, int wanted, const REST& rest, bool signalled) const {
 #pragma unroll 1
@@ -62,7 +66,8 @@ private:
             }
         }
     }
-    // Under an RMSNorm, up to two chunks a thread: their values wait for the norm's factor in registers, where no multi-stage buffer lies.
+    // Under an RMSNorm, up to two chunks a thread: their values wait for the norm's factor in registers, where no
+    // multi-stage buffer lies.
     template <class WAIT, class REST> DEVICE void two_chunks(int wanted, const WAIT& wait, const REST& rest) const {
         Words4 v[2] = {{0, 0, 0, 0}, {0, 0, 0, 0}};
         wait();
@@ -90,7 +95,8 @@ private:
         for (int token = 0; token < a.m; ++token) {
             const float mean = Base::mean(token);
             float partial = 0.f;
-            for (int c = threadIdx.x; c < wanted; c += THREADS) partial += Base::squares_of(chunk(token, c), c * 8, mean);
+            for (int c = threadIdx.x; c < wanted; c += THREADS)
+                partial += Base::squares_of(chunk(token, c), c * 8, mean);
             Base::leave(Base::squares(), token, partial);
         }
         __syncthreads();

@@ -27,11 +27,14 @@ DEVICE void copies_done(int) {}
 DEVICE void group_sync(int, int) { __syncthreads(); }
 DEVICE void group_arrive(int, int) { __syncthreads(); }
 
-template <class T> void multiply_halves(float* sum, uint32_t a0, uint32_t a1, uint32_t b0, uint32_t b1) {  // v_mfma_f32_16x16x16
+template <class T>
+void multiply_halves(float* sum, uint32_t a0, uint32_t a1, uint32_t b0, uint32_t b1) {  // v_mfma_f32_16x16x16
     const auto all = exchange({a0, a1, b0, b1});
     for (int i = 0; i < 4; ++i) {
         double more = sum[i];
-        for (int k = 0; k < 16; ++k) more += product<T>(all[4 * (lane_id() >> 4) + i + k / 4 * 16], all[(lane_id() & 15) + k / 4 * 16] + 2, k % 4);
+        for (int k = 0; k < 16; ++k)
+            more +=
+                product<T>(all[4 * (lane_id() >> 4) + i + k / 4 * 16], all[(lane_id() & 15) + k / 4 * 16] + 2, k % 4);
         sum[i] = float(more);
     }
 }
@@ -40,7 +43,9 @@ DEVICE void multiply_bytes(int* sum, uint32_t a0, uint32_t a1, uint32_t b0, uint
     const auto all = exchange({a0, a1, b0, b1});
     for (int i = 0; i < 4; ++i)
         for (int k = 0; k < 32; ++k) {
-            const auto byte = [&](int lane, int word) { return int(int8_t(all[lane + k / 8 * 16][word + k / 4 % 2] >> k % 4 * 8)); };
+            const auto byte = [&](int lane, int word) {
+                return int(int8_t(all[lane + k / 8 * 16][word + k / 4 % 2] >> k % 4 * 8));
+            };
             sum[i] += byte(4 * (lane_id() >> 4) + i, 0) * byte(lane_id() & 15, 2);
         }
 }
