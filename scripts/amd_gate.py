@@ -33,7 +33,7 @@ KERNELS = (
     "gemv_int4_64",
     "gemv_fp8",
     "gemv_compact",
-    "int4_rows",
+    "int4_gemm",
     "decode_attention",
 )
 ARCHS = {"gfx90a": None, "gfx942": 9402, "gfx950": 9500}  # the ISA version where the distribution's libraries lack it
@@ -137,7 +137,7 @@ def faults(arch: str, taken: Resources, code: str) -> list[str]:
     if "unpack_kernel" in taken.kernel:  # it multiplies nothing
         return bad
     meant = MEANT[arch, "F16" if "3F16" in taken.kernel else "Bf16"]
-    if "attention_kernel" in taken.kernel or "int4_rows" in taken.kernel:
+    if "attention_kernel" in taken.kernel or "int4_gemm" in taken.kernel:
         meant = meant.replace("v_fma_mix_f32", "v_mfma_f32_16x16x16f16")
     if re.search(r"Int[48]I", taken.kernel):
         meant = MEANT_INTEGER[arch]

@@ -84,7 +84,7 @@ class Caches:
         self.mask = torch.ones(step.batch, capacity, dtype=torch.int64, device=DEVICE)
 
     def ours(self, keys: Tensor, values: Tensor) -> Tensor:
-        with binding.settled_weights():
+        with binding.weight_prefetch():
             return self.kernel(self.qkv, self.positions, self.slot, self.mask, keys, values, self.shape)
 
     def all_ours(self) -> None:

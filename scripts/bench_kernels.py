@@ -63,11 +63,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     add_gemv(commands.add_parser("gemv", help=GEMV, description=GEMV))
-    by_rows = commands.add_parser("rows", help=ROWS, description=ROWS)
-    add_rows(by_rows)
+    by_gemm = commands.add_parser("rows", help=ROWS, description=ROWS)
+    add_rows(by_gemm)
     options = parser.parse_args()
     if options.command == "rows" and not options.floats and options.libraries is None:
-        by_rows.error("--libraries DIR, or --floats")
+        by_gemm.error("--libraries DIR, or --floats")
     torch.manual_seed(0)
     (gemv if options.command == "gemv" else rows).show(options)
 

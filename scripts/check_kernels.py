@@ -36,14 +36,16 @@ COMMANDS = ("all", "gemv", "rows")
 def check_format(lib: Library, name: str, dtype: torch.dtype) -> list[str]:
     """Every shape, number of tokens and epilogue of one format; the failures in words."""
     bad, ran = [], 0
-    for (n, k), paired in itertools.product(SHAPES, (False, True)):
-        if (paired and n % 2) or (name not in ("plain",) and name.startswith("int4") and k % 2):
+    for (n, k), interleaved in itertools.product(SHAPES, (False, True)):
+        if (interleaved and n % 2) or (name not in ("plain",) and name.startswith("int4") and k % 2):
             continue
         w = torch.randn(n, k, device="cuda") / k**0.5
-        p = pack(w, name, dtype=dtype, paired=paired)
+        p = pack(w, name, dtype=dtype, interleaved=interleaved)
         x = torch.randn(max(TOKENS), k + 8, dtype=dtype, device="cuda")[:, :k]
         for kind_name, kind in kinds(n, k, max(TOKENS), dtype).items():
-            if (kind_name == "silu_gate") != paired or (kind_name not in ("product", "rms", "silu_gate") and n > 100):
+            if (kind_name == "silu_gate") != interleaved or (
+                kind_name not in ("product", "rms", "silu_gate") and n > 100
+            ):
                 continue
             whole = run(lib, p, x, kind)
             ran += 1

@@ -34,7 +34,7 @@ class Step:
     padding: int = 0
     window: int = 0
     norms: bool = False
-    turned: int = 0
+    rotary_dim: int = 0
     softcap: float = 0.0
     plus_one: bool = False
     hidden: int = 0
@@ -80,8 +80,8 @@ def made(
         return torch.randn(*sizes, generator=draw).to(device, dtype)
 
     q_norm, k_norm = (random(step.size) * 0.3 + 1 if step.norms else None for _ in range(2))
-    turned = step.turned or step.size
-    inv_freq = (10000 ** (-torch.arange(0, turned, 2) / turned)).to(device)
+    rotary_dim = step.rotary_dim or step.size
+    inv_freq = (10000 ** (-torch.arange(0, rotary_dim, 2) / rotary_dim)).to(device)
     shape = AttentionShape(
         step.heads, step.kv_heads, step.size, step.size**-0.5, inv_freq, 1.0, step.window, q_norm, k_norm, 1e-6,
         step.softcap, step.plus_one,

@@ -58,6 +58,6 @@ class AttentionShape:
         return (self.heads + 2 * self.kv_heads) * self.size
 
     @property
-    def turned(self) -> int:
+    def rotary_dim(self) -> int:
         """Columns of a head that the rotary embedding turns: the first ones."""
         return 2 * self.inv_freq.shape[0]

@@ -56,15 +56,15 @@ def spec(x: Tensor, *args: Any) -> Spec:
     n, k = tiles.n, tiles.k
     require(x.dim() >= 1 and x.dtype in dispatch.FLOATS, OP, f"x is float [..., K], not {linear.say(x)}")
     require(x.shape[-1] == k, OP, f"x has {x.shape[-1]} features, the weight {k}")
-    whole = -(-tiles.rows // TILE_ROWS)
-    size = [whole, -(-k // STEP), STEP_BYTES]
+    padded = -(-tiles.rows // TILE_ROWS)
+    size = [padded, -(-k // STEP), STEP_BYTES]
     require(list(tiles.w.shape) == size, OP, f"the tiles of [{tiles.rows}, {k}] are {size}, not {linear.say(tiles.w)}")
-    paired = tiles.part == "all" or tiles.rows % (2 * TILE_ROWS) == 0
-    require(paired, OP, f"paired tiles hold a multiple of {2 * TILE_ROWS} rows, not {tiles.rows}")
-    fits = list(tiles.scale.shape) == [whole, TILE_ROWS] and tiles.scale.dtype == torch.float32
-    require(fits, OP, f"scale is float32 {[whole, TILE_ROWS]}, not {linear.say(tiles.scale)}")
+    interleaved = tiles.part == "all" or tiles.rows % (2 * TILE_ROWS) == 0
+    require(interleaved, OP, f"paired tiles hold a multiple of {2 * TILE_ROWS} rows, not {tiles.rows}")
+    fits = list(tiles.scale.shape) == [padded, TILE_ROWS] and tiles.scale.dtype == torch.float32
+    require(fits, OP, f"scale is float32 {[padded, TILE_ROWS]}, not {linear.say(tiles.scale)}")
     held = tiles.outliers
-    fits = held.dtype == torch.int32 and held.dim() == 3 and list(held.shape[:2]) == [whole, TILE_ROWS]
+    fits = held.dtype == torch.int32 and held.dim() == 3 and list(held.shape[:2]) == [padded, TILE_ROWS]
     require(fits and held.shape[2] % FOUR == 0 < held.shape[2], OP, f"outliers are int32, not {linear.say(held)}")
     linear.check_beside(OP, x, n, bias, w=tiles.w, scale=tiles.scale, outliers=held)
     return of_shape(n, k, x.dtype, m=x.numel() // k)
@@ -96,9 +96,11 @@ def by_hip(x: Tensor, *args: Any) -> Tensor:
 def weight_of(tiles: CompactTiles) -> Weight:
     """What a launch reads."""
     w, scale, outliers = (table.contiguous() for table in tiles[:3])
-    settled = w is tiles.w and scale is tiles.scale and outliers is tiles.outliers
+    prefetchable = w is tiles.w and scale is tiles.scale and outliers is tiles.outliers
     fours = outliers.shape[2] // FOUR
-    return Weight("gemv_compact", tiles.rows, tiles.k, w, None, scale, outliers, group_shift=fours, settled=settled)
+    return Weight(
+        "gemv_compact", tiles.rows, tiles.k, w, None, scale, outliers, group_shift=fours, prefetchable=prefetchable
+    )
 
 
 def by_torch(x: Tensor, *args: Any) -> Tensor:
@@ -108,14 +110,14 @@ def by_torch(x: Tensor, *args: Any) -> Tensor:
     flat, tile_count = x.reshape(-1, tiles.k), tiles.w.shape[0]
     slices = -(-tile_count * TILE_ROWS * tiles.k // BLOCK)
     if slices == 1:
-        y = functional.linear(flat, undone(tiles).to(x.dtype), None if bias is None else bias.to(x.dtype))
+        y = functional.linear(flat, unpacked(tiles).to(x.dtype), None if bias is None else bias.to(x.dtype))
         return y.view(*x.shape[:-1], tiles.n)
     halves = 1 if tiles.part == "all" else 2  # of the rows; each in order
     each, beside = TILE_ROWS // halves, in_halves(bias, tiles)
     y = x.new_empty((flat.shape[0], halves, tiles.rows // halves))
     step = -(-tile_count // slices)
     for start in range(0, tile_count, step):
-        part = undone(_slice(tiles, start, start + step)).to(x.dtype)
+        part = unpacked(_slice(tiles, start, start + step)).to(x.dtype)
         columns = slice(start * each, start * each + part.shape[0] // halves)
         added = None if beside is None else beside[:, columns].flatten().to(x.dtype)
         y[:, :, columns] = functional.linear(flat, part, added).view(-1, halves, part.shape[0] // halves)
@@ -138,13 +140,13 @@ def _slice(tiles: CompactTiles, start: int, stop: int) -> CompactTiles:
     return CompactTiles(w, scale, outliers, rows, tiles.k, "all" if tiles.part == "all" else "both")
 
 
-def undone(tiles: CompactTiles) -> Tensor:
+def unpacked(tiles: CompactTiles) -> Tensor:
     """The weight[N, K] bfloat16 of the tiles; by the device's kernel where there is one."""
     if tiles.w.device.type == "cpu":
         return compact_tiles.decode(tiles)
-    whole = torch.empty(tiles.rows, tiles.k, dtype=torch.bfloat16, device=tiles.w.device)
-    binding.unpack(weight_of(tiles), whole, paired=tiles.part != "all")
-    return whole if tiles.part in ("all", "both") else whole.chunk(2)[tiles.part == "up"]
+    weight = torch.empty(tiles.rows, tiles.k, dtype=torch.bfloat16, device=tiles.w.device)
+    binding.unpack(weight_of(tiles), weight, interleaved=tiles.part != "all")
+    return weight if tiles.part in ("all", "both") else weight.chunk(2)[tiles.part == "up"]
 
 
 @operation("compact_linear")
@@ -189,8 +191,8 @@ def cases() -> list[Case]:
         return Case(f"m{m}-n{n}-k{k}{'-bias' if bias else ''}{'' if part == 'all' else '-' + part}", make)
 
     plain = [case(m, n, k, bias) for m, n, k, _, bias in linear.SIZES]
-    paired = [case(m, 96, 160, True, part) for part in ("both", "gate", "up") for m in (1, 9, 70)]
-    return [*plain, case(5, 33, 65, True), *paired]
+    interleaved = [case(m, 96, 160, True, part) for part in ("both", "gate", "up") for m in (1, 9, 70)]
+    return [*plain, case(5, 33, 65, True), *interleaved]
 
 
 IMPLEMENTATIONS = {"hip": Implementation(by_hip, why_not), "torch": Implementation(by_torch, dispatch.anywhere)}

@@ -25,7 +25,7 @@ WINDOW = 16  # exponents that have a code
 BIAS = 127
 NONE = -1  # no outlier
 FOUR = 4  # outliers are read so many at a time
-MOST_SHARE = 32  # one of so many values of a row at most is an outlier
+VALUES_PER_OUTLIER = 32  # one of so many values of a row at most is an outlier
 LARGEST_K = 0xFFFE  # the last column that an outlier can name is one less
 TRIED = 6  # windows of a row: from its largest exponent down
 BLOCK = 1 << 24  # values encoded at once
@@ -61,7 +61,7 @@ def unfit(k: int, dtype: torch.dtype) -> str | None:
 
 def allowed(k: int) -> int:
     """Outliers that a row of K values may have."""
-    return max(FOUR, k // MOST_SHARE)
+    return max(FOUR, k // VALUES_PER_OUTLIER)
 
 
 def encode(weight: Tensor) -> CompactTiles:
@@ -70,7 +70,7 @@ def encode(weight: Tensor) -> CompactTiles:
     if reason := unfit(k, weight.dtype) or ("it has no rows" if n < 1 else None):
         raise KernelError(reason)
     rows = max(TILE_ROWS, BLOCK // k // TILE_ROWS * TILE_ROWS)
-    blocks = [_of_rows(_whole_tiles(block)) for block in weight.detach().split(rows)]
+    blocks = [_of_rows(_padded_tiles(block)) for block in weight.detach().split(rows)]
     width = max(outliers.shape[1] for _, _, outliers in blocks)
     return CompactTiles(
         torch.cat([w for w, _, _ in blocks]),
@@ -81,7 +81,7 @@ def encode(weight: Tensor) -> CompactTiles:
     )
 
 
-def _whole_tiles(rows: Tensor) -> Tensor:
+def _padded_tiles(rows: Tensor) -> Tensor:
     missing = -rows.shape[0] % TILE_ROWS
     return torch.nn.functional.pad(rows, (0, 0, 0, missing)) if missing else rows
 
@@ -205,13 +205,13 @@ def pair(gate: CompactTiles, up: CompactTiles | None = None) -> CompactTiles:
     """The "both" of a gate and its up, of 16 N rows each; without `up`, of one weight of 32 N rows that holds both."""
     parts = alike([alone(one) for one in (gate, up) if one is not None])
 
-    def paired(tables: list[Tensor]) -> Tensor:
+    def interleaved(tables: list[Tensor]) -> Tensor:
         held = [_eights(one).flatten(0, 1) for one in tables]
         gate, up = held if len(held) == 2 else held[0].chunk(2)
         return _of_eights(torch.stack([gate, up], 1))
 
-    w, scale = paired([one.w for one in parts]), paired([one.scale for one in parts])
-    outliers = paired([one.outliers for one in parts])
+    w, scale = interleaved([one.w for one in parts]), interleaved([one.scale for one in parts])
+    outliers = interleaved([one.outliers for one in parts])
     return CompactTiles(w, scale, outliers, sum(one.n for one in parts), gate.k, "both")
 
 

@@ -134,7 +134,7 @@ def aligned(size: int) -> Tensor:
     return whole[start : start + size]
 
 
-def together(packs: Sequence[Pack]) -> list[Pack]:
+def concatenated(packs: Sequence[Pack]) -> list[Pack]:
     """The same packs in one block of memory, in this order, on large pages where the system has them.
 
     A step that reads them one after the other then reads one stream.

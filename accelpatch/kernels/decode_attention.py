@@ -32,7 +32,7 @@ SIZES = range(16, 257, 2)  # of a head
 WIDEST = 128  # heads of float32 that the GPU kernel takes
 
 
-def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x[B, H, T, D] by the rotary embedding cos, sin[B, T, R], rounded as transformers rounds it."""
     some, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
     left, right = some.chunk(2, dim=-1)
@@ -52,7 +52,7 @@ def reference_(
         for p, n in zip(parts, norms, strict=False)
     )  # fmt: skip
     cos, sin = rope.rotary_cos_sin(positions, shape.inv_freq, shape.rope_scaling, qkv.dtype)
-    q, k = (turned(part, cos, sin) for part in normed)
+    q, k = (rotated(part, cos, sin) for part in normed)
     own = slot + torch.arange(tokens, device=qkv.device)
     keys.index_copy_(2, own, k)
     values.index_copy_(2, own, parts[2])
@@ -81,8 +81,8 @@ def why_not(shape: AttentionShape, dtype: torch.dtype, device: Device) -> str | 
     """Why `decode_attention_` cannot run; None where it can."""
     if shape.size not in SIZES or shape.heads % shape.kv_heads:
         return f"attention heads of size {shape.size}, {shape.heads} on {shape.kv_heads}"
-    if not 0 < shape.turned <= shape.size:
-        return f"a rotary embedding of {shape.turned} columns on heads of size {shape.size}"
+    if not 0 < shape.rotary_dim <= shape.size:
+        return f"a rotary embedding of {shape.rotary_dim} columns on heads of size {shape.size}"
     if device.kind == "cpu":
         return None
     return None if attention.why_not(shape, dtype, device) is None else why_no_triton(shape, dtype, device)

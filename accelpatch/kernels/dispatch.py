@@ -211,20 +211,20 @@ def _forced(op: str, spec: Spec, device: torch.device, force: _Forced) -> tuple[
 
 
 #: (operation, shapes, dtypes, devices and plain values of its arguments) -> what was chosen for them
-_choices: dict[tuple[Any, ...], tuple[str, Kernel]] = {}
-MOST_CHOICES = 4096  # then they are made anew: a program with ever new shapes must not fill the memory
+_selected: dict[tuple[Any, ...], tuple[str, Kernel]] = {}
+MAX_SELECTED = 4096  # then they are made anew: a program with ever new shapes must not fill the memory
 
 
 def _chosen(
     op: str, spec: Callable[..., Spec], device: torch.device, args: Sequence[Any]
 ) -> tuple[str, Callable[..., Result]]:
     facts = (op, *[(a.shape, a.dtype, a.device) if isinstance(a, torch.Tensor) else a for a in args])
-    found = _choices.get(facts)
+    found = _selected.get(facts)
     if found is None:
         found = choose(op, spec(*args), probe(device)), kernel(op)
-        if len(_choices) >= MOST_CHOICES:
-            _choices.clear()
-        _choices[facts] = found
+        if len(_selected) >= MAX_SELECTED:
+            _selected.clear()
+        _selected[facts] = found
     name, entry = found
     return name, entry.implementations[name].run
 
@@ -243,14 +243,14 @@ def _reference(op: str, args: Sequence[Any], precision: torch.dtype | None) -> R
 def in_precision(args: Sequence[Any], precision: torch.dtype) -> tuple[Any, ...]:
     """The arguments with every float tensor, and every dtype, turned into `precision`; integers stay."""
 
-    def turn(value: Any) -> Any:
+    def convert(value: Any) -> Any:
         if isinstance(value, torch.dtype):
             return precision
         if isinstance(value, torch.Tensor) and value.is_floating_point():
             return value.to(precision)
         return value
 
-    return tuple(turn(value) for value in args)
+    return tuple(convert(value) for value in args)
 
 
 def output_dtypes(op: str, args: Sequence[Any]) -> tuple[torch.dtype, ...]:

@@ -67,7 +67,7 @@ def by_hip(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> T
         return by_torch(x, q, scale, bias)
     whole, form = q.contiguous(), FORMS.index(q.dtype)
     rows = scale.to(torch.float32).contiguous()
-    weight = Weight("gemv_fp8", q.shape[0], q.shape[1], whole, form, rows, settled=whole is q)
+    weight = Weight("gemv_fp8", q.shape[0], q.shape[1], whole, form, rows, prefetchable=whole is q)
     return binding.launch(weight, x, bias=bias)
 
 

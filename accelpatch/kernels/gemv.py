@@ -20,7 +20,7 @@ from accelpatch.kernels.hip.binding import Weight
 from accelpatch.kernels.operation import operation
 from accelpatch.kernels.triton import launch
 
-ROWS_LEAST, ROWS_STEP = 2048, 128  # of N the least, of K a divisor, for products of some rows
+GEMM_LEAST_ROWS, GEMM_STEP = 2048, 128  # of N the least, of K a divisor, for products of some rows
 
 
 def dense(dtype: torch.dtype, w: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
@@ -61,25 +61,25 @@ def why_not(spec: Spec, device: Device) -> str | None:
 
 
 def by_hip(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The implementation `hip`: up to 8 rows of x by its kernels, up to 64 by Triton's where `takes_rows`; by torch."""
+    """The implementation `hip`: up to 8 rows of x by its kernels, up to 64 by Triton's where `gemm_fits`; by torch."""
     if x.numel() > binding.FEW * x.shape[-1]:
-        return by_rows(x, w, bias) if takes_rows(x, w) else reference(x, w, bias)
+        return by_gemm(x, w, bias) if gemm_fits(x, w) else reference(x, w, bias)
     whole = w.contiguous()
-    weight = Weight("gemv", w.shape[0], w.shape[1], whole, settled=whole is w)
+    weight = Weight("gemv", w.shape[0], w.shape[1], whole, prefetchable=whole is w)
     return binding.launch(weight, x, bias=bias)
 
 
-def takes_rows(x: Tensor, w: Tensor) -> bool:
+def gemm_fits(x: Tensor, w: Tensor) -> bool:
     """Whether `by_rows` serves 9 to 64 rows of x: on Hopper, and for weights like those that were measured."""
     few = binding.FEW < x.numel() // x.shape[-1] <= binding.MOST
     like = w.dtype == x.dtype and x.dtype in binding.DTYPES and w.is_contiguous()
-    if not few or not like or w.shape[0] < ROWS_LEAST or w.shape[1] % ROWS_STEP:
+    if not few or not like or w.shape[0] < GEMM_LEAST_ROWS or w.shape[1] % GEMM_STEP:
         return False
     device = probe(x.device)
     return device.arch.rstrip("a") == "sm_90" and launch.why_not(device, x.dtype) is None
 
 
-def by_rows(x: Tensor, w: Tensor, bias: Tensor | None = None, gate: bool = False) -> Tensor:
+def by_gemm(x: Tensor, w: Tensor, bias: Tensor | None = None, gate: bool = False) -> Tensor:
     """By Triton's kernel; gate: silu(the first half of the columns) * the second half."""
     from accelpatch.kernels.triton import rows
 

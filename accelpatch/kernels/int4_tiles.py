@@ -18,7 +18,7 @@ from accelpatch.kernels.dispatch import require
 from accelpatch.kernels.hip import layout
 from accelpatch.kernels.hip.layout import TILE_ROWS, TILE_VALUES
 
-WHOLE_ROW = 1 << 20  # the C interface's word for one group a row
+ONE_GROUP = 1 << 20  # the C interface's word for one group a row
 NO_SHIFT_LEFT = 30  # all steps share one set of scales
 
 
@@ -92,13 +92,13 @@ def untile(tiles: Tiles) -> tuple[Tensor, Tensor, Tensor | None]:
 def pair(gate: Tiles, up: Tiles | None = None) -> Tiles:
     """The "both" of a gate and its up, of 16 N rows each; without `up`, of one weight of 32 N rows that holds both."""
     parts = [alone(one) for one in (gate, up) if one is not None]
-    w, scale = _paired([one.w for one in parts]), _paired([one.scale for one in parts])
+    w, scale = _interleaved([one.w for one in parts]), _interleaved([one.scale for one in parts])
     offsets = [one.offset for one in parts if one.offset is not None]
-    offset = _paired(offsets) if offsets else None
+    offset = _interleaved(offsets) if offsets else None
     return parts[0]._replace(w=w, scale=scale, offset=offset, n=sum(one.n for one in parts), part="both")
 
 
-def _paired(parts: list[Tensor]) -> Tensor:
+def _interleaved(parts: list[Tensor]) -> Tensor:
     held = [_eights(one).flatten(0, 1) for one in parts]
     gate, up = held if len(held) == 2 else held[0].chunk(2)
     return _of_eights(torch.stack([gate, up], 1))

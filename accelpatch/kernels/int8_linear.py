@@ -70,7 +70,7 @@ def by_hip(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> T
         return by_torch(x, q, scale, bias)
     whole = q.contiguous()
     rows = scale.to(torch.float32).contiguous()
-    weight = Weight("gemv_int8", q.shape[0], q.shape[1], whole, 0, rows, settled=whole is q)
+    weight = Weight("gemv_int8", q.shape[0], q.shape[1], whole, 0, rows, prefetchable=whole is q)
     return binding.launch(weight, x, bias=bias)
 
 

@@ -17,7 +17,7 @@ KIB = 1024
 
 
 @dataclass(frozen=True)
-class Processor:
+class ComputeUnit:
     """A compute unit or multiprocessor. waves: it holds at most; schedulers: SIMDs; shared: bytes for all blocks."""
 
     waves: int
@@ -26,16 +26,16 @@ class Processor:
     wave_size: int
 
 
-_CDNA = Processor(32, 4, 64 * KIB, 64)
-PROCESSORS: Mapping[str, Processor] = {
+_CDNA = ComputeUnit(32, 4, 64 * KIB, 64)
+COMPUTE_UNITS: Mapping[str, ComputeUnit] = {
     "gfx90a": _CDNA,
     "gfx942": _CDNA,
-    "gfx950": Processor(32, 4, 160 * KIB, 64),
-    "sm_80": Processor(64, 4, 164 * KIB, 32),
-    "sm_89": Processor(48, 4, 100 * KIB, 32),
-    "sm_90": Processor(64, 4, 228 * KIB, 32),
-    "sm_100": Processor(64, 4, 228 * KIB, 32),
-    "sm_120": Processor(48, 4, 100 * KIB, 32),
+    "gfx950": ComputeUnit(32, 4, 160 * KIB, 64),
+    "sm_80": ComputeUnit(64, 4, 164 * KIB, 32),
+    "sm_89": ComputeUnit(48, 4, 100 * KIB, 32),
+    "sm_90": ComputeUnit(64, 4, 228 * KIB, 32),
+    "sm_100": ComputeUnit(64, 4, 228 * KIB, 32),
+    "sm_120": ComputeUnit(48, 4, 100 * KIB, 32),
 }
 
 
@@ -61,17 +61,17 @@ def waves(arch: str, taken: Resources, shared: int | None = None) -> int:
 
     0: a block does not fit at all. KeyError for an arch that PROCESSORS has not got.
     """
-    processor = PROCESSORS[arch]
-    block = max(1, -(-taken.threads // processor.wave_size))
+    unit = COMPUTE_UNITS[arch]
+    block = max(1, -(-taken.threads // unit.wave_size))
     room = taken.shared if shared is None else shared
     if arch.startswith("gfx"):
-        by_registers = min(8, 512 // max(8, _up(taken.registers, 8))) * processor.schedulers
+        by_registers = min(8, 512 // max(8, _up(taken.registers, 8))) * unit.schedulers
     else:
-        each = _up(max(1, taken.registers) * processor.wave_size, 256)
-        by_registers = min(processor.waves, 65536 // each)
+        each = _up(max(1, taken.registers) * unit.wave_size, 256)
+        by_registers = min(unit.waves, 65536 // each)
         room += KIB
-    blocks = min(by_registers // block, processor.shared // room if room else by_registers)
-    return blocks * block // processor.schedulers
+    blocks = min(by_registers // block, unit.shared // room if room else by_registers)
+    return blocks * block // unit.schedulers
 
 
 def _up(value: int, to: int) -> int:

@@ -19,7 +19,7 @@ from accelpatch.kernels import rmsnorm, rope
 from accelpatch.kernels.attention_shape import AttentionShape
 
 
-def turn_reference_(qkv: Tensor, positions: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape) -> None:
+def rotate_reference_(qkv: Tensor, positions: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape) -> None:
     """q turned in place, k turned and v into the cache, by torch."""
     batch, length = positions.shape
     heads = qkv.view(batch, length, -1, shape.size)
@@ -34,13 +34,13 @@ def turn_reference_(qkv: Tensor, positions: Tensor, keys: Tensor, values: Tensor
     values[:, :, :length].copy_(v.transpose(1, 2))
 
 
-def turn_(qkv: Tensor, positions: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape) -> None:
+def rotate_(qkv: Tensor, positions: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape) -> None:
     """The same by Triton on a GPU."""
     if qkv.device.type == "cpu":
-        return turn_reference_(qkv, positions, keys, values, shape)
+        return rotate_reference_(qkv, positions, keys, values, shape)
     from accelpatch.kernels.triton import prompt_attention as kernel
 
-    return kernel.turn_(qkv, positions, keys, values, shape)
+    return kernel.rotate_(qkv, positions, keys, values, shape)
 
 
 def visible(mask: Tensor | None, length: int, window: int, device: torch.device) -> Tensor | None:
@@ -64,7 +64,7 @@ def prompt_attention_(
 ) -> Tensor:
     """y[B L, Hq D] in qkv's dtype, which is contiguous and written to; `seen` as `visible` gives it."""
     batch, length = positions.shape
-    turn_(qkv, positions, keys, values, shape)
+    rotate_(qkv, positions, keys, values, shape)
     q = qkv.view(batch, length, -1, shape.size)[:, :, : shape.heads].transpose(1, 2)
     k, v, group = keys[:, :, :length], values[:, :, :length], shape.heads // shape.kv_heads
     if seen is not None and group > 1:  # no fast form of torch's takes both a mask and groups

@@ -51,7 +51,7 @@ _HIP: Mapping[str, tuple[str, ...]] = {
     "gemv_int4.hip": (),
     "gemv_int4_32.hip": (),
     "gemv_int4_64.hip": (),
-    "int4_rows.hip": (),
+    "int4_gemm.hip": (),
     "gemv_fp8.hip": (),
     "gemv_compact.hip": (),
     "decode_attention.hip": (),

@@ -66,8 +66,8 @@ def spec(x: Tensor, *args: Any) -> Spec:
     place = int4_tiles.places(k, tiles.group)
     size = [-(-tiles.rows // TILE_ROWS), place["steps"], TILE_ROWS * TILE_VALUES // 2]
     require(list(tiles.w.shape) == size, OP, f"the tiles of [{tiles.rows}, {k}] are {size}, not {linear.say(tiles.w)}")
-    paired = tiles.part == "all" or tiles.rows % (2 * TILE_ROWS) == 0
-    require(paired, OP, f"paired tiles hold a multiple of {2 * TILE_ROWS} rows, not {tiles.rows}")
+    interleaved = tiles.part == "all" or tiles.rows % (2 * TILE_ROWS) == 0
+    require(interleaved, OP, f"paired tiles hold a multiple of {2 * TILE_ROWS} rows, not {tiles.rows}")
     sets = ((place["steps"] - 1) >> place["group_shift"]) + 1
     size = [size[0], sets, TILE_ROWS // 2, place["groups"], 2]
     for table in (tiles.scale, tiles.scale if tiles.offset is None else tiles.offset):
@@ -97,8 +97,8 @@ def by_hip(x: Tensor, *args: Any) -> Tensor:
     *rest, bias = args
     tiles = Tiles(*rest)
     m = x.numel() // tiles.k
-    if takes_many(x, tiles):
-        return int4_tiles.in_order(launched(x, tiles, int4_tiles.in_tiles(bias, tiles.part), "int4_rows"), tiles.part)
+    if gemm_fits(x, tiles):
+        return int4_tiles.in_order(launched(x, tiles, int4_tiles.in_tiles(bias, tiles.part), "int4_gemm"), tiles.part)
     if m > binding.FEW and launch.why_not(probe(x.device), x.dtype) is None:
         return by_triton(x, *args)
     if m > binding.MOST:
@@ -113,20 +113,20 @@ def launched(x: Tensor, tiles: Tiles, bias: Tensor | None, function: str, activa
 
 def weight_of(tiles: Tiles, function: str = "gemv_int4") -> Weight:
     """What a launch of that function reads."""
-    form = int4_tiles.WHOLE_ROW if tiles.group == tiles.k else tiles.group
+    form = int4_tiles.ONE_GROUP if tiles.group == tiles.k else tiles.group
     shift = int4_tiles.places(tiles.k, tiles.group)["group_shift"]
     held = (tiles.w.contiguous(), form, tiles.scale.contiguous())
     beside = None if tiles.offset is None else tiles.offset.contiguous()
-    settled = held[0] is tiles.w and held[2] is tiles.scale and beside is tiles.offset
-    return Weight(function, tiles.rows, tiles.k, *held, beside, tiles.kind, shift, settled)
+    prefetchable = held[0] is tiles.w and held[2] is tiles.scale and beside is tiles.offset
+    return Weight(function, tiles.rows, tiles.k, *held, beside, tiles.kind, shift, prefetchable)
 
 
 def gated_many(x: Tensor, tiles: Tiles, bias: Tensor | None) -> Tensor:
-    """silu(gate) * up of "both", where `takes_many`; bias[2 N] in the order of the weight's rows."""
-    return launched(x, tiles, bias, "int4_rows", "silu_gate")
+    """silu(gate) * up of "both", where `gemm_fits`; bias[2 N] in the order of the weight's rows."""
+    return launched(x, tiles, bias, "int4_gemm", "silu_gate")
 
 
-def takes_many(x: Tensor, tiles: Tiles) -> bool:
+def gemm_fits(x: Tensor, tiles: Tiles) -> bool:
     """Whether one launch makes the products with 9 to 64 rows: on Hopper and its like, in groups of 128 or more."""
     m, device = x.numel() // tiles.k, probe(x.device)
     if not binding.FEW < m <= binding.MOST or device.vendor != "nvidia":
@@ -206,7 +206,7 @@ def cases() -> list[Case]:
 
         return Case(case.id, make)
 
-    def paired(part: str, m: int) -> Case:
+    def interleaved(part: str, m: int) -> Case:
         def make(generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
             q = torch.randint(-128, 128, (96, 80), generator=generator, dtype=torch.int8).to(device)
             scale, least = (torch.rand(2, 96, 5, generator=generator) / 100).to(device, torch.float16)
@@ -218,7 +218,7 @@ def cases() -> list[Case]:
         return Case(f"m{m}-paired-{part}", make)
 
     whole = [tiled(case) for case, size in zip(int4_linear.cases(), linear.SIZES, strict=True) if _fits(size)]
-    return whole + [paired(part, m) for part in ("both", "gate", "up") for m in (1, 9, 70)]
+    return whole + [interleaved(part, m) for part in ("both", "gate", "up") for m in (1, 9, 70)]
 
 
 def _fits(size: tuple[int, int, int, int, bool]) -> bool:

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from accelpatch.errors import KernelError
 from accelpatch.kernels import compact_tiles
-from accelpatch.kernels.compact_linear import compact_linear, undone
+from accelpatch.kernels.compact_linear import compact_linear, unpacked
 from accelpatch.kernels.compact_tiles import CompactTiles
 from accelpatch.kernels.gemv import gemv
 from accelpatch.modules.autocast import autocast
@@ -63,7 +63,7 @@ class CompactLinear(PackedWeight):
         """The weight[N, K], bit for bit."""
         if self.tiles is None:
             return self.weight.detach()
-        return undone(self.tiles).to(self.like.dtype)
+        return unpacked(self.tiles).to(self.like.dtype)
 
     def repack(self, weight: Tensor) -> None:
         """Hold other numbers, in tiles where they have that form."""
@@ -87,7 +87,7 @@ class CompactLinear(PackedWeight):
             return self.dequantized().nbytes
         return sum(table.nbytes for table in self.tiles[:3]) * self.tiles.n // self.tiles.rows
 
-    def whole(self) -> None:
+    def unpack(self) -> None:
         """Hold the weight as it was: for neighbours whose weights have no tiles."""
         if self.tiles is not None:
             with torch.inference_mode(False), torch.no_grad():
@@ -108,7 +108,7 @@ class CompactLinear(PackedWeight):
         """Move with the model; cast to another dtype, the weight is rounded as a parameter is."""
         self.changed()
         if fn(self.like).dtype != self.like.dtype:
-            self.whole()
+            self.unpack()
             super()._apply(fn, recurse)
             self.hold()
             return self
@@ -130,7 +130,7 @@ class CompactLinear(PackedWeight):
         """Take a weight as the original would."""
         given = self.tiles is not None and prefix + "weight" in state_dict
         if given:
-            self.whole()
+            self.unpack()
         elif self.tiles is not None and strict:
             missing.append(prefix + "weight")
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *args)

@@ -28,7 +28,7 @@ class GatedMLP(Replacement):
     """With separate gate_proj and up_proj (Llama), or both as the halves of gate_up_proj (Phi-3: `fused_rows`)."""
 
     activation: str
-    fused_rows: bool
+    fused_gate_up: bool
     gate_proj: nn.Module
     up_proj: nn.Module
     gate_up_proj: nn.Module
@@ -38,7 +38,7 @@ class GatedMLP(Replacement):
         """hidden_states[..., K] -> [..., K]; with the original's forward where its activation is another by now."""
         if not intact(self):
             return super().forward(hidden_states)
-        if self.fused_rows:
+        if self.fused_gate_up:
             gate, up = self.gate_up_proj(hidden_states).chunk(2, dim=-1)
         else:
             gate, up = side_by_side(self.gate_proj, self.up_proj, hidden_states)

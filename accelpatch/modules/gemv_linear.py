@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.gemv import gemv
-from accelpatch.kernels.hip.binding import settled
+from accelpatch.kernels.hip.binding import prefetchable
 from accelpatch.modules.autocast import autocast
 from accelpatch.modules.replacement import Replacement
 
@@ -25,7 +25,7 @@ class GemvLinear(Replacement):
 
     def forward(self, x: Tensor) -> Tensor:
         """x[..., K] -> y[..., N] in x's dtype."""
-        if settled() or dispatch.watched() or torch.compiler.is_compiling():
+        if prefetchable() or dispatch.watched() or torch.compiler.is_compiling():
             x = autocast(x)
             if x.dtype == self.weight.dtype:  # torch casts the weight too
                 return gemv(x, self.weight, self.bias)

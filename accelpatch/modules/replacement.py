@@ -29,7 +29,7 @@ PATH = "_accelpatch_path"  # attribute of a replacement: its dotted name, for me
 ROLE = "_accelpatch_role"  # and the role of its site
 ON_DEMAND = "_accelpatch_on_demand"  # attribute of what gives the original back instead of refusing a call
 TAKEN = "_accelpatch_taken"  # attribute of a replacement: the names of those that it took over
-WHOLE = "accelpatch: whole models"  # key of a deep copy's memo: ids of the modules of models that are copied whole
+COPIED = "accelpatch: whole models"  # key of a deep copy's memo: ids of the modules of models that are copied whole
 
 
 class Replacement(nn.Module):
@@ -58,7 +58,7 @@ def subclass(mixin: Any, cls: Any) -> type[nn.Module]:
     return type(f"{mixin.__name__}_{cls.__name__}", (mixin, cls), body)
 
 
-def take_over(mixin: type[Module], original: nn.Module) -> Module:
+def adopt(mixin: type[Module], original: nn.Module) -> Module:
     """A module of `subclass(mixin, type(original))` with all that `original` has, leaving `original` as it is.
 
     Parameters, buffers and children are shared, not copied. A hook of accelerate is carried over.
@@ -142,7 +142,7 @@ def _copy_of(made: nn.Module | Copying) -> nn.Module:
 
 
 def _deep_copy(replacement: Replacement, memo: dict[Any, Any]) -> nn.Module:
-    if id(replacement) in memo.get(WHOLE, ()):
+    if id(replacement) in memo.get(COPIED, ()):
         return copy_with_parts(replacement, memo)
     made: nn.Module = copy.deepcopy(plain(replacement), memo)
     return made

@@ -21,7 +21,7 @@ from accelpatch.kernels.packed_linear import arguments, packed_embedding, packed
 from accelpatch.kernels.tiled_int4_linear import tiled_int4_linear, tiles_for
 from accelpatch.modules.autocast import autocast
 from accelpatch.modules.quantized_module import QuantizedModule
-from accelpatch.modules.replacement import take_over
+from accelpatch.modules.replacement import adopt
 from accelpatch.quant import fp8, int4, int8
 from accelpatch.quant.weight import QuantizedWeight
 
@@ -133,6 +133,6 @@ def quantized(
     mixin: type[QuantizedModule], original: nn.Module, weight: QuantizedWeight | QuantizedModule, packable: bool = False
 ) -> Any:
     """`original` as `mixin`, holding `weight`, or sharing that of a module which is tied to it."""
-    new = take_over(mixin, original)
+    new = adopt(mixin, original)
     new.hold(weight, original, packable)
     return new

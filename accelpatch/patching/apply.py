@@ -145,7 +145,7 @@ def _build(entry: Entry) -> Built:
     for old, made, places in modules:
         made.training = old.training
         made.__dict__.update({PATH: places[0], ROLE: site.role})
-    return Built(replace(entry, choice=replacer.settled(site, choice, new)), modules)
+    return Built(replace(entry, choice=replacer.prefetchable(site, choice, new)), modules)
 
 
 def _check_subclass(old: nn.Module, new: nn.Module) -> None:

@@ -63,7 +63,7 @@ class Replacer(ABC):
     def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:
         """Make the replacement; the original and the model stay untouched."""
 
-    def settled(self, site: Site, choice: Choice, built: nn.Module) -> Choice:
+    def prefetchable(self, site: Site, choice: Choice, built: nn.Module) -> Choice:
         """What was chosen, now that the weight's values were seen; for a replacement that depends on them."""
         return choice
 

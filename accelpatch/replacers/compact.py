@@ -13,7 +13,7 @@ from accelpatch.device import Device
 from accelpatch.kernels import compact_linear, compact_tiles, dispatch
 from accelpatch.kernels.hip.layout import TILE_ROWS
 from accelpatch.modules.compact_linear import CompactLinear
-from accelpatch.modules.replacement import take_over
+from accelpatch.modules.replacement import adopt
 from accelpatch.patching.replacer import Choice, Reason
 from accelpatch.patching.site import Site
 from accelpatch.replacers.gemv import NATIVE, Gemv
@@ -45,11 +45,11 @@ class Compact(Gemv):
     def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:
         if not choice.detail:
             return super().build(site, choice, stats)
-        module = take_over(CompactLinear, site.original)
+        module = adopt(CompactLinear, site.original)
         module.hold()
         return module
 
-    def settled(self, site: Site, choice: Choice, built: nn.Module) -> Choice:
+    def prefetchable(self, site: Site, choice: Choice, built: nn.Module) -> Choice:
         if not isinstance(built, CompactLinear):
             return choice
         held = built.weight_bytes + bias_bytes(site)

@@ -14,7 +14,7 @@ from accelpatch.kernels import dispatch
 from accelpatch.kernels.dispatch import Spec
 from accelpatch.models.family import ACTIVATION_CLASSES
 from accelpatch.modules.gated_mlp import GatedMLP
-from accelpatch.modules.replacement import skipped, take_over
+from accelpatch.modules.replacement import adopt, skipped
 from accelpatch.patching.replacer import Choice, Reason, Replacer
 from accelpatch.patching.site import Site
 
@@ -46,12 +46,12 @@ class GatedMLPReplacer(Replacer):
             kernel = dispatch.choose("gated_activation", spec, device)
         except KernelError as error:
             return Reason(str(error))
-        return Choice(kernel, 0, 0, site.bytes, {"activation": activation, "fused_rows": fused})
+        return Choice(kernel, 0, 0, site.bytes, {"activation": activation, "fused_gate_up": fused})
 
     def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:
-        new = take_over(GatedMLP, site.original)
+        new = adopt(GatedMLP, site.original)
         new.skips = skipped(new, *(name for name in ACTIVATIONS if name in new._modules))
-        new.activation, new.fused_rows = choice.detail["activation"], choice.detail["fused_rows"]
+        new.activation, new.fused_gate_up = choice.detail["activation"], choice.detail["fused_gate_up"]
         return new
 
 

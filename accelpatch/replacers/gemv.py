@@ -12,7 +12,7 @@ from accelpatch.device import Device
 from accelpatch.kernels import dispatch, gemv
 from accelpatch.models.family import LINEAR_CLASSES
 from accelpatch.modules.gemv_linear import GemvLinear
-from accelpatch.modules.replacement import take_over
+from accelpatch.modules.replacement import adopt
 from accelpatch.patching.replacer import Choice, Reason, Replacer
 from accelpatch.patching.site import Site
 
@@ -40,8 +40,8 @@ class Gemv(Replacer):
         return Choice(NATIVE, site.token_bytes, site.token_bytes, site.bytes)
 
     def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:
-        return take_over(GemvLinear, site.original)
+        return adopt(GemvLinear, site.original)
 
     def build_tied(self, site: Site, tied: Site, built: nn.Module) -> nn.Module:
         """What shares the weight goes on as it is: a table of rows is read a row at a time."""
-        return take_over(type(tied.original), tied.original)
+        return adopt(type(tied.original), tied.original)

@@ -14,7 +14,7 @@ from accelpatch.kernels import dispatch
 from accelpatch.kernels.dispatch import Spec
 from accelpatch.models.family import RMS_NORMS
 from accelpatch.modules.norm import CALLED, FusedRMSNorm, ResidualNormLayer, positional_names
-from accelpatch.modules.replacement import skipped, take_over
+from accelpatch.modules.replacement import adopt, skipped
 from accelpatch.patching.replacer import EVERY_CHILD, Choice, Reason, Replacer
 from accelpatch.patching.site import Site
 
@@ -44,7 +44,7 @@ class RMSNormReplacer(Replacer):
 
     def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:
         kind = RMS_NORMS[type(site.original).__name__]
-        new = take_over(FusedRMSNorm, site.original)
+        new = adopt(FusedRMSNorm, site.original)
         new.eps_name, new.plus_one = kind.eps, kind.plus_one
         return new
 
@@ -73,7 +73,7 @@ class ResidualNormReplacer(Replacer):
 
     def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:
         layer = site.original
-        new = take_over(ResidualNormLayer, layer)
+        new = adopt(ResidualNormLayer, layer)
         new.norm_class = type(getattr(layer, _norm_name(layer)))
         kind = RMS_NORMS[new.norm_class.__name__]
         new.eps_name, new.plus_one = kind.eps, kind.plus_one

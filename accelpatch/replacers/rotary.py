@@ -14,7 +14,7 @@ from accelpatch.errors import KernelError
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.dispatch import Spec
 from accelpatch.models.family import ROTARY_CLASSES, STATIC_ROPE
-from accelpatch.modules.replacement import take_over
+from accelpatch.modules.replacement import adopt
 from accelpatch.modules.rotary import FusedRotaryEmbedding
 from accelpatch.patching.replacer import Choice, Reason, Replacer
 from accelpatch.patching.site import Site
@@ -48,4 +48,4 @@ class RotaryReplacer(Replacer):
             return Reason(str(error))
 
     def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:
-        return take_over(FusedRotaryEmbedding, site.original)
+        return adopt(FusedRotaryEmbedding, site.original)

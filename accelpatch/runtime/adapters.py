@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accelpatch.kernels.fused_product import Norm, Product, gated
+from accelpatch.kernels.fused_linear import FusedLinear, Norm, gated
 from accelpatch.kernels.gated_activation import gated_activation
 from accelpatch.runtime.fused_weights import Unfit
 
@@ -26,9 +26,9 @@ ALIGNED = 8  # ranks of a group are filled up to a multiple: rows of 16 bytes
 class Adapted:
     """A product with the low-rank ones of its adapters: down[R, K], then up[N, R], whose scaling is in `down`."""
 
-    base: Product
-    down: Product
-    up: Product
+    base: FusedLinear
+    down: FusedLinear
+    up: FusedLinear
 
     def __call__(
         self, x: Tensor, norm: Norm | None = None, gate: str | None = None, residual: Tensor | None = None
@@ -46,9 +46,9 @@ class Adapted:
         """Of the base."""
         return self.base.raw
 
-    def rows(self, x: Tensor, gate: str | None = None) -> Tensor:
+    def large_m(self, x: Tensor, gate: str | None = None) -> Tensor:
         """As Product's."""
-        y = self.base.rows(x) + self.up.rows(self.down.rows(x))
+        y = self.base.large_m(x) + self.up.large_m(self.down.large_m(x))
         return y if gate is None else gated(y, gate)
 
 
@@ -70,7 +70,7 @@ def state_of(adapters: Iterable[nn.Module]) -> tuple[str, ...]:
     return tuple(repr([state.get(name) for name in SWITCHES]) for state in states)
 
 
-def with_adapters(base: Product, modules: Sequence[Any], dtype: torch.dtype) -> Product | Adapted:
+def with_adapters(base: FusedLinear, modules: Sequence[Any], dtype: torch.dtype) -> FusedLinear | Adapted:
     """`base`, the product of what `modules` hold side by side, with their active adapters. Raises Unfit."""
     rows, downs, ups = 0, [], []
     for module in modules:
@@ -90,7 +90,7 @@ def with_adapters(base: Product, modules: Sequence[Any], dtype: torch.dtype) -> 
     down, up = torch.cat(downs), torch.cat(ups, 1)
     more = -down.shape[0] % ALIGNED
     down, up = nn.functional.pad(down, (0, 0, 0, more)), nn.functional.pad(up, (0, more))
-    return Adapted(base, Product(down.to(dtype)), Product(up.to(dtype).contiguous()))
+    return Adapted(base, FusedLinear(down.to(dtype)), FusedLinear(up.to(dtype).contiguous()))
 
 
 def active(module: Any) -> list[tuple[Tensor, Tensor]]:

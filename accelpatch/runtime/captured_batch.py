@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from accelpatch.runtime.captured_graph import Graph
-from accelpatch.runtime.choice import Choice
 from accelpatch.runtime.prompt_lookup import DRAFTS
+from accelpatch.runtime.sampler import Sampler
 
-CHOICES = 8  # captured choices that a batch keeps
+SAMPLERS = 8  # captured choices that a batch keeps
 GraphOf = Callable[[Callable[[], None]], Graph]
 TOKENS = DRAFTS + 1  # of a step
 
@@ -28,43 +28,43 @@ class Batch:
     """
 
     def __init__(self, rows: int, vocabulary: int, device: torch.device):
-        whole = {"dtype": torch.int64, "device": device}
+        int64 = {"dtype": torch.int64, "device": device}
         self.rows, self.device = rows, device
-        self.tokens, self.report = torch.zeros(rows, **whole), torch.zeros(rows + 1, **whole)  # type: ignore[call-overload]
-        self.slot, self.held_until, self.pad = (torch.zeros(1, **whole) for _ in range(3))  # type: ignore[call-overload]
-        self.positions = torch.zeros(rows, 1, **whole)  # type: ignore[call-overload]
+        self.tokens, self.report = torch.zeros(rows, **int64), torch.zeros(rows + 1, **int64)  # type: ignore[call-overload]
+        self.slot, self.suppressed_until, self.pad = (torch.zeros(1, **int64) for _ in range(3))  # type: ignore[call-overload]
+        self.positions = torch.zeros(rows, 1, **int64)  # type: ignore[call-overload]
         self.logits = torch.zeros(rows, vocabulary, dtype=torch.float32, device=device)
         self.unfinished = torch.ones(rows, dtype=torch.bool, device=device)
         self.arrived = torch.zeros(rows, dtype=torch.int32, device=device)
-        self.ends, self.held = (torch.zeros(vocabulary + 1, dtype=torch.bool, device=device) for _ in range(2))
+        self.ends, self.suppressed = (torch.zeros(vocabulary + 1, dtype=torch.bool, device=device) for _ in range(2))
         self.drafts: Drafts | None = None  # where the recipe wants some
-        self._choices: OrderedDict[Any, Graph] = OrderedDict()
+        self._samplers: OrderedDict[Any, Graph] = OrderedDict()
 
     def begin(self, slot: int, positions: Tensor) -> None:
         """Set where rows stand that hold `slot` tokens each; positions[B, 1], or what spreads to it."""
         self.slot.fill_(slot)
         self.positions.copy_(positions)
 
-    def begin_choice(self, choice: Choice, slot: int, pad: Tensor | None) -> None:
+    def begin_sampling(self, sampler: Sampler, slot: int, pad: Tensor | None) -> None:
         """Set what `choice` reads for rows that hold `slot` tokens. Nothing waits for the device."""
         self.unfinished.fill_(True)
-        self.held_until.fill_(choice.held_until(slot))
-        _mark(self.ends, choice.ends)
-        _mark(self.held, choice.held)
+        self.suppressed_until.fill_(sampler.suppressed_until(slot))
+        _mark(self.ends, sampler.ends)
+        _mark(self.suppressed, sampler.suppressed)
         if pad is not None:
             self.pad.copy_(pad.reshape(-1)[:1])
 
-    def choice_of(self, choice: Choice, graph: GraphOf) -> Graph:
+    def graph_of(self, sampler: Sampler, graph: GraphOf) -> Graph:
         """The captured program of `choice` over this batch; its capture leaves the state as it came."""
-        if choice.key not in self._choices:
+        if sampler.key not in self._samplers:
             kept = [self.tokens.clone(), self.unfinished.clone()]
-            self._choices[choice.key] = graph(lambda: choice.next_token(self))
+            self._samplers[sampler.key] = graph(lambda: sampler.next_token(self))
             self.tokens.copy_(kept[0])
             self.unfinished.copy_(kept[1])
-            while len(self._choices) > CHOICES:
-                self._choices.popitem(last=False)
-        self._choices.move_to_end(choice.key)
-        return self._choices[choice.key]
+            while len(self._samplers) > SAMPLERS:
+                self._samplers.popitem(last=False)
+        self._samplers.move_to_end(sampler.key)
+        return self._samplers[sampler.key]
 
 
 def _mark(table: Tensor, ids: Tensor | None) -> None:
@@ -85,49 +85,54 @@ class Drafts:
     """
 
     def __init__(self, batch: Batch):
-        whole = {"dtype": torch.int64, "device": batch.device}
+        int64 = {"dtype": torch.int64, "device": batch.device}
         self._last, self._slot, self._positions = batch.tokens, batch.slot, batch.positions
         self._logits = batch.logits
-        self.drafted, self.tokens = torch.zeros(DRAFTS, **whole), torch.zeros(TOKENS, **whole)  # type: ignore[call-overload]
-        self.places = torch.arange(TOKENS, **whole)  # type: ignore[call-overload]
-        self.slot = torch.zeros(TOKENS, 1, **whole)  # type: ignore[call-overload]
+        self.drafted, self.tokens = torch.zeros(DRAFTS, **int64), torch.zeros(TOKENS, **int64)  # type: ignore[call-overload]
+        self.places = torch.arange(TOKENS, **int64)  # type: ignore[call-overload]
+        self.slot = torch.zeros(TOKENS, 1, **int64)  # type: ignore[call-overload]
         self.logits = batch.logits.new_zeros(TOKENS, batch.logits.shape[1])
         self.unfinished = torch.ones(TOKENS, dtype=torch.bool, device=batch.device)
         self.arrived = torch.zeros(TOKENS, dtype=torch.int32, device=batch.device)
-        self.outcome = torch.zeros(TOKENS + 2, **whole)  # type: ignore[call-overload]
+        self.outcome = torch.zeros(TOKENS + 2, **int64)  # type: ignore[call-overload]
         self.report = self.outcome[:-1]
-        self.held_until, self.ends, self.held, self.pad = batch.held_until, batch.ends, batch.held, batch.pad
+        self.suppressed_until, self.ends, self.suppressed, self.pad = (
+            batch.suppressed_until,
+            batch.ends,
+            batch.suppressed,
+            batch.pad,
+        )
         self._sent = torch.zeros(DRAFTS, dtype=torch.int64, device="cpu", pin_memory=batch.device.type == "cuda")
-        self._choices: dict[Any, Graph] = {}
+        self._samplers: dict[Any, Graph] = {}
 
     def send(self, drafted: list[int]) -> None:
         """Queue the copy of DRAFTS tokens to the device; the last step's must have been read."""
         self._sent.copy_(torch.tensor(drafted))
         self.drafted.copy_(self._sent, non_blocking=True)
 
-    def take(self, row: int) -> None:
+    def sample(self, row: int) -> None:
         """Leave in the batch what a step of one token would have left: its logits, slot and position."""
         self._logits.copy_(self.logits[row : row + 1])
         self._slot.add_(1)
         self._positions.add_(1)
 
-    def choice_of(self, choice: Choice, graph: GraphOf) -> Graph:
+    def graph_of(self, sampler: Sampler, graph: GraphOf) -> Graph:
         """The captured program of `choice`; its capture leaves the state as it came."""
-        if choice.key not in self._choices:
+        if sampler.key not in self._samplers:
             state = (self._last, self._slot, self._positions)
             kept = [tensor.clone() for tensor in state]
-            self._choices[choice.key] = graph(lambda: self._choose(choice))
+            self._samplers[sampler.key] = graph(lambda: self._choose(sampler))
             for tensor, before in zip(state, kept, strict=True):
                 tensor.copy_(before)
-        return self._choices[choice.key]
+        return self._samplers[sampler.key]
 
-    def _choose(self, choice: Choice) -> None:
+    def _choose(self, sampler: Sampler) -> None:
         """The program: the outcome from the logits; the batch moves on to the last token that counts."""
         self.unfinished.fill_(True)
         self.slot.copy_((self._slot + self.places + 1)[:, None])  # each row's, after the step of one token that it is
-        choice.next_token(self)
-        right = (self.drafted == self.tokens[:-1]) & self.unfinished[:-1]
-        last = right.long().cumprod(0).sum(0, keepdim=True)
+        sampler.next_token(self)
+        accepted = (self.drafted == self.tokens[:-1]) & self.unfinished[:-1]
+        last = accepted.long().cumprod(0).sum(0, keepdim=True)
         self._last.copy_(self.tokens.index_select(0, last))
         self._slot.add_(last + 1)
         self._positions.add_(last + 1)

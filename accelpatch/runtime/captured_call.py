@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accelpatch.kernels.hip.binding import settled_weights
+from accelpatch.kernels.hip.binding import weight_prefetch
 from accelpatch.kernels.operation import is_eager
 from accelpatch.runtime.captured_batch import GraphOf
 from accelpatch.runtime.captured_graph import Graph
@@ -75,7 +75,7 @@ class CapturedCall:
         self._graph: Graph = graph(self._program)
 
     def _program(self) -> None:
-        with settled_weights():
+        with weight_prefetch():
             self._made = self._forward(**self._given)
 
     def __call__(self, given: Mapping[str, Any]) -> Any:

@@ -23,10 +23,10 @@ from accelpatch.runtime.captured_lookup import ACCEPTED, NONE, STEPS, Late, Look
 from accelpatch.runtime.captured_reports import Reports
 from accelpatch.runtime.captured_runtime import CAPTURED, CapturedRuntime, NotCaptured
 from accelpatch.runtime.captured_step import CapturedStep
-from accelpatch.runtime.choice import Choice, Unknown
 from accelpatch.runtime.decoding import loop, stock_loop_because
 from accelpatch.runtime.fused_prompt import FUSED_PROMPT, fused_prompt
 from accelpatch.runtime.fused_prompt import why_not as why_not_fused
+from accelpatch.runtime.sampler import Sampler, Unknown
 
 Stock = Callable[..., Any]
 
@@ -76,10 +76,10 @@ def _turning(model: Any, length: int, most: int) -> str | None:
     """
     text = model.config.get_text_config(decoder=True)
     rope = getattr(text, "rope_parameters", None) or {}
-    turn = getattr(text, "original_max_position_embeddings", None) or rope.get("original_max_position_embeddings")
-    if rope.get("rope_type") != "longrope" or turn is None or not length <= turn < most - 1:
+    switch = getattr(text, "original_max_position_embeddings", None) or rope.get("original_max_position_embeddings")
+    if rope.get("rope_type") != "longrope" or switch is None or not length <= switch < most - 1:
         return None
-    return f"longrope's frequencies change beyond {turn} tokens"
+    return f"longrope's frequencies change beyond {switch} tokens"
 
 
 def _earlier(kwargs: dict[str, Any], ids: Tensor) -> int:
@@ -95,27 +95,27 @@ def _decode(
     try:
         if config.return_dict_in_generate and (config.output_scores or config.output_logits):
             raise Unknown("scores or logits were asked for")
-        choice = Choice(processors, criteria, config.do_sample, ids.shape[1])
+        sampler = Sampler(processors, criteria, config.do_sample, ids.shape[1])
     except Unknown as reason:
         run.runtime.paths[f"token chosen by the host: {reason}"] += 1
         with run:
             return loop(steps, ids, processors, criteria, config, streamer, kwargs)
     with run:
         logits = steps.prompt(ids, config, kwargs)
-        made = _late(run, choice, config, logits, streamer, criteria.max_length - ids.shape[1])
+        made = _late(run, sampler, config, logits, streamer, criteria.max_length - ids.shape[1])
     sequences = torch.cat([ids, made.to(ids.device)], dim=1)
     if not config.return_dict_in_generate:
         return sequences
     return GenerateDecoderOnlyOutput(sequences=sequences, past_key_values=run.kwargs.get("past_key_values"))
 
 
-def _late(run: _Run, choice: Choice, config: Any, logits: Tensor, streamer: Any, most: int) -> Tensor:
+def _late(run: _Run, sampler: Sampler, config: Any, logits: Tensor, streamer: Any, most: int) -> Tensor:
     """New tokens [B, N], N up to `most`, on the host; a choice is read when the model's next step is under way."""
     batch = run.step.batch
-    graph = run.choice(choice, config._pad_token_tensor if choice.ends is not None else None)
+    graph = run.sampler(sampler, config._pad_token_tensor if sampler.ends is not None else None)
     batch.logits.copy_(logits)
     if run.lookup is not None:
-        return Late(run.lookup, graph, run.together(choice), streamer, most).run()
+        return Late(run.lookup, graph, run.all_rows(sampler), streamer, most).run()
     reports = Reports(batch.report)
     made: list[Tensor] = []
     graph.replay()
@@ -125,7 +125,7 @@ def _late(run: _Run, choice: Choice, config: Any, logits: Tensor, streamer: Any,
         ahead = len(made) + 1 < most
         if ahead:
             run.advance()
-        report = reports.take()
+        report = reports.wait()
         going_on = ahead and bool(report[-1])
         if going_on:  # queued while the model's step runs, before the streamer may take its time
             graph.replay()
@@ -161,9 +161,9 @@ class _Run:
         paths, lookup = self.runtime.paths, self.lookup
         steps = self._length - self._first
         if lookup is not None and steps:
-            steps = max(steps - lookup.right, 0)  # draft tokens accepted and never handed out, after an exception
+            steps = max(steps - lookup.accepted, 0)  # draft tokens accepted and never handed out, after an exception
             paths[STEPS] += lookup.steps
-            paths[ACCEPTED] += lookup.right
+            paths[ACCEPTED] += lookup.accepted
         paths[CAPTURED] += steps
         paths[self.runtime.way(self.step)] += steps
 
@@ -210,18 +210,18 @@ class _Run:
             return given[:, -1:]  # of the next token already
         return torch.tensor(length) if mask is None else mask.ne(0).sum(1, keepdim=True)
 
-    def choice(self, choice: Choice, pad: Tensor | None) -> Graph:
+    def sampler(self, sampler: Sampler, pad: Tensor | None) -> Graph:
         """The captured program of a choice, made ready for this run."""
         batch = self.step.batch
-        graph = batch.choice_of(choice, self.runtime.graph(batch.device))
-        batch.begin_choice(choice, self.slot, pad)
+        graph = batch.graph_of(sampler, self.runtime.graph(batch.device))
+        batch.begin_sampling(sampler, self.slot, pad)
         return graph
 
-    def together(self, choice: Choice) -> Graph | None:
+    def all_rows(self, sampler: Sampler) -> Graph | None:
         """The captured program that chooses the tokens of a step with drafts; None where each needs the one before."""
-        if self.lookup is None or not choice.alone:
+        if self.lookup is None or not sampler.alone:
             return None
-        return self.lookup.drafts.choice_of(choice, self.runtime.graph(self.step.batch.device))
+        return self.lookup.drafts.graph_of(sampler, self.runtime.graph(self.step.batch.device))
 
     def advance(self) -> None:
         """Queue one step of the model; the cache grows first where it is full."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from accelpatch.kernels.hip.binding import settled_weights
+from accelpatch.kernels.hip.binding import weight_prefetch
 from accelpatch.runtime.captured_batch import TOKENS, Drafts, GraphOf
 from accelpatch.runtime.captured_graph import Graph
 from accelpatch.runtime.captured_step import CAPTURE_ERRORS, CapturedStep, first_line
@@ -46,7 +46,7 @@ def verification(step: CapturedStep, drafts: Drafts, fused: FusedModel, graph: G
     def verify() -> None:
         mask.index_fill_(1, batch.slot + drafts.places, 1)
         tokens = torch.cat([batch.tokens, drafts.drafted])[None]
-        with settled_weights():
+        with weight_prefetch():
             logits = fused(tokens, batch.positions + drafts.places, batch.slot, mask, cache)
         drafts.logits.copy_(logits)
 

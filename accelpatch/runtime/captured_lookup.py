@@ -50,7 +50,7 @@ class Lookup:
 
     def __init__(self, run: Run, drafts: Drafts, ids: Tensor, end: int | None):
         self.run, self.drafts = run, drafts
-        self.steps = self.right = 0
+        self.steps = self.accepted = 0
         self._ids: list[int] = ids[0].tolist()  # before the prompt runs: nothing is under way yet
         self._end = end
         self._known = PromptLookup([])
@@ -72,7 +72,7 @@ class Lookup:
         token = int(tokens[0])
         self.learn(token)
         if self._due and self._due[0] == token:
-            self.take(TOKENS - len(self._due))
+            self.sample(TOKENS - len(self._due))
             del self._due[0]
         else:
             if self._due:
@@ -81,7 +81,7 @@ class Lookup:
             self._due = self.draft() or []
             if self._due:
                 self.verify(self._due)
-                self.take(0)
+                self.sample(0)
             else:
                 self.run.advance()
         self.run.used(len(self._known) - len(self._ids))
@@ -91,9 +91,9 @@ class Lookup:
         """One token more was chosen."""
         self._known.append(token)
 
-    def judge(self, right: int) -> None:
+    def judge(self, accepted: int) -> None:
         """How many drafts of a step were right."""
-        self._known.learn(right)
+        self._known.learn(accepted)
 
     def draft(self) -> list[int] | None:
         """The drafts after the last token; None where there are none, or no room for them."""
@@ -110,22 +110,22 @@ class Lookup:
         step.verification.replay()
         self.steps += 1
 
-    def take(self, row: int) -> None:
+    def sample(self, row: int) -> None:
         """Leave in the batch what the step of one token would have left that is a row of the last one."""
-        self.drafts.take(row)
-        self.took(row)
+        self.drafts.sample(row)
+        self.sampled(row)
 
-    def took(self, row: int) -> None:
+    def sampled(self, row: int) -> None:
         """A row's token is cached, and counts."""
         self.run.slot += 1
-        self.right += row > 0
+        self.accepted += row > 0
 
 
 class Late:
     """The loop whose tokens are chosen on the device, by `graph`; of a whole step by `together` where there is one."""
 
-    def __init__(self, lookup: Lookup, graph: Graph, together: Graph | None, streamer: Any, most: int):
-        self._lookup, self._graph, self._together = lookup, graph, together
+    def __init__(self, lookup: Lookup, graph: Graph, all_rows: Graph | None, streamer: Any, most: int):
+        self._lookup, self._graph, self._all_rows = lookup, graph, all_rows
         self._streamer, self._most = streamer, most
         self._single = Reports(lookup.run.step.batch.report)
         self._several = Reports(lookup.drafts.outcome)
@@ -139,7 +139,7 @@ class Late:
             ahead = len(self._made) + 1 < self._most and self._lookup.draft() is None
             if ahead:
                 self._lookup.run.advance()
-            report = self._single.take()
+            report = self._single.wait()
             goes_on = bool(report[1])
             if ahead and goes_on:
                 self._choose()
@@ -171,28 +171,28 @@ class Late:
         """Steps of several tokens as long as there are drafts; whether another token is wanted."""
         while (drafted := self._lookup.draft()) is not None:
             self._lookup.verify(drafted)
-            rows = self._rows(drafted) if self._together is None else self._all(self._together)
+            rows = self._rows(drafted) if self._all_rows is None else self._all(self._all_rows)
             if not all(self._put(token, goes_on) for token, goes_on in rows):
                 return False
         return True
 
-    def _all(self, together: Graph) -> Iterator[tuple[Tensor, bool]]:
+    def _all(self, all_rows: Graph) -> Iterator[tuple[Tensor, bool]]:
         """The tokens of a step that were chosen at once."""
-        together.replay()
+        all_rows.replay()
         self._several.send()
-        outcome = self._several.take()
+        outcome = self._several.wait()
         count = int(outcome[TOKENS])
         self._lookup.judge(count - 1)
         for row in range(count):
-            self._lookup.took(row)
+            self._lookup.sampled(row)
             yield outcome[row : row + 1], row + 1 < count or bool(outcome[TOKENS + 1])
 
     def _rows(self, drafted: list[int]) -> Iterator[tuple[Tensor, bool]]:
         """The tokens of a step chosen one after the other, as long as the drafts are right."""
         for row in range(TOKENS):
-            self._lookup.take(row)
+            self._lookup.sample(row)
             self._choose()
-            report = self._single.take()
+            report = self._single.wait()
             wrong = row == len(drafted) or drafted[row] != int(report[0])
             if wrong:
                 self._lookup.judge(row)

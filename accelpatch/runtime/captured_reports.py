@@ -35,7 +35,7 @@ class Reports:
             self._held.copy_(self._report, non_blocking=True)
         self._copied.record(self._beside)
 
-    def take(self) -> Tensor:
+    def wait(self) -> Tensor:
         """What was sent last, int64; waits for that copy alone."""
         if self._beside is not None:
             self._copied.synchronize()

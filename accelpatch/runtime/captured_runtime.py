@@ -214,7 +214,7 @@ class CapturedRuntime:
     def larger(self, model: nn.Module, step: CapturedStep) -> CapturedStep:
         """The same step over a cache of twice the size, with all that this one holds."""
         grown = self.step(model, step.batch.rows, capacity_for(step.capacity + 1, self.max_length))
-        grown.take_over(step)
+        grown.adopt(step)
         return grown
 
     def graph(self, device: torch.device) -> GraphOf:

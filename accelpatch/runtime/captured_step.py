@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from accelpatch.errors import KernelError
-from accelpatch.kernels.hip.binding import settled_weights
+from accelpatch.kernels.hip.binding import weight_prefetch
 from accelpatch.kernels.step_end import end_step_
 from accelpatch.runtime.captured_batch import Batch, GraphOf
 from accelpatch.runtime.captured_cache import LayerShape, grow, new_cache
@@ -58,7 +58,7 @@ class CapturedStep:
     def advance(self) -> None:
         """The program: logits after the batch's tokens, which are cached; slot and positions move on by one."""
         batch = self.batch
-        with settled_weights():  # nothing writes weights while steps are replayed
+        with weight_prefetch():  # nothing writes weights while steps are replayed
             if self._fused is not None:  # shows a new token its own slot, whatever the mask says
                 logits = self._fused(batch.tokens, batch.positions, batch.slot, self.mask, self.cache)
             else:
@@ -105,7 +105,7 @@ class CapturedStep:
         else:
             self.mask[:, :length].copy_(mask.ne(0))
 
-    def take_over(self, smaller: CapturedStep) -> None:
+    def adopt(self, smaller: CapturedStep) -> None:
         """Go on where a step of a smaller cache stands."""
         grow(smaller.cache, self.cache)
         self.mask.zero_()

@@ -101,7 +101,7 @@ class _Steps:
     def prompt(self, ids: Tensor, config: Any, kwargs: dict[str, Any]) -> Tensor:
         """Logits [B, V] float32, the caller's own."""
         outputs = self._model._prefill(ids, config, kwargs, is_first_iteration=True)
-        return self._taken(outputs, kwargs)
+        return self._last_logits(outputs, kwargs)
 
     def next(self, ids: Tensor, tokens: Tensor) -> Tensor:
         """The same after `tokens`[B], the last ones of `ids`."""
@@ -115,11 +115,11 @@ class _Steps:
             kwargs = self._model._update_model_kwargs_for_generation(known, kwargs, num_new_tokens=self._behind)
             self._behind = 0
         inputs = self._model.prepare_inputs_for_generation(ids, next_sequence_length=1, **kwargs)
-        logits = self._taken(self._model(**inputs, return_dict=True), kwargs)
+        logits = self._last_logits(self._model(**inputs, return_dict=True), kwargs)
         self._run = self._runtime.run_of(kwargs["past_key_values"])
         return logits
 
-    def _taken(self, outputs: Any, kwargs: dict[str, Any]) -> Tensor:
+    def _last_logits(self, outputs: Any, kwargs: dict[str, Any]) -> Tensor:
         self.kwargs = self._model._update_model_kwargs_for_generation(outputs, kwargs)
         logits: Tensor = outputs.logits[:, -1].to(copy=True, dtype=torch.float32)
         return logits
@@ -136,7 +136,7 @@ class _Kept:
     def scores(self, ids: Tensor, logits: Tensor, processors: Any) -> Tensor:
         """logits[B, V], ours to write into, as the processors leave them."""
         scores = logits if self._logits is None else logits.clone()
-        if not all(_held_back(processor, ids.shape[1], scores) for processor in processors):
+        if not all(_suppress(processor, ids.shape[1], scores) for processor in processors):
             scores = processors(ids, scores)
         if self.all_scores is not None:
             self.all_scores += (scores,)
@@ -152,7 +152,7 @@ class _Kept:
         )
 
 
-def _held_back(processor: Any, length: int, scores: Tensor) -> bool:
+def _suppress(processor: Any, length: int, scores: Tensor) -> bool:
     """Hold the end-of-sequence ids back in place, as `processor` would; False for one that does anything else."""
     if type(processor) is MinNewTokensLengthLogitsProcessor:
         short = length - processor.prompt_length_to_skip < processor.min_new_tokens

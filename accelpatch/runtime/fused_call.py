@@ -11,7 +11,7 @@ from torch.nn import functional
 from transformers.cache_utils import DynamicLayer
 
 from accelpatch.kernels.attention_shape import AttentionShape
-from accelpatch.kernels.prompt_attention import turn_
+from accelpatch.kernels.prompt_attention import rotate_
 from accelpatch.runtime import attention_facts
 from accelpatch.runtime.native_weights import layer_type
 
@@ -33,7 +33,7 @@ class Call:
         batch, length = self.positions.shape
         first = self.first(place)
         new = qkv.new_empty(2, batch, shape.kv_heads, length, shape.size)
-        turn_(qkv, self.positions, new[0], new[1], shape)
+        rotate_(qkv, self.positions, new[0], new[1], shape)
         k, v = self.cached(new, place)
         q = qkv.view(batch, length, -1, shape.size)[:, :, : shape.heads].transpose(1, 2)
         seen, group = self.seen(k.shape[2], first, shape.window), shape.heads // shape.kv_heads

@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from accelpatch.kernels.attention_shape import AttentionShape
-from accelpatch.kernels.fused_product import normed
+from accelpatch.kernels.fused_linear import normed
 from accelpatch.kernels.hip.binding import FEW
 from accelpatch.kernels.operation import is_eager, refusing_gradient
 from accelpatch.runtime.captured_batch import GraphOf
@@ -26,7 +26,7 @@ from accelpatch.runtime.fused_layer import FusedModel
 from accelpatch.runtime.short_prompt import Prompts, ShortPrompt
 
 FORWARD = "fused forward"
-TAKEN = ("input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "labels")
+SUPPORTED = ("input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "labels")
 HIDDEN_STATES = "output_hidden_states"
 INTEGERS = (torch.int64, torch.int32)
 UNASKED = {"return_dict": True, "output_attentions": False}
@@ -35,12 +35,12 @@ UNASKED = {"return_dict": True, "output_attentions": False}
 def why_not(model: Any, given: Mapping[str, Any]) -> str | None:
     """Why a call must run the modules; None where fused layers may. given: the call's arguments by name."""
     for name, value in given.items():
-        if name not in (*TAKEN, HIDDEN_STATES) and value is not None and value is not UNASKED.get(name):
+        if name not in (*SUPPORTED, HIDDEN_STATES) and value is not None and value is not UNASKED.get(name):
             return f"{name} was given"
     for name, unasked in UNASKED.items():
         if given.get(name) is None and getattr(model.config, name, unasked) is not unasked:
             return f"the configuration asks for {name}"
-    ids, mask, positions, cache = (given.get(name) for name in TAKEN[:4])
+    ids, mask, positions, cache = (given.get(name) for name in SUPPORTED[:4])
     if not isinstance(ids, Tensor) or ids.dim() != 2 or not ids.numel() or ids.dtype not in INTEGERS:
         return "no ids"
     if cache is not None and (reason := cache_why_not(cache) or _unused(model, given)):
@@ -213,6 +213,6 @@ def hidden_rows(
             x = layer.without_signals(x if pending is None else x + pending, attend)
             pending = None
         else:
-            x, pending = layer.rows(x, pending, attend)
+            x, pending = layer.large_m(x, pending, attend)
     normal: Tensor = normed(fused.norm, x, pending)[0]
     return normal

@@ -20,7 +20,7 @@ from accelpatch.device import probe
 from accelpatch.kernels import decode_attention
 from accelpatch.kernels.attention_shape import AttentionShape, Zeros
 from accelpatch.kernels.decode_attention import decode_attention_
-from accelpatch.kernels.fused_product import Norm, Product, normed
+from accelpatch.kernels.fused_linear import FusedLinear, Norm, normed
 from accelpatch.kernels.hip.binding import FEW, MOST, Signal
 from accelpatch.kernels.prompt_attention import prompt_attention_, visible
 from accelpatch.modules.gated_mlp import GatedMLP
@@ -29,7 +29,7 @@ from accelpatch.modules.replacement import unchanged
 from accelpatch.modules.rotary import FusedRotaryEmbedding
 from accelpatch.runtime import attention_facts
 from accelpatch.runtime.adapters import Adapted, active, base_of, with_adapters
-from accelpatch.runtime.fused_weights import Unfit, gated_product, one_product, product
+from accelpatch.runtime.fused_weights import Unfit, concatenated_linear, fused_linear, gated_linear
 from accelpatch.runtime.signals import SentinelBuffers, with_signals, without_signals
 
 FUSED = "fused layers"
@@ -40,14 +40,14 @@ DTYPES = (torch.bfloat16, torch.float16)
 class FusedLayer:
     """One decoder layer; the norms `after` are those of the sandwich form, before the residual is added."""
 
-    qkv: Product | Adapted
+    qkv: FusedLinear | Adapted
     attention_norm: Norm
     attention: AttentionShape
-    o: Product | Adapted
-    gate_up: Product | Adapted
+    o: FusedLinear | Adapted
+    gate_up: FusedLinear | Adapted
     mlp_norm: Norm
     activation: str
-    down: Product | Adapted
+    down: FusedLinear | Adapted
     after_attention: Norm | None = None
     after_mlp: Norm | None = None
 
@@ -59,7 +59,7 @@ class FusedLayer:
     @property
     def attention_signal(self) -> Signal | None:
         """What attention waits for."""
-        return self.qkv.producer if isinstance(self.qkv, Product) else None
+        return self.qkv.producer if isinstance(self.qkv, FusedLinear) else None
 
     @functools.cached_property
     def without_signals(self) -> FusedLayer:
@@ -67,17 +67,17 @@ class FusedLayer:
         parts: Any = {name: without_signals(getattr(self, name)) for name in ("qkv", "gate_up", "down")}
         return replace(self, **parts)
 
-    def rows(
+    def large_m(
         self, x: Tensor, pending: Tensor | None, attend: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor, Tensor | None]:
         """As that for many rows x + pending[M, K]; what is still to be added comes apart, for the norm that follows."""
         normal, x = normed(self.attention_norm, x, pending)
-        x, pending = beside(self.after_attention, self.o.rows(attend(self.qkv.rows(normal))), x)
+        x, pending = beside(self.after_attention, self.o.large_m(attend(self.qkv.large_m(normal))), x)
         normal, x = normed(self.mlp_norm, x, pending)
-        return beside(self.after_mlp, self.down.rows(self.gate_up.rows(normal, self.activation)), x)
+        return beside(self.after_mlp, self.down.large_m(self.gate_up.large_m(normal, self.activation)), x)
 
 
-def added(last: Product | Adapted, x: Tensor, norm: Norm | None, residual: Tensor) -> Tensor:
+def added(last: FusedLinear | Adapted, x: Tensor, norm: Norm | None, residual: Tensor) -> Tensor:
     """The residual plus a product, or plus its norm."""
     return last(x, residual=residual) if norm is None else norm.added(last(x), residual)
 
@@ -94,7 +94,7 @@ class FusedModel:
     embedding: nn.Module
     layers: tuple[FusedLayer, ...]
     norm: Norm
-    head: Product | Adapted
+    head: FusedLinear | Adapted
     sentinels: SentinelBuffers
     softcap: float = 0.0
     most: int = MOST  # rows of a step
@@ -114,14 +114,14 @@ class FusedModel:
             if x.shape[0] <= FEW:
                 x = layer(x, attend)
             else:
-                x, pending = layer.rows(x, pending, attend)
+                x, pending = layer.large_m(x, pending, attend)
         return self._logits(x, pending)
 
     def forget(self) -> None:
         """Clear the signals of a step that broke off, which no kernel consumed."""
         for layer in self.layers:
             for one in (layer.qkv, layer.gate_up):
-                if isinstance(one, Product) and one.producer is not None:
+                if isinstance(one, FusedLinear) and one.producer is not None:
                     one.producer.number.zero_()
 
     @property
@@ -149,7 +149,7 @@ class FusedModel:
             def attend(qkv: Tensor, layer: FusedLayer = layer, held: Any = held, window: int = window) -> Tensor:
                 return prompt_attention_(qkv, positions, seen[window], held.keys, held.values, layer.attention)
 
-            x, pending = layer.rows(x, pending, attend)
+            x, pending = layer.large_m(x, pending, attend)
         rows = [one.view(*ids.shape, -1) for one in (x, pending) if one is not None]
         return self._logits(
             *(one[:, -1].contiguous() if last is None else one.index_select(1, last)[:, 0] for one in rows)
@@ -162,7 +162,7 @@ class FusedModel:
 
     def logits_of(self, normal: Tensor) -> Tensor:
         """Logits [M, V] of rows [M, K] behind the last norm."""
-        return self._capped(self.head.rows(normal))
+        return self._capped(self.head.large_m(normal))
 
     def _capped(self, logits: Tensor) -> Tensor:
         return (logits / self.softcap).tanh() * self.softcap if self.softcap else logits
@@ -264,12 +264,12 @@ def parts_of(attention: Any) -> tuple[Any, ...]:
 
 def halves_of(mlp: Any) -> tuple[Any, ...]:
     """The products of an MLP's input, side by side gate and up."""
-    return (mlp.gate_up_proj,) if mlp.fused_rows else (mlp.gate_proj, mlp.up_proj)
+    return (mlp.gate_up_proj,) if mlp.fused_gate_up else (mlp.gate_proj, mlp.up_proj)
 
 
 def checked(module: Any, dtype: torch.dtype) -> None:
     """Raises Unfit where a product cannot run for activations of `dtype` on the device that it lies on."""
-    held = product(base_of(module), dtype)
+    held = fused_linear(base_of(module), dtype)
     device = held.raw.device
     if device.type != "cpu" and dtype not in DTYPES:
         raise Unfit(f"its activations are {dtype}")
@@ -278,9 +278,9 @@ def checked(module: Any, dtype: torch.dtype) -> None:
     active(module)
 
 
-def one(module: Any, dtype: torch.dtype) -> Product | Adapted:
+def one(module: Any, dtype: torch.dtype) -> FusedLinear | Adapted:
     """A linear layer with the adapters around it."""
-    return with_adapters(product(base_of(module), dtype), (module,), dtype)
+    return with_adapters(fused_linear(base_of(module), dtype), (module,), dtype)
 
 
 def fuse(layer: Any, shape: AttentionShape, dtype: torch.dtype) -> FusedLayer:
@@ -288,8 +288,8 @@ def fuse(layer: Any, shape: AttentionShape, dtype: torch.dtype) -> FusedLayer:
     norms: list[Any] = [None if norm is None else norm_of(norm, dtype) for norm in norms_of(layer)]
     before, after, inner, last = norms
     parts, halves = parts_of(layer.self_attn), halves_of(layer.mlp)
-    qkv = with_adapters(one_product([base_of(part) for part in parts], dtype), parts, dtype)
-    both = with_adapters(gated_product([base_of(half) for half in halves], dtype, layer.mlp.activation), halves, dtype)
+    qkv = with_adapters(concatenated_linear([base_of(part) for part in parts], dtype), parts, dtype)
+    both = with_adapters(gated_linear([base_of(half) for half in halves], dtype, layer.mlp.activation), halves, dtype)
     fused = FusedLayer(
         qkv, before, shape, one(layer.self_attn.o_proj, dtype),
         both, inner, layer.mlp.activation, one(layer.mlp.down_proj, dtype), after, last,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from accelpatch.kernels import compact_tiles, int4_tiles
 from accelpatch.kernels.compact_tiles import CompactTiles
-from accelpatch.kernels.fused_product import SILU, Product
+from accelpatch.kernels.fused_linear import SILU, FusedLinear
 from accelpatch.kernels.hip.layout import TILE_ROWS
 from accelpatch.kernels.int4_tiles import Tiles
 from accelpatch.modules.compact_linear import CompactLinear
@@ -28,52 +28,52 @@ class Unfit(Exception):
     """Why a model has no fused layers; becomes a line of the report."""
 
 
-def one_product(modules: Sequence[Any], dtype: torch.dtype) -> Product:
+def concatenated_linear(modules: Sequence[Any], dtype: torch.dtype) -> FusedLinear:
     """What `modules`, linear layers of one input, compute side by side. Raises Unfit where that is no one product."""
-    products = _alike(modules, dtype)
-    if len(products) == 1:
-        return products[0]
-    kinds = {_kind(one) for one in products}
+    linears = _alike(modules, dtype)
+    if len(linears) == 1:
+        return linears[0]
+    kinds = {_kind(one) for one in linears}
     if len(kinds) > 1:
         raise Unfit("neighbouring products hold their weights in different formats")
     bias = _beside([module.bias for module in modules])
-    first = products[0].w
+    first = linears[0].w
     if not isinstance(first, Tensor):
         _apart(modules)
         tiles = [module.tiles for module in modules]
         if any(one.n % TILE_ROWS for one in tiles):
             raise Unfit(f"tiles of a number of rows that is no multiple of {TILE_ROWS}")
-        tables = [_together([one[place] for one in tiles]) for place in range(3)]
+        tables = [_concatenated([one[place] for one in tiles]) for place in range(3)]
         both: Any = tiles[0]._make([*tables, sum(one.n for one in tiles), *tiles[0][4:]])
-        return Product(both, bias=bias)
-    whole = _together([one.w for one in products if isinstance(one.w, Tensor)])
-    assert whole is not None
-    return Product(whole, _together([one.scale for one in products]), bias)
+        return FusedLinear(both, bias=bias)
+    joined = _concatenated([one.w for one in linears if isinstance(one.w, Tensor)])
+    assert joined is not None
+    return FusedLinear(joined, _concatenated([one.scale for one in linears]), bias)
 
 
-def gated_product(modules: Sequence[Any], dtype: torch.dtype, activation: str) -> Product:
+def gated_linear(modules: Sequence[Any], dtype: torch.dtype, activation: str) -> FusedLinear:
     """The same for a gate and its `up`, or for one layer that is both; tiles get their rows paired for silu.
 
     The layers of paired tiles hold the same tensors, each its part of them.
     """
-    products = _alike(modules, dtype)
-    tiles = [one.w for one in products if not isinstance(one.w, Tensor)]
+    linears = _alike(modules, dtype)
+    tiles = [one.w for one in linears if not isinstance(one.w, Tensor)]
     each = TILE_ROWS * (3 - len(tiles))
-    pairs = len({_kind(one) for one in products}) == 1 and all(one.n % each == 0 for one in tiles)
-    if activation not in SILU or not tiles or len(tiles) < len(products) or not pairs:
-        return one_product(modules, dtype)
+    pairs = len({_kind(one) for one in linears}) == 1 and all(one.n % each == 0 for one in tiles)
+    if activation not in SILU or not tiles or len(tiles) < len(linears) or not pairs:
+        return concatenated_linear(modules, dtype)
     bias, layout = _beside([module.bias for module in modules]), LAYOUTS[type(tiles[0])]
     if len(modules) == 1:
         if tiles[0].part != "both":
             modules[0].tiles = layout.pair(tiles[0])
-        return Product(modules[0].tiles, bias=bias)
+        return FusedLinear(modules[0].tiles, bias=bias)
     gate, up = tiles
     if (gate.part, up.part) != ("gate", "up") or gate.w is not up.w:
         both = layout.pair(gate, up)
         modules[0].tiles, modules[1].tiles = (
             both._replace(n=one.n, part=part) for one, part in zip(tiles, ("gate", "up"), strict=True)
         )
-    return Product(modules[0].tiles._replace(n=gate.n + up.n, part="both"), bias=bias)
+    return FusedLinear(modules[0].tiles._replace(n=gate.n + up.n, part="both"), bias=bias)
 
 
 def _apart(modules: Sequence[Any]) -> None:
@@ -85,17 +85,17 @@ def _apart(modules: Sequence[Any]) -> None:
         module.tiles = one
 
 
-def _alike(modules: Sequence[Any], dtype: torch.dtype) -> list[Product]:
+def _alike(modules: Sequence[Any], dtype: torch.dtype) -> list[FusedLinear]:
     """What neighbours compute: where one's weight has no compact tiles, none of theirs stays in them."""
     compact = [module for module in modules if isinstance(module, CompactLinear)]
     if any(module.tiles is None for module in compact):
         for module in compact:
-            module.whole()
-    return [product(module, dtype) for module in modules]
+            module.unpack()
+    return [fused_linear(module, dtype) for module in modules]
 
 
-def product(module: Any, dtype: torch.dtype) -> Product:
-    """What a linear layer computes. Raises Unfit for one that the products in kernels/fused_product.py do not read."""
+def fused_linear(module: Any, dtype: torch.dtype) -> FusedLinear:
+    """What a linear layer computes. Raises Unfit for one that the products in kernels/fused_linear.py do not read."""
     if not issubclass(type(module), nn.Linear):
         raise Unfit(f"a product is {type(module).__name__}")
     bias = module.bias
@@ -104,18 +104,18 @@ def product(module: Any, dtype: torch.dtype) -> Product:
     if isinstance(module, CompactLinear) and module.tiles is not None:
         if dtype != torch.bfloat16:
             raise Unfit(f"its activations are {dtype}, and weights of 12 bits bfloat16")
-        return Product(module.tiles, bias=bias)
+        return FusedLinear(module.tiles, bias=bias)
     if isinstance(module, (GemvLinear, CompactLinear)) or _plain_on_a_cpu(module):
         if module.weight.dtype != dtype or not module.weight.is_contiguous():
             raise Unfit(f"a weight is {module.weight.dtype}, or has gaps")
-        return Product(module.weight, bias=bias)
+        return FusedLinear(module.weight, bias=bias)
     if isinstance(module, Int8WeightOnlyLinear):
         held = module.held
         if held.q is None or held.scale is None or held.scale.shape[1] != 1 or held.scale.dtype != torch.float32:
             raise Unfit("an int8 weight has not one float32 scale a row")
-        return Product(held.q, held.scale, bias)
+        return FusedLinear(held.q, held.scale, bias)
     if isinstance(module, Int4WeightOnlyLinear) and module.tiles is not None:
-        return Product(module.tiles, bias=bias)
+        return FusedLinear(module.tiles, bias=bias)
     raise Unfit(f"a product is {type(module).__name__}")
 
 
@@ -123,7 +123,7 @@ def _plain_on_a_cpu(module: nn.Module) -> bool:
     return type(module).forward is nn.Linear.forward and module.weight.device.type == "cpu"
 
 
-def _kind(one: Product) -> tuple[Any, ...]:
+def _kind(one: FusedLinear) -> tuple[Any, ...]:
     if isinstance(one.w, Tiles):
         return one.w.k, one.w.group, one.w.kind, one.w.scale.dtype
     if isinstance(one.w, CompactTiles):
@@ -137,22 +137,22 @@ def _beside(biases: Sequence[Tensor | None]) -> Tensor | None:
         return None
     if len(held) < len(biases):
         raise Unfit("some of neighbouring products have a bias and some have none")
-    return _together(held)
+    return _concatenated(held)
 
 
-def _together(parts: Sequence[Tensor | None]) -> Tensor | None:
+def _concatenated(parts: Sequence[Tensor | None]) -> Tensor | None:
     """The tensors one after the other along their first dimension, of which they are views from now on."""
     held = [part for part in parts if part is not None]
     if not held:
         return None
-    whole = _in_one_run(held)
-    if whole is None:
-        whole = torch.cat([part.detach() for part in held])
+    joined = _in_one_run(held)
+    if joined is None:
+        joined = torch.cat([part.detach() for part in held])
         at = 0
         for part in held:
-            part.data = whole[at : at + part.shape[0]]
+            part.data = joined[at : at + part.shape[0]]
             at += part.shape[0]
-    return whole
+    return joined
 
 
 def _in_one_run(parts: Sequence[Tensor]) -> Tensor | None:

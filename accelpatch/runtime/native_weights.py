@@ -50,7 +50,7 @@ def read(model: nn.Module) -> NativeModel:
     if decoder is None or head is None or not layers:
         raise Unfit("it has no decoder of the Llama form")
     for place, layer in enumerate(layers):
-        if not isinstance(layer, ResidualNormLayer) or not isinstance(layer.mlp, GatedMLP) or layer.mlp.fused_rows:
+        if not isinstance(layer, ResidualNormLayer) or not isinstance(layer.mlp, GatedMLP) or layer.mlp.fused_gate_up:
             raise Unfit(f"layer {place} is no replaced layer of the Llama form")
         if not (unchanged(layer) and unchanged(layer.mlp)):
             raise Unfit(f"layer {place}: a module that is fused into another was changed")
@@ -69,7 +69,7 @@ def read(model: nn.Module) -> NativeModel:
         for layer, kind in zip(layers, kinds, strict=True)
     ]
     norm = vector(decoder.norm, shape.eps)
-    return NativeModel(shape, weights, product(decoder.embed_tokens), product(head), norm)
+    return NativeModel(shape, weights, packed(decoder.embed_tokens), packed(head), norm)
 
 
 def _constants(layer: Any) -> tuple[Any, ...]:
@@ -114,8 +114,8 @@ def step_shape(model: nn.Module, decoder: Any, ropes: list[str]) -> StepShape:
 def layer_weights(layer: Any, rope: int, eps: float) -> LayerWeights:
     """Packs and norms of one layer; eps: that of all norms."""
     attention = layer.self_attn
-    linears = {name: product(getattr(attention, child)) for name, child in ATTENTION.items()}
-    linears |= {name: product(getattr(layer.mlp, child)) for name, child in MLP.items()}
+    linears = {name: packed(getattr(attention, child)) for name, child in ATTENTION.items()}
+    linears |= {name: packed(getattr(layer.mlp, child)) for name, child in MLP.items()}
     names = {"attention_norm": layer.input_layernorm, "mlp_norm": layer.post_attention_layernorm}
     if layer.sandwich:
         names["after_attention_norm"], names["mlp_norm"] = (
@@ -145,7 +145,7 @@ def vector(module: nn.Module, eps: float) -> Tensor:
     return norm.weight.detach() + 1 if norm.plus_one else norm.weight.detach()
 
 
-def product(module: Any) -> Pack:
+def packed(module: Any) -> Pack:
     """The weight of a linear layer or table as a pack, with its bias; a float32 one as it is."""
     if not isinstance(module, (nn.Linear, nn.Embedding)):
         raise Unfit(f"{type(module).__name__} is no linear layer or table of its own")
@@ -170,5 +170,5 @@ def gather_packs(model: nn.Module) -> None:
     """Lay all packs one after the other in one block, so that a step reads one stream."""
     modules = list(packed_modules(model))
     packs = [module.pack for module in modules if module.pack is not None]
-    for module, pack in zip(modules, cpu_pack.together(packs), strict=True):
+    for module, pack in zip(modules, cpu_pack.concatenated(packs), strict=True):
         module.pack = pack

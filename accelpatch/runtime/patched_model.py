@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicCache
 
 from accelpatch.errors import PatchError
 from accelpatch.modules.packed_weight import PackedWeight, packed_in
-from accelpatch.modules.replacement import WHOLE, copied_by, copy_with_parts
+from accelpatch.modules.replacement import COPIED, copied_by, copy_with_parts
 from accelpatch.runtime.captured_cache import OWN
 from accelpatch.runtime.captured_decoding import captured_loop
 from accelpatch.runtime.captured_graph import GRAPHS
@@ -44,7 +44,7 @@ def patched_classes(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
     """
     found: list[tuple[nn.Module, str, Any]] = []
     for one in with_parts(model):
-        found += [(one, PATCHED, True), (one, "__class__", _subclass(cast(Any, type(one)), whole=one is model))]
+        found += [(one, PATCHED, True), (one, "__class__", _subclass(cast(Any, type(one)), is_model=one is model))]
     return found
 
 
@@ -54,29 +54,29 @@ def with_parts(model: nn.Module) -> list[nn.Module]:
 
 
 @functools.cache
-def _subclass(cls: Any, whole: bool) -> type[nn.Module]:
+def _subclass(cls: Any, is_model: bool) -> type[nn.Module]:
     body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     body |= {name: _refusing(getattr(cls, name), advice) for name, advice in REFUSED.items() if hasattr(cls, name)}
     body |= {"tie_weights": _tying(cls.tie_weights)} if hasattr(cls, "tie_weights") else {}
     body |= {"named_parameters": _naming_ties(cls), "requires_grad_": _marking_packed(cls)}
-    body |= {"__reduce_ex__": copied_by(_copy_of_whole if whole else _copy_of_part), "unpatched_class": cls}
-    if whole:
+    body |= {"__reduce_ex__": copied_by(_copy_of_model if is_model else _copy_of_part), "unpatched_class": cls}
+    if is_model:
         body |= {"_sample": _looping(cls._sample)} if hasattr(cls, "_sample") else {}
         body |= {name: _marking(getattr(cls, name)) for name in (CACHES,) if hasattr(cls, name)}
         body["forward"] = _stepping(cls)
     return type(cls)(cls.__name__, (cls,), body)
 
 
-def _copy_of_whole(self: nn.Module, memo: dict[Any, Any]) -> Any:
+def _copy_of_model(self: nn.Module, memo: dict[Any, Any]) -> Any:
     """A patched model of its own."""
-    memo.setdefault(WHOLE, set()).update(id(module) for module in self.modules())
+    memo.setdefault(COPIED, set()).update(id(module) for module in self.modules())
     return copy_with_parts(self, memo)
 
 
 def _copy_of_part(self: Any, memo: dict[Any, Any]) -> Any:
     """With the whole, as it is; alone, the plain model: nobody could take the patch off it."""
     made = copy_with_parts(self, memo)
-    if id(self) not in memo.get(WHOLE, ()):
+    if id(self) not in memo.get(COPIED, ()):
         made.__class__ = type(self).unpatched_class
     return made
 

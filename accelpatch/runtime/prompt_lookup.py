@@ -66,9 +66,9 @@ class PromptLookup:
             found.append(found[best - last])  # negative: from the end
         return found
 
-    def learn(self, right: int) -> None:
+    def learn(self, accepted: int) -> None:
         """How many drafts of a step were right."""
-        self._asked = max(self._asked // 2, SHORTEST) if right else min(self._asked * 2, LONGEST)
+        self._asked = max(self._asked // 2, SHORTEST) if accepted else min(self._asked * 2, LONGEST)
 
     def _match(self, place: int, last: int) -> int:
         """How many tokens up to `place` are those up to `last`, of which two are; LONGEST at most."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accelpatch.kernels.hip.binding import settled_weights
+from accelpatch.kernels.hip.binding import weight_prefetch
 from accelpatch.runtime.captured_batch import GraphOf
 from accelpatch.runtime.captured_graph import Graph
 
@@ -65,7 +65,7 @@ class ShortPrompt:
         return self._graph is not None
 
     def _run(self) -> None:
-        with settled_weights():
+        with weight_prefetch():
             self._made = self._program(self._ids, self._positions, self._last)
 
 

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from accelpatch.device import Device, probe
 from accelpatch.kernels.attention_shape import AttentionShape
-from accelpatch.kernels.fused_product import Product
+from accelpatch.kernels.fused_linear import FusedLinear
 from accelpatch.kernels.hip import attention
-from accelpatch.kernels.hip.binding import PHASE, SENTINEL, Signal
+from accelpatch.kernels.hip.binding import K_TILE, SENTINEL, Signal
 from accelpatch.kernels.hip.layout import TILE_ROWS
 from accelpatch.runtime.adapters import Adapted
 
@@ -68,20 +68,20 @@ def _signal(columns: int, words: Tensor) -> Signal | None:
     return Signal(torch.zeros(2, dtype=torch.int32, device=words.device), columns, words) if columns else None
 
 
-def consumed_by_attention(qkv: Product | Adapted, shape: AttentionShape, dtype: torch.dtype) -> int:
+def consumed_by_attention(qkv: FusedLinear | Adapted, shape: AttentionShape, dtype: torch.dtype) -> int:
     """Columns of q and k, where the device library's attention waits for their signal; else none."""
     columns = (shape.heads + shape.kv_heads) * shape.size
-    if not isinstance(qkv, Product) or not qkv.one_launch() or columns % TILE_ROWS:
+    if not isinstance(qkv, FusedLinear) or not qkv.one_launch() or columns % TILE_ROWS:
         return 0
     device = probe(qkv.raw.device)
     return columns if device.kind == "cpu" or (_overlap(device) and not attention.why_not(shape, dtype, device)) else 0
 
 
-def consumed_by_down(gate_up: Product | Adapted, down: Product | Adapted, activation: str) -> int:
+def consumed_by_down(gate_up: FusedLinear | Adapted, down: FusedLinear | Adapted, activation: str) -> int:
     """All but the last of the parts in which an MLP's second product reads its input; none where it does not wait."""
-    if not isinstance(gate_up, Product) or not isinstance(down, Product) or not gate_up.one_launch(activation):
+    if not isinstance(gate_up, FusedLinear) or not isinstance(down, FusedLinear) or not gate_up.one_launch(activation):
         return 0
-    return (down.k - 1) // PHASE * PHASE if _overlap(probe(down.raw.device)) else 0
+    return (down.k - 1) // K_TILE * K_TILE if _overlap(probe(down.raw.device)) else 0
 
 
 def _overlap(device: Device) -> bool:
@@ -89,6 +89,6 @@ def _overlap(device: Device) -> bool:
     return device.kind == "cpu" or (device.vendor == "nvidia" and device.arch not in BEFORE_HOPPER)
 
 
-def without_signals(product: Product | Adapted) -> Product | Adapted:
+def without_signals(linear: FusedLinear | Adapted) -> FusedLinear | Adapted:
     """The same product, neither signalling nor waiting for a signal."""
-    return replace(product, producer=None, consumer=None) if isinstance(product, Product) else product
+    return replace(linear, producer=None, consumer=None) if isinstance(linear, FusedLinear) else linear

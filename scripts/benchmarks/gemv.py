@@ -37,12 +37,12 @@ def read_limit(folder: Path) -> float:
     return buffer.nbytes / min(times)
 
 
-def random_pack(n: int, k: int, name: str, paired: bool) -> Packed:
+def random_pack(n: int, k: int, name: str, interleaved: bool) -> Packed:
     return pack(
         torch.randn(n, k, device="cuda", dtype=torch.bfloat16) / k**0.5,
         name,
         dtype=torch.bfloat16,
-        paired=paired,
+        interleaved=interleaved,
         dense=False,
     )
 

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from accelpatch.bench.timing import measure_replays
 from accelpatch.kernels import gemv
-from accelpatch.kernels.fused_product import gated
+from accelpatch.kernels.fused_linear import gated
 from accelpatch.kernels.int4_tiles import Tiles
 from accelpatch.kernels.tiled_int4_linear import by_triton
 from benchmarks.layer_shapes import LAYER, rotation
@@ -24,7 +24,7 @@ FORMAT, BITS = "int4_g128_minimum", 4.25
 def packs(n: int, k: int) -> list[Packed]:
     """Weights in rotation; the first has its meaning in float64."""
     first = pack(torch.randn(n, k, device="cuda") / k**0.5, FORMAT, dtype=torch.float16)
-    first = replace(first, format=replace(first.format, library="int4_rows"))
+    first = replace(first, format=replace(first.format, library="int4_gemm"))
     assert first.scale is not None
     assert first.offset is not None
     rest = rotation(n, k, BITS) - 1
@@ -61,9 +61,9 @@ def floats(n: int, k: int, x: Tensor, gate: bool) -> dict[str, float]:
         return gated(y, "silu") if gate else y
 
     kind = {"activation": "silu_gate"} if gate else {}
-    if reason := wrong(gemv.by_rows(x, held[0], gate=gate), held[0], x, kind):
+    if reason := wrong(gemv.by_gemm(x, held[0], gate=gate), held[0], x, kind):
         raise SystemExit(f"{n} x {k} M={x.shape[0]}: {reason}")
-    ways = {"Triton": lambda w: gemv.by_rows(x, w, gate=gate), "torch": by_torch}
+    ways = {"Triton": lambda w: gemv.by_gemm(x, w, gate=gate), "torch": by_torch}
     return {
         name: measure_replays(lambda way=way: [way(w) for w in held]).median / len(held) for name, way in ways.items()
     }

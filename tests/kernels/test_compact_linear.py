@@ -24,9 +24,9 @@ def test_slices_of_a_weight(device: str, part: str, monkeypatch: pytest.MonkeyPa
     x = torch.randn(70, 100, generator=generator).bfloat16().to(device)
     bias = torch.randn(tiles.n, generator=generator).bfloat16().to(device)
     made = []
-    undone = compact_linear.undone
+    unpacked = compact_linear.unpacked
     monkeypatch.setattr(compact_linear, "BLOCK", 3 * 16 * 100)
-    monkeypatch.setattr(compact_linear, "undone", lambda tiles: made.append(tiles.n) or undone(tiles))
+    monkeypatch.setattr(compact_linear, "unpacked", lambda tiles: made.append(tiles.n) or unpacked(tiles))
     assert_parity("compact_linear", (x, *tiles, bias), "torch")
     assert made[:4] == [48, 48, 48, 16]
 
@@ -42,4 +42,4 @@ def test_a_device_undoes_them_bit_for_bit(n: int, k: int, part: str) -> None:
     if part != "all":
         tiles = compact_tiles.pair(tiles)._replace(n=n if part == "both" else n // 2, part=part)
     want = {"gate": w[: n // 2], "up": w[n // 2 :]}.get(part, w)
-    assert torch.equal(compact_linear.undone(tiles).view(torch.int16), want.view(torch.int16))
+    assert torch.equal(compact_linear.unpacked(tiles).view(torch.int16), want.view(torch.int16))

@@ -38,7 +38,7 @@ CASES = {
     "norms": Step(norms=True, size=16),
     "gemma-norms": Step(norms=True, plus_one=True, softcap=5.0),
     "softcap": Step(softcap=2.0),
-    "partial": Step(size=96, turned=24),
+    "partial": Step(size=96, rotary_dim=24),
     "hidden": Step(padding=3, hidden=5),
     "two-runs": Step(capacity=512, slot=300, padding=270),
     "two-runs-of-a-padded-row": Step(capacity=1024, slot=700, padding=270),
@@ -176,7 +176,7 @@ SAME = {
     "three-tiles": Step(heads=7, kv_heads=1, tokens=6, norms=True, softcap=3.0),
     "in-two-runs": Step(tokens=8, slot=510, capacity=1024, padding=3, rows=1),
     "end-of-the-first-run": Step(tokens=8, slot=252, capacity=512, padding=141, size=80),
-    "window": Step(tokens=8, slot=700, capacity=1024, window=180, turned=16),
+    "window": Step(tokens=8, slot=700, capacity=1024, window=180, rotary_dim=16),
 }
 
 

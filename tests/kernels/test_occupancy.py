@@ -39,7 +39,7 @@ def test_room_asked_for_at_launch_counts_instead() -> None:
 
 
 def test_every_known_gpu_has_a_processor() -> None:
-    assert set(occupancy.PROCESSORS) == set(KNOWN)
+    assert set(occupancy.COMPUTE_UNITS) == set(KNOWN)
 
 
 ASSEMBLY = """_Z1kv:

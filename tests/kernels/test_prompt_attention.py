@@ -10,7 +10,7 @@ from torch import Tensor
 
 from accelpatch.kernels import decode_attention
 from accelpatch.kernels.attention_shape import AttentionShape
-from accelpatch.kernels.prompt_attention import prompt_attention_, turn_reference_, visible
+from accelpatch.kernels.prompt_attention import prompt_attention_, rotate_reference_, visible
 from tests.interpreted import DEVICE, HERE, INTERPRETED, LOW, here, interpret, needs_triton
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -49,14 +49,14 @@ def test_through_the_interpreter() -> None:
 @pytest.mark.parametrize("dtype", [LOW, torch.float32], ids=["low", "float32"])
 @pytest.mark.parametrize("changes", SHAPES.values(), ids=SHAPES)
 def test_the_triton_kernel(changes: dict[str, Any], dtype: torch.dtype) -> None:
-    from accelpatch.kernels.triton.prompt_attention import turn_
+    from accelpatch.kernels.triton.prompt_attention import rotate_
 
     args, shape = made(dtype, **changes)
     plain, mine, exact = ([one.clone() for one in args] for _ in range(3))
     exact = [one.double() if one.is_floating_point() else one for one in exact]
-    turn_reference_(*plain, shape)
-    turn_(*mine, shape)
-    turn_reference_(*exact, shape)
+    rotate_reference_(*plain, shape)
+    rotate_(*mine, shape)
+    rotate_reference_(*exact, shape)
     for own, got, due, before in zip(plain, mine, exact, args, strict=True):
         assert torch.equal(got.isnan(), due.isnan())  # every slot behind the prompt is as it was
         if got.is_floating_point():

@@ -98,13 +98,13 @@ def test_without_an_early_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton before 3.4 has no names for it, and looks up all that a kernel has."""
     from triton.language.extra import cuda
 
-    from accelpatch.kernels.triton import early, launch
+    from accelpatch.kernels.triton import dependent_launch, launch
 
-    assert early.HERE
+    assert dependent_launch.HERE
     with monkeypatch.context() as older:
         older.delattr(cuda, "gdc_wait")
         older.delattr(cuda, "gdc_launch_dependents")
-        held = runpy.run_path(early.__file__)
+        held = runpy.run_path(dependent_launch.__file__)
     assert not held["HERE"]
     assert not any("cuda" in held[name].fn.__code__.co_names for name in ("release", "wait"))
     hopper = KNOWN["sm_90"]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from accelpatch.device import KNOWN
 from accelpatch.kernels import dispatch, gemv, int4_tiles
-from accelpatch.kernels.fused_product import Product
+from accelpatch.kernels.fused_linear import FusedLinear
 from accelpatch.quant import int4
 from tests.interpreted import DEVICE, HERE, INTERPRETED, _anywhere, here, interpret, needs_triton  # noqa: F401
 from tests.parity import assert_parity, bits, name, poisoned
@@ -132,12 +132,12 @@ def test_where_floats_take_this_way(monkeypatch: pytest.MonkeyPatch) -> None:
     x, w = torch.zeros(65, 256, dtype=torch.bfloat16), torch.zeros(2048, 256, dtype=torch.bfloat16)
     for arch, takes in (("sm_90", True), ("sm_90a", True), ("sm_100", False), ("gfx942", False)):
         monkeypatch.setattr(gemv, "probe", lambda where, arch=arch: replace(KNOWN["sm_90"], arch=arch))
-        assert [gemv.takes_rows(x[:m], w) for m in (8, 9, 64, 65)] == [False, takes, takes, False]
-        assert not gemv.takes_rows(x[:9].float(), w.float())
-        assert not gemv.takes_rows(x[:9], w.float())
-        assert not gemv.takes_rows(x[:9], w[:2047])
-        assert not gemv.takes_rows(x[:9, :192], w[:, :192].contiguous())
-        assert not gemv.takes_rows(x[:9, :128], w[:, :128])  # rows with gaps
+        assert [gemv.gemm_fits(x[:m], w) for m in (8, 9, 64, 65)] == [False, takes, takes, False]
+        assert not gemv.gemm_fits(x[:9].float(), w.float())
+        assert not gemv.gemm_fits(x[:9], w.float())
+        assert not gemv.gemm_fits(x[:9], w[:2047])
+        assert not gemv.gemm_fits(x[:9, :192], w[:, :192].contiguous())
+        assert not gemv.gemm_fits(x[:9, :128], w[:, :128])  # rows with gaps
 
 
 class TestWays:
@@ -149,9 +149,9 @@ class TestWays:
         monkeypatch.setattr(gemv, "takes_rows", lambda x, w: True)
         x, w, bias = operands(20, 66, 256, DTYPES[0])
         w = w.to(x.dtype)
-        product = Product(w, bias=bias)
-        assert torch.equal(bits(product.rows(x, "silu")), bits(gemv.by_rows(x, w, bias, gate=True)))
-        assert torch.equal(bits(gemv.by_hip(x, w, bias)), bits(gemv.by_rows(x, w, bias)))
+        product = FusedLinear(w, bias=bias)
+        assert torch.equal(bits(product.rows(x, "silu")), bits(gemv.by_gemm(x, w, bias, gate=True)))
+        assert torch.equal(bits(gemv.by_hip(x, w, bias)), bits(gemv.by_gemm(x, w, bias)))
 
     @pytest.mark.parametrize("n, k", [(66, 256), (66, 2048)], ids=str)
     @pytest.mark.parametrize("kind", ["float", "gate", "int8", "int4"])
@@ -159,7 +159,7 @@ class TestWays:
         gap = torch.randn(2 * n, generator=torch.Generator().manual_seed(3)).to(DEVICE, DTYPES[0])[::2]
         if kind in ("float", "gate"):
             x, w, _ = operands(20, n, k, DTYPES[0])
-            found = [gemv.by_rows(x, w.to(x.dtype), bias, kind == "gate") for bias in (gap, gap.contiguous())]
+            found = [gemv.by_gemm(x, w.to(x.dtype), bias, kind == "gate") for bias in (gap, gap.contiguous())]
         else:
             op, make = ("int8_linear", int8_args) if kind == "int8" else ("tiled_int4_linear", int4_args)
             args = make(20, n, k, DTYPES[0])[:-1]
@@ -182,6 +182,6 @@ class TestFloats:
         wide[:, :k] = x
 
         with poisoned():
-            found = [gemv.by_rows(given, w, beside, gate) for given in (x, wide[:, :k])]
+            found = [gemv.by_gemm(given, w, beside, gate) for given in (x, wide[:, :k])]
         assert torch.equal(bits(found[0]), bits(found[1]))
         assert wrong(found[0], w, x, {"bias": beside, "activation": "silu_gate" if gate else "none"}) == ""

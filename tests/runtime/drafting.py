@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import accelpatch
-from accelpatch.kernels import cpu_native, fused_product, int4_tiles
+from accelpatch.kernels import cpu_native, fused_linear, int4_tiles
 from accelpatch.modules import weight_only
 from accelpatch.recipe import parse
 from accelpatch.runtime import captured_graph, prompt_lookup
@@ -30,7 +30,7 @@ RULES = {
 
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are captured, weights lie as on a GPU, and a product gives a row the same bits among others and alone."""
-    whole = fused_product.Product._by_operations
+    whole = fused_linear.FusedLinear._by_operations
 
     def row_by_row(self: Any, x: Tensor, norm: Any, gate: Any, residual: Tensor | None) -> Tensor:
         beside = [None] * len(x) if residual is None else residual.split(1)
@@ -39,7 +39,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(captured_graph.GRAPHS, "cpu", EagerGraph)  # type: ignore[arg-type]
     monkeypatch.setattr(cpu_native, "why_not", lambda device: "not in this test")
     monkeypatch.setattr(weight_only, "tiles_for", lambda weight, dtype, device: int4_tiles.tile(*weight))
-    monkeypatch.setattr(fused_product.Product, "_by_operations", row_by_row)
+    monkeypatch.setattr(fused_linear.FusedLinear, "_by_operations", row_by_row)
 
 
 def repeating(name: str) -> Any:

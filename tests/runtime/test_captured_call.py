@@ -19,7 +19,7 @@ from transformers import (
 
 import accelpatch
 from accelpatch.errors import KernelError
-from accelpatch.kernels.fused_product import Product
+from accelpatch.kernels.fused_linear import FusedLinear
 from accelpatch.runtime import captured_call, captured_graph
 from accelpatch.runtime.captured_call import CALL, RUNS
 from accelpatch.runtime.patched_model import RUNTIME
@@ -85,7 +85,9 @@ def test_products_of_single_calls_wait_for_nobody() -> None:
     signals = [one for layer in fused.layers for one in (layer.qkv, layer.gate_up, layer.down)]
     assert any(one.producer for one in signals)
     assert any(one.consumer for one in signals)
-    silent = [one for layer in fused.layers for one in vars(layer.without_signals).values() if isinstance(one, Product)]
+    silent = [
+        one for layer in fused.layers for one in vars(layer.without_signals).values() if isinstance(one, FusedLinear)
+    ]
     assert not any(one.producer or one.consumer for one in silent)
 
 

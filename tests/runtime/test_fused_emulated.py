@@ -12,7 +12,7 @@ from torch import Tensor
 
 import accelpatch
 from accelpatch.kernels import cpu_native
-from accelpatch.kernels.fused_product import Norm, Product
+from accelpatch.kernels.fused_linear import FusedLinear, Norm
 from accelpatch.kernels.hip import attention, binding
 from accelpatch.runtime import captured_graph, fused_layer
 from accelpatch.runtime.captured_graph import EagerGraph
@@ -52,7 +52,7 @@ def waiting(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFa
         names.extend(["attention"] if args.consumer else [])
         assert library.accelpatch_decode_attention(ctypes.byref(args), 0, ctypes.c_void_p()) == 0
 
-    def call(self: Product, x: Tensor, norm: Norm | None, gate: str | None, residual: Tensor | None) -> Tensor:
+    def call(self: FusedLinear, x: Tensor, norm: Norm | None, gate: str | None, residual: Tensor | None) -> Tensor:
         weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
         return binding.launch(
             self._weight(), x, residual=residual, activation="none" if gate is None else "silu_gate",
@@ -62,7 +62,7 @@ def waiting(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFa
 
     monkeypatch.setattr(binding, "_start", product)
     monkeypatch.setattr(attention, "_launch", attend)
-    monkeypatch.setattr(Product, "_by_operations", call)
+    monkeypatch.setattr(FusedLinear, "_by_operations", call)
     monkeypatch.setattr(fused_layer, "decode_attention_", attention.decode_attention_)
     monkeypatch.setitem(captured_graph.GRAPHS, "cpu", EagerGraph)  # type: ignore[arg-type]
     monkeypatch.setattr(cpu_native, "why_not", lambda device: "not in this test")

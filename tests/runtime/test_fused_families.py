@@ -171,6 +171,6 @@ def test_halves_that_were_paired_come_apart() -> None:
     assert mlp.gate_proj.tiles.w is mlp.up_proj.tiles.w
     mlp.load_state_dict(first)
     assert_like_the_stock_loop(model, padded_batch(), 12)
-    fused_weights.one_product((mlp.gate_proj, mlp.up_proj), torch.float32)
+    fused_weights.concatenated_linear((mlp.gate_proj, mlp.up_proj), torch.float32)
     assert mlp.up_proj.tiles.part == "all"
     assert all(torch.equal(tensor, first[name]) for name, tensor in mlp.state_dict().items())

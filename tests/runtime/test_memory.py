@@ -68,16 +68,16 @@ def peaks(recipe: str, prompt: int, new: int, calls: int = 2, **sizes: int) -> d
 def test_tiles_that_are_paired_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     before: list[weakref.ref[torch.Tensor]] = []
     alive: list[int] = []
-    gated_product = fused_layer.gated_product
+    gated_linear = fused_layer.gated_linear
 
     def noted(modules: Any, *args: Any) -> Any:
         alive.append(sum(one() is not None for one in before))
         before.extend(weakref.ref(module.tiles.w) for module in modules)
-        return gated_product(modules, *args)
+        return gated_linear(modules, *args)
 
     as_on_a_gpu(monkeypatch)
     model = pair(rules="int4")[1]
-    monkeypatch.setattr(fused_layer, "gated_product", noted)
+    monkeypatch.setattr(fused_layer, "gated_linear", noted)
     generate(model, row())
     assert (alive, len(before)) == ([0, 0], 4)
 

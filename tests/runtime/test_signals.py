@@ -10,7 +10,7 @@ import torch
 import accelpatch
 from accelpatch.kernels import cpu_native
 from accelpatch.kernels.attention_shape import AttentionShape
-from accelpatch.kernels.fused_product import Norm, Product
+from accelpatch.kernels.fused_linear import FusedLinear, Norm
 from accelpatch.kernels.hip import binding
 from accelpatch.kernels.hip.binding import SENTINEL, Signal, Weight
 from accelpatch.kernels.int4_tiles import pair, tile
@@ -24,8 +24,8 @@ from accelpatch.runtime.signals import consumed_by_attention, consumed_by_down, 
 from tests.families.tiny import CAUSAL
 
 
-def product(n: int, k: int) -> Product:
-    return Product(torch.zeros(n, k))
+def product(n: int, k: int) -> FusedLinear:
+    return FusedLinear(torch.zeros(n, k))
 
 
 def shape(heads: int, kv_heads: int, size: int) -> AttentionShape:
@@ -52,8 +52,8 @@ def test_down_waits_for_all_but_the_last_of_its_parts(middle: int, columns: int)
 def test_down_does_not_wait_where_the_gate_is_a_launch_of_its_own() -> None:
     assert consumed_by_down(product(2 * 5000, 8), product(8, 5000), "gelu") == 0
     weight = tile(*int4.quantize(torch.randn(2 * 4608, 32), group_size=32))
-    assert consumed_by_down(Product(weight), product(8, 4608), "silu") == 0
-    assert consumed_by_down(Product(pair(weight)), product(8, 4608), "silu") == 4096
+    assert consumed_by_down(FusedLinear(weight), product(8, 4608), "silu") == 0
+    assert consumed_by_down(FusedLinear(pair(weight)), product(8, 4608), "silu") == 4096
 
 
 def layer(middle: int) -> FusedLayer:
@@ -97,7 +97,7 @@ def test_a_lone_row_is_made_where_its_reader_looks_for_what_is_blank(rows: int) 
 def test_nothing_is_signalled_while_weights_may_still_be_written() -> None:
     signal = Signal(torch.zeros(2, dtype=torch.int32), 32, torch.zeros(64, dtype=torch.int16))
     assert binding.signal_arguments(signal, "producer") == {}
-    with binding.settled_weights():
+    with binding.weight_prefetch():
         assert binding.signal_arguments(signal, "producer") == {
             "producer": signal.number.data_ptr(),
             "producer_columns": 32,

@@ -58,16 +58,18 @@ def check_small(lib: Library, name: str, dtype: torch.dtype, device: str = "cuda
     So a sanitizer sees nothing else, and with torch's caching off every tensor ends where its allocation ends.
     """
     bad, ran = [], 0
-    for (n, k), paired in itertools.product(SMALL, (False, True)):
-        if (paired and n % 2) or (name.startswith("int4") and k % 2):
+    for (n, k), interleaved in itertools.product(SMALL, (False, True)):
+        if (interleaved and n % 2) or (name.startswith("int4") and k % 2):
             continue
         weight = torch.randn(n, k) / k**0.5
         if name == "compact":  # outliers, also where infinities will be
             weight[::3, 4], weight[1::3, -3], weight[::5, k // 2] = 1e-9, -1e-9, 0.0
-        p = pack(weight, name, dtype=dtype, paired=paired)
+        p = pack(weight, name, dtype=dtype, interleaved=interleaved)
         packed = p.to(device)
         for kind_name, kind in kinds(n, k, SMALL_RUNS[0][0], dtype, "cpu").items():
-            if (kind_name == "silu_gate") != paired or (kind_name not in ("product", "rms", "silu_gate") and n != 100):
+            if (kind_name == "silu_gate") != interleaved or (
+                kind_name not in ("product", "rms", "silu_gate") and n != 100
+            ):
                 continue
             cut = 3 if ran % 2 else 8  # strided; after 3 no row is aligned but by chance, and other kernels run
             wide = torch.randn(SMALL_RUNS[0][0], k + cut, dtype=dtype)
@@ -80,7 +82,7 @@ def check_small(lib: Library, name: str, dtype: torch.dtype, device: str = "cuda
             there = {key: t.to(device) if isinstance(t, Tensor) else t for key, t in kind.items()}
             results = []
             for m, tuning in SMALL_RUNS:
-                y = torch.full((m, n // 2 if paired else n), float("nan"), dtype=dtype).to(device)
+                y = torch.full((m, n // 2 if interleaved else n), float("nan"), dtype=dtype).to(device)
                 part = {**there, "residual": there["residual"][:m]} if "residual" in there else there
                 lib.call(packed, x[:m], y, **part, **tuning)
                 results.append(y.cpu())
@@ -105,8 +107,8 @@ def check_signals(
     early, n = columns // 4096 * 4096, 80
     repeats, tunings = (1, [{}]) if device == "cpu" else (200, [{}, {"dependent": -1}])
     for kind, m, tuning in itertools.product(("none", "silu_gate", "relu"), (1, 2, 3, 8), tunings):
-        paired = kind == "silu_gate"
-        before = pack(torch.randn(columns << paired, 128) / 128**0.5, name, dtype=dtype, paired=paired)
+        interleaved = kind == "silu_gate"
+        before = pack(torch.randn(columns << interleaved, 128) / 128**0.5, name, dtype=dtype, interleaved=interleaved)
         behind = pack(torch.randn(n, columns) / columns**0.5, name, dtype=dtype)
         both = [p.to(device) for p in (before, behind)]
         x = torch.randn(m, 128).to(device, dtype)

@@ -59,7 +59,7 @@ class Packed:
     offset: Tensor | None = None
     dense: Tensor | None = None
     shift: int = 0
-    paired: bool = False
+    interleaved: bool = False
     canonical: tuple[Any, ...] = field(default=())
 
     def to(self, device: str) -> Packed:
@@ -105,7 +105,7 @@ def _dense(codes: Tensor, scale: Tensor, offset: Tensor | None, form: Format, k:
     return ((c - o) * s if form.offset == "zero_point" else c * s + o).flatten(1)[:, :k]
 
 
-def pack(w: Tensor, name: str, *, dtype: torch.dtype, paired: bool = False, dense: bool = True) -> Packed:
+def pack(w: Tensor, name: str, *, dtype: torch.dtype, interleaved: bool = False, dense: bool = True) -> Packed:
     """Quantises and packs ``w`` [N, K]; with ``dense`` keeps the float64 weight that the pack stands for."""
     form, (n, k) = FORMATS[name], w.shape
     if name == "plain":
@@ -113,9 +113,11 @@ def pack(w: Tensor, name: str, *, dtype: torch.dtype, paired: bool = False, dens
         return Packed(form, n, k, held, dense=held.double() if dense else None)
     if name == "compact":
         held = w.to(torch.bfloat16)
-        tiles = compact_tiles.pair(*map(compact_tiles.encode, held.chunk(2))) if paired else compact_tiles.encode(held)
+        tiles = (
+            compact_tiles.pair(*map(compact_tiles.encode, held.chunk(2))) if interleaved else compact_tiles.encode(held)
+        )
         fours, meaning = tiles.outliers.shape[2] // compact_tiles.FOUR, held.double() if dense else None
-        return Packed(form, n, k, tiles.w, tiles.scale, tiles.outliers, meaning, fours, paired)
+        return Packed(form, n, k, tiles.w, tiles.scale, tiles.outliers, meaning, fours, interleaved)
     if name in ("int8", "fp8"):
         quant = int8 if name == "int8" else fp8
         rows = quant.quantize(w)
@@ -127,18 +129,18 @@ def pack(w: Tensor, name: str, *, dtype: torch.dtype, paired: bool = False, dens
     if form.library == "gemv_int8":
         held = flat.to(torch.int8).contiguous()
     else:
-        held = layout.tile_int4(int4.pack(torch.nn.functional.pad(flat, (0, k % 2))), paired=paired)
+        held = layout.tile_int4(int4.pack(torch.nn.functional.pad(flat, (0, k % 2))), interleaved=interleaved)
     group = form.group or 0
     shift = 30 if not group else max(group // form.step, 1).bit_length() - 1
     shape = {
         "steps": steps,
         "groups": max(form.step // group, 1) if group else 1,
         "group_shift": shift,
-        "paired": paired,
+        "paired": interleaved,
     }
     tiles = layout.tile_scales(table, **shape)
     beside = None if offset is None else layout.tile_scales(offset, **shape)
-    return Packed(form, n, k, held, tiles, beside, meaning, shift, paired)
+    return Packed(form, n, k, held, tiles, beside, meaning, shift, interleaved)
 
 
 def library_in(folder: Path, source: str) -> Path:

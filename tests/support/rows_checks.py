@@ -23,7 +23,7 @@ def check_rows(lib: Library, name: str, dtype: torch.dtype, device: str = "cuda"
     every = list(itertools.product(SHAPES, TOKENS if device == "cuda" else TOKENS[:3]))
     for (n, k), m in every:
         p = pack(torch.randn(n, k) / k**0.5, name, dtype=dtype)
-        packed = replace(p, format=replace(p.format, library="int4_rows")).to(device)
+        packed = replace(p, format=replace(p.format, library="int4_gemm")).to(device)
         wide = torch.randn(m, k + 8, dtype=dtype)
         if m % 2:
             wide[1, 12], wide[2, 9], wide[3] = float("inf"), float("nan"), 0

@@ -16,21 +16,21 @@ extern "C" {
 
 enum { AP_OK = 0, AP_BAD_ARGUMENT = 1, AP_NO_MEMORY = 2, AP_UNSUPPORTED = 3 };
 enum { AP_ISA_PORTABLE = 0, AP_ISA_AVX2 = 1, AP_ISA_AVX512 = 2 };
-enum { AP_FLOAT32 = 0, AP_BFLOAT16 = 1, AP_FLOAT16 = 2 };           /* element types of x and y */
-enum { AP_DENSE = 0, AP_INT8 = 1, AP_INT4 = 2 };                    /* kinds of a weight */
-enum { AP_SILU = 0, AP_GELU = 1, AP_GELU_TANH = 2, AP_RELU = 3 };   /* activations */
+enum { AP_FLOAT32 = 0, AP_BFLOAT16 = 1, AP_FLOAT16 = 2 };         /* element types of x and y */
+enum { AP_DENSE = 0, AP_INT8 = 1, AP_INT4 = 2 };                  /* kinds of a weight */
+enum { AP_SILU = 0, AP_GELU = 1, AP_GELU_TANH = 2, AP_RELU = 3 }; /* activations */
 enum { AP_MAX_BATCH = 8, AP_MAX_THREADS = 64, AP_ROWS = 16 };
 
 /* A weight. AP_DENSE: data is float32 [n, k]. AP_INT8 and AP_INT4: data is a pack (see pack.cpp for its layout).
  * group: how many k share a scale: k itself (one scale a row), or a multiple of 32 that divides k. */
 typedef struct {
-  int32_t kind;
-  int32_t half_scales; /* 1: the pack holds its scales (and minimums) as float16, exactly */
-  int32_t minimum;     /* AP_INT4: 1: w = u * scale + minimum; 0: w = (u - 8) * scale */
-  int32_t reserved;
-  int64_t n, k, group;
-  const void* data;
-  const float* bias;   /* [n] or NULL */
+    int32_t kind;
+    int32_t half_scales; /* 1: the pack holds its scales (and minimums) as float16, exactly */
+    int32_t minimum;     /* AP_INT4: 1: w = u * scale + minimum; 0: w = (u - 8) * scale */
+    int32_t reserved;
+    int64_t n, k, group;
+    const void* data;
+    const float* bias; /* [n] or NULL */
 } ap_linear;
 
 int ap_best_isa(void);
@@ -38,24 +38,29 @@ int ap_best_isa(void);
 int ap_use_isa(int isa);
 int ap_isa(void);
 
-/* The OpenMP threads of the program, for all but decode steps: its GOMP_parallel, omp_get_thread_num and omp_get_num_threads;
- * NULLs for none. */
+/* The OpenMP threads of the program, for all but decode steps: its GOMP_parallel, omp_get_thread_num and
+ * omp_get_num_threads; NULLs for none. */
 void ap_use_team(void* parallel, void* number, void* count);
 
 /* Bytes of the pack that `shape` (data and bias are not read) needs; -1 where the shape is outside the limits. */
 int64_t ap_pack_bytes(const ap_linear* shape);
-/* q: int8 [n, k], or packed nibbles [n, k / 2] with the even k in the low nibble; scale, minimum: float32 [n, k / group]. */
+/* q: int8 [n, k], or packed nibbles [n, k / 2] with the even k in the low nibble; scale, minimum: float32 [n, k /
+ * group]. */
 int ap_pack(const ap_linear* shape, const void* q, const float* scale, const float* minimum, void* pack);
 int ap_unpack(const ap_linear* shape, const void* pack, void* q, float* scale, float* minimum);
 
 /* y = x @ w.T + bias. */
-int ap_linear_run(const ap_linear* w, const void* x, int64_t m, int64_t x_stride, void* y, int64_t y_stride, int dtype, int threads);
+int ap_linear_run(
+    const ap_linear* w, const void* x, int64_t m, int64_t x_stride, void* y, int64_t y_stride, int dtype, int threads);
 /* The same for many tokens, in float32: the weight, which is packed, is made float once for all of them. */
-int ap_panels_run(const ap_linear* w, const float* x, int64_t m, int64_t x_stride, float* y, int64_t y_stride, int threads);
+int ap_panels_run(
+    const ap_linear* w, const float* x, int64_t m, int64_t x_stride, float* y, int64_t y_stride, int threads);
 /* rows[i] = w[ids[i]] as float32 [count, k]. */
 int ap_gather(const ap_linear* w, const int64_t* ids, int64_t count, float* rows);
-/* y = x / rms(x) * weight over the last dimension; where residual is given, x + residual first, kept in sum. float32. */
-int ap_rmsnorm(const float* x, const float* residual, const float* weight, float eps, int64_t m, int64_t k, float* y, float* sum, int threads);
+/* y = x / rms(x) * weight over the last dimension; where residual is given, x + residual first, kept in sum. float32.
+ */
+int ap_rmsnorm(const float* x, const float* residual, const float* weight, float eps, int64_t m, int64_t k, float* y,
+    float* sum, int threads);
 /* Rotates pairs (i, i + d / 2) of x[m, heads, d] in place by the angles whose cos and sin are [m, d / 2]. float32. */
 int ap_rope_(float* x, const float* cos, const float* sin, int64_t m, int64_t heads, int64_t d);
 /* y = activation(gate) * up, elementwise. float32. */
@@ -65,47 +70,48 @@ int64_t ap_argmax(const float* x, int64_t count); /* first of the largest; a NaN
 /* keys, values[b][h][slot][d] lie at base + b * batch_stride + h * head_stride + slot * d. Token b attends to the slots
  * from starts[b] to slots[b], both included, and where window > 0 only to the last `window` of them. */
 typedef struct {
-  const float* q;     /* [batch, heads, d] */
-  const float* keys;
-  const float* values;
-  float* out;         /* [batch, heads, d] */
-  const int64_t* slots;
-  const int64_t* starts;
-  int64_t batch, heads, kv_heads, d, batch_stride, head_stride, window;
-  float scale, softcap; /* softcap: 0 for none */
+    const float* q; /* [batch, heads, d] */
+    const float* keys;
+    const float* values;
+    float* out; /* [batch, heads, d] */
+    const int64_t* slots;
+    const int64_t* starts;
+    int64_t batch, heads, kv_heads, d, batch_stride, head_stride, window;
+    float scale, softcap; /* softcap: 0 for none */
 } ap_attention;
 int ap_attention_run(const ap_attention* a, int threads);
 
 /* A decoder layer. A norm that is NULL is not there. Norm weights are what x_hat is multiplied by (Gemma: 1 + w). */
 typedef struct {
-  ap_linear q, k, v, o, gate, up, down;
-  const float *attention_norm, *after_attention_norm, *mlp_norm, *after_mlp_norm; /* [hidden] */
-  const float *q_norm, *k_norm;                                                   /* [head_dim] */
-  float *keys, *values;   /* the layer's cache [max_batch, kv_heads, length, head_dim] */
-  int64_t window;         /* 0: attends to everything */
-  int32_t rope, reserved; /* index of its rotary frequencies */
+    ap_linear q, k, v, o, gate, up, down;
+    const float *attention_norm, *after_attention_norm, *mlp_norm, *after_mlp_norm; /* [hidden] */
+    const float *q_norm, *k_norm;                                                   /* [head_dim] */
+    float *keys, *values;   /* the layer's cache [max_batch, kv_heads, length, head_dim] */
+    int64_t window;         /* 0: attends to everything */
+    int32_t rope, reserved; /* index of its rotary frequencies */
 } ap_layer;
 
 typedef struct {
-  int64_t layers, hidden, heads, kv_heads, head_dim, intermediate, vocabulary, max_batch, length;
-  const ap_layer* layer;
-  ap_linear embedding, head;
-  const float* final_norm;
-  const float* inverse_frequency[2]; /* [head_dim / 2]; the second only where a layer asks for it */
-  float rope_scaling[2];
-  float eps, embedding_scale, attention_scale, attention_softcap, logits_softcap; /* softcap: 0 for none */
-  int32_t activation;
+    int64_t layers, hidden, heads, kv_heads, head_dim, intermediate, vocabulary, max_batch, length;
+    const ap_layer* layer;
+    ap_linear embedding, head;
+    const float* final_norm;
+    const float* inverse_frequency[2]; /* [head_dim / 2]; the second only where a layer asks for it */
+    float rope_scaling[2];
+    float eps, embedding_scale, attention_scale, attention_softcap, logits_softcap; /* softcap: 0 for none */
+    int32_t activation;
 } ap_model;
 
-/* Copies the structs (not what they point to: that must outlive the step) and allocates all the memory that steps need. */
+/* Copies the structs (not what they point to: that must outlive the step) and allocates all the memory that steps need.
+ */
 int ap_step_create(const ap_model* model, int max_threads, void** step);
 void ap_step_free(void* step);
-/* One token for each of `batch` sequences, through layers first .. last - 1: writes its keys and values at slots[b], attends to starts[b] .. slots[b], rotates by
- * positions[b]; logits: float32 [batch, vocabulary], or NULL where nobody reads them. hidden: float32 [batch, hidden], the
- * residual stream: read where first > 0, written where last is not the number of layers (logits are not, then); else NULL.
- * Allocates nothing. */
-int ap_step_run(void* step, int64_t batch, const int64_t* tokens, const int64_t* slots, const int64_t* starts, const int64_t* positions,
-                int64_t first, int64_t last, float* hidden, float* logits, int threads);
+/* One token for each of `batch` sequences, through layers first .. last - 1: writes its keys and values at slots[b],
+ * attends to starts[b] .. slots[b], rotates by positions[b]; logits: float32 [batch, vocabulary], or NULL where nobody
+ * reads them. hidden: float32 [batch, hidden], the residual stream: read where first > 0, written where last is not the
+ * number of layers (logits are not, then); else NULL. Allocates nothing. */
+int ap_step_run(void* step, int64_t batch, const int64_t* tokens, const int64_t* slots, const int64_t* starts,
+    const int64_t* positions, int64_t first, int64_t last, float* hidden, float* logits, int threads);
 
 /* Asks the system for large pages; a hint, never an error. */
 void ap_advise_large_pages(void* data, int64_t bytes);

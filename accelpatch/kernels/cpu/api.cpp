@@ -11,20 +11,21 @@ namespace {
 
 bool machine_has(int isa) {
 #if defined(__x86_64__)
-  __builtin_cpu_init();
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-  if (isa == AP_ISA_AVX2) return avx2;
-  if (isa == AP_ISA_AVX512)
-    return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
+    __builtin_cpu_init();
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    if (isa == AP_ISA_AVX2) return avx2;
+    if (isa == AP_ISA_AVX512)
+        return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+               __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+               __builtin_cpu_supports("avx512vnni");
 #endif
-  return isa == AP_ISA_PORTABLE;
+    return isa == AP_ISA_PORTABLE;
 }
 
 int best() {
-  for (int isa = AP_ISA_AVX512; isa > AP_ISA_PORTABLE; isa--)
-    if (machine_has(isa)) return isa;
-  return AP_ISA_PORTABLE;
+    for (int isa = AP_ISA_AVX512; isa > AP_ISA_PORTABLE; isa--)
+        if (machine_has(isa)) return isa;
+    return AP_ISA_PORTABLE;
 }
 
 std::atomic<int> chosen{-1};
@@ -33,36 +34,38 @@ std::atomic<int> chosen{-1};
 
 const Kernels& chosen_kernels() {
 #if defined(__x86_64__)
-  switch (ap_isa()) {
-    case AP_ISA_AVX512: return *avx512_kernels();
-    case AP_ISA_AVX2: return *avx2_kernels();
-  }
+    switch (ap_isa()) {
+        case AP_ISA_AVX512: return *avx512_kernels();
+        case AP_ISA_AVX2: return *avx2_kernels();
+    }
 #endif
-  return *portable_kernels();
+    return *portable_kernels();
 }
 
 namespace {
 
-// Each calling thread's memory for products outside a step: it grows to what was last the most, and is freed with the thread.
+// Each calling thread's memory for products outside a step: it grows to what was last the most, and is freed with the
+// thread.
 struct Memory {
-  void* data = nullptr;
-  size_t bytes = 0;
-  ~Memory() { free(data); }
-  void* at_least(int64_t want) {
-    const auto need = static_cast<size_t>(want);
-    if (need > bytes) {
-      free(data);
-      data = aligned_alloc(64, (need + 63) / 64 * 64);
-      bytes = data ? need : 0;
+    void* data = nullptr;
+    size_t bytes = 0;
+    ~Memory() { free(data); }
+    void* at_least(int64_t want) {
+        const auto need = static_cast<size_t>(want);
+        if (need > bytes) {
+            free(data);
+            data = aligned_alloc(64, (need + 63) / 64 * 64);
+            bytes = data ? need : 0;
+        }
+        return data;
     }
-    return data;
-  }
 };
 thread_local Memory memory;
 
 bool usable(const ap_linear& w) { return w.data && layout_allows(w); }
 
-constexpr int64_t kTokens = 4096;  // that a panel meets before it is made anew: what a thread keeps for them stays small
+constexpr int64_t kTokens =
+    4096;  // that a panel meets before it is made anew: what a thread keeps for them stays small
 
 // A thread for each piece of work that is worth waking one for.
 int useful(int threads, int64_t bytes) { return bytes < 32768 ? 1 : threads; }
@@ -74,96 +77,101 @@ extern "C" {
 int ap_best_isa(void) { return best(); }
 
 int ap_use_isa(int isa) {
-  if (isa < 0) isa = best();
-  if (!machine_has(isa)) return AP_UNSUPPORTED;
-  chosen.store(isa);
-  return AP_OK;
+    if (isa < 0) isa = best();
+    if (!machine_has(isa)) return AP_UNSUPPORTED;
+    chosen.store(isa);
+    return AP_OK;
 }
 
 int ap_isa(void) {
-  int isa = chosen.load(std::memory_order_relaxed);
-  if (isa < 0) chosen.store(isa = best());
-  return isa;
+    int isa = chosen.load(std::memory_order_relaxed);
+    if (isa < 0) chosen.store(isa = best());
+    return isa;
 }
 
-int ap_linear_run(const ap_linear* w, const void* x, int64_t m, int64_t x_stride, void* y, int64_t y_stride, int dtype, int threads) {
-  if (!w || !usable(*w) || m < 0 || dtype < AP_FLOAT32 || dtype > AP_FLOAT16) return AP_BAD_ARGUMENT;
-  if (m == 0) return AP_OK;
-  if (!x || !y || (m > 1 && (x_stride < w->k || y_stride < w->n))) return AP_BAD_ARGUMENT;
-  const int64_t rows = dtype == AP_FLOAT32 ? 0 : round_up(m * w->k * 4, 64);
-  auto* bytes = static_cast<char*>(memory.at_least(rows + chosen_kernels().activation_bytes(m, w->k)));
-  if (!bytes) return AP_NO_MEMORY;
-  LinearCall call = {w, x, y, m, x_stride, y_stride, dtype, reinterpret_cast<float*>(bytes), bytes + rows};
-  pool_run(useful(threads, w->n * w->k * m), chosen_kernels().linear, &call, POOL_GUEST);
-  return AP_OK;
+int ap_linear_run(
+    const ap_linear* w, const void* x, int64_t m, int64_t x_stride, void* y, int64_t y_stride, int dtype, int threads) {
+    if (!w || !usable(*w) || m < 0 || dtype < AP_FLOAT32 || dtype > AP_FLOAT16) return AP_BAD_ARGUMENT;
+    if (m == 0) return AP_OK;
+    if (!x || !y || (m > 1 && (x_stride < w->k || y_stride < w->n))) return AP_BAD_ARGUMENT;
+    const int64_t rows = dtype == AP_FLOAT32 ? 0 : round_up(m * w->k * 4, 64);
+    auto* bytes = static_cast<char*>(memory.at_least(rows + chosen_kernels().activation_bytes(m, w->k)));
+    if (!bytes) return AP_NO_MEMORY;
+    LinearCall call = {w, x, y, m, x_stride, y_stride, dtype, reinterpret_cast<float*>(bytes), bytes + rows};
+    pool_run(useful(threads, w->n * w->k * m), chosen_kernels().linear, &call, POOL_GUEST);
+    return AP_OK;
 }
 
 int ap_gather(const ap_linear* w, const int64_t* ids, int64_t count, float* rows) {
-  if (!w || !usable(*w) || count < 0) return AP_BAD_ARGUMENT;
-  for (int64_t i = 0; i < count; i++)
-    if (ids[i] < 0 || ids[i] >= w->n) return AP_BAD_ARGUMENT;
-  chosen_kernels().gather(w, ids, count, rows);
-  return AP_OK;
+    if (!w || !usable(*w) || count < 0) return AP_BAD_ARGUMENT;
+    for (int64_t i = 0; i < count; i++)
+        if (ids[i] < 0 || ids[i] >= w->n) return AP_BAD_ARGUMENT;
+    chosen_kernels().gather(w, ids, count, rows);
+    return AP_OK;
 }
 
-int ap_panels_run(const ap_linear* w, const float* x, int64_t m, int64_t x_stride, float* y, int64_t y_stride, int threads) {
-  if (!w || !usable(*w) || w->kind == AP_DENSE || m < 0) return AP_BAD_ARGUMENT;
-  if (m == 0) return AP_OK;
-  if (!x || !y || (m > 1 && (x_stride < w->k || y_stride < w->n))) return AP_BAD_ARGUMENT;
-  threads = useful(threads < 1 ? 1 : threads, w->n * w->k * m);
-  const int64_t most = m < kTokens ? m : kTokens;
-  auto* room = static_cast<float*>(memory.at_least(threads * chosen_kernels().panel_floats(most) * 4));
-  if (!room) return AP_NO_MEMORY;
-  for (int64_t t = 0; t < m; t += kTokens) {
-    PanelsCall call = {w, x + t * x_stride, m - t < kTokens ? m - t : kTokens, x_stride, y + t * y_stride, y_stride, room};
-    pool_run(threads, chosen_kernels().panels, &call, POOL_GUEST);
-  }
-  return AP_OK;
+int ap_panels_run(
+    const ap_linear* w, const float* x, int64_t m, int64_t x_stride, float* y, int64_t y_stride, int threads) {
+    if (!w || !usable(*w) || w->kind == AP_DENSE || m < 0) return AP_BAD_ARGUMENT;
+    if (m == 0) return AP_OK;
+    if (!x || !y || (m > 1 && (x_stride < w->k || y_stride < w->n))) return AP_BAD_ARGUMENT;
+    threads = useful(threads < 1 ? 1 : threads, w->n * w->k * m);
+    const int64_t most = m < kTokens ? m : kTokens;
+    auto* room = static_cast<float*>(memory.at_least(threads * chosen_kernels().panel_floats(most) * 4));
+    if (!room) return AP_NO_MEMORY;
+    for (int64_t t = 0; t < m; t += kTokens) {
+        PanelsCall call = {
+            w, x + t * x_stride, m - t < kTokens ? m - t : kTokens, x_stride, y + t * y_stride, y_stride, room};
+        pool_run(threads, chosen_kernels().panels, &call, POOL_GUEST);
+    }
+    return AP_OK;
 }
 
-int ap_rmsnorm(const float* x, const float* residual, const float* weight, float eps, int64_t m, int64_t k, float* y, float* sum, int threads) {
-  if (!weight || m < 0 || k < 1 || (m > 0 && (!x || !y || (residual && !sum)))) return AP_BAD_ARGUMENT;
-  NormCall call = {x, residual, weight, y, sum, m, k, eps};
-  if (m > 0) pool_run(useful(threads, m * k * 4), chosen_kernels().norm, &call, POOL_GUEST);
-  return AP_OK;
+int ap_rmsnorm(const float* x, const float* residual, const float* weight, float eps, int64_t m, int64_t k, float* y,
+    float* sum, int threads) {
+    if (!weight || m < 0 || k < 1 || (m > 0 && (!x || !y || (residual && !sum)))) return AP_BAD_ARGUMENT;
+    NormCall call = {x, residual, weight, y, sum, m, k, eps};
+    if (m > 0) pool_run(useful(threads, m * k * 4), chosen_kernels().norm, &call, POOL_GUEST);
+    return AP_OK;
 }
 
 int ap_rope_(float* x, const float* cos, const float* sin, int64_t m, int64_t heads, int64_t d) {
-  if (m < 0 || heads < 0 || d < 2 || d % 2 || !cos || !sin) return AP_BAD_ARGUMENT;
-  chosen_kernels().rope(x, cos, sin, m, heads, d);
-  return AP_OK;
+    if (m < 0 || heads < 0 || d < 2 || d % 2 || !cos || !sin) return AP_BAD_ARGUMENT;
+    chosen_kernels().rope(x, cos, sin, m, heads, d);
+    return AP_OK;
 }
 
 int ap_gated(const float* gate, const float* up, int activation, int64_t count, float* y, int threads) {
-  if (activation < AP_SILU || activation > AP_RELU || count < 0) return AP_BAD_ARGUMENT;
-  GatedCall call = {gate, up, y, count, activation};
-  if (count > 0) pool_run(useful(threads, count * 4), chosen_kernels().gated, &call, POOL_GUEST);
-  return AP_OK;
+    if (activation < AP_SILU || activation > AP_RELU || count < 0) return AP_BAD_ARGUMENT;
+    GatedCall call = {gate, up, y, count, activation};
+    if (count > 0) pool_run(useful(threads, count * 4), chosen_kernels().gated, &call, POOL_GUEST);
+    return AP_OK;
 }
 
 int64_t ap_argmax(const float* x, int64_t count) {
-  int64_t at = 0;
-  for (int64_t i = 0; i < count; i++) {
-    if (x[i] != x[i]) return i;
-    if (x[i] > x[at]) at = i;
-  }
-  return at;
+    int64_t at = 0;
+    for (int64_t i = 0; i < count; i++) {
+        if (x[i] != x[i]) return i;
+        if (x[i] > x[at]) at = i;
+    }
+    return at;
 }
 
 int ap_attention_run(const ap_attention* a, int threads) {
-  if (!a || a->batch < 1 || a->kv_heads < 1 || a->heads < 1 || a->heads % a->kv_heads || a->d < 1) return AP_BAD_ARGUMENT;
-  int64_t runs = 1;
-  for (int64_t b = 0; b < a->batch; b++) {
-    if (a->starts[b] < 0 || a->slots[b] < a->starts[b]) return AP_BAD_ARGUMENT;
-    const int64_t window = a->window > 0 ? a->window : a->slots[b] + 1;
-    const int64_t count = a->slots[b] - a->starts[b] + 1 < window ? a->slots[b] - a->starts[b] + 1 : window;
-    runs = (count + 63) / 64 > runs ? (count + 63) / 64 : runs;
-  }
-  AttentionCall call = {*a, runs, static_cast<float*>(memory.at_least(a->batch * a->heads * runs * round_up(a->d + 2, 16) * 4))};
-  if (!call.partial) return AP_NO_MEMORY;
-  pool_run(useful(threads, a->batch * a->heads * runs * 64 * a->d), chosen_kernels().attention, &call, POOL_GUEST);
-  return AP_OK;
+    if (!a || a->batch < 1 || a->kv_heads < 1 || a->heads < 1 || a->heads % a->kv_heads || a->d < 1)
+        return AP_BAD_ARGUMENT;
+    int64_t runs = 1;
+    for (int64_t b = 0; b < a->batch; b++) {
+        if (a->starts[b] < 0 || a->slots[b] < a->starts[b]) return AP_BAD_ARGUMENT;
+        const int64_t window = a->window > 0 ? a->window : a->slots[b] + 1;
+        const int64_t count = a->slots[b] - a->starts[b] + 1 < window ? a->slots[b] - a->starts[b] + 1 : window;
+        runs = (count + 63) / 64 > runs ? (count + 63) / 64 : runs;
+    }
+    AttentionCall call = {
+        *a, runs, static_cast<float*>(memory.at_least(a->batch * a->heads * runs * round_up(a->d + 2, 16) * 4))};
+    if (!call.partial) return AP_NO_MEMORY;
+    pool_run(useful(threads, a->batch * a->heads * runs * 64 * a->d), chosen_kernels().attention, &call, POOL_GUEST);
+    return AP_OK;
 }
 
 }  // extern "C"
-

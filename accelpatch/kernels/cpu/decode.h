@@ -1,5 +1,6 @@
-// One decode step on a pool of threads: five stages a layer, a wait between them. Each thread keeps the residual stream and
-// makes norms for itself (a few microseconds' work that would otherwise need waits), and takes blocks of rows of the products.
+// One decode step on a pool of threads: five stages a layer, a wait between them. Each thread keeps the residual stream
+// and makes norms for itself (a few microseconds' work that would otherwise need waits), and takes blocks of rows of
+// the products.
 #pragma once
 #include "attention.h"
 #include "kernels.h"
@@ -9,222 +10,224 @@
 namespace {
 
 struct Worker {
-  const StepCall* call;
-  Step* step;
-  const ap_model* model;
-  Scratch* own;
-  ThreadPool* pool;
-  int self;
-  int64_t batch;
+    const StepCall* call;
+    Step* step;
+    const ap_model* model;
+    Scratch* own;
+    ThreadPool* pool;
+    int self;
+    int64_t batch;
 };
 
 // Makes `input` (rows of k) ready for the products with `w`.
 inline Activations ready(const Worker& t, const float* input, int64_t k, int64_t stride, const ap_linear& w) {
-  Activations a = activations_in(t.own->ready, t.batch, k);
-  describe(a, input, stride, block_width(w));
-  prepare(a, 0, t.batch);
-  return a;
+    Activations a = activations_in(t.own->ready, t.batch, k);
+    describe(a, input, stride, block_width(w));
+    prepare(a, 0, t.batch);
+    return a;
 }
 
 // Products of the same input with up to three weights; each may want blocks of another width.
-inline void products(const Worker& t, const ap_linear* const* weights, float* const* outputs, int count, const float* input, int64_t k,
-                     int64_t input_stride, int64_t output_stride) {
-  Weight w[3] = {};
-  int64_t ends[3] = {}, items = 0;
-  for (int i = 0; i < count; i++) {
-    w[i] = weight_of(*weights[i]);
-    ends[i] = items += w[i].l.blocks;
-  }
-  Activations a = ready(t, input, k, input_stride, w[0].w);
-  Turn turn = {items};
-  for (int64_t item; (item = pool_next(t.pool, t.self, &turn)) >= 0;) {
-    int i = 0;
-    while (item >= ends[i]) i++;
-    const int64_t b = item - (ends[i] - w[i].l.blocks);
-    if (block_width(w[i].w) != a.width) a = ready(t, input, k, input_stride, w[i].w);
-    float tile[kMaxBatch][16];
-    dot_block(w[i], b, a, 0, t.batch, tile);
-    store_block(w[i], b, t.batch, tile, outputs[i], output_stride);
-  }
-  pool_wait(t.pool, t.self);
+inline void linears(const Worker& t, const ap_linear* const* weights, float* const* outputs, int count,
+    const float* input, int64_t k, int64_t input_stride, int64_t output_stride) {
+    Weight w[3] = {};
+    int64_t ends[3] = {}, items = 0;
+    for (int i = 0; i < count; i++) {
+        w[i] = weight_of(*weights[i]);
+        ends[i] = items += w[i].l.blocks;
+    }
+    Activations a = ready(t, input, k, input_stride, w[0].w);
+    WorkCursor work = {items};
+    for (int64_t item; (item = pool_next(t.pool, t.self, &work)) >= 0;) {
+        int i = 0;
+        while (item >= ends[i]) i++;
+        const int64_t b = item - (ends[i] - w[i].l.blocks);
+        if (block_width(w[i].w) != a.width) a = ready(t, input, k, input_stride, w[i].w);
+        float tile[kMaxBatch][16];
+        dot_block(w[i], b, a, 0, t.batch, tile);
+        store_block(w[i], b, t.batch, tile, outputs[i], output_stride);
+    }
+    pool_wait(t.pool, t.self);
 }
 
 inline void norm_rows(const Worker& t, const float* weight, float* out) {
-  const int64_t hidden = t.model->hidden;
-  for (int64_t m = 0; m < t.batch; m++) {
-    if (weight) rmsnorm_row(t.own->hidden + m * hidden, weight, t.model->eps, hidden, out + m * hidden);
-    else memcpy(out + m * hidden, t.own->hidden + m * hidden, static_cast<size_t>(hidden) * 4);
-  }
+    const int64_t hidden = t.model->hidden;
+    for (int64_t m = 0; m < t.batch; m++) {
+        if (weight) rmsnorm_row(t.own->hidden + m * hidden, weight, t.model->eps, hidden, out + m * hidden);
+        else memcpy(out + m * hidden, t.own->hidden + m * hidden, static_cast<size_t>(hidden) * 4);
+    }
 }
 
 // hidden += out, or its norm
 inline void add_rows(const Worker& t, const float* out, const float* weight) {
-  const int64_t hidden = t.model->hidden;
-  for (int64_t m = 0; m < t.batch; m++) {
-    const float* x = out + m * hidden;
-    if (weight) {
-      rmsnorm_row(x, weight, t.model->eps, hidden, t.own->input);
-      x = t.own->input;
+    const int64_t hidden = t.model->hidden;
+    for (int64_t m = 0; m < t.batch; m++) {
+        const float* x = out + m * hidden;
+        if (weight) {
+            rmsnorm_row(x, weight, t.model->eps, hidden, t.own->input);
+            x = t.own->input;
+        }
+        add_row_(t.own->hidden + m * hidden, x, hidden);
     }
-    add_row_(t.own->hidden + m * hidden, x, hidden);
-  }
 }
 
 inline void embed(const Worker& t) {
-  const int64_t hidden = t.model->hidden;
-  const Weight w = weight_of(t.model->embedding);
-  for (int64_t m = 0; m < t.batch; m++) {
-    float* row = t.own->hidden + m * hidden;
-    gather_row(w, t.call->tokens[m], row);
-    if (t.model->embedding_scale != 1.0f)
-      for (int64_t k = 0; k < hidden; k++) row[k] *= t.model->embedding_scale;
-  }
+    const int64_t hidden = t.model->hidden;
+    const Weight w = weight_of(t.model->embedding);
+    for (int64_t m = 0; m < t.batch; m++) {
+        float* row = t.own->hidden + m * hidden;
+        gather_row(w, t.call->tokens[m], row);
+        if (t.model->embedding_scale != 1.0f)
+            for (int64_t k = 0; k < hidden; k++) row[k] *= t.model->embedding_scale;
+    }
 }
 
 // One thread's work, done before the first wait; read from the second stage on.
 inline void rotary_angles(const Worker& t) {
-  const int64_t pairs = t.model->head_dim / 2;
-  for (int r = 0; r < 2; r++) {
-    const float* frequency = t.model->inverse_frequency[r];
-    for (int64_t m = 0; m < t.batch && frequency; m++) {
-      for (int64_t i = 0; i < pairs; i++) {
-        const float angle = static_cast<float>(t.call->positions[m]) * frequency[i];
-        const int64_t at = (r * t.model->max_batch + m) * pairs + i;
-        t.step->cos[at] = cosf(angle) * t.model->rope_scaling[r];
-        t.step->sin[at] = sinf(angle) * t.model->rope_scaling[r];
-      }
+    const int64_t pairs = t.model->head_dim / 2;
+    for (int r = 0; r < 2; r++) {
+        const float* frequency = t.model->inverse_frequency[r];
+        for (int64_t m = 0; m < t.batch && frequency; m++) {
+            for (int64_t i = 0; i < pairs; i++) {
+                const float angle = static_cast<float>(t.call->positions[m]) * frequency[i];
+                const int64_t at = (r * t.model->max_batch + m) * pairs + i;
+                t.step->cos[at] = cosf(angle) * t.model->rope_scaling[r];
+                t.step->sin[at] = sinf(angle) * t.model->rope_scaling[r];
+            }
+        }
     }
-  }
 }
 
 inline void norm_and_rotate_(const Worker& t, const ap_layer& layer, float* head, const float* weight, int64_t m) {
-  const int64_t d = t.model->head_dim, at = (layer.rope * t.model->max_batch + m) * (d / 2);
-  if (weight) rmsnorm_row(head, weight, t.model->eps, d, head);
-  rotate_(head, t.step->cos + at, t.step->sin + at, d);
+    const int64_t d = t.model->head_dim, at = (layer.rope * t.model->max_batch + m) * (d / 2);
+    if (weight) rmsnorm_row(head, weight, t.model->eps, d, head);
+    rotate_(head, t.step->cos + at, t.step->sin + at, d);
 }
 
 // Writes the token's key and value of one key head into the cache.
 inline void write_cache(const Worker& t, const ap_layer& layer, int64_t m, int64_t head, float* keys, float* values) {
-  const ap_model& model = *t.model;
-  const int64_t d = model.head_dim, width = (model.heads + 2 * model.kv_heads) * d, slot = t.call->slots[m];
-  const float* row = t.step->qkv + m * width;
-  memcpy(keys + slot * d, row + (model.heads + head) * d, static_cast<size_t>(d) * 4);
-  memcpy(values + slot * d, row + (model.heads + model.kv_heads + head) * d, static_cast<size_t>(d) * 4);
-  norm_and_rotate_(t, layer, keys + slot * d, layer.k_norm, m);
+    const ap_model& model = *t.model;
+    const int64_t d = model.head_dim, width = (model.heads + 2 * model.kv_heads) * d, slot = t.call->slots[m];
+    const float* row = t.step->qkv + m * width;
+    memcpy(keys + slot * d, row + (model.heads + head) * d, static_cast<size_t>(d) * 4);
+    memcpy(values + slot * d, row + (model.heads + model.kv_heads + head) * d, static_cast<size_t>(d) * 4);
+    norm_and_rotate_(t, layer, keys + slot * d, layer.k_norm, m);
 }
 
 inline void attend(const Worker& t, const ap_layer& layer, int64_t m, int64_t head, int64_t run) {
-  const ap_model& model = *t.model;
-  const int64_t d = model.head_dim, group = model.heads / model.kv_heads, width = (model.heads + 2 * model.kv_heads) * d;
-  const int64_t slot = t.call->slots[m], first = first_slot(slot, t.call->starts[m], layer.window);
-  if (run >= runs(first, slot)) return;
-  float* keys = layer.keys + (m * model.kv_heads + head) * model.length * d;
-  float* values = layer.values + (m * model.kv_heads + head) * model.length * d;
-  if (run == runs(first, slot) - 1) write_cache(t, layer, m, head, keys, values);
-  memcpy(t.own->query, t.step->qkv + m * width + head * group * d, static_cast<size_t>(group * d) * 4);
-  for (int64_t h = 0; h < group; h++) norm_and_rotate_(t, layer, t.own->query + h * d, layer.q_norm, m);
-  const int64_t at = first + run * kRun, count = slot - at + 1 < kRun ? slot - at + 1 : kRun;
-  const int64_t stride = t.step->longest_runs * run_floats(d);
-  float* partial = t.step->partial + (m * model.heads + head * group) * stride + run * run_floats(d);
-  attend_run(t.own->query, group, keys + at * d, values + at * d, d, count, model.attention_scale, model.attention_softcap, partial, stride);
+    const ap_model& model = *t.model;
+    const int64_t d = model.head_dim, group = model.heads / model.kv_heads,
+                  width = (model.heads + 2 * model.kv_heads) * d;
+    const int64_t slot = t.call->slots[m], first = first_slot(slot, t.call->starts[m], layer.window);
+    if (run >= runs(first, slot)) return;
+    float* keys = layer.keys + (m * model.kv_heads + head) * model.length * d;
+    float* values = layer.values + (m * model.kv_heads + head) * model.length * d;
+    if (run == runs(first, slot) - 1) write_cache(t, layer, m, head, keys, values);
+    memcpy(t.own->query, t.step->qkv + m * width + head * group * d, static_cast<size_t>(group * d) * 4);
+    for (int64_t h = 0; h < group; h++) norm_and_rotate_(t, layer, t.own->query + h * d, layer.q_norm, m);
+    const int64_t at = first + run * kRun, count = slot - at + 1 < kRun ? slot - at + 1 : kRun;
+    const int64_t stride = t.step->longest_runs * run_floats(d);
+    float* partial = t.step->partial + (m * model.heads + head * group) * stride + run * run_floats(d);
+    attend_run(t.own->query, group, keys + at * d, values + at * d, d, count, model.attention_scale,
+        model.attention_softcap, partial, stride);
 }
 
 inline void attention_stage(const Worker& t, const ap_layer& layer) {
-  int64_t most = 1;
-  for (int64_t m = 0; m < t.batch; m++) {
-    const int64_t count = runs(first_slot(t.call->slots[m], t.call->starts[m], layer.window), t.call->slots[m]);
-    most = count > most ? count : most;
-  }
-  const int64_t heads = t.model->kv_heads;
-  Turn turn = {t.batch * heads * most};
-  for (int64_t item; (item = pool_next(t.pool, t.self, &turn)) >= 0;)
-    attend(t, layer, item / (heads * most), item / most % heads, item % most);
-  pool_wait(t.pool, t.self);
+    int64_t most = 1;
+    for (int64_t m = 0; m < t.batch; m++) {
+        const int64_t count = runs(first_slot(t.call->slots[m], t.call->starts[m], layer.window), t.call->slots[m]);
+        most = count > most ? count : most;
+    }
+    const int64_t heads = t.model->kv_heads;
+    WorkCursor work = {t.batch * heads * most};
+    for (int64_t item; (item = pool_next(t.pool, t.self, &work)) >= 0;)
+        attend(t, layer, item / (heads * most), item / most % heads, item % most);
+    pool_wait(t.pool, t.self);
 }
 
 inline void join_attention(const Worker& t, const ap_layer& layer) {
-  const int64_t heads = t.model->heads, d = t.model->head_dim;
-  for (int64_t m = 0; m < t.batch; m++) {
-    const int64_t count = runs(first_slot(t.call->slots[m], t.call->starts[m], layer.window), t.call->slots[m]);
-    for (int64_t h = 0; h < heads; h++) {
-      const float* partial = t.step->partial + (m * heads + h) * t.step->longest_runs * run_floats(d);
-      join_runs(partial, count, d, t.own->input + (m * heads + h) * d);
+    const int64_t heads = t.model->heads, d = t.model->head_dim;
+    for (int64_t m = 0; m < t.batch; m++) {
+        const int64_t count = runs(first_slot(t.call->slots[m], t.call->starts[m], layer.window), t.call->slots[m]);
+        for (int64_t h = 0; h < heads; h++) {
+            const float* partial = t.step->partial + (m * heads + h) * t.step->longest_runs * run_floats(d);
+            join_runs(partial, count, d, t.own->input + (m * heads + h) * d);
+        }
     }
-  }
 }
 
 inline void gate_and_up(const Worker& t, const ap_layer& layer) {
-  const Weight gate = weight_of(layer.gate), up = weight_of(layer.up);
-  const int64_t width = t.model->intermediate, hidden = t.model->hidden;
-  Activations a = ready(t, t.own->input, hidden, hidden, gate.w);
-  const bool same = block_width(gate.w) == block_width(up.w);
-  Turn turn = {gate.l.blocks};
-  for (int64_t b; (b = pool_next(t.pool, t.self, &turn)) >= 0;) {
-    float g[kMaxBatch][16], u[kMaxBatch][16];
-    if (!same) a = ready(t, t.own->input, hidden, hidden, gate.w);
-    dot_block(gate, b, a, 0, t.batch, g);
-    if (!same) a = ready(t, t.own->input, hidden, hidden, up.w);
-    dot_block(up, b, a, 0, t.batch, u);
-    const int64_t rows = rows_in(gate, b);
-    for (int64_t m = 0; m < t.batch; m++) {
-      for (int64_t row = 0; row < rows; row++) {
-        if (gate.w.bias) g[m][row] += gate.w.bias[b * kBlockRows + row];
-        if (up.w.bias) u[m][row] += up.w.bias[b * kBlockRows + row];
-      }
-      gated_row(g[m], u[m], t.model->activation, rows, t.step->gated + m * width + b * kBlockRows);
+    const Weight gate = weight_of(layer.gate), up = weight_of(layer.up);
+    const int64_t width = t.model->intermediate, hidden = t.model->hidden;
+    Activations a = ready(t, t.own->input, hidden, hidden, gate.w);
+    const bool same = block_width(gate.w) == block_width(up.w);
+    WorkCursor work = {gate.l.blocks};
+    for (int64_t b; (b = pool_next(t.pool, t.self, &work)) >= 0;) {
+        float g[kMaxBatch][16], u[kMaxBatch][16];
+        if (!same) a = ready(t, t.own->input, hidden, hidden, gate.w);
+        dot_block(gate, b, a, 0, t.batch, g);
+        if (!same) a = ready(t, t.own->input, hidden, hidden, up.w);
+        dot_block(up, b, a, 0, t.batch, u);
+        const int64_t rows = rows_in(gate, b);
+        for (int64_t m = 0; m < t.batch; m++) {
+            for (int64_t row = 0; row < rows; row++) {
+                if (gate.w.bias) g[m][row] += gate.w.bias[b * kBlockRows + row];
+                if (up.w.bias) u[m][row] += up.w.bias[b * kBlockRows + row];
+            }
+            gated_row(g[m], u[m], t.model->activation, rows, t.step->gated + m * width + b * kBlockRows);
+        }
     }
-  }
-  pool_wait(t.pool, t.self);
+    pool_wait(t.pool, t.self);
 }
 
 inline void layer_stages(const Worker& t, const ap_layer& layer) {
-  const ap_model& model = *t.model;
-  const int64_t d = model.head_dim, width = (model.heads + 2 * model.kv_heads) * d;
-  float* qkv = t.step->qkv;
-  const ap_linear* three[] = {&layer.q, &layer.k, &layer.v};
-  float* const outputs[] = {qkv, qkv + model.heads * d, qkv + (model.heads + model.kv_heads) * d};
-  norm_rows(t, layer.attention_norm, t.own->input);
-  products(t, three, outputs, 3, t.own->input, model.hidden, model.hidden, width);
-  attention_stage(t, layer);
-  join_attention(t, layer);
-  const ap_linear* o[] = {&layer.o};
-  products(t, o, &t.step->attention_out, 1, t.own->input, model.heads * d, model.heads * d, model.hidden);
-  add_rows(t, t.step->attention_out, layer.after_attention_norm);
-  norm_rows(t, layer.mlp_norm, t.own->input);
-  gate_and_up(t, layer);
-  const ap_linear* down[] = {&layer.down};
-  products(t, down, &t.step->mlp_out, 1, t.step->gated, model.intermediate, model.intermediate, model.hidden);
-  add_rows(t, t.step->mlp_out, layer.after_mlp_norm);
+    const ap_model& model = *t.model;
+    const int64_t d = model.head_dim, width = (model.heads + 2 * model.kv_heads) * d;
+    float* qkv = t.step->qkv;
+    const ap_linear* three[] = {&layer.q, &layer.k, &layer.v};
+    float* const outputs[] = {qkv, qkv + model.heads * d, qkv + (model.heads + model.kv_heads) * d};
+    norm_rows(t, layer.attention_norm, t.own->input);
+    linears(t, three, outputs, 3, t.own->input, model.hidden, model.hidden, width);
+    attention_stage(t, layer);
+    join_attention(t, layer);
+    const ap_linear* o[] = {&layer.o};
+    linears(t, o, &t.step->attention_out, 1, t.own->input, model.heads * d, model.heads * d, model.hidden);
+    add_rows(t, t.step->attention_out, layer.after_attention_norm);
+    norm_rows(t, layer.mlp_norm, t.own->input);
+    gate_and_up(t, layer);
+    const ap_linear* down[] = {&layer.down};
+    linears(t, down, &t.step->mlp_out, 1, t.step->gated, model.intermediate, model.intermediate, model.hidden);
+    add_rows(t, t.step->mlp_out, layer.after_mlp_norm);
 }
 
 inline void head_stage(const Worker& t) {
-  const ap_model& model = *t.model;
-  norm_rows(t, model.final_norm, t.own->input);
-  const ap_linear* head[] = {&model.head};
-  float* const logits[] = {t.call->logits};
-  products(t, head, logits, 1, t.own->input, model.hidden, model.hidden, model.vocabulary);
-  if (model.logits_softcap <= 0) return;
-  const int64_t count = t.batch * model.vocabulary, threads = pool_count(t.pool);
-  for (int64_t i = count * t.self / threads; i < count * (t.self + 1) / threads; i++)
-    t.call->logits[i] = softcap(t.call->logits[i], model.logits_softcap);
+    const ap_model& model = *t.model;
+    norm_rows(t, model.final_norm, t.own->input);
+    const ap_linear* head[] = {&model.head};
+    float* const logits[] = {t.call->logits};
+    linears(t, head, logits, 1, t.own->input, model.hidden, model.hidden, model.vocabulary);
+    if (model.logits_softcap <= 0) return;
+    const int64_t count = t.batch * model.vocabulary, threads = pool_count(t.pool);
+    for (int64_t i = count * t.self / threads; i < count * (t.self + 1) / threads; i++)
+        t.call->logits[i] = softcap(t.call->logits[i], model.logits_softcap);
 }
 
 inline void step_job(void* argument, ThreadPool* pool, int self) {
-  const auto* call = static_cast<const StepCall*>(argument);
-  Step* step = call->step;
-  const Worker t = {call, step, &step->model, &step->scratch[self], pool, self, call->batch};
-  const int64_t layers = step->model.layers;
-  const auto bytes = static_cast<size_t>(call->batch * step->model.hidden) * 4;
-  if (self == 0) rotary_angles(t);
-  if (call->first > 0) memcpy(t.own->hidden, call->hidden, bytes);
-  else embed(t);
-  for (int64_t i = call->first; i < call->last; i++) layer_stages(t, step->layers[i]);
-  if (call->last < layers) {
-    pool_wait(pool, self);  // nobody may still be reading what one of us writes
-    if (self == 0) memcpy(call->hidden, t.own->hidden, bytes);
-  } else if (call->logits) {
-    head_stage(t);
-  }
+    const auto* call = static_cast<const StepCall*>(argument);
+    Step* step = call->step;
+    const Worker t = {call, step, &step->model, &step->scratch[self], pool, self, call->batch};
+    const int64_t layers = step->model.layers;
+    const auto bytes = static_cast<size_t>(call->batch * step->model.hidden) * 4;
+    if (self == 0) rotary_angles(t);
+    if (call->first > 0) memcpy(t.own->hidden, call->hidden, bytes);
+    else embed(t);
+    for (int64_t i = call->first; i < call->last; i++) layer_stages(t, step->layers[i]);
+    if (call->last < layers) {
+        pool_wait(pool, self);  // nobody may still be reading what one of us writes
+        if (self == 0) memcpy(call->hidden, t.own->hidden, bytes);
+    } else if (call->logits) {
+        head_stage(t);
+    }
 }
 
 }  // namespace

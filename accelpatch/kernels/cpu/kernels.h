@@ -4,61 +4,61 @@
 #include "thread_pool.h"
 
 struct LinearCall {
-  const ap_linear* w;
-  const void* x;
-  void* y;
-  int64_t m, x_stride, y_stride;
-  int dtype;
-  float* rows;   // [m, k], where dtype is not float32
-  void* ready;   // activation_bytes
+    const ap_linear* w;
+    const void* x;
+    void* y;
+    int64_t m, x_stride, y_stride;
+    int dtype;
+    float* rows;  // [m, k], where dtype is not float32
+    void* ready;  // activation_bytes
 };
 
 struct PanelsCall {
-  const ap_linear* w;
-  const float* x;
-  int64_t m, x_stride;
-  float* y;
-  int64_t y_stride;
-  float* room;  // panel_floats of each thread
+    const ap_linear* w;
+    const float* x;
+    int64_t m, x_stride;
+    float* y;
+    int64_t y_stride;
+    float* room;  // panel_floats of each thread
 };
 
 struct NormCall {
-  const float *x, *residual, *weight;
-  float *y, *sum;
-  int64_t m, k;
-  float eps;
+    const float *x, *residual, *weight;
+    float *y, *sum;
+    int64_t m, k;
+    float eps;
 };
 
 struct GatedCall {
-  const float *gate, *up;
-  float* y;
-  int64_t count;
-  int activation;
+    const float *gate, *up;
+    float* y;
+    int64_t count;
+    int activation;
 };
 
 struct AttentionCall {
-  ap_attention a;
-  int64_t runs;    // of the longest sequence
-  float* partial;  // [batch, heads, runs, run_floats]
+    ap_attention a;
+    int64_t runs;    // of the longest sequence
+    float* partial;  // [batch, heads, runs, run_floats]
 };
 
 struct Step;
 
 struct StepCall {
-  Step* step;
-  int64_t batch;
-  const int64_t *tokens, *slots, *starts, *positions;
-  float* logits;
-  int64_t first, last;  // layers
-  float* hidden;        // [batch, hidden]: read where first > 0, written where last < layers
+    Step* step;
+    int64_t batch;
+    const int64_t *tokens, *slots, *starts, *positions;
+    float* logits;
+    int64_t first, last;  // layers
+    float* hidden;        // [batch, hidden]: read where first > 0, written where last < layers
 };
 
 struct Kernels {
-  int64_t (*activation_bytes)(int64_t tokens, int64_t k);
-  int64_t (*panel_floats)(int64_t tokens);
-  Job linear, panels, norm, gated, attention, step;
-  void (*gather)(const ap_linear* w, const int64_t* ids, int64_t count, float* rows);
-  void (*rope)(float* x, const float* cos, const float* sin, int64_t m, int64_t heads, int64_t d);
+    int64_t (*activation_bytes)(int64_t tokens, int64_t k);
+    int64_t (*panel_floats)(int64_t tokens);
+    Job linear, panels, norm, gated, attention, step;
+    void (*gather)(const ap_linear* w, const int64_t* ids, int64_t count, float* rows);
+    void (*rope)(float* x, const float* cos, const float* sin, int64_t m, int64_t heads, int64_t d);
 };
 
 const Kernels* portable_kernels();

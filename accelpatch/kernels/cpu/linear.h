@@ -7,85 +7,85 @@ namespace {
 
 // An AP_DENSE weight has the same blocks of rows; they hold nothing but rows.
 struct Weight {
-  ap_linear w;
-  Layout l;
+    ap_linear w;
+    Layout l;
 };
 
 inline Weight weight_of(const ap_linear& w) {
-  Weight out = {w, {}};
-  if (w.kind != AP_DENSE && w.k > 0) out.l = layout_of(w);
-  out.l.blocks = (w.n + kBlockRows - 1) / kBlockRows;
-  return out;
+    Weight out = {w, {}};
+    if (w.kind != AP_DENSE && w.k > 0) out.l = layout_of(w);
+    out.l.blocks = (w.n + kBlockRows - 1) / kBlockRows;
+    return out;
 }
 
-template <int M>
-void dot_some(const Weight& w, int64_t b, const Activations& a, int64_t token, float (*y)[16]) {
-  const uint8_t* p = static_cast<const uint8_t*>(w.w.data) + b * w.l.block_bytes;
+template <int M> void dot_some(const Weight& w, int64_t b, const Activations& a, int64_t token, float (*y)[16]) {
+    const uint8_t* p = static_cast<const uint8_t*>(w.w.data) + b * w.l.block_bytes;
 #if defined(__AVX512VNNI__)
-  if (w.w.kind == AP_INT8) return dot_vnni<M, AP_INT8>(w.w, w.l, p, a, token, y);
-  if (w.w.kind == AP_INT4) return dot_vnni<M, AP_INT4>(w.w, w.l, p, a, token, y);
+    if (w.w.kind == AP_INT8) return dot_vnni<M, AP_INT8>(w.w, w.l, p, a, token, y);
+    if (w.w.kind == AP_INT4) return dot_vnni<M, AP_INT4>(w.w, w.l, p, a, token, y);
 #else
-  if (w.w.kind == AP_INT8) return dot_float<M, AP_INT8>(w.w, w.l, p, a, token, y);
-  if (w.w.kind == AP_INT4) return dot_float<M, AP_INT4>(w.w, w.l, p, a, token, y);
+    if (w.w.kind == AP_INT8) return dot_float<M, AP_INT8>(w.w, w.l, p, a, token, y);
+    if (w.w.kind == AP_INT4) return dot_float<M, AP_INT4>(w.w, w.l, p, a, token, y);
 #endif
-  const int64_t first = b * kBlockRows, rows = w.w.n - first < kBlockRows ? w.w.n - first : kBlockRows;
-  dot_dense<M>(w.w, first, rows, a.x + token * a.x_stride, a.x_stride, y);
+    const int64_t first = b * kBlockRows, rows = w.w.n - first < kBlockRows ? w.w.n - first : kBlockRows;
+    dot_dense<M>(w.w, first, rows, a.x + token * a.x_stride, a.x_stride, y);
 }
 
 // y[m][row] for tokens [token, token + count), count <= 8. How a token is summed does not depend on its neighbours.
 inline void dot_block(const Weight& w, int64_t b, const Activations& a, int64_t token, int64_t count, float (*y)[16]) {
-  bool split = true;
-  for (int64_t m = 0; m < count; m++) split &= a.split[token + m] != 0;
-  if (!split && w.w.kind != AP_DENSE) {
-    const uint8_t* p = static_cast<const uint8_t*>(w.w.data) + b * w.l.block_bytes;
-    for (int64_t m = 0; m < count; m++) {
-      if (a.split[token + m]) dot_some<1>(w, b, a, token + m, y + m);
-      else dot_exact(w.w, w.l, p, a.x + (token + m) * a.x_stride, kBlockRows, y[m]);
+    bool split = true;
+    for (int64_t m = 0; m < count; m++) split &= a.split[token + m] != 0;
+    if (!split && w.w.kind != AP_DENSE) {
+        const uint8_t* p = static_cast<const uint8_t*>(w.w.data) + b * w.l.block_bytes;
+        for (int64_t m = 0; m < count; m++) {
+            if (a.split[token + m]) dot_some<1>(w, b, a, token + m, y + m);
+            else dot_exact(w.w, w.l, p, a.x + (token + m) * a.x_stride, kBlockRows, y[m]);
+        }
+        return;
     }
-    return;
-  }
-  int64_t m = 0;
-  for (; m + 4 <= count; m += 4) dot_some<4>(w, b, a, token + m, y + m);
-  if (count - m >= 2) dot_some<2>(w, b, a, token + m, y + m), m += 2;
-  if (count - m >= 1) dot_some<1>(w, b, a, token + m, y + m);
+    int64_t m = 0;
+    for (; m + 4 <= count; m += 4) dot_some<4>(w, b, a, token + m, y + m);
+    if (count - m >= 2) dot_some<2>(w, b, a, token + m, y + m), m += 2;
+    if (count - m >= 1) dot_some<1>(w, b, a, token + m, y + m);
 }
 
 inline int64_t rows_in(const Weight& w, int64_t b) {
-  const int64_t left = w.w.n - b * kBlockRows;
-  return left < kBlockRows ? left : kBlockRows;
+    const int64_t left = w.w.n - b * kBlockRows;
+    return left < kBlockRows ? left : kBlockRows;
 }
 
 // The block's bias is added and its rows stored, float32.
 inline void store_block(const Weight& w, int64_t b, int64_t count, float (*tile)[16], float* y, int64_t stride) {
-  const int64_t rows = rows_in(w, b);
-  const float* bias = w.w.bias ? w.w.bias + b * kBlockRows : nullptr;
-  for (int64_t m = 0; m < count; m++) {
-    if (bias)
-      for (int64_t row = 0; row < rows; row++) tile[m][row] += bias[row];
-    memcpy(y + m * stride + b * kBlockRows, tile[m], static_cast<size_t>(rows) * 4);
-  }
+    const int64_t rows = rows_in(w, b);
+    const float* bias = w.w.bias ? w.w.bias + b * kBlockRows : nullptr;
+    for (int64_t m = 0; m < count; m++) {
+        if (bias)
+            for (int64_t row = 0; row < rows; row++) tile[m][row] += bias[row];
+        memcpy(y + m * stride + b * kBlockRows, tile[m], static_cast<size_t>(rows) * 4);
+    }
 }
 
 // A row as float32, as torch dequantises it.
 inline void gather_row(const Weight& w, int64_t row, float* out) {
-  if (w.w.kind == AP_DENSE) {
-    memcpy(out, static_cast<const float*>(w.w.data) + row * w.w.k, static_cast<size_t>(w.w.k) * 4);
-    return;
-  }
-  const uint8_t* p = static_cast<const uint8_t*>(w.w.data) + row / kBlockRows * w.l.block_bytes;
-  const int64_t r = row % kBlockRows;
-  const bool minimum = w.w.kind == AP_INT4 && w.w.minimum;
-  for (int64_t g = 0; g < w.l.groups; g++, p += w.l.group_bytes) {
-    float scale[16], low[16] = {};
-    load_scales(p, w.w.half_scales, scale);
-    if (minimum) load_scales(p + w.l.part, w.w.half_scales, low);
-    for (int64_t k = 0; k < w.w.group; k++) {
-      const uint8_t* q = p + w.l.header;
-      const int value = w.w.kind == AP_INT8 ? int8_at(q, r, k) : int4_at(q, r, k) - (w.w.minimum ? 0 : 8);
-      out[g * w.w.group + k] = static_cast<float>(value) * scale[r];
+    if (w.w.kind == AP_DENSE) {
+        memcpy(out, static_cast<const float*>(w.w.data) + row * w.w.k, static_cast<size_t>(w.w.k) * 4);
+        return;
     }
-    for (int64_t k = 0; k < w.w.group && minimum; k++) out[g * w.w.group + k] += low[r];  // rounded twice, as torch does
-  }
+    const uint8_t* p = static_cast<const uint8_t*>(w.w.data) + row / kBlockRows * w.l.block_bytes;
+    const int64_t r = row % kBlockRows;
+    const bool minimum = w.w.kind == AP_INT4 && w.w.minimum;
+    for (int64_t g = 0; g < w.l.groups; g++, p += w.l.group_bytes) {
+        float scale[16], low[16] = {};
+        load_scales(p, w.w.half_scales, scale);
+        if (minimum) load_scales(p + w.l.part, w.w.half_scales, low);
+        for (int64_t k = 0; k < w.w.group; k++) {
+            const uint8_t* q = p + w.l.header;
+            const int value = w.w.kind == AP_INT8 ? int8_at(q, r, k) : int4_at(q, r, k) - (w.w.minimum ? 0 : 8);
+            out[g * w.w.group + k] = static_cast<float>(value) * scale[r];
+        }
+        for (int64_t k = 0; k < w.w.group && minimum; k++)
+            out[g * w.w.group + k] += low[r];  // rounded twice, as torch does
+    }
 }
 
 }  // namespace

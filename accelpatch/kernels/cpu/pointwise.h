@@ -7,60 +7,62 @@ namespace {
 
 // y = x / sqrt(mean(x^2) + eps) * weight
 inline void rmsnorm_row(const float* x, const float* weight, float eps, int64_t k, float* y) {
-  vf squares[4] = {};
-  int64_t i = 0;
-  for (; i + 4 * kLanes <= k; i += 4 * kLanes) {
-    for (int j = 0; j < 4; j++) {
-      const vf v = load(x + i + j * kLanes);
-      squares[j] = fma(v, v, squares[j]);
+    vf squares[4] = {};
+    int64_t i = 0;
+    for (; i + 4 * kLanes <= k; i += 4 * kLanes) {
+        for (int j = 0; j < 4; j++) {
+            const vf v = load(x + i + j * kLanes);
+            squares[j] = fma(v, v, squares[j]);
+        }
     }
-  }
-  for (; i < k; i += kLanes) {
-    const vf v = load_part(x + i, k - i < kLanes ? k - i : kLanes);
-    squares[0] = fma(v, v, squares[0]);
-  }
-  const float mean = sum((squares[0] + squares[1]) + (squares[2] + squares[3])) / static_cast<float>(k);
-  const float inverse = 1.0f / sqrtf(mean + eps);
-  for (i = 0; i + kLanes <= k; i += kLanes) store(y + i, load(x + i) * inverse * load(weight + i));
-  for (; i < k; i++) y[i] = x[i] * inverse * weight[i];
+    for (; i < k; i += kLanes) {
+        const vf v = load_part(x + i, k - i < kLanes ? k - i : kLanes);
+        squares[0] = fma(v, v, squares[0]);
+    }
+    const float mean = sum((squares[0] + squares[1]) + (squares[2] + squares[3])) / static_cast<float>(k);
+    const float inverse = 1.0f / sqrtf(mean + eps);
+    for (i = 0; i + kLanes <= k; i += kLanes) store(y + i, load(x + i) * inverse * load(weight + i));
+    for (; i < k; i++) y[i] = x[i] * inverse * weight[i];
 }
 
 // y += x
 inline void add_row_(float* y, const float* x, int64_t k) {
-  int64_t i = 0;
-  for (; i + kLanes <= k; i += kLanes) store(y + i, load(y + i) + load(x + i));
-  for (; i < k; i++) y[i] += x[i];
+    int64_t i = 0;
+    for (; i + kLanes <= k; i += kLanes) store(y + i, load(y + i) + load(x + i));
+    for (; i < k; i++) y[i] += x[i];
 }
 
 // Rotates the pairs (i, i + d / 2) of one head.
 inline void rotate_(float* x, const float* cos, const float* sin, int64_t d) {
-  float* y = x + d / 2;
-  for (int64_t i = 0; i < d / 2; i++) {
-    const float a = x[i], b = y[i];
-    x[i] = a * cos[i] - b * sin[i];
-    y[i] = b * cos[i] + a * sin[i];
-  }
+    float* y = x + d / 2;
+    for (int64_t i = 0; i < d / 2; i++) {
+        const float a = x[i], b = y[i];
+        x[i] = a * cos[i] - b * sin[i];
+        y[i] = b * cos[i] + a * sin[i];
+    }
 }
 
 AP_INLINE vf activate(vf x, int activation) {
-  if (activation == AP_SILU) return x / (1.0f + exp(-x));
-  if (activation == AP_RELU) return x < 0.0f ? splat(0.0f) : x;  // NaN stays
-  // 0.5 (1 + tanh(u)) = 1 / (1 + e^-2u), which loses nothing where tanh(u) nears -1
-  const vf u = x * (1.0f + 0.044715f * x * x) * 0.7978845608028654f;
-  return x / (1.0f + exp(-2.0f * u));
+    if (activation == AP_SILU) return x / (1.0f + exp(-x));
+    if (activation == AP_RELU) return x < 0.0f ? splat(0.0f) : x;  // NaN stays
+    // 0.5 (1 + tanh(u)) = 1 / (1 + e^-2u), which loses nothing where tanh(u) nears -1
+    const vf u = x * (1.0f + 0.044715f * x * x) * 0.7978845608028654f;
+    return x / (1.0f + exp(-2.0f * u));
 }
 
 inline float gelu_exact(float x) { return 0.5f * x * erfcf(-x * 0.70710678f); }
 
 // y = activation(gate) * up
 inline void gated_row(const float* gate, const float* up, int activation, int64_t count, float* y) {
-  if (activation == AP_GELU) {
-    for (int64_t i = 0; i < count; i++) y[i] = gelu_exact(gate[i]) * up[i];
-    return;
-  }
-  int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes) store(y + i, activate(load(gate + i), activation) * load(up + i));
-  if (i < count) store_part(y + i, activate(load_part(gate + i, count - i), activation) * load_part(up + i, count - i), count - i);
+    if (activation == AP_GELU) {
+        for (int64_t i = 0; i < count; i++) y[i] = gelu_exact(gate[i]) * up[i];
+        return;
+    }
+    int64_t i = 0;
+    for (; i + kLanes <= count; i += kLanes) store(y + i, activate(load(gate + i), activation) * load(up + i));
+    if (i < count)
+        store_part(
+            y + i, activate(load_part(gate + i, count - i), activation) * load_part(up + i, count - i), count - i);
 }
 
 inline float softcap(float x, float cap) { return cap > 0 ? cap * tanh(splat(x / cap))[0] : x; }

@@ -13,110 +13,114 @@
 namespace {
 
 struct Owner {  // one step at a time on one set of buffers
-  Step step;
-  std::mutex lock;
+    Step step;
+    std::mutex lock;
 };
 
 bool fits(const ap_linear& w, int64_t n, int64_t k) { return w.data && w.n == n && w.k == k && layout_allows(w); }
 
 bool layer_fits(const ap_model& m, const ap_layer& l) {
-  const int64_t query = m.heads * m.head_dim, key = m.kv_heads * m.head_dim;
-  return fits(l.q, query, m.hidden) && fits(l.k, key, m.hidden) && fits(l.v, key, m.hidden) && fits(l.o, m.hidden, query) &&
-         fits(l.gate, m.intermediate, m.hidden) && fits(l.up, m.intermediate, m.hidden) && fits(l.down, m.hidden, m.intermediate) &&
-         l.keys && l.values && l.window >= 0 && (l.rope == 0 || l.rope == 1) && m.inverse_frequency[l.rope];
+    const int64_t query = m.heads * m.head_dim, key = m.kv_heads * m.head_dim;
+    return fits(l.q, query, m.hidden) && fits(l.k, key, m.hidden) && fits(l.v, key, m.hidden) &&
+           fits(l.o, m.hidden, query) && fits(l.gate, m.intermediate, m.hidden) &&
+           fits(l.up, m.intermediate, m.hidden) && fits(l.down, m.hidden, m.intermediate) && l.keys && l.values &&
+           l.window >= 0 && (l.rope == 0 || l.rope == 1) && m.inverse_frequency[l.rope];
 }
 
 bool model_fits(const ap_model& m) {
-  const int64_t most = 1 << 24;
-  for (int64_t size : {m.layers, m.hidden, m.heads, m.kv_heads, m.head_dim, m.intermediate, m.vocabulary, m.length})
-    if (size < 1 || size > most) return false;
-  if (m.max_batch < 1 || m.max_batch > kMaxBatch || m.heads % m.kv_heads || m.head_dim % 2) return false;
-  if (!m.layer || !fits(m.embedding, m.vocabulary, m.hidden) || !fits(m.head, m.vocabulary, m.hidden)) return false;
-  if (m.activation < AP_SILU || m.activation > AP_RELU) return false;
-  for (int64_t i = 0; i < m.layers; i++)
-    if (!layer_fits(m, m.layer[i])) return false;
-  return true;
+    const int64_t most = 1 << 24;
+    for (int64_t size : {m.layers, m.hidden, m.heads, m.kv_heads, m.head_dim, m.intermediate, m.vocabulary, m.length})
+        if (size < 1 || size > most) return false;
+    if (m.max_batch < 1 || m.max_batch > kMaxBatch || m.heads % m.kv_heads || m.head_dim % 2) return false;
+    if (!m.layer || !fits(m.embedding, m.vocabulary, m.hidden) || !fits(m.head, m.vocabulary, m.hidden)) return false;
+    if (m.activation < AP_SILU || m.activation > AP_RELU) return false;
+    for (int64_t i = 0; i < m.layers; i++)
+        if (!layer_fits(m, m.layer[i])) return false;
+    return true;
 }
 
 // Hands out memory piece by piece; with no memory behind it, only counts.
 struct Purse {
-  char* at;
-  int64_t used = 0;
-  template <class T>
-  void take(T*& place, int64_t bytes) {
-    if (at) place = reinterpret_cast<T*>(at + used);
-    used += round_up(bytes, 64);
-  }
+    char* at;
+    int64_t used = 0;
+    template <class T> void reserve(T*& place, int64_t bytes) {
+        if (at) place = reinterpret_cast<T*>(at + used);
+        used += round_up(bytes, 64);
+    }
 };
 
 int64_t lay_out(Step& s, char* memory) {
-  const ap_model& m = s.model;
-  const int64_t b = m.max_batch, d = m.head_dim;
-  Purse purse = {memory};
-  purse.take(s.layers, m.layers * static_cast<int64_t>(sizeof(ap_layer)));
-  purse.take(s.cos, 2 * b * (d / 2) * 4);
-  purse.take(s.sin, 2 * b * (d / 2) * 4);
-  purse.take(s.qkv, b * (m.heads + 2 * m.kv_heads) * d * 4);
-  purse.take(s.partial, b * m.heads * s.longest_runs * round_up(d + 2, 16) * 4);
-  purse.take(s.attention_out, b * m.hidden * 4);
-  purse.take(s.gated, b * m.intermediate * 4);
-  purse.take(s.mlp_out, b * m.hidden * 4);
-  for (int i = 0; i < s.threads; i++) {
-    purse.take(s.scratch[i].hidden, b * m.hidden * 4);
-    purse.take(s.scratch[i].input, b * s.widest * 4);
-    purse.take(s.scratch[i].query, m.heads / m.kv_heads * d * 4);
-    purse.take(s.scratch[i].ready, chosen_kernels().activation_bytes(b, s.widest));
-  }
-  return purse.used;
+    const ap_model& m = s.model;
+    const int64_t b = m.max_batch, d = m.head_dim;
+    Purse purse = {memory};
+    purse.reserve(s.layers, m.layers * static_cast<int64_t>(sizeof(ap_layer)));
+    purse.reserve(s.cos, 2 * b * (d / 2) * 4);
+    purse.reserve(s.sin, 2 * b * (d / 2) * 4);
+    purse.reserve(s.qkv, b * (m.heads + 2 * m.kv_heads) * d * 4);
+    purse.reserve(s.partial, b * m.heads * s.longest_runs * round_up(d + 2, 16) * 4);
+    purse.reserve(s.attention_out, b * m.hidden * 4);
+    purse.reserve(s.gated, b * m.intermediate * 4);
+    purse.reserve(s.mlp_out, b * m.hidden * 4);
+    for (int i = 0; i < s.threads; i++) {
+        purse.reserve(s.scratch[i].hidden, b * m.hidden * 4);
+        purse.reserve(s.scratch[i].input, b * s.widest * 4);
+        purse.reserve(s.scratch[i].query, m.heads / m.kv_heads * d * 4);
+        purse.reserve(s.scratch[i].ready, chosen_kernels().activation_bytes(b, s.widest));
+    }
+    return purse.used;
 }
 
 bool call_fits(const ap_model& m, const StepCall& c) {
-  const bool part = c.first > 0 || c.last < m.layers;
-  if (c.first < 0 || c.first > c.last || c.last > m.layers || (part && !c.hidden)) return false;
-  if (c.batch < 1 || c.batch > m.max_batch || !c.tokens || !c.slots || !c.starts || !c.positions) return false;
-  for (int64_t b = 0; b < c.batch; b++) {
-    if (c.tokens[b] < 0 || c.tokens[b] >= m.vocabulary || c.positions[b] < 0) return false;
-    if (c.starts[b] < 0 || c.starts[b] > c.slots[b] || c.slots[b] >= m.length) return false;
-  }
-  return true;
+    const bool part = c.first > 0 || c.last < m.layers;
+    if (c.first < 0 || c.first > c.last || c.last > m.layers || (part && !c.hidden)) return false;
+    if (c.batch < 1 || c.batch > m.max_batch || !c.tokens || !c.slots || !c.starts || !c.positions) return false;
+    for (int64_t b = 0; b < c.batch; b++) {
+        if (c.tokens[b] < 0 || c.tokens[b] >= m.vocabulary || c.positions[b] < 0) return false;
+        if (c.starts[b] < 0 || c.starts[b] > c.slots[b] || c.slots[b] >= m.length) return false;
+    }
+    return true;
 }
 
 }  // namespace
 
 extern "C" int ap_step_create(const ap_model* model, int max_threads, void** step) {
-  if (!model || !step || max_threads < 1 || max_threads > AP_MAX_THREADS || !model_fits(*model)) return AP_BAD_ARGUMENT;
-  auto* owner = new (std::nothrow) Owner{};
-  if (!owner) return AP_NO_MEMORY;
-  Step& s = owner->step;
-  s.model = *model;
-  s.threads = max_threads;
-  s.longest_runs = (model->length + kRunSlots - 1) / kRunSlots;
-  for (int64_t size : {model->hidden, model->intermediate, model->heads * model->head_dim}) s.widest = size > s.widest ? size : s.widest;
-  s.memory = aligned_alloc(64, static_cast<size_t>(round_up(lay_out(s, nullptr), 64)));
-  if (!s.memory) {
-    delete owner;
-    return AP_NO_MEMORY;
-  }
-  lay_out(s, static_cast<char*>(s.memory));
-  memcpy(s.layers, model->layer, static_cast<size_t>(model->layers) * sizeof(ap_layer));
-  *step = owner;
-  return AP_OK;
+    if (!model || !step || max_threads < 1 || max_threads > AP_MAX_THREADS || !model_fits(*model))
+        return AP_BAD_ARGUMENT;
+    auto* owner = new (std::nothrow) Owner{};
+    if (!owner) return AP_NO_MEMORY;
+    Step& s = owner->step;
+    s.model = *model;
+    s.threads = max_threads;
+    s.longest_runs = (model->length + kRunSlots - 1) / kRunSlots;
+    for (int64_t size : {model->hidden, model->intermediate, model->heads * model->head_dim})
+        s.widest = size > s.widest ? size : s.widest;
+    s.memory = aligned_alloc(64, static_cast<size_t>(round_up(lay_out(s, nullptr), 64)));
+    if (!s.memory) {
+        delete owner;
+        return AP_NO_MEMORY;
+    }
+    lay_out(s, static_cast<char*>(s.memory));
+    memcpy(s.layers, model->layer, static_cast<size_t>(model->layers) * sizeof(ap_layer));
+    *step = owner;
+    return AP_OK;
 }
 
 extern "C" void ap_step_free(void* step) {
-  auto* owner = static_cast<Owner*>(step);
-  if (!owner) return;
-  free(owner->step.memory);
-  delete owner;
+    auto* owner = static_cast<Owner*>(step);
+    if (!owner) return;
+    free(owner->step.memory);
+    delete owner;
 }
 
-extern "C" int ap_step_run(void* step, int64_t batch, const int64_t* tokens, const int64_t* slots, const int64_t* starts,
-                           const int64_t* positions, int64_t first, int64_t last, float* hidden, float* logits, int threads) {
-  auto* owner = static_cast<Owner*>(step);
-  if (!owner) return AP_BAD_ARGUMENT;
-  StepCall call = {&owner->step, batch, tokens, slots, starts, positions, logits, first, last, hidden};
-  if (!call_fits(owner->step.model, call)) return AP_BAD_ARGUMENT;
-  std::lock_guard<std::mutex> lock(owner->lock);
-  pool_run(threads < owner->step.threads ? threads : owner->step.threads, chosen_kernels().step, &call, POOL_DECODING);
-  return AP_OK;
+extern "C" int ap_step_run(void* step, int64_t batch, const int64_t* tokens, const int64_t* slots,
+    const int64_t* starts, const int64_t* positions, int64_t first, int64_t last, float* hidden, float* logits,
+    int threads) {
+    auto* owner = static_cast<Owner*>(step);
+    if (!owner) return AP_BAD_ARGUMENT;
+    StepCall call = {&owner->step, batch, tokens, slots, starts, positions, logits, first, last, hidden};
+    if (!call_fits(owner->step.model, call)) return AP_BAD_ARGUMENT;
+    std::lock_guard<std::mutex> lock(owner->lock);
+    pool_run(
+        threads < owner->step.threads ? threads : owner->step.threads, chosen_kernels().step, &call, POOL_DECODING);
+    return AP_OK;
 }

@@ -1,12 +1,12 @@
-// AMD, gfx90a, gfx942 and gfx950: waves of 64, 16x16 matrix products, weights one turn ahead in registers.
+// AMD, gfx90a, gfx942 and gfx950: warps of 64, 16x16 matrix products, weights one stage ahead in registers.
 #pragma once
 
 using GpuStream = hipStream_t;
-constexpr int WAVE = 64;
+constexpr int WARP_SIZE = 64;
 constexpr int BLOCKS_RESIDENT = 1;
-constexpr bool SHARED_RING = false;
+constexpr bool SHARED_STAGES = false;
 constexpr bool LAUNCHES_OVERLAP = false;  // a kernel begins when the one before it has ended
-constexpr bool BLOCKS_MEET = false;  // blocks of a launch do not wait for each other
+constexpr bool BLOCKS_MEET = false;       // blocks of a launch do not wait for each other
 constexpr int RESERVED_SHARED = 0;
 
 using Half2 = _Float16 __attribute__((ext_vector_type(2)));
@@ -15,9 +15,9 @@ using Short4 = short __attribute__((ext_vector_type(4)));
 using Float4 = float __attribute__((ext_vector_type(4)));
 using Int4Vector = int __attribute__((ext_vector_type(4)));
 
-DEVICE int lane_id() { return threadIdx.x % WAVE; }
-template <class V> DEVICE V lane_xor(V value, int mask) { return __shfl_xor(value, mask, WAVE); }
-DEVICE float from_lane(float value, int lane) { return __shfl(value, lane, WAVE); }
+DEVICE int lane_id() { return threadIdx.x % WARP_SIZE; }
+template <class V> DEVICE V lane_xor(V value, int mask) { return __shfl_xor(value, mask, WARP_SIZE); }
+DEVICE float from_lane(float value, int lane) { return __shfl(value, lane, WARP_SIZE); }
 DEVICE int lowest_bit(uint32_t bits) { return __ffs(int(bits)) - 1; }
 DEVICE uint32_t lane_vote(bool yes) { return static_cast<uint32_t>(__ballot(yes)); }
 
@@ -28,18 +28,24 @@ DEVICE uint32_t float_to_bf16(float value) {
     return (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
 }
 DEVICE uint32_t floats_to_bf16(float low, float high) { return float_to_bf16(low) | float_to_bf16(high) << 16; }
-DEVICE float half_to_float(uint32_t bits) { return static_cast<float>(__builtin_bit_cast(_Float16, static_cast<uint16_t>(bits))); }
+DEVICE float half_to_float(uint32_t bits) {
+    return static_cast<float>(__builtin_bit_cast(_Float16, static_cast<uint16_t>(bits)));
+}
 DEVICE uint32_t float_to_half(float value) { return __builtin_bit_cast(uint16_t, static_cast<_Float16>(value)); }
 DEVICE uint32_t floats_to_half(float low, float high) { return float_to_half(low) | float_to_half(high) << 16; }
-DEVICE float rounded_product(float a, float b) { return a * b; }  // attention has one kernel here: none has to agree with another
+DEVICE float rounded_multiply(float a, float b) {
+    return a * b;
+}  // attention has one kernel here: none has to agree with another
 DEVICE float fast_exp2(float v) { return __builtin_amdgcn_exp2f(v); }
 DEVICE float fast_reciprocal(float v) { return __builtin_amdgcn_rcpf(v); }  // within a unit in the last place
-DEVICE uint32_t pair_fma(uint32_t a, uint32_t b, uint32_t c) {  // of fp16
-    return __builtin_bit_cast(uint32_t, __builtin_elementwise_fma(__builtin_bit_cast(Half2, a), __builtin_bit_cast(Half2, b), __builtin_bit_cast(Half2, c)));
+DEVICE uint32_t pair_fma(uint32_t a, uint32_t b, uint32_t c) {              // of fp16
+    return __builtin_bit_cast(uint32_t, __builtin_elementwise_fma(__builtin_bit_cast(Half2, a),
+                                            __builtin_bit_cast(Half2, b), __builtin_bit_cast(Half2, c)));
 }
 DEVICE uint32_t pair_max(uint32_t a, uint32_t b) {  // of two halves each, unsigned
     using Pair = uint16_t __attribute__((ext_vector_type(2)));
-    return __builtin_bit_cast(uint32_t, __builtin_elementwise_max(__builtin_bit_cast(Pair, a), __builtin_bit_cast(Pair, b)));
+    return __builtin_bit_cast(
+        uint32_t, __builtin_elementwise_max(__builtin_bit_cast(Pair, a), __builtin_bit_cast(Pair, b)));
 }
 // Of a word, and more.
 template <bool SIGNED> DEVICE int sum_of_bytes(uint32_t bytes, int more) {
@@ -56,15 +62,18 @@ DEVICE bool block_any(bool yes, uint32_t& word) {
     return any;
 }
 // Worked out by here, however late it is used: nothing waits here.
-template <class V> DEVICE void settle(V&) {}
+template <class V> DEVICE void compute_here(V&) {}
 // Four bytes of a (0 to 3) and b (4 to 7), one in each nibble of SELECT, the lowest first.
 template <uint32_t SELECT> DEVICE uint32_t permute(uint32_t a, uint32_t b) {
-    return __builtin_amdgcn_perm(b, a, (SELECT & 15u) | (SELECT >> 4 & 15u) << 8 | (SELECT >> 8 & 15u) << 16 | (SELECT >> 12 & 15u) << 24);
+    return __builtin_amdgcn_perm(
+        b, a, (SELECT & 15u) | (SELECT >> 4 & 15u) << 8 | (SELECT >> 8 & 15u) << 16 | (SELECT >> 12 & 15u) << 24);
 }
 
 // ---- memory ----
 DEVICE Words4 load_activation16(const void* source) { return *static_cast<const Words4*>(source); }
-DEVICE Words4 load_activation16(const void* source, bool there) { return there ? load_activation16(source) : Words4{0, 0, 0, 0}; }
+DEVICE Words4 load_activation16(const void* source, bool there) {
+    return there ? load_activation16(source) : Words4{0, 0, 0, 0};
+}
 DEVICE uint32_t load_activation2(const void* source) { return *static_cast<const uint16_t*>(source); }
 DEVICE uint32_t load_activation4(const void* source) { return *static_cast<const uint32_t*>(source); }
 DEVICE void store_activation2(void* into, uint32_t v) { *static_cast<uint16_t*>(into) = static_cast<uint16_t>(v); }
@@ -82,8 +91,8 @@ DEVICE void copy_activation16(void* into, const void* source, bool there) {
 }
 DEVICE void stream_once16(void* into, const void* source, bool there) { stream_copy<16>(into, source, there); }
 DEVICE void copies_done(int) {}
-DEVICE void ring_commit() {}
-template <int> DEVICE void ring_wait() {}
+DEVICE void commit_copies() {}
+template <int> DEVICE void wait_copies() {}
 
 DEVICE void prefetch_line(const void*) {}
 DEVICE void prefetch_l2(const void*, int) {}  // kernels do not overlap, so there is no time for it
@@ -95,13 +104,13 @@ template <bool> DEVICE void signal_add(int32_t*, int) {}
 DEVICE void signal_wait(const int32_t*, int, bool) {}
 DEVICE int next_number(int32_t*, int of) { return of; }  // never the last
 DEVICE void linger() {}
-DEVICE void wave_sync() {}  // a lane reads no other's shared memory without a barrier
+DEVICE void warp_sync() {}  // a lane reads no other's shared memory without a barrier
 DEVICE void group_sync(int, int) { __syncthreads(); }
 DEVICE void group_arrive(int, int) { __syncthreads(); }
 
-DEVICE void publish() { __threadfence(); }  // or another wave's stores would still be on their way behind the barrier
-DEVICE void hand16(void* into, const Words4& v) { *static_cast<Words4*>(into) = v; }
-DEVICE Words4 handed16(const void* source) { return *static_cast<const Words4*>(source); }
+DEVICE void publish() { __threadfence(); }  // or another warp's stores would still be on their way behind the barrier
+DEVICE void store_relaxed16(void* into, const Words4& v) { *static_cast<Words4*>(into) = v; }
+DEVICE Words4 load_relaxed16(const void* source) { return *static_cast<const Words4*>(source); }
 DEVICE void spin(int&) { __builtin_trap(); }  // what is looked for has been counted
 DEVICE int count_up(int32_t* counter, int by) {
     __threadfence();
@@ -125,8 +134,12 @@ template <class V> DEVICE V* beside(V* here, int) { return here; }
 template <class T> DEVICE void multiply_halves(float* sum, uint32_t a0, uint32_t a1, uint32_t b0, uint32_t b1) {
     const uint64_t a = a0 | (uint64_t(a1) << 32), b = b0 | (uint64_t(b1) << 32);
     Float4 c = {sum[0], sum[1], sum[2], sum[3]};
-    if constexpr (T::BF16) c = __builtin_amdgcn_mfma_f32_16x16x16bf16_1k(__builtin_bit_cast(Short4, a), __builtin_bit_cast(Short4, b), c, 0, 0, 0);
-    else c = __builtin_amdgcn_mfma_f32_16x16x16f16(__builtin_bit_cast(Half4, a), __builtin_bit_cast(Half4, b), c, 0, 0, 0);
+    if constexpr (T::BF16)
+        c = __builtin_amdgcn_mfma_f32_16x16x16bf16_1k(
+            __builtin_bit_cast(Short4, a), __builtin_bit_cast(Short4, b), c, 0, 0, 0);
+    else
+        c = __builtin_amdgcn_mfma_f32_16x16x16f16(
+            __builtin_bit_cast(Half4, a), __builtin_bit_cast(Half4, b), c, 0, 0, 0);
     for (int i = 0; i < 4; ++i) sum[i] = c[i];
 }
 constexpr bool UNSIGNED_BYTES = false;  // below
@@ -141,12 +154,12 @@ DEVICE void multiply_bytes(int* sum, uint32_t a0, uint32_t a1, uint32_t b0, uint
 #endif
     for (int i = 0; i < 4; ++i) sum[i] = c[i];
 }
-#include "amd_products.h"
+#include "amd_mma.h"
 #include "amd_attention.h"
 
 // ---- host ----
 struct DeviceLimits {
-    int processors, shared_block, shared_processor;
+    int sms, shared_block, shared_sm;
     bool dependent_launch;
     bool clusters;
 };
@@ -164,12 +177,14 @@ inline DeviceLimits device_limits() {
 inline void clear(int32_t* number, GpuStream stream) { (void)hipMemsetAsync(number, 0, sizeof(*number), stream); }
 // The runtime's error, 0 for none.
 template <class... ARGS>
-int launch_kernel(void (*kernel)(ARGS...), int blocks, int threads, int shared, GpuStream stream, const DeviceLimits&, bool, ARGS... args) {
+int launch_kernel(void (*kernel)(ARGS...), int blocks, int threads, int shared, GpuStream stream, const DeviceLimits&,
+    bool, ARGS... args) {
     (void)hipGetLastError();
     kernel<<<dim3(blocks), dim3(threads), shared, stream>>>(args...);
     return hipGetLastError();
 }
 template <class... ARGS>
-int launch_clusters(void (*kernel)(ARGS...), int, int blocks, int threads, int shared, GpuStream stream, const DeviceLimits& limits, bool dependent, ARGS... args) {
+int launch_clusters(void (*kernel)(ARGS...), int, int blocks, int threads, int shared, GpuStream stream,
+    const DeviceLimits& limits, bool dependent, ARGS... args) {
     return launch_kernel(kernel, blocks, threads, shared, stream, limits, dependent, args...);
 }

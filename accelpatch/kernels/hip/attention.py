@@ -17,22 +17,22 @@ from accelpatch.kernels.hip.binding import Signal
 from accelpatch.kernels.triton.launch import on
 
 ENTRY = "accelpatch_decode_attention"
-QUERIES, SPAN = 8, 256  # of a block; slots whose results are added up by themselves
+QUERIES, KV_SPLIT = 8, 256  # of a block; slots whose results are added up by themselves
 # Columns of a head for which eight tokens of many rows fit in a block's shared memory (163 KiB, 227 KiB; on AMD it is
 # registers that end them), and where a GPU is not named: 99 KiB.
 WIDEST = {"sm_80": 128, "sm_90": 256, "sm_100": 256, "gfx90a": 128, "gfx942": 128, "gfx950": 128}
 WIDEST_ELSEWHERE = 64
-PIECE, RECORD_HEAD = 16, 4  # columns of a piece of a span's record, and the numbers before them
+PIECE, PARTIAL_HEAD = 16, 4  # columns of a piece of a split's partial state, and the numbers before them
 ROWS = 256  # of one launch
 LOG2_E = 1.4426950408889634
 
 _POINTERS = (
-    "qkv", "positions", "slot", "mask", "keys", "values", "inv_freq", "q_norm", "k_norm", "y", "records", "finished",
+    "qkv", "positions", "slot", "mask", "keys", "values", "inv_freq", "q_norm", "k_norm", "y", "partials", "finished",
     "consumer", "following",
 )  # fmt: skip
 _SIZES = (
-    "following_bytes", "consumer_columns", "rows", "tokens", "capacity", "heads", "kv_heads", "size", "turned",
-    "window", "spans",
+    "following_bytes", "consumer_columns", "rows", "tokens", "capacity", "heads", "kv_heads", "size", "rotary_dim",
+    "window", "splits",
 )  # fmt: skip
 _FLOATS = ("scaling", "softcap", "rope_scaling", "epsilon")
 
@@ -103,13 +103,13 @@ def arguments(
     """What a launch takes."""
     (rows, tokens), capacity = positions.shape, keys.shape[2]
     queries = tokens * (shape.heads // shape.kv_heads)
-    heads, spans = rows * shape.kv_heads * -(-queries // QUERIES), (capacity - 1) // SPAN + 2
+    heads, splits = rows * shape.kv_heads * -(-queries // QUERIES), (capacity - 1) // KV_SPLIT + 2
     counters = -(-heads // 4) * 4
-    records = heads * min(queries, QUERIES) * spans * _columns(shape.size) // PIECE * (RECORD_HEAD + PIECE)
-    zeros = shape.memory.first(counters + records, qkv.device)
+    partials = heads * min(queries, QUERIES) * splits * _columns(shape.size) // PIECE * (PARTIAL_HEAD + PIECE)
+    zeros = shape.memory.first(counters + partials, qkv.device)
     held = {
         "qkv": qkv, "positions": positions, "slot": slot, "mask": mask, "keys": keys, "values": values, "y": y,
-        "records": zeros[counters:], "finished": zeros,
+        "partials": zeros[counters:], "finished": zeros,
         "inv_freq": shape.inv_freq, "q_norm": shape.q_norm, "k_norm": shape.k_norm, "following": following,
     }  # fmt: skip
     cap = shape.softcap > 0
@@ -117,9 +117,10 @@ def arguments(
         **{name: None if tensor is None else tensor.data_ptr() for name, tensor in held.items()},
         following_bytes=0 if following is None else following.nbytes,
         rows=rows, tokens=tokens, capacity=capacity, heads=shape.heads, kv_heads=shape.kv_heads, size=shape.size,
-        turned=shape.turned, window=shape.window, spans=spans, rope_scaling=shape.rope_scaling, epsilon=shape.eps,
+        rotary_dim=shape.rotary_dim, window=shape.window, splits=splits, rope_scaling=shape.rope_scaling,
+        epsilon=shape.eps,
         scaling=shape.scaling * LOG2_E * (2 / shape.softcap if cap else 1), softcap=shape.softcap * LOG2_E,
-        plus_one=int(shape.plus_one), dependent=0 if binding.settled() else -1,
+        plus_one=int(shape.plus_one), dependent=0 if binding.prefetchable() else -1,
         **binding.signal_arguments(consumer, "consumer"),
     )  # fmt: skip
 

@@ -1,8 +1,9 @@
-// Rows of q, k and v on their way from the product before: norm and rotary embedding, rounded where transformers rounds.
+// Rows of q, k and v on their way from the product before: norm and rotary embedding, rounded where transformers
+// rounds.
 #pragma once
 #include "attention.h"
 
-// Of float32 radians. Quarter turns are taken off in three parts (Cody and Waite 1980); the polynomials are those of
+// Of float32 radians. Quarter circles are taken off in three parts (Cody and Waite 1980); the polynomials are those of
 // Moshier's Cephes.
 DEVICE void cos_sin(float angle, float& cosine, float& sine) {
     const float quarters = floorf(fmaf(angle, .6366197723675814f, .5f));
@@ -10,33 +11,35 @@ DEVICE void cos_sin(float angle, float& cosine, float& sine) {
     x = fmaf(quarters, -4.837512969970703125e-4f, x), x = fmaf(quarters, -7.54978995489188216e-8f, x);
     const float z = x * x;
     const float s = fmaf(x * z, fmaf(z, fmaf(z, -1.9515295891e-4f, 8.3321608736e-3f), -1.6666654611e-1f), x);
-    const float c = fmaf(z * z, fmaf(z, fmaf(z, 2.443315711809948e-5f, -1.388731625493765e-3f), 4.166664568298827e-2f), fmaf(-.5f, z, 1.f));
-    const int turn = int(quarters) & 3;
-    cosine = turn & 1 ? s : c, sine = turn & 1 ? c : s;
-    if (turn == 1 || turn == 2) cosine = -cosine;
-    if (turn >= 2) sine = -sine;
+    const float c = fmaf(z * z, fmaf(z, fmaf(z, 2.443315711809948e-5f, -1.388731625493765e-3f), 4.166664568298827e-2f),
+        fmaf(-.5f, z, 1.f));
+    const int stage = int(quarters) & 3;
+    cosine = stage & 1 ? s : c, sine = stage & 1 ? c : s;
+    if (stage == 1 || stage == 2) cosine = -cosine;
+    if (stage >= 2) sine = -sine;
 }
 
-// Cosines and sines [tokens][turned / 2] of a row's positions, rounded to the activations' dtype.
+// Cosines and sines [tokens][rotated / 2] of a row's positions, rounded to the activations' dtype.
 template <class T> DEVICE void stage_angles(const AttentionArgs& a, float* angles, int row) {
-    const int half = int(a.turned) / 2;
+    const int half = int(a.rotary_dim) / 2;
     for (int i = threadIdx.x; i < int(a.tokens) * half; i += THREADS) {
         float cosine, sine;
         cos_sin(static_cast<float>(a.positions[row * a.tokens + i / half]) * a.inv_freq[i % half], cosine, sine);
-        angles[2 * i] = T::up(T::down(cosine * a.rope_scaling)), angles[2 * i + 1] = T::up(T::down(sine * a.rope_scaling));
+        angles[2 * i] = T::up(T::down(cosine * a.rope_scaling)),
+                   angles[2 * i + 1] = T::up(T::down(sine * a.rope_scaling));
     }
 }
 
 // A head's row, a few columns a lane; columns past its end are zero.
 template <class T, int WIDE> struct HeadRow {
-    static constexpr int EACH = WIDE / WAVE;
-    uint32_t own[EACH], other[EACH];  // a column, and the one that it is turned with
-    static DEVICE int column(int e) { return lane_id() + e * WAVE; }
-    // What the columns and those turned with them are multiplied by; of those that are not turned, nothing.
+    static constexpr int EACH = WIDE / WARP_SIZE;
+    uint32_t own[EACH], other[EACH];  // a column, and the one that it is rotated with
+    static DEVICE int column(int e) { return lane_id() + e * WARP_SIZE; }
+    // What the columns and those rotated with them are multiplied by; of those that are not rotated, nothing.
     struct Angles {
         float own[EACH], other[EACH];
         DEVICE Angles(const AttentionArgs& a, const float* angles) {
-            const int half = int(a.turned) / 2;
+            const int half = int(a.rotary_dim) / 2;
 #pragma unroll
             for (int e = 0; e < EACH; ++e) {
                 const int d = column(e);
@@ -46,7 +49,7 @@ template <class T, int WIDE> struct HeadRow {
         }
     };
     static DEVICE int partner(const AttentionArgs& a, int d) {
-        const int half = int(a.turned) / 2;
+        const int half = int(a.rotary_dim) / 2;
         return d < half ? d + half : d < 2 * half ? d - half : d;
     }
     // late: words may be so.
@@ -74,21 +77,23 @@ template <class T, int WIDE> struct HeadRow {
         return T::down(a.plus_one ? value * (w + 1.f) : T::up(T::down(value)) * w);
     }
     // `weight`: of the norm, or null.
-    DEVICE void turn(const AttentionArgs& a, const uint16_t* weight, const Angles& angles) {
+    DEVICE void stage(const AttentionArgs& a, const uint16_t* weight, const Angles& angles) {
         if (weight) {
             float squares = 0.f;
 #pragma unroll
             for (int e = 0; e < EACH; ++e) squares = fmaf(T::up(own[e]), T::up(own[e]), squares);
-            for (int step = 1; step < WAVE; step *= 2) squares += lane_xor(squares, step);
+            for (int step = 1; step < WARP_SIZE; step *= 2) squares += lane_xor(squares, step);
             const float factor = rsqrtf(squares / static_cast<float>(a.size) + a.epsilon);
 #pragma unroll
-            for (int e = 0; e < EACH; ++e) own[e] = normed(a, own[e], factor, weight, column(e)), other[e] = normed(a, other[e], factor, weight, partner(a, column(e)));
+            for (int e = 0; e < EACH; ++e)
+                own[e] = normed(a, own[e], factor, weight, column(e)),
+                other[e] = normed(a, other[e], factor, weight, partner(a, column(e)));
         }
 #pragma unroll
         for (int e = 0; e < EACH; ++e) {
             const uint32_t parts = T::down_pair(T::up(own[e]) * angles.own[e], T::up(other[e]) * angles.other[e]);
-            const uint32_t turned = T::down(T::up(parts & 0xffffu) + T::up_high(parts));
-            own[e] = column(e) < int(a.turned) ? turned : own[e];
+            const uint32_t rotary_dim = T::down(T::up(parts & 0xffffu) + T::up_high(parts));
+            own[e] = column(e) < int(a.rotary_dim) ? rotary_dim : own[e];
         }
     }
     DEVICE void leave(uint16_t* into, int columns) const {
@@ -110,13 +115,17 @@ template <class T, int WIDE> struct HeadStager {
 
     DEVICE char* query(int q) const { return shared + plan.queries_at + q * STRIDE; }
     DEVICE char* fresh(int token, int value) const { return shared + plan.fresh_at + (token * 2 + value) * STRIDE; }
-    DEVICE float* angles(int token) const { return reinterpret_cast<float*>(shared + plan.angles_at) + token * a.turned; }
+    DEVICE float* angles(int token) const {
+        return reinterpret_cast<float*>(shared + plan.angles_at) + token * a.rotary_dim;
+    }
     DEVICE int queries(const Segment& s) const { return min(QUERIES, int(a.tokens) * plan.group - s.tile * QUERIES); }
     DEVICE const uint16_t* value(int token) const { return reinterpret_cast<const uint16_t*>(fresh(token, 1)); }
 
     // A piece of a new key or value.
-    DEVICE Words4 fresh_piece(int token, int value, int chunk) const { return reinterpret_cast<const Words4*>(fresh(token, value))[chunk]; }
-    DEVICE void turn_to(int other) {  // a row's angles; they need nothing of the kernel before
+    DEVICE Words4 fresh_piece(int token, int value, int chunk) const {
+        return reinterpret_cast<const Words4*>(fresh(token, value))[chunk];
+    }
+    DEVICE void switch_to(int other) {  // a row's angles; they need nothing of the kernel before
         if (other == row) return;
         row = other;
         stage_angles<T>(a, angles(0), row);
@@ -127,32 +136,39 @@ template <class T, int WIDE> struct HeadStager {
         const uint16_t *from, *norm;
         uint16_t *into, *kept;  // shared memory; the cache, or null
         int token;
-        bool turned;
+        bool rotary_dim;
     };
     DEVICE Task task(const Segment& s, const Geometry& all, int i) const {
         const int count = queries(s), rest = i - count, value = rest & 1;
         const bool mine = rest < 0;
-        const int q = s.tile * QUERIES + i, token = min(mine ? q / plan.group : rest / 2, int(a.tokens) - 1);  // past the last task: any
-        const int of = mine ? s.kv * plan.group + q - token * plan.group : int(a.heads) + value * int(a.kv_heads) + s.kv;
-        Task t = {static_cast<const uint16_t*>(a.qkv) + ((s.row * a.tokens + token) * (a.heads + 2 * a.kv_heads) + of) * a.size,
-                  static_cast<const uint16_t*>(mine ? a.q_norm : a.k_norm),
-                  reinterpret_cast<uint16_t*>(mine ? query(i) : fresh(token, value)), nullptr, token, mine || !value};
-        if (!mine && s.tile == 0) t.kept = static_cast<uint16_t*>(value ? a.values : a.keys) + ((s.row * a.kv_heads + s.kv) * a.capacity + all.slot + token) * a.size;
+        const int q = s.tile * QUERIES + i,
+                  token = min(mine ? q / plan.group : rest / 2, int(a.tokens) - 1);  // past the last task: any
+        const int of =
+            mine ? s.kv * plan.group + q - token * plan.group : int(a.heads) + value * int(a.kv_heads) + s.kv;
+        Task t = {static_cast<const uint16_t*>(a.qkv) +
+                      ((s.row * a.tokens + token) * (a.heads + 2 * a.kv_heads) + of) * a.size,
+            static_cast<const uint16_t*>(mine ? a.q_norm : a.k_norm),
+            reinterpret_cast<uint16_t*>(mine ? query(i) : fresh(token, value)), nullptr, token, mine || !value};
+        if (!mine && s.tile == 0)
+            t.kept = static_cast<uint16_t*>(value ? a.values : a.keys) +
+                     ((s.row * a.kv_heads + s.kv) * a.capacity + all.slot + token) * a.size;
         return t;
     }
-    // All threads call it, and may read what it left when it returns. `first`: the wave's task(), `turns` its angles.
-    DEVICE void stage(const Segment& s, const Geometry& all, Task first, Angles turns) {
-        const int tasks = queries(s) + (a.consumer ? 1 : 2 * int(a.tokens));  // the value behind the last key comes later
-        for (int i = threadIdx.x / WAVE; i < tasks;) {
-            HeadRow<T, WIDE> row(a, first.from, first.turned, words);
-            if (first.turned) row.turn(a, first.norm, turns);
+    // All threads call it, and may read what it left when it returns. `first`: the warp's task(), `rotation` its
+    // angles.
+    DEVICE void stage(const Segment& s, const Geometry& all, Task first, Angles rotation) {
+        const int tasks =
+            queries(s) + (a.consumer ? 1 : 2 * int(a.tokens));  // the value behind the last key comes later
+        for (int i = threadIdx.x / WARP_SIZE; i < tasks;) {
+            HeadRow<T, WIDE> row(a, first.from, first.rotary_dim, words);
+            if (first.rotary_dim) row.stage(a, first.norm, rotation);
             row.leave(first.into, WIDE);
             if (first.kept) row.leave(first.kept, int(a.size));  // by every block of the head alike
-            if ((i += WAVES) < tasks) first = task(s, all, i), turns = Angles(a, angles(first.token));
+            if ((i += WARPS) < tasks) first = task(s, all, i), rotation = Angles(a, angles(first.token));
         }
         __syncthreads();
     }
-    // The value of the one new token, by one wave.
+    // The value of the one new token, by one warp.
     DEVICE void stage_value(const Segment& s, const Geometry& all) const {
         const Task t = task(s, all, queries(s) + 1);
         const HeadRow<T, WIDE> row(a, t.from, false, false);

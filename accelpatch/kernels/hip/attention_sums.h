@@ -1,49 +1,62 @@
-// Results of waves on their way to y, added up in an order that never depends on who adds.
+// Results of warps on their way to y, added up in an order that never depends on who adds.
 #pragma once
-#include "attention_records.h"
+#include "attention_partials.h"
 
-// One query's results of all waves, by one wave, and on from there: into y where there is but one span, else to what they are added up with.
+// One query's results of all warps, by one warp, and on from there: into y where there is but one KV split, else to
+// what they are added up with.
 template <class T, int WIDE> struct Adder {
-    static constexpr int COLUMNS = WAVE * 4, STRIPS = (WIDE + COLUMNS - 1) / COLUMNS;  // columns of all lanes; how often
+    static constexpr int COLUMNS = WARP_SIZE * 4,
+                         STRIPS = (WIDE + COLUMNS - 1) / COLUMNS;  // columns of all lanes; how often
     const AttentionArgs& a;
     const Segment& s;
-    const int token;        // of the query
-    uint16_t* y;            // of the query
-    Records<WIDE> records;  // of its spans
+    const int token;          // of the query
+    uint16_t* y;              // of the query
+    Partials<WIDE> partials;  // of its KV splits
 
-    DEVICE Adder(const AttentionArgs& a, const AttentionPlan& plan, const Segment& s, int q) : a(a), s(s), token(a.tokens == 1 ? 0 : (s.tile * QUERIES + q) / plan.group) {
+    DEVICE Adder(const AttentionArgs& a, const AttentionPlan& plan, const Segment& s, int q)
+        : a(a),
+          s(s),
+          token(a.tokens == 1 ? 0 : (s.tile * QUERIES + q) / plan.group) {
         const int of = s.tile * QUERIES + q, head = s.kv * plan.group + of - token * plan.group;
         y = static_cast<uint16_t*>(a.y) + int64_t((s.row * int(a.tokens) + token) * int(a.heads) + head) * int(a.size);
-        records.memory = a.records + int64_t(s.head * plan.queries + q) * (int(a.spans) * (WIDE / PIECE * PIECE_FLOATS));
+        partials.memory =
+            a.partials + int64_t(s.head * plan.queries + q) * (int(a.splits) * (WIDE / PIECE * PIECE_FLOATS));
     }
     DEVICE void store(int column, const Part& part) const {
-        const float share = fast_reciprocal(part.total);
+        const float inverse = fast_reciprocal(part.total);
 #pragma unroll
-        for (int i = 0; i < 4; i += 2) *reinterpret_cast<uint32_t*>(y + column + i) = T::down_pair((part.sums[i] + 0.f) * share, (part.sums[i + 1] + 0.f) * share);
+        for (int i = 0; i < 4; i += 2)
+            *reinterpret_cast<uint32_t*>(y + column + i) =
+                T::down_pair((part.sums[i] + 0.f) * inverse, (part.sums[i + 1] + 0.f) * inverse);
     }
-    // value: of the query's own slot, which wave `owner` has seen; null where that is not in the span. nodes: memory of the query's.
-    DEVICE void add(const float* states, const float* tops, int span, const uint16_t* value, int owner, float* nodes, int levels) const {
-        float one[STRIPS][WAVES][4], known[2 * WAVES];  // all are under way before the first is needed
+    // value: of the query's own slot, which warp `owner` has seen; null where that is not in the KV split. subtrees:
+    // memory of the query's.
+    DEVICE void add(const float* states, const float* tops, int split, const uint16_t* value, int owner,
+        float* level_sums, int levels) const {
+        float one[STRIPS][WARPS][4], known[2 * WARPS];  // all are under way before the first is needed
 #pragma unroll
-        for (int w = 0; w < WAVES; w += 2) load_floats<4>(known + 2 * w, tops + 2 * w);
+        for (int w = 0; w < WARPS; w += 2) load_floats<4>(known + 2 * w, tops + 2 * w);
 #pragma unroll
         for (int strip = 0; strip < STRIPS; ++strip)
 #pragma unroll
-            for (int w = 0; w < WAVES; ++w) load_floats<4>(one[strip][w], states + w * WAVE_STRIDE<WIDE> + min(lane_id() * 4 + strip * COLUMNS, WIDE - 4));
-        float highest = -INFINITY, total = 0.f, factor[WAVES];
+            for (int w = 0; w < WARPS; ++w)
+                load_floats<4>(
+                    one[strip][w], states + w * WARP_STRIDE<WIDE> + min(lane_id() * 4 + strip * COLUMNS, WIDE - 4));
+        float highest = -INFINITY, total = 0.f, factor[WARPS];
 #pragma unroll
-        for (int w = 0; w < WAVES; ++w) highest = fmaxf(highest, known[2 * w]);
+        for (int w = 0; w < WARPS; ++w) highest = fmaxf(highest, known[2 * w]);
         const float base = highest == -INFINITY ? 0.f : highest;
 #pragma unroll
-        for (int w = 0; w < WAVES; ++w) factor[w] = fast_exp2(known[2 * w] - base), total = fmaf(factor[w], known[2 * w + 1], total);
-        const float own = value ? tops[2 * WAVES] * fast_exp2(tops[2 * owner] - base) : 0.f;
+        for (int w = 0; w < WARPS; ++w)
+            factor[w] = fast_exp2(known[2 * w] - base), total = fmaf(factor[w], known[2 * w + 1], total);
+        const float own = value ? tops[2 * WARPS] * fast_exp2(tops[2 * owner] - base) : 0.f;
         Part parts[STRIPS];
 #pragma unroll
         for (int strip = 0; strip < STRIPS; ++strip) {
             Part& part = parts[strip];
             part.highest = fmaxf(highest, LEAST), part.total = total;
 #pragma unroll
-            for (int w = 0; w < WAVES; ++w)
+            for (int w = 0; w < WARPS; ++w)
 #pragma unroll
                 for (int i = 0; i < 4; ++i) part.sums[i] = fmaf(factor[w], one[strip][w][i], part.sums[i]);
             const int column = lane_id() * 4 + strip * COLUMNS;
@@ -52,52 +65,58 @@ template <class T, int WIDE> struct Adder {
                 for (int i = 0; i < 4; ++i) part.sums[i] = fmaf(own, T::up(value[column + i]), part.sums[i]);
             if (s.single() && column < int(a.size)) store(column, part);
         }
-        if (!s.single()) pass(span, parts, nodes, levels);
+        if (!s.single()) pass(split, parts, level_sums, levels);
     }
-    // What the block before has of the tree becomes this block's: a node of each size that its spans give.
-    DEVICE void go_on(float* nodes) const {
+    // What the block before has of the tree becomes this block's: a subtree of each size that its KV splits give.
+    DEVICE void go_on(float* level_sums) const {
 #pragma unroll 1
-        for (int spans = 1; spans <= s.span; spans *= 2, nodes += NODE_FLOATS<WIDE>) {
-            const int node = s.span & -2 * spans;
-            if (!(s.span & spans) || node + spans <= s.first) continue;
+        for (int splits = 1; splits <= s.split; splits *= 2, level_sums += LEVEL_FLOATS<WIDE>) {
+            const int subtree = s.split & -2 * splits;
+            if (!(s.split & splits) || subtree + splits <= s.first) continue;
 #pragma unroll
             for (int strip = 0; strip < STRIPS; ++strip) {
                 const int column = lane_id() * 4 + strip * COLUMNS;
-                const auto seen = records.await(node, column, column < int(a.size));
+                const auto seen = partials.await(subtree, column, column < int(a.size));
                 if (column >= int(a.size)) continue;
-                *reinterpret_cast<Words4*>(nodes + column) = seen.sums;
-                if (column == 0) nodes[WIDE] = bits_to_float(seen.head.x), nodes[WIDE + 1] = bits_to_float(seen.head.y);
+                *reinterpret_cast<Words4*>(level_sums + column) = seen.sums;
+                if (column == 0)
+                    level_sums[WIDE] = bits_to_float(seen.head.x), level_sums[WIDE + 1] = bits_to_float(seen.head.y);
             }
         }
-        wave_sync();
+        warp_sync();
     }
-    // A span's result goes up the tree as far as the block has all of a node's spans; where more of a parent comes, it waits for it.
-    DEVICE void pass(int span, Part* parts, float* nodes, int levels) const {
+    // A KV split's result goes up the tree as far as the block has all of a subtree's KV splits; where more of a parent
+    // comes, it waits for it.
+    DEVICE void pass(int split, Part* parts, float* level_sums, int levels) const {
         const bool alone = s.alone(levels);
-        const int from = s.goes_on(levels) ? s.first : s.span, most = s.most(levels);
-        int spans = 1;
+        const int from = s.second_of_pair(levels) ? s.first : s.split, most = s.most(levels);
+        int splits = 1;
 #pragma unroll 1
-        for (;; spans *= 2, nodes += NODE_FLOATS<WIDE>) {
-            const int base = span & -(2 * spans), begin = max(base, s.first), end = min(base + 2 * spans - 1, s.last);
-            const bool kept = spans < most && begin >= from && end < s.span + s.count, waits = span < end, second = span >= base + spans && begin < base + spans;
+        for (;; splits *= 2, level_sums += LEVEL_FLOATS<WIDE>) {
+            const int base = split & -(2 * splits), begin = max(base, s.first),
+                      end = min(base + 2 * splits - 1, s.last);
+            const bool kept = splits < most && begin >= from && end < s.split + s.count, waits = split < end,
+                       second = split >= base + splits && begin < base + splits;
             if (kept && !waits && !second) continue;
 #pragma unroll
             for (int strip = 0; strip < STRIPS; ++strip) {
                 const int column = lane_id() * 4 + strip * COLUMNS;
                 Part& part = parts[strip];
-                float* at = nodes + column;
+                float* at = level_sums + column;
                 if (column >= int(a.size)) continue;
-                if (!kept && alone && !s.hands_on()) {
+                if (!kept && alone && !s.first_of_pair()) {
                     store(column, part);
                 } else if (!kept) {
-                    records.keep(span & -spans, spans, column, part);
+                    partials.keep(split & -splits, splits, column, part);
                 } else if (waits) {
-                    *reinterpret_cast<Words4*>(at) = {float_to_bits(part.sums[0]), float_to_bits(part.sums[1]), float_to_bits(part.sums[2]), float_to_bits(part.sums[3])};
-                    if (column == 0) nodes[WIDE] = part.highest, nodes[WIDE + 1] = part.total;
+                    *reinterpret_cast<Words4*>(at) = {float_to_bits(part.sums[0]), float_to_bits(part.sums[1]),
+                        float_to_bits(part.sums[2]), float_to_bits(part.sums[3])};
+                    if (column == 0) level_sums[WIDE] = part.highest, level_sums[WIDE + 1] = part.total;
                 } else {
                     Part before;
-                    before.highest = nodes[WIDE], before.total = nodes[WIDE + 1], load_floats<4>(before.sums, at);
-                    before.take(part), part = before;
+                    before.highest = level_sums[WIDE], before.total = level_sums[WIDE + 1],
+                    load_floats<4>(before.sums, at);
+                    before.merge(part), part = before;
                 }
             }
             if (!kept || waits) return;
@@ -105,11 +124,11 @@ template <class T, int WIDE> struct Adder {
     }
 };
 
-// Whether this block brings the last of what is counted, `mine` of `due`; what the others brought is then in memory. Every
-// thread calls it. flag: a word of shared memory that nobody else uses between the barriers around it.
+// Whether this block brings the last of what is counted, `mine` of `due`; what the others brought is then in memory.
+// Every thread calls it. flag: a word of shared memory that nobody else uses between the barriers around it.
 DEVICE bool last_of(int32_t* counter, int mine, int due, volatile int* flag) {
     publish();
-    __syncthreads();  // all waves' records are out
+    __syncthreads();  // all warps' partial states are out
     if (threadIdx.x == 0) {
         const bool last = count_up(counter, mine) + mine == due;
         if (last) *counter = 0;  // for the next launch
@@ -119,14 +138,16 @@ DEVICE bool last_of(int32_t* counter, int mine, int due, volatile int* flag) {
     return *flag;
 }
 
-// What a head's blocks have brought is added up: by all of them, each some of the columns, as the records come; or by the last one, where
-// blocks do not wait for each other. wave: which of the block's comes to it.
-template <class T, int WIDE> DEVICE void add_spans(const AttentionArgs& a, const Segment& s, const AttentionPlan& plan, int queries, int part, int parts, bool halves, int wave) {
+// What a head's blocks have brought is added up: by all of them, each some of the columns, as the partial states come;
+// or by the last one, where blocks do not wait for each other. warp: which of the block's comes to it.
+template <class T, int WIDE>
+DEVICE void add_splits(const AttentionArgs& a, const Segment& s, const AttentionPlan& plan, int queries, int part,
+    int parts, bool halves, int warp) {
     constexpr int PIECES = WIDE / PIECE;
 #pragma unroll 1
-    for (int i = part + wave * parts; i < queries * PIECES; i += WAVES * parts) {
+    for (int i = part + warp * parts; i < queries * PIECES; i += WARPS * parts) {
         const Adder<T, WIDE> adder(a, plan, s, i / PIECES);
-        Gatherer<WIDE> gatherer(adder.records, s.first, s.last, i % PIECES, int(a.size));
+        Gatherer<WIDE> gatherer(adder.partials, s.first, s.last, i % PIECES, int(a.size));
         const Part all = gatherer.all(halves);
         if (lane_id() < 4 && gatherer.mine) adder.store(gatherer.column, all);
     }

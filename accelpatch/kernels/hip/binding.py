@@ -22,7 +22,7 @@ from accelpatch.kernels.triton.launch import on
 
 #: rows of x up to which a launch reads the weights (8 rows each time); more of them go to torch's product
 MOST = 64
-PHASE = 4096  # values of K that a product stages at once, and so what it may begin with
+K_TILE = 4096  # values of K that a product stages at once, and so what it may begin with
 SENTINEL = -1  # the 16 bits, as int16, of an output that is yet to be written: no kernel stores them, NaN is others
 FEW = 8  # rows of one launch's reading; their results have the same bits whatever their number is
 DTYPES = (torch.bfloat16, torch.float16)  # of x and y, numbered as in the C interface
@@ -104,7 +104,7 @@ class Weight:
     offset: Tensor | None = None
     offset_kind: str = "none"
     group_shift: int = 0
-    settled: bool = True
+    prefetchable: bool = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,7 +127,7 @@ class Signal:
 
 def signal_arguments(signal: Signal | None, role: str) -> dict[str, int]:
     """The arguments of a launch; role: "producer" or "consumer"."""
-    if signal is None or not _local.settled:
+    if signal is None or not _local.prefetchable:
         return {}
     return {role: signal.number.data_ptr(), f"{role}_columns": signal.columns}
 
@@ -143,30 +143,30 @@ def why_not(spec: Spec, device: Device) -> str | None:
 
 
 class _Local(threading.local):
-    settled = False
+    prefetchable = False
 
 
 _local = _Local()
 
 
 @contextmanager
-def settled_weights() -> Iterator[None]:
+def weight_prefetch() -> Iterator[None]:
     """Within it, and in this thread, a launch may read its weights while the kernel before it still runs.
 
     Of attention: what is cached, slot, positions and mask. For whoever knows that no kernel in the stream still writes
     them, such as a captured step: a kernel that begins when all before have ended lies between. Activations are always
     waited for. It has an effect where the device can do it (Hopper and later).
     """
-    before, _local.settled = _local.settled, True
+    before, _local.prefetchable = _local.prefetchable, True
     try:
         yield
     finally:
-        _local.settled = before
+        _local.prefetchable = before
 
 
-def settled() -> bool:
-    """Whether this thread is within `settled_weights`."""
-    return _local.settled
+def prefetchable() -> bool:
+    """Whether this thread is within `weight_prefetch`."""
+    return _local.prefetchable
 
 
 def launch(
@@ -203,21 +203,21 @@ def launch(
         residual_stride=0 if beside is None else beside.stride(0),
         epsilon=epsilon, norm=NORM[norm], activation=ACTIVATION[activation], offset_kind=OFFSET[weight.offset_kind],
         scale_is_bf16=int(weight.scale is not None and weight.scale.dtype == torch.bfloat16),
-        group_shift=weight.group_shift, dependent=0 if _local.settled and weight.settled else -1,
+        group_shift=weight.group_shift, dependent=0 if _local.prefetchable and weight.prefetchable else -1,
         **signal_arguments(producer, "producer"), **signal_arguments(consumer, "consumer"),
     )  # fmt: skip
     _start(weight, args, x)
     return y
 
 
-def unpack(weight: Weight, whole: Tensor, *, paired: bool) -> None:
+def unpack(weight: Weight, unpacked: Tensor, *, interleaved: bool) -> None:
     """Writes the weight of a compact one into whole[N, K] bfloat16, without gaps; paired: gates first, then ups."""
     args = GemvArgs(
-        w=weight.w.data_ptr(), scale=_address(weight.scale), offset=_address(weight.offset), y=whole.data_ptr(),
+        w=weight.w.data_ptr(), scale=_address(weight.scale), offset=_address(weight.offset), y=unpacked.data_ptr(),
         n=weight.n, k=weight.k, y_stride=weight.k, group_shift=weight.group_shift,
-        activation=ACTIVATION["silu_gate" if paired else "none"],
+        activation=ACTIVATION["silu_gate" if interleaved else "none"],
     )  # fmt: skip
-    _start(replace(weight, function="unpack_compact"), args, whole)
+    _start(replace(weight, function="unpack_compact"), args, unpacked)
 
 
 def _address(tensor: Tensor | None) -> int | None:

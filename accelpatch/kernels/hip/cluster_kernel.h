@@ -1,24 +1,25 @@
-// The form for more tokens than a block stages in good time: the waves that share a tile's K sit in the blocks of a cluster,
-// so that each block stages only the activations of its own part of K. What a wave computes, and the order in which a tile's
-// sums are added up, are those of gemv_kernel: so are the bits.
+// The form for more tokens than a block stages in good time: the warps that share a tile's K sit in the blocks of a
+// cluster, so that each block stages only the activations of its own part of K. What a warp computes, and the order in
+// which a tile's sums are added up, are those of gemv_kernel: so are the bits.
 //
-// Each round another wave of a tile adds up; the others send it theirs, a lane's four sums as 16 bytes, and go on. So does it: it adds
-// up when its own sums of the next round are made, and the partial sums of the others have come. (Where it waited for them at once, it was late with
-// its next sums, for which the next one waited in turn.) Each wave adds up a round before it sends the sums of a later one, and between
-// two rounds that a wave adds up, each wave that sends to it adds up one for which that wave has sent: so a box is empty when it is
-// sent to again. A block may end as soon as its waves have: whatever is sent to it, one of them waits for.
+// Each round another warp of a tile adds up; the others send it theirs, a lane's four sums as 16 bytes, and go on. So
+// does it: it adds up when its own sums of the next round are made, and the partial sums of the others have come.
+// (Where it waited for them at once, it was late with its next sums, for which the next one waited in order.) Each warp
+// adds up a round before it sends the sums of a later one, and between two rounds that a warp adds up, each warp that
+// sends to it adds up one for which that warp has sent: so a box is empty when it is sent to again. A block may end as
+// soon as its warps have: whatever is sent to it, one of them waits for.
 #pragma once
 #include "cluster_stage.h"
 #include "gemv_kernel.h"
 
-constexpr int DSMEM_SLOT_BYTES = WAVE * 16;
-constexpr int MBARRIERS = WAVES + 1;  // one a wave, one for norms
+constexpr int DSMEM_SLOT_BYTES = WARP_SIZE * 16;
+constexpr int MBARRIERS = WARPS + 1;  // one a warp, one for norms
 
-// What a lane needs to finish its four sums, rows r and r + 8 of two tokens each; as bits, which nothing waits for yet. A residual
-// comes, and y goes, as pairs of columns of a token.
+// What a lane needs to finish its four sums, rows r and r + 8 of two tokens each; as bits, which nothing waits for yet.
+// A residual comes, and y goes, as pairs of columns of a token.
 template <class F, class T> struct ClusterOutput {
     const GemvArgs& a;
-    const bool whole;  // pairs are aligned, and none is half outside
+    const bool pairs_aligned;  // pairs are aligned, and none is half outside
     float scale[2] = {1.f, 1.f};
     uint32_t bias[2] = {0, 0}, residual[2] = {0, 0};
     // A lane's pairs of y: the first column, of token lane / 4, and where the tile's columns end.
@@ -26,29 +27,34 @@ template <class F, class T> struct ClusterOutput {
         int column, columns;
         DEVICE Pairs(const GemvArgs& a, int tile) {
             const bool gate = a.activation == ACT_SILU_GATE;
-            column = tile * (gate ? 8 : 16) + 2 * (lane_id() & 3), columns = gate ? min(int(a.n / 2), tile * 8 + 8) : int(a.n);
+            column = tile * (gate ? 8 : 16) + 2 * (lane_id() & 3),
+            columns = gate ? min(int(a.n / 2), tile * 8 + 8) : int(a.n);
             if ((lane_id() >> 2) >= int(a.m)) columns = 0;
         }
         DEVICE bool there(int h, int of_pair) const { return column + 8 * h + of_pair < columns; }
     };
-    DEVICE ClusterOutput(const GemvArgs& a, const GemvPlan& plan) : a(a), whole(plan.y_pairs) {}
+    DEVICE ClusterOutput(const GemvArgs& a, const GemvPlan& plan) : a(a), pairs_aligned(plan.y_pairs) {}
     // Asks for what a tile needs.
     DEVICE void begin(int tile) {
         const bool gate = a.activation == ACT_SILU_GATE;
         const int rows = int(gate ? a.n / 2 : a.n);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            const int row = min(tile * (gate ? 8 : 16) + (lane_id() >> 2) + (gate ? 0 : 8 * h), rows - 1) + (gate ? h * rows : 0);
+            const int row =
+                min(tile * (gate ? 8 : 16) + (lane_id() >> 2) + (gate ? 0 : 8 * h), rows - 1) + (gate ? h * rows : 0);
             if (F::GROUPS == 0 && a.scale) scale[h] = static_cast<const float*>(a.scale)[row];
             if (a.bias) bias[h] = Output<F, T>::bits(a.bias, row);
         }
         if (!a.residual) return;
         const Pairs pairs(a, tile);
-        const uint16_t* from = static_cast<const uint16_t*>(a.residual) + (lane_id() >> 2) * a.residual_stride + pairs.column;
+        const uint16_t* from =
+            static_cast<const uint16_t*>(a.residual) + (lane_id() >> 2) * a.residual_stride + pairs.column;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            if (pairs.there(h, 0) && whole) residual[h] = load_activation4(from + 8 * h);
-            else if (pairs.there(h, 0)) residual[h] = load_activation2(from + 8 * h) | (pairs.there(h, 1) ? load_activation2(from + 8 * h + 1) << 16 : 0u);
+            if (pairs.there(h, 0) && pairs_aligned) residual[h] = load_activation4(from + 8 * h);
+            else if (pairs.there(h, 0))
+                residual[h] = load_activation2(from + 8 * h) |
+                              (pairs.there(h, 1) ? load_activation2(from + 8 * h + 1) << 16 : 0u);
         }
     }
     DEVICE void store(int tile, const float* sum) const {
@@ -70,7 +76,7 @@ template <class F, class T> struct ClusterOutput {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             if (!pairs.there(h, 0)) continue;
-            if (whole) {
+            if (pairs_aligned) {
                 *reinterpret_cast<uint32_t*>(to + 8 * h) = pair[h];
             } else {
                 to[8 * h] = static_cast<uint16_t>(pair[h]);
@@ -80,18 +86,19 @@ template <class F, class T> struct ClusterOutput {
     }
 };
 
-// As sweep(); activations of the wave's turns lie `hop` steps apart, from `at` on.
+// As sweep(); activations of the warp's stages lie `hop` steps apart, from `at` on.
 template <bool BF16_SCALES, class FLOW, class SUMS>
-DEVICE void sweep_part(FLOW& stream, SUMS& total, const typename SUMS::Place& place, int from, int end, int at, int hop) {
+DEVICE void sweep_part(
+    FLOW& stream, SUMS& total, const typename SUMS::Place& place, int from, int end, int at, int hop) {
 #pragma unroll 1
     for (int step = from; step < end; step += stream.stride, at += hop) {
-        typename FLOW::Turn now;
-        stream.take(now);
-        total.template turn<BF16_SCALES>(now, place, at);
+        typename FLOW::Stage now;
+        stream.consume(now);
+        total.template multiply_stage<BF16_SCALES>(now, place, at);
     }
 }
 
-// A lane's sums of one tile, which lie in shared memory while the other of two tiles goes through a phase.
+// A lane's sums of one tile, which lie in shared memory while the other of two tiles goes through a K tile.
 template <class SUMS> DEVICE void swap_parked(SUMS& sums, char* place) {
     static_assert(sizeof(SUMS) % 16 == 0, "whole words of four");
 #pragma unroll
@@ -104,8 +111,10 @@ template <class SUMS> DEVICE void swap_parked(SUMS& sums, char* place) {
     }
 }
 
-// Sums that are not numbers, because a block saw a value that is not finite (or because the weights are none), made anew.
-template <class F, class NORMS> DEVICE void mend(const GemvArgs& a, const GemvPlan& plan, const NORMS& norms, int tile, float* sum, float* scratch) {
+// Sums that are not numbers, because a block saw a value that is not finite (or because the weights are none), made
+// anew.
+template <class F, class NORMS>
+DEVICE void mend(const GemvArgs& a, const GemvPlan& plan, const NORMS& norms, int tile, float* sum, float* scratch) {
     bool bad = false;
 #pragma unroll
     for (int i = 0; i < 4; ++i) bad = bad || sum[i] != sum[i];
@@ -113,63 +122,70 @@ template <class F, class NORMS> DEVICE void mend(const GemvArgs& a, const GemvPl
 #pragma unroll
     for (int i = 0; i < 4; ++i) scratch[i] = sum[i];
     int first = 0;
-    settle(first), settle(tile);  // nothing of this is worked out ahead
+    compute_here(first), compute_here(tile);  // nothing of this is worked out ahead
 #pragma unroll 1
     for (int i = first; i < 4; ++i) {
         const float v = scratch[i];
         const int token = Cells<false>::token(i);
-        if (v != v && token < int(a.m)) scratch[i] = unbounded_sum<F>(a, plan, norms, tile, Cells<false>::row(i), token, v);
+        if (v != v && token < int(a.m))
+            scratch[i] = unbounded_sum<F>(a, plan, norms, tile, Cells<false>::row(i), token, v);
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) sum[i] = scratch[i];
 }
 
-template <class F, class T, int DEPTH> __global__ void __launch_bounds__(THREADS, BLOCKS_RESIDENT) gemv_cluster_kernel(const GemvArgs a, const GemvPlan plan) {
+template <class F, class T, int DEPTH>
+__global__ void __launch_bounds__(THREADS, BLOCKS_RESIDENT) gemv_cluster_kernel(const GemvArgs a, const GemvPlan plan) {
     if constexpr (CLUSTERS_HERE) {
         using Sums = SumsFor<F, T, false>;
         using Stager = ClusterStager<F, T>;
         using Flow = Stream<F, DEPTH, true>;
         extern __shared__ __align__(128) char shared[];
-        constexpr bool HASTY = !F::TILED;  // for columns that the next kernel waits for; int4 would lose more than that gains
-        // WK waves share a tile, WB of them in this block.
+        constexpr bool HASTY =
+            !F::TILED;  // for columns that the next kernel waits for; int4 would lose more than that gains
+        // WK warps share a tile, WB of them in this block.
         static_assert(CLUSTER <= 2, "its logarithm");
-        const int wb_shift = plan.waves_shift - 1, WK = 1 << plan.waves_shift, WB = 1 << wb_shift, rank = cluster_rank();
-        const int wave = threadIdx.x / WAVE, wb = wave & (WB - 1), wk = rank * WB + wb, wn = wave >> wb_shift;
-        // A cluster's tiles of a round, and this wave's of those: neighbours where their weights lie together.
+        const int wb_shift = plan.warps_shift - 1, WK = 1 << plan.warps_shift, WB = 1 << wb_shift,
+                  rank = cluster_rank();
+        const int warp = threadIdx.x / WARP_SIZE, wb = warp & (WB - 1), wk = rank * WB + wb, wn = warp >> wb_shift;
+        // A cluster's tiles of a round, and this warp's of those: neighbours where their weights lie together.
         const int clusters = int(gridDim.x / CLUSTER), cluster = int(blockIdx.x / CLUSTER), round_tiles = plan.tile_hop;
-        const int first_tile = F::TILED ? cluster * (WAVES >> wb_shift) : cluster, own_tile = first_tile + wn * (F::TILED ? 1 : clusters);
+        const int first_tile = F::TILED ? cluster * (WARPS >> wb_shift) : cluster,
+                  own_tile = first_tile + wn * (F::TILED ? 1 : clusters);
         grid_release();
         // Where things lie is worked out anew each time: registers are dearer.
         const auto at = [&](int place) ALWAYS_INLINE {
-            settle(place);
+            compute_here(place);
             return shared + place;
         };
         const auto mbarriers = [&]() ALWAYS_INLINE { return reinterpret_cast<Mbarrier*>(at(plan.mbarriers_at)); };
         const auto dsmem_slots = [&]() ALWAYS_INLINE { return at(plan.partial_at) + lane_id() * 16; };
         if (threadIdx.x < MBARRIERS) init_mbarrier(mbarriers()[threadIdx.x]);
         cluster_arrive();
-        Flow stream(a, plan, wk, own_tile, shared + plan.ring_at + wave * DEPTH * Flow::TURN_BYTES + lane_id() * 16);
-        const Part<F> part(plan, rank, mbarriers() + WAVES);
+        Flow stream(a, plan, wk, own_tile, shared + plan.stages_at + warp * DEPTH * Flow::STAGE_BYTES + lane_id() * 16);
+        const Part<F> part(plan, rank, mbarriers() + WARPS);
         Stager stager(a, plan, shared, part);
         cluster_wait();
         const typename Sums::Place place(a, plan, shared);
-        int staged = 0;  // phases so far
+        int staged = 0;  // K tiles so far
         Sums total;
-        int pending = -1;     // the round whose tile this wave has yet to add up
+        int pending = -1;     // the round whose tile this warp has yet to add up
         bool urgent = false;  // at once, since the next kernel waits for its columns
         float own[4];         // its own sums of it
         ClusterOutput<F, T> output(a, plan);
         const auto add_up = [&]() ALWAYS_INLINE {
             const int tile = pending * round_tiles + own_tile;
-            char* mine = dsmem_slots() + wave * (WK - 1) * DSMEM_SLOT_BYTES;
-            const int added = pending >> plan.waves_shift;  // tiles, by this wave
-            receive(mbarriers()[wave], lane_id() == 0, (WK - 1) * DSMEM_SLOT_BYTES, added & 1);
+            char* mine = dsmem_slots() + warp * (WK - 1) * DSMEM_SLOT_BYTES;
+            const int added = pending >> plan.warps_shift;  // tiles, by this warp
+            receive(mbarriers()[warp], lane_id() == 0, (WK - 1) * DSMEM_SLOT_BYTES, added & 1);
             float sum[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll 1
             for (int begin = 0; begin < WK; begin += 4) {
                 float v[4][4];
 #pragma unroll
-                for (int j = 0; j < 4; ++j) load_floats<4>(v[j], reinterpret_cast<const float*>(mine + min(begin + j - (begin + j > wk), WK - 2) * DSMEM_SLOT_BYTES));
+                for (int j = 0; j < 4; ++j)
+                    load_floats<4>(v[j], reinterpret_cast<const float*>(
+                                             mine + min(begin + j - (begin + j > wk), WK - 2) * DSMEM_SLOT_BYTES));
 #pragma unroll
                 for (int j = 0; j < 4; ++j)
                     for (int i = 0; i < 4; ++i) sum[i] += begin + j == wk ? own[i] : v[j][i];
@@ -177,49 +193,57 @@ template <class F, class T, int DEPTH> __global__ void __launch_bounds__(THREADS
             if constexpr (Stager::BOUNDED) mend<F>(a, plan, stager, tile, sum, reinterpret_cast<float*>(mine));
             output.store(tile, sum);
             pending = -1, urgent = false;
-            if (tile >= plan.signalled || tile + WK * round_tiles < plan.signalled) return;  // or it adds up another one first
-            wave_sync();
+            if (tile >= plan.signalled || tile + WK * round_tiles < plan.signalled)
+                return;  // or it adds up another one first
+            warp_sync();
             if (lane_id() == 0) signal_add<true>(a.producer, (added + 1) * (a.activation == ACT_SILU_GATE ? 8 : 16));
         };
 #pragma unroll 1
-        for (int first_round = 0;; first_round += plan.together) {
+        for (int first_round = 0;; first_round += plan.rounds_at_once) {
             const bool more = first_round * round_tiles + first_tile < plan.tiles;
             if (!more && pending < 0) break;
-            for (int begin = 0; begin < plan.part_steps; begin += plan.phase_steps) {
-                const int phase_end = min(plan.part_steps, begin + plan.phase_steps);
-                if (more && (!staged || plan.phases > 1)) {
-                    const bool signalled = staged && staged == plan.early;
+            for (int begin = 0; begin < plan.part_steps; begin += plan.k_tile_steps) {
+                const int k_tile_end = min(plan.part_steps, begin + plan.k_tile_steps);
+                if (more && (!staged || plan.k_tiles > 1)) {
+                    const bool signalled = staged && staged == plan.signalled_k_tiles;
                     const auto wait = [&]() ALWAYS_INLINE {
                         if (!staged) wait_grid_or_signal(a, plan);
                         else if (signalled) grid_wait();
                     };
-                    stager.range(begin, phase_end - begin, staged, wait, [&]() ALWAYS_INLINE { return staged ? 0 : stream.fill(); });
+                    stager.range(begin, k_tile_end - begin, staged, wait,
+                        [&]() ALWAYS_INLINE { return staged ? 0 : stream.fill(); });
                     ++staged;
-                    if (signalled) take_back(a);
+                    if (signalled) reset_signal(a);
                 }
                 int round = first_round;
 #pragma unroll 1
-                while (round < first_round + plan.together || urgent) {
+                while (round < first_round + plan.rounds_at_once || urgent) {
                     const int tile = round * round_tiles + own_tile;
                     if (tile < plan.tiles && !urgent) {
-                        if (plan.together > 1 && tile + (first_round + 1 - round) * round_tiles < plan.tiles) swap_parked(total, at(plan.parked_at) + wave * int(sizeof(Sums)) * WAVE + lane_id() * 16);  // of two tiles
+                        if (plan.rounds_at_once > 1 && tile + (first_round + 1 - round) * round_tiles < plan.tiles)
+                            swap_parked(total, at(plan.parked_at) + warp * int(sizeof(Sums)) * WARP_SIZE +
+                                                   lane_id() * 16);  // of two tiles
                         if (begin == 0) total.zero();
-                        if (phase_end == plan.part_steps && wk == ((wn + round) & (WK - 1))) output.begin(tile);  // comes in the meantime
-                        const int from = begin * CLUSTER + stream.first, end = min(plan.steps, phase_end * CLUSTER);
-                        if (F::GROUPS && a.scale_is_bf16) sweep_part<true>(stream, total, place, from, end, wb * PAIR<F>, WB * PAIR<F>);
+                        if (k_tile_end == plan.part_steps && wk == ((wn + round) & (WK - 1)))
+                            output.begin(tile);  // comes in the meantime
+                        const int from = begin * CLUSTER + stream.first, end = min(plan.steps, k_tile_end * CLUSTER);
+                        if (F::GROUPS && a.scale_is_bf16)
+                            sweep_part<true>(stream, total, place, from, end, wb * PAIR<F>, WB * PAIR<F>);
                         else sweep_part<false>(stream, total, place, from, end, wb * PAIR<F>, WB * PAIR<F>);
                     }
                     const bool now = urgent;
-                    if (phase_end == plan.part_steps && pending >= 0) add_up();
+                    if (k_tile_end == plan.part_steps && pending >= 0) add_up();
                     if (now) continue;
                     ++round;
-                    if (phase_end < plan.part_steps || tile >= plan.tiles) continue;
+                    if (k_tile_end < plan.part_steps || tile >= plan.tiles) continue;
                     total.finish();
                     if (const int adder = (wn + round - 1) & (WK - 1); wk != adder) {
                         const int to = (wn << wb_shift) + (adder & WB - 1), sender = wk - (wk > adder);
-                        send16(dsmem_slots() + (to * (WK - 1) + sender) * DSMEM_SLOT_BYTES, mbarriers()[to], adder >> wb_shift, total.sum);
+                        send16(dsmem_slots() + (to * (WK - 1) + sender) * DSMEM_SLOT_BYTES, mbarriers()[to],
+                            adder >> wb_shift, total.sum);
                     } else {
-                        pending = round - 1, urgent = HASTY && tile < plan.signalled && tile + round_tiles >= plan.signalled;
+                        pending = round - 1,
+                        urgent = HASTY && tile < plan.signalled && tile + round_tiles >= plan.signalled;
                         for (int i = 0; i < 4; ++i) own[i] = total.sum[i];
                     }
                 }
@@ -227,6 +251,6 @@ template <class F, class T, int DEPTH> __global__ void __launch_bounds__(THREADS
         }
         if (staged) return;
         grid_wait();  // no tile
-        if (plan.early) take_back(a);
+        if (plan.signalled_k_tiles) reset_signal(a);
     }
 }

@@ -1,8 +1,8 @@
 // Weight formats: how the 16 bytes that a lane holds of one row and one step become operands of the matrix unit.
 //
 // A step is KSTEP values of K: PARTS products of 32. Float formats multiply 16-bit floats; activations lie in shared
-// memory in chunks of 8 (stage.h), and chunk(p, quarter) says which chunk of a step the words of part p belong to. Integer
-// formats multiply signed bytes by 16-bit integers; activations lie in slots of 16 (digits.h).
+// memory in chunks of 8 (stage.h), and chunk(p, quarter) says which chunk of a step the words of part p belong to.
+// Integer formats multiply signed bytes by 16-bit integers; activations lie in slots of 16 (limbs.h).
 #pragma once
 #include "gemv.h"
 #include "portability.h"
@@ -10,7 +10,8 @@
 // fp16 or bf16 weights, row-major.
 struct Plain {
     static constexpr bool INTEGER = false, TILED = false, SPLIT = false;
-    static constexpr int KSTEP = 32, PARTS = 1, GROUPS = 0, OFFSET = OFFSET_NONE, STEP_BYTES = 64, VALUE_BITS = 16, TOKEN_PAD = 64;
+    static constexpr int KSTEP = 32, PARTS = 1, GROUPS = 0, OFFSET = OFFSET_NONE, STEP_BYTES = 64, VALUE_BITS = 16,
+                         TOKEN_PAD = 64;
     static DEVICE int chunk(int p, int quarter) { return 4 * p + quarter; }
     template <class T> static DEVICE Words4 expand(const Words4& raw, int) { return raw; }
 };
@@ -19,19 +20,21 @@ struct Plain {
 // subnormals included. NaN (0x7f, and 0x80 of the fnuz form) is put in by a mask.
 template <bool FNUZ> struct Fp8 {
     static constexpr bool INTEGER = false, TILED = false, SPLIT = false;
-    static constexpr int KSTEP = 64, PARTS = 2, GROUPS = 0, OFFSET = OFFSET_NONE, STEP_BYTES = 64, VALUE_BITS = 8, TOKEN_PAD = 16;
+    static constexpr int KSTEP = 64, PARTS = 2, GROUPS = 0, OFFSET = OFFSET_NONE, STEP_BYTES = 64, VALUE_BITS = 8,
+                         TOKEN_PAD = 16;
     static DEVICE int chunk(int p, int quarter) { return 2 * quarter + p; }
     template <class T, uint32_t BYTES> static DEVICE uint32_t pair(uint32_t w) {
         const uint32_t v = permute<BYTES>(w, 0u) << 8;
         const uint32_t magnitude = v & 0x7f007f00u, sign = v & 0x80008000u;
         uint32_t nan;
-        if constexpr (FNUZ) {  // 0x80: sign set, magnitude zero
+        if constexpr (FNUZ) {                              // 0x80: sign set, magnitude zero
             const uint32_t any = magnitude + 0x7f007f00u;  // bit 15 of a half: magnitude not zero
             nan = (sign & ~any) >> 15;
         } else {  // 0x7f: every magnitude bit set
             nan = ((magnitude + 0x01000100u) & 0x80008000u) >> 15;
         }
-        const uint32_t half = pair_fma(sign | magnitude >> 1 | nan * 0x7fc0u, FNUZ ? 0x58005800u : 0x5c005c00u, 0x80008000u);
+        const uint32_t half =
+            pair_fma(sign | magnitude >> 1 | nan * 0x7fc0u, FNUZ ? 0x58005800u : 0x5c005c00u, 0x80008000u);
         return T::BF16 ? Bf16::down_pair(F16::up(half & 0xffffu), F16::up_high(half)) : half;
     }
     template <class T> static DEVICE Words4 expand(const Words4& raw, int p) {
@@ -40,27 +43,33 @@ template <bool FNUZ> struct Fp8 {
     }
 };
 
-// bf16 weights without loss, in tiles of 16 rows by 64 values: a sign and a mantissa in 8 bits, and in 4 the exponent less that of the
-// row's window, which its scale makes up for. What lies outside of the window is the smallest code here, and an outlier beside.
+// bf16 weights without loss, in tiles of 16 rows by 64 values: a sign and a mantissa in 8 bits, and in 4 the exponent
+// less that of the row's window, which its scale makes up for. What lies outside of the window is the smallest code
+// here, and an outlier beside.
 //
-// Of 1,536 bytes, 16 for (row r, quarter t) at (4 r + t) * 16 are bytes: word j holds values 16 t + 4 j + 0 to 3, the first two as
-// they lie in a pair of bf16, the others with the bytes of each half exchanged. 16 for (r, t) and (r + 8, t) at 1024 + (4 r + t) * 16
-// are exponents, two words a row: word p holds those of values 16 t + 8 p + 0 to 7, a pair's where shifts by 0, 4, -4 and a
-// rotation by 8 bring them into place.
+// Of 1,536 bytes, 16 for (row r, quarter t) at (4 r + t) * 16 are bytes: word j holds values 16 t + 4 j + 0 to 3, the
+// first two as they lie in a pair of bf16, the others with the bytes of each half exchanged. 16 for (r, t) and (r + 8,
+// t) at 1024 + (4 r + t) * 16 are exponents, two words a row: word p holds those of values 16 t + 8 p + 0 to 7, a
+// pair's where shifts by 0, 4, -4 and a rotation by 8 bring them into place.
 struct Compact {
     static constexpr bool INTEGER = false, TILED = true, SPLIT = false;
-    static constexpr int KSTEP = 64, PARTS = 2, GROUPS = 0, OFFSET = OFFSET_NONE, STEP_BYTES = 1536, VALUE_BITS = 12, TOKEN_PAD = 16;
+    static constexpr int KSTEP = 64, PARTS = 2, GROUPS = 0, OFFSET = OFFSET_NONE, STEP_BYTES = 1536, VALUE_BITS = 12,
+                         TOKEN_PAD = 16;
     static constexpr uint32_t LEAST = 0x3800;  // the smallest code, as bf16
     static DEVICE int chunk(int p, int quarter) { return 2 * quarter + p; }
-    static DEVICE uint32_t pair(uint32_t bytes, uint32_t exponents) { return (bytes & 0x807f807fu) | LEAST * 0x10001u | (exponents & 0x07800780u); }
+    static DEVICE uint32_t pair(uint32_t bytes, uint32_t exponents) {
+        return (bytes & 0x807f807fu) | LEAST * 0x10001u | (exponents & 0x07800780u);
+    }
     static DEVICE Words4 expand(const Words4& raw, uint32_t exponents, int p) {
         const uint32_t a = word_of(raw, 2 * p), b = word_of(raw, 2 * p + 1);
-        return {pair(a, exponents), pair(permute<0x2301>(a, 0u), exponents >> 4), pair(b, exponents << 4), pair(permute<0x2301>(b, 0u), exponents << 8 | exponents >> 24)};
+        return {pair(a, exponents), pair(permute<0x2301>(a, 0u), exponents >> 4), pair(b, exponents << 4),
+            pair(permute<0x2301>(b, 0u), exponents << 8 | exponents >> 24)};
     }
     static DEVICE float value(const char* tile, int r, int k) {  // of a code, before its scale
         const char* step = tile + k / KSTEP * STEP_BYTES;
         const int t = k / 16 % 4, p = k / 8 % 2;
-        const Words4 pairs = expand(*reinterpret_cast<const Words4*>(step + (4 * r + t) * 16), *reinterpret_cast<const uint32_t*>(step + 1024 + (4 * (r & 7) + t) * 16 + (r & 8) + 4 * p), p);
+        const Words4 pairs = expand(*reinterpret_cast<const Words4*>(step + (4 * r + t) * 16),
+            *reinterpret_cast<const uint32_t*>(step + 1024 + (4 * (r & 7) + t) * 16 + (r & 8) + 4 * p), p);
         const uint32_t pair = word_of(pairs, k / 2 % 4);
         return Bf16::up(k % 2 ? pair >> 16 : pair & 0xffffu);
     }
@@ -72,20 +81,22 @@ template <class F> constexpr bool COMPACT = F::VALUE_BITS == 12;
 template <int GROUPS_> struct Int8 {
     static constexpr bool INTEGER = true, TILED = false, SPLIT = GROUPS_ == 2, INTERLEAVED = SPLIT;
     static constexpr int KSTEP = 64, PARTS = 2, GROUPS = GROUPS_, OFFSET = OFFSET_NONE, STEP_BYTES = 64, VALUE_BITS = 8;
-    static constexpr float UNIT = 1.f;  // what a code's step is worth in the products
+    static constexpr float CODE_STEP = 1.f;                 // what a code's step is worth in the products
     static constexpr DEVICE int order(int e) { return e; }  // of a chunk's values in the lanes' bytes
     static DEVICE Words4 expand(const Words4& raw, int) { return raw; }
-    static DEVICE float value(const char* row, int k, float scale, float) { return static_cast<float>(reinterpret_cast<const int8_t*>(row)[k]) * scale; }
+    static DEVICE float value(const char* row, int k, float scale, float) {
+        return static_cast<float>(reinterpret_cast<const int8_t*>(row)[k]) * scale;
+    }
 };
 
-// int4 weights in tiles of 16 rows by 128 values: 16 bytes for (row r, quarter t) at (4 r + t) * 16; word p holds values
-// 32 p + 8 t + e, value e = 2 i in nibble i, e = 2 i + 1 in nibble i + 4. Scales: [tile][step][r % 8][GROUPS][r / 8].
-// A code u lies there as u - 8 in two's complement, and is multiplied as the byte 16 (u - 8). What a zero point or a
-// minimum adds to that, s (8 - z) or m + 8 s, is multiplied by the sum of a group's activations.
+// int4 weights in tiles of 16 rows by 128 values: 16 bytes for (row r, quarter t) at (4 r + t) * 16; word p holds
+// values 32 p + 8 t + e, value e = 2 i in nibble i, e = 2 i + 1 in nibble i + 4. Scales: [tile][step][r % 8][GROUPS][r
+// / 8]. A code u lies there as u - 8 in two's complement, and is multiplied as the byte 16 (u - 8). What a zero point
+// or a minimum adds to that, s (8 - z) or m + 8 s, is multiplied by the sum of a group's activations.
 template <int GROUPS_, int KIND> struct Int4 {
     static constexpr bool INTEGER = true, TILED = true, SPLIT = false, INTERLEAVED = true;
     static constexpr int KSTEP = 128, PARTS = 4, GROUPS = GROUPS_, OFFSET = KIND, STEP_BYTES = 1024, VALUE_BITS = 4;
-    static constexpr float UNIT = 1.f / 16;
+    static constexpr float CODE_STEP = 1.f / 16;
     static constexpr DEVICE int order(int e) { return e / 2 + e % 2 * 4; }
     static DEVICE uint32_t low(uint32_t w) { return w << 4 & 0xf0f0f0f0u; }
     static DEVICE uint32_t high(uint32_t w) { return w & 0xf0f0f0f0u; }
@@ -93,9 +104,13 @@ template <int GROUPS_, int KIND> struct Int4 {
         const uint32_t a = word_of(raw, 2 * half), b = word_of(raw, 2 * half + 1);
         return {low(a), high(a), low(b), high(b)};
     }
-    static DEVICE float rest(float scale, float offset) { return fmaf(8.f, scale, KIND == OFFSET_MINIMUM ? offset : -scale * offset); }
-    static DEVICE float value(const char* row, int k, float scale, float offset) {  // `row`: the tile, and the row in it
-        const uint32_t word = *reinterpret_cast<const uint32_t*>(row + k / KSTEP * STEP_BYTES + k / 8 % 4 * 16 + k / 32 % 4 * 4);
+    static DEVICE float rest(float scale, float offset) {
+        return fmaf(8.f, scale, KIND == OFFSET_MINIMUM ? offset : -scale * offset);
+    }
+    static DEVICE float value(
+        const char* row, int k, float scale, float offset) {  // `row`: the tile, and the row in it
+        const uint32_t word =
+            *reinterpret_cast<const uint32_t*>(row + k / KSTEP * STEP_BYTES + k / 8 % 4 * 16 + k / 32 % 4 * 4);
         const float code = static_cast<float>((word >> (4 * (k / 2 % 4) + 16 * (k % 2)) & 15u) ^ 8u);
         if (KIND == OFFSET_MINIMUM) return fmaf(code, scale, offset);
         return (code - (KIND == OFFSET_NONE ? 8.f : offset)) * scale;

@@ -1,9 +1,17 @@
-// y[M, N] = epilogue(norm(x[M, K]) . w[N, K]^T): the arguments of a launch. M <= 8 a launch of the kernel; the host loops.
+// y[M, N] = epilogue(norm(x[M, K]) . w[N, K]^T): the arguments of a launch. M <= 8 a launch of the kernel; the host
+// loops.
 #pragma once
 #include <cstdint>
 
 enum Norm : int32_t { NORM_NONE = 0, NORM_RMS = 1, NORM_RMS_PLUS_ONE = 2, NORM_LAYER = 3 };
-enum Activation : int32_t { ACT_NONE = 0, ACT_SILU_GATE = 1, ACT_RELU = 2, ACT_GELU = 3, ACT_GELU_TANH = 4, ACT_SILU = 5 };
+enum Activation : int32_t {
+    ACT_NONE = 0,
+    ACT_SILU_GATE = 1,
+    ACT_RELU = 2,
+    ACT_GELU = 3,
+    ACT_GELU_TANH = 4,
+    ACT_SILU = 5
+};
 enum Offset : int32_t { OFFSET_NONE = 0, OFFSET_ZERO_POINT = 1, OFFSET_MINIMUM = 2 };
 
 // Pointers and sizes only, so that ctypes can fill it. Sizes and strides in elements. With ACT_SILU_GATE the first half
@@ -18,10 +26,10 @@ struct GemvArgs {
     const void* bias;         // [N] or null
     const void* residual;     // [M, columns of y] or null
     void* y;
-    // Two numbers, zero before and after, or null: of y's first producer_columns those that are finished are counted in `producer`; the
-    // next kernel has it as `consumer`, and does not wait for the rest before it begins with them. Both or neither; and of a lone token those
-    // columns are SENTINEL, all bits set, before the first begins. Not the same two numbers
-    // again before another kernel has waited for that one's end.
+    // Two numbers, zero before and after, or null: of y's first producer_columns those that are finished are counted in
+    // `producer`; the next kernel has it as `consumer`, and does not wait for the rest before it begins with them. Both
+    // or neither; and of a lone token those columns are SENTINEL, all bits set, before the first begins. Not the same
+    // two numbers again before another kernel has waited for that one's end.
     int32_t *producer, *consumer;
     int64_t producer_columns, consumer_columns;  // of y, whole tiles; of x
     int64_t m, n, k;
@@ -33,20 +41,21 @@ struct GemvArgs {
     int32_t blocks, shallow, dependent;
 };
 
-// How the work is cut and where things lie in shared memory; made on the host, a function of N and K (and of the device)
-// but for what M needs.
+// How the work is cut and where things lie in shared memory; made on the host, a function of N and K (and of the
+// device) but for what M needs.
 struct GemvPlan {
-    int32_t tiles, steps, phases, phase_steps, resident;  // resident: phases of K staged at once
-    int32_t early;        // of this launch's phases, those whose activations the product before signals
-    int32_t signalled;    // tiles whose columns are signalled
-    int32_t waves_shift;  // log2 of the waves that share a tile's K
-    int32_t part_steps;   // of a block's part of K, in a cluster
-    int32_t together;     // rounds of tiles that go through the phases side by side, in a cluster: 2 where there are phases
-    int32_t tile_hop, row_hop;  // from a wave's tile to its next
+    int32_t tiles, steps, k_tiles, k_tile_steps, staged_k_tiles;  // staged_k_tiles: K tiles staged at once
+    int32_t signalled_k_tiles;  // of this launch's K tiles, those whose activations the product before signals
+    int32_t signalled;          // tiles whose columns are signalled
+    int32_t warps_shift;        // log2 of the warps that share a tile's K
+    int32_t part_steps;         // of a block's part of K, in a cluster
+    int32_t rounds_at_once;     // rounds of tiles that go through the K tiles side by side, in a cluster: 2 where there
+                                // are K tiles
+    int32_t tile_hop, row_hop;  // from a warp's tile to its next
     int64_t weight_hop, scale_hop;  // in bytes
     int32_t partial_buffers;
-    int32_t token_stride;                                          // bytes
-    int32_t powers_at, sums_at, moments_at, partial_at, parked_at, mbarriers_at, ring_at, bytes;  // bytes
+    int32_t token_stride;                                                                                    // bytes
+    int32_t block_exponents_at, sums_at, moments_at, partial_at, parked_at, mbarriers_at, stages_at, bytes;  // bytes
     int32_t w_aligned, x_aligned;
     int32_t y_pairs;  // columns of y, and of a residual, come in aligned pairs
 };

@@ -3,6 +3,5 @@
 
 extern "C" int accelpatch_gemv(const GemvArgs* a, int dtype, void* stream) {
     const auto s = static_cast<GpuStream>(stream);
-    return dtype ? launch_all<Plain, F16>(*a, s)
-                 : launch_all<Plain, Bf16>(*a, s);
+    return dtype ? launch_all<Plain, F16>(*a, s) : launch_all<Plain, Bf16>(*a, s);
 }

@@ -3,7 +3,8 @@
 #include "gemv_host.h"
 
 namespace {
-constexpr int UNPACK_THREADS = 256, UNPACKED_STEPS = 2 * UNPACK_THREADS / 32;  // by a block: 32 lanes a step, each with 16 values of two rows
+constexpr int UNPACK_THREADS = 256,
+              UNPACKED_STEPS = 2 * UNPACK_THREADS / 32;  // by a block: 32 lanes a step, each with 16 values of two rows
 
 constexpr int MOST_FOURS = 1 << 14;  // of outliers: more than a row has columns
 
@@ -19,12 +20,13 @@ DEVICE uint32_t in_place(uint32_t pair, uint32_t scale) {
     return scale ? ((pair + more) & 0xffffu) | ((pair & 0xffff0000u) + (more << 16)) : pair & 0x80008000u;
 }
 
-// 16 values of a row from column k0 on, 8 of which `low` and `high` hold each. Neighbouring lanes, with 16 values each from k0 on, exchange
-// halves: then each store fills whole sectors.
+// 16 values of a row from column k0 on, 8 of which `low` and `high` hold each. Neighbouring lanes, with 16 values each
+// from k0 on, exchange halves: then each store fills whole sectors.
 DEVICE void store_row(uint16_t* to, const Words4& low, const Words4& high, int left, bool vectors) {
     const bool odd = threadIdx.x & 1;
-    const Words4 give = odd ? low : high, taken = {lane_xor(give.x, 1), lane_xor(give.y, 1), lane_xor(give.z, 1), lane_xor(give.w, 1)};
-    const Words4 parts[2] = {odd ? taken : low, odd ? high : taken};
+    const Words4 give = odd ? low : high,
+                 received = {lane_xor(give.x, 1), lane_xor(give.y, 1), lane_xor(give.z, 1), lane_xor(give.w, 1)};
+    const Words4 parts[2] = {odd ? received : low, odd ? high : received};
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         const int at = 16 * i + (odd ? 8 : 0);
@@ -39,7 +41,8 @@ DEVICE void store_row(uint16_t* to, const Words4& low, const Words4& high, int l
 }
 
 __global__ void __launch_bounds__(UNPACK_THREADS) unpack_kernel(const GemvArgs a, int steps) {
-    const int parts = (steps + UNPACKED_STEPS - 1) / UNPACKED_STEPS, tile = blockIdx.x / parts, begin = int(blockIdx.x) % parts * UNPACKED_STEPS;
+    const int parts = (steps + UNPACKED_STEPS - 1) / UNPACKED_STEPS, tile = blockIdx.x / parts,
+              begin = int(blockIdx.x) % parts * UNPACKED_STEPS;
     const int lane = threadIdx.x & 31, t = lane & 3;
     const char* tiles = static_cast<const char*>(a.w) + int64_t(tile) * steps * Compact::STEP_BYTES;
     const uint32_t* scales = static_cast<const uint32_t*>(a.scale) + tile * 16;
@@ -58,7 +61,8 @@ __global__ void __launch_bounds__(UNPACK_THREADS) unpack_kernel(const GemvArgs a
         const int64_t row = weight_row(a, tile, r);
 #pragma unroll
         for (int u = 0; u < 2; ++u) {
-            const int step = begin + u * (UNPACKED_STEPS / 2) + int(threadIdx.x) / 32, k0 = step * Compact::KSTEP + t / 2 * 32;
+            const int step = begin + u * (UNPACKED_STEPS / 2) + int(threadIdx.x) / 32,
+                      k0 = step * Compact::KSTEP + t / 2 * 32;
             Words4 values[2];
 #pragma unroll
             for (int p = 0; p < 2; ++p) {
@@ -66,7 +70,8 @@ __global__ void __launch_bounds__(UNPACK_THREADS) unpack_kernel(const GemvArgs a
                 values[p] = {in_place(v.x, scale), in_place(v.y, scale), in_place(v.z, scale), in_place(v.w, scale)};
             }
             const bool there = step < steps && row < a.n;
-            store_row(y + (there ? row : 0) * a.y_stride + k0, values[0], values[1], there ? int(a.k) - k0 : 0, a.y_stride % 8 == 0);
+            store_row(y + (there ? row : 0) * a.y_stride + k0, values[0], values[1], there ? int(a.k) - k0 : 0,
+                a.y_stride % 8 == 0);
         }
     }
     __syncthreads();
@@ -75,7 +80,8 @@ __global__ void __launch_bounds__(UNPACK_THREADS) unpack_kernel(const GemvArgs a
     for (int i = threadIdx.x; i < 16 * beside; i += UNPACK_THREADS) {
         const int column = int(outliers[i] & 0xffffu);
         const int64_t row = weight_row(a, tile, i / beside);
-        if (column >= from && column < end && column < int(a.k) && row < a.n) y[row * a.y_stride + column] = static_cast<uint16_t>(outliers[i] >> 16);
+        if (column >= from && column < end && column < int(a.k) && row < a.n)
+            y[row * a.y_stride + column] = static_cast<uint16_t>(outliers[i] >> 16);
     }
 }
 }  // namespace
@@ -87,13 +93,15 @@ extern "C" int accelpatch_gemv_compact(const GemvArgs* a, int dtype, void* strea
 
 extern "C" int accelpatch_unpack_compact(const GemvArgs* a, int dtype, void* stream) {
     if (const int bad = check_compact(*a, dtype)) return bad;
-    GemvArgs whole = *a;
-    whole.m = 0;
-    if (const int bad = check(whole)) return bad;
+    GemvArgs checked = *a;
+    checked.m = 0;
+    if (const int bad = check(checked)) return bad;
     if (!a->w || !multiple_of_16(a->y)) return STATUS_POINTER;
     const int64_t each = tile_columns(*a), rows = a->activation == ACT_SILU_GATE ? a->n / 2 : a->n;
-    const int64_t steps = (a->k + Compact::KSTEP - 1) / Compact::KSTEP, blocks = (rows + each - 1) / each * ((steps + UNPACKED_STEPS - 1) / UNPACKED_STEPS);
+    const int64_t steps = (a->k + Compact::KSTEP - 1) / Compact::KSTEP,
+                  blocks = (rows + each - 1) / each * ((steps + UNPACKED_STEPS - 1) / UNPACKED_STEPS);
     if (blocks >= LARGEST) return STATUS_SIZE;
-    const int error = launch_kernel(unpack_kernel, int(blocks), UNPACK_THREADS, 0, static_cast<GpuStream>(stream), device_limits(), false, *a, int(steps));
+    const int error = launch_kernel(unpack_kernel, int(blocks), UNPACK_THREADS, 0, static_cast<GpuStream>(stream),
+        device_limits(), false, *a, int(steps));
     return error ? STATUS_DEVICE + error : STATUS_OK;
 }

@@ -3,8 +3,7 @@
 
 namespace {
 template <class T> int by_form(const GemvArgs& a, int fnuz, GpuStream s) {
-    return fnuz ? launch_all<Fp8<true>, T>(a, s)
-                : launch_all<Fp8<false>, T>(a, s);
+    return fnuz ? launch_all<Fp8<true>, T>(a, s) : launch_all<Fp8<false>, T>(a, s);
 }
 }  // namespace
 

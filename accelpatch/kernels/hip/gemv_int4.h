@@ -1,4 +1,5 @@
-// int4 products by kind of offset and dtype. Each group size is a source of its own: together they take a compiler minutes.
+// int4 products by kind of offset and dtype. Each group size is a source of its own: together they take a compiler
+// minutes.
 #pragma once
 #include "gemv_host.h"
 

@@ -1,5 +1,5 @@
-// gemv_int4: int4 weights in tiles, packed 16-bit scales and offsets for groups of 32, 64 or 128 times a power of two; a
-// whole row is one group (group_shift 30). dtype: 0 bf16, 1 fp16 activations.
+// gemv_int4: int4 weights in tiles, packed 16-bit scales and offsets for groups of 32, 64 or 128 times a power of two;
+// a whole row is one group (group_shift 30). dtype: 0 bf16, 1 fp16 activations.
 #include "gemv_int4.h"
 
 extern "C" int accelpatch_gemv_int4(const GemvArgs* a, int dtype, int group_size, void* stream) {

@@ -1,5 +1,5 @@
-// gemv_int8: int8 weights, one float scale a row (group_size 0), or packed 16-bit scales for groups of 32 or of 64 times a
-// power of two. dtype: 0 bf16, 1 fp16 activations.
+// gemv_int8: int8 weights, one float scale a row (group_size 0), or packed 16-bit scales for groups of 32 or of 64
+// times a power of two. dtype: 0 bf16, 1 fp16 activations.
 #include "gemv_host.h"
 
 namespace {

@@ -25,16 +25,16 @@ def _row_order(rows: int) -> Tensor:
     return torch.stack([gate.view(-1, 8), up.view(-1, 8)], 1).flatten()
 
 
-def _gather_rows(rows: Tensor, paired: bool) -> Tensor:
-    if not paired:
+def _gather_rows(rows: Tensor, interleaved: bool) -> Tensor:
+    if not interleaved:
         missing = -rows.shape[0] % TILE_ROWS
         return torch.cat([rows, rows.new_zeros((missing, *rows.shape[1:]))]) if missing else rows
     order = _row_order(rows.shape[0]).to(rows.device)
     return torch.where((order >= 0).view(-1, *[1] * (rows.dim() - 1)), rows[order.clamp(min=0)], rows.new_zeros(()))
 
 
-def _scatter_rows(tiled: Tensor, rows: int, paired: bool) -> Tensor:
-    if not paired:
+def _scatter_rows(tiled: Tensor, rows: int, interleaved: bool) -> Tensor:
+    if not interleaved:
         return tiled[:rows]
     order = _row_order(rows).to(tiled.device)
     out = tiled.new_empty((rows, *tiled.shape[1:]))
@@ -42,40 +42,40 @@ def _scatter_rows(tiled: Tensor, rows: int, paired: bool) -> Tensor:
     return out
 
 
-def tile_int4(q: Tensor, *, paired: bool = False) -> Tensor:
+def tile_int4(q: Tensor, *, interleaved: bool = False) -> Tensor:
     """int8 [N, K / 2] (low nibble = even k) to int8 [tiles, steps, 1024]."""
     packed = q.view(torch.uint8)
     steps = -(-2 * packed.shape[1] // TILE_VALUES)
     packed = torch.nn.functional.pad(packed, (0, steps * TILE_VALUES // 2 - packed.shape[1]))
     # tile, r, step, p, t; then of the 4 bytes that hold 8 values two times two
-    first, second = _gather_rows(packed, paired).reshape(-1, TILE_ROWS, steps, 4, 4, 2, 2).unbind(-1)
+    first, second = _gather_rows(packed, interleaved).reshape(-1, TILE_ROWS, steps, 4, 4, 2, 2).unbind(-1)
     even, odd = first & 15 | second << 4, first >> 4 | second & 240
     codes = torch.stack([even, odd], -2).permute(0, 2, 1, 4, 3, 5, 6)  # tile, step, r, t, p, byte
     return (codes ^ _SIGNS).reshape(codes.shape[0], steps, 1024).view(torch.int8)
 
 
-def untile_int4(tiles: Tensor, rows: int, columns: int, *, paired: bool = False) -> Tensor:
+def untile_int4(tiles: Tensor, rows: int, columns: int, *, interleaved: bool = False) -> Tensor:
     """Inverse of `tile_int4`: int8 [N, K / 2] from tiles of N = ``rows``, K = ``columns``."""
     steps = tiles.shape[1]
     even, odd = (tiles.view(torch.uint8) ^ _SIGNS).view(-1, steps, TILE_ROWS, 4, 4, 2, 2).unbind(-2)
     first, second = even & 15 | odd << 4, even >> 4 | odd & 240
     packed = torch.stack([first, second], -1).permute(0, 2, 1, 4, 3, 5, 6)
-    flat = _scatter_rows(packed.reshape(-1, steps * TILE_VALUES // 2), rows, paired)
+    flat = _scatter_rows(packed.reshape(-1, steps * TILE_VALUES // 2), rows, interleaved)
     return flat[:, : columns // 2].contiguous().view(torch.int8)
 
 
-def tile_scales(table: Tensor, *, steps: int, groups: int, group_shift: int, paired: bool = False) -> Tensor:
+def tile_scales(table: Tensor, *, steps: int, groups: int, group_shift: int, interleaved: bool = False) -> Tensor:
     """Scales or offsets [N, G] in a 16-bit dtype to [tiles, sets, 8, groups, 2].
 
     ``groups`` lie in one step of K; above one step, 2 ** ``group_shift`` steps share one set.
     """
     sets = ((steps - 1) >> group_shift) + 1
     padded = torch.nn.functional.pad(table, (0, sets * groups - table.shape[1]))
-    tiles = _gather_rows(padded, paired).view(-1, 2, 8, sets, groups)  # tile, r / 8, r % 8, set, group
+    tiles = _gather_rows(padded, interleaved).view(-1, 2, 8, sets, groups)  # tile, r / 8, r % 8, set, group
     return tiles.permute(0, 3, 2, 4, 1).contiguous()
 
 
-def untile_scales(tiles: Tensor, rows: int, count: int, *, paired: bool = False) -> Tensor:
+def untile_scales(tiles: Tensor, rows: int, count: int, *, interleaved: bool = False) -> Tensor:
     """Inverse of `tile_scales`: [N, G] with N = ``rows``, G = ``count``."""
     flat = tiles.permute(0, 4, 2, 1, 3).reshape(-1, tiles.shape[1] * tiles.shape[3])
-    return _scatter_rows(flat, rows, paired)[:, :count]
+    return _scatter_rows(flat, rows, interleaved)[:, :count]

@@ -2,8 +2,9 @@
 #pragma once
 #include "stream.h"
 
-// Where in K a unit lies that the block of `rank` has staged: runs go to a cluster's blocks in turn. run = 0: all of K lies here.
-DEVICE int whole_of(int unit, int run, int rank) { return unit + (unit & -run) * (CLUSTER - 1) + rank * run; }
+// Where in K a piece lies that the block of `rank` has staged: runs go to a cluster's blocks in order. run = 0: all of
+// K lies here.
+DEVICE int global_piece_of(int piece, int run, int rank) { return piece + (piece & -run) * (CLUSTER - 1) + rank * run; }
 
 // Up to eight 16-bit values one by one, zeros after `count` of them.
 static __device__ __noinline__ Words4 load_part(const char* from, int count) {
@@ -22,28 +23,35 @@ DEVICE Words4 load_chunk(const void* row, int at, int k, bool aligned) {
     return aligned ? load_activation16(from) : load_part(from, k - at);
 }
 
-// A token's values become (x - mean) * scale * weight + bias, rounded as the module's own output would be. CLUSTERED: the
-// blocks of a cluster leave the sums of runs of 8 lanes instead of 32, and total() goes on where they stopped.
+// A token's values become (x - mean) * scale * weight + bias, rounded as the module's own output would be. CLUSTERED:
+// the blocks of a cluster leave the sums of runs of 8 lanes instead of 32, and total() goes on where they stopped.
 template <class T, bool CLUSTERED, bool COMMON> struct Norms {
-    static constexpr int BANDS = THREADS / 32;            // runs of 32 lanes that add up together
-    static constexpr int SHARES = BANDS * (CLUSTERED ? 4 : 1);
+    static constexpr int BANDS = THREADS / 32;  // runs of 32 lanes that add up together
+    static constexpr int PARTIALS = BANDS * (CLUSTERED ? 4 : 1);
     const GemvArgs& a;
     const GemvPlan& plan;
-    // A word for block_any, and from SHARED_WORD on, for a norm, sums of squares, one for each token and share; sums for one with a mean.
+    // A word for block_any, and from SHARED_WORD on, for a norm, sums of squares, one for each token and share; sums
+    // for one with a mean.
     float* const moments;
     static constexpr int SHARED_WORD = 4;
-    static int64_t floats(int norm) { return SHARED_WORD + (norm == NORM_NONE ? 0 : norm == NORM_LAYER ? 2 : 1) * SHARES * 8; }
+    static int64_t floats(int norm) {
+        return SHARED_WORD + (norm == NORM_NONE ? 0 : norm == NORM_LAYER ? 2 : 1) * PARTIALS * 8;
+    }
 
     DEVICE Norms(const GemvArgs& a, const GemvPlan& plan, char* shared)
-        : a(a), plan(plan), moments(reinterpret_cast<float*>(shared + plan.moments_at)) {}
+        : a(a),
+          plan(plan),
+          moments(reinterpret_cast<float*>(shared + plan.moments_at)) {}
     DEVICE float* squares() const { return moments + SHARED_WORD; }
-    DEVICE float* sums() const { return squares() + SHARES * 8; }
+    DEVICE float* sums() const { return squares() + PARTIALS * 8; }
     DEVICE uint32_t& shared_word() const { return *reinterpret_cast<uint32_t*>(moments); }
-    DEVICE const char* row(int token) const { return static_cast<const char*>(a.x) + uint32_t(token) * (a.x_stride * 2); }
+    DEVICE const char* row(int token) const {
+        return static_cast<const char*>(a.x) + uint32_t(token) * (a.x_stride * 2);
+    }
 
     // A lane's share of a token's sum, from every lane of a run.
-    static DEVICE void leave(float* moments, int token, float share) {
-        const float sum = run_sum(share, 32);
+    static DEVICE void leave(float* moments, int token, float partial) {
+        const float sum = run_sum(partial, 32);
         if (threadIdx.x % 32 == 0) moments[token * BANDS + threadIdx.x / 32] = sum;
     }
     DEVICE float total(const float* moments, int token) const {  // over K
@@ -52,7 +60,7 @@ template <class T, bool CLUSTERED, bool COMMON> struct Norms {
         for (int i = 0; i < BANDS; ++i) {
             if constexpr (CLUSTERED) {
                 float part[4];
-                load_floats<4>(part, moments + token * SHARES + i * 4);
+                load_floats<4>(part, moments + token * PARTIALS + i * 4);
                 sum += (part[0] + part[1]) + (part[2] + part[3]);
             } else {
                 sum += moments[token * BANDS + i];
@@ -60,8 +68,11 @@ template <class T, bool CLUSTERED, bool COMMON> struct Norms {
         }
         return sum / static_cast<float>(int(a.k));
     }
-    // Whether activations from a step on may still be on their way when they are read, which a lone token's words themselves say.
-    DEVICE bool signalled(int step) const { return LAUNCHES_OVERLAP && !CLUSTERED && a.m == 1 && step < plan.early * plan.phase_steps; }
+    // Whether activations from a step on may still be on their way when they are read, which a lone token's words
+    // themselves say.
+    DEVICE bool signalled(int step) const {
+        return LAUNCHES_OVERLAP && !CLUSTERED && a.m == 1 && step < plan.signalled_k_tiles * plan.k_tile_steps;
+    }
     DEVICE bool layer() const { return !COMMON && a.norm == NORM_LAYER; }
     DEVICE bool aligned() const { return COMMON || plan.x_aligned; }
     DEVICE Words4 load(int token, int at) const { return load_chunk(row(token), at, int(a.k), aligned()); }
@@ -91,7 +102,9 @@ template <class T, bool CLUSTERED, bool COMMON> struct Norms {
         }
         return even + odd;
     }
-    DEVICE Words4 weight(int at) const { return a.norm_weight ? load_chunk(a.norm_weight, at, int(a.k), aligned()) : Words4{0, 0, 0, 0}; }
+    DEVICE Words4 weight(int at) const {
+        return a.norm_weight ? load_chunk(a.norm_weight, at, int(a.k), aligned()) : Words4{0, 0, 0, 0};
+    }
     DEVICE Words4 scaled(const Words4& raw, const Words4& weight, float scale) const {  // an RMSNorm
         float v[8], times[8];
         unpack<T>(raw, v), unpack<T>(weight, times);
@@ -116,7 +129,9 @@ template <class T, bool CLUSTERED, bool COMMON> struct Norms {
     }
     // What a product should see of a token. mean, scale: its own.
     DEVICE float value(int token, int k, float mean, float scale) const {
-        const auto at = [k](const void* from, float other) ALWAYS_INLINE { return from ? T::up(load_activation2(static_cast<const uint16_t*>(from) + k)) : other; };
+        const auto at = [k](const void* from, float other) ALWAYS_INLINE {
+            return from ? T::up(load_activation2(static_cast<const uint16_t*>(from) + k)) : other;
+        };
         const float x = at(row(token), 0.f);
         if (a.norm == NORM_NONE) return x;
         const float times = at(a.norm_weight, 0.f) + (a.norm == NORM_RMS_PLUS_ONE || !a.norm_weight ? 1.f : 0.f);

@@ -1,40 +1,50 @@
 // Attention: tiles of 16 cached tokens, up to 8 queries. Part of nvidia.h.
 #pragma once
 
-constexpr int ATTENTION_WIDEST = 256;  // columns of a head
-constexpr int ATTENTION_DEEP = 98304, ATTENTION_SHALLOW = 65536;  // bytes of a block's ring
+constexpr int ATTENTION_WIDEST = 256;                             // columns of a head
+constexpr int ATTENTION_DEEP = 98304, ATTENTION_SHALLOW = 65536;  // bytes of a block's multi-stage buffer
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 constexpr bool FIRST_KNOWN = false;  // registers would spill
 #else
-constexpr bool FIRST_KNOWN = true;  // copies begin with the segment that the block has found; else they look for it once more
+constexpr bool FIRST_KNOWN =
+    true;  // copies begin with the segment that the block has found; else they look for it once more
 #endif
-// A lane holds the scores of two queries with two slots of a tile; `which` of its queries a score is of. Values are read
-// across: rows of eight columns of all slots, as ldmatrix takes them.
+// A lane holds the scores of two queries with two slots of a tile; `which` of its queries a score is of. Values are
+// read across: rows of eight columns of all slots, as ldmatrix takes them.
 template <class T> struct AttentionTile {
-    static constexpr int CHUNKS = 8, PARTS = 4;  // chunks of eight columns that the lanes copy at once; products that each takes
+    static constexpr int CHUNKS = 8,
+                         PARTS = 4;  // chunks of eight columns that the lanes copy at once; products that each takes
     static constexpr int QUERIES_PER_LANE = 2;
     float c[2][4];
     static DEVICE int key_query() { return lane_id() >> 2; }  // the query that the lane gives to products with keys
     static DEVICE constexpr int which(int i) { return i & 1; }
     static DEVICE int query(int which) { return 2 * (lane_id() & 3) + which; }
     static DEVICE int slot(int i) { return (lane_id() >> 2) + 8 * (i >> 1); }
-    // Slots lie one after the other in a tile; the low bits of a chunk's place are mixed with these. So banks differ for what is
-    // read at once: four chunks of two slots, and one chunk of eight.
+    // Slots lie one after the other in a tile; the low bits of a chunk's place are mixed with these. So banks differ
+    // for what is read at once: four chunks of two slots, and one chunk of eight.
     static DEVICE constexpr int mixed(int slot) { return (slot & 1) << 2 | (slot >> 1 & 3); }
     template <class F> static DEVICE float over_lanes(float v, const F& both) {
 #pragma unroll
-        for (int step = 4; step < WAVE; step *= 2) v = both(v, lane_xor(v, step));
+        for (int step = 4; step < WARP_SIZE; step *= 2) v = both(v, lane_xor(v, step));
         return v;
     }
-    DEVICE void zero() { for (int i = 0; i < 8; ++i) c[i / 4][i % 4] = 0.f; }
+    DEVICE void zero() {
+        for (int i = 0; i < 8; ++i) c[i / 4][i % 4] = 0.f;
+    }
     DEVICE void add_keys(const Words4& q, const Words4* k) {
-        multiply_halves<T>(c[0], k[0].x, k[1].x, k[0].y, k[1].y, q.x, q.y), multiply_halves<T>(c[1], k[0].z, k[1].z, k[0].w, k[1].w, q.z, q.w);
+        multiply_halves<T>(c[0], k[0].x, k[1].x, k[0].y, k[1].y, q.x, q.y),
+            multiply_halves<T>(c[1], k[0].z, k[1].z, k[0].w, k[1].w, q.z, q.w);
     }
     DEVICE float score(int i) const { return c[0][i] + c[1][i]; }
     // The weights of a lane's scores, as products with values take them.
-    struct Weights { uint32_t first, second; };
-    static DEVICE Weights weights(const float* s) { return {transposed(T::down_pair(s[0], s[1])), transposed(T::down_pair(s[2], s[3]))}; }
-    // Four sums: of column cell_column(part, i) of a set of chunks, for query cell_query(i). chunks: of a slot of the tile.
+    struct Weights {
+        uint32_t first, second;
+    };
+    static DEVICE Weights weights(const float* s) {
+        return {transposed(T::down_pair(s[0], s[1])), transposed(T::down_pair(s[2], s[3]))};
+    }
+    // Four sums: of column cell_column(part, i) of a set of chunks, for query cell_query(i). chunks: of a slot of the
+    // tile.
     static DEVICE void add_values(float* sums, const Words4* tile, int chunks, int set, int part, const Weights& w) {
         const int slot = (lane_id() & 7) + (lane_id() >> 4) * 8;
         const Words4* from = tile + slot * chunks + set * CHUNKS + ((lane_id() >> 3 & 1) ^ mixed(slot) ^ part * 2);

@@ -22,13 +22,14 @@ DEVICE uint32_t word_of(const Words4& v, int i) { return i == 0 ? v.x : i == 1 ?
 #define RARELY(x) (x)
 #else
 #include "nvidia.h"
-#define RARELY(x) __builtin_expect(!!(x), 0)  // what it leads to is laid elsewhere: jumped over, it would delay what comes behind it
+#define RARELY(x) \
+    __builtin_expect(!!(x), 0)  // what it leads to is laid elsewhere: jumped over, it would delay what comes behind it
 #endif
 
 // Whether this is the last of `of` calls; the number is then zero again.
 DEVICE bool last_call(int32_t* number, int of) { return next_number(number, of) == of - 1; }
 
-constexpr int WAVES = 8, THREADS = WAVES * WAVE;  // of a block
+constexpr int WARPS = 8, THREADS = WARPS * WARP_SIZE;  // of a block
 
 DEVICE float bits_to_float(uint32_t bits) { return __builtin_bit_cast(float, bits); }
 DEVICE uint32_t float_to_bits(float value) { return __builtin_bit_cast(uint32_t, value); }
@@ -40,7 +41,7 @@ template <class V> DEVICE V run_sum(V value, int width) {
 }
 
 // ---- 16-bit floats, as their bits ----
-constexpr uint32_t SENTINEL = 0xffff;  // of a word that is yet to come: NVIDIA's conversions give NaN as 0x7fff
+constexpr uint32_t SENTINEL = 0xffff;       // of a word that is yet to come: NVIDIA's conversions give NaN as 0x7fff
 DEVICE bool is_sentinel(const Words4& v) {  // any of eight
     const uint32_t most = pair_max(pair_max(v.x, v.y), pair_max(v.z, v.w));
     return most >= SENTINEL << 16 || (most & 0xffffu) == SENTINEL;
@@ -69,7 +70,9 @@ template <class T> DEVICE Words4 pack(const float* v) {
     return {T::down_pair(v[0], v[1]), T::down_pair(v[2], v[3]), T::down_pair(v[4], v[5]), T::down_pair(v[6], v[7])};
 }
 template <int COUNT> DEVICE void load_floats(float* out, const float* from) {
-    struct alignas(4 * COUNT) All { float v[COUNT]; };
+    struct alignas(4 * COUNT) All {
+        float v[COUNT];
+    };
     const All all = *reinterpret_cast<const All*>(from);
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) out[i] = all.v[i];

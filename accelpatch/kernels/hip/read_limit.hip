@@ -18,6 +18,7 @@ __global__ void __launch_bounds__(512) read_all(const uint4* __restrict__ from, 
 }  // namespace
 
 extern "C" int accelpatch_read_all(const void* from, int64_t bytes, void* sink, int blocks, void* stream) {
-    read_all<<<blocks, 512, 0, static_cast<GpuStream>(stream)>>>(static_cast<const uint4*>(from), bytes / 16, static_cast<uint32_t*>(sink));
+    read_all<<<blocks, 512, 0, static_cast<GpuStream>(stream)>>>(
+        static_cast<const uint4*>(from), bytes / 16, static_cast<uint32_t*>(sink));
     return 0;
 }

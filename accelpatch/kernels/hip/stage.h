@@ -12,12 +12,14 @@ template <class F, class T, bool COMMON> struct FloatStager : Norms<T, false, CO
         if (a.norm != NORM_NONE)
             for (int i = 0; i < 2; ++i) first[i] = Base::weight((threadIdx.x + i * THREADS) * 8);
     }
-    // Stages `steps` steps of K, and zeros up to whole turns, from step `from`, behind `before` others; every thread calls it,
-    // and may read what it left when it returns. Under a norm all of K is staged at once. `rest` asks for what may come later, once the
-    // activations are on their way, and says how many turns that is. `wait`: before anything is read.
-    template <class WAIT, class REST> DEVICE void range(int from, int steps, int before, const WAIT& wait, const REST& rest) {
+    // Stages `steps` steps of K, and zeros up to whole stages, from step `from`, behind `before` others; every thread
+    // calls it, and may read what it left when it returns. Under a norm all of K is staged at once. `rest` asks for
+    // what may come later, once the activations are on their way, and says how many stages that is. `wait`: before
+    // anything is read.
+    template <class WAIT, class REST>
+    DEVICE void range(int from, int steps, int before, const WAIT& wait, const REST& rest) {
         const int wanted = (steps + PAIR<F> - 1) / PAIR<F> * PAIR<F> * (F::KSTEP / 8);
-        if (SHARED_RING && (a.norm == NORM_RMS || a.norm == NORM_RMS_PLUS_ONE) && a.m == 1 && wanted <= 2 * THREADS) {
+        if (SHARED_STAGES && (a.norm == NORM_RMS || a.norm == NORM_RMS_PLUS_ONE) && a.m == 1 && wanted <= 2 * THREADS) {
             two_chunks(wanted, wait, rest);
         } else if (before) {
             add(from * F::KSTEP, wanted, before * (F::KSTEP / 8));
@@ -31,7 +33,9 @@ template <class F, class T, bool COMMON> struct FloatStager : Norms<T, false, CO
     static constexpr bool BOUNDED = false;
 
 private:
-    DEVICE Words4& chunk(int token, int c) const { return *reinterpret_cast<Words4*>(shared + token * plan.token_stride + c * 16); }
+    DEVICE Words4& chunk(int token, int c) const {
+        return *reinterpret_cast<Words4*>(shared + token * plan.token_stride + c * 16);
+    }
     // A thread's own chunks of every token.
     template <class REST> DEVICE void copy(int from, int wanted, const REST& rest, bool signalled) const {
 #pragma unroll 1
@@ -42,7 +46,7 @@ private:
                 if (Base::aligned()) copy_activation16(&chunk(token, c), row(token) + at * 2, left > 0);
                 else chunk(token, c) = load_part(row(token) + at * 2, left);
             }
-        ring_commit();
+        commit_copies();
         copies_done(rest());
         if (!signalled) return;
         int looks = 0;
@@ -50,7 +54,7 @@ private:
         for (int c = threadIdx.x; c < wanted; c += THREADS)
             for (; is_sentinel(chunk(0, c)); chunk(0, c) = Base::load(0, from + c * 8)) spin(looks);
     }
-    // The same behind `before` chunks: through registers, since copies would wait for the ring's.
+    // The same behind `before` chunks: through registers, since copies would wait for the buffer's.
     DEVICE void add(int from, int wanted, int before) const {
 #pragma unroll 1
         for (int token = 0; token < a.m; ++token) {
@@ -62,7 +66,8 @@ private:
             }
         }
     }
-    // Under an RMSNorm, up to two chunks a thread: their values wait for the norm's factor in registers, where no ring lies.
+    // Under an RMSNorm, up to two chunks a thread: their values wait for the norm's factor in registers, where no
+    // multi-stage buffer lies.
     template <class WAIT, class REST> DEVICE void two_chunks(int wanted, const WAIT& wait, const REST& rest) const {
         Words4 v[2] = {{0, 0, 0, 0}, {0, 0, 0, 0}};
         wait();
@@ -80,23 +85,24 @@ private:
     DEVICE void normalise(int wanted) const {
         if (Base::layer()) {
             for (int token = 0; token < a.m; ++token) {
-                float share = 0.f;
-                for (int c = threadIdx.x; c < wanted; c += THREADS) share += Base::sum_of(chunk(token, c));
-                Base::leave(Base::sums(), token, share);
+                float partial = 0.f;
+                for (int c = threadIdx.x; c < wanted; c += THREADS) partial += Base::sum_of(chunk(token, c));
+                Base::leave(Base::sums(), token, partial);
             }
             __syncthreads();
         }
 #pragma unroll 1
         for (int token = 0; token < a.m; ++token) {
             const float mean = Base::mean(token);
-            float share = 0.f;
-            for (int c = threadIdx.x; c < wanted; c += THREADS) share += Base::squares_of(chunk(token, c), c * 8, mean);
-            Base::leave(Base::squares(), token, share);
+            float partial = 0.f;
+            for (int c = threadIdx.x; c < wanted; c += THREADS)
+                partial += Base::squares_of(chunk(token, c), c * 8, mean);
+            Base::leave(Base::squares(), token, partial);
         }
         __syncthreads();
         const int mine = lane_id() % 8 < a.m ? lane_id() % 8 : 0;
         const float my_mean = Base::mean(mine), my_scale = Base::scale(mine);
-        const int end = (wanted + WAVE - 1) / WAVE * WAVE;  // whole waves, for from_lane
+        const int end = (wanted + WARP_SIZE - 1) / WARP_SIZE * WARP_SIZE;  // whole warps, for from_lane
 #pragma unroll 1
         for (int c = threadIdx.x, i = 0; c < end; c += THREADS, ++i) {
             const Words4 g = i == 0 ? first[0] : i == 1 ? first[1] : Base::weight(c * 8);

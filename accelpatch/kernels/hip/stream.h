@@ -1,15 +1,15 @@
-// The weights' way to the matrix unit: a ring of turns, each private to its wave, so that no barrier guards it. On NVIDIA
-// asynchronous copies into shared memory; on AMD registers, one turn ahead.
+// The weights' way to the matrix unit: a multi-stage buffer, each private to its warp, so that no barrier guards it. On
+// NVIDIA asynchronous copies into shared memory; on AMD registers, one stage ahead.
 #pragma once
 #include "formats.h"
 
-template <class F> constexpr int SCALE_BYTES = 4 * F::GROUPS;  // a row pair and step
+template <class F> constexpr int SCALE_BYTES = 4 * F::GROUPS;                              // a row pair and step
 template <class F> constexpr int TABLES = F::GROUPS ? 1 + (F::OFFSET != OFFSET_NONE) : 0;  // scales, offsets
-template <class F> constexpr int WEIGHT_BYTES = COMPACT<F> ? F::STEP_BYTES : 1024;  // a wave and step
-template <class F> constexpr int TABLE_BYTES = 8 * SCALE_BYTES<F>;          // of a tile and step
+template <class F> constexpr int WEIGHT_BYTES = COMPACT<F> ? F::STEP_BYTES : 1024;         // a warp and step
+template <class F> constexpr int TABLE_BYTES = 8 * SCALE_BYTES<F>;                         // of a tile and step
 template <class F> constexpr int SLOT_BYTES = WEIGHT_BYTES<F> + TABLE_BYTES<F> * TABLES<F>;
 
-// Neighbouring steps of K in a turn: two at once hide each other's latencies, where registers hold their scales.
+// Neighbouring steps of K in a stage: two at once hide each other's latencies, where registers hold their scales.
 template <class F> constexpr int PAIR = F::GROUPS * SCALE_PAIRS * TABLES<F> > 8 ? 1 : 2;
 
 // What a lane holds of one step.
@@ -21,7 +21,9 @@ template <class F> struct Slot {
 };
 
 // Blocks share each round of tiles evenly, so that a last, shorter round is spread over all of them.
-DEVICE int tile_of(const GemvPlan& plan, int round, int wn) { return ((round * WAVES >> plan.waves_shift) + wn) * gridDim.x + blockIdx.x; }
+DEVICE int tile_of(const GemvPlan& plan, int round, int wn) {
+    return ((round * WARPS >> plan.warps_shift) + wn) * gridDim.x + blockIdx.x;
+}
 // The weight row of a tile's row r; a.n or more where there is none.
 DEVICE int64_t weight_row(const GemvArgs& a, int tile, int r) {
     if (a.activation != ACT_SILU_GATE) return int64_t(tile) * 16 + r;
@@ -29,9 +31,12 @@ DEVICE int64_t weight_row(const GemvArgs& a, int tile, int r) {
     return at < half ? at + (r >> 3) * half : a.n;
 }
 template <class F> DEVICE int64_t row_bytes(const GemvArgs& a) { return a.k * F::VALUE_BITS / 8; }
-template <class F> DEVICE int64_t scale_sets(const GemvArgs& a, const GemvPlan& plan) { return F::GROUPS ? ((plan.steps - 1) >> a.group_shift) + 1 : 0; }
+template <class F> DEVICE int64_t scale_sets(const GemvArgs& a, const GemvPlan& plan) {
+    return F::GROUPS ? ((plan.steps - 1) >> a.group_shift) + 1 : 0;
+}
 
-// Rows that no 16-byte load may touch: 16 bytes one by one, zeros past the row's end. `room`: bytes from `from` to there.
+// Rows that no 16-byte load may touch: 16 bytes one by one, zeros past the row's end. `room`: bytes from `from` to
+// there.
 template <int RUN> static __device__ __noinline__ Words4 gather(const char* from, int room) {
     uint32_t out[4] = {0, 0, 0, 0};
 #pragma unroll 1
@@ -43,95 +48,112 @@ template <int RUN> static __device__ __noinline__ Words4 gather(const char* from
     return {out[0], out[1], out[2], out[3]};
 }
 
-// One lane's stream of weights: its wave's turns of tile after tile. No branch is taken but for the end of a tile and where
-// there is none. Half of the ring is asked for at once (of int4's deep one in clusters a turn, since the kernel before still
-// reads), the rest behind the activations: they are waited for, and would queue behind all of it.
+// One lane's stream of weights: its warp's stages of tile after tile. No branch is taken but for the end of a tile and
+// where there is none. Half of the multi-stage buffer is asked for at once (of int4's deep one in clusters a stage,
+// since the kernel before still reads), the rest behind the activations: they are waited for, and would queue behind
+// all of it.
 //
-// PHASED: a phase of K of one tile, and that of the tile of the round after it, before both tiles' next phase.
-template <class F, int DEPTH, bool PHASED = false> struct Stream {
-    static constexpr int EARLY = PHASED && F::TILED && DEPTH > CLUSTER_DEPTH ? 1 : (DEPTH + 1) / 2;
+// K_TILED: a K tile of one tile, and that of the tile of the round after it, before both tiles' next K tile.
+template <class F, int DEPTH, bool K_TILED = false> struct Stream {
+    static constexpr int PREFETCHED = K_TILED && F::TILED && DEPTH > CLUSTER_DEPTH ? 1 : (DEPTH + 1) / 2;
     static constexpr int RUNS = F::SPLIT ? 2 : 1, RUN_BYTES = 16 / RUNS;  // of a row's bytes in a step
-    // Whole lines of 128 bytes, eight lanes each: row r of the tile and its chunk c lie in the place of step r / 8, mixed so that
-    // banks differ for the two rows' chunks that are read at once. Else each lane copies what it will read itself.
-    static constexpr bool LINES = SHARED_RING && !F::TILED && !F::SPLIT && PAIR<F> == 2;
-    static constexpr int COPIED_ROWS = LINES ? 4 : 1;  // from one of a lane's copies to its next one's row, within a half of the tile
-    static constexpr bool SHARED_TABLES = SHARED_RING && F::GROUPS > 0;  // a turn's scales and offsets: of each lane one piece
-    static_assert(!SHARED_TABLES || PAIR<F> * TABLES<F> * 8 <= WAVE, "a piece a lane");
-    using Turn = Slot<F>[PAIR<F>];
-    static constexpr int TURN_BYTES = PAIR<F> * SLOT_BYTES<F>, TABLES_AT = PAIR<F> * WEIGHT_BYTES<F>, ROW_TABLES = PAIR<F> * TABLES<F> * F::GROUPS;
+    // Whole lines of 128 bytes, eight lanes each: row r of the tile and its chunk c lie in the place of step r / 8,
+    // mixed so that banks differ for the two rows' chunks that are read at once. Else each lane copies what it will
+    // read itself.
+    static constexpr bool LINES = SHARED_STAGES && !F::TILED && !F::SPLIT && PAIR<F> == 2;
+    static constexpr int COPIED_ROWS =
+        LINES ? 4 : 1;  // from one of a lane's copies to its next one's row, within a half of the tile
+    static constexpr bool SHARED_TABLES =
+        SHARED_STAGES && F::GROUPS > 0;  // a stage's scales and offsets: of each lane one piece
+    static_assert(!SHARED_TABLES || PAIR<F> * TABLES<F> * 8 <= WARP_SIZE, "a piece a lane");
+    using Stage = Slot<F>[PAIR<F>];
+    static constexpr int STAGE_BYTES = PAIR<F> * SLOT_BYTES<F>, TABLES_AT = PAIR<F> * WEIGHT_BYTES<F>,
+                         ROW_TABLES = PAIR<F> * TABLES<F> * F::GROUPS;
     const GemvArgs& a;
     const GemvPlan& plan;
-    const int first, stride;  // the wave's first turn in a tile, and from one to the next, in steps
-    int tile, step;           // of the next turn
-    int phase = 0, end;       // where its phase begins and ends, in steps
-    int other = 0;            // 1: its tile is the second that goes through the phase
+    const int first, stride;  // the warp's first stage in a tile, and from one to the next, in steps
+    int tile, step;           // of the next stage
+    int k_tile = 0, end;      // where its K tile begins and ends, in steps
+    int other = 0;            // 1: its tile is the second that goes through the K tile
     int rows[ROWS_PER_LANE];  // of row-major weights
     const char *row[ROWS_PER_LANE], *scale;
-    char* ring;               // this lane's place in it
-    int slot = 0;             // bytes from there to the next turn's
-    Slot<F> held[SHARED_RING ? 1 : PAIR<F>];
-    static constexpr bool LATE = !SHARED_RING && Slot<F>::WORDS * TABLES<F> > 16;  // more scales than registers hold ahead
+    char* stage_buffer;  // this lane's place in it
+    int slot = 0;        // bytes from there to the next stage's
+    Slot<F> held[SHARED_STAGES ? 1 : PAIR<F>];
+    static constexpr bool LATE =
+        !SHARED_STAGES && Slot<F>::WORDS * TABLES<F> > 16;  // more scales than registers hold ahead
     const char* tables;
 
-    // Wave wk of those that share a tile; `tile` is its first.
-    DEVICE Stream(const GemvArgs& a, const GemvPlan& plan, int wk, int tile, char* ring)
-        : a(a), plan(plan), first(wk * PAIR<F>), stride(PAIR<F> << plan.waves_shift), tile(tile), step(first), ring(ring) {
-        if (first >= plan.steps) this->tile = plan.tiles;  // no turn at all
-        end = PHASED ? phase_end() : plan.steps;
+    // Warp wk of those that share a tile; `tile` is its first.
+    DEVICE Stream(const GemvArgs& a, const GemvPlan& plan, int wk, int tile, char* stage_buffer)
+        : a(a),
+          plan(plan),
+          first(wk * PAIR<F>),
+          stride(PAIR<F> << plan.warps_shift),
+          tile(tile),
+          step(first),
+          stage_buffer(stage_buffer) {
+        if (first >= plan.steps) this->tile = plan.tiles;  // no stage at all
+        end = K_TILED ? k_tile_end() : plan.steps;
         for (int h = 0; h < ROWS_PER_LANE; ++h) {
-            const int r = LINES ? lane_id() / 8 + 8 * h : fragment_row(h), chunk = LINES ? lane_id() % 8 : fragment_quarter();
+            const int r = LINES ? lane_id() / 8 + 8 * h : fragment_row(h),
+                      chunk = LINES ? lane_id() % 8 : fragment_quarter();
             if constexpr (F::TILED) {
-                row[h] = static_cast<const char*>(a.w) + int64_t(tile) * plan.steps * F::STEP_BYTES + (4 * r + fragment_quarter()) * 16;
+                row[h] = static_cast<const char*>(a.w) + int64_t(tile) * plan.steps * F::STEP_BYTES +
+                         (4 * r + fragment_quarter()) * 16;
             } else {
                 rows[h] = int(weight_row(a, tile, r));
                 row[h] = static_cast<const char*>(a.w) + rows[h] * row_bytes<F>(a) + chunk * RUN_BYTES;
             }
         }
         const int pair = SHARED_TABLES ? lane_id() & 7 : scale_pair();
-        scale = static_cast<const char*>(SHARED_TABLES && TABLES<F> > 1 && lane_id() & 16 ? a.offset : a.scale) + (tile * scale_sets<F>(a, plan) * 8 + pair) * SCALE_BYTES<F>;
+        scale = static_cast<const char*>(SHARED_TABLES && TABLES<F> > 1 && lane_id() & 16 ? a.offset : a.scale) +
+                (tile * scale_sets<F>(a, plan) * 8 + pair) * SCALE_BYTES<F>;
 #pragma unroll 1
-        for (int i = 0; i < EARLY; ++i) issue();
+        for (int i = 0; i < PREFETCHED; ++i) prefetch();
     }
-    // The rest of the ring; how many turns that are.
+    // The rest of the multi-stage buffer; how many stages that are.
     DEVICE int fill() {
 #pragma unroll 1
-        for (int i = EARLY; i < DEPTH; ++i) issue();
-        if constexpr (PHASED && LINES && F::INTEGER) ahead();
-        return DEPTH - EARLY;
+        for (int i = PREFETCHED; i < DEPTH; ++i) prefetch();
+        if constexpr (K_TILED && LINES && F::INTEGER) ahead();
+        return DEPTH - PREFETCHED;
     }
-    // Lines of the turns behind those of the ring into L2, a row a lane: memory would rest while activations are staged. Of K in phases
-    // not all of them are the ones that come next.
+    // Lines of the stages behind those of the multi-stage buffer into L2, a row a lane: memory would rest while
+    // activations are staged. Of K in K tiles not all of them are the ones that come next.
     DEVICE void ahead() const {
-        constexpr int TURNS = 4;
-        const int left = (phase_end() - step + stride - 1) / stride;  // turns of this phase
+        constexpr int STAGES = 4;
+        const int left = (k_tile_end() - step + stride - 1) / stride;  // stages of this K tile
 #pragma unroll
-        for (int i = lane_id() / 16; i < TURNS; i += WAVE / 16) {
-            const int of_tile = tile + (i < left ? 0 : plan.tile_hop), at = i < left ? step + i * stride : phase + first + (i - left) * stride;
+        for (int i = lane_id() / 16; i < STAGES; i += WARP_SIZE / 16) {
+            const int of_tile = tile + (i < left ? 0 : plan.tile_hop),
+                      at = i < left ? step + i * stride : k_tile + first + (i - left) * stride;
             const int64_t from = weight_row(a, of_tile, lane_id() % 16);
-            if (of_tile < plan.tiles && at < phase_end() && from < a.n) prefetch_line(static_cast<const char*>(a.w) + from * row_bytes<F>(a) + int64_t(at) * F::STEP_BYTES);
+            if (of_tile < plan.tiles && at < k_tile_end() && from < a.n)
+                prefetch_line(static_cast<const char*>(a.w) + from * row_bytes<F>(a) + int64_t(at) * F::STEP_BYTES);
         }
     }
-    // To the wave's next turn.
+    // To the warp's next stage.
     DEVICE void advance() {
         step += stride;
-        if constexpr (PHASED) {
-            while (step >= (F::TILED ? end : phase_end()) && tile < plan.tiles) next_phase();  // int8 was slower so
+        if constexpr (K_TILED) {
+            while (step >= (F::TILED ? end : k_tile_end()) && tile < plan.tiles) next_k_tile();  // int8 was slower so
         } else if (step >= plan.steps) {
             step = first, hop(1);
         }
     }
-    DEVICE int phase_end() const { return min(plan.steps, phase + plan.phase_steps * CLUSTER); }
-    DEVICE void next_phase() {
+    DEVICE int k_tile_end() const { return min(plan.steps, k_tile + plan.k_tile_steps * CLUSTER); }
+    DEVICE void next_k_tile() {
         int rounds = 1;
-        if (plan.together > 1 && !other && tile + plan.tile_hop < plan.tiles) {
+        if (plan.rounds_at_once > 1 && !other && tile + plan.tile_hop < plan.tiles) {
             other = 1;
-        } else if (phase_end() < plan.steps) {
-            rounds = -other, phase = phase_end(), other = 0;
+        } else if (k_tile_end() < plan.steps) {
+            rounds = -other, k_tile = k_tile_end(), other = 0;
         } else {
-            rounds = plan.together - other, phase = 0, other = 0;
+            rounds = plan.rounds_at_once - other, k_tile = 0, other = 0;
         }
         hop(rounds);
-        step = phase + first, end = phase_end();
+        step = k_tile + first, end = k_tile_end();
     }
     DEVICE void hop(int rounds) {
         tile += rounds * plan.tile_hop;
@@ -141,33 +163,39 @@ template <class F, int DEPTH, bool PHASED = false> struct Stream {
         }
         if (F::GROUPS > 0) scale += rounds * plan.scale_hop;
     }
-    // Starts the loads of the next turn, into the place of the one that was taken last.
-    DEVICE void issue() {
-        char* into = SHARED_RING ? ring + slot : nullptr;
+    // Starts the loads of the next stage, into the place of the one that was taken last.
+    DEVICE void prefetch() {
+        char* into = SHARED_STAGES ? stage_buffer + slot : nullptr;
         const bool there = tile < plan.tiles, second = there && step + 1 < plan.steps;
-        if (SHARED_RING && !PHASED && !there) return commit_turn();  // zeros in place of no tile would delay the last one's end
+        if (SHARED_STAGES && !K_TILED && !there)
+            return commit_stage();  // zeros in place of no tile would delay the last one's end
         if (F::TILED || plan.w_aligned) copy(into, there, second);
-        else if (there) gather_turn(into);
+        else if (there) gather_stage(into);
         if constexpr (F::GROUPS > 0) {
             if constexpr (LATE) tables = table(0);
             else load_tables(into, there, second);
         }
-        commit_turn();
+        commit_stage();
         advance();
     }
-    DEVICE void commit_turn() {
-        ring_commit();
-        if (SHARED_RING) slot = slot + TURN_BYTES == DEPTH * TURN_BYTES ? 0 : slot + TURN_BYTES;
+    DEVICE void commit_stage() {
+        commit_copies();
+        if (SHARED_STAGES) slot = slot + STAGE_BYTES == DEPTH * STAGE_BYTES ? 0 : slot + STAGE_BYTES;
     }
     DEVICE const char* table(int u) const { return scale + int64_t((step + u) >> a.group_shift) * TABLE_BYTES<F>; }
     DEVICE void load_tables(char* into, bool there, bool second) {
-        if constexpr (SHARED_TABLES) {  // row pairs by neighbouring lanes, each its step's scales or offsets; all of a pair lie together
-            const int piece = lane_id() >> 3 & 2 * TABLES<F> - 1, u = piece & 1, at = TABLES_AT + (lane_id() & 7) * ROW_TABLES * 4 + piece * SCALE_BYTES<F> - lane_id() * 16;
-            if (TABLES<F> > 1 || lane_id() < WAVE / 2) stream_copy<SCALE_BYTES<F>>(into + at, table(u), u ? second : there);  // without offsets half of the lanes have a piece
+        if constexpr (SHARED_TABLES) {  // row pairs by neighbouring lanes, each its step's scales or offsets; all of a
+                                        // pair lie together
+            const int piece = lane_id() >> 3 & 2 * TABLES<F> - 1, u = piece & 1,
+                      at = TABLES_AT + (lane_id() & 7) * ROW_TABLES * 4 + piece * SCALE_BYTES<F> - lane_id() * 16;
+            if (TABLES<F> > 1 || lane_id() < WARP_SIZE / 2)
+                stream_copy<SCALE_BYTES<F>>(
+                    into + at, table(u), u ? second : there);  // without offsets half of the lanes have a piece
         } else {
 #pragma unroll
             for (int u = 0; u < PAIR<F>; ++u)
-                copy_tables(reinterpret_cast<char*>(held[SHARED_RING ? 0 : u].scale), reinterpret_cast<char*>(held[SHARED_RING ? 0 : u].offset), table(u), u ? second : there);
+                copy_tables(reinterpret_cast<char*>(held[SHARED_STAGES ? 0 : u].scale),
+                    reinterpret_cast<char*>(held[SHARED_STAGES ? 0 : u].offset), table(u), u ? second : there);
         }
     }
     DEVICE void copy_tables(char* scales, char* offsets, const char* from, bool there) {
@@ -179,19 +207,30 @@ template <class F, int DEPTH, bool PHASED = false> struct Stream {
             if (F::OFFSET != OFFSET_NONE) stream_copy<SCALE_BYTES<F>>(offsets + at, from + beside + at, there);
         }
     }
-    DEVICE char* place(char* into, int u, int h) { return SHARED_RING ? into + u * WEIGHT_BYTES<F> + h * WAVE * 16 : reinterpret_cast<char*>(&held[SHARED_RING ? 0 : u].w[h]); }
-    DEVICE int room() const { return int(row_bytes<F>(a)) - (LINES ? lane_id() % 8 : fragment_quarter()) * RUN_BYTES - step * F::STEP_BYTES; }  // bytes left of a row
+    DEVICE char* place(char* into, int u, int h) {
+        return SHARED_STAGES ? into + u * WEIGHT_BYTES<F> + h * WARP_SIZE * 16
+                             : reinterpret_cast<char*>(&held[SHARED_STAGES ? 0 : u].w[h]);
+    }
+    DEVICE int room() const {
+        return int(row_bytes<F>(a)) - (LINES ? lane_id() % 8 : fragment_quarter()) * RUN_BYTES - step * F::STEP_BYTES;
+    }  // bytes left of a row
     // Of lines: where a lane's copy goes, of the half h of the tile's rows; where what it reads of step u lies.
-    static DEVICE char* line_place(char* into, int h, int other) { return into + h * WEIGHT_BYTES<F> + other * 512 + (lane_id() & 4 ? -1 : 1) * (lane_id() & 8 ? 64 : 0); }
-    static DEVICE int line_of(int u) { return (lane_id() >> 2) * 128 + (lane_id() & 3) * 16 + ((u ^ lane_id() >> 2) & 1) * 64 - lane_id() * 16; }
+    static DEVICE char* line_place(char* into, int h, int other) {
+        return into + h * WEIGHT_BYTES<F> + other * 512 + (lane_id() & 4 ? -1 : 1) * (lane_id() & 8 ? 64 : 0);
+    }
+    static DEVICE int line_of(int u) {
+        return (lane_id() >> 2) * 128 + (lane_id() & 3) * 16 + ((u ^ lane_id() >> 2) & 1) * 64 - lane_id() * 16;
+    }
     DEVICE void copy(char* into, bool there, bool second) {
         const int64_t at = int64_t(step) * F::STEP_BYTES;
         const int left = room();
-        if constexpr (SHARED_RING && F::TILED && PAIR<F> == 2) {
+        if constexpr (SHARED_STAGES && F::TILED && PAIR<F> == 2) {
             const char* from = row[0] + at;
             if constexpr (COMPACT<F>) {
-                stream_copy<16>(into, from, there), stream_copy<16, 512>(into, from, there), stream_copy<16, 1024>(into, from, there);
-                stream_copy<16, 1536>(into, from, second), stream_copy<16, 2048>(into, from, second), stream_copy<16, 2560>(into, from, second);
+                stream_copy<16>(into, from, there), stream_copy<16, 512>(into, from, there),
+                    stream_copy<16, 1024>(into, from, there);
+                stream_copy<16, 1536>(into, from, second), stream_copy<16, 2048>(into, from, second),
+                    stream_copy<16, 2560>(into, from, second);
                 return;
             }
             stream_copy<16>(into, from, there), stream_copy<16, 512>(into, from, there);
@@ -203,7 +242,8 @@ template <class F, int DEPTH, bool PHASED = false> struct Stream {
             for (int h = 0; h < ROWS_PER_LANE; ++h)
 #pragma unroll
                 for (int other = 0; other < 2; ++other)
-                    stream_copy<16>(line_place(into, h, other), row[h] + at + other * COPIED_ROWS * row_bytes<F>(a), there && rows[h] + other * COPIED_ROWS < int(a.n) && left > 0);
+                    stream_copy<16>(line_place(into, h, other), row[h] + at + other * COPIED_ROWS * row_bytes<F>(a),
+                        there && rows[h] + other * COPIED_ROWS < int(a.n) && left > 0);
             return;
         }
 #pragma unroll
@@ -215,7 +255,8 @@ template <class F, int DEPTH, bool PHASED = false> struct Stream {
 #pragma unroll
                 for (int run = 0; run < RUNS; ++run) {
                     const int begin = u * F::STEP_BYTES + run * 32;
-                    stream_copy<RUN_BYTES>(place(into, u, h) + run * RUN_BYTES, from + begin, F::TILED ? (u ? second : there) : row_there && begin < left);
+                    stream_copy<RUN_BYTES>(place(into, u, h) + run * RUN_BYTES, from + begin,
+                        F::TILED ? (u ? second : there) : row_there && begin < left);
                 }
         }
         if constexpr (COMPACT<F>) copy_exponents(there, second);
@@ -225,33 +266,39 @@ template <class F, int DEPTH, bool PHASED = false> struct Stream {
         const int r = fragment_row(0);
         const char* from = row[0] + int64_t(step) * F::STEP_BYTES + 1024 - (r & 8) * 64 + (r & 8);
 #pragma unroll
-        for (int u = 0; u < PAIR<F>; ++u) stream_copy<8>(held[SHARED_RING ? 0 : u].exponents, from + u * F::STEP_BYTES, u ? second : there);
+        for (int u = 0; u < PAIR<F>; ++u)
+            stream_copy<8>(held[SHARED_STAGES ? 0 : u].exponents, from + u * F::STEP_BYTES, u ? second : there);
     }
-    DEVICE void gather_turn(char* into) {
+    DEVICE void gather_stage(char* into) {
         for (int h = 0; h < ROWS_PER_LANE; ++h)
             for (int u = 0; u < PAIR<F>; ++u) {
                 const int ahead = LINES ? 0 : u * F::STEP_BYTES, below = LINES ? u * COPIED_ROWS : 0;
                 *reinterpret_cast<Words4*>(LINES ? line_place(into, h, u) : place(into, u, h)) =
-                    gather<RUN_BYTES>(row[h] + int64_t(step) * F::STEP_BYTES + ahead + below * row_bytes<F>(a), rows[h] + below < int(a.n) ? room() - ahead : 0);
+                    gather<RUN_BYTES>(row[h] + int64_t(step) * F::STEP_BYTES + ahead + below * row_bytes<F>(a),
+                        rows[h] + below < int(a.n) ? room() - ahead : 0);
             }
     }
-    // The oldest turn; its place takes the next one's loads.
-    DEVICE void take(Slot<F> (&now)[PAIR<F>]) {
-        ring_wait<DEPTH>();
-        if (LINES || SHARED_TABLES) wave_sync();  // all lanes' copies have come
+    // The oldest stage; its place takes the next one's loads.
+    DEVICE void consume(Slot<F> (&now)[PAIR<F>]) {
+        wait_copies<DEPTH>();
+        if (LINES || SHARED_TABLES) warp_sync();  // all lanes' copies have come
 #pragma unroll
         for (int u = 0; u < PAIR<F>; ++u) {
-            if constexpr (SHARED_RING) read(now[u], ring + slot + (LINES ? line_of(u) : u * WEIGHT_BYTES<F>));
+            if constexpr (SHARED_STAGES) read(now[u], stage_buffer + slot + (LINES ? line_of(u) : u * WEIGHT_BYTES<F>));
             else now[u] = held[u];
-            if constexpr (LATE) copy_tables(reinterpret_cast<char*>(now[u].scale), reinterpret_cast<char*>(now[u].offset), tables, true);
+            if constexpr (LATE)
+                copy_tables(
+                    reinterpret_cast<char*>(now[u].scale), reinterpret_cast<char*>(now[u].offset), tables, true);
         }
-        if constexpr (SHARED_TABLES) read_tables(now, ring + slot + TABLES_AT + (lane_id() >> 2) * ROW_TABLES * 4 - lane_id() * 16);
-        if (LINES || SHARED_TABLES) wave_sync();  // before others' places take new ones
-        issue();
+        if constexpr (SHARED_TABLES)
+            read_tables(now, stage_buffer + slot + TABLES_AT + (lane_id() >> 2) * ROW_TABLES * 4 - lane_id() * 16);
+        if (LINES || SHARED_TABLES) warp_sync();  // before others' places take new ones
+        prefetch();
     }
     static DEVICE void read(Slot<F>& out, const char* from) {
 #pragma unroll
-        for (int h = 0; h < ROWS_PER_LANE; ++h) out.w[h] = *reinterpret_cast<const Words4*>(from + h * (LINES ? WEIGHT_BYTES<F> : WAVE * 16));
+        for (int h = 0; h < ROWS_PER_LANE; ++h)
+            out.w[h] = *reinterpret_cast<const Words4*>(from + h * (LINES ? WEIGHT_BYTES<F> : WARP_SIZE * 16));
         if constexpr (COMPACT<F>) {
             const Words4 v = *reinterpret_cast<const Words4*>(from + 1024);
 #pragma unroll
@@ -259,8 +306,10 @@ template <class F, int DEPTH, bool PHASED = false> struct Stream {
         }
     }
     static DEVICE void read_tables(Slot<F> (&now)[PAIR<F>], const char* from) {
-        // A short ring is that of kernels with many sums, which have no four registers in a row to spare.
-        struct alignas(DEPTH <= SHALLOW ? 4 : ROW_TABLES < 4 ? 4 * ROW_TABLES : 16) All { uint32_t v[ROW_TABLES]; };
+        // A short multi-stage buffer is that of kernels with many sums, which have no four registers in a row to spare.
+        struct alignas(DEPTH <= SHALLOW ? 4 : ROW_TABLES < 4 ? 4 * ROW_TABLES : 16) All {
+            uint32_t v[ROW_TABLES];
+        };
         const All all = *reinterpret_cast<const All*>(from);
 #pragma unroll
         for (int u = 0; u < PAIR<F>; ++u)

@@ -33,9 +33,9 @@ from accelpatch.errors import KernelError
 from accelpatch.kernels.attention_shape import MOST, AttentionShape
 from accelpatch.kernels.triton import launch
 from accelpatch.kernels.triton.attention_runs import added_up, begin_of, count_of, keep, prefetch, runs_of
-from accelpatch.kernels.triton.early import release, wait
+from accelpatch.kernels.triton.dependent_launch import release, wait
 from accelpatch.kernels.triton.launch import cdiv
-from accelpatch.kernels.triton.rotation import angles, pair, turned
+from accelpatch.kernels.triton.rotation import angles, pair, rotated
 
 RUN = 256  # slots whose results are added up by themselves
 ROWS = 16  # queries of one program: the least that matrix instructions take
@@ -53,16 +53,16 @@ RESIDENT = 2  # programs a processor
 @triton.jit
 def _cache_new(  # type: ignore[no-untyped-def]
     new, cos, sin, k_norm, keys, values, here, slot, kv_heads, eps,
-    SIZE: tl.constexpr, WIDE: tl.constexpr, TURNED: tl.constexpr, NORM: tl.constexpr, PLUS_ONE: tl.constexpr,
+    SIZE: tl.constexpr, WIDE: tl.constexpr, ROTARY_DIM: tl.constexpr, NORM: tl.constexpr, PLUS_ONE: tl.constexpr,
     MOST: tl.constexpr,
 ):  # fmt: skip
     """Writes k and v of the new tokens that are here; new[MOST] points to their k."""
     columns, place = tl.arange(0, WIDE), slot + tl.arange(0, MOST)
     both = here[:, None] & (columns < SIZE)[None, :]
-    value, other, others = pair(new, here, columns, SIZE, TURNED)
+    value, other, others = pair(new, here, columns, SIZE, ROTARY_DIM)
     v = tl.load((new + kv_heads * SIZE)[:, None] + columns[None, :], mask=both, other=0.0)
     tl.store(values + place[:, None] * SIZE + columns[None, :], v, mask=both)
-    k = turned(value, other, others, columns, cos, sin, k_norm, eps, SIZE, TURNED, NORM, PLUS_ONE)
+    k = rotated(value, other, others, columns, cos, sin, k_norm, eps, SIZE, ROTARY_DIM, NORM, PLUS_ONE)
     tl.store(keys + place[:, None] * SIZE + columns[None, :], k, mask=both)
 
 
@@ -115,13 +115,13 @@ def _over(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _scan(  # type: ignore[no-untyped-def]
-    q, keys, values, mask, sums, tops, query, tokens, begin, stop, origin, slot, window, scaling, softcap, whole,
+    q, keys, values, mask, sums, tops, query, tokens, begin, stop, origin, slot, window, scaling, softcap, all_seen,
     GROUP: tl.constexpr, CAP: tl.constexpr, RUN: tl.constexpr, SLOTS: tl.constexpr, SIZE: tl.constexpr,
     WIDE: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """As _over; the mask is looked at where some slots of it are hidden."""
     token, here = query // GROUP, query < tokens * GROUP
-    if whole:
+    if all_seen:
         top, total, mean = _over(
             q, keys, values, mask, sums, tops, here, token, begin, stop, origin, slot, window, scaling, softcap,
             CAP, RUN, SLOTS, SIZE, WIDE, ROWS, STAGES, False,
@@ -145,8 +145,8 @@ def _leave(  # type: ignore[no-untyped-def]
     kind: tl.constexpr = y.dtype.element_ty
     if first == last:
         at = y + (query // GROUP * heads + query % GROUP)[:, None] * SIZE + columns[None, :]
-        whole = mean / tl.where(query < queries, total, 1.0)[:, None]
-        tl.store(at, whole.to(kind), mask=(query < queries)[:, None] & (columns < SIZE)[None, :])
+        all_seen = mean / tl.where(query < queries, total, 1.0)[:, None]
+        tl.store(at, all_seen.to(kind), mask=(query < queries)[:, None] & (columns < SIZE)[None, :])
     else:
         keep(sums, tops, run, query < queries, top, total, mean, SIZE, WIDE, ROWS)
         tl.debug_barrier()  # all of the program's stores, then one thread's count of them
@@ -176,28 +176,28 @@ def _read_ahead(  # type: ignore[no-untyped-def]
 def _ready(  # type: ignore[no-untyped-def]
     qkv, positions, inv_freq, q_norm, k_norm, keys, values, tokens, query, kv, slot, begin, stop, heads, rope_scaling,
     eps,
-    GROUP: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr, TURNED: tl.constexpr, NORM: tl.constexpr,
+    GROUP: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr, ROTARY_DIM: tl.constexpr, NORM: tl.constexpr,
     PLUS_ONE: tl.constexpr, MOST: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """The queries, once the kernel before has ended; new tokens whose slots are begin .. stop - 1 are cached then."""
     columns, fresh, kv_heads = tl.arange(0, WIDE), tl.arange(0, MOST), heads // GROUP
     token, here = query // GROUP, query < tokens * GROUP
     kind: tl.constexpr = qkv.dtype.element_ty
-    cos, sin = angles(positions + token, here, inv_freq, rope_scaling, columns, TURNED, kind)
-    k_cos, k_sin = angles(positions + fresh, fresh < tokens, inv_freq, rope_scaling, columns, TURNED, kind)
+    cos, sin = angles(positions + token, here, inv_freq, rope_scaling, columns, ROTARY_DIM, kind)
+    k_cos, k_sin = angles(positions + fresh, fresh < tokens, inv_freq, rope_scaling, columns, ROTARY_DIM, kind)
     if DEPENDENT:
         wait()
     stride = (heads + 2 * kv_heads) * SIZE
     rows = qkv + token * stride + (kv * GROUP + query % GROUP) * SIZE
-    value, other, others = pair(rows, here, columns, SIZE, TURNED)
+    value, other, others = pair(rows, here, columns, SIZE, ROTARY_DIM)
     if stop > slot:
         new = (fresh < tokens) & (slot + fresh >= begin) & (slot + fresh < stop)
         _cache_new(
             qkv + fresh * stride + (heads + kv) * SIZE, k_cos, k_sin, k_norm, keys, values, new, slot, kv_heads, eps,
-            SIZE, WIDE, TURNED, NORM, PLUS_ONE, MOST,
+            SIZE, WIDE, ROTARY_DIM, NORM, PLUS_ONE, MOST,
         )  # fmt: skip
         tl.debug_barrier()  # what was written is read by other threads
-    return turned(value, other, others, columns, cos, sin, q_norm, eps, SIZE, TURNED, NORM, PLUS_ONE)
+    return rotated(value, other, others, columns, cos, sin, q_norm, eps, SIZE, ROTARY_DIM, NORM, PLUS_ONE)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -205,7 +205,7 @@ def _attend(  # type: ignore[no-untyped-def]
     qkv, positions, slot_at, mask, keys, values, inv_freq, q_norm, k_norm, y, sums, tops, finished,
     tokens, capacity, heads, window, scaling, softcap, rope_scaling, eps,
     GROUP: tl.constexpr, NORM: tl.constexpr, PLUS_ONE: tl.constexpr, CAP: tl.constexpr,
-    SIZE: tl.constexpr, WIDE: tl.constexpr, TURNED: tl.constexpr, RUN: tl.constexpr, SLOTS: tl.constexpr,
+    SIZE: tl.constexpr, WIDE: tl.constexpr, ROTARY_DIM: tl.constexpr, RUN: tl.constexpr, SLOTS: tl.constexpr,
     ROWS: tl.constexpr, SOME: tl.constexpr, MOST: tl.constexpr, ROOM: tl.constexpr, AHEAD: tl.constexpr,
     STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -222,16 +222,16 @@ def _attend(  # type: ignore[no-untyped-def]
         cached, query = tl.minimum(slot, stop), tile * ROWS + tl.arange(0, ROWS)
         if DEPENDENT:
             _read_ahead(keys, values, begin, cached, RUN, SIZE, WIDE)
-        whole = (begin >= 0) & (count_of(mask, begin, cached, ROOM) == cached - begin)
+        all_seen = (begin >= 0) & (count_of(mask, begin, cached, ROOM) == cached - begin)
         q = _ready(
             qkv + row * tokens * ((heads + heads // GROUP * 2) * SIZE), positions + row * tokens, inv_freq,
             q_norm, k_norm, keys, values, tokens, query, kv, slot, own + run * RUN, stop, heads, rope_scaling, eps,
-            GROUP, SIZE, WIDE, TURNED, NORM, PLUS_ONE, MOST, DEPENDENT,
+            GROUP, SIZE, WIDE, ROTARY_DIM, NORM, PLUS_ONE, MOST, DEPENDENT,
         )  # fmt: skip
         held = (head * tiles + tile) * tl.cdiv(capacity, RUN) * ROWS
         top, total, mean = _scan(
             q, keys, values, mask, sums + held * SIZE, tops + held * 2, query, tokens, begin, stop, own, slot, window,
-            scaling, softcap, whole, GROUP, CAP, RUN, SLOTS, SIZE, WIDE, ROWS, STAGES,
+            scaling, softcap, all_seen, GROUP, CAP, RUN, SLOTS, SIZE, WIDE, ROWS, STAGES,
         )  # fmt: skip
         _leave(
             y + (row * tokens * heads + kv * GROUP) * SIZE, sums + held * SIZE, tops + held * 2,
@@ -265,7 +265,7 @@ def decode_attention_(
             qkv, positions, slot, mask, keys, values, shape.inv_freq, *norms, y, sums, tops,
             shape.memory.first(heads, qkv.device),
             tokens, capacity, shape.heads, shape.window, scaling, shape.softcap * LOG2_E, shape.rope_scaling, shape.eps,
-            group, shape.q_norm is not None, shape.plus_one, cap, shape.size, wide, shape.turned, RUN,
+            group, shape.q_norm is not None, shape.plus_one, cap, shape.size, wide, shape.rotary_dim, RUN,
             min(SLOTS, SLOTS * 256 // row_bytes), ROWS, min(ROWS, max(4, triton.next_power_of_2(group))),
             MOST, ROOM, AHEAD, STAGES, dependent, num_warps=WARPS, **options,
         )  # fmt: skip

@@ -63,7 +63,7 @@ def _four(words, low: tl.constexpr, factor, beside, KIND: tl.constexpr):  # type
 @triton.jit(do_not_specialize=["steps", "sets", "shift"])
 def _int4_rows(  # type: ignore[no-untyped-def]
     tiles, scale, offset, out, n, k, steps, sets, shift,
-    KIND: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr, PAIRED: tl.constexpr,
+    KIND: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     step, place = tl.program_id(1), tl.arange(0, 16)
@@ -82,7 +82,7 @@ def _int4_rows(  # type: ignore[no-untyped-def]
     values = tl.reshape(values, [ROWS, 128])
     columns = step * 128 + tl.arange(0, 128)
     inside = (rows < n)[:, None] & (columns < k)[None, :]
-    if PAIRED:  # a tile's first 8 rows are of one half, the others of the other
+    if INTERLEAVED:  # a tile's first 8 rows are of one half, the others of the other
         rows = rows // 16 * 8 + rows % 8 + rows % 16 // 8 * (n // 2)
     tl.store(out + rows[:, None] * k + columns[None, :], values, mask=inside)
 
@@ -100,7 +100,9 @@ def int8_floats(q: Tensor, scale: Tensor) -> Floats:
     return floats
 
 
-def int4_floats(words: Tensor, scale: Tensor, offset: Tensor, k: int, sizes: Sizes, form: Form, paired: bool) -> Floats:
+def int4_floats(
+    words: Tensor, scale: Tensor, offset: Tensor, k: int, sizes: Sizes, form: Form, interleaved: bool
+) -> Floats:
     """The same of int32 words[tiles, steps, 256] and tables; start a multiple of 16. sizes, form: as the kernel's.
 
     paired: the rows lie so, and those of the first half are written before those of the second.
@@ -111,12 +113,12 @@ def int4_floats(words: Tensor, scale: Tensor, offset: Tensor, k: int, sizes: Siz
         held = (words, scale, offset)
         if last - first < len(words):  # on the host a view costs as much as a launch
             held = (words[first:last], scale[first:last], offset[first:last])
-        _int4_rows[(cdiv(stop - start, 64), sizes[0])](*held, out, stop - start, k, *sizes, *form, 64, paired)
+        _int4_rows[(cdiv(stop - start, 64), sizes[0])](*held, out, stop - start, k, *sizes, *form, 64, interleaved)
 
     return floats
 
 
-def by_slices(flat: Tensor, y: Tensor, bias: Tensor | None, floats: Floats, paired: bool = False) -> None:
+def by_slices(flat: Tensor, y: Tensor, bias: Tensor | None, floats: Floats, interleaved: bool = False) -> None:
     """y[M, N] = flat[M, K] @ w^T + bias by torch's product; `floats` writes rows of w out, paired ones by halves."""
     k, n = flat.shape[1], y.shape[1]
     step = min(n, max(1, SLICE // (flat.element_size() * k * TILE_ROWS)) * TILE_ROWS)
@@ -126,7 +128,7 @@ def by_slices(flat: Tensor, y: Tensor, bias: Tensor | None, floats: Floats, pair
         stop = min(start + step, n)
         floats(start, stop, held)
         places = [(start, held if stop - start == step else held[: stop - start])]
-        if paired and step < n:
+        if interleaved and step < n:
             half = (stop - start) // 2
             places = [(start // 2, held[:half]), ((n + start) // 2, held[half : 2 * half])]
         for column, w in places:

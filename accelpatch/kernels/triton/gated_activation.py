@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from accelpatch.kernels.triton.early import release, wait
+from accelpatch.kernels.triton.dependent_launch import release, wait
 from accelpatch.kernels.triton.launch import cdiv, dependent, on
 
 BLOCK = 1024
@@ -55,10 +55,10 @@ def gated_activation(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     if y.numel():
         width = gate.shape[-1] if gate.dim() else 1
         gate, up = (_rows(tensor, width) for tensor in (gate, up))
-        early, options = dependent(y)
+        overlapped, options = dependent(y)
         with on(y):
             _block[(gate.shape[0], cdiv(width, BLOCK))](
-                gate, up, y, width, gate.stride(0), up.stride(0), CODES[activation], early, BLOCK, **options
+                gate, up, y, width, gate.stride(0), up.stride(0), CODES[activation], overlapped, BLOCK, **options
             )
     return y
 

@@ -62,11 +62,11 @@ def dependent(tensor: Tensor) -> tuple[bool, dict[str, Any]]:
 def _dependent(device: torch.device) -> tuple[bool, dict[str, Any]]:
     arch = probe(device).arch if device.type == "cuda" else ""
     new = arch.startswith("sm_") and int(arch[3:].rstrip("a")) >= 90
-    return (True, {"launch_pdl": True}) if new and _early() else (False, {})
+    return (True, {"launch_pdl": True}) if new and _available() else (False, {})
 
 
 @functools.cache
-def _early() -> bool:
-    from accelpatch.kernels.triton import early
+def _available() -> bool:
+    from accelpatch.kernels.triton import overlapped
 
-    return early.HERE
+    return overlapped.HERE

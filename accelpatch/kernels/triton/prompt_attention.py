@@ -55,24 +55,24 @@ def _turn(  # type: ignore[no-untyped-def]
     if NORM:
         q_low, q_high = _normed(low, high, q_norm, columns, inside, half, eps, NORM)
         k_low, k_high = _normed(low, high, k_norm, columns, inside, half, eps, NORM)
-        turned_low, turned_high = tl.where(is_q, q_low, k_low), tl.where(is_q, q_high, k_high)
+        rotated_low, rotated_high = tl.where(is_q, q_low, k_low), tl.where(is_q, q_high, k_high)
     else:
-        turned_low, turned_high = low, high
-    first, second = turned_low.to(tl.float32), turned_high.to(tl.float32)
-    turned_low = ((first * cos).to(kind).to(tl.float32) - (second * sin).to(kind).to(tl.float32)).to(kind)
-    turned_high = ((second * cos).to(kind).to(tl.float32) + (first * sin).to(kind).to(tl.float32)).to(kind)
-    tl.store(given, turned_low, mask=both & is_q)
-    tl.store(given + half, turned_high, mask=both & is_q)
+        rotated_low, rotated_high = low, high
+    first, second = rotated_low.to(tl.float32), rotated_high.to(tl.float32)
+    rotated_low = ((first * cos).to(kind).to(tl.float32) - (second * sin).to(kind).to(tl.float32)).to(kind)
+    rotated_high = ((second * cos).to(kind).to(tl.float32) + (first * sin).to(kind).to(tl.float32)).to(kind)
+    tl.store(given, rotated_low, mask=both & is_q)
+    tl.store(given + half, rotated_high, mask=both & is_q)
     kv = tl.where(head >= heads + kv_heads, head - heads - kv_heads, head - heads)
     place = (((row * kv_heads + kv) * capacity + slot) * SIZE)[:, None] + columns[None, :]
     of_k = both & (head >= heads)[:, None] & (head < heads + kv_heads)[:, None]
-    tl.store(keys + place, turned_low, mask=of_k)
-    tl.store(keys + place + half, turned_high, mask=of_k)
+    tl.store(keys + place, rotated_low, mask=of_k)
+    tl.store(keys + place + half, rotated_high, mask=of_k)
     tl.store(values + place, low, mask=both & is_v)
     tl.store(values + place + half, high, mask=both & is_v)
 
 
-def turn_(qkv: Tensor, positions: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape) -> None:
+def rotate_(qkv: Tensor, positions: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape) -> None:
     """As the operation; everything contiguous."""
     every = shape.heads + 2 * shape.kv_heads
     norms = (qkv if shape.q_norm is None else shape.q_norm, qkv if shape.k_norm is None else shape.k_norm)

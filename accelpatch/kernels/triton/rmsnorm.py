@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from accelpatch.kernels.triton.early import release, wait
+from accelpatch.kernels.triton.dependent_launch import release, wait
 from accelpatch.kernels.triton.launch import dependent, on, warps
 
 
@@ -79,10 +79,10 @@ def _launch(
 ) -> None:  # fmt: skip
     """total: where the sum before the norm goes, or of the dtype that a norm has before the sum."""
     width = x.shape[-1]
-    block, (early, options) = triton.next_power_of_2(width), dependent(x)
+    block, (overlapped, options) = triton.next_power_of_2(width), dependent(x)
     if x.numel():
         with on(x):
             _row[(x.numel() // width,)](
-                x, residual, weight.contiguous(), y, total, width, eps, add, after, plus_one, early, block,
+                x, residual, weight.contiguous(), y, total, width, eps, add, after, plus_one, overlapped, block,
                 num_warps=warps(block), **options,
             )  # fmt: skip

@@ -19,18 +19,18 @@ def _cos_sin(angle):  # type: ignore[no-untyped-def]
     z = x * x
     sin = x + x * z * (-1.6666654611e-1 + z * (8.3321608736e-3 + z * -1.9515295891e-4))
     cos = 1.0 - 0.5 * z + z * z * (4.166664568298827e-2 + z * (-1.388731625493765e-3 + z * 2.443315711809948e-5))
-    turn = quarters.to(tl.int32) & 3
-    swapped, down, left = (turn & 1) == 1, turn >= 2, (turn == 1) | (turn == 2)
+    quadrant = quarters.to(tl.int32) & 3
+    swapped, down, left = (quadrant & 1) == 1, quadrant >= 2, (quadrant == 1) | (quadrant == 2)
     some, other = tl.where(swapped, sin, cos), tl.where(swapped, cos, sin)
     return tl.where(left, -some, some), tl.where(down, -other, other)
 
 
 @triton.jit
 def angles(  # type: ignore[no-untyped-def]
-    position, here, inv_freq, scaling, columns, TURNED: tl.constexpr, kind: tl.constexpr
+    position, here, inv_freq, scaling, columns, ROTARY_DIM: tl.constexpr, kind: tl.constexpr
 ):
     """Cosine and sine [rows, columns] of the positions that are pointed to, rounded to the activations' dtype."""
-    frequency = tl.load(inv_freq + columns % (TURNED // 2)).to(tl.float32)
+    frequency = tl.load(inv_freq + columns % (ROTARY_DIM // 2)).to(tl.float32)
     at = tl.load(position, mask=here, other=0).to(tl.float32)
     cos, sin = _cos_sin(at[:, None] * frequency[None, :])
     return (cos * scaling).to(kind).to(tl.float32), (sin * scaling).to(kind).to(tl.float32)
@@ -45,19 +45,19 @@ def _normed(value, factor, weight, kind: tl.constexpr, PLUS_ONE: tl.constexpr): 
 
 
 @triton.jit
-def pair(x, here, columns, SIZE: tl.constexpr, TURNED: tl.constexpr):  # type: ignore[no-untyped-def]
+def pair(x, here, columns, SIZE: tl.constexpr, ROTARY_DIM: tl.constexpr):  # type: ignore[no-untyped-def]
     """Heads' rows at x, and beside each number the one that it is turned with."""
-    others = tl.where(columns < TURNED // 2, columns + TURNED // 2, columns - TURNED // 2)
-    others = tl.where(columns < TURNED, others, columns)
+    others = tl.where(columns < ROTARY_DIM // 2, columns + ROTARY_DIM // 2, columns - ROTARY_DIM // 2)
+    others = tl.where(columns < ROTARY_DIM, others, columns)
     both = here[:, None] & (columns < SIZE)[None, :]
     value = tl.load(x[:, None] + columns[None, :], mask=both, other=0.0)
     return value, tl.load(x[:, None] + others[None, :], mask=both, other=0.0), others
 
 
 @triton.jit
-def turned(  # type: ignore[no-untyped-def]
+def rotated(  # type: ignore[no-untyped-def]
     value, other, others, columns, cos, sin, weight, eps,
-    SIZE: tl.constexpr, TURNED: tl.constexpr, NORM: tl.constexpr, PLUS_ONE: tl.constexpr,
+    SIZE: tl.constexpr, ROTARY_DIM: tl.constexpr, NORM: tl.constexpr, PLUS_ONE: tl.constexpr,
 ):  # fmt: skip
     """Rows of q or k: normalised where NORM, then turned; rounded to their dtype where transformers rounds."""
     kind: tl.constexpr = value.dtype
@@ -68,5 +68,5 @@ def turned(  # type: ignore[no-untyped-def]
         other = _normed(other, factor, tl.load(weight + others, mask=inside, other=0.0), kind, PLUS_ONE)
     straight = (value.to(tl.float32) * cos).to(kind).to(tl.float32)
     across = (other.to(tl.float32) * sin).to(kind).to(tl.float32)
-    done = (straight + tl.where((columns < TURNED // 2)[None, :], -across, across)).to(kind)
-    return tl.where((columns < TURNED)[None, :], done, value)
+    done = (straight + tl.where((columns < ROTARY_DIM // 2)[None, :], -across, across)).to(kind)
+    return tl.where((columns < ROTARY_DIM)[None, :], done, value)

@@ -17,8 +17,8 @@ from torch import Tensor
 from accelpatch.kernels.hip.layout import TILE_VALUES
 from accelpatch.kernels.int4_tiles import Tiles, places
 from accelpatch.kernels.triton.dequantize import Floats, _beside, _value, by_slices, int4_floats, int8_floats
+from accelpatch.kernels.triton.gemm import HALVES, INT8, Block, Blocks, flat_rows, grid, in_runs, leave, linear
 from accelpatch.kernels.triton.launch import on
-from accelpatch.kernels.triton.rows import HALVES, INT8, Block, Blocks, flat_rows, grid, in_runs, leave, linear
 
 KINDS = {"none": 0, "zero_point": 1, "minimum": 2}
 INT4 = Blocks((Block(16, 64, 128, 4, 6), Block(32, 64, 128, 4, 4), Block(64, 128, 128, 8, 4)))
@@ -108,9 +108,9 @@ def written_out(tiles: Tiles, bias: Tensor | None) -> Callable[[Tensor], Tensor]
     steps, groups, shift = shape.values()
     beside = scale if tiles.offset is None else tiles.offset.contiguous()
     sizes, form = (steps, scale.shape[1], shift), (KINDS[tiles.kind], tiles.group, groups)
-    paired, words = tiles.part == "both", tiles.w.contiguous().view(torch.int32)
-    floats = int4_floats(words, scale, beside, tiles.k, sizes, form, paired)
-    return lambda x: _written(x, tiles.n, bias, floats, paired)
+    interleaved, words = tiles.part == "both", tiles.w.contiguous().view(torch.int32)
+    floats = int4_floats(words, scale, beside, tiles.k, sizes, form, interleaved)
+    return lambda x: _written(x, tiles.n, bias, floats, interleaved)
 
 
 def written(m: int) -> bool:
@@ -118,11 +118,11 @@ def written(m: int) -> bool:
     return m > INT4.most
 
 
-def _written(x: Tensor, n: int, bias: Tensor | None, floats: Floats, paired: bool = False) -> Tensor:
+def _written(x: Tensor, n: int, bias: Tensor | None, floats: Floats, interleaved: bool = False) -> Tensor:
     """y[..., n] by torch's product with the weight as floats(start, stop, out) writes it."""
     flat = flat_rows(x)
     y = x.new_empty((flat.shape[0], n))
     if flat.shape[0]:
         with on(x):
-            by_slices(flat, y, bias, floats, paired)
+            by_slices(flat, y, bias, floats, interleaved)
     return y.view(*x.shape[:-1], n)

@@ -1,5 +1,6 @@
-// Random shapes through every function of the C interface, for a build under sanitizers. Each buffer has exactly the size that the
-// interface asks for, so that a byte too far is an error. argv: seed, rounds, ISA. Prints how many rounds it did.
+// Random shapes through every function of the C interface, for a build under sanitizers. Each buffer has exactly the
+// size that the interface asks for, so that a byte too far is an error. argv: seed, rounds, ISA. Prints how many rounds
+// it did.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -14,143 +15,163 @@ static int64_t pick(int64_t low, int64_t high) { return std::uniform_int_distrib
 
 template <class T>
 struct Buffer {  // exactly `count` elements: `data` at a multiple of 64, `tail` wherever malloc puts them
-  T *data = nullptr, *tail;
-  explicit Buffer(int64_t count) : tail(static_cast<T*>(std::malloc(count * sizeof(T)))) {
-    if (posix_memalign(reinterpret_cast<void**>(&data), 64, count * sizeof(T))) std::abort();
-  }
-  ~Buffer() { std::free(data), std::free(tail); }
-  Buffer(const Buffer&) = delete;
+    T *data = nullptr, *tail;
+    explicit Buffer(int64_t count) : tail(static_cast<T*>(std::malloc(count * sizeof(T)))) {
+        if (posix_memalign(reinterpret_cast<void**>(&data), 64, count * sizeof(T))) std::abort();
+    }
+    ~Buffer() { std::free(data), std::free(tail); }
+    Buffer(const Buffer&) = delete;
 };
 
 static void fill(float* p, int64_t count) {
-  for (int64_t i = 0; i < count; i++) p[i] = static_cast<float>(pick(-1000, 1000)) / 500;
-  if (count > 0 && pick(0, 20) == 0) p[pick(0, count - 1)] = pick(0, 1) ? NAN : INFINITY;
+    for (int64_t i = 0; i < count; i++) p[i] = static_cast<float>(pick(-1000, 1000)) / 500;
+    if (count > 0 && pick(0, 20) == 0) p[pick(0, count - 1)] = pick(0, 1) ? NAN : INFINITY;
 }
 
 static void require(bool holds, const char* what) {
-  if (holds) return;
-  std::fprintf(stderr, "%s\n", what);
-  std::exit(3);
+    if (holds) return;
+    std::fprintf(stderr, "%s\n", what);
+    std::exit(3);
 }
 
 struct Owned {  // a weight of any kind, with its memory
-  ap_linear w = {};
-  std::vector<std::unique_ptr<Buffer<uint8_t>>> packs;
-  std::vector<std::unique_ptr<Buffer<float>>> floats;
+    ap_linear w = {};
+    std::vector<std::unique_ptr<Buffer<uint8_t>>> packs;
+    std::vector<std::unique_ptr<Buffer<float>>> floats;
 };
 
 static float* floats(Owned& o, int64_t count) {
-  o.floats.push_back(std::make_unique<Buffer<float>>(count));
-  fill(o.floats.back()->tail, count);
-  return o.floats.back()->tail;
+    o.floats.push_back(std::make_unique<Buffer<float>>(count));
+    fill(o.floats.back()->tail, count);
+    return o.floats.back()->tail;
 }
 
 static void weight(Owned& o, int64_t n, int64_t k) {
-  ap_linear& w = o.w;
-  w = {static_cast<int32_t>(pick(0, 2)), 0, 0, 0, n, k, k, nullptr, nullptr};
-  if (w.kind == AP_INT4 && k % 2) w.kind = AP_INT8;
-  if (w.kind != AP_DENSE && k % 32 == 0 && pick(0, 1)) w.group = k % 64 == 0 && pick(0, 1) ? 64 : 32;
-  w.minimum = w.kind == AP_INT4 && pick(0, 1);
-  w.half_scales = w.kind != AP_DENSE && pick(0, 1);
-  if (pick(0, 1)) w.bias = floats(o, n);
-  if (w.kind == AP_DENSE) {
-    w.data = floats(o, n * k);
-    return;
-  }
-  const int64_t q_bytes = w.kind == AP_INT8 ? n * k : n * k / 2, groups = n * (k / w.group), bytes = ap_pack_bytes(&w);
-  require(bytes > 0, "pack_bytes");
-  Buffer<uint8_t> q(q_bytes), back(q_bytes);
-  for (int64_t i = 0; i < q_bytes; i++) q.tail[i] = static_cast<uint8_t>(pick(0, 255));
-  float *scale = floats(o, groups), *minimum = floats(o, groups);
-  for (int64_t i = 0; i < groups; i++) scale[i] = minimum[i] = static_cast<float>(pick(1, 64)) / 64;  // float16 holds these
-  o.packs.push_back(std::make_unique<Buffer<uint8_t>>(bytes));
-  require(ap_pack(&w, q.tail, scale, minimum, o.packs.back()->data) == AP_OK, "pack");
-  Buffer<float> scale_back(groups), minimum_back(groups);
-  require(ap_unpack(&w, o.packs.back()->data, back.tail, scale_back.tail, minimum_back.tail) == AP_OK, "unpack");
-  require(!std::memcmp(q.tail, back.tail, q_bytes) && !std::memcmp(scale, scale_back.tail, groups * 4), "unpack gave something else");
-  w.data = o.packs.back()->data;
+    ap_linear& w = o.w;
+    w = {static_cast<int32_t>(pick(0, 2)), 0, 0, 0, n, k, k, nullptr, nullptr};
+    if (w.kind == AP_INT4 && k % 2) w.kind = AP_INT8;
+    if (w.kind != AP_DENSE && k % 32 == 0 && pick(0, 1)) w.group = k % 64 == 0 && pick(0, 1) ? 64 : 32;
+    w.minimum = w.kind == AP_INT4 && pick(0, 1);
+    w.half_scales = w.kind != AP_DENSE && pick(0, 1);
+    if (pick(0, 1)) w.bias = floats(o, n);
+    if (w.kind == AP_DENSE) {
+        w.data = floats(o, n * k);
+        return;
+    }
+    const int64_t q_bytes = w.kind == AP_INT8 ? n * k : n * k / 2, groups = n * (k / w.group),
+                  bytes = ap_pack_bytes(&w);
+    require(bytes > 0, "pack_bytes");
+    Buffer<uint8_t> q(q_bytes), back(q_bytes);
+    for (int64_t i = 0; i < q_bytes; i++) q.tail[i] = static_cast<uint8_t>(pick(0, 255));
+    float *scale = floats(o, groups), *minimum = floats(o, groups);
+    for (int64_t i = 0; i < groups; i++)
+        scale[i] = minimum[i] = static_cast<float>(pick(1, 64)) / 64;  // float16 holds these
+    o.packs.push_back(std::make_unique<Buffer<uint8_t>>(bytes));
+    require(ap_pack(&w, q.tail, scale, minimum, o.packs.back()->data) == AP_OK, "pack");
+    Buffer<float> scale_back(groups), minimum_back(groups);
+    require(ap_unpack(&w, o.packs.back()->data, back.tail, scale_back.tail, minimum_back.tail) == AP_OK, "unpack");
+    require(!std::memcmp(q.tail, back.tail, q_bytes) && !std::memcmp(scale, scale_back.tail, groups * 4),
+        "unpack gave something else");
+    w.data = o.packs.back()->data;
 }
 
 static void products() {
-  Owned o;
-  weight(o, pick(1, 70), pick(0, 1) ? 32 * pick(1, 40) : pick(1, 1100));
-  const int64_t m = pick(0, 40), x_stride = o.w.k + pick(0, 3), y_stride = o.w.n + pick(0, 3), dtype = pick(0, 2);
-  const int64_t bytes = dtype ? 2 : 4, x_count = m ? (m - 1) * x_stride + o.w.k : 0, y_count = m ? (m - 1) * y_stride + o.w.n : 0;
-  Buffer<uint8_t> x(x_count * bytes), y(y_count * bytes);
-  for (int64_t i = 0; i < x_count * bytes; i++) x.tail[i] = static_cast<uint8_t>(pick(0, 255));
-  if (!dtype) fill(reinterpret_cast<float*>(x.tail), x_count);
-  require(ap_linear_run(&o.w, x.tail, m, x_stride, y.tail, y_stride, static_cast<int>(dtype), static_cast<int>(pick(1, 3))) == AP_OK, "linear");
-  int64_t ids[2] = {pick(0, o.w.n - 1), pick(0, o.w.n - 1)};
-  Buffer<float> rows(2 * o.w.k);
-  require(ap_gather(&o.w, ids, 2, rows.tail) == AP_OK, "gather");
-  if (dtype || o.w.kind == AP_DENSE) return;
-  Buffer<float> wide(y_count);
-  const auto* from = reinterpret_cast<const float*>(x.tail);
-  require(ap_panels_run(&o.w, from, m, x_stride, wide.tail, y_stride, static_cast<int>(pick(1, 3))) == AP_OK, "panels");
+    Owned o;
+    weight(o, pick(1, 70), pick(0, 1) ? 32 * pick(1, 40) : pick(1, 1100));
+    const int64_t m = pick(0, 40), x_stride = o.w.k + pick(0, 3), y_stride = o.w.n + pick(0, 3), dtype = pick(0, 2);
+    const int64_t bytes = dtype ? 2 : 4, x_count = m ? (m - 1) * x_stride + o.w.k : 0,
+                  y_count = m ? (m - 1) * y_stride + o.w.n : 0;
+    Buffer<uint8_t> x(x_count * bytes), y(y_count * bytes);
+    for (int64_t i = 0; i < x_count * bytes; i++) x.tail[i] = static_cast<uint8_t>(pick(0, 255));
+    if (!dtype) fill(reinterpret_cast<float*>(x.tail), x_count);
+    require(ap_linear_run(&o.w, x.tail, m, x_stride, y.tail, y_stride, static_cast<int>(dtype),
+                static_cast<int>(pick(1, 3))) == AP_OK,
+        "linear");
+    int64_t ids[2] = {pick(0, o.w.n - 1), pick(0, o.w.n - 1)};
+    Buffer<float> rows(2 * o.w.k);
+    require(ap_gather(&o.w, ids, 2, rows.tail) == AP_OK, "gather");
+    if (dtype || o.w.kind == AP_DENSE) return;
+    Buffer<float> wide(y_count);
+    const auto* from = reinterpret_cast<const float*>(x.tail);
+    require(
+        ap_panels_run(&o.w, from, m, x_stride, wide.tail, y_stride, static_cast<int>(pick(1, 3))) == AP_OK, "panels");
 }
 
 static void rows() {
-  const int64_t m = pick(0, 5), k = pick(1, 200), half = pick(1, 40), heads = pick(1, 4);
-  Owned o;
-  float *x = floats(o, m * k), *residual = pick(0, 1) ? floats(o, m * k) : nullptr, *w = floats(o, k);
-  require(ap_rmsnorm(x, residual, w, 1e-5f, m, k, floats(o, m * k), floats(o, m * k), 2) == AP_OK, "rmsnorm");
-  require(ap_gated(x, floats(o, m * k), static_cast<int>(pick(0, 3)), m * k, floats(o, m * k), 2) == AP_OK, "gated");
-  float *cos = floats(o, m * half), *sin = floats(o, m * half);
-  require(ap_rope_(floats(o, m * heads * 2 * half), cos, sin, m, heads, 2 * half) == AP_OK, "rope");
-  const int64_t at = ap_argmax(w, k);
-  require(at >= 0 && at < k, "argmax");
+    const int64_t m = pick(0, 5), k = pick(1, 200), half = pick(1, 40), heads = pick(1, 4);
+    Owned o;
+    float *x = floats(o, m * k), *residual = pick(0, 1) ? floats(o, m * k) : nullptr, *w = floats(o, k);
+    require(ap_rmsnorm(x, residual, w, 1e-5f, m, k, floats(o, m * k), floats(o, m * k), 2) == AP_OK, "rmsnorm");
+    require(ap_gated(x, floats(o, m * k), static_cast<int>(pick(0, 3)), m * k, floats(o, m * k), 2) == AP_OK, "gated");
+    float *cos = floats(o, m * half), *sin = floats(o, m * half);
+    require(ap_rope_(floats(o, m * heads * 2 * half), cos, sin, m, heads, 2 * half) == AP_OK, "rope");
+    const int64_t at = ap_argmax(w, k);
+    require(at >= 0 && at < k, "argmax");
 }
 
 static void attention() {
-  const int64_t batch = pick(1, 4), kv_heads = pick(1, 3), heads = kv_heads * pick(1, 4), d = pick(1, 80), length = pick(1, 200);
-  Owned o;
-  int64_t slots[4], starts[4];
-  for (int64_t b = 0; b < batch; b++) slots[b] = pick(0, length - 1), starts[b] = pick(0, slots[b]);
-  const int64_t cache = batch * kv_heads * length * d;
-  ap_attention a = {floats(o, batch * heads * d), floats(o, cache), floats(o, cache), floats(o, batch * heads * d), slots, starts, batch,
-                    heads, kv_heads, d, kv_heads * length * d, length * d, pick(0, 1) ? pick(1, 100) : 0, 0.1f, pick(0, 1) ? 30.0f : 0.0f};
-  require(ap_attention_run(&a, 2) == AP_OK, "attention");
+    const int64_t batch = pick(1, 4), kv_heads = pick(1, 3), heads = kv_heads * pick(1, 4), d = pick(1, 80),
+                  length = pick(1, 200);
+    Owned o;
+    int64_t slots[4], starts[4];
+    for (int64_t b = 0; b < batch; b++) slots[b] = pick(0, length - 1), starts[b] = pick(0, slots[b]);
+    const int64_t cache = batch * kv_heads * length * d;
+    ap_attention a = {floats(o, batch * heads * d), floats(o, cache), floats(o, cache), floats(o, batch * heads * d),
+        slots, starts, batch, heads, kv_heads, d, kv_heads * length * d, length * d, pick(0, 1) ? pick(1, 100) : 0,
+        0.1f, pick(0, 1) ? 30.0f : 0.0f};
+    require(ap_attention_run(&a, 2) == AP_OK, "attention");
 }
 
 static void steps() {
-  const int64_t hidden = pick(1, 4) * 16 + 2 * pick(0, 3), kv_heads = pick(1, 2), heads = kv_heads * pick(1, 3), d = 2 * pick(1, 20);
-  const int64_t wide = pick(2, 90), words = pick(5, 60), length = pick(2, 150), most = pick(1, 8), q = heads * d, kv = kv_heads * d;
-  Owned own[9], o;
-  const int64_t shapes[9][2] = {{q, hidden}, {kv, hidden}, {kv, hidden}, {hidden, q}, {wide, hidden}, {wide, hidden}, {hidden, wide},
-                                {words, hidden}, {words, hidden}};
-  for (int i = 0; i < 9; i++) weight(own[i], shapes[i][0], shapes[i][1]);
-  auto maybe = [&](int64_t n) { return pick(0, 1) ? floats(o, n) : nullptr; };
-  const int64_t cache = most * kv_heads * length * d;
-  ap_layer layer = {own[0].w, own[1].w, own[2].w, own[3].w, own[4].w, own[5].w, own[6].w, maybe(hidden), maybe(hidden), maybe(hidden),
-                    maybe(hidden), maybe(d), maybe(d), floats(o, cache), floats(o, cache), pick(0, 1) ? pick(1, 99) : 0, 0, 0};
-  ap_model model = {1, hidden, heads, kv_heads, d, wide, words, most, length, &layer, own[7].w, own[8].w, maybe(hidden),
-                    {floats(o, d / 2), nullptr}, {1, 1}, 1e-5f, 2, 0.2f, 0, pick(0, 1) ? 9.0f : 0.0f, static_cast<int32_t>(pick(0, 3))};
-  void* step = nullptr;
-  require(ap_step_create(&model, 4, &step) == AP_OK, "step_create");
-  for (int i = 0; i < 3; i++) {
-    const int64_t batch = pick(1, most);
-    int64_t tokens[8], slots[8], starts[8], positions[8];
-    for (int64_t b = 0; b < batch; b++)
-      tokens[b] = pick(0, words - 1), slots[b] = pick(0, length - 1), starts[b] = pick(0, slots[b]), positions[b] = slots[b];
-    Buffer<float> logits(batch * words);
-    const int threads = static_cast<int>(pick(1, 3));
-    require(ap_step_run(step, batch, tokens, slots, starts, positions, 0, 1, nullptr, logits.tail, threads) == AP_OK, "step_run");
-    Buffer<float> stream(batch * hidden);
-    require(ap_step_run(step, batch, tokens, slots, starts, positions, 0, 0, stream.tail, logits.tail, threads) == AP_OK, "step_run_embed");
-    require(ap_step_run(step, batch, tokens, slots, starts, positions, 1, 1, stream.tail, logits.tail, threads) == AP_OK, "step_run_head");
-  }
-  ap_step_free(step);
+    const int64_t hidden = pick(1, 4) * 16 + 2 * pick(0, 3), kv_heads = pick(1, 2), heads = kv_heads * pick(1, 3),
+                  d = 2 * pick(1, 20);
+    const int64_t wide = pick(2, 90), words = pick(5, 60), length = pick(2, 150), most = pick(1, 8), q = heads * d,
+                  kv = kv_heads * d;
+    Owned own[9], o;
+    const int64_t shapes[9][2] = {{q, hidden}, {kv, hidden}, {kv, hidden}, {hidden, q}, {wide, hidden}, {wide, hidden},
+        {hidden, wide}, {words, hidden}, {words, hidden}};
+    for (int i = 0; i < 9; i++) weight(own[i], shapes[i][0], shapes[i][1]);
+    auto maybe = [&](int64_t n) { return pick(0, 1) ? floats(o, n) : nullptr; };
+    const int64_t cache = most * kv_heads * length * d;
+    ap_layer layer = {own[0].w, own[1].w, own[2].w, own[3].w, own[4].w, own[5].w, own[6].w, maybe(hidden),
+        maybe(hidden), maybe(hidden), maybe(hidden), maybe(d), maybe(d), floats(o, cache), floats(o, cache),
+        pick(0, 1) ? pick(1, 99) : 0, 0, 0};
+    ap_model model = {1, hidden, heads, kv_heads, d, wide, words, most, length, &layer, own[7].w, own[8].w,
+        maybe(hidden), {floats(o, d / 2), nullptr}, {1, 1}, 1e-5f, 2, 0.2f, 0, pick(0, 1) ? 9.0f : 0.0f,
+        static_cast<int32_t>(pick(0, 3))};
+    void* step = nullptr;
+    require(ap_step_create(&model, 4, &step) == AP_OK, "step_create");
+    for (int i = 0; i < 3; i++) {
+        const int64_t batch = pick(1, most);
+        int64_t tokens[8], slots[8], starts[8], positions[8];
+        for (int64_t b = 0; b < batch; b++)
+            tokens[b] = pick(0, words - 1), slots[b] = pick(0, length - 1), starts[b] = pick(0, slots[b]),
+            positions[b] = slots[b];
+        Buffer<float> logits(batch * words);
+        const int threads = static_cast<int>(pick(1, 3));
+        require(
+            ap_step_run(step, batch, tokens, slots, starts, positions, 0, 1, nullptr, logits.tail, threads) == AP_OK,
+            "step_run");
+        Buffer<float> stream(batch * hidden);
+        require(ap_step_run(step, batch, tokens, slots, starts, positions, 0, 0, stream.tail, logits.tail, threads) ==
+                    AP_OK,
+            "step_run_embed");
+        require(ap_step_run(step, batch, tokens, slots, starts, positions, 1, 1, stream.tail, logits.tail, threads) ==
+                    AP_OK,
+            "step_run_head");
+    }
+    ap_step_free(step);
 }
 
 int main(int, char** argv) {
-  rng.seed(static_cast<unsigned>(std::atoi(argv[1])));
-  const int rounds = std::atoi(argv[2]);
-  require(ap_use_isa(std::atoi(argv[3])) == AP_OK, "use_isa");
-  for (int i = 0; i < rounds; i++) {
-    products();
-    rows();
-    attention();
-    steps();
-  }
-  std::printf("%d\n", rounds);
+    rng.seed(static_cast<unsigned>(std::atoi(argv[1])));
+    const int rounds = std::atoi(argv[2]);
+    require(ap_use_isa(std::atoi(argv[3])) == AP_OK, "use_isa");
+    for (int i = 0; i < rounds; i++) {
+        products();
+        rows();
+        attention();
+        steps();
+    }
+    std::printf("%d\n", rounds);
 }

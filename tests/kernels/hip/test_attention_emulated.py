@@ -111,7 +111,7 @@ def _op(library: ctypes.CDLL, late: float = 0.0, following: Tensor | None = None
             full, qkv = qkv, qkv.clone()
             qkv.view(torch.int16)[..., torch.randperm(columns)[: int(late * columns)]] = binding.SENTINEL
             library.owe(ctypes.c_void_p(qkv.data_ptr()), ctypes.c_void_p(full.data_ptr()), ctypes.c_int64(qkv.nbytes))
-        with binding.settled_weights():
+        with binding.weight_prefetch():
             given = attention.arguments(qkv, y, positions, slot, mask, keys, values, shape, following, signal)
         status = library.accelpatch_decode_attention(
             ctypes.byref(given), binding.DTYPES.index(qkv.dtype), ctypes.c_void_p()
@@ -202,7 +202,7 @@ def test_blocks_of_many_spans_have_the_shallow_ring(vendor: str, library: ctypes
     library.set_emulator(2, 0, 0)
     taken = {}
     for spans in (7, 8):
-        case = Step(size=128, heads=2, kv_heads=2, rows=1, slot=300, capacity=spans * attention.SPAN)
+        case = Step(size=128, heads=2, kv_heads=2, rows=1, slot=300, capacity=spans * attention.KV_SPLIT)
         args, shape = made(case, torch.bfloat16, DEVICE)
         _op(library)(*args, shape)
         taken[spans] = library.shared_of_last_launch()

@@ -79,7 +79,7 @@ def test_while_the_kernel_before_runs(case: Step) -> None:
             one[:, :, case.slot : case.slot + case.tokens] = 0
         torch.cuda._sleep(100_000)
         args[0].mul_(1)
-        with binding.settled_weights():
+        with binding.weight_prefetch():
             assert torch.equal(bits(attention.decode_attention_(*args, shape, following)), bits(due))
         assert all(torch.equal(bits(one), bits(kept)) for one, kept in zip(args[-2:], caches, strict=True))
 
@@ -157,7 +157,7 @@ def test_launches_that_overlap_in_a_graph(rows: int, tokens: int) -> None:
     apart, captured = Chain(rows, tokens), Chain(rows, tokens)
     fresh = Chain(rows, tokens)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(torch.cuda.Stream()), binding.settled_weights():
+    with torch.cuda.stream(torch.cuda.Stream()), binding.weight_prefetch():
         captured.step()  # loads, and makes the counters
         torch.cuda.synchronize()
         with torch.cuda.graph(graph):

@@ -22,7 +22,7 @@ SYMBOLS = (
     "accelpatch_gemv_fp8",
     "accelpatch_gemv_compact",
     "accelpatch_unpack_compact",
-    "accelpatch_int4_rows",
+    "accelpatch_int4_gemm",
     "accelpatch_decode_attention",
 )
 

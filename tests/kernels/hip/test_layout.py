@@ -11,10 +11,10 @@ from accelpatch.kernels.hip import layout
 
 @pytest.mark.parametrize("paired", [False, True], ids=["plain", "paired"])
 @pytest.mark.parametrize("rows, columns", [(16, 128), (2, 64), (48, 576), (14, 1000)], ids=str)
-def test_tiles_round_trip(rows: int, columns: int, paired: bool) -> None:
+def test_tiles_round_trip(rows: int, columns: int, interleaved: bool) -> None:
     q = torch.randint(-128, 128, (rows, columns // 2), dtype=torch.int8, generator=torch.Generator().manual_seed(rows))
-    tiles = layout.tile_int4(q, paired=paired)
-    assert torch.equal(layout.untile_int4(tiles, rows, columns, paired=paired), q)
+    tiles = layout.tile_int4(q, interleaved=interleaved)
+    assert torch.equal(layout.untile_int4(tiles, rows, columns, interleaved=interleaved), q)
 
 
 @pytest.mark.parametrize("row, k", [(0, 0), (3, 1), (9, 127), (15, 70), (17, 130)], ids=str)
@@ -35,10 +35,10 @@ def test_a_value_lies_where_the_kernel_looks(row: int, k: int) -> None:
 @pytest.mark.parametrize(
     "steps, groups, shift, count", [(5, 4, 0, 18), (32, 1, 0, 32), (86, 1, 1, 43), (9, 1, 30, 1)], ids=str
 )
-def test_scales_round_trip(steps: int, groups: int, shift: int, count: int, paired: bool) -> None:
+def test_scales_round_trip(steps: int, groups: int, shift: int, count: int, interleaved: bool) -> None:
     table = torch.randn(38, count, generator=torch.Generator().manual_seed(count)).bfloat16()
-    tiles = layout.tile_scales(table, steps=steps, groups=groups, group_shift=shift, paired=paired)
-    assert torch.equal(layout.untile_scales(tiles, 38, count, paired=paired), table)
+    tiles = layout.tile_scales(table, steps=steps, groups=groups, group_shift=shift, interleaved=interleaved)
+    assert torch.equal(layout.untile_scales(tiles, 38, count, interleaved=interleaved), table)
 
 
 @pytest.mark.parametrize("group", [32, 128, 256, 160])
@@ -53,8 +53,8 @@ def test_tiles_pair_and_come_apart(halves: int, group: int) -> None:
     )
     both = int4_tiles.pair(whole) if halves == 1 else int4_tiles.pair(*cut)
     steps, groups, shift = int4_tiles.places(k, group).values()
-    tables = {"steps": steps, "groups": groups, "group_shift": shift, "paired": True}
-    assert torch.equal(both.w, layout.tile_int4(q, paired=True))
+    tables = {"steps": steps, "groups": groups, "group_shift": shift, "interleaved": True}
+    assert torch.equal(both.w, layout.tile_int4(q, interleaved=True))
     assert torch.equal(both.scale, layout.tile_scales(scale, **tables))
     assert both.offset is not None
     assert torch.equal(both.offset, layout.tile_scales(least, **tables))

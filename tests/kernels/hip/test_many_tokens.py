@@ -13,7 +13,7 @@ from accelpatch.device import KNOWN
 from accelpatch.kernels import int4_tiles, parity, tiled_int4_linear
 from accelpatch.kernels.hip import binding
 from accelpatch.kernels.hip.binding import Weight
-from accelpatch.kernels.tiled_int4_linear import takes_many
+from accelpatch.kernels.tiled_int4_linear import gemm_fits
 from tests.interpreted import DEVICE
 from tests.kernels.hip.simt_emulator import COMPILER, compiled
 from tests.support.gemv_reference import reference
@@ -38,13 +38,13 @@ def test_takes_many(arch: str, k: int, group: int, cut: int, takes: bool, monkey
     monkeypatch.setattr(tiled_int4_linear, "probe", lambda device: KNOWN[arch])
     x = torch.zeros(65, cut + k, dtype=torch.bfloat16)[:, cut:]
     tiles = int4_tiles.tile(q, scale, None)
-    assert [takes_many(x[:m], tiles) for m in (8, 9, 64, 65)] == [False, takes, takes, False]
+    assert [gemm_fits(x[:m], tiles) for m in (8, 9, 64, 65)] == [False, takes, takes, False]
 
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """What a machine with an H200 would launch, run by the emulator: the functions' names."""
-    library = compiled("nvidia", ["int4_rows.hip"], "rows", tmp_path_factory)
+    library = compiled("nvidia", ["int4_gemm.hip"], "rows", tmp_path_factory)
     library.set_emulator(3, 1, 0)
     library.set_shared(0x3E)
     names: list[str] = []
@@ -75,7 +75,7 @@ def test_the_operation(part: str, dtype: torch.dtype, launched: list[str]) -> No
     x = torch.randn(2, 7, 264, generator=generator).to(dtype)[..., 8:]
     args = (x, *tiles, torch.randn(tiles.n, generator=generator).to(dtype))
     y = tiled_int4_linear.by_hip(*args)
-    assert launched == ["int4_rows"]
+    assert launched == ["int4_gemm"]
     wide, bias = tiled_int4_linear.dense(torch.float64, *args[1:])
     right = functional.linear(x.double(), wide, None if bias is None else bias.double())
     plain = tiled_int4_linear.reference(*args)
@@ -96,7 +96,7 @@ def test_the_gate(dtype: torch.dtype, biased: bool, launched: list[str]) -> None
     x[7, 3] = float("inf")
     bias = torch.randn(96, generator=generator).to(dtype) if biased else None
     y = tiled_int4_linear.gated_many(x, both, bias)
-    assert launched == ["int4_rows"]
+    assert launched == ["int4_gemm"]
     right, plain = (
         reference(tiled_int4_linear.dense(wide, *both, None)[0], x, {"activation": "silu_gate", "bias": bias}, wide)
         for wide in (torch.float64, dtype)

@@ -90,7 +90,7 @@ def test_shapes_of_models(op: str, n: int, k: int) -> None:
 def test_many_tokens_are_the_librarys_own(m: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In groups of 128, where blocks form clusters; views and paired tiles too."""
     x, *rest = made("tiled_int4_linear", m, 96, 4096, torch.bfloat16, seed=m, group=128)
-    if not tiled_int4_linear.takes_many(x, Tiles(*rest[:-1])):
+    if not tiled_int4_linear.gemm_fits(x, Tiles(*rest[:-1])):
         pytest.skip("Triton's")
     monkeypatch.setattr(tiled_int4_linear, "by_triton", None)
     both = int4_tiles.pair(Tiles(*rest[:-1]))
@@ -154,7 +154,7 @@ def test_a_row_has_the_same_bits_whatever_m_is(op: str) -> None:
         for m in (1, 2, 3, 5, 7, 8):
             assert torch.equal(bits(run(x[:m], *rest)), bits(whole[:m])), m
             assert torch.equal(bits(run(x[-m:], *rest)), bits(whole[-m:])), m
-        with binding.settled_weights():
+        with binding.weight_prefetch():
             assert torch.equal(bits(run(x, *rest)), bits(whole))
 
 
@@ -164,7 +164,7 @@ def test_captured_and_on_another_stream(op: str) -> None:
     run, stream, graph = dispatch.kernel(op).op, torch.cuda.Stream(), torch.cuda.CUDAGraph()
     due = run(*args)
     torch.cuda.synchronize()
-    with torch.cuda.graph(graph, stream=stream), binding.settled_weights():
+    with torch.cuda.graph(graph, stream=stream), binding.weight_prefetch():
         y = run(*args)
     y.fill_(7)
     before = torch.cuda.memory_allocated()

@@ -69,7 +69,7 @@ class Captured:
         self.y = torch.zeros_like(self.x)
         self.stream, self.graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
         self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream), binding.settled_weights():
+        with torch.cuda.stream(self.stream), binding.weight_prefetch():
             self.step()
             torch.cuda.synchronize()
             self.due = self.y.clone()

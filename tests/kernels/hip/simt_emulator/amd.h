@@ -1,8 +1,8 @@
 // In place of the kernels' amd.h, under the name of the other: its names, by the CDNA3 ISA's account.
 #pragma once
-constexpr int WAVE = 64;
+constexpr int WARP_SIZE = 64;
 constexpr int BLOCKS_RESIDENT = 1;
-constexpr bool SHARED_RING = false;
+constexpr bool SHARED_STAGES = false;
 constexpr bool LAUNCHES_OVERLAP = false;
 constexpr bool BLOCKS_MEET = false;
 constexpr int RESERVED_SHARED = 0;
@@ -18,20 +18,23 @@ template <int BYTES, int AT = 0> void stream_copy(void* into, const void* source
     if (there) aligned(source, BYTES), std::memcpy(into, source, BYTES);
     else std::memset(into, 0, BYTES);
 }
-DEVICE void ring_commit() {}
-template <int> void ring_wait() {}
-DEVICE void wave_sync() {}
+DEVICE void commit_copies() {}
+template <int> void wait_copies() {}
+DEVICE void warp_sync() {}
 DEVICE void copy_activation16(void* into, const void* source, bool there) { stream_copy<16>(into, source, there); }
 DEVICE void stream_once16(void* into, const void* source, bool there) { stream_copy<16>(into, source, there); }
 DEVICE void copies_done(int) {}
 DEVICE void group_sync(int, int) { __syncthreads(); }
 DEVICE void group_arrive(int, int) { __syncthreads(); }
 
-template <class T> void multiply_halves(float* sum, uint32_t a0, uint32_t a1, uint32_t b0, uint32_t b1) {  // v_mfma_f32_16x16x16
+template <class T>
+void multiply_halves(float* sum, uint32_t a0, uint32_t a1, uint32_t b0, uint32_t b1) {  // v_mfma_f32_16x16x16
     const auto all = exchange({a0, a1, b0, b1});
     for (int i = 0; i < 4; ++i) {
         double more = sum[i];
-        for (int k = 0; k < 16; ++k) more += product<T>(all[4 * (lane_id() >> 4) + i + k / 4 * 16], all[(lane_id() & 15) + k / 4 * 16] + 2, k % 4);
+        for (int k = 0; k < 16; ++k)
+            more +=
+                product<T>(all[4 * (lane_id() >> 4) + i + k / 4 * 16], all[(lane_id() & 15) + k / 4 * 16] + 2, k % 4);
         sum[i] = float(more);
     }
 }
@@ -40,10 +43,12 @@ DEVICE void multiply_bytes(int* sum, uint32_t a0, uint32_t a1, uint32_t b0, uint
     const auto all = exchange({a0, a1, b0, b1});
     for (int i = 0; i < 4; ++i)
         for (int k = 0; k < 32; ++k) {
-            const auto byte = [&](int lane, int word) { return int(int8_t(all[lane + k / 8 * 16][word + k / 4 % 2] >> k % 4 * 8)); };
+            const auto byte = [&](int lane, int word) {
+                return int(int8_t(all[lane + k / 8 * 16][word + k / 4 % 2] >> k % 4 * 8));
+            };
             sum[i] += byte(4 * (lane_id() >> 4) + i, 0) * byte(lane_id() & 15, 2);
         }
 }
-#include "amd_products.h"
+#include "amd_mma.h"
 #include "amd_attention.h"
-inline DeviceLimits device_limits() { return {emulator.processors, 65536, 65536, false, false}; }
+inline DeviceLimits device_limits() { return {emulator.sms, 65536, 65536, false, false}; }

@@ -8,5 +8,7 @@
 #define __shared__
 #define __align__(bytes) __attribute__((aligned(bytes)))
 #define __launch_bounds__(...)
-struct Place { unsigned x; };
+struct Place {
+    unsigned x;
+};
 extern Place threadIdx, blockIdx, gridDim;

@@ -3,9 +3,9 @@
 #if defined(__ampere__)
 #define __CUDA_ARCH__ 800
 #endif
-constexpr int WAVE = 32;
+constexpr int WARP_SIZE = 32;
 constexpr int BLOCKS_RESIDENT = 2;
-constexpr bool SHARED_RING = true;
+constexpr bool SHARED_STAGES = true;
 constexpr bool LAUNCHES_OVERLAP = true;
 constexpr bool BLOCKS_MEET = true;
 constexpr int RESERVED_SHARED = 1024;
@@ -14,7 +14,11 @@ constexpr int CLUSTER = 2;
 constexpr int CLUSTER_DEPTH = 3;
 template <class F> constexpr int CLUSTER_DEEP = F::INTEGER && F::GROUPS == 0 ? 4 : CLUSTER_DEPTH;
 constexpr bool CLUSTERS_HERE = true;
-struct alignas(8) Mbarrier { int32_t due; uint16_t times; bool announced; };  // due: bytes
+struct alignas(8) Mbarrier {
+    int32_t due;
+    uint16_t times;
+    bool announced;
+};  // due: bytes
 DEVICE void cluster_arrive() { arrived[thread] = meeting.arrive(meeting.of); }
 DEVICE void cluster_wait() {
     while (meeting.times == arrived[thread]) emulator.yield();
@@ -30,22 +34,30 @@ template <int FLOATS> void send(float* at, Mbarrier& box, int rank, const float*
     count(*beside(&box, rank), -4 * FLOATS);
 }
 DEVICE void send4(float* at, Mbarrier& box, int rank, float v) { send<1>(at, box, rank, &v); }
-DEVICE void send16(void* at, Mbarrier& box, int rank, const float* v) { aligned(at, 16), delay(most_delay), send<4>(static_cast<float*>(at), box, rank, v); }
-DEVICE void receive(Mbarrier& box, bool first, int bytes, int turn) {
+DEVICE void send16(void* at, Mbarrier& box, int rank, const float* v) {
+    aligned(at, 16), delay(most_delay), send<4>(static_cast<float*>(at), box, rank, v);
+}
+DEVICE void receive(Mbarrier& box, bool first, int bytes, int parity) {
     if (first) {
         if (box.announced) std::abort();
         box.announced = true, count(box, bytes);
     }
-    while (box.times % 2 == turn) emulator.yield();
+    while (box.times % 2 == parity) emulator.yield();
 }
-template <class... ARGS> int most_clusters(void (*)(ARGS...), const DeviceLimits& limits) { return limits.processors / CLUSTER; }
+template <class... ARGS> int most_clusters(void (*)(ARGS...), const DeviceLimits& limits) {
+    return limits.sms / CLUSTER;
+}
 #define COPIES
 #include <deque>
 #include <vector>
 
-struct Copy { void* into; const void* source; int bytes; };  // source: null for zeros
-extern std::deque<std::vector<Copy>> copies[];               // of a thread: its groups, the last one open
-extern int zeros;                                            // copies of nothing, since they were taken
+struct Copy {
+    void* into;
+    const void* source;
+    int bytes;
+};                                              // source: null for zeros
+extern std::deque<std::vector<Copy>> copies[];  // of a thread: its groups, the last one open
+extern int zeros;                               // copies of nothing, since they were taken
 DEVICE void carry_out(const Copy& c) {
     if (c.source) std::memcpy(c.into, c.source, c.bytes);
     else std::memset(c.into, 0, c.bytes);
@@ -58,23 +70,24 @@ template <int BYTES, int AT = 0> void stream_copy(void* into, const void* source
     if (emulator.late) copies[thread].back().push_back(copy);
     else carry_out(copy);
 }
-DEVICE void ring_commit() { copies[thread].emplace_back(); }
-template <int DEPTH> void ring_wait() {
+DEVICE void commit_copies() { copies[thread].emplace_back(); }
+template <int DEPTH> void wait_copies() {
     auto& groups = copies[thread];
     for (; groups.size() > DEPTH; groups.pop_front())
         for (const Copy& copy : groups.front()) carry_out(copy);
 }
 DEVICE void copy_activation16(void* into, const void* source, bool there) { stream_copy<16>(into, source, there); }
 DEVICE void stream_once16(void* into, const void* source, bool there) { stream_copy<16>(into, source, there); }
-DEVICE void copies_done(int but) { but == 2 ? ring_wait<3>() : but == 1 ? ring_wait<2>() : ring_wait<1>(); }
-DEVICE void wave_sync() { meet(); }
+DEVICE void copies_done(int but) { but == 2 ? wait_copies<3>() : but == 1 ? wait_copies<2>() : wait_copies<1>(); }
+DEVICE void warp_sync() { meet(); }
 DEVICE void group_arrive(int name, int threads) { emulator.groups[name].arrive(threads); }
 DEVICE void group_sync(int name, int threads) {
     for (const int now = emulator.groups[name].arrive(threads); emulator.groups[name].times == now;) emulator.yield();
 }
 
 // mma.m16n8k16 and m16n8k32: the words of a row or column that hold values of K, and a lane's four sums.
-template <int EACH, class SUM, class TERM> void multiply(SUM* c, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1, TERM term) {
+template <int EACH, class SUM, class TERM>
+void multiply(SUM* c, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1, TERM term) {
     const auto all = exchange({a0, a2, a1, a3, b0, b1});
     for (int i = 0; i < 4; ++i) {
         const int row = (lane_id() >> 2) + 8 * (i >> 1), column = 2 * (lane_id() & 3) + (i & 1);
@@ -84,14 +97,18 @@ template <int EACH, class SUM, class TERM> void multiply(SUM* c, uint32_t a0, ui
         }
     }
 }
-template <class T> void multiply_halves(float* c, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+template <class T>
+void multiply_halves(float* c, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
     double sums[4] = {c[0], c[1], c[2], c[3]};
     multiply<2>(sums, a0, a1, a2, a3, b0, b1, [](uint32_t a, uint32_t b, int k) { return product<T>(&a, &b, k); });
     for (int i = 0; i < 4; ++i) c[i] = float(sums[i]);
 }
 constexpr bool UNSIGNED_BYTES = true;
-DEVICE void multiply_bytes(int* c, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1, bool sign) {
-    multiply<4>(c, a0, a1, a2, a3, b0, b1, [sign](uint32_t a, uint32_t b, int k) { return int(int8_t(a >> 8 * k)) * (sign ? int(int8_t(b >> 8 * k)) : int(uint8_t(b >> 8 * k))); });
+DEVICE void multiply_bytes(
+    int* c, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1, bool sign) {
+    multiply<4>(c, a0, a1, a2, a3, b0, b1, [sign](uint32_t a, uint32_t b, int k) {
+        return int(int8_t(a >> 8 * k)) * (sign ? int(int8_t(b >> 8 * k)) : int(uint8_t(b >> 8 * k)));
+    });
 }
 DEVICE uint32_t transposed(uint32_t v) {
     const auto all = exchange({v});
@@ -104,10 +121,13 @@ DEVICE void load_transposed(uint32_t* v, const Words4* row) {
     const auto pointer = __builtin_bit_cast(uint64_t, row);
     const auto all = exchange({uint32_t(pointer), uint32_t(pointer >> 32)});
     for (int i = 0; i < 4; ++i) {
-        const auto at = [&](int r) { return uint32_t(reinterpret_cast<const uint16_t*>(all[i * 8 + r][0] | uint64_t(all[i * 8 + r][1]) << 32)[lane_id() >> 2]); };
+        const auto at = [&](int r) {
+            return uint32_t(reinterpret_cast<const uint16_t*>(
+                all[i * 8 + r][0] | uint64_t(all[i * 8 + r][1]) << 32)[lane_id() >> 2]);
+        };
         v[i] = at(2 * (lane_id() & 3)) | at(2 * (lane_id() & 3) + 1) << 16;
     }
 }
-#include "nvidia_products.h"
+#include "nvidia_mma.h"
 #include "nvidia_attention.h"
-inline DeviceLimits device_limits() { return {emulator.processors, 232448, 233472, true, emulator.clusters}; }
+inline DeviceLimits device_limits() { return {emulator.sms, 232448, 233472, true, emulator.clusters}; }

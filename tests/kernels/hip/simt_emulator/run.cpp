@@ -12,8 +12,8 @@ Meeting meeting;
 Owed owed;
 int most_delay;
 unsigned drawn;
-int thread, arrived[MOST_CLUSTER * 8 * WAVE];
-constexpr int MOST_THREADS = MOST_CLUSTER * 8 * WAVE, BEYOND = 4096, STACK = 1 << 17;
+int thread, arrived[MOST_CLUSTER * 8 * WARP_SIZE];
+constexpr int MOST_THREADS = MOST_CLUSTER * 8 * WARP_SIZE, BEYOND = 4096, STACK = 1 << 17;
 alignas(128) char shared[233472 + BEYOND];
 #if defined(COPIES)
 std::deque<std::vector<Copy>> copies[MOST_THREADS];
@@ -25,8 +25,8 @@ std::vector<char> images[MOST_CLUSTER];  // of shared memory, while another bloc
 Emulator states[MOST_CLUSTER];
 bool ended[MOST_THREADS];
 char before = char(0xff);  // what shared memory holds: not a number
-int unwaited;  // copies that a thread asked for and did not wait for
-int held;  // whose block's shared memory and state are in place
+int unwaited;              // copies that a thread asked for and did not wait for
+int held;                  // whose block's shared memory and state are in place
 const std::function<void()>* work;
 
 void leave() {
@@ -55,7 +55,8 @@ __attribute__((noinline)) void resume() {  // until it leaves
 void hold(int rank) {
     if (rank == held) return;
     states[held] = emulator, emulator = states[rank];
-    std::memcpy(images[held].data(), shared, images[held].size()), std::memcpy(shared, images[rank].data(), images[rank].size());
+    std::memcpy(images[held].data(), shared, images[held].size()),
+        std::memcpy(shared, images[rank].data(), images[rank].size());
     held = rank;
 }
 std::vector<int> progress(int cluster) {
@@ -64,7 +65,8 @@ std::vector<int> progress(int cluster) {
     for (int rank = 0; rank < cluster; ++rank) {
         const Emulator& one = states[rank];
         all.push_back(one.alive), all.push_back(one.at_barrier), all.push_back(one.barriers);
-        all.insert(all.end(), one.at_meeting, one.at_meeting + 32), all.insert(all.end(), one.meetings, one.meetings + 32);
+        all.insert(all.end(), one.at_meeting, one.at_meeting + 32),
+            all.insert(all.end(), one.meetings, one.meetings + 32);
         for (const Group& group : one.groups) all.push_back(group.arrived), all.push_back(group.times);
     }
     return all;
@@ -115,7 +117,9 @@ void run_blocks(int blocks, int cluster, int threads, int bytes, const std::func
 }
 extern "C" int blocks_of_last_launch() { return int(gridDim.x); }
 extern "C" int shared_of_last_launch() { return last_bytes; }
-extern "C" void set_emulator(int processors, int late, int backwards) { emulator.processors = processors, emulator.late = late, emulator.backwards = backwards; }
+extern "C" void set_emulator(int sms, int late, int backwards) {
+    emulator.sms = sms, emulator.late = late, emulator.backwards = backwards;
+}
 extern "C" void set_beside(int beside) { emulator.beside = beside; }
 extern "C" void set_delay(int most, int seed) { most_delay = most, drawn = unsigned(seed) * 7919u; }
 extern "C" void set_clusters(int there) { emulator.clusters = there; }
@@ -126,6 +130,15 @@ extern "C" int take_brought(Brought* into, int most) {
     const int count = std::min(int(brought.size()), most);
     return std::copy_n(brought.begin(), count, into), brought.clear(), count;
 }
-extern "C" int take_handed() { const int count = handed; return handed = 0, count; }
-extern "C" int take_zeros() { const int count = zeros; return zeros = 0, count; }
-extern "C" int take_unwaited() { const int count = unwaited; return unwaited = 0, count; }
+extern "C" int take_handed() {
+    const int count = handed;
+    return handed = 0, count;
+}
+extern "C" int take_zeros() {
+    const int count = zeros;
+    return zeros = 0, count;
+}
+extern "C" int take_unwaited() {
+    const int count = unwaited;
+    return unwaited = 0, count;
+}

@@ -1,5 +1,6 @@
-// A block's threads as coroutines of one thread of the CPU, and what NVIDIA's and AMD's headers have alike. A lane runs on until
-// it needs another: memory that lanes exchange without a barrier is then seen as it was. The header that includes it says WAVE.
+// A block's threads as coroutines of one thread of the CPU, and what NVIDIA's and AMD's headers have alike. A lane runs
+// on until it needs another: memory that lanes exchange without a barrier is then seen as it was. The header that
+// includes it says WARP_SIZE.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -20,40 +21,44 @@ struct Group {  // of threads that share a named barrier
 struct Emulator {
     Group groups[16];
     void (*yield)();
-    int alive, at_barrier, barriers;              // of a block
-    int at_meeting[32], meetings[32];             // of a wave
-    uint32_t box[2][32][WAVE][6];                 // what lanes give each other
-    int processors;
-    bool clusters;                                // whether products of many tokens go by them
-    bool late;                                    // asynchronous copies happen when they are waited for, or else at once
-    bool backwards;                               // the last thread first
-    bool beside;                                  // blocks run beside each other, and not one after the other
+    int alive, at_barrier, barriers;    // of a block
+    int at_meeting[32], meetings[32];   // of a warp
+    uint32_t box[2][32][WARP_SIZE][6];  // what lanes give each other
+    int sms;
+    bool clusters;   // whether products of many tokens go by them
+    bool late;       // asynchronous copies happen when they are waited for, or else at once
+    bool backwards;  // the last thread first
+    bool beside;     // blocks run beside each other, and not one after the other
 };
 extern Emulator emulator;
 constexpr int MOST_CLUSTER = 16;  // blocks that run at once and reach each other's shared memory
-struct Meeting : Group { int of, blocks, messages; };
-extern Meeting meeting;      // of all threads of a cluster
-extern int most_delay;       // of what a block hands another, in turns of all threads
-extern unsigned drawn;       // at random
-extern int thread, arrived[]; // which of the cluster's threads runs; the meeting that each has come to
+struct Meeting : Group {
+    int of, blocks, messages;
+};
+extern Meeting meeting;        // of all threads of a cluster
+extern int most_delay;         // of what a block hands another, in stages of all threads
+extern unsigned drawn;         // at random
+extern int thread, arrived[];  // which of the cluster's threads runs; the meeting that each has come to
 void run_blocks(int blocks, int cluster, int threads, int shared, const std::function<void()>& kernel);
 char* in_block(char* here, int rank);  // where a place in shared memory is in that of another block
 
-DEVICE int lane_id() { return int(threadIdx.x % WAVE); }
+DEVICE int lane_id() { return int(threadIdx.x % WARP_SIZE); }
 DEVICE void __syncthreads() {
     const int now = emulator.barriers;
     if (++emulator.at_barrier == emulator.alive) emulator.at_barrier = 0, ++emulator.barriers;
-    else while (emulator.barriers == now) emulator.yield();
+    else
+        while (emulator.barriers == now) emulator.yield();
 }
 DEVICE void meet() {
-    const int wave = int(threadIdx.x) / WAVE, now = emulator.meetings[wave];
-    if (++emulator.at_meeting[wave] == WAVE) emulator.at_meeting[wave] = 0, ++emulator.meetings[wave];
-    else while (emulator.meetings[wave] == now) emulator.yield();
+    const int warp = int(threadIdx.x) / WARP_SIZE, now = emulator.meetings[warp];
+    if (++emulator.at_meeting[warp] == WARP_SIZE) emulator.at_meeting[warp] = 0, ++emulator.meetings[warp];
+    else
+        while (emulator.meetings[warp] == now) emulator.yield();
 }
 // What each lane gave; it lasts until the next exchange but one.
 template <int WORDS> auto exchange(const uint32_t (&mine)[WORDS]) {
-    const int wave = int(threadIdx.x) / WAVE;
-    auto& box = emulator.box[emulator.meetings[wave] % 2][wave];
+    const int warp = int(threadIdx.x) / WARP_SIZE;
+    auto& box = emulator.box[emulator.meetings[warp] % 2][warp];
     std::memcpy(box[lane_id()], mine, sizeof mine);
     meet();
     return &box[0];
@@ -64,7 +69,9 @@ template <class V> V lane_xor(V value, int mask) {
     std::memcpy(&value, exchange(mine)[lane_id() ^ mask], 4);
     return value;
 }
-DEVICE float from_lane(float value, int lane) { return __builtin_bit_cast(float, exchange({__builtin_bit_cast(uint32_t, value)})[lane][0]); }
+DEVICE float from_lane(float value, int lane) {
+    return __builtin_bit_cast(float, exchange({__builtin_bit_cast(uint32_t, value)})[lane][0]);
+}
 DEVICE uint32_t lane_vote(bool yes) {
     const auto all = exchange({uint32_t(yes)});
     uint32_t votes = 0;
@@ -80,14 +87,17 @@ DEVICE float half_to_float(uint32_t bits) { return float(__builtin_bit_cast(_Flo
 DEVICE uint32_t float_to_half(float value) { return __builtin_bit_cast(uint16_t, _Float16(value)); }
 DEVICE uint32_t floats_to_half(float low, float high) { return float_to_half(low) | float_to_half(high) << 16; }
 DEVICE uint32_t pair_fma(uint32_t a, uint32_t b, uint32_t c) {
-    const auto one = [&](int at) { return float_to_half(std::fma(half_to_float(a >> at & 0xffffu), half_to_float(b >> at & 0xffffu), half_to_float(c >> at & 0xffffu))); };
+    const auto one = [&](int at) {
+        return float_to_half(std::fma(
+            half_to_float(a >> at & 0xffffu), half_to_float(b >> at & 0xffffu), half_to_float(c >> at & 0xffffu)));
+    };
     return one(0) | one(16) << 16;
 }
 template <bool SIGNED> int sum_of_bytes(uint32_t bytes, int more) {
     for (int i = 0; i < 4; ++i) more += SIGNED ? int(int8_t(bytes >> 8 * i)) : int(uint8_t(bytes >> 8 * i));
     return more;
 }
-template <class V> void settle(V&) {}
+template <class V> void compute_here(V&) {}
 inline bool block_any(bool yes, uint32_t& word) {
     if (yes) word = 1;
     __syncthreads();
@@ -96,13 +106,15 @@ inline bool block_any(bool yes, uint32_t& word) {
     return any;
 }
 DEVICE uint32_t masked_xor(uint32_t a, uint32_t mask, uint32_t bits) { return (a & mask) ^ bits; }
-DEVICE uint32_t pair_max(uint32_t a, uint32_t b) { return std::max(a & 0xffffu, b & 0xffffu) | std::max(a >> 16, b >> 16) << 16; }
+DEVICE uint32_t pair_max(uint32_t a, uint32_t b) {
+    return std::max(a & 0xffffu, b & 0xffffu) | std::max(a >> 16, b >> 16) << 16;
+}
 template <uint32_t SELECT> uint32_t permute(uint32_t a, uint32_t b) {
     uint32_t out = 0;
     for (int i = 0; i < 4; ++i) out |= uint32_t((a | uint64_t(b) << 32) >> 8 * (SELECT >> 4 * i & 15u) & 255u) << 8 * i;
     return out;
 }
-DEVICE float rounded_product(float a, float b) { return a * b; }
+DEVICE float rounded_multiply(float a, float b) { return a * b; }
 DEVICE float fast_exp2(float v) { return std::exp2(v); }
 DEVICE float fast_reciprocal(float v) { return 1.f / v; }
 DEVICE float rsqrtf(float v) { return 1.f / std::sqrt(v); }
@@ -115,22 +127,35 @@ DEVICE void aligned(const void* pointer, int bytes) {
     if (reinterpret_cast<uintptr_t>(pointer) % bytes) std::abort();
 }
 DEVICE Words4 load_activation16(const void* source) { return aligned(source, 16), *static_cast<const Words4*>(source); }
-DEVICE Words4 load_activation16(const void* source, bool there) { return there ? load_activation16(source) : Words4{0, 0, 0, 0}; }
+DEVICE Words4 load_activation16(const void* source, bool there) {
+    return there ? load_activation16(source) : Words4{0, 0, 0, 0};
+}
 DEVICE uint32_t load_activation2(const void* source) { return *static_cast<const uint16_t*>(source); }
-DEVICE uint32_t load_activation4(const void* source) { return aligned(source, 4), *static_cast<const uint32_t*>(source); }
+DEVICE uint32_t load_activation4(const void* source) {
+    return aligned(source, 4), *static_cast<const uint32_t*>(source);
+}
 DEVICE void store_activation2(void* into, uint32_t v) { *static_cast<uint16_t*>(into) = static_cast<uint16_t>(v); }
-DEVICE uint32_t atomicOr(uint32_t* at, uint32_t bits) { const uint32_t before = *at; return *at |= bits, before; }
+DEVICE uint32_t atomicOr(uint32_t* at, uint32_t bits) {
+    const uint32_t before = *at;
+    return *at |= bits, before;
+}
 DEVICE int lowest_bit(uint32_t bits) { return __builtin_ctz(bits); }
-// What a lane hands over is there at a time of its own, and later from the first block.
+// What a lane stores is there at a time of its own, and later from the first block.
 inline void delay(int most) {
     if (!most) return;
     const int some = int((drawn = drawn * 1664525u + 1013904223u) >> 16) % most;
     for (int n = some + (blockIdx.x ? 0 : most); n > 0; --n) ++meeting.messages, emulator.yield();
 }
 extern int handed;  // words of 16 bytes, since they were counted
-DEVICE void hand16(void* into, const Words4& v) { ++handed, aligned(into, 16), delay(most_delay), *static_cast<Words4*>(into) = v; }
-DEVICE Words4 handed16(const void* source) { return aligned(source, 16), *static_cast<const Words4*>(source); }
-struct Owed { char* into; const char* from; int64_t bytes; };  // what comes as it is looked for again, some at a time
+DEVICE void store_relaxed16(void* into, const Words4& v) {
+    ++handed, aligned(into, 16), delay(most_delay), *static_cast<Words4*>(into) = v;
+}
+DEVICE Words4 load_relaxed16(const void* source) { return aligned(source, 16), *static_cast<const Words4*>(source); }
+struct Owed {
+    char* into;
+    const char* from;
+    int64_t bytes;
+};  // what comes as it is looked for again, some at a time
 extern Owed owed;
 DEVICE void spin(int& looks) {
     if (++looks == 1 << 16) std::abort();
@@ -145,7 +170,10 @@ DEVICE void spin(int& looks) {
 }
 DEVICE void publish() {}
 DEVICE int count_up(int32_t* counter, int by) { return (*counter += by) - by; }
-struct Brought { const void* at; int64_t bytes; };
+struct Brought {
+    const void* at;
+    int64_t bytes;
+};
 extern std::vector<Brought> brought;  // since they were taken
 inline void prefetch_l2(const void* source, int bytes) { brought.push_back({source, bytes}); }
 inline void prefetch_line(const void*) {}
@@ -170,16 +198,25 @@ template <class T> double product(const uint32_t* a, const uint32_t* b, int k) {
 DEVICE void cluster_sync() {
     for (const int now = meeting.arrive(meeting.of); meeting.times == now;) emulator.yield();
 }
-template <class V> V* beside(V* here, int rank) { return reinterpret_cast<V*>(in_block(reinterpret_cast<char*>(here), rank)); }
+template <class V> V* beside(V* here, int rank) {
+    return reinterpret_cast<V*>(in_block(reinterpret_cast<char*>(here), rank));
+}
 
-struct DeviceLimits { int processors, shared_block, shared_processor; bool dependent_launch, clusters; };
+struct DeviceLimits {
+    int sms, shared_block, shared_sm;
+    bool dependent_launch, clusters;
+};
 inline void clear(int32_t* number, GpuStream) { *number = 0; }
 template <class... ARGS>
-int launch_clusters(void (*kernel)(ARGS...), int cluster, int blocks, int threads, int shared, GpuStream, const DeviceLimits& limits, bool, ARGS... args) {
+int launch_clusters(void (*kernel)(ARGS...), int cluster, int blocks, int threads, int shared, GpuStream,
+    const DeviceLimits& limits, bool, ARGS... args) {
     if (shared > limits.shared_block || cluster > MOST_CLUSTER || blocks % cluster) std::abort();
     run_blocks(blocks, cluster, threads, shared, [=] { kernel(args...); });
     return 0;
 }
-template <class... ARGS> int launch_kernel(void (*kernel)(ARGS...), int blocks, int threads, int shared, GpuStream stream, const DeviceLimits& limits, bool dependent, ARGS... args) {
-    return launch_clusters(kernel, emulator.beside && blocks <= MOST_CLUSTER ? blocks : 1, blocks, threads, shared, stream, limits, dependent, args...);
+template <class... ARGS>
+int launch_kernel(void (*kernel)(ARGS...), int blocks, int threads, int shared, GpuStream stream,
+    const DeviceLimits& limits, bool dependent, ARGS... args) {
+    return launch_clusters(kernel, emulator.beside && blocks <= MOST_CLUSTER ? blocks : 1, blocks, threads, shared,
+        stream, limits, dependent, args...);
 }

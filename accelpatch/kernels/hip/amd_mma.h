@@ -2,7 +2,7 @@
 #pragma once
 
 constexpr int BLOCKS_LAUNCHED = 1;
-constexpr int PHASE_VALUES = 2048;   // of K staged at once where not all fits
+constexpr int K_TILE_VALUES = 2048;  // of K staged at once where not all fits
 constexpr int DEEP = 1, SHALLOW = 1, DEEP_FLOATS = 1, DEEP_COMPACT = 1;
 constexpr int NARROW_TOKENS = 0;
 constexpr int WIDE_TOKENS = 8;
@@ -27,9 +27,11 @@ template <bool> struct Cells {
     static DEVICE int half(int) { return lane_id() >> 5; }
 };
 
-template <class T> struct MatrixProduct : Cells<false> {
+template <class T> struct MatrixMma : Cells<false> {
     float sum[4];
-    DEVICE void zero() { for (float& v : sum) v = 0.f; }
+    DEVICE void zero() {
+        for (float& v : sum) v = 0.f;
+    }
     DEVICE void finish() {}
     static DEVICE int column(int tokens) { return min(lane_id() & 7, tokens - 1); }
     DEVICE void add(const Words4* a, const char* chunk, int, int) {
@@ -39,15 +41,17 @@ template <class T> struct MatrixProduct : Cells<false> {
     }
 };
 
-// Mixed multiply-add instead of the matrix unit, which flushes subnormals of fp16 on gfx90a. A lane holds a quarter of a
-// row's products with each token; finish() adds the quarters.
-struct MixedProduct {
+// Mixed multiply-add instead of the matrix unit, which flushes subnormals of fp16 on gfx90a. A lane holds a quarter of
+// a row's products with each token; finish() adds the quarters.
+struct MixedMma {
     static constexpr int COUNT = 8, TOKENS = 8;
     float sum[8];
     static DEVICE int row(int) { return lane_id() & 15; }
     static DEVICE int token(int i) { return i; }
     static DEVICE bool owns(int) { return lane_id() < 16; }
-    DEVICE void zero() { for (float& v : sum) v = 0.f; }
+    DEVICE void zero() {
+        for (float& v : sum) v = 0.f;
+    }
     DEVICE void finish() {
         for (float& v : sum) v += lane_xor(v, 16), v += lane_xor(v, 32);
     }
@@ -67,17 +71,31 @@ struct MixedProduct {
         }
     }
 };
-template <class T, bool MIXED> struct FloatProductOf { using Type = MatrixProduct<T>; };
-template <class T> struct FloatProductOf<T, true> { using Type = MixedProduct; };
-template <class T> using FloatProduct = typename FloatProductOf<T, FLUSHING_HALF && !T::BF16>::Type;
+template <class T, bool MIXED> struct FloatMmaOf {
+    using Type = MatrixMma<T>;
+};
+template <class T> struct FloatMmaOf<T, true> {
+    using Type = MixedMma;
+};
+template <class T> using FloatMma = typename FloatMmaOf<T, FLUSHING_HALF && !T::BF16>::Type;
 
-template <bool> struct IntegerProduct : Cells<false> {
+template <bool> struct IntegerMma : Cells<false> {
     int high[4], low[4];
-    struct Activations { Words4 high, low; };
-    DEVICE void zero() { for (int i = 0; i < 4; ++i) high[i] = low[i] = 0; }
-    DEVICE void plus(const IntegerProduct& other) { for (int i = 0; i < 4; ++i) high[i] += other.high[i], low[i] += other.low[i]; }
-    static DEVICE int place(int tokens, int token_stride) { return min(lane_id() & 7, tokens - 1) * token_stride + fragment_quarter() * 32; }
-    static DEVICE Activations load(const char* x) { return {*reinterpret_cast<const Words4*>(x), *reinterpret_cast<const Words4*>(x + 16)}; }
+    struct Activations {
+        Words4 high, low;
+    };
+    DEVICE void zero() {
+        for (int i = 0; i < 4; ++i) high[i] = low[i] = 0;
+    }
+    DEVICE void plus(const IntegerMma& other) {
+        for (int i = 0; i < 4; ++i) high[i] += other.high[i], low[i] += other.low[i];
+    }
+    static DEVICE int place(int tokens, int token_stride) {
+        return min(lane_id() & 7, tokens - 1) * token_stride + fragment_quarter() * 32;
+    }
+    static DEVICE Activations load(const char* x) {
+        return {*reinterpret_cast<const Words4*>(x), *reinterpret_cast<const Words4*>(x + 16)};
+    }
     DEVICE void add(const Words4* a, const Activations& x, int part) {
         const uint32_t a0 = part ? a[0].z : a[0].x, a1 = part ? a[0].w : a[0].y;
         multiply_bytes(high, a0, a1, part ? x.high.z : x.high.x, part ? x.high.w : x.high.y);

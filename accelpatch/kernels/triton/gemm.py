@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from accelpatch.kernels.hip.layout import TILE_VALUES
-from accelpatch.kernels.triton.early import release, wait
+from accelpatch.kernels.triton.dependent_launch import release, wait
 from accelpatch.kernels.triton.launch import cdiv, dependent, on
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -146,21 +146,23 @@ def _add_up(  # type: ignore[no-untyped-def]
 Launch = Callable[[Block, int, int, Tensor, Tensor], None]
 
 
-def in_runs(x: Tensor, y: Tensor, bias: Tensor | None, blocks: Blocks, product: Launch, *, whole: bool = False) -> None:
+def in_runs(
+    x: Tensor, y: Tensor, bias: Tensor | None, blocks: Blocks, launch_product: Launch, *, one_run: bool = False
+) -> None:
     """y[M, N] of x[M, K] by product(block, run, splits, y, parts), K in runs as blocks are few, in one if `whole`."""
     (m, k), n = x.shape, y.shape[1]
     block = next((one for one in blocks.of if one.tokens >= m), blocks.of[-1])
     programs = cdiv(m, block.tokens) * cdiv(n, block.rows)
-    runs = 1 if whole else max(1, min(blocks.programs // programs, k // LEAST_RUN, 8))
-    unit = max(TILE_VALUES, block.columns)
-    run = cdiv(k, runs * unit) * unit
+    runs = 1 if one_run else max(1, min(blocks.programs // programs, k // LEAST_RUN, 8))
+    step = max(TILE_VALUES, block.columns)
+    run = cdiv(k, runs * step) * step
     splits = cdiv(k, run)
     parts = y if splits == 1 else y.new_empty((splits, m, n), dtype=torch.float32)
-    product(block, run, splits, y, parts)
+    launch_product(block, run, splits, y, parts)
     if splits > 1:
-        early, options = dependent(x)
+        overlapped, options = dependent(x)
         _add_up[(cdiv(m * n, 1024),)](
-            parts, y if bias is None else bias, y, m * n, n, splits, bias is not None, early, 1024, **options
+            parts, y if bias is None else bias, y, m * n, n, splits, bias is not None, overlapped, 1024, **options
         )
 
 
@@ -189,15 +191,15 @@ def linear(x: Tensor, w: Tensor, scale: Tensor | None, bias: Tensor | None, gate
     """
     x_rows, bias = flat_rows(x), None if bias is None else bias.contiguous()
     (m, k), n = x_rows.shape, w.shape[0] // 2 if gate else w.shape[0]
-    y, (early, options) = x.new_empty((m, n)), dependent(x) if scale is None else (False, {})
+    y, (overlapped, options) = x.new_empty((m, n)), dependent(x) if scale is None else (False, {})
 
-    def product(block: Block, run: int, splits: int, y: Tensor, parts: Tensor) -> None:
+    def launch_product(block: Block, run: int, splits: int, y: Tensor, parts: Tensor) -> None:
         _product[grid(x_rows, n, block, splits)](
             x_rows, w, y if scale is None else scale, y if bias is None else bias, y, parts, m, n, k,
             x_rows.stride(0), run, scale is not None, gate, bias is not None, splits > 1, k % block.columns == 0,
-            early, block.tokens, block.rows, block.columns, **block.options(), **options,
+            overlapped, block.tokens, block.rows, block.columns, **block.options(), **options,
         )  # fmt: skip
 
     with on(x):
-        in_runs(x_rows, y, bias, INT8 if scale is not None else floats(n, gate), product, whole=gate)
+        in_runs(x_rows, y, bias, INT8 if scale is not None else floats(n, gate), launch_product, one_run=gate)
     return y.view(*x.shape[:-1], n)

@@ -49,7 +49,7 @@ class Norm:
 
 
 @dataclass(frozen=True, eq=False)
-class Product:
+class FusedLinear:
     """w: a float weight[N, K], int8[N, K] with scale[N, 1] float32, or tiles. bias[N] in the dtype of x.
 
     producer: the signal of columns of y, where a call is `one_launch`; consumer: that of columns of x.
@@ -108,15 +108,15 @@ class Product:
         """Whether a call is one launch on a GPU, and its result the launch's."""
         return self._gates(gate) or (gate is None and self._part == "all")
 
-    def rows(self, x: Tensor, gate: str | None = None) -> Tensor:
+    def large_m(self, x: Tensor, gate: str | None = None) -> Tensor:
         """gate(x[M, K] @ w^T + bias) for any number of rows; on a GPU past the dispatcher, whose host time it saves."""
         cpu, w = x.device.type == "cpu", self.w
         if gate is not None:
-            if not cpu and isinstance(w, Tiles) and self._gates(gate) and tiled_int4_linear.takes_many(x, w):
+            if not cpu and isinstance(w, Tiles) and self._gates(gate) and tiled_int4_linear.gemm_fits(x, w):
                 return tiled_int4_linear.gated_many(x, w, self.bias)
-            if isinstance(w, Tensor) and self.scale is None and self._gates(gate) and gemv.takes_rows(x, w):
-                return gemv.by_rows(x, w, self.bias, gate=True)
-            return gated(self.rows(x), gate)
+            if isinstance(w, Tensor) and self.scale is None and self._gates(gate) and gemv.gemm_fits(x, w):
+                return gemv.by_gemm(x, w, self.bias, gate=True)
+            return gated(self.large_m(x), gate)
         if isinstance(w, Tiles):
             if not cpu and x.shape[0] > binding.MOST and self._part in ("all", "both"):
                 return self._many(x)
@@ -161,7 +161,7 @@ class Product:
     def _by_operations(self, x: Tensor, norm: Norm | None, gate: str | None, residual: Tensor | None) -> Tensor:
         if norm is not None:
             x = rmsnorm.rmsnorm(x, norm.weight, norm.eps, norm.plus_one)
-        y = self.rows(x, gate)
+        y = self.large_m(x, gate)
         return y if residual is None else residual + y
 
 

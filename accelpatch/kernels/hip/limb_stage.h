@@ -1,30 +1,36 @@
-// Activations on their way into shared memory as digits, by a block that stages all of K. Values that cannot be digits as they
-// are, very small ones and those that are not finite, are found when all are staged: finish().
+// Activations on their way into shared memory as two int8 limbs, by a block that stages all of K. Values that cannot be
+// limbs as they are, very small ones and those that are not finite, are found when all are staged: finish().
 #pragma once
-#include "digits.h"
+#include "limbs.h"
 
-template <class F, class T, bool NARROW, bool CLUSTERED, bool COMMON> struct DigitStager : Norms<T, CLUSTERED, COMMON>, Digits<F, T, NARROW> {
+template <class F, class T, bool NARROW, bool CLUSTERED, bool COMMON>
+struct LimbStager : Norms<T, CLUSTERED, COMMON>, Limbs<F, T, NARROW> {
     using Base = Norms<T, CLUSTERED, COMMON>;
-    using Form = Digits<F, T, NARROW>;
+    using Form = Limbs<F, T, NARROW>;
     using Base::a, Base::plan, Base::row;
-    using Form::BLOCK, Form::BUMP, Form::SMALL, Form::ZERO, Form::PLAIN_LOW, Form::place, Form::of_blocks, Form::exponent, Form::digits_of, Form::line_chunk, Form::swap;
+    using Form::BLOCK, Form::BUMP, Form::SMALL, Form::ZERO, Form::PLAIN_LOW, Form::place, Form::of_blocks,
+        Form::exponent, Form::limbs_of, Form::line_chunk, Form::swap;
     using typename Form::Extremes;
     static constexpr int AT_ONCE = 2;  // slots under way at once
     char* shared;
     Words4 first[2];  // the norm's weights of a thread's first slot: constant, and so loaded before the wait
 
-    DEVICE DigitStager(const GemvArgs& a, const GemvPlan& plan, char* shared) : Base(a, plan, shared), shared(shared) {
+    DEVICE LimbStager(const GemvArgs& a, const GemvPlan& plan, char* shared) : Base(a, plan, shared), shared(shared) {
         if (threadIdx.x == 0) Base::shared_word() = 0;
         if (!CLUSTERED && a.norm != NORM_NONE)
             for (int h = 0; h < 2; ++h) first[h] = Base::weight(place(threadIdx.x, h));
         __syncthreads();
     }
     // As FloatStager's.
-    template <class WAIT, class REST> DEVICE void range(int from, int steps, int before, const WAIT& wait, const REST& rest) {
-        const int slots = (steps + PAIR<F> - 1) / PAIR<F> * PAIR<F> * (F::KSTEP / 16), laps = (slots + THREADS - 1) / THREADS;
+    template <class WAIT, class REST>
+    DEVICE void range(int from, int steps, int before, const WAIT& wait, const REST& rest) {
+        const int slots = (steps + PAIR<F> - 1) / PAIR<F> * PAIR<F> * (F::KSTEP / 16),
+                  laps = (slots + THREADS - 1) / THREADS;
         Extremes extremes;
-        if (NARROW && !Base::layer() && laps * int(a.m) == 1 && !Base::signalled(from)) extremes = one_slot(from * F::KSTEP, slots, before * (F::KSTEP / 16), wait, rest);
-        else if (a.norm == NORM_NONE) extremes = fetch<false>(from * F::KSTEP, slots, laps, before * (F::KSTEP / 16), wait, rest);
+        if (NARROW && !Base::layer() && laps * int(a.m) == 1 && !Base::signalled(from))
+            extremes = one_slot(from * F::KSTEP, slots, before * (F::KSTEP / 16), wait, rest);
+        else if (a.norm == NORM_NONE)
+            extremes = fetch<false>(from * F::KSTEP, slots, laps, before * (F::KSTEP / 16), wait, rest);
         else fetch<true>(0, slots, laps, 0, wait, rest), extremes = normalise(slots, laps);
         finish(extremes, slots, before * (F::KSTEP / 16), from * (F::KSTEP / 16), 0, 0);
     }
@@ -32,10 +38,10 @@ template <class F, class T, bool NARROW, bool CLUSTERED, bool COMMON> struct Dig
 
 protected:
     DEVICE char* slot_at(int token, int slot) const { return shared + token * plan.token_stride + slot * 32; }
-    DEVICE float* powers() const { return reinterpret_cast<float*>(shared + plan.powers_at); }
+    DEVICE float* block_exponents() const { return reinterpret_cast<float*>(shared + plan.block_exponents_at); }
     DEVICE float* group_sums() const { return reinterpret_cast<float*>(shared + plan.sums_at); }
     // Lanes that load lines exchange chunks here, so that a norm's sums keep their order.
-    static constexpr bool WHOLE_LINES = SHARED_RING && F::INTERLEAVED;
+    static constexpr bool FULL_LINES = SHARED_STAGES && F::INTERLEAVED;
     // Where a lane's chunks of a slot lie, which is worked out before the wait.
     struct Chunks {
         const char* row;
@@ -45,10 +51,10 @@ protected:
         Chunks c = {row(token), {int(a.k), int(a.k)}};
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            if (there) c.at[h] = from + (WHOLE_LINES ? line_chunk(slot, h) : place(slot, h));
-            settle(c.at[h]);
+            if (there) c.at[h] = from + (FULL_LINES ? line_chunk(slot, h) : place(slot, h));
+            compute_here(c.at[h]);
         }
-        settle(c.row);
+        compute_here(c.row);
         return c;
     }
     DEVICE void load(const Chunks& c, Words4 (&v)[2]) const {
@@ -61,11 +67,13 @@ protected:
         for (const auto& slot : v) all = all && !is_sentinel(slot[0]) && !is_sentinel(slot[1]);
         return all;
     }
-    // A thread's own values of every token into their slots: as digits, or for a norm as they are, with its moments.
-    template <bool NORM, class WAIT, class REST> DEVICE Extremes fetch(int from, int slots, int laps, int before, const WAIT& wait, const REST& rest) const {
+    // A thread's own values of every token into their slots: as two int8 limbs, or for a norm as they are, with its
+    // moments.
+    template <bool NORM, class WAIT, class REST>
+    DEVICE Extremes fetch(int from, int slots, int laps, int before, const WAIT& wait, const REST& rest) const {
         const int total = laps * int(a.m);
         int token = 0, lap = 0, to_token = 0, to_lap = 0;
-        float share = 0.f;
+        float partial = 0.f;
         Extremes extremes;
 #pragma unroll 1
         for (int i = 0; i < total; i += AT_ONCE) {
@@ -86,7 +94,7 @@ protected:
                 if (NORM || !NARROW || !Base::signalled(from / F::KSTEP) || all_arrived(v)) break;
                 token = to_token, lap = to_lap;
             }
-            if constexpr (WHOLE_LINES)
+            if constexpr (FULL_LINES)
 #pragma unroll
                 for (int j = 0; j < AT_ONCE; ++j) swap(v[j]);
             uint32_t most[AT_ONCE];
@@ -98,9 +106,10 @@ protected:
                 if constexpr (NORM) {
                     for (int h = 0; h < 2; ++h) {
                         if (slot < slots) *reinterpret_cast<Words4*>(slot_at(to_token, slot) + h * 16) = v[j][h];
-                        share += Base::layer() ? Base::sum_of(v[j][h]) : Base::squares_of(v[j][h]);
+                        partial += Base::layer() ? Base::sum_of(v[j][h]) : Base::squares_of(v[j][h]);
                     }
-                    if (to_lap == laps - 1) Base::leave(Base::layer() ? Base::sums() : Base::squares(), to_token, share), share = 0.f;
+                    if (to_lap == laps - 1)
+                        Base::leave(Base::layer() ? Base::sums() : Base::squares(), to_token, partial), partial = 0.f;
                 } else {
                     convert<false, 1>({to_token}, {before + slot}, {slot < slots}, {{v[j][0], v[j][1]}}, {most[j]});
                     extremes.see(most[j]);
@@ -110,15 +119,17 @@ protected:
         }
         return extremes;
     }
-    // A slot a thread, looked at once: none that is still to be signalled. Under an RMSNorm its values wait in registers for the norm's factor.
-    template <class WAIT, class REST> DEVICE Extremes one_slot(int from, int slots, int before, const WAIT& wait, const REST& rest) const {
+    // A slot a thread, looked at once: none that is still to be signalled. Under an RMSNorm its values wait in
+    // registers for the norm's factor.
+    template <class WAIT, class REST>
+    DEVICE Extremes one_slot(int from, int slots, int before, const WAIT& wait, const REST& rest) const {
         const int slot = threadIdx.x;
         Words4 v[1][2];
         const Chunks c = chunks(0, from, slot, slot < slots);
         wait();
         load(c, v[0]);
         rest();
-        if constexpr (WHOLE_LINES) swap(v[0]);
+        if constexpr (FULL_LINES) swap(v[0]);
         if (a.norm != NORM_NONE) {
             Base::leave(Base::squares(), 0, Base::squares_of(v[0][0]) + Base::squares_of(v[0][1]));
             __syncthreads();
@@ -146,7 +157,9 @@ protected:
                 const float mean = from_lane(my_mean, token), scale = from_lane(my_scale, token);
                 Words4 raw[1][2] = {{{0, 0, 0, 0}, {0, 0, 0, 0}}};
                 if (slot < slots)
-                    for (int h = 0; h < 2; ++h) raw[0][h] = Base::apply(*reinterpret_cast<const Words4*>(slot_at(token, slot) + h * 16), g[h], place(slot, h), mean, scale);
+                    for (int h = 0; h < 2; ++h)
+                        raw[0][h] = Base::apply(*reinterpret_cast<const Words4*>(slot_at(token, slot) + h * 16), g[h],
+                            place(slot, h), mean, scale);
                 extremes.see(convert_one(token, slot, slot < slots, raw));
             }
         }
@@ -156,71 +169,80 @@ protected:
 #pragma unroll 1
         for (int token = 0; token < a.m; ++token) {
             const float mean = Base::mean(token);
-            float share = 0.f;
+            float partial = 0.f;
             for (int slot = threadIdx.x; slot < slots; slot += THREADS)
-                for (int h = 0; h < 2; ++h) share += Base::squares_of(*reinterpret_cast<const Words4*>(slot_at(token, slot) + h * 16), place(slot, h), mean);
-            Base::leave(Base::squares(), token, share);
+                for (int h = 0; h < 2; ++h)
+                    partial += Base::squares_of(
+                        *reinterpret_cast<const Words4*>(slot_at(token, slot) + h * 16), place(slot, h), mean);
+            Base::leave(Base::squares(), token, partial);
         }
         __syncthreads();
     }
-    // Behind it the activations are there for all; every thread calls it. Odd blocks are rare, and looked at here, where few registers
-    // are taken. `slots` of them lie behind `before` others, and begin with slot `from` of the block's part of K, see whole_of.
+    // Behind it the activations are there for all; every thread calls it. Odd blocks are rare, and looked at here,
+    // where few registers are taken. `slots` of them lie behind `before` others, and begin with slot `from` of the
+    // block's part of K, see global_piece_of.
     DEVICE void finish(const Extremes& extremes, int slots, int before, int from, int run, int rank) const {
         if (!block_any(extremes.odd(), Base::shared_word())) return;
         look(slots, before, from, run, rank);
         __syncthreads();
     }
-    // Blocks that are too small are taken times 2^64, which is exact; one with a value that is not finite, which no integer is, makes its
-    // token's sums NaN, and so known. A thread each.
+    // Blocks that are too small are taken times 2^64, which is exact; one with a value that is not finite, which no
+    // integer is, makes its token's sums NaN, and so known. A thread each.
     DEVICE void look(int slots, int before, int from, int run, int rank) const {
         constexpr int SUMS = F::OFFSET == OFFSET_NONE ? 1 : F::GROUPS, VALUES = BLOCK * 16;
         int first = threadIdx.x;
-        settle(first);  // nothing of this is worked out ahead
+        compute_here(first);  // nothing of this is worked out ahead
 #pragma unroll 1
         for (int i = first; i < slots / BLOCK * int(a.m); i += THREADS) {
             const int token = i % int(a.m), slot = i / int(a.m) * BLOCK;
             const float mean = a.norm ? Base::mean(token) : 0.f, factor = a.norm ? Base::scale(token) : 0.f;
             const auto value = [&](int at, int e) ALWAYS_INLINE {
-                const int k = place(whole_of(from + slot + at / 16, run, rank), at / 8 % 2) + e;
+                const int k = place(global_piece_of(from + slot + at / 16, run, rank), at / 8 % 2) + e;
                 return k < int(a.k) ? Base::value(token, k, mean, factor) : 0.f;
             };
             uint32_t most = 0;
 #pragma unroll 1
             for (int at = 0; at < VALUES; ++at) most = max(most, float_to_bits(value(at, at % 8)) & 0x7fffffffu);
-            float& worth = powers()[(before + slot) / BLOCK * 8 + token];
+            float& worth = block_exponents()[(before + slot) / BLOCK * 8 + token];
             if (most >= 0x7f800000u) worth = NAN;
             const uint32_t held = (most + BUMP) >> 23;
             if (most == 0 || held >= SMALL) continue;
-            const float times = bits_to_float((204 - held) << 23), power = bits_to_float((held + 50) << 23) * 0x1p-64f;
+            const float times = bits_to_float((204 - held) << 23),
+                        block_exponent = bits_to_float((held + 50) << 23) * 0x1p-64f;
 #pragma unroll 1
             for (int group = 0; group < SUMS; ++group) {
                 int sum = 0;
 #pragma unroll 1
                 for (int j = 0; j < VALUES / SUMS; ++j) {
-                    const int at = SUMS < 4 ? group * (VALUES / SUMS) + j : group / 2 * 64 + j / 8 * 16 + group % 2 * 8 + j % 8;
-                    const uint32_t q = float_to_bits(fmaf(value(at, F::order(at % 8)) * 0x1p64f, times, bits_to_float(ZERO)));
+                    const int at =
+                        SUMS < 4 ? group * (VALUES / SUMS) + j : group / 2 * 64 + j / 8 * 16 + group % 2 * 8 + j % 8;
+                    const uint32_t q =
+                        float_to_bits(fmaf(value(at, F::order(at % 8)) * 0x1p64f, times, bits_to_float(ZERO)));
                     char* to = slot_at(token, before + slot + at / 16) + at % 16;
                     to[0] = static_cast<char>(q >> 8), to[16] = static_cast<char>(q ^ (PLAIN_LOW ? 0 : 0x80));
                     sum += int(q - ZERO);
                 }
-                if (F::OFFSET != OFFSET_NONE) group_sums()[((before + slot) / BLOCK * SUMS + group) * 8 + token] = float(sum) * power;
+                if (F::OFFSET != OFFSET_NONE)
+                    group_sums()[((before + slot) / BLOCK * SUMS + group) * 8 + token] = float(sum) * block_exponent;
             }
-            worth = power * F::UNIT;
+            worth = block_exponent * F::CODE_STEP;
         }
     }
-    // Slots' values as digits. `most`: the largest magnitudes of the slots' blocks. What waits for other lanes goes side by side, and no
-    // store comes between. PIECES: a lane's chunks are those of lines, as loaded.
+    // Slots' values as two int8 limbs. `most`: the largest magnitudes of the slots' blocks. What waits for other lanes
+    // goes side by side, and no store comes between. PIECES: a lane's chunks are those of lines, as loaded.
     template <bool PIECES, int COUNT>
-    DEVICE void convert(const int (&token)[COUNT], const int (&slot)[COUNT], const bool (&there)[COUNT], const Words4 (&raw)[COUNT][2], const uint32_t (&most)[COUNT]) const {
-        float power[COUNT];
+    DEVICE void convert(const int (&token)[COUNT], const int (&slot)[COUNT], const bool (&there)[COUNT],
+        const Words4 (&raw)[COUNT][2], const uint32_t (&most)[COUNT]) const {
+        float block_exponent[COUNT];
         uint32_t words[COUNT][2][4];  // of each chunk two of high bytes, two of low ones
         int sums[COUNT][2];
 #pragma unroll
         for (int j = 0; j < COUNT; ++j) {
             const uint32_t held = exponent(most[j]);
-            power[j] = bits_to_float((held - 14) << 23);
+            block_exponent[j] = bits_to_float((held - 14) << 23);
 #pragma unroll
-            for (int h = 0; h < 2; ++h) sums[j][h] = digits_of(raw[j][h], bits_to_float((268 - held) << 23), words[j][h]);
+            for (int h = 0; h < 2; ++h)
+                sums[j][h] = limbs_of(raw[j][h], bits_to_float((268 - held) << 23), words[j][h]);
         }
         using Of = typename Form::template GroupSums<PIECES>;
         if constexpr (F::OFFSET != OFFSET_NONE) Of::add_up(sums);
@@ -234,13 +256,16 @@ protected:
                 Form::put(at, first[0], first[1]), Form::put(at + 16, first[2], first[3]);
                 Form::put(at + 128, last[0], last[1]), Form::put(at + 144, last[2], last[3]);
             } else {
-                *reinterpret_cast<Words4*>(at) = {first[0], first[1], last[0], last[1]}, *reinterpret_cast<Words4*>(at + 16) = {first[2], first[3], last[2], last[3]};
+                *reinterpret_cast<Words4*>(at) = {first[0], first[1], last[0], last[1]},
+                *reinterpret_cast<Words4*>(at + 16) = {first[2], first[3], last[2], last[3]};
             }
             if (lane_id() % Of::LANES) continue;
-            if (lane_id() % BLOCK == 0) powers()[slot[j] / BLOCK * 8 + token[j]] = power[j] * F::UNIT;
+            if (lane_id() % BLOCK == 0)
+                block_exponents()[slot[j] / BLOCK * 8 + token[j]] = block_exponent[j] * F::CODE_STEP;
             if (F::OFFSET == OFFSET_NONE) continue;
 #pragma unroll
-            for (int h = 0; h < Of::KEPT; ++h) group_sums()[Of::place(slot[j], h) * 8 + token[j]] = float(sums[j][h]) * power[j];
+            for (int h = 0; h < Of::KEPT; ++h)
+                group_sums()[Of::place(slot[j], h) * 8 + token[j]] = float(sums[j][h]) * block_exponent[j];
         }
     }
     DEVICE uint32_t convert_one(int token, int slot, bool there, Words4 (&raw)[1][2]) const {

@@ -1,17 +1,19 @@
 // Matrix products of 16 rows of weights with up to 8 tokens, and how their kernels are cut. Part of nvidia.h.
 #pragma once
 
-constexpr int BLOCKS_LAUNCHED = 1;   // on each processor, also where there are fewer tiles: the successor's then find one place on each
-constexpr int PHASE_VALUES = 4096;   // of K staged at once where not all fits: 8 tokens within half a processor
-constexpr int DEEP = 4, SHALLOW = 2;  // turns of a ring
-constexpr int DEEP_FLOATS = 5;        // of 16-bit weights, whose turns are soon done
-constexpr int DEEP_COMPACT = 3;       // of 12 bits, whose turns are half as large again
-constexpr int NARROW_TOKENS = 2;     // up to how many tokens integer products have a form of their own: a wave finishes 16 rows of two
-constexpr int WIDE_TOKENS = 3;       // up to how many tokens float products run without clusters
+constexpr int BLOCKS_LAUNCHED =
+    1;  // on each SM, also where there are fewer tiles: the successor's then find one place on each
+constexpr int K_TILE_VALUES = 4096;   // of K staged at once where not all fits: 8 tokens within half an SM
+constexpr int DEEP = 4, SHALLOW = 2;  // stages of a multi-stage buffer
+constexpr int DEEP_FLOATS = 5;        // of 16-bit weights, whose stages are soon done
+constexpr int DEEP_COMPACT = 3;       // of 12 bits, whose stages are half as large again
+constexpr int NARROW_TOKENS =
+    2;  // up to how many tokens integer products have a form of their own: a warp finishes 16 rows of two
+constexpr int WIDE_TOKENS = 3;         // up to how many tokens float products run without clusters
 constexpr bool FLUSHING_HALF = false;  // whether fp16 matrix products lose subnormals
 
-// ---- matrix products: a lane holds 16 bytes of each of ROWS_PER_LANE rows of a tile of 16; K is permuted alike in both
-// operands, so the instruction's own order of K never matters ----
+// ---- matrix products: a lane holds 16 bytes of each of ROWS_PER_LANE rows of a tile of 16; K is permuted alike in
+// both operands, so the instruction's own order of K never matters ----
 constexpr int ROWS_PER_LANE = 2;
 DEVICE int fragment_row(int i) { return (lane_id() >> 2) + 8 * i; }
 DEVICE int fragment_quarter() { return lane_id() & 3; }  // which 16 bytes of a row's 64
@@ -30,10 +32,14 @@ template <bool NARROW> struct Cells {
 };
 
 // 16-bit floats: 8 tokens.
-template <class T> struct FloatProduct : Cells<false> {
+template <class T> struct FloatMma : Cells<false> {
     float sum[4], other[4];  // two chains: one alone would wait for its own latency
-    DEVICE void zero() { for (int i = 0; i < 4; ++i) sum[i] = other[i] = 0.f; }
-    DEVICE void finish() { for (int i = 0; i < 4; ++i) sum[i] += other[i]; }
+    DEVICE void zero() {
+        for (int i = 0; i < 4; ++i) sum[i] = other[i] = 0.f;
+    }
+    DEVICE void finish() {
+        for (int i = 0; i < 4; ++i) sum[i] += other[i];
+    }
     // The token whose activations this lane reads; columns past the last token repeat it and are never stored.
     static DEVICE int column(int tokens) { return min(lane_id() >> 2, tokens - 1); }
     DEVICE void add(const Words4* a, const char* chunk, int, int) {
@@ -43,15 +49,20 @@ template <class T> struct FloatProduct : Cells<false> {
     }
 };
 
-// Signed bytes of weights times 16-bit integers (a high byte and a low one, 16 bytes apart): exact. Narrow: a token's two
-// bytes are two columns of one product; else each byte has a product of its own, and the low one no sign.
-template <bool NARROW> struct IntegerProduct : Cells<NARROW> {
-    static constexpr int PRODUCTS = NARROW ? 1 : 2;
-    int sum[PRODUCTS][4];
-    struct Activations { Words4 b[PRODUCTS]; };
-    DEVICE void zero() { for (auto& one : sum) for (int& v : one) v = 0; }
-    DEVICE void plus(const IntegerProduct& other) {
-        for (int i = 0; i < PRODUCTS; ++i)
+// Signed bytes of weights times 16-bit integers (a high byte and a low one, 16 bytes apart): exact. Narrow: a token's
+// two bytes are two columns of one product; else each byte has a product of its own, and the low one no sign.
+template <bool NARROW> struct IntegerMma : Cells<NARROW> {
+    static constexpr int MMAS = NARROW ? 1 : 2;
+    int sum[MMAS][4];
+    struct Activations {
+        Words4 b[MMAS];
+    };
+    DEVICE void zero() {
+        for (auto& one : sum)
+            for (int& v : one) v = 0;
+    }
+    DEVICE void plus(const IntegerMma& other) {
+        for (int i = 0; i < MMAS; ++i)
             for (int j = 0; j < 4; ++j) sum[i][j] += other.sum[i][j];
     }
     // Where this lane's activations begin, from those of token 0.
@@ -62,22 +73,24 @@ template <bool NARROW> struct IntegerProduct : Cells<NARROW> {
     static DEVICE Activations load(const char* x) {
         Activations all;
 #pragma unroll
-        for (int i = 0; i < PRODUCTS; ++i) all.b[i] = *reinterpret_cast<const Words4*>(x + i * 16);
+        for (int i = 0; i < MMAS; ++i) all.b[i] = *reinterpret_cast<const Words4*>(x + i * 16);
         return all;
     }
     // The first 8 bytes of each 16, or the last.
     DEVICE void add(const Words4* a, const Activations& x, int part) {
 #pragma unroll
-        for (int i = 0; i < PRODUCTS; ++i) {
+        for (int i = 0; i < MMAS; ++i) {
             if (part == 0) multiply_bytes(sum[i], a[0].x, a[1].x, a[0].y, a[1].y, x.b[i].x, x.b[i].y, i == 0);
             else multiply_bytes(sum[i], a[0].z, a[1].z, a[0].w, a[1].w, x.b[i].z, x.b[i].w, i == 0);
         }
     }
-    DEVICE float value(int i) const { return NARROW ? float(sum[0][2 * i] * 256 + sum[0][2 * i + 1]) : float(sum[0][i] * 256 + sum[PRODUCTS - 1][i]); }
+    DEVICE float value(int i) const {
+        return NARROW ? float(sum[0][2 * i] * 256 + sum[0][2 * i + 1]) : float(sum[0][i] * 256 + sum[MMAS - 1][i]);
+    }
 };
 
-// 16-bit floats for many tokens, MATRIX_TOKENS at a time: the token whose values a lane gives, the cells of its sums, and eight
-// values of K of each of its rows, as pairs, times eight of a token.
+// 16-bit floats for many tokens, MATRIX_TOKENS at a time: the token whose values a lane gives, the cells of its sums,
+// and eight values of K of each of its rows, as pairs, times eight of a token.
 constexpr int MATRIX_TOKENS = 8, MOST_TOKENS = 32;  // MOST: of a block
 DEVICE int matrix_column() { return lane_id() >> 2; }
 constexpr int MATRIX_ROWS = 2;  // different ones of a lane's sums

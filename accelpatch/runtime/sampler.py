@@ -21,11 +21,11 @@ from accelpatch.kernels.greedy import greedy_, leave_
 
 # They read the scores alone: transformers' own code is captured, so that the numbers are its numbers.
 WARPERS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
-HOLDING = (MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor)
+SUPPRESSING = (MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor)
 CRITERIA = (MaxLengthCriteria, EosTokenCriteria)
 
 
-class Rows(Protocol):
+class SamplerState(Protocol):
     """The tensors of a batch that a choice reads and writes; see captured_batch.Batch."""
 
     tokens: Tensor
@@ -33,9 +33,9 @@ class Rows(Protocol):
     unfinished: Tensor
     report: Tensor
     slot: Tensor
-    held_until: Tensor
+    suppressed_until: Tensor
     ends: Tensor
-    held: Tensor
+    suppressed: Tensor
     pad: Tensor
     arrived: Tensor
 
@@ -44,12 +44,12 @@ class Unknown(Exception):
     """A processor or criterion that must run on the host; its message names it."""
 
 
-class Choice:
+class Sampler:
     """What generate() was asked for, for a prompt of `length` tokens. Raises Unknown where the host must choose."""
 
     def __init__(self, processors: Iterable[Any], criteria: Iterable[Any], do_sample: bool, length: int):
         self._warpers: list[Any] = []
-        self._holding: list[Any] = []
+        self._suppressing: list[Any] = []
         self._length, self._do_sample = length, do_sample
         self.ends: Tensor | None = None
         left = list(CRITERIA)
@@ -59,20 +59,22 @@ class Choice:
             left.remove(type(criterion))
             self.ends = getattr(criterion, "eos_token_id", self.ends)
         for processor in processors:
-            if type(processor) in HOLDING and not self._warpers:
-                self._holding.append(processor)
+            if type(processor) in SUPPRESSING and not self._warpers:
+                self._suppressing.append(processor)
             elif type(processor) in WARPERS:
                 self._warpers.append(processor)
             else:
                 raise Unknown(type(processor).__name__)
-        if len(self._holding) > 1 and any(p.eos_token_id is not self._holding[0].eos_token_id for p in self._holding):
+        if len(self._suppressing) > 1 and any(
+            p.eos_token_id is not self._suppressing[0].eos_token_id for p in self._suppressing
+        ):
             raise Unknown("minimum lengths with different ends")
 
     @property
     def key(self) -> Any:
         """Choices with equal keys are one program."""
         warpers = tuple((type(one), tuple(sorted(vars(one).items()))) for one in self._warpers)
-        return self._do_sample, bool(self._holding), self.ends is not None, warpers
+        return self._do_sample, bool(self._suppressing), self.ends is not None, warpers
 
     @property
     def alone(self) -> bool:
@@ -80,23 +82,23 @@ class Choice:
         return not self._do_sample and not self._warpers
 
     @property
-    def held(self) -> Tensor | None:
+    def suppressed(self) -> Tensor | None:
         """The ids held back."""
-        return self._holding[0].eos_token_id if self._holding else None
+        return self._suppressing[0].eos_token_id if self._suppressing else None
 
-    def held_until(self, slot: int) -> int:
+    def suppressed_until(self, slot: int) -> int:
         """How many tokens a row holds when its ends are let go; it holds `slot` after the prompt."""
         least = [
             one.min_length if type(one) is MinLengthLogitsProcessor else one.prompt_length_to_skip + one.min_new_tokens
-            for one in self._holding
+            for one in self._suppressing
         ]
         return max(least, default=0) + slot - self._length
 
-    def next_token(self, rows: Rows) -> None:
+    def next_token(self, rows: SamplerState) -> None:
         """The program: rows.tokens, unfinished and report from rows.logits. Of equal scores the lowest id wins."""
         scores = rows.logits
-        if self._holding:
-            scores = scores.masked_fill((rows.slot < rows.held_until) & rows.held[:-1], float("-inf"))
+        if self._suppressing:
+            scores = scores.masked_fill((rows.slot < rows.suppressed_until) & rows.suppressed[:-1], float("-inf"))
         for warper in self._warpers:
             scores = warper(None, scores)
         state = (rows.unfinished, None if self.ends is None else rows.ends, rows.pad, rows.tokens, rows.report)

@@ -1,0 +1,119 @@
+// Activations as 16-bit integers for the integer products: blocks of 128 values of K share a power of two, chosen so
+// that the largest magnitude of a block has 15 bits. An integer is two bytes, high * 256 + low. Where a block's values
+// lie within 2^7 of each other, bf16 loses nothing; what is lost is at most 2^-16 of the largest.
+//
+// Shared memory holds slots of 16 values: 16 high bytes, then the low ones. Slot s of a row is chunks 2 s and 2 s + 1,
+// or, interleaved, chunks 8 (s / 4) + s % 4 and that + 4; eight neighbouring slots are a block. Before a slot is
+// converted it holds its own values.
+#pragma once
+#include "norm.h"
+
+// Which chunks make a slot, and a slot's values as two int8 limbs.
+template <class F, class T, bool NARROW> struct Limbs {
+    static constexpr int BLOCK = 8;  // slots that share a block exponent
+    // Low bytes have no sign, as in the integers, where each byte has a product of its own; else high ones make up for
+    // it.
+    static constexpr bool PLAIN_LOW = !NARROW && UNSIGNED_BYTES;
+    static constexpr uint32_t ZERO =
+        PLAIN_LOW ? 0x4b400000u
+                  : 0x4b400080u;  // of a float whose low bytes are the limbs: 1.5 * 2^23, and 128 for the sign
+    static constexpr uint32_t BUMP = 0x10000u;  // what rounds to 2^15 or more takes the next block exponent
+    static constexpr int SMALL =
+        16;  // exponents (biased) from which on the inverse of a block's block exponent is a float
+    // Of the largest magnitudes of blocks: whether one is too small, or not finite. A block of zeros is neither.
+    struct Extremes {
+        uint32_t high = 0, low = ~0u;
+        DEVICE void see(uint32_t most) { high = max(high, most), low = min(low, most - 1); }
+        DEVICE bool odd() const {
+            return high >= (T::BF16 ? 0x7f80u : 0x7c00u) || (T::BF16 && low < (SMALL << 7) - 2u);
+        }
+    };
+
+    // Where in K the first or last half of a slot begins.
+    static constexpr int HALF = F::INTERLEAVED ? 32 : 8;  // from the first half to the last
+    static DEVICE int place(uint32_t slot, int half) {
+        return 8 * (F::INTERLEAVED ? slot + (slot & ~3u) : 2 * slot) + half * HALF;
+    }
+    // A block's eight lanes may load its two lines whole, a chunk of each: half of a slot and the same half of the one
+    // four after it.
+    static DEVICE uint32_t line_chunk(uint32_t slot, int line) {
+        return (slot & ~7u) * 16 + (threadIdx.x & 7) * 8 + line * 64;
+    }
+    static DEVICE int piece_slot(int slot) { return (slot & ~7) + (F::INTERLEAVED ? slot & 3 : slot >> 1 & 3); }
+    static DEVICE int piece_half() { return (F::INTERLEAVED ? threadIdx.x >> 2 : threadIdx.x) & 1; }
+    // Or they exchange chunks: lane i of them has slot i then, of interleaved ones.
+    static DEVICE void swap(Words4 (&v)[2]) {
+        constexpr int MATE = 4;
+        const bool last = threadIdx.x & MATE;
+        const Words4 give = last ? v[0] : v[1], received = {lane_xor(give.x, MATE), lane_xor(give.y, MATE),
+                                                    lane_xor(give.z, MATE), lane_xor(give.w, MATE)};
+        v[0] = last ? received : v[0], v[1] = last ? v[1] : received;
+    }
+    // The largest magnitude of each slot's block, as bits of its dtype; every lane of a block calls it. Together: each
+    // step waits for the one before.
+    template <int COUNT> static DEVICE void of_blocks(const Words4 (&raw)[COUNT][2], uint32_t (&most)[COUNT]) {
+        constexpr uint32_t MAGNITUDES = 0x7fff7fffu;
+#pragma unroll
+        for (int j = 0; j < COUNT; ++j) {
+            most[j] = 0;
+#pragma unroll
+            for (int i = 0; i < 8; ++i) most[j] = pair_max(most[j], word_of(raw[j][i / 4], i % 4) & MAGNITUDES);
+        }
+#pragma unroll
+        for (int step = 1; step < BLOCK; step *= 2)
+#pragma unroll
+            for (int j = 0; j < COUNT; ++j) most[j] = pair_max(most[j], lane_xor(most[j], step));
+#pragma unroll
+        for (int j = 0; j < COUNT; ++j) most[j] = max(most[j] & 0xffffu, most[j] >> 16);
+    }
+    static DEVICE uint32_t exponent(uint32_t most) { return (float_to_bits(T::up(most)) + BUMP) >> 23; }
+    static DEVICE void put(char* at, uint32_t a, uint32_t b) {
+        struct alignas(8) Pair {
+            uint32_t a, b;
+        };
+        *reinterpret_cast<Pair*>(at) = {a, b};
+    }
+    // Of a chunk: two words of high bytes, two of low ones; the sum of its integers.
+    static DEVICE int limbs_of(const Words4& raw, float times, uint32_t (&words)[4]) {
+        float v[8];
+        uint32_t q[8];
+        unpack<T>(raw, v);
+#pragma unroll
+        for (int e = 0; e < 8; ++e) q[e] = float_to_bits(fmaf(v[F::order(e)], times, bits_to_float(ZERO)));
+#pragma unroll
+        for (int part = 0; part < 2; ++part) {
+            const uint32_t a = permute<0x5140>(q[4 * part], q[4 * part + 1]),
+                           b = permute<0x5140>(q[4 * part + 2], q[4 * part + 3]);
+            words[part] = permute<0x7632>(a, b),
+            words[2 + part] = permute<0x5410>(a, b) ^ (PLAIN_LOW ? 0u : 0x80808080u);
+        }
+        return sum_of_bytes<true>(words[1], sum_of_bytes<true>(words[0], 0)) * 256 +
+               sum_of_bytes<!PLAIN_LOW>(words[3], sum_of_bytes<!PLAIN_LOW>(words[2], 0));
+    }
+    // The sums of groups' activations: how many lanes' chunks belong to one, how many a lane has then, and which they
+    // are.
+    template <bool PIECES> struct GroupSums {
+        static constexpr int LANES = PIECES           ? (F::GROUPS == 4 ? 4 : 8)
+                                     : F::GROUPS == 1 ? 8
+                                                      : 4,
+                             KEPT = F::GROUPS == 1             ? 1
+                                    : PIECES || F::GROUPS == 4 ? 2
+                                                               : 1;
+        static DEVICE int place(int slot, int h) {
+            if (F::GROUPS == 1) return slot / BLOCK;
+            if (!PIECES) return slot / 4 * KEPT + h;
+            return F::GROUPS == 2 ? slot / 4 + h : (slot / 4 + h) * 2 + piece_half();
+        }
+        template <int COUNT> static DEVICE void add_up(int (&sums)[COUNT][2]) {
+#pragma unroll
+            for (int j = 0; j < COUNT; ++j)
+                if (KEPT == 1) sums[j][0] += sums[j][1];
+#pragma unroll
+            for (int step = 1; step < LANES; step *= 2)
+#pragma unroll
+                for (int j = 0; j < COUNT; ++j)
+#pragma unroll
+                    for (int h = 0; h < KEPT; ++h) sums[j][h] += lane_xor(sums[j][h], step);
+        }
+    };
+};
