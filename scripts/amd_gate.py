@@ -195,9 +195,11 @@ def examine(assemblies: dict[tuple[str, str], str]) -> tuple[dict[str, dict[str,
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--wheels", type=Path, required=True)
-    parser.add_argument("--write", action="store_true", help="write the table instead of holding the build to it")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--wheels", type=Path, required=True, metavar="DIR",
+                        help="The folder with the unpacked wheels of triton and ziglang.")  # fmt: skip
+    parser.add_argument("--write", action="store_true",
+                        help="Write the table anew instead of holding the build to it.")  # fmt: skip
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         found, bad = examine(compiled(options.wheels.resolve(), Path(name)))

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from replay import seconds
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -27,14 +26,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from accelpatch.bench.read_limit import read_limit
-from accelpatch.kernels import decode_attention
+from accelpatch.bench.timing import measure_replays
+from accelpatch.kernels import attention_check, decode_attention
 from accelpatch.kernels.attention_shape import AttentionShape
-from accelpatch.kernels.hip import attention, binding
-from accelpatch.kernels.triton import decode_attention as triton_kernel
+from accelpatch.kernels.hip import binding
 
 DEVICE = torch.device("cuda")
 DTYPE = torch.bfloat16
-KERNELS = {"hip": attention.decode_attention_, "triton": triton_kernel.decode_attention_}
 BEYOND_L2 = 600 << 20  # bytes of caches in rotation: a graph's first launch, which overlaps with none, is one of many
 LEAST, MOST = 4, 200  # of them
 BACKENDS = {
@@ -62,8 +60,8 @@ class Step:
 
 def a_call(work: Callable[[], object], count: int, repeats: int) -> tuple[float, float]:
     """Median of a graph's replays over `count`, and their spread (max - min over median)."""
-    middle, spread = seconds(work, repeats)
-    return middle / count, spread
+    taken = measure_replays(work, repeats)
+    return taken.median / count, taken.spread
 
 
 class Caches:
@@ -137,7 +135,7 @@ def torch_times(caches: Caches, repeats: int) -> Iterator[tuple[float, str]]:
 
 def show(step: Step, options: argparse.Namespace, limit: float) -> None:
     """A line for a step."""
-    caches = Caches(step, KERNELS[options.kernel])
+    caches = Caches(step, attention_check.IMPLEMENTATIONS[options.kernel])
     best, backend = min(torch_times(caches, options.repeats)) if options.torch else (0.0, "")
     called = a_call(lambda: caches.all_torch(None), caches.count, options.repeats)[0] if options.torch else 0.0
     check(caches)
@@ -153,17 +151,23 @@ def show(step: Step, options: argparse.Namespace, limit: float) -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--batches", nargs="*", type=int, default=[1, 8])
-    parser.add_argument("--contexts", nargs="*", type=int, default=[128, 256, 1024, 4096, 16384])
-    parser.add_argument("--kv-heads", nargs="*", type=int, default=[32, 8])
-    parser.add_argument("--heads", type=int, default=32)
-    parser.add_argument("--size", type=int, default=128)
-    parser.add_argument("--tokens", type=int, default=1)
-    parser.add_argument("--repeats", type=int, default=12)
-    parser.add_argument("--limit", type=float, help="TB/s; measured by torch's sum of a large buffer if not given")
-    parser.add_argument("--kernel", choices=KERNELS, default="hip")
-    parser.add_argument("--torch", action=argparse.BooleanOptionalAction, default=True)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batches", nargs="*", type=int, default=[1, 8], metavar="B",
+                        help="Sequences at once (default: %(default)s).")  # fmt: skip
+    parser.add_argument("--contexts", nargs="*", type=int, default=[128, 256, 1024, 4096, 16384], metavar="L",
+                        help="Slots of the cache that are read (default: %(default)s).")  # fmt: skip
+    parser.add_argument("--kv-heads", nargs="*", type=int, default=[32, 8], metavar="HEADS",
+                        help="Heads of keys and values (default: %(default)s).")  # fmt: skip
+    parser.add_argument("--heads", type=int, default=32, help="Heads of queries (default: %(default)s).")
+    parser.add_argument("--size", type=int, default=128, help="Values of a head (default: %(default)s).")
+    parser.add_argument("--tokens", type=int, default=1, help="New tokens of a sequence (default: %(default)s).")
+    parser.add_argument("--repeats", type=int, default=12, help="Timed replays of each graph (default: %(default)s).")
+    parser.add_argument("--limit", type=float, metavar="TB/S",
+                        help="The read limit of this GPU. It is measured if not given.")  # fmt: skip
+    parser.add_argument("--kernel", choices=list(attention_check.IMPLEMENTATIONS), default="hip",
+                        help="Whose kernel is timed (default: %(default)s).")  # fmt: skip
+    parser.add_argument("--torch", action=argparse.BooleanOptionalAction, default=True,
+                        help="Time torch's attention beside it (default: yes).")  # fmt: skip
     return parser.parse_args()
 
 

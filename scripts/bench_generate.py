@@ -7,12 +7,12 @@
 
 The model has the named shape and random 16-bit weights, made on the device. It is patched with the defaults, verified.
 A case is batch x prompt; all peers run the first, `--case-peers` the others of a larger batch. Peers with a loop of
-their own (generate_engines.py) are asked for by name: each takes a minute or more to compile. Each figure is a median
-over `--repeats` turns, in which every engine runs once; the decode rate comes from the difference of a long and a short
-answer. Its limit is the bytes of weights, scales and head, and of keys and values at the mean context, over the rate of
-the device library's stream kernel. Before anything is timed, the logits of a prompt and of captured steps are held to
-the float rule: at most twice as far from those in float32 as those of the stock loop over the same patched modules
-(not those of a second engine that is patched with verify=False).
+their own (benchmarks/generate_engines.py) are asked for by name: each takes a minute or more to compile. Each figure is
+a median over `--repeats` turns, in which every engine runs once; the decode rate comes from the difference of a long
+and a short answer. Its limit is the bytes of weights, scales and head, and of keys and values at the mean context, over
+the rate of the device library's stream kernel. Before anything is timed, the logits of a prompt and of captured steps
+are held to the float rule: at most twice as far from those in float32 as those of the stock loop over the same patched
+modules (not those of a second engine that is patched with verify=False).
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from generate_engines import LOOPS, Engine, cached_bytes, looping, ours, stock, wait
+from benchmarks.generate_engines import LOOPS, Engine, cached_bytes, looping, ours, stock
 
 from accelpatch.bench.generate import Shape, prompt_ids
 from accelpatch.bench.read_limit import read_limit
-from accelpatch.bench.timing import once
+from accelpatch.bench.timing import once, synchronize
 from accelpatch.models import load
 from accelpatch.runtime.captured_runtime import CAPTURED
 
@@ -110,7 +110,7 @@ def turns(engines: Sequence[Engine], ids: Tensor, new: int, repeats: int) -> dic
         try:
             for count in (new, SHORT, new):  # the longest first: a static cache keeps its size, and what was compiled
                 engine.call(ids, count)
-            wait(ids.device)
+            synchronize(ids.device)
             ready.append(engine)
             print(f"{engine.name}: warm after {time.perf_counter() - begun:.1f} s", flush=True)
         except PEER_ERRORS as error:  # must not cost the others their figures
@@ -207,22 +207,28 @@ def profile(call: Callable[[], object], title: str) -> dict[str, Any]:
 def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="llama2-7b")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--new", type=int, default=128)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--model", default="llama2-7b", help="The model whose shape is used (default: %(default)s).")
+    parser.add_argument("--device", default="cuda", help="The device to run on (default: %(default)s).")
+    parser.add_argument("--new", type=int, default=128, help="Tokens of the long answer (default: %(default)s).")
+    parser.add_argument("--repeats", type=int, default=5, help="Timed turns of each engine (default: %(default)s).")
     peers = ["eager", "static", *LOOPS]
-    parser.add_argument("--recipes", nargs="*", default=["exact", "compact", "int8", "int4"])
-    parser.add_argument("--peers", nargs="*", default=["eager", "static"], choices=peers)
-    parser.add_argument("--case-peers", nargs="*", default=["static"], choices=["eager", "static"])
+    parser.add_argument("--recipes", nargs="*", default=["exact", "compact", "int8", "int4"],
+                        help="The recipes to patch with (default: %(default)s).")  # fmt: skip
+    parser.add_argument("--peers", nargs="*", default=["eager", "static"], choices=peers,
+                        help="Engines beside ours in the first case (default: %(default)s).")  # fmt: skip
+    parser.add_argument("--case-peers", nargs="*", default=["static"], choices=["eager", "static"],
+                        help="Engines beside ours in later cases of several rows (default: %(default)s).")  # fmt: skip
     cases = [Case(1, 128), Case(8, 128), Case(32, 128), Case(1, 4096)]
-    parser.add_argument("--cases", nargs="*", type=Case.read, default=cases)
-    parser.add_argument("--prefill", nargs="*", type=int, default=[32, 128, 512, 2048])
+    parser.add_argument("--cases", nargs="*", type=Case.read, default=cases, metavar="BATCHxPROMPT",
+                        help="Sequences and tokens of a prompt (default: 1x128 8x128 32x128 1x4096).")  # fmt: skip
+    parser.add_argument("--prefill", nargs="*", type=int, default=[32, 128, 512, 2048], metavar="TOKENS",
+                        help="Prompt lengths whose first token is timed (default: %(default)s).")  # fmt: skip
     parser.add_argument("--unverified", dest="verify", action="store_const", const=(True, False), default=(True,),
-                        help="each recipe a second time, patched with verify=False")  # fmt: skip
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16"])
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--profile", action="store_true")
+                        help="Time each recipe a second time, patched with verify=False.")  # fmt: skip
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16"],
+                        help="The type of the model's weights (default: %(default)s).")  # fmt: skip
+    parser.add_argument("--json", type=Path, metavar="FILE", help="Write all figures to this file.")
+    parser.add_argument("--profile", action="store_true", help="Print the time of each kernel too.")
     return parser.parse_args()
 
 

@@ -240,12 +240,13 @@ def table(rows: list[dict[str, Any]]) -> None:
 def main() -> None:
     """Check, time, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="llama2-7b")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--recipes", nargs="*", default=["exact", "int8", "int4"])
-    for name, default in (("new", 128), ("repeats", 5)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--model", default="llama2-7b", help="The model whose shape is used (default: %(default)s).")
+    parser.add_argument("--device", default="cuda", help="The device to run on (default: %(default)s).")
+    parser.add_argument("--recipes", nargs="*", default=["exact", "int8", "int4"],
+                        help="The recipes to patch with (default: %(default)s).")  # fmt: skip
+    parser.add_argument("--new", type=int, default=128, help="Tokens of the long answer (default: %(default)s).")
+    parser.add_argument("--repeats", type=int, default=5, help="Timed turns of each case (default: %(default)s).")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="Write all figures to this file.")
     asked = parser.parse_args()
     base: Any = load.random(asked.model, dtype=torch.bfloat16, device=torch.device(asked.device))
     base.generation_config.eos_token_id = None

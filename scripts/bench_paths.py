@@ -180,15 +180,18 @@ def profiled(engines: dict[str, Any], call: Call) -> None:
 def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="llama2-7b")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--recipes", nargs="*", default=["exact", "int8", "int4"])
-    parser.add_argument("--paths", nargs="*", default=["ids", *PATHS], choices=["ids", *PATHS])
-    parser.add_argument("--others", nargs="*", default=list(OTHERS), choices=list(OTHERS))
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--profile")
+    parser.add_argument("--model", default="llama2-7b", help="The model whose shape is used (default: %(default)s).")
+    parser.add_argument("--device", default="cuda", help="The device to run on (default: %(default)s).")
+    parser.add_argument("--dtype", default="bfloat16", help="The type of the weights (default: %(default)s).")
+    parser.add_argument("--recipes", nargs="*", default=["exact", "int8", "int4"],
+                        help="The recipes to patch with (default: %(default)s).")  # fmt: skip
+    parser.add_argument("--paths", nargs="*", default=["ids", *PATHS], choices=["ids", *PATHS],
+                        help="The calls of the language model to time; ids is model(ids) (default: all).")  # fmt: skip
+    parser.add_argument("--others", nargs="*", default=list(OTHERS), choices=list(OTHERS),
+                        help="Models of other kinds to time, by one call each (default: all).")  # fmt: skip
+    parser.add_argument("--repeats", type=int, default=5, help="Timed turns of each engine (default: %(default)s).")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="Write all figures to this file.")
+    parser.add_argument("--profile", metavar="PATH", help="Print where the host's time goes in this one of the paths.")
     return parser.parse_args()
 
 

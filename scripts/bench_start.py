@@ -185,13 +185,15 @@ def measured(asked: argparse.Namespace) -> list[dict[str, Any]]:
 def main() -> None:
     """Time, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="llama2-7b")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--prompt", type=int, default=128)
-    parser.add_argument("--recipes", nargs="*", default=["exact", "compact", "int8", "int4"])
-    parser.add_argument("--turns", nargs="*", default=TURNS, choices=TURNS)
-    parser.add_argument("--top", type=int, default=30)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--model", default="llama2-7b", help="The model whose shape is used (default: %(default)s).")
+    parser.add_argument("--device", default="cuda", help="The device to run on (default: %(default)s).")
+    parser.add_argument("--prompt", type=int, default=128, help="Tokens of the prompt (default: %(default)s).")
+    parser.add_argument("--recipes", nargs="*", default=["exact", "compact", "int8", "int4"],
+                        help="The recipes to patch with (default: %(default)s).")  # fmt: skip
+    parser.add_argument("--turns", nargs="*", default=TURNS, choices=TURNS,
+                        help="The processes of each recipe, in this order (default: all four).")  # fmt: skip
+    parser.add_argument("--top", type=int, default=30, help="Functions and lines to print (default: %(default)s).")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="Write all figures to this file.")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.child:

@@ -205,12 +205,14 @@ def measure(engines: list[Engine], repeats: int) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gguf", type=Path)
-    parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--new", type=int, default=128)
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--plot", type=Path, help="draw both tables into this .png or .svg; needs matplotlib")
+    parser.add_argument("--gguf", type=Path, metavar="FILE", help="Run llama.cpp with this file too.")
+    parser.add_argument("--model", default="smollm2-135m", help="A model's name or folder (default: %(default)s).")
+    parser.add_argument("--new", type=int, default=128, help="Tokens to generate (default: %(default)s).")
+    parser.add_argument("--repeats", type=int, default=7, help="Timed turns of each engine (default: %(default)s).")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(),
+                        help="Threads of every engine (default: as many as torch takes).")  # fmt: skip
+    parser.add_argument("--plot", type=Path, metavar="FILE",
+                        help="Draw both tables into this .png or .svg. It needs matplotlib.")  # fmt: skip
     arguments = parser.parse_args()
     if arguments.gguf and util.find_spec("llama_cpp") is None:
         sys.exit("--gguf needs llama.cpp: pip install llama-cpp-python (it is built from source, which takes minutes)")

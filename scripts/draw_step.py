@@ -1,8 +1,8 @@
-"""Draws docs/step.png, the picture of a decode step: python scripts/draw_step.py [FILE]. Not to scale."""
+"""Draws docs/step.png, the picture of a decode step, not to scale: python scripts/draw_step.py [FILE]."""
 
 from __future__ import annotations
 
-import sys
+import argparse
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -63,5 +63,13 @@ def draw() -> Figure:
     return figure
 
 
+def main() -> None:
+    """Draw it into the file that was named."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("file", type=Path, nargs="?", default=ROOT / "docs/step.png", metavar="FILE",
+                        help="The picture to write (default: docs/step.png of this checkout).")  # fmt: skip
+    draw().savefig(parser.parse_args().file, dpi=130)
+
+
 if __name__ == "__main__":
-    draw().savefig(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "docs/step.png", dpi=130)
+    main()

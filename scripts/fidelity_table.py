@@ -37,9 +37,9 @@ def _row(name: str, model: nn.Module, ids: Tensor, reference: Tensor, format: Fo
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--tokens", type=int, default=2560)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--model", default="smollm2-135m", help="A model's name or folder (default: %(default)s).")
+    parser.add_argument("--tokens", type=int, default=2560, help="Tokens of English to read (default: %(default)s).")
+    parser.add_argument("--seed", type=int, default=0, help="The seed of the noise (default: %(default)s).")
     options = parser.parse_args()
     loaded = load.load(options.model, dtype=torch.float32)
     ids = english_tokens(loaded.tokenizer, options.tokens)

@@ -9,6 +9,7 @@ numbers are tested through Triton's interpreter and on GPUs.
 
 from __future__ import annotations
 
+import argparse
 import re
 import sys
 from collections.abc import Mapping
@@ -227,6 +228,7 @@ def faults(arch: str, build: Build) -> list[str]:
 
 def main() -> None:
     """Compile all for all; exit with 1 where anything is wrong."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     bad = [
         f"{arch} {name}: {fault}" for arch in ARCHS for name, build in BUILDS.items() for fault in faults(arch, build)
     ]

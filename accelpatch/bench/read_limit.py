@@ -9,20 +9,22 @@ faster than the sum.
 from __future__ import annotations
 
 import ctypes
-import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from accelpatch.bench.timing import measure
+from accelpatch.bench.timing import between_events, measure
 from accelpatch.device import probe
 from accelpatch.kernels import build
 
 FLOOR = 1 << 29  # bytes: more than any last-level cache of a GPU (MI300X: 256 MiB)
 REPEATS = 7
+GRIDS = (2, 4, 16)  # blocks of the stream kernel for each SM (AMD: CU); which is fastest differs
 
 
 @dataclass(frozen=True)
@@ -51,22 +53,24 @@ def read_limit(device: torch.device) -> ReadLimit:
 
 
 def _by_stream_kernel(buffer: Tensor) -> ReadLimit:
-    read = build.library("hip", probe(buffer.device)).accelpatch_read_all
-    read.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p]
-    sink = torch.zeros(4, device=buffer.device)
-    processors = torch.cuda.get_device_properties(buffer.device).multi_processor_count
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    fastest = math.inf
+    launches = stream_reads(build.library("hip", probe(buffer.device)), buffer)
     with torch.cuda.device(buffer.device):
         stream = torch.cuda.current_stream().cuda_stream
-        for blocks in (2 * processors, 4 * processors, 16 * processors):
-            for _ in range(REPEATS):
-                begin.record()
-                read(buffer.data_ptr(), buffer.nbytes, sink.data_ptr(), blocks, stream)
-                end.record()
-                end.synchronize()
-                fastest = min(fastest, begin.elapsed_time(end) / 1e3)
-    return ReadLimit(buffer.nbytes / fastest, buffer.nbytes, 0, "stream kernel, fastest of 21")
+        times = [between_events(partial(read, stream)) for read in launches for _ in range(REPEATS)]
+    return ReadLimit(buffer.nbytes / min(times), buffer.nbytes, 0, f"stream kernel, fastest of {len(times)}")
+
+
+def stream_reads(library: ctypes.CDLL, buffer: Tensor) -> list[Callable[[int], Any]]:
+    """Launches of the library's stream kernel over all of ``buffer``, one for each of GRIDS; each takes a stream."""
+    read = library.accelpatch_read_all
+    read.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p]
+    sink = torch.zeros(4, device=buffer.device)
+    units = torch.cuda.get_device_properties(buffer.device).multi_processor_count
+
+    def of(blocks: int) -> Callable[[int], Any]:
+        return lambda stream: read(buffer.data_ptr(), buffer.nbytes, sink.data_ptr(), blocks, stream)
+
+    return [of(blocks * units) for blocks in GRIDS]
 
 
 def last_level_cache(folder: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:

@@ -41,6 +41,15 @@ def test_warmup_is_called_and_not_timed() -> None:
     assert (len(calls), len(taken.seconds)) == (5, 2)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that torch can use")
+def test_replays_run_the_work_again() -> None:
+    count = torch.zeros(1, device="cuda")
+    taken = timing.measure_replays(lambda: count.add_(1), repeats=3)
+    assert len(taken.seconds) == 3
+    assert count.item() > 1 + 3, "once before the graph, then by each replay"
+
+
 def test_median_spread_and_rate() -> None:
     taken = timing.timing([2.0, 1.0, 4.0])
     assert (taken.median, taken.spread) == (2.0, 1.5)

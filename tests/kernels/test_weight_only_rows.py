@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from accelpatch.device import KNOWN
-from accelpatch.kernels import dispatch, gemv, int4_tiles, parity
+from accelpatch.kernels import dispatch, gemv, int4_tiles
 from accelpatch.kernels.fused_linear import FusedLinear
 from accelpatch.quant import int4
 from tests.interpreted import DEVICE, HERE, INTERPRETED, _anywhere, here, interpret, needs_triton  # noqa: F401
 from tests.parity import assert_parity, bits, name, poisoned
+from tests.support.gemv_reference import wrong
 
 pytestmark = needs_triton
 marks = [pytest.mark.gpu, here]
@@ -181,13 +181,7 @@ class TestFloats:
         wide, w, beside = x.new_zeros(m, k + 8), w.to(x.dtype), beside if m % 2 else None
         wide[:, :k] = x
 
-        def due(dtype: torch.dtype) -> Tensor:
-            y = functional.linear(x.to(dtype), w.to(dtype), None if beside is None else beside.to(dtype))
-            first, second = y.chunk(2, -1)
-            return functional.silu(first) * second if gate else y
-
         with poisoned():
             found = [gemv.by_gemm(given, w, beside, gate) for given in (x, wide[:, :k])]
         assert torch.equal(bits(found[0]), bits(found[1]))
-        exact, plain = due(torch.float64), due(x.dtype)
-        assert (reason := parity.compare(found[0], exact, parity.torch_error(plain, exact)).reason) == "", reason
+        assert wrong(found[0], w, x, {"bias": beside, "activation": "silu_gate" if gate else "none"}) == ""

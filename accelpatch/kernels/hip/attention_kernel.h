@@ -181,13 +181,13 @@ DEVICE void forget(const AttentionArgs& a, int warp) {
 // What most launches ask for: heads that fill their columns, none of what some models have; and one new token a row
 // with one tile of queries, or several tokens of a lone row, as prompt lookup has them. Kernels for that alone, with a
 // cached head for each head (ONE) or for several, are a fifth to a third smaller, and leave products their room in the
-// instruction cache. So do those of more rows than a LONE one, whose words may still be on their way; CLAIMING ones are
+// instruction cache. So do those of more rows than a LONE one, whose words may still be on their way; DYNAMIC ones are
 // for rows of many KV splits.
-enum Kind { ANY, ONE, SEVERAL, LONE_ONE, LONE_SEVERAL, LONE_TOKENS, CLAIMING_ONE, CLAIMING_SEVERAL };
+enum Kind { ANY, ONE, SEVERAL, LONE_ONE, LONE_SEVERAL, LONE_TOKENS, DYNAMIC_ONE, DYNAMIC_SEVERAL };
 template <Kind KIND>
-constexpr bool SOLE_QUERY = KIND == ONE || KIND == LONE_ONE || KIND == CLAIMING_ONE;  // of a cached head
+constexpr bool SOLE_QUERY = KIND == ONE || KIND == LONE_ONE || KIND == DYNAMIC_ONE;  // of a cached head
 constexpr Kind lone(Kind kind) { return kind == ONE ? LONE_ONE : LONE_SEVERAL; }
-constexpr Kind dynamic(Kind kind) { return kind == ONE ? CLAIMING_ONE : CLAIMING_SEVERAL; }
+constexpr Kind dynamic(Kind kind) { return kind == ONE ? DYNAMIC_ONE : DYNAMIC_SEVERAL; }
 template <int WIDE> Kind kind_of(const AttentionArgs& a) {
     if (a.size != WIDE || a.window || a.softcap > 0.f || a.q_norm || a.k_norm) return ANY;
     if (a.tokens > 1) return a.rows == 1 ? LONE_TOKENS : ANY;
@@ -215,11 +215,11 @@ __global__ void __launch_bounds__(THREADS, WIDE > 128 ? 1 : BLOCKS_RESIDENT)
     const AttentionPlan plan = known<KIND>(laid_out);
     extern __shared__ __align__(128) char shared[];
     constexpr bool ONCE = KIND != ANY && KIND != LONE_TOKENS;  // one tile of queries
-    constexpr bool DYNAMIC = KIND == CLAIMING_ONE || KIND == CLAIMING_SEVERAL;
+    constexpr bool DYNAMIC = KIND == DYNAMIC_ONE || KIND == DYNAMIC_SEVERAL;
     using Mine = typename ScheduleOf<DYNAMIC>::Type;
     using Results = Softmax<T, WIDE, BUFFER_BYTES, ONCE, SOLE_QUERY<KIND>, Mine>;
     static_assert(
-        !DYNAMIC || Results::Stream::DEPTH <= 4, "the stream asks for a claim no earlier than in the span behind it");
+        !DYNAMIC || Results::Stream::DEPTH <= 4, "the stream asks for an item no earlier than in the split behind it");
     grid_release();
     const Geometry all(a, plan, shared);
     const int warp = threadIdx.x / WARP_SIZE;
@@ -291,7 +291,7 @@ __global__ void __launch_bounds__(THREADS, WIDE > 128 ? 1 : BLOCKS_RESIDENT)
         __syncthreads();  // what lies staged has been read, and last_of's word
     }
     if constexpr (DYNAMIC)
-        if (all_work.units) {
+        if (all_work.items) {
             if (all_work.gathers(s, a, plan, all))
                 add_splits<T, WIDE>(a, s, plan, stager.queries(s), all_work.part, all_work.parts, true, warp);
             return;

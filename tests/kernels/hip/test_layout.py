@@ -9,7 +9,7 @@ from accelpatch.kernels import int4_tiles
 from accelpatch.kernels.hip import layout
 
 
-@pytest.mark.parametrize("paired", [False, True], ids=["plain", "paired"])
+@pytest.mark.parametrize("interleaved", [False, True], ids=["plain", "interleaved"])
 @pytest.mark.parametrize("rows, columns", [(16, 128), (2, 64), (48, 576), (14, 1000)], ids=str)
 def test_tiles_round_trip(rows: int, columns: int, interleaved: bool) -> None:
     q = torch.randint(-128, 128, (rows, columns // 2), dtype=torch.int8, generator=torch.Generator().manual_seed(rows))
@@ -31,7 +31,7 @@ def test_a_value_lies_where_the_kernel_looks(row: int, k: int) -> None:
     assert (tiles != zeros).sum() == 1
 
 
-@pytest.mark.parametrize("paired", [False, True], ids=["plain", "paired"])
+@pytest.mark.parametrize("interleaved", [False, True], ids=["plain", "interleaved"])
 @pytest.mark.parametrize(
     "steps, groups, shift, count", [(5, 4, 0, 18), (32, 1, 0, 32), (86, 1, 1, 43), (9, 1, 30, 1)], ids=str
 )

@@ -13,10 +13,10 @@ from accelpatch.device import KNOWN
 from accelpatch.kernels import int4_tiles, parity, tiled_int4_linear
 from accelpatch.kernels.hip import binding
 from accelpatch.kernels.hip.binding import Weight
-from accelpatch.kernels.int4_tiles import Tiles
 from accelpatch.kernels.tiled_int4_linear import gemm_fits
 from tests.interpreted import DEVICE
 from tests.kernels.hip.simt_emulator import COMPILER, compiled
+from tests.support.gemv_reference import reference
 
 
 @pytest.mark.parametrize(
@@ -97,11 +97,8 @@ def test_the_gate(dtype: torch.dtype, biased: bool, launched: list[str]) -> None
     bias = torch.randn(96, generator=generator).to(dtype) if biased else None
     y = tiled_int4_linear.gated_many(x, both, bias)
     assert launched == ["int4_gemm"]
-    right, plain = (_gated(x.to(wide), both, bias) for wide in (torch.float64, dtype))
+    right, plain = (
+        reference(tiled_int4_linear.dense(wide, *both, None)[0], x, {"activation": "silu_gate", "bias": bias}, wide)
+        for wide in (torch.float64, dtype)
+    )
     assert not parity.compare(y, right, parity.torch_error(plain, right)).reason
-
-
-def _gated(x: Tensor, both: Tiles, bias: Tensor | None) -> Tensor:
-    wide, beside = tiled_int4_linear.dense(x.dtype, *both, bias)
-    gate, up = functional.linear(x, wide, None if beside is None else beside.to(x.dtype)).chunk(2, -1)
-    return functional.silu(gate) * up

@@ -12,13 +12,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from accelpatch.device import probe
-from accelpatch.kernels import compact_tiles, dispatch, int4_tiles, parity, tiled_int4_linear
+from accelpatch.kernels import compact_tiles, dispatch, int4_tiles, tiled_int4_linear
 from accelpatch.kernels.fp8_linear import FORMS
 from accelpatch.kernels.hip import binding
 from accelpatch.kernels.hip.binding import Weight
 from accelpatch.kernels.int4_tiles import Tiles
 from accelpatch.quant import int4
 from tests.parity import assert_parity, bits, name, poisoned, strided, transposed
+from tests.support.gemv_reference import wrong
 
 HERE = torch.cuda.is_available()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HERE, reason="needs a GPU that torch can use")]
@@ -178,20 +179,9 @@ def test_prologue_and_epilogue() -> None:
     """RMSNorm of x, gate and up with SiLU, a residual: as the fused layers use the kernel."""
     x, w, bias = made("gemv", 3, 200, 576, torch.bfloat16)
     gain, residual = torch.rand(576, device=CUDA).bfloat16() + 0.5, torch.randn(3, 100, device=CUDA).bfloat16()
-    y = binding.launch(
-        Weight("gemv", 200, 576, w), x, bias=bias, norm="rms", norm_weight=gain, activation="silu_gate",
-        residual=residual,
-    )  # fmt: skip
-
-    def plain(dtype: torch.dtype) -> Tensor:
-        wide = x.to(torch.float64 if dtype == torch.float64 else torch.float32)
-        h = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)).to(dtype) * gain.to(dtype)
-        gate, up = functional.linear(h, w.to(dtype), bias.to(dtype)).chunk(2, -1)
-        return functional.silu(gate) * up + residual.to(dtype)
-
-    exact = plain(torch.float64)
-    found = parity.compare(y, exact, parity.torch_error(plain(torch.bfloat16), exact))
-    assert found.ok, found.reason
+    kind = {"norm": "rms", "norm_weight": gain, "bias": bias, "activation": "silu_gate", "residual": residual}
+    y = binding.launch(Weight("gemv", 200, 576, w), x, **kind)
+    assert wrong(y, w, x, kind) == ""
 
 
 def test_many_rows_and_wide_types_go_to_torch() -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,12 +16,10 @@ import torch
 from accelpatch.kernels.hip import binding
 from tests.interpreted import DEVICE
 from tests.kernels.hip.simt_emulator import COMPILER, compiled
-
-sys.path.insert(0, str(Path(__file__).parents[3] / "scripts"))
-
-import check_kernels
-import check_rows
-from hip_gemv import FORMATS, Library, Packed, pack
+from tests.support.gemv_checks import check_signals, check_small, run
+from tests.support.gemv_reference import wrong
+from tests.support.hip_gemv import FORMATS, Library, Packed, pack
+from tests.support.rows_checks import ROWS_FORMATS, check_rows
 
 pytestmark = [
     pytest.mark.skipif(COMPILER is None, reason="needs g++"),
@@ -74,14 +71,14 @@ def test_small_shapes(name: str, dtype: torch.dtype, form: str, made: Callable[[
     if form == "alone" and name not in ("plain", "int8", "int4_g32_minimum"):
         pytest.skip("as by clusters, but for what waves leave each other")
     torch.manual_seed(0)
-    assert check_kernels.check_small(made(form), name, dtype, "cpu") == []
+    assert check_small(made(form), name, dtype, "cpu") == []
 
 
 @pytest.mark.parametrize("name", ["plain", "fp8", "compact", "int8", "int4_g128_minimum"])
 @pytest.mark.parametrize("form", ["nvidia", "alone", "gfx942"])
 def test_a_product_signals_its_columns_to_the_next(name: str, form: str, made: Callable[[str], Emulated]) -> None:
     torch.manual_seed(0)
-    assert check_kernels.check_signals(made(form), name, torch.bfloat16, "cpu", overlaps=form != "gfx942") == []
+    assert check_signals(made(form), name, torch.bfloat16, "cpu", overlaps=form != "gfx942") == []
 
 
 @pytest.mark.parametrize("name", ["plain", "fp8", "compact", "int8", "int4_g128_minimum"])
@@ -108,7 +105,7 @@ def test_nothing_is_copied_where_a_wave_has_no_tile(name: str, made: Callable[[s
     library = made("nvidia")
     weight, x = pack(torch.randn(80, 1024) / 32, name, dtype=torch.bfloat16), torch.randn(1, 1024, dtype=torch.bfloat16)
     library.held.take_zeros()
-    assert check_kernels.wrong(check_kernels.run(library, weight, x, {}), weight, x, {}) == ""
+    assert wrong(run(library, weight, x, {}), weight.dense, x, {}) == ""
     assert library.held.take_zeros() == 0
 
 
@@ -119,11 +116,11 @@ def test_what_waves_of_a_cluster_send_each_other_may_be_late(tokens: int, made: 
     library = made("nvidia")
     weight = pack(torch.randn(1000, 512) / 23, "int8", dtype=torch.bfloat16)
     x = torch.randn(tokens, 512, dtype=torch.bfloat16)
-    want = check_kernels.run(library, weight, x, {})
+    want = run(library, weight, x, {})
     try:
         for trial in range(8):
             library.held.set_delay((40, 400)[trial % 2], trial)
-            assert torch.equal(check_kernels.run(library, weight, x, {}), want)
+            assert torch.equal(run(library, weight, x, {}), want)
     finally:
         library.held.set_delay(0, 0)
 
@@ -145,17 +142,15 @@ def finite(made: Callable[[str], Emulated]) -> Iterator[Callable[[str], Emulated
         assert one.held.take_unwaited() == 0, "sums lie where copies may still come"
 
 
-@pytest.mark.parametrize(
-    "name, dtype", [(name, binding.DTYPES[i % 2]) for i, name in enumerate(check_rows.FORMS)], ids=str
-)
+@pytest.mark.parametrize("name, dtype", [(name, binding.DTYPES[i % 2]) for i, name in enumerate(ROWS_FORMATS)], ids=str)
 @pytest.mark.parametrize("form", ["nvidia", "gfx942"])
 def test_many_tokens(name: str, dtype: torch.dtype, form: str, finite: Callable[[str], Emulated]) -> None:
     torch.manual_seed(0)
-    assert check_rows.check_rows(finite(form), name, dtype, "cpu") == []
+    assert check_rows(finite(form), name, dtype, "cpu") == []
 
 
 @pytest.mark.parametrize("cluster", [1, 2, 4, 8])
 @pytest.mark.parametrize("dtype", binding.DTYPES, ids=str)
 def test_many_tokens_by_clusters(dtype: torch.dtype, cluster: int, finite: Callable[[str], Emulated]) -> None:
     torch.manual_seed(0)
-    assert check_rows.check_rows(finite("nvidia"), "int4_g128_minimum", dtype, "cpu", blocks=cluster) == []
+    assert check_rows(finite("nvidia"), "int4_g128_minimum", dtype, "cpu", blocks=cluster) == []

@@ -12,9 +12,12 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
-from replay import rotation, seconds
 from torch import Tensor
 from torch.nn import functional
+
+from accelpatch.bench.timing import measure_replays
+from benchmarks.layer_shapes import rotation
+from tests.support.gemv_reference import reference
 
 Call = Callable[[], Tensor]
 BF16 = torch.bfloat16
@@ -47,7 +50,8 @@ def _int8(n: int, k: int) -> tuple[list[Tensor], Tensor]:
 
 
 def _product(x: Tensor, w: Tensor, scale: Tensor | None = None) -> Tensor:
-    return x.double() @ w.double().T * (1 if scale is None else scale.double())
+    """In float64, of a weight with a scale a row or none."""
+    return reference(w.double() if scale is None else w.double() * scale.double()[:, None], x, {}, torch.float64)
 
 
 def cublas(x: Tensor, n: int, k: int) -> Peer:
@@ -123,14 +127,14 @@ def torchao_int4(packing: str) -> Callable[[Tensor, int, int], Peer]:
 
 
 def triton_dense(x: Tensor, n: int, k: int) -> Peer:
-    from triton_gemv import TILES, rows_of
+    from benchmarks.triton_gemv import TILES, rows_of
 
     ws = _dense(n, k, rotation(n, k, 16))
     return Peer({str(t): [lambda w=w, t=t: rows_of(x, w, None, t) for w in ws] for t in TILES}, _product(x, ws[0]))
 
 
 def triton_int8(x: Tensor, n: int, k: int) -> Peer:
-    from triton_gemv import TILES, rows_of
+    from benchmarks.triton_gemv import TILES, rows_of
 
     ws, s = _int8(n, k)
     return Peer({str(t): [lambda w=w, t=t: rows_of(x, w, s, t) for w in ws] for t in TILES}, _product(x, ws[0], s))
@@ -138,7 +142,7 @@ def triton_int8(x: Tensor, n: int, k: int) -> Peer:
 
 def triton_int4(*, minimum: bool) -> Callable[[Tensor, int, int], Peer]:
     def make(x: Tensor, n: int, k: int) -> Peer:
-        from triton_gemv import TILES, int4_meaning, int4_rows_of
+        from benchmarks.triton_gemv import TILES, int4_meaning, int4_rows_of
 
         def one() -> tuple[Tensor, Tensor, Tensor | None]:
             q = torch.randint(0, 256, (n, k // 2), device="cuda", dtype=torch.uint8)
@@ -191,7 +195,8 @@ def measure(peer: Peer) -> tuple[float, str]:
         error = float((calls[0]().double() - peer.due).norm() / peer.due.norm())
         if not error <= peer.bound:
             raise ValueError(f"{name} computes something else: relative RMSE {error:.3g} over {peer.bound}")
-        found.append((seconds(lambda calls=calls: [call() for call in calls])[0] / len(calls), name))
+        taken = measure_replays(lambda calls=calls: [call() for call in calls]).median
+        found.append((taken / len(calls), name))
     return min(found)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from accelpatch.kernels import compact_tiles
 from accelpatch.kernels.hip import binding, layout
+from accelpatch.quant import fp8, int4, int8
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,11 @@ class Packed:
     shift: int = 0
     interleaved: bool = False
     canonical: tuple[Any, ...] = field(default=())
+
+    def to(self, device: str) -> Packed:
+        """The same with the packed tensors on another device; the dense weight stays where it is."""
+        held = {key: getattr(self, key) for key in ("w", "scale", "offset")}
+        return replace(self, **{key: t.to(device) for key, t in held.items() if t is not None})
 
     @property
     def bytes(self) -> int:
@@ -113,11 +119,9 @@ def pack(w: Tensor, name: str, *, dtype: torch.dtype, interleaved: bool = False,
         fours, meaning = tiles.outliers.shape[2] // compact_tiles.FOUR, held.double() if dense else None
         return Packed(form, n, k, tiles.w, tiles.scale, tiles.outliers, meaning, fours, interleaved)
     if name in ("int8", "fp8"):
-        top = 127.0 if name == "int8" else 448.0
-        scale = (w.float().abs().amax(1) / top).clamp(min=1e-9)
-        codes = w.float() / scale[:, None]
-        held = codes.round().to(torch.int8) if name == "int8" else codes.to(torch.float8_e4m3fn)
-        return Packed(form, n, k, held, scale, dense=held.double() * scale.double()[:, None] if dense else None)
+        quant = int8 if name == "int8" else fp8
+        rows = quant.quantize(w)
+        return Packed(form, n, k, rows.q, rows.scale, dense=quant.dequantize(rows, torch.float64) if dense else None)
     codes, table, offset = _affine(w, form, dtype)
     meaning = _dense(codes, table, offset, form, k) if dense else None
     flat = codes.flatten(1)[:, :k]
@@ -125,8 +129,7 @@ def pack(w: Tensor, name: str, *, dtype: torch.dtype, interleaved: bool = False,
     if form.library == "gemv_int8":
         held = flat.to(torch.int8).contiguous()
     else:
-        flat = torch.nn.functional.pad(flat, (0, k % 2)).to(torch.uint8)
-        held = layout.tile_int4((flat[:, 0::2] | flat[:, 1::2] << 4).view(torch.int8), interleaved=interleaved)
+        held = layout.tile_int4(int4.pack(torch.nn.functional.pad(flat, (0, k % 2))), interleaved=interleaved)
     group = form.group or 0
     shift = 30 if not group else max(group // form.step, 1).bit_length() - 1
     shape = {

@@ -1,31 +1,22 @@
-"""Times products of 16 to 64 tokens: int4's HIP kernel beside Triton's and torch's in bf16; or bf16's beside torch's.
-
-    python scripts/bench_rows.py --libraries DIR [--tokens 16 32 64] [--clusters 0 1 2 4 8]
-    python scripts/bench_rows.py --floats [--tokens 16 32 64]
-
-The four products of a Llama-2-7B layer, microseconds each and together; medians of graph replays, weights in rotation
-beyond L2, each product checked by the float rule before it is timed. --clusters: blocks that share K, 0 for the
-kernel's own choice.
-"""
+"""Times products of 16 to 64 tokens: by the HIP kernel with int4 weights, by Triton and by torch."""
 
 from __future__ import annotations
 
 import argparse
 from dataclasses import replace
-from pathlib import Path
 
 import torch
-from bench_kernels import LAYER
-from check_kernels import wrong
-from hip_gemv import Library, Packed, pack
-from replay import rotation, seconds
 from torch import Tensor
 from torch.nn import functional
 
-from accelpatch.kernels import gemv, parity
+from accelpatch.bench.timing import measure_replays
+from accelpatch.kernels import gemv
 from accelpatch.kernels.fused_linear import gated
 from accelpatch.kernels.int4_tiles import Tiles
 from accelpatch.kernels.tiled_int4_linear import by_triton
+from benchmarks.layer_shapes import LAYER, rotation
+from tests.support.gemv_reference import wrong
+from tests.support.hip_gemv import Library, Packed, pack
 
 FORMAT, BITS = "int4_g128_minimum", 4.25
 
@@ -47,17 +38,18 @@ def packs(n: int, k: int) -> list[Packed]:
 def by_hip(lib: Library, held: list[Packed], x: Tensor, cluster: int) -> float:
     y = torch.empty(x.shape[0], held[0].n, device="cuda", dtype=x.dtype)
     lib.call(held[0], x, y, blocks=cluster)
-    if reason := wrong(y, held[0], x, {}):
+    if reason := wrong(y, held[0].dense, x, {}):
         raise SystemExit(f"{held[0].n} x {held[0].k} M={x.shape[0]}, clusters of {cluster}: {reason}")
-    return seconds(lambda: [lib.call(p, x, y, blocks=cluster) for p in held])[0] / len(held)
+    return measure_replays(lambda: [lib.call(p, x, y, blocks=cluster) for p in held]).median / len(held)
 
 
 def by_others(held: list[Packed], x: Tensor) -> dict[str, float]:
     n, k = held[0].n, held[0].k
     tiles = [Tiles(p.w, p.scale, p.offset, n, k, 128, "minimum") for p in held if p.scale is not None]
-    triton = seconds(lambda: [by_triton(x, *one, None) for one in tiles])[0] / len(held)
+    triton = measure_replays(lambda: [by_triton(x, *one, None) for one in tiles]).median / len(held)
     dense = [torch.randn(n, k, device="cuda", dtype=x.dtype) for _ in range(rotation(n, k, 16))]
-    return {"Triton": triton, "torch": seconds(lambda: [functional.linear(x, w) for w in dense])[0] / len(dense)}
+    by_torch = measure_replays(lambda: [functional.linear(x, w) for w in dense]).median / len(dense)
+    return {"Triton": triton, "torch": by_torch}
 
 
 def floats(n: int, k: int, x: Tensor, gate: bool) -> dict[str, float]:
@@ -68,30 +60,17 @@ def floats(n: int, k: int, x: Tensor, gate: bool) -> dict[str, float]:
         y = functional.linear(x, w)
         return gated(y, "silu") if gate else y
 
-    def due(dtype: torch.dtype) -> Tensor:
-        y = functional.linear(x.to(dtype), held[0].to(dtype))
-        first, second = y.chunk(2, -1)
-        return functional.silu(first) * second if gate else y
-
-    exact, plain = due(torch.float64), due(x.dtype)
-    found = parity.compare(gemv.by_gemm(x, held[0], gate=gate), exact, parity.torch_error(plain, exact))
-    if not found.ok:
-        raise SystemExit(f"{n} x {k} M={x.shape[0]}: {found.reason}")
+    kind = {"activation": "silu_gate"} if gate else {}
+    if reason := wrong(gemv.by_gemm(x, held[0], gate=gate), held[0], x, kind):
+        raise SystemExit(f"{n} x {k} M={x.shape[0]}: {reason}")
     ways = {"Triton": lambda w: gemv.by_gemm(x, w, gate=gate), "torch": by_torch}
-    return {name: seconds(lambda way=way: [way(w) for w in held])[0] / len(held) for name, way in ways.items()}
+    return {
+        name: measure_replays(lambda way=way: [way(w) for w in held]).median / len(held) for name, way in ways.items()
+    }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--libraries", type=Path)
-    parser.add_argument("--floats", action="store_true", help="bf16 weights, which need no library")
-    parser.add_argument("--tokens", nargs="*", type=int, default=[16, 32, 64])
-    parser.add_argument("--clusters", nargs="*", type=int, default=[0, 1, 2, 4, 8])
-    parser.add_argument("--alone", action="store_true", help="without Triton's and torch's products")
-    options = parser.parse_args()
-    torch.manual_seed(0)
-    if not options.floats and options.libraries is None:
-        parser.error("--libraries DIR, or --floats")
+def show(options: argparse.Namespace) -> None:
+    """A line for each shape and number of tokens, then the four together."""
     lib = None if options.libraries is None else Library(options.libraries)
     total = dict[tuple[int, str], float]()
     print(torch.cuda.get_device_name(), flush=True)
@@ -110,7 +89,3 @@ def main() -> None:
             print(f"{which:8} {n:6} x {k:5} M={m:2}  {line}", flush=True)
     for (m, name), time in total.items():
         print(f"together M={m:2} {name:16} {time * 1e6:6.1f} us", flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import accelpatch
+from accelpatch.bench.timing import synchronize
 
 STATIC = {"cache_implementation": "static"}
 # peers in a loop of their own: bits of their weights
@@ -60,14 +61,14 @@ def stock(base: nn.Module, name: str) -> Engine:
 def ours(base: nn.Module, recipe: str, ids: Tensor, verify: bool = True) -> Engine:
     """A patched copy of `base`, after its first token; verified, as users patch."""
     model: Any = copy.deepcopy(base)
-    wait(ids.device)
+    synchronize(ids.device)
     begun = time.perf_counter()
     accelpatch.patch(model, recipe, verify=verify, keep_original="none")
-    wait(ids.device)
+    synchronize(ids.device)
     patched = time.perf_counter()
     call = generating(model)
     call(ids, 1)
-    wait(ids.device)
+    synchronize(ids.device)
     seconds = {"patch": patched - begun, "patch to first token": time.perf_counter() - begun}
     return Engine(
         f"accelpatch {recipe}" + ("" if verify else ", verify=False"),
@@ -153,9 +154,3 @@ def cached_bytes(model: Any) -> int:
     config = model.config.get_text_config(decoder=True)
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return int(config.num_hidden_layers * 2 * config.num_key_value_heads * size * 2)
-
-
-def wait(device: torch.device) -> None:
-    """Until the device has nothing left to do."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

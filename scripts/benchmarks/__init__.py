@@ -1,0 +1,1 @@
+"""What the benchmark programs of scripts/ time, and the peers beside it."""

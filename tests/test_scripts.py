@@ -1,0 +1,123 @@
+"""Each program of scripts/ explains every option; those of the kernels have their subcommands."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import runpy
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SCRIPTS = ROOT / "scripts"
+PROGRAMS = sorted(path.name for path in SCRIPTS.glob("*.py"))
+NEEDS = {"triton_gate.py": "triton", "draw_step.py": "matplotlib"}
+SUBCOMMANDS = {"check_kernels.py": ["all", "gemv", "rows"], "bench_kernels.py": ["gemv", "rows"]}
+PAGES = [(name, ()) for name in PROGRAMS] + [(name, (word,)) for name, words in SUBCOMMANDS.items() for word in words]
+
+
+@pytest.fixture
+def parsers(monkeypatch: pytest.MonkeyPatch) -> list[argparse.ArgumentParser]:
+    """Those that parsed a command line, in order; the program's folder is where Python looks first."""
+    found: list[argparse.ArgumentParser] = []
+    parse = argparse.ArgumentParser.parse_known_args
+
+    def recorded(self: argparse.ArgumentParser, *args: object, **options: object) -> object:
+        found.append(self)
+        return parse(self, *args, **options)
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", recorded)
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    return found
+
+
+def run(name: str, *words: str) -> int | str | None:
+    """The exit status of a program, run in this process: it has torch already."""
+    if (needed := NEEDS.get(name)) and find_spec(needed) is None:
+        pytest.skip(f"{name} needs {needed}")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sys, "argv", [name, *words])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(SCRIPTS / name), run_name="__main__")
+    return ended.value.code
+
+
+def actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    """Options, positional arguments and subcommands."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            yield from action._choices_actions
+        elif not isinstance(action, argparse._HelpAction):
+            yield action
+
+
+@pytest.mark.parametrize("name, words", PAGES, ids=lambda part: part if isinstance(part, str) else "".join(part))
+def test_help(
+    name: str, words: tuple[str, ...], parsers: list[argparse.ArgumentParser], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(name, *words, "--help") == 0
+    assert capsys.readouterr().out.startswith("usage: ")
+    assert parsers[-1].description
+    unclear = [
+        action.dest
+        for action in actions(parsers[-1])
+        if action.help != argparse.SUPPRESS and not re.fullmatch(r"[A-Z].+\.", action.help or "", re.DOTALL)
+    ]
+    assert unclear == [], "no sentence says what these are"
+
+
+@pytest.mark.parametrize("name", SUBCOMMANDS)
+def test_subcommands(name: str, parsers: list[argparse.ArgumentParser]) -> None:
+    assert run(name, "--help") == 0
+    assert [action.dest for action in actions(parsers[0])] == SUBCOMMANDS[name]
+
+
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        ("check_kernels.py", ()),
+        ("check_kernels.py", ("--libraries",)),
+        ("check_kernels.py", ("gemv",)),
+        ("check_kernels.py", ("gemv", "--libraries", ".", "--formats", "none")),
+        ("bench_kernels.py", ()),
+        ("bench_kernels.py", ("gemv",)),
+        ("bench_kernels.py", ("rows",)),
+    ],
+    ids=str,
+)
+def test_what_is_missing_is_named(
+    name: str, words: tuple[str, ...], parsers: list[argparse.ArgumentParser], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(name, *words) == 2
+    assert re.search(r"--libraries|--formats|command", capsys.readouterr().err)
+
+
+def test_without_a_subcommand_everything_is_checked(parsers: list[argparse.ArgumentParser]) -> None:
+    arguments = runpy.run_path(str(SCRIPTS / "check_kernels.py"))["arguments"]
+    assert vars(arguments(["--libraries", "built"])) == {"command": "all", "libraries": Path("built")}
+    assert arguments(["gemv", "--libraries", "built", "--small", "--formats", "int8"]).formats == ["int8"]
+
+
+@pytest.mark.parametrize("name", SUBCOMMANDS)
+def test_run_by_its_path(name: str, tmp_path: Path) -> None:
+    """From another folder, with the checkout on PYTHONPATH and nothing installed."""
+    done = subprocess.run(
+        [sys.executable, str(SCRIPTS / name), "rows", "--help"], cwd=tmp_path, capture_output=True, text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=120, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "--libraries" in done.stdout
+
+
+def test_every_script_that_is_named_is_there() -> None:
+    """In docs, in tests, in the Makefile and in the scripts themselves."""
+    files = [ROOT / "Makefile", *ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *SCRIPTS.rglob("*.py")]
+    named = {found for file in files for found in re.findall(r"\bscripts/[\w/]+\.\w+", file.read_text())}
+    assert len(named) > 10
+    assert sorted(name for name in named if not (ROOT / name).is_file()) == []
