@@ -62,20 +62,21 @@ def sizes(block: rows.Block) -> dict[str, int]:
 ATTENTION = ("*bf16", *("*i64",) * 3, "*bf16", "*bf16", "*fp32", *("*bf16",) * 3, "*fp32", "*fp32", "*i32",
              *("i32",) * 4, *("fp32",) * 4)  # fmt: skip
 SHAPE = {
-    "GROUP": 4, "NORM": False, "PLUS_ONE": False, "CAP": False, "SIZE": 128, "WIDE": 128, "TURNED": 128,
+    "GROUP": 4, "NORM": False, "PLUS_ONE": False, "CAP": False, "SIZE": 128, "WIDE": 128, "ROTARY_DIM": 128,
     "RUN": decode_attention.RUN, "SLOTS": decode_attention.SLOTS, "ROWS": decode_attention.ROWS,
-    "SOME": 4, "MOST": decode_attention.MOST, "ROOM": decode_attention.ROOM, "AHEAD": decode_attention.AHEAD,
+    "SOME": 4, "MAX_NEW_TOKENS": decode_attention.MAX_NEW_TOKENS, "ROOM": decode_attention.ROOM,
+    "AHEAD": decode_attention.AHEAD,
     "STAGES": decode_attention.STAGES, "DEPENDENT": False,
 }  # fmt: skip
 SHAPES = {
     "128": {},
     "128 with norms": {"NORM": True},
-    "80": {"SIZE": 80, "TURNED": 32},
+    "80": {"SIZE": 80, "ROTARY_DIM": 32},
     "256 with all": {
         "SIZE": 256,
         "WIDE": 256,
         "SLOTS": decode_attention.SLOTS // 2,
-        "TURNED": 256,
+        "ROTARY_DIM": 256,
         "NORM": True,
         "PLUS_ONE": True,
         "CAP": True,
@@ -134,7 +135,7 @@ BUILDS = {
     },
     **{
         f"a prompt's q, k and v{' with norms' if norms else ''}": Build(
-            prompt_attention._turn,
+            prompt_attention._rotate,
             ("*bf16", "*i64", "*fp32", *("*bf16",) * 4, *("i32",) * 4, "fp32", "fp32"),
             {"NORM": norms, "SIZE": 128, "WIDE": 64, "HEADS": prompt_attention.HEADS},
             prompt_attention.WARPS,
@@ -144,7 +145,7 @@ BUILDS = {
     },
     **{
         f"int8_linear, {block.tokens} tokens": Build(
-            rows._product,
+            rows._gemm,
             ("*bf16", "*i8", "*fp32", "*bf16", "*bf16", "*fp32", *("i32",) * 5),
             BY_ROWS | {"SCALED": True, "CUT": cut} | sizes(block) | {"COLUMNS": block.columns},
             block.warps,
@@ -154,7 +155,7 @@ BUILDS = {
     },
     **{
         f"gemv, {block.tokens} tokens{', K cut' if cut else ', gated' if gate else ''}": Build(
-            rows._product,
+            rows._gemm,
             ("*bf16",) * 5 + ("*fp32", *("i32",) * 5),
             BY_ROWS | {"SCALED": False, "GATE": gate, "CUT": cut} | sizes(block) | {"COLUMNS": block.columns},
             block.warps,
@@ -169,7 +170,7 @@ BUILDS = {
     },
     **{
         f"tiled_int4_linear, {block.tokens} tokens": Build(
-            weight_only._int4_product,
+            weight_only._int4_gemm,
             ("*bf16", "*i32", "*fp16", "*fp16", "*bf16", "*bf16", "*fp32", *("i32",) * 6),
             TILED | {"BIAS": True, "CUT": cut} | sizes(block),
             block.warps,

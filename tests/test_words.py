@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import re
 import subprocess
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -43,6 +45,56 @@ def files() -> list[str]:
     return [name for name in tracked if Path(name).suffix in SUFFIXES and name != "tests/test_words.py"]
 
 
+#: parts of identifiers of kernels, runtime and fusion: not -> but
+PARTS = {
+    "wave": "warp",
+    "turn": "stage",
+    "ring": "stage buffer",
+    "issue": "prefetch",
+    "phase": "K tile",
+    "digit": "limb",
+    "powers": "block exponents",
+    "span": "KV split",
+    "node": "reduction level",
+    "bunch": "reduction level",
+    "record": "partial",
+    "claim": "dynamic schedule",
+    "share": "partition",
+    "hand": "store_relaxed",
+    "handed": "load_relaxed",
+    "settle": "prefetch",
+    "settled": "prefetchable",
+    "product": "linear or mma",
+    "turned": "rotated",
+    "undone": "unpacked",
+    "paired": "interleaved",
+    "together": "concatenated",
+    "choice": "sampler",
+}
+#: names of other libraries, and a record of a report
+STANDARD = re.compile(
+    r"wave_size|waves|record_stream|_?record|records|SelftestRecord|scaled_dot_product_attention|(add|panel)_product|product"
+)
+PART = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+C_NOISE = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"', re.DOTALL)
+
+
+def identifiers(name: str, text: str) -> set[str]:
+    """The identifiers of a Python or C++ file, without comments and literals."""
+    if name.endswith(".py"):
+        tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+        return {token.string for token in tokens if token.type == tokenize.NAME}
+    return set(re.findall(r"[A-Za-z_]\w*", C_NOISE.sub(" ", text)))
+
+
+def private(identifier: str) -> list[str]:
+    """The parts of an identifier that the field has another word for."""
+    if STANDARD.fullmatch(identifier):
+        return []
+    parts = [part.lower() for part in PART.findall(identifier)]
+    return [part for part in parts if part in PARTS or (part.endswith("s") and part[:-1] in PARTS)]
+
+
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="no checkout")
 def test_the_words_are_those_of_the_field() -> None:
     found = [
@@ -62,3 +114,38 @@ def test_they_are_found(line: str) -> None:
 @pytest.mark.parametrize("line", ["intelligent", "shear", "thread_pool", "a name of letters, digits and _"])
 def test_others_are_not(line: str) -> None:
     assert not FOUND.search(ENGLISH.sub("", line))
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="no checkout")
+def test_identifiers_are_those_of_the_field() -> None:
+    rooms = ("accelpatch/kernels/", "accelpatch/runtime/", "accelpatch/fusion/")
+    code = [
+        name
+        for name in files()
+        if name.startswith(rooms) and Path(name).suffix in {".py", ".h", ".hip", ".cpp", ".inc"}
+    ]
+    assert len(code) > 100
+    found = {
+        f"{name}: {one}; say {PARTS.get(part) or PARTS[part[:-1]]!r}"
+        for name in code
+        for one in identifiers(name, (ROOT / name).read_text())
+        for part in private(one)
+    }
+    assert sorted(found) == []
+
+
+@pytest.mark.parametrize(
+    "name", ["SHARED_RING", "takes_turns", "ClaimingShare", "waves_shift", "KV_SPANS", "begin_choice"]
+)
+def test_private_identifiers_are_found(name: str) -> None:
+    assert private(name)
+
+
+@pytest.mark.parametrize("name", ["return_value", "string", "wave_size", "handle", "spanning", "record_stream"])
+def test_other_identifiers_are_not(name: str) -> None:
+    assert not private(name)
+
+
+def test_comments_and_literals_are_no_identifiers() -> None:
+    assert identifiers("a.h", 'int a = b("ring \\" turn");  // a span\n/* a node */ c') == {"int", "a", "b", "c"}
+    assert identifiers("a.py", "a = 'ring'  # turn") == {"a"}

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-MOST = 8  # new tokens of a row in a decode step
+MAX_NEW_TOKENS = 8  # new tokens of a row in a decode step
 
 
 class Zeros:

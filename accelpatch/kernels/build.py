@@ -128,7 +128,7 @@ def export(name: str, device: Device, folder: Path) -> Path:
 
 def report(made: Target) -> list[dict[str, Any]]:
     """What each kernel of a GPU library takes, and how many of its waves a SIMD holds (occupancy.waves); compiles."""
-    return [{**asdict(taken), "waves": occupancy.waves(made.arch, taken)} for taken in resources.of_target(made)]
+    return [{**asdict(used), "waves": occupancy.waves(made.arch, used)} for used in resources.of_target(made)]
 
 
 def digest(made: Target) -> str:

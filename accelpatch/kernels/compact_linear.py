@@ -25,7 +25,7 @@ from accelpatch.kernels.operation import operation
 OP = "compact_linear"
 BLOCK = 100 << 20  # values undone at once: 200 MiB of bfloat16, a gate and up of 7 billion parameters' models
 CHECKED = 1 << 24  # values undone at once by torch, which takes some 30 bytes for each
-MOST = 24  # rows of x up to which the tiles are read, for 8 of them each time; for more they are undone once
+MAX_TILED_ROWS = 24  # rows of x up to which the tiles are read, for 8 of them each time; for more they are undone once
 
 
 def dense(dtype: torch.dtype, *args: Any) -> tuple[Tensor, Tensor | None]:
@@ -87,7 +87,7 @@ def by_hip(x: Tensor, *args: Any) -> Tensor:
     """
     *rest, bias = args
     tiles = CompactTiles(*rest)
-    if x.numel() > MOST * tiles.k:
+    if x.numel() > MAX_TILED_ROWS * tiles.k:
         return by_torch(x, *args)
     y = binding.launch(weight_of(tiles), x, bias=int4_tiles.in_tiles(bias, tiles.part))
     return int4_tiles.in_order(y, tiles.part)

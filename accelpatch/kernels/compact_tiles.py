@@ -242,5 +242,5 @@ def _of_eights(table: Tensor) -> Tensor:
     if table.dtype != torch.uint8:
         return table.flatten(1, 2).contiguous()
     plain, beside = table.split([PLAIN_BYTES // 2, (STEP_BYTES - PLAIN_BYTES) // 2], -1)
-    together = beside.unflatten(3, (-1, 8)).movedim(1, 3).flatten(2)
-    return torch.cat([plain.movedim(1, 2).flatten(2), together], -1)
+    codes = beside.unflatten(3, (-1, 8)).movedim(1, 3).flatten(2)
+    return torch.cat([plain.movedim(1, 2).flatten(2), codes], -1)

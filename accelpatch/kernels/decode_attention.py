@@ -22,7 +22,7 @@ from torch import Tensor
 
 from accelpatch.device import Device, probe
 from accelpatch.kernels import rmsnorm, rope
-from accelpatch.kernels.attention_shape import MOST, AttentionShape
+from accelpatch.kernels.attention_shape import MAX_NEW_TOKENS, AttentionShape
 from accelpatch.kernels.dispatch import require
 from accelpatch.kernels.hip import attention
 from accelpatch.kernels.hip.binding import Signal
@@ -108,7 +108,9 @@ def decode_attention_(
     in any company, but each of the three has its own. Raises KernelError for shapes that do not fit together.
     """
     rows, tokens = positions.shape
-    require(1 <= tokens <= MOST, "decode_attention", f"takes 1 to {MOST} tokens a row, not {tokens}")
+    require(
+        1 <= tokens <= MAX_NEW_TOKENS, "decode_attention", f"takes 1 to {MAX_NEW_TOKENS} tokens a row, not {tokens}"
+    )
     due = rows * tokens * shape.columns
     require(qkv.numel() == due, "decode_attention", f"qkv holds {due} numbers, not {list(qkv.shape)}")
     _check(qkv, positions, slot, mask, keys, values, shape)

@@ -63,7 +63,7 @@ def why_not(spec: Spec, device: Device) -> str | None:
 
 def by_hip(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
     """The implementation `hip`: the weight read once for each 8 rows; `by_torch` for many rows."""
-    if x.numel() > binding.MOST * x.shape[-1]:
+    if x.numel() > binding.MAX_ROWS * x.shape[-1]:
         return by_torch(x, q, scale, bias)
     whole, form = q.contiguous(), FORMS.index(q.dtype)
     rows = scale.to(torch.float32).contiguous()

@@ -36,7 +36,7 @@ SILU = ("silu", "swish")
 
 
 @dataclass(frozen=True, eq=False)
-class Norm:
+class FusedNorm:
     """RMSNorm with weight[K] in the activations' dtype, counted from 0, or from 1 and rounded once (`plus_one`)."""
 
     weight: Tensor
@@ -83,9 +83,9 @@ class FusedLinear:
         return binding.why_not(gemv.of_shape(self.n, self.k, dtype), device)
 
     def __call__(
-        self, x: Tensor, norm: Norm | None = None, gate: str | None = None, residual: Tensor | None = None
+        self, x: Tensor, norm: FusedNorm | None = None, gate: str | None = None, residual: Tensor | None = None
     ) -> Tensor:
-        """y in x's dtype; x[M, K] contiguous, M up to `binding.MOST`. gate: the name of an activation."""
+        """y in x's dtype; x[M, K] contiguous, M up to `binding.MAX_ROWS`. gate: the name of an activation."""
         if x.device.type == "cpu":
             return self._by_operations(x, norm, gate, residual)
         part, one = self._part, self._gates(gate)
@@ -118,7 +118,7 @@ class FusedLinear:
                 return gemv.by_gemm(x, w, self.bias, gate=True)
             return gated(self.large_m(x), gate)
         if isinstance(w, Tiles):
-            if not cpu and x.shape[0] > binding.MOST and self._part in ("all", "both"):
+            if not cpu and x.shape[0] > binding.MAX_ROWS and self._part in ("all", "both"):
                 return self._many(x)
             tiled: Tensor = (tiled_int4_linear.tiled_int4_linear if cpu else tiled_int4_linear.by_hip)(x, *w, self.bias)
             return tiled
@@ -158,14 +158,14 @@ class FusedLinear:
             return Weight("gemv" if form is None else "gemv_int8", self.n, self.k, self.w, form, self.scale)
         return tiled_int4_linear.weight_of(self.w)
 
-    def _by_operations(self, x: Tensor, norm: Norm | None, gate: str | None, residual: Tensor | None) -> Tensor:
+    def _by_operations(self, x: Tensor, norm: FusedNorm | None, gate: str | None, residual: Tensor | None) -> Tensor:
         if norm is not None:
             x = rmsnorm.rmsnorm(x, norm.weight, norm.eps, norm.plus_one)
         y = self.large_m(x, gate)
         return y if residual is None else residual + y
 
 
-def normed(norm: Norm, x: Tensor, added: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def normed(norm: FusedNorm, x: Tensor, added: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """(rmsnorm(s), s) for s = x + added, or x where nothing is added; [M, K] contiguous."""
     if x.device.type == "cpu":
         if added is None:

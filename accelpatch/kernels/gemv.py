@@ -62,7 +62,7 @@ def why_not(spec: Spec, device: Device) -> str | None:
 
 def by_hip(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
     """The implementation `hip`: up to 8 rows of x by its kernels, up to 64 by Triton's where `gemm_fits`; by torch."""
-    if x.numel() > binding.FEW * x.shape[-1]:
+    if x.numel() > binding.MAX_GEMV_ROWS * x.shape[-1]:
         return by_gemm(x, w, bias) if gemm_fits(x, w) else reference(x, w, bias)
     whole = w.contiguous()
     weight = Weight("gemv", w.shape[0], w.shape[1], whole, prefetchable=whole is w)
@@ -71,7 +71,7 @@ def by_hip(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def gemm_fits(x: Tensor, w: Tensor) -> bool:
     """Whether `by_rows` serves 9 to 64 rows of x: on Hopper, and for weights like those that were measured."""
-    few = binding.FEW < x.numel() // x.shape[-1] <= binding.MOST
+    few = binding.MAX_GEMV_ROWS < x.numel() // x.shape[-1] <= binding.MAX_ROWS
     like = w.dtype == x.dtype and x.dtype in binding.DTYPES and w.is_contiguous()
     if not few or not like or w.shape[0] < GEMM_LEAST_ROWS or w.shape[1] % GEMM_STEP:
         return False

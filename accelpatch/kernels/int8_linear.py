@@ -64,9 +64,9 @@ def why_not(spec: Spec, device: Device) -> str | None:
 def by_hip(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
     """The implementation `hip`: up to 8 rows of x by its kernels; more by Triton's where it is, else by torch."""
     m = x.numel() // x.shape[-1]
-    if m > binding.FEW and launch.why_not(probe(x.device), x.dtype, scale.dtype) is None:
+    if m > binding.MAX_GEMV_ROWS and launch.why_not(probe(x.device), x.dtype, scale.dtype) is None:
         return by_triton(x, q, scale, bias)
-    if m > binding.MOST:
+    if m > binding.MAX_ROWS:
         return by_torch(x, q, scale, bias)
     whole = q.contiguous()
     rows = scale.to(torch.float32).contiguous()

@@ -56,18 +56,18 @@ class Resources:
     threads: int
 
 
-def waves(arch: str, taken: Resources, shared: int | None = None) -> int:
+def waves(arch: str, used: Resources, shared: int | None = None) -> int:
     """Waves that a SIMD (NVIDIA: a scheduler) holds; `shared`: bytes a block in place of those fixed at compile time.
 
     0: a block does not fit at all. KeyError for an arch that PROCESSORS has not got.
     """
     unit = COMPUTE_UNITS[arch]
-    block = max(1, -(-taken.threads // unit.wave_size))
-    room = taken.shared if shared is None else shared
+    block = max(1, -(-used.threads // unit.wave_size))
+    room = used.shared if shared is None else shared
     if arch.startswith("gfx"):
-        by_registers = min(8, 512 // max(8, _up(taken.registers, 8))) * unit.schedulers
+        by_registers = min(8, 512 // max(8, _up(used.registers, 8))) * unit.schedulers
     else:
-        each = _up(max(1, taken.registers) * unit.wave_size, 256)
+        each = _up(max(1, used.registers) * unit.wave_size, 256)
         by_registers = min(unit.waves, 65536 // each)
         room += KIB
     blocks = min(by_registers // block, unit.shared // room if room else by_registers)

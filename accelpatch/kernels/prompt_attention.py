@@ -29,8 +29,8 @@ def rotate_reference_(qkv: Tensor, positions: Tensor, keys: Tensor, values: Tens
     )
     for part, weight, out in ((q, shape.q_norm, q), (k, shape.k_norm, keys[:, :, :length].transpose(1, 2))):
         normed = part if weight is None else rmsnorm.reference(part, weight, shape.eps, False)
-        left, right = normed.chunk(2, dim=-1)
-        out.copy_(normed * cos + torch.cat((-right, left), dim=-1) * sin)
+        first, second = normed.chunk(2, dim=-1)
+        out.copy_(normed * cos + torch.cat((-second, first), dim=-1) * sin)
     values[:, :, :length].copy_(v.transpose(1, 2))
 
 

@@ -60,9 +60,9 @@ def of_target(made: Target) -> list[Resources]:
         raise KernelError(no_compiler(made))
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor() as pool:
         each = pool.map(lambda source: _of_source(made, path, source, Path(folder) / source), made.sources)
-        found = [taken for kernels in each for taken in kernels.values()]
-    names = demangled([taken.kernel for taken in found])
-    return [Resources(**{**vars(taken), "kernel": names[taken.kernel]}) for taken in found]
+        found = [used for kernels in each for used in kernels.values()]
+    names = demangled([used.kernel for used in found])
+    return [Resources(**{**vars(used), "kernel": names[used.kernel]}) for used in found]
 
 
 def _of_source(made: Target, path: str, source: str, into: Path) -> Mapping[str, Resources]:

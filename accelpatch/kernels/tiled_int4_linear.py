@@ -99,9 +99,9 @@ def by_hip(x: Tensor, *args: Any) -> Tensor:
     m = x.numel() // tiles.k
     if gemm_fits(x, tiles):
         return int4_tiles.in_order(launched(x, tiles, int4_tiles.in_tiles(bias, tiles.part), "int4_gemm"), tiles.part)
-    if m > binding.FEW and launch.why_not(probe(x.device), x.dtype) is None:
+    if m > binding.MAX_GEMV_ROWS and launch.why_not(probe(x.device), x.dtype) is None:
         return by_triton(x, *args)
-    if m > binding.MOST:
+    if m > binding.MAX_ROWS:
         return by_torch(x, *args)
     return int4_tiles.in_order(launched(x, tiles, int4_tiles.in_tiles(bias, tiles.part), "gemv_int4"), tiles.part)
 
@@ -129,7 +129,7 @@ def gated_many(x: Tensor, tiles: Tiles, bias: Tensor | None) -> Tensor:
 def gemm_fits(x: Tensor, tiles: Tiles) -> bool:
     """Whether one launch makes the products with 9 to 64 rows: on Hopper and its like, in groups of 128 or more."""
     m, device = x.numel() // tiles.k, probe(x.device)
-    if not binding.FEW < m <= binding.MOST or device.vendor != "nvidia":
+    if not binding.MAX_GEMV_ROWS < m <= binding.MAX_ROWS or device.vendor != "nvidia":
         return False
     rows = x.reshape(m, tiles.k)
     aligned = tiles.k % 8 == 0 and (rows.stride(1) != 1 or (rows.data_ptr() % 16 == 0 and rows.stride(0) % 8 == 0))

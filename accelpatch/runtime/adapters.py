@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accelpatch.kernels.fused_linear import FusedLinear, Norm, gated
+from accelpatch.kernels.fused_linear import FusedLinear, FusedNorm, gated
 from accelpatch.kernels.gated_activation import gated_activation
-from accelpatch.runtime.fused_weights import Unfit
+from accelpatch.runtime.cannot_fuse import CannotFuse
 
 SWITCHES = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling", "cast_input_dtype_enabled")
 ALIGNED = 8  # ranks of a group are filled up to a multiple: rows of 16 bytes
@@ -31,7 +31,7 @@ class Adapted:
     up: FusedLinear
 
     def __call__(
-        self, x: Tensor, norm: Norm | None = None, gate: str | None = None, residual: Tensor | None = None
+        self, x: Tensor, norm: FusedNorm | None = None, gate: str | None = None, residual: Tensor | None = None
     ) -> Tensor:
         """As Product; a gate is a launch of its own."""
         y = self.base(x, norm, residual=None if gate else residual)
@@ -71,7 +71,7 @@ def state_of(adapters: Iterable[nn.Module]) -> tuple[str, ...]:
 
 
 def with_adapters(base: FusedLinear, modules: Sequence[Any], dtype: torch.dtype) -> FusedLinear | Adapted:
-    """`base`, the product of what `modules` hold side by side, with their active adapters. Raises Unfit."""
+    """`base`, the product of what `modules` hold side by side, with their active adapters. Raises CannotFuse."""
     rows, downs, ups = 0, [], []
     for module in modules:
         low = active(module)
@@ -86,7 +86,7 @@ def with_adapters(base: FusedLinear, modules: Sequence[Any], dtype: torch.dtype)
         return base
     place = (base.w if isinstance(base.w, Tensor) else base.w.w).device
     if any(part.device != place for part in (*downs, *ups)):
-        raise Unfit(f"an adapter lies on another device than {place}")
+        raise CannotFuse(f"an adapter lies on another device than {place}")
     down, up = torch.cat(downs), torch.cat(ups, 1)
     more = -down.shape[0] % ALIGNED
     down, up = nn.functional.pad(down, (0, 0, 0, more)), nn.functional.pad(up, (0, more))
@@ -99,9 +99,9 @@ def active(module: Any) -> list[tuple[Tensor, Tensor]]:
         return []
     kind = type(module)
     if kind.__module__ != "peft.tuners.lora.layer" or kind.__name__ != "Linear" or is_adapter(module.base_layer):
-        raise Unfit(f"an adapter is {kind.__name__} of {kind.__module__}")
+        raise CannotFuse(f"an adapter is {kind.__name__} of {kind.__module__}")
     if module.merged_adapters and module.disable_adapters:
-        raise Unfit("an adapter is merged and switched off")
+        raise CannotFuse("an adapter is merged and switched off")
     if module.merged_adapters or module.disable_adapters:
         return []
     names = [name for name in module.active_adapters if name in module.lora_A]
@@ -113,9 +113,9 @@ def _low_rank(module: Any, name: str) -> tuple[Tensor, Tensor]:
     up: Any = module.lora_B[name]
     dropout = module.lora_dropout[name]
     if name in module.lora_variant or type(down) is not nn.Linear or type(up) is not nn.Linear:
-        raise Unfit(f"the adapter {name} is no plain LoRA")
+        raise CannotFuse(f"the adapter {name} is no plain LoRA")
     if any(isinstance(one.bias, Tensor) for one in (down, up)):
-        raise Unfit(f"the adapter {name} has a bias")
+        raise CannotFuse(f"the adapter {name} has a bias")
     if type(dropout) is not nn.Identity and dropout.training:
-        raise Unfit(f"the adapter {name} drops activations out: call model.eval()")
+        raise CannotFuse(f"the adapter {name} drops activations out: call model.eval()")
     return module.scaling[name] * down.weight.detach(), up.weight.detach()

@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 
 LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
 SMALLEST = 256  # tokens
-OWN = "_accelpatch_own"  # attribute of a cache: whether generate() made it for the call that runs
+OWN_CACHE = "_accelpatch_own"  # attribute of a cache: whether generate() made it for the call that runs
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from accelpatch.runtime.captured_step import first_line
 CALL = "captured call"
 RUNS = 2  # by the modules, before a call is captured
 AGAIN = 10  # more of them, before one that had to go is captured again
-MOST = 16  # captured calls of a model
+MAX_CALLS = 16  # captured calls of a model
 LARGEST = 1 << 28  # bytes of what goes in and comes out: a larger call takes the device longer than the host anyway
 COUNTED = 1024  # different calls that are remembered
 PLAIN = (bool, int, float, str, type(None))
@@ -147,7 +147,7 @@ class CapturedCalls:
 
     def _hold(self, key: Key, call: CapturedCall) -> None:
         self._held[key] = call
-        if len(self._held) > MOST:
+        if len(self._held) > MAX_CALLS:
             gone, _ = self._held.popitem(last=False)
             self._seen[gone] = -AGAIN
 

@@ -17,7 +17,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from accelpatch.kernels.triton.launch import on
-from accelpatch.runtime.captured_cache import OWN, move_back, move_in, why_not
+from accelpatch.runtime.captured_cache import OWN_CACHE, move_back, move_in, why_not
 from accelpatch.runtime.captured_graph import Graph
 from accelpatch.runtime.captured_lookup import ACCEPTED, NONE, STEPS, Late, Lookup
 from accelpatch.runtime.captured_reports import Reports
@@ -44,7 +44,7 @@ def captured_loop(
         if reason is None:
             capacity = runtime.room(ids.shape[1] + _earlier(kwargs, ids), criteria.max_length)
             try:
-                run = _Run(model, runtime, runtime.step(model, ids.shape[0], capacity))
+                run = _CapturedRun(model, runtime, runtime.step(model, ids.shape[0], capacity))
             except NotCaptured as error:
                 reason = str(error)
         if reason is None:
@@ -89,7 +89,7 @@ def _earlier(kwargs: dict[str, Any], ids: Tensor) -> int:
 
 
 def _decode(
-    run: _Run, ids: Tensor, processors: Any, criteria: Any, config: Any, streamer: Any, kwargs: dict[str, Any]
+    run: _CapturedRun, ids: Tensor, processors: Any, criteria: Any, config: Any, streamer: Any, kwargs: dict[str, Any]
 ) -> Any:
     steps = run.looking_up(ids, criteria.max_length) or run
     try:
@@ -109,7 +109,7 @@ def _decode(
     return GenerateDecoderOnlyOutput(sequences=sequences, past_key_values=run.kwargs.get("past_key_values"))
 
 
-def _late(run: _Run, sampler: Sampler, config: Any, logits: Tensor, streamer: Any, most: int) -> Tensor:
+def _late(run: _CapturedRun, sampler: Sampler, config: Any, logits: Tensor, streamer: Any, most: int) -> Tensor:
     """New tokens [B, N], N up to `most`, on the host; a choice is read when the model's next step is under way."""
     batch = run.step.batch
     graph = run.sampler(sampler, config._pad_token_tensor if sampler.ends is not None else None)
@@ -139,7 +139,7 @@ def _late(run: _Run, sampler: Sampler, config: Any, logits: Tensor, streamer: An
     return torch.stack(made, dim=1)
 
 
-class _Run:
+class _CapturedRun:
     """One call of generate() over a captured step; at its end a cache that anyone sees holds the tokens again."""
 
     def __init__(self, model: Any, runtime: CapturedRuntime, step: CapturedStep):
@@ -152,7 +152,7 @@ class _Run:
         self._seen = True  # whether anyone has the cache after the call
         self._first = self._length = 0
 
-    def __enter__(self) -> _Run:
+    def __enter__(self) -> _CapturedRun:
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -198,7 +198,7 @@ class _Run:
             self.step = self.runtime.larger(self._model, self.step)
         if reason is not None:
             move_in(cache, self.step.cache)
-        self._cache, self._seen = cache, bool(config.return_dict_in_generate) or not getattr(cache, OWN, False)
+        self._cache, self._seen = cache, bool(config.return_dict_in_generate) or not getattr(cache, OWN_CACHE, False)
         self._first = self.slot = self._length = length
         self.step.show(length, mask)
         self.step.batch.begin(length, self._positions(self.kwargs, mask, length))

@@ -25,7 +25,7 @@ ACCEPTED = "prompt lookup, draft tokens accepted"
 NONE = "no prompt lookup: "  # and the reason
 
 
-class Run(Protocol):
+class DecodingRun(Protocol):
     """What the drafts of a call run over; see captured_decoding.py. slot: tokens cached, wherever the answer ends."""
 
     step: CapturedStep
@@ -48,7 +48,7 @@ class Lookup:
     end: the most tokens of a sequence, or None.
     """
 
-    def __init__(self, run: Run, drafts: Drafts, ids: Tensor, end: int | None):
+    def __init__(self, run: DecodingRun, drafts: Drafts, ids: Tensor, end: int | None):
         self.run, self.drafts = run, drafts
         self.steps = self.accepted = 0
         self._ids: list[int] = ids[0].tolist()  # before the prompt runs: nothing is under way yet

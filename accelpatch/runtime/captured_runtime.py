@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from accelpatch.errors import KernelError, PatchError
+from accelpatch.runtime.cannot_fuse import CannotFuse
 from accelpatch.runtime.captured_batch import Batch, Drafts, GraphOf
 from accelpatch.runtime.captured_cache import LayerShape, NotCached, capacity_for, learned
 from accelpatch.runtime.captured_call import CapturedCalls, captured_outputs, generates
@@ -19,8 +20,7 @@ from accelpatch.runtime.captured_drafts import verifying
 from accelpatch.runtime.captured_graph import GRAPHS, new_pool
 from accelpatch.runtime.captured_step import CAPTURE_ERRORS, CapturedStep, first_line, for_decoding, graph_maker
 from accelpatch.runtime.fused_forward import fused_outputs, prompts_of
-from accelpatch.runtime.fused_layer import FUSED, FusedModel, read
-from accelpatch.runtime.fused_weights import Unfit
+from accelpatch.runtime.fused_layer import FUSED, FusedModel, fused_model
 from accelpatch.runtime.native_step import recounted
 from accelpatch.runtime.short_prompt import Prompts
 from accelpatch.runtime.watch import Watch
@@ -273,8 +273,8 @@ class CapturedRuntime:
         self._watch = None  # it would hold each weight beside what is made of it
         try:
             with torch.inference_mode(False), torch.no_grad():
-                self._fused = read(model) if self._unfit is None else None
-        except (Unfit, KernelError) as reason:
+                self._fused = fused_model(model) if self._unfit is None else None
+        except (CannotFuse, KernelError) as reason:
             self._unfused = str(reason)
         # weights that were laid together just now have left modules captured in another state of the adapters
         if any(other["_fused"] is None for other in self._others.values()):

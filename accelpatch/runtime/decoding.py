@@ -15,7 +15,7 @@ from transformers.generation.logits_process import MinLengthLogitsProcessor, Min
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from accelpatch.runtime.native_step import NativeRuntime, Run, unknown
+from accelpatch.runtime.native_step import NativeRun, NativeRuntime, unknown
 
 # Arguments of generate()'s model calls that the loop understands besides those of a step.
 UNDERSTOOD = frozenset(
@@ -95,7 +95,7 @@ class _Steps:
     def __init__(self, model: Any, runtime: NativeRuntime):
         self.kwargs: dict[str, Any] = {}
         self._model, self._runtime = model, runtime
-        self._run: Run | None = None
+        self._run: NativeRun | None = None
         self._behind = 0  # native steps that kwargs do not know of yet
 
     def prompt(self, ids: Tensor, config: Any, kwargs: dict[str, Any]) -> Tensor:

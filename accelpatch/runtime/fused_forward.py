@@ -17,7 +17,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from accelpatch.kernels.attention_shape import AttentionShape
 from accelpatch.kernels.fused_linear import normed
-from accelpatch.kernels.hip.binding import FEW
+from accelpatch.kernels.hip.binding import MAX_GEMV_ROWS
 from accelpatch.kernels.operation import is_eager, refusing_gradient
 from accelpatch.runtime.captured_batch import GraphOf
 from accelpatch.runtime.captured_cache import why_not as cache_why_not
@@ -209,7 +209,7 @@ def hidden_rows(
         def attend(qkv: Tensor, shape: AttentionShape = layer.attention, place: int = place) -> Tensor:
             return call.attend(qkv, shape, place)
 
-        if x.shape[0] <= FEW:
+        if x.shape[0] <= MAX_GEMV_ROWS:
             x = layer.without_signals(x if pending is None else x + pending, attend)
             pending = None
         else:

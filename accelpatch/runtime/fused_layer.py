@@ -3,7 +3,7 @@
 A layer is: norm and q, k, v; rotary embedding, cache write and attention; o and the residual; norm, gate, up and the
 activation; down and the residual. Where a norm follows attention and MLP (Gemma), it and the residual are a launch each
 time, and a gate that is not silu is one too. The last norm goes into the head's product. What is read must be what the
-modules would compute: anything else is a reason (`Unfit`), and the captured step then runs the modules.
+modules would compute: anything else is a reason (`CannotFuse`), and the captured step then runs the modules.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from accelpatch.device import probe
 from accelpatch.kernels import decode_attention
 from accelpatch.kernels.attention_shape import AttentionShape, Zeros
 from accelpatch.kernels.decode_attention import decode_attention_
-from accelpatch.kernels.fused_linear import FusedLinear, Norm, normed
-from accelpatch.kernels.hip.binding import FEW, MOST, Signal
+from accelpatch.kernels.fused_linear import FusedLinear, FusedNorm, normed
+from accelpatch.kernels.hip.binding import MAX_GEMV_ROWS, MAX_ROWS, Signal
 from accelpatch.kernels.prompt_attention import prompt_attention_, visible
 from accelpatch.modules.gated_mlp import GatedMLP
 from accelpatch.modules.norm import FusedRMSNorm, ResidualNormLayer
@@ -29,7 +29,8 @@ from accelpatch.modules.replacement import unchanged
 from accelpatch.modules.rotary import FusedRotaryEmbedding
 from accelpatch.runtime import attention_facts
 from accelpatch.runtime.adapters import Adapted, active, base_of, with_adapters
-from accelpatch.runtime.fused_weights import Unfit, concatenated_linear, fused_linear, gated_linear
+from accelpatch.runtime.cannot_fuse import CannotFuse
+from accelpatch.runtime.fused_weights import concatenated_linear, fused_linear, gated_linear
 from accelpatch.runtime.signals import SentinelBuffers, with_signals, without_signals
 
 FUSED = "fused layers"
@@ -41,15 +42,15 @@ class FusedLayer:
     """One decoder layer; the norms `after` are those of the sandwich form, before the residual is added."""
 
     qkv: FusedLinear | Adapted
-    attention_norm: Norm
+    attention_norm: FusedNorm
     attention: AttentionShape
     o: FusedLinear | Adapted
     gate_up: FusedLinear | Adapted
-    mlp_norm: Norm
+    mlp_norm: FusedNorm
     activation: str
     down: FusedLinear | Adapted
-    after_attention: Norm | None = None
-    after_mlp: Norm | None = None
+    after_attention: FusedNorm | None = None
+    after_mlp: FusedNorm | None = None
 
     def __call__(self, x: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
         """x[M, K] -> [M, K] for few rows; attend: the rows of q, k and v -> [M, Hq D]."""
@@ -77,12 +78,12 @@ class FusedLayer:
         return beside(self.after_mlp, self.down.large_m(self.gate_up.large_m(normal, self.activation)), x)
 
 
-def added(last: FusedLinear | Adapted, x: Tensor, norm: Norm | None, residual: Tensor) -> Tensor:
+def added(last: FusedLinear | Adapted, x: Tensor, norm: FusedNorm | None, residual: Tensor) -> Tensor:
     """The residual plus a product, or plus its norm."""
     return last(x, residual=residual) if norm is None else norm.added(last(x), residual)
 
 
-def beside(norm: Norm | None, y: Tensor, residual: Tensor) -> tuple[Tensor, Tensor | None]:
+def beside(norm: FusedNorm | None, y: Tensor, residual: Tensor) -> tuple[Tensor, Tensor | None]:
     """The residual and what is still to be added to it: y, or nothing, where its norm is added already."""
     return (residual, y) if norm is None else (norm.added(y, residual), None)
 
@@ -93,11 +94,11 @@ class FusedModel:
 
     embedding: nn.Module
     layers: tuple[FusedLayer, ...]
-    norm: Norm
+    norm: FusedNorm
     head: FusedLinear | Adapted
     sentinels: SentinelBuffers
     softcap: float = 0.0
-    most: int = MOST  # rows of a step
+    most: int = MAX_ROWS  # rows of a step
 
     def __call__(self, tokens: Tensor, positions: Tensor, slot: Tensor, mask: Tensor, cache: Any) -> Tensor:
         """Logits [B T, V] after tokens[B] or [B, T], cached from `slot` on; positions[B, T], mask as the cache's."""
@@ -111,7 +112,7 @@ class FusedModel:
                 rest = layer.attention, layer.o.raw, layer.attention_signal
                 return decode_attention_(qkv, positions, slot, mask, held.keys, held.values, *rest)
 
-            if x.shape[0] <= FEW:
+            if x.shape[0] <= MAX_GEMV_ROWS:
                 x = layer(x, attend)
             else:
                 x, pending = layer.large_m(x, pending, attend)
@@ -156,7 +157,7 @@ class FusedModel:
         )
 
     def _logits(self, x: Tensor, pending: Tensor | None = None) -> Tensor:
-        if pending is None and x.shape[0] <= FEW:
+        if pending is None and x.shape[0] <= MAX_GEMV_ROWS:
             return self._capped(self.head(x, self.norm))
         return self.logits_of(normed(self.norm, x, pending)[0])
 
@@ -168,21 +169,21 @@ class FusedModel:
         return (logits / self.softcap).tanh() * self.softcap if self.softcap else logits
 
 
-def read(model: Any) -> FusedModel:
-    """The fused layers of a patched model, whose weights it lays together. Raises Unfit, before any is moved."""
+def fused_model(model: Any) -> FusedModel:
+    """The fused layers of a patched model, whose weights it lays together. Raises CannotFuse, before any is moved."""
     decoder, head = getattr(model, "model", None), getattr(model, "lm_head", None)
     layers = getattr(decoder, "layers", None)
     if decoder is None or head is None or not layers:
-        raise Unfit("it has no decoder of the Llama form")
+        raise CannotFuse("it has no decoder of the Llama form")
     if reason := attention_facts.model_why_not(model, decoder):
-        raise Unfit(reason)
+        raise CannotFuse(reason)
     dtype = decoder.embed_tokens(torch.zeros(1, dtype=torch.int64, device=next(model.parameters()).device)).dtype
     for place, layer in enumerate(layers):
         if reason := unfit(layer):
-            raise Unfit(f"layer {place}: {reason}")
+            raise CannotFuse(f"layer {place}: {reason}")
     rotary = decoder.rotary_emb
     if not isinstance(rotary, FusedRotaryEmbedding):
-        raise Unfit("its rotary embedding was not replaced")
+        raise CannotFuse("its rotary embedding was not replaced")
     final, memory = norm_of(decoder.norm, dtype), Zeros()
     checked(head, dtype)
     shapes = [attention_of(layer.self_attn, rotary, dtype, memory) for layer in layers]
@@ -203,12 +204,12 @@ def unfit(layer: Any) -> str | None:
     return attention_facts.why_not(layer.self_attn)
 
 
-def norm_of(norm: Any, dtype: torch.dtype) -> Norm:
+def norm_of(norm: Any, dtype: torch.dtype) -> FusedNorm:
     """What a replaced norm computes."""
     if not isinstance(norm, FusedRMSNorm) or norm.weight.dtype != dtype:
         dtype_of_it = next((str(p.dtype) for p in norm.parameters()), "no dtype")
-        raise Unfit(f"a norm is {type(norm).__name__} in {dtype_of_it}")
-    return Norm(norm.weight, norm.rms_eps, norm.plus_one)
+        raise CannotFuse(f"a norm is {type(norm).__name__} in {dtype_of_it}")
+    return FusedNorm(norm.weight, norm.rms_eps, norm.plus_one)
 
 
 def attention_of(attention: Any, rotary: Any, dtype: torch.dtype, memory: Zeros) -> AttentionShape:
@@ -217,13 +218,13 @@ def attention_of(attention: Any, rotary: Any, dtype: torch.dtype, memory: Zeros)
     kind = "" if hasattr(rotary, "inv_freq") else f"{attention.layer_type}_"
     frequencies = getattr(rotary, f"{kind}inv_freq", None)
     if frequencies is None:
-        raise Unfit(f"its rotary embedding has no {kind}inv_freq")
+        raise CannotFuse(f"its rotary embedding has no {kind}inv_freq")
     q_norm, k_norm = (
         norm_of(getattr(attention, name), dtype) if hasattr(attention, name) else None for name in ("q_norm", "k_norm")
     )
     both = {(norm.eps, norm.plus_one) for norm in (q_norm, k_norm) if norm is not None} or {(0.0, False)}
     if len(both) > 1:
-        raise Unfit("the norms of q and k differ in their epsilon")
+        raise CannotFuse("the norms of q and k differ in their epsilon")
     eps, plus_one = both.pop()
     shape = AttentionShape(
         config.num_attention_heads, config.num_key_value_heads, size, float(attention.scaling), frequencies.float(),
@@ -232,12 +233,12 @@ def attention_of(attention: Any, rotary: Any, dtype: torch.dtype, memory: Zeros)
         eps, attention_facts.score_cap(attention), plus_one, memory,
     )  # fmt: skip
     if reason := decode_attention.why_not(shape, dtype, probe(frequencies.device)):
-        raise Unfit(reason)
+        raise CannotFuse(reason)
     return shape
 
 
 def looked_at(layer: Any, dtype: torch.dtype) -> None:
-    """Raises Unfit where a product of a layer cannot be run by itself."""
+    """Raises CannotFuse where a product of a layer cannot be run by itself."""
     attention, mlp = layer.self_attn, layer.mlp
     for module in (*parts_of(attention), attention.o_proj, *halves_of(mlp), mlp.down_proj):
         checked(module, dtype)
@@ -268,13 +269,13 @@ def halves_of(mlp: Any) -> tuple[Any, ...]:
 
 
 def checked(module: Any, dtype: torch.dtype) -> None:
-    """Raises Unfit where a product cannot run for activations of `dtype` on the device that it lies on."""
+    """Raises CannotFuse where a product cannot run for activations of `dtype` on the device that it lies on."""
     held = fused_linear(base_of(module), dtype)
     device = held.raw.device
     if device.type != "cpu" and dtype not in DTYPES:
-        raise Unfit(f"its activations are {dtype}")
+        raise CannotFuse(f"its activations are {dtype}")
     if reason := held.why_not(dtype, probe(device)):
-        raise Unfit(reason)
+        raise CannotFuse(reason)
     active(module)
 
 

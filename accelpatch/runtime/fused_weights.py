@@ -20,29 +20,26 @@ from accelpatch.kernels.int4_tiles import Tiles
 from accelpatch.modules.compact_linear import CompactLinear
 from accelpatch.modules.gemv_linear import GemvLinear
 from accelpatch.modules.weight_only import Int4WeightOnlyLinear, Int8WeightOnlyLinear
+from accelpatch.runtime.cannot_fuse import CannotFuse
 
 LAYOUTS: dict[type, Any] = {Tiles: int4_tiles, CompactTiles: compact_tiles}
 
 
-class Unfit(Exception):
-    """Why a model has no fused layers; becomes a line of the report."""
-
-
 def concatenated_linear(modules: Sequence[Any], dtype: torch.dtype) -> FusedLinear:
-    """What `modules`, linear layers of one input, compute side by side. Raises Unfit where that is no one product."""
+    """Linear layers of one input as one, their rows concatenated. Raises CannotFuse where they make no one."""
     linears = _alike(modules, dtype)
     if len(linears) == 1:
         return linears[0]
     kinds = {_kind(one) for one in linears}
     if len(kinds) > 1:
-        raise Unfit("neighbouring products hold their weights in different formats")
+        raise CannotFuse("neighbouring products hold their weights in different formats")
     bias = _beside([module.bias for module in modules])
     first = linears[0].w
     if not isinstance(first, Tensor):
         _apart(modules)
         tiles = [module.tiles for module in modules]
         if any(one.n % TILE_ROWS for one in tiles):
-            raise Unfit(f"tiles of a number of rows that is no multiple of {TILE_ROWS}")
+            raise CannotFuse(f"tiles of a number of rows that is no multiple of {TILE_ROWS}")
         tables = [_concatenated([one[place] for one in tiles]) for place in range(3)]
         both: Any = tiles[0]._make([*tables, sum(one.n for one in tiles), *tiles[0][4:]])
         return FusedLinear(both, bias=bias)
@@ -95,28 +92,28 @@ def _alike(modules: Sequence[Any], dtype: torch.dtype) -> list[FusedLinear]:
 
 
 def fused_linear(module: Any, dtype: torch.dtype) -> FusedLinear:
-    """What a linear layer computes. Raises Unfit for one that the products in kernels/fused_linear.py do not read."""
+    """A linear layer's weight and bias. Raises CannotFuse for a format that kernels/fused_linear.py does not read."""
     if not issubclass(type(module), nn.Linear):
-        raise Unfit(f"a product is {type(module).__name__}")
+        raise CannotFuse(f"a product is {type(module).__name__}")
     bias = module.bias
     if bias is not None and bias.dtype != dtype:
-        raise Unfit(f"a bias is {bias.dtype}")
+        raise CannotFuse(f"a bias is {bias.dtype}")
     if isinstance(module, CompactLinear) and module.tiles is not None:
         if dtype != torch.bfloat16:
-            raise Unfit(f"its activations are {dtype}, and weights of 12 bits bfloat16")
+            raise CannotFuse(f"its activations are {dtype}, and weights of 12 bits bfloat16")
         return FusedLinear(module.tiles, bias=bias)
     if isinstance(module, (GemvLinear, CompactLinear)) or _plain_on_a_cpu(module):
         if module.weight.dtype != dtype or not module.weight.is_contiguous():
-            raise Unfit(f"a weight is {module.weight.dtype}, or has gaps")
+            raise CannotFuse(f"a weight is {module.weight.dtype}, or has gaps")
         return FusedLinear(module.weight, bias=bias)
     if isinstance(module, Int8WeightOnlyLinear):
         held = module.held
         if held.q is None or held.scale is None or held.scale.shape[1] != 1 or held.scale.dtype != torch.float32:
-            raise Unfit("an int8 weight has not one float32 scale a row")
+            raise CannotFuse("an int8 weight has not one float32 scale a row")
         return FusedLinear(held.q, held.scale, bias)
     if isinstance(module, Int4WeightOnlyLinear) and module.tiles is not None:
         return FusedLinear(module.tiles, bias=bias)
-    raise Unfit(f"a product is {type(module).__name__}")
+    raise CannotFuse(f"a product is {type(module).__name__}")
 
 
 def _plain_on_a_cpu(module: nn.Module) -> bool:
@@ -136,7 +133,7 @@ def _beside(biases: Sequence[Tensor | None]) -> Tensor | None:
     if not held:
         return None
     if len(held) < len(biases):
-        raise Unfit("some of neighbouring products have a bias and some have none")
+        raise CannotFuse("some of neighbouring products have a bias and some have none")
     return _concatenated(held)
 
 

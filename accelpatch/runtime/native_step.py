@@ -21,9 +21,10 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from accelpatch.errors import KernelError
 from accelpatch.kernels.cpu_native import MAX_BATCH
 from accelpatch.kernels.cpu_step import DecodeStep
+from accelpatch.runtime.cannot_fuse import CannotFuse
 from accelpatch.runtime.mixed_step import mixed_step
 from accelpatch.runtime.native_cache import Store, attach, stored
-from accelpatch.runtime.native_weights import NativeModel, Unfit, read
+from accelpatch.runtime.native_weights import NativeModel, native_model
 from accelpatch.runtime.torch_threads import all_threads
 from accelpatch.runtime.watch import Watch
 
@@ -99,10 +100,10 @@ class NativeRuntime:
         store.places = places
         return self.advance(reading, store, ids[:, 0]).unsqueeze(1)
 
-    def run_of(self, cache: Any) -> Run | None:
+    def run_of(self, cache: Any) -> NativeRun | None:
         """What goes on from the last native step over `cache`; None where the last step was not native."""
         store = stored(cache)
-        return None if store is None or store.places is None else Run(self, cache, store)
+        return None if store is None or store.places is None else NativeRun(self, cache, store)
 
     def advance(self, reading: Reading, store: Store, tokens: Tensor) -> Tensor:
         """Logits [B, V] after `tokens`[B] at the store's places."""
@@ -124,8 +125,8 @@ class NativeRuntime:
         with self._lock:
             if self._reading is None or self._reading.watch.stale():
                 try:
-                    found, unfit = read(model), None
-                except (Unfit, KernelError) as reason:
+                    found, unfit = native_model(model), None
+                except (CannotFuse, KernelError) as reason:
                     found, unfit = None, str(reason)
                 self._reading = Reading(found, unfit, Watch(model))
             return self._reading
@@ -176,7 +177,7 @@ def _step(reading: Reading, store: Store) -> DecodeStep:
     return step
 
 
-class Run:
+class NativeRun:
     """Native steps one after the other over one cache, each of which looks at the model first."""
 
     def __init__(self, runtime: NativeRuntime, cache: Any, store: Store):

@@ -19,13 +19,10 @@ from accelpatch.modules.quantized_module import QuantizedModule
 from accelpatch.modules.replacement import unchanged
 from accelpatch.modules.rotary import FusedRotaryEmbedding
 from accelpatch.runtime import attention_facts
+from accelpatch.runtime.cannot_fuse import CannotFuse
 
 ATTENTION = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "o_proj"}
 MLP = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
-
-
-class Unfit(Exception):
-    """Why a model has no native step; becomes a line of the report."""
 
 
 @dataclass(eq=False)
@@ -43,23 +40,23 @@ class NativeModel:
         return DecodeStep(self.shape, self.layers, self.embedding, self.head, self.final_norm, keys, values)
 
 
-def read(model: nn.Module) -> NativeModel:
-    """The model's weights for a native step. Raises Unfit with the reason where there can be none."""
+def native_model(model: nn.Module) -> NativeModel:
+    """The model's weights for a native step. Raises CannotFuse with the reason where there can be none."""
     decoder, head = getattr(model, "model", None), getattr(model, "lm_head", None)
     layers = getattr(decoder, "layers", None)
     if decoder is None or head is None or not layers:
-        raise Unfit("it has no decoder of the Llama form")
+        raise CannotFuse("it has no decoder of the Llama form")
     for place, layer in enumerate(layers):
         if not isinstance(layer, ResidualNormLayer) or not isinstance(layer.mlp, GatedMLP) or layer.mlp.fused_gate_up:
-            raise Unfit(f"layer {place} is no replaced layer of the Llama form")
+            raise CannotFuse(f"layer {place} is no replaced layer of the Llama form")
         if not (unchanged(layer) and unchanged(layer.mlp)):
-            raise Unfit(f"layer {place}: a module that is fused into another was changed")
+            raise CannotFuse(f"layer {place}: a module that is fused into another was changed")
         if reason := attention_facts.why_not(layer.self_attn):
-            raise Unfit(f"layer {place}: {reason}")
+            raise CannotFuse(f"layer {place}: {reason}")
         if _constants(layer) != _constants(layers[0]):
-            raise Unfit(f"layer {place} has another scaling, softcap or activation than the first")
+            raise CannotFuse(f"layer {place} has another scaling, softcap or activation than the first")
     if not isinstance(decoder.rotary_emb, FusedRotaryEmbedding):
-        raise Unfit("its rotary embedding was not replaced")
+        raise CannotFuse("its rotary embedding was not replaced")
     gather_packs(model)
     kinds = [str(kind) if (kind := layer_type(layer)) else "" for layer in layers]
     ropes = rope_kinds(decoder.rotary_emb, kinds)
@@ -95,14 +92,14 @@ def step_shape(model: nn.Module, decoder: Any, ropes: list[str]) -> StepShape:
     first = decoder.layers[0]
     attention: Any = first.self_attn
     if len(ropes) > 2 or first.mlp.activation not in ACTIVATIONS:
-        raise Unfit(f"activation {first.mlp.activation} with {len(ropes)} kinds of rotary frequencies")
+        raise CannotFuse(f"activation {first.mlp.activation} with {len(ropes)} kinds of rotary frequencies")
     size, rotary = attention.head_dim, decoder.rotary_emb
     frequencies = [
         ("inv_freq", "attention_scaling") if not r else (f"{r}_inv_freq", f"{r}_attention_scaling") for r in ropes
     ]
     rope = tuple((getattr(rotary, f), float(getattr(rotary, s))) for f, s in frequencies)
     if any(inverse.shape[0] * 2 != size for inverse, _ in rope):
-        raise Unfit("its rotary embedding turns a part of each head only")
+        raise CannotFuse("its rotary embedding turns a part of each head only")
     scale = getattr(decoder.embed_tokens, "embed_scale", 1.0)
     return StepShape(
         text.hidden_size, text.num_attention_heads, text.num_key_value_heads, size, text.intermediate_size,
@@ -130,10 +127,10 @@ def layer_weights(layer: Any, rope: int, eps: float) -> LayerWeights:
 
 
 def replaced_norm(norm: nn.Module) -> FusedRMSNorm:
-    """The same norm. Raises Unfit for one that was not replaced, or is in another dtype than float32."""
+    """The same norm. Raises CannotFuse for one that was not replaced, or is in another dtype than float32."""
     if not isinstance(norm, FusedRMSNorm) or norm.weight.dtype != torch.float32:
         dtype = next((str(p.dtype) for p in norm.parameters()), "no dtype")
-        raise Unfit(f"a norm is {type(norm).__name__} in {dtype}, not a replaced one in float32")
+        raise CannotFuse(f"a norm is {type(norm).__name__} in {dtype}, not a replaced one in float32")
     return norm
 
 
@@ -141,22 +138,22 @@ def vector(module: nn.Module, eps: float) -> Tensor:
     """What a replaced norm multiplies by, in float32."""
     norm = replaced_norm(module)
     if norm.rms_eps != eps:
-        raise Unfit(f"its norms have different epsilons, {norm.rms_eps} and {eps}")
+        raise CannotFuse(f"its norms have different epsilons, {norm.rms_eps} and {eps}")
     return norm.weight.detach() + 1 if norm.plus_one else norm.weight.detach()
 
 
 def packed(module: Any) -> Pack:
     """The weight of a linear layer or table as a pack, with its bias; a float32 one as it is."""
     if not isinstance(module, (nn.Linear, nn.Embedding)):
-        raise Unfit(f"{type(module).__name__} is no linear layer or table of its own")
+        raise CannotFuse(f"{type(module).__name__} is no linear layer or table of its own")
     bias: Any = getattr(module, "bias", None)
     if isinstance(module, QuantizedModule):
         if module.like.dtype != torch.float32 or module.held.pack is None:
-            raise Unfit(f"{type(module).__name__} is in {module.like.dtype} or not packed for the CPU")
+            raise CannotFuse(f"{type(module).__name__} is in {module.like.dtype} or not packed for the CPU")
         return replace(module.held.pack, bias=None if bias is None else bias.detach())
     plain = type(module).forward in (nn.Linear.forward, nn.Embedding.forward) or hasattr(module, "embed_scale")
     if not plain or module.weight.dtype != torch.float32 or module.weight.is_meta:
-        raise Unfit(f"{type(module).__name__} in {module.weight.dtype} is no plain float32 weight")
+        raise CannotFuse(f"{type(module).__name__} in {module.weight.dtype} is no plain float32 weight")
     return cpu_pack.dense(module.weight, bias)
 
 

@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicCache
 from accelpatch.errors import PatchError
 from accelpatch.modules.packed_weight import PackedWeight, packed_in
 from accelpatch.modules.replacement import COPIED, copied_by, copy_with_parts
-from accelpatch.runtime.captured_cache import OWN
+from accelpatch.runtime.captured_cache import OWN_CACHE
 from accelpatch.runtime.captured_decoding import captured_loop
 from accelpatch.runtime.captured_graph import GRAPHS
 from accelpatch.runtime.captured_runtime import CapturedRuntime
@@ -89,7 +89,7 @@ def _marking(stock: Any) -> Any:
         brought = model_kwargs.get("past_key_values")
         prepared = stock(self, generation_config, model_kwargs, *args, **kwargs)
         if type(cache := model_kwargs.get("past_key_values")) is DynamicCache:
-            setattr(cache, OWN, brought is None)  # one that an earlier call returned is marked already
+            setattr(cache, OWN_CACHE, brought is None)  # one that an earlier call returned is marked already
         return prepared
 
     return prepare

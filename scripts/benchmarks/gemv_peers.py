@@ -49,26 +49,26 @@ def _int8(n: int, k: int) -> tuple[list[Tensor], Tensor]:
     return weights, torch.rand(n, device="cuda") / (64 * k**0.5)
 
 
-def _product(x: Tensor, w: Tensor, scale: Tensor | None = None) -> Tensor:
+def _gemm(x: Tensor, w: Tensor, scale: Tensor | None = None) -> Tensor:
     """In float64, of a weight with a scale a row or none."""
     return reference(w.double() if scale is None else w.double() * scale.double()[:, None], x, {}, torch.float64)
 
 
 def cublas(x: Tensor, n: int, k: int) -> Peer:
     ws = _dense(n, k, rotation(n, k, 16))
-    return _one_way([lambda w=w: functional.linear(x, w) for w in ws], _product(x, ws[0]))
+    return _one_way([lambda w=w: functional.linear(x, w) for w in ws], _gemm(x, ws[0]))
 
 
 def torch_mv(x: Tensor, n: int, k: int) -> Peer:
     ws = _dense(n, k, rotation(n, k, 16))
-    return _one_way([lambda w=w: torch.mv(w, x[0]) for w in ws], _product(x, ws[0])[0])
+    return _one_way([lambda w=w: torch.mv(w, x[0]) for w in ws], _gemm(x, ws[0])[0])
 
 
 def int_mm(x: Tensor, n: int, k: int) -> Peer:
     """Activations in int8 too, no scales, and 32 rows of them: at least 17 are asked for."""
     ws, _ = _int8(n, k)
     rows = torch.randint(-127, 128, (32, k), device="cuda", dtype=torch.int8)
-    return _one_way([lambda w=w: torch._int_mm(rows, w.t()) for w in ws], _product(rows, ws[0]), 0.0)
+    return _one_way([lambda w=w: torch._int_mm(rows, w.t()) for w in ws], _gemm(rows, ws[0]), 0.0)
 
 
 def compiled(x: Tensor, n: int, k: int) -> Peer:
@@ -77,7 +77,7 @@ def compiled(x: Tensor, n: int, k: int) -> Peer:
     settings = {"max_autotune_pointwise": True, "coordinate_descent_tuning": False}
     call = torch.compile(lambda w, scale: (x * w).sum(-1) * scale, dynamic=False, options=settings)
     ws, scale = _int8(n, k)
-    return _one_way([lambda w=w: call(w, scale) for w in ws], _product(x, ws[0], scale)[0])
+    return _one_way([lambda w=w: call(w, scale) for w in ws], _gemm(x, ws[0], scale)[0])
 
 
 def tinygemm(x: Tensor, n: int, k: int) -> Peer:
@@ -88,7 +88,7 @@ def tinygemm(x: Tensor, n: int, k: int) -> Peer:
     scale, zero = pairs[0][1].double().transpose(0, 1)[..., None].unbind(2)
     product = torch.ops.aten._weight_int4pack_mm
     return _one_way(
-        [lambda w=w, s=s: product(x, w, 128, s) for w, s in pairs], _product(x, (codes * scale + zero).flatten(1))
+        [lambda w=w, s=s: product(x, w, 128, s) for w, s in pairs], _gemm(x, (codes * scale + zero).flatten(1))
     )
 
 
@@ -99,7 +99,7 @@ def _torchao(x: Tensor, n: int, k: int, bits: int, options: object, bound: float
     for _ in range(rotation(n, k, bits)):
         layer = torch.nn.Linear(k, n, bias=False, device="cuda", dtype=BF16)
         torch.nn.init.normal_(layer.weight)  # of size one: tile_packed_to_4d has no scale below bf16's epsilon
-        dense = _product(x, layer.weight.detach()) if dense is None else dense
+        dense = _gemm(x, layer.weight.detach()) if dense is None else dense
         quantize_(layer, options)
         weights.append(layer.weight)
     if by_compiler:
@@ -130,14 +130,14 @@ def triton_dense(x: Tensor, n: int, k: int) -> Peer:
     from benchmarks.triton_gemv import TILES, rows_of
 
     ws = _dense(n, k, rotation(n, k, 16))
-    return Peer({str(t): [lambda w=w, t=t: rows_of(x, w, None, t) for w in ws] for t in TILES}, _product(x, ws[0]))
+    return Peer({str(t): [lambda w=w, t=t: rows_of(x, w, None, t) for w in ws] for t in TILES}, _gemm(x, ws[0]))
 
 
 def triton_int8(x: Tensor, n: int, k: int) -> Peer:
     from benchmarks.triton_gemv import TILES, rows_of
 
     ws, s = _int8(n, k)
-    return Peer({str(t): [lambda w=w, t=t: rows_of(x, w, s, t) for w in ws] for t in TILES}, _product(x, ws[0], s))
+    return Peer({str(t): [lambda w=w, t=t: rows_of(x, w, s, t) for w in ws] for t in TILES}, _gemm(x, ws[0], s))
 
 
 def triton_int4(*, minimum: bool) -> Callable[[Tensor, int, int], Peer]:
@@ -151,7 +151,7 @@ def triton_int4(*, minimum: bool) -> Callable[[Tensor, int, int], Peer]:
 
         ws = [one() for _ in range(rotation(n, k, 4))]
         ways = {str(t): [lambda w=w, t=t: int4_rows_of(x, *w, t) for w in ws] for t in TILES}
-        return Peer(ways, _product(x, int4_meaning(*ws[0])))
+        return Peer(ways, _gemm(x, int4_meaning(*ws[0])))
 
     return make
 

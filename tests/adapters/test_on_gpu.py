@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import accelpatch
-from accelpatch.runtime.fused_layer import read
+from accelpatch.runtime.fused_layer import fused_model
 from tests.adapters.lora import adapted, config
 from tests.families.tiny import CAUSAL, full_batch, padded_batch
 from tests.runtime.steps import assert_float_rule, inner, logits
@@ -49,7 +49,7 @@ def test_a_row_is_what_it_is_alone(recipe: str) -> None:
     """Bit for bit, of the products of a layer in batches of up to 8."""
     model = inner(patched("llama", recipe))
     with torch.no_grad():
-        layer = read(model).layers[0]
+        layer = fused_model(model).layers[0]
         for trial in range(50):
             rows = torch.randn(1 + trial % 8, 64, generator=torch.Generator().manual_seed(trial)).to(
                 "cuda", torch.bfloat16

@@ -16,11 +16,11 @@ import accelpatch
 from accelpatch.kernels import cpu_native, int4_tiles
 from accelpatch.modules import weight_only
 from accelpatch.runtime import captured_graph
+from accelpatch.runtime.cannot_fuse import CannotFuse
 from accelpatch.runtime.captured_graph import EagerGraph
 from accelpatch.runtime.captured_runtime import CAPTURED, MODULES, STATES
-from accelpatch.runtime.fused_layer import FUSED, read
+from accelpatch.runtime.fused_layer import FUSED, fused_model
 from accelpatch.runtime.fused_prompt import FUSED_PROMPT
-from accelpatch.runtime.fused_weights import Unfit
 from accelpatch.runtime.patched_model import RUNTIME
 from tests.adapters.lora import RECIPES, adapted, both_orders, config
 from tests.families.tiny import CAUSAL, full_batch, padded_batch
@@ -243,5 +243,5 @@ def test_an_adapted_model_is_patched_at_its_first_use() -> None:
 def test_an_adapter_elsewhere_is_not_fused() -> None:
     model = patched()
     inner(model).model.layers[1].self_attn.o_proj.lora_B["default"].to("meta")
-    with torch.no_grad(), pytest.raises(Unfit, match="an adapter lies on another device than cpu"):
-        read(inner(model))
+    with torch.no_grad(), pytest.raises(CannotFuse, match="an adapter lies on another device than cpu"):
+        fused_model(inner(model))

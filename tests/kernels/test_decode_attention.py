@@ -180,7 +180,7 @@ SAME = {
 }
 
 
-def _product(a: Any, b: Any, dtype: Any) -> Any:
+def _gemm(a: Any, b: Any, dtype: Any) -> Any:
     """a @ b, each number by itself."""
     return (a.astype(dtype)[:, None, :] * b.astype(dtype).T[None]).sum(-1)
 
@@ -189,7 +189,7 @@ def _product(a: Any, b: Any, dtype: Any) -> Any:
 def _rows_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Matrix instructions give a row the same in any place; the interpreter's product, numpy's, does not."""
     if INTERPRETED:
-        monkeypatch.setattr(numpy, "matmul", _product)
+        monkeypatch.setattr(numpy, "matmul", _gemm)
 
 
 @needs_triton

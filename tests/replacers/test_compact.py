@@ -19,7 +19,7 @@ from accelpatch.patching import apply
 from accelpatch.runtime import captured_graph
 from accelpatch.runtime.captured_graph import EagerGraph
 from accelpatch.runtime.captured_runtime import CAPTURED
-from accelpatch.runtime.fused_layer import FUSED, read
+from accelpatch.runtime.fused_layer import FUSED, fused_model
 from tests.families.tiny import CAUSAL, full_batch, padded_batch
 
 GPU = KNOWN["sm_90"]
@@ -149,7 +149,7 @@ def test_a_copy_a_move_and_a_load() -> None:
 
 def test_weights_are_laid_together_once() -> None:
     model = patched(model_of("qwen2"))
-    fused = read(model)
+    fused = fused_model(model)
     layer, one = model.model.layers[0], fused.layers[0]
     parts = [layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj]
     whole = one.qkv.w.w  # type: ignore[union-attr]
@@ -225,7 +225,7 @@ def test_in_inference_mode() -> None:
 def test_a_pair_that_moves_is_held_once() -> None:
     model = patched(model_of())
     gate = model.model.layers[0].mlp.gate_proj
-    read(model)
+    fused_model(model)
     assert gate.tiles.part == "gate"
     assert gate.weight_bytes < gate.weight.nbytes
     model.to("meta")

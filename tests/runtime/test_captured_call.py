@@ -168,7 +168,7 @@ def test_an_encoder_that_is_changed_between_calls() -> None:
 
 @torch.no_grad()
 def test_the_graphs_that_are_used_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(captured_call, "MOST", 3)
+    monkeypatch.setattr(captured_call, "MAX_CALLS", 3)
     model = bert()
     for length in range(1, 6):
         for _ in range(RUNS + 1):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import accelpatch
 from accelpatch.kernels import cpu_native
-from accelpatch.kernels.fused_linear import FusedLinear, Norm
+from accelpatch.kernels.fused_linear import FusedLinear, FusedNorm
 from accelpatch.kernels.hip import attention, binding
 from accelpatch.runtime import captured_graph, fused_layer
 from accelpatch.runtime.captured_graph import EagerGraph
@@ -52,7 +52,7 @@ def waiting(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFa
         names.extend(["attention"] if args.consumer else [])
         assert library.accelpatch_decode_attention(ctypes.byref(args), 0, ctypes.c_void_p()) == 0
 
-    def call(self: FusedLinear, x: Tensor, norm: Norm | None, gate: str | None, residual: Tensor | None) -> Tensor:
+    def call(self: FusedLinear, x: Tensor, norm: FusedNorm | None, gate: str | None, residual: Tensor | None) -> Tensor:
         weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
         return binding.launch(
             self._weight(), x, residual=residual, activation="none" if gate is None else "silu_gate",

@@ -19,7 +19,7 @@ from accelpatch.recipe import parse
 from accelpatch.runtime import captured_graph, fused_layer, fused_weights
 from accelpatch.runtime.captured_graph import EagerGraph
 from accelpatch.runtime.captured_runtime import CAPTURED, MODULES
-from accelpatch.runtime.fused_layer import FUSED, read
+from accelpatch.runtime.fused_layer import FUSED, fused_model
 from accelpatch.runtime.patched_model import RUNTIME
 from tests.families.tiny import CAUSAL, full_batch, padded_batch
 from tests.runtime.steps import assert_like_the_stock_loop
@@ -131,7 +131,7 @@ def test_a_term_left_out_is_seen(mutation: str, monkeypatch: pytest.MonkeyPatch)
     form, change = MUTATIONS[mutation]
 
     def changed(model: Any) -> Any:
-        fused = read(model)
+        fused = fused_model(model)
         change(fused)
         return fused
 
@@ -144,7 +144,7 @@ def test_a_term_left_out_is_seen(mutation: str, monkeypatch: pytest.MonkeyPatch)
 def test_a_gate_and_its_up_lie_paired_once(form: str) -> None:
     model, plain = patched(form, "int4"), patched(form, "int4")
     with torch.no_grad():
-        fused = read(model)
+        fused = fused_model(model)
     for layer, before in zip(model.model.layers, plain.model.layers, strict=True):
         halves, others = fused_layer.halves_of(layer.mlp), fused_layer.halves_of(before.mlp)
         assert [half.tiles.part for half in halves] == (["gate", "up"] if len(halves) == 2 else ["both"])
@@ -161,7 +161,7 @@ def test_a_gate_and_its_up_lie_paired_once(form: str) -> None:
 def test_halves_that_were_paired_come_apart() -> None:
     model, plain = patched("llama", "int4"), patched("llama", "int4")
     with torch.no_grad():
-        read(model)
+        fused_model(model)
     mlp, before = model.model.layers[0].mlp, plain.model.layers[0].mlp
     first = {name: tensor.clone() for name, tensor in mlp.state_dict().items()}
     mlp.gate_proj.load_state_dict(before.up_proj.state_dict())

@@ -19,12 +19,12 @@ from accelpatch.kernels import cpu_native, int4_tiles
 from accelpatch.modules import weight_only
 from accelpatch.recipe import parse
 from accelpatch.runtime import captured_graph, fused_layer
+from accelpatch.runtime.cannot_fuse import CannotFuse
 from accelpatch.runtime.captured_graph import EagerGraph
 from accelpatch.runtime.captured_runtime import CAPTURED, MODULES
 from accelpatch.runtime.fused_forward import FORWARD
-from accelpatch.runtime.fused_layer import FUSED, read
+from accelpatch.runtime.fused_layer import FUSED, fused_model
 from accelpatch.runtime.fused_prompt import FUSED_PROMPT
-from accelpatch.runtime.fused_weights import Unfit
 from accelpatch.runtime.patched_model import RUNTIME
 from tests.families.tiny import CAUSAL, full_batch, padded_batch
 
@@ -103,10 +103,10 @@ def storages(model: Any) -> list[list[int]]:
 def test_weights_are_laid_together_once(recipe: str) -> None:
     model = patched("qwen2", recipe)
     assert all(len(set(group)) == len(group) for group in storages(model))
-    first = read(model)
+    first = fused_model(model)
     before = storages(model)
     assert all(len(set(group)) == 1 for group in before)
-    second = read(model)
+    second = fused_model(model)
     assert storages(model) == before
     for one, other in zip(first.layers, second.layers, strict=True):
         for mine, its in ((one.qkv, other.qkv), (one.gate_up, other.gate_up)):
@@ -117,7 +117,7 @@ def test_weights_are_laid_together_once(recipe: str) -> None:
 
 
 def test_layers_share_what_their_attention_works_in() -> None:
-    models = [read(patched("qwen2", "exact")) for _ in range(2)]
+    models = [fused_model(patched("qwen2", "exact")) for _ in range(2)]
     memories = [{id(layer.attention.memory) for layer in model.layers} for model in models]
     assert all(len(one) == 1 for one in memories)
     assert not memories[0] & memories[1]  # a model's own: two models may run at once
@@ -205,8 +205,8 @@ def test_reasons(change: str) -> None:
     apply, reason = CHANGES[change]
     model = patched()
     apply(model)
-    with pytest.raises(Unfit, match=reason), torch.no_grad():
-        read(model)
+    with pytest.raises(CannotFuse, match=reason), torch.no_grad():
+        fused_model(model)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 import accelpatch
 from accelpatch.kernels import cpu_native
 from accelpatch.kernels.attention_shape import AttentionShape
-from accelpatch.kernels.fused_linear import FusedLinear, Norm
+from accelpatch.kernels.fused_linear import FusedLinear, FusedNorm
 from accelpatch.kernels.hip import binding
 from accelpatch.kernels.hip.binding import SENTINEL, Signal, Weight
 from accelpatch.kernels.int4_tiles import pair, tile
@@ -57,7 +57,7 @@ def test_down_does_not_wait_where_the_gate_is_a_launch_of_its_own() -> None:
 
 
 def layer(middle: int) -> FusedLayer:
-    attention, gain = shape(4, 2, 16), Norm(torch.ones(64), 1e-6)
+    attention, gain = shape(4, 2, 16), FusedNorm(torch.ones(64), 1e-6)
     return FusedLayer(
         product(128, 64), gain, attention, product(64, 64), product(2 * middle, 64), gain, "silu", product(64, middle)
     )

@@ -19,7 +19,7 @@ struct ThreadPool {
     // at) and its phase.
     struct alignas(64) Member {
         std::atomic<int64_t> cursor[2];
-        uint32_t phase;
+        uint32_t epoch;
     };
     alignas(64) std::atomic<uint32_t> arrived{0};
     int count = 1;
@@ -123,7 +123,7 @@ void reset(ThreadPool& pool, int count) {
     pool.arrived.store(0, std::memory_order_relaxed);
     for (int i = 0; i < count; i++) {
         for (auto& cursor : pool.member[i].cursor) cursor.store(0, std::memory_order_relaxed);
-        pool.member[i].phase = 0;
+        pool.member[i].epoch = 0;
     }
 }
 
@@ -210,10 +210,10 @@ int pool_count(const ThreadPool* pool) { return pool->count; }
 
 void pool_wait(ThreadPool* pool, int self) {
     auto& me = pool->member[self];
-    me.phase++;
+    me.epoch++;
     // The next phase's cursor was last used two waits ago: everybody has passed the wait that ended that phase.
-    me.cursor[me.phase % 2].store(0, std::memory_order_relaxed);
-    const uint32_t target = me.phase * static_cast<uint32_t>(pool->count);
+    me.cursor[me.epoch % 2].store(0, std::memory_order_relaxed);
+    const uint32_t target = me.epoch * static_cast<uint32_t>(pool->count);
     if (pool->arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == target) return;
     spin_until([&] { return static_cast<int32_t>(pool->arrived.load(std::memory_order_acquire) - target) >= 0; });
 }
@@ -221,13 +221,13 @@ void pool_wait(ThreadPool* pool, int self) {
 int64_t pool_partition(const ThreadPool* pool, int self, int64_t items) { return items * self / pool->count; }
 
 bool pool_advance(ThreadPool* pool, int self, WorkCursor* work) {
-    const uint32_t phase = pool->member[self].phase % 2;
+    const uint32_t epoch = pool->member[self].epoch % 2;
     for (; work->tried < pool->count; work->tried++) {
         const int whose = (self + work->tried) % pool->count;
         const int64_t begin = pool_partition(pool, whose, work->items),
                       end = pool_partition(pool, whose + 1, work->items);
         const int64_t piece = std::max<int64_t>(1, (end - begin) / kPieces);
-        auto& cursor = pool->member[whose].cursor[phase];
+        auto& cursor = pool->member[whose].cursor[epoch];
         if (begin + cursor.load(std::memory_order_relaxed) >= end) continue;
         work->next = begin + cursor.fetch_add(piece, std::memory_order_relaxed);
         work->end = std::min(work->next + piece, end);

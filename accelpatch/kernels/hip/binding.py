@@ -21,10 +21,10 @@ from accelpatch.kernels.dispatch import Spec
 from accelpatch.kernels.triton.launch import on
 
 #: rows of x up to which a launch reads the weights (8 rows each time); more of them go to torch's product
-MOST = 64
+MAX_ROWS = 64
 K_TILE = 4096  # values of K that a product stages at once, and so what it may begin with
 SENTINEL = -1  # the 16 bits, as int16, of an output that is yet to be written: no kernel stores them, NaN is others
-FEW = 8  # rows of one launch's reading; their results have the same bits whatever their number is
+MAX_GEMV_ROWS = 8  # rows of one launch's reading; their results have the same bits whatever their number is
 DTYPES = (torch.bfloat16, torch.float16)  # of x and y, numbered as in the C interface
 
 _POINTERS = ("w", "scale", "offset", "x", "norm_weight", "norm_bias", "bias", "residual", "y", "producer", "consumer")
@@ -112,9 +112,9 @@ class Signal:
     """A producer-consumer flag: the next kernel begins on the first columns of y before all of y is written.
 
     number: int32[2] zeros, which both leave so; of these two kernels alone, and on one stream at a time. columns: whole
-    tiles of 16 (of a gate: 8); for a product that consumes them, of PHASE. It has an effect where weights are settled,
-    for up to FEW rows, on Hopper and later: attention waits for it where each row has one new token, a product that
-    stages its input in phases before those that lie within these columns.
+    tiles of 16 (of a gate: 8); for a product that consumes them, a multiple of K_TILE. It has an effect within
+    `weight_prefetch`, for up to MAX_GEMV_ROWS rows, on Hopper and later: attention waits for it where each row has one
+    new token, a product that stages its input in K tiles before those that lie within these columns.
 
     words: int16[columns of y], where a lone row of y is made: whatever in it is not SENTINEL has been written, so the
     count need not wait for it. It is reset before the producer begins.

@@ -30,7 +30,7 @@ from torch import Tensor
 from triton.errors import TritonError
 
 from accelpatch.errors import KernelError
-from accelpatch.kernels.attention_shape import MOST, AttentionShape
+from accelpatch.kernels.attention_shape import MAX_NEW_TOKENS, AttentionShape
 from accelpatch.kernels.triton import launch
 from accelpatch.kernels.triton.attention_runs import added_up, begin_of, count_of, keep, prefetch, runs_of
 from accelpatch.kernels.triton.dependent_launch import release, wait
@@ -54,10 +54,10 @@ RESIDENT = 2  # programs a processor
 def _cache_new(  # type: ignore[no-untyped-def]
     new, cos, sin, k_norm, keys, values, here, slot, kv_heads, eps,
     SIZE: tl.constexpr, WIDE: tl.constexpr, ROTARY_DIM: tl.constexpr, NORM: tl.constexpr, PLUS_ONE: tl.constexpr,
-    MOST: tl.constexpr,
+    MAX_NEW_TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Writes k and v of the new tokens that are here; new[MOST] points to their k."""
-    columns, place = tl.arange(0, WIDE), slot + tl.arange(0, MOST)
+    columns, place = tl.arange(0, WIDE), slot + tl.arange(0, MAX_NEW_TOKENS)
     both = here[:, None] & (columns < SIZE)[None, :]
     value, other, others = pair(new, here, columns, SIZE, ROTARY_DIM)
     v = tl.load((new + kv_heads * SIZE)[:, None] + columns[None, :], mask=both, other=0.0)
@@ -177,10 +177,10 @@ def _ready(  # type: ignore[no-untyped-def]
     qkv, positions, inv_freq, q_norm, k_norm, keys, values, tokens, query, kv, slot, begin, stop, heads, rope_scaling,
     eps,
     GROUP: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr, ROTARY_DIM: tl.constexpr, NORM: tl.constexpr,
-    PLUS_ONE: tl.constexpr, MOST: tl.constexpr, DEPENDENT: tl.constexpr,
+    PLUS_ONE: tl.constexpr, MAX_NEW_TOKENS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """The queries, once the kernel before has ended; new tokens whose slots are begin .. stop - 1 are cached then."""
-    columns, fresh, kv_heads = tl.arange(0, WIDE), tl.arange(0, MOST), heads // GROUP
+    columns, fresh, kv_heads = tl.arange(0, WIDE), tl.arange(0, MAX_NEW_TOKENS), heads // GROUP
     token, here = query // GROUP, query < tokens * GROUP
     kind: tl.constexpr = qkv.dtype.element_ty
     cos, sin = angles(positions + token, here, inv_freq, rope_scaling, columns, ROTARY_DIM, kind)
@@ -194,7 +194,7 @@ def _ready(  # type: ignore[no-untyped-def]
         new = (fresh < tokens) & (slot + fresh >= begin) & (slot + fresh < stop)
         _cache_new(
             qkv + fresh * stride + (heads + kv) * SIZE, k_cos, k_sin, k_norm, keys, values, new, slot, kv_heads, eps,
-            SIZE, WIDE, ROTARY_DIM, NORM, PLUS_ONE, MOST,
+            SIZE, WIDE, ROTARY_DIM, NORM, PLUS_ONE, MAX_NEW_TOKENS,
         )  # fmt: skip
         tl.debug_barrier()  # what was written is read by other threads
     return rotated(value, other, others, columns, cos, sin, q_norm, eps, SIZE, ROTARY_DIM, NORM, PLUS_ONE)
@@ -206,7 +206,7 @@ def _attend(  # type: ignore[no-untyped-def]
     tokens, capacity, heads, window, scaling, softcap, rope_scaling, eps,
     GROUP: tl.constexpr, NORM: tl.constexpr, PLUS_ONE: tl.constexpr, CAP: tl.constexpr,
     SIZE: tl.constexpr, WIDE: tl.constexpr, ROTARY_DIM: tl.constexpr, RUN: tl.constexpr, SLOTS: tl.constexpr,
-    ROWS: tl.constexpr, SOME: tl.constexpr, MOST: tl.constexpr, ROOM: tl.constexpr, AHEAD: tl.constexpr,
+    ROWS: tl.constexpr, SOME: tl.constexpr, MAX_NEW_TOKENS: tl.constexpr, ROOM: tl.constexpr, AHEAD: tl.constexpr,
     STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     # `tokens` is no constant: one and eight of them run the same instructions
@@ -226,7 +226,7 @@ def _attend(  # type: ignore[no-untyped-def]
         q = _ready(
             qkv + row * tokens * ((heads + heads // GROUP * 2) * SIZE), positions + row * tokens, inv_freq,
             q_norm, k_norm, keys, values, tokens, query, kv, slot, own + run * RUN, stop, heads, rope_scaling, eps,
-            GROUP, SIZE, WIDE, ROTARY_DIM, NORM, PLUS_ONE, MOST, DEPENDENT,
+            GROUP, SIZE, WIDE, ROTARY_DIM, NORM, PLUS_ONE, MAX_NEW_TOKENS, DEPENDENT,
         )  # fmt: skip
         held = (head * tiles + tile) * tl.cdiv(capacity, RUN) * ROWS
         top, total, mean = _scan(
@@ -267,7 +267,7 @@ def decode_attention_(
             tokens, capacity, shape.heads, shape.window, scaling, shape.softcap * LOG2_E, shape.rope_scaling, shape.eps,
             group, shape.q_norm is not None, shape.plus_one, cap, shape.size, wide, shape.rotary_dim, RUN,
             min(SLOTS, SLOTS * 256 // row_bytes), ROWS, min(ROWS, max(4, triton.next_power_of_2(group))),
-            MOST, ROOM, AHEAD, STAGES, dependent, num_warps=WARPS, **options,
+            MAX_NEW_TOKENS, ROOM, AHEAD, STAGES, dependent, num_warps=WARPS, **options,
         )  # fmt: skip
     return y
 

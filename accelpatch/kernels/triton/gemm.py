@@ -85,7 +85,7 @@ def _some(pointers, columns, k, EVEN: tl.constexpr, ACROSS: tl.constexpr):  # ty
 
 
 @triton.jit(do_not_specialize=["m"])
-def _product(  # type: ignore[no-untyped-def]
+def _gemm(  # type: ignore[no-untyped-def]
     x, w, scale, bias, y, parts, m, n, k, x_stride, run,
     SCALED: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr, CUT: tl.constexpr, EVEN: tl.constexpr,
     DEPENDENT: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -147,7 +147,7 @@ Launch = Callable[[Block, int, int, Tensor, Tensor], None]
 
 
 def in_runs(
-    x: Tensor, y: Tensor, bias: Tensor | None, blocks: Blocks, launch_product: Launch, *, one_run: bool = False
+    x: Tensor, y: Tensor, bias: Tensor | None, blocks: Blocks, launch_gemm: Launch, *, one_run: bool = False
 ) -> None:
     """y[M, N] of x[M, K] by product(block, run, splits, y, parts), K in runs as blocks are few, in one if `whole`."""
     (m, k), n = x.shape, y.shape[1]
@@ -158,7 +158,7 @@ def in_runs(
     run = cdiv(k, runs * step) * step
     splits = cdiv(k, run)
     parts = y if splits == 1 else y.new_empty((splits, m, n), dtype=torch.float32)
-    launch_product(block, run, splits, y, parts)
+    launch_gemm(block, run, splits, y, parts)
     if splits > 1:
         overlapped, options = dependent(x)
         _add_up[(cdiv(m * n, 1024),)](
@@ -193,13 +193,13 @@ def linear(x: Tensor, w: Tensor, scale: Tensor | None, bias: Tensor | None, gate
     (m, k), n = x_rows.shape, w.shape[0] // 2 if gate else w.shape[0]
     y, (overlapped, options) = x.new_empty((m, n)), dependent(x) if scale is None else (False, {})
 
-    def launch_product(block: Block, run: int, splits: int, y: Tensor, parts: Tensor) -> None:
-        _product[grid(x_rows, n, block, splits)](
+    def launch_gemm(block: Block, run: int, splits: int, y: Tensor, parts: Tensor) -> None:
+        _gemm[grid(x_rows, n, block, splits)](
             x_rows, w, y if scale is None else scale, y if bias is None else bias, y, parts, m, n, k,
             x_rows.stride(0), run, scale is not None, gate, bias is not None, splits > 1, k % block.columns == 0,
             overlapped, block.tokens, block.rows, block.columns, **block.options(), **options,
         )  # fmt: skip
 
     with on(x):
-        in_runs(x_rows, y, bias, INT8 if scale is not None else floats(n, gate), launch_product, one_run=gate)
+        in_runs(x_rows, y, bias, INT8 if scale is not None else floats(n, gate), launch_gemm, one_run=gate)
     return y.view(*x.shape[:-1], n)

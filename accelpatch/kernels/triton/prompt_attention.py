@@ -33,7 +33,7 @@ def _normed(low, high, weight, columns, inside, half, eps, NORM: tl.constexpr): 
 
 
 @triton.jit(do_not_specialize=["length"])
-def _turn(  # type: ignore[no-untyped-def]
+def _rotate(  # type: ignore[no-untyped-def]
     qkv, positions, inv_freq, q_norm, k_norm, keys, values, length, capacity, heads, kv_heads, rope_scaling, eps,
     NORM: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
@@ -78,7 +78,7 @@ def rotate_(qkv: Tensor, positions: Tensor, keys: Tensor, values: Tensor, shape:
     norms = (qkv if shape.q_norm is None else shape.q_norm, qkv if shape.k_norm is None else shape.k_norm)
     if qkv.shape[0]:
         with on(qkv):
-            _turn[(qkv.shape[0], cdiv(every, HEADS))](
+            _rotate[(qkv.shape[0], cdiv(every, HEADS))](
                 qkv, positions, shape.inv_freq, *norms, keys, values, positions.shape[1], keys.shape[2],
                 shape.heads, shape.kv_heads, shape.rope_scaling, shape.eps,
                 shape.q_norm is not None, shape.size, triton.next_power_of_2(shape.size // 2), HEADS, num_warps=WARPS,

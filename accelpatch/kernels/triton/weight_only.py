@@ -36,7 +36,7 @@ def _spread(x, out, k, x_stride, steps):  # type: ignore[no-untyped-def]
 
 # whether these are multiples of 16 changes no instruction, and a kernel for each case would be compiled
 @triton.jit(do_not_specialize=["m", "run", "steps", "sets", "shift"])
-def _int4_product(  # type: ignore[no-untyped-def]
+def _int4_gemm(  # type: ignore[no-untyped-def]
     x, tiles, scale, offset, bias, y, parts, m, n, run, steps, sets, shift,
     KIND: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
     BIAS: tl.constexpr, CUT: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
@@ -87,7 +87,7 @@ def tiled_int4_linear(x: Tensor, *args: object) -> Tensor:
     def product(block: Block, run: int, splits: int, y: Tensor, parts: Tensor) -> None:
         spread = flat.new_empty((flat.shape[0], steps * TILE_VALUES))
         _spread[(flat.shape[0], steps)](flat, spread, k, flat.stride(0), steps, num_warps=1)
-        _int4_product[grid(flat, n, block, splits)](
+        _int4_gemm[grid(flat, n, block, splits)](
             spread, words, scale, beside, y if bias is None else bias, y, parts, flat.shape[0], n,
             run // TILE_VALUES, *sizes, *form, bias is not None, splits > 1, block.tokens, block.rows,
             **block.options(),
