@@ -1,4 +1,7 @@
-"""accelpatch: one recipe makes a Hugging Face transformer fast, in place; planned, verified, undone when asked."""
+"""accelpatch makes a Hugging Face transformer faster: a recipe says which of its modules to replace, in place.
+
+`plan` shows what would be replaced, `patch` replaces and verifies it, `unpatch` restores the original.
+"""
 
 from __future__ import annotations
 

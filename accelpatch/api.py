@@ -1,4 +1,4 @@
-"""What a program calls: plan, patch, unpatch and the rest. It wires the stages and holds no logic of its own."""
+"""The public functions: plan, patch, unpatch and the rest. They call the stages in order and hold no other logic."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ KEEP_ORIGINAL = ("cpu", "none")
 
 
 def plan(model: nn.Module, recipe: AnyRecipe = "int8", *, device: Device | None = None) -> Plan:
-    """What `patch` would do: pure, and it allocates nothing, so a model on the meta device will do.
+    """The Plan that `patch` would carry out. Changes and allocates nothing, so `model` may be on the meta device.
 
-    device: facts of the hardware; those of the model's own device by default. Raises RecipeError and PlanError.
+    device: the hardware to plan for; default: the one that the model is on. Raises RecipeError and PlanError.
     """
     model = unwrapped(model)
     facts = device or devices.probe(_device_of(model))
@@ -59,9 +59,10 @@ def plan(model: nn.Module, recipe: AnyRecipe = "int8", *, device: Device | None 
 def plan_from_config(
     name: str, recipe: AnyRecipe = "int8", *, arch: str | None = None, max_length: int | None = None
 ) -> Plan:
-    """A plan from a model's configuration alone: a name of the catalog, or a folder with a config.json.
+    """A Plan from a model's configuration alone. name: a catalog name, or a folder with a config.json.
 
-    arch: a machine that is not here (a key of `accelpatch.device.KNOWN`). max_length: tokens of cache to count.
+    arch: the GPU to plan for, a key of `accelpatch.device.KNOWN`; default: this CPU. max_length: length of the KV cache
+    in tokens, in place of the recipe's. Raises LoadError, RecipeError and PlanError.
     """
     if arch is not None and arch not in devices.KNOWN:
         raise PlanError(f"no facts are known of the arch {arch}; known are: {', '.join(devices.KNOWN)}")
@@ -81,13 +82,13 @@ def patch(
     verify: bool = True,
     progress: Progress | None = None,
 ) -> Model:
-    """Replace modules of `model` in place as `recipe` says, and return it; all or nothing.
+    """Replace modules of `model` in place as `recipe` says, and return it; on an error nothing is changed.
 
-    inputs: keyword arguments of some calls of the model, for verification; by default small ones that are made from its
-    configuration, and where the model runs on none of these, nothing is verified, with a warning.
-    keep_original: "cpu" keeps the originals' weights there for `unpatch`; "none" frees them. verify: compare each
-    replacement with its reference and its original, and the whole model before with after. progress(stage, done,
-    total). A PeftModel keeps its adapters. Raises RecipeError, PlanError and PatchError; the model is then as it was.
+    inputs: samples for verification, each the keyword arguments of one call; default: small ones made from the model's
+    configuration (if it accepts none of those, nothing is verified, with a warning). keep_original: "cpu" keeps the
+    original weights in host memory for `unpatch`, "none" frees them. verify: compare each replacement with its
+    reference and its original, and the whole model before and after. progress: called with (stage, done, total).
+    A PeftModel keeps its adapters. Raises RecipeError, PlanError and PatchError.
     """
     if keep_original not in KEEP_ORIGINAL:
         raise PatchError(f"keep_original is {keep_original!r}; it is one of {', '.join(KEEP_ORIGINAL)}")
@@ -107,21 +108,23 @@ def patch(
         except BaseException:
             handle.revert()
             raise
-    runtime.steps(model)  # made ready now, not in the first answer
+    runtime.steps(model)  # prepare the fast steps now, not during the first generate()
     report.seconds.update(watch.seconds)
     return given
 
 
 def unpatch(model: Model) -> Model:
-    """Give `model` back as it came in: the same module objects, bit for bit. Raises PatchError where that is no longer
-    possible, or where the model is not patched."""
+    """Restore the original modules of `model`, the same objects with the same bits, and return it.
+
+    Raises PatchError where the model is not patched, or cannot be restored (with keep_original="none", say).
+    """
     _handle(model).unpatch()
     return model
 
 
 @contextmanager
 def patched(model: Model, recipe: AnyRecipe = "int8", **options: Any) -> Iterator[Model]:
-    """`patch` with the same options for the length of a `with` block; undone at its end, after an exception too."""
+    """Context manager: `patch` with the same options for the `with` block, `unpatch` at its end or on an exception."""
     patch(model, recipe, **options)
     try:
         yield model
@@ -130,7 +133,10 @@ def patched(model: Model, recipe: AnyRecipe = "int8", **options: Any) -> Iterato
 
 
 def evaluate(model: nn.Module, recipe: AnyRecipe, input_ids: Tensor, *, progress: Progress | None = None) -> Evaluation:
-    """KL, top-1 agreement and perplexity of a causal LM before and after `recipe` on input_ids [1, L]; then undone."""
+    """Compare a causal LM before and after `recipe` on input_ids [1, L]: KL divergence, top-1 agreement, perplexity.
+
+    The model is unpatched at the end. Raises PatchError for fewer than two tokens.
+    """
     return compare(model, input_ids, patched(model, recipe, verify=False, progress=progress), progress)
 
 
@@ -142,17 +148,17 @@ def patch_on_first_use(
     on_left: Callable[[nn.Module, str], None] | None = None,
     **options: Any,
 ) -> Iterator[None]:
-    """Within it every transformers model is patched at its first forward or generate; used by `accelpatch exec`.
+    """Context manager: patches every transformers model at its first forward or generate; used by `accelpatch exec`.
 
-    options: those of `patch`. on_patched: called with each model right after. A model in training mode is left alone.
-    on_left: called with a model and the reason where it cannot be patched, which is an error otherwise. With it, and
-    where originals are kept, a model is unpatched as soon as the program asks for what only the original does (trains,
-    saves, resizes, pickles it); on_left is called then too.
+    options: those of `patch`. on_patched: called with each model after it was patched. A model in training mode stays
+    as it is. on_left: called with a model that cannot be patched and the reason; without it that is an error. With
+    on_left and keep_original="cpu", a model is also unpatched as soon as the program trains, saves, resizes or pickles
+    it; on_left is called then too.
     """
 
     def act(model: nn.Module) -> None:
         for part in model.modules():
-            if apply.HANDLE in vars(part) and part is not model:  # the script had called it alone before
+            if apply.HANDLE in vars(part) and part is not model:  # a submodule that was used, and patched, on its own
                 unpatch(part)
         if apply.HANDLE not in vars(model) and not model.training:
             patch(model, recipe, **options)
@@ -179,7 +185,7 @@ def _device_of(model: nn.Module) -> str:
 
 
 class _Stopwatch:
-    """Passes progress on and adds up the seconds between its calls, stage by stage."""
+    """Forwards progress calls and adds up the seconds that each stage takes."""
 
     def __init__(self, progress: Progress | None):
         self.seconds: dict[str, float] = {}

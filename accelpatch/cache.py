@@ -1,7 +1,7 @@
-"""The user's cache folder: finished entries only, published by one atomic rename, safe with many processes.
+"""The user's cache folder: entries are published by one atomic rename, so many processes can share it.
 
-An entry is a folder ``ROOT/KIND/KEY``. Names that begin with a dot are not entries: locks, and folders being written.
-The root is private to the user, because what is loaded from it (kernels among it) runs with the user's rights.
+An entry is a folder ``ROOT/KIND/KEY``. Names that begin with a dot are locks, or folders that are being written. The
+root must be private to the user, because compiled kernels are loaded from it and run with the user's rights.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from accelpatch.errors import CacheError
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,199}")
-_PARTIAL = ".partial"  # .partial@HOST@PID@RANDOM: the writer's host and process, for those who sweep
+_PARTIAL = ".partial"  # .partial@HOST@PID@RANDOM: host and process of the writer, for _abandoned
 _FOREIGN_PARTIAL_SECONDS = 24 * 3600
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 _OTHER_FOLDER = "set ACCELPATCH_CACHE to a folder of your own"
@@ -31,7 +31,7 @@ _OTHER_FOLDER = "set ACCELPATCH_CACHE to a folder of your own"
 
 @dataclass(frozen=True)
 class CacheEntry:
-    """One finished entry; ``bytes`` is the sum of its files' sizes."""
+    """One complete entry; ``bytes`` is the sum of its files' sizes."""
 
     kind: str
     key: str
@@ -48,23 +48,23 @@ def root() -> Path:
     named, shared = os.environ.get("ACCELPATCH_CACHE"), os.environ.get("XDG_CACHE_HOME", "")
     if named:
         return _private(Path(named).expanduser().absolute())
-    # The XDG specification has relative paths ignored.
+    # The XDG specification says to ignore relative paths.
     base = Path(shared) if os.path.isabs(shared) else Path("~/.cache").expanduser()
     return _private(base / "accelpatch")
 
 
 def entry(kind: str, key: str) -> Path | None:
-    """The finished entry's folder, or None."""
+    """The folder of an entry, or None where it does not exist."""
     path = root() / _checked(kind) / _checked(key)
     return path if path.is_dir() and not path.is_symlink() else None
 
 
 def publish(kind: str, key: str, write: Callable[[Path], None]) -> Path:
-    """The entry's folder, made by ``write(folder)`` when it does not exist yet.
+    """The folder of an entry; ``write(folder)`` fills it where it does not exist yet.
 
-    ``write`` fills a private folder beside the entry, which appears whole or not at all. Of many processes one
-    writes and the others wait for it; where file locks do nothing, several write and the first to finish wins.
-    What ``write`` raises passes through, with nothing left behind; a full or read-only disk becomes a CacheError.
+    ``write`` gets a private temporary folder, which is then renamed. Of many processes one writes while the others
+    wait; where file locks do not work, several write and the first to finish wins. Exceptions of ``write`` pass
+    through, with nothing left behind. Raises CacheError where the disk is full or read-only.
     """
     if finished := entry(kind, key):
         return finished
@@ -87,13 +87,13 @@ def publish(kind: str, key: str, write: Callable[[Path], None]) -> Path:
 
 
 def remove(kind: str, key: str) -> int:
-    """Remove one entry, such as one that is damaged; the bytes freed, 0 where there was none."""
+    """Remove one entry, such as a damaged one; returns the bytes freed, 0 where it does not exist."""
     path = entry(kind, key)
     return 0 if path is None else _remove_entry(path)
 
 
 def listing() -> list[CacheEntry]:
-    """Every finished entry, by kind and key."""
+    """All complete entries, sorted by kind and key."""
     return [
         CacheEntry(kind.name, path.name, _size(path), path)
         for kind in _folders(root())
@@ -103,7 +103,7 @@ def listing() -> list[CacheEntry]:
 
 
 def clear(kind: str | None = None) -> int:
-    """Remove all entries, or those of one kind, and what dead writers left; the bytes freed."""
+    """Remove all entries, or those of one kind, and the partial folders of dead processes; returns the bytes freed."""
     freed = 0
     for folder in _folders(root()):
         if kind is not None and folder.name != kind:
@@ -140,7 +140,7 @@ def _private(path: Path) -> Path:
 def _locked(path: Path) -> Iterator[None]:
     descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
-        # Some network file systems know no locks: then the rename alone decides who was first.
+        # Some network file systems have no locks: then the rename alone decides which writer wins.
         with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
@@ -150,7 +150,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _partial(folder: Path) -> Iterator[Path]:
-    """A fresh folder that is locked while it is written and gone afterwards unless it was renamed."""
+    """Context manager: a new folder, locked while it is written, and removed at the end unless it was renamed."""
     path = Path(tempfile.mkdtemp(prefix=f"{_PARTIAL}@{socket.gethostname()}@{os.getpid()}@", dir=folder))
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -173,7 +173,7 @@ def _rename(partial: Path, final: Path) -> None:
 
 
 def _sweep(folder: Path) -> int:
-    """Remove what killed writers left in ``folder``; the bytes freed."""
+    """Remove the partial folders that killed processes left in ``folder``; returns the bytes freed."""
     freed = 0
     for path in _folders(folder):
         if path.name.startswith(_PARTIAL) and _abandoned(path):
@@ -183,7 +183,10 @@ def _sweep(folder: Path) -> int:
 
 
 def _abandoned(path: Path) -> bool:
-    """Whether neither the lock nor the process table knows a writer; either alone can be wrong (see _locked)."""
+    """Whether no process writes this folder any more, by its lock and by the process table.
+
+    Either alone can be wrong: some file systems have no locks (see _locked), and other hosts' processes are not seen.
+    """
     _, host, process, _ = path.name.split("@", 3)
     try:
         if host == socket.gethostname():

@@ -1,6 +1,6 @@
-"""Facts of the hardware: what is here (``probe``), what can be planned for without being here (``KNOWN``).
+"""Hardware descriptions: of this machine's devices (``probe``), and of GPUs that one can plan for (``KNOWN``).
 
-A ``Device`` is plain data, so that a plan, a test or another machine's description can put any device in its place.
+A ``Device`` is plain data, so that plans and tests can use one of any machine.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ GIB = 1024**3
 
 @dataclass(frozen=True)
 class Device:
-    """One device. ``memory`` in bytes; ``wave_size`` in lanes, 1 on a CPU; ``index`` is torch's, None if not here."""
+    """One device. memory: bytes. wave_size: lanes of a warp or wavefront, 1 on a CPU. index: torch's device index,
+    None for a CPU or a GPU that is not in this machine."""
 
     kind: str  # torch's device type: "cpu" or "cuda" (ROCm is "cuda" for torch)
     vendor: str  # "cpu", "amd", "nvidia"
@@ -58,9 +59,9 @@ KNOWN: Mapping[str, Device] = MappingProxyType(
 
 
 def probe(torch_device: torch.device | str) -> Device:
-    """The device that torch means by ``torch_device``; its facts are read once a process.
+    """The description of a torch device, read once per process.
 
-    Raises ValueError for a device type that accelpatch has no kernels for; torch's own error for a GPU not here.
+    Raises ValueError for device types other than cpu and cuda, and torch's own error for a GPU that is not present.
     """
     import torch
 
@@ -102,7 +103,7 @@ def _cpu_name_and_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[str, fro
         fields = dict(line.split(":", 1) for line in first.splitlines() if ":" in line)
         facts = {key.strip(): value.strip() for key, value in fields.items()}
         return facts.get("model name", ""), frozenset(facts.get("flags", "").split())
-    import torch  # no /proc (macOS): torch has asked the CPU already
+    import torch  # no /proc (macOS): use torch's detection
 
     known = {"AVX512": _AVX512, "AVX2": _AVX2}
     return platform.processor(), known.get(torch.backends.cpu.get_cpu_capability(), frozenset())
@@ -113,7 +114,7 @@ _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
 
 
 def cpu_arch(machine: str, flags: frozenset[str]) -> str:
-    """The arch word of a CPU from ``platform.machine()`` and the flags of /proc/cpuinfo."""
+    """The ``Device.arch`` of a CPU from ``platform.machine()`` and the flags of /proc/cpuinfo."""
     if machine.lower() in ("aarch64", "arm64"):
         return "aarch64"
     if machine.lower() not in ("x86_64", "amd64"):
@@ -124,7 +125,7 @@ def cpu_arch(machine: str, flags: frozenset[str]) -> str:
 
 
 def cgroup_limits(root: Path) -> list[int]:
-    """The memory limits in bytes that bind this process's container, of cgroup v2 and v1, each level up to the top."""
+    """The memory limits in bytes of this process's cgroups (v1 and v2), at every level up to the root."""
     limits = []
     membership = root / "proc/self/cgroup"
     for line in membership.read_text().splitlines() if membership.is_file() else []:
@@ -141,7 +142,7 @@ def cgroup_limits(root: Path) -> list[int]:
     return limits
 
 
-# Where each compiler lies if it is not on PATH: (variable that names the toolkit, its usual place, folder inside).
+# Compiler -> (variable that names its toolkit, the toolkit's usual place, folders inside); None: searched on PATH only.
 _COMPILERS = {
     "hipcc": ("ROCM_PATH", "/opt/rocm", ("bin",)),
     "amdclang++": ("ROCM_PATH", "/opt/rocm", ("bin", "llvm/bin")),
@@ -153,9 +154,9 @@ _COMPILERS = {
 
 
 def compilers() -> Mapping[str, str | None]:
-    """Where the compilers are that can build device sources: path, or None where there is none.
+    """Name -> path of each compiler that can build device sources; None where it is not found.
 
-    A toolkit that a variable names ($ROCM_PATH, $CUDA_HOME) comes before PATH, PATH before the usual places.
+    Searched in this order: a toolkit that $ROCM_PATH or $CUDA_HOME names, PATH, the toolkit's usual place.
     """
     found: dict[str, str | None] = {}
     for name, toolkit in _COMPILERS.items():

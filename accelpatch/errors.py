@@ -1,8 +1,8 @@
-"""The errors that accelpatch raises on purpose; each message says what to do next."""
+"""accelpatch's exceptions; each message says what to do next."""
 
 from __future__ import annotations
 
-# What code of others raises on what it does not take: nearly all, but neither interrupts nor an exit.
+# The exceptions that other libraries raise on input that they do not support.
 FOREIGN = (
     RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError, ArithmeticError, ImportError,
     OSError,
@@ -10,13 +10,13 @@ FOREIGN = (
 
 
 class AccelpatchError(Exception):
-    """Base of every error that a user's input or machine can cause."""
+    """Base class of all errors that a user's input or machine can cause."""
 
 
 class RecipeError(AccelpatchError):
-    """A recipe that cannot be read, with the place of the mistake.
+    """A recipe is not valid. ``source``, ``line`` and ``column`` say where.
 
-    ``line`` and ``column`` count from 1; both are None where the mistake has no place.
+    Line and column count from 1; both are None where the mistake has no place.
     """
 
     def __init__(self, message: str, *, source: str = "recipe", line: int | None = None, column: int | None = None):
@@ -26,24 +26,24 @@ class RecipeError(AccelpatchError):
 
 
 class PlanError(AccelpatchError):
-    """A recipe that does not fit the model: a rule without a match, two owners of one parameter, a split tie."""
+    """A recipe does not fit the model: a rule matches nothing, a parameter has two owners, or a tie would be split."""
 
 
 class PatchError(AccelpatchError):
-    """A model that cannot be patched or unpatched in its present state, or a site that failed while it was replaced."""
+    """A model cannot be patched or unpatched in its present state, or replacing one of its sites failed."""
 
 
 class VerifyError(PatchError):
-    """A replacement whose error is over the bound of its recipe, where the recipe says that this is an error."""
+    """A replacement's error is over its bound, and the recipe says ``on_failure: error``."""
 
 
 class LoadError(AccelpatchError):
-    """A model that cannot be found, read or trusted."""
+    """A model cannot be found or read, or its checkpoint is of a form that is not trusted."""
 
 
 class KernelError(AccelpatchError):
-    """A kernel that cannot run here, with every reason; or one that was given arguments outside its limits."""
+    """No implementation of an operation can run here (the message lists every reason), or its arguments do not fit."""
 
 
 class CacheError(AccelpatchError):
-    """A cache folder that is not private to the user, or not writable."""
+    """The cache folder is not private to the user, or not writable."""

@@ -1,6 +1,6 @@
-"""Recipes: which sites of a model become what, read from strict YAML.
+"""Recipes: rules that say which modules (sites) of a model are replaced by what, read from strict YAML.
 
-A recipe names registered replacers and nothing else: never an import path, never code. docs/recipes.md has the schema.
+A recipe refers to registered replacers by name, never to an import path or code. docs/recipes.md has the schema.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ MAX_EXTENDS = 16
 
 @dataclass(frozen=True)
 class Match:
-    """The sites that a rule is for: every key given must match, any item within a key. Shapes are those of w[N, K]."""
+    """Which sites a rule applies to: each field that is not empty must match, by any one of its items.
+
+    role: see recipe_schema.ROLES. shape: inclusive bounds on a weight [N, K].
+    """
 
     role: tuple[str, ...] = ()
     cls: tuple[str, ...] = ()  # class names along the module's MRO
@@ -38,12 +41,12 @@ class Match:
 
 @dataclass(frozen=True)
 class Rule:
-    """What replaces the sites of ``match``: a registered replacer with its options, or ``keep``."""
+    """Replace the sites of ``match`` by the registered replacer ``replace``, or leave them alone with "keep"."""
 
     match: Match
     replace: str
     options: Mapping[str, Any] = field(default_factory=dict)
-    otherwise: str = "keep"  # where the replacer cannot: "keep" the module, with the reason in the plan, or "error"
+    otherwise: str = "keep"  # where the replacer refuses a site: "keep" the module (the plan says why), or "error"
     optional: bool = False  # a rule that matches no site is an error of the plan unless optional
     name: str = ""
     place: str = field(default="", compare=False)  # "file:line:column", for errors that are found later
@@ -51,27 +54,29 @@ class Rule:
 
 @dataclass(frozen=True)
 class Runtime:
+    """How the patched model runs: the values of CACHES, GRAPHS and SPECULATIONS in recipe_schema.py."""
+
     cache: str = "auto"
     graph: str = "auto"
-    max_length: int | None = None  # tokens
+    max_length: int | None = None  # the most tokens of a sequence
     speculate: str = "off"
 
 
 @dataclass(frozen=True)
 class Verify:
-    """What a replacement may differ from its original by, on the site's own inputs.
+    """How far the output of a replacement may differ from its original's, on the inputs captured at the site.
 
-    A number is a bound on ``format_error``, in the metric; Units hold each element and the relative RMSE to the dtype.
-    A replacement that rounds no weight is held to Units, `EXACT` where the recipe gives it none.
+    A number bounds the error in ``metric``; Units bound each element and the relative RMSE in units of the dtype's
+    rounding error. A replacement that keeps its weights' format is held to Units: to EXACT if the recipe has none.
     """
 
     metric: str = "relative_rmse"
     bound: Bound = 0.0
     on_failure: str = "keep"
-    bounds: Mapping[str, Bound] = field(default_factory=dict)  # by rule name, in place of `bound`
+    bounds: Mapping[str, Bound] = field(default_factory=dict)  # rule name -> bound, in place of `bound`
 
     def of(self, rule: str | None, rounds: bool) -> Bound:
-        """The bound of a rule's sites. rounds: whether its replacement changes the format of a weight."""
+        """The bound for the sites of a rule. rounds: whether its replacement changes the format of a weight."""
         if rule is not None and rule in self.bounds:
             return self.bounds[rule]
         return self.bound if rounds or isinstance(self.bound, Units) else EXACT
@@ -82,7 +87,7 @@ EXACT = Units(8)
 
 @dataclass(frozen=True)
 class Recipe:
-    """Rules in order, the first that matches wins; ``extends`` is already resolved."""
+    """A recipe with ``extends`` resolved. The first rule that matches a site decides about it."""
 
     name: str
     description: str
@@ -94,9 +99,9 @@ class Recipe:
 
 
 def load(recipe: str | Path | Recipe) -> Recipe:
-    """A bundled recipe by name, or the YAML file at a path (a Path, or text with a "/" or ending in .yaml or .yml).
+    """Load a bundled recipe by name, or a YAML file by path (a Path, or text with a "/" or ending in .yaml or .yml).
 
-    Raises RecipeError, with line and column where the mistake has a place.
+    A Recipe is returned as it is. Raises RecipeError, with line and column where the mistake has a place.
     """
     if isinstance(recipe, Recipe):
         return recipe
@@ -104,7 +109,7 @@ def load(recipe: str | Path | Recipe) -> Recipe:
 
 
 def parse(text: str, *, source: str = "recipe") -> Recipe:
-    """A recipe from text. ``extends`` may name a bundled recipe; a path would have no folder to be relative to."""
+    """Parse a recipe from YAML text, in which ``extends`` may name bundled recipes only. Raises RecipeError."""
     return _resolved(_Document(text, source, Path(source).stem, None))
 
 
@@ -114,7 +119,7 @@ def bundled() -> tuple[str, ...]:
 
 
 def dump(recipe: Recipe) -> str:
-    """Resolved YAML that ``parse`` reads back as an equal recipe."""
+    """The recipe as YAML with ``extends`` resolved; ``parse`` reads it back as an equal recipe."""
     document: dict[str, Any] = {"name": recipe.name, "description": recipe.description}
     document["rules"] = [_rule_as_yaml(rule) for rule in recipe.rules]
     document["runtime"] = asdict(recipe.runtime)
@@ -158,7 +163,7 @@ class _Dumper(yaml.SafeDumper):
 _Dumper.add_representer(str, _Dumper.represent_text)
 
 
-# --- where a recipe's text comes from
+# --- finding and reading recipe files
 
 
 @dataclass(frozen=True)
@@ -166,7 +171,7 @@ class _Document:
     data: str | bytes
     source: str
     stem: str
-    folder: Path | None  # what paths in `extends` are relative to
+    folder: Path | None  # paths in `extends` are relative to it
     bundled: bool = False
 
 
@@ -222,7 +227,7 @@ def _resolved(document: _Document) -> Recipe:
 
 
 def _draft(document: _Document, chain: tuple[str, ...]) -> Draft:
-    """The document merged over what it extends; ``chain``: the sources that led to it, in order."""
+    """The document merged over the recipe that it extends. chain: the sources that led to it, to detect cycles."""
     draft = read_document(read(document.data, document.source), document.stem)
     if draft.extends is None:
         return draft

@@ -1,4 +1,4 @@
-"""The schema of a recipe: one YAML document -> checked fields, and how a document overrides the one that it extends."""
+"""The schema of a recipe: checks the fields of a YAML document, and merges a document over the one that it extends."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from accelpatch.recipe_yaml import Node, shown, suggest
 
-# The words for what a site does in its model. `linear` is every linear product but the head (the engine widens it).
+# Roles of a site in its model. A rule for `linear` matches every linear layer but the head and routers.
 ROLES = (
     "q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj",
     "fc1", "fc2", "head", "embedding", "norm", "rotary", "mlp", "layer", "experts", "router", "linear", "other",
@@ -23,7 +23,7 @@ FALLBACKS = ("keep", "error")
 
 @dataclass(frozen=True)
 class Units:
-    """A bound in units of u, the rounding error of a site's dtype (`patching.verify.UNITS`); in YAML "2 u"."""
+    """A bound in units of u, the unit roundoff of a site's dtype (`patching.verify.UNITS`); written "2 u" in YAML."""
 
     count: float
 
@@ -53,7 +53,7 @@ _CLASS = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
 
 @dataclass(frozen=True)
 class RuleDraft:
-    """The fields that a rule states itself (keyword arguments of recipe.Rule, ``match`` those of recipe.Match)."""
+    """The fields given in one rule: keyword arguments of recipe.Rule, and under "match" those of recipe.Match."""
 
     fields: Mapping[str, Any]
     node: Node
@@ -66,7 +66,7 @@ class RuleDraft:
 
 @dataclass(frozen=True)
 class Draft:
-    """The fields that a document states itself, or those of a chain of documents merged."""
+    """The fields given in one document, or those of several documents merged along ``extends``."""
 
     node: Node
     name: str
@@ -80,7 +80,7 @@ class Draft:
 
 
 def read_document(node: Node, stem: str) -> Draft:
-    """The fields of one document. ``stem``: the name of a recipe that does not say its own. Raises RecipeError."""
+    """Check one document and return its fields. stem: the recipe's name if it gives none. Raises RecipeError."""
     fields = node.mapping("a recipe", _RECIPE_KEYS)
     if "rules" not in fields and "extends" not in fields:
         raise node.error("a recipe needs the key 'rules', or 'extends'")
@@ -100,7 +100,10 @@ def read_document(node: Node, stem: str) -> Draft:
 
 
 def merge(base: Draft, over: Draft) -> Draft:
-    """``over`` extends ``base``: rules override by name, new ones come first; the rest is overridden key by key."""
+    """Merge ``over`` into the ``base`` that it extends: rules override those of the same name, new rules come first.
+
+    All other keys are overridden one by one. Raises RecipeError for a rule that neither overrides nor has a match.
+    """
     named = {rule.name: rule for rule in over.rules if rule.name}
     inherited = [_merge_rule(rule, named[rule.name]) if rule.name in named else rule for rule in base.rules]
     known = {rule.name for rule in base.rules if rule.name}
@@ -119,14 +122,14 @@ def merge(base: Draft, over: Draft) -> Draft:
 
 def _merge_rule(base: RuleDraft, over: RuleDraft) -> RuleDraft:
     fields = {**base.fields, **over.fields}
-    same_replacer = fields.get("replace") == base.fields.get("replace")  # options are one replacer's own words
+    same_replacer = fields.get("replace") == base.fields.get("replace")  # options belong to one replacer
     inherited = base.fields.get("options", {}) if same_replacer else {}
     fields["options"] = {**inherited, **over.fields.get("options", {})}
     return RuleDraft(fields, over.node)
 
 
 def check_complete(draft: Draft) -> None:
-    """What can be said only of the merged whole. Raises RecipeError."""
+    """The checks that need the merged recipe: keys that a rule must have, names in bounds. Raises RecipeError."""
     if not draft.rules:
         raise draft.node.error("a recipe needs at least one rule")
     for rule in draft.rules:
@@ -258,7 +261,7 @@ _UNITS = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*u\s*")
 
 
 def _bound(node: Node, what: str) -> Bound:
-    """A number, or one of units: "2 u"."""
+    """A bound from YAML: a number, or units such as "2 u"."""
     units = _UNITS.fullmatch(node.value) if isinstance(node.value, str) else None
     if units is None:
         return node.number(what, least=0)

@@ -1,8 +1,8 @@
-"""YAML as values that know their place: every mistake in a recipe is named with its line and column.
+"""A strict YAML reader whose values carry line and column, for error messages.
 
-The reader is narrower than YAML on purpose. It keeps mappings, lists and scalars of the 1.2 core schema (so ``1e-2`` is
-a number and ``off`` is a word), and refuses what a recipe never needs and an attacker does: tags, anchors and aliases,
-duplicate keys, deep nesting, large files. Each is refused before it can cost time or memory.
+It reads mappings, lists and scalars of the YAML 1.2 core schema (``1e-2`` is a number, ``off`` is text). Tags, anchors,
+aliases, duplicate keys, deep nesting and large files are refused before they can cost time or memory: recipes need
+none of them, and attacks on YAML readers use them.
 """
 
 from __future__ import annotations
@@ -32,27 +32,30 @@ _KINDS |= {list: "a list", dict: "a mapping"}
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
-    """The end of an error message: the nearest known word, or all of them."""
+    """The end of an error message: "did you mean" the closest known word, or a list of all known words."""
     words = list(known)
     near = difflib.get_close_matches(word, words, n=1)
     return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(words) or 'none'}"
 
 
 def shown(value: Any) -> str:
-    """``repr`` of a value that came from a file, cut to what a line of an error message can hold."""
+    """``repr`` of a value, cut to 60 characters for error messages."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 @dataclass(frozen=True)
 class Node:
-    """A value with its place. ``value`` is None, bool, int, float, str, list[Node] or dict[str, Node]."""
+    """A YAML value with its place. ``value`` is None, bool, int, float, str, list[Node] or dict[str, Node].
+
+    The accessors raise RecipeError with that place for a value of another type or range; ``what`` names the value.
+    """
 
     value: Any
     source: str
     line: int
     column: int
-    keys: Mapping[str, Node] = field(default_factory=dict)  # of a mapping: each key with its own place
+    keys: Mapping[str, Node] = field(default_factory=dict)  # of a mapping: key -> Node with the key's place
 
     def error(self, message: str) -> RecipeError:
         return RecipeError(message, source=self.source, line=self.line, column=self.column)
@@ -62,7 +65,7 @@ class Node:
         return f"{self.source}:{self.line}:{self.column}"
 
     def expect(self, what: str, *kinds: type) -> Any:
-        """The value, whose type must be one of ``kinds`` (a bool is no int)."""
+        """The value, whose type must be exactly one of ``kinds`` (bool does not count as int)."""
         if type(self.value) in kinds:
             return self.value
         scalar = isinstance(self.value, bool | int | float | str)
@@ -104,7 +107,7 @@ class Node:
         return value
 
     def words(self, what: str) -> tuple[Node, ...]:
-        """One text or a list of at least one: each with its place."""
+        """The items of a text or of a list of texts that is not empty."""
         items = self.value if isinstance(self.expect(what, str, list), list) else [self]
         if not items:
             raise self.error(f"{what} must not be an empty list; leave the key out to match any")
@@ -113,14 +116,14 @@ class Node:
         return tuple(items)
 
     def plain(self) -> Any:
-        """The value without places: None, bool, int, float, str, list and dict alone."""
+        """The value as plain Python data, without places."""
         if isinstance(self.value, dict):
             return {key: node.plain() for key, node in self.value.items()}
         return [node.plain() for node in self.value] if isinstance(self.value, list) else self.value
 
 
 class _Composer(yaml.SafeLoader):
-    """Composes nodes from events, and refuses an event before anything is built or recursed into because of it."""
+    """A PyYAML loader that refuses aliases, anchors, tags and deep nesting before it builds or recurses into them."""
 
     depth = 0
 
@@ -143,10 +146,10 @@ class _Composer(yaml.SafeLoader):
 
 
 def read(data: str | bytes, source: str) -> Node:
-    """The one document in ``data`` as located values.
+    """Parse the single YAML document in ``data``; ``source`` names it in errors.
 
-    Raises RecipeError: not UTF-8, too large, too deep, not YAML, empty, duplicate keys, tags, aliases, more than one
-    document, numbers that are not finite, control characters.
+    Raises RecipeError for data that are not UTF-8, too large, too deep, not YAML or empty, for duplicate keys, tags,
+    aliases, a second document, numbers that are not finite, and control characters.
     """
     text = data if isinstance(data, str) else _decode(data, source)
     if len(text) > MAX_BYTES:
@@ -206,7 +209,7 @@ def _located(node: yaml.Node, source: str) -> Node:
 
 
 def resolve(text: str) -> bool | int | float | str | None:
-    """What an unquoted scalar means: YAML 1.2's core schema, decimal numbers alone.
+    """The value of an unquoted scalar by YAML 1.2's core schema, with decimal numbers only.
 
     Raises ValueError for a number that is not finite or has more than 40 digits.
     """

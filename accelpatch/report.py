@@ -1,4 +1,4 @@
-"""What happened and why: the record that plan, verification and runs share, and its printed form."""
+"""The report of a patch: what was done at each site and why, the verification's figures; and its printed form."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from typing import Any
 
 @dataclass
 class SiteRecord:
-    """One site: what was decided, and after a patch what was measured.
+    """The decision about one site, and after a patch its measured errors.
 
-    Bytes are the weight's: token_bytes read to decode one token, resident_bytes held. kernel_error is the largest
-    distance from the float64 reference, kernel_bound what the float rule allows there; format_error is in the recipe's
-    metric against the original. All are None where nothing was measured; `unverified` then says why. failed: its
-    replacement was over its bound, so the original stays.
+    shape: (N, K) of the weight. reason: why the site is not replaced. token_bytes, resident_bytes: (before, after)
+    bytes of the weight read to decode one token, and held in memory. kernel_error: the largest error against the
+    float64 reference; kernel_bound: what the float rule (kernels/parity.py) allows there. format_error: the difference
+    from the original, in the recipe's metric. Errors are None where nothing was measured; `unverified` says why.
+    failed: the replacement was over its bound, so the original stays.
     """
 
     path: str
@@ -35,7 +36,7 @@ class SiteRecord:
 
     @property
     def kernel_share(self) -> float | None:
-        """kernel_error as a share of what the float rule allows; at most 1 for a replacement that stays."""
+        """kernel_error / kernel_bound: at most 1 for a replacement that passed; None where nothing was measured."""
         if self.kernel_error is None or self.kernel_bound is None:
             return None
         return self.kernel_error / self.kernel_bound if self.kernel_bound else float(self.kernel_error > 0)
@@ -43,10 +44,11 @@ class SiteRecord:
 
 @dataclass
 class Verification:
-    """The whole model before and after: mean KL(original || patched) in nats and top-1 agreement of next tokens.
+    """The patched model against the original: the whole model's figures, and the worst ones of its sites.
 
-    worst_kernel_error: over all sites, as a share of what the float rule allows. worst_format_error: in the recipe's
-    metric. failures: the sites that stayed because a replacement was over its bound.
+    kl: mean KL(original || patched) of the next-token distributions, in nats. top1: share of equal most likely tokens.
+    tokens: how many were compared. worst_kernel_error: largest `SiteRecord.kernel_share`. worst_format_error: largest
+    format_error. failures: messages about the sites whose replacement was over its bound, so that the original stays.
     """
 
     kl: float | None = None
@@ -59,9 +61,10 @@ class Verification:
 
 @dataclass
 class Report:
-    """Everything that a patch did. `str(report)` is for people, `to_dict()` for programs.
+    """What a patch did. `str(report)` is for people, `to_dict()` for programs.
 
-    paths: how often the patched model ran by which path, with the reason where it was not the fastest.
+    seconds: time of each stage of the patch. paths: execution path of the patched model, with the reason where it is
+    not the fastest -> number of calls.
     """
 
     model: str
@@ -75,17 +78,17 @@ class Report:
 
     @property
     def replaced(self) -> int:
-        """How many sites have a replacement."""
+        """Number of replaced sites."""
         return sum(site.replacer is not None for site in self.sites)
 
     @property
     def token_bytes(self) -> tuple[int, int]:
-        """Weight bytes read to decode one token, before and after."""
+        """(before, after): bytes of weights read to decode one token."""
         return _total(site.token_bytes for site in self.sites)
 
     @property
     def resident_bytes(self) -> tuple[int, int]:
-        """Bytes of the weights held, before and after."""
+        """(before, after): bytes of weights held in memory."""
         return _total(site.resident_bytes for site in self.sites)
 
     def to_dict(self) -> dict[str, Any]:
@@ -120,7 +123,7 @@ def _total(pairs: Iterable[tuple[int, int]]) -> tuple[int, int]:
 
 
 def bytes_line(token: tuple[int, int], resident: tuple[int, int]) -> str:
-    """One line: bytes a token and bytes held, before and after."""
+    """One line from (before, after) pairs: weight bytes read per token, and held in memory."""
     return (
         f"bytes a token: {human(token[0])} -> {human(token[1])} ({ratio(token)}); "
         f"weights held: {human(resident[0])} -> {human(resident[1])} ({ratio(resident)})"
@@ -141,7 +144,7 @@ def verification_line(v: Verification) -> str:
 
 
 def site_table(sites: Sequence[SiteRecord]) -> str:
-    """A table with one line for all sites that differ in their layer's number alone."""
+    """The sites as a table; sites that differ only in their layer's number share a line."""
     groups: dict[tuple[object, ...], list[SiteRecord]] = {}
     for site in sites:
         shape = re.sub(r"\d+", "*", site.path)
@@ -166,7 +169,7 @@ def _numberless(text: str | None) -> str | None:
 
 
 def _span(paths: list[str]) -> str:
-    """`model.layers.{0..29}.mlp` for thirty paths that differ in one number; the first and a count otherwise."""
+    """Paths of one form as a single one, their varying numbers as ranges: `model.layers.{0..29}.mlp`."""
     if len(paths) == 1:
         return paths[0]
     pieces = [re.split(r"(\d+)", path) for path in paths]
@@ -178,7 +181,7 @@ def _span(paths: list[str]) -> str:
 
 
 def _ranges(numbers: list[int]) -> str:
-    """`0..2,5` for 0, 1, 2, 5."""
+    """Sorted numbers as ranges: "0..2,5" for 0, 1, 2, 5."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:
@@ -189,7 +192,7 @@ def _ranges(numbers: list[int]) -> str:
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of text as columns, the first row as the heading; numbers of bytes and counts stand to the right."""
+    """Rows of cells as aligned text, the first row as the heading; columns of bytes and counts are right-aligned."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     right = [rows[0][i] in ("count", "bytes", "after") for i in range(len(widths))]
     lines = [
@@ -204,7 +207,7 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def human(size: int) -> str:
-    """Bytes in decimal units: 134.5 MB."""
+    """A number of bytes in decimal units, such as "134.5 MB"."""
     value = float(size)
     for unit in ("B", "kB", "MB", "GB"):
         if abs(value) < 1000:
@@ -214,6 +217,6 @@ def human(size: int) -> str:
 
 
 def ratio(pair: tuple[int, int]) -> str:
-    """After over before, as a percentage."""
+    """after / before of a (before, after) pair, as a percentage."""
     before, after = pair
     return f"{after / before:.1%}" if before else "nothing to read"

@@ -1,1 +1,1 @@
-"""Measurements: time, the limit of the memory, stock generate() before and after."""
+"""Measurements: timing, memory read speed, and generate() before and after a patch."""

@@ -1,4 +1,4 @@
-"""Prefill and decode of a causal language model through its own, stock ``generate()``."""
+"""Prefill and decode time of a causal language model through its own ``generate()``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from accelpatch.errors import AccelpatchError
 
 @dataclass(frozen=True)
 class Shape:
-    """What is generated: ``batch`` sequences, ``prompt`` tokens in, ``new`` tokens out."""
+    """Size of a benchmark: ``batch`` sequences of ``prompt`` tokens, and ``new`` tokens to generate for each."""
 
     batch: int
     prompt: int
@@ -23,7 +23,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Figures:
-    """prefill: a generate() call for one token. decode: what ``shape.new`` - 1 further tokens add to it."""
+    """prefill: time of a generate() call for one token. decode: additional time for ``shape.new`` - 1 more tokens."""
 
     shape: Shape
     prefill: Timing
@@ -31,17 +31,17 @@ class Figures:
 
     @property
     def prefill_rate(self) -> dict[str, float]:
-        """Prompt tokens a second, all sequences together."""
+        """Prompt tokens per second over all sequences: median, low, high."""
         return self.prefill.rate(self.shape.batch * self.shape.prompt)
 
     @property
     def decode_rate(self) -> dict[str, float]:
-        """New tokens a second, all sequences together."""
+        """New tokens per second over all sequences: median, low, high."""
         return self.decode.rate(self.shape.batch * (self.shape.new - 1))
 
     @property
     def steps_per_second(self) -> float:
-        """Decode steps a second; each reads every weight once."""
+        """Median decode steps per second; each step reads every weight once."""
         return (self.shape.new - 1) / self.decode.median
 
     def to_dict(self) -> dict[str, Any]:
@@ -53,7 +53,7 @@ class Figures:
 
 
 def measure_generate(model: nn.Module, shape: Shape, *, repeats: int, warmup: int = 1) -> Figures:
-    """Time generate() for 1 and for ``shape.new`` tokens, in turn, ``repeats`` times; greedy, no early stop.
+    """Time greedy generate() for 1 and for ``shape.new`` tokens alternately, ``repeats`` times; end tokens are ignored.
 
     The decode time of a repeat is the difference of its two calls, so that prompt and set-up drop out.
     """
@@ -75,7 +75,7 @@ def measure_generate(model: nn.Module, shape: Shape, *, repeats: int, warmup: in
 
 
 def cached_bytes(model: nn.Module) -> int:
-    """Bytes of keys and values that one token of one sequence adds, by a call for one token; 0 without a cache."""
+    """Bytes that one token of a sequence adds to the KV cache, measured by a call for one token; 0 without a cache."""
     one = torch.ones(1, 1, dtype=torch.int64, device=next(model.parameters()).device)
     with torch.inference_mode():
         cache = model(input_ids=one, attention_mask=one, use_cache=True).past_key_values
@@ -84,13 +84,13 @@ def cached_bytes(model: nn.Module) -> int:
 
 
 def prompt_ids(vocabulary: int, shape: Shape) -> Tensor:
-    """Fixed ids [batch, prompt], random over the vocabulary: what is read does not depend on them."""
+    """Fixed pseudo-random ids [batch, prompt]; the bytes that a step reads do not depend on them."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(vocabulary, (shape.batch, shape.prompt), generator=generator)
 
 
 def generate(model: nn.Module, ids: Tensor, new_tokens: int) -> Tensor:
-    """Exactly ``new_tokens`` greedy tokens after ``ids``: an end-of-sequence token must not shorten a measurement."""
+    """Generate exactly ``new_tokens`` greedy tokens after ``ids``; end-of-sequence tokens do not stop it."""
     options = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "do_sample": False, "num_beams": 1}
     with torch.inference_mode():
         output: Tensor = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options)  # type: ignore[operator]

@@ -1,4 +1,4 @@
-"""A picture of a benchmark: decode and prefill, original and patched, with the read limit beside them."""
+"""A bar chart of a benchmark: decode and prefill speed, original and patched, with the read limit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SUFFIXES = (".png", ".svg", ".pdf")
 
 
 def check(path: Path) -> None:
-    """AccelpatchError for a picture that could not be drawn, before anything is measured for it."""
+    """Raise AccelpatchError for a plot that could not be drawn, before anything is measured."""
     if find_spec("matplotlib") is None:
         raise AccelpatchError("--plot needs matplotlib; install it with: pip install 'accelpatch[plot]'")
     if path.suffix not in SUFFIXES:
@@ -23,7 +23,7 @@ def check(path: Path) -> None:
 
 
 def draw(record: Mapping[str, Any], path: Path) -> None:
-    """Draw a record of ``accelpatch bench`` (its ``--json`` document) into an image file; the suffix is the format."""
+    """Draw the record of a benchmark (``accelpatch bench --json``) into an image file; its suffix is the format."""
     from matplotlib.figure import Figure  # the object interface: no window, no global state
 
     figure = Figure(figsize=(8, 4), layout="constrained")

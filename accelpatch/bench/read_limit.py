@@ -1,9 +1,8 @@
-"""How fast this machine can read memory at all: the limit of a decode step, which reads every weight once.
+"""Measured memory read bandwidth: the upper bound for a decode step, which reads every weight once.
 
-torch sums a float32 buffer that no cache can hold, with the threads that the model gets. A sum is a pure read, and on
-the CPUs tried it is as fast as the fastest read that could be written by hand (on a 2-core Zen 5 within 5% of libc's
-``memchr`` in threads). On a GPU for which the device library is there, its stream kernel reads instead: it was up to 6%
-faster than the sum.
+torch sums a float32 buffer that is larger than all caches, with the model's number of threads. On the CPUs tried, that
+is as fast as the fastest hand-written read (on a 2-core Zen 5 within 5% of libc's ``memchr`` in threads). On a GPU with
+the device library, its stream kernel reads instead, which was up to 6% faster than the sum.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ GRIDS = (2, 4, 16)  # blocks of the stream kernel for each SM (AMD: CU); which i
 
 @dataclass(frozen=True)
 class ReadLimit:
-    """bytes_per_second is the fastest of the repeats: a limit is what was reached at least once."""
+    """bytes_per_second: the fastest of the repeats."""
 
     bytes_per_second: float
     buffer_bytes: int
@@ -42,7 +41,7 @@ class ReadLimit:
 
 
 def read_limit(device: torch.device) -> ReadLimit:
-    """Measure it on ``device``; takes well under a second beside the making of the buffer."""
+    """Measure the read bandwidth of ``device``; takes well under a second, besides filling the buffer."""
     if device.type == "cuda" and build.why_not("hip", probe(device)) is None:
         return _by_stream_kernel(torch.ones(8 * FLOOR, dtype=torch.uint8, device=device))
     size = max(FLOOR, 8 * last_level_cache()) if device.type == "cpu" else 4 * FLOOR
@@ -74,7 +73,7 @@ def stream_reads(library: ctypes.CDLL, buffer: Tensor) -> list[Callable[[int], A
 
 
 def last_level_cache(folder: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:
-    """Bytes of the largest cache of the first CPU; 0 where the system does not say."""
+    """Bytes of the first CPU's largest cache; 0 where the system does not say."""
     units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
     sizes = [file.read_text().strip() for file in folder.glob("index*/size")]
     return max((int(text[:-1]) * units[text[-1]] for text in sizes if text and text[-1] in units), default=0)

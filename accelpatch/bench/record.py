@@ -1,4 +1,4 @@
-"""The document of one benchmark: everything that somebody needs to judge its figures, or to repeat them."""
+"""The record of one benchmark: everything needed to judge its figures and to repeat it."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from accelpatch.report import Report, human, table
 
 @dataclass(frozen=True)
 class Setting:
-    """What was measured, and with what."""
+    """The conditions of a benchmark."""
 
     model: str
-    weights: str  # "checkpoint", or "random": the shape is the model's, the answers mean nothing
+    weights: str  # "checkpoint" or "random"
     dtype: str
     device: Device
     threads: int
@@ -31,16 +31,16 @@ class Setting:
 
 
 def command_line(arguments: Sequence[str]) -> str:
-    """The command as typed, so that a figure never stands without it."""
+    """The command as the user typed it."""
     return shlex.join(["accelpatch", *arguments])
 
 
 def document(
     setting: Setting, report: Report, limit: ReadLimit, original: Figures, patched: Figures, cached_bytes: int
 ) -> dict[str, Any]:
-    """Plain data, ready for JSON: the setting, the parity, the limit, and both models' figures with their shares.
+    """The record as plain data for JSON: setting, verification, read limit, and both models' figures.
 
-    cached_bytes: of keys and values a token and sequence; a step reads those of all tokens before it.
+    cached_bytes: bytes of KV cache per token and sequence; a step reads those of all earlier tokens.
     """
     shape = setting.shape
     cache = shape.batch * cached_bytes * (shape.prompt + shape.new // 2)
@@ -69,7 +69,7 @@ def document(
 
 
 def _version(package: str) -> str:
-    """As installed; a package that runs from a folder has none."""
+    """The installed version of a package; one that runs from a folder has none."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -77,7 +77,7 @@ def _version(package: str) -> str:
 
 
 def _side(figures: Figures, token_bytes: int, cache: int, limit: ReadLimit) -> dict[str, Any]:
-    """One model's figures. A step of the limit reads weights, scales, and keys and values at the mean context."""
+    """One model's figures. Bytes per step: weights and scales, and the KV cache at the mean context length."""
     side, read = figures.to_dict(), token_bytes + cache
     side["token_bytes"] = token_bytes
     side["decode"]["limit_tokens_per_second"] = figures.shape.batch * limit.bytes_per_second / read
@@ -86,7 +86,7 @@ def _side(figures: Figures, token_bytes: int, cache: int, limit: ReadLimit) -> d
 
 
 def text(record: dict[str, Any]) -> str:
-    """The document for people: how it was made, then the figures, median with lowest and highest."""
+    """The record as text: the setting, then a table of medians with lowest and highest values."""
     device, shape, limit = record["device"], record["shape"], record["read_limit"]
     versions = ", ".join(f"{name} {number}" for name, number in record["versions"].items())
     threads = f", {device['threads']} threads" if device["kind"] == "cpu" else ""

@@ -1,4 +1,4 @@
-"""Seconds of repeated calls, with their spread."""
+"""Timing of repeated calls."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Timing:
 
     @property
     def spread(self) -> float:
-        """Slowest minus fastest, as a share of the median."""
+        """(slowest - fastest) / median."""
         return (max(self.seconds) - min(self.seconds)) / self.median
 
     def rate(self, count: float) -> dict[str, float]:
-        """``count`` things a second: median, low (the slowest repeat) and high."""
+        """Rates for ``count`` items per call, in items per second: median, low (slowest repeat) and high."""
         return {
             "median": count / self.median,
             "low": count / max(self.seconds),
@@ -43,21 +43,21 @@ class Timing:
 
 
 def timing(seconds: Sequence[float]) -> Timing:
-    """A Timing; ValueError where there is nothing in it, or a clock that did not move."""
+    """Make a Timing. Raises ValueError where it is empty or a time is not positive."""
     if not seconds or min(seconds) <= 0.0:
         raise ValueError(f"no timing can be made of {list(seconds)}")
     return Timing(tuple(seconds))
 
 
 def measure(call: Callable[[], Any], *, device: torch.device, repeats: int, warmup: int = 1) -> Timing:
-    """Time ``call`` ``repeats`` times after ``warmup`` untimed calls; a GPU is waited for at both ends of each."""
+    """Time ``call`` ``repeats`` times after ``warmup`` untimed calls; a GPU is synchronised before and after each."""
     for _ in range(warmup):
         call()
     return timing([once(call, device) for _ in range(repeats)])
 
 
 def once(call: Callable[[], Any], device: torch.device) -> float:
-    """Seconds of one call, from an idle device to an idle device; no garbage of others is collected meanwhile."""
+    """Seconds of one call, with the device synchronised before and after and garbage collection off."""
     synchronize(device)
     collecting = gc.isenabled()
     gc.disable()
@@ -104,6 +104,6 @@ def between_events(call: Callable[[], Any]) -> float:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for all work queued on ``device``; a CPU has none."""
+    """Wait for all work queued on ``device``; does nothing for a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

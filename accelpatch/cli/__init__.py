@@ -1,4 +1,4 @@
-"""The command line: one module a command, and nothing in it that the API lacks."""
+"""The command line: one module per command; the work itself is done by the Python API."""
 
 from __future__ import annotations
 

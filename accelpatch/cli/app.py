@@ -1,4 +1,4 @@
-"""The typer application: a literal list of commands, and what an exception of a command becomes."""
+"""The typer application: the list of commands, and how their exceptions become messages and exit statuses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .console import print_error
 
 
 class Commands(TyperGroup):
-    """Turns what a user can cause into one line and an exit status; a defect of ours keeps its traceback."""
+    """Shows the errors that a user can cause as one line with an exit status; bugs keep their traceback."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -34,7 +34,7 @@ class Commands(TyperGroup):
                 raise
             print_error(
                 f"out of memory: {str(error).splitlines()[0] if str(error) else type(error).__name__}; "
-                "`accelpatch plan MODEL` says what the model needs"
+                "`accelpatch plan MODEL` shows how much memory the model needs"
             )
         raise typer.Exit(1)
 
@@ -55,7 +55,7 @@ def show_version(wanted: bool) -> None:
 app = typer.Typer(
     cls=Commands,
     name="accelpatch",
-    help="One recipe makes a Hugging Face transformer fast, in place: planned, verified, undone when asked.",
+    help="Make a Hugging Face transformer faster: a recipe says which modules to replace; each is verified first.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -67,7 +67,7 @@ app = typer.Typer(
 def accelpatch(
     version: bool = typer.Option(False, "--version", callback=show_version, is_eager=True, help="Print the version."),
 ) -> None:
-    """One recipe makes a Hugging Face transformer fast, in place: planned, verified, undone when asked."""
+    """Make a Hugging Face transformer faster: a recipe says which modules to replace; each is verified first."""
 
 
 app.command("run")(run.run)

@@ -1,4 +1,4 @@
-"""``accelpatch bench``: prefill and decode through stock generate(), original and patched, beside the read limit."""
+"""``accelpatch bench``: prefill and decode speed of generate(), original and patched, and the memory read limit."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ if TYPE_CHECKING:
 def bench(
     model: options.ModelArgument = options.DEFAULT_MODEL,
     recipe: RecipeOption = options.DEFAULT_RECIPE,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")] = 512,
-    new_tokens: Annotated[int, typer.Option(min=2, help="Tokens to generate.")] = 64,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 1,
-    repeats: Annotated[int, typer.Option(min=1, help="Timed repeats; the median is reported.")] = 5,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of the prompt in tokens.")] = 512,
+    new_tokens: Annotated[int, typer.Option(min=2, help="Tokens to generate per sequence.")] = 64,
+    batch: Annotated[int, typer.Option(min=1, help="Batch size: sequences generated at once.")] = 1,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed repetitions; the median is reported.")] = 5,
     random_weights: Annotated[
-        bool, typer.Option("--random-weights", help="The model's shape with random weights; nothing is loaded.")
+        bool, typer.Option("--random-weights", help="Build the model with random weights; load no checkpoint.")
     ] = False,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
     plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", dir_okay=False, help="Draw the figures into FILE.png.")
+        Path | None, typer.Option(metavar="FILE", dir_okay=False, help="Also save a bar chart, such as speed.png.")
     ] = None,
     plugin: PluginOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Time MODEL before and after a recipe. The patched model is verified first: no speed of a wrong answer."""
+    """Measure prefill and decode speed of MODEL before and after patching. The patched model is verified first."""
     from accelpatch.bench import plot as plots
 
     if plot:
@@ -67,7 +67,7 @@ def _random(name: str, dtype: str, device: str) -> nn.Module:
 def _measure(
     network: Any, name: str, recipe: str, shape: Shape, repeats: int, weights: str, json: bool
 ) -> dict[str, Any]:
-    """Original, patch with verification, patched; the read limit between the two."""
+    """Measure the original, the read limit and, after a verified patch, the patched model; returns the record."""
     import torch
 
     from accelpatch import api

@@ -1,4 +1,4 @@
-"""``accelpatch build``: the kernel libraries ahead of their first use, also for a machine that is not here."""
+"""``accelpatch build``: compile the kernel libraries ahead of time, also for another machine's GPU."""
 
 from __future__ import annotations
 
@@ -19,15 +19,17 @@ HOST = "host"
 def build(
     arch: Annotated[
         list[str] | None,
-        typer.Option("--arch", metavar="ARCH", help="gfx942, sm_90, ..., or host for this CPU; can be given again."),
+        typer.Option("--arch", metavar="ARCH", help="gfx942, sm_90, ..., or host: this CPU (default); repeatable."),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="DIR", file_okay=False, help="Where to; the user's cache otherwise.")
+        Path | None, typer.Option("--out", metavar="DIR", file_okay=False, help="Output folder; default: the cache.")
     ] = None,
-    report: Annotated[bool, typer.Option("--report", help="Also say what each GPU kernel takes.")] = False,
+    report: Annotated[
+        bool, typer.Option("--report", help="Also list registers, spills and shared memory of each GPU kernel.")
+    ] = False,
     json: JsonOption = False,
 ) -> None:
-    """Compile the kernels for ARCH; a machine with ACCELPATCH_KERNELS=DIR takes them from there, without a compiler."""
+    """Compile the kernels for ARCH. A machine with ACCELPATCH_KERNELS=DIR loads them from DIR and needs no compiler."""
     from accelpatch.kernels import build as building
 
     found: list[dict[str, Any]] = []
@@ -48,7 +50,7 @@ def build(
 
 
 def device_of(arch: str) -> Device:
-    """The device that ``--arch`` names: this machine's CPU, or a GPU that need not be here."""
+    """The device that ``--arch`` names: this machine's CPU, or a GPU, which need not be in this machine."""
     import platform
 
     from accelpatch import device as devices
@@ -69,6 +71,7 @@ def _print(kernels: list[dict[str, Any]]) -> None:
     rows: list[tuple[str, ...]] = [heads, *(tuple(map(str, kernel.values())) for kernel in kernels)]
     print(table(rows))
     print(
-        "registers: vector registers a lane. spills: registers. scratch, shared: bytes fixed at compile time, to\n"
-        "which a launch adds the room for its tokens. waves: resident on a SIMD or scheduler, by what stands here."
+        "registers: vector registers per lane. spills: number of spilled registers. scratch: bytes per lane. shared:\n"
+        "bytes per block, static; a launch adds dynamic shared memory for its tokens. waves: wavefronts or warps that\n"
+        "fit a SIMD or scheduler at once with these resources."
     )

@@ -1,4 +1,4 @@
-"""``accelpatch cache``: what converted models and built kernels take on this disk, and how to free it."""
+"""``accelpatch cache``: list and delete the converted models and compiled kernels in the cache folder."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import typer
 from . import console
 from .options import JsonOption
 
-commands = typer.Typer(help="List or clear what accelpatch keeps on disk.", no_args_is_help=True)
+commands = typer.Typer(help="List or delete cached models and compiled kernels.", no_args_is_help=True)
 
 
 @commands.command("list")
 def list_entries(json: JsonOption = False) -> None:
-    """List what accelpatch keeps on disk."""
+    """List the cached models and compiled kernels with their sizes."""
     from accelpatch import cache
     from accelpatch.report import human, table
 
@@ -30,10 +30,12 @@ def list_entries(json: JsonOption = False) -> None:
 
 @commands.command("clear")
 def clear(
-    kind: Annotated[str | None, typer.Argument(metavar="[KIND]", help="Only entries of this kind.")] = None,
+    kind: Annotated[
+        str | None, typer.Argument(metavar="[KIND]", help="Only entries of this kind (see `cache list`).")
+    ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Remove all entries, or those of one kind."""
+    """Delete all cache entries, or those of one kind."""
     from accelpatch import cache
     from accelpatch.errors import CacheError
     from accelpatch.report import human

@@ -1,4 +1,4 @@
-"""What goes to the terminal: results on stdout, the rest on stderr, colours and bars only where a person looks."""
+"""Terminal output: results on stdout, all else on stderr; colours and progress bars only on a terminal."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ def stderr() -> Console:
 
 
 def print_error(message: str) -> None:
-    """One ``error:`` line on stderr, red where stderr is a terminal and NO_COLOR is not set."""
+    """Print one ``error:`` line on stderr, red where stderr is a terminal and NO_COLOR is not set."""
     from rich.text import Text
 
     stderr().print(Text.assemble(("error:", "bold red"), " ", message), soft_wrap=True)
 
 
 def note(message: str) -> None:
-    """A line for the person at the terminal, on stderr so that stdout stays the result."""
+    """Print a line on stderr, so that stdout holds nothing but the result."""
     print(message, file=sys.stderr, flush=True)
 
 
 def print_json(value: Any) -> None:
-    """One JSON document on stdout. NaN and infinities become null, which JSON can say."""
+    """Print one JSON document on stdout. NaN and infinities, which JSON lacks, become null."""
     print(json.dumps(finite(value), indent=2, allow_nan=False))
 
 
 def finite(value: Any) -> Any:
-    """``value`` with every float that JSON cannot say replaced by None."""
+    """A copy of ``value`` in which NaN and infinite floats are None."""
     if isinstance(value, float):
         return value if value - value == 0.0 else None
     if isinstance(value, Mapping):
@@ -51,7 +51,7 @@ def finite(value: Any) -> Any:
 
 
 def print_facts(pairs: Iterable[tuple[str, str]]) -> None:
-    """Two columns on stdout: what, and its value."""
+    """Print (name, value) pairs as two columns on stdout; values may have several lines."""
     listed = [(name, line) for name, value in pairs for name, line in zip_first(name, value.splitlines() or [""])]
     width = max((len(name) for name, _ in listed), default=0)
     for name, line in listed:
@@ -59,13 +59,13 @@ def print_facts(pairs: Iterable[tuple[str, str]]) -> None:
 
 
 def zip_first(name: str, lines: list[str]) -> Iterator[tuple[str, str]]:
-    """The name beside the first line, nothing beside the others."""
+    """(name, line) pairs: the name beside the first line, an empty string beside the others."""
     return zip([name, *[""] * (len(lines) - 1)], lines, strict=True)
 
 
 @contextmanager
 def progress_bars() -> Iterator[Progress | None]:
-    """Bars on stderr, one a stage, as ``(stage, done, total)`` calls come in; None where stderr is no terminal."""
+    """Yield a ``progress(stage, done, total)`` that draws one bar per stage on stderr; None if it is no terminal."""
     if not sys.stderr.isatty():
         yield None
         return
@@ -92,7 +92,7 @@ def progress_bars() -> Iterator[Progress | None]:
 
 
 def quiet_transformers() -> None:
-    """Keep transformers' warnings and bars out of a command's output; what the user has set in the environment wins.
+    """Silence transformers' warnings and progress bars, unless the user's environment variables say otherwise.
 
     Call before transformers is imported: it reads these once.
     """

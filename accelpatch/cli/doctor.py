@@ -1,4 +1,4 @@
-"""``accelpatch doctor``: what is here, what is missing, and what each missing thing would give."""
+"""``accelpatch doctor``: installed packages, devices and compilers, and what a missing one is needed for."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from . import console, facts
 from .options import JsonOption
 
-# What each optional thing gives, said where it is missing.
+# What each optional package or compiler is needed for; shown where it is missing.
 GIVES = {
     "g++": "compiling kernels for this CPU (Debian: apt install g++)",
     "clang++": "compiling kernels for AMD GPUs where hipcc is missing",
@@ -33,7 +33,7 @@ VARIABLES = (
 
 
 def doctor(json: JsonOption = False) -> None:
-    """Say what is here, what is missing, and what each missing thing would give; always ends within ten seconds."""
+    """Show packages, devices, compilers and cache, and what a missing one is needed for. Takes ten seconds at most."""
     found = examine()
     if json:
         console.print_json(found)
@@ -42,7 +42,7 @@ def doctor(json: JsonOption = False) -> None:
 
 
 def examine() -> dict[str, Any]:
-    """All facts, each gathered beside the others and none of them waited for longer than ``facts.PATIENCE``."""
+    """All facts as plain data, gathered in parallel; none is waited for longer than ``facts.PATIENCE`` seconds."""
     with ThreadPoolExecutor(max_workers=2 + len(COMPILERS)) as pool:
         torch = pool.submit(facts.torch_facts)
         cache = pool.submit(facts.cache_facts)
@@ -78,7 +78,7 @@ def _lines(found: dict[str, Any]) -> list[tuple[str, str]]:
             (f"device {device['torch_device']}", f"{device['name']}: {device['vendor']} {device['arch']}, {memory}")
         )
     for group in ("compilers", "optional"):
-        lines += [(name, text or f"missing; it would give {GIVES[name]}") for name, text in found[group].items()]
+        lines += [(name, text or f"missing; needed for {GIVES[name]}") for name, text in found[group].items()]
     if "problem" in cache:
         lines.append(("cache", f"problem: {cache['problem']}"))
     else:

@@ -1,4 +1,4 @@
-"""``accelpatch eval``: what a recipe costs in fidelity on a text of the user's."""
+"""``accelpatch eval``: how far a patched model departs from the original on a text that the user gives."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from .options import DeviceOption, DtypeOption, JsonOption, PluginOption, Recipe
 
 
 def evaluate(
-    text: Annotated[Path, typer.Option(exists=True, dir_okay=False, metavar="FILE", help="UTF-8 text to predict.")],
+    text: Annotated[Path, typer.Option(exists=True, dir_okay=False, metavar="FILE", help="UTF-8 text to evaluate on.")],
     model: options.ModelArgument = options.DEFAULT_MODEL,
     recipe: RecipeOption = options.DEFAULT_RECIPE,
-    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of the text to use, at most.")] = 4096,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Use at most this many tokens of the text.")] = 4096,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
     plugin: PluginOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Compare MODEL before and after a recipe on a text: KL, top-1 agreement and perplexity."""
+    """Compare MODEL before and after patching on a text: KL divergence, top-1 agreement and perplexity."""
     options.prepare(recipe, plugin)
     words = _read(text)
     from accelpatch import api

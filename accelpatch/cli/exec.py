@@ -1,4 +1,4 @@
-"""``accelpatch exec``: a script of the user's, not edited, with every model that it loads patched on first use."""
+"""``accelpatch exec``: run a Python script unedited, with every model that it loads patched on first use."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typer.core import TyperCommand
 from . import console, options
 from .options import PluginOption, RecipeOption
 
-# All that follows the script's name is the script's, also what looks like an option of ours.
+# Everything after the script's name is passed to the script, even if it looks like one of our options.
 CONTEXT = {"allow_interspersed_args": False}
 
 
 class ScriptCommand(TyperCommand):
-    """Ends our own options at ``-m MODULE`` too, as python does."""
+    """Stops parsing accelpatch's options after ``-m MODULE``, as python does with its own."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         with_value = {
@@ -40,14 +40,14 @@ def execute(
         list[str] | None, typer.Argument(metavar="SCRIPT [ARGS]...", help="The script and its own arguments.")
     ] = None,
     recipe: RecipeOption = options.DEFAULT_RECIPE,
-    module: Annotated[str | None, typer.Option("-m", metavar="MODULE", help="Run a module, as python -m does.")] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No summary on stderr at the end.")] = False,
+    module: Annotated[str | None, typer.Option("-m", metavar="MODULE", help="Run a module like python -m.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no summary on stderr.")] = False,
     plugin: PluginOption = None,
 ) -> None:
     """Run a Python script unchanged; each transformers model in it is patched at its first forward or generate.
 
-    A model that cannot be patched is left as it is. One of which the script asks what only the original does (it
-    trains, saves, resizes or lists its parameters) is unpatched first. The summary says so.
+    A model that cannot be patched stays as it is. A patched model is unpatched when the script trains, saves or
+    resizes it, or lists its parameters. The summary says which models were patched, and why others were not.
     """
     words = script or []
     if module is None and not words:

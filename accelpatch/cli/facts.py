@@ -1,6 +1,6 @@
-"""Facts of the installation for ``doctor``: each function returns within ``PATIENCE`` seconds and raises nothing.
+"""Facts about the installation for ``doctor``: each function returns within ``PATIENCE`` seconds and never raises.
 
-What could hang or crash (a driver, a broken torch) is asked in a process of its own.
+Queries that could hang or crash (a driver, a broken torch) run in a process of their own.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any
 from accelpatch.errors import AccelpatchError
 
 PATIENCE = 8.0
-MARK = "accelpatch-facts:"  # before our line, because drivers print to stdout too
+MARK = "accelpatch-facts:"  # prefix of our line: drivers print to stdout too
 
 
 def ask(command: list[str], seconds: float) -> tuple[int, str, str] | None:
-    """Status, stdout and stderr of a program, or None where it does not end in time.
+    """Run a program: its exit status, stdout and stderr, or None where it does not end within ``seconds``.
 
-    One that a stuck driver holds cannot be killed: it is sent SIGKILL and not waited for, as subprocess.run would.
+    After a timeout it gets SIGKILL but is not waited for (subprocess.run would wait): a stuck driver can hold it.
     """
     streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     process = subprocess.Popen(command, text=True, errors="replace", **streams)  # type: ignore[call-overload]
@@ -35,7 +35,7 @@ def ask(command: list[str], seconds: float) -> tuple[int, str, str] | None:
 
 
 def version(package: str) -> str | None:
-    """The installed version, or None. Only metadata is read: importing some of these takes seconds."""
+    """A package's installed version, or None. Reads metadata only: importing some packages takes seconds."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -61,7 +61,7 @@ def compiler(name: str) -> str | None:
 
 
 def cache_facts() -> dict[str, Any]:
-    """Where the cache is and what is in it, or the problem with it."""
+    """The cache's folder, number of entries and bytes; or {"problem": message}."""
     from accelpatch import cache
 
     try:
@@ -72,7 +72,7 @@ def cache_facts() -> dict[str, Any]:
 
 
 def torch_facts() -> dict[str, Any]:
-    """Version, build, threads and devices of torch, or the problem with it."""
+    """torch's version, build, threads and devices; or {"problem": message}."""
     try:
         answer = ask([sys.executable, "-m", "accelpatch.cli.facts"], PATIENCE)
     except OSError as error:

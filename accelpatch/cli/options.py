@@ -1,4 +1,4 @@
-"""The options that several commands share, and what their values mean."""
+"""Options that several commands share, and the functions that turn their values into models and devices."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ DEFAULT_RECIPE = "int8"
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 ModelArgument = Annotated[
-    str, typer.Argument(metavar="MODEL", help="A short name, a folder, a .gguf file or a hub name.", show_default=True)
+    str, typer.Argument(metavar="MODEL", help="Catalog name, folder, .gguf file or Hugging Face id.", show_default=True)
 ]
 RecipeOption = Annotated[
-    str, typer.Option("--recipe", "-r", metavar="NAME|FILE", help="A bundled recipe, or a YAML file.")
+    str, typer.Option("--recipe", "-r", metavar="NAME|FILE", help="Name of a bundled recipe, or a YAML file.")
 ]
 PluginOption = Annotated[
     list[Path] | None,
@@ -30,18 +30,18 @@ PluginOption = Annotated[
         metavar="FILE",
         exists=True,
         dir_okay=False,
-        help="A Python file that registers replacers of your own; can be given again.",
+        help="Python file that registers your own replacers; repeatable.",
     ),
 ]
 DeviceOption = Annotated[
-    str, typer.Option("--device", metavar="DEVICE", help="auto, cpu, cuda or cuda:N (ROCm is cuda too).")
+    str, typer.Option("--device", metavar="DEVICE", help="cpu, cuda or cuda:N (AMD too); auto: a GPU if present.")
 ]
-DtypeOption = Annotated[Dtype, typer.Option("--dtype", help="The type that the model is loaded in.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, and nothing else there.")]
+DtypeOption = Annotated[Dtype, typer.Option("--dtype", help="Load the model's weights in this dtype.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 
 
 def load_plugins(files: list[Path] | None) -> None:
-    """Register the replacers of each file; the files run as Python, so they are the user's own to trust."""
+    """Register the replacers of each file. The files run as Python code, with the user's rights."""
     if not files:
         return
     from accelpatch import api
@@ -54,21 +54,21 @@ def load_plugins(files: list[Path] | None) -> None:
 
 
 def check_recipe(recipe: str) -> None:
-    """Fail on a recipe that cannot be read before anything slow starts."""
+    """Raise RecipeError for a recipe that cannot be read, before anything slow starts."""
     from accelpatch import recipe as recipes
 
     recipes.load(recipe)
 
 
 def prepare(recipe: str, plugins: list[Path] | None) -> None:
-    """What comes before anything slow: quiet libraries, a recipe that can be read, the user's own replacers."""
+    """The first steps of a command: silence transformers, check the recipe, load the user's replacers."""
     console.quiet_transformers()
     check_recipe(recipe)
     load_plugins(plugins)
 
 
 def open_model(name: str, dtype: str, device: str) -> tuple[Any, torch.device]:
-    """The loaded model, and the device that it lies on; with bars on stderr while it loads."""
+    """Load a model, with progress bars on stderr; returns (accelpatch.models.load.Loaded, its device)."""
     from accelpatch import api
 
     where = torch_device(device)
@@ -77,7 +77,7 @@ def open_model(name: str, dtype: str, device: str) -> tuple[Any, torch.device]:
 
 
 def torch_device(text: str) -> torch.device:
-    """The device that ``--device`` names, refused here where torch would fail later and less clearly."""
+    """The device that ``--device`` names. Raises BadParameter for a bad name and LoadError for a GPU not present."""
     import torch
 
     from accelpatch.errors import LoadError

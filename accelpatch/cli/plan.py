@@ -1,4 +1,4 @@
-"""``accelpatch plan``: what a recipe would do to a model, from its configuration alone."""
+"""``accelpatch plan``: show what a recipe would replace in a model; reads its configuration, not its weights."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ def plan(
     recipe: RecipeOption = options.DEFAULT_RECIPE,
     arch: Annotated[
         str | None,
-        typer.Option("--arch", metavar="ARCH", help="Plan for a machine that is not here: gfx942, sm_90, ..."),
+        typer.Option("--arch", metavar="ARCH", help="Plan for another GPU: gfx942, sm_90, ...; default: this CPU."),
     ] = None,
     max_length: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of cache to count when saying whether it fits.")
+        int | None, typer.Option(min=1, help="Length of the KV cache in tokens, for the memory check.")
     ] = None,
     plugin: PluginOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Say what a recipe would replace in MODEL, and whether the result fits; loads no weights."""
+    """Show what a recipe would replace in MODEL, and whether the result fits in memory. Loads no weights."""
     options.prepare(recipe, plugin)
     from accelpatch import api
 

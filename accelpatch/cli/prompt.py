@@ -1,4 +1,4 @@
-"""A prompt on its way into a model, and the answer on its way out, piece by piece."""
+"""Tokenizes prompts, checks that they fit the model's context, and streams answers as text."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def tokenizer_of(loaded: Any) -> Any:
 
 
 def encode(tokenizer: Any, prompt: str, *, chat: bool, option: str = "--prompt") -> Tensor:
-    """Token ids [1, L] of ``prompt``, in the model's chat template where ``chat``; an error where L would be 0.
+    """Token ids [1, L] int64 of ``prompt``, with ``chat`` inside the model's chat template.
 
-    option: which one to name then.
+    Raises AccelpatchError for a prompt without tokens, naming the command-line option ``option``.
     """
     if chat and not getattr(tokenizer, "chat_template", None):
         raise LoadError("the model's tokenizer has no chat template; run without --chat")
@@ -43,14 +43,14 @@ def encode(tokenizer: Any, prompt: str, *, chat: bool, option: str = "--prompt")
 
 
 def context_length(model: nn.Module) -> int | None:
-    """Tokens that the model can see at once; None where its configuration does not say."""
+    """The model's maximum context length in tokens; None where its configuration has none."""
     text = model.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
     length = getattr(text, "max_position_embeddings", None)
     return length if isinstance(length, int) else None
 
 
 def check_fits(model: nn.Module, prompt_tokens: int, new_tokens: int) -> None:
-    """AccelpatchError where prompt and answer together are longer than the model's context."""
+    """Raise AccelpatchError where prompt and answer together are longer than the model's context."""
     limit = context_length(model)
     if limit is not None and prompt_tokens >= limit:
         raise AccelpatchError(
@@ -64,15 +64,15 @@ def check_fits(model: nn.Module, prompt_tokens: int, new_tokens: int) -> None:
 
 
 class TextStream:
-    """A streamer for ``generate()``: writes the answer as it grows, a character only when all its bytes are there.
+    """A streamer for ``generate()``: calls ``write`` with new text, once every byte of its characters has arrived.
 
-    ``write`` gets pieces of text; ``text`` is what came so far. The first ``put`` is the prompt and is not shown.
+    ``text`` is the answer so far. The first ``put`` is the prompt and is not shown.
     """
 
     def __init__(self, tokenizer: Any, write: Callable[[str], None]):
         self.text = ""
         self.tokens: list[int] = []
-        self.first_token_at: float | None = None  # of time.perf_counter()
+        self.first_token_at: float | None = None  # time.perf_counter() at the first new token
         self._tokenizer, self._write, self._prompt_seen = tokenizer, write, False
 
     def put(self, ids: Tensor) -> None:
@@ -105,4 +105,4 @@ def write_stdout(piece: str) -> None:
 
 
 def write_nothing(piece: str) -> None:
-    """For --json: the answer comes at the end, in the document."""
+    """Discard the text: with --json the answer is part of the document that is printed at the end."""

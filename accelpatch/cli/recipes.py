@@ -1,4 +1,4 @@
-"""``accelpatch recipes``: the bundled recipes, and any recipe as it reads when resolved."""
+"""``accelpatch recipes``: list the bundled recipes, or print one with everything that it extends merged in."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def list_recipes(context: typer.Context, json: JsonOption = False) -> None:
 
 @commands.command("show")
 def show(
-    name: Annotated[str, typer.Argument(metavar="NAME|FILE", help="A bundled recipe, or a YAML file.")],
+    name: Annotated[str, typer.Argument(metavar="NAME|FILE", help="Name of a bundled recipe, or a YAML file.")],
 ) -> None:
-    """Print a recipe as YAML with all that it extends written out."""
+    """Print a recipe as YAML, with everything that it extends merged in."""
     from accelpatch import recipe
 
     print(recipe.dump(recipe.load(name)), end="")

@@ -1,4 +1,4 @@
-"""``accelpatch run``: load, patch, answer a prompt, and say in one table what was done."""
+"""``accelpatch run``: load a model, patch it, answer a prompt, and print a summary of the patch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DEFAULT_PROMPT = "What is the capital of France?"
 
 @dataclass(frozen=True)
 class Answer:
-    """What a prompt gave: the text, its tokens, and the seconds from the first new token to the last."""
+    """The answer to a prompt. tokens: their number; decode_seconds: from the first new token to the last."""
 
     text: str
     tokens: int
@@ -40,7 +40,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen; temperature 0 is greedy."""
+    """Sampling parameters; temperature 0 is greedy decoding."""
 
     max_new_tokens: int
     temperature: float
@@ -50,14 +50,14 @@ class Sampling:
 def run(
     model: options.ModelArgument = options.DEFAULT_MODEL,
     recipe: RecipeOption = options.DEFAULT_RECIPE,
-    prompt: Annotated[str, typer.Option(help="The text to answer; - reads it from stdin.")] = DEFAULT_PROMPT,
-    chat: Annotated[bool, typer.Option("--chat", help="Put the prompt in the model's chat template.")] = False,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the answer, at most.")] = 128,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy; above it, tokens are sampled.")] = 0.0,
-    seed: Annotated[int, typer.Option(min=0, max=2**64 - 1, help="Of the sampling.")] = 0,
+    prompt: Annotated[str, typer.Option(help="Prompt text; - reads it from stdin.")] = DEFAULT_PROMPT,
+    chat: Annotated[bool, typer.Option("--chat", help="Apply the model's chat template to the prompt.")] = False,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Generate at most this many tokens.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 decodes greedily.")] = 0.0,
+    seed: Annotated[int, typer.Option(min=0, max=2**64 - 1, help="Random seed for sampling.")] = 0,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
-    compare: Annotated[bool, typer.Option("--compare", help="Answer with the original model first.")] = False,
+    compare: Annotated[bool, typer.Option("--compare", help="Also answer with the unpatched model.")] = False,
     plugin: PluginOption = None,
     json: JsonOption = False,
 ) -> None:
@@ -87,7 +87,7 @@ def run(
 def _text(prompt: str) -> str:
     try:
         text = sys.stdin.read() if prompt == "-" else prompt
-        text.encode()  # bytes of an argument that are no text become surrogates
+        text.encode()  # arguments that are not valid text contain surrogates, which cannot be encoded
     except UnicodeError:
         raise typer.BadParameter("the prompt is not UTF-8 text", param_hint="--prompt") from None
     if not text.strip():
@@ -96,7 +96,7 @@ def _text(prompt: str) -> str:
 
 
 def _answer(loaded: Any, ids: Tensor, sampling: Sampling, *, heading: str | None, json: bool) -> Answer:
-    """Generate and stream to stdout (with ``json``: nowhere)."""
+    """Generate an answer to ids [1, L], streamed to stdout unless ``json``."""
     import torch
 
     from . import prompt as prompts
@@ -147,11 +147,11 @@ def _facts(model: str, report: Report, before: Answer | None, after: Answer) -> 
 
 def _speed(answer: Answer) -> str:
     rate = answer.tokens_per_second
-    return f"{rate:.1f}" if rate is not None else "no figure for one token"
+    return f"{rate:.1f}" if rate is not None else "not measured (one token)"
 
 
 def verification_facts(report: Report) -> list[tuple[str, str]]:
-    """The lines of a table that say how far the patched model can be trusted; shared with ``bench``."""
+    """The summary's rows about verification, also printed by ``bench``."""
     from accelpatch.report import verification_line
 
     if report.verification is None:

@@ -1,4 +1,4 @@
-"""Another program's script or module as ``__main__`` of this process, as python itself would start it."""
+"""Runs a user's script or module as ``__main__`` of this process, as python itself would."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ STARTERS = (
 
 
 def run(words: list[str], *, as_module: bool) -> None:
-    """Run the script or module ``words[0]`` with the arguments after it; a failure is shown, and status 1."""
+    """Run the script or module ``words[0]`` with the arguments after it; an exception is printed, with status 1."""
     with FailuresAsPython():
         (run_module if as_module else run_file)(words[0], words[1:])
 
 
 def run_file(script: str, arguments: list[str]) -> None:
-    """``python script *arguments``: sys.argv, sys.path[0], ``__file__`` and ``__main__`` are what they would be there.
+    """Do what ``python script *arguments`` does, with the same sys.argv, sys.path[0], ``__file__`` and ``__main__``.
 
-    ``__main__`` stays the script's after it ended, because threads, atexit functions and pickle still look there.
+    ``__main__`` stays the script's after its end, because threads, atexit functions and pickle still look there.
     """
     sys.argv[:] = [script, *arguments]
     _put_first_on_path(os.path.dirname(os.path.realpath(script)))
@@ -45,7 +45,7 @@ def run_file(script: str, arguments: list[str]) -> None:
 
 
 def run_module(name: str, arguments: list[str]) -> None:
-    """``python -m name *arguments``. AccelpatchError where there is no such module."""
+    """Do what ``python -m name *arguments`` does. Raises AccelpatchError where there is no such module."""
     _put_first_on_path(os.getcwd())
     if not _exists(name):
         raise AccelpatchError(f"no module named {name}; it is looked for in {os.getcwd()} and the environment")
@@ -54,7 +54,7 @@ def run_module(name: str, arguments: list[str]) -> None:
 
 
 def _put_first_on_path(folder: str) -> None:
-    if not sys.flags.safe_path:  # python -P: nothing was put there, and nothing must be
+    if not sys.flags.safe_path:  # with python -P the script's folder must not be on sys.path
         sys.path[0] = folder
 
 
@@ -66,9 +66,9 @@ def _exists(name: str) -> bool:
 
 
 class FailuresAsPython:
-    """A failure of the user's code, shown as python shows it: by its excepthook, with its own frames alone, status 1.
+    """Context that shows exceptions of the user's code as python does: by sys.excepthook, without accelpatch's frames.
 
-    sys.exit() of the script passes, and so do our own errors, which the command line shows in one line.
+    It then exits with status 1. SystemExit and AccelpatchError pass through; the command line handles those.
     """
 
     def __enter__(self) -> None:
@@ -83,7 +83,7 @@ class FailuresAsPython:
 
 
 def own_traceback(error: BaseException) -> types.TracebackType | None:
-    """The part of ``error``'s traceback that begins in the user's code: without the frames that started it."""
+    """``error``'s traceback from the first frame of the user's code on, without the frames of STARTERS."""
     frame = error.__traceback__
     while frame is not None and frame.tb_frame.f_code.co_filename in STARTERS:
         frame = frame.tb_next

@@ -1,4 +1,4 @@
-"""``accelpatch selftest``: every kernel that this machine can run, against its reference."""
+"""``accelpatch selftest``: compare every kernel that this machine can run with its plain torch reference."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .options import DeviceOption, JsonOption, PluginOption
 
 
 def selftest(device: DeviceOption = "auto", plugin: PluginOption = None, json: JsonOption = False) -> None:
-    """Check every kernel that this machine can run against its reference; status 1 where one is wrong."""
+    """Compare every kernel that this machine can run with its plain torch reference; exit status 1 if one is wrong."""
     where = options.torch_device(device)
     options.load_plugins(plugin)
     from accelpatch import api

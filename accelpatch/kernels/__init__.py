@@ -1,1 +1,1 @@
-"""The operations: one file each, tensors only. `dispatch` says which implementation runs."""
+"""The operations on tensors, one file each; `dispatch` chooses the implementation."""

@@ -1,4 +1,5 @@
-"""decode_attention against itself in float64, as the self-test runs it: odd sizes, padding, windows, many tokens."""
+"""Checks decode_attention against its float64 reference, for the self-test: odd sizes, padding, windows, several
+tokens."""
 
 from __future__ import annotations
 
@@ -18,10 +19,10 @@ OP = "decode_attention"
 
 @dataclass(frozen=True)
 class Step:
-    """One call: rows of `tokens` new tokens behind `slot` cached ones, in a cache of `capacity` slots.
+    """One call: rows of `tokens` new tokens after `slot` cached ones, in a cache of `capacity` slots.
 
-    padding: hidden slots at the left of the last row; hidden: of so many cached slots one, 0 for none; turned: columns
-    of a head that the rotary embedding turns, 0 for all; window, softcap: 0 for none.
+    padding: left padding of the last row, in slots. hidden: every hidden-th cached slot is masked; 0 for none. turned:
+    columns of a head with rotary embedding; 0 for all. window, softcap: 0 for none.
     """
 
     heads: int = 4
@@ -53,7 +54,7 @@ STEPS: Mapping[str, Step] = {
 def by_triton(
     qkv: Tensor, positions: Tensor, slot: Tensor, mask: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape
 ) -> Tensor:
-    """The Triton kernel."""
+    """decode_attention_ by the Triton kernel."""
     from accelpatch.kernels.triton import decode_attention as kernel
 
     return kernel.decode_attention_(qkv, positions, slot, mask, keys, values, shape)
@@ -70,9 +71,9 @@ def why_not(name: str, shape: AttentionShape, dtype: torch.dtype, device: Device
 def made(
     step: Step, dtype: torch.dtype, device: torch.device, seed: int = 0
 ) -> tuple[tuple[Tensor, ...], AttentionShape]:
-    """Arguments of a call, and the layer's shape.
+    """Random arguments of a call, and the layer's AttentionShape.
 
-    What was never cached, is hidden or lies behind every token's window is NaN.
+    Slots that are empty, masked or outside every token's window hold NaN, so that reading them shows.
     """
     draw = torch.Generator().manual_seed(seed)
 
@@ -91,7 +92,7 @@ def made(
     mask[-1, : step.padding] = 0
     if step.hidden:
         mask[:, step.hidden - 1 :: step.hidden] = 0
-    mask[:, step.slot :: 2] = 0  # of the new tokens' slots it must not matter
+    mask[:, step.slot :: 2] = 0  # the mask of the new tokens' slots must not matter
     for one in cache:
         one[:, :, step.slot :] = float("nan")
         one.masked_fill_((mask == 0)[:, None, :, None], float("nan"))
@@ -104,7 +105,7 @@ def made(
 
 
 def deviation(name: str, args: tuple[Tensor, ...], shape: AttentionShape) -> tuple[float, float]:
-    """The largest error of an implementation, and what it may be: twice that of torch in the same dtype, and an ulp."""
+    """(largest error of an implementation, allowed error): twice that of torch in the same dtype, plus an ulp."""
     wide = (one.double() if one.is_floating_point() else one for one in args)
     exact = _run(reference_, wide, _in_float64(shape))
     found = [_run(run, (one.clone() for one in args), shape) for run in (reference_, IMPLEMENTATIONS[name])]

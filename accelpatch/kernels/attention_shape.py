@@ -1,4 +1,4 @@
-"""What all tokens of an attention layer share, as its kernels take it."""
+"""Sizes and constants of an attention layer, as its kernels take them."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ MAX_NEW_TOKENS = 8  # new tokens of a row in a decode step
 
 
 class Zeros:
-    """int32 zeros that launches leave as they were: there blocks count what is done, and hand each other their results.
+    """int32 counters and exchange buffers of kernels: zero before and after each launch.
 
-    Layers share them, and every number of rows and tokens: one launch follows the other, so a model runs on one stream
-    at a time; two launches at once would take each other's, now and ever after. They stay where they are, since
-    captured launches know them by their address: where more are asked for, the old ones remain.
+    All layers and launches of a model share them, so a model may run on one stream at a time only: two launches at once
+    would corrupt each other's counters, and all later ones. Memory is never freed or moved, because captured launches
+    hold its address; where more is needed, a larger buffer is added.
     """
 
     def __init__(self) -> None:
         self.held: list[Tensor] = []
 
     def first(self, count: int, device: torch.device) -> Tensor:
-        """`count` of them on a device."""
+        """The first `count` of the int32 zeros on a device."""
         fitting = [zeros for zeros in self.held if zeros.device == device and len(zeros) >= count]
         if not fitting:
             fitting = [torch.zeros(count, dtype=torch.int32, device=device)]
@@ -32,10 +32,11 @@ class Zeros:
 
 @dataclass(frozen=True, eq=False)
 class AttentionShape:
-    """What all tokens of a layer share. inv_freq[R / 2], R <= D, and q_norm, k_norm[D] (or None) lie on the device.
+    """Sizes and constants of one attention layer. inv_freq[R / 2], R <= D, and q_norm, k_norm[D] (or None) on the
+    device.
 
-    scaling: of the scores; rope_scaling: of cosines and sines; window, softcap: 0 for none; plus_one: norms multiply by
-    1 + weight, as Gemma's do.
+    size: D, the head size. scaling: of the scores. rope_scaling: of cosines and sines. window, softcap: 0 for none.
+    plus_one: the norms multiply by 1 + weight (Gemma).
     """
 
     heads: int
@@ -54,10 +55,10 @@ class AttentionShape:
 
     @property
     def columns(self) -> int:
-        """Of qkv."""
+        """Columns of qkv."""
         return (self.heads + 2 * self.kv_heads) * self.size
 
     @property
     def rotary_dim(self) -> int:
-        """Columns of a head that the rotary embedding turns: the first ones."""
+        """R, the number of leading columns of a head that get the rotary embedding."""
         return 2 * self.inv_freq.shape[0]

@@ -1,10 +1,9 @@
-"""Compiles device sources once a machine: the finished library lies in the user's cache, found by what it was made of.
+"""Compiles device sources once per machine and caches the libraries in the user's cache folder.
 
-An entry's key is a digest of its sources, headers, flags, machine and compiler, so that a change of any of them is
-another entry. An entry is a folder with the library and a manifest that holds the library's own digest; both are
-checked before anything is loaded, and what does not agree is built again. ``ACCELPATCH_KERNELS`` names a folder of
-libraries built elsewhere (``export``), for machines without a compiler: it comes before the cache, and what does not
-agree there is an error.
+A cache entry's key is a digest of its sources, headers, flags, arch and compiler. An entry is a folder with the library
+and a manifest with the library's digest; both are checked before loading, and a library that fails the check is built
+again. ``ACCELPATCH_KERNELS`` names a folder of prebuilt libraries (``export``) for machines without a compiler: it is
+searched before the cache, and a library there that fails the check is an error.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ __all__ = [
 ]  # fmt: skip
 KIND = "kernels"
 LIBRARY, MANIFEST = "library.so", "manifest.json"
-SECONDS = 600  # no source of ours takes a tenth of that
-LINES = 20  # of a failing compiler's output, in the error
+SECONDS = 600  # time limit of one compiler run; each source takes less than a tenth of it
+LINES = 20  # last lines of a failing compiler's output that the error shows
 HEADERS = (".h", ".hpp", ".inc")
 
 _lock = threading.Lock()
@@ -43,10 +42,11 @@ _failed: dict[tuple[str, str], str] = {}
 
 
 def library(name: str, device: Device) -> ctypes.CDLL:
-    """The library `name` for `device`, built when it is not there yet, loaded once a process.
+    """Load the library `name` for `device`, building it if needed; once per process.
 
-    Raises KernelError with what to do: no compiler, a compiler that fails (its last lines), a prebuilt library that
-    does not fit; CacheError where the cache folder is not private. A failure is remembered: it is not tried again.
+    Raises KernelError, with what to do, where there is no compiler, the compiler fails (with its last lines), or a
+    prebuilt library does not match; CacheError where the cache folder is not private. A failure is remembered and not
+    retried.
     """
     made = target(name, device)
     at = (name, made.arch)
@@ -64,7 +64,7 @@ def library(name: str, device: Device) -> ctypes.CDLL:
 
 
 def why_not(name: str, device: Device) -> str | None:
-    """Why `library` cannot give `name`, as far as can be known without compiling; None where it can."""
+    """Why `library` would fail, as far as is known without compiling; None where it should work."""
     if name == "hip" and (unknown := unknown_arch(device)):
         return unknown
     made = target(name, device)
@@ -76,25 +76,25 @@ def why_not(name: str, device: Device) -> str | None:
     if prebuilt := os.environ.get("ACCELPATCH_KERNELS"):
         return None if (folder := place(prebuilt, name, made)).is_dir() else _not_prebuilt(folder)
     if device.kind == "cuda" and device.index is None:
-        return None  # planned for, not here: the compiler that counts is that machine's
+        return None  # a plan for another machine, whose compiler is not known here
     return None if compiler(made) else no_compiler(made)
 
 
 def forget() -> None:
-    """Try again what failed before in this process."""
+    """Forget remembered failures, so that builds are tried again."""
     with _lock:
         _failed.clear()
 
 
 def locate(name: str, made: Target) -> Path:
-    """The folder of a finished library that agrees with its manifest: prebuilt, or cached, or built now."""
+    """The folder of a library that matches its manifest: prebuilt, cached, or built now."""
     if prebuilt := os.environ.get("ACCELPATCH_KERNELS"):
         return _prebuilt(place(prebuilt, name, made), made)
     return built(name, made)
 
 
 def built(name: str, made: Target) -> Path:
-    """The cached folder of a library, compiled now where there is none that agrees with its manifest."""
+    """The cached folder of a library; compiles it where there is none that matches its manifest."""
     path = compiler(made)
     if path is None:
         raise KernelError(no_compiler(made))
@@ -109,12 +109,12 @@ def built(name: str, made: Target) -> Path:
 
 
 def place(folder: str | Path, name: str, made: Target) -> Path:
-    """Where a library lies in a folder of libraries built elsewhere, which may hold several archs."""
+    """The path of a library inside a folder of prebuilt libraries, which may hold several archs."""
     return Path(folder).expanduser() / f"{name}-{made.arch}"
 
 
 def export(name: str, device: Device, folder: Path) -> Path:
-    """Build the library `name` into its place in `folder`, for machines that name `folder` in ACCELPATCH_KERNELS."""
+    """Build the library `name` into `folder`, for machines whose ACCELPATCH_KERNELS names it; returns its subfolder."""
     made = target(name, device)
     finished, into = built(name, made), place(folder, name, made)
     try:
@@ -127,12 +127,12 @@ def export(name: str, device: Device, folder: Path) -> Path:
 
 
 def report(made: Target) -> list[dict[str, Any]]:
-    """What each kernel of a GPU library takes, and how many of its waves a SIMD holds (occupancy.waves); compiles."""
+    """Registers, spills, shared memory and occupancy of each kernel of a GPU library; compiles its sources again."""
     return [{**asdict(used), "waves": occupancy.waves(made.arch, used)} for used in resources.of_target(made)]
 
 
 def digest(made: Target) -> str:
-    """SHA-256 over all that a library is made of but the compiler."""
+    """SHA-256 over everything that a library is made of, except the compiler."""
     folder = made.home
     files = sorted([*made.sources, *(path.name for path in folder.iterdir() if path.suffix in HEADERS)])
     facts = [made.arch, made.flags, made.link, sorted(made.sources.items())]
@@ -151,7 +151,7 @@ def key(name: str, made: Target, path: str) -> str:
 
 @functools.cache
 def identity(path: str) -> str:
-    """Which compiler this is: where it really lies, and what it says of itself."""
+    """The compiler's resolved path and version text."""
     try:
         said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60, check=False).stdout
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -160,7 +160,7 @@ def identity(path: str) -> str:
 
 
 def compile_into(folder: Path, made: Target, path: str) -> None:
-    """Compile all sources, side by side, and link them; leaves the library and its manifest in `folder`."""
+    """Compile all sources in parallel and link them; writes the library and its manifest into `folder`."""
     objects = {source: folder / f"{source}.o" for source in made.sources}
     commands = [
         [path, *made.flags, *flags, "-c", str(made.home / source), "-o", str(objects[source])]
@@ -201,7 +201,7 @@ def _prebuilt(folder: Path, made: Target) -> Path:
 
 
 def _disagreement(folder: Path, made_of: str) -> str | None:
-    """What is wrong with a finished library; None where it is what its manifest says, made of what is wanted."""
+    """Why a library does not match its manifest or the wanted sources; None where it does."""
     try:
         facts = json.loads((folder / MANIFEST).read_text())
         found = _sha256(folder / LIBRARY)

@@ -1,4 +1,4 @@
-"""Every operation that runs within a context, held against its reference by the float rule of parity.py."""
+"""Checks every operation that runs within a context against its reference by the float rule (parity.py)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Seen = tuple[str, tuple[Any, ...], tuple[Tensor, ...]]
 
 @contextmanager
 def checked() -> Iterator[list[tuple[float, float]]]:
-    """The list fills, at the end, with (error, bound) for each output; an error over its bound breaks the rule."""
+    """Context manager: fills the yielded list, at its end, with (error, bound) for each output of each operation."""
     figures: list[tuple[float, float]] = []
     seen: list[Seen] = []
 
@@ -32,7 +32,7 @@ def checked() -> Iterator[list[tuple[float, float]]]:
 
 
 def by_weight(seen: Sequence[Seen]) -> list[list[Seen]]:
-    """The calls, those of a product with the same weight and dtype together, every other one alone."""
+    """Group the calls: those of linear layers with the same weight and dtype together, each other call alone."""
     groups: dict[tuple[Any, ...], list[Seen]] = {}
     for place, call in enumerate(seen):
         op, args, _ = call
@@ -43,13 +43,13 @@ def by_weight(seen: Sequence[Seen]) -> list[list[Seen]]:
 
 
 def beside_references(calls: Sequence[Seen]) -> list[parity.Result]:
-    """What the calls of a group gave, with their references; a product's weight is dequantised once for all of them."""
+    """Outputs of a group's calls with their references; the weight of a linear layer is dequantised once for all."""
     op, args, outputs = calls[0]
     blocks = kernel(op).blocks
     if blocks is None:
         return parity.beside_references(op, args, outputs)
     inputs = [call_args[0] for _, call_args, _ in calls]
-    rows = torch.cat([x.reshape(-1, x.shape[-1]) for x in inputs])  # the weight is read once for all of them
+    rows = torch.cat([x.reshape(-1, x.shape[-1]) for x in inputs])  # one pass over the weight for all calls
     exact, plain, wide = [], [], rows.double()
     for weight, bias in blocks(*args[1:]):
         exact.append(functional.linear(wide, weight, bias))

@@ -1,7 +1,7 @@
-"""Linear layer with a bfloat16 weight in 12 bits a value without loss: y[M, N] = x[M, K] @ w[N, K]^T + bias[N].
+"""Linear layer with a lossless 12-bit bf16 weight: y[M, N] = x[M, K] @ w[N, K]^T + bias[N].
 
-The tiles (compact_tiles.py) are the only copy of the weight that a module on a GPU holds. Their numbers are those of
-the weight, bit for bit: the reference undoes them and runs torch's own linear layer.
+The tiles (compact_tiles.py) are the only copy of the weight that a module on a GPU holds. They hold the weight bit for
+bit: the reference unpacks them and runs torch's own linear layer.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from accelpatch.kernels.hip.layout import TILE_ROWS
 from accelpatch.kernels.operation import operation
 
 OP = "compact_linear"
-BLOCK = 100 << 20  # values undone at once: 200 MiB of bfloat16, a gate and up of 7 billion parameters' models
-CHECKED = 1 << 24  # values undone at once by torch, which takes some 30 bytes for each
-MAX_TILED_ROWS = 24  # rows of x up to which the tiles are read, for 8 of them each time; for more they are undone once
+BLOCK = 100 << 20  # values unpacked at once: 200 MiB of bfloat16, gate and up of a 7B model
+CHECKED = 1 << 24  # values unpacked at once in torch, which needs some 30 bytes for each
+MAX_TILED_ROWS = 24  # up to this many rows of x the GEMV kernels run, 8 rows per pass; beyond, unpack once for a GEMM
 
 
 def dense(dtype: torch.dtype, *args: Any) -> tuple[Tensor, Tensor | None]:
-    """The weight and the bias in `dtype`."""
+    """The unpacked weight and the bias in `dtype`."""
     *tiles, bias = args
     return compact_tiles.decode(CompactTiles(*tiles)).to(dtype), None if bias is None else bias.to(dtype)
 
 
 def reference(x: Tensor, *args: Any) -> Tensor:
-    """The whole weight as it was, then torch's own linear layer."""
+    """Unpack the weight, then torch's own linear layer."""
     return functional.linear(x, *dense(x.dtype, *args))
 
 
 def blocks(*args: Any) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """The same in float64, some rows at a time."""
+    """The weight and the bias in float64, in blocks of rows."""
     *rest, bias = args
     tiles = compact_tiles.alone(CompactTiles(*rest))
     step = max(1, CHECKED // (TILE_ROWS * tiles.k))
@@ -50,7 +50,7 @@ def blocks(*args: Any) -> Iterator[tuple[Tensor, Tensor | None]]:
 
 
 def spec(x: Tensor, *args: Any) -> Spec:
-    """What dispatch asks of a call. Raises KernelError where shapes, dtypes or devices do not fit together."""
+    """The Spec of a call, for dispatch. Raises KernelError where shapes, dtypes or devices do not fit together."""
     *rest, bias = args
     tiles = CompactTiles(*rest)
     n, k = tiles.n, tiles.k
@@ -71,7 +71,7 @@ def spec(x: Tensor, *args: Any) -> Spec:
 
 
 def of_shape(n: int, k: int, dtype: torch.dtype, *, m: int = 1) -> Spec:
-    """The Spec of tiles that need not exist yet; a plan asks with it."""
+    """The Spec of a linear layer of this size, for planning before there are tiles."""
     return Spec(OP, {"M": m, "N": n, "K": k}, dtype)
 
 
@@ -81,9 +81,9 @@ def why_not(spec: Spec, device: Device) -> str | None:
 
 
 def by_hip(x: Tensor, *args: Any) -> Tensor:
-    """The implementation `hip`: few rows of x by its kernels; for more of them the weight is undone, for torch's own.
+    """The implementation `hip`: its own kernels for few rows of x; for more, unpack the weight for torch's GEMM.
 
-    A gate or up in paired tiles reads the other's rows too, and drops what they give.
+    A gate or up in interleaved tiles computes the other's columns too, and drops them.
     """
     *rest, bias = args
     tiles = CompactTiles(*rest)
@@ -94,7 +94,7 @@ def by_hip(x: Tensor, *args: Any) -> Tensor:
 
 
 def weight_of(tiles: CompactTiles) -> Weight:
-    """What a launch reads."""
+    """The launch arguments for these tiles."""
     w, scale, outliers = (table.contiguous() for table in tiles[:3])
     prefetchable = w is tiles.w and scale is tiles.scale and outliers is tiles.outliers
     fours = outliers.shape[2] // FOUR
@@ -104,7 +104,7 @@ def weight_of(tiles: CompactTiles) -> Weight:
 
 
 def by_torch(x: Tensor, *args: Any) -> Tensor:
-    """The implementation `torch`: torch's product with the weight undone, of large ones some tiles at a time."""
+    """The implementation `torch`: unpack the weight (a large one in slices), then torch's GEMM."""
     *rest, bias = args
     tiles = CompactTiles(*rest)
     flat, tile_count = x.reshape(-1, tiles.k), tiles.w.shape[0]
@@ -112,7 +112,7 @@ def by_torch(x: Tensor, *args: Any) -> Tensor:
     if slices == 1:
         y = functional.linear(flat, unpacked(tiles).to(x.dtype), None if bias is None else bias.to(x.dtype))
         return y.view(*x.shape[:-1], tiles.n)
-    halves = 1 if tiles.part == "all" else 2  # of the rows; each in order
+    halves = 1 if tiles.part == "all" else 2  # halves of the rows; in order within each
     each, beside = TILE_ROWS // halves, in_halves(bias, tiles)
     y = x.new_empty((flat.shape[0], halves, tiles.rows // halves))
     step = -(-tile_count // slices)
@@ -126,7 +126,7 @@ def by_torch(x: Tensor, *args: Any) -> Tensor:
 
 
 def in_halves(bias: Tensor | None, tiles: CompactTiles) -> Tensor | None:
-    """A bias as [halves, rows of each], zero where another weight's rows are."""
+    """The bias as [halves, rows per half]; zero for the half that belongs to another weight."""
     if bias is None or tiles.part in ("all", "both"):
         return None if bias is None else bias.view(1 if tiles.part == "all" else 2, -1)
     both = (bias, torch.zeros_like(bias))
@@ -134,14 +134,14 @@ def in_halves(bias: Tensor | None, tiles: CompactTiles) -> Tensor | None:
 
 
 def _slice(tiles: CompactTiles, start: int, stop: int) -> CompactTiles:
-    """Some of the tiles, with all the rows that they hold."""
+    """The tiles start .. stop - 1, with all rows in them."""
     rows = min(stop * TILE_ROWS, tiles.rows) - start * TILE_ROWS
     w, scale, outliers = (table[start:stop] for table in tiles[:3])
     return CompactTiles(w, scale, outliers, rows, tiles.k, "all" if tiles.part == "all" else "both")
 
 
 def unpacked(tiles: CompactTiles) -> Tensor:
-    """The weight[N, K] bfloat16 of the tiles; by the device's kernel where there is one."""
+    """Unpack tiles to weight[N, K] bfloat16; by the device's kernel on a GPU."""
     if tiles.w.device.type == "cpu":
         return compact_tiles.decode(tiles)
     weight = torch.empty(tiles.rows, tiles.k, dtype=torch.bfloat16, device=tiles.w.device)
@@ -153,7 +153,8 @@ def unpacked(tiles: CompactTiles) -> Tensor:
 def compact_linear(
     x: Tensor, w: Tensor, scale: Tensor, outliers: Tensor, n: int, k: int, part: str = "all", bias: Tensor | None = None
 ) -> Tensor:
-    """y[..., N] = x[..., K] @ w^T + bias in x's dtype, contiguous; what lies between x and bias[N] is a `CompactTiles`.
+    """y[..., N] = x[..., K] @ w^T + bias in x's dtype, contiguous. The arguments between x and bias[N] are a
+    CompactTiles.
 
     Raises KernelError for arguments that do not fit together.
     """
@@ -172,7 +173,7 @@ def _fake(
 
 
 def cases() -> list[Case]:
-    """Sizes for parity checks, odd ones among them; weights with outliers and a row of zeros; tiles that are paired."""
+    """Cases for parity checks: odd sizes, weights with outliers, a row of zeros, interleaved tiles."""
 
     def weight(generator: torch.Generator, device: torch.device, n: int, k: int) -> Tensor:
         w = (torch.randn(n, k, generator=generator) / k**0.5).bfloat16()

@@ -1,12 +1,12 @@
-"""A bfloat16 weight in 12 bits a value without loss, in the tiles that the HIP kernels read; both ways exact.
+"""Lossless 12-bit bf16 weights in the tile layout of the HIP kernels; packing and unpacking are exact.
 
-A sign and seven bits of mantissa stay as they are. Of a row's exponents nearly all lie in a window of 16 neighbouring
-binades, and take 4 bits. What lies outside of it is an *outlier*: kept whole, with its place in the row, beside the
-tiles. Exponents by a code of variable length: Zhang et al. 2025, "70% Size, 100% Accuracy", arXiv:2504.11651. This one
-has a fixed length, so that two values take three to four instructions on their way into the matrix unit.
+Sign and 7 mantissa bits are kept as they are. Nearly all exponents of a row lie in a window of 16 consecutive values
+and take 4 bits. A value outside the window is an *outlier*: kept whole, with its column, beside the tiles.
+Variable-length codes of exponents: Zhang et al. 2025, "70% Size, 100% Accuracy", arXiv:2504.11651. This code has a
+fixed length, so that two values take three to four instructions on their way into the matrix unit.
 
-The layout of a tile stands beside `Compact` in hip/formats.h. The rows of a gate and of its `up` can lie `paired`, as
-those of int4_tiles.py.
+The layout of a tile is described at `Compact` in hip/formats.h. The rows of gate and up can be interleaved, as in
+int4_tiles.py.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from torch import Tensor
 from accelpatch.errors import KernelError
 from accelpatch.kernels.hip.layout import TILE_ROWS
 
-STEP, STEP_BYTES = 64, 1536  # values of K of a tile, and their bytes
-PLAIN_BYTES = 1024  # of signs and mantissas; exponents follow
-WINDOW = 16  # exponents that have a code
+STEP, STEP_BYTES = 64, 1536  # values of K per tile, and bytes per tile
+PLAIN_BYTES = 1024  # bytes of signs and mantissas in a tile; exponents follow
+WINDOW = 16  # number of exponents with a 4-bit code
 BIAS = 127
-NONE = -1  # no outlier
-FOUR = 4  # outliers are read so many at a time
-VALUES_PER_OUTLIER = 32  # one of so many values of a row at most is an outlier
-LARGEST_K = 0xFFFE  # the last column that an outlier can name is one less
-TRIED = 6  # windows of a row: from its largest exponent down
+NONE = -1  # an unused outlier entry
+FOUR = 4  # outliers per read
+VALUES_PER_OUTLIER = 32  # at most 1 / 32 of a row's values may be outliers
+LARGEST_K = 0xFFFE  # an outlier's column is below this
+TRIED = 6  # windows tried per row, from its largest exponent down
 BLOCK = 1 << 24  # values encoded at once
-SHIFTS = (7, 23, 11, 27, 3, 19)  # of the first six exponents of eight; the last two lie around the word's ends
+SHIFTS = (7, 23, 11, 27, 3, 19)  # bit positions of six of a word's eight exponents; two wrap around the ends
 
 
 class CompactTiles(NamedTuple):
     """w[tiles, steps, 1536] uint8, scale[tiles, 16] float32, outliers[tiles, 16, E] int32 of a weight[n, k].
 
-    scale: of each row a power of two, or 0. An outlier is its column in the lower half of a word and its bits in the
-    upper one, or NONE; those of a row come first in it, by column. part: as of int4_tiles.Tiles.
+    scale: a power of two per row, or 0. outliers: the column in the lower 16 bits, the value's bits in the upper 16, or
+    NONE; a row's outliers come first, sorted by column. part: as in int4_tiles.Tiles.
     """
 
     w: Tensor
@@ -48,24 +48,24 @@ class CompactTiles(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Rows that the tiles hold."""
+        """Rows in the tiles."""
         return self.n if self.part in ("all", "both") else 2 * self.n
 
 
 def unfit(k: int, dtype: torch.dtype) -> str | None:
-    """Why no weight[N, k] of `dtype` has tiles; None where one may have them, which its values decide."""
+    """Why no weight[N, k] of `dtype` can be packed; None where it depends on its values."""
     if dtype != torch.bfloat16:
-        return f"only bfloat16 has a form of 12 bits, not {dtype}"
-    return None if 1 <= k <= LARGEST_K else f"K = {k} is no number from 1 to {LARGEST_K}"
+        return f"only bfloat16 can be packed in 12 bits, not {dtype}"
+    return None if 1 <= k <= LARGEST_K else f"K = {k} is not between 1 and {LARGEST_K}"
 
 
 def allowed(k: int) -> int:
-    """Outliers that a row of K values may have."""
+    """Maximum number of outliers per row of K values."""
     return max(FOUR, k // VALUES_PER_OUTLIER)
 
 
 def encode(weight: Tensor) -> CompactTiles:
-    """The tiles of weight[N, K] bfloat16. Raises KernelError for values that they cannot hold."""
+    """Pack weight[N, K] bfloat16. Raises KernelError where a row has too many outliers or values that do not fit."""
     n, k = weight.shape
     if reason := unfit(k, weight.dtype) or ("it has no rows" if n < 1 else None):
         raise KernelError(reason)
@@ -92,11 +92,11 @@ def _widened(outliers: Tensor, width: int) -> Tensor:
 
 
 def _of_rows(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Bytes [tiles, steps, 1536], scale[rows] and outliers[rows, E] of rows that fill whole tiles."""
+    """(w[tiles, steps, 1536], scale[rows], outliers[rows, E]) of rows that fill whole tiles."""
     bits = weight.view(torch.int16)
     exponents = ((bits >> 7) & 255).to(torch.uint8)
     if bool((exponents == 255).any()):
-        raise KernelError("a weight that is NaN or infinite has no form of 12 bits")
+        raise KernelError("a weight with NaN or infinity cannot be packed in 12 bits")
     empty = (bits & 0x7FFF).amax(1, keepdim=True) == 0
     low = _windows(exponents, empty)
     outside = _outside(exponents, low) & ~empty
@@ -113,11 +113,11 @@ def _outside(exponents: Tensor, low: Tensor) -> Tensor:
 
 
 def _windows(exponents: Tensor, empty: Tensor) -> Tensor:
-    """The smallest exponent [rows, 1] of the window that leaves the fewest outside, of those tried."""
+    """The first exponent [rows, 1] of the window with the fewest outliers, of those tried."""
     top = exponents.amax(1, keepdim=True).to(torch.int16)
     best, fewest = _best(exponents, [top - down for down in range(TRIED)])
     most = allowed(exponents.shape[1])
-    if bool((fewest.masked_fill(empty, 0) > most).any()):  # some may lie far above all others
+    if bool((fewest.masked_fill(empty, 0) > most).any()):  # a few exponents may be far above all others
         tops = exponents.to(torch.int16).topk(min(most + 1, exponents.shape[1]), dim=1).values.split(1, dim=1)
         other, left = _best(exponents, list(tops))
         best = torch.where(left < fewest, other, best)
@@ -125,7 +125,7 @@ def _windows(exponents: Tensor, empty: Tensor) -> Tensor:
 
 
 def _best(exponents: Tensor, tops: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Of windows by their largest exponents the one that leaves the fewest outside, and how many."""
+    """Of candidate windows, given by their largest exponents, the one with the fewest outliers; and their number."""
     tried = [(top - (WINDOW - 1)).clamp(min=1).to(torch.uint8) for top in tops]
     best, fewest = tried[0], _outside(exponents, tried[0]).sum(1, keepdim=True)
     for low in tried[1:]:
@@ -151,7 +151,7 @@ def _outliers(outside: Tensor, bits: Tensor) -> Tensor:
 
 
 def _tiles(codes: Tensor, plain: Tensor) -> Tensor:
-    """Both [rows, K] uint8 -> [tiles, steps, 1536]."""
+    """Codes and plain bits, each [rows, K] uint8 -> [tiles, steps, 1536]."""
     missing = -codes.shape[1] % STEP
     steps = (codes.shape[1] + missing) // STEP
 
@@ -170,7 +170,7 @@ def _tiles(codes: Tensor, plain: Tensor) -> Tensor:
 
 
 def decode(tiles: CompactTiles) -> Tensor:
-    """weight[N, K] bfloat16: the inverse of `encode`."""
+    """Unpack to weight[N, K] bfloat16; the inverse of `encode`."""
     w, scale, outliers, n, k, _ = alone(tiles)
     steps = w.shape[1]
     first, second, third, fourth = w[..., :PLAIN_BYTES].reshape(-1, steps, 2, 8, 4, 4, 4).unbind(-1)
@@ -184,7 +184,7 @@ def decode(tiles: CompactTiles) -> Tensor:
     def rows(values: Tensor) -> Tensor:
         return values.movedim(1, 3).reshape(-1, steps * STEP)[:n, :k]
 
-    held = scale.to(torch.float32).flatten()[:n].unsqueeze(1)  # a reference has it in float64
+    held = scale.to(torch.float32).flatten()[:n].unsqueeze(1)  # scale is float64 within a float64 reference
     low = (held.view(torch.int32) >> 23) - (WINDOW - 1)  # the exponent of a power of two
     kept = rows(plain).to(torch.int32)
     sign, rest = (kept & 0x80) << 8, (rows(codes.flatten(4)) + low) << 7 | kept & 0x7F
@@ -196,13 +196,13 @@ def decode(tiles: CompactTiles) -> Tensor:
 
 
 def alike(parts: list[CompactTiles]) -> list[CompactTiles]:
-    """The same tiles, all with the same room for outliers."""
+    """The same tiles, all with the same number of outlier entries per row."""
     width = max(one.outliers.shape[2] for one in parts)
     return [one._replace(outliers=_widened(one.outliers, width)) for one in parts]
 
 
 def pair(gate: CompactTiles, up: CompactTiles | None = None) -> CompactTiles:
-    """The "both" of a gate and its up, of 16 N rows each; without `up`, of one weight of 32 N rows that holds both."""
+    """Interleave gate and up, of 16 N rows each, to part "both"; without `up`, `gate` holds both in 32 N rows."""
     parts = alike([alone(one) for one in (gate, up) if one is not None])
 
     def interleaved(tables: list[Tensor]) -> Tensor:
@@ -216,7 +216,7 @@ def pair(gate: CompactTiles, up: CompactTiles | None = None) -> CompactTiles:
 
 
 def alone(tiles: CompactTiles) -> CompactTiles:
-    """The same rows in tiles of their own: a copy where they lie paired."""
+    """The same rows in tiles of their own; a copy where they were interleaved with others."""
     if tiles.part == "all":
         return tiles
 
@@ -230,7 +230,7 @@ def alone(tiles: CompactTiles) -> CompactTiles:
 
 
 def _eights(table: Tensor) -> Tensor:
-    """[tiles, 2, ...]: what belongs to 8 rows each, of bytes [tiles, steps, 1536], of scales or of outliers."""
+    """A table split into groups of 8 rows: [tiles, 2, ...]; for w, scale and outliers."""
     if table.dtype != torch.uint8:
         return table.unflatten(1, (2, -1))
     plain, beside = table.split([PLAIN_BYTES, STEP_BYTES - PLAIN_BYTES], -1)

@@ -1,4 +1,4 @@
-"""The native CPU library as Python sees it: its structures and functions, one for one with cpu/accelpatch_cpu.h."""
+"""ctypes binding of the native CPU library: structures and functions as in cpu/accelpatch_cpu.h."""
 
 from __future__ import annotations
 
@@ -21,11 +21,15 @@ ISAS = ("portable", "avx2", "avx512")
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
 MAX_BATCH, MAX_THREADS, ROWS = 8, 64, 16
-_REASONS = {1: "its arguments do not fit together", 2: "there is not enough memory", 3: "this machine has not got it"}
+_REASONS = {
+    1: "its arguments do not fit together",
+    2: "there is not enough memory",
+    3: "it is not supported here",
+}
 
 
 class Linear(Structure):
-    """ap_linear"""
+    """Mirror of `ap_linear`."""
 
     _fields_ = (
         ("kind", c_int32),
@@ -45,7 +49,7 @@ NORMS = ("attention_norm", "after_attention_norm", "mlp_norm", "after_mlp_norm",
 
 
 class Layer(Structure):
-    """ap_layer"""
+    """Mirror of `ap_layer`."""
 
     _fields_ = (
         *((name, Linear) for name in LINEARS),
@@ -63,7 +67,7 @@ SCALARS = ("eps", "embedding_scale", "attention_scale", "attention_softcap", "lo
 
 
 class Model(Structure):
-    """ap_model"""
+    """Mirror of `ap_model`."""
 
     _fields_ = (
         *((name, c_int64) for name in SIZES),
@@ -79,7 +83,7 @@ class Model(Structure):
 
 
 class Attention(Structure):
-    """ap_attention"""
+    """Mirror of `ap_attention`."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("q", "keys", "values", "out", "slots", "starts")),
@@ -117,7 +121,7 @@ SIGNATURES = {
 
 @cache
 def native() -> ctypes.CDLL:
-    """The library for this machine, built on first use. Raises KernelError where it cannot be."""
+    """The native library, built on first use. Raises KernelError where that fails."""
     library = build.library("cpu", probe("cpu"))
     for name, (result, arguments) in SIGNATURES.items():
         function = getattr(library, name)
@@ -128,43 +132,43 @@ def native() -> ctypes.CDLL:
 
 
 def why_not(device: Device) -> str | None:
-    """Why there is no native library for `device`, without compiling one; None where there is."""
+    """Why there is no native library for `device`, found without compiling; None where there is."""
     if device.kind != "cpu":
         return f"it runs on a CPU, not on {device.name}"
     return build.why_not("cpu", device)
 
 
 def check(status: int, what: str) -> None:
-    """KernelError for a status that is not AP_OK."""
+    """Raise KernelError for a status other than AP_OK."""
     if status:
         raise KernelError(f"the native CPU kernel refused {what}: {_REASONS.get(status, status)}")
 
 
 def pointer(tensor: Tensor | None) -> int | None:
-    """Where a tensor's first element lies; None for None (the C interface's NULL)."""
+    """Address of a tensor's first element; None (NULL) for None."""
     return None if tensor is None else tensor.data_ptr()
 
 
 def threads() -> int:
-    """How many threads torch may use now (OMP_NUM_THREADS, torch.set_num_threads), within the library's limit."""
+    """Number of threads that torch may use now, at most the library's limit."""
     return min(torch.get_num_threads(), MAX_THREADS)
 
 
 def isa() -> str:
-    """The path that runs: "avx512", "avx2" or "portable"."""
+    """The code path in use: "avx512", "avx2" or "portable"."""
     return ISAS[native().ap_isa()]
 
 
 def use_isa(name: str | None) -> None:
-    """Run another path from now on, None for the best. Raises KernelError where this machine has not got it."""
+    """Use another code path from now on; None for the best. Raises KernelError where the CPU does not support it."""
     check(native().ap_use_isa(-1 if name is None else ISAS.index(name)), f"the path {name}")
 
 
 def read_limit(buffer: Tensor, repeats: int = 5) -> float:
-    """GB/s at which torch's number of threads reads `buffer` once, as the products read: the fastest of `repeats`."""
+    """Read bandwidth in GB/s of `buffer` with torch's number of threads, by the kernels' loads; best of `repeats`."""
     return float(native().ap_read_limit(pointer(buffer), buffer.nbytes, repeats, threads()))
 
 
 def describe() -> str:
-    """This CPU and the path that runs on it, for the head of a table."""
+    """Name of this CPU and the code path in use."""
     return f"{probe('cpu').name} ({isa()})"

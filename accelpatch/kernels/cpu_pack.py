@@ -1,6 +1,6 @@
-"""Weights in the layout that the native CPU kernels stream: blocks of 16 rows, scales among them (cpu/layout.h).
+"""Weights in the layout that the native CPU kernels stream: blocks of 16 rows with their scales (cpu/layout.h).
 
-A pack holds the same numbers as the canonical tensors, nothing rounded: `unpack` gives them back bit for bit.
+A pack holds the same numbers as the canonical tensors: `unpack` restores them bit for bit.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ LARGEST = 1 << 31
 
 @dataclass(frozen=True)
 class Pack:
-    """A weight[n, k] for the native kernels, and what it was: enough to give the canonical tensors back.
+    """A weight[n, k] for the native kernels, with what is needed to restore the canonical tensors.
 
-    data: uint8 [bytes], or float32 [n, k] where kind is DENSE. group: k that share a scale. half_scales: scales (and
-    minimums) lie in it as float16. offset: "none" or "minimum". bias: float32 [n] or None.
+    data: uint8 [bytes], or float32 [n, k] where kind is DENSE. group: values along K that share a scale. half_scales:
+    scales (and minimums) are stored as float16. offset: "none" or "minimum". bias: float32 [n] or None.
     """
 
     kind: int
@@ -43,7 +43,7 @@ class Pack:
 
     @property
     def bytes(self) -> int:
-        """Bytes that a product reads of it."""
+        """Bytes that one linear call reads."""
         return self.data.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
 
@@ -59,19 +59,19 @@ def why_not(n: int, k: int, group: int, offset: str) -> str | None:
 
 
 def pack_int8(q: Tensor, scale: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Pack:
-    """q[N, K] int8 with scale[N, G]. `out`: uint8 memory for the pack, such as a part of one block for all weights."""
+    """Pack q[N, K] int8 with scale[N, G]. out: uint8 memory for the pack, such as a slice of a larger block."""
     return _pack(INT8, q, scale, None, bias, out)
 
 
 def pack_int4(
     q: Tensor, scale: Tensor, offset: Tensor | None, bias: Tensor | None = None, out: Tensor | None = None
 ) -> Pack:
-    """q[N, K / 2] packed nibbles with scale[N, G] and offset[N, G]: None, or a float minimum."""
+    """Pack q[N, K / 2] nibbles with scale[N, G] and offset[N, G]: None, or a float minimum. out: as in `pack_int8`."""
     return _pack(INT4, q, scale, offset, bias, out)
 
 
 def dense(weight: Tensor, bias: Tensor | None = None) -> Pack:
-    """A float weight[N, K] as it is, in float32."""
+    """A float weight[N, K] as a float32 Pack."""
     n, k = weight.shape
     wide = weight.detach().to(torch.float32).contiguous()
     return Pack(DENSE, n, k, k, False, "none", wide, _float(bias))
@@ -82,7 +82,7 @@ def _float(tensor: Tensor | None) -> Tensor | None:
 
 
 def _is_half(*tensors: Tensor | None) -> bool:
-    """Whether float16 holds all of these float32 numbers exactly."""
+    """Whether float16 represents all of these float32 values exactly."""
     return all(bool((t.half().float() == t).all()) for t in tensors if t is not None)
 
 
@@ -90,7 +90,7 @@ def _pack(kind: int, q: Tensor, scale: Tensor, offset: Tensor | None, bias: Tens
     n, groups = scale.shape
     k = q.shape[1] * (2 if kind == INT4 else 1)
     if offset is not None and not offset.is_floating_point():
-        raise KernelError("integer zero points are not packed for the CPU: turn them into float minimums")
+        raise KernelError("integer zero points are not packed for the CPU: convert them to float minimums")
     scales, minimums = _float(scale), _float(offset)
     assert scales is not None
     half = groups > 1 and _is_half(scales, minimums)
@@ -110,13 +110,13 @@ def _pack(kind: int, q: Tensor, scale: Tensor, offset: Tensor | None, bias: Tens
 
 
 def pack_bytes(pack: Pack) -> int:
-    """How many bytes a pack of this shape has; -1 where there can be none."""
+    """Bytes of a pack of this shape; -1 where it cannot be packed."""
     shape = replace(pack, bias=None).struct()
     return int(native().ap_pack_bytes(byref(shape)))
 
 
 def unpack(pack: Pack) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(q, scale, offset) as they were packed; scale and offset in float32."""
+    """Restore (q, scale, offset); scale and offset in float32."""
     q = torch.empty(pack.n, pack.k // (2 if pack.kind == INT4 else 1), dtype=torch.int8, device="cpu")
     scale = torch.empty(pack.n, pack.k // pack.group, **PLAIN)
     offset = torch.empty_like(scale) if pack.offset == "minimum" else None
@@ -128,16 +128,16 @@ def unpack(pack: Pack) -> tuple[Tensor, Tensor, Tensor | None]:
 
 
 def aligned(size: int) -> Tensor:
-    """uint8 memory that begins at a multiple of 64."""
+    """uint8 memory aligned to 64 bytes."""
     whole = torch.empty(size + 63, dtype=torch.uint8, device="cpu")
     start = -whole.data_ptr() % 64
     return whole[start : start + size]
 
 
 def concatenated(packs: Sequence[Pack]) -> list[Pack]:
-    """The same packs in one block of memory, in this order, on large pages where the system has them.
+    """Move packs into one block of memory, in this order, on huge pages where the system has them.
 
-    A step that reads them one after the other then reads one stream.
+    A step that reads them in order then reads one stream.
     """
     starts, total = [], 0
     for pack in packs:
@@ -153,7 +153,7 @@ def concatenated(packs: Sequence[Pack]) -> list[Pack]:
 
 
 def linear(x: Tensor, pack: Pack) -> Tensor:
-    """y[..., N] = x[..., K] @ weight^T + bias, in x's dtype (float32, bfloat16 or float16). x may have any strides."""
+    """y[..., N] = x[..., K] @ weight^T + bias in x's dtype (float32, bfloat16 or float16). x may have any strides."""
     rows, stride = _rows(x, pack)
     y, struct = torch.empty(*x.shape[:-1], pack.n, dtype=x.dtype, device="cpu"), pack.struct()
     status = native().ap_linear_run(
@@ -164,7 +164,7 @@ def linear(x: Tensor, pack: Pack) -> Tensor:
 
 
 def by_panels(x: Tensor, pack: Pack) -> Tensor:
-    """The same for many rows: in float32, each weight made float once for all of them."""
+    """As `linear` in float32, for many rows: each weight is dequantised once for all of them."""
     rows, stride = _rows(x.float(), pack)
     y, struct = torch.empty(*x.shape[:-1], pack.n, **PLAIN), pack.struct()
     status = native().ap_panels_run(byref(struct), pointer(rows), rows.shape[0], stride, pointer(y), pack.n, threads())
@@ -173,7 +173,7 @@ def by_panels(x: Tensor, pack: Pack) -> Tensor:
 
 
 def _rows(x: Tensor, pack: Pack) -> tuple[Tensor, int]:
-    """x as rows without gaps, and from one to the next."""
+    """x as rows that are each contiguous, and the stride between rows."""
     if x.dtype not in DTYPES or x.shape[-1] != pack.k or x.device.type != "cpu":
         raise KernelError(f"the CPU kernel takes float x[..., {pack.k}] on the CPU, not {x.dtype} {list(x.shape)}")
     rows = x.reshape(-1, pack.k)
@@ -183,7 +183,7 @@ def _rows(x: Tensor, pack: Pack) -> tuple[Tensor, int]:
 
 
 def gather(pack: Pack, ids: Tensor) -> Tensor:
-    """Rows ids[...] of the weight as float32 [..., K]. Raises KernelError for an id that is no row."""
+    """Rows ids[...] of the weight as float32 [..., K]. Raises KernelError for an id that is out of range."""
     rows, flat, struct = torch.empty(*ids.shape, pack.k, **PLAIN), ids.to(torch.int64).contiguous(), pack.struct()
     check(native().ap_gather(byref(struct), pointer(flat), flat.numel(), pointer(rows)), f"rows of a table of {pack.n}")
     return rows

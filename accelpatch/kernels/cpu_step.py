@@ -5,8 +5,8 @@
                  hidden += after_mlp_norm(down(activation(gate) * up)) of mlp_norm(hidden)
     logits = softcap(head(final_norm(hidden)))
 
-A norm that a family has not got is None. Everything is float32 but the weights' own formats. The class owns the C
-structures; the tensors behind them (packs, norms, cache) are kept alive by it and stay the caller's to read.
+Norms that a family does not have are None. Everything but the weights is float32. The class keeps the packs, norms and
+cache alive; they remain the caller's to read.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from accelpatch.kernels.cpu_pack import Pack
 class LayerWeights:
     """The weights of one layer.
 
-    linears: a Pack for each of LINEARS (q k v o gate up down), biases inside. norms: float32 weights by the names of
-    NORMS, as x_hat is multiplied by them (Gemma: 1 + w); those left out are not there. window: slots that attention
-    looks back, 0 for all. rope: which of the step's rotary frequencies.
+    linears: a Pack with its bias for each of LINEARS (q k v o gate up down). norms: name in NORMS -> float32 vector to
+    multiply by (Gemma: 1 + weight); missing names are norms that the layer does not have. window: slots that attention
+    looks back, 0 for all. rope: index into the step's rotary frequencies.
     """
 
     linears: dict[str, Pack]
@@ -41,7 +41,7 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class StepShape:
-    """What the step computes besides its weights.
+    """Sizes and constants of the step.
 
     rope: (inverse frequencies[head_dim / 2], attention scaling), at most two. softcaps: 0 for none.
     """
@@ -65,7 +65,7 @@ class StepShape:
 class DecodeStep:
     """keys, values: float32 [layers, max_batch, kv_heads, length, head_dim], contiguous; the step writes into them.
 
-    Call it with int64 tensors of one entry a sequence. Two threads may call one step at once: the second waits.
+    Call it with int64 tensors of one entry per sequence. It is thread-safe: a second call waits for the first.
     """
 
     shape: StepShape
@@ -92,10 +92,11 @@ class DecodeStep:
     def __call__(
         self, tokens: Tensor, slots: Tensor, starts: Tensor, positions: Tensor, out: Tensor | None = None
     ) -> Tensor:
-        """logits float32 [B, vocabulary], into `out` where given.
+        """logits float32 [B, vocabulary], written to `out` if given.
 
-        tokens, slots, starts, positions: int64 [B]. Sequence b's token is written at slots[b] of the cache, attends to
-        starts[b] .. slots[b] (starts[b]: how many slots of left padding), and is rotated by positions[b].
+        tokens, slots, starts, positions: int64 [B]. Sequence b's token is written to slot slots[b] of the cache,
+        attends to slots starts[b] .. slots[b] (starts[b]: number of left-padding slots), and gets the rotary embedding
+        of positions[b].
         """
         logits = torch.empty(tokens.shape[0], self.shape.vocabulary, **PLAIN) if out is None else out
         self._run([tokens, slots, starts, positions], 0, len(self.layers), None, logits)
@@ -104,9 +105,10 @@ class DecodeStep:
     def part(
         self, tokens: Tensor, slots: Tensor, starts: Tensor, positions: Tensor, layers: range, hidden: Tensor
     ) -> Tensor | None:
-        """Some layers of a step: the first begin at the embedding and not at `hidden`, the last end at logits.
+        """Some layers of a step. A range that begins with the first layer starts at the embedding, one that ends with
+        the last layer returns logits.
 
-        hidden: float32 [B, hidden], the residual stream, read and written in place. An empty range at an end is the
+        hidden: float32 [B, hidden], the residual stream, read and updated in place. An empty range at either end is the
         embedding or the head alone.
         """
         if hidden.dtype != torch.float32 or tuple(hidden.shape) != (tokens.shape[0], self.shape.hidden):
@@ -117,7 +119,7 @@ class DecodeStep:
         return logits
 
     def write_only(self, tokens: Tensor, slots: Tensor, starts: Tensor, positions: Tensor) -> None:
-        """The same without logits: for tokens of a prompt but its last."""
+        """As a call without logits: for all tokens of a prompt but the last."""
         self._run([tokens, slots, starts, positions], 0, len(self.layers), None, None)
 
     def _run(self, given: list[Tensor], first: int, last: int, hidden: Tensor | None, logits: Tensor | None) -> None:

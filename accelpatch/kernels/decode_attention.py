@@ -1,18 +1,19 @@
-"""Attention of one to eight new tokens a row over a static cache, from q, k and v as the product before it leaves them.
+"""Attention of one to eight new tokens per row over a static cache, from the rows of a qkv linear layer.
 
     qkv[B T, (Hq + 2 Hkv) D]     row b T + t is token t of row b; also [B, T, (Hq + 2 Hkv) D]
-    positions[B, T]              q and k are normed over D if there is a norm, then turned by the rotary embedding
+    positions[B, T]              q and k: RMSNorm over D if there is a norm, then rotary embedding
     keys, values[B, Hkv, L, D]   k and v of token t are written at slot[1] + t; there must be room for all of them
     y = softmax(scaling q k^T) v over the slots before slot[1] where mask[B, L] is not 0, and the new ones up to its own
 
-Query heads h share the cached head h // (Hq / Hkv). A window w > 0 shows the last w slots, the token's own among them.
-softcap c > 0 makes a score s into c tanh(s / c). The rotary embedding turns the first len(inv_freq) * 2 columns of a
-head. positions, slot and mask are int64 and read on the device. Rotary layout and roundings are those of transformers'
-Llama; scores and sums are float32.
+Query head h uses KV head h // (Hq / Hkv). A window w > 0 shows the last w slots, the token's own included. softcap c >
+0 turns a score s into c tanh(s / c). The rotary embedding applies to the first len(inv_freq) * 2 columns of a head.
+positions, slot and mask are int64 and read on the device. Rotary layout and roundings are those of transformers' Llama;
+scores and sums are float32.
 
-What a token gets does not depend on T, on B, on L, nor (where positions count the slots behind a row's padding) on the
-row's padding: it is bit for bit what it would get alone, its predecessors cached. Long caches are cut into spans whose
-results are added up in an order that the slots alone give, as in Dao et al. 2023, "Flash-Decoding".
+The result of a token is independent of T, B, L and (where positions count from the end of a row's padding) of the
+padding: it has the bits that it would have alone, after its predecessors were cached. Long caches are cut into KV
+splits whose partial softmax states are reduced in an order that depends on the slots alone; see Dao et al. 2023,
+"Flash-Decoding".
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from accelpatch.kernels.hip import attention
 from accelpatch.kernels.hip.binding import Signal
 from accelpatch.kernels.triton import launch
 
-SIZES = range(16, 257, 2)  # of a head
-WIDEST = 128  # heads of float32 that the GPU kernel takes
+SIZES = range(16, 257, 2)  # supported head sizes
+WIDEST = 128  # largest head size of the Triton kernel in float32
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x[B, H, T, D] by the rotary embedding cos, sin[B, T, R], rounded as transformers rounds it."""
+    """x[B, H, T, D] with rotary embedding cos, sin[B, T, R], rounded as transformers does."""
     some, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
     left, right = some.chunk(2, dim=-1)
     some = some * cos[:, None] + torch.cat((-right, left), dim=-1) * sin[:, None]
@@ -43,7 +44,7 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def reference_(
     qkv: Tensor, positions: Tensor, slot: Tensor, mask: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape
 ) -> Tensor:
-    """By torch in qkv's dtype, the softmax in float32 at least."""
+    """In plain torch in qkv's dtype; the softmax in float32 or wider."""
     (rows, tokens), sizes = positions.shape, (shape.heads, shape.kv_heads, shape.kv_heads)
     parts = qkv.view(rows, tokens, -1, shape.size).transpose(1, 2).split(sizes, dim=1)
     norms = (shape.q_norm, shape.k_norm)
@@ -58,13 +59,13 @@ def reference_(
     values.index_copy_(2, own, parts[2])
     at = torch.arange(keys.shape[2], device=qkv.device)
     given = mask.ne(0) | (at >= slot)
-    # one by one: torch's products round a token among others as they like
+    # token by token: torch's GEMMs may round a token differently among others
     each = [_one(q[:, :, token : token + 1], given, own[token], keys, values, shape) for token in range(tokens)]
     return torch.cat(each, dim=2).transpose(1, 2).reshape(*qkv.shape[:-1], -1)
 
 
 def _one(q: Tensor, given: Tensor, own: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape) -> Tensor:
-    """y[B, Hq, 1, D] of the token at slot `own`, which sees the slots before it where given[B, L]."""
+    """y[B, Hq, 1, D] of the token at slot `own`, which attends to itself and to earlier slots where given[B, L]."""
     at = torch.arange(keys.shape[2], device=q.device)
     hidden = ~(given & (at <= own) & (at > own - (shape.window or keys.shape[2] + 1)))[:, None, None]
     # what hidden slots hold must not matter
@@ -99,13 +100,13 @@ def decode_attention_(
     qkv: Tensor, positions: Tensor, slot: Tensor, mask: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape,
     following: Tensor | None = None, consumer: Signal | None = None,
 ) -> Tensor:  # fmt: skip
-    """y[B T, Hq D] (or [B, T, ...]: as qkv) in qkv's dtype; k and v are written into the cache.
+    """y[B T, Hq D] (or [B, T, ...], as qkv) in qkv's dtype; k and v are written into the cache.
 
-    following: what the next kernel reads first, its weights say; a GPU with time to spare brings it nearer meanwhile.
-    consumer: the signal of qkv's columns of q and k, on which the device library begins.
+    following: the weight that the next kernel reads first; a GPU prefetches it into the L2 cache. consumer: the flag
+    for the q and k columns of qkv, on which the device library starts.
 
-    The device library on a GPU, or Triton where there is none for the layer; torch on a CPU. A row's bits are the same
-    in any company, but each of the three has its own. Raises KernelError for shapes that do not fit together.
+    Runs the device library on a GPU, Triton where that does not support the layer, and torch on a CPU. A row's bits do
+    not depend on the other rows, but differ between the three. Raises KernelError for shapes that do not fit together.
     """
     rows, tokens = positions.shape
     require(
@@ -126,7 +127,7 @@ def decode_attention_(
 def _check(
     qkv: Tensor, positions: Tensor, slot: Tensor, mask: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape
 ) -> None:
-    """The kernels trust what they are given: pointers, and sizes of `positions` and `keys`."""
+    """Raise KernelError for arguments that do not fit: the kernels trust pointers and sizes."""
     op, rows = "decode_attention", positions.shape[0]
     held = (rows, shape.kv_heads, keys.shape[2], shape.size)
     fit = keys.shape == held and values.shape == held and mask.shape == (rows, keys.shape[2])

@@ -1,8 +1,8 @@
-"""Which implementation of an operation runs: the first in a literal table that has no reason against it.
+"""Chooses the implementation of an operation: the first in a literal table whose `why_not` has no reason against it.
 
-An implementation states its own limits (`why_not`), so that a plan can print them and an error can list them all.
-Implementations take the operation's canonical tensors. One that wants its weights in another layout gets it as a
-further optional tensor argument of its operation, made from the canonical ones and held by the module.
+Each implementation states its own limits, so that a plan can print them and an error can list them all. Implementations
+take the operation's canonical tensors. One that needs another weight layout takes it as an additional optional tensor,
+made from the canonical ones and held by the module.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ Result = torch.Tensor | tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True)
 class Spec:
-    """What an implementation must know of a call before it happens.
+    """What an implementation must know about a call in advance.
 
-    op: a key of TABLE. sizes: M, N, K and the like, as Python ints. dtype: of the output (and of x, where there is x).
-    scale_dtype: of a quantised weight's scale. group_size: weights along K that share a scale (K itself: per channel).
-    offset: "none", "zero_point" (integer) or "minimum" (float).
+    op: a key of TABLE. sizes: M, N, K etc. as ints. dtype: of the output (and of x, if there is one). scale_dtype: of a
+    quantised weight's scale. group_size: values along K that share a scale (K itself: per channel). offset: "none",
+    "zero_point" (integer) or "minimum" (float).
     """
 
     op: str
@@ -65,7 +65,7 @@ class Spec:
 
 @dataclass(frozen=True)
 class Implementation:
-    """`run` takes the operation's arguments; `why_not` says why it cannot run a spec on a device, or None."""
+    """run: takes the operation's arguments. why_not: why it cannot run a spec on a device, or None."""
 
     run: Callable[..., Result]
     why_not: Callable[[Spec, Device], str | None]
@@ -73,7 +73,7 @@ class Implementation:
 
 @dataclass(frozen=True)
 class Case:
-    """Arguments for one parity check: `make(generator, dtype, device)` gives the operation's arguments."""
+    """One parity check: `make(generator, dtype, device)` returns the operation's arguments."""
 
     id: str
     make: Callable[[torch.Generator, torch.dtype, torch.device], tuple[Any, ...]]
@@ -81,11 +81,11 @@ class Case:
 
 @dataclass(frozen=True)
 class Kernel:
-    """All that a kernel file says of one operation.
+    """Everything that a kernel file provides for one operation.
 
-    blocks: for a product y = x @ w^T + bias: (arguments after x) -> w[n, K] and bias[n] in float64, some rows at a time
-    from the first to the last, as its reference has them. A check of many calls with one weight then dequantises it
-    once, and never as a whole.
+    blocks: for y = x @ w^T + bias: (arguments after x) -> blocks of w[n, K] and bias[n] in float64, from the first row
+    to the last, equal to the reference's. Checking many calls with one weight then dequantises it once, and never as a
+    whole.
     """
 
     op: Callable[..., Result]
@@ -111,7 +111,7 @@ _local = _Local()
 
 
 def kernel(op: str) -> Kernel:
-    """The kernel of an operation. Raises KernelError for a name that TABLE does not have."""
+    """The Kernel of an operation. Raises KernelError for a name that is not in TABLE."""
     if op not in TABLE:
         raise KernelError(f"there is no operation {op!r}; the operations are {', '.join(TABLE)}")
     file, _ = TABLE[op]
@@ -128,9 +128,9 @@ def why_not(op: str, name: str, spec: Spec, device: Device) -> str | None:
 
 
 def choose(op: str, spec: Spec, device: Device) -> str:
-    """The name of the first implementation with no reason against it.
+    """Name of the first implementation that can run `spec`.
 
-    Pure: nothing is allocated or compiled, and `device` need not be here. Raises KernelError with every reason.
+    Pure: allocates and compiles nothing, and `device` need not be present. Raises KernelError with every reason.
     """
     reasons = []
     entry = kernel(op)
@@ -149,10 +149,10 @@ def choose(op: str, spec: Spec, device: Device) -> str:
 
 @contextmanager
 def forced(name: str, precision: torch.dtype | None = None) -> Iterator[None]:
-    """Within it, and in this thread alone, every operation runs the implementation `name`.
+    """Context manager: every operation in this thread runs the implementation `name`.
 
-    "reference" runs the plain torch reference; with `precision` (a float dtype) it computes in that precision and
-    rounds its output to the dtype that it would have had. One that cannot run raises KernelError with its reason.
+    "reference" runs the plain torch reference; with `precision` (a float dtype) it computes in that and rounds the
+    output to its usual dtype. Raises KernelError, with the reason, for an operation that the implementation cannot run.
     """
     if precision is not None and (name != "reference" or precision not in FLOATS):
         raise KernelError(f"precision is a float dtype and for 'reference' alone, not {precision} for {name!r}")
@@ -165,7 +165,7 @@ def forced(name: str, precision: torch.dtype | None = None) -> Iterator[None]:
 
 @contextmanager
 def observed(observer: Callable[[str, Sequence[Any], Result], None]) -> Iterator[None]:
-    """Within it, and in this thread alone, `observer(op, args, result)` sees every operation after it ran."""
+    """Context manager: `observer(op, args, result)` is called after every operation in this thread."""
     before, _local.observer = _local.observer, observer
     try:
         yield
@@ -174,14 +174,14 @@ def observed(observer: Callable[[str, Sequence[Any], Result], None]) -> Iterator
 
 
 def watched() -> bool:
-    """Whether this thread forces an implementation, or sees what operations do, as verification does."""
+    """Whether this thread is within `forced` or `observed`, as during verification."""
     return _local.forced is not None or _local.observer is not None
 
 
 def run(op: str, spec: Callable[..., Spec], device: torch.device, args: Sequence[Any]) -> Result:
-    """Run the chosen (or forced) implementation of `op`. An implementation computes outside of any autocast.
+    """Run the chosen (or forced) implementation of `op`, with autocast disabled.
 
-    spec: makes the Spec of `args`, or raises for those that do not fit; asked once for arguments of the same shapes.
+    spec: makes the Spec from `args`, or raises for arguments that do not fit; called once per set of shapes.
     """
     if torch.is_autocast_enabled(device.type):
         with torch.autocast(device.type, enabled=False):
@@ -212,7 +212,7 @@ def _forced(op: str, spec: Spec, device: torch.device, force: _Forced) -> tuple[
 
 #: (operation, shapes, dtypes, devices and plain values of its arguments) -> what was chosen for them
 _selected: dict[tuple[Any, ...], tuple[str, Kernel]] = {}
-MAX_SELECTED = 4096  # then they are made anew: a program with ever new shapes must not fill the memory
+MAX_SELECTED = 4096  # the table is then cleared: a program with ever new shapes must not fill the memory
 
 
 def _chosen(
@@ -230,7 +230,7 @@ def _chosen(
 
 
 def _reference(op: str, args: Sequence[Any], precision: torch.dtype | None) -> Result:
-    """The reference in `precision`: floats of every argument raised to it, the outputs rounded to their own dtypes."""
+    """The reference computed in `precision`, its outputs rounded to their usual dtypes."""
     reference = kernel(op).reference
     if precision is None:
         return reference(*args)
@@ -241,7 +241,7 @@ def _reference(op: str, args: Sequence[Any], precision: torch.dtype | None) -> R
 
 
 def in_precision(args: Sequence[Any], precision: torch.dtype) -> tuple[Any, ...]:
-    """The arguments with every float tensor, and every dtype, turned into `precision`; integers stay."""
+    """The arguments with float tensors and float dtypes converted to `precision`; integers stay."""
 
     def convert(value: Any) -> Any:
         if isinstance(value, torch.dtype):
@@ -254,18 +254,18 @@ def in_precision(args: Sequence[Any], precision: torch.dtype) -> tuple[Any, ...]
 
 
 def output_dtypes(op: str, args: Sequence[Any]) -> tuple[torch.dtype, ...]:
-    """The dtypes that `op` gives for these arguments, read off its fake kernel: nothing is computed."""
+    """The output dtypes of `op` for these arguments, from its fake kernel, without computing anything."""
     meta = tuple(value.to("meta") if isinstance(value, torch.Tensor) else value for value in args)
     result = kernel(op).op(*meta)
     return tuple(tensor.dtype for tensor in ((result,) if isinstance(result, torch.Tensor) else result))
 
 
 def anywhere(spec: Spec, device: Device) -> str | None:
-    """The `why_not` of an implementation in plain torch: it runs every spec on every device."""
+    """The `why_not` of implementations in plain torch, which run every spec on every device."""
     return None
 
 
 def require(holds: bool, op: str, message: str) -> None:
-    """Refuse misuse of an operation: KernelError(message) unless `holds`."""
+    """Raise KernelError(message) unless `holds`."""
     if not holds:
         raise KernelError(f"{op}: {message}")

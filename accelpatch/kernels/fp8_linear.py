@@ -1,7 +1,7 @@
 """Linear layer with an 8-bit float weight: y[M, N] = x[M, K] @ (q[N, K] * scale[N, 1])^T + bias[N].
 
-q is torch.float8_e4m3fn, or float8_e4m3fnuz, the form that gfx942's matrix units take (half the range: its largest is
-240, not 448). One scale a row. Activations stay float (weight-only). Format: OCP 8-bit floating point, E4M3.
+q is torch.float8_e4m3fn, or float8_e4m3fnuz for the matrix units of gfx942 (largest number 240 in place of 448). One
+scale per row. Activations stay float (weight-only). Format: OCP 8-bit floating point, E4M3.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ FORMS = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)  # numbered as in the C int
 
 
 def dense(dtype: torch.dtype, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """The whole weight[N, K], computed in float32 at least and rounded to `dtype`, and the bias."""
+    """The weight[N, K], computed in float32 or wider and rounded to `dtype`, and the bias."""
     wide = torch.promote_types(dtype, torch.float32)
     return (q.to(wide) * scale.to(wide)).to(dtype), None if bias is None else bias.to(dtype)
 
 
 def reference(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The whole weight dequantised into x's dtype, then torch's own linear layer."""
+    """Dequantise the whole weight to x's dtype, then torch's own linear layer."""
     return functional.linear(x, *dense(x.dtype, q, scale, bias))
 
 
 def blocks(*weight: Tensor | None) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """The weight and the bias in float64, some rows at a time."""
+    """The weight and the bias in float64, in blocks of rows."""
     return linear.float64_blocks(dense, *weight)
 
 
 def spec(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> Spec:
-    """What dispatch asks of a call. Raises KernelError where shapes, dtypes or devices do not fit together."""
+    """The Spec of a call, for dispatch. Raises KernelError where shapes, dtypes or devices do not fit together."""
     op = "fp8_linear"
     require(q.dtype in FORMS and q.dim() == 2, op, f"q is float8_e4m3fn or float8_e4m3fnuz [N, K], not {linear.say(q)}")
     n, k = q.shape
@@ -52,7 +52,7 @@ def spec(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> Spe
 
 
 def of_shape(n: int, k: int, dtype: torch.dtype, *, m: int = 1) -> Spec:
-    """The Spec of a product that need not exist yet; a plan asks with it."""
+    """The Spec of a linear layer of this size, for planning before there is a weight."""
     return Spec("fp8_linear", {"M": m, "N": n, "K": k}, dtype, torch.float32, k)
 
 
@@ -62,7 +62,7 @@ def why_not(spec: Spec, device: Device) -> str | None:
 
 
 def by_hip(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The implementation `hip`: the weight read once for each 8 rows; `by_torch` for many rows."""
+    """The implementation `hip`: reads the weight once per 8 rows of x; `by_torch` for many rows."""
     if x.numel() > binding.MAX_ROWS * x.shape[-1]:
         return by_torch(x, q, scale, bias)
     whole, form = q.contiguous(), FORMS.index(q.dtype)
@@ -72,7 +72,7 @@ def by_hip(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> T
 
 
 def by_torch(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The implementation `torch`: rows of the weight dequantised block by block."""
+    """The implementation `torch`: dequantises the weight in blocks of rows."""
 
     def rows(start: int, stop: int, dtype: torch.dtype) -> Tensor:
         # in float32 at least: a row's scale can be smaller than float16 says
@@ -101,7 +101,7 @@ def _fake(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> Te
 
 
 def cases() -> list[Case]:
-    """Sizes for parity checks, odd ones among them, the two forms in turn."""
+    """Cases for parity checks: odd sizes, both fp8 formats."""
 
     def case(m: int, n: int, k: int, bias: bool, form: torch.dtype) -> Case:
         def make(generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> tuple[Tensor | None, ...]:

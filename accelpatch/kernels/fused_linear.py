@@ -1,10 +1,10 @@
-"""A product with what stands before and after it, for steps that hold its weight ready: all in one launch on a GPU.
+"""A linear layer with the norm before it, and gate and residual after it, in one launch on a GPU.
 
     y[M, N] = gate(rmsnorm(x[M, K]) @ w[N, K]^T + bias[N]) + residual[M, N]
 
-The norm, the gate (an activation of the first half of the columns times the second half) and the residual are
-optional. w is plain, int8 with a scale a row, or tiles of 4 or 12 bits. A gate is a launch of its own where it is not
-silu, or where tiles are not paired. On a CPU the single operations run one after the other.
+Norm, gate (an activation of the first half of the columns, times the second half) and residual are optional. w is
+float, int8 with a scale per row, or 4-bit or 12-bit tiles. A gate is a separate launch where it is not silu or the
+tiles are not interleaved. On a CPU the single operations run one after the other.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SILU = ("silu", "swish")
 
 @dataclass(frozen=True, eq=False)
 class FusedNorm:
-    """RMSNorm with weight[K] in the activations' dtype, counted from 0, or from 1 and rounded once (`plus_one`)."""
+    """RMSNorm with weight[K] in the activations' dtype; plus_one: multiply by 1 + weight and round once."""
 
     weight: Tensor
     eps: float
@@ -50,9 +50,9 @@ class FusedNorm:
 
 @dataclass(frozen=True, eq=False)
 class FusedLinear:
-    """w: a float weight[N, K], int8[N, K] with scale[N, 1] float32, or tiles. bias[N] in the dtype of x.
+    """A linear layer. w: a float weight[N, K], int8[N, K] with scale[N, 1] float32, or tiles. bias[N] in x's dtype.
 
-    producer: the signal of columns of y, where a call is `one_launch`; consumer: that of columns of x.
+    producer: flag for the columns of y, if a call is `one_launch`. consumer: flag for the columns of x.
     """
 
     w: Tensor | Tiles | CompactTiles
@@ -63,7 +63,7 @@ class FusedLinear:
 
     @property
     def raw(self) -> Tensor:
-        """The weight as it lies in memory, without scales."""
+        """The weight tensor, without scales."""
         return self.w if isinstance(self.w, Tensor) else self.w.w
 
     @property
@@ -85,11 +85,11 @@ class FusedLinear:
     def __call__(
         self, x: Tensor, norm: FusedNorm | None = None, gate: str | None = None, residual: Tensor | None = None
     ) -> Tensor:
-        """y in x's dtype; x[M, K] contiguous, M up to `binding.MAX_ROWS`. gate: the name of an activation."""
+        """y in x's dtype. x[M, K] contiguous, M up to `binding.MAX_ROWS`. gate: name of an activation."""
         if x.device.type == "cpu":
             return self._by_operations(x, norm, gate, residual)
         part, one = self._part, self._gates(gate)
-        mixed = part != "all" and not one  # the columns have to be put in order
+        mixed = part != "all" and not one  # interleaved output columns have to be reordered
         inside = not mixed and (gate is None or one)
         bias = int4_tiles.in_tiles(self.bias, part) if mixed else self.bias
         y = binding.launch(
@@ -105,11 +105,11 @@ class FusedLinear:
         return y if residual is None or inside else residual + y
 
     def one_launch(self, gate: str | None = None) -> bool:
-        """Whether a call is one launch on a GPU, and its result the launch's."""
+        """Whether a call is a single launch on a GPU that writes the result itself."""
         return self._gates(gate) or (gate is None and self._part == "all")
 
     def large_m(self, x: Tensor, gate: str | None = None) -> Tensor:
-        """gate(x[M, K] @ w^T + bias) for any number of rows; on a GPU past the dispatcher, whose host time it saves."""
+        """gate(x[M, K] @ w^T + bias) for any M. On a GPU it bypasses torch's dispatcher, which saves host time."""
         cpu, w = x.device.type == "cpu", self.w
         if gate is not None:
             if not cpu and isinstance(w, Tiles) and self._gates(gate) and tiled_int4_linear.gemm_fits(x, w):
@@ -133,7 +133,7 @@ class FusedLinear:
 
     @functools.cached_property
     def _many(self) -> Callable[[Tensor], Tensor]:
-        """The product of tiles with many rows, or by the implementation that takes them where Triton is not."""
+        """The GEMM of tiles for many rows: with weights written out as floats by Triton, or by `hip` without Triton."""
         assert isinstance(self.w, Tiles)
         w, device = self.w, probe(self.w.w.device)
         if launch.why_not(device) is None:
@@ -147,7 +147,7 @@ class FusedLinear:
         return "all" if isinstance(self.w, Tensor) else self.w.part
 
     def _gates(self, gate: str | None) -> bool:
-        """Whether the product's launch gates its columns itself."""
+        """Whether the launch applies the gate itself."""
         return gate in SILU and (self._part == "both" or isinstance(self.w, Tensor))
 
     def _weight(self) -> Weight:
@@ -166,7 +166,7 @@ class FusedLinear:
 
 
 def normed(norm: FusedNorm, x: Tensor, added: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(rmsnorm(s), s) for s = x + added, or x where nothing is added; [M, K] contiguous."""
+    """(rmsnorm(s), s) for s = x + added, or s = x without `added`; both [M, K], contiguous."""
     if x.device.type == "cpu":
         if added is None:
             return rmsnorm.rmsnorm(x, norm.weight, norm.eps, norm.plus_one), x
@@ -180,7 +180,7 @@ def normed(norm: FusedNorm, x: Tensor, added: Tensor | None = None) -> tuple[Ten
 
 
 def gated(both: Tensor, activation: str) -> Tensor:
-    """activation(the first half of the columns) * the second half."""
+    """activation(first half of the columns) * second half."""
     gate, up = both.chunk(2, dim=-1)
     if both.device.type == "cpu":
         y: Tensor = gated_activation.gated_activation(gate, up, activation)

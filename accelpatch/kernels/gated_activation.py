@@ -1,6 +1,6 @@
-"""The inner step of a gated MLP: y = act(gate) * up, element by element; act(gate) is rounded to the dtype first.
+"""The inner step of a gated MLP, elementwise: y = act(gate) * up, with act(gate) rounded to the dtype first.
 
-Activations go by the names that model configurations use (`ACTIVATIONS`). Source: Shazeer 2020, arXiv:2002.05202.
+Activations have the names of model configurations (`ACTIVATIONS`). Source: Shazeer 2020, arXiv:2002.05202.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ _FORMULAS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 def reference(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """By formula, in float64 where gate is float64, else with float32 inside."""
+    """By formula; in float64 where gate is float64, else in float32."""
     wide = torch.promote_types(gate.dtype, torch.float32)
     return _FORMULAS[activation](gate.to(wide)).to(gate.dtype) * up
 
 
 def spec(gate: Tensor, up: Tensor, activation: str) -> Spec:
-    """What dispatch asks of a call. Raises KernelError where shapes, dtypes, devices or the name do not fit."""
+    """The Spec of a call, for dispatch. Raises KernelError where shapes, dtypes, devices or the name do not fit."""
     op = "gated_activation"
     known = ", ".join(ACTIVATIONS)
     require(activation in ACTIVATIONS, op, f"no activation {activation!r}; there are {known}: keep this MLP")
@@ -111,7 +111,7 @@ def _fake(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 
 
 def cases() -> list[Case]:
-    """Every activation, and sizes for parity checks; odd ones among them."""
+    """Cases for parity checks: every activation, odd sizes."""
 
     def case(shape: tuple[int, ...], activation: str) -> Case:
         def make(generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> tuple[object, ...]:

@@ -1,7 +1,6 @@
 """Linear layer with a plain weight: y[M, N] = x[M, K] @ w[N, K]^T + bias[N], weight and activations of one dtype.
 
-For few rows of x, where the product is as fast as the weight can be read, and on Hopper for some; torch's own product
-serves the rest.
+For few rows of x, where reading the weight is the bottleneck (on Hopper up to 64 rows); torch's GEMM serves the rest.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from accelpatch.kernels.hip.binding import Weight
 from accelpatch.kernels.operation import operation
 from accelpatch.kernels.triton import launch
 
-GEMM_LEAST_ROWS, GEMM_STEP = 2048, 128  # of N the least, of K a divisor, for products of some rows
+GEMM_LEAST_ROWS, GEMM_STEP = 2048, 128  # `by_rows`: least N, and a divisor of K
 
 
 def dense(dtype: torch.dtype, w: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
@@ -34,12 +33,12 @@ def reference(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def blocks(*weight: Tensor | None) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """The weight and the bias in float64, some rows at a time."""
+    """The weight and the bias in float64, in blocks of rows."""
     return linear.float64_blocks(dense, *weight)
 
 
 def spec(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Spec:
-    """What dispatch asks of a call. Raises KernelError where shapes, dtypes or devices do not fit together."""
+    """The Spec of a call, for dispatch. Raises KernelError where shapes, dtypes or devices do not fit together."""
     op = "gemv"
     require(w.dim() == 2 and w.dtype in FLOATS, op, f"w is float [N, K], not {linear.say(w)}")
     require(x.dim() >= 1 and x.dtype == w.dtype, op, f"x is {w.dtype} [..., K] as the weight, not {linear.say(x)}")
@@ -51,7 +50,7 @@ def spec(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Spec:
 
 
 def of_shape(n: int, k: int, dtype: torch.dtype, *, m: int = 1) -> Spec:
-    """The Spec of a product that need not exist yet; a plan asks with it."""
+    """The Spec of a linear layer of this size, for planning before there is a weight."""
     return Spec("gemv", {"M": m, "N": n, "K": k}, dtype)
 
 
@@ -61,7 +60,7 @@ def why_not(spec: Spec, device: Device) -> str | None:
 
 
 def by_hip(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The implementation `hip`: up to 8 rows of x by its kernels, up to 64 by Triton's where `gemm_fits`; by torch."""
+    """The implementation `hip`: its own kernels up to 8 rows of x, Triton's up to 64 where `gemm_fits`, else torch."""
     if x.numel() > binding.MAX_GEMV_ROWS * x.shape[-1]:
         return by_gemm(x, w, bias) if gemm_fits(x, w) else reference(x, w, bias)
     whole = w.contiguous()
@@ -70,7 +69,7 @@ def by_hip(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def gemm_fits(x: Tensor, w: Tensor) -> bool:
-    """Whether `by_rows` serves 9 to 64 rows of x: on Hopper, and for weights like those that were measured."""
+    """Whether `by_rows` serves 9 to 64 rows of x: on Hopper, for weights of sizes like those measured."""
     few = binding.MAX_GEMV_ROWS < x.numel() // x.shape[-1] <= binding.MAX_ROWS
     like = w.dtype == x.dtype and x.dtype in binding.DTYPES and w.is_contiguous()
     if not few or not like or w.shape[0] < GEMM_LEAST_ROWS or w.shape[1] % GEMM_STEP:
@@ -80,7 +79,7 @@ def gemm_fits(x: Tensor, w: Tensor) -> bool:
 
 
 def by_gemm(x: Tensor, w: Tensor, bias: Tensor | None = None, gate: bool = False) -> Tensor:
-    """By Triton's kernel; gate: silu(the first half of the columns) * the second half."""
+    """The Triton kernel. gate: returns silu(first half of the columns) * second half."""
     from accelpatch.kernels.triton import rows
 
     return rows.linear(x, w, None, bias, gate)
@@ -104,7 +103,7 @@ def _fake(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def cases() -> list[Case]:
-    """Sizes for parity checks; odd ones among them."""
+    """Cases for parity checks: odd sizes."""
 
     def case(m: int, n: int, k: int, bias: bool) -> Case:
         def make(generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> tuple[Tensor | None, ...]:

@@ -1,9 +1,9 @@
-"""The highest score's token of each row, and what a decode step leaves with it: one launch on a GPU for one row.
+"""Greedy sampling: the argmax of each row, and the state that a decode step leaves; one launch on a GPU for one row.
 
-    tokens[b] = the lowest id of the highest of scores[b]; pad[0] where a row was finished
+    tokens[b] = lowest id with the highest of scores[b]; pad[0] where the row was finished
     unfinished[b] becomes false at a token that ends rows; report = tokens, then whether any row goes on
 
-NaN counts as higher than all else, the first one of a row, as torch's argmax has it.
+NaN counts as the highest score; the first one of a row wins, as in torch's argmax.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from accelpatch.kernels.triton import launch
 def reference_(
     scores: Tensor, unfinished: Tensor, ends: Tensor | None, pad: Tensor, tokens: Tensor, report: Tensor
 ) -> None:
-    """By torch."""
+    """In plain torch."""
     leave_(scores.argmax(dim=-1), unfinished, ends, pad, tokens, report)
 
 
 def leave_(
     chosen: Tensor, unfinished: Tensor, ends: Tensor | None, pad: Tensor, tokens: Tensor, report: Tensor
 ) -> None:
-    """What a step leaves once it has a token[B] for each row, however it was chosen."""
+    """Write the state that a step leaves, given the chosen token[B] of each row."""
     if ends is not None:
         chosen = torch.where(unfinished, chosen, pad)
         unfinished.logical_and_(~ends[chosen])
@@ -39,8 +39,8 @@ def greedy_(
     arrived: Tensor,
 ) -> None:  # fmt: skip
     """scores[B, V] float32; unfinished[B] bool; ends[V + 1] bool (None: nothing ends a row); pad[1], tokens[B] and
-    report[B + 1] int64. tokens, report and unfinished are written. arrived[B] int32: zeros, which a launch counts in
-    and leaves as they were; calls that may run at the same time must not share them.
+    report[B + 1] int64. Writes tokens, report and unfinished. arrived[B] int32: counters, zero before and after a
+    launch; calls that may run at the same time must not share them.
     """
     by_triton = scores.device.type != "cpu" and scores.dtype == torch.float32
     if not by_triton or launch.why_not(probe(scores.device), scores.dtype):

@@ -1,11 +1,11 @@
-"""Linear layer with a 4-bit weight: y[M, N] = x[M, K] @ w[N, K]^T + bias[N], w made of u in 0..15 by groups along K.
+"""Linear layer with a 4-bit weight: y[M, N] = x[M, K] @ w[N, K]^T + bias[N], codes u in 0..15, groups along K.
 
     offset None               w = (u - 8) * scale           symmetric
     offset[N, G] float        w = u * scale + offset        minimum (GGUF Q4_1)
     offset[N, G] integer      w = (u - offset) * scale      zero point (GPTQ, AWQ)
 
-Packed q[N, K / 2]: two u a byte, the even k in the low nibble. It is stored as torch.int8 (bits, not numbers): code
-that asks a weight for its dtype takes torch.uint8 for a mask or an image.
+Packed q[N, K / 2]: two codes per byte, the even k in the low nibble. Stored as torch.int8 (as bits): code that looks at
+a weight's dtype takes torch.uint8 for a mask or an image.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from accelpatch.kernels.operation import operation
 def dense(
     dtype: torch.dtype, q: Tensor, scale: Tensor, offset: Tensor | None = None, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """The whole weight[N, K], nibble by nibble, in float32 at least and rounded to `dtype`, and the bias."""
+    """The weight[N, K], decoded in float32 or wider and rounded to `dtype`, and the bias."""
     wide = torch.promote_types(dtype, torch.float32)
     k = 2 * q.shape[1]
     u = torch.empty(q.shape[0], k, dtype=wide, device=q.device)
@@ -42,27 +42,27 @@ def dense(
 
 
 def reference(x: Tensor, q: Tensor, scale: Tensor, offset: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
-    """The whole weight dequantised into x's dtype, then torch's own linear layer."""
+    """Dequantise the whole weight to x's dtype, then torch's own linear layer."""
     return functional.linear(x, *dense(x.dtype, q, scale, offset, bias))
 
 
 def blocks(*weight: Tensor | None) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """The weight and the bias in float64, some rows at a time."""
+    """The weight and the bias in float64, in blocks of rows."""
     return linear.float64_blocks(dense, *weight)
 
 
 def spec(x: Tensor, q: Tensor, scale: Tensor, offset: Tensor | None = None, bias: Tensor | None = None) -> Spec:
-    """What dispatch asks of a call. Raises KernelError where shapes, dtypes or devices do not fit together."""
+    """The Spec of a call, for dispatch. Raises KernelError where shapes, dtypes or devices do not fit together."""
     return linear.spec("int4_linear", x, q, 2, scale, offset, bias)
 
 
 def unpack(q: Tensor) -> Tensor:
-    """u[N, K] int8 in 0..15 of a packed q[N, K / 2]."""
+    """u[N, K] int8 in 0..15 from packed q[N, K / 2]."""
     return torch.stack((q & 15, (q >> 4) & 15), dim=-1).flatten(-2)
 
 
 def dequantize_rows(q: Tensor, scale: Tensor, offset: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """w[N, K] in `dtype` of packed rows."""
+    """w[N, K] in `dtype` from packed rows."""
     groups = unpack(q).unflatten(1, (scale.shape[1], -1))
     s = scale.to(dtype).unsqueeze(2)
     if offset is None:
@@ -74,7 +74,7 @@ def dequantize_rows(q: Tensor, scale: Tensor, offset: Tensor | None, dtype: torc
 
 
 def by_torch(x: Tensor, q: Tensor, scale: Tensor, offset: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
-    """The implementation `torch`: rows of the weight dequantised block by block."""
+    """The implementation `torch`: dequantises the weight in blocks of rows."""
 
     def rows(start: int, stop: int, dtype: torch.dtype) -> Tensor:
         # in float32 at least: u * scale + offset loses its low bits where it is rounded twice
@@ -88,7 +88,7 @@ def by_torch(x: Tensor, q: Tensor, scale: Tensor, offset: Tensor | None = None, 
 def int4_linear(
     x: Tensor, q: Tensor, scale: Tensor, offset: Tensor | None = None, bias: Tensor | None = None
 ) -> Tensor:
-    """y[..., N] = x[..., K] @ w^T + bias, w dequantised by the kind of `offset` (see the file).
+    """y[..., N] = x[..., K] @ w^T + bias, with w dequantised by the kind of `offset` (see the module).
 
     x[..., K] float; q[N, K / 2] packed, int8; scale[N, G] float, G dividing K; offset[N, G] None, float or integer;
     bias[N] float or None. y has x's dtype, contiguous. Raises KernelError for arguments that do not fit together.
@@ -105,7 +105,7 @@ def _fake(x: Tensor, q: Tensor, scale: Tensor, offset: Tensor | None = None, bia
 
 
 def cases() -> list[Case]:
-    """Sizes for parity checks, odd ones among them, each with one kind of offset in turn."""
+    """Cases for parity checks: odd sizes, each kind of offset."""
 
     def case(m: int, n: int, k: int, groups: int, bias: bool, kind: str) -> Case:
         def make(generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> tuple[Tensor | None, ...]:

@@ -1,9 +1,9 @@
-"""A 4-bit weight in the tiles that the HIP kernels read (hip/layout.py), made of the canonical tensors and undone.
+"""4-bit weights in the tile layout of the HIP kernels (hip/layout.py), from and to the canonical tensors, exactly.
 
-Groups of 32, 64, or 128 times a power of two along K, or whole rows; scales and offsets of 16 bits. Both ways exact.
+Groups along K of 32, 64, or 128 times a power of two, or whole rows; scales and offsets of 16 bits.
 
-The rows of a gate and of its `up` can lie `paired`: 8 of each in a tile, as the kernels' gate wants them. Two weights
-then hold the same tensors, each a part of them.
+The rows of gate and up can be interleaved: 8 of each in a tile, as the kernels' gate epilogue needs them. The two
+weights then share the same tensors.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from accelpatch.kernels.dispatch import require
 from accelpatch.kernels.hip import layout
 from accelpatch.kernels.hip.layout import TILE_ROWS, TILE_VALUES
 
-ONE_GROUP = 1 << 20  # the C interface's word for one group a row
+ONE_GROUP = 1 << 20  # the C interface's group size for one group per row
 NO_SHIFT_LEFT = 30  # all steps share one set of scales
 
 
 class Tiles(NamedTuple):
-    """w[tiles, steps, 1024], scale and offset[tiles, sets, 8, groups, 2] of a weight[n, k], group along K.
+    """w[tiles, steps, 1024], scale and offset[tiles, sets, 8, groups, 2] of a weight[n, k]; group: values along K per
+    scale.
 
-    kind: "none", "minimum" or "zero_point", whose offsets are integers lying in scale's dtype. part: "all", the tiles
-    hold the rows in their order; "both", they hold the first and the second half of the rows paired; "gate" or "up",
-    this weight is the first or the second half of paired tiles that hold 2 n rows.
+    kind: "none", "minimum" or "zero_point" (integers stored in scale's dtype). part: "all": the rows in their order.
+    "both": the first and second half of the rows interleaved. "gate" or "up": this weight is the first or second half
+    of interleaved tiles of 2 n rows.
     """
 
     w: Tensor
@@ -41,19 +42,19 @@ class Tiles(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Rows that the tiles hold."""
+        """Rows in the tiles."""
         return self.n if self.part in ("all", "both") else 2 * self.n
 
 
 def places(k: int, group: int) -> dict[str, int]:
-    """How layout.tile_scales lays out a table: steps of K, groups a step, log2 of the steps that share a set."""
+    """Arguments for layout.tile_scales: steps of K, groups per step, log2 of the steps that share a set of scales."""
     steps, whole = -(-k // TILE_VALUES), group == k
     shift = NO_SHIFT_LEFT if whole else max(group // TILE_VALUES, 1).bit_length() - 1
     return {"steps": steps, "groups": 1 if whole else max(TILE_VALUES // group, 1), "group_shift": shift}
 
 
 def tile(q: Tensor, scale: Tensor, offset: Tensor | None) -> Tiles:
-    """The tiles of canonical tensors. Raises KernelError for groups, scales or offsets that they cannot hold."""
+    """Pack canonical tensors. Raises KernelError for groups, scales or offsets that tiles cannot hold."""
     n, k = q.shape[0], 2 * q.shape[1]
     group = linear.check_scale("tiles", n, k, scale, offset)
     reason = unfit(k, group, scale.dtype)
@@ -65,7 +66,7 @@ def tile(q: Tensor, scale: Tensor, offset: Tensor | None) -> Tiles:
 
 
 def exact(offset: Tensor | None, dtype: torch.dtype) -> bool:
-    """Whether offsets are numbers of `dtype`; looked at only where they are of another one."""
+    """Whether `dtype` represents the offsets exactly; values are compared only where the dtype differs."""
     return offset is None or offset.dtype == dtype or torch.equal(offset.to(dtype).to(offset.dtype), offset)
 
 
@@ -75,12 +76,12 @@ def _table(table: Tensor, k: int, group: int) -> Tensor:
 
 
 def kind_of(offset: Tensor | None) -> str:
-    """What a canonical offset means, by its dtype."""
+    """The kind of a canonical offset, by its dtype: "none", "minimum" or "zero_point"."""
     return "none" if offset is None else "minimum" if offset.is_floating_point() else "zero_point"
 
 
 def untile(tiles: Tiles) -> tuple[Tensor, Tensor, Tensor | None]:
-    """q, scale and offset as they were (zero points as int32): the inverse of `tile`."""
+    """Restore q, scale and offset (zero points as int32); the inverse of `tile`."""
     w, scale, offset, n, k, group, kind, _ = alone(tiles)
     scales = layout.untile_scales(scale, n, k // group)
     beside = None if offset is None else layout.untile_scales(offset, n, k // group)
@@ -90,7 +91,7 @@ def untile(tiles: Tiles) -> tuple[Tensor, Tensor, Tensor | None]:
 
 
 def pair(gate: Tiles, up: Tiles | None = None) -> Tiles:
-    """The "both" of a gate and its up, of 16 N rows each; without `up`, of one weight of 32 N rows that holds both."""
+    """Interleave gate and up, of 16 N rows each, to part "both"; without `up`, `gate` holds both in 32 N rows."""
     parts = [alone(one) for one in (gate, up) if one is not None]
     w, scale = _interleaved([one.w for one in parts]), _interleaved([one.scale for one in parts])
     offsets = [one.offset for one in parts if one.offset is not None]
@@ -105,7 +106,7 @@ def _interleaved(parts: list[Tensor]) -> Tensor:
 
 
 def alone(tiles: Tiles) -> Tiles:
-    """The same rows in tiles of their own: a copy where they lie paired."""
+    """The same rows in tiles of their own; a copy where they were interleaved with others."""
 
     def own(table: Tensor) -> Tensor:
         gate, up = _eights(table).unbind(1)
@@ -119,7 +120,7 @@ def alone(tiles: Tiles) -> Tiles:
 
 
 def _eights(table: Tensor) -> Tensor:
-    """[tiles, 2, ...]: what belongs to 8 rows each, of weights or of scales."""
+    """A table split into groups of 8 rows: [tiles, 2, ...]; for weights and scales."""
     return table.unflatten(2, (2, -1)).movedim(2, 1) if table.dim() == 3 else table.movedim(4, 1)
 
 
@@ -128,7 +129,7 @@ def _of_eights(table: Tensor) -> Tensor:
 
 
 def in_order(y: Tensor, part: str) -> Tensor:
-    """A product's columns in the order of the tiles' rows -> those of the weight that is this `part` of them."""
+    """Reorder output columns from the order of rows in the tiles to that of the weight, which is this `part`."""
     if part == "all":
         return y
     gate, up = y.unflatten(-1, (-1, 2, TILE_ROWS // 2)).unbind(-2)
@@ -137,7 +138,7 @@ def in_order(y: Tensor, part: str) -> Tensor:
 
 
 def in_tiles(bias: Tensor | None, part: str) -> Tensor | None:
-    """A bias in the order of the tiles' rows, of which its weight is this `part`; zero where another weight's are."""
+    """A bias in the order of rows in the tiles; zero for rows of the other weight."""
     if bias is None or part == "all":
         return bias
     eights = bias.view(-1, TILE_ROWS // 2)

@@ -1,6 +1,6 @@
 """Rows of an int8 embedding table: y[..., K] = q[ids, K] * scale[ids, G], in a dtype of the caller's choice.
 
-The table is that of int8_linear, so that a tied embedding and head hold one copy. G = 1: one scale a row.
+The table has the layout of int8_linear, so that a tied embedding and head share one copy. G = 1: one scale per row.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from accelpatch.kernels.operation import operation
 
 
 def reference(ids: Tensor, q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """The rows in use dequantised as a table of their own, then torch's own embedding."""
+    """Dequantise the rows in use to a table of their own, then torch's own embedding."""
     used, places = torch.unique(ids, return_inverse=True)
     wide = torch.promote_types(dtype, torch.float32)
     groups = q[used].to(wide).unflatten(1, (scale.shape[1], -1))
@@ -23,7 +23,7 @@ def reference(ids: Tensor, q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tens
 
 
 def spec(ids: Tensor, q: Tensor, scale: Tensor, dtype: torch.dtype) -> Spec:
-    """What dispatch asks of a call. Raises KernelError where shapes, dtypes or devices do not fit together."""
+    """The Spec of a call, for dispatch. Raises KernelError where shapes, dtypes or devices do not fit together."""
     op = "int8_embedding"
     require(q.dtype == torch.int8 and q.dim() == 2, op, f"q is int8 [N, K], not {linear.say(q)}")
     require(ids.dtype in (torch.int32, torch.int64), op, f"ids are int32 or int64, not {ids.dtype}")
@@ -34,7 +34,7 @@ def spec(ids: Tensor, q: Tensor, scale: Tensor, dtype: torch.dtype) -> Spec:
 
 
 def by_torch(ids: Tensor, q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """The implementation `torch`: rows of the table as floats."""
+    """The implementation `torch`: gathers and dequantises the rows."""
     wide = torch.promote_types(dtype, torch.float32)
     flat = ids.reshape(-1)
     # index_select, as nn.Embedding does: an id out of range, a negative one too, raises IndexError
@@ -62,7 +62,7 @@ def _fake(ids: Tensor, q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def cases() -> list[Case]:
-    """Sizes for parity checks; odd ones among them."""
+    """Cases for parity checks: odd sizes."""
 
     def case(shape: tuple[int, ...], n: int, k: int, groups: int) -> Case:
         def make(generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> tuple[object, ...]:

@@ -1,7 +1,7 @@
 """Linear layer with an int8 weight: y[M, N] = x[M, K] @ (q[N, K] * scale[N, G])^T + bias[N].
 
-G = 1 is one scale per output channel; else each run of K / G weights along K shares one. Symmetric: no offset.
-x may have any leading dimensions and strides; y has its dtype. Activations stay float (weight-only quantisation).
+G = 1 is one scale per output channel; else each group of K / G values along K has one. Symmetric: no offset. x may have
+any leading dimensions and strides; y has its dtype. Activations stay float (weight-only quantisation).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from accelpatch.kernels.triton import launch
 
 
 def dense(dtype: torch.dtype, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """The whole weight[N, K], computed in float32 at least and rounded to `dtype`, and the bias."""
+    """The weight[N, K], computed in float32 or wider and rounded to `dtype`, and the bias."""
     wide = torch.promote_types(dtype, torch.float32)
     weight = q.to(wide)
     weight.unflatten(1, (scale.shape[1], -1)).mul_(scale.to(wide)[:, :, None])
@@ -30,22 +30,22 @@ def dense(dtype: torch.dtype, q: Tensor, scale: Tensor, bias: Tensor | None = No
 
 
 def reference(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The whole weight dequantised into x's dtype, then torch's own linear layer."""
+    """Dequantise the whole weight to x's dtype, then torch's own linear layer."""
     return functional.linear(x, *dense(x.dtype, q, scale, bias))
 
 
 def blocks(*weight: Tensor | None) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """The weight and the bias in float64, some rows at a time."""
+    """The weight and the bias in float64, in blocks of rows."""
     return linear.float64_blocks(dense, *weight)
 
 
 def spec(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> Spec:
-    """What dispatch asks of a call. Raises KernelError where shapes, dtypes or devices do not fit together."""
+    """The Spec of a call, for dispatch. Raises KernelError where shapes, dtypes or devices do not fit together."""
     return linear.spec("int8_linear", x, q, 1, scale, None, bias)
 
 
 def by_torch(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The implementation `torch`: rows of the weight dequantised block by block."""
+    """The implementation `torch`: dequantises the weight in blocks of rows."""
 
     def rows(start: int, stop: int, dtype: torch.dtype) -> Tensor:
         groups = q[start:stop].to(dtype).unflatten(1, (scale.shape[1], -1))
@@ -62,7 +62,7 @@ def why_not(spec: Spec, device: Device) -> str | None:
 
 
 def by_hip(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The implementation `hip`: up to 8 rows of x by its kernels; more by Triton's where it is, else by torch."""
+    """The implementation `hip`: its own kernels up to 8 rows of x; for more, Triton's if available, else torch."""
     m = x.numel() // x.shape[-1]
     if m > binding.MAX_GEMV_ROWS and launch.why_not(probe(x.device), x.dtype, scale.dtype) is None:
         return by_triton(x, q, scale, bias)
@@ -81,7 +81,7 @@ def triton_why_not(spec: Spec, device: Device) -> str | None:
 
 
 def by_triton(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The implementation `triton`: dequantised in registers, or for many rows slice by slice for torch's product."""
+    """The implementation `triton`: dequantises in registers, or for many rows into slices for torch's GEMM."""
     from accelpatch.kernels.triton.weight_only import int8_linear as run
 
     return run(x, q, scale, bias)
@@ -106,7 +106,7 @@ def _fake(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> Te
 
 
 def cases() -> list[Case]:
-    """Sizes for parity checks; odd ones among them."""
+    """Cases for parity checks: odd sizes."""
 
     def case(m: int, n: int, k: int, groups: int, bias: bool) -> Case:
         def make(generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> tuple[Tensor | None, ...]:

@@ -1,4 +1,4 @@
-"""What the products with a quantised weight share: the checks of their arguments, and the walk over row blocks."""
+"""Shared by linear layers with a quantised weight: argument checks, and computing by blocks of rows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from accelpatch.kernels.dispatch import FLOATS, Spec, require
 
-#: elements of weight that are float at a time on a CPU: 1 MiB of float32 stays in a core's cache
+#: elements of weight dequantised at once on a CPU: 1 MiB of float32 stays in a core's cache
 CPU_BLOCK = 1 << 18
 #: on a device: large enough for the product to fill it, small beside the memory of any
 DEVICE_BLOCK = 1 << 26
@@ -34,14 +34,14 @@ Dense = Callable[..., tuple[Tensor, Tensor | None]]
 
 
 def say(tensor: Tensor) -> str:
-    """dtype and shape of a tensor, for messages."""
+    """dtype and shape of a tensor, for error messages."""
     return f"{tensor.dtype} {list(tensor.shape)}"
 
 
 def spec(
     op: str, x: Tensor, q: Tensor, per_byte: int, scale: Tensor, offset: Tensor | None, bias: Tensor | None
 ) -> Spec:
-    """The Spec of y = x @ weight[N, K]^T for q[N, K / per_byte]. KernelError says what was expected and what came."""
+    """The Spec of y = x @ weight[N, K]^T for q[N, K / per_byte]. Raises KernelError for arguments that do not fit."""
     require(q.dtype == torch.int8 and q.dim() == 2, op, f"q is int8 [N, K / {per_byte}], not {say(q)}")
     n, k = q.shape[0], q.shape[1] * per_byte
     require(x.dim() >= 1 and x.dtype in FLOATS, op, f"x is float [..., K], not {say(x)}")
@@ -54,7 +54,7 @@ def spec(
 
 
 def check_beside(op: str, x: Tensor, n: int, bias: Tensor | None, **weights: Tensor | None) -> None:
-    """KernelError unless bias is float [n] or None, and it and the weights lie where x does."""
+    """Raise KernelError unless bias is float [n] or None, and bias and weights are on x's device."""
     if bias is not None:
         fits = bias.dim() == 1 and bias.shape[0] == n and bias.dtype in FLOATS
         require(fits, op, f"bias is float [{n}], not {say(bias)}")
@@ -64,7 +64,7 @@ def check_beside(op: str, x: Tensor, n: int, bias: Tensor | None, **weights: Ten
 
 
 def check_scale(op: str, n: int, k: int, scale: Tensor, offset: Tensor | None = None) -> int:
-    """The group size of a weight[n, k] with this scale; KernelError where they do not fit together."""
+    """The group size of a weight[n, k] with this scale. Raises KernelError where the shapes do not fit."""
     fits = scale.dim() == 2 and scale.shape[0] == n and scale.dtype in FLOATS
     require(fits, op, f"scale is float [N, G] with N = {n}, not {say(scale)}")
     groups = scale.shape[1]
@@ -77,7 +77,7 @@ def check_scale(op: str, n: int, k: int, scale: Tensor, offset: Tensor | None = 
 
 
 def too_large(spec: Spec) -> str | None:
-    """Why a weight is beyond what the Triton kernels count in 32 bits: rows, and columns; None where it is not."""
+    """Why a weight exceeds the 32-bit indices of the Triton kernels; None where it does not."""
     n, k = spec.sizes["N"], spec.sizes["K"]
     return None if n < 1 << 30 and k < 1 << 23 else f"N = {n} is 2^30 or more, or K = {k} 2^23 or more"
 
@@ -85,10 +85,10 @@ def too_large(spec: Spec) -> str | None:
 def by_row_blocks(
     x: Tensor, n: int, k: int, rows: Callable[[int, int, torch.dtype], Tensor], bias: Tensor | None
 ) -> Tensor:
-    """x[..., K] @ weight^T + bias, where `rows(start, stop, dtype)` gives rows of the weight as floats.
+    """x[..., K] @ weight^T + bias, where `rows(start, stop, dtype)` returns rows of the weight as floats.
 
-    The weight is never float as a whole. On a CPU the product is in float32 at least and rounded once; elsewhere the
-    rows are rounded to x's dtype, because the matrix units take no other (they add up in float32).
+    The whole weight is never held as floats. A CPU computes in float32 or wider and rounds once; elsewhere the rows are
+    rounded to x's dtype, because the matrix units take no other (they accumulate in float32).
     """
     cpu = x.device.type == "cpu"
     dtype = torch.promote_types(x.dtype, torch.float32) if cpu else x.dtype
@@ -104,9 +104,9 @@ def by_row_blocks(
 
 
 def float64_blocks(dense: Dense, *weight: Tensor | None) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Rows of a weight and of its bias in float64, from the first to the last, as many as a cache holds at a time.
+    """A weight's rows and its bias in float64, in blocks that fit a cache.
 
-    dense(dtype, *weight) makes the whole weight; `weight` are its tensors, each with one entry a row, or None.
+    dense(dtype, *weight) makes the whole weight. weight: its tensors, each with one entry per row, or None.
     """
     q = weight[0]
     assert q is not None
@@ -125,7 +125,7 @@ def operands(
     groups: int,
     bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """x[m, k], a positive scale[n, groups] in float32 near 1 / sqrt(k), and a bias[n] or None, for parity checks."""
+    """Random x[m, k], positive scale[n, groups] float32 near 1 / sqrt(k), and bias[n] or None, for parity checks."""
     x = torch.randn(m, k, generator=generator).to(device, dtype)
     scale = (torch.rand(n, groups, generator=generator) + 0.5).to(device) / k**0.5
     b = torch.randn(n, generator=generator).to(device, dtype) if bias else None

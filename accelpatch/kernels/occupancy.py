@@ -1,11 +1,10 @@
-"""How many waves of a kernel a processor holds at once, from what one wave takes.
+"""Occupancy: how many waves (warps) of a kernel fit a compute unit (SM), from the resources of one.
 
-AMD (CDNA 2 to 4): a SIMD has 512 vector registers a lane, dealt in eights, and room for 8 waves; a compute unit has
-four SIMDs and its LDS. With nW waves a workgroup, a SIMD holds as many as
-min(floor(4 * waves by registers / nW), floor(LDS / LDS a workgroup)) * nW / 4.
-Source: "Compute the occupancy of the kernel" in ROCm's guide to tuning Triton kernels.
-NVIDIA: 65,536 registers a multiprocessor, dealt to a warp by 256; of shared memory each block takes 1 KiB more than it
-asks for. Source: the CUDA programming guide's table of compute capabilities.
+AMD (CDNA 2 to 4): a SIMD has 512 vector registers per lane, allocated in units of 8, and room for 8 waves; a compute
+unit has four SIMDs and its LDS. With nW waves per workgroup, a SIMD holds min(floor(4 * waves by registers / nW),
+floor(LDS / LDS per workgroup)) * nW / 4. Source: "Compute the occupancy of the kernel" in ROCm's guide to tuning Triton
+kernels. NVIDIA: 65,536 registers per SM, allocated to a warp in units of 256; each block takes 1 KiB of shared memory
+more than it asks for. Source: the CUDA programming guide's table of compute capabilities.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ KIB = 1024
 
 @dataclass(frozen=True)
 class ComputeUnit:
-    """A compute unit or multiprocessor. waves: it holds at most; schedulers: SIMDs; shared: bytes for all blocks."""
+    """A CU or SM. waves: the most it holds; schedulers: its SIMDs; shared: bytes of LDS or shared memory for blocks."""
 
     waves: int
     schedulers: int
@@ -41,10 +40,10 @@ COMPUTE_UNITS: Mapping[str, ComputeUnit] = {
 
 @dataclass(frozen=True)
 class Resources:
-    """What the compiler says that one kernel takes.
+    """Resources of one kernel, as the compiler reports them.
 
-    registers: vector registers a lane. vector_spills, scalar_spills: registers. scratch: bytes a lane. shared: bytes a
-    block fixed at compile time (what a launch adds is not in it). threads: the most a block has.
+    registers: vector registers per lane. vector_spills, scalar_spills: spilled registers. scratch: bytes per lane.
+    shared: static bytes per block (dynamic ones of a launch not included). threads: the most per block.
     """
 
     kernel: str
@@ -57,9 +56,9 @@ class Resources:
 
 
 def waves(arch: str, used: Resources, shared: int | None = None) -> int:
-    """Waves that a SIMD (NVIDIA: a scheduler) holds; `shared`: bytes a block in place of those fixed at compile time.
+    """Waves per SIMD (NVIDIA: warps per scheduler). shared: bytes per block in place of the static ones.
 
-    0: a block does not fit at all. KeyError for an arch that PROCESSORS has not got.
+    0 where not even one block fits. Raises KeyError for an arch that is not in PROCESSORS.
     """
     unit = COMPUTE_UNITS[arch]
     block = max(1, -(-used.threads // unit.wave_size))

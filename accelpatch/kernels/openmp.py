@@ -1,4 +1,4 @@
-"""The OpenMP runtime that torch brought into this process, whose threads the native kernels share."""
+"""torch's OpenMP runtime in this process; the native kernels share its threads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TEAM = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 
 @functools.cache
 def openmp() -> ctypes.CDLL | None:
-    """The OpenMP runtime that this process has loaded, if it has just one."""
+    """The OpenMP runtime of this process; None where there is none, or more than one."""
     maps = Path("/proc/self/maps")
     if not maps.exists():
         return None
@@ -25,7 +25,8 @@ def openmp() -> ctypes.CDLL | None:
 
 
 def alone_after_fork() -> None:
-    """Have the child of a fork compute on one thread: torch would wait for ever for OpenMP threads that it has not."""
+    """Make forked children compute on one thread: OpenMP threads do not survive a fork, and
+    torch would wait for ever."""
     os.register_at_fork(after_in_child=functools.partial(torch.set_num_threads, 1))
 
 

@@ -1,7 +1,8 @@
-"""A kernel's operation as torch knows it, with a short way past torch's dispatcher, which takes longer than most do.
+"""Registers operations with torch, with a fast path around torch's dispatcher, whose overhead exceeds most kernels'
+time.
 
-Graphs, traces, gradients and tensors that are not plain ones go through torch's custom operation; all other calls run
-its function at once.
+Graphs, traces, gradients and tensor subclasses go through torch's custom operation; all other calls run its function
+directly.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ _transforms: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
 
 
 class Operation(Generic[R]):
-    """function: what the operation computes, whose signature torch reads. custom: as torch's operation.
+    """A torch custom operation. function: computes it, and its signature is the schema. custom: the registered
+    operation.
 
     It has no gradient: a backward pass that reaches it raises KernelError.
     """
@@ -34,12 +36,12 @@ class Operation(Generic[R]):
         functools.update_wrapper(self, function)
 
     def register_fake(self, fake: Callable[..., R]) -> Callable[..., R]:
-        """Says what shapes and dtypes come out, for graphs."""
+        """Register the fake kernel, which gives output shapes and dtypes."""
         self.custom.register_fake(fake)
         return fake
 
     def __call__(self, *args: Any, **kwargs: Any) -> R:
-        """As the function."""
+        """Call the function, directly or as torch's operation."""
         if torch.compiler.is_compiling() or kwargs or not _plain(args):
             result: R = self.custom._opoverload(*args, **kwargs)
             return result
@@ -47,17 +49,17 @@ class Operation(Generic[R]):
 
 
 def operation(name: str) -> Callable[[Callable[..., R]], Operation[R]]:
-    """Makes a function the operation accelpatch::name."""
+    """Decorator: register a function as the operation accelpatch::name."""
     return functools.partial(Operation, name)
 
 
 def is_eager() -> bool:
-    """Whether nobody traces, transforms or intercepts what torch does now."""
+    """Whether torch is neither tracing, transforming nor intercepting operations now."""
     return not (_modes() or _transforms() is not None or torch._C._get_tracing_state() is not None)
 
 
 def _plain(args: tuple[Any, ...]) -> bool:
-    """Whether nothing but the numbers of these arguments is wanted."""
+    """Whether torch's dispatcher can be bypassed: eager mode, plain tensors with data, no gradient needed."""
     if not is_eager():
         return False
     differentiable = torch.is_grad_enabled()
@@ -90,6 +92,6 @@ class _Refusing(torch.autograd.Function):
 
 
 def refusing_gradient(y: Tensor, trained: Tensor) -> Tensor:
-    """y, made without a graph; a backward pass that wants the gradient of `trained` through it raises KernelError."""
+    """y without its graph; a backward pass that needs the gradient of `trained` through it raises KernelError."""
     refusing: Tensor = _Refusing.apply(y, trained)
     return refusing

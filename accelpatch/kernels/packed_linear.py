@@ -1,10 +1,10 @@
-"""The weight-only products and the table look-up over a weight in the native CPU kernels' own layout (cpu_pack.py).
+"""Weight-only linear layer and embedding over a weight in the native CPU kernels' layout (cpu_pack.py).
 
     packed_linear      y[..., N] = x[..., K] @ w[N, K]^T + bias[N]
     packed_embedding   rows[..., K] = w[ids[...]]
 
-The pack is the only copy of the weight that a module holds. Its numbers are those of int8_linear and int4_linear, and
-so is the reference: the pack is undone into the canonical tensors, and their plain torch reference runs.
+The pack is the only copy of the weight that a module holds. It has the same values as in int8_linear and int4_linear:
+the reference unpacks it and runs theirs.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from accelpatch.kernels.cpu_pack import Pack
 from accelpatch.kernels.dispatch import Case, Implementation, Kernel, Spec, require
 from accelpatch.kernels.operation import operation
 
-#: rows of x from which on a weight is made float, by path: wide products of integers (VNNI) are the faster ones longer
+#: code path -> rows of x from which dequantising is faster (VNNI's integer GEMM stays faster for longer)
 PANELS = {"avx512": 64, "avx2": 16, "portable": 16}
 NARROW = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def arguments(pack: Pack, bias: Tensor | None = None) -> tuple[Any, ...]:
-    """A pack, and a bias[N] of any float dtype, as the trailing arguments of the two operations."""
+    """A pack, and a bias[N] of any float dtype, as the trailing arguments of both operations."""
     return pack.data, bias, pack.kind, pack.n, pack.k, pack.group, pack.half_scales, pack.offset
 
 
 def held(arguments: tuple[Any, ...]) -> Pack:
-    """The pack of an operation's trailing arguments."""
+    """The pack in an operation's trailing arguments."""
     data, bias, kind, n, k, group, half_scales, offset = arguments
     wide = None if bias is None else bias.detach().to(torch.float32).contiguous()
     return Pack(kind, n, k, group, half_scales, offset, data, wide)
 
 
 def dense(dtype: torch.dtype, *packed: Any) -> tuple[Tensor, Tensor | None]:
-    """The canonical tensors of the pack as floats, as their own format has it, and the bias."""
+    """The pack's weight as floats in `dtype`, and the bias."""
     pack = held(packed)
     q, scale, offset = cpu_pack.unpack(pack)
     if pack.kind == cpu_native.INT8:
@@ -57,7 +57,7 @@ def dense(dtype: torch.dtype, *packed: Any) -> tuple[Tensor, Tensor | None]:
 
 
 def blocks(*packed: Any) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """The same in float64, some rows at a time."""
+    """The weight and the bias in float64, in blocks of rows."""
     pack = held(packed)
     q, scale, offset = cpu_pack.unpack(pack)
     if pack.kind == cpu_native.INT8:
@@ -66,18 +66,18 @@ def blocks(*packed: Any) -> Iterator[tuple[Tensor, Tensor | None]]:
 
 
 def reference(x: Tensor, *packed: Any) -> Tensor:
-    """The whole weight dequantised into x's dtype, then torch's own linear layer."""
+    """Dequantise the whole weight to x's dtype, then torch's own linear layer."""
     return functional.linear(x, *dense(x.dtype, *packed))
 
 
 def embedding_reference(ids: Tensor, dtype: torch.dtype, *packed: Any) -> Tensor:
-    """The canonical tensors of the pack, then the reference of the look-up."""
+    """Unpack the canonical tensors, then the reference of int8_embedding."""
     q, scale, _ = cpu_pack.unpack(held(packed))
     return int8_embedding.reference(ids, q, scale, dtype)
 
 
 def spec(x: Tensor, *packed: Any) -> Spec:
-    """What dispatch asks of a call. Raises KernelError where x does not fit the pack."""
+    """The Spec of a call, for dispatch. Raises KernelError where x does not fit the pack."""
     pack, op = held(packed), "packed_linear"
     require(x.dim() >= 1 and x.shape[-1] == pack.k, op, f"x is [..., {pack.k}], not {linear.say(x)}")
     size = cpu_pack.pack_bytes(pack)
@@ -89,12 +89,12 @@ def spec(x: Tensor, *packed: Any) -> Spec:
 def of_shape(
     n: int, k: int, dtype: torch.dtype, group: int, offset: str, *, m: int = 1, op: str = "packed_linear"
 ) -> Spec:
-    """The Spec of a pack that need not exist yet; a plan asks with it."""
+    """The Spec of a pack of this size, for planning before there is one."""
     return Spec(op, {"M": m, "N": n, "K": k}, dtype, torch.float32, group, offset)
 
 
 def embedding_spec(ids: Tensor, dtype: torch.dtype, *packed: Any) -> Spec:
-    """What dispatch asks of a call. Raises KernelError for ids that are no integers."""
+    """The Spec of a call, for dispatch. Raises KernelError for ids that are not integers."""
     pack, op = held(packed), "packed_embedding"
     require(ids.dtype in (torch.int32, torch.int64), op, f"ids are int32 or int64, not {ids.dtype}")
     return of_shape(pack.n, pack.k, dtype, pack.group, pack.offset, m=ids.numel(), op=op)
@@ -143,9 +143,9 @@ def _cpu_embedding(ids: Tensor, dtype: torch.dtype, *packed: Any) -> Tensor:
 def packed_linear(
     x: Tensor, data: Tensor, bias: Tensor | None, kind: int, n: int, k: int, group: int, half_scales: bool, offset: str
 ) -> Tensor:
-    """y[..., N] = x[..., K] @ w^T + bias in x's dtype, contiguous; what follows x are the `arguments` of a Pack.
+    """y[..., N] = x[..., K] @ w^T + bias in x's dtype, contiguous. The arguments after x are the `arguments` of a Pack.
 
-    Raises KernelError for an x that does not fit, and where the native library cannot be had.
+    Raises KernelError for an x that does not fit, and where the native library is not available.
     """
     args = (x, data, bias, kind, n, k, group, half_scales, offset)
     result = dispatch.run("packed_linear", spec, x.device, args)
@@ -165,9 +165,9 @@ def packed_embedding(
     ids: Tensor, dtype: torch.dtype, data: Tensor, bias: Tensor | None, kind: int, n: int, k: int, group: int,
     half_scales: bool, offset: str,
 ) -> Tensor:  # fmt: skip
-    """rows[..., K] of the table in `dtype`; what follows are the `arguments` of an int8 Pack.
+    """rows[..., K] of the table in `dtype`. The arguments after dtype are the `arguments` of an int8 Pack.
 
-    ids[...] int32 or int64 in 0..N-1, IndexError otherwise.
+    ids[...] int32 or int64 in 0..N-1, else IndexError.
     """
     args = (ids, dtype, data, bias, kind, n, k, group, half_scales, offset)
     result = dispatch.run("packed_embedding", embedding_spec, data.device, args)
@@ -184,7 +184,7 @@ def _fake_embedding(
 
 
 def _packed(make: Any) -> Any:
-    """A case of a canonical operation as a case of the packed one."""
+    """Convert a case of a canonical operation to a case of the packed one."""
 
     def packed(generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
         args = make(generator, dtype, device)
@@ -198,19 +198,19 @@ def _packed(make: Any) -> Any:
 
 
 def _fits(case: Case) -> bool:
-    """Whether the pack takes the case's group size (the part `g...` of its id) and kind of offset."""
+    """Whether the case's group size (the part `g...` of its id) and kind of offset can be packed."""
     group, k = (int(part[1:]) for name in "gk" for part in case.id.split("-") if part[0] == name and part[1:].isdigit())
     return "zero_point" not in case.id and (group == k or group % 32 == 0)
 
 
 def cases() -> list[Case]:
-    """The cases of int8_linear and int4_linear that can be packed, run on packs."""
+    """The cases of int8_linear and int4_linear that can be packed, as packs."""
     canonical = [("int8", case) for case in int8_linear.cases()] + [("int4", case) for case in int4_linear.cases()]
     return [Case(f"{kind}-{case.id}", _packed(case.make)) for kind, case in canonical if _fits(case)]
 
 
 def embedding_cases() -> list[Case]:
-    """The cases of int8_embedding whose groups can be packed, run on packs."""
+    """The cases of int8_embedding whose groups can be packed, as packs."""
 
     def packed(make: Any) -> Any:
         def made(generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:

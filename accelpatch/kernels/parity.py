@@ -1,9 +1,9 @@
 """The float rule: an output's error against the float64 reference is at most twice torch's own, plus one ulp.
 
-"torch's own" is the largest error of the plain reference computed in the same precision, over the whole output; the
-unit in the last place is that of each element of the reference in the output's dtype. NaN and infinities come out
-where the reference, rounded to the output's dtype, has them. Used by the tests, by a patch's verification and by the
-self-test of a machine. Source of the rule: the tests of flash-attention (Dao-AILab), which take twice torch's error.
+"torch's own" is the largest error of the plain reference computed in the same precision, over the whole output; the ulp
+is that of each element of the reference in the output's dtype. NaN and infinities must be where the rounded reference
+has them. Used by the tests, by verification and by the self-test. Source: the tests of flash-attention (Dao-AILab),
+which allow twice torch's error.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Result = tuple[Tensor, Tensor, Tensor | float]
 
 @dataclass(frozen=True)
 class Comparison:
-    """error: the largest |output - reference|; bound: what that element was allowed; reason: why not ok, else ""."""
+    """error: the largest |output - reference|. bound: the error allowed at that element. reason: why not ok, or ""."""
 
     error: float
     bound: float
@@ -33,19 +33,19 @@ class Comparison:
 
 
 def ulp(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """The distance from |values| (float64) to the next number of `dtype` away from zero; float64 [...]."""
+    """Distance from |values| (float64) to the next larger number of `dtype`; float64 [...]."""
     facts = torch.finfo(dtype)
     exponent = torch.frexp(values.abs().clamp(facts.smallest_normal, facts.max))[1].double() - 1
     return torch.exp2(exponent) * facts.eps
 
 
 def compare(output: Tensor, reference: Tensor, torch_error: float) -> Comparison:
-    """Judge an output against a float64 reference of its shape; `torch_error` is torch's own largest error."""
+    """Judge an output against a float64 reference of its shape. torch_error: torch's own largest error."""
     return compare_all([(output, reference, torch_error)])[0]
 
 
 def compare_all(results: Sequence[Result]) -> list[Comparison]:
-    """Judge outputs, those with rows of one length together: few operations, and one look at what a device found."""
+    """Judge several outputs; those with equal row lengths in one batch, with a single synchronisation."""
     found: dict[int, Comparison] = {}
     alike: dict[tuple[Any, ...], list[int]] = {}
     for place, (output, reference, own) in enumerate(results):
@@ -83,7 +83,7 @@ def _compared(results: Sequence[Result]) -> list[Comparison]:
 
 
 def _verdict(rows: Sequence[Sequence[float]], width: int, torch_error: float) -> Comparison:
-    """rows: of an output, (error, spacing, place) of the element of each that is furthest over its spacing."""
+    """rows: for each row of an output, (error, spacing, index) of the element with the largest error per spacing."""
     row = max(range(len(rows)), key=lambda one: rows[one][0] - rows[one][1])
     error, spacing, place = rows[row][:3]
     bound, worst = 2 * torch_error + spacing, row * width + int(place)
@@ -92,7 +92,7 @@ def _verdict(rows: Sequence[Sequence[float]], width: int, torch_error: float) ->
 
 
 def _not_finite(output: Tensor, reference: Tensor, torch_error: float) -> Comparison:
-    """The verdict where something is not finite: it must be so in both; the rest is judged without it."""
+    """The verdict where some values are not finite: they must be so in both; the others are compared as usual."""
     rounded = reference.to(output.dtype)
     special = ~torch.isfinite(rounded)
     agree = torch.where(special, (output == rounded) | (output.isnan() & rounded.isnan()), output.isfinite())
@@ -106,12 +106,12 @@ def _not_finite(output: Tensor, reference: Tensor, torch_error: float) -> Compar
 
 
 def _rows(values: Tensor) -> Tensor:
-    """[M, K]; one value is a row."""
+    """values as [M, K]; a scalar as one row."""
     return values.reshape(-1, values.shape[-1] if values.dim() else 1)
 
 
 def torch_error(plain: Tensor, reference: Tensor) -> float:
-    """The largest finite |plain - reference| of torch's result in the same precision."""
+    """Largest finite |plain - reference|, of torch's result in the same precision."""
     return float(_own_errors(plain, reference).max()) if plain.numel() else 0.0
 
 
@@ -120,12 +120,12 @@ def _own_errors(plain: Tensor, reference: Tensor) -> Tensor:
 
 
 def check(op: str, args: Sequence[Any], outputs: Sequence[Tensor]) -> list[Comparison]:
-    """Judge the outputs of `op` for these arguments by the float rule, one Comparison an output."""
+    """Judge the outputs of `op` for these arguments by the float rule: one Comparison per output."""
     return compare_all(beside_references(op, args, outputs))
 
 
 def beside_references(op: str, args: Sequence[Any], outputs: Sequence[Tensor]) -> list[Result]:
-    """The outputs of `op` with what its reference gives for these arguments."""
+    """The outputs of `op` paired with the reference's for these arguments."""
     reference = dispatch.kernel(op).reference
     exact = as_tuple(reference(*dispatch.in_precision(args, torch.float64)))
     plain = as_tuple(reference(*args))
@@ -133,10 +133,10 @@ def beside_references(op: str, args: Sequence[Any], outputs: Sequence[Tensor]) -
 
 
 def run_and_check(op: str, args: Sequence[Any], call: Callable[..., Any]) -> list[Comparison]:
-    """Run `call` on the arguments and judge what it gives."""
+    """Run `call` on the arguments and judge its outputs."""
     return check(op, args, as_tuple(call(*args)))
 
 
 def as_tuple(result: Any) -> tuple[Tensor, ...]:
-    """The outputs of an operation as a tuple, also where there is one."""
+    """An operation's outputs as a tuple, also where it has just one."""
     return (result,) if isinstance(result, Tensor) else tuple(result)

@@ -1,12 +1,12 @@
-"""A prompt's attention, from the rows of q, k and v as the product before it leaves them; it fills an empty cache.
+"""Attention of a prompt, from the rows of a qkv linear layer; fills an empty cache.
 
-    qkv[B L, (Hq + 2 Hkv) D]   q and k are turned by the rotary embedding at positions[B, L], after a norm over D if
-                               there is one; q in place
+    qkv[B L, (Hq + 2 Hkv) D]     q and k: RMSNorm over D if there is a norm, then rotary embedding at positions[B, L];
+                                 q in place
     keys, values[B, Hkv, C, D]   k and v are written into the slots 0 to L - 1
-    y[B L, Hq D] = softmax(scaling q k^T) v   over the tokens before and at each
+    y[B L, Hq D] = softmax(scaling q k^T) v   causal
 
-Tokens where mask[B, L] is zero are hidden from the others, those outside a window too. Shapes, rotary layout and
-roundings are those of decode_attention.py; the softmax and its products are torch's scaled_dot_product_attention.
+Tokens where mask[B, L] is 0, and those outside a window, are hidden. Shapes, rotary layout and roundings are those of
+decode_attention.py; the softmax and GEMMs are torch's scaled_dot_product_attention.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from accelpatch.kernels.attention_shape import AttentionShape
 
 
 def rotate_reference_(qkv: Tensor, positions: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape) -> None:
-    """q turned in place, k turned and v into the cache, by torch."""
+    """Norm and rotary embedding of q in place and of k into the cache, and v into the cache; in plain torch."""
     batch, length = positions.shape
     heads = qkv.view(batch, length, -1, shape.size)
     q, k, v = heads.split((shape.heads, shape.kv_heads, shape.kv_heads), dim=2)
@@ -35,7 +35,7 @@ def rotate_reference_(qkv: Tensor, positions: Tensor, keys: Tensor, values: Tens
 
 
 def rotate_(qkv: Tensor, positions: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape) -> None:
-    """The same by Triton on a GPU."""
+    """As `turn_reference_`, by Triton on a GPU."""
     if qkv.device.type == "cpu":
         return rotate_reference_(qkv, positions, keys, values, shape)
     from accelpatch.kernels.triton import prompt_attention as kernel
@@ -44,9 +44,9 @@ def rotate_(qkv: Tensor, positions: Tensor, keys: Tensor, values: Tensor, shape:
 
 
 def visible(mask: Tensor | None, length: int, window: int, device: torch.device) -> Tensor | None:
-    """[B or 1, 1, L, L]: which tokens each one sees; None where it is all of those before it.
+    """Boolean mask [B or 1, 1, L, L] of the tokens that each one attends to; None for plain causal masking.
 
-    A hidden token sees itself: what it leaves behind is no NaN, which a product with a zero would not hide.
+    A masked token attends to itself, so that its output is not NaN: 0 * NaN would spread.
     """
     if mask is None and not 0 < window < length:
         return None
@@ -62,12 +62,12 @@ def visible(mask: Tensor | None, length: int, window: int, device: torch.device)
 def prompt_attention_(
     qkv: Tensor, positions: Tensor, seen: Tensor | None, keys: Tensor, values: Tensor, shape: AttentionShape
 ) -> Tensor:
-    """y[B L, Hq D] in qkv's dtype, which is contiguous and written to; `seen` as `visible` gives it."""
+    """y[B L, Hq D] in qkv's dtype. qkv must be contiguous and is overwritten; seen: the result of `visible`."""
     batch, length = positions.shape
     rotate_(qkv, positions, keys, values, shape)
     q = qkv.view(batch, length, -1, shape.size)[:, :, : shape.heads].transpose(1, 2)
     k, v, group = keys[:, :, :length], values[:, :, :length], shape.heads // shape.kv_heads
-    if seen is not None and group > 1:  # no fast form of torch's takes both a mask and groups
+    if seen is not None and group > 1:  # torch's fast attention kernels take a mask or grouped heads, not both
         k, v, group = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), 1
     y = functional.scaled_dot_product_attention(
         q, k, v, attn_mask=seen, is_causal=seen is None, scale=shape.scaling, enable_gqa=group > 1

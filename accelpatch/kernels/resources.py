@@ -1,4 +1,4 @@
-"""What each kernel of a library takes, in the compilers' own words: AMD's assembly, NVIDIA's ptxas."""
+"""Resources of each kernel in a library, read from the compilers' output: AMD assembly, NVIDIA's ptxas."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FIELDS = {
 
 
 def of_assembly(assembly: str) -> dict[str, Resources]:
-    """The kernels of AMD assembly, by mangled name, from the metadata at its end."""
+    """Kernels in AMD assembly, mangled name -> Resources, from the metadata at its end."""
     found = {}
     for entry in re.split(r"\n  - \.agpr_count", assembly[assembly.index("amdhsa.kernels:") :])[1:]:
         values = {field: int(_first(rf"\.{key}: +(\d+)", entry)) for field, key in _FIELDS.items()}
@@ -35,7 +35,7 @@ def of_assembly(assembly: str) -> dict[str, Resources]:
 
 
 def of_ptxas(said: str, ptx: str) -> dict[str, Resources]:
-    """The kernels in what `ptxas -v` said, by mangled name; the size of a block stands in the PTX."""
+    """Kernels in the output of `ptxas -v`, mangled name -> Resources; block sizes come from the PTX."""
     found = {}
     for entry in said.split("Compiling entry function '")[1:]:
         name = entry.split("'", 1)[0]
@@ -54,7 +54,7 @@ def of_ptxas(said: str, ptx: str) -> dict[str, Resources]:
 
 
 def of_target(made: Target) -> list[Resources]:
-    """What the kernels of a GPU library take; compiles every source once more. KernelError as in build.library."""
+    """Resources of a GPU library's kernels; compiles every source again. Raises KernelError as build.library does."""
     path = compiler(made)
     if path is None:
         raise KernelError(no_compiler(made))
@@ -83,7 +83,7 @@ def _run(command: Sequence[str]) -> str:
 
 
 def demangled(names: Sequence[str]) -> dict[str, str]:
-    """Name -> name for people, without its arguments; as they are where there is no tool that knows."""
+    """Mangled name -> readable name without arguments; unchanged where no demangler is found."""
     tool = shutil.which("c++filt") or shutil.which("llvm-cxxfilt")
     if tool is None:
         return {name: name for name in names}

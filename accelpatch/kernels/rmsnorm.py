@@ -1,13 +1,13 @@
-"""Root mean square norm over the last dimension, alone, with the residual addition before it, or after it.
+"""RMSNorm over the last dimension, alone, with the residual addition before it, or with it after.
 
     rmsnorm       y = x / sqrt(mean(x^2) + eps) * weight          x[..., K], weight[K]
     add_rmsnorm   s = x + residual;  y = rmsnorm(s);  gives (y, s)
     rmsnorm_add   y = residual + rmsnorm(x)
 
-The statistics are in float32. Where the factor is applied differs by family, and each is reproduced to the bit:
-`plus_one` false (Llama): x_hat is rounded to x's dtype, then multiplied by weight (y has the promoted dtype of both);
-`plus_one` true (Gemma): x_hat is multiplied by 1 + weight in float32, then rounded to x's dtype.
-Source: Zhang and Sennrich 2019, arXiv:1910.07467.
+Statistics are in float32. Families differ in where they round, and each is reproduced bit for bit: `plus_one` false
+(Llama): x_hat is rounded to x's dtype, then multiplied by weight (y has the promoted dtype of both); `plus_one` true
+(Gemma): x_hat is multiplied by 1 + weight in float32, then rounded to x's dtype. Source: Zhang and Sennrich 2019,
+arXiv:1910.07467.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ LONGEST = 32768  # elements of a row that one Triton program holds
 
 
 def reference(x: Tensor, weight: Tensor, eps: float, plus_one: bool) -> Tensor:
-    """In float64 where x is float64, else with float32 inside.
+    """In float64 where x is float64, else in float32.
 
-    By the reciprocal square root, as every family's own module has it: its rounding is what a kernel's is held to.
+    Uses the reciprocal square root, as every family's own module does, because its rounding is what kernels must match.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     values = x.to(wide)
@@ -61,14 +61,14 @@ def _check(op: str, x: Tensor, weight: Tensor, eps: float) -> None:
 
 
 def spec(x: Tensor, weight: Tensor, eps: float, plus_one: bool) -> Spec:
-    """What dispatch asks of a call. Raises KernelError where shapes, dtypes or devices do not fit together."""
+    """The Spec of a call, for dispatch. Raises KernelError where shapes, dtypes or devices do not fit together."""
     _check("rmsnorm", x, weight, eps)
     sizes = {"M": x.numel() // x.shape[-1], "K": x.shape[-1]}
     return Spec("rmsnorm", sizes, x.dtype, options={"plus_one": plus_one, "weight_dtype": weight.dtype})
 
 
 def add_spec(x: Tensor, residual: Tensor, weight: Tensor, eps: float, plus_one: bool, op: str = "add_rmsnorm") -> Spec:
-    """What dispatch asks of a call. Raises KernelError where shapes, dtypes or devices do not fit together."""
+    """The Spec of a call, for dispatch. Raises KernelError where shapes, dtypes or devices do not fit together."""
     _check(op, x, weight, eps)
     require(residual.dtype in FLOATS, op, f"residual is float, not {residual.dtype}")
     require(x.shape == residual.shape, op, f"x is {list(x.shape)}, residual {list(residual.shape)}: make them equal")
@@ -79,7 +79,7 @@ def add_spec(x: Tensor, residual: Tensor, weight: Tensor, eps: float, plus_one: 
 
 
 def spec_add(x: Tensor, residual: Tensor, weight: Tensor, eps: float, plus_one: bool) -> Spec:
-    """The same for rmsnorm_add."""
+    """`add_spec` for rmsnorm_add."""
     return add_spec(x, residual, weight, eps, plus_one, op="rmsnorm_add")
 
 
@@ -196,7 +196,7 @@ _SIZES = (
 
 
 def cases(residual: bool = False) -> list[Case]:
-    """Sizes for parity checks; odd ones among them."""
+    """Cases for parity checks: odd sizes."""
 
     def case(shape: tuple[int, ...], plus_one: bool) -> Case:
         def make(generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> tuple[object, ...]:

@@ -1,7 +1,7 @@
 """Cosines and sines of the rotary position embedding: angle[b, l, d] = position_ids[b, l] * inv_freq[d mod D/2].
 
-cos, sin[B, L, D] = cos(angle), sin(angle) times `attention_scaling`, the two halves of D equal. Angles in radians, in
-float32 whatever the model's dtype is. Source: Su et al. 2021, arXiv:2104.09864, in the layout of transformers' Llama.
+cos, sin[B, L, D] = cos(angle), sin(angle) times `attention_scaling`; both halves of D are equal. Angles are in radians,
+in float32 whatever the model's dtype. Source: Su et al. 2021, arXiv:2104.09864, in the layout of transformers' Llama.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from accelpatch.kernels.triton import launch
 def reference(
     position_ids: Tensor, inv_freq: Tensor, attention_scaling: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """As an outer product, in float64 where dtype is float64, else in float32."""
+    """As an outer product; in float64 where dtype is float64, else in float32."""
     wide = torch.promote_types(dtype, torch.float32)
     angle = torch.einsum("...,d->...d", position_ids.to(wide), inv_freq.to(wide)).repeat_interleave(2, dim=-1)
     halves = torch.cat((angle[..., 0::2], angle[..., 1::2]), dim=-1)
@@ -29,7 +29,7 @@ def reference(
 
 
 def spec(position_ids: Tensor, inv_freq: Tensor, attention_scaling: float, dtype: torch.dtype) -> Spec:
-    """What dispatch asks of a call. Raises KernelError where shapes, dtypes or devices do not fit together."""
+    """The Spec of a call, for dispatch. Raises KernelError where shapes, dtypes or devices do not fit together."""
     op = "rotary_cos_sin"
     integer = not position_ids.is_floating_point() and position_ids.dtype != torch.bool
     require(integer, op, f"position_ids are integers, not {position_ids.dtype}")
@@ -66,8 +66,8 @@ def rotary_cos_sin(
 ) -> tuple[Tensor, Tensor]:
     """(cos, sin)[B, L, D] in `dtype`, contiguous.
 
-    position_ids[B, L] integers (any leading dimensions); inv_freq[D / 2] float, radians a position.
-    Raises KernelError for arguments that do not fit together.
+    position_ids[B, L] integers (any leading dimensions); inv_freq[D / 2] float, radians per position. Raises
+    KernelError for arguments that do not fit together.
     """
     args = (position_ids, inv_freq, attention_scaling, dtype)
     cos, sin = dispatch.run("rotary_cos_sin", spec, position_ids.device, args)
@@ -84,7 +84,7 @@ def _fake(
 
 
 def cases() -> list[Case]:
-    """Sizes for parity checks; odd ones among them, and positions up to 131,071."""
+    """Cases for parity checks: odd sizes, positions up to 131,071."""
 
     def case(batch: int, length: int, dim: int, start: int, scaling: float) -> Case:
         def make(generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> tuple[object, ...]:

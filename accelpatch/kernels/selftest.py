@@ -1,4 +1,4 @@
-"""Every kernel that this machine can run, against its reference, on every case of its file, odd sizes among them."""
+"""Compares every kernel that this machine can run with its reference, on all cases of its file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SEED = 0
 class SelftestRecord:
     """One case of one implementation. error, bound: of the worst element. reason: why it failed or did not run.
 
-    ok is None where the implementation has a reason not to run this case here.
+    ok: None where the implementation cannot run this case here.
     """
 
     op: str
@@ -37,12 +37,12 @@ class SelftestRecord:
 
 
 def run(device: torch.device | str = "cpu") -> list[SelftestRecord]:
-    """Parity of all implementations of all operations on `device`, in float32, bfloat16 and float16."""
+    """Check all implementations of all operations on `device`, in float32, bfloat16 and float16."""
     return list(records(torch.device(device)))
 
 
 def records(device: torch.device) -> Iterator[SelftestRecord]:
-    """The records of `run` one by one, so that a caller can show progress."""
+    """The records of `run`, one by one."""
     for op, (_, names) in dispatch.TABLE.items():
         for name in names:
             for case in dispatch.kernel(op).cases():

@@ -1,7 +1,7 @@
-"""What a decode step leaves behind its model, one launch on a GPU: scores to choose from, and the next token's place.
+"""End of a decode step, one launch on a GPU: the logits for the sampler, and advancing to the next token.
 
 scores[B, V] = logits[B, V] in float32
-mask[b, slot[0]] = 1 for every row of mask[B, L]: what this step has cached is shown to those behind it
+mask[b, slot[0]] = 1 for every row of mask[B, L]: later steps attend to this step's token
 slot[0] += 1, positions[b] += 1
 """
 
@@ -16,7 +16,7 @@ from accelpatch.kernels.triton import launch
 
 
 def reference_(logits: Tensor, scores: Tensor, slot: Tensor, positions: Tensor, mask: Tensor) -> None:
-    """By torch."""
+    """In plain torch."""
     scores.copy_(logits)
     mask.index_fill_(1, slot, 1)
     slot.add_(1)
@@ -24,9 +24,9 @@ def reference_(logits: Tensor, scores: Tensor, slot: Tensor, positions: Tensor, 
 
 
 def end_step_(logits: Tensor, scores: Tensor, slot: Tensor, positions: Tensor, mask: Tensor) -> None:
-    """logits[B, V] of any floats; scores[B, V] float32; slot[1], positions[B, 1] and mask[B, L] int64; 0 <= slot < L.
+    """logits[B, V] of any float dtype; scores[B, V] float32; slot[1], positions[B, 1], mask[B, L] int64; 0 <= slot < L.
 
-    All but logits are written. Raises KernelError for shapes that do not fit together.
+    Writes all but logits. Raises KernelError for shapes that do not fit together.
     """
     rows = scores.shape[0]
     fit = logits.shape == scores.shape and positions.shape == (rows, 1) and mask.shape[0] == rows and slot.shape == (1,)

@@ -1,7 +1,7 @@
-"""What the libraries of device sources are made of: "cpu" for this machine's processor, "hip" for a GPU.
+"""Sources, flags and compilers of the device libraries: "cpu" for this machine's CPU, "hip" for a GPU.
 
-The HIP sources are one for all GPUs and make one library an arch: by nvcc for NVIDIA, by hipcc or amdclang++ for AMD. A
-compiler builds for every arch that it knows, whether such a GPU is here or not.
+The HIP sources are the same for all GPUs and give one library per arch: by nvcc for NVIDIA, by hipcc or amdclang++ for
+AMD. A compiler can build for archs that are not in this machine.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from accelpatch.errors import KernelError
 
 @dataclass(frozen=True)
 class Target:
-    """What a library is made of. sources: file in `folder` -> its own flags. compilers: names to look for, in order.
+    """How a library is made. sources: file in `folder` -> its own flags. compilers: names to search for, in order.
 
-    variable: of the environment, names another compiler. install: what to do where there is none.
+    variable: environment variable that names another compiler. install: advice where none is found.
     """
 
     folder: str
@@ -35,7 +35,7 @@ class Target:
 
     @property
     def home(self) -> Path:
-        """Where the sources lie."""
+        """The sources' folder."""
         return Path(__file__).parent / self.folder
 
 
@@ -63,7 +63,7 @@ _NVIDIA_FROM = 80  # bf16 matrix products and asynchronous copies
 
 
 def target(name: str, device: Device) -> Target:
-    """What the library `name` is made of for `device`. Raises KernelError for a name or device that has none."""
+    """The Target of the library `name` for `device`. Raises KernelError where there is none."""
     if name == "cpu" and device.kind == "cpu":
         machine = platform.machine()
         sources = {**_CPU, **_X86} if machine in ("x86_64", "AMD64") else _CPU
@@ -74,7 +74,7 @@ def target(name: str, device: Device) -> Target:
 
 
 def unknown_arch(device: Device) -> str | None:
-    """Why the HIP sources make no library for a device of this arch; None where they do."""
+    """Why the HIP sources cannot be built for a device's arch; None where they can."""
     if device.kind != "cuda":
         return f"it runs on a GPU, not on {device.name}"
     if device.vendor == "amd":
@@ -97,8 +97,8 @@ def _amd(arch: str) -> Target:
 
 
 def compiler(made: Target) -> str | None:
-    """The compiler to use: the one that $CXX (for a GPU $NVCC or $HIPCC) names, else the first of the target's that is
-    in its toolkit ($CUDA_HOME, $ROCM_PATH, or where they usually lie) or on PATH; None where there is none."""
+    """Path of the compiler: named by $CXX (for a GPU $NVCC or $HIPCC), else the first of the target's found in its
+    toolkit ($CUDA_HOME, $ROCM_PATH, or the usual places) or on PATH; None where there is none."""
     if named := os.environ.get(made.variable):
         return shutil.which(named)
     found = compilers()
@@ -106,7 +106,7 @@ def compiler(made: Target) -> str | None:
 
 
 def no_compiler(made: Target) -> str:
-    """What to do where `compiler` gives None."""
+    """The error message for a missing compiler, with advice."""
     variable, named = made.variable, os.environ.get(made.variable)
     if named:
         return f"{variable} names {named!r}, which is not there: name a compiler that is, or unset {variable}"

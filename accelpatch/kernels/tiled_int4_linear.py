@@ -1,7 +1,7 @@
-"""Linear layer with a 4-bit weight in the tiles that the HIP kernels read (hip/layout.py): y = x @ w[N, K]^T + bias.
+"""Linear layer with a 4-bit weight in the tile layout of the HIP kernels (hip/layout.py): y = x @ w[N, K]^T + bias.
 
-The tiles (int4_tiles.py) are the only copy of the weight that a module on a GPU holds. Numbers and reference are those
-of int4_linear: the tiles are undone into the canonical tensors, and their plain torch reference runs.
+The tiles (int4_tiles.py) are the only copy of the weight that a module on a GPU holds. They have the same values as in
+int4_linear: the reference unpacks them and runs its.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CLUSTERED = range(90, 120)
 
 
 def tiles_for(weight: tuple[Tensor, Tensor, Tensor | None], dtype: torch.dtype, device: torch.device) -> Tiles | None:
-    """The tiles of a canonical weight where `hip` would run on them for x of `dtype`, else None."""
+    """Tiles of a canonical weight where `hip` would run on them for x of `dtype`; else None."""
     q, scale, offset = weight
     if device.type != "cuda":
         return None
@@ -40,24 +40,24 @@ def tiles_for(weight: tuple[Tensor, Tensor, Tensor | None], dtype: torch.dtype, 
 
 
 def dense(dtype: torch.dtype, *args: Any) -> tuple[Tensor, Tensor | None]:
-    """The canonical tensors of the tiles as floats, as their own format has it, and the bias."""
+    """The tiles' weight as floats in `dtype`, and the bias."""
     *tiles, bias = args
     return int4_linear.dense(dtype, *int4_tiles.untile(Tiles(*tiles)), bias)
 
 
 def blocks(*args: Any) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """The same in float64, some rows at a time."""
+    """The weight and the bias in float64, in blocks of rows."""
     *tiles, bias = args
     return int4_linear.blocks(*int4_tiles.untile(Tiles(*tiles)), bias)
 
 
 def reference(x: Tensor, *args: Any) -> Tensor:
-    """The whole weight dequantised into x's dtype, then torch's own linear layer."""
+    """Dequantise the whole weight to x's dtype, then torch's own linear layer."""
     return functional.linear(x, *dense(x.dtype, *args))
 
 
 def spec(x: Tensor, *args: Any) -> Spec:
-    """What dispatch asks of a call. Raises KernelError where shapes, dtypes or devices do not fit together."""
+    """The Spec of a call, for dispatch. Raises KernelError where shapes, dtypes or devices do not fit together."""
     *rest, bias = args
     tiles = Tiles(*rest)
     n, k = tiles.n, tiles.k
@@ -79,7 +79,7 @@ def spec(x: Tensor, *args: Any) -> Spec:
 def of_shape(
     n: int, k: int, dtype: torch.dtype, group: int, offset: str, scale_dtype: torch.dtype = torch.float16, *, m: int = 1
 ) -> Spec:
-    """The Spec of tiles that need not exist yet; a plan asks with it."""
+    """The Spec of a linear layer of this size, for planning before there are tiles."""
     return Spec(OP, {"M": m, "N": n, "K": k}, dtype, scale_dtype, group, offset)
 
 
@@ -90,9 +90,9 @@ def why_not(spec: Spec, device: Device) -> str | None:
 
 
 def by_hip(x: Tensor, *args: Any) -> Tensor:
-    """The implementation `hip`: up to 8 rows of x, or 64, by its kernels; more by Triton's where it is, else by torch.
+    """The implementation `hip`: its own kernels up to 8 (or 64) rows of x; for more, Triton's if available, else torch.
 
-    A gate or up in paired tiles reads the other's rows too, and drops what they give.
+    A gate or up in interleaved tiles computes the other's columns too, and drops them.
     """
     *rest, bias = args
     tiles = Tiles(*rest)
@@ -107,12 +107,12 @@ def by_hip(x: Tensor, *args: Any) -> Tensor:
 
 
 def launched(x: Tensor, tiles: Tiles, bias: Tensor | None, function: str, activation: str = "none") -> Tensor:
-    """One call of a function of the device library, bias and result in the order of the tiles' rows."""
+    """Call a function of the device library; bias and result are in the order of rows in the tiles."""
     return binding.launch(weight_of(tiles, function), x, bias=bias, activation=activation)
 
 
 def weight_of(tiles: Tiles, function: str = "gemv_int4") -> Weight:
-    """What a launch of that function reads."""
+    """The launch arguments of `function` for these tiles."""
     form = int4_tiles.ONE_GROUP if tiles.group == tiles.k else tiles.group
     shift = int4_tiles.places(tiles.k, tiles.group)["group_shift"]
     held = (tiles.w.contiguous(), form, tiles.scale.contiguous())
@@ -122,12 +122,12 @@ def weight_of(tiles: Tiles, function: str = "gemv_int4") -> Weight:
 
 
 def gated_many(x: Tensor, tiles: Tiles, bias: Tensor | None) -> Tensor:
-    """silu(gate) * up of "both", where `gemm_fits`; bias[2 N] in the order of the weight's rows."""
+    """silu(gate) * up for tiles of part "both", where `gemm_fits`; bias[2 N] in the order of the weight's rows."""
     return launched(x, tiles, bias, "int4_gemm", "silu_gate")
 
 
 def gemm_fits(x: Tensor, tiles: Tiles) -> bool:
-    """Whether one launch makes the products with 9 to 64 rows: on Hopper and its like, in groups of 128 or more."""
+    """Whether one launch serves 9 to 64 rows: on Hopper and later, for groups of 128 or more."""
     m, device = x.numel() // tiles.k, probe(x.device)
     if not binding.MAX_GEMV_ROWS < m <= binding.MAX_ROWS or device.vendor != "nvidia":
         return False
@@ -142,7 +142,7 @@ def triton_why_not(spec: Spec, device: Device) -> str | None:
 
 
 def by_triton(x: Tensor, *args: Any) -> Tensor:
-    """The implementation `triton`: dequantised in registers, or for many rows slice by slice for torch's product."""
+    """The implementation `triton`: dequantises in registers, or for many rows into slices for torch's GEMM."""
     from accelpatch.kernels.triton.weight_only import tiled_int4_linear as run
     from accelpatch.kernels.triton.weight_only import written
 
@@ -155,7 +155,7 @@ def by_triton(x: Tensor, *args: Any) -> Tensor:
 
 
 def by_torch(x: Tensor, *args: Any) -> Tensor:
-    """The implementation `torch`: tiles undone and rows of the weight dequantised block by block."""
+    """The implementation `torch`: unpacks the tiles, and dequantises the weight in blocks of rows."""
     *rest, bias = args
     tiles = int4_tiles.alone(Tiles(*rest))
 
@@ -177,7 +177,7 @@ def tiled_int4_linear(
     x: Tensor, w: Tensor, scale: Tensor, offset: Tensor | None, n: int, k: int, group: int, kind: str,
     part: str = "all", bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """y[..., N] = x[..., K] @ w^T + bias in x's dtype, contiguous; what lies between x and bias[N] is a `Tiles`.
+    """y[..., N] = x[..., K] @ w^T + bias in x's dtype, contiguous. The arguments between x and bias[N] are a Tiles.
 
     Raises KernelError for arguments that do not fit together.
     """
@@ -197,7 +197,7 @@ def _fake(
 
 
 def cases() -> list[Case]:
-    """The cases of int4_linear that have tiles, run on tiles; and tiles that are paired."""
+    """The cases of int4_linear that have tiles, as tiles; and interleaved tiles."""
 
     def tiled(case: Case) -> Case:
         def make(generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:

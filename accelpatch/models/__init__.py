@@ -1,1 +1,1 @@
-"""What is known of model families, and where models come from."""
+"""Model families as data, and loading of models."""

@@ -1,7 +1,7 @@
-"""The models that accelpatch knows by a short name: where they come from, and their published shapes.
+"""The models that accelpatch knows by a short name: their source and their configuration.
 
-The shapes are the models' own ``config.json`` on the hub, in the words of transformers 5 (``rope_parameters``), so
-that a plan needs no network.
+The configurations are copies of the models' ``config.json`` with the keys of transformers 5 (``rope_parameters``), so
+that planning needs no network.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 @dataclass(frozen=True)
 class CatalogEntry:
-    """A known model. ``config`` holds a transformers configuration, ``model_type`` and ``dtype`` included."""
+    """A known model. config: its transformers configuration, with ``model_type`` and ``dtype``."""
 
     name: str
     hub_name: str
@@ -33,7 +33,7 @@ class CatalogEntry:
 
 @dataclass(frozen=True)
 class Source:
-    """Where a model comes from. ``kind``: "embedded", "hub", "folder" or "gguf"; ``location``: hub name or path."""
+    """Where a model comes from. kind: "embedded", "hub", "folder" or "gguf". location: hub name or path."""
 
     kind: str
     name: str
@@ -42,7 +42,7 @@ class Source:
 
 
 def _llama(heads: tuple[int, int], rope: Mapping[str, Any], **config: Any) -> dict[str, Any]:
-    """A configuration of Llama's kind; ``heads``: query heads, key and value heads."""
+    """A configuration of a Llama-like model. heads: (query heads, KV heads)."""
     common = {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
@@ -213,10 +213,10 @@ CATALOG: Mapping[str, CatalogEntry] = MappingProxyType({entry.name: entry for en
 
 
 def resolve(name: str) -> Source:
-    """What a name means: a short name of the catalog, then a path, then a name on the hub.
+    """Find the source of a model: a short name of the catalog, else a path, else a name on the hub.
 
-    A folder that is called like a catalog entry is named with a path: ``./gpt2``. Raises LoadError for a path that
-    is not there, a file that is no GGUF file, and a name that looks like a misspelt short name.
+    For a folder with the name of a catalog entry write a path: ``./gpt2``. Raises LoadError for a path that does not
+    exist, a file that is not GGUF, and a name that looks like a misspelt short name.
     """
     if entry := CATALOG.get(name.lower()):
         location = entry.name if entry.embedded else entry.hub_name
@@ -247,7 +247,7 @@ def _local(name: str, path: Path) -> Source:
 
 
 def pickle_refusal(place: str) -> str:
-    """The message for a checkpoint whose loading could run code."""
+    """The error message for a checkpoint in a format that can run code when loaded."""
     return (
         f"{place} holds pickled weights, which can run code while they load, so they are refused. Convert them in an "
         "environment that you would risk: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER) "

@@ -1,4 +1,4 @@
-"""A checkpoint's folder, read with distrust before any of it is loaded: nothing in it may run or fetch anything."""
+"""Checks a checkpoint's folder before anything is loaded: nothing in it may run or download code."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ _UNTRUSTED_KEYS = frozenset(
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The folder's config.json, without the keys that could run or fetch code.
+    """The folder's config.json, without the keys that could run or download code.
 
-    Raises LoadError for a folder that is no float checkpoint: empty, an adapter, quantised already, not JSON.
+    Raises LoadError for a folder that is not a float checkpoint: empty, an adapter, already quantised, or not JSON.
     """
     if not folder.is_dir():
         raise LoadError(f"{folder}: no such folder")
@@ -66,7 +66,7 @@ def _trusted(value: Any) -> Any:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; LoadError with line and column where the file is none."""
+    """Read a JSON object; LoadError, with line and column, where the file does not hold one."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
@@ -79,7 +79,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def shard_names(folder: Path) -> list[str]:
-    """The names of the weight files that the folder's index asks for; empty when it has no safetensors."""
+    """The weight files listed in the folder's safetensors index; empty where it has no safetensors."""
     if not (folder / _INDEX).is_file():
         return [_SINGLE] if (folder / _SINGLE).is_file() else []
     return sorted(set(_weight_map(folder).values()))
@@ -96,7 +96,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
 
 
 def check_weights(folder: Path, progress: Progress) -> None:
-    """Every shard is there, whole, and holds what the index says; checksums are compared where the folder has them."""
+    """Check that all weight files are there, complete and as the index says; compare checksums where there are any."""
     shards = shard_names(folder)
     if not shards:
         pickles = [path for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for path in folder.glob(pattern)]
@@ -123,7 +123,7 @@ def _keys(path: Path) -> set[str]:
 
 
 def write_checksums(folder: Path) -> None:
-    """Write the SHA-256 of every weight file, in the format of the program sha256sum."""
+    """Write the SHA-256 of every weight file, in the format of sha256sum."""
     lines = [f"{_sha256(folder / name)}  {name}\n" for name in shard_names(folder)]
     (folder / CHECKSUMS).write_text("".join(lines))
 
@@ -145,9 +145,9 @@ def _compare_checksums(folder: Path, progress: Progress) -> None:
 
 
 def check_complete(place: str, info: dict[str, Any]) -> None:
-    """Raise LoadError when configuration and weights disagree, as transformers' loading info producer.
+    """Raise LoadError where weights and configuration disagree. info: transformers' loading info.
 
-    A weight that the file lacks would start from random numbers, and one that the model lacks would be dropped.
+    transformers would initialise missing weights at random and drop unexpected ones.
     """
     mismatched = [f"{key} {tuple(found)} for {tuple(wanted)}" for key, found, wanted in info["mismatched_keys"]]
     complaints = [

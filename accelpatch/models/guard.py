@@ -1,4 +1,4 @@
-"""Around calls into transformers: damaged files become LoadErrors, and progress bars stay hidden."""
+"""Wrappers for calls into transformers: errors of damaged files become LoadErrors, and progress bars are hidden."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformers.utils import logging as transformers_logging
 
 from accelpatch.errors import LoadError
 
-# What transformers and gguf raise on a damaged or unknown file: they check little themselves.
+# Exceptions of transformers and gguf on a damaged or unknown file, which they hardly check.
 _BROKEN = (
     ValueError,
     TypeError,
@@ -32,7 +32,7 @@ _BROKEN = (
 
 
 class explained:
-    """Turn what the readers raise on a bad file into a LoadError that begins with ``what``."""
+    """Context manager: turns exceptions that readers raise on a bad file into a LoadError that begins with ``what``."""
 
     def __init__(self, what: str) -> None:
         self.what = what
@@ -51,14 +51,14 @@ class explained:
 
 @contextlib.contextmanager
 def no_bar() -> Iterator[None]:
-    """Hide the one bar that asks nobody: GGUF unpacking draws straight onto stderr. Log lines still come through."""
+    """Context manager: hides the progress bar of GGUF loading, which goes to stderr directly. Logging still works."""
     with contextlib.redirect_stderr(io.StringIO()):
         yield
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """No progress bars of transformers: the caller's own progress shows it."""
+    """Context manager: disables transformers' progress bars; the caller shows its own progress."""
     shown = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:

@@ -1,4 +1,4 @@
-"""Models on the hub: the local copy where it is complete, else a download that fails soon when there is no network."""
+"""Models on the Hugging Face hub: a complete local copy, else a download, which fails soon without a network."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _NETWORK_ERRORS: tuple[type[Exception], ...] = (OSError, *HfHubHTTPError.__bases
 
 
 def snapshot(name: str, *, weights: bool = True) -> Path:
-    """The folder of the model's files (config, tokenizer and, unless asked otherwise, safetensors).
+    """The folder with the model's config, tokenizer and (unless ``weights`` is False) safetensors files.
 
-    Raises LoadError when the local copy is incomplete and the hub cannot be reached, has no such model or asks for
-    a token.
+    Raises LoadError where the local copy is incomplete and the hub cannot be reached, has no such model or wants a
+    token.
     """
     if complete := local(name, weights=weights):
         return complete
@@ -47,7 +47,7 @@ def snapshot(name: str, *, weights: bool = True) -> Path:
 
 
 def local(name: str, *, weights: bool) -> Path | None:
-    """The folder of a copy downloaded before, or None when there is none or files of it are missing."""
+    """The folder of a complete earlier download, or None."""
     try:
         folder = Path(snapshot_download(name, local_files_only=True))
     except (OSError, HFValidationError):
@@ -65,7 +65,7 @@ def _reach(name: str) -> None:
     try:
         urllib.request.urlopen(request, timeout=REACH_SECONDS).close()
     except urllib.error.HTTPError:
-        return  # it answered
+        return  # an answer: the hub can be reached
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
         if isinstance(reason, ssl.SSLError):

@@ -1,7 +1,7 @@
-"""Small fixed inputs for a model, made from its configuration, in the shapes that generation uses.
+"""Small fixed sample inputs for a model, made from its configuration, in the shapes that generation uses.
 
-What a model takes is read off its main input's name and its forward's signature: token ids, pictures, sound. Where
-several forms are possible all are given, the likeliest first: the first that the model runs on is the right one.
+The kind of input (token ids, images, audio) is taken from the model's main_input_name and its forward's signature.
+Where several forms are possible all are returned, the most likely one first; use the first that the model accepts.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from torch import Tensor, nn
 LENGTH, BATCH = 12, 3
 SOUND, FRAMES, CHANNELS = 16000, 64, 3
 Sample = dict[str, Any]
-# What a forward calls the input of a picture or of sound, where it is not the model's main input.
+# Argument names of images and audio in a forward, where they are not the model's main input.
 SIGNALS = ("pixel_values", "input_features", "input_values", "pixel_values_videos")
 
 
 def sample_inputs(model: nn.Module) -> list[list[Sample]]:
-    """Candidates, each a list of inputs for `model(**inputs)`: one token, several, a padded batch; or two signals.
+    """Candidates, each a list of keyword arguments for `model(**inputs)`: one token, several tokens and a padded batch,
+    or two batches of images or audio.
 
-    Always the same for a model of the same configuration. Everything is on the device of the model's first parameter.
-    Empty where nothing is known of what the model takes.
+    Deterministic; on the device of the model's first parameter. Empty where the kind of input is unknown.
     """
     first = next(model.parameters(), None)
     device = torch.device("cpu") if first is None else first.device
@@ -59,7 +59,7 @@ def _parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
 
 
 def _accepted(model: nn.Module, sample: Sample) -> Sample:
-    """Those of the arguments that the model's forward has, or passes on."""
+    """Those of the arguments that the model's forward accepts, itself or as **kwargs."""
     known = _parameters(model)
     if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in known.values()):
         return sample
@@ -67,7 +67,7 @@ def _accepted(model: nn.Module, sample: Sample) -> Sample:
 
 
 def token_batches(config: Any, vocabulary: int) -> list[Sample]:
-    """input_ids and a mask: [1, 1], [1, length] and [3, length], of the last one row padded on the left."""
+    """input_ids and attention_mask of [1, 1], [1, length] and [3, length], the last with one row padded on the left."""
     length = min(LENGTH, _count(text_config(config), "max_position_embeddings") or LENGTH)
     batches = [one_batch(vocabulary, 1, 1), one_batch(vocabulary, 1, length), one_batch(vocabulary, BATCH, length)]
     batches[2]["attention_mask"][1, : length // 2] = 0  # left padding, as for generation
@@ -80,25 +80,25 @@ def token_batches(config: Any, vocabulary: int) -> list[Sample]:
 
 
 def one_batch(vocabulary: int, batch: int, length: int) -> Sample:
-    """input_ids[batch, length] spread over the vocabulary, and a mask of ones."""
+    """input_ids[batch, length] spread over the vocabulary, and an attention_mask of ones."""
     places = torch.arange(batch * length, dtype=torch.int64).reshape(batch, length)
     return {"input_ids": (places * 7919 + 17) % vocabulary, "attention_mask": torch.ones_like(places)}
 
 
 def _decoder(config: Any, vocabulary: int | None, batch: int) -> Sample:
-    """What an encoder-decoder needs beside a picture or sound."""
+    """The decoder's inputs for an encoder-decoder that takes images or audio."""
     if not getattr(config, "is_encoder_decoder", False) or not vocabulary:
         return {}
     return {"decoder_input_ids": one_batch(vocabulary, batch, LENGTH if batch > 1 else 1)["input_ids"]}
 
 
 def noise(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Seeded normal noise."""
+    """Normal noise with a fixed seed."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
 
 
 def _shapes(config: Any, name: str) -> list[tuple[int, ...]]:
-    """The shapes, without the batch, that an input of this name may have in a model of this configuration."""
+    """Possible shapes, without the batch dimension, of the input ``name`` for a configuration."""
     channels, bins = _count(config, "num_channels", "in_channels") or CHANNELS, _count(config, "num_mel_bins")
     if name.startswith("pixel_values"):
         picture = (channels, *_size(config))
@@ -115,7 +115,7 @@ def _shapes(config: Any, name: str) -> list[tuple[int, ...]]:
 
 
 def _size(config: Any) -> tuple[int, int]:
-    """Height and width of a picture."""
+    """(height, width) of an image."""
     sizes = (getattr(part, "image_size", None) for part in _parts(config))
     size = next((one for one in sizes if one), 224)
     if isinstance(size, Mapping):
@@ -128,16 +128,16 @@ def _one(size: Any) -> int:
 
 
 def _count(config: Any, *names: str) -> int | None:
-    """The first of these that is a number above zero in a configuration, or in those of its parts."""
+    """The first of these names with a positive number in a configuration or in its sub-configurations."""
     values = (getattr(part, name, None) for name in names for part in _parts(config))
     return next((value for value in values if isinstance(value, int) and value > 0), None)
 
 
 def _parts(config: Any) -> list[Any]:
-    """A configuration and those inside it."""
+    """A configuration and its sub-configurations."""
     return [config, *(part for part in vars(config).values() if hasattr(part, "model_type"))] if config else []
 
 
 def text_config(config: Any) -> Any:
-    """The part of a configuration that has the vocabulary."""
+    """The sub-configuration with the vocabulary size."""
     return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config

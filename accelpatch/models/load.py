@@ -1,7 +1,7 @@
-"""Loads models and tokenizers: the only caller of ``from_pretrained``.
+"""Loads models and tokenizers; the only module that calls ``from_pretrained``.
 
-Safetensors and GGUF only. Nothing in a checkpoint can run code or name a kernel to fetch, and weights that do not fit
-the configuration are an error instead of a random start.
+Safetensors and GGUF only. Nothing in a checkpoint can run code, and weights that do not fit the configuration are an
+error; transformers would start them at random.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model in eval mode, its tokenizer (None when the checkpoint has none) and where both came from."""
+    """A model in eval mode, its tokenizer (None where the checkpoint has none) and their source."""
 
     model: nn.Module
     tokenizer: Any
@@ -43,8 +43,8 @@ def load(
 ) -> Loaded:
     """Load a model by short name, folder, GGUF file or hub name.
 
-    ``dtype="auto"`` keeps the checkpoint's; ``progress(stage, done, total)`` is called as stages go by. Raises
-    LoadError for whatever is wrong with the name, the network or the files, saying what to do next.
+    dtype: "auto" keeps the checkpoint's. progress: called as ``progress(stage, done, total)``. Raises LoadError, which
+    says what to do, for a wrong name, network failures, and files that are damaged or not trusted.
     """
     report = progress or _silent
     source = resolve(name)
@@ -57,7 +57,7 @@ def load(
 
 
 def from_config(name: str) -> nn.Module:
-    """The model's modules on the meta device, from built-in shapes or a local configuration; never the network."""
+    """The model on the meta device, without weights, from a built-in or local configuration. Uses no network."""
     source = resolve(name)
     config = _config(source)
     with explained(f"{name}: no model can be made from its configuration"), torch.device("meta"):
@@ -67,7 +67,7 @@ def from_config(name: str) -> nn.Module:
 def random(
     name: str, *, dtype: str | torch.dtype = "auto", device: str | torch.device = "cpu", seed: int = 0
 ) -> nn.Module:
-    """A model of that shape with seeded random weights, as transformers initialises them; never the network."""
+    """The model with seeded random weights, initialised as transformers does. Uses no network."""
     config = _config(resolve(name))
     kind = torch.device(device)
     options = {} if dtype == "auto" else {"dtype": dtype}
@@ -78,7 +78,7 @@ def random(
 
 
 def tokenizer(name: str) -> Any:
-    """The model's tokenizer, with its chat template; LoadError when it has none."""
+    """The model's tokenizer with its chat template. Raises LoadError where it has none."""
     source = resolve(name)
     if source.kind == "gguf":
         return _gguf_tokenizer(Path(source.location), _silent)
@@ -86,13 +86,13 @@ def tokenizer(name: str) -> Any:
 
 
 def fetch(name: str, *, progress: Progress | None = None) -> Path:
-    """Bring the model's files to this machine, unloaded: the path of its folder, or of its GGUF file."""
+    """Download the model's files; returns the path of its folder or GGUF file."""
     source = resolve(name)
     return Path(source.location) if source.kind == "gguf" else _folder(source, progress or _silent)
 
 
 def _silent(stage: str, done: int, total: int) -> None:
-    """The progress of a caller who did not ask for any."""
+    """A progress function that does nothing."""
 
 
 def _folder(source: Source, progress: Progress, *, weights: bool = True) -> Path:
@@ -131,7 +131,7 @@ def _native(config: dict[str, Any], place: str) -> Any:
 
 
 def _auto_class(config: Any) -> Any:
-    """The class that the configuration names, if it is one of transformers' own for it; else by its kind."""
+    """The configuration's model class if it is one of transformers' own, else the auto class for its kind."""
     for name in config.architectures or ():
         named = getattr(transformers, name, None)
         if isinstance(named, type) and getattr(named, "config_class", None) is type(config):
@@ -197,7 +197,7 @@ def _check_gguf(path: Path) -> None:
 
 
 def _forget_quantizer(model: Any) -> None:
-    """The weights are plain floats now; transformers would still refuse to save the model as a GGUF one."""
+    """Remove the GGUF quantizer from a model whose weights are plain floats now, so that transformers can save it."""
     for name in ("hf_quantizer", "quantization_method"):
         if hasattr(model, name):
             delattr(model, name)

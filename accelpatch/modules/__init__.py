@@ -1,1 +1,1 @@
-"""The nn.Modules that move into a model; each is an instance of the class that it replaces."""
+"""The nn.Modules that replace a model's own; each is an instance of the class that it replaces."""

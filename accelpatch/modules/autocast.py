@@ -1,4 +1,4 @@
-"""What torch.autocast does to a product's input: kernels of our own are not on its list."""
+"""torch.autocast for accelpatch's own linear kernels, which are not on its list of operations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ CAST = (torch.float32, torch.bfloat16, torch.float16)  # float64 stays, as in to
 
 
 def autocast(x: Tensor) -> Tensor:
-    """x in the dtype that autocast, where it is on, gives the input of torch.nn.functional.linear."""
+    """x cast to the dtype that torch.autocast, where it is enabled, would give the input of functional.linear."""
     kind = x.device.type
     if x.dtype not in CAST or not torch.is_autocast_enabled(kind):
         return x

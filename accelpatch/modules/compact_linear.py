@@ -1,4 +1,4 @@
-"""A linear layer whose bfloat16 weight is held in 12 bits a value without loss, and given back bit for bit."""
+"""A linear layer whose bfloat16 weight is stored losslessly in 12 bits per value, and restored bit for bit."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from accelpatch.modules.packed_weight import PackedWeight
 class CompactLinear(PackedWeight):
     """y = x @ weight^T + bias.
 
-    tiles: the only copy of the weight; None where its values have no such form (`refusal` says why): it is a parameter
-    then, shared with the original. `like` is empty: it carries the weight's device and dtype, and follows `model.to()`.
+    tiles: the only copy of the weight. None where its values do not fit the format (`refusal` says why); the weight is
+    then a parameter shared with the original. like: an empty tensor that has the weight's device and dtype and follows
+    `model.to()`.
     """
 
     own_buffers = ("like",)
@@ -31,11 +32,11 @@ class CompactLinear(PackedWeight):
     like: Tensor
     tiles: CompactTiles | None
     refusal: str
-    rewritten = False  # whether the weight is other numbers than the original's
-    made: nn.Parameter | None = None  # the parameter that was made of tiles
+    rewritten = False  # whether the weight has been written since the patch
+    made: nn.Parameter | None = None  # the parameter that was unpacked from tiles
 
     def hold(self) -> None:
-        """Make tiles of the weight that was taken over, where that can be."""
+        """Pack the parameter `weight` into tiles where its values fit the format."""
         weight = self._parameters["weight"]
         assert weight is not None
         self.trainable, self.refusal = weight.requires_grad, ""
@@ -56,39 +57,40 @@ class CompactLinear(PackedWeight):
 
     @property
     def holds(self) -> tuple[str, ...]:
-        """Names of parameters that `give_back` brings to the original."""
+        """Names of the parameters that `give_back` restores in the original."""
         return ("weight",) if self.is_packed or self._parameters["weight"] is self.made else ()
 
     def dequantized(self) -> Tensor:
-        """The weight[N, K], bit for bit."""
+        """The weight [N, K], bit for bit."""
         if self.tiles is None:
             return self.weight.detach()
         return unpacked(self.tiles).to(self.like.dtype)
 
     def repack(self, weight: Tensor) -> None:
-        """Hold other numbers, in tiles where they have that form."""
+        """Hold a new weight [N, K], in tiles where its values fit the format."""
         self._become(nn.Parameter(weight.to(self.like, copy=True), requires_grad=self.trainable))
         self.rewritten = True
         self.hold()
 
     def _become(self, parameter: nn.Parameter) -> None:
-        """Hold a parameter of this module's own making."""
+        """Hold the weight as a parameter that this module made, not the original's."""
         self._parameters["weight"] = self.__dict__["made"] = parameter
 
     @property
     def gives_back(self) -> bool:
-        """Whether the original's weight is held here, so that the original need not."""
+        """Whether the packed weight can restore the original's, which can then be freed."""
         return self.tiles is not None
 
     @property
     def weight_bytes(self) -> int:
-        """What one product reads; of tiles that are paired, half."""
+        """Bytes that one linear call reads of the weight; half the tensors where gate and up
+        share interleaved tiles."""
         if self.tiles is None:
             return self.dequantized().nbytes
         return sum(table.nbytes for table in self.tiles[:3]) * self.tiles.n // self.tiles.rows
 
     def unpack(self) -> None:
-        """Hold the weight as it was: for neighbours whose weights have no tiles."""
+        """Unpack the weight into a parameter, because a neighbour to be concatenated with has no tiles."""
         if self.tiles is not None:
             with torch.inference_mode(False), torch.no_grad():
                 self._become(nn.Parameter(self.dequantized(), requires_grad=self.trainable))
@@ -105,7 +107,7 @@ class CompactLinear(PackedWeight):
         return compact_linear(x, *self.tiles, self.bias)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        """Move with the model; cast to another dtype, the weight is rounded as a parameter is."""
+        """Move with the model. A cast to another dtype rounds the weight as it would a parameter."""
         self.changed()
         if fn(self.like).dtype != self.like.dtype:
             self.unpack()
@@ -114,20 +116,20 @@ class CompactLinear(PackedWeight):
             return self
         super()._apply(fn, recurse)
         if self.tiles is not None and self.tiles.w.device != self.like.device:
-            own = compact_tiles.alone(self.tiles)  # or a neighbour that they are paired with would hold them twice
+            own = compact_tiles.alone(self.tiles)  # interleaved tiles would be copied for each of the two modules
             w, scale, outliers = (table.to(self.like.device) for table in own[:3])
             self.tiles = own._replace(w=w, scale=scale, outliers=outliers)
         return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """The weight under its own name, as the original's."""
+        """Save the unpacked weight under "weight", as the original would."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
         destination.setdefault(prefix + "weight", self.weight.detach())
 
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: list[str], *args: Any
     ) -> None:
-        """Take a weight as the original would."""
+        """Load a float weight and pack it."""
         given = self.tiles is not None and prefix + "weight" in state_dict
         if given:
             self.unpack()
@@ -139,7 +141,7 @@ class CompactLinear(PackedWeight):
             self.hold()
 
     def give_back(self, original: nn.Module) -> None:
-        """Give the original its weight, where this module was moved: if it was freed, or is other numbers by now."""
+        """Restore the original's weight on this module's device, where it was freed or has been rewritten since."""
         parameter = original._parameters["weight"]
         assert parameter is not None
         if parameter is not self._parameters.get("weight") and (parameter.numel() == 0 or self.rewritten):

@@ -1,4 +1,4 @@
-"""The gated MLP: down(act(gate(x)) * up(x)) with the activation and the product as one operation."""
+"""The gated MLP, down(act(gate(x)) * up(x)), with the activation and the multiplication as one operation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from accelpatch.modules.replacement import Replacement, intact, is_observed
 
 
 def side_by_side(gate: Any, up: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-    """gate(x) and up(x); by one product where their weights lie in one and nobody watches them."""
+    """(gate(x), up(x)); in one GEMM where their weights share interleaved tiles and no hook observes either module."""
     tiles, others = (vars(module).get("tiles") for module in (gate, up))
     one = tiles is not None and others is not None and tiles.w is others.w and gate.bias is None and up.bias is None
     if not one or is_observed(gate, up):
@@ -25,7 +25,7 @@ def side_by_side(gate: Any, up: Any, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class GatedMLP(Replacement):
-    """With separate gate_proj and up_proj (Llama), or both as the halves of gate_up_proj (Phi-3: `fused_rows`)."""
+    """A gated MLP with separate gate_proj and up_proj (Llama), or one gate_up_proj (Phi-3; `fused_rows`)."""
 
     activation: str
     fused_gate_up: bool
@@ -35,7 +35,8 @@ class GatedMLP(Replacement):
     down_proj: nn.Module
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """hidden_states[..., K] -> [..., K]; with the original's forward where its activation is another by now."""
+        """hidden_states[..., K] -> [..., K]. Runs the original's forward if the activation was
+        changed or is observed."""
         if not intact(self):
             return super().forward(hidden_states)
         if self.fused_gate_up:

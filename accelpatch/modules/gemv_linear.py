@@ -1,4 +1,4 @@
-"""A linear layer that keeps its float weight and reads it at the speed of memory when there are few tokens."""
+"""A linear layer that keeps its float weight and runs memory-bound GEMV kernels for few tokens."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from accelpatch.modules.replacement import Replacement
 
 
 class GemvLinear(Replacement):
-    """y = x @ weight^T + bias, the weight plain as in nn.Linear, shared with the original.
+    """y = x @ weight^T + bias, with the plain weight of the nn.Linear, shared with the original.
 
-    The kernel runs where its launch costs nothing: in captured programs, and in compiled ones. Called one by one a
-    product takes the host longer to launch than torch's own, by more than the device is faster.
+    The kernel runs only in captured or compiled programs: called eagerly, its launch costs the host more time than
+    torch's own, and more than the device saves.
     """
 
     weight: Tensor

@@ -12,7 +12,7 @@ from accelpatch.modules.replacement import Replacement, intact, is_observed
 
 
 class FusedRMSNorm(Replacement):
-    """x / rms(x) * weight in one operation. eps_name: of the original's epsilon. plus_one: its weight counts from 1."""
+    """x / rms(x) * weight in one operation. eps_name: the original's epsilon attribute. plus_one: use 1 + weight."""
 
     weight: Tensor
     eps_name: str
@@ -20,7 +20,7 @@ class FusedRMSNorm(Replacement):
 
     @property
     def rms_eps(self) -> float:
-        """Added to the mean of squares."""
+        """The epsilon that is added to the mean of squares."""
         return float(getattr(self, self.eps_name))
 
     def forward(self, hidden_states: Tensor) -> Tensor:
@@ -36,10 +36,11 @@ CALLED = frozenset(
 
 
 class ResidualNormLayer(Replacement):
-    """A decoder layer whose residual addition and the norm after it are one operation.
+    """A decoder layer that adds the residual and computes the next norm in one operation.
 
-    For layers of the form norm, attention, add, norm, MLP, add (Llama), and for those with a norm after attention
-    and after the MLP too (Gemma 2 and 3: `sandwich`). Children, names and hooks stay; a hook on the norm is served.
+    For layers of the form norm, attention, add, norm, MLP, add (Llama), and for those that also have a norm after
+    attention and after the MLP (Gemma 2 and 3: `sandwich`). Children, names and hooks stay; hooks on the norm still
+    run.
     """
 
     norm_class: type[nn.Module]
@@ -55,7 +56,7 @@ class ResidualNormLayer(Replacement):
     post_feedforward_layernorm: nn.Module
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """hidden_states[B, L, K] -> [B, L, K]; the other arguments go to the attention as they are."""
+        """hidden_states[B, L, K] -> [B, L, K]; the other arguments are passed to the attention."""
         if not intact(self):
             return super().forward(hidden_states, *args, **kwargs)
         kwargs.update(zip(self.positional, args, strict=False))
@@ -76,12 +77,12 @@ class ResidualNormLayer(Replacement):
         return add_rmsnorm(hidden_states, residual, norm.weight, getattr(norm, self.eps_name), self.plus_one)
 
     def _is_known(self, norm: nn.Module) -> bool:
-        """Whether a norm is the original's or its replacement: none that PEFT wraps, or of the user's own class."""
+        """Whether a norm is the original or its FusedRMSNorm, not one that PEFT wraps or that the user put in."""
         own = type(norm)
         return own is self.norm_class or (isinstance(norm, FusedRMSNorm) and issubclass(own, self.norm_class))
 
 
 def positional_names(layer: nn.Module) -> tuple[str, ...]:
-    """The names of a layer's arguments after hidden_states, in order, for callers that pass them by position."""
+    """Names of the arguments after hidden_states in the layer's forward, for callers that pass them by position."""
     names = list(inspect.signature(type(layer).forward).parameters.values())[2:]
     return tuple(p.name for p in names if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD)

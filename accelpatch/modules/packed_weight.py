@@ -1,4 +1,4 @@
-"""A module whose weight is packed: no parameter, but a `weight` that is read and written as one."""
+"""Base of modules with a packed weight: not a parameter, but `weight` can still be read and written as floats."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from accelpatch.modules.weight_view import WAY, UnpackedWeight, WeightView
 
 
 class PackedWeight(Replacement):
-    """A mixin of modules that hold their weight in a form of their own.
+    """Mixin for modules that hold their weight in a packed format.
 
-    transposed: the original holds its weight as [K, N]. trainable: whether the parameter required a gradient. like: a
-    tensor of the weight's device and dtype.
+    transposed: the original stores its weight as [K, N]. trainable: whether the original's parameter required a
+    gradient. like: a tensor with the weight's device and dtype.
     """
 
     transient = ("_unpacked", "_token")
@@ -30,41 +30,42 @@ class PackedWeight(Replacement):
 
     @property
     def held(self) -> PackedWeight:
-        """The module that has the weight: this one, or the one that it is tied to."""
+        """The module that owns the packed weight: this one, or the one that it is tied to."""
         return self
 
     @property
     def is_packed(self) -> bool:
-        """Whether the weight is no parameter now."""
+        """Whether the weight is packed now, and not a parameter."""
         return True
 
     @property
     def weight(self) -> Tensor:
-        """The float weight in the original's shape and dtype, unpacked for who asks, so it costs time and memory."""
+        """The float weight in the original's shape and dtype, unpacked when first read: that costs time and memory."""
         if not self.is_packed:
             return self._parameters["weight"]  # type: ignore[return-value]
-        if torch.compiler.is_compiling():  # the graph reads it
+        if torch.compiler.is_compiling():  # unpack inside the compiled graph
             full = self.held.dequantized()
             return full.t() if self.transposed else full
         return self.held.unpacked_view(self.transposed)
 
     @weight.setter
     def weight(self, value: Any) -> None:
-        """What was read here may be put back (PEFT does, when an adapter goes); anything else is refused."""
+        """Accept a view that was read here (PEFT assigns it back); pass any other value to the `original`."""
         own = None if self.held._unpacked is None else self.held._unpacked()
         if not isinstance(value, WeightView) or value.unpacked is not own:
             self.original(NOT_REPLACED).weight = value
 
     def dequantized(self) -> Tensor:
-        """The weight as floats, `[N, K]` in the original's dtype."""
+        """The weight [N, K] as floats in the original's dtype."""
         raise NotImplementedError
 
     def repack(self, weight: Tensor) -> None:
-        """Hold other numbers: weight[N, K], float. Raises KernelError, changing nothing, for those it cannot hold."""
+        """Pack a new float weight [N, K]. Raises KernelError, changing nothing, for values
+        that the format cannot hold."""
         raise NotImplementedError
 
     def unpacked_view(self, transposed: bool = False) -> WeightView:
-        """The float weight; everybody who looks while it is alive sees the same numbers in the same memory."""
+        """The float weight; while one view is alive, all callers share its memory, so they see each other's writes."""
         weight = None if self._unpacked is None else self._unpacked()
         if weight is None:
             with torch.inference_mode(False), torch.no_grad():
@@ -77,11 +78,11 @@ class PackedWeight(Replacement):
             with torch.inference_mode(False), torch.no_grad():
                 self.repack(weight)
         except BaseException:
-            self.changed()  # these floats are not the weight
+            self.changed()  # the view's floats differ from the packed weight
             raise
 
     def changed(self) -> None:
-        """Views of the weight that somebody holds are of numbers that it has no more: they may not be written."""
+        """Invalidate existing views of the weight: writing into one of them raises PatchError from now on."""
         old = None if self._unpacked is None else self._unpacked()
         if old is not None:
             old.write = self._outdated
@@ -93,7 +94,7 @@ class PackedWeight(Replacement):
 
     @property
     def token(self) -> nn.Parameter:
-        """Stands for the weight where only its identity counts: modules that are tied have the same one."""
+        """An empty parameter that stands for the weight's identity; tied modules share one."""
         held = self.held
         if held._token is None or held._token.device != held.like.device:
             held.__dict__["_token"] = nn.Parameter(torch.empty(0, device=held.like.device), requires_grad=False)
@@ -101,13 +102,13 @@ class PackedWeight(Replacement):
         return held._token
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Those that there are, and a token for the weight: PEFT finds ties by it."""
+        """The module's parameters, and `token` for the packed weight, by which PEFT detects ties."""
         yield from super().parameters(recurse)
         if self.is_packed:
             yield self.token
 
     def float_parameters(self) -> dict[str, nn.Parameter]:
-        """The weight, where it is packed."""
+        """The packed weight as a float parameter, under its name "weight"; {} where it is not packed."""
         if not self.is_packed:
             return {}
         full = self.held.dequantized()
@@ -115,13 +116,13 @@ class PackedWeight(Replacement):
         return {"weight": nn.Parameter(full, requires_grad=self.trainable)}
 
     def original(self, refusal: str) -> Any:
-        """The original, where the model gives it back on demand (`accelpatch exec`). Raises PatchError elsewhere."""
+        """Unpatch on demand and return the original (under `accelpatch exec`); else raise PatchError(refusal)."""
         if ON_DEMAND in vars(self):
             return vars(self)[ON_DEMAND](self, "another weight")
         raise PatchError(f"{vars(self).get(PATH, 'a packed layer')}: {refusal}")
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """As nn.Module's, but for the packed weight, under its own name or another's (pruning)."""
+        """As in nn.Module; for the packed weight, also under another name (pruning), `original` refuses or takes it."""
         if self.is_packed and (name == "weight" or isinstance(param, WeightView)):
             self.original(NOT_REPLACED).register_parameter(name, param)
             return
@@ -134,13 +135,13 @@ class PackedWeight(Replacement):
         super().__delattr__(name)
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
-        """As nn.Module's; the packed weight has the mark when it comes back."""
+        """As in nn.Module; the packed weight gets the flag back when the model is unpatched."""
         self.trainable = requires_grad
         return super().requires_grad_(requires_grad)
 
 
 def packed_in(model: nn.Module) -> Iterator[tuple[str, PackedWeight]]:
-    """(name, module) of all modules of a model whose weight is packed now, under each name that they have."""
+    """(name, module) of every module in a model whose weight is packed now, under each of its names."""
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, PackedWeight) and module.is_packed:
             yield name, module

@@ -1,8 +1,8 @@
-"""A quantised weight as a module holds it: its layout on a device, its float form, moves, loads and the way back.
+"""A module's quantised weight: its layout on each device, its float form, moves, loading, and restoring the original.
 
-The weight is held as the canonical `q`, `scale` and `offset` (see quant/), or in the layout that the device's kernels
-read: a `Pack` on a CPU, 4-bit `Tiles` on a GPU; of the same numbers, bit for bit. `weight` gives it back as floats in
-the original's dtype and shape, for code that asks; what is written there is rounded to the format again.
+The weight is held as the canonical `q`, `scale` and `offset` (see quant/), or with the same numbers in the layout that
+the device's kernels read: a `Pack` on a CPU, 4-bit `Tiles` on a GPU. Reading `weight` gives floats in the original's
+dtype and shape; floats written there are quantised again.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from accelpatch.modules.replacement import ROLE
 from accelpatch.quant.weight import QuantizedWeight
 
 CANONICAL = ("q", "scale", "offset")
-OF_PEFT = "base_model.model."  # where the names in the state of a PeftModel begin
+OF_PEFT = "base_model.model."  # prefix of names in a PeftModel's state dict
 
 
 class QuantizedModule(PackedWeight):
-    """What the quantised modules share: the weight, its float form, and moves between devices and dtypes.
+    """Base of the quantised modules: the weight, its float form, and moves between devices and dtypes.
 
-    q[N, K] (or packed nibbles), scale[N, G], offset[N, G] or None; all None while `pack` holds the weight for a CPU, or
-    `tiles` for a GPU. `like` is empty: it carries the device and the dtype of the weight that was replaced, and follows
-    `model.to(...)` while `scale` keeps its precision. `source`: the module whose weight this one shares, where they are
-    tied. `written`: the numbers are no longer those of the original. `dtypes`: what the model was cast to since.
+    q[N, K] (or packed nibbles), scale[N, G], offset[N, G] or None; all None while `pack` (CPU) or `tiles` (GPU) holds
+    the weight. like: an empty tensor with the device and dtype of the replaced weight; it follows `model.to(...)` while
+    `scale` keeps its precision. source: the tied module that owns the weight, or None. written: the weight has been
+    written since the patch. dtypes: the dtypes that the model was cast to since the patch.
     """
 
     own_buffers = (*CANONICAL, "like")
@@ -50,13 +50,13 @@ class QuantizedModule(PackedWeight):
     dtypes: tuple[torch.dtype, ...]
 
     def hold(self, weight: QuantizedWeight | QuantizedModule, original: nn.Module, packable: bool) -> None:
-        """Take `weight`, or that of another module, in place of the original's float parameter."""
+        """Replace the original's float parameter by `weight`, or share the weight of another module."""
         parameter = self._parameters.pop("weight")
         assert parameter is not None
         shared = isinstance(weight, QuantizedModule)
         self.transposed = type(original).__name__ == "Conv1D"
         self.packable, self.pack, self.tiles = packable, None, None
-        self.__dict__["source"] = weight if shared else None  # no child: the tree has it already
+        self.__dict__["source"] = weight if shared else None  # not as a child: it is in the module tree already
         for name in CANONICAL:
             self.register_buffer(name, None)
         self.register_buffer("like", torch.empty(0, dtype=parameter.dtype, device=parameter.device), persistent=False)
@@ -66,11 +66,11 @@ class QuantizedModule(PackedWeight):
 
     @property
     def held(self) -> QuantizedModule:
-        """The module that has the weight: this one, or the one that it is tied to."""
+        """The module that owns the weight: this one, or the one that it is tied to."""
         return self if self.source is None else self.source
 
     def canonical(self) -> QuantizedWeight:
-        """The weight as q, scale and offset; from a device's own layout they are made anew."""
+        """The weight as q, scale and offset, converted from the device's layout where needed."""
         holder = self.held
         if holder.tiles is not None:
             q, scale, offset = untile(holder.tiles)
@@ -84,15 +84,15 @@ class QuantizedModule(PackedWeight):
         return QuantizedWeight(q, scale.to(holder.scale_dtype), offset)
 
     def sizes(self, held: QuantizedWeight) -> list[int]:
-        """[N, K] of a weight."""
+        """[N, K] of a quantised weight."""
         return list(held.q.shape)
 
     def quantized_like(self, weight: Tensor, held: QuantizedWeight) -> QuantizedWeight:
-        """A float weight[N, K] in the format, and the groups, of `held`."""
+        """Quantise a float weight [N, K] to the format and group size of `held`."""
         raise NotImplementedError
 
     def repack(self, weight: Tensor) -> None:
-        """Round other numbers to the format; a module that is tied to another writes into that one's."""
+        """Quantise a new float weight [N, K]; a tied module writes into the one that owns the weight."""
         if self.source is not None:
             self.source.repack(weight)
             return
@@ -105,11 +105,11 @@ class QuantizedModule(PackedWeight):
         raise NotImplementedError
 
     def _tile(self, weight: QuantizedWeight) -> Tiles | None:
-        """The layout of the kernels of a GPU, where the module is on one and they read another than the canonical."""
+        """The weight in a GPU layout where the module is on a GPU whose kernels need one; else None."""
         return None
 
     def _settle(self) -> None:
-        """Hold the weight in the layout of the device that the module is on."""
+        """Convert the weight to the layout for the device that the module is on."""
         if self.source is not None:
             return
         packs = self.packable and self.like.device.type == "cpu"
@@ -120,7 +120,7 @@ class QuantizedModule(PackedWeight):
             self._lay_out(self.canonical())
 
     def _lay_out(self, weight: QuantizedWeight) -> None:
-        """Hold a weight in that layout; nothing is changed where it cannot be made."""
+        """Hold a weight in the layout for this device; nothing is changed where that fails."""
         device = self.like.device
         weight = QuantizedWeight(*(None if tensor is None else tensor.to(device) for tensor in weight))  # type: ignore[arg-type]
         packs = self.packable and device.type == "cpu"
@@ -132,7 +132,7 @@ class QuantizedModule(PackedWeight):
             self._buffers[name] = None if pack is not None or tiles is not None else tensor
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        """Move with the model; `model.half()` and the like do not round the scales, nor turn fp8 into it."""
+        """Move with the model. Casts such as `model.half()` change neither scales nor fp8 values."""
         kept = {name: self._buffers[name] for name in CANONICAL}
         dtype = self.like.dtype
         self.changed()
@@ -147,7 +147,7 @@ class QuantizedModule(PackedWeight):
         return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """The canonical tensors, whatever layout is held; floats for PEFT, whose files hold heads and tables."""
+        """Save the canonical tensors whatever the layout; for PEFT, whose files hold heads and embeddings, floats."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if prefix.startswith(OF_PEFT) and vars(self).get(ROLE) in ("head", "embedding"):
             for name in CANONICAL:
@@ -161,7 +161,7 @@ class QuantizedModule(PackedWeight):
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: Any, unexpected: Any, errors: Any
     ) -> None:
-        """Take a packed weight, or a float one, which is rounded to the format; into whatever layout is held."""
+        """Load a quantised weight, or a float one, which is quantised, into the layout of this device."""
         given = {name: state_dict.pop(prefix + name, None) for name in CANONICAL}
         if given["q"] is None and given["scale"] is None and prefix + "weight" in state_dict:
             full = state_dict.pop(prefix + "weight")
@@ -179,7 +179,7 @@ class QuantizedModule(PackedWeight):
         self._buffers.update(layout)
 
     def _load(self, take: Callable[[], None], prefix: str, errors: list[str]) -> None:
-        """What cannot be taken is among the errors that torch raises at the end of a load."""
+        """Run `take`; what it refuses is added to the errors that torch raises at the end of load_state_dict."""
         try:
             with torch.no_grad():
                 take()
@@ -187,7 +187,7 @@ class QuantizedModule(PackedWeight):
             errors.append(f"{prefix}weight: {error}")
 
     def _take(self, new: QuantizedWeight) -> None:
-        """Hold another weight of the same format and shape. Raises KernelError for one of another."""
+        """Hold another weight of the same format and shape. Raises KernelError for any other."""
         held = self.canonical()
         for name, one, other in zip(CANONICAL, new, held, strict=True):
             if (one is None) != (other is None) or (one is not None and other is not None and one.shape != other.shape):
@@ -198,9 +198,10 @@ class QuantizedModule(PackedWeight):
             self.written = True
 
     def hand_back(self, original: nn.Module) -> bool:
-        """Bring the original's weight to where this module was moved and cast, before it takes its place again.
+        """Move and cast the original's weight to this module's device and dtype before the original is put back.
 
-        Returns whether the weight is other numbers than it was: those that were written here, as they were rounded.
+        Returns whether the weight was written since the patch; if so, the original gets the values as the format
+        rounded them.
         """
         with torch.inference_mode(False), torch.no_grad():
             return self._hand_back(original._parameters["weight"])
@@ -221,7 +222,7 @@ class QuantizedModule(PackedWeight):
 
 
 def _same(one: QuantizedWeight, other: QuantizedWeight) -> bool:
-    """Whether two weights are the same numbers in the same format."""
+    """Whether two quantised weights have the same format and the same values."""
     pairs = list(zip(one, other, strict=True))
     if any((a is None) != (b is None) for a, b in pairs):
         return False

@@ -1,7 +1,7 @@
-"""How a replacement takes over from an original: a subclass of its class, with its attributes, children and hooks.
+"""How a replacement is made from an original: an instance of a subclass with its attributes, children and hooks.
 
-A copy of the whole patched model is patched too. A copy of a part alone (PEFT makes such copies to train them) is the
-plain part, float and trainable: a packed weight has no parameter that could be trained.
+A deep copy of a whole patched model is patched too. A copy of one module alone (PEFT makes such copies to train them)
+is the plain module with float weights: a packed weight has no parameter to train.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 GLOBAL_HOOKS = tuple(f"_global{name}" for name in HOOKS)
 OWN_HOOK = "of_accelpatch"  # marks hooks of this package, which change nothing that a module computes
 PATH = "_accelpatch_path"  # attribute of a replacement: its dotted name, for messages
-ROLE = "_accelpatch_role"  # and the role of its site
-ON_DEMAND = "_accelpatch_on_demand"  # attribute of what gives the original back instead of refusing a call
-TAKEN = "_accelpatch_taken"  # attribute of a replacement: the names of those that it took over
-COPIED = "accelpatch: whole models"  # key of a deep copy's memo: ids of the modules of models that are copied whole
+ROLE = "_accelpatch_role"  # attribute of a replacement: the role of its site
+ON_DEMAND = "_accelpatch_on_demand"  # attribute: an OnDemand that unpatches instead of refusing a call
+TAKEN = "_accelpatch_taken"  # attribute of a replacement: names of the original's attributes
+COPIED = "accelpatch: whole models"  # key in deepcopy's memo: ids of modules in wholly copied models
 
 
 class Replacement(nn.Module):
-    """What our replacements have in common; one of the user's own may derive it too.
+    """Base class of accelpatch's replacements; a user's own may derive from it.
 
-    own_buffers: names of buffers that the original has not. transient: of attributes that no copy gets. skips: children
-    whose work the replacement does itself.
+    own_buffers: names of buffers that the original does not have. transient: names of attributes that are not copied.
+    skips: children whose computation the replacement does itself, as (name, module).
     """
 
     own_buffers: tuple[str, ...] = ()
@@ -44,13 +44,13 @@ class Replacement(nn.Module):
     skips: tuple[tuple[str, nn.Module], ...] = ()
 
     def float_parameters(self) -> dict[str, nn.Parameter]:
-        """Name -> parameter of what is packed here, as the original has it."""
+        """Name -> float parameter of each packed weight, as in the original."""
         return {}
 
 
 @functools.cache
 def subclass(mixin: Any, cls: Any) -> type[nn.Module]:
-    """A class that behaves as `mixin` and is an instance of `cls`: hidden states and adapters find it by isinstance."""
+    """A class that derives from `mixin` and `cls`: transformers and PEFT find modules by isinstance."""
     if issubclass(mixin, cls):
         return mixin
     deep = _deep_copy if issubclass(mixin, Replacement) else copy_with_parts
@@ -59,9 +59,9 @@ def subclass(mixin: Any, cls: Any) -> type[nn.Module]:
 
 
 def adopt(mixin: type[Module], original: nn.Module) -> Module:
-    """A module of `subclass(mixin, type(original))` with all that `original` has, leaving `original` as it is.
+    """An instance of `subclass(mixin, type(original))` with all attributes of `original`, which is not changed.
 
-    Parameters, buffers and children are shared, not copied. A hook of accelerate is carried over.
+    Parameters, buffers and children are shared, not copied. An accelerate hook is rebound to the new module.
     """
     new = _with_state_of(original, subclass(cast(Any, mixin), cast(Any, type(original))), vars(original))
     new.__dict__[TAKEN] = frozenset(vars(original))
@@ -69,9 +69,9 @@ def adopt(mixin: type[Module], original: nn.Module) -> Module:
 
 
 def plain(replacement: Replacement) -> nn.Module:
-    """A module of the class that was replaced, sharing the tensors and children that a replacement has now.
+    """An instance of the replaced class that shares the replacement's present tensors and children.
 
-    A weight that is packed becomes a parameter in the dtype and shape of the original's.
+    Packed weights become parameters in the original's dtype and shape.
     """
     cls: type[nn.Module] = cast(Any, type(replacement)).replaced_class
     names: frozenset[str] = vars(replacement)[TAKEN]
@@ -96,17 +96,17 @@ def _with_state_of(module: nn.Module, cls: type[nn.Module], state: Any) -> nn.Mo
 
 
 def _rewrap_forward(new: nn.Module, wrapped: Any) -> None:
-    """accelerate puts a partial of its wrapper, bound to the module, on the instance: bind it to the new one."""
+    """Rebind accelerate's wrapped forward, a partial bound to the original instance, to the new one."""
     new.__dict__["_old_forward"] = types.MethodType(type(new).forward, new)
     new.__dict__["forward"] = functools.update_wrapper(functools.partial(wrapped.func, new), type(new).forward)
 
 
 class Copying:
-    """A patched module on its way through `copy`, which works, or `pickle`, which is refused.
+    """What copy and pickle receive of a patched module from `__reduce_ex__`: copying works, pickling raises PatchError.
 
-    By `__reduce_ex__` and no `__deepcopy__`: that one is looked up on wrappers too (PeftModel, torch.compile), which
-    pass what they do not have on to the module inside, and a copy of theirs would be a copy of that.
-    deep: makes the deep copy of the module, with copy's memo.
+    Not by `__deepcopy__`, because wrappers (PeftModel, torch.compile) forward attribute look-ups to the module inside,
+    and a copy of the wrapper would become a copy of that module. deep: makes the deep copy of the module, given copy's
+    memo.
     """
 
     def __init__(self, module: nn.Module, deep: Callable[[Any, dict[Any, Any]], nn.Module]):
@@ -124,7 +124,7 @@ class Copying:
 
 
 def copied_by(deep: Callable[[Any, dict[Any, Any]], nn.Module]) -> Any:
-    """`__reduce_ex__` of a class whose deep copies `deep` makes."""
+    """A `__reduce_ex__` for a class whose deep copies are made by `deep`."""
 
     def reduce_ex(self: nn.Module, protocol: Any) -> Any:
         return _copy_of, (Copying(self, deep),)
@@ -133,7 +133,7 @@ def copied_by(deep: Callable[[Any, dict[Any, Any]], nn.Module]) -> Any:
 
 
 def _copy_of(made: nn.Module | Copying) -> nn.Module:
-    """What `copy` made: a deep copy already, or one that shares all that the module has."""
+    """The result of copy: the finished deep copy, or a shallow copy that shares the module's attributes."""
     if isinstance(made, nn.Module):
         return made
     shallow = type(made.module).__new__(type(made.module))
@@ -149,7 +149,7 @@ def _deep_copy(replacement: Replacement, memo: dict[Any, Any]) -> nn.Module:
 
 
 def copy_with_parts(module: nn.Module, memo: dict[Any, Any]) -> Any:
-    """A deep copy of the same class; what only lends its weight out for a while (`transient`) is left behind."""
+    """A deep copy of the same class without the `transient` attributes."""
     made = type(module).__new__(type(module))
     memo[id(module)] = made
     transient = getattr(module, "transient", ())
@@ -158,12 +158,12 @@ def copy_with_parts(module: nn.Module, memo: dict[Any, Any]) -> Any:
 
 
 def skipped(replacement: nn.Module, *names: str) -> tuple[tuple[str, nn.Module], ...]:
-    """The children of these names, as they are when a replacement moves in that does their work itself: its `skips`."""
+    """The present children of these names, as the value of `skips` of a replacement that does their work itself."""
     return tuple((name, child) for name in sorted(names) if (child := replacement._modules[name]) is not None)
 
 
 def unchanged(replacement: Replacement) -> bool:
-    """Whether the children that a replacement skips are those that it was made for, doing what they did."""
+    """Whether the children in `skips` are still the same modules and do the same (a Dropout must have p = 0)."""
     children = replacement._modules
     return all(
         children.get(name) is child and not (isinstance(child, nn.Dropout) and child.p)
@@ -172,13 +172,13 @@ def unchanged(replacement: Replacement) -> bool:
 
 
 def intact(replacement: Replacement) -> bool:
-    """Whether that is so and nobody observes a call of one; else the original's forward, which calls them, must run."""
+    """Whether the children in `skips` are unchanged and unobserved; if not, the original's forward must run."""
     return unchanged(replacement) and not is_observed(*(child for _, child in replacement.skips))
 
 
 def is_observed(*modules: Any) -> bool:
-    """Whether somebody sees or changes a call of one of the modules, so that it must be called as itself: by a hook on
-    it or on all modules, or a forward of its own on the instance (accelerate's wrapper among them)."""
+    """Whether anybody observes or changes calls of one of the modules: by a hook on it or on all modules, or by a
+    `forward` set on the instance (accelerate's wrapper too). It must then be called as a module."""
     if any(not hasattr(hook, OWN_HOOK) for name in GLOBAL_HOOKS for hook in getattr(torch_module, name).values()):
         return True
     return any("forward" in vars(module) or any(getattr(module, table) for table in HOOKS) for module in modules)

@@ -1,4 +1,4 @@
-"""The tables of the rotary position embedding, made in one operation."""
+"""The rotary embedding's cosines and sines, computed in one operation."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from accelpatch.modules.replacement import Replacement
 
 
 class FusedRotaryEmbedding(Replacement):
-    """cos and sin of position times inverse frequency, for rope types whose frequencies do not change with length.
+    """cos and sin of position * inv_freq, for rope types whose frequencies do not depend on the sequence length.
 
-    Frequencies are the original's buffers: `inv_freq`, or `{layer_type}_inv_freq` in families that have several.
+    The frequencies are the original's buffers: `inv_freq`, or `{layer_type}_inv_freq` in families that have several.
     """
 
     @torch.no_grad()

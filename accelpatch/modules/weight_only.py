@@ -1,6 +1,6 @@
 """Linear layers and embeddings with a quantised weight; activations stay float.
 
-Each class stands for nn.Linear, Conv1D or nn.Embedding alike.
+Each class can replace nn.Linear, Conv1D or nn.Embedding, where its computation fits.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from accelpatch.quant.weight import QuantizedWeight
 
 
 class Int8WeightOnlyLinear(QuantizedModule):
-    """y = x @ (q * scale)^T + bias: int8 weight, symmetric, one scale for each output channel or group along K."""
+    """y = x @ (q * scale)^T + bias: symmetric int8 weight, one scale per output channel or per group along K."""
 
     bias: Tensor | None
 
@@ -51,7 +51,7 @@ class Int8WeightOnlyLinear(QuantizedModule):
 
 
 class Int4WeightOnlyLinear(QuantizedModule):
-    """y = x @ w^T + bias: 4-bit weight in groups along K with a minimum, or symmetric where `offset` is None."""
+    """y = x @ w^T + bias: 4-bit weight in groups along K, with a minimum, or symmetric where `offset` is None."""
 
     bias: Tensor | None
 
@@ -83,7 +83,7 @@ class Int4WeightOnlyLinear(QuantizedModule):
 
 
 class Fp8WeightOnlyLinear(QuantizedModule):
-    """y = x @ (q * scale)^T + bias: 8-bit float weight, one scale for each output channel."""
+    """y = x @ (q * scale)^T + bias: 8-bit float weight, one scale per output channel."""
 
     bias: Tensor | None
 
@@ -101,7 +101,7 @@ class Fp8WeightOnlyLinear(QuantizedModule):
 
 
 class Int8Embedding(QuantizedModule):
-    """Rows of an int8 table as floats; `embed_scale` is applied where the family has it (Gemma)."""
+    """An embedding with an int8 table; applies `embed_scale` where the family has it (Gemma)."""
 
     def dequantized(self) -> Tensor:
         return int8.dequantize(self.canonical(), self.like.dtype)
@@ -113,7 +113,7 @@ class Int8Embedding(QuantizedModule):
         return cpu_pack.pack_int8(weight.q, weight.scale)
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """input_ids[...] int64 -> [..., K] in the dtype of the table that was replaced."""
+        """input_ids[...] int64 -> [..., K] in the dtype of the replaced table."""
         rows = self._rows(input_ids)
         factor = getattr(self, "embed_scale", None)
         if factor is None:
@@ -132,7 +132,7 @@ class Int8Embedding(QuantizedModule):
 def quantized(
     mixin: type[QuantizedModule], original: nn.Module, weight: QuantizedWeight | QuantizedModule, packable: bool = False
 ) -> Any:
-    """`original` as `mixin`, holding `weight`, or sharing that of a module which is tied to it."""
+    """Make a `mixin` from `original` that holds `weight`, or shares that of another module."""
     new = adopt(mixin, original)
     new.hold(weight, original, packable)
     return new

@@ -1,9 +1,8 @@
-"""The float form of a packed weight, as code of others sees it: read as any tensor, written as a parameter.
+"""The float view of a packed weight that other code sees: reads as a tensor, and writes go back into the pack.
 
-What writes into a layer's weight (PEFT's merges, `weight.data += delta`, `nn.init`) writes into a tensor that was
-unpacked for it. Here such a write goes back into the pack, rounded to its format. It is found by torch's own count of
-writes, so that it does not matter which operation wrote, or through which view. What torch's dispatch does not show (a
-collective over the view, another program's pointer) is not seen.
+Code that writes into a layer's weight (PEFT's merge, `weight.data += delta`, `nn.init`) writes into an unpacked copy,
+which is then packed again, rounded to the format. Writes are detected by torch's version counter, so any operation and
+any view counts. Writes that bypass torch's dispatch (a collective over the view, a raw pointer) are not seen.
 """
 
 from __future__ import annotations
@@ -18,38 +17,38 @@ from torch.utils._pytree import tree_leaves
 _OF: Any = Tensor
 _SET_DATA = _OF.data.__set__
 _TO_NUMPY = (_OF.numpy, _OF.__array__)
-_UNSEEN = (_OF.set_, _OF.resize_, _OF.__dlpack__)  # writes, or ways to write, that would be lost
+_UNSEEN = (_OF.set_, _OF.resize_, _OF.__dlpack__)  # operations whose writes would be lost
 _TRAINING = (_OF.requires_grad.__set__, _OF.requires_grad_, _OF.grad.__set__)
 _plain = torch._C.DisableTorchFunctionSubclass
-_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # such a tensor has no memory of its own
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # functorch wrappers have no storage
 WAY = "call accelpatch.unpatch(model), change the weight, and patch again"
 
 
 class UnpackedWeight:
-    """The floats[N, K] of one packed weight while somebody holds a view of them.
+    """The floats [N, K] of one packed weight, kept while any view of them is alive.
 
-    write: packs the floats as they are after a write. original: gives the module that a refused call may go on with, or
-    raises PatchError with the message.
+    write: called with the floats after a write, to pack them. original: called with a message for an unsupported
+    operation; returns the original module to run it on, or raises PatchError.
     """
 
     def __init__(self, floats: Tensor, write: Callable[[Tensor], None], original: Callable[[str], nn.Module]):
         self.floats, self.write, self.original = floats, write, original
 
     def view(self, part: Tensor) -> WeightView:
-        """A view of the floats as a tensor whose writes come back here."""
+        """`part` of the floats as a WeightView, whose writes are packed."""
         with _plain():
             made: WeightView = part.as_subclass(WeightView)
         made.unpacked = self
         return made
 
     def holds(self, tensor: Any) -> bool:
-        """Whether a tensor is a view of the floats."""
+        """Whether a tensor shares the memory of the floats."""
         if type(tensor) is not Tensor or tensor.device != self.floats.device or _is_wrapped(tensor):
             return False
         return tensor.untyped_storage().data_ptr() == self.floats.untyped_storage().data_ptr() != 0
 
     def set_data(self, view: WeightView, data: Tensor) -> None:
-        """`view.data = data`; where these are the floats already (`view.data += 1`), they were packed by then."""
+        """`view.data = data`. Nothing to do where data is the view's own memory (`view.data += 1`)."""
         with _plain():
             if data.data_ptr() == view.data_ptr() and data.stride() == view.stride() and data.dtype == view.dtype:
                 return
@@ -62,7 +61,7 @@ class UnpackedWeight:
 
 
 class WeightView(Tensor):
-    """A float tensor that a packed weight was unpacked to. What is computed from it is a plain tensor."""
+    """A float tensor unpacked from a packed weight. Results computed from it are plain tensors."""
 
     unpacked: UnpackedWeight
 
@@ -84,7 +83,7 @@ class WeightView(Tensor):
         for weight in dict.fromkeys(written):
             weight.write(weight.floats)
         if func in _TO_NUMPY:
-            result.flags.writeable = False  # nobody would see a write through it
+            result.flags.writeable = False  # writes through it would not be detected
         weights = list(dict.fromkeys(view.unpacked for view in views))
         if type(result) in (tuple, list):
             return type(result)(_viewed(value, weights) for value in result)

@@ -1,1 +1,1 @@
-"""The engine: it finds sites, plans, verifies, swaps and reverts, and knows no kernel and no model family."""
+"""The patching engine: finds sites, plans, verifies, swaps and reverts. Independent of kernels and model families."""

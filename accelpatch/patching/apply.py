@@ -1,4 +1,4 @@
-"""Executes and reverts a plan, all or nothing: build beside the originals, then swap by steps that cannot fail."""
+"""Applies and reverts a plan, all or nothing: replacements are built beside the originals, then swapped in."""
 
 from __future__ import annotations
 
@@ -21,12 +21,15 @@ from accelpatch.report import Report
 
 HANDLE = "accelpatch"  # the attribute of a patched model that holds its Handle
 PATH = "_accelpatch_path"  # the attribute of a replacement that holds its dotted name, for messages
-ROLE = "_accelpatch_role"  # and the role of its site
+ROLE = "_accelpatch_role"  # the attribute of a replacement that holds its site's role
 
 
 @dataclass(eq=False)
 class Built:
-    """A finished replacement that nobody sees yet; `modules` maps each original to what takes its place."""
+    """A finished replacement before the swap.
+
+    modules: (original, replacement, dotted names of the original); first the site's own module, then those tied to it.
+    """
 
     entry: Entry
     modules: list[tuple[nn.Module, nn.Module, tuple[str, ...]]]
@@ -39,10 +42,11 @@ class Built:
 
 @dataclass(eq=False)
 class Handle:
-    """`model.accelpatch`: what was planned and done, and the way back.
+    """The attribute `model.accelpatch` of a patched model: its plan and report, and the way to undo the patch.
 
-    swaps: each original with its replacement. hooks: accelerate's that the model had when it was patched. trainable:
-    its parameters that required a gradient then, of those that are not packed.
+    changes: every change made to the model, in order. swaps: each original with its replacement. hooks: accelerate's
+    hooks on the model before the patch. trainable: parameters outside packed weights that required a gradient when the
+    model was patched.
     """
 
     plan: Plan
@@ -54,16 +58,17 @@ class Handle:
     trainable: list[nn.Parameter] = field(default_factory=list)
 
     def report(self) -> Report:
-        """What happened and why."""
+        """The report of the patch."""
         return self.record
 
     def unpatch(self, *, forced: bool = False) -> None:
-        """Give the model back as it came in: the same module objects, bit for bit.
+        """Put the original modules back: the same objects, bit for bit.
 
-        What was done to the model in between stays: moves, casts, adapters, wrappers, modules that the user put in.
-        Weights that were written while they were packed come back as they were rounded, with a warning. Raises
-        PatchError where the originals were freed, or hooks came that hold weights of the replacements. forced: a
-        forward that was put on a replacement goes to its original, though it may call the replacement's.
+        What happened to the model since the patch is kept: moves, casts, adapters, wrappers, modules that the user put
+        in. Packed weights that were written since come back with the new values as the format rounded them, with a
+        warning. forced: a `forward` that the user set on a replacement moves to its original instead of being an error.
+        Raises PatchError where the originals were freed, or for accelerate hooks, classes or forwards that were put on
+        the replacements.
         """
         if self.keep_original == "none" and any(
             entry.replacer and entry.replacer.rounds for entry in self.plan.replaced
@@ -76,7 +81,7 @@ class Handle:
         carried = refuse_or_carry(model, self.swaps, self.hooks, forced)
         written = [str(vars(module)[PATH]) for module in carried]
         frozen = bool(self.trainable) and not any(parameter.requires_grad for parameter in self.trainable)
-        if frozen or any(inner_name(module) for module in model.modules()):  # PEFT freezes all that it finds
+        if frozen or any(inner_name(module) for module in model.modules()):  # PEFT freezes every parameter it finds
             freeze(self.swaps)
         put_back(model, self.swaps)
         self.revert()
@@ -88,19 +93,19 @@ class Handle:
             )
 
     def attach(self, owner: nn.Module, name: str, value: Any) -> None:
-        """Give a module an attribute, or another class, for as long as the model is patched; the model comes last."""
+        """Set an attribute (or `__class__`) of a module until the model is unpatched; set those of the model last."""
         change = Change(owner, name, type(owner) if name == "__class__" else Absent, value)
         self.changes.append(change)
         change.apply()
 
     def revert(self) -> None:
-        """Undo every change, the last one first."""
+        """Undo every change, in reverse order."""
         for change in reversed(self.changes):
             change.revert()
 
 
 def check_patchable(model: nn.Module) -> None:
-    """Raise PatchError where a patch would be wrong: twice, while training, without weights, sharded or compiled."""
+    """Raise PatchError for a model that is patched already, in training mode, without weights, sharded or compiled."""
     if HANDLE in vars(model):
         raise PatchError("the model is already patched; call accelpatch.unpatch(model) first")
     if type(model).__name__ == "OptimizedModule" or getattr(model, "_compiled_call_impl", None) is not None:
@@ -124,7 +129,7 @@ def check_patchable(model: nn.Module) -> None:
 
 
 def build_all(plan: Plan, progress: Callable[[int, int], None]) -> Iterator[Built]:
-    """Build every replacement of `plan`; an error names the site, and the model is untouched."""
+    """Build the replacements of `plan` one by one; the model is not touched. Raises PatchError with the site's name."""
     entries = plan.replaced
     for done, entry in enumerate(entries):
         with naming(entry.site.path, "its replacement was built"):
@@ -149,7 +154,7 @@ def _build(entry: Entry) -> Built:
 
 
 def _check_subclass(old: nn.Module, new: nn.Module) -> None:
-    """transformers and PEFT find modules by isinstance; a stranger in the tree would be skipped without an error."""
+    """Raise PatchError unless `new` is an instance of `old`'s class, by which transformers and PEFT find modules."""
     if not isinstance(new, type(old)):
         raise PatchError(
             f"the replacement {type(new).__name__} is no subclass of {type(old).__name__}, so hidden states and "
@@ -159,9 +164,9 @@ def _check_subclass(old: nn.Module, new: nn.Module) -> None:
 
 @contextmanager
 def naming(what: str, doing: str) -> Iterator[None]:
-    """Within it an error that would not say where it happened does, and that nothing was changed.
+    """Context manager: turns out-of-memory errors and AccelpatchErrors into a PatchError that begins with `what`.
 
-    what: a site or the model. doing: what was under way, for memory that ran out.
+    what: the site's name, or the model. doing: the step in progress, for the message about memory.
     """
     try:
         yield
@@ -182,9 +187,9 @@ def commit(
     attributes: Sequence[tuple[nn.Module, str, Any]],
     report: Report,
 ) -> Handle:
-    """Swap everything in; on any error or interrupt every swap made so far is reverted.
+    """Swap all replacements in and return the Handle; on any error or interrupt the swaps made so far are reverted.
 
-    attributes: (owner, name, value) of the model and of models inside it, while it is patched; `__class__` among them.
+    attributes: (module, attribute name, value) to set on the model and on models inside it; `__class__` is allowed.
     """
     replaced = {id(old): new for item in built for old, new, _ in item.modules}
     changes = [change for item in built for change in _changes(model, item, replaced)]
@@ -204,11 +209,11 @@ def commit(
 
 
 def settle(handle: Handle, built: list[Built], copies: HostCopies, progress: Callable[[str, int, int], None]) -> None:
-    """The last step, once nothing else can send the model back: free the originals' weights, or move them to the CPU.
+    """The last step of a patch: free the original weights, or keep them in host memory (`keep_original="cpu"`).
 
-    What a replacement `gives_back` bit for bit is freed, and needs no copy.
-    copies: of the plan's `rounded_weights`, where they are to be kept; waited for, as `progress` shows.
-    An interrupt in the middle takes back what was done so far, so that the swaps can still be reverted.
+    Weights that a replacement can give back bit for bit (`gives_back`) are freed without a copy. copies: host copies of
+    the plan's `rounded_weights`; this waits for them and reports progress. An interrupt undoes this step, so that the
+    swaps can still be reverted.
     """
     copies.finish(progress)
     rounded = [
@@ -218,7 +223,7 @@ def settle(handle: Handle, built: list[Built], copies: HostCopies, progress: Cal
         for old, new, _ in item.modules
     ]
     if handle.keep_original == "none" and rounded:
-        # every original: those that are not rounded hold the others as children
+        # all originals: parents that are not rounded still hold the others as children
         changes: list[tuple[Any, str, Any, Any]] = [
             (change, "old", change.old, None) for change in handle.changes if isinstance(change.old, nn.Module)
         ]
@@ -232,7 +237,7 @@ def settle(handle: Handle, built: list[Built], copies: HostCopies, progress: Cal
 
 
 def _set_all(assignments: list[tuple[Any, str, Any, Any]]) -> None:
-    """Set each (owner, name, before, after), or none of them."""
+    """Set each (owner, name, before, after) to `after`; on an exception, all back to `before`."""
     try:
         for owner, name, _, after in assignments:
             setattr(owner, name, after)
@@ -243,13 +248,13 @@ def _set_all(assignments: list[tuple[Any, str, Any, Any]]) -> None:
 
 
 def _own_parameters(old: nn.Module, new: nn.Module) -> Iterator[nn.Parameter]:
-    """The original's parameters that its replacement does not go on using."""
+    """The original's parameters that its replacement does not share."""
     shared = {id(parameter) for parameter in new.parameters(recurse=False)}
     return (parameter for parameter in old.parameters(recurse=False) if id(parameter) not in shared)
 
 
 def _changes(model: nn.Module, item: Built, replaced: dict[int, nn.Module]) -> Iterator[Change]:
-    """One change for every name under which the tree holds the module; a replaced parent takes its new child."""
+    """One Change for each name of the module in the tree; a child of a replaced parent goes into the replacement."""
     for old, new, places in item.modules:
         for place in places:
             parent, _, name = place.rpartition(".")

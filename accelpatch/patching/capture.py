@@ -1,4 +1,4 @@
-"""Runs of the whole model that record what reaches a site; the hooks never outlive the run."""
+"""Runs the whole model and records the calls of its sites by hooks, which are removed at the end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 
 
 class Call(NamedTuple):
-    """One call of a module: copies of its positional and keyword arguments, and of the float tensors that it gave."""
+    """One recorded call of a module: copies of its positional and keyword arguments and its floating-point outputs."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -21,7 +21,7 @@ class Call(NamedTuple):
 
 
 def copied(call: Call) -> Call:
-    """The same call with tensors and key-value caches of its own: a model writes into both."""
+    """A call with its own copies of tensors and KV caches, since a model writes into both."""
 
     def copy_one(value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -33,7 +33,7 @@ def copied(call: Call) -> Call:
 
 
 def floats(value: Any) -> Iterator[Tensor]:
-    """The floating tensors in what a module returns."""
+    """The floating-point tensors in a module's output."""
     if isinstance(value, Tensor) and value.is_floating_point():
         yield value
     elif isinstance(value, (tuple, list)):
@@ -43,10 +43,10 @@ def floats(value: Any) -> Iterator[Tensor]:
 
 @contextmanager
 def recording(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, list[Call]]]:
-    """Record each call of `modules` (path -> module) as path -> calls while the context lasts.
+    """Context manager: records every call of `modules` (path -> module) in the returned dict path -> calls.
 
-    Tensors are cloned, since a model may go on to write into them. What a module gave is that of its own forward,
-    before any hook of the user's. Every hook is removed at the end.
+    Tensors are cloned, since the model may write into them later. Outputs are those of the module's own forward, before
+    the user's hooks change them.
     """
     calls: dict[str, list[Call]] = {path: [] for path in modules}
 
@@ -75,11 +75,11 @@ def recording(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, list[Call]
 
 
 def run(model: nn.Module, inputs: Sequence[Mapping[str, Any]], progress: Callable[[int, int], None]) -> list[Any]:
-    """Run `model` on a copy of each of `inputs`, keyword arguments of a call; returns the outputs."""
+    """Run `model` on copies of `inputs`, each the keyword arguments of one call; returns the outputs."""
     outputs = []
     device = next((p.device for p in model.parameters() if p.device.type == "cuda"), None)
     for done, batch in enumerate(inputs):
-        with torch.no_grad(), torch.random.fork_rng([] if device is None else [device]):  # some models draw numbers
+        with torch.no_grad(), torch.random.fork_rng([] if device is None else [device]):  # some models are random
             outputs.append(model(**copied(Call((), dict(batch))).kwargs))
         progress(done + 1, len(inputs))
     return outputs

@@ -1,7 +1,7 @@
-"""What was done to a patched model, brought over to the originals that come back: nothing of it may be lost.
+"""Carries changes made to a patched model over to the originals when it is unpatched.
 
-A replacement has tables of its own. Parameters, buffers, children and attributes that came, went or changed on it since
-it moved in are therefore written into its original: adapters, wrappers, another head, training mode, checkpointing.
+Parameters, buffers, children and attributes that were added to, removed from or changed on a replacement since the
+patch are written into its original: adapters, wrappers, a new head, training mode, gradient checkpointing.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from accelpatch.errors import PatchError
 from accelpatch.patching.change import give_back
 
 TABLES = ("_parameters", "_buffers", "_modules")
-HOOKED = ("forward", "_old_forward", "_hf_hook")  # what accelerate's hooks leave on an instance
+HOOKED = ("forward", "_old_forward", "_hf_hook")  # attributes that accelerate's hooks set on an instance
 UNSAVED = "_non_persistent_buffers_set"
-# Bound to the replacement; what runs faster by it runs as before.
+# Attributes bound to the replacement instance, which the original must not get.
 BOUND = (*HOOKED, "_compiled_call_impl")
-LISTED = 3  # names in a message
+LISTED = 3  # most names in a message
 
 
 @dataclass(frozen=True, eq=False)
 class Swap:
-    """An original and its replacement, and what the two had in common when the replacement moved in.
+    """An original, its replacement, and the state that both shared right after the swap.
 
-    common: table ("" for plain attributes) -> name -> value. own: the same of names that only the replacement had, or
-    that mean something else there. kind: the replacement's class.
+    common: the shared entries, as table name ("" for plain attributes) -> name -> value. own: names that only the
+    replacement had, or that mean something else there. kind: the replacement's class.
     """
 
     old: nn.Module
@@ -41,7 +41,7 @@ class Swap:
 
     @classmethod
     def of(cls, old: nn.Module, new: nn.Module) -> Swap:
-        """As the two are now, all swaps made."""
+        """Record the state of both modules; call it after all swaps are made."""
         held = {"": (vars(old), vars(new))} | {table: (vars(old)[table], vars(new)[table]) for table in TABLES}
         common = {table: _shared(*pair) for table, pair in held.items()} | {"_modules": dict(new._modules)}
         own = {table: frozenset(now.keys() - common[table].keys()) for table, (_, now) in held.items()}
@@ -53,9 +53,10 @@ def _shared(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def why_not(model: nn.Module, swaps: Sequence[Swap], hooks: Sequence[Any], forced: bool) -> str | None:
-    """Why originals cannot come back to `model` as it is now, or None. hooks: accelerate's that it had before.
+    """Why the originals cannot be put back into `model` now; None where they can.
 
-    forced: a forward that was put on a replacement is no reason.
+    hooks: accelerate's hooks from before the patch; newer ones are a reason. forced: ignore a `forward` that the user
+    set on a replacement.
     """
     came = [
         path for path, module in model.named_modules()
@@ -88,16 +89,16 @@ def _has_own_forward(swap: Swap) -> bool:
 
 
 def listed(paths: Sequence[str]) -> str:
-    """The first few of them, for a message."""
+    """The first LISTED paths and the number of the others, for a message."""
     more = f" and {len(paths) - LISTED} more" if len(paths) > LISTED else ""
     return ", ".join(path or "the model itself" for path in paths[:LISTED]) + more
 
 
 def carry(swaps: Iterable[Swap], forced: bool = False) -> list[nn.Module]:
-    """Bring each original to where its replacement is now; returns the replacements whose weights were written since.
+    """Write each replacement's changes into its original; returns the replacements whose packed weights were written.
 
-    Those come back as the numbers that the replacement computed with. A replacement that holds something else under the
-    original's names has `hand_back(original)`, which says so.
+    A replacement with packed tensors does part of this in its `hand_back(original)`, which returns whether its weight
+    was written since the patch. Such weights come back with the values that the replacement computed with.
     """
     return [swap.new for swap in swaps if _carried(swap, forced)]
 
@@ -111,7 +112,7 @@ def _carried(swap: Swap, forced: bool) -> bool:
         if getattr(bound, "with_module", False) and bound.module() is new:
             bound.module = weakref.ref(old)
     give_back(old, new)
-    held = getattr(new, "holds", ())  # brought over by the replacement itself
+    held = getattr(new, "holds", ())  # restored by the replacement's own give_back
     for table in TABLES:
         _bring(vars(old)[table], vars(new)[table], swap.common[table], {*swap.own[table], *held})
     vars(old)[UNSAVED].update(name for name in vars(new)[UNSAVED] if name in old._buffers)
@@ -132,7 +133,7 @@ def _carried(swap: Swap, forced: bool) -> bool:
 
 
 def _bring(old: dict[str, Any], new: Mapping[str, Any], common: Mapping[str, Any], fixed: set[str]) -> None:
-    """Write into `old` what has changed in `new` since the two had `common`."""
+    """Write into `old` the entries of `new` that differ from `common`, and remove missing ones; skips `fixed` names."""
     for name, value in new.items():
         if name not in fixed and (name not in common or common[name] is not value):
             old[name] = value
@@ -141,7 +142,7 @@ def _bring(old: dict[str, Any], new: Mapping[str, Any], common: Mapping[str, Any
 
 
 def freeze(swaps: Iterable[Swap]) -> None:
-    """Let weights that were packed require no gradient: whoever froze the model (PEFT does) could not see them."""
+    """Set requires_grad to False on originals of packed weights, which PEFT, say, could not see when it froze them."""
     for swap in swaps:
         for name, parameter in swap.old._parameters.items():
             if parameter is not None and name not in swap.new._parameters:
@@ -149,7 +150,7 @@ def freeze(swaps: Iterable[Swap]) -> None:
 
 
 def put_back(model: nn.Module, swaps: Iterable[Swap]) -> None:
-    """Let every place in the tree that holds a replacement hold its original; what the user put elsewhere stays."""
+    """Replace every replacement in the module tree by its original, wherever it is now; other modules stay."""
     back = {id(swap.new): swap.old for swap in swaps}
     seen, left = {id(model)}, [model]
     while left:
@@ -164,7 +165,7 @@ def put_back(model: nn.Module, swaps: Iterable[Swap]) -> None:
 
 
 def refuse_or_carry(model: nn.Module, swaps: Sequence[Swap], hooks: Sequence[Any], forced: bool) -> list[nn.Module]:
-    """`carry`, after everything that speaks against it was looked at. Raises PatchError with the reason."""
+    """`carry`, unless `why_not` has a reason: then PatchError with it."""
     if reason := why_not(model, swaps, hooks, forced):
         raise PatchError(f"the model stays patched: {reason}")
     return carry(swaps, forced)

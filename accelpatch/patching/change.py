@@ -1,4 +1,4 @@
-"""One step of a patch and its way back."""
+"""One reversible change to a module."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import nn
 
 
 class Absent:
-    """Stands for an attribute that was not there; a class, so that it is itself in a deep copy too."""
+    """Placeholder for an attribute that did not exist; a class, so that deep copies keep its identity."""
 
 
 @dataclass(eq=False)
 class Change:
-    """`owner.name` from `old` to `new`: a child module, a class, or an attribute of the instance."""
+    """Sets `owner.name` from `old` to `new`: a child module, `__class__`, or an instance attribute."""
 
     owner: nn.Module
     name: str
@@ -22,13 +22,13 @@ class Change:
     new: Any
 
     def apply(self) -> None:
-        """Put the new value in."""
+        """Set the new value."""
         _assign(self.owner, self.name, self.new)
 
     def revert(self) -> None:
-        """Put the old value back; an attribute that only a patched model has is closed, if it can be.
+        """Set the old value back and close an attribute that was added, if it has `close()`.
 
-        A child that the user has put in its place since stays.
+        A child that the user put in place of the replacement stays.
         """
         if self.owner._modules.get(self.name, self.new) is self.new:
             _assign(self.owner, self.name, self.old)
@@ -39,7 +39,7 @@ class Change:
 
 
 def give_back(original: nn.Module, replacement: nn.Module) -> None:
-    """Let an original have a weight that only its replacement holds."""
+    """Move a weight that only the replacement holds back into the original."""
     if hasattr(replacement, "give_back"):
         cast(Any, replacement).give_back(original)
 

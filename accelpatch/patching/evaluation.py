@@ -1,4 +1,4 @@
-"""A causal language model before and after a patch, on a text: KL, top-1 agreement and perplexity."""
+"""Compares a causal language model before and after a patch on a text: KL, top-1 agreement and perplexity."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ from torch import Tensor, nn
 from accelpatch.errors import PatchError
 from accelpatch.patching.verify import kl_divergence
 
-WINDOW = 512  # tokens of context; also what is held of the original's logits at a time, but for the text's length
+WINDOW = 512  # tokens of context per window
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Means over the predicted tokens: KL(original || patched) in nats, share of equal most likely tokens, and
-    exp(mean negative log-likelihood) of the text before and after."""
+    """Figures of a model before and after a patch, over the same `tokens` predicted tokens of a text.
+
+    kl: mean KL(original || patched) in nats. top1: share of equal most likely tokens. perplexity_before,
+    perplexity_after: exp of the mean negative log-likelihood of the text.
+    """
 
     kl: float
     top1: float
@@ -39,9 +42,9 @@ def compare(
     patched: AbstractContextManager[nn.Module],
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Evaluation:
-    """Evaluate `model` on input_ids [1, L] in windows of 512 tokens, alone and within `patched`.
+    """Evaluate `model` on input_ids [1, L] in windows of 512 tokens, first as it is, then within the context `patched`.
 
-    Holds the original's logits, L x vocabulary x 4 bytes. Raises PatchError for fewer than two tokens.
+    Keeps the original's logits on the CPU, L x vocabulary x 4 bytes. Raises PatchError for fewer than two tokens.
     """
     if input_ids.dim() != 2 or input_ids.shape[0] != 1 or input_ids.shape[1] < 2:
         raise PatchError(f"an evaluation needs token ids of shape [1, L], L at least 2, not {list(input_ids.shape)}")

@@ -1,8 +1,8 @@
-"""Copies of weights in host memory, made by a thread of their own while the patch goes on beside it.
+"""Copies weights to host memory in a background thread while the patch goes on.
 
-The driver's way to pageable memory goes through a small buffer, and one thread touches the fresh pages: slower than
-everything else that a patch does. Here a chunk is on its way to one of two pinned buffers while all of torch's threads
-copy the one before it out of the other, into huge pages where the system has them.
+A plain `.to("cpu")` is slow: the driver stages pageable memory through a small buffer, and one thread touches the fresh
+pages. Here two pinned buffers alternate: one is filled by the device while all of torch's threads copy the other one to
+its destination, in huge pages where the system has them.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from torch import Tensor, nn
 from accelpatch.errors import PatchError
 from accelpatch.patching.plan import Plan
 
-CHUNK = 1 << 26  # bytes of a pinned buffer
-LARGE = 1 << 22  # bytes from which memory is asked for in huge pages: twice as many as one has
+CHUNK = 1 << 26  # bytes per pinned buffer
+LARGE = 1 << 22  # bytes from which huge pages are used: two of them
 
 
 def rounded_weights(plan: Plan) -> list[nn.Parameter]:
-    """The parameters of originals that a replacement rounds, where they do not lie on the CPU."""
+    """The parameters of originals whose replacement rounds them, those on a GPU only."""
     rounded = [entry.site for entry in plan.replaced if entry.replacer and entry.replacer.rounds]
     modules = [member.original for site in rounded for member in (site, *site.tied)]
     return [p for module in modules for p in module.parameters(recurse=False) if on_a_device(p)]
 
 
 def on_a_device(parameter: nn.Parameter) -> bool:
-    """Whether the way to the CPU is one between memories."""
+    """Whether a parameter is in another memory than the CPU's."""
     return parameter.device.type != "cpu"
 
 
 class HostCopies:
-    """Within the context copies of `tensors`, which nothing writes into meanwhile, are made one after the other.
+    """Context manager that copies `tensors` to host memory in a thread; nothing may write into them meanwhile.
 
-    At its end the thread is gone, also where copies are still missing. Nothing is begun where there are no tensors.
+    Leaving the context stops the thread, also where copies are still missing. Without tensors no thread starts.
     """
 
     def __init__(self, tensors: Iterable[Tensor]):
@@ -69,11 +69,11 @@ class HostCopies:
         return id(tensor) in self._copies
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The copy of one of the tensors, once all are finished."""
+        """The copy of one of the tensors; only valid after `finish`."""
         return self._copies[id(tensor)]
 
     def finish(self, progress: Callable[[str, int, int], None]) -> None:
-        """Wait for all of them. Raises PatchError where one could not be made."""
+        """Wait for all copies, reporting progress. Raises PatchError where one could not be made."""
         for done, step in enumerate(self._steps):
             with _failing():
                 step.result()
@@ -82,7 +82,7 @@ class HostCopies:
 
 @contextmanager
 def _failing() -> Iterator[None]:
-    """Within it an error of the machine says what it means for the patch."""
+    """Context manager: turns memory and device errors into a PatchError that says what they mean for the patch."""
     try:
         yield
     except (RuntimeError, MemoryError, OSError) as error:
@@ -93,11 +93,11 @@ def _failing() -> Iterator[None]:
         ) from error
 
 
-Pieces = list[tuple[Tensor, Tensor]]  # bytes in host memory, and those that are to come there
+Pieces = list[tuple[Tensor, Tensor]]  # (destination in host memory, source), as bytes
 
 
 def _chunks(pairs: Pieces) -> Iterator[Pieces]:
-    """The bytes of pairs of tensors (copy, original) in pieces, together as many as a buffer holds."""
+    """The bytes of (copy, original) pairs, cut and grouped into chunks of at most CHUNK bytes."""
     chunk: Pieces = []
     room = CHUNK
     for pair in pairs:
@@ -115,9 +115,9 @@ def _chunks(pairs: Pieces) -> Iterator[Pieces]:
 
 
 class _Lane:
-    """The way from one device: a stream of its own, which begins after all that the device was given until now.
+    """Copies from one device: a stream that starts after all work queued on the device so far, and two pinned buffers.
 
-    A chunk takes few calls: for each one this thread has to wait until another gives up the interpreter.
+    Each chunk takes few torch calls, because this thread waits for the interpreter lock at each one.
     """
 
     def __init__(self, device: torch.device):
@@ -128,7 +128,7 @@ class _Lane:
             self._stream.wait_stream(torch.cuda.current_stream(device))
 
     def send(self, chunk: Pieces) -> None:
-        """Fill the free buffer from the device, and meanwhile empty the other one."""
+        """Start filling the free buffer from the device, and meanwhile copy the other one to its destination."""
         pinned = self._stream is not None
         if not self._buffers:
             self._buffers = [torch.empty(CHUNK, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
@@ -143,32 +143,32 @@ class _Lane:
         self._under_way = here, parts, full
 
     def land(self) -> None:
-        """Empty the buffer that is under way, once it is full."""
+        """Wait until the buffer in flight is filled, then copy it to its destination."""
         if self._under_way is not None:
             here, parts, full = self._under_way
             self._under_way = None
             if full is not None:
                 full.synchronize()
-            with torch.inference_mode():  # writes into tensors of either kind
+            with torch.inference_mode():  # allows writes into inference tensors and others
                 torch._foreach_copy_(here, parts)
 
 
 def _copy_of(source: Tensor) -> Tensor:
-    """What `_begun` gives; an inference tensor where the source is one, since a parameter must stay what it is."""
+    """`_begun` as an inference tensor if the source is one, since a parameter's data must stay of its kind."""
     with torch.inference_mode(source.is_inference()):
         return _begun(source)
 
 
 def _begun(source: Tensor) -> Tensor:
-    """Host memory for a copy, untouched: a page's first touch costs most, and a huge one little more than a small one.
+    """Host memory of the source's shape, not touched yet; from LARGE bytes in huge pages, which cost fewer page faults.
 
-    A tensor with gaps, or in another order than its memory, is copied at once.
+    A source that is not contiguous is copied at once.
     """
     if not source.is_contiguous():
         return source.to("cpu", copy=True)
     if source.nbytes < LARGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(source.shape, dtype=source.dtype, device="cpu")  # whatever torch's default device is
     memory = mmap.mmap(-1, source.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a system that has none says so
+    with suppress(OSError):  # a system without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8).view(source.dtype).view(source.shape)

@@ -1,4 +1,4 @@
-"""The only walk over a model's tree: it turns modules into sites and asks which rule takes a site."""
+"""Walks a model's module tree to find its sites, and matches the rules of a recipe to them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 from accelpatch.patching.site import Site
 from accelpatch.recipe import Match, Recipe, Rule
 
-# Class rules, for whatever a family's table does not name: the end of a class name -> role.
+# Roles by class, where the family's table has none: suffix of the class name -> role.
 CLASS_ROLES = (
     ("RMSNorm", "norm"),
     ("LayerNorm", "norm"),
@@ -25,9 +25,9 @@ CLASS_ROLES = (
 def sites(model: nn.Module, roles: Mapping[str, str]) -> list[Site]:
     """Every module of `model` that owns parameters or has a role, in the order of the tree.
 
-    roles: glob over dotted names (a number is written `#`) -> role, from the model's family. Modules that share a
-    weight become one site with the others tied to it: the head first, since its product decides the format. What an
-    adapter (PEFT) wraps has the role of the place where the adapter stands; the adapter's own weights have none.
+    roles: the model family's table, glob over dotted names (numbers written `#`) -> role. Modules that share a weight
+    become one site with the others in `tied`; the head comes first, since its linear layer decides the format. A module
+    wrapped by a PEFT adapter has the role of the adapter's place; the adapter's own weights have none.
     """
     places: dict[int, list[str]] = {}
     modules: dict[int, nn.Module] = {}
@@ -50,8 +50,8 @@ def sites(model: nn.Module, roles: Mapping[str, str]) -> list[Site]:
 
 
 def inner_name(module: nn.Module) -> str | None:
-    """The name of the child that a module of PEFT stands around: an adapter's base layer, or a module that PEFT trains
-    a copy of (`modules_to_save`). None for any other module."""
+    """The name of the child that a PEFT module wraps: an adapter's base layer, or the original of a module in PEFT's
+    `modules_to_save`. None for any other module."""
     if not hasattr(type(module), "adapter_layer_names"):
         return None
     return next((name for name in ("base_layer", "original_module") if name in module._modules), None)
@@ -64,16 +64,16 @@ def unwrapped(model: Any) -> Any:
 
 
 def wrapped(module: nn.Module | None) -> nn.Module | None:
-    """What the adapters around a module stand around; any other module itself."""
+    """The module inside any PEFT wrappers; any other module itself."""
     while module is not None and (name := inner_name(module)) is not None:
         module = module._modules[name]
     return module
 
 
 def named_without(adapters: Mapping[str, str], path: str) -> str:
-    """The path that a module would have without adapters; empty for an adapter and its own weights.
+    """The path that a module would have without PEFT wrappers; "" for a wrapper and its own weights.
 
-    adapters: path -> name of what it stands around.
+    adapters: path of each wrapper -> name of the child that it wraps.
     """
     parts, kept = path.split("."), list[str]()
     inner: str | None = None
@@ -87,7 +87,7 @@ def named_without(adapters: Mapping[str, str], path: str) -> str:
 
 
 def output_embeddings(model: nn.Module) -> nn.Module | None:
-    """The module that makes logits, where the model has one."""
+    """The module that computes the logits, or None."""
     getter = getattr(model, "get_output_embeddings", None)
     return getter() if getter is not None else None
 
@@ -99,7 +99,7 @@ def text_config(model: nn.Module) -> Any:
 
 
 def active_share(model: nn.Module) -> float:
-    """The share of a mixture's expert weights that one token reads: experts per token over experts."""
+    """Share of a mixture-of-experts model's expert weights that one token reads: experts per token / experts."""
     text = text_config(model)
     chosen = getattr(text, "num_experts_per_tok", None)
     experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None)
@@ -107,7 +107,7 @@ def active_share(model: nn.Module) -> float:
 
 
 def role_of(path: str, module: nn.Module, roles: Mapping[str, str], head: nn.Module | None) -> str:
-    """The role of one module: the model's head, its family's word, or what its class says."""
+    """The role of one module: "head" for the model's head, else by the family's table, else by its class."""
     if module is head:
         return "head"
     numberless = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1#", path)
@@ -125,19 +125,19 @@ def role_of(path: str, module: nn.Module, roles: Mapping[str, str], head: nn.Mod
 
 
 def is_stack(parameter: nn.Parameter | None) -> bool:
-    """Whether a parameter is several matrices; one alone in three dimensions is a token or a table of positions."""
+    """Whether a parameter holds several matrices; a 3-D one of shape [1, ...] is a token or a position table."""
     return parameter is not None and parameter.dim() == 3 and parameter.shape[0] > 1
 
 
 def is_convolution(module: nn.Module) -> bool:
-    """Whether a 3-D weight is a convolution's, not a stack of experts."""
+    """Whether the module's 3-D weight is that of a convolution, not a stack of experts."""
     return isinstance(module, nn.modules.conv._ConvNd)
 
 
 def _site(
     paths: list[str], module: nn.Module, role: str, own: list[nn.Parameter], share: float, counted: set[int]
 ) -> Site:
-    """Measure one module; a parameter that another site already owns is not counted again."""
+    """The Site of one module; parameters that another site owns already are not counted again."""
     fresh = [p for p in own if id(p) not in counted]
     counted.update(id(p) for p in own)
     size = sum(p.numel() * p.element_size() for p in fresh)
@@ -162,7 +162,7 @@ def _shape(module: nn.Module) -> tuple[int | None, int | None]:
 
 
 def _join_tied(found: list[Site]) -> list[Site]:
-    """Merge the sites whose modules hold the same weight."""
+    """Merge sites whose modules share a weight."""
     groups: dict[int, list[Site]] = {}
     for site in found:
         weight = site.original._parameters.get("weight")
@@ -187,12 +187,12 @@ def _join_tied(found: list[Site]) -> list[Site]:
 
 
 def rule_for(site: Site, recipe: Recipe) -> Rule | None:
-    """The first rule that matches `site`, or None."""
+    """The first rule of `recipe` that matches `site`, or None."""
     return next((rule for rule in recipe.rules if matches(site, rule.match)), None)
 
 
 def matches(site: Site, match: Match) -> bool:
-    """Whether every condition that `match` states holds."""
+    """Whether `site` meets every condition in `match`."""
     if match.role and not site.roles.intersection(match.role):
         return False
     if match.cls and not set(match.cls).intersection(site.class_names):

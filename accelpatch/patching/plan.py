@@ -1,4 +1,4 @@
-"""(model, recipe, device) -> Plan: pure and printable; mistakes of a recipe show here, before anything is touched."""
+"""Makes a Plan from model, recipe and device. Pure; errors in a recipe show here, before anything is touched."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from accelpatch.report import Report, SiteRecord, bytes_line, human, site_table
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """The decision about one site: a rule's replacer with its choice, or the reason why it stays."""
+    """The decision about one site: the rule's replacer and its choice, or the reason why the site stays."""
 
     site: Site
     rule: Rule | None
@@ -29,11 +29,11 @@ class Entry:
     failed: bool = False
 
     def kept(self, reason: str, *, failed: bool = False) -> Entry:
-        """The same site, staying as it is; `failed` where its replacement was built and found wanting."""
+        """A copy of this entry in which the site stays. failed: its replacement was built and was over its bound."""
         return replace(self, replacer=None, choice=None, reason=reason, failed=failed)
 
     def record(self) -> SiteRecord:
-        """This entry as a line of the report."""
+        """This entry as a SiteRecord, with nothing measured."""
         site, choice = self.site, self.choice
         shape = (site.n, site.k) if site.n is not None and site.k is not None else None
         after = (choice.bytes_after, choice.resident_after) if choice else (site.token_bytes, site.bytes)
@@ -47,9 +47,10 @@ class Entry:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Which site is replaced by what, and why the others stay. Making one changes nothing and allocates nothing.
+    """Which site is replaced by what, and why the others stay. Making one allocates nothing and changes nothing.
 
-    cache_bytes: KV cache at `max_length` tokens and batch 1. `fits` compares weights and cache with the memory.
+    max_length, cache_bytes: length in tokens and bytes of the KV cache at batch 1 that `fits` counts beside the
+    weights.
     """
 
     model: str
@@ -61,20 +62,20 @@ class Plan:
 
     @property
     def replaced(self) -> tuple[Entry, ...]:
-        """The entries that have a replacement, parents before their children."""
+        """The entries with a replacement, parents before their children."""
         return tuple(entry for entry in self.entries if entry.replacer is not None)
 
     def report(self) -> Report:
-        """The plan as a report with nothing measured yet."""
+        """The plan as a Report with nothing measured."""
         records = [entry.record() for entry in self.entries]
         notes = dict.fromkeys(entry.choice.note for entry in self.entries if entry.choice and entry.choice.note)
         return Report(self.model, self.recipe.name, self.device.name, records, notes=[*notes, *self._unread()])
 
     def _unread(self) -> list[str]:
-        """What the recipe sets and nothing reads yet: said, not swallowed."""
+        """Notes about settings of the recipe that have no effect here."""
         runtime = self.recipe.runtime
         asked = {}
-        if self.device.kind == "cpu":  # where no step is captured
+        if self.device.kind == "cpu":  # CPU steps are not captured
             asked = {"runtime.cache": runtime.cache != "auto", "runtime.graph": runtime.graph != "auto"}
             asked["runtime.speculate"] = runtime.speculate != "off"
         asked["calibrate"] = self.recipe.calibrate is not None
@@ -87,11 +88,11 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether the patched weights and the cache fit the device's memory."""
+        """Whether the patched weights and the KV cache fit the device's memory."""
         return self.resident_bytes + self.cache_bytes <= self.device.memory
 
     def detached(self) -> Plan:
-        """The same plan without the model's modules."""
+        """A copy that holds no reference to the model's modules."""
         entries = tuple(replace(entry, site=entry.site.detached()) for entry in self.entries)
         return replace(self, entries=entries)
 
@@ -126,8 +127,8 @@ def make_plan(
 ) -> Plan:
     """Decide about every site of `model`.
 
-    roles: the family's table (glob -> role); registry: replacer names -> replacers. Raises PlanError for a replacer
-    that does not exist, a rule that matches nothing, a weight with two owners and a tie that would be split.
+    roles: the family's table (glob -> role); registry: replacer names -> replacers. Raises PlanError for an unknown
+    replacer, a rule that matches nothing, a weight with two owners, and a tie that would be split.
     """
     for rule in recipe.rules:
         _check_rule(rule, registry)
@@ -195,8 +196,7 @@ def _propose(site: Site, rule: Rule, replacer: Replacer, device: Device) -> Choi
 
 
 def _has_own_forward(module: nn.Module) -> bool:
-    """Whether somebody put another forward on the instance: not accelerate's wrapper, which moves with its hook, and
-    not the class's own, which accelerate leaves behind when it goes."""
+    """Whether the user set a `forward` on the instance. accelerate's wrapper does not count: it moves with its hook."""
     own = vars(module).get("forward")
     left_behind = getattr(own, "__func__", None) is type(module).forward
     return own is not None and not left_behind and not hasattr(module, "_hf_hook")
@@ -208,7 +208,7 @@ def _stack(site: Site) -> str:
 
 
 def _check_owners(entries: list[Entry]) -> None:
-    """A parent that replaces its whole subtree owns the weights in it, unless it leaves that child's role alone."""
+    """Raise PlanError where a replaced parent and a child's replacement would own the same weight."""
     parents = [entry for entry in entries if entry.replacer is not None]
     for entry in parents:
         for other in parents:
@@ -223,7 +223,10 @@ def _check_owners(entries: list[Entry]) -> None:
 
 
 def cache_size(model: nn.Module, wanted: int | None) -> tuple[int | None, int]:
-    """(tokens, bytes) of a batch-1 KV cache in the model's dtype: 2 x layers x KV heads x head size x tokens."""
+    """(tokens, bytes) of a batch-1 KV cache in the model's dtype: 2 x layers x KV heads x head size x tokens.
+
+    wanted: the length in tokens; None: the model's maximum, but at most 4096. (None, 0) for models without a KV cache.
+    """
     text = text_config(model)
     layers, heads, hidden = (_count(text, f) for f in ("num_hidden_layers", "num_attention_heads", "hidden_size"))
     if not (layers and heads and hidden) or getattr(text, "is_encoder_decoder", False):
@@ -235,6 +238,6 @@ def cache_size(model: nn.Module, wanted: int | None) -> tuple[int | None, int]:
 
 
 def _count(config: Any, name: str) -> int:
-    """A number above zero; 0 where there is none (models of pictures list one a stage)."""
+    """A positive integer of the configuration; 0 where it is missing or of another kind (vision models have lists)."""
     value = getattr(config, name, None)
     return value if isinstance(value, int) and value > 0 else 0

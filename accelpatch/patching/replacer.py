@@ -1,4 +1,4 @@
-"""The contract of a replacement: propose without acting, then build beside the original."""
+"""The interface of a replacer: propose without side effects, then build beside the original."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Choice:
     """What a replacer would do at a site.
 
     kernel: the implementation that would run. bytes_before, bytes_after: weight bytes read to decode one token.
-    resident_after: bytes that the replacement holds. detail: what the replacer's `build` needs, such as a group size.
-    note: what a person should know of the choice, such as why a faster kernel is not the one; printed once a plan.
+    resident_after: bytes that the replacement holds in memory. detail: data for the replacer's own `build`, such as the
+    group size. note: a remark for the user, such as why a faster kernel is not chosen; printed once per plan.
     """
 
     kernel: str
@@ -36,17 +36,17 @@ class Choice:
 
 @dataclass(frozen=True)
 class Reason:
-    """Why a site stays as it is."""
+    """Why a site is not replaced."""
 
     text: str
 
 
 class Replacer(ABC):
-    """One way to replace a module.
+    """One way to replace a module; subclass it and register it with `@accelpatch.replacer`.
 
-    name: the word that recipes use. options: name -> accepted types. consumes: roles of children that keep their own
-    rules when this replacer takes their parent (`EVERY_CHILD`: all). ties: whether it can take several modules that
-    share one weight. rounds: whether the originals' weights are needed for the way back.
+    name: the name that recipes use. options: option name -> accepted types. consumes: roles of children whose own rules
+    still apply when this replaces their parent (`EVERY_CHILD`: all). ties: whether it can replace several modules that
+    share a weight. rounds: whether the original weights must be kept for unpatch.
     """
 
     name: ClassVar[str]
@@ -57,22 +57,22 @@ class Replacer(ABC):
 
     @abstractmethod
     def propose(self, site: Site, options: Mapping[str, Any], device: Device) -> Choice | Reason:
-        """Say what would happen at `site`; allocates nothing and changes nothing."""
+        """Say what would be done at `site`, or why not; must not allocate or change anything."""
 
     @abstractmethod
     def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:
-        """Make the replacement; the original and the model stay untouched."""
+        """Make the replacement; must not change the original or the model. stats: calibration statistics, or None."""
 
     def prefetchable(self, site: Site, choice: Choice, built: nn.Module) -> Choice:
-        """What was chosen, now that the weight's values were seen; for a replacement that depends on them."""
+        """The final Choice once `built` exists, for replacements that depend on the weight's values."""
         return choice
 
     def build_tied(self, site: Site, tied: Site, built: nn.Module) -> nn.Module:
-        """Make the replacement of a module tied to `site`, sharing the weight of `built`."""
+        """Make the replacement of a module tied to `site`; it shares the weight of `built`."""
         raise PlanError(f"{self.name} cannot share a weight between {site.path} and {tied.path}")
 
     def check_options(self, options: Mapping[str, Any]) -> None:
-        """Raise PlanError for an option that this replacer does not have or of another type."""
+        """Raise PlanError for an option that is unknown or of the wrong type."""
         for key, value in options.items():
             if key not in self.options:
                 near = difflib.get_close_matches(key, self.options, 1)

@@ -1,4 +1,4 @@
-"""A site: one place in a model that a replacer may take, with its shapes and bytes."""
+"""A site: one module of a model that a replacer may replace, with its shape and bytes."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ LINEAR_ROLES = frozenset(
 class Site:
     """One module of a model, as the plan sees it.
 
-    path, places: dotted name, and every name under which the model holds the same module.
-    module: the original; None once a plan has been detached from its model.
-    n, k: rows and columns of the weight `[N, K]` (features out and in), None where there is no single matrix.
-    bytes: bytes of the parameters that the module owns itself. token_bytes: those read to decode one token.
-    tied: sites of other modules that share this module's weight; they are replaced together with it or not at all.
+    path, places: dotted name, and every name under which the model holds the same module. module: the original; None in
+    a detached plan. n, k: shape of the weight [N, K] (output and input features), None where there is no single matrix.
+    bytes: size of the parameters that the module owns itself. token_bytes: bytes of those read to decode one token.
+    tied: sites of other modules that share this module's weight; all of them are replaced together, or none.
     """
 
     path: str
@@ -38,20 +37,20 @@ class Site:
 
     @property
     def original(self) -> nn.Module:
-        """The module itself, for replacers; a detached site has none."""
+        """The module itself; asserts that the site is not detached."""
         assert self.module is not None, f"{self.path}: the site is detached from its model"
         return self.module
 
     @property
     def roles(self) -> frozenset[str]:
-        """The words by which a rule may name this site's role."""
+        """The role names in recipes that match this site."""
         return frozenset({self.role, "linear"}) if self.role in LINEAR_ROLES else frozenset({self.role})
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """Every name of the site and of those tied to it."""
+        """The path of the site and of those tied to it."""
         return self.places + tuple(path for site in self.tied for path in site.places)
 
     def detached(self) -> Site:
-        """The same facts without the module, so that keeping a plan keeps no weights."""
+        """A copy without the module, so that keeping a plan keeps no weights alive."""
         return replace(self, module=None, tied=tuple(site.detached() for site in self.tied))

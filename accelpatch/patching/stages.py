@@ -1,4 +1,4 @@
-"""The stages of a patch between plan and swap: capture, build, verify site by site; and the whole model at the end."""
+"""The stages of a patch from plan to swap: capture inputs, build and verify each site; and verify the whole model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from accelpatch.report import Report, Verification
 
 Progress = Callable[[str, int, int], None]
 Samples = Sequence[Mapping[str, Any]]
-DEVICE_LOST = getattr(torch, "AcceleratorError", ())  # a device that failed says nothing about the inputs
+DEVICE_LOST = getattr(torch, "AcceleratorError", ())  # a failed device does not mean that the inputs are wrong
 
 
 @dataclass(eq=False)
@@ -35,9 +35,9 @@ class Checked:
 
 @dataclass(eq=False)
 class Captured:
-    """What the original gave on `samples`, and what reached each site (path -> calls); or why there is nothing.
+    """The original's outputs on `samples` and the recorded calls of each site (path -> calls), or the reason for none.
 
-    sought: whether samples were looked for, and none were found.
+    missing: that reason. sought: whether sample inputs were made, but the model accepted none of them.
     """
 
     samples: Samples = ()
@@ -53,11 +53,10 @@ NOT_VERIFIED = Captured(missing="verification was switched off")
 def capture(
     model: nn.Module, plan: Plan, given: Samples | None, made: Callable[[nn.Module], list[Any]], progress: Progress
 ) -> Captured:
-    """Run the original and record every call of a site that will be replaced: on `given`, the user's own samples, or
-    on the first of those `made` for the model that it runs on.
+    """Run the original on sample inputs and record every call of the sites to be replaced.
 
-    Where it runs on none of these, nothing can be verified: a warning, or VerifyError where the recipe's failures are
-    errors.
+    given: the user's samples. made: makes lists of candidate samples; the first list that the model accepts is used.
+    Where it accepts none, nothing can be verified: a warning, or VerifyError if the recipe says `on_failure: error`.
     """
     if given is not None:
         return _recorded(model, plan, list(given), progress)
@@ -65,7 +64,7 @@ def capture(
     for samples in made(model):
         try:
             return _recorded(model, plan, samples, progress)
-        except FOREIGN as error:  # memory that runs out is a PatchError by now
+        except FOREIGN as error:  # out-of-memory errors are PatchErrors here
             if isinstance(error, DEVICE_LOST):
                 raise
             refusals.append(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
@@ -90,8 +89,8 @@ def verified_build(
 ) -> tuple[list[Checked], Plan]:
     """Build every replacement beside its original and verify it; the model is not touched.
 
-    Returns the replacements that hold, and the plan in which those over their bound stay (or VerifyError, as the recipe
-    says). Where nothing was captured nothing is verified.
+    Returns the replacements within their bounds, and the plan with all others marked as kept (or raises VerifyError, as
+    the recipe says). Without captured calls nothing is verified.
     """
     if captured.missing is None:
         check_bounds(plan)
@@ -130,7 +129,7 @@ def _check(built: Built, recipe: Recipe, captured: Captured, checking: Checking)
 
 
 def over_bound(errors: SiteErrors, recipe: Recipe, entry: Entry) -> str | None:
-    """Why a replacement must not stay, or None: the float rule is no recipe's choice, the format's bound is."""
+    """Why a replacement fails verification, or None. The float rule always applies; the other bound is the recipe's."""
     error, allowed = errors.kernel_error, errors.kernel_bound
     if error is not None and allowed is not None and not error <= allowed:
         return f"kernel error {error:.2e} is over the float rule's bound {allowed:.2e}"
@@ -145,12 +144,12 @@ def over_bound(errors: SiteErrors, recipe: Recipe, entry: Entry) -> str | None:
 
 
 def bound_of(recipe: Recipe, entry: Entry) -> Bound:
-    """What a site's replacement may differ from its original by."""
+    """The recipe's bound on the difference between a site's replacement and its original."""
     return recipe.verify.of(entry.rule.name if entry.rule else None, entry.replacer is None or entry.replacer.rounds)
 
 
 def check_bounds(plan: Plan) -> None:
-    """Raises RecipeError for a bound that is below the precision of a site's dtype, which nothing but luck can meet."""
+    """Raise RecipeError for a bound below the precision of a site's dtype."""
     if plan.recipe.verify.metric != "relative_rmse":
         return
     for entry in plan.replaced:
@@ -164,7 +163,7 @@ def check_bounds(plan: Plan) -> None:
 
 
 def stage_report(plan: Plan, held: Sequence[Checked], paths: Mapping[str, int]) -> Report:
-    """The plan's report with the measured figures of each site; paths: what the model's runtime counts."""
+    """The plan's report with each site's measured errors. paths: the counter of execution paths in the runtime."""
     report = plan.report()
     report.paths = paths
     records = {record.path: record for record in report.sites}
@@ -178,9 +177,9 @@ def stage_report(plan: Plan, held: Sequence[Checked], paths: Mapping[str, int]) 
 
 
 def whole_model(model: nn.Module, captured: Captured, report: Report, progress: Progress) -> Verification | None:
-    """Run the patched model on the samples again and compare its next-token logits with those of before.
+    """Run the patched model on the samples and compare its next-token logits with the original's.
 
-    None, with a note in the report, where there are no samples.
+    Returns None, with a note in the report, where there are no samples.
     """
     if captured.missing is not None:
         if captured.sought:

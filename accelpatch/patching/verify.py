@@ -1,10 +1,10 @@
-"""A replacement against its original on captured inputs, and the whole model before against after.
+"""Compares a replacement with its original on captured inputs, and the whole model before and after.
 
-Two figures a site. `kernel_error`: every operation inside the replacement against the plain torch reference of its own
-format in float64, by the float rule. `format_error`: the replacement against the original, in the recipe's metric.
-Beside it stand `units`: how far the two are apart in units of u, the rounding error of the dtype, for replacements that
-change no format. N units allow each element N u times the larger of its original and its row's root mean square, so
-that one wrong channel is found among thousands, and all elements together a relative RMSE of N u / 4.
+Two figures per site. `kernel_error`: every operation inside the replacement against the plain torch reference of its
+own format in float64, by the float rule. `format_error`: the replacement against the original, in the recipe's metric.
+For replacements that keep the format there is also `units`: the difference in units of u, the unit roundoff of the
+dtype. N units allow each element N u times the larger of its original and its row's root mean square, so that one wrong
+channel is found among thousands, and all elements together a relative RMSE of N u / 4.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ UNITS = {torch.float64: 2**-51, torch.float32: 2**-22, torch.float16: 2**-11, to
 
 @dataclass(frozen=True)
 class SiteErrors:
-    """The worst figures of a site; the kernel's are absolute, in the unit of the operation's output.
+    """The largest errors of a site. kernel_error and kernel_bound are absolute, in the unit of the operation's output.
 
-    units: how many of them the replacement needs; the smallest number that no element and no RMSE is over.
+    units: the smallest number of units that holds for every element and for the relative RMSE.
     """
 
     kernel_error: float | None
@@ -42,14 +42,14 @@ class SiteErrors:
     units: float
 
     def worse(self, other: SiteErrors) -> SiteErrors:
-        """The worse figures of two."""
+        """The larger figures of two."""
         kernel = max((self, other), key=lambda errors: (errors.kernel_error or 0.0) - (errors.kernel_bound or 0.0))
         form, units = max(self.format_error, other.format_error), max(self.units, other.units)
         return SiteErrors(kernel.kernel_error, kernel.kernel_bound, form, units)
 
 
 def site_errors(new: nn.Module, calls: Sequence[Call], metric: str, checking: Checking) -> SiteErrors:
-    """Run `new` on each call of its original; a replacement that runs no operation of ours has no kernel figures."""
+    """Run `new` on each recorded call of its original. kernel_error is None if it runs none of our operations."""
     pairs: list[tuple[Tensor, Tensor]] = []
     with torch.no_grad(), checking() as checks:
         after = [_run(new, call) for call in calls]
@@ -62,7 +62,7 @@ def site_errors(new: nn.Module, calls: Sequence[Call], metric: str, checking: Ch
 
 
 def _run(module: nn.Module, call: Call) -> list[Tensor]:
-    """The floating tensors that `module.forward` returns; user hooks stay out of it."""
+    """The floating-point outputs of `module.forward`, called without the user's hooks."""
     args, kwargs, _ = copied(call)
     return list(floats(module.forward(*args, **kwargs)))
 
@@ -74,12 +74,12 @@ def relative_rmse(y: Tensor, original: Tensor) -> Tensor:
 
 
 def max_abs(y: Tensor, original: Tensor) -> Tensor:
-    """The largest absolute difference, in the output's own unit."""
+    """The largest absolute difference."""
     return (y - original).abs().max()
 
 
 def cosine(y: Tensor, original: Tensor) -> Tensor:
-    """1 - cosine similarity of the outputs as one vector each."""
+    """1 - cosine similarity, the outputs taken as one vector each."""
     similarity = torch.nn.functional.cosine_similarity(y, original, dim=0, eps=1e-300)
     return torch.where(y.norm() + original.norm() == 0, 0.0, 1 - similarity)
 
@@ -92,10 +92,10 @@ METRICS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def format_error(metric: str, pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
-    """A metric over all outputs (new, original) of a site as one vector each, where they are finite.
+    """A metric over all finite elements of the outputs (new, original) of a site, joined into one vector each.
 
-    Together, since the first token of a text alone says little: models park attention on it and its values are near
-    nothing, so that a relative error of it is large and means nothing. Infinite where NaN or Inf stand elsewhere.
+    Joined, because the first token of a text alone is misleading: models park attention on it and its values are near
+    zero, so its relative error is large. Infinite where NaN or Inf stand in different places.
     """
     new, original = (torch.cat([pair[i].flatten() for pair in pairs] or [torch.empty(0)]).double() for i in (0, 1))
     if not original.numel():
@@ -110,7 +110,8 @@ def format_error(metric: str, pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
 
 
 def units_apart(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
-    """The least N for which every output (new, original) of a site is within N units; infinite for NaN or Inf in one.
+    """The least N for which every output (new, original) of a site is within N units; infinite for NaN or Inf in only
+    one.
 
     The relative RMSE is over all outputs of a dtype together, as in `format_error`.
     """
@@ -123,7 +124,7 @@ def units_apart(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
         apart = (y.double() - due).abs().where(~alike, 0.0).nan_to_num(math.inf, math.inf)
         due = due.where(due.isfinite(), 0.0)
         size = torch.maximum(due.abs(), due.square().mean(-1, keepdim=True).sqrt() if due.dim() else due.abs())
-        unit = UNITS.get(dtype, 0.0)  # of other dtypes nothing but the same numbers
+        unit = UNITS.get(dtype, 0.0)  # other dtypes must be equal
         far = torch.where(apart == 0, 0.0, apart / size).max().item()
         far = far / unit if unit else math.inf if far else 0.0
         worst = max(worst, far if far == far else math.inf)
@@ -137,7 +138,7 @@ def units_apart(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
 
 
 def compare_logits(before: Sequence[Any], after: Sequence[Any], masks: Sequence[Tensor | None]) -> Verification:
-    """Mean KL(before || after) in nats and top-1 agreement of the next-token logits `[B, L, V]` at unmasked places."""
+    """Mean KL(before || after) in nats and top-1 agreement of next-token logits [B, L, V], where the mask is not 0."""
     total, agree, tokens = 0.0, 0, 0
     for old, new, mask in zip(before, after, masks, strict=True):
         if getattr(old, "logits", None) is None or old.logits.dim() != 3:
@@ -156,6 +157,6 @@ def _rows(logits: Tensor, keep: Tensor | None) -> Tensor:
 
 
 def kl_divergence(p_logits: Tensor, q_logits: Tensor) -> Tensor:
-    """KL(p || q) in nats of each row of two logit matrices `[T, V]`, in float64."""
+    """KL(p || q) in nats of each row of two logit matrices [T, V], computed in float64."""
     p, q = p_logits.double().log_softmax(-1), q_logits.double().log_softmax(-1)
     return (p.exp() * (p - q)).sum(-1)

@@ -1,4 +1,4 @@
-"""Number formats and what makes them. Tensors only: a module or a model is somebody else's matter."""
+"""Number formats of weights and how to quantise to them; works on tensors, not on modules."""
 
 from accelpatch.quant.weight import QuantizedWeight, check_finite
 

@@ -1,4 +1,5 @@
-"""8-bit float weights: w = q * scale, to nearest; one float32 scale a row, absmax / the format's largest number.
+"""8-bit float weights: w = q * scale, rounded to nearest; one float32 scale per row: absmax / largest number of the
+format.
 
 float8_e4m3fn (largest 448) everywhere but on gfx942, whose matrix units take float8_e4m3fnuz (largest 240). A row of
 zeros has scale 0. Format: OCP 8-bit floating point, E4M3.
@@ -13,7 +14,7 @@ from accelpatch.quant.weight import QuantizedWeight, grouped
 
 
 def quantize(weight: Tensor, *, fnuz: bool = False) -> QuantizedWeight:
-    """q[N, K] float8 and scale[N, 1] float32 of a float weight[N, K]. Raises KernelError for a NaN or an infinity."""
+    """Quantise a float weight [N, K] to q[N, K] float8, scale[N, 1] float32. Raises KernelError for NaN or infinity."""
     form = torch.float8_e4m3fnuz if fnuz else torch.float8_e4m3fn
     largest = torch.finfo(form).max
     rows = grouped(weight, None, "fp8").squeeze(1)
@@ -24,6 +25,6 @@ def quantize(weight: Tensor, *, fnuz: bool = False) -> QuantizedWeight:
 
 
 def dequantize(weight: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
-    """w[N, K] in `dtype`; the product is in float32 at least and rounded once."""
+    """w[N, K] in `dtype`, computed in float32 or wider and rounded once."""
     wide = torch.promote_types(dtype, torch.float32)
     return weight.q.to(wide).mul_(weight.scale.to(wide)).to(dtype)

@@ -21,9 +21,9 @@ _HALF = torch.finfo(torch.float16)
 
 
 def quantize(weight: Tensor, *, group_size: int, symmetric: bool = False) -> QuantizedWeight:
-    """Packed q[N, K / 2], scale[N, G] and offset[N, G] (None where symmetric) of a float weight[N, K].
+    """Quantise a float weight [N, K] to packed q[N, K / 2], scale[N, G] and offset[N, G] (None where symmetric).
 
-    Raises KernelError for a NaN or an infinity, an odd K, and where group_size does not divide K.
+    Raises KernelError for NaN or infinity, an odd K, and where group_size does not divide K.
     """
     groups = grouped(weight, group_size, "int4")
     if weight.shape[1] % 2:
@@ -44,7 +44,7 @@ def _asymmetric(groups: Tensor) -> QuantizedWeight:
     if dtype != torch.float16 and not bool(torch.isfinite(high - low).all()):
         raise KernelError("int4: a group's values lie further apart than a float32 can say: use int8 for this weight")
     offset = low.to(dtype)
-    # what rounding took from the offset is the scale of a constant group, whose u are then all 1
+    # a constant group has u = 1 and, as its scale, the offset's rounding error
     scale = torch.where(constant, high - offset.float(), (high - offset.float()) / 15).to(dtype)
     u = _divide(groups - offset.float().unsqueeze(2), scale).clamp_(0, 15)
     return QuantizedWeight(pack(u), scale, offset)
@@ -66,17 +66,17 @@ def _store(scale: Tensor) -> Tensor:
 
 
 def pack(u: Tensor) -> Tensor:
-    """q[N, K / 2] int8 of u[N, K] or [N, G, K / G], integers in 0..15 of any dtype."""
+    """Pack u[N, K] or [N, G, K / G], integers 0..15 of any dtype, to q[N, K / 2] int8."""
     u = u.flatten(1).to(torch.uint8)
     return (u[:, 0::2] | (u[:, 1::2] << 4)).contiguous().view(torch.int8)
 
 
 def unpack(q: Tensor) -> Tensor:
-    """u[N, K] int8 in 0..15 of q[N, K / 2]; the inverse of `pack`."""
+    """Unpack q[N, K / 2] to u[N, K] int8 in 0..15; the inverse of `pack`."""
     return int4_linear.unpack(q)
 
 
 def dequantize(weight: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
-    """w[N, K] in `dtype`, computed in float32 at least and rounded once; any kind of offset that the kernel takes."""
+    """w[N, K] in `dtype`, computed in float32 or wider and rounded once; takes every kind of offset."""
     wide = torch.promote_types(dtype, torch.float32)
     return int4_linear.dequantize_rows(*weight, wide).to(dtype)

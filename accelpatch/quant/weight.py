@@ -1,4 +1,4 @@
-"""What the weight formats share: the triple that holds a quantised weight, and the checks before one is made."""
+"""Shared by all weight formats: the tuple that holds a quantised weight, and checks of its input."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import Tensor
 
 from accelpatch.errors import KernelError
 
-BLOCK = 1 << 18  # elements
+BLOCK = 1 << 18  # elements per block of rows
 
 
 class QuantizedWeight(NamedTuple):
-    """q[N, K] int8 (or [N, K / 2], 4-bit pairs stored as int8), scale[N, G] float, offset[N, G] or None."""
+    """q[N, K] int8 or float8 (4-bit: [N, K / 2], two values per int8), scale[N, G] float, offset[N, G] or None."""
 
     q: Tensor
     scale: Tensor
@@ -21,8 +21,8 @@ class QuantizedWeight(NamedTuple):
 
 
 def check_finite(weight: Tensor, name: str) -> None:
-    """Raise KernelError, naming the first bad element, where `weight` holds a NaN or an infinity."""
-    if not torch.isfinite(torch.stack(torch.aminmax(weight))).all():  # NaN spreads; no copy of the weight is made
+    """Raise KernelError, naming the first bad element, where `weight` holds NaN or infinity."""
+    if not torch.isfinite(torch.stack(torch.aminmax(weight))).all():  # NaN propagates; makes no copy of the weight
         bad = ~torch.isfinite(weight)
         place, count = [int(i) for i in bad.nonzero()[0]], int(bad.sum())
         raise KernelError(
@@ -32,7 +32,7 @@ def check_finite(weight: Tensor, name: str) -> None:
 
 
 def grouped(weight: Tensor, group_size: int | None, format_name: str) -> Tensor:
-    """weight[N, K] as float32 groups [N, G, group_size]; None is one group a row. KernelError for what cannot be."""
+    """weight[N, K] as float32 groups [N, G, group_size]; None: one per row. KernelError where K does not divide."""
     if weight.dim() != 2 or not weight.is_floating_point() or weight.numel() == 0:
         raise KernelError(f"{format_name} takes a float weight [N, K], not {weight.dtype} {list(weight.shape)}")
     size = weight.shape[1] if group_size is None else group_size
@@ -45,5 +45,5 @@ def grouped(weight: Tensor, group_size: int | None, format_name: str) -> Tensor:
 
 
 def row_blocks(groups: Tensor) -> tuple[Tensor, ...]:
-    """The same groups, as many rows at a time as a CPU's cache holds: what is computed from them stays there."""
+    """Split groups [N, G, group_size] into blocks of rows that fit a CPU's cache."""
     return groups.split(max(1, BLOCK // (groups.shape[1] * groups.shape[2]))) if groups.is_cpu else (groups,)

@@ -1,4 +1,4 @@
-"""The registry of replacers: a literal table, and the one door for a user's own."""
+"""The registry of replacers: a literal table, and the decorator that adds a user's own."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def registry() -> Mapping[str, Replacer]:
 
 
 def replacer(cls: AnyReplacer) -> AnyReplacer:
-    """Register a user's own Replacer subclass under its `name` for this process; a later one of that name takes over.
+    """Class decorator: register a Replacer subclass under its `name` for this process, replacing one of the same name.
 
-    Raises PlanError for a class that is none, a name that recipes cannot write, and one of ours.
+    Raises PlanError for a class that is no Replacer, a name that is not valid in recipes, and a built-in's name.
     """
     name = getattr(cls, "name", None)
     if not (isinstance(cls, type) and issubclass(cls, Replacer)):

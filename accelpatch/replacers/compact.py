@@ -1,4 +1,4 @@
-"""Linear layers with bfloat16 weights in 12 bits a value without loss (on a GPU)."""
+"""Linear layers whose bfloat16 weights are stored losslessly in 12 bits per value (GPU only)."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from accelpatch.patching.site import Site
 from accelpatch.replacers.gemv import NATIVE, Gemv
 from accelpatch.replacers.weight_only import bias_bytes
 
-BESIDE = 4 + 4 * compact_tiles.FOUR  # bytes of a row: its scale, and room for outliers, of which most have few
+BESIDE = 4 + 4 * compact_tiles.FOUR  # bytes per row: its scale, and outliers of a typical row
 
 
 class Compact(Gemv):
-    """What `gemv` replaces, its weight in 12 bits where that loses nothing; as `gemv` elsewhere, with the reason."""
+    """As `gemv`, with the weight in lossless 12-bit bf16; plain `gemv`, with the reason noted, where that fails."""
 
     name = "compact"
 
@@ -34,7 +34,7 @@ class Compact(Gemv):
         assert site.n is not None
         assert site.k is not None
         if site.tied:
-            return _kept(plain, "a weight that a table of rows shares")
+            return _kept(plain, "a weight tied to an embedding's")
         spec = compact_linear.of_shape(site.n, site.k, getattr(torch, site.dtype))
         if reason := dispatch.why_not(spec.op, NATIVE, spec, device):
             return _kept(plain, reason)

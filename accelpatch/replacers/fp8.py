@@ -1,4 +1,4 @@
-"""8-bit float weight-only linear layers."""
+"""Weight-only linear layers in 8-bit float."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from accelpatch.patching.site import Site
 from accelpatch.quant import fp8
 from accelpatch.replacers.weight_only import HIP, bias_bytes, token_bytes, unfit, weight_of
 
-SCALE = 4  # bytes: float32
-FNUZ = ("gfx942",)  # whose matrix units take the other form
+SCALE = 4  # bytes per scale: float32
+FNUZ = ("gfx942",)  # archs whose matrix units take e4m3fnuz
 
 
 class Fp8WeightOnly(Replacer):
-    """e4m3 weights, one float32 scale for each output channel; e4m3fnuz where the device's matrix units take that."""
+    """float8_e4m3fn weights (e4m3fnuz where the device's matrix units take that), a float32
+    scale per output channel."""
 
     name = "fp8_weight_only"
 
@@ -29,7 +30,7 @@ class Fp8WeightOnly(Replacer):
         if reason := unfit(site):
             return Reason(reason)
         if isinstance(site.original, nn.Embedding):
-            return Reason("a table of rows has no fp8 form; use int8_weight_only")
+            return Reason("there is no fp8 embedding; use int8_weight_only")
         assert site.n is not None
         assert site.k is not None
         spec = fp8_linear.of_shape(site.n, site.k, getattr(torch, site.dtype))

@@ -1,4 +1,4 @@
-"""The gated MLP with activation and product as one operation; its linear layers keep their own rules."""
+"""The gated MLP with activation and multiplication as one operation; its linear layers keep their own rules."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ACTIVATIONS = ("act_fn", "activation_fn")  # the child's name, by family
 
 
 class GatedMLPReplacer(Replacer):
-    """down(act(gate(x)) * up(x)), with gate and up apart or in one matrix."""
+    """down(act(gate(x)) * up(x)), with gate and up as two linear layers or as one."""
 
     name = "gated_mlp"
     rounds = False

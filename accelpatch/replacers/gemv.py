@@ -1,4 +1,4 @@
-"""Linear layers in their own precision, as fast as their weight can be read where there are few tokens (on a GPU)."""
+"""Linear layers in their own precision, memory-bound GEMV kernels for few tokens (GPU only)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NATIVE = "hip"
 
 
 class Gemv(Replacer):
-    """nn.Linear by the GEMV kernels; the weight stays where and what it is, also where it is tied to another's."""
+    """nn.Linear by the GEMV kernels. The weight is shared with the original, even where it is tied."""
 
     name = "gemv"
     ties = True
@@ -29,19 +29,19 @@ class Gemv(Replacer):
     def propose(self, site: Site, options: Mapping[str, Any], device: Device) -> Choice | Reason:
         name = type(site.original).__name__
         if name not in LINEAR_CLASSES or site.n is None or site.k is None:
-            return Reason(f"{name} is not known to be a plain matrix product")
+            return Reason(f"{name} is not known to be a plain linear layer")
         if name == "Conv1D":
             return Reason("Conv1D holds its weight as [K, N], which the kernels do not read")
         if device.kind == "cpu":
-            return Reason("torch's own product is used on a CPU")
+            return Reason("torch's own GEMM is used on a CPU")
         reason = dispatch.why_not("gemv", NATIVE, gemv.of_shape(site.n, site.k, getattr(torch, site.dtype)), device)
         if reason is not None:
-            return Reason(f"torch's own product is used: {reason}")
+            return Reason(f"torch's own GEMM is used: {reason}")
         return Choice(NATIVE, site.token_bytes, site.token_bytes, site.bytes)
 
     def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:
         return adopt(GemvLinear, site.original)
 
     def build_tied(self, site: Site, tied: Site, built: nn.Module) -> nn.Module:
-        """What shares the weight goes on as it is: a table of rows is read a row at a time."""
+        """The tied module unchanged: an embedding reads only the rows of its tokens."""
         return adopt(type(tied.original), tied.original)

@@ -1,4 +1,5 @@
-"""RMSNorm, and the residual addition before it in decoder layers of the forms that modules/norm.py describes."""
+"""RMSNorm, and the residual addition fused with the RMSNorm after it, in decoder layers of the forms in
+modules/norm.py."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ class RMSNormReplacer(Replacer):
 
 
 class ResidualNormReplacer(Replacer):
-    """A decoder layer whose residual addition and next RMSNorm are one operation; its children keep their rules."""
+    """A decoder layer that adds the residual and computes the next RMSNorm in one operation;
+    children keep their rules."""
 
     name = "residual_rmsnorm"
     rounds = False
@@ -62,9 +64,9 @@ class ResidualNormReplacer(Replacer):
         kind = RMS_NORMS.get(type(norm).__name__)
         missing = [name for name in ("self_attn", "mlp", "input_layernorm") if not hasattr(layer, name)]
         if kind is None or norm is None or missing:
-            return Reason(f"{type(layer).__name__} has no RMSNorm after a residual addition that is known here")
+            return Reason(f"{type(layer).__name__} has no known RMSNorm after a residual addition")
         if any(isinstance(child, nn.Dropout) and child.p > 0 for child in layer.children()):
-            return Reason("the layer drops activations out before the residual addition")
+            return Reason("the layer has dropout before the residual addition")
         try:
             kernel = _kernel("add_rmsnorm", norm, kind.plus_one, device)
         except KernelError as error:
@@ -84,6 +86,6 @@ class ResidualNormReplacer(Replacer):
 
 
 def _norm_name(layer: nn.Module) -> str:
-    """The norm that follows the residual addition after attention."""
+    """The attribute name of the norm that follows the residual addition after attention."""
     sandwich = hasattr(layer, "pre_feedforward_layernorm")
     return "pre_feedforward_layernorm" if sandwich else "post_attention_layernorm"

@@ -1,4 +1,4 @@
-"""A user's own replacers from a Python file that the user names on the command line."""
+"""Loads a user's own replacers from a Python file (`--plugin FILE`)."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from accelpatch.replacers import registry
 def load_plugin(path: str | Path) -> tuple[str, ...]:
     """Run the Python file at `path`, which registers replacers by `@accelpatch.replacer`; returns the new names.
 
-    The file is the user's own program and runs with the user's rights. Raises PlanError where there is no such file
-    or it registers nothing; errors of the file itself come through as they are.
+    The file runs with the user's rights. Raises PlanError where it does not exist or registers nothing; exceptions of
+    the file itself pass through.
     """
     file = Path(path)
     if not file.is_file():

@@ -1,4 +1,4 @@
-"""The rotary embedding's tables as one operation."""
+"""The rotary embedding's cosines and sines as one operation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SIGNATURES = (["self", "x", "position_ids"], ["self", "x", "position_ids", "lay
 
 
 class RotaryReplacer(Replacer):
-    """Rotary embeddings in transformers' form whose frequencies do not change with the length of the text."""
+    """Rotary embeddings of transformers' form whose frequencies do not depend on the length of the text."""
 
     name = "rotary_embedding"
     rounds = False

@@ -1,4 +1,4 @@
-"""int8 and int4 weight-only linear layers, and an output head with the embedding that is tied to it."""
+"""int8 and int4 weight-only linear layers; int8 also for an output head and the embedding tied to it."""
 
 from __future__ import annotations
 
@@ -20,33 +20,36 @@ from accelpatch.patching.replacer import Choice, Reason, Replacer
 from accelpatch.patching.site import Site
 from accelpatch.quant import QuantizedWeight, int4, int8
 
-INT8_SCALE = 4  # bytes: float32
-NATIVE = "cpu"  # the implementation that holds its weights in a layout of its own
+INT8_SCALE = 4  # bytes per scale: float32
+NATIVE = "cpu"  # the implementation over packs, the native CPU layout
 HIP = "hip"
-ON_GPU = {"int4_linear": "tiled_int4_linear"}  # the operation that reads the layout of a GPU's kernels
-INT4_SCALE = 2  # bytes: float16, for scale and minimum each
+ON_GPU = {"int4_linear": "tiled_int4_linear"}  # operation -> the one over the GPU kernels' layout
+INT4_SCALE = 2  # bytes per scale or minimum: float16
 
 
 def unfit(site: Site) -> str | None:
-    """Why a site is no plain matrix product or table of rows; None where it is one."""
+    """Why a site is neither a linear layer nor an embedding; None where it is one."""
     for member in (site, *site.tied):
         name = type(member.original).__name__
         if name not in LINEAR_CLASSES | EMBEDDING_CLASSES:
-            return f"{name} is not known to be a plain matrix product"
+            return f"{name} is not known to be a plain linear layer"
         if member.n is None or not torch.empty(0, dtype=getattr(torch, member.dtype)).is_floating_point():
             return f"its weight is {member.dtype}, not a float matrix"
     return None
 
 
 def weight_of(module: nn.Module) -> Tensor:
-    """The float weight `[N, K]`: rows are output channels or tokens."""
+    """The float weight [N, K]; rows are output channels, or tokens of an embedding."""
     weight = module._parameters["weight"]
     assert weight is not None
     return weight.detach().t() if type(module).__name__ == "Conv1D" else weight.detach()
 
 
 def kernel_for(op: str, site: Site, device: Device, group_size: int, offset: str) -> tuple[str, str]:
-    """(implementation that one token would run, why it is not a native one). KernelError with every reason."""
+    """The implementation that would run for one token, and why it is not a native one ("" where it is).
+
+    Raises KernelError with every implementation's reason where none can run.
+    """
     assert site.n is not None
     assert site.k is not None
     dtype = getattr(torch, site.dtype)
@@ -68,7 +71,7 @@ def kernel_for(op: str, site: Site, device: Device, group_size: int, offset: str
 
 
 def token_bytes(site: Site, resident: int) -> int:
-    """Bytes read to decode one token: all of a product, one row of a table, both where they are tied."""
+    """Bytes read to decode one token: the whole weight of a linear layer, one row of an embedding, both where tied."""
     assert site.n is not None
     row = resident // site.n
     if isinstance(site.original, nn.Embedding):
@@ -77,9 +80,10 @@ def token_bytes(site: Site, resident: int) -> int:
 
 
 class Int8WeightOnly(Replacer):
-    """Symmetric int8 with one float32 scale for each output channel (group_size null), or for each group along K.
+    """Symmetric int8, one float32 scale per output channel (group_size null) or per group of group_size along K.
 
-    Of several group sizes, the first that divides K and that the device's own kernels take: those of a GPU take null.
+    Of a list of group sizes the first that divides K and that the device's own kernels take is used; GPU kernels take
+    null only.
     """
 
     name = "int8_weight_only"
@@ -129,7 +133,7 @@ class Int4WeightOnly(Replacer):
         if reason := unfit(site):
             return Reason(reason)
         if isinstance(site.original, nn.Embedding):
-            return Reason("a table of rows has no 4-bit form; use int8_weight_only")
+            return Reason("there is no 4-bit embedding; use int8_weight_only")
         assert site.n is not None
         assert site.k is not None
         wanted, symmetric = options.get("group_size", [128, 64, 32]), options.get("symmetric", False)
@@ -153,13 +157,13 @@ class Int4WeightOnly(Replacer):
 
 
 def dividing(wanted: int | list[int | None] | None, k: int) -> list[int]:
-    """Those of the group sizes that divide K, in order; a null among them is K itself, one group a row."""
+    """Those of the group sizes that divide K, in order; null becomes K, one group per row."""
     sizes = wanted if isinstance(wanted, list) else [wanted]
     exact = [k if size is None else size for size in sizes]
     return [size for size in exact if isinstance(size, int) and size > 0 and k % size == 0]
 
 
 def bias_bytes(site: Site) -> int:
-    """Bytes of what stays float in the module: its bias, where it owns one."""
+    """Bytes of the parameters that stay float: the bias, if the module owns one."""
     weight = weight_of(site.original)
     return max(0, site.bytes - weight.numel() * weight.element_size())

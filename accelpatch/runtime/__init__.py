@@ -1,1 +1,1 @@
-"""What happens when a patched model runs."""
+"""How a patched model runs: captured and native decode steps, fused layers, and generate()."""

@@ -1,8 +1,8 @@
-"""LoRA adapters (PEFT) that stand around linear layers, as fused layers take them: two small products beside the large.
+"""LoRA adapters (PEFT) around linear layers inside fused layers: two small GEMMs beside the large one.
 
     y = w x + sum over active adapters of scaling B (A x)
 
-Read by the shape of PEFT's classes; PEFT itself is never imported.
+PEFT's classes are recognised by their attributes; PEFT is never imported.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from accelpatch.kernels.gated_activation import gated_activation
 from accelpatch.runtime.cannot_fuse import CannotFuse
 
 SWITCHES = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling", "cast_input_dtype_enabled")
-ALIGNED = 8  # ranks of a group are filled up to a multiple: rows of 16 bytes
+ALIGNED = 8  # concatenated ranks are padded to a multiple: rows of 16 bytes
 
 
 @dataclass(frozen=True, eq=False)
 class Adapted:
-    """A product with the low-rank ones of its adapters: down[R, K], then up[N, R], whose scaling is in `down`."""
+    """A linear layer with its LoRA adapters concatenated: down[R, K], which includes the scaling, then up[N, R]."""
 
     base: FusedLinear
     down: FusedLinear
@@ -33,7 +33,7 @@ class Adapted:
     def __call__(
         self, x: Tensor, norm: FusedNorm | None = None, gate: str | None = None, residual: Tensor | None = None
     ) -> Tensor:
-        """As Product; a gate is a launch of its own."""
+        """As Product.__call__; a gate is a separate launch."""
         y = self.base(x, norm, residual=None if gate else residual)
         y = self.up(self.down(x, norm), residual=y)
         if gate is None:
@@ -43,35 +43,35 @@ class Adapted:
 
     @property
     def raw(self) -> Tensor:
-        """Of the base."""
+        """The base layer's weight as it lies in memory."""
         return self.base.raw
 
     def large_m(self, x: Tensor, gate: str | None = None) -> Tensor:
-        """As Product's."""
+        """As Product.rows."""
         y = self.base.large_m(x) + self.up.large_m(self.down.large_m(x))
         return y if gate is None else gated(y, gate)
 
 
 def is_adapter(module: Any) -> bool:
-    """Whether a module stands around another as PEFT's adapters do."""
+    """Whether a module is a PEFT wrapper around another."""
     return "base_layer" in module._modules and hasattr(module, "adapter_layer_names")
 
 
 def base_of(module: Any) -> Any:
-    """What the adapters around a module stand around; any other module itself."""
+    """The module inside PEFT wrappers; any other module itself."""
     while is_adapter(module):
         module = module.base_layer
     return module
 
 
 def state_of(adapters: Iterable[nn.Module]) -> tuple[str, ...]:
-    """What is switched on of a model's adapters: numbers and names that no tensor shows."""
+    """The adapters' settings that are not tensors: active names, scalings, switches."""
     states = map(vars, adapters)
     return tuple(repr([state.get(name) for name in SWITCHES]) for state in states)
 
 
 def with_adapters(base: FusedLinear, modules: Sequence[Any], dtype: torch.dtype) -> FusedLinear | Adapted:
-    """`base`, the product of what `modules` hold side by side, with their active adapters. Raises CannotFuse."""
+    """`base`, the linear layers inside `modules` concatenated, with the active adapters of each. Raises CannotFuse."""
     rows, downs, ups = 0, [], []
     for module in modules:
         low = active(module)
@@ -94,7 +94,7 @@ def with_adapters(base: FusedLinear, modules: Sequence[Any], dtype: torch.dtype)
 
 
 def active(module: Any) -> list[tuple[Tensor, Tensor]]:
-    """scaling A[r, K] and B[N, r] of each active adapter around a module."""
+    """(scaling * A[r, K], B[N, r]) of each active adapter around a module."""
     if not is_adapter(module):
         return []
     kind = type(module)
@@ -113,9 +113,9 @@ def _low_rank(module: Any, name: str) -> tuple[Tensor, Tensor]:
     up: Any = module.lora_B[name]
     dropout = module.lora_dropout[name]
     if name in module.lora_variant or type(down) is not nn.Linear or type(up) is not nn.Linear:
-        raise CannotFuse(f"the adapter {name} is no plain LoRA")
+        raise CannotFuse(f"the adapter {name} is not plain LoRA")
     if any(isinstance(one.bias, Tensor) for one in (down, up)):
         raise CannotFuse(f"the adapter {name} has a bias")
     if type(dropout) is not nn.Identity and dropout.training:
-        raise CannotFuse(f"the adapter {name} drops activations out: call model.eval()")
+        raise CannotFuse(f"the adapter {name} has dropout: call model.eval()")
     return module.scaling[name] * down.weight.detach(), up.weight.detach()

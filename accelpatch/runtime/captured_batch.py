@@ -1,4 +1,4 @@
-"""What captured programs read and leave on the device from step to step: a batch, and drafts of what follows it."""
+"""The device tensors that captured decode steps share: the state of a batch, and of draft tokens."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from accelpatch.runtime.captured_graph import Graph
 from accelpatch.runtime.prompt_lookup import DRAFTS
 from accelpatch.runtime.sampler import Sampler
 
-SAMPLERS = 8  # captured choices that a batch keeps
+SAMPLERS = 8  # captured samplers that a batch keeps
 GraphOf = Callable[[Callable[[], None]], Graph]
-TOKENS = DRAFTS + 1  # of a step
+TOKENS = DRAFTS + 1  # tokens of a step with draft tokens
 
 
 class Batch:
-    """What a step of B rows hands on to the next, whatever the capacity of its cache.
+    """The state of B sequences between decode steps, independent of the KV cache's capacity.
 
-    tokens[B] int64, the last one of each row; slot[1], where the next is cached; positions[B, 1]; logits[B, V] float32.
-    unfinished[B] bool; report[B + 1] int64: the tokens, then whether any row goes on. ends, held[V + 1] bool: the ids
-    that end a row, and those held back while slot < held_until[1]; pad[1]: what a finished row is given. arrived[B]
-    int32: zeros between launches, which count in it.
+    tokens[B] int64: last token of each row. slot[1]: where the next one is cached. positions[B, 1]. logits[B, V]
+    float32. unfinished[B] bool. report[B + 1] int64: the new tokens, then whether any row goes on. ends, held[V + 1]
+    bool: ids that end a row, and ids suppressed while slot < held_until[1]. pad[1]: the token of finished rows.
+    arrived[B] int32: counters that are zero between launches.
     """
 
     def __init__(self, rows: int, vocabulary: int, device: torch.device):
@@ -37,16 +37,16 @@ class Batch:
         self.unfinished = torch.ones(rows, dtype=torch.bool, device=device)
         self.arrived = torch.zeros(rows, dtype=torch.int32, device=device)
         self.ends, self.suppressed = (torch.zeros(vocabulary + 1, dtype=torch.bool, device=device) for _ in range(2))
-        self.drafts: Drafts | None = None  # where the recipe wants some
+        self.drafts: Drafts | None = None  # set where the recipe asks for draft tokens
         self._samplers: OrderedDict[Any, Graph] = OrderedDict()
 
     def begin(self, slot: int, positions: Tensor) -> None:
-        """Set where rows stand that hold `slot` tokens each; positions[B, 1], or what spreads to it."""
+        """Set the state of rows with `slot` cached tokens each; positions[B, 1], or a shape that broadcasts to it."""
         self.slot.fill_(slot)
         self.positions.copy_(positions)
 
     def begin_sampling(self, sampler: Sampler, slot: int, pad: Tensor | None) -> None:
-        """Set what `choice` reads for rows that hold `slot` tokens. Nothing waits for the device."""
+        """Set the tensors that the sampler reads, for rows with `slot` cached tokens. Does not wait for the device."""
         self.unfinished.fill_(True)
         self.suppressed_until.fill_(sampler.suppressed_until(slot))
         _mark(self.ends, sampler.ends)
@@ -55,7 +55,7 @@ class Batch:
             self.pad.copy_(pad.reshape(-1)[:1])
 
     def graph_of(self, sampler: Sampler, graph: GraphOf) -> Graph:
-        """The captured program of `choice` over this batch; its capture leaves the state as it came."""
+        """The captured program of a sampler over this batch. Capturing it leaves the batch's state as it was."""
         if sampler.key not in self._samplers:
             kept = [self.tokens.clone(), self.unfinished.clone()]
             self._samplers[sampler.key] = graph(lambda: sampler.next_token(self))
@@ -68,7 +68,7 @@ class Batch:
 
 
 def _mark(table: Tensor, ids: Tensor | None) -> None:
-    """Set `table`[V + 1] at the ids of the vocabulary; its last entry takes those outside."""
+    """Set the entries of `table`[V + 1] for `ids`; ids outside the vocabulary go to the last entry."""
     table.fill_(False)
     if ids is not None:
         outside = table.shape[0] - 1
@@ -77,11 +77,11 @@ def _mark(table: Tensor, ids: Tensor | None) -> None:
 
 
 class Drafts:
-    """What a step of TOKENS reads and leaves beside its batch of one row, whatever the capacity of the cache.
+    """The state of a step of TOKENS tokens (the last token and DRAFTS draft tokens) of a one-row Batch.
 
-    drafted[DRAFTS] int64, written by the host; logits[TOKENS, V] float32: after the last token and after each draft.
-    outcome[TOKENS + 2] int64: a token for each row, how many of them are the answer's, whether it goes on after them.
-    To a choice it is a batch of TOKENS rows, with its report in the outcome.
+    drafted[DRAFTS] int64, written by the host. logits[TOKENS, V] float32: after the last token and after each draft
+    token. outcome[TOKENS + 2] int64: the token sampled at each place, how many of them are accepted, whether generation
+    goes on. For the sampler this is a batch of TOKENS rows, whose report lies in the outcome.
     """
 
     def __init__(self, batch: Batch):
@@ -106,18 +106,18 @@ class Drafts:
         self._samplers: dict[Any, Graph] = {}
 
     def send(self, drafted: list[int]) -> None:
-        """Queue the copy of DRAFTS tokens to the device; the last step's must have been read."""
+        """Queue the copy of DRAFTS tokens to the device; the previous step must have read its own."""
         self._sent.copy_(torch.tensor(drafted))
         self.drafted.copy_(self._sent, non_blocking=True)
 
     def sample(self, row: int) -> None:
-        """Leave in the batch what a step of one token would have left: its logits, slot and position."""
+        """Put the batch into the state after a one-token step whose logits are `row`'s."""
         self._logits.copy_(self.logits[row : row + 1])
         self._slot.add_(1)
         self._positions.add_(1)
 
     def graph_of(self, sampler: Sampler, graph: GraphOf) -> Graph:
-        """The captured program of `choice`; its capture leaves the state as it came."""
+        """The captured program of a sampler over all places. Capturing it leaves the batch's state as it was."""
         if sampler.key not in self._samplers:
             state = (self._last, self._slot, self._positions)
             kept = [tensor.clone() for tensor in state]
@@ -127,9 +127,9 @@ class Drafts:
         return self._samplers[sampler.key]
 
     def _choose(self, sampler: Sampler) -> None:
-        """The program: the outcome from the logits; the batch moves on to the last token that counts."""
+        """The program: sample at every place, count the accepted tokens, and move the batch behind the last of them."""
         self.unfinished.fill_(True)
-        self.slot.copy_((self._slot + self.places + 1)[:, None])  # each row's, after the step of one token that it is
+        self.slot.copy_((self._slot + self.places + 1)[:, None])  # each row's, after its one-token step
         sampler.next_token(self)
         accepted = (self.drafted == self.tokens[:-1]) & self.unfinished[:-1]
         last = accepted.long().cumprod(0).sum(0, keepdim=True)

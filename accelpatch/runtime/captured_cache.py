@@ -1,4 +1,4 @@
-"""The static key-value cache of a captured step, and the way into it and back from transformers' dynamic one."""
+"""The static KV cache of a captured step, and copying between it and transformers' dynamic cache."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
-SMALLEST = 256  # tokens
+SMALLEST = 256  # least capacity in tokens
 OWN_CACHE = "_accelpatch_own"  # attribute of a cache: whether generate() made it for the call that runs
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What one layer caches of a token: keys[heads, key_size], values[heads, value_size]."""
+    """What one layer caches per token: keys[heads, key_size] and values[heads, value_size]."""
 
     heads: int
     key_size: int
@@ -27,10 +27,10 @@ class LayerShape:
 
 
 class CapturedLayer(CacheLayerMixin):
-    """keys, values[B, heads, capacity, size]; a step writes at `slot`[1] on the device and attends over all of them."""
+    """keys, values[B, heads, capacity, size]. A step writes at `slot`[1] on the device and attends over all slots."""
 
     is_compileable = True
-    is_sliding = False  # the whole length is kept; the mask hides what a window does not show
+    is_sliding = False  # all tokens are kept; the mask hides those outside the window
 
     def __init__(self, shape: LayerShape, batch: int, capacity: int, slot: Tensor):
         super().__init__()
@@ -42,42 +42,42 @@ class CapturedLayer(CacheLayerMixin):
         self._slot = slot
 
     def lazy_initialization(self, *states: Any) -> None:
-        """Nothing is left to be done."""
+        """Does nothing: the tensors exist from the start."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write one token's states [B, heads, 1, size] at the slot; all keys and values."""
+        """Write one token's states [B, heads, 1, size] at the slot; returns all keys and values."""
         self.keys.index_copy_(2, self._slot, key_states)
         self.values.index_copy_(2, self._slot, value_states)
         return self.keys, self.values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Keys that a mask covers, and the first of them."""
+        """(number of keys that a mask covers, index of the first)."""
         return self.keys.shape[2], 0
 
     def get_seq_length(self) -> Tensor:
-        """Tokens held, on the device."""
+        """Number of cached tokens, as a tensor on the device."""
         return self._slot[0]
 
     def get_max_length(self) -> int:
-        """Tokens that there is room for."""
+        """Capacity in tokens."""
         return int(self.keys.shape[2])
 
     get_max_cache_shape = get_max_length  # its name before transformers 5.17
 
 
 def new_cache(shapes: Sequence[LayerShape], batch: int, capacity: int, slot: Tensor) -> Cache:
-    """An empty static cache that models take."""
+    """An empty static cache of transformers' interface."""
     return Cache(layers=[CapturedLayer(shape, batch, capacity, slot) for shape in shapes])
 
 
 def capacity_for(length: int, longest: int | None) -> int:
-    """Room for `length` tokens: a power of two, but not beyond `longest` (rounded up to a multiple of 64)."""
+    """A capacity for `length` tokens: a power of two, at most `longest` rounded up to a multiple of 64."""
     room = max(SMALLEST, 1 << (length - 1).bit_length())
     return room if longest is None else max(length, min(room, -(-longest // 64) * 64))
 
 
 def why_not(cache: Any) -> str | None:
-    """Why a static cache cannot stand in for this one; None where it can."""
+    """Why a static cache cannot replace this one; None where it can."""
     if type(cache) is not DynamicCache or getattr(cache, "offloading", False):
         return f"the cache is a {type(cache).__name__}"
     for layer in cache.layers:
@@ -87,7 +87,7 @@ def why_not(cache: Any) -> str | None:
 
 
 def shapes_of(cache: Any) -> tuple[LayerShape, ...]:
-    """The shapes of a filled dynamic cache's layers."""
+    """The LayerShapes of a filled dynamic cache."""
     return tuple(
         LayerShape(one.keys.shape[1], one.keys.shape[3], one.values.shape[3], one.keys.dtype, one.keys.device)
         for one in cache.layers
@@ -95,11 +95,11 @@ def shapes_of(cache: Any) -> tuple[LayerShape, ...]:
 
 
 class NotCached(Exception):
-    """Why a model's cache cannot be a static one; becomes a line of the report."""
+    """Why a model cannot use a static cache; the message goes into the report."""
 
 
 def learned(model: Any) -> tuple[int, tuple[LayerShape, ...]]:
-    """(size of the vocabulary, what the layers cache), by one token of nothing. Raises NotCached."""
+    """(vocabulary size, LayerShapes), found by running one token. Raises NotCached."""
     cache = DynamicCache(config=model.config)
     one = torch.zeros(1, 1, dtype=torch.int64, device=next(model.parameters()).device)
     outputs = model(input_ids=one, attention_mask=one + 1, past_key_values=cache, use_cache=True)
@@ -111,9 +111,9 @@ def learned(model: Any) -> tuple[int, tuple[LayerShape, ...]]:
 
 
 def move_in(cache: Any, static: Cache) -> int:
-    """Copy what a dynamic cache holds into a static one and free it there; how many tokens.
+    """Move the contents of a dynamic cache into a static one; returns the number of tokens.
 
-    Of a sliding layer only the last ones are there: its window hides those before.
+    Of a sliding-window layer only the last tokens exist; the window hides all earlier ones.
     """
     length = int(cache.get_seq_length())
     for layer, held in zip(cache.layers, static.layers, strict=True):
@@ -125,7 +125,7 @@ def move_in(cache: Any, static: Cache) -> int:
 
 
 def move_back(static: Cache, cache: Any, length: int) -> None:
-    """Give a dynamic cache the first `length` tokens of a static one, as its own tensors."""
+    """Give a dynamic cache copies of the first `length` tokens of a static one."""
     for layer, held in zip(cache.layers, static.layers, strict=True):
         first = max(0, length - layer.sliding_window + 1) if type(layer) is DynamicSlidingWindowLayer else 0
         layer.keys, layer.values = held.keys[:, :, first:length].clone(), held.values[:, :, first:length].clone()
@@ -134,7 +134,7 @@ def move_back(static: Cache, cache: Any, length: int) -> None:
 
 
 def grow(old: Cache, new: Cache) -> None:
-    """Copy all that a static cache holds into a larger one."""
+    """Copy the contents of a static cache into a larger one."""
     for before, after in zip(old.layers, new.layers, strict=True):
         room = before.keys.shape[2]
         after.keys[:, :, :room].copy_(before.keys)

@@ -1,7 +1,8 @@
-"""Calls of a model that does not generate (encoders, classifiers, embedders), as one graph for shapes that come again.
+"""CUDA graphs for calls of models that do not generate (encoders, classifiers, embedders), one per repeated input
+shape.
 
-The program is the model's own forward over its replaced modules. Calls of other shapes, and those that no graph can
-hold, run it as ever.
+The captured program is the model's own forward over its replaced modules. Other shapes, and calls that cannot be
+captured, run the modules uncaptured.
 """
 
 from __future__ import annotations
@@ -21,19 +22,19 @@ from accelpatch.runtime.captured_graph import Graph
 from accelpatch.runtime.captured_step import first_line
 
 CALL = "captured call"
-RUNS = 2  # by the modules, before a call is captured
-AGAIN = 10  # more of them, before one that had to go is captured again
-MAX_CALLS = 16  # captured calls of a model
-LARGEST = 1 << 28  # bytes of what goes in and comes out: a larger call takes the device longer than the host anyway
-COUNTED = 1024  # different calls that are remembered
+RUNS = 2  # runs by the modules before a call is captured
+AGAIN = 10  # further runs before an evicted call is captured again
+MAX_CALLS = 16  # most captured calls per model
+LARGEST = 1 << 28  # bytes of inputs and outputs: for larger calls launch overhead does not matter
+COUNTED = 1024  # most calls whose runs are counted
 PLAIN = (bool, int, float, str, type(None))
-TRUSTED = ("transformers.", "torch.", "accelpatch.", "peft.")  # whose forwards have no effects but their outputs
+TRUSTED = ("transformers.", "torch.", "accelpatch.", "peft.")  # packages whose forwards have no side effects
 
 Key = tuple[Any, ...]
 
 
 def key_of(given: Mapping[str, Any], device: torch.device) -> Key | None:
-    """What two calls have alike that one graph can run; None for arguments that none can.
+    """A hashable key that is equal for calls that one graph can run; None for arguments that no graph can take.
 
     given: the call's arguments by name: tensors on `device`, and plain values.
     """
@@ -51,9 +52,9 @@ def key_of(given: Mapping[str, Any], device: torch.device) -> Key | None:
 
 
 class CapturedCall:
-    """One call: its tensors, which stay where they are, and what comes out of them.
+    """The graph of one call, with its static inputs and outputs.
 
-    Made by a run of the model's forward, which raises what the caller's arguments deserve.
+    Creating it runs the forward once uncaptured, which raises whatever is wrong with the caller's arguments.
     """
 
     def __init__(self, forward: Callable[..., Any], given: Mapping[str, Any]):
@@ -62,7 +63,7 @@ class CapturedCall:
         self._made: Any = forward(**self._given)
 
     def why_not(self) -> str | None:
-        """Why it is not worth a graph, or cannot be given back; None where it is."""
+        """Why a graph would not pay, or its outputs cannot be returned; None where it can be captured."""
         inputs = [one for one in self._given.values() if isinstance(one, Tensor)]
         try:
             size = sum(one.nbytes for one in (*inputs, *tensors_of(self._made)))
@@ -71,7 +72,7 @@ class CapturedCall:
         return f"{size} bytes in and out" if size > LARGEST else None
 
     def capture(self, graph: GraphOf) -> None:
-        """Make the graph; raises whatever the capture raises."""
+        """Capture the graph; raises what the capture raises."""
         self._graph: Graph = graph(self._program)
 
     def _program(self) -> None:
@@ -79,7 +80,7 @@ class CapturedCall:
             self._made = self._forward(**self._given)
 
     def __call__(self, given: Mapping[str, Any]) -> Any:
-        """The outputs, in tensors of their own."""
+        """Run the graph on these arguments; returns copies of its outputs."""
         for name, one in self._given.items():
             if isinstance(one, Tensor):
                 one.copy_(given[name])
@@ -88,7 +89,7 @@ class CapturedCall:
 
 
 def copied(made: Any) -> Any:
-    """Outputs in tensors of their own."""
+    """A copy of outputs with tensors of its own."""
     if isinstance(made, Tensor):
         return made.clone()
     if isinstance(made, dict):  # transformers' outputs are dictionaries
@@ -97,7 +98,7 @@ def copied(made: Any) -> Any:
 
 
 def tensors_of(made: Any) -> list[Tensor]:
-    """All tensors of outputs. Raises TypeError for outputs that are neither tensors nor plain values."""
+    """All tensors in outputs. Raises TypeError for outputs other than tensors and plain values."""
     if isinstance(made, Tensor):
         return [made]
     if isinstance(made, dict) or type(made) in (tuple, list):
@@ -108,13 +109,13 @@ def tensors_of(made: Any) -> list[Tensor]:
 
 
 def foreign(model: nn.Module) -> str | None:
-    """The name of a module with a forward of the user's own, which may do more than compute; None for none."""
+    """Name of a module whose `forward` the user has set, which may have side effects; None for none."""
     forwards = ((name, type(module).forward.__module__) for name, module in model.named_modules())
     return next((name or "the model" for name, home in forwards if not f"{home}.".startswith(TRUSTED)), None)
 
 
 class CapturedCalls:
-    """Those of one model."""
+    """The graphs of one model."""
 
     def __init__(self, model: nn.Module, graph: GraphOf):
         self._model, self._graph = weakref.ref(model), graph
@@ -124,7 +125,10 @@ class CapturedCalls:
         self._known = foreign(model) is None
 
     def of(self, given: Mapping[str, Any], device: torch.device) -> CapturedCall | str | None:
-        """A call's graph, captured now where it comes often enough; None where its modules run it, or why they must."""
+        """The graph of a call, captured once the call has come often enough.
+
+        None where the modules run it for now, or the reason why they must always.
+        """
         key = key_of(given, device) if self._known else None
         if key is None or (key not in self._held and not self._worth(key)):
             return None
@@ -166,12 +170,12 @@ class CapturedCalls:
 
 
 def generates(model: Any) -> bool:
-    """Whether a model's single calls are those of a language model."""
+    """Whether a model is a language model with generate()."""
     return not hasattr(model, "can_generate") or bool(model.can_generate())
 
 
 def captured_outputs(runtime: Any, model: Any, given: Mapping[str, Any]) -> Any:
-    """What a call of a model that does not generate gives by its graph; None where its modules run it."""
+    """Outputs of one call by its graph; None where the modules must run."""
     if not is_eager() or (torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())):
         return None
     if not runtime.lock.acquire(blocking=False):  # another thread is within a call

@@ -1,9 +1,9 @@
-"""generate()'s loop of greedy decoding and sampling over captured steps.
+"""generate()'s loop for greedy decoding and sampling, over captured steps.
 
-Where the choice of the token needs nothing of the host, it reads a step's report while the model runs the next one, and
-queues that one's choice then: what the model ran too many is dropped. Where the user's own code or the history has a
-say, the model is replayed and the host chooses. What is not covered runs transformers' own loop over the same modules.
-`paths` of the runtime counts all three.
+Where the token can be sampled on the device, the host queues the next step before it reads the last token's report, and
+drops the step that is too many at the end. Where logits processors or criteria need the host, the model's step is
+replayed and the host samples. All else runs transformers' own loop over the same modules. The runtime's `paths` counts
+each way.
 """
 
 from __future__ import annotations
@@ -35,11 +35,15 @@ def captured_loop(
     model: Any, runtime: CapturedRuntime, stock: Stock, given: tuple[Any, ...], synced_gpus: bool, streamer: Any,
     kwargs: dict[str, Any],
 ) -> Any:  # fmt: skip
-    """What `_sample` of a model returns; given: ids[B, L], processors, criteria and generation config."""
+    """Replaces the model's `_sample`. given: ids[B, L], logits processors, stopping criteria and generation config."""
     ids, processors, criteria, config = given
     # streams and events are those of the model's GPU, whichever is the current one
     with on(ids), runtime.alone() as alone:
-        reason = _stock_because(model, runtime, ids, config, synced_gpus, kwargs) if alone else "a step within a step"
+        reason = (
+            _stock_because(model, runtime, ids, config, synced_gpus, kwargs)
+            if alone
+            else "generate() within generate()"
+        )
         reason = reason or _turning(model, ids.shape[1], criteria.max_length)
         if reason is None:
             capacity = runtime.room(ids.shape[1] + _earlier(kwargs, ids), criteria.max_length)
@@ -59,7 +63,7 @@ def _stock_because(
 ) -> str | None:
     mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
     if (mask is not None and mask.dim() != 2) or (positions is not None and positions.dim() != 2):
-        return "an attention mask or positions of another form than [B, L]"
+        return "an attention mask or positions of another shape than [B, L]"
     if kwargs.get("past_key_values") is None:
         return "no cache"
     return (
@@ -70,9 +74,9 @@ def _stock_because(
 
 
 def _turning(model: Any, length: int, most: int) -> str | None:
-    """Why a sequence of `length` tokens that grows to `most`, its last one not run, turns on its way; None where not.
+    """Why longrope's frequencies change while a sequence grows from `length` to `most` tokens; None where they do not.
 
-    Beyond a length longrope has other frequencies, and transformers computes the cache anew.
+    They change beyond a fixed length, where transformers computes the whole cache anew.
     """
     text = model.config.get_text_config(decoder=True)
     rope = getattr(text, "rope_parameters", None) or {}
@@ -83,7 +87,7 @@ def _turning(model: Any, length: int, most: int) -> str | None:
 
 
 def _earlier(kwargs: dict[str, Any], ids: Tensor) -> int:
-    """Tokens of a cache that was passed in, where the ids do not repeat them."""
+    """Number of tokens in a cache that was passed in, where `ids` do not repeat them."""
     mask = kwargs.get("attention_mask")
     return 0 if mask is None else max(0, int(mask.shape[1]) - ids.shape[1])
 
@@ -110,7 +114,7 @@ def _decode(
 
 
 def _late(run: _CapturedRun, sampler: Sampler, config: Any, logits: Tensor, streamer: Any, most: int) -> Tensor:
-    """New tokens [B, N], N up to `most`, on the host; a choice is read when the model's next step is under way."""
+    """New tokens [B, N], N up to `most`, on the host. Each report is read while the model's next step runs."""
     batch = run.step.batch
     graph = run.sampler(sampler, config._pad_token_tensor if sampler.ends is not None else None)
     batch.logits.copy_(logits)
@@ -127,11 +131,11 @@ def _late(run: _CapturedRun, sampler: Sampler, config: Any, logits: Tensor, stre
             run.advance()
         report = reports.wait()
         going_on = ahead and bool(report[-1])
-        if going_on:  # queued while the model's step runs, before the streamer may take its time
+        if going_on:  # queued before the streamer, which may be slow, is called
             graph.replay()
             reports.send()
         made.append(report[:-1])
-        run.used(len(made) - 1)  # should the streamer break off
+        run.used(len(made) - 1)  # in case the streamer raises
         if streamer is not None:
             streamer.put(report[:-1])
     if streamer is not None:
@@ -140,16 +144,16 @@ def _late(run: _CapturedRun, sampler: Sampler, config: Any, logits: Tensor, stre
 
 
 class _CapturedRun:
-    """One call of generate() over a captured step; at its end a cache that anyone sees holds the tokens again."""
+    """One call of generate() over a captured step. At its end a cache that the caller can see gets the tokens back."""
 
     def __init__(self, model: Any, runtime: CapturedRuntime, step: CapturedStep):
         self.runtime, self.step = runtime, step
         self.kwargs: dict[str, Any] = {}
         self._model = model
         self.lookup: Lookup | None = None
-        self.slot = 0  # tokens cached, one made too many among them
+        self.slot = 0  # tokens cached, including a step that was too many
         self._cache: Any = None
-        self._seen = True  # whether anyone has the cache after the call
+        self._seen = True  # whether the caller can see the cache after the call
         self._first = self._length = 0
 
     def __enter__(self) -> _CapturedRun:
@@ -161,14 +165,16 @@ class _CapturedRun:
         paths, lookup = self.runtime.paths, self.lookup
         steps = self._length - self._first
         if lookup is not None and steps:
-            steps = max(steps - lookup.accepted, 0)  # draft tokens accepted and never handed out, after an exception
+            steps = max(
+                steps - lookup.accepted, 0
+            )  # after an exception, accepted draft tokens may not have been emitted
             paths[STEPS] += lookup.steps
             paths[ACCEPTED] += lookup.accepted
         paths[CAPTURED] += steps
         paths[self.runtime.way(self.step)] += steps
 
     def looking_up(self, ids: Tensor, end: int | None) -> Lookup | None:
-        """The same run with drafts, where the recipe wants them and they can be."""
+        """This run with draft tokens, where the recipe asks for them and they are possible; else None."""
         drafts = self.runtime.drafts(self.step)
         if isinstance(drafts, str):
             self.runtime.paths[NONE + drafts] += 1
@@ -177,7 +183,7 @@ class _CapturedRun:
         return self.lookup
 
     def prompt(self, ids: Tensor, config: Any, kwargs: dict[str, Any]) -> Tensor:
-        """Logits [B, V] float32 after the prompt; what the model's own forward cached is moved."""
+        """Logits [B, V] float32 after the prompt. If the model's own forward cached it, the cache is moved."""
         cache = kwargs["past_key_values"]
         reason = why_not_fused(self.step, ids, config, kwargs)
         if reason is None:
@@ -187,7 +193,7 @@ class _CapturedRun:
             self.runtime.paths[FUSED_PROMPT] += 1
         else:
             outputs = self._model._prefill(ids, config, kwargs, is_first_iteration=True)
-            cache = outputs.past_key_values  # Phi-3 makes another one where its frequencies turn
+            cache = outputs.past_key_values  # Phi-3 makes a new cache where its rotary frequencies change
             logits, length = outputs.logits[:, -1].to(copy=True, dtype=torch.float32), cache.get_seq_length()
             if self.step.fused:
                 self.runtime.paths[f"prefill by modules: {reason}"] += 1
@@ -207,31 +213,32 @@ class _CapturedRun:
     def _positions(self, kwargs: dict[str, Any], mask: Tensor | None, length: int) -> Tensor:
         given: Tensor | None = kwargs.get("position_ids")
         if given is not None:
-            return given[:, -1:]  # of the next token already
+            return given[:, -1:]  # already the next token's position
         return torch.tensor(length) if mask is None else mask.ne(0).sum(1, keepdim=True)
 
     def sampler(self, sampler: Sampler, pad: Tensor | None) -> Graph:
-        """The captured program of a choice, made ready for this run."""
+        """The captured program of a sampler, set up for this run."""
         batch = self.step.batch
         graph = batch.graph_of(sampler, self.runtime.graph(batch.device))
         batch.begin_sampling(sampler, self.slot, pad)
         return graph
 
     def all_rows(self, sampler: Sampler) -> Graph | None:
-        """The captured program that chooses the tokens of a step with drafts; None where each needs the one before."""
+        """The program that samples at all places of a step with draft tokens; None where
+        tokens depend on earlier ones."""
         if self.lookup is None or not sampler.alone:
             return None
         return self.lookup.drafts.graph_of(sampler, self.runtime.graph(self.step.batch.device))
 
     def advance(self) -> None:
-        """Queue one step of the model; the cache grows first where it is full."""
+        """Queue one step of the model; a full cache is grown first."""
         if self.slot >= self.step.capacity:
             self.step = self.runtime.larger(self._model, self.step)
         self.step.replay()
         self.slot += 1
 
     def used(self, tokens: int) -> None:
-        """How many tokens after the prompt belong in the cache that the caller gets; all but those made too many."""
+        """Set how many tokens after the prompt belong into the caller's cache, leaving out steps that were too many."""
         self._length = self._first + tokens
 
     def next(self, ids: Tensor, tokens: Tensor) -> Tensor:

@@ -1,10 +1,10 @@
-"""Several tokens of one sequence in one captured step: the last one and drafts of those after it.
+"""One captured step over several tokens of a sequence: its last token and the draft tokens after it.
 
-The model's program computes the logits after each of them, as if all drafts were right: a row has the bits that a step
-of its own would give it, since products and attention compute it alike among others and alone. Where the choice needs
-the scores alone (greedy), a second program chooses a token for every row, finds how many drafts were right and moves
-the batch on behind them. Keys and values of wrong drafts lie behind the batch's slot, where nothing reads them before
-the next steps write over them.
+The model's program computes the logits after each of them, as if all draft tokens were accepted; each row has the same
+bits as a one-token step would give, since GEMM and attention kernels compute a row independently of the others. For
+greedy decoding a second program picks a token at every place, counts the accepted draft tokens and moves the batch
+behind them. Keys and values of rejected tokens lie behind the batch's slot, where later steps overwrite them before
+they are read.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from accelpatch.runtime.fused_layer import FusedModel
 
 
 def verifying(step: CapturedStep, fused: FusedModel, graph: GraphOf) -> CapturedStep:
-    """The same step of one row, with one of several tokens beside it where it can be captured."""
+    """`step` of one row, with a captured step of several tokens beside it where that can be captured."""
     batch = step.batch
     if batch.drafts is None:
         batch.drafts = Drafts(batch)
@@ -34,9 +34,9 @@ def verifying(step: CapturedStep, fused: FusedModel, graph: GraphOf) -> Captured
 
 
 def verification(step: CapturedStep, drafts: Drafts, fused: FusedModel, graph: GraphOf) -> Graph:
-    """The captured program of TOKENS tokens over the cache of `step`, which must hold nothing yet.
+    """The captured program over TOKENS tokens and the cache of `step`, which must be empty.
 
-    It leaves the logits of all rows and does not move the batch on. Raises what a capture raises.
+    It leaves the logits of all places and does not advance the batch. Raises what the capture raises.
     """
     batch, mask, cache = step.batch, step.mask, step.cache
     kept = batch.slot.clone(), batch.positions.clone()

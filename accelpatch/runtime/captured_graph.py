@@ -1,7 +1,7 @@
-"""What replays a captured step: a CUDA (or HIP) graph. The table says which device types have one.
+"""CUDA (or HIP) graphs of captured steps. A table says which device types have them.
 
-A program that is captured takes no arguments, reads and writes tensors that stay where they are, and never lets the
-host wait for the device. Tests put `EagerGraph` into the table for the CPU: the same program, run anew each time.
+A captured program takes no arguments, reads and writes tensors at fixed addresses, and never synchronises with the
+host. Tests register `EagerGraph` for the CPU, which runs the same program uncaptured.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-WARM_UPS = 2  # runs before the capture: libraries choose their kernels in them
+WARM_UPS = 2  # runs before the capture, in which libraries choose their kernels
 _ONE_AT_A_TIME = threading.RLock()  # captures of all models: they share a stream, and drop each other's workspaces
 
 
 class _Captured(TorchFunctionMode):
-    """What models do in Python that a graph holds badly, while they are captured in this thread.
+    """Context manager that makes some Python idioms of models capturable, in this thread.
 
-    `torch.tensor` of a number writes it on the device: the copy from the host that it makes cannot be captured. A mask
-    of booleans becomes one of floats once for all layers, not in every layer's attention. `x[..., [-2], :]` is a slice:
-    the list would be copied too.
+    `torch.tensor` of a number would copy from the host: the number is written on the device instead. Boolean masks are
+    converted to float once for all layers, not in each layer's attention. `x[..., [-2], :]` becomes a slice, since the
+    index list would be copied from the host.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._made: set[int] = set()  # ids of what the program has made itself
-        self.outside: list[Tensor] = []  # what else it reads, which the graph must keep: it holds addresses alone
+        self._made: set[int] = set()  # ids of tensors that the program itself makes
+        self.outside: list[Tensor] = []  # other tensors that it reads: kept alive, as the graph has only addresses
         self._masks: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -70,21 +70,21 @@ class _Captured(TorchFunctionMode):
 
 
 def _sliced(index: Any) -> Any:
-    """A list of one number as the slice that takes the same."""
+    """An index list of one number as the equal slice."""
     if isinstance(index, list) and len(index) == 1 and type(index[0]) is int:
         return slice(index[0], index[0] + 1 or None)
     return index
 
 
 class Graph(Protocol):
-    """A program made ready for one device; `pool` is shared by the graphs of one model."""
+    """A program prepared for one device; the graphs of one model share `pool`."""
 
     def replay(self) -> None:
-        """Run the program once, on the current stream."""
+        """Run the program once on the current stream."""
 
 
 class CudaGraph:
-    """The program's kernels, recorded once and launched together. Random numbers advance with each replay."""
+    """A CUDA (HIP) graph: kernels recorded once and launched together. Random numbers advance with each replay."""
 
     def __init__(self, program: Callable[[], None], device: torch.device, pool: Any):
         self._graph = torch.cuda.CUDAGraph()
@@ -116,7 +116,7 @@ class CudaGraph:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Leave cyclic garbage where it is: the graph of a dropped model, ended meanwhile, would break off a capture."""
+    """Context manager: garbage collection off, since freeing a dropped model's graph would invalidate the capture."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -127,10 +127,10 @@ def _no_collection() -> Iterator[None]:
 
 
 def _own_workspaces() -> None:
-    """Let cuBLAS drop all its workspaces, so that a capture takes one from its pool's memory, and no one else keeps it.
+    """Make cuBLAS drop its workspaces, so that the capture allocates one of its own in the graph's pool.
 
-    Others drop them too (torch.compile does): a graph captured with an older one, of the memory of all, would be left
-    without. So would a graph that a program captures by itself on the very stream that it was warmed up on.
+    Other code drops them too (torch.compile does), and a graph captured with an older workspace would then use freed
+    memory. So would a graph that a program captures itself on the very stream that it was warmed up on.
     """
     if clear := getattr(torch._C, "_cuda_clearCublasWorkspaces", None):
         clear()
@@ -138,14 +138,14 @@ def _own_workspaces() -> None:
 
 @functools.cache
 def _side_stream(index: int) -> torch.cuda.Stream:
-    """The stream of all captures on a GPU: libraries keep a workspace for every stream that they have seen."""
+    """The stream for all captures on a GPU; only one, since libraries keep a workspace for every stream."""
     return torch.cuda.Stream(index)
 
 
 def _mend(device: torch.device, pool: Any) -> None:
-    """After a capture that broke off: torch's allocator and random generator still believe that it goes on.
+    """After a failed capture, reset torch's allocator and random generator, which believe that it still goes on.
 
-    The allocator is notified; the generator learns it from the end of a capture that goes well.
+    The allocator is notified directly; the generator recovers at the end of a successful capture.
     """
     with suppress(RuntimeError):  # where torch has done it already
         torch._C._cuda_endAllocateToPool(device.index or 0, pool)
@@ -154,15 +154,15 @@ def _mend(device: torch.device, pool: Any) -> None:
 
 
 class EagerGraph:
-    """The program itself: for tests on devices without graphs."""
+    """Runs the program uncaptured: for tests on devices without graphs."""
 
     def __init__(self, program: Callable[[], None], device: torch.device, pool: Any):
-        for _ in range(WARM_UPS):  # what it leaves behind must not matter, as with a real capture
+        for _ in range(WARM_UPS):  # they change the state as a real capture's warm-ups do
             program()
         self._program = program
 
     def replay(self) -> None:
-        """Run the program, as it would be captured."""
+        """Run the program."""
         with _Captured():
             self._program()
 
@@ -172,5 +172,5 @@ GRAPHS: Mapping[str, type[CudaGraph] | type[EagerGraph]] = {"cuda": CudaGraph}
 
 
 def new_pool(device: torch.device) -> Any:
-    """Memory that the graphs of one model may share; they never run at the same time."""
+    """A memory pool that the graphs of one model can share, since they never run at the same time."""
     return torch.cuda.graph_pool_handle() if device.type == "cuda" else None

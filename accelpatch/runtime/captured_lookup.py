@@ -1,9 +1,9 @@
-"""Decoding with drafts by prompt lookup: the tokens of the plain loops in fewer steps, one row at a time.
+"""Decoding with draft tokens from prompt lookup: the same tokens as the plain loops in fewer steps, for one sequence.
 
-A captured step of TOKENS rows computes the logits after the last token and after each draft. A row counts where the
-token before it was chosen as drafted. Greedy choices of all rows are made at once on the device; draws, and choices by
-the host, one after the other and only for rows that count: random numbers and processors see what they see without
-drafts. Where nothing is drafted a step is a plain one, queued ahead as in the plain loop.
+A captured step of TOKENS places computes the logits after the last token and after each draft token. A place is valid
+if all draft tokens before it are accepted. Greedy decoding picks tokens at all places at once on the device. Sampling,
+and sampling by the host, go place by place and only over valid ones, so that random numbers and logits processors see
+the same as without draft tokens. Without draft tokens, a step is a plain one, queued ahead as in the plain loop.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NONE = "no prompt lookup: "  # and the reason
 
 
 class DecodingRun(Protocol):
-    """What the drafts of a call run over; see captured_decoding.py. slot: tokens cached, wherever the answer ends."""
+    """The call of generate() that draft tokens belong to; see captured_decoding.py. slot: tokens cached so far."""
 
     step: CapturedStep
     slot: int
@@ -39,36 +39,36 @@ class DecodingRun(Protocol):
         """Queue a step of one token."""
 
     def used(self, tokens: int) -> None:
-        """How many tokens after the prompt belong in the cache."""
+        """Set how many tokens after the prompt belong into the caller's cache."""
 
 
 class Lookup:
-    """One call's drafts. steps: how many were of TOKENS tokens; right: tokens that took no step of their own.
+    """The draft tokens of one generate() call. steps: steps of TOKENS tokens. right: accepted draft tokens.
 
-    end: the most tokens of a sequence, or None.
+    end: the maximum length of the sequence in tokens, or None.
     """
 
     def __init__(self, run: DecodingRun, drafts: Drafts, ids: Tensor, end: int | None):
         self.run, self.drafts = run, drafts
         self.steps = self.accepted = 0
-        self._ids: list[int] = ids[0].tolist()  # before the prompt runs: nothing is under way yet
+        self._ids: list[int] = ids[0].tolist()  # read before the prompt runs: the device is still idle
         self._end = end
         self._known = PromptLookup([])
-        self._due: list[int] = []  # drafts of the last step whose rows may still count
+        self._due: list[int] = []  # draft tokens of the last step that may still be accepted
 
     @property
     def kwargs(self) -> dict[str, Any]:
-        """Of the run."""
+        """The run's model arguments."""
         return self.run.kwargs
 
     def prompt(self, ids: Tensor, config: Any, kwargs: dict[str, Any]) -> Tensor:
-        """Logits [1, V] float32 after the prompt, which is read for drafts while the device works."""
+        """Logits [1, V] float32 after the prompt, which is indexed for look-ups while the device works."""
         logits = self.run.prompt(ids, config, kwargs)
         self._known = PromptLookup(self._ids)
         return logits
 
     def next(self, ids: Tensor, tokens: Tensor) -> Tensor:
-        """Logits [1, V] float32 after `tokens`[1], the last ones of `ids`: of a row that is there, or of a step."""
+        """Logits [1, V] float32 after `tokens`[1], the last of `ids`: from a verified place, or from a new step."""
         token = int(tokens[0])
         self.learn(token)
         if self._due and self._due[0] == token:
@@ -88,22 +88,22 @@ class Lookup:
         return self.run.step.batch.logits.clone()
 
     def learn(self, token: int) -> None:
-        """One token more was chosen."""
+        """Append a sampled token to the known text."""
         self._known.append(token)
 
     def judge(self, accepted: int) -> None:
-        """How many drafts of a step were right."""
+        """Record how many draft tokens of a step were accepted."""
         self._known.learn(accepted)
 
     def draft(self) -> list[int] | None:
-        """The drafts after the last token; None where there are none, or no room for them."""
+        """The draft tokens after the last token; None where there are none, or the cache has no room for them."""
         run = self.run
         fits = run.step.verification is not None and run.slot + TOKENS <= run.step.capacity
         wanted = self._end is None or len(self._known) + 1 < self._end
         return self._known.draft() if fits and wanted else None
 
     def verify(self, drafted: list[int]) -> None:
-        """Queue the step of the last token and its drafts; the batch stays where it is."""
+        """Queue the step over the last token and its draft tokens; the batch is not advanced."""
         step = self.run.step
         assert step.verification is not None
         self.drafts.send(drafted)
@@ -111,18 +111,18 @@ class Lookup:
         self.steps += 1
 
     def sample(self, row: int) -> None:
-        """Leave in the batch what the step of one token would have left that is a row of the last one."""
+        """Put the batch into the state after the one-token step that equals place `row` of the last step."""
         self.drafts.sample(row)
         self.sampled(row)
 
     def sampled(self, row: int) -> None:
-        """A row's token is cached, and counts."""
+        """Count the token of place `row` as cached."""
         self.run.slot += 1
         self.accepted += row > 0
 
 
 class Late:
-    """The loop whose tokens are chosen on the device, by `graph`; of a whole step by `together` where there is one."""
+    """The loop that samples on the device: one place by `graph`, all places of a step by `together` if given."""
 
     def __init__(self, lookup: Lookup, graph: Graph, all_rows: Graph | None, streamer: Any, most: int):
         self._lookup, self._graph, self._all_rows = lookup, graph, all_rows
@@ -132,10 +132,10 @@ class Late:
         self._made: list[Tensor] = []
 
     def run(self) -> Tensor:
-        """The new tokens [1, N] on the host, after the prompt's logits in the batch."""
+        """New tokens [1, N] on the host; the prompt's logits must be in the batch."""
         self._choose()
         while True:
-            # where the token under way is drafted, the step after it verifies drafts and waits for it
+            # with draft tokens, the next step must wait for this token
             ahead = len(self._made) + 1 < self._most and self._lookup.draft() is None
             if ahead:
                 self._lookup.run.advance()
@@ -159,16 +159,16 @@ class Late:
         self._single.send()
 
     def _put(self, token: Tensor, goes_on: bool) -> bool:
-        """Hand out one token [1]; whether another one is wanted."""
+        """Emit one token [1]; returns whether another one is wanted."""
         self._made.append(token)
         self._lookup.learn(int(token))
-        self._lookup.run.used(len(self._made) - 1)  # should the streamer break off
+        self._lookup.run.used(len(self._made) - 1)  # in case the streamer raises
         if self._streamer is not None:
             self._streamer.put(token)
         return goes_on and len(self._made) < self._most
 
     def _drafted(self) -> bool:
-        """Steps of several tokens as long as there are drafts; whether another token is wanted."""
+        """Run steps of several tokens while there are draft tokens; returns whether another token is wanted."""
         while (drafted := self._lookup.draft()) is not None:
             self._lookup.verify(drafted)
             rows = self._rows(drafted) if self._all_rows is None else self._all(self._all_rows)
@@ -177,7 +177,7 @@ class Late:
         return True
 
     def _all(self, all_rows: Graph) -> Iterator[tuple[Tensor, bool]]:
-        """The tokens of a step that were chosen at once."""
+        """The accepted tokens of a step, sampled at all places at once."""
         all_rows.replay()
         self._several.send()
         outcome = self._several.wait()
@@ -188,7 +188,7 @@ class Late:
             yield outcome[row : row + 1], row + 1 < count or bool(outcome[TOKENS + 1])
 
     def _rows(self, drafted: list[int]) -> Iterator[tuple[Tensor, bool]]:
-        """The tokens of a step chosen one after the other, as long as the drafts are right."""
+        """The accepted tokens of a step, sampled place by place while the draft tokens match."""
         for row in range(TOKENS):
             self._lookup.sample(row)
             self._choose()

@@ -1,4 +1,4 @@
-"""What a choice reports to the host, copied over beside the step that follows it."""
+"""Copies a sampler's report to the host while the next step runs."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import Tensor
 
 
 class Reports:
-    """Copies of a report to the host, one at a time: each is taken before the next choice is queued.
+    """Asynchronous copies of a report to the host, one at a time: each is taken before the next sampler is queued.
 
-    On a GPU they run on a stream of their own, so that nothing behind a choice waits for them; and since the host has
-    taken a report when it queues the next choice, that one cannot write over what is still being copied. (After an
-    exception it may: that copy is nobody's.)
+    On a GPU they run on their own stream, so that nothing after the sampler waits for them. As the host takes a report
+    before it queues the next sampler, that one cannot overwrite a report that is still being copied. (After an
+    exception it may; that copy is not used.)
     """
 
     def __init__(self, report: Tensor):
@@ -25,7 +25,7 @@ class Reports:
             report.record_stream(self._beside)  # a copy that nobody takes may outlive the report's owner
 
     def send(self) -> None:
-        """Queue a copy behind what the device was given so far on the current stream."""
+        """Queue a copy after the work queued so far on the current stream."""
         if self._beside is None:
             self._held.copy_(self._report)
             return
@@ -36,7 +36,7 @@ class Reports:
         self._copied.record(self._beside)
 
     def wait(self) -> Tensor:
-        """What was sent last, int64; waits for that copy alone."""
+        """The report sent last, int64; waits for its copy only."""
         if self._beside is not None:
             self._copied.synchronize()
         return self._held.clone()
@@ -44,8 +44,9 @@ class Reports:
 
 @functools.cache
 def _beside(index: int) -> torch.cuda.Stream:
-    """The stream of all copies of a GPU.
+    """The stream for all copies from one GPU.
 
-    Of a priority of its own: streams of one priority can be the same one, and a capture may be under way there.
+    It has a priority of its own: torch may hand out one stream twice for the same priority, and a capture may be going
+    on there.
     """
     return torch.cuda.Stream(index, priority=-1)

@@ -1,4 +1,4 @@
-"""The captured steps of one patched model: made when first needed, few, dropped when the model changes."""
+"""The captured steps of one patched model: made when first needed, few of them, dropped when the model changes."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from accelpatch.runtime.watch import Watch
 
 CAPTURED = "captured step"
 MODULES = "modules in the captured step: "  # and the reason
-STEPS = 4  # graphs, each with its cache, that a model keeps
-STATES = 4  # of a model's adapters besides the one in use, whose graphs are kept
+STEPS = 4  # graphs, each with its cache, that are kept per model
+STATES = 4  # adapter states, besides the present one, whose graphs are kept
 
 
 class NotCaptured(Exception):
-    """Why a model's step could not be captured; becomes a line of the report."""
+    """Why a model's step could not be captured; the message goes into the report."""
 
 
 class CapturedRuntime:
-    """Keeps the graphs of one model. A copy of the model starts with none and makes its own.
+    """The graphs of one model. A deep copy starts without any and makes its own.
 
-    graph: "auto" or "off". cache: "auto" or "stock". max_length: the most tokens that a sequence may have, or None.
-    speculate: "off" or "prompt_lookup".
+    graph: "auto" or "off". cache: "auto" or "stock". max_length: the most tokens of a sequence, or None. speculate:
+    "off" or "prompt_lookup".
     """
 
-    _learning = False  # while `_learn` runs the modules
+    _learning = False  # true while `_learn` runs the modules
 
     def __init__(self, graph: str = "auto", cache: str = "auto", max_length: int | None = None, speculate: str = "off"):
         self.paths: Counter[str] = Counter()
@@ -69,7 +69,7 @@ class CapturedRuntime:
         self._done: torch.cuda.Event | None = None
 
     def _forget(self) -> None:
-        """Nothing is known of the model in the state that its adapters are in."""
+        """Drop everything that was made of the model in its present adapter state."""
         self._steps: OrderedDict[tuple[int, int], CapturedStep] = OrderedDict()
         self._batches: dict[int, Batch] = {}
         self._shapes: tuple[LayerShape, ...] | None = None
@@ -77,17 +77,17 @@ class CapturedRuntime:
         self._unfit: str | None = None
         self._fused: FusedModel | None = None
         self._unfused = ""  # why there are no fused layers
-        self._prompts: Prompts | None = None  # of single calls
+        self._prompts: Prompts | None = None  # short prompts of single calls
         self._calls: CapturedCalls | None = None
 
     def outputs(self, model: nn.Module, given: Mapping[str, Any]) -> Any:
-        """What a call of the model gives, by fused layers or by a graph; None where the modules must run it."""
+        """Outputs of a model call by fused layers or a graph; None where the modules must run."""
         if self._learning:
             return None
         return (fused_outputs if generates(model) else captured_outputs)(self, model, given)
 
     def fused(self, model: nn.Module) -> tuple[FusedModel | None, list[int]]:
-        """The fused layers of the model as it is, if there are any, and the numbers of those that somebody watches."""
+        """The model's fused layers, if it has any, and the indices of layers with hooks, which must run as modules."""
         watch = self._looked(model)
         if watch is None:
             return None, []
@@ -106,8 +106,8 @@ class CapturedRuntime:
         return self._calls
 
     def _looked(self, model: nn.Module) -> Watch | None:
-        """What watches the model, which is as it was; None where its modules must run a single call."""
-        replica = vars(model).get("_is_replica", False)  # of nn.DataParallel: its weights are not those read here
+        """The Watch of the model, after a check for changes; None where the modules must run a single call."""
+        replica = vars(model).get("_is_replica", False)  # a replica of nn.DataParallel has other weights
         if replica or self._busy or self._unable(model) is not None:
             return None
         self._look(model)
@@ -115,12 +115,12 @@ class CapturedRuntime:
         return self._watch if self._watch.objection() is None else None
 
     def steps(self, model: nn.Module) -> bool:
-        """Whether generate() is looked at by `captured_decoding`; nothing is captured before it is called."""
+        """Whether `captured_decoding` handles generate(); nothing is captured before that is called."""
         return True
 
     @contextmanager
     def alone(self) -> Iterator[bool]:
-        """Within it no other thread runs steps of this model; False where this thread does already (in a streamer)."""
+        """Context manager: locks the model's steps; yields False where this thread holds them (in a streamer)."""
         with self.lock:
             if self._busy:
                 yield False
@@ -128,7 +128,7 @@ class CapturedRuntime:
             self._busy = True
             try:
                 if self._done is not None:
-                    self._done.wait()  # a step too many of another stream may still be under way
+                    self._done.wait()  # the last step, on another stream, may still be running
                 yield True
             finally:
                 self._busy = False
@@ -137,7 +137,7 @@ class CapturedRuntime:
                     self._done.record()
 
     def objection(self, model: nn.Module, rows: int) -> str | None:
-        """Why no captured step runs for `rows` sequences, or None; looks at the model, and captures nothing yet."""
+        """Why no captured step can run for `rows` sequences, or None; inspects the model but captures nothing yet."""
         if reason := self._unable(model):
             return reason
         self._look(model)
@@ -152,7 +152,7 @@ class CapturedRuntime:
         return self._unfit
 
     def _unable(self, model: nn.Module) -> str | None:
-        """Why neither captured steps nor fused layers may run now; looks at nothing inside the model."""
+        """Why neither captured steps nor fused layers can run now; does not look at the model's modules."""
         if (device := next((one.device for one in model.parameters()), None)) is None:
             return "a model without parameters"
         if self._off or device.type not in GRAPHS:
@@ -164,7 +164,7 @@ class CapturedRuntime:
         return None
 
     def _look(self, model: nn.Module) -> None:
-        """Drop what was made of the model where it has changed; where only its adapters have, go on with another."""
+        """Drop everything made of a model that has changed; if only its adapters changed, switch to their state."""
         if self._watch is None or self._watch.stale() or self._flags != self._watch.flags():
             self.close()
             self._watch = Watch(model)
@@ -173,7 +173,7 @@ class CapturedRuntime:
             self._switch(adapters)
 
     def _switch(self, adapters: tuple[str, ...]) -> None:
-        """Go on with what was made of the model in another state of its adapters, and keep that of the last one."""
+        """Switch to what was made of the model in another state of its adapters, keeping that of the present one."""
         names = ("_steps", "_batches", "_shapes", "_vocabulary", "_unfit", "_fused", "_unfused", "_prompts", "_calls")
         self._others[self._adapters] = {name: getattr(self, name) for name in names}
         self._forget()
@@ -183,7 +183,7 @@ class CapturedRuntime:
             self._others.popitem(last=False)
 
     def room(self, length: int, most: int | None) -> int:
-        """The capacity to begin with after `length` tokens. Raises PatchError over the recipe's max_length."""
+        """The cache capacity to start with after `length` tokens. Raises PatchError beyond the recipe's max_length."""
         if self.max_length is not None and (most or length) > self.max_length:
             raise PatchError(
                 f"a sequence of up to {most or length} tokens was asked for and the recipe's max_length is "
@@ -192,13 +192,13 @@ class CapturedRuntime:
         return capacity_for(length + 1, self.max_length)
 
     def step(self, model: nn.Module, rows: int, capacity: int) -> CapturedStep:
-        """The captured step, made now where there is none. Raises NotCaptured, once and for all of this model."""
+        """The step for this size, captured if needed. Raises NotCaptured; then no other size is tried either."""
         key = (rows, capacity)
         if key not in self._steps:
             try:
                 self._steps[key] = self._made(model, rows, capacity)
             except torch.OutOfMemoryError:
-                self._others.clear()  # the others' caches may be what is in the way
+                self._others.clear()  # free the caches of other adapter states and sizes
                 self._prompts = self._calls = None
                 self._steps.clear()
                 self._batches = {rows: self._batches[rows]}
@@ -212,19 +212,19 @@ class CapturedRuntime:
         return self._steps[key]
 
     def larger(self, model: nn.Module, step: CapturedStep) -> CapturedStep:
-        """The same step over a cache of twice the size, with all that this one holds."""
+        """The step over a cache of twice the capacity, with the contents of this one's."""
         grown = self.step(model, step.batch.rows, capacity_for(step.capacity + 1, self.max_length))
         grown.adopt(step)
         return grown
 
     def graph(self, device: torch.device) -> GraphOf:
-        """What captures programs for this model."""
+        """The function that captures programs for this model."""
         if self._pool is None and device.type == "cuda":
             self._pool = new_pool(device)
         return graph_maker(device, self._pool)
 
     def prompts(self, fused: FusedModel) -> Prompts:
-        """The short prompts of single calls by its fused layers."""
+        """The captured short prompts of the model's fused layers, for single calls."""
         if self._prompts is None:
             self._prompts = prompts_of(fused, self.graph(fused.norm.weight.device))
         return self._prompts
@@ -253,7 +253,7 @@ class CapturedRuntime:
                 raise NotCaptured(self._unfit) from error
 
     def drafts(self, step: CapturedStep) -> Drafts | str | None:
-        """What drafted tokens are verified with, or why none are; None where the recipe does not want them."""
+        """The state for draft tokens, or why there are none; None where the recipe does not ask for them."""
         if not self._speculate:
             return None
         if step.batch.rows != 1:
@@ -263,27 +263,27 @@ class CapturedRuntime:
         return step.no_drafts or step.batch.drafts
 
     def way(self, step: CapturedStep) -> str:
-        """What a step runs, for the report."""
+        """How a step runs, for the report."""
         if step.fused:
             return FUSED
         return MODULES + (self._unfused or f"{step.batch.rows} rows")
 
     def _fuse(self, model: nn.Module) -> None:
-        """Read the model's fused layers, or why there are none; the weights that they lay together have moved."""
-        self._watch = None  # it would hold each weight beside what is made of it
+        """Read the model's fused layers, or why there are none; weights that get concatenated have moved after this."""
+        self._watch = None  # the Watch would keep the old weights alive beside the new
         try:
             with torch.inference_mode(False), torch.no_grad():
                 self._fused = fused_model(model) if self._unfit is None else None
         except (CannotFuse, KernelError) as reason:
             self._unfused = str(reason)
-        # weights that were laid together just now have left modules captured in another state of the adapters
+        # graphs of other adapter states read weights at addresses that were left when weights were concatenated
         if any(other["_fused"] is None for other in self._others.values()):
             self._others.clear()
         self._watch = Watch(model)
         self._flags = self._watch.flags()
 
     def _learn(self, model: nn.Module) -> None:
-        """Find out what the layers cache."""
+        """Find out what the layers cache, by running one token."""
         self._learning = True
         try:
             with torch.inference_mode(False), torch.no_grad():

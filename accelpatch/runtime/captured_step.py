@@ -1,9 +1,9 @@
-"""One decode step as a program over tensors that stay in place: model, then choice of the token, each captured once.
+"""One decode step as two captured programs over tensors at fixed addresses: the model, and the sampler.
 
-The program of the model reads the last token, its slot and its position from the device, runs fused layers
-(fused_layer.py), or else the model's own forward, over the static cache, and leaves float32 logits. The program of the
-choice turns them into the next token and a report. Neither lets the host wait. They are two graphs, so that another
-temperature does not capture the model again.
+The model's program reads the last tokens, slot and positions from the device, runs the fused layers (fused_layer.py) or
+else the model's own forward over the static cache, and leaves float32 logits. The sampler's program turns them into the
+next tokens and a report. Neither synchronises with the host. They are two graphs, so that another temperature does not
+capture the model again.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class CapturedStep:
         fused: FusedModel | None = None,
     ):  # fmt: skip
         self.batch, self.capacity, self._fused = batch, capacity, fused
-        self.verification: Graph | None = None  # of several tokens; see captured_drafts.py
-        self.no_drafts = ""  # why there is none
+        self.verification: Graph | None = None  # the step of several tokens; see captured_drafts.py
+        self.no_drafts = ""  # why there is no `verification`
         self.cache = new_cache(shapes, batch.rows, capacity, batch.slot)
         self.mask = torch.zeros(batch.rows, capacity, dtype=torch.int64, device=batch.device)
-        self.prompts: Any = None  # short_prompt.Prompts, from the first one on
-        self._model = weakref.ref(model)  # the model holds its runtime, and that this step
+        self.prompts: Any = None  # short_prompt.Prompts, made at the first prompt
+        self._model = weakref.ref(model)  # weak: the model holds its runtime, which holds this step
         self._arguments = {"use_cache": True, "return_dict": True}
         accepted = inspect.signature(model.forward).parameters
         self._positioned = "position_ids" in accepted
@@ -56,10 +56,10 @@ class CapturedStep:
             tensor.copy_(before)
 
     def advance(self) -> None:
-        """The program: logits after the batch's tokens, which are cached; slot and positions move on by one."""
+        """The captured program: cache the batch's tokens, compute logits, and advance slot and positions by one."""
         batch = self.batch
         with weight_prefetch():  # nothing writes weights while steps are replayed
-            if self._fused is not None:  # shows a new token its own slot, whatever the mask says
+            if self._fused is not None:  # a new token attends to its own slot whatever the mask
                 logits = self._fused(batch.tokens, batch.positions, batch.slot, self.mask, self.cache)
             else:
                 self.mask.index_fill_(1, batch.slot, 1)
@@ -79,18 +79,18 @@ class CapturedStep:
         return logits
 
     def prompt(self, ids: Tensor, positions: Tensor, mask: Tensor | None, last: Tensor | None = None) -> Tensor:
-        """Logits [B, V] after a prompt, by fused layers into the empty cache; as FusedModel.prompt."""
+        """Logits [B, V] after a prompt, by fused layers into the empty cache; see FusedModel.prompt."""
         assert self._fused is not None
         return self._fused.prompt(ids, positions, mask, self.cache, last)
 
     @property
     def fused(self) -> bool:
-        """Whether it runs fused layers, not the model's modules."""
+        """Whether the step runs fused layers, not the model's modules."""
         return self._fused is not None
 
     @property
     def no_prompts(self) -> str | None:
-        """Why `prompt` cannot take a prompt; None where it can."""
+        """Why `prompt` cannot run; None where it can."""
         return "no fused layers" if self._fused is None else self._fused.no_prompts
 
     def replay(self) -> None:
@@ -98,7 +98,7 @@ class CapturedStep:
         self._graph.replay()
 
     def show(self, length: int, mask: Tensor | None) -> None:
-        """Which of the first `length` slots hold tokens: all, or where `mask`[B, length] is not zero."""
+        """Mark which of the first `length` slots hold tokens: all, or those where `mask`[B, length] is not 0."""
         self.mask.zero_()
         if mask is None:
             self.mask[:, :length] = 1
@@ -106,14 +106,14 @@ class CapturedStep:
             self.mask[:, :length].copy_(mask.ne(0))
 
     def adopt(self, smaller: CapturedStep) -> None:
-        """Go on where a step of a smaller cache stands."""
+        """Copy cache and mask from a step of smaller capacity."""
         grow(smaller.cache, self.cache)
         self.mask.zero_()
         self.mask[:, : smaller.capacity].copy_(smaller.mask)
 
 
 def graph_maker(device: torch.device, pool: Any) -> GraphOf:
-    """Captures a program for `device`, at no cost to the random numbers that the caller will draw."""
+    """A function that captures programs for `device`, leaving the caller's random generator state as it was."""
 
     def make(program: Callable[[], None]) -> Graph:
         devices = [] if device.type == "cpu" else [device]
@@ -124,12 +124,12 @@ def graph_maker(device: torch.device, pool: Any) -> GraphOf:
 
 
 def for_decoding(model: nn.Module) -> Any:
-    """transformers' own switches for single-token steps (experts), which it sets around its loop."""
+    """transformers' context manager for decoding (it switches experts), which its own loop uses too."""
     switch: Any = getattr(model, "_optimize_model_for_decode", None)
     return nullcontext() if switch is None else switch()
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, for a report."""
-    cause = error.__context__ or error  # the end of a broken capture raises once more
+    """The first line of an error's message, for the report."""
+    cause = error.__context__ or error  # ending a failed capture raises a second error
     return (str(cause).splitlines() or [""])[0]

@@ -1,8 +1,8 @@
-"""generate()'s loop of greedy decoding and sampling, with native steps from one token to the next.
+"""generate()'s loop for greedy decoding and sampling over native CPU steps.
 
-It computes what transformers' own `_sample` does, processors, criteria, streamers and all. Between two native steps
-nothing is left but the choice of a token: no masks are concatenated, no inputs prepared, and the vocabulary is not
-searched for the end-of-sequence ids that are held back.
+It computes what transformers' own `_sample` does, with processors, criteria and streamers, but between two native steps
+it only picks the token: no masks are concatenated, no inputs prepared, and the vocabulary is not searched for
+suppressed end-of-sequence ids.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from accelpatch.runtime.native_step import NativeRun, NativeRuntime, unknown
 
-# Arguments of generate()'s model calls that the loop understands besides those of a step.
+# Arguments of generate()'s model calls that the loop supports besides those of a step.
 UNDERSTOOD = frozenset(
     {"attention_mask", "past_key_values", "position_ids", "use_cache", "logits_to_keep", "tokenizer"}
 )
 
 
 def stock_loop_because(model: Any, config: Any, synced_gpus: bool, kwargs: dict[str, Any]) -> str | None:
-    """Why transformers' own loop must run; None where `decode` may."""
+    """Why transformers' own loop must run; None where `decode` can."""
     if extra := unknown(kwargs, UNDERSTOOD):
         return f"the argument {extra}"
     if config.return_dict_in_generate and (config.output_attentions or config.output_hidden_states):
@@ -32,7 +32,7 @@ def stock_loop_because(model: Any, config: Any, synced_gpus: bool, kwargs: dict[
     if synced_gpus or config.is_assistant or not kwargs.get("use_cache") or model.config.is_encoder_decoder:
         return "synchronised devices, an assistant, no cache, or an encoder"
     if model._forward_hooks or model._forward_pre_hooks or "forward" in vars(model):
-        return "a hook on the model"  # each call of the model is one that it wants to see
+        return "a hook on the model"  # which expects to see each call of the model
     if model._valid_auto_compile_criteria(kwargs, config):
         return "the model is compiled"
     return None
@@ -43,28 +43,28 @@ def decode(
     model: Any, runtime: NativeRuntime, ids: Tensor, processors: Any, criteria: Any, config: Any, streamer: Any,
     kwargs: dict[str, Any],
 ) -> Any:  # fmt: skip
-    """ids[B, L] continued until `criteria` hold: ids, or a GenerateDecoderOnlyOutput where the config asks for it."""
+    """Continue ids[B, L] until `criteria` hold; returns ids, or GenerateDecoderOnlyOutput if configured."""
     return loop(_Steps(model, runtime), ids, processors, criteria, config, streamer, kwargs)
 
 
 class Steps(Protocol):
-    """Logits [B, V] float32, the caller's own, of a prompt and of one token more each time."""
+    """Interface: logits [B, V] float32, owned by the caller, after a prompt and then after each further token."""
 
     @property
     def kwargs(self) -> dict[str, Any]:
-        """generate()'s arguments as they stand after the prompt."""
+        """generate()'s model arguments after the prompt."""
 
     def prompt(self, ids: Tensor, config: Any, kwargs: dict[str, Any]) -> Tensor:
-        """After `ids`[B, L], given as generate() gives them."""
+        """Logits after `ids`[B, L], with the arguments that generate() gives."""
 
     def next(self, ids: Tensor, tokens: Tensor) -> Tensor:
-        """After `tokens`[B], the last ones of `ids`."""
+        """Logits after `tokens`[B], the last ones of `ids`."""
 
 
 def loop(
     steps: Steps, ids: Tensor, processors: Any, criteria: Any, config: Any, streamer: Any, kwargs: dict[str, Any]
 ) -> Any:
-    """The loop over `steps`, the host choosing each token."""
+    """The decoding loop over `steps`, in which the host samples each token."""
     kept = _Kept(config)
     unfinished = torch.ones(ids.shape[0], dtype=torch.long, device=ids.device)
     padding = config._pad_token_tensor if any(hasattr(one, "eos_token_id") for one in criteria) else None
@@ -90,21 +90,21 @@ def loop(
 
 
 class _Steps:
-    """The model's logits after the prompt, and after one token more each time."""
+    """Steps of a model with native decode steps."""
 
     def __init__(self, model: Any, runtime: NativeRuntime):
         self.kwargs: dict[str, Any] = {}
         self._model, self._runtime = model, runtime
         self._run: NativeRun | None = None
-        self._behind = 0  # native steps that kwargs do not know of yet
+        self._behind = 0  # native steps not yet counted in kwargs
 
     def prompt(self, ids: Tensor, config: Any, kwargs: dict[str, Any]) -> Tensor:
-        """Logits [B, V] float32, the caller's own."""
+        """Logits [B, V] float32 after the prompt, owned by the caller."""
         outputs = self._model._prefill(ids, config, kwargs, is_first_iteration=True)
         return self._last_logits(outputs, kwargs)
 
     def next(self, ids: Tensor, tokens: Tensor) -> Tensor:
-        """The same after `tokens`[B], the last ones of `ids`."""
+        """Logits [B, V] float32 after `tokens`[B], the last ones of `ids`."""
         logits = self._run.logits(self._model, tokens) if self._run is not None else None
         if logits is not None:
             self._behind += 1
@@ -126,7 +126,7 @@ class _Steps:
 
 
 class _Kept:
-    """What is asked for besides the tokens."""
+    """The scores and logits that the caller of generate() asks for besides the tokens."""
 
     def __init__(self, config: Any):
         self._as_dict = bool(config.return_dict_in_generate)
@@ -134,7 +134,7 @@ class _Kept:
         self._logits: Any = () if self._as_dict and config.output_logits else None
 
     def scores(self, ids: Tensor, logits: Tensor, processors: Any) -> Tensor:
-        """logits[B, V], ours to write into, as the processors leave them."""
+        """The output of the processors for logits[B, V], which may be written into."""
         scores = logits if self._logits is None else logits.clone()
         if not all(_suppress(processor, ids.shape[1], scores) for processor in processors):
             scores = processors(ids, scores)
@@ -153,7 +153,7 @@ class _Kept:
 
 
 def _suppress(processor: Any, length: int, scores: Tensor) -> bool:
-    """Hold the end-of-sequence ids back in place, as `processor` would; False for one that does anything else."""
+    """Suppress the end-of-sequence ids in place, as `processor` would; False where it does anything else."""
     if type(processor) is MinNewTokensLengthLogitsProcessor:
         short = length - processor.prompt_length_to_skip < processor.min_new_tokens
     elif type(processor) is MinLengthLogitsProcessor:

@@ -1,4 +1,4 @@
-"""Acting on a transformers model at its first forward or generate, whoever made it, for the length of a context."""
+"""Runs a function on every transformers model at its first forward or generate, within a context."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from accelpatch.modules.replacement import OWN_HOOK
 
 
 class _Meeting:
-    """Calls `act` once for each model that it meets, before any of its parts can be met on their own."""
+    """Calls `act` once for each model, before any of its parts are used on their own."""
 
     def __init__(self, act: Callable[[nn.Module], None], on_left: Callable[[nn.Module, str], None] | None) -> None:
         self.act, self.on_left = act, on_left
@@ -47,10 +47,10 @@ class _Meeting:
 def on_first_use(
     act: Callable[[nn.Module], None], on_left: Callable[[nn.Module, str], None] | None = None
 ) -> Iterator[None]:
-    """Within it, `act(model)` runs once for each outermost PreTrainedModel, before its first forward or generate.
+    """Context manager: `act(model)` runs once for each outermost PreTrainedModel, before its first forward or generate.
 
-    Restores transformers at its end. Where `act` calls the model itself, that call goes through. on_left: called with
-    the model and the reason where `act` raises, which is not raised then.
+    Calls of the model inside `act` run normally. on_left: called with the model and the reason in place of an exception
+    that `act` raises. transformers is restored at the end.
     """
     meet, generate = _Meeting(act, on_left).meet, GenerationMixin.generate
 

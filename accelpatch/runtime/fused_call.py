@@ -1,4 +1,4 @@
-"""What the fused layers of one call share: its positions, what each token sees, and the cache of transformers."""
+"""State that the fused layers of one model call share: positions, masks, and transformers' KV cache."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from accelpatch.runtime.native_weights import layer_type
 
 @dataclass(eq=False)
 class Call:
-    """What the layers of one call share. positions[B, L]; mask[B, past + L] or None; past: tokens cached before."""
+    """One model call over transformers' cache. positions[B, L]; mask[B, past + L] or None; past: cached tokens."""
 
     positions: Tensor
     mask: Tensor | None
@@ -29,7 +29,7 @@ class Call:
         self._seen: dict[tuple[int, int, int], Tensor | None] = {}
 
     def attend(self, qkv: Tensor, shape: AttentionShape, place: int) -> Tensor:
-        """y[B L, Hq D] of qkv[B L, (Hq + 2 Hkv) D], which is written to; keys and values go into the cache."""
+        """Attention of layer `place`: qkv[B L, (Hq + 2 Hkv) D] (overwritten) -> y[B L, Hq D]. Updates the cache."""
         batch, length = self.positions.shape
         first = self.first(place)
         new = qkv.new_empty(2, batch, shape.kv_heads, length, shape.size)
@@ -45,7 +45,7 @@ class Call:
         return y.transpose(1, 2).reshape(batch * length, -1)
 
     def cached(self, new: Tensor, place: int) -> tuple[Tensor, Tensor]:
-        """All keys and values of a layer, with these new[2, B, Hkv, L, D], which an empty layer takes as they are."""
+        """All keys and values of a layer after appending new[2, B, Hkv, L, D], which an empty layer takes uncopied."""
         k, v = new[0], new[1]
         if self.cache is None:
             return k, v
@@ -58,13 +58,13 @@ class Call:
         return both
 
     def first(self, place: int) -> int:
-        """The place in the text of the first key that a layer will see."""
+        """Index in the sequence of the first key that a layer attends to."""
         if self.cache is None or place >= len(self.cache.layers):
             return 0
         return int(self.cache.layers[place].get_mask_sizes(self.positions.shape[1])[1])
 
     def seen(self, keys: int, first: int, window: int) -> Tensor | None:
-        """[B or 1, 1, L, keys]: which keys each token sees; None where it is all of those up to itself."""
+        """Boolean mask [B or 1, 1, L, keys] of the keys that each token attends to; None for plain causal masking."""
         key = keys, first, window
         if key not in self._seen:
             self._seen[key] = self._make(keys, first, window)
@@ -87,20 +87,20 @@ class Call:
 
 
 class KeptCall(Call):
-    """A call of a short prompt, which keeps keys and values where a graph leaves them."""
+    """The call of a captured short prompt; it keeps the new keys and values in the graph's tensors."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.kept: list[Tensor] = []
 
     def cached(self, new: Tensor, place: int) -> tuple[Tensor, Tensor]:
-        """As Call's, of an empty cache."""
+        """As in Call, for an empty cache."""
         self.kept.append(new)
         return new[0], new[1]
 
 
 def by_module(decoder: Any, place: int, stream: Tensor, call: Call) -> Tensor:
-    """A layer's own call: stream[B, L, K] -> [B L, K]."""
+    """Run a layer's own module: stream[B, L, K] -> [B L, K]."""
     layer, length = decoder.layers[place], stream.shape[1]
     attention = layer.self_attn
     kinds = () if hasattr(decoder.rotary_emb, "inv_freq") else (layer_type(layer),)

@@ -1,8 +1,7 @@
-"""One call of a patched model by its fused layers over the cache of transformers: model(ids), beams, assistants, loss.
+"""One model call by its fused layers over transformers' cache: for model(ids), beam search, assisted decoding, loss.
 
-What generate()'s captured steps do for one loop, this does for every other caller: the same products and norms. Short
-prompts that come again are one graph (short_prompt.py). Layers that somebody watches by a hook run their modules, all
-others are fused.
+What captured steps do for generate()'s loop, this does for all other callers, with the same kernels. Repeated short
+prompts become graphs (short_prompt.py). Layers with hooks run their modules, all others are fused.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ UNASKED = {"return_dict": True, "output_attentions": False}
 
 
 def why_not(model: Any, given: Mapping[str, Any]) -> str | None:
-    """Why a call must run the modules; None where fused layers may. given: the call's arguments by name."""
+    """Why a call must run the modules; None where fused layers can. given: the call's arguments by name."""
     for name, value in given.items():
         if name not in (*SUPPORTED, HIDDEN_STATES) and value is not None and value is not UNASKED.get(name):
             return f"{name} was given"
@@ -47,18 +46,18 @@ def why_not(model: Any, given: Mapping[str, Any]) -> str | None:
         return reason
     past = 0 if cache is None else cache.get_seq_length()
     if mask is not None and (not isinstance(mask, Tensor) or mask.shape != (ids.shape[0], past + ids.shape[1])):
-        return "an attention mask of another form than the ids"
+        return "an attention mask of another shape than the ids"
     return _of_positions(positions, ids, packed=mask is None and not uses_cache(model, given)) or _of_config(
         model, given
     )
 
 
 def _of_positions(positions: Any, ids: Tensor, packed: bool) -> str | None:
-    """packed: whether transformers takes positions that begin anew for several texts in one row."""
+    """Why these positions need the modules. packed: whether transformers accepts several sequences in one row."""
     if positions is None:
         return None
     if not isinstance(positions, Tensor) or positions.shape not in (ids.shape, (1, ids.shape[1])):
-        return "positions of another form than the ids"
+        return "positions of another shape than the ids"
     if positions.is_floating_point() or positions.dtype == torch.bool:
         return "positions that are no integers"
     return "positions of packed texts" if packed else None
@@ -68,29 +67,29 @@ def _of_config(model: Any, given: Mapping[str, Any]) -> str | None:
     kept = given.get("logits_to_keep", 0)
     places = isinstance(kept, Tensor) and kept.dim() == 1 and kept.dtype in INTEGERS
     if type(kept) is not int and not places:
-        return "logits_to_keep of another form"
-    return None if getattr(model.config, "is_causal", True) is not False else "the configuration looks ahead"
+        return "logits_to_keep of another type"
+    return None if getattr(model.config, "is_causal", True) is not False else "the configuration is not causal"
 
 
 def wants_hidden_states(model: Any, given: Mapping[str, Any]) -> bool:
-    """Whether the call wants what comes into and out of each layer."""
+    """Whether the caller asks for hidden states."""
     wanted = given.get(HIDDEN_STATES)
     return bool(getattr(model.config, HIDDEN_STATES, False) if wanted is None else wanted)
 
 
 def _unused(model: Any, given: Mapping[str, Any]) -> str | None:
-    """Families differ in whether they give back a cache that they were asked not to use."""
+    """Why use_cache=False with a cache passed in needs the modules: families differ in whether they return it."""
     return None if uses_cache(model, given) else "a cache, and use_cache: false"
 
 
 def uses_cache(model: Any, given: Mapping[str, Any]) -> bool:
-    """Whether the call has a cache of its own, or goes on with its caller's."""
+    """Whether the call makes a cache, or continues one that was passed in."""
     use_cache = given.get("use_cache")
     return bool(getattr(model.config, "use_cache", True) if use_cache is None else use_cache)
 
 
 def fused_outputs(runtime: Any, model: Any, given: Mapping[str, Any]) -> Any:
-    """What a call of the model gives by the fused layers of its runtime; None where the modules must run it."""
+    """Outputs of a model call by the runtime's fused layers; None where the modules must run."""
     if not is_eager() or why_not(model, given) is not None:
         return None
     if not runtime.lock.acquire(blocking=False):  # another thread's generate(), which may wait for this call
@@ -114,13 +113,13 @@ def fused_outputs(runtime: Any, model: Any, given: Mapping[str, Any]) -> Any:
 
 
 def wants_gradient(cache: Any) -> bool:
-    """Whether somebody wants the gradient of what a cache holds."""
+    """Whether a tensor in the cache requires a gradient."""
     layers = [] if cache is None else [layer for layer in cache.layers if layer.is_initialized]
     return any(tensor.requires_grad for layer in layers for tensor in (layer.keys, layer.values))
 
 
 def call_of(model: Any, given: Mapping[str, Any]) -> Call:
-    """What the layers share of a call where `why_not` has no reason."""
+    """The Call for these arguments, for which `why_not` must have no reason."""
     ids, cache, mask = given["input_ids"], given.get("past_key_values"), given.get("attention_mask")
     if cache is None and uses_cache(model, given):
         cache = DynamicCache(config=model.config)
@@ -135,7 +134,7 @@ def call_of(model: Any, given: Mapping[str, Any]) -> Call:
 def fused_forward(
     model: Any, fused: FusedModel, watched: Collection[int], given: Mapping[str, Any], call: Call
 ) -> CausalLMOutputWithPast:
-    """The outputs of a call. watched: numbers of the layers that run their modules."""
+    """The outputs of a call. watched: indices of the layers that run as modules."""
     ids = given["input_ids"]
     seen: list[Tensor] | None = [] if wants_hidden_states(model, given) else None
     with torch.no_grad():
@@ -147,7 +146,7 @@ def fused_forward(
 def outputs_of(
     model: Any, fused: FusedModel, given: Mapping[str, Any], call: Call, normal: Tensor, hidden: Any = None
 ) -> CausalLMOutputWithPast:
-    """The outputs from the rows normal[B, L, K] behind the last norm."""
+    """The outputs from the normalised hidden states normal[B, L, K]."""
     kept = given.get("logits_to_keep", 0)
     normal = normal[:, slice(-kept, None) if isinstance(kept, int) else kept]
     with torch.no_grad():
@@ -162,7 +161,7 @@ def outputs_of(
 
 
 def prompts_of(fused: FusedModel, graph: GraphOf) -> Prompts:
-    """The short prompts of fused layers: the rows behind the last norm, and each layer's new[2, B, Hkv, L, D]."""
+    """The captured short prompts of fused layers: normalised hidden states, and each layer's new[2, B, Hkv, L, D]."""
 
     def program(ids: Tensor, positions: Tensor, last: Tensor) -> tuple[Tensor, list[Tensor]]:
         call = KeptCall(positions, None, None, 0)
@@ -173,7 +172,7 @@ def prompts_of(fused: FusedModel, graph: GraphOf) -> Prompts:
 
 
 def short_prompt(runtime: Any, fused: FusedModel, ids: Tensor, call: Call) -> ShortPrompt | None:
-    """What runs a call as one graph; None where its prompt is long, padded, or goes on."""
+    """The captured short prompt for a call; None where its prompt is long, padded, or continues a cache."""
     if call.mask is not None or call.past or ids.device != fused.norm.weight.device:
         return None
     windows = [layer.attention.window for layer in fused.layers if layer.attention.window]
@@ -182,7 +181,7 @@ def short_prompt(runtime: Any, fused: FusedModel, ids: Tensor, call: Call) -> Sh
 
 
 def from_short(short: ShortPrompt, ids: Tensor, call: Call) -> Tensor:
-    """The rows [B, L, K] behind the last norm; keys and values go into the call's cache."""
+    """Normalised hidden states [B, L, K] by a captured short prompt; keys and values go into the call's cache."""
     length = ids.shape[1]
     normal, kept = short(ids, call.positions)
     with torch.no_grad():
@@ -195,7 +194,7 @@ def from_short(short: ShortPrompt, ids: Tensor, call: Call) -> Tensor:
 def hidden_rows(
     model: Any, fused: FusedModel, watched: Collection[int], ids: Tensor, call: Call, seen: list[Tensor] | None
 ) -> Tensor:
-    """The rows [B L, K] that go into the head. seen: where those that go into the layers are put, if wanted."""
+    """Normalised hidden states [B L, K], the head's input. seen: receives each layer's input, where wanted."""
     x, pending = fused.embedding(ids).flatten(0, 1), None
     for place, layer in enumerate(fused.layers):
         if pending is not None and (place in watched or seen is not None):

@@ -1,9 +1,9 @@
-"""The decode step of a patched Llama-like model in five launches a layer, read off its replaced modules.
+"""The decode step of a patched Llama-like model in five kernel launches per layer, read off its replaced modules.
 
-A layer is: norm and q, k, v; rotary embedding, cache write and attention; o and the residual; norm, gate, up and the
-activation; down and the residual. Where a norm follows attention and MLP (Gemma), it and the residual are a launch each
-time, and a gate that is not silu is one too. The last norm goes into the head's product. What is read must be what the
-modules would compute: anything else is a reason (`CannotFuse`), and the captured step then runs the modules.
+The launches: norm, q, k and v; rotary embedding, cache write and attention; o and residual; norm, gate, up and
+activation; down and residual. Norms after attention and MLP (Gemma), with the residual, are one more launch each, and
+so is a gate other than silu. The last norm is part of the head's launch. If a model's modules may compute anything
+else, `CannotFuse` is raised, and the captured step then runs the modules.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, eq=False)
 class FusedLayer:
-    """One decoder layer; the norms `after` are those of the sandwich form, before the residual is added."""
+    """One decoder layer. after_attention, after_mlp: norms applied before the residual is added (Gemma), or None."""
 
     qkv: FusedLinear | Adapted
     attention_norm: FusedNorm
@@ -53,25 +53,25 @@ class FusedLayer:
     after_mlp: FusedNorm | None = None
 
     def __call__(self, x: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
-        """x[M, K] -> [M, K] for few rows; attend: the rows of q, k and v -> [M, Hq D]."""
+        """x[M, K] -> [M, K] for few rows. attend: qkv rows [M, (Hq + 2 Hkv) D] -> [M, Hq D]."""
         x = added(self.o, attend(self.qkv(x, self.attention_norm)), self.after_attention, x)
         return added(self.down, self.gate_up(x, self.mlp_norm, gate=self.activation), self.after_mlp, x)
 
     @property
     def attention_signal(self) -> Signal | None:
-        """What attention waits for."""
+        """The producer-consumer flag that attention waits for, or None."""
         return self.qkv.producer if isinstance(self.qkv, FusedLinear) else None
 
     @functools.cached_property
     def without_signals(self) -> FusedLayer:
-        """The same with no signals between its kernels: for calls that other steps may run beside."""
+        """This layer without flags between its kernels, for calls that may run beside other steps."""
         parts: Any = {name: without_signals(getattr(self, name)) for name in ("qkv", "gate_up", "down")}
         return replace(self, **parts)
 
     def large_m(
         self, x: Tensor, pending: Tensor | None, attend: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor, Tensor | None]:
-        """As that for many rows x + pending[M, K]; what is still to be added comes apart, for the norm that follows."""
+        """As __call__ for many rows x + pending[M, K]; returns (x, rest), the rest to be added by the next norm."""
         normal, x = normed(self.attention_norm, x, pending)
         x, pending = beside(self.after_attention, self.o.large_m(attend(self.qkv.large_m(normal))), x)
         normal, x = normed(self.mlp_norm, x, pending)
@@ -79,18 +79,18 @@ class FusedLayer:
 
 
 def added(last: FusedLinear | Adapted, x: Tensor, norm: FusedNorm | None, residual: Tensor) -> Tensor:
-    """The residual plus a product, or plus its norm."""
+    """residual + last(x), or residual + norm(last(x))."""
     return last(x, residual=residual) if norm is None else norm.added(last(x), residual)
 
 
 def beside(norm: FusedNorm | None, y: Tensor, residual: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The residual and what is still to be added to it: y, or nothing, where its norm is added already."""
+    """(residual, y still to be added); with a norm, (residual + norm(y), None)."""
     return (residual, y) if norm is None else (norm.added(y, residual), None)
 
 
 @dataclass(frozen=True, eq=False)
 class FusedModel:
-    """All layers, with what comes before and after them. softcap: of the logits, 0 for none."""
+    """All layers, the embedding, the last norm and the head. softcap: of the logits, 0 for none."""
 
     embedding: nn.Module
     layers: tuple[FusedLayer, ...]
@@ -98,15 +98,15 @@ class FusedModel:
     head: FusedLinear | Adapted
     sentinels: SentinelBuffers
     softcap: float = 0.0
-    most: int = MAX_ROWS  # rows of a step
+    most: int = MAX_ROWS  # most rows of a step
 
     def __call__(self, tokens: Tensor, positions: Tensor, slot: Tensor, mask: Tensor, cache: Any) -> Tensor:
-        """Logits [B T, V] after tokens[B] or [B, T], cached from `slot` on; positions[B, T], mask as the cache's."""
+        """Logits [B T, V] after tokens[B] or [B, T], cached from `slot` on; positions[B, T]; mask: the cache's."""
         self.sentinels.reset(tokens.numel())
         x, pending = self.embedding(tokens.reshape(-1)), None
         for layer, held in zip(self.layers, cache.layers, strict=True):
             if positions.shape[1] > 1:
-                layer = replace(layer, qkv=without_signals(layer.qkv))  # attention waits for all of them
+                layer = replace(layer, qkv=without_signals(layer.qkv))  # attention waits for the whole qkv
 
             def attend(qkv: Tensor, layer: FusedLayer = layer, held: Any = held) -> Tensor:
                 rest = layer.attention, layer.o.raw, layer.attention_signal
@@ -119,7 +119,7 @@ class FusedModel:
         return self._logits(x, pending)
 
     def forget(self) -> None:
-        """Clear the signals of a step that broke off, which no kernel consumed."""
+        """Reset the flags that an interrupted step left set."""
         for layer in self.layers:
             for one in (layer.qkv, layer.gate_up):
                 if isinstance(one, FusedLinear) and one.producer is not None:
@@ -127,7 +127,7 @@ class FusedModel:
 
     @property
     def no_prompts(self) -> str | None:
-        """Why `prompt` does not compute what the modules do; None where it does."""
+        """Why `prompt` would not compute what the modules do; None where it does."""
         shapes = [layer.attention for layer in self.layers]
         if any(one.softcap or one.plus_one or 2 * len(one.inv_freq) != one.size for one in shapes):
             return "attention with capped scores, partial rotary embedding, or norms of Gemma's kind"
@@ -138,7 +138,7 @@ class FusedModel:
     ) -> Tensor:
         """Logits [B, V] after ids[B, L], which fill the first slots of an empty cache.
 
-        mask[B, L]: None shows all. last[1]: the place of the token whose logits are wanted; None is the last one.
+        mask[B, L]: None for no padding. last[1]: index of the token whose logits are wanted; None: the last one.
         """
         x, pending = self.embedding(ids.reshape(-1)), None
         seen: dict[int, Tensor | None] = {}
@@ -162,7 +162,7 @@ class FusedModel:
         return self.logits_of(normed(self.norm, x, pending)[0])
 
     def logits_of(self, normal: Tensor) -> Tensor:
-        """Logits [M, V] of rows [M, K] behind the last norm."""
+        """Logits [M, V] of normalised hidden states [M, K]."""
         return self._capped(self.head.large_m(normal))
 
     def _capped(self, logits: Tensor) -> Tensor:
@@ -170,11 +170,11 @@ class FusedModel:
 
 
 def fused_model(model: Any) -> FusedModel:
-    """The fused layers of a patched model, whose weights it lays together. Raises CannotFuse, before any is moved."""
+    """The fused layers of a patched model; concatenates their weights. Raises CannotFuse before any weight moves."""
     decoder, head = getattr(model, "model", None), getattr(model, "lm_head", None)
     layers = getattr(decoder, "layers", None)
     if decoder is None or head is None or not layers:
-        raise CannotFuse("it has no decoder of the Llama form")
+        raise CannotFuse("it has no Llama-like decoder")
     if reason := attention_facts.model_why_not(model, decoder):
         raise CannotFuse(reason)
     dtype = decoder.embed_tokens(torch.zeros(1, dtype=torch.int64, device=next(model.parameters()).device)).dtype
@@ -194,18 +194,18 @@ def fused_model(model: Any) -> FusedModel:
 
 
 def unfit(layer: Any) -> str | None:
-    """Why a layer's modules are not those of the step; None where they are."""
+    """Why a layer's modules do not compute what a fused layer does; None where they do."""
     if not isinstance(layer, ResidualNormLayer):
-        return "it is no replaced layer of the Llama form"
+        return "it is not a replaced Llama-like layer"
     if not isinstance(layer.mlp, GatedMLP):
-        return "its MLP is no replaced one"
+        return "its MLP was not replaced"
     if not (unchanged(layer) and unchanged(layer.mlp)):
         return "a module that is fused into another was changed"
     return attention_facts.why_not(layer.self_attn)
 
 
 def norm_of(norm: Any, dtype: torch.dtype) -> FusedNorm:
-    """What a replaced norm computes."""
+    """The Norm of a replaced norm module. Raises CannotFuse."""
     if not isinstance(norm, FusedRMSNorm) or norm.weight.dtype != dtype:
         dtype_of_it = next((str(p.dtype) for p in norm.parameters()), "no dtype")
         raise CannotFuse(f"a norm is {type(norm).__name__} in {dtype_of_it}")
@@ -213,7 +213,7 @@ def norm_of(norm: Any, dtype: torch.dtype) -> FusedNorm:
 
 
 def attention_of(attention: Any, rotary: Any, dtype: torch.dtype, memory: Zeros) -> AttentionShape:
-    """Sizes and constants of a layer's attention; memory: its model's."""
+    """The AttentionShape of a layer. memory: counters shared by the model's layers. Raises CannotFuse."""
     config, size = attention.config, int(attention.head_dim)
     kind = "" if hasattr(rotary, "inv_freq") else f"{attention.layer_type}_"
     frequencies = getattr(rotary, f"{kind}inv_freq", None)
@@ -238,7 +238,7 @@ def attention_of(attention: Any, rotary: Any, dtype: torch.dtype, memory: Zeros)
 
 
 def looked_at(layer: Any, dtype: torch.dtype) -> None:
-    """Raises CannotFuse where a product of a layer cannot be run by itself."""
+    """Raise CannotFuse where a linear layer or norm of the layer cannot run in a fused layer."""
     attention, mlp = layer.self_attn, layer.mlp
     for module in (*parts_of(attention), attention.o_proj, *halves_of(mlp), mlp.down_proj):
         checked(module, dtype)
@@ -248,7 +248,7 @@ def looked_at(layer: Any, dtype: torch.dtype) -> None:
 
 
 def norms_of(layer: Any) -> tuple[Any, Any, Any, Any]:
-    """Before attention, after it, before the MLP, after it; None for one that the layer has not."""
+    """The norms before and after attention, and before and after the MLP; None where the layer has none."""
     if layer.sandwich:
         return (
             layer.input_layernorm, layer.post_attention_layernorm, layer.pre_feedforward_layernorm,
@@ -258,18 +258,18 @@ def norms_of(layer: Any) -> tuple[Any, Any, Any, Any]:
 
 
 def parts_of(attention: Any) -> tuple[Any, ...]:
-    """The products of an attention's input, side by side q, k and v."""
+    """The linear layers of an attention's input, in the order q, k, v."""
     names = ("qkv_proj",) if hasattr(attention, "qkv_proj") else ("q_proj", "k_proj", "v_proj")
     return tuple(getattr(attention, name) for name in names)
 
 
 def halves_of(mlp: Any) -> tuple[Any, ...]:
-    """The products of an MLP's input, side by side gate and up."""
+    """The linear layers of an MLP's input, in the order gate, up."""
     return (mlp.gate_up_proj,) if mlp.fused_gate_up else (mlp.gate_proj, mlp.up_proj)
 
 
 def checked(module: Any, dtype: torch.dtype) -> None:
-    """Raises CannotFuse where a product cannot run for activations of `dtype` on the device that it lies on."""
+    """Raise CannotFuse where a linear layer cannot run for activations of `dtype` on its device."""
     held = fused_linear(base_of(module), dtype)
     device = held.raw.device
     if device.type != "cpu" and dtype not in DTYPES:
@@ -280,12 +280,12 @@ def checked(module: Any, dtype: torch.dtype) -> None:
 
 
 def one(module: Any, dtype: torch.dtype) -> FusedLinear | Adapted:
-    """A linear layer with the adapters around it."""
+    """A linear layer with its adapters."""
     return with_adapters(fused_linear(base_of(module), dtype), (module,), dtype)
 
 
 def fuse(layer: Any, shape: AttentionShape, dtype: torch.dtype) -> FusedLayer:
-    """One layer, its neighbouring weights laid together."""
+    """The fused layer of one decoder layer; concatenates neighbouring weights."""
     norms: list[Any] = [None if norm is None else norm_of(norm, dtype) for norm in norms_of(layer)]
     before, after, inner, last = norms
     parts, halves = parts_of(layer.self_attn), halves_of(layer.mlp)
@@ -295,6 +295,6 @@ def fuse(layer: Any, shape: AttentionShape, dtype: torch.dtype) -> FusedLayer:
         qkv, before, shape, one(layer.self_attn.o_proj, dtype),
         both, inner, layer.mlp.activation, one(layer.mlp.down_proj, dtype), after, last,
     )  # fmt: skip
-    if shape.inv_freq.is_cuda:  # what the parts lay in is no room for the next layer's whole
+    if shape.inv_freq.is_cuda:  # freed parts are too small for the next layer's concatenated weight
         torch.cuda.empty_cache()
     return fused

@@ -1,4 +1,4 @@
-"""The prompt of a call of generate() by fused layers, straight into the static cache of its captured step."""
+"""The prompt of a generate() call by fused layers, written straight into the captured step's static cache."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FUSED_PROMPT = "fused prefill"
 
 
 def why_not(step: CapturedStep, ids: Tensor, config: Any, kwargs: dict[str, Any]) -> str | None:
-    """Why the model's own forward must take the prompt ids[B, L]; None where fused layers may."""
+    """Why the model's own forward must run the prompt ids[B, L]; None where fused layers can."""
     cache, mask, positions = kwargs["past_key_values"], kwargs.get("attention_mask"), kwargs.get("position_ids")
     if reason := step.no_prompts:
         return reason
@@ -25,18 +25,18 @@ def why_not(step: CapturedStep, ids: Tensor, config: Any, kwargs: dict[str, Any]
     if getattr(config, "prefill_chunk_size", None) is not None:
         return "prefill in chunks was asked for"
     if positions is None or positions.shape != ids.shape or (mask is not None and mask.shape != ids.shape):
-        return "positions or an attention mask of another form than the ids"
+        return "positions or an attention mask of another shape than the ids"
     return None
 
 
 @torch.no_grad()
 def fused_prompt(step: CapturedStep, ids: Tensor, kwargs: dict[str, Any], graph: GraphOf) -> Tensor:
-    """Logits [B, V] float32 after ids[B, L]; keys and values lie in the step's cache, the call's own is made ready."""
+    """Logits [B, V] float32 after ids[B, L], cached in the step's cache; the call's own cache is initialised."""
     mask, cache, positions = kwargs.get("attention_mask"), kwargs["past_key_values"], kwargs["position_ids"]
     if mask is not None and bool(mask.all()):
         mask = None
     if step.prompts is None:
-        # what stands behind a short prompt in the cache is overwritten before a later token sees it
+        # padding after a short prompt is overwritten in the cache before a later token attends to it
         own: Any = weakref.ref(step)  # which holds its prompts
         step.prompts = Prompts(lambda ids, positions, last: own().prompt(ids, positions, None, last), graph)
     short = step.prompts.of(ids, step.capacity) if mask is None else None

@@ -1,7 +1,7 @@
-"""Weights of neighbouring linear layers as one: laid out once, the layers' own tensors become views of its rows.
+"""Concatenates the weights of neighbouring linear layers; the layers' own tensors become views of the result.
 
-Names, state dictionaries and the way back stay: a layer still holds a tensor of the same shape and values, only where
-it lies has changed. What lies in one run already is taken as it is.
+Names, state dicts and unpatch still work: each layer keeps a tensor of the same shape and values at another address.
+Weights that are contiguous with each other already are used as they are.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ def concatenated_linear(modules: Sequence[Any], dtype: torch.dtype) -> FusedLine
         return linears[0]
     kinds = {_kind(one) for one in linears}
     if len(kinds) > 1:
-        raise CannotFuse("neighbouring products hold their weights in different formats")
+        raise CannotFuse("q, k and v, or gate and up, have weights in different formats")
     bias = _beside([module.bias for module in modules])
     first = linears[0].w
     if not isinstance(first, Tensor):
         _apart(modules)
         tiles = [module.tiles for module in modules]
         if any(one.n % TILE_ROWS for one in tiles):
-            raise CannotFuse(f"tiles of a number of rows that is no multiple of {TILE_ROWS}")
+            raise CannotFuse(f"the number of rows in tiles is not a multiple of {TILE_ROWS}")
         tables = [_concatenated([one[place] for one in tiles]) for place in range(3)]
         both: Any = tiles[0]._make([*tables, sum(one.n for one in tiles), *tiles[0][4:]])
         return FusedLinear(both, bias=bias)
@@ -49,9 +49,9 @@ def concatenated_linear(modules: Sequence[Any], dtype: torch.dtype) -> FusedLine
 
 
 def gated_linear(modules: Sequence[Any], dtype: torch.dtype, activation: str) -> FusedLinear:
-    """The same for a gate and its `up`, or for one layer that is both; tiles get their rows paired for silu.
+    """As `one_product` for gate and up, or one layer that holds both; for silu the rows of tiles are interleaved.
 
-    The layers of paired tiles hold the same tensors, each its part of them.
+    Two layers with interleaved tiles share the same tensors, each with its own part.
     """
     linears = _alike(modules, dtype)
     tiles = [one.w for one in linears if not isinstance(one.w, Tensor)]
@@ -74,7 +74,7 @@ def gated_linear(modules: Sequence[Any], dtype: torch.dtype, activation: str) ->
 
 
 def _apart(modules: Sequence[Any]) -> None:
-    """Let layers that were paired hold their own tiles again, all with the same room for outliers."""
+    """Give layers with interleaved tiles their own tiles again, all with the same number of outliers per row."""
     tiles = [LAYOUTS[type(module.tiles)].alone(module.tiles) for module in modules]
     if all(isinstance(one, CompactTiles) for one in tiles):
         tiles = compact_tiles.alike(tiles)
@@ -83,7 +83,7 @@ def _apart(modules: Sequence[Any]) -> None:
 
 
 def _alike(modules: Sequence[Any], dtype: torch.dtype) -> list[FusedLinear]:
-    """What neighbours compute: where one's weight has no compact tiles, none of theirs stays in them."""
+    """The linear layers of neighbours; if one's weight has no compact tiles, all are unpacked."""
     compact = [module for module in modules if isinstance(module, CompactLinear)]
     if any(module.tiles is None for module in compact):
         for module in compact:
@@ -94,26 +94,26 @@ def _alike(modules: Sequence[Any], dtype: torch.dtype) -> list[FusedLinear]:
 def fused_linear(module: Any, dtype: torch.dtype) -> FusedLinear:
     """A linear layer's weight and bias. Raises CannotFuse for a format that kernels/fused_linear.py does not read."""
     if not issubclass(type(module), nn.Linear):
-        raise CannotFuse(f"a product is {type(module).__name__}")
+        raise CannotFuse(f"a linear layer is {type(module).__name__}")
     bias = module.bias
     if bias is not None and bias.dtype != dtype:
         raise CannotFuse(f"a bias is {bias.dtype}")
     if isinstance(module, CompactLinear) and module.tiles is not None:
         if dtype != torch.bfloat16:
-            raise CannotFuse(f"its activations are {dtype}, and weights of 12 bits bfloat16")
+            raise CannotFuse(f"its activations are {dtype}, and 12-bit weights need bfloat16")
         return FusedLinear(module.tiles, bias=bias)
     if isinstance(module, (GemvLinear, CompactLinear)) or _plain_on_a_cpu(module):
         if module.weight.dtype != dtype or not module.weight.is_contiguous():
-            raise CannotFuse(f"a weight is {module.weight.dtype}, or has gaps")
+            raise CannotFuse(f"a weight is {module.weight.dtype}, or is not contiguous")
         return FusedLinear(module.weight, bias=bias)
     if isinstance(module, Int8WeightOnlyLinear):
         held = module.held
         if held.q is None or held.scale is None or held.scale.shape[1] != 1 or held.scale.dtype != torch.float32:
-            raise CannotFuse("an int8 weight has not one float32 scale a row")
+            raise CannotFuse("an int8 weight does not have one float32 scale per row")
         return FusedLinear(held.q, held.scale, bias)
     if isinstance(module, Int4WeightOnlyLinear) and module.tiles is not None:
         return FusedLinear(module.tiles, bias=bias)
-    raise CannotFuse(f"a product is {type(module).__name__}")
+    raise CannotFuse(f"a linear layer is {type(module).__name__}")
 
 
 def _plain_on_a_cpu(module: nn.Module) -> bool:
@@ -133,12 +133,12 @@ def _beside(biases: Sequence[Tensor | None]) -> Tensor | None:
     if not held:
         return None
     if len(held) < len(biases):
-        raise CannotFuse("some of neighbouring products have a bias and some have none")
+        raise CannotFuse("of q, k and v, or gate and up, only some have a bias")
     return _concatenated(held)
 
 
 def _concatenated(parts: Sequence[Tensor | None]) -> Tensor | None:
-    """The tensors one after the other along their first dimension, of which they are views from now on."""
+    """Concatenate tensors along the first dimension; they become views of the result."""
     held = [part for part in parts if part is not None]
     if not held:
         return None
@@ -153,7 +153,7 @@ def _concatenated(parts: Sequence[Tensor | None]) -> Tensor | None:
 
 
 def _in_one_run(parts: Sequence[Tensor]) -> Tensor | None:
-    """The tensor that `parts` are views of, side by side; None where they are not."""
+    """One tensor over `parts` where they are contiguous with each other in memory; else None."""
     first = parts[0].detach()
     at = first.data_ptr()
     for part in parts:

@@ -1,4 +1,4 @@
-"""A step in which some layers run their modules, because somebody watches them, and all others run natively."""
+"""A native step in which layers with hooks run as modules."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ Places = tuple[Tensor, Tensor, Tensor]
 def mixed_step(
     model: Any, step: DecodeStep, store: Store, cache: Any, tokens: Tensor, places: Places, watched: Collection[int]
 ) -> Tensor:
-    """Logits [B, V] after `tokens`[B]; layers of the numbers `watched` run as modules. The store's length is left."""
+    """Logits [B, V] after `tokens`[B]. watched: indices of the layers that run as modules. The store's length stays."""
     hidden = torch.empty(tokens.shape[0], step.shape.hidden, **PLAIN)
     layers, begin = model.model.layers, 0
     store.open = True
     try:
         with all_threads():
             for place in sorted(watched):
-                if begin < place or place == 0:  # before the first is the embedding, between neighbours nothing
+                if begin < place or place == 0:  # at place 0: the embedding alone; nothing between neighbours
                     step.part(tokens, *places, range(begin, place), hidden)
                 given = _module(model.model, layers[place], hidden, cache, places, store.length + 1)
                 if not isinstance(given, Tensor) or given.shape != (tokens.shape[0], 1, step.shape.hidden):
@@ -48,7 +48,7 @@ def mixed_step(
 
 
 def _module(decoder: Any, layer: Any, hidden: Tensor, cache: Any, places: Places, length: int) -> Any:
-    """The layer's own call for one token: hidden[B, K] -> [B, 1, K]."""
+    """Run a layer's module for one token: hidden[B, K] -> [B, 1, K]."""
     slots, starts, positions = places
     stream, position_ids, kind = hidden.unsqueeze(1).clone(), positions.unsqueeze(1), layer_type(layer)
     kinds = (kind,) if rope_kinds(decoder.rotary_emb, [str(kind)]) != [""] else ()
@@ -63,7 +63,7 @@ def _module(decoder: Any, layer: Any, hidden: Tensor, cache: Any, places: Places
 
 
 def _mask(slots: Tensor, starts: Tensor, window: int, length: int) -> Tensor | None:
-    """[B, 1, 1, length], 0 where the token may look and the lowest number elsewhere; None where it may everywhere."""
+    """Additive mask [B, 1, 1, length]: 0 for visible slots, else the lowest number; None where all are visible."""
     first = torch.maximum(starts, slots - window + 1) if window else starts
     if not bool(first.any()):
         return None

@@ -1,8 +1,8 @@
-"""A key-value store for native steps that stands behind transformers' own cache object.
+"""The KV buffers of native steps behind transformers' own cache object.
 
-A step writes into one buffer a layer; whoever looks at `cache.layers[i].keys` sees the filled part of it. Whatever
-assigns new keys to a layer (a chunk of several tokens, beam search, cropping) detaches it, and the next step copies
-it back in: the cache keeps transformers' meaning, and plain decoding copies nothing.
+A step writes into one buffer per layer; `cache.layers[i].keys` is a view of its filled part. Assigning new keys to a
+layer (a chunk of several tokens, beam search, cropping) detaches it, and the next step copies it back in: the cache
+keeps transformers' semantics, and plain decoding copies nothing.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 
 from accelpatch.kernels.cpu_native import PLAIN
 
-ROOM = 256  # tokens; a store starts with room for at least these many more than it holds, and doubles when full
+ROOM = 256  # free slots in tokens that a new store has at least; it doubles when full
 
 
 class Store:
-    """keys, values[layers, B, Hkv, capacity, D] float32, filled up to `length` tokens, and the step made over them."""
+    """keys, values[layers, B, Hkv, capacity, D] float32, filled up to `length` tokens, and the native step."""
 
     def __init__(self, layers: int, batch: int, heads: int, size: int, capacity: int):
         self.keys, self.values = (torch.zeros(layers, batch, heads, capacity, size, **PLAIN) for _ in range(2))
@@ -27,11 +27,11 @@ class Store:
         self.length = 0
         self.step: Any = None
         self.made_by: Any = None
-        self.places: Any = None  # slots, starts and positions of the last step, where that was native as a whole
+        self.places: Any = None  # slots, starts and positions of the last step, if no layer ran as a module
         self.open = False  # a step is under way: layers that run their modules write their token in place
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the step, which has pointers and all the model's weights: a cache can be kept on disk."""
+        """The state without the step, which holds pointers and the model's weights, so that a cache can be saved."""
         return vars(self) | {"step": None, "made_by": None, "places": None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Store:
@@ -44,11 +44,11 @@ class Store:
 
 
 class StoreLayer(DynamicLayer):
-    """A layer of transformers' cache whose tensors are the filled part of a store, until they are assigned."""
+    """A layer of transformers' cache whose keys and values are views of a store, until they are assigned."""
 
     def __init__(self, store: Store, index: int):
         self._store: Store | None = None
-        self._own: list[Any] = [None, None]  # keys and values once somebody has assigned them
+        self._own: list[Any] = [None, None]  # keys and values that were assigned
         super().__init__()
         self.dtype, self.device = store.keys.dtype, store.keys.device
         self.is_initialized = True
@@ -57,7 +57,7 @@ class StoreLayer(DynamicLayer):
 
     @property
     def keys(self) -> Any:
-        """[B, Hkv, length, D], a view of the store while attached."""
+        """[B, Hkv, length, D]; a view of the store while attached."""
         return self._own[0] if self._store is None else self._filled(self._store.keys)
 
     @keys.setter
@@ -66,7 +66,7 @@ class StoreLayer(DynamicLayer):
 
     @property
     def values(self) -> Any:
-        """[B, Hkv, length, D], a view of the store while attached."""
+        """[B, Hkv, length, D]; a view of the store while attached."""
         return self._own[1] if self._store is None else self._filled(self._store.values)
 
     @values.setter
@@ -74,11 +74,11 @@ class StoreLayer(DynamicLayer):
         self._detach(1, value)
 
     def get_seq_length(self) -> int:
-        """Tokens held."""
+        """Number of cached tokens."""
         return self._store.length if self._store is not None else super().get_seq_length()
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """Append tokens [B, Hkv, L, D]; while a step is under way its one token, in place."""
+        """Append tokens [B, Hkv, L, D]; during a step, write its one token in place."""
         store = self._store
         if store is None or not store.open:
             grown: tuple[Any, Any] = super().update(key_states, value_states, *args, **kwargs)
@@ -105,14 +105,14 @@ LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, StoreLayer)
 
 
 def stored(cache: Any) -> Store | None:
-    """The store that all layers of `cache` still show, or None."""
+    """The store to which all layers of `cache` are attached, or None."""
     layers = cache.layers
     store: Store | None = getattr(layers[0], "_store", None)
     return store if store is not None and all(getattr(one, "_store", None) is store for one in layers) else None
 
 
 def attach(cache: DynamicCache, batch: int) -> Store | str:
-    """The store behind `cache`, made or refreshed from what the layers hold; or the reason why there can be none."""
+    """The store behind `cache`, created or refreshed from its layers; or the reason why there can be none."""
     if type(cache) is not DynamicCache or getattr(cache, "offloading", False) or not cache.layers:
         return f"the cache is a {type(cache).__name__}"
     if (store := stored(cache)) is not None:
@@ -130,7 +130,7 @@ def attach(cache: DynamicCache, batch: int) -> Store | str:
 
 
 def _copied(cache: DynamicCache, room: int) -> Store:
-    """A store with the layers' tokens; of a sliding layer the last ones, its window hides those before."""
+    """A new store with the layers' tokens. Of a sliding-window layer only the last, visible tokens exist."""
     batch, heads, _, size = cache.layers[0].keys.shape
     length = cache.get_seq_length()
     store = Store(len(cache.layers), batch, heads, size, length + room)

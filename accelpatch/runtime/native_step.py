@@ -1,8 +1,7 @@
-"""Single-token steps of a patched model as one native call, behind the model's own forward.
+"""Single-token steps of a patched model on a CPU as one native call, behind the model's own forward.
 
-Whoever calls `model(...)` for one more token over a filled cache (generate() in all its modes does) gets the logits
-of the native step; every other call, and every step that someone watches from inside, runs the modules. `paths`
-counts both.
+A call `model(...)` for one more token over a filled cache (generate() in all its modes makes them) runs the native
+step; all other calls, and steps observed by hooks, run the modules. `paths` counts both.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ UNDERSTOOD = frozenset(
 
 @dataclass(frozen=True, eq=False)
 class Reading:
-    """What a model was found to be: its weights for native steps, or why it has none; and what sees a change."""
+    """A model's weights for native steps, or why it has none; and the Watch that detects its changes."""
 
     model: NativeModel | None
     unfit: str | None
@@ -49,14 +48,14 @@ class Reading:
 
 
 def recounted(made: Any, paths: Counter[str], memo: dict[int, Any]) -> Any:
-    """The copy `made` of a runtime, which counts from zero in the copy of `paths` that the report's copy shows."""
+    """The copy `made` of a runtime with a zeroed copy of `paths`, the one that the copied report shows."""
     made.paths = copy.deepcopy(paths, memo)
     made.paths.clear()
     return made
 
 
 class NativeRuntime:
-    """The native steps of one patched model. A copy of the model starts with none and makes its own."""
+    """The native steps of one patched model. A deep copy starts without any and makes its own."""
 
     def __init__(self) -> None:
         self.paths: Counter[str] = Counter()
@@ -70,14 +69,14 @@ class NativeRuntime:
         return NativeRuntime, ()
 
     def outputs(self, model: nn.Module, given: Mapping[str, Any]) -> CausalLMOutputWithPast | None:
-        """What a call of the model for one more token gives, by a native step; None where the modules must run it."""
+        """Outputs of a model call for one more token by a native step; None where the modules must run."""
         logits = self.logits(model, given)
         return (
             None if logits is None else CausalLMOutputWithPast(logits=logits, past_key_values=given["past_key_values"])
         )
 
     def logits(self, model: nn.Module, arguments: Mapping[str, Any]) -> Tensor | None:
-        """Logits [B, 1, V] of one more token, written to the cache of `arguments`; None where the modules must run."""
+        """Logits [B, 1, V] of one more token, which is added to the cache; None where the modules must run."""
         ids, cache = arguments.get("input_ids"), arguments.get("past_key_values")
         if ids is None or cache is None or ids.dim() != 2 or ids.shape[1] != 1 or cache.get_seq_length() == 0:
             self.paths["modules: a prompt, or no cache"] += 1
@@ -101,12 +100,12 @@ class NativeRuntime:
         return self.advance(reading, store, ids[:, 0]).unsqueeze(1)
 
     def run_of(self, cache: Any) -> NativeRun | None:
-        """What goes on from the last native step over `cache`; None where the last step was not native."""
+        """A Run that continues the last native step over `cache`; None where the last step was not native."""
         store = stored(cache)
         return None if store is None or store.places is None else NativeRun(self, cache, store)
 
     def advance(self, reading: Reading, store: Store, tokens: Tensor) -> Tensor:
-        """Logits [B, V] after `tokens`[B] at the store's places."""
+        """Logits [B, V] after `tokens`[B] at the store's present places."""
         with all_threads():
             logits = _step(reading, store)(tokens, *store.places)
         store.length += 1
@@ -114,11 +113,11 @@ class NativeRuntime:
         return logits
 
     def steps(self, model: nn.Module) -> bool:
-        """Whether the model has native steps, as it is now."""
+        """Whether the model, as it is now, has native steps."""
         return self.reading(model).unfit is None
 
     def reading(self, model: nn.Module) -> Reading:
-        """What the model is now; read anew where it has changed since the last time."""
+        """The Reading of the model, made anew where the model has changed."""
         reading = self._reading
         if reading is not None and not reading.watch.stale():
             return reading  # with no lock: the child of a fork would inherit one that another thread held
@@ -132,7 +131,7 @@ class NativeRuntime:
             return self._reading
 
     def _places(self, ids: Tensor, store: Store, arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor] | None:
-        """(slots, starts, positions), each int64 [B]; None for a mask with gaps."""
+        """(slots, starts, positions), each int64 [B]; None for a mask other than left padding."""
         batch, mask, positions = ids.shape[0], arguments.get("attention_mask"), arguments.get("position_ids")
         slots = torch.full((batch,), store.length, dtype=torch.int64, device="cpu")
         starts = torch.zeros(batch, dtype=torch.int64, device="cpu")
@@ -149,7 +148,7 @@ class NativeRuntime:
 
 
 def _why_not(model: nn.Module, ids: Tensor, arguments: Mapping[str, Any]) -> str | None:
-    """Why a call is none of a native step, whatever the model."""
+    """Why a call cannot be a native step, judging by its arguments alone; None where it can."""
     if extra := unknown(arguments, UNDERSTOOD):
         return f"the argument {extra}"
     if arguments.get("use_cache") is False or arguments.get("return_dict") is False:
@@ -164,7 +163,7 @@ def _why_not(model: nn.Module, ids: Tensor, arguments: Mapping[str, Any]) -> str
 
 
 def unknown(arguments: Mapping[str, Any], understood: Container[str]) -> str | None:
-    """The first argument that is not understood and asks for something."""
+    """The first argument that is set but not in `understood`; None where there is none."""
     asking = (name for name, value in arguments.items() if value is not None and value is not False)
     return next((name for name in asking if name not in understood), None)
 
@@ -178,14 +177,14 @@ def _step(reading: Reading, store: Store) -> DecodeStep:
 
 
 class NativeRun:
-    """Native steps one after the other over one cache, each of which looks at the model first."""
+    """Consecutive native steps over one cache; each checks first whether the model has changed."""
 
     def __init__(self, runtime: NativeRuntime, cache: Any, store: Store):
         self._runtime, self._cache, self._store = runtime, cache, store
         self._slots, self._starts, self._positions = (place.clone() for place in store.places)
 
     def logits(self, model: nn.Module, tokens: Tensor) -> Tensor | None:
-        """Logits [B, V] after `tokens`[B]; None where the model has to be called."""
+        """Logits [B, V] after `tokens`[B]; None where the model must be called."""
         store, reading = self._store, self._runtime.reading(model)
         if store.length >= store.capacity or stored(self._cache) is not store or reading.unfit is not None:
             return None

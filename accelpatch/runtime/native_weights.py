@@ -1,4 +1,4 @@
-"""A patched Llama-like model as the native CPU step sees it: packs, norms and sizes, read off its replaced modules."""
+"""Reads a patched Llama-like model's packs, norms and sizes off its replaced modules, for the native CPU step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MLP = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 
 @dataclass(eq=False)
 class NativeModel:
-    """What does not change from one cache to the next."""
+    """The part of a native step that does not depend on the cache."""
 
     shape: StepShape
     layers: list[LayerWeights]
@@ -36,19 +36,19 @@ class NativeModel:
     final_norm: Tensor
 
     def step(self, keys: Tensor, values: Tensor) -> DecodeStep:
-        """A step over a cache[layers, B, Hkv, length, D]."""
+        """A step over keys, values[layers, B, Hkv, length, D]."""
         return DecodeStep(self.shape, self.layers, self.embedding, self.head, self.final_norm, keys, values)
 
 
 def native_model(model: nn.Module) -> NativeModel:
-    """The model's weights for a native step. Raises CannotFuse with the reason where there can be none."""
+    """The model's weights for a native step. Raises CannotFuse."""
     decoder, head = getattr(model, "model", None), getattr(model, "lm_head", None)
     layers = getattr(decoder, "layers", None)
     if decoder is None or head is None or not layers:
-        raise CannotFuse("it has no decoder of the Llama form")
+        raise CannotFuse("it has no Llama-like decoder")
     for place, layer in enumerate(layers):
         if not isinstance(layer, ResidualNormLayer) or not isinstance(layer.mlp, GatedMLP) or layer.mlp.fused_gate_up:
-            raise CannotFuse(f"layer {place} is no replaced layer of the Llama form")
+            raise CannotFuse(f"layer {place} is not a replaced Llama-like layer")
         if not (unchanged(layer) and unchanged(layer.mlp)):
             raise CannotFuse(f"layer {place}: a module that is fused into another was changed")
         if reason := attention_facts.why_not(layer.self_attn):
@@ -74,13 +74,12 @@ def _constants(layer: Any) -> tuple[Any, ...]:
 
 
 def layer_type(layer: Any) -> str | None:
-    """`sliding_attention`, `full_attention` or None: the key of its rotary frequencies in families that have
-    several."""
+    """`sliding_attention`, `full_attention` or None: the key of a layer's rotary frequencies if there are several."""
     return getattr(layer.self_attn, "layer_type", None) or getattr(layer, "attention_type", None)
 
 
 def rope_kinds(rotary: nn.Module, kinds: list[str]) -> list[str]:
-    """The kinds of rotary frequencies in use; `` where the family has one for all layers."""
+    """The names of the rotary frequencies in use; "" where all layers share one."""
     if hasattr(rotary, "inv_freq"):
         return [""]
     return sorted(set(kinds))
@@ -99,7 +98,7 @@ def step_shape(model: nn.Module, decoder: Any, ropes: list[str]) -> StepShape:
     ]
     rope = tuple((getattr(rotary, f), float(getattr(rotary, s))) for f, s in frequencies)
     if any(inverse.shape[0] * 2 != size for inverse, _ in rope):
-        raise CannotFuse("its rotary embedding turns a part of each head only")
+        raise CannotFuse("its rotary embedding covers only a part of each head")
     scale = getattr(decoder.embed_tokens, "embed_scale", 1.0)
     return StepShape(
         text.hidden_size, text.num_attention_heads, text.num_key_value_heads, size, text.intermediate_size,
@@ -109,7 +108,7 @@ def step_shape(model: nn.Module, decoder: Any, ropes: list[str]) -> StepShape:
 
 
 def layer_weights(layer: Any, rope: int, eps: float) -> LayerWeights:
-    """Packs and norms of one layer; eps: that of all norms."""
+    """Packs and norms of one layer. eps: the epsilon that all norms must have."""
     attention = layer.self_attn
     linears = {name: packed(getattr(attention, child)) for name, child in ATTENTION.items()}
     linears |= {name: packed(getattr(layer.mlp, child)) for name, child in MLP.items()}
@@ -127,7 +126,7 @@ def layer_weights(layer: Any, rope: int, eps: float) -> LayerWeights:
 
 
 def replaced_norm(norm: nn.Module) -> FusedRMSNorm:
-    """The same norm. Raises CannotFuse for one that was not replaced, or is in another dtype than float32."""
+    """The module itself. Raises CannotFuse for a norm that was not replaced, or is not float32."""
     if not isinstance(norm, FusedRMSNorm) or norm.weight.dtype != torch.float32:
         dtype = next((str(p.dtype) for p in norm.parameters()), "no dtype")
         raise CannotFuse(f"a norm is {type(norm).__name__} in {dtype}, not a replaced one in float32")
@@ -135,7 +134,7 @@ def replaced_norm(norm: nn.Module) -> FusedRMSNorm:
 
 
 def vector(module: nn.Module, eps: float) -> Tensor:
-    """What a replaced norm multiplies by, in float32."""
+    """The float32 vector that a replaced norm multiplies by."""
     norm = replaced_norm(module)
     if norm.rms_eps != eps:
         raise CannotFuse(f"its norms have different epsilons, {norm.rms_eps} and {eps}")
@@ -143,9 +142,9 @@ def vector(module: nn.Module, eps: float) -> Tensor:
 
 
 def packed(module: Any) -> Pack:
-    """The weight of a linear layer or table as a pack, with its bias; a float32 one as it is."""
+    """The weight of a linear layer or embedding as a Pack with its bias; a float32 weight as it is."""
     if not isinstance(module, (nn.Linear, nn.Embedding)):
-        raise CannotFuse(f"{type(module).__name__} is no linear layer or table of its own")
+        raise CannotFuse(f"{type(module).__name__} is not a linear layer or embedding of accelpatch")
     bias: Any = getattr(module, "bias", None)
     if isinstance(module, QuantizedModule):
         if module.like.dtype != torch.float32 or module.held.pack is None:
@@ -158,13 +157,13 @@ def packed(module: Any) -> Pack:
 
 
 def packed_modules(model: nn.Module) -> Iterator[QuantizedModule]:
-    """The modules that hold a pack of their own, in the order in which a step reads them."""
+    """The modules that own a pack, in the order in which a step reads them."""
     modules = (m for m in model.modules() if isinstance(m, QuantizedModule) and m.source is None and m.pack is not None)
     return iter(sorted(modules, key=lambda m: m is getattr(model, "lm_head", None)))
 
 
 def gather_packs(model: nn.Module) -> None:
-    """Lay all packs one after the other in one block, so that a step reads one stream."""
+    """Move all packs into one block of memory in reading order, so that a step reads one stream."""
     modules = list(packed_modules(model))
     packs = [module.pack for module in modules if module.pack is not None]
     for module, pack in zip(modules, cpu_pack.concatenated(packs), strict=True):

@@ -1,7 +1,7 @@
-"""A patched model that is unpatched on demand: whatever it would refuse, or give in another form, the original does.
+"""A patched model that is unpatched on demand, when it is asked for something that only the original can do.
 
-For scripts that know nothing of a patch (`accelpatch exec`): they train, save, resize, pickle or count their model as
-if there were none. What is asked for decides: the parameters as a whole, a state dict, a gradient.
+For scripts that do not know about the patch (`accelpatch exec`): they train, save, resize, pickle or count the model as
+usual. Triggers: iterating over all parameters, a state dict, a gradient.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ TRAINING = ("transformers.trainer", "transformers.optimization")
 
 
 class OnDemand:
-    """Gives the original back when a patched model, or a packed layer of it, is asked for what only that one has."""
+    """Unpatches the model, once, when the patched model or one of its packed layers is asked for such a thing."""
 
     def __init__(self, model: Any, on_left: Callable[[nn.Module, str], None]):
         self.model, self._on_left = model, on_left
 
     def __call__(self, asked: nn.Module, what: str) -> nn.Module:
-        """What stands in the place of `asked` once the model is unpatched. what: for the note to the user."""
+        """Unpatch; returns the module now in the place of `asked`. what: the request, for the note to the user."""
         originals = {id(swap.new): swap.old for swap in self.model.accelpatch.swaps}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -41,7 +41,7 @@ class OnDemand:
 
 
 def unpatch_on_demand(model: Any, on_left: Callable[[nn.Module, str], None]) -> None:
-    """From now on the original does what a patched model refuses; `on_left` is called then."""
+    """Let the model be unpatched on demand from now on; `on_left` is called with it and the reason."""
     handle, demand = model.accelpatch, OnDemand(model, on_left)
     for module in [one for one in model.modules() if isinstance(one, PackedWeight)]:
         handle.attach(module, ON_DEMAND, demand)
@@ -52,7 +52,7 @@ def unpatch_on_demand(model: Any, on_left: Callable[[nn.Module, str], None]) -> 
 
 @functools.cache
 def _class_on_demand(cls: Any) -> type[nn.Module]:
-    """A subclass of a patched class under the same name."""
+    """A subclass of a patched class with the same name, whose methods unpatch first."""
     body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     for name in ("state_dict", *REFUSED):
         if hasattr(cls, name):
@@ -72,7 +72,7 @@ def _original_does(name: str, stock: Any) -> Any:
 
 
 def _looked_at(name: str, stock: Any) -> Any:
-    """Parameters, all of them once more than the first is asked for: that one alone says the device."""
+    """`parameters` that unpatches when a second one is asked for: taking the first is how code finds the device."""
 
     @functools.wraps(stock)
     def look(self: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""The class that a patched model has: its own, with faster steps, and with what would silently go wrong refused."""
+"""The class of a patched model: a subclass of its own that runs fast steps and refuses what would silently go wrong."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from accelpatch.runtime.native_step import NativeRuntime
 from accelpatch.runtime.torch_threads import all_threads, one_thread
 
 RUNTIME = "_accelpatch_runtime"  # the attribute of a patched model that holds its runtime
-PATCHED = "_accelpatch_patched"  # one that instances have which are patched, and others of their class have not
+PATCHED = "_accelpatch_patched"  # an attribute of patched instances only
 CACHES = "_prepare_cache_for_generation"  # transformers' method that makes the cache of a call
 
 
 def new_runtime(device_type: str, settings: Any) -> NativeRuntime | CapturedRuntime:
-    """What makes a patched model's steps fast on a device of torch's type: graphs where there are any.
+    """The runtime for a torch device type: captured graphs where the device has them, else native CPU steps.
 
-    settings: with the fields of a recipe's `runtime`: graph, cache, max_length and speculate.
+    settings: a recipe's Runtime, or any object with its fields graph, cache, max_length and speculate.
     """
     if device_type in GRAPHS:
         return CapturedRuntime(settings.graph, settings.cache, settings.max_length, settings.speculate)
@@ -38,9 +38,9 @@ def new_runtime(device_type: str, settings: Any) -> NativeRuntime | CapturedRunt
 
 
 def patched_classes(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
-    """(module, name, value) for a model and the models inside it: a mark, and as class a subclass under its own name.
+    """(module, attribute, value) to set on a model and the models inside it: a mark, and the subclass as `__class__`.
 
-    Setting both back undoes it. What the model refuses is refused by those inside it too.
+    Restoring the attributes undoes it. Models inside refuse the same methods as the whole.
     """
     found: list[tuple[nn.Module, str, Any]] = []
     for one in with_parts(model):
@@ -49,7 +49,7 @@ def patched_classes(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
 
 
 def with_parts(model: nn.Module) -> list[nn.Module]:
-    """The models inside a model, and the model itself, which comes last."""
+    """The models inside a model, then the model itself."""
     return [*(part for part in model.modules() if isinstance(part, PreTrainedModel) and part is not model), model]
 
 
@@ -68,13 +68,13 @@ def _subclass(cls: Any, is_model: bool) -> type[nn.Module]:
 
 
 def _copy_of_model(self: nn.Module, memo: dict[Any, Any]) -> Any:
-    """A patched model of its own."""
+    """A deep copy of a patched model, patched too."""
     memo.setdefault(COPIED, set()).update(id(module) for module in self.modules())
     return copy_with_parts(self, memo)
 
 
 def _copy_of_part(self: Any, memo: dict[Any, Any]) -> Any:
-    """With the whole, as it is; alone, the plain model: nobody could take the patch off it."""
+    """As part of a whole model's copy, an equal part; copied alone, the plain model, which nobody could unpatch."""
     made = copy_with_parts(self, memo)
     if id(self) not in memo.get(COPIED, ()):
         made.__class__ = type(self).unpatched_class
@@ -82,7 +82,7 @@ def _copy_of_part(self: Any, memo: dict[Any, Any]) -> Any:
 
 
 def _marking(stock: Any) -> Any:
-    """What makes the cache of a call of generate() that brings none; it is marked: only the result can show it."""
+    """Wraps generate()'s cache creation and marks the cache: only generate()'s result can expose it."""
 
     @functools.wraps(stock)
     def prepare(self: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -96,9 +96,9 @@ def _marking(stock: Any) -> Any:
 
 
 def _looping(stock: Any) -> Any:
-    """generate()'s loop of greedy decoding and sampling: ours over native steps where it can be, else the stock one.
+    """Wraps generate()'s `_sample`: accelpatch's loop over fast steps where possible, else the stock one.
 
-    Between the steps of either, torch's threads leave the cores to the native ones.
+    Between CPU steps, torch's threads are kept off the cores that the native ones need.
     """
 
     @functools.wraps(stock)
@@ -122,7 +122,7 @@ def _looping(stock: Any) -> Any:
 
 
 def _stepping(cls: Any) -> Any:
-    """The forward of `cls`, with single-token steps left to the model's runtime where it takes them."""
+    """The forward of `cls`, which lets the model's runtime take the calls that it can run."""
 
     names = [
         one.name for one in inspect.signature(cls.forward).parameters.values()
@@ -131,7 +131,7 @@ def _stepping(cls: Any) -> Any:
 
     @functools.wraps(cls.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # the graph is made of the modules
+        if torch.compiler.is_compiling():  # torch.compile traces the modules
             return cls.forward(self, *args, **kwargs)
         runtime = vars(self).get(RUNTIME)
         outputs = None
@@ -166,7 +166,7 @@ def _refusing(stock: Any, advice: str) -> Any:
 def _tying(stock: Any) -> Any:
     @functools.wraps(stock)
     def tie_weights(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Tied replacements share one pack already; transformers would put a float weight back beside it."""
+        """Leaves tied replacements alone: they share one pack, and transformers would add a float weight."""
         ends = [end() for end in (self.get_input_embeddings, self.get_output_embeddings)]
         packed = [end for end in ends if isinstance(end, PackedWeight)]
         if PATCHED not in vars(self) or not packed:
@@ -183,7 +183,7 @@ def _tying(stock: Any) -> Any:
 def _naming_ties(cls: Any) -> Any:
     @functools.wraps(cls.named_parameters)
     def named_parameters(self: Any, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Any:
-        """As nn.Module's; who asks for duplicates looks for ties, of which packed weights have tokens."""
+        """As in nn.Module; with remove_duplicate=False also the tokens of packed weights, by which ties are found."""
         yield from cls.named_parameters(self, prefix, recurse, remove_duplicate)
         if recurse and not remove_duplicate:
             start = f"{prefix}." if prefix else ""
@@ -195,7 +195,7 @@ def _naming_ties(cls: Any) -> Any:
 def _marking_packed(cls: Any) -> Any:
     @functools.wraps(cls.requires_grad_)
     def requires_grad_(self: Any, requires_grad: bool = True) -> Any:
-        """As nn.Module's, of packed weights too."""
+        """As in nn.Module, for packed weights too."""
         for _, module in packed_in(self):
             module.trainable = requires_grad
         return cls.requires_grad_(self, requires_grad)

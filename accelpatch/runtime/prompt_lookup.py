@@ -1,31 +1,31 @@
-"""Drafts of the next tokens: what followed the last ones where they stood before, in the prompt or in the answer.
+"""Draft tokens by prompt lookup: what followed the last tokens at an earlier place in the prompt or the answer.
 
-As Saxena 2023, "Prompt Lookup Decoding". Places are found as Lempel-Ziv compressors find them, by chains of earlier
-places of the last pair: a token more costs the same after ten tokens and after a hundred thousand.
+Saxena 2023, "Prompt Lookup Decoding". Places are found as in Lempel-Ziv compressors, by chains of earlier places of the
+last pair of tokens, so that the cost per token does not grow with the length of the text.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-DRAFTS = 7  # with the last known token a step of eight
-SHORTEST = 2  # tokens that must match
-LONGEST = 16  # a longer match counts as this one
-CANDIDATES = 16  # earlier places that are compared
+DRAFTS = 7  # draft tokens per step; with the last token, a step of eight
+SHORTEST = 2  # least length of a match in tokens
+LONGEST = 16  # longer matches are not distinguished
+CANDIDATES = 16  # most earlier places compared
 NOWHERE = -1
 
 
 class PromptLookup:
-    """The tokens of one sequence so far, and the drafts that they allow.
+    """The tokens of one sequence so far, and their draft tokens.
 
-    Drafts that fail cost a step of several tokens for one: each step without a right one doubles the match that is
-    asked for, each with one halves it.
+    A rejected draft costs a step of several tokens that yields one: each step without an accepted draft token doubles
+    the length of the match that is asked for, each step with one halves it.
     """
 
     def __init__(self, tokens: Iterable[int]):
         self._tokens: list[int] = []
-        self._latest: dict[tuple[int, int], int] = {}  # a pair -> where it ended last, the end of the tokens apart
-        self._earlier: list[int] = []  # by place: where the pair that ends there ended before
+        self._latest: dict[tuple[int, int], int] = {}  # pair -> its latest place, the last token apart
+        self._earlier: list[int] = []  # place -> the earlier occurrence of the pair that ends there
         self._asked = SHORTEST
         for token in tokens:
             self.append(token)
@@ -34,7 +34,7 @@ class PromptLookup:
         return len(self._tokens)
 
     def append(self, token: int) -> None:
-        """One token more."""
+        """Append a token."""
         tokens, last = self._tokens, len(self._tokens) - 1
         if last >= 1:
             pair = (tokens[last - 1], tokens[last])
@@ -45,9 +45,9 @@ class PromptLookup:
         tokens.append(token)
 
     def draft(self) -> list[int] | None:
-        """The next DRAFTS tokens, or None where the last ones are new.
+        """The next DRAFTS tokens, or None where the last tokens have not occurred before.
 
-        Of the longest matches the latest; what follows it is repeated where it reaches the end of what is known.
+        Uses the latest of the longest matches; where what follows it reaches the end of the text, it is repeated.
         """
         tokens, last = self._tokens, len(self._tokens) - 1
         place = self._latest.get((tokens[last - 1], tokens[last]), NOWHERE) if last >= 1 else NOWHERE
@@ -67,11 +67,11 @@ class PromptLookup:
         return found
 
     def learn(self, accepted: int) -> None:
-        """How many drafts of a step were right."""
+        """Adapt to the number of draft tokens that a step accepted."""
         self._asked = max(self._asked // 2, SHORTEST) if accepted else min(self._asked * 2, LONGEST)
 
     def _match(self, place: int, last: int) -> int:
-        """How many tokens up to `place` are those up to `last`, of which two are; LONGEST at most."""
+        """Length of the common suffix of the tokens up to `place` and up to `last`: at least two, at most LONGEST."""
         tokens, length = self._tokens, 2
         while length < LONGEST and length <= place and tokens[place - length] == tokens[last - length]:
             length += 1

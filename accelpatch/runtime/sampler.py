@@ -1,4 +1,4 @@
-"""The choice of the next token as a program on the device, for the options of generate() that need no host."""
+"""The sampler: picks the next token on the device, for the options of generate() that do not need the host."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 from accelpatch.kernels.greedy import greedy_, leave_
 
-# They read the scores alone: transformers' own code is captured, so that the numbers are its numbers.
+# They read nothing but the scores, so transformers' own code can be captured and gives the same numbers.
 WARPERS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 SUPPRESSING = (MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor)
 CRITERIA = (MaxLengthCriteria, EosTokenCriteria)
 
 
 class SamplerState(Protocol):
-    """The tensors of a batch that a choice reads and writes; see captured_batch.Batch."""
+    """The tensors of a batch that the sampler reads and writes; see captured_batch.Batch."""
 
     tokens: Tensor
     logits: Tensor
@@ -41,11 +41,11 @@ class SamplerState(Protocol):
 
 
 class Unknown(Exception):
-    """A processor or criterion that must run on the host; its message names it."""
+    """A logits processor or stopping criterion that must run on the host; the message is its name."""
 
 
 class Sampler:
-    """What generate() was asked for, for a prompt of `length` tokens. Raises Unknown where the host must choose."""
+    """The sampler for a generate() call whose prompt has `length` tokens. Raises Unknown where the host must sample."""
 
     def __init__(self, processors: Iterable[Any], criteria: Iterable[Any], do_sample: bool, length: int):
         self._warpers: list[Any] = []
@@ -54,7 +54,7 @@ class Sampler:
         self.ends: Tensor | None = None
         left = list(CRITERIA)
         for criterion in criteria:
-            if type(criterion) not in left:  # one of each: of two lengths the program would know but the first
+            if type(criterion) not in left:  # at most one of each: the program reads one length only
                 raise Unknown(type(criterion).__name__)
             left.remove(type(criterion))
             self.ends = getattr(criterion, "eos_token_id", self.ends)
@@ -68,26 +68,27 @@ class Sampler:
         if len(self._suppressing) > 1 and any(
             p.eos_token_id is not self._suppressing[0].eos_token_id for p in self._suppressing
         ):
-            raise Unknown("minimum lengths with different ends")
+            raise Unknown("minimum lengths with different end-of-sequence ids")
 
     @property
     def key(self) -> Any:
-        """Choices with equal keys are one program."""
+        """Samplers with equal keys can share one captured program."""
         warpers = tuple((type(one), tuple(sorted(vars(one).items()))) for one in self._warpers)
         return self._do_sample, bool(self._suppressing), self.ends is not None, warpers
 
     @property
     def alone(self) -> bool:
-        """Whether a token depends on its row's scores and length alone: those of many rows may be chosen at once."""
+        """Whether a token depends only on its row's logits and length, so that many places can be sampled at once."""
         return not self._do_sample and not self._warpers
 
     @property
     def suppressed(self) -> Tensor | None:
-        """The ids held back."""
+        """The ids to suppress until the minimum length, or None."""
         return self._suppressing[0].eos_token_id if self._suppressing else None
 
     def suppressed_until(self, slot: int) -> int:
-        """How many tokens a row holds when its ends are let go; it holds `slot` after the prompt."""
+        """Number of cached tokens from which on the ids are no longer suppressed; slot: tokens
+        cached after the prompt."""
         least = [
             one.min_length if type(one) is MinLengthLogitsProcessor else one.prompt_length_to_skip + one.min_new_tokens
             for one in self._suppressing
@@ -95,7 +96,7 @@ class Sampler:
         return max(least, default=0) + slot - self._length
 
     def next_token(self, rows: SamplerState) -> None:
-        """The program: rows.tokens, unfinished and report from rows.logits. Of equal scores the lowest id wins."""
+        """The program: rows.logits -> rows.tokens, unfinished and report. Among equal logits the lowest id wins."""
         scores = rows.logits
         if self._suppressing:
             scores = scores.masked_fill((rows.slot < rows.suppressed_until) & rows.suppressed[:-1], float("-inf"))
@@ -105,6 +106,6 @@ class Sampler:
         if not self._do_sample:
             greedy_(scores, *state, rows.arrived)
             return
-        # torch.multinomial for one draw, which cannot be captured for its checks: the same numbers are drawn
+        # as torch.multinomial draws one sample, without its checks, which cannot be captured
         chances = nn.functional.softmax(scores, dim=-1)
         leave_((chances / torch.empty_like(chances).exponential_(1)).argmax(dim=-1), *state)

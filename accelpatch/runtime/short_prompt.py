@@ -1,4 +1,7 @@
-"""Prompts that the device takes in less time than the host needs to launch them: one graph a length, in buckets."""
+"""Graphs for prompts so short that the host takes longer to launch their kernels than the device to run them.
+
+One graph per bucket of lengths.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +16,20 @@ from accelpatch.kernels.hip.binding import weight_prefetch
 from accelpatch.runtime.captured_batch import GraphOf
 from accelpatch.runtime.captured_graph import Graph
 
-CAPTURED_TOKENS = 512  # rows times length; from there on the device takes longer than the host's launches
-BUCKET = 64  # a captured prompt is a multiple of it, or one of those that are shorter
+CAPTURED_TOKENS = 512  # most rows x length; larger prompts are not limited by launch overhead
+BUCKET = 64  # captured lengths are multiples of this, or one of SHORTER
 SHORTER = (1, 8, 32)
-KEPT = 4  # captured lengths
+KEPT = 4  # captured prompts that are kept
 
 #: ids[B, L], positions[B, L] int64, last[1] int64 (the place of the last token that is no padding) -> what it computes
 Program = Callable[[Tensor, Tensor, Tensor], Any]
 
 
 class ShortPrompt:
-    """A prompt of up to `length` tokens without padding, as one graph from the second time on.
+    """A prompt of up to `length` tokens without padding; captured at its second call.
 
-    What stands behind a shorter one is seen by none of its tokens. The first time runs the same program over the same
-    shapes, so that a call that comes again gives the same bits.
+    Shorter prompts are padded at the end, where causal attention hides the padding from their tokens. The first call
+    runs the same program over the same shapes, so that repeated calls give the same bits.
     """
 
     def __init__(self, rows: int, length: int, device: torch.device, program: Program, graph: GraphOf):
@@ -39,7 +42,7 @@ class ShortPrompt:
         self._made: Any = None
 
     def __call__(self, ids: Tensor, positions: Tensor) -> Any:
-        """What the program computes of ids[B, L], in tensors that the next call writes anew."""
+        """The program's outputs for ids[B, L], in tensors that the next call overwrites."""
         length = ids.shape[1]
         self._ids[:, :length].copy_(ids)
         self._positions[:, :length].copy_(positions)
@@ -61,7 +64,7 @@ class ShortPrompt:
 
     @property
     def captured(self) -> bool:
-        """Whether it is a graph by now."""
+        """Whether the graph is captured by now."""
         return self._graph is not None
 
     def _run(self) -> None:
@@ -70,14 +73,14 @@ class ShortPrompt:
 
 
 class Prompts:
-    """The short prompts of one program, by rows and length."""
+    """The ShortPrompts of one program, by rows and bucket."""
 
     def __init__(self, program: Program, graph: GraphOf):
         self._program, self._graph = program, graph
         self._held: OrderedDict[tuple[int, int], ShortPrompt] = OrderedDict()
 
     def of(self, ids: Tensor, most: int | None = None) -> ShortPrompt | None:
-        """The one for ids[B, L]; None where they are too many, or their bucket has more than `most` places."""
+        """The ShortPrompt for ids[B, L]; None where there are too many tokens, or the bucket is larger than `most`."""
         rows, length = ids.shape
         bucket = next((one for one in SHORTER if length <= one), -(-length // BUCKET) * BUCKET)
         if bucket * rows > CAPTURED_TOKENS or (most is not None and bucket > most):

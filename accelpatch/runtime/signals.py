@@ -1,7 +1,7 @@
-"""Which kernels of a fused layer begin on partial results: the kernel before signals the columns that it has finished.
+"""Which kernels of a fused layer start on partial results, signalled by flags of the kernel before.
 
-Attention needs q and k to weigh what is cached; v of the new token comes last. `down` begins with the first parts of
-its input while the last tiles of gate and up are under way.
+Attention needs q and k to score the cached keys, while v of the new token is needed last. `down` starts on the first K
+tiles of its input while the last tiles of gate and up are being computed.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from accelpatch.kernels.hip.layout import TILE_ROWS
 from accelpatch.runtime.adapters import Adapted
 
 BEFORE_HOPPER = frozenset({"sm_80", "sm_86", "sm_87", "sm_89"})
-ALIGNED = 8  # columns of 16 bytes, which kernels read at once
+ALIGNED = 8  # 16-bit columns per 16-byte read
 
 
 class SentinelBuffers:
-    """Output buffers of a lone row, filled with SENTINEL until a product writes them: int16[layers, columns]."""
+    """Output buffers for one row, filled with SENTINEL until a GEMM writes them: int16[layers, columns]."""
 
     def __init__(self, layers: int, columns: int, device: torch.device) -> None:
         self.words = torch.full((layers, -(-columns // ALIGNED) * ALIGNED), SENTINEL, dtype=torch.int16, device=device)
 
     def reset(self, rows: int) -> None:
-        """Before a step of so many rows; another kernel lies between it and the first that producer."""
+        """Reset before a step of `rows` rows; another kernel must run between this and the first producer."""
         if rows == 1:
             self.words.fill_(SENTINEL)
 
 
 def with_signals(layers: Sequence[Any], dtype: torch.dtype) -> tuple[tuple[Any, ...], SentinelBuffers]:
-    """The fused layers of a model, whose products signal what the next kernels can begin with."""
+    """A model's fused layers with producer and consumer flags, and the sentinel-filled buffers that they use."""
     consumed = [
         (consumed_by_attention(one.qkv, one.attention, dtype), consumed_by_down(one.gate_up, one.down, one.activation))
         for one in layers
@@ -53,7 +53,7 @@ def with_signals(layers: Sequence[Any], dtype: torch.dtype) -> tuple[tuple[Any, 
 
 
 def _with_signals(layer: Any, columns: tuple[int, int], words: Sequence[Tensor]) -> Any:
-    """One layer; columns, words: of what attention and `down` consume early."""
+    """One layer with its flags. columns, words: for what attention and `down` consume early."""
     first, second = map(_signal, columns, words)
     if first:
         layer = replace(layer, qkv=replace(layer.qkv, producer=first))
@@ -69,7 +69,7 @@ def _signal(columns: int, words: Tensor) -> Signal | None:
 
 
 def consumed_by_attention(qkv: FusedLinear | Adapted, shape: AttentionShape, dtype: torch.dtype) -> int:
-    """Columns of q and k, where the device library's attention waits for their signal; else none."""
+    """Number of q and k columns that the device library's attention waits for by flag; 0 where it does not."""
     columns = (shape.heads + shape.kv_heads) * shape.size
     if not isinstance(qkv, FusedLinear) or not qkv.one_launch() or columns % TILE_ROWS:
         return 0
@@ -78,17 +78,17 @@ def consumed_by_attention(qkv: FusedLinear | Adapted, shape: AttentionShape, dty
 
 
 def consumed_by_down(gate_up: FusedLinear | Adapted, down: FusedLinear | Adapted, activation: str) -> int:
-    """All but the last of the parts in which an MLP's second product reads its input; none where it does not wait."""
+    """Number of input columns that `down` waits for by flag: all but its last K tile; 0 where it does not."""
     if not isinstance(gate_up, FusedLinear) or not isinstance(down, FusedLinear) or not gate_up.one_launch(activation):
         return 0
     return (down.k - 1) // K_TILE * K_TILE if _overlap(probe(down.raw.device)) else 0
 
 
 def _overlap(device: Device) -> bool:
-    """Whether a kernel can begin before the one before it has ended; on a CPU, for tests, as if one could."""
+    """Whether a kernel can start before the one before it has ended (Hopper and later). True for a CPU, for tests."""
     return device.kind == "cpu" or (device.vendor == "nvidia" and device.arch not in BEFORE_HOPPER)
 
 
 def without_signals(linear: FusedLinear | Adapted) -> FusedLinear | Adapted:
-    """The same product, neither signalling nor waiting for a signal."""
+    """The same linear layer without flags."""
     return replace(linear, producer=None, consumer=None) if isinstance(linear, FusedLinear) else linear

@@ -1,9 +1,9 @@
-"""Keeping torch's own threads out of the way between native steps.
+"""Keeps torch's own threads off the cores between native steps.
 
-torch splits even an argmax over the vocabulary among OpenMP threads, which then spin for milliseconds on the cores
-that the next native step needs. While a generation loop runs, the calling thread alone is limited to one thread, and
-gets all of them back for every step and every prompt; no other thread is touched. Where torch uses no OpenMP that can
-be found, nothing is done.
+torch splits even an argmax over the vocabulary among OpenMP threads, which then spin for milliseconds on the cores that
+the next native step needs. During a generation loop the calling thread is therefore limited to one thread, and gets all
+of them back for every step and prompt. Other threads are not affected. Nothing is done where torch's OpenMP runtime is
+not found.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from accelpatch.kernels.openmp import openmp
 
 
 class _Local(threading.local):
-    full: int | None = None  # threads that the thread had before; None outside of a loop
+    full: int | None = None  # the calling thread's number of threads before the loop; None outside one
 
 
 _local = _Local()
 
 
 def _content_with_one() -> None:
-    """The child of a fork has no other OpenMP threads (kernels/openmp.py), in a loop that was under way too."""
+    """After a fork: the child has no other OpenMP threads (kernels/openmp.py), even inside a loop that was running."""
     if _local.full is not None:
         _local.full = 1
 
@@ -39,13 +39,13 @@ def _after_forks() -> None:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Within it torch's operations run on the calling thread alone."""
+    """Context manager: torch's operations run on the calling thread only."""
     library = openmp()
     if library is None or _local.full is not None:
         yield
         return
     _after_forks()
-    torch.get_num_threads()  # a thread takes over torch's setting when it first asks
+    torch.get_num_threads()  # a thread adopts torch's global setting when it first asks
     _local.full = int(library.omp_get_max_threads())
     library.omp_set_num_threads(1)
     try:
@@ -57,7 +57,7 @@ def one_thread() -> Iterator[None]:
 
 @contextmanager
 def all_threads() -> Iterator[None]:
-    """Within it, inside `one_thread`, torch has the threads back that it had."""
+    """Context manager: inside `one_thread`, give torch its threads back."""
     library, full = openmp(), _local.full
     if library is None or full is None:
         yield

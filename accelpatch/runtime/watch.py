@@ -1,4 +1,4 @@
-"""Notices what would make a step that was made of a model differ from its modules, before every step."""
+"""Detects changes to a model that make a step derived from it differ from its modules; runs before every step."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _version = attrgetter("_version")
 # Where transformers has the hooks that it leaves behind in every layer once hidden states or attentions were asked for.
 # They do nothing but in calls that ask for them, and those run the modules anyway.
 CAPTURING = "transformers.utils.output_capturing"
-CAPTURES = "_output_capturing_hooks_installed"  # its own mark of a model that has them
+CAPTURES = "_output_capturing_hooks_installed"  # transformers' mark of a model with those hooks
 _GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
 SCALARS = (bool, int, float, str, type(None))
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 def _counts_writes(tensor: Tensor) -> bool:
-    """Not those of inference mode, nor a tensor whose data are one's of it, which does not say so."""
+    """Whether torch counts writes into a tensor: not for inference tensors, nor tensors over their data."""
     try:
         return tensor._version >= 0
     except RuntimeError:
@@ -34,9 +34,9 @@ def _counts_writes(tensor: Tensor) -> bool:
 
 
 class Watch:
-    """Notices what would make a native step differ from the modules: a hook, another child, another weight.
+    """Detects hooks, replaced children and changed weights in a model that steps were derived from.
 
-    It looks at every module before every step, so the looking is left to C: some tenth of a millisecond.
+    It checks every module before every step; the work is done in C and takes about a tenth of a millisecond.
     """
 
     def __init__(self, model: nn.Module):
@@ -51,7 +51,7 @@ class Watch:
         self._plain = list(plain_values(model))
         self._values = self._read()
         self._tables: list[dict[str, Any]] = [t for m in modules for t in (m._modules, m._parameters, m._buffers)]
-        self._filled = [table for table in self._tables if table]  # most are empty; their sizes alone are looked at
+        self._filled = [table for table in self._tables if table]  # most are empty, so only their sizes are checked
         self._held = list(chain.from_iterable(map(dict.values, self._filled)))
         self._tensors = [value for value in self._held if isinstance(value, Tensor)]
         self._pointers = list(map(Tensor.data_ptr, self._tensors))
@@ -75,11 +75,11 @@ class Watch:
         return None
 
     def watched(self) -> list[int]:
-        """The numbers of the layers that have a hook, on themselves or inside."""
+        """Indices of the layers with hooks, on themselves or inside."""
         return [place for place, tables in enumerate(self._layers) if hooked(tables)] if any(self._hooks) else []
 
     def stale(self) -> bool:
-        """Whether the model is no longer what the step was made of."""
+        """Whether the model has changed since the step was derived from it."""
         return (
             sum(map(len, self._tables)) != len(self._held)
             or not all(map(is_, chain.from_iterable(map(dict.values, self._filled)), self._held))
@@ -95,7 +95,7 @@ class Watch:
         return state_of(self._adapters)
 
     def flags(self) -> list[Any]:
-        """Plain values that a captured step has taken for granted: scalings, switches, the attention in use."""
+        """Plain values that a captured step relies on: scalings, switches, the attention implementation."""
         return [attributes.get(name) for attributes, name in self._flags]
 
     def _read(self) -> list[Any]:
@@ -103,7 +103,7 @@ class Watch:
 
 
 def configurations(model: Any) -> tuple[Any, ...]:
-    """Those of a model of transformers and of the models in it; none of another model."""
+    """The configurations of a transformers model and of the models in it; () for other models."""
     if not hasattr(getattr(model, "config", None), "get_text_config"):
         return ()
     own = [model.config, model.config.get_text_config(decoder=True)]
@@ -112,9 +112,9 @@ def configurations(model: Any) -> tuple[Any, ...]:
 
 
 def plain_values(model: Any) -> Iterator[tuple[dict[str, Any], str]]:
-    """(attributes, name) of the numbers that a step takes for granted: scalings, windows, epsilons, softcaps.
+    """(attributes, name) of the numbers that a step relies on: scalings, windows, epsilons, softcaps.
 
-    Those of the configuration, and of modules that hold neither a product's weight nor other modules' work.
+    From the configuration, and from modules that neither hold a linear layer's weight nor do other modules' work.
     """
     owners = [module for module in model.modules() if not isinstance(module, (nn.Linear, nn.ModuleList))]
     for owner in (*configurations(model), *owners):
@@ -125,7 +125,7 @@ def plain_values(model: Any) -> Iterator[tuple[dict[str, Any], str]]:
 
 
 def flag_places(model: Any) -> Iterator[tuple[dict[str, Any], str]]:
-    """(attributes, name) of all plain values of the configuration and of modules; adapters have `state_of`."""
+    """(attributes, name) of all plain values in configuration and modules; adapters' ones are in `state_of`."""
     owners = (module for module in model.modules() if not is_adapter(module))
     for owner in (*configurations(model), *owners):
         for name, value in vars(owner).items():
@@ -134,18 +134,18 @@ def flag_places(model: Any) -> Iterator[tuple[dict[str, Any], str]]:
 
 
 def written_by_forward(modules: Iterable[nn.Module]) -> set[int]:
-    """Ids of the tensors that a forward itself writes: frequencies that it chooses by the length (longrope)."""
+    """Ids of the tensors that a forward itself writes, such as frequencies chosen by the length (longrope)."""
     longrope = [module for module in modules if getattr(module, "rope_type", None) == "longrope"]
     return {id(buffer) for module in longrope for name, buffer in module._buffers.items() if name == "inv_freq"}
 
 
 def hook_tables(modules: Iterable[nn.Module]) -> list[dict[int, Any]]:
-    """Where the hooks of modules are kept."""
+    """The dicts that hold the modules' hooks."""
     return [table for module in modules for table in (module._forward_hooks, module._forward_pre_hooks)]
 
 
 def hooked(tables: Iterable[dict[int, Any]]) -> bool:
-    """Whether there is a hook that does something in a step."""
+    """Whether any hook would have an effect during a step."""
     return not all(map(_idle, chain.from_iterable(map(dict.values, filter(None, tables)))))
 
 

@@ -175,9 +175,9 @@ def _dropping(model: Any) -> None:
 
 
 UNFIT: dict[str, tuple[Callable[[Any], None], str]] = {
-    "dora": (_dora, "the adapter other is no plain LoRA"),
+    "dora": (_dora, "the adapter other is not plain LoRA"),
     "bias": (_biased, "the adapter other has a bias"),
-    "dropout": (_dropping, "the adapter other drops activations out"),
+    "dropout": (_dropping, "the adapter other has dropout"),
 }
 
 

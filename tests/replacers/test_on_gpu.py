@@ -47,10 +47,10 @@ def test_native_kernels_are_planned(name: str, dtype: torch.dtype, device: Devic
 @pytest.mark.parametrize(
     "device, module, reason",
     [
-        (CPU, linear(), "torch's own product is used on a CPU"),
+        (CPU, linear(), "torch's own GEMM is used on a CPU"),
         (H200, linear(dtype=torch.float32), "bfloat16 or float16, not torch.float32"),
         (OLD, linear(), "sm_80 and later, not for sm_75"),
-        (H200, nn.Embedding(48, 256, dtype=torch.bfloat16), "Embedding is not known to be a plain matrix product"),
+        (H200, nn.Embedding(48, 256, dtype=torch.bfloat16), "Embedding is not known to be a plain linear layer"),
     ],
     ids=["cpu", "float32", "sm_75", "table"],
 )
@@ -167,7 +167,7 @@ def test_a_module_that_moves_leaves_its_tiles(monkeypatch: pytest.MonkeyPatch) -
 def test_the_exact_recipe_on_a_cpu_says_why_its_products_stay() -> None:
     report = accelpatch.plan(CAUSAL["llama"].make(), "exact").report()
     reasons = {entry.reason for entry in report.sites if entry.role in ("q_proj", "head")}
-    assert reasons == {"torch's own product is used on a CPU"}
+    assert reasons == {"torch's own GEMM is used on a CPU"}
 
 
 def test_the_exact_recipe_takes_a_head_with_its_tied_embedding() -> None:

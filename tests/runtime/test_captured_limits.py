@@ -179,7 +179,7 @@ def test_generate_from_within_a_streamer() -> None:
     streamer = Calling(lambda: inner.append(model.generate(**padded_batch(), **GREEDY)))
     assert torch.equal(model.generate(**one_row(), **GREEDY, streamer=streamer), due)
     assert torch.equal(inner[0], stock(model).generate(**padded_batch(), **GREEDY))
-    assert reasons(model) == ["stock loop: a step within a step"]
+    assert reasons(model) == ["stock loop: generate() within generate()"]
 
 
 def test_two_threads_stream_one_after_the_other() -> None:

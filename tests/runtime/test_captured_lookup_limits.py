@@ -39,7 +39,7 @@ def test_layers_that_are_not_fused_run_without_it() -> None:
     model = accelpatch.patch(CAUSAL["gpt2"].make(), parse(TEXT), verify=False)
     plain = accelpatch.patch(CAUSAL["gpt2"].make(), "exact", verify=False)
     assert_same(generate(model, row().repeat(1, 4)), generate(plain, row().repeat(1, 4)))
-    reason = "it has no decoder of the Llama form"
+    reason = "it has no Llama-like decoder"
     assert paths(model) == {NONE + "modules in the captured step": 1, CAPTURED: 23, MODULES + reason: 23}
 
 
@@ -80,7 +80,7 @@ def test_generate_from_within_a_streamer(monkeypatch: pytest.MonkeyPatch) -> Non
     oracle(monkeypatch, due.sequences, itertools.repeat(7))
     assert_same(generate(drafting, row(), streamer=streamer), due)
     assert torch.equal(inner[0].sequences, other.sequences)
-    assert paths(drafting)["stock loop: a step within a step"] == 1
+    assert paths(drafting)["stock loop: generate() within generate()"] == 1
 
 
 def test_a_streamer_gets_each_token_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:

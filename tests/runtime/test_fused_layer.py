@@ -192,10 +192,10 @@ def _flex(model: Any) -> None:
 
 CHANGES: dict[str, tuple[Callable[[Any], None], str]] = {
     "norm": (_other_norm, "a norm is LayerNorm"),
-    "product": (_other_product, "a product is Sequential"),
-    "one bias": (_one_bias, "some of neighbouring products have a bias"),
+    "product": (_other_product, "a linear layer is Sequential"),
+    "one bias": (_one_bias, "of q, k and v, or gate and up, only some have a bias"),
     "rotary": (_more_than_a_head, "a rotary embedding of 32 columns on heads of size 16"),
-    "causal": (_both_ways, "layer 1: its attention looks ahead"),
+    "causal": (_both_ways, "layer 1: its attention is not causal"),
     "attention": (_flex, "the attention implementation is flex_attention"),
 }
 
@@ -212,9 +212,9 @@ def test_reasons(change: str) -> None:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("olmo2", "layer 0: it is no replaced layer of the Llama form"),
-        ("mixtral", "layer 0: its MLP is no replaced one"),
-        ("gpt2", "it has no decoder of the Llama form"),
+        ("olmo2", "layer 0: it is not a replaced Llama-like layer"),
+        ("mixtral", "layer 0: its MLP was not replaced"),
+        ("gpt2", "it has no Llama-like decoder"),
     ],
 )
 def test_other_families_run_their_modules(name: str, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""The device library's attention of a decode step: what it takes, and one launch from tensors."""
+"""Binding of the device library's decode attention: its limits, and a launch from tensors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ QUERIES, KV_SPLIT = 8, 256  # of a block; slots whose results are added up by th
 WIDEST = {"sm_80": 128, "sm_90": 256, "sm_100": 256, "gfx90a": 128, "gfx942": 128, "gfx950": 128}
 WIDEST_ELSEWHERE = 64
 PIECE, PARTIAL_HEAD = 16, 4  # columns of a piece of a split's partial state, and the numbers before them
-ROWS = 256  # of one launch
+ROWS = 256  # most rows of one launch
 LOG2_E = 1.4426950408889634
 
 _POINTERS = (
@@ -49,7 +49,7 @@ class AttentionArgs(ctypes.Structure):
 
 
 def why_not(shape: AttentionShape, dtype: torch.dtype, device: Device) -> str | None:
-    """Why the library does not take such a layer; None where it does."""
+    """Why the library does not support such a layer; None where it does."""
     if dtype not in binding.DTYPES or shape.inv_freq.dtype != torch.float32:
         return f"it takes bfloat16 or float16, and frequencies in float32, not {dtype} and {shape.inv_freq.dtype}"
     widest = WIDEST.get(device.arch.removesuffix("a") if device.vendor == "nvidia" else device.arch, WIDEST_ELSEWHERE)
@@ -63,7 +63,7 @@ def decode_attention_(
     qkv: Tensor, positions: Tensor, slot: Tensor, mask: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape,
     following: Tensor | None = None, consumer: Signal | None = None,
 ) -> Tensor:  # fmt: skip
-    """As the operation; qkv, positions, mask and the cache contiguous. Raises KernelError where it is refused."""
+    """As the operation; qkv, positions, mask and the cache must be contiguous. Raises KernelError if refused."""
     rows, tokens = positions.shape
     y = qkv.new_empty(*qkv.shape[:-1], shape.heads * shape.size)
     if following is not None and following.data_ptr() % 16:
@@ -100,7 +100,7 @@ def arguments(
     qkv: Tensor, y: Tensor, positions: Tensor, slot: Tensor, mask: Tensor, keys: Tensor, values: Tensor,
     shape: AttentionShape, following: Tensor | None, consumer: Signal | None = None,
 ) -> AttentionArgs:  # fmt: skip
-    """What a launch takes."""
+    """The launch arguments."""
     (rows, tokens), capacity = positions.shape, keys.shape[2]
     queries = tokens * (shape.heads // shape.kv_heads)
     heads, splits = rows * shape.kv_heads * -(-queries // QUERIES), (capacity - 1) // KV_SPLIT + 2
@@ -126,7 +126,7 @@ def arguments(
 
 
 def _columns(size: int) -> int:
-    """Of the kernels for heads of so many."""
+    """Head size, in columns, of the kernel for heads of `size`."""
     return next(columns for columns in (64, 128, 256) if size <= columns)
 
 

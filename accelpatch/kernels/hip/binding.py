@@ -1,4 +1,4 @@
-"""The C interface of the device library, by ctypes: one launch from tensors, its limits, what its status codes mean."""
+"""ctypes binding of the device library: launches from tensors, their limits, and the meaning of status codes."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from accelpatch.kernels.triton.launch import on
 MAX_ROWS = 64
 K_TILE = 4096  # values of K that a product stages at once, and so what it may begin with
 SENTINEL = -1  # the 16 bits, as int16, of an output that is yet to be written: no kernel stores them, NaN is others
-MAX_GEMV_ROWS = 8  # rows of one launch's reading; their results have the same bits whatever their number is
-DTYPES = (torch.bfloat16, torch.float16)  # of x and y, numbered as in the C interface
+MAX_GEMV_ROWS = 8  # rows per pass over the weight; a row's bits do not depend on their number
+DTYPES = (torch.bfloat16, torch.float16)  # dtypes of x and y, numbered as in the C interface
 
 _POINTERS = ("w", "scale", "offset", "x", "norm_weight", "norm_bias", "bias", "residual", "y", "producer", "consumer")
 _SIZES = ("producer_columns", "consumer_columns", "m", "n", "k", "x_stride", "residual_stride", "y_stride")
@@ -65,12 +65,12 @@ class GemvArgs(ctypes.Structure):
 
 
 def load(path: Path, function: str) -> Any:
-    """The entry ``function(args, dtype[, format], stream) -> status`` of the library at `path`."""
+    """The function ``function(args, dtype[, format], stream) -> status`` of the library at `path`."""
     return declared(ctypes.CDLL(str(path)), function)
 
 
 def declared(library: ctypes.CDLL, function: str) -> Any:
-    """An entry of the library with its C types."""
+    """A function of the library, with its C types declared."""
     entry = getattr(library, function)
     entry.restype = ctypes.c_int
     last = [] if function in _FORMLESS else [ctypes.c_int]
@@ -79,7 +79,7 @@ def declared(library: ctypes.CDLL, function: str) -> Any:
 
 
 def check(status: int, function: str) -> None:
-    """Raises KernelError for every status but 0."""
+    """Raise KernelError for a status other than 0."""
     if status:
         reason = _STATUS.get(status, f"the device's runtime reports error {status - 1000}")
         raise KernelError(f"{function} was not launched: {reason}")
@@ -87,12 +87,11 @@ def check(status: int, function: str) -> None:
 
 @dataclass(frozen=True)
 class Weight:
-    """What a launch reads: w[n, k] in the format of `function` (gemv, gemv_int8, gemv_int4, gemv_fp8,
-    gemv_compact, int4_rows).
+    """A weight w[n, k] in the format of `function` (gemv, gemv_int8, gemv_int4, gemv_fp8, gemv_compact, int4_rows).
 
-    form: the function's format argument, None where it takes none. scale, offset: a float32 a row, or tiles of 16 bits
-    (layout.py), of which 2 ** group_shift steps share one; of compact_tiles.py its scale and outliers, of which a row
-    has 4 * group_shift. settled: no copy that was made for this launch.
+    form: the function's format argument, None where it takes none. scale, offset: float32 per row; or 16-bit tiles
+    (layout.py), one per 2 ** group_shift K steps; or scale and outliers of compact_tiles.py, 4 * group_shift outliers
+    per row. settled: False if the tensors are copies made for this launch.
     """
 
     function: str
@@ -109,15 +108,15 @@ class Weight:
 
 @dataclass(frozen=True, eq=False)
 class Signal:
-    """A producer-consumer flag: the next kernel begins on the first columns of y before all of y is written.
+    """A producer-consumer flag: the next kernel starts on the first columns of y before all of y is written.
 
     number: int32[2] zeros, which both leave so; of these two kernels alone, and on one stream at a time. columns: whole
     tiles of 16 (of a gate: 8); for a product that consumes them, a multiple of K_TILE. It has an effect within
     `weight_prefetch`, for up to MAX_GEMV_ROWS rows, on Hopper and later: attention waits for it where each row has one
     new token, a product that stages its input in K tiles before those that lie within these columns.
 
-    words: int16[columns of y], where a lone row of y is made: whatever in it is not SENTINEL has been written, so the
-    count need not wait for it. It is reset before the producer begins.
+    words: int16[columns of y], the buffer for y of a single row: a word other than SENTINEL has been written, so the
+    flag need not be waited for. It is reset before the producer starts.
     """
 
     number: Tensor
@@ -126,14 +125,14 @@ class Signal:
 
 
 def signal_arguments(signal: Signal | None, role: str) -> dict[str, int]:
-    """The arguments of a launch; role: "producer" or "consumer"."""
+    """The launch arguments for a flag. role: "producer" or "consumer"."""
     if signal is None or not _local.prefetchable:
         return {}
     return {role: signal.number.data_ptr(), f"{role}_columns": signal.columns}
 
 
 def why_not(spec: Spec, device: Device) -> str | None:
-    """What every format asks of a call: a GPU with a library, 16-bit activations, sizes within the kernel's."""
+    """Why a call in any weight format cannot run: no GPU library, activations not of 16 bits, or too large a size."""
     if reason := build.why_not("hip", device):
         return reason
     if spec.dtype not in DTYPES:
@@ -151,11 +150,11 @@ _local = _Local()
 
 @contextmanager
 def weight_prefetch() -> Iterator[None]:
-    """Within it, and in this thread, a launch may read its weights while the kernel before it still runs.
+    """Context manager: in this thread, a launch may read its weights while the kernel before it still runs.
 
-    Of attention: what is cached, slot, positions and mask. For whoever knows that no kernel in the stream still writes
-    them, such as a captured step: a kernel that begins when all before have ended lies between. Activations are always
-    waited for. It has an effect where the device can do it (Hopper and later).
+    For attention this means the cache, slot, positions and mask. The caller must know that no kernel in the stream
+    still writes them, as in a captured step: a kernel without early launch must lie in between. Activations are always
+    waited for. It has an effect on Hopper and later.
     """
     before, _local.prefetchable = _local.prefetchable, True
     try:
@@ -185,10 +184,10 @@ def launch(
 ) -> Tensor:
     """y[..., N] = activation(norm(x[..., K]) @ w^T + bias) + residual, in x's dtype, on torch's current stream.
 
-    x, and what is added or multiplied, bfloat16 or float16 alike; other dtypes and strides are copied. norm: a key of
-    NORM over K with norm_weight[K] and norm_bias[K]. activation: a key of ACTIVATION; with "silu_gate" the first half
-    of w's rows are gates, y and residual have N / 2 columns. producer: of y, whose lone row lies in its
-    `words` until they are reset; consumer: of x. Raises KernelError if refused.
+    x and all vectors bfloat16 or float16 alike; other dtypes and strides are copied. norm: a key of NORM, over K, with
+    norm_weight[K] and norm_bias[K]. activation: a key of ACTIVATION; with "silu_gate" the first half of w's rows is the
+    gate, and y and residual have N / 2 columns. producer: flag for y, a single row of which lies in its `words` until
+    they are reset; consumer: flag for x. Raises KernelError for a refused launch.
     """
     n, k = weight.n // 2 if activation == "silu_gate" else weight.n, weight.k
     rows, y = _rows(x, k), _made(x, n, producer)
@@ -211,7 +210,7 @@ def launch(
 
 
 def unpack(weight: Weight, unpacked: Tensor, *, interleaved: bool) -> None:
-    """Writes the weight of a compact one into whole[N, K] bfloat16, without gaps; paired: gates first, then ups."""
+    """Unpack a compact weight into whole[N, K] bfloat16, contiguous. paired: rows are interleaved; gates go first."""
     args = GemvArgs(
         w=weight.w.data_ptr(), scale=_address(weight.scale), offset=_address(weight.offset), y=unpacked.data_ptr(),
         n=weight.n, k=weight.k, y_stride=weight.k, group_shift=weight.group_shift,
@@ -225,7 +224,7 @@ def _address(tensor: Tensor | None) -> int | None:
 
 
 def _made(x: Tensor, n: int, producer: Signal | None) -> Tensor:
-    """Room for y[..., n]: a lone row's where its words are looked for."""
+    """Memory for y[..., n]: for a single row with a producer, its `words`."""
     shape = (*x.shape[:-1], n)
     if producer is None or x.shape[:-1].numel() != 1:
         return x.new_empty(shape)
@@ -240,7 +239,7 @@ def _start(weight: Weight, args: GemvArgs, x: Tensor) -> None:
 
 
 def stream_of(x: Tensor) -> int:
-    """Torch's current stream on the device of x, as C takes it."""
+    """Torch's current stream on x's device, as a C pointer."""
     stream: int = torch._C._cuda_getCurrentRawStream(x.device.index)
     return stream
 
@@ -251,11 +250,11 @@ def _entry(name: str, device: torch.device) -> Any:
 
 
 def _alike(x: Tensor, *vectors: Tensor | None) -> list[Tensor | None]:
-    """In x's dtype, without gaps."""
+    """The vectors in x's dtype, contiguous."""
     return [None if one is None else one.to(x.dtype).contiguous() for one in vectors]
 
 
 def _rows(values: Tensor, columns: int) -> Tensor:
-    """[M, columns] of values[..., columns], each row without gaps; copied only where it has them."""
+    """[M, columns] of values[..., columns] with contiguous rows; copied only where needed."""
     flat = values.reshape(-1, columns)
     return flat if flat.stride(1) == 1 or columns == 1 else flat.contiguous()

@@ -1,10 +1,10 @@
-"""Weights as the HIP kernels read them: int4 in tiles, grouped scales beside them; each with its inverse.
+"""Weight layouts of the HIP kernels: 4-bit values in tiles, grouped scales beside them; each with its inverse.
 
-A tile is 16 rows by 128 values of K, 1,024 bytes: 16 bytes for (row r, quarter t) at ``(4 r + t) * 16``; 32-bit word
-p of those holds values ``32 p + 8 t + e``, value ``e = 2 i`` in nibble i and ``e = 2 i + 1`` in nibble ``i + 4``. A
-code u of 0 to 15 lies there as u - 8 in two's complement, so that a mask gives four signed bytes, 16 (u - 8) each.
-Rows and K are padded with the code 0. ``paired`` puts 8 gate rows and
-their 8 up rows (the second half of N) into one tile, as the SiLU-gate epilogue wants them.
+A tile is 16 rows by 128 values of K, 1,024 bytes: 16 bytes for (row r, quarter t) at ``(4 r + t) * 16``; 32-bit word p
+of those holds values ``32 p + 8 t + e``, value ``e = 2 i`` in nibble i and ``e = 2 i + 1`` in nibble ``i + 4``. A code
+u of 0 to 15 is stored as u - 8 in two's complement, so that a mask gives four signed bytes, 16 (u - 8) each. Rows and K
+are padded with the code 0. ``paired`` interleaves 8 gate rows and their 8 up rows (the second half of N) in one tile,
+as the SiLU-gate epilogue needs them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _SIGNS = 0x88  # turns two codes of 0 to 15 into two's complement of what they a
 
 
 def _row_order(rows: int) -> Tensor:
-    """Row of the weight that each row of paired tiles holds, -1 for padding: int64 [tiles * 16]."""
+    """The weight's row in each row of interleaved tiles, -1 for padding: int64 [tiles * 16]."""
     half = rows // 2
     gate = torch.full((-(-half // 8) * 8,), -1)
     gate[:half] = torch.arange(half)
@@ -43,7 +43,7 @@ def _scatter_rows(tiled: Tensor, rows: int, interleaved: bool) -> Tensor:
 
 
 def tile_int4(q: Tensor, *, interleaved: bool = False) -> Tensor:
-    """int8 [N, K / 2] (low nibble = even k) to int8 [tiles, steps, 1024]."""
+    """int8 [N, K / 2] (low nibble = even k) -> int8 [tiles, steps, 1024]."""
     packed = q.view(torch.uint8)
     steps = -(-2 * packed.shape[1] // TILE_VALUES)
     packed = torch.nn.functional.pad(packed, (0, steps * TILE_VALUES // 2 - packed.shape[1]))
@@ -55,7 +55,7 @@ def tile_int4(q: Tensor, *, interleaved: bool = False) -> Tensor:
 
 
 def untile_int4(tiles: Tensor, rows: int, columns: int, *, interleaved: bool = False) -> Tensor:
-    """Inverse of `tile_int4`: int8 [N, K / 2] from tiles of N = ``rows``, K = ``columns``."""
+    """int8 [N, K / 2] from tiles of N = ``rows``, K = ``columns``; the inverse of `tile_int4`."""
     steps = tiles.shape[1]
     even, odd = (tiles.view(torch.uint8) ^ _SIGNS).view(-1, steps, TILE_ROWS, 4, 4, 2, 2).unbind(-2)
     first, second = even & 15 | odd << 4, even >> 4 | odd & 240
@@ -65,9 +65,9 @@ def untile_int4(tiles: Tensor, rows: int, columns: int, *, interleaved: bool = F
 
 
 def tile_scales(table: Tensor, *, steps: int, groups: int, group_shift: int, interleaved: bool = False) -> Tensor:
-    """Scales or offsets [N, G] in a 16-bit dtype to [tiles, sets, 8, groups, 2].
+    """Scales or offsets [N, G] in a 16-bit dtype -> [tiles, sets, 8, groups, 2].
 
-    ``groups`` lie in one step of K; above one step, 2 ** ``group_shift`` steps share one set.
+    groups: number of groups per K step. group_shift: 2 ** group_shift K steps share one set.
     """
     sets = ((steps - 1) >> group_shift) + 1
     padded = torch.nn.functional.pad(table, (0, sets * groups - table.shape[1]))
@@ -76,6 +76,6 @@ def tile_scales(table: Tensor, *, steps: int, groups: int, group_shift: int, int
 
 
 def untile_scales(tiles: Tensor, rows: int, count: int, *, interleaved: bool = False) -> Tensor:
-    """Inverse of `tile_scales`: [N, G] with N = ``rows``, G = ``count``."""
+    """[N, G] with N = ``rows``, G = ``count``; the inverse of `tile_scales`."""
     flat = tiles.permute(0, 4, 2, 1, 3).reshape(-1, tiles.shape[1] * tiles.shape[3])
     return _scatter_rows(flat, rows, interleaved)[:, :count]

@@ -1,1 +1,1 @@
-"""Kernels in Triton, for AMD and NVIDIA; each file is imported when its first kernel is launched."""
+"""Triton kernels for AMD and NVIDIA; each file is imported when its first kernel is launched."""

@@ -1,4 +1,4 @@
-"""The runs of slots that programs of decode_attention.py take, and how their results are added up."""
+"""KV splits (runs of slots) of decode_attention.py: which program takes which, and the reduction of their results."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import triton.language as tl
 
 @triton.jit
 def runs_of(slot_at, position, tokens, window, RUN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """slot, the first slot of the row's own tokens, the first one that any of them sees, and the runs of these.
+    """slot; the first slot of the row's own tokens; the first slot that any token attends to; first and last split.
 
-    The runs of the program too, and how many programs there are that have any.
+    Then the begin and end of this program's splits, and the number of programs that have any.
     """
     slot = tl.load(slot_at).to(tl.int32)
     own = slot - tl.load(position).to(tl.int32)
@@ -35,7 +35,7 @@ def count_of(mask, low, high, ROOM: tl.constexpr):  # type: ignore[no-untyped-de
 
 @triton.jit
 def begin_of(mask, run, own, low, RUN: tl.constexpr, SLOTS: tl.constexpr, ROOM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Where a run's first block begins: blocks are counted from `own`, and those that nothing is seen in left out."""
+    """First slot of a split's first block, aligned to `own`; blocks without visible slots are skipped."""
     begin = own + run * RUN
     if low >= own:
         begin += tl.maximum(low - begin, 0) // SLOTS * SLOTS
@@ -46,7 +46,7 @@ def begin_of(mask, run, own, low, RUN: tl.constexpr, SLOTS: tl.constexpr, ROOM: 
 
 @triton.jit
 def prefetch(x, count, WIDE: tl.constexpr, RUN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Asks for the first `count` numbers at x, of a run's at most, to be brought into the level-2 cache."""
+    """Prefetch the first `count` values at x, at most one split's, into the L2 cache."""
     number: tl.constexpr = 1024 // x.dtype.element_ty.primitive_bitwidth  # of a line of 128 bytes
     at = tl.arange(0, RUN * WIDE // number) * number
     tl.inline_asm_elementwise(
@@ -59,7 +59,7 @@ def prefetch(x, count, WIDE: tl.constexpr, RUN: tl.constexpr):  # type: ignore[n
 def keep(  # type: ignore[no-untyped-def]
     sums, tops, run, here, top, total, mean, SIZE: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr
 ):
-    """Leaves a run's result in memory."""
+    """Store a split's partial softmax state (m, l, acc) in memory."""
     row, columns = tl.arange(0, ROWS), tl.arange(0, WIDE)
     both = here[:, None] & (columns < SIZE)[None, :]
     tl.store(sums + (run * ROWS + row)[:, None] * SIZE + columns[None, :], mean, mask=both)
@@ -72,9 +72,9 @@ def added_up(  # type: ignore[no-untyped-def]
     sums, tops, rows, here, first, last,
     SIZE: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, SOME: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Weighted mean of the values of rows[SOME] over the runs first .. last.
+    """Reduce the partial softmax states of rows[SOME] over the splits first .. last.
 
-    Each run has its place among the AHEAD that are added up at once, and those that are not there add nothing.
+    Each split has a fixed place among the AHEAD that are reduced at once; missing ones contribute nothing.
     """
     ahead, columns = tl.arange(0, AHEAD), tl.arange(0, WIDE)
     begin = first // AHEAD * AHEAD

@@ -1,21 +1,23 @@
-"""The query heads of one cached head over a run of slots by one program; see ../decode_attention.py.
+"""Decode attention: one program computes the query heads of one KV head over some KV splits; see
+../decode_attention.py.
 
-A program holds ROWS queries, (token, head of the group) in turn, so that they share one read of keys and values. Runs
-are counted from the first slot of the row's own tokens (the first one takes in what lies before). There are as many
-programs as run at once, each with some runs of a head, and the last one of a head to finish adds the results up. Each
-run begins anew and has its place in that sum: what a token gets depends on its slots alone, not on how many tokens,
-rows or programs there are, nor on who is last.
+A program holds ROWS queries, (token, head of the group), which share one read of keys and values. Splits are counted
+from the first slot of the row's own tokens (the first split includes what lies before). There are as many programs as
+fit the GPU at once, each with some splits of a head, and the last program of a head to finish reduces them. Each split
+starts with a fresh softmax state and has a fixed place in the reduction: a token's result depends on its slots alone,
+not on the number of tokens, rows or programs, nor on which one finishes last.
 
-Dependent launches (Hopper and later): the next kernel may begin meanwhile, and a program reads slot, positions and mask
-before it waits for the kernel before, which makes qkv alone, and asks for its first keys and values to be brought into
-the level-2 cache: a hint, so it does not matter who wrote them. Kernels further back can still run then, if all of them
-began early: one that does not (any of torch's) begins when all before it have ended, and ends before any behind it
-begins. So one of those must lie between whatever moves slot, positions or mask and the next launch. All else is read,
-and everything written, after the wait, when all before has ended: each kernel ends after its own wait.
+Programmatic dependent launch (Hopper and later): the next kernel may start meanwhile. Before it waits for the kernel
+before it, which writes qkv only, a program reads slot, positions and mask, and prefetches its first keys and values
+into the L2 cache: a hint, so it does not matter who wrote them. If all kernels used early launch, ones further back
+could still be running then. A kernel without it (any of torch's) starts after all before it have ended, and ends before
+any after it starts. So one of those must lie between a write to slot, positions or mask and the next launch. All else
+is read, and everything written, after the wait, when all earlier kernels have ended: each kernel ends after its own
+wait.
 
-The product behind this kernel has one block for each processor and reads its weights ahead. There is room for it
-beside a program here, but not for two of its blocks: so a launch has a program for every processor, and those without
-work stay until the wait is over. Where some processors are left empty, that product's blocks gather on them.
+The GEMM after this kernel has one block per SM and prefetches its weights. An SM has room for one such block beside a
+program of this kernel, but not for two. So a launch has a program for every SM, and programs without work stay until
+the wait is over: on SMs left empty, that GEMM's blocks would pile up.
 """
 
 from __future__ import annotations
@@ -39,14 +41,14 @@ from accelpatch.kernels.triton.rotation import angles, pair, rotated
 
 RUN = 256  # slots whose results are added up by themselves
 ROWS = 16  # queries of one program: the least that matrix instructions take
-ROOM = 512  # slots whose mask is looked at together
+ROOM = 512  # mask entries read at once
 AHEAD = 32  # runs whose results are read together
 LOG2_E = 1.4426950408889634
 
 
-SLOTS = 64  # of 256 bytes at once (fewer wider ones)
+SLOTS = 64  # slots per block, of 256 bytes each (fewer where they are wider)
 WARPS = 4
-STAGES = 2  # of the pipeline that reads slots
+STAGES = 2  # pipeline stages of the loop over slots
 RESIDENT = 2  # programs a processor
 
 
@@ -56,7 +58,7 @@ def _cache_new(  # type: ignore[no-untyped-def]
     SIZE: tl.constexpr, WIDE: tl.constexpr, ROTARY_DIM: tl.constexpr, NORM: tl.constexpr, PLUS_ONE: tl.constexpr,
     MAX_NEW_TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Writes k and v of the new tokens that are here; new[MOST] points to their k."""
+    """Write k and v of the new tokens, where `here`, into the cache; new[MOST] points to their k."""
     columns, place = tl.arange(0, WIDE), slot + tl.arange(0, MAX_NEW_TOKENS)
     both = here[:, None] & (columns < SIZE)[None, :]
     value, other, others = pair(new, here, columns, SIZE, ROTARY_DIM)
@@ -68,7 +70,7 @@ def _cache_new(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _scores(q, k, scaling, softcap, seen, CAP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """To the base 2; minus infinity where not seen."""
+    """Scores times log2(e); minus infinity where not seen."""
     score = tl.dot(q, tl.trans(k), input_precision="ieee") * scaling
     if CAP:  # scaling is 2 log2(e) / softcap times the scores' own then: tanh(x) = 1 - 2 / (e^2x + 1)
         score = softcap * (1.0 - 2.0 / (tl.exp2(score) + 1.0))
@@ -81,9 +83,9 @@ def _over(  # type: ignore[no-untyped-def]
     CAP: tl.constexpr, RUN: tl.constexpr, SLOTS: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr,
     ROWS: tl.constexpr, STAGES: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The running softmax (highest score, sum of weights, weighted sum of values) over the slots begin .. stop - 1.
+    """Running softmax state (m, l, acc) over the slots begin .. stop - 1.
 
-    Of the last run; those of the runs before are left in memory.
+    Returns the state of the last split; those of earlier splits are stored in memory.
     """
     columns = tl.arange(0, WIDE)
     top, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
@@ -119,7 +121,7 @@ def _scan(  # type: ignore[no-untyped-def]
     GROUP: tl.constexpr, CAP: tl.constexpr, RUN: tl.constexpr, SLOTS: tl.constexpr, SIZE: tl.constexpr,
     WIDE: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """As _over; the mask is looked at where some slots of it are hidden."""
+    """As _over; the mask is read only where some slots are masked."""
     token, here = query // GROUP, query < tokens * GROUP
     if all_seen:
         top, total, mean = _over(
@@ -140,7 +142,7 @@ def _leave(  # type: ignore[no-untyped-def]
     GROUP: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, SOME: tl.constexpr,
     AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """The only run's result is the head's; else the last program to come here adds all of them up."""
+    """Write the head's output if there is one split; else store it, and the last program to arrive reduces all."""
     query, columns = begin + tl.arange(0, ROWS), tl.arange(0, WIDE)
     kind: tl.constexpr = y.dtype.element_ty
     if first == last:
@@ -179,7 +181,7 @@ def _ready(  # type: ignore[no-untyped-def]
     GROUP: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr, ROTARY_DIM: tl.constexpr, NORM: tl.constexpr,
     PLUS_ONE: tl.constexpr, MAX_NEW_TOKENS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """The queries, once the kernel before has ended; new tokens whose slots are begin .. stop - 1 are cached then."""
+    """Wait for the kernel before, cache the new tokens in slots begin .. stop - 1, and return the queries."""
     columns, fresh, kv_heads = tl.arange(0, WIDE), tl.arange(0, MAX_NEW_TOKENS), heads // GROUP
     token, here = query // GROUP, query < tokens * GROUP
     kind: tl.constexpr = qkv.dtype.element_ty
@@ -245,7 +247,7 @@ def _attend(  # type: ignore[no-untyped-def]
 def decode_attention_(
     qkv: Tensor, positions: Tensor, slot: Tensor, mask: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape
 ) -> Tensor:
-    """As the operation; qkv, positions, mask and the cache contiguous."""
+    """As the operation; qkv, positions, mask and the cache must be contiguous."""
     (rows, tokens), capacity, group = positions.shape, keys.shape[2], shape.heads // shape.kv_heads
     y = qkv.new_empty(*qkv.shape[:-1], shape.heads * shape.size)
     runs, tiles = cdiv(capacity, RUN), cdiv(tokens * group, ROWS)
@@ -274,7 +276,7 @@ def decode_attention_(
 
 @contextmanager
 def _said() -> Iterator[None]:
-    """Triton's compile errors as ours."""
+    """Context manager: turns Triton's compile errors into KernelError."""
     try:
         yield
     except TritonError as error:

@@ -1,4 +1,4 @@
-"""Kernels that begin while the one before them ends (programmatic dependent launch); Triton has it from 3.4 on."""
+"""Programmatic dependent launch: kernels that start before the previous one has ended. Needs Triton 3.4."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ if HERE:
 
     @triton.jit
     def release() -> None:
-        """The next kernel may begin."""
+        """Let the next kernel start."""
         cuda.gdc_launch_dependents()
 
     @triton.jit
     def wait() -> None:
-        """For the kernel before to end; nothing of its is touched earlier."""
+        """Wait for the previous kernel to end; its results must not be read earlier."""
         cuda.gdc_wait()
 
 else:  # Triton looks up every name of a kernel, also in branches that it leaves out
 
     @triton.jit
     def release() -> None:
-        """Nothing."""
+        """Does nothing: not supported here."""
         return
 
     @triton.jit
     def wait() -> None:
-        """Nothing."""
+        """Does nothing: not supported here."""
         return

@@ -1,4 +1,4 @@
-"""int8 and 4-bit weights written out as floats, a slice at a time, for torch's own product; see weight_only.py."""
+"""Dequantises int8 and 4-bit weights to floats, slice by slice, for torch's GEMM; see weight_only.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from accelpatch.kernels.hip.layout import TILE_ROWS
 from accelpatch.kernels.triton.launch import cdiv
 
-SLICE = 1 << 28  # bytes of weight as floats at a time; smaller ones, which a cache holds, were no faster
+SLICE = 1 << 28  # bytes of a dequantised slice; smaller ones that fit a cache were not faster
 Floats = Callable[[int, int, Tensor], None]
 Sizes = tuple[int, int, int]  # steps of K, sets of scales, log2 of the steps that share one
 Form = tuple[int, int, int]  # kind of offset, group, groups in a step
@@ -36,7 +36,7 @@ def _int8_rows(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _beside(scale, offset, at, step, shift, KIND: tl.constexpr, GROUPS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Scales and offsets of a step, float32; `at`: where those of the first set lie."""
+    """Scales and offsets of a K step, float32. at: address offset of the first set."""
     place = at + (step >> shift) * (16 * GROUPS)
     factor = tl.load(scale + place).to(tl.float32)
     return factor, factor if KIND == 0 else tl.load(offset + place).to(tl.float32)
@@ -88,7 +88,7 @@ def _int4_rows(  # type: ignore[no-untyped-def]
 
 
 def int8_floats(q: Tensor, scale: Tensor) -> Floats:
-    """(start, stop, out): those rows of q[N, K] * scale[N, G] into out[stop - start, K]."""
+    """A function (start, stop, out) that writes those rows of q[N, K] * scale[N, G] to out[stop - start, K]."""
     (_, k), groups = q.shape, scale.shape[1]
 
     def floats(start: int, stop: int, out: Tensor) -> None:
@@ -103,9 +103,9 @@ def int8_floats(q: Tensor, scale: Tensor) -> Floats:
 def int4_floats(
     words: Tensor, scale: Tensor, offset: Tensor, k: int, sizes: Sizes, form: Form, interleaved: bool
 ) -> Floats:
-    """The same of int32 words[tiles, steps, 256] and tables; start a multiple of 16. sizes, form: as the kernel's.
+    """As int8_floats for tiles: int32 words[tiles, steps, 256] and their tables; start must be a multiple of 16.
 
-    paired: the rows lie so, and those of the first half are written before those of the second.
+    sizes, form: the kernel's arguments. paired: the tiles' rows are interleaved; first-half rows are written first.
     """
 
     def floats(start: int, stop: int, out: Tensor) -> None:
@@ -119,7 +119,7 @@ def int4_floats(
 
 
 def by_slices(flat: Tensor, y: Tensor, bias: Tensor | None, floats: Floats, interleaved: bool = False) -> None:
-    """y[M, N] = flat[M, K] @ w^T + bias by torch's product; `floats` writes rows of w out, paired ones by halves."""
+    """y[M, N] = flat[M, K] @ w^T + bias by torch's GEMM. floats: writes rows of w, interleaved ones by halves."""
     k, n = flat.shape[1], y.shape[1]
     step = min(n, max(1, SLICE // (flat.element_size() * k * TILE_ROWS)) * TILE_ROWS)
     held = flat.new_empty((step, k))

@@ -1,4 +1,4 @@
-"""act(gate) * up, a block of a row by one program, rows strided as they come; see ../gated_activation.py."""
+"""act(gate) * up, one block of a row per program; rows may be strided; see ../gated_activation.py."""
 
 from __future__ import annotations
 
@@ -64,6 +64,6 @@ def gated_activation(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 
 
 def _rows(tensor: Tensor, width: int) -> Tensor:
-    """[M, width] with neighbours side by side; a view wherever there is one."""
+    """[M, width] with contiguous rows; a view where possible."""
     rows = tensor.reshape(-1, width)
     return rows if rows.stride(1) == 1 else rows.contiguous()

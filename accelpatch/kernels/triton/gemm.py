@@ -1,9 +1,8 @@
-"""Products of some rows of x with a weight in rows, floats or int8: see ../gemv.py, ../int8_linear.py.
+"""GEMMs for some rows of x with a row-major float or int8 weight; see ../gemv.py, ../int8_linear.py.
 
-One kernel takes a block of the weight, in registers as x's dtype, and multiplies it, the weight's rows as those of the
-matrix instruction. Where the blocks are fewer than the device has room for, K is cut and a second kernel adds the runs
-up, in a fixed order. On Hopper the products of floats, and what adds runs up, begin before the kernel before them ends,
-and wait; int8's products were slower so.
+The kernel converts a block of the weight to x's dtype in registers; the weight's rows are the M dimension of the matrix
+instruction. Where there are too few blocks for the GPU, K is split and a second kernel reduces the splits in a fixed
+order. On Hopper the float GEMM and the reduction use programmatic dependent launch; for int8 it was slower.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from accelpatch.kernels.triton.dependent_launch import release, wait
 from accelpatch.kernels.triton.launch import cdiv, dependent, on
 
 HALVES = (torch.bfloat16, torch.float16)
-LEAST_RUN = 512  # of K, where it is cut
+LEAST_RUN = 512  # least length of a K split
 
 
 @dataclass(frozen=True)
 class Block:
-    """What a program makes: `tokens` rows of x by `rows` of the weight, `columns` of K at a time."""
+    """Tile sizes of a program: `tokens` rows of x, `rows` of the weight, `columns` of K at a time."""
 
     tokens: int
     rows: int
@@ -35,16 +34,17 @@ class Block:
     stages: int
 
     def options(self) -> dict[str, int]:
-        """Of a launch."""
+        """Triton's launch options."""
         stages = 2 if torch.version.hip else self.stages  # LDS holds less
         return {"num_warps": self.warps, "num_stages": stages}
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """of: the first whose tokens suffice, else the last. most: rows of x up to which this way was the faster one.
+    """Tile sizes to choose from. of: the first with enough tokens is used, else the last.
 
-    programs: that a device should have to do, on the one measured, of 132 multiprocessors.
+    most: up to this many rows of x this kernel was faster than the alternative. programs: the least that fill the GPU
+    it was measured on, which has 132 SMs.
     """
 
     of: tuple[Block, ...]
@@ -64,7 +64,7 @@ INT8 = Blocks(
 def leave(  # type: ignore[no-untyped-def]
     total, bias, y, parts, tokens, rows, m, n, split, BIAS: tl.constexpr, CUT: tl.constexpr
 ):
-    """A program's sums [rows, tokens], to y or to its run's part of `parts`."""
+    """Write a program's sums [rows, tokens] to y, or to its split's part of `parts`."""
     inside = (rows < n)[:, None] & (tokens < m)[None, :]
     place = tokens.to(tl.int64)[None, :] * n + rows[:, None]
     if not CUT:
@@ -77,7 +77,7 @@ def leave(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _some(pointers, columns, k, EVEN: tl.constexpr, ACROSS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Columns of some rows; 0 behind the end of K."""
+    """Load columns of some rows; 0 beyond the end of K."""
     if EVEN:
         return tl.load(pointers)
     inside = columns < k
@@ -99,7 +99,7 @@ def _gemm(  # type: ignore[no-untyped-def]
     held = tl.minimum(rows, n - 1)
     x_rows = x + tl.minimum(tokens, m - 1).to(tl.int64)[None, :] * x_stride
     w_rows = w + held[:, None] * k
-    u_rows = w + (held + n)[:, None] * k  # what a gate opens
+    u_rows = w + (held + n)[:, None] * k  # rows of up, which the gate multiplies
     total = tl.zeros([ROWS, TOKENS], tl.float32)
     other = tl.zeros([ROWS, TOKENS], tl.float32)
     for start in tl.range(split * run, tl.minimum((split + 1) * run, k), COLUMNS):
@@ -149,7 +149,7 @@ Launch = Callable[[Block, int, int, Tensor, Tensor], None]
 def in_runs(
     x: Tensor, y: Tensor, bias: Tensor | None, blocks: Blocks, launch_gemm: Launch, *, one_run: bool = False
 ) -> None:
-    """y[M, N] of x[M, K] by product(block, run, splits, y, parts), K in runs as blocks are few, in one if `whole`."""
+    """y[M, N] of x[M, K] by product(block, run, splits, y, parts); K is split where blocks are few, unless `whole`."""
     (m, k), n = x.shape, y.shape[1]
     block = next((one for one in blocks.of if one.tokens >= m), blocks.of[-1])
     programs = cdiv(m, block.tokens) * cdiv(n, block.rows)
@@ -167,25 +167,25 @@ def in_runs(
 
 
 def grid(x: Tensor, n: int, block: Block, splits: int) -> tuple[int, int]:
-    """Programs: along tokens and weight rows, and along K."""
+    """Number of programs: along tokens and weight rows, and along K."""
     return cdiv(x.shape[0], block.tokens) * cdiv(n, block.rows), splits
 
 
 def flat_rows(x: Tensor) -> Tensor:
-    """[M, K], each row without gaps; copied only where it has them."""
+    """[M, K] with contiguous rows; copied only where needed."""
     flat = x.reshape(-1, x.shape[-1])
     return flat if flat.stride(1) == 1 else flat.contiguous()
 
 
 def floats(n: int, gate: bool) -> Blocks:
-    """Those for n columns of y by float weights."""
+    """The Blocks for float weights and n columns of y."""
     if gate:
         return FLOAT_GATE
     return FLOAT_CUT if cdiv(n, FLOAT.of[0].rows) * 2 <= FLOAT.programs else FLOAT
 
 
 def linear(x: Tensor, w: Tensor, scale: Tensor | None, bias: Tensor | None, gate: bool = False) -> Tensor:
-    """x[..., K] @ (w[N, K] * scale[N, 1])^T + bias[N], contiguous; gate: silu(its first half) * the second.
+    """x[..., K] @ (w[N, K] * scale[N, 1])^T + bias[N], contiguous. gate: silu(first half) * second half of its columns.
 
     w and scale contiguous; x and a float w of one dtype of HALVES.
     """

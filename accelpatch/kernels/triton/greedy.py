@@ -1,4 +1,4 @@
-"""The highest score's token of a row by several programs, the last of which to finish leaves it; see ../greedy.py."""
+"""Argmax of a row by several programs, the last of which writes the result; see ../greedy.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from accelpatch.kernels.triton import launch
 from accelpatch.kernels.triton.launch import cdiv
 
-BLOCK = 1024  # scores of a program
+BLOCK = 1024  # scores per program
 WARPS = 4
 LEAST: tl.constexpr = tl.constexpr(-(2**31))
 LAST: tl.constexpr = tl.constexpr(2**31 - 1)
@@ -18,10 +18,10 @@ LAST: tl.constexpr = tl.constexpr(2**31 - 1)
 
 @triton.jit
 def _best(scores, ids, vocabulary):  # type: ignore[no-untyped-def]
-    """The highest score of some ids and the lowest id that has it, as a number: the higher, the better."""
+    """The highest of some scores and the lowest id that has it, encoded in one number that orders like the pair."""
     inside = ids < vocabulary
     score = tl.load(scores + ids, mask=inside, other=0.0)
-    # floats ordered as integers are; those past the end come after all
+    # float bits mapped to integers of the same order; those past the end come last
     bits = (score + 0.0).to(tl.int32, bitcast=True)  # no negative zero
     key = tl.where(score != score, LAST, bits ^ ((bits >> 31) & LAST))
     return tl.max((tl.where(inside, key, LEAST).to(tl.int64) << 32) | (LAST - ids), axis=0)

@@ -1,4 +1,4 @@
-"""What the Triton kernels of this package have in common: where they can run, and on which device they are launched."""
+"""Shared by the Triton kernels: where they can run, and how they are launched."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _installed() -> bool:
 
 
 def why_not(device: Device, *dtypes: torch.dtype) -> str | None:
-    """Why no kernel here runs on `device` with floats of these dtypes, or None."""
+    """Why no Triton kernel can run on `device` with floats of these dtypes; None where they can."""
     if device.kind != "cuda":
         return "Triton kernels run on GPUs"
     if not _installed():
@@ -31,30 +31,30 @@ def why_not(device: Device, *dtypes: torch.dtype) -> str | None:
 
 
 def on(tensor: Tensor) -> AbstractContextManager[object]:
-    """Launches within it go to the tensor's device."""
+    """Context manager: launches go to the tensor's device."""
     if not tensor.is_cuda or tensor.device.index == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(tensor.device)
 
 
 def cdiv(a: int, b: int) -> int:
-    """a / b rounded up. Triton's own is one of its functions, and takes microseconds on the host."""
+    """ceil(a / b). Triton's own version costs microseconds on the host."""
     return -(-a // b)
 
 
 def warps(block: int) -> int:
-    """Warps for one row of `block` elements."""
+    """Number of warps for one row of `block` elements."""
     return min(16, max(1, block // 512))
 
 
 @functools.cache
 def processors(device: torch.device) -> int:
-    """Of a GPU; the interpreter, which runs one program after the other, is taken for a small one."""
+    """Number of SMs (AMD: CUs); for the interpreter, which runs programs serially, a small number."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 2
 
 
 def dependent(tensor: Tensor) -> tuple[bool, dict[str, Any]]:
-    """Whether kernels may begin before the one before them ends, and the launch's options for it."""
+    """Whether kernels may use programmatic dependent launch, and the launch options for it."""
     return _dependent(tensor.device)
 
 
@@ -67,6 +67,6 @@ def _dependent(device: torch.device) -> tuple[bool, dict[str, Any]]:
 
 @functools.cache
 def _available() -> bool:
-    from accelpatch.kernels.triton import overlapped
+    from accelpatch.kernels.triton import dependent_launch
 
-    return overlapped.HERE
+    return dependent_launch.HERE

@@ -1,7 +1,7 @@
-"""Rotary embedding of a prompt's q and k, and the way of k and v into the cache; see ../prompt_attention.py.
+"""Rotary embedding of a prompt's q and k, and writing k and v into the cache; see ../prompt_attention.py.
 
-One token's heads, HEADS at a time, by one program. A thread holds both halves of what it turns, so that q is turned in
-place.
+One program handles one token, HEADS heads at a time. A thread holds both halves of what it rotates, so that q can be
+updated in place.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ WARPS = 4
 
 @triton.jit
 def _normed(low, high, weight, columns, inside, half, eps, NORM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Both halves over their root mean square, times weight; rounded where transformers rounds."""
+    """Both halves of a row divided by its root mean square, times weight; rounded where transformers rounds."""
     if NORM:
         kind: tl.constexpr = low.dtype
         first, second = low.to(tl.float32), high.to(tl.float32)
@@ -73,7 +73,7 @@ def _rotate(  # type: ignore[no-untyped-def]
 
 
 def rotate_(qkv: Tensor, positions: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape) -> None:
-    """As the operation; everything contiguous."""
+    """As the operation; all tensors must be contiguous."""
     every = shape.heads + 2 * shape.kv_heads
     norms = (qkv if shape.q_norm is None else shape.q_norm, qkv if shape.k_norm is None else shape.k_norm)
     if qkv.shape[0]:

@@ -1,4 +1,4 @@
-"""RMSNorm of a row by one program, with the residual addition before or after it; see ../rmsnorm.py."""
+"""RMSNorm, one row per program, with the residual addition before or after it; see ../rmsnorm.py."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _launch(
     x: Tensor, residual: Tensor, weight: Tensor, y: Tensor, total: Tensor, eps: float, plus_one: bool, *,
     add: bool = False, after: bool = False,
 ) -> None:  # fmt: skip
-    """total: where the sum before the norm goes, or of the dtype that a norm has before the sum."""
+    """total: receives the sum before the norm; with `after`, only its dtype is used: the norm's before the sum."""
     width = x.shape[-1]
     block, (overlapped, options) = triton.next_power_of_2(width), dependent(x)
     if x.numel():

@@ -1,4 +1,4 @@
-"""Norm and rotary embedding of heads' rows within a kernel, rounded where transformers rounds."""
+"""RMSNorm and rotary embedding of heads inside a kernel, rounded where transformers rounds."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import triton.language as tl
 
 @triton.jit
 def _cos_sin(angle):  # type: ignore[no-untyped-def]
-    """Of float32 radians, without the branches of the library's, which a tile of them would spread over all registers.
+    """cos and sin of float32 radians, without the library's branches, which would need registers for a whole tile.
 
-    Quarter turns are taken off in three parts (Cody and Waite 1980); the polynomials are those of Moshier's Cephes.
+    Range reduction by quarter turns in three parts (Cody and Waite 1980); polynomials of Moshier's Cephes.
     """
     quarters = tl.floor(angle * 0.6366197723675814 + 0.5)
     x = angle - quarters * 1.5703125
@@ -29,7 +29,7 @@ def _cos_sin(angle):  # type: ignore[no-untyped-def]
 def angles(  # type: ignore[no-untyped-def]
     position, here, inv_freq, scaling, columns, ROTARY_DIM: tl.constexpr, kind: tl.constexpr
 ):
-    """Cosine and sine [rows, columns] of the positions that are pointed to, rounded to the activations' dtype."""
+    """Cosine and sine [rows, columns] of the positions at these pointers, rounded to the activations' dtype."""
     frequency = tl.load(inv_freq + columns % (ROTARY_DIM // 2)).to(tl.float32)
     at = tl.load(position, mask=here, other=0).to(tl.float32)
     cos, sin = _cos_sin(at[:, None] * frequency[None, :])
@@ -46,7 +46,7 @@ def _normed(value, factor, weight, kind: tl.constexpr, PLUS_ONE: tl.constexpr): 
 
 @triton.jit
 def pair(x, here, columns, SIZE: tl.constexpr, ROTARY_DIM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Heads' rows at x, and beside each number the one that it is turned with."""
+    """Rows of heads at x, and for each value the one that it is rotated with."""
     others = tl.where(columns < ROTARY_DIM // 2, columns + ROTARY_DIM // 2, columns - ROTARY_DIM // 2)
     others = tl.where(columns < ROTARY_DIM, others, columns)
     both = here[:, None] & (columns < SIZE)[None, :]
@@ -59,7 +59,7 @@ def rotated(  # type: ignore[no-untyped-def]
     value, other, others, columns, cos, sin, weight, eps,
     SIZE: tl.constexpr, ROTARY_DIM: tl.constexpr, NORM: tl.constexpr, PLUS_ONE: tl.constexpr,
 ):  # fmt: skip
-    """Rows of q or k: normalised where NORM, then turned; rounded to their dtype where transformers rounds."""
+    """Rows of q or k, normalised if NORM, with rotary embedding; rounded to their dtype where transformers rounds."""
     kind: tl.constexpr = value.dtype
     if NORM:
         wide, inside = value.to(tl.float32), columns < SIZE

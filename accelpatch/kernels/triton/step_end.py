@@ -1,4 +1,4 @@
-"""Scores by as many programs as there are blocks of them, all else by the first one; see ../step_end.py."""
+"""One program per block of scores; the first one does all else; see ../step_end.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from accelpatch.kernels.triton import launch
 from accelpatch.kernels.triton.launch import cdiv
 
-BLOCK = 1024  # scores of a program
+BLOCK = 1024  # scores per program
 WARPS = 4
 
 

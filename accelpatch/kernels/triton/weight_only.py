@@ -1,8 +1,8 @@
-"""Products of many rows with int8 and 4-bit weights: see ../int8_linear.py, ../tiled_int4_linear.py, ../hip/layout.py.
+"""GEMMs of many rows with int8 and 4-bit weights: see ../int8_linear.py, ../tiled_int4_linear.py, ../hip/layout.py.
 
-Up to some number of rows one kernel turns a block of the weight into x's dtype in registers and multiplies it (rows.py
-has int8's, and how K is cut). For more rows the weight is written out as floats (dequantize.py) and torch's own product
-takes it. Weights are rounded to x's dtype as in the references, but for int8's scale in registers.
+Up to some number of rows a kernel dequantises blocks of the weight in registers (rows.py has int8's kernel, and split
+K). Beyond that the weight is dequantised to memory (dequantize.py) for torch's own GEMM. Weights are rounded to x's
+dtype as in the references, except that int8's scale is applied in registers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ INT4 = Blocks((Block(16, 64, 128, 4, 6), Block(32, 64, 128, 4, 4), Block(64, 128
 
 @triton.jit(do_not_specialize=["steps"])
 def _spread(x, out, k, x_stride, steps):  # type: ignore[no-untyped-def]
-    """x[m, k] as out[m, steps, 8, 16]: value e of word i of a step, 0 behind the row's end."""
+    """Reorder x[m, k] to out[m, steps, 8, 16]: value e of word i of a K step; 0 beyond the end of a row."""
     row, step = tl.program_id(0).to(tl.int64), tl.program_id(1)
     e, word = tl.arange(0, 8), tl.arange(0, 16)
     columns = (step * 128 + 32 * (word % 4) + 8 * (word // 4))[None, :] + e[:, None]
@@ -74,7 +74,7 @@ def int8_linear(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None)
 
 
 def tiled_int4_linear(x: Tensor, *args: object) -> Tensor:
-    """As the operation, of tiles that are not paired; or of both that are, for so many rows that they are `written`."""
+    """As the operation, for tiles that are not interleaved; or for "both" with so many rows that they are `written`."""
     *rest, bias = args
     assert bias is None or isinstance(bias, Tensor)
     w, scale, offset, n, k, group, kind, part = Tiles(*rest)  # type: ignore[arg-type]
@@ -103,7 +103,7 @@ def tiled_int4_linear(x: Tensor, *args: object) -> Tensor:
 
 
 def written_out(tiles: Tiles, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """The product with any number of rows of x by a weight that is written out as floats; made once for many calls."""
+    """A function for the GEMM with any number of rows of x, dequantising to memory; made once for many calls."""
     scale, shape = tiles.scale.contiguous(), places(tiles.k, tiles.group)
     steps, groups, shift = shape.values()
     beside = scale if tiles.offset is None else tiles.offset.contiguous()
@@ -114,12 +114,12 @@ def written_out(tiles: Tiles, bias: Tensor | None) -> Callable[[Tensor], Tensor]
 
 
 def written(m: int) -> bool:
-    """Whether 4-bit weights are written out as floats for m rows of x."""
+    """Whether 4-bit weights are dequantised to memory for m rows of x."""
     return m > INT4.most
 
 
 def _written(x: Tensor, n: int, bias: Tensor | None, floats: Floats, interleaved: bool = False) -> Tensor:
-    """y[..., n] by torch's product with the weight as floats(start, stop, out) writes it."""
+    """y[..., n] by torch's GEMM with the weight that floats(start, stop, out) writes."""
     flat = flat_rows(x)
     y = x.new_empty((flat.shape[0], n))
     if flat.shape[0]:
