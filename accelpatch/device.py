@@ -10,7 +10,7 @@ import os
 import platform
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,88 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-GIB = 1024**3
+KIB, GIB = 1024, 1024**3
+
+
+@dataclass(frozen=True)
+class Arch:
+    """Facts of a GPU architecture; sizes in bytes. Sources: the CUDA programming guide's table of compute capabilities;
+    AMD's ISA guides of CDNA 2 to 4 and RDNA 3.
+
+    wave_size: lanes of a warp or wavefront. waves: the most that an SM or CU holds, on `schedulers` schedulers (SIMDs).
+    shared: shared memory (LDS) of an SM or CU; block_shared: the most for one block. clusters: blocks of a cluster read
+    each other's shared memory. dependent_launch: a kernel can start while the one before it ends. matrix: the matrix
+    unit's instructions. fp8: the form of its 8-bit floats. card, memory, bandwidth (bytes/s): a common card, the
+    smallest where there are several; memory as torch reports it, a little under the label's.
+    """
+
+    name: str
+    vendor: str
+    wave_size: int
+    waves: int
+    schedulers: int
+    shared: int
+    block_shared: int
+    clusters: bool = False
+    dependent_launch: bool = False
+    matrix: str | None = None
+    fp8: str | None = None
+    card: str | None = None
+    memory: int = 0
+    bandwidth: float = 0.0
+
+    @property
+    def number(self) -> int:
+        """90 for sm_90; NVIDIA only."""
+        return int(self.name.removeprefix("sm_"))
+
+
+def _cdna(name: str, lds: int, fp8: str | None, card: str, gib: float, bandwidth: float) -> Arch:
+    return Arch(
+        name, "amd", 64, 32, 4, lds * KIB, lds * KIB, matrix="mfma", fp8=fp8, card=card, memory=int(gib * GIB),
+        bandwidth=bandwidth,
+    )  # fmt: skip
+
+
+def _sm(
+    number: int, waves: int, shared: int, matrix: str, fp8: str | None = None, card: str | None = None,
+    gib: float = 0.0, bandwidth: float = 0.0,
+) -> Arch:  # fmt: skip
+    hopper = number >= 90
+    return Arch(
+        f"sm_{number}", "nvidia", 32, waves, 4, shared * KIB, (shared - 1) * KIB, hopper, hopper, matrix, fp8, card,
+        int(gib * GIB), bandwidth,
+    )  # fmt: skip
+
+
+_ARCHS = (
+    _cdna("gfx90a", 64, None, "AMD Instinct MI210", 63.98, 1.638e12),  # the MI250X too
+    _cdna("gfx942", 64, "e4m3fnuz", "AMD Instinct MI300X", 191.98, 5.3e12),
+    _cdna("gfx950", 160, "e4m3fn", "AMD Instinct MI350X", 287.98, 8e12),
+    Arch("gfx1100", "amd", 32, 32, 2, 64 * KIB, 64 * KIB, matrix="wmma", card="AMD Radeon RX 7900 XTX",
+         memory=int(23.98 * GIB), bandwidth=0.96e12),
+    _sm(75, 32, 64, "mma without bf16"),
+    _sm(80, 64, 164, "mma", None, "NVIDIA A100-SXM4-80GB", 79.15, 2.039e12),
+    _sm(86, 48, 100, "mma"),
+    _sm(87, 48, 164, "mma"),
+    _sm(89, 48, 100, "mma", "e4m3fn", "NVIDIA L40S", 44.42, 0.864e12),
+    _sm(90, 64, 228, "wgmma", "e4m3fn", "NVIDIA H200", 139.72, 4.8e12),
+    _sm(100, 64, 228, "tcgen05", "e4m3fn", "NVIDIA B200", 178.35, 8e12),
+    _sm(103, 64, 228, "tcgen05", "e4m3fn"),
+    _sm(120, 48, 100, "mma", "e4m3fn", "NVIDIA GeForce RTX 5090", 31.36, 1.792e12),
+    _sm(121, 48, 100, "mma", "e4m3fn"),
+)  # fmt: skip
+ARCHS: Mapping[str, Arch] = MappingProxyType({arch.name: arch for arch in _ARCHS})
+
+
+@functools.cache
+def facts_of(arch: str) -> Arch | None:
+    """The facts of a GPU's arch; an NVIDIA arch that is not in ARCHS has those of the nearest older one. Else None."""
+    name = arch.rstrip("a") if arch.startswith("sm_") else arch  # sm_90a: the same chip
+    if name in ARCHS or not name.removeprefix("sm_").isdigit():
+        return ARCHS.get(name)
+    older = [one for one in _ARCHS if one.vendor == "nvidia" and one.number < int(name.removeprefix("sm_"))]
+    return replace(older[-1], name=name, card=None) if older else None
 
 
 @dataclass(frozen=True)
@@ -34,28 +115,17 @@ class Device:
     wave_size: int
     index: int | None = None
 
+    @property
+    def facts(self) -> Arch | None:
+        """What is known of a GPU's arch; None for a CPU and for an unknown arch."""
+        return facts_of(self.arch) if self.kind == "cuda" else None
 
-def _known(vendor: str, arch: str, name: str, gib: float, wave_size: int) -> Device:
-    return Device(kind="cuda", vendor=vendor, arch=arch, name=name, memory=int(gib * GIB), wave_size=wave_size)
 
-
-# One card for each arch: the smallest common one where there are several (gfx90a is the MI250X too).
-# The memory is what torch reports on such a card, a little under the size on the label.
+# One card for each arch of which one is known.
 KNOWN: Mapping[str, Device] = MappingProxyType(
-    {
-        device.arch: device
-        for device in (
-            _known("amd", "gfx90a", "AMD Instinct MI210", 63.98, 64),
-            _known("amd", "gfx942", "AMD Instinct MI300X", 191.98, 64),
-            _known("amd", "gfx950", "AMD Instinct MI350X", 287.98, 64),
-            _known("nvidia", "sm_80", "NVIDIA A100-SXM4-80GB", 79.15, 32),
-            _known("nvidia", "sm_89", "NVIDIA L40S", 44.42, 32),
-            _known("nvidia", "sm_90", "NVIDIA H200", 139.72, 32),
-            _known("nvidia", "sm_100", "NVIDIA B200", 178.35, 32),
-            _known("nvidia", "sm_120", "NVIDIA GeForce RTX 5090", 31.36, 32),
-        )
-    }
-)
+    {arch.name: Device("cuda", arch.vendor, arch.name, arch.card, arch.memory, arch.wave_size)
+     for arch in _ARCHS if arch.card}
+)  # fmt: skip
 
 
 def probe(torch_device: torch.device | str) -> Device:
@@ -84,7 +154,8 @@ def gpu_from_properties(properties: Any, *, hip: bool, index: int | None) -> Dev
     """A Device from what ``torch.cuda.get_device_properties`` returns; ``hip``: torch is a ROCm build."""
     if hip:
         arch = properties.gcnArchName.split(":")[0]  # "gfx942:sramecc+:xnack-": the features do not choose a kernel
-        vendor, wave_size = "amd", 64 if arch.startswith("gfx9") else 32
+        known = facts_of(arch)
+        vendor, wave_size = "amd", known.wave_size if known else 64 if arch.startswith("gfx9") else 32
     else:
         vendor, arch, wave_size = "nvidia", f"sm_{properties.major}{properties.minor}", 32
     return Device("cuda", vendor, arch, properties.name, int(properties.total_memory), wave_size, index)

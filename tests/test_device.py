@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import platform
+import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +15,18 @@ import pytest
 import torch
 
 from accelpatch import device
-from accelpatch.device import GIB, KNOWN, Device, cgroup_limits, compilers, cpu_arch, gpu_from_properties, probe
+from accelpatch.device import (
+    ARCHS,
+    GIB,
+    KNOWN,
+    Device,
+    cgroup_limits,
+    compilers,
+    cpu_arch,
+    facts_of,
+    gpu_from_properties,
+    probe,
+)
 
 
 def _properties(**facts: object) -> SimpleNamespace:
@@ -181,15 +195,16 @@ def test_the_gpu_that_is_here() -> None:
 
 
 def test_known_devices() -> None:
-    assert set(KNOWN) == {"gfx90a", "gfx942", "gfx950", "sm_80", "sm_89", "sm_90", "sm_100", "sm_120"}
+    assert set(KNOWN) == {"gfx90a", "gfx942", "gfx950", "gfx1100", "sm_80", "sm_89", "sm_90", "sm_100", "sm_120"}
     for arch, known in KNOWN.items():
-        vendor, wave_size = ("amd", 64) if arch.startswith("gfx9") else ("nvidia", 32)
+        vendor, wave_size = ("amd" if arch.startswith("gfx") else "nvidia"), 64 if arch.startswith("gfx9") else 32
         assert (known.arch, known.kind, known.vendor, known.wave_size) == (arch, "cuda", vendor, wave_size)
         assert known.index is None
     label = {
         "gfx90a": 64,
         "gfx942": 192,
         "gfx950": 288,
+        "gfx1100": 24,
         "sm_80": 80,
         "sm_89": 48,
         "sm_90": 141,
@@ -199,6 +214,47 @@ def test_known_devices() -> None:
     assert all(0.92 * label[arch] < known.memory / GIB < label[arch] for arch, known in KNOWN.items())
     with pytest.raises(TypeError):
         KNOWN["gfx90a"] = KNOWN["gfx942"]  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("arch", "like"),
+    [("sm_90a", "sm_90"), ("sm_110", "sm_103"), ("sm_130", "sm_121"), ("sm_88", "sm_87"), ("gfx942", "gfx942")],
+)
+def test_facts_of_an_arch(arch: str, like: str) -> None:
+    found, known = facts_of(arch), ARCHS[like]
+    assert found is not None
+    named = {"name": found.name, "card": found.card, "memory": found.memory, "bandwidth": found.bandwidth}
+    assert found == replace(known, **named)  # type: ignore[arg-type]
+    assert found.card in (None, known.card)
+
+
+@pytest.mark.parametrize("arch", ["gfx906", "sm_70", "x86-64-avx2", "", "sm_", "sm_x"])
+def test_archs_of_which_nothing_is_known(arch: str) -> None:
+    assert facts_of(arch) is None
+    assert Device("cuda", "nvidia", arch, "a card", GIB, 32).facts is None
+
+
+def test_a_cpu_has_no_facts_of_a_gpu() -> None:
+    assert probe("cpu").facts is None
+
+
+def test_the_newer_has_what_the_older_had() -> None:
+    for arch in ARCHS.values():
+        if arch.vendor == "nvidia":
+            assert arch.clusters == arch.dependent_launch == (arch.number >= 90)
+            assert arch.block_shared == arch.shared - 1024, "1 KiB of each block is the system's"
+
+
+def test_no_other_file_names_an_arch() -> None:
+    root = Path(device.__file__).parent
+    found = [
+        f"{path.relative_to(root)}:{node.lineno}: {node.value!r}"
+        for path in root.rglob("*.py")
+        if path != Path(device.__file__)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"(sm_|gfx)\w*", node.value)
+    ]
+    assert found == []
 
 
 def _program(path: Path) -> str:

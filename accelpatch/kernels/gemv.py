@@ -75,14 +75,14 @@ def gemm_fits(x: Tensor, w: Tensor) -> bool:
     if not few or not like or w.shape[0] < GEMM_LEAST_ROWS or w.shape[1] % GEMM_STEP:
         return False
     device = probe(x.device)
-    return device.arch.rstrip("a") == "sm_90" and launch.why_not(device, x.dtype) is None
+    return device.facts is not None and device.facts.matrix == "wgmma" and launch.why_not(device, x.dtype) is None
 
 
 def by_gemm(x: Tensor, w: Tensor, bias: Tensor | None = None, gate: bool = False) -> Tensor:
     """The Triton kernel. gate: returns silu(first half of the columns) * second half."""
-    from accelpatch.kernels.triton import rows
+    from accelpatch.kernels.triton import gemm
 
-    return rows.linear(x, w, None, bias, gate)
+    return gemm.linear(x, w, None, bias, gate)
 
 
 @operation("gemv")

@@ -9,33 +9,9 @@ more than it asks for. Source: the CUDA programming guide's table of compute cap
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-KIB = 1024
-
-
-@dataclass(frozen=True)
-class ComputeUnit:
-    """A CU or SM. waves: the most it holds; schedulers: its SIMDs; shared: bytes of LDS or shared memory for blocks."""
-
-    waves: int
-    schedulers: int
-    shared: int
-    wave_size: int
-
-
-_CDNA = ComputeUnit(32, 4, 64 * KIB, 64)
-COMPUTE_UNITS: Mapping[str, ComputeUnit] = {
-    "gfx90a": _CDNA,
-    "gfx942": _CDNA,
-    "gfx950": ComputeUnit(32, 4, 160 * KIB, 64),
-    "sm_80": ComputeUnit(64, 4, 164 * KIB, 32),
-    "sm_89": ComputeUnit(48, 4, 100 * KIB, 32),
-    "sm_90": ComputeUnit(64, 4, 228 * KIB, 32),
-    "sm_100": ComputeUnit(64, 4, 228 * KIB, 32),
-    "sm_120": ComputeUnit(48, 4, 100 * KIB, 32),
-}
+from accelpatch.device import ARCHS, KIB
 
 
 @dataclass(frozen=True)
@@ -58,12 +34,12 @@ class Resources:
 def waves(arch: str, used: Resources, shared: int | None = None) -> int:
     """Waves per SIMD (NVIDIA: warps per scheduler). shared: bytes per block in place of the static ones.
 
-    0 where not even one block fits. Raises KeyError for an arch that is not in PROCESSORS.
+    0 where not even one block fits. Raises KeyError for an arch that is not in `device.ARCHS`.
     """
-    unit = COMPUTE_UNITS[arch]
+    unit = ARCHS[arch]
     block = max(1, -(-used.threads // unit.wave_size))
     room = used.shared if shared is None else shared
-    if arch.startswith("gfx"):
+    if unit.vendor == "amd":
         by_registers = min(8, 512 // max(8, _up(used.registers, 8))) * unit.schedulers
     else:
         each = _up(max(1, used.registers) * unit.wave_size, 256)

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from accelpatch.device import facts_of
 from accelpatch.errors import KernelError
 from accelpatch.kernels.occupancy import Resources
 from accelpatch.kernels.targets import Target, compiler, no_compiler
@@ -68,7 +69,7 @@ def of_target(made: Target) -> list[Resources]:
 def _of_source(made: Target, path: str, source: str, into: Path) -> Mapping[str, Resources]:
     into.mkdir()
     command = [path, *made.flags, *made.sources[source], str(made.home / source)]
-    if made.arch.startswith("gfx"):
+    if (facts := facts_of(made.arch)) is not None and facts.vendor == "amd":
         _run([*command, "--cuda-device-only", "-S", "-o", str(into / "kernels.s")])
         return of_assembly((into / "kernels.s").read_text())
     said = _run([*command, "-cubin", "-Xptxas", "-v", "--keep", "--keep-dir", str(into), "-o", str(into / "cubin")])

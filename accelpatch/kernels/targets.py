@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from accelpatch.device import Device, compilers
+from accelpatch.device import ARCHS, Device, compilers, facts_of
 from accelpatch.errors import KernelError
 
 
@@ -58,8 +58,7 @@ _HIP: Mapping[str, tuple[str, ...]] = {
     "read_limit.hip": (),
 }
 _HIP_FLAGS = ("-std=c++17", "-O3")
-_AMD = ("gfx90a", "gfx942", "gfx950")
-_NVIDIA_FROM = 80  # bf16 matrix products and asynchronous copies
+_MADE_FOR = ("mfma", "mma", "wgmma", "tcgen05")  # matrix instructions, with bf16
 
 
 def target(name: str, device: Device) -> Target:
@@ -77,15 +76,19 @@ def unknown_arch(device: Device) -> str | None:
     """Why the HIP sources cannot be built for a device's arch; None where they can."""
     if device.kind != "cuda":
         return f"it runs on a GPU, not on {device.name}"
-    if device.vendor == "amd":
-        return None if device.arch in _AMD else f"it is made for {', '.join(_AMD)}, not for {device.arch}"
-    number = device.arch.removeprefix("sm_")
-    fits = number.isdigit() and int(number) >= _NVIDIA_FROM
-    return None if fits else f"it is made for sm_{_NVIDIA_FROM} and later, not for {device.arch}"
+    facts = device.facts
+    if facts is not None and facts.matrix in _MADE_FOR:
+        return None
+    made_for = [one.name for one in ARCHS.values() if one.vendor == device.vendor and one.matrix in _MADE_FOR]
+    names = ", ".join(made_for) if device.vendor == "amd" else f"{made_for[0]} and later"
+    unit = "nothing is known of it" if facts is None else f"its matrix instructions are {facts.matrix}"
+    return f"it is made for {names}, not for {device.arch}: {unit}"
 
 
 def _nvidia(arch: str) -> Target:
-    code = f"-gencode=arch=compute_{arch.removeprefix('sm_')},code={arch}"
+    facts = facts_of(arch)
+    assert facts is not None
+    code = f"-gencode=arch=compute_{facts.number},code={facts.name}"
     flags = ("-x", "cu", *_HIP_FLAGS, "-Xcompiler", "-fPIC", code)
     return Target("hip", _HIP, ("nvcc",), flags, ("-shared", code), arch, "NVCC", "install the CUDA toolkit")
 

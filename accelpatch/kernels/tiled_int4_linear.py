@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from accelpatch.device import Device, probe
+from accelpatch.device import KIB, Device, probe
 from accelpatch.kernels import dispatch, int4_linear, int4_tiles, linear
 from accelpatch.kernels.dispatch import Case, Implementation, Kernel, Spec, require
 from accelpatch.kernels.hip import binding
@@ -24,8 +24,7 @@ from accelpatch.kernels.operation import operation
 from accelpatch.kernels.triton import launch
 
 OP = "tiled_int4_linear"
-#: NVIDIA's architectures with clusters, without which a narrow weight has too few blocks, and enough shared memory
-CLUSTERED = range(90, 120)
+GEMM_SHARED = 227 * KIB  # of a block, for 9 to 64 rows
 
 
 def tiles_for(weight: tuple[Tensor, Tensor, Tensor | None], dtype: torch.dtype, device: torch.device) -> Tiles | None:
@@ -127,13 +126,16 @@ def gated_many(x: Tensor, tiles: Tiles, bias: Tensor | None) -> Tensor:
 
 
 def gemm_fits(x: Tensor, tiles: Tiles) -> bool:
-    """Whether one launch serves 9 to 64 rows: on Hopper and later, for groups of 128 or more."""
-    m, device = x.numel() // tiles.k, probe(x.device)
-    if not binding.MAX_GEMV_ROWS < m <= binding.MAX_ROWS or device.vendor != "nvidia":
+    """Whether one launch serves 9 to 64 rows: on Hopper and later, for groups of 128 or more.
+
+    Without clusters a narrow weight has too few blocks.
+    """
+    m, facts = x.numel() // tiles.k, probe(x.device).facts
+    if not binding.MAX_GEMV_ROWS < m <= binding.MAX_ROWS or facts is None:
         return False
     rows = x.reshape(m, tiles.k)
     aligned = tiles.k % 8 == 0 and (rows.stride(1) != 1 or (rows.data_ptr() % 16 == 0 and rows.stride(0) % 8 == 0))
-    return int(device.arch.removeprefix("sm_").rstrip("a")) in CLUSTERED and aligned and tiles.group >= TILE_VALUES
+    return facts.clusters and facts.block_shared >= GEMM_SHARED and aligned and tiles.group >= TILE_VALUES
 
 
 def triton_why_not(spec: Spec, device: Device) -> str | None:

@@ -17,7 +17,6 @@ from accelpatch.quant import fp8
 from accelpatch.replacers.weight_only import HIP, bias_bytes, token_bytes, unfit, weight_of
 
 SCALE = 4  # bytes per scale: float32
-FNUZ = ("gfx942",)  # archs whose matrix units take e4m3fnuz
 
 
 class Fp8WeightOnly(Replacer):
@@ -37,7 +36,7 @@ class Fp8WeightOnly(Replacer):
         reason = dispatch.why_not(spec.op, HIP, spec, device)
         kernel, note = dispatch.choose(spec.op, spec, device), f"{spec.op} not by the HIP kernels: {reason}"
         resident = site.n * (site.k + SCALE) + bias_bytes(site)
-        detail = {"fnuz": device.arch in FNUZ}
+        detail = {"fnuz": device.facts is not None and device.facts.fp8 == "e4m3fnuz"}
         after = token_bytes(site, resident)
         return Choice(kernel, site.token_bytes, after, resident, detail, note if reason else "")
 

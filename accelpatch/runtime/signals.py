@@ -21,7 +21,6 @@ from accelpatch.kernels.hip.binding import K_TILE, SENTINEL, Signal
 from accelpatch.kernels.hip.layout import TILE_ROWS
 from accelpatch.runtime.adapters import Adapted
 
-BEFORE_HOPPER = frozenset({"sm_80", "sm_86", "sm_87", "sm_89"})
 ALIGNED = 8  # 16-bit columns per 16-byte read
 
 
@@ -86,7 +85,7 @@ def consumed_by_down(gate_up: FusedLinear | Adapted, down: FusedLinear | Adapted
 
 def _overlap(device: Device) -> bool:
     """Whether a kernel can start before the one before it has ended (Hopper and later). True for a CPU, for tests."""
-    return device.kind == "cpu" or (device.vendor == "nvidia" and device.arch not in BEFORE_HOPPER)
+    return device.kind == "cpu" or (device.facts is not None and device.facts.dependent_launch)
 
 
 def without_signals(linear: FusedLinear | Adapted) -> FusedLinear | Adapted:

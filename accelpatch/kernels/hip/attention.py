@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accelpatch.device import Device, probe
+from accelpatch.device import KIB, Device, probe
 from accelpatch.kernels import build
 from accelpatch.kernels.attention_shape import AttentionShape
 from accelpatch.kernels.hip import binding
@@ -18,10 +18,6 @@ from accelpatch.kernels.triton.launch import on
 
 ENTRY = "accelpatch_decode_attention"
 QUERIES, KV_SPLIT = 8, 256  # of a block; slots whose results are added up by themselves
-# Columns of a head for which eight tokens of many rows fit in a block's shared memory (163 KiB, 227 KiB; on AMD it is
-# registers that end them), and where a GPU is not named: 99 KiB.
-WIDEST = {"sm_80": 128, "sm_90": 256, "sm_100": 256, "gfx90a": 128, "gfx942": 128, "gfx950": 128}
-WIDEST_ELSEWHERE = 64
 PIECE, PARTIAL_HEAD = 16, 4  # columns of a piece of a split's partial state, and the numbers before them
 ROWS = 256  # most rows of one launch
 LOG2_E = 1.4426950408889634
@@ -48,13 +44,20 @@ class AttentionArgs(ctypes.Structure):
     )
 
 
+def widest(device: Device) -> int:
+    """Columns of the widest head: eight tokens of many rows must fit a block's shared memory; on AMD, its registers."""
+    if device.facts is None or device.vendor == "amd":
+        return 128
+    return next((columns for columns, room in ((256, 227), (128, 163)) if device.facts.block_shared >= room * KIB), 64)
+
+
 def why_not(shape: AttentionShape, dtype: torch.dtype, device: Device) -> str | None:
     """Why the library does not support such a layer; None where it does."""
     if dtype not in binding.DTYPES or shape.inv_freq.dtype != torch.float32:
         return f"it takes bfloat16 or float16, and frequencies in float32, not {dtype} and {shape.inv_freq.dtype}"
-    widest = WIDEST.get(device.arch.removesuffix("a") if device.vendor == "nvidia" else device.arch, WIDEST_ELSEWHERE)
-    if shape.size % 8 or shape.size > widest or shape.heads % shape.kv_heads:
-        takes = f"heads of 8 to {widest} columns, a multiple of 8, on {device.arch}"
+    most = widest(device)
+    if shape.size % 8 or shape.size > most or shape.heads % shape.kv_heads:
+        takes = f"heads of 8 to {most} columns, a multiple of 8, on {device.arch}"
         return f"it takes {takes}, not {shape.heads} on {shape.kv_heads} of {shape.size}"
     return build.why_not("hip", device)
 

@@ -60,9 +60,9 @@ def dependent(tensor: Tensor) -> tuple[bool, dict[str, Any]]:
 
 @functools.cache
 def _dependent(device: torch.device) -> tuple[bool, dict[str, Any]]:
-    arch = probe(device).arch if device.type == "cuda" else ""
-    new = arch.startswith("sm_") and int(arch[3:].rstrip("a")) >= 90
-    return (True, {"launch_pdl": True}) if new and _available() else (False, {})
+    facts = probe(device).facts
+    overlap = facts is not None and facts.dependent_launch and _available()
+    return (True, {"launch_pdl": True}) if overlap else (False, {})
 
 
 @functools.cache

@@ -12,8 +12,9 @@ import pytest
 from accelpatch.device import KNOWN, Device, probe
 from accelpatch.errors import KernelError
 from accelpatch.kernels import build
-from accelpatch.kernels.targets import compiler, target
+from accelpatch.kernels.targets import compiler, target, unknown_arch
 
+BUILT = [arch for arch, device in KNOWN.items() if unknown_arch(device) is None]
 HERE = dataclasses.replace(KNOWN["sm_90"], index=0)
 SYMBOLS = (
     "accelpatch_gemv",
@@ -35,7 +36,7 @@ def _afresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "_failed", {})
 
 
-@pytest.mark.parametrize("arch", KNOWN)
+@pytest.mark.parametrize("arch", BUILT)
 def test_every_known_arch_has_a_library_of_its_own(arch: str) -> None:
     made = target("hip", KNOWN[arch])
     assert made.arch == arch
@@ -45,8 +46,7 @@ def test_every_known_arch_has_a_library_of_its_own(arch: str) -> None:
 
 
 def test_archs_and_compilers_have_keys_of_their_own() -> None:
-    keys = {build.digest(target("hip", KNOWN[arch])) for arch in KNOWN}
-    assert len(keys) == len(KNOWN)
+    assert len({build.digest(target("hip", KNOWN[arch])) for arch in BUILT}) == len(BUILT) == 8
 
 
 @pytest.mark.parametrize(
