@@ -1,9 +1,8 @@
 """The decode step of a patched Llama-like model in five kernel launches per layer, read off its replaced modules.
 
 The launches: norm, q, k and v; rotary embedding, cache write and attention; o and residual; norm, gate, up and
-activation; down and residual. Norms after attention and MLP (Gemma), with the residual, are one more launch each, and
-so is a gate other than silu. The last norm is part of the head's launch. If a model's modules may compute anything
-else, `CannotFuse` is raised, and the captured step then runs the modules.
+activation; down and residual. Norms after attention and MLP, with the residual, are one more launch each, and so is a
+gate other than silu. The last norm is part of the head's launch. Raises `CannotFuse` where modules compute more.
 """
 
 from __future__ import annotations
