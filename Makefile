@@ -6,19 +6,19 @@ PYTHON ?= python3
 TORCH ?= $(or $(shell cat .venv/torch 2>/dev/null),pinned)
 RECIPE ?= int8
 PROMPT ?= What is the capital of France?
-PYTEST ?= -n 2 --dist loadfile
+PYTEST ?= -n 2 --dist loadfile --no-loadscope-reorder
 MARKED ?= not nightly
 # The lower end of the range in pyproject.toml.
 OLDEST := transformers==5.10.1
 # HIP and Triton kernels compiled for AMD; then the numbers of the Triton ones, through Triton's interpreter.
 GATE := .venv/bin/python scripts/amd_gate.py --wheels .venv/gate \
 	&& PYTHONPATH=.venv/gate .venv/bin/python -W ignore scripts/triton_gate.py \
-	&& PYTHONPATH=.venv/gate TRITON_INTERPRET=1 .venv/bin/python -m pytest -q -n 0 \
+	&& PYTHONPATH=.venv/gate TRITON_INTERPRET=1 .venv/bin/python -m pytest -q -n 2 -m "$(MARKED)" \
 		tests/kernels/test_triton.py tests/kernels/test_decode_attention.py \
 		tests/kernels/test_prompt_attention.py tests/kernels/test_weight_only_rows.py tests/kernels/test_greedy.py \
 		tests/kernels/test_step_end.py
 
-.PHONY: help run test test-all lint bench gate force
+.PHONY: help run test test-all lint bench gate smoke force
 
 help:
 	@echo 'make run     load the default model, patch it with a recipe, answer a prompt   [RECIPE=int8 PROMPT="..."]'
@@ -47,9 +47,13 @@ gate: .venv/ready
 	elif [ "$$CI" = true ]; then echo 'gate: not run, and CI=true makes that a failure' >&2; exit 1; \
 	else echo 'gate: SKIPPED, the kernels for AMD were not compiled'; fi
 
-test: export OMP_NUM_THREADS = 1
-test: lint gate .venv-oldest/ready
+smoke: .venv-oldest/ready
 	.venv-oldest/bin/python -m pytest -q -m smoke
+
+# Side by side, since each leaves cores idle for a while; what a stage says comes in one piece, when it ends.
+test: export OMP_NUM_THREADS = 1
+test: .venv/ready
+	@+$(MAKE) --no-print-directory -j 2 --output-sync=target MARKED="$(MARKED)" gate lint smoke
 	.venv/bin/python -m pytest -m "$(MARKED)" $(PYTEST)
 
 test-all: MARKED =

@@ -11,6 +11,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from accelpatch.models import load
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests come first, so that no process is left with one of them at the end."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     """The folder of the embedded default model; downloaded and converted once per machine, in the user's cache."""

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import Result
 
 from .conftest import Cli, Shell, environment
 
@@ -118,12 +119,21 @@ def test_usage_errors(cli: Cli, arguments: list[str]) -> None:
         pytest.param(["plan", "smolm2-135m"], "smollm2-135m", id="plan: misspelt model"),
         pytest.param(["plan", "gpt2", "--arch", "gfx000"], "gfx942", id="plan: no such arch"),
         pytest.param(["run", "--device", "cuda:99"], "cuda:99", id="device is not here"),
-        pytest.param(["exec", "-m", "no_such.module"], "no_such", id="exec: no such module"),
     ],
 )
-def test_failures_are_one_line(shell: Shell, arguments: list[str], words: str) -> None:
-    result = shell(*arguments)
+def test_failures_are_one_line(cli: Cli, arguments: list[str], words: str) -> None:
+    result = cli(*arguments)
+    assert result.exit_code == 1
+    assert_one_line(result, words)
+
+
+def test_a_failure_of_a_process_is_one_line(shell: Shell) -> None:
+    result = shell("exec", "-m", "no_such.module")
     assert result.returncode == 1
+    assert_one_line(result, "no_such")
+
+
+def assert_one_line(result: Result | subprocess.CompletedProcess[str], words: str) -> None:
     errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1, result.stderr
     assert words in result.stderr

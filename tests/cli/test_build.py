@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from accelpatch.device import KNOWN, probe
-from accelpatch.kernels import build
+from accelpatch.kernels import build, targets
 from accelpatch.kernels.targets import compiler, target
 
 from .conftest import Cli
@@ -45,9 +45,16 @@ def test_a_folder_that_cannot_be_made(cli: Cli) -> None:
     assert "choose another folder" in result.stderr
 
 
+ALL = tuple(targets._HIP)
+
+
 @needs_nvcc
 @pytest.mark.slow
-def test_another_machine_with_a_report(cli: Cli, tmp_path: Path) -> None:
+@pytest.mark.parametrize("sources", [ALL[:1], pytest.param(ALL, marks=pytest.mark.nightly)], ids=["one", "all"])
+def test_another_machine_with_a_report(
+    sources: tuple[str, ...], cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(targets, "_HIP", dict.fromkeys(sources, ()))
     [built] = json.loads(cli("build", "--arch", "sm_90", "--out", str(tmp_path), "--report", "--json").stdout)
     assert (tmp_path / "hip-sm_90" / build.LIBRARY).is_file()
     plain = next(kernel for kernel in built["kernels"] if "Plain, Bf16" in kernel["kernel"])

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from accelpatch.kernels import greedy
 from tests.interpreted import DEVICE, HERE, here, interpret, needs_triton
+from tests.support.spread import spread
 
 
 @needs_triton
@@ -35,13 +36,16 @@ def scores_of(kind: str, rows: int, vocabulary: int) -> Tensor:
     return scores.to(DEVICE)
 
 
+SIZES = [(1, 32000), (3, 49152), (2, 7), (1, 1025), (2, 262144), (8, 1000)]  # rows, vocabulary
+KINDS = ["random", "ties", "zeros", "nan", "last", "none", "low"]
+
+
 @here
-@pytest.mark.parametrize("ending", [False, True], ids=["endless", "ends"])
-@pytest.mark.parametrize("rows, vocabulary", [(1, 32000), (3, 49152), (2, 7), (1, 1025), (2, 262144), (8, 1000)])
-@pytest.mark.parametrize("kind", ["random", "ties", "zeros", "nan", "last", "none", "low"])
-def test_the_same_as_torch(kind: str, rows: int, vocabulary: int, ending: bool) -> None:
+@spread("kind, size, ending", KINDS, SIZES, {"endless": False, "ends": True})
+def test_the_same_as_torch(kind: str, size: tuple[int, int], ending: bool) -> None:
     from accelpatch.kernels.triton import greedy as kernel
 
+    rows, vocabulary = size
     scores = scores_of(kind, rows, vocabulary)
     ends = torch.zeros(vocabulary + 1, dtype=torch.bool, device=DEVICE)
     ends[scores[0].argmax()] = True

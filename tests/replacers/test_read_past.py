@@ -20,6 +20,7 @@ from tests.families.simulated import simulated
 from tests.families.tiny import CAUSAL, full_batch, padded_batch
 from tests.runtime.steps import logits as steps
 from tests.runtime.steps import stock
+from tests.support.spread import spread
 
 RECIPES = ("exact", "int8", "int4")
 NEW = 6
@@ -88,9 +89,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("moment", ["before", "after"])
-@pytest.mark.parametrize("change", CHANGES)
-@recipes
+@spread("change, moment, recipe", [*CHANGES], ["before", "after"], RECIPES)
 def test_a_change_inside_a_layer_is_used(recipe: str, change: str, moment: str, machine: str) -> None:
     """In prompts and in steps, whether it came before the first generate() or after."""
     model = CAUSAL["llama"].make()

@@ -28,6 +28,7 @@ from tests.runtime.drafting import (
     stock,
 )  # fmt: skip
 from tests.runtime.streaming import AtLength, Calling, Every
+from tests.support.spread import spread
 
 DEVICE: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -62,8 +63,7 @@ def prompts(plain: Any) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize("rules", RULES)
-@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3"])
+@spread("name, rules", ["llama", "mistral", "qwen2", "qwen3"], [*RULES])
 def test_the_bits_without_it_in_fewer_steps(name: str, rules: str) -> None:
     drafting, plain = pair(name, rules)
     for ids in prompts(plain).values():
@@ -135,8 +135,7 @@ def test_max_length_at_each_place(new: int, monkeypatch: pytest.MonkeyPatch) -> 
         assert_same(generate(drafting, row(), max_new_tokens=new, **options), due)
 
 
-@pytest.mark.parametrize("limit", ["", ", max_length: 64"], ids=["growing", "to-its-end"])
-@pytest.mark.parametrize("way", ["greedy", "sampling", "repetition"])
+@spread("way, limit", ["greedy", "sampling", "repetition"], {"growing": "", "to-its-end": ", max_length: 64"})
 def test_the_end_of_the_cache(limit: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(captured_cache, "SMALLEST", 4)
     drafting, plain = pair("qwen3", more=limit)

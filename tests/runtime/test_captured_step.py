@@ -24,6 +24,7 @@ from accelpatch.runtime.fused_prompt import FUSED_PROMPT
 from accelpatch.runtime.patched_model import RUNTIME
 from tests.families.tiny import CAUSAL, full_batch, padded_batch
 from tests.runtime.streaming import AtLength, Calling, Every
+from tests.support.spread import spread
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
 WAYS: dict[str, dict[str, Any]] = {
@@ -114,9 +115,7 @@ def test_under_another_default_dtype(dtype: torch.dtype) -> None:
     assert list(paths(model)) == [CAPTURED]
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("batch", [full_batch, padded_batch], ids=["one-length", "left-padding"])
-@pytest.mark.parametrize("recipe", ["int8", "int4"])
+@spread("way, batch, recipe", [*WAYS], {"one-length": full_batch, "left-padding": padded_batch}, ["int8", "int4"])
 def test_the_tokens_of_the_stock_loop(way: str, batch: Any, recipe: str) -> None:
     model = patched("llama", recipe)
     for _ in range(2):  # the second call finds everything captured

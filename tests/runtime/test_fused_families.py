@@ -23,6 +23,7 @@ from accelpatch.runtime.fused_layer import FUSED, fused_model
 from accelpatch.runtime.patched_model import RUNTIME
 from tests.families.tiny import CAUSAL, full_batch, padded_batch
 from tests.runtime.steps import assert_like_the_stock_loop
+from tests.support.spread import spread
 
 ROWS = "extends: {}\nrules:\n  - name: linear\n    replace: {}\n    options: {}\n"
 RECIPES: dict[str, Any] = {
@@ -65,8 +66,7 @@ def of_length(length: int) -> Callable[[], dict[str, Tensor]]:
     return lambda: full_batch(length)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("form", FORMS)
+@spread("form, recipe", [*FORMS], [*RECIPES])
 def test_logits_of_64_steps_with_padding(form: str, recipe: str) -> None:
     model = patched(form, recipe)
     assert_like_the_stock_loop(model, padded_batch())

@@ -18,6 +18,7 @@ from accelpatch.runtime.fused_forward import FORWARD
 from tests.families.tiny import CAUSAL, full_batch, padded_batch
 from tests.runtime.steps import stock
 from tests.runtime.test_fused_layer import RECIPES, _as_on_a_gpu, patched, paths  # noqa: F401
+from tests.support.spread import spread
 
 NAMES = ("llama", "mistral", "qwen2", "qwen3", "phi3")
 CAPPED = ("gemma2", "gemma3")  # whose attention is not the fused prompt's
@@ -96,9 +97,7 @@ def assert_close(found: Any, due: Any) -> None:
         assert (mine - its).norm() <= 1e-5 * its.norm()
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("name", NAMES)
+@spread("name, call, recipe", NAMES, [*CALLS], [*RECIPES])
 @torch.no_grad()
 def test_what_the_modules_give(name: str, call: str, recipe: str) -> None:
     model = patched(name, recipe)

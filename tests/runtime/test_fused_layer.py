@@ -27,6 +27,7 @@ from accelpatch.runtime.fused_layer import FUSED, fused_model
 from accelpatch.runtime.fused_prompt import FUSED_PROMPT
 from accelpatch.runtime.patched_model import RUNTIME
 from tests.families.tiny import CAUSAL, full_batch, padded_batch
+from tests.support.spread import spread
 
 NAMES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3")
 OPTIONS: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
@@ -70,8 +71,7 @@ def assert_tokens_of_the_stock_loop(model: Any, batch: dict[str, Tensor]) -> Non
     assert torch.equal(model.generate(**batch, **OPTIONS), plain.generate(**batch, **OPTIONS))
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("name", NAMES)
+@spread("name, recipe", NAMES, [*RECIPES])
 def test_tokens_and_the_way_back(name: str, recipe: str) -> None:
     model = patched(name, recipe)
     original = {key: value.clone() for key, value in CAUSAL[name].make().state_dict().items()}
@@ -240,8 +240,7 @@ def test_many_rows_run_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     assert paths(model) == {CAPTURED: 11, MODULES + "65 rows": 11}
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("name", NAMES)
+@spread("name, recipe", NAMES, [*RECIPES])
 def test_more_rows_than_one_launch_reads(name: str, recipe: str) -> None:
     model = patched(name, recipe)
     ids = torch.randint(2, 100, (9, 5), generator=torch.Generator().manual_seed(1))

@@ -22,6 +22,7 @@ from accelpatch.runtime.native_step import NATIVE
 from accelpatch.runtime.patched_model import RUNTIME
 from tests.families.simulated import assert_float_rule, simulated
 from tests.families.tiny import CAUSAL, full_batch, padded_batch
+from tests.support.spread import spread
 
 reason = build.why_not("cpu", probe("cpu"))
 pytestmark = pytest.mark.skipif(reason is not None, reason=f"no native library: {reason}")
@@ -67,8 +68,7 @@ def decode_alone(model: nn.Module, batch: dict[str, Tensor], steps: int) -> Tens
     return torch.cat(rows)
 
 
-@pytest.mark.parametrize("recipe", ["int8", "int4", "exact"])
-@pytest.mark.parametrize("name", STEPPING)
+@spread("name, recipe", STEPPING, ["int8", "int4", "exact"])
 def test_logits_of_64_steps(name: str, recipe: str) -> None:
     original, batch = CAUSAL[name].make(), padded_batch()
     plan = accelpatch.plan(original, recipe)

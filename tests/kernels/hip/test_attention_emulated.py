@@ -23,8 +23,10 @@ from tests.interpreted import DEVICE
 from tests.kernels.hip.simt_emulator import COMPILER, brought_by, compiled
 from tests.kernels.test_decode_attention import CASES, SAME, assert_float_rule, assert_the_same_bits
 from tests.parity import bits
+from tests.support.spread import spread
 
 pytestmark = [
+    pytest.mark.slow,  # its compilations
     pytest.mark.skipif(COMPILER is None, reason="needs g++"),
     pytest.mark.skipif(
         DEVICE.type != "cpu", reason="its tensors lie on the CPU; test_attention_on_gpu.py is for a GPU"
@@ -133,16 +135,14 @@ def _fits(vendor: str, case: Step) -> None:
         pytest.skip("as for Hopper but for where copies begin, whatever the size")
 
 
-@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
-@pytest.mark.parametrize("case", (CASES | LONG).values(), ids=CASES | LONG)
+@spread("case, order", CASES | LONG, ORDERS)
 def test_float_rule(case: Step, order: tuple[int, int], vendor: str, library: ctypes.CDLL) -> None:
     _fits(vendor, case)
     library.set_emulator(5, *order)
     assert_float_rule(_op(library), case, torch.float16 if order[0] else torch.bfloat16)
 
 
-@pytest.mark.parametrize("processors", [1, 8])
-@pytest.mark.parametrize("case", (SAME | LONG).values(), ids=SAME | LONG)
+@spread("case, processors", SAME | LONG, [1, 8])
 def test_a_token_gets_the_bits_that_it_gets_alone(
     case: Step, processors: int, vendor: str, library: ctypes.CDLL
 ) -> None:

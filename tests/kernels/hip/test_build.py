@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from accelpatch.kernels.targets import compiler, target, unknown_arch
 
 BUILT = [arch for arch, device in KNOWN.items() if unknown_arch(device) is None]
 HERE = dataclasses.replace(KNOWN["sm_90"], index=0)
+needs_nvcc = pytest.mark.skipif(compiler(target("hip", HERE)) is None, reason="needs nvcc")
 SYMBOLS = (
     "accelpatch_gemv",
     "accelpatch_gemv_int8",
@@ -101,7 +103,20 @@ def test_a_folder_of_libraries_without_this_one(monkeypatch: pytest.MonkeyPatch,
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(compiler(target("hip", HERE)) is None, reason="needs nvcc")
+@needs_nvcc
+@pytest.mark.parametrize("source", target("hip", HERE).sources)
+def test_nvcc_reads_every_source(source: str, tmp_path: Path) -> None:
+    """Its front end alone, which instantiates every kernel."""
+    made = target("hip", HERE)
+    command = [str(compiler(made)), *made.flags, "-fdevice-syntax-only", "-c", source, "-o", str(tmp_path / "object")]
+    done = subprocess.run(command, cwd=made.home, capture_output=True, text=True, timeout=300, check=False)
+    if "Unknown option" in done.stderr:
+        pytest.skip("this nvcc cannot check syntax alone")
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.slow
+@needs_nvcc
 @pytest.mark.nightly
 def test_nvcc_builds_one_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     folder = build.export("hip", KNOWN["sm_90"], tmp_path)

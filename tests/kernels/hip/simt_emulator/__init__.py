@@ -7,8 +7,9 @@ import fcntl
 import os
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -18,22 +19,43 @@ from accelpatch.kernels.hip import binding
 COMPILER = shutil.which("g++")
 EMULATOR, KERNELS = Path(__file__).parent, Path(binding.__file__).parent
 AMD = ("gfx90a", "gfx942")
-LIBRARY = "simt_emulator.so"
+RUN_LONG = ("run.cpp", "decode_attention.hip")  # products take longer to compile than to run
 
 
 def compiled(form: str, sources: Sequence[str], name: str, factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """The library of `sources` in NVIDIA's form, that of before Hopper (ampere) or an AMD architecture's.
 
-    Made once for all processes of a run.
+    Each source of a form is compiled once for all libraries and processes of a run.
     """
     root = factory.getbasetemp()
     root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
-    folder = root / f"{name}-{form}"
-    with Path(f"{folder}.lock").open("w") as lock:
+    folder = root / f"emulated-{form}"
+    # a fortified longjmp() takes another emulated thread's stack for a mistake
+    command = [str(COMPILER), "-std=c++20", "-U_FORTIFY_SOURCE", "-w", "-fPIC", "-I.", f"-D__{form}__"]
+
+    def built(output: str, *inputs: str) -> str:
+        with _once(folder / output) as missing:
+            if missing:
+                subprocess.run([*command, *inputs, "-o", output], cwd=folder, check=True, timeout=400)
+        return output
+
+    def object_of(source: str) -> str:
+        return built(f"{source}.o", "-O2" if source in RUN_LONG else "-O1", "-x", "c++", "-c", source)
+
+    with _once(folder) as missing:
+        if missing:
+            _copy_sources(form, folder)
+    with ThreadPoolExecutor(2) as threads:
+        objects = list(threads.map(object_of, ("run.cpp", *sources)))
+    return ctypes.CDLL(str(folder / built(f"{name}.so", "-shared", *objects)))
+
+
+@contextmanager
+def _once(path: Path) -> Iterator[bool]:
+    """Whether `path` is to be made now; others that want it wait."""
+    with Path(f"{path}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (folder / LIBRARY).exists():
-            _compile(form, sources, folder)
-    return ctypes.CDLL(str(folder / LIBRARY))
+        yield not path.exists()
 
 
 class _Brought(ctypes.Structure):
@@ -46,19 +68,9 @@ def brought_by(library: ctypes.CDLL) -> list[tuple[int, int]]:
     return sorted((one.at, one.bytes) for one in found[: library.take_brought(found, 1000)])
 
 
-def _compile(form: str, sources: Sequence[str], folder: Path) -> None:
+def _copy_sources(form: str, folder: Path) -> None:
     shutil.copytree(KERNELS, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
     for one in EMULATOR.iterdir():
         if one.suffix in (".h", ".cpp"):
             shutil.copy(one, folder)
     shutil.copy(EMULATOR / ("amd.h" if form in AMD else "nvidia.h"), folder / "nvidia.h")
-    # a fortified longjmp() takes another emulated thread's stack for a mistake
-    command = [str(COMPILER), "-std=c++20", "-O2", "-U_FORTIFY_SOURCE", "-w", "-fPIC", "-I.", f"-D__{form}__"]
-
-    def made(source: str) -> str:
-        subprocess.run([*command, "-x", "c++", "-c", source, "-o", f"{source}.o"], cwd=folder, check=True, timeout=400)
-        return f"{source}.o"
-
-    with ThreadPoolExecutor(2) as threads:
-        objects = list(threads.map(made, ("run.cpp", *sources)))
-    subprocess.run([*command, "-shared", *objects, "-o", LIBRARY], cwd=folder, check=True, timeout=200)
