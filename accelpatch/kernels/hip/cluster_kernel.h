@@ -9,82 +9,12 @@
 // sends to it adds up one for which that warp has sent: so a box is empty when it is sent to again. A block may end as
 // soon as its warps have: whatever is sent to it, one of them waits for.
 #pragma once
+#include "cluster_output.h"
 #include "cluster_stage.h"
 #include "gemv_kernel.h"
 
 constexpr int DSMEM_SLOT_BYTES = WARP_SIZE * 16;
 constexpr int MBARRIERS = WARPS + 1;  // one a warp, one for norms
-
-// What a lane needs to finish its four sums, rows r and r + 8 of two tokens each; as bits, which nothing waits for yet.
-// A residual comes, and y goes, as pairs of columns of a token.
-template <class F, class T> struct ClusterOutput {
-    const GemvArgs& a;
-    const bool pairs_aligned;  // pairs are aligned, and none is half outside
-    float scale[2] = {1.f, 1.f};
-    uint32_t bias[2] = {0, 0}, residual[2] = {0, 0};
-    // A lane's pairs of y: the first column, of token lane / 4, and where the tile's columns end.
-    struct Pairs {
-        int column, columns;
-        DEVICE Pairs(const GemvArgs& a, int tile) {
-            const bool gate = a.activation == ACT_SILU_GATE;
-            column = tile * (gate ? 8 : 16) + 2 * (lane_id() & 3),
-            columns = gate ? min(int(a.n / 2), tile * 8 + 8) : int(a.n);
-            if ((lane_id() >> 2) >= int(a.m)) columns = 0;
-        }
-        DEVICE bool there(int h, int of_pair) const { return column + 8 * h + of_pair < columns; }
-    };
-    DEVICE ClusterOutput(const GemvArgs& a, const GemvPlan& plan) : a(a), pairs_aligned(plan.y_pairs) {}
-    // Asks for what a tile needs.
-    DEVICE void begin(int tile) {
-        const bool gate = a.activation == ACT_SILU_GATE;
-        const int rows = int(gate ? a.n / 2 : a.n);
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            const int row =
-                min(tile * (gate ? 8 : 16) + (lane_id() >> 2) + (gate ? 0 : 8 * h), rows - 1) + (gate ? h * rows : 0);
-            if (F::GROUPS == 0 && a.scale) scale[h] = static_cast<const float*>(a.scale)[row];
-            if (a.bias) bias[h] = Output<F, T>::bits(a.bias, row);
-        }
-        if (!a.residual) return;
-        const Pairs pairs(a, tile);
-        const uint16_t* from =
-            static_cast<const uint16_t*>(a.residual) + (lane_id() >> 2) * a.residual_stride + pairs.column;
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            if (pairs.there(h, 0) && pairs_aligned) residual[h] = load_activation4(from + 8 * h);
-            else if (pairs.there(h, 0))
-                residual[h] = load_activation2(from + 8 * h) |
-                              (pairs.there(h, 1) ? load_activation2(from + 8 * h + 1) << 16 : 0u);
-        }
-    }
-    DEVICE void store(int tile, const float* sum) const {
-        float v[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) v[i] = sum[i] * scale[i / 2] + T::up(bias[i / 2]);
-        if (a.activation == ACT_SILU_GATE) {
-#pragma unroll
-            for (int i = 0; i < 2; ++i) v[i] = silu(v[i]) * v[i + 2];
-        }
-        const Pairs pairs(a, tile);
-        uint16_t* to = static_cast<uint16_t*>(a.y) + (lane_id() >> 2) * a.y_stride + pairs.column;
-        uint32_t pair[2];  // by all lanes, before any of them stores
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            const uint32_t more = transposed(residual[h]);
-            pair[h] = transposed(T::down_pair(v[2 * h] + T::up(more & 0xffffu), v[2 * h + 1] + T::up_high(more)));
-        }
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            if (!pairs.there(h, 0)) continue;
-            if (pairs_aligned) {
-                *reinterpret_cast<uint32_t*>(to + 8 * h) = pair[h];
-            } else {
-                to[8 * h] = static_cast<uint16_t>(pair[h]);
-                if (pairs.there(h, 1)) to[8 * h + 1] = static_cast<uint16_t>(pair[h] >> 16);
-            }
-        }
-    }
-};
 
 // As sweep(); activations of the warp's stages lie `hop` steps apart, from `at` on.
 template <bool BF16_SCALES, class FLOW, class SUMS>
@@ -134,6 +64,58 @@ DEVICE void mend(const GemvArgs& a, const GemvPlan& plan, const NORMS& norms, in
     for (int i = 0; i < 4; ++i) sum[i] = scratch[i];
 }
 
+// Where things lie in shared memory, worked out anew each time: registers are dearer.
+struct ClusterMemory {
+    const GemvPlan& plan;
+    DEVICE char* at(int place) const {
+        extern __shared__ __align__(128) char shared[];
+        compute_here(place);
+        return shared + place;
+    }
+    DEVICE Mbarrier* mbarriers() const { return reinterpret_cast<Mbarrier*>(at(plan.mbarriers_at)); }
+    DEVICE char* dsmem_slots() const { return at(plan.partial_at) + lane_id() * 16; }
+};
+
+// Adds up the tile of the round that is pending: this warp's own sums, and those that the others have sent it.
+template <class F, class T, class STAGER> struct TileAdder {
+    int& pending;
+    const int &round_tiles, &own_tile;
+    const ClusterMemory& memory;
+    const int &warp, &WK;
+    const GemvPlan& plan;
+    const int& wk;
+    const float (&own)[4];
+    const GemvArgs& a;
+    const STAGER& stager;
+    const ClusterOutput<F, T>& output;
+    bool& urgent;
+    DEVICE void operator()() const {
+        const int tile = pending * round_tiles + own_tile;
+        char* mine = memory.dsmem_slots() + warp * (WK - 1) * DSMEM_SLOT_BYTES;
+        const int added = pending >> plan.warps_shift;  // tiles, by this warp
+        receive(memory.mbarriers()[warp], lane_id() == 0, (WK - 1) * DSMEM_SLOT_BYTES, added & 1);
+        float sum[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll 1
+        for (int begin = 0; begin < WK; begin += 4) {
+            float v[4][4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j)
+                load_floats<4>(v[j], reinterpret_cast<const float*>(
+                                         mine + min(begin + j - (begin + j > wk), WK - 2) * DSMEM_SLOT_BYTES));
+#pragma unroll
+            for (int j = 0; j < 4; ++j)
+                for (int i = 0; i < 4; ++i) sum[i] += begin + j == wk ? own[i] : v[j][i];
+        }
+        if constexpr (STAGER::BOUNDED) mend<F>(a, plan, stager, tile, sum, reinterpret_cast<float*>(mine));
+        output.store(tile, sum);
+        pending = -1, urgent = false;
+        if (tile >= plan.signalled || tile + WK * round_tiles < plan.signalled)
+            return;  // or it adds up another one first
+        warp_sync();
+        if (lane_id() == 0) signal_add<true>(a.producer, (added + 1) * (a.activation == ACT_SILU_GATE ? 8 : 16));
+    }
+};
+
 template <class F, class T, int DEPTH>
 __global__ void __launch_bounds__(THREADS, BLOCKS_RESIDENT) gemv_cluster_kernel(const GemvArgs a, const GemvPlan plan) {
     if constexpr (CLUSTERS_HERE) {
@@ -153,17 +135,11 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_RESIDENT) gemv_cluster_kernel(
         const int first_tile = F::TILED ? cluster * (WARPS >> wb_shift) : cluster,
                   own_tile = first_tile + wn * (F::TILED ? 1 : clusters);
         grid_release();
-        // Where things lie is worked out anew each time: registers are dearer.
-        const auto at = [&](int place) ALWAYS_INLINE {
-            compute_here(place);
-            return shared + place;
-        };
-        const auto mbarriers = [&]() ALWAYS_INLINE { return reinterpret_cast<Mbarrier*>(at(plan.mbarriers_at)); };
-        const auto dsmem_slots = [&]() ALWAYS_INLINE { return at(plan.partial_at) + lane_id() * 16; };
-        if (threadIdx.x < MBARRIERS) init_mbarrier(mbarriers()[threadIdx.x]);
+        const ClusterMemory memory{plan};
+        if (threadIdx.x < MBARRIERS) init_mbarrier(memory.mbarriers()[threadIdx.x]);
         cluster_arrive();
         Flow stream(a, plan, wk, own_tile, shared + plan.stages_at + warp * DEPTH * Flow::STAGE_BYTES + lane_id() * 16);
-        const Part<F> part(plan, rank, mbarriers() + WARPS);
+        const Part<F> part(plan, rank, memory.mbarriers() + WARPS);
         Stager stager(a, plan, shared, part);
         cluster_wait();
         const typename Sums::Place place(a, plan, shared);
@@ -173,31 +149,8 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_RESIDENT) gemv_cluster_kernel(
         bool urgent = false;  // at once, since the next kernel waits for its columns
         float own[4];         // its own sums of it
         ClusterOutput<F, T> output(a, plan);
-        const auto add_up = [&]() ALWAYS_INLINE {
-            const int tile = pending * round_tiles + own_tile;
-            char* mine = dsmem_slots() + warp * (WK - 1) * DSMEM_SLOT_BYTES;
-            const int added = pending >> plan.warps_shift;  // tiles, by this warp
-            receive(mbarriers()[warp], lane_id() == 0, (WK - 1) * DSMEM_SLOT_BYTES, added & 1);
-            float sum[4] = {0.f, 0.f, 0.f, 0.f};
-#pragma unroll 1
-            for (int begin = 0; begin < WK; begin += 4) {
-                float v[4][4];
-#pragma unroll
-                for (int j = 0; j < 4; ++j)
-                    load_floats<4>(v[j], reinterpret_cast<const float*>(
-                                             mine + min(begin + j - (begin + j > wk), WK - 2) * DSMEM_SLOT_BYTES));
-#pragma unroll
-                for (int j = 0; j < 4; ++j)
-                    for (int i = 0; i < 4; ++i) sum[i] += begin + j == wk ? own[i] : v[j][i];
-            }
-            if constexpr (Stager::BOUNDED) mend<F>(a, plan, stager, tile, sum, reinterpret_cast<float*>(mine));
-            output.store(tile, sum);
-            pending = -1, urgent = false;
-            if (tile >= plan.signalled || tile + WK * round_tiles < plan.signalled)
-                return;  // or it adds up another one first
-            warp_sync();
-            if (lane_id() == 0) signal_add<true>(a.producer, (added + 1) * (a.activation == ACT_SILU_GATE ? 8 : 16));
-        };
+        const TileAdder<F, T, Stager> add_up{
+            pending, round_tiles, own_tile, memory, warp, WK, plan, wk, own, a, stager, output, urgent};
 #pragma unroll 1
         for (int first_round = 0;; first_round += plan.rounds_at_once) {
             const bool more = first_round * round_tiles + first_tile < plan.tiles;
@@ -221,7 +174,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_RESIDENT) gemv_cluster_kernel(
                     const int tile = round * round_tiles + own_tile;
                     if (tile < plan.tiles && !urgent) {
                         if (plan.rounds_at_once > 1 && tile + (first_round + 1 - round) * round_tiles < plan.tiles)
-                            swap_parked(total, at(plan.parked_at) + warp * int(sizeof(Sums)) * WARP_SIZE +
+                            swap_parked(total, memory.at(plan.parked_at) + warp * int(sizeof(Sums)) * WARP_SIZE +
                                                    lane_id() * 16);  // of two tiles
                         if (begin == 0) total.zero();
                         if (k_tile_end == plan.part_steps && wk == ((wn + round) & (WK - 1)))
@@ -239,8 +192,8 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_RESIDENT) gemv_cluster_kernel(
                     total.finish();
                     if (const int adder = (wn + round - 1) & (WK - 1); wk != adder) {
                         const int to = (wn << wb_shift) + (adder & WB - 1), sender = wk - (wk > adder);
-                        send16(dsmem_slots() + (to * (WK - 1) + sender) * DSMEM_SLOT_BYTES, mbarriers()[to],
-                            adder >> wb_shift, total.sum);
+                        send16(memory.dsmem_slots() + (to * (WK - 1) + sender) * DSMEM_SLOT_BYTES,
+                            memory.mbarriers()[to], adder >> wb_shift, total.sum);
                     } else {
                         pending = round - 1,
                         urgent = HASTY && tile < plan.signalled && tile + round_tiles >= plan.signalled;
