@@ -120,14 +120,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_RESIDENT) gemv_kernel(const Ge
             continue;
         }
         group_sync(name, WK * WARP_SIZE);
-        if (output.column >= 0) {
-            float first = 0.f, second = 0.f;
-            add_partials(partial + (seat >> 4) * WK * PARTIAL_STRIDE + (seat & 15), WK > 4,
-                a.activation == ACT_SILU_GATE, first, second);
-            if constexpr (COMPACT<F>) add_outliers(a, plan, stager, shared, tile, seat, output, first, second);
-            if constexpr (Stager::BOUNDED) mend_unbounded<F>(a, plan, stager, tile, seat, first, second);
-            output.template store<COMMON>(a, first, second);
-        }
+        if (output.column >= 0) finish_output<COMMON>(a, plan, stager, shared, partial, WK, tile, seat, output);
         if (tile < plan.signalled && tile + plan.tile_hop >= plan.signalled)
             signal_round<NARROW>(a, wk, name, WK * WARP_SIZE, round);
         if (!NARROW && plan.partial_buffers == 1) group_sync(name, WK * WARP_SIZE);

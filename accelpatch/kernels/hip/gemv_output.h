@@ -175,3 +175,15 @@ DEVICE void mend_unbounded(
         }
     }
 }
+
+// An output from all partial sums of its rows, into y.
+template <bool COMMON, class F, class T, class STAGER>
+DEVICE void finish_output(const GemvArgs& a, const GemvPlan& plan, const STAGER& stager, const char* shared,
+    const float* partial, int WK, int tile, int seat, Output<F, T>& output) {
+    float first = 0.f, second = 0.f;
+    add_partials(partial + (seat >> 4) * WK * PARTIAL_STRIDE + (seat & 15), WK > 4, a.activation == ACT_SILU_GATE,
+        first, second);
+    if constexpr (COMPACT<F>) add_outliers(a, plan, stager, shared, tile, seat, output, first, second);
+    if constexpr (STAGER::BOUNDED) mend_unbounded<F>(a, plan, stager, tile, seat, first, second);
+    output.template store<COMMON>(a, first, second);
+}
