@@ -1,7 +1,7 @@
 // The kernel behind decode_attention. It begins with q and k, where the product before signals them: all but the new
-// token's own value is then added up while that product still makes v. A block takes KV splits in order; its warps keep
-// a running softmax of their own tiles (each against its own highest score), and their results are added up through
-// shared memory.
+// token's own value is then added up while that product still makes v. A block takes one KV split after the other; its
+// warps keep a running softmax of their own tiles (each against its own highest score), and their results are added up
+// through shared memory.
 #pragma once
 #include "attention_kinds.h"
 #include "attention_schedule.h"

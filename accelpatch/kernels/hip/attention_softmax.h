@@ -8,9 +8,9 @@ template <class T, int WIDE> struct View {
     using Tile = AttentionTile<T>;
     const HeadStager<T, WIDE>& stager;
     const Words4* query;  // of shared memory: what the lane gives to products with keys
-    int own[Tile::QUERIES_PER_LANE],
-        least[Tile::QUERIES_PER_LANE];  // the queries' slots, and the ones before the first that they see
-    bool windowed, several;             // new tokens, of which one may see another
+    // The queries' slots, and the ones before the first that they see.
+    int own[Tile::QUERIES_PER_LANE], least[Tile::QUERIES_PER_LANE];
+    bool windowed, several;  // several: new tokens, of which one may see another
     DEVICE View(const AttentionArgs& a, const HeadStager<T, WIDE>& stager, const Geometry& all, const Segment& s)
         : stager(stager),
           windowed(a.window > 0),
@@ -34,8 +34,9 @@ template <class T, int WIDE, int BUFFER_BYTES, bool ONCE, bool SOLE, class SCHED
     static constexpr int OWN = SOLE ? 1 : Tile::QUERIES_PER_LANE;
     static DEVICE constexpr bool wanted(int i) { return Tile::which(i) < OWN; }  // whether a score is
     float top[OWN], total[OWN], sums[SETS][Tile::PARTS][4];
-    float own[OWN];  // the weight of a query's own slot, whose value is added to all others by Adder; negative where
-                     // another lane has it
+    // The weight of a query's own slot, whose value is added to all others by Adder; negative where another lane has
+    // it.
+    float own[OWN];
 
     // begin: of the KV split.
     DEVICE void split(

@@ -4,9 +4,9 @@
 //
 // Each round another warp of a tile adds up; the others send it theirs, a lane's four sums as 16 bytes, and go on. So
 // does it: it adds up when its own sums of the next round are made, and the partial sums of the others have come.
-// (Where it waited for them at once, it was late with its next sums, for which the next one waited in order.) Each warp
+// (Where it waited for them at once, it was late with its next sums, for which the next adder then waited.) Each warp
 // adds up a round before it sends the sums of a later one, and between two rounds that a warp adds up, each warp that
-// sends to it adds up one for which that warp has sent: so a box is empty when it is sent to again. A block may end as
+// sends to it adds up one for which that warp has sent: so a slot is empty when it is sent to again. A block may end as
 // soon as its warps have: whatever is sent to it, one of them waits for.
 #pragma once
 #include "cluster_output.h"
@@ -164,8 +164,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_RESIDENT) gemv_cluster_kernel(
         using Stager = ClusterStager<F, T>;
         using Flow = Stream<F, DEPTH, true>;
         extern __shared__ __align__(128) char shared[];
-        constexpr bool HASTY =
-            !F::TILED;  // where the next kernel waits for columns; int4 would lose more than it gains
+        constexpr bool HASTY = !F::TILED;  // for columns that are signalled; int4 would lose more than that gains
         const ClusterPlace<F> here(plan);
         grid_release();
         const ClusterMemory memory{plan};

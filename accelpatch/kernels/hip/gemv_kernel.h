@@ -4,7 +4,7 @@
 // and add up through shared memory in a fixed order. Nothing but the number of columns stored depends on M, so a row's
 // bits do not either. Weights stream through a multi-stage buffer, half of which is asked for before grid_wait();
 // activations lie in shared memory, in K tiles. Where the product before signals its columns, all K tiles but the last
-// are taken up before that one has ended: its last tiles, the wait for its end and the way of activations into shared
+// are consumed before that one has ended: its last tiles, the wait for its end and the way of activations into shared
 // memory then cost less than they take.
 #pragma once
 #include "gemv_output.h"
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_RESIDENT) gemv_kernel(const Ge
     Output<F, T> output(a, plan, adds(0) ? tile_of(plan, 0, wn) : plan.tiles, seat);
     const typename Sums::Place place(a, plan, shared);
     const bool fully_staged = plan.staged_k_tiles == plan.k_tiles;
-    int there = 0;  // up to which K tile K is staged; 0: it is to be staged anew
+    int there = 0;  // the K tile up to which K is staged; 0: it is to be staged anew
     bool begun = false;
     int tile = tile_of(plan, 0, wn);
     for (int round = 0; tile - wn * int(gridDim.x) < plan.tiles; ++round, tile += plan.tile_hop) {

@@ -4,7 +4,8 @@
 // Weights are the first operand of 16-bit float products, 32 rows a warp, tokens the second. A code becomes a float by
 // a mask and an exclusive or; scale, and zero point or minimum, are applied once a step to float32 sums, the latter
 // times the sum of the step's activations, which is a product with ones. Four warps share 128 rows' activations, two
-// groups of four take steps in order, and the blocks of a cluster a part of K each; sums are added up in a fixed order.
+// groups of four take steps alternately, and the blocks of a cluster a part of K each; sums are added up in a fixed
+// order.
 #pragma once
 #include "host.h"
 #include "int4_gemm_output.h"
@@ -35,7 +36,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_RESIDENT) int4_gemm_kernel(con
     sync();
     if (stream.stages) total.add_rest(before);
     wait_copies<1>();  // also for stages that a short K has not, whose zeros would come over the sums
-    // Over the multi-stage buffer, in the block that stores them: the sums of all groups of the cluster, a lane's four
+    // The sums of all groups of the cluster go over the multi-stage buffer of the block that stores them, a lane's four
     // cells together.
     const auto all = [&]() ALWAYS_INLINE { plan.cluster > 1 ? cluster_sync() : __syncthreads(); };
     const int held = BLOCK_TILES / plan.cluster, sources = STEP_WARPS * plan.cluster;  // held: tiles

@@ -6,8 +6,8 @@
 constexpr int ROW_WARPS = 4, STEP_WARPS = WARPS / ROW_WARPS, GROUP_THREADS = ROW_WARPS * WARP_SIZE;
 constexpr int WARP_TILES = 2, BLOCK_TILES = WARP_TILES * ROW_WARPS;
 constexpr int STEP_VALUES = 128, TILE_STEP = 1024;  // bytes of a tile and step
-constexpr int TABLES_AT = WARP_TILES * TILE_STEP,
-              WARP_BYTES = TABLES_AT + WARP_TILES * 2 * 32;  // a warp's weights, scales, offsets
+// Of a warp's weights, scales and offsets: where the latter two begin, and the bytes of all.
+constexpr int TABLES_AT = WARP_TILES * TILE_STEP, WARP_BYTES = TABLES_AT + WARP_TILES * 2 * 32;
 constexpr int X_ROW = STEP_VALUES * 2;
 
 struct GemmPlan {

@@ -22,8 +22,8 @@ template <class T, int TOKENS> struct GemmSums {
     static constexpr int COLUMNS = TOKENS / MATRIX_TOKENS;
     const GemvArgs& a;
     const int row_warp;
-    float y[WARP_TILES][COLUMNS][4] = {},
-          rest[WARP_TILES][MATRIX_ROWS];  // rest: of the step before, times its activations' sums
+    // rest: of the step before, still to be multiplied by the sums of its activations.
+    float y[WARP_TILES][COLUMNS][4] = {}, rest[WARP_TILES][MATRIX_ROWS];
 
     DEVICE GemmSums(const GemvArgs& a, int row_warp) : a(a), row_warp(row_warp) {}
     DEVICE int column(int j) const { return (j + row_warp) % COLUMNS; }

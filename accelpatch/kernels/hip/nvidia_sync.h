@@ -11,8 +11,8 @@ DEVICE void grid_wait() {  // for the kernel before to end
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
-// Adds to a number that another kernel waits for: after all that the block wrote before a barrier, or in no ORDER with
-// that, which is faster: then who reads a word that is still SENTINEL reads it again.
+// Adds to a number that another kernel waits for. With ORDER: after all that the block wrote before a barrier. Without,
+// which is faster, it may come first: who then reads a word that is still SENTINEL reads it again.
 template <bool ORDER> DEVICE void signal_add(int32_t* number, int by) {
     if constexpr (ORDER) asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(number), "r"(by) : "memory");
     else asm volatile("red.relaxed.gpu.global.add.s32 [%0], %1;" ::"l"(number), "r"(by) : "memory");
