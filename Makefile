@@ -26,7 +26,7 @@ help:
 	@echo 'make test    lint, gate, all tests, and the smoke tests on the oldest transformers   [PYTEST="-k name"]'
 	@echo 'make test-all  the same, and what takes minutes and only repeats it in another way'
 	@echo 'make gate    compile the GPU kernels for AMD, no GPU needed, and hold them to scripts/amd_gate.json'
-	@echo 'make lint    ruff and mypy'
+	@echo 'make lint    ruff, mypy and clang-format'
 	@echo 'Each sets up .venv by itself. Another torch: make TORCH=installed run, make TORCH=/path/of/a/wheel run,'
 	@echo 'make TORCH="torch --index-url URL" run; back to the pinned one: make TORCH=pinned run.'
 
@@ -40,6 +40,7 @@ lint: .venv/ready
 	.venv/bin/ruff check
 	.venv/bin/ruff format --check
 	.venv/bin/mypy
+	git ls-files '*.h' '*.hip' '*.cpp' '*.inc' '*.cu' | xargs -r .venv/bin/clang-format --dry-run -Werror
 
 # Where its compilers are neither there nor may be installed it is skipped; with CI=true that is a failure.
 gate: .venv/ready

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.cpp_functions import functions
+
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "accelpatch"
 
@@ -50,8 +52,10 @@ MEMBERS = {"recipe_yaml": "recipe", "recipe_schema": "recipe"}  # recipe.py's re
 # (file, what it imports): reason. Each is looser than its row.
 EXCEPTIONS: dict[tuple[str, str], str] = {}
 
+CPP_ENDINGS = (".h", ".hip", ".cpp", ".inc", ".cu")  # those of the Makefile's lint
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 PYTHON = [*SOURCES, *sorted((ROOT / "tests").rglob("*.py")), *sorted((ROOT / "scripts").rglob("*.py"))]
+CPP = sorted(path for folder in (PACKAGE, ROOT / "tests") for end in CPP_ENDINGS for path in folder.rglob(f"*{end}"))
 
 
 def _name(path: Path) -> str:
@@ -154,6 +158,69 @@ def test_files_and_functions_are_short(path: Path) -> None:
     functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     lengths = {node.name: (node.end_lineno or 0) - node.lineno + 1 for node in functions}
     assert {name: length for name, length in lengths.items() if length >= 40} == {}
+
+
+def _too_long(text: str) -> list[str]:
+    """What breaks the rules of length of C++ and HIP: 300 lines of a file, 80 of a function, 120 columns."""
+    lines = text.splitlines()
+    found = [f"{len(lines)} lines"] if len(lines) >= 300 else []
+    found += [f"{len(line)} columns in line {number}" for number, line in enumerate(lines, 1) if len(line) > 120]
+    return found + [f"{name}: {length} lines" for name, length in functions(text) if length >= 80]
+
+
+@_by_name(CPP)
+def test_cpp_files_and_functions_are_short(path: Path) -> None:
+    assert _too_long(path.read_text()) == []
+
+
+def test_cpp_sources_are_found() -> None:
+    assert {path.suffix for path in CPP} >= {".h", ".hip", ".cpp", ".inc"}
+    assert len([one for path in CPP for one in functions(path.read_text())]) > 800
+
+
+KERNEL = """
+template <class T>
+__global__ void __launch_bounds__(64, W > 1 ? 1 : 2)
+    kernel(const Args a) {{
+{body}}}
+"""
+BODIES = {
+    "braces": "    if (a.x) {\n    }\n",
+    "a comment's brace": "    // }\n    /* } */\n",
+    "a string's brace": '    say("} \\"}", \'}\');\n\n',
+    "a lambda": "    const auto f = [&](int x) {\n        return x; };\n",
+    "a local type": "    struct Local { int v; };\n    int w[] = {1};\n",
+    "a macro": "#define M(x) { \\\n    x\n",
+}
+
+
+@pytest.mark.parametrize("body", [pytest.param(body, id=name) for name, body in BODIES.items()])
+def test_a_long_kernel_is_found(body: str) -> None:
+    assert _too_long(KERNEL.format(body=body * 37)) == []
+    assert _too_long(KERNEL.format(body=body * 38)) == ["kernel: 80 lines"]
+
+
+@pytest.mark.parametrize(
+    ("head", "name"),
+    [
+        pytest.param('extern "C" int f(int a = 1) {', "f", id="C"),
+        pytest.param(
+            "namespace {\nstruct alignas(16) S : Of<int> {\n    int v[1] = {2};\n    S() : v{3}, w(4) {", "S", id="S"
+        ),
+        pytest.param("struct S {\n    bool operator()() const {", "operator()", id="operator"),
+        pytest.param("struct S {\n    S() {}\n    ~S() {", "~S", id="destructor"),
+    ],
+)
+def test_a_long_function_is_found(head: str, name: str) -> None:
+    lines = "    a += 1;\n" * 78
+    closed = "}\n" * (head.count("{") - head.count("}"))
+    assert _too_long(f"{head}\n{lines}{closed}") == [f"{name}: 80 lines"]
+
+
+def test_a_long_file_and_a_long_line_are_found() -> None:
+    assert _too_long("int a;\n" * 299) == []
+    assert _too_long("int a;\n" * 300) == ["300 lines"]
+    assert _too_long(f"// {'x' * 117}\n// {'x' * 118}") == ["121 columns in line 2"]
 
 
 @pytest.mark.parametrize("module", ["accelpatch", "accelpatch.cli", "accelpatch.recipe", "accelpatch.device"])

@@ -1,4 +1,5 @@
-// AMD, gfx90a, gfx942 and gfx950: warps of 64, 16x16 matrix products, weights one stage ahead in registers.
+// AMD, gfx90a, gfx942 and gfx950: wavefronts of 64 (here called warps), 16x16 matrix products, weights one stage ahead
+// in registers.
 #pragma once
 
 using GpuStream = hipStream_t;
@@ -33,9 +34,8 @@ DEVICE float half_to_float(uint32_t bits) {
 }
 DEVICE uint32_t float_to_half(float value) { return __builtin_bit_cast(uint16_t, static_cast<_Float16>(value)); }
 DEVICE uint32_t floats_to_half(float low, float high) { return float_to_half(low) | float_to_half(high) << 16; }
-DEVICE float rounded_multiply(float a, float b) {
-    return a * b;
-}  // attention has one kernel here: none has to agree with another
+// Attention has one kernel here: none has to agree with another, so the product may be part of a fused one.
+DEVICE float rounded_multiply(float a, float b) { return a * b; }
 DEVICE float fast_exp2(float v) { return __builtin_amdgcn_exp2f(v); }
 DEVICE float fast_reciprocal(float v) { return __builtin_amdgcn_rcpf(v); }  // within a unit in the last place
 DEVICE uint32_t pair_fma(uint32_t a, uint32_t b, uint32_t c) {              // of fp16
@@ -78,7 +78,7 @@ DEVICE uint32_t load_activation2(const void* source) { return *static_cast<const
 DEVICE uint32_t load_activation4(const void* source) { return *static_cast<const uint32_t*>(source); }
 DEVICE void store_activation2(void* into, uint32_t v) { *static_cast<uint16_t*>(into) = static_cast<uint16_t>(v); }
 // BYTES past the caches; zeros, and nothing read, where not `there`. The address space is said outright, or a pointer
-// that loops back makes it a flat load.
+// that a loop carries makes it a flat load.
 template <int BYTES, int AT = 0> DEVICE void stream_copy(void* into, const void* source, bool there) {
     static_assert(AT == 0, "nothing is copied piece by piece");
     using Vector = uint32_t __attribute__((ext_vector_type(BYTES / 4)));
@@ -125,7 +125,7 @@ constexpr int CLUSTER_DEPTH = 1;
 template <class F> constexpr int CLUSTER_DEEP = 1;
 using Mbarrier = uint64_t;
 #include "no_cluster.h"
-DEVICE uint32_t transposed(uint32_t v) { return v; }  // as those
+DEVICE uint32_t transposed(uint32_t v) { return v; }  // likewise never called
 DEVICE void cluster_sync() {}
 template <class V> DEVICE V* beside(V* here, int) { return here; }
 

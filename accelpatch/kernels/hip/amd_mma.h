@@ -1,4 +1,4 @@
-// Matrix products, as in nvidia_products.h. Part of amd.h.
+// Matrix products, as in nvidia_mma.h. Part of amd.h.
 #pragma once
 
 constexpr int BLOCKS_LAUNCHED = 1;

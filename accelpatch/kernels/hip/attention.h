@@ -7,16 +7,17 @@
 #include "portability.h"
 
 constexpr int TILE = 16, KV_SPLIT = 256, ROUNDS = KV_SPLIT / TILE / WARPS;
-constexpr int QUERIES = 8;                               // of a block at once
-constexpr int MOST_ROWS = 256;                           // rows whose first slots fit in shared memory
-constexpr int BROUGHT_PIECE = 4096, BROUGHT_PIECES = 4;  // of what the kernel behind reads: bytes that a thread asks
-                                                         // for, and so many threads of a block; more is slower
-constexpr int TOPS = WARPS * 2 + 4;  // floats a query: of each warp the highest score and the sum of weights; its own
-                                     // slot's weight, three of padding
+constexpr int QUERIES = 8;      // of a block at once
+constexpr int MOST_ROWS = 256;  // rows whose first slots fit in shared memory
+// Of what the kernel behind reads: bytes that a thread asks for, and so many threads of a block; more is slower.
+constexpr int BROUGHT_PIECE = 4096, BROUGHT_PIECES = 4;
+// Floats a query: of each warp the highest score and the sum of weights; its own slot's weight, three of padding.
+constexpr int TOPS = WARPS * 2 + 4;
 constexpr int FAN_IN = 8;  // KV splits whose results are added up by themselves, and then so many such results
 constexpr int FAN_IN_LEVELS = 3, LEVELS = 6;  // of a subtree's tree, and of a tree's, of FAN_IN FAN_IN KV splits
-constexpr int PIECE = 16, PARTIAL_HEAD = 4;   // columns of a partial state's piece, and the words before them: the
-                                              // highest score, the sum of weights, how many KV splits, one of padding
+// Columns of a partial state's piece, and the words before them: the highest score, the sum of weights, how many KV
+// splits, one of padding.
+constexpr int PIECE = 16, PARTIAL_HEAD = 4;
 constexpr int PIECE_FLOATS = PARTIAL_HEAD + PIECE;
 
 // Floats between a warp's sums and the next one's, and between a query's and the next one's: sums of four queries that
@@ -34,10 +35,10 @@ struct AttentionArgs {
     const float* inv_freq;
     const void *q_norm, *k_norm;  // [size] or null
     void* y;                      // [rows tokens, heads size]
-    float* partials;    // [rows kv_heads tiles, queries, KV splits, PIECE_FLOATS for each 16 of 64, 128 or 256 columns]
-                        // zeros, and left so
-    int32_t* finished;  // [rows kv_heads tiles] zeros, and left so; the first numbers the items that blocks fetch
-    int32_t* consumer;  // where the product before counts its columns of q and k (see GemvArgs), or null
+    // [rows kv_heads tiles, queries, KV splits, PIECE_FLOATS for each 16 of 64, 128 or 256 columns]: zeros, and left so
+    float* partials;
+    int32_t* finished;      // [rows kv_heads tiles] zeros, and left so; the first numbers the items that blocks fetch
+    int32_t* consumer;      // where the product before counts its columns of q and k (see GemvArgs), or null
     const void* following;  // what the kernel behind will read, or null
     int64_t following_bytes;
     int64_t consumer_columns;  // q's and k's
@@ -57,10 +58,11 @@ struct AttentionPlan {
 
 // Facts of a launch that lie in device memory; no kernel of the step writes them, so they are read before grid_wait().
 struct Geometry {
-    int slot, stop, low, splits,
-        heads;    // stop: after the new tokens; low: the first slot that any of them sees; heads: rows kv_heads tiles
-    int* starts;  // of the rows: where their KV splits are counted from; behind them the item that a block has fetched
-                  // (attention_schedule.h)
+    // stop: after the new tokens; low: the first slot that any of them sees; heads: rows kv_heads tiles.
+    int slot, stop, low, splits, heads;
+    // Of the rows: where their KV splits are counted from; behind them the item that a block has fetched
+    // (attention_schedule.h).
+    int* starts;
     DEVICE Geometry(const AttentionArgs& a, const AttentionPlan& plan, char* shared)
         : starts(reinterpret_cast<int*>(shared + plan.starts_at)) {
         slot = int(a.slot[0]), stop = slot + int(a.tokens);

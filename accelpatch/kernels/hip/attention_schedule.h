@@ -1,16 +1,16 @@
 // Dynamic scheduling. Memory serves some SMs faster than others, and rows are of many lengths: where blocks have many
-// KV splits, some of each head belong to no partition at first: a block that has ended its own fetches them, an item at
-// a time. Who has a KV split changes no bit.
+// KV splits, some of each head belong to no block at first: a block that has ended its own partition fetches them, an
+// item at a time. Who has a KV split changes no bit.
 #pragma once
 #include "attention.h"
 
-constexpr int ITEM_SPLITS = FAN_IN / 2,
-              LEAST_DYNAMIC = 3 * FAN_IN;  // splits of an item; of a block, from which on there are items
+// KV splits of an item; and how many a block must have, or there are no items.
+constexpr int ITEM_SPLITS = FAN_IN / 2, LEAST_DYNAMIC = 3 * FAN_IN;
 
 struct DynamicSchedule : StaticPartition {
     int each = 0, items = 0;  // of a head: KV splits that a part has at first, and items behind all parts
-    volatile int* next_item;  // of shared memory: an item's number, there before anything asks for what comes behind
-                              // the partition
+    // Of shared memory: an item's number, there before anything asks for what comes behind the partition.
+    volatile int* next_item;
     DEVICE DynamicSchedule(const Geometry& all, const AttentionArgs& a)
         : StaticPartition(all, a),
           next_item(all.starts + a.rows) {

@@ -157,8 +157,8 @@ template <class T, int WIDE> struct HeadStager {
     // All threads call it, and may read what it left when it returns. `first`: the warp's task(), `rotation` its
     // angles.
     DEVICE void stage(const Segment& s, const Geometry& all, Task first, Angles rotation) {
-        const int tasks =
-            queries(s) + (a.consumer ? 1 : 2 * int(a.tokens));  // the value behind the last key comes later
+        // Where the kernel before signals, the value behind the last key comes later.
+        const int tasks = queries(s) + (a.consumer ? 1 : 2 * int(a.tokens));
         for (int i = threadIdx.x / WARP_SIZE; i < tasks;) {
             HeadRow<T, WIDE> row(a, first.from, first.rotary_dim, words);
             if (first.rotary_dim) row.stage(a, first.norm, rotation);

@@ -21,8 +21,8 @@ template <class T, int WIDE, int BUFFER_BYTES, bool ONCE, class SCHEDULE> struct
     const Geometry& all;
     char* stage_buffer;
     SCHEDULE schedule;
-    int begin = 0, left = 0,
-        place = 0;            // of the KV split that is asked for; KV splits left of its segment; the buffer's slot
+    // Of the KV split that is asked for; KV splits left of its segment; the buffer's slot.
+    int begin = 0, left = 0, place = 0;
     int64_t row = 0, at = 0;  // elements before the mask's row and the head's keys
     int64_t masks[MASKS];     // a slot of the warp's tiles of a KV split to each of 32 lanes
     Words4 held[SHARED_STAGES ? 1 : 2][SHARED_STAGES ? 1 : PIECES];
@@ -71,8 +71,8 @@ template <class T, int WIDE, int BUFFER_BYTES, bool ONCE, class SCHEDULE> struct
         commit_copies();
         if (SHARED_STAGES) place = place + 1 == DEPTH ? 0 : place + 1;
     }
-    // FULL: all of the tile is cached, and a head fills its columns; else what is missing is zero. A buffer's code has
-    // no room for both: instructions that are jumped over delay those behind them.
+    // FULL: all of the tile is cached, and a head fills its columns; else what is missing is zero. The code of a
+    // multi-stage buffer has no room for both: instructions that are jumped over delay those behind them.
     template <int STAGE, bool FULL> DEVICE void copy(int slot) {
         constexpr bool VALUE = STAGE / 2;
         const int cached = FULL ? TILE : all.slot - slot, size = FULL ? WIDE : int(a.size),

@@ -5,8 +5,8 @@
 // One query's results of all warps, by one warp, and on from there: into y where there is but one KV split, else to
 // what they are added up with.
 template <class T, int WIDE> struct Adder {
-    static constexpr int COLUMNS = WARP_SIZE * 4,
-                         STRIPS = (WIDE + COLUMNS - 1) / COLUMNS;  // columns of all lanes; how often
+    // Columns that all lanes have at once, and how many times so many a head has.
+    static constexpr int COLUMNS = WARP_SIZE * 4, STRIPS = (WIDE + COLUMNS - 1) / COLUMNS;
     const AttentionArgs& a;
     const Segment& s;
     const int token;          // of the query
@@ -29,7 +29,7 @@ template <class T, int WIDE> struct Adder {
             *reinterpret_cast<uint32_t*>(y + column + i) =
                 T::down_pair((part.sums[i] + 0.f) * inverse, (part.sums[i + 1] + 0.f) * inverse);
     }
-    // value: of the query's own slot, which warp `owner` has seen; null where that is not in the KV split. subtrees:
+    // value: of the query's own slot, which warp `owner` has seen; null where that is not in the KV split. level_sums:
     // memory of the query's.
     DEVICE void add(const float* states, const float* tops, int split, const uint16_t* value, int owner,
         float* level_sums, int levels) const {

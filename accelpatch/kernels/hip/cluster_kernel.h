@@ -4,91 +4,21 @@
 //
 // Each round another warp of a tile adds up; the others send it theirs, a lane's four sums as 16 bytes, and go on. So
 // does it: it adds up when its own sums of the next round are made, and the partial sums of the others have come.
-// (Where it waited for them at once, it was late with its next sums, for which the next one waited in order.) Each warp
+// (Where it waited for them at once, it was late with its next sums, for which the next adder then waited.) Each warp
 // adds up a round before it sends the sums of a later one, and between two rounds that a warp adds up, each warp that
-// sends to it adds up one for which that warp has sent: so a box is empty when it is sent to again. A block may end as
+// sends to it adds up one for which that warp has sent: so a slot is empty when it is sent to again. A block may end as
 // soon as its warps have: whatever is sent to it, one of them waits for.
 #pragma once
+#include "cluster_output.h"
 #include "cluster_stage.h"
 #include "gemv_kernel.h"
 
 constexpr int DSMEM_SLOT_BYTES = WARP_SIZE * 16;
 constexpr int MBARRIERS = WARPS + 1;  // one a warp, one for norms
 
-// What a lane needs to finish its four sums, rows r and r + 8 of two tokens each; as bits, which nothing waits for yet.
-// A residual comes, and y goes, as pairs of columns of a token.
-template <class F, class T> struct ClusterOutput {
-    const GemvArgs& a;
-    const bool pairs_aligned;  // pairs are aligned, and none is half outside
-    float scale[2] = {1.f, 1.f};
-    uint32_t bias[2] = {0, 0}, residual[2] = {0, 0};
-    // A lane's pairs of y: the first column, of token lane / 4, and where the tile's columns end.
-    struct Pairs {
-        int column, columns;
-        DEVICE Pairs(const GemvArgs& a, int tile) {
-            const bool gate = a.activation == ACT_SILU_GATE;
-            column = tile * (gate ? 8 : 16) + 2 * (lane_id() & 3),
-            columns = gate ? min(int(a.n / 2), tile * 8 + 8) : int(a.n);
-            if ((lane_id() >> 2) >= int(a.m)) columns = 0;
-        }
-        DEVICE bool there(int h, int of_pair) const { return column + 8 * h + of_pair < columns; }
-    };
-    DEVICE ClusterOutput(const GemvArgs& a, const GemvPlan& plan) : a(a), pairs_aligned(plan.y_pairs) {}
-    // Asks for what a tile needs.
-    DEVICE void begin(int tile) {
-        const bool gate = a.activation == ACT_SILU_GATE;
-        const int rows = int(gate ? a.n / 2 : a.n);
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            const int row =
-                min(tile * (gate ? 8 : 16) + (lane_id() >> 2) + (gate ? 0 : 8 * h), rows - 1) + (gate ? h * rows : 0);
-            if (F::GROUPS == 0 && a.scale) scale[h] = static_cast<const float*>(a.scale)[row];
-            if (a.bias) bias[h] = Output<F, T>::bits(a.bias, row);
-        }
-        if (!a.residual) return;
-        const Pairs pairs(a, tile);
-        const uint16_t* from =
-            static_cast<const uint16_t*>(a.residual) + (lane_id() >> 2) * a.residual_stride + pairs.column;
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            if (pairs.there(h, 0) && pairs_aligned) residual[h] = load_activation4(from + 8 * h);
-            else if (pairs.there(h, 0))
-                residual[h] = load_activation2(from + 8 * h) |
-                              (pairs.there(h, 1) ? load_activation2(from + 8 * h + 1) << 16 : 0u);
-        }
-    }
-    DEVICE void store(int tile, const float* sum) const {
-        float v[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) v[i] = sum[i] * scale[i / 2] + T::up(bias[i / 2]);
-        if (a.activation == ACT_SILU_GATE) {
-#pragma unroll
-            for (int i = 0; i < 2; ++i) v[i] = silu(v[i]) * v[i + 2];
-        }
-        const Pairs pairs(a, tile);
-        uint16_t* to = static_cast<uint16_t*>(a.y) + (lane_id() >> 2) * a.y_stride + pairs.column;
-        uint32_t pair[2];  // by all lanes, before any of them stores
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            const uint32_t more = transposed(residual[h]);
-            pair[h] = transposed(T::down_pair(v[2 * h] + T::up(more & 0xffffu), v[2 * h + 1] + T::up_high(more)));
-        }
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            if (!pairs.there(h, 0)) continue;
-            if (pairs_aligned) {
-                *reinterpret_cast<uint32_t*>(to + 8 * h) = pair[h];
-            } else {
-                to[8 * h] = static_cast<uint16_t>(pair[h]);
-                if (pairs.there(h, 1)) to[8 * h + 1] = static_cast<uint16_t>(pair[h] >> 16);
-            }
-        }
-    }
-};
-
 // As sweep(); activations of the warp's stages lie `hop` steps apart, from `at` on.
 template <bool BF16_SCALES, class FLOW, class SUMS>
-DEVICE void sweep_part(
+DEVICE void sweep_scaled(
     FLOW& stream, SUMS& total, const typename SUMS::Place& place, int from, int end, int at, int hop) {
 #pragma unroll 1
     for (int step = from; step < end; step += stream.stride, at += hop) {
@@ -134,6 +64,99 @@ DEVICE void mend(const GemvArgs& a, const GemvPlan& plan, const NORMS& norms, in
     for (int i = 0; i < 4; ++i) sum[i] = scratch[i];
 }
 
+// Where things lie in shared memory, worked out anew each time: registers are dearer.
+struct ClusterMemory {
+    const GemvPlan& plan;
+    DEVICE char* at(int place) const {
+        extern __shared__ __align__(128) char shared[];
+        compute_here(place);
+        return shared + place;
+    }
+    DEVICE Mbarrier* mbarriers() const { return reinterpret_cast<Mbarrier*>(at(plan.mbarriers_at)); }
+    DEVICE char* dsmem_slots() const { return at(plan.partial_at) + lane_id() * 16; }
+    template <class SUMS> DEVICE char* parked(int warp) const {
+        return at(plan.parked_at) + warp * int(sizeof(SUMS)) * WARP_SIZE + lane_id() * 16;
+    }
+};
+
+// Which tiles a warp has a part of, and which part. WK warps share a tile, WB of them in this block.
+template <class F> struct ClusterPlace {
+    static_assert(CLUSTER <= 2, "its logarithm");
+    const int wb_shift, WK, WB, rank, warp, wb, wk, wn;
+    // A cluster's tiles of a round, and this warp's of those: neighbours where their weights lie together.
+    const int clusters, cluster, round_tiles, first_tile, own_tile;
+    DEVICE ClusterPlace(const GemvPlan& plan)
+        : wb_shift(plan.warps_shift - 1),
+          WK(1 << plan.warps_shift),
+          WB(1 << wb_shift),
+          rank(cluster_rank()),
+          warp(threadIdx.x / WARP_SIZE),
+          wb(warp & (WB - 1)),
+          wk(rank * WB + wb),
+          wn(warp >> wb_shift),
+          clusters(int(gridDim.x / CLUSTER)),
+          cluster(int(blockIdx.x / CLUSTER)),
+          round_tiles(plan.tile_hop),
+          first_tile(F::TILED ? cluster * (WARPS >> wb_shift) : cluster),
+          own_tile(first_tile + wn * (F::TILED ? 1 : clusters)) {}
+};
+
+// A lane's sums of a tile, to the warp that adds it up: number `adder` of the WK that share it.
+template <class F>
+DEVICE void send_sums(const ClusterMemory& memory, const ClusterPlace<F>& here, int adder, const float* sum) {
+    const int to = (here.wn << here.wb_shift) + (adder & here.WB - 1), sender = here.wk - (here.wk > adder);
+    send16(memory.dsmem_slots() + (to * (here.WK - 1) + sender) * DSMEM_SLOT_BYTES, memory.mbarriers()[to],
+        adder >> here.wb_shift, sum);
+}
+
+// As sweep(), of a part of K: in it the activations of the warp's stages lie one stage of each warp apart.
+template <class F, class FLOW, class SUMS>
+DEVICE void sweep_part(const GemvArgs& a, const ClusterPlace<F>& here, FLOW& stream, SUMS& total,
+    const typename SUMS::Place& place, int from, int end) {
+    if (F::GROUPS && a.scale_is_bf16)
+        sweep_scaled<true>(stream, total, place, from, end, here.wb * PAIR<F>, here.WB * PAIR<F>);
+    else sweep_scaled<false>(stream, total, place, from, end, here.wb * PAIR<F>, here.WB * PAIR<F>);
+}
+
+// Adds up the tile of the round that is pending: this warp's own sums, and those that the others have sent it.
+template <class F, class T, class STAGER> struct TileAdder {
+    int& pending;
+    const ClusterPlace<F>& here;
+    const ClusterMemory& memory;
+    const GemvPlan& plan;
+    const float (&own)[4];
+    const GemvArgs& a;
+    const STAGER& stager;
+    const ClusterOutput<F, T>& output;
+    bool& urgent;
+    DEVICE void operator()() const {
+        const int tile = pending * here.round_tiles + here.own_tile;
+        char* mine = memory.dsmem_slots() + here.warp * (here.WK - 1) * DSMEM_SLOT_BYTES;
+        const int added = pending >> plan.warps_shift;  // tiles, by this warp
+        receive(memory.mbarriers()[here.warp], lane_id() == 0, (here.WK - 1) * DSMEM_SLOT_BYTES, added & 1);
+        float sum[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll 1
+        for (int begin = 0; begin < here.WK; begin += 4) {
+            float v[4][4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j)
+                load_floats<4>(
+                    v[j], reinterpret_cast<const float*>(
+                              mine + min(begin + j - (begin + j > here.wk), here.WK - 2) * DSMEM_SLOT_BYTES));
+#pragma unroll
+            for (int j = 0; j < 4; ++j)
+                for (int i = 0; i < 4; ++i) sum[i] += begin + j == here.wk ? own[i] : v[j][i];
+        }
+        if constexpr (STAGER::BOUNDED) mend<F>(a, plan, stager, tile, sum, reinterpret_cast<float*>(mine));
+        output.store(tile, sum);
+        pending = -1, urgent = false;
+        if (tile >= plan.signalled || tile + here.WK * here.round_tiles < plan.signalled)
+            return;  // or it adds up another one first
+        warp_sync();
+        if (lane_id() == 0) signal_add<true>(a.producer, (added + 1) * (a.activation == ACT_SILU_GATE ? 8 : 16));
+    }
+};
+
 template <class F, class T, int DEPTH>
 __global__ void __launch_bounds__(THREADS, BLOCKS_RESIDENT) gemv_cluster_kernel(const GemvArgs a, const GemvPlan plan) {
     if constexpr (CLUSTERS_HERE) {
@@ -141,29 +164,15 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_RESIDENT) gemv_cluster_kernel(
         using Stager = ClusterStager<F, T>;
         using Flow = Stream<F, DEPTH, true>;
         extern __shared__ __align__(128) char shared[];
-        constexpr bool HASTY =
-            !F::TILED;  // for columns that the next kernel waits for; int4 would lose more than that gains
-        // WK warps share a tile, WB of them in this block.
-        static_assert(CLUSTER <= 2, "its logarithm");
-        const int wb_shift = plan.warps_shift - 1, WK = 1 << plan.warps_shift, WB = 1 << wb_shift,
-                  rank = cluster_rank();
-        const int warp = threadIdx.x / WARP_SIZE, wb = warp & (WB - 1), wk = rank * WB + wb, wn = warp >> wb_shift;
-        // A cluster's tiles of a round, and this warp's of those: neighbours where their weights lie together.
-        const int clusters = int(gridDim.x / CLUSTER), cluster = int(blockIdx.x / CLUSTER), round_tiles = plan.tile_hop;
-        const int first_tile = F::TILED ? cluster * (WARPS >> wb_shift) : cluster,
-                  own_tile = first_tile + wn * (F::TILED ? 1 : clusters);
+        constexpr bool HASTY = !F::TILED;  // for columns that are signalled; int4 would lose more than that gains
+        const ClusterPlace<F> here(plan);
         grid_release();
-        // Where things lie is worked out anew each time: registers are dearer.
-        const auto at = [&](int place) ALWAYS_INLINE {
-            compute_here(place);
-            return shared + place;
-        };
-        const auto mbarriers = [&]() ALWAYS_INLINE { return reinterpret_cast<Mbarrier*>(at(plan.mbarriers_at)); };
-        const auto dsmem_slots = [&]() ALWAYS_INLINE { return at(plan.partial_at) + lane_id() * 16; };
-        if (threadIdx.x < MBARRIERS) init_mbarrier(mbarriers()[threadIdx.x]);
+        const ClusterMemory memory{plan};
+        if (threadIdx.x < MBARRIERS) init_mbarrier(memory.mbarriers()[threadIdx.x]);
         cluster_arrive();
-        Flow stream(a, plan, wk, own_tile, shared + plan.stages_at + warp * DEPTH * Flow::STAGE_BYTES + lane_id() * 16);
-        const Part<F> part(plan, rank, mbarriers() + WARPS);
+        Flow stream(a, plan, here.wk, here.own_tile,
+            shared + plan.stages_at + here.warp * DEPTH * Flow::STAGE_BYTES + lane_id() * 16);
+        const Part<F> part(plan, here.rank, memory.mbarriers() + WARPS);
         Stager stager(a, plan, shared, part);
         cluster_wait();
         const typename Sums::Place place(a, plan, shared);
@@ -173,34 +182,10 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_RESIDENT) gemv_cluster_kernel(
         bool urgent = false;  // at once, since the next kernel waits for its columns
         float own[4];         // its own sums of it
         ClusterOutput<F, T> output(a, plan);
-        const auto add_up = [&]() ALWAYS_INLINE {
-            const int tile = pending * round_tiles + own_tile;
-            char* mine = dsmem_slots() + warp * (WK - 1) * DSMEM_SLOT_BYTES;
-            const int added = pending >> plan.warps_shift;  // tiles, by this warp
-            receive(mbarriers()[warp], lane_id() == 0, (WK - 1) * DSMEM_SLOT_BYTES, added & 1);
-            float sum[4] = {0.f, 0.f, 0.f, 0.f};
-#pragma unroll 1
-            for (int begin = 0; begin < WK; begin += 4) {
-                float v[4][4];
-#pragma unroll
-                for (int j = 0; j < 4; ++j)
-                    load_floats<4>(v[j], reinterpret_cast<const float*>(
-                                             mine + min(begin + j - (begin + j > wk), WK - 2) * DSMEM_SLOT_BYTES));
-#pragma unroll
-                for (int j = 0; j < 4; ++j)
-                    for (int i = 0; i < 4; ++i) sum[i] += begin + j == wk ? own[i] : v[j][i];
-            }
-            if constexpr (Stager::BOUNDED) mend<F>(a, plan, stager, tile, sum, reinterpret_cast<float*>(mine));
-            output.store(tile, sum);
-            pending = -1, urgent = false;
-            if (tile >= plan.signalled || tile + WK * round_tiles < plan.signalled)
-                return;  // or it adds up another one first
-            warp_sync();
-            if (lane_id() == 0) signal_add<true>(a.producer, (added + 1) * (a.activation == ACT_SILU_GATE ? 8 : 16));
-        };
+        const TileAdder<F, T, Stager> add_up{pending, here, memory, plan, own, a, stager, output, urgent};
 #pragma unroll 1
         for (int first_round = 0;; first_round += plan.rounds_at_once) {
-            const bool more = first_round * round_tiles + first_tile < plan.tiles;
+            const bool more = first_round * here.round_tiles + here.first_tile < plan.tiles;
             if (!more && pending < 0) break;
             for (int begin = 0; begin < plan.part_steps; begin += plan.k_tile_steps) {
                 const int k_tile_end = min(plan.part_steps, begin + plan.k_tile_steps);
@@ -218,18 +203,15 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_RESIDENT) gemv_cluster_kernel(
                 int round = first_round;
 #pragma unroll 1
                 while (round < first_round + plan.rounds_at_once || urgent) {
-                    const int tile = round * round_tiles + own_tile;
+                    const int tile = round * here.round_tiles + here.own_tile;
                     if (tile < plan.tiles && !urgent) {
-                        if (plan.rounds_at_once > 1 && tile + (first_round + 1 - round) * round_tiles < plan.tiles)
-                            swap_parked(total, at(plan.parked_at) + warp * int(sizeof(Sums)) * WARP_SIZE +
-                                                   lane_id() * 16);  // of two tiles
+                        if (plan.rounds_at_once > 1 && tile + (first_round + 1 - round) * here.round_tiles < plan.tiles)
+                            swap_parked(total, memory.parked<Sums>(here.warp));  // of two tiles
                         if (begin == 0) total.zero();
-                        if (k_tile_end == plan.part_steps && wk == ((wn + round) & (WK - 1)))
+                        if (k_tile_end == plan.part_steps && here.wk == ((here.wn + round) & (here.WK - 1)))
                             output.begin(tile);  // comes in the meantime
                         const int from = begin * CLUSTER + stream.first, end = min(plan.steps, k_tile_end * CLUSTER);
-                        if (F::GROUPS && a.scale_is_bf16)
-                            sweep_part<true>(stream, total, place, from, end, wb * PAIR<F>, WB * PAIR<F>);
-                        else sweep_part<false>(stream, total, place, from, end, wb * PAIR<F>, WB * PAIR<F>);
+                        sweep_part<F>(a, here, stream, total, place, from, end);
                     }
                     const bool now = urgent;
                     if (k_tile_end == plan.part_steps && pending >= 0) add_up();
@@ -237,13 +219,11 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_RESIDENT) gemv_cluster_kernel(
                     ++round;
                     if (k_tile_end < plan.part_steps || tile >= plan.tiles) continue;
                     total.finish();
-                    if (const int adder = (wn + round - 1) & (WK - 1); wk != adder) {
-                        const int to = (wn << wb_shift) + (adder & WB - 1), sender = wk - (wk > adder);
-                        send16(dsmem_slots() + (to * (WK - 1) + sender) * DSMEM_SLOT_BYTES, mbarriers()[to],
-                            adder >> wb_shift, total.sum);
+                    if (const int adder = (here.wn + round - 1) & (here.WK - 1); here.wk != adder) {
+                        send_sums(memory, here, adder, total.sum);
                     } else {
                         pending = round - 1,
-                        urgent = HASTY && tile < plan.signalled && tile + round_tiles >= plan.signalled;
+                        urgent = HASTY && tile < plan.signalled && tile + here.round_tiles >= plan.signalled;
                         for (int i = 0; i < 4; ++i) own[i] = total.sum[i];
                     }
                 }

@@ -15,7 +15,7 @@ enum Activation : int32_t {
 enum Offset : int32_t { OFFSET_NONE = 0, OFFSET_ZERO_POINT = 1, OFFSET_MINIMUM = 2 };
 
 // Pointers and sizes only, so that ctypes can fill it. Sizes and strides in elements. With ACT_SILU_GATE the first half
-// of w's rows are gates, the second half ups, and y has N / 2 columns (tiled formats: pack the rows paired).
+// of w's rows are gates, the second half ups, and y has N / 2 columns (tiled formats: interleave the rows).
 struct GemvArgs {
     const void* w;
     const void* scale;   // float[N]; grouped formats: 16-bit, packed in tiles; compact: float[tiles][16]
@@ -49,9 +49,8 @@ struct GemvPlan {
     int32_t signalled;          // tiles whose columns are signalled
     int32_t warps_shift;        // log2 of the warps that share a tile's K
     int32_t part_steps;         // of a block's part of K, in a cluster
-    int32_t rounds_at_once;     // rounds of tiles that go through the K tiles side by side, in a cluster: 2 where there
-                                // are K tiles
-    int32_t tile_hop, row_hop;  // from a warp's tile to its next
+    int32_t rounds_at_once;  // rounds of tiles that go through the K tiles side by side: 2 where a cluster has several
+    int32_t tile_hop, row_hop;      // from a warp's tile to its next
     int64_t weight_hop, scale_hop;  // in bytes
     int32_t partial_buffers;
     int32_t token_stride;                                                                                    // bytes

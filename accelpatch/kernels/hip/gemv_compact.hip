@@ -1,5 +1,5 @@
 // gemv_compact: bf16 weights without loss in 12 bits, with a scale and outliers a row. dtype: 0, bf16 activations.
-// unpack_compact: y[N, K] as bf16, the weight itself; ACT_SILU_GATE: of paired rows.
+// unpack_compact: y[N, K] as bf16, the weight itself; ACT_SILU_GATE: of interleaved rows.
 #include "gemv_host.h"
 
 namespace {

@@ -57,9 +57,8 @@ template <class F, class T> int64_t lay_out(GemvPlan& p, const GemvArgs& a, Form
     p.sums_at = layout.consume(F::OFFSET != OFFSET_NONE ? steps * F::GROUPS * 32 : 0);
     p.moments_at =
         layout.consume((clustered ? Norms<T, true, true>::floats(a.norm) : Norms<T, false, false>::floats(a.norm)) * 4);
-    p.partial_buffers = int32_t(form == Form::NARROW ? warps
-                                : depth >= DEEP      ? 2
-                                                     : 1);  // where memory is short, a second barrier instead
+    // Where memory is short, one buffer and a second barrier.
+    p.partial_buffers = int32_t(form == Form::NARROW ? warps : depth >= DEEP ? 2 : 1);
     p.partial_at = layout.consume(
         clustered ? WARPS * (warps - 1) * DSMEM_SLOT_BYTES : p.partial_buffers * a.m * WARPS * PARTIAL_STRIDE * 4);
     p.parked_at = layout.consume(clustered && p.rounds_at_once > 1 && p.tiles > p.tile_hop

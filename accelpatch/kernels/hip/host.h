@@ -17,9 +17,10 @@ inline bool multiple_of_16(const void* pointer, int64_t stride_bytes = 0) {
     return reinterpret_cast<uintptr_t>(pointer) % 16 == 0 && stride_bytes % 16 == 0;
 }
 
+// Whether 16-bit values come in aligned pairs.
 inline bool pairs(const void* pointer, int64_t stride) {
     return reinterpret_cast<uintptr_t>(pointer) % 4 == 0 && stride % 2 == 0;
-}  // of 16-bit values
+}
 
 inline int64_t round_up(int64_t v, int64_t to) { return (v + to - 1) / to * to; }
 

@@ -1,6 +1,6 @@
 // int4_gemm: 9 to 64 tokens, int4 weights in tiles, groups of 128 times a power of two; a whole row is one group
 // (group_shift 30). K a multiple of 8, x and its rows aligned to 16 bytes; no norm or residual, and no activation but
-// the gate of paired tiles. dtype: 0 bf16, 1 fp16.
+// the gate of interleaved tiles. dtype: 0 bf16, 1 fp16.
 #include "int4_gemm.h"
 
 namespace {

@@ -14,12 +14,10 @@ template <class F, class T, bool NARROW> struct Limbs {
     // Low bytes have no sign, as in the integers, where each byte has a product of its own; else high ones make up for
     // it.
     static constexpr bool PLAIN_LOW = !NARROW && UNSIGNED_BYTES;
-    static constexpr uint32_t ZERO =
-        PLAIN_LOW ? 0x4b400000u
-                  : 0x4b400080u;  // of a float whose low bytes are the limbs: 1.5 * 2^23, and 128 for the sign
+    // Of a float whose low bytes are the limbs: 1.5 * 2^23, and 128 for the sign.
+    static constexpr uint32_t ZERO = PLAIN_LOW ? 0x4b400000u : 0x4b400080u;
     static constexpr uint32_t BUMP = 0x10000u;  // what rounds to 2^15 or more takes the next block exponent
-    static constexpr int SMALL =
-        16;  // exponents (biased) from which on the inverse of a block's block exponent is a float
+    static constexpr int SMALL = 16;  // the biased exponent from which on the inverse of a block exponent is a float
     // Of the largest magnitudes of blocks: whether one is too small, or not finite. A block of zeros is neither.
     struct Extremes {
         uint32_t high = 0, low = ~0u;

@@ -52,10 +52,10 @@ template <class F, class T, bool NARROW> struct IntegerSums : Cells<NARROW> {
     template <bool COMMON> using Stager = LimbStager<F, T, NARROW, false, COMMON>;
     using Cell = Cells<NARROW>;
     static constexpr int HALVES = F::PARTS / 2;  // of a lane's bytes of a row and step, in slots
-    static constexpr bool CHAINS =
-        NARROW || F::GROUPS == 0;  // two of products, where one alone would wait for its own latency
-    static constexpr int SCALE_PARTS =
-        F::GROUPS ? F::PARTS / F::GROUPS : F::PARTS * PAIR<F>;  // products that one scale belongs to
+    // Two chains of products, where one alone would wait for its own latency.
+    static constexpr bool CHAINS = NARROW || F::GROUPS == 0;
+    // Products that one scale belongs to.
+    static constexpr int SCALE_PARTS = F::GROUPS ? F::PARTS / F::GROUPS : F::PARTS * PAIR<F>;
     float sum[Cell::COUNT];
     struct Place {
         const char* x;

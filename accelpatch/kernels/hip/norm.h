@@ -2,8 +2,8 @@
 #pragma once
 #include "stream.h"
 
-// Where in K a piece lies that the block of `rank` has staged: runs go to a cluster's blocks in order. run = 0: all of
-// K lies here.
+// Where in K a piece lies that the block of `rank` has staged: the blocks of a cluster have a run each, and then again
+// one each. run = 0: all of K lies here.
 DEVICE int global_piece_of(int piece, int run, int rank) { return piece + (piece & -run) * (CLUSTER - 1) + rank * run; }
 
 // Up to eight 16-bit values one by one, zeros after `count` of them.

@@ -6,14 +6,14 @@ constexpr int ATTENTION_DEEP = 98304, ATTENTION_SHALLOW = 65536;  // bytes of a 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 constexpr bool FIRST_KNOWN = false;  // registers would spill
 #else
-constexpr bool FIRST_KNOWN =
-    true;  // copies begin with the segment that the block has found; else they look for it once more
+// Copies begin with the segment that the block has found; else they look for it once more.
+constexpr bool FIRST_KNOWN = true;
 #endif
 // A lane holds the scores of two queries with two slots of a tile; `which` of its queries a score is of. Values are
 // read across: rows of eight columns of all slots, as ldmatrix takes them.
 template <class T> struct AttentionTile {
-    static constexpr int CHUNKS = 8,
-                         PARTS = 4;  // chunks of eight columns that the lanes copy at once; products that each takes
+    // Chunks of eight columns that the lanes copy at once; products that each takes.
+    static constexpr int CHUNKS = 8, PARTS = 4;
     static constexpr int QUERIES_PER_LANE = 2;
     float c[2][4];
     static DEVICE int key_query() { return lane_id() >> 2; }  // the query that the lane gives to products with keys

@@ -2,8 +2,8 @@
 #pragma once
 
 constexpr int CLUSTER = 2;  // blocks of one; 1: there are none. Four leave SMs without a block, so that others get two
-// Turns of a multi-stage buffer there; fewer only where the deep one leaves no room: two kernels in order would push
-// each other out of the instruction cache.
+// Stages of a multi-stage buffer in a cluster; fewer only where the deep one leaves no room: two kernels that alternate
+// would push each other out of the instruction cache.
 constexpr int CLUSTER_DEPTH = 3;
 // With several scales a step, or offsets, eight tokens leave no room for a deep one.
 template <class F> constexpr int CLUSTER_DEEP = F::INTEGER && F::GROUPS <= F::TILED && !F::OFFSET ? 4 : CLUSTER_DEPTH;
@@ -55,7 +55,8 @@ DEVICE void send16(void* at, Mbarrier& box, int rank, const float* v) {
         "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "r"(remote_address(&box, rank))
         : "memory");
 }
-// Waits until `bytes` have come, which one thread (`first`) says; `stage`: 0 and 1 by stages.
+// Waits until `bytes` have come, which one thread (`first`) says. `parity`: 0 for the first time, then 1, then 0
+// again.
 DEVICE void receive(Mbarrier& box, bool first, int bytes, int parity) {
     if (first)
         asm volatile("{\n\t.reg .b64 s;\n\tmbarrier.arrive.expect_tx.shared::cta.b64 s, [%0], %1;\n\t}" ::"r"(

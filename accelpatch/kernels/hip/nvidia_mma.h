@@ -1,14 +1,14 @@
 // Matrix products of 16 rows of weights with up to 8 tokens, and how their kernels are cut. Part of nvidia.h.
 #pragma once
 
-constexpr int BLOCKS_LAUNCHED =
-    1;  // on each SM, also where there are fewer tiles: the successor's then find one place on each
+// On each SM, also where there are fewer tiles: the successor's blocks then find one place on each.
+constexpr int BLOCKS_LAUNCHED = 1;
 constexpr int K_TILE_VALUES = 4096;   // of K staged at once where not all fits: 8 tokens within half an SM
 constexpr int DEEP = 4, SHALLOW = 2;  // stages of a multi-stage buffer
 constexpr int DEEP_FLOATS = 5;        // of 16-bit weights, whose stages are soon done
 constexpr int DEEP_COMPACT = 3;       // of 12 bits, whose stages are half as large again
-constexpr int NARROW_TOKENS =
-    2;  // up to how many tokens integer products have a form of their own: a warp finishes 16 rows of two
+// Up to how many tokens integer products have a form of their own: a warp finishes 16 rows of two.
+constexpr int NARROW_TOKENS = 2;
 constexpr int WIDE_TOKENS = 3;         // up to how many tokens float products run without clusters
 constexpr bool FLUSHING_HALF = false;  // whether fp16 matrix products lose subnormals
 

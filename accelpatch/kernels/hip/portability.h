@@ -22,8 +22,8 @@ DEVICE uint32_t word_of(const Words4& v, int i) { return i == 0 ? v.x : i == 1 ?
 #define RARELY(x) (x)
 #else
 #include "nvidia.h"
-#define RARELY(x) \
-    __builtin_expect(!!(x), 0)  // what it leads to is laid elsewhere: jumped over, it would delay what comes behind it
+// What it leads to is laid elsewhere: jumped over, it would delay what comes behind it.
+#define RARELY(x) __builtin_expect(!!(x), 0)
 #endif
 
 // Whether this is the last of `of` calls; the number is then zero again.

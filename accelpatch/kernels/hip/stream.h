@@ -1,59 +1,14 @@
-// The weights' way to the matrix unit: a multi-stage buffer, each private to its warp, so that no barrier guards it. On
+// The weights' way to the matrix unit: a multi-stage buffer for each warp alone, so that no barrier guards it. On
 // NVIDIA asynchronous copies into shared memory; on AMD registers, one stage ahead.
 #pragma once
-#include "formats.h"
-
-template <class F> constexpr int SCALE_BYTES = 4 * F::GROUPS;                              // a row pair and step
-template <class F> constexpr int TABLES = F::GROUPS ? 1 + (F::OFFSET != OFFSET_NONE) : 0;  // scales, offsets
-template <class F> constexpr int WEIGHT_BYTES = COMPACT<F> ? F::STEP_BYTES : 1024;         // a warp and step
-template <class F> constexpr int TABLE_BYTES = 8 * SCALE_BYTES<F>;                         // of a tile and step
-template <class F> constexpr int SLOT_BYTES = WEIGHT_BYTES<F> + TABLE_BYTES<F> * TABLES<F>;
-
-// Neighbouring steps of K in a stage: two at once hide each other's latencies, where registers hold their scales.
-template <class F> constexpr int PAIR = F::GROUPS * SCALE_PAIRS * TABLES<F> > 8 ? 1 : 2;
-
-// What a lane holds of one step.
-template <class F> struct Slot {
-    static constexpr int WORDS = F::GROUPS ? F::GROUPS * SCALE_PAIRS : 1;
-    Words4 w[ROWS_PER_LANE];
-    uint32_t exponents[COMPACT<F> ? 2 * ROWS_PER_LANE : 1];  // two words a row
-    uint32_t scale[WORDS], offset[WORDS];
-};
-
-// Blocks share each round of tiles evenly, so that a last, shorter round is spread over all of them.
-DEVICE int tile_of(const GemvPlan& plan, int round, int wn) {
-    return ((round * WARPS >> plan.warps_shift) + wn) * gridDim.x + blockIdx.x;
-}
-// The weight row of a tile's row r; a.n or more where there is none.
-DEVICE int64_t weight_row(const GemvArgs& a, int tile, int r) {
-    if (a.activation != ACT_SILU_GATE) return int64_t(tile) * 16 + r;
-    const int64_t half = a.n / 2, at = int64_t(tile) * 8 + (r & 7);
-    return at < half ? at + (r >> 3) * half : a.n;
-}
-template <class F> DEVICE int64_t row_bytes(const GemvArgs& a) { return a.k * F::VALUE_BITS / 8; }
-template <class F> DEVICE int64_t scale_sets(const GemvArgs& a, const GemvPlan& plan) {
-    return F::GROUPS ? ((plan.steps - 1) >> a.group_shift) + 1 : 0;
-}
-
-// Rows that no 16-byte load may touch: 16 bytes one by one, zeros past the row's end. `room`: bytes from `from` to
-// there.
-template <int RUN> static __device__ __noinline__ Words4 gather(const char* from, int room) {
-    uint32_t out[4] = {0, 0, 0, 0};
-#pragma unroll 1
-    for (int byte = 0; byte < 16; ++byte) {
-        const int at = byte / RUN * 32 + byte % RUN;
-        const uint32_t v = at < room ? static_cast<uint8_t>(from[at]) : 0u;
-        for (int j = 0; j < 4; ++j) out[j] |= (byte >> 2) == j ? v << (8 * (byte & 3)) : 0u;
-    }
-    return {out[0], out[1], out[2], out[3]};
-}
+#include "weight_tiles.h"
 
 // One lane's stream of weights: its warp's stages of tile after tile. No branch is taken but for the end of a tile and
-// where there is none. Half of the multi-stage buffer is asked for at once (of int4's deep one in clusters a stage,
+// where there is none. Half of the multi-stage buffer is asked for at once (in clusters one stage of int4's deep one,
 // since the kernel before still reads), the rest behind the activations: they are waited for, and would queue behind
 // all of it.
 //
-// K_TILED: a K tile of one tile, and that of the tile of the round after it, before both tiles' next K tile.
+// K_TILED: K comes in K tiles. The warp's tiles of two rounds go through one K tile before either goes on to the next.
 template <class F, int DEPTH, bool K_TILED = false> struct Stream {
     static constexpr int PREFETCHED = K_TILED && F::TILED && DEPTH > CLUSTER_DEPTH ? 1 : (DEPTH + 1) / 2;
     static constexpr int RUNS = F::SPLIT ? 2 : 1, RUN_BYTES = 16 / RUNS;  // of a row's bytes in a step
@@ -61,10 +16,10 @@ template <class F, int DEPTH, bool K_TILED = false> struct Stream {
     // mixed so that banks differ for the two rows' chunks that are read at once. Else each lane copies what it will
     // read itself.
     static constexpr bool LINES = SHARED_STAGES && !F::TILED && !F::SPLIT && PAIR<F> == 2;
-    static constexpr int COPIED_ROWS =
-        LINES ? 4 : 1;  // from one of a lane's copies to its next one's row, within a half of the tile
-    static constexpr bool SHARED_TABLES =
-        SHARED_STAGES && F::GROUPS > 0;  // a stage's scales and offsets: of each lane one piece
+    // From the row of one of a lane's copies to its next one's, within a half of the tile.
+    static constexpr int COPIED_ROWS = LINES ? 4 : 1;
+    // Whether a stage's scales and offsets lie in shared memory: of each lane one piece.
+    static constexpr bool SHARED_TABLES = SHARED_STAGES && F::GROUPS > 0;
     static_assert(!SHARED_TABLES || PAIR<F> * TABLES<F> * 8 <= WARP_SIZE, "a piece a lane");
     using Stage = Slot<F>[PAIR<F>];
     static constexpr int STAGE_BYTES = PAIR<F> * SLOT_BYTES<F>, TABLES_AT = PAIR<F> * WEIGHT_BYTES<F>,
@@ -80,8 +35,8 @@ template <class F, int DEPTH, bool K_TILED = false> struct Stream {
     char* stage_buffer;  // this lane's place in it
     int slot = 0;        // bytes from there to the next stage's
     Slot<F> held[SHARED_STAGES ? 1 : PAIR<F>];
-    static constexpr bool LATE =
-        !SHARED_STAGES && Slot<F>::WORDS * TABLES<F> > 16;  // more scales than registers hold ahead
+    // More scales than registers hold ahead.
+    static constexpr bool LATE = !SHARED_STAGES && Slot<F>::WORDS * TABLES<F> > 16;
     const char* tables;
 
     // Warp wk of those that share a tile; `tile` is its first.
@@ -120,7 +75,7 @@ template <class F, int DEPTH, bool K_TILED = false> struct Stream {
         return DEPTH - PREFETCHED;
     }
     // Lines of the stages behind those of the multi-stage buffer into L2, a row a lane: memory would rest while
-    // activations are staged. Of K in K tiles not all of them are the ones that come next.
+    // activations are staged. Where K comes in K tiles, not all of them are the ones that come next.
     DEVICE void ahead() const {
         constexpr int STAGES = 4;
         const int left = (k_tile_end() - step + stride - 1) / stride;  // stages of this K tile
@@ -163,7 +118,7 @@ template <class F, int DEPTH, bool K_TILED = false> struct Stream {
         }
         if (F::GROUPS > 0) scale += rounds * plan.scale_hop;
     }
-    // Starts the loads of the next stage, into the place of the one that was taken last.
+    // Starts the loads of the next stage, into the place of the one that was consumed last.
     DEVICE void prefetch() {
         char* into = SHARED_STAGES ? stage_buffer + slot : nullptr;
         const bool there = tile < plan.tiles, second = there && step + 1 < plan.steps;
@@ -184,13 +139,13 @@ template <class F, int DEPTH, bool K_TILED = false> struct Stream {
     }
     DEVICE const char* table(int u) const { return scale + int64_t((step + u) >> a.group_shift) * TABLE_BYTES<F>; }
     DEVICE void load_tables(char* into, bool there, bool second) {
-        if constexpr (SHARED_TABLES) {  // row pairs by neighbouring lanes, each its step's scales or offsets; all of a
-                                        // pair lie together
+        if constexpr (SHARED_TABLES) {
+            // Row pairs by neighbouring lanes, each its step's scales or offsets; all of a pair lie together.
             const int piece = lane_id() >> 3 & 2 * TABLES<F> - 1, u = piece & 1,
                       at = TABLES_AT + (lane_id() & 7) * ROW_TABLES * 4 + piece * SCALE_BYTES<F> - lane_id() * 16;
             if (TABLES<F> > 1 || lane_id() < WARP_SIZE / 2)
-                stream_copy<SCALE_BYTES<F>>(
-                    into + at, table(u), u ? second : there);  // without offsets half of the lanes have a piece
+                // Without offsets half of the lanes have a piece.
+                stream_copy<SCALE_BYTES<F>>(into + at, table(u), u ? second : there);
         } else {
 #pragma unroll
             for (int u = 0; u < PAIR<F>; ++u)
@@ -211,9 +166,10 @@ template <class F, int DEPTH, bool K_TILED = false> struct Stream {
         return SHARED_STAGES ? into + u * WEIGHT_BYTES<F> + h * WARP_SIZE * 16
                              : reinterpret_cast<char*>(&held[SHARED_STAGES ? 0 : u].w[h]);
     }
+    // Bytes left of a row.
     DEVICE int room() const {
         return int(row_bytes<F>(a)) - (LINES ? lane_id() % 8 : fragment_quarter()) * RUN_BYTES - step * F::STEP_BYTES;
-    }  // bytes left of a row
+    }
     // Of lines: where a lane's copy goes, of the half h of the tile's rows; where what it reads of step u lies.
     static DEVICE char* line_place(char* into, int h, int other) {
         return into + h * WEIGHT_BYTES<F> + other * 512 + (lane_id() & 4 ? -1 : 1) * (lane_id() & 8 ? 64 : 0);
@@ -306,7 +262,8 @@ template <class F, int DEPTH, bool K_TILED = false> struct Stream {
         }
     }
     static DEVICE void read_tables(Slot<F> (&now)[PAIR<F>], const char* from) {
-        // A short multi-stage buffer is that of kernels with many sums, which have no four registers in a row to spare.
+        // A shallow multi-stage buffer is that of kernels with many sums, which have no four registers in a row to
+        // spare.
         struct alignas(DEPTH <= SHALLOW ? 4 : ROW_TABLES < 4 ? 4 * ROW_TABLES : 16) All {
             uint32_t v[ROW_TABLES];
         };

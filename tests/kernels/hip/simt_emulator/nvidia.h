@@ -55,7 +55,7 @@ struct Copy {
     void* into;
     const void* source;
     int bytes;
-};                                              // source: null for zeros
+};  // source: null for zeros
 extern std::deque<std::vector<Copy>> copies[];  // of a thread: its groups, the last one open
 extern int zeros;                               // copies of nothing, since they were taken
 DEVICE void carry_out(const Copy& c) {

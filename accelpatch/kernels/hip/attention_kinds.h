@@ -1,0 +1,32 @@
+// The kinds of launches that have kernels of their own, and what is known in each.
+#pragma once
+#include "attention.h"
+
+// What most launches ask for: heads that fill their columns, none of what some models have; and one new token a row
+// with one tile of queries, or several tokens of a lone row, as prompt lookup has them. Kernels for that alone, with a
+// cached head for each head (ONE) or for several, are a fifth to a third smaller, and leave products their room in the
+// instruction cache. So do those of more rows than a LONE one, whose words may still be on their way; DYNAMIC ones are
+// for rows of many KV splits.
+enum Kind { ANY, ONE, SEVERAL, LONE_ONE, LONE_SEVERAL, LONE_TOKENS, DYNAMIC_ONE, DYNAMIC_SEVERAL };
+template <Kind KIND>
+constexpr bool SOLE_QUERY = KIND == ONE || KIND == LONE_ONE || KIND == DYNAMIC_ONE;  // of a cached head
+constexpr Kind lone(Kind kind) { return kind == ONE ? LONE_ONE : LONE_SEVERAL; }
+constexpr Kind dynamic(Kind kind) { return kind == ONE ? DYNAMIC_ONE : DYNAMIC_SEVERAL; }
+template <int WIDE> Kind kind_of(const AttentionArgs& a) {
+    if (a.size != WIDE || a.window || a.softcap > 0.f || a.q_norm || a.k_norm) return ANY;
+    if (a.tokens > 1) return a.rows == 1 ? LONE_TOKENS : ANY;
+    return a.heads > a.kv_heads * QUERIES ? ANY : a.heads == a.kv_heads ? ONE : SEVERAL;
+}
+template <Kind KIND, int WIDE> DEVICE AttentionArgs known(AttentionArgs a) {
+    if (KIND != ANY) a.size = WIDE, a.window = 0, a.softcap = 0.f, a.q_norm = a.k_norm = nullptr;
+    if (KIND == LONE_TOKENS) a.consumer = nullptr;  // signalled, but not waited for
+    else if (KIND != ANY) a.tokens = 1;
+    if (SOLE_QUERY<KIND>) a.kv_heads = a.heads;
+    if (KIND == LONE_ONE || KIND == LONE_SEVERAL || KIND == LONE_TOKENS) a.rows = 1;
+    return a;
+}
+template <Kind KIND> DEVICE AttentionPlan known(AttentionPlan plan) {
+    if (KIND != ANY && KIND != LONE_TOKENS) plan.tiles = 1;
+    if (SOLE_QUERY<KIND>) plan.group = plan.queries = 1;
+    return plan;
+}

@@ -1,0 +1,161 @@
+// A warp's softmax over its tiles of a KV split, for up to 8 queries at once.
+#pragma once
+#include "attention_stage.h"
+#include "attention_stream.h"
+
+// What a lane's queries may see of a segment.
+template <class T, int WIDE> struct View {
+    using Tile = AttentionTile<T>;
+    const HeadStager<T, WIDE>& stager;
+    const Words4* query;  // of shared memory: what the lane gives to products with keys
+    // The queries' slots, and the ones before the first that they see.
+    int own[Tile::QUERIES_PER_LANE], least[Tile::QUERIES_PER_LANE];
+    bool windowed, several;  // several: new tokens, of which one may see another
+    DEVICE View(const AttentionArgs& a, const HeadStager<T, WIDE>& stager, const Geometry& all, const Segment& s)
+        : stager(stager),
+          windowed(a.window > 0),
+          several(a.tokens > 1) {
+        const int last = stager.queries(s) - 1;
+        query = reinterpret_cast<const Words4*>(stager.query(min(Tile::key_query() & (QUERIES - 1), last)));
+#pragma unroll
+        for (int n = 0; n < Tile::QUERIES_PER_LANE; ++n) {
+            own[n] = all.slot + (s.tile * QUERIES + min(Tile::query(n) & (QUERIES - 1), last)) / stager.plan.group;
+            least[n] = windowed ? own[n] - int(a.window) : -1;
+        }
+    }
+};
+
+// What a warp knows of up to 8 queries over its tiles of a KV split: of each of the lane's own the highest score and
+// the sum of its weights, and the weighted sums of values. SOLE: there is but one query.
+template <class T, int WIDE, int BUFFER_BYTES, bool ONCE, bool SOLE, class SCHEDULE> struct Softmax {
+    using Stream = CacheStream<T, WIDE, BUFFER_BYTES, ONCE, SCHEDULE>;
+    using Tile = AttentionTile<T>;
+    static constexpr int SETS = Stream::SETS;
+    static constexpr int OWN = SOLE ? 1 : Tile::QUERIES_PER_LANE;
+    static DEVICE constexpr bool wanted(int i) { return Tile::which(i) < OWN; }  // whether a score is
+    float top[OWN], total[OWN], sums[SETS][Tile::PARTS][4];
+    // The weight of a query's own slot, whose value is added to all others by Adder; negative where another lane has
+    // it.
+    float own[OWN];
+
+    // begin: of the KV split.
+    DEVICE void split(
+        const AttentionArgs& a, Stream& stream, const View<T, WIDE>& view, const Geometry& all, int begin) {
+        static_assert(ROUNDS == 2, "two tiles of keys, two of values");
+        float s[ROUNDS][4] = {};
+        const uint32_t shown = stream.given(begin), given[ROUNDS] = {shown & 0xffffu, shown >> TILE};
+        keys<0>(a, stream, view, all, begin + tile_at(0), s[0], given[0]);
+        keys<1>(a, stream, view, all, begin + tile_at(1), s[1], given[1]);
+#pragma unroll
+        for (int n = 0; n < OWN; ++n) {
+            const auto larger = [](float v, float w) { return fmaxf(v, w); };
+            top[n] = -INFINITY, total[n] = 0.f, own[n] = -1.f;
+#pragma unroll
+            for (int i = 0; i < 4 * ROUNDS; ++i)
+                if (Tile::which(i % 4) == n) top[n] = larger(top[n], s[i / 4][i % 4]);
+            top[n] = Tile::over_lanes(top[n], larger);
+            const float base = top[n] == -INFINITY ? 0.f : top[n];  // nothing was seen: all weights are zero
+#pragma unroll
+            for (int i = 0; i < 4 * ROUNDS; ++i)
+                if (Tile::which(i % 4) == n) total[n] += s[i / 4][i % 4] = fast_exp2(s[i / 4][i % 4] - base);
+        }
+        if (begin + KV_SPLIT > all.slot)
+#pragma unroll
+            for (int i = 0; i < 4 * ROUNDS; ++i) {
+                const int n = Tile::which(i % 4);
+                if (n < OWN && begin + tile_at(i / 4) + Tile::slot(i % 4) == view.own[n])
+                    own[n] = s[i / 4][i % 4], s[i / 4][i % 4] = 0.f;
+            }
+        for (auto& set : sums)
+            for (auto& part : set)
+                for (float& v : part) v = 0.f;
+        add_values<2>(stream, view, all, begin + tile_at(0), given[0], s[0]);
+        add_values<3>(stream, view, all, begin + tile_at(1), given[1], s[1]);
+    }
+    // Scores to the base 2 of a tile, of whose slots some are given.
+    template <int ROUND>
+    DEVICE void keys(const AttentionArgs& a, Stream& stream, const View<T, WIDE>& view, const Geometry& all, int slot,
+        float* s, uint32_t given) {
+        Tile scores;
+        scores.zero();
+        stream.wait();
+        if (seen_tile(all, slot)) {
+            if (slot + TILE > all.slot) stream.template put_new<ROUND>(slot, view.stager);
+            warp_sync();  // all lanes' copies have come
+#pragma unroll
+            for (int step = 0; step < Stream::STEPS; ++step) {
+                const Words4 q = view.query[4 * step + fragment_quarter()];
+                Words4 k[ROWS_PER_LANE];
+#pragma unroll
+                for (int h = 0; h < ROWS_PER_LANE; ++h) k[h] = stream.key(ROUND, h, step);
+                scores.add_keys(q, k);
+            }
+            warp_sync();  // before others' places take new tiles
+        }
+        stream.template after<ROUND>();
+        if (SHARED_STAGES && !seen_tile(all, slot)) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) s[i] = wanted(i) ? -INFINITY : 0.f;
+            return;
+        }
+        // With a softcap a.scaling is 2 log2(e) / softcap times the scores' own: tanh(x) = 1 - 2 / (e^2x + 1).
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            s[i] = wanted(i) ? rounded_multiply(scores.score(i), a.scaling) : 0.f;  // in each of the kernels alike
+        if (a.softcap > 0.f)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) s[i] = a.softcap * (1.f - 2.f * fast_reciprocal(fast_exp2(s[i]) + 1.f));
+        if (slot + TILE > all.slot || given != 0xffffu || view.windowed)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int at = slot + Tile::slot(i);
+                if (wanted(i) && (!(given >> Tile::slot(i) & 1) || at > view.own[Tile::which(i)] ||
+                                     at <= view.least[Tile::which(i)]))
+                    s[i] = -INFINITY;
+            }
+    }
+    template <int STAGE>
+    DEVICE void add_values(
+        Stream& stream, const View<T, WIDE>& view, const Geometry& all, int slot, uint32_t given, const float* s) {
+        const typename Tile::Weights weights = Tile::weights(s);
+        stream.wait();
+        if (seen_tile(all, slot)) {
+            const bool new_ones = slot + TILE > all.slot;
+            if (RARELY(~given & (new_ones ? (1u << max(all.slot - slot, 0)) - 1 : 0xffffu)))
+                stream.template hide<STAGE>(given);
+            if (RARELY(new_ones && view.several)) stream.template put_new<STAGE>(slot, view.stager);
+            warp_sync();  // all lanes' copies have come
+            const Words4* values = stream.values(STAGE);
+#pragma unroll
+            for (int set = 0; set < SETS; ++set)
+#pragma unroll
+                for (int part = 0; part < Tile::PARTS; ++part)
+                    Tile::add_values(sums[set][part], values, Stream::CHUNKS, set, part, weights);
+            warp_sync();  // before others' places take new tiles
+        }
+        stream.template after<STAGE>();
+    }
+    // Into shared memory: [query][warp].
+    DEVICE void leave(float* states, float* tops, int queries) const {
+        const int warp = threadIdx.x / WARP_SIZE;
+#pragma unroll
+        for (int n = 0; n < OWN; ++n) {
+            const float weights = Tile::over_lanes(total[n], [](float v, float w) { return v + w; });
+            if (Tile::query(n) >= queries) continue;
+            float* at = tops + Tile::query(n) * TOPS;
+            if (Tile::slot(0) == 0) at[2 * warp] = top[n], at[2 * warp + 1] = weights;
+            if (!(own[n] < 0.f)) at[2 * WARPS] = own[n];
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if (!Tile::owns() || Tile::cell_query(i) >= queries) continue;
+            float* at = states + Tile::cell_query(i) * QUERY_STRIDE<WIDE> + warp * WARP_STRIDE<WIDE>;
+#pragma unroll
+            for (int set = 0; set < SETS; ++set)
+#pragma unroll
+                for (int part = 0; part < Tile::PARTS; ++part)
+                    if (const int column = set * Tile::CHUNKS * 8 + Tile::cell_column(part, i); column < WIDE)
+                        at[column] = sums[set][part][i];
+        }
+    }
+};
