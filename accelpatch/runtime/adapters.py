@@ -33,7 +33,7 @@ class Adapted:
     def __call__(
         self, x: Tensor, norm: FusedNorm | None = None, gate: str | None = None, residual: Tensor | None = None
     ) -> Tensor:
-        """As Product.__call__; a gate is a separate launch."""
+        """As FusedLinear.__call__; a gate is a separate launch."""
         y = self.base(x, norm, residual=None if gate else residual)
         y = self.up(self.down(x, norm), residual=y)
         if gate is None:
@@ -47,7 +47,7 @@ class Adapted:
         return self.base.raw
 
     def large_m(self, x: Tensor, gate: str | None = None) -> Tensor:
-        """As Product.rows."""
+        """As FusedLinear.large_m."""
         y = self.base.large_m(x) + self.up.large_m(self.down.large_m(x))
         return y if gate is None else gated(y, gate)
 

@@ -87,11 +87,11 @@ def check(status: int, function: str) -> None:
 
 @dataclass(frozen=True)
 class Weight:
-    """A weight w[n, k] in the format of `function` (gemv, gemv_int8, gemv_int4, gemv_fp8, gemv_compact, int4_rows).
+    """A weight w[n, k] in the format of `function` (gemv, gemv_int8, gemv_int4, gemv_fp8, gemv_compact, int4_gemm).
 
     form: the function's format argument, None where it takes none. scale, offset: float32 per row; or 16-bit tiles
     (layout.py), one per 2 ** group_shift K steps; or scale and outliers of compact_tiles.py, 4 * group_shift outliers
-    per row. settled: False if the tensors are copies made for this launch.
+    per row. prefetchable: False if the tensors are copies made for this launch.
     """
 
     function: str

@@ -61,7 +61,7 @@ def _four(words, low: tl.constexpr, factor, beside, KIND: tl.constexpr):  # type
 
 
 @triton.jit(do_not_specialize=["steps", "sets", "shift"])
-def _int4_rows(  # type: ignore[no-untyped-def]
+def _int4_weight_rows(  # type: ignore[no-untyped-def]
     tiles, scale, offset, out, n, k, steps, sets, shift,
     KIND: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
@@ -113,7 +113,9 @@ def int4_floats(
         held = (words, scale, offset)
         if last - first < len(words):  # on the host a view costs as much as a launch
             held = (words[first:last], scale[first:last], offset[first:last])
-        _int4_rows[(cdiv(stop - start, 64), sizes[0])](*held, out, stop - start, k, *sizes, *form, 64, interleaved)
+        _int4_weight_rows[(cdiv(stop - start, 64), sizes[0])](
+            *held, out, stop - start, k, *sizes, *form, 64, interleaved
+        )
 
     return floats
 
