@@ -49,7 +49,7 @@ def concatenated_linear(modules: Sequence[Any], dtype: torch.dtype) -> FusedLine
 
 
 def gated_linear(modules: Sequence[Any], dtype: torch.dtype, activation: str) -> FusedLinear:
-    """As `concatenated_linear` for gate and up, or one layer that holds both; for silu the rows of tiles are interleaved.
+    """As `concatenated_linear` for gate and up, or one layer of both; for silu the rows of tiles are interleaved.
 
     Two layers with interleaved tiles share the same tensors, each with its own part.
     """
