@@ -13,11 +13,10 @@ from torch import Tensor, nn
 
 import accelpatch.models.load as loading
 from accelpatch import device as devices
-from accelpatch import recipe as recipes
 from accelpatch.device import Device
 from accelpatch.errors import PatchError, PlanError
-from accelpatch.kernels.checking import checked
-from accelpatch.kernels.selftest import run as selftest
+from accelpatch.kernels.check.selftest import run as selftest
+from accelpatch.kernels.check.while_running import checked
 from accelpatch.models.family import roles_of
 from accelpatch.models.inputs import sample_inputs
 from accelpatch.models.load import load
@@ -28,12 +27,13 @@ from accelpatch.patching.host_copies import HostCopies, rounded_weights
 from accelpatch.patching.match import unwrapped
 from accelpatch.patching.plan import Plan, make_plan
 from accelpatch.patching.stages import NOT_VERIFIED, capture, stage_report, verified_build, whole_model
-from accelpatch.recipe import Recipe
+from accelpatch.recipe import recipe as recipes
+from accelpatch.recipe.recipe import Recipe
 from accelpatch.replacers import registry, replacer
 from accelpatch.replacers.plugin import load_plugin
-from accelpatch.runtime.first_use import on_first_use
-from accelpatch.runtime.on_demand import unpatch_on_demand
-from accelpatch.runtime.patched_model import RUNTIME, new_runtime, patched_classes
+from accelpatch.runtime.generation.first_use import on_first_use
+from accelpatch.runtime.generation.on_demand import unpatch_on_demand
+from accelpatch.runtime.generation.patched_model import RUNTIME, new_runtime, patched_classes
 
 __all__ = [
     "evaluate", "load", "load_plugin", "patch", "patch_on_first_use", "patched", "plan", "plan_from_config",

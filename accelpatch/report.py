@@ -14,9 +14,9 @@ class SiteRecord:
 
     shape: (N, K) of the weight. reason: why the site is not replaced. token_bytes, resident_bytes: (before, after)
     bytes of the weight read to decode one token, and held in memory. kernel_error: the largest error against the
-    float64 reference; kernel_bound: what the float rule (kernels/parity.py) allows there. format_error: the difference
-    from the original, in the recipe's metric. Errors are None where nothing was measured; `unverified` says why.
-    failed: the replacement was over its bound, so the original stays.
+    float64 reference; kernel_bound: what the float rule (kernels/check/parity.py) allows there. format_error: the
+    difference from the original, in the recipe's metric. Errors are None where nothing was measured; `unverified` says
+    why. failed: the replacement was over its bound, so the original stays.
     """
 
     path: str

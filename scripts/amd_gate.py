@@ -19,8 +19,8 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from accelpatch.kernels import occupancy, resources
-from accelpatch.kernels.occupancy import Resources
+from accelpatch.kernels.build import occupancy, resources
+from accelpatch.kernels.build.occupancy import Resources
 
 ROOT = Path(__file__).parent.parent
 SOURCES = ROOT / "accelpatch/kernels/hip"

@@ -39,11 +39,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import accelpatch
 from accelpatch.bench.timing import once
 from accelpatch.models import load
-from accelpatch.recipe import Runtime
-from accelpatch.runtime.captured_lookup import ACCEPTED, STEPS
-from accelpatch.runtime.captured_runtime import CAPTURED
-from accelpatch.runtime.patched_model import RUNTIME, new_runtime
-from accelpatch.runtime.prompt_lookup import DRAFTS, PromptLookup
+from accelpatch.recipe.recipe import Runtime
+from accelpatch.runtime.generation.captured_lookup import ACCEPTED, STEPS
+from accelpatch.runtime.generation.patched_model import RUNTIME, new_runtime
+from accelpatch.runtime.generation.prompt_lookup import DRAFTS, PromptLookup
+from accelpatch.runtime.graphs.captured_runtime import CAPTURED
 
 SHORT = 16  # tokens of the short answer
 TRIES = 20  # prompts that are tried for an answer that repeats nothing

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import accelpatch
 from accelpatch.bench.read_limit import read_limit
-from accelpatch.kernels import cpu_native
+from accelpatch.kernels.cpu import native_library
 
 PROMPT = "The history of the bicycle begins in the nineteenth century, when a baron from the south of Germany"
 RECIPES = ("int8", "int4")
@@ -89,7 +89,7 @@ def ours(arguments: argparse.Namespace) -> Iterator[tuple[Engine, list[int]]]:
         ids = loaded.tokenizer(PROMPT, return_tensors="pt")["input_ids"]
         name, size, taken = "HF eager float32", sum(parameter.nbytes for parameter in model.parameters()), None
         if recipe:
-            cpu_native.native()  # built, or found in the cache
+            native_library.native()  # built, or found in the cache
             begun = time.perf_counter()
             report = accelpatch.patch(model, recipe, keep_original="none").accelpatch.report()
             taken = time.perf_counter() - begun
@@ -226,12 +226,12 @@ def main() -> None:
         limits = measure(engines, arguments.repeats)
     packages = ["torch", "transformers", *(["llama-cpp-python"] if arguments.gguf else [])]
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in packages)
-    print(f"\n{cpu_native.describe()}, {arguments.threads} threads, {versions}")
+    print(f"\n{native_library.describe()}, {arguments.threads} threads, {versions}")
     print(f"batch 1, prompt of {len(prompt)} tokens, median of {arguments.repeats}")
     print(f"read limit {max(limits) / 1e9:.1f} GB/s, the fastest of this run (lowest {min(limits) / 1e9:.1f})")
     show(engines, arguments.new, max(limits))
     if arguments.plot:
-        machine = f"{cpu_native.describe()}, {arguments.threads} threads"
+        machine = f"{native_library.describe()}, {arguments.threads} threads"
         draw(engines, arguments.new, f"{Path(arguments.model).name}, batch 1, {machine}", arguments.plot)
 
 

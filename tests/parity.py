@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accelpatch.kernels import dispatch, parity
+from accelpatch.kernels import dispatch
+from accelpatch.kernels.check import parity
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

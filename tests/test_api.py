@@ -17,7 +17,7 @@ from transformers import GenerationMixin
 import accelpatch
 from accelpatch import device as devices
 from accelpatch.errors import AccelpatchError, PatchError, PlanError
-from accelpatch.kernels import build
+from accelpatch.kernels.build import libraries
 from tests.families.simulated import greedy, logits, simulated
 from tests.families.tiny import CAUSAL, VOCABULARY, full_batch, padded_batch, snapshot
 
@@ -162,7 +162,7 @@ def test_models_are_patched_at_their_first_use(use: Callable[[nn.Module, Any], t
 
 
 @pytest.mark.skipif(
-    build.why_not("cpu", devices.probe("cpu")) is not None, reason="no native library can be built here"
+    libraries.why_not("cpu", devices.probe("cpu")) is not None, reason="no native library can be built here"
 )
 def test_models_met_at_their_first_use_have_their_fast_steps() -> None:
     model = CAUSAL["llama"].make()

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import accelpatch
-from accelpatch import recipe
 from accelpatch.quant import int4, int8
+from accelpatch.recipe import recipe
 from scripts.compare_cpu import resident_bytes
 from tests.fidelity import (
     BLOCK,

@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from accelpatch.kernels.occupancy import Resources
+from accelpatch.kernels.build.occupancy import Resources
 
 ROOT = Path(__file__).parent.parent
 HELD = {"vgprs": 100, "sgpr_spills": 40, "lds": 1024, "waves": 4}

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "accelpatch"
 
 # Package of ours -> (packages of ours that it may import, third parties besides torch). The design's table.
-# A file beside others belongs to the row of MEMBERS, else to the row of its first folder or its own name.
+# A file belongs to the row of its first folder or its own name.
 IMPORTS: dict[str, tuple[str, str]] = {
     "errors": ("", ""),
     "device": ("", ""),
@@ -30,14 +30,16 @@ IMPORTS: dict[str, tuple[str, str]] = {
     "models": ("errors cache", "transformers huggingface_hub gguf safetensors"),
     "patching": ("recipe device report errors", ""),
     "replacers": ("patching modules quant kernels models.family device errors", ""),
-    "runtime": ("kernels modules report device errors", "transformers"),
+    "fusion": ("patching modules quant kernels models.family device errors", "transformers"),
+    "runtime": ("kernels modules fusion report device errors", "transformers"),
     "checkpoints": (
         "replacers patching modules quant models recipe report device errors",
         "transformers safetensors",
     ),
     "bench": ("kernels runtime report device errors", "matplotlib"),  # matplotlib: plots, an optional package
     "api": (
-        "errors device cache report recipe kernels quant modules models patching replacers runtime checkpoints bench",
+        "errors device cache report recipe kernels quant modules models patching replacers fusion runtime checkpoints "
+        "bench",
         "",
     ),
     "cli": (
@@ -47,7 +49,6 @@ IMPORTS: dict[str, tuple[str, str]] = {
     "__init__": ("api errors patching.replacer", ""),  # the public names, resolved when first asked for
     "__main__": ("cli", ""),
 }
-MEMBERS = {"recipe_yaml": "recipe", "recipe_schema": "recipe"}  # recipe.py's reader, in files of readable length
 
 # (file, what it imports): reason. Each is looser than its row.
 EXCEPTIONS: dict[tuple[str, str], str] = {}
@@ -67,7 +68,7 @@ def _by_name(paths: list[Path]) -> pytest.MarkDecorator:
 
 
 def _row(parts: tuple[str, ...]) -> str:
-    return MEMBERS.get(parts[0], parts[0]) if parts else "__init__"
+    return parts[0] if parts else "__init__"
 
 
 def _imports(tree: ast.AST, package: tuple[str, ...]) -> set[str]:
@@ -123,7 +124,7 @@ def test_imports_are_those_of_the_table(path: Path) -> None:
         pytest.param("quant/int8.py", "from ..api import x", {"accelpatch.api.x"}, id="relative, one up"),
         pytest.param("quant/int8.py", "from . import int4", set(), id="its own room"),
         pytest.param("patching/plan.py", "import yaml", {"yaml"}, id="a third party"),
-        pytest.param("recipe_yaml.py", "import yaml, torch, os.path", set(), id="a third party of its row"),
+        pytest.param("recipe/yaml.py", "import yaml, torch, os.path", set(), id="a third party of its row"),
         pytest.param("replacers/a.py", "from accelpatch.models.load import x", {"accelpatch.models.load.x"}, id="part"),
         pytest.param("replacers/a.py", "from accelpatch.models import family", set(), id="the part that is allowed"),
         pytest.param("replacers/a.py", "from accelpatch.models.family import F", set(), id="a name in that part"),

@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 from accelpatch.bench import read_limit, timing
 from accelpatch.cli import app
 from accelpatch.device import probe
-from accelpatch.kernels import build
+from accelpatch.kernels.build import libraries
 from accelpatch.models import embedded
 from tests.cli.conftest import byte_tokenizer, save_model
 
@@ -158,7 +158,8 @@ def test_pip(line: str) -> None:
 
 
 @pytest.mark.skipif(
-    build.why_not("cpu", probe("cpu")) is not None, reason="the plan of a machine without a C++ compiler names torch"
+    libraries.why_not("cpu", probe("cpu")) is not None,
+    reason="the plan of a machine without a C++ compiler names torch",
 )
 def test_the_plan() -> None:
     """Line by line what the command above it prints, cut before the last column."""

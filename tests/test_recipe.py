@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from accelpatch import recipe as recipes
 from accelpatch.errors import RecipeError
-from accelpatch.recipe import Match, Recipe, Rule, Runtime, Verify
-from accelpatch.recipe_schema import ROLES
+from accelpatch.recipe import recipe as recipes
+from accelpatch.recipe.recipe import Match, Recipe, Rule, Runtime, Verify
+from accelpatch.recipe.schema import ROLES
 
 ROOT = Path(__file__).parent.parent
 
@@ -220,7 +220,7 @@ def test_every_example_in_the_documentation_is_a_recipe(example: str) -> None:
 
 def test_the_documentation_names_every_key_role_and_bundled_recipe() -> None:
     text = (ROOT / "docs" / "recipes.md").read_text()
-    keys = re.findall(r"^_[A-Z]+_KEYS = \((.*)\)$", (ROOT / "accelpatch" / "recipe_schema.py").read_text(), re.M)
+    keys = re.findall(r"^_[A-Z]+_KEYS = \((.*)\)$", (ROOT / "accelpatch" / "recipe/schema.py").read_text(), re.M)
     words = [*re.findall(r'"(\w+)"', " ".join(keys)), *ROLES, *recipes.bundled()]
     assert len(keys) == 7
     assert [word for word in words if f"`{word}`" not in text] == []

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from accelpatch import recipe as recipes
-from accelpatch.recipe_schema import Units
+from accelpatch.recipe import recipe as recipes
+from accelpatch.recipe.schema import Units
 
 ROOT = Path(__file__).parent.parent
 

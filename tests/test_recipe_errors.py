@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from accelpatch import recipe as recipes
 from accelpatch.errors import RecipeError
-from accelpatch.recipe import Match
-from accelpatch.recipe_schema import MAX_PATTERN, MAX_STARS
-from accelpatch.recipe_yaml import MAX_BYTES, MAX_DEPTH
+from accelpatch.recipe import recipe as recipes
+from accelpatch.recipe.recipe import Match
+from accelpatch.recipe.schema import MAX_PATTERN, MAX_STARS
+from accelpatch.recipe.yaml import MAX_BYTES, MAX_DEPTH
 
 RULE = "rules: [{match: {name: '*'}, replace: keep}]\n"
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from accelpatch import recipe as recipes
 from accelpatch.errors import RecipeError
-from accelpatch.recipe import Match, Recipe
-from accelpatch.recipe_yaml import MAX_BYTES, Node, read
+from accelpatch.recipe import recipe as recipes
+from accelpatch.recipe.recipe import Match, Recipe
+from accelpatch.recipe.yaml import MAX_BYTES, Node, read
 
 GOOD = """\
 name: good

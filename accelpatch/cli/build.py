@@ -30,7 +30,7 @@ def build(
     json: JsonOption = False,
 ) -> None:
     """Compile the kernels for ARCH. A machine with ACCELPATCH_KERNELS=DIR loads them from DIR and needs no compiler."""
-    from accelpatch.kernels import build as building
+    from accelpatch.kernels.build import libraries as building
 
     found: list[dict[str, Any]] = []
     for name in arch or [HOST]:

@@ -55,7 +55,7 @@ def load_plugins(files: list[Path] | None) -> None:
 
 def check_recipe(recipe: str) -> None:
     """Raise RecipeError for a recipe that cannot be read, before anything slow starts."""
-    from accelpatch import recipe as recipes
+    from accelpatch.recipe import recipe as recipes
 
     recipes.load(recipe)
 

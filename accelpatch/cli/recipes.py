@@ -17,7 +17,7 @@ def list_recipes(context: typer.Context, json: JsonOption = False) -> None:
     """List the bundled recipes, or show one."""
     if context.invoked_subcommand is not None:
         return
-    from accelpatch import recipe
+    from accelpatch.recipe import recipe
 
     found = [recipe.load(name) for name in recipe.bundled()]
     if json:
@@ -31,6 +31,6 @@ def show(
     name: Annotated[str, typer.Argument(metavar="NAME|FILE", help="Name of a bundled recipe, or a YAML file.")],
 ) -> None:
     """Print a recipe as YAML, with everything that it extends merged in."""
-    from accelpatch import recipe
+    from accelpatch.recipe import recipe
 
     print(recipe.dump(recipe.load(name)), end="")

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from accelpatch.errors import KernelError
-from accelpatch.kernels import compact_tiles
-from accelpatch.kernels.compact_linear import compact_linear, unpacked
-from accelpatch.kernels.compact_tiles import CompactTiles
-from accelpatch.kernels.gemv import gemv
+from accelpatch.kernels.layouts import compact_tiles
+from accelpatch.kernels.layouts.compact_tiles import CompactTiles
+from accelpatch.kernels.ops.compact_linear import compact_linear, unpacked
+from accelpatch.kernels.ops.gemv import gemv
 from accelpatch.modules.autocast import autocast
 from accelpatch.modules.packed_weight import PackedWeight
 

@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from accelpatch.kernels.compact_linear import compact_linear
-from accelpatch.kernels.compact_tiles import CompactTiles
-from accelpatch.kernels.gated_activation import gated_activation
-from accelpatch.kernels.tiled_int4_linear import tiled_int4_linear
+from accelpatch.kernels.layouts.compact_tiles import CompactTiles
+from accelpatch.kernels.ops.compact_linear import compact_linear
+from accelpatch.kernels.ops.gated_activation import gated_activation
+from accelpatch.kernels.ops.tiled_int4_linear import tiled_int4_linear
 from accelpatch.modules.replacement import Replacement, intact, is_observed
 
 

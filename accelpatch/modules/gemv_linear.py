@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from accelpatch.kernels import dispatch
-from accelpatch.kernels.gemv import gemv
 from accelpatch.kernels.hip.binding import prefetchable
+from accelpatch.kernels.ops.gemv import gemv
 from accelpatch.modules.autocast import autocast
 from accelpatch.modules.replacement import Replacement
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from accelpatch.kernels.rmsnorm import add_rmsnorm, rmsnorm
+from accelpatch.kernels.ops.rmsnorm import add_rmsnorm, rmsnorm
 from accelpatch.modules.replacement import Replacement, intact, is_observed
 
 

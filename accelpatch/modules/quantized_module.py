@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from accelpatch.errors import KernelError
-from accelpatch.kernels import cpu_pack
-from accelpatch.kernels.cpu_pack import Pack
-from accelpatch.kernels.int4_tiles import Tiles, untile
+from accelpatch.kernels.layouts import cpu_pack
+from accelpatch.kernels.layouts.cpu_pack import Pack
+from accelpatch.kernels.layouts.int4_tiles import Tiles, untile
 from accelpatch.modules.packed_weight import PackedWeight
 from accelpatch.modules.replacement import ROLE
 from accelpatch.quant.weight import QuantizedWeight

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accelpatch.kernels import cpu_pack
-from accelpatch.kernels.cpu_pack import Pack
-from accelpatch.kernels.fp8_linear import fp8_linear
-from accelpatch.kernels.int4_linear import int4_linear
-from accelpatch.kernels.int4_tiles import Tiles
-from accelpatch.kernels.int8_embedding import int8_embedding
-from accelpatch.kernels.int8_linear import int8_linear
-from accelpatch.kernels.packed_linear import arguments, packed_embedding, packed_linear
-from accelpatch.kernels.tiled_int4_linear import tiled_int4_linear, tiles_for
+from accelpatch.kernels.layouts import cpu_pack
+from accelpatch.kernels.layouts.cpu_pack import Pack
+from accelpatch.kernels.layouts.int4_tiles import Tiles
+from accelpatch.kernels.ops.fp8_linear import fp8_linear
+from accelpatch.kernels.ops.int4_linear import int4_linear
+from accelpatch.kernels.ops.int8_embedding import int8_embedding
+from accelpatch.kernels.ops.int8_linear import int8_linear
+from accelpatch.kernels.ops.packed_linear import arguments, packed_embedding, packed_linear
+from accelpatch.kernels.ops.tiled_int4_linear import tiled_int4_linear, tiles_for
 from accelpatch.modules.autocast import autocast
 from accelpatch.modules.quantized_module import QuantizedModule
 from accelpatch.modules.replacement import adopt

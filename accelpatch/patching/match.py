@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from accelpatch.patching.site import Site
-from accelpatch.recipe import Match, Recipe, Rule
+from accelpatch.recipe.recipe import Match, Recipe, Rule
 
 # Roles by class, where the family's table has none: suffix of the class name -> role.
 CLASS_ROLES = (

@@ -13,7 +13,7 @@ from accelpatch.errors import PlanError
 from accelpatch.patching.match import matches, rule_for, sites, text_config
 from accelpatch.patching.replacer import Choice, Reason, Replacer
 from accelpatch.patching.site import Site
-from accelpatch.recipe import Recipe, Rule
+from accelpatch.recipe.recipe import Recipe, Rule
 from accelpatch.report import Report, SiteRecord, bytes_line, human, site_table
 
 

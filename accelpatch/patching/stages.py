@@ -15,8 +15,8 @@ from accelpatch.patching.apply import Built, build_all, naming
 from accelpatch.patching.capture import Call, recording, run
 from accelpatch.patching.plan import Entry, Plan
 from accelpatch.patching.verify import UNITS, Checking, SiteErrors, compare_logits, site_errors
-from accelpatch.recipe import Recipe
-from accelpatch.recipe_schema import Bound, Units
+from accelpatch.recipe.recipe import Recipe
+from accelpatch.recipe.schema import Bound, Units
 from accelpatch.report import Report, Verification
 
 Progress = Callable[[str, int, int], None]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from accelpatch.errors import KernelError
-from accelpatch.kernels import int4_linear
+from accelpatch.kernels.ops import int4_linear
 from accelpatch.quant.weight import QuantizedWeight, grouped
 
 _HALF = torch.finfo(torch.float16)

@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 from accelpatch.device import Device
-from accelpatch.kernels import compact_linear, compact_tiles, dispatch
-from accelpatch.kernels.hip.layout import TILE_ROWS
+from accelpatch.kernels import dispatch
+from accelpatch.kernels.layouts import compact_tiles
+from accelpatch.kernels.layouts.tiling import TILE_ROWS
+from accelpatch.kernels.ops import compact_linear
 from accelpatch.modules.compact_linear import CompactLinear
 from accelpatch.modules.replacement import adopt
 from accelpatch.patching.replacer import Choice, Reason

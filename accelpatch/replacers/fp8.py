@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from accelpatch.device import Device
-from accelpatch.kernels import dispatch, fp8_linear
+from accelpatch.kernels import dispatch
+from accelpatch.kernels.ops import fp8_linear
 from accelpatch.modules.weight_only import Fp8WeightOnlyLinear, quantized
 from accelpatch.patching.replacer import Choice, Reason, Replacer
 from accelpatch.patching.site import Site

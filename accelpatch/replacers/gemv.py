@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from accelpatch.device import Device
-from accelpatch.kernels import dispatch, gemv
+from accelpatch.kernels import dispatch
+from accelpatch.kernels.ops import gemv
 from accelpatch.models.family import LINEAR_CLASSES
 from accelpatch.modules.gemv_linear import GemvLinear
 from accelpatch.modules.replacement import adopt

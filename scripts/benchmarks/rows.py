@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from accelpatch.bench.timing import measure_replays
-from accelpatch.kernels import gemv
-from accelpatch.kernels.fused_linear import gated
-from accelpatch.kernels.int4_tiles import Tiles
-from accelpatch.kernels.tiled_int4_linear import by_triton
+from accelpatch.kernels.layouts.int4_tiles import Tiles
+from accelpatch.kernels.ops import gemv
+from accelpatch.kernels.ops.fused_linear import gated
+from accelpatch.kernels.ops.tiled_int4_linear import by_triton
 from benchmarks.layer_shapes import LAYER, rotation
 from tests.support.gemv_reference import wrong
 from tests.support.hip_gemv import Library, Packed, pack

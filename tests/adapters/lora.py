@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import accelpatch
-from accelpatch.recipe import parse
+from accelpatch.recipe.recipe import parse
 from tests.families.tiny import CAUSAL, padded_batch
 
 peft = pytest.importorskip("peft", reason="PEFT is not installed: pip install 'accelpatch[peft]'")

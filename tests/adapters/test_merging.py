@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import accelpatch
-from accelpatch.recipe import parse
+from accelpatch.recipe.recipe import parse
 from tests.adapters.lora import adapted, logits, off, peft
 from tests.families.tiny import CAUSAL
 from tests.runtime.steps import inner

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import accelpatch
-from accelpatch.runtime.fused_layer import fused_model
+from accelpatch.fusion.fused_layer import fused_model
 from tests.adapters.lora import adapted, config
 from tests.families.tiny import CAUSAL, full_batch, padded_batch
 from tests.runtime.steps import assert_float_rule, inner, logits

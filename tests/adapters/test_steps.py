@@ -13,15 +13,16 @@ import torch
 from torch import Tensor
 
 import accelpatch
-from accelpatch.kernels import cpu_native, int4_tiles
+from accelpatch.fusion.cannot_fuse import CannotFuse
+from accelpatch.fusion.fused_layer import FUSED, fused_model
+from accelpatch.kernels.cpu import native_library
+from accelpatch.kernels.layouts import int4_tiles
 from accelpatch.modules import weight_only
-from accelpatch.runtime import captured_graph
-from accelpatch.runtime.cannot_fuse import CannotFuse
-from accelpatch.runtime.captured_graph import EagerGraph
-from accelpatch.runtime.captured_runtime import CAPTURED, MODULES, STATES
-from accelpatch.runtime.fused_layer import FUSED, fused_model
-from accelpatch.runtime.fused_prompt import FUSED_PROMPT
-from accelpatch.runtime.patched_model import RUNTIME
+from accelpatch.runtime.generation.patched_model import RUNTIME
+from accelpatch.runtime.graphs import captured_graph
+from accelpatch.runtime.graphs.captured_graph import EagerGraph
+from accelpatch.runtime.graphs.captured_runtime import CAPTURED, MODULES, STATES
+from accelpatch.runtime.graphs.fused_prompt import FUSED_PROMPT
 from tests.adapters.lora import RECIPES, adapted, both_orders, config
 from tests.families.tiny import CAUSAL, full_batch, padded_batch
 from tests.runtime.steps import inner, logits, stock
@@ -33,7 +34,7 @@ STEPS = 12
 @pytest.fixture(autouse=True)
 def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(captured_graph.GRAPHS, "cpu", EagerGraph)  # type: ignore[arg-type]
-    monkeypatch.setattr(cpu_native, "why_not", lambda device: "not in this test")
+    monkeypatch.setattr(native_library, "why_not", lambda device: "not in this test")
     monkeypatch.setattr(weight_only, "tiles_for", lambda weight, dtype, device: int4_tiles.tile(*weight))
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from accelpatch.device import KNOWN, probe
-from accelpatch.kernels import build, targets
-from accelpatch.kernels.targets import compiler, target
+from accelpatch.kernels.build import libraries, targets
+from accelpatch.kernels.build.targets import compiler, target
 
 from .conftest import Cli
 
@@ -21,8 +21,8 @@ needs_compiler = pytest.mark.skipif(compiler(target("cpu", probe("cpu"))) is Non
 def test_the_library_of_this_machine(cli: Cli, tmp_path: Path) -> None:
     [built] = json.loads(cli("build", "--out", str(tmp_path), "--json").stdout)
     assert built["library"] == "cpu"
-    assert Path(built["folder"]) == build.place(tmp_path, "cpu", target("cpu", probe("cpu")))
-    assert (Path(built["folder"]) / build.LIBRARY).is_file()
+    assert Path(built["folder"]) == libraries.place(tmp_path, "cpu", target("cpu", probe("cpu")))
+    assert (Path(built["folder"]) / libraries.LIBRARY).is_file()
 
 
 def test_no_compiler_for_an_arch(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,7 +56,7 @@ def test_another_machine_with_a_report(
 ) -> None:
     monkeypatch.setattr(targets, "_HIP", dict.fromkeys(sources, ()))
     [built] = json.loads(cli("build", "--arch", "sm_90", "--out", str(tmp_path), "--report", "--json").stdout)
-    assert (tmp_path / "hip-sm_90" / build.LIBRARY).is_file()
+    assert (tmp_path / "hip-sm_90" / libraries.LIBRARY).is_file()
     plain = next(kernel for kernel in built["kernels"] if "Plain, Bf16" in kernel["kernel"])
     assert 64 <= plain["registers"] <= 255
     assert plain["waves"] >= 2

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from accelpatch import recipe
+from accelpatch.recipe import recipe
 
 from .conftest import Cli
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 from torch import Tensor
 
-from accelpatch.kernels import rmsnorm
-from accelpatch.kernels.selftest import SelftestRecord
+from accelpatch.kernels.check.selftest import SelftestRecord
+from accelpatch.kernels.ops import rmsnorm
 
 from .conftest import Cli
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accelpatch.kernels import parity
+from accelpatch.kernels.check import parity
 from accelpatch.patching.plan import Entry, Plan
 from accelpatch.quant import int4, int8
 

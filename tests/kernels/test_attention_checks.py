@@ -8,10 +8,10 @@ from torch import Tensor
 
 from accelpatch.device import KNOWN
 from accelpatch.errors import KernelError
-from accelpatch.kernels import decode_attention
-from accelpatch.kernels.attention_check import Step, made
-from accelpatch.kernels.attention_shape import AttentionShape, Zeros
+from accelpatch.kernels.check.attention_check import Step, made
 from accelpatch.kernels.hip import attention
+from accelpatch.kernels.ops import decode_attention
+from accelpatch.kernels.ops.attention_shape import AttentionShape, Zeros
 from tests.interpreted import DEVICE
 
 

@@ -19,8 +19,8 @@ import pytest
 from accelpatch import cache
 from accelpatch.device import Device
 from accelpatch.errors import CacheError, KernelError
-from accelpatch.kernels import build
-from accelpatch.kernels.build import Target
+from accelpatch.kernels.build import libraries
+from accelpatch.kernels.build.libraries import Target
 
 DEVICE = Device("cpu", "cpu", "x86-64", "a CPU", 1 << 30, 1)
 SOURCE = 'extern "C" int answer() { return ANSWER; }\n'
@@ -40,9 +40,9 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / "answer.h").write_text("#define ANSWER 42\n")
     write_compiler(tmp_path, f'exec {COMPILER} "$@"')
     monkeypatch.setenv("CXX", str(tmp_path / "compiler"))
-    monkeypatch.setattr(build, "target", lambda name, device: small(folder))
-    monkeypatch.setattr(build, "_loaded", {})
-    monkeypatch.setattr(build, "_failed", {})
+    monkeypatch.setattr(libraries, "target", lambda name, device: small(folder))
+    monkeypatch.setattr(libraries, "_loaded", {})
+    monkeypatch.setattr(libraries, "_failed", {})
     return tmp_path
 
 
@@ -69,15 +69,15 @@ def entry(place: Path) -> Path:
 
 
 def afresh(monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:
-    monkeypatch.setattr(build, "_loaded", {})
-    monkeypatch.setattr(build, "_failed", {})
-    return build.library("small", DEVICE)
+    monkeypatch.setattr(libraries, "_loaded", {})
+    monkeypatch.setattr(libraries, "_failed", {})
+    return libraries.library("small", DEVICE)
 
 
 @needs_compiler
 def test_builds_once_and_loads(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert build.library("small", DEVICE).answer() == 42
-    assert build.library("small", DEVICE) is build.library("small", DEVICE)
+    assert libraries.library("small", DEVICE).answer() == 42
+    assert libraries.library("small", DEVICE) is libraries.library("small", DEVICE)
     assert afresh(monkeypatch).answer() == 42
     assert compiled(place) == 2
     assert sorted(path.name for path in entry(place).iterdir()) == ["library.so", "manifest.json"]
@@ -99,23 +99,23 @@ def add_header(place: Path) -> None:
 def edit_compiler(place: Path) -> None:
     text = (place / "compiler").read_text()
     (place / "compiler").write_text(text.replace("#!/bin/sh", '#!/bin/sh\n[ "$1" = --version ] && echo newer'))
-    build.identity.cache_clear()
+    libraries.identity.cache_clear()
 
 
 @needs_compiler
 @pytest.mark.parametrize("change", [edit_source, edit_header, add_header, edit_compiler], ids=lambda f: f.__name__)
 def test_a_change_is_another_entry(place: Path, change: Callable[[Path], None]) -> None:
-    path = build.compiler(small(place / "sources"))
+    path = libraries.compiler(small(place / "sources"))
     assert path is not None
-    before = build.key("small", small(place / "sources"), path)
+    before = libraries.key("small", small(place / "sources"), path)
     change(place)
-    assert build.key("small", small(place / "sources"), path) != before
+    assert libraries.key("small", small(place / "sources"), path) != before
 
 
 @needs_compiler
 @pytest.mark.parametrize("field", ["flags", "link", "arch", "sources"])
 def test_flags_and_machine_are_in_the_key(place: Path, field: str) -> None:
-    plain, path = small(place / "sources"), build.compiler(small(place / "sources"))
+    plain, path = small(place / "sources"), libraries.compiler(small(place / "sources"))
     assert path is not None
     other = {
         "flags": ("-fPIC", "-O3"),
@@ -124,22 +124,22 @@ def test_flags_and_machine_are_in_the_key(place: Path, field: str) -> None:
         "sources": {"one.cpp": ("-O3",), "two.cpp": ()},
     }
     changed = Target(**{**vars(plain), field: other[field]})
-    assert build.key("small", changed, path) != build.key("small", plain, path)
+    assert libraries.key("small", changed, path) != libraries.key("small", plain, path)
 
 
 def test_no_compiler(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CXX")
     monkeypatch.setenv("PATH", str(place / "nowhere"))
-    reason = build.why_not("small", DEVICE)
+    reason = libraries.why_not("small", DEVICE)
     assert reason is not None
     assert "install one" in reason
     with pytest.raises(KernelError, match="there is no C\\+\\+ compiler here \\(g\\+\\+\\)"):
-        build.library("small", DEVICE)
+        libraries.library("small", DEVICE)
 
 
 def test_named_compiler_is_not_there(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    reason = build.why_not("small", DEVICE)
+    reason = libraries.why_not("small", DEVICE)
     assert reason is not None
     assert "CXX names 'no-such-compiler'" in reason
 
@@ -147,16 +147,16 @@ def test_named_compiler_is_not_there(place: Path, monkeypatch: pytest.MonkeyPatc
 @needs_compiler
 def test_compiler_that_fails(place: Path) -> None:
     (place / "sources/two.cpp").write_text("this is no program\n")
-    assert build.why_not("small", DEVICE) is None
+    assert libraries.why_not("small", DEVICE) is None
     with pytest.raises(KernelError, match=r"two\.cpp.*failed with status 1") as caught:
-        build.library("small", DEVICE)
+        libraries.library("small", DEVICE)
     assert "error:" in str(caught.value)
     assert "torch's own operations" in str(caught.value)
     runs = compiled(place)
     with pytest.raises(KernelError, match="failed with status 1"):
-        build.library("small", DEVICE)
+        libraries.library("small", DEVICE)
     assert compiled(place) == runs, "a failure is not tried again"
-    assert build.why_not("small", DEVICE) == str(caught.value)
+    assert libraries.why_not("small", DEVICE) == str(caught.value)
     assert list((place / "cache/kernels").glob(".partial*")) == []
 
 
@@ -164,7 +164,7 @@ PROCESS = """
 import sys
 from pathlib import Path
 from accelpatch.device import Device
-from accelpatch.kernels import build
+from accelpatch.kernels.build import libraries
 sources = {"one.cpp": (), "two.cpp": ()}
 build.target = lambda *_: build.Target(sys.argv[1], sources, ("g++",), ("-fPIC",), ("-shared",), "here")
 print(build.library("small", Device("cpu", "cpu", "x86-64", "a CPU", 1 << 30, 1)).answer())
@@ -186,50 +186,50 @@ def test_sixteen_processes_from_cold_build_once(place: Path) -> None:
 @needs_compiler
 def test_a_builder_killed_half_way_fifty_times(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_compiler(place, f'sleep 0.02\nexec {COMPILER} "$@"')
-    made, path = small(place / "sources"), build.compiler(small(place / "sources"))
+    made, path = small(place / "sources"), libraries.compiler(small(place / "sources"))
     assert path is not None
-    build.identity(path)
+    libraries.identity(path)
     rng = random.Random(5)
     for _ in range(50):
         child = os.fork()
         if child == 0:
             os.setsid()
-            build.locate("small", made)
+            libraries.locate("small", made)
             os._exit(0)
         time.sleep(rng.uniform(0, 0.1))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        finished = cache.entry(build.KIND, build.key("small", made, path))
-        assert finished is None or build._disagreement(finished, build.digest(made)) is None
-        cache.clear(build.KIND)
+        finished = cache.entry(libraries.KIND, libraries.key("small", made, path))
+        assert finished is None or libraries._disagreement(finished, libraries.digest(made)) is None
+        cache.clear(libraries.KIND)
     assert afresh(monkeypatch).answer() == 42
     assert list((place / "cache/kernels").glob(".partial*")) == []
 
 
 def truncate(folder: Path) -> None:
-    library = folder / build.LIBRARY
+    library = folder / libraries.LIBRARY
     library.write_bytes(library.read_bytes()[: library.stat().st_size // 2])
 
 
 def swap(folder: Path) -> None:
-    library = folder / build.LIBRARY
+    library = folder / libraries.LIBRARY
     content = bytearray(library.read_bytes())
     content[len(content) // 2] ^= 1
     library.write_bytes(content)
 
 
 def lose(folder: Path) -> None:
-    (folder / build.LIBRARY).unlink()
+    (folder / libraries.LIBRARY).unlink()
 
 
 def spoil_manifest(folder: Path) -> None:
-    (folder / build.MANIFEST).write_text("{")
+    (folder / libraries.MANIFEST).write_text("{")
 
 
 def other_pair(folder: Path) -> None:
     """Library and manifest agree with each other, but were made of something else."""
-    facts = json.loads((folder / build.MANIFEST).read_text())
-    (folder / build.MANIFEST).write_text(json.dumps({**facts, "made_of": "0" * 64}))
+    facts = json.loads((folder / libraries.MANIFEST).read_text())
+    (folder / libraries.MANIFEST).write_text(json.dumps({**facts, "made_of": "0" * 64}))
 
 
 DAMAGES = [truncate, swap, lose, spoil_manifest, other_pair]
@@ -240,7 +240,7 @@ DAMAGES = [truncate, swap, lose, spoil_manifest, other_pair]
 def test_damaged_entry_is_built_again(
     place: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[Path], None]
 ) -> None:
-    build.locate("small", small(place / "sources"))
+    libraries.locate("small", small(place / "sources"))
     damage(entry(place))
     assert afresh(monkeypatch).answer() == 42
     assert compiled(place) == 4
@@ -261,7 +261,7 @@ def a_link(root: Path) -> None:
 def test_folder_that_is_not_private_is_refused(
     place: Path, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Path], None]
 ) -> None:
-    build.locate("small", small(place / "sources"))
+    libraries.locate("small", small(place / "sources"))
     spoil(place / "cache")
     with pytest.raises(CacheError):
         afresh(monkeypatch)
@@ -269,11 +269,11 @@ def test_folder_that_is_not_private_is_refused(
 
 @needs_compiler
 def test_prebuilt_folder(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    build.export("small", DEVICE, place / "prebuilt")
+    libraries.export("small", DEVICE, place / "prebuilt")
     monkeypatch.setenv("ACCELPATCH_KERNELS", str(place / "prebuilt"))
     monkeypatch.setenv("PATH", str(place / "nowhere"))
     monkeypatch.delenv("CXX")
-    assert build.why_not("small", DEVICE) is None
+    assert libraries.why_not("small", DEVICE) is None
     assert afresh(monkeypatch).answer() == 42
 
 
@@ -282,7 +282,7 @@ def test_prebuilt_folder(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_damaged_prebuilt_folder_is_an_error(
     place: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[Path], None]
 ) -> None:
-    folder = build.export("small", DEVICE, place / "prebuilt")
+    folder = libraries.export("small", DEVICE, place / "prebuilt")
     damage(folder)
     monkeypatch.setenv("ACCELPATCH_KERNELS", str(place / "prebuilt"))
     with pytest.raises(KernelError, match="ACCELPATCH_KERNELS"):
@@ -291,4 +291,4 @@ def test_damaged_prebuilt_folder_is_an_error(
 
 def test_unknown_library() -> None:
     with pytest.raises(KernelError, match="no library 'nothing'"):
-        build.target("nothing", DEVICE)
+        libraries.target("nothing", DEVICE)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from accelpatch.kernels import compact_linear, compact_tiles
+from accelpatch.kernels.layouts import compact_tiles
+from accelpatch.kernels.ops import compact_linear
 from tests.parity import assert_parity
 
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from accelpatch.errors import KernelError
-from accelpatch.kernels import compact_tiles
-from accelpatch.kernels.compact_tiles import NONE, decode, encode, pair
+from accelpatch.kernels.layouts import compact_tiles
+from accelpatch.kernels.layouts.compact_tiles import NONE, decode, encode, pair
 
 SIZES = [(1, 1), (5, 7), (16, 64), (37, 65), (48, 100), (64, 1000), (3, 4099)]
 

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from accelpatch.device import probe
-from accelpatch.kernels import decode_attention
-from accelpatch.kernels.attention_check import Step, made
-from accelpatch.kernels.attention_shape import AttentionShape
-from accelpatch.kernels.decode_attention import reference_
+from accelpatch.kernels.check.attention_check import Step, made
+from accelpatch.kernels.ops import decode_attention
+from accelpatch.kernels.ops.attention_shape import AttentionShape
+from accelpatch.kernels.ops.decode_attention import reference_
 from accelpatch.kernels.triton import launch
 from tests.interpreted import DEVICE, HERE, INTERPRETED, LOW, here, interpret, needs_triton
 from tests.parity import bits

@@ -14,7 +14,7 @@ from accelpatch.device import KNOWN, Device, probe
 from accelpatch.errors import KernelError
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.dispatch import Implementation, Spec
-from accelpatch.kernels.int8_linear import int8_linear, reference
+from accelpatch.kernels.ops.int8_linear import int8_linear, reference
 from tests.parity import name
 
 # A pack is the CPU's own layout: its operations run there alone.

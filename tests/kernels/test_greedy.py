@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from accelpatch.kernels import greedy
+from accelpatch.kernels.ops import greedy
 from tests.interpreted import DEVICE, HERE, here, interpret, needs_triton
 from tests.support.spread import spread
 

@@ -12,9 +12,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from accelpatch.device import probe
 from accelpatch.errors import KernelError
-from accelpatch.kernels import compact_tiles, cpu_pack, dispatch, int4_tiles, parity
-from accelpatch.kernels.fp8_linear import FORMS
-from accelpatch.kernels.packed_linear import arguments
+from accelpatch.kernels import dispatch
+from accelpatch.kernels.check import parity
+from accelpatch.kernels.layouts import compact_tiles, cpu_pack, int4_tiles
+from accelpatch.kernels.ops.fp8_linear import FORMS
+from accelpatch.kernels.ops.packed_linear import arguments
 from accelpatch.quant import int4, int8
 from tests.parity import DTYPES, assert_parity, bits, name, strided, transposed
 

@@ -6,8 +6,8 @@ import pytest
 
 from accelpatch.device import KNOWN
 from accelpatch.errors import KernelError
-from accelpatch.kernels import occupancy, resources
-from accelpatch.kernels.occupancy import Resources
+from accelpatch.kernels.build import occupancy, resources
+from accelpatch.kernels.build.occupancy import Resources
 
 
 def taken(registers: int, threads: int, shared: int = 0) -> Resources:

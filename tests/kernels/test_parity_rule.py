@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from accelpatch.kernels import parity
-from accelpatch.kernels.int8_linear import int8_linear
-from accelpatch.kernels.rmsnorm import rmsnorm
+from accelpatch.kernels.check import parity
+from accelpatch.kernels.ops.int8_linear import int8_linear
+from accelpatch.kernels.ops.rmsnorm import rmsnorm
 
 
 def linear_args(k: int = 130) -> tuple[torch.Tensor, ...]:

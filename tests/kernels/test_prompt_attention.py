@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from accelpatch.kernels import decode_attention
-from accelpatch.kernels.attention_shape import AttentionShape
-from accelpatch.kernels.prompt_attention import prompt_attention_, rotate_reference_, visible
+from accelpatch.kernels.ops import decode_attention
+from accelpatch.kernels.ops.attention_shape import AttentionShape
+from accelpatch.kernels.ops.prompt_attention import prompt_attention_, rotate_reference_, visible
 from tests.interpreted import DEVICE, HERE, INTERPRETED, LOW, here, interpret, needs_triton
 
 SHAPES: dict[str, dict[str, Any]] = {

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from accelpatch.errors import KernelError
-from accelpatch.kernels import attention_check, dispatch, selftest
-from accelpatch.kernels.attention_shape import AttentionShape
-from accelpatch.kernels.decode_attention import reference_
+from accelpatch.kernels import dispatch
+from accelpatch.kernels.check import attention_check, selftest
 from accelpatch.kernels.dispatch import Implementation
-from accelpatch.kernels.int8_linear import reference
+from accelpatch.kernels.ops.attention_shape import AttentionShape
+from accelpatch.kernels.ops.decode_attention import reference_
+from accelpatch.kernels.ops.int8_linear import reference
 
 
 def test_everything_passes_and_is_covered() -> None:

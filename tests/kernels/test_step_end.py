@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from accelpatch.errors import KernelError
-from accelpatch.kernels import step_end
+from accelpatch.kernels.ops import step_end
 from tests.interpreted import DEVICE, HERE, here, interpret, needs_triton
 
 

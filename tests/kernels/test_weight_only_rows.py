@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from accelpatch.device import KNOWN
-from accelpatch.kernels import dispatch, gemv, int4_tiles
-from accelpatch.kernels.fused_linear import FusedLinear
+from accelpatch.kernels import dispatch
+from accelpatch.kernels.layouts import int4_tiles
+from accelpatch.kernels.ops import gemv
+from accelpatch.kernels.ops.fused_linear import FusedLinear
 from accelpatch.quant import int4
 from tests.interpreted import DEVICE, HERE, INTERPRETED, _anywhere, here, interpret, needs_triton  # noqa: F401
 from tests.parity import assert_parity, bits, name, poisoned

@@ -13,7 +13,7 @@ import transformers as hf
 import accelpatch
 from accelpatch.errors import PatchError, PlanError, VerifyError
 from accelpatch.models.inputs import sample_inputs
-from accelpatch.recipe import parse
+from accelpatch.recipe.recipe import parse
 from tests.families.tiny import CAUSAL, snapshot
 
 _SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 import accelpatch
-from accelpatch import recipe as recipes
 from accelpatch.patching.match import matches, role_of, sites
 from accelpatch.patching.site import Site
-from accelpatch.recipe import Match
+from accelpatch.recipe import recipe as recipes
+from accelpatch.recipe.recipe import Match
 from tests.families.test_class_rules import build
 from tests.families.tiny import CAUSAL, snapshot, unique_bytes
 

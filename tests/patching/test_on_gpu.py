@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import accelpatch
 from accelpatch.errors import PatchError
-from accelpatch.runtime.fused_layer import FUSED
+from accelpatch.fusion.fused_layer import FUSED
 from tests.adapters.lora import adapted, peft
 from tests.families.tiny import CAUSAL, full_batch
 from tests.runtime.steps import logits as steps

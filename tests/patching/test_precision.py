@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 import accelpatch
-from accelpatch import recipe as recipes
 from accelpatch.errors import RecipeError, VerifyError
 from accelpatch.patching.verify import UNITS, units_apart
-from accelpatch.recipe_schema import Units
+from accelpatch.recipe import recipe as recipes
+from accelpatch.recipe.schema import Units
 from accelpatch.replacers.norm import RMSNormReplacer
 from tests.families.tiny import CAUSAL, snapshot
 

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 
 import accelpatch
-from accelpatch import recipe as recipes
 from accelpatch.errors import PatchError, PlanError
+from accelpatch.recipe import recipe as recipes
 from tests.families.simulated import assert_float_rule, logits, simulated
 from tests.families.tiny import CAUSAL, full_batch, make, snapshot, unique_bytes
 

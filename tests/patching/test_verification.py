@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 import accelpatch
-from accelpatch import recipe as recipes
 from accelpatch.errors import VerifyError
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.dispatch import Implementation
 from accelpatch.patching import verify
 from accelpatch.quant import QuantizedWeight, int4, int8
+from accelpatch.recipe import recipe as recipes
 from tests.families.simulated import logits
 from tests.families.tiny import CAUSAL, padded_batch, snapshot
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from accelpatch.errors import KernelError
-from accelpatch.kernels.fp8_linear import FORMS
+from accelpatch.kernels.ops.fp8_linear import FORMS
 from accelpatch.quant import fp8
 from tests.parity import name
 

@@ -13,13 +13,13 @@ from torch import nn
 import accelpatch
 from accelpatch.device import KNOWN
 from accelpatch.errors import PatchError
+from accelpatch.fusion.fused_layer import FUSED, fused_model
 from accelpatch.kernels import dispatch
 from accelpatch.modules.compact_linear import CompactLinear
 from accelpatch.patching import apply
-from accelpatch.runtime import captured_graph
-from accelpatch.runtime.captured_graph import EagerGraph
-from accelpatch.runtime.captured_runtime import CAPTURED
-from accelpatch.runtime.fused_layer import FUSED, fused_model
+from accelpatch.runtime.graphs import captured_graph
+from accelpatch.runtime.graphs.captured_graph import EagerGraph
+from accelpatch.runtime.graphs.captured_runtime import CAPTURED
 from tests.families.tiny import CAUSAL, full_batch, padded_batch
 
 GPU = KNOWN["sm_90"]

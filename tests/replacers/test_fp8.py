@@ -14,7 +14,7 @@ from accelpatch.kernels import dispatch
 from accelpatch.modules.weight_only import Fp8WeightOnlyLinear
 from accelpatch.patching.replacer import Choice, Reason
 from accelpatch.patching.site import Site
-from accelpatch.recipe import parse
+from accelpatch.recipe.recipe import parse
 from accelpatch.replacers import registry
 from tests.families.tiny import CAUSAL
 

@@ -10,8 +10,10 @@ from torch import nn
 
 import accelpatch
 from accelpatch.device import KNOWN, Device, probe
-from accelpatch.kernels import dispatch, gemv, int4_tiles, int8_linear, tiled_int4_linear
+from accelpatch.kernels import dispatch
 from accelpatch.kernels.dispatch import Spec
+from accelpatch.kernels.layouts import int4_tiles
+from accelpatch.kernels.ops import gemv, int8_linear, tiled_int4_linear
 from accelpatch.modules import weight_only
 from accelpatch.modules.replacement import copy_with_parts
 from accelpatch.modules.weight_only import Int4WeightOnlyLinear, quantized
@@ -104,7 +106,7 @@ def test_sizes_out_of_range_and_a_missing_compiler(monkeypatch: pytest.MonkeyPat
     assert "2^31 or more" in str(gemv.why_not(gemv.of_shape(1 << 31, 64, torch.bfloat16), H200))
     asked = Spec("int8_linear", {"M": 1, "N": 8, "K": 64}, torch.bfloat16, torch.float32, 64)
     assert int8_linear.why_not(asked, MI300X) is None
-    monkeypatch.setattr("accelpatch.kernels.targets.compilers", dict)
+    monkeypatch.setattr("accelpatch.kernels.build.targets.compilers", dict)
     for name in ("HIPCC", "ACCELPATCH_KERNELS"):
         monkeypatch.delenv(name, raising=False)
     here = dataclasses.replace(MI300X, index=0)

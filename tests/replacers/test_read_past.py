@@ -12,10 +12,11 @@ from torch.nn.modules.module import register_module_forward_hook
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import accelpatch
-from accelpatch.kernels import cpu_native, int4_tiles
+from accelpatch.kernels.cpu import native_library
+from accelpatch.kernels.layouts import int4_tiles
 from accelpatch.modules import weight_only
-from accelpatch.runtime import captured_graph
-from accelpatch.runtime.captured_graph import EagerGraph
+from accelpatch.runtime.graphs import captured_graph
+from accelpatch.runtime.graphs.captured_graph import EagerGraph
 from tests.families.simulated import simulated
 from tests.families.tiny import CAUSAL, full_batch, padded_batch
 from tests.runtime.steps import logits as steps
@@ -32,7 +33,7 @@ def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """The native step of a CPU, or the captured one of a GPU, for which a CPU stands."""
     if request.param == "gpu":
         monkeypatch.setitem(captured_graph.GRAPHS, "cpu", EagerGraph)  # type: ignore[arg-type]
-        monkeypatch.setattr(cpu_native, "why_not", lambda device: "not in this test")
+        monkeypatch.setattr(native_library, "why_not", lambda device: "not in this test")
         monkeypatch.setattr(weight_only, "tiles_for", lambda weight, dtype, device: int4_tiles.tile(*weight))
     return str(request.param)
 

@@ -12,13 +12,16 @@ import torch
 from torch import Tensor
 
 import accelpatch
-from accelpatch.kernels import cpu_native, fused_linear, int4_tiles
+from accelpatch.kernels.cpu import native_library
+from accelpatch.kernels.layouts import int4_tiles
+from accelpatch.kernels.ops import fused_linear
 from accelpatch.modules import weight_only
-from accelpatch.recipe import parse
-from accelpatch.runtime import captured_graph, prompt_lookup
-from accelpatch.runtime.captured_graph import EagerGraph
-from accelpatch.runtime.patched_model import RUNTIME
-from accelpatch.runtime.prompt_lookup import DRAFTS
+from accelpatch.recipe.recipe import parse
+from accelpatch.runtime.generation import prompt_lookup
+from accelpatch.runtime.generation.patched_model import RUNTIME
+from accelpatch.runtime.generation.prompt_lookup import DRAFTS
+from accelpatch.runtime.graphs import captured_graph
+from accelpatch.runtime.graphs.captured_graph import EagerGraph
 from tests.families.tiny import CAUSAL
 
 RULES = {
@@ -37,7 +40,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         return torch.cat([whole(self, one, norm, gate, its) for one, its in zip(x.split(1), beside, strict=True)])
 
     monkeypatch.setitem(captured_graph.GRAPHS, "cpu", EagerGraph)  # type: ignore[arg-type]
-    monkeypatch.setattr(cpu_native, "why_not", lambda device: "not in this test")
+    monkeypatch.setattr(native_library, "why_not", lambda device: "not in this test")
     monkeypatch.setattr(weight_only, "tiles_for", lambda weight, dtype, device: int4_tiles.tile(*weight))
     monkeypatch.setattr(fused_linear.FusedLinear, "_by_operations", row_by_row)
 

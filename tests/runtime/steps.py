@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from accelpatch.runtime.captured_runtime import CAPTURED
-from accelpatch.runtime.fused_layer import FUSED
-from accelpatch.runtime.patched_model import RUNTIME
-from accelpatch.runtime.signals import SentinelBuffers
+from accelpatch.fusion.fused_layer import FUSED
+from accelpatch.fusion.signals import SentinelBuffers
+from accelpatch.runtime.generation.patched_model import RUNTIME
+from accelpatch.runtime.graphs.captured_runtime import CAPTURED
 
 
 class Given(LogitsProcessor):

@@ -19,10 +19,10 @@ from transformers import (
 
 import accelpatch
 from accelpatch.errors import KernelError
-from accelpatch.kernels.fused_linear import FusedLinear
-from accelpatch.runtime import captured_call, captured_graph
-from accelpatch.runtime.captured_call import CALL, RUNS
-from accelpatch.runtime.patched_model import RUNTIME
+from accelpatch.kernels.ops.fused_linear import FusedLinear
+from accelpatch.runtime.generation.patched_model import RUNTIME
+from accelpatch.runtime.graphs import captured_call, captured_graph
+from accelpatch.runtime.graphs.captured_call import CALL, RUNS
 from tests.runtime.steps import stock
 from tests.runtime.test_fused_layer import RECIPES, _as_on_a_gpu, patched, paths  # noqa: F401
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import BertConfig, BertForMaskedLM, ViTConfig, ViTForImageClassification
 
 import accelpatch
-from accelpatch.runtime.captured_call import CALL, RUNS
+from accelpatch.runtime.graphs.captured_call import CALL, RUNS
 from tests.patching.test_on_gpu import off, patched, recipes
 from tests.runtime.steps import stock
 from tests.runtime.test_captured_call import short

@@ -9,8 +9,8 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 import accelpatch
-from accelpatch.recipe import parse
-from accelpatch.runtime import captured_decoding
+from accelpatch.recipe.recipe import parse
+from accelpatch.runtime.generation import captured_decoding
 from tests.families.tiny import CAUSAL
 from tests.runtime.drafting import as_on_a_gpu, generate, row, stock
 from tests.runtime.streaming import Calling

@@ -13,12 +13,12 @@ from torch import nn
 from transformers import MaxLengthCriteria, StaticCache, StoppingCriteriaList
 
 import accelpatch
-from accelpatch.recipe import parse
-from accelpatch.runtime import captured_graph
-from accelpatch.runtime.captured_graph import EagerGraph
-from accelpatch.runtime.captured_runtime import CAPTURED
-from accelpatch.runtime.fused_forward import FORWARD
-from accelpatch.runtime.patched_model import RUNTIME
+from accelpatch.recipe.recipe import parse
+from accelpatch.runtime.generation.patched_model import RUNTIME
+from accelpatch.runtime.graphs import captured_graph
+from accelpatch.runtime.graphs.captured_graph import EagerGraph
+from accelpatch.runtime.graphs.captured_runtime import CAPTURED
+from accelpatch.runtime.graphs.fused_forward import FORWARD
 from tests.families.tiny import CAUSAL, full_batch, padded_batch
 from tests.runtime.streaming import Calling
 from tests.runtime.test_captured_step import GREEDY, both, patched, paths, reasons, stock

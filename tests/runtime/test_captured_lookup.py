@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
-from accelpatch.runtime import captured_cache
-from accelpatch.runtime.captured_lookup import ACCEPTED, STEPS
-from accelpatch.runtime.captured_runtime import CAPTURED
-from accelpatch.runtime.fused_layer import FUSED
+from accelpatch.fusion.fused_layer import FUSED
+from accelpatch.runtime.generation.captured_lookup import ACCEPTED, STEPS
+from accelpatch.runtime.graphs import captured_cache
+from accelpatch.runtime.graphs.captured_runtime import CAPTURED
 from tests.runtime.drafting import (
     RULES,
     anywhere,

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import accelpatch
-from accelpatch.recipe import Runtime, parse
-from accelpatch.runtime.captured_lookup import ACCEPTED
-from accelpatch.runtime.captured_runtime import CAPTURED
-from accelpatch.runtime.patched_model import RUNTIME, new_runtime
+from accelpatch.recipe.recipe import Runtime, parse
+from accelpatch.runtime.generation.captured_lookup import ACCEPTED
+from accelpatch.runtime.generation.patched_model import RUNTIME, new_runtime
+from accelpatch.runtime.graphs.captured_runtime import CAPTURED
 from tests.families.tiny import CAUSAL
 from tests.runtime.drafting import anywhere, assert_same, generate, oracle, row, stock
 

@@ -12,11 +12,11 @@ from torch import Tensor
 
 import accelpatch
 from accelpatch.errors import KernelError
-from accelpatch.recipe import parse
-from accelpatch.runtime import captured_runtime
-from accelpatch.runtime.captured_lookup import ACCEPTED, NONE, STEPS
-from accelpatch.runtime.captured_runtime import CAPTURED, MODULES
-from accelpatch.runtime.fused_layer import FUSED, FusedModel
+from accelpatch.fusion.fused_layer import FUSED, FusedModel
+from accelpatch.recipe.recipe import parse
+from accelpatch.runtime.generation.captured_lookup import ACCEPTED, NONE, STEPS
+from accelpatch.runtime.graphs import captured_runtime
+from accelpatch.runtime.graphs.captured_runtime import CAPTURED, MODULES
 from tests.families.tiny import CAUSAL
 from tests.runtime.drafting import anywhere, as_on_a_gpu, assert_same, generate, oracle, pair, paths, row
 from tests.runtime.streaming import Calling

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import accelpatch
-from accelpatch.runtime import captured_decoding, captured_graph, captured_lookup
-from accelpatch.runtime.captured_graph import EagerGraph
-from accelpatch.runtime.captured_reports import Reports
+from accelpatch.runtime.generation import captured_decoding, captured_lookup
+from accelpatch.runtime.generation.captured_reports import Reports
+from accelpatch.runtime.graphs import captured_graph
+from accelpatch.runtime.graphs.captured_graph import EagerGraph
 from tests.families.tiny import CAUSAL
 from tests.runtime.drafting import as_on_a_gpu, assert_same, generate, oracle, pair, row, stock
 from tests.runtime.streaming import Calling

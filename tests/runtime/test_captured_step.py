@@ -15,13 +15,13 @@ from transformers import DynamicCache, LogitsProcessorList, StoppingCriteriaList
 
 import accelpatch
 from accelpatch.errors import PatchError
-from accelpatch.recipe import parse
-from accelpatch.runtime import captured_cache, captured_graph, captured_runtime
-from accelpatch.runtime.captured_graph import EagerGraph
-from accelpatch.runtime.captured_runtime import CAPTURED, MODULES, CapturedRuntime
-from accelpatch.runtime.fused_layer import FUSED
-from accelpatch.runtime.fused_prompt import FUSED_PROMPT
-from accelpatch.runtime.patched_model import RUNTIME
+from accelpatch.fusion.fused_layer import FUSED
+from accelpatch.recipe.recipe import parse
+from accelpatch.runtime.generation.patched_model import RUNTIME
+from accelpatch.runtime.graphs import captured_cache, captured_graph, captured_runtime
+from accelpatch.runtime.graphs.captured_graph import EagerGraph
+from accelpatch.runtime.graphs.captured_runtime import CAPTURED, MODULES, CapturedRuntime
+from accelpatch.runtime.graphs.fused_prompt import FUSED_PROMPT
 from tests.families.tiny import CAUSAL, full_batch, padded_batch
 from tests.runtime.streaming import AtLength, Calling, Every
 from tests.support.spread import spread

@@ -11,14 +11,14 @@ from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from accelpatch.device import probe
-from accelpatch.kernels import build
-from accelpatch.runtime import native_cache
-from accelpatch.runtime.native_step import NATIVE
+from accelpatch.kernels.build import libraries
+from accelpatch.runtime.cpu import native_cache
+from accelpatch.runtime.cpu.native_step import NATIVE
 from tests.families.tiny import full_batch, padded_batch
 from tests.runtime.streaming import AtLength, Calling, Every
 from tests.runtime.test_native_step import by_modules, native_steps, patched
 
-reason = build.why_not("cpu", probe("cpu"))
+reason = libraries.why_not("cpu", probe("cpu"))
 pytestmark = pytest.mark.skipif(reason is not None, reason=f"no native library: {reason}")
 GREEDY: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
 

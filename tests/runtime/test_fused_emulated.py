@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 import accelpatch
-from accelpatch.kernels import cpu_native
-from accelpatch.kernels.fused_linear import FusedLinear, FusedNorm
+from accelpatch.fusion import fused_layer
+from accelpatch.kernels.cpu import native_library
 from accelpatch.kernels.hip import attention, binding
-from accelpatch.runtime import captured_graph, fused_layer
-from accelpatch.runtime.captured_graph import EagerGraph
-from accelpatch.runtime.patched_model import RUNTIME
+from accelpatch.kernels.ops.fused_linear import FusedLinear, FusedNorm
+from accelpatch.runtime.generation.patched_model import RUNTIME
+from accelpatch.runtime.graphs import captured_graph
+from accelpatch.runtime.graphs.captured_graph import EagerGraph
 from tests.families.tiny import CAUSAL
 from tests.interpreted import DEVICE
 from tests.kernels.hip.simt_emulator import COMPILER, compiled
@@ -65,7 +66,7 @@ def waiting(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFa
     monkeypatch.setattr(FusedLinear, "_by_operations", call)
     monkeypatch.setattr(fused_layer, "decode_attention_", attention.decode_attention_)
     monkeypatch.setitem(captured_graph.GRAPHS, "cpu", EagerGraph)  # type: ignore[arg-type]
-    monkeypatch.setattr(cpu_native, "why_not", lambda device: "not in this test")
+    monkeypatch.setattr(native_library, "why_not", lambda device: "not in this test")
     return names
 
 

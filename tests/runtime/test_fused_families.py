@@ -13,14 +13,16 @@ import torch
 from torch import Tensor
 
 import accelpatch
-from accelpatch.kernels import cpu_native, int4_tiles
+from accelpatch.fusion import fused_layer, fused_weights
+from accelpatch.fusion.fused_layer import FUSED, fused_model
+from accelpatch.kernels.cpu import native_library
+from accelpatch.kernels.layouts import int4_tiles
 from accelpatch.modules import weight_only
-from accelpatch.recipe import parse
-from accelpatch.runtime import captured_graph, fused_layer, fused_weights
-from accelpatch.runtime.captured_graph import EagerGraph
-from accelpatch.runtime.captured_runtime import CAPTURED, MODULES
-from accelpatch.runtime.fused_layer import FUSED, fused_model
-from accelpatch.runtime.patched_model import RUNTIME
+from accelpatch.recipe.recipe import parse
+from accelpatch.runtime.generation.patched_model import RUNTIME
+from accelpatch.runtime.graphs import captured_graph
+from accelpatch.runtime.graphs.captured_graph import EagerGraph
+from accelpatch.runtime.graphs.captured_runtime import CAPTURED, MODULES
 from tests.families.tiny import CAUSAL, full_batch, padded_batch
 from tests.runtime.steps import assert_like_the_stock_loop
 from tests.support.spread import spread
@@ -53,7 +55,7 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.fixture(autouse=True)
 def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(captured_graph.GRAPHS, "cpu", EagerGraph)  # type: ignore[arg-type]
-    monkeypatch.setattr(cpu_native, "why_not", lambda device: "not in this test")
+    monkeypatch.setattr(native_library, "why_not", lambda device: "not in this test")
     monkeypatch.setattr(weight_only, "tiles_for", lambda weight, dtype, device: int4_tiles.tile(*weight))
 
 
@@ -135,7 +137,7 @@ def test_a_term_left_out_is_seen(mutation: str, monkeypatch: pytest.MonkeyPatch)
         change(fused)
         return fused
 
-    monkeypatch.setattr("accelpatch.runtime.captured_runtime.read", changed)
+    monkeypatch.setattr("accelpatch.runtime.graphs.captured_runtime.read", changed)
     with pytest.raises(AssertionError, match="is off by"):
         assert_like_the_stock_loop(patched(form), padded_batch(), 12)
 

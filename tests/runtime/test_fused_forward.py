@@ -14,7 +14,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import accelpatch
 from accelpatch.errors import KernelError
-from accelpatch.runtime.fused_forward import FORWARD
+from accelpatch.runtime.graphs.fused_forward import FORWARD
 from tests.families.tiny import CAUSAL, full_batch, padded_batch
 from tests.runtime.steps import stock
 from tests.runtime.test_fused_layer import RECIPES, _as_on_a_gpu, patched, paths  # noqa: F401

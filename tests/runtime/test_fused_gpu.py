@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import accelpatch
-from accelpatch.recipe import parse
-from accelpatch.runtime import fused_layer
-from accelpatch.runtime.captured_graph import _own_workspaces
-from accelpatch.runtime.patched_model import RUNTIME
+from accelpatch.fusion import fused_layer
+from accelpatch.recipe.recipe import parse
+from accelpatch.runtime.generation.patched_model import RUNTIME
+from accelpatch.runtime.graphs.captured_graph import _own_workspaces
 from tests.families.tiny import CAUSAL, full_batch, padded_batch
 from tests.runtime.steps import assert_float_rule, logits, silence
 

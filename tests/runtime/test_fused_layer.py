@@ -15,17 +15,19 @@ from torch import Tensor, nn
 
 import accelpatch
 from accelpatch.errors import KernelError
-from accelpatch.kernels import cpu_native, int4_tiles
+from accelpatch.fusion import fused_layer
+from accelpatch.fusion.cannot_fuse import CannotFuse
+from accelpatch.fusion.fused_layer import FUSED, fused_model
+from accelpatch.kernels.cpu import native_library
+from accelpatch.kernels.layouts import int4_tiles
 from accelpatch.modules import weight_only
-from accelpatch.recipe import parse
-from accelpatch.runtime import captured_graph, fused_layer
-from accelpatch.runtime.cannot_fuse import CannotFuse
-from accelpatch.runtime.captured_graph import EagerGraph
-from accelpatch.runtime.captured_runtime import CAPTURED, MODULES
-from accelpatch.runtime.fused_forward import FORWARD
-from accelpatch.runtime.fused_layer import FUSED, fused_model
-from accelpatch.runtime.fused_prompt import FUSED_PROMPT
-from accelpatch.runtime.patched_model import RUNTIME
+from accelpatch.recipe.recipe import parse
+from accelpatch.runtime.generation.patched_model import RUNTIME
+from accelpatch.runtime.graphs import captured_graph
+from accelpatch.runtime.graphs.captured_graph import EagerGraph
+from accelpatch.runtime.graphs.captured_runtime import CAPTURED, MODULES
+from accelpatch.runtime.graphs.fused_forward import FORWARD
+from accelpatch.runtime.graphs.fused_prompt import FUSED_PROMPT
 from tests.families.tiny import CAUSAL, full_batch, padded_batch
 from tests.support.spread import spread
 
@@ -47,7 +49,7 @@ def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         return int4_tiles.tile(*weight)
 
     monkeypatch.setitem(captured_graph.GRAPHS, "cpu", EagerGraph)  # type: ignore[arg-type]
-    monkeypatch.setattr(cpu_native, "why_not", lambda device: "not in this test")
+    monkeypatch.setattr(native_library, "why_not", lambda device: "not in this test")
     monkeypatch.setattr(weight_only, "tiles_for", tiles)
 
 

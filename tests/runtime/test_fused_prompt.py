@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from accelpatch.runtime.fused_prompt import FUSED_PROMPT
-from accelpatch.runtime.patched_model import RUNTIME
+from accelpatch.runtime.generation.patched_model import RUNTIME
+from accelpatch.runtime.graphs.fused_prompt import FUSED_PROMPT
 from tests.families.tiny import full_batch, padded_batch
 from tests.runtime.test_fused_layer import (  # noqa: F401
     OPTIONS,

@@ -19,11 +19,11 @@ from transformers.generation.streamers import BaseStreamer
 import accelpatch
 from accelpatch.device import probe
 from accelpatch.errors import KernelError
-from accelpatch.kernels import build
+from accelpatch.kernels.build import libraries
 from tests.families.tiny import CAUSAL, full_batch
 from tests.runtime.test_native_step import by_modules, decode, native_steps, patched
 
-reason = build.why_not("cpu", probe("cpu"))
+reason = libraries.why_not("cpu", probe("cpu"))
 pytestmark = pytest.mark.skipif(reason is not None, reason=f"no native library: {reason}")
 GREEDY: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
 
@@ -207,10 +207,10 @@ def test_a_fork_within_the_loop(threads: None) -> None:
 
 
 def test_a_new_thread_has_torchs_number_of_threads(threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    from accelpatch.kernels import cpu_step
+    from accelpatch.kernels.cpu import decode_step
 
-    model, seen, stock = patched("llama"), set(), cpu_step.threads
-    monkeypatch.setattr(cpu_step, "threads", lambda: seen.add(stock()) or stock())
+    model, seen, stock = patched("llama"), set(), decode_step.threads
+    monkeypatch.setattr(decode_step, "threads", lambda: seen.add(stock()) or stock())
     torch.set_num_threads(1)
     thread = threading.Thread(target=lambda: model.generate(**full_batch(), **GREEDY))
     thread.start()

@@ -10,13 +10,13 @@ import torch
 
 import accelpatch
 from accelpatch.device import probe
-from accelpatch.kernels import build
-from accelpatch.kernels.cpu_step import DecodeStep
-from accelpatch.runtime.native_step import NATIVE
+from accelpatch.kernels.build import libraries
+from accelpatch.kernels.cpu.decode_step import DecodeStep
+from accelpatch.runtime.cpu.native_step import NATIVE
 from tests.families.tiny import CAUSAL, full_batch, padded_batch
 from tests.runtime.test_native_step import STEPPING, by_modules, decode, native_steps, patched
 
-reason = build.why_not("cpu", probe("cpu"))
+reason = libraries.why_not("cpu", probe("cpu"))
 pytestmark = pytest.mark.skipif(reason is not None, reason=f"no native library: {reason}")
 
 

@@ -11,9 +11,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import accelpatch
-from accelpatch.runtime import fused_layer
-from accelpatch.runtime.fused_layer import FUSED
-from accelpatch.runtime.patched_model import RUNTIME
+from accelpatch.fusion import fused_layer
+from accelpatch.fusion.fused_layer import FUSED
+from accelpatch.runtime.generation.patched_model import RUNTIME
 from tests.runtime.drafting import as_on_a_gpu, generate, pair, row
 
 RECIPES = ("exact", "int8", "int4")

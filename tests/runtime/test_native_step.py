@@ -17,14 +17,14 @@ from transformers.generation.streamers import BaseStreamer
 
 import accelpatch
 from accelpatch.device import probe
-from accelpatch.kernels import build
-from accelpatch.runtime.native_step import NATIVE
-from accelpatch.runtime.patched_model import RUNTIME
+from accelpatch.kernels.build import libraries
+from accelpatch.runtime.cpu.native_step import NATIVE
+from accelpatch.runtime.generation.patched_model import RUNTIME
 from tests.families.simulated import assert_float_rule, simulated
 from tests.families.tiny import CAUSAL, full_batch, padded_batch
 from tests.support.spread import spread
 
-reason = build.why_not("cpu", probe("cpu"))
+reason = libraries.why_not("cpu", probe("cpu"))
 pytestmark = pytest.mark.skipif(reason is not None, reason=f"no native library: {reason}")
 STEPPING = ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3"]
 MODULES = ["phi3", "opt", "gpt2", "gpt_neox", "bloom", "falcon", "mixtral", "qwen3_moe"]
@@ -150,7 +150,7 @@ def test_steps_go_on_after_the_cache_was_cropped_and_extended() -> None:
 
 
 def test_a_store_grows_past_its_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("accelpatch.runtime.native_cache.ROOM", 4)
+    monkeypatch.setattr("accelpatch.runtime.cpu.native_cache.ROOM", 4)
     model = patched("llama")
     tokens = model.generate(**full_batch(), max_new_tokens=40, min_new_tokens=40, do_sample=False)
     assert native_steps(model) == 39

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import accelpatch
-from accelpatch.runtime.captured_runtime import CAPTURED
+from accelpatch.runtime.graphs.captured_runtime import CAPTURED
 from tests.families.tiny import CAUSAL, full_batch, padded_batch
 from tests.runtime.steps import assert_float_rule, logits, stock
 

@@ -8,19 +8,20 @@ import pytest
 import torch
 
 import accelpatch
-from accelpatch.kernels import cpu_native
-from accelpatch.kernels.attention_shape import AttentionShape
-from accelpatch.kernels.fused_linear import FusedLinear, FusedNorm
+from accelpatch.fusion import fused_layer
+from accelpatch.fusion.adapters import Adapted
+from accelpatch.fusion.fused_layer import FusedLayer
+from accelpatch.fusion.signals import consumed_by_attention, consumed_by_down, with_signals
+from accelpatch.kernels.cpu import native_library
 from accelpatch.kernels.hip import binding
 from accelpatch.kernels.hip.binding import SENTINEL, Signal, Weight
-from accelpatch.kernels.int4_tiles import pair, tile
+from accelpatch.kernels.layouts.int4_tiles import pair, tile
+from accelpatch.kernels.ops.attention_shape import AttentionShape
+from accelpatch.kernels.ops.fused_linear import FusedLinear, FusedNorm
 from accelpatch.quant import int4
-from accelpatch.runtime import captured_graph, fused_layer
-from accelpatch.runtime.adapters import Adapted
-from accelpatch.runtime.captured_graph import EagerGraph
-from accelpatch.runtime.fused_layer import FusedLayer
-from accelpatch.runtime.patched_model import RUNTIME
-from accelpatch.runtime.signals import consumed_by_attention, consumed_by_down, with_signals
+from accelpatch.runtime.generation.patched_model import RUNTIME
+from accelpatch.runtime.graphs import captured_graph
+from accelpatch.runtime.graphs.captured_graph import EagerGraph
 from tests.families.tiny import CAUSAL
 
 
@@ -107,7 +108,7 @@ def test_nothing_is_signalled_while_weights_may_still_be_written() -> None:
 
 def test_a_step_that_breaks_off_leaves_no_signal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(captured_graph.GRAPHS, "cpu", EagerGraph)  # type: ignore[arg-type]
-    monkeypatch.setattr(cpu_native, "why_not", lambda device: "not in this test")
+    monkeypatch.setattr(native_library, "why_not", lambda device: "not in this test")
     model: Any = accelpatch.patch(CAUSAL["llama"].make(intermediate_size=4224), "exact", verify=False)
     model.generate(torch.ones(1, 3, dtype=torch.int64), max_new_tokens=2)
     layers = vars(model)[RUNTIME]._fused.layers

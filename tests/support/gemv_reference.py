@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from accelpatch.kernels import parity
+from accelpatch.kernels.check import parity
 
 
 def reference(w: Tensor, x: Tensor, kind: Mapping[str, Any], dtype: torch.dtype) -> Tensor:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accelpatch.kernels import compact_tiles
-from accelpatch.kernels.hip import binding, layout
+from accelpatch.kernels.hip import binding
+from accelpatch.kernels.layouts import compact_tiles, tiling
 from accelpatch.quant import fp8, int4, int8
 
 
@@ -129,7 +129,7 @@ def pack(w: Tensor, name: str, *, dtype: torch.dtype, interleaved: bool = False,
     if form.library == "gemv_int8":
         held = flat.to(torch.int8).contiguous()
     else:
-        held = layout.tile_int4(int4.pack(torch.nn.functional.pad(flat, (0, k % 2))), interleaved=interleaved)
+        held = tiling.tile_int4(int4.pack(torch.nn.functional.pad(flat, (0, k % 2))), interleaved=interleaved)
     group = form.group or 0
     shift = 30 if not group else max(group // form.step, 1).bit_length() - 1
     shape = {
@@ -138,8 +138,8 @@ def pack(w: Tensor, name: str, *, dtype: torch.dtype, interleaved: bool = False,
         "group_shift": shift,
         "interleaved": interleaved,
     }
-    tiles = layout.tile_scales(table, **shape)
-    beside = None if offset is None else layout.tile_scales(offset, **shape)
+    tiles = tiling.tile_scales(table, **shape)
+    beside = None if offset is None else tiling.tile_scales(offset, **shape)
     return Packed(form, n, k, held, tiles, beside, meaning, shift, interleaved)
 
 

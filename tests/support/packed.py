@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import accelpatch
 from accelpatch.device import KNOWN
 from accelpatch.quant import fp8, int4, int8
-from accelpatch.recipe import parse
+from accelpatch.recipe.recipe import parse
 from tests.families.tiny import CAUSAL
 
 _FP8 = parse(

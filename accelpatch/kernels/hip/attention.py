@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from accelpatch.device import KIB, Device, probe
-from accelpatch.kernels import build
-from accelpatch.kernels.attention_shape import AttentionShape
+from accelpatch.kernels.build import libraries
 from accelpatch.kernels.hip import binding
 from accelpatch.kernels.hip.binding import Signal
+from accelpatch.kernels.ops.attention_shape import AttentionShape
 from accelpatch.kernels.triton.launch import on
 
 ENTRY = "accelpatch_decode_attention"
@@ -59,7 +59,7 @@ def why_not(shape: AttentionShape, dtype: torch.dtype, device: Device) -> str | 
     if shape.size % 8 or shape.size > most or shape.heads % shape.kv_heads:
         takes = f"heads of 8 to {most} columns, a multiple of 8, on {device.arch}"
         return f"it takes {takes}, not {shape.heads} on {shape.kv_heads} of {shape.size}"
-    return build.why_not("hip", device)
+    return libraries.why_not("hip", device)
 
 
 def decode_attention_(
@@ -135,6 +135,6 @@ def _columns(size: int) -> int:
 
 @cache
 def _entry(device: Device) -> Any:
-    entry = getattr(build.library("hip", device), ENTRY)
+    entry = getattr(libraries.library("hip", device), ENTRY)
     entry.restype, entry.argtypes = ctypes.c_int, [ctypes.POINTER(AttentionArgs), ctypes.c_int, ctypes.c_void_p]
     return entry

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from accelpatch.device import Device, probe
 from accelpatch.errors import KernelError
-from accelpatch.kernels import build
+from accelpatch.kernels.build import libraries
 from accelpatch.kernels.dispatch import Spec
 from accelpatch.kernels.triton.launch import on
 
@@ -133,7 +133,7 @@ def signal_arguments(signal: Signal | None, role: str) -> dict[str, int]:
 
 def why_not(spec: Spec, device: Device) -> str | None:
     """Why a call in any weight format cannot run: no GPU library, activations not of 16 bits, or too large a size."""
-    if reason := build.why_not("hip", device):
+    if reason := libraries.why_not("hip", device):
         return reason
     if spec.dtype not in DTYPES:
         return f"its activations are bfloat16 or float16, not {spec.dtype}"
@@ -246,7 +246,7 @@ def stream_of(x: Tensor) -> int:
 
 @cache
 def _entry(name: str, device: torch.device) -> Any:
-    return declared(build.library("hip", probe(device)), name)
+    return declared(libraries.library("hip", probe(device)), name)
 
 
 def _alike(x: Tensor, *vectors: Tensor | None) -> list[Tensor | None]:

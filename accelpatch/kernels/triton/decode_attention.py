@@ -32,7 +32,7 @@ from torch import Tensor
 from triton.errors import TritonError
 
 from accelpatch.errors import KernelError
-from accelpatch.kernels.attention_shape import MAX_NEW_TOKENS, AttentionShape
+from accelpatch.kernels.ops.attention_shape import MAX_NEW_TOKENS, AttentionShape
 from accelpatch.kernels.triton import launch
 from accelpatch.kernels.triton.attention_runs import added_up, begin_of, count_of, keep, prefetch, runs_of
 from accelpatch.kernels.triton.dependent_launch import release, wait

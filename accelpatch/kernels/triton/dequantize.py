@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from accelpatch.kernels.hip.layout import TILE_ROWS
+from accelpatch.kernels.layouts.tiling import TILE_ROWS
 from accelpatch.kernels.triton.launch import cdiv
 
 SLICE = 1 << 28  # bytes of a dequantised slice; smaller ones that fit a cache were not faster

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from accelpatch.kernels.hip.layout import TILE_VALUES
+from accelpatch.kernels.layouts.tiling import TILE_VALUES
 from accelpatch.kernels.triton.dependent_launch import release, wait
 from accelpatch.kernels.triton.launch import cdiv, dependent, on
 

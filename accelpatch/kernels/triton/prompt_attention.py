@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from accelpatch.kernels.attention_shape import AttentionShape
+from accelpatch.kernels.ops.attention_shape import AttentionShape
 from accelpatch.kernels.triton.launch import cdiv, on
 
 HEADS = 8

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from accelpatch.kernels import cpu_pack
-from accelpatch.kernels.cpu_pack import Pack
-from accelpatch.kernels.cpu_step import DecodeStep, LayerWeights, StepShape
+from accelpatch.kernels.cpu.decode_step import DecodeStep, LayerWeights, StepShape
+from accelpatch.kernels.layouts import cpu_pack
+from accelpatch.kernels.layouts.cpu_pack import Pack
 from accelpatch.quant import int4, int8
 
 Quantize = Callable[[Tensor, Tensor | None], Pack]

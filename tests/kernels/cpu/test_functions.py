@@ -11,22 +11,24 @@ from torch import Tensor
 from torch.nn import functional
 
 from accelpatch.device import probe
-from accelpatch.kernels import build, cpu_native, parity
-from accelpatch.kernels.cpu_native import ACTIVATIONS, Attention, check, native, pointer
+from accelpatch.kernels.build import libraries
+from accelpatch.kernels.check import parity
+from accelpatch.kernels.cpu import native_library
+from accelpatch.kernels.cpu.native_library import ACTIVATIONS, Attention, check, native, pointer
 
-reason = build.why_not("cpu", probe("cpu"))
+reason = libraries.why_not("cpu", probe("cpu"))
 pytestmark = pytest.mark.skipif(reason is not None, reason=f"no native library: {reason}")
 NAN = float("nan")
 WIDTHS = [1, 3, 16, 31, 64, 100, 576, 1536]
 
 
-@pytest.fixture(params=cpu_native.ISAS, autouse=True)
+@pytest.fixture(params=native_library.ISAS, autouse=True)
 def isa(request: pytest.FixtureRequest) -> Iterator[None]:
-    if cpu_native.ISAS.index(request.param) > native().ap_best_isa():
+    if native_library.ISAS.index(request.param) > native().ap_best_isa():
         pytest.skip(f"this machine has no {request.param}")
-    cpu_native.use_isa(request.param)
+    native_library.use_isa(request.param)
     yield
-    cpu_native.use_isa(None)
+    native_library.use_isa(None)
 
 
 def agrees(found: Tensor, exact: Tensor, plain: Tensor) -> None:

@@ -14,13 +14,17 @@ from torch import Tensor
 
 from accelpatch.device import probe
 from accelpatch.errors import KernelError
-from accelpatch.kernels import build, cpu_native, cpu_pack, dispatch, packed_linear
-from accelpatch.kernels.packed_linear import arguments
+from accelpatch.kernels import dispatch
+from accelpatch.kernels.build import libraries
+from accelpatch.kernels.cpu import native_library
+from accelpatch.kernels.layouts import cpu_pack
+from accelpatch.kernels.ops import packed_linear
+from accelpatch.kernels.ops.packed_linear import arguments
 from accelpatch.quant import int4, int8
 from tests.parity import DTYPES, assert_parity, name, strided
 
 CPU = torch.device("cpu")
-reason = build.why_not("cpu", probe("cpu"))
+reason = libraries.why_not("cpu", probe("cpu"))
 pytestmark = pytest.mark.skipif(reason is not None, reason=f"no native library: {reason}")
 FORMATS = ("int8", "int8-group32", "int8-group64", "int4", "int4-group32", "int4-minimum64", "int4-minimum-half32")
 
@@ -28,15 +32,17 @@ FORMATS = ("int8", "int8-group32", "int8-group64", "int4", "int4-group32", "int4
 def paths() -> list[str]:
     if reason is not None:
         return ["none"]
-    return [isa for isa in cpu_native.ISAS if cpu_native.ISAS.index(isa) <= cpu_native.native().ap_best_isa()]
+    return [
+        isa for isa in native_library.ISAS if native_library.ISAS.index(isa) <= native_library.native().ap_best_isa()
+    ]
 
 
 @pytest.fixture(params=paths())
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    cpu_native.use_isa(request.param)
-    assert cpu_native.isa() == request.param
+    native_library.use_isa(request.param)
+    assert native_library.isa() == request.param
     yield request.param
-    cpu_native.use_isa(None)
+    native_library.use_isa(None)
 
 
 @pytest.fixture
@@ -257,7 +263,7 @@ def test_both_products_of_many_rows_give_the_same_numbers(kind: str, monkeypatch
     pack = cpu_pack.pack_int8(*weight[:2]) if kind == "int8" else cpu_pack.pack_int4(*weight)
     results = []
     for rows in (1 << 40, 1):
-        monkeypatch.setitem(packed_linear.PANELS, cpu_native.isa(), rows)
+        monkeypatch.setitem(packed_linear.PANELS, native_library.isa(), rows)
         results.append(packed_linear.packed_linear(x, *packed_linear.arguments(pack, bias)))
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
     assert not torch.equal(*results)  # they are two products

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from accelpatch.device import probe
-from accelpatch.kernels import build, cpu_native
+from accelpatch.kernels.build import libraries
+from accelpatch.kernels.cpu import native_library
 
 FLAGS = ("-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer")
 HARNESS = Path(__file__).with_name("harness.cpp")
-SOURCES = Path(build.__file__).parent / "cpu"
-reason = build.why_not("cpu", probe("cpu"))
+SOURCES = Path(libraries.__file__).parent / "cpu"
+reason = libraries.why_not("cpu", probe("cpu"))
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(reason is not None, reason=f"no native library: {reason}"),
@@ -23,8 +24,8 @@ pytestmark = [
 
 
 def compiled(folder: Path, flags: tuple[str, ...]) -> Path:
-    made = build.target("cpu", probe("cpu"))
-    compiler = build.compiler(made)
+    made = libraries.target("cpu", probe("cpu"))
+    compiler = libraries.compiler(made)
     assert compiler is not None
     sources = [(SOURCES / name, own) for name, own in made.sources.items()] + [(HARNESS, ())]
     objects = [folder / f"{path.stem}.o" for path, _ in sources]
@@ -45,7 +46,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     empty = tmp_path_factory.mktemp("empty")
     (empty / "empty.cpp").write_text("int main() {}\n")
     command = [
-        str(build.compiler(build.target("cpu", probe("cpu")))),
+        str(libraries.compiler(libraries.target("cpu", probe("cpu")))),
         *FLAGS,
         str(empty / "empty.cpp"),
         "-o",
@@ -57,10 +58,10 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("rounds", [350, pytest.param(1000, marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("isa", cpu_native.ISAS)
+@pytest.mark.parametrize("isa", native_library.ISAS)
 def test_random_shapes(program: Path, isa: str, rounds: int) -> None:
-    index = cpu_native.ISAS.index(isa)
-    if index > cpu_native.native().ap_best_isa():
+    index = native_library.ISAS.index(isa)
+    if index > native_library.native().ap_best_isa():
         pytest.skip(f"this machine has no {isa}")
     options = {"ASAN_OPTIONS": "detect_leaks=1", "UBSAN_OPTIONS": "print_stacktrace=1"}
     command = [str(program), str(index), str(rounds), str(index)]

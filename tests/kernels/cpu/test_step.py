@@ -29,9 +29,9 @@ from transformers import (
 
 from accelpatch.device import probe
 from accelpatch.errors import KernelError
-from accelpatch.kernels import build as builder
-from accelpatch.kernels import cpu_native
-from accelpatch.kernels.cpu_step import DecodeStep
+from accelpatch.kernels.build import libraries as builder
+from accelpatch.kernels.cpu import native_library
+from accelpatch.kernels.cpu.decode_step import DecodeStep
 from tests.kernels.cpu.stepping import FORMATS, build, rounded
 
 reason = builder.why_not("cpu", probe("cpu"))
@@ -98,13 +98,13 @@ def worst(found: Tensor | list[Tensor], due: list[Tensor], pads: Tensor) -> floa
     return max(float(part.abs().max()) for part in parts)
 
 
-@pytest.fixture(params=cpu_native.ISAS)
+@pytest.fixture(params=native_library.ISAS)
 def isa(request: pytest.FixtureRequest) -> Iterator[None]:
-    if cpu_native.ISAS.index(request.param) > cpu_native.native().ap_best_isa():
+    if native_library.ISAS.index(request.param) > native_library.native().ap_best_isa():
         pytest.skip(f"this machine has no {request.param}")
-    cpu_native.use_isa(request.param)
+    native_library.use_isa(request.param)
     yield
-    cpu_native.use_isa(None)
+    native_library.use_isa(None)
 
 
 @pytest.fixture

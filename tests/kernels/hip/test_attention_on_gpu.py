@@ -12,11 +12,11 @@ from torch import Tensor
 
 from accelpatch.device import probe
 from accelpatch.errors import KernelError
-from accelpatch.kernels import gemv
-from accelpatch.kernels.attention_check import Step, made
-from accelpatch.kernels.attention_shape import AttentionShape
-from accelpatch.kernels.decode_attention import reference_
+from accelpatch.kernels.check.attention_check import Step, made
 from accelpatch.kernels.hip import attention, binding
+from accelpatch.kernels.ops import gemv
+from accelpatch.kernels.ops.attention_shape import AttentionShape
+from accelpatch.kernels.ops.decode_attention import reference_
 from tests.interpreted import DEVICE
 from tests.kernels.test_decode_attention import CASES, SAME, assert_float_rule, assert_the_same_bits
 from tests.parity import bits

@@ -12,8 +12,8 @@ import pytest
 
 from accelpatch.device import KNOWN, Device, probe
 from accelpatch.errors import KernelError
-from accelpatch.kernels import build
-from accelpatch.kernels.targets import compiler, target, unknown_arch
+from accelpatch.kernels.build import libraries
+from accelpatch.kernels.build.targets import compiler, target, unknown_arch
 
 BUILT = [arch for arch, device in KNOWN.items() if unknown_arch(device) is None]
 HERE = dataclasses.replace(KNOWN["sm_90"], index=0)
@@ -34,8 +34,8 @@ SYMBOLS = (
 def _afresh(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("ACCELPATCH_KERNELS", "NVCC", "HIPCC"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(build, "_loaded", {})
-    monkeypatch.setattr(build, "_failed", {})
+    monkeypatch.setattr(libraries, "_loaded", {})
+    monkeypatch.setattr(libraries, "_failed", {})
 
 
 @pytest.mark.parametrize("arch", BUILT)
@@ -44,11 +44,11 @@ def test_every_known_arch_has_a_library_of_its_own(arch: str) -> None:
     assert made.arch == arch
     assert any(arch in flag for flag in made.flags)
     assert set(made.sources) == {path.name for path in made.home.glob("*.hip")}
-    assert build.why_not("hip", KNOWN[arch]) is None, "a machine that is planned for has its own compiler"
+    assert libraries.why_not("hip", KNOWN[arch]) is None, "a machine that is planned for has its own compiler"
 
 
 def test_archs_and_compilers_have_keys_of_their_own() -> None:
-    assert len({build.digest(target("hip", KNOWN[arch])) for arch in BUILT}) == len(BUILT) == 8
+    assert len({libraries.digest(target("hip", KNOWN[arch])) for arch in BUILT}) == len(BUILT) == 8
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_archs_and_compilers_have_keys_of_their_own() -> None:
     ids=["cpu", "gfx1100", "sm_75"],
 )
 def test_devices_without_a_library(device: Device, reason: str) -> None:
-    assert reason in str(build.why_not("hip", device))
+    assert reason in str(libraries.why_not("hip", device))
     with pytest.raises(KernelError, match="no library 'hip'"):
         target("hip", device)
 
@@ -70,15 +70,15 @@ def test_devices_without_a_library(device: Device, reason: str) -> None:
     "arch, names, advice", [("sm_90", "nvcc", "CUDA toolkit"), ("gfx942", "hipcc, amdclang++", "ROCm")]
 )
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arch: str, names: str, advice: str) -> None:
-    monkeypatch.setattr("accelpatch.kernels.targets.compilers", dict)
+    monkeypatch.setattr("accelpatch.kernels.build.targets.compilers", dict)
     here = dataclasses.replace(KNOWN[arch], index=0)
-    reason = str(build.why_not("hip", here))
+    reason = str(libraries.why_not("hip", here))
     assert f"no compiler for {arch} here ({names})" in reason
     assert advice in reason
     with pytest.raises(KernelError, match=f"no compiler for {arch}"):
-        build.library("hip", here)
+        libraries.library("hip", here)
     with pytest.raises(KernelError, match=f"no compiler for {arch}"):
-        build.export("hip", KNOWN[arch], tmp_path)
+        libraries.export("hip", KNOWN[arch], tmp_path)
 
 
 @pytest.mark.parametrize("arch, variable", [("sm_90", "NVCC"), ("gfx942", "HIPCC")])
@@ -92,14 +92,14 @@ def test_a_named_compiler_comes_first(
     monkeypatch.setenv(variable, str(program))
     assert compiler(target("hip", KNOWN[arch])) == str(program)
     monkeypatch.setenv(variable, str(tmp_path / "gone"))
-    assert f"{variable} names" in str(build.why_not("hip", dataclasses.replace(KNOWN[arch], index=0)))
+    assert f"{variable} names" in str(libraries.why_not("hip", dataclasses.replace(KNOWN[arch], index=0)))
 
 
 def test_a_folder_of_libraries_without_this_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("ACCELPATCH_KERNELS", str(tmp_path))
-    assert "has no hip-sm_90" in str(build.why_not("hip", HERE))
+    assert "has no hip-sm_90" in str(libraries.why_not("hip", HERE))
     with pytest.raises(KernelError, match="has no hip-sm_90"):
-        build.library("hip", HERE)
+        libraries.library("hip", HERE)
 
 
 @pytest.mark.slow
@@ -119,9 +119,9 @@ def test_nvcc_reads_every_source(source: str, tmp_path: Path) -> None:
 @needs_nvcc
 @pytest.mark.nightly
 def test_nvcc_builds_one_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    folder = build.export("hip", KNOWN["sm_90"], tmp_path)
-    assert sorted(path.name for path in folder.iterdir()) == [build.LIBRARY, build.MANIFEST]
+    folder = libraries.export("hip", KNOWN["sm_90"], tmp_path)
+    assert sorted(path.name for path in folder.iterdir()) == [libraries.LIBRARY, libraries.MANIFEST]
     monkeypatch.setenv("ACCELPATCH_KERNELS", str(tmp_path))
     monkeypatch.setattr(shutil, "which", lambda *_, **__: None)
-    library = build.library("hip", HERE)
+    library = libraries.library("hip", HERE)
     assert all(isinstance(getattr(library, symbol), ctypes._CFuncPtr) for symbol in SYMBOLS)

@@ -5,23 +5,22 @@ from __future__ import annotations
 import pytest
 import torch
 
-from accelpatch.kernels import int4_tiles
-from accelpatch.kernels.hip import layout
+from accelpatch.kernels.layouts import int4_tiles, tiling
 
 
 @pytest.mark.parametrize("interleaved", [False, True], ids=["plain", "interleaved"])
 @pytest.mark.parametrize("rows, columns", [(16, 128), (2, 64), (48, 576), (14, 1000)], ids=str)
 def test_tiles_round_trip(rows: int, columns: int, interleaved: bool) -> None:
     q = torch.randint(-128, 128, (rows, columns // 2), dtype=torch.int8, generator=torch.Generator().manual_seed(rows))
-    tiles = layout.tile_int4(q, interleaved=interleaved)
-    assert torch.equal(layout.untile_int4(tiles, rows, columns, interleaved=interleaved), q)
+    tiles = tiling.tile_int4(q, interleaved=interleaved)
+    assert torch.equal(tiling.untile_int4(tiles, rows, columns, interleaved=interleaved), q)
 
 
 @pytest.mark.parametrize("row, k", [(0, 0), (3, 1), (9, 127), (15, 70), (17, 130)], ids=str)
 def test_a_value_lies_where_the_kernel_looks(row: int, k: int) -> None:
     q = torch.zeros(32, 128, dtype=torch.int8)
     q[row, k // 2] = 5 << (4 * (k % 2))
-    tiles = layout.tile_int4(q).view(torch.uint8)
+    tiles = tiling.tile_int4(q).view(torch.uint8)
     step, inside = divmod(k, 128)
     word, quarter, e = inside // 32, inside % 32 // 8, inside % 8
     nibble = e // 2 + 4 * (e % 2)
@@ -37,8 +36,8 @@ def test_a_value_lies_where_the_kernel_looks(row: int, k: int) -> None:
 )
 def test_scales_round_trip(steps: int, groups: int, shift: int, count: int, interleaved: bool) -> None:
     table = torch.randn(38, count, generator=torch.Generator().manual_seed(count)).bfloat16()
-    tiles = layout.tile_scales(table, steps=steps, groups=groups, group_shift=shift, interleaved=interleaved)
-    assert torch.equal(layout.untile_scales(tiles, 38, count, interleaved=interleaved), table)
+    tiles = tiling.tile_scales(table, steps=steps, groups=groups, group_shift=shift, interleaved=interleaved)
+    assert torch.equal(tiling.untile_scales(tiles, 38, count, interleaved=interleaved), table)
 
 
 @pytest.mark.parametrize("group", [32, 128, 256, 160])
@@ -54,10 +53,10 @@ def test_tiles_pair_and_come_apart(halves: int, group: int) -> None:
     both = int4_tiles.pair(whole) if halves == 1 else int4_tiles.pair(*cut)
     steps, groups, shift = int4_tiles.places(k, group).values()
     tables = {"steps": steps, "groups": groups, "group_shift": shift, "interleaved": True}
-    assert torch.equal(both.w, layout.tile_int4(q, interleaved=True))
-    assert torch.equal(both.scale, layout.tile_scales(scale, **tables))
+    assert torch.equal(both.w, tiling.tile_int4(q, interleaved=True))
+    assert torch.equal(both.scale, tiling.tile_scales(scale, **tables))
     assert both.offset is not None
-    assert torch.equal(both.offset, layout.tile_scales(least, **tables))
+    assert torch.equal(both.offset, tiling.tile_scales(least, **tables))
     for part, due in (("both", whole), ("gate", cut[0]), ("up", cut[1])):
         found = int4_tiles.alone(both._replace(n=due.n, part=part))
         assert all(torch.equal(*pair) for pair in zip(found[:3], due[:3], strict=True))

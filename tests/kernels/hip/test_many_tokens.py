@@ -10,10 +10,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from accelpatch.device import KNOWN
-from accelpatch.kernels import int4_tiles, parity, tiled_int4_linear
+from accelpatch.kernels.check import parity
 from accelpatch.kernels.hip import binding
 from accelpatch.kernels.hip.binding import Weight
-from accelpatch.kernels.tiled_int4_linear import gemm_fits
+from accelpatch.kernels.layouts import int4_tiles
+from accelpatch.kernels.ops import tiled_int4_linear
+from accelpatch.kernels.ops.tiled_int4_linear import gemm_fits
 from tests.interpreted import DEVICE
 from tests.kernels.hip.simt_emulator import COMPILER, compiled
 from tests.support.gemv_reference import reference

@@ -12,11 +12,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from accelpatch.device import probe
-from accelpatch.kernels import compact_tiles, dispatch, int4_tiles, tiled_int4_linear
-from accelpatch.kernels.fp8_linear import FORMS
+from accelpatch.kernels import dispatch
 from accelpatch.kernels.hip import binding
 from accelpatch.kernels.hip.binding import Weight
-from accelpatch.kernels.int4_tiles import Tiles
+from accelpatch.kernels.layouts import compact_tiles, int4_tiles
+from accelpatch.kernels.layouts.int4_tiles import Tiles
+from accelpatch.kernels.ops import tiled_int4_linear
+from accelpatch.kernels.ops.fp8_linear import FORMS
 from accelpatch.quant import int4
 from tests.parity import assert_parity, bits, name, poisoned, strided, transposed
 from tests.support.gemv_reference import wrong

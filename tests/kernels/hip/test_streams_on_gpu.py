@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from accelpatch.device import probe
-from accelpatch.kernels import gemv
-from accelpatch.kernels.attention_shape import AttentionShape
 from accelpatch.kernels.hip import attention, binding
+from accelpatch.kernels.ops import gemv
+from accelpatch.kernels.ops.attention_shape import AttentionShape
 from tests.parity import bits
 
 HERE = torch.cuda.is_available()

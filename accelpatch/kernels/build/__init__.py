@@ -1,0 +1,1 @@
+"""Device sources to libraries: compilers, cache, resources, occupancy."""

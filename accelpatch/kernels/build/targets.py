@@ -1,0 +1,118 @@
+"""Sources, flags and compilers of the device libraries: "cpu" for this machine's CPU, "hip" for a GPU.
+
+The HIP sources are the same for all GPUs and give one library per arch: by nvcc for NVIDIA, by hipcc or amdclang++ for
+AMD. A compiler can build for archs that are not in this machine.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from accelpatch.device import ARCHS, Device, compilers, facts_of
+from accelpatch.errors import KernelError
+
+
+@dataclass(frozen=True)
+class Target:
+    """How a library is made. sources: file in `folder` -> its own flags. compilers: names to search for, in order.
+
+    variable: environment variable that names another compiler. install: advice where none is found.
+    """
+
+    folder: str
+    sources: Mapping[str, tuple[str, ...]]
+    compilers: tuple[str, ...]
+    flags: tuple[str, ...]
+    link: tuple[str, ...]
+    arch: str
+    variable: str = "CXX"
+    install: str = "install one, such as g++"
+
+    @property
+    def home(self) -> Path:
+        """The sources' folder."""
+        return Path(__file__).parent.parent / self.folder
+
+
+_CXX = ("g++", "clang++", "c++")
+_CXX_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-pthread")
+_AVX2 = ("-mavx2", "-mfma", "-mf16c")
+_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni")
+_CPU = {"api.cpp": (), "thread_pool.cpp": (), "machine.cpp": (), "pack.cpp": (), "portable.cpp": (), "step.cpp": ()}
+_X86 = {"avx2.cpp": _AVX2, "avx512.cpp": _AVX512}
+_HIP: Mapping[str, tuple[str, ...]] = {
+    "gemv.hip": (),
+    "gemv_int8.hip": (),
+    "gemv_int4.hip": (),
+    "gemv_int4_32.hip": (),
+    "gemv_int4_64.hip": (),
+    "int4_gemm.hip": (),
+    "gemv_fp8.hip": (),
+    "gemv_compact.hip": (),
+    "decode_attention.hip": (),
+    "read_limit.hip": (),
+}
+_HIP_FLAGS = ("-std=c++17", "-O3")
+_MADE_FOR = ("mfma", "mma", "wgmma", "tcgen05")  # matrix instructions, with bf16
+
+
+def target(name: str, device: Device) -> Target:
+    """The Target of the library `name` for `device`. Raises KernelError where there is none."""
+    if name == "cpu" and device.kind == "cpu":
+        machine = platform.machine()
+        sources = {**_CPU, **_X86} if machine in ("x86_64", "AMD64") else _CPU
+        return Target("cpu", sources, _CXX, _CXX_FLAGS, ("-shared", "-pthread"), machine)
+    if name == "hip" and unknown_arch(device) is None:
+        return _nvidia(device.arch) if device.vendor == "nvidia" else _amd(device.arch)
+    raise KernelError(f"there is no library {name!r} for {device.arch} ({device.kind}): the libraries are 'cpu', 'hip'")
+
+
+def unknown_arch(device: Device) -> str | None:
+    """Why the HIP sources cannot be built for a device's arch; None where they can."""
+    if device.kind != "cuda":
+        return f"it runs on a GPU, not on {device.name}"
+    facts = device.facts
+    if facts is not None and facts.matrix in _MADE_FOR:
+        return None
+    made_for = [one.name for one in ARCHS.values() if one.vendor == device.vendor and one.matrix in _MADE_FOR]
+    names = ", ".join(made_for) if device.vendor == "amd" else f"{made_for[0]} and later"
+    unit = "nothing is known of it" if facts is None else f"its matrix instructions are {facts.matrix}"
+    return f"it is made for {names}, not for {device.arch}: {unit}"
+
+
+def _nvidia(arch: str) -> Target:
+    facts = facts_of(arch)
+    assert facts is not None
+    code = f"-gencode=arch=compute_{facts.number},code={facts.name}"
+    flags = ("-x", "cu", *_HIP_FLAGS, "-Xcompiler", "-fPIC", code)
+    return Target("hip", _HIP, ("nvcc",), flags, ("-shared", code), arch, "NVCC", "install the CUDA toolkit")
+
+
+def _amd(arch: str) -> Target:
+    code = f"--offload-arch={arch}"
+    flags, link = ("-x", "hip", *_HIP_FLAGS, "-fPIC", code), ("--hip-link", "-shared", code)
+    return Target("hip", _HIP, ("hipcc", "amdclang++"), flags, link, arch, "HIPCC", "install ROCm")
+
+
+def compiler(made: Target) -> str | None:
+    """Path of the compiler: named by $CXX (for a GPU $NVCC or $HIPCC), else the first of the target's found in its
+    toolkit ($CUDA_HOME, $ROCM_PATH, or the usual places) or on PATH; None where there is none."""
+    if named := os.environ.get(made.variable):
+        return shutil.which(named)
+    found = compilers()
+    return next((path for name in made.compilers if (path := found.get(name))), None)
+
+
+def no_compiler(made: Target) -> str:
+    """The error message for a missing compiler, with advice."""
+    variable, named = made.variable, os.environ.get(made.variable)
+    if named:
+        return f"{variable} names {named!r}, which is not there: name a compiler that is, or unset {variable}"
+    what = "C++ compiler" if variable == "CXX" else f"compiler for {made.arch}"
+    names, otherwise = ", ".join(made.compilers), f"set {variable} or ACCELPATCH_KERNELS"
+    return f"there is no {what} here ({names}): {made.install}, or {otherwise}"

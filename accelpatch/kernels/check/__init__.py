@@ -1,0 +1,1 @@
+"""Kernels against their references: the float rule, checks while a model runs, the self-test."""

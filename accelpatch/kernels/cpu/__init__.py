@@ -1,0 +1,1 @@
+"""The native CPU library: C++ sources and their bindings."""

@@ -1,0 +1,177 @@
+"""ctypes binding of the native CPU library: structures and functions as in cpu/accelpatch_cpu.h."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, Structure, c_double, c_float, c_int, c_int32, c_int64, c_void_p
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accelpatch.device import Device, probe
+from accelpatch.errors import KernelError
+from accelpatch.kernels.build import libraries
+
+# What the library reads and writes, whatever torch's default dtype and device are.
+from accelpatch.kernels.cpu import openmp
+
+# What the library reads and writes, whatever torch's default dtype and device are.
+PLAIN: Any = {"dtype": torch.float32, "device": "cpu"}
+DENSE, INT8, INT4 = 0, 1, 2
+ISAS = ("portable", "avx2", "avx512")
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
+MAX_BATCH, MAX_THREADS, ROWS = 8, 64, 16
+_REASONS = {
+    1: "its arguments do not fit together",
+    2: "there is not enough memory",
+    3: "it is not supported here",
+}
+
+
+class Linear(Structure):
+    """Mirror of `ap_linear`."""
+
+    _fields_ = (
+        ("kind", c_int32),
+        ("half_scales", c_int32),
+        ("minimum", c_int32),
+        ("reserved", c_int32),
+        ("n", c_int64),
+        ("k", c_int64),
+        ("group", c_int64),
+        ("data", c_void_p),
+        ("bias", c_void_p),
+    )
+
+
+LINEARS = ("q", "k", "v", "o", "gate", "up", "down")
+NORMS = ("attention_norm", "after_attention_norm", "mlp_norm", "after_mlp_norm", "q_norm", "k_norm")
+
+
+class Layer(Structure):
+    """Mirror of `ap_layer`."""
+
+    _fields_ = (
+        *((name, Linear) for name in LINEARS),
+        *((name, c_void_p) for name in NORMS),
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("window", c_int64),
+        ("rope", c_int32),
+        ("reserved", c_int32),
+    )
+
+
+SIZES = ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocabulary", "max_batch", "length")
+SCALARS = ("eps", "embedding_scale", "attention_scale", "attention_softcap", "logits_softcap")
+
+
+class Model(Structure):
+    """Mirror of `ap_model`."""
+
+    _fields_ = (
+        *((name, c_int64) for name in SIZES),
+        ("layer", POINTER(Layer)),
+        ("embedding", Linear),
+        ("head", Linear),
+        ("final_norm", c_void_p),
+        ("inverse_frequency", c_void_p * 2),
+        ("rope_scaling", c_float * 2),
+        *((name, c_float) for name in SCALARS),
+        ("activation", c_int32),
+    )
+
+
+class Attention(Structure):
+    """Mirror of `ap_attention`."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("q", "keys", "values", "out", "slots", "starts")),
+        *((name, c_int64) for name in ("batch", "heads", "kv_heads", "d", "batch_stride", "head_stride", "window")),
+        ("scale", c_float),
+        ("softcap", c_float),
+    )
+
+
+_LINEAR, _P = POINTER(Linear), c_void_p
+#: function -> (result, arguments)
+SIGNATURES = {
+    "ap_best_isa": (c_int, ()),
+    "ap_use_isa": (c_int, (c_int,)),
+    "ap_isa": (c_int, ()),
+    "ap_use_team": (None, (_P, _P, _P)),
+    "ap_pack_bytes": (c_int64, (_LINEAR,)),
+    "ap_pack": (c_int, (_LINEAR, _P, _P, _P, _P)),
+    "ap_unpack": (c_int, (_LINEAR, _P, _P, _P, _P)),
+    "ap_linear_run": (c_int, (_LINEAR, _P, c_int64, c_int64, _P, c_int64, c_int, c_int)),
+    "ap_gather": (c_int, (_LINEAR, _P, c_int64, _P)),
+    "ap_panels_run": (c_int, (_LINEAR, _P, c_int64, c_int64, _P, c_int64, c_int)),
+    "ap_rmsnorm": (c_int, (_P, _P, _P, c_float, c_int64, c_int64, _P, _P, c_int)),
+    "ap_rope_": (c_int, (_P, _P, _P, c_int64, c_int64, c_int64)),
+    "ap_gated": (c_int, (_P, _P, c_int, c_int64, _P, c_int)),
+    "ap_argmax": (c_int64, (_P, c_int64)),
+    "ap_attention_run": (c_int, (POINTER(Attention), c_int)),
+    "ap_step_create": (c_int, (POINTER(Model), c_int, POINTER(_P))),
+    "ap_step_free": (None, (_P,)),
+    "ap_step_run": (c_int, (_P, c_int64, _P, _P, _P, _P, c_int64, c_int64, _P, _P, c_int)),
+    "ap_advise_large_pages": (None, (_P, c_int64)),
+    "ap_read_limit": (c_double, (_P, c_int64, c_int, c_int)),
+}
+
+
+@cache
+def native() -> ctypes.CDLL:
+    """The native library, built on first use. Raises KernelError where that fails."""
+    library = libraries.library("cpu", probe("cpu"))
+    for name, (result, arguments) in SIGNATURES.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    library.ap_use_team(*openmp.team())
+    openmp.alone_after_fork()
+    return library
+
+
+def why_not(device: Device) -> str | None:
+    """Why there is no native library for `device`, found without compiling; None where there is."""
+    if device.kind != "cpu":
+        return f"it runs on a CPU, not on {device.name}"
+    return libraries.why_not("cpu", device)
+
+
+def check(status: int, what: str) -> None:
+    """Raise KernelError for a status other than AP_OK."""
+    if status:
+        raise KernelError(f"the native CPU kernel refused {what}: {_REASONS.get(status, status)}")
+
+
+def pointer(tensor: Tensor | None) -> int | None:
+    """Address of a tensor's first element; None (NULL) for None."""
+    return None if tensor is None else tensor.data_ptr()
+
+
+def threads() -> int:
+    """Number of threads that torch may use now, at most the library's limit."""
+    return min(torch.get_num_threads(), MAX_THREADS)
+
+
+def isa() -> str:
+    """The code path in use: "avx512", "avx2" or "portable"."""
+    return ISAS[native().ap_isa()]
+
+
+def use_isa(name: str | None) -> None:
+    """Use another code path from now on; None for the best. Raises KernelError where the CPU does not support it."""
+    check(native().ap_use_isa(-1 if name is None else ISAS.index(name)), f"the path {name}")
+
+
+def read_limit(buffer: Tensor, repeats: int = 5) -> float:
+    """Read bandwidth in GB/s of `buffer` with torch's number of threads, by the kernels' loads; best of `repeats`."""
+    return float(native().ap_read_limit(pointer(buffer), buffer.nbytes, repeats, threads()))
+
+
+def describe() -> str:
+    """Name of this CPU and the code path in use."""
+    return f"{probe('cpu').name} ({isa()})"

@@ -1,0 +1,157 @@
+"""4-bit weights in the tile layout of the HIP kernels (hip/layout.py), from and to the canonical tensors, exactly.
+
+Groups along K of 32, 64, or 128 times a power of two, or whole rows; scales and offsets of 16 bits.
+
+The rows of gate and up can be interleaved: 8 of each in a tile, as the kernels' gate epilogue needs them. The two
+weights then share the same tensors.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from accelpatch.kernels.dispatch import require
+from accelpatch.kernels.layouts import tiling
+from accelpatch.kernels.layouts.tiling import TILE_ROWS, TILE_VALUES
+from accelpatch.kernels.ops import linear
+
+ONE_GROUP = 1 << 20  # the C interface's group size for one group per row
+NO_SHIFT_LEFT = 30  # all steps share one set of scales
+
+
+class Tiles(NamedTuple):
+    """w[tiles, steps, 1024], scale and offset[tiles, sets, 8, groups, 2] of a weight[n, k]; group: values along K per
+    scale.
+
+    kind: "none", "minimum" or "zero_point" (integers stored in scale's dtype). part: "all": the rows in their order.
+    "both": the first and second half of the rows interleaved. "gate" or "up": this weight is the first or second half
+    of interleaved tiles of 2 n rows.
+    """
+
+    w: Tensor
+    scale: Tensor
+    offset: Tensor | None
+    n: int
+    k: int
+    group: int
+    kind: str
+    part: str = "all"
+
+    @property
+    def rows(self) -> int:
+        """Rows in the tiles."""
+        return self.n if self.part in ("all", "both") else 2 * self.n
+
+
+def places(k: int, group: int) -> dict[str, int]:
+    """Arguments for layout.tile_scales: steps of K, groups per step, log2 of the steps that share a set of scales."""
+    steps, whole = -(-k // TILE_VALUES), group == k
+    shift = NO_SHIFT_LEFT if whole else max(group // TILE_VALUES, 1).bit_length() - 1
+    return {"steps": steps, "groups": 1 if whole else max(TILE_VALUES // group, 1), "group_shift": shift}
+
+
+def tile(q: Tensor, scale: Tensor, offset: Tensor | None) -> Tiles:
+    """Pack canonical tensors. Raises KernelError for groups, scales or offsets that tiles cannot hold."""
+    n, k = q.shape[0], 2 * q.shape[1]
+    group = linear.check_scale("tiles", n, k, scale, offset)
+    reason = unfit(k, group, scale.dtype)
+    require(reason is None, "tiles", str(reason))
+    require(exact(offset, scale.dtype), "tiles", f"an offset is no number of {scale.dtype}")
+    beside = None if offset is None else offset.to(scale.dtype)
+    scales, offsets = _table(scale, k, group), None if beside is None else _table(beside, k, group)
+    return Tiles(tiling.tile_int4(q), scales, offsets, n, k, group, kind_of(offset))
+
+
+def exact(offset: Tensor | None, dtype: torch.dtype) -> bool:
+    """Whether `dtype` represents the offsets exactly; values are compared only where the dtype differs."""
+    return offset is None or offset.dtype == dtype or torch.equal(offset.to(dtype).to(offset.dtype), offset)
+
+
+def _table(table: Tensor, k: int, group: int) -> Tensor:
+    steps, groups, shift = places(k, group).values()
+    return tiling.tile_scales(table, steps=steps, groups=groups, group_shift=shift)
+
+
+def kind_of(offset: Tensor | None) -> str:
+    """The kind of a canonical offset, by its dtype: "none", "minimum" or "zero_point"."""
+    return "none" if offset is None else "minimum" if offset.is_floating_point() else "zero_point"
+
+
+def untile(tiles: Tiles) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Restore q, scale and offset (zero points as int32); the inverse of `tile`."""
+    w, scale, offset, n, k, group, kind, _ = alone(tiles)
+    scales = tiling.untile_scales(scale, n, k // group)
+    beside = None if offset is None else tiling.untile_scales(offset, n, k // group)
+    if beside is not None and kind == "zero_point":
+        beside = beside.to(torch.int32)
+    return tiling.untile_int4(w, n, k), scales, beside
+
+
+def pair(gate: Tiles, up: Tiles | None = None) -> Tiles:
+    """Interleave gate and up, of 16 N rows each, to part "both"; without `up`, `gate` holds both in 32 N rows."""
+    parts = [alone(one) for one in (gate, up) if one is not None]
+    w, scale = _interleaved([one.w for one in parts]), _interleaved([one.scale for one in parts])
+    offsets = [one.offset for one in parts if one.offset is not None]
+    offset = _interleaved(offsets) if offsets else None
+    return parts[0]._replace(w=w, scale=scale, offset=offset, n=sum(one.n for one in parts), part="both")
+
+
+def _interleaved(parts: list[Tensor]) -> Tensor:
+    held = [_eights(one).flatten(0, 1) for one in parts]
+    gate, up = held if len(held) == 2 else held[0].chunk(2)
+    return _of_eights(torch.stack([gate, up], 1))
+
+
+def alone(tiles: Tiles) -> Tiles:
+    """The same rows in tiles of their own; a copy where they were interleaved with others."""
+
+    def own(table: Tensor) -> Tensor:
+        gate, up = _eights(table).unbind(1)
+        rows = {"gate": gate, "up": up}.get(tiles.part)
+        return _of_eights((torch.cat([gate, up]) if rows is None else rows).unflatten(0, (-1, 2)))
+
+    if tiles.part == "all":
+        return tiles
+    offset = None if tiles.offset is None else own(tiles.offset)
+    return tiles._replace(w=own(tiles.w), scale=own(tiles.scale), offset=offset, part="all")
+
+
+def _eights(table: Tensor) -> Tensor:
+    """A table split into groups of 8 rows: [tiles, 2, ...]; for weights and scales."""
+    return table.unflatten(2, (2, -1)).movedim(2, 1) if table.dim() == 3 else table.movedim(4, 1)
+
+
+def _of_eights(table: Tensor) -> Tensor:
+    return (table.movedim(1, 2).flatten(2) if table.dim() == 4 else table.movedim(1, 4)).contiguous()
+
+
+def in_order(y: Tensor, part: str) -> Tensor:
+    """Reorder output columns from the order of rows in the tiles to that of the weight, which is this `part`."""
+    if part == "all":
+        return y
+    gate, up = y.unflatten(-1, (-1, 2, TILE_ROWS // 2)).unbind(-2)
+    rows = {"gate": gate, "up": up}.get(part)
+    return (torch.cat([gate, up], -2) if rows is None else rows).flatten(-2)
+
+
+def in_tiles(bias: Tensor | None, part: str) -> Tensor | None:
+    """A bias in the order of rows in the tiles; zero for rows of the other weight."""
+    if bias is None or part == "all":
+        return bias
+    eights = bias.view(-1, TILE_ROWS // 2)
+    nothing = torch.zeros_like(eights)
+    both = {"both": eights.chunk(2), "gate": (eights, nothing), "up": (nothing, eights)}[part]
+    return torch.stack(both, 1).flatten()
+
+
+def unfit(k: int, group: int, scale_dtype: torch.dtype | None) -> str | None:
+    """Why a weight has no tiles; None where it has."""
+    runs = group in (32, 64) or (group % TILE_VALUES == 0 and (group & (group - 1)) == 0)
+    if not runs and group != k:
+        return f"its groups are 32, 64, 128 times a power of two, or whole rows, not {group}"
+    if scale_dtype not in (torch.float16, torch.bfloat16):
+        return f"its scales are float16 or bfloat16, not {scale_dtype}"
+    return None

@@ -1,0 +1,122 @@
+"""Linear layer with a plain weight: y[M, N] = x[M, K] @ w[N, K]^T + bias[N], weight and activations of one dtype.
+
+For few rows of x, where reading the weight is the bottleneck (on Hopper up to 64 rows); torch's GEMM serves the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from accelpatch.device import Device, probe
+from accelpatch.kernels import dispatch
+from accelpatch.kernels.dispatch import FLOATS, Case, Implementation, Kernel, Spec, require
+from accelpatch.kernels.hip import binding
+from accelpatch.kernels.hip.binding import Weight
+from accelpatch.kernels.operation import operation
+from accelpatch.kernels.ops import linear
+from accelpatch.kernels.triton import launch
+
+GEMM_LEAST_ROWS, GEMM_STEP = 2048, 128  # `by_rows`: least N, and a divisor of K
+
+
+def dense(dtype: torch.dtype, w: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """The weight and the bias in `dtype`."""
+    return w.to(dtype), None if bias is None else bias.to(dtype)
+
+
+def reference(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+    """torch's own linear layer."""
+    return functional.linear(x, w, None if bias is None else bias.to(w.dtype))
+
+
+def blocks(*weight: Tensor | None) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """The weight and the bias in float64, in blocks of rows."""
+    return linear.float64_blocks(dense, *weight)
+
+
+def spec(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Spec:
+    """The Spec of a call, for dispatch. Raises KernelError where shapes, dtypes or devices do not fit together."""
+    op = "gemv"
+    require(w.dim() == 2 and w.dtype in FLOATS, op, f"w is float [N, K], not {linear.say(w)}")
+    require(x.dim() >= 1 and x.dtype == w.dtype, op, f"x is {w.dtype} [..., K] as the weight, not {linear.say(x)}")
+    n, k = w.shape
+    require(n >= 1 and k >= 1, op, f"the weight is empty: N = {n}, K = {k}")
+    require(x.shape[-1] == k, op, f"x has {x.shape[-1]} features, the weight {k}")
+    linear.check_beside(op, x, n, bias, w=w)
+    return of_shape(n, k, x.dtype, m=x.numel() // k)
+
+
+def of_shape(n: int, k: int, dtype: torch.dtype, *, m: int = 1) -> Spec:
+    """The Spec of a linear layer of this size, for planning before there is a weight."""
+    return Spec("gemv", {"M": m, "N": n, "K": k}, dtype)
+
+
+def why_not(spec: Spec, device: Device) -> str | None:
+    """Why `by_hip` cannot run a spec; None where it can."""
+    return binding.why_not(spec, device)
+
+
+def by_hip(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The implementation `hip`: its own kernels up to 8 rows of x, Triton's up to 64 where `gemm_fits`, else torch."""
+    if x.numel() > binding.MAX_GEMV_ROWS * x.shape[-1]:
+        return by_gemm(x, w, bias) if gemm_fits(x, w) else reference(x, w, bias)
+    whole = w.contiguous()
+    weight = Weight("gemv", w.shape[0], w.shape[1], whole, prefetchable=whole is w)
+    return binding.launch(weight, x, bias=bias)
+
+
+def gemm_fits(x: Tensor, w: Tensor) -> bool:
+    """Whether `by_rows` serves 9 to 64 rows of x: on Hopper, for weights of sizes like those measured."""
+    few = binding.MAX_GEMV_ROWS < x.numel() // x.shape[-1] <= binding.MAX_ROWS
+    like = w.dtype == x.dtype and x.dtype in binding.DTYPES and w.is_contiguous()
+    if not few or not like or w.shape[0] < GEMM_LEAST_ROWS or w.shape[1] % GEMM_STEP:
+        return False
+    device = probe(x.device)
+    return device.facts is not None and device.facts.matrix == "wgmma" and launch.why_not(device, x.dtype) is None
+
+
+def by_gemm(x: Tensor, w: Tensor, bias: Tensor | None = None, gate: bool = False) -> Tensor:
+    """The Triton kernel. gate: returns silu(first half of the columns) * second half."""
+    from accelpatch.kernels.triton import gemm
+
+    return gemm.linear(x, w, None, bias, gate)
+
+
+@operation("gemv")
+def gemv(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+    """y[..., N] = x[..., K] @ w[N, K]^T + bias[N], in x's dtype, contiguous.
+
+    x, w float of one dtype; bias float or None. Raises KernelError for arguments that do not fit together.
+    """
+    result = dispatch.run("gemv", spec, x.device, (x, w, bias))
+    assert isinstance(result, Tensor)
+    return result
+
+
+@gemv.register_fake
+def _fake(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+    spec(x, w, bias)
+    return x.new_empty((*x.shape[:-1], w.shape[0]))
+
+
+def cases() -> list[Case]:
+    """Cases for parity checks: odd sizes."""
+
+    def case(m: int, n: int, k: int, bias: bool) -> Case:
+        def make(generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> tuple[Tensor | None, ...]:
+            x, _, b = linear.operands(generator, dtype, device, m, n, k, 1, bias)
+            w = (torch.randn(n, k, generator=generator) / k**0.5).to(device, dtype)
+            return x, w, b
+
+        return Case(f"m{m}-n{n}-k{k}{'-bias' if bias else ''}", make)
+
+    sizes = [(m, n, k, bias) for m, n, k, _, bias in linear.SIZES]
+    return [case(*size) for size in (*sizes, (5, 33, 65, True), (9, 16, 2048, False), (64, 7, 129, True))]
+
+
+IMPLEMENTATIONS = {"hip": Implementation(by_hip, why_not), "torch": Implementation(reference, dispatch.anywhere)}
+KERNELS = {"gemv": Kernel(gemv, reference, spec, IMPLEMENTATIONS, cases, blocks)}

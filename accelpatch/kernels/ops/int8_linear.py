@@ -1,0 +1,128 @@
+"""Linear layer with an int8 weight: y[M, N] = x[M, K] @ (q[N, K] * scale[N, G])^T + bias[N].
+
+G = 1 is one scale per output channel; else each group of K / G values along K has one. Symmetric: no offset. x may have
+any leading dimensions and strides; y has its dtype. Activations stay float (weight-only quantisation).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from accelpatch.device import Device, probe
+from accelpatch.kernels import dispatch
+from accelpatch.kernels.dispatch import Case, Implementation, Kernel, Spec
+from accelpatch.kernels.hip import binding
+from accelpatch.kernels.hip.binding import Weight
+from accelpatch.kernels.operation import operation
+from accelpatch.kernels.ops import linear
+from accelpatch.kernels.triton import launch
+
+
+def dense(dtype: torch.dtype, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """The weight[N, K], computed in float32 or wider and rounded to `dtype`, and the bias."""
+    wide = torch.promote_types(dtype, torch.float32)
+    weight = q.to(wide)
+    weight.unflatten(1, (scale.shape[1], -1)).mul_(scale.to(wide)[:, :, None])
+    return weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+def reference(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Dequantise the whole weight to x's dtype, then torch's own linear layer."""
+    return functional.linear(x, *dense(x.dtype, q, scale, bias))
+
+
+def blocks(*weight: Tensor | None) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """The weight and the bias in float64, in blocks of rows."""
+    return linear.float64_blocks(dense, *weight)
+
+
+def spec(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> Spec:
+    """The Spec of a call, for dispatch. Raises KernelError where shapes, dtypes or devices do not fit together."""
+    return linear.spec("int8_linear", x, q, 1, scale, None, bias)
+
+
+def by_torch(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The implementation `torch`: dequantises the weight in blocks of rows."""
+
+    def rows(start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        groups = q[start:stop].to(dtype).unflatten(1, (scale.shape[1], -1))
+        return groups.mul_(scale[start:stop].to(dtype).unsqueeze(2)).flatten(1)
+
+    return linear.by_row_blocks(x, q.shape[0], q.shape[1], rows, bias)
+
+
+def why_not(spec: Spec, device: Device) -> str | None:
+    """Why `by_hip` cannot run a spec; None where it can."""
+    if spec.group_size != spec.sizes["K"]:
+        return f"it takes one scale a row (group_size null), not groups of {spec.group_size}"
+    return binding.why_not(spec, device)
+
+
+def by_hip(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The implementation `hip`: its own kernels up to 8 rows of x; for more, Triton's if available, else torch."""
+    m = x.numel() // x.shape[-1]
+    if m > binding.MAX_GEMV_ROWS and launch.why_not(probe(x.device), x.dtype, scale.dtype) is None:
+        return by_triton(x, q, scale, bias)
+    if m > binding.MAX_ROWS:
+        return by_torch(x, q, scale, bias)
+    whole = q.contiguous()
+    rows = scale.to(torch.float32).contiguous()
+    weight = Weight("gemv_int8", q.shape[0], q.shape[1], whole, 0, rows, prefetchable=whole is q)
+    return binding.launch(weight, x, bias=bias)
+
+
+def triton_why_not(spec: Spec, device: Device) -> str | None:
+    """Why `by_triton` cannot run a spec; None where it can."""
+    assert spec.scale_dtype is not None
+    return linear.too_large(spec) or launch.why_not(device, spec.dtype, spec.scale_dtype)
+
+
+def by_triton(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The implementation `triton`: dequantises in registers, or for many rows into slices for torch's GEMM."""
+    from accelpatch.kernels.triton.weight_only import int8_linear as run
+
+    return run(x, q, scale, bias)
+
+
+@operation("int8_linear")
+def int8_linear(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """y[..., N] = x[..., K] @ (q * scale)^T + bias.
+
+    x[..., K] float; q[N, K] int8; scale[N, G] float, G dividing K; bias[N] float or None. y has x's dtype, contiguous.
+    Raises KernelError for arguments that do not fit together.
+    """
+    result = dispatch.run("int8_linear", spec, x.device, (x, q, scale, bias))
+    assert isinstance(result, Tensor)
+    return result
+
+
+@int8_linear.register_fake
+def _fake(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    spec(x, q, scale, bias)
+    return x.new_empty((*x.shape[:-1], q.shape[0]))
+
+
+def cases() -> list[Case]:
+    """Cases for parity checks: odd sizes."""
+
+    def case(m: int, n: int, k: int, groups: int, bias: bool) -> Case:
+        def make(generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> tuple[Tensor | None, ...]:
+            x, scale, b = linear.operands(generator, dtype, device, m, n, k, groups, bias)
+            q = torch.randint(-127, 128, (n, k), generator=generator, dtype=torch.int8).to(device)
+            return x, q, scale / 127, b
+
+        return Case(f"m{m}-n{n}-k{k}-g{k // groups}{'-bias' if bias else ''}", make)
+
+    return [case(*size) for size in linear.SIZES]
+
+
+IMPLEMENTATIONS = {
+    "hip": Implementation(by_hip, why_not),
+    "triton": Implementation(by_triton, triton_why_not),
+    "torch": Implementation(by_torch, dispatch.anywhere),
+}
+KERNELS = {"int8_linear": Kernel(int8_linear, reference, spec, IMPLEMENTATIONS, cases, blocks)}

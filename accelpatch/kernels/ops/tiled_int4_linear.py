@@ -1,0 +1,238 @@
+"""Linear layer with a 4-bit weight in the tile layout of the HIP kernels (hip/layout.py): y = x @ w[N, K]^T + bias.
+
+The tiles (int4_tiles.py) are the only copy of the weight that a module on a GPU holds. They have the same values as in
+int4_linear: the reference unpacks them and runs its.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from accelpatch.device import KIB, Device, probe
+from accelpatch.kernels import dispatch
+from accelpatch.kernels.dispatch import Case, Implementation, Kernel, Spec, require
+from accelpatch.kernels.hip import binding
+from accelpatch.kernels.hip.binding import Weight
+from accelpatch.kernels.layouts import int4_tiles
+from accelpatch.kernels.layouts.int4_tiles import Tiles
+from accelpatch.kernels.layouts.tiling import TILE_ROWS, TILE_VALUES
+from accelpatch.kernels.operation import operation
+from accelpatch.kernels.ops import int4_linear, linear
+from accelpatch.kernels.triton import launch
+
+OP = "tiled_int4_linear"
+GEMM_SHARED = 227 * KIB  # of a block, for 9 to 64 rows
+
+
+def tiles_for(weight: tuple[Tensor, Tensor, Tensor | None], dtype: torch.dtype, device: torch.device) -> Tiles | None:
+    """Tiles of a canonical weight where `hip` would run on them for x of `dtype`; else None."""
+    q, scale, offset = weight
+    if device.type != "cuda":
+        return None
+    n, k = q.shape[0], 2 * q.shape[1]
+    wanted = of_shape(n, k, dtype, k // scale.shape[1], int4_tiles.kind_of(offset), scale.dtype)
+    fits = why_not(wanted, probe(device)) is None and int4_tiles.exact(offset, scale.dtype)
+    return int4_tiles.tile(q, scale, offset) if fits else None
+
+
+def dense(dtype: torch.dtype, *args: Any) -> tuple[Tensor, Tensor | None]:
+    """The tiles' weight as floats in `dtype`, and the bias."""
+    *tiles, bias = args
+    return int4_linear.dense(dtype, *int4_tiles.untile(Tiles(*tiles)), bias)
+
+
+def blocks(*args: Any) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """The weight and the bias in float64, in blocks of rows."""
+    *tiles, bias = args
+    return int4_linear.blocks(*int4_tiles.untile(Tiles(*tiles)), bias)
+
+
+def reference(x: Tensor, *args: Any) -> Tensor:
+    """Dequantise the whole weight to x's dtype, then torch's own linear layer."""
+    return functional.linear(x, *dense(x.dtype, *args))
+
+
+def spec(x: Tensor, *args: Any) -> Spec:
+    """The Spec of a call, for dispatch. Raises KernelError where shapes, dtypes or devices do not fit together."""
+    *rest, bias = args
+    tiles = Tiles(*rest)
+    n, k = tiles.n, tiles.k
+    require(x.dim() >= 1 and x.dtype in dispatch.FLOATS, OP, f"x is float [..., K], not {linear.say(x)}")
+    require(x.shape[-1] == k, OP, f"x has {x.shape[-1]} features, the weight {k}")
+    place = int4_tiles.places(k, tiles.group)
+    size = [-(-tiles.rows // TILE_ROWS), place["steps"], TILE_ROWS * TILE_VALUES // 2]
+    require(list(tiles.w.shape) == size, OP, f"the tiles of [{tiles.rows}, {k}] are {size}, not {linear.say(tiles.w)}")
+    interleaved = tiles.part == "all" or tiles.rows % (2 * TILE_ROWS) == 0
+    require(interleaved, OP, f"paired tiles hold a multiple of {2 * TILE_ROWS} rows, not {tiles.rows}")
+    sets = ((place["steps"] - 1) >> place["group_shift"]) + 1
+    size = [size[0], sets, TILE_ROWS // 2, place["groups"], 2]
+    for table in (tiles.scale, tiles.scale if tiles.offset is None else tiles.offset):
+        require(list(table.shape) == size, OP, f"scale and offset are {size}, not {linear.say(table)}")
+    linear.check_beside(OP, x, n, bias, w=tiles.w, scale=tiles.scale, offset=tiles.offset)
+    return of_shape(n, k, x.dtype, tiles.group, tiles.kind, tiles.scale.dtype, m=x.numel() // k)
+
+
+def of_shape(
+    n: int, k: int, dtype: torch.dtype, group: int, offset: str, scale_dtype: torch.dtype = torch.float16, *, m: int = 1
+) -> Spec:
+    """The Spec of a linear layer of this size, for planning before there are tiles."""
+    return Spec(OP, {"M": m, "N": n, "K": k}, dtype, scale_dtype, group, offset)
+
+
+def why_not(spec: Spec, device: Device) -> str | None:
+    """Why `by_hip` cannot run a spec; None where it can."""
+    assert spec.group_size is not None
+    return int4_tiles.unfit(spec.sizes["K"], spec.group_size, spec.scale_dtype) or binding.why_not(spec, device)
+
+
+def by_hip(x: Tensor, *args: Any) -> Tensor:
+    """The implementation `hip`: its own kernels up to 8 (or 64) rows of x; for more, Triton's if available, else torch.
+
+    A gate or up in interleaved tiles computes the other's columns too, and drops them.
+    """
+    *rest, bias = args
+    tiles = Tiles(*rest)
+    m = x.numel() // tiles.k
+    if gemm_fits(x, tiles):
+        return int4_tiles.in_order(launched(x, tiles, int4_tiles.in_tiles(bias, tiles.part), "int4_gemm"), tiles.part)
+    if m > binding.MAX_GEMV_ROWS and launch.why_not(probe(x.device), x.dtype) is None:
+        return by_triton(x, *args)
+    if m > binding.MAX_ROWS:
+        return by_torch(x, *args)
+    return int4_tiles.in_order(launched(x, tiles, int4_tiles.in_tiles(bias, tiles.part), "gemv_int4"), tiles.part)
+
+
+def launched(x: Tensor, tiles: Tiles, bias: Tensor | None, function: str, activation: str = "none") -> Tensor:
+    """Call a function of the device library; bias and result are in the order of rows in the tiles."""
+    return binding.launch(weight_of(tiles, function), x, bias=bias, activation=activation)
+
+
+def weight_of(tiles: Tiles, function: str = "gemv_int4") -> Weight:
+    """The launch arguments of `function` for these tiles."""
+    form = int4_tiles.ONE_GROUP if tiles.group == tiles.k else tiles.group
+    shift = int4_tiles.places(tiles.k, tiles.group)["group_shift"]
+    held = (tiles.w.contiguous(), form, tiles.scale.contiguous())
+    beside = None if tiles.offset is None else tiles.offset.contiguous()
+    prefetchable = held[0] is tiles.w and held[2] is tiles.scale and beside is tiles.offset
+    return Weight(function, tiles.rows, tiles.k, *held, beside, tiles.kind, shift, prefetchable)
+
+
+def gated_many(x: Tensor, tiles: Tiles, bias: Tensor | None) -> Tensor:
+    """silu(gate) * up for tiles of part "both", where `gemm_fits`; bias[2 N] in the order of the weight's rows."""
+    return launched(x, tiles, bias, "int4_gemm", "silu_gate")
+
+
+def gemm_fits(x: Tensor, tiles: Tiles) -> bool:
+    """Whether one launch serves 9 to 64 rows: on Hopper and later, for groups of 128 or more.
+
+    Without clusters a narrow weight has too few blocks.
+    """
+    m, facts = x.numel() // tiles.k, probe(x.device).facts
+    if not binding.MAX_GEMV_ROWS < m <= binding.MAX_ROWS or facts is None:
+        return False
+    rows = x.reshape(m, tiles.k)
+    aligned = tiles.k % 8 == 0 and (rows.stride(1) != 1 or (rows.data_ptr() % 16 == 0 and rows.stride(0) % 8 == 0))
+    return facts.clusters and facts.block_shared >= GEMM_SHARED and aligned and tiles.group >= TILE_VALUES
+
+
+def triton_why_not(spec: Spec, device: Device) -> str | None:
+    """Why `by_triton` cannot run a spec; None where it can."""
+    return linear.too_large(spec) or launch.why_not(device, spec.dtype)
+
+
+def by_triton(x: Tensor, *args: Any) -> Tensor:
+    """The implementation `triton`: dequantises in registers, or for many rows into slices for torch's GEMM."""
+    from accelpatch.kernels.triton.weight_only import tiled_int4_linear as run
+    from accelpatch.kernels.triton.weight_only import written
+
+    *rest, bias = args
+    tiles = Tiles(*rest)
+    if tiles.part == "both" and written(x.numel() // tiles.k):
+        return run(x, *args)
+    whole = tiles._replace(n=tiles.rows, part="all")
+    return int4_tiles.in_order(run(x, *whole, int4_tiles.in_tiles(bias, tiles.part)), tiles.part)
+
+
+def by_torch(x: Tensor, *args: Any) -> Tensor:
+    """The implementation `torch`: unpacks the tiles, and dequantises the weight in blocks of rows."""
+    *rest, bias = args
+    tiles = int4_tiles.alone(Tiles(*rest))
+
+    def rows(start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        first, last = start // TILE_ROWS, -(-stop // TILE_ROWS)
+        beside = None if tiles.offset is None else tiles.offset[first:last]
+        count = min(last * TILE_ROWS, tiles.n) - first * TILE_ROWS
+        part = tiles._replace(w=tiles.w[first:last], scale=tiles.scale[first:last], offset=beside, n=count)
+        wide = torch.promote_types(dtype, torch.float32)
+        return int4_linear.dequantize_rows(*int4_tiles.untile(part), wide)[
+            start - first * TILE_ROWS : stop - first * TILE_ROWS
+        ]
+
+    return linear.by_row_blocks(x, tiles.n, tiles.k, rows, bias)
+
+
+@operation("tiled_int4_linear")
+def tiled_int4_linear(
+    x: Tensor, w: Tensor, scale: Tensor, offset: Tensor | None, n: int, k: int, group: int, kind: str,
+    part: str = "all", bias: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """y[..., N] = x[..., K] @ w^T + bias in x's dtype, contiguous. The arguments between x and bias[N] are a Tiles.
+
+    Raises KernelError for arguments that do not fit together.
+    """
+    args = (x, w, scale, offset, n, k, group, kind, part, bias)
+    result = dispatch.run(OP, spec, x.device, args)
+    assert isinstance(result, Tensor)
+    return result
+
+
+@tiled_int4_linear.register_fake
+def _fake(
+    x: Tensor, w: Tensor, scale: Tensor, offset: Tensor | None, n: int, k: int, group: int, kind: str,
+    part: str = "all", bias: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    spec(x, w, scale, offset, n, k, group, kind, part, bias)
+    return x.new_empty((*x.shape[:-1], n))
+
+
+def cases() -> list[Case]:
+    """The cases of int4_linear that have tiles, as tiles; and interleaved tiles."""
+
+    def tiled(case: Case) -> Case:
+        def make(generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+            x, q, scale, offset, bias = case.make(generator, dtype, device)
+            return x, *int4_tiles.tile(q, scale.to(torch.float16), offset), bias
+
+        return Case(case.id, make)
+
+    def interleaved(part: str, m: int) -> Case:
+        def make(generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+            q = torch.randint(-128, 128, (96, 80), generator=generator, dtype=torch.int8).to(device)
+            scale, least = (torch.rand(2, 96, 5, generator=generator) / 100).to(device, torch.float16)
+            x = torch.randn(m, 160, generator=generator).to(device, dtype)
+            both = int4_tiles.pair(int4_tiles.tile(q, scale, least))
+            tiles = both if part == "both" else both._replace(n=48, part=part)
+            return x, *tiles, torch.randn(tiles.n, generator=generator).to(device, dtype)
+
+        return Case(f"m{m}-paired-{part}", make)
+
+    whole = [tiled(case) for case, size in zip(int4_linear.cases(), linear.SIZES, strict=True) if _fits(size)]
+    return whole + [interleaved(part, m) for part in ("both", "gate", "up") for m in (1, 9, 70)]
+
+
+def _fits(size: tuple[int, int, int, int, bool]) -> bool:
+    _, _, k, groups, _ = size
+    return int4_tiles.unfit(k, k // groups, torch.float16) is None
+
+
+IMPLEMENTATIONS = {
+    "hip": Implementation(by_hip, why_not),
+    "triton": Implementation(by_triton, triton_why_not),
+    "torch": Implementation(by_torch, dispatch.anywhere),
+}
+KERNELS = {OP: Kernel(tiled_int4_linear, reference, spec, IMPLEMENTATIONS, cases, blocks)}

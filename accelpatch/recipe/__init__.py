@@ -1,0 +1,1 @@
+"""Recipes: what a YAML file says, checked."""

@@ -1,0 +1,1 @@
+"""The native decode step of a model on a CPU."""

@@ -1,0 +1,196 @@
+"""Single-token steps of a patched model on a CPU as one native call, behind the model's own forward.
+
+A call `model(...)` for one more token over a filled cache (generate() in all its modes makes them) runs the native
+step; all other calls, and steps observed by hooks, run the modules. `paths` counts both.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections import Counter
+from collections.abc import Container, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from accelpatch.errors import KernelError
+from accelpatch.fusion.cannot_fuse import CannotFuse
+from accelpatch.kernels.cpu.decode_step import DecodeStep
+from accelpatch.kernels.cpu.native_library import MAX_BATCH
+from accelpatch.runtime.cpu.mixed_step import mixed_step
+from accelpatch.runtime.cpu.native_cache import Store, attach, stored
+from accelpatch.runtime.cpu.native_weights import NativeModel, native_model
+from accelpatch.runtime.cpu.torch_threads import all_threads
+from accelpatch.runtime.graphs.watch import Watch
+
+NATIVE = "native step"
+# Arguments of a step whose value does not change what it computes, or that step() reads. The tokenizer is that of stop
+# strings: generate() hands it on, and a criterion has it already.
+UNDERSTOOD = frozenset(
+    {
+        "input_ids", "past_key_values", "attention_mask", "position_ids", "use_cache", "return_dict", "logits_to_keep",
+        "tokenizer",
+    }
+)  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """A model's weights for native steps, or why it has none; and the Watch that detects its changes."""
+
+    model: NativeModel | None
+    unfit: str | None
+    watch: Watch
+
+
+def recounted(made: Any, paths: Counter[str], memo: dict[int, Any]) -> Any:
+    """The copy `made` of a runtime with a zeroed copy of `paths`, the one that the copied report shows."""
+    made.paths = copy.deepcopy(paths, memo)
+    made.paths.clear()
+    return made
+
+
+class NativeRuntime:
+    """The native steps of one patched model. A deep copy starts without any and makes its own."""
+
+    def __init__(self) -> None:
+        self.paths: Counter[str] = Counter()
+        self._reading: Reading | None = None
+        self._lock = threading.Lock()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NativeRuntime:
+        return recounted(NativeRuntime(), self.paths, memo)
+
+    def __reduce__(self) -> tuple[type[NativeRuntime], tuple[()]]:
+        return NativeRuntime, ()
+
+    def outputs(self, model: nn.Module, given: Mapping[str, Any]) -> CausalLMOutputWithPast | None:
+        """Outputs of a model call for one more token by a native step; None where the modules must run."""
+        logits = self.logits(model, given)
+        return (
+            None if logits is None else CausalLMOutputWithPast(logits=logits, past_key_values=given["past_key_values"])
+        )
+
+    def logits(self, model: nn.Module, arguments: Mapping[str, Any]) -> Tensor | None:
+        """Logits [B, 1, V] of one more token, which is added to the cache; None where the modules must run."""
+        ids, cache = arguments.get("input_ids"), arguments.get("past_key_values")
+        if ids is None or cache is None or ids.dim() != 2 or ids.shape[1] != 1 or cache.get_seq_length() == 0:
+            self.paths["modules: a prompt, or no cache"] += 1
+            return None
+        reading = self.reading(model)
+        reason = _why_not(model, ids, arguments) or reading.unfit or reading.watch.objection()
+        store = attach(cache, ids.shape[0]) if reason is None else reason
+        if isinstance(store, str):
+            self.paths[f"modules: {store}"] += 1
+            return None
+        places = self._places(ids, store, arguments)
+        if places is None:
+            self.paths["modules: an attention mask that is not left padding"] += 1
+            return None
+        if watched := reading.watch.watched():
+            logits = mixed_step(model, _step(reading, store), store, cache, ids[:, 0], places, watched)
+            store.places, store.length = None, store.length + 1
+            self.paths[f"{NATIVE}, but modules in layers {watched}: a hook inside"] += 1
+            return logits.unsqueeze(1)
+        store.places = places
+        return self.advance(reading, store, ids[:, 0]).unsqueeze(1)
+
+    def run_of(self, cache: Any) -> NativeRun | None:
+        """A Run that continues the last native step over `cache`; None where the last step was not native."""
+        store = stored(cache)
+        return None if store is None or store.places is None else NativeRun(self, cache, store)
+
+    def advance(self, reading: Reading, store: Store, tokens: Tensor) -> Tensor:
+        """Logits [B, V] after `tokens`[B] at the store's present places."""
+        with all_threads():
+            logits = _step(reading, store)(tokens, *store.places)
+        store.length += 1
+        self.paths[NATIVE] += 1
+        return logits
+
+    def steps(self, model: nn.Module) -> bool:
+        """Whether the model, as it is now, has native steps."""
+        return self.reading(model).unfit is None
+
+    def reading(self, model: nn.Module) -> Reading:
+        """The Reading of the model, made anew where the model has changed."""
+        reading = self._reading
+        if reading is not None and not reading.watch.stale():
+            return reading  # with no lock: the child of a fork would inherit one that another thread held
+        with self._lock:
+            if self._reading is None or self._reading.watch.stale():
+                try:
+                    found, unfit = native_model(model), None
+                except (CannotFuse, KernelError) as reason:
+                    found, unfit = None, str(reason)
+                self._reading = Reading(found, unfit, Watch(model))
+            return self._reading
+
+    def _places(self, ids: Tensor, store: Store, arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor] | None:
+        """(slots, starts, positions), each int64 [B]; None for a mask other than left padding."""
+        batch, mask, positions = ids.shape[0], arguments.get("attention_mask"), arguments.get("position_ids")
+        slots = torch.full((batch,), store.length, dtype=torch.int64, device="cpu")
+        starts = torch.zeros(batch, dtype=torch.int64, device="cpu")
+        if mask is not None:
+            if mask.dim() != 2 or tuple(mask.shape) != (batch, store.length + 1):
+                return None
+            kept = mask.ne(0)
+            starts = store.length + 1 - kept.sum(1)
+            if not torch.equal(kept.int().argmax(1), starts):
+                return None
+        if positions is None:
+            return slots, starts, slots
+        return slots, starts, positions.reshape(-1, 1)[-batch:, 0].expand(batch).to(torch.int64)
+
+
+def _why_not(model: nn.Module, ids: Tensor, arguments: Mapping[str, Any]) -> str | None:
+    """Why a call cannot be a native step, judging by its arguments alone; None where it can."""
+    if extra := unknown(arguments, UNDERSTOOD):
+        return f"the argument {extra}"
+    if arguments.get("use_cache") is False or arguments.get("return_dict") is False:
+        return "no cache or a tuple was asked for"
+    if any(getattr(model.config, name, None) for name in ("output_hidden_states", "output_attentions")):
+        return "attentions or hidden states were asked for"
+    if ids.shape[0] > MAX_BATCH:
+        return f"a batch of more than {MAX_BATCH}"
+    if torch.is_grad_enabled() or model.training or torch.is_autocast_enabled("cpu"):
+        return "gradients, training or autocast"
+    return None
+
+
+def unknown(arguments: Mapping[str, Any], understood: Container[str]) -> str | None:
+    """The first argument that is set but not in `understood`; None where there is none."""
+    asking = (name for name, value in arguments.items() if value is not None and value is not False)
+    return next((name for name in asking if name not in understood), None)
+
+
+def _step(reading: Reading, store: Store) -> DecodeStep:
+    assert reading.model is not None
+    if store.step is None or store.made_by is not reading.model:
+        store.step, store.made_by = reading.model.step(store.keys, store.values), reading.model
+    step: DecodeStep = store.step
+    return step
+
+
+class NativeRun:
+    """Consecutive native steps over one cache; each checks first whether the model has changed."""
+
+    def __init__(self, runtime: NativeRuntime, cache: Any, store: Store):
+        self._runtime, self._cache, self._store = runtime, cache, store
+        self._slots, self._starts, self._positions = (place.clone() for place in store.places)
+
+    def logits(self, model: nn.Module, tokens: Tensor) -> Tensor | None:
+        """Logits [B, V] after `tokens`[B]; None where the model must be called."""
+        store, reading = self._store, self._runtime.reading(model)
+        if store.length >= store.capacity or stored(self._cache) is not store or reading.unfit is not None:
+            return None
+        if model._forward_hooks or model._forward_pre_hooks or reading.watch.objection() or reading.watch.watched():
+            return None
+        self._slots += 1
+        self._positions += 1
+        store.places = (self._slots, self._starts, self._positions)
+        return self._runtime.advance(reading, store, tokens)

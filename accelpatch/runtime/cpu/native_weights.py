@@ -1,0 +1,170 @@
+"""Reads a patched Llama-like model's packs, norms and sizes off its replaced modules, for the native CPU step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accelpatch.fusion import attention_facts
+from accelpatch.fusion.cannot_fuse import CannotFuse
+from accelpatch.kernels.cpu.decode_step import DecodeStep, LayerWeights, StepShape
+from accelpatch.kernels.cpu.native_library import ACTIVATIONS
+from accelpatch.kernels.layouts import cpu_pack
+from accelpatch.kernels.layouts.cpu_pack import Pack
+from accelpatch.modules.gated_mlp import GatedMLP
+from accelpatch.modules.norm import FusedRMSNorm, ResidualNormLayer
+from accelpatch.modules.quantized_module import QuantizedModule
+from accelpatch.modules.replacement import unchanged
+from accelpatch.modules.rotary import FusedRotaryEmbedding
+
+ATTENTION = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "o_proj"}
+MLP = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+
+
+@dataclass(eq=False)
+class NativeModel:
+    """The part of a native step that does not depend on the cache."""
+
+    shape: StepShape
+    layers: list[LayerWeights]
+    embedding: Pack
+    head: Pack
+    final_norm: Tensor
+
+    def step(self, keys: Tensor, values: Tensor) -> DecodeStep:
+        """A step over keys, values[layers, B, Hkv, length, D]."""
+        return DecodeStep(self.shape, self.layers, self.embedding, self.head, self.final_norm, keys, values)
+
+
+def native_model(model: nn.Module) -> NativeModel:
+    """The model's weights for a native step. Raises CannotFuse."""
+    decoder, head = getattr(model, "model", None), getattr(model, "lm_head", None)
+    layers = getattr(decoder, "layers", None)
+    if decoder is None or head is None or not layers:
+        raise CannotFuse("it has no Llama-like decoder")
+    for place, layer in enumerate(layers):
+        if not isinstance(layer, ResidualNormLayer) or not isinstance(layer.mlp, GatedMLP) or layer.mlp.fused_gate_up:
+            raise CannotFuse(f"layer {place} is not a replaced Llama-like layer")
+        if not (unchanged(layer) and unchanged(layer.mlp)):
+            raise CannotFuse(f"layer {place}: a module that is fused into another was changed")
+        if reason := attention_facts.why_not(layer.self_attn):
+            raise CannotFuse(f"layer {place}: {reason}")
+        if _constants(layer) != _constants(layers[0]):
+            raise CannotFuse(f"layer {place} has another scaling, softcap or activation than the first")
+    if not isinstance(decoder.rotary_emb, FusedRotaryEmbedding):
+        raise CannotFuse("its rotary embedding was not replaced")
+    gather_packs(model)
+    kinds = [str(kind) if (kind := layer_type(layer)) else "" for layer in layers]
+    ropes = rope_kinds(decoder.rotary_emb, kinds)
+    shape = step_shape(model, decoder, ropes)
+    weights = [
+        layer_weights(layer, ropes.index(kind if kind in ropes else ""), shape.eps)
+        for layer, kind in zip(layers, kinds, strict=True)
+    ]
+    norm = vector(decoder.norm, shape.eps)
+    return NativeModel(shape, weights, packed(decoder.embed_tokens), packed(head), norm)
+
+
+def _constants(layer: Any) -> tuple[Any, ...]:
+    return layer.self_attn.scaling, attention_facts.score_cap(layer.self_attn), layer.mlp.activation
+
+
+def layer_type(layer: Any) -> str | None:
+    """`sliding_attention`, `full_attention` or None: the key of a layer's rotary frequencies if there are several."""
+    return getattr(layer.self_attn, "layer_type", None) or getattr(layer, "attention_type", None)
+
+
+def rope_kinds(rotary: nn.Module, kinds: list[str]) -> list[str]:
+    """The names of the rotary frequencies in use; "" where all layers share one."""
+    if hasattr(rotary, "inv_freq"):
+        return [""]
+    return sorted(set(kinds))
+
+
+def step_shape(model: nn.Module, decoder: Any, ropes: list[str]) -> StepShape:
+    """The sizes and constants of the step, from the configuration and the first layer."""
+    text: Any = model.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
+    first = decoder.layers[0]
+    attention: Any = first.self_attn
+    if len(ropes) > 2 or first.mlp.activation not in ACTIVATIONS:
+        raise CannotFuse(f"activation {first.mlp.activation} with {len(ropes)} kinds of rotary frequencies")
+    size, rotary = attention.head_dim, decoder.rotary_emb
+    frequencies = [
+        ("inv_freq", "attention_scaling") if not r else (f"{r}_inv_freq", f"{r}_attention_scaling") for r in ropes
+    ]
+    rope = tuple((getattr(rotary, f), float(getattr(rotary, s))) for f, s in frequencies)
+    if any(inverse.shape[0] * 2 != size for inverse, _ in rope):
+        raise CannotFuse("its rotary embedding covers only a part of each head")
+    scale = getattr(decoder.embed_tokens, "embed_scale", 1.0)
+    return StepShape(
+        text.hidden_size, text.num_attention_heads, text.num_key_value_heads, size, text.intermediate_size,
+        text.vocab_size, replaced_norm(decoder.norm).rms_eps, float(attention.scaling), rope, first.mlp.activation,
+        float(scale), attention_facts.score_cap(attention), attention_facts.logit_cap(model),
+    )  # fmt: skip
+
+
+def layer_weights(layer: Any, rope: int, eps: float) -> LayerWeights:
+    """Packs and norms of one layer. eps: the epsilon that all norms must have."""
+    attention = layer.self_attn
+    linears = {name: packed(getattr(attention, child)) for name, child in ATTENTION.items()}
+    linears |= {name: packed(getattr(layer.mlp, child)) for name, child in MLP.items()}
+    names = {"attention_norm": layer.input_layernorm, "mlp_norm": layer.post_attention_layernorm}
+    if layer.sandwich:
+        names["after_attention_norm"], names["mlp_norm"] = (
+            layer.post_attention_layernorm,
+            layer.pre_feedforward_layernorm,
+        )
+        names["after_mlp_norm"] = layer.post_feedforward_layernorm
+    if hasattr(attention, "q_norm"):
+        names["q_norm"], names["k_norm"] = attention.q_norm, attention.k_norm
+    norms = {name: vector(norm, eps) for name, norm in names.items()}
+    return LayerWeights(linears, norms, attention_facts.window(attention), rope)
+
+
+def replaced_norm(norm: nn.Module) -> FusedRMSNorm:
+    """The module itself. Raises CannotFuse for a norm that was not replaced, or is not float32."""
+    if not isinstance(norm, FusedRMSNorm) or norm.weight.dtype != torch.float32:
+        dtype = next((str(p.dtype) for p in norm.parameters()), "no dtype")
+        raise CannotFuse(f"a norm is {type(norm).__name__} in {dtype}, not a replaced one in float32")
+    return norm
+
+
+def vector(module: nn.Module, eps: float) -> Tensor:
+    """The float32 vector that a replaced norm multiplies by."""
+    norm = replaced_norm(module)
+    if norm.rms_eps != eps:
+        raise CannotFuse(f"its norms have different epsilons, {norm.rms_eps} and {eps}")
+    return norm.weight.detach() + 1 if norm.plus_one else norm.weight.detach()
+
+
+def packed(module: Any) -> Pack:
+    """The weight of a linear layer or embedding as a Pack with its bias; a float32 weight as it is."""
+    if not isinstance(module, (nn.Linear, nn.Embedding)):
+        raise CannotFuse(f"{type(module).__name__} is not a linear layer or embedding of accelpatch")
+    bias: Any = getattr(module, "bias", None)
+    if isinstance(module, QuantizedModule):
+        if module.like.dtype != torch.float32 or module.held.pack is None:
+            raise CannotFuse(f"{type(module).__name__} is in {module.like.dtype} or not packed for the CPU")
+        return replace(module.held.pack, bias=None if bias is None else bias.detach())
+    plain = type(module).forward in (nn.Linear.forward, nn.Embedding.forward) or hasattr(module, "embed_scale")
+    if not plain or module.weight.dtype != torch.float32 or module.weight.is_meta:
+        raise CannotFuse(f"{type(module).__name__} in {module.weight.dtype} is no plain float32 weight")
+    return cpu_pack.dense(module.weight, bias)
+
+
+def packed_modules(model: nn.Module) -> Iterator[QuantizedModule]:
+    """The modules that own a pack, in the order in which a step reads them."""
+    modules = (m for m in model.modules() if isinstance(m, QuantizedModule) and m.source is None and m.pack is not None)
+    return iter(sorted(modules, key=lambda m: m is getattr(model, "lm_head", None)))
+
+
+def gather_packs(model: nn.Module) -> None:
+    """Move all packs into one block of memory in reading order, so that a step reads one stream."""
+    modules = list(packed_modules(model))
+    packs = [module.pack for module in modules if module.pack is not None]
+    for module, pack in zip(modules, cpu_pack.concatenated(packs), strict=True):
+        module.pack = pack

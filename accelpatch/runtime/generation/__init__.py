@@ -1,0 +1,1 @@
+"""generate() on a patched model: the loops, the sampler, drafts."""

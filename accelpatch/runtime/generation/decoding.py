@@ -1,0 +1,166 @@
+"""generate()'s loop for greedy decoding and sampling over native CPU steps.
+
+It computes what transformers' own `_sample` does, with processors, criteria and streamers, but between two native steps
+it only picks the token: no masks are concatenated, no inputs prepared, and the vocabulary is not searched for
+suppressed end-of-sequence ids.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers.generation.logits_process import MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from accelpatch.runtime.cpu.native_step import NativeRun, NativeRuntime, unknown
+
+# Arguments of generate()'s model calls that the loop supports besides those of a step.
+UNDERSTOOD = frozenset(
+    {"attention_mask", "past_key_values", "position_ids", "use_cache", "logits_to_keep", "tokenizer"}
+)
+
+
+def stock_loop_because(model: Any, config: Any, synced_gpus: bool, kwargs: dict[str, Any]) -> str | None:
+    """Why transformers' own loop must run; None where `decode` can."""
+    if extra := unknown(kwargs, UNDERSTOOD):
+        return f"the argument {extra}"
+    if config.return_dict_in_generate and (config.output_attentions or config.output_hidden_states):
+        return "attentions or hidden states were asked for"
+    if synced_gpus or config.is_assistant or not kwargs.get("use_cache") or model.config.is_encoder_decoder:
+        return "synchronised devices, an assistant, no cache, or an encoder"
+    if model._forward_hooks or model._forward_pre_hooks or "forward" in vars(model):
+        return "a hook on the model"  # which expects to see each call of the model
+    if model._valid_auto_compile_criteria(kwargs, config):
+        return "the model is compiled"
+    return None
+
+
+@torch.no_grad()
+def decode(
+    model: Any, runtime: NativeRuntime, ids: Tensor, processors: Any, criteria: Any, config: Any, streamer: Any,
+    kwargs: dict[str, Any],
+) -> Any:  # fmt: skip
+    """Continue ids[B, L] until `criteria` hold; returns ids, or GenerateDecoderOnlyOutput if configured."""
+    return loop(_Steps(model, runtime), ids, processors, criteria, config, streamer, kwargs)
+
+
+class Steps(Protocol):
+    """Interface: logits [B, V] float32, owned by the caller, after a prompt and then after each further token."""
+
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        """generate()'s model arguments after the prompt."""
+
+    def prompt(self, ids: Tensor, config: Any, kwargs: dict[str, Any]) -> Tensor:
+        """Logits after `ids`[B, L], with the arguments that generate() gives."""
+
+    def next(self, ids: Tensor, tokens: Tensor) -> Tensor:
+        """Logits after `tokens`[B], the last ones of `ids`."""
+
+
+def loop(
+    steps: Steps, ids: Tensor, processors: Any, criteria: Any, config: Any, streamer: Any, kwargs: dict[str, Any]
+) -> Any:
+    """The decoding loop over `steps`, in which the host samples each token."""
+    kept = _Kept(config)
+    unfinished = torch.ones(ids.shape[0], dtype=torch.long, device=ids.device)
+    padding = config._pad_token_tensor if any(hasattr(one, "eos_token_id") for one in criteria) else None
+    logits = steps.prompt(ids, config, kwargs)
+    while True:
+        scores = kept.scores(ids, logits, processors)
+        if config.do_sample:
+            tokens = torch.multinomial(nn.functional.softmax(scores, dim=-1), num_samples=1).squeeze(1)
+        else:
+            tokens = scores.argmax(dim=-1)
+        if padding is not None:
+            tokens = tokens * unfinished + padding * (1 - unfinished)
+        ids = torch.cat([ids, tokens[:, None]], dim=-1)
+        unfinished = unfinished & ~criteria(ids, kept.all_scores)
+        if streamer is not None:
+            streamer.put(tokens.cpu())
+        if not unfinished.any():
+            break
+        logits = steps.next(ids, tokens)
+    if streamer is not None:
+        streamer.end()
+    return kept.result(ids, steps.kwargs.get("past_key_values"))
+
+
+class _Steps:
+    """Steps of a model with native decode steps."""
+
+    def __init__(self, model: Any, runtime: NativeRuntime):
+        self.kwargs: dict[str, Any] = {}
+        self._model, self._runtime = model, runtime
+        self._run: NativeRun | None = None
+        self._behind = 0  # native steps not yet counted in kwargs
+
+    def prompt(self, ids: Tensor, config: Any, kwargs: dict[str, Any]) -> Tensor:
+        """Logits [B, V] float32 after the prompt, owned by the caller."""
+        outputs = self._model._prefill(ids, config, kwargs, is_first_iteration=True)
+        return self._last_logits(outputs, kwargs)
+
+    def next(self, ids: Tensor, tokens: Tensor) -> Tensor:
+        """Logits [B, V] float32 after `tokens`[B], the last ones of `ids`."""
+        logits = self._run.logits(self._model, tokens) if self._run is not None else None
+        if logits is not None:
+            self._behind += 1
+            return logits
+        kwargs = self.kwargs
+        if self._behind:
+            known = CausalLMOutputWithPast(past_key_values=kwargs["past_key_values"])
+            kwargs = self._model._update_model_kwargs_for_generation(known, kwargs, num_new_tokens=self._behind)
+            self._behind = 0
+        inputs = self._model.prepare_inputs_for_generation(ids, next_sequence_length=1, **kwargs)
+        logits = self._last_logits(self._model(**inputs, return_dict=True), kwargs)
+        self._run = self._runtime.run_of(kwargs["past_key_values"])
+        return logits
+
+    def _last_logits(self, outputs: Any, kwargs: dict[str, Any]) -> Tensor:
+        self.kwargs = self._model._update_model_kwargs_for_generation(outputs, kwargs)
+        logits: Tensor = outputs.logits[:, -1].to(copy=True, dtype=torch.float32)
+        return logits
+
+
+class _Kept:
+    """The scores and logits that the caller of generate() asks for besides the tokens."""
+
+    def __init__(self, config: Any):
+        self._as_dict = bool(config.return_dict_in_generate)
+        self.all_scores: Any = () if self._as_dict and config.output_scores else None
+        self._logits: Any = () if self._as_dict and config.output_logits else None
+
+    def scores(self, ids: Tensor, logits: Tensor, processors: Any) -> Tensor:
+        """The output of the processors for logits[B, V], which may be written into."""
+        scores = logits if self._logits is None else logits.clone()
+        if not all(_suppress(processor, ids.shape[1], scores) for processor in processors):
+            scores = processors(ids, scores)
+        if self.all_scores is not None:
+            self.all_scores += (scores,)
+        if self._logits is not None:
+            self._logits += (logits,)
+        return scores
+
+    def result(self, ids: Tensor, cache: Any) -> Any:
+        if not self._as_dict:
+            return ids
+        return GenerateDecoderOnlyOutput(
+            sequences=ids, scores=self.all_scores, logits=self._logits, past_key_values=cache
+        )
+
+
+def _suppress(processor: Any, length: int, scores: Tensor) -> bool:
+    """Suppress the end-of-sequence ids in place, as `processor` would; False where it does anything else."""
+    if type(processor) is MinNewTokensLengthLogitsProcessor:
+        short = length - processor.prompt_length_to_skip < processor.min_new_tokens
+    elif type(processor) is MinLengthLogitsProcessor:
+        short = length < processor.min_length
+    else:
+        return False
+    if short:
+        ends = processor.eos_token_id
+        scores.index_fill_(1, ends[(ends >= 0) & (ends < scores.shape[1])], float("-inf"))
+    return True

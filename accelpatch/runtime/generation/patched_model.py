@@ -1,0 +1,203 @@
+"""The class of a patched model: a subclass of its own that runs fast steps and refuses what would silently go wrong."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache
+
+from accelpatch.errors import PatchError
+from accelpatch.modules.packed_weight import PackedWeight, packed_in
+from accelpatch.modules.replacement import COPIED, copied_by, copy_with_parts
+from accelpatch.runtime.cpu.native_step import NativeRuntime
+from accelpatch.runtime.cpu.torch_threads import all_threads, one_thread
+from accelpatch.runtime.generation.captured_decoding import captured_loop
+from accelpatch.runtime.generation.decoding import decode, stock_loop_because
+from accelpatch.runtime.graphs.captured_cache import OWN_CACHE
+from accelpatch.runtime.graphs.captured_graph import GRAPHS
+from accelpatch.runtime.graphs.captured_runtime import CapturedRuntime
+
+RUNTIME = "_accelpatch_runtime"  # the attribute of a patched model that holds its runtime
+PATCHED = "_accelpatch_patched"  # an attribute of patched instances only
+CACHES = "_prepare_cache_for_generation"  # transformers' method that makes the cache of a call
+
+
+def new_runtime(device_type: str, settings: Any) -> NativeRuntime | CapturedRuntime:
+    """The runtime for a torch device type: captured graphs where the device has them, else native CPU steps.
+
+    settings: a recipe's Runtime, or any object with its fields graph, cache, max_length and speculate.
+    """
+    if device_type in GRAPHS:
+        return CapturedRuntime(settings.graph, settings.cache, settings.max_length, settings.speculate)
+    return NativeRuntime()
+
+
+def patched_classes(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
+    """(module, attribute, value) to set on a model and the models inside it: a mark, and the subclass as `__class__`.
+
+    Restoring the attributes undoes it. Models inside refuse the same methods as the whole.
+    """
+    found: list[tuple[nn.Module, str, Any]] = []
+    for one in with_parts(model):
+        found += [(one, PATCHED, True), (one, "__class__", _subclass(cast(Any, type(one)), is_model=one is model))]
+    return found
+
+
+def with_parts(model: nn.Module) -> list[nn.Module]:
+    """The models inside a model, then the model itself."""
+    return [*(part for part in model.modules() if isinstance(part, PreTrainedModel) and part is not model), model]
+
+
+@functools.cache
+def _subclass(cls: Any, is_model: bool) -> type[nn.Module]:
+    body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    body |= {name: _refusing(getattr(cls, name), advice) for name, advice in REFUSED.items() if hasattr(cls, name)}
+    body |= {"tie_weights": _tying(cls.tie_weights)} if hasattr(cls, "tie_weights") else {}
+    body |= {"named_parameters": _naming_ties(cls), "requires_grad_": _marking_packed(cls)}
+    body |= {"__reduce_ex__": copied_by(_copy_of_model if is_model else _copy_of_part), "unpatched_class": cls}
+    if is_model:
+        body |= {"_sample": _looping(cls._sample)} if hasattr(cls, "_sample") else {}
+        body |= {name: _marking(getattr(cls, name)) for name in (CACHES,) if hasattr(cls, name)}
+        body["forward"] = _stepping(cls)
+    return type(cls)(cls.__name__, (cls,), body)
+
+
+def _copy_of_model(self: nn.Module, memo: dict[Any, Any]) -> Any:
+    """A deep copy of a patched model, patched too."""
+    memo.setdefault(COPIED, set()).update(id(module) for module in self.modules())
+    return copy_with_parts(self, memo)
+
+
+def _copy_of_part(self: Any, memo: dict[Any, Any]) -> Any:
+    """As part of a whole model's copy, an equal part; copied alone, the plain model, which nobody could unpatch."""
+    made = copy_with_parts(self, memo)
+    if id(self) not in memo.get(COPIED, ()):
+        made.__class__ = type(self).unpatched_class
+    return made
+
+
+def _marking(stock: Any) -> Any:
+    """Wraps generate()'s cache creation and marks the cache: only generate()'s result can expose it."""
+
+    @functools.wraps(stock)
+    def prepare(self: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        brought = model_kwargs.get("past_key_values")
+        prepared = stock(self, generation_config, model_kwargs, *args, **kwargs)
+        if type(cache := model_kwargs.get("past_key_values")) is DynamicCache:
+            setattr(cache, OWN_CACHE, brought is None)  # one that an earlier call returned is marked already
+        return prepared
+
+    return prepare
+
+
+def _looping(stock: Any) -> Any:
+    """Wraps generate()'s `_sample`: accelpatch's loop over fast steps where possible, else the stock one.
+
+    Between CPU steps, torch's threads are kept off the cores that the native ones need.
+    """
+
+    @functools.wraps(stock)
+    def sample(
+        self: Any, input_ids: Any, logits_processor: Any, stopping_criteria: Any, generation_config: Any,
+        synced_gpus: bool = False, streamer: Any = None, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        runtime = vars(self).get(RUNTIME)
+        given = (input_ids, logits_processor, stopping_criteria, generation_config)
+        if isinstance(runtime, CapturedRuntime):
+            return captured_loop(self, runtime, functools.partial(stock, self), given, synced_gpus, streamer, kwargs)
+        if runtime is None or not runtime.steps(self):
+            return stock(self, *given, synced_gpus, streamer, **kwargs)
+        with one_thread():
+            if (reason := stock_loop_because(self, generation_config, synced_gpus, kwargs)) is None:
+                return decode(self, runtime, *given, streamer, kwargs)
+            runtime.paths[f"stock loop: {reason}"] += 1
+            return stock(self, *given, synced_gpus, streamer, **kwargs)
+
+    return sample
+
+
+def _stepping(cls: Any) -> Any:
+    """The forward of `cls`, which lets the model's runtime take the calls that it can run."""
+
+    names = [
+        one.name for one in inspect.signature(cls.forward).parameters.values()
+        if one.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    ][1:]  # fmt: skip
+
+    @functools.wraps(cls.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # torch.compile traces the modules
+            return cls.forward(self, *args, **kwargs)
+        runtime = vars(self).get(RUNTIME)
+        outputs = None
+        if runtime is not None and len(args) <= len(names) and kwargs.keys().isdisjoint(names[: len(args)]):
+            outputs = runtime.outputs(self, dict(zip(names, args, strict=False)) | kwargs)
+        if outputs is None:
+            with all_threads():
+                return cls.forward(self, *args, **kwargs)
+        return outputs
+
+    return forward
+
+
+# transformers would write tensors under names that it cannot read back, or grow a table that is packed.
+REFUSED = {
+    "save_pretrained": "has no format for a patched model yet; call accelpatch.unpatch(model) and save the original",
+    "push_to_hub": "has no format for a patched model yet; call accelpatch.unpatch(model) and push the original",
+    "resize_token_embeddings": "would change packed weights; call accelpatch.unpatch(model), resize, and patch again",
+}
+
+
+def _refusing(stock: Any, advice: str) -> Any:
+    @functools.wraps(stock)
+    def refuse(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if PATCHED not in vars(self):  # another model of the class, made by `type(model)(...)`
+            return stock(self, *args, **kwargs)
+        raise PatchError(f"{stock.__name__} {advice}")
+
+    return refuse
+
+
+def _tying(stock: Any) -> Any:
+    @functools.wraps(stock)
+    def tie_weights(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Leaves tied replacements alone: they share one pack, and transformers would add a float weight."""
+        ends = [end() for end in (self.get_input_embeddings, self.get_output_embeddings)]
+        packed = [end for end in ends if isinstance(end, PackedWeight)]
+        if PATCHED not in vars(self) or not packed:
+            return stock(self, *args, **kwargs)
+        if len({id(end.held) for end in packed}) + len(ends) - len(packed) > 1 and self.config.tie_word_embeddings:
+            raise PatchError(
+                "tie_weights would replace a packed weight; call accelpatch.unpatch(model), tie, and patch again"
+            )
+        return None
+
+    return tie_weights
+
+
+def _naming_ties(cls: Any) -> Any:
+    @functools.wraps(cls.named_parameters)
+    def named_parameters(self: Any, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Any:
+        """As in nn.Module; with remove_duplicate=False also the tokens of packed weights, by which ties are found."""
+        yield from cls.named_parameters(self, prefix, recurse, remove_duplicate)
+        if recurse and not remove_duplicate:
+            start = f"{prefix}." if prefix else ""
+            yield from ((f"{start}{name}.weight", module.token) for name, module in packed_in(self))
+
+    return named_parameters
+
+
+def _marking_packed(cls: Any) -> Any:
+    @functools.wraps(cls.requires_grad_)
+    def requires_grad_(self: Any, requires_grad: bool = True) -> Any:
+        """As in nn.Module, for packed weights too."""
+        for _, module in packed_in(self):
+            module.trainable = requires_grad
+        return cls.requires_grad_(self, requires_grad)
+
+    return requires_grad_

@@ -1,0 +1,111 @@
+"""The sampler: picks the next token on the device, for the options of generate() that do not need the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers.generation.logits_process import (
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+
+from accelpatch.kernels.ops.greedy import greedy_, leave_
+
+# They read nothing but the scores, so transformers' own code can be captured and gives the same numbers.
+WARPERS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
+SUPPRESSING = (MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor)
+CRITERIA = (MaxLengthCriteria, EosTokenCriteria)
+
+
+class SamplerState(Protocol):
+    """The tensors of a batch that the sampler reads and writes; see captured_batch.Batch."""
+
+    tokens: Tensor
+    logits: Tensor
+    unfinished: Tensor
+    report: Tensor
+    slot: Tensor
+    suppressed_until: Tensor
+    ends: Tensor
+    suppressed: Tensor
+    pad: Tensor
+    arrived: Tensor
+
+
+class Unknown(Exception):
+    """A logits processor or stopping criterion that must run on the host; the message is its name."""
+
+
+class Sampler:
+    """The sampler for a generate() call whose prompt has `length` tokens. Raises Unknown where the host must sample."""
+
+    def __init__(self, processors: Iterable[Any], criteria: Iterable[Any], do_sample: bool, length: int):
+        self._warpers: list[Any] = []
+        self._suppressing: list[Any] = []
+        self._length, self._do_sample = length, do_sample
+        self.ends: Tensor | None = None
+        left = list(CRITERIA)
+        for criterion in criteria:
+            if type(criterion) not in left:  # at most one of each: the program reads one length only
+                raise Unknown(type(criterion).__name__)
+            left.remove(type(criterion))
+            self.ends = getattr(criterion, "eos_token_id", self.ends)
+        for processor in processors:
+            if type(processor) in SUPPRESSING and not self._warpers:
+                self._suppressing.append(processor)
+            elif type(processor) in WARPERS:
+                self._warpers.append(processor)
+            else:
+                raise Unknown(type(processor).__name__)
+        if len(self._suppressing) > 1 and any(
+            p.eos_token_id is not self._suppressing[0].eos_token_id for p in self._suppressing
+        ):
+            raise Unknown("minimum lengths with different end-of-sequence ids")
+
+    @property
+    def key(self) -> Any:
+        """Samplers with equal keys can share one captured program."""
+        warpers = tuple((type(one), tuple(sorted(vars(one).items()))) for one in self._warpers)
+        return self._do_sample, bool(self._suppressing), self.ends is not None, warpers
+
+    @property
+    def alone(self) -> bool:
+        """Whether a token depends only on its row's logits and length, so that many places can be sampled at once."""
+        return not self._do_sample and not self._warpers
+
+    @property
+    def suppressed(self) -> Tensor | None:
+        """The ids to suppress until the minimum length, or None."""
+        return self._suppressing[0].eos_token_id if self._suppressing else None
+
+    def suppressed_until(self, slot: int) -> int:
+        """Number of cached tokens from which on the ids are no longer suppressed; slot: tokens
+        cached after the prompt."""
+        least = [
+            one.min_length if type(one) is MinLengthLogitsProcessor else one.prompt_length_to_skip + one.min_new_tokens
+            for one in self._suppressing
+        ]
+        return max(least, default=0) + slot - self._length
+
+    def next_token(self, rows: SamplerState) -> None:
+        """The program: rows.logits -> rows.tokens, unfinished and report. Among equal logits the lowest id wins."""
+        scores = rows.logits
+        if self._suppressing:
+            scores = scores.masked_fill((rows.slot < rows.suppressed_until) & rows.suppressed[:-1], float("-inf"))
+        for warper in self._warpers:
+            scores = warper(None, scores)
+        state = (rows.unfinished, None if self.ends is None else rows.ends, rows.pad, rows.tokens, rows.report)
+        if not self._do_sample:
+            greedy_(scores, *state, rows.arrived)
+            return
+        # as torch.multinomial draws one sample, without its checks, which cannot be captured
+        chances = nn.functional.softmax(scores, dim=-1)
+        leave_((chances / torch.empty_like(chances).exponential_(1)).argmax(dim=-1), *state)

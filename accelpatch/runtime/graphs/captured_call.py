@@ -1,0 +1,196 @@
+"""CUDA graphs for calls of models that do not generate (encoders, classifiers, embedders), one per repeated input
+shape.
+
+The captured program is the model's own forward over its replaced modules. Other shapes, and calls that cannot be
+captured, run the modules uncaptured.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accelpatch.kernels.hip.binding import weight_prefetch
+from accelpatch.kernels.operation import is_eager
+from accelpatch.runtime.graphs.captured_batch import GraphOf
+from accelpatch.runtime.graphs.captured_graph import Graph
+from accelpatch.runtime.graphs.captured_step import first_line
+
+CALL = "captured call"
+RUNS = 2  # runs by the modules before a call is captured
+AGAIN = 10  # further runs before an evicted call is captured again
+MAX_CALLS = 16  # most captured calls per model
+LARGEST = 1 << 28  # bytes of inputs and outputs: for larger calls launch overhead does not matter
+COUNTED = 1024  # most calls whose runs are counted
+PLAIN = (bool, int, float, str, type(None))
+TRUSTED = ("transformers.", "torch.", "accelpatch.", "peft.")  # packages whose forwards have no side effects
+
+Key = tuple[Any, ...]
+
+
+def key_of(given: Mapping[str, Any], device: torch.device) -> Key | None:
+    """A hashable key that is equal for calls that one graph can run; None for arguments that no graph can take.
+
+    given: the call's arguments by name: tensors on `device`, and plain values.
+    """
+    found: list[tuple[Any, ...]] = []
+    for name, value in sorted(given.items()):
+        if isinstance(value, Tensor):
+            if type(value) is not Tensor or value.device != device or value.requires_grad:
+                return None
+            found.append((name, value.shape, value.dtype))
+        elif type(value) in PLAIN:
+            found.append((name, type(value), value))
+        else:
+            return None
+    return tuple(found)
+
+
+class CapturedCall:
+    """The graph of one call, with its static inputs and outputs.
+
+    Creating it runs the forward once uncaptured, which raises whatever is wrong with the caller's arguments.
+    """
+
+    def __init__(self, forward: Callable[..., Any], given: Mapping[str, Any]):
+        self._forward = forward
+        self._given = {name: one.clone() if isinstance(one, Tensor) else one for name, one in given.items()}
+        self._made: Any = forward(**self._given)
+
+    def why_not(self) -> str | None:
+        """Why a graph would not pay, or its outputs cannot be returned; None where it can be captured."""
+        inputs = [one for one in self._given.values() if isinstance(one, Tensor)]
+        try:
+            size = sum(one.nbytes for one in (*inputs, *tensors_of(self._made)))
+        except TypeError as error:
+            return str(error)
+        return f"{size} bytes in and out" if size > LARGEST else None
+
+    def capture(self, graph: GraphOf) -> None:
+        """Capture the graph; raises what the capture raises."""
+        self._graph: Graph = graph(self._program)
+
+    def _program(self) -> None:
+        with weight_prefetch():
+            self._made = self._forward(**self._given)
+
+    def __call__(self, given: Mapping[str, Any]) -> Any:
+        """Run the graph on these arguments; returns copies of its outputs."""
+        for name, one in self._given.items():
+            if isinstance(one, Tensor):
+                one.copy_(given[name])
+        self._graph.replay()
+        return copied(self._made)
+
+
+def copied(made: Any) -> Any:
+    """A copy of outputs with tensors of its own."""
+    if isinstance(made, Tensor):
+        return made.clone()
+    if isinstance(made, dict):  # transformers' outputs are dictionaries
+        return type(made)(**{name: copied(one) for name, one in made.items()})
+    return type(made)(map(copied, made)) if type(made) in (tuple, list) else made
+
+
+def tensors_of(made: Any) -> list[Tensor]:
+    """All tensors in outputs. Raises TypeError for outputs other than tensors and plain values."""
+    if isinstance(made, Tensor):
+        return [made]
+    if isinstance(made, dict) or type(made) in (tuple, list):
+        return [one for part in (made.values() if isinstance(made, dict) else made) for one in tensors_of(part)]
+    if type(made) in PLAIN:
+        return []
+    raise TypeError(f"{type(made).__name__} among the outputs")
+
+
+def foreign(model: nn.Module) -> str | None:
+    """Name of a module whose `forward` the user has set, which may have side effects; None for none."""
+    forwards = ((name, type(module).forward.__module__) for name, module in model.named_modules())
+    return next((name or "the model" for name, home in forwards if not f"{home}.".startswith(TRUSTED)), None)
+
+
+class CapturedCalls:
+    """The graphs of one model."""
+
+    def __init__(self, model: nn.Module, graph: GraphOf):
+        self._model, self._graph = weakref.ref(model), graph
+        self._seen: Counter[Key] = Counter()
+        self._held: OrderedDict[Key, CapturedCall] = OrderedDict()
+        self._unfit: set[Key] = set()
+        self._known = foreign(model) is None
+
+    def of(self, given: Mapping[str, Any], device: torch.device) -> CapturedCall | str | None:
+        """The graph of a call, captured once the call has come often enough.
+
+        None where the modules run it for now, or the reason why they must always.
+        """
+        key = key_of(given, device) if self._known else None
+        if key is None or (key not in self._held and not self._worth(key)):
+            return None
+        if key not in self._held:
+            try:
+                call = CapturedCall(self._forward, given)
+            except Exception:  # noqa: BLE001  the modules run it again, and raise it to the caller
+                return None
+            if reason := call.why_not():
+                self._unfit.add(key)
+                return reason
+            try:
+                call.capture(self._graph)
+            except Exception as error:  # noqa: BLE001  a graph cannot hold it; the modules run the call
+                self._unfit.add(key)
+                return f"{type(error).__name__}: {first_line(error)}"
+            self._hold(key, call)
+        self._held.move_to_end(key)
+        return self._held[key]
+
+    def _hold(self, key: Key, call: CapturedCall) -> None:
+        self._held[key] = call
+        if len(self._held) > MAX_CALLS:
+            gone, _ = self._held.popitem(last=False)
+            self._seen[gone] = -AGAIN
+
+    def _worth(self, key: Key) -> bool:
+        if key in self._unfit:
+            return False
+        if len(self._seen) + len(self._unfit) >= COUNTED:
+            self._seen.clear()
+            self._unfit.clear()
+        self._seen[key] += 1
+        return self._seen[key] > RUNS
+
+    def _forward(self, **given: Any) -> Any:
+        model: Any = self._model()
+        return model.unpatched_class.forward(model, **given)
+
+
+def generates(model: Any) -> bool:
+    """Whether a model is a language model with generate()."""
+    return not hasattr(model, "can_generate") or bool(model.can_generate())
+
+
+def captured_outputs(runtime: Any, model: Any, given: Mapping[str, Any]) -> Any:
+    """Outputs of one call by its graph; None where the modules must run."""
+    if not is_eager() or (torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())):
+        return None
+    if not runtime.lock.acquire(blocking=False):  # another thread is within a call
+        return None
+    try:
+        calls = runtime.calls(model)
+        if calls is None:
+            return None
+        with runtime.alone(), torch.inference_mode(False), torch.no_grad():
+            call = calls.of(given, next(model.parameters()).device)
+            if isinstance(call, CapturedCall):
+                runtime.paths[CALL] += 1
+                return call(given)
+            if call is not None:
+                runtime.paths[f"no captured call: {call}"] += 1
+            return None
+    finally:
+        runtime.lock.release()

@@ -1,0 +1,135 @@
+"""One decode step as two captured programs over tensors at fixed addresses: the model, and the sampler.
+
+The model's program reads the last tokens, slot and positions from the device, runs the fused layers (fused_layer.py) or
+else the model's own forward over the static cache, and leaves float32 logits. The sampler's program turns them into the
+next tokens and a report. Neither synchronises with the host. They are two graphs, so that another temperature does not
+capture the model again.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accelpatch.errors import KernelError
+from accelpatch.fusion.fused_layer import FusedModel
+from accelpatch.kernels.hip.binding import weight_prefetch
+from accelpatch.kernels.ops.step_end import end_step_
+from accelpatch.runtime.graphs.captured_batch import Batch, GraphOf
+from accelpatch.runtime.graphs.captured_cache import LayerShape, grow, new_cache
+from accelpatch.runtime.graphs.captured_graph import GRAPHS, Graph
+
+# What a model raises when its forward cannot run over a static cache, or asks the host for a number while captured.
+CAPTURE_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, KernelError)
+
+
+class CapturedStep:
+    """The model's step for `batch` over a static cache of one capacity. mask[B, capacity] int64: 1 where tokens are."""
+
+    def __init__(
+        self, model: nn.Module, batch: Batch, shapes: Sequence[LayerShape], capacity: int, graph: GraphOf,
+        fused: FusedModel | None = None,
+    ):  # fmt: skip
+        self.batch, self.capacity, self._fused = batch, capacity, fused
+        self.verification: Graph | None = None  # the step of several tokens; see captured_drafts.py
+        self.no_drafts = ""  # why there is no `verification`
+        self.cache = new_cache(shapes, batch.rows, capacity, batch.slot)
+        self.mask = torch.zeros(batch.rows, capacity, dtype=torch.int64, device=batch.device)
+        self.prompts: Any = None  # short_prompt.Prompts, made at the first prompt
+        self._model = weakref.ref(model)  # weak: the model holds its runtime, which holds this step
+        self._arguments = {"use_cache": True, "return_dict": True}
+        accepted = inspect.signature(model.forward).parameters
+        self._positioned = "position_ids" in accepted
+        if "logits_to_keep" in accepted:
+            self._arguments["logits_to_keep"] = 1  # type: ignore[assignment]
+        kept = [tensor.clone() for tensor in (batch.slot, batch.positions, batch.logits)]
+        batch.slot.zero_()
+        batch.positions.zero_()
+        self._graph = graph(self.advance)
+        for tensor, before in zip((batch.slot, batch.positions, batch.logits), kept, strict=True):
+            tensor.copy_(before)
+
+    def advance(self) -> None:
+        """The captured program: cache the batch's tokens, compute logits, and advance slot and positions by one."""
+        batch = self.batch
+        with weight_prefetch():  # nothing writes weights while steps are replayed
+            if self._fused is not None:  # a new token attends to its own slot whatever the mask
+                logits = self._fused(batch.tokens, batch.positions, batch.slot, self.mask, self.cache)
+            else:
+                self.mask.index_fill_(1, batch.slot, 1)
+                logits = self._by_modules()
+        end_step_(logits, batch.logits, batch.slot, batch.positions, self.mask)
+
+    def _by_modules(self) -> Tensor:
+        """Logits [B, V] by the model's own forward."""
+        model = self._model()
+        assert model is not None
+        places = {"position_ids": self.batch.positions} if self._positioned else {}
+        outputs = model(
+            input_ids=self.batch.tokens[:, None], attention_mask=self.mask, past_key_values=self.cache, **places,
+            **self._arguments,
+        )  # fmt: skip
+        logits: Tensor = outputs.logits[:, -1]
+        return logits
+
+    def prompt(self, ids: Tensor, positions: Tensor, mask: Tensor | None, last: Tensor | None = None) -> Tensor:
+        """Logits [B, V] after a prompt, by fused layers into the empty cache; see FusedModel.prompt."""
+        assert self._fused is not None
+        return self._fused.prompt(ids, positions, mask, self.cache, last)
+
+    @property
+    def fused(self) -> bool:
+        """Whether the step runs fused layers, not the model's modules."""
+        return self._fused is not None
+
+    @property
+    def no_prompts(self) -> str | None:
+        """Why `prompt` cannot run; None where it can."""
+        return "no fused layers" if self._fused is None else self._fused.no_prompts
+
+    def replay(self) -> None:
+        """Run the captured program once."""
+        self._graph.replay()
+
+    def show(self, length: int, mask: Tensor | None) -> None:
+        """Mark which of the first `length` slots hold tokens: all, or those where `mask`[B, length] is not 0."""
+        self.mask.zero_()
+        if mask is None:
+            self.mask[:, :length] = 1
+        else:
+            self.mask[:, :length].copy_(mask.ne(0))
+
+    def adopt(self, smaller: CapturedStep) -> None:
+        """Copy cache and mask from a step of smaller capacity."""
+        grow(smaller.cache, self.cache)
+        self.mask.zero_()
+        self.mask[:, : smaller.capacity].copy_(smaller.mask)
+
+
+def graph_maker(device: torch.device, pool: Any) -> GraphOf:
+    """A function that captures programs for `device`, leaving the caller's random generator state as it was."""
+
+    def make(program: Callable[[], None]) -> Graph:
+        devices = [] if device.type == "cpu" else [device]
+        with torch.random.fork_rng(devices=devices, device_type="cuda"), torch.no_grad():
+            return GRAPHS[device.type](program, device, pool)
+
+    return make
+
+
+def for_decoding(model: nn.Module) -> Any:
+    """transformers' context manager for decoding (it switches experts), which its own loop uses too."""
+    switch: Any = getattr(model, "_optimize_model_for_decode", None)
+    return nullcontext() if switch is None else switch()
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, for the report."""
+    cause = error.__context__ or error  # ending a failed capture raises a second error
+    return (str(cause).splitlines() or [""])[0]

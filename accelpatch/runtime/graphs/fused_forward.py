@@ -1,0 +1,217 @@
+"""One model call by its fused layers over transformers' cache: for model(ids), beam search, assisted decoding, loss.
+
+What captured steps do for generate()'s loop, this does for all other callers, with the same kernels. Repeated short
+prompts become graphs (short_prompt.py). Layers with hooks run their modules, all others are fused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicCache
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from accelpatch.fusion.fused_layer import FusedModel
+from accelpatch.kernels.hip.binding import MAX_GEMV_ROWS
+from accelpatch.kernels.operation import is_eager, refusing_gradient
+from accelpatch.kernels.ops.attention_shape import AttentionShape
+from accelpatch.kernels.ops.fused_linear import normed
+from accelpatch.runtime.graphs.captured_batch import GraphOf
+from accelpatch.runtime.graphs.captured_cache import why_not as cache_why_not
+from accelpatch.runtime.graphs.fused_call import Call, KeptCall, by_module
+from accelpatch.runtime.graphs.short_prompt import Prompts, ShortPrompt
+
+FORWARD = "fused forward"
+SUPPORTED = ("input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "labels")
+HIDDEN_STATES = "output_hidden_states"
+INTEGERS = (torch.int64, torch.int32)
+UNASKED = {"return_dict": True, "output_attentions": False}
+
+
+def why_not(model: Any, given: Mapping[str, Any]) -> str | None:
+    """Why a call must run the modules; None where fused layers can. given: the call's arguments by name."""
+    for name, value in given.items():
+        if name not in (*SUPPORTED, HIDDEN_STATES) and value is not None and value is not UNASKED.get(name):
+            return f"{name} was given"
+    for name, unasked in UNASKED.items():
+        if given.get(name) is None and getattr(model.config, name, unasked) is not unasked:
+            return f"the configuration asks for {name}"
+    ids, mask, positions, cache = (given.get(name) for name in SUPPORTED[:4])
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or not ids.numel() or ids.dtype not in INTEGERS:
+        return "no ids"
+    if cache is not None and (reason := cache_why_not(cache) or _unused(model, given)):
+        return reason
+    past = 0 if cache is None else cache.get_seq_length()
+    if mask is not None and (not isinstance(mask, Tensor) or mask.shape != (ids.shape[0], past + ids.shape[1])):
+        return "an attention mask of another shape than the ids"
+    return _of_positions(positions, ids, packed=mask is None and not uses_cache(model, given)) or _of_config(
+        model, given
+    )
+
+
+def _of_positions(positions: Any, ids: Tensor, packed: bool) -> str | None:
+    """Why these positions need the modules. packed: whether transformers accepts several sequences in one row."""
+    if positions is None:
+        return None
+    if not isinstance(positions, Tensor) or positions.shape not in (ids.shape, (1, ids.shape[1])):
+        return "positions of another shape than the ids"
+    if positions.is_floating_point() or positions.dtype == torch.bool:
+        return "positions that are no integers"
+    return "positions of packed texts" if packed else None
+
+
+def _of_config(model: Any, given: Mapping[str, Any]) -> str | None:
+    kept = given.get("logits_to_keep", 0)
+    places = isinstance(kept, Tensor) and kept.dim() == 1 and kept.dtype in INTEGERS
+    if type(kept) is not int and not places:
+        return "logits_to_keep of another type"
+    return None if getattr(model.config, "is_causal", True) is not False else "the configuration is not causal"
+
+
+def wants_hidden_states(model: Any, given: Mapping[str, Any]) -> bool:
+    """Whether the caller asks for hidden states."""
+    wanted = given.get(HIDDEN_STATES)
+    return bool(getattr(model.config, HIDDEN_STATES, False) if wanted is None else wanted)
+
+
+def _unused(model: Any, given: Mapping[str, Any]) -> str | None:
+    """Why use_cache=False with a cache passed in needs the modules: families differ in whether they return it."""
+    return None if uses_cache(model, given) else "a cache, and use_cache: false"
+
+
+def uses_cache(model: Any, given: Mapping[str, Any]) -> bool:
+    """Whether the call makes a cache, or continues one that was passed in."""
+    use_cache = given.get("use_cache")
+    return bool(getattr(model.config, "use_cache", True) if use_cache is None else use_cache)
+
+
+def fused_outputs(runtime: Any, model: Any, given: Mapping[str, Any]) -> Any:
+    """Outputs of a model call by the runtime's fused layers; None where the modules must run."""
+    if not is_eager() or why_not(model, given) is not None:
+        return None
+    if not runtime.lock.acquire(blocking=False):  # another thread's generate(), which may wait for this call
+        return None
+    try:
+        fused, watched = runtime.fused(model)
+        if fused is None or fused.no_prompts is not None or len(watched) == len(fused.layers):
+            return None
+        hidden = wants_hidden_states(model, given)
+        if torch.is_grad_enabled() and (watched or hidden or wants_gradient(given.get("past_key_values"))):
+            return None  # the modules refuse the gradient of what comes in from outside, and of what goes out
+        runtime.paths[FORWARD + (f", but modules in layers {watched}: a hook inside" if watched else "")] += 1
+        call = call_of(model, given)
+        short = None if watched or hidden else short_prompt(runtime, fused, given["input_ids"], call)
+        if short is not None:
+            with runtime.alone():
+                return outputs_of(model, fused, given, call, from_short(short, given["input_ids"], call))
+    finally:
+        runtime.lock.release()
+    return fused_forward(model, fused, watched, given, call)
+
+
+def wants_gradient(cache: Any) -> bool:
+    """Whether a tensor in the cache requires a gradient."""
+    layers = [] if cache is None else [layer for layer in cache.layers if layer.is_initialized]
+    return any(tensor.requires_grad for layer in layers for tensor in (layer.keys, layer.values))
+
+
+def call_of(model: Any, given: Mapping[str, Any]) -> Call:
+    """The Call for these arguments, for which `why_not` must have no reason."""
+    ids, cache, mask = given["input_ids"], given.get("past_key_values"), given.get("attention_mask")
+    if cache is None and uses_cache(model, given):
+        cache = DynamicCache(config=model.config)
+    past = 0 if cache is None else cache.get_seq_length()
+    positions = given.get("position_ids")
+    if positions is None:
+        positions = torch.arange(past, past + ids.shape[1], device=ids.device)[None]
+    mask = None if mask is None or bool(mask.all()) else mask.to(ids.device)
+    return Call(positions.to(ids.device).expand(ids.shape).contiguous(), mask, cache, past)
+
+
+def fused_forward(
+    model: Any, fused: FusedModel, watched: Collection[int], given: Mapping[str, Any], call: Call
+) -> CausalLMOutputWithPast:
+    """The outputs of a call. watched: indices of the layers that run as modules."""
+    ids = given["input_ids"]
+    seen: list[Tensor] | None = [] if wants_hidden_states(model, given) else None
+    with torch.no_grad():
+        normal = hidden_rows(model, fused, watched, ids, call, seen).view(*ids.shape, -1)
+    hidden = None if seen is None else (*(one.view(normal.shape) for one in seen), normal)
+    return outputs_of(model, fused, given, call, normal, hidden)
+
+
+def outputs_of(
+    model: Any, fused: FusedModel, given: Mapping[str, Any], call: Call, normal: Tensor, hidden: Any = None
+) -> CausalLMOutputWithPast:
+    """The outputs from the normalised hidden states normal[B, L, K]."""
+    kept = given.get("logits_to_keep", 0)
+    normal = normal[:, slice(-kept, None) if isinstance(kept, int) else kept]
+    with torch.no_grad():
+        logits = fused.logits_of(normal.flatten(0, 1)).view(*normal.shape[:2], -1)
+    trained = next((p for p in model.parameters() if p.requires_grad), None) if torch.is_grad_enabled() else None
+    if trained is not None:
+        logits = refusing_gradient(logits, trained)
+    loss = None
+    if (labels := given.get("labels")) is not None:
+        loss = model.loss_function(logits=logits, labels=labels, vocab_size=model.config.vocab_size)
+    return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=call.cache, hidden_states=hidden)
+
+
+def prompts_of(fused: FusedModel, graph: GraphOf) -> Prompts:
+    """The captured short prompts of fused layers: normalised hidden states, and each layer's new[2, B, Hkv, L, D]."""
+
+    def program(ids: Tensor, positions: Tensor, last: Tensor) -> tuple[Tensor, list[Tensor]]:
+        call = KeptCall(positions, None, None, 0)
+        rows = hidden_rows(None, fused, (), ids, call, None)
+        return rows.view(*ids.shape, -1), call.kept
+
+    return Prompts(program, graph)
+
+
+def short_prompt(runtime: Any, fused: FusedModel, ids: Tensor, call: Call) -> ShortPrompt | None:
+    """The captured short prompt for a call; None where its prompt is long, padded, or continues a cache."""
+    if call.mask is not None or call.past or ids.device != fused.norm.weight.device:
+        return None
+    windows = [layer.attention.window for layer in fused.layers if layer.attention.window]
+    found: ShortPrompt | None = runtime.prompts(fused).of(ids, min(windows, default=None))
+    return found
+
+
+def from_short(short: ShortPrompt, ids: Tensor, call: Call) -> Tensor:
+    """Normalised hidden states [B, L, K] by a captured short prompt; keys and values go into the call's cache."""
+    length = ids.shape[1]
+    normal, kept = short(ids, call.positions)
+    with torch.no_grad():
+        if call.cache is not None:
+            for place, new in enumerate(kept):
+                call.cached(new[:, :, :, :length].clone(), place)
+        return cast(Tensor, normal[:, :length].clone())
+
+
+def hidden_rows(
+    model: Any, fused: FusedModel, watched: Collection[int], ids: Tensor, call: Call, seen: list[Tensor] | None
+) -> Tensor:
+    """Normalised hidden states [B L, K], the head's input. seen: receives each layer's input, where wanted."""
+    x, pending = fused.embedding(ids).flatten(0, 1), None
+    for place, layer in enumerate(fused.layers):
+        if pending is not None and (place in watched or seen is not None):
+            x, pending = x + pending, None
+        if seen is not None:
+            seen.append(x)
+        if place in watched:
+            x = by_module(model.model, place, x.view(*ids.shape, -1), call)
+            continue
+
+        def attend(qkv: Tensor, shape: AttentionShape = layer.attention, place: int = place) -> Tensor:
+            return call.attend(qkv, shape, place)
+
+        if x.shape[0] <= MAX_GEMV_ROWS:
+            x = layer.without_signals(x if pending is None else x + pending, attend)
+            pending = None
+        else:
+            x, pending = layer.large_m(x, pending, attend)
+    normal: Tensor = normed(fused.norm, x, pending)[0]
+    return normal

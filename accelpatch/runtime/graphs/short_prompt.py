@@ -1,0 +1,94 @@
+"""Graphs for prompts so short that the host takes longer to launch their kernels than the device to run them.
+
+One graph per bucket of lengths.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accelpatch.kernels.hip.binding import weight_prefetch
+from accelpatch.runtime.graphs.captured_batch import GraphOf
+from accelpatch.runtime.graphs.captured_graph import Graph
+
+CAPTURED_TOKENS = 512  # most rows x length; larger prompts are not limited by launch overhead
+BUCKET = 64  # captured lengths are multiples of this, or one of SHORTER
+SHORTER = (1, 8, 32)
+KEPT = 4  # captured prompts that are kept
+
+#: ids[B, L], positions[B, L] int64, last[1] int64 (the place of the last token that is no padding) -> what it computes
+Program = Callable[[Tensor, Tensor, Tensor], Any]
+
+
+class ShortPrompt:
+    """A prompt of up to `length` tokens without padding; captured at its second call.
+
+    Shorter prompts are padded at the end, where causal attention hides the padding from their tokens. The first call
+    runs the same program over the same shapes, so that repeated calls give the same bits.
+    """
+
+    def __init__(self, rows: int, length: int, device: torch.device, program: Program, graph: GraphOf):
+        with torch.inference_mode(False):
+            self._ids, self._positions = torch.zeros(2, rows, length, dtype=torch.int64, device=device)
+            self._last = torch.zeros(1, dtype=torch.int64, device=device)
+        self._program = program
+        self._capture: GraphOf | None = graph  # None where it failed: the program then runs uncaptured
+        self._graph: Graph | None = None
+        self._made: Any = None
+
+    def __call__(self, ids: Tensor, positions: Tensor) -> Any:
+        """The program's outputs for ids[B, L], in tensors that the next call overwrites."""
+        length = ids.shape[1]
+        self._ids[:, :length].copy_(ids)
+        self._positions[:, :length].copy_(positions)
+        self._last.fill_(length - 1)
+        with torch.inference_mode(False), torch.no_grad():
+            if self._made is None:
+                self._run()
+                return self._made
+            if self._graph is None and self._capture is not None:
+                try:
+                    self._graph = self._capture(self._run)
+                except Exception:  # noqa: BLE001  the same program ran before; what it raises itself, it raises below
+                    self._capture = None
+            if self._graph is None:
+                self._run()
+            else:
+                self._graph.replay()
+            return self._made
+
+    @property
+    def captured(self) -> bool:
+        """Whether the graph is captured by now."""
+        return self._graph is not None
+
+    def _run(self) -> None:
+        with weight_prefetch():
+            self._made = self._program(self._ids, self._positions, self._last)
+
+
+class Prompts:
+    """The ShortPrompts of one program, by rows and bucket."""
+
+    def __init__(self, program: Program, graph: GraphOf):
+        self._program, self._graph = program, graph
+        self._held: OrderedDict[tuple[int, int], ShortPrompt] = OrderedDict()
+
+    def of(self, ids: Tensor, most: int | None = None) -> ShortPrompt | None:
+        """The ShortPrompt for ids[B, L]; None where there are too many tokens, or the bucket is larger than `most`."""
+        rows, length = ids.shape
+        bucket = next((one for one in SHORTER if length <= one), -(-length // BUCKET) * BUCKET)
+        if bucket * rows > CAPTURED_TOKENS or (most is not None and bucket > most):
+            return None
+        key = rows, bucket
+        if key not in self._held:
+            self._held[key] = ShortPrompt(*key, ids.device, self._program, self._graph)
+            while len(self._held) > KEPT:
+                self._held.popitem(last=False)
+        self._held.move_to_end(key)
+        return self._held[key]
