@@ -224,7 +224,7 @@ def test_a_long_file_and_a_long_line_are_found() -> None:
     assert _too_long(f"// {'x' * 117}\n// {'x' * 118}") == ["121 columns in line 2"]
 
 
-@pytest.mark.parametrize("module", ["accelpatch", "accelpatch.cli", "accelpatch.recipe", "accelpatch.device"])
+@pytest.mark.parametrize("module", ["accelpatch", "accelpatch.cli", "accelpatch.recipe.recipe", "accelpatch.device"])
 def test_importing_loads_no_torch(module: str) -> None:
     code = f"import sys, {module}; print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
     result = subprocess.run(

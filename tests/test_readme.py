@@ -205,7 +205,7 @@ def test_fidelity_is_the_measured_one() -> None:
 
 def test_the_layout() -> None:
     folder = ROOT
-    for line in block_with("recipe.py").splitlines():
+    for line in block_with("device.py").splitlines():
         name = line.split()[0]
         folder = ROOT / "accelpatch" if line.startswith("  ") else ROOT
         assert (folder / name).exists(), name

@@ -20,7 +20,7 @@ import torch
 from accelpatch.device import Device, probe
 from accelpatch.errors import KernelError
 
-#: operation -> (file in this package, implementations in order of preference)
+#: operation -> (file in ops/, implementations in order of preference)
 TABLE: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "gemv": ("gemv", ("hip", "torch")),
     "int8_linear": ("int8_linear", ("hip", "triton", "torch")),
@@ -115,7 +115,7 @@ def kernel(op: str) -> Kernel:
     if op not in TABLE:
         raise KernelError(f"there is no operation {op!r}; the operations are {', '.join(TABLE)}")
     file, _ = TABLE[op]
-    kernels: Mapping[str, Kernel] = import_module(f"accelpatch.kernels.{file}").KERNELS
+    kernels: Mapping[str, Kernel] = import_module(f"accelpatch.kernels.ops.{file}").KERNELS
     return kernels[op]
 
 

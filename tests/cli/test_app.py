@@ -205,7 +205,7 @@ def test_a_defect_of_ours_keeps_its_traceback(cli: Cli, monkeypatch: pytest.Monk
     def broken() -> None:
         raise RuntimeError("a defect")
 
-    monkeypatch.setattr("accelpatch.recipe.bundled", broken)
+    monkeypatch.setattr("accelpatch.recipe.recipe.bundled", broken)
     with pytest.raises(RuntimeError, match="a defect"):
         cli("recipes")
 
@@ -214,7 +214,7 @@ def test_out_of_memory_is_one_line(cli: Cli, monkeypatch: pytest.MonkeyPatch) ->
     def full() -> None:
         raise MemoryError("12 GB wanted")
 
-    monkeypatch.setattr("accelpatch.recipe.bundled", full)
+    monkeypatch.setattr("accelpatch.recipe.recipe.bundled", full)
     result = cli("recipes")
     assert result.exit_code == 1
     assert result.stderr.startswith("error: out of memory: 12 GB wanted")
