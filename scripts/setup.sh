@@ -7,9 +7,6 @@
 # TORCH is `pinned` (constraints.txt), `installed` (the one that PYTHON already has) or a requirement of pip's.
 set -eu
 
-# Of 12,000 modules a part is ever imported, and compiled then.
-pip_install='-m pip install --disable-pip-version-check --quiet --no-compile'
-
 fail() {
     echo "setup: $*" >&2
     exit 1
@@ -61,7 +58,7 @@ create() {
 }
 
 install() {
-    pip=".venv/bin/python $pip_install"
+    pip='.venv/bin/python -m pip install --disable-pip-version-check --quiet'
     case $1 in
         pinned) $pip -c constraints.txt -e '.[dev]' ;;
         *)
@@ -91,15 +88,14 @@ gate() {
     [ "$(cat .venv/gate/made_of 2>/dev/null)" = "$gate_wheels" ] && return
     rm -rf .venv/gate
     # shellcheck disable=SC2086
-    .venv/bin/python $pip_install --no-deps --target .venv/gate $gate_wheels
+    .venv/bin/python -m pip install --disable-pip-version-check --quiet --no-deps --target .venv/gate $gate_wheels
     echo "$gate_wheels" > .venv/gate/made_of
 }
 
 oldest() {
     .venv/bin/python -m venv --clear .venv-oldest
     borrow "$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" .venv-oldest
-    # shellcheck disable=SC2086
-    .venv-oldest/bin/python $pip_install "$1"
+    .venv-oldest/bin/python -m pip install --disable-pip-version-check --quiet "$1"
 }
 
 action=$1
