@@ -180,13 +180,13 @@ def loop_over_replays(engine: Engine, ids: Tensor, step_seconds: float, count: i
     step = next((one for (rows, _), one in reversed(steps.items()) if rows == len(ids)), None)
     if step is None or step.capacity < ids.shape[1] + count + 3:
         return None
-    choice = next(reversed(step.batch._choices.values()))
+    sampling = next(reversed(step.batch._samplers.values()))
     step.batch.slot.fill_(ids.shape[1])
 
     def replay(times: int) -> None:
         for _ in range(times):
             step.replay()
-            choice.replay()
+            sampling.replay()
 
     replay(3)
     return step_seconds * count / once(lambda: replay(count), ids.device)

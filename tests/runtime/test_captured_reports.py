@@ -42,9 +42,9 @@ def order(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             found.append("send")
             super().send()
 
-        def take(self) -> torch.Tensor:
+        def wait(self) -> torch.Tensor:
             found.append("take")
-            return super().take()
+            return super().wait()
 
     as_on_a_gpu(monkeypatch)
     monkeypatch.setitem(captured_graph.GRAPHS, "cpu", Noted)  # type: ignore[arg-type]
@@ -121,7 +121,7 @@ def test_what_is_taken_stays(device: str) -> None:
     for token in range(100):
         report[0] = token
         reports.send()
-        taken.append(reports.take())
+        taken.append(reports.wait())
     assert [one.tolist() for one in taken] == [[token, 1] for token in range(100)]
 
 
@@ -134,7 +134,7 @@ def test_neither_waits_for_the_other() -> None:
         assert reports._beside is not None
         other = torch.zeros(1, device="cuda") + 1  # loads what is timed below
         reports.send()
-        reports.take()
+        reports.wait()
         with torch.cuda.stream(reports._beside):
             torch.cuda._sleep(200_000_000)  # the copy comes late
         reports.send()
@@ -142,10 +142,10 @@ def test_neither_waits_for_the_other() -> None:
         behind.record()
         behind.synchronize()
         assert not reports._beside.query()
-        assert (int(other), reports.take().tolist()) == (1, [5, 1])
+        assert (int(other), reports.wait().tolist()) == (1, [5, 1])
         reports.send()
         torch.cuda._sleep(200_000_000)  # and what is behind the choice takes its time
-        assert reports.take().tolist() == [5, 1]
+        assert reports.wait().tolist() == [5, 1]
         assert not torch.cuda.current_stream().query()
 
 
