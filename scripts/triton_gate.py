@@ -27,11 +27,11 @@ from accelpatch.kernels.triton import (
     decode_attention,
     dequantize,
     gated_activation,
+    gemm,
     greedy,
     prompt_attention,
     rmsnorm,
     rope,
-    rows,
     step_end,
     weight_only,
 )
@@ -54,7 +54,7 @@ class Build:
     scalars: int = 0  # scalar registers that may be kept in lanes of a vector register: no memory is touched for them
 
 
-def sizes(block: rows.Block) -> dict[str, int]:
+def sizes(block: gemm.Block) -> dict[str, int]:
     """A block's compile-time values."""
     return {"TOKENS": block.tokens, "ROWS": block.rows}
 
@@ -145,26 +145,26 @@ BUILDS = {
     },
     **{
         f"int8_linear, {block.tokens} tokens": Build(
-            rows._gemm,
+            gemm._gemm,
             ("*bf16", "*i8", "*fp32", "*bf16", "*bf16", "*fp32", *("i32",) * 5),
             BY_ROWS | {"SCALED": True, "CUT": cut} | sizes(block) | {"COLUMNS": block.columns},
             block.warps,
             160,
         )
-        for block, cut in zip(rows.INT8.of, (True, True, False, False), strict=True)
+        for block, cut in zip(gemm.INT8.of, (True, True, False, False), strict=True)
     },
     **{
         f"gemv, {block.tokens} tokens{', K cut' if cut else ', gated' if gate else ''}": Build(
-            rows._gemm,
+            gemm._gemm,
             ("*bf16",) * 5 + ("*fp32", *("i32",) * 5),
             BY_ROWS | {"SCALED": False, "GATE": gate, "CUT": cut} | sizes(block) | {"COLUMNS": block.columns},
             block.warps,
             200,
         )
         for blocks, cut, gate in (
-            (rows.FLOAT, False, False),
-            (rows.FLOAT_CUT, True, False),
-            (rows.FLOAT_GATE, False, True),
+            (gemm.FLOAT, False, False),
+            (gemm.FLOAT_CUT, True, False),
+            (gemm.FLOAT_GATE, False, True),
         )
         for block in blocks.of
     },
@@ -184,10 +184,12 @@ BUILDS = {
         {"PER_ROW": True, "ROWS": 8, "COLUMNS": 1024},
     ),
     "tiled_int4_linear as floats": Build(
-        dequantize._int4_rows, ("*i32", "*fp16", "*fp16", "*bf16", *("i32",) * 5), TILED | {"ROWS": 64, "PAIRED": True}
+        dequantize._int4_weight_rows,
+        ("*i32", "*fp16", "*fp16", "*bf16", *("i32",) * 5),
+        TILED | {"ROWS": 64, "INTERLEAVED": True},
     ),
     "runs of K added up": Build(
-        rows._add_up,
+        gemm._add_up,
         ("*fp32", "*bf16", "*bf16", "i32", "i32", "i32"),
         {"BIAS": True, "DEPENDENT": False, "SIZE": 1024},
     ),
@@ -234,9 +236,11 @@ def main() -> None:
         f"{arch} {name}: {fault}" for arch in ARCHS for name, build in BUILDS.items() for fault in faults(arch, build)
     ]
     # attention alone reads before it waits: what earlier steps have cached
-    early = {name: one for name, one in BUILDS.items() if "DEPENDENT" in one.constants and one.types is not ATTENTION}
-    bad += [f"sm_90 {name}: {fault}" for name, build in early.items() for fault in impatient(build)]
-    kernels = f"{len(BUILDS)} Triton kernels for {', '.join(ARCHS)}, {len(early)} for sm_90"
+    overlapped = {
+        name: one for name, one in BUILDS.items() if "DEPENDENT" in one.constants and one.types is not ATTENTION
+    }
+    bad += [f"sm_90 {name}: {fault}" for name, build in overlapped.items() for fault in impatient(build)]
+    kernels = f"{len(BUILDS)} Triton kernels for {', '.join(ARCHS)}, {len(overlapped)} for sm_90"
     print("\n".join([*bad, f"{kernels}, {len(bad)} faults"]))
     sys.exit(bool(bad))
 

@@ -113,6 +113,6 @@ def test_without_an_early_start(monkeypatch: pytest.MonkeyPatch) -> None:
     launch._dependent.cache_clear()
     assert launch.dependent(on_gpu) == (True, {"launch_pdl": True})
     launch._dependent.cache_clear()
-    monkeypatch.setattr(launch, "_early", lambda: False)
+    monkeypatch.setattr(launch, "_available", lambda: False)
     assert launch.dependent(on_gpu) == (False, {})
     launch._dependent.cache_clear()
