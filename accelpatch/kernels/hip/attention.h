@@ -93,6 +93,7 @@ struct Segment {
     int split, count;         // the first that is taken, and how many
     int begin;                // their first slot
     bool two_blocks;          // at most two blocks have all, of which the second can go on with the first one's sums
+    DEVICE int splits() const { return last + 1 - first; }  // of the head
     DEVICE bool single() const { return first == last; }
     DEVICE bool ends() const { return split + count > last; }  // whether the head's last KV split is among them
     // Whether blocks need not gather what they have: one, or one after the other, adds up all in its own tree, of 1 <<
@@ -116,6 +117,7 @@ DEVICE bool seen_tile(const Geometry& all, int slot) { return slot < all.stop &&
 // no block's share much longer, since a second head is begun anew. The last head comes first: what of it another block
 // goes on with, as its last one, is then added up in time, as a rule.
 struct StaticPartition {
+    static constexpr int MOST_STAGES = 1 << 30;  // of a stream, which asks for the next segment so many stages early
     int at, end;
     int before, busy;     // blocks that have KV splits: of those before this one, and in all
     int part = 0, parts;  // of a head, where a block has KV splits of one alone; else no parts

@@ -40,33 +40,9 @@ DEVICE void wait_for_queries(const AttentionArgs& a, bool begun) {
     }
 }
 
-// Adds up the warps' results of a segment's KV split i, which begins at slot `begin`: those of query q by this warp.
-template <class T, int WIDE>
-DEVICE void add_warps(const AttentionArgs& a, const AttentionPlan& plan, const Geometry& all, const Segment& s,
-    const HeadStager<T, WIDE>& stager, const Adder<T, WIDE>& adder, char* shared, const float* states,
-    const float* tops, int queries, int q, int i, int begin) {
-    const int own = all.slot + adder.token - begin;
-    const bool here = own >= 0 && own < KV_SPLIT;
-    float* subtrees = reinterpret_cast<float*>(shared + plan.level_sums_at) + q * (plan.levels * LEVEL_FLOATS<WIDE>);
-    if (RARELY(BLOCKS_MEET && a.rows > 1 && q < queries && i == 0 && s.second_of_pair(plan.levels)))
-        adder.go_on(subtrees);
-    if (q < queries)
-        adder.add(states + q * QUERY_STRIDE<WIDE>, tops + q * TOPS, s.split + i,
-            here ? stager.value(adder.token) : nullptr, own / TILE & (WARPS - 1), subtrees, plan.levels);
-}
-
-// Adds up the heads of all segments of a block, with the other blocks that have KV splits of them. s: the first one of
-// `schedule`, which is behind it. place: of the warp, from that of the first to come.
-template <class T, int WIDE, class SCHEDULE>
-DEVICE void add_heads(const AttentionArgs& a, const AttentionPlan& plan, const Geometry& all,
-    const HeadStager<T, WIDE>& stager, SCHEDULE& schedule, Segment& s, int place) {
-    do {
-        if (s.alone(plan.levels)) continue;
-        int which, many;
-        schedule.company(s, all, which, many);
-        add_splits<T, WIDE>(a, s, plan, stager.queries(s), which, many, schedule.halves(all), place & (WARPS - 1));
-        place -= (stager.queries(s) * (WIDE / PIECE) + many - 1) / many;  // other warps come to the next head
-    } while (schedule.next(s, a, plan, all));
+// Where in shared memory a query's results lie that wait for those of the next KV split, a level of the tree each.
+template <int WIDE> DEVICE float* level_sums_of(const AttentionPlan& plan, char* shared, int q) {
+    return reinterpret_cast<float*>(shared + plan.level_sums_at) + q * (plan.levels * LEVEL_FLOATS<WIDE>);
 }
 
 // BUFFER_BYTES: bytes of a block's multi-stage buffer.
@@ -76,12 +52,8 @@ __global__ void __launch_bounds__(THREADS, WIDE > 128 ? 1 : BLOCKS_RESIDENT)
     const AttentionArgs a = known<KIND, WIDE>(given);
     const AttentionPlan plan = known<KIND>(laid_out);
     extern __shared__ __align__(128) char shared[];
-    constexpr bool ONCE = KIND != ANY && KIND != LONE_TOKENS;  // one tile of queries
-    constexpr bool DYNAMIC = KIND == DYNAMIC_ONE || KIND == DYNAMIC_SEVERAL;
-    using Mine = typename ScheduleOf<DYNAMIC>::Type;
-    using Results = Softmax<T, WIDE, BUFFER_BYTES, ONCE, SOLE_QUERY<KIND>, Mine>;
-    static_assert(
-        !DYNAMIC || Results::Stream::DEPTH <= 4, "the stream asks for an item no earlier than in the split behind it");
+    using Mine = typename ScheduleOf<DYNAMIC<KIND>>::Type;
+    using Results = Softmax<T, WIDE, BUFFER_BYTES, ONE_TILE<KIND>, SOLE_QUERY<KIND>, Mine>;
     grid_release();
     const Geometry all(a, plan, shared);
     const int warp = threadIdx.x / WARP_SIZE;
@@ -90,8 +62,7 @@ __global__ void __launch_bounds__(THREADS, WIDE > 128 ? 1 : BLOCKS_RESIDENT)
     Segment s;
     if (!schedule.begin(s, a, plan, all)) return idle(a, schedule.before, schedule.busy);
     typename Results::Stream stream(a, plan, all, FIRST_KNOWN ? schedule : all_work, s, shared);
-    HeadStager<T, WIDE> stager{
-        a, plan, shared, KIND != ONE && KIND != SEVERAL && !DYNAMIC && a.consumer && a.rows == 1};
+    HeadStager<T, WIDE> stager{a, plan, shared, LATE_WORDS<KIND> && a.consumer && a.rows == 1};
     int iteration = 0;
     bool left = false, several = false;  // whether something is left to add up; whether there was more than one segment
     for (bool begun = false;; begun = true) {
@@ -104,14 +75,11 @@ __global__ void __launch_bounds__(THREADS, WIDE > 128 ? 1 : BLOCKS_RESIDENT)
         const int queries = stager.queries(s);
 #pragma unroll 1
         for (int i = 0; i < s.count; ++i, ++iteration) {
-            if constexpr (DYNAMIC) all_work.follow(s, i, a, plan, all);
+            if constexpr (DYNAMIC<KIND>) all_work.follow(s, i, a, plan, all);
             Results results;
             const int begin = s.begin + i * KV_SPLIT;
             results.split(a, stream, view, all, begin);
-            if (a.consumer && i + 1 == s.count) {  // the kernel before has to end at last
-                grid_wait();
-                if (begin + KV_SPLIT > all.slot && warp == WARPS - 1) stager.stage_value(s, all);
-            }
+            if (a.consumer && i + 1 == s.count) stager.wait_for_value(s, all, begin, warp);
             const int buffer = (plan.buffers - 1) & iteration;
             float* tops = reinterpret_cast<float*>(shared + plan.tops_at) + buffer * plan.queries * TOPS;
             float* states =
@@ -121,28 +89,39 @@ __global__ void __launch_bounds__(THREADS, WIDE > 128 ? 1 : BLOCKS_RESIDENT)
             const Adder<T, WIDE> adder(a, plan, s, q);
             __syncthreads();
             if (!begun && i + 1 == s.count && q == WARPS - 1) forget(a, warp);
-            add_warps(a, plan, all, s, stager, adder, shared, states, tops, queries, q, i, begin);
+            const int own = all.slot + adder.token - begin;
+            const bool here = own >= 0 && own < KV_SPLIT;
+            float* subtrees = level_sums_of<WIDE>(plan, shared, q);
+            if (RARELY(BLOCKS_MEET && a.rows > 1 && q < queries && i == 0 && s.second_of_pair(plan.levels)))
+                adder.go_on(subtrees);
+            if (q < queries)
+                adder.add(states + q * QUERY_STRIDE<WIDE>, tops + q * TOPS, s.split + i,
+                    here ? stager.value(adder.token) : nullptr, own / TILE & (WARPS - 1), subtrees, plan.levels);
             if (plan.buffers == 1) __syncthreads();
         }
         const bool alone = s.alone(plan.levels);
-        if (!BLOCKS_MEET && !alone &&
-            last_of(a.finished + s.head, s.count, s.last + 1 - s.first, reinterpret_cast<int*>(shared + plan.tops_at)))
+        if (!BLOCKS_MEET && !alone && last_of(a.finished + s.head, s.count, s.splits(), shared + plan.tops_at))
             add_splits<T, WIDE>(a, s, plan, queries, 0, 1, true, warp);
         left = left || !alone;
         if (!schedule.next(s, a, plan, all)) break;
         several = true;
         __syncthreads();  // what lies staged has been read, and last_of's word
     }
-    if constexpr (DYNAMIC)
+    if constexpr (DYNAMIC<KIND>)
         if (all_work.items) {
             if (all_work.gathers(s, a, plan, all))
                 add_splits<T, WIDE>(a, s, plan, stager.queries(s), all_work.part, all_work.parts, true, warp);
             return;
         }
-    if (!BLOCKS_MEET || !left) return;
-    // All that the block has to bring is on its way; so is what the others have.
+    if (!BLOCKS_MEET || !left) return;                       // all that the block has to bring is on its way
     int place = warp - (iteration - 1) - stager.queries(s);  // those that have added nothing up last come first
     Mine again = schedule;
     if (several) again = all_work, again.next(s, a, plan, all);
-    add_heads(a, plan, all, stager, again, s, place);
+    do {
+        if (s.alone(plan.levels)) continue;
+        int which, many;
+        again.company(s, all, which, many);
+        add_splits<T, WIDE>(a, s, plan, stager.queries(s), which, many, again.halves(all), place & (WARPS - 1));
+        place -= (stager.queries(s) * (WIDE / PIECE) + many - 1) / many;  // other warps come to the next head
+    } while (again.next(s, a, plan, all));
 }

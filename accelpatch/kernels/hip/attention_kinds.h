@@ -8,6 +8,10 @@
 // instruction cache. So do those of more rows than a LONE one, whose words may still be on their way; DYNAMIC ones are
 // for rows of many KV splits.
 enum Kind { ANY, ONE, SEVERAL, LONE_ONE, LONE_SEVERAL, LONE_TOKENS, DYNAMIC_ONE, DYNAMIC_SEVERAL };
+template <Kind KIND> constexpr bool DYNAMIC = KIND == DYNAMIC_ONE || KIND == DYNAMIC_SEVERAL;
+template <Kind KIND> constexpr bool ONE_TILE = KIND != ANY && KIND != LONE_TOKENS;  // of queries
+// Whether words of q and k may still be on their way when they are read.
+template <Kind KIND> constexpr bool LATE_WORDS = KIND != ONE && KIND != SEVERAL && !DYNAMIC<KIND>;
 template <Kind KIND>
 constexpr bool SOLE_QUERY = KIND == ONE || KIND == LONE_ONE || KIND == DYNAMIC_ONE;  // of a cached head
 constexpr Kind lone(Kind kind) { return kind == ONE ? LONE_ONE : LONE_SEVERAL; }

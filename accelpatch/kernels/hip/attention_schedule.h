@@ -8,6 +8,7 @@
 constexpr int ITEM_SPLITS = FAN_IN / 2, LEAST_DYNAMIC = 3 * FAN_IN;
 
 struct DynamicSchedule : StaticPartition {
+    static constexpr int MOST_STAGES = 4;
     int each = 0, items = 0;  // of a head: KV splits that a part has at first, and items behind all parts
     // Of shared memory: an item's number, there before anything asks for what comes behind the partition.
     volatile int* next_item;

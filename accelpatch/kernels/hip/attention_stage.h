@@ -175,4 +175,9 @@ template <class T, int WIDE> struct HeadStager {
         row.leave(t.into, WIDE);
         if (t.kept) row.leave(t.kept, int(a.size));
     }
+    // Behind the last KV split, which begins at slot `begin`: the kernel before has to end at last.
+    DEVICE void wait_for_value(const Segment& s, const Geometry& all, int begin, int warp) const {
+        grid_wait();
+        if (begin + KV_SPLIT > all.slot && warp == WARPS - 1) stage_value(s, all);
+    }
 };

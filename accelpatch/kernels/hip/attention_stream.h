@@ -15,6 +15,7 @@ template <class T, int WIDE, int BUFFER_BYTES, bool ONCE, class SCHEDULE> struct
     static constexpr int PIECES = KEYS > VALUES ? KEYS : VALUES, TILE_BYTES = PIECES * WARP_SIZE * 16;
     static constexpr int DEPTH =
         SHARED_STAGES ? (BUFFER_BYTES / (WARPS * TILE_BYTES) > 2 ? BUFFER_BYTES / (WARPS * TILE_BYTES) : 2) : 2;
+    static_assert(DEPTH <= SCHEDULE::MOST_STAGES, "it asks for an item no earlier than in the split behind it");
     static constexpr int MASKS = (DEPTH + 3) / 4;  // of KV splits that are under way
     const AttentionArgs& a;
     const AttentionPlan& plan;

@@ -125,8 +125,9 @@ template <class T, int WIDE> struct Adder {
 };
 
 // Whether this block brings the last of what is counted, `mine` of `due`; what the others brought is then in memory.
-// Every thread calls it. flag: a word of shared memory that nobody else uses between the barriers around it.
-DEVICE bool last_of(int32_t* counter, int mine, int due, volatile int* flag) {
+// Every thread calls it. word: of shared memory, that nobody else uses between the barriers around it.
+DEVICE bool last_of(int32_t* counter, int mine, int due, char* word) {
+    volatile int* flag = reinterpret_cast<int*>(word);
     publish();
     __syncthreads();  // all warps' partial states are out
     if (threadIdx.x == 0) {

@@ -50,12 +50,27 @@ template <bool NARROW> DEVICE void signal_round(const GemvArgs& a, int wk, int n
     }
 }
 
-// NARROW: up to NARROW_TOKENS tokens. DEPTH: of the multi-stage buffer.
+// Stages `steps` steps from step k_tile_begin on, behind those from step `begin` on. The first time (not begun) it
+// waits for the kernel before, and asks for the rest of the stream's stages.
+template <class STAGER, class FLOW>
+DEVICE void stage_next(const GemvArgs& a, const GemvPlan& plan, STAGER& stager, FLOW& stream, int k_tile_begin,
+    int steps, int begin, bool& begun) {
+    const auto wait = [&]() ALWAYS_INLINE {
+        if (!begun) wait_grid_or_signal(a, plan);
+    };
+    stager.range(
+        k_tile_begin, steps, k_tile_begin - begin, wait, [&]() ALWAYS_INLINE { return begun ? 0 : stream.fill(); });
+    begun = true;
+}
+
+// NARROW: up to NARROW_TOKENS tokens. DEPTH: of the multi-stage buffer. WK warps share a tile, WN tiles are under way.
+//
+// A tile's sums are added up by one of its warps, another one each round, while the others go on; a warp waits for all
+// once in WK rounds, so a buffer of WK is free again when it is needed. Many tokens: by all warps.
 template <class F, class T, bool NARROW, int DEPTH>
 __global__ void __launch_bounds__(THREADS, BLOCKS_RESIDENT) gemv_kernel(const GemvArgs a, const GemvPlan plan) {
     using Sums = SumsFor<F, T, NARROW>;
     extern __shared__ __align__(128) char shared[];
-    // WK warps share a tile, WN tiles are under way.
     const int WK = 1 << plan.warps_shift, WN = WARPS >> plan.warps_shift;
     const int warp = threadIdx.x / WARP_SIZE, wk = warp & (WK - 1), wn = warp >> plan.warps_shift;
     grid_release();
@@ -65,8 +80,6 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_RESIDENT) gemv_kernel(const Ge
     constexpr bool COMMON = DEPTH > SHALLOW;
     using Stager = typename Sums::template Stager<COMMON>;
     Stager stager(a, plan, shared);
-    // A tile's sums are added up by one of its warps, another one each round, while the others go on; a warp waits for
-    // all once in WK rounds, so a buffer of WK is free again when it is needed. Many tokens: by all warps.
     const auto adds = [&](int round) { return NARROW ? wk == (round & (WK - 1)) : true; };
     const int seat = NARROW ? lane_id() : threadIdx.x & (WK * WARP_SIZE - 1);
     Output<F, T> output(a, plan, adds(0) ? tile_of(plan, 0, wn) : plan.tiles, seat);
@@ -89,12 +102,8 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_RESIDENT) gemv_kernel(const Ge
                 there = !fully_staged                     ? k_tile + 1
                         : k_tile < plan.signalled_k_tiles ? plan.signalled_k_tiles
                                                           : plan.k_tiles;
-                const auto wait = [&]() ALWAYS_INLINE {
-                    if (!begun) wait_grid_or_signal(a, plan);
-                };
-                stager.range(k_tile_begin, min(plan.steps, there * plan.k_tile_steps) - k_tile_begin,
-                    k_tile_begin - begin, wait, [&]() ALWAYS_INLINE { return begun ? 0 : stream.fill(); });
-                begun = true;
+                stage_next(a, plan, stager, stream, k_tile_begin,
+                    min(plan.steps, there * plan.k_tile_steps) - k_tile_begin, begin, begun);
                 if (rest) reset_signal(a);
             }
             if (adder && k_tile == 0) output.load_residual(a);
@@ -106,7 +115,6 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_RESIDENT) gemv_kernel(const Ge
             else sweep<false>(stream, total, place, from, end, begin);
         }
         total.finish();
-        // [token][warp][PARTIAL_STRIDE]
         const int buffer = round & (plan.partial_buffers - 1);
         float* partial =
             reinterpret_cast<float*>(shared + plan.partial_at) + (buffer * WN + wn) * int(a.m) * WK * PARTIAL_STRIDE;
@@ -120,7 +128,36 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_RESIDENT) gemv_kernel(const Ge
             continue;
         }
         group_sync(name, WK * WARP_SIZE);
-        if (output.column >= 0) finish_output<COMMON>(a, plan, stager, shared, partial, WK, tile, seat, output);
+        if (output.column >= 0) {
+            float first = 0.f, second = 0.f;
+            const float* mine = partial + (seat >> 4) * WK * PARTIAL_STRIDE + (seat & 15);
+            const bool gate = a.activation == ACT_SILU_GATE;
+#pragma unroll
+            for (int w = 0; w < 4; ++w) first += mine[w * PARTIAL_STRIDE];
+            if (gate)
+#pragma unroll
+                for (int w = 0; w < 4; ++w) second += mine[w * PARTIAL_STRIDE + 8];
+            if (WK > 4) {
+#pragma unroll
+                for (int w = 4; w < WARPS; ++w) first += mine[w * PARTIAL_STRIDE];
+                if (gate)
+#pragma unroll
+                    for (int w = 4; w < WARPS; ++w) second += mine[w * PARTIAL_STRIDE + 8];
+            }
+            if constexpr (COMPACT<F>) add_outliers(a, plan, stager, shared, tile, seat, gate, output, first, second);
+            if constexpr (Stager::BOUNDED) {
+                // Of a value that is not finite, or of weights that are none.
+                if (RARELY(first != first || second != second)) {
+#pragma unroll 1
+                    for (int r = seat & 15, i = 0; r < 16; r += 8, ++i) {
+                        const float made = unbounded_sum<F>(a, plan, stager, tile, r, seat >> 4, i ? second : first);
+                        if (i) second = made;
+                        else first = made;
+                    }
+                }
+            }
+            output.template store<COMMON>(a, first, second);
+        }
         if (tile < plan.signalled && tile + plan.tile_hop >= plan.signalled)
             signal_round<NARROW>(a, wk, name, WK * WARP_SIZE, round);
         if (!NARROW && plan.partial_buffers == 1) group_sync(name, WK * WARP_SIZE);

@@ -2,7 +2,8 @@
 #pragma once
 #include "mma.h"
 
-constexpr int PARTIAL_STRIDE = 20;  // floats of one token and warp: 16 rows and a pad against bank conflicts
+constexpr int PARTIAL_STRIDE =
+    20;  // floats of one token and warp, [token][warp][PARTIAL_STRIDE]: 16 rows and a pad against bank conflicts
 
 DEVICE int fours(const GemvArgs& a) { return a.group_shift; }  // of outliers, in a row
 // The outliers of a tile's row: of each K in the lower half of a word, and the value as bf16; 0xffff where there is
@@ -130,29 +131,13 @@ DEVICE float careful_sum(const GemvArgs& a, const GemvPlan& plan, const NORMS& n
     return sum;
 }
 
-// The sums of one row of a tile, and under a gate of the row eight below it, over four warps or all.
-DEVICE void add_partials(const float* mine, bool all, bool gate, float& first, float& second) {
-#pragma unroll
-    for (int w = 0; w < 4; ++w) first += mine[w * PARTIAL_STRIDE];
-    if (gate)
-#pragma unroll
-        for (int w = 0; w < 4; ++w) second += mine[w * PARTIAL_STRIDE + 8];
-    if (all) {
-#pragma unroll
-        for (int w = 4; w < WARPS; ++w) first += mine[w * PARTIAL_STRIDE];
-        if (gate)
-#pragma unroll
-            for (int w = 4; w < WARPS; ++w) second += mine[w * PARTIAL_STRIDE + 8];
-    }
-}
-
 // The outliers' products of an output's rows; a sum that is not finite is made anew, in their place.
 template <class F, class T, class NORMS>
 DEVICE void add_outliers(const GemvArgs& a, const GemvPlan& plan, const NORMS& norms, const char* shared, int tile,
-    int seat, Output<F, T>& output, float& first, float& second) {
+    int seat, bool gate, Output<F, T>& output, float& first, float& second) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        if (i && a.activation != ACT_SILU_GATE) break;
+        if (i && !gate) break;
         const int r = (seat & 15) + 8 * i;
         output.beside[i] =
             outlier_sum<F, T>(a, plan, norms, shared, output.outliers[i], output.scale[i], tile, r, seat >> 4);
@@ -160,30 +145,4 @@ DEVICE void add_outliers(const GemvArgs& a, const GemvPlan& plan, const NORMS& n
             output.beside[i] = careful_sum<F, T>(a, plan, norms, shared, output.scale[i], tile, r, seat >> 4),
             output.scale[i] = 0.f, (i ? second : first) = 0.f;
     }
-}
-
-// Sums that are not numbers: of a value that is not finite, or of weights that are none.
-template <class F, class NORMS>
-DEVICE void mend_unbounded(
-    const GemvArgs& a, const GemvPlan& plan, const NORMS& norms, int tile, int seat, float& first, float& second) {
-    if (RARELY(first != first || second != second)) {
-#pragma unroll 1
-        for (int r = seat & 15, i = 0; r < 16; r += 8, ++i) {
-            const float made = unbounded_sum<F>(a, plan, norms, tile, r, seat >> 4, i ? second : first);
-            if (i) second = made;
-            else first = made;
-        }
-    }
-}
-
-// An output from all partial sums of its rows, into y.
-template <bool COMMON, class F, class T, class STAGER>
-DEVICE void finish_output(const GemvArgs& a, const GemvPlan& plan, const STAGER& stager, const char* shared,
-    const float* partial, int WK, int tile, int seat, Output<F, T>& output) {
-    float first = 0.f, second = 0.f;
-    add_partials(partial + (seat >> 4) * WK * PARTIAL_STRIDE + (seat & 15), WK > 4, a.activation == ACT_SILU_GATE,
-        first, second);
-    if constexpr (COMPACT<F>) add_outliers(a, plan, stager, shared, tile, seat, output, first, second);
-    if constexpr (STAGER::BOUNDED) mend_unbounded<F>(a, plan, stager, tile, seat, first, second);
-    output.template store<COMMON>(a, first, second);
 }
