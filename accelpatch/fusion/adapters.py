@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from accelpatch.fusion.cannot_fuse import CannotFuse
+from accelpatch.kernels.layouts.plain import Plain
 from accelpatch.kernels.ops.fused_linear import FusedLinear, FusedNorm, gated
 from accelpatch.kernels.ops.gated_activation import gated_activation
 
@@ -84,13 +85,13 @@ def with_adapters(base: FusedLinear, modules: Sequence[Any], dtype: torch.dtype)
         rows += size
     if not downs:
         return base
-    place = (base.w if isinstance(base.w, Tensor) else base.w.w).device
+    place = base.raw.device
     if any(part.device != place for part in (*downs, *ups)):
         raise CannotFuse(f"an adapter lies on another device than {place}")
     down, up = torch.cat(downs), torch.cat(ups, 1)
     more = -down.shape[0] % ALIGNED
     down, up = nn.functional.pad(down, (0, 0, 0, more)), nn.functional.pad(up, (0, more))
-    return Adapted(base, FusedLinear(down.to(dtype)), FusedLinear(up.to(dtype).contiguous()))
+    return Adapted(base, FusedLinear(Plain(down.to(dtype))), FusedLinear(Plain(up.to(dtype).contiguous())))
 
 
 def active(module: Any) -> list[tuple[Tensor, Tensor]]:

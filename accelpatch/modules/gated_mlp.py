@@ -6,10 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from accelpatch.kernels.layouts.compact_tiles import CompactTiles
-from accelpatch.kernels.ops.compact_linear import compact_linear
+from accelpatch.kernels.ops.by_layout import LINEARS
 from accelpatch.kernels.ops.gated_activation import gated_activation
-from accelpatch.kernels.ops.tiled_int4_linear import tiled_int4_linear
 from accelpatch.modules.replacement import Replacement, intact, is_observed
 
 
@@ -19,8 +17,7 @@ def side_by_side(gate: Any, up: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     one = tiles is not None and others is not None and tiles.w is others.w and gate.bias is None and up.bias is None
     if not one or is_observed(gate, up):
         return gate(x), up(x)
-    product = compact_linear if isinstance(tiles, CompactTiles) else tiled_int4_linear
-    both: Tensor = product(x, *tiles._replace(n=2 * tiles.n, part="both"), None)
+    both: Tensor = LINEARS[type(tiles)].operation(x, *tiles._replace(n=2 * tiles.n, part="both").arguments(), None)
     return both[..., : tiles.n], both[..., tiles.n :]
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from accelpatch.device import KNOWN
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.layouts import int4_tiles
+from accelpatch.kernels.layouts.plain import Plain
 from accelpatch.kernels.ops import gemv
 from accelpatch.kernels.ops.fused_linear import FusedLinear
 from accelpatch.quant import int4
@@ -151,7 +152,7 @@ class TestWays:
         monkeypatch.setattr(gemv, "gemm_fits", lambda x, w: True)
         x, w, bias = operands(20, 66, 256, DTYPES[0])
         w = w.to(x.dtype)
-        product = FusedLinear(w, bias=bias)
+        product = FusedLinear(Plain(w), bias)
         assert torch.equal(bits(product.large_m(x, "silu")), bits(gemv.by_gemm(x, w, bias, gate=True)))
         assert torch.equal(bits(gemv.by_hip(x, w, bias)), bits(gemv.by_gemm(x, w, bias)))
 

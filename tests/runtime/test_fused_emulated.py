@@ -56,7 +56,7 @@ def waiting(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFa
     def call(self: FusedLinear, x: Tensor, norm: FusedNorm | None, gate: str | None, residual: Tensor | None) -> Tensor:
         weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
         return binding.launch(
-            self._weight(), x, residual=residual, activation="none" if gate is None else "silu_gate",
+            self.weight.launch(), x, residual=residual, activation="none" if gate is None else "silu_gate",
             norm="none" if norm is None else "rms", norm_weight=weight, epsilon=eps, producer=self.producer,
             consumer=self.consumer,
         )  # fmt: skip

@@ -157,7 +157,7 @@ def test_a_gate_and_its_up_lie_paired_once(form: str) -> None:
             assert all(torch.equal(*pair) for pair in zip(half.canonical(), other.canonical(), strict=True))
             torch.testing.assert_close(half(x), other(x))
         torch.testing.assert_close(layer.mlp(x), before.mlp(x))
-    assert all(layer.gate_up.w.part == "both" for layer in fused.layers)  # type: ignore[union-attr]
+    assert all(layer.gate_up.weight.part == "both" for layer in fused.layers)  # type: ignore[union-attr]
 
 
 def test_halves_that_were_paired_come_apart() -> None:

@@ -14,8 +14,10 @@ from accelpatch.fusion.fused_layer import FusedLayer
 from accelpatch.fusion.signals import consumed_by_attention, consumed_by_down, with_signals
 from accelpatch.kernels.cpu import native_library
 from accelpatch.kernels.hip import binding
-from accelpatch.kernels.hip.binding import SENTINEL, Signal, Weight
+from accelpatch.kernels.hip.binding import SENTINEL, Signal
 from accelpatch.kernels.layouts.int4_tiles import pair, tile
+from accelpatch.kernels.layouts.layout import Weight
+from accelpatch.kernels.layouts.plain import Plain
 from accelpatch.kernels.ops.attention_shape import AttentionShape
 from accelpatch.kernels.ops.fused_linear import FusedLinear, FusedNorm
 from accelpatch.quant import int4
@@ -26,7 +28,7 @@ from tests.families.tiny import CAUSAL
 
 
 def product(n: int, k: int) -> FusedLinear:
-    return FusedLinear(torch.zeros(n, k))
+    return FusedLinear(Plain(torch.zeros(n, k)))
 
 
 def shape(heads: int, kv_heads: int, size: int) -> AttentionShape:

@@ -18,6 +18,7 @@ from accelpatch.device import Device, probe
 from accelpatch.errors import KernelError
 from accelpatch.kernels.build import libraries
 from accelpatch.kernels.dispatch import Spec
+from accelpatch.kernels.layouts.layout import Weight
 from accelpatch.kernels.triton.launch import on
 
 #: rows of x up to which a launch reads the weights (8 rows each time); more of them go to torch's product
@@ -83,27 +84,6 @@ def check(status: int, function: str) -> None:
     if status:
         reason = _STATUS.get(status, f"the device's runtime reports error {status - 1000}")
         raise KernelError(f"{function} was not launched: {reason}")
-
-
-@dataclass(frozen=True)
-class Weight:
-    """A weight w[n, k] in the format of `function` (gemv, gemv_int8, gemv_int4, gemv_fp8, gemv_compact, int4_gemm).
-
-    form: the function's format argument, None where it takes none. scale, offset: float32 per row; or 16-bit tiles
-    (layout.py), one per 2 ** group_shift K steps; or scale and outliers of compact_tiles.py, 4 * group_shift outliers
-    per row. prefetchable: False if the tensors are copies made for this launch.
-    """
-
-    function: str
-    n: int
-    k: int
-    w: Tensor
-    form: int | None = None
-    scale: Tensor | None = None
-    offset: Tensor | None = None
-    offset_kind: str = "none"
-    group_shift: int = 0
-    prefetchable: bool = True
 
 
 @dataclass(frozen=True, eq=False)

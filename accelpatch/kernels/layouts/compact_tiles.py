@@ -11,12 +11,14 @@ int4_tiles.py.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from accelpatch.errors import KernelError
+from accelpatch.kernels.layouts.layout import Weight, concatenated_tiles, nbytes_of
 from accelpatch.kernels.layouts.tiling import TILE_ROWS
 
 STEP, STEP_BYTES = 64, 1536  # values of K per tile, and bytes per tile
@@ -50,6 +52,62 @@ class CompactTiles(NamedTuple):
     def rows(self) -> int:
         """Rows in the tiles."""
         return self.n if self.part in ("all", "both") else 2 * self.n
+
+    @property
+    def tiled(self) -> bool:
+        """Whether rows lie in tiles."""
+        return True
+
+    @property
+    def format(self) -> tuple[Any, ...]:
+        """Weights of one format can be concatenated."""
+        return CompactTiles, self.k
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes, scales and outliers."""
+        return nbytes_of(self)
+
+    @classmethod
+    def pack(cls, weight: Tensor) -> CompactTiles:
+        """As `encode`."""
+        return encode(weight)
+
+    def unpack(self) -> Tensor:
+        """As `decode`."""
+        return decode(self)
+
+    def arguments(self) -> tuple[Any, ...]:
+        """What `compact_linear` takes between x and the bias."""
+        return tuple(self)
+
+    def launch(self) -> Weight:
+        """The arguments of a launch of gemv_compact or unpack_compact."""
+        w, scale, outliers = self.w.contiguous(), self.scale.contiguous(), self.outliers.contiguous()
+        prefetchable = w is self.w and scale is self.scale and outliers is self.outliers
+        fours = outliers.shape[2] // FOUR
+        return Weight(
+            "gemv_compact", self.rows, self.k, w, None, scale, outliers, group_shift=fours, prefetchable=prefetchable
+        )
+
+    def alone(self) -> CompactTiles:
+        """As the function `alone`."""
+        return alone(self)
+
+    @staticmethod
+    def pair(gate: CompactTiles, up: CompactTiles | None = None) -> CompactTiles:
+        """As the function `pair`."""
+        return pair(gate, up)
+
+    @staticmethod
+    def alike(parts: list[CompactTiles]) -> list[CompactTiles]:
+        """As the function `alike`."""
+        return alike(parts)
+
+    @classmethod
+    def concat(cls, parts: Sequence[CompactTiles]) -> CompactTiles:
+        """Row after row; the parts, `alike` and of 16 N rows each, become views."""
+        return parts[0]._replace(**concatenated_tiles(parts))
 
 
 def unfit(k: int, dtype: torch.dtype) -> str | None:

@@ -8,13 +8,15 @@ weights then share the same tensors.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from accelpatch.kernels.dispatch import require
 from accelpatch.kernels.layouts import tiling
+from accelpatch.kernels.layouts.layout import Weight, concatenated_tiles, nbytes_of
 from accelpatch.kernels.layouts.tiling import TILE_ROWS, TILE_VALUES
 from accelpatch.kernels.ops import linear
 
@@ -44,6 +46,61 @@ class Tiles(NamedTuple):
     def rows(self) -> int:
         """Rows in the tiles."""
         return self.n if self.part in ("all", "both") else 2 * self.n
+
+    @property
+    def tiled(self) -> bool:
+        """Whether rows lie in tiles."""
+        return True
+
+    @property
+    def format(self) -> tuple[Any, ...]:
+        """Weights of one format can be concatenated."""
+        return Tiles, self.k, self.group, self.kind, self.scale.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes, scales and offsets."""
+        return nbytes_of(self)
+
+    @classmethod
+    def pack(cls, q: Tensor, scale: Tensor, offset: Tensor | None = None) -> Tiles:
+        """As `tile`."""
+        return tile(q, scale, offset)
+
+    def unpack(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """As `untile`."""
+        return untile(self)
+
+    def arguments(self) -> tuple[Any, ...]:
+        """What `tiled_int4_linear` takes between x and the bias."""
+        return tuple(self)
+
+    def launch(self, function: str = "gemv_int4") -> Weight:
+        """The arguments of a launch of gemv_int4 or int4_gemm."""
+        form, shift = ONE_GROUP if self.group == self.k else self.group, places(self.k, self.group)["group_shift"]
+        held = (self.w.contiguous(), form, self.scale.contiguous())
+        beside = None if self.offset is None else self.offset.contiguous()
+        prefetchable = held[0] is self.w and held[2] is self.scale and beside is self.offset
+        return Weight(function, self.rows, self.k, *held, beside, self.kind, shift, prefetchable)
+
+    def alone(self) -> Tiles:
+        """As the function `alone`."""
+        return alone(self)
+
+    @staticmethod
+    def pair(gate: Tiles, up: Tiles | None = None) -> Tiles:
+        """As the function `pair`."""
+        return pair(gate, up)
+
+    @staticmethod
+    def alike(parts: list[Tiles]) -> list[Tiles]:
+        """Tiles of one kind have tensors of one form already."""
+        return parts
+
+    @classmethod
+    def concat(cls, parts: Sequence[Tiles]) -> Tiles:
+        """Row after row; the parts, of 16 N rows each and in tiles of their own, become views."""
+        return parts[0]._replace(**concatenated_tiles(parts))
 
 
 def places(k: int, group: int) -> dict[str, int]:

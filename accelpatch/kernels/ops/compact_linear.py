@@ -17,7 +17,6 @@ from accelpatch.device import Device
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.dispatch import Case, Implementation, Kernel, Spec, require
 from accelpatch.kernels.hip import binding
-from accelpatch.kernels.hip.binding import Weight
 from accelpatch.kernels.layouts import compact_tiles, int4_tiles
 from accelpatch.kernels.layouts.compact_tiles import FOUR, STEP, STEP_BYTES, CompactTiles
 from accelpatch.kernels.layouts.tiling import TILE_ROWS
@@ -91,18 +90,8 @@ def by_hip(x: Tensor, *args: Any) -> Tensor:
     tiles = CompactTiles(*rest)
     if x.numel() > MAX_TILED_ROWS * tiles.k:
         return by_torch(x, *args)
-    y = binding.launch(weight_of(tiles), x, bias=int4_tiles.in_tiles(bias, tiles.part))
+    y = binding.launch(tiles.launch(), x, bias=int4_tiles.in_tiles(bias, tiles.part))
     return int4_tiles.in_order(y, tiles.part)
-
-
-def weight_of(tiles: CompactTiles) -> Weight:
-    """The launch arguments for these tiles."""
-    w, scale, outliers = (table.contiguous() for table in tiles[:3])
-    prefetchable = w is tiles.w and scale is tiles.scale and outliers is tiles.outliers
-    fours = outliers.shape[2] // FOUR
-    return Weight(
-        "gemv_compact", tiles.rows, tiles.k, w, None, scale, outliers, group_shift=fours, prefetchable=prefetchable
-    )
 
 
 def by_torch(x: Tensor, *args: Any) -> Tensor:
@@ -147,7 +136,7 @@ def unpacked(tiles: CompactTiles) -> Tensor:
     if tiles.w.device.type == "cpu":
         return compact_tiles.decode(tiles)
     weight = torch.empty(tiles.rows, tiles.k, dtype=torch.bfloat16, device=tiles.w.device)
-    binding.unpack(weight_of(tiles), weight, interleaved=tiles.part != "all")
+    binding.unpack(tiles.launch(), weight, interleaved=tiles.part != "all")
     return weight if tiles.part in ("all", "both") else weight.chunk(2)[tiles.part == "up"]
 
 

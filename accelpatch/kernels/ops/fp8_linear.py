@@ -16,11 +16,9 @@ from accelpatch.device import Device
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.dispatch import Case, Implementation, Kernel, Spec, require
 from accelpatch.kernels.hip import binding
-from accelpatch.kernels.hip.binding import Weight
+from accelpatch.kernels.layouts.scaled_rows import FP8, ScaledRows
 from accelpatch.kernels.operation import operation
 from accelpatch.kernels.ops import linear
-
-FORMS = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)  # numbered as in the C interface
 
 
 def dense(dtype: torch.dtype, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
@@ -42,7 +40,7 @@ def blocks(*weight: Tensor | None) -> Iterator[tuple[Tensor, Tensor | None]]:
 def spec(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> Spec:
     """The Spec of a call, for dispatch. Raises KernelError where shapes, dtypes or devices do not fit together."""
     op = "fp8_linear"
-    require(q.dtype in FORMS and q.dim() == 2, op, f"q is float8_e4m3fn or float8_e4m3fnuz [N, K], not {linear.say(q)}")
+    require(q.dtype in FP8 and q.dim() == 2, op, f"q is float8_e4m3fn or float8_e4m3fnuz [N, K], not {linear.say(q)}")
     n, k = q.shape
     require(x.dim() >= 1 and x.dtype in dispatch.FLOATS, op, f"x is float [..., K], not {linear.say(x)}")
     require(n >= 1 and k >= 1, op, f"the weight is empty: N = {n}, K = {k}")
@@ -66,10 +64,7 @@ def by_hip(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> T
     """The implementation `hip`: reads the weight once per 8 rows of x; `by_torch` for many rows."""
     if x.numel() > binding.MAX_ROWS * x.shape[-1]:
         return by_torch(x, q, scale, bias)
-    whole, form = q.contiguous(), FORMS.index(q.dtype)
-    rows = scale.to(torch.float32).contiguous()
-    weight = Weight("gemv_fp8", q.shape[0], q.shape[1], whole, form, rows, prefetchable=whole is q)
-    return binding.launch(weight, x, bias=bias)
+    return binding.launch(ScaledRows(q, scale).launch(), x, bias=bias)
 
 
 def by_torch(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -113,7 +108,7 @@ def cases() -> list[Case]:
         return Case(f"m{m}-n{n}-k{k}-{str(form)[19:]}{'-bias' if bias else ''}", make)
 
     sizes = [(m, n, k, bias) for m, n, k, _, bias in linear.SIZES]
-    return [case(*size, FORMS[i % 2]) for i, size in enumerate((*sizes, (5, 33, 65, True)))]
+    return [case(*size, FP8[i % 2]) for i, size in enumerate((*sizes, (5, 33, 65, True)))]
 
 
 IMPLEMENTATIONS = {"hip": Implementation(by_hip, why_not), "torch": Implementation(by_torch, dispatch.anywhere)}

@@ -2,9 +2,9 @@
 
     y[M, N] = gate(rmsnorm(x[M, K]) @ w[N, K]^T + bias[N]) + residual[M, N]
 
-Norm, gate (an activation of the first half of the columns, times the second half) and residual are optional. w is
-float, int8 with a scale per row, or 4-bit or 12-bit tiles. A gate is a separate launch where it is not silu or the
-tiles are not interleaved. On a CPU the single operations run one after the other.
+Norm, gate (an activation of the first half of the columns, times the second half) and residual are optional. A gate is
+a separate launch where it is not silu, or where a weight's tiles are not interleaved. On a CPU the single operations
+run one after the other.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from accelpatch.device import Device, probe
+from accelpatch.device import Device
 from accelpatch.kernels.hip import binding
-from accelpatch.kernels.hip.binding import Signal, Weight
+from accelpatch.kernels.hip.binding import Signal
 from accelpatch.kernels.layouts import int4_tiles
-from accelpatch.kernels.layouts.compact_tiles import CompactTiles
-from accelpatch.kernels.layouts.int4_tiles import Tiles
-from accelpatch.kernels.ops import compact_linear, gated_activation, gemv, int8_linear, rmsnorm, tiled_int4_linear
-from accelpatch.kernels.triton import launch
+from accelpatch.kernels.layouts.layout import Layout
+from accelpatch.kernels.ops import gated_activation, gemv, rmsnorm
+from accelpatch.kernels.ops.by_layout import LINEARS
 
 SILU = ("silu", "swish")
 
@@ -43,31 +42,30 @@ class FusedNorm:
 
 @dataclass(frozen=True, eq=False)
 class FusedLinear:
-    """A linear layer. w: a float weight[N, K], int8[N, K] with scale[N, 1] float32, or tiles. bias[N] in x's dtype.
+    """A linear layer: a weight in any layout of `LINEARS`, and bias[N] in x's dtype.
 
     producer: flag for the columns of y, if a call is `one_launch`. consumer: flag for the columns of x.
     """
 
-    w: Tensor | Tiles | CompactTiles
-    scale: Tensor | None = None
+    weight: Layout
     bias: Tensor | None = None
     producer: Signal | None = None
     consumer: Signal | None = None
 
     @property
     def raw(self) -> Tensor:
-        """The weight tensor, without scales."""
-        return self.w if isinstance(self.w, Tensor) else self.w.w
+        """The weight's main tensor, without scales."""
+        return self.weight.w
 
     @property
     def n(self) -> int:
         """Rows of the weight."""
-        return int(self.w.shape[0]) if isinstance(self.w, Tensor) else self.w.n
+        return self.weight.n
 
     @property
     def k(self) -> int:
         """Columns of the weight."""
-        return int(self.w.shape[1]) if isinstance(self.w, Tensor) else self.w.k
+        return self.weight.k
 
     def why_not(self, dtype: torch.dtype, device: Device) -> str | None:
         """Why `__call__` cannot run for x of `dtype`; None where it can."""
@@ -81,12 +79,12 @@ class FusedLinear:
         """y in x's dtype. x[M, K] contiguous, M up to `binding.MAX_ROWS`. gate: name of an activation."""
         if x.device.type == "cpu":
             return self._by_operations(x, norm, gate, residual)
-        part, one = self._part, self._gates(gate)
+        part, one = self.weight.part, self._gates(gate)
         mixed = part != "all" and not one  # interleaved output columns have to be reordered
         inside = not mixed and (gate is None or one)
         bias = int4_tiles.in_tiles(self.bias, part) if mixed else self.bias
         y = binding.launch(
-            self._weight(), x, bias=bias, residual=residual if inside else None,
+            self.weight.launch(), x, bias=bias, residual=residual if inside else None,
             activation="silu_gate" if one else "none",
             norm="none" if norm is None else "rms_plus_one" if norm.plus_one else "rms",
             norm_weight=None if norm is None else norm.weight, epsilon=0.0 if norm is None else norm.eps,
@@ -99,57 +97,27 @@ class FusedLinear:
 
     def one_launch(self, gate: str | None = None) -> bool:
         """Whether a call is a single launch on a GPU that writes the result itself."""
-        return self._gates(gate) or (gate is None and self._part == "all")
+        return self._gates(gate) or (gate is None and self.weight.part == "all")
 
     def large_m(self, x: Tensor, gate: str | None = None) -> Tensor:
         """gate(x[M, K] @ w^T + bias) for any M. On a GPU it bypasses torch's dispatcher, which saves host time."""
-        cpu, w = x.device.type == "cpu", self.w
+        cpu, linear = x.device.type == "cpu", LINEARS[type(self.weight)]
         if gate is not None:
-            if not cpu and isinstance(w, Tiles) and self._gates(gate) and tiled_int4_linear.gemm_fits(x, w):
-                return tiled_int4_linear.gated_many(x, w, self.bias)
-            if isinstance(w, Tensor) and self.scale is None and self._gates(gate) and gemv.gemm_fits(x, w):
-                return gemv.by_gemm(x, w, self.bias, gate=True)
-            return gated(self.large_m(x), gate)
-        if isinstance(w, Tiles):
-            if not cpu and x.shape[0] > binding.MAX_ROWS and self._part in ("all", "both"):
-                return self._many(x)
-            tiled: Tensor = (tiled_int4_linear.tiled_int4_linear if cpu else tiled_int4_linear.by_hip)(x, *w, self.bias)
-            return tiled
-        if isinstance(w, CompactTiles):
-            compact: Tensor = (compact_linear.compact_linear if cpu else compact_linear.by_hip)(x, *w, self.bias)
-            return compact
-        if self.scale is not None:
-            scaled: Tensor = (int8_linear.int8_linear if cpu else int8_linear.by_hip)(x, w, self.scale, self.bias)
-            return scaled
-        plain: Tensor = (gemv.gemv if cpu else gemv.by_hip)(x, w, self.bias)
-        return plain
+            y = linear.gated(x, self.weight, self.bias) if not cpu and self._gates(gate) else None
+            return gated(self.large_m(x), gate) if y is None else y
+        if not cpu and x.shape[0] > binding.MAX_ROWS and self._many is not None:
+            return self._many(x)
+        y = (linear.operation if cpu else linear.by_hip)(x, *self.weight.arguments(), self.bias)
+        assert y is not None
+        return y
 
     @functools.cached_property
-    def _many(self) -> Callable[[Tensor], Tensor]:
-        """The GEMM of tiles for many rows: with weights written out as floats by Triton, or by `hip` without Triton."""
-        assert isinstance(self.w, Tiles)
-        w, device = self.w, probe(self.w.w.device)
-        if launch.why_not(device) is None:
-            from accelpatch.kernels.triton.weight_only import written_out
-
-            return written_out(w, self.bias)
-        return lambda x: tiled_int4_linear.by_hip(x, *w, self.bias)
-
-    @property
-    def _part(self) -> str:
-        return "all" if isinstance(self.w, Tensor) else self.w.part
+    def _many(self) -> Callable[[Tensor], Tensor] | None:
+        return LINEARS[type(self.weight)].many(self.weight, self.bias)
 
     def _gates(self, gate: str | None) -> bool:
         """Whether the launch applies the gate itself."""
-        return gate in SILU and (self._part == "both" or isinstance(self.w, Tensor))
-
-    def _weight(self) -> Weight:
-        if isinstance(self.w, CompactTiles):
-            return compact_linear.weight_of(self.w)
-        if isinstance(self.w, Tensor):
-            form = None if self.scale is None else 0
-            return Weight("gemv" if form is None else "gemv_int8", self.n, self.k, self.w, form, self.scale)
-        return tiled_int4_linear.weight_of(self.w)
+        return gate in SILU and (self.weight.part == "both" or not self.weight.tiled)
 
     def _by_operations(self, x: Tensor, norm: FusedNorm | None, gate: str | None, residual: Tensor | None) -> Tensor:
         if norm is not None:

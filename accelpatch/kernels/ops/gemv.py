@@ -15,7 +15,7 @@ from accelpatch.device import Device, probe
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.dispatch import FLOATS, Case, Implementation, Kernel, Spec, require
 from accelpatch.kernels.hip import binding
-from accelpatch.kernels.hip.binding import Weight
+from accelpatch.kernels.layouts.plain import Plain
 from accelpatch.kernels.operation import operation
 from accelpatch.kernels.ops import linear
 from accelpatch.kernels.triton import launch
@@ -64,9 +64,7 @@ def by_hip(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
     """The implementation `hip`: its own kernels up to 8 rows of x, Triton's up to 64 where `gemm_fits`, else torch."""
     if x.numel() > binding.MAX_GEMV_ROWS * x.shape[-1]:
         return by_gemm(x, w, bias) if gemm_fits(x, w) else reference(x, w, bias)
-    whole = w.contiguous()
-    weight = Weight("gemv", w.shape[0], w.shape[1], whole, prefetchable=whole is w)
-    return binding.launch(weight, x, bias=bias)
+    return binding.launch(Plain(w).launch(), x, bias=bias)
 
 
 def gemm_fits(x: Tensor, w: Tensor) -> bool:

@@ -16,7 +16,7 @@ from accelpatch.device import Device, probe
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.dispatch import Case, Implementation, Kernel, Spec
 from accelpatch.kernels.hip import binding
-from accelpatch.kernels.hip.binding import Weight
+from accelpatch.kernels.layouts.scaled_rows import ScaledRows
 from accelpatch.kernels.operation import operation
 from accelpatch.kernels.ops import linear
 from accelpatch.kernels.triton import launch
@@ -69,10 +69,7 @@ def by_hip(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> T
         return by_triton(x, q, scale, bias)
     if m > binding.MAX_ROWS:
         return by_torch(x, q, scale, bias)
-    whole = q.contiguous()
-    rows = scale.to(torch.float32).contiguous()
-    weight = Weight("gemv_int8", q.shape[0], q.shape[1], whole, 0, rows, prefetchable=whole is q)
-    return binding.launch(weight, x, bias=bias)
+    return binding.launch(ScaledRows(q, scale).launch(), x, bias=bias)
 
 
 def triton_why_not(spec: Spec, device: Device) -> str | None:

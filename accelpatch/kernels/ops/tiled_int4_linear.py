@@ -17,7 +17,6 @@ from accelpatch.device import KIB, Device, probe
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.dispatch import Case, Implementation, Kernel, Spec, require
 from accelpatch.kernels.hip import binding
-from accelpatch.kernels.hip.binding import Weight
 from accelpatch.kernels.layouts import int4_tiles
 from accelpatch.kernels.layouts.int4_tiles import Tiles
 from accelpatch.kernels.layouts.tiling import TILE_ROWS, TILE_VALUES
@@ -109,17 +108,7 @@ def by_hip(x: Tensor, *args: Any) -> Tensor:
 
 def launched(x: Tensor, tiles: Tiles, bias: Tensor | None, function: str, activation: str = "none") -> Tensor:
     """Call a function of the device library; bias and result are in the order of rows in the tiles."""
-    return binding.launch(weight_of(tiles, function), x, bias=bias, activation=activation)
-
-
-def weight_of(tiles: Tiles, function: str = "gemv_int4") -> Weight:
-    """The launch arguments of `function` for these tiles."""
-    form = int4_tiles.ONE_GROUP if tiles.group == tiles.k else tiles.group
-    shift = int4_tiles.places(tiles.k, tiles.group)["group_shift"]
-    held = (tiles.w.contiguous(), form, tiles.scale.contiguous())
-    beside = None if tiles.offset is None else tiles.offset.contiguous()
-    prefetchable = held[0] is tiles.w and held[2] is tiles.scale and beside is tiles.offset
-    return Weight(function, tiles.rows, tiles.k, *held, beside, tiles.kind, shift, prefetchable)
+    return binding.launch(tiles.launch(function), x, bias=bias, activation=activation)
 
 
 def gated_many(x: Tensor, tiles: Tiles, bias: Tensor | None) -> Tensor:

@@ -12,8 +12,8 @@ from torch.nn import functional
 from accelpatch.device import KNOWN
 from accelpatch.kernels.check import parity
 from accelpatch.kernels.hip import binding
-from accelpatch.kernels.hip.binding import Weight
 from accelpatch.kernels.layouts import int4_tiles
+from accelpatch.kernels.layouts.layout import Weight
 from accelpatch.kernels.ops import tiled_int4_linear
 from accelpatch.kernels.ops.tiled_int4_linear import gemm_fits
 from tests.interpreted import DEVICE

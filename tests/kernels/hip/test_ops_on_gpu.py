@@ -14,9 +14,9 @@ from torch.nn import functional
 from accelpatch.device import probe
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.hip import binding
-from accelpatch.kernels.hip.binding import Weight
 from accelpatch.kernels.layouts import compact_tiles, int4_tiles
 from accelpatch.kernels.layouts.int4_tiles import Tiles
+from accelpatch.kernels.layouts.layout import Weight
 from accelpatch.kernels.ops import tiled_int4_linear
 from accelpatch.kernels.ops.fp8_linear import FORMS
 from accelpatch.quant import int4

@@ -1,0 +1,123 @@
+"""What every weight layout offers: one class in a file of this folder, and one row of `ops.by_layout.LINEARS`.
+
+A layout's class is a tuple: its tensors, then its sizes, in the order in which its operation takes them after x.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from accelpatch.kernels.layouts.tiling import TILE_ROWS
+
+L = TypeVar("L")
+
+
+@dataclass(frozen=True)
+class Weight:
+    """Launch arguments: a weight w[n, k] in the format of a function of the device library.
+
+    function: gemv, gemv_int8, gemv_int4, gemv_fp8, gemv_compact or int4_gemm. form: its format argument, None where it
+    takes none. scale, offset: float32 per row; or 16-bit tiles (tiling.py), one per 2 ** group_shift K steps; or scale
+    and outliers of compact_tiles.py, 4 * group_shift outliers per row. prefetchable: False if the tensors are copies
+    made for this launch.
+    """
+
+    function: str
+    n: int
+    k: int
+    w: Tensor
+    form: int | None = None
+    scale: Tensor | None = None
+    offset: Tensor | None = None
+    offset_kind: str = "none"
+    group_shift: int = 0
+    prefetchable: bool = True
+
+
+class Layout(Protocol):
+    """A weight[n, k] as it lies in memory. w: its main tensor. part: "all"; or "both", "gate" or "up" of interleaved
+    rows (see int4_tiles.py)."""
+
+    @property
+    def w(self) -> Tensor: ...
+
+    @property
+    def n(self) -> int: ...
+
+    @property
+    def k(self) -> int: ...
+
+    @property
+    def part(self) -> str: ...
+
+    @property
+    def tiled(self) -> bool:
+        """Whether rows lie in tiles, where a gate needs them interleaved."""
+
+    @property
+    def format(self) -> tuple[Any, ...]:
+        """Weights of one format can be concatenated."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors."""
+
+    def arguments(self) -> tuple[Any, ...]:
+        """What the layout's operation takes between x and the bias."""
+
+    def launch(self) -> Weight:
+        """The arguments of a launch of the device library."""
+
+    def unpack(self) -> Any:
+        """The tensors that `pack` took."""
+
+    @classmethod
+    def concat(cls: type[L], parts: Sequence[L]) -> L:
+        """Weights of one format as one, row after row; the parts' tensors become views of it.
+
+        Raises ValueError with the reason where the layout cannot.
+        """
+
+
+def nbytes_of(tensors: Sequence[Any]) -> int:
+    """Bytes of the tensors among `tensors`."""
+    return sum(one.nbytes for one in tensors if isinstance(one, Tensor))
+
+
+def concatenated(parts: Sequence[Tensor]) -> Tensor:
+    """Concatenate tensors along the first dimension; they become views of the result. None is copied that lies so."""
+    joined = in_one_run(parts)
+    if joined is None:
+        joined = torch.cat([part.detach() for part in parts])
+        at = 0
+        for part in parts:
+            part.data = joined[at : at + part.shape[0]]
+            at += part.shape[0]
+    return joined
+
+
+def concatenated_tiles(parts: Sequence[Any]) -> dict[str, Any]:
+    """The tensors of tiles, and n, for the rows of all parts, row after row. ValueError where tiles are not full."""
+    if any(one.n % TILE_ROWS for one in parts):
+        raise ValueError(f"the number of rows in tiles is not a multiple of {TILE_ROWS}")
+    names = [name for name, value in parts[0]._asdict().items() if isinstance(value, Tensor)]
+    tensors = {name: concatenated([getattr(one, name) for one in parts]) for name in names}
+    return {**tensors, "n": sum(one.n for one in parts)}
+
+
+def in_one_run(parts: Sequence[Tensor]) -> Tensor | None:
+    """One tensor over `parts` where they are contiguous with each other in memory; else None."""
+    first = parts[0].detach()
+    at = first.data_ptr()
+    for part in parts:
+        same = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not same or part.data_ptr() != at or not part.is_contiguous():
+            return None
+        at += part.numel() * part.element_size()
+    shape = (sum(part.shape[0] for part in parts), *first.shape[1:])
+    return first.as_strided(shape, first.stride())
