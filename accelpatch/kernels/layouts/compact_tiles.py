@@ -18,18 +18,17 @@ import torch
 from torch import Tensor
 
 from accelpatch.errors import KernelError
+from accelpatch.kernels.layouts.exponent_windows import WINDOW, outside_of, windows
 from accelpatch.kernels.layouts.layout import Weight, concatenated_tiles, nbytes_of
 from accelpatch.kernels.layouts.tiling import TILE_ROWS
 
 STEP, STEP_BYTES = 64, 1536  # values of K per tile, and bytes per tile
 PLAIN_BYTES = 1024  # bytes of signs and mantissas in a tile; exponents follow
-WINDOW = 16  # number of exponents with a 4-bit code
 BIAS = 127
 NONE = -1  # an unused outlier entry
 FOUR = 4  # outliers per read
 VALUES_PER_OUTLIER = 32  # at most 1 / 32 of a row's values may be outliers
 LARGEST_K = 0xFFFE  # an outlier's column is below this
-TRIED = 6  # windows tried per row, from its largest exponent down
 BLOCK = 1 << 24  # values encoded at once
 SHIFTS = (7, 23, 11, 27, 3, 19)  # bit positions of six of a word's eight exponents; two wrap around the ends
 
@@ -156,40 +155,14 @@ def _of_rows(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if bool((exponents == 255).any()):
         raise KernelError("a weight with NaN or infinity cannot be packed in 12 bits")
     empty = (bits & 0x7FFF).amax(1, keepdim=True) == 0
-    low = _windows(exponents, empty)
-    outside = _outside(exponents, low) & ~empty
+    low = windows(exponents, empty, allowed(bits.shape[1]))
+    outside = outside_of(low, exponents) & ~empty
     codes = torch.where(outside | empty, low, exponents) - low
     kept = torch.where(outside, bits.new_zeros(()), bits)
     plain = ((kept >> 8) & 0x80 | kept & 0x7F).to(torch.uint8)
     top = low.to(torch.float64) + (WINDOW - 1 - BIAS)
     scale = torch.where(empty, 0.0, torch.exp2(top)).to(torch.float32)
     return _tiles(codes, plain), scale.squeeze(1), _outliers(outside, bits)
-
-
-def _outside(exponents: Tensor, low: Tensor) -> Tensor:
-    return (exponents < low) | (exponents > low + (WINDOW - 1))
-
-
-def _windows(exponents: Tensor, empty: Tensor) -> Tensor:
-    """The first exponent [rows, 1] of the window with the fewest outliers, of those tried."""
-    top = exponents.amax(1, keepdim=True).to(torch.int16)
-    best, fewest = _best(exponents, [top - down for down in range(TRIED)])
-    most = allowed(exponents.shape[1])
-    if bool((fewest.masked_fill(empty, 0) > most).any()):  # a few exponents may be far above all others
-        tops = exponents.to(torch.int16).topk(min(most + 1, exponents.shape[1]), dim=1).values.split(1, dim=1)
-        other, left = _best(exponents, list(tops))
-        best = torch.where(left < fewest, other, best)
-    return best
-
-
-def _best(exponents: Tensor, tops: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Of candidate windows, given by their largest exponents, the one with the fewest outliers; and their number."""
-    tried = [(top - (WINDOW - 1)).clamp(min=1).to(torch.uint8) for top in tops]
-    best, fewest = tried[0], _outside(exponents, tried[0]).sum(1, keepdim=True)
-    for low in tried[1:]:
-        count = _outside(exponents, low).sum(1, keepdim=True)
-        best, fewest = torch.where(count < fewest, low, best), torch.minimum(count, fewest)
-    return best, fewest
 
 
 def _outliers(outside: Tensor, bits: Tensor) -> Tensor:
