@@ -65,7 +65,7 @@ def test_a_window_leaves_few_outside() -> None:
     ("weight", "words"),
     [
         pytest.param(torch.full((2, 64), float("nan"), dtype=torch.bfloat16), "NaN", id="nan"),
-        pytest.param(torch.tensor([[1.0, float("inf")]]).bfloat16(), "infinite", id="infinity"),
+        pytest.param(torch.tensor([[1.0, float("inf")]]).bfloat16(), "NaN or infinity", id="infinity"),
         pytest.param(torch.ones(2, 64), "bfloat16", id="float32"),
         pytest.param(torch.exp2(torch.arange(-60.0, 60.0)).bfloat16()[None], "binades", id="many-binades"),
         pytest.param(torch.ones(1, 0xFFFF).bfloat16(), "K = 65535", id="wide"),
