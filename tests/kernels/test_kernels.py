@@ -15,7 +15,7 @@ from accelpatch.errors import KernelError
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.check import parity
 from accelpatch.kernels.layouts import compact_tiles, cpu_pack, int4_tiles
-from accelpatch.kernels.ops.fp8_linear import FORMS
+from accelpatch.kernels.layouts.scaled_rows import FP8
 from accelpatch.kernels.ops.packed_linear import arguments
 from accelpatch.quant import int4, int8
 from tests.parity import DTYPES, assert_parity, bits, name, strided, transposed
@@ -97,7 +97,7 @@ def random_args(op: str, rng: random.Random, generator: torch.Generator, dtype: 
     if op == "compact_linear":
         return x, *compact_tiles.encode(torch.randn(n, k, generator=generator).bfloat16()), bias
     if op == "fp8_linear":
-        return x, torch.randn(n, k, generator=generator).to(rng.choice(FORMS)), scale[:, :1], bias
+        return x, torch.randn(n, k, generator=generator).to(rng.choice(FP8)), scale[:, :1], bias
     if op == "int4_linear":
         minimum = torch.randn(n, groups, generator=generator) / 10
         zero = torch.randint(0, 16, (n, groups), generator=generator, dtype=torch.int32)

@@ -13,10 +13,10 @@ DEVICE void cos_sin(float angle, float& cosine, float& sine) {
     const float s = fmaf(x * z, fmaf(z, fmaf(z, -1.9515295891e-4f, 8.3321608736e-3f), -1.6666654611e-1f), x);
     const float c = fmaf(z * z, fmaf(z, fmaf(z, 2.443315711809948e-5f, -1.388731625493765e-3f), 4.166664568298827e-2f),
         fmaf(-.5f, z, 1.f));
-    const int stage = int(quarters) & 3;
-    cosine = stage & 1 ? s : c, sine = stage & 1 ? c : s;
-    if (stage == 1 || stage == 2) cosine = -cosine;
-    if (stage >= 2) sine = -sine;
+    const int quadrant = int(quarters) & 3;
+    cosine = quadrant & 1 ? s : c, sine = quadrant & 1 ? c : s;
+    if (quadrant == 1 || quadrant == 2) cosine = -cosine;
+    if (quadrant >= 2) sine = -sine;
 }
 
 // Cosines and sines [tokens][rotated / 2] of a row's positions, rounded to the activations' dtype.
@@ -77,7 +77,7 @@ template <class T, int WIDE> struct HeadRow {
         return T::down(a.plus_one ? value * (w + 1.f) : T::up(T::down(value)) * w);
     }
     // `weight`: of the norm, or null.
-    DEVICE void stage(const AttentionArgs& a, const uint16_t* weight, const Angles& angles) {
+    DEVICE void rotate(const AttentionArgs& a, const uint16_t* weight, const Angles& angles) {
         if (weight) {
             float squares = 0.f;
 #pragma unroll
@@ -92,8 +92,8 @@ template <class T, int WIDE> struct HeadRow {
 #pragma unroll
         for (int e = 0; e < EACH; ++e) {
             const uint32_t parts = T::down_pair(T::up(own[e]) * angles.own[e], T::up(other[e]) * angles.other[e]);
-            const uint32_t rotary_dim = T::down(T::up(parts & 0xffffu) + T::up_high(parts));
-            own[e] = column(e) < int(a.rotary_dim) ? rotary_dim : own[e];
+            const uint32_t rotated = T::down(T::up(parts & 0xffffu) + T::up_high(parts));
+            own[e] = column(e) < int(a.rotary_dim) ? rotated : own[e];
         }
     }
     DEVICE void leave(uint16_t* into, int columns) const {
@@ -136,7 +136,7 @@ template <class T, int WIDE> struct HeadStager {
         const uint16_t *from, *norm;
         uint16_t *into, *kept;  // shared memory; the cache, or null
         int token;
-        bool rotary_dim;
+        bool rotated;
     };
     DEVICE Task task(const Segment& s, const Geometry& all, int i) const {
         const int count = queries(s), rest = i - count, value = rest & 1;
@@ -160,8 +160,8 @@ template <class T, int WIDE> struct HeadStager {
         // Where the kernel before signals, the value behind the last key comes later.
         const int tasks = queries(s) + (a.consumer ? 1 : 2 * int(a.tokens));
         for (int i = threadIdx.x / WARP_SIZE; i < tasks;) {
-            HeadRow<T, WIDE> row(a, first.from, first.rotary_dim, words);
-            if (first.rotary_dim) row.stage(a, first.norm, rotation);
+            HeadRow<T, WIDE> row(a, first.from, first.rotated, words);
+            if (first.rotated) row.rotate(a, first.norm, rotation);
             row.leave(first.into, WIDE);
             if (first.kept) row.leave(first.kept, int(a.size));  // by every block of the head alike
             if ((i += WARPS) < tasks) first = task(s, all, i), rotation = Angles(a, angles(first.token));

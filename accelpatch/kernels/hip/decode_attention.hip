@@ -28,12 +28,12 @@ template <int WIDE> AttentionPlan lay_out(const AttentionArgs& a, int64_t stage_
     p.group = int32_t(a.heads / a.kv_heads);
     p.tiles = int32_t((all + QUERIES - 1) / QUERIES), p.queries = int32_t(all < QUERIES ? all : QUERIES),
     p.buffers = buffers;
-    p.starts_at = layout.consume((a.rows + (BLOCKS_MEET ? 1 : 0)) * 4);
-    p.angles_at = layout.consume(a.tokens * a.rotary_dim * 4);
-    p.queries_at = layout.consume(p.queries * row), p.fresh_at = layout.consume(a.tokens * 2 * row);
-    p.tops_at = layout.consume(int64_t(buffers) * p.queries * TOPS * 4),
-    p.states_at = layout.consume(int64_t(buffers) * p.queries * QUERY_STRIDE<WIDE> * 4);
-    p.stages_at = layout.consume(stage_buffer), p.bytes = p.level_sums_at = int32_t(layout.bytes);
+    p.starts_at = layout.reserve((a.rows + (BLOCKS_MEET ? 1 : 0)) * 4);
+    p.angles_at = layout.reserve(a.tokens * a.rotary_dim * 4);
+    p.queries_at = layout.reserve(p.queries * row), p.fresh_at = layout.reserve(a.tokens * 2 * row);
+    p.tops_at = layout.reserve(int64_t(buffers) * p.queries * TOPS * 4),
+    p.states_at = layout.reserve(int64_t(buffers) * p.queries * QUERY_STRIDE<WIDE> * 4);
+    p.stages_at = layout.reserve(stage_buffer), p.bytes = p.level_sums_at = int32_t(layout.bytes);
     return p;
 }
 

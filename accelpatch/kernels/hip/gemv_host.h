@@ -52,20 +52,20 @@ template <class F, class T> int64_t lay_out(GemvPlan& p, const GemvArgs& a, Form
     int64_t pad = 16;
     if constexpr (!F::INTEGER) pad = F::TOKEN_PAD;
     p.token_stride = int32_t(values * 2 + pad);
-    layout.consume(p.token_stride * a.m);
-    p.block_exponents_at = layout.consume(F::INTEGER ? values / 128 * 32 : 0);
-    p.sums_at = layout.consume(F::OFFSET != OFFSET_NONE ? steps * F::GROUPS * 32 : 0);
+    layout.reserve(p.token_stride * a.m);
+    p.block_exponents_at = layout.reserve(F::INTEGER ? values / 128 * 32 : 0);
+    p.sums_at = layout.reserve(F::OFFSET != OFFSET_NONE ? steps * F::GROUPS * 32 : 0);
     p.moments_at =
-        layout.consume((clustered ? Norms<T, true, true>::floats(a.norm) : Norms<T, false, false>::floats(a.norm)) * 4);
+        layout.reserve((clustered ? Norms<T, true, true>::floats(a.norm) : Norms<T, false, false>::floats(a.norm)) * 4);
     // Where memory is short, one buffer and a second barrier.
     p.partial_buffers = int32_t(form == Form::NARROW ? warps : depth >= DEEP ? 2 : 1);
-    p.partial_at = layout.consume(
+    p.partial_at = layout.reserve(
         clustered ? WARPS * (warps - 1) * DSMEM_SLOT_BYTES : p.partial_buffers * a.m * WARPS * PARTIAL_STRIDE * 4);
-    p.parked_at = layout.consume(clustered && p.rounds_at_once > 1 && p.tiles > p.tile_hop
+    p.parked_at = layout.reserve(clustered && p.rounds_at_once > 1 && p.tiles > p.tile_hop
                                      ? sizeof(SumsFor<F, T, false>) * WARPS * WARP_SIZE
                                      : 0);
-    p.mbarriers_at = layout.consume(clustered ? MBARRIERS * 8 : 0);
-    p.stages_at = layout.consume(SHARED_STAGES ? int64_t(depth) * PAIR<F> * SLOT_BYTES<F> * WARPS : 0);
+    p.mbarriers_at = layout.reserve(clustered ? MBARRIERS * 8 : 0);
+    p.stages_at = layout.reserve(SHARED_STAGES ? int64_t(depth) * PAIR<F> * SLOT_BYTES<F> * WARPS : 0);
     return layout.bytes;
 }
 

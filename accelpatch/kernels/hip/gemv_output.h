@@ -44,11 +44,11 @@ template <class F, class T> struct Output {
         if (a.residual && column >= 0) residual = bits(a.residual, token * a.residual_stride + column);
     }
     template <bool COMMON> DEVICE void store(const GemvArgs& a, float first, float second) const {
-        const auto fully_staged = [&](float sum, int i) ALWAYS_INLINE {
+        const auto finished = [&](float sum, int i) ALWAYS_INLINE {
             return sum * scale[i] + (COMPACT<F> ? beside[i] + T::up(bias[i]) : T::up(bias[i]));
         };
-        float v = fully_staged(first, 0);
-        if (a.activation == ACT_SILU_GATE) v = silu(v) * fully_staged(second, 1);
+        float v = finished(first, 0);
+        if (a.activation == ACT_SILU_GATE) v = silu(v) * finished(second, 1);
         else if (!COMMON && a.activation != ACT_NONE) v = activate(v, a.activation);
         store_activation2(static_cast<uint16_t*>(a.y) + token * a.y_stride + column, T::down(v + T::up(residual)));
     }

@@ -27,7 +27,7 @@ inline int64_t round_up(int64_t v, int64_t to) { return (v + to - 1) / to * to; 
 // Parts of a block's shared memory one after the other, each on a boundary of 128 bytes.
 struct SharedLayout {
     int64_t bytes = 0;
-    int32_t consume(int64_t more) {
+    int32_t reserve(int64_t more) {
         const int64_t at = bytes;
         bytes += round_up(more, 128);
         return int32_t(at);

@@ -54,11 +54,11 @@ int launch_clusters(void (*kernel)(ARGS...), int cluster, int blocks, int thread
     cudaLaunchAttribute attributes[2] = {cluster_attribute(cluster), {}};
     attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[1].val.programmaticStreamSerializationAllowed = 1;
-    const bool signalled_k_tiles = dependent && limits.dependent_launch;
+    const bool overlapped = dependent && limits.dependent_launch;
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3(blocks), config.blockDim = dim3(threads), config.dynamicSmemBytes = shared,
     config.stream = stream;
-    config.attrs = attributes + (cluster > 1 ? 0 : 1), config.numAttrs = (cluster > 1) + signalled_k_tiles;
+    config.attrs = attributes + (cluster > 1 ? 0 : 1), config.numAttrs = (cluster > 1) + overlapped;
     return cudaLaunchKernelEx(&config, kernel, args...);
 }
 template <class... ARGS>

@@ -59,7 +59,7 @@ def build(model: PreTrainedModel, quantize: Quantize, max_batch: int, length: in
     names = list(rope)
     layers = [layer_weights(layer, config, quantize, plus_one, names) for layer in decoder.layers]
     order = [pack for layer in layers for pack in layer.linears.values()] + [head]
-    moved = dict(zip(map(id, order), cpu_pack.together(order), strict=True))
+    moved = dict(zip(map(id, order), cpu_pack.concatenated(order), strict=True))
     layers = [
         replace(layer, linears={name: moved[id(pack)] for name, pack in layer.linears.items()}) for layer in layers
     ]

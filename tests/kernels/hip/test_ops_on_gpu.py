@@ -17,8 +17,8 @@ from accelpatch.kernels.hip import binding
 from accelpatch.kernels.layouts import compact_tiles, int4_tiles
 from accelpatch.kernels.layouts.int4_tiles import Tiles
 from accelpatch.kernels.layouts.layout import Weight
+from accelpatch.kernels.layouts.scaled_rows import FP8
 from accelpatch.kernels.ops import tiled_int4_linear
-from accelpatch.kernels.ops.fp8_linear import FORMS
 from accelpatch.quant import int4
 from tests.parity import assert_parity, bits, name, poisoned, strided, transposed
 from tests.support.gemv_reference import wrong
@@ -58,7 +58,7 @@ def made(op: str, m: int, n: int, k: int, dtype: torch.dtype, seed: int = 0, gro
     if op == "int8_linear":
         return x, (w * 32 * k**0.5).clamp(-127, 127).to(torch.int8), torch.rand(n, 1, device=CUDA) / 100, bias
     if op == "fp8_linear":
-        return x, (50 * k**0.5 * w).clamp(-240, 240).to(rng.choice(FORMS)), torch.rand(n, 1, device=CUDA) / 100, bias
+        return x, (50 * k**0.5 * w).clamp(-240, 240).to(rng.choice(FP8)), torch.rand(n, 1, device=CUDA) / 100, bias
     weight = int4.quantize(w, group_size=group, symmetric=rng.random() < 0.4)
     if weight.offset is not None and rng.random() < 0.5:
         weight = weight._replace(offset=torch.randint(0, 16, weight.scale.shape, device=CUDA))
