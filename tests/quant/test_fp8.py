@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from accelpatch.errors import KernelError
-from accelpatch.kernels.ops.fp8_linear import FORMS
+from accelpatch.kernels.layouts.scaled_rows import FP8
 from accelpatch.quant import fp8
 from tests.parity import name
 
@@ -24,7 +24,7 @@ def numbers(form: torch.dtype) -> torch.Tensor:
 def test_codes_are_the_nearest(fnuz: bool, dtype: torch.dtype) -> None:
     weight = torch.randn(9, 130, generator=torch.Generator().manual_seed(2)).to(dtype)
     q, scale, offset = fp8.quantize(weight, fnuz=fnuz)
-    assert (q.dtype, q.shape, scale.shape, offset) == (FORMS[fnuz], weight.shape, (9, 1), None)
+    assert (q.dtype, q.shape, scale.shape, offset) == (FP8[fnuz], weight.shape, (9, 1), None)
     every = numbers(q.dtype)
     due = (weight.double() / scale.double())[..., None].sub(every).abs().amin(-1)
     error = (weight.double() / scale.double() - q.double()).abs()

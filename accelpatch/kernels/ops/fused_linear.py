@@ -103,7 +103,7 @@ class FusedLinear:
         """gate(x[M, K] @ w^T + bias) for any M. On a GPU it bypasses torch's dispatcher, which saves host time."""
         cpu, linear = x.device.type == "cpu", LINEARS[type(self.weight)]
         if gate is not None:
-            y = linear.gated(x, self.weight, self.bias) if not cpu and self._gates(gate) else None
+            y = linear.gated(x, self.weight, self.bias) if self._gates(gate) else None
             return gated(self.large_m(x), gate) if y is None else y
         if not cpu and x.shape[0] > binding.MAX_ROWS and self._many is not None:
             return self._many(x)
