@@ -15,7 +15,7 @@ from accelpatch.kernels.cpu import native_library
 
 FLAGS = ("-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer")
 HARNESS = Path(__file__).with_name("harness.cpp")
-SOURCES = Path(libraries.__file__).parent / "cpu"
+SOURCES = Path(native_library.__file__).parent
 reason = libraries.why_not("cpu", probe("cpu"))
 pytestmark = [
     pytest.mark.slow,
