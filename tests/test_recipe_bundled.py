@@ -68,7 +68,7 @@ def _installed(folder: Path, *, inside: bool) -> Path:
 
 def _listed(path: Path) -> str:
     code = (
-        "import sys; sys.path.insert(0, sys.argv[1]); from accelpatch import recipe; "
+        "import sys; sys.path.insert(0, sys.argv[1]); from accelpatch.recipe import recipe; "
         "print(recipe.__file__, recipe.bundled()); recipe.load('int4')"
     )
     command = [sys.executable, "-I", "-c", code, str(path)]
