@@ -1,6 +1,6 @@
-// Dynamic scheduling. Memory serves some SMs faster than others, and rows are of many lengths: where blocks have many
-// KV splits, some of each head belong to no block at first: a block that has ended its own partition fetches them, an
-// item at a time. Who has a KV split changes no bit.
+// Dynamic scheduling, over the static partition of attention.h. Memory serves some SMs faster than others, and rows are
+// of many lengths: where blocks have many KV splits, some of each head belong to no block at first: a block that has
+// ended its own partition fetches them, an item at a time. Who has a KV split changes no bit.
 #pragma once
 #include "attention.h"
 

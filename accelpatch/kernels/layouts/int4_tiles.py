@@ -1,4 +1,4 @@
-"""4-bit weights in the tile layout of the HIP kernels (hip/layout.py), from and to the canonical tensors, exactly.
+"""4-bit weights in the tile layout of the HIP kernels (tiling.py), from and to the canonical tensors, exactly.
 
 Groups along K of 32, 64, or 128 times a power of two, or whole rows; scales and offsets of 16 bits.
 
