@@ -166,8 +166,8 @@ from pathlib import Path
 from accelpatch.device import Device
 from accelpatch.kernels.build import libraries
 sources = {"one.cpp": (), "two.cpp": ()}
-build.target = lambda *_: build.Target(sys.argv[1], sources, ("g++",), ("-fPIC",), ("-shared",), "here")
-print(build.library("small", Device("cpu", "cpu", "x86-64", "a CPU", 1 << 30, 1)).answer())
+libraries.target = lambda *_: libraries.Target(sys.argv[1], sources, ("g++",), ("-fPIC",), ("-shared",), "here")
+print(libraries.library("small", Device("cpu", "cpu", "x86-64", "a CPU", 1 << 30, 1)).answer())
 """
 
 

@@ -92,12 +92,12 @@ def test_a_plan_counts_the_bytes_and_a_report_what_is_held() -> None:
     [
         (lambda model: model.half(), "bfloat16"),
         (lambda model: model.float(), "bfloat16"),
-        (lambda model: model.tie_weights() if model.config.tie_word_embeddings else None, "table of rows"),
+        (lambda model: model.tie_weights() if model.config.tie_word_embeddings else None, "tied to an embedding"),
     ],
     ids=["float16", "float32", "tied"],
 )
 def test_what_stays_in_16_bits(change: Callable[[Any], Any], words: str) -> None:
-    model = model_of(tie_word_embeddings=words == "table of rows")
+    model = model_of(tie_word_embeddings=words == "tied to an embedding")
     change(model)
     report = accelpatch.plan(model, "compact", device=GPU).report()
     heads = [site for site in report.sites if site.path == "lm_head" or "lm_head" in site.tied]

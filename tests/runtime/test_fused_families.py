@@ -137,7 +137,7 @@ def test_a_term_left_out_is_seen(mutation: str, monkeypatch: pytest.MonkeyPatch)
         change(fused)
         return fused
 
-    monkeypatch.setattr("accelpatch.runtime.graphs.captured_runtime.read", changed)
+    monkeypatch.setattr("accelpatch.runtime.graphs.captured_runtime.fused_model", changed)
     with pytest.raises(AssertionError, match="is off by"):
         assert_like_the_stock_loop(patched(form), padded_batch(), 12)
 
