@@ -3,7 +3,7 @@
 A tile is 16 rows by 128 values of K, 1,024 bytes: 16 bytes for (row r, quarter t) at ``(4 r + t) * 16``; 32-bit word p
 of those holds values ``32 p + 8 t + e``, value ``e = 2 i`` in nibble i and ``e = 2 i + 1`` in nibble ``i + 4``. A code
 u of 0 to 15 is stored as u - 8 in two's complement, so that a mask gives four signed bytes, 16 (u - 8) each. Rows and K
-are padded with the code 0. ``interleaved`` interleaves 8 gate rows and their 8 up rows (the second half of N) in one tile,
+are padded with the code 0. ``interleaved`` puts 8 gate rows and their 8 up rows (the second half of N) into one tile,
 as the SiLU-gate epilogue needs them.
 """
 
