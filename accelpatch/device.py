@@ -65,9 +65,9 @@ def _sm(
     number: int, waves: int, shared: int, matrix: str, fp8: str | None = None, card: str | None = None,
     gib: float = 0.0, bandwidth: float = 0.0,
 ) -> Arch:  # fmt: skip
-    hopper = number >= 90
+    hopper, block = number >= 90, shared - (number >= 80)  # from Ampere on 1 KiB of each block is the system's
     return Arch(
-        f"sm_{number}", "nvidia", 32, waves, 4, shared * KIB, (shared - 1) * KIB, hopper, hopper, matrix, fp8, card,
+        f"sm_{number}", "nvidia", 32, waves, 4, shared * KIB, block * KIB, hopper, hopper, matrix, fp8, card,
         int(gib * GIB), bandwidth,
     )  # fmt: skip
 

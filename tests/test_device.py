@@ -242,7 +242,7 @@ def test_the_newer_has_what_the_older_had() -> None:
     for arch in ARCHS.values():
         if arch.vendor == "nvidia":
             assert arch.clusters == arch.dependent_launch == (arch.number >= 90)
-            assert arch.block_shared == arch.shared - 1024, "1 KiB of each block is the system's"
+            assert arch.shared - arch.block_shared == (1024 if arch.number >= 80 else 0)
 
 
 def test_no_other_file_names_an_arch() -> None:

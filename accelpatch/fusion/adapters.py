@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from accelpatch.fusion.cannot_fuse import CannotFuse
-from accelpatch.kernels.layouts.plain import Plain
+from accelpatch.kernels.layouts.row_major import Plain
 from accelpatch.kernels.ops.fused_linear import FusedLinear, FusedNorm, gated
 from accelpatch.kernels.ops.gated_activation import gated_activation
 

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from accelpatch.fusion.cannot_fuse import CannotFuse
 from accelpatch.kernels.layouts.layout import concatenated
-from accelpatch.kernels.layouts.plain import Plain
-from accelpatch.kernels.layouts.scaled_rows import ScaledRows
+from accelpatch.kernels.layouts.row_major import Int8Rows, Plain
 from accelpatch.kernels.layouts.tiling import TILE_ROWS
 from accelpatch.kernels.ops.fused_linear import SILU, FusedLinear
 from accelpatch.modules.compact_linear import CompactLinear
@@ -34,10 +33,9 @@ def concatenated_linear(modules: Sequence[Any], dtype: torch.dtype) -> FusedLine
     bias = _beside([module.bias for module in modules])
     if weights[0].tiled:
         weights = _apart(modules)
-    try:
-        return FusedLinear(type(weights[0]).concat(weights), bias)
-    except ValueError as reason:
-        raise CannotFuse(str(reason)) from None
+    if reason := weights[0].why_not_concat(weights):
+        raise CannotFuse(reason)
+    return FusedLinear(type(weights[0]).concat(weights), bias)
 
 
 def gated_linear(modules: Sequence[Any], dtype: torch.dtype, activation: str) -> FusedLinear:
@@ -53,11 +51,11 @@ def gated_linear(modules: Sequence[Any], dtype: torch.dtype, activation: str) ->
     bias, tiles = _beside([module.bias for module in modules]), cast(list[Any], weights)
     if len(modules) == 1:
         if tiles[0].part != "both":
-            modules[0].tiles = tiles[0].pair(tiles[0])
+            modules[0].tiles = tiles[0].pair()
         return FusedLinear(modules[0].tiles, bias)
     gate, up = tiles
     if (gate.part, up.part) != ("gate", "up") or gate.w is not up.w:
-        both = gate.pair(gate, up)
+        both = gate.pair(up)
         modules[0].tiles, modules[1].tiles = (
             both._replace(n=one.n, part=part) for one, part in zip(tiles, ("gate", "up"), strict=True)
         )
@@ -100,7 +98,7 @@ def fused_linear(module: Any, dtype: torch.dtype) -> FusedLinear:
         held = module.held
         if held.q is None or held.scale is None or held.scale.shape[1] != 1 or held.scale.dtype != torch.float32:
             raise CannotFuse("an int8 weight does not have one float32 scale per row")
-        return FusedLinear(ScaledRows(held.q, held.scale), bias)
+        return FusedLinear(Int8Rows(held.q, held.scale), bias)
     if isinstance(module, Int4WeightOnlyLinear) and module.tiles is not None:
         return FusedLinear(module.tiles, bias)
     raise CannotFuse(f"a linear layer is {type(module).__name__}")

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from accelpatch.errors import KernelError
-from accelpatch.kernels.layouts import compact_tiles
 from accelpatch.kernels.layouts.compact_tiles import CompactTiles
 from accelpatch.kernels.ops.compact_linear import compact_linear, unpacked
 from accelpatch.kernels.ops.gemv import gemv
@@ -43,7 +42,7 @@ class CompactLinear(PackedWeight):
         with torch.inference_mode(False), torch.no_grad():
             self.register_buffer("like", torch.empty(0, dtype=weight.dtype, device=weight.device), persistent=False)
             try:
-                self.tiles = compact_tiles.encode(weight)
+                self.tiles = CompactTiles.pack(weight)
             except KernelError as error:
                 self.tiles, self.refusal = None, str(error)
             else:
@@ -116,7 +115,7 @@ class CompactLinear(PackedWeight):
             return self
         super()._apply(fn, recurse)
         if self.tiles is not None and self.tiles.w.device != self.like.device:
-            own = compact_tiles.alone(self.tiles)  # interleaved tiles would be copied for each of the two modules
+            own = self.tiles.alone()  # interleaved tiles would be copied for each of the two modules
             w, scale, outliers = (table.to(self.like.device) for table in own[:3])
             self.tiles = own._replace(w=w, scale=scale, outliers=outliers)
         return self

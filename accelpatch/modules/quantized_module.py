@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from accelpatch.errors import KernelError
 from accelpatch.kernels.layouts import cpu_pack
 from accelpatch.kernels.layouts.cpu_pack import Pack
-from accelpatch.kernels.layouts.int4_tiles import Tiles, untile
+from accelpatch.kernels.layouts.int4_tiles import Tiles
 from accelpatch.modules.packed_weight import PackedWeight
 from accelpatch.modules.replacement import ROLE
 from accelpatch.quant.weight import QuantizedWeight
@@ -73,7 +73,7 @@ class QuantizedModule(PackedWeight):
         """The weight as q, scale and offset, converted from the device's layout where needed."""
         holder = self.held
         if holder.tiles is not None:
-            q, scale, offset = untile(holder.tiles)
+            q, scale, offset = holder.tiles.unpack()
         elif holder.pack is not None:
             q, scale, offset = cpu_pack.unpack(holder.pack)
         else:

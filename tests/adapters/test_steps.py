@@ -16,7 +16,7 @@ import accelpatch
 from accelpatch.fusion.cannot_fuse import CannotFuse
 from accelpatch.fusion.fused_layer import FUSED, fused_model
 from accelpatch.kernels.cpu import native_library
-from accelpatch.kernels.layouts import int4_tiles
+from accelpatch.kernels.layouts.int4_tiles import Tiles
 from accelpatch.modules import weight_only
 from accelpatch.runtime.generation.patched_model import RUNTIME
 from accelpatch.runtime.graphs import captured_graph
@@ -35,7 +35,7 @@ STEPS = 12
 def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(captured_graph.GRAPHS, "cpu", EagerGraph)  # type: ignore[arg-type]
     monkeypatch.setattr(native_library, "why_not", lambda device: "not in this test")
-    monkeypatch.setattr(weight_only, "tiles_for", lambda weight, dtype, device: int4_tiles.tile(*weight))
+    monkeypatch.setattr(weight_only, "tiles_for", lambda weight, dtype, device: Tiles.pack(*weight))
 
 
 def patched(name: str = "llama", recipe: str = "exact", **changes: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from accelpatch.kernels.layouts import compact_tiles
+from accelpatch.kernels.layouts.compact_tiles import CompactTiles
 from accelpatch.kernels.ops import compact_linear
 from tests.parity import assert_parity
 
@@ -19,9 +19,9 @@ def test_slices_of_a_weight(device: str, part: str, monkeypatch: pytest.MonkeyPa
     generator = torch.Generator().manual_seed(2)
     w = (torch.randn(160, 100, generator=generator) / 10).bfloat16()
     w[77, :3] = 0.0
-    tiles = compact_tiles.encode(w.to(device))
+    tiles = CompactTiles.pack(w.to(device))
     if part != "all":
-        tiles = compact_tiles.pair(tiles)._replace(n=160 if part == "both" else 80, part=part)
+        tiles = tiles.pair()._replace(n=160 if part == "both" else 80, part=part)
     x = torch.randn(70, 100, generator=generator).bfloat16().to(device)
     bias = torch.randn(tiles.n, generator=generator).bfloat16().to(device)
     made = []
@@ -39,8 +39,8 @@ def test_slices_of_a_weight(device: str, part: str, monkeypatch: pytest.MonkeyPa
 def test_a_device_undoes_them_bit_for_bit(n: int, k: int, part: str) -> None:
     w = torch.randn(n, k, device="cuda").bfloat16()
     w[5], w[7, ::64], w[n - 1, k // 2] = -0.0, 1e-20, -1e30
-    tiles = compact_tiles.encode(w)
+    tiles = CompactTiles.pack(w)
     if part != "all":
-        tiles = compact_tiles.pair(tiles)._replace(n=n if part == "both" else n // 2, part=part)
+        tiles = tiles.pair()._replace(n=n if part == "both" else n // 2, part=part)
     want = {"gate": w[: n // 2], "up": w[n // 2 :]}.get(part, w)
     assert torch.equal(compact_linear.unpacked(tiles).view(torch.int16), want.view(torch.int16))

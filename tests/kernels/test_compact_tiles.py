@@ -12,7 +12,7 @@ from torch import Tensor
 
 from accelpatch.errors import KernelError
 from accelpatch.kernels.layouts import compact_tiles
-from accelpatch.kernels.layouts.compact_tiles import NONE, decode, encode, pair
+from accelpatch.kernels.layouts.compact_tiles import NONE, CompactTiles
 
 SIZES = [(1, 1), (5, 7), (16, 64), (37, 65), (48, 100), (64, 1000), (3, 4099)]
 
@@ -30,8 +30,8 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 @pytest.mark.parametrize(("n", "k"), SIZES, ids=[f"{n}x{k}" for n, k in SIZES])
 def test_there_and_back(n: int, k: int) -> None:
     w = normal(n, k)
-    tiles = encode(w)
-    assert same_bits(decode(tiles), w)
+    tiles = CompactTiles.pack(w)
+    assert same_bits(tiles.unpack(), w)
     assert tiles.w.shape == (-(-n // 16), -(-k // 64), 1536)
     assert (tiles.scale.flatten()[:n].frexp().mantissa == 0.5).all(), "powers of two"
 
@@ -52,12 +52,12 @@ def test_there_and_back(n: int, k: int) -> None:
 def test_values_outside_of_the_window(change: Callable[[Tensor], Tensor]) -> None:
     w = normal(32, 640)
     change(w[2])
-    assert same_bits(decode(encode(w)), w)
+    assert same_bits(CompactTiles.pack(w).unpack(), w)
 
 
 def test_a_window_leaves_few_outside() -> None:
     """Of normally distributed values one in some 10,000."""
-    tiles = encode(normal(256, 4096))
+    tiles = CompactTiles.pack(normal(256, 4096))
     assert 0 < int((tiles.outliers != NONE).sum()) < 256 * 4096 // 5000
 
 
@@ -73,7 +73,7 @@ def test_a_window_leaves_few_outside() -> None:
 )
 def test_what_is_refused(weight: Tensor, words: str) -> None:
     with pytest.raises(KernelError, match=words):
-        encode(weight)
+        CompactTiles.pack(weight)
 
 
 @settings(max_examples=60, deadline=None)
@@ -88,29 +88,29 @@ def test_any_bits_come_back_or_are_refused(bits: list[int], n: int, k: int, seed
     places = torch.randperm(n * k, generator=torch.Generator().manual_seed(seed))[: len(bits)]
     w.view(torch.int16).view(-1)[places] = torch.tensor(bits, dtype=torch.int32).to(torch.int16)[: len(places)]
     try:
-        tiles = encode(w)
+        tiles = CompactTiles.pack(w)
     except KernelError:
         exponents = w.view(torch.int16) >> 7 & 255
         spread = exponents.amax(1) - exponents.amin(1)
         assert (spread > 15).any() or (exponents == 255).any() or (exponents == 0).any()
     else:
-        assert same_bits(decode(tiles), w)
+        assert same_bits(tiles.unpack(), w)
 
 
 @pytest.mark.parametrize("part", ["both", "gate", "up"])
 def test_paired(part: str) -> None:
     gate, up = normal(48, 200), normal(48, 200, 1)
     up[3, :6] = 1e-20
-    both = pair(encode(gate), encode(up))
+    both = CompactTiles.pack(gate).pair(CompactTiles.pack(up))
     want = {"both": torch.cat([gate, up]), "gate": gate, "up": up}[part]
-    assert same_bits(decode(both._replace(n=len(want), part=part)), want)
-    one = pair(encode(torch.cat([gate, up])))
+    assert same_bits(both._replace(n=len(want), part=part).unpack(), want)
+    one = CompactTiles.pack(torch.cat([gate, up])).pair()
     assert all(torch.equal(a, b) for a, b in zip(one[:3], both[:3], strict=True))
 
 
 def test_blocks_of_rows_are_those_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     w = normal(100, 320)
     w[70, ::50] = 0.0
-    whole = encode(w)
+    whole = CompactTiles.pack(w)
     monkeypatch.setattr(compact_tiles, "BLOCK", 20 * 320)
-    assert all(torch.equal(a, b) for a, b in zip(whole[:3], encode(w)[:3], strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(whole[:3], CompactTiles.pack(w)[:3], strict=True))

@@ -14,8 +14,10 @@ from accelpatch.device import probe
 from accelpatch.errors import KernelError
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.check import parity
-from accelpatch.kernels.layouts import compact_tiles, cpu_pack, int4_tiles
-from accelpatch.kernels.layouts.scaled_rows import FP8
+from accelpatch.kernels.layouts import cpu_pack
+from accelpatch.kernels.layouts.compact_tiles import CompactTiles
+from accelpatch.kernels.layouts.int4_tiles import Tiles
+from accelpatch.kernels.layouts.row_major import FP8
 from accelpatch.kernels.ops.packed_linear import arguments
 from accelpatch.quant import int4, int8
 from tests.parity import DTYPES, assert_parity, bits, name, strided, transposed
@@ -72,7 +74,7 @@ def random_tiles(rng: random.Random, generator: torch.Generator, dtype: torch.dt
     scale = (torch.rand(n, k // group if group else 1, generator=generator) / 100).half()
     zero = torch.randint(0, 16, scale.shape, generator=generator, dtype=torch.int32)
     offset = rng.choice((None, -8 * scale, zero))
-    return x, *int4_tiles.tile(q, scale, offset), rng.choice((None, bias))
+    return x, *Tiles.pack(q, scale, offset), rng.choice((None, bias))
 
 
 def random_args(op: str, rng: random.Random, generator: torch.Generator, dtype: torch.dtype) -> tuple[Any, ...]:
@@ -95,7 +97,7 @@ def random_args(op: str, rng: random.Random, generator: torch.Generator, dtype: 
     if op == "gemv":
         return x, torch.randn(n, k, generator=generator).to(dtype), bias
     if op == "compact_linear":
-        return x, *compact_tiles.encode(torch.randn(n, k, generator=generator).bfloat16()), bias
+        return x, *CompactTiles.pack(torch.randn(n, k, generator=generator).bfloat16()), bias
     if op == "fp8_linear":
         return x, torch.randn(n, k, generator=generator).to(rng.choice(FP8)), scale[:, :1], bias
     if op == "int4_linear":

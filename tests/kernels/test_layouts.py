@@ -1,4 +1,4 @@
-"""Weight layouts: what each offers, and that one more is a class and a row of a table."""
+"""WeightArguments layouts: what each offers, and that one more is a class and a row of a table."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from torch import Tensor
 
 from accelpatch.kernels.layouts.compact_tiles import CompactTiles
 from accelpatch.kernels.layouts.int4_tiles import Tiles
-from accelpatch.kernels.layouts.layout import Weight
-from accelpatch.kernels.layouts.plain import Plain
-from accelpatch.kernels.layouts.scaled_rows import ScaledRows
+from accelpatch.kernels.layouts.layout import WeightArguments
+from accelpatch.kernels.layouts.row_major import Fp8Rows, Int8Rows, Plain
 from accelpatch.kernels.ops import by_layout
 from accelpatch.kernels.ops.by_layout import LINEARS, LinearOf
 from accelpatch.kernels.ops.fused_linear import FusedLinear
-from accelpatch.quant import int4, int8
+from accelpatch.quant import fp8, int4, int8
 
 N, K, DTYPE = 32, 256, torch.bfloat16
 
@@ -28,28 +27,35 @@ def made(name: str, seed: int = 0) -> Any:
         return Plain.pack(weight)
     if name == "int8":
         q, scale, _ = int8.quantize(weight)
-        return ScaledRows.pack(q, scale)
+        return Int8Rows.pack(q, scale)
     if name == "int4":
         q, scale, offset = int4.quantize(weight, group_size=128)
         return Tiles.pack(q, scale.half(), offset.half() if offset is not None else None)
+    if name == "fp8":
+        q, scale, _ = fp8.quantize(weight)
+        return Fp8Rows.pack(q, scale)
     return CompactTiles.pack(weight.bfloat16())
 
 
-NAMES = ("plain", "int8", "int4", "compact")
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
 
 
-def tensors(packed: Any) -> list[Tensor]:
-    return [one for one in (packed if isinstance(packed, tuple) else (packed,)) if isinstance(one, Tensor)]
+NAMES = ("plain", "int8", "fp8", "int4", "compact")
+
+
+def tensors(weight: Any) -> list[Tensor]:
+    return [one for one in weight.arguments() if isinstance(one, Tensor)]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_pack_and_unpack(name: str) -> None:
     weight = made(name)
     assert (weight.n, weight.k, weight.part) == (N, K, "all")
-    assert weight.nbytes == sum(one.nbytes for one in weight if isinstance(one, Tensor))
+    assert weight.nbytes == sum(one.nbytes for one in tensors(weight))
     packed = weight.unpack()
-    again = type(weight).pack(*packed) if type(packed) is tuple else type(weight).pack(packed)
-    assert all(torch.equal(a, b) for a, b in zip(tensors(tuple(weight)), tensors(tuple(again)), strict=True))
+    again = type(weight).pack(*(packed if isinstance(packed, tuple) else (packed,)))
+    assert all(torch.equal(bits(a), bits(b)) for a, b in zip(tensors(weight), tensors(again), strict=True))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -58,14 +64,15 @@ def test_concatenated_rows_are_one_weight(name: str) -> None:
     if name == "compact":
         first, second = CompactTiles.alike([first, second])
     assert first.format == second.format
-    before = [one.clone() for one in tensors(tuple(second))]
+    assert first.why_not_concat([first, second]) is None
+    before = [one.clone() for one in tensors(second)]
     both = type(first).concat([first, second])
     assert (both.n, both.k) == (2 * N, K)
     x = torch.randn(3, K, generator=torch.Generator().manual_seed(2)).to(first.w.dtype if name == "plain" else DTYPE)
     run = LINEARS[type(first)].operation
     parts = [run(x, *one.arguments(), None) for one in (first, second)]
     assert torch.equal(run(x, *both.arguments(), None), torch.cat(parts, 1))
-    assert all(torch.equal(a, b) for a, b in zip(tensors(tuple(second)), before, strict=True))
+    assert all(torch.equal(bits(a), bits(b)) for a, b in zip(tensors(second), before, strict=True))
     assert second.w.untyped_storage().data_ptr() == both.w.untyped_storage().data_ptr(), "the parts are views"
 
 
@@ -77,14 +84,20 @@ def test_launch_arguments(name: str) -> None:
     assert launch.w is weight.w
 
 
+def test_weights_of_other_formats_differ() -> None:
+    formats = [made(name).format for name in NAMES]
+    assert len(set(formats)) == len(NAMES)
+    q, scale, offset = int4.quantize(torch.randn(N, K), group_size=64)
+    assert Tiles.pack(q, scale.half(), offset).format != made("int4").format
+
+
 def test_a_copy_for_one_launch_is_not_prefetchable() -> None:
     assert not Plain(torch.zeros(K, N).t()).launch().prefetchable
 
 
 def test_tiles_that_are_not_full_are_not_concatenated() -> None:
     half = made("compact")._replace(n=N - 1)
-    with pytest.raises(ValueError, match="multiple of 16"):
-        CompactTiles.concat([half, half])
+    assert "multiple of 16" in str(CompactTiles.why_not_concat([half, half]))
 
 
 class Halved(NamedTuple):
@@ -101,7 +114,7 @@ class Halved(NamedTuple):
     def arguments(self) -> tuple[Any, ...]:
         return (self.w,)
 
-    def launch(self) -> Weight:
+    def launch(self) -> WeightArguments:
         raise AssertionError("it has no kernel")
 
     def unpack(self) -> Tensor:

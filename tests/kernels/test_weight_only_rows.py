@@ -11,8 +11,8 @@ from torch import Tensor
 
 from accelpatch.device import KNOWN
 from accelpatch.kernels import dispatch
-from accelpatch.kernels.layouts import int4_tiles
-from accelpatch.kernels.layouts.plain import Plain
+from accelpatch.kernels.layouts.int4_tiles import Tiles
+from accelpatch.kernels.layouts.row_major import Plain
 from accelpatch.kernels.ops import gemv
 from accelpatch.kernels.ops.fused_linear import FusedLinear
 from accelpatch.quant import int4
@@ -55,7 +55,7 @@ def int4_args(
     if kind == "zero_point":
         places = torch.randint(0, 16, weight.scale.shape, generator=torch.Generator().manual_seed(2))
         weight = weight._replace(offset=places.to(DEVICE))
-    return x, *int4_tiles.tile(*weight), beside if bias else None
+    return x, *Tiles.pack(*weight), beside if bias else None
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name)
@@ -95,7 +95,7 @@ class TestPaired:
 
         monkeypatch.setattr(dequantize, "SLICE", room)
         x, *tiles, bias = int4_args(m, 96, 160, DTYPES[0], 32)
-        both = int4_tiles.pair(int4_tiles.Tiles(*tiles))
+        both = Tiles(*tiles).pair()
         held = both if part == "both" else both._replace(n=48, part=part)
         assert_parity("tiled_int4_linear", (x, *held, bias[: held.n]), "triton")
 

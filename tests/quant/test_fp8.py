@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from accelpatch.errors import KernelError
-from accelpatch.kernels.layouts.scaled_rows import FP8
+from accelpatch.kernels.layouts.row_major import FP8
 from accelpatch.quant import fp8
 from tests.parity import name
 

@@ -12,7 +12,7 @@ import accelpatch
 from accelpatch.device import KNOWN, Device, probe
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.dispatch import Spec
-from accelpatch.kernels.layouts import int4_tiles
+from accelpatch.kernels.layouts.int4_tiles import Tiles
 from accelpatch.kernels.ops import gemv, int8_linear, tiled_int4_linear
 from accelpatch.modules import weight_only
 from accelpatch.modules.replacement import copy_with_parts
@@ -117,7 +117,7 @@ def test_sizes_out_of_range_and_a_missing_compiler(monkeypatch: pytest.MonkeyPat
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Modules that are not packed for a CPU hold what they would hold on a GPU."""
-    monkeypatch.setattr(weight_only, "tiles_for", lambda weight, dtype, device: int4_tiles.tile(*weight))
+    monkeypatch.setattr(weight_only, "tiles_for", lambda weight, dtype, device: Tiles.pack(*weight))
 
 
 def module(offset: str, k: int = 192) -> tuple[Int4WeightOnlyLinear, tuple[torch.Tensor | None, ...]]:
@@ -157,7 +157,7 @@ def test_a_module_holds_tiles_and_gives_the_canonical_weight(offset: str) -> Non
 
 
 def test_a_module_that_moves_leaves_its_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_only, "tiles_for", lambda weight, dtype, device: int4_tiles.tile(*weight))
+    monkeypatch.setattr(weight_only, "tiles_for", lambda weight, dtype, device: Tiles.pack(*weight))
     tiled, canonical = module("minimum")
     monkeypatch.setattr(weight_only, "tiles_for", lambda weight, dtype, device: None)
     moved = tiled.to("meta")

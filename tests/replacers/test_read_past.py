@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import accelpatch
 from accelpatch.kernels.cpu import native_library
-from accelpatch.kernels.layouts import int4_tiles
+from accelpatch.kernels.layouts.int4_tiles import Tiles
 from accelpatch.modules import weight_only
 from accelpatch.runtime.graphs import captured_graph
 from accelpatch.runtime.graphs.captured_graph import EagerGraph
@@ -34,7 +34,7 @@ def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if request.param == "gpu":
         monkeypatch.setitem(captured_graph.GRAPHS, "cpu", EagerGraph)  # type: ignore[arg-type]
         monkeypatch.setattr(native_library, "why_not", lambda device: "not in this test")
-        monkeypatch.setattr(weight_only, "tiles_for", lambda weight, dtype, device: int4_tiles.tile(*weight))
+        monkeypatch.setattr(weight_only, "tiles_for", lambda weight, dtype, device: Tiles.pack(*weight))
     return str(request.param)
 
 

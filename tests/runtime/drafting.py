@@ -13,7 +13,7 @@ from torch import Tensor
 
 import accelpatch
 from accelpatch.kernels.cpu import native_library
-from accelpatch.kernels.layouts import int4_tiles
+from accelpatch.kernels.layouts.int4_tiles import Tiles
 from accelpatch.kernels.ops import fused_linear
 from accelpatch.modules import weight_only
 from accelpatch.recipe.recipe import parse
@@ -41,7 +41,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setitem(captured_graph.GRAPHS, "cpu", EagerGraph)  # type: ignore[arg-type]
     monkeypatch.setattr(native_library, "why_not", lambda device: "not in this test")
-    monkeypatch.setattr(weight_only, "tiles_for", lambda weight, dtype, device: int4_tiles.tile(*weight))
+    monkeypatch.setattr(weight_only, "tiles_for", lambda weight, dtype, device: Tiles.pack(*weight))
     monkeypatch.setattr(fused_linear.FusedLinear, "_by_operations", row_by_row)
 
 

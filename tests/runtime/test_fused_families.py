@@ -16,7 +16,7 @@ import accelpatch
 from accelpatch.fusion import fused_layer, fused_weights
 from accelpatch.fusion.fused_layer import FUSED, fused_model
 from accelpatch.kernels.cpu import native_library
-from accelpatch.kernels.layouts import int4_tiles
+from accelpatch.kernels.layouts.int4_tiles import Tiles
 from accelpatch.modules import weight_only
 from accelpatch.recipe.recipe import parse
 from accelpatch.runtime.generation.patched_model import RUNTIME
@@ -56,7 +56,7 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
 def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(captured_graph.GRAPHS, "cpu", EagerGraph)  # type: ignore[arg-type]
     monkeypatch.setattr(native_library, "why_not", lambda device: "not in this test")
-    monkeypatch.setattr(weight_only, "tiles_for", lambda weight, dtype, device: int4_tiles.tile(*weight))
+    monkeypatch.setattr(weight_only, "tiles_for", lambda weight, dtype, device: Tiles.pack(*weight))
 
 
 def patched(form: str, recipe: str = "exact") -> Any:

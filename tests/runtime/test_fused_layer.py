@@ -19,7 +19,7 @@ from accelpatch.fusion import fused_layer
 from accelpatch.fusion.cannot_fuse import CannotFuse
 from accelpatch.fusion.fused_layer import FUSED, fused_model
 from accelpatch.kernels.cpu import native_library
-from accelpatch.kernels.layouts import int4_tiles
+from accelpatch.kernels.layouts.int4_tiles import Tiles
 from accelpatch.modules import weight_only
 from accelpatch.recipe.recipe import parse
 from accelpatch.runtime.generation.patched_model import RUNTIME
@@ -46,7 +46,7 @@ def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are captured, int8 weights stay canonical and 4-bit ones lie in tiles."""
 
     def tiles(weight: Any, dtype: torch.dtype, device: torch.device) -> Any:
-        return int4_tiles.tile(*weight)
+        return Tiles.pack(*weight)
 
     monkeypatch.setitem(captured_graph.GRAPHS, "cpu", EagerGraph)  # type: ignore[arg-type]
     monkeypatch.setattr(native_library, "why_not", lambda device: "not in this test")

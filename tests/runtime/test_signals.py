@@ -15,9 +15,9 @@ from accelpatch.fusion.signals import consumed_by_attention, consumed_by_down, w
 from accelpatch.kernels.cpu import native_library
 from accelpatch.kernels.hip import binding
 from accelpatch.kernels.hip.binding import SENTINEL, Signal
-from accelpatch.kernels.layouts.int4_tiles import pair, tile
-from accelpatch.kernels.layouts.layout import Weight
-from accelpatch.kernels.layouts.plain import Plain
+from accelpatch.kernels.layouts.int4_tiles import Tiles
+from accelpatch.kernels.layouts.layout import WeightArguments
+from accelpatch.kernels.layouts.row_major import Plain
 from accelpatch.kernels.ops.attention_shape import AttentionShape
 from accelpatch.kernels.ops.fused_linear import FusedLinear, FusedNorm
 from accelpatch.quant import int4
@@ -54,9 +54,9 @@ def test_down_waits_for_all_but_the_last_of_its_parts(middle: int, columns: int)
 
 def test_down_does_not_wait_where_the_gate_is_a_launch_of_its_own() -> None:
     assert consumed_by_down(product(2 * 5000, 8), product(8, 5000), "gelu") == 0
-    weight = tile(*int4.quantize(torch.randn(2 * 4608, 32), group_size=32))
+    weight = Tiles.pack(*int4.quantize(torch.randn(2 * 4608, 32), group_size=32))
     assert consumed_by_down(FusedLinear(weight), product(8, 4608), "silu") == 0
-    assert consumed_by_down(FusedLinear(pair(weight)), product(8, 4608), "silu") == 4096
+    assert consumed_by_down(FusedLinear(weight.pair()), product(8, 4608), "silu") == 4096
 
 
 def layer(middle: int) -> FusedLayer:
@@ -89,7 +89,7 @@ def test_a_lone_row_is_made_where_its_reader_looks_for_what_is_blank(rows: int) 
     words, made = torch.full((48,), SENTINEL, dtype=torch.int16), []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(binding, "_start", lambda weight, args, x: made.append(args.y))
-        weight = Weight("gemv", 48, 16, torch.zeros(48, 16, dtype=torch.bfloat16))
+        weight = WeightArguments("gemv", 48, 16, torch.zeros(48, 16, dtype=torch.bfloat16))
         signal = Signal(torch.zeros(2, dtype=torch.int32), 32, words)
         y = binding.launch(weight, torch.zeros(1, rows, 16, dtype=torch.bfloat16), producer=signal)
     assert y.shape == (1, rows, 48)

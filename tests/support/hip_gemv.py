@@ -13,6 +13,7 @@ from torch import Tensor
 
 from accelpatch.kernels.hip import binding
 from accelpatch.kernels.layouts import compact_tiles, tiling
+from accelpatch.kernels.layouts.compact_tiles import CompactTiles
 from accelpatch.quant import fp8, int4, int8
 
 
@@ -114,7 +115,9 @@ def pack(w: Tensor, name: str, *, dtype: torch.dtype, interleaved: bool = False,
     if name == "compact":
         held = w.to(torch.bfloat16)
         tiles = (
-            compact_tiles.pair(*map(compact_tiles.encode, held.chunk(2))) if interleaved else compact_tiles.encode(held)
+            CompactTiles.pack(held.chunk(2)[0]).pair(CompactTiles.pack(held.chunk(2)[1]))
+            if interleaved
+            else CompactTiles.pack(held)
         )
         fours, meaning = tiles.outliers.shape[2] // compact_tiles.FOUR, held.double() if dense else None
         return Packed(form, n, k, tiles.w, tiles.scale, tiles.outliers, meaning, fours, interleaved)

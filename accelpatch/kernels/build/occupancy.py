@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from accelpatch.device import ARCHS, KIB
+from accelpatch.errors import KernelError
 
 
 @dataclass(frozen=True)
@@ -34,9 +35,11 @@ class Resources:
 def waves(arch: str, used: Resources, shared: int | None = None) -> int:
     """Waves per SIMD (NVIDIA: warps per scheduler). shared: bytes per block in place of the static ones.
 
-    0 where not even one block fits. Raises KeyError for an arch that is not in `device.ARCHS`.
+    0 where not even one block fits. Raises KernelError for an arch whose registers are not known here.
     """
-    unit = ARCHS[arch]
+    unit = ARCHS.get(arch)
+    if unit is None or (unit.vendor == "amd" and unit.matrix != "mfma"):
+        raise KernelError(f"the occupancy of {arch} is not known: it is for CDNA 2 to 4 and NVIDIA GPUs")
     block = max(1, -(-used.threads // unit.wave_size))
     room = used.shared if shared is None else shared
     if unit.vendor == "amd":

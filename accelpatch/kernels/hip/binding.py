@@ -18,7 +18,7 @@ from accelpatch.device import Device, probe
 from accelpatch.errors import KernelError
 from accelpatch.kernels.build import libraries
 from accelpatch.kernels.dispatch import Spec
-from accelpatch.kernels.layouts.layout import Weight
+from accelpatch.kernels.layouts.layout import WeightArguments
 from accelpatch.kernels.triton.launch import on
 
 #: rows of x up to which a launch reads the weights (8 rows each time); more of them go to torch's product
@@ -149,7 +149,7 @@ def prefetchable() -> bool:
 
 
 def launch(
-    weight: Weight,
+    weight: WeightArguments,
     x: Tensor,
     *,
     bias: Tensor | None = None,
@@ -189,7 +189,7 @@ def launch(
     return y
 
 
-def unpack(weight: Weight, unpacked: Tensor, *, interleaved: bool) -> None:
+def unpack(weight: WeightArguments, unpacked: Tensor, *, interleaved: bool) -> None:
     """Unpack a compact weight into whole[N, K] bfloat16, contiguous. paired: rows are interleaved; gates go first."""
     args = GemvArgs(
         w=weight.w.data_ptr(), scale=_address(weight.scale), offset=_address(weight.offset), y=unpacked.data_ptr(),
@@ -211,7 +211,7 @@ def _made(x: Tensor, n: int, producer: Signal | None) -> Tensor:
     return producer.words.view(x.dtype).view(shape)
 
 
-def _start(weight: Weight, args: GemvArgs, x: Tensor) -> None:
+def _start(weight: WeightArguments, args: GemvArgs, x: Tensor) -> None:
     name = f"accelpatch_{weight.function}"
     form = () if weight.form is None else (weight.form,)
     with on(x):

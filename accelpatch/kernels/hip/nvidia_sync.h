@@ -41,14 +41,7 @@ DEVICE void store_relaxed16(void* into, const Words4& v) {
     asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(into), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
         : "memory");
 }
-DEVICE Words4 load_relaxed16(const void* source) {
-    Words4 v;
-    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];"
-        : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-        : "l"(source)
-        : "memory");
-    return v;
-}
+DEVICE Words4 load_relaxed16(const void* source) { return load_activation16(source); }
 // Between two looks for what another block of the launch stores. Looking in vain for many seconds ends in an error.
 DEVICE void spin(int& looks) {
     if (++looks == 1 << 24) asm volatile("trap;");

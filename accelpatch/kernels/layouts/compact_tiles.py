@@ -19,7 +19,7 @@ from torch import Tensor
 
 from accelpatch.errors import KernelError
 from accelpatch.kernels.layouts.exponent_windows import WINDOW, outside_of, windows
-from accelpatch.kernels.layouts.layout import Weight, concatenated_tiles, nbytes_of
+from accelpatch.kernels.layouts.layout import WeightArguments, concatenated_tiles, nbytes_of, why_not_concat_tiles
 from accelpatch.kernels.layouts.tiling import TILE_ROWS
 
 STEP, STEP_BYTES = 64, 1536  # values of K per tile, and bytes per tile
@@ -69,39 +69,94 @@ class CompactTiles(NamedTuple):
 
     @classmethod
     def pack(cls, weight: Tensor) -> CompactTiles:
-        """As `encode`."""
-        return encode(weight)
+        """From weight[N, K] bfloat16. Raises KernelError for too many outliers in a row or values that do not fit."""
+        n, k = weight.shape
+        if reason := unfit(k, weight.dtype) or ("it has no rows" if n < 1 else None):
+            raise KernelError(reason)
+        rows = max(TILE_ROWS, BLOCK // k // TILE_ROWS * TILE_ROWS)
+        blocks = [_of_rows(_padded_tiles(block)) for block in weight.detach().split(rows)]
+        width = max(outliers.shape[1] for _, _, outliers in blocks)
+        return cls(
+            torch.cat([w for w, _, _ in blocks]),
+            torch.cat([scale for _, scale, _ in blocks]).view(-1, TILE_ROWS),
+            torch.cat([_widened(outliers, width) for _, _, outliers in blocks]).view(-1, TILE_ROWS, width),
+            n,
+            k,
+        )
 
     def unpack(self) -> Tensor:
-        """As `decode`."""
-        return decode(self)
+        """weight[N, K] bfloat16; the inverse of `pack`."""
+        w, scale, outliers, n, k, _ = self.alone()
+        steps = w.shape[1]
+        first, second, third, fourth = w[..., :PLAIN_BYTES].reshape(-1, steps, 2, 8, 4, 4, 4).unbind(-1)
+        order = [first & 127 | second & 128, third & 127 | fourth & 128, second & 127 | first & 128]
+        plain = torch.stack([*order, fourth & 127 | third & 128], -1)
+        beside = w[..., PLAIN_BYTES:].reshape(-1, steps, 8, 4, 2, 8).permute(0, 1, 4, 2, 3, 5)
+        words = beside.contiguous().view(torch.int32)
+        last = [(words & 7) << 1 | words >> 31 & 1, words >> 15 & 15]
+        codes = torch.stack([*(words >> shift & 15 for shift in SHIFTS), *last], -1)
+
+        def rows(values: Tensor) -> Tensor:
+            return values.movedim(1, 3).reshape(-1, steps * STEP)[:n, :k]
+
+        held = scale.to(torch.float32).flatten()[:n].unsqueeze(1)  # scale is float64 within a float64 reference
+        low = (held.view(torch.int32) >> 23) - (WINDOW - 1)  # the exponent of a power of two
+        kept = rows(plain).to(torch.int32)
+        sign, rest = (kept & 0x80) << 8, (rows(codes.flatten(4)) + low) << 7 | kept & 0x7F
+        bits = torch.where(held == 0, sign, sign | rest).to(torch.int16)
+        row, place = (outliers.flatten(0, 1)[:n] != NONE).nonzero(as_tuple=True)
+        found = outliers.flatten(0, 1)[row, place]
+        bits[row, found & 0xFFFF] = (found >> 16).to(torch.int16)
+        return bits.view(torch.bfloat16)
 
     def arguments(self) -> tuple[Any, ...]:
         """What `compact_linear` takes between x and the bias."""
         return tuple(self)
 
-    def launch(self) -> Weight:
+    def launch(self) -> WeightArguments:
         """The arguments of a launch of gemv_compact or unpack_compact."""
         w, scale, outliers = self.w.contiguous(), self.scale.contiguous(), self.outliers.contiguous()
         prefetchable = w is self.w and scale is self.scale and outliers is self.outliers
         fours = outliers.shape[2] // FOUR
-        return Weight(
+        return WeightArguments(
             "gemv_compact", self.rows, self.k, w, None, scale, outliers, group_shift=fours, prefetchable=prefetchable
         )
 
     def alone(self) -> CompactTiles:
-        """As the function `alone`."""
-        return alone(self)
+        """The same rows in tiles of their own; a copy where they were interleaved with others."""
+        if self.part == "all":
+            return self
 
-    @staticmethod
-    def pair(gate: CompactTiles, up: CompactTiles | None = None) -> CompactTiles:
-        """As the function `pair`."""
-        return pair(gate, up)
+        def own(table: Tensor) -> Tensor:
+            gate, up = _eights(table).unbind(1)
+            rows = {"gate": gate, "up": up}.get(self.part)
+            return _of_eights((torch.cat([gate, up]) if rows is None else rows).unflatten(0, (-1, 2)))
+
+        return CompactTiles(own(self.w), own(self.scale), own(self.outliers), self.n, self.k)
+
+    def pair(self, up: CompactTiles | None = None) -> CompactTiles:
+        """Interleave this gate and `up`, of 16 N rows each, to "both"; without `up`, it holds both in 32 N rows."""
+        parts = self.alike([one.alone() for one in (self, up) if one is not None])
+
+        def interleaved(tables: list[Tensor]) -> Tensor:
+            held = [_eights(one).flatten(0, 1) for one in tables]
+            gate, up = held if len(held) == 2 else held[0].chunk(2)
+            return _of_eights(torch.stack([gate, up], 1))
+
+        w, scale = interleaved([one.w for one in parts]), interleaved([one.scale for one in parts])
+        outliers = interleaved([one.outliers for one in parts])
+        return CompactTiles(w, scale, outliers, sum(one.n for one in parts), self.k, "both")
 
     @staticmethod
     def alike(parts: list[CompactTiles]) -> list[CompactTiles]:
-        """As the function `alike`."""
-        return alike(parts)
+        """The same tiles, all with the same number of outlier entries per row."""
+        width = max(one.outliers.shape[2] for one in parts)
+        return [one._replace(outliers=_widened(one.outliers, width)) for one in parts]
+
+    @staticmethod
+    def why_not_concat(parts: Sequence[Any]) -> str | None:
+        """As of all tiles."""
+        return why_not_concat_tiles(parts)
 
     @classmethod
     def concat(cls, parts: Sequence[CompactTiles]) -> CompactTiles:
@@ -119,23 +174,6 @@ def unfit(k: int, dtype: torch.dtype) -> str | None:
 def allowed(k: int) -> int:
     """Maximum number of outliers per row of K values."""
     return max(FOUR, k // VALUES_PER_OUTLIER)
-
-
-def encode(weight: Tensor) -> CompactTiles:
-    """Pack weight[N, K] bfloat16. Raises KernelError where a row has too many outliers or values that do not fit."""
-    n, k = weight.shape
-    if reason := unfit(k, weight.dtype) or ("it has no rows" if n < 1 else None):
-        raise KernelError(reason)
-    rows = max(TILE_ROWS, BLOCK // k // TILE_ROWS * TILE_ROWS)
-    blocks = [_of_rows(_padded_tiles(block)) for block in weight.detach().split(rows)]
-    width = max(outliers.shape[1] for _, _, outliers in blocks)
-    return CompactTiles(
-        torch.cat([w for w, _, _ in blocks]),
-        torch.cat([scale for _, scale, _ in blocks]).view(-1, TILE_ROWS),
-        torch.cat([_widened(outliers, width) for _, _, outliers in blocks]).view(-1, TILE_ROWS, width),
-        n,
-        k,
-    )
 
 
 def _padded_tiles(rows: Tensor) -> Tensor:
@@ -198,66 +236,6 @@ def _tiles(codes: Tensor, plain: Tensor) -> Tensor:
         exponents = exponents | one << shift
     beside = exponents.view(torch.uint8).permute(0, 1, 3, 4, 2, 5)  # tile, step, r, t, half, 8 bytes
     return torch.cat([words.flatten(2), beside.flatten(2)], -1)
-
-
-def decode(tiles: CompactTiles) -> Tensor:
-    """Unpack to weight[N, K] bfloat16; the inverse of `encode`."""
-    w, scale, outliers, n, k, _ = alone(tiles)
-    steps = w.shape[1]
-    first, second, third, fourth = w[..., :PLAIN_BYTES].reshape(-1, steps, 2, 8, 4, 4, 4).unbind(-1)
-    order = [first & 127 | second & 128, third & 127 | fourth & 128, second & 127 | first & 128]
-    plain = torch.stack([*order, fourth & 127 | third & 128], -1)
-    beside = w[..., PLAIN_BYTES:].reshape(-1, steps, 8, 4, 2, 8).permute(0, 1, 4, 2, 3, 5)
-    words = beside.contiguous().view(torch.int32)
-    last = [(words & 7) << 1 | words >> 31 & 1, words >> 15 & 15]
-    codes = torch.stack([*(words >> shift & 15 for shift in SHIFTS), *last], -1)
-
-    def rows(values: Tensor) -> Tensor:
-        return values.movedim(1, 3).reshape(-1, steps * STEP)[:n, :k]
-
-    held = scale.to(torch.float32).flatten()[:n].unsqueeze(1)  # scale is float64 within a float64 reference
-    low = (held.view(torch.int32) >> 23) - (WINDOW - 1)  # the exponent of a power of two
-    kept = rows(plain).to(torch.int32)
-    sign, rest = (kept & 0x80) << 8, (rows(codes.flatten(4)) + low) << 7 | kept & 0x7F
-    bits = torch.where(held == 0, sign, sign | rest).to(torch.int16)
-    row, place = (outliers.flatten(0, 1)[:n] != NONE).nonzero(as_tuple=True)
-    found = outliers.flatten(0, 1)[row, place]
-    bits[row, found & 0xFFFF] = (found >> 16).to(torch.int16)
-    return bits.view(torch.bfloat16)
-
-
-def alike(parts: list[CompactTiles]) -> list[CompactTiles]:
-    """The same tiles, all with the same number of outlier entries per row."""
-    width = max(one.outliers.shape[2] for one in parts)
-    return [one._replace(outliers=_widened(one.outliers, width)) for one in parts]
-
-
-def pair(gate: CompactTiles, up: CompactTiles | None = None) -> CompactTiles:
-    """Interleave gate and up, of 16 N rows each, to part "both"; without `up`, `gate` holds both in 32 N rows."""
-    parts = alike([alone(one) for one in (gate, up) if one is not None])
-
-    def interleaved(tables: list[Tensor]) -> Tensor:
-        held = [_eights(one).flatten(0, 1) for one in tables]
-        gate, up = held if len(held) == 2 else held[0].chunk(2)
-        return _of_eights(torch.stack([gate, up], 1))
-
-    w, scale = interleaved([one.w for one in parts]), interleaved([one.scale for one in parts])
-    outliers = interleaved([one.outliers for one in parts])
-    return CompactTiles(w, scale, outliers, sum(one.n for one in parts), gate.k, "both")
-
-
-def alone(tiles: CompactTiles) -> CompactTiles:
-    """The same rows in tiles of their own; a copy where they were interleaved with others."""
-    if tiles.part == "all":
-        return tiles
-
-    def own(table: Tensor) -> Tensor:
-        gate, up = _eights(table).unbind(1)
-        rows = {"gate": gate, "up": up}.get(tiles.part)
-        return _of_eights((torch.cat([gate, up]) if rows is None else rows).unflatten(0, (-1, 2)))
-
-    w, scale, outliers = (own(table) for table in tiles[:3])
-    return CompactTiles(w, scale, outliers, tiles.n, tiles.k)
 
 
 def _eights(table: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from accelpatch.kernels.dispatch import require
 from accelpatch.kernels.layouts import tiling
-from accelpatch.kernels.layouts.layout import Weight, concatenated_tiles, nbytes_of
+from accelpatch.kernels.layouts.layout import WeightArguments, concatenated_tiles, nbytes_of, why_not_concat_tiles
 from accelpatch.kernels.layouts.tiling import TILE_ROWS, TILE_VALUES
 from accelpatch.kernels.ops import linear
 
@@ -64,38 +64,67 @@ class Tiles(NamedTuple):
 
     @classmethod
     def pack(cls, q: Tensor, scale: Tensor, offset: Tensor | None = None) -> Tiles:
-        """As `tile`."""
-        return tile(q, scale, offset)
+        """From canonical tensors. Raises KernelError for groups, scales or offsets that tiles cannot hold."""
+        n, k = q.shape[0], 2 * q.shape[1]
+        group = linear.check_scale("tiles", n, k, scale, offset)
+        reason = unfit(k, group, scale.dtype)
+        require(reason is None, "tiles", str(reason))
+        require(exact(offset, scale.dtype), "tiles", f"an offset is no number of {scale.dtype}")
+        beside = None if offset is None else offset.to(scale.dtype)
+        scales, offsets = _table(scale, k, group), None if beside is None else _table(beside, k, group)
+        return cls(tiling.tile_int4(q), scales, offsets, n, k, group, kind_of(offset))
 
     def unpack(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """As `untile`."""
-        return untile(self)
+        """q, scale and offset (zero points as int32); the inverse of `pack`."""
+        w, scale, offset, n, k, group, kind, _ = self.alone()
+        scales = tiling.untile_scales(scale, n, k // group)
+        beside = None if offset is None else tiling.untile_scales(offset, n, k // group)
+        if beside is not None and kind == "zero_point":
+            beside = beside.to(torch.int32)
+        return tiling.untile_int4(w, n, k), scales, beside
 
     def arguments(self) -> tuple[Any, ...]:
         """What `tiled_int4_linear` takes between x and the bias."""
         return tuple(self)
 
-    def launch(self, function: str = "gemv_int4") -> Weight:
+    def launch(self, function: str = "gemv_int4") -> WeightArguments:
         """The arguments of a launch of gemv_int4 or int4_gemm."""
         form, shift = ONE_GROUP if self.group == self.k else self.group, places(self.k, self.group)["group_shift"]
         held = (self.w.contiguous(), form, self.scale.contiguous())
         beside = None if self.offset is None else self.offset.contiguous()
         prefetchable = held[0] is self.w and held[2] is self.scale and beside is self.offset
-        return Weight(function, self.rows, self.k, *held, beside, self.kind, shift, prefetchable)
+        return WeightArguments(function, self.rows, self.k, *held, beside, self.kind, shift, prefetchable)
 
     def alone(self) -> Tiles:
-        """As the function `alone`."""
-        return alone(self)
+        """The same rows in tiles of their own; a copy where they were interleaved with others."""
 
-    @staticmethod
-    def pair(gate: Tiles, up: Tiles | None = None) -> Tiles:
-        """As the function `pair`."""
-        return pair(gate, up)
+        def own(table: Tensor) -> Tensor:
+            gate, up = _eights(table).unbind(1)
+            rows = {"gate": gate, "up": up}.get(self.part)
+            return _of_eights((torch.cat([gate, up]) if rows is None else rows).unflatten(0, (-1, 2)))
+
+        if self.part == "all":
+            return self
+        offset = None if self.offset is None else own(self.offset)
+        return self._replace(w=own(self.w), scale=own(self.scale), offset=offset, part="all")
+
+    def pair(self, up: Tiles | None = None) -> Tiles:
+        """Interleave this gate and `up`, of 16 N rows each, to "both"; without `up`, it holds both in 32 N rows."""
+        parts = [one.alone() for one in (self, up) if one is not None]
+        w, scale = _interleaved([one.w for one in parts]), _interleaved([one.scale for one in parts])
+        offsets = [one.offset for one in parts if one.offset is not None]
+        offset = _interleaved(offsets) if offsets else None
+        return parts[0]._replace(w=w, scale=scale, offset=offset, n=sum(one.n for one in parts), part="both")
 
     @staticmethod
     def alike(parts: list[Tiles]) -> list[Tiles]:
-        """Tiles of one kind have tensors of one form already."""
+        """The same tiles, with tensors that can be concatenated: those of one format can."""
         return parts
+
+    @staticmethod
+    def why_not_concat(parts: Sequence[Any]) -> str | None:
+        """As of all tiles."""
+        return why_not_concat_tiles(parts)
 
     @classmethod
     def concat(cls, parts: Sequence[Tiles]) -> Tiles:
@@ -104,22 +133,10 @@ class Tiles(NamedTuple):
 
 
 def places(k: int, group: int) -> dict[str, int]:
-    """Arguments for layout.tile_scales: steps of K, groups per step, log2 of the steps that share a set of scales."""
+    """Arguments for tiling.tile_scales: steps of K, groups per step, log2 of the steps that share a set of scales."""
     steps, whole = -(-k // TILE_VALUES), group == k
     shift = NO_SHIFT_LEFT if whole else max(group // TILE_VALUES, 1).bit_length() - 1
     return {"steps": steps, "groups": 1 if whole else max(TILE_VALUES // group, 1), "group_shift": shift}
-
-
-def tile(q: Tensor, scale: Tensor, offset: Tensor | None) -> Tiles:
-    """Pack canonical tensors. Raises KernelError for groups, scales or offsets that tiles cannot hold."""
-    n, k = q.shape[0], 2 * q.shape[1]
-    group = linear.check_scale("tiles", n, k, scale, offset)
-    reason = unfit(k, group, scale.dtype)
-    require(reason is None, "tiles", str(reason))
-    require(exact(offset, scale.dtype), "tiles", f"an offset is no number of {scale.dtype}")
-    beside = None if offset is None else offset.to(scale.dtype)
-    scales, offsets = _table(scale, k, group), None if beside is None else _table(beside, k, group)
-    return Tiles(tiling.tile_int4(q), scales, offsets, n, k, group, kind_of(offset))
 
 
 def exact(offset: Tensor | None, dtype: torch.dtype) -> bool:
@@ -137,43 +154,10 @@ def kind_of(offset: Tensor | None) -> str:
     return "none" if offset is None else "minimum" if offset.is_floating_point() else "zero_point"
 
 
-def untile(tiles: Tiles) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Restore q, scale and offset (zero points as int32); the inverse of `tile`."""
-    w, scale, offset, n, k, group, kind, _ = alone(tiles)
-    scales = tiling.untile_scales(scale, n, k // group)
-    beside = None if offset is None else tiling.untile_scales(offset, n, k // group)
-    if beside is not None and kind == "zero_point":
-        beside = beside.to(torch.int32)
-    return tiling.untile_int4(w, n, k), scales, beside
-
-
-def pair(gate: Tiles, up: Tiles | None = None) -> Tiles:
-    """Interleave gate and up, of 16 N rows each, to part "both"; without `up`, `gate` holds both in 32 N rows."""
-    parts = [alone(one) for one in (gate, up) if one is not None]
-    w, scale = _interleaved([one.w for one in parts]), _interleaved([one.scale for one in parts])
-    offsets = [one.offset for one in parts if one.offset is not None]
-    offset = _interleaved(offsets) if offsets else None
-    return parts[0]._replace(w=w, scale=scale, offset=offset, n=sum(one.n for one in parts), part="both")
-
-
 def _interleaved(parts: list[Tensor]) -> Tensor:
     held = [_eights(one).flatten(0, 1) for one in parts]
     gate, up = held if len(held) == 2 else held[0].chunk(2)
     return _of_eights(torch.stack([gate, up], 1))
-
-
-def alone(tiles: Tiles) -> Tiles:
-    """The same rows in tiles of their own; a copy where they were interleaved with others."""
-
-    def own(table: Tensor) -> Tensor:
-        gate, up = _eights(table).unbind(1)
-        rows = {"gate": gate, "up": up}.get(tiles.part)
-        return _of_eights((torch.cat([gate, up]) if rows is None else rows).unflatten(0, (-1, 2)))
-
-    if tiles.part == "all":
-        return tiles
-    offset = None if tiles.offset is None else own(tiles.offset)
-    return tiles._replace(w=own(tiles.w), scale=own(tiles.scale), offset=offset, part="all")
 
 
 def _eights(table: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """What every weight layout offers: one class in a file of this folder, and one row of `ops.by_layout.LINEARS`.
 
-A layout's class is a tuple: its tensors, then its sizes, in the order in which its operation takes them after x.
+`arguments()` are what the layout's operation takes between x and the bias.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ L = TypeVar("L")
 
 
 @dataclass(frozen=True)
-class Weight:
-    """Launch arguments: a weight w[n, k] in the format of a function of the device library.
+class WeightArguments:
+    """What a launch says of a weight w[n, k] in the format of a function of the device library.
 
     function: gemv, gemv_int8, gemv_int4, gemv_fp8, gemv_compact or int4_gemm. form: its format argument, None where it
     takes none. scale, offset: float32 per row; or 16-bit tiles (tiling.py), one per 2 ** group_shift K steps; or scale
@@ -41,7 +41,7 @@ class Weight:
 
 class Layout(Protocol):
     """A weight[n, k] as it lies in memory. w: its main tensor. part: "all"; or "both", "gate" or "up" of interleaved
-    rows (see int4_tiles.py)."""
+    rows (see int4_tiles.py). tiled: whether rows lie in tiles, where a gate needs them interleaved."""
 
     @property
     def w(self) -> Tensor: ...
@@ -56,8 +56,7 @@ class Layout(Protocol):
     def part(self) -> str: ...
 
     @property
-    def tiled(self) -> bool:
-        """Whether rows lie in tiles, where a gate needs them interleaved."""
+    def tiled(self) -> bool: ...
 
     @property
     def format(self) -> tuple[Any, ...]:
@@ -70,18 +69,19 @@ class Layout(Protocol):
     def arguments(self) -> tuple[Any, ...]:
         """What the layout's operation takes between x and the bias."""
 
-    def launch(self) -> Weight:
+    def launch(self) -> WeightArguments:
         """The arguments of a launch of the device library."""
 
     def unpack(self) -> Any:
-        """The tensors that `pack` took."""
+        """What `pack` took."""
+
+    @staticmethod
+    def why_not_concat(parts: Sequence[Any]) -> str | None:
+        """Why weights of one format cannot be concatenated; None where they can."""
 
     @classmethod
     def concat(cls: type[L], parts: Sequence[L]) -> L:
-        """Weights of one format as one, row after row; the parts' tensors become views of it.
-
-        Raises ValueError with the reason where the layout cannot.
-        """
+        """Weights of one format as one, row after row; the parts' tensors become views of it."""
 
 
 def nbytes_of(tensors: Sequence[Any]) -> int:
@@ -101,10 +101,14 @@ def concatenated(parts: Sequence[Tensor]) -> Tensor:
     return joined
 
 
+def why_not_concat_tiles(parts: Sequence[Any]) -> str | None:
+    """Why tiles cannot be concatenated: not all of them are full. None where they can."""
+    full = all(one.n % TILE_ROWS == 0 for one in parts)
+    return None if full else f"the number of rows in tiles is not a multiple of {TILE_ROWS}"
+
+
 def concatenated_tiles(parts: Sequence[Any]) -> dict[str, Any]:
-    """The tensors of tiles, and n, for the rows of all parts, row after row. ValueError where tiles are not full."""
-    if any(one.n % TILE_ROWS for one in parts):
-        raise ValueError(f"the number of rows in tiles is not a multiple of {TILE_ROWS}")
+    """The tensors of tiles, and n, for the rows of all parts, row after row."""
     names = [name for name, value in parts[0]._asdict().items() if isinstance(value, Tensor)]
     tensors = {name: concatenated([getattr(one, name) for one in parts]) for name in names}
     return {**tensors, "n": sum(one.n for one in parts)}

@@ -11,18 +11,9 @@ from torch import Tensor
 from accelpatch.device import probe
 from accelpatch.kernels.layouts.compact_tiles import CompactTiles
 from accelpatch.kernels.layouts.int4_tiles import Tiles
-from accelpatch.kernels.layouts.plain import Plain
-from accelpatch.kernels.layouts.scaled_rows import ScaledRows
-from accelpatch.kernels.ops import compact_linear, gemv, int8_linear, tiled_int4_linear
+from accelpatch.kernels.layouts.row_major import Fp8Rows, Int8Rows, Plain
+from accelpatch.kernels.ops import compact_linear, fp8_linear, gemv, int8_linear, tiled_int4_linear
 from accelpatch.kernels.triton import launch
-
-
-def _no_gate(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor | None:
-    return None
-
-
-def _written_out(weight: Any, bias: Tensor | None) -> Callable[[Tensor], Tensor] | None:
-    return None
 
 
 @dataclass(frozen=True)
@@ -31,14 +22,14 @@ class LinearOf:
 
     operation: torch's custom op. by_hip: its implementation on a GPU, which bypasses torch's dispatcher; both take x,
     the layout's `arguments()` and the bias. gated: silu(first half of the columns) * second half in one launch on a
-    GPU, None where that is not possible for this x. many: a function of x for more rows than `binding.MAX_ROWS`, made
-    once, or None.
+    GPU; it returns None where that is not possible for this x. many: makes a function of x for more rows than
+    `binding.MAX_ROWS`, once a weight, or returns None.
     """
 
     operation: Callable[..., Any]
     by_hip: Callable[..., Any]
-    gated: Callable[[Tensor, Any, Tensor | None], Tensor | None] = _no_gate
-    many: Callable[[Any, Tensor | None], Callable[[Tensor], Tensor] | None] = _written_out
+    gated: Callable[[Tensor, Any, Tensor | None], Tensor | None] | None = None
+    many: Callable[[Any, Tensor | None], Callable[[Tensor], Tensor] | None] | None = None
 
 
 def _gated_plain(x: Tensor, weight: Plain, bias: Tensor | None) -> Tensor | None:
@@ -60,7 +51,8 @@ def _many_tiles(weight: Tiles, bias: Tensor | None) -> Callable[[Tensor], Tensor
 
 LINEARS: Mapping[type, LinearOf] = {
     Plain: LinearOf(gemv.gemv, gemv.by_hip, _gated_plain),
-    ScaledRows: LinearOf(int8_linear.int8_linear, int8_linear.by_hip),
+    Int8Rows: LinearOf(int8_linear.int8_linear, int8_linear.by_hip),
+    Fp8Rows: LinearOf(fp8_linear.fp8_linear, fp8_linear.by_hip),
     Tiles: LinearOf(tiled_int4_linear.tiled_int4_linear, tiled_int4_linear.by_hip, _gated_tiles, _many_tiles),
     CompactTiles: LinearOf(compact_linear.compact_linear, compact_linear.by_hip),
 }

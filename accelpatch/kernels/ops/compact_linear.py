@@ -32,7 +32,7 @@ MAX_TILED_ROWS = 24  # up to this many rows of x the GEMV kernels run, 8 rows pe
 def dense(dtype: torch.dtype, *args: Any) -> tuple[Tensor, Tensor | None]:
     """The unpacked weight and the bias in `dtype`."""
     *tiles, bias = args
-    return compact_tiles.decode(CompactTiles(*tiles)).to(dtype), None if bias is None else bias.to(dtype)
+    return CompactTiles(*tiles).unpack().to(dtype), None if bias is None else bias.to(dtype)
 
 
 def reference(x: Tensor, *args: Any) -> Tensor:
@@ -43,7 +43,7 @@ def reference(x: Tensor, *args: Any) -> Tensor:
 def blocks(*args: Any) -> Iterator[tuple[Tensor, Tensor | None]]:
     """The weight and the bias in float64, in blocks of rows."""
     *rest, bias = args
-    tiles = compact_tiles.alone(CompactTiles(*rest))
+    tiles = CompactTiles(*rest).alone()
     step = max(1, CHECKED // (TILE_ROWS * tiles.k))
     for start in range(0, tiles.w.shape[0], step):
         part, row = _slice(tiles, start, start + step), start * TILE_ROWS
@@ -134,7 +134,7 @@ def _slice(tiles: CompactTiles, start: int, stop: int) -> CompactTiles:
 def unpacked(tiles: CompactTiles) -> Tensor:
     """Unpack tiles to weight[N, K] bfloat16; by the device's kernel on a GPU."""
     if tiles.w.device.type == "cpu":
-        return compact_tiles.decode(tiles)
+        return tiles.unpack()
     weight = torch.empty(tiles.rows, tiles.k, dtype=torch.bfloat16, device=tiles.w.device)
     binding.unpack(tiles.launch(), weight, interleaved=tiles.part != "all")
     return weight if tiles.part in ("all", "both") else weight.chunk(2)[tiles.part == "up"]
@@ -174,9 +174,9 @@ def cases() -> list[Case]:
 
     def case(m: int, n: int, k: int, bias: bool, part: str = "all") -> Case:
         def make(generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
-            tiles = compact_tiles.encode(weight(generator, device, n, k))
+            tiles = CompactTiles.pack(weight(generator, device, n, k))
             if part != "all":
-                tiles = compact_tiles.pair(tiles)._replace(n=n if part == "both" else n // 2, part=part)
+                tiles = tiles.pair()._replace(n=n if part == "both" else n // 2, part=part)
             x = torch.randn(m, k, generator=generator).to(device, dtype)
             return x, *tiles, torch.randn(tiles.n, generator=generator).to(device, dtype) if bias else None
 

@@ -16,7 +16,7 @@ from accelpatch.device import Device
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.dispatch import Case, Implementation, Kernel, Spec, require
 from accelpatch.kernels.hip import binding
-from accelpatch.kernels.layouts.scaled_rows import FP8, ScaledRows
+from accelpatch.kernels.layouts.row_major import FP8, Fp8Rows
 from accelpatch.kernels.operation import operation
 from accelpatch.kernels.ops import linear
 
@@ -64,7 +64,7 @@ def by_hip(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> T
     """The implementation `hip`: reads the weight once per 8 rows of x; `by_torch` for many rows."""
     if x.numel() > binding.MAX_ROWS * x.shape[-1]:
         return by_torch(x, q, scale, bias)
-    return binding.launch(ScaledRows(q, scale).launch(), x, bias=bias)
+    return binding.launch(Fp8Rows(q, scale).launch(), x, bias=bias)
 
 
 def by_torch(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:

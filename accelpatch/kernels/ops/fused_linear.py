@@ -103,7 +103,7 @@ class FusedLinear:
         """gate(x[M, K] @ w^T + bias) for any M. On a GPU it bypasses torch's dispatcher, which saves host time."""
         cpu, linear = x.device.type == "cpu", LINEARS[type(self.weight)]
         if gate is not None:
-            y = linear.gated(x, self.weight, self.bias) if self._gates(gate) else None
+            y = linear.gated(x, self.weight, self.bias) if linear.gated and self._gates(gate) else None
             return gated(self.large_m(x), gate) if y is None else y
         if not cpu and x.shape[0] > binding.MAX_ROWS and self._many is not None:
             return self._many(x)
@@ -113,7 +113,8 @@ class FusedLinear:
 
     @functools.cached_property
     def _many(self) -> Callable[[Tensor], Tensor] | None:
-        return LINEARS[type(self.weight)].many(self.weight, self.bias)
+        many = LINEARS[type(self.weight)].many
+        return None if many is None else many(self.weight, self.bias)
 
     def _gates(self, gate: str | None) -> bool:
         """Whether the launch applies the gate itself."""

@@ -15,7 +15,7 @@ from accelpatch.device import Device, probe
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.dispatch import FLOATS, Case, Implementation, Kernel, Spec, require
 from accelpatch.kernels.hip import binding
-from accelpatch.kernels.layouts.plain import Plain
+from accelpatch.kernels.layouts.row_major import Plain
 from accelpatch.kernels.operation import operation
 from accelpatch.kernels.ops import linear
 from accelpatch.kernels.triton import launch

@@ -16,7 +16,7 @@ from accelpatch.device import Device, probe
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.dispatch import Case, Implementation, Kernel, Spec
 from accelpatch.kernels.hip import binding
-from accelpatch.kernels.layouts.scaled_rows import ScaledRows
+from accelpatch.kernels.layouts.row_major import Int8Rows
 from accelpatch.kernels.operation import operation
 from accelpatch.kernels.ops import linear
 from accelpatch.kernels.triton import launch
@@ -69,7 +69,7 @@ def by_hip(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> T
         return by_triton(x, q, scale, bias)
     if m > binding.MAX_ROWS:
         return by_torch(x, q, scale, bias)
-    return binding.launch(ScaledRows(q, scale).launch(), x, bias=bias)
+    return binding.launch(Int8Rows(q, scale).launch(), x, bias=bias)
 
 
 def triton_why_not(spec: Spec, device: Device) -> str | None:

@@ -36,19 +36,19 @@ def tiles_for(weight: tuple[Tensor, Tensor, Tensor | None], dtype: torch.dtype, 
     n, k = q.shape[0], 2 * q.shape[1]
     wanted = of_shape(n, k, dtype, k // scale.shape[1], int4_tiles.kind_of(offset), scale.dtype)
     fits = why_not(wanted, probe(device)) is None and int4_tiles.exact(offset, scale.dtype)
-    return int4_tiles.tile(q, scale, offset) if fits else None
+    return Tiles.pack(q, scale, offset) if fits else None
 
 
 def dense(dtype: torch.dtype, *args: Any) -> tuple[Tensor, Tensor | None]:
     """The tiles' weight as floats in `dtype`, and the bias."""
     *tiles, bias = args
-    return int4_linear.dense(dtype, *int4_tiles.untile(Tiles(*tiles)), bias)
+    return int4_linear.dense(dtype, *Tiles(*tiles).unpack(), bias)
 
 
 def blocks(*args: Any) -> Iterator[tuple[Tensor, Tensor | None]]:
     """The weight and the bias in float64, in blocks of rows."""
     *tiles, bias = args
-    return int4_linear.blocks(*int4_tiles.untile(Tiles(*tiles)), bias)
+    return int4_linear.blocks(*Tiles(*tiles).unpack(), bias)
 
 
 def reference(x: Tensor, *args: Any) -> Tensor:
@@ -150,7 +150,7 @@ def by_triton(x: Tensor, *args: Any) -> Tensor:
 def by_torch(x: Tensor, *args: Any) -> Tensor:
     """The implementation `torch`: unpacks the tiles, and dequantises the weight in blocks of rows."""
     *rest, bias = args
-    tiles = int4_tiles.alone(Tiles(*rest))
+    tiles = Tiles(*rest).alone()
 
     def rows(start: int, stop: int, dtype: torch.dtype) -> Tensor:
         first, last = start // TILE_ROWS, -(-stop // TILE_ROWS)
@@ -158,9 +158,7 @@ def by_torch(x: Tensor, *args: Any) -> Tensor:
         count = min(last * TILE_ROWS, tiles.n) - first * TILE_ROWS
         part = tiles._replace(w=tiles.w[first:last], scale=tiles.scale[first:last], offset=beside, n=count)
         wide = torch.promote_types(dtype, torch.float32)
-        return int4_linear.dequantize_rows(*int4_tiles.untile(part), wide)[
-            start - first * TILE_ROWS : stop - first * TILE_ROWS
-        ]
+        return int4_linear.dequantize_rows(*part.unpack(), wide)[start - first * TILE_ROWS : stop - first * TILE_ROWS]
 
     return linear.by_row_blocks(x, tiles.n, tiles.k, rows, bias)
 
@@ -195,7 +193,7 @@ def cases() -> list[Case]:
     def tiled(case: Case) -> Case:
         def make(generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
             x, q, scale, offset, bias = case.make(generator, dtype, device)
-            return x, *int4_tiles.tile(q, scale.to(torch.float16), offset), bias
+            return x, *Tiles.pack(q, scale.to(torch.float16), offset), bias
 
         return Case(case.id, make)
 
@@ -204,7 +202,7 @@ def cases() -> list[Case]:
             q = torch.randint(-128, 128, (96, 80), generator=generator, dtype=torch.int8).to(device)
             scale, least = (torch.rand(2, 96, 5, generator=generator) / 100).to(device, torch.float16)
             x = torch.randn(m, 160, generator=generator).to(device, dtype)
-            both = int4_tiles.pair(int4_tiles.tile(q, scale, least))
+            both = Tiles.pack(q, scale, least).pair()
             tiles = both if part == "both" else both._replace(n=48, part=part)
             return x, *tiles, torch.randn(tiles.n, generator=generator).to(device, dtype)
 

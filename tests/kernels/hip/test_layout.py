@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from accelpatch.kernels.layouts import int4_tiles, tiling
+from accelpatch.kernels.layouts.int4_tiles import Tiles
 
 
 @pytest.mark.parametrize("interleaved", [False, True], ids=["plain", "interleaved"])
@@ -47,10 +48,10 @@ def test_tiles_pair_and_come_apart(halves: int, group: int) -> None:
     q = torch.randint(-128, 128, (96, k // 2), dtype=torch.int8)
     scale, least = (torch.rand(2, 96, k // group) / 100).half()
     whole, cut = (
-        int4_tiles.tile(q, scale, least),
-        [int4_tiles.tile(*part) for part in zip(q.chunk(2), scale.chunk(2), least.chunk(2), strict=True)],
+        Tiles.pack(q, scale, least),
+        [Tiles.pack(*part) for part in zip(q.chunk(2), scale.chunk(2), least.chunk(2), strict=True)],
     )
-    both = int4_tiles.pair(whole) if halves == 1 else int4_tiles.pair(*cut)
+    both = whole.pair() if halves == 1 else cut[0].pair(cut[1])
     steps, groups, shift = int4_tiles.places(k, group).values()
     tables = {"steps": steps, "groups": groups, "group_shift": shift, "interleaved": True}
     assert torch.equal(both.w, tiling.tile_int4(q, interleaved=True))
@@ -58,6 +59,6 @@ def test_tiles_pair_and_come_apart(halves: int, group: int) -> None:
     assert both.offset is not None
     assert torch.equal(both.offset, tiling.tile_scales(least, **tables))
     for part, due in (("both", whole), ("gate", cut[0]), ("up", cut[1])):
-        found = int4_tiles.alone(both._replace(n=due.n, part=part))
+        found = both._replace(n=due.n, part=part).alone()
         assert all(torch.equal(*pair) for pair in zip(found[:3], due[:3], strict=True))
         assert found[3:] == due[3:]

@@ -12,8 +12,8 @@ from torch.nn import functional
 from accelpatch.device import KNOWN
 from accelpatch.kernels.check import parity
 from accelpatch.kernels.hip import binding
-from accelpatch.kernels.layouts import int4_tiles
-from accelpatch.kernels.layouts.layout import Weight
+from accelpatch.kernels.layouts.int4_tiles import Tiles
+from accelpatch.kernels.layouts.layout import WeightArguments
 from accelpatch.kernels.ops import tiled_int4_linear
 from accelpatch.kernels.ops.tiled_int4_linear import gemm_fits
 from tests.interpreted import DEVICE
@@ -39,7 +39,7 @@ def test_takes_many(arch: str, k: int, group: int, cut: int, takes: bool, monkey
     q, scale = torch.zeros(16, k // 2, dtype=torch.int8), torch.ones(16, k // group, dtype=torch.float16)
     monkeypatch.setattr(tiled_int4_linear, "probe", lambda device: KNOWN[arch])
     x = torch.zeros(65, cut + k, dtype=torch.bfloat16)[:, cut:]
-    tiles = int4_tiles.tile(q, scale, None)
+    tiles = Tiles.pack(q, scale, None)
     assert [gemm_fits(x[:m], tiles) for m in (8, 9, 64, 65)] == [False, takes, takes, False]
 
 
@@ -51,7 +51,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathF
     library.set_shared(0x3E)
     names: list[str] = []
 
-    def start(weight: Weight, args: binding.GemvArgs, x: Tensor) -> None:
+    def start(weight: WeightArguments, args: binding.GemvArgs, x: Tensor) -> None:
         names.append(weight.function)
         entry = binding.declared(library, f"accelpatch_{weight.function}")
         binding.check(entry(ctypes.byref(args), binding.DTYPES.index(x.dtype), weight.form, None), weight.function)
@@ -70,9 +70,9 @@ def test_the_operation(part: str, dtype: torch.dtype, launched: list[str]) -> No
     generator = torch.Generator().manual_seed(3)
     q = torch.randint(-128, 128, (96, 128), generator=generator, dtype=torch.int8)
     scale, least = (torch.rand(2, 96, 2, generator=generator) / 100).half()
-    tiles = int4_tiles.tile(q, scale, least)
+    tiles = Tiles.pack(q, scale, least)
     if part != "all":
-        tiles = int4_tiles.pair(tiles)
+        tiles = tiles.pair()
         tiles = tiles if part == "both" else tiles._replace(n=48, part=part)
     x = torch.randn(2, 7, 264, generator=generator).to(dtype)[..., 8:]
     args = (x, *tiles, torch.randn(tiles.n, generator=generator).to(dtype))
@@ -93,7 +93,7 @@ def test_the_gate(dtype: torch.dtype, biased: bool, launched: list[str]) -> None
     generator = torch.Generator().manual_seed(4)
     q = torch.randint(-128, 128, (96, 128), generator=generator, dtype=torch.int8)
     scale, least = (torch.rand(2, 96, 2, generator=generator) / 100).half()
-    both = int4_tiles.pair(int4_tiles.tile(q, scale, least))
+    both = Tiles.pack(q, scale, least).pair()
     x = torch.randn(20, 256, generator=generator).to(dtype)
     x[7, 3] = float("inf")
     bias = torch.randn(96, generator=generator).to(dtype) if biased else None

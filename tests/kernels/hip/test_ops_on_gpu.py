@@ -14,10 +14,10 @@ from torch.nn import functional
 from accelpatch.device import probe
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.hip import binding
-from accelpatch.kernels.layouts import compact_tiles, int4_tiles
+from accelpatch.kernels.layouts.compact_tiles import CompactTiles
 from accelpatch.kernels.layouts.int4_tiles import Tiles
-from accelpatch.kernels.layouts.layout import Weight
-from accelpatch.kernels.layouts.scaled_rows import FP8
+from accelpatch.kernels.layouts.layout import WeightArguments
+from accelpatch.kernels.layouts.row_major import FP8
 from accelpatch.kernels.ops import tiled_int4_linear
 from accelpatch.quant import int4
 from tests.parity import assert_parity, bits, name, poisoned, strided, transposed
@@ -54,7 +54,7 @@ def made(op: str, m: int, n: int, k: int, dtype: torch.dtype, seed: int = 0, gro
     if op == "gemv":
         return x, w.to(dtype), bias
     if op == "compact_linear":
-        return x, *compact_tiles.encode(w.bfloat16()), bias
+        return x, *CompactTiles.pack(w.bfloat16()), bias
     if op == "int8_linear":
         return x, (w * 32 * k**0.5).clamp(-127, 127).to(torch.int8), torch.rand(n, 1, device=CUDA) / 100, bias
     if op == "fp8_linear":
@@ -62,7 +62,7 @@ def made(op: str, m: int, n: int, k: int, dtype: torch.dtype, seed: int = 0, gro
     weight = int4.quantize(w, group_size=group, symmetric=rng.random() < 0.4)
     if weight.offset is not None and rng.random() < 0.5:
         weight = weight._replace(offset=torch.randint(0, 16, weight.scale.shape, device=CUDA))
-    return x, *int4_tiles.tile(*weight), bias
+    return x, *Tiles.pack(*weight), bias
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=name)
@@ -95,7 +95,7 @@ def test_many_tokens_are_the_librarys_own(m: int, monkeypatch: pytest.MonkeyPatc
     if not tiled_int4_linear.gemm_fits(x, Tiles(*rest[:-1])):
         pytest.skip("Triton's")
     monkeypatch.setattr(tiled_int4_linear, "by_triton", None)
-    both = int4_tiles.pair(Tiles(*rest[:-1]))
+    both = Tiles(*rest[:-1]).pair()
     for one in (rest, [*both, rest[-1]], [*both._replace(n=48, part="up"), None]):
         assert_parity("tiled_int4_linear", (x, *one), "hip")
         assert_parity("tiled_int4_linear", (torch.cat([x, x], 1)[:, 4096:], *one), "hip")
@@ -182,7 +182,7 @@ def test_prologue_and_epilogue() -> None:
     x, w, bias = made("gemv", 3, 200, 576, torch.bfloat16)
     gain, residual = torch.rand(576, device=CUDA).bfloat16() + 0.5, torch.randn(3, 100, device=CUDA).bfloat16()
     kind = {"norm": "rms", "norm_weight": gain, "bias": bias, "activation": "silu_gate", "residual": residual}
-    y = binding.launch(Weight("gemv", 200, 576, w), x, **kind)
+    y = binding.launch(WeightArguments("gemv", 200, 576, w), x, **kind)
     assert wrong(y, w, x, kind) == ""
 
 
