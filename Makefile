@@ -14,9 +14,8 @@ OLDEST := transformers==5.10.1
 GATE := .venv/bin/python scripts/amd_gate.py --wheels .venv/gate \
 	&& PYTHONPATH=.venv/gate .venv/bin/python -W ignore scripts/triton_gate.py \
 	&& PYTHONPATH=.venv/gate TRITON_INTERPRET=1 .venv/bin/python -m pytest -q -n 2 -m "$(MARKED)" \
-		tests/kernels/test_triton.py tests/kernels/test_decode_attention.py \
-		tests/kernels/test_prompt_attention.py tests/kernels/test_weight_only_rows.py tests/kernels/test_greedy.py \
-		tests/kernels/test_step_end.py
+		tests/kernels/triton tests/kernels/ops/test_decode_attention.py tests/kernels/ops/test_prompt_attention.py \
+		tests/kernels/ops/test_greedy.py tests/kernels/ops/test_step_end.py
 
 .PHONY: help run test test-all lint bench gate smoke force
 

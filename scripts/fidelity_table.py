@@ -16,7 +16,16 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from accelpatch.models import load
-from tests.fidelity import FORMATS, Format, english_tokens, logits_of, mean_kl_top1, noised, perplexity, simulate
+from tests.support.fidelity import (
+    FORMATS,
+    Format,
+    english_tokens,
+    logits_of,
+    mean_kl_top1,
+    noised,
+    perplexity,
+    simulate,
+)
 
 HEADER = "| weights | format | mean KL, nats | top-1 agreement | perplexity |\n| --- | --- | --- | --- | --- |"
 

@@ -18,8 +18,8 @@ import accelpatch
 from accelpatch import device as devices
 from accelpatch.errors import AccelpatchError, PatchError, PlanError
 from accelpatch.kernels.build import libraries
-from tests.families.simulated import greedy, logits, simulated
-from tests.families.tiny import CAUSAL, VOCABULARY, full_batch, padded_batch, snapshot
+from tests.support.simulated import greedy, logits, simulated
+from tests.support.tiny import CAUSAL, VOCABULARY, full_batch, padded_batch, snapshot
 
 
 @pytest.mark.parametrize("name", accelpatch.__all__)

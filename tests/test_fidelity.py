@@ -15,7 +15,7 @@ import accelpatch
 from accelpatch.quant import int4, int8
 from accelpatch.recipe import recipe
 from scripts.compare_cpu import resident_bytes
-from tests.fidelity import (
+from tests.support.fidelity import (
     BLOCK,
     FORMATS,
     RECIPES,

@@ -12,10 +12,10 @@ from torch import Tensor
 
 import accelpatch
 from accelpatch.recipe.recipe import parse
-from tests.adapters.lora import adapted, logits, off, peft
-from tests.families.tiny import CAUSAL
-from tests.runtime.steps import inner
+from tests.support.lora import adapted, logits, off, peft
 from tests.support.packed import PATCHES, packed, plain, rounded
+from tests.support.steps import inner
+from tests.support.tiny import CAUSAL
 
 TARGETS = ("q_proj", "v_proj", "down_proj")
 NAMES = {"llama": TARGETS, "phi3": ("qkv_proj", "down_proj"), "gpt2": ("c_attn", "c_fc"), "gemma3": TARGETS}

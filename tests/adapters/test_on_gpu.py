@@ -9,9 +9,9 @@ import torch
 
 import accelpatch
 from accelpatch.fusion.fused_layer import fused_model
-from tests.adapters.lora import adapted, config
-from tests.families.tiny import CAUSAL, full_batch, padded_batch
-from tests.runtime.steps import assert_float_rule, inner, logits
+from tests.support.lora import adapted, config
+from tests.support.steps import assert_float_rule, inner, logits
+from tests.support.tiny import CAUSAL, full_batch, padded_batch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 NAMES = ("llama", "phi3", "gemma2", "gemma3")

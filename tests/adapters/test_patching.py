@@ -12,10 +12,10 @@ from torch import Tensor
 
 import accelpatch
 from accelpatch.errors import PatchError
-from tests.adapters.lora import RECIPES, adapted, both_orders, peft
-from tests.families.simulated import simulated
-from tests.families.tiny import CAUSAL, padded_batch
-from tests.runtime.steps import inner
+from tests.support.lora import RECIPES, adapted, both_orders, peft
+from tests.support.simulated import simulated
+from tests.support.steps import inner
+from tests.support.tiny import CAUSAL, padded_batch
 
 FAMILIES = ("llama", "gemma3", "phi3", "gpt2", "opt", "qwen3_moe")
 

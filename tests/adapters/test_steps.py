@@ -1,6 +1,6 @@
 """Adapters in captured steps: fused layers, swaps at run time, and what runs the modules instead.
 
-As in tests/runtime/test_fused_layer.py a CPU stands for the GPU.
+As in tests/fusion/test_fused_layer.py a CPU stands for the GPU.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from accelpatch.runtime.graphs import captured_graph
 from accelpatch.runtime.graphs.captured_graph import EagerGraph
 from accelpatch.runtime.graphs.captured_runtime import CAPTURED, MODULES, STATES
 from accelpatch.runtime.graphs.fused_prompt import FUSED_PROMPT
-from tests.adapters.lora import RECIPES, adapted, both_orders, config
-from tests.families.tiny import CAUSAL, full_batch, padded_batch
-from tests.runtime.steps import inner, logits, stock
+from tests.support.lora import RECIPES, adapted, both_orders, config
+from tests.support.steps import inner, logits, stock
+from tests.support.tiny import CAUSAL, full_batch, padded_batch
 
 FUSING = ("llama", "qwen2", "phi3", "gemma2", "gemma3")
 STEPS = 12

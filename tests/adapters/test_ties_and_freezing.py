@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import accelpatch
-from tests.adapters.lora import peft
-from tests.families.tiny import CAUSAL, full_batch
+from tests.support.lora import peft
 from tests.support.packed import patch, plain, replacements
+from tests.support.tiny import CAUSAL, full_batch
 
 forms = pytest.mark.parametrize("form", ["exact", "int8", "int4"])
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 import accelpatch
-from tests.adapters.lora import logits, off, peft
-from tests.families.tiny import CAUSAL, full_batch
-from tests.runtime.steps import inner
+from tests.support.lora import logits, off, peft
 from tests.support.packed import FORMS, patch, plain
+from tests.support.steps import inner
+from tests.support.tiny import CAUSAL, full_batch
 
 forms = pytest.mark.parametrize("form", FORMS)
 

@@ -15,7 +15,7 @@ from accelpatch.errors import KernelError
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.dispatch import Implementation, Spec
 from accelpatch.kernels.ops.int8_linear import int8_linear, reference
-from tests.parity import name
+from tests.support.parity import name
 
 # A pack is the CPU's own layout: its operations run there alone.
 CANONICAL = [op for op in dispatch.TABLE if not op.startswith("packed_")]

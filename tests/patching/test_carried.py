@@ -15,9 +15,9 @@ from torch.nn.utils import parametrize
 
 import accelpatch
 from accelpatch.errors import PatchError
-from tests.families.simulated import logits
-from tests.families.tiny import LAYERS, full_batch, snapshot
 from tests.support.packed import FORMS, patch, plain, replacements
+from tests.support.simulated import logits
+from tests.support.tiny import LAYERS, full_batch, snapshot
 
 forms = pytest.mark.parametrize("form", FORMS)
 some = pytest.mark.parametrize("form", ["exact", "int8"])

@@ -14,8 +14,8 @@ from torch import nn
 import accelpatch
 from accelpatch.errors import PatchError
 from accelpatch.patching.apply import Handle
-from tests.families.simulated import greedy, logits, simulated
-from tests.families.tiny import CAUSAL, full_batch, padded_batch, snapshot
+from tests.support.simulated import greedy, logits, simulated
+from tests.support.tiny import CAUSAL, full_batch, padded_batch, snapshot
 
 RECIPES = ("exact", "int8", "int4")
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import accelpatch
-from tests.families.simulated import logits
-from tests.families.tiny import full_batch
 from tests.support.packed import FORMS, PATCHES, patch, plain
+from tests.support.simulated import logits
+from tests.support.tiny import full_batch
 
 forms = pytest.mark.parametrize("form", FORMS)
 

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 import accelpatch
 from accelpatch.errors import PatchError
 from accelpatch.patching import apply, stages
-from tests.families.simulated import logits
-from tests.families.tiny import CAUSAL, padded_batch, snapshot
+from tests.support.simulated import logits
+from tests.support.tiny import CAUSAL, padded_batch, snapshot
 
 FAULTS: dict[str, Callable[[], BaseException]] = {
     "exception": lambda: RuntimeError("injected"),

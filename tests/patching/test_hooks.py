@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import accelpatch
 from accelpatch.errors import PatchError
-from tests.families.simulated import logits, simulated
-from tests.families.tiny import CAUSAL, LAYERS, full_batch, padded_batch, snapshot
+from tests.support.simulated import logits, simulated
+from tests.support.tiny import CAUSAL, LAYERS, full_batch, padded_batch, snapshot
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}  # two orders of float32 rounding through two layers
 recorded = pytest.mark.parametrize(

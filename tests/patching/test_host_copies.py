@@ -16,8 +16,8 @@ import accelpatch
 from accelpatch.errors import PatchError
 from accelpatch.patching import host_copies
 from accelpatch.patching.host_copies import HostCopies
-from tests.families.simulated import logits
-from tests.families.tiny import CAUSAL, padded_batch, snapshot
+from tests.support.simulated import logits
+from tests.support.tiny import CAUSAL, padded_batch, snapshot
 
 SHAPES = {"one-chunk": (5, 3), "chunks": (7, 33), "exact": (4, 32), "scalar": (), "empty": (0, 4)}
 DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int64": torch.int64}

@@ -12,9 +12,9 @@ from transformers import BatchEncoding, DynamicCache, StaticCache
 
 import accelpatch
 from accelpatch.models.inputs import sample_inputs
-from tests.families.simulated import logits
-from tests.families.test_class_rules import build
-from tests.families.tiny import CAUSAL, VOCABULARY, full_batch, padded_batch, snapshot
+from tests.models.test_class_rules import build
+from tests.support.simulated import logits
+from tests.support.tiny import CAUSAL, VOCABULARY, full_batch, padded_batch, snapshot
 
 
 def filled(model: nn.Module, cache: Any) -> Any:

@@ -14,7 +14,7 @@ import accelpatch
 from accelpatch.errors import PatchError, PlanError, VerifyError
 from accelpatch.models.inputs import sample_inputs
 from accelpatch.recipe.recipe import parse
-from tests.families.tiny import CAUSAL, snapshot
+from tests.support.tiny import CAUSAL, snapshot
 
 _SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
 _TEXT = _SIZES | {"vocab_size": 160, "max_position_embeddings": 20, "eos_token_id": 2}

@@ -14,8 +14,8 @@ from accelpatch.patching.match import matches, role_of, sites
 from accelpatch.patching.site import Site
 from accelpatch.recipe import recipe as recipes
 from accelpatch.recipe.recipe import Match
-from tests.families.test_class_rules import build
-from tests.families.tiny import CAUSAL, snapshot, unique_bytes
+from tests.models.test_class_rules import build
+from tests.support.tiny import CAUSAL, snapshot, unique_bytes
 
 SITE = Site(
     "model.layers.3.self_attn.q_proj", nn.Linear(64, 32), "q_proj", ("Linear", "Module"), n=32, k=64,

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 import accelpatch
 from accelpatch.errors import PatchError
 from accelpatch.fusion.fused_layer import FUSED
-from tests.adapters.lora import adapted, peft
-from tests.families.tiny import CAUSAL, full_batch
-from tests.runtime.steps import logits as steps
-from tests.runtime.steps import stock
+from tests.support.lora import adapted, peft
 from tests.support.packed import replacements
+from tests.support.steps import logits as steps
+from tests.support.steps import stock
+from tests.support.tiny import CAUSAL, full_batch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "tie_word_embeddings": False}

@@ -13,9 +13,9 @@ from torch import nn
 
 import accelpatch
 from accelpatch.errors import PatchError
-from tests.families.simulated import logits
-from tests.families.tiny import CAUSAL, full_batch
 from tests.support.packed import patch, plain, replacements
+from tests.support.simulated import logits
+from tests.support.tiny import CAUSAL, full_batch
 
 some = pytest.mark.parametrize("form", ["exact", "int8"])
 REFUSED: dict[str, Callable[[Any, Path], Any]] = {

@@ -14,8 +14,8 @@ from torch import nn
 
 import accelpatch
 from accelpatch.errors import PatchError
-from tests.families.simulated import logits
-from tests.families.tiny import CAUSAL, padded_batch
+from tests.support.simulated import logits
+from tests.support.tiny import CAUSAL, padded_batch
 
 
 def call(model: nn.Module) -> torch.Tensor:

@@ -14,7 +14,7 @@ from accelpatch.patching.verify import UNITS, units_apart
 from accelpatch.recipe import recipe as recipes
 from accelpatch.recipe.schema import Units
 from accelpatch.replacers.norm import RMSNormReplacer
-from tests.families.tiny import CAUSAL, snapshot
+from tests.support.tiny import CAUSAL, snapshot
 
 STRICT = "name: t\ndescription: t\nextends: exact\nverify: {on_failure: error}\n"
 HALVES = [torch.bfloat16, torch.float16]

@@ -15,8 +15,8 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 import accelpatch
 from accelpatch.errors import PatchError, PlanError
 from accelpatch.recipe import recipe as recipes
-from tests.families.simulated import assert_float_rule, logits, simulated
-from tests.families.tiny import CAUSAL, full_batch, make, snapshot, unique_bytes
+from tests.support.simulated import assert_float_rule, logits, simulated
+from tests.support.tiny import CAUSAL, full_batch, make, snapshot, unique_bytes
 
 
 def llama(**changes: Any) -> nn.Module:

@@ -18,8 +18,8 @@ from accelpatch.kernels.dispatch import Implementation
 from accelpatch.patching import verify
 from accelpatch.quant import QuantizedWeight, int4, int8
 from accelpatch.recipe import recipe as recipes
-from tests.families.simulated import logits
-from tests.families.tiny import CAUSAL, padded_batch, snapshot
+from tests.support.simulated import logits
+from tests.support.tiny import CAUSAL, padded_batch, snapshot
 
 PACKED = {
     "int8_linear": ("packed_linear",),

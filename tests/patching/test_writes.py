@@ -14,9 +14,9 @@ from torch.nn.utils import prune
 
 import accelpatch
 from accelpatch.errors import KernelError, PatchError
-from tests.families.simulated import greedy, logits
-from tests.families.tiny import full_batch, padded_batch, snapshot
 from tests.support.packed import PATCHES, packed, plain, rounded
+from tests.support.simulated import greedy, logits
+from tests.support.tiny import full_batch, padded_batch, snapshot
 
 PATH = "model.layers.1.mlp.down_proj"
 forms = pytest.mark.parametrize("form", PATCHES)

@@ -8,7 +8,7 @@ import torch
 from accelpatch.errors import KernelError
 from accelpatch.kernels.layouts.row_major import FP8
 from accelpatch.quant import fp8
-from tests.parity import name
+from tests.support.parity import name
 
 FNUZ = pytest.mark.parametrize("fnuz", [False, True], ids=["e4m3fn", "e4m3fnuz"])
 

@@ -8,7 +8,7 @@ import torch
 from accelpatch.errors import KernelError
 from accelpatch.quant import int4
 from accelpatch.quant.weight import QuantizedWeight
-from tests.parity import name, strided, transposed
+from tests.support.parity import name, strided, transposed
 
 SYMMETRIC = pytest.mark.parametrize("symmetric", [False, True], ids=["asymmetric", "symmetric"])
 

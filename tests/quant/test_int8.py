@@ -8,7 +8,7 @@ import torch
 from accelpatch import quant
 from accelpatch.errors import KernelError
 from accelpatch.quant import int8
-from tests.parity import name, strided, transposed
+from tests.support.parity import name, strided, transposed
 
 
 def weight(n: int, k: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

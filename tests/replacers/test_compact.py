@@ -20,7 +20,7 @@ from accelpatch.patching import apply
 from accelpatch.runtime.graphs import captured_graph
 from accelpatch.runtime.graphs.captured_graph import EagerGraph
 from accelpatch.runtime.graphs.captured_runtime import CAPTURED
-from tests.families.tiny import CAUSAL, full_batch, padded_batch
+from tests.support.tiny import CAUSAL, full_batch, padded_batch
 
 GPU = KNOWN["sm_90"]
 NAMES = ("llama", "qwen2", "phi3", "gemma3")

@@ -20,8 +20,8 @@ from transformers import PreTrainedTokenizerFast
 import accelpatch
 from accelpatch import replacers
 from accelpatch.errors import PatchError, PlanError
-from tests.families.simulated import greedy, logits
-from tests.families.tiny import CAUSAL, VOCABULARY, duplicate, padded_batch, snapshot
+from tests.support.simulated import greedy, logits
+from tests.support.tiny import CAUSAL, VOCABULARY, duplicate, padded_batch, snapshot
 
 DOC = Path(__file__).parents[2] / "docs" / "replacers.md"
 

@@ -16,7 +16,7 @@ from accelpatch.patching.replacer import Choice, Reason
 from accelpatch.patching.site import Site
 from accelpatch.recipe.recipe import parse
 from accelpatch.replacers import registry
-from tests.families.tiny import CAUSAL
+from tests.support.tiny import CAUSAL
 
 RECIPE = parse(
     "name: fp8\ndescription: eight bits\nverify: {bound: 0.1}\n"

@@ -21,7 +21,7 @@ from accelpatch.patching.replacer import Choice, Reason
 from accelpatch.patching.site import Site
 from accelpatch.quant import int4
 from accelpatch.replacers import registry
-from tests.families.tiny import CAUSAL
+from tests.support.tiny import CAUSAL
 
 H200, MI300X = KNOWN["sm_90"], KNOWN["gfx942"]
 CPU, OLD = probe("cpu"), Device("cuda", "nvidia", "sm_75", "a T4", 1 << 34, 32)

@@ -8,7 +8,7 @@ import torch
 import accelpatch
 from accelpatch.kernels import dispatch
 from accelpatch.modules.weight_only import Int4WeightOnlyLinear
-from tests.families.tiny import CAUSAL, VOCABULARY
+from tests.support.tiny import CAUSAL, VOCABULARY
 
 HERE = torch.cuda.is_available()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HERE, reason="needs a GPU that torch can use")]

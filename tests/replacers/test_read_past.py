@@ -17,11 +17,11 @@ from accelpatch.kernels.layouts.int4_tiles import Tiles
 from accelpatch.modules import weight_only
 from accelpatch.runtime.graphs import captured_graph
 from accelpatch.runtime.graphs.captured_graph import EagerGraph
-from tests.families.simulated import simulated
-from tests.families.tiny import CAUSAL, full_batch, padded_batch
-from tests.runtime.steps import logits as steps
-from tests.runtime.steps import stock
+from tests.support.simulated import simulated
 from tests.support.spread import spread
+from tests.support.steps import logits as steps
+from tests.support.steps import stock
+from tests.support.tiny import CAUSAL, full_batch, padded_batch
 
 RECIPES = ("exact", "int8", "int4")
 NEW = 6

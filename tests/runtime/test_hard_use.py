@@ -20,8 +20,8 @@ import accelpatch
 from accelpatch.device import probe
 from accelpatch.errors import KernelError
 from accelpatch.kernels.build import libraries
-from tests.families.tiny import CAUSAL, full_batch
-from tests.runtime.test_native_step import by_modules, decode, native_steps, patched
+from tests.runtime.cpu.test_native_step import by_modules, decode, native_steps, patched
+from tests.support.tiny import CAUSAL, full_batch
 
 reason = libraries.why_not("cpu", probe("cpu"))
 pytestmark = pytest.mark.skipif(reason is not None, reason=f"no native library: {reason}")

@@ -14,7 +14,7 @@ import accelpatch
 from accelpatch.fusion import fused_layer
 from accelpatch.fusion.fused_layer import FUSED
 from accelpatch.runtime.generation.patched_model import RUNTIME
-from tests.runtime.drafting import as_on_a_gpu, generate, pair, row
+from tests.support.drafting import as_on_a_gpu, generate, pair, row
 
 RECIPES = ("exact", "int8", "int4")
 # 2.7 GB in bf16. What lies side by side in fused layers is two thirds of that: to hold it twice shows in every format.

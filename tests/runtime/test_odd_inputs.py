@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import accelpatch
-from tests.families.tiny import CAUSAL, full_batch, padded_batch
+from tests.support.tiny import CAUSAL, full_batch, padded_batch
 
 ERRORS = (RuntimeError, ValueError, IndexError)
 

@@ -18,10 +18,10 @@ from torch.distributed.fsdp import fully_shard
 
 import accelpatch
 from accelpatch.errors import PatchError
-from tests.families.simulated import logits
-from tests.families.tiny import full_batch
 from tests.support.packed import patch
 from tests.support.rows import REACH, off, out, row, stock, undo
+from tests.support.simulated import logits
+from tests.support.tiny import full_batch
 
 
 @row("pickle")

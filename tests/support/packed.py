@@ -12,7 +12,7 @@ import accelpatch
 from accelpatch.device import KNOWN
 from accelpatch.quant import fp8, int4, int8
 from accelpatch.recipe.recipe import parse
-from tests.families.tiny import CAUSAL
+from tests.support.tiny import CAUSAL
 
 _FP8 = parse(
     "name: fp8\ndescription: fp8\nextends: exact\nrules:\n  - match: {role: linear}\n    replace: fp8_weight_only\n"

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 import accelpatch
-from tests.adapters.lora import config, peft
-from tests.families.simulated import logits
-from tests.families.tiny import full_batch
+from tests.support.lora import config, peft
 from tests.support.packed import plain, replacements
+from tests.support.simulated import logits
+from tests.support.tiny import full_batch
 
 DOC = Path(__file__).parents[2] / "docs" / "patched-models.md"
 ROWS = re.findall(r"^\| (?!what is done|---)(.*?) \|", DOC.read_text(), re.MULTILINE)

@@ -13,10 +13,10 @@ from torch import nn
 
 import accelpatch
 from accelpatch.errors import KernelError, PatchError
-from tests.adapters.lora import config, peft
-from tests.families.tiny import full_batch
+from tests.support.lora import config, peft
 from tests.support.packed import patch
 from tests.support.rows import REACH, adapted, off, out, row, stock, undo
+from tests.support.tiny import full_batch
 
 
 @row("`model.generate`")

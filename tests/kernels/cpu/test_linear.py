@@ -21,7 +21,7 @@ from accelpatch.kernels.layouts import cpu_pack
 from accelpatch.kernels.ops import packed_linear
 from accelpatch.kernels.ops.packed_linear import arguments
 from accelpatch.quant import int4, int8
-from tests.parity import DTYPES, assert_parity, name, strided
+from tests.support.parity import DTYPES, assert_parity, name, strided
 
 CPU = torch.device("cpu")
 reason = libraries.why_not("cpu", probe("cpu"))

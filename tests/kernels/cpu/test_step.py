@@ -32,7 +32,7 @@ from accelpatch.errors import KernelError
 from accelpatch.kernels.build import libraries as builder
 from accelpatch.kernels.cpu import native_library
 from accelpatch.kernels.cpu.decode_step import DecodeStep
-from tests.kernels.cpu.stepping import FORMATS, build, rounded
+from tests.support.stepping import FORMATS, build, rounded
 
 reason = builder.why_not("cpu", probe("cpu"))
 pytestmark = pytest.mark.skipif(reason is not None, reason=f"no native library: {reason}")

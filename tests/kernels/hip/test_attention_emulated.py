@@ -19,10 +19,10 @@ from accelpatch.kernels.check.attention_check import Step, made
 from accelpatch.kernels.hip import attention, binding
 from accelpatch.kernels.hip.binding import Signal
 from accelpatch.kernels.ops.attention_shape import AttentionShape
-from tests.interpreted import DEVICE
 from tests.kernels.hip.simt_emulator import COMPILER, brought_by, compiled
-from tests.kernels.test_decode_attention import CASES, SAME, assert_float_rule, assert_the_same_bits
-from tests.parity import bits
+from tests.kernels.ops.test_decode_attention import CASES, SAME, assert_float_rule, assert_the_same_bits
+from tests.support.interpreted import DEVICE
+from tests.support.parity import bits
 from tests.support.spread import spread
 
 pytestmark = [

@@ -17,9 +17,9 @@ from accelpatch.kernels.hip import attention, binding
 from accelpatch.kernels.ops import gemv
 from accelpatch.kernels.ops.attention_shape import AttentionShape
 from accelpatch.kernels.ops.decode_attention import reference_
-from tests.interpreted import DEVICE
-from tests.kernels.test_decode_attention import CASES, SAME, assert_float_rule, assert_the_same_bits
-from tests.parity import bits
+from tests.kernels.ops.test_decode_attention import CASES, SAME, assert_float_rule, assert_the_same_bits
+from tests.support.interpreted import DEVICE
+from tests.support.parity import bits
 
 HERE = torch.cuda.is_available()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HERE, reason="needs a GPU that torch can use")]

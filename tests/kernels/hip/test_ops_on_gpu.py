@@ -20,8 +20,8 @@ from accelpatch.kernels.layouts.layout import WeightArguments
 from accelpatch.kernels.layouts.row_major import FP8
 from accelpatch.kernels.ops import tiled_int4_linear
 from accelpatch.quant import int4
-from tests.parity import assert_parity, bits, name, poisoned, strided, transposed
 from tests.support.gemv_reference import wrong
+from tests.support.parity import assert_parity, bits, name, poisoned, strided, transposed
 
 HERE = torch.cuda.is_available()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HERE, reason="needs a GPU that torch can use")]

@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from accelpatch.kernels.hip import binding
-from tests.interpreted import DEVICE
 from tests.kernels.hip.simt_emulator import COMPILER, compiled
 from tests.support.gemv_checks import check_signals, check_small, run
 from tests.support.gemv_reference import wrong
 from tests.support.hip_gemv import FORMATS, Library, Packed, pack
+from tests.support.interpreted import DEVICE
 from tests.support.rows_checks import ROWS_FORMATS, check_rows
 
 pytestmark = [

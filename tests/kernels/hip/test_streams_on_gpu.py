@@ -13,7 +13,7 @@ from accelpatch.device import probe
 from accelpatch.kernels.hip import attention, binding
 from accelpatch.kernels.ops import gemv
 from accelpatch.kernels.ops.attention_shape import AttentionShape
-from tests.parity import bits
+from tests.support.parity import bits
 
 HERE = torch.cuda.is_available()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HERE, reason="needs a GPU that torch can use")]

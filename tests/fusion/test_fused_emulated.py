@@ -1,0 +1,87 @@
+"""Whole steps of a patched model by the device library, compiled for the CPU: signals change no bit."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import accelpatch
+from accelpatch.fusion import fused_layer
+from accelpatch.kernels.cpu import native_library
+from accelpatch.kernels.hip import attention, binding
+from accelpatch.kernels.ops.fused_linear import FusedLinear, FusedNorm
+from accelpatch.runtime.generation.patched_model import RUNTIME
+from accelpatch.runtime.graphs import captured_graph
+from accelpatch.runtime.graphs.captured_graph import EagerGraph
+from tests.kernels.hip.simt_emulator import COMPILER, compiled
+from tests.support.interpreted import DEVICE
+from tests.support.steps import logits, silence
+from tests.support.tiny import CAUSAL
+
+pytestmark = [
+    pytest.mark.skipif(COMPILER is None, reason="needs g++"),
+    pytest.mark.skipif(DEVICE.type != "cpu", reason="its tensors lie on the CPU; test_fused_gpu.py is for a GPU"),
+]
+SHAPE: dict[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 4224, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 512, "sliding_window": None,
+}  # fmt: skip
+
+
+@pytest.fixture
+def waiting(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Steps on the CPU go the way of a GPU's; which kernels are given a count to wait for. None overlaps."""
+    library = compiled("nvidia", ["gemv.hip", "decode_attention.hip"], "steps", tmp_path_factory)
+    library.set_emulator(4, 1, 0)
+    library.set_clusters(1)
+    library.set_beside(1)
+    names: list[str] = []
+
+    def product(weight: Any, args: binding.GemvArgs, x: Tensor) -> None:
+        names.extend(["product"] if args.consumer else [])
+        if args.producer and args.m == 1:
+            assert set((ctypes.c_int16 * (args.producer_columns)).from_address(args.y)) == {binding.SENTINEL}
+        binding.check(binding.declared(library, "accelpatch_gemv")(ctypes.byref(args), 0, None), weight.function)
+
+    def attend(qkv: Tensor, *rest: Any) -> None:
+        args = attention.arguments(qkv, *rest)
+        names.extend(["attention"] if args.consumer else [])
+        assert library.accelpatch_decode_attention(ctypes.byref(args), 0, ctypes.c_void_p()) == 0
+
+    def call(self: FusedLinear, x: Tensor, norm: FusedNorm | None, gate: str | None, residual: Tensor | None) -> Tensor:
+        weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+        return binding.launch(
+            self.weight.launch(), x, residual=residual, activation="none" if gate is None else "silu_gate",
+            norm="none" if norm is None else "rms", norm_weight=weight, epsilon=eps, producer=self.producer,
+            consumer=self.consumer,
+        )  # fmt: skip
+
+    monkeypatch.setattr(binding, "_start", product)
+    monkeypatch.setattr(attention, "_launch", attend)
+    monkeypatch.setattr(FusedLinear, "_by_operations", call)
+    monkeypatch.setattr(fused_layer, "decode_attention_", attention.decode_attention_)
+    monkeypatch.setitem(captured_graph.GRAPHS, "cpu", EagerGraph)  # type: ignore[arg-type]
+    monkeypatch.setattr(native_library, "why_not", lambda device: "not in this test")
+    return names
+
+
+@pytest.mark.parametrize("rows", [1, 2, 8])
+def test_the_bits_of_kernels_that_wait(rows: int, waiting: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = torch.randint(2, 90, (rows, 253), generator=torch.Generator().manual_seed(1))  # and over the end of a span
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    batch["attention_mask"][-1, : 7 * (rows - 1)] = 0
+    base = CAUSAL["mistral"].make(torch.bfloat16, **SHAPE)
+    model: Any = accelpatch.patch(copy.deepcopy(base), "exact", verify=False)
+    early = logits(model, batch, 6)
+    assert set(waiting) == {"attention", "product"}
+    layers = vars(model)[RUNTIME]._fused.layers
+    assert not any(int(one.producer.number.abs().sum()) for layer in layers for one in (layer.qkv, layer.gate_up))
+    monkeypatch.setattr(fused_layer, "with_signals", silence)
+    waiting.clear()
+    assert torch.equal(logits(accelpatch.patch(base, "exact", verify=False), batch, 6), early)
+    assert not waiting

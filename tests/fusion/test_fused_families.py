@@ -1,0 +1,178 @@
+"""Fused layers of Phi-3, Gemma 2 and Gemma 3: every step's logits against the modules, where their forms differ.
+
+As in test_fused_layer.py a CPU stands for the GPU, in float32, so that a term left out cannot hide behind roundings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import accelpatch
+from accelpatch.fusion import fused_layer, fused_weights
+from accelpatch.fusion.fused_layer import FUSED, fused_model
+from accelpatch.kernels.cpu import native_library
+from accelpatch.kernels.layouts.int4_tiles import Tiles
+from accelpatch.modules import weight_only
+from accelpatch.recipe.recipe import parse
+from accelpatch.runtime.generation.patched_model import RUNTIME
+from accelpatch.runtime.graphs import captured_graph
+from accelpatch.runtime.graphs.captured_graph import EagerGraph
+from accelpatch.runtime.graphs.captured_runtime import CAPTURED, MODULES
+from tests.support.spread import spread
+from tests.support.steps import assert_like_the_stock_loop
+from tests.support.tiny import CAUSAL, full_batch, padded_batch
+
+ROWS = "extends: {}\nrules:\n  - name: linear\n    replace: {}\n    options: {}\n"
+RECIPES: dict[str, Any] = {
+    "exact": "exact",
+    "int8": parse(ROWS.format("int8", "int8_weight_only", "{group_size: null}")),
+    "int4": parse(ROWS.format("int4", "int4_weight_only", "{group_size: 32, symmetric: false}")),
+}
+_EAGER = {"attn_implementation": "eager"}  # the default where sdpa takes no caps
+_PARTIAL = {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.5}
+# name -> family, and what makes its own terms large enough to be seen
+FORMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "phi3": ("phi3", {}),
+    "phi3-partial": ("phi3", {"rope_parameters": _PARTIAL}),
+    "phi3-window": ("phi3", {"sliding_window": 6}),
+    "gemma2": ("gemma2", {"query_pre_attn_scalar": 7}),
+    "gemma2-caps": ("gemma2", {"attn_logit_softcapping": 0.5, "final_logit_softcapping": 2.0} | _EAGER),
+    "gemma2-no-caps": ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    "gemma2-gelu": ("gemma2", {"hidden_activation": "gelu"}),
+    "gemma2-silu": ("gemma2", {"hidden_activation": "silu"}),
+    "gemma3": ("gemma3", {"query_pre_attn_scalar": 7}),
+    "gemma3-logit-cap": ("gemma3", {"final_logit_softcapping": 2.0, "attn_logit_softcapping": 0.5}),
+    "llama": ("llama", {}),
+    "qwen3": ("qwen3", {}),
+}
+
+
+@pytest.fixture(autouse=True)
+def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(captured_graph.GRAPHS, "cpu", EagerGraph)  # type: ignore[arg-type]
+    monkeypatch.setattr(native_library, "why_not", lambda device: "not in this test")
+    monkeypatch.setattr(weight_only, "tiles_for", lambda weight, dtype, device: Tiles.pack(*weight))
+
+
+def patched(form: str, recipe: str = "exact") -> Any:
+    name, changes = FORMS[form]
+    return accelpatch.patch(CAUSAL[name].make(**changes), RECIPES[recipe], verify=False)
+
+
+def of_length(length: int) -> Callable[[], dict[str, Tensor]]:
+    return lambda: full_batch(length)
+
+
+@spread("form, recipe", [*FORMS], [*RECIPES])
+def test_logits_of_64_steps_with_padding(form: str, recipe: str) -> None:
+    model = patched(form, recipe)
+    assert_like_the_stock_loop(model, padded_batch())
+    assert model.accelpatch.report().paths[FUSED] == 64
+
+
+@pytest.mark.parametrize("length", [1, 4, 5, 6])
+@pytest.mark.parametrize("form", ["phi3-window", "gemma2", "gemma3"])
+def test_prompts_at_the_edge_of_the_window(form: str, length: int) -> None:
+    model = patched(form)
+    assert_like_the_stock_loop(model, full_batch(length), 12)
+    assert model.accelpatch.report().paths[FUSED] == 11
+
+
+_LONGROPE = {
+    "rope_theta": 1e4, "rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.5 + i for i in range(8)],
+    "original_max_position_embeddings": 16, "factor": 8.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("length", "new", "captured"), [(9, 8, True), (9, 9, False), (16, 5, False), (17, 12, True)])
+def test_longrope_is_captured_on_either_side_of_its_turn(length: int, new: int, captured: bool) -> None:
+    model = CAUSAL["phi3"].make(rope_parameters=_LONGROPE, original_max_position_embeddings=16)
+    accelpatch.patch(model, "exact", verify=False)
+    paths = model.accelpatch.report().paths
+    for _ in range(2):
+        assert_like_the_stock_loop(model, full_batch(length), new)
+        steps = list(vars(model)[RUNTIME]._steps.values())
+    if not captured:
+        assert dict(paths) == {"stock loop: longrope's frequencies change beyond 16 tokens": 2}
+        return
+    assert paths[MODULES + "its rotary embedding was not replaced"] == paths[CAPTURED] == 2 * (new - 1)
+    if length < 16:  # beyond, transformers before 5.23 puts another buffer into the model
+        model.generate(**full_batch(length), max_new_tokens=new)
+        assert all(one is other for one, other in zip(vars(model)[RUNTIME]._steps.values(), steps, strict=True))
+
+
+MUTATIONS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "caps": ("gemma2-caps", lambda fused: setattr_(fused.layers[0].attention, softcap=0.0)),
+    "logits": ("gemma3-logit-cap", lambda fused: setattr_(fused, softcap=0.0)),
+    "plus-one": ("gemma3", lambda fused: setattr_(fused.layers[1].attention, plus_one=False)),
+    "after": ("gemma2", lambda fused: setattr_(fused.layers[1], after_mlp=None)),
+    "tables": ("gemma3", lambda fused: swapped(fused.layers)),
+    "window": ("gemma2", lambda fused: setattr_(fused.layers[0].attention, window=6)),
+    "scaling": ("gemma2", lambda fused: setattr_(fused.layers[0].attention, scaling=0.25)),
+}
+
+
+def setattr_(frozen: Any, **values: Any) -> None:
+    for name, value in values.items():
+        object.__setattr__(frozen, name, value)
+
+
+def swapped(layers: Any) -> None:
+    one, other = (layer.attention.inv_freq for layer in layers)
+    setattr_(layers[0].attention, inv_freq=other)
+    setattr_(layers[1].attention, inv_freq=one)
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_a_term_left_out_is_seen(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    form, change = MUTATIONS[mutation]
+
+    def changed(model: Any) -> Any:
+        fused = fused_model(model)
+        change(fused)
+        return fused
+
+    monkeypatch.setattr("accelpatch.runtime.graphs.captured_runtime.fused_model", changed)
+    with pytest.raises(AssertionError, match="is off by"):
+        assert_like_the_stock_loop(patched(form), padded_batch(), 12)
+
+
+@pytest.mark.parametrize("form", ["llama", "phi3"])
+def test_a_gate_and_its_up_lie_paired_once(form: str) -> None:
+    model, plain = patched(form, "int4"), patched(form, "int4")
+    with torch.no_grad():
+        fused = fused_model(model)
+    for layer, before in zip(model.model.layers, plain.model.layers, strict=True):
+        halves, others = fused_layer.halves_of(layer.mlp), fused_layer.halves_of(before.mlp)
+        assert [half.tiles.part for half in halves] == (["gate", "up"] if len(halves) == 2 else ["both"])
+        assert len({half.tiles.w.data_ptr() for half in halves}) == 1
+        assert halves[0].tiles.w.numel() == sum(other.tiles.w.numel() for other in others)
+        x = torch.randn(3, 64)
+        for half, other in zip(halves, others, strict=True):
+            assert all(torch.equal(*pair) for pair in zip(half.canonical(), other.canonical(), strict=True))
+            torch.testing.assert_close(half(x), other(x))
+        torch.testing.assert_close(layer.mlp(x), before.mlp(x))
+    assert all(layer.gate_up.weight.part == "both" for layer in fused.layers)  # type: ignore[union-attr]
+
+
+def test_halves_that_were_paired_come_apart() -> None:
+    model, plain = patched("llama", "int4"), patched("llama", "int4")
+    with torch.no_grad():
+        fused_model(model)
+    mlp, before = model.model.layers[0].mlp, plain.model.layers[0].mlp
+    first = {name: tensor.clone() for name, tensor in mlp.state_dict().items()}
+    mlp.gate_proj.load_state_dict(before.up_proj.state_dict())
+    assert mlp.gate_proj.tiles.part == "all"
+    assert torch.equal(mlp.up_proj.state_dict()["q"], before.up_proj.state_dict()["q"])
+    assert_like_the_stock_loop(model, padded_batch(), 12)
+    assert mlp.gate_proj.tiles.w is mlp.up_proj.tiles.w
+    mlp.load_state_dict(first)
+    assert_like_the_stock_loop(model, padded_batch(), 12)
+    fused_weights.concatenated_linear((mlp.gate_proj, mlp.up_proj), torch.float32)
+    assert mlp.up_proj.tiles.part == "all"
+    assert all(torch.equal(tensor, first[name]) for name, tensor in mlp.state_dict().items())

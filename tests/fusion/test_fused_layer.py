@@ -1,0 +1,252 @@
+"""Fused layers: what is read of a model, what is not and why, weights laid together and given back bit for bit.
+
+As in test_captured_step.py the CPU is put into the table of graphs; products and attention run as torch operations.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import accelpatch
+from accelpatch.errors import KernelError
+from accelpatch.fusion import fused_layer
+from accelpatch.fusion.cannot_fuse import CannotFuse
+from accelpatch.fusion.fused_layer import FUSED, fused_model
+from accelpatch.kernels.cpu import native_library
+from accelpatch.kernels.layouts.int4_tiles import Tiles
+from accelpatch.modules import weight_only
+from accelpatch.recipe.recipe import parse
+from accelpatch.runtime.generation.patched_model import RUNTIME
+from accelpatch.runtime.graphs import captured_graph
+from accelpatch.runtime.graphs.captured_graph import EagerGraph
+from accelpatch.runtime.graphs.captured_runtime import CAPTURED, MODULES
+from accelpatch.runtime.graphs.fused_forward import FORWARD
+from accelpatch.runtime.graphs.fused_prompt import FUSED_PROMPT
+from tests.support.spread import spread
+from tests.support.tiny import CAUSAL, full_batch, padded_batch
+
+NAMES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3")
+OPTIONS: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
+ROWS = "extends: {}\nrules:\n  - name: linear\n    replace: {}\n    options: {}\n"
+RECIPES: dict[str, Any] = {
+    "exact": "exact",
+    "int8": parse(ROWS.format("int8", "int8_weight_only", "{group_size: null}")),
+    "int4": parse(ROWS.format("int4", "int4_weight_only", "{group_size: 32, symmetric: false}")),
+}
+
+
+@pytest.fixture(autouse=True)
+def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are captured, int8 weights stay canonical and 4-bit ones lie in tiles."""
+
+    def tiles(weight: Any, dtype: torch.dtype, device: torch.device) -> Any:
+        return Tiles.pack(*weight)
+
+    monkeypatch.setitem(captured_graph.GRAPHS, "cpu", EagerGraph)  # type: ignore[arg-type]
+    monkeypatch.setattr(native_library, "why_not", lambda device: "not in this test")
+    monkeypatch.setattr(weight_only, "tiles_for", tiles)
+
+
+def patched(name: str = "llama", recipe: str = "exact", **changes: Any) -> Any:
+    return accelpatch.patch(CAUSAL[name].make(**changes), RECIPES[recipe], verify=False)
+
+
+def paths(model: Any) -> dict[str, int]:
+    return dict(model.accelpatch.report().paths)
+
+
+def prefill(name: str) -> str:
+    """The entry of a tiny model's prompts: Gemma's attention is not that of the fused ones."""
+    reason = "attention with capped scores, partial rotary embedding, or norms of Gemma's kind"
+    return f"prefill by modules: {reason}" if name.startswith("gemma") else FUSED_PROMPT
+
+
+def assert_tokens_of_the_stock_loop(model: Any, batch: dict[str, Tensor]) -> None:
+    plain = copy.deepcopy(model)
+    vars(plain)[RUNTIME] = None
+    assert torch.equal(model.generate(**batch, **OPTIONS), plain.generate(**batch, **OPTIONS))
+
+
+@spread("name, recipe", NAMES, [*RECIPES])
+def test_tokens_and_the_way_back(name: str, recipe: str) -> None:
+    model = patched(name, recipe)
+    original = {key: value.clone() for key, value in CAUSAL[name].make().state_dict().items()}
+    held = {key: value.clone() for key, value in model.state_dict().items()}
+    for batch in (full_batch(), padded_batch()):
+        assert_tokens_of_the_stock_loop(model, batch)
+    assert paths(model) == {CAPTURED: 22, FUSED: 22, prefill(name): 2}
+    assert_same(model.state_dict(), held)
+    accelpatch.unpatch(model)
+    assert_same(model.state_dict(), original)
+
+
+def assert_same(mine: dict[str, Tensor], due: dict[str, Tensor]) -> None:
+    assert mine.keys() == due.keys()
+    assert [key for key, value in due.items() if not torch.equal(mine[key], value)] == []
+
+
+def storages(model: Any) -> list[list[int]]:
+    """Where q, k, v and gate, up of each layer lie."""
+    found = []
+    for layer in model.model.layers:
+        for group in (fused_layer.parts_of(layer.self_attn), fused_layer.halves_of(layer.mlp)):
+            weights = [m.tiles.w if m.__dict__.get("tiles") else m.q if hasattr(m, "q") else m.weight for m in group]
+            found.append([weight.untyped_storage().data_ptr() for weight in weights])
+    return found
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_weights_are_laid_together_once(recipe: str) -> None:
+    model = patched("qwen2", recipe)
+    assert all(len(set(group)) == len(group) for group in storages(model))
+    first = fused_model(model)
+    before = storages(model)
+    assert all(len(set(group)) == 1 for group in before)
+    second = fused_model(model)
+    assert storages(model) == before
+    for one, other in zip(first.layers, second.layers, strict=True):
+        for mine, its in ((one.qkv, other.qkv), (one.gate_up, other.gate_up)):
+            tensors = [part.raw for part in (mine, its)]
+            assert tensors[0].data_ptr() == tensors[1].data_ptr()
+            assert torch.equal(*tensors)
+            assert mine.bias is None or (its.bias is not None and mine.bias.data_ptr() == its.bias.data_ptr())
+
+
+def test_layers_share_what_their_attention_works_in() -> None:
+    models = [fused_model(patched("qwen2", "exact")) for _ in range(2)]
+    memories = [{id(layer.attention.memory) for layer in model.layers} for model in models]
+    assert all(len(one) == 1 for one in memories)
+    assert not memories[0] & memories[1]  # a model's own: two models may run at once
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_weights_loaded_later_are_those_of_the_next_call(recipe: str) -> None:
+    model, other = patched("llama", recipe), patched("llama", recipe)
+    with torch.no_grad():
+        for module in other.modules():
+            for held in (module.tiles.w if module.__dict__.get("tiles") else None, module._buffers.get("q")):
+                if held is not None:
+                    held.copy_(held.flip(0))
+        if recipe == "exact":
+            for parameter in other.model.layers.parameters():
+                parameter.mul_(torch.linspace(-1, 1, parameter.shape[0]).view(-1, *[1] * (parameter.dim() - 1)))
+    model.generate(**full_batch(), **OPTIONS)
+    model.load_state_dict(other.state_dict())
+    due = other.generate(**full_batch(), **OPTIONS)
+    assert torch.equal(model.generate(**full_batch(), **OPTIONS), due)
+    assert_tokens_of_the_stock_loop(model, full_batch())
+
+
+def test_a_copy_lays_its_own_together() -> None:
+    model = patched()
+    model.generate(**full_batch(), **OPTIONS)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.model.layers[0].self_attn.q_proj.weight.mul_(-1)
+    assert_tokens_of_the_stock_loop(other, full_batch())
+    assert_tokens_of_the_stock_loop(model, full_batch())
+    assert FUSED in paths(model)
+
+
+def test_a_hook_inside_runs_the_stock_loop() -> None:
+    model, seen = patched(), []
+    model.generate(**full_batch(), **OPTIONS)
+    handle = model.model.layers[1].mlp.register_forward_hook(lambda *given: seen.append(1))
+    model.generate(**full_batch(), **OPTIONS)
+    assert len(seen) == 12
+    handle.remove()
+    model.generate(**full_batch(), **OPTIONS)
+    assert len(seen) == 12
+    watched = {"stock loop: a hook on an inner module": 1, f"{FORWARD}, but modules in layers [1]: a hook inside": 12}
+    assert paths(model) == {CAPTURED: 22, FUSED: 22, FUSED_PROMPT: 2} | watched
+
+
+def _other_norm(model: Any) -> None:
+    model.model.norm = nn.LayerNorm(64)
+
+
+def _other_product(model: Any) -> None:
+    model.model.layers[1].self_attn.q_proj = nn.Sequential(model.model.layers[1].self_attn.q_proj)
+    model.model.layers[1].self_attn.q_proj.bias = None
+
+
+def _one_bias(model: Any) -> None:
+    model.model.layers[0].self_attn.k_proj.bias = nn.Parameter(torch.ones(32))
+
+
+def _more_than_a_head(model: Any) -> None:
+    model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq.repeat(2)
+
+
+def _both_ways(model: Any) -> None:
+    model.model.layers[1].self_attn.is_causal = False
+
+
+def _flex(model: Any) -> None:
+    model.config._attn_implementation = "flex_attention"
+
+
+CHANGES: dict[str, tuple[Callable[[Any], None], str]] = {
+    "norm": (_other_norm, "a norm is LayerNorm"),
+    "product": (_other_product, "a linear layer is Sequential"),
+    "one bias": (_one_bias, "of q, k and v, or gate and up, only some have a bias"),
+    "rotary": (_more_than_a_head, "a rotary embedding of 32 columns on heads of size 16"),
+    "causal": (_both_ways, "layer 1: its attention is not causal"),
+    "attention": (_flex, "the attention implementation is flex_attention"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_reasons(change: str) -> None:
+    apply, reason = CHANGES[change]
+    model = patched()
+    apply(model)
+    with pytest.raises(CannotFuse, match=reason), torch.no_grad():
+        fused_model(model)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("olmo2", "layer 0: it is not a replaced Llama-like layer"),
+        ("mixtral", "layer 0: its MLP was not replaced"),
+        ("gpt2", "it has no Llama-like decoder"),
+    ],
+)
+def test_other_families_run_their_modules(name: str, reason: str) -> None:
+    model = patched(name)
+    assert_tokens_of_the_stock_loop(model, padded_batch())
+    assert paths(model) == {CAPTURED: 11, MODULES + reason: 11}
+
+
+def test_a_kernel_that_cannot_be_launched_leaves_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*given: Any) -> Tensor:
+        raise KernelError("no room")
+
+    monkeypatch.setattr(fused_layer, "decode_attention_", refused)
+    model = patched()
+    assert_tokens_of_the_stock_loop(model, padded_batch())
+    assert paths(model) == {CAPTURED: 11, MODULES + "KernelError: no room": 11}
+
+
+def test_many_rows_run_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = patched()
+    ids = torch.arange(2, 67)[:, None].repeat(1, 3)
+    assert_tokens_of_the_stock_loop(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+    assert paths(model) == {CAPTURED: 11, MODULES + "65 rows": 11}
+
+
+@spread("name, recipe", NAMES, [*RECIPES])
+def test_more_rows_than_one_launch_reads(name: str, recipe: str) -> None:
+    model = patched(name, recipe)
+    ids = torch.randint(2, 100, (9, 5), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[3, :4] = 0
+    assert_tokens_of_the_stock_loop(model, {"input_ids": ids, "attention_mask": mask})
+    assert paths(model) == {CAPTURED: 11, FUSED: 11, prefill(name): 1}
