@@ -214,10 +214,7 @@ def norm_of(norm: Any, dtype: torch.dtype) -> FusedNorm:
 def attention_of(attention: Any, rotary: Any, dtype: torch.dtype, memory: Zeros) -> AttentionShape:
     """The AttentionShape of a layer. memory: counters shared by the model's layers. Raises CannotFuse."""
     config, size = attention.config, int(attention.head_dim)
-    kind = "" if hasattr(rotary, "inv_freq") else f"{attention.layer_type}_"
-    frequencies = getattr(rotary, f"{kind}inv_freq", None)
-    if frequencies is None:
-        raise CannotFuse(f"its rotary embedding has no {kind}inv_freq")
+    frequencies, rope_scaling = attention_facts.rope(rotary, attention_facts.layer_type(attention))
     q_norm, k_norm = (
         norm_of(getattr(attention, name), dtype) if hasattr(attention, name) else None for name in ("q_norm", "k_norm")
     )
@@ -227,7 +224,7 @@ def attention_of(attention: Any, rotary: Any, dtype: torch.dtype, memory: Zeros)
     eps, plus_one = both.pop()
     shape = AttentionShape(
         config.num_attention_heads, config.num_key_value_heads, size, float(attention.scaling), frequencies.float(),
-        float(getattr(rotary, f"{kind}attention_scaling")), attention_facts.window(attention),
+        rope_scaling, attention_facts.window(attention),
         None if q_norm is None else q_norm.weight, None if k_norm is None else k_norm.weight,
         eps, attention_facts.score_cap(attention), plus_one, memory,
     )  # fmt: skip
@@ -246,14 +243,10 @@ def looked_at(layer: Any, dtype: torch.dtype) -> None:
             norm_of(norm, dtype)
 
 
-def norms_of(layer: Any) -> tuple[Any, Any, Any, Any]:
+def norms_of(layer: ResidualNormLayer) -> tuple[Any, Any, Any, Any]:
     """The norms before and after attention, and before and after the MLP; None where the layer has none."""
-    if layer.sandwich:
-        return (
-            layer.input_layernorm, layer.post_attention_layernorm, layer.pre_feedforward_layernorm,
-            layer.post_feedforward_layernorm,
-        )  # fmt: skip
-    return layer.input_layernorm, None, layer.post_attention_layernorm, None
+    before, after, inner, last = map(layer.norm, ("attention_norm", "after_attention", "mlp_norm", "after_mlp"))
+    return before, after, inner, last
 
 
 def parts_of(attention: Any) -> tuple[Any, ...]:

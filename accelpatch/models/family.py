@@ -1,7 +1,8 @@
-"""Model families as data: which module has which role, and what their norms and activations are.
+"""Model families as data: everything that differs from family to family. No other file names a model's classes.
 
-A role's pattern is a glob over dotted names with numbers written `#` (`model.layers.3.mlp` is `model.layers.#.mlp`).
-Roles in a model of an unknown family come from its modules' classes alone.
+To add a family, add a row to `FAMILIES` (roles, and what its layers compute), a tiny model of it to
+tests/support/tiny.py, and run tests/models/test_families.py. Roles in a model of an unknown family come from its
+modules' classes alone.
 """
 
 from __future__ import annotations
@@ -13,16 +14,66 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Family:
-    """One model family. model_types: its names in transformers. roles: pattern -> role.
+class Norm:
+    """A family's RMSNorm: the name of its epsilon attribute, and whether it multiplies by 1 + weight (plus_one)."""
 
-    smoothing: groups for activation smoothing: norm -> the linear layers that read its output, within a layer.
+    eps: str = "variance_epsilon"
+    plus_one: bool = False
+
+
+@dataclass(frozen=True)
+class LayerForm:
+    """What a decoder layer computes, by the names of its children; it can be fused.
+
+        x = x + after_attention(attention(attention_norm(x)))
+        x = x + after_mlp(mlp(mlp_norm(x)))
+
+    after_attention, after_mlp: None where the family has no such norm.
+    """
+
+    attention: str = "self_attn"
+    mlp: str = "mlp"
+    attention_norm: str = "input_layernorm"
+    mlp_norm: str = "post_attention_layernorm"
+    after_attention: str | None = None
+    after_mlp: str | None = None
+
+    @property
+    def norms(self) -> Mapping[str, str]:
+        """Place of a norm, such as mlp_norm -> name of the child; without the places that have none."""
+        places = ("attention_norm", "after_attention", "mlp_norm", "after_mlp")
+        return {place: name for place in places if (name := getattr(self, place)) is not None}
+
+    @property
+    def children(self) -> frozenset[str]:
+        """Names of the children that a layer calls."""
+        return frozenset({self.attention, self.mlp, *self.norms.values()})
+
+
+@dataclass(frozen=True)
+class Family:
+    """One model family.
+
+    model_types: its names in transformers. roles: pattern -> role; a pattern is a glob over dotted names with numbers
+    written `#` (`model.layers.3.mlp` is `model.layers.#.mlp`). smoothing: groups for activation smoothing: norm -> the
+    linear layers that read its output, within a layer.
+
+    classes: what its classes' names begin with, such as Llama in LlamaAttention. norm: its RMSNorm. layer: the form of
+    its decoder layers. rotary: whether its rotary embedding's tables hold each half's frequencies twice over, in the
+    dtype of the hidden states (others interleave them, as Cohere, or stay in float32, as OLMo 2). capped_scores,
+    capped_logits: whether it applies the softcaps of its configuration; scores only in eager attention.
     """
 
     name: str
     model_types: tuple[str, ...]
     roles: Mapping[str, str]
     smoothing: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    classes: str = ""
+    norm: Norm | None = None
+    layer: LayerForm | None = None
+    rotary: bool = False
+    capped_scores: bool = False
+    capped_logits: bool = False
 
 
 def _attention(prefix: str, **names: str) -> dict[str, str]:
@@ -56,13 +107,26 @@ _GEMMA_SMOOTHING = {
     "pre_feedforward_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
 }
 
+_LLAMA_FORM: dict[str, Any] = {"norm": Norm(), "layer": LayerForm(), "rotary": True}
+_GEMMA_FORM: dict[str, Any] = {
+    "norm": Norm("eps", plus_one=True),
+    "layer": LayerForm(
+        mlp_norm="pre_feedforward_layernorm",
+        after_attention="post_attention_layernorm",
+        after_mlp="post_feedforward_layernorm",
+    ),
+    "rotary": True,
+    "capped_logits": True,
+}
+
 FAMILIES: tuple[Family, ...] = (
-    Family("llama", ("llama",), _LLAMA, _LLAMA_SMOOTHING),
-    Family("mistral", ("mistral",), _LLAMA, _LLAMA_SMOOTHING),
-    Family("qwen2", ("qwen2",), _LLAMA, _LLAMA_SMOOTHING),
-    Family("qwen3", ("qwen3",), _LLAMA, _LLAMA_SMOOTHING),
-    Family("gemma2", ("gemma2",), _LLAMA, _GEMMA_SMOOTHING),
-    Family("gemma3", ("gemma3_text", "gemma3"), _LLAMA, _GEMMA_SMOOTHING),
+    Family("llama", ("llama",), _LLAMA, _LLAMA_SMOOTHING, "Llama", **_LLAMA_FORM),
+    Family("mistral", ("mistral",), _LLAMA, _LLAMA_SMOOTHING, "Mistral", **_LLAMA_FORM),
+    Family("qwen2", ("qwen2",), _LLAMA, _LLAMA_SMOOTHING, "Qwen2", **_LLAMA_FORM),
+    Family("qwen3", ("qwen3",), _LLAMA, _LLAMA_SMOOTHING, "Qwen3", **_LLAMA_FORM),
+    Family("gemma2", ("gemma2",), _LLAMA, _GEMMA_SMOOTHING, "Gemma2", **_GEMMA_FORM, capped_scores=True),
+    # Its attention has a softcap among its attributes and does not use it.
+    Family("gemma3", ("gemma3_text", "gemma3"), _LLAMA, _GEMMA_SMOOTHING, "Gemma3", **_GEMMA_FORM),
     Family(
         "phi3",
         ("phi3",),
@@ -70,6 +134,8 @@ FAMILIES: tuple[Family, ...] = (
         | {"*.mlp.gate_up_proj": "gate_up_proj", "*.mlp.down_proj": "down_proj", "*layers.#.mlp": "mlp"}
         | _LAYER,
         {"input_layernorm": ("self_attn.qkv_proj",), "post_attention_layernorm": ("mlp.gate_up_proj",)},
+        "Phi3",
+        **_LLAMA_FORM,
     ),
     Family(
         "opt",
@@ -92,6 +158,8 @@ FAMILIES: tuple[Family, ...] = (
         ("gpt_neox",),
         _FUSED_QKV,
         {"input_layernorm": ("attention.query_key_value",), "post_attention_layernorm": ("mlp.dense_h_to_4h",)},
+        "GPTNeoX",
+        rotary=True,
     ),
     Family(
         "bloom",
@@ -100,45 +168,18 @@ FAMILIES: tuple[Family, ...] = (
         {"input_layernorm": ("self_attention.query_key_value",), "post_attention_layernorm": ("mlp.dense_h_to_4h",)},
     ),
     # One norm may feed attention and MLP at once, by version: no smoothing without reading the configuration.
-    Family("falcon", ("falcon",), _FUSED_QKV),
-    Family("mixtral", ("mixtral",), _SEPARATE | _MOE | _LAYER, {"input_layernorm": _QKV}),
+    Family("falcon", ("falcon",), _FUSED_QKV, classes="Falcon", rotary=True),
+    Family("stablelm", ("stablelm",), _LLAMA, classes="StableLm", rotary=True),
+    Family("mixtral", ("mixtral",), _SEPARATE | _MOE | _LAYER, {"input_layernorm": _QKV}, "Mixtral", **_LLAMA_FORM),
     # Some layers may be dense: their MLP is Llama's, and the `mlp` of a sparse layer is refused by its replacer.
-    Family("qwen3_moe", ("qwen3_moe",), _LLAMA | _MOE, {"input_layernorm": _QKV}),
+    Family("qwen3_moe", ("qwen3_moe",), _LLAMA | _MOE, {"input_layernorm": _QKV}, "Qwen3Moe", **_LLAMA_FORM),
 )
-
-
-@dataclass(frozen=True)
-class Norm:
-    """A class of RMSNorm: the name of its epsilon attribute, and whether it multiplies by 1 + weight (plus_one)."""
-
-    eps: str
-    plus_one: bool = False
-
-
-RMS_NORMS: Mapping[str, Norm] = MappingProxyType(
-    {
-        name: Norm("variance_epsilon")
-        for name in (
-            "LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm", "Phi3RMSNorm", "MixtralRMSNorm",
-            "Qwen3MoeRMSNorm",
-        )
-    }
-    | {name: Norm("eps", plus_one=True) for name in ("Gemma2RMSNorm", "Gemma3RMSNorm")}
-)  # fmt: skip
+_BY_CLASSES: Mapping[str, Family] = MappingProxyType({family.classes: family for family in FAMILIES if family.classes})
 
 # Linear layers whose forward is x @ weight^T + bias: torch's own, and the same written otherwise.
 LINEAR_CLASSES = frozenset({"Linear", "Conv1D", "FalconLinear", "NonDynamicallyQuantizableLinear"})
 # Embeddings whose forward is a row of the table, times `embed_scale` where they have one.
 EMBEDDING_CLASSES = frozenset({"Embedding", "Gemma2TextScaledWordEmbedding", "Gemma3TextScaledWordEmbedding"})
-# Rotary embeddings whose tables hold each half's frequencies twice over, in the dtype of the hidden states. Others
-# interleave them (Cohere) or stay in float32 (OLMo 2).
-ROTARY_CLASSES = frozenset(
-    f"{family}RotaryEmbedding"
-    for family in (
-        "Llama", "Mistral", "Qwen2", "Qwen3", "Gemma2", "Gemma3", "Phi3", "GPTNeoX", "Falcon", "Mixtral", "Qwen3Moe",
-        "StableLm",
-    )
-)  # fmt: skip
 # Rope types whose frequencies are fixed when the model is made.
 STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
 # Classes of activation modules -> the name that configurations use.
@@ -153,6 +194,12 @@ def family_of(config: Any) -> Family | None:
     if hasattr(config, "get_text_config"):
         types.append(getattr(config.get_text_config(decoder=True), "model_type", None))
     return next((family for family in FAMILIES for name in types if name in family.model_types), None)
+
+
+def family_of_class(module: Any, ending: str) -> Family | None:
+    """The family that a module's class belongs to, by its name: LlamaAttention with the ending Attention is Llama's."""
+    name = type(module).__name__
+    return _BY_CLASSES.get(name.removesuffix(ending)) if name.endswith(ending) else None
 
 
 def roles_of(config: Any) -> Mapping[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -28,46 +29,40 @@ class FusedRMSNorm(Replacement):
         return rmsnorm(hidden_states, self.weight, self.rms_eps, self.plus_one)
 
 
-# Children that a replaced layer calls; others, such as a dropout that drops nothing, it skips.
-CALLED = frozenset(
-    {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
-    | {"pre_feedforward_layernorm", "post_feedforward_layernorm"}
-)
-
-
 class ResidualNormLayer(Replacement):
     """A decoder layer that adds the residual and computes the next norm in one operation.
 
     For layers of the form norm, attention, add, norm, MLP, add (Llama), and for those that also have a norm after
-    attention and after the MLP (Gemma 2 and 3: `sandwich`). Children, names and hooks stay; hooks on the norm still
-    run.
+    attention and after the MLP (Gemma 2 and 3). norms: the names of its norms by place: attention_norm, mlp_norm, and
+    after_attention and after_mlp where it has them. Children, names and hooks stay; hooks on the norm still run.
     """
 
+    norms: Mapping[str, str]
     norm_class: type[nn.Module]
     eps_name: str
     plus_one: bool
-    sandwich: bool
     positional: tuple[str, ...]
     self_attn: nn.Module
     mlp: nn.Module
-    input_layernorm: nn.Module
-    post_attention_layernorm: nn.Module
-    pre_feedforward_layernorm: nn.Module
-    post_feedforward_layernorm: nn.Module
+
+    def norm(self, place: str) -> Any:
+        """The norm at a place; None where the layer has none there."""
+        name = self.norms.get(place)
+        return None if name is None else getattr(self, name)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """hidden_states[B, L, K] -> [B, L, K]; the other arguments are passed to the attention."""
         if not intact(self):
             return super().forward(hidden_states, *args, **kwargs)
         kwargs.update(zip(self.positional, args, strict=False))
+        after_attention, after_mlp = self.norm("after_attention"), self.norm("after_mlp")
         residual = hidden_states
-        hidden_states, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
-        if self.sandwich:
-            hidden_states = self.post_attention_layernorm(hidden_states)
-            hidden_states, residual = self._add_norm(self.pre_feedforward_layernorm, hidden_states, residual)
-            return residual + self.post_feedforward_layernorm(self.mlp(hidden_states))
-        hidden_states, residual = self._add_norm(self.post_attention_layernorm, hidden_states, residual)
-        return residual + self.mlp(hidden_states)
+        hidden_states, _ = self.self_attn(hidden_states=self.norm("attention_norm")(hidden_states), **kwargs)
+        if after_attention is not None:
+            hidden_states = after_attention(hidden_states)
+        hidden_states, residual = self._add_norm(self.norm("mlp_norm"), hidden_states, residual)
+        hidden_states = self.mlp(hidden_states)
+        return residual + (hidden_states if after_mlp is None else after_mlp(hidden_states))
 
     def _add_norm(self, norm: nn.Module, hidden_states: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         if not self._is_known(norm) or is_observed(norm):

@@ -233,3 +233,9 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
     if a.is_meta or b.is_meta or a.dtype != b.dtype or a.shape != b.shape:
         return False
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def packed_modules(model: Any) -> list[QuantizedModule]:
+    """The modules of a model that own a pack, in the order in which a step reads them: the head is last."""
+    owners = [m for m in model.modules() if isinstance(m, QuantizedModule) and m.source is None and m.pack is not None]
+    return sorted(owners, key=lambda module: module is getattr(model, "lm_head", None))

@@ -13,8 +13,8 @@ from accelpatch.device import Device
 from accelpatch.errors import KernelError
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.dispatch import Spec
-from accelpatch.models.family import RMS_NORMS
-from accelpatch.modules.norm import CALLED, FusedRMSNorm, ResidualNormLayer, positional_names
+from accelpatch.models.family import LayerForm, Norm, family_of_class
+from accelpatch.modules.norm import FusedRMSNorm, ResidualNormLayer, positional_names
 from accelpatch.modules.replacement import adopt, skipped
 from accelpatch.patching.replacer import EVERY_CHILD, Choice, Reason, Replacer
 from accelpatch.patching.site import Site
@@ -34,7 +34,7 @@ class RMSNormReplacer(Replacer):
     rounds = False
 
     def propose(self, site: Site, options: Mapping[str, Any], device: Device) -> Choice | Reason:
-        kind = RMS_NORMS.get(type(site.original).__name__)
+        kind = _norm_of(site.original)
         if kind is None:
             return Reason(f"{type(site.original).__name__} is not an RMSNorm of a known family")
         try:
@@ -44,8 +44,8 @@ class RMSNormReplacer(Replacer):
         return Choice(kernel, site.token_bytes, site.token_bytes, site.bytes)
 
     def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:
-        kind = RMS_NORMS[type(site.original).__name__]
-        new = adopt(FusedRMSNorm, site.original)
+        new, kind = adopt(FusedRMSNorm, site.original), _norm_of(site.original)
+        assert kind is not None
         new.eps_name, new.plus_one = kind.eps, kind.plus_one
         return new
 
@@ -59,12 +59,11 @@ class ResidualNormReplacer(Replacer):
     consumes = EVERY_CHILD
 
     def propose(self, site: Site, options: Mapping[str, Any], device: Device) -> Choice | Reason:
-        layer = site.original
-        norm = getattr(layer, _norm_name(layer), None)
-        kind = RMS_NORMS.get(type(norm).__name__)
-        missing = [name for name in ("self_attn", "mlp", "input_layernorm") if not hasattr(layer, name)]
-        if kind is None or norm is None or missing:
+        layer, form = site.original, _form_of(site.original)
+        kind = None if form is None else _norm_of(getattr(layer, form.mlp_norm))
+        if form is None or kind is None:
             return Reason(f"{type(layer).__name__} has no known RMSNorm after a residual addition")
+        norm = getattr(layer, form.mlp_norm)
         if any(isinstance(child, nn.Dropout) and child.p > 0 for child in layer.children()):
             return Reason("the layer has dropout before the residual addition")
         try:
@@ -74,18 +73,29 @@ class ResidualNormReplacer(Replacer):
         return Choice(kernel, site.token_bytes, site.token_bytes, site.bytes)
 
     def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:
-        layer = site.original
+        layer, form = site.original, _form_of(site.original)
+        assert form is not None
+        norm = getattr(layer, form.mlp_norm)
+        kind = _norm_of(norm)
+        assert kind is not None
         new = adopt(ResidualNormLayer, layer)
-        new.norm_class = type(getattr(layer, _norm_name(layer)))
-        kind = RMS_NORMS[new.norm_class.__name__]
+        new.norms, new.norm_class = form.norms, type(norm)
         new.eps_name, new.plus_one = kind.eps, kind.plus_one
-        new.skips = skipped(new, *(layer._modules.keys() - CALLED))
-        new.sandwich = hasattr(layer, "pre_feedforward_layernorm")
+        new.skips = skipped(new, *(layer._modules.keys() - form.children))
         new.positional = positional_names(layer)
         return new
 
 
-def _norm_name(layer: nn.Module) -> str:
-    """The attribute name of the norm that follows the residual addition after attention."""
-    sandwich = hasattr(layer, "pre_feedforward_layernorm")
-    return "pre_feedforward_layernorm" if sandwich else "post_attention_layernorm"
+def _norm_of(module: Any) -> Norm | None:
+    """What a family's RMSNorm computes; None for any other module."""
+    family = family_of_class(module, "RMSNorm")
+    return None if family is None else family.norm
+
+
+def _form_of(layer: nn.Module) -> LayerForm | None:
+    """The form of a decoder layer, by the class of its norms; None where it is not known or a child is missing."""
+    family = family_of_class(getattr(layer, "input_layernorm", None), "RMSNorm")
+    if family is None or family.layer is None or not all(hasattr(layer, name) for name in family.layer.children):
+        return None
+    norms = [getattr(layer, name) for name in family.layer.norms.values()]
+    return family.layer if all(family_of_class(norm, "RMSNorm") is family for norm in norms) else None

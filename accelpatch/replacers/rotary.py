@@ -13,7 +13,7 @@ from accelpatch.device import Device
 from accelpatch.errors import KernelError
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.dispatch import Spec
-from accelpatch.models.family import ROTARY_CLASSES, STATIC_ROPE
+from accelpatch.models.family import STATIC_ROPE, family_of_class
 from accelpatch.modules.replacement import adopt
 from accelpatch.modules.rotary import FusedRotaryEmbedding
 from accelpatch.patching.replacer import Choice, Reason, Replacer
@@ -30,7 +30,8 @@ class RotaryReplacer(Replacer):
 
     def propose(self, site: Site, options: Mapping[str, Any], device: Device) -> Choice | Reason:
         module = site.original
-        if type(module).__name__ not in ROTARY_CLASSES:
+        family = family_of_class(module, "RotaryEmbedding")
+        if family is None or not family.rotary:
             return Reason(f"{type(module).__name__} is not known to make its tables in this form")
         if list(inspect.signature(type(module).forward).parameters) not in _SIGNATURES:
             return Reason(f"{type(module).__name__} takes other arguments than (x, position_ids)")

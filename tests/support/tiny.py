@@ -115,7 +115,7 @@ CAUSAL: Mapping[str, Tiny] = {
     ),
     # of no family in the table: class rules alone
     "cohere": Tiny("Cohere", _LLAMA | {"use_qk_norm": True}, {"linear": 14}),
-    "stablelm": Tiny("StableLm", _LLAMA, {"linear": 14}, norms(0, mlp=0)),
+    "stablelm": Tiny("StableLm", _LLAMA, _GATED, norms(0)),
     "gptj": Tiny("GPTJ", _GPT | {"rotary_dim": 8, "tie_word_embeddings": False}, {"linear": 12}),
     "olmo2": Tiny("Olmo2", _LLAMA, {"linear": 14}),
     "gpt_bigcode": Tiny("GPTBigCode", _GPT, {"linear": 8}, tied=True),

@@ -14,7 +14,6 @@ from accelpatch.kernels.cpu.decode_step import DecodeStep
 from accelpatch.kernels.cpu.native_library import PLAIN
 from accelpatch.kernels.ops import linear
 from accelpatch.runtime.cpu.native_cache import Store
-from accelpatch.runtime.cpu.native_weights import layer_type, rope_kinds
 from accelpatch.runtime.cpu.torch_threads import all_threads
 
 Places = tuple[Tensor, Tensor, Tensor]
@@ -50,8 +49,8 @@ def mixed_step(
 def _module(decoder: Any, layer: Any, hidden: Tensor, cache: Any, places: Places, length: int) -> Any:
     """Run a layer's module for one token: hidden[B, K] -> [B, 1, K]."""
     slots, starts, positions = places
-    stream, position_ids, kind = hidden.unsqueeze(1).clone(), positions.unsqueeze(1), layer_type(layer)
-    kinds = (kind,) if rope_kinds(decoder.rotary_emb, [str(kind)]) != [""] else ()
+    stream, position_ids = hidden.unsqueeze(1).clone(), positions.unsqueeze(1)
+    kinds = attention_facts.rope_arguments(decoder.rotary_emb, layer.self_attn)
     given = {
         "attention_mask": _mask(slots, starts, attention_facts.window(layer.self_attn), length),
         "position_ids": position_ids,

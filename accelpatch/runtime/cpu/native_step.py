@@ -25,7 +25,7 @@ from accelpatch.runtime.cpu.mixed_step import mixed_step
 from accelpatch.runtime.cpu.native_cache import Store, attach, stored
 from accelpatch.runtime.cpu.native_weights import NativeModel, native_model
 from accelpatch.runtime.cpu.torch_threads import all_threads
-from accelpatch.runtime.graphs.watch import Watch
+from accelpatch.runtime.watch import Watch
 
 NATIVE = "native step"
 # Arguments of a step whose value does not change what it computes, or that step() reads. The tokenizer is that of stop

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,11 +17,12 @@ from accelpatch.kernels.layouts import cpu_pack
 from accelpatch.kernels.layouts.cpu_pack import Pack
 from accelpatch.modules.gated_mlp import GatedMLP
 from accelpatch.modules.norm import FusedRMSNorm, ResidualNormLayer
-from accelpatch.modules.quantized_module import QuantizedModule
+from accelpatch.modules.quantized_module import QuantizedModule, packed_modules
 from accelpatch.modules.replacement import unchanged
 from accelpatch.modules.rotary import FusedRotaryEmbedding
 
 ATTENTION = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "o_proj"}
+NORMS = {"after_attention": "after_attention_norm", "after_mlp": "after_mlp_norm"}
 MLP = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 
 
@@ -58,13 +59,9 @@ def native_model(model: nn.Module) -> NativeModel:
     if not isinstance(decoder.rotary_emb, FusedRotaryEmbedding):
         raise CannotFuse("its rotary embedding was not replaced")
     gather_packs(model)
-    kinds = [str(kind) if (kind := layer_type(layer)) else "" for layer in layers]
-    ropes = rope_kinds(decoder.rotary_emb, kinds)
+    ropes = rope_kinds(decoder.rotary_emb, layers)
     shape = step_shape(model, decoder, ropes)
-    weights = [
-        layer_weights(layer, ropes.index(kind if kind in ropes else ""), shape.eps)
-        for layer, kind in zip(layers, kinds, strict=True)
-    ]
+    weights = [layer_weights(layer, ropes.index(_type(layer)) if len(ropes) > 1 else 0, shape.eps) for layer in layers]
     norm = vector(decoder.norm, shape.eps)
     return NativeModel(shape, weights, packed(decoder.embed_tokens), packed(head), norm)
 
@@ -73,16 +70,13 @@ def _constants(layer: Any) -> tuple[Any, ...]:
     return layer.self_attn.scaling, attention_facts.score_cap(layer.self_attn), layer.mlp.activation
 
 
-def layer_type(layer: Any) -> str | None:
-    """`sliding_attention`, `full_attention` or None: the key of a layer's rotary frequencies if there are several."""
-    return getattr(layer.self_attn, "layer_type", None) or getattr(layer, "attention_type", None)
+def rope_kinds(rotary: nn.Module, layers: Sequence[Any]) -> list[str]:
+    """The layer types whose rotary frequencies differ; "" where all layers share one."""
+    return [""] if attention_facts.one_rope(rotary) else sorted({_type(layer) for layer in layers})
 
 
-def rope_kinds(rotary: nn.Module, kinds: list[str]) -> list[str]:
-    """The names of the rotary frequencies in use; "" where all layers share one."""
-    if hasattr(rotary, "inv_freq"):
-        return [""]
-    return sorted(set(kinds))
+def _type(layer: Any) -> str:
+    return attention_facts.layer_type(layer.self_attn)
 
 
 def step_shape(model: nn.Module, decoder: Any, ropes: list[str]) -> StepShape:
@@ -93,10 +87,7 @@ def step_shape(model: nn.Module, decoder: Any, ropes: list[str]) -> StepShape:
     if len(ropes) > 2 or first.mlp.activation not in ACTIVATIONS:
         raise CannotFuse(f"activation {first.mlp.activation} with {len(ropes)} kinds of rotary frequencies")
     size, rotary = attention.head_dim, decoder.rotary_emb
-    frequencies = [
-        ("inv_freq", "attention_scaling") if not r else (f"{r}_inv_freq", f"{r}_attention_scaling") for r in ropes
-    ]
-    rope = tuple((getattr(rotary, f), float(getattr(rotary, s))) for f, s in frequencies)
+    rope = tuple(attention_facts.rope(rotary, kind) for kind in ropes)
     if any(inverse.shape[0] * 2 != size for inverse, _ in rope):
         raise CannotFuse("its rotary embedding covers only a part of each head")
     scale = getattr(decoder.embed_tokens, "embed_scale", 1.0)
@@ -112,13 +103,7 @@ def layer_weights(layer: Any, rope: int, eps: float) -> LayerWeights:
     attention = layer.self_attn
     linears = {name: packed(getattr(attention, child)) for name, child in ATTENTION.items()}
     linears |= {name: packed(getattr(layer.mlp, child)) for name, child in MLP.items()}
-    names = {"attention_norm": layer.input_layernorm, "mlp_norm": layer.post_attention_layernorm}
-    if layer.sandwich:
-        names["after_attention_norm"], names["mlp_norm"] = (
-            layer.post_attention_layernorm,
-            layer.pre_feedforward_layernorm,
-        )
-        names["after_mlp_norm"] = layer.post_feedforward_layernorm
+    names = {NORMS.get(place, place): layer.norm(place) for place in layer.norms}
     if hasattr(attention, "q_norm"):
         names["q_norm"], names["k_norm"] = attention.q_norm, attention.k_norm
     norms = {name: vector(norm, eps) for name, norm in names.items()}
@@ -154,12 +139,6 @@ def packed(module: Any) -> Pack:
     if not plain or module.weight.dtype != torch.float32 or module.weight.is_meta:
         raise CannotFuse(f"{type(module).__name__} in {module.weight.dtype} is no plain float32 weight")
     return cpu_pack.dense(module.weight, bias)
-
-
-def packed_modules(model: nn.Module) -> Iterator[QuantizedModule]:
-    """The modules that own a pack, in the order in which a step reads them."""
-    modules = (m for m in model.modules() if isinstance(m, QuantizedModule) and m.source is None and m.pack is not None)
-    return iter(sorted(modules, key=lambda m: m is getattr(model, "lm_head", None)))
 
 
 def gather_packs(model: nn.Module) -> None:

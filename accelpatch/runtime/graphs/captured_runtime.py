@@ -23,7 +23,7 @@ from accelpatch.runtime.graphs.captured_graph import GRAPHS, new_pool
 from accelpatch.runtime.graphs.captured_step import CAPTURE_ERRORS, CapturedStep, first_line, for_decoding, graph_maker
 from accelpatch.runtime.graphs.fused_forward import fused_outputs, prompts_of
 from accelpatch.runtime.graphs.short_prompt import Prompts
-from accelpatch.runtime.graphs.watch import Watch
+from accelpatch.runtime.watch import Watch
 
 CAPTURED = "captured step"
 MODULES = "modules in the captured step: "  # and the reason

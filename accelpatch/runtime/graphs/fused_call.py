@@ -13,7 +13,6 @@ from transformers.cache_utils import DynamicLayer
 from accelpatch.fusion import attention_facts
 from accelpatch.kernels.ops.attention_shape import AttentionShape
 from accelpatch.kernels.ops.prompt_attention import rotate_
-from accelpatch.runtime.cpu.native_weights import layer_type
 
 
 @dataclass(eq=False)
@@ -103,7 +102,7 @@ def by_module(decoder: Any, place: int, stream: Tensor, call: Call) -> Tensor:
     """Run a layer's own module: stream[B, L, K] -> [B L, K]."""
     layer, length = decoder.layers[place], stream.shape[1]
     attention = layer.self_attn
-    kinds = () if hasattr(decoder.rotary_emb, "inv_freq") else (layer_type(layer),)
+    kinds = attention_facts.rope_arguments(decoder.rotary_emb, attention)
     first = call.first(place)
     seen = call.seen(call.past + length - first, first, attention_facts.window(attention))
     if seen is None and length > 1:

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from accelpatch.fusion.adapters import is_adapter, state_of
-from accelpatch.modules.quantized_module import QuantizedModule
+from accelpatch.modules.quantized_module import QuantizedModule, packed_modules
 from accelpatch.modules.replacement import OWN_HOOK
-from accelpatch.runtime.cpu.native_weights import packed_modules
 
 _version = attrgetter("_version")
 # Where transformers has the hooks that it leaves behind in every layer once hidden states or attentions were asked for.
@@ -58,7 +57,7 @@ class Watch:
         own = written_by_forward(modules)
         self._written = [tensor for tensor in self._tensors if _counts_writes(tensor) and id(tensor) not in own]
         self._versions = list(map(_version, self._written))
-        self._packed = list(packed_modules(model))
+        self._packed = packed_modules(model)
         self._packs = [module.pack for module in self._packed]
         self._tiled = [module for module in modules if isinstance(module, QuantizedModule) and module.tiles is not None]
         self._tiles = [module.tiles for module in self._tiled]
