@@ -175,7 +175,7 @@ def cases(pair: Pair, base: Any, new: int) -> dict[str, Tensor]:
 
 def step_seconds(pair: Pair) -> dict[str, float]:
     """Milliseconds of a step of one token and of one of several, replayed over the same cache."""
-    step = next(reversed(pair.runtimes["prompt_lookup"]._steps.values()))
+    step = next(reversed(pair.runtimes["prompt_lookup"].captured._steps.values()))
     found = {}
     for name, replay in (("one", step.replay), ("several", step.verification.replay)):
 

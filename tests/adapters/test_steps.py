@@ -21,7 +21,8 @@ from accelpatch.modules import weight_only
 from accelpatch.runtime.generation.patched_model import RUNTIME
 from accelpatch.runtime.graphs import captured_graph
 from accelpatch.runtime.graphs.captured_graph import EagerGraph
-from accelpatch.runtime.graphs.captured_runtime import CAPTURED, MODULES, STATES
+from accelpatch.runtime.graphs.captured_model import MODULES
+from accelpatch.runtime.graphs.captured_runtime import CAPTURED, STATES
 from accelpatch.runtime.graphs.fused_prompt import FUSED_PROMPT
 from tests.support.lora import RECIPES, adapted, both_orders, config
 from tests.support.steps import inner, logits, stock
@@ -93,7 +94,7 @@ def test_adapters_are_swapped_at_run_time(recipe: str) -> None:
                     made = assert_like_the_modules(model)
             else:
                 made = assert_like_the_modules(model)
-            key, now = str(names), list(runtime(model)._steps.values())
+            key, now = str(names), list(runtime(model).captured._steps.values())
             assert round_ == 0 or torch.equal(made, found[key])
             found[key] = made
             # the second time around nothing is captured anew

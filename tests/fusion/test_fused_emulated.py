@@ -79,7 +79,7 @@ def test_the_bits_of_kernels_that_wait(rows: int, waiting: list[str], monkeypatc
     model: Any = accelpatch.patch(copy.deepcopy(base), "exact", verify=False)
     early = logits(model, batch, 6)
     assert set(waiting) == {"attention", "product"}
-    layers = vars(model)[RUNTIME]._fused.layers
+    layers = vars(model)[RUNTIME].captured.fused.layers
     assert not any(int(one.producer.number.abs().sum()) for layer in layers for one in (layer.qkv, layer.gate_up))
     monkeypatch.setattr(fused_layer, "with_signals", silence)
     waiting.clear()

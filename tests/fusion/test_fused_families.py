@@ -22,7 +22,8 @@ from accelpatch.recipe.recipe import parse
 from accelpatch.runtime.generation.patched_model import RUNTIME
 from accelpatch.runtime.graphs import captured_graph
 from accelpatch.runtime.graphs.captured_graph import EagerGraph
-from accelpatch.runtime.graphs.captured_runtime import CAPTURED, MODULES
+from accelpatch.runtime.graphs.captured_model import MODULES
+from accelpatch.runtime.graphs.captured_runtime import CAPTURED
 from tests.support.spread import spread
 from tests.support.steps import assert_like_the_stock_loop
 from tests.support.tiny import CAUSAL, full_batch, padded_batch
@@ -96,14 +97,16 @@ def test_longrope_is_captured_on_either_side_of_its_turn(length: int, new: int, 
     paths = model.accelpatch.report().paths
     for _ in range(2):
         assert_like_the_stock_loop(model, full_batch(length), new)
-        steps = list(vars(model)[RUNTIME]._steps.values())
+        steps = list(vars(model)[RUNTIME].captured._steps.values())
     if not captured:
         assert dict(paths) == {"stock loop: longrope's frequencies change beyond 16 tokens": 2}
         return
     assert paths[MODULES + "its rotary embedding was not replaced"] == paths[CAPTURED] == 2 * (new - 1)
     if length < 16:  # beyond, transformers before 5.23 puts another buffer into the model
         model.generate(**full_batch(length), max_new_tokens=new)
-        assert all(one is other for one, other in zip(vars(model)[RUNTIME]._steps.values(), steps, strict=True))
+        assert all(
+            one is other for one, other in zip(vars(model)[RUNTIME].captured._steps.values(), steps, strict=True)
+        )
 
 
 MUTATIONS: dict[str, tuple[str, Callable[[Any], Any]]] = {
@@ -137,7 +140,7 @@ def test_a_term_left_out_is_seen(mutation: str, monkeypatch: pytest.MonkeyPatch)
         change(fused)
         return fused
 
-    monkeypatch.setattr("accelpatch.runtime.graphs.captured_runtime.fused_model", changed)
+    monkeypatch.setattr("accelpatch.runtime.graphs.captured_model.fused_model", changed)
     with pytest.raises(AssertionError, match="is off by"):
         assert_like_the_stock_loop(patched(form), padded_batch(), 12)
 

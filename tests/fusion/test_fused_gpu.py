@@ -87,7 +87,7 @@ def test_weights_are_held_once_and_come_back(recipe: Any) -> None:
     gc.collect()
     allocated = torch.cuda.memory_allocated()
     logits(model, full_batch(), 8)
-    del vars(model)[RUNTIME]._steps, vars(model)[RUNTIME]._batches
+    del vars(model)[RUNTIME].captured._steps, vars(model)[RUNTIME].captured._batches
     gc.collect()
     torch.cuda.synchronize()
     _own_workspaces()
@@ -118,7 +118,9 @@ def test_the_bits_of_kernels_that_wait(recipe: Any, rows: int, monkeypatch: pyte
                 patch.setattr(fused_layer, "with_signals", silence)
             model: Any = accelpatch.patch(copy.deepcopy(base), recipe, verify=False)
             found.append(logits(model, batch, 200))
-        signals = [one.producer for layer in vars(model)[RUNTIME]._fused.layers for one in (layer.qkv, layer.gate_up)]
+        signals = [
+            one.producer for layer in vars(model)[RUNTIME].captured.fused.layers for one in (layer.qkv, layer.gate_up)
+        ]
         assert all((one is None) == waits for one in signals)  # so attention is the device library's
         assert not any(int(one.number.abs().sum()) for one in signals if one is not None)
     assert torch.equal(*found)

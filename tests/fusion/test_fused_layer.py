@@ -25,7 +25,8 @@ from accelpatch.recipe.recipe import parse
 from accelpatch.runtime.generation.patched_model import RUNTIME
 from accelpatch.runtime.graphs import captured_graph
 from accelpatch.runtime.graphs.captured_graph import EagerGraph
-from accelpatch.runtime.graphs.captured_runtime import CAPTURED, MODULES
+from accelpatch.runtime.graphs.captured_model import MODULES
+from accelpatch.runtime.graphs.captured_runtime import CAPTURED
 from accelpatch.runtime.graphs.fused_forward import FORWARD
 from accelpatch.runtime.graphs.fused_prompt import FUSED_PROMPT
 from tests.support.spread import spread

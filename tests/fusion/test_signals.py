@@ -113,7 +113,7 @@ def test_a_step_that_breaks_off_leaves_no_signal(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(native_library, "why_not", lambda device: "not in this test")
     model: Any = accelpatch.patch(CAUSAL["llama"].make(intermediate_size=4224), "exact", verify=False)
     model.generate(torch.ones(1, 3, dtype=torch.int64), max_new_tokens=2)
-    layers = vars(model)[RUNTIME]._fused.layers
+    layers = vars(model)[RUNTIME].captured.fused.layers
 
     def broken(*args: Any) -> None:
         layers[0].qkv.producer.number[0] += 64

@@ -45,7 +45,7 @@ def allocated(what: str = "now") -> int:
 
 def cached(model: Any) -> int:
     """Bytes of the keys and values that the model's captured steps keep."""
-    steps = vars(model)[RUNTIME]._steps.values()
+    steps = vars(model)[RUNTIME].captured._steps.values()
     return sum(layer.keys.nbytes + layer.values.nbytes for step in steps for layer in step.cache.layers)
 
 

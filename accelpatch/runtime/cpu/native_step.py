@@ -6,7 +6,6 @@ step; all other calls, and steps observed by hooks, run the modules. `paths` cou
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections import Counter
 from collections.abc import Container, Mapping
@@ -21,6 +20,7 @@ from accelpatch.errors import KernelError
 from accelpatch.fusion.cannot_fuse import CannotFuse
 from accelpatch.kernels.cpu.decode_step import DecodeStep
 from accelpatch.kernels.cpu.native_library import MAX_BATCH
+from accelpatch.runtime.copied import recounted
 from accelpatch.runtime.cpu.mixed_step import mixed_step
 from accelpatch.runtime.cpu.native_cache import Store, attach, stored
 from accelpatch.runtime.cpu.native_weights import NativeModel, native_model
@@ -45,13 +45,6 @@ class Reading:
     model: NativeModel | None
     unfit: str | None
     watch: Watch
-
-
-def recounted(made: Any, paths: Counter[str], memo: dict[int, Any]) -> Any:
-    """The copy `made` of a runtime with a zeroed copy of `paths`, the one that the copied report shows."""
-    made.paths = copy.deepcopy(paths, memo)
-    made.paths.clear()
-    return made
 
 
 class NativeRuntime:

@@ -14,19 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers.generation.utils import GenerateDecoderOnlyOutput
-from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from accelpatch.kernels.triton.launch import on
-from accelpatch.runtime.generation.captured_lookup import ACCEPTED, NONE, STEPS, Late, Lookup
+from accelpatch.runtime.generation.captured_lookup import Late
 from accelpatch.runtime.generation.captured_reports import Reports
+from accelpatch.runtime.generation.captured_run import CapturedRun
 from accelpatch.runtime.generation.decoding import loop, stock_loop_because
 from accelpatch.runtime.generation.sampler import Sampler, Unknown
-from accelpatch.runtime.graphs.captured_cache import OWN_CACHE, move_back, move_in, why_not
-from accelpatch.runtime.graphs.captured_graph import Graph
-from accelpatch.runtime.graphs.captured_runtime import CAPTURED, CapturedRuntime, NotCaptured
-from accelpatch.runtime.graphs.captured_step import CapturedStep
-from accelpatch.runtime.graphs.fused_prompt import FUSED_PROMPT, fused_prompt
-from accelpatch.runtime.graphs.fused_prompt import why_not as why_not_fused
+from accelpatch.runtime.graphs.captured_cache import why_not
+from accelpatch.runtime.graphs.captured_model import NotCaptured
+from accelpatch.runtime.graphs.captured_runtime import CapturedRuntime
 
 Stock = Callable[..., Any]
 
@@ -48,7 +45,7 @@ def captured_loop(
         if reason is None:
             capacity = runtime.room(ids.shape[1] + _earlier(kwargs, ids), criteria.max_length)
             try:
-                run = _CapturedRun(model, runtime, runtime.step(model, ids.shape[0], capacity))
+                run = CapturedRun(model, runtime, runtime.step(model, ids.shape[0], capacity))
             except NotCaptured as error:
                 reason = str(error)
         if reason is None:
@@ -69,7 +66,7 @@ def _stock_because(
     return (
         stock_loop_because(model, config, synced_gpus, kwargs)
         or why_not(kwargs["past_key_values"])
-        or runtime.objection(model, ids.shape[0])
+        or runtime.why_not(model)
     )
 
 
@@ -93,7 +90,7 @@ def _earlier(kwargs: dict[str, Any], ids: Tensor) -> int:
 
 
 def _decode(
-    run: _CapturedRun, ids: Tensor, processors: Any, criteria: Any, config: Any, streamer: Any, kwargs: dict[str, Any]
+    run: CapturedRun, ids: Tensor, processors: Any, criteria: Any, config: Any, streamer: Any, kwargs: dict[str, Any]
 ) -> Any:
     steps = run.looking_up(ids, criteria.max_length) or run
     try:
@@ -113,7 +110,7 @@ def _decode(
     return GenerateDecoderOnlyOutput(sequences=sequences, past_key_values=run.kwargs.get("past_key_values"))
 
 
-def _late(run: _CapturedRun, sampler: Sampler, config: Any, logits: Tensor, streamer: Any, most: int) -> Tensor:
+def _late(run: CapturedRun, sampler: Sampler, config: Any, logits: Tensor, streamer: Any, most: int) -> Tensor:
     """New tokens [B, N], N up to `most`, on the host. Each report is read while the model's next step runs."""
     batch = run.step.batch
     graph = run.sampler(sampler, config._pad_token_tensor if sampler.ends is not None else None)
@@ -141,109 +138,3 @@ def _late(run: _CapturedRun, sampler: Sampler, config: Any, logits: Tensor, stre
     if streamer is not None:
         streamer.end()
     return torch.stack(made, dim=1)
-
-
-class _CapturedRun:
-    """One call of generate() over a captured step. At its end a cache that the caller can see gets the tokens back."""
-
-    def __init__(self, model: Any, runtime: CapturedRuntime, step: CapturedStep):
-        self.runtime, self.step = runtime, step
-        self.kwargs: dict[str, Any] = {}
-        self._model = model
-        self.lookup: Lookup | None = None
-        self.slot = 0  # tokens cached, including a step that was too many
-        self._cache: Any = None
-        self._seen = True  # whether the caller can see the cache after the call
-        self._first = self._length = 0
-
-    def __enter__(self) -> _CapturedRun:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        if self._cache is not None and self._seen:
-            move_back(self.step.cache, self._cache, self._length)
-        paths, lookup = self.runtime.paths, self.lookup
-        steps = self._length - self._first
-        if lookup is not None and steps:
-            steps = max(
-                steps - lookup.accepted, 0
-            )  # after an exception, accepted draft tokens may not have been emitted
-            paths[STEPS] += lookup.steps
-            paths[ACCEPTED] += lookup.accepted
-        paths[CAPTURED] += steps
-        paths[self.runtime.way(self.step)] += steps
-
-    def looking_up(self, ids: Tensor, end: int | None) -> Lookup | None:
-        """This run with draft tokens, where the recipe asks for them and they are possible; else None."""
-        drafts = self.runtime.drafts(self.step)
-        if isinstance(drafts, str):
-            self.runtime.paths[NONE + drafts] += 1
-        elif drafts is not None:
-            self.lookup = Lookup(self, drafts, ids, end)
-        return self.lookup
-
-    def prompt(self, ids: Tensor, config: Any, kwargs: dict[str, Any]) -> Tensor:
-        """Logits [B, V] float32 after the prompt. If the model's own forward cached it, the cache is moved."""
-        cache = kwargs["past_key_values"]
-        reason = why_not_fused(self.step, ids, config, kwargs)
-        if reason is None:
-            graph = self.runtime.graph(self.step.batch.device)
-            logits, length = fused_prompt(self.step, ids, kwargs, graph), ids.shape[1]
-            outputs: Any = CausalLMOutputWithPast(past_key_values=cache)
-            self.runtime.paths[FUSED_PROMPT] += 1
-        else:
-            outputs = self._model._prefill(ids, config, kwargs, is_first_iteration=True)
-            cache = outputs.past_key_values  # Phi-3 makes a new cache where its rotary frequencies change
-            logits, length = outputs.logits[:, -1].to(copy=True, dtype=torch.float32), cache.get_seq_length()
-            if self.step.fused:
-                self.runtime.paths[f"prefill by modules: {reason}"] += 1
-        self.kwargs = self._model._update_model_kwargs_for_generation(outputs, kwargs)
-        mask = kwargs.get("attention_mask")
-        mask = None if mask is None else mask[:, :length]
-        while self.step.capacity < length:
-            self.step = self.runtime.larger(self._model, self.step)
-        if reason is not None:
-            move_in(cache, self.step.cache)
-        self._cache, self._seen = cache, bool(config.return_dict_in_generate) or not getattr(cache, OWN_CACHE, False)
-        self._first = self.slot = self._length = length
-        self.step.show(length, mask)
-        self.step.batch.begin(length, self._positions(self.kwargs, mask, length))
-        return logits
-
-    def _positions(self, kwargs: dict[str, Any], mask: Tensor | None, length: int) -> Tensor:
-        given: Tensor | None = kwargs.get("position_ids")
-        if given is not None:
-            return given[:, -1:]  # already the next token's position
-        return torch.tensor(length) if mask is None else mask.ne(0).sum(1, keepdim=True)
-
-    def sampler(self, sampler: Sampler, pad: Tensor | None) -> Graph:
-        """The captured program of a sampler, set up for this run."""
-        batch = self.step.batch
-        graph = batch.graph_of(sampler, self.runtime.graph(batch.device))
-        batch.begin_sampling(sampler, self.slot, pad)
-        return graph
-
-    def all_rows(self, sampler: Sampler) -> Graph | None:
-        """The program that samples at all places of a step with draft tokens; None where
-        tokens depend on earlier ones."""
-        if self.lookup is None or not sampler.alone:
-            return None
-        return self.lookup.drafts.graph_of(sampler, self.runtime.graph(self.step.batch.device))
-
-    def advance(self) -> None:
-        """Queue one step of the model; a full cache is grown first."""
-        if self.slot >= self.step.capacity:
-            self.step = self.runtime.larger(self._model, self.step)
-        self.step.replay()
-        self.slot += 1
-
-    def used(self, tokens: int) -> None:
-        """Set how many tokens after the prompt belong into the caller's cache, leaving out steps that were too many."""
-        self._length = self._first + tokens
-
-    def next(self, ids: Tensor, tokens: Tensor) -> Tensor:
-        """Logits [B, V] float32 after `tokens`[B], the last ones of `ids`."""
-        self.step.batch.tokens.copy_(tokens)
-        self.advance()
-        self._length = self.slot
-        return self.step.batch.logits.clone()

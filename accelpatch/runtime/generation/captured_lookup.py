@@ -26,7 +26,7 @@ NONE = "no prompt lookup: "  # and the reason
 
 
 class DecodingRun(Protocol):
-    """The call of generate() that draft tokens belong to; see captured_decoding.py. slot: tokens cached so far."""
+    """The call of generate() that draft tokens belong to; see captured_run.py. slot: tokens cached so far."""
 
     step: CapturedStep
     slot: int

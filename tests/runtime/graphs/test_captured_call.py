@@ -44,7 +44,7 @@ def text(rows: int, length: int, padded: bool = False, seed: int = 0) -> dict[st
 
 def short(model: Any) -> list[tuple[int, int]]:
     """Rows and length of the captured prompts."""
-    prompts = vars(model)[RUNTIME]._prompts
+    prompts = vars(model)[RUNTIME].captured._prompts
     return [key for key, one in prompts._held.items() if one.captured]
 
 
@@ -71,7 +71,7 @@ def test_a_prompt_that_cannot_be_captured_runs_uncaptured(monkeypatch: pytest.Mo
     def failing(program: Any) -> Any:
         raise torch.OutOfMemoryError("no room for a graph")
 
-    monkeypatch.setattr(vars(model)[RUNTIME], "graph", lambda device: failing)
+    monkeypatch.setattr(vars(model)[RUNTIME].captured, "graph", lambda device: failing)
     due = stock(model)(ids).logits
     for _ in range(4):
         torch.testing.assert_close(model(ids).logits, due, rtol=1e-4, atol=1e-5)
@@ -194,7 +194,7 @@ def test_what_cannot_be_captured_is_answered_by_the_modules(error: Any, monkeypa
         raise error("it asks the host")
 
     with monkeypatch.context() as patch:
-        patch.setattr(vars(model)[RUNTIME], "graph", lambda device: failing)
+        patch.setattr(vars(model)[RUNTIME].captured, "graph", lambda device: failing)
         for _ in range(RUNS + 3):
             assert model(**text(1, 7)).logits.isfinite().all()
     assert len(tried) == 1
@@ -218,10 +218,10 @@ def test_a_configuration_inside_and_a_forward_of_the_users_own() -> None:
     model.bert.encoder.config = copy.deepcopy(model.config)
     for _ in range(RUNS + 2):
         model(**batch)
-    before = vars(model)[RUNTIME]._calls
+    before = vars(model)[RUNTIME].captured._calls
     model.bert.encoder.config.layer_norm_eps = 0.5
     model(**batch)
-    assert vars(model)[RUNTIME]._calls is not before
+    assert vars(model)[RUNTIME].captured._calls is not before
 
     class Own(BertForMaskedLM):
         def forward(self, **given: Any) -> Any:

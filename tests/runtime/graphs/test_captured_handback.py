@@ -10,7 +10,7 @@ from transformers.cache_utils import DynamicCache
 
 import accelpatch
 from accelpatch.recipe.recipe import parse
-from accelpatch.runtime.generation import captured_decoding
+from accelpatch.runtime.generation import captured_run
 from tests.support.drafting import as_on_a_gpu, generate, row, stock
 from tests.support.streaming import Calling
 from tests.support.tiny import CAUSAL
@@ -71,7 +71,7 @@ def test_a_cache_that_is_passed_when_a_streamer_breaks_off(way: dict[str, Any], 
 )
 def test_a_cache_that_nobody_sees(way: dict[str, Any], model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     moved: list[int] = []
-    monkeypatch.setattr(captured_decoding, "move_back", lambda static, cache, length: moved.append(length))
+    monkeypatch.setattr(captured_run, "move_back", lambda static, cache, length: moved.append(length))
     generate(model, row(), **way, **PLAIN)
     assert moved == []
     generate(model, row(), **way)

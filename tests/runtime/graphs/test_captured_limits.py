@@ -89,9 +89,9 @@ def test_what_transformers_leaves_after_a_call_for_hidden_states_is_no_hook_of_t
     type(model).unpatched_class.forward(model, **full_batch(), output_hidden_states=True)  # by the modules
     seen = model.generate(**full_batch(), **GREEDY, output_hidden_states=True, return_dict_in_generate=True)
     assert len(seen.hidden_states) == 24
-    steps = list(vars(model)[RUNTIME]._steps.values())
+    steps = list(vars(model)[RUNTIME].captured._steps.values())
     assert torch.equal(model.generate(**full_batch(), **GREEDY), due)
-    assert list(vars(model)[RUNTIME]._steps.values()) == steps  # nothing was captured anew
+    assert list(vars(model)[RUNTIME].captured._steps.values()) == steps  # nothing was captured anew
     due = {CAPTURED: 2 * 23, "stock loop: the argument output_hidden_states": 1, FORWARD: 24}
     assert paths(model) == due
 
@@ -140,7 +140,7 @@ def test_a_capture_that_fails_is_tried_once_and_leaves_the_stock_loop(monkeypatc
     why = "its step cannot be captured (RuntimeError: operation not permitted when stream is capturing)"
     assert paths(model) == {f"stock loop: {why}": 3}
     assert Refusing.tried == 2  # with fused layers, and with the modules
-    assert vars(model)[RUNTIME]._steps == {}
+    assert vars(model)[RUNTIME].captured._steps == {}
 
 
 def test_memory_that_runs_out_frees_the_other_steps_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +158,7 @@ def test_memory_that_runs_out_frees_the_other_steps_first(monkeypatch: pytest.Mo
 
     monkeypatch.setitem(captured_graph.GRAPHS, "cpu", Short)  # type: ignore[arg-type]
     assert torch.equal(*both(model, padded_batch(), **GREEDY))
-    assert [rows for rows, _ in vars(model)[RUNTIME]._steps] == [3]
+    assert [rows for rows, _ in vars(model)[RUNTIME].captured._steps] == [3]
 
 
 def test_an_exception_in_a_streamer_leaves_the_model_usable() -> None:
@@ -205,7 +205,7 @@ def test_two_threads_stream_one_after_the_other() -> None:
 def test_unpatching_frees_graphs_and_caches() -> None:
     model = patched()
     model.generate(**full_batch(), **GREEDY)
-    step = next(iter(vars(model)[RUNTIME]._steps.values()))
+    step = next(iter(vars(model)[RUNTIME].captured._steps.values()))
     held = [weakref.ref(step), weakref.ref(step.cache.layers[0].keys), weakref.ref(step.batch.logits)]
     handle = model.accelpatch
     del step

@@ -18,9 +18,10 @@ from accelpatch.errors import PatchError
 from accelpatch.fusion.fused_layer import FUSED
 from accelpatch.recipe.recipe import parse
 from accelpatch.runtime.generation.patched_model import RUNTIME
-from accelpatch.runtime.graphs import captured_cache, captured_graph, captured_runtime
+from accelpatch.runtime.graphs import captured_cache, captured_graph, captured_model
 from accelpatch.runtime.graphs.captured_graph import EagerGraph
-from accelpatch.runtime.graphs.captured_runtime import CAPTURED, MODULES, CapturedRuntime
+from accelpatch.runtime.graphs.captured_model import MODULES
+from accelpatch.runtime.graphs.captured_runtime import CAPTURED, CapturedRuntime
 from accelpatch.runtime.graphs.fused_prompt import FUSED_PROMPT
 from tests.support.spread import spread
 from tests.support.streaming import AtLength, Calling, Every
@@ -164,7 +165,7 @@ def test_another_temperature_captures_no_model_again() -> None:
     for temperature in (0.7, 1.3, 0.7):
         mine, its = both(model, full_batch(), max_new_tokens=8, do_sample=True, temperature=temperature)
         assert torch.equal(mine, its)
-        made.append(next(iter(vars(model)[RUNTIME]._steps.values())))
+        made.append(next(iter(vars(model)[RUNTIME].captured._steps.values())))
     assert made[0] is made[1] is made[2]
 
 
@@ -224,18 +225,18 @@ def test_a_cache_grows_by_doubling(monkeypatch: pytest.MonkeyPatch) -> None:
     model = patched("gemma3")
     mine, its = both(model, padded_batch(), max_new_tokens=60, do_sample=False)
     assert torch.equal(mine, its)
-    assert [capacity for _, capacity in vars(model)[RUNTIME]._steps] == [16, 32, 64, 128]
+    assert [capacity for _, capacity in vars(model)[RUNTIME].captured._steps] == [16, 32, 64, 128]
     assert paths(model) == {CAPTURED: 59}
 
 
 def test_few_steps_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(captured_runtime, "STEPS", 2)
+    monkeypatch.setattr(captured_model, "STEPS", 2)
     model = patched()
     for rows in (1, 2, 3):
         mine, its = both(model, {key: value[:rows] for key, value in full_batch().items()}, **GREEDY)
         assert torch.equal(mine, its)
-    assert [rows for rows, _ in vars(model)[RUNTIME]._steps] == [2, 3]
-    assert list(vars(model)[RUNTIME]._batches) == [2, 3]
+    assert [rows for rows, _ in vars(model)[RUNTIME].captured._steps] == [2, 3]
+    assert list(vars(model)[RUNTIME].captured._batches) == [2, 3]
 
 
 def test_a_recipes_max_length_bounds_the_cache() -> None:
@@ -246,7 +247,7 @@ def test_a_recipes_max_length_bounds_the_cache() -> None:
     assert Counted.replays == []
     mine, its = both(model, full_batch(), max_new_tokens=11, do_sample=False)
     assert torch.equal(mine, its)
-    assert [capacity for _, capacity in vars(model)[RUNTIME]._steps] == [64]
+    assert [capacity for _, capacity in vars(model)[RUNTIME].captured._steps] == [64]
 
 
 def test_a_streamer_gets_every_token() -> None:

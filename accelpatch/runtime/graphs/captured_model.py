@@ -1,0 +1,163 @@
+"""What was captured of a model in one state of its adapters: steps by their size, short prompts, single calls."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from torch import nn
+
+from accelpatch.errors import KernelError
+from accelpatch.fusion.cannot_fuse import CannotFuse
+from accelpatch.fusion.fused_layer import FUSED, FusedModel, fused_model
+from accelpatch.runtime.graphs.captured_batch import Batch, Drafts, GraphOf
+from accelpatch.runtime.graphs.captured_cache import LayerShape, NotCached, learned
+from accelpatch.runtime.graphs.captured_call import CapturedCalls
+from accelpatch.runtime.graphs.captured_drafts import verifying
+from accelpatch.runtime.graphs.captured_graph import new_pool
+from accelpatch.runtime.graphs.captured_step import CAPTURE_ERRORS, CapturedStep, first_line, for_decoding, graph_maker
+from accelpatch.runtime.graphs.fused_forward import prompts_of
+from accelpatch.runtime.graphs.short_prompt import Prompts
+
+MODULES = "modules in the captured step: "  # and the reason
+STEPS = 4  # graphs, each with its cache, that are kept per model
+
+
+class NotCaptured(Exception):
+    """Why a model's step could not be captured; the message goes into the report."""
+
+
+class GraphMemory:
+    """The memory that the graphs of one model share, from the first one on."""
+
+    pool: Any = None
+
+    def graph(self, device: torch.device) -> GraphOf:
+        """The function that captures programs on a device."""
+        if self.pool is None and device.type == "cuda":
+            self.pool = new_pool(device)
+        return graph_maker(device, self.pool)
+
+
+class CapturedModel:
+    """The graphs of one model, made when first needed. speculate: whether steps of one row take draft tokens.
+
+    fused: its fused layers. why_not: why none of its steps can be captured, or None. why_not_fused: why it has no fused
+    layers, or "".
+    """
+
+    def __init__(self, memory: GraphMemory, speculate: bool):
+        self._memory, self._speculate = memory, speculate
+        self.fused: FusedModel | None = None
+        self.why_not: str | None = None
+        self.why_not_fused = ""
+        self._steps: OrderedDict[tuple[int, int], CapturedStep] = OrderedDict()
+        self._batches: dict[int, Batch] = {}
+        self._shapes: tuple[LayerShape, ...] | None = None
+        self._vocabulary = 0
+        self._prompts: Prompts | None = None
+        self._calls: CapturedCalls | None = None
+
+    @property
+    def learned(self) -> bool:
+        """Whether it is known what the layers cache, or that nothing can be captured."""
+        return self.why_not is not None or self._shapes is not None
+
+    def learn(self, model: nn.Module) -> None:
+        """Find out what the layers cache, by running one token."""
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                self._vocabulary, self._shapes = learned(model)
+        except torch.OutOfMemoryError:
+            raise
+        except NotCached as error:
+            self.why_not = str(error)
+        except CAPTURE_ERRORS as error:
+            self.why_not = f"its cache cannot be known ({type(error).__name__}: {first_line(error)})"
+
+    @property
+    def read(self) -> bool:
+        """Whether the fused layers were read, or there are none."""
+        return self.fused is not None or bool(self.why_not_fused)
+
+    def fuse(self, model: nn.Module) -> None:
+        """Read the model's fused layers, or why there are none; weights that get concatenated have moved after this."""
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                self.fused = fused_model(model) if self.why_not is None else None
+        except (CannotFuse, KernelError) as reason:
+            self.why_not_fused = str(reason)
+
+    def graph(self, device: torch.device) -> GraphOf:
+        """The function that captures programs for this model."""
+        return self._memory.graph(device)
+
+    def step(self, model: nn.Module, rows: int, capacity: int) -> CapturedStep:
+        """The step for this size, captured if needed. Raises NotCaptured; then no other size is tried either."""
+        key = (rows, capacity)
+        if key not in self._steps:
+            self._steps[key] = self._made(model, rows, capacity)
+            while len(self._steps) > STEPS:
+                self._steps.popitem(last=False)
+            used = {batch for batch, _ in self._steps}
+            self._batches = {n: batch for n, batch in self._batches.items() if n in used}
+        self._steps.move_to_end(key)
+        return self._steps[key]
+
+    def free(self, rows: int) -> None:
+        """Free the graphs and their caches; the batch of `rows` stays, as a step may be using it."""
+        self._prompts = self._calls = None
+        self._steps.clear()
+        self._batches = {n: batch for n, batch in self._batches.items() if n == rows}
+
+    def prompts(self, fused: FusedModel) -> Prompts:
+        """The captured short prompts of the model's fused layers, for single calls."""
+        if self._prompts is None:
+            self._prompts = prompts_of(fused, self.graph(fused.norm.weight.device))
+        return self._prompts
+
+    def calls(self, model: nn.Module) -> CapturedCalls:
+        """The captured calls of a model that does not generate."""
+        if self._calls is None:
+            self._calls = CapturedCalls(model, self.graph(next(model.parameters()).device))
+        return self._calls
+
+    def drafts(self, step: CapturedStep) -> Drafts | str | None:
+        """The state for draft tokens, or why there are none; None where the recipe does not ask for them."""
+        if not self._speculate:
+            return None
+        if step.batch.rows != 1:
+            return f"{step.batch.rows} rows"
+        if not step.fused:
+            return "modules in the captured step"
+        return step.no_drafts or step.batch.drafts
+
+    def way(self, step: CapturedStep) -> str:
+        """How a step runs, for the report."""
+        if step.fused:
+            return FUSED
+        return MODULES + (self.why_not_fused or f"{step.batch.rows} rows")
+
+    def _made(self, model: nn.Module, rows: int, capacity: int) -> CapturedStep:
+        assert self._shapes is not None
+        device = next(model.parameters()).device
+        with torch.inference_mode(False), torch.no_grad(), for_decoding(model):
+            batch = self._batches.setdefault(rows, Batch(rows, self._vocabulary, device))
+            if self.fused is not None and rows <= self.fused.most:
+                try:
+                    step = CapturedStep(model, batch, self._shapes, capacity, self.graph(device), self.fused)
+                    drafting = self._speculate and rows == 1
+                    return verifying(step, self.fused, self.graph(device)) if drafting else step
+                except BaseException as error:
+                    self.fused.forget()  # other steps go on with the same layers
+                    if isinstance(error, torch.OutOfMemoryError) or not isinstance(error, CAPTURE_ERRORS):
+                        raise
+                    self.fused, self.why_not_fused = None, f"{type(error).__name__}: {first_line(error)}"
+            try:
+                return CapturedStep(model, batch, self._shapes, capacity, self.graph(device))
+            except torch.OutOfMemoryError:
+                raise
+            except CAPTURE_ERRORS as error:
+                self.why_not = f"its step cannot be captured ({type(error).__name__}: {first_line(error)})"
+                raise NotCaptured(self.why_not) from error
