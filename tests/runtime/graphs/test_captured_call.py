@@ -23,6 +23,7 @@ from accelpatch.kernels.ops.fused_linear import FusedLinear
 from accelpatch.runtime.generation.patched_model import RUNTIME
 from accelpatch.runtime.graphs import captured_call, captured_graph
 from accelpatch.runtime.graphs.captured_call import CALL, RUNS
+from accelpatch.runtime.graphs.captured_model import GraphMemory
 from tests.fusion.test_fused_layer import RECIPES, _as_on_a_gpu, patched, paths  # noqa: F401
 from tests.support.steps import stock
 
@@ -71,7 +72,7 @@ def test_a_prompt_that_cannot_be_captured_runs_uncaptured(monkeypatch: pytest.Mo
     def failing(program: Any) -> Any:
         raise torch.OutOfMemoryError("no room for a graph")
 
-    monkeypatch.setattr(vars(model)[RUNTIME].captured, "graph", lambda device: failing)
+    monkeypatch.setattr(GraphMemory, "graph", lambda self, device: failing)
     due = stock(model)(ids).logits
     for _ in range(4):
         torch.testing.assert_close(model(ids).logits, due, rtol=1e-4, atol=1e-5)
@@ -194,7 +195,7 @@ def test_what_cannot_be_captured_is_answered_by_the_modules(error: Any, monkeypa
         raise error("it asks the host")
 
     with monkeypatch.context() as patch:
-        patch.setattr(vars(model)[RUNTIME].captured, "graph", lambda device: failing)
+        patch.setattr(GraphMemory, "graph", lambda self, device: failing)
         for _ in range(RUNS + 3):
             assert model(**text(1, 7)).logits.isfinite().all()
     assert len(tried) == 1
