@@ -37,18 +37,21 @@ class SentinelBuffers:
 
 
 def with_signals(layers: Sequence[Any], dtype: torch.dtype) -> tuple[tuple[Any, ...], SentinelBuffers]:
-    """A model's fused layers with producer and consumer flags, and the sentinel-filled buffers that they use."""
+    """A model's fused layers (None: not fused) with producer and consumer flags, and the sentinel-filled buffers that
+    they use."""
+    fused = [layer for layer in layers if layer is not None]
     consumed = [
         (consumed_by_attention(one.qkv, one.attention, dtype), consumed_by_down(one.gate_up, one.down, one.activation))
-        for one in layers
+        for one in fused
     ]
     made = [
         [one.qkv.n if first else 0, one.down.k if second else 0]
-        for one, (first, second) in zip(layers, consumed, strict=True)
+        for one, (first, second) in zip(fused, consumed, strict=True)
     ]
-    sentinels = SentinelBuffers(len(layers), max(map(sum, made)), layers[0].down.raw.device)
+    sentinels = SentinelBuffers(len(fused), max(map(sum, made)), fused[0].down.raw.device)
     words = [row[: sum(widths)].split(widths) for row, widths in zip(sentinels.words, made, strict=True)]
-    return tuple(map(_with_signals, layers, consumed, words)), sentinels
+    signalling = map(_with_signals, fused, consumed, words)
+    return tuple(None if layer is None else next(signalling) for layer in layers), sentinels
 
 
 def _with_signals(layer: Any, columns: tuple[int, int], words: Sequence[Tensor]) -> Any:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import accelpatch
-from accelpatch.fusion.fused_layer import fused_model
+from accelpatch.fusion.read_layers import fused_model
 from tests.support.lora import adapted, config
 from tests.support.steps import assert_float_rule, inner, logits
 from tests.support.tiny import CAUSAL, full_batch, padded_batch

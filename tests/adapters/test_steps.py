@@ -14,7 +14,8 @@ from torch import Tensor
 
 import accelpatch
 from accelpatch.fusion.cannot_fuse import CannotFuse
-from accelpatch.fusion.fused_layer import FUSED, fused_model
+from accelpatch.fusion.fused_model import FUSED
+from accelpatch.fusion.read_layers import fused_model
 from accelpatch.kernels.cpu import native_library
 from accelpatch.kernels.layouts.int4_tiles import Tiles
 from accelpatch.modules import weight_only

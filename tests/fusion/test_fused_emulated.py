@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import accelpatch
-from accelpatch.fusion import fused_layer
+from accelpatch.fusion import read_layers, static_call
 from accelpatch.kernels.cpu import native_library
 from accelpatch.kernels.hip import attention, binding
 from accelpatch.kernels.ops.fused_linear import FusedLinear, FusedNorm
@@ -64,7 +64,7 @@ def waiting(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFa
     monkeypatch.setattr(binding, "_start", product)
     monkeypatch.setattr(attention, "_launch", attend)
     monkeypatch.setattr(FusedLinear, "_by_operations", call)
-    monkeypatch.setattr(fused_layer, "decode_attention_", attention.decode_attention_)
+    monkeypatch.setattr(static_call, "decode_attention_", attention.decode_attention_)
     monkeypatch.setitem(captured_graph.GRAPHS, "cpu", EagerGraph)  # type: ignore[arg-type]
     monkeypatch.setattr(native_library, "why_not", lambda device: "not in this test")
     return names
@@ -81,7 +81,7 @@ def test_the_bits_of_kernels_that_wait(rows: int, waiting: list[str], monkeypatc
     assert set(waiting) == {"attention", "product"}
     layers = vars(model)[RUNTIME].captured.fused.layers
     assert not any(int(one.producer.number.abs().sum()) for layer in layers for one in (layer.qkv, layer.gate_up))
-    monkeypatch.setattr(fused_layer, "with_signals", silence)
+    monkeypatch.setattr(read_layers, "with_signals", silence)
     waiting.clear()
     assert torch.equal(logits(accelpatch.patch(base, "exact", verify=False), batch, 6), early)
     assert not waiting

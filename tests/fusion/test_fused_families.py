@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 import accelpatch
-from accelpatch.fusion import fused_layer, fused_weights
-from accelpatch.fusion.fused_layer import FUSED, fused_model
+from accelpatch.fusion import fused_weights, read_layers
+from accelpatch.fusion.fused_model import FUSED
+from accelpatch.fusion.read_layers import fused_model
 from accelpatch.kernels.cpu import native_library
 from accelpatch.kernels.layouts.int4_tiles import Tiles
 from accelpatch.modules import weight_only
@@ -151,7 +152,7 @@ def test_a_gate_and_its_up_lie_paired_once(form: str) -> None:
     with torch.no_grad():
         fused = fused_model(model)
     for layer, before in zip(model.model.layers, plain.model.layers, strict=True):
-        halves, others = fused_layer.halves_of(layer.mlp), fused_layer.halves_of(before.mlp)
+        halves, others = read_layers.halves_of(layer.mlp), read_layers.halves_of(before.mlp)
         assert [half.tiles.part for half in halves] == (["gate", "up"] if len(halves) == 2 else ["both"])
         assert len({half.tiles.w.data_ptr() for half in halves}) == 1
         assert halves[0].tiles.w.numel() == sum(other.tiles.w.numel() for other in others)

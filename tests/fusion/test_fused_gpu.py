@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import accelpatch
-from accelpatch.fusion import fused_layer
+from accelpatch.fusion import read_layers
 from accelpatch.recipe.recipe import parse
 from accelpatch.runtime.generation.patched_model import RUNTIME
 from accelpatch.runtime.graphs.captured_graph import _own_workspaces
@@ -115,7 +115,7 @@ def test_the_bits_of_kernels_that_wait(recipe: Any, rows: int, monkeypatch: pyte
     for waits in (False, True):
         with monkeypatch.context() as patch:
             if waits:
-                patch.setattr(fused_layer, "with_signals", silence)
+                patch.setattr(read_layers, "with_signals", silence)
             model: Any = accelpatch.patch(copy.deepcopy(base), recipe, verify=False)
             found.append(logits(model, batch, 200))
         signals = [

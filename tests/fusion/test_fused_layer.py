@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 import accelpatch
 from accelpatch.errors import KernelError
-from accelpatch.fusion import fused_layer
+from accelpatch.fusion import read_layers, static_call
 from accelpatch.fusion.cannot_fuse import CannotFuse
-from accelpatch.fusion.fused_layer import FUSED, fused_model
+from accelpatch.fusion.fused_model import FUSED
+from accelpatch.fusion.read_layers import fused_model
 from accelpatch.kernels.cpu import native_library
 from accelpatch.kernels.layouts.int4_tiles import Tiles
 from accelpatch.modules import weight_only
@@ -96,7 +97,7 @@ def storages(model: Any) -> list[list[int]]:
     """Where q, k, v and gate, up of each layer lie."""
     found = []
     for layer in model.model.layers:
-        for group in (fused_layer.parts_of(layer.self_attn), fused_layer.halves_of(layer.mlp)):
+        for group in (read_layers.parts_of(layer.self_attn), read_layers.halves_of(layer.mlp)):
             weights = [m.tiles.w if m.__dict__.get("tiles") else m.q if hasattr(m, "q") else m.weight for m in group]
             found.append([weight.untyped_storage().data_ptr() for weight in weights])
     return found
@@ -230,7 +231,7 @@ def test_a_kernel_that_cannot_be_launched_leaves_the_modules(monkeypatch: pytest
     def refused(*given: Any) -> Tensor:
         raise KernelError("no room")
 
-    monkeypatch.setattr(fused_layer, "decode_attention_", refused)
+    monkeypatch.setattr(static_call, "decode_attention_", refused)
     model = patched()
     assert_tokens_of_the_stock_loop(model, padded_batch())
     assert paths(model) == {CAPTURED: 11, MODULES + "KernelError: no room": 11}

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import accelpatch
 from accelpatch.errors import PatchError
-from accelpatch.fusion.fused_layer import FUSED
+from accelpatch.fusion.fused_model import FUSED
 from tests.support.lora import adapted, peft
 from tests.support.packed import replacements
 from tests.support.steps import logits as steps

@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import accelpatch
-from accelpatch.fusion.fused_layer import FUSED
+from accelpatch.fusion.fused_model import FUSED
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 #: widths of Llama-2-7B and Llama-3-8B: (key heads, intermediate size)

@@ -13,7 +13,8 @@ from torch import nn
 import accelpatch
 from accelpatch.device import KNOWN
 from accelpatch.errors import PatchError
-from accelpatch.fusion.fused_layer import FUSED, fused_model
+from accelpatch.fusion.fused_model import FUSED
+from accelpatch.fusion.read_layers import fused_model
 from accelpatch.kernels import dispatch
 from accelpatch.modules.compact_linear import CompactLinear
 from accelpatch.patching import apply

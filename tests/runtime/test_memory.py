@@ -11,8 +11,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import accelpatch
-from accelpatch.fusion import fused_layer
-from accelpatch.fusion.fused_layer import FUSED
+from accelpatch.fusion import read_layers
+from accelpatch.fusion.fused_model import FUSED
 from accelpatch.runtime.generation.patched_model import RUNTIME
 from tests.support.drafting import as_on_a_gpu, generate, pair, row
 
@@ -68,7 +68,7 @@ def peaks(recipe: str, prompt: int, new: int, calls: int = 2, **sizes: int) -> d
 def test_tiles_that_are_paired_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     before: list[weakref.ref[torch.Tensor]] = []
     alive: list[int] = []
-    gated_linear = fused_layer.gated_linear
+    gated_linear = read_layers.gated_linear
 
     def noted(modules: Any, *args: Any) -> Any:
         alive.append(sum(one() is not None for one in before))
@@ -77,7 +77,7 @@ def test_tiles_that_are_paired_are_let_go(monkeypatch: pytest.MonkeyPatch) -> No
 
     as_on_a_gpu(monkeypatch)
     model = pair(rules="int4")[1]
-    monkeypatch.setattr(fused_layer, "gated_linear", noted)
+    monkeypatch.setattr(read_layers, "gated_linear", noted)
     generate(model, row())
     assert (alive, len(before)) == ([0, 0], 4)
 

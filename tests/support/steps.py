@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from accelpatch.fusion.fused_layer import FUSED
+from accelpatch.fusion.fused_model import FUSED
 from accelpatch.fusion.signals import SentinelBuffers
 from accelpatch.runtime.generation.patched_model import RUNTIME
 from accelpatch.runtime.graphs.captured_runtime import CAPTURED

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from accelpatch.fusion.fused_layer import FusedModel
+from accelpatch.fusion.fused_model import FusedModel
 from accelpatch.kernels.hip.binding import weight_prefetch
 from accelpatch.runtime.graphs.captured_batch import TOKENS, Drafts, GraphOf
 from accelpatch.runtime.graphs.captured_graph import Graph

@@ -10,7 +10,8 @@ from torch import nn
 
 from accelpatch.errors import KernelError
 from accelpatch.fusion.cannot_fuse import CannotFuse
-from accelpatch.fusion.fused_layer import FUSED, FusedModel, fused_model
+from accelpatch.fusion.fused_model import FUSED, FusedModel
+from accelpatch.fusion.read_layers import fused_model
 from accelpatch.runtime.graphs.captured_batch import Batch, Drafts, GraphOf
 from accelpatch.runtime.graphs.captured_cache import LayerShape, NotCached, learned
 from accelpatch.runtime.graphs.captured_call import CapturedCalls
@@ -129,14 +130,14 @@ class CapturedModel:
             return None
         if step.batch.rows != 1:
             return f"{step.batch.rows} rows"
-        if not step.fused:
-            return "modules in the captured step"
+        if not step.fused or (self.fused is not None and self.fused.unfused):
+            return "modules in the captured step"  # their bits may depend on the number of rows
         return step.no_drafts or step.batch.drafts
 
     def way(self, step: CapturedStep) -> str:
         """How a step runs, for the report."""
         if step.fused:
-            return FUSED
+            return FUSED if self.fused is None else FUSED + self.fused.exceptions
         return MODULES + (self.why_not_fused or f"{step.batch.rows} rows")
 
     def _made(self, model: nn.Module, rows: int, capacity: int) -> CapturedStep:
@@ -147,7 +148,7 @@ class CapturedModel:
             if self.fused is not None and rows <= self.fused.most:
                 try:
                     step = CapturedStep(model, batch, self._shapes, capacity, self.graph(device), self.fused)
-                    drafting = self._speculate and rows == 1
+                    drafting = self._speculate and rows == 1 and not self.fused.unfused
                     return verifying(step, self.fused, self.graph(device)) if drafting else step
                 except BaseException as error:
                     self.fused.forget()  # other steps go on with the same layers

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from accelpatch.errors import PatchError
-from accelpatch.fusion.fused_layer import FusedModel
+from accelpatch.fusion.fused_model import FusedModel
 from accelpatch.runtime.copied import recounted
 from accelpatch.runtime.graphs.captured_batch import GraphOf
 from accelpatch.runtime.graphs.captured_cache import capacity_for

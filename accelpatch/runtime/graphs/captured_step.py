@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from accelpatch.errors import KernelError
-from accelpatch.fusion.fused_layer import FusedModel
+from accelpatch.fusion.fused_model import FusedModel
 from accelpatch.kernels.hip.binding import weight_prefetch
 from accelpatch.kernels.ops.step_end import end_step_
 from accelpatch.runtime.graphs.captured_batch import Batch, GraphOf

@@ -14,14 +14,11 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from accelpatch.fusion.fused_layer import FusedModel
-from accelpatch.kernels.hip.binding import MAX_GEMV_ROWS
+from accelpatch.fusion.cache_call import CacheCall, KeptCall
+from accelpatch.fusion.fused_model import FusedModel
 from accelpatch.kernels.operation import is_eager, refusing_gradient
-from accelpatch.kernels.ops.attention_shape import AttentionShape
-from accelpatch.kernels.ops.fused_linear import normed
 from accelpatch.runtime.graphs.captured_batch import GraphOf
 from accelpatch.runtime.graphs.captured_cache import why_not as cache_why_not
-from accelpatch.runtime.graphs.fused_call import Call, KeptCall, by_module
 from accelpatch.runtime.graphs.short_prompt import Prompts, ShortPrompt
 
 FORWARD = "fused forward"
@@ -96,10 +93,12 @@ def fused_outputs(runtime: Any, model: Any, given: Mapping[str, Any]) -> Any:
         return None
     try:
         fused, watched = runtime.fused(model)
-        if fused is None or fused.no_prompts is not None or len(watched) == len(fused.layers):
+        if fused is None or fused.no_prompts is not None or not fused.places - set(watched):
             return None
         hidden = wants_hidden_states(model, given)
-        if torch.is_grad_enabled() and (watched or hidden or wants_gradient(given.get("past_key_values"))):
+        if torch.is_grad_enabled() and (
+            watched or fused.unfused or hidden or wants_gradient(given.get("past_key_values"))
+        ):
             return None  # the modules refuse the gradient of what comes in from outside, and of what goes out
         runtime.paths[FORWARD + (f", but modules in layers {watched}: a hook inside" if watched else "")] += 1
         call = call_of(model, given)
@@ -118,8 +117,8 @@ def wants_gradient(cache: Any) -> bool:
     return any(tensor.requires_grad for layer in layers for tensor in (layer.keys, layer.values))
 
 
-def call_of(model: Any, given: Mapping[str, Any]) -> Call:
-    """The Call for these arguments, for which `why_not` must have no reason."""
+def call_of(model: Any, given: Mapping[str, Any]) -> CacheCall:
+    """The CacheCall for these arguments, for which `why_not` must have no reason."""
     ids, cache, mask = given["input_ids"], given.get("past_key_values"), given.get("attention_mask")
     if cache is None and uses_cache(model, given):
         cache = DynamicCache(config=model.config)
@@ -128,23 +127,23 @@ def call_of(model: Any, given: Mapping[str, Any]) -> Call:
     if positions is None:
         positions = torch.arange(past, past + ids.shape[1], device=ids.device)[None]
     mask = None if mask is None or bool(mask.all()) else mask.to(ids.device)
-    return Call(positions.to(ids.device).expand(ids.shape).contiguous(), mask, cache, past)
+    return CacheCall(model.model, positions.to(ids.device).expand(ids.shape).contiguous(), mask, cache, past)
 
 
 def fused_forward(
-    model: Any, fused: FusedModel, watched: Collection[int], given: Mapping[str, Any], call: Call
+    model: Any, fused: FusedModel, watched: Collection[int], given: Mapping[str, Any], call: CacheCall
 ) -> CausalLMOutputWithPast:
     """The outputs of a call. watched: indices of the layers that run as modules."""
     ids = given["input_ids"]
     seen: list[Tensor] | None = [] if wants_hidden_states(model, given) else None
     with torch.no_grad():
-        normal = hidden_rows(model, fused, watched, ids, call, seen).view(*ids.shape, -1)
+        normal = hidden_rows(fused, watched, ids, call, seen).view(*ids.shape, -1)
     hidden = None if seen is None else (*(one.view(normal.shape) for one in seen), normal)
     return outputs_of(model, fused, given, call, normal, hidden)
 
 
 def outputs_of(
-    model: Any, fused: FusedModel, given: Mapping[str, Any], call: Call, normal: Tensor, hidden: Any = None
+    model: Any, fused: FusedModel, given: Mapping[str, Any], call: CacheCall, normal: Tensor, hidden: Any = None
 ) -> CausalLMOutputWithPast:
     """The outputs from the normalised hidden states normal[B, L, K]."""
     kept = given.get("logits_to_keep", 0)
@@ -164,23 +163,23 @@ def prompts_of(fused: FusedModel, graph: GraphOf) -> Prompts:
     """The captured short prompts of fused layers: normalised hidden states, and each layer's new[2, B, Hkv, L, D]."""
 
     def program(ids: Tensor, positions: Tensor, last: Tensor) -> tuple[Tensor, list[Tensor]]:
-        call = KeptCall(positions, None, None, 0)
-        rows = hidden_rows(None, fused, (), ids, call, None)
+        call = KeptCall(fused.decoder(), positions, None, None, 0)
+        rows = hidden_rows(fused, (), ids, call, None)
         return rows.view(*ids.shape, -1), call.kept
 
     return Prompts(program, graph)
 
 
-def short_prompt(runtime: Any, fused: FusedModel, ids: Tensor, call: Call) -> ShortPrompt | None:
+def short_prompt(runtime: Any, fused: FusedModel, ids: Tensor, call: CacheCall) -> ShortPrompt | None:
     """The captured short prompt for a call; None where its prompt is long, padded, or continues a cache."""
     if call.mask is not None or call.past or ids.device != fused.norm.weight.device:
         return None
-    windows = [layer.attention.window for layer in fused.layers if layer.attention.window]
+    windows = [layer.attention.window for layer in fused.fused_layers if layer.attention.window]
     found: ShortPrompt | None = runtime.prompts(fused).of(ids, min(windows, default=None))
     return found
 
 
-def from_short(short: ShortPrompt, ids: Tensor, call: Call) -> Tensor:
+def from_short(short: ShortPrompt, ids: Tensor, call: CacheCall) -> Tensor:
     """Normalised hidden states [B, L, K] by a captured short prompt; keys and values go into the call's cache."""
     length = ids.shape[1]
     normal, kept = short(ids, call.positions)
@@ -192,26 +191,7 @@ def from_short(short: ShortPrompt, ids: Tensor, call: Call) -> Tensor:
 
 
 def hidden_rows(
-    model: Any, fused: FusedModel, watched: Collection[int], ids: Tensor, call: Call, seen: list[Tensor] | None
+    fused: FusedModel, watched: Collection[int], ids: Tensor, call: CacheCall, seen: list[Tensor] | None
 ) -> Tensor:
     """Normalised hidden states [B L, K], the head's input. seen: receives each layer's input, where wanted."""
-    x, pending = fused.embedding(ids).flatten(0, 1), None
-    for place, layer in enumerate(fused.layers):
-        if pending is not None and (place in watched or seen is not None):
-            x, pending = x + pending, None
-        if seen is not None:
-            seen.append(x)
-        if place in watched:
-            x = by_module(model.model, place, x.view(*ids.shape, -1), call)
-            continue
-
-        def attend(qkv: Tensor, shape: AttentionShape = layer.attention, place: int = place) -> Tensor:
-            return call.attend(qkv, shape, place)
-
-        if x.shape[0] <= MAX_GEMV_ROWS:
-            x = layer.without_signals(x if pending is None else x + pending, attend)
-            pending = None
-        else:
-            x, pending = layer.large_m(x, pending, attend)
-    normal: Tensor = normed(fused.norm, x, pending)[0]
-    return normal
+    return fused.normal(*fused.run(fused.embedding(ids).flatten(0, 1), call, watched, seen))

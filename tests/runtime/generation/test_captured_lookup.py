@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
-from accelpatch.fusion.fused_layer import FUSED
+from accelpatch.fusion.fused_model import FUSED
 from accelpatch.runtime.generation.captured_lookup import ACCEPTED, STEPS
 from accelpatch.runtime.graphs import captured_cache
 from accelpatch.runtime.graphs.captured_runtime import CAPTURED

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import accelpatch
 from accelpatch.errors import KernelError
-from accelpatch.fusion.fused_layer import FUSED, FusedModel
+from accelpatch.fusion.fused_model import FUSED, FusedModel
 from accelpatch.recipe.recipe import parse
 from accelpatch.runtime.generation.captured_lookup import ACCEPTED, NONE, STEPS
 from accelpatch.runtime.graphs import captured_model

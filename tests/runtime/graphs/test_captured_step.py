@@ -15,7 +15,7 @@ from transformers import DynamicCache, LogitsProcessorList, StoppingCriteriaList
 
 import accelpatch
 from accelpatch.errors import PatchError
-from accelpatch.fusion.fused_layer import FUSED
+from accelpatch.fusion.fused_model import FUSED
 from accelpatch.recipe.recipe import parse
 from accelpatch.runtime.generation.patched_model import RUNTIME
 from accelpatch.runtime.graphs import captured_cache, captured_graph, captured_model

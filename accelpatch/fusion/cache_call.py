@@ -1,4 +1,4 @@
-"""State that the fused layers of one model call share: positions, masks, and transformers' KV cache."""
+"""A model call over transformers' own KV cache."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.cache_utils import DynamicLayer
 
-from accelpatch.fusion import attention_facts
+from accelpatch.fusion.call import run_module
 from accelpatch.kernels.ops.attention_shape import AttentionShape
 from accelpatch.kernels.ops.prompt_attention import rotate_
 
 
 @dataclass(eq=False)
-class Call:
-    """One model call over transformers' cache. positions[B, L]; mask[B, past + L] or None; past: cached tokens."""
+class CacheCall:
+    """A call of L tokens a row. positions[B, L]; mask[B, past + L] or None; cache: None for none; past: cached
+    tokens."""
 
+    decoder: Any
     positions: Tensor
     mask: Tensor | None
     cache: Any
@@ -27,8 +29,13 @@ class Call:
     def __post_init__(self) -> None:
         self._seen: dict[tuple[int, int, int], Tensor | None] = {}
 
-    def attend(self, qkv: Tensor, shape: AttentionShape, place: int) -> Tensor:
-        """Attention of layer `place`: qkv[B L, (Hq + 2 Hkv) D] (overwritten) -> y[B L, Hq D]. Updates the cache."""
+    def form(self, layer: Any) -> Any:
+        """As in Call."""
+        return layer.without_signals
+
+    def attend(self, qkv: Tensor, layer: Any, place: int) -> Tensor:
+        """As in Call; qkv is overwritten."""
+        shape: AttentionShape = layer.attention
         batch, length = self.positions.shape
         first = self.first(place)
         new = qkv.new_empty(2, batch, shape.kv_heads, length, shape.size)
@@ -42,6 +49,24 @@ class Call:
             q, k, v, attn_mask=seen, is_causal=seen is None and length > 1, scale=shape.scaling, enable_gqa=group > 1
         )
         return y.transpose(1, 2).reshape(batch * length, -1)
+
+    def by_module(self, x: Tensor, place: int) -> Tensor:
+        """As in Call."""
+        length, first = self.positions.shape[1], self.first(place)
+        keys = self.past + length - first
+
+        def shown(window: int) -> Tensor:
+            seen = self.seen(keys, first, window)
+            if seen is None:
+                seen = torch.ones(length, keys, dtype=torch.bool, device=x.device).tril(keys - length)[None, None]
+            return seen
+
+        return run_module(self.decoder, place, x, self.positions, shown, self.module_cache)
+
+    @property
+    def module_cache(self) -> Any:
+        """The cache that a layer's module fills."""
+        return self.cache
 
     def cached(self, new: Tensor, place: int) -> tuple[Tensor, Tensor]:
         """All keys and values of a layer after appending new[2, B, Hkv, L, D], which an empty layer takes uncopied."""
@@ -85,7 +110,7 @@ class Call:
         return seen.view(-1, 1, length, keys)
 
 
-class KeptCall(Call):
+class KeptCall(CacheCall):
     """The call of a captured short prompt; it keeps the new keys and values in the graph's tensors."""
 
     def __post_init__(self) -> None:
@@ -93,25 +118,15 @@ class KeptCall(Call):
         self.kept: list[Tensor] = []
 
     def cached(self, new: Tensor, place: int) -> tuple[Tensor, Tensor]:
-        """As in Call, for an empty cache."""
+        """As in CacheCall, for an empty cache."""
         self.kept.append(new)
         return new[0], new[1]
 
+    @property
+    def module_cache(self) -> Any:
+        """As in CacheCall."""
+        return self
 
-def by_module(decoder: Any, place: int, stream: Tensor, call: Call) -> Tensor:
-    """Run a layer's own module: stream[B, L, K] -> [B L, K]."""
-    layer, length = decoder.layers[place], stream.shape[1]
-    attention = layer.self_attn
-    kinds = attention_facts.rope_arguments(decoder.rotary_emb, attention)
-    first = call.first(place)
-    seen = call.seen(call.past + length - first, first, attention_facts.window(attention))
-    if seen is None and length > 1:
-        seen = torch.ones(length, length, dtype=torch.bool, device=stream.device).tril()[None, None]
-    if seen is not None and attention.config._attn_implementation == "eager":
-        seen = torch.zeros_like(seen, dtype=stream.dtype).masked_fill_(~seen, torch.finfo(stream.dtype).min)
-    given = {
-        "attention_mask": seen, "position_ids": call.positions, "past_key_values": call.cache,
-        "use_cache": call.cache is not None, "position_embeddings": decoder.rotary_emb(stream, call.positions, *kinds),
-    }  # fmt: skip
-    made = layer(stream, **given)
-    return (made if isinstance(made, Tensor) else made[0]).flatten(0, 1)
+    def update(self, keys: Tensor, values: Tensor, place: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """What a layer's module calls of a cache."""
+        return self.cached(torch.stack((keys, values)), place)

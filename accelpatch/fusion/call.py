@@ -1,0 +1,47 @@
+"""What the layers of one call share, and running a layer's own module within it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from accelpatch.fusion import attention_facts
+
+#: window in slots (0: none) -> boolean mask [B or 1, 1, T, keys] of the keys that each token attends to
+Visible = Callable[[int], Tensor]
+
+
+class Call(Protocol):
+    """Positions, masks and the KV cache of one call, which runs layer after layer over M = B T rows."""
+
+    def form(self, layer: Any) -> Any:
+        """The form of a FusedLayer that this call runs: with or without flags between its kernels."""
+
+    def attend(self, qkv: Tensor, layer: Any, place: int) -> Tensor:
+        """Attention of the FusedLayer at `place`: qkv[M, (Hq + 2 Hkv) D] -> [M, Hq D]; fills the cache."""
+
+    def by_module(self, x: Tensor, place: int) -> Tensor:
+        """The layer at `place` by its module: x[M, K] -> [M, K]; fills the cache."""
+
+
+def run_module(decoder: Any, place: int, x: Tensor, positions: Tensor, visible: Visible, cache: Any) -> Tensor:
+    """A decoder layer's own module: x[B T, K] at positions[B, T] -> [B T, K].
+
+    cache: the KV cache, of which the module calls `update` alone; None for none.
+    """
+    layer = decoder.layers[place]
+    attention, rows = layer.self_attn, x.view(*positions.shape, -1)
+    seen = visible(attention_facts.window(attention))
+    if attention.config._attn_implementation == "eager":
+        seen = torch.zeros_like(seen, dtype=x.dtype).masked_fill_(~seen, torch.finfo(x.dtype).min)
+    kinds = attention_facts.rope_arguments(decoder.rotary_emb, attention)
+    given = {
+        "attention_mask": seen, "position_ids": positions, "past_key_values": cache, "use_cache": cache is not None,
+        "position_embeddings": decoder.rotary_emb(rows, positions, *kinds),
+    }  # fmt: skip
+    made = layer(rows, **given)
+    made = made if isinstance(made, Tensor) else made[0]
+    return made.reshape(x.shape)

@@ -1,0 +1,132 @@
+"""A model's fused layers one after the other, from token ids to logits; layers that are not fused run as modules.
+
+The last norm is part of the head's launch.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from accelpatch.fusion.adapters import Adapted
+from accelpatch.fusion.call import Call
+from accelpatch.fusion.fused_layer import FusedLayer
+from accelpatch.fusion.signals import SentinelBuffers
+from accelpatch.fusion.static_call import PromptCall, StepCall
+from accelpatch.kernels.hip.binding import MAX_GEMV_ROWS, MAX_ROWS
+from accelpatch.kernels.ops.fused_linear import FusedLinear, FusedNorm, normed
+
+FUSED = "fused layers"
+
+
+@dataclass(frozen=True, eq=False)
+class FusedModel:
+    """All layers, the embedding, the last norm and the head.
+
+    decoder: the module that holds the layers' modules. layers: None for one that is not fused. unfused: place of such a
+    layer -> why. softcap: of the logits, 0 for none. most: most rows of a step.
+    """
+
+    decoder: weakref.ref[Any]
+    embedding: nn.Module
+    layers: tuple[FusedLayer | None, ...]
+    unfused: Mapping[int, str]
+    norm: FusedNorm
+    head: FusedLinear | Adapted
+    sentinels: SentinelBuffers
+    softcap: float = 0.0
+    most: int = MAX_ROWS
+
+    @property
+    def fused_layers(self) -> list[FusedLayer]:
+        """The layers that are fused."""
+        return [layer for layer in self.layers if layer is not None]
+
+    @property
+    def places(self) -> set[int]:
+        """The places of the layers that are fused."""
+        return {place for place, layer in enumerate(self.layers) if layer is not None}
+
+    @property
+    def exceptions(self) -> str:
+        """What to add to the name of these layers in a report: the layers that run as modules, and why."""
+        if not self.unfused:
+            return ""
+        first = min(self.unfused)
+        return f", but modules in layers {sorted(self.unfused)}: {self.unfused[first]}"
+
+    def __call__(self, tokens: Tensor, positions: Tensor, slot: Tensor, mask: Tensor, cache: Any) -> Tensor:
+        """Logits [B T, V] after tokens[B] or [B, T], cached from `slot` on; positions[B, T]; mask: the cache's."""
+        self.sentinels.reset(tokens.numel())
+        call = StepCall(self.decoder(), cache, positions, slot, mask)
+        return self._logits(*self.run(self.embedding(tokens.reshape(-1)), call))
+
+    def prompt(
+        self, ids: Tensor, positions: Tensor, mask: Tensor | None, cache: Any, last: Tensor | None = None
+    ) -> Tensor:
+        """Logits [B, V] after ids[B, L], which fill the first slots of an empty cache.
+
+        mask[B, L]: None for no padding. last[1]: index of the token whose logits are wanted; None: the last one.
+        """
+        call = PromptCall(self.decoder(), cache, positions, mask)
+        rows = [one.view(*ids.shape, -1) for one in self.run(self.embedding(ids.reshape(-1)), call) if one is not None]
+        return self._logits(
+            *(one[:, -1].contiguous() if last is None else one.index_select(1, last)[:, 0] for one in rows)
+        )
+
+    def run(
+        self, x: Tensor, call: Call, watched: Collection[int] = (), seen: list[Tensor] | None = None,
+        places: Sequence[int] | None = None,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """The layers on the rows x[M, K]: (x, rest), the rest to be added by the next norm.
+
+        watched: places of layers that run as modules besides those not fused. seen: receives each layer's input.
+        places: the layers to run; default: all.
+        """
+        pending = None
+        for place in range(len(self.layers)) if places is None else places:
+            layer = None if place in watched else self.layers[place]
+            if pending is not None and (layer is None or seen is not None):
+                x, pending = x + pending, None
+            if seen is not None:
+                seen.append(x)
+            if layer is None:
+                x = call.by_module(x, place)
+            else:
+                x, pending = call.form(layer)(x, pending, call, place)
+        return x, pending
+
+    def forget(self) -> None:
+        """Reset the flags that an interrupted step left set."""
+        for layer in self.fused_layers:
+            for one in (layer.qkv, layer.gate_up):
+                if isinstance(one, FusedLinear) and one.producer is not None:
+                    one.producer.number.zero_()
+
+    @property
+    def no_prompts(self) -> str | None:
+        """Why `prompt` would not compute what the modules do; None where it does."""
+        shapes = [layer.attention for layer in self.fused_layers]
+        if any(one.softcap or one.plus_one or 2 * len(one.inv_freq) != one.size for one in shapes):
+            return "attention with capped scores, partial rotary embedding, or norms of Gemma's kind"
+        return None
+
+    def normal(self, x: Tensor, pending: Tensor | None) -> Tensor:
+        """Normalised hidden states [M, K] of the rows x + pending, the head's input."""
+        return normed(self.norm, x, pending)[0]
+
+    def logits_of(self, normal: Tensor) -> Tensor:
+        """Logits [M, V] of normalised hidden states [M, K]."""
+        return self._capped(self.head.large_m(normal))
+
+    def _logits(self, x: Tensor, pending: Tensor | None = None) -> Tensor:
+        if pending is None and x.shape[0] <= MAX_GEMV_ROWS:
+            return self._capped(self.head(x, self.norm))
+        return self.logits_of(self.normal(x, pending))
+
+    def _capped(self, logits: Tensor) -> Tensor:
+        return (logits / self.softcap).tanh() * self.softcap if self.softcap else logits

@@ -1,0 +1,111 @@
+"""Calls over a static KV cache, whose tensors stay at fixed addresses: decode steps and prompts of captured graphs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accelpatch.fusion.call import run_module
+from accelpatch.kernels.ops.decode_attention import decode_attention_
+from accelpatch.kernels.ops.prompt_attention import prompt_attention_, visible
+
+
+@dataclass(eq=False)
+class StepCall:
+    """A decode step of T tokens a row, cached from slot[1] on; positions[B, T], mask[B, capacity] of earlier slots."""
+
+    decoder: Any
+    cache: Any
+    positions: Tensor
+    slot: Tensor
+    mask: Tensor
+
+    def form(self, layer: Any) -> Any:
+        """As in Call. Attention of several tokens waits for the whole of q, k and v."""
+        return layer if self.positions.shape[1] == 1 else layer.without_attention_signal
+
+    def attend(self, qkv: Tensor, layer: Any, place: int) -> Tensor:
+        """As in Call."""
+        held = self.cache.layers[place]
+        return decode_attention_(
+            qkv, self.positions, self.slot, self.mask, held.keys, held.values, layer.attention, layer.o.raw,
+            layer.attention_signal,
+        )  # fmt: skip
+
+    def by_module(self, x: Tensor, place: int) -> Tensor:
+        """As in Call."""
+        own = self.slot + torch.arange(self.positions.shape[1], device=x.device)
+
+        def shown(window: int) -> Tensor:
+            at = torch.arange(self.mask.shape[1], device=x.device)
+            seen = at <= own[:, None]
+            if window:
+                seen = seen & (at > own[:, None] - window)
+            return (seen & (self.mask.ne(0) | (at >= self.slot))[:, None])[:, None]
+
+        return run_module(self.decoder, place, x, self.positions, shown, _Slots(self.cache, own))
+
+
+@dataclass(eq=False)
+class PromptCall:
+    """A prompt of L tokens a row into the first slots of an empty cache; positions[B, L], mask[B, L] or None."""
+
+    decoder: Any
+    cache: Any
+    positions: Tensor
+    mask: Tensor | None
+    _seen: dict[int, Tensor | None] = field(default_factory=dict)
+
+    def form(self, layer: Any) -> Any:
+        """As in Call."""
+        return layer.without_signals
+
+    def attend(self, qkv: Tensor, layer: Any, place: int) -> Tensor:
+        """As in Call."""
+        held, window = self.cache.layers[place], layer.attention.window
+        if window not in self._seen:
+            self._seen[window] = visible(self.mask, self.positions.shape[1], window, qkv.device)
+        return prompt_attention_(qkv, self.positions, self._seen[window], held.keys, held.values, layer.attention)
+
+    def by_module(self, x: Tensor, place: int) -> Tensor:
+        """As in Call."""
+        length = self.positions.shape[1]
+        none_hidden = torch.ones(1, length, dtype=torch.int64, device=x.device)
+
+        def shown(window: int) -> Tensor:
+            seen = visible(none_hidden if self.mask is None else self.mask, length, window, x.device)
+            assert seen is not None
+            return seen
+
+        return run_module(self.decoder, place, x, self.positions, shown, _First(self.cache, length))
+
+
+@dataclass(eq=False)
+class _Slots:
+    """What a layer's module sees of the cache in a step: it writes the slots own[T] and attends over all."""
+
+    cache: Any
+    own: Tensor
+
+    def update(self, keys: Tensor, values: Tensor, place: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        held = self.cache.layers[place]
+        held.keys.index_copy_(2, self.own, keys)
+        held.values.index_copy_(2, self.own, values)
+        return held.keys, held.values
+
+
+@dataclass(eq=False)
+class _First:
+    """What a layer's module sees of the cache in a prompt: the first `length` slots, which it fills."""
+
+    cache: Any
+    length: int
+
+    def update(self, keys: Tensor, values: Tensor, place: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        held = self.cache.layers[place]
+        held.keys[:, :, : self.length] = keys
+        held.values[:, :, : self.length] = values
+        return keys, values
