@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 import accelpatch
-from accelpatch.fusion.cannot_fuse import CannotFuse
 from accelpatch.fusion.fused_model import FUSED
 from accelpatch.fusion.read_layers import fused_model
 from accelpatch.kernels.cpu import native_library
@@ -22,7 +21,6 @@ from accelpatch.modules import weight_only
 from accelpatch.runtime.generation.patched_model import RUNTIME
 from accelpatch.runtime.graphs import captured_graph
 from accelpatch.runtime.graphs.captured_graph import EagerGraph
-from accelpatch.runtime.graphs.captured_model import MODULES
 from accelpatch.runtime.graphs.captured_runtime import CAPTURED, STATES
 from accelpatch.runtime.graphs.fused_prompt import FUSED_PROMPT
 from tests.support.lora import RECIPES, adapted, both_orders, config
@@ -191,7 +189,7 @@ def test_other_adapters_run_the_modules(case: str) -> None:
     assert_like_the_modules(model)
     change(model)
     model.generate(**full_batch(), max_new_tokens=5)
-    assert any(key.startswith(MODULES + reason) for key in paths(model))
+    assert any("modules in" in key and reason in key for key in paths(model))
     if case != "dropout":
         assert_like_the_modules(model)
     model.set_adapter("default")
@@ -246,5 +244,5 @@ def test_an_adapted_model_is_patched_at_its_first_use() -> None:
 def test_an_adapter_elsewhere_is_not_fused() -> None:
     model = patched()
     inner(model).model.layers[1].self_attn.o_proj.lora_B["default"].to("meta")
-    with torch.no_grad(), pytest.raises(CannotFuse, match="an adapter lies on another device than cpu"):
-        fused_model(inner(model))
+    with torch.no_grad():
+        assert fused_model(inner(model)).unfused == {1: "an adapter lies on another device than cpu"}

@@ -196,11 +196,13 @@ def _flex(model: Any) -> None:
 
 CHANGES: dict[str, tuple[Callable[[Any], None], str]] = {
     "norm": (_other_norm, "a norm is LayerNorm"),
-    "product": (_other_product, "a linear layer is Sequential"),
-    "one bias": (_one_bias, "of q, k and v, or gate and up, only some have a bias"),
-    "rotary": (_more_than_a_head, "a rotary embedding of 32 columns on heads of size 16"),
-    "causal": (_both_ways, "layer 1: its attention is not causal"),
-    "attention": (_flex, "the attention implementation is flex_attention"),
+    "rotary": (_more_than_a_head, "layer 0: a rotary embedding of 32 columns on heads of size 16"),
+    "attention": (_flex, "layer 0: the attention implementation is flex_attention"),
+}
+LAYERS: dict[str, tuple[Callable[[Any], None], int, str]] = {
+    "product": (_other_product, 1, "a linear layer is Sequential"),
+    "one bias": (_one_bias, 0, "of q, k and v, or gate and up, only some have a bias"),
+    "causal": (_both_ways, 1, "its attention is not causal"),
 }
 
 
@@ -213,10 +215,32 @@ def test_reasons(change: str) -> None:
         fused_model(model)
 
 
+@pytest.mark.parametrize("change", LAYERS)
+def test_reasons_of_one_layer(change: str) -> None:
+    apply, place, reason = LAYERS[change]
+    model = patched()
+    apply(model)
+    with torch.no_grad():
+        fused = fused_model(model)
+    assert fused.unfused == {place: reason}
+    assert fused.places == {1 - place}
+
+
+@spread("name, recipe, place", NAMES, [*RECIPES], [0, 1])
+def test_a_layer_that_is_not_fused_runs_in_the_same_step(name: str, recipe: str, place: int) -> None:
+    model = patched(name, recipe)
+    attention = model.model.layers[place].self_attn
+    attention.__class__ = type("OwnAttention", (type(attention),), {})
+    for batch in (full_batch(), padded_batch()):
+        assert_tokens_of_the_stock_loop(model, batch)
+    mixed = f"{FUSED}, but modules in layers [{place}]: its attention is OwnAttention"
+    assert paths(model) == {CAPTURED: 22, mixed: 22, prefill(name): 2}
+
+
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("olmo2", "layer 0: it is not a replaced Llama-like layer"),
+        ("olmo2", "its rotary embedding was not replaced"),
         ("mixtral", "layer 0: its MLP was not replaced"),
         ("gpt2", "it has no Llama-like decoder"),
     ],

@@ -195,7 +195,7 @@ class CapturedRuntime:
         self._watch = None  # the Watch would keep the old weights alive beside the new
         self.captured.fuse(model)
         # graphs of other adapter states read weights at addresses that were left when weights were concatenated
-        if any(other.fused is None for other in self._others.values()):
+        if any(other.fused is None or other.fused.unfused for other in self._others.values()):
             self._others.clear()
         self._watch = Watch(model)
         self._flags = self._watch.flags()
