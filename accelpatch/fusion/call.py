@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from accelpatch.errors import KernelError
 from accelpatch.fusion import attention_facts
 
 #: window in slots (0: none) -> boolean mask [B or 1, 1, T, keys] of the keys that each token attends to
@@ -43,5 +44,8 @@ def run_module(decoder: Any, place: int, x: Tensor, positions: Tensor, visible: 
         "position_embeddings": decoder.rotary_emb(rows, positions, *kinds),
     }  # fmt: skip
     made = layer(rows, **given)
-    made = made if isinstance(made, Tensor) else made[0]
+    made = made[0] if isinstance(made, tuple) else made
+    if not isinstance(made, Tensor) or made.shape != rows.shape:
+        got = list(made.shape) if isinstance(made, Tensor) else type(made).__name__
+        raise KernelError(f"layer {place} gave {got} and not {list(rows.shape)}: look at its hooks")
     return made.reshape(x.shape)

@@ -102,7 +102,8 @@ typedef struct {
     int32_t activation;
 } ap_model;
 
-/* Copies the structs (not what they point to: that must outlive the step) and allocates all the memory that steps need.
+/* A layer whose q.data is NULL is absent: no step may run it.
+ * Copies the structs (not what they point to: that must outlive the step) and allocates all the memory that steps need.
  */
 int ap_step_create(const ap_model* model, int max_threads, void** step);
 void ap_step_free(void* step);

@@ -75,11 +75,13 @@ class StepShape:
 class DecodeStep:
     """keys, values: float32 [layers, max_batch, kv_heads, length, head_dim], contiguous; the step writes into them.
 
+    layers: None for a layer that never runs here; `part` skips it.
+
     Call it with int64 tensors of one entry per sequence. It is thread-safe: a second call waits for the first.
     """
 
     shape: StepShape
-    layers: Sequence[LayerWeights]
+    layers: Sequence[LayerWeights | None]
     embedding: Pack
     head: Pack
     final_norm: Tensor
@@ -149,7 +151,10 @@ class DecodeStep:
         status = native().ap_step_run(
             self._step, batch, *map(pointer, ready), first, last, pointer(hidden), pointer(logits), threads()
         )
-        check(status, f"a step of {batch} tokens (at most {self.keys.shape[1]}, slots below {self.keys.shape[3]})")
+        check(
+            status,
+            f"a step of {batch} tokens (at most {self.keys.shape[1]}, slots below {self.keys.shape[3]}) by these layers",
+        )
 
     def _check(self) -> None:
         s = self.shape
@@ -182,8 +187,10 @@ class DecodeStep:
         model.activation = native_library.ACTIVATIONS[s.activation]
         return model
 
-    def _layer(self, index: int, weights: LayerWeights) -> native_library.Layer:
+    def _layer(self, index: int, weights: LayerWeights | None) -> native_library.Layer:
         s, layer = self.shape, native_library.Layer()
+        if weights is None:
+            return layer
         for name in LINEARS:
             setattr(layer, name, weights.linears[name].struct())
         for name in NORMS:

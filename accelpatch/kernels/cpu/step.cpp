@@ -19,6 +19,8 @@ struct Owner {  // one step at a time on one set of buffers
 
 bool fits(const ap_linear& w, int64_t n, int64_t k) { return w.data && w.n == n && w.k == k && layout_allows(w); }
 
+bool is_absent(const ap_layer& l) { return !l.q.data; }
+
 bool layer_fits(const ap_model& m, const ap_layer& l) {
     const int64_t query = m.heads * m.head_dim, key = m.kv_heads * m.head_dim;
     return fits(l.q, query, m.hidden) && fits(l.k, key, m.hidden) && fits(l.v, key, m.hidden) &&
@@ -35,7 +37,7 @@ bool model_fits(const ap_model& m) {
     if (!m.layer || !fits(m.embedding, m.vocabulary, m.hidden) || !fits(m.head, m.vocabulary, m.hidden)) return false;
     if (m.activation < AP_SILU || m.activation > AP_RELU) return false;
     for (int64_t i = 0; i < m.layers; i++)
-        if (!layer_fits(m, m.layer[i])) return false;
+        if (!is_absent(m.layer[i]) && !layer_fits(m, m.layer[i])) return false;
     return true;
 }
 
@@ -70,9 +72,12 @@ int64_t lay_out(Step& s, char* memory) {
     return purse.used;
 }
 
-bool call_fits(const ap_model& m, const StepCall& c) {
+bool call_fits(const Step& s, const StepCall& c) {
+    const ap_model& m = s.model;
     const bool part = c.first > 0 || c.last < m.layers;
     if (c.first < 0 || c.first > c.last || c.last > m.layers || (part && !c.hidden)) return false;
+    for (int64_t i = c.first; i < c.last; i++)
+        if (is_absent(s.layers[i])) return false;
     if (c.batch < 1 || c.batch > m.max_batch || !c.tokens || !c.slots || !c.starts || !c.positions) return false;
     for (int64_t b = 0; b < c.batch; b++) {
         if (c.tokens[b] < 0 || c.tokens[b] >= m.vocabulary || c.positions[b] < 0) return false;
@@ -118,7 +123,7 @@ extern "C" int ap_step_run(void* step, int64_t batch, const int64_t* tokens, con
     auto* owner = static_cast<Owner*>(step);
     if (!owner) return AP_BAD_ARGUMENT;
     StepCall call = {&owner->step, batch, tokens, slots, starts, positions, logits, first, last, hidden};
-    if (!call_fits(owner->step.model, call)) return AP_BAD_ARGUMENT;
+    if (!call_fits(owner->step, call)) return AP_BAD_ARGUMENT;
     std::lock_guard<std::mutex> lock(owner->lock);
     pool_run(
         threads < owner->step.threads ? threads : owner->step.threads, chosen_kernels().step, &call, POOL_DECODING);

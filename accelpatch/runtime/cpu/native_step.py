@@ -18,12 +18,12 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from accelpatch.errors import KernelError
 from accelpatch.fusion.cannot_fuse import CannotFuse
+from accelpatch.fusion.native_model import NativeModel, native_model
 from accelpatch.kernels.cpu.decode_step import DecodeStep
 from accelpatch.kernels.cpu.native_library import MAX_BATCH
 from accelpatch.runtime.copied import recounted
 from accelpatch.runtime.cpu.mixed_step import mixed_step
 from accelpatch.runtime.cpu.native_cache import Store, attach, stored
-from accelpatch.runtime.cpu.native_weights import NativeModel, native_model
 from accelpatch.runtime.cpu.torch_threads import all_threads
 from accelpatch.runtime.watch import Watch
 
@@ -84,10 +84,14 @@ class NativeRuntime:
         if places is None:
             self.paths["modules: an attention mask that is not left padding"] += 1
             return None
-        if watched := reading.watch.watched():
-            logits = mixed_step(model, _step(reading, store), store, cache, ids[:, 0], places, watched)
+        assert reading.model is not None
+        watched, unfused = reading.watch.watched(), reading.model.unfused
+        if watched or unfused:
+            by_modules = sorted({*watched, *unfused})
+            logits = mixed_step(model, _step(reading, store), store, cache, ids[:, 0], places, by_modules)
             store.places, store.length = None, store.length + 1
-            self.paths[f"{NATIVE}, but modules in layers {watched}: a hook inside"] += 1
+            reason = "a hook inside" if watched else unfused[by_modules[0]]
+            self.paths[f"{NATIVE}, but modules in layers {by_modules}: {reason}"] += 1
             return logits.unsqueeze(1)
         store.places = places
         return self.advance(reading, store, ids[:, 0]).unsqueeze(1)

@@ -40,6 +40,18 @@ def test_a_hook_inside_makes_its_layer_alone_run_its_modules(name: str, place: i
     assert len(seen) == 21 * len(layers)
 
 
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("name", STEPPING)
+def test_a_layer_that_has_no_native_form_runs_its_module_in_the_same_step(name: str, place: int) -> None:
+    model, batch = patched(name), padded_batch()
+    attention = model.model.layers[place].self_attn
+    attention.__class__ = type("OwnAttention", (type(attention),), {})
+    found = decode(model, batch, 20)
+    torch.testing.assert_close(found, decode(by_modules(copy.deepcopy(model)), batch, 20), rtol=2e-4, atol=2e-4)
+    mixed = f"{NATIVE}, but modules in layers [{place}]: its attention is OwnAttention"
+    assert model.accelpatch.report().paths[mixed] == 20
+
+
 def test_neighbours_that_are_watched_hand_their_rows_on(monkeypatch: pytest.MonkeyPatch) -> None:
     model = accelpatch.patch(CAUSAL["llama"].make(num_hidden_layers=5), "int8", verify=False)
     plain, ranges, part = decode(by_modules(copy.deepcopy(model)), full_batch(), 2), [], DecodeStep.part

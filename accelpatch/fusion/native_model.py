@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from accelpatch.modules.quantized_module import QuantizedModule, packed_modules
 from accelpatch.modules.replacement import unchanged
 from accelpatch.modules.rotary import FusedRotaryEmbedding
 
+NONE: Mapping[int, str] = {}
 ATTENTION = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "o_proj"}
 NORMS = {"after_attention": "after_attention_norm", "after_mlp": "after_mlp_norm"}
 MLP = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
@@ -28,10 +29,14 @@ MLP = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 
 @dataclass(eq=False)
 class NativeModel:
-    """The part of a native step that does not depend on the cache."""
+    """The part of a native step that does not depend on the cache.
+
+    layers: None for one that must run as a module. unfused: place of such a layer -> why.
+    """
 
     shape: StepShape
-    layers: list[LayerWeights]
+    layers: list[LayerWeights | None]
+    unfused: Mapping[int, str]
     embedding: Pack
     head: Pack
     final_norm: Tensor
@@ -41,29 +46,54 @@ class NativeModel:
         return DecodeStep(self.shape, self.layers, self.embedding, self.head, self.final_norm, keys, values)
 
 
-def native_model(model: nn.Module) -> NativeModel:
-    """The model's weights for a native step. Raises CannotFuse."""
+def native_model(model: nn.Module, unfused: Mapping[int, str] = NONE) -> NativeModel:
+    """The model's weights for a native step.
+
+    unfused: place -> reason, of layers that must run as modules; others that have no native form join them. Raises
+    CannotFuse where no layer has one, or the embedding, last norm or head does not.
+    """
     decoder, head = getattr(model, "model", None), getattr(model, "lm_head", None)
     layers = getattr(decoder, "layers", None)
     if decoder is None or head is None or not layers:
         raise CannotFuse("it has no Llama-like decoder")
-    for place, layer in enumerate(layers):
-        if not isinstance(layer, ResidualNormLayer) or not isinstance(layer.mlp, GatedMLP) or layer.mlp.fused_gate_up:
-            raise CannotFuse(f"layer {place} is not a replaced Llama-like layer")
-        if not (unchanged(layer) and unchanged(layer.mlp)):
-            raise CannotFuse(f"layer {place}: a module that is fused into another was changed")
-        if reason := attention_facts.why_not(layer.self_attn):
-            raise CannotFuse(f"layer {place}: {reason}")
-        if _constants(layer) != _constants(layers[0]):
-            raise CannotFuse(f"layer {place} has another scaling, softcap or activation than the first")
     if not isinstance(decoder.rotary_emb, FusedRotaryEmbedding):
         raise CannotFuse("its rotary embedding was not replaced")
+    reasons = dict(unfused)
+    for place, layer in enumerate(layers):
+        if place not in reasons and (reason := _why_not(layer)):
+            reasons[place] = reason
     gather_packs(model)
+    first = next((layer for place, layer in enumerate(layers) if place not in reasons), None)
+    if first is None:
+        raise CannotFuse(f"layer 0: {reasons[0]}")
     ropes = rope_kinds(decoder.rotary_emb, layers)
-    shape = step_shape(model, decoder, ropes)
-    weights = [layer_weights(layer, ropes.index(_type(layer)) if len(ropes) > 1 else 0, shape.eps) for layer in layers]
+    shape = step_shape(model, decoder, first, ropes)
+    weights: list[LayerWeights | None] = [None] * len(layers)
+    for place, layer in enumerate(layers):
+        if place not in reasons:
+            try:
+                weights[place] = _checked_weights(layer, first, ropes, shape)
+            except CannotFuse as error:
+                reasons[place] = str(error)
+    if not any(weights):
+        raise CannotFuse(f"layer 0: {reasons[0]}")
     norm = vector(decoder.norm, shape.eps)
-    return NativeModel(shape, weights, packed(decoder.embed_tokens), packed(head), norm)
+    return NativeModel(shape, weights, reasons, packed(decoder.embed_tokens), packed(head), norm)
+
+
+def _why_not(layer: Any) -> str | None:
+    """Why a layer's modules do not compute what a native step does; None where they do."""
+    if not isinstance(layer, ResidualNormLayer) or not isinstance(layer.mlp, GatedMLP) or layer.mlp.fused_gate_up:
+        return "it is not a replaced Llama-like layer"
+    if not (unchanged(layer) and unchanged(layer.mlp)):
+        return "a module that is fused into another was changed"
+    return attention_facts.why_not(layer.self_attn)
+
+
+def _checked_weights(layer: Any, first: Any, ropes: list[str], shape: StepShape) -> LayerWeights:
+    if _constants(layer) != _constants(first):
+        raise CannotFuse("it has another scaling, softcap or activation than other layers")
+    return layer_weights(layer, ropes.index(_type(layer)) if len(ropes) > 1 else 0, shape.eps)
 
 
 def _constants(layer: Any) -> tuple[Any, ...]:
@@ -79,10 +109,9 @@ def _type(layer: Any) -> str:
     return attention_facts.layer_type(layer.self_attn)
 
 
-def step_shape(model: nn.Module, decoder: Any, ropes: list[str]) -> StepShape:
-    """The sizes and constants of the step, from the configuration and the first layer."""
+def step_shape(model: nn.Module, decoder: Any, first: Any, ropes: list[str]) -> StepShape:
+    """The sizes and constants of the step, from the configuration and the first layer that has a native form."""
     text: Any = model.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
-    first = decoder.layers[0]
     attention: Any = first.self_attn
     if len(ropes) > 2 or first.mlp.activation not in ACTIVATIONS:
         raise CannotFuse(f"activation {first.mlp.activation} with {len(ropes)} kinds of rotary frequencies")
