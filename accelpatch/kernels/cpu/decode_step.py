@@ -151,10 +151,8 @@ class DecodeStep:
         status = native().ap_step_run(
             self._step, batch, *map(pointer, ready), first, last, pointer(hidden), pointer(logits), threads()
         )
-        check(
-            status,
-            f"a step of {batch} tokens (at most {self.keys.shape[1]}, slots below {self.keys.shape[3]}) by these layers",
-        )
+        limits = f"at most {self.keys.shape[1]}, slots below {self.keys.shape[3]}"
+        check(status, f"layers {first} to {last} of a step of {batch} tokens ({limits})")
 
     def _check(self) -> None:
         s = self.shape

@@ -43,9 +43,10 @@ def test_a_hook_inside_makes_its_layer_alone_run_its_modules(name: str, place: i
 @pytest.mark.parametrize("place", [0, 1])
 @pytest.mark.parametrize("name", STEPPING)
 def test_a_layer_that_has_no_native_form_runs_its_module_in_the_same_step(name: str, place: int) -> None:
-    model, batch = patched(name), padded_batch()
-    attention = model.model.layers[place].self_attn
+    model, batch = CAUSAL[name].make(), padded_batch()
+    attention: Any = model.model.layers[place].self_attn
     attention.__class__ = type("OwnAttention", (type(attention),), {})
+    accelpatch.patch(model, "int8", verify=False)
     found = decode(model, batch, 20)
     torch.testing.assert_close(found, decode(by_modules(copy.deepcopy(model)), batch, 20), rtol=2e-4, atol=2e-4)
     mixed = f"{NATIVE}, but modules in layers [{place}]: its attention is OwnAttention"
