@@ -15,6 +15,7 @@ import accelpatch.models.load as loading
 from accelpatch import device as devices
 from accelpatch.device import Device
 from accelpatch.errors import PatchError, PlanError
+from accelpatch.fusion.stage import verified_layers
 from accelpatch.kernels.check.selftest import run as selftest
 from accelpatch.kernels.check.while_running import checked
 from accelpatch.models.family import roles_of
@@ -103,12 +104,14 @@ def patch(
         attributes: list[tuple[nn.Module, str, Any]] = [*patched_classes(model), (model, RUNTIME, runtime)]
         handle = apply.commit(model, planned, [item.built for item in built], keep_original, attributes, report)
         try:
+            with apply.naming("the fused layers", "their weights were laid out and verified"):
+                fused = runtime.prepare(model)
+                runtime.unfuse(verified_layers(model, planned, fused, captured, report, watch))
             report.verification = whole_model(model, captured, report, watch)
             apply.settle(handle, [item.built for item in built], copies, watch)
         except BaseException:
             handle.revert()
             raise
-    runtime.steps(model)  # prepare the fast steps now, not during the first generate()
     report.seconds.update(watch.seconds)
     return given
 

@@ -16,7 +16,9 @@ class SiteRecord:
     bytes of the weight read to decode one token, and held in memory. kernel_error: the largest error against the
     float64 reference; kernel_bound: what the float rule (kernels/check/parity.py) allows there. format_error: the
     difference from the original, in the recipe's metric. Errors are None where nothing was measured; `unverified` says
-    why. failed: the replacement was over its bound, so the original stays.
+    why. failed: the replacement was over its bound, so the original stays. fused: for a layer, whether decode steps run
+    it fused; None for all other sites. by_modules: why a replaced layer's modules run in place of the fused one. steps:
+    whether the errors are those of the fused layer, in a prompt and cached steps.
     """
 
     path: str
@@ -33,6 +35,9 @@ class SiteRecord:
     format_error: float | None = None
     unverified: str | None = None
     failed: bool = False
+    fused: bool | None = None
+    by_modules: str | None = None
+    steps: bool = False
 
     @property
     def kernel_share(self) -> float | None:
@@ -49,6 +54,8 @@ class Verification:
     kl: mean KL(original || patched) of the next-token distributions, in nats. top1: share of equal most likely tokens.
     tokens: how many were compared. worst_kernel_error: largest `SiteRecord.kernel_share`. worst_format_error: largest
     format_error. failures: messages about the sites whose replacement was over its bound, so that the original stays.
+    fused_layers: how many fused layers were verified in a prompt and cached steps. worst_fused_error: the largest
+    `SiteRecord.kernel_share` among them.
     """
 
     kl: float | None = None
@@ -57,6 +64,8 @@ class Verification:
     worst_kernel_error: float | None = None
     worst_format_error: float | None = None
     failures: list[str] = field(default_factory=list)
+    fused_layers: int = 0
+    worst_fused_error: float | None = None
 
 
 @dataclass
@@ -109,7 +118,8 @@ class Report:
         }
 
     def __str__(self) -> str:
-        lines = [f"{self.model} with recipe {self.recipe} on {self.device}", "", site_table(self.sites), ""]
+        lines = [f"{self.model} with recipe {self.recipe} on {self.device}", *fused_lines(self.sites)]
+        lines += ["", site_table(self.sites), ""]
         lines += [bytes_line(self.token_bytes, self.resident_bytes)]
         if self.verification:
             lines.append(verification_line(self.verification))
@@ -130,6 +140,19 @@ def bytes_line(token: tuple[int, int], resident: tuple[int, int]) -> str:
     )
 
 
+def fused_lines(sites: Sequence[SiteRecord]) -> list[str]:
+    """One line: how many layers decode steps run fused, their share of a step's bytes, and why the others are not."""
+    layers = [site for site in sites if site.role == "layer"]
+    if all(layer.fused is None for layer in layers):
+        return []
+    fused = tuple(f"{layer.path}." for layer in layers if layer.fused)
+    inside = [site for site in sites if fused and (site.role == "head" or site.path.startswith(fused))]
+    read, total = (_total(site.token_bytes for site in among)[1] for among in (inside, sites))
+    line = f"{len(fused)} of {len(layers)} layers fused, {read / total if total else 0:.1%} of a step's bytes"
+    reasons = [f"; {layer.path}: {layer.by_modules or layer.reason}" for layer in layers if not layer.fused]
+    return [line + "".join(reasons[:1]) + ("; ..." if reasons[1:] else "")]
+
+
 def verification_line(v: Verification) -> str:
     """One line: the worst errors of the sites, and the whole model's figures."""
     parts = []
@@ -139,6 +162,10 @@ def verification_line(v: Verification) -> str:
         parts.append(f"worst format error {v.worst_format_error:.4f}")
     if v.kl is not None and v.top1 is not None:
         parts.append(f"KL {v.kl:.2e} nats, top-1 agreement {v.top1:.1%} over {v.tokens} tokens")
+    if v.worst_fused_error is not None:
+        parts.append(
+            f"{v.fused_layers} fused layers in a prompt and cached steps, worst {v.worst_fused_error:.0%} of their bound"
+        )
     parts.append(f"{len(v.failures)} sites over their bound" if v.failures else "every site within its bound")
     return "verified: " + "; ".join(parts)
 
@@ -148,7 +175,8 @@ def site_table(sites: Sequence[SiteRecord]) -> str:
     groups: dict[tuple[object, ...], list[SiteRecord]] = {}
     for site in sites:
         shape = re.sub(r"\d+", "*", site.path)
-        key = (shape, site.role, site.shape, site.replacer, site.kernel, _numberless(site.reason))
+        why = _numberless(site.reason or site.by_modules)
+        key = (shape, site.role, site.shape, site.replacer, site.kernel, why)
         groups.setdefault(key, []).append(site)
     rows: list[Sequence[str]] = [
         ("site", "count", "weight [N, K]", "replacement", "kernel", "bytes", "after", "why it stays")
@@ -159,7 +187,8 @@ def site_table(sites: Sequence[SiteRecord]) -> str:
         name = _span([site.path for site in members]) + (f" (+ {', '.join(first.tied)})" if first.tied else "")
         size = f"{first.shape[0]} x {first.shape[1]}" if first.shape else ""
         cells = [human(before) if before else "", human(after) if before and first.replacer else ""]
-        row = (name, str(len(members)), size, first.replacer or "stays", first.kernel or "", *cells, first.reason or "")
+        why = first.reason or (f"modules: {first.by_modules}" if first.by_modules else "")
+        row = (name, str(len(members)), size, first.replacer or "stays", first.kernel or "", *cells, why)
         rows.append(row)
     return table(rows)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -50,6 +50,11 @@ class FusedModel:
     def places(self) -> set[int]:
         """The places of the layers that are fused."""
         return {place for place, layer in enumerate(self.layers) if layer is not None}
+
+    def without(self, failed: Mapping[int, str]) -> FusedModel:
+        """This model with more layers that run as modules: place -> why."""
+        layers = tuple(None if place in failed else layer for place, layer in enumerate(self.layers))
+        return replace(self, layers=layers, unfused={**self.unfused, **failed})
 
     @property
     def exceptions(self) -> str:

@@ -41,6 +41,16 @@ class NativeModel:
     head: Pack
     final_norm: Tensor
 
+    @property
+    def places(self) -> set[int]:
+        """The places of the layers that have a native form."""
+        return {place for place, layer in enumerate(self.layers) if layer is not None}
+
+    def without(self, failed: Mapping[int, str]) -> NativeModel:
+        """This model with more layers that run as modules: place -> why."""
+        layers = [None if place in failed else layer for place, layer in enumerate(self.layers)]
+        return replace(self, layers=layers, unfused={**self.unfused, **failed})
+
     def step(self, keys: Tensor, values: Tensor) -> DecodeStep:
         """A step over keys, values[layers, B, Hkv, length, D]."""
         return DecodeStep(self.shape, self.layers, self.embedding, self.head, self.final_norm, keys, values)

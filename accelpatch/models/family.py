@@ -202,6 +202,21 @@ def family_of_class(module: Any, ending: str) -> Family | None:
     return _BY_CLASSES.get(name.removesuffix(ending)) if name.endswith(ending) else None
 
 
+def norm_of(module: Any) -> Norm | None:
+    """What a family's RMSNorm computes; None for any other module."""
+    family = family_of_class(module, "RMSNorm")
+    return None if family is None else family.norm
+
+
+def form_of(layer: Any) -> LayerForm | None:
+    """The form of a decoder layer, by the class of its norms; None where it is not known or a child is missing."""
+    family = family_of_class(getattr(layer, "input_layernorm", None), "RMSNorm")
+    if family is None or family.layer is None or not all(hasattr(layer, name) for name in family.layer.children):
+        return None
+    norms = [getattr(layer, name) for name in family.layer.norms.values()]
+    return family.layer if all(family_of_class(norm, "RMSNorm") is family for norm in norms) else None
+
+
 def roles_of(config: Any) -> Mapping[str, str]:
     """The role table for a configuration; empty for an unknown family."""
     family = family_of(config)

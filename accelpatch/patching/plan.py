@@ -11,10 +11,10 @@ from torch import nn
 from accelpatch.device import Device
 from accelpatch.errors import PlanError
 from accelpatch.patching.match import matches, rule_for, sites, text_config
-from accelpatch.patching.replacer import Choice, Reason, Replacer
+from accelpatch.patching.replacer import Choice, Reason, Replaced, Replacer
 from accelpatch.patching.site import Site
 from accelpatch.recipe.recipe import Recipe, Rule
-from accelpatch.report import Report, SiteRecord, bytes_line, human, site_table
+from accelpatch.report import Report, SiteRecord, bytes_line, fused_lines, human, site_table
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +41,7 @@ class Entry:
         return SiteRecord(
             site.path or "(model)", site.role, tied, shape, self.replacer.name if self.replacer else None,
             choice.kernel if choice else None, self.reason, (site.token_bytes, after[0]), (site.bytes, after[1]),
-            failed=self.failed,
+            failed=self.failed, fused=choice.fused if choice else None,
         )  # fmt: skip
 
 
@@ -112,6 +112,7 @@ class Plan:
         return "\n".join(
             [
                 f"{self.model} with recipe {self.recipe.name} on {self.device.name} ({self.device.arch})",
+                *fused_lines(report.sites),
                 "",
                 site_table(report.sites),
                 "",
@@ -136,6 +137,7 @@ def make_plan(
     _check_all_match(recipe, found)
     entries = [_decide(site, recipe, device, registry) for site in found]
     _check_owners(entries)
+    entries = _settled(entries, device)
     name = getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
     length, cache = cache_size(model, recipe.runtime.max_length)
     return Plan(name, recipe, device, tuple(entries), length, cache)
@@ -179,6 +181,22 @@ def _decide(site: Site, recipe: Recipe, device: Device, registry: Mapping[str, R
     if rule.otherwise == "error":
         raise PlanError(f"{rule.place}: {site.path} cannot become {rule.replace}: {answer.text}")
     return Entry(site, rule, reason=answer.text)
+
+
+def _settled(entries: list[Entry], device: Device) -> list[Entry]:
+    """The entries with the final choices of those that depend on others."""
+    replaced = {
+        path: Replaced(entry.replacer.name, entry.choice.kernel)
+        for entry in entries
+        if entry.replacer is not None and entry.choice is not None
+        for path in entry.site.paths
+    }
+    return [
+        entry
+        if entry.replacer is None or entry.choice is None
+        else replace(entry, choice=entry.replacer.settle(entry.site, entry.choice, replaced, device))
+        for entry in entries
+    ]
 
 
 def _propose(site: Site, rule: Rule, replacer: Replacer, device: Device) -> Choice | Reason:

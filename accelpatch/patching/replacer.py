@@ -23,7 +23,8 @@ class Choice:
 
     kernel: the implementation that would run. bytes_before, bytes_after: weight bytes read to decode one token.
     resident_after: bytes that the replacement holds in memory. detail: data for the replacer's own `build`, such as the
-    group size. note: a remark for the user, such as why a faster kernel is not chosen; printed once per plan.
+    group size. note: a remark for the user, such as why a faster kernel is not chosen; printed once per plan. fused:
+    for a layer, whether decode steps run it fused; None for all other sites.
     """
 
     kernel: str
@@ -32,6 +33,15 @@ class Choice:
     resident_after: int
     detail: Mapping[str, Any] = field(default_factory=dict)
     note: str = ""
+    fused: bool | None = None
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """What replaces a site, for the replacer of its parent: the replacer's name, and the kernel that would run."""
+
+    replacer: str
+    kernel: str
 
 
 @dataclass(frozen=True)
@@ -46,7 +56,8 @@ class Replacer(ABC):
 
     name: the name that recipes use. options: option name -> accepted types. consumes: roles of children whose own rules
     still apply when this replaces their parent (`EVERY_CHILD`: all). ties: whether it can replace several modules that
-    share a weight. rounds: whether the original weights must be kept for unpatch.
+    share a weight. rounds: whether the original weights must be kept for unpatch. fuses: whether a fused layer is made
+    of the replacement, which is verified again as a whole.
     """
 
     name: ClassVar[str]
@@ -54,10 +65,18 @@ class Replacer(ABC):
     consumes: ClassVar[frozenset[str]] = frozenset()
     ties: ClassVar[bool] = False
     rounds: ClassVar[bool] = True
+    fuses: ClassVar[bool] = False
 
     @abstractmethod
     def propose(self, site: Site, options: Mapping[str, Any], device: Device) -> Choice | Reason:
         """Say what would be done at `site`, or why not; must not allocate or change anything."""
+
+    def settle(self, site: Site, choice: Choice, replaced: Mapping[str, Replaced], device: Device) -> Choice:
+        """The final Choice of a site whose children, or others, decide what it can be. Pure.
+
+        replaced: dotted name -> what replaces that site, for all sites of the model that do not stay.
+        """
+        return choice
 
     @abstractmethod
     def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:

@@ -109,8 +109,9 @@ def verified_build(
             raise VerifyError(f"{built.entry.site.path}: {problem}; nothing was changed")
         else:
             failed[built.entry.site.path] = problem
-        for member in (built.entry.site, *built.entry.site.tied):
-            calls.pop(member.path, None)
+        if built.entry.replacer is None or not built.entry.replacer.fuses:  # else they are needed once more
+            for member in (built.entry.site, *built.entry.site.tied):
+                calls.pop(member.path, None)
     entries = [seen.get(entry.site.path, entry) for entry in plan.entries]
     kept = tuple(e.kept(failed[e.site.path], failed=True) if e.site.path in failed else e for e in entries)
     return held, replace(plan, entries=kept)
@@ -189,10 +190,12 @@ def whole_model(model: nn.Module, captured: Captured, report: Report, progress: 
     with naming(type(model).__name__, "the patched model was compared with the original"):
         after = run(model, samples, lambda done, total: progress("check", done, total))
         result = compare_logits(before, after, [_mask(sample) for sample in samples])
-    kernel = [site.kernel_share for site in report.sites if site.kernel_share is not None]
+    kernel = [site.kernel_share for site in report.sites if site.kernel_share is not None and not site.steps]
+    steps = [site.kernel_share for site in report.sites if site.kernel_share is not None and site.steps]
     form = [site.format_error for site in report.sites if site.format_error is not None]
     result.worst_kernel_error, result.worst_format_error = max(kernel, default=None), max(form, default=None)
-    result.failures = [f"{site.path}: {site.reason}" for site in report.sites if site.failed]
+    result.fused_layers, result.worst_fused_error = len(steps), max(steps, default=None)
+    result.failures = [f"{site.path}: {site.reason or site.by_modules}" for site in report.sites if site.failed]
     return result
 
 

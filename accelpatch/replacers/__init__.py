@@ -8,12 +8,13 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from accelpatch.errors import PlanError
+from accelpatch.fusion.layer_replacer import FusedLayerReplacer
 from accelpatch.patching.replacer import Replacer
 from accelpatch.replacers.compact import Compact
 from accelpatch.replacers.fp8 import Fp8WeightOnly
 from accelpatch.replacers.gated_mlp import GatedMLPReplacer
 from accelpatch.replacers.gemv import Gemv
-from accelpatch.replacers.norm import ResidualNormReplacer, RMSNormReplacer
+from accelpatch.replacers.norm import RMSNormReplacer
 from accelpatch.replacers.rotary import RotaryReplacer
 from accelpatch.replacers.weight_only import Int4WeightOnly, Int8WeightOnly
 
@@ -24,7 +25,7 @@ BUILT_IN: tuple[type[Replacer], ...] = (
     Gemv,
     Compact,
     RMSNormReplacer,
-    ResidualNormReplacer,
+    FusedLayerReplacer,
     RotaryReplacer,
     GatedMLPReplacer,
 )

@@ -36,7 +36,7 @@ def test_a_bundled_recipe_round_trips(name: str) -> None:
 def test_bundled_recipes_say_what_the_design_says() -> None:
     exact, int8, int4 = (recipes.load(name) for name in ("exact", "int8", "int4"))
     assert [(rule.name, rule.replace, rule.optional) for rule in exact.rules] == [
-        ("layer", "residual_rmsnorm", True),
+        ("layer", "fused_layer", True),
         ("norm", "rmsnorm", True),
         ("rotary", "rotary_embedding", True),
         ("mlp", "gated_mlp", True),

@@ -64,7 +64,7 @@ def make(prefix: str, dtype: torch.dtype = torch.float32, *, suffix: str = "ForC
 
 def norms(norm: int, layer: int = 0, rotary: int = 1, mlp: int = LAYERS) -> dict[str, int]:
     """What `exact` replaces in a model with so many known norms and layers."""
-    found = {"rmsnorm": norm, "residual_rmsnorm": layer, "rotary_embedding": rotary, "gated_mlp": mlp}
+    found = {"rmsnorm": norm, "fused_layer": layer, "rotary_embedding": rotary, "gated_mlp": mlp}
     return {name: count for name, count in found.items() if count}
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Container, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -52,11 +52,14 @@ class NativeRuntime:
 
     def __init__(self) -> None:
         self.paths: Counter[str] = Counter()
+        self.unfused: Mapping[int, str] = {}  # place -> why, of layers that were over their bound at the patch
         self._reading: Reading | None = None
         self._lock = threading.Lock()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NativeRuntime:
-        return recounted(NativeRuntime(), self.paths, memo)
+        made: NativeRuntime = recounted(NativeRuntime(), self.paths, memo)
+        made.unfused = self.unfused
+        return made
 
     def __reduce__(self) -> tuple[type[NativeRuntime], tuple[()]]:
         return NativeRuntime, ()
@@ -113,6 +116,17 @@ class NativeRuntime:
         """Whether the model, as it is now, has native steps."""
         return self.reading(model).unfit is None
 
+    def prepare(self, model: nn.Module) -> NativeModel | str:
+        """Read the model's native steps now; returns their weights, or why there are none."""
+        reading = self.reading(model)
+        return reading.model or str(reading.unfit)
+
+    def unfuse(self, failed: Mapping[int, str]) -> None:
+        """Run the modules of these layers from now on: place -> why."""
+        self.unfused = {**self.unfused, **failed}
+        if failed and self._reading is not None and self._reading.model is not None:
+            self._reading = replace(self._reading, model=self._reading.model.without(failed))
+
     def reading(self, model: nn.Module) -> Reading:
         """The Reading of the model, made anew where the model has changed."""
         reading = self._reading
@@ -121,7 +135,7 @@ class NativeRuntime:
         with self._lock:
             if self._reading is None or self._reading.watch.stale():
                 try:
-                    found, unfit = native_model(model), None
+                    found, unfit = native_model(model, self.unfused), None
                 except (CannotFuse, KernelError) as reason:
                     found, unfit = None, str(reason)
                 self._reading = Reading(found, unfit, Watch(model))

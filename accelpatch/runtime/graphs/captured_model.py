@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -82,11 +83,14 @@ class CapturedModel:
         """Whether the fused layers were read, or there are none."""
         return self.fused is not None or bool(self.why_not_fused)
 
-    def fuse(self, model: nn.Module) -> None:
-        """Read the model's fused layers, or why there are none; weights that get concatenated have moved after this."""
+    def fuse(self, model: nn.Module, unfused: Mapping[int, str]) -> None:
+        """Read the model's fused layers, or why there are none; weights that get concatenated have moved after this.
+
+        unfused: place -> why, of layers that must run as modules.
+        """
         try:
             with torch.inference_mode(False), torch.no_grad():
-                self.fused = fused_model(model) if self.why_not is None else None
+                self.fused = fused_model(model, unfused) if self.why_not is None else None
         except (CannotFuse, KernelError) as reason:
             self.why_not_fused = str(reason)
 

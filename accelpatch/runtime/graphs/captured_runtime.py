@@ -36,6 +36,7 @@ class CapturedRuntime:
     """
 
     captured: CapturedModel
+    unfused: Mapping[int, str]  # place -> why, of layers that were over their bound when the model was patched
     _learning = False  # true while the modules run to find out what they cache
 
     def __init__(self, graph: str = "auto", cache: str = "auto", max_length: int | None = None, speculate: str = "off"):
@@ -47,10 +48,13 @@ class CapturedRuntime:
         self._off = "the recipe says graph: off" if graph == "off" else "the recipe says cache: stock"
         self._off = self._off if graph == "off" or cache == "stock" else ""
         self._busy = False
+        self.unfused = {}
         self.close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CapturedRuntime:
-        return recounted(CapturedRuntime(*self._settings), self.paths, memo)
+        made: CapturedRuntime = recounted(CapturedRuntime(*self._settings), self.paths, memo)
+        made.unfused = self.unfused
+        return made
 
     def close(self) -> None:
         """Free every graph and cache."""
@@ -88,9 +92,22 @@ class CapturedRuntime:
         """The function that captures programs for this model."""
         return self._memory.graph(device)
 
-    def steps(self, model: nn.Module) -> bool:
-        """Whether `captured_decoding` handles generate(); nothing is captured before that is called."""
-        return True
+    def prepare(self, model: nn.Module) -> FusedModel | str:
+        """Lay out the weights of the model's fused layers now; returns those, or why there are none."""
+        if not generates(model):
+            return "it does not generate"
+        if reason := self._unable(model):
+            return reason
+        self._look(model)
+        if not self.captured.read:
+            self._fuse(model)
+        return self.captured.fused or self.captured.why_not_fused
+
+    def unfuse(self, failed: Mapping[int, str]) -> None:
+        """Run the modules of these layers from now on: place -> why."""
+        self.unfused = {**self.unfused, **failed}
+        if failed and self.captured.fused is not None:
+            self.captured.fused = self.captured.fused.without(failed)
 
     @contextmanager
     def alone(self) -> Iterator[bool]:
@@ -193,7 +210,7 @@ class CapturedRuntime:
 
     def _fuse(self, model: nn.Module) -> None:
         self._watch = None  # the Watch would keep the old weights alive beside the new
-        self.captured.fuse(model)
+        self.captured.fuse(model, self.unfused)
         # graphs of other adapter states read weights at addresses that were left when weights were concatenated
         if any(other.fused is None or other.fused.unfused for other in self._others.values()):
             self._others.clear()

@@ -1,0 +1,62 @@
+"""The replacer of a decoder layer: its module adds the residual and normalises in one operation, and it is fused.
+
+What generates tokens is the fused layer (GPU) or its part of the native step (CPU), where its children allow that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from accelpatch.device import Device
+from accelpatch.errors import KernelError
+from accelpatch.fusion.planned import planned
+from accelpatch.models.family import form_of, norm_of
+from accelpatch.modules.norm import ResidualNormLayer, norm_kernel, positional_names
+from accelpatch.modules.replacement import adopt, skipped
+from accelpatch.patching.replacer import EVERY_CHILD, Choice, Reason, Replaced, Replacer
+from accelpatch.patching.site import Site
+
+
+class FusedLayerReplacer(Replacer):
+    """A decoder layer as few launches, or one part of a native step; children keep their rules."""
+
+    name = "fused_layer"
+    rounds = False
+    consumes = EVERY_CHILD
+    fuses = True
+
+    def propose(self, site: Site, options: Mapping[str, Any], device: Device) -> Choice | Reason:
+        layer, form = site.original, form_of(site.original)
+        kind = None if form is None else norm_of(getattr(layer, form.mlp_norm))
+        if form is None or kind is None:
+            return Reason(f"{type(layer).__name__} has no known RMSNorm after a residual addition")
+        if any(isinstance(child, nn.Dropout) and child.p > 0 for child in layer.children()):
+            return Reason("the layer has dropout before the residual addition")
+        try:
+            kernel = norm_kernel("add_rmsnorm", getattr(layer, form.mlp_norm), kind.plus_one, device)
+        except KernelError as error:
+            return Reason(str(error))
+        return Choice(kernel, site.token_bytes, site.token_bytes, site.bytes)
+
+    def settle(self, site: Site, choice: Choice, replaced: Mapping[str, Replaced], device: Device) -> Choice:
+        fused = planned(site, replaced, device)
+        if isinstance(fused, Reason):
+            return replace(choice, note=f"layers are not fused: {fused.text}", fused=False)
+        return replace(choice, kernel=fused, fused=True)
+
+    def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:
+        layer, form = site.original, form_of(site.original)
+        assert form is not None
+        norm = getattr(layer, form.mlp_norm)
+        kind = norm_of(norm)
+        assert kind is not None
+        new = adopt(ResidualNormLayer, layer)
+        new.norms, new.norm_class = form.norms, type(norm)
+        new.eps_name, new.plus_one = kind.eps, kind.plus_one
+        new.skips = skipped(new, *(layer._modules.keys() - form.children))
+        new.positional = positional_names(layer)
+        return new

@@ -1,0 +1,119 @@
+"""What a plan says of fused layers, from the original modules and what replaces them; nothing is built.
+
+What `read_layers` and `native_model` decide of the replaced modules after the patch, this predicts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from accelpatch.device import Device
+from accelpatch.fusion import attention_facts
+from accelpatch.fusion.cannot_fuse import CannotFuse
+from accelpatch.fusion.read_layers import DTYPES
+from accelpatch.kernels.cpu import native_library
+from accelpatch.kernels.hip import attention as hip_attention
+from accelpatch.kernels.ops import decode_attention
+from accelpatch.kernels.ops.attention_shape import AttentionShape
+from accelpatch.kernels.ops.fused_linear import SILU
+from accelpatch.models.family import ACTIVATION_CLASSES, form_of
+from accelpatch.patching.replacer import Reason, Replaced
+from accelpatch.patching.site import Site
+
+NATIVE_STEP = "native step"
+FUSABLE = ("gemv", "compact", "int8_weight_only", "int4_weight_only")  # replacers whose weights fused layers read
+LAUNCHES = 5
+
+
+def planned(site: Site, replaced: Mapping[str, Replaced], device: Device) -> str | Reason:
+    """The kernels of a decoder layer that is fused, or why it is not. replaced: as in Replacer.settle."""
+    try:
+        return _planned(site, replaced, device)
+    except CannotFuse as error:
+        return Reason(str(error))
+
+
+def _planned(site: Site, replaced: Mapping[str, Replaced], device: Device) -> str:
+    layer: Any = site.original
+    form = form_of(layer)
+    model = site.path.partition(".layers.")[0]
+    if form is None:
+        raise CannotFuse("its form is not known")
+    if reason := attention_facts.why_not(getattr(layer, form.attention)):
+        raise CannotFuse(reason)
+    for what, path in (("rotary embedding", f"{model}.rotary_emb"), ("MLP", f"{site.path}.{form.mlp}")):
+        if path not in replaced:
+            raise CannotFuse(f"its {what} is not replaced")
+    for path in (*(f"{site.path}.{name}" for name in form.norms.values()), f"{model}.norm"):
+        if path not in replaced:
+            raise CannotFuse(f"the norm {path} is not replaced")
+    dtype = next(parameter.dtype for parameter in layer.parameters())
+    if device.kind == "cpu":
+        return _native(layer, site.path, replaced, dtype, device)
+    return _launches(layer, site.path, replaced, dtype, device)
+
+
+def _linears(layer: Any) -> Iterator[tuple[str, Any]]:
+    """(name within the layer, module) of the linear layers of attention and MLP."""
+    names = ("qkv_proj", "q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "gate_proj", "up_proj", "down_proj")
+    for child in ("self_attn", "mlp"):
+        part = getattr(layer, child)
+        for name in names:
+            if hasattr(part, name):
+                yield f"{child}.{name}", getattr(part, name)
+
+
+def _native(layer: Any, path: str, replaced: Mapping[str, Replaced], dtype: torch.dtype, device: Device) -> str:
+    if reason := native_library.why_not(device):
+        raise CannotFuse(f"no native library: {reason}")
+    if dtype != torch.float32:
+        raise CannotFuse(f"the native step computes in float32, and the layer is {dtype}")
+    if hasattr(layer.mlp, "gate_up_proj"):
+        raise CannotFuse("gate and up are one linear layer")
+    if _activation(layer.mlp) not in native_library.ACTIVATIONS:
+        raise CannotFuse(f"activation {_activation(layer.mlp)}")
+    for name, _ in _linears(layer):
+        made = replaced.get(f"{path}.{name}")
+        if made is not None and made.kernel != "cpu":
+            raise CannotFuse(f"{name} runs by {made.kernel}")
+    return NATIVE_STEP
+
+
+def _launches(layer: Any, path: str, replaced: Mapping[str, Replaced], dtype: torch.dtype, device: Device) -> str:
+    if dtype not in DTYPES:
+        raise CannotFuse(f"its activations are {dtype}")
+    for name, _ in _linears(layer):
+        made = replaced.get(f"{path}.{name}")
+        if made is None or made.replacer not in FUSABLE or made.kernel != "hip":
+            raise CannotFuse(f"{name} " + ("stays" if made is None else f"is {made.replacer} by {made.kernel}"))
+    shape = _attention_shape(layer.self_attn)
+    if reason := decode_attention.why_not(shape, dtype, device):
+        raise CannotFuse(reason)
+    form = form_of(layer)
+    assert form is not None
+    more = sum(norm is not None for norm in (form.after_attention, form.after_mlp)) + (
+        _activation(layer.mlp) not in SILU
+    )
+    by = "hip" if hip_attention.why_not(shape, dtype, device) is None else "hip, attention by triton"
+    return f"{by}, {LAUNCHES + more} launches"
+
+
+def _activation(mlp: Any) -> str:
+    module = getattr(mlp, "act_fn", None) or getattr(mlp, "activation_fn", None)
+    return ACTIVATION_CLASSES.get(type(module).__name__, type(module).__name__)
+
+
+def _attention_shape(attention: Any) -> AttentionShape:
+    """The sizes of an attention layer, with placeholders for what lies in its tensors."""
+    config, size = attention.config, int(attention.head_dim)
+    part = float(getattr(config, "partial_rotary_factor", None) or 1.0)
+    frequencies = torch.empty(int(size * part) // 2, device="meta")
+    norm = getattr(attention, "q_norm", None)
+    weight = None if norm is None else torch.empty(size, device="meta")
+    return AttentionShape(
+        config.num_attention_heads, config.num_key_value_heads, size, float(attention.scaling), frequencies, 1.0,
+        attention_facts.window(attention), weight, weight, softcap=attention_facts.score_cap(attention),
+    )  # fmt: skip

@@ -1,0 +1,184 @@
+"""Verifies fused layers as wholes: a prompt and two cached steps, by the code that generate() runs.
+
+Each layer gets the rows that the original's layer had on the sample inputs, one row of tokens and a padded batch. Its
+prompt fills a cache and its last tokens are decode steps over that cache. The result is held to the layer's own
+replaced modules, which compute the same in the same format: no element may be more than BOUND units of the dtype's
+precision away (patching/verify.py). A layer that amplifies roundings more than that may be twice as far away as its
+modules' own output moves when each input moves by one rounding. The distance from the original is reported beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accelpatch.fusion.fused_model import FusedModel
+from accelpatch.fusion.native_model import NativeModel
+from accelpatch.fusion.static_call import PromptCall, StepCall
+from accelpatch.kernels.hip.binding import weight_prefetch
+from accelpatch.patching.capture import Call, copied, floats
+from accelpatch.patching.verify import SiteErrors, format_error, units_apart
+
+BOUND = 8  # units for a layer, which rounds several times
+AMPLIFIED = 2
+HIDDEN = "hidden_states"
+STEPS = 2  # cached steps at the end of each sample
+
+Pair = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of one layer on one sample: x, original[B, L, K], positions[B, L] and mask[B, L] int64."""
+
+    x: Tensor
+    original: Tensor
+    modules: Tensor
+    positions: Tensor
+    mask: Tensor
+
+    @property
+    def prompt(self) -> int:
+        """Number of tokens before the cached steps."""
+        return max(self.x.shape[1] - STEPS, 0)
+
+
+def layer_errors(
+    model: Any, fused: FusedModel | NativeModel, place: int, calls: Sequence[Call],
+    samples: Sequence[Mapping[str, Any]], metric: str,
+) -> SiteErrors | None:  # fmt: skip
+    """The errors of the fused layer at `place`; None where no recorded call can be run by steps.
+
+    calls: those of the original layer, one for each of `samples`. kernel_error and kernel_bound are in units.
+    """
+    by: Any = _native_steps if isinstance(fused, NativeModel) else _fused_steps
+    layer, own, original, moved = model.model.layers[place], list[Pair](), list[Pair](), list[Pair]()
+    with torch.no_grad():
+        for call, sample in zip(calls, samples, strict=True):
+            rows = _rows(layer, call, sample)
+            made = None if rows is None else by(model.model, fused, place, rows)
+            if rows is None or made is None:
+                continue
+            kept = rows.mask.bool()
+            own.append((made[kept], rows.modules[kept]))
+            original.append((made[kept], rows.original[kept]))
+            if units_apart(own[-1:]) > BOUND:
+                moved.append((_output(layer, _one_rounding_away(call))[kept], rows.modules[kept]))
+    if not own:
+        return None
+    units, bound = units_apart(own), max(float(BOUND), AMPLIFIED * units_apart(moved))
+    return SiteErrors(units, bound, format_error(metric, original), units)
+
+
+def _output(layer: Any, call: Call) -> Tensor:
+    """The output of a layer's module, without its hooks."""
+    args, kwargs, _ = copied(call)
+    return next(floats(layer.forward(*args, **kwargs)))
+
+
+def _one_rounding_away(call: Call) -> Call:
+    """The call with every element of its hidden states moved by one rounding, up or down."""
+    x = call.args[0] if call.args else call.kwargs[HIDDEN]
+    signs = torch.randint(0, 2, x.shape, generator=torch.Generator().manual_seed(0)).to(x.device) * 2 - 1
+    x = x * (1 + signs * torch.finfo(x.dtype).eps).to(x.dtype)
+    return call._replace(args=(x, *call.args[1:])) if call.args else call._replace(kwargs=call.kwargs | {HIDDEN: x})
+
+
+def _rows(layer: Any, call: Call, sample: Mapping[str, Any]) -> Rows | None:
+    x = call.args[0] if call.args else call.kwargs.get(HIDDEN)
+    positions, mask = call.kwargs.get("position_ids"), sample.get("attention_mask")
+    if not isinstance(x, Tensor) or x.dim() != 3 or not isinstance(positions, Tensor) or len(call.outputs) != 1:
+        return None
+    shape = x.shape[:2]
+    if mask is not None and mask.shape != shape:
+        return None
+    held = torch.ones(shape, dtype=torch.int64, device=x.device) if mask is None else mask.to(x.device, torch.int64)
+    return Rows(x, call.outputs[0], _output(layer, call), positions.expand(shape).contiguous(), held)
+
+
+def _fused_steps(decoder: Any, fused: FusedModel, place: int, rows: Rows) -> Tensor | None:
+    """The layer's output [B, L, K] by prompt and steps."""
+    layer = fused.layers[place]
+    assert layer is not None
+    (batch, length, width), shape = rows.x.shape, layer.attention
+    if batch > fused.most:
+        return None
+    held = rows.x.new_zeros(2, batch, shape.kv_heads, length, shape.size)
+    cache = SimpleNamespace(layers={place: SimpleNamespace(keys=held[0], values=held[1])})
+    made = list(_prompt(decoder, fused, place, rows, cache))
+    with weight_prefetch():
+        for token in range(rows.prompt, length):
+            fused.sentinels.reset(batch)
+            slot = torch.full((1,), token, dtype=torch.int64, device=rows.x.device)
+            earlier = rows.mask * (torch.arange(length, device=slot.device) < slot)
+            call = StepCall(decoder, cache, rows.positions[:, token : token + 1].contiguous(), slot, earlier)
+            made.append(_whole(*fused.run(rows.x[:, token].contiguous(), call, places=[place]))[:, None])
+    return torch.cat(made, dim=1).view(batch, length, width)
+
+
+def _prompt(decoder: Any, fused: FusedModel, place: int, rows: Rows, cache: Any) -> Iterator[Tensor]:
+    """The output for the tokens before the steps; by the layer's module where fused layers take no prompts."""
+    if rows.prompt:
+        x, mask = rows.x[:, : rows.prompt], rows.mask[:, : rows.prompt]
+        call = PromptCall(decoder, cache, rows.positions[:, : rows.prompt].contiguous(), None if mask.all() else mask)
+        flat = x.flatten(0, 1).contiguous()
+        fitting = fused.no_prompts is None
+        yield (_whole(*fused.run(flat, call, places=[place])) if fitting else call.by_module(flat, place)).view_as(x)
+
+
+def _whole(x: Tensor, pending: Tensor | None) -> Tensor:
+    return x if pending is None else x + pending
+
+
+def _native_steps(decoder: Any, native: NativeModel, place: int, rows: Rows) -> Tensor:
+    """The layer's output [B, L, K]: the prompt by its module, then native steps."""
+    (batch, length, _), s = rows.x.shape, native.shape
+    held = torch.zeros(2, 3, batch, s.kv_heads, length, s.head_dim)
+    cache = SimpleNamespace(layers={place: SimpleNamespace(keys=held[0, 1], values=held[1, 1])})
+    made = []
+    if rows.prompt:
+        x, mask = rows.x[:, : rows.prompt], rows.mask[:, : rows.prompt]
+        call = PromptCall(decoder, cache, rows.positions[:, : rows.prompt].contiguous(), mask)
+        made.append(call.by_module(x.flatten(0, 1).contiguous(), place).view_as(x))
+    # between two absent layers, so that neither the embedding nor the head is part of it
+    step = replace(native, layers=[None, native.layers[place], None]).step(held[0], held[1])
+    starts, tokens = rows.mask.ne(1).sum(1), torch.zeros(batch, dtype=torch.int64)
+    for token in range(rows.prompt, length):
+        hidden = rows.x[:, token].clone()
+        slots, positions = torch.full_like(starts, token), rows.positions[:, token]
+        step.part(tokens, slots, starts, positions, range(1, 2), hidden)
+        made.append(hidden[:, None])
+    return torch.cat(made, dim=1)
+
+
+def check_layers(
+    model: Any, fused: FusedModel | NativeModel, calls: Mapping[int, Sequence[Call]],
+    samples: Sequence[Mapping[str, Any]], metric: str, progress: Callable[[int, int], None],
+) -> dict[int, SiteErrors]:  # fmt: skip
+    """The errors of every fused layer that has recorded calls, by place."""
+    if isinstance(fused, FusedModel) and torch.cuda.is_available():
+        torch.cuda.synchronize()  # steps prefetch weights, which must be laid out by then
+    places, found = sorted(fused.places & calls.keys()), {}
+    for done, place in enumerate(places):
+        given = calls[place]
+        errors = layer_errors(model, fused, place, given, samples, metric) if len(given) == len(samples) else None
+        if errors is not None:
+            found[place] = errors
+        progress(done + 1, len(places))
+    return found
+
+
+def over_bound(errors: SiteErrors) -> str | None:
+    """Why a fused layer must run its modules, or None."""
+    assert errors.kernel_bound is not None
+    if errors.units <= errors.kernel_bound:
+        return None
+    return (
+        f"in a prompt and {STEPS} cached steps it is {errors.units:.3g} units of its dtype's precision from its "
+        f"modules, and the bound is {errors.kernel_bound:.3g}"
+    )
