@@ -15,7 +15,7 @@ import accelpatch.models.load as loading
 from accelpatch import device as devices
 from accelpatch.device import Device
 from accelpatch.errors import PatchError, PlanError
-from accelpatch.fusion.stage import verified_layers
+from accelpatch.fusion.verified import check_layers
 from accelpatch.kernels.check.selftest import run as selftest
 from accelpatch.kernels.check.while_running import checked
 from accelpatch.models.family import roles_of
@@ -25,13 +25,16 @@ from accelpatch.models.load import random as random_model
 from accelpatch.patching import apply
 from accelpatch.patching.evaluation import Evaluation, compare
 from accelpatch.patching.host_copies import HostCopies, rounded_weights
+from accelpatch.patching.layers import layer_calls, layer_records, record_layers
 from accelpatch.patching.match import unwrapped
 from accelpatch.patching.plan import Plan, make_plan
-from accelpatch.patching.stages import NOT_VERIFIED, capture, stage_report, verified_build, whole_model
+from accelpatch.patching.stages import NOT_VERIFIED, Captured, capture, stage_report, verified_build, whole_model
+from accelpatch.patching.verify import SiteErrors
 from accelpatch.recipe import recipe as recipes
 from accelpatch.recipe.recipe import Recipe
 from accelpatch.replacers import registry, replacer
 from accelpatch.replacers.plugin import load_plugin
+from accelpatch.report import Report
 from accelpatch.runtime.generation.first_use import on_first_use
 from accelpatch.runtime.generation.on_demand import unpatch_on_demand
 from accelpatch.runtime.generation.patched_model import RUNTIME, new_runtime, patched_classes
@@ -105,8 +108,7 @@ def patch(
         handle = apply.commit(model, planned, [item.built for item in built], keep_original, attributes, report)
         try:
             with apply.naming("the fused layers", "their weights were laid out and verified"):
-                fused = runtime.prepare(model)
-                runtime.unfuse(verified_layers(model, planned, fused, captured, report, watch))
+                _fuse(model, planned, runtime, captured, report, watch)
             report.verification = whole_model(model, captured, report, watch)
             apply.settle(handle, [item.built for item in built], copies, watch)
         except BaseException:
@@ -114,6 +116,25 @@ def patch(
             raise
     report.seconds.update(watch.seconds)
     return given
+
+
+def _fuse(model: nn.Module, planned: Plan, runtime: Any, captured: Captured, report: Report, watch: _Stopwatch) -> None:
+    """Lay the fused layers out and verify them; those over their bound run their modules."""
+    errors: dict[int, SiteErrors] = {}
+    failed: dict[int, str] = {}
+    fused = runtime.prepare(model)
+    if isinstance(fused, str):
+        unfused = dict.fromkeys(layer_records(report), fused.removeprefix("layer 0: "))
+    else:
+        unfused = dict(fused.unfused)
+        if captured.missing is None:
+            errors, failed = check_layers(
+                model, fused, layer_calls(report, captured), captured.samples, planned.recipe.verify.metric,
+                lambda done, total: watch("verify fused", done, total),
+            )  # fmt: skip
+    record_layers(report, planned.recipe, errors, failed, unfused)
+    runtime.unfuse(failed)
+    captured.calls.clear()
 
 
 def unpatch(model: Model) -> Model:

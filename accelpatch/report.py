@@ -163,9 +163,8 @@ def verification_line(v: Verification) -> str:
     if v.kl is not None and v.top1 is not None:
         parts.append(f"KL {v.kl:.2e} nats, top-1 agreement {v.top1:.1%} over {v.tokens} tokens")
     if v.worst_fused_error is not None:
-        parts.append(
-            f"{v.fused_layers} fused layers in a prompt and cached steps, worst {v.worst_fused_error:.0%} of their bound"
-        )
+        worst = f"worst {v.worst_fused_error:.0%} of the bound"
+        parts.append(f"{v.fused_layers} fused layers in a prompt and cached steps, {worst}")
     parts.append(f"{len(v.failures)} sites over their bound" if v.failures else "every site within its bound")
     return "verified: " + "; ".join(parts)
 

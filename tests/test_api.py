@@ -45,7 +45,7 @@ def test_progress_counts_every_stage_to_its_end() -> None:
     accelpatch.patch(
         model, "int8", progress=lambda stage, done, total: seen.setdefault(stage, []).append((done, total))
     )
-    assert set(seen) == {"capture", "build and verify", "check"}
+    assert set(seen) == {"capture", "build and verify", "verify fused", "check"}
     for steps in seen.values():
         total = steps[0][1]
         assert steps == [(done, total) for done in range(1, total + 1)]

@@ -14,8 +14,9 @@ from torch import nn
 from accelpatch.device import Device
 from accelpatch.errors import KernelError
 from accelpatch.fusion.planned import planned
+from accelpatch.kernels.ops.rmsnorm import chosen
 from accelpatch.models.family import form_of, norm_of
-from accelpatch.modules.norm import ResidualNormLayer, norm_kernel, positional_names
+from accelpatch.modules.norm import ResidualNormLayer, positional_names
 from accelpatch.modules.replacement import adopt, skipped
 from accelpatch.patching.replacer import EVERY_CHILD, Choice, Reason, Replaced, Replacer
 from accelpatch.patching.site import Site
@@ -37,12 +38,12 @@ class FusedLayerReplacer(Replacer):
         if any(isinstance(child, nn.Dropout) and child.p > 0 for child in layer.children()):
             return Reason("the layer has dropout before the residual addition")
         try:
-            kernel = norm_kernel("add_rmsnorm", getattr(layer, form.mlp_norm), kind.plus_one, device)
+            kernel = chosen("add_rmsnorm", getattr(layer, form.mlp_norm).weight, kind.plus_one, device)
         except KernelError as error:
             return Reason(str(error))
         return Choice(kernel, site.token_bytes, site.token_bytes, site.bytes)
 
-    def settle(self, site: Site, choice: Choice, replaced: Mapping[str, Replaced], device: Device) -> Choice:
+    def complete(self, site: Site, choice: Choice, replaced: Mapping[str, Replaced], device: Device) -> Choice:
         fused = planned(site, replaced, device)
         if isinstance(fused, Reason):
             return replace(choice, note=f"layers are not fused: {fused.text}", fused=False)

@@ -29,7 +29,7 @@ LAUNCHES = 5
 
 
 def planned(site: Site, replaced: Mapping[str, Replaced], device: Device) -> str | Reason:
-    """The kernels of a decoder layer that is fused, or why it is not. replaced: as in Replacer.settle."""
+    """The kernels of a decoder layer that is fused, or why it is not. replaced: as in Replacer.complete."""
     try:
         return _planned(site, replaced, device)
     except CannotFuse as error:

@@ -94,6 +94,8 @@ def _rows(layer: Any, call: Call, sample: Mapping[str, Any]) -> Rows | None:
     positions, mask = call.kwargs.get("position_ids"), sample.get("attention_mask")
     if not isinstance(x, Tensor) or x.dim() != 3 or not isinstance(positions, Tensor) or len(call.outputs) != 1:
         return None
+    if call.kwargs.get("past_key_values") is not None:
+        return None
     shape = x.shape[:2]
     if mask is not None and mask.shape != shape:
         return None
@@ -159,8 +161,11 @@ def _native_steps(decoder: Any, native: NativeModel, place: int, rows: Rows) -> 
 def check_layers(
     model: Any, fused: FusedModel | NativeModel, calls: Mapping[int, Sequence[Call]],
     samples: Sequence[Mapping[str, Any]], metric: str, progress: Callable[[int, int], None],
-) -> dict[int, SiteErrors]:  # fmt: skip
-    """The errors of every fused layer that has recorded calls, by place."""
+) -> tuple[dict[int, SiteErrors], dict[int, str]]:  # fmt: skip
+    """(errors, why not) by place: of every fused layer with recorded calls, and of those that are over their bound.
+
+    calls: place -> the original layer's calls, one for each of `samples`.
+    """
     if isinstance(fused, FusedModel) and torch.cuda.is_available():
         torch.cuda.synchronize()  # steps prefetch weights, which must be laid out by then
     places, found = sorted(fused.places & calls.keys()), {}
@@ -170,7 +175,7 @@ def check_layers(
         if errors is not None:
             found[place] = errors
         progress(done + 1, len(places))
-    return found
+    return found, {place: problem for place, errors in found.items() if (problem := over_bound(errors))}
 
 
 def over_bound(errors: SiteErrors) -> str | None:

@@ -8,19 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from accelpatch.device import Device
-from accelpatch.kernels import dispatch
-from accelpatch.kernels.dispatch import Spec
 from accelpatch.kernels.ops.rmsnorm import add_rmsnorm, rmsnorm
 from accelpatch.modules.replacement import Replacement, intact, is_observed
-
-
-def norm_kernel(op: str, norm: nn.Module, plus_one: bool, device: Device) -> str:
-    """The implementation of `op`, rmsnorm or add_rmsnorm, that would run for a norm. Raises KernelError."""
-    weight = norm.weight
-    assert isinstance(weight, Tensor)
-    options = {"plus_one": plus_one, "weight_dtype": weight.dtype, "residual_dtype": weight.dtype}
-    return dispatch.choose(op, Spec(op, {"M": 1, "K": weight.shape[0]}, weight.dtype, options=options), device)
 
 
 class FusedRMSNorm(Replacement):

@@ -137,7 +137,7 @@ def make_plan(
     _check_all_match(recipe, found)
     entries = [_decide(site, recipe, device, registry) for site in found]
     _check_owners(entries)
-    entries = _settled(entries, device)
+    entries = _completed(entries, device)
     name = getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
     length, cache = cache_size(model, recipe.runtime.max_length)
     return Plan(name, recipe, device, tuple(entries), length, cache)
@@ -183,7 +183,7 @@ def _decide(site: Site, recipe: Recipe, device: Device, registry: Mapping[str, R
     return Entry(site, rule, reason=answer.text)
 
 
-def _settled(entries: list[Entry], device: Device) -> list[Entry]:
+def _completed(entries: list[Entry], device: Device) -> list[Entry]:
     """The entries with the final choices of those that depend on others."""
     replaced = {
         path: Replaced(entry.replacer.name, entry.choice.kernel)
@@ -194,7 +194,7 @@ def _settled(entries: list[Entry], device: Device) -> list[Entry]:
     return [
         entry
         if entry.replacer is None or entry.choice is None
-        else replace(entry, choice=entry.replacer.settle(entry.site, entry.choice, replaced, device))
+        else replace(entry, choice=entry.replacer.complete(entry.site, entry.choice, replaced, device))
         for entry in entries
     ]
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
-from torch import nn
+from torch import Tensor, nn
 
 from accelpatch.device import Device
 from accelpatch.errors import KernelError
+from accelpatch.kernels.ops.rmsnorm import chosen
 from accelpatch.models.family import norm_of
-from accelpatch.modules.norm import FusedRMSNorm, norm_kernel
+from accelpatch.modules.norm import FusedRMSNorm
 from accelpatch.modules.replacement import adopt
 from accelpatch.patching.replacer import Choice, Reason, Replacer
 from accelpatch.patching.site import Site
@@ -27,7 +28,7 @@ class RMSNormReplacer(Replacer):
         if kind is None:
             return Reason(f"{type(site.original).__name__} is not an RMSNorm of a known family")
         try:
-            kernel = norm_kernel("rmsnorm", site.original, kind.plus_one, device)
+            kernel = chosen("rmsnorm", cast(Tensor, site.original.weight), kind.plus_one, device)
         except KernelError as error:
             return Reason(str(error))
         return Choice(kernel, site.token_bytes, site.token_bytes, site.bytes)

@@ -25,6 +25,7 @@ from accelpatch.runtime.graphs import captured_graph
 from accelpatch.runtime.graphs.captured_graph import EagerGraph
 from accelpatch.runtime.graphs.captured_model import MODULES
 from accelpatch.runtime.graphs.captured_runtime import CAPTURED
+from tests.fusion.test_fused_layer import apart
 from tests.support.spread import spread
 from tests.support.steps import assert_like_the_stock_loop
 from tests.support.tiny import CAUSAL, full_batch, padded_batch
@@ -136,8 +137,8 @@ def swapped(layers: Any) -> None:
 def test_a_term_left_out_is_seen(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     form, change = MUTATIONS[mutation]
 
-    def changed(model: Any) -> Any:
-        fused = fused_model(model)
+    def changed(model: Any, unfused: Any) -> Any:
+        fused = fused_model(model, unfused)
         change(fused)
         return fused
 
@@ -148,7 +149,7 @@ def test_a_term_left_out_is_seen(mutation: str, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("form", ["llama", "phi3"])
 def test_a_gate_and_its_up_lie_paired_once(form: str) -> None:
-    model, plain = patched(form, "int4"), patched(form, "int4")
+    model, plain = apart(form, "int4"), apart(form, "int4")
     with torch.no_grad():
         fused = fused_model(model)
     for layer, before in zip(model.model.layers, plain.model.layers, strict=True):
@@ -165,7 +166,7 @@ def test_a_gate_and_its_up_lie_paired_once(form: str) -> None:
 
 
 def test_halves_that_were_paired_come_apart() -> None:
-    model, plain = patched("llama", "int4"), patched("llama", "int4")
+    model, plain = apart("llama", "int4"), apart("llama", "int4")
     with torch.no_grad():
         fused_model(model)
     mlp, before = model.model.layers[0].mlp, plain.model.layers[0].mlp

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from accelpatch.fusion.read_layers import fused_model
 from accelpatch.kernels.cpu import native_library
 from accelpatch.kernels.layouts.int4_tiles import Tiles
 from accelpatch.modules import weight_only
-from accelpatch.recipe.recipe import parse
+from accelpatch.recipe.recipe import load, parse
 from accelpatch.runtime.generation.patched_model import RUNTIME
 from accelpatch.runtime.graphs import captured_graph
 from accelpatch.runtime.graphs.captured_graph import EagerGraph
@@ -57,6 +58,13 @@ def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def patched(name: str = "llama", recipe: str = "exact", **changes: Any) -> Any:
     return accelpatch.patch(CAUSAL[name].make(**changes), RECIPES[recipe], verify=False)
+
+
+def apart(name: str, recipe: str) -> Any:
+    """As `patched`, with the weights as the modules had them: without graphs no fused layers are made."""
+    found = load(RECIPES[recipe])
+    found = replace(found, runtime=replace(found.runtime, graph="off"))
+    return accelpatch.patch(CAUSAL[name].make(), found, verify=False)
 
 
 def paths(model: Any) -> dict[str, int]:
@@ -105,7 +113,7 @@ def storages(model: Any) -> list[list[int]]:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_weights_are_laid_together_once(recipe: str) -> None:
-    model = patched("qwen2", recipe)
+    model = apart("qwen2", recipe)
     assert all(len(set(group)) == len(group) for group in storages(model))
     first = fused_model(model)
     before = storages(model)
@@ -228,9 +236,10 @@ def test_reasons_of_one_layer(change: str) -> None:
 
 @spread("name, recipe, place", NAMES, [*RECIPES], [0, 1])
 def test_a_layer_that_is_not_fused_runs_in_the_same_step(name: str, recipe: str, place: int) -> None:
-    model = patched(name, recipe)
+    model: Any = CAUSAL[name].make()
     attention = model.model.layers[place].self_attn
     attention.__class__ = type("OwnAttention", (type(attention),), {})
+    accelpatch.patch(model, RECIPES[recipe], verify=False)
     for batch in (full_batch(), padded_batch()):
         assert_tokens_of_the_stock_loop(model, batch)
     mixed = f"{FUSED}, but modules in layers [{place}]: its attention is OwnAttention"

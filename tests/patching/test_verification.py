@@ -206,7 +206,9 @@ def test_figures_of_the_report() -> None:
     assert all(error <= 1e-6 for error in exact)
     whole = report.verification
     assert whole.worst_format_error == max(site.format_error for site in taken)
-    assert whole.worst_kernel_error == max(site.kernel_share for site in taken)
+    assert whole.worst_kernel_error == max(site.kernel_share for site in taken if not site.steps)
+    assert whole.worst_fused_error == max(site.kernel_share for site in taken if site.steps)
+    assert whole.fused_layers == 2
     assert whole.kl > 1e-4
     assert 0 < whole.top1 <= 1
     assert whole.tokens == 1 + 12 + 2 * 12 + 6

@@ -14,7 +14,7 @@ import accelpatch
 from accelpatch.fusion import read_layers
 from accelpatch.fusion.fused_model import FUSED
 from accelpatch.runtime.generation.patched_model import RUNTIME
-from tests.support.drafting import as_on_a_gpu, generate, pair, row
+from tests.support.drafting import as_on_a_gpu, pair
 
 RECIPES = ("exact", "int8", "int4")
 # 2.7 GB in bf16. What lies side by side in fused layers is two thirds of that: to hold it twice shows in every format.
@@ -76,10 +76,9 @@ def test_tiles_that_are_paired_are_let_go(monkeypatch: pytest.MonkeyPatch) -> No
         return gated_linear(modules, *args)
 
     as_on_a_gpu(monkeypatch)
-    model = pair(rules="int4")[1]
     monkeypatch.setattr(read_layers, "gated_linear", noted)
-    generate(model, row())
-    assert (alive, len(before)) == ([0, 0], 4)
+    pair(rules="int4")
+    assert (alive, len(before)) == ([0, 0, 0, 0], 8)  # two layers of two models
 
 
 @pytest.mark.gpu

@@ -1,0 +1,48 @@
+"""What a report says of a model's layers: which of them decode steps run fused, which run as modules, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from accelpatch.errors import VerifyError
+from accelpatch.patching.capture import Call
+from accelpatch.patching.stages import Captured
+from accelpatch.patching.verify import SiteErrors
+from accelpatch.recipe.recipe import Recipe
+from accelpatch.report import Report, SiteRecord
+
+
+def layer_records(report: Report) -> dict[int, SiteRecord]:
+    """Index of a layer in its model -> its record, for layers whose replacement can be fused."""
+    return {int(record.path.rpartition(".")[2]): record for record in report.sites if record.fused is not None}
+
+
+def layer_calls(report: Report, captured: Captured) -> dict[int, Sequence[Call]]:
+    """Index of a layer -> the recorded calls of its original."""
+    return {place: captured.calls.get(record.path, []) for place, record in layer_records(report).items()}
+
+
+def record_layers(
+    report: Report,
+    recipe: Recipe,
+    errors: Mapping[int, SiteErrors],
+    failed: Mapping[int, str],
+    unfused: Mapping[int, str],
+) -> None:
+    """Write into the report what runs each layer.
+
+    errors: of fused layers in a prompt and cached steps. failed: why of those over their bound. unfused: why of those
+    that could not be fused. Raises VerifyError for a failed layer, if the recipe says `on_failure: error`.
+    """
+    records = layer_records(report)
+    for place, found in errors.items():
+        record = records[place]
+        record.kernel_error, record.kernel_bound, record.steps = found.kernel_error, found.kernel_bound, True
+        record.format_error = found.format_error
+    for place, reason in failed.items():
+        records[place].failed = True
+        if recipe.verify.on_failure == "error":
+            raise VerifyError(f"{records[place].path}: {reason}; nothing was changed")
+    for place, reason in {**unfused, **failed}.items():
+        if place in records:
+            records[place].fused, records[place].by_modules = False, reason
