@@ -107,8 +107,7 @@ def patch(
         attributes: list[tuple[nn.Module, str, Any]] = [*patched_classes(model), (model, RUNTIME, runtime)]
         handle = apply.commit(model, planned, [item.built for item in built], keep_original, attributes, report)
         try:
-            with apply.naming("the fused layers", "their weights were laid out and verified"):
-                _fuse(model, planned, runtime, captured, report, watch)
+            _fuse(model, planned, runtime, captured, report, watch)
             report.verification = whole_model(model, captured, report, watch)
             apply.settle(handle, [item.built for item in built], copies, watch)
         except BaseException:
@@ -122,16 +121,15 @@ def _fuse(model: nn.Module, planned: Plan, runtime: Any, captured: Captured, rep
     """Lay the fused layers out and verify them; those over their bound run their modules."""
     errors: dict[int, SiteErrors] = {}
     failed: dict[int, str] = {}
-    fused = runtime.prepare(model)
-    if isinstance(fused, str):
-        unfused = dict.fromkeys(layer_records(report), fused.removeprefix("layer 0: "))
-    else:
-        unfused = dict(fused.unfused)
-        if captured.missing is None:
+    with apply.naming("the fused layers", "their weights were laid out and verified"):
+        fused = runtime.prepare(model)
+        if not isinstance(fused, str) and captured.missing is None:
             errors, failed = check_layers(
                 model, fused, layer_calls(report, captured), captured.samples, planned.recipe.verify.metric,
                 lambda done, total: watch("verify fused", done, total),
             )  # fmt: skip
+    every = layer_records(report)
+    unfused = dict.fromkeys(every, fused.removeprefix("layer 0: ")) if isinstance(fused, str) else fused.unfused
     record_layers(report, planned.recipe, errors, failed, unfused)
     runtime.unfuse(failed)
     captured.calls.clear()

@@ -186,7 +186,7 @@ def site_table(sites: Sequence[SiteRecord]) -> str:
         name = _span([site.path for site in members]) + (f" (+ {', '.join(first.tied)})" if first.tied else "")
         size = f"{first.shape[0]} x {first.shape[1]}" if first.shape else ""
         cells = [human(before) if before else "", human(after) if before and first.replacer else ""]
-        why = first.reason or (f"modules: {first.by_modules}" if first.by_modules else "")
+        why = first.reason or first.by_modules or ""
         row = (name, str(len(members)), size, first.replacer or "stays", first.kernel or "", *cells, why)
         rows.append(row)
     return table(rows)

@@ -43,6 +43,7 @@ def record_layers(
         records[place].failed = True
         if recipe.verify.on_failure == "error":
             raise VerifyError(f"{records[place].path}: {reason}; nothing was changed")
-    for place, reason in {**unfused, **failed}.items():
-        if place in records:
-            records[place].fused, records[place].by_modules = False, reason
+    reasons = {**unfused, **failed}
+    for place, record in records.items():
+        record.fused, record.by_modules = place not in reasons, reasons.get(place)
+        record.kernel = record.kernel if record.fused else "modules"

@@ -147,6 +147,28 @@ def test_a_term_left_out_is_seen(mutation: str, monkeypatch: pytest.MonkeyPatch)
         assert_like_the_stock_loop(patched(form), padded_batch(), 12)
 
 
+@pytest.mark.parametrize("mutation", [name for name in MUTATIONS if name != "logits"])
+def test_a_term_left_out_is_found_by_the_patch(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    form, change = MUTATIONS[mutation]
+
+    def changed(model: Any, unfused: Any) -> Any:
+        fused = fused_model(model, unfused)
+        change(fused)
+        return fused
+
+    monkeypatch.setattr("accelpatch.runtime.graphs.captured_model.fused_model", changed)
+    name, changes = FORMS[form]
+    model: Any = accelpatch.patch(CAUSAL[name].make(**changes), "exact")
+    layers = [site for site in model.accelpatch.report().sites if site.role == "layer"]
+    wrong = [site for site in layers if site.failed]
+    assert wrong
+    assert all(
+        not site.fused and "units of its dtype's precision from its modules" in site.by_modules for site in wrong
+    )
+    assert f"{len(layers) - len(wrong)} of {len(layers)} layers fused" in str(model.accelpatch.report())
+    assert_like_the_stock_loop(model, padded_batch(), 12)
+
+
 @pytest.mark.parametrize("form", ["llama", "phi3"])
 def test_a_gate_and_its_up_lie_paired_once(form: str) -> None:
     model, plain = apart(form, "int4"), apart(form, "int4")
@@ -166,7 +188,7 @@ def test_a_gate_and_its_up_lie_paired_once(form: str) -> None:
 
 
 def test_halves_that_were_paired_come_apart() -> None:
-    model, plain = apart("llama", "int4"), apart("llama", "int4")
+    model, plain = patched("llama", "int4"), apart("llama", "int4")
     with torch.no_grad():
         fused_model(model)
     mlp, before = model.model.layers[0].mlp, plain.model.layers[0].mlp
