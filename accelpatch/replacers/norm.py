@@ -12,7 +12,7 @@ from torch import nn
 from accelpatch.device import Device
 from accelpatch.errors import KernelError
 from accelpatch.kernels import dispatch
-from accelpatch.kernels.dispatch import Spec
+from accelpatch.kernels.spec import Spec
 from accelpatch.models.family import RMS_NORMS
 from accelpatch.modules.norm import CALLED, FusedRMSNorm, ResidualNormLayer, positional_names
 from accelpatch.modules.replacement import adopt, skipped

@@ -13,8 +13,8 @@ import torch
 from accelpatch.device import KNOWN, Device, probe
 from accelpatch.errors import KernelError
 from accelpatch.kernels import dispatch
-from accelpatch.kernels.dispatch import Implementation, Spec
 from accelpatch.kernels.ops.int8_linear import int8_linear, reference
+from accelpatch.kernels.spec import Implementation, Spec
 from tests.support.parity import name
 
 # A pack is the CPU's own layout: its operations run there alone.

@@ -17,8 +17,8 @@ from torch import Tensor
 from accelpatch.device import Device, probe
 from accelpatch.errors import KernelError
 from accelpatch.kernels.build import libraries
-from accelpatch.kernels.dispatch import Spec
 from accelpatch.kernels.layouts.layout import WeightArguments
+from accelpatch.kernels.spec import Spec
 from accelpatch.kernels.triton.launch import on
 
 #: rows of x up to which a launch reads the weights (8 rows each time); more of them go to torch's product

@@ -15,13 +15,14 @@ from torch.nn import functional
 
 from accelpatch.device import Device
 from accelpatch.kernels import dispatch
-from accelpatch.kernels.dispatch import Case, Implementation, Kernel, Spec, require
+from accelpatch.kernels.dispatch import require
 from accelpatch.kernels.hip import binding
 from accelpatch.kernels.layouts import compact_tiles, int4_tiles
 from accelpatch.kernels.layouts.compact_tiles import FOUR, STEP, STEP_BYTES, CompactTiles
 from accelpatch.kernels.layouts.tiling import TILE_ROWS
 from accelpatch.kernels.operation import operation
 from accelpatch.kernels.ops import linear
+from accelpatch.kernels.spec import Case, Implementation, Kernel, Spec
 
 OP = "compact_linear"
 BLOCK = 100 << 20  # values unpacked at once: 200 MiB of bfloat16, gate and up of a 7B model
@@ -150,9 +151,8 @@ def compact_linear(
     Raises KernelError for arguments that do not fit together.
     """
     args = (x, w, scale, outliers, n, k, part, bias)
-    result = dispatch.run(OP, spec, x.device, args)
-    assert isinstance(result, Tensor)
-    return result
+    y: Tensor = dispatch.run(OP, spec, x.device, args)
+    return y
 
 
 @compact_linear.register_fake

@@ -14,11 +14,12 @@ from torch.nn import functional
 
 from accelpatch.device import Device
 from accelpatch.kernels import dispatch
-from accelpatch.kernels.dispatch import Case, Implementation, Kernel, Spec, require
+from accelpatch.kernels.dispatch import require
 from accelpatch.kernels.hip import binding
 from accelpatch.kernels.layouts.row_major import FP8, Fp8Rows
 from accelpatch.kernels.operation import operation
 from accelpatch.kernels.ops import linear
+from accelpatch.kernels.spec import Case, Implementation, Kernel, Spec
 
 
 def dense(dtype: torch.dtype, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
@@ -85,9 +86,8 @@ def fp8_linear(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) 
     x[..., K] float; q[N, K] float8 (e4m3fn or e4m3fnuz); scale[N, 1] float; bias[N] float or None. y has x's dtype,
     contiguous. Raises KernelError for arguments that do not fit together.
     """
-    result = dispatch.run("fp8_linear", spec, x.device, (x, q, scale, bias))
-    assert isinstance(result, Tensor)
-    return result
+    y: Tensor = dispatch.run("fp8_linear", spec, x.device, (x, q, scale, bias))
+    return y
 
 
 @fp8_linear.register_fake

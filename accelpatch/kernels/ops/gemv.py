@@ -13,11 +13,12 @@ from torch.nn import functional
 
 from accelpatch.device import Device, probe
 from accelpatch.kernels import dispatch
-from accelpatch.kernels.dispatch import FLOATS, Case, Implementation, Kernel, Spec, require
+from accelpatch.kernels.dispatch import FLOATS, require
 from accelpatch.kernels.hip import binding
 from accelpatch.kernels.layouts.row_major import Plain
 from accelpatch.kernels.operation import operation
 from accelpatch.kernels.ops import linear
+from accelpatch.kernels.spec import Case, Implementation, Kernel, Spec
 from accelpatch.kernels.triton import launch
 
 GEMM_LEAST_ROWS, GEMM_STEP = 2048, 128  # `by_rows`: least N, and a divisor of K
@@ -90,9 +91,8 @@ def gemv(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
 
     x, w float of one dtype; bias float or None. Raises KernelError for arguments that do not fit together.
     """
-    result = dispatch.run("gemv", spec, x.device, (x, w, bias))
-    assert isinstance(result, Tensor)
-    return result
+    y: Tensor = dispatch.run("gemv", spec, x.device, (x, w, bias))
+    return y
 
 
 @gemv.register_fake

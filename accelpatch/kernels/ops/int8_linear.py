@@ -14,11 +14,11 @@ from torch.nn import functional
 
 from accelpatch.device import Device, probe
 from accelpatch.kernels import dispatch
-from accelpatch.kernels.dispatch import Case, Implementation, Kernel, Spec
 from accelpatch.kernels.hip import binding
 from accelpatch.kernels.layouts.row_major import Int8Rows
 from accelpatch.kernels.operation import operation
 from accelpatch.kernels.ops import linear
+from accelpatch.kernels.spec import Case, Implementation, Kernel, Spec
 from accelpatch.kernels.triton import launch
 
 
@@ -92,9 +92,8 @@ def int8_linear(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None)
     x[..., K] float; q[N, K] int8; scale[N, G] float, G dividing K; bias[N] float or None. y has x's dtype, contiguous.
     Raises KernelError for arguments that do not fit together.
     """
-    result = dispatch.run("int8_linear", spec, x.device, (x, q, scale, bias))
-    assert isinstance(result, Tensor)
-    return result
+    y: Tensor = dispatch.run("int8_linear", spec, x.device, (x, q, scale, bias))
+    return y
 
 
 @int8_linear.register_fake

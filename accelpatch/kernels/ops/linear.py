@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from accelpatch.kernels.dispatch import FLOATS, Spec, require
+from accelpatch.kernels.dispatch import FLOATS, require
+from accelpatch.kernels.spec import Spec
 
 #: elements of weight dequantised at once on a CPU: 1 MiB of float32 stays in a core's cache
 CPU_BLOCK = 1 << 18

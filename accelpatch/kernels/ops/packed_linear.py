@@ -19,11 +19,12 @@ from torch.nn import functional
 from accelpatch.device import Device
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.cpu import native_library
-from accelpatch.kernels.dispatch import Case, Implementation, Kernel, Spec, require
+from accelpatch.kernels.dispatch import require
 from accelpatch.kernels.layouts import cpu_pack
 from accelpatch.kernels.layouts.cpu_pack import Pack
 from accelpatch.kernels.operation import operation
 from accelpatch.kernels.ops import int4_linear, int8_embedding, int8_linear, linear
+from accelpatch.kernels.spec import Case, Implementation, Kernel, Spec
 
 #: code path -> rows of x from which dequantising is faster (VNNI's integer GEMM stays faster for longer)
 PANELS = {"avx512": 64, "avx2": 16, "portable": 16}
@@ -143,9 +144,8 @@ def packed_linear(
     Raises KernelError for an x that does not fit, and where the native library is not available.
     """
     args = (x, data, bias, kind, n, k, group, half_scales, offset)
-    result = dispatch.run("packed_linear", spec, x.device, args)
-    assert isinstance(result, Tensor)
-    return result
+    y: Tensor = dispatch.run("packed_linear", spec, x.device, args)
+    return y
 
 
 @packed_linear.register_fake
@@ -165,9 +165,8 @@ def packed_embedding(
     ids[...] int32 or int64 in 0..N-1, else IndexError.
     """
     args = (ids, dtype, data, bias, kind, n, k, group, half_scales, offset)
-    result = dispatch.run("packed_embedding", embedding_spec, data.device, args)
-    assert isinstance(result, Tensor)
-    return result
+    y: Tensor = dispatch.run("packed_embedding", embedding_spec, data.device, args)
+    return y
 
 
 @packed_embedding.register_fake

@@ -15,13 +15,14 @@ from torch.nn import functional
 
 from accelpatch.device import KIB, Device, probe
 from accelpatch.kernels import dispatch
-from accelpatch.kernels.dispatch import Case, Implementation, Kernel, Spec, require
+from accelpatch.kernels.dispatch import require
 from accelpatch.kernels.hip import binding
 from accelpatch.kernels.layouts import int4_tiles
 from accelpatch.kernels.layouts.int4_tiles import Tiles
 from accelpatch.kernels.layouts.tiling import TILE_ROWS, TILE_VALUES
 from accelpatch.kernels.operation import operation
 from accelpatch.kernels.ops import int4_linear, linear
+from accelpatch.kernels.spec import Case, Implementation, Kernel, Spec
 from accelpatch.kernels.triton import launch
 
 OP = "tiled_int4_linear"
@@ -173,9 +174,8 @@ def tiled_int4_linear(
     Raises KernelError for arguments that do not fit together.
     """
     args = (x, w, scale, offset, n, k, group, kind, part, bias)
-    result = dispatch.run(OP, spec, x.device, args)
-    assert isinstance(result, Tensor)
-    return result
+    y: Tensor = dispatch.run(OP, spec, x.device, args)
+    return y
 
 
 @tiled_int4_linear.register_fake

@@ -13,10 +13,10 @@ from torch import Tensor
 from accelpatch.errors import KernelError
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.check import attention_check, selftest
-from accelpatch.kernels.dispatch import Implementation
 from accelpatch.kernels.ops.attention_shape import AttentionShape
 from accelpatch.kernels.ops.decode_attention import reference_
 from accelpatch.kernels.ops.int8_linear import reference
+from accelpatch.kernels.spec import Case, Implementation
 
 
 def test_everything_passes_and_is_covered() -> None:
@@ -70,7 +70,7 @@ def test_arguments_that_cannot_be_made_are_said(monkeypatch: pytest.MonkeyPatch)
         raise KernelError("there is no library")
 
     kernel = dispatch.kernel("int8_linear")
-    monkeypatch.setitem(vars(kernel), "cases", lambda: [dispatch.Case("one", no_library)])
+    monkeypatch.setitem(vars(kernel), "cases", lambda: [Case("one", no_library)])
     monkeypatch.setattr(dispatch, "TABLE", {"int8_linear": dispatch.TABLE["int8_linear"]})
     monkeypatch.setattr(attention_check, "IMPLEMENTATIONS", {})
     assert {(record.ok, record.reason) for record in selftest.run("cpu")} == {(None, "there is no library")}

@@ -19,6 +19,7 @@ from accelpatch.kernels.layouts.int4_tiles import Tiles
 from accelpatch.kernels.layouts.layout import WeightArguments
 from accelpatch.kernels.layouts.row_major import FP8
 from accelpatch.kernels.ops import tiled_int4_linear
+from accelpatch.kernels.spec import Case
 from accelpatch.quant import int4
 from tests.support.gemv_reference import wrong
 from tests.support.parity import assert_parity, bits, name, poisoned, strided, transposed
@@ -67,7 +68,7 @@ def made(op: str, m: int, n: int, k: int, dtype: torch.dtype, seed: int = 0, gro
 
 @pytest.mark.parametrize("dtype", HALVES, ids=name)
 @pytest.mark.parametrize("op, case", cases())
-def test_float_rule(op: str, case: dispatch.Case, dtype: torch.dtype) -> None:
+def test_float_rule(op: str, case: Case, dtype: torch.dtype) -> None:
     args = case.make(torch.Generator().manual_seed(7), dtype, CUDA)
     if op == "compact_linear" and dtype != torch.bfloat16:
         assert not runs(op, args), "the weight is bfloat16"

@@ -19,6 +19,7 @@ from accelpatch.kernels.layouts.compact_tiles import CompactTiles
 from accelpatch.kernels.layouts.int4_tiles import Tiles
 from accelpatch.kernels.layouts.row_major import FP8
 from accelpatch.kernels.ops.packed_linear import arguments
+from accelpatch.kernels.spec import Case
 from accelpatch.quant import int4, int8
 from tests.support.parity import DTYPES, assert_parity, bits, name, strided, transposed
 
@@ -39,7 +40,7 @@ def viewed(args: tuple[Any, ...], view: Any) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name)
 @pytest.mark.parametrize("op, case", CASES, ids=[f"{op}-{case.id}" for op, case in CASES])
-def test_float_rule(op: str, case: dispatch.Case, dtype: torch.dtype) -> None:
+def test_float_rule(op: str, case: Case, dtype: torch.dtype) -> None:
     assert_parity(op, case.make(torch.Generator().manual_seed(7), dtype, CPU))
 
 
