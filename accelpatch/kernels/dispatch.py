@@ -23,11 +23,11 @@ from accelpatch.kernels.spec import Described, Kernel, Result, Spec
 
 #: operation -> (file in ops/, implementations in order of preference)
 TABLE: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "gemv": ("gemv", ("hip", "torch")),
+    "gemv": ("gemv", ("hip", "triton", "torch")),
     "int8_linear": ("int8_linear", ("hip", "triton", "torch")),
     "int4_linear": ("int4_linear", ("torch",)),
-    "tiled_int4_linear": ("tiled_int4_linear", ("hip", "triton", "torch")),
-    "compact_linear": ("compact_linear", ("hip", "torch")),
+    "tiled_int4_linear": ("tiled_int4_linear", ("hip_gemm", "hip", "triton", "torch")),
+    "compact_linear": ("compact_linear", ("hip", "hip_unpack", "torch")),
     "fp8_linear": ("fp8_linear", ("hip", "torch")),
     "int8_embedding": ("int8_embedding", ("torch",)),
     "packed_linear": ("packed_linear", ("cpu", "torch")),
@@ -37,6 +37,8 @@ TABLE: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "rmsnorm_add": ("rmsnorm", ("triton", "torch")),
     "rotary_cos_sin": ("rope", ("triton", "torch")),
     "gated_activation": ("gated_activation", ("triton", "torch")),
+    "fused_linear": ("fused_linear", ("hip", "operations")),
+    "large_m_linear": ("fused_linear", ("hip_gemm", "triton", "operations")),
 }
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 

@@ -58,13 +58,11 @@ def of_shape(n: int, k: int, dtype: torch.dtype, *, m: int = 1) -> Spec:
 
 def why_not(spec: Spec, device: Device) -> str | None:
     """Why `by_hip` cannot run a spec; None where it can."""
-    return binding.why_not(spec, device)
+    return binding.why_not(spec, device) or linear.too_many_rows(spec, binding.MAX_ROWS)
 
 
 def by_hip(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The implementation `hip`: reads the weight once per 8 rows of x; `by_torch` for many rows."""
-    if x.numel() > binding.MAX_ROWS * x.shape[-1]:
-        return by_torch(x, q, scale, bias)
+    """The implementation `hip`: reads the weight once per 8 rows of x."""
     return binding.launch(Fp8Rows(q, scale).launch(), x, bias=bias)
 
 

@@ -83,6 +83,12 @@ def too_large(spec: Spec) -> str | None:
     return None if n < 1 << 30 and k < 1 << 23 else f"N = {n} is 2^30 or more, or K = {k} 2^23 or more"
 
 
+def too_many_rows(spec: Spec, most: int) -> str | None:
+    """Why x has too many rows for an implementation that takes at most `most`; None where it has not."""
+    m = spec.sizes["M"]
+    return None if m <= most else f"{m} rows are more than the {most} that it takes"
+
+
 def by_row_blocks(
     x: Tensor, n: int, k: int, rows: Callable[[int, int, torch.dtype], Tensor], bias: Tensor | None
 ) -> Tensor:

@@ -13,6 +13,7 @@ from accelpatch.kernels.layouts.compact_tiles import CompactTiles
 from accelpatch.kernels.layouts.int4_tiles import Tiles
 from accelpatch.kernels.layouts.layout import WeightArguments
 from accelpatch.kernels.layouts.row_major import Fp8Rows, Int8Rows, Plain
+from accelpatch.kernels.operation import Operation
 from accelpatch.kernels.ops import by_layout
 from accelpatch.kernels.ops.by_layout import LINEARS, LinearOf
 from accelpatch.kernels.ops.fused_linear import FusedLinear
@@ -129,7 +130,7 @@ def test_a_layout_of_ones_own_is_a_class_and_a_row(monkeypatch: pytest.MonkeyPat
     def linear(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
         return torch.nn.functional.linear(x, w * 2, bias)
 
-    monkeypatch.setitem(by_layout.LINEARS, Halved, LinearOf(linear, linear))  # type: ignore[arg-type]
+    monkeypatch.setitem(by_layout.LINEARS, Halved, LinearOf(Operation("halved_linear", linear)))  # type: ignore[arg-type]
     w, bias, x = torch.randn(N, K), torch.randn(N), torch.randn(5, K)
     layer = FusedLinear(Halved(w / 2), bias)
     expected = torch.nn.functional.linear(x, w, bias)
