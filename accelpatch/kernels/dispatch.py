@@ -37,6 +37,12 @@ TABLE: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "rmsnorm_add": ("rmsnorm", ("triton", "torch")),
     "rotary_cos_sin": ("rope", ("triton", "torch")),
     "gated_activation": ("gated_activation", ("triton", "torch")),
+    "decode_attention": ("decode_attention", ("hip", "triton", "torch")),
+    "prompt_rotary": ("prompt_attention", ("triton", "torch")),
+    "prompt_attention": ("prompt_attention", ("torch",)),
+    "decode_step": ("decode_step", ("cpu",)),
+    "greedy": ("greedy", ("triton", "torch")),
+    "step_end": ("step_end", ("triton", "torch")),
     "fused_linear": ("fused_linear", ("hip", "operations")),
     "large_m_linear": ("fused_linear", ("hip_gemm", "triton", "operations")),
 }
