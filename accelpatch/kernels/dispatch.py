@@ -48,6 +48,8 @@ TABLE: Mapping[str, tuple[str, tuple[str, ...]]] = {
 }
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
+_any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled  # on any device; much cheaper than for one
+
 #: (operation, implementation) -> how often it ran in this process; tests read it to know that a kernel really ran
 calls: Counter[tuple[str, str]] = Counter()
 
@@ -149,7 +151,7 @@ def run(op: str, spec: Callable[..., Spec], device: torch.device, args: Sequence
     spec: makes the Spec from `args`, or raises for arguments that do not fit; called once per set of shapes. facts: how
     tensors lie in memory, where an implementation depends on it.
     """
-    if torch.is_autocast_enabled(device.type):
+    if _any_autocast() and torch.is_autocast_enabled(device.type):
         with torch.autocast(device.type, enabled=False):
             return _run(op, spec, device, args, facts)
     return _run(op, spec, device, args, facts)
