@@ -11,10 +11,11 @@ from torch import Tensor
 from accelpatch.device import probe
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.layouts.compact_tiles import CompactTiles
+from accelpatch.kernels.layouts.cpu_pack import Pack
 from accelpatch.kernels.layouts.int4_tiles import Tiles
 from accelpatch.kernels.layouts.row_major import Fp8Rows, Int8Rows, Plain
 from accelpatch.kernels.operation import Operation
-from accelpatch.kernels.ops import compact_linear, fp8_linear, gemv, int8_linear, tiled_int4_linear
+from accelpatch.kernels.ops import compact_linear, fp8_linear, gemv, int8_linear, packed_linear, tiled_int4_linear
 from accelpatch.kernels.triton import launch
 
 Gated = Callable[[Tensor, Any, Tensor | None], Tensor]
@@ -70,4 +71,5 @@ LINEARS: Mapping[type, LinearOf] = {
         _many_tiles,
     ),
     CompactTiles: LinearOf(compact_linear.compact_linear),
+    Pack: LinearOf(packed_linear.packed_linear),
 }
