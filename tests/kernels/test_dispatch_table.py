@@ -17,10 +17,14 @@ from accelpatch.kernels import dispatch
 from accelpatch.kernels.build import libraries
 from accelpatch.kernels.check.attention_check import Step, made
 from accelpatch.kernels.cpu import native_library
-from accelpatch.kernels.layouts.row_major import Plain
+from accelpatch.kernels.hip.binding import Signal
+from accelpatch.kernels.layouts.compact_tiles import CompactTiles
+from accelpatch.kernels.layouts.int4_tiles import Tiles
+from accelpatch.kernels.layouts.row_major import Int8Rows, Plain
 from accelpatch.kernels.ops import step_end
 from accelpatch.kernels.ops.decode_attention import decode_attention_
-from accelpatch.kernels.ops.fused_linear import FusedLinear, FusedNorm
+from accelpatch.kernels.ops.fused_linear import FusedLinear, FusedNorm, large_m_spec
+from accelpatch.kernels.ops.fused_linear import spec as fused_spec
 from accelpatch.kernels.ops.prompt_attention import prompt_attention_
 from accelpatch.kernels.spec import Spec
 from accelpatch.kernels.triton import launch
@@ -85,6 +89,56 @@ def test_who_runs_which_rows(op: str, group: int, triton: bool) -> None:
 def test_every_linear_operation_is_in_the_table() -> None:
     canonical = {op for op in dispatch.TABLE if dispatch.kernel(op).blocks is not None and not op.startswith("packed_")}
     assert {op for op, _ in CHOSEN} == canonical
+
+
+def fused(layout: str) -> FusedLinear:
+    """A gate and its up, of 2,048 rows in all."""
+    if layout == "plain":
+        return FusedLinear(Plain(torch.zeros(N, 256, dtype=torch.bfloat16)))
+    if layout == "int8":
+        return FusedLinear(Int8Rows(torch.zeros(N, 256, dtype=torch.int8), torch.ones(N, 1)))
+    if layout == "compact":
+        return FusedLinear(CompactTiles.pack(torch.ones(N, 256).bfloat16()).pair())
+    tiles = Tiles.pack(torch.zeros(N, 128, dtype=torch.int8), torch.ones(N, 2).half(), None)
+    return FusedLinear(tiles.pair() if layout == "int4" else tiles)
+
+
+APART = rows("operations", "operations", "operations", "operations")
+#: layout -> who computes a linear layer with a SiLU gate for each of ROWS (on sm_90, on gfx942)
+GATED: dict[str, tuple[Names, Names]] = {
+    "plain": (rows("operations", TRITON, TRITON, "operations"), APART),
+    "int8": (APART, APART),
+    "compact": (APART, APART),
+    "int4": (rows("operations", HIP_GEMM, HIP_GEMM, "operations"), APART),
+    "int4-not-interleaved": (APART, APART),
+}
+
+
+@pytest.mark.parametrize("layout", GATED)
+def test_who_applies_the_gate(layout: str, triton: bool) -> None:
+    layer, due = fused(layout), GATED[layout]
+    for arch, names in zip(("sm_90", "gfx942"), due, strict=True):
+        for m, name in zip(ROWS, names, strict=True):
+            x = torch.zeros(m, 256, dtype=torch.bfloat16)
+            spec = large_m_spec(layer, x, "silu")
+            expected = "operations" if name == TRITON and not triton else name
+            assert dispatch.choose("large_m_linear", spec, KNOWN[arch]) == expected, (arch, m)
+            assert dispatch.choose("large_m_linear", large_m_spec(layer, x, "gelu"), KNOWN[arch]) == "operations"
+            assert dispatch.choose("large_m_linear", spec, probe("cpu")) == "operations"
+
+
+@pytest.mark.parametrize("layout", GATED)
+@pytest.mark.usefixtures("triton")
+def test_few_rows_are_one_launch_on_a_gpu(layout: str) -> None:
+    layer, signal = fused(layout), Signal(torch.zeros(2, dtype=torch.int32), 16, torch.zeros(N, dtype=torch.int16))
+    x = torch.zeros(8, 256, dtype=torch.bfloat16)
+    for one in (layer, replace(layer, producer=signal)):
+        assert dispatch.choose("fused_linear", fused_spec(one, x), KNOWN["sm_90"]) == HIP
+        assert dispatch.choose("fused_linear", fused_spec(one, x), KNOWN["gfx942"]) == HIP
+        assert dispatch.choose("fused_linear", fused_spec(one, x), probe("cpu")) == "operations"
+    wide = fused_spec(replace(layer, consumer=signal), x.float())
+    with pytest.raises(KernelError, match="wait for the flag"):
+        dispatch.choose("fused_linear", wide, KNOWN["sm_90"])
 
 
 @pytest.mark.parametrize(
