@@ -13,7 +13,6 @@ from accelpatch.fusion import attention_facts
 from accelpatch.fusion.cannot_fuse import CannotFuse
 from accelpatch.kernels.cpu.decode_step import DecodeStep, LayerWeights, StepShape
 from accelpatch.kernels.cpu.native_library import ACTIVATIONS
-from accelpatch.kernels.layouts import cpu_pack
 from accelpatch.kernels.layouts.cpu_pack import Pack
 from accelpatch.modules.gated_mlp import GatedMLP
 from accelpatch.modules.norm import FusedRMSNorm, ResidualNormLayer
@@ -177,12 +176,12 @@ def packed(module: Any) -> Pack:
     plain = type(module).forward in (nn.Linear.forward, nn.Embedding.forward) or hasattr(module, "embed_scale")
     if not plain or module.weight.dtype != torch.float32 or module.weight.is_meta:
         raise CannotFuse(f"{type(module).__name__} in {module.weight.dtype} is no plain float32 weight")
-    return cpu_pack.dense(module.weight, bias)
+    return Pack.dense(module.weight, bias)
 
 
 def gather_packs(model: nn.Module) -> None:
     """Move all packs into one block of memory in reading order, so that a step reads one stream."""
     modules = list(packed_modules(model))
     packs = [module.pack for module in modules if module.pack is not None]
-    for module, pack in zip(modules, cpu_pack.concatenated(packs), strict=True):
+    for module, pack in zip(modules, Pack.in_one_block(packs), strict=True):
         module.pack = pack

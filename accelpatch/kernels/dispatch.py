@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
@@ -19,14 +19,15 @@ import torch
 
 from accelpatch.device import Device, probe
 from accelpatch.errors import KernelError
+from accelpatch.kernels.spec import Described, Kernel, Result, Spec
 
 #: operation -> (file in ops/, implementations in order of preference)
 TABLE: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "gemv": ("gemv", ("hip", "torch")),
+    "gemv": ("gemv", ("hip", "triton", "torch")),
     "int8_linear": ("int8_linear", ("hip", "triton", "torch")),
     "int4_linear": ("int4_linear", ("torch",)),
-    "tiled_int4_linear": ("tiled_int4_linear", ("hip", "triton", "torch")),
-    "compact_linear": ("compact_linear", ("hip", "torch")),
+    "tiled_int4_linear": ("tiled_int4_linear", ("hip_gemm", "hip", "triton", "torch")),
+    "compact_linear": ("compact_linear", ("hip", "hip_unpack", "torch")),
     "fp8_linear": ("fp8_linear", ("hip", "torch")),
     "int8_embedding": ("int8_embedding", ("torch",)),
     "packed_linear": ("packed_linear", ("cpu", "torch")),
@@ -36,75 +37,37 @@ TABLE: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "rmsnorm_add": ("rmsnorm", ("triton", "torch")),
     "rotary_cos_sin": ("rope", ("triton", "torch")),
     "gated_activation": ("gated_activation", ("triton", "torch")),
+    "decode_attention": ("decode_attention", ("hip", "triton", "torch")),
+    "prompt_rotary": ("prompt_attention", ("triton", "torch")),
+    "prompt_attention": ("prompt_attention", ("torch",)),
+    "decode_step": ("decode_step", ("cpu",)),
+    "greedy": ("greedy", ("triton", "torch")),
+    "step_end": ("step_end", ("triton", "torch")),
+    "fused_linear": ("fused_linear", ("hip", "operations")),
+    "large_m_linear": ("fused_linear", ("hip_gemm", "triton", "operations")),
 }
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+_any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled  # on any device; much cheaper than for one
 
 #: (operation, implementation) -> how often it ran in this process; tests read it to know that a kernel really ran
 calls: Counter[tuple[str, str]] = Counter()
 
-Result = torch.Tensor | tuple[torch.Tensor, ...]
+#: (name, value) pairs that a choice depends on besides shapes, dtypes and devices; they become options of the Spec
+Facts = tuple[tuple[str, Any], ...]
 
 
 @dataclass(frozen=True)
-class Spec:
-    """What an implementation must know about a call in advance.
+class _Watch:
+    """What a thread is within. name, precision: of `forced`. observer: of `observed`."""
 
-    op: a key of TABLE. sizes: M, N, K etc. as ints. dtype: of the output (and of x, if there is one). scale_dtype: of a
-    quantised weight's scale. group_size: values along K that share a scale (K itself: per channel). offset: "none",
-    "zero_point" (integer) or "minimum" (float).
-    """
-
-    op: str
-    sizes: Mapping[str, int]
-    dtype: torch.dtype
-    scale_dtype: torch.dtype | None = None
-    group_size: int | None = None
-    offset: str = "none"
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Implementation:
-    """run: takes the operation's arguments. why_not: why it cannot run a spec on a device, or None."""
-
-    run: Callable[..., Result]
-    why_not: Callable[[Spec, Device], str | None]
-
-
-@dataclass(frozen=True)
-class Case:
-    """One parity check: `make(generator, dtype, device)` returns the operation's arguments."""
-
-    id: str
-    make: Callable[[torch.Generator, torch.dtype, torch.device], tuple[Any, ...]]
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """Everything that a kernel file provides for one operation.
-
-    blocks: for y = x @ w^T + bias: (arguments after x) -> blocks of w[n, K] and bias[n] in float64, from the first row
-    to the last, equal to the reference's. Checking many calls with one weight then dequantises it once, and never as a
-    whole.
-    """
-
-    op: Callable[..., Result]
-    reference: Callable[..., Result]
-    spec: Callable[..., Spec]
-    implementations: Mapping[str, Implementation]
-    cases: Callable[[], Iterable[Case]]
-    blocks: Callable[..., Iterable[tuple[torch.Tensor, torch.Tensor | None]]] | None = None
-
-
-@dataclass(frozen=True)
-class _Forced:
-    name: str
-    precision: torch.dtype | None
+    name: str | None = None
+    precision: torch.dtype | None = None
+    observer: Callable[[str, Sequence[Any], Result], None] | None = None
 
 
 class _Local(threading.local):
-    forced: _Forced | None = None
-    observer: Callable[[str, Sequence[Any], Result], None] | None = None
+    watch: _Watch | None = None
 
 
 _local = _Local()
@@ -156,88 +119,117 @@ def forced(name: str, precision: torch.dtype | None = None) -> Iterator[None]:
     """
     if precision is not None and (name != "reference" or precision not in FLOATS):
         raise KernelError(f"precision is a float dtype and for 'reference' alone, not {precision} for {name!r}")
-    before, _local.forced = _local.forced, _Forced(name, precision)
-    try:
+    with _watching(name=name, precision=precision):
         yield
-    finally:
-        _local.forced = before
 
 
 @contextmanager
 def observed(observer: Callable[[str, Sequence[Any], Result], None]) -> Iterator[None]:
-    """Context manager: `observer(op, args, result)` is called after every operation in this thread."""
-    before, _local.observer = _local.observer, observer
+    """Context manager: `observer(op, args, result)` is called after every registered operation in this thread."""
+    with _watching(observer=observer):
+        yield
+
+
+@contextmanager
+def _watching(**changes: Any) -> Iterator[None]:
+    before = _local.watch
+    _local.watch = replace(before or _Watch(), **changes)
     try:
         yield
     finally:
-        _local.observer = before
+        _local.watch = before
 
 
 def watched() -> bool:
     """Whether this thread is within `forced` or `observed`, as during verification."""
-    return _local.forced is not None or _local.observer is not None
+    return _local.watch is not None
 
 
-def run(op: str, spec: Callable[..., Spec], device: torch.device, args: Sequence[Any]) -> Result:
-    """Run the chosen (or forced) implementation of `op`, with autocast disabled.
+def run(op: str, spec: Callable[..., Spec], device: torch.device, args: Sequence[Any], facts: Facts = ()) -> Any:
+    """Run the chosen (or forced) implementation of `op`, with autocast disabled; returns its Result.
 
-    spec: makes the Spec from `args`, or raises for arguments that do not fit; called once per set of shapes.
+    spec: makes the Spec from `args`, or raises for arguments that do not fit; called once per set of shapes. facts: how
+    tensors lie in memory, where an implementation depends on it.
     """
-    if torch.is_autocast_enabled(device.type):
+    if _any_autocast() and torch.is_autocast_enabled(device.type):
         with torch.autocast(device.type, enabled=False):
-            return _run(op, spec, device, args)
-    return _run(op, spec, device, args)
+            return _run(op, spec, device, args, facts)
+    return _run(op, spec, device, args, facts)
 
 
-def _run(op: str, spec: Callable[..., Spec], device: torch.device, args: Sequence[Any]) -> Result:
-    force = _local.forced
-    if force is not None and force.name == "reference":
-        spec(*args)
-        calls[op, "reference"] += 1
-        return _reference(op, args, force.precision)
-    name, implementation = _chosen(op, spec, device, args) if force is None else _forced(op, spec(*args), device, force)
+def _run(op: str, spec: Callable[..., Spec], device: torch.device, args: Sequence[Any], facts: Facts) -> Result:
+    if _local.watch is not None:
+        return _run_watched(op, spec, device, args, facts, _local.watch)
+    key, entry = _chosen(op, spec, device, args, facts)
+    calls[key] += 1
+    return entry.implementations[key[1]].run(*args)
+
+
+def _run_watched(
+    op: str, spec: Callable[..., Spec], device: torch.device, args: Sequence[Any], facts: Facts, watch: _Watch
+) -> Result:
+    entry = kernel(op)
+    if watch.name is None:
+        name = _chosen(op, spec, device, args, facts)[0][1]
+    else:
+        name = _forced(entry, watch.name, _with_facts(spec(*args), facts), device)
     calls[op, name] += 1
-    result = implementation(*args)
-    if _local.observer is not None:
-        _local.observer(op, args, result)
+    if name == "reference":
+        return _reference(op, args, watch.precision)
+    result = entry.implementations[name].run(*args)
+    if watch.observer is not None and entry.registered:  # of any other the arguments are no longer what they were
+        watch.observer(op, args, result)
     return result
 
 
-def _forced(op: str, spec: Spec, device: torch.device, force: _Forced) -> tuple[str, Callable[..., Result]]:
-    reason = why_not(op, force.name, spec, probe(device))
+def _forced(entry: Kernel, name: str, spec: Spec, device: torch.device) -> str:
+    """The implementation to run under `forced(name)`. Raises KernelError where it cannot run."""
+    if entry.composed and name not in entry.implementations:
+        return "operations"  # which are forced themselves
+    reason = None if name == "reference" else why_not(spec.op, name, spec, probe(device))
     if reason is not None:
-        raise KernelError(f"{op}: the forced implementation {force.name!r} cannot run here: {reason}")
-    return force.name, kernel(op).implementations[force.name].run
+        raise KernelError(f"{spec.op}: the forced implementation {name!r} cannot run here: {reason}")
+    return name
 
 
-#: (operation, shapes, dtypes, devices and plain values of its arguments) -> what was chosen for them
-_selected: dict[tuple[Any, ...], tuple[str, Kernel]] = {}
+def _with_facts(spec: Spec, facts: Facts) -> Spec:
+    return replace(spec, options={**spec.options, **dict(facts)}) if facts else spec
+
+
+#: (operation, facts, shapes, dtypes, devices and plain values of its arguments) -> what was chosen for them
+_selected: dict[tuple[Any, ...], tuple[tuple[str, str], Kernel]] = {}
 MAX_SELECTED = 4096  # the table is then cleared: a program with ever new shapes must not fill the memory
 
 
 def _chosen(
-    op: str, spec: Callable[..., Spec], device: torch.device, args: Sequence[Any]
-) -> tuple[str, Callable[..., Result]]:
-    facts = (op, *[(a.shape, a.dtype, a.device) if isinstance(a, torch.Tensor) else a for a in args])
-    found = _selected.get(facts)
+    op: str, spec: Callable[..., Spec], device: torch.device, args: Sequence[Any], facts: Facts
+) -> tuple[tuple[str, str], Kernel]:
+    key = (op, facts, *[(a.shape, a.dtype, a.device) if isinstance(a, torch.Tensor) else
+                        a.facts if isinstance(a, Described) else a for a in args])  # fmt: skip
+    found = _selected.get(key)
     if found is None:
-        found = choose(op, spec(*args), probe(device)), kernel(op)
+        found = (op, choose(op, _with_facts(spec(*args), facts), probe(device))), kernel(op)
         if len(_selected) >= MAX_SELECTED:
             _selected.clear()
-        _selected[facts] = found
-    name, entry = found
-    return name, entry.implementations[name].run
+        _selected[key] = found
+    return found
 
 
 def _reference(op: str, args: Sequence[Any], precision: torch.dtype | None) -> Result:
     """The reference computed in `precision`, its outputs rounded to their usual dtypes."""
-    reference = kernel(op).reference
+    entry = kernel(op)
     if precision is None:
-        return reference(*args)
-    dtypes, result = output_dtypes(op, args), reference(*in_precision(args, precision))
-    if isinstance(result, torch.Tensor):
-        return result.to(dtypes[0])
-    return tuple(tensor.to(dtype) for tensor, dtype in zip(result, dtypes, strict=True))
+        return entry.reference(*args)
+    if not entry.registered:
+        reason = "it writes into its arguments or takes others than tensors, so that it runs in their precision alone"
+        raise KernelError(f"{op}: the reference cannot run in {precision}: {reason}")
+    dtypes, result = output_dtypes(op, args), entry.reference(*in_precision(args, precision))
+    outputs = tuple(tensor.to(dtype) for tensor, dtype in zip(_as_tuple(result), dtypes, strict=True))
+    return outputs if isinstance(result, tuple) else outputs[0]
+
+
+def _as_tuple(result: Result) -> tuple[torch.Tensor, ...]:
+    return result if isinstance(result, tuple) else () if result is None else (result,)
 
 
 def in_precision(args: Sequence[Any], precision: torch.dtype) -> tuple[Any, ...]:
@@ -257,7 +249,7 @@ def output_dtypes(op: str, args: Sequence[Any]) -> tuple[torch.dtype, ...]:
     """The output dtypes of `op` for these arguments, from its fake kernel, without computing anything."""
     meta = tuple(value.to("meta") if isinstance(value, torch.Tensor) else value for value in args)
     result = kernel(op).op(*meta)
-    return tuple(tensor.dtype for tensor in ((result,) if isinstance(result, torch.Tensor) else result))
+    return tuple(tensor.dtype for tensor in _as_tuple(result))
 
 
 def anywhere(spec: Spec, device: Device) -> str | None:

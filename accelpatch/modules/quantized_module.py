@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from accelpatch.errors import KernelError
-from accelpatch.kernels.layouts import cpu_pack
 from accelpatch.kernels.layouts.cpu_pack import Pack
 from accelpatch.kernels.layouts.int4_tiles import Tiles
 from accelpatch.modules.packed_weight import PackedWeight
@@ -75,7 +74,7 @@ class QuantizedModule(PackedWeight):
         if holder.tiles is not None:
             q, scale, offset = holder.tiles.unpack()
         elif holder.pack is not None:
-            q, scale, offset = cpu_pack.unpack(holder.pack)
+            q, scale, offset = holder.pack.unpack()
         else:
             assert holder.q is not None
             assert holder.scale is not None

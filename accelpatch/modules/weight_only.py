@@ -10,14 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accelpatch.kernels.layouts import cpu_pack
 from accelpatch.kernels.layouts.cpu_pack import Pack
 from accelpatch.kernels.layouts.int4_tiles import Tiles
 from accelpatch.kernels.ops.fp8_linear import fp8_linear
 from accelpatch.kernels.ops.int4_linear import int4_linear
 from accelpatch.kernels.ops.int8_embedding import int8_embedding
 from accelpatch.kernels.ops.int8_linear import int8_linear
-from accelpatch.kernels.ops.packed_linear import arguments, packed_embedding, packed_linear
+from accelpatch.kernels.ops.packed_linear import packed_embedding, packed_linear
 from accelpatch.kernels.ops.tiled_int4_linear import tiled_int4_linear, tiles_for
 from accelpatch.modules.autocast import autocast
 from accelpatch.modules.quantized_module import QuantizedModule
@@ -38,13 +37,13 @@ class Int8WeightOnlyLinear(QuantizedModule):
         return int8.quantize(weight, group_size=held.q.shape[1] // held.scale.shape[1])
 
     def _pack(self, weight: QuantizedWeight) -> Pack:
-        return cpu_pack.pack_int8(weight.q, weight.scale)
+        return Pack.pack(weight.q, weight.scale, bits=8)
 
     def forward(self, x: Tensor) -> Tensor:
         """x[..., K] -> y[..., N] in x's dtype."""
         holder = self.held
         if holder.pack is not None:
-            return packed_linear(autocast(x), *arguments(holder.pack, self.bias))
+            return packed_linear(autocast(x), *holder.pack.arguments(), self.bias)
         assert holder.q is not None
         assert holder.scale is not None
         return int8_linear(autocast(x), holder.q, holder.scale, self.bias)
@@ -66,7 +65,7 @@ class Int4WeightOnlyLinear(QuantizedModule):
         return int4.quantize(weight, group_size=group, symmetric=held.offset is None)
 
     def _pack(self, weight: QuantizedWeight) -> Pack:
-        return cpu_pack.pack_int4(weight.q, weight.scale, weight.offset)
+        return Pack.pack(weight.q, weight.scale, weight.offset, bits=4)
 
     def _tile(self, weight: QuantizedWeight) -> Tiles | None:
         return tiles_for(weight, self.like.dtype, self.like.device)
@@ -74,7 +73,7 @@ class Int4WeightOnlyLinear(QuantizedModule):
     def forward(self, x: Tensor) -> Tensor:
         """x[..., K] -> y[..., N] in x's dtype."""
         if self.pack is not None:
-            return packed_linear(autocast(x), *arguments(self.pack, self.bias))
+            return packed_linear(autocast(x), *self.pack.arguments(), self.bias)
         if self.tiles is not None:
             return tiled_int4_linear(autocast(x), *self.tiles, self.bias)
         assert self.q is not None
@@ -110,7 +109,7 @@ class Int8Embedding(QuantizedModule):
         return int8.quantize(weight, group_size=held.q.shape[1] // held.scale.shape[1])
 
     def _pack(self, weight: QuantizedWeight) -> Pack:
-        return cpu_pack.pack_int8(weight.q, weight.scale)
+        return Pack.pack(weight.q, weight.scale, bits=8)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """input_ids[...] int64 -> [..., K] in the dtype of the replaced table."""
@@ -123,7 +122,7 @@ class Int8Embedding(QuantizedModule):
     def _rows(self, input_ids: Tensor) -> Tensor:
         holder = self.held
         if holder.pack is not None:
-            return packed_embedding(input_ids, self.like.dtype, *arguments(holder.pack))
+            return packed_embedding(input_ids, self.like.dtype, *holder.pack.arguments())
         assert holder.q is not None
         assert holder.scale is not None
         return int8_embedding(input_ids, holder.q, holder.scale, self.like.dtype)

@@ -11,7 +11,7 @@ from torch import nn
 from accelpatch.device import Device
 from accelpatch.errors import KernelError
 from accelpatch.kernels import dispatch
-from accelpatch.kernels.dispatch import Spec
+from accelpatch.kernels.spec import Spec
 from accelpatch.models.family import ACTIVATION_CLASSES
 from accelpatch.modules.gated_mlp import GatedMLP
 from accelpatch.modules.replacement import adopt, skipped

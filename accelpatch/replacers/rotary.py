@@ -12,7 +12,7 @@ from torch import nn
 from accelpatch.device import Device
 from accelpatch.errors import KernelError
 from accelpatch.kernels import dispatch
-from accelpatch.kernels.dispatch import Spec
+from accelpatch.kernels.spec import Spec
 from accelpatch.models.family import STATIC_ROPE, family_of_class
 from accelpatch.modules.replacement import adopt
 from accelpatch.modules.rotary import FusedRotaryEmbedding

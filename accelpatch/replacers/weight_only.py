@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from accelpatch.device import Device
 from accelpatch.errors import KernelError
 from accelpatch.kernels import dispatch
-from accelpatch.kernels.dispatch import Spec
 from accelpatch.kernels.ops import packed_linear
+from accelpatch.kernels.spec import Spec
 from accelpatch.models.family import EMBEDDING_CLASSES, LINEAR_CLASSES
 from accelpatch.modules.quantized_module import QuantizedModule
 from accelpatch.modules.weight_only import Int4WeightOnlyLinear, Int8Embedding, Int8WeightOnlyLinear, quantized

@@ -61,9 +61,9 @@ def floats(n: int, k: int, x: Tensor, gate: bool) -> dict[str, float]:
         return gated(y, "silu") if gate else y
 
     kind = {"activation": "silu_gate"} if gate else {}
-    if reason := wrong(gemv.by_gemm(x, held[0], gate=gate), held[0], x, kind):
+    if reason := wrong(gemv.by_triton(x, held[0], gate=gate), held[0], x, kind):
         raise SystemExit(f"{n} x {k} M={x.shape[0]}: {reason}")
-    ways = {"Triton": lambda w: gemv.by_gemm(x, w, gate=gate), "torch": by_torch}
+    ways = {"Triton": lambda w: gemv.by_triton(x, w, gate=gate), "torch": by_torch}
     return {
         name: measure_replays(lambda way=way: [way(w) for w in held]).median / len(held) for name, way in ways.items()
     }

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import accelpatch
 from accelpatch.errors import VerifyError
 from accelpatch.kernels import dispatch
-from accelpatch.kernels.dispatch import Implementation
+from accelpatch.kernels.spec import Implementation
 from accelpatch.patching import verify
 from accelpatch.quant import QuantizedWeight, int4, int8
 from accelpatch.recipe import recipe as recipes

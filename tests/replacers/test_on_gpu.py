@@ -11,9 +11,9 @@ from torch import nn
 import accelpatch
 from accelpatch.device import KNOWN, Device, probe
 from accelpatch.kernels import dispatch
-from accelpatch.kernels.dispatch import Spec
 from accelpatch.kernels.layouts.int4_tiles import Tiles
 from accelpatch.kernels.ops import gemv, int8_linear, tiled_int4_linear
+from accelpatch.kernels.spec import Spec
 from accelpatch.modules import weight_only
 from accelpatch.modules.replacement import copy_with_parts
 from accelpatch.modules.weight_only import Int4WeightOnlyLinear, quantized

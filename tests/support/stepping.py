@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from accelpatch.kernels.cpu.decode_step import DecodeStep, LayerWeights, StepShape
-from accelpatch.kernels.layouts import cpu_pack
 from accelpatch.kernels.layouts.cpu_pack import Pack
 from accelpatch.quant import int4, int8
 
@@ -20,16 +19,16 @@ ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu",
 
 def as_int8(weight: Tensor, bias: Tensor | None) -> Pack:
     made = int8.quantize(weight, group_size=None)
-    return cpu_pack.pack_int8(made.q, made.scale, bias)
+    return Pack.pack(made.q, made.scale, bits=8, bias=bias)
 
 
 def as_int4(weight: Tensor, bias: Tensor | None) -> Pack:
     made = int4.quantize(weight, group_size=32, symmetric=False)
-    return cpu_pack.pack_int4(made.q, made.scale, made.offset, bias)
+    return Pack.pack(made.q, made.scale, made.offset, bits=4, bias=bias)
 
 
 def as_dense(weight: Tensor, bias: Tensor | None) -> Pack:
-    return cpu_pack.dense(weight, bias)
+    return Pack.dense(weight, bias)
 
 
 FORMATS: dict[str, Quantize] = {"int8": as_int8, "int4": as_int4, "float32": as_dense}
@@ -39,7 +38,7 @@ def weights_of(pack: Pack) -> Tensor:
     """The pack's weight in float64, exactly."""
     if pack.offset == "none" and pack.data.dtype == torch.float32:
         return pack.data.double()
-    q, scale, offset = cpu_pack.unpack(pack)
+    q, scale, offset = pack.unpack()
     u = q.double() if pack.kind == 1 else torch.stack((q & 15, (q >> 4) & 15), dim=-1).flatten(-2).double()
     if pack.kind == 2 and offset is None:
         u -= 8
@@ -59,7 +58,7 @@ def build(model: PreTrainedModel, quantize: Quantize, max_batch: int, length: in
     names = list(rope)
     layers = [layer_weights(layer, config, quantize, plus_one, names) for layer in decoder.layers]
     order = [pack for layer in layers for pack in layer.linears.values()] + [head]
-    moved = dict(zip(map(id, order), cpu_pack.concatenated(order), strict=True))
+    moved = dict(zip(map(id, order), Pack.in_one_block(order), strict=True))
     layers = [
         replace(layer, linears={name: moved[id(pack)] for name, pack in layer.linears.items()}) for layer in layers
     ]

@@ -12,7 +12,7 @@ from torch import Tensor
 from accelpatch.device import Device
 from accelpatch.kernels.hip import attention
 from accelpatch.kernels.ops.attention_shape import AttentionShape
-from accelpatch.kernels.ops.decode_attention import reference_, why_no_triton
+from accelpatch.kernels.ops.decode_attention import by_triton, reference_, why_no_triton
 
 OP = "decode_attention"
 
@@ -49,15 +49,6 @@ STEPS: Mapping[str, Step] = {
     "wide-heads": Step(4, 2, 256, 511, 517, window=100),
     "long": Step(8, 8, 128, 1500, 1507, tokens=2, padding=700, rows=5),
 }
-
-
-def by_triton(
-    qkv: Tensor, positions: Tensor, slot: Tensor, mask: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape
-) -> Tensor:
-    """decode_attention_ by the Triton kernel."""
-    from accelpatch.kernels.triton import decode_attention as kernel
-
-    return kernel.decode_attention_(qkv, positions, slot, mask, keys, values, shape)
 
 
 IMPLEMENTATIONS: Mapping[str, Callable[..., Tensor]] = {"hip": attention.decode_attention_, "triton": by_triton}

@@ -12,6 +12,7 @@ from accelpatch.device import probe
 from accelpatch.errors import KernelError
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.check import attention_check, parity
+from accelpatch.kernels.spec import Case
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SEED = 0
@@ -55,7 +56,7 @@ def records(device: torch.device) -> Iterator[SelftestRecord]:
                 yield _attention(name, id_, step, dtype, device)
 
 
-def _record(op: str, name: str, case: dispatch.Case, dtype: torch.dtype, device: torch.device) -> SelftestRecord:
+def _record(op: str, name: str, case: Case, dtype: torch.dtype, device: torch.device) -> SelftestRecord:
     kernel = dispatch.kernel(op)
     label = f"{case.id}-{str(dtype).removeprefix('torch.')}"
     try:

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from accelpatch.kernels.check import parity
-from accelpatch.kernels.dispatch import Result, kernel, observed
+from accelpatch.kernels.dispatch import kernel, observed
+from accelpatch.kernels.spec import Result
 
 Seen = tuple[str, tuple[Any, ...], tuple[Tensor, ...]]
 

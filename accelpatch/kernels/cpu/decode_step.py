@@ -12,13 +12,14 @@ cache alive; they remain the caller's to read.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from accelpatch.errors import KernelError
+from accelpatch.kernels import dispatch
 from accelpatch.kernels.cpu import native_library
 from accelpatch.kernels.cpu.native_library import (
     LINEARS,
@@ -32,6 +33,9 @@ from accelpatch.kernels.cpu.native_library import (
     threads,
 )
 from accelpatch.kernels.layouts.cpu_pack import Pack
+from accelpatch.kernels.spec import Described, Spec
+
+OP = "decode_step"
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,7 @@ class StepShape:
 
 
 @dataclass
-class DecodeStep:
+class DecodeStep(Described):
     """keys, values: float32 [layers, max_batch, kv_heads, length, head_dim], contiguous; the step writes into them.
 
     layers: None for a layer that never runs here; `part` skips it.
@@ -87,19 +91,24 @@ class DecodeStep:
     final_norm: Tensor
     keys: Tensor
     values: Tensor
-    _step: ctypes.c_void_p = field(default_factory=ctypes.c_void_p, init=False)
+    handle: ctypes.c_void_p = field(default_factory=ctypes.c_void_p, init=False)
     _keep: list[object] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         self._check()
         model = self._model()
         check(
-            native().ap_step_create(ctypes.byref(model), MAX_THREADS, ctypes.byref(self._step)), "this model's shapes"
+            native().ap_step_create(ctypes.byref(model), MAX_THREADS, ctypes.byref(self.handle)), "this model's shapes"
         )
 
+    @property
+    def facts(self) -> Hashable:
+        """No choice depends on a step itself."""
+        return None
+
     def __del__(self) -> None:
-        if self._step:
-            native().ap_step_free(self._step)
+        if self.handle:
+            native().ap_step_free(self.handle)
 
     def __call__(
         self, tokens: Tensor, slots: Tensor, starts: Tensor, positions: Tensor, out: Tensor | None = None
@@ -147,12 +156,7 @@ class DecodeStep:
             or not logits.is_contiguous()
         ):
             raise KernelError(f"logits are contiguous float32 [{batch}, {self.shape.vocabulary}]")
-        ready = [tensor.contiguous() for tensor in given]
-        status = native().ap_step_run(
-            self._step, batch, *map(pointer, ready), first, last, pointer(hidden), pointer(logits), threads()
-        )
-        limits = f"at most {self.keys.shape[1]}, slots below {self.keys.shape[3]}"
-        check(status, f"layers {first} to {last} of a step of {batch} tokens ({limits})")
+        dispatch.run(OP, spec, given[0].device, (self, *given, first, last, hidden, logits))
 
     def _check(self) -> None:
         s = self.shape
@@ -205,3 +209,24 @@ class DecodeStep:
         made = tensor.detach().to(torch.float32).contiguous()
         self._keep.append(made)
         return pointer(made)
+
+
+def spec(
+    step: DecodeStep, tokens: Tensor, slots: Tensor, starts: Tensor, positions: Tensor, first: int, last: int,
+    hidden: Tensor | None, logits: Tensor | None,
+) -> Spec:  # fmt: skip
+    """The Spec of the layers first .. last - 1 of a step, for dispatch."""
+    return Spec(OP, {"B": tokens.shape[0]}, torch.float32)
+
+
+def launch_(
+    step: DecodeStep, tokens: Tensor, slots: Tensor, starts: Tensor, positions: Tensor, first: int, last: int,
+    hidden: Tensor | None, logits: Tensor | None,
+) -> None:  # fmt: skip
+    """The implementation `cpu`: run the layers first .. last - 1. Writes hidden and logits, where they are given."""
+    batch, ready = tokens.shape[0], [tensor.contiguous() for tensor in (tokens, slots, starts, positions)]
+    status = native().ap_step_run(
+        step.handle, batch, *map(pointer, ready), first, last, pointer(hidden), pointer(logits), threads()
+    )
+    limits = f"at most {step.keys.shape[1]}, slots below {step.keys.shape[3]}"
+    check(status, f"layers {first} to {last} of a step of {batch} tokens ({limits})")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -17,8 +17,8 @@ from torch import Tensor
 from accelpatch.device import Device, probe
 from accelpatch.errors import KernelError
 from accelpatch.kernels.build import libraries
-from accelpatch.kernels.dispatch import Spec
 from accelpatch.kernels.layouts.layout import WeightArguments
+from accelpatch.kernels.spec import Described, Spec
 from accelpatch.kernels.triton.launch import on
 
 #: rows of x up to which a launch reads the weights (8 rows each time); more of them go to torch's product
@@ -87,7 +87,7 @@ def check(status: int, function: str) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class Signal:
+class Signal(Described):
     """A producer-consumer flag: the next kernel starts on the first columns of y before all of y is written.
 
     number: int32[2] zeros, which both leave so; of these two kernels alone, and on one stream at a time. columns: whole
@@ -102,6 +102,11 @@ class Signal:
     number: Tensor
     columns: int
     words: Tensor
+
+    @property
+    def facts(self) -> Hashable:
+        """No choice depends on a flag itself."""
+        return None
 
 
 def signal_arguments(signal: Signal | None, role: str) -> dict[str, int]:

@@ -19,7 +19,14 @@ from torch import Tensor
 
 from accelpatch.errors import KernelError
 from accelpatch.kernels.layouts.exponent_windows import WINDOW, outside_of, windows
-from accelpatch.kernels.layouts.layout import WeightArguments, concatenated_tiles, nbytes_of, why_not_concat_tiles
+from accelpatch.kernels.layouts.layout import (
+    WeightArguments,
+    concatenated_tiles,
+    nbytes_of,
+    split_tiles,
+    why_not_concat_tiles,
+    why_not_split,
+)
 from accelpatch.kernels.layouts.tiling import TILE_ROWS
 
 STEP, STEP_BYTES = 64, 1536  # values of K per tile, and bytes per tile
@@ -162,6 +169,14 @@ class CompactTiles(NamedTuple):
     def concat(cls, parts: Sequence[CompactTiles]) -> CompactTiles:
         """Row after row; the parts, `alike` and of 16 N rows each, become views."""
         return parts[0]._replace(**concatenated_tiles(parts))
+
+    def why_not_split(self, rows: Sequence[int]) -> str | None:
+        """Parts are whole tiles."""
+        return why_not_split(self, rows, TILE_ROWS)
+
+    def split(self, rows: Sequence[int]) -> list[CompactTiles]:
+        """Parts of so many rows each; views. Raises KernelError where tiles would be cut or are interleaved."""
+        return split_tiles(self, rows)
 
 
 def unfit(k: int, dtype: torch.dtype) -> str | None:

@@ -16,7 +16,14 @@ from torch import Tensor
 
 from accelpatch.kernels.dispatch import require
 from accelpatch.kernels.layouts import tiling
-from accelpatch.kernels.layouts.layout import WeightArguments, concatenated_tiles, nbytes_of, why_not_concat_tiles
+from accelpatch.kernels.layouts.layout import (
+    WeightArguments,
+    concatenated_tiles,
+    nbytes_of,
+    split_tiles,
+    why_not_concat_tiles,
+    why_not_split,
+)
 from accelpatch.kernels.layouts.tiling import TILE_ROWS, TILE_VALUES
 from accelpatch.kernels.ops import linear
 
@@ -130,6 +137,14 @@ class Tiles(NamedTuple):
     def concat(cls, parts: Sequence[Tiles]) -> Tiles:
         """Row after row; the parts, of 16 N rows each and in tiles of their own, become views."""
         return parts[0]._replace(**concatenated_tiles(parts))
+
+    def why_not_split(self, rows: Sequence[int]) -> str | None:
+        """Parts are whole tiles."""
+        return why_not_split(self, rows, TILE_ROWS)
+
+    def split(self, rows: Sequence[int]) -> list[Tiles]:
+        """Parts of so many rows each; views. Raises KernelError where tiles would be cut or are interleaved."""
+        return split_tiles(self, rows)
 
 
 def places(k: int, group: int) -> dict[str, int]:

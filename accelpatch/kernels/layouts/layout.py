@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from accelpatch.errors import KernelError
 from accelpatch.kernels.layouts.tiling import TILE_ROWS
 
 L = TypeVar("L")
@@ -81,7 +82,16 @@ class Layout(Protocol):
 
     @classmethod
     def concat(cls: type[L], parts: Sequence[L]) -> L:
-        """Weights of one format as one, row after row; the parts' tensors become views of it."""
+        """Weights of one format as one, row after row; the parts' tensors become views of it, but those of a Pack."""
+
+    def why_not_split(self, rows: Sequence[int]) -> str | None:
+        """Why the weight cannot be split into parts of so many rows each; None where it can."""
+
+    def split(self: L, rows: Sequence[int]) -> list[L]:
+        """Weights of so many rows each, in order: the inverse of `concat`. Views where rows lie in their order.
+
+        Raises KernelError where `why_not_split` has a reason.
+        """
 
 
 def nbytes_of(tensors: Sequence[Any]) -> int:
@@ -105,6 +115,26 @@ def why_not_concat_tiles(parts: Sequence[Any]) -> str | None:
     """Why tiles cannot be concatenated: not all of them are full. None where they can."""
     full = all(one.n % TILE_ROWS == 0 for one in parts)
     return None if full else f"the number of rows in tiles is not a multiple of {TILE_ROWS}"
+
+
+def why_not_split(weight: Any, rows: Sequence[int], step: int = 1) -> str | None:
+    """Why a weight cannot be split into parts of so many rows each, multiples of `step`; None where it can."""
+    if weight.part != "all":
+        return "its rows are interleaved with others: `alone()` gives them tiles of their own"
+    if sum(rows) != weight.n or min(rows, default=0) < 1:
+        return f"parts of {list(rows)} rows do not make up {weight.n}"
+    whole = all(count % step == 0 for count in rows)
+    return None if whole else f"parts of {list(rows)} rows are not multiples of {step}"
+
+
+def split_tiles(weight: Any, rows: Sequence[int]) -> list[Any]:
+    """Tiles split into parts of so many rows each; views. Raises KernelError where tiles would be cut."""
+    if reason := weight.why_not_split(rows):
+        raise KernelError(reason)
+    sizes = [count // TILE_ROWS for count in rows]
+    tensors = {name: value.split(sizes) for name, value in weight._asdict().items() if isinstance(value, Tensor)}
+    each = [dict(zip(tensors, parts, strict=True)) for parts in zip(*tensors.values(), strict=True)]
+    return [weight._replace(n=count, **parts) for count, parts in zip(rows, each, strict=True)]
 
 
 def concatenated_tiles(parts: Sequence[Any]) -> dict[str, Any]:

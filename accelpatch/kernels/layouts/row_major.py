@@ -9,7 +9,8 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from accelpatch.kernels.layouts.layout import WeightArguments, concatenated, nbytes_of
+from accelpatch.errors import KernelError
+from accelpatch.kernels.layouts.layout import WeightArguments, concatenated, nbytes_of, why_not_split
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)  # in the order of the device library's form argument
 R = TypeVar("R", bound="RowMajor")
@@ -63,6 +64,16 @@ class RowMajor:
     def concat(cls: type[R], parts: Sequence[R]) -> R:
         """Row after row; the parts become views."""
         return cls(*map(concatenated, zip(*(one.arguments() for one in parts), strict=True)))
+
+    def why_not_split(self, rows: Sequence[int]) -> str | None:
+        """Rows can be split anywhere."""
+        return why_not_split(self, rows)
+
+    def split(self: R, rows: Sequence[int]) -> list[R]:
+        """Parts of so many rows each; views. Raises KernelError where they do not make up the weight."""
+        if reason := self.why_not_split(rows):
+            raise KernelError(reason)
+        return [type(self)(*parts) for parts in zip(*(one.split(list(rows)) for one in self.arguments()), strict=True)]
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+from accelpatch.kernels.spec import Described
 
 MAX_NEW_TOKENS = 8  # new tokens of a row in a decode step
 
@@ -31,7 +35,7 @@ class Zeros:
 
 
 @dataclass(frozen=True, eq=False)
-class AttentionShape:
+class AttentionShape(Described):
     """Sizes and constants of one attention layer. inv_freq[R / 2], R <= D, and q_norm, k_norm[D] (or None) on the
     device.
 
@@ -52,6 +56,11 @@ class AttentionShape:
     softcap: float = 0.0
     plus_one: bool = False
     memory: Zeros = field(default_factory=Zeros, repr=False)
+
+    @functools.cached_property
+    def facts(self) -> Hashable:
+        """Numbers and sizes of heads, and the dtype of the frequencies."""
+        return self.heads, self.kv_heads, self.size, self.rotary_dim, self.inv_freq.dtype
 
     @property
     def columns(self) -> int:

@@ -3,41 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from accelpatch.device import probe
+from accelpatch.kernels import dispatch
 from accelpatch.kernels.layouts.compact_tiles import CompactTiles
+from accelpatch.kernels.layouts.cpu_pack import Pack
 from accelpatch.kernels.layouts.int4_tiles import Tiles
 from accelpatch.kernels.layouts.row_major import Fp8Rows, Int8Rows, Plain
-from accelpatch.kernels.ops import compact_linear, fp8_linear, gemv, int8_linear, tiled_int4_linear
+from accelpatch.kernels.operation import Operation
+from accelpatch.kernels.ops import compact_linear, fp8_linear, gemv, int8_linear, packed_linear, tiled_int4_linear
 from accelpatch.kernels.triton import launch
+
+Gated = Callable[[Tensor, Any, Tensor | None], Tensor]
+
+
+def no_facts(x: Tensor, *weight: Any) -> dispatch.Facts:
+    """Of operations whose choice depends on shapes, dtypes and devices alone."""
+    return ()
 
 
 @dataclass(frozen=True)
 class LinearOf:
     """y[M, N] = x[M, K] @ w^T + bias for weights of one layout.
 
-    operation: torch's custom op. by_hip: its implementation on a GPU, which bypasses torch's dispatcher; both take x,
-    the layout's `arguments()` and the bias. gated: silu(first half of the columns) * second half in one launch on a
-    GPU; it returns None where that is not possible for this x. many: makes a function of x for more rows than
-    `binding.MAX_ROWS`, once a weight, or returns None.
+    operation: torch's custom op over x, the layout's `arguments()` and the bias. facts: those of its dispatch, from the
+    same arguments without the bias. gated: implementations of the operation that compute silu(first half of the
+    columns) * second half in one launch, by name: (x, weight, bias) -> y. many: makes a function of x for more rows
+    than `binding.MAX_ROWS`, by Triton, once a weight, or returns None.
     """
 
-    operation: Callable[..., Any]
-    by_hip: Callable[..., Any]
-    gated: Callable[[Tensor, Any, Tensor | None], Tensor | None] | None = None
+    operation: Operation[Tensor]
+    facts: Callable[..., dispatch.Facts] = no_facts
+    gated: Mapping[str, Gated] = field(default_factory=dict)
     many: Callable[[Any, Tensor | None], Callable[[Tensor], Tensor] | None] | None = None
 
+    @property
+    def op(self) -> str:
+        """The operation's name in dispatch.TABLE."""
+        return str(self.operation.custom._qualname).partition("::")[2]
 
-def _gated_plain(x: Tensor, weight: Plain, bias: Tensor | None) -> Tensor | None:
-    return gemv.by_gemm(x, weight.w, bias, gate=True) if gemv.gemm_fits(x, weight.w) else None
 
-
-def _gated_tiles(x: Tensor, weight: Tiles, bias: Tensor | None) -> Tensor | None:
-    return tiled_int4_linear.gated_many(x, weight, bias) if tiled_int4_linear.gemm_fits(x, weight) else None
+def _gated_plain(x: Tensor, weight: Plain, bias: Tensor | None) -> Tensor:
+    return gemv.by_triton(x, weight.w, bias, gate=True)
 
 
 def _many_tiles(weight: Tiles, bias: Tensor | None) -> Callable[[Tensor], Tensor] | None:
@@ -50,9 +61,15 @@ def _many_tiles(weight: Tiles, bias: Tensor | None) -> Callable[[Tensor], Tensor
 
 
 LINEARS: Mapping[type, LinearOf] = {
-    Plain: LinearOf(gemv.gemv, gemv.by_hip, _gated_plain),
-    Int8Rows: LinearOf(int8_linear.int8_linear, int8_linear.by_hip),
-    Fp8Rows: LinearOf(fp8_linear.fp8_linear, fp8_linear.by_hip),
-    Tiles: LinearOf(tiled_int4_linear.tiled_int4_linear, tiled_int4_linear.by_hip, _gated_tiles, _many_tiles),
-    CompactTiles: LinearOf(compact_linear.compact_linear, compact_linear.by_hip),
+    Plain: LinearOf(gemv.gemv, gemv.facts, {"triton": _gated_plain}),
+    Int8Rows: LinearOf(int8_linear.int8_linear),
+    Fp8Rows: LinearOf(fp8_linear.fp8_linear),
+    Tiles: LinearOf(
+        tiled_int4_linear.tiled_int4_linear,
+        tiled_int4_linear.facts,
+        {"hip_gemm": tiled_int4_linear.gated_many},
+        _many_tiles,
+    ),
+    CompactTiles: LinearOf(compact_linear.compact_linear),
+    Pack: LinearOf(packed_linear.packed_linear),
 }

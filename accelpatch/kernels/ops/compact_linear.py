@@ -6,7 +6,7 @@ bit: the reference unpacks them and runs torch's own linear layer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,13 +15,15 @@ from torch.nn import functional
 
 from accelpatch.device import Device
 from accelpatch.kernels import dispatch
-from accelpatch.kernels.dispatch import Case, Implementation, Kernel, Spec, require
+from accelpatch.kernels.build import libraries
+from accelpatch.kernels.dispatch import require
 from accelpatch.kernels.hip import binding
 from accelpatch.kernels.layouts import compact_tiles, int4_tiles
 from accelpatch.kernels.layouts.compact_tiles import FOUR, STEP, STEP_BYTES, CompactTiles
 from accelpatch.kernels.layouts.tiling import TILE_ROWS
 from accelpatch.kernels.operation import operation
 from accelpatch.kernels.ops import linear
+from accelpatch.kernels.spec import Case, Implementation, Kernel, Spec
 
 OP = "compact_linear"
 BLOCK = 100 << 20  # values unpacked at once: 200 MiB of bfloat16, gate and up of a 7B model
@@ -78,37 +80,51 @@ def of_shape(n: int, k: int, dtype: torch.dtype, *, m: int = 1) -> Spec:
 
 def why_not(spec: Spec, device: Device) -> str | None:
     """Why `by_hip` cannot run a spec; None where it can."""
-    return compact_tiles.unfit(spec.sizes["K"], spec.dtype) or binding.why_not(spec, device)
+    reason = compact_tiles.unfit(spec.sizes["K"], spec.dtype) or binding.why_not(spec, device)
+    return reason or linear.too_many_rows(spec, MAX_TILED_ROWS)
 
 
 def by_hip(x: Tensor, *args: Any) -> Tensor:
-    """The implementation `hip`: its own kernels for few rows of x; for more, unpack the weight for torch's GEMM.
+    """The implementation `hip`: reads the weight once per 8 rows of x.
 
     A gate or up in interleaved tiles computes the other's columns too, and drops them.
     """
     *rest, bias = args
     tiles = CompactTiles(*rest)
-    if x.numel() > MAX_TILED_ROWS * tiles.k:
-        return by_torch(x, *args)
     y = binding.launch(tiles.launch(), x, bias=int4_tiles.in_tiles(bias, tiles.part))
     return int4_tiles.in_order(y, tiles.part)
 
 
+def unpack_why_not(spec: Spec, device: Device) -> str | None:
+    """Why `by_hip_unpack` cannot run a spec; None where it can."""
+    return libraries.why_not("hip", device)
+
+
+def by_hip_unpack(x: Tensor, *args: Any) -> Tensor:
+    """The implementation `hip_unpack`: the device library unpacks the weight (a large one in slices) for torch's
+    GEMM."""
+    return _by_gemm(x, args, unpacked)
+
+
 def by_torch(x: Tensor, *args: Any) -> Tensor:
-    """The implementation `torch`: unpack the weight (a large one in slices), then torch's GEMM."""
+    """The implementation `torch`: unpacks the weight (a large one in slices), then torch's GEMM."""
+    return _by_gemm(x, args, CompactTiles.unpack)
+
+
+def _by_gemm(x: Tensor, args: tuple[Any, ...], unpack: Callable[[CompactTiles], Tensor]) -> Tensor:
     *rest, bias = args
     tiles = CompactTiles(*rest)
     flat, tile_count = x.reshape(-1, tiles.k), tiles.w.shape[0]
     slices = -(-tile_count * TILE_ROWS * tiles.k // BLOCK)
     if slices == 1:
-        y = functional.linear(flat, unpacked(tiles).to(x.dtype), None if bias is None else bias.to(x.dtype))
+        y = functional.linear(flat, unpack(tiles).to(x.dtype), None if bias is None else bias.to(x.dtype))
         return y.view(*x.shape[:-1], tiles.n)
     halves = 1 if tiles.part == "all" else 2  # halves of the rows; in order within each
     each, beside = TILE_ROWS // halves, in_halves(bias, tiles)
     y = x.new_empty((flat.shape[0], halves, tiles.rows // halves))
     step = -(-tile_count // slices)
     for start in range(0, tile_count, step):
-        part = unpacked(_slice(tiles, start, start + step)).to(x.dtype)
+        part = unpack(_slice(tiles, start, start + step)).to(x.dtype)
         columns = slice(start * each, start * each + part.shape[0] // halves)
         added = None if beside is None else beside[:, columns].flatten().to(x.dtype)
         y[:, :, columns] = functional.linear(flat, part, added).view(-1, halves, part.shape[0] // halves)
@@ -150,9 +166,8 @@ def compact_linear(
     Raises KernelError for arguments that do not fit together.
     """
     args = (x, w, scale, outliers, n, k, part, bias)
-    result = dispatch.run(OP, spec, x.device, args)
-    assert isinstance(result, Tensor)
-    return result
+    y: Tensor = dispatch.run(OP, spec, x.device, args)
+    return y
 
 
 @compact_linear.register_fake
@@ -187,5 +202,9 @@ def cases() -> list[Case]:
     return [*plain, case(5, 33, 65, True), *interleaved]
 
 
-IMPLEMENTATIONS = {"hip": Implementation(by_hip, why_not), "torch": Implementation(by_torch, dispatch.anywhere)}
+IMPLEMENTATIONS = {
+    "hip": Implementation(by_hip, why_not),
+    "hip_unpack": Implementation(by_hip_unpack, unpack_why_not),
+    "torch": Implementation(by_torch, dispatch.anywhere),
+}
 KERNELS = {OP: Kernel(compact_linear, reference, spec, IMPLEMENTATIONS, cases, blocks)}

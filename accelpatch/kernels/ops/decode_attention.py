@@ -18,17 +18,22 @@ splits whose partial softmax states are reduced in an order that depends on the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from accelpatch.device import Device, probe
+from accelpatch.device import Device
+from accelpatch.kernels import dispatch
 from accelpatch.kernels.dispatch import require
 from accelpatch.kernels.hip import attention
 from accelpatch.kernels.hip.binding import Signal
 from accelpatch.kernels.ops import rmsnorm, rope
 from accelpatch.kernels.ops.attention_shape import MAX_NEW_TOKENS, AttentionShape
+from accelpatch.kernels.spec import Implementation, Kernel, Spec
 from accelpatch.kernels.triton import launch
 
+OP = "decode_attention"
 SIZES = range(16, 257, 2)  # supported head sizes
 WIDEST = 128  # largest head size of the Triton kernel in float32
 
@@ -96,6 +101,24 @@ def why_no_triton(shape: AttentionShape, dtype: torch.dtype, device: Device) -> 
     return launch.why_not(device, dtype)
 
 
+def by_triton(
+    qkv: Tensor, positions: Tensor, slot: Tensor, mask: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape,
+    following: Tensor | None = None, consumer: Signal | None = None,
+) -> Tensor:  # fmt: skip
+    """The implementation `triton`; it waits for all of qkv, and prefetches nothing."""
+    from accelpatch.kernels.triton import decode_attention as kernel
+
+    return kernel.decode_attention_(qkv, positions, slot, mask, keys, values, shape)
+
+
+def by_torch(
+    qkv: Tensor, positions: Tensor, slot: Tensor, mask: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape,
+    following: Tensor | None = None, consumer: Signal | None = None,
+) -> Tensor:  # fmt: skip
+    """The implementation `torch`: the plain form."""
+    return reference_(qkv, positions, slot, mask, keys, values, shape)
+
+
 def decode_attention_(
     qkv: Tensor, positions: Tensor, slot: Tensor, mask: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape,
     following: Tensor | None = None, consumer: Signal | None = None,
@@ -108,34 +131,41 @@ def decode_attention_(
     Runs the device library on a GPU, Triton where that does not support the layer, and torch on a CPU. A row's bits do
     not depend on the other rows, but differ between the three. Raises KernelError for shapes that do not fit together.
     """
+    packed = all(one.is_contiguous() for one in (qkv, positions, mask, keys, values))
+    require(packed, OP, "qkv, positions, mask and the cache are contiguous")
+    args = (qkv, positions, slot, mask, keys, values, shape, following, consumer)
+    y: Tensor = dispatch.run(OP, spec, qkv.device, args)
+    return y
+
+
+def spec(
+    qkv: Tensor, positions: Tensor, slot: Tensor, mask: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape,
+    following: Tensor | None = None, consumer: Signal | None = None,
+) -> Spec:  # fmt: skip
+    """The Spec of a call, for dispatch. Raises KernelError for arguments that do not fit: the kernels trust pointers
+    and sizes."""
     rows, tokens = positions.shape
-    require(
-        1 <= tokens <= MAX_NEW_TOKENS, "decode_attention", f"takes 1 to {MAX_NEW_TOKENS} tokens a row, not {tokens}"
-    )
+    require(1 <= tokens <= MAX_NEW_TOKENS, OP, f"takes 1 to {MAX_NEW_TOKENS} tokens a row, not {tokens}")
     due = rows * tokens * shape.columns
-    require(qkv.numel() == due, "decode_attention", f"qkv holds {due} numbers, not {list(qkv.shape)}")
-    _check(qkv, positions, slot, mask, keys, values, shape)
-    if qkv.device.type == "cpu":
-        return reference_(qkv, positions, slot, mask, keys, values, shape)
-    if attention.why_not(shape, qkv.dtype, probe(qkv.device)) is None:
-        return attention.decode_attention_(qkv, positions, slot, mask, keys, values, shape, following, consumer)
-    from accelpatch.kernels.triton import decode_attention as kernel
-
-    return kernel.decode_attention_(qkv, positions, slot, mask, keys, values, shape)
-
-
-def _check(
-    qkv: Tensor, positions: Tensor, slot: Tensor, mask: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape
-) -> None:
-    """Raise KernelError for arguments that do not fit: the kernels trust pointers and sizes."""
-    op, rows = "decode_attention", positions.shape[0]
+    require(qkv.numel() == due, OP, f"qkv holds {due} numbers, not {list(qkv.shape)}")
     held = (rows, shape.kv_heads, keys.shape[2], shape.size)
     fit = keys.shape == held and values.shape == held and mask.shape == (rows, keys.shape[2])
     require(
-        fit, op, f"cache {list(keys.shape)}, {list(values.shape)} and mask {list(mask.shape)} are not of {list(held)}"
+        fit, OP, f"cache {list(keys.shape)}, {list(values.shape)} and mask {list(mask.shape)} are not of {list(held)}"
     )
     alike = all(one.dtype == qkv.dtype for one in (keys, values))
     whole = all(one.dtype == torch.int64 for one in (positions, slot, mask))
-    require(alike and whole, op, "q, k, v and the cache have one dtype; positions, slot and mask are int64")
-    packed = all(one.is_contiguous() for one in (qkv, positions, mask, keys, values))
-    require(packed, op, "qkv, positions, mask and the cache are contiguous")
+    require(alike and whole, OP, "q, k, v and the cache have one dtype; positions, slot and mask are int64")
+    return Spec(OP, {"B": rows, "T": tokens, "L": keys.shape[2]}, qkv.dtype, options={"shape": shape})
+
+
+def _by(why_not: Callable[[AttentionShape, torch.dtype, Device], str | None]) -> Callable[[Spec, Device], str | None]:
+    return lambda spec, device: why_not(spec.options["shape"], spec.dtype, device)
+
+
+IMPLEMENTATIONS = {
+    "hip": Implementation(attention.decode_attention_, _by(attention.why_not)),
+    "triton": Implementation(by_triton, _by(why_no_triton)),
+    "torch": Implementation(by_torch, dispatch.anywhere),
+}
+KERNELS = {OP: Kernel(decode_attention_, by_torch, spec, IMPLEMENTATIONS)}

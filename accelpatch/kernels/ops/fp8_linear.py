@@ -14,11 +14,12 @@ from torch.nn import functional
 
 from accelpatch.device import Device
 from accelpatch.kernels import dispatch
-from accelpatch.kernels.dispatch import Case, Implementation, Kernel, Spec, require
+from accelpatch.kernels.dispatch import require
 from accelpatch.kernels.hip import binding
 from accelpatch.kernels.layouts.row_major import FP8, Fp8Rows
 from accelpatch.kernels.operation import operation
 from accelpatch.kernels.ops import linear
+from accelpatch.kernels.spec import Case, Implementation, Kernel, Spec
 
 
 def dense(dtype: torch.dtype, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
@@ -57,13 +58,11 @@ def of_shape(n: int, k: int, dtype: torch.dtype, *, m: int = 1) -> Spec:
 
 def why_not(spec: Spec, device: Device) -> str | None:
     """Why `by_hip` cannot run a spec; None where it can."""
-    return binding.why_not(spec, device)
+    return binding.why_not(spec, device) or linear.too_many_rows(spec, binding.MAX_ROWS)
 
 
 def by_hip(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The implementation `hip`: reads the weight once per 8 rows of x; `by_torch` for many rows."""
-    if x.numel() > binding.MAX_ROWS * x.shape[-1]:
-        return by_torch(x, q, scale, bias)
+    """The implementation `hip`: reads the weight once per 8 rows of x."""
     return binding.launch(Fp8Rows(q, scale).launch(), x, bias=bias)
 
 
@@ -85,9 +84,8 @@ def fp8_linear(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) 
     x[..., K] float; q[N, K] float8 (e4m3fn or e4m3fnuz); scale[N, 1] float; bias[N] float or None. y has x's dtype,
     contiguous. Raises KernelError for arguments that do not fit together.
     """
-    result = dispatch.run("fp8_linear", spec, x.device, (x, q, scale, bias))
-    assert isinstance(result, Tensor)
-    return result
+    y: Tensor = dispatch.run("fp8_linear", spec, x.device, (x, q, scale, bias))
+    return y
 
 
 @fp8_linear.register_fake

@@ -15,8 +15,9 @@ from torch.nn import functional
 
 from accelpatch.device import Device
 from accelpatch.kernels import dispatch
-from accelpatch.kernels.dispatch import FLOATS, Case, Implementation, Kernel, Spec, require
+from accelpatch.kernels.dispatch import FLOATS, require
 from accelpatch.kernels.operation import operation
+from accelpatch.kernels.spec import Case, Implementation, Kernel, Spec
 from accelpatch.kernels.triton import launch
 
 
@@ -99,9 +100,8 @@ def gated_activation(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 
     Raises KernelError for arguments that do not fit together and for an activation that is not in ACTIVATIONS.
     """
-    result = dispatch.run("gated_activation", spec, gate.device, (gate, up, activation))
-    assert isinstance(result, Tensor)
-    return result
+    y: Tensor = dispatch.run("gated_activation", spec, gate.device, (gate, up, activation))
+    return y
 
 
 @gated_activation.register_fake

@@ -11,16 +11,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from accelpatch.device import Device, probe
+from accelpatch.device import Device
 from accelpatch.kernels import dispatch
-from accelpatch.kernels.dispatch import FLOATS, Case, Implementation, Kernel, Spec, require
+from accelpatch.kernels.dispatch import FLOATS, require
 from accelpatch.kernels.hip import binding
 from accelpatch.kernels.layouts.row_major import Plain
 from accelpatch.kernels.operation import operation
 from accelpatch.kernels.ops import linear
+from accelpatch.kernels.spec import Case, Implementation, Kernel, Spec
 from accelpatch.kernels.triton import launch
 
-GEMM_LEAST_ROWS, GEMM_STEP = 2048, 128  # `by_rows`: least N, and a divisor of K
+GEMM_LEAST_ROWS, GEMM_STEP = 2048, 128  # `by_triton`: least N, and a divisor of K
 
 
 def dense(dtype: torch.dtype, w: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
@@ -57,31 +58,41 @@ def of_shape(n: int, k: int, dtype: torch.dtype, *, m: int = 1) -> Spec:
 
 def why_not(spec: Spec, device: Device) -> str | None:
     """Why `by_hip` cannot run a spec; None where it can."""
-    return binding.why_not(spec, device)
+    return binding.why_not(spec, device) or linear.too_many_rows(spec, binding.MAX_GEMV_ROWS)
 
 
 def by_hip(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The implementation `hip`: its own kernels up to 8 rows of x, Triton's up to 64 where `gemm_fits`, else torch."""
-    if x.numel() > binding.MAX_GEMV_ROWS * x.shape[-1]:
-        return by_gemm(x, w, bias) if gemm_fits(x, w) else reference(x, w, bias)
+    """The implementation `hip`: reads the weight once, for up to 8 rows of x."""
     return binding.launch(Plain(w).launch(), x, bias=bias)
 
 
-def gemm_fits(x: Tensor, w: Tensor) -> bool:
-    """Whether `by_rows` serves 9 to 64 rows of x: on Hopper, for weights of sizes like those measured."""
-    few = binding.MAX_GEMV_ROWS < x.numel() // x.shape[-1] <= binding.MAX_ROWS
-    like = w.dtype == x.dtype and x.dtype in binding.DTYPES and w.is_contiguous()
-    if not few or not like or w.shape[0] < GEMM_LEAST_ROWS or w.shape[1] % GEMM_STEP:
-        return False
-    device = probe(x.device)
-    return device.facts is not None and device.facts.matrix == "wgmma" and launch.why_not(device, x.dtype) is None
+def triton_why_not(spec: Spec, device: Device) -> str | None:
+    """Why `by_triton` cannot run a spec: it serves 9 to 64 rows on Hopper, for weights of sizes like those measured."""
+    m, n, k = (spec.sizes[name] for name in "MNK")
+    if reason := linear.too_many_rows(spec, binding.MAX_ROWS) or launch.why_not(device, spec.dtype):
+        return reason
+    if m <= binding.MAX_GEMV_ROWS:
+        return f"{m} rows are fewer than the {binding.MAX_GEMV_ROWS + 1} from which it is faster"
+    if spec.dtype not in binding.DTYPES:
+        return f"its activations are bfloat16 or float16, not {spec.dtype}"
+    if n < GEMM_LEAST_ROWS or k % GEMM_STEP:
+        return f"N = {n} is less than {GEMM_LEAST_ROWS}, or K = {k} no multiple of {GEMM_STEP}"
+    if not spec.options.get("contiguous", True):
+        return "the weight has gaps"
+    matrix = "no matrix unit" if device.facts is None else device.facts.matrix
+    return None if matrix == "wgmma" else f"it was measured on Hopper (wgmma) alone, not on {matrix}"
 
 
-def by_gemm(x: Tensor, w: Tensor, bias: Tensor | None = None, gate: bool = False) -> Tensor:
-    """The Triton kernel. gate: returns silu(first half of the columns) * second half."""
+def by_triton(x: Tensor, w: Tensor, bias: Tensor | None = None, gate: bool = False) -> Tensor:
+    """The implementation `triton`. gate: returns silu(first half of the columns) * second half."""
     from accelpatch.kernels.triton import gemm
 
     return gemm.linear(x, w, None, bias, gate)
+
+
+def facts(x: Tensor, w: Tensor, bias: Tensor | None = None) -> dispatch.Facts:
+    """How the weight lies in memory, which `by_triton` depends on."""
+    return (("contiguous", w.is_contiguous()),)
 
 
 @operation("gemv")
@@ -90,9 +101,8 @@ def gemv(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
 
     x, w float of one dtype; bias float or None. Raises KernelError for arguments that do not fit together.
     """
-    result = dispatch.run("gemv", spec, x.device, (x, w, bias))
-    assert isinstance(result, Tensor)
-    return result
+    y: Tensor = dispatch.run("gemv", spec, x.device, (x, w, bias), facts(x, w))
+    return y
 
 
 @gemv.register_fake
@@ -116,5 +126,9 @@ def cases() -> list[Case]:
     return [case(*size) for size in (*sizes, (5, 33, 65, True), (9, 16, 2048, False), (64, 7, 129, True))]
 
 
-IMPLEMENTATIONS = {"hip": Implementation(by_hip, why_not), "torch": Implementation(reference, dispatch.anywhere)}
+IMPLEMENTATIONS = {
+    "hip": Implementation(by_hip, why_not),
+    "triton": Implementation(by_triton, triton_why_not),
+    "torch": Implementation(reference, dispatch.anywhere),
+}
 KERNELS = {"gemv": Kernel(gemv, reference, spec, IMPLEMENTATIONS, cases, blocks)}

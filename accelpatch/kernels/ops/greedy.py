@@ -11,7 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from accelpatch.device import probe
+from accelpatch.device import Device
+from accelpatch.kernels import dispatch
+from accelpatch.kernels.spec import Implementation, Kernel, Spec
 from accelpatch.kernels.triton import launch
 
 
@@ -42,10 +44,41 @@ def greedy_(
     report[B + 1] int64. Writes tokens, report and unfinished. arrived[B] int32: counters, zero before and after a
     launch; calls that may run at the same time must not share them.
     """
-    by_triton = scores.device.type != "cpu" and scores.dtype == torch.float32
-    if not by_triton or launch.why_not(probe(scores.device), scores.dtype):
-        reference_(scores, unfinished, ends, pad, tokens, report)
-        return
+    args = (scores, unfinished, ends, pad, tokens, report, arrived)
+    dispatch.run("greedy", spec, scores.device, args)
+
+
+def spec(scores: Tensor, *state: Tensor | None) -> Spec:
+    """The Spec of a call, for dispatch."""
+    rows, vocabulary = scores.shape
+    return Spec("greedy", {"B": rows, "V": vocabulary}, scores.dtype)
+
+
+def by_torch(
+    scores: Tensor, unfinished: Tensor, ends: Tensor | None, pad: Tensor, tokens: Tensor, report: Tensor,
+    arrived: Tensor,
+) -> None:  # fmt: skip
+    """The implementation `torch`: the plain form, which needs no counters."""
+    reference_(scores, unfinished, ends, pad, tokens, report)
+
+
+def triton_why_not(spec: Spec, device: Device) -> str | None:
+    """Why `by_triton` cannot run a spec; None where it can."""
+    return launch.why_not(device) or (None if spec.dtype == torch.float32 else f"scores are float32, not {spec.dtype}")
+
+
+def by_triton(
+    scores: Tensor, unfinished: Tensor, ends: Tensor | None, pad: Tensor, tokens: Tensor, report: Tensor,
+    arrived: Tensor,
+) -> None:  # fmt: skip
+    """The implementation `triton`: one launch."""
     from accelpatch.kernels.triton import greedy as kernel
 
     kernel.greedy_(scores, unfinished, ends, pad, tokens, report, arrived)
+
+
+IMPLEMENTATIONS = {
+    "triton": Implementation(by_triton, triton_why_not),
+    "torch": Implementation(by_torch, dispatch.anywhere),
+}
+KERNELS = {"greedy": Kernel(greedy_, by_torch, spec, IMPLEMENTATIONS)}

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from accelpatch.kernels import dispatch
-from accelpatch.kernels.dispatch import Case, Implementation, Kernel, Spec
 from accelpatch.kernels.operation import operation
 from accelpatch.kernels.ops import linear
+from accelpatch.kernels.spec import Case, Implementation, Kernel, Spec
 
 
 def dense(
@@ -94,9 +94,8 @@ def int4_linear(
     x[..., K] float; q[N, K / 2] packed, int8; scale[N, G] float, G dividing K; offset[N, G] None, float or integer;
     bias[N] float or None. y has x's dtype, contiguous. Raises KernelError for arguments that do not fit together.
     """
-    result = dispatch.run("int4_linear", spec, x.device, (x, q, scale, offset, bias))
-    assert isinstance(result, Tensor)
-    return result
+    y: Tensor = dispatch.run("int4_linear", spec, x.device, (x, q, scale, offset, bias))
+    return y
 
 
 @int4_linear.register_fake

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from accelpatch.kernels import dispatch
-from accelpatch.kernels.dispatch import FLOATS, Case, Implementation, Kernel, Spec, require
+from accelpatch.kernels.dispatch import FLOATS, require
 from accelpatch.kernels.operation import operation
 from accelpatch.kernels.ops import linear
+from accelpatch.kernels.spec import Case, Implementation, Kernel, Spec
 
 
 def reference(ids: Tensor, q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -51,9 +52,8 @@ def int8_embedding(ids: Tensor, q: Tensor, scale: Tensor, dtype: torch.dtype) ->
     ids[...] int32 or int64 in 0..N-1 (IndexError otherwise); q[N, K] int8; scale[N, G] float, G dividing K.
     Raises KernelError for arguments that do not fit together.
     """
-    result = dispatch.run("int8_embedding", spec, q.device, (ids, q, scale, dtype))
-    assert isinstance(result, Tensor)
-    return result
+    y: Tensor = dispatch.run("int8_embedding", spec, q.device, (ids, q, scale, dtype))
+    return y
 
 
 @int8_embedding.register_fake

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from accelpatch.device import Device, probe
+from accelpatch.device import Device
 from accelpatch.kernels import dispatch
-from accelpatch.kernels.dispatch import Case, Implementation, Kernel, Spec
 from accelpatch.kernels.hip import binding
 from accelpatch.kernels.layouts.row_major import Int8Rows
 from accelpatch.kernels.operation import operation
 from accelpatch.kernels.ops import linear
+from accelpatch.kernels.spec import Case, Implementation, Kernel, Spec
 from accelpatch.kernels.triton import launch
 
 
@@ -56,26 +56,22 @@ def by_torch(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) ->
 
 
 def why_not(spec: Spec, device: Device) -> str | None:
-    """Why `by_hip` cannot run a spec; None where it can."""
+    """Why `by_hip` cannot run a spec; None where it can. For 9 to 64 rows it serves where Triton cannot."""
     if spec.group_size != spec.sizes["K"]:
         return f"it takes one scale a row (group_size null), not groups of {spec.group_size}"
-    return binding.why_not(spec, device)
+    most = binding.MAX_ROWS if triton_why_not(spec, device) else binding.MAX_GEMV_ROWS
+    return binding.why_not(spec, device) or linear.too_many_rows(spec, most)
 
 
 def by_hip(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The implementation `hip`: its own kernels up to 8 rows of x; for more, Triton's if available, else torch."""
-    m = x.numel() // x.shape[-1]
-    if m > binding.MAX_GEMV_ROWS and launch.why_not(probe(x.device), x.dtype, scale.dtype) is None:
-        return by_triton(x, q, scale, bias)
-    if m > binding.MAX_ROWS:
-        return by_torch(x, q, scale, bias)
+    """The implementation `hip`: reads the weight once per 8 rows of x."""
     return binding.launch(Int8Rows(q, scale).launch(), x, bias=bias)
 
 
 def triton_why_not(spec: Spec, device: Device) -> str | None:
     """Why `by_triton` cannot run a spec; None where it can."""
-    assert spec.scale_dtype is not None
-    return linear.too_large(spec) or launch.why_not(device, spec.dtype, spec.scale_dtype)
+    dtypes = (spec.dtype,) if spec.scale_dtype is None else (spec.dtype, spec.scale_dtype)
+    return linear.too_large(spec) or launch.why_not(device, *dtypes)
 
 
 def by_triton(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -92,9 +88,8 @@ def int8_linear(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None)
     x[..., K] float; q[N, K] int8; scale[N, G] float, G dividing K; bias[N] float or None. y has x's dtype, contiguous.
     Raises KernelError for arguments that do not fit together.
     """
-    result = dispatch.run("int8_linear", spec, x.device, (x, q, scale, bias))
-    assert isinstance(result, Tensor)
-    return result
+    y: Tensor = dispatch.run("int8_linear", spec, x.device, (x, q, scale, bias))
+    return y
 
 
 @int8_linear.register_fake

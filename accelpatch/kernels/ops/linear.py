@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from accelpatch.kernels.dispatch import FLOATS, Spec, require
+from accelpatch.kernels.dispatch import FLOATS, require
+from accelpatch.kernels.spec import Spec
 
 #: elements of weight dequantised at once on a CPU: 1 MiB of float32 stays in a core's cache
 CPU_BLOCK = 1 << 18
@@ -80,6 +81,12 @@ def too_large(spec: Spec) -> str | None:
     """Why a weight exceeds the 32-bit indices of the Triton kernels; None where it does not."""
     n, k = spec.sizes["N"], spec.sizes["K"]
     return None if n < 1 << 30 and k < 1 << 23 else f"N = {n} is 2^30 or more, or K = {k} 2^23 or more"
+
+
+def too_many_rows(spec: Spec, most: int) -> str | None:
+    """Why x has too many rows for an implementation that takes at most `most`; None where it has not."""
+    m = spec.sizes["M"]
+    return None if m <= most else f"{m} rows are more than the {most} that it takes"
 
 
 def by_row_blocks(

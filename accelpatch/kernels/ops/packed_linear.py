@@ -18,46 +18,42 @@ from torch.nn import functional
 
 from accelpatch.device import Device
 from accelpatch.kernels import dispatch
+from accelpatch.kernels.cpu import linear as cpu_linear
 from accelpatch.kernels.cpu import native_library
-from accelpatch.kernels.dispatch import Case, Implementation, Kernel, Spec, require
-from accelpatch.kernels.layouts import cpu_pack
+from accelpatch.kernels.cpu.native_library import DENSE, INT8
+from accelpatch.kernels.dispatch import require
 from accelpatch.kernels.layouts.cpu_pack import Pack
 from accelpatch.kernels.operation import operation
-from accelpatch.kernels.ops import int4_linear, int8_embedding, int8_linear, linear
+from accelpatch.kernels.ops import gemv, int4_linear, int8_embedding, int8_linear, linear
+from accelpatch.kernels.spec import Case, Implementation, Kernel, Spec
 
 #: code path -> rows of x from which dequantising is faster (VNNI's integer GEMM stays faster for longer)
 PANELS = {"avx512": 64, "avx2": 16, "portable": 16}
 NARROW = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def arguments(pack: Pack, bias: Tensor | None = None) -> tuple[Any, ...]:
-    """A pack, and a bias[N] of any float dtype, as the trailing arguments of both operations."""
-    return pack.data, bias, pack.kind, pack.n, pack.k, pack.group, pack.half_scales, pack.offset
-
-
-def held(arguments: tuple[Any, ...]) -> Pack:
-    """The pack in an operation's trailing arguments."""
-    data, bias, kind, n, k, group, half_scales, offset = arguments
-    wide = None if bias is None else bias.detach().to(torch.float32).contiguous()
-    return Pack(kind, n, k, group, half_scales, offset, data, wide)
-
-
 def dense(dtype: torch.dtype, *packed: Any) -> tuple[Tensor, Tensor | None]:
     """The pack's weight as floats in `dtype`, and the bias."""
-    pack = held(packed)
-    q, scale, offset = cpu_pack.unpack(pack)
-    if pack.kind == native_library.INT8:
-        return int8_linear.dense(dtype, q, scale, packed[1])
-    return int4_linear.dense(dtype, q, scale, offset, packed[1])
+    *weight, bias = packed
+    pack = Pack(*weight)
+    if pack.kind == DENSE:
+        return gemv.dense(dtype, pack.unpack(), bias)
+    q, scale, offset = pack.unpack()
+    if pack.kind == INT8:
+        return int8_linear.dense(dtype, q, scale, bias)
+    return int4_linear.dense(dtype, q, scale, offset, bias)
 
 
 def blocks(*packed: Any) -> Iterator[tuple[Tensor, Tensor | None]]:
     """The weight and the bias in float64, in blocks of rows."""
-    pack = held(packed)
-    q, scale, offset = cpu_pack.unpack(pack)
-    if pack.kind == native_library.INT8:
-        return int8_linear.blocks(q, scale, packed[1])
-    return int4_linear.blocks(q, scale, offset, packed[1])
+    *weight, bias = packed
+    pack = Pack(*weight)
+    if pack.kind == DENSE:
+        return gemv.blocks(pack.unpack(), bias)
+    q, scale, offset = pack.unpack()
+    if pack.kind == INT8:
+        return int8_linear.blocks(q, scale, bias)
+    return int4_linear.blocks(q, scale, offset, bias)
 
 
 def reference(x: Tensor, *packed: Any) -> Tensor:
@@ -67,16 +63,17 @@ def reference(x: Tensor, *packed: Any) -> Tensor:
 
 def embedding_reference(ids: Tensor, dtype: torch.dtype, *packed: Any) -> Tensor:
     """Unpack the canonical tensors, then the reference of int8_embedding."""
-    q, scale, _ = cpu_pack.unpack(held(packed))
+    q, scale, _ = Pack(*packed).unpack()
     return int8_embedding.reference(ids, q, scale, dtype)
 
 
 def spec(x: Tensor, *packed: Any) -> Spec:
     """The Spec of a call, for dispatch. Raises KernelError where x does not fit the pack."""
-    pack, op = held(packed), "packed_linear"
+    pack, op = Pack.of_arguments(*packed), "packed_linear"
     require(x.dim() >= 1 and x.shape[-1] == pack.k, op, f"x is [..., {pack.k}], not {linear.say(x)}")
-    size = cpu_pack.pack_bytes(pack)
-    require(pack.data.numel() == size, op, f"the pack has {pack.data.numel()} bytes, this shape {size}: pack it anew")
+    require(
+        pack.data.nbytes == pack.due, op, f"the pack has {pack.data.nbytes} bytes, this shape {pack.due}: pack it anew"
+    )
     require(x.is_floating_point() and x.device == pack.data.device, op, f"x is float on the CPU, not {linear.say(x)}")
     return of_shape(pack.n, pack.k, x.dtype, pack.group, pack.offset, m=x.numel() // pack.k)
 
@@ -90,7 +87,7 @@ def of_shape(
 
 def embedding_spec(ids: Tensor, dtype: torch.dtype, *packed: Any) -> Spec:
     """The Spec of a call, for dispatch. Raises KernelError for ids that are not integers."""
-    pack, op = held(packed), "packed_embedding"
+    pack, op = Pack(*packed), "packed_embedding"
     require(ids.dtype in (torch.int32, torch.int64), op, f"ids are int32 or int64, not {ids.dtype}")
     return of_shape(pack.n, pack.k, dtype, pack.group, pack.offset, m=ids.numel(), op=op)
 
@@ -99,27 +96,29 @@ def _why_not(spec: Spec, device: Device) -> str | None:
     if spec.dtype not in NARROW:
         return f"it computes in float32 and narrower, not in {spec.dtype}"
     assert spec.group_size is not None
-    reason = cpu_pack.why_not(spec.sizes["N"], spec.sizes["K"], spec.group_size, spec.offset)
+    reason = Pack.why_not(spec.sizes["N"], spec.sizes["K"], spec.group_size, spec.offset)
     return reason or native_library.why_not(device)
 
 
 def _cpu(x: Tensor, *packed: Any) -> Tensor:
-    pack = held(packed)
-    m = x.numel() // pack.k
-    many = m >= PANELS.get(native_library.isa(), PANELS["portable"])
-    return (cpu_pack.by_panels if many else cpu_pack.linear)(x, pack)
+    pack = Pack.of_arguments(*packed)
+    many = x.numel() // pack.k >= PANELS.get(native_library.isa(), PANELS["portable"])
+    return (cpu_linear.by_panels if many else cpu_linear.linear)(x, pack)
 
 
 def _torch(x: Tensor, *packed: Any) -> Tensor:
-    pack = held(packed)
-    q, scale, offset = cpu_pack.unpack(pack)
-    if pack.kind == native_library.INT8:
-        return int8_linear.by_torch(x, q, scale, packed[1])
-    return int4_linear.by_torch(x, q, scale, offset, packed[1])
+    *weight, bias = packed
+    pack = Pack(*weight)
+    if pack.kind == DENSE:
+        return reference(x, *packed)
+    q, scale, offset = pack.unpack()
+    if pack.kind == INT8:
+        return int8_linear.by_torch(x, q, scale, bias)
+    return int4_linear.by_torch(x, q, scale, offset, bias)
 
 
 def _torch_embedding(ids: Tensor, dtype: torch.dtype, *packed: Any) -> Tensor:
-    q, scale, _ = cpu_pack.unpack(held(packed))
+    q, scale, _ = Pack(*packed).unpack()
     return int8_embedding.by_torch(ids, q, scale, dtype)
 
 
@@ -128,52 +127,64 @@ def _torch_why_not(spec: Spec, device: Device) -> str | None:
 
 
 def _cpu_embedding(ids: Tensor, dtype: torch.dtype, *packed: Any) -> Tensor:
-    pack = held(packed)
+    pack = Pack(*packed)
     if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < pack.n:
         raise IndexError(f"an id is out of range: the table has {pack.n} rows")
-    return cpu_pack.gather(pack, ids).to(dtype)
+    return cpu_linear.gather(pack, ids).to(dtype)
 
 
 @operation("packed_linear")
 def packed_linear(
-    x: Tensor, data: Tensor, bias: Tensor | None, kind: int, n: int, k: int, group: int, half_scales: bool, offset: str
+    x: Tensor,
+    data: Tensor,
+    kind: int,
+    n: int,
+    k: int,
+    group: int,
+    half_scales: bool,
+    offset: str,
+    bias: Tensor | None = None,
 ) -> Tensor:
-    """y[..., N] = x[..., K] @ w^T + bias in x's dtype, contiguous. The arguments after x are the `arguments` of a Pack.
+    """y[..., N] = x[..., K] @ w^T + bias in x's dtype, contiguous. Between x and bias lie the `arguments` of a Pack.
 
     Raises KernelError for an x that does not fit, and where the native library is not available.
     """
-    args = (x, data, bias, kind, n, k, group, half_scales, offset)
-    result = dispatch.run("packed_linear", spec, x.device, args)
-    assert isinstance(result, Tensor)
-    return result
+    args = (x, data, kind, n, k, group, half_scales, offset, bias)
+    y: Tensor = dispatch.run("packed_linear", spec, x.device, args)
+    return y
 
 
 @packed_linear.register_fake
 def _fake(
-    x: Tensor, data: Tensor, bias: Tensor | None, kind: int, n: int, k: int, group: int, half_scales: bool, offset: str
+    x: Tensor,
+    data: Tensor,
+    kind: int,
+    n: int,
+    k: int,
+    group: int,
+    half_scales: bool,
+    offset: str,
+    bias: Tensor | None = None,
 ) -> Tensor:
     return x.new_empty((*x.shape[:-1], n))
 
 
 @operation("packed_embedding")
 def packed_embedding(
-    ids: Tensor, dtype: torch.dtype, data: Tensor, bias: Tensor | None, kind: int, n: int, k: int, group: int,
-    half_scales: bool, offset: str,
+    ids: Tensor, dtype: torch.dtype, data: Tensor, kind: int, n: int, k: int, group: int, half_scales: bool, offset: str
 ) -> Tensor:  # fmt: skip
-    """rows[..., K] of the table in `dtype`. The arguments after dtype are the `arguments` of an int8 Pack.
+    """rows[..., K] of the table in `dtype`. After dtype come the `arguments` of an int8 Pack.
 
     ids[...] int32 or int64 in 0..N-1, else IndexError.
     """
-    args = (ids, dtype, data, bias, kind, n, k, group, half_scales, offset)
-    result = dispatch.run("packed_embedding", embedding_spec, data.device, args)
-    assert isinstance(result, Tensor)
-    return result
+    args = (ids, dtype, data, kind, n, k, group, half_scales, offset)
+    y: Tensor = dispatch.run("packed_embedding", embedding_spec, data.device, args)
+    return y
 
 
 @packed_embedding.register_fake
 def _fake_embedding(
-    ids: Tensor, dtype: torch.dtype, data: Tensor, bias: Tensor | None, kind: int, n: int, k: int, group: int,
-    half_scales: bool, offset: str,
+    ids: Tensor, dtype: torch.dtype, data: Tensor, kind: int, n: int, k: int, group: int, half_scales: bool, offset: str
 ) -> Tensor:  # fmt: skip
     return data.new_empty((*ids.shape, k), dtype=dtype)
 
@@ -185,9 +196,9 @@ def _packed(make: Any) -> Any:
         args = make(generator, dtype, device)
         if len(args) == 4:
             x, q, scale, bias = args
-            return x, *arguments(cpu_pack.pack_int8(q, scale), bias)
+            return x, *Pack.pack(q, scale, bits=8).arguments(), bias
         x, q, scale, offset, bias = args
-        return x, *arguments(cpu_pack.pack_int4(q, scale, offset), bias)
+        return x, *Pack.pack(q, scale, offset, bits=4).arguments(), bias
 
     return packed
 
@@ -210,14 +221,17 @@ def embedding_cases() -> list[Case]:
     def packed(make: Any) -> Any:
         def made(generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
             ids, q, scale, wanted = make(generator, dtype, device)
-            return ids, wanted, *arguments(cpu_pack.pack_int8(q, scale))
+            return ids, wanted, *Pack.pack(q, scale, bits=8).arguments()
 
         return made
 
     return [Case(case.id, packed(case.make)) for case in int8_embedding.cases() if _fits(case)]
 
 
-LINEAR = {"cpu": Implementation(_cpu, _why_not), "torch": Implementation(_torch, _torch_why_not)}
+LINEAR = {
+    "cpu": Implementation(_cpu, _why_not),
+    "torch": Implementation(_torch, _torch_why_not),
+}
 EMBEDDING = {
     "cpu": Implementation(_cpu_embedding, _why_not),
     "torch": Implementation(_torch_embedding, _torch_why_not),

@@ -20,8 +20,9 @@ from torch.nn import functional
 
 from accelpatch.device import Device
 from accelpatch.kernels import dispatch
-from accelpatch.kernels.dispatch import FLOATS, Case, Implementation, Kernel, Spec, require
+from accelpatch.kernels.dispatch import FLOATS, require
 from accelpatch.kernels.operation import operation
+from accelpatch.kernels.spec import Case, Implementation, Kernel, Spec
 from accelpatch.kernels.triton import launch
 
 LONGEST = 32768  # elements of a row that one Triton program holds
@@ -135,9 +136,8 @@ def rmsnorm(x: Tensor, weight: Tensor, eps: float, plus_one: bool) -> Tensor:
 
     y has the promoted dtype of x and weight (x's own where plus_one). Raises KernelError for arguments that do not fit.
     """
-    result = dispatch.run("rmsnorm", spec, x.device, (x, weight, eps, plus_one))
-    assert isinstance(result, Tensor)
-    return result
+    y: Tensor = dispatch.run("rmsnorm", spec, x.device, (x, weight, eps, plus_one))
+    return y
 
 
 @rmsnorm.register_fake
@@ -173,9 +173,8 @@ def rmsnorm_add(x: Tensor, residual: Tensor, weight: Tensor, eps: float, plus_on
     x and residual have one shape. Raises KernelError for arguments that do not fit.
     """
     args = (x, residual, weight, eps, plus_one)
-    result = dispatch.run("rmsnorm_add", spec_add, x.device, args)
-    assert isinstance(result, Tensor)
-    return result
+    y: Tensor = dispatch.run("rmsnorm_add", spec_add, x.device, args)
+    return y
 
 
 @rmsnorm_add.register_fake

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from accelpatch.device import Device
 from accelpatch.kernels import dispatch
-from accelpatch.kernels.dispatch import FLOATS, Case, Implementation, Kernel, Spec, require
+from accelpatch.kernels.dispatch import FLOATS, require
 from accelpatch.kernels.operation import operation
+from accelpatch.kernels.spec import Case, Implementation, Kernel, Spec
 from accelpatch.kernels.triton import launch
 
 

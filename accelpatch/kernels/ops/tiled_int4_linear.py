@@ -15,13 +15,14 @@ from torch.nn import functional
 
 from accelpatch.device import KIB, Device, probe
 from accelpatch.kernels import dispatch
-from accelpatch.kernels.dispatch import Case, Implementation, Kernel, Spec, require
+from accelpatch.kernels.dispatch import require
 from accelpatch.kernels.hip import binding
 from accelpatch.kernels.layouts import int4_tiles
 from accelpatch.kernels.layouts.int4_tiles import Tiles
 from accelpatch.kernels.layouts.tiling import TILE_ROWS, TILE_VALUES
 from accelpatch.kernels.operation import operation
 from accelpatch.kernels.ops import int4_linear, linear
+from accelpatch.kernels.spec import Case, Implementation, Kernel, Spec
 from accelpatch.kernels.triton import launch
 
 OP = "tiled_int4_linear"
@@ -84,26 +85,60 @@ def of_shape(
 
 
 def why_not(spec: Spec, device: Device) -> str | None:
-    """Why `by_hip` cannot run a spec; None where it can."""
+    """Why `by_hip` cannot run a spec; None where it can. For 9 to 64 rows it serves where Triton cannot."""
+    most = binding.MAX_ROWS if triton_why_not(spec, device) else binding.MAX_GEMV_ROWS
+    return _unfit(spec, device) or linear.too_many_rows(spec, most)
+
+
+def _unfit(spec: Spec, device: Device) -> str | None:
     assert spec.group_size is not None
     return int4_tiles.unfit(spec.sizes["K"], spec.group_size, spec.scale_dtype) or binding.why_not(spec, device)
 
 
 def by_hip(x: Tensor, *args: Any) -> Tensor:
-    """The implementation `hip`: its own kernels up to 8 (or 64) rows of x; for more, Triton's if available, else torch.
+    """The implementation `hip`: reads the weight once per 8 rows of x.
 
     A gate or up in interleaved tiles computes the other's columns too, and drops them.
     """
+    return _in_order(x, args, "gemv_int4")
+
+
+def gemm_why_not(spec: Spec, device: Device) -> str | None:
+    """Why `by_hip_gemm` cannot run a spec: it serves 9 to 64 rows on Hopper and later, for groups of 128 or more.
+
+    Without clusters a narrow weight has too few blocks.
+    """
+    m, k, group = spec.sizes["M"], spec.sizes["K"], spec.group_size
+    if reason := _unfit(spec, device) or linear.too_many_rows(spec, binding.MAX_ROWS):
+        return reason
+    if m <= binding.MAX_GEMV_ROWS:
+        return f"{m} rows are fewer than the {binding.MAX_GEMV_ROWS + 1} from which it is faster"
+    if device.facts is None or not device.facts.clusters or device.facts.block_shared < GEMM_SHARED:
+        return f"it needs clusters and {GEMM_SHARED // KIB} KiB of shared memory a block, which {device.arch} has not"
+    if group is None or group < TILE_VALUES:
+        return f"groups of {group} are smaller than {TILE_VALUES}"
+    aligned = k % 8 == 0 and spec.options.get("aligned", True)
+    return None if aligned else f"rows of x do not begin at multiples of 16 bytes (K = {k})"
+
+
+def by_hip_gemm(x: Tensor, *args: Any) -> Tensor:
+    """The implementation `hip_gemm`: one launch of the GEMM of floats (int4_gemm.hip)."""
+    return _in_order(x, args, "int4_gemm")
+
+
+def _in_order(x: Tensor, args: tuple[Any, ...], function: str) -> Tensor:
     *rest, bias = args
     tiles = Tiles(*rest)
-    m = x.numel() // tiles.k
-    if gemm_fits(x, tiles):
-        return int4_tiles.in_order(launched(x, tiles, int4_tiles.in_tiles(bias, tiles.part), "int4_gemm"), tiles.part)
-    if m > binding.MAX_GEMV_ROWS and launch.why_not(probe(x.device), x.dtype) is None:
-        return by_triton(x, *args)
-    if m > binding.MAX_ROWS:
-        return by_torch(x, *args)
-    return int4_tiles.in_order(launched(x, tiles, int4_tiles.in_tiles(bias, tiles.part), "gemv_int4"), tiles.part)
+    return int4_tiles.in_order(launched(x, tiles, int4_tiles.in_tiles(bias, tiles.part), function), tiles.part)
+
+
+def facts(x: Tensor, *tiles: Any) -> dispatch.Facts:
+    """Whether rows of x are aligned to 16 bytes (those with gaps are copied), which `by_hip_gemm` depends on."""
+    m = x.shape[:-1].numel()
+    if not binding.MAX_GEMV_ROWS < m <= binding.MAX_ROWS:
+        return ()
+    rows = x.reshape(m, x.shape[-1])
+    return (("aligned", rows.stride(1) != 1 or (rows.data_ptr() % 16 == 0 and rows.stride(0) % 8 == 0)),)
 
 
 def launched(x: Tensor, tiles: Tiles, bias: Tensor | None, function: str, activation: str = "none") -> Tensor:
@@ -112,21 +147,11 @@ def launched(x: Tensor, tiles: Tiles, bias: Tensor | None, function: str, activa
 
 
 def gated_many(x: Tensor, tiles: Tiles, bias: Tensor | None) -> Tensor:
-    """silu(gate) * up for tiles of part "both", where `gemm_fits`; bias[2 N] in the order of the weight's rows."""
-    return launched(x, tiles, bias, "int4_gemm", "silu_gate")
+    """silu(gate) * up for tiles of part "both", where `by_hip_gemm` can run.
 
-
-def gemm_fits(x: Tensor, tiles: Tiles) -> bool:
-    """Whether one launch serves 9 to 64 rows: on Hopper and later, for groups of 128 or more.
-
-    Without clusters a narrow weight has too few blocks.
+    bias[2 N] is in the order of the weight's rows.
     """
-    m, facts = x.numel() // tiles.k, probe(x.device).facts
-    if not binding.MAX_GEMV_ROWS < m <= binding.MAX_ROWS or facts is None:
-        return False
-    rows = x.reshape(m, tiles.k)
-    aligned = tiles.k % 8 == 0 and (rows.stride(1) != 1 or (rows.data_ptr() % 16 == 0 and rows.stride(0) % 8 == 0))
-    return facts.clusters and facts.block_shared >= GEMM_SHARED and aligned and tiles.group >= TILE_VALUES
+    return launched(x, tiles, bias, "int4_gemm", "silu_gate")
 
 
 def triton_why_not(spec: Spec, device: Device) -> str | None:
@@ -173,9 +198,8 @@ def tiled_int4_linear(
     Raises KernelError for arguments that do not fit together.
     """
     args = (x, w, scale, offset, n, k, group, kind, part, bias)
-    result = dispatch.run(OP, spec, x.device, args)
-    assert isinstance(result, Tensor)
-    return result
+    y: Tensor = dispatch.run(OP, spec, x.device, args, facts(x))
+    return y
 
 
 @tiled_int4_linear.register_fake
@@ -218,6 +242,7 @@ def _fits(size: tuple[int, int, int, int, bool]) -> bool:
 
 
 IMPLEMENTATIONS = {
+    "hip_gemm": Implementation(by_hip_gemm, gemm_why_not),
     "hip": Implementation(by_hip, why_not),
     "triton": Implementation(by_triton, triton_why_not),
     "torch": Implementation(by_torch, dispatch.anywhere),

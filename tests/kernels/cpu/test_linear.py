@@ -16,10 +16,9 @@ from accelpatch.device import probe
 from accelpatch.errors import KernelError
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.build import libraries
-from accelpatch.kernels.cpu import native_library
-from accelpatch.kernels.layouts import cpu_pack
+from accelpatch.kernels.cpu import linear, native_library
+from accelpatch.kernels.layouts.cpu_pack import Pack
 from accelpatch.kernels.ops import packed_linear
-from accelpatch.kernels.ops.packed_linear import arguments
 from accelpatch.quant import int4, int8
 from tests.support.parity import DTYPES, assert_parity, name, strided
 
@@ -72,8 +71,8 @@ def canonical(format_: str, m: int, n: int, k: int, dtype: torch.dtype = torch.f
     return x, q, scale, offset, bias
 
 
-def packed(format_: str, q: Tensor, scale: Tensor, offset: Tensor | None) -> cpu_pack.Pack:
-    return cpu_pack.pack_int8(q, scale) if "int8" in format_ else cpu_pack.pack_int4(q, scale, offset)
+def packed(format_: str, q: Tensor, scale: Tensor, offset: Tensor | None) -> Pack:
+    return Pack.pack(q, scale, offset, bits=8 if "int8" in format_ else 4)
 
 
 def operands(
@@ -81,7 +80,7 @@ def operands(
 ) -> tuple[str, tuple[Any, ...]]:
     """(op, arguments with the pack among them)."""
     x, q, scale, offset, bias = canonical(format_, m, n, k, dtype, seed)
-    return "packed_linear", (x, *arguments(packed(format_, q, scale, offset), bias))
+    return "packed_linear", (x, *packed(format_, q, scale, offset).arguments(), bias)
 
 
 def size_for(format_: str, m: int, n: int, k: int) -> tuple[int, int, int]:
@@ -129,7 +128,7 @@ def test_strided_offset_view(isa: str, format_: str) -> None:
 @pytest.mark.parametrize("magnitude", [1e-42, 1e-30, 1e-6, 1e6, 1e30], ids=str)
 def test_any_magnitude(isa: str, format_: str, magnitude: float) -> None:
     op, (x, *rest) = operands(format_, *size_for(format_, 3, 40, 320))
-    rest[1].zero_()  # the bias would hide it
+    rest[-1].zero_()  # the bias would hide it
     assert_parity(op, (x * magnitude, *rest), "cpu")
 
 
@@ -155,7 +154,7 @@ def test_pack_is_invertible(format_: str) -> None:
     for size in SIZES:
         _, q, scale, offset, _ = canonical(format_, *size_for(format_, *size))
         made = packed(format_, q, scale, offset)
-        back = cpu_pack.unpack(made)
+        back = made.unpack()
         assert torch.equal(back[0], q)
         assert torch.equal(back[1], scale.float())
         assert (back[2] is None) == (offset is None)
@@ -225,7 +224,7 @@ def test_foreign_pack_is_refused() -> None:
 
 @pytest.mark.parametrize("group, offset, words", [(48, "none", "multiple of 32"), (64, "zero_point", "zero points")])
 def test_what_has_no_pack(group: int, offset: str, words: str) -> None:
-    assert words in str(cpu_pack.why_not(16, 192, group, offset))
+    assert words in str(Pack.why_not(16, 192, group, offset))
 
 
 @pytest.mark.parametrize("k", [64, 102, 192, 200, 513, 1088])
@@ -235,24 +234,24 @@ def test_panels_multiply_the_rows_that_gather_gives(format_: str, k: int) -> Non
     for n in (37, 64, 9):
         x, q, scale, offset, bias = canonical(format_, *size_for(format_, 37, n, k))
         made = replace(packed(format_, q, scale, offset), bias=bias)
-        weight = cpu_pack.gather(made, torch.arange(n)).double()
+        weight = linear.gather(made, torch.arange(n)).double()
         for m in (0, 1, 11, 12, 37):
             rows = torch.cat([x, x], dim=1)[:m, : x.shape[1]]  # with gaps between them
             due = rows.double() @ weight.t() + bias.double()
-            torch.testing.assert_close(cpu_pack.by_panels(rows, made).double(), due, rtol=1e-5, atol=2e-5)
+            torch.testing.assert_close(linear.by_panels(rows, made).double(), due, rtol=1e-5, atol=2e-5)
     with pytest.raises(KernelError):
-        cpu_pack.by_panels(x[:, 1:], made)
+        linear.by_panels(x[:, 1:], made)
 
 
 def test_gather_is_what_torch_dequantises() -> None:
     _, q, scale, offset, _ = canonical("int4-minimum64", 1, 37, 192)
-    made = cpu_pack.pack_int4(q, scale, offset)
-    rows = cpu_pack.gather(made, torch.tensor([36, 0, 17]))
+    made = Pack.pack(q, scale, offset, bits=4)
+    rows = linear.gather(made, torch.tensor([36, 0, 17]))
     eye = torch.eye(192)
     due = dispatch.kernel("int4_linear").reference(eye, q, scale, offset).t()[[36, 0, 17]]
     assert torch.equal(rows, due)
     with pytest.raises(KernelError):
-        cpu_pack.gather(made, torch.tensor([37]))
+        linear.gather(made, torch.tensor([37]))
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
@@ -260,10 +259,10 @@ def test_both_products_of_many_rows_give_the_same_numbers(kind: str, monkeypatch
     generator = torch.Generator().manual_seed(0)
     w, x, bias = (torch.randn(size, generator=generator) for size in ((70, 128), (20, 128), (70,)))
     weight = int8.quantize(w, group_size=64) if kind == "int8" else int4.quantize(w, group_size=64)
-    pack = cpu_pack.pack_int8(*weight[:2]) if kind == "int8" else cpu_pack.pack_int4(*weight)
+    pack = Pack.pack(*weight, bits=8 if kind == "int8" else 4)
     results = []
     for rows in (1 << 40, 1):
         monkeypatch.setitem(packed_linear.PANELS, native_library.isa(), rows)
-        results.append(packed_linear.packed_linear(x, *packed_linear.arguments(pack, bias)))
+        results.append(packed_linear.packed_linear(x, *pack.arguments(), bias))
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
     assert not torch.equal(*results)  # they are two products

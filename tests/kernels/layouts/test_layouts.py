@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
+from accelpatch.device import probe
+from accelpatch.errors import KernelError
+from accelpatch.kernels.cpu import native_library
 from accelpatch.kernels.layouts.compact_tiles import CompactTiles
+from accelpatch.kernels.layouts.cpu_pack import Pack
 from accelpatch.kernels.layouts.int4_tiles import Tiles
 from accelpatch.kernels.layouts.layout import WeightArguments
 from accelpatch.kernels.layouts.row_major import Fp8Rows, Int8Rows, Plain
+from accelpatch.kernels.operation import Operation
 from accelpatch.kernels.ops import by_layout
 from accelpatch.kernels.ops.by_layout import LINEARS, LinearOf
 from accelpatch.kernels.ops.fused_linear import FusedLinear
@@ -34,6 +40,13 @@ def made(name: str, seed: int = 0) -> Any:
     if name == "fp8":
         q, scale, _ = fp8.quantize(weight)
         return Fp8Rows.pack(q, scale)
+    if name == "cpu-float32":
+        return Pack.dense(weight)
+    if name == "cpu-int8":
+        q, scale, _ = int8.quantize(weight, group_size=128)
+        return Pack.pack(q, scale, bits=8)
+    if name == "cpu-int4":
+        return Pack.pack(*int4.quantize(weight, group_size=64), bits=4)
     return CompactTiles.pack(weight.bfloat16())
 
 
@@ -42,19 +55,26 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 NAMES = ("plain", "int8", "fp8", "int4", "compact")
+NO_LIBRARY = native_library.why_not(probe("cpu"))
+needs_library = pytest.mark.skipif(NO_LIBRARY is not None, reason=f"no native library: {NO_LIBRARY}")
+PACKS = [pytest.param(name, marks=needs_library) for name in ("cpu-float32", "cpu-int8", "cpu-int4")]
+TILED = ("int4", "compact", *PACKS[1:])
 
 
 def tensors(weight: Any) -> list[Tensor]:
     return [one for one in weight.arguments() if isinstance(one, Tensor)]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *PACKS])
 def test_pack_and_unpack(name: str) -> None:
     weight = made(name)
     assert (weight.n, weight.k, weight.part) == (N, K, "all")
     assert weight.nbytes == sum(one.nbytes for one in tensors(weight))
     packed = weight.unpack()
-    again = type(weight).pack(*(packed if isinstance(packed, tuple) else (packed,)))
+    if name.startswith("cpu"):
+        again = Pack.dense(packed) if name == "cpu-float32" else Pack.pack(*packed, bits=int(name[-1]))
+    else:
+        again = type(weight).pack(*(packed if isinstance(packed, tuple) else (packed,)))
     assert all(torch.equal(bits(a), bits(b)) for a, b in zip(tensors(weight), tensors(again), strict=True))
 
 
@@ -76,6 +96,89 @@ def test_concatenated_rows_are_one_weight(name: str) -> None:
     assert second.w.untyped_storage().data_ptr() == both.w.untyped_storage().data_ptr(), "the parts are views"
 
 
+@pytest.mark.parametrize("name", PACKS)
+def test_concatenated_packs_are_one_weight(name: str) -> None:
+    """Not views of it: a native step holds their addresses."""
+    parts = [replace(made(name, seed), bias=torch.randn(N)) for seed in (0, 1)]
+    both = Pack.concat(parts)
+    assert (both.n, both.format) == (2 * N, parts[0].format)
+    assert both.data.data_ptr() % 64 == 0
+    x = torch.randn(3, K, generator=torch.Generator().manual_seed(2))
+    run = LINEARS[Pack].operation
+    assert torch.equal(
+        run(x, *both.arguments(), both.bias), torch.cat([run(x, *p.arguments(), p.bias) for p in parts], 1)
+    )
+    block = Pack.in_one_block([*parts, both])
+    starts = [pack.data.data_ptr() - block[0].data.data_ptr() for pack in block]
+    sizes = [-(-pack.data.nbytes // 64) * 64 for pack in block]
+    assert starts == [0, sizes[0], sizes[0] + sizes[1]]
+    assert all(torch.equal(one.data, old.data) for one, old in zip(block, [*parts, both], strict=True))
+
+
+@needs_library
+def test_a_pack_runs_in_a_fused_layer() -> None:
+    weight, bias, x = made("cpu-int8"), torch.randn(N), torch.randn(3, K)
+    assert torch.equal(FusedLinear(weight, bias)(x), LINEARS[Pack].operation(x, *weight.arguments(), bias))
+
+
+def split_parts(name: str) -> tuple[list[Any], Any]:
+    parts = [made(name, seed) for seed in range(3)]
+    if name == "compact":
+        parts = CompactTiles.alike(parts)
+    if name.startswith("cpu"):
+        parts = [replace(part, bias=torch.randn(N)) for part in parts]
+    return parts, type(parts[0]).concat(parts)
+
+
+@pytest.mark.parametrize("name", [*NAMES, *PACKS])
+def test_split_is_the_inverse_of_concat(name: str) -> None:
+    parts, whole = split_parts(name)
+    found = whole.split([N] * 3)
+    for one, due in zip(found, parts, strict=True):
+        assert (type(one), one.n, one.k, one.format) == (type(due), N, K, due.format)
+        assert all(torch.equal(bits(a), bits(b)) for a, b in zip(tensors(one), tensors(due), strict=True))
+    if name.startswith("cpu"):
+        assert all(torch.equal(one.bias, due.bias) for one, due in zip(found, parts, strict=True))
+    assert found[1].w.untyped_storage().data_ptr() == whole.w.untyped_storage().data_ptr(), "views"
+    uneven = whole.split([16, 48, 32])
+    assert [one.n for one in uneven] == [16, 48, 32]
+    again = type(whole).concat(uneven)
+    assert all(torch.equal(bits(a), bits(b)) for a, b in zip(tensors(again), tensors(whole), strict=True))
+
+
+@needs_library
+def test_parts_of_a_pack_that_are_not_aligned_are_copied() -> None:
+    """Three groups with float16 scales: a block of 16 rows has 32 bytes more than a multiple of 64."""
+    q = torch.randint(-127, 128, (32, 96), dtype=torch.int8)
+    whole = Pack.pack(q, (torch.rand(32, 3) / 100).half(), bits=8)
+    assert whole.data.numel() // 2 % 64 == 32
+    for one, rows in zip(whole.split([16, 16]), q.chunk(2), strict=True):
+        assert one.data.data_ptr() % 64 == 0
+        assert torch.equal(one.unpack()[0], rows)
+
+
+@pytest.mark.parametrize("name", [*NAMES, *PACKS])
+def test_parts_that_do_not_make_up_the_weight_are_refused(name: str) -> None:
+    weight = made(name)
+    for rows in ([16], [16, 32], [32, 0], []):
+        assert "do not make up 32" in str(weight.why_not_split(rows))
+        with pytest.raises(KernelError, match="do not make up 32"):
+            weight.split(rows)
+    assert weight.why_not_split([16, 16]) is None
+
+
+@pytest.mark.parametrize("name", TILED)
+def test_tiles_are_not_cut(name: str) -> None:
+    with pytest.raises(KernelError, match="not multiples of 16"):
+        made(name).split([8, 24])
+
+
+@pytest.mark.parametrize("name", ["int4", "compact"])
+def test_interleaved_tiles_are_not_split(name: str) -> None:
+    with pytest.raises(KernelError, match="interleaved"):
+        made(name).pair().split([16, 16])
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_launch_arguments(name: str) -> None:
     weight = made(name)
@@ -85,8 +188,8 @@ def test_launch_arguments(name: str) -> None:
 
 
 def test_weights_of_other_formats_differ() -> None:
-    formats = [made(name).format for name in NAMES]
-    assert len(set(formats)) == len(NAMES)
+    names = [*NAMES, *([] if NO_LIBRARY else ["cpu-float32", "cpu-int8", "cpu-int4"])]
+    assert len({made(name).format for name in names}) == len(names)
     q, scale, offset = int4.quantize(torch.randn(N, K), group_size=64)
     assert Tiles.pack(q, scale.half(), offset).format != made("int4").format
 
@@ -129,7 +232,7 @@ def test_a_layout_of_ones_own_is_a_class_and_a_row(monkeypatch: pytest.MonkeyPat
     def linear(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
         return torch.nn.functional.linear(x, w * 2, bias)
 
-    monkeypatch.setitem(by_layout.LINEARS, Halved, LinearOf(linear, linear))  # type: ignore[arg-type]
+    monkeypatch.setitem(by_layout.LINEARS, Halved, LinearOf(Operation("halved_linear", linear)))  # type: ignore[arg-type]
     w, bias, x = torch.randn(N, K), torch.randn(N), torch.randn(5, K)
     layer = FusedLinear(Halved(w / 2), bias)
     expected = torch.nn.functional.linear(x, w, bias)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -25,10 +27,11 @@ def test_slices_of_a_weight(device: str, part: str, monkeypatch: pytest.MonkeyPa
     x = torch.randn(70, 100, generator=generator).bfloat16().to(device)
     bias = torch.randn(tiles.n, generator=generator).bfloat16().to(device)
     made = []
-    unpacked = compact_linear.unpacked
+    unpacked, run = (CompactTiles.unpack, "torch") if device == "cpu" else (compact_linear.unpacked, "hip_unpack")
+    where: Any = CompactTiles if device == "cpu" else compact_linear
     monkeypatch.setattr(compact_linear, "BLOCK", 3 * 16 * 100)
-    monkeypatch.setattr(compact_linear, "unpacked", lambda tiles: made.append(tiles.n) or unpacked(tiles))
-    assert_parity("compact_linear", (x, *tiles, bias), "torch")
+    monkeypatch.setattr(where, unpacked.__name__, lambda tiles: made.append(tiles.n) or unpacked(tiles))
+    assert_parity("compact_linear", (x, *tiles, bias), run)
     assert made[:4] == [48, 48, 48, 16]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +16,6 @@ from accelpatch.kernels.hip import binding
 from accelpatch.kernels.layouts.int4_tiles import Tiles
 from accelpatch.kernels.layouts.layout import WeightArguments
 from accelpatch.kernels.ops import tiled_int4_linear
-from accelpatch.kernels.ops.tiled_int4_linear import gemm_fits
 from tests.kernels.hip.simt_emulator import COMPILER, compiled
 from tests.support.gemv_reference import reference
 from tests.support.interpreted import DEVICE
@@ -34,13 +34,14 @@ from tests.support.interpreted import DEVICE
         ("gfx942", 256, 128, 0, False),
     ],
 )
-def test_takes_many(arch: str, k: int, group: int, cut: int, takes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_takes_many(arch: str, k: int, group: int, cut: int, takes: bool) -> None:
     """cut: values of x before each row that is given."""
     q, scale = torch.zeros(16, k // 2, dtype=torch.int8), torch.ones(16, k // group, dtype=torch.float16)
-    monkeypatch.setattr(tiled_int4_linear, "probe", lambda device: KNOWN[arch])
     x = torch.zeros(65, cut + k, dtype=torch.bfloat16)[:, cut:]
     tiles = Tiles.pack(q, scale, None)
-    assert [gemm_fits(x[:m], tiles) for m in (8, 9, 64, 65)] == [False, takes, takes, False]
+    for m, due in ((8, False), (9, takes), (64, takes), (65, False)):
+        asked = replace(tiled_int4_linear.spec(x[:m], *tiles, None), options=dict(tiled_int4_linear.facts(x[:m])))
+        assert (tiled_int4_linear.gemm_why_not(asked, KNOWN[arch]) is None) == due
 
 
 @pytest.fixture
@@ -57,7 +58,6 @@ def launched(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathF
         binding.check(entry(ctypes.byref(args), binding.DTYPES.index(x.dtype), weight.form, None), weight.function)
 
     monkeypatch.setattr(binding, "_start", start)
-    monkeypatch.setattr(tiled_int4_linear, "probe", lambda device: KNOWN["sm_90"])
     return names
 
 
@@ -76,7 +76,7 @@ def test_the_operation(part: str, dtype: torch.dtype, launched: list[str]) -> No
         tiles = tiles if part == "both" else tiles._replace(n=48, part=part)
     x = torch.randn(2, 7, 264, generator=generator).to(dtype)[..., 8:]
     args = (x, *tiles, torch.randn(tiles.n, generator=generator).to(dtype))
-    y = tiled_int4_linear.by_hip(*args)
+    y = tiled_int4_linear.by_hip_gemm(*args)
     assert launched == ["int4_gemm"]
     wide, bias = tiled_int4_linear.dense(torch.float64, *args[1:])
     right = functional.linear(x.double(), wide, None if bias is None else bias.double())

@@ -14,16 +14,16 @@ from accelpatch.device import probe
 from accelpatch.errors import KernelError
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.check import parity
-from accelpatch.kernels.layouts import cpu_pack
 from accelpatch.kernels.layouts.compact_tiles import CompactTiles
+from accelpatch.kernels.layouts.cpu_pack import Pack
 from accelpatch.kernels.layouts.int4_tiles import Tiles
 from accelpatch.kernels.layouts.row_major import FP8
-from accelpatch.kernels.ops.packed_linear import arguments
+from accelpatch.kernels.spec import Case
 from accelpatch.quant import int4, int8
 from tests.support.parity import DTYPES, assert_parity, bits, name, strided, transposed
 
 CPU = torch.device("cpu")
-OPS = tuple(dispatch.TABLE)
+OPS = tuple(op for op in dispatch.TABLE if dispatch.kernel(op).registered)
 CASES = [(op, case) for op in OPS for case in dispatch.kernel(op).cases()]
 M = (0, 1, 2, 7, 129)
 PRODUCTS = ("gemv", "compact_linear", "int8_linear", "int4_linear", "tiled_int4_linear", "fp8_linear")
@@ -39,7 +39,7 @@ def viewed(args: tuple[Any, ...], view: Any) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name)
 @pytest.mark.parametrize("op, case", CASES, ids=[f"{op}-{case.id}" for op, case in CASES])
-def test_float_rule(op: str, case: dispatch.Case, dtype: torch.dtype) -> None:
+def test_float_rule(op: str, case: Case, dtype: torch.dtype) -> None:
     assert_parity(op, case.make(torch.Generator().manual_seed(7), dtype, CPU))
 
 
@@ -57,12 +57,13 @@ def random_pack(op: str, rng: random.Random, generator: torch.Generator, dtype: 
     m, n, k, group = rng.choice(M), rng.randint(1, 70), 32 * rng.randint(1, 9), rng.choice((32, None))
     w = torch.randn(n, k, generator=generator)
     if op == "packed_embedding":
-        pack = cpu_pack.pack_int8(*int8.quantize(w, group_size=group)[:2])
-        return torch.randint(0, n, (m, 3), generator=generator), dtype, *arguments(pack)
+        pack = Pack.pack(*int8.quantize(w, group_size=group)[:2], bits=8)
+        return torch.randint(0, n, (m, 3), generator=generator), dtype, *pack.arguments()
     x, bias = torch.randn(m, k, generator=generator).to(dtype), torch.randn(n, generator=generator).to(dtype)
     if rng.random() < 0.5:
-        return x, *arguments(cpu_pack.pack_int8(*int8.quantize(w, group_size=group)[:2]), bias)
-    return x, *arguments(cpu_pack.pack_int4(*int4.quantize(w, group_size=32, symmetric=rng.random() < 0.5)))
+        return x, *Pack.pack(*int8.quantize(w, group_size=group)[:2], bits=8).arguments(), bias
+    pack = Pack.pack(*int4.quantize(w, group_size=32, symmetric=rng.random() < 0.5), bits=4)
+    return x, *pack.arguments(), None
 
 
 def random_tiles(rng: random.Random, generator: torch.Generator, dtype: torch.dtype) -> tuple[Any, ...]:

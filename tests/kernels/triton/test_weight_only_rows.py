@@ -133,14 +133,18 @@ class TestSpecials:
 def test_where_floats_take_this_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gemv.launch, "why_not", lambda device, *dtypes: None)
     x, w = torch.zeros(65, 256, dtype=torch.bfloat16), torch.zeros(2048, 256, dtype=torch.bfloat16)
+
+    def fits(x: Tensor, w: Tensor, arch: str = "sm_90") -> bool:
+        made = gemv.spec(x, w)
+        made = replace(made, options=dict(gemv.facts(x, w)))
+        return gemv.triton_why_not(made, replace(KNOWN["sm_90"], arch=arch)) is None
+
     for arch, takes in (("sm_90", True), ("sm_90a", True), ("sm_100", False), ("gfx942", False)):
-        monkeypatch.setattr(gemv, "probe", lambda where, arch=arch: replace(KNOWN["sm_90"], arch=arch))
-        assert [gemv.gemm_fits(x[:m], w) for m in (8, 9, 64, 65)] == [False, takes, takes, False]
-        assert not gemv.gemm_fits(x[:9].float(), w.float())
-        assert not gemv.gemm_fits(x[:9], w.float())
-        assert not gemv.gemm_fits(x[:9], w[:2047])
-        assert not gemv.gemm_fits(x[:9, :192], w[:, :192].contiguous())
-        assert not gemv.gemm_fits(x[:9, :128], w[:, :128])  # rows with gaps
+        assert [fits(x[:m], w, arch) for m in (8, 9, 64, 65)] == [False, takes, takes, False]
+    assert not fits(x[:9].float(), w.float())
+    assert not fits(x[:9], w[:2047])
+    assert not fits(x[:9, :192], w[:, :192].contiguous())
+    assert not fits(x[:9, :128], w[:, :128])  # rows with gaps
 
 
 class TestWays:
@@ -149,12 +153,14 @@ class TestWays:
     pytestmark = marks
 
     def test_a_product_and_its_gate(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(gemv, "gemm_fits", lambda x, w: True)
+        for way, one in gemv.IMPLEMENTATIONS.items():
+            only = replace(one, why_not=lambda spec, device, way=way: None if way == "triton" else "not here")
+            monkeypatch.setitem(gemv.IMPLEMENTATIONS, way, only)
         x, w, bias = operands(20, 66, 256, DTYPES[0])
         w = w.to(x.dtype)
         product = FusedLinear(Plain(w), bias)
-        assert torch.equal(bits(product.large_m(x, "silu")), bits(gemv.by_gemm(x, w, bias, gate=True)))
-        assert torch.equal(bits(gemv.by_hip(x, w, bias)), bits(gemv.by_gemm(x, w, bias)))
+        assert torch.equal(bits(product.large_m(x, "silu")), bits(gemv.by_triton(x, w, bias, gate=True)))
+        assert torch.equal(bits(gemv.gemv(x, w, bias)), bits(gemv.by_triton(x, w, bias)))
 
     @pytest.mark.parametrize("n, k", [(66, 256), (66, 2048)], ids=str)
     @pytest.mark.parametrize("kind", ["float", "gate", "int8", "int4"])
@@ -162,7 +168,7 @@ class TestWays:
         gap = torch.randn(2 * n, generator=torch.Generator().manual_seed(3)).to(DEVICE, DTYPES[0])[::2]
         if kind in ("float", "gate"):
             x, w, _ = operands(20, n, k, DTYPES[0])
-            found = [gemv.by_gemm(x, w.to(x.dtype), bias, kind == "gate") for bias in (gap, gap.contiguous())]
+            found = [gemv.by_triton(x, w.to(x.dtype), bias, kind == "gate") for bias in (gap, gap.contiguous())]
         else:
             op, make = ("int8_linear", int8_args) if kind == "int8" else ("tiled_int4_linear", int4_args)
             args = make(20, n, k, DTYPES[0])[:-1]
@@ -185,6 +191,6 @@ class TestFloats:
         wide[:, :k] = x
 
         with poisoned():
-            found = [gemv.by_gemm(given, w, beside, gate) for given in (x, wide[:, :k])]
+            found = [gemv.by_triton(given, w, beside, gate) for given in (x, wide[:, :k])]
         assert torch.equal(bits(found[0]), bits(found[1]))
         assert wrong(found[0], w, x, {"bias": beside, "activation": "silu_gate" if gate else "none"}) == ""

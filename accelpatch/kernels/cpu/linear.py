@@ -1,0 +1,49 @@
+"""Bindings of the native linear layers and the row gather over a Pack."""
+
+from __future__ import annotations
+
+from ctypes import byref
+
+import torch
+from torch import Tensor
+
+from accelpatch.errors import KernelError
+from accelpatch.kernels.cpu.native_library import DTYPES, PLAIN, check, native, pointer, threads
+from accelpatch.kernels.layouts.cpu_pack import Pack
+
+
+def linear(x: Tensor, pack: Pack) -> Tensor:
+    """y[..., N] = x[..., K] @ weight^T + bias in x's dtype (float32, bfloat16 or float16). x may have any strides."""
+    rows, stride = _rows(x, pack)
+    y, struct = torch.empty(*x.shape[:-1], pack.n, dtype=x.dtype, device="cpu"), pack.struct()
+    status = native().ap_linear_run(
+        byref(struct), pointer(rows), rows.shape[0], stride, pointer(y), pack.n, DTYPES[x.dtype], threads()
+    )
+    check(status, f"x of shape {list(x.shape)}")
+    return y
+
+
+def by_panels(x: Tensor, pack: Pack) -> Tensor:
+    """As `linear` in float32, for many rows: each weight is dequantised once for all of them."""
+    rows, stride = _rows(x.float(), pack)
+    y, struct = torch.empty(*x.shape[:-1], pack.n, **PLAIN), pack.struct()
+    status = native().ap_panels_run(byref(struct), pointer(rows), rows.shape[0], stride, pointer(y), pack.n, threads())
+    check(status, f"x of shape {list(x.shape)}")
+    return y.to(x.dtype)
+
+
+def _rows(x: Tensor, pack: Pack) -> tuple[Tensor, int]:
+    """x as rows that are each contiguous, and the stride between rows."""
+    if x.dtype not in DTYPES or x.shape[-1] != pack.k or x.device.type != "cpu":
+        raise KernelError(f"the CPU kernel takes float x[..., {pack.k}] on the CPU, not {x.dtype} {list(x.shape)}")
+    rows = x.reshape(-1, pack.k)
+    if rows.stride(1) != 1 or (rows.shape[0] > 1 and rows.stride(0) < pack.k):
+        rows = rows.contiguous()
+    return rows, max(rows.stride(0), pack.k)
+
+
+def gather(pack: Pack, ids: Tensor) -> Tensor:
+    """Rows ids[...] of the weight as float32 [..., K]. Raises KernelError for an id that is out of range."""
+    rows, flat, struct = torch.empty(*ids.shape, pack.k, **PLAIN), ids.to(torch.int64).contiguous(), pack.struct()
+    check(native().ap_gather(byref(struct), pointer(flat), flat.numel(), pointer(rows)), f"rows of a table of {pack.n}")
+    return rows
