@@ -165,7 +165,8 @@ def test_the_plan() -> None:
     """Line by line what the command above it prints, cut before the last column."""
     (line,) = [line for line in commands("accelpatch") if "plan smollm2" in line]
     shown = block_with("model.rotary_emb").splitlines()
-    printed = invoke(line).splitlines()[2:]
+    _, fused, _, *printed = invoke(line).splitlines()
+    assert f'"{fused}"' in README.replace("\n", " ")
     cut = shown[0].rindex("after") + len("after")
     cropped = [text if text.startswith("bytes") else text[:cut].rstrip() for text in printed]
     assert shown == cropped[: len(shown)]
