@@ -15,7 +15,7 @@ GATE := .venv/bin/python scripts/amd_gate.py --wheels .venv/gate \
 	&& PYTHONPATH=.venv/gate .venv/bin/python -W ignore scripts/triton_gate.py \
 	&& PYTHONPATH=.venv/gate TRITON_INTERPRET=1 .venv/bin/python -m pytest -q -n 2 -m "$(MARKED)" \
 		tests/kernels/triton tests/kernels/ops/test_decode_attention.py tests/kernels/ops/test_prompt_attention.py \
-		tests/kernels/ops/test_greedy.py tests/kernels/ops/test_step_end.py
+		tests/kernels/ops/test_greedy.py tests/kernels/ops/test_step_end.py tests/kernels/ops/test_query_key.py
 
 .PHONY: help run test test-all lint bench gate smoke force
 

@@ -30,6 +30,7 @@ from accelpatch.kernels.triton import (
     gemm,
     greedy,
     prompt_attention,
+    query_key,
     rmsnorm,
     rope,
     step_end,
@@ -142,6 +143,16 @@ BUILDS = {
             24,
         )
         for norms in (False, True)
+    },
+    **{
+        f"q and k {name}": Build(
+            query_key._prepare,
+            (*("*bf16",), "*i64", *("*bf16",) * 2, "*fp32", *("i32",) * 3, "fp32", "fp32"),
+            {"NORM": norms, "PAIRS": pairs, "SIZE": 128, "BLOCK": 2048},
+            query_key.WARPS,
+            160,
+        )
+        for name, norms, pairs in (("with norms", True, 0), ("interleaved", False, 32))
     },
     **{
         f"int8_linear, {block.tokens} tokens": Build(

@@ -38,6 +38,7 @@ TABLE: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "rotary_cos_sin": ("rope", ("triton", "torch")),
     "gated_activation": ("gated_activation", ("triton", "torch")),
     "decode_attention": ("decode_attention", ("hip", "triton", "torch")),
+    "prepare_query_key": ("query_key", ("triton", "torch")),
     "prompt_rotary": ("prompt_attention", ("triton", "torch")),
     "prompt_attention": ("prompt_attention", ("torch",)),
     "decode_step": ("decode_step", ("cpu",)),
