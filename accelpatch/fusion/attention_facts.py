@@ -10,7 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from accelpatch.fusion.cannot_fuse import CannotFuse
-from accelpatch.models.family import family_of_class
+from accelpatch.models.family import STATIC_ROPE, Rotary, family_of_class, form_of
+from accelpatch.modules.rotary import FusedRotaryEmbedding
 
 IMPLEMENTATIONS = ("eager", "sdpa", None)
 
@@ -34,6 +35,63 @@ def window(attention: Any) -> int:
     if hasattr(attention, "sliding_window") and not attention.sliding_window:
         return 0
     return int(getattr(attention.config, "sliding_window", None) or 0)
+
+
+def rotary_why_not(rotary: Any) -> str | None:
+    """Why a model's rotary embedding is not one that fused layers apply; None where it is."""
+    if isinstance(rotary, FusedRotaryEmbedding):
+        return None
+    family = family_of_class(rotary, "RotaryEmbedding")
+    if family is None or family.rotary is None or not family.rotary.wide:
+        return "its rotary embedding was not replaced"
+    kind = getattr(rotary, "rope_type", None)
+    return None if kind in STATIC_ROPE else f"its rope type is {kind}"
+
+
+def form_of_rotary(attention: Any) -> Rotary:
+    """The rotary embedding of an attention layer's family."""
+    family = family_of_class(attention, "Attention")
+    return Rotary() if family is None or family.rotary is None else family.rotary
+
+
+def applies_rotary(attention: Any) -> bool:
+    """Whether a layer applies the rotary embedding at all."""
+    name = form_of_rotary(attention).without
+    return name is None or bool(getattr(attention, name))
+
+
+def normed_over_all(attention: Any) -> bool:
+    """Whether q_norm and k_norm are over all heads of a token, not over each."""
+    family = family_of_class(attention, "Attention")
+    return family is not None and family.q_k_norm == "all" and hasattr(attention, "q_norm")
+
+
+def native_why_not(layer: Any, model: Any) -> str | None:
+    """Why a layer has a form that the native step does not compute; None where it has none."""
+    form, attention = form_of(layer), layer.self_attn
+    if form is None or form.attention_norm is None or form.mlp_norm is None or form.multiplier is not None:
+        return "its norms or its residual additions have another form than those of the native step"
+    if form_of_rotary(attention).interleaved or not applies_rotary(attention) or normed_over_all(attention):
+        return "its rotary embedding or the norms of q and k have another form than those of the native step"
+    if (embedding_multiplier(model), logit_divisor(model)) != (1.0, 1.0):
+        return "the native step has no multiplier of embeddings or logits"
+    return None
+
+
+def embedding_multiplier(model: Any) -> float:
+    """By what the model multiplies its embeddings."""
+    return _number(model, "embedding_multiplier")
+
+
+def logit_divisor(model: Any) -> float:
+    """By what the model divides its logits."""
+    return _number(model, "logit_divisor")
+
+
+def _number(model: Any, field: str) -> float:
+    family = family_of_class(model, "ForCausalLM")
+    name = None if family is None else getattr(family, field)
+    return 1.0 if name is None else float(getattr(model.config, name))
 
 
 def layer_type(attention: Any) -> str:

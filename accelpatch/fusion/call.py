@@ -16,7 +16,9 @@ Visible = Callable[[int], Tensor]
 
 
 class Call(Protocol):
-    """Positions, masks and the KV cache of one call, which runs layer after layer over M = B T rows."""
+    """Positions[B, T], masks and the KV cache of one call, which runs layer after layer over M = B T rows."""
+
+    positions: Tensor
 
     def form(self, layer: Any) -> Any:
         """The form of a FusedLayer that this call runs: with or without flags between its kernels."""

@@ -11,6 +11,7 @@ import functools
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from accelpatch.fusion.adapters import Adapted
@@ -19,22 +20,29 @@ from accelpatch.fusion.signals import without_signals
 from accelpatch.kernels.hip.binding import MAX_GEMV_ROWS, Signal
 from accelpatch.kernels.ops.attention_shape import AttentionShape
 from accelpatch.kernels.ops.fused_linear import FusedLinear, FusedNorm, normed
+from accelpatch.kernels.ops.query_key import QueryKey, prepare_query_key_
 
 
 @dataclass(frozen=True, eq=False)
 class FusedLayer:
-    """One decoder layer. after_attention, after_mlp: norms applied before the residual is added (Gemma), or None."""
+    """One decoder layer.
+
+    attention_norm, mlp_norm: before attention and MLP; after_attention, after_mlp: before the residual is added; None
+    for none. prepare: what is done to q and k before attention. multiplier: of both branches before they are added.
+    """
 
     qkv: FusedLinear | Adapted
-    attention_norm: FusedNorm
+    attention_norm: FusedNorm | None
     attention: AttentionShape
     o: FusedLinear | Adapted
     gate_up: FusedLinear | Adapted
-    mlp_norm: FusedNorm
+    mlp_norm: FusedNorm | None
     activation: str
     down: FusedLinear | Adapted
     after_attention: FusedNorm | None = None
     after_mlp: FusedNorm | None = None
+    prepare: QueryKey | None = None
+    multiplier: float = 1.0
 
     def __call__(self, x: Tensor, pending: Tensor | None, call: Call, place: int) -> tuple[Tensor, Tensor | None]:
         """The layer on the rows x + pending[M, K]; returns (x, rest), the rest to be added by the next norm.
@@ -44,16 +52,34 @@ class FusedLayer:
         if x.shape[0] > MAX_GEMV_ROWS:
             return self._many_rows(x, pending, call, place)
         x = x if pending is None else x + pending
-        attended = call.attend(self.qkv(x, self.attention_norm), self, place)
-        x = _added(self.o, attended, self.after_attention, x)
-        return _added(self.down, self.gate_up(x, self.mlp_norm, gate=self.activation), self.after_mlp, x), None
+        attended = self._attend(self.qkv(x, self.attention_norm), call, place)
+        x = self._added(self.o, attended, self.after_attention, x)
+        return self._added(self.down, self.gate_up(x, self.mlp_norm, gate=self.activation), self.after_mlp, x), None
+
+    def _attend(self, qkv: Tensor, call: Call, place: int) -> Tensor:
+        if self.prepare is not None:
+            prepare_query_key_(qkv, call.positions.reshape(-1), self.prepare)
+        return call.attend(qkv, self, place)
+
+    def _added(self, last: FusedLinear | Adapted, x: Tensor, norm: FusedNorm | None, residual: Tensor) -> Tensor:
+        """residual + multiplier norm(last(x))."""
+        if self.multiplier != 1.0:
+            y = last(x) if norm is None else _normed(norm, last(x), None)[0]
+            return torch.add(residual, y, alpha=self.multiplier)
+        return last(x, residual=residual) if norm is None else norm.added(last(x), residual)
 
     def _many_rows(self, x: Tensor, pending: Tensor | None, call: Call, place: int) -> tuple[Tensor, Tensor | None]:
-        normal, x = normed(self.attention_norm, x, pending)
-        attended = call.attend(self.qkv.large_m(normal), self, place)
-        x, pending = _beside(self.after_attention, self.o.large_m(attended), x)
-        normal, x = normed(self.mlp_norm, x, pending)
-        return _beside(self.after_mlp, self.down.large_m(self.gate_up.large_m(normal, self.activation)), x)
+        normal, x = _normed(self.attention_norm, x, pending)
+        attended = self._attend(self.qkv.large_m(normal), call, place)
+        x, pending = self._beside(self.after_attention, self.o.large_m(attended), x)
+        normal, x = _normed(self.mlp_norm, x, pending)
+        return self._beside(self.after_mlp, self.down.large_m(self.gate_up.large_m(normal, self.activation)), x)
+
+    def _beside(self, norm: FusedNorm | None, y: Tensor, residual: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(residual, y still to be added); with a norm, (residual + norm(y), None)."""
+        if self.multiplier != 1.0:
+            return residual, (y if norm is None else _normed(norm, y, None)[0]) * self.multiplier
+        return (residual, y) if norm is None else (norm.added(y, residual), None)
 
     @property
     def attention_signal(self) -> Signal | None:
@@ -72,11 +98,9 @@ class FusedLayer:
         return replace(self, **parts)
 
 
-def _added(last: FusedLinear | Adapted, x: Tensor, norm: FusedNorm | None, residual: Tensor) -> Tensor:
-    """residual + last(x), or residual + norm(last(x))."""
-    return last(x, residual=residual) if norm is None else norm.added(last(x), residual)
-
-
-def _beside(norm: FusedNorm | None, y: Tensor, residual: Tensor) -> tuple[Tensor, Tensor | None]:
-    """(residual, y still to be added); with a norm, (residual + norm(y), None)."""
-    return (residual, y) if norm is None else (norm.added(y, residual), None)
+def _normed(norm: FusedNorm | None, x: Tensor, pending: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(norm(s), s) for s = x + pending; without a norm, (s, s)."""
+    if norm is not None:
+        return normed(norm, x, pending)
+    x = x if pending is None else x + pending
+    return x, x

@@ -28,7 +28,8 @@ class FusedModel:
     """All layers, the embedding, the last norm and the head.
 
     decoder: the module that holds the layers' modules. layers: None for one that is not fused. unfused: place of such a
-    layer -> why. softcap: of the logits, 0 for none. most: most rows of a step.
+    layer -> why. softcap: of the logits, 0 for none. embedding_multiplier, logit_divisor: of
+    embeddings and logits. most: most rows of a step.
     """
 
     decoder: weakref.ref[Any]
@@ -39,6 +40,8 @@ class FusedModel:
     head: FusedLinear | Adapted
     sentinels: SentinelBuffers
     softcap: float = 0.0
+    embedding_multiplier: float = 1.0
+    logit_divisor: float = 1.0
     most: int = MAX_ROWS
 
     @property
@@ -68,7 +71,12 @@ class FusedModel:
         """Logits [B T, V] after tokens[B] or [B, T], cached from `slot` on; positions[B, T]; mask: the cache's."""
         self.sentinels.reset(tokens.numel())
         call = StepCall(self.decoder(), cache, positions, slot, mask)
-        return self._logits(*self.run(self.embedding(tokens.reshape(-1)), call))
+        return self._logits(*self.run(self.embedded(tokens.reshape(-1)), call))
+
+    def embedded(self, ids: Tensor) -> Tensor:
+        """Embeddings [..., K] of ids[...], the first layer's input."""
+        x: Tensor = self.embedding(ids)
+        return x if self.embedding_multiplier == 1.0 else x * self.embedding_multiplier
 
     def prompt(
         self, ids: Tensor, positions: Tensor, mask: Tensor | None, cache: Any, last: Tensor | None = None
@@ -78,7 +86,7 @@ class FusedModel:
         mask[B, L]: None for no padding. last[1]: index of the token whose logits are wanted; None: the last one.
         """
         call = PromptCall(self.decoder(), cache, positions, mask)
-        rows = [one.view(*ids.shape, -1) for one in self.run(self.embedding(ids.reshape(-1)), call) if one is not None]
+        rows = [one.view(*ids.shape, -1) for one in self.run(self.embedded(ids.reshape(-1)), call) if one is not None]
         return self._logits(
             *(one[:, -1].contiguous() if last is None else one.index_select(1, last)[:, 0] for one in rows)
         )
@@ -134,4 +142,5 @@ class FusedModel:
         return self.logits_of(self.normal(x, pending))
 
     def _capped(self, logits: Tensor) -> Tensor:
+        logits = logits if self.logit_divisor == 1.0 else logits / self.logit_divisor
         return (logits / self.softcap).tanh() * self.softcap if self.softcap else logits

@@ -15,7 +15,7 @@ from accelpatch.device import Device
 from accelpatch.errors import KernelError
 from accelpatch.fusion.planned import planned
 from accelpatch.kernels.ops.rmsnorm import chosen
-from accelpatch.models.family import form_of, norm_of
+from accelpatch.models.family import LayerForm, form_of, norm_of
 from accelpatch.modules.norm import ResidualNormLayer, positional_names
 from accelpatch.modules.replacement import adopt, skipped
 from accelpatch.patching.replacer import EVERY_CHILD, Choice, Reason, Replaced, Replacer
@@ -32,15 +32,20 @@ class FusedLayerReplacer(Replacer):
 
     def propose(self, site: Site, options: Mapping[str, Any], device: Device) -> Choice | Reason:
         layer, form = site.original, form_of(site.original)
-        kind = None if form is None else norm_of(getattr(layer, form.mlp_norm))
-        if form is None or kind is None:
+        if form is None:
             return Reason(f"{type(layer).__name__} has no known RMSNorm after a residual addition")
         if any(isinstance(child, nn.Dropout) and child.p > 0 for child in layer.children()):
             return Reason("the layer has dropout before the residual addition")
-        try:
-            kernel = chosen("add_rmsnorm", getattr(layer, form.mlp_norm).weight, kind.plus_one, device)
-        except KernelError as error:
-            return Reason(str(error))
+        kernel = "modules"
+        if not _is_plain(layer, form):
+            assert form.mlp_norm is not None
+            norm = getattr(layer, form.mlp_norm)
+            kind = norm_of(norm)
+            assert kind is not None
+            try:
+                kernel = chosen("add_rmsnorm", norm.weight, kind.plus_one, device)
+            except KernelError as error:
+                return Reason(str(error))
         return Choice(kernel, site.token_bytes, site.token_bytes, site.bytes)
 
     def complete(self, site: Site, choice: Choice, replaced: Mapping[str, Replaced], device: Device) -> Choice:
@@ -52,12 +57,21 @@ class FusedLayerReplacer(Replacer):
     def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:
         layer, form = site.original, form_of(site.original)
         assert form is not None
-        norm = getattr(layer, form.mlp_norm)
-        kind = norm_of(norm)
-        assert kind is not None
         new = adopt(ResidualNormLayer, layer)
-        new.norms, new.norm_class = form.norms, type(norm)
-        new.eps_name, new.plus_one = kind.eps, kind.plus_one
+        new.norms, new.plain = form.norms, _is_plain(layer, form)
+        if form.mlp_norm is not None:
+            norm = getattr(layer, form.mlp_norm)
+            kind = norm_of(norm)
+            assert kind is not None
+            new.norm_class, new.eps_name, new.plus_one = type(norm), kind.eps, kind.plus_one
         new.skips = skipped(new, *(layer._modules.keys() - form.children))
         new.positional = positional_names(layer)
         return new
+
+
+def _is_plain(layer: nn.Module, form: LayerForm) -> bool:
+    """Whether a layer has no residual addition that can be one operation with the norm after it."""
+    if form.mlp_norm is None or form.multiplier is not None:
+        return True
+    kind = norm_of(getattr(layer, form.mlp_norm))
+    return kind is None or kind.late

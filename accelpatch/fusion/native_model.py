@@ -18,7 +18,6 @@ from accelpatch.modules.gated_mlp import GatedMLP
 from accelpatch.modules.norm import FusedRMSNorm, ResidualNormLayer
 from accelpatch.modules.quantized_module import QuantizedModule, packed_modules
 from accelpatch.modules.replacement import unchanged
-from accelpatch.modules.rotary import FusedRotaryEmbedding
 
 NONE: Mapping[int, str] = {}
 ATTENTION = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "o_proj"}
@@ -65,11 +64,11 @@ def native_model(model: nn.Module, unfused: Mapping[int, str] = NONE) -> NativeM
     layers = getattr(decoder, "layers", None)
     if decoder is None or head is None or not layers:
         raise CannotFuse("it has no Llama-like decoder")
-    if not isinstance(decoder.rotary_emb, FusedRotaryEmbedding):
-        raise CannotFuse("its rotary embedding was not replaced")
+    if reason := attention_facts.rotary_why_not(decoder.rotary_emb):
+        raise CannotFuse(reason)
     reasons = dict(unfused)
     for place, layer in enumerate(layers):
-        if place not in reasons and (reason := _why_not(layer)):
+        if place not in reasons and (reason := _why_not(layer, model)):
             reasons[place] = reason
     gather_packs(model)
     first = next((layer for place, layer in enumerate(layers) if place not in reasons), None)
@@ -90,13 +89,13 @@ def native_model(model: nn.Module, unfused: Mapping[int, str] = NONE) -> NativeM
     return NativeModel(shape, weights, reasons, packed(decoder.embed_tokens), packed(head), norm)
 
 
-def _why_not(layer: Any) -> str | None:
+def _why_not(layer: Any, model: Any) -> str | None:
     """Why a layer's modules do not compute what a native step does; None where they do."""
     if not isinstance(layer, ResidualNormLayer) or not isinstance(layer.mlp, GatedMLP) or layer.mlp.fused_gate_up:
         return "it is not a replaced Llama-like layer"
     if not (unchanged(layer) and unchanged(layer.mlp)):
         return "a module that is fused into another was changed"
-    return attention_facts.why_not(layer.self_attn)
+    return attention_facts.why_not(layer.self_attn) or attention_facts.native_why_not(layer, model)
 
 
 def _checked_weights(layer: Any, first: Any, ropes: list[str], shape: StepShape) -> LayerWeights:

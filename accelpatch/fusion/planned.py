@@ -44,7 +44,9 @@ def _planned(site: Site, replaced: Mapping[str, Replaced], device: Device) -> st
         raise CannotFuse("its form is not known")
     if reason := attention_facts.why_not(getattr(layer, form.attention)):
         raise CannotFuse(reason)
-    for what, path in (("rotary embedding", f"{model}.rotary_emb"), ("MLP", f"{site.path}.{form.mlp}")):
+    rotary = attention_facts.form_of_rotary(getattr(layer, form.attention))
+    needed = [("MLP", f"{site.path}.{form.mlp}")] + [("rotary embedding", f"{model}.rotary_emb")] * (not rotary.wide)
+    for what, path in needed:
         if path not in replaced:
             raise CannotFuse(f"its {what} is not replaced")
     for path in (*(f"{site.path}.{name}" for name in form.norms.values()), f"{model}.norm"):
@@ -73,6 +75,8 @@ def _native(layer: Any, path: str, replaced: Mapping[str, Replaced], dtype: torc
         raise CannotFuse(f"the native step computes in float32, and the layer is {dtype}")
     if hasattr(layer.mlp, "gate_up_proj"):
         raise CannotFuse("gate and up are one linear layer")
+    if reason := attention_facts.native_why_not(layer, None):
+        raise CannotFuse(reason)
     if _activation(layer.mlp) not in native_library.ACTIVATIONS:
         raise CannotFuse(f"activation {_activation(layer.mlp)}")
     for name, _ in _linears(layer):
@@ -94,8 +98,10 @@ def _launches(layer: Any, path: str, replaced: Mapping[str, Replaced], dtype: to
         raise CannotFuse(reason)
     form = form_of(layer)
     assert form is not None
-    more = sum(norm is not None for norm in (form.after_attention, form.after_mlp)) + (
-        _activation(layer.mlp) not in SILU
+    more = sum(norm is not None for norm in (form.after_attention, form.after_mlp)) + 2 * (form.multiplier is not None)
+    more += _activation(layer.mlp) not in SILU
+    more += attention_facts.form_of_rotary(layer.self_attn).interleaved or attention_facts.normed_over_all(
+        layer.self_attn
     )
     by = "hip" if hip_attention.why_not(shape, dtype, device) is None else "hip, attention by triton"
     return f"{by}, {LAUNCHES + more} launches"

@@ -19,10 +19,11 @@ from accelpatch.fusion.signals import with_signals
 from accelpatch.kernels.ops import decode_attention
 from accelpatch.kernels.ops.attention_shape import AttentionShape, Zeros
 from accelpatch.kernels.ops.fused_linear import FusedLinear, FusedNorm
+from accelpatch.kernels.ops.query_key import QueryKey
+from accelpatch.models.family import form_of
 from accelpatch.modules.gated_mlp import GatedMLP
 from accelpatch.modules.norm import FusedRMSNorm, ResidualNormLayer
 from accelpatch.modules.replacement import unchanged
-from accelpatch.modules.rotary import FusedRotaryEmbedding
 
 DTYPES = (torch.bfloat16, torch.float16)
 NONE: Mapping[int, str] = {}
@@ -42,8 +43,8 @@ def fused_model(model: Any, unfused: Mapping[int, str] = NONE) -> FusedModel:
         raise CannotFuse(reason)
     dtype = decoder.embed_tokens(torch.zeros(1, dtype=torch.int64, device=next(model.parameters()).device)).dtype
     rotary = decoder.rotary_emb
-    if not isinstance(rotary, FusedRotaryEmbedding):
-        raise CannotFuse("its rotary embedding was not replaced")
+    if reason := attention_facts.rotary_why_not(rotary):
+        raise CannotFuse(reason)
     final, memory, reasons = norm_of(decoder.norm, dtype), Zeros(), dict(unfused)
     checked(head, dtype)
     shapes: dict[int, AttentionShape] = {}
@@ -56,7 +57,7 @@ def fused_model(model: Any, unfused: Mapping[int, str] = NONE) -> FusedModel:
     fused: list[FusedLayer | None] = [None] * len(layers)
     for place, shape in shapes.items():
         try:
-            fused[place] = fuse(layers[place], shape, dtype)
+            fused[place] = fuse(layers[place], shape, rotary, dtype)
         except CannotFuse as error:
             reasons[place] = str(error)
     if not any(fused):
@@ -64,7 +65,8 @@ def fused_model(model: Any, unfused: Mapping[int, str] = NONE) -> FusedModel:
     made, blank = with_signals(fused, dtype)
     return FusedModel(
         weakref.ref(decoder), decoder.embed_tokens, made, reasons, final, one(head, dtype), blank,
-        attention_facts.logit_cap(model),
+        attention_facts.logit_cap(model), attention_facts.embedding_multiplier(model),
+        attention_facts.logit_divisor(model),
     )  # fmt: skip
 
 
@@ -91,9 +93,10 @@ def attention_of(attention: Any, rotary: Any, dtype: torch.dtype, memory: Zeros)
     """The AttentionShape of a layer. memory: counters shared by the model's layers. Raises CannotFuse."""
     config, size = attention.config, int(attention.head_dim)
     frequencies, rope_scaling = attention_facts.rope(rotary, attention_facts.layer_type(attention))
-    q_norm, k_norm = (
-        norm_of(getattr(attention, name), dtype) if hasattr(attention, name) else None for name in ("q_norm", "k_norm")
-    )
+    if attention_facts.form_of_rotary(attention).interleaved or not attention_facts.applies_rotary(attention):
+        # no rotation: the angle is 0
+        frequencies, rope_scaling = torch.zeros(size // 2, device=frequencies.device), 1.0
+    q_norm, k_norm = (None, None) if attention_facts.normed_over_all(attention) else q_k_norms(attention, dtype)
     both = {(norm.eps, norm.plus_one) for norm in (q_norm, k_norm) if norm is not None} or {(0.0, False)}
     if len(both) > 1:
         raise CannotFuse("the norms of q and k differ in their epsilon")
@@ -107,6 +110,30 @@ def attention_of(attention: Any, rotary: Any, dtype: torch.dtype, memory: Zeros)
     if reason := decode_attention.why_not(shape, dtype, probe(frequencies.device)):
         raise CannotFuse(reason)
     return shape
+
+
+def q_k_norms(attention: Any, dtype: torch.dtype) -> tuple[FusedNorm | None, FusedNorm | None]:
+    """The norms of q and k; None where the attention has none. Raises CannotFuse."""
+    q_norm, k_norm = (
+        norm_of(getattr(attention, name), dtype) if hasattr(attention, name) else None for name in ("q_norm", "k_norm")
+    )
+    return q_norm, k_norm
+
+
+def prepared(attention: Any, rotary: Any, dtype: torch.dtype) -> QueryKey | None:
+    """What is done to q and k before attention that its kernels do not do; None for nothing. Raises CannotFuse."""
+    interleaved = attention_facts.form_of_rotary(attention).interleaved and attention_facts.applies_rotary(attention)
+    over_all = attention_facts.normed_over_all(attention)
+    if not interleaved and not over_all:
+        return None
+    frequencies, rope_scaling = attention_facts.rope(rotary, attention_facts.layer_type(attention))
+    q_norm, k_norm = q_k_norms(attention, dtype) if over_all else (None, None)
+    config = attention.config
+    return QueryKey(
+        config.num_attention_heads, config.num_key_value_heads, int(attention.head_dim),
+        None if q_norm is None else q_norm.weight, None if k_norm is None else k_norm.weight,
+        0.0 if q_norm is None else q_norm.eps, frequencies.float() if interleaved else None, rope_scaling,
+    )  # fmt: skip
 
 
 def looked_at(layer: Any, rotary: Any, dtype: torch.dtype, memory: Zeros) -> AttentionShape:
@@ -127,6 +154,12 @@ def norms_of(layer: ResidualNormLayer) -> tuple[Any, Any, Any, Any]:
     """The norms before and after attention, and before and after the MLP; None where the layer has none."""
     before, after, inner, last = map(layer.norm, ("attention_norm", "after_attention", "mlp_norm", "after_mlp"))
     return before, after, inner, last
+
+
+def multiplier_of(layer: Any) -> float:
+    """By what a layer multiplies its branches before it adds them."""
+    form = form_of(layer)
+    return 1.0 if form is None or form.multiplier is None else float(getattr(layer, form.multiplier))
 
 
 def parts_of(attention: Any) -> tuple[Any, ...]:
@@ -156,7 +189,7 @@ def one(module: Any, dtype: torch.dtype) -> FusedLinear | Adapted:
     return with_adapters(fused_linear(base_of(module), dtype), (module,), dtype)
 
 
-def fuse(layer: Any, shape: AttentionShape, dtype: torch.dtype) -> FusedLayer:
+def fuse(layer: Any, shape: AttentionShape, rotary: Any, dtype: torch.dtype) -> FusedLayer:
     """The fused layer of one decoder layer; concatenates neighbouring weights."""
     norms: list[Any] = [None if norm is None else norm_of(norm, dtype) for norm in norms_of(layer)]
     before, after, inner, last = norms
@@ -166,6 +199,7 @@ def fuse(layer: Any, shape: AttentionShape, dtype: torch.dtype) -> FusedLayer:
     fused = FusedLayer(
         qkv, before, shape, one(layer.self_attn.o_proj, dtype),
         both, inner, layer.mlp.activation, one(layer.mlp.down_proj, dtype), after, last,
+        prepared(layer.self_attn, rotary, dtype), multiplier_of(layer),
     )  # fmt: skip
     if shape.inv_freq.is_cuda:  # freed parts are too small for the next layer's concatenated weight
         torch.cuda.empty_cache()

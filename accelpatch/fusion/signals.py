@@ -41,7 +41,10 @@ def with_signals(layers: Sequence[Any], dtype: torch.dtype) -> tuple[tuple[Any, 
     they use."""
     fused = [layer for layer in layers if layer is not None]
     consumed = [
-        (consumed_by_attention(one.qkv, one.attention, dtype), consumed_by_down(one.gate_up, one.down, one.activation))
+        (
+            0 if one.prepare else consumed_by_attention(one.qkv, one.attention, dtype),
+            consumed_by_down(one.gate_up, one.down, one.activation),
+        )
         for one in fused
     ]
     made = [

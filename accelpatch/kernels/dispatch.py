@@ -3,6 +3,9 @@
 Each implementation states its own limits, so that a plan can print them and an error can list them all. Implementations
 take the operation's canonical tensors. One that needs another weight layout takes it as an additional optional tensor,
 made from the canonical ones and held by the module.
+
+Limits on the rows of a linear layer are in the `why_not`s of ops/; a fused layer of more than 8 rows asks them through
+`FusedLinear.large_m`.
 """
 
 from __future__ import annotations
@@ -51,7 +54,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 _any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled  # on any device; much cheaper than for one
 
-#: (operation, implementation) -> how often it ran in this process; tests read it to know that a kernel really ran
+#: (operation, implementation) -> how often Python ran it in this process; replays of a captured graph are not counted
 calls: Counter[tuple[str, str]] = Counter()
 
 #: (name, value) pairs that a choice depends on besides shapes, dtypes and devices; they become options of the Spec

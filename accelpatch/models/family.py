@@ -8,72 +8,16 @@ modules' classes alone.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
+from accelpatch.models.form import Family, LayerForm, Norm, Rotary
 
-@dataclass(frozen=True)
-class Norm:
-    """A family's RMSNorm: the name of its epsilon attribute, and whether it multiplies by 1 + weight (plus_one)."""
-
-    eps: str = "variance_epsilon"
-    plus_one: bool = False
-
-
-@dataclass(frozen=True)
-class LayerForm:
-    """What a decoder layer computes, by the names of its children; it can be fused.
-
-        x = x + after_attention(attention(attention_norm(x)))
-        x = x + after_mlp(mlp(mlp_norm(x)))
-
-    after_attention, after_mlp: None where the family has no such norm.
-    """
-
-    attention: str = "self_attn"
-    mlp: str = "mlp"
-    attention_norm: str = "input_layernorm"
-    mlp_norm: str = "post_attention_layernorm"
-    after_attention: str | None = None
-    after_mlp: str | None = None
-
-    @property
-    def norms(self) -> Mapping[str, str]:
-        """Place of a norm, such as mlp_norm -> name of the child; without the places that have none."""
-        places = ("attention_norm", "after_attention", "mlp_norm", "after_mlp")
-        return {place: name for place in places if (name := getattr(self, place)) is not None}
-
-    @property
-    def children(self) -> frozenset[str]:
-        """Names of the children that a layer calls."""
-        return frozenset({self.attention, self.mlp, *self.norms.values()})
-
-
-@dataclass(frozen=True)
-class Family:
-    """One model family.
-
-    model_types: its names in transformers. roles: pattern -> role; a pattern is a glob over dotted names with numbers
-    written `#` (`model.layers.3.mlp` is `model.layers.#.mlp`). smoothing: groups for activation smoothing: norm -> the
-    linear layers that read its output, within a layer.
-
-    classes: what its classes' names begin with, such as Llama in LlamaAttention. norm: its RMSNorm. layer: the form of
-    its decoder layers. rotary: whether its rotary embedding's tables hold each half's frequencies twice over, in the
-    dtype of the hidden states (others interleave them, as Cohere, or stay in float32, as OLMo 2). capped_scores,
-    capped_logits: whether it applies the softcaps of its configuration; scores only in eager attention.
-    """
-
-    name: str
-    model_types: tuple[str, ...]
-    roles: Mapping[str, str]
-    smoothing: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    classes: str = ""
-    norm: Norm | None = None
-    layer: LayerForm | None = None
-    rotary: bool = False
-    capped_scores: bool = False
-    capped_logits: bool = False
+__all__ = [
+    "ACTIVATION_CLASSES", "EMBEDDING_CLASSES", "FAMILIES", "LINEAR_CLASSES", "STATIC_ROPE", "Family", "LayerForm",
+    "Norm", "Rotary", "family_of", "family_of_class", "form_of", "norm_of", "roles_of",
+]  # fmt: skip
 
 
 def _attention(prefix: str, **names: str) -> dict[str, str]:
@@ -89,6 +33,8 @@ _GATED = {
 }
 _LAYER = {"*layers.#": "layer"}
 _LLAMA = _SEPARATE | _GATED | _LAYER
+_MLP_OF_TWO = {"*.mlp.gate_up_proj": "gate_up_proj", "*.mlp.down_proj": "down_proj", "*layers.#.mlp": "mlp"}
+_GATE_UP = _SEPARATE | _MLP_OF_TWO | _LAYER
 _MOE = {"*.mlp.gate": "router", "*.mlp.experts": "experts"}
 _FUSED_QKV = {
     "*.query_key_value": "qkv_proj",
@@ -107,32 +53,76 @@ _GEMMA_SMOOTHING = {
     "pre_feedforward_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
 }
 
-_LLAMA_FORM: dict[str, Any] = {"norm": Norm(), "layer": LayerForm(), "rotary": True}
+_LLAMA_FORM: dict[str, Any] = {"norm": Norm(), "layer": LayerForm(), "rotary": Rotary()}
+_POST_NORM = LayerForm(
+    attention_norm=None,
+    mlp_norm=None,
+    after_attention="post_attention_layernorm",
+    after_mlp="post_feedforward_layernorm",
+)
 _GEMMA_FORM: dict[str, Any] = {
     "norm": Norm("eps", plus_one=True),
-    "layer": LayerForm(
-        mlp_norm="pre_feedforward_layernorm",
-        after_attention="post_attention_layernorm",
-        after_mlp="post_feedforward_layernorm",
-    ),
-    "rotary": True,
+    "layer": replace(_POST_NORM, attention_norm="input_layernorm", mlp_norm="pre_feedforward_layernorm"),
+    "rotary": Rotary(),
     "capped_logits": True,
 }
+_GLM4_LAYER = LayerForm(after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm")
 
 FAMILIES: tuple[Family, ...] = (
     Family("llama", ("llama",), _LLAMA, _LLAMA_SMOOTHING, "Llama", **_LLAMA_FORM),
     Family("mistral", ("mistral",), _LLAMA, _LLAMA_SMOOTHING, "Mistral", **_LLAMA_FORM),
+    Family("ministral", ("ministral",), _LLAMA, _LLAMA_SMOOTHING, "Ministral", **_LLAMA_FORM),
     Family("qwen2", ("qwen2",), _LLAMA, _LLAMA_SMOOTHING, "Qwen2", **_LLAMA_FORM),
     Family("qwen3", ("qwen3",), _LLAMA, _LLAMA_SMOOTHING, "Qwen3", **_LLAMA_FORM),
+    Family(
+        "smollm3",
+        ("smollm3",),
+        _LLAMA,
+        _LLAMA_SMOOTHING,
+        "SmolLM3",
+        **_LLAMA_FORM | {"rotary": Rotary(without="use_rope")},
+    ),
+    Family(
+        "granite",
+        ("granite",),
+        _LLAMA,
+        _LLAMA_SMOOTHING,
+        "Granite",
+        **_LLAMA_FORM | {"layer": LayerForm(multiplier="residual_multiplier")},
+        embedding_multiplier="embedding_multiplier",
+        logit_divisor="logits_scaling",
+    ),
+    Family(
+        "helium",
+        ("helium",),
+        _LLAMA,
+        _LLAMA_SMOOTHING,
+        "Helium",
+        Norm(late=True),
+        LayerForm(),
+        Rotary(interleaved=True),
+    ),
+    Family(
+        "ernie4_5",
+        ("ernie4_5",),
+        _LLAMA,
+        _LLAMA_SMOOTHING,
+        "Ernie4_5",
+        Norm(),
+        LayerForm(),
+        Rotary(wide=True, interleaved=True),
+    ),
+    Family("olmo2", ("olmo2",), _LLAMA, {}, "Olmo2", Norm(late=True), _POST_NORM, Rotary(wide=True), q_k_norm="all"),
+    Family("gemma", ("gemma",), _LLAMA, _LLAMA_SMOOTHING, "Gemma", Norm("eps", plus_one=True), LayerForm(), Rotary()),
     Family("gemma2", ("gemma2",), _LLAMA, _GEMMA_SMOOTHING, "Gemma2", **_GEMMA_FORM, capped_scores=True),
     # Its attention has a softcap among its attributes and does not use it.
     Family("gemma3", ("gemma3_text", "gemma3"), _LLAMA, _GEMMA_SMOOTHING, "Gemma3", **_GEMMA_FORM),
+    Family("glm", ("glm",), _GATE_UP, {}, "Glm", Norm(), LayerForm(), Rotary(interleaved=True)),
+    Family("glm4", ("glm4",), _GATE_UP, {}, "Glm4", Norm(), _GLM4_LAYER, Rotary(interleaved=True)),
     Family(
         "phi3",
         ("phi3",),
-        _attention("self_attn", qkv_proj="qkv_proj", o_proj="o_proj")
-        | {"*.mlp.gate_up_proj": "gate_up_proj", "*.mlp.down_proj": "down_proj", "*layers.#.mlp": "mlp"}
-        | _LAYER,
+        _attention("self_attn", qkv_proj="qkv_proj", o_proj="o_proj") | _MLP_OF_TWO | _LAYER,
         {"input_layernorm": ("self_attn.qkv_proj",), "post_attention_layernorm": ("mlp.gate_up_proj",)},
         "Phi3",
         **_LLAMA_FORM,
@@ -159,7 +149,7 @@ FAMILIES: tuple[Family, ...] = (
         _FUSED_QKV,
         {"input_layernorm": ("attention.query_key_value",), "post_attention_layernorm": ("mlp.dense_h_to_4h",)},
         "GPTNeoX",
-        rotary=True,
+        rotary=Rotary(),
     ),
     Family(
         "bloom",
@@ -168,8 +158,8 @@ FAMILIES: tuple[Family, ...] = (
         {"input_layernorm": ("self_attention.query_key_value",), "post_attention_layernorm": ("mlp.dense_h_to_4h",)},
     ),
     # One norm may feed attention and MLP at once, by version: no smoothing without reading the configuration.
-    Family("falcon", ("falcon",), _FUSED_QKV, classes="Falcon", rotary=True),
-    Family("stablelm", ("stablelm",), _LLAMA, classes="StableLm", rotary=True),
+    Family("falcon", ("falcon",), _FUSED_QKV, classes="Falcon", rotary=Rotary()),
+    Family("stablelm", ("stablelm",), _LLAMA, classes="StableLm", rotary=Rotary()),
     Family("mixtral", ("mixtral",), _SEPARATE | _MOE | _LAYER, {"input_layernorm": _QKV}, "Mixtral", **_LLAMA_FORM),
     # Some layers may be dense: their MLP is Llama's, and the `mlp` of a sparse layer is refused by its replacer.
     Family("qwen3_moe", ("qwen3_moe",), _LLAMA | _MOE, {"input_layernorm": _QKV}, "Qwen3Moe", **_LLAMA_FORM),
@@ -179,7 +169,9 @@ _BY_CLASSES: Mapping[str, Family] = MappingProxyType({family.classes: family for
 # Linear layers whose forward is x @ weight^T + bias: torch's own, and the same written otherwise.
 LINEAR_CLASSES = frozenset({"Linear", "Conv1D", "FalconLinear", "NonDynamicallyQuantizableLinear"})
 # Embeddings whose forward is a row of the table, times `embed_scale` where they have one.
-EMBEDDING_CLASSES = frozenset({"Embedding", "Gemma2TextScaledWordEmbedding", "Gemma3TextScaledWordEmbedding"})
+EMBEDDING_CLASSES = frozenset(
+    {"Embedding", "GemmaTextScaledWordEmbedding", "Gemma2TextScaledWordEmbedding", "Gemma3TextScaledWordEmbedding"}
+)
 # Rope types whose frequencies are fixed when the model is made.
 STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
 # Classes of activation modules -> the name that configurations use.
@@ -197,8 +189,11 @@ def family_of(config: Any) -> Family | None:
 
 
 def family_of_class(module: Any, ending: str) -> Family | None:
-    """The family that a module's class belongs to, by its name: LlamaAttention with the ending Attention is Llama's."""
-    name = type(module).__name__
+    """The family that a module's class belongs to, by its name: LlamaAttention with the ending Attention is Llama's.
+
+    Of a replacement the class that it replaced counts.
+    """
+    name = getattr(type(module), "replaced_class", type(module)).__name__
     return _BY_CLASSES.get(name.removesuffix(ending)) if name.endswith(ending) else None
 
 
@@ -209,8 +204,10 @@ def norm_of(module: Any) -> Norm | None:
 
 
 def form_of(layer: Any) -> LayerForm | None:
-    """The form of a decoder layer, by the class of its norms; None where it is not known or a child is missing."""
-    family = family_of_class(getattr(layer, "input_layernorm", None), "RMSNorm")
+    """The form of a decoder layer, by the classes of its norms or its attention; None where it is not known, a child is
+    missing, or a norm is of another family."""
+    first = family_of_class(getattr(layer, "input_layernorm", None), "RMSNorm")
+    family = first or family_of_class(getattr(layer, "self_attn", None), "Attention")
     if family is None or family.layer is None or not all(hasattr(layer, name) for name in family.layer.children):
         return None
     norms = [getattr(layer, name) for name in family.layer.norms.values()]

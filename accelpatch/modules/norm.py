@@ -34,11 +34,14 @@ class ResidualNormLayer(Replacement):
 
     For layers of the form norm, attention, add, norm, MLP, add (Llama), and for those that also have a norm after
     attention and after the MLP (Gemma 2 and 3). norms: the names of its norms by place: attention_norm, mlp_norm, and
-    after_attention and after_mlp where it has them. Children, names and hooks stay; hooks on the norm still run.
-    Decode steps and prompts run the fused layer that is made of it (accelpatch/fusion), where there is one.
+    after_attention and after_mlp where it has them. plain: it runs the original's forward, which has another form:
+    without a norm before the MLP (OLMo 2), or with a multiplier of the residual branches (Granite). Children, names and
+    hooks stay; hooks on the norm still run. Decode steps and prompts run the fused layer that is made of it
+    (accelpatch/fusion), where there is one.
     """
 
     norms: Mapping[str, str]
+    plain: bool
     norm_class: type[nn.Module]
     eps_name: str
     plus_one: bool
@@ -53,7 +56,7 @@ class ResidualNormLayer(Replacement):
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """hidden_states[B, L, K] -> [B, L, K]; the other arguments are passed to the attention."""
-        if not intact(self):
+        if self.plain or not intact(self):
             return super().forward(hidden_states, *args, **kwargs)
         kwargs.update(zip(self.positional, args, strict=False))
         after_attention, after_mlp = self.norm("after_attention"), self.norm("after_mlp")

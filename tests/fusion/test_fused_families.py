@@ -52,6 +52,15 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3-logit-cap": ("gemma3", {"final_logit_softcapping": 2.0, "attn_logit_softcapping": 0.5}),
     "llama": ("llama", {}),
     "qwen3": ("qwen3", {}),
+    "gemma": ("gemma", {}),
+    "ministral": ("ministral", {}),
+    "smollm3": ("smollm3", {}),
+    "granite": ("granite", {}),
+    "helium": ("helium", {}),
+    "ernie4_5": ("ernie4_5", {}),
+    "olmo2": ("olmo2", {}),
+    "glm": ("glm", {}),
+    "glm4": ("glm4", {}),
 }
 
 
@@ -118,6 +127,12 @@ MUTATIONS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "after": ("gemma2", lambda fused: setattr_(fused.layers[1], after_mlp=None)),
     "tables": ("gemma3", lambda fused: swapped(fused.layers)),
     "window": ("gemma2", lambda fused: setattr_(fused.layers[0].attention, window=6)),
+    "multiplier": ("granite", lambda fused: setattr_(fused.layers[0], multiplier=0.4)),
+    "interleaved": ("glm4", lambda fused: setattr_(fused.layers[0].prepare, inv_freq=None)),
+    "all heads": ("olmo2", lambda fused: setattr_(fused.layers[1].prepare, q_norm=None, k_norm=None)),
+    "no rotary": ("smollm3", lambda fused: swapped(fused.layers)),
+    "embedding": ("granite", lambda fused: setattr_(fused, embedding_multiplier=4.0)),
+    "divisor": ("granite", lambda fused: setattr_(fused, logit_divisor=1.0)),
     "scaling": ("gemma2", lambda fused: setattr_(fused.layers[0].attention, scaling=0.25)),
 }
 
@@ -147,7 +162,7 @@ def test_a_term_left_out_is_seen(mutation: str, monkeypatch: pytest.MonkeyPatch)
         assert_like_the_stock_loop(patched(form), padded_batch(), 12)
 
 
-@pytest.mark.parametrize("mutation", [name for name in MUTATIONS if name != "logits"])
+@pytest.mark.parametrize("mutation", [name for name in MUTATIONS if name not in ("logits", "embedding", "divisor")])
 def test_a_term_left_out_is_found_by_the_patch(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     form, change = MUTATIONS[mutation]
 

@@ -69,6 +69,11 @@ def norms(norm: int, layer: int = 0, rotary: int = 1, mlp: int = LAYERS) -> dict
 
 
 _SLIDING = {"sliding_window": 5}
+_LAYER_TYPES = {"layer_types": ["sliding_attention", "full_attention"]}
+_MULTIPLIERS = {"residual_multiplier": 0.3, "embedding_multiplier": 5.0, "attention_multiplier": 0.2,
+                "logits_scaling": 2.0}  # fmt: skip
+_HALF = {"partial_rotary_factor": 0.5, "attention_bias": True}
+_GATE_UP = {"q_proj": 2, "k_proj": 2, "v_proj": 2, "o_proj": 2, "gate_up_proj": 2, "down_proj": 2}
 _TIED = {"tie_word_embeddings": True}
 _BLOOM = {"vocab_size": VOCABULARY, "hidden_size": HIDDEN, "n_layer": LAYERS, "n_head": 4, "pad_token_id": 0,
           "bos_token_id": 1, "eos_token_id": None}  # fmt: skip
@@ -82,12 +87,21 @@ CAUSAL: Mapping[str, Tiny] = {
     "gemma2": Tiny("Gemma2", _HEADS | _SLIDING | _TIED, _GATED, norms(9, 2), tied=True),
     "gemma3": Tiny(
         "Gemma3Text",
-        _HEADS | _SLIDING | _TIED | {"layer_types": ["sliding_attention", "full_attention"]},
+        _HEADS | _SLIDING | _TIED | _LAYER_TYPES,
         _GATED,
         norms(13, 2),
         tied=True,
         suffix="ForCausalLM",
     ),
+    "gemma": Tiny("Gemma", _HEADS | _TIED, _GATED, norms(5, 2), tied=True),
+    "ministral": Tiny("Ministral", _HEADS | _SLIDING | _LAYER_TYPES, _GATED, norms(5, 2)),
+    "smollm3": Tiny("SmolLM3", _LLAMA | {"no_rope_layers": [1, 0]}, _GATED, norms(5, 2)),
+    "granite": Tiny("Granite", _LLAMA | _MULTIPLIERS, _GATED, norms(5, 2)),
+    "helium": Tiny("Helium", _HEADS, _GATED, norms(5, 2)),
+    "ernie4_5": Tiny("Ernie4_5", _HEADS, _GATED, norms(5, 2, rotary=0)),
+    "olmo2": Tiny("Olmo2", _LLAMA, _GATED, norms(9, 2, rotary=0)),
+    "glm": Tiny("Glm", _HEADS | _HALF, _GATE_UP, norms(5, 2)),
+    "glm4": Tiny("Glm4", _HEADS | _HALF, _GATE_UP, norms(9, 2)),
     "phi3": Tiny("Phi3", _LLAMA, {"qkv_proj": 2, "o_proj": 2, "gate_up_proj": 2, "down_proj": 2}, norms(5, 2)),
     "opt": Tiny(
         "OPT",
@@ -117,7 +131,6 @@ CAUSAL: Mapping[str, Tiny] = {
     "cohere": Tiny("Cohere", _LLAMA | {"use_qk_norm": True}, {"linear": 14}),
     "stablelm": Tiny("StableLm", _LLAMA, _GATED, norms(0)),
     "gptj": Tiny("GPTJ", _GPT | {"rotary_dim": 8, "tie_word_embeddings": False}, {"linear": 12}),
-    "olmo2": Tiny("Olmo2", _LLAMA, {"linear": 14}),
     "gpt_bigcode": Tiny("GPTBigCode", _GPT, {"linear": 8}, tied=True),
 }
 

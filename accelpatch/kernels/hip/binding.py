@@ -21,7 +21,7 @@ from accelpatch.kernels.layouts.layout import WeightArguments
 from accelpatch.kernels.spec import Described, Spec
 from accelpatch.kernels.triton.launch import on
 
-#: rows of x up to which a launch reads the weights (8 rows each time); more of them go to torch's product
+#: most rows of x of a launch, which reads the weights for 8 rows each time; from 9 rows on other kernels go first
 MAX_ROWS = 64
 K_TILE = 4096  # values of K that a product stages at once, and so what it may begin with
 SENTINEL = -1  # the 16 bits, as int16, of an output that is yet to be written: no kernel stores them, NaN is others

@@ -1,4 +1,4 @@
-"""4-bit weights in the tile layout of the HIP kernels (tiling.py), from and to the canonical tensors, exactly.
+"""4-bit weights in tiles of the HIP kernels, from and to the canonical tensors, exactly; the bits of a tile: tiling.py.
 
 Groups along K of 32, 64, or 128 times a power of two, or whole rows; scales and offsets of 16 bits.
 

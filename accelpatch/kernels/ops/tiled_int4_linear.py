@@ -1,4 +1,4 @@
-"""Linear layer with a 4-bit weight in the tile layout of the HIP kernels (hip/layout.py): y = x @ w[N, K]^T + bias.
+"""Linear layer with a 4-bit weight in the tile layout of the HIP kernels (layouts/tiling.py): y = x @ w[N, K]^T + bias.
 
 The tiles (int4_tiles.py) are the only copy of the weight that a module on a GPU holds. They have the same values as in
 int4_linear: the reference unpacks them and runs its.

@@ -1,5 +1,5 @@
 """Decode attention: one program computes the query heads of one KV head over some KV splits; see
-../decode_attention.py.
+../ops/decode_attention.py.
 
 A program holds ROWS queries, (token, head of the group), which share one read of keys and values. Splits are counted
 from the first slot of the row's own tokens (the first split includes what lies before). There are as many programs as

@@ -1,4 +1,4 @@
-"""Argmax of a row by several programs, the last of which writes the result; see ../greedy.py."""
+"""Argmax of a row by several programs, the last of which writes the result; see ../ops/greedy.py."""
 
 from __future__ import annotations
 

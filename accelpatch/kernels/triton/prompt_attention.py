@@ -1,4 +1,4 @@
-"""Rotary embedding of a prompt's q and k, and writing k and v into the cache; see ../prompt_attention.py.
+"""Rotary embedding of a prompt's q and k, and writing k and v into the cache; see ../ops/prompt_attention.py.
 
 One program handles one token, HEADS heads at a time. A thread holds both halves of what it rotates, so that q can be
 updated in place.

@@ -1,6 +1,6 @@
-"""GEMMs of many rows with int8 and 4-bit weights: see ../int8_linear.py, ../tiled_int4_linear.py, ../hip/layout.py.
+"""GEMMs of many rows with int8 and 4-bit weights: see int8_linear.py and tiled_int4_linear.py in ../ops/.
 
-Up to some number of rows a kernel dequantises blocks of the weight in registers (rows.py has int8's kernel, and split
+Up to some number of rows a kernel dequantises blocks of the weight in registers (gemm.py has int8's kernel, and split
 K). Beyond that the weight is dequantised to memory (dequantize.py) for torch's own GEMM. Weights are rounded to x's
 dtype as in the references, except that int8's scale is applied in registers.
 """

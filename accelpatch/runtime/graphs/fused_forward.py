@@ -194,4 +194,4 @@ def hidden_rows(
     fused: FusedModel, watched: Collection[int], ids: Tensor, call: CacheCall, seen: list[Tensor] | None
 ) -> Tensor:
     """Normalised hidden states [B L, K], the head's input. seen: receives each layer's input, where wanted."""
-    return fused.normal(*fused.run(fused.embedding(ids).flatten(0, 1), call, watched, seen))
+    return fused.normal(*fused.run(fused.embedded(ids).flatten(0, 1), call, watched, seen))

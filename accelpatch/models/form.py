@@ -1,0 +1,92 @@
+"""What a row of the family table says: roles, and the forms of norms, layers and rotary embedding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A family's RMSNorm: the name of its epsilon attribute, and whether it multiplies by 1 + weight (plus_one).
+
+    late: it multiplies by the weight before it rounds. Our kernels round before, so that norms are one rounding apart;
+    layers then add the residual and normalise as the original does.
+    """
+
+    eps: str = "variance_epsilon"
+    plus_one: bool = False
+    late: bool = False
+
+
+@dataclass(frozen=True)
+class LayerForm:
+    """What a decoder layer computes, by the names of its children and attributes; it can be fused.
+
+        x = x + m after_attention(attention(attention_norm(x)))
+        x = x + m after_mlp(mlp(mlp_norm(x)))
+
+    A norm is None where the family has none there. multiplier: attribute of the layer that holds m; None: m is 1.
+    """
+
+    attention: str = "self_attn"
+    mlp: str = "mlp"
+    attention_norm: str | None = "input_layernorm"
+    mlp_norm: str | None = "post_attention_layernorm"
+    after_attention: str | None = None
+    after_mlp: str | None = None
+    multiplier: str | None = None
+
+    @property
+    def norms(self) -> Mapping[str, str]:
+        """Place of a norm, such as mlp_norm -> name of the child; without the places that have none."""
+        places = ("attention_norm", "after_attention", "mlp_norm", "after_mlp")
+        return {place: name for place in places if (name := getattr(self, place)) is not None}
+
+    @property
+    def children(self) -> frozenset[str]:
+        """Names of the children that a layer calls."""
+        return frozenset({self.attention, self.mlp, *self.norms.values()})
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """A family's rotary embedding. wide: its tables stay in float32, others have the hidden states' dtype.
+
+    interleaved: pairs neighbouring columns (2 i, 2 i + 1) of a head; others pair i with i + R / 2. without: name of an
+    attribute of attention layers that is false where a layer applies none.
+    """
+
+    wide: bool = False
+    interleaved: bool = False
+    without: str | None = None
+
+
+@dataclass(frozen=True)
+class Family:
+    """One model family.
+
+    model_types: its names in transformers. roles: pattern -> role; a pattern is a glob over dotted names with numbers
+    written `#` (`model.layers.3.mlp` is `model.layers.#.mlp`). smoothing: groups for activation smoothing: norm -> the
+    linear layers that read its output, within a layer.
+
+    classes: what its classes' names begin with, such as Llama in LlamaAttention. norm: its RMSNorm. layer: the form of
+    its decoder layers. rotary: its rotary embedding, where the tables hold each half's frequencies twice over.
+    q_k_norm: what q_norm and k_norm are over: each `head`, or `all` heads of a token. capped_scores, capped_logits:
+    whether it applies the softcaps of its configuration; scores only in eager attention. embedding_multiplier,
+    logit_divisor: names of numbers in its configuration, by which embeddings are multiplied and logits divided.
+    """
+
+    name: str
+    model_types: tuple[str, ...]
+    roles: Mapping[str, str]
+    smoothing: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    classes: str = ""
+    norm: Norm | None = None
+    layer: LayerForm | None = None
+    rotary: Rotary | None = None
+    q_k_norm: str = "head"
+    capped_scores: bool = False
+    capped_logits: bool = False
+    embedding_multiplier: str | None = None
+    logit_divisor: str | None = None

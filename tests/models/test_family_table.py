@@ -1,0 +1,46 @@
+"""The table of fused families in docs/decoding.md is that of models/family.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from accelpatch.models.family import FAMILIES, Family
+
+DOC = Path(__file__).parents[2] / "docs" / "decoding.md"
+MOE = ("mixtral", "qwen3_moe")  # dense layers of these alone
+
+
+def row(family: Family) -> str:
+    """A family's line of the table."""
+    layer, norm, rotary = family.layer, family.norm, family.rotary
+    assert layer is not None
+    assert norm is not None
+    assert rotary is not None
+    places = [
+        "before attention and MLP" if layer.attention_norm else "",
+        "after both" if layer.after_attention else "",
+        "times 1 + weight" if norm.plus_one else "",
+        "over all heads of q and of k" if family.q_k_norm == "all" else "",
+    ]
+    turns = [
+        "interleaved" if rotary.interleaved else "in halves",
+        "float32 tables" if rotary.wide else "",
+        f"where `{rotary.without}`" if rotary.without else "",
+    ]
+    more = [
+        f"`{layer.multiplier}`" if layer.multiplier else "",
+        f"`{family.embedding_multiplier}`" if family.embedding_multiplier else "",
+        f"`{family.logit_divisor}`" if family.logit_divisor else "",
+        "softcap of scores" if family.capped_scores else "",
+        "softcap of logits" if family.capped_logits else "",
+        "layers without experts" if family.name in MOE else "",
+    ]
+    cells = (family.name, *("; ".join(filter(None, texts)) for texts in (places, turns, more)))
+    return "| " + " | ".join(cells) + " |"
+
+
+def test_the_page_has_every_family_that_is_fused() -> None:
+    rows = [row(family) for family in FAMILIES if family.layer is not None]
+    print("\n".join(rows))
+    assert len(rows) >= 16
+    assert "\n".join(["| --- | --- | --- | --- |", *rows, ""]) in DOC.read_text()
