@@ -1,4 +1,4 @@
-"""generate()'s loop for greedy decoding and sampling over native CPU steps, and over captured ones where the host samples.
+"""generate()'s loop for greedy decoding and sampling: over native CPU steps, or captured ones where the host samples.
 
 It computes what transformers' own `_sample` does, with processors, criteria and streamers, but between two native steps
 it only picks the token: no masks are concatenated, no inputs prepared, and the vocabulary is not searched for
