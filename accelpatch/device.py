@@ -6,6 +6,7 @@ A ``Device`` is plain data, so that plans and tests can use one of any machine.
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 import platform
 import shutil
@@ -224,10 +225,19 @@ _COMPILERS = {
 }
 
 
+def packaged() -> list[str]:
+    """Folders of programs in NVIDIA's Python packages, such as nvidia/cu13/bin, the newest release first."""
+    spec = importlib.util.find_spec("nvidia")
+    roots = [] if spec is None else spec.submodule_search_locations or []
+    found = [folder for root in roots for folder in Path(root).glob("cu[0-9]*/bin")]
+    return [str(folder) for folder in sorted(found, key=lambda folder: int(folder.parent.name[2:]), reverse=True)]
+
+
 def compilers() -> Mapping[str, str | None]:
     """Name -> path of each compiler that can build device sources; None where it is not found.
 
-    Searched in this order: a toolkit that $ROCM_PATH or $CUDA_HOME names, PATH, the toolkit's usual place.
+    Searched in this order: a toolkit that $ROCM_PATH or $CUDA_HOME names, PATH, the toolkit's usual place, and for nvcc
+    the Python package nvidia-cuda-nvcc.
     """
     found: dict[str, str | None] = {}
     for name, toolkit in _COMPILERS.items():
@@ -237,5 +247,6 @@ def compilers() -> Mapping[str, str | None]:
             named = [os.environ[variable]] if os.environ.get(variable) else []
             places = [f"{root}/{folder}" for root in named for folder in folders]
             places += [None, *(f"{usual}/{folder}" for folder in folders)]
+            places += packaged() if name == "nvcc" else []
         found[name] = next((path for place in places if (path := shutil.which(name, path=place))), None)
     return found

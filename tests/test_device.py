@@ -278,3 +278,17 @@ def test_compilers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _program(tmp_path / "bin/hipcc")  # the toolkit that a variable names comes before PATH
     (tmp_path / "bin/clang++").write_text("not a program")
     assert dict(compilers()) == expected
+
+
+def test_the_compiler_of_a_python_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("PATH", "CUDA_HOME"):
+        monkeypatch.setenv(variable, str(tmp_path / "nothing"))
+    older, newer = (_program(tmp_path / f"site/nvidia/{name}/bin/nvcc") for name in ("cu13", "cu14"))
+    monkeypatch.setattr(device, "_COMPILERS", {"nvcc": ("CUDA_HOME", str(tmp_path / "usual"), ("bin",))})
+    assert compilers()["nvcc"] is None
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    assert compilers()["nvcc"] == newer
+    Path(newer).unlink()
+    assert compilers()["nvcc"] == older
+    usual = _program(tmp_path / "usual/bin/nvcc")
+    assert compilers()["nvcc"] == usual  # the toolkit's place comes first

@@ -16,7 +16,7 @@ GIVES = {
     "g++": "compiling kernels for this CPU (Debian: apt install g++)",
     "clang++": "compiling kernels for AMD GPUs where hipcc is missing",
     "hipcc": "compiling kernels for AMD GPUs (part of ROCm)",
-    "nvcc": "compiling kernels for NVIDIA GPUs (part of the CUDA toolkit)",
+    "nvcc": "compiling kernels for NVIDIA GPUs (pip install nvidia-cuda-nvcc, or the CUDA toolkit)",
     "triton": "Triton kernels on AMD and NVIDIA GPUs (accelpatch[triton]; ROCm builds of torch bring their own)",
     "peft": "LoRA adapters (accelpatch[peft])",
     "matplotlib": "accelpatch bench --plot (accelpatch[plot])",

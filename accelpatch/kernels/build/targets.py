@@ -58,6 +58,7 @@ _HIP: Mapping[str, tuple[str, ...]] = {
     "read_limit.hip": (),
 }
 _HIP_FLAGS = ("-std=c++17", "-O3")
+INSTALL_NVCC = "pip install nvidia-cuda-nvcc (beside a torch for CUDA 13), or install the CUDA toolkit"
 _MADE_FOR = ("mfma", "mma", "wgmma", "tcgen05")  # matrix instructions, with bf16
 
 
@@ -90,7 +91,7 @@ def _nvidia(arch: str) -> Target:
     assert facts is not None
     code = f"-gencode=arch=compute_{facts.number},code={facts.name}"
     flags = ("-x", "cu", *_HIP_FLAGS, "-Xcompiler", "-fPIC", code)
-    return Target("hip", _HIP, ("nvcc",), flags, ("-shared", code), arch, "NVCC", "install the CUDA toolkit")
+    return Target("hip", _HIP, ("nvcc",), flags, ("-shared", code), arch, "NVCC", INSTALL_NVCC)
 
 
 def _amd(arch: str) -> Target:
