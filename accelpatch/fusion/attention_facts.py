@@ -79,18 +79,16 @@ def native_why_not(layer: Any, model: Any) -> str | None:
 
 
 def embedding_multiplier(model: Any) -> float:
-    """By what the model multiplies its embeddings."""
-    return _number(model, "embedding_multiplier")
+    """By what the model's decoder multiplies its embeddings."""
+    family = family_of_class(model, "ForCausalLM")
+    name = None if family is None else family.embedding_multiplier
+    return 1.0 if name is None else float(getattr(model.model, name))
 
 
 def logit_divisor(model: Any) -> float:
     """By what the model divides its logits."""
-    return _number(model, "logit_divisor")
-
-
-def _number(model: Any, field: str) -> float:
     family = family_of_class(model, "ForCausalLM")
-    name = None if family is None else getattr(family, field)
+    name = None if family is None else family.logit_divisor
     return 1.0 if name is None else float(getattr(model.config, name))
 
 
@@ -131,6 +129,18 @@ def logit_cap(model: Any) -> float:
     family = family_of_class(model, "ForCausalLM")
     capped = family is not None and family.capped_logits
     return float((getattr(model.config, "final_logit_softcapping", None) if capped else None) or 0.0)
+
+
+def decoder_of(model: Any) -> tuple[Any, Any]:
+    """(decoder, head) of a causal language model that calls its layers one after the other. Raises CannotFuse."""
+    decoder, head = getattr(model, "model", None), getattr(model, "lm_head", None)
+    if decoder is None or head is None or not getattr(decoder, "layers", None):
+        raise CannotFuse("it has no Llama-like decoder")
+    if reason := model_why_not(model, decoder):
+        raise CannotFuse(reason)
+    if reason := rotary_why_not(decoder.rotary_emb):
+        raise CannotFuse(reason)
+    return decoder, head
 
 
 def model_why_not(*models: Any) -> str | None:

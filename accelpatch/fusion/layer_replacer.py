@@ -48,7 +48,7 @@ class FusedLayerReplacer(Replacer):
                 return Reason(str(error))
         return Choice(kernel, site.token_bytes, site.token_bytes, site.bytes)
 
-    def complete(self, site: Site, choice: Choice, replaced: Mapping[str, Replaced], device: Device) -> Choice:
+    def complete(self, site: Site, choice: Choice, replaced: Mapping[str, Replaced | None], device: Device) -> Choice:
         fused = planned(site, replaced, device)
         if isinstance(fused, Reason):
             return replace(choice, note=f"layers are not fused: {fused.text}", fused=False)

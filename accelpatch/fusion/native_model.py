@@ -60,13 +60,8 @@ def native_model(model: nn.Module, unfused: Mapping[int, str] = NONE) -> NativeM
     unfused: place -> reason, of layers that must run as modules; others that have no native form join them. Raises
     CannotFuse where no layer has one, or the embedding, last norm or head does not.
     """
-    decoder, head = getattr(model, "model", None), getattr(model, "lm_head", None)
-    layers = getattr(decoder, "layers", None)
-    if decoder is None or head is None or not layers:
-        raise CannotFuse("it has no Llama-like decoder")
-    if reason := attention_facts.rotary_why_not(decoder.rotary_emb):
-        raise CannotFuse(reason)
-    reasons = dict(unfused)
+    decoder, head = attention_facts.decoder_of(model)
+    layers, reasons = decoder.layers, dict(unfused)
     for place, layer in enumerate(layers):
         if place not in reasons and (reason := _why_not(layer, model)):
             reasons[place] = reason

@@ -27,8 +27,10 @@ NATIVE_STEP = "native step"
 FUSABLE = ("gemv", "compact", "int8_weight_only", "int4_weight_only")  # replacers whose weights fused layers read
 LAUNCHES = 5
 
+Sites = Mapping[str, Replaced | None]
 
-def planned(site: Site, replaced: Mapping[str, Replaced], device: Device) -> str | Reason:
+
+def planned(site: Site, replaced: Sites, device: Device) -> str | Reason:
     """The kernels of a decoder layer that is fused, or why it is not. replaced: as in Replacer.complete."""
     try:
         return _planned(site, replaced, device)
@@ -36,21 +38,23 @@ def planned(site: Site, replaced: Mapping[str, Replaced], device: Device) -> str
         return Reason(str(error))
 
 
-def _planned(site: Site, replaced: Mapping[str, Replaced], device: Device) -> str:
+def _planned(site: Site, replaced: Sites, device: Device) -> str:
     layer: Any = site.original
     form = form_of(layer)
     model = site.path.partition(".layers.")[0]
     if form is None:
         raise CannotFuse("its form is not known")
+    if model != "model" or "lm_head" not in replaced:
+        raise CannotFuse("it is no layer of a causal language model's decoder")
     if reason := attention_facts.why_not(getattr(layer, form.attention)):
         raise CannotFuse(reason)
     rotary = attention_facts.form_of_rotary(getattr(layer, form.attention))
     needed = [("MLP", f"{site.path}.{form.mlp}")] + [("rotary embedding", f"{model}.rotary_emb")] * (not rotary.wide)
     for what, path in needed:
-        if path not in replaced:
+        if replaced.get(path) is None:
             raise CannotFuse(f"its {what} is not replaced")
     for path in (*(f"{site.path}.{name}" for name in form.norms.values()), f"{model}.norm"):
-        if path not in replaced:
+        if replaced.get(path) is None:
             raise CannotFuse(f"the norm {path} is not replaced")
     dtype = next(parameter.dtype for parameter in layer.parameters())
     if device.kind == "cpu":
@@ -58,17 +62,18 @@ def _planned(site: Site, replaced: Mapping[str, Replaced], device: Device) -> st
     return _launches(layer, site.path, replaced, dtype, device)
 
 
-def _linears(layer: Any) -> Iterator[tuple[str, Any]]:
-    """(name within the layer, module) of the linear layers of attention and MLP."""
+def _linears(layer: Any, path: str) -> Iterator[tuple[str, str]]:
+    """(name for messages, dotted name in the model) of the linear layers of attention and MLP, and of the head."""
     names = ("qkv_proj", "q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "gate_proj", "up_proj", "down_proj")
     for child in ("self_attn", "mlp"):
         part = getattr(layer, child)
         for name in names:
             if hasattr(part, name):
-                yield f"{child}.{name}", getattr(part, name)
+                yield f"{child}.{name}", f"{path}.{child}.{name}"
+    yield "lm_head", "lm_head"
 
 
-def _native(layer: Any, path: str, replaced: Mapping[str, Replaced], dtype: torch.dtype, device: Device) -> str:
+def _native(layer: Any, path: str, replaced: Sites, dtype: torch.dtype, device: Device) -> str:
     if reason := native_library.why_not(device):
         raise CannotFuse(f"no native library: {reason}")
     if dtype != torch.float32:
@@ -77,20 +82,22 @@ def _native(layer: Any, path: str, replaced: Mapping[str, Replaced], dtype: torc
         raise CannotFuse("gate and up are one linear layer")
     if reason := attention_facts.native_why_not(layer, None):
         raise CannotFuse(reason)
+    if _rotary_share(layer.self_attn.config) < 1:
+        raise CannotFuse("its rotary embedding covers only a part of each head")
     if _activation(layer.mlp) not in native_library.ACTIVATIONS:
         raise CannotFuse(f"activation {_activation(layer.mlp)}")
-    for name, _ in _linears(layer):
-        made = replaced.get(f"{path}.{name}")
+    for name, place in _linears(layer, path):
+        made = replaced.get(place)
         if made is not None and made.kernel != "cpu":
             raise CannotFuse(f"{name} runs by {made.kernel}")
     return NATIVE_STEP
 
 
-def _launches(layer: Any, path: str, replaced: Mapping[str, Replaced], dtype: torch.dtype, device: Device) -> str:
+def _launches(layer: Any, path: str, replaced: Sites, dtype: torch.dtype, device: Device) -> str:
     if dtype not in DTYPES:
         raise CannotFuse(f"its activations are {dtype}")
-    for name, _ in _linears(layer):
-        made = replaced.get(f"{path}.{name}")
+    for name, place in _linears(layer, path):
+        made = replaced.get(place)
         if made is None or made.replacer not in FUSABLE or made.kernel != "hip":
             raise CannotFuse(f"{name} " + ("stays" if made is None else f"is {made.replacer} by {made.kernel}"))
     shape = _attention_shape(layer.self_attn)
@@ -100,9 +107,8 @@ def _launches(layer: Any, path: str, replaced: Mapping[str, Replaced], dtype: to
     assert form is not None
     more = sum(norm is not None for norm in (form.after_attention, form.after_mlp)) + 2 * (form.multiplier is not None)
     more += _activation(layer.mlp) not in SILU
-    more += attention_facts.form_of_rotary(layer.self_attn).interleaved or attention_facts.normed_over_all(
-        layer.self_attn
-    )
+    attention = layer.self_attn
+    more += attention_facts.form_of_rotary(attention).interleaved or attention_facts.normed_over_all(attention)
     by = "hip" if hip_attention.why_not(shape, dtype, device) is None else "hip, attention by triton"
     return f"{by}, {LAUNCHES + more} launches"
 
@@ -112,11 +118,16 @@ def _activation(mlp: Any) -> str:
     return ACTIVATION_CLASSES.get(type(module).__name__, type(module).__name__)
 
 
+def _rotary_share(config: Any) -> float:
+    """The share of a head's columns that get the rotary embedding."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    return float(parameters.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1.0)
+
+
 def _attention_shape(attention: Any) -> AttentionShape:
     """The sizes of an attention layer, with placeholders for what lies in its tensors."""
     config, size = attention.config, int(attention.head_dim)
-    part = float(getattr(config, "partial_rotary_factor", None) or 1.0)
-    frequencies = torch.empty(int(size * part) // 2, device="meta")
+    frequencies = torch.empty(int(size * _rotary_share(config)) // 2, device="meta")
     norm = getattr(attention, "q_norm", None)
     weight = None if norm is None else torch.empty(size, device="meta")
     return AttentionShape(

@@ -33,18 +33,12 @@ def fused_model(model: Any, unfused: Mapping[int, str] = NONE) -> FusedModel:
     """The fused layers of a patched model; concatenates their weights.
 
     unfused: place -> reason, of layers that must run as modules; others that cannot be fused join them. Raises
-    CannotFuse, before any weight moves, where no layer can be fused, or the embedding, last norm or head cannot.
+    CannotFuse where no layer can be fused, or the last norm or head cannot.
     """
-    decoder, head = getattr(model, "model", None), getattr(model, "lm_head", None)
-    layers = getattr(decoder, "layers", None)
-    if decoder is None or head is None or not layers:
-        raise CannotFuse("it has no Llama-like decoder")
-    if reason := attention_facts.model_why_not(model, decoder):
-        raise CannotFuse(reason)
+    decoder, head = attention_facts.decoder_of(model)
+    layers = decoder.layers
     dtype = decoder.embed_tokens(torch.zeros(1, dtype=torch.int64, device=next(model.parameters()).device)).dtype
     rotary = decoder.rotary_emb
-    if reason := attention_facts.rotary_why_not(rotary):
-        raise CannotFuse(reason)
     final, memory, reasons = norm_of(decoder.norm, dtype), Zeros(), dict(unfused)
     checked(head, dtype)
     shapes: dict[int, AttentionShape] = {}
@@ -82,7 +76,7 @@ def unfit(layer: Any) -> str | None:
 
 
 def norm_of(norm: Any, dtype: torch.dtype) -> FusedNorm:
-    """The Norm of a replaced norm module. Raises CannotFuse."""
+    """The FusedNorm of a replaced norm module. Raises CannotFuse."""
     if not isinstance(norm, FusedRMSNorm) or norm.weight.dtype != dtype:
         dtype_of_it = next((str(p.dtype) for p in norm.parameters()), "no dtype")
         raise CannotFuse(f"a norm is {type(norm).__name__} in {dtype_of_it}")
@@ -147,6 +141,7 @@ def looked_at(layer: Any, rotary: Any, dtype: torch.dtype, memory: Zeros) -> Att
     for norm in norms_of(layer):
         if norm is not None:
             norm_of(norm, dtype)
+    multiplier_of(layer)
     return shape
 
 
@@ -157,9 +152,11 @@ def norms_of(layer: ResidualNormLayer) -> tuple[Any, Any, Any, Any]:
 
 
 def multiplier_of(layer: Any) -> float:
-    """By what a layer multiplies its branches before it adds them."""
+    """By what a layer multiplies its branches before it adds them. Raises CannotFuse where its form is not known."""
     form = form_of(layer)
-    return 1.0 if form is None or form.multiplier is None else float(getattr(layer, form.multiplier))
+    if form is None:
+        raise CannotFuse("its form is not known")
+    return 1.0 if form.multiplier is None else float(getattr(layer, form.multiplier))
 
 
 def parts_of(attention: Any) -> tuple[Any, ...]:

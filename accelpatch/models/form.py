@@ -73,8 +73,9 @@ class Family:
     classes: what its classes' names begin with, such as Llama in LlamaAttention. norm: its RMSNorm. layer: the form of
     its decoder layers. rotary: its rotary embedding, where the tables hold each half's frequencies twice over.
     q_k_norm: what q_norm and k_norm are over: each `head`, or `all` heads of a token. capped_scores, capped_logits:
-    whether it applies the softcaps of its configuration; scores only in eager attention. embedding_multiplier,
-    logit_divisor: names of numbers in its configuration, by which embeddings are multiplied and logits divided.
+    whether it applies the softcaps of its configuration; scores only in eager attention. embedding_multiplier:
+    attribute of its decoder by which embeddings are multiplied. logit_divisor: the same of its configuration, by which
+    logits are divided.
     """
 
     name: str

@@ -185,12 +185,10 @@ def _decide(site: Site, recipe: Recipe, device: Device, registry: Mapping[str, R
 
 def _completed(entries: list[Entry], device: Device) -> list[Entry]:
     """The entries with the final choices of those that depend on others."""
-    replaced = {
-        path: Replaced(entry.replacer.name, entry.choice.kernel)
-        for entry in entries
-        if entry.replacer is not None and entry.choice is not None
-        for path in entry.site.paths
-    }
+    replaced: dict[str, Replaced | None] = {}
+    for entry in entries:
+        made = Replaced(entry.replacer.name, entry.choice.kernel) if entry.replacer and entry.choice else None
+        replaced |= dict.fromkeys(entry.site.paths, made)
     return [
         entry
         if entry.replacer is None or entry.choice is None

@@ -71,10 +71,10 @@ class Replacer(ABC):
     def propose(self, site: Site, options: Mapping[str, Any], device: Device) -> Choice | Reason:
         """Say what would be done at `site`, or why not; must not allocate or change anything."""
 
-    def complete(self, site: Site, choice: Choice, replaced: Mapping[str, Replaced], device: Device) -> Choice:
+    def complete(self, site: Site, choice: Choice, replaced: Mapping[str, Replaced | None], device: Device) -> Choice:
         """The final Choice of a site whose children, or others, decide what it can be. Pure.
 
-        replaced: dotted name -> what replaces that site, for all sites of the model that do not stay.
+        replaced: dotted name of every site of the model -> what replaces it; None: it stays.
         """
         return choice
 

@@ -194,6 +194,8 @@ def whole_model(model: nn.Module, captured: Captured, report: Report, progress: 
     steps = [site.kernel_share for site in report.sites if site.kernel_share is not None and site.steps]
     form = [site.format_error for site in report.sites if site.format_error is not None]
     result.worst_kernel_error, result.worst_format_error = max(kernel, default=None), max(form, default=None)
+    if unchecked := sum(bool(site.fused) and not site.steps for site in report.sites):
+        report.notes.append(f"{unchecked} fused layers are not verified: no sample that steps can run reached them")
     result.fused_layers, result.worst_fused_error = len(steps), max(steps, default=None)
     result.failures = [f"{site.path}: {site.reason or site.by_modules}" for site in report.sites if site.failed]
     return result

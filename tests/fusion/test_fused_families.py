@@ -148,8 +148,8 @@ def swapped(layers: Any) -> None:
     setattr_(layers[1].attention, inv_freq=one)
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS)
-def test_a_term_left_out_is_seen(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def planted(mutation: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Have fused layers read wrong, as `mutation` says; returns the form in which that shows."""
     form, change = MUTATIONS[mutation]
 
     def changed(model: Any, unfused: Any) -> Any:
@@ -158,28 +158,26 @@ def test_a_term_left_out_is_seen(mutation: str, monkeypatch: pytest.MonkeyPatch)
         return fused
 
     monkeypatch.setattr("accelpatch.runtime.graphs.captured_model.fused_model", changed)
+    return form
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_a_term_left_out_is_seen(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    form = planted(mutation, monkeypatch)
     with pytest.raises(AssertionError, match="is off by"):
         assert_like_the_stock_loop(patched(form), padded_batch(), 12)
 
 
+# those within one layer
 @pytest.mark.parametrize("mutation", [name for name in MUTATIONS if name not in ("logits", "embedding", "divisor")])
 def test_a_term_left_out_is_found_by_the_patch(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    form, change = MUTATIONS[mutation]
-
-    def changed(model: Any, unfused: Any) -> Any:
-        fused = fused_model(model, unfused)
-        change(fused)
-        return fused
-
-    monkeypatch.setattr("accelpatch.runtime.graphs.captured_model.fused_model", changed)
-    name, changes = FORMS[form]
+    name, changes = FORMS[planted(mutation, monkeypatch)]
     model: Any = accelpatch.patch(CAUSAL[name].make(**changes), "exact")
     layers = [site for site in model.accelpatch.report().sites if site.role == "layer"]
     wrong = [site for site in layers if site.failed]
     assert wrong
-    assert all(
-        not site.fused and "units of its dtype's precision from its modules" in site.by_modules for site in wrong
-    )
+    assert all("units of its dtype's precision from its modules" in site.by_modules for site in wrong)
+    assert not any(site.fused for site in wrong)
     assert f"{len(layers) - len(wrong)} of {len(layers)} layers fused" in str(model.accelpatch.report())
     assert_like_the_stock_loop(model, padded_batch(), 12)
 

@@ -17,12 +17,12 @@ from accelpatch.errors import PatchError, VerifyError
 from accelpatch.fusion import attention_facts, native_model, read_layers, static_call
 from accelpatch.kernels.build import libraries
 from accelpatch.kernels.cpu import native_library
-from accelpatch.recipe.recipe import load
+from accelpatch.recipe.recipe import load, parse
 from accelpatch.runtime.cpu.native_step import NATIVE
 from accelpatch.runtime.generation.patched_model import RUNTIME
 from accelpatch.runtime.graphs import captured_graph
 from accelpatch.runtime.graphs.captured_graph import EagerGraph
-from tests.support.tiny import CAUSAL, full_batch, padded_batch
+from tests.support.tiny import CAUSAL, full_batch, make, padded_batch
 
 reason = libraries.why_not("cpu", probe("cpu"))
 native = pytest.mark.skipif(reason is not None, reason=f"no native library: {reason}")
@@ -143,8 +143,7 @@ def test_no_memory_for_the_fused_weights(recipe: str, call: int, monkeypatch: py
 
 
 def rows() -> Any:
-    from accelpatch.recipe.recipe import parse
-
+    """int8 with one scale a row, as on a GPU."""
     text = "extends: int8\nrules:\n  - name: linear\n    replace: int8_weight_only\n    options: {group_size: null}\n"
     return parse(text)
 
@@ -170,6 +169,26 @@ def test_the_plan_says_what_comes(name: str, recipe: str) -> None:
         if fused is not None and fused:
             assert kernel == site.kernel == "native step"
             assert site.steps
+
+
+@native
+@pytest.mark.parametrize("suffix", ["ForSequenceClassification", "Model"])
+def test_the_plan_promises_no_fused_layers_where_nothing_is_generated(suffix: str) -> None:
+    model: Any = make("Llama", suffix=suffix, **CAUSAL["llama"].config)
+    assert not any(site.fused for site in accelpatch.plan(model, "int8").report().sites)
+    accelpatch.patch(model, "int8")
+    assert not any(site.fused for site in layers(model))
+
+
+@native
+def test_fused_layers_that_no_sample_reaches_are_said_to_be_unverified() -> None:
+    model = made()
+    with torch.no_grad():
+        cache = model(input_ids=torch.tensor([[5]])).past_key_values
+    accelpatch.patch(model, "int8", inputs=[{"input_ids": torch.tensor([[7, 8, 9]]), "past_key_values": cache}])
+    assert "4 fused layers are not verified: no sample that steps can run reached them" in str(
+        model.accelpatch.report()
+    )
 
 
 def _moved(model: Any) -> None:
