@@ -82,7 +82,7 @@ def _native(layer: Any, path: str, replaced: Sites, dtype: torch.dtype, device: 
         raise CannotFuse("gate and up are one linear layer")
     if reason := attention_facts.native_why_not(layer, None):
         raise CannotFuse(reason)
-    if _rotary_share(layer.self_attn.config) < 1:
+    if _rotary_fraction(layer.self_attn.config) < 1:
         raise CannotFuse("its rotary embedding covers only a part of each head")
     if _activation(layer.mlp) not in native_library.ACTIVATIONS:
         raise CannotFuse(f"activation {_activation(layer.mlp)}")
@@ -118,8 +118,8 @@ def _activation(mlp: Any) -> str:
     return ACTIVATION_CLASSES.get(type(module).__name__, type(module).__name__)
 
 
-def _rotary_share(config: Any) -> float:
-    """The share of a head's columns that get the rotary embedding."""
+def _rotary_fraction(config: Any) -> float:
+    """The fraction of a head's columns that get the rotary embedding."""
     parameters = getattr(config, "rope_parameters", None) or {}
     return float(parameters.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1.0)
 
@@ -127,7 +127,7 @@ def _rotary_share(config: Any) -> float:
 def _attention_shape(attention: Any) -> AttentionShape:
     """The sizes of an attention layer, with placeholders for what lies in its tensors."""
     config, size = attention.config, int(attention.head_dim)
-    frequencies = torch.empty(int(size * _rotary_share(config)) // 2, device="meta")
+    frequencies = torch.empty(int(size * _rotary_fraction(config)) // 2, device="meta")
     norm = getattr(attention, "q_norm", None)
     weight = None if norm is None else torch.empty(size, device="meta")
     return AttentionShape(
