@@ -93,7 +93,7 @@ def main() -> None:
         report = model.accelpatch.report()
         tokens, spread = rate(model, asked.repeats)
         read = report.token_bytes[1]
-        fused = sum(bool(site.fused) for site in report.sites)
+        fused = len(vars(model)[RUNTIME].captured.fused.places)
         found[name] = {"rate": tokens, "spread": spread, "bytes": read, "fused": fused}
         share = tokens * read / (found["llama"]["rate"] * found["llama"]["bytes"])
         print(
