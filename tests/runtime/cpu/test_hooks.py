@@ -102,3 +102,19 @@ def test_a_hook_that_fails_leaves_the_cache_as_it_was() -> None:
         assert cache.get_seq_length() == length
         again = model(input_ids=torch.full((3, 1), 10), past_key_values=cache).logits[:, -1]
     torch.testing.assert_close(again, due[:, 1], rtol=1e-4, atol=1e-4)
+
+
+def test_a_forward_of_the_users_own_is_used() -> None:
+    model: Any = CAUSAL["llama"].make()
+
+    class Louder(type(model)):  # type: ignore[misc]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            outputs = super().forward(*args, **kwargs)
+            outputs.logits = -outputs.logits
+            return outputs
+
+    model.__class__ = Louder
+    due = copy.deepcopy(model).generate(**full_batch(), max_new_tokens=5, do_sample=False)
+    accelpatch.patch(model, "exact")
+    assert torch.equal(model.generate(**full_batch(), max_new_tokens=5, do_sample=False), due)
+    assert native_steps(model) == 0
