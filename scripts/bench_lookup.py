@@ -43,7 +43,7 @@ from accelpatch.recipe.recipe import Runtime
 from accelpatch.runtime.generation.captured_lookup import ACCEPTED, STEPS
 from accelpatch.runtime.generation.patched_model import RUNTIME, new_runtime
 from accelpatch.runtime.generation.prompt_lookup import DRAFTS, PromptLookup
-from accelpatch.runtime.graphs.captured_runtime import CAPTURED
+from accelpatch.runtime.graphs.captured_step import CAPTURED
 
 SHORT = 16  # tokens of the short answer
 TRIES = 20  # prompts that are tried for an answer that repeats nothing

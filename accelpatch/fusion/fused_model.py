@@ -62,16 +62,21 @@ class FusedModel:
     @property
     def exceptions(self) -> str:
         """What to add to the name of these layers in a report: the layers that run as modules, and why."""
-        if not self.unfused:
-            return ""
-        first = min(self.unfused)
-        return f", but modules in layers {sorted(self.unfused)}: {self.unfused[first]}"
+        return self.exceptions_with(())
+
+    def exceptions_with(self, watched: Collection[int]) -> str:
+        """As `exceptions`, for a call in which the layers with hooks, `watched`, run as modules too."""
+        reasons = {**dict.fromkeys(watched, "a hook inside"), **self.unfused}
+        return f", but modules in layers {sorted(reasons)}: {reasons[min(reasons)]}" if reasons else ""
 
     def __call__(self, tokens: Tensor, positions: Tensor, slot: Tensor, mask: Tensor, cache: Any) -> Tensor:
         """Logits [B T, V] after tokens[B] or [B, T], cached from `slot` on; positions[B, T]; mask: the cache's."""
+        return self.logits(*self.run(self.begin(tokens), StepCall(self.decoder(), cache, positions, slot, mask)))
+
+    def begin(self, tokens: Tensor) -> Tensor:
+        """Begin a step of tokens[B] or [B, T]: the first layer's input [B T, K]."""
         self.sentinels.reset(tokens.numel())
-        call = StepCall(self.decoder(), cache, positions, slot, mask)
-        return self._logits(*self.run(self.embedded(tokens.reshape(-1)), call))
+        return self.embedded(tokens.reshape(-1))
 
     def embedded(self, ids: Tensor) -> Tensor:
         """Embeddings [..., K] of ids[...], the first layer's input."""
@@ -87,7 +92,7 @@ class FusedModel:
         """
         call = PromptCall(self.decoder(), cache, positions, mask)
         rows = [one.view(*ids.shape, -1) for one in self.run(self.embedded(ids.reshape(-1)), call) if one is not None]
-        return self._logits(
+        return self.logits(
             *(one[:, -1].contiguous() if last is None else one.index_select(1, last)[:, 0] for one in rows)
         )
 
@@ -136,7 +141,8 @@ class FusedModel:
         """Logits [M, V] of normalised hidden states [M, K]."""
         return self._capped(self.head.large_m(normal))
 
-    def _logits(self, x: Tensor, pending: Tensor | None = None) -> Tensor:
+    def logits(self, x: Tensor, pending: Tensor | None = None) -> Tensor:
+        """Logits [M, V] of the rows x + pending, what `run` returns."""
         if pending is None and x.shape[0] <= MAX_GEMV_ROWS:
             return self._capped(self.head(x, self.norm))
         return self.logits_of(self.normal(x, pending))

@@ -21,7 +21,8 @@ from accelpatch.modules import weight_only
 from accelpatch.runtime.generation.patched_model import RUNTIME
 from accelpatch.runtime.graphs import captured_graph
 from accelpatch.runtime.graphs.captured_graph import EagerGraph
-from accelpatch.runtime.graphs.captured_runtime import CAPTURED, STATES
+from accelpatch.runtime.graphs.captured_runtime import STATES
+from accelpatch.runtime.graphs.captured_step import CAPTURED
 from accelpatch.runtime.graphs.fused_prompt import FUSED_PROMPT
 from tests.support.lora import RECIPES, adapted, both_orders, config
 from tests.support.steps import inner, logits, stock

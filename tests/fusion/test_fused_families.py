@@ -24,7 +24,7 @@ from accelpatch.runtime.generation.patched_model import RUNTIME
 from accelpatch.runtime.graphs import captured_graph
 from accelpatch.runtime.graphs.captured_graph import EagerGraph
 from accelpatch.runtime.graphs.captured_model import MODULES
-from accelpatch.runtime.graphs.captured_runtime import CAPTURED
+from accelpatch.runtime.graphs.captured_step import CAPTURED
 from tests.fusion.test_fused_layer import apart
 from tests.support.spread import spread
 from tests.support.steps import assert_like_the_stock_loop

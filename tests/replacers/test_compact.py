@@ -20,7 +20,7 @@ from accelpatch.modules.compact_linear import CompactLinear
 from accelpatch.patching import apply
 from accelpatch.runtime.graphs import captured_graph
 from accelpatch.runtime.graphs.captured_graph import EagerGraph
-from accelpatch.runtime.graphs.captured_runtime import CAPTURED
+from accelpatch.runtime.graphs.captured_step import CAPTURED
 from tests.support.tiny import CAUSAL, full_batch, padded_batch
 
 GPU = KNOWN["sm_90"]

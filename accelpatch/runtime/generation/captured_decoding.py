@@ -21,9 +21,9 @@ from accelpatch.runtime.generation.captured_reports import Reports
 from accelpatch.runtime.generation.captured_run import CapturedRun
 from accelpatch.runtime.generation.decoding import loop, stock_loop_because
 from accelpatch.runtime.generation.sampler import Sampler, Unknown
-from accelpatch.runtime.graphs.captured_cache import why_not
-from accelpatch.runtime.graphs.captured_model import NotCaptured
+from accelpatch.runtime.graphs.cache_contents import why_not
 from accelpatch.runtime.graphs.captured_runtime import CapturedRuntime
+from accelpatch.runtime.graphs.captured_step import NotCaptured
 
 Stock = Callable[..., Any]
 

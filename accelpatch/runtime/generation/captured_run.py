@@ -10,10 +10,10 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from accelpatch.runtime.generation.captured_lookup import ACCEPTED, NONE, STEPS, Lookup
 from accelpatch.runtime.generation.sampler import Sampler
-from accelpatch.runtime.graphs.captured_cache import OWN_CACHE, move_back, move_in
+from accelpatch.runtime.graphs.cache_contents import OWN_CACHE, move_back, move_in
 from accelpatch.runtime.graphs.captured_graph import Graph
-from accelpatch.runtime.graphs.captured_runtime import CAPTURED, CapturedRuntime
-from accelpatch.runtime.graphs.captured_step import CapturedStep
+from accelpatch.runtime.graphs.captured_runtime import CapturedRuntime
+from accelpatch.runtime.graphs.captured_step import CAPTURED, CapturedStep
 from accelpatch.runtime.graphs.fused_prompt import FUSED_PROMPT, fused_prompt
 from accelpatch.runtime.graphs.fused_prompt import why_not as why_not_fused
 
@@ -23,6 +23,7 @@ class CapturedRun:
 
     def __init__(self, model: Any, runtime: CapturedRuntime, step: CapturedStep):
         self.runtime, self.step = runtime, step
+        step.vacate()
         self.kwargs: dict[str, Any] = {}
         self._model = model
         self.lookup: Lookup | None = None

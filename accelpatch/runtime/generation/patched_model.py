@@ -18,7 +18,7 @@ from accelpatch.runtime.cpu.native_step import NativeRuntime
 from accelpatch.runtime.cpu.torch_threads import all_threads, one_thread
 from accelpatch.runtime.generation.captured_decoding import captured_loop
 from accelpatch.runtime.generation.decoding import decode, stock_loop_because
-from accelpatch.runtime.graphs.captured_cache import OWN_CACHE
+from accelpatch.runtime.graphs.cache_contents import OWN_CACHE
 from accelpatch.runtime.graphs.captured_graph import GRAPHS
 from accelpatch.runtime.graphs.captured_runtime import CapturedRuntime
 

@@ -1,4 +1,4 @@
-"""The static KV cache of a captured step, and copying between it and transformers' dynamic cache."""
+"""The static KV cache of a captured step."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
-LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
+from accelpatch.runtime.graphs.cache_contents import why_not
+
 SMALLEST = 256  # least capacity in tokens
-OWN_CACHE = "_accelpatch_own"  # attribute of a cache: whether generate() made it for the call that runs
 
 
 @dataclass(frozen=True)
@@ -76,16 +76,6 @@ def capacity_for(length: int, longest: int | None) -> int:
     return room if longest is None else max(length, min(room, -(-longest // 64) * 64))
 
 
-def why_not(cache: Any) -> str | None:
-    """Why a static cache cannot replace this one; None where it can."""
-    if type(cache) is not DynamicCache or getattr(cache, "offloading", False):
-        return f"the cache is a {type(cache).__name__}"
-    for layer in cache.layers:
-        if type(layer) not in LAYERS or getattr(layer, "record_past", False):
-            return f"a layer of the cache is a {type(layer).__name__}"
-    return None
-
-
 def shapes_of(cache: Any) -> tuple[LayerShape, ...]:
     """The LayerShapes of a filled dynamic cache."""
     return tuple(
@@ -108,29 +98,6 @@ def learned(model: Any) -> tuple[int, tuple[LayerShape, ...]]:
     if not cache.layers or not all(layer.is_initialized for layer in cache.layers):
         raise NotCached("a layer of the model caches nothing")
     return int(outputs.logits.shape[-1]), shapes_of(cache)
-
-
-def move_in(cache: Any, static: Cache) -> int:
-    """Move the contents of a dynamic cache into a static one; returns the number of tokens.
-
-    Of a sliding-window layer only the last tokens exist; the window hides all earlier ones.
-    """
-    length = int(cache.get_seq_length())
-    for layer, held in zip(cache.layers, static.layers, strict=True):
-        first = length - layer.keys.shape[2]
-        held.keys[:, :, first:length].copy_(layer.keys)
-        held.values[:, :, first:length].copy_(layer.values)
-        layer.keys, layer.values = layer.keys.new_empty(0), layer.values.new_empty(0)
-    return length
-
-
-def move_back(static: Cache, cache: Any, length: int) -> None:
-    """Give a dynamic cache copies of the first `length` tokens of a static one."""
-    for layer, held in zip(cache.layers, static.layers, strict=True):
-        first = max(0, length - layer.sliding_window + 1) if type(layer) is DynamicSlidingWindowLayer else 0
-        layer.keys, layer.values = held.keys[:, :, first:length].clone(), held.values[:, :, first:length].clone()
-        if type(layer) is DynamicSlidingWindowLayer:
-            layer.cumulative_length = length
 
 
 def grow(old: Cache, new: Cache) -> None:

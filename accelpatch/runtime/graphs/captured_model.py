@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -14,20 +14,23 @@ from accelpatch.fusion.cannot_fuse import CannotFuse
 from accelpatch.fusion.fused_model import FUSED, FusedModel
 from accelpatch.fusion.read_layers import fused_model
 from accelpatch.runtime.graphs.captured_batch import Batch, Drafts, GraphOf
-from accelpatch.runtime.graphs.captured_cache import LayerShape, NotCached, learned
+from accelpatch.runtime.graphs.captured_cache import LayerShape, NotCached, learned, shapes_of
 from accelpatch.runtime.graphs.captured_call import CapturedCalls
 from accelpatch.runtime.graphs.captured_drafts import verifying
 from accelpatch.runtime.graphs.captured_graph import new_pool
-from accelpatch.runtime.graphs.captured_step import CAPTURE_ERRORS, CapturedStep, first_line, for_decoding, graph_maker
+from accelpatch.runtime.graphs.captured_step import (
+    CAPTURE_ERRORS,
+    CapturedStep,
+    NotCaptured,
+    first_line,
+    for_decoding,
+    graph_maker,
+)  # fmt: skip
 from accelpatch.runtime.graphs.fused_forward import prompts_of
 from accelpatch.runtime.graphs.short_prompt import Prompts
 
 MODULES = "modules in the captured step: "  # and the reason
 STEPS = 4  # graphs, each with its cache, that are kept per model
-
-
-class NotCaptured(Exception):
-    """Why a model's step could not be captured; the message goes into the report."""
 
 
 class GraphMemory:
@@ -54,7 +57,8 @@ class CapturedModel:
         self.fused: FusedModel | None = None
         self.why_not: str | None = None
         self.why_not_fused = ""
-        self._steps: OrderedDict[tuple[int, int], CapturedStep] = OrderedDict()
+        self.uncaptured: set[tuple[int, tuple[int, ...]]] = set()  # (rows, watched) of single calls without a step
+        self._steps: OrderedDict[tuple[int, int, tuple[int, ...]], CapturedStep] = OrderedDict()
         self._batches: dict[int, Batch] = {}
         self._shapes: tuple[LayerShape, ...] | None = None
         self._vocabulary = 0
@@ -78,6 +82,11 @@ class CapturedModel:
         except CAPTURE_ERRORS as error:
             self.why_not = f"its cache cannot be known ({type(error).__name__}: {first_line(error)})"
 
+    def know(self, vocabulary: int, cache: Any) -> None:
+        """Take what the layers cache from a cache that is filled, so that no module, and no hook, need run for it."""
+        if not self.learned:
+            self._vocabulary, self._shapes = vocabulary, shapes_of(cache)
+
     @property
     def read(self) -> bool:
         """Whether the fused layers were read, or there are none."""
@@ -98,14 +107,17 @@ class CapturedModel:
         """The function that captures programs for this model."""
         return self._memory.graph(device)
 
-    def step(self, model: nn.Module, rows: int, capacity: int) -> CapturedStep:
-        """The step for this size, captured if needed. Raises NotCaptured; then no other size is tried either."""
-        key = (rows, capacity)
+    def step(self, model: nn.Module, rows: int, capacity: int, watched: tuple[int, ...] = ()) -> CapturedStep:
+        """The step for this size, captured if needed. Raises NotCaptured; then no other size is tried either.
+
+        watched: places of layers with hooks.
+        """
+        key = (rows, capacity, watched)
         if key not in self._steps:
-            self._steps[key] = self._made(model, rows, capacity)
+            self._steps[key] = self._made(model, *key)
             while len(self._steps) > STEPS:
                 self._steps.popitem(last=False)
-            used = {batch for batch, _ in self._steps}
+            used = {batch for batch, *_ in self._steps}
             self._batches = {n: batch for n, batch in self._batches.items() if n in used}
         self._steps.move_to_end(key)
         return self._steps[key]
@@ -138,27 +150,29 @@ class CapturedModel:
             return "modules in the captured step"  # their bits may depend on the number of rows
         return step.no_drafts or step.batch.drafts
 
-    def way(self, step: CapturedStep) -> str:
-        """How a step runs, for the report."""
+    def way(self, step: CapturedStep, watched: Collection[int] = ()) -> str:
+        """How a step runs, for the report. watched: places of layers with hooks."""
         if step.fused:
-            return FUSED if self.fused is None else FUSED + self.fused.exceptions
+            return FUSED if self.fused is None else FUSED + self.fused.exceptions_with(watched)
         return MODULES + (self.why_not_fused or f"{step.batch.rows} rows")
 
-    def _made(self, model: nn.Module, rows: int, capacity: int) -> CapturedStep:
+    def _made(self, model: nn.Module, rows: int, capacity: int, watched: tuple[int, ...]) -> CapturedStep:
         assert self._shapes is not None
         device = next(model.parameters()).device
         with torch.inference_mode(False), torch.no_grad(), for_decoding(model):
             batch = self._batches.setdefault(rows, Batch(rows, self._vocabulary, device))
             if self.fused is not None and rows <= self.fused.most:
                 try:
-                    step = CapturedStep(model, batch, self._shapes, capacity, self.graph(device), self.fused)
-                    drafting = self._speculate and rows == 1 and not self.fused.unfused
+                    step = CapturedStep(model, batch, self._shapes, capacity, self.graph(device), self.fused, watched)
+                    drafting = self._speculate and rows == 1 and not self.fused.unfused and not watched
                     return verifying(step, self.fused, self.graph(device)) if drafting else step
                 except BaseException as error:
                     self.fused.forget()  # other steps go on with the same layers
                     if isinstance(error, torch.OutOfMemoryError) or not isinstance(error, CAPTURE_ERRORS):
                         raise
                     self.fused, self.why_not_fused = None, f"{type(error).__name__}: {first_line(error)}"
+            if watched:  # whose hooks a graph of the modules would not call
+                raise NotCaptured(self.why_not_fused or f"{rows} rows")
             try:
                 return CapturedStep(model, batch, self._shapes, capacity, self.graph(device))
             except torch.OutOfMemoryError:

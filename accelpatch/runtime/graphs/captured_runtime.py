@@ -24,7 +24,6 @@ from accelpatch.runtime.graphs.fused_forward import fused_outputs
 from accelpatch.runtime.graphs.short_prompt import Prompts
 from accelpatch.runtime.watch import Watch
 
-CAPTURED = "captured step"
 STATES = 4  # adapter states, besides the present one, whose graphs are kept
 
 
@@ -151,14 +150,14 @@ class CapturedRuntime:
             )
         return capacity_for(length + 1, self.max_length)
 
-    def step(self, model: nn.Module, rows: int, capacity: int) -> CapturedStep:
-        """The step for this size, captured if needed. Raises NotCaptured; then no other size is tried either."""
+    def step(self, model: nn.Module, rows: int, capacity: int, watched: tuple[int, ...] = ()) -> CapturedStep:
+        """The step for this size, captured if needed; see CapturedModel.step."""
         try:
-            step = self.captured.step(model, rows, capacity)
+            step = self.captured.step(model, rows, capacity, watched)
         except torch.OutOfMemoryError:
             self._others.clear()  # free the caches of other adapter states and sizes
             self.captured.free(rows)
-            step = self.captured.step(model, rows, capacity)
+            step = self.captured.step(model, rows, capacity, watched)
         self._flags = [] if self._watch is None else self._watch.flags()
         return step
 

@@ -19,22 +19,34 @@ from torch import Tensor, nn
 
 from accelpatch.errors import KernelError
 from accelpatch.fusion.fused_model import FusedModel
+from accelpatch.fusion.static_call import StepCall
 from accelpatch.kernels.hip.binding import weight_prefetch
 from accelpatch.kernels.ops.step_end import end_step_
+from accelpatch.runtime.graphs.cache_contents import Contents, attach
 from accelpatch.runtime.graphs.captured_batch import Batch, GraphOf
 from accelpatch.runtime.graphs.captured_cache import LayerShape, grow, new_cache
 from accelpatch.runtime.graphs.captured_graph import GRAPHS, Graph
+from accelpatch.runtime.graphs.split_step import SplitStep
+
+CAPTURED = "captured step"  # in the report, with their number
 
 # What a model raises when its forward cannot run over a static cache, or asks the host for a number while captured.
 CAPTURE_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, KernelError)
 
 
+class NotCaptured(Exception):
+    """Why a model's step could not be captured; the message goes into the report."""
+
+
 class CapturedStep:
-    """The model's step for `batch` over a static cache of one capacity. mask[B, capacity] int64: 1 where tokens are."""
+    """The model's step for `batch` over a static cache of one capacity. mask[B, capacity] int64: 1 where tokens are.
+
+    watched: places of the fused model's layers that run their modules at every replay, since they have hooks.
+    """
 
     def __init__(
         self, model: nn.Module, batch: Batch, shapes: Sequence[LayerShape], capacity: int, graph: GraphOf,
-        fused: FusedModel | None = None,
+        fused: FusedModel | None = None, watched: Sequence[int] = (),
     ):  # fmt: skip
         self.batch, self.capacity, self._fused = batch, capacity, fused
         self.verification: Graph | None = None  # the step of several tokens; see captured_drafts.py
@@ -42,6 +54,7 @@ class CapturedStep:
         self.cache = new_cache(shapes, batch.rows, capacity, batch.slot)
         self.mask = torch.zeros(batch.rows, capacity, dtype=torch.int64, device=batch.device)
         self.prompts: Any = None  # short_prompt.Prompts, made at the first prompt
+        self._contents: weakref.ref[Contents] | None = None  # of another's cache, that lie in this one
         self._model = weakref.ref(model)  # weak: the model holds its runtime, which holds this step
         self._arguments = {"use_cache": True, "return_dict": True}
         accepted = inspect.signature(model.forward).parameters
@@ -51,7 +64,10 @@ class CapturedStep:
         kept = [tensor.clone() for tensor in (batch.slot, batch.positions, batch.logits)]
         batch.slot.zero_()
         batch.positions.zero_()
-        self._graph = graph(self.advance)
+        if fused is not None and watched:
+            self._graph: Graph = SplitStep(self, fused, watched, graph)
+        else:
+            self._graph = graph(self.advance)
         for tensor, before in zip((batch.slot, batch.positions, batch.logits), kept, strict=True):
             tensor.copy_(before)
 
@@ -64,6 +80,17 @@ class CapturedStep:
             else:
                 self.mask.index_fill_(1, batch.slot, 1)
                 logits = self._by_modules()
+        self.end(logits)
+
+    def call(self) -> StepCall:
+        """What the fused layers of the step share."""
+        assert self._fused is not None
+        batch = self.batch
+        return StepCall(self._fused.decoder(), self.cache, batch.positions, batch.slot, self.mask)
+
+    def end(self, logits: Tensor) -> None:
+        """The end of the program: from the logits of the model's dtype."""
+        batch = self.batch
         end_step_(logits, batch.logits, batch.slot, batch.positions, self.mask)
 
     def _by_modules(self) -> Tensor:
@@ -105,8 +132,27 @@ class CapturedStep:
         else:
             self.mask[:, :length].copy_(mask.ne(0))
 
+    def attach(self, cache: Any) -> Contents:
+        """Move one of transformers' caches into this step's, and leave it there until the step is used for another."""
+        self.vacate()
+        contents = attach(cache, self.cache)
+        self._contents = weakref.ref(contents)
+        return contents
+
+    def holds(self, contents: Contents | None) -> bool:
+        """Whether these contents lie in this step's cache."""
+        return contents is not None and self._contents is not None and self._contents() is contents
+
+    def vacate(self) -> None:
+        """Give the cache whose contents lie here tensors of its own."""
+        contents = None if self._contents is None else self._contents()
+        if contents is not None:
+            contents.detach()
+        self._contents = None
+
     def adopt(self, smaller: CapturedStep) -> None:
         """Copy cache and mask from a step of smaller capacity."""
+        self.vacate()
         grow(smaller.cache, self.cache)
         self.mask.zero_()
         self.mask[:, : smaller.capacity].copy_(smaller.mask)

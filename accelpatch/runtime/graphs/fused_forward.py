@@ -17,8 +17,10 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from accelpatch.fusion.cache_call import CacheCall, KeptCall
 from accelpatch.fusion.fused_model import FusedModel
 from accelpatch.kernels.operation import is_eager, refusing_gradient
+from accelpatch.runtime.graphs import single_token
+from accelpatch.runtime.graphs.cache_contents import attached
+from accelpatch.runtime.graphs.cache_contents import why_not as cache_why_not
 from accelpatch.runtime.graphs.captured_batch import GraphOf
-from accelpatch.runtime.graphs.captured_cache import why_not as cache_why_not
 from accelpatch.runtime.graphs.short_prompt import Prompts, ShortPrompt
 
 FORWARD = "fused forward"
@@ -93,19 +95,27 @@ def fused_outputs(runtime: Any, model: Any, given: Mapping[str, Any]) -> Any:
         return None
     try:
         fused, watched = runtime.fused(model)
-        if fused is None or fused.no_prompts is not None or not fused.places - set(watched):
+        if fused is None or not fused.places - set(watched):
             return None
         hidden = wants_hidden_states(model, given)
         if torch.is_grad_enabled() and (
             watched or fused.unfused or hidden or wants_gradient(given.get("past_key_values"))
         ):
             return None  # the modules refuse the gradient of what comes in from outside, and of what goes out
-        runtime.paths[FORWARD + (f", but modules in layers {watched}: a hook inside" if watched else "")] += 1
         call = call_of(model, given)
+        if (
+            not hidden
+            and (logits := stepped_logits(runtime, model, fused, given["input_ids"], call, watched)) is not None
+        ):
+            return outputs_of(model, given, call, _kept(logits, given))
+        if fused.no_prompts is not None:
+            return None
+        runtime.paths[FORWARD + fused.exceptions_with(watched)] += 1
         short = None if watched or hidden else short_prompt(runtime, fused, given["input_ids"], call)
         if short is not None:
             with runtime.alone():
-                return outputs_of(model, fused, given, call, from_short(short, given["input_ids"], call))
+                normal = from_short(short, given["input_ids"], call)
+            return outputs_of(model, given, call, logits_of(fused, given, normal))
     finally:
         runtime.lock.release()
     return fused_forward(model, fused, watched, given, call)
@@ -113,7 +123,8 @@ def fused_outputs(runtime: Any, model: Any, given: Mapping[str, Any]) -> Any:
 
 def wants_gradient(cache: Any) -> bool:
     """Whether a tensor in the cache requires a gradient."""
-    layers = [] if cache is None else [layer for layer in cache.layers if layer.is_initialized]
+    filled = [] if cache is None or attached(cache) else cache.layers
+    layers = [layer for layer in filled if layer.is_initialized]
     return any(tensor.requires_grad for layer in layers for tensor in (layer.keys, layer.values))
 
 
@@ -139,17 +150,35 @@ def fused_forward(
     with torch.no_grad():
         normal = hidden_rows(fused, watched, ids, call, seen).view(*ids.shape, -1)
     hidden = None if seen is None else (*(one.view(normal.shape) for one in seen), normal)
-    return outputs_of(model, fused, given, call, normal, hidden)
+    return outputs_of(model, given, call, logits_of(fused, given, normal), hidden)
+
+
+def logits_of(fused: FusedModel, given: Mapping[str, Any], normal: Tensor) -> Tensor:
+    """The logits that the caller keeps, from the normalised hidden states normal[B, L, K]."""
+    normal = _kept(normal, given)
+    with torch.no_grad():
+        return fused.logits_of(normal.flatten(0, 1)).view(*normal.shape[:2], -1)
+
+
+def _kept(rows: Tensor, given: Mapping[str, Any]) -> Tensor:
+    kept = given.get("logits_to_keep", 0)
+    return rows[:, slice(-kept, None) if isinstance(kept, int) else kept]
+
+
+def stepped_logits(
+    runtime: Any, model: Any, fused: FusedModel, ids: Tensor, call: CacheCall, watched: list[int]
+) -> Tensor | None:
+    """Logits [B, 1, V] by a captured step, where the call is one more token of each row; else None."""
+    if single_token.why_not(fused, ids, call) is not None:
+        return None
+    with runtime.alone():
+        return single_token.stepped(runtime, model, ids, call, tuple(watched))
 
 
 def outputs_of(
-    model: Any, fused: FusedModel, given: Mapping[str, Any], call: CacheCall, normal: Tensor, hidden: Any = None
+    model: Any, given: Mapping[str, Any], call: CacheCall, logits: Tensor, hidden: Any = None
 ) -> CausalLMOutputWithPast:
-    """The outputs from the normalised hidden states normal[B, L, K]."""
-    kept = given.get("logits_to_keep", 0)
-    normal = normal[:, slice(-kept, None) if isinstance(kept, int) else kept]
-    with torch.no_grad():
-        logits = fused.logits_of(normal.flatten(0, 1)).view(*normal.shape[:2], -1)
+    """The outputs of a call."""
     trained = next((p for p in model.parameters() if p.requires_grad), None) if torch.is_grad_enabled() else None
     if trained is not None:
         logits = refusing_gradient(logits, trained)

@@ -14,7 +14,7 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 from accelpatch.fusion.fused_model import FUSED
 from accelpatch.runtime.generation.captured_lookup import ACCEPTED, STEPS
 from accelpatch.runtime.graphs import captured_cache
-from accelpatch.runtime.graphs.captured_runtime import CAPTURED
+from accelpatch.runtime.graphs.captured_step import CAPTURED
 from tests.support.drafting import (
     RULES,
     anywhere,

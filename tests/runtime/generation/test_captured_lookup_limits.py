@@ -17,7 +17,7 @@ from accelpatch.recipe.recipe import parse
 from accelpatch.runtime.generation.captured_lookup import ACCEPTED, NONE, STEPS
 from accelpatch.runtime.graphs import captured_model
 from accelpatch.runtime.graphs.captured_model import MODULES
-from accelpatch.runtime.graphs.captured_runtime import CAPTURED
+from accelpatch.runtime.graphs.captured_step import CAPTURED
 from tests.support.drafting import anywhere, as_on_a_gpu, assert_same, generate, oracle, pair, paths, row
 from tests.support.streaming import Calling
 from tests.support.tiny import CAUSAL

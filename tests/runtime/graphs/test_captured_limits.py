@@ -17,7 +17,7 @@ from accelpatch.recipe.recipe import parse
 from accelpatch.runtime.generation.patched_model import RUNTIME
 from accelpatch.runtime.graphs import captured_graph
 from accelpatch.runtime.graphs.captured_graph import EagerGraph
-from accelpatch.runtime.graphs.captured_runtime import CAPTURED
+from accelpatch.runtime.graphs.captured_step import CAPTURED
 from accelpatch.runtime.graphs.fused_forward import FORWARD
 from tests.runtime.graphs.test_captured_step import GREEDY, both, patched, paths, reasons, stock
 from tests.support.streaming import Calling
@@ -50,7 +50,7 @@ def test_the_stock_loop_with_its_reason(case: str) -> None:
     mine, its = (made if isinstance(made, torch.Tensor) else made.sequences for made in (mine, its))
     assert torch.equal(mine, its)
     found = paths(model)
-    assert found.pop(FORWARD) == GREEDY["max_new_tokens"]
+    assert found.pop(FORWARD) + found.pop(CAPTURED, 0) == GREEDY["max_new_tokens"]
     assert found == {f"stock loop: {reason}": 1}
 
 
@@ -80,7 +80,7 @@ def test_hooks_are_served_and_capture_returns_after_them() -> None:
         assert len(seen) == 24
         assert paths(model)[f"stock loop: a hook on {reason}"] == 1
     model.generate(**full_batch(), **GREEDY)
-    assert paths(model)[CAPTURED] == 3 * 23
+    assert paths(model)[CAPTURED] == 5 * 23  # the stock loop's calls of one token are captured steps too
 
 
 def test_what_transformers_leaves_after_a_call_for_hidden_states_is_no_hook_of_the_users() -> None:
@@ -158,7 +158,7 @@ def test_memory_that_runs_out_frees_the_other_steps_first(monkeypatch: pytest.Mo
 
     monkeypatch.setitem(captured_graph.GRAPHS, "cpu", Short)  # type: ignore[arg-type]
     assert torch.equal(*both(model, padded_batch(), **GREEDY))
-    assert [rows for rows, _ in vars(model)[RUNTIME].captured._steps] == [3]
+    assert [rows for rows, *_ in vars(model)[RUNTIME].captured._steps] == [3]
 
 
 def test_an_exception_in_a_streamer_leaves_the_model_usable() -> None:
@@ -217,11 +217,11 @@ def test_unpatching_frees_graphs_and_caches() -> None:
     assert type(model)._sample is type(CAUSAL["llama"].make())._sample
 
 
-def test_a_single_call_of_the_model_is_no_captured_step() -> None:
+def test_a_single_call_that_goes_on_with_one_token_is_a_captured_step() -> None:
     model = patched()
     with torch.no_grad():
         cache = model(**full_batch(), use_cache=True).past_key_values
         found = model(input_ids=torch.full((3, 1), 5), past_key_values=cache).logits
         longer = torch.cat([full_batch()["input_ids"], torch.full((3, 1), 5)], dim=1)
         torch.testing.assert_close(found[:, -1], model(longer).logits[:, -1], rtol=1e-4, atol=1e-4)
-    assert paths(model) == {FORWARD: 3}
+    assert paths(model) == {FORWARD: 2, CAPTURED: 1}

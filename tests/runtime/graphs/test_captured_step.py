@@ -21,7 +21,8 @@ from accelpatch.runtime.generation.patched_model import RUNTIME
 from accelpatch.runtime.graphs import captured_cache, captured_graph, captured_model
 from accelpatch.runtime.graphs.captured_graph import EagerGraph
 from accelpatch.runtime.graphs.captured_model import MODULES
-from accelpatch.runtime.graphs.captured_runtime import CAPTURED, CapturedRuntime
+from accelpatch.runtime.graphs.captured_runtime import CapturedRuntime
+from accelpatch.runtime.graphs.captured_step import CAPTURED
 from accelpatch.runtime.graphs.fused_prompt import FUSED_PROMPT
 from tests.support.spread import spread
 from tests.support.streaming import AtLength, Calling, Every
