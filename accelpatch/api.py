@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 
 import accelpatch.models.load as loading
 from accelpatch import device as devices
+from accelpatch.checkpoints import quantizer
+from accelpatch.checkpoints import save as saving
 from accelpatch.device import Device
 from accelpatch.errors import PatchError, PlanError
 from accelpatch.fusion.verified import check_layers
@@ -37,7 +40,7 @@ from accelpatch.replacers.plugin import load_plugin
 from accelpatch.report import Report
 from accelpatch.runtime.generation.first_use import on_first_use
 from accelpatch.runtime.generation.on_demand import unpatch_on_demand
-from accelpatch.runtime.generation.patched_model import RUNTIME, new_runtime, patched_classes
+from accelpatch.runtime.generation.patched_model import RUNTIME, SAVE, new_runtime, patched_classes
 
 __all__ = [
     "evaluate", "load", "load_plugin", "patch", "patch_on_first_use", "patched", "plan", "plan_from_config",
@@ -48,6 +51,7 @@ Model = TypeVar("Model", bound=nn.Module)
 AnyRecipe = str | Path | Recipe
 Progress = Callable[[str, int, int], None]
 KEEP_ORIGINAL = ("cpu", "none")
+FROM_CHECKPOINT = "quantised weights are those of the checkpoint: their difference from the originals is not measured"
 
 
 def plan(model: nn.Module, recipe: AnyRecipe = "int8", *, device: Device | None = None) -> Plan:
@@ -99,12 +103,22 @@ def patch(
     given, model = model, unwrapped(model)
     apply.check_patchable(model)
     watch, planned = _Stopwatch(progress), plan(model, recipe, device=device)
+    _carry_out(model, planned, inputs, keep_original, verify, watch, {})
+    return given
+
+
+def _carry_out(
+    model: Any, planned: Plan, inputs: Any, keep_original: str, verify: bool, watch: _Stopwatch,
+    at_hand: Mapping[str, apply.Built],
+) -> None:  # fmt: skip
+    """Patch `model` as planned. at_hand: path -> replacements that a checkpoint's loading has put there already."""
     with HostCopies(rounded_weights(planned) if keep_original == "cpu" else []) as copies:
         captured = capture(model, planned, inputs, sample_inputs, watch) if verify else NOT_VERIFIED
-        built, planned = verified_build(planned, captured, checked, watch)
+        built, planned = verified_build(planned, captured, checked, watch, at_hand)
         runtime = new_runtime(planned.device.kind, planned.recipe.runtime)
         report = stage_report(planned, built, runtime.paths)
         attributes: list[tuple[nn.Module, str, Any]] = [*patched_classes(model), (model, RUNTIME, runtime)]
+        attributes.append((model, SAVE, partial(_save, planned)))
         handle = apply.commit(model, planned, [item.built for item in built], keep_original, attributes, report)
         try:
             _fuse(model, planned, runtime, captured, report, watch)
@@ -114,7 +128,27 @@ def patch(
             handle.revert()
             raise
     report.seconds.update(watch.seconds)
-    return given
+
+
+def _save(planned: Plan, model: nn.Module, folder: str | Path, **options: Any) -> None:
+    saving.save(model, folder, planned, **options)
+
+
+def _finish_loading(model: nn.Module, planned: Plan, built: list[apply.Built], progress: Progress | None) -> None:
+    """Patch what is left of a model whose quantised weights a checkpoint's loading has built."""
+    watch = _Stopwatch(progress)
+    _carry_out(model, planned, None, "none", True, watch, {item.entry.site.path: item for item in built})
+    if built:
+        _handle(model).record.notes.append(FROM_CHECKPOINT)
+
+
+def register_checkpoints() -> None:
+    """Make transformers' from_pretrained load saved patched models, and quantise by a recipe while it loads."""
+    quantizer.register(quantizer.Hooks(_plan_for, _finish_loading))
+
+
+def _plan_for(model: nn.Module, recipe: Recipe, device: Any) -> Plan:
+    return plan(model, recipe, device=devices.probe(str(device)))
 
 
 def _fuse(model: nn.Module, planned: Plan, runtime: Any, captured: Captured, report: Report, watch: _Stopwatch) -> None:

@@ -41,6 +41,10 @@ class LoadError(AccelpatchError):
     """A model cannot be found or read, or its checkpoint is of a form that is not trusted."""
 
 
+class SaveError(AccelpatchError):
+    """A checkpoint cannot be written; what was there before is as it was."""
+
+
 class KernelError(AccelpatchError):
     """No implementation of an operation can run here (the message lists every reason), or its arguments do not fit."""
 

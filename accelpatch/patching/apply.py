@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -128,21 +128,28 @@ def check_patchable(model: nn.Module) -> None:
         raise PatchError("the model is in training mode and accelpatch replaces for inference; call model.eval() first")
 
 
-def build_all(plan: Plan, progress: Callable[[int, int], None]) -> Iterator[Built]:
-    """Build the replacements of `plan` one by one; the model is not touched. Raises PatchError with the site's name."""
+def build_all(plan: Plan, at_hand: Mapping[str, Built], progress: Callable[[int, int], None]) -> Iterator[Built]:
+    """Build the replacements of `plan` one by one; the model is not touched. Raises PatchError with the site's name.
+
+    at_hand: path -> replacement of those sites that are built already.
+    """
     entries = plan.replaced
     for done, entry in enumerate(entries):
-        with naming(entry.site.path, "its replacement was built"):
-            made = _build(entry)
-        yield made
+        yield at_hand.get(entry.site.path) or built(entry)
         progress(done + 1, len(entries))
 
 
-def _build(entry: Entry) -> Built:
+def built(entry: Entry, held: Any = None) -> Built:
+    """Build a site's replacement. held: its quantised weight, of a checkpoint; None: it is made from the original's."""
+    with naming(entry.site.path, "its replacement was built"):
+        return _build(entry, held)
+
+
+def _build(entry: Entry, held: Any) -> Built:
     site, replacer, choice = entry.site, entry.replacer, entry.choice
     assert replacer is not None
     assert choice is not None
-    new = replacer.build(site, choice)
+    new = replacer.build(site, choice) if held is None else replacer.restore(site, choice, held)
     _check_subclass(site.original, new)
     modules = [(site.original, new, site.places)]
     for tied in site.tied:

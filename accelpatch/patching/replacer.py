@@ -82,6 +82,11 @@ class Replacer(ABC):
     def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:
         """Make the replacement; must not change the original or the model. stats: calibration statistics, or None."""
 
+    def restore(self, site: Site, choice: Choice, held: Any) -> nn.Module:
+        """Make the replacement from a quantised weight of a checkpoint. Raises PlanError, or KernelError where the
+        weight does not fit the site."""
+        raise PlanError(f"{self.name} cannot be restored from a checkpoint")
+
     def prefetchable(self, site: Site, choice: Choice, built: nn.Module) -> Choice:
         """The final Choice once `built` exists, for replacements that depend on the weight's values."""
         return choice

@@ -53,7 +53,8 @@ NOT_VERIFIED = Captured(missing="verification was switched off")
 def capture(
     model: nn.Module, plan: Plan, given: Samples | None, made: Callable[[nn.Module], list[Any]], progress: Progress
 ) -> Captured:
-    """Run the original on sample inputs and record every call of the sites to be replaced.
+    """Run the original on sample inputs and record every call of the sites to be replaced: of the modules that are in
+    the model now, under the sites' paths.
 
     given: the user's samples. made: makes lists of candidate samples; the first list that the model accepts is used.
     Where it accepts none, nothing can be verified: a warning, or VerifyError if the recipe says `on_failure: error`.
@@ -78,16 +79,20 @@ def capture(
 
 
 def _recorded(model: nn.Module, plan: Plan, samples: Samples, progress: Progress) -> Captured:
-    watched = {member.path: member.original for entry in plan.replaced for member in (entry.site, *entry.site.tied)}
+    members = [member for entry in plan.replaced for member in (entry.site, *entry.site.tied)]
+    watched = {member.path: model.get_submodule(member.path) for member in members}
     with naming(type(model).__name__, "it ran on the sample inputs"), recording(watched) as calls:
         outputs = run(model, samples, lambda done, total: progress("capture", done, total))
     return Captured(samples, outputs, calls)
 
 
 def verified_build(
-    plan: Plan, captured: Captured, checking: Checking, progress: Progress
+    plan: Plan, captured: Captured, checking: Checking, progress: Progress, at_hand: Mapping[str, Built]
 ) -> tuple[list[Checked], Plan]:
     """Build every replacement beside its original and verify it; the model is not touched.
+
+    at_hand: path -> replacement of sites that are built already, and whose originals are gone: of their errors only
+    that of their kernels is known.
 
     Returns the replacements within their bounds, and the plan with all others marked as kept (or raises VerifyError, as
     the recipe says). Without captured calls nothing is verified.
@@ -98,9 +103,12 @@ def verified_build(
     held: list[Checked] = []
     failed: dict[str, str] = {}
     seen: dict[str, Entry] = {}
-    for built in build_all(plan, lambda done, total: progress("build and verify", done, total)):
-        with naming(built.entry.site.path, "its replacement was verified"):
+    for built in build_all(plan, at_hand, lambda done, total: progress("build and verify", done, total)):
+        path = built.entry.site.path
+        with naming(path, "its replacement was verified"):
             checked = _check(built, plan.recipe, captured, checking)
+        if path in at_hand and checked.errors is not None:
+            checked.errors = replace(checked.errors, format_error=None)
         seen[built.entry.site.path] = built.entry
         problem = over_bound(checked.errors, plan.recipe, built.entry) if checked.errors else None
         if problem is None:
@@ -139,7 +147,7 @@ def over_bound(errors: SiteErrors, recipe: Recipe, entry: Entry) -> str | None:
         if errors.units <= bound.count:
             return None
         return f"it is {errors.units:.3g} units of its dtype's precision from the original, and the bound is {bound}"
-    if not errors.format_error <= bound:
+    if errors.format_error is not None and not errors.format_error <= bound:
         return f"format error {errors.format_error:.3g} ({recipe.verify.metric}) is over the recipe's bound {bound:g}"
     return None
 

@@ -32,19 +32,20 @@ UNITS = {torch.float64: 2**-51, torch.float32: 2**-22, torch.float16: 2**-11, to
 @dataclass(frozen=True)
 class SiteErrors:
     """The largest errors of a site. kernel_error and kernel_bound are absolute, in the unit of the operation's output.
+    format_error: None where the original is not known.
 
     units: the smallest number of units that holds for every element and for the relative RMSE.
     """
 
     kernel_error: float | None
     kernel_bound: float | None
-    format_error: float
+    format_error: float | None
     units: float
 
     def worse(self, other: SiteErrors) -> SiteErrors:
         """The larger figures of two."""
         kernel = max((self, other), key=lambda errors: (errors.kernel_error or 0.0) - (errors.kernel_bound or 0.0))
-        form, units = max(self.format_error, other.format_error), max(self.units, other.units)
+        form, units = max(self.format_error or 0.0, other.format_error or 0.0), max(self.units, other.units)
         return SiteErrors(kernel.kernel_error, kernel.kernel_bound, form, units)
 
 

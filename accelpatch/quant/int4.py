@@ -17,6 +17,7 @@ from accelpatch.errors import KernelError
 from accelpatch.kernels.ops import int4_linear
 from accelpatch.quant.weight import QuantizedWeight, grouped
 
+ZERO_CODE = -120  # a byte of two symmetric zeros, u = 8
 _HALF = torch.finfo(torch.float16)
 
 

@@ -47,3 +47,29 @@ def grouped(weight: Tensor, group_size: int | None, format_name: str) -> Tensor:
 def row_blocks(groups: Tensor) -> tuple[Tensor, ...]:
     """Split groups [N, G, group_size] into blocks of rows that fit a CPU's cache."""
     return groups.split(max(1, BLOCK // (groups.shape[1] * groups.shape[2]))) if groups.is_cpu else (groups,)
+
+
+def check_held(
+    held: QuantizedWeight, n: int | None, k: int | None, codes: tuple[torch.dtype, ...],
+    floats: tuple[torch.dtype, ...], per_byte: int = 1, zero_code: int = 0,
+) -> None:  # fmt: skip
+    """Raise KernelError unless a weight from a file is one [N, K] of these dtypes, with scales that can be.
+
+    per_byte: values in a byte of q. zero_code: what q holds for a value of zero, where there is no offset.
+    """
+    q, scale, offset = held
+    if q.dtype not in codes or n is None or k is None or list(q.shape) != [n, k // per_byte]:
+        raise KernelError(f"q is {q.dtype} {list(q.shape)}, and {codes[0]} {[n, (k or 0) // per_byte]} belongs here")
+    for name, one in (("scale", scale), ("offset", offset)):
+        if one is None:
+            continue
+        groups = one.shape[1] if one.dim() == 2 else 0
+        if one.dtype not in floats or one.shape[0] != n or not groups or k % groups or one.shape != scale.shape:
+            raise KernelError(f"{name} is {one.dtype} {list(one.shape)}, and {floats[0]} [{n}, G] belongs here")
+        if not bool(torch.isfinite(one).all()):
+            place = [int(i) for i in (~torch.isfinite(one)).nonzero()[0]]
+            raise KernelError(f"{name}{place} is {one[tuple(place)].item()}: write the checkpoint again")
+    if offset is None and bool((zero := scale == 0).any()):
+        codes_there = q.unflatten(1, (scale.shape[1], -1))[zero].to(torch.float32)
+        if bool((codes_there != zero_code).any()):
+            raise KernelError("a scale is zero where its codes are not: write the checkpoint again")

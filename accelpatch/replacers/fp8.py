@@ -14,7 +14,8 @@ from accelpatch.kernels.ops import fp8_linear
 from accelpatch.modules.weight_only import Fp8WeightOnlyLinear, quantized
 from accelpatch.patching.replacer import Choice, Reason, Replacer
 from accelpatch.patching.site import Site
-from accelpatch.quant import fp8
+from accelpatch.quant import QuantizedWeight, fp8
+from accelpatch.quant.weight import check_held
 from accelpatch.replacers.weight_only import HIP, bias_bytes, token_bytes, unfit, weight_of
 
 SCALE = 4  # bytes per scale: float32
@@ -43,5 +44,12 @@ class Fp8WeightOnly(Replacer):
 
     def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:
         weight = fp8.quantize(weight_of(site.original), fnuz=choice.detail["fnuz"])
+        return self._module(site, weight)
+
+    def restore(self, site: Site, choice: Choice, held: QuantizedWeight) -> nn.Module:
+        check_held(held, site.n, site.k, (fp8.dtype_of(fnuz=choice.detail["fnuz"]),), (torch.float32,))
+        return self._module(site, held)
+
+    def _module(self, site: Site, weight: QuantizedWeight) -> nn.Module:
         module: nn.Module = quantized(Fp8WeightOnlyLinear, site.original, weight)
         return module

@@ -20,6 +20,7 @@ from accelpatch.modules.weight_only import Int4WeightOnlyLinear, Int8Embedding, 
 from accelpatch.patching.replacer import Choice, Reason, Replacer
 from accelpatch.patching.site import Site
 from accelpatch.quant import QuantizedWeight, int4, int8
+from accelpatch.quant.weight import check_held
 
 INT8_SCALE = 4  # bytes per scale: float32
 NATIVE = "cpu"  # the implementation over packs, the native CPU layout
@@ -113,6 +114,12 @@ class Int8WeightOnly(Replacer):
         weight = int8.quantize(weight_of(site.original), group_size=choice.detail["group_size"])
         return _as_int8(site.original, weight, choice.kernel == NATIVE)
 
+    def restore(self, site: Site, choice: Choice, held: QuantizedWeight) -> nn.Module:
+        check_held(held, site.n, site.k, (torch.int8,), (torch.float32,))
+        if held.offset is not None:
+            raise KernelError("an int8 weight has no offset")
+        return _as_int8(site.original, held, choice.kernel == NATIVE)
+
     def build_tied(self, site: Site, tied: Site, built: nn.Module) -> nn.Module:
         assert isinstance(built, (Int8WeightOnlyLinear, Int8Embedding))
         return _as_int8(tied.original, built, built.packable)
@@ -153,6 +160,15 @@ class Int4WeightOnly(Replacer):
     def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:
         group, symmetric = choice.detail["group_size"], choice.detail["symmetric"]
         weight = int4.quantize(weight_of(site.original), group_size=group, symmetric=symmetric)
+        return self._module(site, choice, weight)
+
+    def restore(self, site: Site, choice: Choice, held: QuantizedWeight) -> nn.Module:
+        check_held(
+            held, site.n, site.k, (torch.int8,), (torch.float16, torch.float32), per_byte=2, zero_code=int4.ZERO_CODE
+        )
+        return self._module(site, choice, held)
+
+    def _module(self, site: Site, choice: Choice, weight: QuantizedWeight) -> nn.Module:
         module: nn.Module = quantized(Int4WeightOnlyLinear, site.original, weight, choice.kernel == NATIVE)
         return module
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 from typing import Any, cast
 
 import torch
@@ -24,6 +25,7 @@ from accelpatch.runtime.graphs.captured_runtime import CapturedRuntime
 
 RUNTIME = "_accelpatch_runtime"  # the attribute of a patched model that holds its runtime
 PATCHED = "_accelpatch_patched"  # an attribute of patched instances only
+SAVE = "_accelpatch_save"  # the attribute of a patched model that holds the function that writes it into a folder
 CACHES = "_prepare_cache_for_generation"  # transformers' method that makes the cache of a call
 
 
@@ -64,6 +66,8 @@ def _subclass(cls: Any, is_model: bool) -> type[nn.Module]:
         body |= {"_sample": _looping(cls._sample)} if hasattr(cls, "_sample") else {}
         body |= {name: _marking(getattr(cls, name)) for name in (CACHES,) if hasattr(cls, name)}
         body["forward"] = _stepping(cls)
+        body |= {"save_pretrained": _saving(cls.save_pretrained)} if hasattr(cls, "save_pretrained") else {}
+        body |= {"push_to_hub": cls.push_to_hub} if hasattr(cls, "push_to_hub") else {}
     return type(cls)(cls.__name__, (cls,), body)
 
 
@@ -147,8 +151,8 @@ def _stepping(cls: Any) -> Any:
 
 # transformers would write tensors under names that it cannot read back, or grow a table that is packed.
 REFUSED = {
-    "save_pretrained": "has no format for a patched model yet; call accelpatch.unpatch(model) and save the original",
-    "push_to_hub": "has no format for a patched model yet; call accelpatch.unpatch(model) and push the original",
+    "save_pretrained": "writes whole patched models; call accelpatch.unpatch on the whole and save this part of it",
+    "push_to_hub": "writes whole patched models; call accelpatch.unpatch on the whole and push this part of it",
     "resize_token_embeddings": "would change packed weights; call accelpatch.unpatch(model), resize, and patch again",
 }
 
@@ -161,6 +165,28 @@ def _refusing(stock: Any, advice: str) -> Any:
         raise PatchError(f"{stock.__name__} {advice}")
 
     return refuse
+
+
+def _saving(stock: Any) -> Any:
+    @functools.wraps(stock)
+    def save_pretrained(
+        self: Any, save_directory: Any, is_main_process: bool = True, state_dict: Any = None, push_to_hub: bool = False,
+        max_shard_size: Any = "5GB", **kwargs: Any,
+    ) -> None:  # fmt: skip
+        if PATCHED not in vars(self) or getattr(self, "_hf_peft_config_loaded", False):  # adapters alone are saved
+            given = {"is_main_process": is_main_process, "state_dict": state_dict, "push_to_hub": push_to_hub}
+            stock(self, save_directory, **given, max_shard_size=max_shard_size, **kwargs)
+            return
+        if state_dict is not None or kwargs.get("variant") is not None:
+            raise PatchError("a patched model saves its own weights: leave out state_dict and variant")
+        if is_main_process:
+            vars(self)[SAVE](self, save_directory, max_shard_size=max_shard_size)
+            if push_to_hub:
+                named = kwargs.pop("repo_id", None) or os.path.basename(os.path.normpath(save_directory))
+                known = {"token", "private", "commit_message", "create_pr", "revision", "tags"}
+                self.push_to_hub(named, **{key: value for key, value in kwargs.items() if key in known})
+
+    return save_pretrained
 
 
 def _tying(stock: Any) -> Any:

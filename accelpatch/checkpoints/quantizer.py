@@ -1,0 +1,306 @@
+"""transformers' quantizer for patched models: loads saved ones as they were, and quantises float ones while they load.
+
+Float checkpoints come tensor by tensor: each weight is quantised as soon as it is read, so that the result and one
+weight more is all that exists. A saved one's parts (q, scale, offset) are loaded in their own dtypes and laid out for
+the device, module by module. The rest of the patch is handed in as `finish`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.core_model_loading import ConversionOps
+from transformers.quantizers.auto import (
+    AUTO_QUANTIZATION_CONFIG_MAPPING,
+    register_quantization_config,
+    register_quantizer,
+)
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from accelpatch.checkpoints.saved import METHOD, PARTS, VERSION, Saved, check_hashes, read
+from accelpatch.errors import AccelpatchError, LoadError
+from accelpatch.patching.apply import Built, built
+from accelpatch.patching.plan import Entry, Plan
+from accelpatch.quant.weight import QuantizedWeight
+from accelpatch.recipe.recipe import Recipe, dump, load, parse
+
+MakePlan = Callable[[nn.Module, Recipe, torch.device], Plan]
+Progress = Callable[[str, int, int], None]
+Finish = Callable[[nn.Module, Plan, list[Built], Progress | None], None]
+
+
+@dataclass
+class Hooks:
+    """What the quantizer is handed: how a plan is made, and how a loaded model's patch is finished."""
+
+    plan: MakePlan
+    finish: Finish
+
+
+_hooks: list[Hooks] = []
+
+
+class AccelpatchConfig(QuantizationConfigMixin):
+    """`quantization_config` of transformers: quantise by a recipe while a float checkpoint loads.
+
+    recipe: a bundled recipe's name, a YAML file's path, or YAML text. progress: called with (stage, done, total).
+    """
+
+    def __init__(self, recipe: str | Path | Recipe = "int8", version: int = VERSION, progress: Any = None, **_: Any):
+        self.quant_method = METHOD
+        self.version = version
+        self._progress = progress
+        text = str(recipe) if not isinstance(recipe, Recipe) else ""
+        self._recipe = parse(text, source="the checkpoint's recipe") if "\n" in text else load(recipe)
+
+    @property
+    def loaded(self) -> Recipe:
+        """The recipe."""
+        return self._recipe
+
+    def to_dict(self) -> dict[str, Any]:
+        """As in config.json."""
+        return {"quant_method": METHOD, "version": self.version, "recipe": dump(self._recipe)}
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        """As `to_dict`."""
+        return self.to_dict()
+
+
+class AccelpatchQuantizer(HfQuantizer):
+    """Holds what is built while one checkpoint loads."""
+
+    quantization_config: AccelpatchConfig
+
+    def __init__(self, quantization_config: AccelpatchConfig, **kwargs: Any):
+        super().__init__(quantization_config, **kwargs)
+        if quantization_config.version != VERSION:
+            raise LoadError(
+                f"the checkpoint has version {quantization_config.version!r} of accelpatch's format, and this "
+                f"accelpatch reads {VERSION}: upgrade it"
+            )
+        self._entries: dict[str, Entry] = {}  # every path of a quantised site -> its entry
+        self._built: dict[str, Built] = {}
+        self._ties: dict[str, str] = {}
+        self._error: AccelpatchError | None = None
+        self._device = torch.device("cpu")
+
+    @property
+    def is_trainable(self) -> bool:
+        """Patched models are for inference."""
+        return False
+
+    def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
+        """A patched model saves itself."""
+        return True
+
+    def update_device_map(self, device_map: Any) -> Any:
+        """One device: a GPU where the caller says "auto" and there is one."""
+        if isinstance(device_map, str):
+            device_map = {"": torch.cuda.current_device() if torch.cuda.is_available() else "cpu"}
+        places = set((device_map or {"": "cpu"}).values())
+        if len(places) > 1 or "disk" in places:
+            raise LoadError("a model that is quantised while it loads goes to one device: give device_map one name")
+        place = next(iter(places))
+        self._device = torch.device("cuda", place) if isinstance(place, int) else torch.device(place)
+        return device_map
+
+    def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
+        """Bytes an element, for transformers' estimate of the memory that it takes at once."""
+        entry = self._entries.get(param_name.rpartition(".")[0])
+        if entry is None or entry.choice is None or not param_name.endswith(".weight"):
+            return float(param.element_size())
+        return entry.choice.resident_after / max(1, param.numel())
+
+    def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **kwargs: Any) -> None:
+        _tie(model)  # else the plan would take tied weights for several
+        self.plan = _hooks[0].plan(model, self.quantization_config.loaded, self._device)
+        if self.pre_quantized:
+            saved = read(checkpoint_files)
+            check_hashes(saved)
+            self.plan = as_saved(self.plan, saved)
+            for entry in _quantised(self.plan):
+                _expect(entry, saved)
+        for entry in _quantised(self.plan):
+            self._entries |= dict.fromkeys(entry.site.paths, entry)
+        # of replaced modules transformers would tie the weights that they no longer have
+        self._ties = dict(getattr(model, "all_tied_weights_keys", None) or {})
+        model.all_tied_weights_keys = {
+            one: other for one, other in self._ties.items() if not {_path(one), _path(other)} & self._entries.keys()
+        }
+
+    def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
+        """Whether a tensor of a float checkpoint is a weight to be quantised."""
+        return param_name.endswith(".weight") and _path(param_name) in self._entries
+
+    def get_quantize_ops(self) -> ConversionOps:
+        """The operation that takes such a weight."""
+        return _Quantise(self)
+
+    def take(self, name: str, weight: Tensor, missing: Any) -> None:
+        """Quantise a weight that was just read; an error is raised when all are read (transformers only logs it)."""
+        entry = self._entries[_path(name)]
+        path = entry.site.path
+        if missing is not None:
+            missing.difference_update(f"{place}.weight" for place in entry.site.paths)
+        if path in self._built or self._error is not None:
+            return
+        try:
+            for member in (entry.site, *entry.site.tied):
+                member.original._parameters["weight"] = nn.Parameter(weight)
+            self._built[path] = built(entry)
+        except AccelpatchError as error:
+            self._error = error
+        finally:
+            for member in (entry.site, *entry.site.tied):
+                _without_weight(member.original)
+        self._report("quantising", len(self._built), len(_quantised(self.plan)))
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        if self._error is not None:
+            raise self._error
+        for entry in _quantised(self.plan):
+            if self.pre_quantized:
+                self._built[entry.site.path] = _from_parts(entry, self._device)
+            made = self._built.get(entry.site.path)
+            if made is None:
+                raise LoadError(f"the checkpoint lacks {entry.site.path}.weight")
+            _move_in(model, made)
+        model.all_tied_weights_keys = self._ties
+        self.remove_quantization_config(model)
+        for part in model.modules():
+            vars(getattr(part, "config", None) or part).pop("_is_quantized", None)
+        _hooks[0].finish(model.eval(), self.plan, list(self._built.values()), self.quantization_config._progress)
+        return model
+
+    def _report(self, stage: str, done: int, total: int) -> None:
+        if self.quantization_config._progress is not None:
+            self.quantization_config._progress(stage, done, total)
+
+
+class _Quantise(ConversionOps):
+    """Takes a float weight out of transformers' hands."""
+
+    def __init__(self, quantizer: AccelpatchQuantizer):
+        self._quantizer = quantizer
+
+    def __deepcopy__(self, memo: Any) -> _Quantise:
+        return _Quantise(self._quantizer)
+
+    def convert(self, input_dict: dict[str, Any], missing_keys: Any = None, **kwargs: Any) -> dict[str, Any]:
+        """Nothing is left to be set on the model."""
+        for name, value in input_dict.items():
+            self._quantizer.take(name, value[0] if isinstance(value, list) else value, missing_keys)
+        return {}
+
+
+def register(hooks: Hooks) -> None:
+    """Make transformers load these checkpoints; the hooks of the first call stay."""
+    if METHOD not in AUTO_QUANTIZATION_CONFIG_MAPPING:
+        _hooks.append(hooks)
+        register_quantization_config(METHOD)(AccelpatchConfig)
+        register_quantizer(METHOD)(AccelpatchQuantizer)
+
+
+def as_saved(plan: Plan, saved: Saved) -> Plan:
+    """The plan with exactly those sites quantised that the checkpoint has so. Raises LoadError where it cannot."""
+    known = {entry.site.path: entry for entry in plan.entries}
+    for path, name in saved.sites.items():
+        entry = known.get(path)
+        if entry is None:
+            raise LoadError(f"the checkpoint has a quantised {path}, which is not in this model: is it another's?")
+        if entry.replacer is None or entry.replacer.name != name:
+            why = entry.reason or (entry.replacer and f"the recipe makes it {entry.replacer.name}")
+            raise LoadError(f"{path} was saved as {name}, which it cannot be here: {why}")
+    entries = tuple(
+        entry.kept("the checkpoint holds it in float")
+        if entry.replacer is not None and entry.replacer.rounds and entry.site.path not in saved.sites
+        else entry
+        for entry in plan.entries
+    )
+    return Plan(plan.model, plan.recipe, plan.device, entries, plan.max_length, plan.cache_bytes)
+
+
+def _quantised(plan: Plan) -> list[Entry]:
+    return [entry for entry in plan.replaced if entry.replacer is not None and entry.replacer.rounds]
+
+
+def _expect(entry: Entry, saved: Saved) -> None:
+    """Give a module on the meta device the parameters that the checkpoint holds for it, in their own dtypes."""
+    site = entry.site
+    for member in (site, *site.tied):
+        weight = member.original._parameters["weight"]
+        assert weight is not None
+        member.original.__dict__["_saved_like"] = (weight.dtype, weight.requires_grad)
+        _without_weight(member.original)
+    for part in PARTS:
+        stored = saved.tensors.get(f"{site.path}.{part}")
+        if stored is None:
+            if part == "offset":
+                continue
+            raise LoadError(f"the checkpoint lacks {site.path}.{part}, a part of a quantised weight: fetch it again")
+        if stored.dtype not in READ:
+            raise LoadError(f"{stored.file}: {site.path}.{part} is {stored.dtype}, which no quantised weight holds")
+        empty = torch.empty(stored.shape, dtype=READ[stored.dtype], device="meta")
+        site.original.register_parameter(part, nn.Parameter(empty, requires_grad=False))
+
+
+READ = {
+    "I8": torch.int8, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+}  # fmt: skip
+
+
+def _from_parts(entry: Entry, device: torch.device) -> Built:
+    """The replacement of a site from the parts that were loaded into its module, which gives them up."""
+    original = entry.site.original
+    found = [original._parameters.pop(part, None) for part in PARTS]
+    q, scale, offset = (None if one is None else one.data for one in found)
+    assert q is not None
+    assert scale is not None
+    for member in (entry.site, *entry.site.tied):
+        _without_stand_in(member.original)
+        dtype, trainable = member.original.__dict__.pop("_saved_like")
+        empty = nn.Parameter(torch.empty(0, dtype=dtype, device=device), requires_grad=trainable)
+        member.original._parameters["weight"] = empty
+    return built(entry, QuantizedWeight(q, scale, offset))
+
+
+def _without_weight(module: nn.Module) -> None:
+    """Take the weight from a module, and leave rows without columns: transformers initialises all that it knows."""
+    weight = module._parameters.pop("weight")
+    module.register_buffer("weight", torch.empty(0 if weight is None else len(weight), 0), persistent=False)
+
+
+def _without_stand_in(module: nn.Module) -> None:
+    if "weight" in module._buffers:
+        del module.weight
+        module._non_persistent_buffers_set.discard("weight")
+
+
+def _move_in(model: nn.Module, made: Built) -> None:
+    """Put a replacement into the model at each of its places, with what was loaded into the original since."""
+    for old, new, places in made.modules:
+        _without_stand_in(old)
+        new._parameters.update({name: one for name, one in old._parameters.items() if name != "weight"})
+        new._buffers.update(old._buffers)
+        for place in places:
+            parent, _, name = place.rpartition(".")
+            model.get_submodule(parent)._modules[name] = new
+
+
+def _tie(model: Any) -> None:
+    """Tie the weights of a model on the meta device; transformers' own way to do so is off while it loads."""
+    for target, source in dict(getattr(model, "all_tied_weights_keys", None) or {}).items():
+        path, _, own = target.rpartition(".")
+        model.get_submodule(path)._parameters[own] = model.get_parameter(source)
+
+
+def _path(name: str) -> str:
+    return name.rpartition(".")[0]

@@ -1,0 +1,104 @@
+"""Saves a patched model: its weights as they are held, bit for bit, in files that no device decides (saved.py)."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accelpatch.checkpoints.replaced_folder import replaced_folder
+from accelpatch.checkpoints.saved import METHOD, PARTS, RECIPE, VERSION
+from accelpatch.checkpoints.writing import Shards
+from accelpatch.errors import SaveError
+from accelpatch.modules.packed_weight import PackedWeight
+from accelpatch.modules.quantized_module import QuantizedModule
+from accelpatch.modules.replacement import PATH
+from accelpatch.recipe.recipe import Recipe, dump
+
+SHARD = "5GB"  # bytes of a file, unless the caller says another size
+UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+WEIGHTS = ("model-", "model.", "pytorch_model")  # how weight files of an older checkpoint begin
+OWN_FILES = ("config.json", "generation_config.json", RECIPE)
+
+
+def save(model: Any, folder: str | Path, plan: Any, *, max_shard_size: int | str = SHARD) -> None:
+    """Write a patched transformers model into `folder`, all or nothing; other files that lie there stay.
+
+    plan: the Plan that the model was patched by. Tied weights are written once. max_shard_size: bytes, or such as
+    "5GB". Raises SaveError.
+    """
+    most, target = shard_size(max_shard_size), Path(folder)
+    if adapters := [name for name, _ in model.named_modules() if name.endswith(("lora_A", "lora_B"))]:
+        raise SaveError(f"{adapters[0]} is an adapter: save it by its own save_pretrained, and the model without it")
+    with replaced_folder(target, lambda name: not name.startswith(WEIGHTS)) as made, torch.no_grad():
+        config = copy.deepcopy(model.config)
+        config.architectures = [type(model).__name__]
+        config.dtype = str(model.dtype).removeprefix("torch.")
+        config.quantization_config = description(plan.recipe)
+        config.save_pretrained(made)
+        if model.can_generate():
+            model.generation_config.save_pretrained(made)
+        (made / RECIPE).write_text(dump(plan.recipe), encoding="utf-8")
+        write_weights(model, made, {entry.site.path: entry.replacer.name for entry in plan.replaced}, most)
+
+
+def description(recipe: Recipe) -> dict[str, Any]:
+    """What config.json says of a checkpoint's format, as its quantization_config."""
+    return {"quant_method": METHOD, "version": VERSION, "recipe": dump(recipe)}
+
+
+def write_weights(model: nn.Module, folder: Path, replacers: dict[str, str], most: int) -> None:
+    """Write the weight files. replacers: dotted path of a replaced site -> its replacer's name."""
+    found = list(tensors_of(model))
+    names = [name for path, module, name in found for name in ([f"{path}.{p}" for p in PARTS] if module else [name])]
+    with Shards(folder, names, most) as shards:
+        for path, module, name in found:
+            if module is not None:
+                parts = zip(PARTS, module.canonical(), strict=True)
+                given = {f"{path}.{part}": tensor for part, tensor in parts if tensor is not None}
+                shards.add(given, (path, replacers[str(vars(module)[PATH])]))
+            else:
+                shards.add({name: _float(model, name)})
+        shards.finish()
+
+
+def tensors_of(model: nn.Module) -> Iterator[tuple[str, QuantizedModule | None, str]]:
+    """(path, quantised module, "") of those that own a weight, and ("", None, name) of all other tensors, each once."""
+    seen: set[int] = set()
+    for path, module in model.named_modules():
+        if isinstance(module, QuantizedModule) and module.source is None:
+            yield path, module, ""
+        elif isinstance(module, PackedWeight) and not isinstance(module, QuantizedModule) and module.is_packed:
+            yield "", None, _join(path, "weight")
+        own = {**module._parameters, **module._buffers}
+        for name, tensor in own.items():
+            left_out = name in module._non_persistent_buffers_set or name in getattr(module, "own_buffers", ())
+            if tensor is not None and not left_out and id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield "", None, _join(path, name)
+
+
+def _float(model: nn.Module, name: str) -> Tensor:
+    path, _, own = name.rpartition(".")
+    tensor: Tensor = getattr(model.get_submodule(path), own)
+    return tensor.detach()
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def shard_size(given: int | str) -> int:
+    """Bytes of a size such as 5000000000, "5GB" or "512MiB". Raises SaveError."""
+    if isinstance(given, int) and given > 0:
+        return given
+    text = str(given).strip().upper()
+    unit = next((unit for unit in UNITS if text.endswith(unit)), "")
+    number = text.removesuffix(unit)
+    if not unit or not number.isdecimal() or not int(number):
+        raise SaveError(f"max_shard_size is {given!r}: give bytes, or a number with one of {', '.join(UNITS)}")
+    return int(number) * UNITS[unit]

@@ -1,0 +1,112 @@
+"""What a saved patched model is on disk, and reading its headers.
+
+config.json        the family's own, with quantization_config: {quant_method: accelpatch, version, recipe (YAML)}
+recipe.yaml        the same recipe, for people
+*.safetensors      float tensors under the family's names. A quantised weight is PATH.q, PATH.scale and PATH.offset in
+                   the canonical layout (quant/weight.py), which no device decides
+  header metadata  accelpatch: JSON {version, sites: {path: replacer}, sha256: {tensor: hex digest of its bytes}}
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from accelpatch.errors import LoadError
+
+METHOD = "accelpatch"  # quant_method in config.json, and the key of the header's metadata
+VERSION = 1
+RECIPE = "recipe.yaml"
+PARTS = ("q", "scale", "offset")
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One tensor of a checkpoint, as a header says. dtype: in safetensors' words, such as F16."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The headers of a checkpoint. sites: dotted path of a quantised module -> its replacer's name."""
+
+    sites: Mapping[str, str]
+    tensors: Mapping[str, Stored]
+
+
+def read(files: Iterable[str | Path]) -> Saved:
+    """Read the headers of a checkpoint's weight files. Raises LoadError, naming the file, for what does not fit."""
+    sites: dict[str, str] = {}
+    tensors: dict[str, Stored] = {}
+    for file in map(Path, files):
+        try:
+            with safe_open(file, framework="pt") as opened:
+                facts = _facts(file, opened.metadata())
+                slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  it is no dict
+                shapes = {name: (one.get_dtype(), tuple(one.get_shape())) for name, one in slices.items()}
+        except (SafetensorError, OSError) as error:
+            raise LoadError(f"{file} is truncated or damaged ({error}): fetch or write it again") from error
+        digests = facts["sha256"]
+        if digests.keys() != shapes.keys():
+            odd = sorted(digests.keys() ^ shapes.keys())
+            raise LoadError(f"{file}: its header lists other tensors than it holds ({odd[0]}): write it again")
+        sites |= facts["sites"]
+        tensors |= {name: Stored(file, *shapes[name], digests[name]) for name in shapes}
+    return Saved(sites, tensors)
+
+
+def _facts(file: Path, metadata: Mapping[str, str] | None) -> dict[str, Any]:
+    try:
+        facts = json.loads((metadata or {})[METHOD])
+        version = facts["version"]
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise LoadError(f"{file} was not written by accelpatch, though config.json says so: write it again") from error
+    if version != VERSION:
+        raise LoadError(
+            f"{file} has version {version!r} of the format, and this accelpatch reads {VERSION}: upgrade it"
+        )
+    for key in ("sites", "sha256"):
+        if not isinstance(facts.get(key), dict) or not all(isinstance(value, str) for value in facts[key].values()):
+            raise LoadError(f"{file}: its header's {key} is damaged: write it again")
+    return dict(facts)
+
+
+def check_hashes(saved: Saved) -> None:
+    """Compare every tensor's bytes with its SHA-256. Raises LoadError with the name of one that differs."""
+    with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
+        for name, digest in zip(saved.tensors, pool.map(_digest, saved.tensors.items()), strict=True):
+            if digest != (stored := saved.tensors[name]).sha256:
+                raise LoadError(f"{stored.file}: {name} is not what was saved (its SHA-256 differs): fetch it again")
+
+
+def _digest(item: tuple[str, Stored]) -> str:
+    name, stored = item
+    try:
+        with safe_open(stored.file, framework="pt") as opened:
+            return digest_of(opened.get_tensor(name))
+    except (SafetensorError, OSError) as error:
+        raise LoadError(f"{stored.file}: {name} cannot be read ({error}): fetch it again") from error
+
+
+def digest_of(tensor: torch.Tensor) -> str:
+    """SHA-256 of a CPU tensor's bytes, in row-major order."""
+    return hashlib.sha256(bytes_of(tensor)).hexdigest()
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a CPU tensor, in row-major order; copied only where it is not contiguous."""
+    data: Any = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(data)

@@ -1,0 +1,139 @@
+"""Writes safetensors files tensor by tensor, so that no more than one need exist in memory at a time.
+
+The header of a safetensors file stands before the data and lists it. Here room is reserved for it, and it is written
+last, padded with spaces, as the format allows: https://github.com/huggingface/safetensors (format).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from accelpatch.checkpoints.saved import METHOD, VERSION, bytes_of
+from accelpatch.errors import SaveError
+
+DTYPES = {
+    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.int32: "I32",
+    torch.int64: "I64", torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+}  # fmt: skip
+INDEX = "model.safetensors.index.json"
+ALIGNMENT = 8  # bytes; readers view the data at multiples of a tensor's element size
+PER_TENSOR = 320  # bytes of header beside a tensor's name, which stands there twice
+
+
+class Shard:
+    """One safetensors file in the making. room: bytes reserved for its header."""
+
+    def __init__(self, path: Path, room: int):
+        self.path, self.size = path, 0
+        self._room = -(-room // ALIGNMENT) * ALIGNMENT
+        self._file = path.open("wb")
+        self._file.seek(8 + self._room)
+        self._entries: dict[str, Any] = {}
+        self._digests: dict[str, str] = {}
+        self._sites: dict[str, str] = {}
+        self._last: list[tuple[str, torch.Tensor]] = []  # of sizes that would misalign what follows
+
+    @property
+    def names(self) -> list[str]:
+        """The tensors in this file."""
+        return [*self._entries]
+
+    def site(self, path: str, replacer: str) -> None:
+        """Note that the module at `path` is quantised."""
+        self._sites[path] = replacer
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Write a tensor."""
+        if tensor.dtype not in DTYPES:
+            raise SaveError(f"{name} is {tensor.dtype}, which safetensors does not hold")
+        self.size += tensor.nbytes
+        held = tensor.detach().cpu()
+        if held.nbytes % ALIGNMENT:
+            self._last.append((name, held))
+        else:
+            self._write(name, held)
+
+    def close(self) -> None:
+        """Write what is left, and the header."""
+        for name, tensor in sorted(self._last, key=lambda one: -one[1].element_size()):
+            self._write(name, tensor)
+        facts = {"version": VERSION, "sites": self._sites, "sha256": self._digests}
+        header = {"__metadata__": {"format": "pt", METHOD: json.dumps(facts)}, **self._entries}
+        text = json.dumps(header, separators=(",", ":")).encode()
+        if len(text) > self._room:
+            raise SaveError(f"{self.path}: its header takes {len(text)} bytes, and {self._room} were reserved")
+        self._file.seek(0)
+        self._file.write(struct.pack("<Q", self._room) + text.ljust(self._room))
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Close the file as it is."""
+        self._file.close()
+
+    def _write(self, name: str, tensor: torch.Tensor) -> None:
+        data = bytes_of(tensor)
+        start = self._file.tell() - 8 - self._room
+        self._digests[name] = hashlib.sha256(data).hexdigest()
+        self._file.write(data)
+        place = [start, start + len(data)]
+        self._entries[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": place}
+
+
+class Shards:
+    """The weight files of a checkpoint in `folder`; a new one begins where `most` bytes would be exceeded.
+
+    names: all tensors that may come, for which each header reserves room.
+    """
+
+    def __init__(self, folder: Path, names: list[str], most: int):
+        self._folder, self._most = folder, most
+        self._room = 4096 + sum(2 * len(json.dumps(name)) + PER_TENSOR for name in names)
+        self._shards: list[Shard] = []
+
+    def __enter__(self) -> Shards:
+        return self
+
+    def __exit__(self, kind: Any, *error: Any) -> None:
+        for shard in self._shards:
+            shard.abandon()
+
+    def add(self, tensors: dict[str, torch.Tensor], site: tuple[str, str] | None = None) -> None:
+        """Write tensors that belong together. site: (path, replacer) of the quantised module that they are."""
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        if not self._shards or (self._shards[-1].size and self._shards[-1].size + size > self._most):
+            if self._shards:
+                self._shards[-1].close()
+            self._shards.append(Shard(self._folder / f"part-{len(self._shards)}", self._room))
+        if site is not None:
+            self._shards[-1].site(*site)
+        for name, tensor in tensors.items():
+            self._shards[-1].add(name, tensor)
+
+    def finish(self) -> None:
+        """Close the last file, and give all their names, with an index where there are several."""
+        if self._shards:
+            self._shards[-1].close()
+        if len(self._shards) == 1:
+            self._shards[0].path.rename(self._folder / "model.safetensors")
+            return
+        places: dict[str, str] = {}
+        for shard, name in zip(self._shards, self._names(), strict=True):
+            shard.path.rename(self._folder / name)
+            places |= dict.fromkeys(shard.names, name)
+        index = {"metadata": {"total_size": sum(shard.size for shard in self._shards)}, "weight_map": places}
+        (self._folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True))
+
+    def _names(self) -> Iterator[str]:
+        count = len(self._shards)
+        return (f"model-{place:05}-of-{count:05}.safetensors" for place in range(1, count + 1))
