@@ -17,13 +17,14 @@ from accelpatch import device as devices
 from accelpatch.checkpoints import quantizer
 from accelpatch.checkpoints import save as saving
 from accelpatch.device import Device
-from accelpatch.errors import PatchError, PlanError
+from accelpatch.errors import LoadError, PatchError, PlanError
 from accelpatch.fusion.verified import check_layers
 from accelpatch.kernels.check.selftest import run as selftest
 from accelpatch.kernels.check.while_running import checked
+from accelpatch.models.catalog import resolve
 from accelpatch.models.family import roles_of
 from accelpatch.models.inputs import sample_inputs
-from accelpatch.models.load import load
+from accelpatch.models.load import Loaded
 from accelpatch.models.load import random as random_model
 from accelpatch.patching import apply
 from accelpatch.patching.evaluation import Evaluation, compare
@@ -52,6 +53,32 @@ AnyRecipe = str | Path | Recipe
 Progress = Callable[[str, int, int], None]
 KEEP_ORIGINAL = ("cpu", "none")
 FROM_CHECKPOINT = "quantised weights are those of the checkpoint: their difference from the originals is not measured"
+
+
+def load(
+    name: str, recipe: AnyRecipe | None = None, *, dtype: Any = "auto", device: Any = "cpu",
+    progress: Progress | None = None, resume: Path | None = None,
+) -> Loaded:  # fmt: skip
+    """Load a model by short name, folder, GGUF file or hub name; a saved patched model comes back patched.
+
+    recipe: patch a float checkpoint while it loads: each weight is quantised as soon as it is read, so that memory
+    holds the result and one weight more. dtype: "auto" keeps the checkpoint's. progress: called as
+    ``progress(stage, done, total)``. resume: a folder for finished weights, from which an interrupted call goes on.
+    Raises LoadError, and what `patch` raises.
+    """
+    register_checkpoints()
+    options: dict[str, Any] = {"dtype": dtype, "device": device, "progress": progress}
+    if recipe is None:
+        return loading.load(name, **options)
+    wanted = recipes.load(recipe)
+    if loading.is_patched(name):
+        raise LoadError(f"{name} is a saved patched model, which has its recipe: load it without another")
+    if resolve(name).kind == "gguf":  # transformers unpacks these whole
+        loaded = loading.load(name, **options)
+        patch(loaded.model, wanted, keep_original="none", progress=progress)
+        return loaded
+    config = quantizer.AccelpatchConfig(wanted, progress=progress, resume=resume)
+    return loading.load(name, **options, quantization=config)
 
 
 def plan(model: nn.Module, recipe: AnyRecipe = "int8", *, device: Device | None = None) -> Plan:

@@ -23,10 +23,12 @@ from transformers.quantizers.auto import (
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from accelpatch.checkpoints.resume import Store
 from accelpatch.checkpoints.saved import METHOD, PARTS, VERSION, Saved, check_hashes, read
 from accelpatch.errors import AccelpatchError, LoadError
 from accelpatch.patching.apply import Built, built
 from accelpatch.patching.plan import Entry, Plan
+from accelpatch.patching.stages import over_weight_bound
 from accelpatch.quant.weight import QuantizedWeight
 from accelpatch.recipe.recipe import Recipe, dump, load, parse
 
@@ -50,12 +52,16 @@ class AccelpatchConfig(QuantizationConfigMixin):
     """`quantization_config` of transformers: quantise by a recipe while a float checkpoint loads.
 
     recipe: a bundled recipe's name, a YAML file's path, or YAML text. progress: called with (stage, done, total).
+    resume: a folder for finished weights, from which an interrupted run goes on; removed at the end.
     """
 
-    def __init__(self, recipe: str | Path | Recipe = "int8", version: int = VERSION, progress: Any = None, **_: Any):
+    def __init__(
+        self, recipe: str | Path | Recipe = "int8", version: int = VERSION, progress: Any = None,
+        resume: Path | None = None, **_: Any,
+    ):  # fmt: skip
         self.quant_method = METHOD
         self.version = version
-        self._progress = progress
+        self._progress, self._resume = progress, resume
         text = str(recipe) if not isinstance(recipe, Recipe) else ""
         self._recipe = parse(text, source="the checkpoint's recipe") if "\n" in text else load(recipe)
 
@@ -87,9 +93,11 @@ class AccelpatchQuantizer(HfQuantizer):
             )
         self._entries: dict[str, Entry] = {}  # every path of a quantised site -> its entry
         self._built: dict[str, Built] = {}
+        self._failed: dict[str, str] = {}  # path -> why it stays float
         self._ties: dict[str, str] = {}
         self._error: AccelpatchError | None = None
         self._device = torch.device("cpu")
+        self._store = Store(quantization_config._resume)
 
     @property
     def is_trainable(self) -> bool:
@@ -146,25 +154,31 @@ class AccelpatchQuantizer(HfQuantizer):
     def take(self, name: str, weight: Tensor, missing: Any) -> None:
         """Quantise a weight that was just read; an error is raised when all are read (transformers only logs it)."""
         entry = self._entries[_path(name)]
-        path = entry.site.path
+        path, members = entry.site.path, (entry.site, *entry.site.tied)
         if missing is not None:
             missing.difference_update(f"{place}.weight" for place in entry.site.paths)
-        if path in self._built or self._error is not None:
+        if path in self._built or path in self._failed or self._error is not None:
             return
+        parameter = nn.Parameter(weight)
+        for member in members:
+            member.original._parameters["weight"] = parameter
         try:
-            for member in (entry.site, *entry.site.tied):
-                member.original._parameters["weight"] = nn.Parameter(weight)
-            self._built[path] = built(entry)
+            made = self._store.built(entry, weight)
         except AccelpatchError as error:
             self._error = error
-        finally:
-            for member in (entry.site, *entry.site.tied):
-                _without_weight(member.original)
+            return
+        if problem := over_weight_bound(made, self.plan.recipe):
+            self._failed[path] = problem
+            return
+        self._built[path] = made
+        for member in members:
+            _without_weight(member.original)
         self._report("quantising", len(self._built), len(_quantised(self.plan)))
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         if self._error is not None:
             raise self._error
+        self.plan = self.plan.without(self._failed)
         for entry in _quantised(self.plan):
             if self.pre_quantized:
                 self._built[entry.site.path] = _from_parts(entry, self._device)
@@ -176,6 +190,7 @@ class AccelpatchQuantizer(HfQuantizer):
         self.remove_quantization_config(model)
         for part in model.modules():
             vars(getattr(part, "config", None) or part).pop("_is_quantized", None)
+        self._store.clear()
         _hooks[0].finish(model.eval(), self.plan, list(self._built.values()), self.quantization_config._progress)
         return model
 

@@ -14,6 +14,7 @@ from accelpatch.errors import LoadError
 from accelpatch.models.catalog import pickle_refusal
 
 CHECKSUMS = "SHA256SUMS"
+OWN = "accelpatch"  # quant_method of saved patched models
 Progress = Callable[[str, int, int], None]
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -53,10 +54,16 @@ def read_config(folder: Path) -> dict[str, Any]:
     config = read_json(folder / "config.json")
     if "model_type" not in config:
         raise LoadError(f'{folder / "config.json"} does not say its model_type: add it, for example "llama"')
-    if quantization := config.get("quantization_config"):
-        method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else "unknown"
+    if (method := quantization_method(config)) not in (None, OWN):
         raise LoadError(f"{folder} is quantised already ({method}): give the float checkpoint that it was made from")
     return _trusted(config)
+
+
+def quantization_method(config: dict[str, Any]) -> str | None:
+    """How a checkpoint is quantised, by its config.json; None for a float one."""
+    if not (quantization := config.get("quantization_config")):
+        return None
+    return str(quantization.get("quant_method", "unknown")) if isinstance(quantization, dict) else "unknown"
 
 
 def _trusted(value: Any) -> Any:

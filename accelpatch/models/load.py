@@ -40,11 +40,13 @@ def load(
     dtype: str | torch.dtype = "auto",
     device: str | torch.device = "cpu",
     progress: Progress | None = None,
+    quantization: Any = None,
 ) -> Loaded:
     """Load a model by short name, folder, GGUF file or hub name.
 
-    dtype: "auto" keeps the checkpoint's. progress: called as ``progress(stage, done, total)``. Raises LoadError, which
-    says what to do, for a wrong name, network failures, and files that are damaged or not trusted.
+    dtype: "auto" keeps the checkpoint's. quantization: transformers' quantization_config for a float checkpoint.
+    progress: called as ``progress(stage, done, total)``. Raises LoadError, which says what to do, for a wrong name,
+    network failures, and files that are damaged or not trusted.
     """
     report = progress or _silent
     source = resolve(name)
@@ -53,7 +55,9 @@ def load(
         model = _load_gguf(path, dtype, device, report)
         return Loaded(model, _gguf_tokenizer(path, report), source)
     folder = _folder(source, report)
-    return Loaded(_load_folder(folder, dtype, device, report), _folder_tokenizer(folder, required=False), source)
+    return Loaded(
+        _load_folder(folder, dtype, device, report, quantization), _folder_tokenizer(folder, required=False), source
+    )
 
 
 def from_config(name: str) -> nn.Module:
@@ -83,6 +87,15 @@ def tokenizer(name: str) -> Any:
     if source.kind == "gguf":
         return _gguf_tokenizer(Path(source.location), _silent)
     return _folder_tokenizer(_folder(source, _silent, weights=False), required=True)
+
+
+def is_patched(name: str) -> bool:
+    """Whether a name is that of a folder with a saved patched model."""
+    source = resolve(name)
+    if source.kind != "folder" or not (Path(source.location) / "config.json").is_file():
+        return False
+    config = checkpoint.read_json(Path(source.location) / "config.json")
+    return checkpoint.quantization_method(config) == checkpoint.OWN
 
 
 def fetch(name: str, *, progress: Progress | None = None) -> Path:
@@ -142,7 +155,9 @@ def _auto_class(config: Any) -> Any:
     raise LoadError(f"transformers has no model class for {type(config).__name__}")
 
 
-def _load_folder(folder: Path, dtype: str | torch.dtype, device: str | torch.device, progress: Progress) -> Any:
+def _load_folder(
+    folder: Path, dtype: str | torch.dtype, device: str | torch.device, progress: Progress, quantization: Any = None
+) -> Any:
     config = _native(checkpoint.read_config(folder), str(folder))
     checkpoint.check_weights(folder, progress)
     if (folder / "generation_config.json").exists():
@@ -160,6 +175,7 @@ def _load_folder(folder: Path, dtype: str | torch.dtype, device: str | torch.dev
             local_files_only=True,
             ignore_mismatched_sizes=True,  # reported in info, which check_complete turns into an error
             output_loading_info=True,
+            **({} if quantization is None else {"quantization_config": quantization}),
         )
     checkpoint.check_complete(str(folder), info)
     progress("loading", 1, 1)

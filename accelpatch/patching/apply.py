@@ -29,10 +29,12 @@ class Built:
     """A finished replacement before the swap.
 
     modules: (original, replacement, dotted names of the original); first the site's own module, then those tied to it.
+    weight_error: relative RMSE of its weight, where the original's is gone by the time that it is verified.
     """
 
     entry: Entry
     modules: list[tuple[nn.Module, nn.Module, tuple[str, ...]]]
+    weight_error: float | None = None
 
     @property
     def new(self) -> nn.Module:

@@ -65,6 +65,11 @@ class Plan:
         """The entries with a replacement, parents before their children."""
         return tuple(entry for entry in self.entries if entry.replacer is not None)
 
+    def without(self, failed: Mapping[str, str]) -> Plan:
+        """This plan with sites that stay since their replacement was over its bound: path -> why."""
+        entries = (e.kept(failed[e.site.path], failed=True) if e.site.path in failed else e for e in self.entries)
+        return replace(self, entries=tuple(entries))
+
     def report(self) -> Report:
         """The plan as a Report with nothing measured."""
         records = [entry.record() for entry in self.entries]

@@ -91,8 +91,8 @@ def verified_build(
 ) -> tuple[list[Checked], Plan]:
     """Build every replacement beside its original and verify it; the model is not touched.
 
-    at_hand: path -> replacement of sites that are built already, and whose originals are gone: of their errors only
-    that of their kernels is known.
+    at_hand: path -> replacement of sites that are built already, and whose originals are gone: their format error is
+    that of their weight, where it is known.
 
     Returns the replacements within their bounds, and the plan with all others marked as kept (or raises VerifyError, as
     the recipe says). Without captured calls nothing is verified.
@@ -108,7 +108,7 @@ def verified_build(
         with naming(path, "its replacement was verified"):
             checked = _check(built, plan.recipe, captured, checking)
         if path in at_hand and checked.errors is not None:
-            checked.errors = replace(checked.errors, format_error=None)
+            checked.errors = replace(checked.errors, format_error=built.weight_error)
         seen[built.entry.site.path] = built.entry
         problem = over_bound(checked.errors, plan.recipe, built.entry) if checked.errors else None
         if problem is None:
@@ -120,9 +120,8 @@ def verified_build(
         if built.entry.replacer is None or not built.entry.replacer.fuses:  # else they are needed once more
             for member in (built.entry.site, *built.entry.site.tied):
                 calls.pop(member.path, None)
-    entries = [seen.get(entry.site.path, entry) for entry in plan.entries]
-    kept = tuple(e.kept(failed[e.site.path], failed=True) if e.site.path in failed else e for e in entries)
-    return held, replace(plan, entries=kept)
+    entries = tuple(seen.get(entry.site.path, entry) for entry in plan.entries)
+    return held, replace(plan, entries=entries).without(failed)
 
 
 def _check(built: Built, recipe: Recipe, captured: Captured, checking: Checking) -> Checked:
@@ -150,6 +149,20 @@ def over_bound(errors: SiteErrors, recipe: Recipe, entry: Entry) -> str | None:
     if errors.format_error is not None and not errors.format_error <= bound:
         return f"format error {errors.format_error:.3g} ({recipe.verify.metric}) is over the recipe's bound {bound:g}"
     return None
+
+
+def over_weight_bound(built: Built, recipe: Recipe) -> str | None:
+    """Why a replacement fails whose weight alone can be compared with the original's, or None.
+
+    The relative RMSE of a weight is that of its outputs for inputs without correlation.
+    """
+    error, bound = built.weight_error, bound_of(recipe, built.entry)
+    if error is None or recipe.verify.metric != "relative_rmse" or isinstance(bound, Units) or error <= bound:
+        return None
+    problem = f"its weight is {error:.3g} (relative_rmse) from the original, over the recipe's bound {bound:g}"
+    if recipe.verify.on_failure == "error":
+        raise VerifyError(f"{built.entry.site.path}: {problem}; nothing was changed")
+    return problem
 
 
 def bound_of(recipe: Recipe, entry: Entry) -> Bound:

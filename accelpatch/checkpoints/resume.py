@@ -1,0 +1,87 @@
+"""Finished weights of a float checkpoint that is being quantised, so that an interrupted run goes on where it was."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from accelpatch.checkpoints.saved import PARTS, bytes_of
+from accelpatch.errors import SaveError
+from accelpatch.modules.quantized_module import QuantizedModule
+from accelpatch.patching.apply import Built, built
+from accelpatch.patching.plan import Entry
+from accelpatch.quant.weight import QuantizedWeight
+
+MADE_OF = "made_of"
+
+
+class Store:
+    """A folder with a file for each finished weight, under a digest of what it was made of. None: nothing is kept."""
+
+    def __init__(self, folder: Path | None):
+        self._folder = folder
+
+    def built(self, entry: Entry, weight: Tensor) -> Built:
+        """The replacement of a site, from the store or made of the weight in its module; kept in the store."""
+        if self._folder is None:
+            return _measured(built(entry), weight)
+        file = self._folder / f"{entry.site.path}.safetensors"
+        made_of = _digest(entry, weight)
+        held = _read(file, made_of)
+        made = _measured(built(entry, held), weight)
+        if held is None and isinstance(made.new, QuantizedModule):
+            self._keep(file, made.new.canonical(), made_of)
+        return made
+
+    def clear(self) -> None:
+        """Remove the folder."""
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _keep(self, file: Path, weight: QuantizedWeight, made_of: str) -> None:
+        parts = {name: one.detach().cpu().contiguous() for name, one in weight._asdict().items() if one is not None}
+        partial = file.with_suffix(".partial")
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            save_file(parts, partial, {MADE_OF: made_of})
+            os.replace(partial, file)
+        except (OSError, SafetensorError) as error:
+            advice = "free some space there, or name another folder"
+            raise SaveError(f"{file} cannot be written ({error}): {advice}") from error
+
+
+def _measured(made: Built, weight: Tensor) -> Built:
+    """With the relative RMSE of the weight, against the float one in the original's shape."""
+    if isinstance(made.new, QuantizedModule):
+        with torch.no_grad():
+            full = made.new.dequantized()
+            own = weight.t() if made.new.transposed else weight
+            difference, size = (full - own).float().norm(), own.float().norm()
+            made.weight_error = float(difference / size) if difference > 0 else 0.0
+    return made
+
+
+def _digest(entry: Entry, weight: Tensor) -> str:
+    assert entry.choice is not None
+    assert entry.replacer is not None
+    facts = f"{entry.replacer.name} {sorted(entry.choice.detail.items())} {weight.dtype} {list(weight.shape)}"
+    return hashlib.sha256(facts.encode() + bytes_of(weight.cpu())).hexdigest()
+
+
+def _read(file: Path, made_of: str) -> QuantizedWeight | None:
+    try:
+        with safe_open(file, framework="pt") as opened:
+            if (opened.metadata() or {}).get(MADE_OF) != made_of:
+                return None
+            found: dict[str, Any] = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError):
+        return None
+    return QuantizedWeight(**{name: found.get(name) for name in PARTS})  # type: ignore[arg-type]
