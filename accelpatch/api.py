@@ -16,6 +16,7 @@ from accelpatch import device as devices
 from accelpatch.device import Device
 from accelpatch.errors import PatchError, PlanError
 from accelpatch.fusion.verified import check_layers
+from accelpatch.kernels.build import libraries
 from accelpatch.kernels.check.selftest import run as selftest
 from accelpatch.kernels.check.while_running import checked
 from accelpatch.models.family import roles_of
@@ -92,13 +93,13 @@ def patch(
     configuration (if it accepts none of those, nothing is verified, with a warning). keep_original: "cpu" keeps the
     original weights in host memory for `unpatch`, "none" frees them. verify: compare each replacement with its
     reference and its original, and the whole model before and after. progress: called with (stage, done, total).
-    A PeftModel keeps its adapters. Raises RecipeError, PlanError and PatchError.
+    A PeftModel keeps its adapters. Raises RecipeError, PlanError, PatchError and KernelError.
     """
     if keep_original not in KEEP_ORIGINAL:
         raise PatchError(f"keep_original is {keep_original!r}; it is one of {', '.join(KEEP_ORIGINAL)}")
-    given, model = model, unwrapped(model)
+    given, model, watch = model, unwrapped(model), _Stopwatch(progress)
     apply.check_patchable(model)
-    watch, planned = _Stopwatch(progress), plan(model, recipe, device=device)
+    planned = _compiled(plan(model, recipe, device=device), watch)
     with HostCopies(rounded_weights(planned) if keep_original == "cpu" else []) as copies:
         captured = capture(model, planned, inputs, sample_inputs, watch) if verify else NOT_VERIFIED
         built, planned = verified_build(planned, captured, checked, watch)
@@ -115,6 +116,14 @@ def patch(
             raise
     report.seconds.update(watch.seconds)
     return given
+
+
+def _compiled(planned: Plan, watch: _Stopwatch) -> Plan:
+    """The plan, once the kernel libraries that it needs on a GPU are built: before anything of the model is touched."""
+    if planned.device.index is not None and planned.libraries:
+        libraries.prepare(planned.libraries, planned.device, f"recipe {planned.recipe.name}")
+        watch("compile", 1, 1)
+    return planned
 
 
 def _fuse(model: nn.Module, planned: Plan, runtime: Any, captured: Captured, report: Report, watch: _Stopwatch) -> None:

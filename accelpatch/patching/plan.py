@@ -65,6 +65,12 @@ class Plan:
         """The entries with a replacement, parents before their children."""
         return tuple(entry for entry in self.entries if entry.replacer is not None)
 
+    @property
+    def libraries(self) -> tuple[str, ...]:
+        """The device libraries that the replacements launch, as far as that is known before they are built."""
+        needed = dict.fromkeys(name for e in self.replaced if e.choice is not None for name in e.choice.libraries)
+        return tuple(sorted(needed))
+
     def report(self) -> Report:
         """The plan as a Report with nothing measured."""
         records = [entry.record() for entry in self.entries]
