@@ -39,6 +39,7 @@ __all__ = [
 ]  # fmt: skip
 KIND = "kernels"
 LIBRARY, MANIFEST = "library.so", "manifest.json"
+SHOWN = 6  # most names in the line that says what is compiled
 HEADERS = (".h", ".hpp", ".inc")
 
 _lock = threading.Lock()
@@ -118,7 +119,8 @@ def _announced(wanted: Sequence[tuple[str, Target]], why: str = "") -> Iterator[
     made = dict(wanted)[missing[0]]
     count = "1 kernel library" if len(missing) == 1 else f"{len(missing)} kernel libraries"
     by, reason = Path(str(compiler(made))).name, f" for {why}" * bool(why)
-    _say(f"compiling {count} of {made.arch} with {by}{reason} ({', '.join(missing)}), once for this machine")
+    listed = ", ".join([*missing[:SHOWN], *["..."] * (len(missing) > SHOWN)])
+    _say(f"compiling {count} of {made.arch} with {by}{reason} ({listed}), once for this machine")
     began = time.perf_counter()
     yield
     if all(cache.entry(KIND, keys[name]) for name in missing):

@@ -100,7 +100,7 @@ def _launch(
 ) -> None:  # fmt: skip
     args = arguments(qkv, y, positions, slot, mask, keys, values, shape, following, consumer)
     with on(qkv):
-        entry = _entry(library(shape.size, qkv.dtype), probe(qkv.device))
+        entry = _entry(shape.size, qkv.dtype, probe(qkv.device))
         status = entry(ctypes.byref(args), binding.DTYPES.index(qkv.dtype), binding.stream_of(qkv))
         binding.check(status, f"accelpatch_{FUNCTION}")
 
@@ -140,7 +140,7 @@ def _columns(size: int) -> int:
 
 
 @cache
-def _entry(library: str, device: Device) -> Any:
-    entry = getattr(libraries.library(library, device), f"accelpatch_{FUNCTION}")
+def _entry(size: int, dtype: torch.dtype, device: Device) -> Any:
+    entry = getattr(libraries.library(library(size, dtype), device), f"accelpatch_{FUNCTION}")
     entry.restype, entry.argtypes = ctypes.c_int, [ctypes.POINTER(AttentionArgs), ctypes.c_int, ctypes.c_void_p]
     return entry
