@@ -17,7 +17,7 @@ GATE := .venv/bin/python scripts/amd_gate.py --wheels .venv/gate \
 		tests/kernels/triton tests/kernels/ops/test_decode_attention.py tests/kernels/ops/test_prompt_attention.py \
 		tests/kernels/ops/test_greedy.py tests/kernels/ops/test_step_end.py tests/kernels/ops/test_query_key.py
 
-.PHONY: help run test test-all lint bench gate smoke force
+.PHONY: help run test test-all lint bench gate gate-all smoke force
 
 help:
 	@echo 'make run     load the default model, patch it with a recipe, answer a prompt   [RECIPE=int8 PROMPT="..."]'
@@ -25,6 +25,7 @@ help:
 	@echo 'make test    lint, gate, all tests, and the smoke tests on the oldest transformers   [PYTEST="-k name"]'
 	@echo 'make test-all  the same, and what takes minutes and only repeats it in another way'
 	@echo 'make gate    compile the GPU kernels for AMD, no GPU needed, and hold them to scripts/amd_gate.json'
+	@echo 'make gate-all  the same, and for NVIDIA archs that no test runs on: minutes an arch, needs nvcc'
 	@echo 'make lint    ruff, mypy and clang-format'
 	@echo 'Each sets up .venv by itself. Another torch: make TORCH=installed run, make TORCH=/path/of/a/wheel run,'
 	@echo 'make TORCH="torch --index-url URL" run; back to the pinned one: make TORCH=pinned run.'
@@ -46,6 +47,10 @@ gate: .venv/ready
 	@if sh scripts/setup.sh gate; then $(GATE); \
 	elif [ "$$CI" = true ]; then echo 'gate: not run, and CI=true makes that a failure' >&2; exit 1; \
 	else echo 'gate: SKIPPED, the kernels for AMD were not compiled'; fi
+
+# Archs that are compiled and not run; outside of make test.
+gate-all: gate
+	.venv/bin/python scripts/nvidia_gate.py
 
 smoke: .venv-oldest/ready
 	.venv-oldest/bin/python -m pytest -q -m smoke

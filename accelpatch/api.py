@@ -19,6 +19,7 @@ from accelpatch.checkpoints import save as saving
 from accelpatch.device import Device
 from accelpatch.errors import LoadError, PatchError, PlanError
 from accelpatch.fusion.verified import check_layers
+from accelpatch.kernels.build import libraries
 from accelpatch.kernels.check.selftest import run as selftest
 from accelpatch.kernels.check.while_running import checked
 from accelpatch.models.catalog import resolve
@@ -52,6 +53,7 @@ Model = TypeVar("Model", bound=nn.Module)
 AnyRecipe = str | Path | Recipe
 Progress = Callable[[str, int, int], None]
 KEEP_ORIGINAL = ("cpu", "none")
+WHILE_LOADING = "quantised while the weights were read: format errors are those of the weights"
 FROM_CHECKPOINT = "quantised weights are those of the checkpoint: their difference from the originals is not measured"
 
 
@@ -123,13 +125,13 @@ def patch(
     configuration (if it accepts none of those, nothing is verified, with a warning). keep_original: "cpu" keeps the
     original weights in host memory for `unpatch`, "none" frees them. verify: compare each replacement with its
     reference and its original, and the whole model before and after. progress: called with (stage, done, total).
-    A PeftModel keeps its adapters. Raises RecipeError, PlanError and PatchError.
+    A PeftModel keeps its adapters. Raises RecipeError, PlanError, PatchError and KernelError.
     """
     if keep_original not in KEEP_ORIGINAL:
         raise PatchError(f"keep_original is {keep_original!r}; it is one of {', '.join(KEEP_ORIGINAL)}")
-    given, model = model, unwrapped(model)
+    given, model, watch = model, unwrapped(model), _Stopwatch(progress)
     apply.check_patchable(model)
-    watch, planned = _Stopwatch(progress), plan(model, recipe, device=device)
+    planned = _compiled(plan(model, recipe, device=device), watch)
     _carry_out(model, planned, inputs, keep_original, verify, watch, {})
     return given
 
@@ -165,8 +167,11 @@ def _finish_loading(model: nn.Module, planned: Plan, built: list[apply.Built], p
     """Patch what is left of a model whose quantised weights a checkpoint's loading has built."""
     watch = _Stopwatch(progress)
     _carry_out(model, planned, None, "none", True, watch, {item.entry.site.path: item for item in built})
+    report = _handle(model).record
     if built:
-        _handle(model).record.notes.append(FROM_CHECKPOINT)
+        report.notes.append(FROM_CHECKPOINT if any(item.weight_error is None for item in built) else WHILE_LOADING)
+        if report.verification is not None:
+            report.verification.against = "the quantised modules"
 
 
 def register_checkpoints() -> None:
@@ -175,7 +180,15 @@ def register_checkpoints() -> None:
 
 
 def _plan_for(model: nn.Module, recipe: Recipe, device: Any) -> Plan:
-    return plan(model, recipe, device=devices.probe(str(device)))
+    return _compiled(plan(model, recipe, device=devices.probe(str(device))), _Stopwatch(None))
+
+
+def _compiled(planned: Plan, watch: _Stopwatch) -> Plan:
+    """The plan, once the kernel libraries that it needs on a GPU are built: before anything of the model is touched."""
+    if planned.device.index is not None and planned.libraries:
+        libraries.prepare(planned.libraries, planned.device, f"recipe {planned.recipe.name}")
+        watch("compile", 1, 1)
+    return planned
 
 
 def _fuse(model: nn.Module, planned: Plan, runtime: Any, captured: Captured, report: Report, watch: _Stopwatch) -> None:

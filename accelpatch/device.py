@@ -81,7 +81,7 @@ _ARCHS = (
          memory=int(23.98 * GIB), bandwidth=0.96e12),
     _sm(75, 32, 64, "mma without bf16"),
     _sm(80, 64, 164, "mma", None, "NVIDIA A100-SXM4-80GB", 79.15, 2.039e12),
-    _sm(86, 48, 100, "mma"),
+    _sm(86, 48, 100, "mma", None, "NVIDIA GeForce RTX 3090", 23.69, 0.936e12),
     _sm(87, 48, 164, "mma"),
     _sm(89, 48, 100, "mma", "e4m3fn", "NVIDIA L40S", 44.42, 0.864e12),
     _sm(90, 64, 228, "wgmma", "e4m3fn", "NVIDIA H200", 139.72, 4.8e12),

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+ORIGINAL = "the original"
+
 
 @dataclass
 class SiteRecord:
@@ -55,7 +57,7 @@ class Verification:
     tokens: how many were compared. worst_kernel_error: largest `SiteRecord.kernel_share`. worst_format_error: largest
     format_error. failures: messages about the sites whose replacement was over its bound, so that the original stays.
     fused_layers: how many fused layers were verified in a prompt and cached steps. worst_fused_error: the largest
-    `SiteRecord.kernel_share` among them.
+    `SiteRecord.kernel_share` among them. against: what the whole model was compared with.
     """
 
     kl: float | None = None
@@ -66,6 +68,7 @@ class Verification:
     failures: list[str] = field(default_factory=list)
     fused_layers: int = 0
     worst_fused_error: float | None = None
+    against: str = ORIGINAL
 
 
 @dataclass
@@ -161,7 +164,8 @@ def verification_line(v: Verification) -> str:
     if v.worst_format_error is not None:
         parts.append(f"worst format error {v.worst_format_error:.4f}")
     if v.kl is not None and v.top1 is not None:
-        parts.append(f"KL {v.kl:.2e} nats, top-1 agreement {v.top1:.1%} over {v.tokens} tokens")
+        against = "" if v.against == ORIGINAL else f", against {v.against}"
+        parts.append(f"KL {v.kl:.2e} nats, top-1 agreement {v.top1:.1%} over {v.tokens} tokens{against}")
     if v.worst_fused_error is not None:
         worst = f"worst {v.worst_fused_error:.0%} of the bound"
         parts.append(f"{v.fused_layers} fused layers in a prompt and cached steps, {worst}")

@@ -5,8 +5,8 @@
     python scripts/bench_kernels.py rows --libraries DIR [--tokens 16 32 64] [--clusters 0 1 2 4 8]
     python scripts/bench_kernels.py rows --floats [--tokens 16 32 64]
 
-DIR is the folder that `accelpatch build` names. Figures are medians of graph replays, with weights in rotation beyond
-L2. Run scripts/check_kernels.py first: no speed without correctness.
+DIR is a folder that `accelpatch build --arch ARCH --out DIR` filled. Figures are medians of graph replays, with weights
+in rotation beyond L2. Run scripts/check_kernels.py first: no speed without correctness.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
     python scripts/check_kernels.py rows --libraries DIR
     compute-sanitizer --tool memcheck python scripts/check_kernels.py gemv --libraries DIR --small
 
-DIR is the folder that `accelpatch build` names. The exit status is 1 where anything is wrong.
+DIR is a folder that `accelpatch build --arch ARCH --out DIR` filled. The exit status is 1 where anything is wrong.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def arguments(words: Sequence[str]) -> argparse.Namespace:
     made = {name: commands.add_parser(name, help=about[name], description=about[name]) for name in COMMANDS}
     for one in made.values():
         one.add_argument("--libraries", type=Path, required=True, metavar="DIR",
-                         help="The folder with the built libraries, as `accelpatch build` names it.")  # fmt: skip
+                         help="The folder with the built libraries, that of `accelpatch build --out`.")  # fmt: skip
     made["gemv"].add_argument("--formats", nargs="*", default=list(FORMATS), choices=list(FORMATS), metavar="FORMAT",
                               help=f"The weight formats to check: {', '.join(FORMATS)} (default: all).")  # fmt: skip
     made["gemv"].add_argument("--small", action="store_true",

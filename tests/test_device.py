@@ -195,7 +195,9 @@ def test_the_gpu_that_is_here() -> None:
 
 
 def test_known_devices() -> None:
-    assert set(KNOWN) == {"gfx90a", "gfx942", "gfx950", "gfx1100", "sm_80", "sm_89", "sm_90", "sm_100", "sm_120"}
+    assert set(KNOWN) == {
+        "gfx90a", "gfx942", "gfx950", "gfx1100", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120",
+    }  # fmt: skip
     for arch, known in KNOWN.items():
         vendor, wave_size = ("amd" if arch.startswith("gfx") else "nvidia"), 64 if arch.startswith("gfx9") else 32
         assert (known.arch, known.kind, known.vendor, known.wave_size) == (arch, "cuda", vendor, wave_size)
@@ -206,6 +208,7 @@ def test_known_devices() -> None:
         "gfx950": 288,
         "gfx1100": 24,
         "sm_80": 80,
+        "sm_86": 24,
         "sm_89": 48,
         "sm_90": 141,
         "sm_100": 186,

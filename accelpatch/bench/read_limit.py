@@ -42,7 +42,7 @@ class ReadLimit:
 
 def read_limit(device: torch.device) -> ReadLimit:
     """Measure the read bandwidth of ``device``; takes well under a second, besides filling the buffer."""
-    if device.type == "cuda" and libraries.why_not("hip", probe(device)) is None:
+    if device.type == "cuda" and libraries.why_not("read_limit", probe(device)) is None:
         return _by_stream_kernel(torch.ones(8 * FLOOR, dtype=torch.uint8, device=device))
     size = max(FLOOR, 8 * last_level_cache()) if device.type == "cpu" else 4 * FLOOR
     buffer = torch.ones(size // 4, dtype=torch.float32, device=device)
@@ -52,7 +52,7 @@ def read_limit(device: torch.device) -> ReadLimit:
 
 
 def _by_stream_kernel(buffer: Tensor) -> ReadLimit:
-    launches = stream_reads(libraries.library("hip", probe(buffer.device)), buffer)
+    launches = stream_reads(libraries.library("read_limit", probe(buffer.device)), buffer)
     with torch.cuda.device(buffer.device):
         stream = torch.cuda.current_stream().cuda_stream
         times = [between_events(partial(read, stream)) for read in launches for _ in range(REPEATS)]

@@ -35,11 +35,14 @@ def build(
     found: list[dict[str, Any]] = []
     for name in arch or [HOST]:
         device = device_of(name)
-        library = "cpu" if device.kind == "cpu" else "hip"
-        made = building.target(library, device)
-        folder = building.export(library, device, out) if out else building.built(library, made)
-        kernels = building.report(made) if report and library == "hip" else []
-        found.append({"library": library, "arch": made.arch, "folder": str(folder), "kernels": kernels})
+        libraries = building.names_of(device)
+        folders = building.build(libraries, device)
+        if out:
+            folders = [building.export(library, device, out) for library in libraries]
+        targets = [building.target(library, device) for library in libraries]
+        reports = building.report(targets) if report and device.kind != "cpu" else [[]] * len(targets)
+        for library, made, folder, kernels in zip(libraries, targets, folders, reports, strict=True):
+            found.append({"library": library, "arch": made.arch, "folder": str(folder), "kernels": kernels})
     if json:
         console.print_json(found)
         return

@@ -8,11 +8,12 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
-import shutil
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
+from accelpatch import device
 from accelpatch.errors import AccelpatchError
 
 PATIENCE = 8.0
@@ -44,8 +45,8 @@ def version(package: str) -> str | None:
 
 
 def compiler(name: str) -> str | None:
-    """The path of a compiler and the line of its ``--version`` that names it, or None where it is not on the PATH."""
-    path = shutil.which(name)
+    """The path of a compiler, found as builds find it, and the line of its ``--version`` that names it; or None."""
+    path = device.compilers()[name]
     if path is None:
         return None
     try:
@@ -57,7 +58,8 @@ def compiler(name: str) -> str | None:
     lines = [line.strip() for line in answer[1].splitlines() if any(c.isdigit() for c in line)]
     # nvcc's copyright comes before its release
     named = next((line for line in lines if "release" in line), lines[0] if lines else f"status {answer[0]}")
-    return f"{path}: {named}"
+    package = " (of the Python package nvidia-cuda-nvcc)" if str(Path(path).parent) in device.packaged() else ""
+    return f"{path}{package}: {named}"
 
 
 def cache_facts() -> dict[str, Any]:

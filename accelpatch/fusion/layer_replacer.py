@@ -13,7 +13,7 @@ from torch import nn
 
 from accelpatch.device import Device
 from accelpatch.errors import KernelError
-from accelpatch.fusion.planned import planned
+from accelpatch.fusion.planned import libraries, planned
 from accelpatch.kernels.ops.rmsnorm import chosen
 from accelpatch.models.family import LayerForm, form_of, norm_of
 from accelpatch.modules.norm import ResidualNormLayer, positional_names
@@ -52,7 +52,7 @@ class FusedLayerReplacer(Replacer):
         fused = planned(site, replaced, device)
         if isinstance(fused, Reason):
             return replace(choice, note=f"layers are not fused: {fused.text}", fused=False)
-        return replace(choice, kernel=fused, fused=True)
+        return replace(choice, kernel=fused, fused=True, libraries=libraries(site, device))
 
     def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:
         layer, form = site.original, form_of(site.original)

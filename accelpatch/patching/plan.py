@@ -70,6 +70,12 @@ class Plan:
         entries = (e.kept(failed[e.site.path], failed=True) if e.site.path in failed else e for e in self.entries)
         return replace(self, entries=tuple(entries))
 
+    @property
+    def libraries(self) -> tuple[str, ...]:
+        """The device libraries that the replacements launch, as far as that is known before they are built."""
+        needed = dict.fromkeys(name for e in self.replaced if e.choice is not None for name in e.choice.libraries)
+        return tuple(sorted(needed))
+
     def report(self) -> Report:
         """The plan as a Report with nothing measured."""
         records = [entry.record() for entry in self.entries]

@@ -42,7 +42,8 @@ class Compact(Gemv):
             return _kept(plain, reason)
         tiles, steps = -(-site.n // TILE_ROWS), -(-site.k // compact_tiles.STEP)
         held = tiles * (steps * compact_tiles.STEP_BYTES + TILE_ROWS * BESIDE) + bias_bytes(site)
-        return replace(plain, bytes_after=held, resident_after=held, detail={"compact": True})
+        libraries = compact_linear.libraries(spec.dtype)
+        return replace(plain, bytes_after=held, resident_after=held, detail={"compact": True}, libraries=libraries)
 
     def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:
         if not choice.detail:

@@ -10,6 +10,7 @@ from torch import nn
 
 from accelpatch.device import Device
 from accelpatch.kernels import dispatch
+from accelpatch.kernels.layouts.row_major import FP8
 from accelpatch.kernels.ops import fp8_linear
 from accelpatch.modules.weight_only import Fp8WeightOnlyLinear, quantized
 from accelpatch.patching.replacer import Choice, Reason, Replacer
@@ -34,13 +35,14 @@ class Fp8WeightOnly(Replacer):
             return Reason("there is no fp8 embedding; use int8_weight_only")
         assert site.n is not None
         assert site.k is not None
-        spec = fp8_linear.of_shape(site.n, site.k, getattr(torch, site.dtype))
+        fnuz = device.facts is not None and device.facts.fp8 == "e4m3fnuz"
+        spec = fp8_linear.of_shape(site.n, site.k, getattr(torch, site.dtype), FP8[fnuz])
         reason = dispatch.why_not(spec.op, HIP, spec, device)
         kernel, note = dispatch.choose(spec.op, spec, device), f"{spec.op} not by the HIP kernels: {reason}"
         resident = site.n * (site.k + SCALE) + bias_bytes(site)
-        detail = {"fnuz": device.facts is not None and device.facts.fp8 == "e4m3fnuz"}
-        after = token_bytes(site, resident)
-        return Choice(kernel, site.token_bytes, after, resident, detail, note if reason else "")
+        after, libraries = token_bytes(site, resident), () if reason else fp8_linear.libraries(spec, device)
+        detail = {"fnuz": fnuz}
+        return Choice(kernel, site.token_bytes, after, resident, detail, note if reason else "", libraries=libraries)
 
     def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:
         weight = fp8.quantize(weight_of(site.original), fnuz=choice.detail["fnuz"])

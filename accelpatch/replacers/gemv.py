@@ -38,7 +38,8 @@ class Gemv(Replacer):
         reason = dispatch.why_not("gemv", NATIVE, gemv.of_shape(site.n, site.k, getattr(torch, site.dtype)), device)
         if reason is not None:
             return Reason(f"torch's own GEMM is used: {reason}")
-        return Choice(NATIVE, site.token_bytes, site.token_bytes, site.bytes)
+        libraries = gemv.libraries(getattr(torch, site.dtype))
+        return Choice(NATIVE, site.token_bytes, site.token_bytes, site.bytes, libraries=libraries)
 
     def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:
         return adopt(GemvLinear, site.original)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from accelpatch.device import Device
 from accelpatch.errors import KernelError
 from accelpatch.kernels import dispatch
-from accelpatch.kernels.ops import packed_linear
+from accelpatch.kernels.ops import int8_linear, packed_linear, tiled_int4_linear
 from accelpatch.kernels.spec import Spec
 from accelpatch.models.family import EMBEDDING_CLASSES, LINEAR_CLASSES
 from accelpatch.modules.quantized_module import QuantizedModule
@@ -26,6 +26,7 @@ INT8_SCALE = 4  # bytes per scale: float32
 NATIVE = "cpu"  # the implementation over packs, the native CPU layout
 HIP = "hip"
 ON_GPU = {"int4_linear": "tiled_int4_linear"}  # operation -> the one over the GPU kernels' layout
+LIBRARIES = {"int8_linear": int8_linear.libraries, "tiled_int4_linear": tiled_int4_linear.libraries}
 INT4_SCALE = 2  # bytes per scale or minimum: float16
 
 
@@ -72,6 +73,17 @@ def kernel_for(op: str, site: Site, device: Device, group_size: int, offset: str
     return (HIP, "") if reason is None else (chosen, f"{op} by {chosen}, not by the HIP kernels: {reason}")
 
 
+def libraries(op: str, site: Site, device: Device, group_size: int, offset: str) -> tuple[str, ...]:
+    """The device libraries that linear layers of a site, or tied to it, launch; none where other kernels run."""
+    if device.kind == "cpu" or all(isinstance(member.original, nn.Embedding) for member in (site, *site.tied)):
+        return ()
+    assert site.n is not None
+    assert site.k is not None
+    scale = torch.float16 if op == "tiled_int4_linear" else torch.float32
+    spec = Spec(op, {"M": 1, "N": site.n, "K": site.k}, getattr(torch, site.dtype), scale, group_size, offset)
+    return () if dispatch.why_not(op, HIP, spec, device) else LIBRARIES[op](spec, device)
+
+
 def token_bytes(site: Site, resident: int) -> int:
     """Bytes read to decode one token: the whole weight of a linear layer, one row of an embedding, both where tied."""
     assert site.n is not None
@@ -108,7 +120,10 @@ class Int8WeightOnly(Replacer):
             return Reason(str(error))
         group, kernel, note = next((one for one in found if one[1] in (NATIVE, HIP)), found[0])
         resident = site.n * site.k + site.n * (site.k // group) * INT8_SCALE + bias_bytes(site)
-        return Choice(kernel, site.token_bytes, token_bytes(site, resident), resident, {"group_size": group}, note)
+        return Choice(
+            kernel, site.token_bytes, token_bytes(site, resident), resident, {"group_size": group}, note,
+            libraries=libraries("int8_linear", site, device, group, "none"),
+        )  # fmt: skip
 
     def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:
         weight = int8.quantize(weight_of(site.original), group_size=choice.detail["group_size"])
@@ -148,14 +163,18 @@ class Int4WeightOnly(Replacer):
         group = next(iter(dividing(wanted, site.k)), None)
         if group is None:
             return Reason(f"K = {site.k} is a multiple of none of the group sizes {wanted}")
+        offset = "none" if symmetric else "minimum"
         try:
-            kernel, note = kernel_for("int4_linear", site, device, group, "none" if symmetric else "minimum")
+            kernel, note = kernel_for("int4_linear", site, device, group, offset)
         except KernelError as error:
             return Reason(str(error))
         scales = site.n * (site.k // group) * INT4_SCALE * (1 if symmetric else 2)
         resident = site.n * site.k // 2 + scales + bias_bytes(site)
         detail = {"group_size": group, "symmetric": symmetric}
-        return Choice(kernel, site.token_bytes, token_bytes(site, resident), resident, detail, note)
+        return Choice(
+            kernel, site.token_bytes, token_bytes(site, resident), resident, detail, note,
+            libraries=libraries("tiled_int4_linear", site, device, group, offset),
+        )  # fmt: skip
 
     def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:
         group, symmetric = choice.detail["group_size"], choice.detail["symmetric"]

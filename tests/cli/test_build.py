@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 
 from accelpatch.device import KNOWN, probe
-from accelpatch.kernels.build import libraries, targets
+from accelpatch.kernels.build import libraries
+from accelpatch.kernels.build.gpu_libraries import GPU_LIBRARIES
 from accelpatch.kernels.build.targets import compiler, target
 
 from .conftest import Cli
 
-needs_nvcc = pytest.mark.skipif(compiler(target("hip", KNOWN["sm_90"])) is None, reason="needs nvcc")
+needs_nvcc = pytest.mark.skipif(compiler(target("gemv_bf16", KNOWN["sm_90"])) is None, reason="needs nvcc")
 needs_compiler = pytest.mark.skipif(compiler(target("cpu", probe("cpu"))) is None, reason="needs a C++ compiler")
 
 
@@ -45,19 +46,20 @@ def test_a_folder_that_cannot_be_made(cli: Cli) -> None:
     assert "choose another folder" in result.stderr
 
 
-ALL = tuple(targets._HIP)
-
-
 @needs_nvcc
 @pytest.mark.slow
-@pytest.mark.parametrize("sources", [ALL[:1], pytest.param(ALL, marks=pytest.mark.nightly)], ids=["one", "all"])
+@pytest.mark.parametrize(
+    "names", [["gemv_bf16"], pytest.param(list(GPU_LIBRARIES), marks=pytest.mark.nightly)], ids=["one", "all"]
+)
 def test_another_machine_with_a_report(
-    sources: tuple[str, ...], cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    names: list[str], cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(targets, "_HIP", dict.fromkeys(sources, ()))
-    [built] = json.loads(cli("build", "--arch", "sm_90", "--out", str(tmp_path), "--report", "--json").stdout)
-    assert (tmp_path / "hip-sm_90" / libraries.LIBRARY).is_file()
-    plain = next(kernel for kernel in built["kernels"] if "Plain, Bf16" in kernel["kernel"])
+    monkeypatch.setattr(libraries, "names_of", lambda device: names)
+    built = json.loads(cli("build", "--arch", "sm_90", "--out", str(tmp_path), "--report", "--json").stdout)
+    assert [one["library"] for one in built] == names
+    assert all((tmp_path / f"{name}-sm_90" / libraries.LIBRARY).is_file() for name in names)
+    [of_gemv] = [one["kernels"] for one in built if one["library"] == "gemv_bf16"]
+    plain = next(kernel for kernel in of_gemv if "Plain, Bf16" in kernel["kernel"])
     assert 64 <= plain["registers"] <= 255
     assert plain["waves"] >= 2
     assert plain["threads"] == 256

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from accelpatch import device
 from accelpatch.cli import doctor, facts
 
 from .conftest import Cli, Shell
@@ -80,6 +81,14 @@ def test_a_compiler_that_cannot_start(monkeypatch: pytest.MonkeyPatch, tmp_path:
     (tmp_path / "nvcc").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert "does not start" in str(facts.compiler("nvcc"))
+
+
+def test_nvcc_of_the_python_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    _program(tmp_path / "nvcc", "print('Cuda tools, release 13.5')")
+    monkeypatch.setattr(device, "compilers", lambda: {"nvcc": str(tmp_path / "nvcc")})
+    assert "package" not in str(facts.compiler("nvcc"))
+    monkeypatch.setattr(device, "packaged", lambda: [str(tmp_path)])
+    assert str(facts.compiler("nvcc")).startswith(f"{tmp_path}/nvcc (of the Python package nvidia-cuda-nvcc): Cuda")
 
 
 def test_a_cache_that_is_refused(cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

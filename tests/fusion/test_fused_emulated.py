@@ -18,7 +18,7 @@ from accelpatch.kernels.ops.fused_linear import FusedLinear, FusedNorm
 from accelpatch.runtime.generation.patched_model import RUNTIME
 from accelpatch.runtime.graphs import captured_graph
 from accelpatch.runtime.graphs.captured_graph import EagerGraph
-from tests.kernels.hip.simt_emulator import COMPILER, compiled
+from tests.kernels.hip.simt_emulator import ATTENTION, COMPILER, compiled
 from tests.support.interpreted import DEVICE
 from tests.support.steps import logits, silence
 from tests.support.tiny import CAUSAL
@@ -36,7 +36,7 @@ SHAPE: dict[str, Any] = {
 @pytest.fixture
 def waiting(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Steps on the CPU go the way of a GPU's; which kernels are given a count to wait for. None overlaps."""
-    library = compiled("nvidia", ["gemv.hip", "decode_attention.hip"], "steps", tmp_path_factory)
+    library = compiled("nvidia", ["gemv.hip", *ATTENTION], "steps", tmp_path_factory)
     library.set_emulator(4, 1, 0)
     library.set_clusters(1)
     library.set_beside(1)

@@ -11,6 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from accelpatch.device import probe
+from accelpatch.kernels.build import libraries
+from accelpatch.kernels.build.gpu_libraries import DTYPES, library_of
 from accelpatch.kernels.hip import binding
 from accelpatch.kernels.layouts import compact_tiles, tiling
 from accelpatch.kernels.layouts.compact_tiles import CompactTiles
@@ -19,13 +22,20 @@ from accelpatch.quant import fp8, int4, int8
 
 @dataclass(frozen=True)
 class Format:
-    """One way to hold a weight: the library, its function's format argument, group size, offsets."""
+    """One way to hold a weight: the function that reads it, its format argument, group size, offsets."""
 
     library: str
     argument: int | None = None
     group: int | None = None
     offset: str = "none"
     step: int = 32  # values of K a step
+
+    @property
+    def variant(self) -> str:
+        """The one of the function's libraries."""
+        if self.library == "gemv_int8":
+            return {0: "rows", 32: "g32"}.get(self.argument or 0, "g64")
+        return {"gemv_fp8": "e4m3fn"}.get(self.library, self.offset if self.library.startswith("gemv_int4") else "")
 
 
 FORMATS = {
@@ -35,12 +45,12 @@ FORMATS = {
     "int8_g64": Format("gemv_int8", 64, 64, step=64),
     "int8_g128": Format("gemv_int8", 128, 128, step=64),
     "int4_g128": Format("gemv_int4", 128, 128, step=128),
-    "int4_g64": Format("gemv_int4", 64, 64, step=128),
-    "int4_g32": Format("gemv_int4", 32, 32, step=128),
+    "int4_g64": Format("gemv_int4_64", 64, 64, step=128),
+    "int4_g32": Format("gemv_int4_32", 32, 32, step=128),
     "int4_g128_zero": Format("gemv_int4", 128, 128, "zero_point", step=128),
     "int4_g128_minimum": Format("gemv_int4", 128, 128, "minimum", step=128),
-    "int4_g64_minimum": Format("gemv_int4", 64, 64, "minimum", step=128),
-    "int4_g32_minimum": Format("gemv_int4", 32, 32, "minimum", step=128),
+    "int4_g64_minimum": Format("gemv_int4_64", 64, 64, "minimum", step=128),
+    "int4_g32_minimum": Format("gemv_int4_32", 32, 32, "minimum", step=128),
     "int4_row": Format("gemv_int4", 1 << 20, 0, step=128),
     "int4_row_zero": Format("gemv_int4", 1 << 20, 0, "zero_point", step=128),
     "fp8": Format("gemv_fp8", 0, step=64),
@@ -146,14 +156,13 @@ def pack(w: Tensor, name: str, *, dtype: torch.dtype, interleaved: bool = False,
     return Packed(form, n, k, held, tiles, beside, meaning, shift, interleaved)
 
 
-def library_in(folder: Path, source: str) -> Path:
-    """The library of one source in ``folder``: its own where there is one, else the whole of `accelpatch build`."""
-    alone = folder / f"{source}.so"
-    return alone if alone.exists() else folder / "library.so"
+def library_in(folder: Path, name: str) -> Path:
+    """A library for this GPU in a folder that `accelpatch build --out` filled."""
+    return libraries.place(folder, name, libraries.target(name, probe("cuda"))) / libraries.LIBRARY
 
 
 class Library:
-    """The built libraries of one folder, one variant."""
+    """The built libraries of one folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -197,8 +206,9 @@ class Library:
 
     def _launch(self, p: Packed, args: binding.GemvArgs, half: int) -> None:
         name = "accelpatch_" + p.format.library
-        if name not in self.entries:
-            self.entries[name] = binding.load(library_in(self.folder, p.format.library), name)
+        held = library_of(p.format.library, DTYPES[half], p.format.variant)
+        if held not in self.entries:
+            self.entries[held] = binding.load(library_in(self.folder, held), name)
         extra = [] if p.format.argument is None else [p.format.argument]
         stream = torch.cuda.current_stream().cuda_stream
-        binding.check(self.entries[name](ctypes.byref(args), half, *extra, stream), name)
+        binding.check(self.entries[held](ctypes.byref(args), half, *extra, stream), name)

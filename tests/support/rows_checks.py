@@ -10,9 +10,7 @@ import torch
 from tests.support.gemv_reference import wrong
 from tests.support.hip_gemv import FORMATS, Library, pack
 
-ROWS_FORMATS = tuple(
-    name for name, form in FORMATS.items() if form.library == "gemv_int4" and form.group not in (32, 64)
-)
+ROWS_FORMATS = tuple(name for name, form in FORMATS.items() if form.library == "gemv_int4")
 SHAPES = [(33, 128), (33, 136), (33, 512), (300, 2048)]
 TOKENS = (9, 31, 64, 16, 33)
 

@@ -1,5 +1,7 @@
 """Compiles device sources once per machine and caches the libraries in the user's cache folder.
 
+`prepare` builds those that a plan needs side by side; `library` builds one at its first use. Both say so on stderr.
+
 A cache entry's key is a digest of its sources, headers, flags, arch and compiler. An entry is a folder with the library
 and a manifest with the library's digest; both are checked before loading, and a library that fails the check is built
 again. ``ACCELPATCH_KERNELS`` names a folder of prebuilt libraries (``export``) for machines without a compiler: it is
@@ -9,14 +11,16 @@ searched before the cache, and a library there that fails the check is an error.
 from __future__ import annotations
 
 import ctypes
-import functools
 import hashlib
 import json
 import os
 import shutil
-import subprocess
+import sys
 import threading
+import time
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,15 +29,17 @@ from accelpatch import cache
 from accelpatch.device import Device
 from accelpatch.errors import KernelError
 from accelpatch.kernels.build import occupancy, resources
-from accelpatch.kernels.build.targets import Target, compiler, no_compiler, target, unknown_arch
+from accelpatch.kernels.build.compiling import compile_and_link, identity
+from accelpatch.kernels.build.gpu_libraries import GPU_LIBRARIES
+from accelpatch.kernels.build.targets import Target, compiler, names_of, no_compiler, target, unknown_arch
 
 __all__ = [
-    "Target", "built", "compiler", "export", "forget", "library", "locate", "place", "report", "target", "why_not",
+    "Target", "build", "built", "compiler", "export", "forget", "library", "locate", "names_of", "place", "prepare",
+    "report", "target", "why_not",
 ]  # fmt: skip
 KIND = "kernels"
 LIBRARY, MANIFEST = "library.so", "manifest.json"
-SECONDS = 600  # time limit of one compiler run; each source takes less than a tenth of it
-LINES = 20  # last lines of a failing compiler's output that the error shows
+SHOWN = 6  # most names in the line that says what is compiled
 HEADERS = (".h", ".hpp", ".inc")
 
 _lock = threading.Lock()
@@ -63,9 +69,71 @@ def library(name: str, device: Device) -> ctypes.CDLL:
         return _loaded[at]
 
 
+def prepare(names: Sequence[str], device: Device, why: str = "") -> None:
+    """Load libraries that will be used; those that are missing are compiled first, all sources side by side.
+
+    why: what needs them, for the line on stderr. Raises as `library` does, before anything is loaded.
+    """
+    missing = [name for name in names if (name, target(name, device).arch) not in _loaded]
+    if missing and not os.environ.get("ACCELPATCH_KERNELS"):
+        for name, found in zip(missing, _side_by_side(missing, device, why), strict=True):
+            if isinstance(found, KernelError):
+                _failed[name, target(name, device).arch] = str(found)
+    for name in missing:  # the first that failed raises
+        library(name, device)
+
+
+def build(names: Sequence[str], device: Device) -> list[Path]:
+    """The cached folders of libraries; those that are missing are compiled, all sources side by side.
+
+    Raises KernelError for the first that fails, with its name.
+    """
+    folders = []
+    for found in _side_by_side(names, device):
+        if isinstance(found, KernelError):
+            raise found
+        folders.append(found)
+    return folders
+
+
+def _side_by_side(names: Sequence[str], device: Device, why: str = "") -> list[Path | KernelError]:
+    def folder(one: tuple[str, Target]) -> Path | KernelError:
+        try:
+            return built(*one)
+        except KernelError as error:
+            return error
+
+    wanted = [(name, target(name, device)) for name in names]
+    with _announced(wanted, why), ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
+        return list(pool.map(folder, wanted))
+
+
+@contextmanager
+def _announced(wanted: Sequence[tuple[str, Target]], why: str = "") -> Iterator[None]:
+    """Says on stderr which libraries are compiled, and how long it took; nothing where all are there."""
+    keys = {name: key(name, made, path) for name, made in wanted if (path := compiler(made))}
+    missing = [name for name in keys if cache.entry(KIND, keys[name]) is None]
+    if not missing:
+        yield
+        return
+    made = dict(wanted)[missing[0]]
+    count = "1 kernel library" if len(missing) == 1 else f"{len(missing)} kernel libraries"
+    by, reason = Path(str(compiler(made))).name, f" for {why}" * bool(why)
+    listed = ", ".join([*missing[:SHOWN], *["..."] * (len(missing) > SHOWN)])
+    _say(f"compiling {count} of {made.arch} with {by}{reason} ({listed}), once for this machine")
+    began = time.perf_counter()
+    yield
+    if all(cache.entry(KIND, keys[name]) for name in missing):
+        _say(f"compiled in {time.perf_counter() - began:.1f} s")
+
+
+def _say(line: str) -> None:
+    print(f"accelpatch: {line}", file=sys.stderr, flush=True)
+
+
 def why_not(name: str, device: Device) -> str | None:
     """Why `library` would fail, as far as is known without compiling; None where it should work."""
-    if name == "hip" and (unknown := unknown_arch(device)):
+    if name in GPU_LIBRARIES and (unknown := unknown_arch(device)):
         return unknown
     made = target(name, device)
     at = (name, made.arch)
@@ -90,7 +158,8 @@ def locate(name: str, made: Target) -> Path:
     """The folder of a library that matches its manifest: prebuilt, cached, or built now."""
     if prebuilt := os.environ.get("ACCELPATCH_KERNELS"):
         return _prebuilt(place(prebuilt, name, made), made)
-    return built(name, made)
+    with _announced([(name, made)]):
+        return built(name, made)
 
 
 def built(name: str, made: Target) -> Path:
@@ -99,10 +168,17 @@ def built(name: str, made: Target) -> Path:
     if path is None:
         raise KernelError(no_compiler(made))
     wanted = key(name, made, path)
-    found = cache.publish(KIND, wanted, lambda folder: compile_into(folder, made, path))
+
+    def write(folder: Path) -> None:
+        try:
+            compile_into(folder, made, path)
+        except KernelError as error:
+            raise KernelError(f"the kernel library {name} for {made.arch} was not built: {error}") from error
+
+    found = cache.publish(KIND, wanted, write)
     if wrong := _disagreement(found, digest(made)):
         cache.remove(KIND, wanted)
-        found = cache.publish(KIND, wanted, lambda folder: compile_into(folder, made, path))
+        found = cache.publish(KIND, wanted, write)
         if _disagreement(found, digest(made)):
             raise KernelError(f"{found / LIBRARY} {wrong}, also when it was built again: run `accelpatch cache clear`")
     return found
@@ -126,9 +202,14 @@ def export(name: str, device: Device, folder: Path) -> Path:
     return into
 
 
-def report(made: Target) -> list[dict[str, Any]]:
-    """Registers, spills, shared memory and occupancy of each kernel of a GPU library; compiles its sources again."""
-    return [{**asdict(used), "waves": occupancy.waves(made.arch, used)} for used in resources.of_target(made)]
+def report(targets: Sequence[Target]) -> list[list[dict[str, Any]]]:
+    """Registers, spills, shared memory and occupancy of each kernel of GPU libraries; compiles their sources again."""
+
+    def of_one(made: Target) -> list[dict[str, Any]]:
+        return [{**asdict(used), "waves": occupancy.waves(made.arch, used)} for used in resources.of_target(made)]
+
+    with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
+        return list(pool.map(of_one, targets))
 
 
 def digest(made: Target) -> str:
@@ -149,44 +230,12 @@ def key(name: str, made: Target, path: str) -> str:
     return f"{name}-{made.arch}-{whole[:24]}"
 
 
-@functools.cache
-def identity(path: str) -> str:
-    """The compiler's resolved path and version text."""
-    try:
-        said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60, check=False).stdout
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise KernelError(f"the compiler {path} does not start ({error}): name another") from error
-    return f"{os.path.realpath(path)}\n{said}"
-
-
 def compile_into(folder: Path, made: Target, path: str) -> None:
-    """Compile all sources in parallel and link them; writes the library and its manifest into `folder`."""
-    objects = {source: folder / f"{source}.o" for source in made.sources}
-    commands = [
-        [path, *made.flags, *flags, "-c", str(made.home / source), "-o", str(objects[source])]
-        for source, flags in made.sources.items()
-    ]
-    with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
-        list(pool.map(lambda command: _run(command, made.variable), commands))
+    """Compile and link; writes the library and its manifest into `folder`."""
     finished = folder / LIBRARY
-    _run([path, *made.link, *map(str, objects.values()), "-o", str(finished)], made.variable)
-    for file in objects.values():
-        file.unlink()
+    compile_and_link(made, path, finished)
     facts = {"made_of": digest(made), "sha256": _sha256(finished), "compiler": identity(path)}
     (folder / MANIFEST).write_text(json.dumps(facts, indent=1))
-
-
-def _run(command: list[str], variable: str) -> None:
-    advice = (
-        f"mend or update the compiler, name another in {variable}, or do without: torch's own operations are used then"
-    )
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=SECONDS, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise KernelError(f"{command[0]} did not run ({error}): {advice}") from error
-    if done.returncode:
-        said = "\n".join((done.stderr or done.stdout).strip().splitlines()[-LINES:])
-        raise KernelError(f"{' '.join(command)} failed with status {done.returncode}:\n{said}\n{advice}")
 
 
 def _prebuilt(folder: Path, made: Target) -> Path:

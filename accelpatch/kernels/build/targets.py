@@ -1,7 +1,7 @@
-"""Sources, flags and compilers of the device libraries: "cpu" for this machine's CPU, "hip" for a GPU.
+"""Sources, flags and compilers of the device libraries: "cpu" for this machine's CPU, those of GPU_LIBRARIES for a GPU.
 
-The HIP sources are the same for all GPUs and give one library per arch: by nvcc for NVIDIA, by hipcc or amdclang++ for
-AMD. A compiler can build for archs that are not in this machine.
+The HIP sources are the same for all GPUs: nvcc compiles them for NVIDIA, hipcc or amdclang++ for AMD, each library for
+one arch. A compiler can build for archs that are not in this machine.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ import os
 import platform
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from accelpatch.device import ARCHS, Device, compilers, facts_of
 from accelpatch.errors import KernelError
+from accelpatch.kernels.build.gpu_libraries import GPU_LIBRARIES, WIDTHS
 
 
 @dataclass(frozen=True)
@@ -45,18 +46,6 @@ _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni")
 _CPU = {"api.cpp": (), "thread_pool.cpp": (), "machine.cpp": (), "pack.cpp": (), "portable.cpp": (), "step.cpp": ()}
 _X86 = {"avx2.cpp": _AVX2, "avx512.cpp": _AVX512}
-_HIP: Mapping[str, tuple[str, ...]] = {
-    "gemv.hip": (),
-    "gemv_int8.hip": (),
-    "gemv_int4.hip": (),
-    "gemv_int4_32.hip": (),
-    "gemv_int4_64.hip": (),
-    "int4_gemm.hip": (),
-    "gemv_fp8.hip": (),
-    "gemv_compact.hip": (),
-    "decode_attention.hip": (),
-    "read_limit.hip": (),
-}
 _HIP_FLAGS = ("-std=c++17", "-O3")
 INSTALL_NVCC = "pip install nvidia-cuda-nvcc (beside a torch for CUDA 13), or install the CUDA toolkit"
 _MADE_FOR = ("mfma", "mma", "wgmma", "tcgen05")  # matrix instructions, with bf16
@@ -68,9 +57,20 @@ def target(name: str, device: Device) -> Target:
         machine = platform.machine()
         sources = {**_CPU, **_X86} if machine in ("x86_64", "AMD64") else _CPU
         return Target("cpu", sources, _CXX, _CXX_FLAGS, ("-shared", "-pthread"), machine)
-    if name == "hip" and unknown_arch(device) is None:
-        return _nvidia(device.arch) if device.vendor == "nvidia" else _amd(device.arch)
-    raise KernelError(f"there is no library {name!r} for {device.arch} ({device.kind}): the libraries are 'cpu', 'hip'")
+    if name in GPU_LIBRARIES and unknown_arch(device) is None:
+        made = _nvidia(device.arch) if device.vendor == "nvidia" else _amd(device.arch)
+        return replace(made, sources=GPU_LIBRARIES[name])
+    raise KernelError(f"there is no library {name!r} for {device.arch} ({device.kind})")
+
+
+def names_of(device: Device) -> list[str]:
+    """The libraries that there are for a device. Raises KernelError where there are none."""
+    if device.kind == "cpu":
+        return ["cpu"]
+    if reason := unknown_arch(device):
+        raise KernelError(f"there are no libraries for {device.arch}: {reason}")
+    # AMD's kernels take no wider heads
+    return [name for name in GPU_LIBRARIES if device.vendor == "nvidia" or not name.endswith(f"_{WIDTHS[-1]}")]
 
 
 def unknown_arch(device: Device) -> str | None:
@@ -91,13 +91,13 @@ def _nvidia(arch: str) -> Target:
     assert facts is not None
     code = f"-gencode=arch=compute_{facts.number},code={facts.name}"
     flags = ("-x", "cu", *_HIP_FLAGS, "-Xcompiler", "-fPIC", code)
-    return Target("hip", _HIP, ("nvcc",), flags, ("-shared", code), arch, "NVCC", INSTALL_NVCC)
+    return Target("hip", {}, ("nvcc",), flags, ("-shared", code), arch, "NVCC", INSTALL_NVCC)
 
 
 def _amd(arch: str) -> Target:
     code = f"--offload-arch={arch}"
     flags, link = ("-x", "hip", *_HIP_FLAGS, "-fPIC", code), ("--hip-link", "-shared", code)
-    return Target("hip", _HIP, ("hipcc", "amdclang++"), flags, link, arch, "HIPCC", "install ROCm")
+    return Target("hip", {}, ("hipcc", "amdclang++"), flags, link, arch, "HIPCC", "install ROCm")
 
 
 def compiler(made: Target) -> str | None:

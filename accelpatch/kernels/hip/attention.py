@@ -11,12 +11,13 @@ from torch import Tensor
 
 from accelpatch.device import KIB, Device, probe
 from accelpatch.kernels.build import libraries
+from accelpatch.kernels.build.gpu_libraries import WIDTHS
 from accelpatch.kernels.hip import binding
 from accelpatch.kernels.hip.binding import Signal
 from accelpatch.kernels.ops.attention_shape import AttentionShape
 from accelpatch.kernels.triton.launch import on
 
-ENTRY = "accelpatch_decode_attention"
+FUNCTION = "decode_attention"
 QUERIES, KV_SPLIT = 8, 256  # of a block; slots whose results are added up by themselves
 PIECE, PARTIAL_HEAD = 16, 4  # columns of a piece of a split's partial state, and the numbers before them
 ROWS = 256  # most rows of one launch
@@ -59,7 +60,12 @@ def why_not(shape: AttentionShape, dtype: torch.dtype, device: Device) -> str | 
     if shape.size % 8 or shape.size > most or shape.heads % shape.kv_heads:
         takes = f"heads of 8 to {most} columns, a multiple of 8, on {device.arch}"
         return f"it takes {takes}, not {shape.heads} on {shape.kv_heads} of {shape.size}"
-    return libraries.why_not("hip", device)
+    return libraries.why_not(library(shape.size, dtype), device)
+
+
+def library(size: int, dtype: torch.dtype) -> str:
+    """The device library for heads of a size."""
+    return binding.library_name(FUNCTION, dtype, str(_columns(size)))
 
 
 def decode_attention_(
@@ -94,9 +100,9 @@ def _launch(
 ) -> None:  # fmt: skip
     args = arguments(qkv, y, positions, slot, mask, keys, values, shape, following, consumer)
     with on(qkv):
-        entry = _entry(probe(qkv.device))
+        entry = _entry(shape.size, qkv.dtype, probe(qkv.device))
         status = entry(ctypes.byref(args), binding.DTYPES.index(qkv.dtype), binding.stream_of(qkv))
-        binding.check(status, ENTRY)
+        binding.check(status, f"accelpatch_{FUNCTION}")
 
 
 def arguments(
@@ -130,11 +136,11 @@ def arguments(
 
 def _columns(size: int) -> int:
     """Head size, in columns, of the kernel for heads of `size`."""
-    return next(columns for columns in (64, 128, 256) if size <= columns)
+    return next(columns for columns in WIDTHS if size <= columns)
 
 
 @cache
-def _entry(device: Device) -> Any:
-    entry = getattr(libraries.library("hip", device), ENTRY)
+def _entry(size: int, dtype: torch.dtype, device: Device) -> Any:
+    entry = getattr(libraries.library(library(size, dtype), device), f"accelpatch_{FUNCTION}")
     entry.restype, entry.argtypes = ctypes.c_int, [ctypes.POINTER(AttentionArgs), ctypes.c_int, ctypes.c_void_p]
     return entry

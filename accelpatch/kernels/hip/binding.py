@@ -17,6 +17,8 @@ from torch import Tensor
 from accelpatch.device import Device, probe
 from accelpatch.errors import KernelError
 from accelpatch.kernels.build import libraries
+from accelpatch.kernels.build.gpu_libraries import DTYPES as DTYPE_NAMES
+from accelpatch.kernels.build.gpu_libraries import library_of
 from accelpatch.kernels.layouts.layout import WeightArguments
 from accelpatch.kernels.spec import Described, Spec
 from accelpatch.kernels.triton.launch import on
@@ -63,6 +65,11 @@ class GemvArgs(ctypes.Structure):
         + [("epsilon", ctypes.c_float)]
         + [(name, ctypes.c_int32) for name in _FLAGS]
     )
+
+
+def library_name(function: str, dtype: torch.dtype, variant: str = "") -> str:
+    """The library of a function for x of a dtype of DTYPES, in one of its variants (build/gpu_libraries.py)."""
+    return library_of(function, DTYPE_NAMES[DTYPES.index(dtype)], variant)
 
 
 def load(path: Path, function: str) -> Any:
@@ -116,12 +123,13 @@ def signal_arguments(signal: Signal | None, role: str) -> dict[str, int]:
     return {role: signal.number.data_ptr(), f"{role}_columns": signal.columns}
 
 
-def why_not(spec: Spec, device: Device) -> str | None:
-    """Why a call in any weight format cannot run: no GPU library, activations not of 16 bits, or too large a size."""
-    if reason := libraries.why_not("hip", device):
-        return reason
+def why_not(spec: Spec, device: Device, function: str, variant: str = "") -> str | None:
+    """Why a call of a function cannot run: no library of it, activations not of 16 bits, or too large a size."""
     if spec.dtype not in DTYPES:
-        return f"its activations are bfloat16 or float16, not {spec.dtype}"
+        unfit = f"its activations are bfloat16 or float16, not {spec.dtype}"
+        return libraries.why_not(library_name(function, DTYPES[0], variant), device) or unfit
+    if reason := libraries.why_not(library_name(function, spec.dtype, variant), device):
+        return reason
     n, k = spec.sizes["N"], spec.sizes["K"]
     return None if n < 1 << 31 and k < 1 << 27 else f"N = {n} is 2^31 or more, or K = {k} 2^27 or more"
 
@@ -220,7 +228,8 @@ def _start(weight: WeightArguments, args: GemvArgs, x: Tensor) -> None:
     name = f"accelpatch_{weight.function}"
     form = () if weight.form is None else (weight.form,)
     with on(x):
-        check(_entry(name, x.device)(ctypes.byref(args), DTYPES.index(x.dtype), *form, stream_of(x)), name)
+        entry = _entry(weight.function, x.dtype, weight.variant, x.device)
+        check(entry(ctypes.byref(args), DTYPES.index(x.dtype), *form, stream_of(x)), name)
 
 
 def stream_of(x: Tensor) -> int:
@@ -230,8 +239,9 @@ def stream_of(x: Tensor) -> int:
 
 
 @cache
-def _entry(name: str, device: torch.device) -> Any:
-    return declared(libraries.library("hip", probe(device)), name)
+def _entry(function: str, dtype: torch.dtype, variant: str, device: torch.device) -> Any:
+    library = libraries.library(library_name(function, dtype, variant), probe(device))
+    return declared(library, f"accelpatch_{function}")
 
 
 def _alike(x: Tensor, *vectors: Tensor | None) -> list[Tensor | None]:

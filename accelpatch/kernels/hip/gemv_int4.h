@@ -1,17 +1,24 @@
-// int4 products by kind of offset and dtype. Each group size is a source of its own: together they take a compiler
-// minutes.
+// int4 weights in tiles, packed 16-bit scales and offsets. GROUPS: scales of a step of 128 values of K. Each group size
+// is a source of its own: together they take a compiler minutes.
 #pragma once
 #include "gemv_host.h"
+#include "instances.h"
 
 template <int GROUPS, class T> int by_offset(const GemvArgs& a, GpuStream s) {
-    if (a.offset_kind == OFFSET_NONE) return launch_all<Int4<GROUPS, OFFSET_NONE>, T>(a, s);
-    if (a.offset_kind == OFFSET_ZERO_POINT) return launch_all<Int4<GROUPS, OFFSET_ZERO_POINT>, T>(a, s);
-    return launch_all<Int4<GROUPS, OFFSET_MINIMUM>, T>(a, s);
+    if constexpr (HAS<OFFSET_NONE>) {
+        if (a.offset_kind == OFFSET_NONE) return launch_all<Int4<GROUPS, OFFSET_NONE>, T>(a, s);
+    }
+    if constexpr (HAS<OFFSET_ZERO_POINT>) {
+        if (a.offset_kind == OFFSET_ZERO_POINT) return launch_all<Int4<GROUPS, OFFSET_ZERO_POINT>, T>(a, s);
+    }
+    if constexpr (HAS<OFFSET_MINIMUM>) {
+        if (a.offset_kind == OFFSET_MINIMUM) return launch_all<Int4<GROUPS, OFFSET_MINIMUM>, T>(a, s);
+    }
+    return STATUS_FORMAT;
 }
 // dtype: 0 bf16, 1 fp16 activations.
-template <int GROUPS> int by_dtype(const GemvArgs& a, int dtype, GpuStream s) {
-    return dtype ? by_offset<GROUPS, F16>(a, s) : by_offset<GROUPS, Bf16>(a, s);
+template <int GROUPS> int int4_linear(const GemvArgs& a, int dtype, void* stream) {
+    if (a.offset_kind != OFFSET_NONE && !a.offset) return STATUS_POINTER;
+    const auto s = static_cast<GpuStream>(stream);
+    return by_dtype(dtype, [&](auto t) { return by_offset<GROUPS, decltype(t)>(a, s); });
 }
-
-int gemv_int4_groups_of_32(const GemvArgs& a, int dtype, GpuStream s);
-int gemv_int4_groups_of_64(const GemvArgs& a, int dtype, GpuStream s);

@@ -1,4 +1,6 @@
-// int4 weights in groups of 32.
+// gemv_int4_32: int4 weights in groups of 32.
 #include "gemv_int4.h"
 
-int gemv_int4_groups_of_32(const GemvArgs& a, int dtype, GpuStream s) { return by_dtype<4>(a, dtype, s); }
+extern "C" int accelpatch_gemv_int4_32(const GemvArgs* a, int dtype, int group_size, void* stream) {
+    return group_size == 32 ? int4_linear<4>(*a, dtype, stream) : int(STATUS_FORMAT);
+}

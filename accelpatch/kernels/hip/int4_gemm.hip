@@ -1,6 +1,7 @@
 // int4_gemm: 9 to 64 tokens, int4 weights in tiles, groups of 128 times a power of two; a whole row is one group
 // (group_shift 30). K a multiple of 8, x and its rows aligned to 16 bytes; no norm or residual, and no activation but
 // the gate of interleaved tiles. dtype: 0 bf16, 1 fp16.
+#include "instances.h"
 #include "int4_gemm.h"
 
 namespace {
@@ -26,5 +27,5 @@ extern "C" int accelpatch_int4_gemm(const GemvArgs* a, int dtype, int group_size
     if (group_size < 128) return STATUS_FORMAT;
     if (const int bad = check_gemm(*a)) return bad;
     const auto s = static_cast<GpuStream>(stream);
-    return dtype ? by_tokens<F16>(*a, s) : by_tokens<Bf16>(*a, s);
+    return by_dtype(dtype, [&](auto t) { return by_tokens<decltype(t)>(*a, s); });
 }

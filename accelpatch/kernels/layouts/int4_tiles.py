@@ -94,13 +94,14 @@ class Tiles(NamedTuple):
         """What `tiled_int4_linear` takes between x and the bias."""
         return tuple(self)
 
-    def launch(self, function: str = "gemv_int4") -> WeightArguments:
-        """The arguments of a launch of gemv_int4 or int4_gemm."""
+    def launch(self, gemm: bool = False) -> WeightArguments:
+        """The arguments of a launch of the group size's gemv, or of int4_gemm."""
         form, shift = ONE_GROUP if self.group == self.k else self.group, places(self.k, self.group)["group_shift"]
         held = (self.w.contiguous(), form, self.scale.contiguous())
         beside = None if self.offset is None else self.offset.contiguous()
         prefetchable = held[0] is self.w and held[2] is self.scale and beside is self.offset
-        return WeightArguments(function, self.rows, self.k, *held, beside, self.kind, shift, prefetchable)
+        function, variant = ("int4_gemm", "") if gemm else (gemv_of(form), self.kind)
+        return WeightArguments(function, self.rows, self.k, *held, beside, self.kind, shift, prefetchable, variant)
 
     def alone(self) -> Tiles:
         """The same rows in tiles of their own; a copy where they were interleaved with others."""
@@ -201,6 +202,11 @@ def in_tiles(bias: Tensor | None, part: str) -> Tensor | None:
     nothing = torch.zeros_like(eights)
     both = {"both": eights.chunk(2), "gate": (eights, nothing), "up": (nothing, eights)}[part]
     return torch.stack(both, 1).flatten()
+
+
+def gemv_of(group: int) -> str:
+    """The function of the device library for groups of a size, up to 8 rows of x."""
+    return {32: "gemv_int4_32", 64: "gemv_int4_64"}.get(group, "gemv_int4")
 
 
 def unfit(k: int, group: int, scale_dtype: torch.dtype | None) -> str | None:

@@ -22,10 +22,10 @@ L = TypeVar("L")
 class WeightArguments:
     """What a launch says of a weight w[n, k] in the format of a function of the device library.
 
-    function: gemv, gemv_int8, gemv_int4, gemv_fp8, gemv_compact or int4_gemm. form: its format argument, None where it
-    takes none. scale, offset: float32 per row; or 16-bit tiles (tiling.py), one per 2 ** group_shift K steps; or scale
-    and outliers of compact_tiles.py, 4 * group_shift outliers per row. prefetchable: False if the tensors are copies
-    made for this launch.
+    function: one of build.gpu_libraries. form: its format argument, None where it takes none. scale, offset: float32
+    per row; or 16-bit tiles (tiling.py), one per 2 ** group_shift K steps; or scale and outliers of compact_tiles.py,
+    4 * group_shift outliers per row. prefetchable: False if the tensors are copies made for this launch. variant: of
+    the function's libraries, the one for this format.
     """
 
     function: str
@@ -38,6 +38,7 @@ class WeightArguments:
     offset_kind: str = "none"
     group_shift: int = 0
     prefetchable: bool = True
+    variant: str = ""
 
 
 class Layout(Protocol):

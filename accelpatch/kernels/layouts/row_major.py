@@ -13,6 +13,13 @@ from accelpatch.errors import KernelError
 from accelpatch.kernels.layouts.layout import WeightArguments, concatenated, nbytes_of, why_not_split
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)  # in the order of the device library's form argument
+
+
+def fp8_name(form: torch.dtype) -> str:
+    """e4m3fn or e4m3fnuz."""
+    return str(form).removeprefix("torch.float8_")
+
+
 R = TypeVar("R", bound="RowMajor")
 
 
@@ -95,7 +102,7 @@ class Int8Rows(RowMajor):
     def launch(self) -> WeightArguments:
         """The arguments of a launch of gemv_int8, for one scale a row."""
         w, scale = self.w.contiguous(), self.scale.to(torch.float32).contiguous()
-        return WeightArguments("gemv_int8", self.n, self.k, w, 0, scale, prefetchable=w is self.w)
+        return WeightArguments("gemv_int8", self.n, self.k, w, 0, scale, prefetchable=w is self.w, variant="rows")
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,4 +114,7 @@ class Fp8Rows(RowMajor):
     def launch(self) -> WeightArguments:
         """The arguments of a launch of gemv_fp8."""
         w, scale = self.w.contiguous(), self.scale.to(torch.float32).contiguous()
-        return WeightArguments("gemv_fp8", self.n, self.k, w, FP8.index(w.dtype), scale, prefetchable=w is self.w)
+        form, prefetchable = FP8.index(w.dtype), w is self.w
+        return WeightArguments(
+            "gemv_fp8", self.n, self.k, w, form, scale, prefetchable=prefetchable, variant=fp8_name(w.dtype)
+        )

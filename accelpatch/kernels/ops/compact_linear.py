@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from accelpatch.device import Device
 from accelpatch.kernels import dispatch
-from accelpatch.kernels.build import libraries
+from accelpatch.kernels.build import libraries as building
 from accelpatch.kernels.dispatch import require
 from accelpatch.kernels.hip import binding
 from accelpatch.kernels.layouts import compact_tiles, int4_tiles
@@ -80,8 +80,13 @@ def of_shape(n: int, k: int, dtype: torch.dtype, *, m: int = 1) -> Spec:
 
 def why_not(spec: Spec, device: Device) -> str | None:
     """Why `by_hip` cannot run a spec; None where it can."""
-    reason = compact_tiles.unfit(spec.sizes["K"], spec.dtype) or binding.why_not(spec, device)
+    reason = compact_tiles.unfit(spec.sizes["K"], spec.dtype) or binding.why_not(spec, device, "gemv_compact")
     return reason or linear.too_many_rows(spec, MAX_TILED_ROWS)
+
+
+def libraries(dtype: torch.dtype) -> tuple[str, ...]:
+    """The device libraries that `by_hip` and `by_hip_unpack` launch."""
+    return (binding.library_name("gemv_compact", dtype),)
 
 
 def by_hip(x: Tensor, *args: Any) -> Tensor:
@@ -97,7 +102,7 @@ def by_hip(x: Tensor, *args: Any) -> Tensor:
 
 def unpack_why_not(spec: Spec, device: Device) -> str | None:
     """Why `by_hip_unpack` cannot run a spec; None where it can."""
-    return libraries.why_not("hip", device)
+    return building.why_not("gemv_compact", device)
 
 
 def by_hip_unpack(x: Tensor, *args: Any) -> Tensor:

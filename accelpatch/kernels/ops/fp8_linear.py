@@ -16,7 +16,7 @@ from accelpatch.device import Device
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.dispatch import require
 from accelpatch.kernels.hip import binding
-from accelpatch.kernels.layouts.row_major import FP8, Fp8Rows
+from accelpatch.kernels.layouts.row_major import FP8, Fp8Rows, fp8_name
 from accelpatch.kernels.operation import operation
 from accelpatch.kernels.ops import linear
 from accelpatch.kernels.spec import Case, Implementation, Kernel, Spec
@@ -48,17 +48,28 @@ def spec(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> Spe
     require(x.shape[-1] == k, op, f"x has {x.shape[-1]} features, the weight {k}")
     require(linear.check_scale(op, n, k, scale) == k, op, f"scale is float [{n}, 1], not {linear.say(scale)}")
     linear.check_beside(op, x, n, bias, q=q, scale=scale)
-    return of_shape(n, k, x.dtype, m=x.numel() // k)
+    return of_shape(n, k, x.dtype, q.dtype, m=x.numel() // k)
 
 
-def of_shape(n: int, k: int, dtype: torch.dtype, *, m: int = 1) -> Spec:
-    """The Spec of a linear layer of this size, for planning before there is a weight."""
-    return Spec("fp8_linear", {"M": m, "N": n, "K": k}, dtype, torch.float32, k)
+def of_shape(n: int, k: int, dtype: torch.dtype, form: torch.dtype = torch.float8_e4m3fn, *, m: int = 1) -> Spec:
+    """The Spec of a linear layer of this size, for planning before there is a weight. form: the weight's dtype."""
+    sizes, options = {"M": m, "N": n, "K": k}, {"form": fp8_name(form)}
+    return Spec("fp8_linear", sizes, dtype, torch.float32, k, options=options)
+
+
+def form_of(spec: Spec) -> str:
+    """The weight's format; e4m3fn where the spec does not say."""
+    return str(spec.options.get("form", fp8_name(FP8[0])))
 
 
 def why_not(spec: Spec, device: Device) -> str | None:
     """Why `by_hip` cannot run a spec; None where it can."""
-    return binding.why_not(spec, device) or linear.too_many_rows(spec, binding.MAX_ROWS)
+    return binding.why_not(spec, device, "gemv_fp8", form_of(spec)) or linear.too_many_rows(spec, binding.MAX_ROWS)
+
+
+def libraries(spec: Spec, device: Device) -> tuple[str, ...]:
+    """The device libraries of such a weight on a device."""
+    return (binding.library_name("gemv_fp8", spec.dtype, form_of(spec)),)
 
 
 def by_hip(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -91,7 +91,14 @@ class FusedLinear(Described):
         """Why `__call__` cannot run for x of `dtype`; None where it can."""
         if device.kind == "cpu":
             return None
-        return hip_why_not(Spec(FUSED, {"M": 1, "N": self.n, "K": self.k}, dtype), device)
+        options = {"function": self.function}
+        return hip_why_not(Spec(FUSED, {"M": 1, "N": self.n, "K": self.k}, dtype, options=options), device)
+
+    @functools.cached_property
+    def function(self) -> tuple[str, str]:
+        """The function of the device library that reads the weight, and its variant."""
+        launched = self.weight.launch()
+        return launched.function, launched.variant
 
     def __call__(
         self, x: Tensor, norm: FusedNorm | None = None, gate: str | None = None, residual: Tensor | None = None
@@ -156,12 +163,14 @@ def spec(
     """The Spec of a call, for dispatch. Raises KernelError for an x that does not fit."""
     dispatch.require(x.shape[-1] == layer.k, FUSED, f"x has {x.shape[-1]} features, the weight {layer.k}")
     sizes = {"M": x.shape[:-1].numel(), "N": layer.n, "K": layer.k}
-    return Spec(FUSED, sizes, x.dtype, options={"signals": layer.signals})
+    function = {"function": layer.function} if x.is_cuda else {}  # a CPU's pack has none
+    return Spec(FUSED, sizes, x.dtype, options={"signals": layer.signals, **function})
 
 
 def hip_why_not(spec: Spec, device: Device) -> str | None:
     """Why `by_hip` cannot run a spec; None where it can."""
-    return binding.why_not(spec, device) or linear.too_many_rows(spec, binding.MAX_ROWS)
+    reason = binding.why_not(spec, device, *spec.options.get("function", ("gemv",)))
+    return reason or linear.too_many_rows(spec, binding.MAX_ROWS)
 
 
 def by_hip(layer: FusedLinear, x: Tensor, norm: FusedNorm | None, gate: str | None, residual: Tensor | None) -> Tensor:

@@ -58,7 +58,12 @@ def of_shape(n: int, k: int, dtype: torch.dtype, *, m: int = 1) -> Spec:
 
 def why_not(spec: Spec, device: Device) -> str | None:
     """Why `by_hip` cannot run a spec; None where it can."""
-    return binding.why_not(spec, device) or linear.too_many_rows(spec, binding.MAX_GEMV_ROWS)
+    return binding.why_not(spec, device, "gemv") or linear.too_many_rows(spec, binding.MAX_GEMV_ROWS)
+
+
+def libraries(dtype: torch.dtype) -> tuple[str, ...]:
+    """The device libraries that `by_hip` launches."""
+    return (binding.library_name("gemv", dtype),)
 
 
 def by_hip(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:

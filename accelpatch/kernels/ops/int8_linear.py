@@ -60,7 +60,12 @@ def why_not(spec: Spec, device: Device) -> str | None:
     if spec.group_size != spec.sizes["K"]:
         return f"it takes one scale a row (group_size null), not groups of {spec.group_size}"
     most = binding.MAX_ROWS if triton_why_not(spec, device) else binding.MAX_GEMV_ROWS
-    return binding.why_not(spec, device) or linear.too_many_rows(spec, most)
+    return binding.why_not(spec, device, "gemv_int8", "rows") or linear.too_many_rows(spec, most)
+
+
+def libraries(spec: Spec, device: Device) -> tuple[str, ...]:
+    """The device libraries of such a weight on a device."""
+    return (binding.library_name("gemv_int8", spec.dtype, "rows"),)
 
 
 def by_hip(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:

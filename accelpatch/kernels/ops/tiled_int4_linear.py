@@ -7,6 +7,7 @@ int4_linear: the reference unpacks them and runs its.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from accelpatch.kernels.ops import int4_linear, linear
 from accelpatch.kernels.spec import Case, Implementation, Kernel, Spec
 from accelpatch.kernels.triton import launch
 
-OP = "tiled_int4_linear"
+OP, GEMM = "tiled_int4_linear", "int4_gemm"
 GEMM_SHARED = 227 * KIB  # of a block, for 9 to 64 rows
 
 
@@ -87,12 +88,27 @@ def of_shape(
 def why_not(spec: Spec, device: Device) -> str | None:
     """Why `by_hip` cannot run a spec; None where it can. For 9 to 64 rows it serves where Triton cannot."""
     most = binding.MAX_ROWS if triton_why_not(spec, device) else binding.MAX_GEMV_ROWS
-    return _unfit(spec, device) or linear.too_many_rows(spec, most)
+    return _unfit(spec, device, *gemv_of(spec)) or linear.too_many_rows(spec, most)
 
 
-def _unfit(spec: Spec, device: Device) -> str | None:
+def gemv_of(spec: Spec) -> tuple[str, str]:
+    """The function that `by_hip` launches, and its variant."""
     assert spec.group_size is not None
-    return int4_tiles.unfit(spec.sizes["K"], spec.group_size, spec.scale_dtype) or binding.why_not(spec, device)
+    return int4_tiles.gemv_of(0 if spec.group_size == spec.sizes["K"] else spec.group_size), spec.offset
+
+
+def libraries(spec: Spec, device: Device) -> tuple[str, ...]:
+    """The device libraries of such a weight on a device, for few rows and for 9 to 64."""
+    function, variant = gemv_of(spec)
+    many = replace(spec, sizes={**spec.sizes, "M": binding.MAX_ROWS})
+    beside = () if gemm_why_not(many, device) else (binding.library_name(GEMM, spec.dtype),)
+    return binding.library_name(function, spec.dtype, variant), *beside
+
+
+def _unfit(spec: Spec, device: Device, function: str, variant: str = "") -> str | None:
+    assert spec.group_size is not None
+    unfit = int4_tiles.unfit(spec.sizes["K"], spec.group_size, spec.scale_dtype)
+    return unfit or binding.why_not(spec, device, function, variant)
 
 
 def by_hip(x: Tensor, *args: Any) -> Tensor:
@@ -100,7 +116,7 @@ def by_hip(x: Tensor, *args: Any) -> Tensor:
 
     A gate or up in interleaved tiles computes the other's columns too, and drops them.
     """
-    return _in_order(x, args, "gemv_int4")
+    return _in_order(x, args)
 
 
 def gemm_why_not(spec: Spec, device: Device) -> str | None:
@@ -109,7 +125,7 @@ def gemm_why_not(spec: Spec, device: Device) -> str | None:
     Without clusters a narrow weight has too few blocks.
     """
     m, k, group = spec.sizes["M"], spec.sizes["K"], spec.group_size
-    if reason := _unfit(spec, device) or linear.too_many_rows(spec, binding.MAX_ROWS):
+    if reason := _unfit(spec, device, GEMM) or linear.too_many_rows(spec, binding.MAX_ROWS):
         return reason
     if m <= binding.MAX_GEMV_ROWS:
         return f"{m} rows are fewer than the {binding.MAX_GEMV_ROWS + 1} from which it is faster"
@@ -123,13 +139,13 @@ def gemm_why_not(spec: Spec, device: Device) -> str | None:
 
 def by_hip_gemm(x: Tensor, *args: Any) -> Tensor:
     """The implementation `hip_gemm`: one launch of the GEMM of floats (int4_gemm.hip)."""
-    return _in_order(x, args, "int4_gemm")
+    return _in_order(x, args, gemm=True)
 
 
-def _in_order(x: Tensor, args: tuple[Any, ...], function: str) -> Tensor:
+def _in_order(x: Tensor, args: tuple[Any, ...], gemm: bool = False) -> Tensor:
     *rest, bias = args
     tiles = Tiles(*rest)
-    return int4_tiles.in_order(launched(x, tiles, int4_tiles.in_tiles(bias, tiles.part), function), tiles.part)
+    return int4_tiles.in_order(launched(x, tiles, int4_tiles.in_tiles(bias, tiles.part), gemm), tiles.part)
 
 
 def facts(x: Tensor, *tiles: Any) -> dispatch.Facts:
@@ -141,9 +157,9 @@ def facts(x: Tensor, *tiles: Any) -> dispatch.Facts:
     return (("aligned", rows.stride(1) != 1 or (rows.data_ptr() % 16 == 0 and rows.stride(0) % 8 == 0)),)
 
 
-def launched(x: Tensor, tiles: Tiles, bias: Tensor | None, function: str, activation: str = "none") -> Tensor:
-    """Call a function of the device library; bias and result are in the order of rows in the tiles."""
-    return binding.launch(tiles.launch(function), x, bias=bias, activation=activation)
+def launched(x: Tensor, tiles: Tiles, bias: Tensor | None, gemm: bool, activation: str = "none") -> Tensor:
+    """Call the device library; bias and result are in the order of rows in the tiles."""
+    return binding.launch(tiles.launch(gemm), x, bias=bias, activation=activation)
 
 
 def gated_many(x: Tensor, tiles: Tiles, bias: Tensor | None) -> Tensor:
@@ -151,7 +167,7 @@ def gated_many(x: Tensor, tiles: Tiles, bias: Tensor | None) -> Tensor:
 
     bias[2 N] is in the order of the weight's rows.
     """
-    return launched(x, tiles, bias, "int4_gemm", "silu_gate")
+    return launched(x, tiles, bias, True, "silu_gate")
 
 
 def triton_why_not(spec: Spec, device: Device) -> str | None:

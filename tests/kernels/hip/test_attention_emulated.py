@@ -19,7 +19,7 @@ from accelpatch.kernels.check.attention_check import Step, made
 from accelpatch.kernels.hip import attention, binding
 from accelpatch.kernels.hip.binding import Signal
 from accelpatch.kernels.ops.attention_shape import AttentionShape
-from tests.kernels.hip.simt_emulator import COMPILER, brought_by, compiled
+from tests.kernels.hip.simt_emulator import ATTENTION, COMPILER, brought_by, compiled
 from tests.kernels.ops.test_decode_attention import CASES, SAME, assert_float_rule, assert_the_same_bits
 from tests.support.interpreted import DEVICE
 from tests.support.parity import bits
@@ -95,7 +95,7 @@ def vendor(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def library(vendor: str, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    held = compiled(vendor, ["decode_attention.hip"], "attention", tmp_path_factory)
+    held = compiled(vendor, ATTENTION, "attention", tmp_path_factory)
     held.set_beside(1)
     held.overlaps = vendor != "gfx942"  # whether a kernel may begin before the one before it has ended
     return held

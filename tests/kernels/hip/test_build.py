@@ -1,4 +1,4 @@
-"""The HIP library: for which GPUs there is one, what is said where there is none, and that nvcc builds it."""
+"""The GPU libraries: for which GPUs there are some, what is said where there are none, and that nvcc builds them."""
 
 from __future__ import annotations
 
@@ -13,21 +13,12 @@ import pytest
 from accelpatch.device import KNOWN, Device, probe
 from accelpatch.errors import KernelError
 from accelpatch.kernels.build import libraries
-from accelpatch.kernels.build.targets import compiler, target, unknown_arch
+from accelpatch.kernels.build.gpu_libraries import FUNCTIONS, GPU_LIBRARIES, library_of
+from accelpatch.kernels.build.targets import compiler, names_of, target, unknown_arch
 
 BUILT = [arch for arch, device in KNOWN.items() if unknown_arch(device) is None]
 HERE = dataclasses.replace(KNOWN["sm_90"], index=0)
-needs_nvcc = pytest.mark.skipif(compiler(target("hip", HERE)) is None, reason="needs nvcc")
-SYMBOLS = (
-    "accelpatch_gemv",
-    "accelpatch_gemv_int8",
-    "accelpatch_gemv_int4",
-    "accelpatch_gemv_fp8",
-    "accelpatch_gemv_compact",
-    "accelpatch_unpack_compact",
-    "accelpatch_int4_gemm",
-    "accelpatch_decode_attention",
-)
+needs_nvcc = pytest.mark.skipif(compiler(target("gemv_bf16", HERE)) is None, reason="needs nvcc")
 
 
 @pytest.fixture(autouse=True)
@@ -39,16 +30,46 @@ def _afresh(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("arch", BUILT)
-def test_every_known_arch_has_a_library_of_its_own(arch: str) -> None:
-    made = target("hip", KNOWN[arch])
-    assert made.arch == arch
-    assert any(arch in flag for flag in made.flags)
-    assert set(made.sources) == {path.name for path in made.home.glob("*.hip")}
-    assert libraries.why_not("hip", KNOWN[arch]) is None, "a machine that is planned for has its own compiler"
+def test_every_known_arch_has_libraries_of_its_own(arch: str) -> None:
+    every = [target(name, KNOWN[arch]) for name in names_of(KNOWN[arch])]
+    assert all(made.arch == arch and any(arch in flag for flag in made.flags) for made in every)
+    assert {source for made in every for source in made.sources} == {path.name for path in every[0].home.glob("*.hip")}
+    assert libraries.why_not("gemv_bf16", KNOWN[arch]) is None, "a machine that is planned for has its own compiler"
 
 
-def test_archs_and_compilers_have_keys_of_their_own() -> None:
-    assert len({libraries.digest(target("hip", KNOWN[arch])) for arch in BUILT}) == len(BUILT) == 8
+def test_archs_and_libraries_have_keys_of_their_own() -> None:
+    every = [libraries.digest(target(name, KNOWN[arch])) for arch in BUILT for name in names_of(KNOWN[arch])]
+    assert len(set(every)) == len(every)
+    assert len(BUILT) == 9
+
+
+def test_amd_has_no_library_for_heads_wider_than_its_kernels_take() -> None:
+    assert set(GPU_LIBRARIES) - set(names_of(KNOWN["gfx942"])) == {
+        "decode_attention_bf16_256", "decode_attention_fp16_256",
+    }  # fmt: skip
+    assert names_of(HERE) == list(GPU_LIBRARIES)
+
+
+@pytest.mark.parametrize(
+    "function, dtype, variant, name",
+    [
+        ("gemv", "bf16", "", "gemv_bf16"),
+        ("gemv_int4_32", "fp16", "minimum", "gemv_int4_32_fp16_minimum"),
+        ("decode_attention", "bf16", "128", "decode_attention_bf16_128"),
+        ("gemv_compact", "bf16", "", "gemv_compact"),
+        ("unpack_compact", "bf16", "", "gemv_compact"),
+    ],
+)
+def test_the_library_of_a_function(function: str, dtype: str, variant: str, name: str) -> None:
+    assert library_of(function, dtype, variant) == name
+    assert name in GPU_LIBRARIES
+
+
+def test_a_library_is_compiled_to_its_own_kernels_alone() -> None:
+    assert GPU_LIBRARIES["decode_attention_fp16_64"] == dict.fromkeys(
+        ("decode_attention.hip", "decode_attention_one.hip"), ("-DONLY_DTYPE=1", "-DONLY_FORM=64")
+    )
+    assert GPU_LIBRARIES["gemv_int4_bf16_zero_point"] == {"gemv_int4.hip": ("-DONLY_DTYPE=0", "-DONLY_FORM=1")}
 
 
 @pytest.mark.parametrize(
@@ -61,9 +82,9 @@ def test_archs_and_compilers_have_keys_of_their_own() -> None:
     ids=["cpu", "gfx1100", "sm_75"],
 )
 def test_devices_without_a_library(device: Device, reason: str) -> None:
-    assert reason in str(libraries.why_not("hip", device))
-    with pytest.raises(KernelError, match="no library 'hip'"):
-        target("hip", device)
+    assert reason in str(libraries.why_not("gemv_bf16", device))
+    with pytest.raises(KernelError, match="no library 'gemv_bf16'"):
+        target("gemv_bf16", device)
 
 
 @pytest.mark.parametrize(
@@ -72,13 +93,13 @@ def test_devices_without_a_library(device: Device, reason: str) -> None:
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arch: str, names: str, advice: str) -> None:
     monkeypatch.setattr("accelpatch.kernels.build.targets.compilers", dict)
     here = dataclasses.replace(KNOWN[arch], index=0)
-    reason = str(libraries.why_not("hip", here))
+    reason = str(libraries.why_not("gemv_bf16", here))
     assert f"no compiler for {arch} here ({names})" in reason
     assert advice in reason
     with pytest.raises(KernelError, match=f"no compiler for {arch}"):
-        libraries.library("hip", here)
+        libraries.library("gemv_bf16", here)
     with pytest.raises(KernelError, match=f"no compiler for {arch}"):
-        libraries.export("hip", KNOWN[arch], tmp_path)
+        libraries.export("gemv_bf16", KNOWN[arch], tmp_path)
 
 
 @pytest.mark.parametrize("arch, variable", [("sm_90", "NVCC"), ("gfx942", "HIPCC")])
@@ -90,24 +111,24 @@ def test_a_named_compiler_comes_first(
     program.chmod(0o755)
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setenv(variable, str(program))
-    assert compiler(target("hip", KNOWN[arch])) == str(program)
+    assert compiler(target("gemv_bf16", KNOWN[arch])) == str(program)
     monkeypatch.setenv(variable, str(tmp_path / "gone"))
-    assert f"{variable} names" in str(libraries.why_not("hip", dataclasses.replace(KNOWN[arch], index=0)))
+    assert f"{variable} names" in str(libraries.why_not("gemv_bf16", dataclasses.replace(KNOWN[arch], index=0)))
 
 
 def test_a_folder_of_libraries_without_this_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("ACCELPATCH_KERNELS", str(tmp_path))
-    assert "has no hip-sm_90" in str(libraries.why_not("hip", HERE))
-    with pytest.raises(KernelError, match="has no hip-sm_90"):
-        libraries.library("hip", HERE)
+    assert "has no gemv_bf16-sm_90" in str(libraries.why_not("gemv_bf16", HERE))
+    with pytest.raises(KernelError, match="has no gemv_bf16-sm_90"):
+        libraries.library("gemv_bf16", HERE)
 
 
 @pytest.mark.slow
 @needs_nvcc
-@pytest.mark.parametrize("source", target("hip", HERE).sources)
+@pytest.mark.parametrize("source", sorted({source for sources in GPU_LIBRARIES.values() for source in sources}))
 def test_nvcc_reads_every_source(source: str, tmp_path: Path) -> None:
     """Its front end alone, which instantiates every kernel."""
-    made = target("hip", HERE)
+    made = target("gemv_bf16", HERE)
     command = [str(compiler(made)), *made.flags, "-fdevice-syntax-only", "-c", source, "-o", str(tmp_path / "object")]
     done = subprocess.run(command, cwd=made.home, capture_output=True, text=True, timeout=300, check=False)
     if "Unknown option" in done.stderr:
@@ -118,10 +139,13 @@ def test_nvcc_reads_every_source(source: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @needs_nvcc
 @pytest.mark.nightly
-def test_nvcc_builds_one_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    folder = libraries.export("hip", KNOWN["sm_90"], tmp_path)
+@pytest.mark.parametrize("name", GPU_LIBRARIES)
+def test_nvcc_builds_every_library(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder = libraries.export(name, KNOWN["sm_90"], tmp_path)
     assert sorted(path.name for path in folder.iterdir()) == [libraries.LIBRARY, libraries.MANIFEST]
     monkeypatch.setenv("ACCELPATCH_KERNELS", str(tmp_path))
     monkeypatch.setattr(shutil, "which", lambda *_, **__: None)
-    library = libraries.library("hip", HERE)
-    assert all(isinstance(getattr(library, symbol), ctypes._CFuncPtr) for symbol in SYMBOLS)
+    library = libraries.library(name, HERE)
+    function = max((one for one in FUNCTIONS if name.startswith(one)), key=len)
+    symbol = {"read_limit": "read_all"}.get(function, function)
+    assert isinstance(getattr(library, f"accelpatch_{symbol}"), ctypes._CFuncPtr)

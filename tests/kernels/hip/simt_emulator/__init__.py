@@ -19,7 +19,8 @@ from accelpatch.kernels.hip import binding
 COMPILER = shutil.which("g++")
 EMULATOR, KERNELS = Path(__file__).parent, Path(binding.__file__).parent
 AMD = ("gfx90a", "gfx942")
-RUN_LONG = ("run.cpp", "decode_attention.hip")  # products take longer to compile than to run
+ATTENTION = ("decode_attention.hip", "decode_attention_one.hip")
+RUN_LONG = ("run.cpp", *ATTENTION)  # products take longer to compile than to run
 
 
 def compiled(form: str, sources: Sequence[str], name: str, factory: pytest.TempPathFactory) -> ctypes.CDLL:
