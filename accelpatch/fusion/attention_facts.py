@@ -9,8 +9,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from accelpatch.fusion import layer_facts
 from accelpatch.fusion.cannot_fuse import CannotFuse
-from accelpatch.models.family import STATIC_ROPE, Rotary, family_of_class, form_of
+from accelpatch.models.family import STATIC_ROPE, Rotary, family_of_class, form_of, has_layer_norms
 from accelpatch.modules.rotary import FusedRotaryEmbedding
 
 IMPLEMENTATIONS = ("eager", "sdpa", None)
@@ -42,7 +43,7 @@ def rotary_why_not(rotary: Any) -> str | None:
     if isinstance(rotary, FusedRotaryEmbedding):
         return None
     family = family_of_class(rotary, "RotaryEmbedding")
-    if family is None or family.rotary is None or not family.rotary.wide:
+    if family is None or family.rotary is None or not family.rotary.tables:
         return "its rotary embedding was not replaced"
     kind = getattr(rotary, "rope_type", None)
     return None if kind in STATIC_ROPE else f"its rope type is {kind}"
@@ -66,11 +67,21 @@ def normed_over_all(attention: Any) -> bool:
     return family is not None and family.q_k_norm == "all" and hasattr(attention, "q_norm")
 
 
+def heads_of(attention: Any) -> tuple[int, int, int]:
+    """(query heads, heads of the cache, head size) of an attention layer."""
+    config = attention.config
+    heads = int(config.num_attention_heads)
+    size = getattr(attention, "head_dim", None) or config.hidden_size // heads
+    return heads, int(getattr(config, "num_key_value_heads", None) or heads), int(size)
+
+
 def native_why_not(layer: Any, model: Any) -> str | None:
     """Why a layer has a form that the native step does not compute; None where it has none."""
-    form, attention = form_of(layer), layer.self_attn
+    form, attention = form_of(layer), layer_facts.attention_of(layer)
     if form is None or form.attention_norm is None or form.mlp_norm is None or form.multiplier is not None:
         return "its norms or its residual additions have another form than those of the native step"
+    if form.parallel or has_layer_norms(layer) or layer_facts.has_plain_mlp(layer):
+        return "the native step has no LayerNorm, no parallel attention and MLP, and no MLP without a gate"
     if form_of_rotary(attention).interleaved or not applies_rotary(attention) or normed_over_all(attention):
         return "its rotary embedding or the norms of q and k have another form than those of the native step"
     if (embedding_multiplier(model), logit_divisor(model)) != (1.0, 1.0):
@@ -88,6 +99,8 @@ def embedding_multiplier(model: Any) -> float:
 def logit_divisor(model: Any) -> float:
     """By what the model divides its logits."""
     family = family_of_class(model, "ForCausalLM")
+    if family is not None and family.logit_multiplier is not None:
+        return 1.0 / float(getattr(model.config, family.logit_multiplier))
     name = None if family is None else family.logit_divisor
     return 1.0 if name is None else float(getattr(model.config, name))
 
@@ -150,5 +163,5 @@ def model_why_not(*models: Any) -> str | None:
             return f"{type(one).__name__} has a forward of its own"
     decoder = models[-1]
     count = decoder.config.num_hidden_layers
-    places = [getattr(layer.self_attn, "layer_idx", None) for layer in decoder.layers]
+    places = [getattr(layer_facts.attention_of(layer), "layer_idx", None) for layer in decoder.layers]
     return None if places == list(range(count)) else f"its layers have the indices {places}, of {count}"

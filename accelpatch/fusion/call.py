@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from accelpatch.errors import KernelError
-from accelpatch.fusion import attention_facts
+from accelpatch.fusion import attention_facts, layer_facts
 
 #: window in slots (0: none) -> boolean mask [B or 1, 1, T, keys] of the keys that each token attends to
 Visible = Callable[[int], Tensor]
@@ -36,7 +36,7 @@ def run_module(decoder: Any, place: int, x: Tensor, positions: Tensor, visible: 
     cache: the KV cache, of which the module calls `update` alone; None for none.
     """
     layer = decoder.layers[place]
-    attention, rows = layer.self_attn, x.view(*positions.shape, -1)
+    attention, rows = layer_facts.attention_of(layer), x.view(*positions.shape, -1)
     seen = visible(attention_facts.window(attention))
     if attention.config._attn_implementation == "eager":
         seen = torch.zeros_like(seen, dtype=x.dtype).masked_fill_(~seen, torch.finfo(x.dtype).min)

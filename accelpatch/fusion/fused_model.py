@@ -18,7 +18,8 @@ from accelpatch.fusion.fused_layer import FusedLayer
 from accelpatch.fusion.signals import SentinelBuffers
 from accelpatch.fusion.static_call import PromptCall, StepCall
 from accelpatch.kernels.hip.binding import MAX_GEMV_ROWS, MAX_ROWS
-from accelpatch.kernels.ops.fused_linear import FusedLinear, FusedNorm, normed
+from accelpatch.kernels.ops.fused_linear import FusedLinear
+from accelpatch.kernels.ops.fused_norm import FusedNorm
 
 FUSED = "fused layers"
 
@@ -130,7 +131,7 @@ class FusedModel:
 
     def normal(self, x: Tensor, pending: Tensor | None) -> Tensor:
         """Normalised hidden states [M, K] of the rows x + pending, the head's input."""
-        return normed(self.norm, x, pending)[0]
+        return self.norm.of_sum(x, pending)[0]
 
     def logits_of(self, normal: Tensor) -> Tensor:
         """Logits [M, V] of normalised hidden states [M, K]."""

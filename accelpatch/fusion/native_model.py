@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accelpatch.fusion import attention_facts
+from accelpatch.fusion import attention_facts, layer_facts
 from accelpatch.fusion.cannot_fuse import CannotFuse
 from accelpatch.kernels.cpu.decode_step import DecodeStep, LayerWeights, StepShape
 from accelpatch.kernels.cpu.native_library import ACTIVATIONS
@@ -86,11 +86,16 @@ def native_model(model: nn.Module, unfused: Mapping[int, str] = NONE) -> NativeM
 
 def _why_not(layer: Any, model: Any) -> str | None:
     """Why a layer's modules do not compute what a native step does; None where they do."""
-    if not isinstance(layer, ResidualNormLayer) or not isinstance(layer.mlp, GatedMLP) or layer.mlp.fused_gate_up:
+    mlp = layer_facts.mlp_of(layer)
+    if not isinstance(layer, ResidualNormLayer) or not isinstance(mlp, GatedMLP) or mlp.fused_gate_up:
         return "it is not a replaced Llama-like layer"
-    if not (unchanged(layer) and unchanged(layer.mlp)):
+    if not (unchanged(layer) and unchanged(mlp)):
         return "a module that is fused into another was changed"
-    return attention_facts.why_not(layer.self_attn) or attention_facts.native_why_not(layer, model)
+    return (
+        layer_facts.why_not(layer)
+        or attention_facts.why_not(layer_facts.attention_of(layer))
+        or attention_facts.native_why_not(layer, model)
+    )
 
 
 def _checked_weights(layer: Any, first: Any, ropes: list[str], shape: StepShape) -> LayerWeights:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from accelpatch.device import probe
-from accelpatch.fusion import attention_facts
+from accelpatch.fusion import attention_facts, layer_facts
 from accelpatch.fusion.adapters import Adapted, active, base_of, with_adapters
 from accelpatch.fusion.cannot_fuse import CannotFuse
 from accelpatch.fusion.fused_layer import FusedLayer
@@ -18,9 +18,11 @@ from accelpatch.fusion.fused_weights import concatenated_linear, fused_linear, g
 from accelpatch.fusion.signals import with_signals
 from accelpatch.kernels.ops import decode_attention
 from accelpatch.kernels.ops.attention_shape import AttentionShape, Zeros
-from accelpatch.kernels.ops.fused_linear import FusedLinear, FusedNorm
+from accelpatch.kernels.ops.fused_linear import FusedLinear
+from accelpatch.kernels.ops.fused_norm import FusedNorm
 from accelpatch.kernels.ops.query_key import QueryKey
 from accelpatch.models.family import form_of
+from accelpatch.models.family import norm_of as kind_of
 from accelpatch.modules.gated_mlp import GatedMLP
 from accelpatch.modules.norm import FusedRMSNorm, ResidualNormLayer
 from accelpatch.modules.replacement import unchanged
@@ -68,15 +70,22 @@ def unfit(layer: Any) -> str | None:
     """Why a layer's modules do not compute what a fused layer does; None where they do."""
     if not isinstance(layer, ResidualNormLayer):
         return "it is not a replaced Llama-like layer"
-    if not isinstance(layer.mlp, GatedMLP):
+    mlp, plain = layer_facts.mlp_of(layer), layer_facts.has_plain_mlp(layer)
+    if not plain and not isinstance(mlp, GatedMLP):
         return "its MLP was not replaced"
-    if not (unchanged(layer) and unchanged(layer.mlp)):
+    if not (unchanged(layer) and (plain or unchanged(mlp))):
         return "a module that is fused into another was changed"
-    return attention_facts.why_not(layer.self_attn)
+    return layer_facts.why_not(layer) or attention_facts.why_not(layer_facts.attention_of(layer))
 
 
 def norm_of(norm: Any, dtype: torch.dtype) -> FusedNorm:
-    """The FusedNorm of a replaced norm module. Raises CannotFuse."""
+    """The FusedNorm of a replaced norm module, or of a LayerNorm. Raises CannotFuse."""
+    kind = kind_of(norm)
+    if kind is not None and kind.layer:
+        weight, bias = norm.weight, getattr(norm, "bias", None)
+        if weight is None or weight.dim() != 1 or any(one.dtype != dtype for one in (weight, bias) if one is not None):
+            raise CannotFuse(f"a norm is {type(norm).__name__} without a vector of weights in {dtype}")
+        return FusedNorm(weight, float(getattr(norm, kind.eps)), layer=True, bias=bias)
     if not isinstance(norm, FusedRMSNorm) or norm.weight.dtype != dtype:
         dtype_of_it = next((str(p.dtype) for p in norm.parameters()), "no dtype")
         raise CannotFuse(f"a norm is {type(norm).__name__} in {dtype_of_it}")
@@ -85,7 +94,7 @@ def norm_of(norm: Any, dtype: torch.dtype) -> FusedNorm:
 
 def attention_of(attention: Any, rotary: Any, dtype: torch.dtype, memory: Zeros) -> AttentionShape:
     """The AttentionShape of a layer. memory: counters shared by the model's layers. Raises CannotFuse."""
-    config, size = attention.config, int(attention.head_dim)
+    heads, kv_heads, size = attention_facts.heads_of(attention)
     frequencies, rope_scaling = attention_facts.rope(rotary, attention_facts.layer_type(attention))
     if attention_facts.form_of_rotary(attention).interleaved or not attention_facts.applies_rotary(attention):
         # no rotation: the angle is 0
@@ -96,8 +105,8 @@ def attention_of(attention: Any, rotary: Any, dtype: torch.dtype, memory: Zeros)
         raise CannotFuse("the norms of q and k differ in their epsilon")
     eps, plus_one = both.pop()
     shape = AttentionShape(
-        config.num_attention_heads, config.num_key_value_heads, size, float(attention.scaling), frequencies.float(),
-        rope_scaling, attention_facts.window(attention),
+        heads, kv_heads, size, float(attention.scaling), frequencies.float(), rope_scaling,
+        attention_facts.window(attention),
         None if q_norm is None else q_norm.weight, None if k_norm is None else k_norm.weight,
         eps, attention_facts.score_cap(attention), plus_one, memory,
     )  # fmt: skip
@@ -122,10 +131,9 @@ def prepared(attention: Any, rotary: Any, dtype: torch.dtype) -> QueryKey | None
         return None
     frequencies, rope_scaling = attention_facts.rope(rotary, attention_facts.layer_type(attention))
     q_norm, k_norm = q_k_norms(attention, dtype) if over_all else (None, None)
-    config = attention.config
     return QueryKey(
-        config.num_attention_heads, config.num_key_value_heads, int(attention.head_dim),
-        None if q_norm is None else q_norm.weight, None if k_norm is None else k_norm.weight,
+        *attention_facts.heads_of(attention), None if q_norm is None else q_norm.weight,
+        None if k_norm is None else k_norm.weight,
         0.0 if q_norm is None else q_norm.eps, frequencies.float() if interleaved else None, rope_scaling,
     )  # fmt: skip
 
@@ -134,9 +142,8 @@ def looked_at(layer: Any, rotary: Any, dtype: torch.dtype, memory: Zeros) -> Att
     """The AttentionShape of a layer that can be fused; nothing moves. Raises CannotFuse for any other layer."""
     if reason := unfit(layer):
         raise CannotFuse(reason)
-    attention, mlp = layer.self_attn, layer.mlp
-    shape = attention_of(attention, rotary, dtype, memory)
-    for module in (*parts_of(attention), attention.o_proj, *halves_of(mlp), mlp.down_proj):
+    shape = attention_of(layer_facts.attention_of(layer), rotary, dtype, memory)
+    for module in linears_of(layer):
         checked(module, dtype)
     for norm in norms_of(layer):
         if norm is not None:
@@ -159,15 +166,13 @@ def multiplier_of(layer: Any) -> float:
     return 1.0 if form.multiplier is None else float(getattr(layer, form.multiplier))
 
 
-def parts_of(attention: Any) -> tuple[Any, ...]:
-    """The linear layers of an attention's input, in the order q, k, v."""
-    names = ("qkv_proj",) if hasattr(attention, "qkv_proj") else ("q_proj", "k_proj", "v_proj")
-    return tuple(getattr(attention, name) for name in names)
-
-
-def halves_of(mlp: Any) -> tuple[Any, ...]:
-    """The linear layers of an MLP's input, in the order gate, up."""
-    return (mlp.gate_up_proj,) if mlp.fused_gate_up else (mlp.gate_proj, mlp.up_proj)
+def linears_of(layer: Any) -> tuple[Any, ...]:
+    """All linear layers of attention and MLP. Raises CannotFuse where one is missing."""
+    places = (layer_facts.QKV, (("o_proj",),), layer_facts.INNER, layer_facts.LAST)
+    found = [layer_facts.linears(layer, *forms) for forms in places]
+    if not all(found):
+        raise CannotFuse("a linear layer of its attention or MLP is missing")
+    return tuple(module for modules in found for module in modules)
 
 
 def checked(module: Any, dtype: torch.dtype) -> None:
@@ -190,13 +195,17 @@ def fuse(layer: Any, shape: AttentionShape, rotary: Any, dtype: torch.dtype) -> 
     """The fused layer of one decoder layer; concatenates neighbouring weights."""
     norms: list[Any] = [None if norm is None else norm_of(norm, dtype) for norm in norms_of(layer)]
     before, after, inner, last = norms
-    parts, halves = parts_of(layer.self_attn), halves_of(layer.mlp)
+    form, parts, halves = form_of(layer), layer_facts.qkv_of(layer), layer_facts.inner_of(layer)
+    assert form is not None
+    if inner is not None and form.mlp_norm == form.attention_norm:
+        inner = before
+    activation = layer.mlp.activation
+    (o,), (down,) = layer_facts.linears(layer, ("o_proj",)), layer_facts.linears(layer, *layer_facts.LAST)
     qkv = with_adapters(concatenated_linear([base_of(part) for part in parts], dtype), parts, dtype)
-    both = with_adapters(gated_linear([base_of(half) for half in halves], dtype, layer.mlp.activation), halves, dtype)
+    both = with_adapters(gated_linear([base_of(half) for half in halves], dtype, activation), halves, dtype)
     fused = FusedLayer(
-        qkv, before, shape, one(layer.self_attn.o_proj, dtype),
-        both, inner, layer.mlp.activation, one(layer.mlp.down_proj, dtype), after, last,
-        prepared(layer.self_attn, rotary, dtype), multiplier_of(layer),
+        qkv, before, shape, one(o, dtype), both, inner, activation, one(down, dtype), after, last,
+        prepared(layer_facts.attention_of(layer), rotary, dtype), multiplier_of(layer), bool(form.parallel),
     )  # fmt: skip
     if shape.inv_freq.is_cuda:  # freed parts are too small for the next layer's concatenated weight
         torch.cuda.empty_cache()

@@ -14,7 +14,8 @@ import accelpatch
 from accelpatch.fusion import read_layers, static_call
 from accelpatch.kernels.cpu import native_library
 from accelpatch.kernels.hip import attention, binding
-from accelpatch.kernels.ops.fused_linear import FusedLinear, FusedNorm
+from accelpatch.kernels.ops.fused_linear import FusedLinear
+from accelpatch.kernels.ops.fused_norm import FusedNorm
 from accelpatch.runtime.generation.patched_model import RUNTIME
 from accelpatch.runtime.graphs import captured_graph
 from accelpatch.runtime.graphs.captured_graph import EagerGraph

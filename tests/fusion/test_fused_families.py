@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import accelpatch
-from accelpatch.fusion import fused_weights, read_layers
+from accelpatch.fusion import fused_weights, layer_facts
 from accelpatch.fusion.fused_model import FUSED
 from accelpatch.fusion.read_layers import fused_model
 from accelpatch.kernels.cpu import native_library
@@ -61,6 +61,10 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("olmo2", {}),
     "glm": ("glm", {}),
     "glm4": ("glm4", {}),
+    "stablelm": ("stablelm", {}),
+    "cohere": ("cohere", {}),
+    "cohere2": ("cohere2", {}),
+    "stablelm-parallel": ("stablelm", {"use_parallel_residual": True, "use_qkv_bias": False}),
 }
 
 
@@ -188,7 +192,7 @@ def test_a_gate_and_its_up_lie_paired_once(form: str) -> None:
     with torch.no_grad():
         fused = fused_model(model)
     for layer, before in zip(model.model.layers, plain.model.layers, strict=True):
-        halves, others = read_layers.halves_of(layer.mlp), read_layers.halves_of(before.mlp)
+        halves, others = layer_facts.inner_of(layer), layer_facts.inner_of(before)
         assert [half.tiles.part for half in halves] == (["gate", "up"] if len(halves) == 2 else ["both"])
         assert len({half.tiles.w.data_ptr() for half in halves}) == 1
         assert halves[0].tiles.w.numel() == sum(other.tiles.w.numel() for other in others)

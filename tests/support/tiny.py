@@ -102,6 +102,14 @@ CAUSAL: Mapping[str, Tiny] = {
     "olmo2": Tiny("Olmo2", _LLAMA, _GATED, norms(9, 2, rotary=0)),
     "glm": Tiny("Glm", _HEADS | _HALF, _GATE_UP, norms(5, 2)),
     "glm4": Tiny("Glm4", _HEADS | _HALF, _GATE_UP, norms(9, 2)),
+    "stablelm": Tiny("StableLm", _LLAMA | {"use_qkv_bias": True}, _GATED, norms(0, 2)),
+    "cohere": Tiny("Cohere", _LLAMA | _TIED | {"logit_scale": 0.3}, _GATED, norms(0, 2, rotary=0), tied=True),
+    "cohere2": Tiny(
+        "Cohere2",
+        _HEADS | _SLIDING | _LAYER_TYPES | {"logit_scale": 0.3, "attention_bias": True},
+        _GATED,
+        norms(0, 2, rotary=0),
+    ),
     "phi3": Tiny("Phi3", _LLAMA, {"qkv_proj": 2, "o_proj": 2, "gate_up_proj": 2, "down_proj": 2}, norms(5, 2)),
     "opt": Tiny(
         "OPT",
@@ -128,8 +136,6 @@ CAUSAL: Mapping[str, Tiny] = {
         experts=1,
     ),
     # of no family in the table: class rules alone
-    "cohere": Tiny("Cohere", _LLAMA | {"use_qk_norm": True}, {"linear": 14}),
-    "stablelm": Tiny("StableLm", _LLAMA, _GATED, norms(0)),
     "gptj": Tiny("GPTJ", _GPT | {"rotary_dim": 8, "tie_word_embeddings": False}, {"linear": 12}),
     "gpt_bigcode": Tiny("GPTBigCode", _GPT, {"linear": 8}, tied=True),
 }

@@ -1,6 +1,6 @@
 """A linear layer with the norm before it, and gate and residual after it.
 
-    fused_linear     y[M, N] = gate(rmsnorm(x[M, K]) @ w[N, K]^T + bias[N]) + residual[M, N]     few rows: one launch
+    fused_linear     y[M, N] = gate(norm(x[M, K]) @ w[N, K]^T + bias[N]) + residual[M, N]     few rows: one launch
     large_m_linear   y[M, N] = gate(x[M, K] @ w[N, K]^T + bias[N])                               any number of rows
 
 Norm, gate (an activation of the first half of the columns, times the second half) and residual are optional. A gate is
@@ -24,30 +24,13 @@ from accelpatch.kernels.hip import binding
 from accelpatch.kernels.hip.binding import Signal
 from accelpatch.kernels.layouts import int4_tiles
 from accelpatch.kernels.layouts.layout import Layout
-from accelpatch.kernels.ops import gated_activation, linear, rmsnorm
+from accelpatch.kernels.ops import gated_activation, linear
 from accelpatch.kernels.ops.by_layout import LINEARS, LinearOf
+from accelpatch.kernels.ops.fused_norm import FusedNorm
 from accelpatch.kernels.spec import Described, Implementation, Kernel, Spec
 
 SILU = ("silu", "swish")
 FUSED, LARGE_M = "fused_linear", "large_m_linear"
-
-
-@dataclass(frozen=True, eq=False)
-class FusedNorm(Described):
-    """RMSNorm with weight[K] in the activations' dtype; plus_one: multiply by 1 + weight and round once."""
-
-    weight: Tensor
-    eps: float
-    plus_one: bool = False
-
-    @property
-    def facts(self) -> Hashable:
-        """Whether it is Gemma's."""
-        return self.plus_one
-
-    def added(self, x: Tensor, residual: Tensor) -> Tensor:
-        """residual + norm(x)."""
-        return rmsnorm.rmsnorm_add(x, residual, self.weight, self.eps, self.plus_one)
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,7 +112,7 @@ class FusedLinear(Described):
 
     def _by_operations(self, x: Tensor, norm: FusedNorm | None, gate: str | None, residual: Tensor | None) -> Tensor:
         if norm is not None:
-            x = rmsnorm.rmsnorm(x, norm.weight, norm.eps, norm.plus_one)
+            x = norm(x)
         y = self.large_m(x, gate)
         return y if residual is None else residual + y
 
@@ -140,7 +123,7 @@ def reference(
 ) -> Tensor:  # fmt: skip
     """The references of the single operations."""
     if norm is not None:
-        x = rmsnorm.reference(x, norm.weight, norm.eps, norm.plus_one)
+        x = norm.reference(x)
     of_weight: Any = dispatch.kernel(layer.linear.op).reference
     y: Tensor = of_weight(x, *layer.weight.arguments(), layer.bias)
     if gate is not None:
@@ -173,8 +156,8 @@ def by_hip(layer: FusedLinear, x: Tensor, norm: FusedNorm | None, gate: str | No
     y = binding.launch(
         layer.weight.launch(), x, bias=bias, residual=residual if inside else None,
         activation="silu_gate" if one else "none",
-        norm="none" if norm is None else "rms_plus_one" if norm.plus_one else "rms",
-        norm_weight=None if norm is None else norm.weight, epsilon=0.0 if norm is None else norm.eps,
+        norm="none" if norm is None else norm.kind, norm_weight=None if norm is None else norm.weight,
+        norm_bias=None if norm is None else norm.bias, epsilon=0.0 if norm is None else norm.eps,
         producer=layer.producer, consumer=layer.consumer,
     )  # fmt: skip
     y = int4_tiles.in_order(y, part) if mixed else y
@@ -250,13 +233,6 @@ def large_m_by_operations(layer: FusedLinear, x: Tensor, gate: str | None) -> Te
 def large_m_reference(layer: FusedLinear, x: Tensor, gate: str | None) -> Tensor:
     """As `reference`."""
     return reference(layer, x, gate=gate)
-
-
-def normed(norm: FusedNorm, x: Tensor, added: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(rmsnorm(s), s) for s = x + added, or s = x without `added`; both [M, K], contiguous."""
-    if added is None:
-        return rmsnorm.rmsnorm.function(x, norm.weight, norm.eps, norm.plus_one), x
-    return rmsnorm.add_rmsnorm.function(added, x, norm.weight, norm.eps, norm.plus_one)
 
 
 def gated(both: Tensor, activation: str) -> Tensor:
