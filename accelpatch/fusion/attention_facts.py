@@ -57,8 +57,9 @@ def form_of_rotary(attention: Any) -> Rotary:
 
 def applies_rotary(attention: Any) -> bool:
     """Whether a layer applies the rotary embedding at all."""
-    name = form_of_rotary(attention).without
-    return name is None or bool(getattr(attention, name))
+    family = family_of_class(attention, "Attention")
+    rotary = None if family is None else family.rotary
+    return rotary is not None and (rotary.without is None or bool(getattr(attention, rotary.without)))
 
 
 def normed_over_all(attention: Any) -> bool:
@@ -142,26 +143,3 @@ def logit_cap(model: Any) -> float:
     family = family_of_class(model, "ForCausalLM")
     capped = family is not None and family.capped_logits
     return float((getattr(model.config, "final_logit_softcapping", None) if capped else None) or 0.0)
-
-
-def decoder_of(model: Any) -> tuple[Any, Any]:
-    """(decoder, head) of a causal language model that calls its layers one after the other. Raises CannotFuse."""
-    decoder, head = getattr(model, "model", None), getattr(model, "lm_head", None)
-    if decoder is None or head is None or not getattr(decoder, "layers", None):
-        raise CannotFuse("it has no Llama-like decoder")
-    if reason := model_why_not(model, decoder):
-        raise CannotFuse(reason)
-    if reason := rotary_why_not(decoder.rotary_emb):
-        raise CannotFuse(reason)
-    return decoder, head
-
-
-def model_why_not(*models: Any) -> str | None:
-    """Why a model, or the decoder in it, may not simply call its layers one after the other; None where they do."""
-    for one in models:
-        if not type(one).forward.__module__.startswith("transformers."):
-            return f"{type(one).__name__} has a forward of its own"
-    decoder = models[-1]
-    count = decoder.config.num_hidden_layers
-    places = [getattr(layer_facts.attention_of(layer), "layer_idx", None) for layer in decoder.layers]
-    return None if places == list(range(count)) else f"its layers have the indices {places}, of {count}"

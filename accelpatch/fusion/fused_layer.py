@@ -28,9 +28,11 @@ from accelpatch.kernels.ops.query_key import QueryKey, prepare_query_key_
 class FusedLayer:
     """One decoder layer.
 
+    gate_up: of a plain MLP its first linear layer, with its activation; then `activation`, of the gate, is None.
     attention_norm, mlp_norm: before attention and MLP; after_attention, after_mlp: before the residual is added; None
     for none. prepare: what is done to q and k before attention. multiplier: of both branches before they are added.
     parallel: the MLP reads the layer's input too; one norm at both places is computed once where rows are many.
+    by_head: the columns of qkv are q, k and v of one head after the other (a launch more).
     """
 
     qkv: FusedLinear | Adapted
@@ -39,13 +41,14 @@ class FusedLayer:
     o: FusedLinear | Adapted
     gate_up: FusedLinear | Adapted
     mlp_norm: FusedNorm | None
-    activation: str
+    activation: str | None
     down: FusedLinear | Adapted
     after_attention: FusedNorm | None = None
     after_mlp: FusedNorm | None = None
     prepare: QueryKey | None = None
     multiplier: float = 1.0
     parallel: bool = False
+    by_head: bool = False
 
     def __call__(self, x: Tensor, pending: Tensor | None, call: Call, place: int) -> tuple[Tensor, Tensor | None]:
         """The layer on the rows x + pending[M, K]; returns (x, rest), the rest to be added by the next norm.
@@ -61,6 +64,8 @@ class FusedLayer:
         return self._added(self.down, inner, self.after_mlp, total), None
 
     def _attend(self, qkv: Tensor, call: Call, place: int) -> Tensor:
+        if self.by_head:
+            qkv = qkv.view(len(qkv), -1, 3, self.attention.size).transpose(1, 2).reshape(len(qkv), -1)
         if self.prepare is not None:
             prepare_query_key_(qkv, call.positions.reshape(-1), self.prepare)
         return call.attend(qkv, self, place)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from accelpatch.fusion.adapters import Adapted
 from accelpatch.fusion.call import Call
+from accelpatch.fusion.decoder import Positions
 from accelpatch.fusion.fused_layer import FusedLayer
 from accelpatch.fusion.signals import SentinelBuffers
 from accelpatch.fusion.static_call import PromptCall, StepCall
@@ -30,7 +31,7 @@ class FusedModel:
 
     decoder: the module that holds the layers' modules. layers: None for one that is not fused. unfused: place of such a
     layer -> why. softcap: of the logits, 0 for none. embedding_multiplier, logit_divisor: of
-    embeddings and logits. most: most rows of a step.
+    embeddings and logits. most: most rows of a step. positions: learned embeddings of positions, or None.
     """
 
     decoder: weakref.ref[Any]
@@ -44,6 +45,7 @@ class FusedModel:
     embedding_multiplier: float = 1.0
     logit_divisor: float = 1.0
     most: int = MAX_ROWS
+    positions: Positions | None = None
 
     @property
     def fused_layers(self) -> list[FusedLayer]:
@@ -72,12 +74,13 @@ class FusedModel:
         """Logits [B T, V] after tokens[B] or [B, T], cached from `slot` on; positions[B, T]; mask: the cache's."""
         self.sentinels.reset(tokens.numel())
         call = StepCall(self.decoder(), cache, positions, slot, mask)
-        return self._logits(*self.run(self.embedded(tokens.reshape(-1)), call))
+        return self._logits(*self.run(self.embedded(tokens, positions, tokens.dim() > 1), call))
 
-    def embedded(self, ids: Tensor) -> Tensor:
-        """Embeddings [..., K] of ids[...], the first layer's input."""
-        x: Tensor = self.embedding(ids)
-        return x if self.embedding_multiplier == 1.0 else x * self.embedding_multiplier
+    def embedded(self, ids: Tensor, positions: Tensor, drafts: bool = False) -> Tensor:
+        """Embeddings [M, K] of the M ids at so many positions, the first layer's input."""
+        x: Tensor = self.embedding(ids.reshape(-1))
+        x = x if self.embedding_multiplier == 1.0 else x * self.embedding_multiplier
+        return x if self.positions is None else x + self.positions(positions.reshape(-1), drafts)
 
     def prompt(
         self, ids: Tensor, positions: Tensor, mask: Tensor | None, cache: Any, last: Tensor | None = None
@@ -87,7 +90,7 @@ class FusedModel:
         mask[B, L]: None for no padding. last[1]: index of the token whose logits are wanted; None: the last one.
         """
         call = PromptCall(self.decoder(), cache, positions, mask)
-        rows = [one.view(*ids.shape, -1) for one in self.run(self.embedded(ids.reshape(-1)), call) if one is not None]
+        rows = [one.view(*ids.shape, -1) for one in self.run(self.embedded(ids, positions), call) if one is not None]
         return self._logits(
             *(one[:, -1].contiguous() if last is None else one.index_select(1, last)[:, 0] for one in rows)
         )

@@ -16,6 +16,7 @@ from accelpatch.models.family import (
     linears_of,
     norm_of,
 )
+from accelpatch.modules.gated_mlp import GatedMLP
 
 QKV = (("qkv_proj",), ("q_proj", "k_proj", "v_proj"))
 INNER = (("gate_up_proj",), ("gate_proj", "up_proj"), ("fc1",))
@@ -43,9 +44,17 @@ def has_plain_mlp(layer: Any) -> bool:
 
 def activation_of(layer: Any) -> str:
     """The name of the activation of a layer's MLP; the class of one that is not known."""
+    if isinstance(mlp_of(layer), GatedMLP):
+        return str(mlp_of(layer).activation)
     known = PLAIN_ACTIVATIONS if has_plain_mlp(layer) else ACTIVATION_CLASSES
     module = next((one for name in ACTIVATIONS if (one := getattr(mlp_of(layer), name, None)) is not None), None)
     return known.get(type(module).__name__, type(module).__name__)
+
+
+def by_head(layer: Any) -> bool:
+    """Whether one linear layer of q, k and v has its rows head by head."""
+    family = family_of_layer(layer)
+    return family is not None and family.by_head
 
 
 def linears(layer: Any, *forms: tuple[str, ...]) -> tuple[Any, ...]:

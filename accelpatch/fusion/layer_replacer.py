@@ -15,7 +15,7 @@ from accelpatch.device import Device
 from accelpatch.errors import KernelError
 from accelpatch.fusion.planned import planned
 from accelpatch.kernels.ops.rmsnorm import chosen
-from accelpatch.models.family import LayerForm, form_of, norm_of
+from accelpatch.models.family import LayerForm, form_of, linears_of, norm_of
 from accelpatch.modules.norm import ResidualNormLayer, positional_names
 from accelpatch.modules.replacement import adopt, skipped
 from accelpatch.patching.replacer import EVERY_CHILD, Choice, Reason, Replaced, Replacer
@@ -65,7 +65,7 @@ class FusedLayerReplacer(Replacer):
             kind = norm_of(norm)
             assert kind is not None
             new.norm_class, new.eps_name, new.plus_one = type(norm), kind.eps, kind.plus_one
-        own = layer._modules.keys() - form.children
+        own = layer._modules.keys() - form.children - {name.partition(".")[0] for name in linears_of(layer).values()}
         if new.plain:  # its own forward applies dropout, and fused layers run outside of training alone
             own = {name for name in own if not isinstance(layer._modules[name], nn.Dropout)}
         new.skips = skipped(new, *own)

@@ -11,9 +11,11 @@ from torch import Tensor, nn
 
 from accelpatch.fusion import attention_facts, layer_facts
 from accelpatch.fusion.cannot_fuse import CannotFuse
+from accelpatch.fusion.decoder import decoder_of
 from accelpatch.kernels.cpu.decode_step import DecodeStep, LayerWeights, StepShape
 from accelpatch.kernels.cpu.native_library import ACTIVATIONS
 from accelpatch.kernels.layouts.cpu_pack import Pack
+from accelpatch.models.family import DecoderForm
 from accelpatch.modules.gated_mlp import GatedMLP
 from accelpatch.modules.norm import FusedRMSNorm, ResidualNormLayer
 from accelpatch.modules.quantized_module import QuantizedModule, packed_modules
@@ -60,7 +62,10 @@ def native_model(model: nn.Module, unfused: Mapping[int, str] = NONE) -> NativeM
     unfused: place -> reason, of layers that must run as modules; others that have no native form join them. Raises
     CannotFuse where no layer has one, or the embedding, last norm or head does not.
     """
-    decoder, head = attention_facts.decoder_of(model)
+    found = decoder_of(model)
+    decoder, head = found.module, found.head
+    if found.form != DecoderForm():
+        raise CannotFuse("the native step is for decoders of Llama's form")
     layers, reasons = decoder.layers, dict(unfused)
     for place, layer in enumerate(layers):
         if place not in reasons and (reason := _why_not(layer, model)):

@@ -18,8 +18,8 @@ from accelpatch.kernels.cpu import native_library
 from accelpatch.kernels.hip import attention as hip_attention
 from accelpatch.kernels.ops import decode_attention
 from accelpatch.kernels.ops.attention_shape import AttentionShape
-from accelpatch.kernels.ops.fused_linear import SILU
-from accelpatch.models.family import form_of, has_layer_norms, linears_of
+from accelpatch.kernels.ops.fused_linear import INSIDE, SILU
+from accelpatch.models.family import family_of_layer, form_of, has_layer_norms, linears_of
 from accelpatch.patching.replacer import Reason, Replaced
 from accelpatch.patching.site import Site
 
@@ -41,21 +41,22 @@ def planned(site: Site, replaced: Sites, device: Device) -> str | Reason:
 def _planned(site: Site, replaced: Sites, device: Device) -> str:
     layer: Any = site.original
     form = form_of(layer)
-    model = site.path.partition(".layers.")[0]
-    if form is None:
+    family = family_of_layer(layer)
+    if form is None or family is None:
         raise CannotFuse("its form is not known")
-    if model != "model" or "lm_head" not in replaced:
+    model = family.decoder.path
+    if not site.path.startswith(f"{model}.{family.decoder.layers}.") or "lm_head" not in replaced:
         raise CannotFuse("it is no layer of a causal language model's decoder")
     attention = layer_facts.attention_of(layer)
     if reason := layer_facts.why_not(layer) or attention_facts.why_not(attention):
         raise CannotFuse(reason)
     needed = [] if layer_facts.has_plain_mlp(layer) else [("MLP", f"{site.path}.{form.mlp}")]
-    if not attention_facts.form_of_rotary(attention).tables:
+    if family.rotary is not None and not family.rotary.tables:
         needed.append(("rotary embedding", f"{model}.rotary_emb"))
     for what, path in needed:
         if replaced.get(path) is None:
             raise CannotFuse(f"its {what} is not replaced")
-    for path in (*(f"{site.path}.{name}" for name in form.norms.values()), f"{model}.norm"):
+    for path in (*(f"{site.path}.{name}" for name in form.norms.values()), f"{model}.{family.decoder.norm}"):
         if replaced.get(path) is None and not has_layer_norms(layer):
             raise CannotFuse(f"the norm {path} is not replaced")
     dtype = next(parameter.dtype for parameter in layer.parameters())
@@ -105,7 +106,8 @@ def _launches(layer: Any, path: str, replaced: Sites, dtype: torch.dtype, device
     form = form_of(layer)
     assert form is not None
     more = sum(norm is not None for norm in (form.after_attention, form.after_mlp)) + 2 * (form.multiplier is not None)
-    more += layer_facts.activation_of(layer) not in SILU
+    more += layer_facts.by_head(layer)
+    more += layer_facts.activation_of(layer) not in (INSIDE if layer_facts.has_plain_mlp(layer) else SILU)
     more += attention_facts.form_of_rotary(attention).interleaved or attention_facts.normed_over_all(attention)
     by = "hip" if hip_attention.why_not(shape, dtype, device) is None else "hip, attention by triton"
     return f"{by}, {LAUNCHES + more} launches"

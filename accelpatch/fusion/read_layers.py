@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from accelpatch.device import probe
 from accelpatch.fusion import attention_facts, layer_facts
 from accelpatch.fusion.adapters import Adapted, active, base_of, with_adapters
 from accelpatch.fusion.cannot_fuse import CannotFuse
+from accelpatch.fusion.decoder import decoder_of
 from accelpatch.fusion.fused_layer import FusedLayer
 from accelpatch.fusion.fused_model import FusedModel
 from accelpatch.fusion.fused_weights import concatenated_linear, fused_linear, gated_linear
@@ -37,10 +39,9 @@ def fused_model(model: Any, unfused: Mapping[int, str] = NONE) -> FusedModel:
     unfused: place -> reason, of layers that must run as modules; others that cannot be fused join them. Raises
     CannotFuse where no layer can be fused, or the last norm or head cannot.
     """
-    decoder, head = attention_facts.decoder_of(model)
-    layers = decoder.layers
-    dtype = decoder.embed_tokens(torch.zeros(1, dtype=torch.int64, device=next(model.parameters()).device)).dtype
-    rotary = decoder.rotary_emb
+    decoder = decoder_of(model)
+    layers, head, rotary = decoder.layers, decoder.head, decoder.rotary
+    dtype = decoder.embedding(torch.zeros(1, dtype=torch.int64, device=next(model.parameters()).device)).dtype
     final, memory, reasons = norm_of(decoder.norm, dtype), Zeros(), dict(unfused)
     checked(head, dtype)
     shapes: dict[int, AttentionShape] = {}
@@ -60,9 +61,9 @@ def fused_model(model: Any, unfused: Mapping[int, str] = NONE) -> FusedModel:
         raise CannotFuse(f"layer 0: {reasons[0]}")
     made, blank = with_signals(fused, dtype)
     return FusedModel(
-        weakref.ref(decoder), decoder.embed_tokens, made, reasons, final, one(head, dtype), blank,
+        weakref.ref(decoder.module), decoder.embedding, made, reasons, final, one(head, dtype), blank,
         attention_facts.logit_cap(model), attention_facts.embedding_multiplier(model),
-        attention_facts.logit_divisor(model),
+        attention_facts.logit_divisor(model), positions=decoder.positions,
     )  # fmt: skip
 
 
@@ -95,10 +96,11 @@ def norm_of(norm: Any, dtype: torch.dtype) -> FusedNorm:
 def attention_of(attention: Any, rotary: Any, dtype: torch.dtype, memory: Zeros) -> AttentionShape:
     """The AttentionShape of a layer. memory: counters shared by the model's layers. Raises CannotFuse."""
     heads, kv_heads, size = attention_facts.heads_of(attention)
-    frequencies, rope_scaling = attention_facts.rope(rotary, attention_facts.layer_type(attention))
     if attention_facts.form_of_rotary(attention).interleaved or not attention_facts.applies_rotary(attention):
         # no rotation: the angle is 0
-        frequencies, rope_scaling = torch.zeros(size // 2, device=frequencies.device), 1.0
+        frequencies, rope_scaling = torch.zeros(size // 2, device=next(attention.parameters()).device), 1.0
+    else:
+        frequencies, rope_scaling = attention_facts.rope(rotary, attention_facts.layer_type(attention))
     q_norm, k_norm = (None, None) if attention_facts.normed_over_all(attention) else q_k_norms(attention, dtype)
     both = {(norm.eps, norm.plus_one) for norm in (q_norm, k_norm) if norm is not None} or {(0.0, False)}
     if len(both) > 1:
@@ -199,13 +201,18 @@ def fuse(layer: Any, shape: AttentionShape, rotary: Any, dtype: torch.dtype) -> 
     assert form is not None
     if inner is not None and form.mlp_norm == form.attention_norm:
         inner = before
-    activation = layer.mlp.activation
+    plain, activation = layer_facts.has_plain_mlp(layer), layer_facts.activation_of(layer)
     (o,), (down,) = layer_facts.linears(layer, ("o_proj",)), layer_facts.linears(layer, *layer_facts.LAST)
     qkv = with_adapters(concatenated_linear([base_of(part) for part in parts], dtype), parts, dtype)
-    both = with_adapters(gated_linear([base_of(half) for half in halves], dtype, activation), halves, dtype)
+    inputs = [base_of(half) for half in halves]
+    both = with_adapters(
+        concatenated_linear(inputs, dtype) if plain else gated_linear(inputs, dtype, activation), halves, dtype
+    )
     fused = FusedLayer(
-        qkv, before, shape, one(o, dtype), both, inner, activation, one(down, dtype), after, last,
+        qkv, before, shape, one(o, dtype), replace(both, activation=activation) if plain else both, inner,
+        None if plain else activation, one(down, dtype), after, last,
         prepared(layer_facts.attention_of(layer), rotary, dtype), multiplier_of(layer), bool(form.parallel),
+        layer_facts.by_head(layer),
     )  # fmt: skip
     if shape.inv_freq.is_cuda:  # freed parts are too small for the next layer's concatenated weight
         torch.cuda.empty_cache()

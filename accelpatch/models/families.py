@@ -12,7 +12,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from accelpatch.models.form import Family, LayerForm, Norm, Rotary
+from accelpatch.models.form import DecoderForm, Family, LayerForm, Norm, Rotary
 
 
 def _attention(prefix: str, **names: str) -> dict[str, str]:
@@ -33,7 +33,6 @@ _GATE_UP = _SEPARATE | _MLP_OF_TWO | _LAYER
 _MOE = {"*.mlp.gate": "router", "*.mlp.experts": "experts"}
 _FUSED_QKV = {
     "*.query_key_value": "qkv_proj",
-    "*.attention.dense": "o_proj",
     "*.self_attention.dense": "o_proj",
     "*.mlp.dense_h_to_4h": "fc1",
     "*.mlp.dense_4h_to_h": "fc2",
@@ -135,31 +134,78 @@ FAMILIES: tuple[Family, ...] = (
         "opt",
         ("opt",),
         _attention("self_attn", q_proj="q_proj", k_proj="k_proj", v_proj="v_proj", o_proj="out_proj")
-        | {"*layers.#.fc1": "fc1", "*layers.#.fc2": "fc2"},
+        | {"*layers.#.fc1": "fc1", "*layers.#.fc2": "fc2"}
+        | _LAYER,
         {
             "self_attn_layer_norm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
             "final_layer_norm": ("fc1",),
         },
+        "OPT",
+        LAYER_NORM,
+        LayerForm(
+            mlp=None,
+            attention_norm="self_attn_layer_norm",
+            mlp_norm="final_layer_norm",
+            where="do_layer_norm_before",
+        ),
+        decoder=DecoderForm(
+            "model.decoder", norm="final_layer_norm", positions="embed_positions", offset=2, of_mask=True
+        ),
     ),
     Family(
         "gpt2",
         ("gpt2",),
-        _attention("attn", qkv_proj="c_attn", o_proj="c_proj") | {"*.mlp.c_fc": "fc1", "*.mlp.c_proj": "fc2"},
+        _attention("attn", qkv_proj="c_attn", o_proj="c_proj")
+        | {"*.mlp.c_fc": "fc1", "*.mlp.c_proj": "fc2", "*.h.#": "layer"},
         {"ln_1": ("attn.c_attn",), "ln_2": ("mlp.c_fc",)},
+        "GPT2",
+        LAYER_NORM,
+        LayerForm("attn", attention_norm="ln_1", mlp_norm="ln_2"),
+        decoder=DecoderForm("transformer", "h", "wte", "ln_f", positions="wpe"),
     ),
     Family(
         "gpt_neox",
         ("gpt_neox",),
-        _FUSED_QKV,
+        _attention("attention", qkv_proj="query_key_value", o_proj="dense")
+        | {"*.mlp.dense_h_to_4h": "fc1", "*.mlp.dense_4h_to_h": "fc2"}
+        | _LAYER,
         {"input_layernorm": ("attention.query_key_value",), "post_attention_layernorm": ("mlp.dense_h_to_4h",)},
         "GPTNeoX",
+        LAYER_NORM,
+        LayerForm("attention", parallel="use_parallel_residual", cache="layer_past"),
+        Rotary(),
+        by_head=True,
+        decoder=DecoderForm("gpt_neox", embedding="embed_in", norm="final_layer_norm"),
+    ),
+    Family(
+        "phi",
+        ("phi",),
+        _attention("self_attn", q_proj="q_proj", k_proj="k_proj", v_proj="v_proj", o_proj="dense")
+        | {"*.mlp.fc1": "fc1", "*.mlp.fc2": "fc2"}
+        | _LAYER,
+        classes="Phi",
+        norm=LAYER_NORM,
+        layer=LayerForm(mlp_norm="input_layernorm", parallel=True),
         rotary=Rotary(),
+        decoder=DecoderForm(norm="final_layernorm"),
+    ),
+    Family(
+        "starcoder2",
+        ("starcoder2",),
+        _SEPARATE | {"*.mlp.c_fc": "fc1", "*.mlp.c_proj": "fc2"} | _LAYER,
+        {"input_layernorm": _QKV, "post_attention_layernorm": ("mlp.c_fc",)},
+        "Starcoder2",
+        LAYER_NORM,
+        LayerForm(),
+        Rotary(),
     ),
     Family(
         "bloom",
         ("bloom",),
         _FUSED_QKV,
         {"input_layernorm": ("self_attention.query_key_value",), "post_attention_layernorm": ("mlp.dense_h_to_4h",)},
+        "Bloom",
+        unfused="its scores get a bias by distance (ALiBi), which the attention kernels do not add",
     ),
     # One norm may feed attention and MLP at once, by version: no smoothing without reading the configuration.
     Family("falcon", ("falcon",), _FUSED_QKV, classes="Falcon", rotary=Rotary()),

@@ -17,12 +17,12 @@ from accelpatch.models.families import (
     PLAIN_ACTIVATIONS,
     STATIC_ROPE,
 )
-from accelpatch.models.form import Family, LayerForm, Norm, Rotary
+from accelpatch.models.form import DecoderForm, Family, LayerForm, Norm, Rotary
 
 __all__ = [
     "ACTIVATION_CLASSES", "EMBEDDING_CLASSES", "FAMILIES", "LINEAR_CLASSES", "PLAIN_ACTIVATIONS", "STATIC_ROPE",
-    "Family", "LayerForm", "Norm", "Rotary", "child_of", "family_of", "family_of_class", "family_of_layer", "form_of",
-    "has_layer_norms", "linears_of", "norm_of", "roles_of",
+    "DecoderForm", "Family", "LayerForm", "Norm", "Rotary", "child_of", "family_of", "family_of_class",
+    "family_of_layer", "form_of", "has_layer_norms", "linears_of", "norm_of", "roles_of",
 ]  # fmt: skip
 
 _BY_CLASSES: Mapping[str, Family] = MappingProxyType({family.classes: family for family in FAMILIES if family.classes})
@@ -73,6 +73,8 @@ def form_of(layer: Any) -> LayerForm | None:
     if family is None or family.layer is None or family.norm is None:
         return None
     form = family.layer.of(layer)
+    if form.where is not None and not getattr(layer, form.where):
+        return None
     if not all(hasattr(layer, name) for name in form.children):
         return None
     norms = [getattr(layer, name) for name in form.norms.values()]

@@ -31,17 +31,21 @@ class LayerForm:
 
     A norm is None where the family has none there. multiplier: attribute of the layer that holds m; None: m is 1.
     parallel: the MLP's norm reads the layer's input, not the sum after attention; the name of an attribute of the layer
-    where that says so. Both places may name one norm.
+    where that says so. Both places may name one norm. mlp: None where the layer itself holds the MLP's linear layers.
+    where: the name of an attribute of the layer without which it has another form. cache: what its argument for the
+    KV cache is called.
     """
 
     attention: str = "self_attn"
-    mlp: str = "mlp"
+    mlp: str | None = "mlp"
     attention_norm: str | None = "input_layernorm"
     mlp_norm: str | None = "post_attention_layernorm"
     after_attention: str | None = None
     after_mlp: str | None = None
     multiplier: str | None = None
     parallel: bool | str = False
+    where: str | None = None
+    cache: str = "past_key_values"
 
     def of(self, layer: Any) -> LayerForm:
         """The form of one layer by its own attributes; a parallel layer's only norm is that of its MLP too."""
@@ -58,7 +62,7 @@ class LayerForm:
     @property
     def children(self) -> frozenset[str]:
         """Names of the children that a layer calls."""
-        return frozenset({self.attention, self.mlp, *self.norms.values()})
+        return frozenset({self.attention, *self.norms.values()} | ({self.mlp} if self.mlp else set()))
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,23 @@ class Rotary:
 
 
 @dataclass(frozen=True)
+class DecoderForm:
+    """Where a causal language model has its decoder, and names of the decoder's children.
+
+    positions: of learned embeddings of positions, added to those of tokens; position p is row p + offset. of_mask:
+    where the caller gives no positions, they count the tokens that are not masked; else all tokens.
+    """
+
+    path: str = "model"
+    layers: str = "layers"
+    embedding: str = "embed_tokens"
+    norm: str = "norm"
+    positions: str | None = None
+    offset: int = 0
+    of_mask: bool = False
+
+
+@dataclass(frozen=True)
 class Family:
     """One model family.
 
@@ -89,7 +110,8 @@ class Family:
     whether it applies the softcaps of its configuration; scores only in eager attention. embedding_multiplier:
     attribute of its decoder by which embeddings are multiplied. logit_divisor: the same of its configuration, by which
     logits are divided; logit_multiplier: by which they are multiplied. by_head: whether the one linear layer of q, k
-    and v has its rows head by head, q, k and v of each.
+    and v has its rows head by head, q, k and v of each. decoder: where it lies. unfused: why no layer of the family is
+    fused; None also where that is simply not known of its layers.
     """
 
     name: str
@@ -107,3 +129,5 @@ class Family:
     logit_divisor: str | None = None
     logit_multiplier: str | None = None
     by_head: bool = False
+    decoder: DecoderForm = DecoderForm()
+    unfused: str | None = None

@@ -62,6 +62,12 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm": ("glm", {}),
     "glm4": ("glm4", {}),
     "stablelm": ("stablelm", {}),
+    "gpt_neox": ("gpt_neox", {}),
+    "gpt_neox-sequential": ("gpt_neox", {"use_parallel_residual": False, "attention_bias": False}),
+    "phi": ("phi", {}),
+    "starcoder2": ("starcoder2", {}),
+    "opt": ("opt", {"word_embed_proj_dim": 64}),
+    "gpt2": ("gpt2", {}),
     "cohere": ("cohere", {}),
     "cohere2": ("cohere2", {}),
     "stablelm-parallel": ("stablelm", {"use_parallel_residual": True, "use_qkv_bias": False}),
@@ -124,6 +130,7 @@ def test_longrope_is_captured_on_either_side_of_its_turn(length: int, new: int, 
         )
 
 
+OUTSIDE = ("logits", "embedding", "divisor", "positions")  # of the layers
 MUTATIONS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "caps": ("gemma2-caps", lambda fused: setattr_(fused.layers[0].attention, softcap=0.0)),
     "logits": ("gemma3-logit-cap", lambda fused: setattr_(fused, softcap=0.0)),
@@ -137,6 +144,11 @@ MUTATIONS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "no rotary": ("smollm3", lambda fused: swapped(fused.layers)),
     "embedding": ("granite", lambda fused: setattr_(fused, embedding_multiplier=4.0)),
     "divisor": ("granite", lambda fused: setattr_(fused, logit_divisor=1.0)),
+    "norm bias": ("stablelm", lambda fused: setattr_(fused.layers[0].attention_norm, bias=None)),
+    "parallel": ("cohere", lambda fused: setattr_(fused.layers[1], parallel=False)),
+    "by head": ("gpt_neox", lambda fused: setattr_(fused.layers[0], by_head=False)),
+    "activation": ("phi", lambda fused: setattr_(fused.layers[0].gate_up, activation="relu")),
+    "positions": ("opt", lambda fused: setattr_(fused.positions, offset=1)),
     "scaling": ("gemma2", lambda fused: setattr_(fused.layers[0].attention, scaling=0.25)),
 }
 
@@ -172,8 +184,7 @@ def test_a_term_left_out_is_seen(mutation: str, monkeypatch: pytest.MonkeyPatch)
         assert_like_the_stock_loop(patched(form), padded_batch(), 12)
 
 
-# those within one layer
-@pytest.mark.parametrize("mutation", [name for name in MUTATIONS if name not in ("logits", "embedding", "divisor")])
+@pytest.mark.parametrize("mutation", [name for name in MUTATIONS if name not in OUTSIDE])
 def test_a_term_left_out_is_found_by_the_patch(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name, changes = FORMS[planted(mutation, monkeypatch)]
     model: Any = accelpatch.patch(CAUSAL[name].make(**changes), "exact")

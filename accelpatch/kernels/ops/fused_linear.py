@@ -3,8 +3,9 @@
     fused_linear     y[M, N] = gate(norm(x[M, K]) @ w[N, K]^T + bias[N]) + residual[M, N]     few rows: one launch
     large_m_linear   y[M, N] = gate(x[M, K] @ w[N, K]^T + bias[N])                               any number of rows
 
-Norm, gate (an activation of the first half of the columns, times the second half) and residual are optional. A gate is
-a separate launch where it is not silu, or where a weight's tiles are not interleaved. Where no one launch serves, on a
+Norm, gate (an activation of the first half of the columns, times the second half) and residual are optional; in place
+of a gate the layer may have an activation of all columns. A gate is a separate launch where it is not silu, or where a
+weight's tiles are not interleaved. Where no one launch serves, on a
 CPU among others, the single operations run one after the other (`operations`).
 """
 
@@ -27,9 +28,12 @@ from accelpatch.kernels.layouts.layout import Layout
 from accelpatch.kernels.ops import gated_activation, linear
 from accelpatch.kernels.ops.by_layout import LINEARS, LinearOf
 from accelpatch.kernels.ops.fused_norm import FusedNorm
+from accelpatch.kernels.ops.gated_activation import ACTIVATIONS
 from accelpatch.kernels.spec import Described, Implementation, Kernel, Spec
 
 SILU = ("silu", "swish")
+# activation of all columns -> its name among those of the device library
+INSIDE = {"relu": "relu", "gelu": "gelu", "gelu_tanh": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "silu": "silu"}
 FUSED, LARGE_M = "fused_linear", "large_m_linear"
 
 
@@ -37,13 +41,15 @@ FUSED, LARGE_M = "fused_linear", "large_m_linear"
 class FusedLinear(Described):
     """A linear layer: a weight in any layout of `LINEARS`, and bias[N] in x's dtype.
 
-    producer: flag for the columns of y, if a call is `one_launch`. consumer: flag for the columns of x.
+    activation: of y before the residual, a name of `gated_activation.ACTIVATIONS`. producer: flag for the columns of y,
+    if a call is `one_launch`. consumer: flag for the columns of x.
     """
 
     weight: Layout
     bias: Tensor | None = None
     producer: Signal | None = None
     consumer: Signal | None = None
+    activation: str | None = None
 
     @property
     def raw(self) -> Tensor:
@@ -85,15 +91,23 @@ class FusedLinear(Described):
 
     def one_launch(self, gate: str | None = None) -> bool:
         """Whether a call is a single launch on a GPU that writes the result itself."""
-        return self.gates(gate) or (gate is None and self.weight.part == "all")
+        plain = gate is None and self.weight.part == "all"
+        return self.gates(gate) or (plain and (self.activation is None or self.activation in INSIDE))
 
     def large_m(self, x: Tensor, gate: str | None = None) -> Tensor:
         """gate(x[M, K] @ w^T + bias) for any M. It bypasses torch's dispatcher, which saves host time."""
+        if self.activation is not None:
+            return ACTIVATIONS[self.activation](self.without_activation.large_m(x))
         if gate is None and (x.shape[0] <= binding.MAX_ROWS or self.many is None):
             return self.linear.operation.function(x, *self.weight.arguments(), self.bias)
         facts = self.linear.facts(x, *self.weight.arguments()) if self.gates(gate) else ()
         y: Tensor = dispatch.run(LARGE_M, large_m_spec, x.device, (self, x, gate), facts)
         return y
+
+    @functools.cached_property
+    def without_activation(self) -> FusedLinear:
+        """This layer without its activation."""
+        return replace(self, activation=None)
 
     @functools.cached_property
     def many(self) -> Callable[[Tensor], Tensor] | None:
@@ -126,6 +140,8 @@ def reference(
         x = norm.reference(x)
     of_weight: Any = dispatch.kernel(layer.linear.op).reference
     y: Tensor = of_weight(x, *layer.weight.arguments(), layer.bias)
+    if layer.activation is not None:
+        y = ACTIVATIONS[layer.activation](y)
     if gate is not None:
         first, second = y.chunk(2, dim=-1)
         y = gated_activation.reference(first, second, gate)
@@ -151,11 +167,13 @@ def by_hip(layer: FusedLinear, x: Tensor, norm: FusedNorm | None, gate: str | No
     """The implementation `hip`: one launch, and one more for a gate that it cannot apply."""
     part, one = layer.weight.part, layer.gates(gate)
     mixed = part != "all" and not one  # interleaved output columns have to be reordered
-    inside = not mixed and (gate is None or one)
+    activation = "silu_gate" if one else INSIDE.get(layer.activation or "", "none")
+    after = layer.activation if layer.activation not in INSIDE else None
+    inside = not mixed and (gate is None or one) and after is None
     bias = int4_tiles.in_tiles(layer.bias, part) if mixed else layer.bias
     y = binding.launch(
         layer.weight.launch(), x, bias=bias, residual=residual if inside else None,
-        activation="silu_gate" if one else "none",
+        activation=activation,
         norm="none" if norm is None else norm.kind, norm_weight=None if norm is None else norm.weight,
         norm_bias=None if norm is None else norm.bias, epsilon=0.0 if norm is None else norm.eps,
         producer=layer.producer, consumer=layer.consumer,
@@ -163,6 +181,7 @@ def by_hip(layer: FusedLinear, x: Tensor, norm: FusedNorm | None, gate: str | No
     y = int4_tiles.in_order(y, part) if mixed else y
     if gate is not None and not one:
         y = gated(y, gate)
+    y = y if after is None else ACTIVATIONS[after](y)
     return y if residual is None or inside else residual + y
 
 
