@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import transformers
 from torch import Tensor, nn
 
 from accelpatch.fusion import layer_facts
@@ -15,6 +16,8 @@ from accelpatch.models.family import STATIC_ROPE, Rotary, family_of_class, form_
 from accelpatch.modules.rotary import FusedRotaryEmbedding
 
 IMPLEMENTATIONS = ("eager", "sdpa", None)
+LONGROPE = "longrope"
+IN_PLACE = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 23)  # writes of longrope's frequencies
 
 
 def why_not(attention: Any) -> str | None:
@@ -42,11 +45,19 @@ def rotary_why_not(rotary: Any) -> str | None:
     """Why a model's rotary embedding is not one that fused layers apply; None where it is."""
     if isinstance(rotary, FusedRotaryEmbedding):
         return None
+    if by_length(rotary):
+        return None if IN_PLACE else "transformers before 5.23 puts other frequencies into its rotary embedding"
     family = family_of_class(rotary, "RotaryEmbedding")
     if family is None or family.rotary is None or not family.rotary.tables:
         return "its rotary embedding was not replaced"
     kind = getattr(rotary, "rope_type", None)
     return None if kind in STATIC_ROPE else f"its rope type is {kind}"
+
+
+def by_length(rotary: Any) -> bool:
+    """Whether a rotary embedding of a known family chooses between two sets of frequencies by the length (longrope)."""
+    known = family_of_class(rotary, "RotaryEmbedding") is not None
+    return known and getattr(rotary, "rope_type", None) == LONGROPE
 
 
 def form_of_rotary(attention: Any) -> Rotary:

@@ -32,6 +32,7 @@ class FusedModel:
     decoder: the module that holds the layers' modules. layers: None for one that is not fused. unfused: place of such a
     layer -> why. softcap: of the logits, 0 for none. embedding_multiplier, logit_divisor: of
     embeddings and logits. most: most rows of a step. positions: learned embeddings of positions, or None.
+    by_length: whether the decoder's rotary embedding writes its frequencies, which the layers read, by the length.
     """
 
     decoder: weakref.ref[Any]
@@ -46,6 +47,7 @@ class FusedModel:
     logit_divisor: float = 1.0
     most: int = MAX_ROWS
     positions: Positions | None = None
+    by_length: bool = False
 
     @property
     def fused_layers(self) -> list[FusedLayer]:
@@ -73,8 +75,11 @@ class FusedModel:
     def __call__(self, tokens: Tensor, positions: Tensor, slot: Tensor, mask: Tensor, cache: Any) -> Tensor:
         """Logits [B T, V] after tokens[B] or [B, T], cached from `slot` on; positions[B, T]; mask: the cache's."""
         self.sentinels.reset(tokens.numel())
-        call = StepCall(self.decoder(), cache, positions, slot, mask)
-        return self._logits(*self.run(self.embedded(tokens, positions, tokens.dim() > 1), call))
+        decoder: Any = self.decoder()
+        x = self.embedded(tokens, positions, tokens.dim() > 1)
+        if self.by_length:
+            decoder.rotary_emb(x, positions)
+        return self._logits(*self.run(x, StepCall(decoder, cache, positions, slot, mask)))
 
     def embedded(self, ids: Tensor, positions: Tensor, drafts: bool = False) -> Tensor:
         """Embeddings [M, K] of the M ids at so many positions, the first layer's input."""
@@ -127,6 +132,8 @@ class FusedModel:
     @property
     def no_prompts(self) -> str | None:
         """Why `prompt` would not compute what the modules do; None where it does."""
+        if self.by_length:  # padding behind a short prompt has positions too
+            return "rotary frequencies that change with the length"
         shapes = [layer.attention for layer in self.fused_layers]
         if any(one.softcap or one.plus_one or 2 * len(one.inv_freq) != one.size for one in shapes):
             return "attention with capped scores, partial rotary embedding, or norms of Gemma's kind"

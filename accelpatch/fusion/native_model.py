@@ -64,8 +64,8 @@ def native_model(model: nn.Module, unfused: Mapping[int, str] = NONE) -> NativeM
     """
     found = decoder_of(model)
     decoder, head = found.module, found.head
-    if found.form != DecoderForm():
-        raise CannotFuse("the native step is for decoders of Llama's form")
+    if found.form != DecoderForm() or attention_facts.by_length(found.rotary):
+        raise CannotFuse("the native step is for decoders of Llama's form with fixed frequencies")
     layers, reasons = decoder.layers, dict(unfused)
     for place, layer in enumerate(layers):
         if place not in reasons and (reason := _why_not(layer, model)):

@@ -51,7 +51,8 @@ def _planned(site: Site, replaced: Sites, device: Device) -> str:
     if reason := layer_facts.why_not(layer) or attention_facts.why_not(attention):
         raise CannotFuse(reason)
     needed = [] if layer_facts.has_plain_mlp(layer) else [("MLP", f"{site.path}.{form.mlp}")]
-    if family.rotary is not None and not family.rotary.tables:
+    by_length = _rope_parameters(attention.config).get("rope_type") == attention_facts.LONGROPE
+    if family.rotary is not None and not family.rotary.tables and not (by_length and attention_facts.IN_PLACE):
         needed.append(("rotary embedding", f"{model}.rotary_emb"))
     for what, path in needed:
         if replaced.get(path) is None:
@@ -81,6 +82,8 @@ def _native(layer: Any, path: str, replaced: Sites, dtype: torch.dtype, device: 
         raise CannotFuse(reason)
     if hasattr(layer.mlp, "gate_up_proj"):
         raise CannotFuse("gate and up are one linear layer")
+    if _rope_parameters(layer.self_attn.config).get("rope_type") == attention_facts.LONGROPE:
+        raise CannotFuse("its rotary frequencies change with the length")
     if _rotary_fraction(layer.self_attn.config) < 1:
         raise CannotFuse("its rotary embedding covers only a part of each head")
     if layer_facts.activation_of(layer) not in native_library.ACTIVATIONS:
@@ -108,15 +111,21 @@ def _launches(layer: Any, path: str, replaced: Sites, dtype: torch.dtype, device
     more = sum(norm is not None for norm in (form.after_attention, form.after_mlp)) + 2 * (form.multiplier is not None)
     more += layer_facts.by_head(layer)
     more += layer_facts.activation_of(layer) not in (INSIDE if layer_facts.has_plain_mlp(layer) else SILU)
-    more += attention_facts.form_of_rotary(attention).interleaved or attention_facts.normed_over_all(attention)
+    interleaved = attention_facts.form_of_rotary(attention).interleaved and attention_facts.applies_rotary(attention)
+    more += interleaved or attention_facts.normed_over_all(attention)
     by = "hip" if hip_attention.why_not(shape, dtype, device) is None else "hip, attention by triton"
     return f"{by}, {LAUNCHES + more} launches"
 
 
+def _rope_parameters(config: Any) -> dict[str, Any]:
+    return getattr(config, "rope_parameters", None) or {}
+
+
 def _rotary_fraction(config: Any) -> float:
     """The fraction of a head's columns that get the rotary embedding."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    return float(parameters.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1.0)
+    return float(
+        _rope_parameters(config).get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1.0
+    )
 
 
 def _attention_shape(attention: Any) -> AttentionShape:

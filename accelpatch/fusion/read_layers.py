@@ -64,6 +64,7 @@ def fused_model(model: Any, unfused: Mapping[int, str] = NONE) -> FusedModel:
         weakref.ref(decoder.module), decoder.embedding, made, reasons, final, one(head, dtype), blank,
         attention_facts.logit_cap(model), attention_facts.embedding_multiplier(model),
         attention_facts.logit_divisor(model), positions=decoder.positions,
+        by_length=attention_facts.by_length(rotary),
     )  # fmt: skip
 
 
@@ -101,6 +102,8 @@ def attention_of(attention: Any, rotary: Any, dtype: torch.dtype, memory: Zeros)
         frequencies, rope_scaling = torch.zeros(size // 2, device=next(attention.parameters()).device), 1.0
     else:
         frequencies, rope_scaling = attention_facts.rope(rotary, attention_facts.layer_type(attention))
+        if attention_facts.by_length(rotary) and frequencies.dtype != torch.float32:
+            raise CannotFuse(f"its frequencies change with the length, and are {frequencies.dtype}")
     q_norm, k_norm = (None, None) if attention_facts.normed_over_all(attention) else q_k_norms(attention, dtype)
     both = {(norm.eps, norm.plus_one) for norm in (q_norm, k_norm) if norm is not None} or {(0.0, False)}
     if len(both) > 1:
