@@ -99,7 +99,8 @@ def attention_of(attention: Any, rotary: Any, dtype: torch.dtype, memory: Zeros)
     heads, kv_heads, size = attention_facts.heads_of(attention)
     if attention_facts.form_of_rotary(attention).interleaved or not attention_facts.applies_rotary(attention):
         # no rotation: the angle is 0
-        frequencies, rope_scaling = torch.zeros(size // 2, device=next(attention.parameters()).device), 1.0
+        device = next(tensor.device for tensor in (*attention.parameters(), *attention.buffers()))
+        frequencies, rope_scaling = torch.zeros(size // 2, device=device), 1.0
     else:
         frequencies, rope_scaling = attention_facts.rope(rotary, attention_facts.layer_type(attention))
         if attention_facts.by_length(rotary) and frequencies.dtype != torch.float32:
