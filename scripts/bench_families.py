@@ -33,7 +33,14 @@ WIDTHS: dict[str, Any] = {
     "head_dim": 128, "vocab_size": 32000, "tie_word_embeddings": False, "max_position_embeddings": 4096,
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
 }  # fmt: skip
-MORE: dict[str, dict[str, Any]] = {"glm": {"partial_rotary_factor": 0.5}, "glm4": {"partial_rotary_factor": 0.5}}
+_OF_GPT2 = {"n_embd": 4096, "n_head": 32, "n_inner": 16512, "n_positions": 4096}
+# MLPs without a gate: 3/2 of the inner width are the bytes of three matrices
+_PLAIN = {"intermediate_size": 16512}
+MORE: dict[str, dict[str, Any]] = {
+    "glm": {"partial_rotary_factor": 0.5}, "glm4": {"partial_rotary_factor": 0.5},
+    "gpt_neox": _PLAIN, "phi": _PLAIN, "starcoder2": _PLAIN | {"sliding_window": None}, "gpt2": _OF_GPT2,
+    "opt": {"ffn_dim": 16512, "word_embed_proj_dim": 4096},
+}  # fmt: skip
 WITHOUT_DENSE_LAYERS = ("mixtral", "qwen3_moe")
 SHORT, LONG, PROMPT = 32, 160, 64
 
@@ -42,12 +49,13 @@ def made(name: str, layers: int) -> Any:
     """A model of a family with random weights, on the GPU."""
     family = next(one for one in FAMILIES if one.name == name)
     prefix = family.classes + ("Text" if name == "gemma3" else "")
-    config = getattr(transformers, f"{prefix}Config")(**WIDTHS, num_hidden_layers=layers, **MORE.get(name, {}))
+    config = getattr(transformers, f"{prefix}Config")(**{**WIDTHS, "num_hidden_layers": layers, **MORE.get(name, {})})
     torch.manual_seed(0)
     with torch.device("cuda"):
         torch.set_default_dtype(torch.bfloat16)
         try:
-            model = getattr(transformers, f"{family.classes}ForCausalLM")(config)
+            suffix = "LMHeadModel" if name == "gpt2" else "ForCausalLM"
+            model = getattr(transformers, f"{family.classes}{suffix}")(config)
         finally:
             torch.set_default_dtype(torch.float32)
     return model.to(torch.bfloat16).eval()

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from accelpatch.fusion.cannot_fuse import CannotFuse
 from accelpatch.kernels.layouts.row_major import Plain
-from accelpatch.kernels.ops.fused_linear import FusedLinear, FusedNorm, gated
-from accelpatch.kernels.ops.gated_activation import gated_activation
+from accelpatch.kernels.ops.fused_linear import FusedLinear, gated
+from accelpatch.kernels.ops.fused_norm import FusedNorm
+from accelpatch.kernels.ops.gated_activation import ACTIVATIONS, gated_activation
 
 SWITCHES = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling", "cast_input_dtype_enabled")
 ALIGNED = 8  # concatenated ranks are padded to a multiple: rows of 16 bytes
@@ -25,21 +26,26 @@ ALIGNED = 8  # concatenated ranks are padded to a multiple: rows of 16 bytes
 
 @dataclass(frozen=True, eq=False)
 class Adapted:
-    """A linear layer with its LoRA adapters concatenated: down[R, K], which includes the scaling, then up[N, R]."""
+    """A linear layer with its LoRA adapters concatenated: down[R, K], which includes the scaling, then up[N, R].
+
+    activation: as in FusedLinear, a launch of its own.
+    """
 
     base: FusedLinear
     down: FusedLinear
     up: FusedLinear
+    activation: str | None = None
 
     def __call__(
         self, x: Tensor, norm: FusedNorm | None = None, gate: str | None = None, residual: Tensor | None = None
     ) -> Tensor:
         """As FusedLinear.__call__; a gate is a separate launch."""
-        y = self.base(x, norm, residual=None if gate else residual)
+        alone = gate is None and self.activation is None
+        y = self.base(x, norm, residual=residual if alone else None)
         y = self.up(self.down(x, norm), residual=y)
-        if gate is None:
+        if alone:
             return y
-        y = gated_activation(*y.chunk(2, dim=-1), gate)
+        y = self._activated(y) if gate is None else gated_activation(*y.chunk(2, dim=-1), gate)
         return y if residual is None else residual + y
 
     @property
@@ -50,7 +56,10 @@ class Adapted:
     def large_m(self, x: Tensor, gate: str | None = None) -> Tensor:
         """As FusedLinear.large_m."""
         y = self.base.large_m(x) + self.up.large_m(self.down.large_m(x))
-        return y if gate is None else gated(y, gate)
+        return self._activated(y) if gate is None else gated(y, gate)
+
+    def _activated(self, y: Tensor) -> Tensor:
+        return y if self.activation is None else ACTIVATIONS[self.activation](y)
 
 
 def is_adapter(module: Any) -> bool:
@@ -76,7 +85,8 @@ def with_adapters(base: FusedLinear, modules: Sequence[Any], dtype: torch.dtype)
     rows, downs, ups = 0, [], []
     for module in modules:
         low = active(module)
-        size = base_of(module).out_features
+        inner = base_of(module)
+        size = inner.nf if hasattr(inner, "nf") else inner.out_features  # of a Conv1D
         for down, up in low:
             wide = torch.zeros(base.n, up.shape[1], dtype=up.dtype, device=up.device)
             wide[rows : rows + size] = up

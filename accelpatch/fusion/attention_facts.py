@@ -7,13 +7,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import transformers
 from torch import Tensor, nn
 
+from accelpatch.fusion import layer_facts
 from accelpatch.fusion.cannot_fuse import CannotFuse
-from accelpatch.models.family import STATIC_ROPE, Rotary, family_of_class, form_of
+from accelpatch.models.family import STATIC_ROPE, Rotary, family_of_class, form_of, has_layer_norms
 from accelpatch.modules.rotary import FusedRotaryEmbedding
 
 IMPLEMENTATIONS = ("eager", "sdpa", None)
+LONGROPE = "longrope"
+IN_PLACE = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 23)  # writes of longrope's frequencies
 
 
 def why_not(attention: Any) -> str | None:
@@ -41,11 +45,19 @@ def rotary_why_not(rotary: Any) -> str | None:
     """Why a model's rotary embedding is not one that fused layers apply; None where it is."""
     if isinstance(rotary, FusedRotaryEmbedding):
         return None
+    if by_length(rotary):
+        return None if IN_PLACE else "transformers before 5.23 puts other frequencies into its rotary embedding"
     family = family_of_class(rotary, "RotaryEmbedding")
-    if family is None or family.rotary is None or not family.rotary.wide:
+    if family is None or family.rotary is None or not family.rotary.tables:
         return "its rotary embedding was not replaced"
     kind = getattr(rotary, "rope_type", None)
     return None if kind in STATIC_ROPE else f"its rope type is {kind}"
+
+
+def by_length(rotary: Any) -> bool:
+    """Whether a rotary embedding of a known family chooses between two sets of frequencies by the length (longrope)."""
+    known = family_of_class(rotary, "RotaryEmbedding") is not None
+    return known and getattr(rotary, "rope_type", None) == LONGROPE
 
 
 def form_of_rotary(attention: Any) -> Rotary:
@@ -56,8 +68,9 @@ def form_of_rotary(attention: Any) -> Rotary:
 
 def applies_rotary(attention: Any) -> bool:
     """Whether a layer applies the rotary embedding at all."""
-    name = form_of_rotary(attention).without
-    return name is None or bool(getattr(attention, name))
+    family = family_of_class(attention, "Attention")
+    rotary = None if family is None else family.rotary
+    return rotary is not None and (rotary.without is None or bool(getattr(attention, rotary.without)))
 
 
 def normed_over_all(attention: Any) -> bool:
@@ -66,11 +79,21 @@ def normed_over_all(attention: Any) -> bool:
     return family is not None and family.q_k_norm == "all" and hasattr(attention, "q_norm")
 
 
+def heads_of(attention: Any) -> tuple[int, int, int]:
+    """(query heads, heads of the cache, head size) of an attention layer."""
+    config = attention.config
+    heads = int(config.num_attention_heads)
+    size = getattr(attention, "head_dim", None) or config.hidden_size // heads
+    return heads, int(getattr(config, "num_key_value_heads", None) or heads), int(size)
+
+
 def native_why_not(layer: Any, model: Any) -> str | None:
     """Why a layer has a form that the native step does not compute; None where it has none."""
-    form, attention = form_of(layer), layer.self_attn
+    form, attention = form_of(layer), layer_facts.attention_of(layer)
     if form is None or form.attention_norm is None or form.mlp_norm is None or form.multiplier is not None:
         return "its norms or its residual additions have another form than those of the native step"
+    if form.parallel or has_layer_norms(layer) or layer_facts.has_plain_mlp(layer):
+        return "the native step has no LayerNorm, no parallel attention and MLP, and no MLP without a gate"
     if form_of_rotary(attention).interleaved or not applies_rotary(attention) or normed_over_all(attention):
         return "its rotary embedding or the norms of q and k have another form than those of the native step"
     if (embedding_multiplier(model), logit_divisor(model)) != (1.0, 1.0):
@@ -88,6 +111,8 @@ def embedding_multiplier(model: Any) -> float:
 def logit_divisor(model: Any) -> float:
     """By what the model divides its logits."""
     family = family_of_class(model, "ForCausalLM")
+    if family is not None and family.logit_multiplier is not None:
+        return 1.0 / float(getattr(model.config, family.logit_multiplier))
     name = None if family is None else family.logit_divisor
     return 1.0 if name is None else float(getattr(model.config, name))
 
@@ -129,26 +154,3 @@ def logit_cap(model: Any) -> float:
     family = family_of_class(model, "ForCausalLM")
     capped = family is not None and family.capped_logits
     return float((getattr(model.config, "final_logit_softcapping", None) if capped else None) or 0.0)
-
-
-def decoder_of(model: Any) -> tuple[Any, Any]:
-    """(decoder, head) of a causal language model that calls its layers one after the other. Raises CannotFuse."""
-    decoder, head = getattr(model, "model", None), getattr(model, "lm_head", None)
-    if decoder is None or head is None or not getattr(decoder, "layers", None):
-        raise CannotFuse("it has no Llama-like decoder")
-    if reason := model_why_not(model, decoder):
-        raise CannotFuse(reason)
-    if reason := rotary_why_not(decoder.rotary_emb):
-        raise CannotFuse(reason)
-    return decoder, head
-
-
-def model_why_not(*models: Any) -> str | None:
-    """Why a model, or the decoder in it, may not simply call its layers one after the other; None where they do."""
-    for one in models:
-        if not type(one).forward.__module__.startswith("transformers."):
-            return f"{type(one).__name__} has a forward of its own"
-    decoder = models[-1]
-    count = decoder.config.num_hidden_layers
-    places = [getattr(layer.self_attn, "layer_idx", None) for layer in decoder.layers]
-    return None if places == list(range(count)) else f"its layers have the indices {places}, of {count}"

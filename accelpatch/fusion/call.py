@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from accelpatch.errors import KernelError
-from accelpatch.fusion import attention_facts
+from accelpatch.fusion import attention_facts, layer_facts
+from accelpatch.fusion.decoder import layers_of
+from accelpatch.models.family import family_of_layer
 
 #: window in slots (0: none) -> boolean mask [B or 1, 1, T, keys] of the keys that each token attends to
 Visible = Callable[[int], Tensor]
@@ -35,16 +37,16 @@ def run_module(decoder: Any, place: int, x: Tensor, positions: Tensor, visible: 
 
     cache: the KV cache, of which the module calls `update` alone; None for none.
     """
-    layer = decoder.layers[place]
-    attention, rows = layer.self_attn, x.view(*positions.shape, -1)
+    layer = layers_of(decoder)[place]
+    attention, rows = layer_facts.attention_of(layer), x.view(*positions.shape, -1)
     seen = visible(attention_facts.window(attention))
     if attention.config._attn_implementation == "eager":
         seen = torch.zeros_like(seen, dtype=x.dtype).masked_fill_(~seen, torch.finfo(x.dtype).min)
-    kinds = attention_facts.rope_arguments(decoder.rotary_emb, attention)
-    given = {
-        "attention_mask": seen, "position_ids": positions, "past_key_values": cache, "use_cache": cache is not None,
-        "position_embeddings": decoder.rotary_emb(rows, positions, *kinds),
-    }  # fmt: skip
+    family, rotary = family_of_layer(layer), getattr(decoder, "rotary_emb", None)
+    cached = "past_key_values" if family is None or family.layer is None else family.layer.cache
+    given = {"attention_mask": seen, "position_ids": positions, cached: cache, "use_cache": cache is not None}
+    if rotary is not None:
+        given["position_embeddings"] = rotary(rows, positions, *attention_facts.rope_arguments(rotary, attention))
     made = layer(rows, **given)
     made = made[0] if isinstance(made, tuple) else made
     if not isinstance(made, Tensor) or made.shape != rows.shape:

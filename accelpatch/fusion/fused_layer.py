@@ -1,4 +1,4 @@
-"""A decoder layer of Llama's form in five kernel launches.
+"""A decoder layer in five kernel launches.
 
 The launches: norm, q, k and v; rotary embedding, cache write and attention; o and residual; norm, gate, up and
 activation; down and residual. Norms after attention and MLP, with the residual, are one more launch each, and so is a
@@ -19,7 +19,8 @@ from accelpatch.fusion.call import Call
 from accelpatch.fusion.signals import without_signals
 from accelpatch.kernels.hip.binding import MAX_GEMV_ROWS, Signal
 from accelpatch.kernels.ops.attention_shape import AttentionShape
-from accelpatch.kernels.ops.fused_linear import FusedLinear, FusedNorm, normed
+from accelpatch.kernels.ops.fused_linear import FusedLinear
+from accelpatch.kernels.ops.fused_norm import FusedNorm
 from accelpatch.kernels.ops.query_key import QueryKey, prepare_query_key_
 
 
@@ -27,8 +28,11 @@ from accelpatch.kernels.ops.query_key import QueryKey, prepare_query_key_
 class FusedLayer:
     """One decoder layer.
 
+    gate_up: of a plain MLP its first linear layer, with its activation; then `activation`, of the gate, is None.
     attention_norm, mlp_norm: before attention and MLP; after_attention, after_mlp: before the residual is added; None
     for none. prepare: what is done to q and k before attention. multiplier: of both branches before they are added.
+    parallel: the MLP reads the layer's input too; one norm at both places is computed once where rows are many.
+    by_head: the columns of qkv are q, k and v of one head after the other (a launch more).
     """
 
     qkv: FusedLinear | Adapted
@@ -37,12 +41,14 @@ class FusedLayer:
     o: FusedLinear | Adapted
     gate_up: FusedLinear | Adapted
     mlp_norm: FusedNorm | None
-    activation: str
+    activation: str | None
     down: FusedLinear | Adapted
     after_attention: FusedNorm | None = None
     after_mlp: FusedNorm | None = None
     prepare: QueryKey | None = None
     multiplier: float = 1.0
+    parallel: bool = False
+    by_head: bool = False
 
     def __call__(self, x: Tensor, pending: Tensor | None, call: Call, place: int) -> tuple[Tensor, Tensor | None]:
         """The layer on the rows x + pending[M, K]; returns (x, rest), the rest to be added by the next norm.
@@ -53,10 +59,13 @@ class FusedLayer:
             return self._many_rows(x, pending, call, place)
         x = x if pending is None else x + pending
         attended = self._attend(self.qkv(x, self.attention_norm), call, place)
-        x = self._added(self.o, attended, self.after_attention, x)
-        return self._added(self.down, self.gate_up(x, self.mlp_norm, gate=self.activation), self.after_mlp, x), None
+        total = self._added(self.o, attended, self.after_attention, x)
+        inner = self.gate_up(x if self.parallel else total, self.mlp_norm, gate=self.activation)
+        return self._added(self.down, inner, self.after_mlp, total), None
 
     def _attend(self, qkv: Tensor, call: Call, place: int) -> Tensor:
+        if self.by_head:
+            qkv = qkv.view(len(qkv), -1, 3, self.attention.size).transpose(1, 2).reshape(len(qkv), -1)
         if self.prepare is not None:
             prepare_query_key_(qkv, call.positions.reshape(-1), self.prepare)
         return call.attend(qkv, self, place)
@@ -71,8 +80,13 @@ class FusedLayer:
     def _many_rows(self, x: Tensor, pending: Tensor | None, call: Call, place: int) -> tuple[Tensor, Tensor | None]:
         normal, x = _normed(self.attention_norm, x, pending)
         attended = self._attend(self.qkv.large_m(normal), call, place)
+        if self.parallel:
+            normal = normal if self.mlp_norm is self.attention_norm else _normed(self.mlp_norm, x, None)[0]
         x, pending = self._beside(self.after_attention, self.o.large_m(attended), x)
-        normal, x = _normed(self.mlp_norm, x, pending)
+        if not self.parallel:
+            normal, x = _normed(self.mlp_norm, x, pending)
+        elif pending is not None:
+            x = x + pending
         return self._beside(self.after_mlp, self.down.large_m(self.gate_up.large_m(normal, self.activation)), x)
 
     def _beside(self, norm: FusedNorm | None, y: Tensor, residual: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -101,6 +115,6 @@ class FusedLayer:
 def _normed(norm: FusedNorm | None, x: Tensor, pending: Tensor | None) -> tuple[Tensor, Tensor]:
     """(norm(s), s) for s = x + pending; without a norm, (s, s)."""
     if norm is not None:
-        return normed(norm, x, pending)
+        return norm.of_sum(x, pending)
     x = x if pending is None else x + pending
     return x, x

@@ -14,11 +14,13 @@ from torch import Tensor, nn
 
 from accelpatch.fusion.adapters import Adapted
 from accelpatch.fusion.call import Call
+from accelpatch.fusion.decoder import Positions
 from accelpatch.fusion.fused_layer import FusedLayer
 from accelpatch.fusion.signals import SentinelBuffers
 from accelpatch.fusion.static_call import PromptCall, StepCall
 from accelpatch.kernels.hip.binding import MAX_GEMV_ROWS, MAX_ROWS
-from accelpatch.kernels.ops.fused_linear import FusedLinear, FusedNorm, normed
+from accelpatch.kernels.ops.fused_linear import FusedLinear
+from accelpatch.kernels.ops.fused_norm import FusedNorm
 
 FUSED = "fused layers"
 
@@ -29,7 +31,8 @@ class FusedModel:
 
     decoder: the module that holds the layers' modules. layers: None for one that is not fused. unfused: place of such a
     layer -> why. softcap: of the logits, 0 for none. embedding_multiplier, logit_divisor: of
-    embeddings and logits. most: most rows of a step.
+    embeddings and logits. most: most rows of a step. positions: learned embeddings of positions, or None.
+    by_length: whether the decoder's rotary embedding writes its frequencies, which the layers read, by the length.
     """
 
     decoder: weakref.ref[Any]
@@ -43,6 +46,8 @@ class FusedModel:
     embedding_multiplier: float = 1.0
     logit_divisor: float = 1.0
     most: int = MAX_ROWS
+    positions: Positions | None = None
+    by_length: bool = False
 
     @property
     def fused_layers(self) -> list[FusedLayer]:
@@ -71,17 +76,23 @@ class FusedModel:
 
     def __call__(self, tokens: Tensor, positions: Tensor, slot: Tensor, mask: Tensor, cache: Any) -> Tensor:
         """Logits [B T, V] after tokens[B] or [B, T], cached from `slot` on; positions[B, T]; mask: the cache's."""
-        return self.logits(*self.run(self.begin(tokens), StepCall(self.decoder(), cache, positions, slot, mask)))
+        x = self.begin(tokens, positions)
+        return self.logits(*self.run(x, StepCall(self.decoder(), cache, positions, slot, mask)))
 
-    def begin(self, tokens: Tensor) -> Tensor:
-        """Begin a step of tokens[B] or [B, T]: the first layer's input [B T, K]."""
+    def begin(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Begin a step of tokens[B] or [B, T] at positions[B, T]: the first layer's input [B T, K]."""
         self.sentinels.reset(tokens.numel())
-        return self.embedded(tokens.reshape(-1))
+        decoder: Any = self.decoder()
+        x = self.embedded(tokens, positions, tokens.dim() > 1)
+        if self.by_length:
+            decoder.rotary_emb(x, positions)
+        return x
 
-    def embedded(self, ids: Tensor) -> Tensor:
-        """Embeddings [..., K] of ids[...], the first layer's input."""
-        x: Tensor = self.embedding(ids)
-        return x if self.embedding_multiplier == 1.0 else x * self.embedding_multiplier
+    def embedded(self, ids: Tensor, positions: Tensor, drafts: bool = False) -> Tensor:
+        """Embeddings [M, K] of the M ids at so many positions, the first layer's input."""
+        x: Tensor = self.embedding(ids.reshape(-1))
+        x = x if self.embedding_multiplier == 1.0 else x * self.embedding_multiplier
+        return x if self.positions is None else x + self.positions(positions.reshape(-1), drafts)
 
     def prompt(
         self, ids: Tensor, positions: Tensor, mask: Tensor | None, cache: Any, last: Tensor | None = None
@@ -91,7 +102,7 @@ class FusedModel:
         mask[B, L]: None for no padding. last[1]: index of the token whose logits are wanted; None: the last one.
         """
         call = PromptCall(self.decoder(), cache, positions, mask)
-        rows = [one.view(*ids.shape, -1) for one in self.run(self.embedded(ids.reshape(-1)), call) if one is not None]
+        rows = [one.view(*ids.shape, -1) for one in self.run(self.embedded(ids, positions), call) if one is not None]
         return self.logits(
             *(one[:, -1].contiguous() if last is None else one.index_select(1, last)[:, 0] for one in rows)
         )
@@ -128,6 +139,8 @@ class FusedModel:
     @property
     def no_prompts(self) -> str | None:
         """Why `prompt` would not compute what the modules do; None where it does."""
+        if self.by_length:  # padding behind a short prompt has positions too
+            return "rotary frequencies that change with the length"
         shapes = [layer.attention for layer in self.fused_layers]
         if any(one.softcap or one.plus_one or 2 * len(one.inv_freq) != one.size for one in shapes):
             return "attention with capped scores, partial rotary embedding, or norms of Gemma's kind"
@@ -135,7 +148,7 @@ class FusedModel:
 
     def normal(self, x: Tensor, pending: Tensor | None) -> Tensor:
         """Normalised hidden states [M, K] of the rows x + pending, the head's input."""
-        return normed(self.norm, x, pending)[0]
+        return self.norm.of_sum(x, pending)[0]
 
     def logits_of(self, normal: Tensor) -> Tensor:
         """Logits [M, V] of normalised hidden states [M, K]."""

@@ -18,7 +18,8 @@ from accelpatch.kernels.layouts.row_major import Int8Rows, Plain
 from accelpatch.kernels.layouts.tiling import TILE_ROWS
 from accelpatch.kernels.ops.fused_linear import SILU, FusedLinear
 from accelpatch.modules.compact_linear import CompactLinear
-from accelpatch.modules.gemv_linear import GemvLinear
+from accelpatch.modules.gemv_linear import GemvConv1D, GemvLinear, rows_of_
+from accelpatch.modules.quantized_module import QuantizedModule
 from accelpatch.modules.weight_only import Int4WeightOnlyLinear, Int8WeightOnlyLinear
 
 
@@ -81,7 +82,8 @@ def _alike(modules: Sequence[Any], dtype: torch.dtype) -> list[FusedLinear]:
 
 def fused_linear(module: Any, dtype: torch.dtype) -> FusedLinear:
     """A linear layer's weight and bias. Raises CannotFuse for a format that `FusedLinear` does not read."""
-    if not issubclass(type(module), nn.Linear):
+    conv = _is_plain_conv(module)
+    if not conv and not issubclass(type(module), (nn.Linear, QuantizedModule)):
         raise CannotFuse(f"a linear layer is {type(module).__name__}")
     bias = module.bias
     if bias is not None and bias.dtype != dtype:
@@ -90,6 +92,8 @@ def fused_linear(module: Any, dtype: torch.dtype) -> FusedLinear:
         if dtype != torch.bfloat16:
             raise CannotFuse(f"its activations are {dtype}, and 12-bit weights need bfloat16")
         return FusedLinear(module.tiles, bias)
+    if conv and module.weight.dtype == dtype:
+        return FusedLinear(Plain(rows_of_(module)), bias)
     if isinstance(module, (GemvLinear, CompactLinear)) or _plain_on_a_cpu(module):
         if module.weight.dtype != dtype or not module.weight.is_contiguous():
             raise CannotFuse(f"a weight is {module.weight.dtype}, or is not contiguous")
@@ -106,6 +110,12 @@ def fused_linear(module: Any, dtype: torch.dtype) -> FusedLinear:
 
 def _plain_on_a_cpu(module: nn.Module) -> bool:
     return type(module).forward is nn.Linear.forward and module.weight.device.type == "cpu"
+
+
+def _is_plain_conv(module: nn.Module) -> bool:
+    """Whether a module is a Conv1D with a float weight: a replaced one, or on a CPU any."""
+    own = type(module).__name__ == "Conv1D" and next(module.parameters()).device.type == "cpu"
+    return own or isinstance(module, GemvConv1D)
 
 
 def _beside(biases: Sequence[Tensor | None]) -> Tensor | None:

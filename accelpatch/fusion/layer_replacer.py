@@ -15,7 +15,7 @@ from accelpatch.device import Device
 from accelpatch.errors import KernelError
 from accelpatch.fusion.planned import libraries, planned
 from accelpatch.kernels.ops.rmsnorm import chosen
-from accelpatch.models.family import LayerForm, form_of, norm_of
+from accelpatch.models.family import LayerForm, form_of, linears_of, norm_of
 from accelpatch.modules.norm import ResidualNormLayer, positional_names
 from accelpatch.modules.replacement import adopt, skipped
 from accelpatch.patching.replacer import EVERY_CHILD, Choice, Reason, Replaced, Replacer
@@ -33,11 +33,11 @@ class FusedLayerReplacer(Replacer):
     def propose(self, site: Site, options: Mapping[str, Any], device: Device) -> Choice | Reason:
         layer, form = site.original, form_of(site.original)
         if form is None:
-            return Reason(f"{type(layer).__name__} has no known RMSNorm after a residual addition")
-        if any(isinstance(child, nn.Dropout) and child.p > 0 for child in layer.children()):
-            return Reason("the layer has dropout before the residual addition")
+            return Reason(f"{type(layer).__name__} has no known norm after a residual addition")
         kernel = "modules"
         if not _is_plain(layer, form):
+            if any(isinstance(child, nn.Dropout) and child.p > 0 for child in layer.children()):
+                return Reason("the layer has dropout before the residual addition")
             assert form.mlp_norm is not None
             norm = getattr(layer, form.mlp_norm)
             kind = norm_of(norm)
@@ -59,19 +59,23 @@ class FusedLayerReplacer(Replacer):
         assert form is not None
         new = adopt(ResidualNormLayer, layer)
         new.norms, new.plain = form.norms, _is_plain(layer, form)
-        if form.mlp_norm is not None:
+        if not new.plain:
+            assert form.mlp_norm is not None
             norm = getattr(layer, form.mlp_norm)
             kind = norm_of(norm)
             assert kind is not None
             new.norm_class, new.eps_name, new.plus_one = type(norm), kind.eps, kind.plus_one
-        new.skips = skipped(new, *(layer._modules.keys() - form.children))
+        own = layer._modules.keys() - form.children - {name.partition(".")[0] for name in linears_of(layer).values()}
+        if new.plain:  # its own forward applies dropout, and fused layers run outside of training alone
+            own = {name for name in own if not isinstance(layer._modules[name], nn.Dropout)}
+        new.skips = skipped(new, *own)
         new.positional = positional_names(layer)
         return new
 
 
 def _is_plain(layer: nn.Module, form: LayerForm) -> bool:
     """Whether a layer has no residual addition that can be one operation with the norm after it."""
-    if form.mlp_norm is None or form.multiplier is not None:
+    if form.mlp_norm is None or form.multiplier is not None or form.parallel:
         return True
     kind = norm_of(getattr(layer, form.mlp_norm))
-    return kind is None or kind.late
+    return kind is None or kind.late or kind.layer

@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accelpatch.fusion import attention_facts
+from accelpatch.fusion import attention_facts, layer_facts
 from accelpatch.fusion.cannot_fuse import CannotFuse
+from accelpatch.fusion.decoder import decoder_of
 from accelpatch.kernels.cpu.decode_step import DecodeStep, LayerWeights, StepShape
 from accelpatch.kernels.cpu.native_library import ACTIVATIONS
 from accelpatch.kernels.layouts.cpu_pack import Pack
+from accelpatch.models.family import DecoderForm
 from accelpatch.modules.gated_mlp import GatedMLP
 from accelpatch.modules.norm import FusedRMSNorm, ResidualNormLayer
 from accelpatch.modules.quantized_module import QuantizedModule, packed_modules
@@ -60,7 +62,10 @@ def native_model(model: nn.Module, unfused: Mapping[int, str] = NONE) -> NativeM
     unfused: place -> reason, of layers that must run as modules; others that have no native form join them. Raises
     CannotFuse where no layer has one, or the embedding, last norm or head does not.
     """
-    decoder, head = attention_facts.decoder_of(model)
+    found = decoder_of(model)
+    decoder, head = found.module, found.head
+    if found.form != DecoderForm() or attention_facts.by_length(found.rotary):
+        raise CannotFuse("the native step is for decoders of Llama's form with fixed frequencies")
     layers, reasons = decoder.layers, dict(unfused)
     for place, layer in enumerate(layers):
         if place not in reasons and (reason := _why_not(layer, model)):
@@ -86,11 +91,16 @@ def native_model(model: nn.Module, unfused: Mapping[int, str] = NONE) -> NativeM
 
 def _why_not(layer: Any, model: Any) -> str | None:
     """Why a layer's modules do not compute what a native step does; None where they do."""
-    if not isinstance(layer, ResidualNormLayer) or not isinstance(layer.mlp, GatedMLP) or layer.mlp.fused_gate_up:
+    mlp = layer_facts.mlp_of(layer)
+    if not isinstance(layer, ResidualNormLayer) or not isinstance(mlp, GatedMLP) or mlp.fused_gate_up:
         return "it is not a replaced Llama-like layer"
-    if not (unchanged(layer) and unchanged(layer.mlp)):
+    if not (unchanged(layer) and unchanged(mlp)):
         return "a module that is fused into another was changed"
-    return attention_facts.why_not(layer.self_attn) or attention_facts.native_why_not(layer, model)
+    return (
+        layer_facts.why_not(layer)
+        or attention_facts.why_not(layer_facts.attention_of(layer))
+        or attention_facts.native_why_not(layer, model)
+    )
 
 
 def _checked_weights(layer: Any, first: Any, ropes: list[str], shape: StepShape) -> LayerWeights:

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 
 from accelpatch.device import Device
-from accelpatch.fusion import attention_facts
+from accelpatch.fusion import attention_facts, layer_facts
 from accelpatch.fusion.cannot_fuse import CannotFuse
 from accelpatch.fusion.read_layers import DTYPES
 from accelpatch.kernels.cpu import native_library
 from accelpatch.kernels.hip import attention as hip_attention
 from accelpatch.kernels.ops import decode_attention
 from accelpatch.kernels.ops.attention_shape import AttentionShape
-from accelpatch.kernels.ops.fused_linear import SILU
-from accelpatch.models.family import ACTIVATION_CLASSES, form_of
+from accelpatch.kernels.ops.fused_linear import INSIDE, SILU
+from accelpatch.models.family import family_of_layer, form_of, has_layer_norms, linears_of
 from accelpatch.patching.replacer import Reason, Replaced
 from accelpatch.patching.site import Site
 
@@ -51,20 +51,24 @@ def libraries(site: Site, device: Device) -> tuple[str, ...]:
 def _planned(site: Site, replaced: Sites, device: Device) -> str:
     layer: Any = site.original
     form = form_of(layer)
-    model = site.path.partition(".layers.")[0]
-    if form is None:
+    family = family_of_layer(layer)
+    if form is None or family is None:
         raise CannotFuse("its form is not known")
-    if model != "model" or "lm_head" not in replaced:
+    model = family.decoder.path
+    if not site.path.startswith(f"{model}.{family.decoder.layers}.") or "lm_head" not in replaced:
         raise CannotFuse("it is no layer of a causal language model's decoder")
-    if reason := attention_facts.why_not(getattr(layer, form.attention)):
+    attention = layer_facts.attention_of(layer)
+    if reason := layer_facts.why_not(layer) or attention_facts.why_not(attention):
         raise CannotFuse(reason)
-    rotary = attention_facts.form_of_rotary(getattr(layer, form.attention))
-    needed = [("MLP", f"{site.path}.{form.mlp}")] + [("rotary embedding", f"{model}.rotary_emb")] * (not rotary.wide)
+    needed = [] if layer_facts.has_plain_mlp(layer) else [("MLP", f"{site.path}.{form.mlp}")]
+    by_length = _rope_parameters(attention.config).get("rope_type") == attention_facts.LONGROPE
+    if family.rotary is not None and not family.rotary.tables and not (by_length and attention_facts.IN_PLACE):
+        needed.append(("rotary embedding", f"{model}.rotary_emb"))
     for what, path in needed:
         if replaced.get(path) is None:
             raise CannotFuse(f"its {what} is not replaced")
-    for path in (*(f"{site.path}.{name}" for name in form.norms.values()), f"{model}.norm"):
-        if replaced.get(path) is None:
+    for path in (*(f"{site.path}.{name}" for name in form.norms.values()), f"{model}.{family.decoder.norm}"):
+        if replaced.get(path) is None and not has_layer_norms(layer):
             raise CannotFuse(f"the norm {path} is not replaced")
     dtype = next(parameter.dtype for parameter in layer.parameters())
     if device.kind == "cpu":
@@ -74,12 +78,8 @@ def _planned(site: Site, replaced: Sites, device: Device) -> str:
 
 def _linears(layer: Any, path: str) -> Iterator[tuple[str, str]]:
     """(name for messages, dotted name in the model) of the linear layers of attention and MLP, and of the head."""
-    names = ("qkv_proj", "q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "gate_proj", "up_proj", "down_proj")
-    for child in ("self_attn", "mlp"):
-        part = getattr(layer, child)
-        for name in names:
-            if hasattr(part, name):
-                yield f"{child}.{name}", f"{path}.{child}.{name}"
+    for name in linears_of(layer).values():
+        yield name, f"{path}.{name}"
     yield "lm_head", "lm_head"
 
 
@@ -88,14 +88,16 @@ def _native(layer: Any, path: str, replaced: Sites, dtype: torch.dtype, device: 
         raise CannotFuse(f"no native library: {reason}")
     if dtype != torch.float32:
         raise CannotFuse(f"the native step computes in float32, and the layer is {dtype}")
-    if hasattr(layer.mlp, "gate_up_proj"):
-        raise CannotFuse("gate and up are one linear layer")
     if reason := attention_facts.native_why_not(layer, None):
         raise CannotFuse(reason)
+    if hasattr(layer.mlp, "gate_up_proj"):
+        raise CannotFuse("gate and up are one linear layer")
+    if _rope_parameters(layer.self_attn.config).get("rope_type") == attention_facts.LONGROPE:
+        raise CannotFuse("its rotary frequencies change with the length")
     if _rotary_fraction(layer.self_attn.config) < 1:
         raise CannotFuse("its rotary embedding covers only a part of each head")
-    if _activation(layer.mlp) not in native_library.ACTIVATIONS:
-        raise CannotFuse(f"activation {_activation(layer.mlp)}")
+    if layer_facts.activation_of(layer) not in native_library.ACTIVATIONS:
+        raise CannotFuse(f"activation {layer_facts.activation_of(layer)}")
     for name, place in _linears(layer, path):
         made = replaced.get(place)
         if made is not None and made.kernel != "cpu":
@@ -110,37 +112,39 @@ def _launches(layer: Any, path: str, replaced: Sites, dtype: torch.dtype, device
         made = replaced.get(place)
         if made is None or made.replacer not in FUSABLE or made.kernel != "hip":
             raise CannotFuse(f"{name} " + ("stays" if made is None else f"is {made.replacer} by {made.kernel}"))
-    shape = _attention_shape(layer.self_attn)
+    attention = layer_facts.attention_of(layer)
+    shape = _attention_shape(attention)
     if reason := decode_attention.why_not(shape, dtype, device):
         raise CannotFuse(reason)
     form = form_of(layer)
     assert form is not None
     more = sum(norm is not None for norm in (form.after_attention, form.after_mlp)) + 2 * (form.multiplier is not None)
-    more += _activation(layer.mlp) not in SILU
-    attention = layer.self_attn
-    more += attention_facts.form_of_rotary(attention).interleaved or attention_facts.normed_over_all(attention)
+    more += layer_facts.by_head(layer)
+    more += layer_facts.activation_of(layer) not in (INSIDE if layer_facts.has_plain_mlp(layer) else SILU)
+    interleaved = attention_facts.form_of_rotary(attention).interleaved and attention_facts.applies_rotary(attention)
+    more += interleaved or attention_facts.normed_over_all(attention)
     by = "hip" if hip_attention.why_not(shape, dtype, device) is None else "hip, attention by triton"
     return f"{by}, {LAUNCHES + more} launches"
 
 
-def _activation(mlp: Any) -> str:
-    module = getattr(mlp, "act_fn", None) or getattr(mlp, "activation_fn", None)
-    return ACTIVATION_CLASSES.get(type(module).__name__, type(module).__name__)
+def _rope_parameters(config: Any) -> dict[str, Any]:
+    return getattr(config, "rope_parameters", None) or {}
 
 
 def _rotary_fraction(config: Any) -> float:
     """The fraction of a head's columns that get the rotary embedding."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    return float(parameters.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1.0)
+    return float(
+        _rope_parameters(config).get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1.0
+    )
 
 
 def _attention_shape(attention: Any) -> AttentionShape:
     """The sizes of an attention layer, with placeholders for what lies in its tensors."""
-    config, size = attention.config, int(attention.head_dim)
-    frequencies = torch.empty(int(size * _rotary_fraction(config)) // 2, device="meta")
+    heads, kv_heads, size = attention_facts.heads_of(attention)
+    frequencies = torch.empty(int(size * _rotary_fraction(attention.config)) // 2, device="meta")
     norm = getattr(attention, "q_norm", None)
     weight = None if norm is None else torch.empty(size, device="meta")
     return AttentionShape(
-        config.num_attention_heads, config.num_key_value_heads, size, float(attention.scaling), frequencies, 1.0,
+        heads, kv_heads, size, float(attention.scaling), frequencies, 1.0,
         attention_facts.window(attention), weight, weight, softcap=attention_facts.score_cap(attention),
     )  # fmt: skip

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from accelpatch.device import probe
-from accelpatch.fusion import attention_facts
+from accelpatch.fusion import attention_facts, layer_facts
 from accelpatch.fusion.adapters import Adapted, active, base_of, with_adapters
 from accelpatch.fusion.cannot_fuse import CannotFuse
+from accelpatch.fusion.decoder import decoder_of
 from accelpatch.fusion.fused_layer import FusedLayer
 from accelpatch.fusion.fused_model import FusedModel
 from accelpatch.fusion.fused_weights import concatenated_linear, fused_linear, gated_linear
 from accelpatch.fusion.signals import with_signals
 from accelpatch.kernels.ops import decode_attention
 from accelpatch.kernels.ops.attention_shape import AttentionShape, Zeros
-from accelpatch.kernels.ops.fused_linear import FusedLinear, FusedNorm
+from accelpatch.kernels.ops.fused_linear import FusedLinear
+from accelpatch.kernels.ops.fused_norm import FusedNorm
 from accelpatch.kernels.ops.query_key import QueryKey
 from accelpatch.models.family import form_of
+from accelpatch.models.family import norm_of as kind_of
 from accelpatch.modules.gated_mlp import GatedMLP
 from accelpatch.modules.norm import FusedRMSNorm, ResidualNormLayer
 from accelpatch.modules.replacement import unchanged
@@ -35,10 +39,9 @@ def fused_model(model: Any, unfused: Mapping[int, str] = NONE) -> FusedModel:
     unfused: place -> reason, of layers that must run as modules; others that cannot be fused join them. Raises
     CannotFuse where no layer can be fused, or the last norm or head cannot.
     """
-    decoder, head = attention_facts.decoder_of(model)
-    layers = decoder.layers
-    dtype = decoder.embed_tokens(torch.zeros(1, dtype=torch.int64, device=next(model.parameters()).device)).dtype
-    rotary = decoder.rotary_emb
+    decoder = decoder_of(model)
+    layers, head, rotary = decoder.layers, decoder.head, decoder.rotary
+    dtype = decoder.embedding(torch.zeros(1, dtype=torch.int64, device=next(model.parameters()).device)).dtype
     final, memory, reasons = norm_of(decoder.norm, dtype), Zeros(), dict(unfused)
     checked(head, dtype)
     shapes: dict[int, AttentionShape] = {}
@@ -58,9 +61,10 @@ def fused_model(model: Any, unfused: Mapping[int, str] = NONE) -> FusedModel:
         raise CannotFuse(f"layer 0: {reasons[0]}")
     made, blank = with_signals(fused, dtype)
     return FusedModel(
-        weakref.ref(decoder), decoder.embed_tokens, made, reasons, final, one(head, dtype), blank,
+        weakref.ref(decoder.module), decoder.embedding, made, reasons, final, one(head, dtype), blank,
         attention_facts.logit_cap(model), attention_facts.embedding_multiplier(model),
-        attention_facts.logit_divisor(model),
+        attention_facts.logit_divisor(model), positions=decoder.positions,
+        by_length=attention_facts.by_length(rotary),
     )  # fmt: skip
 
 
@@ -68,15 +72,22 @@ def unfit(layer: Any) -> str | None:
     """Why a layer's modules do not compute what a fused layer does; None where they do."""
     if not isinstance(layer, ResidualNormLayer):
         return "it is not a replaced Llama-like layer"
-    if not isinstance(layer.mlp, GatedMLP):
+    mlp, plain = layer_facts.mlp_of(layer), layer_facts.has_plain_mlp(layer)
+    if not plain and not isinstance(mlp, GatedMLP):
         return "its MLP was not replaced"
-    if not (unchanged(layer) and unchanged(layer.mlp)):
+    if not (unchanged(layer) and (plain or unchanged(mlp))):
         return "a module that is fused into another was changed"
-    return attention_facts.why_not(layer.self_attn)
+    return layer_facts.why_not(layer) or attention_facts.why_not(layer_facts.attention_of(layer))
 
 
 def norm_of(norm: Any, dtype: torch.dtype) -> FusedNorm:
-    """The FusedNorm of a replaced norm module. Raises CannotFuse."""
+    """The FusedNorm of a replaced norm module, or of a LayerNorm. Raises CannotFuse."""
+    kind = kind_of(norm)
+    if kind is not None and kind.layer:
+        weight, bias = norm.weight, getattr(norm, "bias", None)
+        if weight is None or weight.dim() != 1 or any(one.dtype != dtype for one in (weight, bias) if one is not None):
+            raise CannotFuse(f"a norm is {type(norm).__name__} without a vector of weights in {dtype}")
+        return FusedNorm(weight, float(getattr(norm, kind.eps)), layer=True, bias=bias)
     if not isinstance(norm, FusedRMSNorm) or norm.weight.dtype != dtype:
         dtype_of_it = next((str(p.dtype) for p in norm.parameters()), "no dtype")
         raise CannotFuse(f"a norm is {type(norm).__name__} in {dtype_of_it}")
@@ -85,19 +96,23 @@ def norm_of(norm: Any, dtype: torch.dtype) -> FusedNorm:
 
 def attention_of(attention: Any, rotary: Any, dtype: torch.dtype, memory: Zeros) -> AttentionShape:
     """The AttentionShape of a layer. memory: counters shared by the model's layers. Raises CannotFuse."""
-    config, size = attention.config, int(attention.head_dim)
-    frequencies, rope_scaling = attention_facts.rope(rotary, attention_facts.layer_type(attention))
+    heads, kv_heads, size = attention_facts.heads_of(attention)
     if attention_facts.form_of_rotary(attention).interleaved or not attention_facts.applies_rotary(attention):
         # no rotation: the angle is 0
-        frequencies, rope_scaling = torch.zeros(size // 2, device=frequencies.device), 1.0
+        device = next(tensor.device for tensor in (*attention.parameters(), *attention.buffers()))
+        frequencies, rope_scaling = torch.zeros(size // 2, device=device), 1.0
+    else:
+        frequencies, rope_scaling = attention_facts.rope(rotary, attention_facts.layer_type(attention))
+        if attention_facts.by_length(rotary) and frequencies.dtype != torch.float32:
+            raise CannotFuse(f"its frequencies change with the length, and are {frequencies.dtype}")
     q_norm, k_norm = (None, None) if attention_facts.normed_over_all(attention) else q_k_norms(attention, dtype)
     both = {(norm.eps, norm.plus_one) for norm in (q_norm, k_norm) if norm is not None} or {(0.0, False)}
     if len(both) > 1:
         raise CannotFuse("the norms of q and k differ in their epsilon")
     eps, plus_one = both.pop()
     shape = AttentionShape(
-        config.num_attention_heads, config.num_key_value_heads, size, float(attention.scaling), frequencies.float(),
-        rope_scaling, attention_facts.window(attention),
+        heads, kv_heads, size, float(attention.scaling), frequencies.float(), rope_scaling,
+        attention_facts.window(attention),
         None if q_norm is None else q_norm.weight, None if k_norm is None else k_norm.weight,
         eps, attention_facts.score_cap(attention), plus_one, memory,
     )  # fmt: skip
@@ -122,10 +137,9 @@ def prepared(attention: Any, rotary: Any, dtype: torch.dtype) -> QueryKey | None
         return None
     frequencies, rope_scaling = attention_facts.rope(rotary, attention_facts.layer_type(attention))
     q_norm, k_norm = q_k_norms(attention, dtype) if over_all else (None, None)
-    config = attention.config
     return QueryKey(
-        config.num_attention_heads, config.num_key_value_heads, int(attention.head_dim),
-        None if q_norm is None else q_norm.weight, None if k_norm is None else k_norm.weight,
+        *attention_facts.heads_of(attention), None if q_norm is None else q_norm.weight,
+        None if k_norm is None else k_norm.weight,
         0.0 if q_norm is None else q_norm.eps, frequencies.float() if interleaved else None, rope_scaling,
     )  # fmt: skip
 
@@ -134,9 +148,8 @@ def looked_at(layer: Any, rotary: Any, dtype: torch.dtype, memory: Zeros) -> Att
     """The AttentionShape of a layer that can be fused; nothing moves. Raises CannotFuse for any other layer."""
     if reason := unfit(layer):
         raise CannotFuse(reason)
-    attention, mlp = layer.self_attn, layer.mlp
-    shape = attention_of(attention, rotary, dtype, memory)
-    for module in (*parts_of(attention), attention.o_proj, *halves_of(mlp), mlp.down_proj):
+    shape = attention_of(layer_facts.attention_of(layer), rotary, dtype, memory)
+    for module in linears_of(layer):
         checked(module, dtype)
     for norm in norms_of(layer):
         if norm is not None:
@@ -159,15 +172,13 @@ def multiplier_of(layer: Any) -> float:
     return 1.0 if form.multiplier is None else float(getattr(layer, form.multiplier))
 
 
-def parts_of(attention: Any) -> tuple[Any, ...]:
-    """The linear layers of an attention's input, in the order q, k, v."""
-    names = ("qkv_proj",) if hasattr(attention, "qkv_proj") else ("q_proj", "k_proj", "v_proj")
-    return tuple(getattr(attention, name) for name in names)
-
-
-def halves_of(mlp: Any) -> tuple[Any, ...]:
-    """The linear layers of an MLP's input, in the order gate, up."""
-    return (mlp.gate_up_proj,) if mlp.fused_gate_up else (mlp.gate_proj, mlp.up_proj)
+def linears_of(layer: Any) -> tuple[Any, ...]:
+    """All linear layers of attention and MLP. Raises CannotFuse where one is missing."""
+    places = (layer_facts.QKV, (("o_proj",),), layer_facts.INNER, layer_facts.LAST)
+    found = [layer_facts.linears(layer, *forms) for forms in places]
+    if not all(found):
+        raise CannotFuse("a linear layer of its attention or MLP is missing")
+    return tuple(module for modules in found for module in modules)
 
 
 def checked(module: Any, dtype: torch.dtype) -> None:
@@ -190,13 +201,22 @@ def fuse(layer: Any, shape: AttentionShape, rotary: Any, dtype: torch.dtype) -> 
     """The fused layer of one decoder layer; concatenates neighbouring weights."""
     norms: list[Any] = [None if norm is None else norm_of(norm, dtype) for norm in norms_of(layer)]
     before, after, inner, last = norms
-    parts, halves = parts_of(layer.self_attn), halves_of(layer.mlp)
+    form, parts, halves = form_of(layer), layer_facts.qkv_of(layer), layer_facts.inner_of(layer)
+    assert form is not None
+    if inner is not None and form.mlp_norm == form.attention_norm:
+        inner = before
+    plain, activation = layer_facts.has_plain_mlp(layer), layer_facts.activation_of(layer)
+    (o,), (down,) = layer_facts.linears(layer, ("o_proj",)), layer_facts.linears(layer, *layer_facts.LAST)
     qkv = with_adapters(concatenated_linear([base_of(part) for part in parts], dtype), parts, dtype)
-    both = with_adapters(gated_linear([base_of(half) for half in halves], dtype, layer.mlp.activation), halves, dtype)
+    inputs = [base_of(half) for half in halves]
+    both = with_adapters(
+        concatenated_linear(inputs, dtype) if plain else gated_linear(inputs, dtype, activation), halves, dtype
+    )
     fused = FusedLayer(
-        qkv, before, shape, one(layer.self_attn.o_proj, dtype),
-        both, inner, layer.mlp.activation, one(layer.mlp.down_proj, dtype), after, last,
-        prepared(layer.self_attn, rotary, dtype), multiplier_of(layer),
+        qkv, before, shape, one(o, dtype), replace(both, activation=activation) if plain else both, inner,
+        None if plain else activation, one(down, dtype), after, last,
+        prepared(layer_facts.attention_of(layer), rotary, dtype), multiplier_of(layer), bool(form.parallel),
+        layer_facts.by_head(layer),
     )  # fmt: skip
     if shape.inv_freq.is_cuda:  # freed parts are too small for the next layer's concatenated weight
         torch.cuda.empty_cache()

@@ -42,7 +42,7 @@ def with_signals(layers: Sequence[Any], dtype: torch.dtype) -> tuple[tuple[Any, 
     fused = [layer for layer in layers if layer is not None]
     consumed = [
         (
-            0 if one.prepare else consumed_by_attention(one.qkv, one.attention, dtype),
+            0 if one.prepare or one.by_head else consumed_by_attention(one.qkv, one.attention, dtype),
             consumed_by_down(one.gate_up, one.down, one.activation),
         )
         for one in fused
@@ -82,7 +82,7 @@ def consumed_by_attention(qkv: FusedLinear | Adapted, shape: AttentionShape, dty
     return columns if device.kind == "cpu" or (_overlap(device) and not attention.why_not(shape, dtype, device)) else 0
 
 
-def consumed_by_down(gate_up: FusedLinear | Adapted, down: FusedLinear | Adapted, activation: str) -> int:
+def consumed_by_down(gate_up: FusedLinear | Adapted, down: FusedLinear | Adapted, activation: str | None) -> int:
     """Number of input columns that `down` waits for by flag: all but its last K tile; 0 where it does not."""
     if not isinstance(gate_up, FusedLinear) or not isinstance(down, FusedLinear) or not gate_up.one_launch(activation):
         return 0

@@ -17,10 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from accelpatch.fusion.decoder import layers_of
 from accelpatch.fusion.fused_model import FusedModel
 from accelpatch.fusion.native_model import NativeModel
 from accelpatch.fusion.static_call import PromptCall, StepCall
 from accelpatch.kernels.hip.binding import weight_prefetch
+from accelpatch.models.family import family_of_layer
 from accelpatch.patching.capture import Call, copied, floats
 from accelpatch.patching.verify import SiteErrors, format_error, units_apart
 
@@ -57,11 +59,12 @@ def layer_errors(
     calls: those of the original layer, one for each of `samples`. kernel_error and kernel_bound are in units.
     """
     by: Any = _native_steps if isinstance(fused, NativeModel) else _fused_steps
-    layer, own, original, moved = model.model.layers[place], list[Pair](), list[Pair](), list[Pair]()
+    decoder = fused.decoder() if isinstance(fused, FusedModel) else model.model
+    layer, own, original, moved = layers_of(decoder)[place], list[Pair](), list[Pair](), list[Pair]()
     with torch.no_grad():
         for call, sample in zip(calls, samples, strict=True):
             rows = _rows(layer, call, sample)
-            made = None if rows is None else by(model.model, fused, place, rows)
+            made = None if rows is None else by(decoder, fused, place, rows)
             if rows is None or made is None:
                 continue
             kept = rows.mask.bool()
@@ -94,7 +97,8 @@ def _rows(layer: Any, call: Call, sample: Mapping[str, Any]) -> Rows | None:
     positions, mask = call.kwargs.get("position_ids"), sample.get("attention_mask")
     if not isinstance(x, Tensor) or x.dim() != 3 or not isinstance(positions, Tensor) or len(call.outputs) != 1:
         return None
-    if call.kwargs.get("past_key_values") is not None:
+    family = family_of_layer(layer)
+    if family is None or family.layer is None or call.kwargs.get(family.layer.cache) is not None:
         return None
     shape = x.shape[:2]
     if mask is not None and mask.shape != shape:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -11,12 +12,14 @@ class Norm:
     """A family's RMSNorm: the name of its epsilon attribute, and whether it multiplies by 1 + weight (plus_one).
 
     late: it multiplies by the weight before it rounds. Our kernels round before, so that norms are one rounding apart;
-    layers then add the residual and normalise as the original does.
+    layers then add the residual and normalise as the original does. layer: it is a LayerNorm, which subtracts the mean
+    and may have a bias.
     """
 
     eps: str = "variance_epsilon"
     plus_one: bool = False
     late: bool = False
+    layer: bool = False
 
 
 @dataclass(frozen=True)
@@ -27,15 +30,28 @@ class LayerForm:
         x = x + m after_mlp(mlp(mlp_norm(x)))
 
     A norm is None where the family has none there. multiplier: attribute of the layer that holds m; None: m is 1.
+    parallel: the MLP's norm reads the layer's input, not the sum after attention; the name of an attribute of the layer
+    where that says so. Both places may name one norm. mlp: None where the layer itself holds the MLP's linear layers.
+    where: the name of an attribute of the layer without which it has another form. cache: what its argument for the
+    KV cache is called.
     """
 
     attention: str = "self_attn"
-    mlp: str = "mlp"
+    mlp: str | None = "mlp"
     attention_norm: str | None = "input_layernorm"
     mlp_norm: str | None = "post_attention_layernorm"
     after_attention: str | None = None
     after_mlp: str | None = None
     multiplier: str | None = None
+    parallel: bool | str = False
+    where: str | None = None
+    cache: str = "past_key_values"
+
+    def of(self, layer: Any) -> LayerForm:
+        """The form of one layer by its own attributes; a parallel layer's only norm is that of its MLP too."""
+        parallel = bool(getattr(layer, self.parallel)) if isinstance(self.parallel, str) else self.parallel
+        lone = parallel and self.mlp_norm is not None and getattr(layer, self.mlp_norm, None) is None
+        return replace(self, parallel=parallel, mlp_norm=self.attention_norm if lone else self.mlp_norm)
 
     @property
     def norms(self) -> Mapping[str, str]:
@@ -46,20 +62,38 @@ class LayerForm:
     @property
     def children(self) -> frozenset[str]:
         """Names of the children that a layer calls."""
-        return frozenset({self.attention, self.mlp, *self.norms.values()})
+        return frozenset({self.attention, *self.norms.values()} | ({self.mlp} if self.mlp else set()))
 
 
 @dataclass(frozen=True)
 class Rotary:
-    """A family's rotary embedding. wide: its tables stay in float32, others have the hidden states' dtype.
+    """A family's rotary embedding. tables: what its tables are where they have another form than Llama's: "float32"
+    where others have the hidden states' dtype, "paired" where equal columns are neighbours. Such a module stays.
 
     interleaved: pairs neighbouring columns (2 i, 2 i + 1) of a head; others pair i with i + R / 2. without: name of an
     attribute of attention layers that is false where a layer applies none.
     """
 
-    wide: bool = False
+    tables: str | None = None
     interleaved: bool = False
     without: str | None = None
+
+
+@dataclass(frozen=True)
+class DecoderForm:
+    """Where a causal language model has its decoder, and names of the decoder's children.
+
+    positions: of learned embeddings of positions, added to those of tokens; position p is row p + offset. of_mask:
+    where the caller gives no positions, they count the tokens that are not masked; else all tokens.
+    """
+
+    path: str = "model"
+    layers: str = "layers"
+    embedding: str = "embed_tokens"
+    norm: str = "norm"
+    positions: str | None = None
+    offset: int = 0
+    of_mask: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,7 +109,9 @@ class Family:
     q_k_norm: what q_norm and k_norm are over: each `head`, or `all` heads of a token. capped_scores, capped_logits:
     whether it applies the softcaps of its configuration; scores only in eager attention. embedding_multiplier:
     attribute of its decoder by which embeddings are multiplied. logit_divisor: the same of its configuration, by which
-    logits are divided.
+    logits are divided; logit_multiplier: by which they are multiplied. by_head: whether the one linear layer of q, k
+    and v has its rows head by head, q, k and v of each. decoder: where it lies. unfused: why no layer of the family is
+    fused; None also where that is simply not known of its layers.
     """
 
     name: str
@@ -91,3 +127,7 @@ class Family:
     capped_logits: bool = False
     embedding_multiplier: str | None = None
     logit_divisor: str | None = None
+    logit_multiplier: str | None = None
+    by_head: bool = False
+    decoder: DecoderForm = DecoderForm()
+    unfused: str | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from accelpatch.kernels import dispatch
@@ -30,3 +30,28 @@ class GemvLinear(Replacement):
             if x.dtype == self.weight.dtype:  # torch casts the weight too
                 return gemv(x, self.weight, self.bias)
         return functional.linear(x, self.weight, self.bias)
+
+
+class GemvConv1D(Replacement):
+    """The same of a transformers Conv1D: its weight keeps the shape [K, N], and lies in memory as [N, K]."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x[..., K] -> y[..., N] in x's dtype."""
+        if prefetchable() or dispatch.watched() or torch.compiler.is_compiling():
+            x = autocast(x)
+            if x.dtype == self.weight.dtype:  # torch casts the weight too
+                return gemv(x, self.weight.t(), self.bias)
+        y: Tensor = super().forward(x)
+        return y
+
+
+def rows_of_(module: nn.Module) -> Tensor:
+    """The weight of a Conv1D as [N, K], contiguous; its parameter, of the same shape and values, becomes a view."""
+    weight = module._parameters["weight"]
+    assert weight is not None
+    if not weight.t().is_contiguous():
+        weight.data = weight.data.t().contiguous().t()
+    return weight.t()

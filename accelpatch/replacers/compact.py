@@ -35,6 +35,8 @@ class Compact(Gemv):
             return plain
         assert site.n is not None
         assert site.k is not None
+        if type(site.original).__name__ == "Conv1D":
+            return _kept(plain, "the weight of a Conv1D")
         if site.tied:
             return _kept(plain, "a weight tied to an embedding's")
         spec = compact_linear.of_shape(site.n, site.k, getattr(torch, site.dtype))

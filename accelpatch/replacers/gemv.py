@@ -12,7 +12,7 @@ from accelpatch.device import Device
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.ops import gemv
 from accelpatch.models.family import LINEAR_CLASSES
-from accelpatch.modules.gemv_linear import GemvLinear
+from accelpatch.modules.gemv_linear import GemvConv1D, GemvLinear, rows_of_
 from accelpatch.modules.replacement import adopt
 from accelpatch.patching.replacer import Choice, Reason, Replacer
 from accelpatch.patching.site import Site
@@ -21,7 +21,7 @@ NATIVE = "hip"
 
 
 class Gemv(Replacer):
-    """nn.Linear by the GEMV kernels. The weight is shared with the original, even where it is tied."""
+    """nn.Linear and Conv1D by the GEMV kernels. The weight is shared with the original, even where it is tied."""
 
     name = "gemv"
     ties = True
@@ -31,8 +31,6 @@ class Gemv(Replacer):
         name = type(site.original).__name__
         if name not in LINEAR_CLASSES or site.n is None or site.k is None:
             return Reason(f"{name} is not known to be a plain linear layer")
-        if name == "Conv1D":
-            return Reason("Conv1D holds its weight as [K, N], which the kernels do not read")
         if device.kind == "cpu":
             return Reason("torch's own GEMM is used on a CPU")
         reason = dispatch.why_not("gemv", NATIVE, gemv.of_shape(site.n, site.k, getattr(torch, site.dtype)), device)
@@ -42,7 +40,10 @@ class Gemv(Replacer):
         return Choice(NATIVE, site.token_bytes, site.token_bytes, site.bytes, libraries=libraries)
 
     def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:
-        return adopt(GemvLinear, site.original)
+        if type(site.original).__name__ != "Conv1D":
+            return adopt(GemvLinear, site.original)
+        rows_of_(site.original)
+        return adopt(GemvConv1D, site.original)
 
     def build_tied(self, site: Site, tied: Site, built: nn.Module) -> nn.Module:
         """The tied module unchanged: an embedding reads only the rows of its tokens."""

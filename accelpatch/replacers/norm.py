@@ -25,7 +25,7 @@ class RMSNormReplacer(Replacer):
 
     def propose(self, site: Site, options: Mapping[str, Any], device: Device) -> Choice | Reason:
         kind = norm_of(site.original)
-        if kind is None:
+        if kind is None or kind.layer:
             return Reason(f"{type(site.original).__name__} is not an RMSNorm of a known family")
         try:
             kernel = chosen("rmsnorm", cast(Tensor, site.original.weight), kind.plus_one, device)

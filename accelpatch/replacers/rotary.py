@@ -31,7 +31,7 @@ class RotaryReplacer(Replacer):
     def propose(self, site: Site, options: Mapping[str, Any], device: Device) -> Choice | Reason:
         module = site.original
         family = family_of_class(module, "RotaryEmbedding")
-        if family is None or family.rotary is None or family.rotary.wide:
+        if family is None or family.rotary is None or family.rotary.tables:
             return Reason(f"{type(module).__name__} is not known to make its tables in this form")
         if list(inspect.signature(type(module).forward).parameters) not in _SIGNATURES:
             return Reason(f"{type(module).__name__} takes other arguments than (x, position_ids)")

@@ -14,14 +14,16 @@ import accelpatch
 from accelpatch.fusion import read_layers, static_call
 from accelpatch.kernels.cpu import native_library
 from accelpatch.kernels.hip import attention, binding
-from accelpatch.kernels.ops.fused_linear import FusedLinear, FusedNorm
+from accelpatch.kernels.ops import fused_linear
+from accelpatch.kernels.ops.fused_linear import FusedLinear
+from accelpatch.kernels.ops.fused_norm import FusedNorm
 from accelpatch.runtime.generation.patched_model import RUNTIME
 from accelpatch.runtime.graphs import captured_graph
 from accelpatch.runtime.graphs.captured_graph import EagerGraph
 from tests.kernels.hip.simt_emulator import ATTENTION, COMPILER, compiled
 from tests.support.interpreted import DEVICE
-from tests.support.steps import logits, silence
-from tests.support.tiny import CAUSAL
+from tests.support.steps import assert_float_rule, logits, silence
+from tests.support.tiny import CAUSAL, padded_batch
 
 pytestmark = [
     pytest.mark.skipif(COMPILER is None, reason="needs g++"),
@@ -54,12 +56,7 @@ def waiting(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFa
         assert library.accelpatch_decode_attention(ctypes.byref(args), 0, ctypes.c_void_p()) == 0
 
     def call(self: FusedLinear, x: Tensor, norm: FusedNorm | None, gate: str | None, residual: Tensor | None) -> Tensor:
-        weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-        return binding.launch(
-            self.weight.launch(), x, residual=residual, activation="none" if gate is None else "silu_gate",
-            norm="none" if norm is None else "rms", norm_weight=weight, epsilon=eps, producer=self.producer,
-            consumer=self.consumer,
-        )  # fmt: skip
+        return fused_linear.by_hip(self, x, norm, gate, residual)
 
     monkeypatch.setattr(binding, "_start", product)
     monkeypatch.setattr(attention, "_launch", attend)
@@ -70,12 +67,14 @@ def waiting(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFa
     return names
 
 
-@pytest.mark.parametrize("rows", [1, 2, 8])
-def test_the_bits_of_kernels_that_wait(rows: int, waiting: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name, rows", [("mistral", 1), ("mistral", 2), ("mistral", 8), ("starcoder2", 1)])
+def test_the_bits_of_kernels_that_wait(
+    name: str, rows: int, waiting: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     ids = torch.randint(2, 90, (rows, 253), generator=torch.Generator().manual_seed(1))  # and over the end of a span
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     batch["attention_mask"][-1, : 7 * (rows - 1)] = 0
-    base = CAUSAL["mistral"].make(torch.bfloat16, **SHAPE)
+    base = CAUSAL[name].make(torch.bfloat16, **SHAPE)
     model: Any = accelpatch.patch(copy.deepcopy(base), "exact", verify=False)
     early = logits(model, batch, 6)
     assert set(waiting) == {"attention", "product"}
@@ -85,3 +84,23 @@ def test_the_bits_of_kernels_that_wait(rows: int, waiting: list[str], monkeypatc
     waiting.clear()
     assert torch.equal(logits(accelpatch.patch(base, "exact", verify=False), batch, 6), early)
     assert not waiting
+
+
+@pytest.mark.parametrize("name", ["stablelm", "cohere", "gpt_neox", "phi", "starcoder2", "opt", "gpt2"])
+def test_layer_norms_and_plain_mlps(name: str, waiting: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the device library gets of a LayerNorm, its bias and an activation is what the modules compute."""
+    asked: list[dict[str, Any]] = []
+    stock = binding.launch
+
+    def launch(weight: Any, x: Tensor, **given: Any) -> Tensor:
+        asked.append(given)
+        return stock(weight, x, **given)
+
+    monkeypatch.setattr(binding, "launch", launch)
+    changes: dict[str, Any] = {"word_embed_proj_dim": 64} if name == "opt" else {}
+    model: Any = accelpatch.patch(CAUSAL[name].make(torch.bfloat16, **changes), "exact", verify=False)
+    assert_float_rule(model, padded_batch(), 6)
+    assert {one["norm"] for one in asked} == {"layer", "none"}
+    assert any(one["norm_bias"] is not None for one in asked) == (name != "cohere")
+    kinds = {"stablelm": "silu_gate", "cohere": "silu_gate", "gpt_neox": "gelu", "opt": "relu"}
+    assert {one["activation"] for one in asked} == {"none", kinds.get(name, "gelu_tanh")}

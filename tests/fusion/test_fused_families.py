@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import accelpatch
-from accelpatch.fusion import fused_weights, read_layers
+from accelpatch.fusion import attention_facts, fused_weights, layer_facts
 from accelpatch.fusion.fused_model import FUSED
 from accelpatch.fusion.read_layers import fused_model
 from accelpatch.kernels.cpu import native_library
@@ -23,7 +23,6 @@ from accelpatch.recipe.recipe import parse
 from accelpatch.runtime.generation.patched_model import RUNTIME
 from accelpatch.runtime.graphs import captured_graph
 from accelpatch.runtime.graphs.captured_graph import EagerGraph
-from accelpatch.runtime.graphs.captured_model import MODULES
 from accelpatch.runtime.graphs.captured_step import CAPTURED
 from tests.fusion.test_fused_layer import apart
 from tests.support.spread import spread
@@ -61,6 +60,16 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("olmo2", {}),
     "glm": ("glm", {}),
     "glm4": ("glm4", {}),
+    "stablelm": ("stablelm", {}),
+    "gpt_neox": ("gpt_neox", {}),
+    "gpt_neox-sequential": ("gpt_neox", {"use_parallel_residual": False, "attention_bias": False}),
+    "phi": ("phi", {}),
+    "starcoder2": ("starcoder2", {}),
+    "opt": ("opt", {"word_embed_proj_dim": 64}),
+    "gpt2": ("gpt2", {}),
+    "cohere": ("cohere", {}),
+    "cohere2": ("cohere2", {}),
+    "stablelm-parallel": ("stablelm", {"use_parallel_residual": True, "use_qkv_bias": False}),
 }
 
 
@@ -101,6 +110,7 @@ _LONGROPE = {
 }  # fmt: skip
 
 
+@pytest.mark.skipif(not attention_facts.IN_PLACE, reason="transformers before 5.23 replaces the frequencies")
 @pytest.mark.parametrize(("length", "new", "captured"), [(9, 8, True), (9, 9, False), (16, 5, False), (17, 12, True)])
 def test_longrope_is_captured_on_either_side_of_its_turn(length: int, new: int, captured: bool) -> None:
     model = CAUSAL["phi3"].make(rope_parameters=_LONGROPE, original_max_position_embeddings=16)
@@ -112,7 +122,8 @@ def test_longrope_is_captured_on_either_side_of_its_turn(length: int, new: int, 
     if not captured:
         assert dict(paths) == {"stock loop: longrope's frequencies change beyond 16 tokens": 2}
         return
-    assert paths[MODULES + "its rotary embedding was not replaced"] == paths[CAPTURED] == 2 * (new - 1)
+    assert paths[FUSED] == paths[CAPTURED] == 2 * (new - 1)
+    assert paths["prefill by modules: rotary frequencies that change with the length"] == 2
     if length < 16:  # beyond, transformers before 5.23 puts another buffer into the model
         model.generate(**full_batch(length), max_new_tokens=new)
         assert all(
@@ -120,6 +131,7 @@ def test_longrope_is_captured_on_either_side_of_its_turn(length: int, new: int, 
         )
 
 
+OUTSIDE = ("logits", "embedding", "divisor", "positions")  # of the layers
 MUTATIONS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "caps": ("gemma2-caps", lambda fused: setattr_(fused.layers[0].attention, softcap=0.0)),
     "logits": ("gemma3-logit-cap", lambda fused: setattr_(fused, softcap=0.0)),
@@ -133,6 +145,11 @@ MUTATIONS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "no rotary": ("smollm3", lambda fused: swapped(fused.layers)),
     "embedding": ("granite", lambda fused: setattr_(fused, embedding_multiplier=4.0)),
     "divisor": ("granite", lambda fused: setattr_(fused, logit_divisor=1.0)),
+    "norm bias": ("stablelm", lambda fused: setattr_(fused.layers[0].attention_norm, bias=None)),
+    "parallel": ("cohere", lambda fused: setattr_(fused.layers[1], parallel=False)),
+    "by head": ("gpt_neox", lambda fused: setattr_(fused.layers[0], by_head=False)),
+    "activation": ("phi", lambda fused: setattr_(fused.layers[0].gate_up, activation="relu")),
+    "positions": ("opt", lambda fused: setattr_(fused.positions, offset=1)),
     "scaling": ("gemma2", lambda fused: setattr_(fused.layers[0].attention, scaling=0.25)),
 }
 
@@ -168,8 +185,7 @@ def test_a_term_left_out_is_seen(mutation: str, monkeypatch: pytest.MonkeyPatch)
         assert_like_the_stock_loop(patched(form), padded_batch(), 12)
 
 
-# those within one layer
-@pytest.mark.parametrize("mutation", [name for name in MUTATIONS if name not in ("logits", "embedding", "divisor")])
+@pytest.mark.parametrize("mutation", [name for name in MUTATIONS if name not in OUTSIDE])
 def test_a_term_left_out_is_found_by_the_patch(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name, changes = FORMS[planted(mutation, monkeypatch)]
     model: Any = accelpatch.patch(CAUSAL[name].make(**changes), "exact")
@@ -188,7 +204,7 @@ def test_a_gate_and_its_up_lie_paired_once(form: str) -> None:
     with torch.no_grad():
         fused = fused_model(model)
     for layer, before in zip(model.model.layers, plain.model.layers, strict=True):
-        halves, others = read_layers.halves_of(layer.mlp), read_layers.halves_of(before.mlp)
+        halves, others = layer_facts.inner_of(layer), layer_facts.inner_of(before)
         assert [half.tiles.part for half in halves] == (["gate", "up"] if len(halves) == 2 else ["both"])
         assert len({half.tiles.w.data_ptr() for half in halves}) == 1
         assert halves[0].tiles.w.numel() == sum(other.tiles.w.numel() for other in others)

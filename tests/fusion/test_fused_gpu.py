@@ -56,6 +56,47 @@ def test_caps_and_partial_rotary(name: str, changes: dict[str, Any]) -> None:
     assert_float_rule(accelpatch.patch(model, "exact", verify=False), padded_batch())
 
 
+FORMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "stablelm": ("stablelm", {}),
+    "stablelm-parallel": ("stablelm", {"use_parallel_residual": True}),
+    "cohere": ("cohere", {}),
+    "cohere2": ("cohere2", {}),
+    "gpt_neox": ("gpt_neox", {}),
+    "gpt_neox-sequential": ("gpt_neox", {"use_parallel_residual": False}),
+    "phi": ("phi", {}),
+    "starcoder2": ("starcoder2", {}),
+    "opt": ("opt", {"word_embed_proj_dim": 64}),
+    "gpt2": ("gpt2", {}),
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@pytest.mark.parametrize("form", FORMS)
+def test_layer_norms_parallel_layers_and_plain_mlps(form: str, recipe: Any) -> None:
+    name, changes = FORMS[form]
+    model = CAUSAL[name].make(torch.bfloat16, **changes).cuda()
+    assert_float_rule(accelpatch.patch(model, recipe, verify=False), padded_batch())
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_layers_of_these_forms_pass_their_verification(form: str) -> None:
+    name, changes = FORMS[form]
+    model: Any = accelpatch.patch(CAUSAL[name].make(torch.bfloat16, **changes).cuda(), "exact")
+    layers = [site for site in model.accelpatch.report().sites if site.role == "layer"]
+    assert layers
+    assert [site.by_modules for site in layers if not site.fused] == []
+
+
+@pytest.mark.parametrize("recipe", ["exact", "int8", "int4"])
+@pytest.mark.parametrize("form", FORMS)
+def test_twenty_rows_of_these_forms(form: str, recipe: str) -> None:
+    name, changes = FORMS[form]
+    model = CAUSAL[name].make(torch.bfloat16, **changes).cuda()
+    ids = torch.randint(2, 90, (20, 9), generator=torch.Generator().manual_seed(1))
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    assert_float_rule(accelpatch.patch(model, recipe, verify=False), batch)
+
+
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_more_rows_than_one_launch_reads(recipe: Any) -> None:
     model = CAUSAL["llama"].make(torch.bfloat16).cuda()

@@ -23,8 +23,9 @@ from accelpatch.kernels.layouts.int4_tiles import Tiles
 from accelpatch.kernels.layouts.row_major import Int8Rows, Plain
 from accelpatch.kernels.ops import step_end
 from accelpatch.kernels.ops.decode_attention import decode_attention_
-from accelpatch.kernels.ops.fused_linear import FusedLinear, FusedNorm, large_m_spec
+from accelpatch.kernels.ops.fused_linear import FusedLinear, large_m_spec
 from accelpatch.kernels.ops.fused_linear import spec as fused_spec
+from accelpatch.kernels.ops.fused_norm import FusedNorm
 from accelpatch.kernels.ops.prompt_attention import prompt_attention_
 from accelpatch.kernels.spec import Spec
 from accelpatch.kernels.triton import launch

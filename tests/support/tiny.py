@@ -77,6 +77,8 @@ _GATE_UP = {"q_proj": 2, "k_proj": 2, "v_proj": 2, "o_proj": 2, "gate_up_proj": 
 _TIED = {"tie_word_embeddings": True}
 _BLOOM = {"vocab_size": VOCABULARY, "hidden_size": HIDDEN, "n_layer": LAYERS, "n_head": 4, "pad_token_id": 0,
           "bos_token_id": 1, "eos_token_id": None}  # fmt: skip
+_PLAIN = {"fc1": 2, "fc2": 2}
+_QUARTER = {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.25}}
 _ATTENTION = {"q_proj": 2, "k_proj": 2, "v_proj": 2, "o_proj": 2}
 
 CAUSAL: Mapping[str, Tiny] = {
@@ -102,15 +104,26 @@ CAUSAL: Mapping[str, Tiny] = {
     "olmo2": Tiny("Olmo2", _LLAMA, _GATED, norms(9, 2, rotary=0)),
     "glm": Tiny("Glm", _HEADS | _HALF, _GATE_UP, norms(5, 2)),
     "glm4": Tiny("Glm4", _HEADS | _HALF, _GATE_UP, norms(9, 2)),
+    "stablelm": Tiny("StableLm", _LLAMA | {"use_qkv_bias": True}, _GATED, norms(0, 2)),
+    "cohere": Tiny("Cohere", _LLAMA | _TIED | {"logit_scale": 0.3}, _GATED, norms(0, 2, rotary=0), tied=True),
+    "cohere2": Tiny(
+        "Cohere2",
+        _HEADS | _SLIDING | _LAYER_TYPES | {"logit_scale": 0.3, "attention_bias": True},
+        _GATED,
+        norms(0, 2, rotary=0),
+    ),
     "phi3": Tiny("Phi3", _LLAMA, {"qkv_proj": 2, "o_proj": 2, "gate_up_proj": 2, "down_proj": 2}, norms(5, 2)),
     "opt": Tiny(
         "OPT",
         _BASE | {"ffn_dim": INNER, "max_position_embeddings": 128, "word_embed_proj_dim": 32},
-        _ATTENTION | {"fc1": 2, "fc2": 2, "linear": 2},
+        _ATTENTION | _PLAIN | {"linear": 2},
+        norms(0, 2, rotary=0, mlp=0),
         tied=True,
     ),
-    "gpt2": Tiny("GPT2", _GPT, _FUSED, tied=True, suffix="LMHeadModel"),
-    "gpt_neox": Tiny("GPTNeoX", _BASE | _ROPE | {"intermediate_size": INNER}, _FUSED, norms(0, mlp=0)),
+    "gpt2": Tiny("GPT2", _GPT, _FUSED, norms(0, 2, rotary=0, mlp=0), tied=True, suffix="LMHeadModel"),
+    "gpt_neox": Tiny("GPTNeoX", _BASE | _ROPE | _QUARTER | {"intermediate_size": INNER}, _FUSED, norms(0, 2, mlp=0)),
+    "phi": Tiny("Phi", _LLAMA, _ATTENTION | _PLAIN, norms(0, 2, mlp=0)),
+    "starcoder2": Tiny("Starcoder2", _LLAMA | _SLIDING, _ATTENTION | _PLAIN, norms(0, 2, mlp=0)),
     "bloom": Tiny("Bloom", _BLOOM, _FUSED, tied=True),
     "falcon": Tiny("Falcon", _BASE | {"ffn_hidden_size": INNER}, _FUSED, norms(0, mlp=0), tied=True),
     "mixtral": Tiny(
@@ -128,8 +141,6 @@ CAUSAL: Mapping[str, Tiny] = {
         experts=1,
     ),
     # of no family in the table: class rules alone
-    "cohere": Tiny("Cohere", _LLAMA | {"use_qk_norm": True}, {"linear": 14}),
-    "stablelm": Tiny("StableLm", _LLAMA, _GATED, norms(0)),
     "gptj": Tiny("GPTJ", _GPT | {"rotary_dim": 8, "tie_word_embeddings": False}, {"linear": 12}),
     "gpt_bigcode": Tiny("GPTBigCode", _GPT, {"linear": 8}, tied=True),
 }

@@ -1,10 +1,11 @@
 """A linear layer with the norm before it, and gate and residual after it.
 
-    fused_linear     y[M, N] = gate(rmsnorm(x[M, K]) @ w[N, K]^T + bias[N]) + residual[M, N]     few rows: one launch
+    fused_linear     y[M, N] = gate(norm(x[M, K]) @ w[N, K]^T + bias[N]) + residual[M, N]     few rows: one launch
     large_m_linear   y[M, N] = gate(x[M, K] @ w[N, K]^T + bias[N])                               any number of rows
 
-Norm, gate (an activation of the first half of the columns, times the second half) and residual are optional. A gate is
-a separate launch where it is not silu, or where a weight's tiles are not interleaved. Where no one launch serves, on a
+Norm, gate (an activation of the first half of the columns, times the second half) and residual are optional; in place
+of a gate the layer may have an activation of all columns. A gate is a separate launch where it is not silu, or where a
+weight's tiles are not interleaved. Where no one launch serves, on a
 CPU among others, the single operations run one after the other (`operations`).
 """
 
@@ -24,43 +25,31 @@ from accelpatch.kernels.hip import binding
 from accelpatch.kernels.hip.binding import Signal
 from accelpatch.kernels.layouts import int4_tiles
 from accelpatch.kernels.layouts.layout import Layout
-from accelpatch.kernels.ops import gated_activation, linear, rmsnorm
+from accelpatch.kernels.ops import gated_activation, linear
 from accelpatch.kernels.ops.by_layout import LINEARS, LinearOf
+from accelpatch.kernels.ops.fused_norm import FusedNorm
+from accelpatch.kernels.ops.gated_activation import ACTIVATIONS
 from accelpatch.kernels.spec import Described, Implementation, Kernel, Spec
 
 SILU = ("silu", "swish")
+# activation of all columns -> its name among those of the device library
+INSIDE = {"relu": "relu", "gelu": "gelu", "gelu_tanh": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "silu": "silu"}
 FUSED, LARGE_M = "fused_linear", "large_m_linear"
-
-
-@dataclass(frozen=True, eq=False)
-class FusedNorm(Described):
-    """RMSNorm with weight[K] in the activations' dtype; plus_one: multiply by 1 + weight and round once."""
-
-    weight: Tensor
-    eps: float
-    plus_one: bool = False
-
-    @property
-    def facts(self) -> Hashable:
-        """Whether it is Gemma's."""
-        return self.plus_one
-
-    def added(self, x: Tensor, residual: Tensor) -> Tensor:
-        """residual + norm(x)."""
-        return rmsnorm.rmsnorm_add(x, residual, self.weight, self.eps, self.plus_one)
 
 
 @dataclass(frozen=True, eq=False)
 class FusedLinear(Described):
     """A linear layer: a weight in any layout of `LINEARS`, and bias[N] in x's dtype.
 
-    producer: flag for the columns of y, if a call is `one_launch`. consumer: flag for the columns of x.
+    activation: of y before the residual, a name of `gated_activation.ACTIVATIONS`. producer: flag for the columns of y,
+    if a call is `one_launch`. consumer: flag for the columns of x.
     """
 
     weight: Layout
     bias: Tensor | None = None
     producer: Signal | None = None
     consumer: Signal | None = None
+    activation: str | None = None
 
     @property
     def raw(self) -> Tensor:
@@ -109,15 +98,23 @@ class FusedLinear(Described):
 
     def one_launch(self, gate: str | None = None) -> bool:
         """Whether a call is a single launch on a GPU that writes the result itself."""
-        return self.gates(gate) or (gate is None and self.weight.part == "all")
+        plain = gate is None and self.weight.part == "all"
+        return self.gates(gate) or (plain and (self.activation is None or self.activation in INSIDE))
 
     def large_m(self, x: Tensor, gate: str | None = None) -> Tensor:
         """gate(x[M, K] @ w^T + bias) for any M. It bypasses torch's dispatcher, which saves host time."""
+        if self.activation is not None:
+            return ACTIVATIONS[self.activation](self.without_activation.large_m(x))
         if gate is None and (x.shape[0] <= binding.MAX_ROWS or self.many is None):
             return self.linear.operation.function(x, *self.weight.arguments(), self.bias)
         facts = self.linear.facts(x, *self.weight.arguments()) if self.gates(gate) else ()
         y: Tensor = dispatch.run(LARGE_M, large_m_spec, x.device, (self, x, gate), facts)
         return y
+
+    @functools.cached_property
+    def without_activation(self) -> FusedLinear:
+        """This layer without its activation."""
+        return replace(self, activation=None)
 
     @functools.cached_property
     def many(self) -> Callable[[Tensor], Tensor] | None:
@@ -136,7 +133,7 @@ class FusedLinear(Described):
 
     def _by_operations(self, x: Tensor, norm: FusedNorm | None, gate: str | None, residual: Tensor | None) -> Tensor:
         if norm is not None:
-            x = rmsnorm.rmsnorm(x, norm.weight, norm.eps, norm.plus_one)
+            x = norm(x)
         y = self.large_m(x, gate)
         return y if residual is None else residual + y
 
@@ -147,9 +144,11 @@ def reference(
 ) -> Tensor:  # fmt: skip
     """The references of the single operations."""
     if norm is not None:
-        x = rmsnorm.reference(x, norm.weight, norm.eps, norm.plus_one)
+        x = norm.reference(x)
     of_weight: Any = dispatch.kernel(layer.linear.op).reference
     y: Tensor = of_weight(x, *layer.weight.arguments(), layer.bias)
+    if layer.activation is not None:
+        y = ACTIVATIONS[layer.activation](y)
     if gate is not None:
         first, second = y.chunk(2, dim=-1)
         y = gated_activation.reference(first, second, gate)
@@ -177,18 +176,21 @@ def by_hip(layer: FusedLinear, x: Tensor, norm: FusedNorm | None, gate: str | No
     """The implementation `hip`: one launch, and one more for a gate that it cannot apply."""
     part, one = layer.weight.part, layer.gates(gate)
     mixed = part != "all" and not one  # interleaved output columns have to be reordered
-    inside = not mixed and (gate is None or one)
+    activation = "silu_gate" if one else INSIDE.get(layer.activation or "", "none")
+    after = layer.activation if layer.activation not in INSIDE else None
+    inside = not mixed and (gate is None or one) and after is None
     bias = int4_tiles.in_tiles(layer.bias, part) if mixed else layer.bias
     y = binding.launch(
         layer.weight.launch(), x, bias=bias, residual=residual if inside else None,
-        activation="silu_gate" if one else "none",
-        norm="none" if norm is None else "rms_plus_one" if norm.plus_one else "rms",
-        norm_weight=None if norm is None else norm.weight, epsilon=0.0 if norm is None else norm.eps,
+        activation=activation,
+        norm="none" if norm is None else norm.kind, norm_weight=None if norm is None else norm.weight,
+        norm_bias=None if norm is None else norm.bias, epsilon=0.0 if norm is None else norm.eps,
         producer=layer.producer, consumer=layer.consumer,
     )  # fmt: skip
     y = int4_tiles.in_order(y, part) if mixed else y
     if gate is not None and not one:
         y = gated(y, gate)
+    y = y if after is None else ACTIVATIONS[after](y)
     return y if residual is None or inside else residual + y
 
 
@@ -259,13 +261,6 @@ def large_m_by_operations(layer: FusedLinear, x: Tensor, gate: str | None) -> Te
 def large_m_reference(layer: FusedLinear, x: Tensor, gate: str | None) -> Tensor:
     """As `reference`."""
     return reference(layer, x, gate=gate)
-
-
-def normed(norm: FusedNorm, x: Tensor, added: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(rmsnorm(s), s) for s = x + added, or s = x without `added`; both [M, K], contiguous."""
-    if added is None:
-        return rmsnorm.rmsnorm.function(x, norm.weight, norm.eps, norm.plus_one), x
-    return rmsnorm.add_rmsnorm.function(added, x, norm.weight, norm.eps, norm.plus_one)
 
 
 def gated(both: Tensor, activation: str) -> Tensor:

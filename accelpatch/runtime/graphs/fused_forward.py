@@ -102,7 +102,7 @@ def fused_outputs(runtime: Any, model: Any, given: Mapping[str, Any]) -> Any:
             watched or fused.unfused or hidden or wants_gradient(given.get("past_key_values"))
         ):
             return None  # the modules refuse the gradient of what comes in from outside, and of what goes out
-        call = call_of(model, given)
+        call = call_of(model, fused, given)
         if (
             not hidden
             and (logits := stepped_logits(runtime, model, fused, given["input_ids"], call, watched)) is not None
@@ -128,7 +128,7 @@ def wants_gradient(cache: Any) -> bool:
     return any(tensor.requires_grad for layer in layers for tensor in (layer.keys, layer.values))
 
 
-def call_of(model: Any, given: Mapping[str, Any]) -> CacheCall:
+def call_of(model: Any, fused: FusedModel, given: Mapping[str, Any]) -> CacheCall:
     """The CacheCall for these arguments, for which `why_not` must have no reason."""
     ids, cache, mask = given["input_ids"], given.get("past_key_values"), given.get("attention_mask")
     if cache is None and uses_cache(model, given):
@@ -137,8 +137,10 @@ def call_of(model: Any, given: Mapping[str, Any]) -> CacheCall:
     positions = given.get("position_ids")
     if positions is None:
         positions = torch.arange(past, past + ids.shape[1], device=ids.device)[None]
+        if mask is not None and fused.positions is not None and fused.positions.of_mask:
+            positions = (mask.long().cumsum(1) * mask - 1)[:, past:].long()
     mask = None if mask is None or bool(mask.all()) else mask.to(ids.device)
-    return CacheCall(model.model, positions.to(ids.device).expand(ids.shape).contiguous(), mask, cache, past)
+    return CacheCall(fused.decoder(), positions.to(ids.device).expand(ids.shape).contiguous(), mask, cache, past)
 
 
 def fused_forward(
@@ -223,4 +225,4 @@ def hidden_rows(
     fused: FusedModel, watched: Collection[int], ids: Tensor, call: CacheCall, seen: list[Tensor] | None
 ) -> Tensor:
     """Normalised hidden states [B L, K], the head's input. seen: receives each layer's input, where wanted."""
-    return fused.normal(*fused.run(fused.embedded(ids).flatten(0, 1), call, watched, seen))
+    return fused.normal(*fused.run(fused.embedded(ids, call.positions), call, watched, seen))

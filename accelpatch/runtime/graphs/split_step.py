@@ -30,7 +30,7 @@ class SplitStep:
 
     def __init__(self, step: Any, fused: FusedModel, watched: Sequence[int], graph: GraphOf):
         self._step, self._fused = weakref.ref(step), fused  # weak: the step holds its parts
-        self._x = torch.empty_like(fused.embedded(step.batch.tokens))  # between two parts
+        self._x = torch.empty_like(fused.embedded(step.batch.tokens, step.batch.positions))  # between two parts
         self._parts = list(self._made(watched, graph))
 
     def replay(self) -> None:
@@ -52,7 +52,7 @@ class SplitStep:
         fused, step = self._fused, self._step()
         assert step is not None
         with weight_prefetch():  # nothing writes weights while steps are replayed
-            x = fused.begin(step.batch.tokens) if first == 0 else self._x
+            x = fused.begin(step.batch.tokens, step.batch.positions) if first == 0 else self._x
             x, pending = fused.run(x, step.call(), places=range(first, len(fused.layers) if stop is None else stop))
             logits = fused.logits(x, pending) if stop is None else None
         if logits is None:

@@ -1,0 +1,108 @@
+"""A causal language model's decoder: its layers, embeddings, last norm and head, by the names of its family."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from accelpatch.fusion import attention_facts, layer_facts
+from accelpatch.fusion.cannot_fuse import CannotFuse
+from accelpatch.models.family import DecoderForm, child_of, family_of_class
+
+ENDINGS = ("ForCausalLM", "LMHeadModel")  # of the names of models' classes
+INNER_ENDINGS = ("Model", "Decoder")  # of their decoders'
+
+
+@dataclass(frozen=True, eq=False)
+class Decoder:
+    """module: the decoder, which holds the layers."""
+
+    module: Any
+    form: DecoderForm
+    head: Any
+
+    @property
+    def layers(self) -> Any:
+        """The layers' modules."""
+        return getattr(self.module, self.form.layers)
+
+    @property
+    def embedding(self) -> Any:
+        """The embedding of token ids."""
+        return getattr(self.module, self.form.embedding)
+
+    @property
+    def norm(self) -> Any:
+        """The last norm."""
+        return getattr(self.module, self.form.norm)
+
+    @property
+    def rotary(self) -> Any:
+        """The rotary embedding; None for a model without one."""
+        return getattr(self.module, "rotary_emb", None)
+
+    @property
+    def positions(self) -> Positions | None:
+        """The learned embedding of positions, or None."""
+        name = self.form.positions
+        return None if name is None else Positions(getattr(self.module, name), self.form.offset, self.form.of_mask)
+
+
+@dataclass(frozen=True, eq=False)
+class Positions:
+    """Learned embeddings, of which position p is row p + offset. of_mask: as in DecoderForm."""
+
+    table: nn.Embedding
+    offset: int = 0
+    of_mask: bool = False
+
+    def __call__(self, positions: Tensor, drafts: bool) -> Tensor:
+        """Embeddings [..., K] of positions[...]; those of draft tokens beyond the last one, which are never kept, are
+        any."""
+        rows = positions + self.offset if self.offset else positions
+        rows = rows.clamp(max=self.table.num_embeddings - 1) if drafts else rows
+        return nn.functional.embedding(rows, self.table.weight)
+
+
+def decoder_of(model: Any) -> Decoder:
+    """The decoder of a causal language model that calls its layers one after the other. Raises CannotFuse."""
+    family = next((found for end in ENDINGS if (found := family_of_class(model, end)) is not None), None)
+    if family is not None and family.unfused is not None:
+        raise CannotFuse(family.unfused)
+    form = DecoderForm() if family is None else family.decoder
+    module, head = child_of(model, form.path), getattr(model, "lm_head", None)
+    if module is None or head is None or not getattr(module, form.layers, None):
+        raise CannotFuse("it has no Llama-like decoder")
+    decoder = Decoder(module, form, head)
+    if reason := why_not(model, decoder):
+        raise CannotFuse(reason)
+    if decoder.rotary is not None and (reason := attention_facts.rotary_why_not(decoder.rotary)):
+        raise CannotFuse(reason)
+    return decoder
+
+
+def why_not(model: Any, decoder: Decoder) -> str | None:
+    """Why a model, or the decoder in it, may not simply call its layers one after the other; None where they do."""
+    for one in (model, decoder.module):
+        if not type(one).forward.__module__.startswith("transformers."):
+            return f"{type(one).__name__} has a forward of its own"
+    form = decoder.form
+    known = {form.layers, form.embedding, form.norm, form.positions}
+    for name, child in decoder.module.named_children():
+        if name not in known and any(True for _ in child.parameters()):
+            return f"its decoder's {name} is not known to fused layers"
+    if not isinstance(getattr(decoder.module, form.norm, None), nn.Module):
+        return "its decoder has no last norm"
+    if decoder.positions is not None and "weight" not in decoder.positions.table._parameters:
+        return f"its decoder's {form.positions} was replaced"
+    count = decoder.module.config.num_hidden_layers
+    places = [getattr(layer_facts.attention_of(layer), "layer_idx", None) for layer in decoder.layers]
+    return None if places == list(range(count)) else f"its layers have the indices {places}, of {count}"
+
+
+def layers_of(module: Any) -> Any:
+    """The layers' modules of a decoder."""
+    family = next((found for end in INNER_ENDINGS if (found := family_of_class(module, end)) is not None), None)
+    return getattr(module, "layers" if family is None else family.decoder.layers)

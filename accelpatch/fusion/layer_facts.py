@@ -1,0 +1,99 @@
+"""Facts about a decoder layer, read off its modules by what the family table says of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from accelpatch.models.family import (
+    ACTIVATION_CLASSES,
+    PLAIN_ACTIVATIONS,
+    child_of,
+    family_of_class,
+    family_of_layer,
+    form_of,
+    linears_of,
+    norm_of,
+)
+from accelpatch.modules.gated_mlp import GatedMLP
+
+QKV = (("qkv_proj",), ("q_proj", "k_proj", "v_proj"))
+INNER = (("gate_up_proj",), ("gate_proj", "up_proj"), ("fc1",))
+LAST = (("down_proj",), ("fc2",))
+ACTIVATIONS = ("act_fn", "activation_fn", "act")  # the child's name, by family
+
+
+def attention_of(layer: Any) -> Any:
+    """The attention module of a layer; None where it has none that is known."""
+    family = family_of_layer(layer)
+    return getattr(layer, "self_attn" if family is None or family.layer is None else family.layer.attention, None)
+
+
+def mlp_of(layer: Any) -> Any:
+    """The MLP of a layer, or the layer itself where that holds the MLP's linear layers."""
+    family = family_of_layer(layer)
+    name = "mlp" if family is None or family.layer is None else family.layer.mlp
+    return layer if name is None else getattr(layer, name, None)
+
+
+def has_plain_mlp(layer: Any) -> bool:
+    """Whether the MLP is two linear layers and an activation between them, without a gate."""
+    return "fc1" in linears_of(layer)
+
+
+def activation_of(layer: Any) -> str:
+    """The name of the activation of a layer's MLP; the class of one that is not known."""
+    if isinstance(mlp_of(layer), GatedMLP):
+        return str(mlp_of(layer).activation)
+    known = PLAIN_ACTIVATIONS if has_plain_mlp(layer) else ACTIVATION_CLASSES
+    module = next((one for name in ACTIVATIONS if (one := getattr(mlp_of(layer), name, None)) is not None), None)
+    return known.get(type(module).__name__, type(module).__name__)
+
+
+def by_head(layer: Any) -> bool:
+    """Whether one linear layer of q, k and v has its rows head by head."""
+    family = family_of_layer(layer)
+    return family is not None and family.by_head
+
+
+def linears(layer: Any, *forms: tuple[str, ...]) -> tuple[Any, ...]:
+    """The linear layers of the first roles that a layer has all of; () where it has none of them."""
+    names = linears_of(layer)
+    roles = next((roles for roles in forms if all(role in names for role in roles)), ())
+    return tuple(child_of(layer, names[role]) for role in roles)
+
+
+def qkv_of(layer: Any) -> tuple[Any, ...]:
+    """The linear layers of an attention's input, in the order q, k, v."""
+    return linears(layer, *QKV)
+
+
+def inner_of(layer: Any) -> tuple[Any, ...]:
+    """The linear layers of an MLP's input, in the order gate, up; a plain MLP's one."""
+    return linears(layer, *INNER)
+
+
+def why_not(layer: Any) -> str | None:
+    """Why a layer's modules may compute something that a fused or native step does not; None where they do not."""
+    family, form = family_of_layer(layer), form_of(layer)
+    if family is None or form is None:
+        return "its form is not known"
+    names = linears_of(layer)
+    attention, mlp = attention_of(layer), mlp_of(layer)
+    known = {*names.values(), *form.children, f"{form.attention}.q_norm", f"{form.attention}.k_norm"}
+    parts = {"": layer, f"{form.attention}.": attention} | ({} if form.mlp is None else {f"{form.mlp}.": mlp})
+    for prefix, part in parts.items():
+        for name, child in part.named_children():
+            usual = isinstance(child, nn.Dropout) or type(child).__name__ in PLAIN_ACTIVATIONS
+            if f"{prefix}{name}" not in known and not usual and name not in ACTIVATIONS:
+                return f"its {prefix}{name} is not known to fused layers"
+    if any((kind := norm_of(getattr(attention, name, None))) and kind.layer for name in ("q_norm", "k_norm")):
+        return "its queries and keys have LayerNorms"
+    if not has_plain_mlp(layer):
+        return None
+    own = getattr(type(mlp), "replaced_class", type(mlp))
+    if not own.__module__.startswith("transformers.") or (mlp is not layer and family_of_class(mlp, "MLP") != family):
+        return f"its MLP is {own.__name__}"
+    activation = activation_of(layer)
+    return None if activation in PLAIN_ACTIVATIONS.values() else f"its activation is {activation}"

@@ -1,0 +1,250 @@
+"""Model families as data: everything that differs from family to family. No other file names a model's classes.
+
+To add a family, add a row to `FAMILIES` (roles, and what its layers compute), a tiny model of it to
+tests/support/tiny.py, and run tests/models/test_families.py. Roles in a model of an unknown family come from its
+modules' classes alone. Look-ups are in family.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+from accelpatch.models.form import DecoderForm, Family, LayerForm, Norm, Rotary
+
+
+def _attention(prefix: str, **names: str) -> dict[str, str]:
+    return {f"*.{prefix}.{attribute}": role for role, attribute in names.items()}
+
+
+_SEPARATE = _attention("self_attn", q_proj="q_proj", k_proj="k_proj", v_proj="v_proj", o_proj="o_proj")
+_GATED = {
+    "*.mlp.gate_proj": "gate_proj",
+    "*.mlp.up_proj": "up_proj",
+    "*.mlp.down_proj": "down_proj",
+    "*layers.#.mlp": "mlp",
+}
+_LAYER = {"*layers.#": "layer"}
+_LLAMA = _SEPARATE | _GATED | _LAYER
+_MLP_OF_TWO = {"*.mlp.gate_up_proj": "gate_up_proj", "*.mlp.down_proj": "down_proj", "*layers.#.mlp": "mlp"}
+_GATE_UP = _SEPARATE | _MLP_OF_TWO | _LAYER
+_MOE = {"*.mlp.gate": "router", "*.mlp.experts": "experts"}
+_FUSED_QKV = {
+    "*.query_key_value": "qkv_proj",
+    "*.self_attention.dense": "o_proj",
+    "*.mlp.dense_h_to_4h": "fc1",
+    "*.mlp.dense_4h_to_h": "fc2",
+}
+_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+_LLAMA_SMOOTHING = {
+    "input_layernorm": _QKV,
+    "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
+}
+_GEMMA_SMOOTHING = {
+    "input_layernorm": _QKV,
+    "pre_feedforward_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
+}
+
+_LLAMA_FORM: dict[str, Any] = {"norm": Norm(), "layer": LayerForm(), "rotary": Rotary()}
+_POST_NORM = LayerForm(
+    attention_norm=None,
+    mlp_norm=None,
+    after_attention="post_attention_layernorm",
+    after_mlp="post_feedforward_layernorm",
+)
+_GEMMA_FORM: dict[str, Any] = {
+    "norm": Norm("eps", plus_one=True),
+    "layer": replace(_POST_NORM, attention_norm="input_layernorm", mlp_norm="pre_feedforward_layernorm"),
+    "rotary": Rotary(),
+    "capped_logits": True,
+}
+LAYER_NORM = Norm("eps", layer=True)  # torch's
+_COHERE_FORM: dict[str, Any] = {
+    "norm": Norm(layer=True),
+    "layer": LayerForm(mlp_norm="input_layernorm", parallel=True),
+    "rotary": Rotary(tables="paired", interleaved=True),
+    "logit_multiplier": "logit_scale",
+}
+_GLM4_LAYER = LayerForm(after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm")
+
+FAMILIES: tuple[Family, ...] = (
+    Family("llama", ("llama",), _LLAMA, _LLAMA_SMOOTHING, "Llama", **_LLAMA_FORM),
+    Family("mistral", ("mistral",), _LLAMA, _LLAMA_SMOOTHING, "Mistral", **_LLAMA_FORM),
+    Family("ministral", ("ministral",), _LLAMA, _LLAMA_SMOOTHING, "Ministral", **_LLAMA_FORM),
+    Family("qwen2", ("qwen2",), _LLAMA, _LLAMA_SMOOTHING, "Qwen2", **_LLAMA_FORM),
+    Family("qwen3", ("qwen3",), _LLAMA, _LLAMA_SMOOTHING, "Qwen3", **_LLAMA_FORM),
+    Family(
+        "smollm3",
+        ("smollm3",),
+        _LLAMA,
+        _LLAMA_SMOOTHING,
+        "SmolLM3",
+        **_LLAMA_FORM | {"rotary": Rotary(without="use_rope")},
+    ),
+    Family(
+        "granite",
+        ("granite",),
+        _LLAMA,
+        _LLAMA_SMOOTHING,
+        "Granite",
+        **_LLAMA_FORM | {"layer": LayerForm(multiplier="residual_multiplier")},
+        embedding_multiplier="embedding_multiplier",
+        logit_divisor="logits_scaling",
+    ),
+    Family(
+        "helium",
+        ("helium",),
+        _LLAMA,
+        _LLAMA_SMOOTHING,
+        "Helium",
+        Norm(late=True),
+        LayerForm(),
+        Rotary(interleaved=True),
+    ),
+    Family(
+        "ernie4_5",
+        ("ernie4_5",),
+        _LLAMA,
+        _LLAMA_SMOOTHING,
+        "Ernie4_5",
+        Norm(),
+        LayerForm(),
+        Rotary(tables="float32", interleaved=True),
+    ),
+    Family(
+        "olmo2", ("olmo2",), _LLAMA, {}, "Olmo2", Norm(late=True), _POST_NORM, Rotary(tables="float32"), q_k_norm="all"
+    ),
+    Family("gemma", ("gemma",), _LLAMA, _LLAMA_SMOOTHING, "Gemma", Norm("eps", plus_one=True), LayerForm(), Rotary()),
+    Family("gemma2", ("gemma2",), _LLAMA, _GEMMA_SMOOTHING, "Gemma2", **_GEMMA_FORM, capped_scores=True),
+    # Its attention has a softcap among its attributes and does not use it.
+    Family("gemma3", ("gemma3_text", "gemma3"), _LLAMA, _GEMMA_SMOOTHING, "Gemma3", **_GEMMA_FORM),
+    Family("glm", ("glm",), _GATE_UP, {}, "Glm", Norm(), LayerForm(), Rotary(interleaved=True)),
+    Family("glm4", ("glm4",), _GATE_UP, {}, "Glm4", Norm(), _GLM4_LAYER, Rotary(interleaved=True)),
+    Family(
+        "phi3",
+        ("phi3",),
+        _attention("self_attn", qkv_proj="qkv_proj", o_proj="o_proj") | _MLP_OF_TWO | _LAYER,
+        {"input_layernorm": ("self_attn.qkv_proj",), "post_attention_layernorm": ("mlp.gate_up_proj",)},
+        "Phi3",
+        **_LLAMA_FORM,
+    ),
+    Family(
+        "opt",
+        ("opt",),
+        _attention("self_attn", q_proj="q_proj", k_proj="k_proj", v_proj="v_proj", o_proj="out_proj")
+        | {"*layers.#.fc1": "fc1", "*layers.#.fc2": "fc2"}
+        | _LAYER,
+        {
+            "self_attn_layer_norm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            "final_layer_norm": ("fc1",),
+        },
+        "OPT",
+        LAYER_NORM,
+        LayerForm(
+            mlp=None,
+            attention_norm="self_attn_layer_norm",
+            mlp_norm="final_layer_norm",
+            where="do_layer_norm_before",
+        ),
+        decoder=DecoderForm(
+            "model.decoder", norm="final_layer_norm", positions="embed_positions", offset=2, of_mask=True
+        ),
+    ),
+    Family(
+        "gpt2",
+        ("gpt2",),
+        _attention("attn", qkv_proj="c_attn", o_proj="c_proj")
+        | {"*.mlp.c_fc": "fc1", "*.mlp.c_proj": "fc2", "*.h.#": "layer"},
+        {"ln_1": ("attn.c_attn",), "ln_2": ("mlp.c_fc",)},
+        "GPT2",
+        LAYER_NORM,
+        LayerForm("attn", attention_norm="ln_1", mlp_norm="ln_2"),
+        decoder=DecoderForm("transformer", "h", "wte", "ln_f", positions="wpe"),
+    ),
+    Family(
+        "gpt_neox",
+        ("gpt_neox",),
+        _attention("attention", qkv_proj="query_key_value", o_proj="dense")
+        | {"*.mlp.dense_h_to_4h": "fc1", "*.mlp.dense_4h_to_h": "fc2"}
+        | _LAYER,
+        {"input_layernorm": ("attention.query_key_value",), "post_attention_layernorm": ("mlp.dense_h_to_4h",)},
+        "GPTNeoX",
+        LAYER_NORM,
+        LayerForm("attention", parallel="use_parallel_residual", cache="layer_past"),
+        Rotary(),
+        by_head=True,
+        decoder=DecoderForm("gpt_neox", embedding="embed_in", norm="final_layer_norm"),
+    ),
+    Family(
+        "phi",
+        ("phi",),
+        _attention("self_attn", q_proj="q_proj", k_proj="k_proj", v_proj="v_proj", o_proj="dense")
+        | {"*.mlp.fc1": "fc1", "*.mlp.fc2": "fc2"}
+        | _LAYER,
+        classes="Phi",
+        norm=LAYER_NORM,
+        layer=LayerForm(mlp_norm="input_layernorm", parallel=True),
+        rotary=Rotary(),
+        decoder=DecoderForm(norm="final_layernorm"),
+    ),
+    Family(
+        "starcoder2",
+        ("starcoder2",),
+        _SEPARATE | {"*.mlp.c_fc": "fc1", "*.mlp.c_proj": "fc2"} | _LAYER,
+        {"input_layernorm": _QKV, "post_attention_layernorm": ("mlp.c_fc",)},
+        "Starcoder2",
+        LAYER_NORM,
+        LayerForm(),
+        Rotary(),
+    ),
+    Family(
+        "bloom",
+        ("bloom",),
+        _FUSED_QKV,
+        {"input_layernorm": ("self_attention.query_key_value",), "post_attention_layernorm": ("mlp.dense_h_to_4h",)},
+        "Bloom",
+        unfused="its scores get a bias by distance (ALiBi), which the attention kernels do not add",
+    ),
+    # One norm may feed attention and MLP at once, by version: no smoothing without reading the configuration.
+    Family("falcon", ("falcon",), _FUSED_QKV, classes="Falcon", rotary=Rotary()),
+    Family(
+        "stablelm",
+        ("stablelm",),
+        _LLAMA,
+        classes="StableLm",
+        norm=LAYER_NORM,
+        layer=LayerForm(parallel="use_parallel_residual"),
+        rotary=Rotary(),
+    ),
+    Family("cohere", ("cohere",), _LLAMA, {}, "Cohere", **_COHERE_FORM),
+    Family(
+        "cohere2",
+        ("cohere2",),
+        _LLAMA,
+        {},
+        "Cohere2",
+        **_COHERE_FORM | {"rotary": replace(_COHERE_FORM["rotary"], without="sliding_window")},
+    ),
+    Family("mixtral", ("mixtral",), _SEPARATE | _MOE | _LAYER, {"input_layernorm": _QKV}, "Mixtral", **_LLAMA_FORM),
+    # Some layers may be dense: their MLP is Llama's, and the `mlp` of a sparse layer is refused by its replacer.
+    Family("qwen3_moe", ("qwen3_moe",), _LLAMA | _MOE, {"input_layernorm": _QKV}, "Qwen3Moe", **_LLAMA_FORM),
+)
+
+# Linear layers whose forward is x @ weight^T + bias: torch's own, and the same written otherwise.
+LINEAR_CLASSES = frozenset({"Linear", "Conv1D", "FalconLinear", "NonDynamicallyQuantizableLinear"})
+# Embeddings whose forward is a row of the table, times `embed_scale` where they have one.
+EMBEDDING_CLASSES = frozenset(
+    {"Embedding", "GemmaTextScaledWordEmbedding", "Gemma2TextScaledWordEmbedding", "Gemma3TextScaledWordEmbedding"}
+)
+# Rope types whose frequencies are fixed when the model is made.
+STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
+# Classes of activation modules -> the name that configurations use.
+ACTIVATION_CLASSES: Mapping[str, str] = MappingProxyType(
+    {"SiLU": "silu", "SiLUActivation": "silu", "GELUActivation": "gelu", "GELUTanh": "gelu_tanh", "ReLU": "relu"}
+)
+# The same for MLPs without a gate, which are not replaced: others are within roundings of torch's own.
+PLAIN_ACTIVATIONS: Mapping[str, str] = MappingProxyType(
+    {**ACTIVATION_CLASSES, "NewGELUActivation": "gelu_tanh", "FastGELUActivation": "gelu_tanh"}
+)
