@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from accelpatch.fusion import attention_facts, layer_facts
 from accelpatch.fusion.cannot_fuse import CannotFuse
-from accelpatch.models.family import DecoderForm, child_of, family_of_class
+from accelpatch.models.family import DecoderForm, Family, child_of, family_of_class
 
 ENDINGS = ("ForCausalLM", "LMHeadModel")  # of the names of models' classes
 INNER_ENDINGS = ("Model", "Decoder")  # of their decoders'
@@ -68,10 +68,9 @@ class Positions:
 
 def decoder_of(model: Any) -> Decoder:
     """The decoder of a causal language model that calls its layers one after the other. Raises CannotFuse."""
-    family = next((found for end in ENDINGS if (found := family_of_class(model, end)) is not None), None)
+    family, form = _form(model)
     if family is not None and family.unfused is not None:
         raise CannotFuse(family.unfused)
-    form = DecoderForm() if family is None else family.decoder
     module, head = child_of(model, form.path), getattr(model, "lm_head", None)
     if module is None or head is None or not getattr(module, form.layers, None):
         raise CannotFuse("it has no Llama-like decoder")
@@ -100,6 +99,17 @@ def why_not(model: Any, decoder: Decoder) -> str | None:
     count = decoder.module.config.num_hidden_layers
     places = [getattr(layer_facts.attention_of(layer), "layer_idx", None) for layer in decoder.layers]
     return None if places == list(range(count)) else f"its layers have the indices {places}, of {count}"
+
+
+def _form(model: Any) -> tuple[Family | None, DecoderForm]:
+    family = next((found for end in ENDINGS if (found := family_of_class(model, end)) is not None), None)
+    return family, DecoderForm() if family is None else family.decoder
+
+
+def layers_in(model: Any) -> Any:
+    """The decoder layers' modules of a causal language model; () where it has none that are known."""
+    form = _form(model)[1]
+    return getattr(child_of(model, form.path), form.layers, ())
 
 
 def layers_of(module: Any) -> Any:

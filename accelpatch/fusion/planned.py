@@ -42,7 +42,7 @@ def libraries(site: Site, device: Device) -> tuple[str, ...]:
     """The device libraries of a fused layer besides those of its weights: attention's, where they have it."""
     layer: Any = site.original
     dtype = next(parameter.dtype for parameter in layer.parameters())
-    shape = _attention_shape(layer.self_attn)
+    shape = _attention_shape(layer_facts.attention_of(layer))
     if device.kind == "cpu" or hip_attention.why_not(shape, dtype, device) is not None:
         return ()
     return (hip_attention.library(shape.size, dtype),)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from accelpatch.fusion.adapters import is_adapter, state_of
+from accelpatch.fusion.decoder import layers_in
 from accelpatch.modules.quantized_module import QuantizedModule, packed_modules
 from accelpatch.modules.replacement import OWN_HOOK
 
@@ -41,7 +42,7 @@ class Watch:
     def __init__(self, model: nn.Module):
         modules = list(model.modules())
         inner = [module for module in modules if module is not model]
-        layers = getattr(getattr(model, "model", None), "layers", ())
+        layers = layers_in(model)
         self._layers = [hook_tables(layer.modules()) for layer in layers]
         within = {id(module) for layer in layers for module in layer.modules()}
         self._outer = hook_tables(module for module in inner if id(module) not in within)

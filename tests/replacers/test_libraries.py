@@ -19,6 +19,7 @@ from accelpatch.kernels.build import libraries
 from accelpatch.patching.replacer import Choice
 from accelpatch.patching.site import Site
 from accelpatch.replacers import registry
+from tests.support.tiny import CAUSAL
 
 ATTENTION = "decode_attention_fp16_128"
 INT4 = ("gemv_int4_fp16_minimum", "gemv_int8_fp16_rows")
@@ -90,3 +91,10 @@ def test_a_patch_builds_them_before_it_touches_the_model(
     again = accelpatch.plan(model, "int8", device=HERE)  # with what is left
     assert again.libraries == ()
     assert any("was not built" in note for note in again.report().notes)
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_every_family_can_be_planned_for_a_gpu(name: str) -> None:
+    plan = accelpatch.plan(CAUSAL[name].make().bfloat16(), "exact", device=KNOWN["sm_90"])
+    fused = [entry for entry in plan.replaced if entry.choice is not None and entry.choice.fused]
+    assert all(entry.choice is not None and len(entry.choice.libraries) <= 1 for entry in fused)
