@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,7 +16,7 @@ from accelpatch import device as devices
 from accelpatch.checkpoints import quantizer
 from accelpatch.checkpoints import save as saving
 from accelpatch.device import Device
-from accelpatch.errors import LoadError, PatchError, PlanError
+from accelpatch.errors import LoadError, PatchError, PlanError, SaveError
 from accelpatch.fusion.verified import check_layers
 from accelpatch.kernels.build import libraries
 from accelpatch.kernels.check.selftest import run as selftest
@@ -25,7 +24,7 @@ from accelpatch.kernels.check.while_running import checked
 from accelpatch.models.catalog import resolve
 from accelpatch.models.family import roles_of
 from accelpatch.models.inputs import sample_inputs
-from accelpatch.models.load import Loaded
+from accelpatch.models.load import Loaded, is_patched
 from accelpatch.models.load import random as random_model
 from accelpatch.patching import apply
 from accelpatch.patching.evaluation import Evaluation, compare
@@ -39,14 +38,14 @@ from accelpatch.recipe import recipe as recipes
 from accelpatch.recipe.recipe import Recipe
 from accelpatch.replacers import registry, replacer
 from accelpatch.replacers.plugin import load_plugin
-from accelpatch.report import Report
+from accelpatch.report import Report, Stopwatch
 from accelpatch.runtime.generation.first_use import on_first_use
 from accelpatch.runtime.generation.on_demand import unpatch_on_demand
 from accelpatch.runtime.generation.patched_model import RUNTIME, SAVE, new_runtime, patched_classes
 
 __all__ = [
-    "evaluate", "load", "load_plugin", "patch", "patch_on_first_use", "patched", "plan", "plan_from_config",
-    "random_model", "replacer", "selftest", "unpatch",
+    "evaluate", "is_patched", "load", "load_plugin", "patch", "patch_on_first_use", "patched", "plan",
+    "plan_from_config", "quantize", "random_model", "replacer", "selftest", "unpatch",
 ]  # fmt: skip
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -81,6 +80,26 @@ def load(
         return loaded
     config = quantizer.AccelpatchConfig(wanted, progress=progress, resume=resume)
     return loading.load(name, **options, quantization=config)
+
+
+def quantize(
+    name: str, recipe: AnyRecipe, out: str | Path, *, max_shard_size: int | str = "5GB", dtype: Any = "auto",
+    device: Any = "cpu", progress: Progress | None = None,
+) -> Report:  # fmt: skip
+    """Patch a checkpoint while it loads and save it, with its tokenizer, into the folder `out`, all or nothing.
+
+    Finished weights are kept beside `out` until it is written, so that an interrupted call goes on. Raises LoadError,
+    SaveError, and what `patch` raises.
+    """
+    source, folder = resolve(name), Path(out)
+    if source.kind == "folder" and folder.resolve() == Path(source.location).resolve():
+        raise SaveError(f"{folder} holds the float weights: name another folder")
+    saving.check_writable(folder)
+    loaded = load(name, recipe, dtype=dtype, device=device, progress=progress, resume=saving.beside(folder))
+    tokenizer = loaded.tokenizer
+    more = [] if tokenizer is None else [tokenizer.save_pretrained]
+    saving.save(loaded.model, folder, _handle(loaded.model).plan, max_shard_size=max_shard_size, more=more)
+    return _handle(loaded.model).report()
 
 
 def plan(model: nn.Module, recipe: AnyRecipe = "int8", *, device: Device | None = None) -> Plan:
@@ -129,7 +148,7 @@ def patch(
     """
     if keep_original not in KEEP_ORIGINAL:
         raise PatchError(f"keep_original is {keep_original!r}; it is one of {', '.join(KEEP_ORIGINAL)}")
-    given, model, watch = model, unwrapped(model), _Stopwatch(progress)
+    given, model, watch = model, unwrapped(model), Stopwatch(progress)
     apply.check_patchable(model)
     planned = _compiled(plan(model, recipe, device=device), watch)
     _carry_out(model, planned, inputs, keep_original, verify, watch, {})
@@ -137,12 +156,12 @@ def patch(
 
 
 def _carry_out(
-    model: Any, planned: Plan, inputs: Any, keep_original: str, verify: bool, watch: _Stopwatch,
+    model: Any, planned: Plan, inputs: Any, keep_original: str, verify: bool, watch: Stopwatch,
     at_hand: Mapping[str, apply.Built],
 ) -> None:  # fmt: skip
     """Patch `model` as planned. at_hand: path -> replacements that a checkpoint's loading has put there already."""
     with HostCopies(rounded_weights(planned) if keep_original == "cpu" else []) as copies:
-        captured = capture(model, planned, inputs, sample_inputs, watch) if verify else NOT_VERIFIED
+        captured = capture(model, planned, inputs, sample_inputs, watch, at_hand) if verify else NOT_VERIFIED
         built, planned = verified_build(planned, captured, checked, watch, at_hand)
         runtime = new_runtime(planned.device.kind, planned.recipe.runtime)
         report = stage_report(planned, built, runtime.paths)
@@ -165,7 +184,7 @@ def _save(planned: Plan, model: nn.Module, folder: str | Path, **options: Any) -
 
 def _finish_loading(model: nn.Module, planned: Plan, built: list[apply.Built], progress: Progress | None) -> None:
     """Patch what is left of a model whose quantised weights a checkpoint's loading has built."""
-    watch = _Stopwatch(progress)
+    watch = Stopwatch(progress)
     _carry_out(model, planned, None, "none", True, watch, {item.entry.site.path: item for item in built})
     report = _handle(model).record
     if built:
@@ -180,10 +199,10 @@ def register_checkpoints() -> None:
 
 
 def _plan_for(model: nn.Module, recipe: Recipe, device: Any) -> Plan:
-    return _compiled(plan(model, recipe, device=devices.probe(str(device))), _Stopwatch(None))
+    return _compiled(plan(model, recipe, device=devices.probe(str(device))), Stopwatch(None))
 
 
-def _compiled(planned: Plan, watch: _Stopwatch) -> Plan:
+def _compiled(planned: Plan, watch: Stopwatch) -> Plan:
     """The plan, once the kernel libraries that it needs on a GPU are built: before anything of the model is touched."""
     if planned.device.index is not None and planned.libraries:
         libraries.prepare(planned.libraries, planned.device, f"recipe {planned.recipe.name}")
@@ -191,7 +210,7 @@ def _compiled(planned: Plan, watch: _Stopwatch) -> Plan:
     return planned
 
 
-def _fuse(model: nn.Module, planned: Plan, runtime: Any, captured: Captured, report: Report, watch: _Stopwatch) -> None:
+def _fuse(model: nn.Module, planned: Plan, runtime: Any, captured: Captured, report: Report, watch: Stopwatch) -> None:
     """Lay the fused layers out and verify them; those over their bound run their modules."""
     errors: dict[int, SiteErrors] = {}
     failed: dict[int, str] = {}
@@ -278,19 +297,3 @@ def _handle(model: nn.Module) -> apply.Handle:
 def _device_of(model: nn.Module) -> str:
     parameter = next(model.parameters(), None)
     return "cpu" if parameter is None or parameter.is_meta else str(parameter.device)
-
-
-class _Stopwatch:
-    """Forwards progress calls and adds up the seconds that each stage takes."""
-
-    def __init__(self, progress: Progress | None):
-        self.seconds: dict[str, float] = {}
-        self._progress = progress
-        self._last = time.perf_counter()
-
-    def __call__(self, stage: str, done: int, total: int) -> None:
-        now = time.perf_counter()
-        self.seconds[stage] = self.seconds.get(stage, 0.0) + now - self._last
-        self._last = now
-        if self._progress is not None:
-            self._progress(stage, done, total)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -252,3 +253,19 @@ def ratio(pair: tuple[int, int]) -> str:
     """after / before of a (before, after) pair, as a percentage."""
     before, after = pair
     return f"{after / before:.1%}" if before else "nothing to read"
+
+
+class Stopwatch:
+    """Forwards progress calls and adds up the seconds that each stage takes."""
+
+    def __init__(self, progress: Callable[[str, int, int], None] | None):
+        self.seconds: dict[str, float] = {}
+        self._progress = progress
+        self._last = time.perf_counter()
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        now = time.perf_counter()
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + now - self._last
+        self._last = now
+        if self._progress is not None:
+            self._progress(stage, done, total)

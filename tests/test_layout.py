@@ -42,8 +42,10 @@ IMPORTS: dict[str, tuple[str, str]] = {
         "bench",
         "",
     ),
+    "hf": ("api checkpoints", ""),  # what a program imports to have transformers load saved patched models
     "cli": (
-        "api bench kernels.build models.catalog recipe report device errors cache",  # cache: lists and clears it
+        # cache: lists and clears it; checkpoints: inspect
+        "api bench kernels.build models.catalog checkpoints.inspection recipe report device errors cache",
         "typer rich",
     ),
     "__init__": ("api errors patching.replacer", ""),  # the public names, resolved when first asked for

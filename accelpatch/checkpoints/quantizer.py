@@ -23,13 +23,22 @@ from transformers.quantizers.auto import (
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from accelpatch.checkpoints.loading_modules import (
+    as_saved,
+    expect,
+    from_parts,
+    move_in,
+    parent_of,
+    quantised,
+    tie,
+    without_weight,
+)  # fmt: skip
 from accelpatch.checkpoints.resume import Store
-from accelpatch.checkpoints.saved import METHOD, PARTS, VERSION, Saved, check_hashes, read
+from accelpatch.checkpoints.saved import METHOD, VERSION, check_hashes, read
 from accelpatch.errors import AccelpatchError, LoadError
-from accelpatch.patching.apply import Built, built
+from accelpatch.patching.apply import Built
 from accelpatch.patching.plan import Entry, Plan
 from accelpatch.patching.stages import over_weight_bound
-from accelpatch.quant.weight import QuantizedWeight
 from accelpatch.recipe.recipe import Recipe, dump, load, parse
 
 MakePlan = Callable[[nn.Module, Recipe, torch.device], Plan]
@@ -127,25 +136,27 @@ class AccelpatchQuantizer(HfQuantizer):
         return entry.choice.resident_after / max(1, param.numel())
 
     def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **kwargs: Any) -> None:
-        _tie(model)  # else the plan would take tied weights for several
+        tie(model)  # else the plan would take tied weights for several
         self.plan = _hooks[0].plan(model, self.quantization_config.loaded, self._device)
         if self.pre_quantized:
             saved = read(checkpoint_files)
             check_hashes(saved)
             self.plan = as_saved(self.plan, saved)
-            for entry in _quantised(self.plan):
-                _expect(entry, saved)
-        for entry in _quantised(self.plan):
+            for entry in quantised(self.plan):
+                expect(entry, saved)
+        for entry in quantised(self.plan):
             self._entries |= dict.fromkeys(entry.site.paths, entry)
         # of replaced modules transformers would tie the weights that they no longer have
         self._ties = dict(getattr(model, "all_tied_weights_keys", None) or {})
         model.all_tied_weights_keys = {
-            one: other for one, other in self._ties.items() if not {_path(one), _path(other)} & self._entries.keys()
+            target: source
+            for target, source in self._ties.items()
+            if not {parent_of(target), parent_of(source)} & self._entries.keys()
         }
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
         """Whether a tensor of a float checkpoint is a weight to be quantised."""
-        return param_name.endswith(".weight") and _path(param_name) in self._entries
+        return param_name.endswith(".weight") and parent_of(param_name) in self._entries
 
     def get_quantize_ops(self) -> ConversionOps:
         """The operation that takes such a weight."""
@@ -153,7 +164,7 @@ class AccelpatchQuantizer(HfQuantizer):
 
     def take(self, name: str, weight: Tensor, missing: Any) -> None:
         """Quantise a weight that was just read; an error is raised when all are read (transformers only logs it)."""
-        entry = self._entries[_path(name)]
+        entry = self._entries[parent_of(name)]
         path, members = entry.site.path, (entry.site, *entry.site.tied)
         if missing is not None:
             missing.difference_update(f"{place}.weight" for place in entry.site.paths)
@@ -172,20 +183,20 @@ class AccelpatchQuantizer(HfQuantizer):
             return
         self._built[path] = made
         for member in members:
-            _without_weight(member.original)
-        self._report("quantising", len(self._built), len(_quantised(self.plan)))
+            without_weight(member.original)
+        self._report("quantising", len(self._built), len(quantised(self.plan)))
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         if self._error is not None:
             raise self._error
         self.plan = self.plan.without(self._failed)
-        for entry in _quantised(self.plan):
+        for entry in quantised(self.plan):
             if self.pre_quantized:
-                self._built[entry.site.path] = _from_parts(entry, self._device)
+                self._built[entry.site.path] = from_parts(entry, self._device)
             made = self._built.get(entry.site.path)
             if made is None:
                 raise LoadError(f"the checkpoint lacks {entry.site.path}.weight")
-            _move_in(model, made)
+            move_in(model, made)
         model.all_tied_weights_keys = self._ties
         self.remove_quantization_config(model)
         for part in model.modules():
@@ -221,101 +232,3 @@ def register(hooks: Hooks) -> None:
         _hooks.append(hooks)
         register_quantization_config(METHOD)(AccelpatchConfig)
         register_quantizer(METHOD)(AccelpatchQuantizer)
-
-
-def as_saved(plan: Plan, saved: Saved) -> Plan:
-    """The plan with exactly those sites quantised that the checkpoint has so. Raises LoadError where it cannot."""
-    known = {entry.site.path: entry for entry in plan.entries}
-    for path, name in saved.sites.items():
-        entry = known.get(path)
-        if entry is None:
-            raise LoadError(f"the checkpoint has a quantised {path}, which is not in this model: is it another's?")
-        if entry.replacer is None or entry.replacer.name != name:
-            why = entry.reason or (entry.replacer and f"the recipe makes it {entry.replacer.name}")
-            raise LoadError(f"{path} was saved as {name}, which it cannot be here: {why}")
-    entries = tuple(
-        entry.kept("the checkpoint holds it in float")
-        if entry.replacer is not None and entry.replacer.rounds and entry.site.path not in saved.sites
-        else entry
-        for entry in plan.entries
-    )
-    return Plan(plan.model, plan.recipe, plan.device, entries, plan.max_length, plan.cache_bytes)
-
-
-def _quantised(plan: Plan) -> list[Entry]:
-    return [entry for entry in plan.replaced if entry.replacer is not None and entry.replacer.rounds]
-
-
-def _expect(entry: Entry, saved: Saved) -> None:
-    """Give a module on the meta device the parameters that the checkpoint holds for it, in their own dtypes."""
-    site = entry.site
-    for member in (site, *site.tied):
-        weight = member.original._parameters["weight"]
-        assert weight is not None
-        member.original.__dict__["_saved_like"] = (weight.dtype, weight.requires_grad)
-        _without_weight(member.original)
-    for part in PARTS:
-        stored = saved.tensors.get(f"{site.path}.{part}")
-        if stored is None:
-            if part == "offset":
-                continue
-            raise LoadError(f"the checkpoint lacks {site.path}.{part}, a part of a quantised weight: fetch it again")
-        if stored.dtype not in READ:
-            raise LoadError(f"{stored.file}: {site.path}.{part} is {stored.dtype}, which no quantised weight holds")
-        empty = torch.empty(stored.shape, dtype=READ[stored.dtype], device="meta")
-        site.original.register_parameter(part, nn.Parameter(empty, requires_grad=False))
-
-
-READ = {
-    "I8": torch.int8, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
-}  # fmt: skip
-
-
-def _from_parts(entry: Entry, device: torch.device) -> Built:
-    """The replacement of a site from the parts that were loaded into its module, which gives them up."""
-    original = entry.site.original
-    found = [original._parameters.pop(part, None) for part in PARTS]
-    q, scale, offset = (None if one is None else one.data for one in found)
-    assert q is not None
-    assert scale is not None
-    for member in (entry.site, *entry.site.tied):
-        _without_stand_in(member.original)
-        dtype, trainable = member.original.__dict__.pop("_saved_like")
-        empty = nn.Parameter(torch.empty(0, dtype=dtype, device=device), requires_grad=trainable)
-        member.original._parameters["weight"] = empty
-    return built(entry, QuantizedWeight(q, scale, offset))
-
-
-def _without_weight(module: nn.Module) -> None:
-    """Take the weight from a module, and leave rows without columns: transformers initialises all that it knows."""
-    weight = module._parameters.pop("weight")
-    module.register_buffer("weight", torch.empty(0 if weight is None else len(weight), 0), persistent=False)
-
-
-def _without_stand_in(module: nn.Module) -> None:
-    if "weight" in module._buffers:
-        del module.weight
-        module._non_persistent_buffers_set.discard("weight")
-
-
-def _move_in(model: nn.Module, made: Built) -> None:
-    """Put a replacement into the model at each of its places, with what was loaded into the original since."""
-    for old, new, places in made.modules:
-        _without_stand_in(old)
-        new._parameters.update({name: one for name, one in old._parameters.items() if name != "weight"})
-        new._buffers.update(old._buffers)
-        for place in places:
-            parent, _, name = place.rpartition(".")
-            model.get_submodule(parent)._modules[name] = new
-
-
-def _tie(model: Any) -> None:
-    """Tie the weights of a model on the meta device; transformers' own way to do so is off while it loads."""
-    for target, source in dict(getattr(model, "all_tied_weights_keys", None) or {}).items():
-        path, _, own = target.rpartition(".")
-        model.get_submodule(path)._parameters[own] = model.get_parameter(source)
-
-
-def _path(name: str) -> str:
-    return name.rpartition(".")[0]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,14 @@ WEIGHTS = ("model-", "model.", "pytorch_model")  # how weight files of an older 
 OWN_FILES = ("config.json", "generation_config.json", RECIPE)
 
 
-def save(model: Any, folder: str | Path, plan: Any, *, max_shard_size: int | str = SHARD) -> None:
+def save(
+    model: Any, folder: str | Path, plan: Any, *, max_shard_size: int | str = SHARD,
+    more: Sequence[Callable[[Path], Any]] = (),
+) -> None:  # fmt: skip
     """Write a patched transformers model into `folder`, all or nothing; other files that lie there stay.
 
     plan: the Plan that the model was patched by. Tied weights are written once. max_shard_size: bytes, or such as
-    "5GB". Raises SaveError.
+    "5GB". more: write further files, such as a tokenizer's. Raises SaveError.
     """
     most, target = shard_size(max_shard_size), Path(folder)
     if adapters := [name for name, _ in model.named_modules() if name.endswith(("lora_A", "lora_B"))]:
@@ -43,7 +47,23 @@ def save(model: Any, folder: str | Path, plan: Any, *, max_shard_size: int | str
         if model.can_generate():
             model.generation_config.save_pretrained(made)
         (made / RECIPE).write_text(dump(plan.recipe), encoding="utf-8")
+        for write in more:
+            write(made)
         write_weights(model, made, {entry.site.path: entry.replacer.name for entry in plan.replaced}, most)
+
+
+def beside(folder: Path) -> Path:
+    """Where the finished weights of an interrupted quantisation into `folder` lie."""
+    return folder.resolve().with_name(f".{folder.resolve().name}.quantising")
+
+
+def check_writable(folder: Path) -> None:
+    """Raise SaveError, before anything slow, where `folder` cannot be written."""
+    if folder.exists() and not folder.is_dir():
+        raise SaveError(f"{folder} is a file: name a folder")
+    parent = next(one for one in folder.resolve().parents if one.exists())
+    if not os.access(parent, os.W_OK):
+        raise SaveError(f"{folder} cannot be written: name another folder")
 
 
 def description(recipe: Recipe) -> dict[str, Any]:

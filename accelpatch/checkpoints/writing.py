@@ -33,7 +33,7 @@ class Shard:
     """One safetensors file in the making. room: bytes reserved for its header."""
 
     def __init__(self, path: Path, room: int):
-        self.path, self.size = path, 0
+        self.path, self.size, self._end = path, 0, 0
         self._room = -(-room // ALIGNMENT) * ALIGNMENT
         self._file = path.open("wb")
         self._file.seek(8 + self._room)
@@ -83,10 +83,10 @@ class Shard:
 
     def _write(self, name: str, tensor: torch.Tensor) -> None:
         data = bytes_of(tensor)
-        start = self._file.tell() - 8 - self._room
         self._digests[name] = hashlib.sha256(data).hexdigest()
         self._file.write(data)
-        place = [start, start + len(data)]
+        place = [self._end, self._end + len(data)]
+        self._end += len(data)
         self._entries[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": place}
 
 

@@ -68,12 +68,29 @@ def prepare(recipe: str, plugins: list[Path] | None) -> None:
 
 
 def open_model(name: str, dtype: str, device: str) -> tuple[Any, torch.device]:
-    """Load a model, with progress bars on stderr; returns (accelpatch.models.load.Loaded, its device)."""
+    """Load a float model, with progress bars on stderr; returns (accelpatch.models.load.Loaded, its device)."""
     from accelpatch import api
+    from accelpatch.errors import LoadError
 
     where = torch_device(device)
+    if api.is_patched(name):
+        raise LoadError(f"{name} is a saved patched model, and the original is needed too: give the float checkpoint")
     with console.progress_bars() as progress:
         return api.load(name, dtype=dtype, device=where, progress=progress), where
+
+
+def open_patched(name: str, *, recipe: str | None, dtype: str, device: str) -> tuple[Any, torch.device]:
+    """As `open_model`, patched while it loads by `recipe`, or the default; a saved patched model as it is."""
+    from accelpatch import api
+    from accelpatch.errors import LoadError
+
+    where = torch_device(device)
+    saved = api.is_patched(name)
+    if saved and recipe is not None:
+        raise LoadError(f"{name} is a saved patched model, which has its recipe: leave out --recipe")
+    wanted = None if saved else recipe or DEFAULT_RECIPE
+    with console.progress_bars() as progress:
+        return api.load(name, wanted, dtype=dtype, device=where, progress=progress), where
 
 
 def torch_device(text: str) -> torch.device:

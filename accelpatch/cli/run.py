@@ -5,12 +5,13 @@ from __future__ import annotations
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from . import console, options
-from .options import DeviceOption, DtypeOption, JsonOption, PluginOption, RecipeOption
+from .options import DeviceOption, DtypeOption, JsonOption, PluginOption
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,7 +50,9 @@ class Sampling:
 
 def run(
     model: options.ModelArgument = options.DEFAULT_MODEL,
-    recipe: RecipeOption = options.DEFAULT_RECIPE,
+    recipe: Annotated[
+        str | None, typer.Option("--recipe", "-r", metavar="NAME|FILE", help="As elsewhere; default: int8.")
+    ] = None,
     prompt: Annotated[str, typer.Option(help="Prompt text; - reads it from stdin.")] = DEFAULT_PROMPT,
     chat: Annotated[bool, typer.Option("--chat", help="Apply the model's chat template to the prompt.")] = False,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Generate at most this many tokens.")] = 128,
@@ -61,21 +64,23 @@ def run(
     plugin: PluginOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Load MODEL, patch it with a recipe, and answer a prompt."""
+    """Load MODEL, patched with a recipe, or a saved patched one as it is, and answer a prompt."""
     text = _text(prompt)
-    options.prepare(recipe, plugin)
+    options.prepare(recipe or options.DEFAULT_RECIPE, plugin)
     from accelpatch import api
 
     from . import prompt as prompts
 
-    loaded, where = options.open_model(model, dtype, device)
+    opened = options.open_model if compare else partial(options.open_patched, recipe=recipe)
+    loaded, where = opened(model, dtype=dtype, device=device)
     ids = prompts.encode(prompts.tokenizer_of(loaded), text, chat=chat).to(where)
     network = loaded.model
     prompts.check_fits(network, ids.shape[1], max_new_tokens)
     sampling = Sampling(max_new_tokens, temperature, seed)
     before = _answer(loaded, ids, sampling, heading="original", json=json) if compare else None
-    with console.progress_bars() as progress:
-        api.patch(network, recipe, keep_original="none", progress=progress)
+    if compare:
+        with console.progress_bars() as progress:
+            api.patch(network, recipe or options.DEFAULT_RECIPE, keep_original="none", progress=progress)
     after = _answer(loaded, ids, sampling, heading="patched" if compare else None, json=json)
     report = network.accelpatch.report()
     if json:

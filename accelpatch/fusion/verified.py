@@ -4,7 +4,8 @@ Each layer gets the rows that the original's layer had on the sample inputs, one
 prompt fills a cache and its last tokens are decode steps over that cache. The result is held to the layer's own
 replaced modules, which compute the same in the same format: no element may be more than BOUND units of the dtype's
 precision away (patching/verify.py). A layer that amplifies roundings more than that may be twice as far away as its
-modules' own output moves when each input moves by one rounding. The distance from the original is reported beside it.
+modules' own output moves when each input moves by one rounding, the most of a few random draws. The distance from the
+original is reported beside it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from accelpatch.patching.capture import Call, copied, floats
 from accelpatch.patching.verify import SiteErrors, format_error, units_apart
 
 BOUND = 8  # units for a layer, which rounds several times
-AMPLIFIED = 2
+AMPLIFIED, DRAWS = 2, 4
 HIDDEN = "hidden_states"
 STEPS = 2  # cached steps at the end of each sample
 
@@ -60,7 +61,7 @@ def layer_errors(
     """
     by: Any = _native_steps if isinstance(fused, NativeModel) else _fused_steps
     decoder = fused.decoder() if isinstance(fused, FusedModel) else model.model
-    layer, own, original, moved = layers_of(decoder)[place], list[Pair](), list[Pair](), list[Pair]()
+    layer, own, original, moved = layers_of(decoder)[place], list[Pair](), list[Pair](), [0.0]
     with torch.no_grad():
         for call, sample in zip(calls, samples, strict=True):
             rows = _rows(layer, call, sample)
@@ -71,10 +72,11 @@ def layer_errors(
             own.append((made[kept], rows.modules[kept]))
             original.append((made[kept], rows.original[kept]))
             if units_apart(own[-1:]) > BOUND:
-                moved.append((_output(layer, _one_rounding_away(call))[kept], rows.modules[kept]))
+                draws = (_output(layer, _one_rounding_away(call, seed))[kept] for seed in range(DRAWS))
+                moved += [units_apart([(draw, rows.modules[kept])]) for draw in draws]
     if not own:
         return None
-    units, bound = units_apart(own), max(float(BOUND), AMPLIFIED * units_apart(moved))
+    units, bound = units_apart(own), max(float(BOUND), AMPLIFIED * max(moved))
     return SiteErrors(units, bound, format_error(metric, original), units)
 
 
@@ -84,10 +86,10 @@ def _output(layer: Any, call: Call) -> Tensor:
     return next(floats(layer.forward(*args, **kwargs)))
 
 
-def _one_rounding_away(call: Call) -> Call:
+def _one_rounding_away(call: Call, seed: int) -> Call:
     """The call with every element of its hidden states moved by one rounding, up or down."""
     x = call.args[0] if call.args else call.kwargs[HIDDEN]
-    signs = torch.randint(0, 2, x.shape, generator=torch.Generator().manual_seed(0)).to(x.device) * 2 - 1
+    signs = torch.randint(0, 2, x.shape, generator=torch.Generator().manual_seed(seed)).to(x.device) * 2 - 1
     x = x * (1 + signs * torch.finfo(x.dtype).eps).to(x.dtype)
     return call._replace(args=(x, *call.args[1:])) if call.args else call._replace(kwargs=call.kwargs | {HIDDEN: x})
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -51,20 +52,23 @@ NOT_VERIFIED = Captured(missing="verification was switched off")
 
 
 def capture(
-    model: nn.Module, plan: Plan, given: Samples | None, made: Callable[[nn.Module], list[Any]], progress: Progress
-) -> Captured:
+    model: nn.Module, plan: Plan, given: Samples | None, made: Callable[[nn.Module], list[Any]], progress: Progress,
+    at_hand: Mapping[str, Built] = MappingProxyType({}),
+) -> Captured:  # fmt: skip
     """Run the original on sample inputs and record every call of the sites to be replaced: of the modules that are in
-    the model now, under the sites' paths.
+    the model now, under the sites' paths. Of the sites in `at_hand`, one of each kind.
 
     given: the user's samples. made: makes lists of candidate samples; the first list that the model accepts is used.
     Where it accepts none, nothing can be verified: a warning, or VerifyError if the recipe says `on_failure: error`.
     """
+    alike = _alike(at_hand)
+    watched = [entry for entry in plan.replaced if alike.get(entry.site.path, entry.site.path) == entry.site.path]
     if given is not None:
-        return _recorded(model, plan, list(given), progress)
+        return _recorded(model, watched, list(given), progress)
     refusals = []
     for samples in made(model):
         try:
-            return _recorded(model, plan, samples, progress)
+            return _recorded(model, watched, samples, progress)
         except FOREIGN as error:  # out-of-memory errors are PatchErrors here
             if isinstance(error, DEVICE_LOST):
                 raise
@@ -78,8 +82,22 @@ def capture(
     return Captured(missing=reason, sought=True)
 
 
-def _recorded(model: nn.Module, plan: Plan, samples: Samples, progress: Progress) -> Captured:
-    members = [member for entry in plan.replaced for member in (entry.site, *entry.site.tied)]
+def _alike(at_hand: Mapping[str, Built]) -> dict[str, str]:
+    """Path of each site that is built already -> path of the first one of its kind, whose kernel is checked for all.
+
+    Their weights are what they are; checking each would take more time and memory than loading them.
+    """
+    first: dict[Any, str] = {}
+    found = {}
+    for path, built in at_hand.items():
+        entry = built.entry
+        kind = (entry.replacer, entry.site.n, entry.site.k, type(built.new), entry.choice and entry.choice.kernel)
+        found[path] = first.setdefault(kind, path)
+    return found
+
+
+def _recorded(model: nn.Module, entries: Sequence[Entry], samples: Samples, progress: Progress) -> Captured:
+    members = [member for entry in entries for member in (entry.site, *entry.site.tied)]
     watched = {member.path: model.get_submodule(member.path) for member in members}
     with naming(type(model).__name__, "it ran on the sample inputs"), recording(watched) as calls:
         outputs = run(model, samples, lambda done, total: progress("capture", done, total))
@@ -101,14 +119,15 @@ def verified_build(
         check_bounds(plan)
     calls = captured.calls
     held: list[Checked] = []
+    alike = _alike(at_hand)
     failed: dict[str, str] = {}
     seen: dict[str, Entry] = {}
     for built in build_all(plan, at_hand, lambda done, total: progress("build and verify", done, total)):
         path = built.entry.site.path
         with naming(path, "its replacement was verified"):
             checked = _check(built, plan.recipe, captured, checking)
-        if path in at_hand and checked.errors is not None:
-            checked.errors = replace(checked.errors, format_error=built.weight_error)
+        if path in at_hand:
+            checked = _as_loaded(checked, alike[path])
         seen[built.entry.site.path] = built.entry
         problem = over_bound(checked.errors, plan.recipe, built.entry) if checked.errors else None
         if problem is None:
@@ -124,13 +143,22 @@ def verified_build(
     return held, replace(plan, entries=entries).without(failed)
 
 
+def _as_loaded(checked: Checked, first: str) -> Checked:
+    """With the error of the weight in place of the outputs'. first: the site whose kernel was checked for this one."""
+    if checked.errors is not None:
+        return replace(checked, errors=replace(checked.errors, format_error=checked.built.weight_error))
+    if checked.built.entry.site.path == first:
+        return checked
+    return replace(checked, unverified=f"its kernel is that of {first}")
+
+
 def _check(built: Built, recipe: Recipe, captured: Captured, checking: Checking) -> Checked:
     if captured.missing is not None:
         return Checked(built, None, captured.missing)
     calls = captured.calls
     worst: SiteErrors | None = None
     for member, (_, new, _) in zip((built.entry.site, *built.entry.site.tied), built.modules, strict=True):
-        if calls[member.path]:
+        if calls.get(member.path):
             errors = site_errors(new, calls[member.path], recipe.verify.metric, checking)
             worst = errors if worst is None else worst.worse(errors)
     return Checked(built, worst, None if worst else "no input reached it")

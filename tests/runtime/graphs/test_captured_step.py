@@ -226,7 +226,7 @@ def test_a_cache_grows_by_doubling(monkeypatch: pytest.MonkeyPatch) -> None:
     model = patched("gemma3")
     mine, its = both(model, padded_batch(), max_new_tokens=60, do_sample=False)
     assert torch.equal(mine, its)
-    assert [capacity for _, capacity in vars(model)[RUNTIME].captured._steps] == [16, 32, 64, 128]
+    assert [capacity for _, capacity, _ in vars(model)[RUNTIME].captured._steps] == [16, 32, 64, 128]
     assert paths(model) == {CAPTURED: 59}
 
 
@@ -236,7 +236,7 @@ def test_few_steps_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     for rows in (1, 2, 3):
         mine, its = both(model, {key: value[:rows] for key, value in full_batch().items()}, **GREEDY)
         assert torch.equal(mine, its)
-    assert [rows for rows, _ in vars(model)[RUNTIME].captured._steps] == [2, 3]
+    assert [rows for rows, *_ in vars(model)[RUNTIME].captured._steps] == [2, 3]
     assert list(vars(model)[RUNTIME].captured._batches) == [2, 3]
 
 
@@ -248,7 +248,7 @@ def test_a_recipes_max_length_bounds_the_cache() -> None:
     assert Counted.replays == []
     mine, its = both(model, full_batch(), max_new_tokens=11, do_sample=False)
     assert torch.equal(mine, its)
-    assert [capacity for _, capacity in vars(model)[RUNTIME].captured._steps] == [64]
+    assert [capacity for _, capacity, _ in vars(model)[RUNTIME].captured._steps] == [64]
 
 
 def test_a_streamer_gets_every_token() -> None:

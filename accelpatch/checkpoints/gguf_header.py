@@ -1,0 +1,107 @@
+"""Reads the header of a GGUF file (https://github.com/ggml-org/ggml, docs/gguf.md), trusting none of its sizes."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from accelpatch.errors import LoadError
+
+#: GGML type -> (name, values in a block, bytes of a block)
+TYPES = {
+    0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22),
+    7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 9: ("Q8_1", 32, 36), 10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110),
+    12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210), 15: ("Q8_K", 256, 292),
+    20: ("IQ4_NL", 32, 18), 23: ("IQ4_XS", 256, 136), 24: ("I8", 1, 1), 25: ("I16", 1, 2), 26: ("I32", 1, 4),
+    27: ("I64", 1, 8), 28: ("F64", 1, 8), 30: ("BF16", 1, 2),
+}  # fmt: skip
+SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+STRING, ARRAY = 8, 9
+MOST_DIMENSIONS, DEEPEST = 8, 4
+KEPT = 64  # longest array whose values are kept; of vocabularies only the length is
+
+
+@dataclass
+class Header:
+    """values: the file's metadata. tensors: (name, GGML type, shape)."""
+
+    version: int
+    values: dict[str, Any]
+    tensors: list[tuple[str, int, list[int]]]
+
+
+class _Reader:
+    """Reads little-endian values; no read may go beyond the end of the file."""
+
+    def __init__(self, file: BinaryIO, size: int):
+        self._file, self._size = file, size
+
+    def take(self, count: int) -> bytes:
+        if count > self._size - self._file.tell():
+            raise ValueError(f"{count} bytes are wanted at {self._file.tell()}, and the file has {self._size}")
+        return self._file.read(count)
+
+    def scalar(self, code: str) -> Any:
+        return struct.unpack(f"<{code}", self.take(struct.calcsize(f"<{code}")))[0]
+
+    def text(self) -> str:
+        return self.take(self.scalar("Q")).decode("utf-8", errors="replace")
+
+    def count(self, least: int) -> int:
+        """A number of items that take at least so many bytes each."""
+        found = int(self.scalar("Q"))
+        if found * least > self._size - self._file.tell():
+            raise ValueError(f"{found} items are announced, and the file has {self._size} bytes")
+        return found
+
+    def value(self, kind: int, depth: int = 0) -> Any:
+        if kind in SCALARS:
+            return self.scalar(SCALARS[kind])
+        if kind == STRING:
+            return self.text()
+        if kind != ARRAY or depth >= DEEPEST:
+            raise ValueError(f"a value has the type {kind}")
+        inner = self.scalar("I")
+        if inner in SCALARS:
+            size = struct.calcsize(f"<{SCALARS[inner]}")
+            length = self.count(size)
+            data = self.take(length * size)
+            return list(struct.unpack(f"<{length}{SCALARS[inner]}", data)) if length <= KEPT else f"{length} values"
+        length = self.count(8 if inner == STRING else 12)
+        kept = [self.value(inner, depth + 1) for _ in range(length)]
+        return kept if length <= KEPT else f"{length} values"
+
+
+def read_header(path: Path) -> Header:
+    """The header of a GGUF file. Raises LoadError for a file that is truncated or damaged."""
+    try:
+        with path.open("rb") as file:
+            return _read(_Reader(file, path.stat().st_size))
+    except (ValueError, struct.error, OSError) as error:
+        raise LoadError(f"{path} is no GGUF file, or is truncated or damaged ({error}): fetch it again") from error
+
+
+def _read(reader: _Reader) -> Header:
+    if reader.take(4) != b"GGUF":
+        raise ValueError("it does not begin as a GGUF file does")
+    version = reader.scalar("I")
+    if version not in (2, 3):
+        raise ValueError(f"it has version {version}, and 2 and 3 are read")
+    tensors, values = reader.count(24), reader.count(12)
+    found: dict[str, Any] = {}
+    for _ in range(values):
+        name = reader.text()
+        found[name] = reader.value(reader.scalar("I"))
+    return Header(version, found, [_tensor(reader) for _ in range(tensors)])
+
+
+def _tensor(reader: _Reader) -> tuple[str, int, list[int]]:
+    name, dimensions = reader.text(), reader.scalar("I")
+    if dimensions > MOST_DIMENSIONS:
+        raise ValueError(f"{name} has {dimensions} dimensions")
+    shape = [int(reader.scalar("Q")) for _ in range(dimensions)]
+    kind = reader.scalar("I")
+    reader.scalar("Q")
+    return name, kind, shape[::-1]

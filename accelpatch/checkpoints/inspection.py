@@ -1,0 +1,175 @@
+"""What a checkpoint is, read off its configuration and headers: no weight is read, and torch is not loaded.
+
+Formats: safetensors (https://github.com/huggingface/safetensors), GGUF (gguf_header.py).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from accelpatch.checkpoints.gguf_header import TYPES, read_header
+from accelpatch.errors import LoadError
+
+BITS = {
+    "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U8": 8, "BOOL": 8,
+    "U16": 16, "U32": 32, "U64": 64, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
+}  # fmt: skip
+OWN = "accelpatch"
+Tensor = tuple[str, str, list[int]]  # name, dtype in safetensors' words, shape
+RECIPE_RUN = "float weights: `accelpatch run {place} --recipe int8` quantises them while they load"
+PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+
+
+@dataclass
+class Inspection:
+    """What a checkpoint is. facts: name -> value, for people. kinds: dtype or block type -> (tensors, bytes)."""
+
+    place: str
+    format: str
+    facts: dict[str, str] = field(default_factory=dict)
+    kinds: dict[str, tuple[int, int]] = field(default_factory=dict)
+    advice: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, ready for JSON."""
+        kinds = {kind: {"tensors": count, "bytes": size} for kind, (count, size) in self.kinds.items()}
+        return {"place": self.place, "format": self.format, **self.facts, "kinds": kinds, "advice": self.advice}
+
+
+def inspect(place: Path) -> Inspection:
+    """Inspect a checkpoint's folder, a safetensors file or a GGUF file. Raises LoadError, which names the file."""
+    if place.is_dir():
+        return _folder(place)
+    if not place.is_file():
+        raise LoadError(f"{place}: no such file or folder")
+    if place.suffix == ".gguf":
+        return _gguf(place)
+    if place.suffix == ".safetensors":
+        return _tensors(str(place), [place], {})
+    if place.suffix in PICKLES:
+        raise LoadError(f"{place} holds pickled weights, which can run code while they load: it is not opened")
+    raise LoadError(f"{place} is no .safetensors or .gguf file, and no folder")
+
+
+def _folder(folder: Path) -> Inspection:
+    files = sorted(folder.glob("*.safetensors"))
+    ggufs = sorted(folder.glob("*.gguf"))
+    if not files and ggufs:
+        return _gguf(ggufs[0])
+    if not files:
+        pickled = [path for path in folder.iterdir() if path.suffix in PICKLES]
+        why = "only pickled weights, which can run code while they load" if pickled else "no weights (*.safetensors)"
+        raise LoadError(f"{folder} has {why}")
+    if (index := folder / "model.safetensors.index.json").is_file():
+        listed = _json(index).get("weight_map")
+        names = set(listed.values()) if isinstance(listed, dict) else set()
+        if lacking := sorted(str(name) for name in names if not isinstance(name, str) or not (folder / name).is_file()):
+            raise LoadError(f"{folder} lacks {lacking[0]}, which its index names: fetch it again")
+        files = [file for file in files if file.name in names]
+    return _tensors(str(folder), files, _json(folder / "config.json") if (folder / "config.json").is_file() else {})
+
+
+def _tensors(place: str, files: list[Path], config: dict[str, Any]) -> Inspection:
+    sites: dict[str, str] = {}
+    found: list[Tensor] = []
+    for file in files:
+        metadata, tensors = safetensors_header(file)
+        found += tensors
+        sites |= _sites(file, metadata)
+    kinds = Counter(dtype for _, dtype, _ in found)
+    sizes: Counter[str] = Counter()
+    for _, dtype, shape in found:
+        sizes[dtype] += math.prod(shape) * BITS.get(dtype, 8) // 8
+    text = config.get("text_config") if isinstance(config.get("text_config"), dict) else config
+    facts = {"architecture": ", ".join(map(str, config.get("architectures") or ())) or "unknown (no config.json)"}
+    facts |= {"files": str(len(files)), "tensors": str(len(found))}
+    if config:
+        tied = bool(config.get("tie_word_embeddings", (text or {}).get("tie_word_embeddings", False)))
+        facts["tied"] = "input and output embeddings" if tied else "none"
+    name, more, advice = _format(place, config, found, sites)
+    by_kind = {kind: (kinds[kind], sizes[kind]) for kind, _ in sizes.most_common()}
+    return Inspection(place, name, facts | more, by_kind, advice)
+
+
+def _format(
+    place: str, config: dict[str, Any], found: list[Tensor], sites: dict[str, str]
+) -> tuple[str, dict[str, str], str]:
+    """(format, facts about it, what accelpatch would do)."""
+    quantization = config.get("quantization_config")
+    if not isinstance(quantization, dict) or not quantization:
+        return "float, safetensors", {}, RECIPE_RUN.format(place=place)
+    method = str(quantization.get("quant_method", "unknown"))
+    if method != OWN:
+        keys = [key for key in ("bits", "group_size", "desc_act", "sym", "format") if key in quantization]
+        advice = f"{method} checkpoints are not read: give the float one that it was made from"
+        return method, {key: str(quantization[key]) for key in keys}, advice
+    shapes = {name: shape for name, _, shape in found}
+    forms = Counter(_form(replacer, shapes.get(f"{path}.q"), shapes.get(f"{path}.scale"), f"{path}.offset" in shapes)
+                    for path, replacer in sites.items())  # fmt: skip
+    first = str(quantization.get("recipe", "")).partition("\n")[0].removeprefix("name: ")
+    facts = {"version": str(quantization.get("version")), "recipe": first}
+    facts["quantised"] = ", ".join(f"{count} x {form}" for form, count in forms.most_common()) or "none"
+    return OWN, facts, f"`accelpatch run {place}` loads it as it is"
+
+
+def _form(replacer: str, q: list[int] | None, scale: list[int] | None, offset: bool) -> str:
+    """A quantised weight's format in words."""
+    if q is None or scale is None or len(q) != 2 or len(scale) != 2 or not scale[1]:
+        return f"{replacer}, damaged"
+    group = q[1] * (2 if replacer.startswith("int4") else 1) // scale[1]
+    return f"{replacer} in " + ("rows" if scale[1] == 1 else f"groups of {group}") + (" with minima" if offset else "")
+
+
+def _sites(file: Path, metadata: dict[str, str]) -> dict[str, str]:
+    if OWN not in metadata:
+        return {}
+    try:
+        sites = json.loads(metadata[OWN])["sites"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise LoadError(f"{file}: its header is damaged ({error}): fetch it again") from error
+    return {str(path): str(name) for path, name in sites.items()} if isinstance(sites, dict) else {}
+
+
+def safetensors_header(file: Path) -> tuple[dict[str, str], list[Tensor]]:
+    """(metadata, tensors) of a file. Raises LoadError for one that is truncated or damaged."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="np") as opened:
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  it is no dict
+            tensors = [(name, str(one.get_dtype()), list(one.get_shape())) for name, one in slices.items()]
+            return dict(opened.metadata() or {}), tensors
+    except (SafetensorError, OSError) as error:
+        raise LoadError(f"{file} is truncated or damaged ({error}): fetch it again") from error
+
+
+def _gguf(file: Path) -> Inspection:
+    header = read_header(file)
+    kinds: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
+    for _, kind, shape in header.tensors:
+        name, block, size = TYPES.get(kind, (f"type {kind}", 1, 0))
+        kinds[name] += 1
+        sizes[name] += math.prod(shape) // block * size
+    names = {name for name, _, _ in header.tensors}
+    facts = {"architecture": str(header.values.get("general.architecture", "unknown")), "version": str(header.version)}
+    facts |= {"files": "1", "tensors": str(len(header.tensors))}
+    facts["tied"] = "none" if "output.weight" in names else "input and output embeddings"
+    by_kind = {kind: (kinds[kind], sizes[kind]) for kind, _ in sizes.most_common()}
+    advice = f"`accelpatch run {file}` unpacks its blocks to float, and quantises them by the recipe"
+    return Inspection(str(file), "GGUF", facts, by_kind, advice)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError, OSError) as error:
+        raise LoadError(f"{path}: not JSON ({error}): fetch it again") from error
+    if not isinstance(found, dict):
+        raise LoadError(f"{path}: a JSON object is expected, and this is a {type(found).__name__}")
+    return found
