@@ -8,6 +8,7 @@ the device, module by module. The rest of the patch is handed in as `finish`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,7 @@ class AccelpatchQuantizer(HfQuantizer):
         self._ties: dict[str, str] = {}
         self._error: AccelpatchError | None = None
         self._device = torch.device("cpu")
+        self._hashing: Future[None] | None = None
         self._store = Store(quantization_config._resume)
 
     @property
@@ -140,7 +142,9 @@ class AccelpatchQuantizer(HfQuantizer):
         self.plan = _hooks[0].plan(model, self.quantization_config.loaded, self._device)
         if self.pre_quantized:
             saved = read(checkpoint_files)
-            check_hashes(saved)
+            with_files = ThreadPoolExecutor(max_workers=1)
+            self._hashing = with_files.submit(check_hashes, saved)  # while transformers reads the same files
+            with_files.shutdown(wait=False)
             self.plan = as_saved(self.plan, saved)
             for entry in quantised(self.plan):
                 expect(entry, saved)
@@ -189,6 +193,8 @@ class AccelpatchQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         if self._error is not None:
             raise self._error
+        if self._hashing is not None:
+            self._hashing.result()
         self.plan = self.plan.without(self._failed)
         for entry in quantised(self.plan):
             if self.pre_quantized:

@@ -56,12 +56,12 @@ def capture(
     at_hand: Mapping[str, Built] = MappingProxyType({}),
 ) -> Captured:  # fmt: skip
     """Run the original on sample inputs and record every call of the sites to be replaced: of the modules that are in
-    the model now, under the sites' paths. Of the sites in `at_hand`, one of each kind.
+    the model now, under the sites' paths. Of a model that was loaded (`at_hand`), one of each kind.
 
     given: the user's samples. made: makes lists of candidate samples; the first list that the model accepts is used.
     Where it accepts none, nothing can be verified: a warning, or VerifyError if the recipe says `on_failure: error`.
     """
-    alike = _alike(at_hand)
+    alike = _alike(plan, at_hand)
     watched = [entry for entry in plan.replaced if alike.get(entry.site.path, entry.site.path) == entry.site.path]
     if given is not None:
         return _recorded(model, watched, list(given), progress)
@@ -82,17 +82,17 @@ def capture(
     return Captured(missing=reason, sought=True)
 
 
-def _alike(at_hand: Mapping[str, Built]) -> dict[str, str]:
-    """Path of each site that is built already -> path of the first one of its kind, whose kernel is checked for all.
-
-    Their weights are what they are; checking each would take more time and memory than loading them.
+def _alike(plan: Plan, at_hand: Mapping[str, Built]) -> dict[str, str]:
+    """Path of each site of a model that was loaded -> path of the first one of its kind, whose kernel is checked for
+    all: to check each would take longer than loading them. Layers, whose steps are checked, are not among them.
     """
     first: dict[Any, str] = {}
     found = {}
-    for path, built in at_hand.items():
-        entry = built.entry
-        kind = (entry.replacer, entry.site.n, entry.site.k, type(built.new), entry.choice and entry.choice.kernel)
-        found[path] = first.setdefault(kind, path)
+    for entry in plan.replaced if at_hand else ():
+        if entry.replacer is not None and not entry.replacer.fuses:
+            kernel = None if entry.choice is None else entry.choice.kernel
+            kind = (entry.replacer, entry.site.class_names, entry.site.n, entry.site.k, entry.site.role, kernel)
+            found[entry.site.path] = first.setdefault(kind, entry.site.path)
     return found
 
 
@@ -119,15 +119,15 @@ def verified_build(
         check_bounds(plan)
     calls = captured.calls
     held: list[Checked] = []
-    alike = _alike(at_hand)
+    alike = _alike(plan, at_hand)
     failed: dict[str, str] = {}
     seen: dict[str, Entry] = {}
     for built in build_all(plan, at_hand, lambda done, total: progress("build and verify", done, total)):
         path = built.entry.site.path
         with naming(path, "its replacement was verified"):
             checked = _check(built, plan.recipe, captured, checking)
-        if path in at_hand:
-            checked = _as_loaded(checked, alike[path])
+        if path in alike:
+            checked = _as_loaded(checked, alike[path], path in at_hand)
         seen[built.entry.site.path] = built.entry
         problem = over_bound(checked.errors, plan.recipe, built.entry) if checked.errors else None
         if problem is None:
@@ -143,11 +143,13 @@ def verified_build(
     return held, replace(plan, entries=entries).without(failed)
 
 
-def _as_loaded(checked: Checked, first: str) -> Checked:
-    """With the error of the weight in place of the outputs'. first: the site whose kernel was checked for this one."""
+def _as_loaded(checked: Checked, first: str, known: bool) -> Checked:
+    """A site of a model that was loaded. first: the site whose kernel was checked for this one. known: its replacement
+    was built before, so that the error of its weight, if any, stands for that of its outputs."""
     if checked.errors is not None:
-        return replace(checked, errors=replace(checked.errors, format_error=checked.built.weight_error))
-    if checked.built.entry.site.path == first:
+        error = checked.built.weight_error if known else checked.errors.format_error
+        return replace(checked, errors=replace(checked.errors, format_error=error))
+    if checked.unverified is None or checked.built.entry.site.path == first:
         return checked
     return replace(checked, unverified=f"its kernel is that of {first}")
 

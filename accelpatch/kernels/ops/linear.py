@@ -15,6 +15,7 @@ from accelpatch.kernels.spec import Spec
 CPU_BLOCK = 1 << 18
 #: on a device: large enough for the product to fill it, small beside the memory of any
 DEVICE_BLOCK = 1 << 26
+CHECK_BLOCK = 1 << 22  # in float64: 32 MB, or 64 MB of 4-bit weights
 
 #: (m, n, k, groups, bias) for parity checks: odd sizes, empty batches, and a K that is no power of two
 SIZES = (
@@ -117,7 +118,7 @@ def float64_blocks(dense: Dense, *weight: Tensor | None) -> Iterator[tuple[Tenso
     """
     q = weight[0]
     assert q is not None
-    step = max(1, (CPU_BLOCK if q.device.type == "cpu" else DEVICE_BLOCK) // q.shape[1])
+    step = max(1, (CPU_BLOCK if q.device.type == "cpu" else CHECK_BLOCK) // q.shape[1])
     for start in range(0, q.shape[0], step):
         yield dense(torch.float64, *(None if part is None else part[start : start + step] for part in weight))
 
