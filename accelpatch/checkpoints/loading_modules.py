@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from accelpatch.checkpoints.saved import PARTS, Saved
 from accelpatch.errors import LoadError
 from accelpatch.patching.apply import Built, built
 from accelpatch.patching.plan import Entry, Plan
 from accelpatch.quant.weight import QuantizedWeight
-
-READ = {
-    "I8": torch.int8, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
-}  # fmt: skip
 
 
 def as_saved(plan: Plan, saved: Saved) -> Plan:
@@ -39,41 +35,28 @@ def as_saved(plan: Plan, saved: Saved) -> Plan:
 
 
 def quantised(plan: Plan) -> list[Entry]:
+    """The entries of a plan whose weights are rounded."""
     return [entry for entry in plan.replaced if entry.replacer is not None and entry.replacer.rounds]
 
 
-def expect(entry: Entry, saved: Saved) -> None:
-    """Give a module on the meta device the parameters that the checkpoint holds for it, in their own dtypes."""
+def parts_of(entry: Entry, saved: Saved) -> list[str]:
+    """The names of a quantised site's tensors. Raises LoadError where one is missing."""
+    names = [f"{entry.site.path}.{part}" for part in PARTS]
+    if lacking := [name for name in names[:2] if name not in saved.tensors]:
+        raise LoadError(f"the checkpoint lacks {lacking[0]}, a part of a quantised weight: fetch it again")
+    return [name for name in names if name in saved.tensors]
+
+
+def from_parts(entry: Entry, device: torch.device, take: Callable[[str], Tensor | None]) -> Built:
+    """The replacement of a site, whose modules are without a weight, from a checkpoint's tensors."""
     site = entry.site
-    for member in (site, *site.tied):
-        weight = member.original._parameters["weight"]
-        assert weight is not None
-        member.original.__dict__["_saved_like"] = (weight.dtype, weight.requires_grad)
-        without_weight(member.original)
-    for part in PARTS:
-        stored = saved.tensors.get(f"{site.path}.{part}")
-        if stored is None:
-            if part == "offset":
-                continue
-            raise LoadError(f"the checkpoint lacks {site.path}.{part}, a part of a quantised weight: fetch it again")
-        if stored.dtype not in READ:
-            raise LoadError(f"{stored.file}: {site.path}.{part} is {stored.dtype}, which no quantised weight holds")
-        empty = torch.empty(stored.shape, dtype=READ[stored.dtype], device="meta")
-        site.original.register_parameter(part, nn.Parameter(empty, requires_grad=False))
-
-
-def from_parts(entry: Entry, device: torch.device) -> Built:
-    """The replacement of a site from the parts that were loaded into its module, which gives them up."""
-    original = entry.site.original
-    found = [original._parameters.pop(part, None) for part in PARTS]
-    q, scale, offset = (None if one is None else one.data for one in found)
+    q, scale, offset = (take(f"{site.path}.{part}") for part in PARTS)
     assert q is not None
     assert scale is not None
-    for member in (entry.site, *entry.site.tied):
+    for member in (site, *site.tied):
         _without_stand_in(member.original)
-        dtype, trainable = member.original.__dict__.pop("_saved_like")
-        empty = nn.Parameter(torch.empty(0, dtype=dtype, device=device), requires_grad=trainable)
-        member.original._parameters["weight"] = empty
+        empty = torch.empty(0, dtype=getattr(torch, member.dtype), device=device)
+        member.original._parameters["weight"] = nn.Parameter(empty)
     return built(entry, QuantizedWeight(q, scale, offset))
 
 
@@ -108,4 +91,5 @@ def tie(model: Any) -> None:
 
 
 def parent_of(name: str) -> str:
+    """The module's part of a tensor's dotted name."""
     return name.rpartition(".")[0]

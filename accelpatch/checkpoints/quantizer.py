@@ -8,7 +8,6 @@ the device, module by module. The rest of the patch is handed in as `finish`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,16 +25,16 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from accelpatch.checkpoints.loading_modules import (
     as_saved,
-    expect,
     from_parts,
     move_in,
     parent_of,
+    parts_of,
     quantised,
     tie,
     without_weight,
 )  # fmt: skip
 from accelpatch.checkpoints.resume import Store
-from accelpatch.checkpoints.saved import METHOD, VERSION, check_hashes, read
+from accelpatch.checkpoints.saved import METHOD, VERSION, Reading, read
 from accelpatch.errors import AccelpatchError, LoadError
 from accelpatch.patching.apply import Built
 from accelpatch.patching.plan import Entry, Plan
@@ -56,6 +55,7 @@ class Hooks:
 
 
 _hooks: list[Hooks] = []
+PART = r"\.(q|scale|offset)$"  # tensors that transformers does not load
 
 
 class AccelpatchConfig(QuantizationConfigMixin):
@@ -107,7 +107,8 @@ class AccelpatchQuantizer(HfQuantizer):
         self._ties: dict[str, str] = {}
         self._error: AccelpatchError | None = None
         self._device = torch.device("cpu")
-        self._hashing: Future[None] | None = None
+        self._reading: Reading | None = None
+        self._ignored: Any = None
         self._store = Store(quantization_config._resume)
 
     @property
@@ -142,12 +143,14 @@ class AccelpatchQuantizer(HfQuantizer):
         self.plan = _hooks[0].plan(model, self.quantization_config.loaded, self._device)
         if self.pre_quantized:
             saved = read(checkpoint_files)
-            with_files = ThreadPoolExecutor(max_workers=1)
-            self._hashing = with_files.submit(check_hashes, saved)  # while transformers reads the same files
-            with_files.shutdown(wait=False)
             self.plan = as_saved(self.plan, saved)
+            wanted = {name for entry in quantised(self.plan) for name in parts_of(entry, saved)}
+            self._reading = Reading(saved, wanted, self._device)  # while transformers reads the rest
             for entry in quantised(self.plan):
-                expect(entry, saved)
+                for member in (entry.site, *entry.site.tied):
+                    without_weight(member.original)
+            self._ignored = model._keys_to_ignore_on_load_unexpected
+            model._keys_to_ignore_on_load_unexpected = {*(self._ignored or ()), PART}
         for entry in quantised(self.plan):
             self._entries |= dict.fromkeys(entry.site.paths, entry)
         # of replaced modules transformers would tie the weights that they no longer have
@@ -193,12 +196,10 @@ class AccelpatchQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         if self._error is not None:
             raise self._error
-        if self._hashing is not None:
-            self._hashing.result()
         self.plan = self.plan.without(self._failed)
+        if self._reading is not None:
+            self._take_parts(model, self._reading)
         for entry in quantised(self.plan):
-            if self.pre_quantized:
-                self._built[entry.site.path] = from_parts(entry, self._device)
             made = self._built.get(entry.site.path)
             if made is None:
                 raise LoadError(f"the checkpoint lacks {entry.site.path}.weight")
@@ -210,6 +211,15 @@ class AccelpatchQuantizer(HfQuantizer):
         self._store.clear()
         _hooks[0].finish(model.eval(), self.plan, list(self._built.values()), self.quantization_config._progress)
         return model
+
+    def _take_parts(self, model: Any, reading: Reading) -> None:
+        try:
+            for entry in quantised(self.plan):
+                self._built[entry.site.path] = from_parts(entry, self._device, reading.take)
+            reading.finish()
+        finally:
+            reading.close()
+            model._keys_to_ignore_on_load_unexpected = self._ignored
 
     def _report(self, stage: str, done: int, total: int) -> None:
         if self.quantization_config._progress is not None:

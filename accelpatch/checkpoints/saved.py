@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,7 @@ METHOD = "accelpatch"  # quant_method in config.json, and the key of the header'
 VERSION = 1
 RECIPE = "recipe.yaml"
 PARTS = ("q", "scale", "offset")
+THREADS = 16
 
 
 @dataclass(frozen=True)
@@ -84,21 +85,43 @@ def _facts(file: Path, metadata: Mapping[str, str] | None) -> dict[str, Any]:
     return dict(facts)
 
 
-def check_hashes(saved: Saved) -> None:
-    """Compare every tensor's bytes with its SHA-256. Raises LoadError with the name of one that differs."""
-    with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
-        for name, digest in zip(saved.tensors, pool.map(_digest, saved.tensors.items()), strict=True):
-            if digest != (stored := saved.tensors[name]).sha256:
-                raise LoadError(f"{stored.file}: {name} is not what was saved (its SHA-256 differs): fetch it again")
+class Reading:
+    """All tensors of a checkpoint, read once by several threads, which compare each with its SHA-256.
+
+    wanted: names of those that are kept, on `device`; of the others, which somebody else loads, only the hash is taken.
+    """
+
+    def __init__(self, saved: Saved, wanted: Collection[str], device: torch.device):
+        self._pool = ThreadPoolExecutor(max_workers=min(os.cpu_count() or 1, THREADS))
+        self._reads = {
+            name: self._pool.submit(_checked, name, stored, device if name in wanted else None)
+            for name, stored in saved.tensors.items()
+        }
+
+    def take(self, name: str) -> torch.Tensor | None:
+        """A wanted tensor, which is given up; None where the checkpoint has none of this name."""
+        return self._reads.pop(name).result() if name in self._reads else None
+
+    def finish(self) -> None:
+        """Wait for all others. Raises LoadError with the name of a tensor that is not what was saved."""
+        for read in self._reads.values():
+            read.result()
+
+    def close(self) -> None:
+        """Stop reading."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _digest(item: tuple[str, Stored]) -> str:
-    name, stored = item
+def _checked(name: str, stored: Stored, device: torch.device | None) -> torch.Tensor | None:
     try:
         with safe_open(stored.file, framework="pt") as opened:
-            return digest_of(opened.get_tensor(name))
+            tensor = opened.get_tensor(name)
+            same = digest_of(tensor) == stored.sha256
     except (SafetensorError, OSError) as error:
         raise LoadError(f"{stored.file}: {name} cannot be read ({error}): fetch it again") from error
+    if not same:
+        raise LoadError(f"{stored.file}: {name} is not what was saved (its SHA-256 differs): fetch it again")
+    return None if device is None else tensor.to(device)
 
 
 def digest_of(tensor: torch.Tensor) -> str:
