@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -98,7 +97,7 @@ def quantize(
     loaded = load(name, recipe, dtype=dtype, device=device, progress=progress, resume=saving.beside(folder))
     tokenizer = loaded.tokenizer
     more = [] if tokenizer is None else [tokenizer.save_pretrained]
-    saving.save(loaded.model, folder, _handle(loaded.model).plan, max_shard_size=max_shard_size, more=more)
+    _save(loaded.model, folder, max_shard_size=max_shard_size, more=more)
     return _handle(loaded.model).report()
 
 
@@ -166,7 +165,7 @@ def _carry_out(
         runtime = new_runtime(planned.device.kind, planned.recipe.runtime)
         report = stage_report(planned, built, runtime.paths)
         attributes: list[tuple[nn.Module, str, Any]] = [*patched_classes(model), (model, RUNTIME, runtime)]
-        attributes.append((model, SAVE, partial(_save, planned)))
+        attributes.append((model, SAVE, _save))
         handle = apply.commit(model, planned, [item.built for item in built], keep_original, attributes, report)
         try:
             _fuse(model, planned, runtime, captured, report, watch)
@@ -178,8 +177,8 @@ def _carry_out(
     report.seconds.update(watch.seconds)
 
 
-def _save(planned: Plan, model: nn.Module, folder: str | Path, **options: Any) -> None:
-    saving.save(model, folder, planned, **options)
+def _save(model: nn.Module, folder: str | Path, **options: Any) -> None:
+    saving.save(model, folder, _handle(model).plan, **options)
 
 
 def _finish_loading(model: nn.Module, planned: Plan, built: list[apply.Built], progress: Progress | None) -> None:

@@ -160,8 +160,8 @@ def test_a_patched_state_dict_loads_into_a_patched_model() -> None:
 @pytest.mark.parametrize(
     "action",
     [
-        pytest.param(lambda model, folder: model.save_pretrained(folder), id="save_pretrained"),
-        pytest.param(lambda model, folder: model.push_to_hub("somebody/something"), id="push_to_hub"),
+        pytest.param(lambda model, folder: model.model.save_pretrained(folder), id="save_pretrained"),
+        pytest.param(lambda model, folder: model.model.push_to_hub("somebody/something"), id="push_to_hub"),
         pytest.param(lambda model, folder: model.resize_token_embeddings(200), id="resize_token_embeddings"),
     ],
 )

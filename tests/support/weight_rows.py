@@ -156,12 +156,14 @@ def _train_packed(model: Any, form: str, folder: Path) -> None:
 
 @row("save the model")
 def _save(model: Any, form: str, folder: Path) -> None:
-    for one in (model, model.model):
-        with pytest.raises(PatchError, match="unpatch"):
-            one.save_pretrained(folder)
+    with pytest.raises(PatchError, match="unpatch"):
+        model.model.save_pretrained(folder)
     assert list(folder.iterdir()) == []
+    model.save_pretrained(folder / "patched")
+    assert torch.equal(out(accelpatch.load(str(folder / "patched")).model), out(model))
     undo(model)
-    model.save_pretrained(folder)
+    model.save_pretrained(folder / "plain")
+    assert not hasattr(type(model).from_pretrained(folder / "plain").config, "quantization_config")
 
 
 @row("`state_dict()`")

@@ -151,8 +151,8 @@ def _stepping(cls: Any) -> Any:
 
 # transformers would write tensors under names that it cannot read back, or grow a table that is packed.
 REFUSED = {
-    "save_pretrained": "writes whole patched models; call accelpatch.unpatch on the whole and save this part of it",
-    "push_to_hub": "writes whole patched models; call accelpatch.unpatch on the whole and push this part of it",
+    "save_pretrained": "writes whole patched models; call accelpatch.unpatch(model) on the whole, and save the part",
+    "push_to_hub": "writes whole patched models; call accelpatch.unpatch(model) on the whole, and push the part",
     "resize_token_embeddings": "would change packed weights; call accelpatch.unpatch(model), resize, and patch again",
 }
 
