@@ -171,6 +171,7 @@ class AccelpatchQuantizer(HfQuantizer):
         if path in self._built or path in self._failed or self._error is not None:
             return
         parameter = nn.Parameter(weight)
+        parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # else one that stays float is made anew
         for member in members:
             member.original._parameters["weight"] = parameter
         try:
