@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from accelpatch.checkpoints.saved import PARTS, Saved
-from accelpatch.errors import LoadError
+from accelpatch.errors import LoadError, PatchError
 from accelpatch.patching.apply import Built, built
 from accelpatch.patching.plan import Entry, Plan
 from accelpatch.quant.weight import QuantizedWeight
@@ -62,8 +62,23 @@ def expect(entry: Entry, saved: Saved) -> None:
         site.original.register_parameter(part, nn.Parameter(empty, requires_grad=False))
 
 
-def from_parts(entry: Entry, device: torch.device) -> Built:
-    """The replacement of a site from the parts that were loaded into its module, which gives them up."""
+def check_complete(model: Any, saved: Saved) -> None:
+    """Raise LoadError unless the checkpoint has just the tensors that the model awaits: transformers only warns."""
+    awaited = model.state_dict()
+    for name, stored in saved.tensors.items():
+        if name not in awaited:
+            raise LoadError(f"{stored.file}: {name} is not in the model that config.json describes: fetch both again")
+        if stored.shape != tuple(awaited[name].shape):
+            shapes = f"{list(stored.shape)}, and {list(awaited[name].shape)} belongs here"
+            raise LoadError(f"{stored.file}: {name} is {shapes}: fetch it and config.json again")
+    ties = dict(getattr(model, "all_tied_weights_keys", None) or {})
+    tied = {one for pair in ties.items() if saved.tensors.keys() & set(pair) for one in pair}
+    if lacking := sorted(awaited.keys() - saved.tensors.keys() - tied):
+        raise LoadError(f"the checkpoint lacks {lacking[0]}: fetch it again")
+
+
+def from_parts(entry: Entry, saved: Saved, device: torch.device) -> Built:
+    """The replacement of a site from the parts that were loaded into its module, which loses them. Raises LoadError."""
     original = entry.site.original
     found = [original._parameters.pop(part, None) for part in PARTS]
     q, scale, offset = (None if one is None else one.data for one in found)
@@ -74,7 +89,11 @@ def from_parts(entry: Entry, device: torch.device) -> Built:
         dtype, trainable = member.original.__dict__.pop("_saved_like")
         empty = nn.Parameter(torch.empty(0, dtype=dtype, device=device), requires_grad=trainable)
         member.original._parameters["weight"] = empty
-    return built(entry, QuantizedWeight(q, scale, offset))
+    try:
+        return built(entry, QuantizedWeight(q, scale, offset))
+    except PatchError as error:
+        file = saved.tensors[f"{entry.site.path}.q"].file
+        raise LoadError(f"{file}: {entry.site.path} is damaged: {error.__cause__ or error}") from error
 
 
 def without_weight(module: nn.Module) -> None:

@@ -25,6 +25,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from accelpatch.checkpoints.loading_modules import (
     as_saved,
+    check_complete,
     expect,
     from_parts,
     move_in,
@@ -73,6 +74,15 @@ class AccelpatchConfig(QuantizationConfigMixin):
         self._progress, self._resume = progress, resume
         text = str(recipe) if not isinstance(recipe, Recipe) else ""
         self._recipe = parse(text, source="the checkpoint's recipe") if "\n" in text else load(recipe)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
+        """Of a config.json, whose recipe is YAML text: no name there makes another file be read. Raises LoadError."""
+        text = config_dict.get("recipe")
+        if not isinstance(text, str):
+            raise LoadError(f"config.json has the recipe {text!r}, which is no text: write the checkpoint again")
+        parsed = {**config_dict, "recipe": parse(text, source="the recipe in config.json")}
+        return super().from_dict(parsed, return_unused_kwargs, **kwargs)
 
     @property
     def loaded(self) -> Recipe:
@@ -139,11 +149,12 @@ class AccelpatchQuantizer(HfQuantizer):
         tie(model)  # else the plan would take tied weights for several
         self.plan = _hooks[0].plan(model, self.quantization_config.loaded, self._device)
         if self.pre_quantized:
-            saved = read(checkpoint_files)
-            check_hashes(saved)
-            self.plan = as_saved(self.plan, saved)
+            self._saved = read(checkpoint_files)
+            check_hashes(self._saved)
+            self.plan = as_saved(self.plan, self._saved)
             for entry in quantised(self.plan):
-                expect(entry, saved)
+                expect(entry, self._saved)
+            check_complete(model, self._saved)
         for entry in quantised(self.plan):
             self._entries |= dict.fromkeys(entry.site.paths, entry)
         # of replaced modules transformers would tie the weights that they no longer have
@@ -193,7 +204,7 @@ class AccelpatchQuantizer(HfQuantizer):
         self.plan = self.plan.without(self._failed)
         for entry in quantised(self.plan):
             if self.pre_quantized:
-                self._built[entry.site.path] = from_parts(entry, self._device)
+                self._built[entry.site.path] = from_parts(entry, self._saved, self._device)
             made = self._built.get(entry.site.path)
             if made is None:
                 raise LoadError(f"the checkpoint lacks {entry.site.path}.weight")
