@@ -36,7 +36,7 @@ from accelpatch.checkpoints.loading_modules import (
 )  # fmt: skip
 from accelpatch.checkpoints.resume import Store
 from accelpatch.checkpoints.saved import METHOD, VERSION, check_hashes, read
-from accelpatch.errors import AccelpatchError, LoadError
+from accelpatch.errors import FOREIGN, AccelpatchError, LoadError
 from accelpatch.patching.apply import Built
 from accelpatch.patching.plan import Entry, Plan
 from accelpatch.patching.stages import over_weight_bound
@@ -62,7 +62,7 @@ class AccelpatchConfig(QuantizationConfigMixin):
     """`quantization_config` of transformers: quantise by a recipe while a float checkpoint loads.
 
     recipe: a bundled recipe's name, a YAML file's path, or YAML text. progress: called with (stage, done, total).
-    resume: a folder for finished weights, from which an interrupted run goes on; removed at the end.
+    resume: a folder for finished weights, from which an interrupted run goes on; it is the caller's to remove.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class AccelpatchQuantizer(HfQuantizer):
         self._built: dict[str, Built] = {}
         self._failed: dict[str, str] = {}  # path -> why it stays float
         self._ties: dict[str, str] = {}
-        self._error: AccelpatchError | None = None
+        self._error: Exception | None = None
         self._device = torch.device("cpu")
         self._store = Store(quantization_config._resume)
 
@@ -187,16 +187,15 @@ class AccelpatchQuantizer(HfQuantizer):
             member.original._parameters["weight"] = parameter
         try:
             made = self._store.built(entry, weight)
-        except AccelpatchError as error:
+            if problem := over_weight_bound(made, self.plan.recipe):
+                self._failed[path] = problem
+                return
+            self._built[path] = made
+            for member in members:
+                without_weight(member.original)
+            self._report("quantising", len(self._built), len(quantised(self.plan)))
+        except (AccelpatchError, *FOREIGN) as error:
             self._error = error
-            return
-        if problem := over_weight_bound(made, self.plan.recipe):
-            self._failed[path] = problem
-            return
-        self._built[path] = made
-        for member in members:
-            without_weight(member.original)
-        self._report("quantising", len(self._built), len(quantised(self.plan)))
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         if self._error is not None:
@@ -213,7 +212,6 @@ class AccelpatchQuantizer(HfQuantizer):
         self.remove_quantization_config(model)
         for part in model.modules():
             vars(getattr(part, "config", None) or part).pop("_is_quantized", None)
-        self._store.clear()
         _hooks[0].finish(model.eval(), self.plan, list(self._built.values()), self.quantization_config._progress)
         return model
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,11 @@ def save(
 def beside(folder: Path) -> Path:
     """Where the finished weights of an interrupted quantisation into `folder` lie."""
     return folder.resolve().with_name(f".{folder.resolve().name}.quantising")
+
+
+def forget(folder: Path) -> None:
+    """Remove what lies there, once `folder` is written."""
+    shutil.rmtree(beside(folder), ignore_errors=True)
 
 
 def check_writable(folder: Path) -> None:

@@ -57,7 +57,7 @@ def test_it_goes_on(floats: Path, tmp_path: Path, whole: dict[str, str], calls: 
     _interrupted(floats, tmp_path / "out")
     first = calls.copy()
     calls.clear()
-    stages = []
+    stages: list[tuple[str, int, int]] = []
     accelpatch.api.quantize(
         str(floats), "int4", tmp_path / "out", progress=lambda stage, done, total: stages.append((stage, done, total))
     )
