@@ -94,7 +94,7 @@ def quantize(
     source, folder = resolve(name), Path(out)
     if source.kind == "folder" and folder.resolve() == Path(source.location).resolve():
         raise SaveError(f"{folder} holds the float weights: name another folder")
-    saving.check_writable(folder)
+    saving.check(folder, max_shard_size)
     loaded = load(name, recipe, dtype=dtype, device=device, progress=progress, resume=saving.beside(folder))
     more = [] if loaded.tokenizer is None else [loaded.tokenizer.save_pretrained]
     saving.save(loaded.model, folder, _handle(loaded.model).plan, max_shard_size=max_shard_size, more=more)

@@ -63,12 +63,13 @@ def forget(folder: Path) -> None:
     shutil.rmtree(beside(folder), ignore_errors=True)
 
 
-def check_writable(folder: Path) -> None:
-    """Raise SaveError, before anything slow, where `folder` cannot be written."""
+def check(folder: Path, max_shard_size: int | str) -> None:
+    """Raise SaveError, before anything slow, where `folder` cannot be written so."""
+    shard_size(max_shard_size)
     if folder.exists() and not folder.is_dir():
         raise SaveError(f"{folder} is a file: name a folder")
     parent = next(one for one in folder.resolve().parents if one.exists())
-    if not os.access(parent, os.W_OK):
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise SaveError(f"{folder} cannot be written: name another folder")
 
 

@@ -86,19 +86,20 @@ def _facts(file: Path, metadata: Mapping[str, str] | None) -> dict[str, Any]:
 
 def check_hashes(saved: Saved) -> None:
     """Compare every tensor's bytes with its SHA-256. Raises LoadError with the name of one that differs."""
+    files: dict[Path, list[str]] = {}
+    for name, stored in saved.tensors.items():
+        files.setdefault(stored.file, []).append(name)
     with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
-        for name, digest in zip(saved.tensors, pool.map(_digest, saved.tensors.items()), strict=True):
-            if digest != (stored := saved.tensors[name]).sha256:
-                raise LoadError(f"{stored.file}: {name} is not what was saved (its SHA-256 differs): fetch it again")
-
-
-def _digest(item: tuple[str, Stored]) -> str:
-    name, stored = item
-    try:
-        with safe_open(stored.file, framework="pt") as opened:
-            return digest_of(opened.get_tensor(name))
-    except (SafetensorError, OSError) as error:
-        raise LoadError(f"{stored.file}: {name} cannot be read ({error}): fetch it again") from error
+        for file, names in files.items():
+            try:
+                with safe_open(file, framework="pt") as opened:
+                    digests = pool.map(lambda name, opened=opened: digest_of(opened.get_tensor(name)), names)
+                    for name, digest in zip(names, digests, strict=True):
+                        if digest != saved.tensors[name].sha256:
+                            why = "is not what was saved (its SHA-256 differs)"
+                            raise LoadError(f"{file}: {name} {why}: fetch it again")
+            except (SafetensorError, OSError) as error:
+                raise LoadError(f"{file} cannot be read ({error}): fetch it again") from error
 
 
 def digest_of(tensor: torch.Tensor) -> str:

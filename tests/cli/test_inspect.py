@@ -41,12 +41,12 @@ def test_patched(cli: Cli, tmp_path: Path, size: str) -> None:
     found = _inspected(cli, tmp_path / "patched")
     assert (found["format"], found["recipe"], found["version"]) == ("accelpatch", "int4", "1")
     assert found["tied"] == "input and output embeddings"
-    assert "12 x int4_weight_only in groups of 64 with minima" in found["quantised"]
+    assert "12 x int4_weight_only in rows with minima" in found["quantised"]
     assert "2 x int4_weight_only in groups of 32 with minima" in found["quantised"]
     assert "1 x int8_weight_only in" in found["quantised"]
     assert (found["files"] == "1") is (size == "5GB")
     text = cli("inspect", str(tmp_path / "patched")).stdout
-    assert "in groups of 64" in text
+    assert "in groups of 32" in text
     assert "bytes, I8" in text
 
 

@@ -85,7 +85,6 @@ def test_run_as_a_user_does(shell: Shell, patched: str) -> None:
         pytest.param(["quantize", "MODEL", "--out", "OUT", "--max-shard-size", "5"], "max_shard_size", id="shard size"),
         pytest.param(["quantize", "MODEL", "--out", "OUT", "--recipe", "no_such"], "no_such", id="no such recipe"),
         pytest.param(["quantize", "/no/such/model", "--out", "OUT"], "/no/such/model", id="no such model"),
-        pytest.param(["plan", "PATCHED"], "saved patched model", id="plan"),
         pytest.param(["bench", "PATCHED"], "saved patched model", id="bench"),
     ],
 )
