@@ -63,8 +63,8 @@ def load(
 
     recipe: patch a float checkpoint while it loads: each weight is quantised as soon as it is read, so that memory
     holds the result and one weight more. dtype: "auto" keeps the checkpoint's. progress: called as
-    ``progress(stage, done, total)``. resume: a folder for finished weights, from which an interrupted call goes on.
-    Raises LoadError, and what `patch` raises.
+    ``progress(stage, done, total)``. resume: a folder for finished weights, the caller's to remove, from which an
+    interrupted call goes on. Raises LoadError, and what `patch` raises.
     """
     register_checkpoints()
     options: dict[str, Any] = {"dtype": dtype, "device": device, "progress": progress}
@@ -93,11 +93,11 @@ def quantize(
     source, folder = resolve(name), Path(out)
     if source.kind == "folder" and folder.resolve() == Path(source.location).resolve():
         raise SaveError(f"{folder} holds the float weights: name another folder")
-    saving.check_writable(folder)
+    saving.check(folder, max_shard_size)
     loaded = load(name, recipe, dtype=dtype, device=device, progress=progress, resume=saving.beside(folder))
-    tokenizer = loaded.tokenizer
-    more = [] if tokenizer is None else [tokenizer.save_pretrained]
+    more = [] if loaded.tokenizer is None else [loaded.tokenizer.save_pretrained]
     _save(loaded.model, folder, max_shard_size=max_shard_size, more=more)
+    saving.forget(folder)
     return _handle(loaded.model).report()
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from accelpatch.checkpoints.saved import PARTS, Saved
-from accelpatch.errors import LoadError
+from accelpatch.errors import LoadError, PatchError
 from accelpatch.patching.apply import Built, built
 from accelpatch.patching.plan import Entry, Plan
 from accelpatch.quant.weight import QuantizedWeight
@@ -21,7 +21,8 @@ def as_saved(plan: Plan, saved: Saved) -> Plan:
     for path, name in saved.sites.items():
         entry = known.get(path)
         if entry is None:
-            raise LoadError(f"the checkpoint has a quantised {path}, which is not in this model: is it another's?")
+            hint = "is it another's, or of another class than config.json says?"
+            raise LoadError(f"the checkpoint has a quantised {path}, which is not in this model: {hint}")
         if entry.replacer is None or entry.replacer.name != name:
             why = entry.reason or (entry.replacer and f"the recipe makes it {entry.replacer.name}")
             raise LoadError(f"{path} was saved as {name}, which it cannot be here: {why}")
@@ -47,7 +48,27 @@ def parts_of(entry: Entry, saved: Saved) -> list[str]:
     return [name for name in names if name in saved.tensors]
 
 
-def from_parts(entry: Entry, device: torch.device, take: Callable[[str], Tensor | None]) -> Built:
+def check_complete(model: Any, saved: Saved, parts: Collection[str]) -> None:
+    """Raise LoadError unless the checkpoint has just the tensors that the model awaits: transformers only warns.
+
+    parts: the names of those of quantised weights, which the model does not await any more.
+    """
+    awaited = model.state_dict()
+    for name, stored in saved.tensors.items():
+        if name in parts:
+            continue
+        if name not in awaited:
+            raise LoadError(f"{stored.file}: {name} is not in the model that config.json describes: fetch both again")
+        if stored.shape != tuple(awaited[name].shape):
+            shapes = f"{list(stored.shape)}, and {list(awaited[name].shape)} belongs here"
+            raise LoadError(f"{stored.file}: {name} is {shapes}: fetch it and config.json again")
+    ties = dict(getattr(model, "all_tied_weights_keys", None) or {})
+    tied = {one for pair in ties.items() if saved.tensors.keys() & set(pair) for one in pair}
+    if lacking := sorted(awaited.keys() - saved.tensors.keys() - tied):
+        raise LoadError(f"the checkpoint lacks {lacking[0]}: fetch it again")
+
+
+def from_parts(entry: Entry, device: torch.device, saved: Saved, take: Callable[[str], Tensor | None]) -> Built:
     """The replacement of a site, whose modules are without a weight, from a checkpoint's tensors."""
     site = entry.site
     q, scale, offset = (take(f"{site.path}.{part}") for part in PARTS)
@@ -57,7 +78,13 @@ def from_parts(entry: Entry, device: torch.device, take: Callable[[str], Tensor 
         _without_stand_in(member.original)
         empty = torch.empty(0, dtype=getattr(torch, member.dtype), device=device)
         member.original._parameters["weight"] = nn.Parameter(empty)
-    return built(entry, QuantizedWeight(q, scale, offset))
+    try:
+        return built(entry, QuantizedWeight(q, scale, offset))
+    except PatchError as error:
+        file = saved.tensors[f"{entry.site.path}.q"].file
+        why = str(error.__cause__ or error)
+        why = f".{why}" if why.startswith(PARTS) else f" is damaged: {why}"
+        raise LoadError(f"{file}: {site.path}{why}") from error
 
 
 def without_weight(module: nn.Module) -> None:

@@ -25,6 +25,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from accelpatch.checkpoints.loading_modules import (
     as_saved,
+    check_complete,
     from_parts,
     move_in,
     parent_of,
@@ -34,8 +35,8 @@ from accelpatch.checkpoints.loading_modules import (
     without_weight,
 )  # fmt: skip
 from accelpatch.checkpoints.resume import Store
-from accelpatch.checkpoints.saved import METHOD, VERSION, Reading, read
-from accelpatch.errors import AccelpatchError, LoadError
+from accelpatch.checkpoints.saved import METHOD, VERSION, Reading, digest_of, read
+from accelpatch.errors import FOREIGN, AccelpatchError, LoadError
 from accelpatch.patching.apply import Built
 from accelpatch.patching.plan import Entry, Plan
 from accelpatch.patching.stages import over_weight_bound
@@ -62,7 +63,7 @@ class AccelpatchConfig(QuantizationConfigMixin):
     """`quantization_config` of transformers: quantise by a recipe while a float checkpoint loads.
 
     recipe: a bundled recipe's name, a YAML file's path, or YAML text. progress: called with (stage, done, total).
-    resume: a folder for finished weights, from which an interrupted run goes on; removed at the end.
+    resume: a folder for finished weights, from which an interrupted run goes on; it is the caller's to remove.
     """
 
     def __init__(
@@ -74,6 +75,15 @@ class AccelpatchConfig(QuantizationConfigMixin):
         self._progress, self._resume = progress, resume
         text = str(recipe) if not isinstance(recipe, Recipe) else ""
         self._recipe = parse(text, source="the checkpoint's recipe") if "\n" in text else load(recipe)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
+        """Of a config.json, whose recipe is YAML text: no name there makes another file be read. Raises LoadError."""
+        text = config_dict.get("recipe")
+        if not isinstance(text, str):
+            raise LoadError(f"config.json has the recipe {text!r}, which is no text: write the checkpoint again")
+        parsed = {**config_dict, "recipe": parse(text, source="the recipe in config.json")}
+        return super().from_dict(parsed, return_unused_kwargs, **kwargs)
 
     @property
     def loaded(self) -> Recipe:
@@ -104,8 +114,9 @@ class AccelpatchQuantizer(HfQuantizer):
         self._entries: dict[str, Entry] = {}  # every path of a quantised site -> its entry
         self._built: dict[str, Built] = {}
         self._failed: dict[str, str] = {}  # path -> why it stays float
+        self._digests: dict[str, str] = {}  # path of a site with tied ones -> SHA-256 of its weight
         self._ties: dict[str, str] = {}
-        self._error: AccelpatchError | None = None
+        self._error: Exception | None = None
         self._device = torch.device("cpu")
         self._reading: Reading | None = None
         self._ignored: Any = None
@@ -142,13 +153,14 @@ class AccelpatchQuantizer(HfQuantizer):
         tie(model)  # else the plan would take tied weights for several
         self.plan = _hooks[0].plan(model, self.quantization_config.loaded, self._device)
         if self.pre_quantized:
-            saved = read(checkpoint_files)
+            saved = self._saved = read(checkpoint_files)
             self.plan = as_saved(self.plan, saved)
-            wanted = {name for entry in quantised(self.plan) for name in parts_of(entry, saved)}
-            self._reading = Reading(saved, wanted, self._device)  # while transformers reads the rest
+            parts = {name for entry in quantised(self.plan) for name in parts_of(entry, saved)}
             for entry in quantised(self.plan):
                 for member in (entry.site, *entry.site.tied):
                     without_weight(member.original)
+            check_complete(model, saved, parts)
+            self._reading = Reading(saved, parts, self._device)  # while transformers reads the rest
             self._ignored = model._keys_to_ignore_on_load_unexpected
             model._keys_to_ignore_on_load_unexpected = {*(self._ignored or ()), PART}
         for entry in quantised(self.plan):
@@ -175,23 +187,38 @@ class AccelpatchQuantizer(HfQuantizer):
         path, members = entry.site.path, (entry.site, *entry.site.tied)
         if missing is not None:
             missing.difference_update(f"{place}.weight" for place in entry.site.paths)
-        if path in self._built or path in self._failed or self._error is not None:
+        if self._error is not None or (wrong := self._disagreement(entry, name, weight)):
+            self._error = self._error or LoadError(wrong)
+            return
+        if path in self._built or path in self._failed:
             return
         parameter = nn.Parameter(weight)
+        parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # else one that stays float is made anew
         for member in members:
             member.original._parameters["weight"] = parameter
         try:
             made = self._store.built(entry, weight)
-        except AccelpatchError as error:
+            if problem := over_weight_bound(made, self.plan.recipe):
+                self._failed[path] = problem
+                return
+            self._built[path] = made
+            for member in members:
+                without_weight(member.original)
+            self._report("quantising", len(self._built), len(quantised(self.plan)))
+        except (AccelpatchError, *FOREIGN) as error:
             self._error = error
-            return
-        if problem := over_weight_bound(made, self.plan.recipe):
-            self._failed[path] = problem
-            return
-        self._built[path] = made
-        for member in members:
-            without_weight(member.original)
-        self._report("quantising", len(self._built), len(quantised(self.plan)))
+
+    def _disagreement(self, entry: Entry, name: str, weight: Tensor) -> str:
+        """Why a weight is not the one that the configuration speaks of; "" where it is."""
+        due = [entry.site.n, entry.site.k] if entry.site.n is not None else list(weight.shape)
+        if sorted(weight.shape) != sorted(one or 0 for one in due):
+            return f"config.json and the weights disagree: {name} is {list(weight.shape)}, and {due} belongs here"
+        if entry.site.tied:
+            digest = digest_of(weight.cpu())
+            if self._digests.setdefault(entry.site.path, digest) != digest:
+                names = " and ".join(entry.site.paths)
+                return f"config.json ties {names}, and the checkpoint has two weights: set tie_word_embeddings: false"
+        return ""
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         if self._error is not None:
@@ -208,14 +235,13 @@ class AccelpatchQuantizer(HfQuantizer):
         self.remove_quantization_config(model)
         for part in model.modules():
             vars(getattr(part, "config", None) or part).pop("_is_quantized", None)
-        self._store.clear()
         _hooks[0].finish(model.eval(), self.plan, list(self._built.values()), self.quantization_config._progress)
         return model
 
     def _take_parts(self, model: Any, reading: Reading) -> None:
         try:
             for entry in quantised(self.plan):
-                self._built[entry.site.path] = from_parts(entry, self._device, reading.take)
+                self._built[entry.site.path] = from_parts(entry, self._device, self._saved, reading.take)
             reading.finish()
         finally:
             reading.close()

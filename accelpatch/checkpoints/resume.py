@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from accelpatch.checkpoints.saved import PARTS, bytes_of
+from accelpatch.checkpoints.saved import PARTS, bytes_of, digest_of
 from accelpatch.errors import SaveError
 from accelpatch.modules.quantized_module import QuantizedModule
 from accelpatch.patching.apply import Built, built
@@ -41,17 +40,12 @@ class Store:
             self._keep(file, made.new.canonical(), made_of)
         return made
 
-    def clear(self) -> None:
-        """Remove the folder."""
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-
     def _keep(self, file: Path, weight: QuantizedWeight, made_of: str) -> None:
         parts = {name: one.detach().cpu().contiguous() for name, one in weight._asdict().items() if one is not None}
         partial = file.with_suffix(".partial")
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            save_file(parts, partial, {MADE_OF: made_of})
+            save_file(parts, partial, {MADE_OF: made_of} | {name: digest_of(one) for name, one in parts.items()})
             os.replace(partial, file)
         except (OSError, SafetensorError) as error:
             advice = "free some space there, or name another folder"
@@ -79,9 +73,10 @@ def _digest(entry: Entry, weight: Tensor) -> str:
 def _read(file: Path, made_of: str) -> QuantizedWeight | None:
     try:
         with safe_open(file, framework="pt") as opened:
-            if (opened.metadata() or {}).get(MADE_OF) != made_of:
-                return None
+            facts = opened.metadata() or {}
             found: dict[str, Any] = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+            if facts != {MADE_OF: made_of} | {name: digest_of(one) for name, one in found.items()}:
+                return None
     except (OSError, SafetensorError):
         return None
     return QuantizedWeight(**{name: found.get(name) for name in PARTS})  # type: ignore[arg-type]

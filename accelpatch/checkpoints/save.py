@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,9 @@ def save(
         config.architectures = [type(model).__name__]
         config.dtype = str(model.dtype).removeprefix("torch.")
         config.quantization_config = description(plan.recipe)
+        if not _is_tied(model):  # whatever the configuration said when they were still one
+            config.tie_word_embeddings = False
+            config.get_text_config(decoder=True).tie_word_embeddings = False
         config.save_pretrained(made)
         if model.can_generate():
             model.generation_config.save_pretrained(made)
@@ -52,17 +56,31 @@ def save(
         write_weights(model, made, {entry.site.path: entry.replacer.name for entry in plan.replaced}, most)
 
 
+def _is_tied(model: Any) -> bool:
+    """Whether the embeddings of input and output are one weight."""
+    one, other = model.get_input_embeddings(), model.get_output_embeddings()
+    if isinstance(one, QuantizedModule) and isinstance(other, QuantizedModule):
+        return one.held is other.held
+    return other is not None and one._parameters.get("weight") is other._parameters.get("weight")
+
+
 def beside(folder: Path) -> Path:
     """Where the finished weights of an interrupted quantisation into `folder` lie."""
     return folder.resolve().with_name(f".{folder.resolve().name}.quantising")
 
 
-def check_writable(folder: Path) -> None:
-    """Raise SaveError, before anything slow, where `folder` cannot be written."""
+def forget(folder: Path) -> None:
+    """Remove what lies there, once `folder` is written."""
+    shutil.rmtree(beside(folder), ignore_errors=True)
+
+
+def check(folder: Path, max_shard_size: int | str) -> None:
+    """Raise SaveError, before anything slow, where `folder` cannot be written so."""
+    shard_size(max_shard_size)
     if folder.exists() and not folder.is_dir():
         raise SaveError(f"{folder} is a file: name a folder")
     parent = next(one for one in folder.resolve().parents if one.exists())
-    if not os.access(parent, os.W_OK):
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise SaveError(f"{folder} cannot be written: name another folder")
 
 

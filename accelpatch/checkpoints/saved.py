@@ -14,6 +14,7 @@ import json
 import os
 from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,8 +94,12 @@ class Reading:
 
     def __init__(self, saved: Saved, wanted: Collection[str], device: torch.device):
         self._pool = ThreadPoolExecutor(max_workers=min(os.cpu_count() or 1, THREADS))
+        self._files = ExitStack()
+        opened = {
+            file: self._files.enter_context(_opened(file)) for file in {one.file for one in saved.tensors.values()}
+        }
         self._reads = {
-            name: self._pool.submit(_checked, name, stored, device if name in wanted else None)
+            name: self._pool.submit(_checked, opened[stored.file], name, stored, device if name in wanted else None)
             for name, stored in saved.tensors.items()
         }
 
@@ -109,14 +114,21 @@ class Reading:
 
     def close(self) -> None:
         """Stop reading."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._files.close()
 
 
-def _checked(name: str, stored: Stored, device: torch.device | None) -> torch.Tensor | None:
+def _opened(file: Path) -> Any:
     try:
-        with safe_open(stored.file, framework="pt") as opened:
-            tensor = opened.get_tensor(name)
-            same = digest_of(tensor) == stored.sha256
+        return safe_open(file, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise LoadError(f"{file} cannot be read ({error}): fetch it again") from error
+
+
+def _checked(opened: Any, name: str, stored: Stored, device: torch.device | None) -> torch.Tensor | None:
+    try:
+        tensor: torch.Tensor = opened.get_tensor(name)
+        same = digest_of(tensor) == stored.sha256
     except (SafetensorError, OSError) as error:
         raise LoadError(f"{stored.file}: {name} cannot be read ({error}): fetch it again") from error
     if not same:

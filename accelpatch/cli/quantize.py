@@ -42,12 +42,12 @@ def _facts(model: str, out: Path, report: object) -> list[tuple[str, str]]:
     from .run import verification_facts
 
     assert isinstance(report, Report)
-    size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
+    size = sum(file.stat().st_size for file in out.glob("model*.safetensors"))
     return [
         ("model", model),
         ("recipe", report.recipe),
         ("sites replaced", f"{report.replaced} of {len(report.sites)}"),
-        ("weights", f"{human(report.resident_bytes[0])} -> {human(size)} ({ratio(report.resident_bytes)})"),
+        ("weights", f"{human(report.resident_bytes[0])} -> {human(size)} ({ratio((report.resident_bytes[0], size))})"),
         ("folder", f"{out}: accelpatch run {out}"),
         *verification_facts(report),
         *(("note", text) for text in report.notes),

@@ -72,4 +72,4 @@ def check_held(
     if offset is None and bool((zero := scale == 0).any()):
         codes_there = q.unflatten(1, (scale.shape[1], -1))[zero].to(torch.float32)
         if bool((codes_there != zero_code).any()):
-            raise KernelError("a scale is zero where its codes are not: write the checkpoint again")
+            raise KernelError("scale has a zero where the codes in q are not zero: write the checkpoint again")

@@ -185,6 +185,9 @@ class Int4WeightOnly(Replacer):
         check_held(
             held, site.n, site.k, (torch.int8,), (torch.float16, torch.float32), per_byte=2, zero_code=int4.ZERO_CODE
         )
+        if (held.offset is None) != choice.detail["symmetric"]:
+            lacks = "lacks its offset" if held.offset is None else "has an offset, and a symmetric one belongs here"
+            raise KernelError(f"the weight {lacks}: write the checkpoint again")
         return self._module(site, choice, held)
 
     def _module(self, site: Site, choice: Choice, weight: QuantizedWeight) -> nn.Module:

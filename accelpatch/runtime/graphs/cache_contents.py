@@ -45,13 +45,25 @@ class Contents:
             if (device := copies[0][0].device).type == "cuda":  # the static cache's next user may use another stream
                 torch.cuda.current_stream(device).synchronize()
 
-    def reorder(self, place: int, rows: Tensor) -> None:
-        """Row b of a layer becomes its row rows[b], int64."""
+    def reorder(self, place: int, rows: Tensor) -> bool:
+        """Row b of a layer becomes its row rows[b], int64. Returns False where the layers were detached meanwhile."""
         held = self.static.layers[place]
-        with torch.no_grad():
-            for tensor in (held.keys, held.values):
+        with self._lock, torch.no_grad():
+            for tensor in (held.keys, held.values) if self._layers else ():
                 filled = tensor[:, :, : self.length]
                 filled.copy_(filled.index_select(0, rows.to(tensor.device)))
+            return bool(self._layers)
+
+    def grow(self, cache: Any) -> None:
+        """One more token was written behind the others. A cache whose layers were detached meanwhile (by a hook that
+        reads it) gets a copy of the token."""
+        with self._lock, torch.no_grad():
+            if self._layers:
+                self.length += 1
+                return
+            for layer, held in zip(cache.layers, self.static.layers, strict=True):
+                token = slice(self.length, self.length + 1)
+                layer.update(held.keys[:, :, token].clone(), held.values[:, :, token].clone())
 
     def _pairs(self) -> Any:
         return zip(self._layers, self.static.layers, strict=True)
@@ -101,7 +113,10 @@ class _Attached:
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorder the rows in place, as beam search does."""
-        self._contents.reorder(self._place, beam_idx)
+        same = len(beam_idx) == len(self._contents.static.layers[self._place].keys)
+        if not (same and self._contents.reorder(self._place, beam_idx)):
+            self._contents.detach()
+            self.reorder_cache(beam_idx)  # of the layer's own class by now
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         self._contents.detach()

@@ -44,6 +44,8 @@ def stepped(runtime: Any, model: Any, ids: Tensor, call: CacheCall, watched: tup
     captured, key = runtime.captured, (len(ids), watched)
     if key in captured.uncaptured or captured.why_not is not None:
         return None
+    if runtime.max_length is not None and call.past >= runtime.max_length:
+        return None  # the recipe wants no larger static cache
     captured.know(model.get_output_embeddings().out_features, call.cache)
     try:
         step = runtime.step(model, len(ids), capacity_for(call.past + 1, runtime.max_length), watched)
@@ -57,7 +59,7 @@ def stepped(runtime: Any, model: Any, ids: Tensor, call: CacheCall, watched: tup
     step.batch.begin(call.past, call.positions)
     step.show(call.past, None if call.mask is None else call.mask[:, :-1])
     step.replay()
-    contents.length += 1
+    contents.grow(call.cache)
     runtime.paths[CAPTURED] += 1
     runtime.paths[captured.way(step, watched)] += 1
     return step.batch.logits.to(model.dtype, copy=True)[:, None]

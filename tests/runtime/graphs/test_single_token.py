@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import accelpatch
+from accelpatch.recipe.recipe import parse
 from accelpatch.runtime.generation.patched_model import RUNTIME
 from accelpatch.runtime.graphs.cache_contents import attached
 from accelpatch.runtime.graphs.captured_model import CapturedModel
@@ -22,7 +23,7 @@ from tests.fusion.test_fused_layer import _as_on_a_gpu, patched, paths  # noqa: 
 from tests.runtime.graphs.test_fused_forward import assert_close, more
 from tests.support.spread import spread
 from tests.support.steps import stock
-from tests.support.tiny import full_batch, padded_batch
+from tests.support.tiny import CAUSAL, full_batch, padded_batch
 
 NAMES = ("llama", "mistral", "qwen3", "gemma2", "gemma3")  # of which three have layers with a sliding window
 GREEDY: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
@@ -189,6 +190,41 @@ def test_what_a_hook_returns_is_used() -> None:
 def begun_logits(model: Any) -> Tensor:
     cache, batch = begun(model, full_batch())
     return goes_on(model, batch, cache)
+
+
+def test_a_hook_that_reads_the_cache_loses_no_token() -> None:
+    model = patched("llama", num_hidden_layers=4)
+    plain = stock(model)
+    (cache, batch), (due, _) = begun(model, full_batch()), begun(plain, full_batch())
+    seen: list[Tensor] = []
+    model.model.layers[1].register_forward_hook(lambda module, args, out: seen.append(cache.layers[0].keys))
+    for _ in range(3):
+        assert_close(goes_on(model, batch, cache), goes_on(plain, batch, due))
+        batch = more(batch, 1)
+        assert cache.get_seq_length() == due.get_seq_length()
+    assert_close(tensors(cache), tensors(due))
+
+
+@pytest.mark.parametrize("rows", [[1], [0, 1], [2, 1, 0], [0, 0, 1, 1, 2, 2]], ids=str)
+def test_rows_of_any_number(rows: list[int]) -> None:
+    model, results = patched(), []
+    for one in (model, stock(model)):
+        cache, _ = begun(one, full_batch())
+        cache.reorder_cache(torch.tensor(rows))
+        ids = torch.full((len(rows), 1), 7)
+        results.append([one(input_ids=ids, past_key_values=cache).logits, *tensors(cache)])
+    assert_close(*results)
+
+
+def test_beyond_the_recipes_length_nothing_is_captured_anew() -> None:
+    model = accelpatch.patch(CAUSAL["llama"].make(), parse("extends: exact\nruntime: {max_length: 64}"), verify=False)
+    plain, batch = stock(model), full_batch(60)
+    cache, due = (one(**batch).past_key_values for one in (model, plain))
+    for _ in range(8):
+        batch = more(batch, 1)
+        mine, its = (one(**batch, past_key_values=held).logits for one, held in ((model, cache), (plain, due)))
+        assert_close(mine, its)
+    assert [capacity for _, capacity, _ in vars(model)[RUNTIME].captured._steps] == [64]
 
 
 def test_a_hook_that_comes_and_goes() -> None:
