@@ -36,11 +36,12 @@ class _Reader:
     """Reads little-endian values; no read may go beyond the end of the file."""
 
     def __init__(self, file: BinaryIO, size: int):
-        self._file, self._size = file, size
+        self._file, self._left = file, size
 
     def take(self, count: int) -> bytes:
-        if count > self._size - self._file.tell():
-            raise ValueError(f"{count} bytes are wanted at {self._file.tell()}, and the file has {self._size}")
+        if count > self._left:
+            raise ValueError(f"{count} bytes are wanted where {self._left} are left")
+        self._left -= count
         return self._file.read(count)
 
     def scalar(self, code: str) -> Any:
@@ -52,8 +53,8 @@ class _Reader:
     def count(self, least: int) -> int:
         """A number of items that take at least so many bytes each."""
         found = int(self.scalar("Q"))
-        if found * least > self._size - self._file.tell():
-            raise ValueError(f"{found} items are announced, and the file has {self._size} bytes")
+        if found * least > self._left:
+            raise ValueError(f"{found} items are announced where {self._left} bytes are left")
         return found
 
     def value(self, kind: int, depth: int = 0) -> Any:

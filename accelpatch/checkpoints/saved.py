@@ -89,17 +89,23 @@ def check_hashes(saved: Saved) -> None:
     files: dict[Path, list[str]] = {}
     for name, stored in saved.tensors.items():
         files.setdefault(stored.file, []).append(name)
-    with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
-        for file, names in files.items():
-            try:
-                with safe_open(file, framework="pt") as opened:
-                    digests = pool.map(lambda name, opened=opened: digest_of(opened.get_tensor(name)), names)
-                    for name, digest in zip(names, digests, strict=True):
-                        if digest != saved.tensors[name].sha256:
-                            why = "is not what was saved (its SHA-256 differs)"
-                            raise LoadError(f"{file}: {name} {why}: fetch it again")
-            except (SafetensorError, OSError) as error:
-                raise LoadError(f"{file} cannot be read ({error}): fetch it again") from error
+    workers = os.cpu_count() or 1
+    parts = [(file, names[first::workers]) for file, names in files.items() for first in range(workers)]
+    with ThreadPoolExecutor(workers) as pool:
+        for (file, _), digests in zip(parts, pool.map(_digests, parts), strict=True):
+            for name, digest in digests.items():
+                if digest != saved.tensors[name].sha256:
+                    raise LoadError(f"{file}: {name} is not what was saved (its SHA-256 differs): fetch it again")
+
+
+def _digests(part: tuple[Path, list[str]]) -> dict[str, str]:
+    """Name -> digest of some tensors of a file, which is opened once for them: its header is long."""
+    file, names = part
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return {name: digest_of(opened.get_tensor(name)) for name in names}
+    except (SafetensorError, OSError) as error:
+        raise LoadError(f"{file} cannot be read ({error}): fetch it again") from error
 
 
 def digest_of(tensor: torch.Tensor) -> str:
