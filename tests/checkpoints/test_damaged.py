@@ -94,7 +94,10 @@ HEADERS: dict[str, tuple[Change, tuple[str, ...]]] = {
     "a shape of many dimensions": (_shape(f"{SITE}.q", [1, 64, 48]), (SITE, "belongs here")),
     "sizes that overflow": (_shape(f"{SITE}.q", [2**33, 2**33]), ("truncated or damaged",)),
     "a size over 64 bits": (_shape(f"{SITE}.q", [2**70, 1]), ("truncated or damaged",)),
-    "another dtype of scale": (lambda head, facts: head[f"{SITE}.scale"].update(dtype="I16"), (f"{SITE}.scale", "int16")),
+    "another dtype of scale": (
+        lambda head, facts: head[f"{SITE}.scale"].update(dtype="I16"),
+        (f"{SITE}.scale", "int16"),
+    ),
     "another shape of a norm": (_shape("model.norm.weight", [8, 8]), ("model.norm.weight",)),
     "overlapping tensors": (
         lambda head, facts: head[f"{SITE}.q"].update(data_offsets=head["model.norm.weight"]["data_offsets"]),
