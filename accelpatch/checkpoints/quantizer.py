@@ -229,7 +229,9 @@ class AccelpatchQuantizer(HfQuantizer):
         for entry in quantised(self.plan):
             made = self._built.get(entry.site.path)
             if made is None:
-                raise LoadError(f"the checkpoint lacks {entry.site.path}.weight")
+                raise LoadError(
+                    f"the checkpoint lacks {entry.site.path}.weight: fetch it, or keep the site (replace: keep)"
+                )
             move_in(model, made)
         model.all_tied_weights_keys = self._ties
         self.remove_quantization_config(model)
