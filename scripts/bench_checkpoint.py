@@ -107,11 +107,13 @@ def measured(asked: argparse.Namespace, folder: Path) -> dict[str, Any]:
 def main() -> None:
     """Run from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="llama2-7b")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--recipe", default="int4")
-    parser.add_argument("--folder", type=Path, help="where the checkpoints are written; default: a temporary folder")
+    parser.add_argument("--model", default="llama2-7b", help="The model whose shape is used (default: %(default)s).")
+    parser.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="The device to run on."
+    )
+    parser.add_argument("--dtype", default="bfloat16", help="The type of the float weights (default: %(default)s).")
+    parser.add_argument("--recipe", default="int4", help="The recipe (default: %(default)s).")
+    parser.add_argument("--folder", type=Path, help="Where the checkpoints are written (default: a temporary folder).")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=asked.folder) as folder:
         print(json.dumps(measured(asked, Path(folder)), indent=1))

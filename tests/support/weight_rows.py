@@ -160,7 +160,7 @@ def _save(model: Any, form: str, folder: Path) -> None:
         model.model.save_pretrained(folder)
     assert list(folder.iterdir()) == []
     model.save_pretrained(folder / "patched")
-    assert torch.equal(out(accelpatch.load(str(folder / "patched")).model), out(model))
+    assert off(accelpatch.load(str(folder / "patched")).model, model) < REACH[form]
     undo(model)
     model.save_pretrained(folder / "plain")
     assert not hasattr(type(model).from_pretrained(folder / "plain").config, "quantization_config")
