@@ -22,6 +22,7 @@ BITS = {
 OWN = "accelpatch"
 Tensor = tuple[str, str, list[int]]  # name, dtype in safetensors' words, shape
 RECIPE_RUN = "float weights: `accelpatch run {place} --recipe int8` quantises them while they load"
+GENERATING = ("ForCausalLM", "LMHeadModel")  # ends of the names of classes that `run` takes
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 
@@ -114,7 +115,8 @@ def _format(
     first = str(quantization.get("recipe", "")).partition("\n")[0].removeprefix("name: ")
     facts = {"version": str(quantization.get("version")), "recipe": first}
     facts["quantised"] = ", ".join(f"{count} x {form}" for form, count in forms.most_common()) or "none"
-    return OWN, facts, f"`accelpatch run {place}` loads it as it is"
+    generates = any(str(name).endswith(GENERATING) for name in config.get("architectures") or ())
+    return OWN, facts, f"`{'accelpatch run' if generates else 'accelpatch.load of'} {place}` loads it as it is"
 
 
 def _form(replacer: str, q: list[int] | None, scale: list[int] | None, offset: bool) -> str:

@@ -210,8 +210,10 @@ class AccelpatchQuantizer(HfQuantizer):
 
     def _disagreement(self, entry: Entry, name: str, weight: Tensor) -> str:
         """Why a weight is not the one that the configuration speaks of; "" where it is."""
-        due = [entry.site.n, entry.site.k] if entry.site.n is not None else list(weight.shape)
-        if sorted(weight.shape) != sorted(one or 0 for one in due):
+        due = [entry.site.n, entry.site.k]
+        if type(entry.site.original).__name__ == "Conv1D":
+            due.reverse()
+        if list(weight.shape) != due:
             return f"config.json and the weights disagree: {name} is {list(weight.shape)}, and {due} belongs here"
         if entry.site.tied:
             digest = digest_of(weight.cpu())

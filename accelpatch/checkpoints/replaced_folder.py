@@ -14,6 +14,7 @@ from pathlib import Path
 
 from accelpatch.errors import SaveError
 
+ASIDE = "-old"  # end of the name of a folder whose place the new one takes
 _AT_FDCWD, _EXCHANGE = -100, 2  # of renameat2(2)
 _NO_EXCHANGE = (errno.ENOSYS, errno.EINVAL)  # an old kernel, or a file system that cannot
 
@@ -61,8 +62,11 @@ def _alone(target: Path) -> Iterator[None]:
         if not mine:
             raise SaveError(f"another process is saving into {target}: wait for it, or name another folder")
         try:
-            for left in target.parent.glob(f"{_prefix(target)}*"):
-                shutil.rmtree(left, ignore_errors=True)
+            for left in sorted(target.parent.glob(f"{_prefix(target)}*")):
+                if left.name.endswith(ASIDE) and not target.exists():
+                    left.rename(target)  # a kill between two renames
+                else:
+                    shutil.rmtree(left, ignore_errors=True)
             yield
         finally:
             lock.unlink(missing_ok=True)
@@ -79,8 +83,8 @@ def _finish(made: Path, target: Path, kept: Callable[[str], bool]) -> None:
     if not target.exists():
         made.rename(target)
     elif not _exchanged(made, target):
-        aside = made.with_name(f"{made.name}-old")
-        target.rename(aside)  # here alone a kill would leave no folder of this name
+        aside = made.with_name(made.name + ASIDE)
+        target.rename(aside)  # here alone a kill leaves no folder of this name: the next save puts it back
         made.rename(target)
         shutil.rmtree(aside, ignore_errors=True)
     _sync(target.parent)

@@ -67,14 +67,21 @@ def prepare(recipe: str, plugins: list[Path] | None) -> None:
     load_plugins(plugins)
 
 
-def open_model(name: str, dtype: str, device: str) -> tuple[Any, torch.device]:
-    """Load a float model, with progress bars on stderr; returns (accelpatch.models.load.Loaded, its device)."""
+def refuse_patched(name: str) -> None:
+    """Raise LoadError for a saved patched model, where a command needs the original."""
     from accelpatch import api
     from accelpatch.errors import LoadError
 
-    where = torch_device(device)
     if api.is_patched(name):
-        raise LoadError(f"{name} is a saved patched model, and the original is needed too: give the float checkpoint")
+        raise LoadError(f"{name} is a saved patched model, and this needs the original: give the float checkpoint")
+
+
+def open_model(name: str, dtype: str, device: str) -> tuple[Any, torch.device]:
+    """Load a float model, with progress bars on stderr; returns (accelpatch.models.load.Loaded, its device)."""
+    from accelpatch import api
+
+    where = torch_device(device)
+    refuse_patched(name)
     with console.progress_bars() as progress:
         return api.load(name, dtype=dtype, device=where, progress=progress), where
 

@@ -27,6 +27,7 @@ def plan(
     options.prepare(recipe, plugin)
     from accelpatch import api
 
+    options.refuse_patched(model)
     planned = api.plan_from_config(model, recipe, arch=arch, max_length=max_length)
     if json:
         console.print_json(planned.to_dict())

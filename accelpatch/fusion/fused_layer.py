@@ -21,7 +21,8 @@ from accelpatch.kernels.hip.binding import MAX_GEMV_ROWS, Signal
 from accelpatch.kernels.ops.attention_shape import AttentionShape
 from accelpatch.kernels.ops.fused_linear import FusedLinear
 from accelpatch.kernels.ops.fused_norm import FusedNorm
-from accelpatch.kernels.ops.query_key import QueryKey, prepare_query_key_
+from accelpatch.kernels.ops.query_key import prepare_query_key_
+from accelpatch.kernels.ops.query_key_form import QueryKey
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,7 +22,7 @@ from accelpatch.kernels.ops import decode_attention
 from accelpatch.kernels.ops.attention_shape import AttentionShape, Zeros
 from accelpatch.kernels.ops.fused_linear import FusedLinear
 from accelpatch.kernels.ops.fused_norm import FusedNorm
-from accelpatch.kernels.ops.query_key import QueryKey
+from accelpatch.kernels.ops.query_key_form import QueryKey
 from accelpatch.models.family import form_of
 from accelpatch.models.family import norm_of as kind_of
 from accelpatch.modules.gated_mlp import GatedMLP

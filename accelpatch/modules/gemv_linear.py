@@ -25,10 +25,8 @@ class GemvLinear(Replacement):
 
     def forward(self, x: Tensor) -> Tensor:
         """x[..., K] -> y[..., N] in x's dtype."""
-        if prefetchable() or dispatch.watched() or torch.compiler.is_compiling():
-            x = autocast(x)
-            if x.dtype == self.weight.dtype:  # torch casts the weight too
-                return gemv(x, self.weight, self.bias)
+        if takes_kernel(x, self.weight):
+            return gemv(autocast(x), self.weight, self.bias)
         return functional.linear(x, self.weight, self.bias)
 
 
@@ -40,12 +38,17 @@ class GemvConv1D(Replacement):
 
     def forward(self, x: Tensor) -> Tensor:
         """x[..., K] -> y[..., N] in x's dtype."""
-        if prefetchable() or dispatch.watched() or torch.compiler.is_compiling():
-            x = autocast(x)
-            if x.dtype == self.weight.dtype:  # torch casts the weight too
-                return gemv(x, self.weight.t(), self.bias)
+        if takes_kernel(x, self.weight):
+            return gemv(autocast(x), self.weight.t(), self.bias)
         y: Tensor = super().forward(x)
         return y
+
+
+def takes_kernel(x: Tensor, weight: Tensor) -> bool:
+    """Whether the kernel runs this call; under autocast torch would cast the weight too."""
+    if not (prefetchable() or dispatch.watched() or torch.compiler.is_compiling()):
+        return False
+    return autocast(x).dtype == weight.dtype
 
 
 def rows_of_(module: nn.Module) -> Tensor:

@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import accelpatch.hf  # noqa: F401  from_pretrained loads saved patched models from here on
 from tests.support.checkpoints import saved
+from tests.support.one_thread import _one_thread  # noqa: F401
 from tests.support.packed import plain
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Tiny models gain nothing from threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

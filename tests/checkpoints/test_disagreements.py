@@ -60,3 +60,13 @@ def test_other_shapes_are_named(recipe: str, changes: dict[str, int], name: str,
     folder = saved(CAUSAL["llama"].make(), tmp_path / "float", **changes)
     with pytest.raises(LoadError, match=rf"config\.json and the weights disagree.*{name}"):
         accelpatch.load(str(folder), recipe)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_weight_that_lies_on_its_side_is_named(name: str, tmp_path: Path) -> None:
+    model = CAUSAL[name].make()
+    path = {"llama": "model.layers.0.mlp.down_proj", "gpt2": "transformer.h.0.mlp.c_fc"}[name]
+    module: Any = model.get_submodule(path)
+    module.weight = nn.Parameter(module.weight.detach().t().contiguous())
+    with pytest.raises(LoadError, match=rf"disagree: .*{path}\.weight"):
+        accelpatch.load(str(saved(model, tmp_path / "float")), "int8")

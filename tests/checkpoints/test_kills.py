@@ -188,6 +188,13 @@ def test_without_the_exchange(old: Path, models: Any, versions: Any, monkeypatch
     assert [path.name for path in old.parent.iterdir()] == ["patched"]
 
 
+def test_a_kill_between_the_two_renames_loses_nothing(old: Path, versions: Any) -> None:
+    old.rename(old.with_name(f"{replaced_folder._prefix(old)}killed{replaced_folder.ASIDE}"))
+    with pytest.raises(ZeroDivisionError), replaced_folder.replaced_folder(old, lambda name: True):
+        raise ZeroDivisionError
+    assert digests(old) == versions[0]
+
+
 @pytest.mark.parametrize("size", [0, 100, 10_000, 24_000], ids=lambda size: f"{size} bytes")
 def test_a_full_disk(old: Path, models: Any, versions: Any, size: int) -> None:
     def act() -> None:

@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
 from accelpatch.cli import app
+from tests.support.one_thread import _one_thread  # noqa: F401
 
 ROOT = Path(__file__).parent.parent.parent
 CONTEXT = 256
@@ -75,15 +76,6 @@ def endless_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A context so long that an answer does not end while a test looks at it."""
     folder = tmp_path_factory.mktemp("models") / "endless"
     return str(save_model(folder, context=1 << 20, tokenizer=byte_tokenizer()))
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Tiny models gain nothing from threads, and threads that wait for each other spin."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)

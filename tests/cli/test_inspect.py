@@ -134,3 +134,8 @@ def test_it_is_quick_and_needs_no_torch(tmp_path: Path) -> None:
     )
     assert result.stdout.endswith("[]\n")
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 1
+
+
+def test_a_model_without_a_head_is_not_for_run(cli: Cli, tmp_path: Path) -> None:
+    saved(plain("llama").model, "int8", tmp_path / "patched")
+    assert _inspected(cli, tmp_path / "patched")["advice"].startswith("`accelpatch.load of ")

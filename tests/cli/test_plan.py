@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
+
+from tests.support.checkpoints import saved
+from tests.support.packed import plain
 
 from .conftest import Cli
 
@@ -57,3 +61,10 @@ def test_max_length_grows_the_cache(cli: Cli, model: str) -> None:
         for length in (100, 200)
     ]
     assert sizes[1] == 2 * sizes[0] > 0
+
+
+def test_a_saved_patched_model_is_refused(cli: Cli, tmp_path: Path) -> None:
+    saved(plain("llama"), "int8", tmp_path / "patched")
+    result = cli("plan", str(tmp_path / "patched"))
+    assert result.exit_code == 1
+    assert "is a saved patched model" in result.stderr

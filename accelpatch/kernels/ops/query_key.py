@@ -11,9 +11,6 @@ its original layout.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -21,32 +18,12 @@ from accelpatch.device import Device
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.dispatch import require
 from accelpatch.kernels.ops import rmsnorm, rope
-from accelpatch.kernels.spec import Described, Implementation, Kernel, Spec
+from accelpatch.kernels.ops.query_key_form import QueryKey
+from accelpatch.kernels.spec import Implementation, Kernel, Spec
 from accelpatch.kernels.triton import launch
 
 OP = "prepare_query_key"
 WIDEST = 1 << 15  # columns of q that one program holds
-
-
-@dataclass(frozen=True, eq=False)
-class QueryKey(Described):
-    """heads, kv_heads, size: of the attention layer. q_norm[Hq D], k_norm[Hkv D]: or None. inv_freq[R / 2]: None where
-    no rotary embedding is applied here."""
-
-    heads: int
-    kv_heads: int
-    size: int
-    q_norm: Tensor | None = None
-    k_norm: Tensor | None = None
-    eps: float = 0.0
-    inv_freq: Tensor | None = None
-    rope_scaling: float = 1.0
-
-    @property
-    def facts(self) -> Hashable:
-        """As in Described."""
-        rotary = None if self.inv_freq is None else self.inv_freq.shape[0]
-        return self.heads, self.kv_heads, self.size, self.q_norm is not None, rotary
 
 
 def reference_(qkv: Tensor, positions: Tensor, form: QueryKey) -> None:

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from accelpatch.kernels.ops.query_key import QueryKey
+from accelpatch.kernels.ops.query_key_form import QueryKey
 from accelpatch.kernels.triton import launch
 
 WARPS = 4

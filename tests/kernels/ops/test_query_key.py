@@ -12,7 +12,8 @@ from transformers.models.glm.modeling_glm import apply_rotary_pos_emb
 from accelpatch.device import probe
 from accelpatch.errors import KernelError
 from accelpatch.kernels import dispatch
-from accelpatch.kernels.ops.query_key import QueryKey, prepare_query_key_, reference_
+from accelpatch.kernels.ops.query_key import prepare_query_key_, reference_
+from accelpatch.kernels.ops.query_key_form import QueryKey
 from tests.support.interpreted import DEVICE, HERE, interpret, needs_triton
 
 SHAPES = {"grouped": (4, 2, 16), "one head": (1, 1, 8), "odd": (3, 3, 10)}
