@@ -14,8 +14,17 @@ from accelpatch.kernels.layouts.compact_tiles import CompactTiles
 from accelpatch.kernels.layouts.cpu_pack import Pack
 from accelpatch.kernels.layouts.int4_tiles import Tiles
 from accelpatch.kernels.layouts.row_major import Fp8Rows, Int8Rows, Plain
+from accelpatch.kernels.layouts.w8a8_rows import W8A8Rows
 from accelpatch.kernels.operation import Operation
-from accelpatch.kernels.ops import compact_linear, fp8_linear, gemv, int8_linear, packed_linear, tiled_int4_linear
+from accelpatch.kernels.ops import (
+    compact_linear,
+    fp8_linear,
+    gemv,
+    int8_linear,
+    packed_linear,
+    tiled_int4_linear,
+    w8a8_linear,
+)
 from accelpatch.kernels.triton import launch
 
 Gated = Callable[[Tensor, Any, Tensor | None], Tensor]
@@ -63,6 +72,7 @@ def _many_tiles(weight: Tiles, bias: Tensor | None) -> Callable[[Tensor], Tensor
 LINEARS: Mapping[type, LinearOf] = {
     Plain: LinearOf(gemv.gemv, gemv.facts, {"triton": _gated_plain}),
     Int8Rows: LinearOf(int8_linear.int8_linear),
+    W8A8Rows: LinearOf(w8a8_linear.w8a8_linear),
     Fp8Rows: LinearOf(fp8_linear.fp8_linear),
     Tiles: LinearOf(
         tiled_int4_linear.tiled_int4_linear,

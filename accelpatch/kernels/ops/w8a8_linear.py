@@ -1,0 +1,95 @@
+"""Linear layer with int8 weight and int8 activations: y[M, N] = (xq[M, K] . q[N, K]) * xs[M] * scale[N] + bias[N].
+
+xq and xs are x in int8 with a scale a row, or the one static scale (quantize_rows.py); the products are summed as
+int32, exactly, and y = round(fma(xs * scale, sum, bias)) in float32. The integers are the same at every number of rows
+and in every implementation. Source: Xiao et al. 2022, arXiv:2211.10438.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from accelpatch.kernels import dispatch
+from accelpatch.kernels.dispatch import require
+from accelpatch.kernels.operation import operation
+from accelpatch.kernels.ops import gemm_w8a8, linear
+from accelpatch.kernels.ops import quantize_rows as rows
+from accelpatch.kernels.spec import Case, Implementation, Kernel, Spec
+
+OP = "w8a8_linear"
+LONGEST = 133152  # K up to which 127 * 127 * K is an int32
+
+
+def reference(
+    x: Tensor, q: Tensor, scale: Tensor, input_scale: Tensor | None = None, bias: Tensor | None = None
+) -> Tensor:
+    """The references of the two operations; x's dtype is the precision of all but the integers."""
+    given = None if input_scale is None else input_scale.float()
+    xq, xs = rows.reference(x, given)
+    y = gemm_w8a8.accumulators(xq.flatten(0, -2), q).view(*x.shape[:-1], -1).to(x.dtype)
+    y = y * (xs * scale.float().t()).to(x.dtype)
+    return y if bias is None else y + bias.to(x.dtype)
+
+
+def spec(x: Tensor, q: Tensor, scale: Tensor, input_scale: Tensor | None = None, bias: Tensor | None = None) -> Spec:
+    """The Spec of a call, for dispatch. Raises KernelError where shapes, dtypes or devices do not fit together."""
+    found = linear.spec(OP, x, q, 1, scale, None, bias)
+    require(found.group_size == found.sizes["K"], OP, f"scale is [N, 1], one a row, not {list(scale.shape)}")
+    require(found.sizes["K"] <= LONGEST, OP, f"K = {found.sizes['K']}: sums of more than {LONGEST} overflow an int32")
+    rows.spec(x, input_scale)
+    return of_shape(found.sizes["N"], found.sizes["K"], x.dtype, m=found.sizes["M"])
+
+
+def of_shape(n: int, k: int, dtype: torch.dtype, *, m: int = 1) -> Spec:
+    """The Spec of a linear layer of this size, for planning before there is a weight."""
+    return Spec(OP, {"M": m, "N": n, "K": k}, dtype, torch.float32, k)
+
+
+def by_operations(
+    x: Tensor, q: Tensor, scale: Tensor, input_scale: Tensor | None = None, bias: Tensor | None = None
+) -> Tensor:
+    """The implementation `operations`: the rows as int8, then the product."""
+    xq, xs = rows.quantize_rows.function(x, input_scale)
+    flat = xq.view(-1, xq.shape[-1])
+    y: Tensor = gemm_w8a8.gemm_w8a8.function(
+        flat, q, 1.0, xs.view(-1), scale.view(-1), bias, 1.0, None, "none", None, x.dtype
+    )
+    return y.view(*x.shape[:-1], -1)
+
+
+@operation(OP)
+def w8a8_linear(
+    x: Tensor, q: Tensor, scale: Tensor, input_scale: Tensor | None = None, bias: Tensor | None = None
+) -> Tensor:
+    """y[..., N] in x's dtype, contiguous: x[..., K] as int8, times q[N, K] int8 with scale[N, 1], plus bias[N].
+
+    input_scale: the static scale of x, one float32; None: a scale a row. Raises KernelError for arguments that do not
+    fit.
+    """
+    y: Tensor = dispatch.run(OP, spec, x.device, (x, q, scale, input_scale, bias))
+    return y
+
+
+@w8a8_linear.register_fake
+def _fake(x: Tensor, q: Tensor, scale: Tensor, input_scale: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+    spec(x, q, scale, input_scale, bias)
+    return x.new_empty((*x.shape[:-1], q.shape[0]))
+
+
+def cases() -> list[Case]:
+    """Cases for parity checks: odd sizes, both kinds of scales."""
+
+    def case(m: int, n: int, k: int, bias: bool, static: bool) -> Case:
+        def make(generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> tuple[Tensor | None, ...]:
+            x, scale, b = linear.operands(generator, dtype, device, m, n, k, 1, bias)
+            q = torch.randint(-127, 128, (n, k), generator=generator, dtype=torch.int8).to(device)
+            return x, q, scale / 127, torch.tensor([0.03], device=device) if static else None, b
+
+        return Case(f"m{m}-n{n}-k{k}-{'static' if static else 'dynamic'}{'-bias' if bias else ''}", make)
+
+    return [case(m, n, k, bias, at % 2 == 1) for at, (m, n, k, _, bias) in enumerate(linear.SIZES)]
+
+
+IMPLEMENTATIONS = {"operations": Implementation(by_operations, dispatch.anywhere)}
+KERNELS = {OP: Kernel(w8a8_linear, reference, spec, IMPLEMENTATIONS, cases, composed=True)}

@@ -1,0 +1,69 @@
+"""Rows of activations as int8, one row per program; see ../ops/quantize_rows.py."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from accelpatch.kernels.triton.dependent_launch import release, wait
+from accelpatch.kernels.triton.launch import dependent, on, warps
+
+_LEAST = tl.constexpr(2.0**-119)
+_ROUND = tl.constexpr(
+    12582912.0
+)  # 1.5 * 2^23: a float32 of up to 2^22 plus this, less this, is rounded to nearest even
+
+
+@triton.jit
+def rounded(values):  # type: ignore[no-untyped-def]
+    """float32 values to the nearest integers from -127 to 127, ties to even, as int8."""
+    values = tl.minimum(tl.maximum(values, -127.0), 127.0)
+    return ((values + _ROUND) - _ROUND).to(tl.int8)
+
+
+@triton.jit
+def store_row(values, given, q, scales, row, columns, width, STATIC: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Write a row of float32 values, zeros past its end, as int8, and its scale."""
+    most = tl.max(tl.abs(values), axis=0, propagate_nan=tl.PropagateNan.ALL)
+    finite = most < float("inf")
+    if STATIC:
+        scale = tl.load(given).to(tl.float32)
+        times = tl.div_rn(1.0, scale)
+    else:
+        large = most >= _LEAST
+        scale = tl.where(large, tl.div_rn(most, 127.0), 0.0)
+        times = tl.where(large, tl.div_rn(127.0, tl.where(large, most, 1.0)), 0.0)
+    tl.store(scales + row, tl.where(finite, scale, float("nan")))
+    held = tl.where(finite, values * times, 0.0)
+    tl.store(q + row * width + columns, rounded(held), mask=columns < width)
+
+
+@triton.jit
+def _row(  # type: ignore[no-untyped-def]
+    x, given, q, scales, x_stride, width, STATIC: tl.constexpr, DEPENDENT: tl.constexpr, BLOCK: tl.constexpr
+):
+    if DEPENDENT:
+        release()
+        wait()
+    row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    values = tl.load(x + row * x_stride + columns, mask=columns < width, other=0.0).to(tl.float32)
+    store_row(values, given, q, scales, row, columns, width, STATIC)
+
+
+def quantize_rows(x: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    """As the operation."""
+    width = x.shape[-1]
+    flat = x.reshape(-1, width)
+    flat = flat if flat.stride(1) == 1 else flat.contiguous()
+    q = x.new_empty(x.shape, dtype=torch.int8)
+    scales = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+    block, (overlapped, options) = triton.next_power_of_2(width), dependent(x)
+    if q.numel():
+        with on(x):
+            _row[(flat.shape[0],)](
+                flat, scales if scale is None else scale, q, scales, flat.stride(0), width, scale is not None,
+                overlapped, block, num_warps=warps(block), **options,
+            )  # fmt: skip
+    return q, scales
