@@ -244,7 +244,7 @@ def in_precision(args: Sequence[Any], precision: torch.dtype) -> tuple[Any, ...]
 
     def convert(value: Any) -> Any:
         if isinstance(value, torch.dtype):
-            return precision
+            return precision if value.is_floating_point else value
         if isinstance(value, torch.Tensor) and value.is_floating_point():
             return value.to(precision)
         return value

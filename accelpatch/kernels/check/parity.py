@@ -33,7 +33,9 @@ class Comparison:
 
 
 def ulp(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Distance from |values| (float64) to the next larger number of `dtype`; float64 [...]."""
+    """Distance from |values| (float64) to the next larger number of `dtype`; float64 [...]. Of integers it is 1."""
+    if not dtype.is_floating_point:
+        return torch.ones_like(values)
     facts = torch.finfo(dtype)
     exponent = torch.frexp(values.abs().clamp(facts.smallest_normal, facts.max))[1].double() - 1
     return torch.exp2(exponent) * facts.eps

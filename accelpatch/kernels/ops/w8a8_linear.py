@@ -27,7 +27,7 @@ def reference(
     """The references of the two operations; x's dtype is the precision of all but the integers."""
     given = None if input_scale is None else input_scale.float()
     xq, xs = rows.reference(x, given)
-    y = gemm_w8a8.accumulators(xq.flatten(0, -2), q).view(*x.shape[:-1], -1).to(x.dtype)
+    y = gemm_w8a8.accumulators(xq.flatten(0, -2), q).view(*x.shape[:-1], q.shape[0]).to(x.dtype)
     y = y * (xs * scale.float().t()).to(x.dtype)
     return y if bias is None else y + bias.to(x.dtype)
 
@@ -55,7 +55,7 @@ def by_operations(
     y: Tensor = gemm_w8a8.gemm_w8a8.function(
         flat, q, 1.0, xs.view(-1), scale.view(-1), bias, 1.0, None, "none", None, x.dtype
     )
-    return y.view(*x.shape[:-1], -1)
+    return y.view(*x.shape[:-1], q.shape[0])
 
 
 @operation(OP)
