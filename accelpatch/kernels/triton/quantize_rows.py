@@ -26,7 +26,7 @@ def rounded(values):  # type: ignore[no-untyped-def]
 @triton.jit
 def store_row(values, given, q, scales, row, columns, width, STATIC: tl.constexpr):  # type: ignore[no-untyped-def]
     """Write a row of float32 values, zeros past its end, as int8, and its scale."""
-    most = tl.max(tl.abs(values), axis=0, propagate_nan=tl.PropagateNan.ALL)
+    most = tl.max(tl.where(values == values, tl.abs(values), float("inf")), axis=0)  # tl.max ignores NaN
     finite = most < float("inf")
     if STATIC:
         scale = tl.load(given).to(tl.float32)
@@ -34,9 +34,9 @@ def store_row(values, given, q, scales, row, columns, width, STATIC: tl.constexp
     else:
         large = most >= _LEAST
         scale = tl.where(large, tl.div_rn(most, 127.0), 0.0)
-        times = tl.where(large, tl.div_rn(127.0, tl.where(large, most, 1.0)), 0.0)
+        times = tl.where(large, tl.div_rn(127.0 + tl.zeros_like(most), tl.where(large, most, 1.0)), 0.0)
     tl.store(scales + row, tl.where(finite, scale, float("nan")))
-    held = tl.where(finite, values * times, 0.0)
+    held = tl.where(finite, values, 0.0) * tl.where(finite, times, 0.0)
     tl.store(q + row * width + columns, rounded(held), mask=columns < width)
 
 
