@@ -16,23 +16,18 @@ from accelpatch.checkpoints import quantizer
 from accelpatch.checkpoints import save as saving
 from accelpatch.device import Device
 from accelpatch.errors import LoadError, PatchError, PlanError, SaveError
-from accelpatch.fusion.verified import check_layers
-from accelpatch.kernels.build import libraries
 from accelpatch.kernels.check.selftest import run as selftest
-from accelpatch.kernels.check.while_running import checked
 from accelpatch.models.catalog import resolve
 from accelpatch.models.family import roles_of
-from accelpatch.models.inputs import sample_inputs
 from accelpatch.models.load import Loaded, is_patched
 from accelpatch.models.load import random as random_model
+from accelpatch.models.smoothing import smoothing_groups
 from accelpatch.patching import apply
 from accelpatch.patching.evaluation import Evaluation, compare
-from accelpatch.patching.host_copies import HostCopies, rounded_weights
-from accelpatch.patching.layers import layer_calls, layer_records, record_layers
 from accelpatch.patching.match import unwrapped
 from accelpatch.patching.plan import Plan, make_plan
-from accelpatch.patching.stages import NOT_VERIFIED, Captured, capture, stage_report, verified_build, whole_model
-from accelpatch.patching.verify import SiteErrors
+from accelpatch.pipeline import calibrated, carry_out, compiled
+from accelpatch.quant.calibration import Statistics
 from accelpatch.recipe import recipe as recipes
 from accelpatch.recipe.recipe import Recipe
 from accelpatch.replacers import registry, replacer
@@ -40,7 +35,6 @@ from accelpatch.replacers.plugin import load_plugin
 from accelpatch.report import Report, Stopwatch
 from accelpatch.runtime.generation.first_use import on_first_use
 from accelpatch.runtime.generation.on_demand import unpatch_on_demand
-from accelpatch.runtime.generation.patched_model import RUNTIME, SAVE, new_runtime, patched_classes
 
 __all__ = [
     "evaluate", "is_patched", "load", "load_plugin", "patch", "patch_on_first_use", "patched", "plan",
@@ -108,7 +102,8 @@ def plan(model: nn.Module, recipe: AnyRecipe = "int8", *, device: Device | None 
     """
     model = unwrapped(model)
     facts = device or devices.probe(_device_of(model))
-    return make_plan(model, recipes.load(recipe), facts, roles_of(getattr(model, "config", None)), registry())
+    roles = roles_of(getattr(model, "config", None))
+    return make_plan(model, recipes.load(recipe), facts, roles, registry(), smoothing_groups(model))
 
 
 def plan_from_config(
@@ -127,6 +122,21 @@ def plan_from_config(
     return plan(loading.from_config(name), loaded, device=devices.KNOWN[arch] if arch else devices.probe("cpu"))
 
 
+def calibrate(
+    model: nn.Module, data: Any = None, *, tokenizer: Any = None, samples: int | None = None,
+    length: int | None = None, progress: Progress | None = None,
+) -> Statistics:  # fmt: skip
+    """Statistics of every linear layer's input, for recipes such as smoothquant: patch(model, recipe, statistics=...).
+
+    data: a text file, strings, or rows with a column "text" (a `datasets` object), up to `samples` windows of `length`
+    tokens; None: text that the model writes itself. Raises LoadError for data that will not do, and PatchError, naming
+    the layer, for inputs that are not finite.
+    """
+    inner = unwrapped(model)
+    apply.check_patchable(inner)
+    return calibrated(inner, data, tokenizer, Stopwatch(progress), samples, length)
+
+
 def patch(
     model: Model,
     recipe: AnyRecipe = "int8",
@@ -135,6 +145,7 @@ def patch(
     device: Device | None = None,
     keep_original: str = "cpu",
     verify: bool = True,
+    statistics: Statistics | str | Path | None = None,
     progress: Progress | None = None,
 ) -> Model:
     """Replace modules of `model` in place as `recipe` says, and return it; on an error nothing is changed.
@@ -142,39 +153,17 @@ def patch(
     inputs: samples for verification, each the keyword arguments of one call; default: small ones made from the model's
     configuration (if it accepts none of those, nothing is verified, with a warning). keep_original: "cpu" keeps the
     original weights in host memory for `unpatch`, "none" frees them. verify: compare each replacement with its
-    reference and its original, and the whole model before and after. progress: called with (stage, done, total).
+    reference and its original, and the whole model before and after. statistics: of `calibrate`, or a file of them, for
+    recipes that need some; default: the model calibrates on its own text. progress: called with (stage, done, total).
     A PeftModel keeps its adapters. Raises RecipeError, PlanError, PatchError and KernelError.
     """
     if keep_original not in KEEP_ORIGINAL:
         raise PatchError(f"keep_original is {keep_original!r}; it is one of {', '.join(KEEP_ORIGINAL)}")
     given, model, watch = model, unwrapped(model), Stopwatch(progress)
     apply.check_patchable(model)
-    planned = _compiled(plan(model, recipe, device=device), watch)
-    _carry_out(model, planned, inputs, keep_original, verify, watch, {})
+    planned = compiled(plan(model, recipe, device=device), watch)
+    carry_out(model, planned, inputs, keep_original, verify, watch, {}, _save, statistics)
     return given
-
-
-def _carry_out(
-    model: Any, planned: Plan, inputs: Any, keep_original: str, verify: bool, watch: Stopwatch,
-    at_hand: Mapping[str, apply.Built],
-) -> None:  # fmt: skip
-    """Patch `model` as planned. at_hand: path -> replacements that a checkpoint's loading has put there already."""
-    with HostCopies(rounded_weights(planned) if keep_original == "cpu" else []) as copies:
-        captured = capture(model, planned, inputs, sample_inputs, watch, at_hand) if verify else NOT_VERIFIED
-        built, planned = verified_build(planned, captured, checked, watch, at_hand)
-        runtime = new_runtime(planned.device.kind, planned.recipe.runtime)
-        report = stage_report(planned, built, runtime.paths)
-        attributes: list[tuple[nn.Module, str, Any]] = [*patched_classes(model), (model, RUNTIME, runtime)]
-        attributes.append((model, SAVE, _save))
-        handle = apply.commit(model, planned, [item.built for item in built], keep_original, attributes, report)
-        try:
-            _fuse(model, planned, runtime, captured, report, watch)
-            report.verification = whole_model(model, captured, report, watch)
-            apply.settle(handle, [item.built for item in built], copies, watch)
-        except BaseException:
-            handle.revert()
-            raise
-    report.seconds.update(watch.seconds)
 
 
 def _save(model: nn.Module, folder: str | Path, **options: Any) -> None:
@@ -184,7 +173,8 @@ def _save(model: nn.Module, folder: str | Path, **options: Any) -> None:
 def _finish_loading(model: nn.Module, planned: Plan, built: list[apply.Built], progress: Progress | None) -> None:
     """Patch what is left of a model whose quantised weights a checkpoint's loading has built."""
     watch = Stopwatch(progress)
-    _carry_out(model, planned, None, "none", True, watch, {item.entry.site.path: item for item in built})
+    at_hand = {item.entry.site.path: item for item in built}
+    carry_out(model, planned, None, "none", True, watch, at_hand, _save)
     report = _handle(model).record
     if built:
         report.notes.append(FROM_CHECKPOINT if any(item.weight_error is None for item in built) else WHILE_LOADING)
@@ -198,33 +188,7 @@ def register_checkpoints() -> None:
 
 
 def _plan_for(model: nn.Module, recipe: Recipe, device: Any) -> Plan:
-    return _compiled(plan(model, recipe, device=devices.probe(str(device))), Stopwatch(None))
-
-
-def _compiled(planned: Plan, watch: Stopwatch) -> Plan:
-    """The plan, once the kernel libraries that it needs on a GPU are built: before anything of the model is touched."""
-    if planned.device.index is not None and planned.libraries:
-        libraries.prepare(planned.libraries, planned.device, f"recipe {planned.recipe.name}")
-        watch("compile", 1, 1)
-    return planned
-
-
-def _fuse(model: nn.Module, planned: Plan, runtime: Any, captured: Captured, report: Report, watch: Stopwatch) -> None:
-    """Lay the fused layers out and verify them; those over their bound run their modules."""
-    errors: dict[int, SiteErrors] = {}
-    failed: dict[int, str] = {}
-    with apply.naming("the fused layers", "their weights were laid out and verified"):
-        fused = runtime.prepare(model)
-        if not isinstance(fused, str) and captured.missing is None:
-            errors, failed = check_layers(
-                model, fused, layer_calls(report, captured), captured.samples, planned.recipe.verify.metric,
-                lambda done, total: watch("verify fused", done, total),
-            )  # fmt: skip
-    every = layer_records(report)
-    unfused = dict.fromkeys(every, fused.removeprefix("layer 0: ")) if isinstance(fused, str) else fused.unfused
-    record_layers(report, planned.recipe, errors, failed, unfused)
-    runtime.unfuse(failed)
-    captured.calls.clear()
+    return compiled(plan(model, recipe, device=devices.probe(str(device))), Stopwatch(None))
 
 
 def unpatch(model: Model) -> Model:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from accelpatch.checkpoints.saved import PARTS, Saved
 from accelpatch.errors import LoadError, PatchError
 from accelpatch.patching.apply import Built, built
 from accelpatch.patching.plan import Entry, Plan
-from accelpatch.quant.weight import QuantizedWeight
+from accelpatch.quant.weight import QuantizedWeight, W8A8Weight
 
 
 def as_saved(plan: Plan, saved: Saved) -> Plan:
@@ -71,20 +71,24 @@ def check_complete(model: Any, saved: Saved, parts: Collection[str]) -> None:
 def from_parts(entry: Entry, device: torch.device, saved: Saved, take: Callable[[str], Tensor | None]) -> Built:
     """The replacement of a site, whose modules are without a weight, from a checkpoint's tensors."""
     site = entry.site
-    q, scale, offset = (take(f"{site.path}.{part}") for part in PARTS)
-    assert q is not None
-    assert scale is not None
+    held = {part: take(f"{site.path}.{part}") for part in PARTS}
     for member in (site, *site.tied):
         _without_stand_in(member.original)
         empty = torch.empty(0, dtype=getattr(torch, member.dtype), device=device)
         member.original._parameters["weight"] = nn.Parameter(empty)
     try:
-        return built(entry, QuantizedWeight(q, scale, offset))
+        return built(entry, weight_of(held))
     except PatchError as error:
         file = saved.tensors[f"{entry.site.path}.q"].file
         why = str(error.__cause__ or error)
         why = f".{why}" if why.startswith(PARTS) else f" is damaged: {why}"
         raise LoadError(f"{file}: {site.path}{why}") from error
+
+
+def weight_of(parts: Mapping[str, Tensor | None]) -> QuantizedWeight | W8A8Weight:
+    """A quantised weight from its tensors by name; one with a static scale of its input is a W8A8Weight."""
+    kind: Any = QuantizedWeight if parts.get("input_scale") is None else W8A8Weight
+    return cast(QuantizedWeight, kind(**{name: parts.get(name) for name in kind._fields}))
 
 
 def without_weight(module: nn.Module) -> None:

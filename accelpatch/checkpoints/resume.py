@@ -12,12 +12,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from accelpatch.checkpoints.saved import PARTS, bytes_of, digest_of
+from accelpatch.checkpoints.loading_modules import weight_of
+from accelpatch.checkpoints.saved import bytes_of, digest_of
 from accelpatch.errors import SaveError
 from accelpatch.modules.quantized_module import QuantizedModule
 from accelpatch.patching.apply import Built, built
 from accelpatch.patching.plan import Entry
-from accelpatch.quant.weight import QuantizedWeight
+from accelpatch.quant.weight import QuantizedWeight, W8A8Weight
 
 MADE_OF = "made_of"
 
@@ -70,7 +71,7 @@ def _digest(entry: Entry, weight: Tensor) -> str:
     return hashlib.sha256(facts.encode() + bytes_of(weight.cpu())).hexdigest()
 
 
-def _read(file: Path, made_of: str) -> QuantizedWeight | None:
+def _read(file: Path, made_of: str) -> QuantizedWeight | W8A8Weight | None:
     try:
         with safe_open(file, framework="pt") as opened:
             facts = opened.metadata() or {}
@@ -79,4 +80,4 @@ def _read(file: Path, made_of: str) -> QuantizedWeight | None:
                 return None
     except (OSError, SafetensorError):
         return None
-    return QuantizedWeight(**{name: found.get(name) for name in PARTS})  # type: ignore[arg-type]
+    return weight_of(found)

@@ -96,7 +96,7 @@ def write_weights(model: nn.Module, folder: Path, replacers: dict[str, str], mos
     with Shards(folder, names, most) as shards:
         for path, module, name in found:
             if module is not None:
-                parts = zip(PARTS, module.canonical(), strict=True)
+                parts = module.canonical()._asdict().items()
                 given = {f"{path}.{part}": tensor for part, tensor in parts if tensor is not None}
                 shards.add(given, (path, replacers[str(vars(module)[PATH])]))
             else:

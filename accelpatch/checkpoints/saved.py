@@ -2,8 +2,8 @@
 
 config.json        the family's own, with quantization_config: {quant_method: accelpatch, version, recipe (YAML)}
 recipe.yaml        the same recipe, for people
-*.safetensors      float tensors under the family's names. A quantised weight is PATH.q, PATH.scale and PATH.offset in
-                   the canonical layout (quant/weight.py), which no device decides
+*.safetensors      float tensors under the family's names. A quantised weight is PATH.q, PATH.scale, PATH.offset and
+                   PATH.input_scale in the canonical layout (quant/weight.py), which no device decides
   header metadata  accelpatch: JSON {version, sites: {path: replacer}, sha256: {tensor: hex digest of its bytes}}
 """
 
@@ -23,11 +23,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from accelpatch.errors import LoadError
+from accelpatch.quant.weight import W8A8Weight
 
 METHOD = "accelpatch"  # quant_method in config.json, and the key of the header's metadata
 VERSION = 1
 RECIPE = "recipe.yaml"
-PARTS = ("q", "scale", "offset")
+PARTS = W8A8Weight._fields
 THREADS = 16
 
 

@@ -16,10 +16,12 @@ from accelpatch.fusion.cannot_fuse import CannotFuse
 from accelpatch.kernels.layouts.layout import concatenated
 from accelpatch.kernels.layouts.row_major import Int8Rows, Plain
 from accelpatch.kernels.layouts.tiling import TILE_ROWS
+from accelpatch.kernels.layouts.w8a8_rows import W8A8Rows
 from accelpatch.kernels.ops.fused_linear import SILU, FusedLinear
 from accelpatch.modules.compact_linear import CompactLinear
 from accelpatch.modules.gemv_linear import GemvConv1D, GemvLinear, rows_of_
 from accelpatch.modules.quantized_module import QuantizedModule
+from accelpatch.modules.w8a8_linear import W8A8Linear
 from accelpatch.modules.weight_only import Int4WeightOnlyLinear, Int8WeightOnlyLinear
 
 
@@ -103,6 +105,10 @@ def fused_linear(module: Any, dtype: torch.dtype) -> FusedLinear:
         if held.q is None or held.scale is None or held.scale.shape[1] != 1 or held.scale.dtype != torch.float32:
             raise CannotFuse("an int8 weight does not have one float32 scale per row")
         return FusedLinear(Int8Rows(held.q, held.scale), bias)
+    if isinstance(module, W8A8Linear):
+        assert module.held.q is not None
+        assert module.held.scale is not None
+        return FusedLinear(W8A8Rows(module.held.q, module.held.scale, module.input_scale), bias)
     if isinstance(module, Int4WeightOnlyLinear) and module.tiles is not None:
         return FusedLinear(module.tiles, bias)
     raise CannotFuse(f"a linear layer is {type(module).__name__}")

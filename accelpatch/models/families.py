@@ -12,7 +12,21 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from accelpatch.models.form import DecoderForm, Family, LayerForm, Norm, Rotary
+from accelpatch.models.form import DecoderForm, Family, LayerForm, Norm, Rotary, Smoothing
+from accelpatch.models.groups import (
+    BEHIND,
+    COHERE_SMOOTHING,
+    GATE_UP_SMOOTHING,
+    GEMMA_SMOOTHING,
+    LLAMA_SMOOTHING,
+    MOE_SMOOTHING,
+    QKV,
+    SOME_DENSE,
+    TWO_NORMS,
+    UP,
+    VALUES,
+    by_one,
+)
 
 
 def _attention(prefix: str, **names: str) -> dict[str, str]:
@@ -31,22 +45,12 @@ _LLAMA = _SEPARATE | _GATED | _LAYER
 _MLP_OF_TWO = {"*.mlp.gate_up_proj": "gate_up_proj", "*.mlp.down_proj": "down_proj", "*layers.#.mlp": "mlp"}
 _GATE_UP = _SEPARATE | _MLP_OF_TWO | _LAYER
 _MOE = {"*.mlp.gate": "router", "*.mlp.experts": "experts"}
-_FUSED_QKV = {
+_FUSEDQKV = {
     "*.query_key_value": "qkv_proj",
     "*.self_attention.dense": "o_proj",
     "*.mlp.dense_h_to_4h": "fc1",
     "*.mlp.dense_4h_to_h": "fc2",
 }
-_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-_LLAMA_SMOOTHING = {
-    "input_layernorm": _QKV,
-    "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
-}
-_GEMMA_SMOOTHING = {
-    "input_layernorm": _QKV,
-    "pre_feedforward_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
-}
-
 _LLAMA_FORM: dict[str, Any] = {"norm": Norm(), "layer": LayerForm(), "rotary": Rotary()}
 _POST_NORM = LayerForm(
     attention_norm=None,
@@ -70,16 +74,16 @@ _COHERE_FORM: dict[str, Any] = {
 _GLM4_LAYER = LayerForm(after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm")
 
 FAMILIES: tuple[Family, ...] = (
-    Family("llama", ("llama",), _LLAMA, _LLAMA_SMOOTHING, "Llama", **_LLAMA_FORM),
-    Family("mistral", ("mistral",), _LLAMA, _LLAMA_SMOOTHING, "Mistral", **_LLAMA_FORM),
-    Family("ministral", ("ministral",), _LLAMA, _LLAMA_SMOOTHING, "Ministral", **_LLAMA_FORM),
-    Family("qwen2", ("qwen2",), _LLAMA, _LLAMA_SMOOTHING, "Qwen2", **_LLAMA_FORM),
-    Family("qwen3", ("qwen3",), _LLAMA, _LLAMA_SMOOTHING, "Qwen3", **_LLAMA_FORM),
+    Family("llama", ("llama",), _LLAMA, LLAMA_SMOOTHING, "Llama", **_LLAMA_FORM),
+    Family("mistral", ("mistral",), _LLAMA, LLAMA_SMOOTHING, "Mistral", **_LLAMA_FORM),
+    Family("ministral", ("ministral",), _LLAMA, LLAMA_SMOOTHING, "Ministral", **_LLAMA_FORM),
+    Family("qwen2", ("qwen2",), _LLAMA, LLAMA_SMOOTHING, "Qwen2", **_LLAMA_FORM),
+    Family("qwen3", ("qwen3",), _LLAMA, LLAMA_SMOOTHING, "Qwen3", **_LLAMA_FORM),
     Family(
         "smollm3",
         ("smollm3",),
         _LLAMA,
-        _LLAMA_SMOOTHING,
+        LLAMA_SMOOTHING,
         "SmolLM3",
         **_LLAMA_FORM | {"rotary": Rotary(without="use_rope")},
     ),
@@ -87,7 +91,7 @@ FAMILIES: tuple[Family, ...] = (
         "granite",
         ("granite",),
         _LLAMA,
-        _LLAMA_SMOOTHING,
+        LLAMA_SMOOTHING,
         "Granite",
         **_LLAMA_FORM | {"layer": LayerForm(multiplier="residual_multiplier")},
         embedding_multiplier="embedding_multiplier",
@@ -97,7 +101,7 @@ FAMILIES: tuple[Family, ...] = (
         "helium",
         ("helium",),
         _LLAMA,
-        _LLAMA_SMOOTHING,
+        LLAMA_SMOOTHING,
         "Helium",
         Norm(late=True),
         LayerForm(),
@@ -107,26 +111,39 @@ FAMILIES: tuple[Family, ...] = (
         "ernie4_5",
         ("ernie4_5",),
         _LLAMA,
-        _LLAMA_SMOOTHING,
+        LLAMA_SMOOTHING,
         "Ernie4_5",
         Norm(),
         LayerForm(),
         Rotary(tables="float32", interleaved=True),
     ),
     Family(
-        "olmo2", ("olmo2",), _LLAMA, {}, "Olmo2", Norm(late=True), _POST_NORM, Rotary(tables="float32"), q_k_norm="all"
+        "olmo2",
+        ("olmo2",),
+        _LLAMA,
+        BEHIND,
+        "Olmo2",
+        Norm(late=True),
+        _POST_NORM,
+        Rotary(tables="float32"),
+        q_k_norm="all",
     ),
-    Family("gemma", ("gemma",), _LLAMA, _LLAMA_SMOOTHING, "Gemma", Norm("eps", plus_one=True), LayerForm(), Rotary()),
-    Family("gemma2", ("gemma2",), _LLAMA, _GEMMA_SMOOTHING, "Gemma2", **_GEMMA_FORM, capped_scores=True),
+    Family("gemma", ("gemma",), _LLAMA, LLAMA_SMOOTHING, "Gemma", Norm("eps", plus_one=True), LayerForm(), Rotary()),
+    Family("gemma2", ("gemma2",), _LLAMA, GEMMA_SMOOTHING, "Gemma2", **_GEMMA_FORM, capped_scores=True),
     # Its attention has a softcap among its attributes and does not use it.
-    Family("gemma3", ("gemma3_text", "gemma3"), _LLAMA, _GEMMA_SMOOTHING, "Gemma3", **_GEMMA_FORM),
-    Family("glm", ("glm",), _GATE_UP, {}, "Glm", Norm(), LayerForm(), Rotary(interleaved=True)),
-    Family("glm4", ("glm4",), _GATE_UP, {}, "Glm4", Norm(), _GLM4_LAYER, Rotary(interleaved=True)),
+    Family("gemma3", ("gemma3_text", "gemma3"), _LLAMA, GEMMA_SMOOTHING, "Gemma3", **_GEMMA_FORM),
+    Family("glm", ("glm",), _GATE_UP, GATE_UP_SMOOTHING, "Glm", Norm(), LayerForm(), Rotary(interleaved=True)),
+    Family("glm4", ("glm4",), _GATE_UP, GATE_UP_SMOOTHING, "Glm4", Norm(), _GLM4_LAYER, Rotary(interleaved=True)),
     Family(
         "phi3",
         ("phi3",),
         _attention("self_attn", qkv_proj="qkv_proj", o_proj="o_proj") | _MLP_OF_TWO | _LAYER,
-        {"input_layernorm": ("self_attn.qkv_proj",), "post_attention_layernorm": ("mlp.gate_up_proj",)},
+        (
+            Smoothing("input_layernorm", ("self_attn.qkv_proj",)),
+            Smoothing("self_attn.qkv_proj", ("self_attn.o_proj",)),
+            Smoothing("post_attention_layernorm", ("mlp.gate_up_proj",)),
+            Smoothing("mlp.gate_up_proj", ("mlp.down_proj",)),
+        ),
         "Phi3",
         **_LLAMA_FORM,
     ),
@@ -136,10 +153,12 @@ FAMILIES: tuple[Family, ...] = (
         _attention("self_attn", q_proj="q_proj", k_proj="k_proj", v_proj="v_proj", o_proj="out_proj")
         | {"*layers.#.fc1": "fc1", "*layers.#.fc2": "fc2"}
         | _LAYER,
-        {
-            "self_attn_layer_norm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-            "final_layer_norm": ("fc1",),
-        },
+        (
+            Smoothing("self_attn_layer_norm", QKV, {"do_layer_norm_before": True}),
+            Smoothing("self_attn.v_proj", ("self_attn.out_proj",)),
+            Smoothing("final_layer_norm", ("fc1",), {"do_layer_norm_before": True}),
+            Smoothing("fc1", ("fc2",), {"activation_function": "relu"}),  # relu(x / s) is relu(x) / s
+        ),
         "OPT",
         LAYER_NORM,
         LayerForm(
@@ -157,7 +176,7 @@ FAMILIES: tuple[Family, ...] = (
         ("gpt2",),
         _attention("attn", qkv_proj="c_attn", o_proj="c_proj")
         | {"*.mlp.c_fc": "fc1", "*.mlp.c_proj": "fc2", "*.h.#": "layer"},
-        {"ln_1": ("attn.c_attn",), "ln_2": ("mlp.c_fc",)},
+        by_one("attn", "c_attn", "c_proj", ("ln_1", "ln_2"), "mlp.c_fc"),
         "GPT2",
         LAYER_NORM,
         LayerForm("attn", attention_norm="ln_1", mlp_norm="ln_2"),
@@ -169,7 +188,7 @@ FAMILIES: tuple[Family, ...] = (
         _attention("attention", qkv_proj="query_key_value", o_proj="dense")
         | {"*.mlp.dense_h_to_4h": "fc1", "*.mlp.dense_4h_to_h": "fc2"}
         | _LAYER,
-        {"input_layernorm": ("attention.query_key_value",), "post_attention_layernorm": ("mlp.dense_h_to_4h",)},
+        by_one("attention", "query_key_value", "dense", TWO_NORMS, "mlp.dense_h_to_4h"),
         "GPTNeoX",
         LAYER_NORM,
         LayerForm("attention", parallel="use_parallel_residual", cache="layer_past"),
@@ -183,6 +202,7 @@ FAMILIES: tuple[Family, ...] = (
         _attention("self_attn", q_proj="q_proj", k_proj="k_proj", v_proj="v_proj", o_proj="dense")
         | {"*.mlp.fc1": "fc1", "*.mlp.fc2": "fc2"}
         | _LAYER,
+        (Smoothing("input_layernorm", (*QKV, "mlp.fc1")), Smoothing("self_attn.v_proj", ("self_attn.dense",))),
         classes="Phi",
         norm=LAYER_NORM,
         layer=LayerForm(mlp_norm="input_layernorm", parallel=True),
@@ -193,7 +213,11 @@ FAMILIES: tuple[Family, ...] = (
         "starcoder2",
         ("starcoder2",),
         _SEPARATE | {"*.mlp.c_fc": "fc1", "*.mlp.c_proj": "fc2"} | _LAYER,
-        {"input_layernorm": _QKV, "post_attention_layernorm": ("mlp.c_fc",)},
+        (
+            Smoothing("input_layernorm", QKV),
+            VALUES,
+            Smoothing("post_attention_layernorm", ("mlp.c_fc",)),
+        ),
         "Starcoder2",
         LAYER_NORM,
         LayerForm(),
@@ -202,34 +226,48 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         "bloom",
         ("bloom",),
-        _FUSED_QKV,
-        {"input_layernorm": ("self_attention.query_key_value",), "post_attention_layernorm": ("mlp.dense_h_to_4h",)},
+        _FUSEDQKV,
+        by_one(
+            "self_attention",
+            "query_key_value",
+            "dense",
+            TWO_NORMS,
+            "mlp.dense_h_to_4h",
+            apply_residual_connection_post_layernorm=False,
+        ),
         "Bloom",
+        by_head=True,
         unfused="its scores get a bias by distance (ALiBi), which the attention kernels do not add",
     ),
     # One norm may feed attention and MLP at once, by version: no smoothing without reading the configuration.
-    Family("falcon", ("falcon",), _FUSED_QKV, classes="Falcon", rotary=Rotary()),
+    Family("falcon", ("falcon",), _FUSEDQKV, classes="Falcon", rotary=Rotary()),
     Family(
         "stablelm",
         ("stablelm",),
         _LLAMA,
+        (
+            Smoothing("input_layernorm", QKV, {"use_parallel_residual": False}),
+            VALUES,
+            Smoothing("post_attention_layernorm", ("mlp.gate_proj", "mlp.up_proj"), {"use_parallel_residual": False}),
+            UP,
+        ),
         classes="StableLm",
         norm=LAYER_NORM,
         layer=LayerForm(parallel="use_parallel_residual"),
         rotary=Rotary(),
     ),
-    Family("cohere", ("cohere",), _LLAMA, {}, "Cohere", **_COHERE_FORM),
+    Family("cohere", ("cohere",), _LLAMA, COHERE_SMOOTHING, "Cohere", **_COHERE_FORM),
     Family(
         "cohere2",
         ("cohere2",),
         _LLAMA,
-        {},
+        COHERE_SMOOTHING,
         "Cohere2",
         **_COHERE_FORM | {"rotary": replace(_COHERE_FORM["rotary"], without="sliding_window")},
     ),
-    Family("mixtral", ("mixtral",), _SEPARATE | _MOE | _LAYER, {"input_layernorm": _QKV}, "Mixtral", **_LLAMA_FORM),
+    Family("mixtral", ("mixtral",), _SEPARATE | _MOE | _LAYER, MOE_SMOOTHING, "Mixtral", **_LLAMA_FORM),
     # Some layers may be dense: their MLP is Llama's, and the `mlp` of a sparse layer is refused by its replacer.
-    Family("qwen3_moe", ("qwen3_moe",), _LLAMA | _MOE, {"input_layernorm": _QKV}, "Qwen3Moe", **_LLAMA_FORM),
+    Family("qwen3_moe", ("qwen3_moe",), _LLAMA | _MOE, SOME_DENSE, "Qwen3Moe", **_LLAMA_FORM),
 )
 
 # Linear layers whose forward is x @ weight^T + bias: torch's own, and the same written otherwise.

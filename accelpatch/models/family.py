@@ -53,7 +53,7 @@ def family_of_class(module: Any, ending: str) -> Family | None:
 
 def norm_of(module: Any) -> Norm | None:
     """What a family's RMSNorm, or a LayerNorm, computes; None for any other module."""
-    if type(module) is nn.LayerNorm:
+    if getattr(type(module), "replaced_class", type(module)) is nn.LayerNorm:
         return LAYER_NORM
     family = family_of_class(module, "RMSNorm") or family_of_class(module, "LayerNorm")
     return None if family is None else family.norm

@@ -97,12 +97,25 @@ class DecoderForm:
 
 
 @dataclass(frozen=True)
+class Smoothing:
+    """A group of activation smoothing within a layer: all linear layers that read what a norm or a linear layer makes.
+
+    source, consumers: dotted names in the layer. Of one linear layer of q, k and v, or gate and up, the source is what
+    the next linear layer reads: its values, its second half. where: attributes of the configuration, and the values
+    that they must have for this to be so.
+    """
+
+    source: str
+    consumers: tuple[str, ...]
+    where: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Family:
     """One model family.
 
     model_types: its names in transformers. roles: pattern -> role; a pattern is a glob over dotted names with numbers
-    written `#` (`model.layers.3.mlp` is `model.layers.#.mlp`). smoothing: groups for activation smoothing: norm -> the
-    linear layers that read its output, within a layer.
+    written `#` (`model.layers.3.mlp` is `model.layers.#.mlp`). smoothing: the groups of smoothing in a layer.
 
     classes: what its classes' names begin with, such as Llama in LlamaAttention. norm: its RMSNorm. layer: the form of
     its decoder layers. rotary: its rotary embedding, where the tables hold each half's frequencies twice over.
@@ -117,7 +130,7 @@ class Family:
     name: str
     model_types: tuple[str, ...]
     roles: Mapping[str, str]
-    smoothing: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    smoothing: tuple[Smoothing, ...] = ()
     classes: str = ""
     norm: Norm | None = None
     layer: LayerForm | None = None

@@ -29,6 +29,18 @@ class FusedRMSNorm(Replacement):
         return rmsnorm(hidden_states, self.weight, self.rms_eps, self.plus_one)
 
 
+class SmoothedLayerNorm(Replacement):
+    """torch's LayerNorm with a weight and a bias of its own, divided for the layers that read it."""
+
+
+def with_own(new: nn.Module, **tensors: Tensor | None) -> None:
+    """Give a replaced norm parameters of its own in place of those that it has from the original."""
+    for name, tensor in tensors.items():
+        before = new._parameters.get(name)
+        if before is not None and tensor is not None:
+            new._parameters[name] = nn.Parameter(tensor.to(before.dtype), requires_grad=before.requires_grad)
+
+
 class ResidualNormLayer(Replacement):
     """A decoder layer that adds the residual and computes the next norm in one operation.
 

@@ -18,9 +18,10 @@ from accelpatch.kernels.layouts.cpu_pack import Pack
 from accelpatch.kernels.layouts.int4_tiles import Tiles
 from accelpatch.modules.packed_weight import PackedWeight
 from accelpatch.modules.replacement import ROLE
-from accelpatch.quant.weight import QuantizedWeight
+from accelpatch.quant.weight import QuantizedWeight, W8A8Weight
 
 CANONICAL = ("q", "scale", "offset")
+Held = QuantizedWeight | W8A8Weight
 OF_PEFT = "base_model.model."  # prefix of names in a PeftModel's state dict
 
 
@@ -33,7 +34,9 @@ class QuantizedModule(PackedWeight):
     written since the patch. dtypes: the dtypes that the model was cast to since the patch.
     """
 
-    own_buffers = (*CANONICAL, "like")
+    own_buffers: tuple[str, ...] = (*CANONICAL, "like")
+    #: names of the weight's tensors; those behind the first three stay beside any layout
+    canonical_names: tuple[str, ...] = CANONICAL
 
     q: Tensor | None
     scale: Tensor | None
@@ -48,7 +51,7 @@ class QuantizedModule(PackedWeight):
     written: bool
     dtypes: tuple[torch.dtype, ...]
 
-    def hold(self, weight: QuantizedWeight | QuantizedModule, original: nn.Module, packable: bool) -> None:
+    def hold(self, weight: Held | QuantizedModule, original: nn.Module, packable: bool) -> None:
         """Replace the original's float parameter by `weight`, or share the weight of another module."""
         parameter = self._parameters.pop("weight")
         assert parameter is not None
@@ -56,7 +59,7 @@ class QuantizedModule(PackedWeight):
         self.transposed = type(original).__name__ == "Conv1D"
         self.packable, self.pack, self.tiles = packable, None, None
         self.__dict__["source"] = weight if shared else None  # not as a child: it is in the module tree already
-        for name in CANONICAL:
+        for name in self.canonical_names:
             self.register_buffer(name, None)
         self.register_buffer("like", torch.empty(0, dtype=parameter.dtype, device=parameter.device), persistent=False)
         self.trainable, self.written, self.dtypes = parameter.requires_grad, False, ()
@@ -68,8 +71,11 @@ class QuantizedModule(PackedWeight):
         """The module that owns the weight: this one, or the one that it is tied to."""
         return self if self.source is None else self.source
 
-    def canonical(self) -> QuantizedWeight:
+    def canonical(self) -> Any:
         """The weight as q, scale and offset, converted from the device's layout where needed."""
+        return QuantizedWeight(*self._canonical())
+
+    def _canonical(self) -> tuple[Tensor, Tensor, Tensor | None]:
         holder = self.held
         if holder.tiles is not None:
             q, scale, offset = holder.tiles.unpack()
@@ -78,15 +84,15 @@ class QuantizedModule(PackedWeight):
         else:
             assert holder.q is not None
             assert holder.scale is not None
-            return QuantizedWeight(holder.q, holder.scale, holder.offset)
+            return holder.q, holder.scale, holder.offset
         offset = None if offset is None else offset.to(holder.offset_dtype)
-        return QuantizedWeight(q, scale.to(holder.scale_dtype), offset)
+        return q, scale.to(holder.scale_dtype), offset
 
-    def sizes(self, held: QuantizedWeight) -> list[int]:
+    def sizes(self, held: Any) -> list[int]:
         """[N, K] of a quantised weight."""
         return list(held.q.shape)
 
-    def quantized_like(self, weight: Tensor, held: QuantizedWeight) -> QuantizedWeight:
+    def quantized_like(self, weight: Tensor, held: Any) -> Held:
         """Quantise a float weight [N, K] to the format and group size of `held`."""
         raise NotImplementedError
 
@@ -100,10 +106,10 @@ class QuantizedModule(PackedWeight):
             raise KernelError(f"the weight is {list(weight.shape)} [N, K], and {self.sizes(held)} is packed here")
         self._take(self.quantized_like(weight.to(self.like.device), held))
 
-    def _pack(self, weight: QuantizedWeight) -> Pack:
+    def _pack(self, weight: Any) -> Pack:
         raise NotImplementedError
 
-    def _tile(self, weight: QuantizedWeight) -> Tiles | None:
+    def _tile(self, weight: Any) -> Tiles | None:
         """The weight in a GPU layout where the module is on a GPU whose kernels need one; else None."""
         return None
 
@@ -118,21 +124,22 @@ class QuantizedModule(PackedWeight):
         if not right or (self.pack is None and self.tiles is None):
             self._lay_out(self.canonical())
 
-    def _lay_out(self, weight: QuantizedWeight) -> None:
+    def _lay_out(self, weight: Held) -> None:
         """Hold a weight in the layout for this device; nothing is changed where that fails."""
         device = self.like.device
-        weight = QuantizedWeight(*(None if tensor is None else tensor.to(device) for tensor in weight))  # type: ignore[arg-type]
+        weight = type(weight)(*(None if tensor is None else tensor.to(device) for tensor in weight))  # type: ignore[arg-type]
         packs = self.packable and device.type == "cpu"
         pack, tiles = (self._pack(weight), None) if packs else (None, self._tile(weight))
         self.pack, self.tiles = pack, tiles
         self.scale_dtype = weight.scale.dtype
         self.offset_dtype = None if weight.offset is None else weight.offset.dtype
-        for name, tensor in zip(CANONICAL, weight, strict=True):
-            self._buffers[name] = None if pack is not None or tiles is not None else tensor
+        for name, tensor in zip(self.canonical_names, weight, strict=True):
+            packed = name in CANONICAL and (pack is not None or tiles is not None)
+            self._buffers[name] = None if packed else tensor
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """Move with the model. Casts such as `model.half()` change neither scales nor fp8 values."""
-        kept = {name: self._buffers[name] for name in CANONICAL}
+        kept = {name: self._buffers[name] for name in self.canonical_names}
         dtype = self.like.dtype
         self.changed()
         super()._apply(fn, recurse)
@@ -149,11 +156,11 @@ class QuantizedModule(PackedWeight):
         """Save the canonical tensors whatever the layout; for PEFT, whose files hold heads and embeddings, floats."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if prefix.startswith(OF_PEFT) and vars(self).get(ROLE) in ("head", "embedding"):
-            for name in CANONICAL:
+            for name in self.canonical_names:
                 destination.pop(prefix + name, None)
             destination[prefix + "weight"] = self.weight.detach()
             return
-        for name, tensor in zip(CANONICAL, self.canonical(), strict=True):
+        for name, tensor in zip(self.canonical_names, self.canonical(), strict=True):
             if tensor is not None:
                 destination[prefix + name] = tensor
 
@@ -161,19 +168,19 @@ class QuantizedModule(PackedWeight):
         self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: Any, unexpected: Any, errors: Any
     ) -> None:
         """Load a quantised weight, or a float one, which is quantised, into the layout of this device."""
-        given = {name: state_dict.pop(prefix + name, None) for name in CANONICAL}
+        given = {name: state_dict.pop(prefix + name, None) for name in self.canonical_names}
         if given["q"] is None and given["scale"] is None and prefix + "weight" in state_dict:
             full = state_dict.pop(prefix + "weight")
             self._load(lambda: self.repack(full.detach().t() if self.transposed else full.detach()), prefix, errors)
         elif self.source is None:
             held = self.canonical()._asdict()
-            lost = [name for name in CANONICAL if held[name] is not None and given[name] is None]
+            lost = [name for name in self.canonical_names if held[name] is not None and given[name] is None]
             missing.extend(prefix + name for name in lost if strict)
-            named = {name: given[name].clone() if given[name] is not None else held[name] for name in CANONICAL}
-            self._load(lambda: self._take(QuantizedWeight(**named)), prefix, errors)
-        layout = {name: self._buffers[name] for name in CANONICAL}
+            named = {name: held[name] if one is None else one.clone() for name, one in given.items()}
+            self._load(lambda: self._take(type(self.canonical())(**named)), prefix, errors)
+        layout = {name: self._buffers[name] for name in self.canonical_names}
         self.held.changed()
-        self._buffers.update(dict.fromkeys(CANONICAL))  # taken already
+        self._buffers.update(dict.fromkeys(self.canonical_names))  # taken already
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
         self._buffers.update(layout)
 
@@ -185,10 +192,10 @@ class QuantizedModule(PackedWeight):
         except KernelError as error:
             errors.append(f"{prefix}weight: {error}")
 
-    def _take(self, new: QuantizedWeight) -> None:
+    def _take(self, new: Held) -> None:
         """Hold another weight of the same format and shape. Raises KernelError for any other."""
         held = self.canonical()
-        for name, one, other in zip(CANONICAL, new, held, strict=True):
+        for name, one, other in zip(self.canonical_names, new, held, strict=True):
             if (one is None) != (other is None) or (one is not None and other is not None and one.shape != other.shape):
                 shapes = [None if tensor is None else list(tensor.shape) for tensor in (one, other)]
                 raise KernelError(f"{name} is {shapes[0]}, and {shapes[1]} is packed here")
@@ -220,7 +227,7 @@ class QuantizedModule(PackedWeight):
         return self.held.written
 
 
-def _same(one: QuantizedWeight, other: QuantizedWeight) -> bool:
+def _same(one: Held, other: Held) -> bool:
     """Whether two quantised weights have the same format and the same values."""
     pairs = list(zip(one, other, strict=True))
     if any((a is None) != (b is None) for a, b in pairs):

@@ -130,28 +130,31 @@ def check_patchable(model: nn.Module) -> None:
         raise PatchError("the model is in training mode and accelpatch replaces for inference; call model.eval() first")
 
 
-def build_all(plan: Plan, at_hand: Mapping[str, Built], progress: Callable[[int, int], None]) -> Iterator[Built]:
+def build_all(
+    plan: Plan, at_hand: Mapping[str, Built], progress: Callable[[int, int], None], stats: Mapping[str, Any]
+) -> Iterator[Built]:
     """Build the replacements of `plan` one by one; the model is not touched. Raises PatchError with the site's name.
 
-    at_hand: path -> replacement of those sites that are built already.
+    at_hand: path -> replacement of those sites that are built already. stats: path -> what `build` is given.
     """
     entries = plan.replaced
     for done, entry in enumerate(entries):
-        yield at_hand.get(entry.site.path) or built(entry)
+        yield at_hand.get(entry.site.path) or built(entry, stats=stats.get(entry.site.path))
         progress(done + 1, len(entries))
 
 
-def built(entry: Entry, held: Any = None) -> Built:
-    """Build a site's replacement. held: its quantised weight, of a checkpoint; None: it is made from the original's."""
+def built(entry: Entry, held: Any = None, stats: Any = None) -> Built:
+    """Build a site's replacement. held: its quantised weight, of a checkpoint; None: it is made from the original's.
+    stats: see Replacer.build."""
     with naming(entry.site.path, "its replacement was built"):
-        return _build(entry, held)
+        return _build(entry, held, stats)
 
 
-def _build(entry: Entry, held: Any) -> Built:
+def _build(entry: Entry, held: Any, stats: Any) -> Built:
     site, replacer, choice = entry.site, entry.replacer, entry.choice
     assert replacer is not None
     assert choice is not None
-    new = replacer.build(site, choice) if held is None else replacer.restore(site, choice, held)
+    new = replacer.build(site, choice, stats) if held is None else replacer.restore(site, choice, held)
     _check_subclass(site.original, new)
     modules = [(site.original, new, site.places)]
     for tied in site.tied:

@@ -74,6 +74,26 @@ def recording(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, list[Call]
             handle.remove()
 
 
+@contextmanager
+def observing(model: nn.Module, paths: Sequence[str], see: Callable[[str, Tensor], None]) -> Iterator[None]:
+    """Context manager: `see(path, x)` is called with the input of every call of these modules; nothing is kept."""
+
+    def before(path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            see(path, args[0] if args else next(iter(kwargs.values())))
+
+        return hook
+
+    handles = []
+    try:
+        for path in paths:
+            handles.append(model.get_submodule(path).register_forward_pre_hook(before(path), with_kwargs=True))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 def run(model: nn.Module, inputs: Sequence[Mapping[str, Any]], progress: Callable[[int, int], None]) -> list[Any]:
     """Run `model` on copies of `inputs`, each the keyword arguments of one call; returns the outputs."""
     outputs = []

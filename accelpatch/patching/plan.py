@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,6 +10,8 @@ from torch import nn
 
 from accelpatch.device import Device
 from accelpatch.errors import PlanError
+from accelpatch.patching import groups as smoothing
+from accelpatch.patching.groups import Group
 from accelpatch.patching.match import matches, rule_for, sites, text_config
 from accelpatch.patching.replacer import Choice, Reason, Replaced, Replacer
 from accelpatch.patching.site import Site
@@ -32,6 +34,11 @@ class Entry:
         """A copy of this entry in which the site stays. failed: its replacement was built and was over its bound."""
         return replace(self, replacer=None, choice=None, reason=reason, failed=failed)
 
+    @property
+    def calibrates(self) -> bool:
+        """Whether the replacement needs statistics of its input."""
+        return self.replacer is not None and self.choice is not None and self.replacer.calibrates(self.choice)
+
     def record(self) -> SiteRecord:
         """This entry as a SiteRecord, with nothing measured."""
         site, choice = self.site, self.choice
@@ -50,7 +57,7 @@ class Plan:
     """Which site is replaced by what, and why the others stay. Making one allocates nothing and changes nothing.
 
     max_length, cache_bytes: length in tokens and bytes of the KV cache at batch 1 that `fits` counts beside the
-    weights.
+    weights. groups: what is smoothed together. left: notes about groups that are not.
     """
 
     model: str
@@ -59,6 +66,13 @@ class Plan:
     entries: tuple[Entry, ...]
     max_length: int | None = None
     cache_bytes: int = 0
+    groups: tuple[Group, ...] = ()
+    left: tuple[str, ...] = ()
+
+    @property
+    def calibrates(self) -> bool:
+        """Whether the patch needs statistics of the model's activations."""
+        return bool(self.groups) or any(entry.calibrates for entry in self.entries)
 
     @property
     def replaced(self) -> tuple[Entry, ...]:
@@ -68,7 +82,8 @@ class Plan:
     def without(self, failed: Mapping[str, str]) -> Plan:
         """This plan with sites that stay since their replacement was over its bound: path -> why."""
         entries = (e.kept(failed[e.site.path], failed=True) if e.site.path in failed else e for e in self.entries)
-        return replace(self, entries=tuple(entries))
+        kept = tuple(group for group in self.groups if group.source not in failed)
+        return replace(self, entries=tuple(entries), groups=kept)
 
     @property
     def libraries(self) -> tuple[str, ...]:
@@ -80,7 +95,8 @@ class Plan:
         """The plan as a Report with nothing measured."""
         records = [entry.record() for entry in self.entries]
         notes = dict.fromkeys(entry.choice.note for entry in self.entries if entry.choice and entry.choice.note)
-        return Report(self.model, self.recipe.name, self.device.name, records, notes=[*notes, *self._unread()])
+        said = [*smoothing.lines(self.groups), *self.left]
+        return Report(self.model, self.recipe.name, self.device.name, records, notes=[*said, *notes, *self._unread()])
 
     def _unread(self) -> list[str]:
         """Notes about settings of the recipe that have no effect here."""
@@ -89,8 +105,8 @@ class Plan:
         if self.device.kind == "cpu":  # CPU steps are not captured
             asked = {"runtime.cache": runtime.cache != "auto", "runtime.graph": runtime.graph != "auto"}
             asked["runtime.speculate"] = runtime.speculate != "off"
-        asked["calibrate"] = self.recipe.calibrate is not None
-        return [f"{key} is set and not used by this version" for key, is_set in asked.items() if is_set]
+        asked["calibrate"] = self.recipe.calibrate is not None and not self.calibrates
+        return [f"{key} is set and not used here" for key, is_set in asked.items() if is_set]
 
     @property
     def resident_bytes(self) -> int:
@@ -135,12 +151,14 @@ class Plan:
 
 
 def make_plan(
-    model: nn.Module, recipe: Recipe, device: Device, roles: Mapping[str, str], registry: Mapping[str, Replacer]
-) -> Plan:
+    model: nn.Module, recipe: Recipe, device: Device, roles: Mapping[str, str], registry: Mapping[str, Replacer],
+    groups: Sequence[Group] = (),
+) -> Plan:  # fmt: skip
     """Decide about every site of `model`.
 
-    roles: the family's table (glob -> role); registry: replacer names -> replacers. Raises PlanError for an unknown
-    replacer, a rule that matches nothing, a weight with two owners, and a tie that would be split.
+    roles: the family's table (glob -> role); registry: replacer names -> replacers; groups: of the family, which are
+    smoothed where the recipe has an alpha. Raises PlanError for an unknown replacer, a rule that matches nothing, a
+    weight with two owners, a tie that would be split, and a group that would be smoothed in part.
     """
     for rule in recipe.rules:
         _check_rule(rule, registry)
@@ -151,7 +169,10 @@ def make_plan(
     entries = _completed(entries, device)
     name = getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
     length, cache = cache_size(model, recipe.runtime.max_length)
-    return Plan(name, recipe, device, tuple(entries), length, cache)
+    smooths = {entry.site.path: entry.replacer.smooths for entry in entries if entry.replacer is not None}
+    wanted = groups if (recipe.calibrate or {}).get("alpha") is not None else ()
+    smoothed, left = smoothing.chosen(wanted, smooths)
+    return Plan(name, recipe, device, tuple(entries), length, cache, smoothed, tuple(left))
 
 
 def _check_rule(rule: Rule, registry: Mapping[str, Replacer]) -> None:

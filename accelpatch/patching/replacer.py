@@ -59,7 +59,7 @@ class Replacer(ABC):
     name: the name that recipes use. options: option name -> accepted types. consumes: roles of children whose own rules
     still apply when this replaces their parent (`EVERY_CHILD`: all). ties: whether it can replace several modules that
     share a weight. rounds: whether the original weights must be kept for unpatch. fuses: whether a fused layer is made
-    of the replacement, which is verified again as a whole.
+    of the replacement, which is verified again as a whole. smooths: whether `build` takes the smoothing of its group.
     """
 
     name: ClassVar[str]
@@ -68,6 +68,7 @@ class Replacer(ABC):
     ties: ClassVar[bool] = False
     rounds: ClassVar[bool] = True
     fuses: ClassVar[bool] = False
+    smooths: ClassVar[bool] = False
 
     @abstractmethod
     def propose(self, site: Site, options: Mapping[str, Any], device: Device) -> Choice | Reason:
@@ -82,7 +83,14 @@ class Replacer(ABC):
 
     @abstractmethod
     def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:
-        """Make the replacement; must not change the original or the model. stats: calibration statistics, or None."""
+        """Make the replacement; must not change the original or the model.
+
+        stats: a quant.smoothing.SiteStatistics, or None.
+        """
+
+    def calibrates(self, choice: Choice) -> bool:
+        """Whether `build` needs the statistics of the site's input."""
+        return False
 
     def restore(self, site: Site, choice: Choice, held: Any) -> nn.Module:
         """Make the replacement from a quantised weight of a checkpoint. Raises PlanError, or KernelError where the

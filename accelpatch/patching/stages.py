@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from accelpatch.errors import FOREIGN, RecipeError, VerifyError
 from accelpatch.patching.apply import Built, build_all, naming
 from accelpatch.patching.capture import Call, recording, run
+from accelpatch.patching.groups import with_groups
 from accelpatch.patching.plan import Entry, Plan
 from accelpatch.patching.verify import UNITS, Checking, SiteErrors, compare_logits, site_errors
 from accelpatch.recipe.recipe import Recipe
@@ -105,12 +106,13 @@ def _recorded(model: nn.Module, entries: Sequence[Entry], samples: Samples, prog
 
 
 def verified_build(
-    plan: Plan, captured: Captured, checking: Checking, progress: Progress, at_hand: Mapping[str, Built]
-) -> tuple[list[Checked], Plan]:
+    plan: Plan, captured: Captured, checking: Checking, progress: Progress, at_hand: Mapping[str, Built],
+    stats: Mapping[str, Any] = MappingProxyType({}),
+) -> tuple[list[Checked], Plan]:  # fmt: skip
     """Build every replacement beside its original and verify it; the model is not touched.
 
     at_hand: path -> replacement of sites that are built already, and whose originals are gone: their format error is
-    that of their weight, where it is known.
+    that of their weight, where it is known. stats: path -> statistics and smoothing that a site is built with.
 
     Returns the replacements within their bounds, and the plan with all others marked as kept (or raises VerifyError, as
     the recipe says). Without captured calls nothing is verified.
@@ -122,10 +124,11 @@ def verified_build(
     alike = _alike(plan, at_hand)
     failed: dict[str, str] = {}
     seen: dict[str, Entry] = {}
-    for built in build_all(plan, at_hand, lambda done, total: progress("build and verify", done, total)):
+    building = build_all(plan, at_hand, lambda done, total: progress("build and verify", done, total), stats)
+    for built in building:
         path = built.entry.site.path
         with naming(path, "its replacement was verified"):
-            checked = _check(built, plan.recipe, captured, checking)
+            checked = _check(built, plan.recipe, captured, checking, stats.get(path))
         if path in alike:
             checked = _as_loaded(checked, alike[path], path in at_hand)
         seen[built.entry.site.path] = built.entry
@@ -140,6 +143,8 @@ def verified_build(
             for member in (built.entry.site, *built.entry.site.tied):
                 calls.pop(member.path, None)
     entries = tuple(seen.get(entry.site.path, entry) for entry in plan.entries)
+    failed = with_groups(failed, plan.groups)
+    held = [checked for checked in held if checked.built.entry.site.path not in failed]
     return held, replace(plan, entries=entries).without(failed)
 
 
@@ -154,16 +159,24 @@ def _as_loaded(checked: Checked, first: str, known: bool) -> Checked:
     return replace(checked, unverified=f"its kernel is that of {first}")
 
 
-def _check(built: Built, recipe: Recipe, captured: Captured, checking: Checking) -> Checked:
+def _check(built: Built, recipe: Recipe, captured: Captured, checking: Checking, stats: Any) -> Checked:
     if captured.missing is not None:
         return Checked(built, None, captured.missing)
     calls = captured.calls
     worst: SiteErrors | None = None
     for member, (_, new, _) in zip((built.entry.site, *built.entry.site.tied), built.modules, strict=True):
         if calls.get(member.path):
-            errors = site_errors(new, calls[member.path], recipe.verify.metric, checking)
+            given = calls[member.path] if stats is None else [_smoothed(call, stats) for call in calls[member.path]]
+            errors = site_errors(new, given, recipe.verify.metric, checking)
             worst = errors if worst is None else worst.worse(errors)
     return Checked(built, worst, None if worst else "no input reached it")
+
+
+def _smoothed(call: Call, stats: Any) -> Call:
+    """An original's call as its replacement sees it: with its input and outputs divided."""
+    args = (stats.given(call.args[0]), *call.args[1:]) if call.args else ()
+    kwargs = call.kwargs if call.args else {name: stats.given(value) for name, value in call.kwargs.items()}
+    return Call(args, kwargs, tuple(stats.due(output) for output in call.outputs))
 
 
 def over_bound(errors: SiteErrors, recipe: Recipe, entry: Entry) -> str | None:

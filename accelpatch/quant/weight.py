@@ -20,6 +20,15 @@ class QuantizedWeight(NamedTuple):
     offset: Tensor | None
 
 
+class W8A8Weight(NamedTuple):
+    """As a QuantizedWeight in int8 with one scale a row; input_scale[1] float32: of its input, None for one a token."""
+
+    q: Tensor
+    scale: Tensor
+    offset: None = None
+    input_scale: Tensor | None = None
+
+
 def check_finite(weight: Tensor, name: str) -> None:
     """Raise KernelError, naming the first bad element, where `weight` holds NaN or infinity."""
     if not torch.isfinite(torch.stack(torch.aminmax(weight))).all():  # NaN propagates; makes no copy of the weight
@@ -50,14 +59,14 @@ def row_blocks(groups: Tensor) -> tuple[Tensor, ...]:
 
 
 def check_held(
-    held: QuantizedWeight, n: int | None, k: int | None, codes: tuple[torch.dtype, ...],
+    held: QuantizedWeight | W8A8Weight, n: int | None, k: int | None, codes: tuple[torch.dtype, ...],
     floats: tuple[torch.dtype, ...], per_byte: int = 1, zero_code: int = 0,
 ) -> None:  # fmt: skip
     """Raise KernelError unless a weight from a file is one [N, K] of these dtypes, with scales that can be.
 
     per_byte: values in a byte of q. zero_code: what q holds for a value of zero, where there is no offset.
     """
-    q, scale, offset = held
+    q, scale, offset = held[:3]
     if q.dtype not in codes or n is None or k is None or list(q.shape) != [n, k // per_byte]:
         raise KernelError(f"q is {q.dtype} {list(q.shape)}, and {codes[0]} {[n, (k or 0) // per_byte]} belongs here")
     for name, one in (("scale", scale), ("offset", offset)):

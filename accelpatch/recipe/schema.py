@@ -44,7 +44,7 @@ _MATCH_KEYS = ("role", "class", "name", "shape")
 _SHAPE_KEYS = ("min_n", "max_n", "min_k", "max_k")
 _RUNTIME_KEYS = ("cache", "graph", "max_length", "speculate")
 _VERIFY_KEYS = ("metric", "bound", "on_failure", "bounds")
-_CALIBRATE_KEYS = ("samples", "length")
+_CALIBRATE_KEYS = ("samples", "length", "alpha")
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")
 _REPLACER = re.compile(r"[a-z][a-z0-9_]{0,63}")
@@ -275,4 +275,17 @@ def _calibrate(node: Node) -> dict[str, Any] | None:
     if node.value is None:
         return None
     given = node.mapping("calibrate", _CALIBRATE_KEYS)
-    return {key: value.integer(key, least=1) for key, value in given.items()}
+    found: dict[str, Any] = {key: given[key].integer(key, least=1) for key in ("samples", "length") if key in given}
+    return found | ({"alpha": _alpha(given["alpha"])} if "alpha" in given else {})
+
+
+def _alpha(node: Node) -> float | str | None:
+    """The strength of smoothing: 0 to 1, "search", or null for none."""
+    if node.value is None:
+        return None
+    if node.value == "search":
+        return "search"
+    alpha = node.number("alpha", least=0)
+    if alpha > 1:
+        raise node.error(f"alpha is {alpha:g}, and it is from 0 to 1, search, or null for no smoothing")
+    return alpha

@@ -17,17 +17,20 @@ from accelpatch.replacers.compact import Compact
 from accelpatch.replacers.fp8 import Fp8WeightOnly
 from accelpatch.replacers.gated_mlp import GatedMLPReplacer
 from accelpatch.replacers.gemv import Gemv
-from accelpatch.replacers.norm import RMSNormReplacer
+from accelpatch.replacers.norm import LayerNormReplacer, RMSNormReplacer
 from accelpatch.replacers.rotary import RotaryReplacer
+from accelpatch.replacers.w8a8 import W8A8
 from accelpatch.replacers.weight_only import Int4WeightOnly, Int8WeightOnly
 
 BUILT_IN: tuple[type[Replacer], ...] = (
     Int8WeightOnly,
     Int4WeightOnly,
     Fp8WeightOnly,
+    W8A8,
     Gemv,
     Compact,
     RMSNormReplacer,
+    LayerNormReplacer,
     FusedLayerReplacer,
     RotaryReplacer,
     GatedMLPReplacer,

@@ -1,4 +1,4 @@
-"""RMSNorm as one operation."""
+"""RMSNorm as one operation; and LayerNorm, which stays torch's own, where it is smoothed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from accelpatch.device import Device
 from accelpatch.errors import KernelError
 from accelpatch.kernels.ops.rmsnorm import chosen
 from accelpatch.models.family import norm_of
-from accelpatch.modules.norm import FusedRMSNorm
+from accelpatch.modules.norm import FusedRMSNorm, SmoothedLayerNorm, with_own
 from accelpatch.modules.replacement import adopt
 from accelpatch.patching.replacer import Choice, Reason, Replacer
 from accelpatch.patching.site import Site
@@ -22,6 +22,7 @@ class RMSNormReplacer(Replacer):
 
     name = "rmsnorm"
     rounds = False
+    smooths = True
 
     def propose(self, site: Site, options: Mapping[str, Any], device: Device) -> Choice | Reason:
         kind = norm_of(site.original)
@@ -37,4 +38,31 @@ class RMSNormReplacer(Replacer):
         new, kind = adopt(FusedRMSNorm, site.original), norm_of(site.original)
         assert kind is not None
         new.eps_name, new.plus_one = kind.eps, kind.plus_one
+        if stats is not None:
+            one = float(kind.plus_one)
+            with_own(new, weight=stats.vector(new.weight.detach().float() + one) - one)
         return new
+
+
+class LayerNormReplacer(Replacer):
+    """torch's LayerNorm, which takes the smoothing of the linear layers behind it."""
+
+    name = "layernorm"
+    rounds = False
+    smooths = True
+
+    def propose(self, site: Site, options: Mapping[str, Any], device: Device) -> Choice | Reason:
+        kind, weight = norm_of(site.original), getattr(site.original, "weight", None)
+        if kind is None or not kind.layer or not isinstance(weight, Tensor) or weight.dim() != 1:
+            return Reason(f"{type(site.original).__name__} is no LayerNorm with a vector of weights")
+        return Choice("torch", site.token_bytes, site.token_bytes, site.bytes)
+
+    def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:
+        new: Any = adopt(SmoothedLayerNorm, site.original)
+        if stats is not None:
+            bias = getattr(new, "bias", None)
+            with_own(
+                new, weight=stats.vector(new.weight.detach()),
+                bias=None if bias is None else stats.vector(bias.detach()),
+            )  # fmt: skip
+        return cast(nn.Module, new)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from accelpatch.device import Device
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.dispatch import require
 from accelpatch.kernels.operation import operation
@@ -18,6 +19,7 @@ from accelpatch.kernels.ops import quantize_rows as rows
 from accelpatch.kernels.spec import Case, Implementation, Kernel, Spec
 
 OP = "w8a8_linear"
+NATIVE = "cpu"
 LONGEST = 133152  # K up to which 127 * 127 * K is an int32
 
 
@@ -44,6 +46,11 @@ def spec(x: Tensor, q: Tensor, scale: Tensor, input_scale: Tensor | None = None,
 def of_shape(n: int, k: int, dtype: torch.dtype, *, m: int = 1) -> Spec:
     """The Spec of a linear layer of this size, for planning before there is a weight."""
     return Spec(OP, {"M": m, "N": n, "K": k}, dtype, torch.float32, k)
+
+
+def planned(n: int, k: int, dtype: torch.dtype, device: Device) -> tuple[str, tuple[str, ...]]:
+    """(the kernel of one token, the device libraries that it needs). Raises KernelError where none can run."""
+    return dispatch.choose(OP, of_shape(n, k, dtype), device), ()
 
 
 def by_operations(

@@ -1,0 +1,21 @@
+"""A fingerprint of a model's weights: what was measured of one model must not be used for another."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import nn
+
+SOME = 64  # values of a parameter that are looked at, evenly spread
+
+
+def fingerprint(model: nn.Module) -> str:
+    """SHA-256 of every parameter's name and shape and of some of its values in bfloat16: the same in each dtype."""
+    held = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        flat = parameter.detach().reshape(-1)
+        values = flat[:: max(1, flat.numel() // SOME)][:SOME].to(torch.bfloat16).cpu()
+        held.update(f"{name} {tuple(parameter.shape)} ".encode())
+        held.update(values.contiguous().view(torch.uint8).numpy().tobytes())
+    return held.hexdigest()

@@ -1,0 +1,48 @@
+"""Groups of activation smoothing that several families have in common; rows of families.py name them.
+
+Norm to q, k and v; v to o; norm to gate and up; up to down. A layer norm's bias and a linear layer's are divided with
+it. What an activation separates, other than ReLU, is no group.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accelpatch.models.form import Smoothing
+
+TWO_NORMS = ("input_layernorm", "post_attention_layernorm")
+QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+VALUES = Smoothing("self_attn.v_proj", ("self_attn.o_proj",))
+UP = Smoothing("mlp.up_proj", ("mlp.down_proj",))
+BEHIND = (VALUES, UP)  # what smooths o and down, where no norm is before q, k, v, gate and up
+LLAMA_SMOOTHING = (
+    Smoothing("input_layernorm", QKV),
+    VALUES,
+    Smoothing("post_attention_layernorm", ("mlp.gate_proj", "mlp.up_proj")),
+    UP,
+)
+GEMMA_SMOOTHING = (
+    Smoothing("input_layernorm", QKV),
+    VALUES,
+    Smoothing("pre_feedforward_layernorm", ("mlp.gate_proj", "mlp.up_proj")),
+    UP,
+)
+GATE_UP_SMOOTHING = (
+    Smoothing("input_layernorm", QKV),
+    VALUES,
+    Smoothing("post_attention_layernorm", ("mlp.gate_up_proj",)),
+    Smoothing("mlp.gate_up_proj", ("mlp.down_proj",)),
+)
+COHERE_SMOOTHING = (Smoothing("input_layernorm", (*QKV, "mlp.gate_proj", "mlp.up_proj")), *BEHIND)
+MOE_SMOOTHING = (Smoothing("input_layernorm", QKV), VALUES)
+# The dense layers of such a model; in sparse ones a router and experts read the second norm.
+SOME_DENSE = (*MOE_SMOOTHING, Smoothing("post_attention_layernorm", ("mlp.gate_proj", "mlp.up_proj")), UP)
+
+
+def by_one(attention: str, qkv: str, o: str, norms: tuple[str, str], fc1: str, **where: Any) -> tuple[Smoothing, ...]:
+    """The groups of layers with one linear layer of q, k and v, and a plain MLP, which its activation separates."""
+    return (
+        Smoothing(norms[0], (f"{attention}.{qkv}",), where),
+        Smoothing(f"{attention}.{qkv}", (f"{attention}.{o}",)),
+        Smoothing(norms[1], (fc1,), where),
+    )

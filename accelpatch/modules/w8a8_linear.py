@@ -1,0 +1,85 @@
+"""A linear layer with int8 weight and int8 activations, and the smoothing that its weight has taken in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accelpatch.kernels.layouts.cpu_pack import Pack
+from accelpatch.kernels.ops.packed_linear import packed_linear
+from accelpatch.kernels.ops.w8a8_linear import w8a8_linear
+from accelpatch.modules.autocast import autocast
+from accelpatch.modules.quantized_module import QuantizedModule
+from accelpatch.modules.replacement import adopt
+from accelpatch.quant import int8
+from accelpatch.quant.smoothing import SiteStatistics
+from accelpatch.quant.weight import QuantizedWeight, W8A8Weight
+
+SMOOTHING = ("factors", "divisors")
+
+
+class W8A8Linear(QuantizedModule):
+    """y = x in int8 . q^T * scales + bias: one scale a row of the weight; of x one a token, or a static one.
+
+    input_scale[1]: the static one, or None. factors[K], divisors[N]: what the weight has been multiplied and divided by
+    (quant/smoothing.py); `weight` is read and written without them. None where nothing is smoothed, or where the model
+    came smoothed from a checkpoint.
+    """
+
+    canonical_names = W8A8Weight._fields
+    own_buffers = (*canonical_names, "like", *SMOOTHING)
+
+    bias: Tensor | None
+    input_scale: Tensor | None
+    factors: Tensor | None
+    divisors: Tensor | None
+
+    def canonical(self) -> W8A8Weight:
+        """The weight, one scale a row, and the static scale of its input."""
+        q, scale, _ = self._canonical()
+        return W8A8Weight(q, scale, None, self.input_scale)
+
+    def dequantized(self) -> Tensor:
+        full = int8.dequantize(QuantizedWeight(*self._canonical()), torch.promote_types(self.like.dtype, torch.float32))
+        full = full if self.factors is None else full / self.factors
+        return (full if self.divisors is None else full * self.divisors[:, None]).to(self.like.dtype)
+
+    def quantized_like(self, weight: Tensor, held: W8A8Weight) -> W8A8Weight:
+        smoothed = SiteStatistics(None, self.factors, self.divisors).weight(weight)
+        return W8A8Weight(*int8.quantize(smoothed)[:2], None, held.input_scale)
+
+    def _pack(self, weight: W8A8Weight) -> Pack:
+        return Pack.w8a8(weight.q, weight.scale, weight.input_scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x[..., K] -> y[..., N] in x's dtype."""
+        holder = self.held
+        if holder.pack is not None:
+            return packed_linear(autocast(x), *holder.pack.arguments(), self.bias)
+        assert holder.q is not None
+        assert holder.scale is not None
+        return w8a8_linear(autocast(x), holder.q, holder.scale, self.input_scale, self.bias)
+
+    def hand_back(self, original: nn.Module) -> bool:
+        """As of every quantised module; a bias that was divided leaves its device and dtype to the original's."""
+        bias, own = original._parameters.get("bias"), self._parameters.get("bias")
+        if bias is not None and own is not None and own is not bias:
+            bias.data = bias.data.to(own.device, own.dtype)
+        return super().hand_back(original)
+
+
+def w8a8(original: nn.Module, weight: W8A8Weight, stats: SiteStatistics, packable: bool) -> Any:
+    """A W8A8Linear made from `original` that holds `weight`, quantised by these statistics."""
+    new = adopt(W8A8Linear, original)
+    device = original._parameters["weight"].device  # type: ignore[union-attr]
+    for name in SMOOTHING:
+        given = getattr(stats, name)
+        new.register_buffer(name, None if given is None else given.to(device), persistent=False)
+    bias = original._parameters.get("bias")
+    if bias is not None and stats.divisors is not None:
+        divided = stats.vector(bias.detach()).to(bias.dtype)
+        new._parameters["bias"] = nn.Parameter(divided, requires_grad=bias.requires_grad)
+    new.hold(weight, original, packable)
+    return new

@@ -1,0 +1,69 @@
+"""Smoothing groups in a plan: a norm or linear layer and all linear layers that read it, smoothed together or not."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from accelpatch.errors import PlanError
+
+
+class Group(Protocol):
+    """source: path of what makes the channels. consumers: paths of all that read them. kind: the same in every layer,
+    such as "input_layernorm -> q_proj, k_proj, v_proj"."""
+
+    @property
+    def source(self) -> str: ...
+
+    @property
+    def consumers(self) -> tuple[str, ...]: ...
+
+    @property
+    def kind(self) -> str: ...
+
+
+def chosen(groups: Sequence[Group], smooths: Mapping[str, bool]) -> tuple[tuple[Group, ...], list[str]]:
+    """The groups that a recipe with smoothing smooths, and notes about those whose source cannot take part.
+
+    smooths: path of each replaced site -> whether its replacement takes smoothing. Raises PlanError for a group of
+    which only some consumers do.
+    """
+    found, left = list[Group](), Counter[str]()
+    for group in groups:
+        able = [path for path in group.consumers if smooths.get(path, False)]
+        if not able:
+            continue
+        if missing := [path for path in group.consumers if path not in able]:
+            raise PlanError(
+                f"{missing[0]} cannot be smoothed, and {able[0]} reads the same input of {group.source}: give both one "
+                "rule, or switch smoothing off (calibrate: {alpha: null})"
+            )
+        if smooths.get(group.source, False):
+            found.append(group)
+        else:
+            left[group.kind] += 1
+    return tuple(found), [f"not smoothed: {kind}, whose source stays ({count} times)" for kind, count in left.items()]
+
+
+def lines(groups: Sequence[Group]) -> list[str]:
+    """A line for each kind of group."""
+    counts = Counter(group.kind for group in groups)
+    return [f"smoothed together: {kind}" + f" ({count} times)" * (count > 1) for kind, count in counts.items()]
+
+
+def with_groups(failed: Mapping[str, str], groups: Sequence[Group]) -> dict[str, str]:
+    """The failed sites and all that are smoothed with them, directly or through others: path -> why it stays."""
+    found, more = dict(failed), True
+    while more:
+        more = False
+        for group in groups:
+            paths = (group.source, *group.consumers)
+            first = next((path for path in paths if path in found), None)
+            if first is None:
+                continue
+            for path in paths:
+                if path not in found:
+                    cause = next(path for path in (first, *failed) if path in failed)
+                    found[path], more = f"it is smoothed together with {cause}, which stays", True
+    return found

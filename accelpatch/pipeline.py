@@ -1,0 +1,124 @@
+"""The stages of a patch in their order: compile, calibrate, capture, build and verify, swap, fuse, verify the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from accelpatch.checkpoints import statistics as files
+from accelpatch.errors import PatchError
+from accelpatch.fusion.verified import check_layers
+from accelpatch.kernels.build import libraries
+from accelpatch.kernels.check.while_running import checked
+from accelpatch.models.family import roles_of
+from accelpatch.models.fingerprint import fingerprint
+from accelpatch.models.inputs import sample_inputs
+from accelpatch.models.texts import windows
+from accelpatch.patching import apply
+from accelpatch.patching.capture import observing, run
+from accelpatch.patching.host_copies import HostCopies, rounded_weights
+from accelpatch.patching.layers import layer_calls, layer_records, record_layers
+from accelpatch.patching.match import sites
+from accelpatch.patching.plan import Plan
+from accelpatch.patching.site import LINEAR_ROLES
+from accelpatch.patching.stages import NOT_VERIFIED, Captured, capture, stage_report, verified_build, whole_model
+from accelpatch.patching.verify import SiteErrors
+from accelpatch.quant.calibration import Collector, Statistics
+from accelpatch.quant.smoothing import SiteStatistics
+from accelpatch.replacers.smoothing import site_statistics
+from accelpatch.report import Report, Stopwatch
+from accelpatch.runtime.generation.patched_model import RUNTIME, SAVE, new_runtime, patched_classes
+
+OWN_TEXT = "calibrated on {tokens} tokens that the model wrote itself: accelpatch.calibrate(model, data) takes yours"
+
+
+def compiled(planned: Plan, watch: Stopwatch) -> Plan:
+    """The plan, once the kernel libraries that it needs on a GPU are built: before anything of the model is touched."""
+    if planned.device.index is not None and planned.libraries:
+        libraries.prepare(planned.libraries, planned.device, f"recipe {planned.recipe.name}")
+        watch("compile", 1, 1)
+    return planned
+
+
+def fuse(model: nn.Module, planned: Plan, runtime: Any, captured: Captured, report: Report, watch: Stopwatch) -> None:
+    """Lay the fused layers out and verify them; those over their bound run their modules."""
+    errors: dict[int, SiteErrors] = {}
+    failed: dict[int, str] = {}
+    with apply.naming("the fused layers", "their weights were laid out and verified"):
+        fused = runtime.prepare(model)
+        if not isinstance(fused, str) and captured.missing is None:
+            errors, failed = check_layers(
+                model, fused, layer_calls(report, captured), captured.samples, planned.recipe.verify.metric,
+                lambda done, total: watch("verify fused", done, total),
+            )  # fmt: skip
+    every = layer_records(report)
+    unfused = dict.fromkeys(every, fused.removeprefix("layer 0: ")) if isinstance(fused, str) else fused.unfused
+    record_layers(report, planned.recipe, errors, failed, unfused)
+    runtime.unfuse(failed)
+    captured.calls.clear()
+
+
+def calibrated(
+    model: nn.Module, data: Any, tokenizer: Any, watch: Callable[[str, int, int], None],
+    samples: int | None = None, length: int | None = None,
+) -> Statistics:  # fmt: skip
+    """Run texts through the model and gather statistics of every linear layer's input. See api.calibrate."""
+    batches = windows(model, data, tokenizer, samples, length)
+    found = sites(model, roles_of(getattr(model, "config", None)))
+    paths = [site.path for site in found if site.role in LINEAR_ROLES and site.k is not None]
+    collector = Collector()
+    with apply.naming("calibration", "texts ran through the model"), observing(model, paths, collector.see):
+        run(model, batches, lambda done, total: watch("calibrate", done, total))
+        tokens = sum(batch["input_ids"].numel() for batch in batches)
+        return Statistics(collector.finish(), fingerprint(model), tokens)
+
+
+def statistics_of(
+    model: nn.Module, planned: Plan, given: Statistics | str | Path | None, watch: Stopwatch, notes: list[str]
+) -> Mapping[str, SiteStatistics]:
+    """What the sites of a plan are built with. given: statistics or their file; None: the model's own text is used.
+
+    notes: receives what the report should say. Raises PatchError for those of another model.
+    """
+    if not planned.calibrates:
+        return {}
+    if isinstance(given, (str, Path)):
+        given = files.load(Path(given))
+    if given is None:
+        wanted = planned.recipe.calibrate or {}
+        given = calibrated(model, None, None, watch, wanted.get("samples"), wanted.get("length"))
+        notes.append(OWN_TEXT.format(tokens=given.tokens))
+    elif given.fingerprint != fingerprint(model):
+        raise PatchError("the statistics are of another model, or of other weights: calibrate this one")
+    with apply.naming(type(model).__name__, "its smoothing was computed"):
+        return site_statistics(planned, given, lambda done, total: watch("smooth", done, total))
+
+
+def carry_out(
+    model: Any, planned: Plan, inputs: Any, keep_original: str, verify: bool, watch: Stopwatch,
+    at_hand: Mapping[str, apply.Built], save: Any, statistics: Statistics | str | Path | None = None,
+) -> None:  # fmt: skip
+    """Patch `model` as planned. at_hand: path -> replacements that a checkpoint's loading has put there already, with
+    all smoothing in them. save: the model's `save_pretrained`. statistics: see `statistics_of`."""
+    notes: list[str] = []
+    stats = {} if at_hand else statistics_of(model, planned, statistics, watch, notes)
+    with HostCopies(rounded_weights(planned) if keep_original == "cpu" else []) as copies:
+        captured = capture(model, planned, inputs, sample_inputs, watch, at_hand) if verify else NOT_VERIFIED
+        built, planned = verified_build(planned, captured, checked, watch, at_hand, stats)
+        runtime = new_runtime(planned.device.kind, planned.recipe.runtime)
+        report = stage_report(planned, built, runtime.paths)
+        report.notes += notes
+        attributes: list[tuple[nn.Module, str, Any]] = [*patched_classes(model), (model, RUNTIME, runtime)]
+        attributes.append((model, SAVE, save))
+        handle = apply.commit(model, planned, [item.built for item in built], keep_original, attributes, report)
+        try:
+            fuse(model, planned, runtime, captured, report, watch)
+            report.verification = whole_model(model, captured, report, watch)
+            apply.settle(handle, [item.built for item in built], copies, watch)
+        except BaseException:
+            handle.revert()
+            raise
+    report.seconds.update(watch.seconds)

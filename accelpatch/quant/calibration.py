@@ -1,0 +1,115 @@
+"""What calibration knows of a linear layer's input: figures of each channel, gathered while texts run through a model.
+
+    absmax[c]        max |x[c]|                  of all tokens
+    percentile[c]    99.9% of |x[c]|             the mean of the batches', weighted by their tokens
+    mean_square[c]   mean x[c]^2
+
+Nothing of an input is kept but these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+
+import torch
+from torch import Tensor
+
+from accelpatch.errors import KernelError
+
+PERCENTILE = 0.999
+FIGURES = ("absmax", "percentile", "mean_square")
+
+
+@dataclass(frozen=True, eq=False)
+class ChannelStatistics:
+    """Figures of an input x[tokens, K]: each float32 [K], on the CPU."""
+
+    absmax: Tensor
+    percentile: Tensor
+    mean_square: Tensor
+
+    def __post_init__(self) -> None:
+        shapes = {name: (getattr(self, name).dtype, tuple(getattr(self, name).shape)) for name in FIGURES}
+        if len(set(shapes.values())) > 1 or self.absmax.dim() != 1 or self.absmax.dtype != torch.float32:
+            raise KernelError(f"the statistics of an input are float32 [K] each, not {shapes}: calibrate again")
+        for name in FIGURES:
+            values = getattr(self, name)
+            if not bool((values.isfinite() & (values >= 0)).all()):
+                raise KernelError(f"{name} of an input is negative or not finite: calibrate again")
+
+
+@dataclass(frozen=True, eq=False)
+class Statistics:
+    """What calibration found for one model. sites: dotted path of a linear layer -> statistics of its input.
+
+    fingerprint: of the model's weights. tokens: how many ran through it.
+    """
+
+    sites: Mapping[str, ChannelStatistics]
+    fingerprint: str
+    tokens: int
+
+    def of(self, path: str, k: int) -> ChannelStatistics:
+        """Those of a site with K inputs. Raises KernelError where there are none for it."""
+        found = self.sites.get(path)
+        if found is None:
+            raise KernelError(f"the statistics have nothing of {path}: no token reached it; calibrate with other text")
+        if len(found.absmax) != k:
+            raise KernelError(f"the statistics of {path} are of {len(found.absmax)} channels, and it has {k}")
+        return found
+
+
+@dataclass(eq=False)
+class _Sums:
+    absmax: Tensor
+    percentile: Tensor  # times tokens, as the next
+    squares: Tensor
+    tokens: int = 0
+
+
+@dataclass(eq=False)
+class Collector:
+    """Adds up the statistics of each site's inputs, on the device where they are."""
+
+    _sums: dict[str, _Sums] = field(default_factory=dict)
+    _latest: tuple[Tensor, int, tuple[Tensor, ...]] | None = None
+
+    def see(self, path: str, x: Tensor) -> None:
+        """Take the input x[..., K] of a site; those of q, k and v are one tensor, whose figures are made once."""
+        if not x.numel():
+            return
+        if self._latest is None or self._latest[0] is not x or self._latest[1] != x._version:
+            self._latest = (x, x._version, _figures(x))
+        most, percentile, squares = self._latest[2]
+        tokens = x.numel() // x.shape[-1]
+        sums = self._sums.setdefault(path, _Sums(most.clone(), torch.zeros_like(most), torch.zeros_like(most)))
+        torch.maximum(sums.absmax, most, out=sums.absmax)  # NaN stays
+        sums.percentile.add_(percentile, alpha=tokens)
+        sums.squares.add_(squares)
+        sums.tokens += tokens
+
+    def finish(self) -> dict[str, ChannelStatistics]:
+        """The statistics by site. Raises KernelError, naming the site, for inputs that are not finite."""
+        self._latest = None
+        found = {}
+        for path, sums in self._sums.items():
+            figures = (sums.absmax, sums.percentile / sums.tokens, sums.squares / sums.tokens)
+            if not bool(torch.stack([one.isfinite().all() for one in figures]).all()):
+                channel = int((~figures[2].isfinite()).nonzero()[0])
+                raise KernelError(
+                    f"{path}: channel {channel} of its input is NaN or infinite while calibrating: "
+                    "check the model in this dtype, or load it in bfloat16 or float32"
+                )
+            found[path] = ChannelStatistics(*(one.float().cpu() for one in figures))
+        return found
+
+
+def _figures(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    rows = x.detach().reshape(-1, x.shape[-1]).float()
+    size = rows.abs()
+    place = max(1, round(PERCENTILE * len(rows)))
+    return size.amax(0), size.kthvalue(place, dim=0).values, rows.square().sum(0)
+
+
+assert tuple(one.name for one in fields(ChannelStatistics)) == FIGURES

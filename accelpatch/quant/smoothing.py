@@ -1,0 +1,169 @@
+"""SmoothQuant: outliers of activations move into the weights, channel by channel, before both become int8.
+
+    s[c] = max|x[c]|^alpha / max_n |w[n, c]|^(1 - alpha)         x / s is what comes in, w * s what multiplies it
+
+The division costs nothing: what makes x, a norm or another linear layer, has it folded into its own weights. Source:
+Xiao et al. 2022, arXiv:2211.10438.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from accelpatch.errors import KernelError
+from accelpatch.quant import int8
+from accelpatch.quant.calibration import ChannelStatistics
+
+LEAST = 1e-5  # of a factor
+SEARCHED = tuple(step / 20 for step in range(6, 20))  # values of alpha that a search tries, besides none
+LEVELS = 127
+
+
+@dataclass(frozen=True, eq=False)
+class SiteStatistics:
+    """What a replacement is built with: statistics of its original's input, and the smoothing around it.
+
+    factors[K]: its input comes divided by them. divisors[N]: its output is to be divided by them. Float32, or None.
+    """
+
+    inputs: ChannelStatistics | None = None
+    factors: Tensor | None = None
+    divisors: Tensor | None = None
+
+    def given(self, x: Tensor) -> Tensor:
+        """What comes in where the original got x[..., K]."""
+        return x if self.factors is None else (x.float() / self.factors.to(x.device)).to(x.dtype)
+
+    def due(self, y: Tensor) -> Tensor:
+        """What comes out where the original gave y[..., N]."""
+        return y if self.divisors is None else (y.float() / self.divisors.to(y.device)).to(y.dtype)
+
+    def weight(self, weight: Tensor) -> Tensor:
+        """The weight[N, K] for these inputs and outputs; float32 where it changes."""
+        if self.factors is not None:
+            weight = weight.float() * self.factors.to(weight.device)
+        return self.vector(weight)
+
+    def vector(self, values: Tensor) -> Tensor:
+        """values[N, ...] of outputs, such as a bias or a norm's weight, divided as they are; float32 then."""
+        if self.divisors is None:
+            return values
+        return values.float() / self.divisors.to(values.device).view(-1, *[1] * (values.dim() - 1))
+
+    @property
+    def absmax(self) -> Tensor | None:
+        """max |x[c]| of what comes in, [K]; None where nothing is known."""
+        if self.inputs is None:
+            return None
+        return self.inputs.absmax if self.factors is None else self.inputs.absmax / self.factors.cpu()
+
+    @property
+    def static_error(self) -> float:
+        """Relative RMSE that rounding to one scale for all tokens and channels adds to what comes in: step / sqrt(12)
+        over its root mean square. Infinite where nothing is known."""
+        if self.inputs is None or (most := self.absmax) is None:
+            return float("inf")
+        squares = self.inputs.mean_square
+        squares = squares if self.factors is None else squares / self.factors.cpu().square()
+        power = float(squares.mean())
+        return float(most.max()) / LEVELS / 12**0.5 / power**0.5 if power else 0.0
+
+
+@dataclass(frozen=True)
+class Channels:
+    """How the channels of a group's source lie in its consumers' inputs, and in the rows of the source.
+
+    rows: "all", the "second half", or of one linear layer of q, k and v the "values", or "values by head". size: of a
+    head, where the source makes values, 0 for others: with grouped queries several heads of the input read one.
+    """
+
+    rows: str = "all"
+    size: int = 0
+
+    def of_input(self, figures: Tensor, channels: int) -> Tensor:
+        """figures[K] of the consumers' input as [channels] of the source: the largest of those that read one."""
+        if not self.size or len(figures) == channels:
+            return figures
+        return figures.view(channels // self.size, -1, self.size).amax(1).flatten()
+
+    def to_input(self, factors: Tensor, k: int) -> Tensor:
+        """factors[channels] as the consumers' inputs [K] have them."""
+        if not self.size or len(factors) == k:
+            return factors
+        heads = factors.view(-1, 1, self.size)
+        return heads.expand(-1, k // len(factors), -1).flatten()
+
+    def places(self, n: int, k: int) -> Tensor:
+        """The source's rows, of N, that make the channels: int64. k: the consumers' inputs."""
+        rows = torch.arange(n)
+        if self.rows == "second half":
+            return rows[n // 2 :]
+        if self.rows == "values":
+            return rows[n - (n - k) // 2 :]
+        if self.rows == "values by head":
+            return rows.view(-1, 3, self.size)[:, 2].flatten()
+        return rows
+
+
+def factors(absmax: Tensor, weight_absmax: Tensor, alpha: float) -> Tensor:
+    """s[channels] float32 for the largest magnitudes of inputs and weights; 1 where a channel is all zeros.
+
+    Raises KernelError for an alpha outside 0 to 1.
+    """
+    check_alpha(alpha)
+    x, w = (one.float().clamp(min=LEAST) for one in (absmax, weight_absmax))
+    s = (x.pow(alpha) / w.pow(1 - alpha)).clamp(min=LEAST)
+    return torch.where((absmax == 0) | (weight_absmax == 0), 1.0, s)
+
+
+def check_alpha(alpha: float) -> None:
+    """Raise KernelError for an alpha outside 0 to 1."""
+    if not 0 <= alpha <= 1:
+        raise KernelError(f"alpha is {alpha:g}, and it is from 0 (weights stay) to 1 (activations become alike)")
+
+
+def searched(
+    channels: Channels, inputs: Sequence[ChannelStatistics], weights: Sequence[Tensor], figures: tuple[Tensor, Tensor]
+) -> Tensor:
+    """The factors of the alpha with the least error of the group's outputs; figures: as of `factors`."""
+    tried = [factors(*figures, alpha) for alpha in SEARCHED]
+    tried.append(torch.ones_like(tried[0]))
+    errors = [
+        sum(
+            output_error(one, weight, channels.to_input(s, weight.shape[1]))
+            for one, weight in zip(inputs, weights, strict=True)
+        )
+        for s in tried
+    ]
+    return tried[min(range(len(tried)), key=lambda at: float(errors[at]))]
+
+
+def output_error(inputs: ChannelStatistics, weight: Tensor, s: Tensor) -> float:
+    """Mean squared error of a linear layer's outputs in int8, from its statistics alone: roundings are independent.
+
+    A token's scale is taken as that of the percentile's largest channel; a weight's rounding is its own.
+    """
+    s = s.to(weight.device)
+    smoothed = weight.float() * s
+    step = float((inputs.percentile.to(s.device) / s).max()) / LEVELS
+    power = (inputs.mean_square.to(s.device) / s.square()).float()
+    held = int8.dequantize(int8.quantize(smoothed))
+    of_inputs = step**2 / 12 * smoothed.square().sum()
+    of_weights = ((held - smoothed).square() * power).sum()
+    return float(of_inputs + of_weights) / weight.shape[0]
+
+
+def with_factors(found: SiteStatistics, s: Tensor) -> SiteStatistics:
+    """These statistics with factors of the input."""
+    return replace(found, factors=s)
+
+
+def with_divisors(found: SiteStatistics, rows: Tensor, s: Tensor, n: int) -> SiteStatistics:
+    """These statistics with divisors of so many of the N outputs."""
+    divisors = torch.ones(n, dtype=torch.float32)
+    divisors[rows] = s.cpu()
+    return replace(found, divisors=divisors)

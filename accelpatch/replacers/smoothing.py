@@ -1,0 +1,68 @@
+"""What each site of a plan is built with: its statistics and the smoothing of its groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from accelpatch.errors import KernelError, PlanError
+from accelpatch.patching.plan import Entry, Plan
+from accelpatch.quant.calibration import Statistics
+from accelpatch.quant.smoothing import Channels, SiteStatistics, factors, searched, with_divisors
+from accelpatch.replacers.weight_only import weight_of
+
+SEARCH = "search"
+
+
+def site_statistics(
+    plan: Plan, statistics: Statistics, progress: Callable[[int, int], None]
+) -> dict[str, SiteStatistics]:
+    """Path -> what the replacement there is built with. Raises PlanError, naming the site, where something is missing.
+
+    The factors of a group are those of alpha in the recipe, or of a search over it.
+    """
+    known = {entry.site.path: entry for entry in plan.replaced}
+    found: dict[str, SiteStatistics] = {}
+    needed = {path for group in plan.groups for path in group.consumers}
+    needed |= {entry.site.path for entry in plan.replaced if entry.calibrates}
+    for path in needed:
+        site = known[path].site
+        try:
+            found[path] = SiteStatistics(statistics.of(path, cast(int, site.k)))
+        except KernelError as error:
+            raise PlanError(str(error)) from None
+    alpha = (plan.recipe.calibrate or {}).get("alpha")
+    for done, group in enumerate(plan.groups):
+        _smooth(cast(Any, group), known, found, alpha)
+        progress(done + 1, len(plan.groups))
+    return found
+
+
+def _smooth(group: Any, known: Mapping[str, Entry], found: dict[str, SiteStatistics], alpha: Any) -> None:
+    """Add a group's factors to its consumers and its source."""
+    channels, source = Channels(group.rows, group.size), known[group.source].site
+    weights = [weight_of(known[path].site.original) for path in group.consumers]
+    inputs = [found[path].inputs for path in group.consumers]
+    k = weights[0].shape[1]
+    n = source.n if source.n is not None else k
+    rows = channels.places(n, k)
+    most = torch.stack([one.absmax for one in inputs if one is not None]).amax(0)
+    of_weights = _column_maxima(weights)
+    figures = channels.of_input(most, len(rows)), channels.of_input(of_weights, len(rows))
+    if len(figures[0]) != len(rows):
+        raise PlanError(f"{group.source} makes {len(rows)} channels, and {group.consumers[0]} reads {k}: keep both")
+    if alpha == SEARCH:
+        s = searched(channels, [one for one in inputs if one is not None], weights, figures)
+    else:
+        s = factors(*figures, alpha)
+    for path in group.consumers:
+        found[path] = replace(found[path], factors=channels.to_input(s, k))
+    found[group.source] = with_divisors(found.get(group.source, SiteStatistics()), rows, s, n)
+
+
+def _column_maxima(weights: Sequence[Tensor]) -> Tensor:
+    return torch.stack([weight.abs().amax(0) for weight in weights]).amax(0).float().cpu()

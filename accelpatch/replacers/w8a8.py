@@ -1,0 +1,109 @@
+"""int8 weights with int8 activations: SmoothQuant's linear layers, and the same without smoothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from accelpatch.device import Device
+from accelpatch.errors import KernelError, PlanError
+from accelpatch.kernels.ops import w8a8_linear
+from accelpatch.modules.w8a8_linear import W8A8Linear, w8a8
+from accelpatch.patching.replacer import Choice, Reason, Replacer
+from accelpatch.patching.site import Site
+from accelpatch.quant import QuantizedWeight, int8
+from accelpatch.quant.smoothing import LEVELS, SiteStatistics
+from accelpatch.quant.weight import W8A8Weight, check_held
+from accelpatch.replacers.weight_only import INT8_SCALE, bias_bytes, token_bytes, unfit, weight_of
+
+ACTIVATIONS = ("dynamic", "static", "auto")
+WEIGHTS = ("channel", "tensor")
+MOST_STATIC_ERROR = 0.04  # relative RMSE of a static scale's rounding, above which `auto` takes a scale a token
+
+
+class W8A8(Replacer):
+    """int8 weight, one scale a row (or one in all), and int8 activations: one scale a token (dynamic), or one (static).
+
+    auto: static where calibration finds that its rounding adds little, else dynamic.
+    """
+
+    name = "w8a8"
+    options: ClassVar[Mapping[str, tuple[type, ...]]] = {"activations": (str,), "weights": (str,)}
+    smooths = True
+
+    def check_options(self, options: Mapping[str, Any]) -> None:
+        super().check_options(options)
+        for key, known in (("activations", ACTIVATIONS), ("weights", WEIGHTS)):
+            if options.get(key, known[0]) not in known:
+                raise PlanError(f"{self.name}: option {key} is {options[key]!r}, and it is one of {', '.join(known)}")
+
+    def calibrates(self, choice: Choice) -> bool:
+        return choice.detail["activations"] != "dynamic"
+
+    def propose(self, site: Site, options: Mapping[str, Any], device: Device) -> Choice | Reason:
+        if reason := unfit(site):
+            return Reason(reason)
+        if isinstance(site.original, nn.Embedding):
+            return Reason("an embedding has no activations to quantise; use int8_weight_only")
+        assert site.n is not None
+        assert site.k is not None
+        if site.k > w8a8_linear.LONGEST:
+            return Reason(f"K = {site.k}: sums of more than {w8a8_linear.LONGEST} products overflow an int32")
+        try:
+            kernel, libraries = w8a8_linear.planned(site.n, site.k, getattr(torch, site.dtype), device)
+        except KernelError as error:
+            return Reason(str(error))
+        resident = site.n * site.k + site.n * INT8_SCALE + bias_bytes(site)
+        detail = {"activations": options.get("activations", "dynamic"), "weights": options.get("weights", "channel")}
+        return Choice(kernel, site.token_bytes, token_bytes(site, resident), resident, detail, libraries=libraries)
+
+    def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:
+        stats = stats or SiteStatistics()
+        weight = stats.weight(weight_of(site.original))
+        q, scale, _ = int8.quantize(weight) if choice.detail["weights"] == "channel" else _by_tensor(weight)
+        held = W8A8Weight(q, scale, None, _input_scale(choice, stats, weight.device))
+        made: nn.Module = w8a8(site.original, held, stats, choice.kernel == w8a8_linear.NATIVE)
+        return made
+
+    def restore(self, site: Site, choice: Choice, held: QuantizedWeight | W8A8Weight) -> nn.Module:
+        check_held(held, site.n, site.k, (torch.int8,), (torch.float32,))
+        one = getattr(held, "input_scale", None)
+        if held.offset is not None or held.scale.shape[1] != 1:
+            raise KernelError("a w8a8 weight has one scale a row and no offset")
+        if one is not None and (one.shape != (1,) or one.dtype != torch.float32 or not 0 < float(one) < float("inf")):
+            raise KernelError(f"input_scale is {one.dtype} {one.tolist()}, and one positive float32 belongs here")
+        made: nn.Module = w8a8(
+            site.original,
+            W8A8Weight(held.q, held.scale, None, one),
+            SiteStatistics(),
+            choice.kernel == w8a8_linear.NATIVE,
+        )
+        return made
+
+    def prefetchable(self, site: Site, choice: Choice, built: nn.Module) -> Choice:
+        assert isinstance(built, W8A8Linear)
+        kind = "dynamic" if built.input_scale is None else "static"
+        return replace(choice, kernel=f"{choice.kernel}, {kind}", detail={**choice.detail, "activations": kind})
+
+
+def _by_tensor(weight: Any) -> QuantizedWeight:
+    """One scale for the whole weight, which each row has."""
+    n, k = weight.shape
+    flat = int8.quantize(weight.reshape(1, n * k))
+    return QuantizedWeight(flat.q.view(n, k), flat.scale.expand(n, 1).contiguous(), None)
+
+
+def _input_scale(choice: Choice, stats: SiteStatistics, device: torch.device) -> Any:
+    wanted, most = choice.detail["activations"], stats.absmax
+    if wanted == "dynamic" or (wanted == "auto" and stats.static_error > MOST_STATIC_ERROR):
+        return None
+    if most is None:
+        raise PlanError("a static scale needs calibration statistics: accelpatch.calibrate(model, data)")
+    scale = float(most.max()) / LEVELS
+    if scale == 0:
+        return None  # nothing but zeros came in
+    return torch.tensor([scale], dtype=torch.float32, device=device)
