@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from accelpatch.api import (
+        calibrate,
         evaluate,
         load,
         load_plugin,
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
         plan,
         plan_from_config,
         replacer,
+        save_statistics,
         selftest,
         unpatch,
     )
@@ -27,16 +29,26 @@ if TYPE_CHECKING:
 # public name -> module; resolved at first use, so that `import accelpatch` needs no torch
 _HOMES = {
     **dict.fromkeys(
-        ("evaluate", "load", "load_plugin", "patch", "patch_on_first_use", "patched", "plan", "plan_from_config"),
+        (
+            "calibrate",
+            "evaluate",
+            "load",
+            "load_plugin",
+            "patch",
+            "patch_on_first_use",
+            "patched",
+            "plan",
+            "plan_from_config",
+        ),
         "accelpatch.api",
     ),
-    **dict.fromkeys(("replacer", "selftest", "unpatch"), "accelpatch.api"),
+    **dict.fromkeys(("replacer", "save_statistics", "selftest", "unpatch"), "accelpatch.api"),
     **dict.fromkeys(("Choice", "Reason", "Replacer"), "accelpatch.patching.replacer"),
     "AccelpatchError": "accelpatch.errors",
 }
 __all__ = [
-    "AccelpatchError", "Choice", "Reason", "Replacer", "evaluate", "load", "load_plugin", "patch",
-    "patch_on_first_use", "patched", "plan", "plan_from_config", "replacer", "selftest", "unpatch",
+    "AccelpatchError", "Choice", "Reason", "Replacer", "calibrate", "evaluate", "load", "load_plugin", "patch",
+    "patch_on_first_use", "patched", "plan", "plan_from_config", "replacer", "save_statistics", "selftest", "unpatch",
 ]  # fmt: skip
 
 

@@ -14,6 +14,7 @@ import accelpatch.models.load as loading
 from accelpatch import device as devices
 from accelpatch.checkpoints import quantizer
 from accelpatch.checkpoints import save as saving
+from accelpatch.checkpoints import statistics as files
 from accelpatch.device import Device
 from accelpatch.errors import LoadError, PatchError, PlanError, SaveError
 from accelpatch.kernels.check.selftest import run as selftest
@@ -37,8 +38,8 @@ from accelpatch.runtime.generation.first_use import on_first_use
 from accelpatch.runtime.generation.on_demand import unpatch_on_demand
 
 __all__ = [
-    "evaluate", "is_patched", "load", "load_plugin", "patch", "patch_on_first_use", "patched", "plan",
-    "plan_from_config", "quantize", "random_model", "replacer", "selftest", "unpatch",
+    "calibrate", "evaluate", "is_patched", "load", "load_plugin", "patch", "patch_on_first_use", "patched", "plan",
+    "plan_from_config", "quantize", "random_model", "replacer", "save_statistics", "selftest", "unpatch",
 ]  # fmt: skip
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -51,14 +52,15 @@ FROM_CHECKPOINT = "quantised weights are those of the checkpoint: their differen
 
 def load(
     name: str, recipe: AnyRecipe | None = None, *, dtype: Any = "auto", device: Any = "cpu",
-    progress: Progress | None = None, resume: Path | None = None,
+    statistics: Statistics | str | Path | None = None, progress: Progress | None = None, resume: Path | None = None,
 ) -> Loaded:  # fmt: skip
     """Load a model by short name, folder, GGUF file or hub name; a saved patched model comes back patched.
 
     recipe: patch a float checkpoint while it loads: each weight is quantised as soon as it is read, so that memory
-    holds the result and one weight more. dtype: "auto" keeps the checkpoint's. progress: called as
-    ``progress(stage, done, total)``. resume: a folder for finished weights, the caller's to remove, from which an
-    interrupted call goes on. Raises LoadError, and what `patch` raises.
+    holds the result and one weight more; for a recipe that calibrates it is loaded whole. statistics: see `patch`.
+    dtype: "auto" keeps the checkpoint's. progress: called as ``progress(stage, done, total)``. resume: a folder for
+    finished weights, the caller's to remove, from which an interrupted call goes on. Raises LoadError, and what `patch`
+    raises.
     """
     register_checkpoints()
     options: dict[str, Any] = {"dtype": dtype, "device": device, "progress": progress}
@@ -67,9 +69,9 @@ def load(
     wanted = recipes.load(recipe)
     if loading.is_patched(name):
         raise LoadError(f"{name} is a saved patched model, which has its recipe: load it without another")
-    if resolve(name).kind == "gguf":  # transformers unpacks these whole
+    if resolve(name).kind == "gguf" or wanted.calibrate is not None:  # transformers unpacks the first kind whole
         loaded = loading.load(name, **options)
-        patch(loaded.model, wanted, keep_original="none", progress=progress)
+        patch(loaded.model, wanted, keep_original="none", statistics=statistics, progress=progress)
         return loaded
     config = quantizer.AccelpatchConfig(wanted, progress=progress, resume=resume)
     return loading.load(name, **options, quantization=config)
@@ -77,7 +79,7 @@ def load(
 
 def quantize(
     name: str, recipe: AnyRecipe, out: str | Path, *, max_shard_size: int | str = "5GB", dtype: Any = "auto",
-    device: Any = "cpu", progress: Progress | None = None,
+    device: Any = "cpu", statistics: Statistics | str | Path | None = None, progress: Progress | None = None,
 ) -> Report:  # fmt: skip
     """Patch a checkpoint while it loads and save it, with its tokenizer, into the folder `out`, all or nothing.
 
@@ -88,7 +90,10 @@ def quantize(
     if source.kind == "folder" and folder.resolve() == Path(source.location).resolve():
         raise SaveError(f"{folder} holds the float weights: name another folder")
     saving.check(folder, max_shard_size)
-    loaded = load(name, recipe, dtype=dtype, device=device, progress=progress, resume=saving.beside(folder))
+    loaded = load(
+        name, recipe, dtype=dtype, device=device, statistics=statistics, progress=progress,
+        resume=saving.beside(folder),
+    )  # fmt: skip
     more = [] if loaded.tokenizer is None else [loaded.tokenizer.save_pretrained]
     _save(loaded.model, folder, max_shard_size=max_shard_size, more=more)
     saving.forget(folder)
@@ -135,6 +140,11 @@ def calibrate(
     inner = unwrapped(model)
     apply.check_patchable(inner)
     return calibrated(inner, data, tokenizer, Stopwatch(progress), samples, length)
+
+
+def save_statistics(statistics: Statistics, file: str | Path) -> None:
+    """Write statistics to a safetensors file, which `patch(..., statistics=file)` reads. Raises SaveError."""
+    files.save(statistics, Path(file))
 
 
 def patch(
@@ -210,12 +220,17 @@ def patched(model: Model, recipe: AnyRecipe = "int8", **options: Any) -> Iterato
         unpatch(model)
 
 
-def evaluate(model: nn.Module, recipe: AnyRecipe, input_ids: Tensor, *, progress: Progress | None = None) -> Evaluation:
+def evaluate(
+    model: nn.Module, recipe: AnyRecipe, input_ids: Tensor, *, statistics: Statistics | str | Path | None = None,
+    progress: Progress | None = None,
+) -> Evaluation:  # fmt: skip
     """Compare a causal LM before and after `recipe` on input_ids [1, L]: KL divergence, top-1 agreement, perplexity.
 
     The model is unpatched at the end. Raises PatchError for fewer than two tokens.
     """
-    return compare(model, input_ids, patched(model, recipe, verify=False, progress=progress), progress)
+    return compare(
+        model, input_ids, patched(model, recipe, verify=False, statistics=statistics, progress=progress), progress
+    )
 
 
 @contextmanager

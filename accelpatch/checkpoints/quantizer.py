@@ -152,6 +152,11 @@ class AccelpatchQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **kwargs: Any) -> None:
         tie(model)  # else the plan would take tied weights for several
         self.plan = _hooks[0].plan(model, self.quantization_config.loaded, self._device)
+        if self.plan.calibrates and not self.pre_quantized:
+            raise LoadError(
+                "this recipe calibrates, which a model that is still loading cannot: load it without "
+                "quantization_config, then accelpatch.patch(model, recipe), or use accelpatch quantize"
+            )
         if self.pre_quantized:
             saved = self._saved = read(checkpoint_files)
             self.plan = as_saved(self.plan, saved)

@@ -11,7 +11,7 @@ from typer.core import TyperGroup
 
 from accelpatch.errors import AccelpatchError
 
-from . import bench, build, cache, doctor, eval, exec, inspect, plan, quantize, recipes, run, selftest
+from . import bench, build, cache, calibrate, doctor, eval, exec, inspect, plan, quantize, recipes, run, selftest
 from .console import print_error
 
 
@@ -72,6 +72,7 @@ def accelpatch(
 
 app.command("run")(run.run)
 app.command("plan")(plan.plan)
+app.command("calibrate")(calibrate.calibrate)
 app.command("quantize")(quantize.quantize)
 app.command("inspect")(inspect.inspect)
 app.add_typer(recipes.commands, name="recipes")

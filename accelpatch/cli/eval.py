@@ -10,13 +10,14 @@ import typer
 from accelpatch.errors import AccelpatchError
 
 from . import console, options
-from .options import DeviceOption, DtypeOption, JsonOption, PluginOption, RecipeOption
+from .options import DeviceOption, DtypeOption, JsonOption, PluginOption, RecipeOption, StatisticsOption
 
 
 def evaluate(
     text: Annotated[Path, typer.Option(exists=True, dir_okay=False, metavar="FILE", help="UTF-8 text to evaluate on.")],
     model: options.ModelArgument = options.DEFAULT_MODEL,
     recipe: RecipeOption = options.DEFAULT_RECIPE,
+    statistics: StatisticsOption = None,
     max_tokens: Annotated[int, typer.Option(min=2, help="Use at most this many tokens of the text.")] = 4096,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
@@ -33,7 +34,7 @@ def evaluate(
     loaded, where = options.open_model(model, dtype, device)
     ids = prompts.encode(prompts.tokenizer_of(loaded), words, chat=False, option="--text")[:, :max_tokens]
     with console.progress_bars() as progress:
-        found = api.evaluate(loaded.model, recipe, ids.to(where), progress=progress)
+        found = api.evaluate(loaded.model, recipe, ids.to(where), statistics=statistics, progress=progress)
     if json:
         console.print_json({"model": model, "recipe": recipe, "text": str(text)} | found.to_dict())
         return

@@ -33,6 +33,12 @@ PluginOption = Annotated[
         help="Python file that registers your own replacers; repeatable.",
     ),
 ]
+StatisticsOption = Annotated[
+    Path | None,
+    typer.Option(
+        exists=True, dir_okay=False, metavar="FILE", help="Of `accelpatch calibrate`, for recipes that need some."
+    ),
+]
 DeviceOption = Annotated[
     str, typer.Option("--device", metavar="DEVICE", help="cpu, cuda or cuda:N (AMD too); auto: a GPU if present.")
 ]
@@ -86,7 +92,9 @@ def open_model(name: str, dtype: str, device: str) -> tuple[Any, torch.device]:
         return api.load(name, dtype=dtype, device=where, progress=progress), where
 
 
-def open_patched(name: str, *, recipe: str | None, dtype: str, device: str) -> tuple[Any, torch.device]:
+def open_patched(
+    name: str, *, recipe: str | None, dtype: str, device: str, statistics: Path | None = None
+) -> tuple[Any, torch.device]:
     """As `open_model`, patched while it loads by `recipe`, or the default; a saved patched model as it is."""
     from accelpatch import api
     from accelpatch.errors import LoadError
@@ -97,7 +105,7 @@ def open_patched(name: str, *, recipe: str | None, dtype: str, device: str) -> t
         raise LoadError(f"{name} is a saved patched model, which has its recipe: leave out --recipe")
     wanted = None if saved else recipe or DEFAULT_RECIPE
     with console.progress_bars() as progress:
-        return api.load(name, wanted, dtype=dtype, device=where, progress=progress), where
+        return api.load(name, wanted, dtype=dtype, device=where, statistics=statistics, progress=progress), where
 
 
 def torch_device(text: str) -> torch.device:

@@ -8,13 +8,14 @@ from typing import Annotated
 import typer
 
 from . import console, options
-from .options import DeviceOption, DtypeOption, JsonOption, PluginOption, RecipeOption
+from .options import DeviceOption, DtypeOption, JsonOption, PluginOption, RecipeOption, StatisticsOption
 
 
 def quantize(
     model: options.ModelArgument,
     out: Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="Folder to write; replaced all or nothing.")],
     recipe: RecipeOption = options.DEFAULT_RECIPE,
+    statistics: StatisticsOption = None,
     max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Largest weight file, such as 2GB.")] = "5GB",
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
@@ -28,7 +29,14 @@ def quantize(
     where = options.torch_device(device)
     with console.progress_bars() as progress:
         report = api.quantize(
-            model, recipe, out, max_shard_size=max_shard_size, dtype=dtype, device=where, progress=progress
+            model,
+            recipe,
+            out,
+            max_shard_size=max_shard_size,
+            dtype=dtype,
+            device=where,
+            statistics=statistics,
+            progress=progress,
         )
     if json:
         console.print_json({"folder": str(out), "report": report.to_dict()})

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from . import console, options
-from .options import DeviceOption, DtypeOption, JsonOption, PluginOption
+from .options import DeviceOption, DtypeOption, JsonOption, PluginOption, StatisticsOption
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,6 +55,7 @@ def run(
     ] = None,
     prompt: Annotated[str, typer.Option(help="Prompt text; - reads it from stdin.")] = DEFAULT_PROMPT,
     chat: Annotated[bool, typer.Option("--chat", help="Apply the model's chat template to the prompt.")] = False,
+    statistics: StatisticsOption = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Generate at most this many tokens.")] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 decodes greedily.")] = 0.0,
     seed: Annotated[int, typer.Option(min=0, max=2**64 - 1, help="Random seed for sampling.")] = 0,
@@ -71,7 +72,7 @@ def run(
 
     from . import prompt as prompts
 
-    opened = options.open_model if compare else partial(options.open_patched, recipe=recipe)
+    opened = options.open_model if compare else partial(options.open_patched, recipe=recipe, statistics=statistics)
     loaded, where = opened(model, dtype=dtype, device=device)
     ids = prompts.encode(prompts.tokenizer_of(loaded), text, chat=chat).to(where)
     network = loaded.model
@@ -80,7 +81,13 @@ def run(
     before = _answer(loaded, ids, sampling, heading="original", json=json) if compare else None
     if compare:
         with console.progress_bars() as progress:
-            api.patch(network, recipe or options.DEFAULT_RECIPE, keep_original="none", progress=progress)
+            api.patch(
+                network,
+                recipe or options.DEFAULT_RECIPE,
+                keep_original="none",
+                statistics=statistics,
+                progress=progress,
+            )
     after = _answer(loaded, ids, sampling, heading="patched" if compare else None, json=json)
     report = network.accelpatch.report()
     if json:

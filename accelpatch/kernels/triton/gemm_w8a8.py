@@ -1,27 +1,29 @@
 """GEMMs of int8 matrices with int32 accumulators and a fused epilogue; see ../ops/gemm_w8a8.py.
 
-Many rows: tiles of A and B, whose products are the matrix units' own (wgmma on Hopper). Few rows: the weight's rows are
-the M dimension of the matrix instruction, K is split where there are too few blocks for the GPU, and a second kernel
-adds the splits' int32 sums and finishes.
+Many rows: tiles of A and B, whose products are the matrix units' own (wgmma on Hopper, which loads them by TMA). Few
+rows: the weight's rows are the M dimension of the matrix instruction, K is split where there are too few blocks for the
+GPU, and a second kernel adds the splits' int32 sums and finishes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from accelpatch.kernels.triton.gated_activation import CODES, _activated
+from accelpatch.device import probe
+from accelpatch.kernels.triton import gemm_w8a8_kernels as kernels
+from accelpatch.kernels.triton.gated_activation import CODES
 from accelpatch.kernels.triton.launch import cdiv, on, processors
 
-LEAST_RUN = 512  # least length of a K split
+LEAST_RUN = 1024  # least length of a K split
 GROUP = 8  # tiles of A's rows that run together, so that they read B's from L2
+DESCRIPTORS = find_spec("triton.tools.tensor_descriptor") is not None  # since Triton 3.4
 
 
 @dataclass(frozen=True)
@@ -36,168 +38,14 @@ class Tile:
 
 
 #: (rows of A from which on it is used, tile), the largest first; measured on Hopper
-TILES = ((1024, Tile(128, 256, 128, 8, 3)), (0, Tile(128, 128, 128, 8, 4)))
-GATED = ((0, Tile(128, 128, 128, 8, 3)),)
+TILES = ((1024, Tile(128, 256, 128, 8, 4)), (0, Tile(128, 128, 128, 8, 4)))
+GATED = ((0, Tile(128, 128, 128, 8, 4)),)
 AMD_TILES = ((0, Tile(128, 128, 64, 8, 2)),)
 #: rows of A up to which it is used -> tile of a stream of B
 STREAMS: Mapping[int, Tile] = MappingProxyType(
-    {16: Tile(16, 64, 256, 4, 4), 32: Tile(32, 64, 256, 4, 4), 64: Tile(64, 64, 128, 4, 4)}
+    {16: Tile(16, 64, 256, 4, 3), 32: Tile(32, 64, 256, 4, 3), 64: Tile(64, 64, 256, 4, 3)}
 )
 FEW_ROWS = max(STREAMS)
-
-
-@triton.jit
-def _finish(  # type: ignore[no-untyped-def]
-    c, e, row_scale, column_scale, d, correction, residual, alpha, beta, ms, ns, n, d_row, inside,
-    ROW: tl.constexpr, COLUMN: tl.constexpr, D: tl.constexpr, CORRECTED: tl.constexpr, RESIDUAL: tl.constexpr,
-    CODE: tl.constexpr,
-):  # fmt: skip
-    """Store E of the int32 sums c at rows ms and columns ns, where `inside`."""
-    if CORRECTED:
-        c = c - tl.load(correction + ns, mask=inside, other=0)
-    factor = alpha
-    if ROW:
-        factor = factor * tl.load(row_scale + ms, mask=inside, other=0.0)
-    if COLUMN:
-        factor = factor * tl.load(column_scale + ns, mask=inside, other=0.0)
-    y = c.to(tl.float32)
-    if D:
-        beside = beta * tl.load(d + ms.to(tl.int64) * d_row + ns, mask=inside, other=0).to(tl.float32)
-        y = tl.fma(y, tl.zeros_like(y) + factor, beside)
-    else:
-        y = y * factor
-    if CODE >= 0:
-        y = _activated(y, CODE)
-    at = ms.to(tl.int64) * n + ns
-    if RESIDUAL:
-        y += tl.load(residual + at, mask=inside, other=0).to(tl.float32)
-    if e.dtype.element_ty == tl.int8:
-        y = tl.minimum(tl.maximum(y, -128.0), 127.0)
-        tl.store(e + at, ((y + 12582912.0) - 12582912.0).to(tl.int8), mask=inside)  # + 1.5 * 2^23: to nearest even
-    else:
-        tl.store(e + at, y.to(e.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _loaded(pointers, columns, k, EVEN: tl.constexpr, ACROSS: tl.constexpr):  # type: ignore[no-untyped-def]
-    if EVEN:
-        return tl.load(pointers)
-    inside = columns < k
-    return tl.load(pointers, mask=inside[None, :] if ACROSS else inside[:, None], other=0)
-
-
-@triton.jit
-def _place(m, n, TILE_M: tl.constexpr, TILE_N: tl.constexpr, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The tile of this program: rows of A and rows of B; some tiles of A's rows run together."""
-    down, across = tl.cdiv(m, TILE_M), tl.cdiv(n, TILE_N)
-    group, place = tl.program_id(0) // (GROUP * across), tl.program_id(0) % (GROUP * across)
-    rows = tl.minimum(down - group * GROUP, GROUP)
-    return (group * GROUP + place % rows) * TILE_M, (place // rows) * TILE_N
-
-
-@triton.jit(do_not_specialize=["m"])
-def _tiles(  # type: ignore[no-untyped-def]
-    a, b, e, row_scale, column_scale, d, correction, residual, alpha, beta, m, n, k, a_row, b_row, d_row, d_batch,
-    ROW: tl.constexpr, COLUMN: tl.constexpr, D: tl.constexpr, CORRECTED: tl.constexpr, RESIDUAL: tl.constexpr,
-    CODE: tl.constexpr, EVEN: tl.constexpr,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
-    batch = tl.program_id(1).to(tl.int64)
-    first_m, first_n = _place(m, n, TILE_M, TILE_N, GROUP)
-    ms, ns, ks = first_m + tl.arange(0, TILE_M), first_n + tl.arange(0, TILE_N), tl.arange(0, TILE_K)
-    a_tile = a + (batch * m + tl.minimum(ms, m - 1))[:, None] * a_row + ks[None, :]
-    b_tile = b + (batch * n + tl.minimum(ns, n - 1))[None, :] * b_row + ks[:, None]
-    c = tl.zeros([TILE_M, TILE_N], tl.int32)
-    for at in tl.range(0, k, TILE_K):
-        c = tl.dot(_loaded(a_tile, at + ks, k, EVEN, True), _loaded(b_tile, at + ks, k, EVEN, False), c)
-        a_tile += TILE_K
-        b_tile += TILE_K
-    ms, ns = ms[:, None], ns[None, :]
-    _finish(
-        c, e + batch * m * n, row_scale, column_scale, d + batch * d_batch, correction, residual + batch * m * n,
-        alpha, beta, ms, ns, n, d_row, (ms < m) & (ns < n), ROW, COLUMN, D, CORRECTED, RESIDUAL, CODE,
-    )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["m"])
-def _gated(  # type: ignore[no-untyped-def]
-    a, b, e, row_scale, column_scale, bias, m, n, k, a_row, b_row, BIAS: tl.constexpr, CODE: tl.constexpr,
-    EVEN: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
-    """E[m, n] = activation(A gate^T) * (A up^T), each rounded as by itself; B[2 n, k] is gate, then up."""
-    first_m, first_n = _place(m, n, TILE_M, TILE_N, GROUP)
-    ms, ns, ks = first_m + tl.arange(0, TILE_M), first_n + tl.arange(0, TILE_N), tl.arange(0, TILE_K)
-    a_tile = a + tl.minimum(ms, m - 1).to(tl.int64)[:, None] * a_row + ks[None, :]
-    b_tile = b + tl.minimum(ns, n - 1).to(tl.int64)[None, :] * b_row + ks[:, None]
-    u_tile = b_tile + n * b_row.to(tl.int64)
-    gate = tl.zeros([TILE_M, TILE_N], tl.int32)
-    up = tl.zeros([TILE_M, TILE_N], tl.int32)
-    for at in tl.range(0, k, TILE_K):
-        x = _loaded(a_tile, at + ks, k, EVEN, True)
-        gate = tl.dot(x, _loaded(b_tile, at + ks, k, EVEN, False), gate)
-        up = tl.dot(x, _loaded(u_tile, at + ks, k, EVEN, False), up)
-        a_tile += TILE_K
-        b_tile += TILE_K
-        u_tile += TILE_K
-    held = tl.minimum(ns, n - 1)
-    dtype: tl.constexpr = e.dtype.element_ty
-    rows = tl.load(row_scale + tl.minimum(ms, m - 1))[:, None]
-    opened = gate.to(tl.float32) * (rows * tl.load(column_scale + held)[None, :])
-    other = up.to(tl.float32) * (rows * tl.load(column_scale + n + held)[None, :])
-    if BIAS:
-        opened += tl.load(bias + held).to(tl.float32)[None, :]
-        other += tl.load(bias + n + held).to(tl.float32)[None, :]
-    opened = _activated(opened.to(dtype).to(tl.float32), CODE).to(dtype).to(tl.float32)
-    value = opened * other.to(dtype).to(tl.float32)
-    at = ms.to(tl.int64)[:, None] * n + ns[None, :]
-    tl.store(e + at, value.to(dtype), mask=(ms < m)[:, None] & (ns < n)[None, :])
-
-
-@triton.jit(do_not_specialize=["m"])
-def _stream(  # type: ignore[no-untyped-def]
-    a, b, e, parts, row_scale, column_scale, d, correction, residual, alpha, beta, m, n, k, a_row, b_row, d_row, run,
-    ROW: tl.constexpr, COLUMN: tl.constexpr, D: tl.constexpr, CORRECTED: tl.constexpr, RESIDUAL: tl.constexpr,
-    CODE: tl.constexpr, EVEN: tl.constexpr, CUT: tl.constexpr,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
-):  # fmt: skip
-    split = tl.program_id(1)
-    ms, ks = tl.arange(0, TILE_M), tl.arange(0, TILE_K)
-    ns = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)
-    a_tile = a + tl.minimum(ms, m - 1)[None, :] * a_row + ks[:, None]
-    b_tile = b + tl.minimum(ns, n - 1).to(tl.int64)[:, None] * b_row + ks[None, :]
-    c = tl.zeros([TILE_N, TILE_M], tl.int32)
-    for at in tl.range(split * run, tl.minimum((split + 1) * run, k), TILE_K):
-        columns = at + ks
-        c = tl.dot(_loaded(b_tile + at, columns, k, EVEN, True), _loaded(a_tile + at, columns, k, EVEN, False), c)
-    ms, ns = ms[None, :], ns[:, None]
-    inside = (ms < m) & (ns < n)
-    if CUT:
-        tl.store(parts + split.to(tl.int64) * m * n + ms * n + ns, c, mask=inside)
-    else:
-        _finish(
-            c, e, row_scale, column_scale, d, correction, residual, alpha, beta, ms, ns, n, d_row, inside,
-            ROW, COLUMN, D, CORRECTED, RESIDUAL, CODE,
-        )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["m", "splits"])
-def _add_up(  # type: ignore[no-untyped-def]
-    parts, e, row_scale, column_scale, d, correction, residual, alpha, beta, m, n, d_row, splits,
-    ROW: tl.constexpr, COLUMN: tl.constexpr, D: tl.constexpr, CORRECTED: tl.constexpr, RESIDUAL: tl.constexpr,
-    CODE: tl.constexpr, SIZE: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0)
-    ns = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
-    inside = ns < n
-    c = tl.zeros([SIZE], tl.int32)
-    place = parts + row.to(tl.int64) * n + ns
-    for _ in tl.range(splits):
-        c += tl.load(place, mask=inside, other=0)
-        place += m * n
-    _finish(
-        c, e, row_scale, column_scale, d, correction, residual, alpha, beta, row + tl.zeros_like(ns), ns, n, d_row,
-        inside, ROW, COLUMN, D, CORRECTED, RESIDUAL, CODE,
-    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -247,9 +95,10 @@ def gated(a: Tensor, b: Tensor, row_scale: Tensor, column_scale: Tensor, bias: T
         tile = next(one for least, one in GATED if m >= least)
         bias = None if bias is None else bias.contiguous()
         with on(a):
-            _gated[(cdiv(m, tile.m) * cdiv(n, tile.n),)](
-                a, b, e, row_scale.contiguous(), column_scale.contiguous(), e if bias is None else bias, m, n, k,
-                a.stride(0), b.stride(0), bias is not None, CODES[activation], k % tile.k == 0,
+            left, right, tma = _operands(a, b, tile)
+            kernels.gated[(cdiv(m, tile.m) * cdiv(n, tile.n),)](
+                left, right, e, row_scale.contiguous(), column_scale.contiguous(), e if bias is None else bias, m, n, k,
+                a.stride(0), b.stride(0), bias is not None, CODES[activation], tma, k % tile.k == 0,
                 tile.m, tile.n, tile.k, GROUP, num_warps=tile.warps, num_stages=_stages(tile),
             )  # fmt: skip
     return e
@@ -261,6 +110,20 @@ def _rows(matrix: Tensor) -> Tensor:
     return matrix if fits else matrix.contiguous()
 
 
+def _operands(a: Tensor, b: Tensor, tile: Tile) -> tuple[Any, Any, bool]:
+    """A and B as the kernels take them, and whether those are descriptors of tiles: Hopper's TMA needs rows at
+    multiples of 16 bytes."""
+    facts = probe(a.device).facts
+    able = DESCRIPTORS and facts is not None and facts.matrix == "wgmma" and a.dim() == 2
+    if not able or any(one.stride(0) % 16 or one.data_ptr() % 16 for one in (a, b)):
+        return a, b, False
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    sizes = ((a, tile.m), (b, tile.n))
+    left, right = (TensorDescriptor.from_tensor(one, [rows, tile.k]) for one, rows in sizes)
+    return left, right, True
+
+
 def _stages(tile: Tile) -> int:
     return 2 if torch.version.hip else tile.stages  # LDS holds less
 
@@ -268,9 +131,10 @@ def _stages(tile: Tile) -> int:
 def _by_tiles(a: Tensor, b: Tensor, e: Tensor, epilogue: Epilogue) -> None:
     (m, k), n, batch = a.shape[-2:], b.shape[-2], a.shape[0] if a.dim() == 3 else 1
     tile = next(one for least, one in (AMD_TILES if torch.version.hip else TILES) if m >= least)
-    _tiles[(cdiv(m, tile.m) * cdiv(n, tile.n), batch)](
-        a, b, e, *epilogue.tensors, *epilogue.numbers, m, n, k, a.stride(-2), b.stride(-2), epilogue.d_row,
-        epilogue.d_batch, *epilogue.flags, k % tile.k == 0, tile.m, tile.n, tile.k, GROUP,
+    left, right, tma = _operands(a, b, tile)
+    kernels.tiles[(cdiv(m, tile.m) * cdiv(n, tile.n), batch)](
+        left, right, e, *epilogue.tensors, *epilogue.numbers, m, n, k, a.stride(-2), b.stride(-2), epilogue.d_row,
+        epilogue.d_batch, *epilogue.flags, tma, k % tile.k == 0, tile.m, tile.n, tile.k, GROUP,
         num_warps=tile.warps, num_stages=_stages(tile),
     )  # fmt: skip
 
@@ -283,12 +147,12 @@ def _by_stream(a: Tensor, b: Tensor, e: Tensor, epilogue: Epilogue) -> None:
     run = cdiv(k, runs * tile.k) * tile.k
     splits = cdiv(k, run)
     parts = a.new_empty((splits, m, n), dtype=torch.int32) if splits > 1 else e
-    _stream[(blocks, splits)](
+    kernels.stream[(blocks, splits)](
         a, b, e, parts, *epilogue.tensors, *epilogue.numbers, m, n, k, a.stride(0), b.stride(0), epilogue.d_row, run,
         *epilogue.flags, k % tile.k == 0, splits > 1, tile.m, tile.n, tile.k,
         num_warps=tile.warps, num_stages=_stages(tile),
     )  # fmt: skip
     if splits > 1:
-        _add_up[(m, cdiv(n, 1024))](
+        kernels.add_up[(m, cdiv(n, 1024))](
             parts, e, *epilogue.tensors, *epilogue.numbers, m, n, epilogue.d_row, splits, *epilogue.flags, 1024
         )

@@ -1,0 +1,48 @@
+"""``accelpatch calibrate``: statistics of a model's activations on a text, for recipes such as smoothquant."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from . import console, options
+from .options import DeviceOption, DtypeOption, JsonOption
+
+
+def calibrate(
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="File to write, in safetensors.")],
+    model: options.ModelArgument = options.DEFAULT_MODEL,
+    data: Annotated[
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, metavar="FILE", help="UTF-8 text; default: the model's own."),
+    ] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Use at most this many windows of the text.")] = 16,
+    length: Annotated[int, typer.Option(min=1, help="Tokens of a window.")] = 256,
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "auto",
+    json: JsonOption = False,
+) -> None:
+    """Run a text through MODEL and write statistics of each linear layer's input, for `--statistics`."""
+    console.quiet_transformers()
+    from accelpatch import api
+
+    loaded, _ = options.open_model(model, dtype, device)
+    with console.progress_bars() as progress:
+        found = api.calibrate(
+            loaded.model, data, tokenizer=loaded.tokenizer, samples=samples, length=length, progress=progress
+        )
+    api.save_statistics(found, out)
+    if json:
+        console.print_json({"model": model, "file": str(out), "tokens": found.tokens, "sites": len(found.sites)})
+        return
+    console.print_facts(
+        [
+            ("model", model),
+            ("text", "written by the model" if data is None else str(data)),
+            ("tokens", str(found.tokens)),
+            ("linear layers", str(len(found.sites))),
+            ("statistics", f"{out}: accelpatch run {model} --recipe smoothquant --statistics {out}"),
+        ]
+    )

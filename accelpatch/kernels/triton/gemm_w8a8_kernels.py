@@ -1,0 +1,172 @@
+"""Device code of int8 GEMMs with int32 accumulators and a fused epilogue; launched by gemm_w8a8.py."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from accelpatch.kernels.triton.gated_activation import _activated
+from accelpatch.kernels.triton.gemm import _some
+
+
+@triton.jit
+def _finish(  # type: ignore[no-untyped-def]
+    c, e, row_scale, column_scale, d, correction, residual, alpha, beta, ms, ns, n, d_row, inside,
+    ROW: tl.constexpr, COLUMN: tl.constexpr, D: tl.constexpr, CORRECTED: tl.constexpr, RESIDUAL: tl.constexpr,
+    CODE: tl.constexpr,
+):  # fmt: skip
+    """Store E of the int32 sums c at rows ms and columns ns, where `inside`."""
+    if CORRECTED:
+        c = c - tl.load(correction + ns, mask=inside, other=0)
+    factor = alpha
+    if ROW:
+        factor = factor * tl.load(row_scale + ms, mask=inside, other=0.0)
+    if COLUMN:
+        factor = factor * tl.load(column_scale + ns, mask=inside, other=0.0)
+    y = c.to(tl.float32)
+    if D:
+        beside = beta * tl.load(d + ms.to(tl.int64) * d_row + ns, mask=inside, other=0).to(tl.float32)
+        y = tl.fma(y, tl.zeros_like(y) + factor, beside)
+    else:
+        y = y * factor
+    if CODE >= 0:
+        y = _activated(y, CODE)
+    at = ms.to(tl.int64) * n + ns
+    if RESIDUAL:
+        y += tl.load(residual + at, mask=inside, other=0).to(tl.float32)
+    if e.dtype.element_ty == tl.int8:
+        y = tl.minimum(tl.maximum(y, -128.0), 127.0)
+        tl.store(e + at, ((y + 12582912.0) - 12582912.0).to(tl.int8), mask=inside)  # + 1.5 * 2^23: to nearest even
+    else:
+        tl.store(e + at, y.to(e.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _place(m, n, TILE_M: tl.constexpr, TILE_N: tl.constexpr, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The tile of this program: rows of A and rows of B; some tiles of A's rows run together."""
+    down, across = tl.cdiv(m, TILE_M), tl.cdiv(n, TILE_N)
+    group, place = tl.program_id(0) // (GROUP * across), tl.program_id(0) % (GROUP * across)
+    rows = tl.minimum(down - group * GROUP, GROUP)
+    return (group * GROUP + place % rows) * TILE_M, (place // rows) * TILE_N
+
+
+@triton.jit(do_not_specialize=["m"])
+def tiles(  # type: ignore[no-untyped-def]
+    a, b, e, row_scale, column_scale, d, correction, residual, alpha, beta, m, n, k, a_row, b_row, d_row, d_batch,
+    ROW: tl.constexpr, COLUMN: tl.constexpr, D: tl.constexpr, CORRECTED: tl.constexpr, RESIDUAL: tl.constexpr,
+    CODE: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    batch = tl.program_id(1).to(tl.int64)
+    first_m, first_n = _place(m, n, TILE_M, TILE_N, GROUP)
+    ms, ns, ks = first_m + tl.arange(0, TILE_M), first_n + tl.arange(0, TILE_N), tl.arange(0, TILE_K)
+    if not TMA:
+        a_tile = a + (batch * m + tl.minimum(ms, m - 1))[:, None] * a_row + ks[None, :]
+        b_tile = b + (batch * n + tl.minimum(ns, n - 1))[None, :] * b_row + ks[:, None]
+    c = tl.zeros([TILE_M, TILE_N], tl.int32)
+    for at in tl.range(0, k, TILE_K):
+        if TMA:
+            c = tl.dot(a.load([first_m, at]), b.load([first_n, at]).T, c, out_dtype=tl.int32)
+        else:
+            x, w = _some(a_tile, at + ks, k, EVEN, True), _some(b_tile, at + ks, k, EVEN, False)
+            c = tl.dot(x, w, c, out_dtype=tl.int32)
+            a_tile += TILE_K
+            b_tile += TILE_K
+    ms, ns = ms[:, None], ns[None, :]
+    _finish(
+        c, e + batch * m * n, row_scale, column_scale, d + batch * d_batch, correction, residual + batch * m * n,
+        alpha, beta, ms, ns, n, d_row, (ms < m) & (ns < n), ROW, COLUMN, D, CORRECTED, RESIDUAL, CODE,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["m"])
+def gated(  # type: ignore[no-untyped-def]
+    a, b, e, row_scale, column_scale, bias, m, n, k, a_row, b_row, BIAS: tl.constexpr, CODE: tl.constexpr,
+    TMA: tl.constexpr, EVEN: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """E[m, n] = activation(A gate^T) * (A up^T), each rounded as by itself; B[2 n, k] is gate, then up."""
+    first_m, first_n = _place(m, n, TILE_M, TILE_N, GROUP)
+    ms, ns, ks = first_m + tl.arange(0, TILE_M), first_n + tl.arange(0, TILE_N), tl.arange(0, TILE_K)
+    if not TMA:
+        a_tile = a + tl.minimum(ms, m - 1).to(tl.int64)[:, None] * a_row + ks[None, :]
+        b_tile = b + tl.minimum(ns, n - 1).to(tl.int64)[None, :] * b_row + ks[:, None]
+        u_tile = b_tile + n * b_row.to(tl.int64)
+    gate = tl.zeros([TILE_M, TILE_N], tl.int32)
+    up = tl.zeros([TILE_M, TILE_N], tl.int32)
+    for at in tl.range(0, k, TILE_K):
+        if TMA:
+            x = a.load([first_m, at])
+            gate = tl.dot(x, b.load([first_n, at]).T, gate, out_dtype=tl.int32)
+            up = tl.dot(x, b.load([n + first_n, at]).T, up, out_dtype=tl.int32)
+        else:
+            x = _some(a_tile, at + ks, k, EVEN, True)
+            gate = tl.dot(x, _some(b_tile, at + ks, k, EVEN, False), gate, out_dtype=tl.int32)
+            up = tl.dot(x, _some(u_tile, at + ks, k, EVEN, False), up, out_dtype=tl.int32)
+            a_tile += TILE_K
+            b_tile += TILE_K
+            u_tile += TILE_K
+    held = tl.minimum(ns, n - 1)
+    dtype: tl.constexpr = e.dtype.element_ty
+    rows = tl.load(row_scale + tl.minimum(ms, m - 1))[:, None]
+    opened = gate.to(tl.float32) * (rows * tl.load(column_scale + held)[None, :])
+    other = up.to(tl.float32) * (rows * tl.load(column_scale + n + held)[None, :])
+    if BIAS:
+        opened += tl.load(bias + held).to(tl.float32)[None, :]
+        other += tl.load(bias + n + held).to(tl.float32)[None, :]
+    opened = _activated(opened.to(dtype).to(tl.float32), CODE).to(dtype).to(tl.float32)
+    value = opened * other.to(dtype).to(tl.float32)
+    at = ms.to(tl.int64)[:, None] * n + ns[None, :]
+    tl.store(e + at, value.to(dtype), mask=(ms < m)[:, None] & (ns < n)[None, :])
+
+
+@triton.jit(do_not_specialize=["m"])
+def stream(  # type: ignore[no-untyped-def]
+    a, b, e, parts, row_scale, column_scale, d, correction, residual, alpha, beta, m, n, k, a_row, b_row, d_row, run,
+    ROW: tl.constexpr, COLUMN: tl.constexpr, D: tl.constexpr, CORRECTED: tl.constexpr, RESIDUAL: tl.constexpr,
+    CODE: tl.constexpr, EVEN: tl.constexpr, CUT: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
+):  # fmt: skip
+    split = tl.program_id(1)
+    ms, ks = tl.arange(0, TILE_M), tl.arange(0, TILE_K)
+    ns = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)
+    a_tile = a + tl.minimum(ms, m - 1)[None, :] * a_row + ks[:, None]
+    b_tile = b + tl.minimum(ns, n - 1).to(tl.int64)[:, None] * b_row + ks[None, :]
+    c = tl.zeros([TILE_N, TILE_M], tl.int32)
+    for at in tl.range(split * run, tl.minimum((split + 1) * run, k), TILE_K):
+        columns = at + ks
+        c = tl.dot(
+            _some(b_tile + at, columns, k, EVEN, True),
+            _some(a_tile + at, columns, k, EVEN, False),
+            c,
+            out_dtype=tl.int32,
+        )
+    ms, ns = ms[None, :], ns[:, None]
+    inside = (ms < m) & (ns < n)
+    if CUT:
+        tl.store(parts + split.to(tl.int64) * m * n + ms * n + ns, c, mask=inside)
+    else:
+        _finish(
+            c, e, row_scale, column_scale, d, correction, residual, alpha, beta, ms, ns, n, d_row, inside,
+            ROW, COLUMN, D, CORRECTED, RESIDUAL, CODE,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["m", "splits"])
+def add_up(  # type: ignore[no-untyped-def]
+    parts, e, row_scale, column_scale, d, correction, residual, alpha, beta, m, n, d_row, splits,
+    ROW: tl.constexpr, COLUMN: tl.constexpr, D: tl.constexpr, CORRECTED: tl.constexpr, RESIDUAL: tl.constexpr,
+    CODE: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    ns = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
+    inside = ns < n
+    c = tl.zeros([SIZE], tl.int32)
+    place = parts + row.to(tl.int64) * n + ns
+    for _ in tl.range(splits):
+        c += tl.load(place, mask=inside, other=0)
+        place += m * n
+    _finish(
+        c, e, row_scale, column_scale, d, correction, residual, alpha, beta, row + tl.zeros_like(ns), ns, n, d_row,
+        inside, ROW, COLUMN, D, CORRECTED, RESIDUAL, CODE,
+    )  # fmt: skip
