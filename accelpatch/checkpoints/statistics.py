@@ -1,4 +1,4 @@
-"""Calibration statistics on disk: one safetensors file, PATH.absmax, PATH.percentile and PATH.mean_square of each site.
+"""Calibration statistics on disk: a safetensors file, PATH.absmax, .percentile, .mean_square and .rows of each site.
 
 Its header says: accelpatch_statistics: JSON {version, fingerprint, tokens}.
 """
@@ -17,11 +17,12 @@ from accelpatch.errors import KernelError, LoadError, SaveError
 from accelpatch.quant.calibration import FIGURES, ChannelStatistics, Statistics
 
 KEY, VERSION = "accelpatch_statistics", 1
+PARTS = (*FIGURES, "rows")
 
 
 def save(statistics: Statistics, file: Path) -> None:
     """Write the file by one atomic rename. Raises SaveError where it cannot be written."""
-    tensors = {f"{path}.{name}": getattr(one, name) for path, one in statistics.sites.items() for name in FIGURES}
+    tensors = {f"{path}.{name}": getattr(one, name) for path, one in statistics.sites.items() for name in PARTS}
     facts = {"version": VERSION, "fingerprint": statistics.fingerprint, "tokens": statistics.tokens}
     beside = file.with_name(f".{file.name}.writing")
     try:
@@ -44,7 +45,7 @@ def load(file: Path) -> Statistics:
     sites: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         path, _, figure = name.rpartition(".")
-        if figure not in FIGURES:
+        if figure not in PARTS:
             raise LoadError(f"{file}: {name} is no statistic: calibrate again")
         sites.setdefault(path, {})[figure] = tensor
     try:

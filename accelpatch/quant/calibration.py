@@ -3,14 +3,15 @@
     absmax[c]        max |x[c]|                  of all tokens
     percentile[c]    99.9% of |x[c]|             the mean of the batches', weighted by their tokens
     mean_square[c]   mean x[c]^2
+    rows[r, c]       some tokens' inputs, evenly spread, on which a search measures errors
 
-Nothing of an input is kept but these.
+Nothing else of an input is kept.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -19,20 +20,24 @@ from accelpatch.errors import KernelError
 
 PERCENTILE = 0.999
 FIGURES = ("absmax", "percentile", "mean_square")
+ROWS = 32  # tokens whose inputs are kept
 
 
 @dataclass(frozen=True, eq=False)
 class ChannelStatistics:
-    """Figures of an input x[tokens, K]: each float32 [K], on the CPU."""
+    """Figures of an input x[tokens, K]: each float32 [K], and rows[R, K] bfloat16, on the CPU."""
 
     absmax: Tensor
     percentile: Tensor
     mean_square: Tensor
+    rows: Tensor
 
     def __post_init__(self) -> None:
         shapes = {name: (getattr(self, name).dtype, tuple(getattr(self, name).shape)) for name in FIGURES}
         if len(set(shapes.values())) > 1 or self.absmax.dim() != 1 or self.absmax.dtype != torch.float32:
             raise KernelError(f"the statistics of an input are float32 [K] each, not {shapes}: calibrate again")
+        if self.rows.dtype != torch.bfloat16 or self.rows.shape[1:] != self.absmax.shape:
+            raise KernelError(f"rows of an input are bfloat16 [R, K], not {self.rows.dtype} {list(self.rows.shape)}")
         for name in FIGURES:
             values = getattr(self, name)
             if not bool((values.isfinite() & (values >= 0)).all()):
@@ -66,6 +71,7 @@ class _Sums:
     percentile: Tensor  # times tokens, as the next
     squares: Tensor
     tokens: int = 0
+    rows: list[Tensor] = field(default_factory=list)  # of each batch
 
 
 @dataclass(eq=False)
@@ -81,12 +87,13 @@ class Collector:
             return
         if self._latest is None or self._latest[0] is not x or self._latest[1] != x._version:
             self._latest = (x, x._version, _figures(x))
-        most, percentile, squares = self._latest[2]
+        most, percentile, squares, some = self._latest[2]
         tokens = x.numel() // x.shape[-1]
         sums = self._sums.setdefault(path, _Sums(most.clone(), torch.zeros_like(most), torch.zeros_like(most)))
         torch.maximum(sums.absmax, most, out=sums.absmax)  # NaN stays
         sums.percentile.add_(percentile, alpha=tokens)
         sums.squares.add_(squares)
+        sums.rows.append(some)
         sums.tokens += tokens
 
     def finish(self) -> dict[str, ChannelStatistics]:
@@ -101,15 +108,19 @@ class Collector:
                     f"{path}: channel {channel} of its input is NaN or infinite while calibrating: "
                     "check the model in this dtype, or load it in bfloat16 or float32"
                 )
-            found[path] = ChannelStatistics(*(one.float().cpu() for one in figures))
+            absmax, percentile, mean_square = (one.float().cpu() for one in figures)
+            found[path] = ChannelStatistics(absmax, percentile, mean_square, _spread(torch.cat(sums.rows)).cpu())
         return found
 
 
-def _figures(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _spread(rows: Tensor) -> Tensor:
+    """At most ROWS of the rows, evenly spread."""
+    return rows if len(rows) <= ROWS else rows[torch.arange(ROWS) * len(rows) // ROWS]
+
+
+def _figures(x: Tensor) -> tuple[Tensor, ...]:
     rows = x.detach().reshape(-1, x.shape[-1]).float()
     size = rows.abs()
     place = max(1, round(PERCENTILE * len(rows)))
-    return size.amax(0), size.kthvalue(place, dim=0).values, rows.square().sum(0)
-
-
-assert tuple(one.name for one in fields(ChannelStatistics)) == FIGURES
+    some = _spread(rows).to(torch.bfloat16)
+    return size.amax(0), size.kthvalue(place, dim=0).values, rows.square().sum(0), some

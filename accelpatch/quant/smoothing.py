@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from accelpatch.errors import KernelError
+from accelpatch.kernels.ops import quantize_rows
 from accelpatch.quant import int8
 from accelpatch.quant.calibration import ChannelStatistics
 
@@ -130,36 +131,20 @@ def searched(
     channels: Channels, inputs: Sequence[ChannelStatistics], weights: Sequence[Tensor], figures: tuple[Tensor, Tensor]
 ) -> Tensor:
     """The factors of the alpha with the least error of the group's outputs; figures: as of `factors`."""
-    tried = [factors(*figures, alpha) for alpha in SEARCHED]
-    tried.append(torch.ones_like(tried[0]))
+    tried = [torch.ones_like(figures[0]), *(factors(*figures, alpha) for alpha in SEARCHED)]
+    pairs = list(zip(inputs, weights, strict=True))
     errors = [
-        sum(
-            output_error(one, weight, channels.to_input(s, weight.shape[1]))
-            for one, weight in zip(inputs, weights, strict=True)
-        )
-        for s in tried
+        sum(output_error(one, weight, channels.to_input(s, weight.shape[1])) for one, weight in pairs) for s in tried
     ]
-    return tried[min(range(len(tried)), key=lambda at: float(errors[at]))]
+    return tried[min(range(len(tried)), key=errors.__getitem__)]
 
 
 def output_error(inputs: ChannelStatistics, weight: Tensor, s: Tensor) -> float:
-    """Mean squared error of a linear layer's outputs in int8, from its statistics alone: roundings are independent.
-
-    A token's scale is taken as that of the percentile's largest channel; a weight's rounding is its own.
-    """
-    s = s.to(weight.device)
-    smoothed = weight.float() * s
-    step = float((inputs.percentile.to(s.device) / s).max()) / LEVELS
-    power = (inputs.mean_square.to(s.device) / s.square()).float()
-    held = int8.dequantize(int8.quantize(smoothed))
-    of_inputs = step**2 / 12 * smoothed.square().sum()
-    of_weights = ((held - smoothed).square() * power).sum()
-    return float(of_inputs + of_weights) / weight.shape[0]
-
-
-def with_factors(found: SiteStatistics, s: Tensor) -> SiteStatistics:
-    """These statistics with factors of the input."""
-    return replace(found, factors=s)
+    """Squared error of a linear layer's outputs in int8 on the rows that calibration kept, with a scale a token."""
+    s, rows, weight = s.to(weight.device), inputs.rows.to(weight.device, torch.float32), weight.float()
+    q, scale = quantize_rows.reference(rows / s)
+    made = (q.float() * scale) @ int8.dequantize(int8.quantize(weight * s)).t()
+    return float((made - rows @ weight.t()).square().sum())
 
 
 def with_divisors(found: SiteStatistics, rows: Tensor, s: Tensor, n: int) -> SiteStatistics:
