@@ -32,6 +32,7 @@ KERNELS = (
     "gemv_int4_32",
     "gemv_int4_64",
     "gemv_fp8",
+    "gemv_w8a8",
     "gemv_compact",
     "int4_gemm",
     "decode_attention",
@@ -47,7 +48,7 @@ MEANT = {
     ("gfx950", "Bf16"): r"v_mfma_f32_16x16x16_bf16",
     ("gfx950", "F16"): r"v_mfma_f32_16x16x16_f16",
 }
-# int8 and int4 weights multiply as bytes.
+# int8 and int4 weights multiply as bytes, and so do int8 activations.
 MEANT_INTEGER = {
     "gfx90a": r"v_mfma_i32_16x16x16i8",
     "gfx942": r"v_mfma_i32_16x16x32_i8",
@@ -139,7 +140,7 @@ def faults(arch: str, taken: Resources, code: str) -> list[str]:
     meant = MEANT[arch, "F16" if "3F16" in taken.kernel else "Bf16"]
     if "attention_kernel" in taken.kernel or "int4_gemm" in taken.kernel:
         meant = meant.replace("v_fma_mix_f32", "v_mfma_f32_16x16x16f16")
-    if re.search(r"Int[48]I", taken.kernel):
+    if re.search(r"Int[48]I|W8A8", taken.kernel):
         meant = MEANT_INTEGER[arch]
     wide = r"global_load_dwordx2" if "Int8ILi2" in taken.kernel else r"global_load_dwordx4"
     if not any(re.search(meant, loop) and re.search(wide, loop) for loop in streaming_loops(code)):

@@ -212,3 +212,16 @@ class Library:
         extra = [] if p.format.argument is None else [p.format.argument]
         stream = torch.cuda.current_stream().cuda_stream
         binding.check(self.entries[held](ctypes.byref(args), half, *extra, stream), name)
+
+
+class Emulated(Library):
+    """The products of one form, compiled for the CPU by the SIMT emulator, on tensors of the CPU."""
+
+    def __init__(self, held: ctypes.CDLL) -> None:
+        super().__init__(Path())
+        self.held = held
+
+    def _launch(self, p: Packed, args: binding.GemvArgs, half: int) -> None:
+        name = f"accelpatch_{p.format.library}"
+        extra = [] if p.format.argument is None else [p.format.argument]
+        binding.check(binding.declared(self.held, name)(ctypes.byref(args), half, *extra, None), name)

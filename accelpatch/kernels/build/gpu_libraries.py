@@ -37,6 +37,7 @@ FUNCTIONS: Mapping[str, Function] = {
     "gemv_int4_64": Function(("gemv_int4_64.hip",), OFFSETS),
     "int4_gemm": Function(("int4_gemm.hip",)),
     "gemv_fp8": Function(("gemv_fp8.hip",), {"e4m3fn": 0, "e4m3fnuz": 1}),
+    "gemv_w8a8": Function(("gemv_w8a8.hip",)),
     "gemv_compact": Function(("gemv_compact.hip",), dtypes=()),
     "read_limit": Function(("read_limit.hip",), dtypes=()),
 }

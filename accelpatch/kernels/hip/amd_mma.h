@@ -104,6 +104,23 @@ template <bool> struct IntegerMma : Cells<false> {
     DEVICE float value(int i) const { return float(high[i] * 256 + low[i]); }
 };
 
+struct ByteMma : Cells<false> {
+    int sum[4], other[4];
+    DEVICE void zero() {
+        for (int i = 0; i < 4; ++i) sum[i] = other[i] = 0;
+    }
+    DEVICE void finish() {
+        for (int i = 0; i < 4; ++i) sum[i] += other[i];
+    }
+    static DEVICE int place(int tokens, int token_stride) {
+        return min(lane_id() & 7, tokens - 1) * token_stride + fragment_quarter() * 16;
+    }
+    DEVICE void add(const Words4 (&w)[ROWS_PER_LANE], const Words4& x) {
+        multiply_bytes(sum, w[0].x, w[0].y, x.x, x.y);
+        multiply_bytes(other, w[0].z, w[0].w, x.z, x.w);
+    }
+};
+
 constexpr int MATRIX_TOKENS = 16, MOST_TOKENS = 16;
 DEVICE int matrix_column() { return lane_id() & 15; }
 constexpr int MATRIX_ROWS = 4;

@@ -44,7 +44,7 @@ _FLAGS = (
 )
 
 # entries without a format argument
-_FORMLESS = ("accelpatch_gemv", "accelpatch_gemv_compact", "accelpatch_unpack_compact")
+_FORMLESS = ("accelpatch_gemv", "accelpatch_gemv_w8a8", "accelpatch_gemv_compact", "accelpatch_unpack_compact")
 NORM = {"none": 0, "rms": 1, "rms_plus_one": 2, "layer": 3}
 ACTIVATION = {"none": 0, "silu_gate": 1, "relu": 2, "gelu": 3, "gelu_tanh": 4, "silu": 5}
 OFFSET = {"none": 0, "zero_point": 1, "minimum": 2}

@@ -2,7 +2,8 @@
 //
 // A step is KSTEP values of K: PARTS products of 32. Float formats multiply 16-bit floats; activations lie in shared
 // memory in chunks of 8 (stage.h), and chunk(p, quarter) says which chunk of a step the words of part p belong to.
-// Integer formats multiply signed bytes by 16-bit integers; activations lie in slots of 16 (limbs.h).
+// Integer formats multiply signed bytes by 16-bit integers; activations lie in slots of 16 (limbs.h). W8A8 multiplies
+// signed bytes by signed bytes.
 #pragma once
 #include "gemv.h"
 #include "portability.h"
@@ -88,6 +89,13 @@ template <int GROUPS_> struct Int8 {
         return static_cast<float>(reinterpret_cast<const int8_t*>(row)[k]) * scale;
     }
 };
+
+// int8 weights, row-major, one scale a row, for activations that are int8 too (int8_stage.h).
+struct W8A8 : Int8<0> {
+    static constexpr int TOKEN_PAD = 64;
+};
+template <class F> constexpr bool INT8_ACTIVATIONS = false;
+template <> constexpr bool INT8_ACTIVATIONS<W8A8> = true;
 
 // int4 weights in tiles of 16 rows by 128 values: 16 bytes for (row r, quarter t) at (4 r + t) * 16; word p holds
 // values 32 p + 8 t + e, value e = 2 i in nibble i, e = 2 i + 1 in nibble i + 4. Scales: [tile][step][r % 8][GROUPS][r

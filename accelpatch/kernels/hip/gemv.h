@@ -18,8 +18,9 @@ enum Offset : int32_t { OFFSET_NONE = 0, OFFSET_ZERO_POINT = 1, OFFSET_MINIMUM =
 // of w's rows are gates, the second half ups, and y has N / 2 columns (tiled formats: interleave the rows).
 struct GemvArgs {
     const void* w;
-    const void* scale;   // float[N]; grouped formats: 16-bit, packed in tiles; compact: float[tiles][16]
-    const void* offset;  // as the packed scale, or null; compact: outliers, see gemv_kernel.h
+    const void* scale;  // float[N]; grouped formats: 16-bit, packed in tiles; compact: float[tiles][16]
+    // As the packed scale, or null; compact: outliers, see gemv_output.h; w8a8: float, the static scale of x, or null.
+    const void* offset;
     const void* x;
     const void* norm_weight;  // [K] or null for ones
     const void* norm_bias;    // [K], NORM_LAYER
@@ -53,7 +54,8 @@ struct GemvPlan {
     int32_t tile_hop, row_hop;      // from a warp's tile to its next
     int64_t weight_hop, scale_hop;  // in bytes
     int32_t partial_buffers;
-    int32_t token_stride;                                                                                    // bytes
+    int32_t token_stride;  // bytes
+    // block_exponents_at: of int8 activations, their scales, see int8_stage.h
     int32_t block_exponents_at, sums_at, moments_at, partial_at, parked_at, mbarriers_at, stages_at, bytes;  // bytes
     int32_t w_aligned, x_aligned;
     int32_t y_pairs;  // columns of y, and of a residual, come in aligned pairs

@@ -1,4 +1,4 @@
-// The one kernel behind gemv, gemv_int8, gemv_int4 and gemv_fp8.
+// The one kernel behind gemv, gemv_int8, gemv_int4, gemv_fp8 and gemv_w8a8.
 //
 // A block's eight warps take one or two tiles of 16 rows at a time; the warps of a tile share its K, stage by stage,
 // and add up through shared memory in a fixed order. Nothing but the number of columns stored depends on M, so a row's
@@ -63,6 +63,12 @@ DEVICE void stage_next(const GemvArgs& a, const GemvPlan& plan, STAGER& stager, 
     begun = true;
 }
 
+// Of int8 activations, for the output.
+template <class F, class STAGER> DEVICE float token_scale(const STAGER& stager, int token) {
+    if constexpr (INT8_ACTIVATIONS<F>) return stager.scales()[token];
+    else return 1.f;
+}
+
 // NARROW: up to NARROW_TOKENS tokens. DEPTH: of the multi-stage buffer. WK warps share a tile, WN tiles are under way.
 //
 // A tile's sums are added up by one of its warps, another one each round, while the others go on; a warp waits for all
@@ -116,8 +122,8 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_RESIDENT) gemv_kernel(const Ge
         }
         total.finish();
         const int buffer = round & (plan.partial_buffers - 1);
-        float* partial =
-            reinterpret_cast<float*>(shared + plan.partial_at) + (buffer * WN + wn) * int(a.m) * WK * PARTIAL_STRIDE;
+        auto* partial = reinterpret_cast<typename Sums::Value*>(shared + plan.partial_at) +
+                        (buffer * WN + wn) * int(a.m) * WK * PARTIAL_STRIDE;
 #pragma unroll
         for (int i = 0; i < Sums::COUNT; ++i)
             if (Sums::owns(i) && Sums::token(i) < int(a.m))
@@ -129,8 +135,8 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_RESIDENT) gemv_kernel(const Ge
         }
         group_sync(name, WK * WARP_SIZE);
         if (output.column >= 0) {
-            float first = 0.f, second = 0.f;
-            const float* mine = partial + (seat >> 4) * WK * PARTIAL_STRIDE + (seat & 15);
+            typename Sums::Value first = 0, second = 0;
+            const auto* mine = partial + (seat >> 4) * WK * PARTIAL_STRIDE + (seat & 15);
             const bool gate = a.activation == ACT_SILU_GATE;
 #pragma unroll
             for (int w = 0; w < 4; ++w) first += mine[w * PARTIAL_STRIDE];
@@ -156,7 +162,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_RESIDENT) gemv_kernel(const Ge
                     }
                 }
             }
-            output.template store<COMMON>(a, first, second);
+            output.template store<COMMON>(a, first, second, token_scale<F>(stager, seat >> 4));
         }
         if (tile < plan.signalled && tile + plan.tile_hop >= plan.signalled)
             signal_round<NARROW>(a, wk, name, WK * WARP_SIZE, round);

@@ -43,9 +43,12 @@ template <class F, class T> struct Output {
     DEVICE void load_residual(const GemvArgs& a) {
         if (a.residual && column >= 0) residual = bits(a.residual, token * a.residual_stride + column);
     }
-    template <bool COMMON> DEVICE void store(const GemvArgs& a, float first, float second) const {
-        const auto finished = [&](float sum, int i) ALWAYS_INLINE {
-            return sum * scale[i] + (COMPACT<F> ? beside[i] + T::up(bias[i]) : T::up(bias[i]));
+    // token_scale: of int8 activations.
+    template <bool COMMON, class V>
+    DEVICE void store(const GemvArgs& a, V first, V second, float token_scale = 1.f) const {
+        const auto finished = [&](V sum, int i) ALWAYS_INLINE {
+            if constexpr (INT8_ACTIVATIONS<F>) return fmaf(token_scale * scale[i], float(sum), T::up(bias[i]));
+            else return sum * scale[i] + (COMPACT<F> ? beside[i] + T::up(bias[i]) : T::up(bias[i]));
         };
         float v = finished(first, 0);
         if (a.activation == ACT_SILU_GATE) v = silu(v) * finished(second, 1);

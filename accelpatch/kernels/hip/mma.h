@@ -1,5 +1,6 @@
 // A warp's sums of one tile: 16 rows by 8 tokens (or 4), step after step of K.
 #pragma once
+#include "int8_stage.h"
 #include "limb_stage.h"
 #include "stage.h"
 
@@ -19,6 +20,7 @@ DEVICE float activate(float v, int kind) {
 
 template <class F, class T> struct FloatSums : FloatMma<T> {
     using Mma = FloatMma<T>;
+    using Value = float;  // of a sum
     template <bool COMMON> using Stager = FloatStager<F, T, COMMON>;
     // Where a lane's activations lie.
     struct Place {
@@ -49,6 +51,7 @@ template <class F, class T> struct FloatSums : FloatMma<T> {
 
 template <class F, class T, bool NARROW> struct IntegerSums : Cells<NARROW> {
     using Mma = IntegerMma<NARROW>;
+    using Value = float;
     template <bool COMMON> using Stager = LimbStager<F, T, NARROW, false, COMMON>;
     using Cell = Cells<NARROW>;
     static constexpr int HALVES = F::PARTS / 2;  // of a lane's bytes of a row and step, in slots
@@ -123,10 +126,29 @@ private:
     }
 };
 
+// Of int8 activations the sums are integers over all of K; scales come with the output.
+template <class F, class T> struct ByteSums : ByteMma {
+    using Value = int;
+    template <bool COMMON> using Stager = Int8Stager<F, T, WholeRows, COMMON>;
+    struct Place {
+        const char* x;
+        DEVICE Place(const GemvArgs& a, const GemvPlan& plan, const char* shared)
+            : x(shared + ByteMma::place(int(a.m), plan.token_stride)) {}
+    };
+    template <bool> DEVICE void multiply_stage(const Slot<F> (&now)[PAIR<F>], const Place& place, int step) {
+#pragma unroll
+        for (int u = 0; u < PAIR<F>; ++u)
+            ByteMma::add(now[u].w, *reinterpret_cast<const Words4*>(place.x + (step + u) * F::KSTEP));
+    }
+};
+
 template <class F, class T, bool NARROW, bool INTEGER = F::INTEGER> struct SumsOf {
     using Type = IntegerSums<F, T, NARROW>;
 };
 template <class F, class T, bool NARROW> struct SumsOf<F, T, NARROW, false> {
     using Type = FloatSums<F, T>;
+};
+template <class T, bool NARROW> struct SumsOf<W8A8, T, NARROW, true> {
+    using Type = ByteSums<W8A8, T>;
 };
 template <class F, class T, bool NARROW> using SumsFor = typename SumsOf<F, T, NARROW>::Type;

@@ -89,6 +89,24 @@ template <bool NARROW> struct IntegerMma : Cells<NARROW> {
     }
 };
 
+// Signed bytes of weights times those of 8 tokens, 16 of a lane's row with 16 of a token: exact.
+struct ByteMma : Cells<false> {
+    int sum[4], other[4];  // two chains
+    DEVICE void zero() {
+        for (int i = 0; i < 4; ++i) sum[i] = other[i] = 0;
+    }
+    DEVICE void finish() {
+        for (int i = 0; i < 4; ++i) sum[i] += other[i];
+    }
+    static DEVICE int place(int tokens, int token_stride) {
+        return min(lane_id() >> 2, tokens - 1) * token_stride + fragment_quarter() * 16;
+    }
+    DEVICE void add(const Words4 (&w)[ROWS_PER_LANE], const Words4& x) {
+        multiply_bytes(sum, w[0].x, w[1].x, w[0].y, w[1].y, x.x, x.y, true);
+        multiply_bytes(other, w[0].z, w[1].z, w[0].w, w[1].w, x.z, x.w, true);
+    }
+};
+
 // 16-bit floats for many tokens, MATRIX_TOKENS at a time: the token whose values a lane gives, the cells of its sums,
 // and eight values of K of each of its rows, as pairs, times eight of a token.
 constexpr int MATRIX_TOKENS = 8, MOST_TOKENS = 32;  // MOST: of a block

@@ -65,6 +65,11 @@ class CompactTiles(NamedTuple):
         return True
 
     @property
+    def whole_rows(self) -> bool:
+        """A launch may begin with the first columns of x."""
+        return False
+
+    @property
     def format(self) -> tuple[Any, ...]:
         """Weights of one format can be concatenated."""
         return CompactTiles, self.k

@@ -32,6 +32,7 @@ class Pack:
 
     part: ClassVar[str] = "all"
     tiled: ClassVar[bool] = False
+    whole_rows: ClassVar[bool] = False
     data: Tensor
     kind: int
     n: int

@@ -60,6 +60,11 @@ class Tiles(NamedTuple):
         return True
 
     @property
+    def whole_rows(self) -> bool:
+        """A launch may begin with the first columns of x."""
+        return False
+
+    @property
     def format(self) -> tuple[Any, ...]:
         """Weights of one format can be concatenated."""
         return Tiles, self.k, self.group, self.kind, self.scale.dtype

@@ -25,7 +25,8 @@ class WeightArguments:
     function: one of build.gpu_libraries. form: its format argument, None where it takes none. scale, offset: float32
     per row; or 16-bit tiles (tiling.py), one per 2 ** group_shift K steps; or scale and outliers of compact_tiles.py,
     4 * group_shift outliers per row. prefetchable: False if the tensors are copies made for this launch. variant: of
-    the function's libraries, the one for this format.
+    the function's libraries, the one for this format. offset of gemv_w8a8: the static scale of
+    x, float32[1], or None where each row has its own.
     """
 
     function: str
@@ -59,6 +60,10 @@ class Layout(Protocol):
 
     @property
     def tiled(self) -> bool: ...
+
+    @property
+    def whole_rows(self) -> bool:
+        """Whether a launch needs all of a row of x before it starts, as int8 activations do for their scale."""
 
     @property
     def format(self) -> tuple[Any, ...]:

@@ -29,6 +29,7 @@ class RowMajor:
 
     part: ClassVar[str] = "all"
     tiled: ClassVar[bool] = False
+    whole_rows: ClassVar[bool] = False
     w: Tensor
 
     @classmethod

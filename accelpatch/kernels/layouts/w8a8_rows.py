@@ -19,6 +19,7 @@ class W8A8Rows:
 
     part: ClassVar[str] = "all"
     tiled: ClassVar[bool] = False
+    whole_rows: ClassVar[bool] = True
     w: Tensor
     scale: Tensor
     input_scale: Tensor | None = None
@@ -81,4 +82,6 @@ class W8A8Rows:
     def launch(self) -> WeightArguments:
         """The arguments of a launch of gemv_w8a8."""
         w, scale = self.w.contiguous(), self.scale.to(torch.float32).contiguous()
-        return WeightArguments("gemv_w8a8", self.n, self.k, w, None, scale, self.input_scale, prefetchable=w is self.w)
+        given = None if self.input_scale is None else self.input_scale.to(torch.float32)
+        prefetchable = w is self.w and scale is self.scale and given is self.input_scale
+        return WeightArguments("gemv_w8a8", self.n, self.k, w, None, scale, given, prefetchable=prefetchable)

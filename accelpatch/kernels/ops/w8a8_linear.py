@@ -13,10 +13,13 @@ from torch import Tensor
 from accelpatch.device import Device
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.dispatch import require
+from accelpatch.kernels.hip import binding
+from accelpatch.kernels.layouts.w8a8_rows import W8A8Rows
 from accelpatch.kernels.operation import operation
 from accelpatch.kernels.ops import gemm_w8a8, linear
 from accelpatch.kernels.ops import quantize_rows as rows
 from accelpatch.kernels.spec import Case, Implementation, Kernel, Spec
+from accelpatch.kernels.triton import launch
 
 OP = "w8a8_linear"
 NATIVE = "cpu"
@@ -65,6 +68,24 @@ def by_operations(
     return y.view(*x.shape[:-1], q.shape[0])
 
 
+def why_not(spec: Spec, device: Device) -> str | None:
+    """Why `by_hip` cannot run a spec; None where it can. For 9 to 64 rows it serves where Triton cannot."""
+    most = binding.MAX_ROWS if launch.why_not(device, spec.dtype) else binding.MAX_GEMV_ROWS
+    return binding.why_not(spec, device, "gemv_w8a8") or linear.too_many_rows(spec, most)
+
+
+def libraries(spec: Spec, device: Device) -> tuple[str, ...]:
+    """The device libraries of such a weight on a device."""
+    return (binding.library_name("gemv_w8a8", spec.dtype),)
+
+
+def by_hip(
+    x: Tensor, q: Tensor, scale: Tensor, input_scale: Tensor | None = None, bias: Tensor | None = None
+) -> Tensor:
+    """The implementation `hip`: reads the weight once per 8 rows of x, which it quantises inside."""
+    return binding.launch(W8A8Rows(q, scale, input_scale).launch(), x, bias=bias)
+
+
 @operation(OP)
 def w8a8_linear(
     x: Tensor, q: Tensor, scale: Tensor, input_scale: Tensor | None = None, bias: Tensor | None = None
@@ -98,5 +119,8 @@ def cases() -> list[Case]:
     return [case(m, n, k, bias, at % 2 == 1) for at, (m, n, k, _, bias) in enumerate(linear.SIZES)]
 
 
-IMPLEMENTATIONS = {"operations": Implementation(by_operations, dispatch.anywhere)}
+IMPLEMENTATIONS = {
+    "hip": Implementation(by_hip, why_not),
+    "operations": Implementation(by_operations, dispatch.anywhere),
+}
 KERNELS = {OP: Kernel(w8a8_linear, reference, spec, IMPLEMENTATIONS, cases, composed=True)}

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from accelpatch.kernels.hip import binding
 from tests.kernels.hip.simt_emulator import COMPILER, compiled
 from tests.support.gemv_checks import check_signals, check_small, run
 from tests.support.gemv_reference import wrong
-from tests.support.hip_gemv import FORMATS, Library, Packed, pack
+from tests.support.hip_gemv import FORMATS, Emulated, pack
 from tests.support.interpreted import DEVICE
 from tests.support.rows_checks import ROWS_FORMATS, check_rows
 
@@ -35,19 +34,6 @@ CASES = [(name, torch.bfloat16) for name in FORMATS]
 CASES += [(name, torch.float16) for name in ("plain", "fp8", "int8", "int4_g128_minimum")]
 # their group sizes and offsets are those of others too; NVIDIA's form runs them all
 SHOWN_BY_OTHERS = ("int8_g32", "int8_g128", "int4_g128", "int4_g64", "int4_g32_minimum", "int4_row_zero")
-
-
-class Emulated(Library):
-    """The products of one form, on tensors of the CPU."""
-
-    def __init__(self, held: ctypes.CDLL) -> None:
-        super().__init__(Path())
-        self.held = held
-
-    def _launch(self, p: Packed, args: binding.GemvArgs, half: int) -> None:
-        name = f"accelpatch_{p.format.library}"
-        extra = [] if p.format.argument is None else [p.format.argument]
-        binding.check(binding.declared(self.held, name)(ctypes.byref(args), half, *extra, None), name)
 
 
 @pytest.fixture(scope="module")

@@ -212,7 +212,7 @@ class Halved(NamedTuple):
     k = property(lambda self: self.w.shape[1])
     nbytes = property(lambda self: self.w.nbytes)
     format = property(lambda self: (Halved, self.k, self.w.dtype))
-    part, tiled = "all", False
+    part, tiled, whole_rows = "all", False, False
 
     def arguments(self) -> tuple[Any, ...]:
         return (self.w,)

@@ -1,0 +1,297 @@
+// Activations on their way into shared memory as int8, with one scale a token: from its largest magnitude over all of K
+// behind the norm, or the one that is given.
+//
+//     dynamic   scale = most / 127;         q = rint(x * (127 / most)); below 2^-119 zeros and scale 0
+//     static    scale = the given one;      q = rint(x * (1 / scale)), saturated at -127 and 127
+//
+// A token with NaN or infinity has scale NaN. A slot is 16 values of K, 16 bytes. What a lane has of the activations
+// waits in registers for the norm's factor and for the largest magnitude; where that is too much, it is read again.
+#pragma once
+#include "norm.h"
+
+// Of eight tokens their scales, and of each the largest magnitudes of runs of 32 threads.
+constexpr int INT8_SCALE_BYTES = 8 * (1 + THREADS / 32) * 4;
+
+// A block that stages all tokens' rows itself: which slots a thread converts, and how the threads exchange what they
+// have found. Part, of cluster_stage.h, is that of a block in a cluster.
+struct WholeRows {
+    static constexpr bool CLUSTERED = false;
+    static constexpr int LAP = THREADS, TOKENS = 1;  // slots side by side; from one of a thread's tokens to the next
+    static constexpr int MAXIMA = THREADS / 32;      // partial maxima of a token
+    const int mine = threadIdx.x, token = 0;
+    DEVICE int slots(const GemvPlan& plan) const { return (plan.steps + 1) / 2 * 8; }  // of a row, in whole stages
+    DEVICE int global_piece(int slot) const { return slot; }
+    DEVICE void leave(float* moments, int of_token, float partial) const {
+        const float sum = run_sum(partial, 32);
+        if (threadIdx.x % 32 == 0) moments[of_token * MAXIMA + threadIdx.x / 32] = sum;
+    }
+    DEVICE void collect(int) const { __syncthreads(); }
+    DEVICE void leave_most(uint32_t* maxima, int of_token, uint32_t most) const {
+        if (threadIdx.x % 32 == 0) maxima[of_token * MAXIMA + threadIdx.x / 32] = most;
+    }
+    DEVICE void collect_most(int) const { __syncthreads(); }
+};
+
+template <class F, class T, class PART, bool COMMON> struct Int8Stager : Norms<T, PART::CLUSTERED, COMMON> {
+    using Base = Norms<T, PART::CLUSTERED, COMMON>;
+    using Base::a, Base::plan, Base::row;
+    static constexpr bool BOUNDED = false;
+    static constexpr int MOST_HELD = 4, AT_ONCE = 2;  // slots of a lane in registers; those under way at once
+    static constexpr float LEAST = 0x1p-119f, LARGEST = 127.f;
+    const PART part;
+    char* shared;
+    Words4 first[2];        // the norm's weights of a thread's first slot: constant, and so loaded before the wait
+    bool measured = false;  // whether the tokens' scales are there
+
+    DEVICE Int8Stager(const GemvArgs& a, const GemvPlan& plan, char* shared, const PART& part = PART())
+        : Base(a, plan, shared),
+          part(part),
+          shared(shared) {
+        if (a.norm != NORM_NONE)
+            for (int h = 0; h < 2; ++h) first[h] = weight(part.mine, h);
+    }
+    DEVICE float* scales() const { return reinterpret_cast<float*>(shared + plan.block_exponents_at); }
+    // Stages `steps` steps of K, and zeros up to whole stages, from step `from`; every thread calls it, and may read
+    // what it left when it returns. `again`: of a cluster, over others, which warps may still read. `wait`: before
+    // anything is read. `rest` asks for what may come later, once the activations are on their way.
+    template <class WAIT, class REST>
+    DEVICE void range(int from, int steps, int again, const WAIT& wait, const REST& rest) {
+        const int slots = (steps + PAIR<F> - 1) / PAIR<F> * PAIR<F> * (F::KSTEP / 16),
+                  items = laps(slots) * tokens_of(int(a.m));
+        if (measured) {
+            if (PART::CLUSTERED && again) __syncthreads();
+            convert(from * (F::KSTEP / 16), slots);
+        } else {
+            measured = true;
+            if (Base::layer() || items > MOST_HELD || slots < part.slots(plan)) {
+                wait();
+                measure(part.slots(plan), rest);
+                convert(from * (F::KSTEP / 16), slots);
+            } else if (items <= 1) {
+                hold<1>(slots, wait, rest);
+            } else {
+                hold<MOST_HELD>(slots, wait, rest);
+            }
+        }
+        __syncthreads();
+    }
+
+private:
+    static DEVICE int laps(int slots) { return (slots + PART::LAP - 1) / PART::LAP; }
+    // Tokens of the threads that have most of them.
+    static DEVICE int tokens_of(int m) { return (m + PART::TOKENS - 1) / PART::TOKENS; }
+    DEVICE int place(int slot, int half) const { return part.global_piece(slot) * 16 + half * 8; }
+    DEVICE Words4 weight(int slot, int half) const { return Base::weight(place(slot, half)); }
+    DEVICE uint32_t* maxima() const { return reinterpret_cast<uint32_t*>(scales() + 8); }
+    // Eight values, of which `left` are there.
+    DEVICE Words4 load(const char* from, int left) const {
+        if (Base::aligned()) return load_activation16(from, left > 0);
+        return left > 0 ? load_part(from, left) : Words4{0, 0, 0, 0};
+    }
+    // The slots of a thread, token after token.
+    struct Walk {
+        int token, lap = 0;
+        int laps;
+        DEVICE void next() {
+            if (++lap == laps) lap = 0, token += PART::TOKENS;
+        }
+        DEVICE bool last() const { return lap == laps - 1; }
+    };
+    DEVICE Walk walk(int slots) const {
+        Walk item = {part.token, 0, laps(slots)};
+        compute_here(item.token), compute_here(item.laps);  // no slot's place is kept: registers are dearer
+        return item;
+    }
+    DEVICE int slot_of(const Walk& at) const { return at.lap * PART::LAP + part.mine; }
+
+    // A lane of every eight has a token's value.
+    DEVICE int my_token() const { return min(lane_id() % 8, int(a.m) - 1); }
+    static DEVICE uint32_t magnitudes(const Words4 (&v)[2], uint32_t most) {
+        constexpr uint32_t MAGNITUDES = 0x7fff7fffu;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) most = pair_max(most, word_of(v[i / 4], i % 4) & MAGNITUDES);
+        return most;
+    }
+    DEVICE void leave_most(int token, uint32_t most) const {
+        for (int step = 1; step < 32; step *= 2) most = pair_max(most, lane_xor(most, step));
+        part.leave_most(maxima(), token, max(most & 0xffffu, most >> 16));
+    }
+    // What a token's values are multiplied by; its scale.
+    DEVICE float multiplier(int token, float& scale) const {
+        uint32_t bits = 0;
+#pragma unroll
+        for (int i = 0; i < PART::MAXIMA; ++i) bits = max(bits, maxima()[token * PART::MAXIMA + i]);
+        const float most = T::up(bits);
+        const bool finite = most < INFINITY;
+        if (a.offset) {
+            const float given = *static_cast<const float*>(a.offset);
+            scale = finite ? given : NAN;
+            return 1.f / given;
+        }
+        const bool large = most >= LEAST;
+        scale = finite ? large ? most / LARGEST : 0.f : NAN;
+        return large ? LARGEST / most : 0.f;
+    }
+    // The same of this lane's token; all scales are left for the outputs.
+    DEVICE float my_multiplier() const {
+        float scale;
+        const float times = multiplier(my_token(), scale);
+        if (threadIdx.x < a.m) scales()[threadIdx.x] = scale;
+        return times;
+    }
+    static DEVICE uint32_t bytes_of(const float* v, float times) {
+        constexpr float ROUND = 12582912.f;  // 1.5 * 2^23: the low byte of a float of up to 2^22 plus this is its own
+        uint32_t q[4];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) q[e] = float_to_bits(fminf(fmaxf(v[e] * times, -LARGEST), LARGEST) + ROUND);
+        return permute<0x5410>(permute<0x0040>(q[0], q[1]), permute<0x0040>(q[2], q[3]));
+    }
+    DEVICE void store(int token, int slot, const Words4 (&raw)[2], float times) const {
+        float v[16];
+        unpack<T>(raw[0], v), unpack<T>(raw[1], v + 8);
+        *reinterpret_cast<Words4*>(shared + token * plan.token_stride + slot * 16) = {
+            bytes_of(v, times), bytes_of(v + 4, times), bytes_of(v + 8, times), bytes_of(v + 12, times)};
+    }
+
+    // All of a lane's slots, up to HELD, in registers.
+    template <int HELD, class WAIT, class REST> DEVICE void hold(int slots, const WAIT& wait, const REST& rest) const {
+        const int m = int(a.m);
+        Words4 v[HELD][2];
+        const char* from[HELD];
+        int left[HELD];  // values from there to the row's end, of a slot that is there
+        Walk item = walk(slots);
+#pragma unroll
+        for (int i = 0; i < HELD; ++i, item.next()) {
+            const bool there = item.token < m && slot_of(item) < slots;
+            const int at = place(slot_of(item), 0);
+            from[i] = row(there ? item.token : 0) + at * 2, left[i] = there ? int(a.k) - at : 0;
+            compute_here(from[i]), compute_here(left[i]);
+        }
+        wait();
+#pragma unroll
+        for (int i = 0; i < HELD; ++i)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) v[i][h] = load(from[i] + h * 16, left[i] - h * 8);
+        rest();
+        if (a.norm != NORM_NONE) {
+            float partial = 0.f;
+            item = walk(slots);
+#pragma unroll
+            for (int i = 0; i < HELD; ++i, item.next()) {
+                if (item.token >= m) break;
+                partial += Base::squares_of(v[i][0]), partial += Base::squares_of(v[i][1]);
+                if (item.last()) part.leave(Base::squares(), item.token, partial), partial = 0.f;
+            }
+            part.collect(m);
+            const float my_scale = Base::scale(my_token());
+            item = walk(slots);
+#pragma unroll
+            for (int i = 0; i < HELD; ++i, item.next()) {
+                if (item.token >= m) break;
+                const float scale = from_lane(my_scale, item.token);
+#pragma unroll
+                for (int h = 0; h < 2; ++h)
+                    v[i][h] = Base::scaled(v[i][h], HELD == 1 ? first[h] : weight(slot_of(item), h), scale);
+            }
+        }
+        uint32_t most = 0;
+        item = walk(slots);
+#pragma unroll
+        for (int i = 0; i < HELD; ++i, item.next()) {
+            if (item.token >= m) break;
+            most = magnitudes(v[i], most);
+            if (item.last()) leave_most(item.token, most), most = 0;
+        }
+        part.collect_most(m);
+        const float my_times = my_multiplier();
+        item = walk(slots);
+#pragma unroll
+        for (int i = 0; i < HELD; ++i, item.next()) {
+            if (item.token >= m) break;
+            const float times = from_lane(my_times, item.token);
+            if (slot_of(item) < slots) store(item.token, slot_of(item), v[i], times);
+        }
+    }
+
+    // use(at, values) for each of the thread's slots, which lie behind slot `from`.
+    template <class REST, class USE> DEVICE void pass(int from, int slots, const REST& rest, const USE& use) const {
+        Walk item = walk(slots), to = item;
+        bool begun = false;
+#pragma unroll 1
+        do {
+            Words4 v[AT_ONCE][2];
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i, item.next()) {
+                const bool there = item.token < int(a.m) && slot_of(item) < slots;
+                const int at = place(from + slot_of(item), 0);
+                const char* chunk = row(there ? item.token : 0) + at * 2;
+#pragma unroll
+                for (int h = 0; h < 2; ++h) v[i][h] = load(chunk + h * 16, there ? int(a.k) - at - h * 8 : 0);
+            }
+            if (!begun) rest();
+            begun = true;
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i, to.next())
+                if (to.token < int(a.m)) use(to, v[i]);
+        } while (to.token < int(a.m));
+    }
+    // What the product sees of a slot. mean, scale: of its token, for a norm.
+    DEVICE void normalise(Words4 (&v)[2], int slot, float mean, float scale) const {
+        if (a.norm == NORM_NONE) return;
+#pragma unroll
+        for (int h = 0; h < 2; ++h) v[h] = Base::apply(v[h], weight(slot, h), place(slot, h), mean, scale);
+    }
+    // Moments and largest magnitudes of all tokens, over all of K.
+    template <class REST> DEVICE void measure(int slots, const REST& rest) const {
+        const auto nothing = []() ALWAYS_INLINE { return 0; };
+        float partial = 0.f;
+        const auto add = [&](float* moments, const Walk& at, float more, float and_more) ALWAYS_INLINE {
+            partial += more, partial += and_more;
+            if (at.last()) part.leave(moments, at.token, partial), partial = 0.f;
+        };
+        if (Base::layer()) {
+            pass(0, slots, rest, [&](const Walk& at, const Words4(&v)[2]) ALWAYS_INLINE {
+                add(Base::sums(), at, Base::sum_of(v[0]), Base::sum_of(v[1]));
+            });
+            part.collect(int(a.m));
+            const float my_mean = Base::mean(my_token());
+            pass(0, slots, nothing, [&](const Walk& at, const Words4(&v)[2]) ALWAYS_INLINE {
+                const float mean = from_lane(my_mean, at.token);
+                const int slot = slot_of(at);
+                add(Base::squares(), at, Base::squares_of(v[0], place(slot, 0), mean),
+                    Base::squares_of(v[1], place(slot, 1), mean));
+            });
+            part.collect(int(a.m));
+        } else if (a.norm != NORM_NONE) {
+            pass(0, slots, rest, [&](const Walk& at, const Words4(&v)[2]) ALWAYS_INLINE {
+                add(Base::squares(), at, Base::squares_of(v[0]), Base::squares_of(v[1]));
+            });
+            part.collect(int(a.m));
+        }
+        uint32_t most = 0;
+        const auto find = [&](float mean, float scale, const Walk& at, Words4(&v)[2]) ALWAYS_INLINE {
+            normalise(v, slot_of(at), mean, scale);
+            most = magnitudes(v, most);
+            if (at.last()) leave_most(at.token, most), most = 0;
+        };
+        const float my_mean = a.norm ? Base::mean(my_token()) : 0.f, my_scale = a.norm ? Base::scale(my_token()) : 0.f;
+        const auto of_all = [&](const Walk& at, Words4(&v)[2]) ALWAYS_INLINE {
+            find(from_lane(my_mean, at.token), from_lane(my_scale, at.token), at, v);
+        };
+        if (a.norm != NORM_NONE) pass(0, slots, nothing, of_all);
+        else pass(0, slots, rest, of_all);
+        part.collect_most(int(a.m));
+    }
+    DEVICE void convert(int from, int slots) const {
+        const float my_mean = a.norm ? Base::mean(my_token()) : 0.f, my_scale = a.norm ? Base::scale(my_token()) : 0.f,
+                    my_times = my_multiplier();
+        const auto nothing = []() ALWAYS_INLINE { return 0; };
+        pass(from, slots, nothing, [&](const Walk& at, Words4(&v)[2]) ALWAYS_INLINE {
+            const float mean = from_lane(my_mean, at.token), scale = from_lane(my_scale, at.token),
+                        times = from_lane(my_times, at.token);
+            if (slot_of(at) >= slots) return;
+            normalise(v, from + slot_of(at), mean, scale);
+            store(at.token, slot_of(at), v, times);
+        });
+    }
+};
