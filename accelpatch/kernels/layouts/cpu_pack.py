@@ -25,7 +25,7 @@ ALIGNED = 64  # bytes that a pack's memory begins at a multiple of
 class Pack:
     """A weight[n, k] for the native kernels, with what is needed to restore the canonical tensors.
 
-    data: uint8 [bytes], or float32 [n, k] where kind is DENSE. kind: DENSE, INT8 or INT4. group: values along K that
+    data: uint8 [bytes], or float32 [n, k] where kind is DENSE. kind: DENSE, INT8 or INT4 (w8a8_pack.py: W8A8). group: values along K that
     share a scale. half_scales: scales (and minimums) are stored as float16. offset: "none" or "minimum". bias: float32
     [n], which a native step adds, or None.
     """
@@ -146,7 +146,7 @@ class Pack:
     def struct(self) -> Linear:
         """The C structure. It points into this pack's tensors, which must outlive it."""
         minimum = int(self.offset == "minimum")
-        shape = (self.kind, int(self.half_scales), minimum, 0, self.n, self.k, self.group)
+        shape = (self.kind, int(self.half_scales), minimum, 0.0, self.n, self.k, self.group)
         return Linear(*shape, pointer(self.data), pointer(self.bias))
 
     @staticmethod
