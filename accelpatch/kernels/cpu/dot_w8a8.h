@@ -9,6 +9,8 @@
 
 namespace {
 
+typedef uint32_t vu32 __attribute__((vector_size(AP_LANES * 4)));
+
 #if defined(__AVX512VNNI__)
 
 constexpr int kTileTokens = 12, kTileBlocks = 2;  // 24 sums, which leave registers for the weights
@@ -56,8 +58,11 @@ template <int M, int R>
 AP_INLINE void int8_vectors(
     const uint8_t* w, const Quantized* x, int64_t stride, int64_t steps, uint32_t* out, int64_t out_stride) {
     static_assert(R % 2 == 0, "sums are joined in pairs");
-    __m256i sum[M][R] = {};
-    for (int64_t at = 0; at < steps; at++, w += 64) {
+    __m256i sum[M][R];
+    for (int m = 0; m < M; m++)
+        for (int r = 0; r < R; r++) sum[m][r] = _mm256_setzero_si256();
+    int64_t at = 0;
+    do {
         if (M == 1) _mm_prefetch(reinterpret_cast<const char*>(w) + 4096, _MM_HINT_T0);
         __m256i weights[R];
         for (int r = 0; r < R; r++)
@@ -66,9 +71,14 @@ AP_INLINE void int8_vectors(
             int64_t four;
             memcpy(&four, x + m * stride + at * 4, 8);
             const __m256i q = _mm256_set1_epi64x(four);
-            for (int r = 0; r < R; r++) sum[m][r] = _mm256_add_epi32(sum[m][r], _mm256_madd_epi16(weights[r], q));
+            for (int r = 0; r < R; r++) {
+                __m256i next = _mm256_add_epi32(sum[m][r], _mm256_madd_epi16(weights[r], q));
+                asm("" : "+x"(next));  // g++ keeps a second copy of each sum without it
+                sum[m][r] = next;
+            }
         }
-    }
+        w += 64;
+    } while (++at < steps);
     for (int m = 0; m < M; m++) {
         for (int r = 0; r < R; r += 2) {  // lanes: two parts of a row's sum side by side
             const __m256i rows = _mm256_permute4x64_epi64(_mm256_hadd_epi32(sum[m][r], sum[m][r + 1]), 0xd8);
@@ -94,25 +104,50 @@ AP_INLINE void int8_sums(
 
 constexpr int kTileTokens = 4, kTileBlocks = 1;
 
+// sum += u q of four rows and four k. A row's sum lies in 4 / kVectors lanes side by side.
+#if defined(__SSE2__)
+constexpr int kVectors = 2;
+AP_INLINE void multiply_rows(vu32* sum, const uint8_t* w, const Quantized* x) {
+    int64_t four;
+    memcpy(&four, x, 8);
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(w)), zero = _mm_setzero_si128(),
+                  q = _mm_set1_epi64x(four);
+    sum[0] += reinterpret_cast<vu32>(_mm_madd_epi16(_mm_unpacklo_epi8(bytes, zero), q));
+    sum[1] += reinterpret_cast<vu32>(_mm_madd_epi16(_mm_unpackhi_epi8(bytes, zero), q));
+}
+#else
+constexpr int kVectors = 4;
+AP_INLINE void multiply_rows(vu32* sum, const uint8_t* w, const Quantized* x) {
+    const vi q = {x[0], x[1], x[2], x[3]};
+    for (int r = 0; r < 4; r++) {
+        vu u;
+        memcpy(&u, w + 4 * r, sizeof u);
+        sum[r] += reinterpret_cast<vu32>(__builtin_convertvector(u, vi) * q);
+    }
+}
+#endif
+
 template <int M, int B>
 AP_INLINE void int8_sums(
     const uint8_t* w, int64_t block_bytes, const Quantized* x, int64_t stride, int64_t steps, uint32_t (*out)[B * 16]) {
     static_assert(B == 1, "one block at a time");
     (void)block_bytes;
-    uint32_t sum[M][4][16] = {};  // each row's four k apart
-    for (int64_t at = 0; at < steps; at++, w += 64)
-        for (int m = 0; m < M; m++)
-            for (int j = 0; j < 4; j++)
-                for (int row = 0; row < 16; row++)
-                    sum[m][j][row] += static_cast<uint32_t>(w[row * 4 + j] * x[m * stride + at * 4 + j]);
-    for (int m = 0; m < M; m++)
-        for (int row = 0; row < 16; row++)
-            out[m][row] = (sum[m][0][row] + sum[m][1][row]) + (sum[m][2][row] + sum[m][3][row]);
+    for (int row = 0; row < 16; row += 4) {
+        vu32 sum[M][kVectors] = {};
+        for (int64_t at = 0; at < steps; at++)
+            for (int m = 0; m < M; m++) multiply_rows(sum[m], w + at * 64 + row * 4, x + m * stride + at * 4);
+        for (int m = 0; m < M; m++) {
+            uint32_t lanes[kVectors * 4];
+            memcpy(lanes, sum[m], sizeof lanes);
+            for (int r = 0; r < 4; r++) {
+                out[m][row + r] = 0;
+                for (int i = 0; i < kVectors; i++) out[m][row + r] += lanes[r * kVectors + i];
+            }
+        }
+    }
 }
 
 #endif
-
-typedef uint32_t vu32 __attribute__((vector_size(AP_LANES * 4)));
 
 // a * b + c, rounded once. In float64 where a machine has no such instruction: its product is exact.
 AP_INLINE vf fma_once(vf a, vf b, vf c) {

@@ -25,7 +25,7 @@ ALIGNED = 64  # bytes that a pack's memory begins at a multiple of
 class Pack:
     """A weight[n, k] for the native kernels, with what is needed to restore the canonical tensors.
 
-    data: uint8 [bytes], or float32 [n, k] where kind is DENSE. kind: DENSE, INT8 or INT4 (w8a8_pack.py: W8A8). group: values along K that
+    data: uint8 [bytes], or float32 [n, k] where kind is DENSE. kind: DENSE, INT8 or INT4. group: values along K that
     share a scale. half_scales: scales (and minimums) are stored as float16. offset: "none" or "minimum". bias: float32
     [n], which a native step adds, or None.
     """

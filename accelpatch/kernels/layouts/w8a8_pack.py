@@ -46,7 +46,7 @@ class W8A8Pack(Pack):
         given = None if input_scale is None else float(torch.as_tensor(input_scale, dtype=torch.float32).item())
         if given is not None and not LEAST <= given < float("inf"):
             raise KernelError(f"the static scale of an input is a positive number, at least 2^-119, not {given}")
-        if reason := cls.why_not_w8a8(*q.shape, scale.shape[1]):
+        if reason := cls.why_not_w8a8(q.shape[0], q.shape[1], scale.shape[1]):
             raise KernelError(f"a weight of {list(q.shape)} cannot be packed for the CPU: {reason}")
         made = Pack.pack(q, scale, bits=8, bias=bias, out=out)
         return cls(made.data, W8A8, made.n, made.k, made.k, False, "none", made.bias, given)

@@ -28,16 +28,15 @@ OP = "w8a8_packed"
 NARROW = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def reference(x: Tensor, *packed: Any) -> Tensor:
+def reference(
+    x: Tensor, data: Tensor, n: int, k: int, input_scale: float | None = None, bias: Tensor | None = None
+) -> Tensor:
     """Unpack the weight, then the reference of w8a8_linear."""
-    *weight, bias = packed
-    q, scale, static = W8A8Pack.of_w8a8_arguments(*weight, None).unpack()
+    q, scale, static = W8A8Pack.of_w8a8_arguments(data, n, k, input_scale, None).unpack()
     return w8a8_linear.reference(x, q, scale, static, bias)
 
 
-def spec(
-    x: Tensor, data: Tensor, n: int, k: int, input_scale: float | None = None, bias: Tensor | None = None
-) -> Spec:
+def spec(x: Tensor, data: Tensor, n: int, k: int, input_scale: float | None = None, bias: Tensor | None = None) -> Spec:
     """The Spec of a call, for dispatch. Raises KernelError where x does not fit the pack."""
     pack = W8A8Pack.of_w8a8_arguments(data, n, k, input_scale, bias)
     require(x.dim() >= 1 and x.shape[-1] == k, OP, f"x is [..., {k}], not {linear.say(x)}")
@@ -71,9 +70,7 @@ def _torch(
     q, scale, static = W8A8Pack.of_w8a8_arguments(data, n, k, input_scale, None).unpack()
     xq, xs = rows.reference(x, static)
     held = xs.expand(*x.shape[:-1], 1).reshape(-1)
-    y = gemm_w8a8.by_torch(
-        xq.reshape(-1, k), q, 1.0, held, scale.view(-1), bias, 1.0, None, "none", None, x.dtype
-    )
+    y = gemm_w8a8.by_torch(xq.reshape(-1, k), q, 1.0, held, scale.view(-1), bias, 1.0, None, "none", None, x.dtype)
     return y.view(*x.shape[:-1], n)
 
 
