@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from accelpatch.errors import KernelError
-from accelpatch.kernels.cpu.native_library import W8A8, Linear
+from accelpatch.kernels.cpu.native_library import PLAIN, W8A8, Linear
 from accelpatch.kernels.layouts.cpu_pack import LARGEST, Pack
 
 LONGEST = 132104  # K up to which 128 * 127 * K is an int32
@@ -24,7 +24,8 @@ LEAST = 2.0**-119  # the inverse of a smaller scale is no float32
 class W8A8Pack(Pack):
     """A weight[n, k] for products with int8 activations; its fields as of a Pack, of kind W8A8.
 
-    input_scale: the static scale of its input, a float32; None: each row of x has its own.
+    input_scale: the static scale of its input, a float32; None: each row of x has its own. `unpack` gives (q, scale,
+    None), as of an int8 Pack.
     """
 
     input_scale: float | None = None
@@ -68,11 +69,10 @@ class W8A8Pack(Pack):
             return f"{n} x {k} is more than {LARGEST} rows"
         return f"K = {k}: sums of more than {LONGEST} products overflow an int32" if k > LONGEST else None
 
-    def unpack(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(q, scale, input_scale): what `pack` took, in float32; input_scale[1] or None."""
-        q, scale, _ = super().unpack()
-        static = None if self.input_scale is None else torch.tensor([self.input_scale], dtype=torch.float32)
-        return q, scale, static
+    @property
+    def static_scale(self) -> Tensor | None:
+        """input_scale as a tensor[1], as the canonical operations take it."""
+        return None if self.input_scale is None else torch.tensor([self.input_scale], **PLAIN)
 
     @property
     def format(self) -> tuple[Any, ...]:

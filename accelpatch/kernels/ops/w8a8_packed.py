@@ -32,8 +32,9 @@ def reference(
     x: Tensor, data: Tensor, n: int, k: int, input_scale: float | None = None, bias: Tensor | None = None
 ) -> Tensor:
     """Unpack the weight, then the reference of w8a8_linear."""
-    q, scale, static = W8A8Pack.of_w8a8_arguments(data, n, k, input_scale, None).unpack()
-    return w8a8_linear.reference(x, q, scale, static, bias)
+    pack = W8A8Pack.of_w8a8_arguments(data, n, k, input_scale, None)
+    q, scale, _ = pack.unpack()
+    return w8a8_linear.reference(x, q, scale, pack.static_scale, bias)
 
 
 def spec(x: Tensor, data: Tensor, n: int, k: int, input_scale: float | None = None, bias: Tensor | None = None) -> Spec:
@@ -67,8 +68,9 @@ def _torch(
     x: Tensor, data: Tensor, n: int, k: int, input_scale: float | None = None, bias: Tensor | None = None
 ) -> Tensor:
     """Unpack the weight, then the rows and their products in plain torch."""
-    q, scale, static = W8A8Pack.of_w8a8_arguments(data, n, k, input_scale, None).unpack()
-    xq, xs = rows.reference(x, static)
+    pack = W8A8Pack.of_w8a8_arguments(data, n, k, input_scale, None)
+    q, scale, _ = pack.unpack()
+    xq, xs = rows.reference(x, pack.static_scale)
     held = xs.expand(*x.shape[:-1], 1).reshape(-1)
     y = gemm_w8a8.by_torch(xq.reshape(-1, k), q, 1.0, held, scale.view(-1), bias, 1.0, None, "none", None, x.dtype)
     return y.view(*x.shape[:-1], n)

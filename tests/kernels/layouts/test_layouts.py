@@ -77,6 +77,8 @@ def test_pack_and_unpack(name: str) -> None:
     packed = weight.unpack()
     if name in ("cpu-int8", "cpu-int4"):
         again = Pack.pack(*packed, bits=int(name[-1]))
+    elif name == "cpu-w8a8":
+        again = W8A8Pack.pack(*packed[:2], weight.input_scale)
     elif name == "cpu-float32":
         again = Pack.dense(packed)
     else:
