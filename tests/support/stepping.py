@@ -39,7 +39,7 @@ def weights_of(pack: Pack) -> Tensor:
     if pack.offset == "none" and pack.data.dtype == torch.float32:
         return pack.data.double()
     q, scale, offset = pack.unpack()
-    u = q.double() if pack.kind == 1 else torch.stack((q & 15, (q >> 4) & 15), dim=-1).flatten(-2).double()
+    u = q.double() if pack.kind != 2 else torch.stack((q & 15, (q >> 4) & 15), dim=-1).flatten(-2).double()
     if pack.kind == 2 and offset is None:
         u -= 8
     w = u.unflatten(1, (scale.shape[1], -1)) * scale.double().unsqueeze(2)

@@ -17,17 +17,18 @@ extern "C" {
 enum { AP_OK = 0, AP_BAD_ARGUMENT = 1, AP_NO_MEMORY = 2, AP_UNSUPPORTED = 3 };
 enum { AP_ISA_PORTABLE = 0, AP_ISA_AVX2 = 1, AP_ISA_AVX512 = 2 };
 enum { AP_FLOAT32 = 0, AP_BFLOAT16 = 1, AP_FLOAT16 = 2 };         /* element types of x and y */
-enum { AP_DENSE = 0, AP_INT8 = 1, AP_INT4 = 2 };                  /* kinds of a weight */
+enum { AP_DENSE = 0, AP_INT8 = 1, AP_INT4 = 2, AP_W8A8 = 3 };     /* kinds of a weight */
 enum { AP_SILU = 0, AP_GELU = 1, AP_GELU_TANH = 2, AP_RELU = 3 }; /* activations */
 enum { AP_MAX_BATCH = 8, AP_MAX_THREADS = 64, AP_ROWS = 16 };
 
-/* A weight. AP_DENSE: data is float32 [n, k]. AP_INT8 and AP_INT4: data is a pack (see pack.cpp for its layout).
- * group: how many k share a scale: k itself (one scale a row), or a multiple of 32 that divides k. */
+/* A weight. AP_DENSE: data is float32 [n, k]. The others: data is a pack (see layout.h).
+ * group: how many k share a scale: k itself (one scale a row), or a multiple of 32 that divides k.
+ * AP_W8A8: the bytes of an AP_INT8 pack with one scale a row, for activations in int8 (quantize_rows.h). */
 typedef struct {
     int32_t kind;
     int32_t half_scales; /* 1: the pack holds its scales (and minimums) as float16, exactly */
     int32_t minimum;     /* AP_INT4: 1: w = u * scale + minimum; 0: w = (u - 8) * scale */
-    int32_t reserved;
+    float input_scale;   /* AP_W8A8: the static scale of its input; 0: each row of x has its own */
     int64_t n, k, group;
     const void* data;
     const float* bias; /* [n] or NULL */

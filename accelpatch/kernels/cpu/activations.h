@@ -6,9 +6,11 @@
 // weights then are exact integers, and nothing rounds but the sum over blocks: less than float32 products do, whose
 // sums round at each step. A token with a NaN or an Inf has no such form, and one below 2^-80 would lose digits to
 // underflow: `split` says so, and linear.h takes the dequantised path.
+//
+// W8A8: int8 rows with one scale each, on every path (quantize_rows.h).
 #pragma once
 #include "layout.h"
-#include "vec.h"
+#include "quantize_rows.h"
 
 namespace {
 
@@ -31,6 +33,11 @@ struct Activations {
     int8_t* limbs;   // [tokens, stride / 4, kLimbs, 4 k]
     Block* block;    // [tokens, blocks]
     uint8_t* split;  // [tokens]: has this form
+    // of a W8A8 weight
+    bool w8a8;
+    float input_scale;  // as in ap_linear
+    Quantized* rows;    // [tokens, stride]
+    RowScale* scale;    // [tokens]
 };
 
 AP_INLINE int64_t block_width(const ap_linear& w) { return w.group == w.k || w.group % 64 == 0 ? 64 : 32; }
@@ -50,8 +57,10 @@ inline Activations activations_in(void* memory, int64_t tokens, int64_t k) {
     auto* bytes = static_cast<uint8_t*>(memory);
     a.padded = reinterpret_cast<float*>(bytes);
     a.limbs = reinterpret_cast<int8_t*>(bytes);
+    a.rows = reinterpret_cast<Quantized*>(bytes);
     bytes += tokens * a.stride * 4;
     a.block = reinterpret_cast<Block*>(bytes);
+    a.scale = reinterpret_cast<RowScale*>(bytes);
     a.split = bytes + tokens * round_up(a.stride / 32 * static_cast<int64_t>(sizeof(Block)), 64);
     return a;
 }
@@ -113,6 +122,10 @@ inline void prepare(Activations& a, int64_t first, int64_t last) {
     for (int64_t m = first; m < last; m++) {
         const float* x = a.x + m * a.x_stride;
         a.split[m] = 1;
+        if (a.w8a8) {
+            a.scale[m] = quantize_row(x, a.k, a.stride, a.input_scale, a.rows + m * a.stride);
+            continue;
+        }
 #if defined(__AVX512VNNI__)
         float largest = 0;
         for (int64_t b = 0; b < a.blocks; b++) {
@@ -137,11 +150,21 @@ inline void prepare(Activations& a, int64_t first, int64_t last) {
     }
 }
 
-inline void describe(Activations& a, const float* x, int64_t x_stride, int64_t width) {
+// The form that the products with `w` read.
+inline void describe(Activations& a, const float* x, int64_t x_stride, const ap_linear& w) {
     a.x = x;
     a.x_stride = x_stride;
-    a.width = width;
-    a.blocks = (a.k + width - 1) / width;
+    a.width = block_width(w);
+    a.blocks = (a.k + a.width - 1) / a.width;
+    a.w8a8 = w.kind == AP_W8A8;
+    a.input_scale = a.w8a8 ? w.input_scale : 0.0f;
+}
+
+// Whether the products with `w` read the form that `a` has; dense weights read x itself.
+inline bool made_for(const Activations& a, const ap_linear& w) {
+    if (w.kind == AP_DENSE) return true;
+    if (w.kind == AP_W8A8) return a.w8a8 && a.input_scale == w.input_scale;
+    return !a.w8a8 && a.width == block_width(w);
 }
 
 }  // namespace

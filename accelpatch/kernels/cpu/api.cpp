@@ -70,6 +70,24 @@ constexpr int64_t kTokens =
 // A thread for each piece of work that is worth waking one for.
 int useful(int threads, int64_t bytes) { return bytes < 32768 ? 1 : threads; }
 
+constexpr int64_t kW8A8Tokens = 1024;  // that are int8 rows at a time
+
+int w8a8_run(
+    const ap_linear& w, const void* x, int64_t m, int64_t x_stride, void* y, int64_t y_stride, int dtype, int threads) {
+    const int64_t most = m < kW8A8Tokens ? m : kW8A8Tokens, bytes = dtype == AP_FLOAT32 ? 4 : 2;
+    const int64_t rows = dtype == AP_FLOAT32 ? 0 : round_up(threads * w.k * 4, 64);
+    auto* room = static_cast<char*>(memory.at_least(rows + chosen_kernels().activation_bytes(most, w.k)));
+    if (!room) return AP_NO_MEMORY;
+    threads = useful(threads, w.n * w.k * m);
+    for (int64_t t = 0; t < m; t += kW8A8Tokens) {
+        LinearCall call = {&w, static_cast<const char*>(x) + t * x_stride * bytes,
+            static_cast<char*>(y) + t * y_stride * bytes, m - t < kW8A8Tokens ? m - t : kW8A8Tokens, x_stride, y_stride,
+            dtype, reinterpret_cast<float*>(room), room + rows};
+        pool_run(threads, chosen_kernels().w8a8, &call, POOL_GUEST);
+    }
+    return AP_OK;
+}
+
 }  // namespace
 
 extern "C" {
@@ -94,6 +112,7 @@ int ap_linear_run(
     if (!w || !usable(*w) || m < 0 || dtype < AP_FLOAT32 || dtype > AP_FLOAT16) return AP_BAD_ARGUMENT;
     if (m == 0) return AP_OK;
     if (!x || !y || (m > 1 && (x_stride < w->k || y_stride < w->n))) return AP_BAD_ARGUMENT;
+    if (w->kind == AP_W8A8) return w8a8_run(*w, x, m, x_stride, y, y_stride, dtype, threads < 1 ? 1 : threads);
     const int64_t rows = dtype == AP_FLOAT32 ? 0 : round_up(m * w->k * 4, 64);
     auto* bytes = static_cast<char*>(memory.at_least(rows + chosen_kernels().activation_bytes(m, w->k)));
     if (!bytes) return AP_NO_MEMORY;
@@ -112,7 +131,7 @@ int ap_gather(const ap_linear* w, const int64_t* ids, int64_t count, float* rows
 
 int ap_panels_run(
     const ap_linear* w, const float* x, int64_t m, int64_t x_stride, float* y, int64_t y_stride, int threads) {
-    if (!w || !usable(*w) || w->kind == AP_DENSE || m < 0) return AP_BAD_ARGUMENT;
+    if (!w || !usable(*w) || (w->kind != AP_INT8 && w->kind != AP_INT4) || m < 0) return AP_BAD_ARGUMENT;
     if (m == 0) return AP_OK;
     if (!x || !y || (m > 1 && (x_stride < w->k || y_stride < w->n))) return AP_BAD_ARGUMENT;
     threads = useful(threads < 1 ? 1 : threads, w->n * w->k * m);

@@ -22,12 +22,12 @@ struct Worker {
 // Makes `input` (rows of k) ready for the products with `w`.
 inline Activations ready(const Worker& t, const float* input, int64_t k, int64_t stride, const ap_linear& w) {
     Activations a = activations_in(t.own->ready, t.batch, k);
-    describe(a, input, stride, block_width(w));
+    describe(a, input, stride, w);
     prepare(a, 0, t.batch);
     return a;
 }
 
-// Products of the same input with up to three weights; each may want blocks of another width.
+// Products of the same input with up to three weights; each may read another form of it.
 inline void linears(const Worker& t, const ap_linear* const* weights, float* const* outputs, int count,
     const float* input, int64_t k, int64_t input_stride, int64_t output_stride) {
     Weight w[3] = {};
@@ -42,7 +42,7 @@ inline void linears(const Worker& t, const ap_linear* const* weights, float* con
         int i = 0;
         while (item >= ends[i]) i++;
         const int64_t b = item - (ends[i] - w[i].l.blocks);
-        if (block_width(w[i].w) != a.width) a = ready(t, input, k, input_stride, w[i].w);
+        if (!made_for(a, w[i].w)) a = ready(t, input, k, input_stride, w[i].w);
         float tile[kMaxBatch][16];
         dot_block(w[i], b, a, 0, t.batch, tile);
         store_block(w[i], b, t.batch, tile, outputs[i], output_stride);
@@ -160,7 +160,7 @@ inline void gate_and_up(const Worker& t, const ap_layer& layer) {
     const Weight gate = weight_of(layer.gate), up = weight_of(layer.up);
     const int64_t width = t.model->intermediate, hidden = t.model->hidden;
     Activations a = ready(t, t.own->input, hidden, hidden, gate.w);
-    const bool same = block_width(gate.w) == block_width(up.w);
+    const bool same = made_for(a, up.w);
     WorkCursor work = {gate.l.blocks};
     for (int64_t b; (b = pool_next(t.pool, t.self, &work)) >= 0;) {
         float g[kMaxBatch][16], u[kMaxBatch][16];
@@ -169,10 +169,11 @@ inline void gate_and_up(const Worker& t, const ap_layer& layer) {
         if (!same) a = ready(t, t.own->input, hidden, hidden, up.w);
         dot_block(up, b, a, 0, t.batch, u);
         const int64_t rows = rows_in(gate, b);
+        const float *gate_bias = bias_after(gate, b), *up_bias = bias_after(up, b);
         for (int64_t m = 0; m < t.batch; m++) {
             for (int64_t row = 0; row < rows; row++) {
-                if (gate.w.bias) g[m][row] += gate.w.bias[b * kBlockRows + row];
-                if (up.w.bias) u[m][row] += up.w.bias[b * kBlockRows + row];
+                if (gate_bias) g[m][row] += gate_bias[row];
+                if (up_bias) u[m][row] += up_bias[row];
             }
             gated_row(g[m], u[m], t.model->activation, rows, t.step->gated + m * width + b * kBlockRows);
         }

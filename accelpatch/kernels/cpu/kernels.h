@@ -9,7 +9,7 @@ struct LinearCall {
     void* y;
     int64_t m, x_stride, y_stride;
     int dtype;
-    float* rows;  // [m, k], where dtype is not float32
+    float* rows;  // [m, k], where dtype is not float32; for AP_W8A8 a row of each thread
     void* ready;  // activation_bytes
 };
 
@@ -56,7 +56,7 @@ struct StepCall {
 struct Kernels {
     int64_t (*activation_bytes)(int64_t tokens, int64_t k);
     int64_t (*panel_floats)(int64_t tokens);
-    Job linear, panels, norm, gated, attention, step;
+    Job linear, w8a8, panels, norm, gated, attention, step;
     void (*gather)(const ap_linear* w, const int64_t* ids, int64_t count, float* rows);
     void (*rope)(float* x, const float* cos, const float* sin, int64_t m, int64_t heads, int64_t d);
 };

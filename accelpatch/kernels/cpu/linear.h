@@ -2,21 +2,9 @@
 #pragma once
 #include "dot_float.h"
 #include "dot_vnni.h"
+#include "dot_w8a8.h"
 
 namespace {
-
-// An AP_DENSE weight has the same blocks of rows; they hold nothing but rows.
-struct Weight {
-    ap_linear w;
-    Layout l;
-};
-
-inline Weight weight_of(const ap_linear& w) {
-    Weight out = {w, {}};
-    if (w.kind != AP_DENSE && w.k > 0) out.l = layout_of(w);
-    out.l.blocks = (w.n + kBlockRows - 1) / kBlockRows;
-    return out;
-}
 
 template <int M> void dot_some(const Weight& w, int64_t b, const Activations& a, int64_t token, float (*y)[16]) {
     const uint8_t* p = static_cast<const uint8_t*>(w.w.data) + b * w.l.block_bytes;
@@ -33,6 +21,7 @@ template <int M> void dot_some(const Weight& w, int64_t b, const Activations& a,
 
 // y[m][row] for tokens [token, token + count), count <= 8. How a token is summed does not depend on its neighbours.
 inline void dot_block(const Weight& w, int64_t b, const Activations& a, int64_t token, int64_t count, float (*y)[16]) {
+    if (w.w.kind == AP_W8A8) return w8a8_tokens<1>(w, b, a, token, count, y[0]);
     bool split = true;
     for (int64_t m = 0; m < count; m++) split &= a.split[token + m] != 0;
     if (!split && w.w.kind != AP_DENSE) {
@@ -49,15 +38,15 @@ inline void dot_block(const Weight& w, int64_t b, const Activations& a, int64_t 
     if (count - m >= 1) dot_some<1>(w, b, a, token + m, y + m);
 }
 
-inline int64_t rows_in(const Weight& w, int64_t b) {
-    const int64_t left = w.w.n - b * kBlockRows;
-    return left < kBlockRows ? left : kBlockRows;
+// The bias of a block that is still to be added to its products; NULL for none.
+inline const float* bias_after(const Weight& w, int64_t b) {
+    return w.w.bias && w.w.kind != AP_W8A8 ? w.w.bias + b * kBlockRows : nullptr;
 }
 
 // The block's bias is added and its rows stored, float32.
 inline void store_block(const Weight& w, int64_t b, int64_t count, float (*tile)[16], float* y, int64_t stride) {
     const int64_t rows = rows_in(w, b);
-    const float* bias = w.w.bias ? w.w.bias + b * kBlockRows : nullptr;
+    const float* bias = bias_after(w, b);
     for (int64_t m = 0; m < count; m++) {
         if (bias)
             for (int64_t row = 0; row < rows; row++) tile[m][row] += bias[row];
@@ -80,7 +69,7 @@ inline void gather_row(const Weight& w, int64_t row, float* out) {
         if (minimum) load_scales(p + w.l.part, w.w.half_scales, low);
         for (int64_t k = 0; k < w.w.group; k++) {
             const uint8_t* q = p + w.l.header;
-            const int value = w.w.kind == AP_INT8 ? int8_at(q, r, k) : int4_at(q, r, k) - (w.w.minimum ? 0 : 8);
+            const int value = w.w.kind != AP_INT4 ? int8_at(q, r, k) : int4_at(q, r, k) - (w.w.minimum ? 0 : 8);
             out[g * w.w.group + k] = static_cast<float>(value) * scale[r];
         }
         for (int64_t k = 0; k < w.w.group && minimum; k++)

@@ -19,7 +19,7 @@ from accelpatch.kernels.cpu import openmp
 
 # What the library reads and writes, whatever torch's default dtype and device are.
 PLAIN: Any = {"dtype": torch.float32, "device": "cpu"}
-DENSE, INT8, INT4 = 0, 1, 2
+DENSE, INT8, INT4, W8A8 = 0, 1, 2, 3
 ISAS = ("portable", "avx2", "avx512")
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
@@ -38,7 +38,7 @@ class Linear(Structure):
         ("kind", c_int32),
         ("half_scales", c_int32),
         ("minimum", c_int32),
-        ("reserved", c_int32),
+        ("input_scale", c_float),
         ("n", c_int64),
         ("k", c_int64),
         ("group", c_int64),

@@ -24,7 +24,7 @@ float get_scale(const uint8_t* header, bool half, int64_t row) {
 void pack_row(const ap_linear& w, const Layout& l, const uint8_t* q, uint8_t* group, int64_t row) {
     uint8_t* weights = group + l.header;
     for (int64_t k = 0; k < w.group; k++) {
-        if (w.kind == AP_INT8) {
+        if (w.kind != AP_INT4) {
             weights[(k / 4 * kBlockRows + row) * 4 + k % 4] = static_cast<uint8_t>(q[k] ^ 0x80);
         } else {
             const int nibble = k % 2 ? q[k / 2] >> 4 : q[k / 2] & 15;
@@ -36,14 +36,14 @@ void pack_row(const ap_linear& w, const Layout& l, const uint8_t* q, uint8_t* gr
 void unpack_row(const ap_linear& w, const Layout& l, const uint8_t* group, uint8_t* q, int64_t row) {
     const uint8_t* weights = group + l.header;
     for (int64_t k = 0; k < w.group; k++) {
-        if (w.kind == AP_INT8) q[k] = static_cast<uint8_t>(int8_at(weights, row, k));
+        if (w.kind != AP_INT4) q[k] = static_cast<uint8_t>(int8_at(weights, row, k));
         else if (k % 2 == 0) q[k / 2] = static_cast<uint8_t>(int4_at(weights, row, k));
         else q[k / 2] = static_cast<uint8_t>(q[k / 2] | int4_at(weights, row, k) << 4);
     }
 }
 
 bool packable(const ap_linear* w) {
-    return layout_allows(*w) && w->kind != AP_DENSE && (w->kind == AP_INT8 || w->group % 2 == 0);
+    return layout_allows(*w) && w->kind != AP_DENSE && (w->kind != AP_INT4 || w->group % 2 == 0);
 }
 
 }  // namespace
@@ -57,7 +57,7 @@ extern "C" int64_t ap_pack_bytes(const ap_linear* shape) {
 extern "C" int ap_pack(const ap_linear* w, const void* q, const float* scale, const float* minimum, void* pack) {
     if (!packable(w) || (w->kind == AP_INT4 && w->minimum && !minimum)) return AP_BAD_ARGUMENT;
     const Layout l = layout_of(*w);
-    const int64_t row_bytes = w->kind == AP_INT8 ? w->k : w->k / 2, group_q = row_bytes / l.groups;
+    const int64_t row_bytes = w->kind != AP_INT4 ? w->k : w->k / 2, group_q = row_bytes / l.groups;
     auto* out = static_cast<uint8_t*>(pack);
     memset(out, 0, static_cast<size_t>(l.blocks * l.block_bytes));
     for (int64_t n = 0; n < w->n; n++) {
@@ -76,7 +76,7 @@ extern "C" int ap_pack(const ap_linear* w, const void* q, const float* scale, co
 extern "C" int ap_unpack(const ap_linear* w, const void* pack, void* q, float* scale, float* minimum) {
     if (!packable(w)) return AP_BAD_ARGUMENT;
     const Layout l = layout_of(*w);
-    const int64_t row_bytes = w->kind == AP_INT8 ? w->k : w->k / 2, group_q = row_bytes / l.groups;
+    const int64_t row_bytes = w->kind != AP_INT4 ? w->k : w->k / 2, group_q = row_bytes / l.groups;
     for (int64_t n = 0; n < w->n; n++) {
         for (int64_t g = 0; g < l.groups; g++) {
             const uint8_t* group =

@@ -147,7 +147,7 @@ class Pack:
     def struct(self) -> Linear:
         """The C structure. It points into this pack's tensors, which must outlive it."""
         minimum = int(self.offset == "minimum")
-        shape = (self.kind, int(self.half_scales), minimum, 0, self.n, self.k, self.group)
+        shape = (self.kind, int(self.half_scales), minimum, 0.0, self.n, self.k, self.group)
         return Linear(*shape, pointer(self.data), pointer(self.bias))
 
     @staticmethod

@@ -14,6 +14,7 @@ from accelpatch.kernels.layouts.compact_tiles import CompactTiles
 from accelpatch.kernels.layouts.cpu_pack import Pack
 from accelpatch.kernels.layouts.int4_tiles import Tiles
 from accelpatch.kernels.layouts.row_major import Fp8Rows, Int8Rows, Plain
+from accelpatch.kernels.layouts.w8a8_pack import W8A8Pack
 from accelpatch.kernels.layouts.w8a8_rows import W8A8Rows
 from accelpatch.kernels.operation import Operation
 from accelpatch.kernels.ops import (
@@ -24,6 +25,7 @@ from accelpatch.kernels.ops import (
     packed_linear,
     tiled_int4_linear,
     w8a8_linear,
+    w8a8_packed,
 )
 from accelpatch.kernels.triton import launch
 
@@ -82,4 +84,5 @@ LINEARS: Mapping[type, LinearOf] = {
     ),
     CompactTiles: LinearOf(compact_linear.compact_linear),
     Pack: LinearOf(packed_linear.packed_linear),
+    W8A8Pack: LinearOf(w8a8_packed.w8a8_packed),
 }

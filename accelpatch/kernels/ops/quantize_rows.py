@@ -33,9 +33,9 @@ def reference(x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
     if scale is None:
         most = values.abs().amax(-1, keepdim=True)
         finite, small = most.isfinite(), most < LEAST
-        # a number over a tensor would be the rounded inverse times the number
-        times = torch.where(finite & ~small, torch.full_like(most, LARGEST) / most, 0.0)
-        held = torch.where(finite, torch.where(small, 0.0, most / LARGEST), torch.nan)
+        largest = torch.full_like(most, LARGEST)  # divided as a number, it is torch's product with an inverse
+        times = torch.where(finite & ~small, largest / most, 0.0)
+        held = torch.where(finite, torch.where(small, 0.0, most / largest), torch.nan)
         q = torch.where(finite, values, 0.0) * times
     else:
         finite = values.isfinite().all(-1, keepdim=True)

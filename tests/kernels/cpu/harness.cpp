@@ -48,17 +48,19 @@ static float* floats(Owned& o, int64_t count) {
 
 static void weight(Owned& o, int64_t n, int64_t k) {
     ap_linear& w = o.w;
-    w = {static_cast<int32_t>(pick(0, 2)), 0, 0, 0, n, k, k, nullptr, nullptr};
+    w = {static_cast<int32_t>(pick(0, 3)), 0, 0, 0, n, k, k, nullptr, nullptr};
     if (w.kind == AP_INT4 && k % 2) w.kind = AP_INT8;
-    if (w.kind != AP_DENSE && k % 32 == 0 && pick(0, 1)) w.group = k % 64 == 0 && pick(0, 1) ? 64 : 32;
+    if (w.kind == AP_W8A8 && pick(0, 1)) w.input_scale = 0.01f;
+    const bool grouped = w.kind == AP_INT8 || w.kind == AP_INT4;
+    if (grouped && k % 32 == 0 && pick(0, 1)) w.group = k % 64 == 0 && pick(0, 1) ? 64 : 32;
     w.minimum = w.kind == AP_INT4 && pick(0, 1);
-    w.half_scales = w.kind != AP_DENSE && pick(0, 1);
+    w.half_scales = grouped && pick(0, 1);
     if (pick(0, 1)) w.bias = floats(o, n);
     if (w.kind == AP_DENSE) {
         w.data = floats(o, n * k);
         return;
     }
-    const int64_t q_bytes = w.kind == AP_INT8 ? n * k : n * k / 2, groups = n * (k / w.group),
+    const int64_t q_bytes = w.kind == AP_INT4 ? n * k / 2 : n * k, groups = n * (k / w.group),
                   bytes = ap_pack_bytes(&w);
     require(bytes > 0, "pack_bytes");
     Buffer<uint8_t> q(q_bytes), back(q_bytes);
@@ -78,7 +80,7 @@ static void weight(Owned& o, int64_t n, int64_t k) {
 static void products() {
     Owned o;
     weight(o, pick(1, 70), pick(0, 1) ? 32 * pick(1, 40) : pick(1, 1100));
-    const int64_t m = pick(0, 40), x_stride = o.w.k + pick(0, 3), y_stride = o.w.n + pick(0, 3), dtype = pick(0, 2);
+    const int64_t m = pick(0, 60), x_stride = o.w.k + pick(0, 3), y_stride = o.w.n + pick(0, 3), dtype = pick(0, 2);
     const int64_t bytes = dtype ? 2 : 4, x_count = m ? (m - 1) * x_stride + o.w.k : 0,
                   y_count = m ? (m - 1) * y_stride + o.w.n : 0;
     Buffer<uint8_t> x(x_count * bytes), y(y_count * bytes);
@@ -90,7 +92,7 @@ static void products() {
     int64_t ids[2] = {pick(0, o.w.n - 1), pick(0, o.w.n - 1)};
     Buffer<float> rows(2 * o.w.k);
     require(ap_gather(&o.w, ids, 2, rows.tail) == AP_OK, "gather");
-    if (dtype || o.w.kind == AP_DENSE) return;
+    if (dtype || o.w.kind == AP_DENSE || o.w.kind == AP_W8A8) return;
     Buffer<float> wide(y_count);
     const auto* from = reinterpret_cast<const float*>(x.tail);
     require(

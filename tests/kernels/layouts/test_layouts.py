@@ -18,6 +18,7 @@ from accelpatch.kernels.layouts.cpu_pack import Pack
 from accelpatch.kernels.layouts.int4_tiles import Tiles
 from accelpatch.kernels.layouts.layout import WeightArguments
 from accelpatch.kernels.layouts.row_major import Fp8Rows, Int8Rows, Plain
+from accelpatch.kernels.layouts.w8a8_pack import W8A8Pack
 from accelpatch.kernels.operation import Operation
 from accelpatch.kernels.ops import by_layout
 from accelpatch.kernels.ops.by_layout import LINEARS, LinearOf
@@ -45,6 +46,9 @@ def made(name: str, seed: int = 0) -> Any:
     if name == "cpu-int8":
         q, scale, _ = int8.quantize(weight, group_size=128)
         return Pack.pack(q, scale, bits=8)
+    if name == "cpu-w8a8":
+        q, scale, _ = int8.quantize(weight)
+        return W8A8Pack.pack(q, scale, 0.02)
     if name == "cpu-int4":
         return Pack.pack(*int4.quantize(weight, group_size=64), bits=4)
     return CompactTiles.pack(weight.bfloat16())
@@ -57,7 +61,7 @@ def bits(tensor: Tensor) -> Tensor:
 NAMES = ("plain", "int8", "fp8", "int4", "compact")
 NO_LIBRARY = native_library.why_not(probe("cpu"))
 needs_library = pytest.mark.skipif(NO_LIBRARY is not None, reason=f"no native library: {NO_LIBRARY}")
-PACKS = [pytest.param(name, marks=needs_library) for name in ("cpu-float32", "cpu-int8", "cpu-int4")]
+PACKS = [pytest.param(name, marks=needs_library) for name in ("cpu-float32", "cpu-int8", "cpu-int4", "cpu-w8a8")]
 TILED = ("int4", "compact", *PACKS[1:])
 
 
@@ -71,8 +75,12 @@ def test_pack_and_unpack(name: str) -> None:
     assert (weight.n, weight.k, weight.part) == (N, K, "all")
     assert weight.nbytes == sum(one.nbytes for one in tensors(weight))
     packed = weight.unpack()
-    if name.startswith("cpu"):
-        again = Pack.dense(packed) if name == "cpu-float32" else Pack.pack(*packed, bits=int(name[-1]))
+    if name in ("cpu-int8", "cpu-int4"):
+        again = Pack.pack(*packed, bits=int(name[-1]))
+    elif name == "cpu-w8a8":
+        again = W8A8Pack.pack(*packed[:2], weight.input_scale)
+    elif name == "cpu-float32":
+        again = Pack.dense(packed)
     else:
         again = type(weight).pack(*(packed if isinstance(packed, tuple) else (packed,)))
     assert all(torch.equal(bits(a), bits(b)) for a, b in zip(tensors(weight), tensors(again), strict=True))
@@ -100,11 +108,11 @@ def test_concatenated_rows_are_one_weight(name: str) -> None:
 def test_concatenated_packs_are_one_weight(name: str) -> None:
     """Not views of it: a native step holds their addresses."""
     parts = [replace(made(name, seed), bias=torch.randn(N)) for seed in (0, 1)]
-    both = Pack.concat(parts)
+    both = type(parts[0]).concat(parts)
     assert (both.n, both.format) == (2 * N, parts[0].format)
     assert both.data.data_ptr() % 64 == 0
     x = torch.randn(3, K, generator=torch.Generator().manual_seed(2))
-    run = LINEARS[Pack].operation
+    run = LINEARS[type(both)].operation
     assert torch.equal(
         run(x, *both.arguments(), both.bias), torch.cat([run(x, *p.arguments(), p.bias) for p in parts], 1)
     )
@@ -188,7 +196,7 @@ def test_launch_arguments(name: str) -> None:
 
 
 def test_weights_of_other_formats_differ() -> None:
-    names = [*NAMES, *([] if NO_LIBRARY else ["cpu-float32", "cpu-int8", "cpu-int4"])]
+    names = [*NAMES, *([] if NO_LIBRARY else ["cpu-float32", "cpu-int8", "cpu-int4", "cpu-w8a8"])]
     assert len({made(name).format for name in names}) == len(names)
     q, scale, offset = int4.quantize(torch.randn(N, K), group_size=64)
     assert Tiles.pack(q, scale.half(), offset).format != made("int4").format

@@ -18,6 +18,7 @@ from accelpatch.kernels.layouts.compact_tiles import CompactTiles
 from accelpatch.kernels.layouts.cpu_pack import Pack
 from accelpatch.kernels.layouts.int4_tiles import Tiles
 from accelpatch.kernels.layouts.row_major import FP8
+from accelpatch.kernels.layouts.w8a8_pack import W8A8Pack
 from accelpatch.kernels.spec import Case
 from accelpatch.quant import int4, int8
 from tests.support.parity import DTYPES, assert_parity, bits, name, strided, transposed
@@ -66,6 +67,14 @@ def random_pack(op: str, rng: random.Random, generator: torch.Generator, dtype: 
     return x, *pack.arguments(), None
 
 
+def random_w8a8_pack(rng: random.Random, generator: torch.Generator, dtype: torch.dtype) -> tuple[Any, ...]:
+    m, n, k = rng.choice(M), rng.randint(1, 70), rng.randint(1, 300)
+    x, bias = torch.randn(m, k, generator=generator).to(dtype), torch.randn(n, generator=generator).to(dtype)
+    q = torch.randint(-127, 128, (n, k), generator=generator, dtype=torch.int8)
+    pack = W8A8Pack.pack(q, torch.rand(n, 1, generator=generator) / 100, rng.choice((None, 0.02)))
+    return x, *pack.arguments(), rng.choice((None, bias))
+
+
 def random_tiles(rng: random.Random, generator: torch.Generator, dtype: torch.dtype) -> tuple[Any, ...]:
     """Groups of every size that tiles take, whole rows of odd length among them, and every kind of offset."""
     group = rng.choice((32, 64, 128, 256, 0))
@@ -79,6 +88,8 @@ def random_tiles(rng: random.Random, generator: torch.Generator, dtype: torch.dt
 
 
 def random_args(op: str, rng: random.Random, generator: torch.Generator, dtype: torch.dtype) -> tuple[Any, ...]:
+    if op == "w8a8_packed":
+        return random_w8a8_pack(rng, generator, dtype)
     if op.startswith("packed_"):
         return random_pack(op, rng, generator, dtype)
     if op == "tiled_int4_linear":
