@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accelpatch.kernels.layouts.cpu_pack import Pack
-from accelpatch.kernels.ops.packed_linear import packed_linear
+from accelpatch.kernels.layouts.w8a8_pack import W8A8Pack
 from accelpatch.kernels.ops.w8a8_linear import w8a8_linear
+from accelpatch.kernels.ops.w8a8_packed import w8a8_packed
 from accelpatch.modules.autocast import autocast
 from accelpatch.modules.quantized_module import QuantizedModule
 from accelpatch.modules.replacement import adopt
@@ -50,14 +50,14 @@ class W8A8Linear(QuantizedModule):
         smoothed = SiteStatistics(None, self.factors, self.divisors).weight(weight)
         return W8A8Weight(*int8.quantize(smoothed)[:2], None, held.input_scale)
 
-    def _pack(self, weight: W8A8Weight) -> Pack:
-        return Pack.w8a8(weight.q, weight.scale, weight.input_scale)
+    def _pack(self, weight: W8A8Weight) -> W8A8Pack:
+        return W8A8Pack.pack(weight.q, weight.scale, weight.input_scale)
 
     def forward(self, x: Tensor) -> Tensor:
         """x[..., K] -> y[..., N] in x's dtype."""
         holder = self.held
         if holder.pack is not None:
-            return packed_linear(autocast(x), *holder.pack.arguments(), self.bias)
+            return w8a8_packed(autocast(x), *holder.pack.arguments(), self.bias)
         assert holder.q is not None
         assert holder.scale is not None
         return w8a8_linear(autocast(x), holder.q, holder.scale, self.input_scale, self.bias)

@@ -11,14 +11,16 @@ from torch import nn
 
 from accelpatch.device import Device
 from accelpatch.errors import KernelError, PlanError
-from accelpatch.kernels.ops import w8a8_linear
+from accelpatch.kernels import dispatch
+from accelpatch.kernels.layouts.w8a8_pack import LONGEST
+from accelpatch.kernels.ops import w8a8_linear, w8a8_packed
 from accelpatch.modules.w8a8_linear import W8A8Linear, w8a8
 from accelpatch.patching.replacer import Choice, Reason, Replacer
 from accelpatch.patching.site import Site
 from accelpatch.quant import QuantizedWeight, int8
 from accelpatch.quant.smoothing import LEVELS, SiteStatistics
 from accelpatch.quant.weight import W8A8Weight, check_held
-from accelpatch.replacers.weight_only import INT8_SCALE, bias_bytes, token_bytes, unfit, weight_of
+from accelpatch.replacers.weight_only import HIP, INT8_SCALE, NATIVE, bias_bytes, token_bytes, unfit, weight_of
 
 ACTIVATIONS = ("dynamic", "static", "auto")
 WEIGHTS = ("channel", "tensor")
@@ -51,10 +53,10 @@ class W8A8(Replacer):
             return Reason("an embedding has no activations to quantise; use int8_weight_only")
         assert site.n is not None
         assert site.k is not None
-        if site.k > w8a8_linear.LONGEST:
-            return Reason(f"K = {site.k}: sums of more than {w8a8_linear.LONGEST} products overflow an int32")
+        if site.k > LONGEST:
+            return Reason(f"K = {site.k}: sums of more than {LONGEST} products overflow an int32")
         try:
-            kernel, libraries = w8a8_linear.planned(site.n, site.k, getattr(torch, site.dtype), device)
+            kernel, libraries = planned(site.n, site.k, getattr(torch, site.dtype), device)
         except KernelError as error:
             return Reason(str(error))
         resident = site.n * site.k + site.n * INT8_SCALE + bias_bytes(site)
@@ -66,7 +68,7 @@ class W8A8(Replacer):
         weight = stats.weight(weight_of(site.original))
         q, scale, _ = int8.quantize(weight) if choice.detail["weights"] == "channel" else _by_tensor(weight)
         held = W8A8Weight(q, scale, None, _input_scale(choice, stats, weight.device))
-        made: nn.Module = w8a8(site.original, held, stats, choice.kernel == w8a8_linear.NATIVE)
+        made: nn.Module = w8a8(site.original, held, stats, choice.kernel == NATIVE)
         return made
 
     def restore(self, site: Site, choice: Choice, held: QuantizedWeight | W8A8Weight) -> nn.Module:
@@ -80,7 +82,7 @@ class W8A8(Replacer):
             site.original,
             W8A8Weight(held.q, held.scale, None, one),
             SiteStatistics(),
-            choice.kernel == w8a8_linear.NATIVE,
+            choice.kernel == NATIVE,
         )
         return made
 
@@ -88,6 +90,15 @@ class W8A8(Replacer):
         assert isinstance(built, W8A8Linear)
         kind = "dynamic" if built.input_scale is None else "static"
         return replace(choice, kernel=f"{choice.kernel}, {kind}", detail={**choice.detail, "activations": kind})
+
+
+def planned(n: int, k: int, dtype: torch.dtype, device: Device) -> tuple[str, tuple[str, ...]]:
+    """(the kernel of one token, the device libraries that it needs). Raises KernelError where none can run."""
+    if dispatch.why_not(w8a8_packed.OP, NATIVE, w8a8_packed.of_shape(n, k, dtype), device) is None:
+        return NATIVE, ()
+    spec = w8a8_linear.of_shape(n, k, dtype)
+    chosen = dispatch.choose(w8a8_linear.OP, spec, device)
+    return chosen, w8a8_linear.libraries(spec, device) if chosen == HIP else ()
 
 
 def _by_tensor(weight: Any) -> QuantizedWeight:

@@ -22,7 +22,6 @@ from accelpatch.kernels.spec import Case, Implementation, Kernel, Spec
 from accelpatch.kernels.triton import launch
 
 OP = "w8a8_linear"
-NATIVE = "cpu"
 LONGEST = 133152  # K up to which 127 * 127 * K is an int32
 
 
@@ -49,11 +48,6 @@ def spec(x: Tensor, q: Tensor, scale: Tensor, input_scale: Tensor | None = None,
 def of_shape(n: int, k: int, dtype: torch.dtype, *, m: int = 1) -> Spec:
     """The Spec of a linear layer of this size, for planning before there is a weight."""
     return Spec(OP, {"M": m, "N": n, "K": k}, dtype, torch.float32, k)
-
-
-def planned(n: int, k: int, dtype: torch.dtype, device: Device) -> tuple[str, tuple[str, ...]]:
-    """(the kernel of one token, the device libraries that it needs). Raises KernelError where none can run."""
-    return dispatch.choose(OP, of_shape(n, k, dtype), device), ()
 
 
 def by_operations(
