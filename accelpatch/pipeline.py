@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from accelpatch import device as devices
 from accelpatch.checkpoints import statistics as files
 from accelpatch.errors import PatchError
 from accelpatch.fusion.verified import check_layers
@@ -22,12 +24,14 @@ from accelpatch.patching.capture import observing, run
 from accelpatch.patching.host_copies import HostCopies, rounded_weights
 from accelpatch.patching.layers import layer_calls, layer_records, record_layers
 from accelpatch.patching.match import sites
-from accelpatch.patching.plan import Plan
+from accelpatch.patching.plan import Plan, make_plan
 from accelpatch.patching.site import LINEAR_ROLES
 from accelpatch.patching.stages import NOT_VERIFIED, Captured, capture, stage_report, verified_build, whole_model
 from accelpatch.patching.verify import SiteErrors
 from accelpatch.quant.calibration import Collector, Statistics
 from accelpatch.quant.smoothing import SiteStatistics
+from accelpatch.recipe import recipe as recipes
+from accelpatch.replacers import registry
 from accelpatch.replacers.smoothing import site_statistics
 from accelpatch.report import Report, Stopwatch
 from accelpatch.runtime.generation.patched_model import RUNTIME, SAVE, new_runtime, patched_classes
@@ -61,12 +65,29 @@ def fuse(model: nn.Module, planned: Plan, runtime: Any, captured: Captured, repo
     captured.calls.clear()
 
 
+@contextmanager
+def writing(model: nn.Module) -> Iterator[None]:
+    """Context manager in which a model on a CPU generates with int8 weights: it writes its own text in less time."""
+    device = next(model.parameters()).device
+    if device.type != "cpu":
+        yield
+        return
+    facts, registered = devices.probe("cpu"), registry()
+    planned = make_plan(model, recipes.load("int8"), facts, roles_of(getattr(model, "config", None)), registered)
+    carry_out(model, planned, None, "cpu", False, Stopwatch(None), {}, None)
+    try:
+        yield
+    finally:
+        vars(model)[apply.HANDLE].unpatch()
+
+
 def calibrated(
     model: nn.Module, data: Any, tokenizer: Any, watch: Callable[[str, int, int], None],
     samples: int | None = None, length: int | None = None,
 ) -> Statistics:  # fmt: skip
     """Run texts through the model and gather statistics of every linear layer's input. See api.calibrate."""
-    batches = windows(model, data, tokenizer, samples, length)
+    with writing(model) if data is None else nullcontext():
+        batches = windows(model, data, tokenizer, samples, length)
     found = sites(model, roles_of(getattr(model, "config", None)))
     paths = [site.path for site in found if site.role in LINEAR_ROLES and site.k is not None]
     collector = Collector()

@@ -34,7 +34,7 @@ TABLE: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "fp8_linear": ("fp8_linear", ("hip", "torch")),
     "quantize_rows": ("quantize_rows", ("triton", "torch")),
     "gemm_w8a8": ("gemm_w8a8", ("triton", "int_mm", "torch")),
-    "w8a8_linear": ("w8a8_linear", ("hip", "operations")),
+    "w8a8_linear": ("w8a8_linear", ("hip", "triton", "operations")),
     "w8a8_packed": ("w8a8_packed", ("cpu", "torch")),
     "int8_embedding": ("int8_embedding", ("torch",)),
     "packed_linear": ("packed_linear", ("cpu", "torch")),

@@ -62,6 +62,10 @@ def _gated_plain(x: Tensor, weight: Plain, bias: Tensor | None) -> Tensor:
     return gemv.by_triton(x, weight.w, bias, gate=True)
 
 
+def _gated_w8a8(x: Tensor, weight: W8A8Rows, bias: Tensor | None) -> Tensor:
+    return w8a8_linear.gated_many(x, *weight.arguments(), bias, "silu")
+
+
 def _many_tiles(weight: Tiles, bias: Tensor | None) -> Callable[[Tensor], Tensor] | None:
     """torch's GEMM with weights written out as floats by Triton."""
     if weight.part not in ("all", "both") or launch.why_not(probe(weight.w.device)) is not None:
@@ -74,7 +78,7 @@ def _many_tiles(weight: Tiles, bias: Tensor | None) -> Callable[[Tensor], Tensor
 LINEARS: Mapping[type, LinearOf] = {
     Plain: LinearOf(gemv.gemv, gemv.facts, {"triton": _gated_plain}),
     Int8Rows: LinearOf(int8_linear.int8_linear),
-    W8A8Rows: LinearOf(w8a8_linear.w8a8_linear),
+    W8A8Rows: LinearOf(w8a8_linear.w8a8_linear, gated={"triton": _gated_w8a8}),
     Fp8Rows: LinearOf(fp8_linear.fp8_linear),
     Tiles: LinearOf(
         tiled_int4_linear.tiled_int4_linear,

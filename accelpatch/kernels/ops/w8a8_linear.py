@@ -62,6 +62,25 @@ def by_operations(
     return y.view(*x.shape[:-1], q.shape[0])
 
 
+def triton_why_not(spec: Spec, device: Device) -> str | None:
+    """Why the rows and their products cannot run by Triton; None where they can."""
+    sizes = spec.sizes["M"], spec.sizes["N"], spec.sizes["K"]
+    return rows.triton_why_not(rows.of_shape(sizes[2], spec.dtype), device) or gemm_w8a8.triton_why_not(
+        gemm_w8a8.of_shape(*sizes, spec.dtype), device
+    )
+
+
+def gated_many(
+    x: Tensor, q: Tensor, scale: Tensor, input_scale: Tensor | None, bias: Tensor | None, activation: str
+) -> Tensor:
+    """activation(first half of the columns of y) * second half, by Triton: the product and the gate in one launch."""
+    from accelpatch.kernels.triton.gemm_w8a8 import gated as run
+
+    xq, xs = rows.by_triton(x, input_scale)
+    y = run(xq.view(-1, xq.shape[-1]), q, xs.view(-1), scale.view(-1), bias, activation, x.dtype)
+    return y.view(*x.shape[:-1], q.shape[0] // 2)
+
+
 def why_not(spec: Spec, device: Device) -> str | None:
     """Why `by_hip` cannot run a spec; None where it can. For 9 to 64 rows it serves where Triton cannot."""
     most = binding.MAX_ROWS if launch.why_not(device, spec.dtype) else binding.MAX_GEMV_ROWS
@@ -115,6 +134,7 @@ def cases() -> list[Case]:
 
 IMPLEMENTATIONS = {
     "hip": Implementation(by_hip, why_not),
+    "triton": Implementation(by_operations, triton_why_not),
     "operations": Implementation(by_operations, dispatch.anywhere),
 }
 KERNELS = {OP: Kernel(w8a8_linear, reference, spec, IMPLEMENTATIONS, cases, composed=True)}
