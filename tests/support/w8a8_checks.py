@@ -13,9 +13,9 @@ from torch.nn import functional
 from accelpatch.kernels.ops import gemm_w8a8
 from accelpatch.kernels.ops import quantize_rows as rows
 from tests.support.gemv_checks import kinds, run
-from tests.support.hip_gemv import Format, Library, Packed
+from tests.support.hip_gemv import TIMED, W8A8, Library, Packed
 
-FORMAT = Format("gemv_w8a8", step=64)
+FORMAT = TIMED[W8A8]
 # odd ends; slots of a lane in registers and read again; K in tiles on AMD, and at 33000 on NVIDIA
 SHAPES = ((33, 65), (7, 200), (1, 128), (100, 576), (24, 4096), (66, 6144), (34, 11008), (18, 14336), (10, 33000))
 RUNS: tuple[tuple[int, dict[str, int]], ...] = (
