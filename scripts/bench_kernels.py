@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks import gemv, rows
 
-from tests.support.hip_gemv import FORMATS
+from tests.support.hip_gemv import TIMED
 
 GEMV = """Time 1 to 8 tokens: the read limit of this GPU, the linear layers of a 7B model (32 layers of four) as one
 graph, and with --shapes each shape alone beside its peers: torch, torchao where it is installed, and a plain Triton
@@ -35,8 +35,8 @@ def add_gemv(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--libraries", type=Path, nargs="+", required=True, metavar="DIR",
                         help="Folders of built libraries. Shapes are timed for the first alone.")  # fmt: skip
     parser.add_argument("--formats", nargs="*", default=["plain", "int8", "int4_g128", "int4_g128_minimum"],
-                        choices=list(FORMATS), metavar="FORMAT",
-                        help=f"The formats to time, of {', '.join(FORMATS)} (default: %(default)s).")  # fmt: skip
+                        choices=list(TIMED), metavar="FORMAT",
+                        help=f"The formats to time, of {', '.join(TIMED)} (default: %(default)s).")  # fmt: skip
     parser.add_argument("--tuning", nargs="*", default=["{}"], metavar="JSON",
                         help="Launch settings as JSON objects. The chain is timed with each, the shapes with the first "
                         "(default: the kernels' own choice).")  # fmt: skip

@@ -20,7 +20,9 @@ from accelpatch.kernels.hip.binding import SENTINEL
 from benchmarks import gemv_peers
 from benchmarks.layer_shapes import HEADS, HIDDEN, LAYER, MIDDLE, rotation
 from tests.support.gemv_reference import wrong
-from tests.support.hip_gemv import Library, Packed, library_in, pack
+from tests.support.hip_gemv import W8A8, Library, Packed, library_in, pack
+from tests.support.w8a8_checks import reference
+from tests.support.w8a8_checks import wrong as wrong_integers
 
 SIGNALLED = 8192  # columns of the MLP that `down` begins with
 LAYERS = 32
@@ -128,11 +130,11 @@ class Own:
 
 
 def shape_time(lib: Library, name: str, n: int, k: int, m: int, **tuning: int) -> Own:
-    """Checked by the float rule, then timed with weights in rotation."""
+    """Checked by the float rule, or for its integers, then timed with weights in rotation."""
     x, y = (torch.randn(m, columns, device="cuda", dtype=torch.bfloat16) for columns in (k, n))
     first = pack(torch.randn(n, k, device="cuda") / k**0.5, name, dtype=torch.bfloat16)
     lib.call(first, x, y, **tuning)
-    if reason := wrong(y, first.dense, x, {}):
+    if reason := wrong_integers(y, reference(first, x, {}), True) if name == W8A8 else wrong(y, first.dense, x, {}):
         raise SystemExit(f"{name} {n} x {k} M={m}: {reason}")
     first.dense = None
     count = rotation(n, k, first.bytes * 8 / (n * k))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,9 +13,9 @@ from torch.nn import functional
 from accelpatch.kernels.ops import gemm_w8a8
 from accelpatch.kernels.ops import quantize_rows as rows
 from tests.support.gemv_checks import kinds, run
-from tests.support.hip_gemv import Format, Library, Packed
+from tests.support.hip_gemv import TIMED, W8A8, Library, Packed
 
-FORMAT = Format("gemv_w8a8", step=64)
+FORMAT = TIMED[W8A8]
 # odd ends; slots of a lane in registers and read again; K in tiles on AMD, and at 33000 on NVIDIA
 SHAPES = ((33, 65), (7, 200), (1, 128), (100, 576), (24, 4096), (66, 6144), (34, 11008), (18, 14336), (10, 33000))
 RUNS: tuple[tuple[int, dict[str, int]], ...] = (
@@ -67,7 +68,7 @@ def _normed(x: Tensor, kind: Mapping[str, Any]) -> Tensor:
 
 
 def wrong(y: Tensor, due: Tensor, exact: bool) -> str:
-    """Why y is not what is due; empty where it is. Not exact: within 2 u, as the design has it for one operation."""
+    """Why y is not what is due; empty where it is. Not exact: within 2 u of a bf16, as for one operation."""
     if not torch.equal(y.isnan(), due.isnan()):
         return "NaN elsewhere"
     y, due = y.nan_to_num(0.0), due.nan_to_num(0.0)
@@ -108,4 +109,39 @@ def check_w8a8(lib: Library, dtype: torch.dtype, static: bool, device: str) -> l
                     bad.append(f"N={n} K={k} {name} M={m} {tuning}: other bits than at M={RUNS[0][0]}")
                 if reason := wrong(y, due[:m], name in EXACT):
                     bad.append(f"N={n} K={k} {name} M={m} {tuning}: {reason}")
+    return bad
+
+
+def check_integers(lib: Library, dtype: torch.dtype, static: bool, device: str) -> list[str]:
+    """Every value of a row beside every largest one, up to powers of two: which integers they become.
+
+    The weight is the identity, so that y says which.
+    """
+    mantissas = 1 + torch.arange(128) / 128  # fp16 has more, of which these are some
+    x = torch.cat([mantissas * 2.0**-power * (-1) ** power for power in range(9)]).repeat(128, 1)
+    largest = mantissas[:, None]
+    x = torch.where(x.abs() <= largest, x, largest).to(dtype)
+    k = x.shape[1]
+    eye = Packed(FORMAT, k, k, torch.eye(k, dtype=torch.int8), torch.ones(k, 1), torch.tensor([1.3 / 127]))
+    packed = eye if static else replace(eye, offset=None)
+    y = torch.full((len(x), k), float("nan"), dtype=dtype).to(device)
+    lib.call(packed.to(device), x.to(device), y)
+    reason = wrong(y.cpu(), reference(packed, x, {}), True)
+    return [reason] if reason else []
+
+
+def check_large_sums(lib: Library, device: str) -> list[str]:
+    """Sums that no float32 holds: they have to be added as integers, wherever K was cut."""
+    bad = []
+    for k, m in ((11008, 8), (11008, 1), (4096, 3), (33000, 8)):
+        packed = weight(50, k, False)
+        packed.w = packed.w.abs() // 2 + 64
+        packed.scale = torch.full((50, 1), 1 / 127 / k)
+        x = (torch.rand(m, k) + 0.5).to(torch.bfloat16)
+        residual = -reference(packed, x, {})  # what is left are the last bits of the sums
+        kind = {"residual": residual}
+        there = {"residual": residual.to(device)}
+        y = run(lib, packed.to(device), x.to(device), there).cpu()
+        if reason := wrong(y, reference(packed, x, kind), True):
+            bad.append(f"K={k} M={m}: {reason}")
     return bad

@@ -14,7 +14,8 @@
 #include "gemv_kernel.h"
 
 constexpr int DSMEM_SLOT_BYTES = WARP_SIZE * 16;
-constexpr int MBARRIERS = WARPS + 1;  // one a warp, one for norms
+// One a warp, one for norms, one for the magnitudes of int8 activations.
+template <class F> constexpr int MBARRIERS = WARPS + 1 + INT8_ACTIVATIONS<F>;
 
 // As sweep(); activations of the warp's stages lie `hop` steps apart, from `at` on.
 template <bool BF16_SCALES, class FLOW, class SUMS>
@@ -33,11 +34,12 @@ template <class SUMS> DEVICE void swap_parked(SUMS& sums, char* place) {
     static_assert(sizeof(SUMS) % 16 == 0, "whole words of four");
 #pragma unroll
     for (int i = 0; i < int(sizeof(SUMS) / 16); ++i) {
-        float* mine = reinterpret_cast<float*>(&sums) + 4 * i;
+        auto* mine = reinterpret_cast<typename SUMS::Value*>(&sums) + 4 * i;
         float* there = reinterpret_cast<float*>(place + i * DSMEM_SLOT_BYTES);
         float v[4];
         load_floats<4>(v, there);
-        for (int j = 0; j < 4; ++j) there[j] = mine[j], mine[j] = v[j];
+        for (int j = 0; j < 4; ++j)
+            there[j] = __builtin_bit_cast(float, mine[j]), mine[j] = __builtin_bit_cast(typename SUMS::Value, v[j]);
     }
 }
 
@@ -101,12 +103,15 @@ template <class F> struct ClusterPlace {
           own_tile(first_tile + wn * (F::TILED ? 1 : clusters)) {}
 };
 
-// A lane's sums of a tile, to the warp that adds it up: number `adder` of the WK that share it.
-template <class F>
-DEVICE void send_sums(const ClusterMemory& memory, const ClusterPlace<F>& here, int adder, const float* sum) {
+// A lane's sums of a tile, to the warp that adds it up: number `adder` of the WK that share it. Integers too go as
+// bits.
+template <class F, class V>
+DEVICE void send_sums(const ClusterMemory& memory, const ClusterPlace<F>& here, int adder, const V* sum) {
+    const float bits[4] = {__builtin_bit_cast(float, sum[0]), __builtin_bit_cast(float, sum[1]),
+        __builtin_bit_cast(float, sum[2]), __builtin_bit_cast(float, sum[3])};
     const int to = (here.wn << here.wb_shift) + (adder & here.WB - 1), sender = here.wk - (here.wk > adder);
     send16(memory.dsmem_slots() + (to * (here.WK - 1) + sender) * DSMEM_SLOT_BYTES, memory.mbarriers()[to],
-        adder >> here.wb_shift, sum);
+        adder >> here.wb_shift, bits);
 }
 
 // As sweep(), of a part of K: in it the activations of the warp's stages lie one stage of each warp apart.
@@ -120,6 +125,7 @@ DEVICE void sweep_part(const GemvArgs& a, const ClusterPlace<F>& here, FLOW& str
 
 // Adds up the tile of the round that is pending: this warp's own sums, and those that the others have sent it.
 template <class F, class T, class STAGER> struct TileAdder {
+    using Value = typename SumsFor<F, T, false>::Value;
     int& pending;
     const ClusterPlace<F>& here;
     const ClusterMemory& memory;
@@ -134,7 +140,7 @@ template <class F, class T, class STAGER> struct TileAdder {
         char* mine = memory.dsmem_slots() + here.warp * (here.WK - 1) * DSMEM_SLOT_BYTES;
         const int added = pending >> plan.warps_shift;  // tiles, by this warp
         receive(memory.mbarriers()[here.warp], lane_id() == 0, (here.WK - 1) * DSMEM_SLOT_BYTES, added & 1);
-        float sum[4] = {0.f, 0.f, 0.f, 0.f};
+        Value sum[4] = {0, 0, 0, 0};
 #pragma unroll 1
         for (int begin = 0; begin < here.WK; begin += 4) {
             float v[4][4];
@@ -145,10 +151,12 @@ template <class F, class T, class STAGER> struct TileAdder {
                               mine + min(begin + j - (begin + j > here.wk), here.WK - 2) * DSMEM_SLOT_BYTES));
 #pragma unroll
             for (int j = 0; j < 4; ++j)
-                for (int i = 0; i < 4; ++i) sum[i] += begin + j == here.wk ? own[i] : v[j][i];
+                for (int i = 0; i < 4; ++i)
+                    sum[i] += __builtin_bit_cast(Value, begin + j == here.wk ? own[i] : v[j][i]);
         }
         if constexpr (STAGER::BOUNDED) mend<F>(a, plan, stager, tile, sum, reinterpret_cast<float*>(mine));
-        output.store(tile, sum);
+        if constexpr (INT8_ACTIVATIONS<F>) output.store(tile, sum, stager.scales());
+        else output.store(tile, sum, nullptr);
         pending = -1, urgent = false;
         if (tile >= plan.signalled || tile + here.WK * here.round_tiles < plan.signalled)
             return;  // or it adds up another one first
@@ -168,7 +176,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_RESIDENT) gemv_cluster_kernel(
         const ClusterPlace<F> here(plan);
         grid_release();
         const ClusterMemory memory{plan};
-        if (threadIdx.x < MBARRIERS) init_mbarrier(memory.mbarriers()[threadIdx.x]);
+        if (threadIdx.x < MBARRIERS<F>) init_mbarrier(memory.mbarriers()[threadIdx.x]);
         cluster_arrive();
         Flow stream(a, plan, here.wk, here.own_tile,
             shared + plan.stages_at + here.warp * DEPTH * Flow::STAGE_BYTES + lane_id() * 16);
@@ -224,7 +232,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_RESIDENT) gemv_cluster_kernel(
                     } else {
                         pending = round - 1,
                         urgent = HASTY && tile < plan.signalled && tile + here.round_tiles >= plan.signalled;
-                        for (int i = 0; i < 4; ++i) own[i] = total.sum[i];
+                        for (int i = 0; i < 4; ++i) own[i] = __builtin_bit_cast(float, total.sum[i]);
                     }
                 }
             }

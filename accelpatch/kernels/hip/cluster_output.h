@@ -44,10 +44,15 @@ template <class F, class T> struct ClusterOutput {
                               (pairs.there(h, 1) ? load_activation2(from + 8 * h + 1) << 16 : 0u);
         }
     }
-    DEVICE void store(int tile, const float* sum) const {
+    // token_scales: of int8 activations.
+    template <class V> DEVICE void store(int tile, const V* sum, const float* token_scales) const {
         float v[4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) v[i] = sum[i] * scale[i / 2] + T::up(bias[i / 2]);
+        for (int i = 0; i < 4; ++i) {
+            if constexpr (INT8_ACTIVATIONS<F>)
+                v[i] = fmaf(token_scales[Cells<false>::token(i)] * scale[i / 2], float(sum[i]), T::up(bias[i / 2]));
+            else v[i] = sum[i] * scale[i / 2] + T::up(bias[i / 2]);
+        }
         if (a.activation == ACT_SILU_GATE) {
 #pragma unroll
             for (int i = 0; i < 2; ++i) v[i] = silu(v[i]) * v[i + 2];

@@ -8,10 +8,13 @@
 
 template <class F> struct Part {
     static constexpr int PIECE_VALUES = F::INTEGER ? 16 : 8, STAGE_PIECES = PAIR<F> * F::KSTEP / PIECE_VALUES;
+    static constexpr bool CLUSTERED = true;
     static constexpr int LAP = THREADS / CLUSTER;  // pieces that a block stages of 256 neighbouring ones
-    int run, rank;                                 // neighbouring pieces
-    int mine, token;                               // a thread's first
-    Mbarrier* box;                                 // for sums of squares
+    // From one of a thread's tokens to the next; of a token the largest magnitudes of 32 threads' pieces.
+    static constexpr int TOKENS = CLUSTER, MAXIMA = CLUSTER * LAP / 32;
+    int run, rank;    // neighbouring pieces
+    int mine, token;  // a thread's first
+    Mbarrier* box;    // for sums of squares, and of int8 activations for magnitudes
     DEVICE Part(const GemvPlan& plan, int rank, Mbarrier* box)
         : run((STAGE_PIECES << plan.warps_shift) / CLUSTER),
           rank(rank),
@@ -35,6 +38,14 @@ template <class F> struct Part {
     }
     // Waits for the partials of all.
     DEVICE void collect(int tokens) const { receive(*box, threadIdx.x == 0, tokens * (THREADS / 8) * 4, 0); }
+    // As WholeRows' of int8_stage.h.
+    DEVICE int slots(const GemvPlan& plan) const { return plan.part_steps * (F::KSTEP / PIECE_VALUES); }
+    DEVICE void leave_most(uint32_t* maxima, int of_token, uint32_t most) const {
+        if (lane_id() < CLUSTER)
+            send4(reinterpret_cast<float*>(maxima) + of_token * MAXIMA + (rank * LAP + mine) / 32, box[1], lane_id(),
+                bits_to_float(most));
+    }
+    DEVICE void collect_most(int tokens) const { receive(box[1], threadIdx.x == 0, tokens * MAXIMA * 4, 0); }
 };
 
 template <class F, class T> struct ClusterFloats : Norms<T, true, true> {
@@ -251,5 +262,8 @@ template <class F, class T, bool INTEGER = F::INTEGER> struct ClusterStagerOf {
 };
 template <class F, class T> struct ClusterStagerOf<F, T, false> {
     using Type = ClusterFloats<F, T>;
+};
+template <class T> struct ClusterStagerOf<W8A8, T, true> {
+    using Type = Int8Stager<W8A8, T, Part<W8A8>, true>;
 };
 template <class F, class T> using ClusterStager = typename ClusterStagerOf<F, T>::Type;

@@ -65,7 +65,7 @@ template <class F, class T> int64_t lay_out(GemvPlan& p, const GemvArgs& a, Form
     p.parked_at = layout.reserve(clustered && p.rounds_at_once > 1 && p.tiles > p.tile_hop
                                      ? sizeof(SumsFor<F, T, false>) * WARPS * WARP_SIZE
                                      : 0);
-    p.mbarriers_at = layout.reserve(clustered ? MBARRIERS * 8 : 0);
+    p.mbarriers_at = layout.reserve(clustered ? MBARRIERS<F> * 8 : 0);
     p.stages_at = layout.reserve(SHARED_STAGES ? int64_t(depth) * PAIR<F> * SLOT_BYTES<F> * WARPS : 0);
     return layout.bytes;
 }
@@ -162,7 +162,7 @@ template <class F, class T> int launch(const GemvArgs& a, GpuStream stream) {
     const int blocks = a.blocks > 0 ? a.blocks : limits.sms * BLOCKS_LAUNCHED;
     GemvPlan plan = {};
     const int depth = make_plan<F, T>(plan, a, limits, blocks, narrow ? Form::NARROW : Form::WIDE);
-    if constexpr (CLUSTER > 1 && !COMPACT<F> && !INT8_ACTIVATIONS<F>) {
+    if constexpr (CLUSTER > 1 && !COMPACT<F>) {
         const bool many = a.m > (F::INTEGER ? NARROW_TOKENS : WIDE_TOKENS);
         if (limits.clusters && common(a, plan) && (many || !depth || plan.bytes > half_of(limits))) {
             const int status = launch_as_clusters<F, T>(a, limits, stream);

@@ -47,7 +47,7 @@ template <class F, class T, class PART, bool COMMON> struct Int8Stager : Norms<T
         : Base(a, plan, shared),
           part(part),
           shared(shared) {
-        if (a.norm != NORM_NONE)
+        if (!PART::CLUSTERED && a.norm != NORM_NONE)
             for (int h = 0; h < 2; ++h) first[h] = weight(part.mine, h);
     }
     DEVICE float* scales() const { return reinterpret_cast<float*>(shared + plan.block_exponents_at); }
@@ -67,7 +67,7 @@ template <class F, class T, class PART, bool COMMON> struct Int8Stager : Norms<T
                 wait();
                 measure(part.slots(plan), rest);
                 convert(from * (F::KSTEP / 16), slots);
-            } else if (items <= 1) {
+            } else if (!PART::CLUSTERED && items <= 1) {
                 hold<1>(slots, wait, rest);
             } else {
                 hold<MOST_HELD>(slots, wait, rest);

@@ -14,7 +14,7 @@ from tests.kernels.hip.simt_emulator import COMPILER, compiled
 from tests.support.gemv_checks import run
 from tests.support.hip_gemv import Emulated, pack
 from tests.support.interpreted import DEVICE
-from tests.support.w8a8_checks import check_w8a8, reference, weight
+from tests.support.w8a8_checks import check_integers, check_large_sums, check_w8a8, reference, weight
 
 pytestmark = [
     pytest.mark.slow,  # its compilations
@@ -49,6 +49,35 @@ def test_its_integers_are_those_of_the_operations(
 ) -> None:
     torch.manual_seed(0)
     assert check_w8a8(made(form), dtype, static, "cpu") == []
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+@pytest.mark.parametrize("dtype", binding.DTYPES, ids=str)
+@pytest.mark.parametrize("form", ["nvidia", "gfx942"])
+def test_every_value_becomes_the_integer_of_the_operation(
+    form: str, dtype: torch.dtype, static: bool, made: Callable[[str], Emulated]
+) -> None:
+    assert check_integers(made(form), dtype, static, "cpu") == []
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_sums_are_added_as_integers(form: str, made: Callable[[str], Emulated]) -> None:
+    torch.manual_seed(0)
+    assert check_large_sums(made(form), "cpu") == []
+
+
+@pytest.mark.parametrize("tokens", [3, 8])
+def test_what_warps_of_a_cluster_send_each_other_may_be_late(tokens: int, made: Callable[[str], Emulated]) -> None:
+    torch.manual_seed(0)
+    library = made("nvidia")
+    packed, x = weight(1000, 512, False), torch.randn(tokens, 512, dtype=torch.bfloat16)
+    want = reference(packed, x, {})
+    try:
+        for trial in range(4):
+            library.held.set_delay((40, 400)[trial % 2], trial)
+            assert torch.equal(run(library, packed, x, {}), want)
+    finally:
+        library.held.set_delay(0, 0)
 
 
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
