@@ -34,8 +34,7 @@ RECIPES = ("exact", "int8", "smoothquant", "smoothquant-static")
 
 def engines(asked: argparse.Namespace) -> dict[str, Any]:
     """The unpatched model, and a copy patched by each recipe."""
-    with torch.device(asked.device):
-        base = load.random(asked.model, dtype=getattr(torch, asked.dtype))
+    base = load.random(asked.model, dtype=getattr(torch, asked.dtype), device=asked.device)
     made: dict[str, Any] = {"unpatched": base}
     for recipe in asked.recipes:
         before = allocated(base)

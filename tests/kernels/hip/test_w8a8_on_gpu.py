@@ -49,8 +49,9 @@ def made(m: int, n: int, k: int, dtype: torch.dtype, static: bool, seed: int = 0
 
 
 def by(implementation: str, args: tuple[Any, ...]) -> Tensor:
+    implementation = "triton" if implementation == "operations" else implementation
     ran = dispatch.calls["w8a8_linear", implementation]
-    with poisoned(), dispatch.forced("triton" if implementation == "operations" else implementation):
+    with poisoned(), dispatch.forced(implementation):
         y: Tensor = w8a8_linear(*args)
     assert dispatch.calls["w8a8_linear", implementation] == ran + 1
     return y
