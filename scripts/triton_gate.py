@@ -88,17 +88,27 @@ TILED = {"KIND": 2, "GROUP": 128, "GROUPS": 1}
 BUILDS = {
     "rmsnorm": Build(
         rmsnorm._row,
-        ("*bf16",) * 5 + ("i32", "fp32"),
-        {"ADD": False, "AFTER": False, "PLUS_ONE": False, "DEPENDENT": False, "BLOCK": 4096},
+        ("*bf16",) * 5 + ("*fp32", "*fp32", "i32", "fp32"),
+        {
+            "ADD": False,
+            "AFTER": False,
+            "INT8": False,
+            "STATIC": False,
+            "PLUS_ONE": False,
+            "DEPENDENT": False,
+            "BLOCK": 4096,
+        },
         8,
     ),
     **{
         name: Build(
             rmsnorm._row,
-            ("*bf16",) * 5 + ("i32", "fp32"),
+            ("*bf16",) * 5 + ("*fp32", "*fp32", "i32", "fp32"),
             {
                 "ADD": name == "add_rmsnorm",
                 "AFTER": name == "rmsnorm_add",
+                "INT8": False,
+                "STATIC": False,
                 "PLUS_ONE": True,
                 "DEPENDENT": False,
                 "BLOCK": 4096,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from accelpatch.fusion.adapters import Adapted
 from accelpatch.fusion.call import Call
 from accelpatch.fusion.signals import without_signals
 from accelpatch.kernels.hip.binding import MAX_GEMV_ROWS, Signal
+from accelpatch.kernels.layouts.w8a8_rows import W8A8Rows
 from accelpatch.kernels.ops.attention_shape import AttentionShape
 from accelpatch.kernels.ops.fused_linear import FusedLinear
 from accelpatch.kernels.ops.fused_norm import FusedNorm
@@ -79,13 +80,14 @@ class FusedLayer:
         return last(x, residual=residual) if norm is None else norm.added(last(x), residual)
 
     def _many_rows(self, x: Tensor, pending: Tensor | None, call: Call, place: int) -> tuple[Tensor, Tensor | None]:
-        normal, x = _normed(self.attention_norm, x, pending)
+        normal, x = _input_of(self.qkv, self.attention_norm, x, pending)
         attended = self._attend(self.qkv.large_m(normal), call, place)
         if self.parallel:
-            normal = normal if self.mlp_norm is self.attention_norm else _normed(self.mlp_norm, x, None)[0]
+            same = self.mlp_norm is self.attention_norm and _int8(self.qkv) == _int8(self.gate_up)
+            normal = normal if same else _input_of(self.gate_up, self.mlp_norm, x, None)[0]
         x, pending = self._beside(self.after_attention, self.o.large_m(attended), x)
         if not self.parallel:
-            normal, x = _normed(self.mlp_norm, x, pending)
+            normal, x = _input_of(self.gate_up, self.mlp_norm, x, pending)
         elif pending is not None:
             x = x + pending
         return self._beside(self.after_mlp, self.down.large_m(self.gate_up.large_m(normal, self.activation)), x)
@@ -119,3 +121,22 @@ def _normed(norm: FusedNorm | None, x: Tensor, pending: Tensor | None) -> tuple[
         return norm.of_sum(x, pending)
     x = x if pending is None else x + pending
     return x, x
+
+
+def _int8(layer: FusedLinear | Adapted) -> tuple[int, ...] | None:
+    """What decides whether two linear layers of one norm take the same int8 activations: where their static scale
+    lies, nothing for a scale a row; None for a layer that takes floats."""
+    if not isinstance(layer, FusedLinear) or not isinstance(layer.weight, W8A8Rows):
+        return None
+    scale = layer.weight.input_scale
+    return () if scale is None else (scale.data_ptr(),)
+
+
+def _input_of(
+    layer: FusedLinear | Adapted, norm: FusedNorm | None, x: Tensor, pending: Tensor | None
+) -> tuple[Any, Tensor]:
+    """(norm(s) as the linear layer takes it, s) for s = x + pending."""
+    if norm is None or _int8(layer) is None:
+        return _normed(norm, x, pending)
+    assert isinstance(layer, FusedLinear)
+    return norm.int8_of_sum(x, pending, cast(W8A8Rows, layer.weight).input_scale)

@@ -42,6 +42,7 @@ TABLE: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "rmsnorm": ("rmsnorm", ("triton", "torch")),
     "add_rmsnorm": ("rmsnorm", ("triton", "torch")),
     "rmsnorm_add": ("rmsnorm", ("triton", "torch")),
+    "rmsnorm_rows": ("rmsnorm_rows", ("triton", "operations")),
     "rotary_cos_sin": ("rope", ("triton", "torch")),
     "gated_activation": ("gated_activation", ("triton", "torch")),
     "decode_attention": ("decode_attention", ("hip", "triton", "torch")),

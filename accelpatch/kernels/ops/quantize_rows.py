@@ -11,6 +11,8 @@ NaN. Source: Xiao et al. 2022, arXiv:2211.10438 (per token and per tensor).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -25,6 +27,15 @@ LARGEST = 127  # -128 is not used: q and -q both exist
 LEAST = 2.0**-119
 LONGEST = 32768  # elements of a row that one Triton program holds
 OP = "quantize_rows"
+
+
+@dataclass(frozen=True, eq=False)
+class Int8Rows:
+    """Activations as int8: q[M, K] and scale[M, 1] float32. dtype: of what they were made from, and of products."""
+
+    q: Tensor
+    scale: Tensor
+    dtype: torch.dtype
 
 
 def reference(x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:

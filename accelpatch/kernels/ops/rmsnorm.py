@@ -105,7 +105,8 @@ def _add_torch(x: Tensor, residual: Tensor, weight: Tensor, eps: float, plus_one
     return (residual + _torch(x, weight, eps, plus_one)).contiguous()
 
 
-def _triton_why_not(spec: Spec, device: Device) -> str | None:
+def triton_why_not(spec: Spec, device: Device) -> str | None:
+    """Why the Triton kernels cannot run a spec; None where they can."""
     if spec.sizes["K"] > LONGEST:
         return f"the Triton kernel holds rows of up to {LONGEST} elements"
     others = (spec.options[key] for key in ("weight_dtype", "residual_dtype") if key in spec.options)
@@ -218,7 +219,7 @@ KERNELS = {
         rmsnorm,
         reference,
         spec,
-        {"triton": Implementation(_triton, _triton_why_not), "torch": Implementation(_torch, dispatch.anywhere)},
+        {"triton": Implementation(_triton, triton_why_not), "torch": Implementation(_torch, dispatch.anywhere)},
         cases,
     ),
     "add_rmsnorm": Kernel(
@@ -226,7 +227,7 @@ KERNELS = {
         add_reference,
         add_spec,
         {
-            "triton": Implementation(_triton_add, _triton_why_not),
+            "triton": Implementation(_triton_add, triton_why_not),
             "torch": Implementation(_torch_add, dispatch.anywhere),
         },
         _add_cases,
@@ -236,7 +237,7 @@ KERNELS = {
         reference_add,
         spec_add,
         {
-            "triton": Implementation(_add_triton, _triton_why_not),
+            "triton": Implementation(_add_triton, triton_why_not),
             "torch": Implementation(_add_torch, dispatch.anywhere),
         },
         _add_cases,

@@ -10,13 +10,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from accelpatch.device import Device
+from accelpatch.device import Device, probe
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.dispatch import require
 from accelpatch.kernels.hip import binding
 from accelpatch.kernels.layouts.w8a8_rows import W8A8Rows
 from accelpatch.kernels.operation import operation
-from accelpatch.kernels.ops import gemm_w8a8, linear
+from accelpatch.kernels.ops import gated_activation, gemm_w8a8, linear
 from accelpatch.kernels.ops import quantize_rows as rows
 from accelpatch.kernels.spec import Case, Implementation, Kernel, Spec
 from accelpatch.kernels.triton import launch
@@ -45,9 +45,9 @@ def spec(x: Tensor, q: Tensor, scale: Tensor, input_scale: Tensor | None = None,
     return of_shape(found.sizes["N"], found.sizes["K"], x.dtype, m=found.sizes["M"])
 
 
-def of_shape(n: int, k: int, dtype: torch.dtype, *, m: int = 1) -> Spec:
-    """The Spec of a linear layer of this size, for planning before there is a weight."""
-    return Spec(OP, {"M": m, "N": n, "K": k}, dtype, torch.float32, k)
+def of_shape(n: int, k: int, dtype: torch.dtype, *, m: int = 1, gate: str | None = None) -> Spec:
+    """The Spec of a linear layer of this size, for planning before there is a weight. gate: see `of_rows`."""
+    return Spec(OP, {"M": m, "N": n, "K": k}, dtype, torch.float32, k, options={"gate": gate})
 
 
 def by_operations(
@@ -65,20 +65,36 @@ def by_operations(
 def triton_why_not(spec: Spec, device: Device) -> str | None:
     """Why the rows and their products cannot run by Triton; None where they can."""
     sizes = spec.sizes["M"], spec.sizes["N"], spec.sizes["K"]
+    if spec.options.get("gate") is not None and sizes[0] <= gemm_w8a8.FEW_ROWS:
+        return f"with a gate it takes tiles, and {sizes[0]} rows are streamed"
     return rows.triton_why_not(rows.of_shape(sizes[2], spec.dtype), device) or gemm_w8a8.triton_why_not(
         gemm_w8a8.of_shape(*sizes, spec.dtype), device
     )
 
 
-def gated_many(
-    x: Tensor, q: Tensor, scale: Tensor, input_scale: Tensor | None, bias: Tensor | None, activation: str
-) -> Tensor:
-    """activation(first half of the columns of y) * second half, by Triton: the product and the gate in one launch."""
-    from accelpatch.kernels.triton.gemm_w8a8 import gated as run
+def of_rows(x: rows.Int8Rows, q: Tensor, scale: Tensor, bias: Tensor | None, gate: str | None = None) -> Tensor:
+    """y[M, N] of activations that are int8 already; with a gate, gate(first half of the columns) * second half.
 
-    xq, xs = rows.by_triton(x, input_scale)
-    y = run(xq.view(-1, xq.shape[-1]), q, xs.view(-1), scale.view(-1), bias, activation, x.dtype)
-    return y.view(*x.shape[:-1], q.shape[0] // 2)
+    Many rows on a GPU have the gate in the product's launch.
+    """
+    xs, ws = x.scale.expand(len(x.q), 1).reshape(-1), scale.view(-1)
+    if gate is not None:
+        spec = of_shape(q.shape[0], q.shape[1], x.dtype, m=len(x.q), gate=gate)
+        if triton_why_not(spec, probe(q.device)) is None:
+            from accelpatch.kernels.triton.gemm_w8a8 import gated as run
+
+            return run(x.q, q, xs, ws, bias, gate, x.dtype)
+    y: Tensor = gemm_w8a8.gemm_w8a8.function(x.q, q, 1.0, xs, ws, bias, 1.0, None, "none", None, x.dtype)
+    if gate is None:
+        return y
+    first, second = y.chunk(2, dim=-1)
+    return gated_activation.gated_activation.function(first, second, gate)
+
+
+def gated_many(x: Tensor, q: Tensor, scale: Tensor, input_scale: Tensor | None, bias: Tensor | None) -> Tensor:
+    """silu(first half of the columns of y) * second half."""
+    xq, xs = rows.quantize_rows.function(x, input_scale)
+    return of_rows(rows.Int8Rows(xq, xs, x.dtype), q, scale, bias, "silu")
 
 
 def why_not(spec: Spec, device: Device) -> str | None:

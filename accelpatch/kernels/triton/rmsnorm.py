@@ -9,6 +9,7 @@ from torch import Tensor
 
 from accelpatch.kernels.triton.dependent_launch import release, wait
 from accelpatch.kernels.triton.launch import dependent, on, warps
+from accelpatch.kernels.triton.quantize_rows import store_row
 
 
 @triton.jit
@@ -18,10 +19,14 @@ def _row(  # type: ignore[no-untyped-def]
     weight,
     y,
     total,
+    given,
+    scales,
     width,
     eps,
     ADD: tl.constexpr,
     AFTER: tl.constexpr,
+    INT8: tl.constexpr,
+    STATIC: tl.constexpr,
     PLUS_ONE: tl.constexpr,
     DEPENDENT: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -44,7 +49,11 @@ def _row(  # type: ignore[no-untyped-def]
     if AFTER:
         more = tl.load(residual + row + columns, mask=inside, other=0.0)
         normed = more.to(tl.float32) + normed.to(total.dtype.element_ty).to(tl.float32)
-    tl.store(y + row + columns, normed.to(y.dtype.element_ty), mask=inside)
+    if INT8:  # of what the output would be
+        normed = normed.to(total.dtype.element_ty).to(tl.float32)
+        store_row(normed, given, y, scales, tl.program_id(0).to(tl.int64), columns, width, STATIC)
+    else:
+        tl.store(y + row + columns, normed.to(y.dtype.element_ty), mask=inside)
 
 
 def rmsnorm(x: Tensor, weight: Tensor, eps: float, plus_one: bool) -> Tensor:
@@ -73,16 +82,31 @@ def rmsnorm_add(x: Tensor, residual: Tensor, weight: Tensor, eps: float, plus_on
     return y
 
 
+def rmsnorm_rows(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, plus_one: bool, scale: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As the operation: (q, scale, s)[..., K]."""
+    x = x.contiguous()
+    beside = x if residual is None else residual.contiguous()
+    total = x if residual is None else torch.empty_like(x)
+    q, scales = torch.empty_like(x, dtype=torch.int8), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+    _launch(x, beside, weight, q, total, eps, plus_one, add=residual is not None, scales=scales, scale=scale)
+    return q, scales, total
+
+
 def _launch(
     x: Tensor, residual: Tensor, weight: Tensor, y: Tensor, total: Tensor, eps: float, plus_one: bool, *,
-    add: bool = False, after: bool = False,
+    add: bool = False, after: bool = False, scales: Tensor | None = None, scale: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """total: receives the sum before the norm; with `after`, only its dtype is used: the norm's before the sum."""
+    """total: receives the sum before the norm; with `after`, only its dtype is used: the norm's before the sum. scales:
+    receives those of the rows, which y then has as int8, or the static `scale`."""
     width = x.shape[-1]
     block, (overlapped, options) = triton.next_power_of_2(width), dependent(x)
     if x.numel():
         with on(x):
             _row[(x.numel() // width,)](
-                x, residual, weight.contiguous(), y, total, width, eps, add, after, plus_one, overlapped, block,
+                x, residual, weight.contiguous(), y, total, y if scale is None else scale,
+                y if scales is None else scales, width, eps, add, after, scales is not None, scale is not None,
+                plus_one, overlapped, block,
                 num_warps=warps(block), **options,
             )  # fmt: skip

@@ -1,0 +1,110 @@
+"""RMSNorm whose output goes into an int8 product: the norm, with a residual addition before it, and its rows as int8.
+
+    s = x + residual;  q, scale = quantize_rows(rmsnorm(s));  gives (q, scale, s)       x[M, K], weight[K]
+
+The norm's output is rounded to its usual dtype before it is quantised, so that the integers are those of the two
+operations one after the other (rmsnorm.py, quantize_rows.py). Without a residual s is x.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from accelpatch.device import Device
+from accelpatch.kernels import dispatch
+from accelpatch.kernels.operation import operation
+from accelpatch.kernels.ops import quantize_rows as rows
+from accelpatch.kernels.ops import rmsnorm
+from accelpatch.kernels.spec import Case, Implementation, Kernel, Spec
+
+OP = "rmsnorm_rows"
+Rows = tuple[Tensor, Tensor, Tensor]
+
+
+def reference(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, plus_one: bool, scale: Tensor | None
+) -> Rows:
+    """The references of the two operations."""
+    total = x if residual is None else x + residual
+    return *rows.reference(rmsnorm.reference(total, weight, eps, plus_one), scale), total
+
+
+def spec(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, plus_one: bool, scale: Tensor | None) -> Spec:
+    """The Spec of a call, for dispatch. Raises KernelError where shapes, dtypes or devices do not fit together."""
+    rows.spec(x, scale)
+    if residual is None:
+        return rmsnorm.spec(x, weight, eps, plus_one)
+    return rmsnorm.add_spec(x, residual, weight, eps, plus_one, OP)
+
+
+def triton_why_not(spec: Spec, device: Device) -> str | None:
+    """Why `by_triton` cannot run a spec; None where it can."""
+    if any(spec.options.get(name, spec.dtype) != spec.dtype for name in ("weight_dtype", "residual_dtype")):
+        return "it takes x, residual and weight of one dtype"
+    return rmsnorm.triton_why_not(spec, device)
+
+
+def by_triton(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, plus_one: bool, scale: Tensor | None
+) -> Rows:
+    """The implementation `triton`: one launch."""
+    from accelpatch.kernels.triton.rmsnorm import rmsnorm_rows as run
+
+    return run(x, residual, weight, eps, plus_one, scale)
+
+
+def by_operations(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, plus_one: bool, scale: Tensor | None
+) -> Rows:
+    """The implementation `operations`: the norm, then its rows as int8."""
+    if residual is None:
+        y, total = rmsnorm.rmsnorm.function(x, weight, eps, plus_one), x
+    else:
+        y, total = rmsnorm.add_rmsnorm.function(x, residual, weight, eps, plus_one)
+    return *rows.quantize_rows.function(y, scale), total
+
+
+@operation(OP)
+def rmsnorm_rows(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, plus_one: bool, scale: Tensor | None
+) -> Rows:
+    """(q[..., K] int8, scale[..., 1] float32, s[..., K]), contiguous: s = x + residual, q its norm with this weight[K].
+
+    scale: a static one, one float; None: one a row. Without a residual s is x itself. Raises KernelError for
+    arguments that do not fit.
+    """
+    q, held, total = dispatch.run(OP, spec, x.device, (x, residual, weight, eps, plus_one, scale))
+    return q, held, total
+
+
+@rmsnorm_rows.register_fake
+def _fake(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, plus_one: bool, scale: Tensor | None) -> Rows:
+    spec(x, residual, weight, eps, plus_one, scale)
+    dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
+    q, held = x.new_empty(x.shape, dtype=torch.int8), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+    return q, held, x.new_empty(x.shape, dtype=dtype)
+
+
+def cases() -> list[Case]:
+    """Cases for parity checks: both kinds of norm, with a residual and without, both kinds of scales."""
+
+    def case(m: int, k: int, plus_one: bool, added: bool, static: bool) -> Case:
+        def make(generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> tuple[object, ...]:
+            x, residual = (torch.randn(m, k, generator=generator).to(device, dtype) for _ in range(2))
+            weight = torch.randn(k, generator=generator).to(device, dtype)
+            scale = torch.tensor([0.02], device=device) if static else None
+            return x, residual if added else None, weight, 1e-5, plus_one, scale
+
+        kind = "plus-one" if plus_one else "plain"
+        return Case(f"m{m}-k{k}-{kind}{'-added' if added else ''}-{'static' if static else 'dynamic'}", make)
+
+    sizes = ((1, 64), (7, 130), (0, 66), (129, 1537))
+    return [case(m, k, at % 2 == 1, at < 3, at % 3 == 0) for at, (m, k) in enumerate(sizes)]
+
+
+IMPLEMENTATIONS = {
+    "triton": Implementation(by_triton, triton_why_not),
+    "operations": Implementation(by_operations, dispatch.anywhere),
+}
+KERNELS = {OP: Kernel(rmsnorm_rows, reference, spec, IMPLEMENTATIONS, cases, composed=True)}
