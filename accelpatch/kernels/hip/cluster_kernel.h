@@ -9,6 +9,8 @@
 // sends to it adds up one for which that warp has sent: so a slot is empty when it is sent to again. A block may end as
 // soon as its warps have: whatever is sent to it, one of them waits for.
 #pragma once
+#include <type_traits>
+
 #include "cluster_output.h"
 #include "cluster_stage.h"
 #include "gemv_kernel.h"
@@ -16,6 +18,14 @@
 constexpr int DSMEM_SLOT_BYTES = WARP_SIZE * 16;
 // One a warp, one for norms, one for the magnitudes of int8 activations.
 template <class F> constexpr int MBARRIERS = WARPS + 1 + INT8_ACTIVATIONS<F>;
+
+// A sum, float or integer, as the bits of a float and back.
+DEVICE float as_bits(float sum) { return sum; }
+DEVICE float as_bits(int sum) { return bits_to_float(uint32_t(sum)); }
+template <class V> DEVICE V of_bits(float bits) {
+    if constexpr (std::is_integral_v<V>) return V(float_to_bits(bits));
+    else return bits;
+}
 
 // As sweep(); activations of the warp's stages lie `hop` steps apart, from `at` on.
 template <bool BF16_SCALES, class FLOW, class SUMS>
@@ -38,8 +48,7 @@ template <class SUMS> DEVICE void swap_parked(SUMS& sums, char* place) {
         float* there = reinterpret_cast<float*>(place + i * DSMEM_SLOT_BYTES);
         float v[4];
         load_floats<4>(v, there);
-        for (int j = 0; j < 4; ++j)
-            there[j] = __builtin_bit_cast(float, mine[j]), mine[j] = __builtin_bit_cast(typename SUMS::Value, v[j]);
+        for (int j = 0; j < 4; ++j) there[j] = as_bits(mine[j]), mine[j] = of_bits<typename SUMS::Value>(v[j]);
     }
 }
 
@@ -107,8 +116,7 @@ template <class F> struct ClusterPlace {
 // bits.
 template <class F, class V>
 DEVICE void send_sums(const ClusterMemory& memory, const ClusterPlace<F>& here, int adder, const V* sum) {
-    const float bits[4] = {__builtin_bit_cast(float, sum[0]), __builtin_bit_cast(float, sum[1]),
-        __builtin_bit_cast(float, sum[2]), __builtin_bit_cast(float, sum[3])};
+    const float bits[4] = {as_bits(sum[0]), as_bits(sum[1]), as_bits(sum[2]), as_bits(sum[3])};
     const int to = (here.wn << here.wb_shift) + (adder & here.WB - 1), sender = here.wk - (here.wk > adder);
     send16(memory.dsmem_slots() + (to * (here.WK - 1) + sender) * DSMEM_SLOT_BYTES, memory.mbarriers()[to],
         adder >> here.wb_shift, bits);
@@ -151,8 +159,7 @@ template <class F, class T, class STAGER> struct TileAdder {
                               mine + min(begin + j - (begin + j > here.wk), here.WK - 2) * DSMEM_SLOT_BYTES));
 #pragma unroll
             for (int j = 0; j < 4; ++j)
-                for (int i = 0; i < 4; ++i)
-                    sum[i] += __builtin_bit_cast(Value, begin + j == here.wk ? own[i] : v[j][i]);
+                for (int i = 0; i < 4; ++i) sum[i] += of_bits<Value>(begin + j == here.wk ? own[i] : v[j][i]);
         }
         if constexpr (STAGER::BOUNDED) mend<F>(a, plan, stager, tile, sum, reinterpret_cast<float*>(mine));
         if constexpr (INT8_ACTIVATIONS<F>) output.store(tile, sum, stager.scales());
@@ -232,7 +239,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_RESIDENT) gemv_cluster_kernel(
                     } else {
                         pending = round - 1,
                         urgent = HASTY && tile < plan.signalled && tile + here.round_tiles >= plan.signalled;
-                        for (int i = 0; i < 4; ++i) own[i] = __builtin_bit_cast(float, total.sum[i]);
+                        for (int i = 0; i < 4; ++i) own[i] = as_bits(total.sum[i]);
                     }
                 }
             }

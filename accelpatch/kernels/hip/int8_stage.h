@@ -36,7 +36,8 @@ template <class F, class T, class PART, bool COMMON> struct Int8Stager : Norms<T
     using Base = Norms<T, PART::CLUSTERED, COMMON>;
     using Base::a, Base::plan, Base::row;
     static constexpr bool BOUNDED = false;
-    static constexpr int MOST_HELD = 4, AT_ONCE = 2;  // slots of a lane in registers; those under way at once
+    static constexpr int HELD = 4,
+                         AT_ONCE = PART::CLUSTERED ? 4 : 2;  // slots of a lane in registers; those under way at once
     static constexpr float LEAST = 0x1p-119f, LARGEST = 127.f;
     const PART part;
     char* shared;
@@ -60,17 +61,15 @@ template <class F, class T, class PART, bool COMMON> struct Int8Stager : Norms<T
                   items = laps(slots) * tokens_of(int(a.m));
         if (measured) {
             if (PART::CLUSTERED && again) __syncthreads();
-            convert(from * (F::KSTEP / 16), slots);
+            convert(from * (F::KSTEP / 16), slots, false);
         } else {
             measured = true;
-            if (Base::layer() || items > MOST_HELD || slots < part.slots(plan)) {
+            if (Base::layer() || items > HELD || slots < part.slots(plan)) {
                 wait();
                 measure(part.slots(plan), rest);
-                convert(from * (F::KSTEP / 16), slots);
-            } else if (!PART::CLUSTERED && items <= 1) {
-                hold<1>(slots, wait, rest);
+                convert(from * (F::KSTEP / 16), slots, a.norm != NORM_NONE);
             } else {
-                hold<MOST_HELD>(slots, wait, rest);
+                hold(slots, wait, rest);
             }
         }
         __syncthreads();
@@ -116,28 +115,17 @@ private:
         for (int step = 1; step < 32; step *= 2) most = pair_max(most, lane_xor(most, step));
         part.leave_most(maxima(), token, max(most & 0xffffu, most >> 16));
     }
-    // What a token's values are multiplied by; its scale.
-    DEVICE float multiplier(int token, float& scale) const {
+    // What the values of this lane's token are multiplied by. All scales are left for the outputs.
+    DEVICE float my_multiplier() const {
         uint32_t bits = 0;
 #pragma unroll
-        for (int i = 0; i < PART::MAXIMA; ++i) bits = max(bits, maxima()[token * PART::MAXIMA + i]);
+        for (int i = 0; i < PART::MAXIMA; ++i) bits = max(bits, maxima()[my_token() * PART::MAXIMA + i]);
         const float most = T::up(bits);
-        const bool finite = most < INFINITY;
-        if (a.offset) {
-            const float given = *static_cast<const float*>(a.offset);
-            scale = finite ? given : NAN;
-            return 1.f / given;
-        }
-        const bool large = most >= LEAST;
-        scale = finite ? large ? most / LARGEST : 0.f : NAN;
-        return large ? LARGEST / most : 0.f;
-    }
-    // The same of this lane's token; all scales are left for the outputs.
-    DEVICE float my_multiplier() const {
-        float scale;
-        const float times = multiplier(my_token(), scale);
-        if (threadIdx.x < a.m) scales()[threadIdx.x] = scale;
-        return times;
+        const bool large = most >= LEAST;  // no NaN
+        float scale = large ? most / LARGEST : 0.f, times = large ? LARGEST : 0.f, by = large ? most : 1.f;
+        if (a.offset) scale = by = *static_cast<const float*>(a.offset), times = 1.f;
+        if (threadIdx.x < a.m) scales()[threadIdx.x] = most < INFINITY ? scale : NAN;
+        return times / by;
     }
     static DEVICE uint32_t bytes_of(const float* v, float times) {
         constexpr float ROUND = 12582912.f;  // 1.5 * 2^23: the low byte of a float of up to 2^22 plus this is its own
@@ -154,7 +142,7 @@ private:
     }
 
     // All of a lane's slots, up to HELD, in registers.
-    template <int HELD, class WAIT, class REST> DEVICE void hold(int slots, const WAIT& wait, const REST& rest) const {
+    template <class WAIT, class REST> DEVICE void hold(int slots, const WAIT& wait, const REST& rest) const {
         const int m = int(a.m);
         Words4 v[HELD][2];
         const char* from[HELD];
@@ -191,7 +179,8 @@ private:
                 const float scale = from_lane(my_scale, item.token);
 #pragma unroll
                 for (int h = 0; h < 2; ++h)
-                    v[i][h] = Base::scaled(v[i][h], HELD == 1 ? first[h] : weight(slot_of(item), h), scale);
+                    v[i][h] =
+                        Base::scaled(v[i][h], i == 0 && !PART::CLUSTERED ? first[h] : weight(slot_of(item), h), scale);
             }
         }
         uint32_t most = 0;
@@ -235,15 +224,9 @@ private:
                 if (to.token < int(a.m)) use(to, v[i]);
         } while (to.token < int(a.m));
     }
-    // What the product sees of a slot. mean, scale: of its token, for a norm.
-    DEVICE void normalise(Words4 (&v)[2], int slot, float mean, float scale) const {
-        if (a.norm == NORM_NONE) return;
-#pragma unroll
-        for (int h = 0; h < 2; ++h) v[h] = Base::apply(v[h], weight(slot, h), place(slot, h), mean, scale);
-    }
-    // Moments and largest magnitudes of all tokens, over all of K.
+    static DEVICE int nothing() { return 0; }
+    // Moments of all tokens, over all of K; without a norm the largest magnitudes.
     template <class REST> DEVICE void measure(int slots, const REST& rest) const {
-        const auto nothing = []() ALWAYS_INLINE { return 0; };
         float partial = 0.f;
         const auto add = [&](float* moments, const Walk& at, float more, float and_more) ALWAYS_INLINE {
             partial += more, partial += and_more;
@@ -262,36 +245,46 @@ private:
                     Base::squares_of(v[1], place(slot, 1), mean));
             });
             part.collect(int(a.m));
-        } else if (a.norm != NORM_NONE) {
-            pass(0, slots, rest, [&](const Walk& at, const Words4(&v)[2]) ALWAYS_INLINE {
-                add(Base::squares(), at, Base::squares_of(v[0]), Base::squares_of(v[1]));
-            });
-            part.collect(int(a.m));
+            return;
         }
         uint32_t most = 0;
-        const auto find = [&](float mean, float scale, const Walk& at, Words4(&v)[2]) ALWAYS_INLINE {
-            normalise(v, slot_of(at), mean, scale);
-            most = magnitudes(v, most);
-            if (at.last()) leave_most(at.token, most), most = 0;
-        };
-        const float my_mean = a.norm ? Base::mean(my_token()) : 0.f, my_scale = a.norm ? Base::scale(my_token()) : 0.f;
-        const auto of_all = [&](const Walk& at, Words4(&v)[2]) ALWAYS_INLINE {
-            find(from_lane(my_mean, at.token), from_lane(my_scale, at.token), at, v);
-        };
-        if (a.norm != NORM_NONE) pass(0, slots, nothing, of_all);
-        else pass(0, slots, rest, of_all);
-        part.collect_most(int(a.m));
-    }
-    DEVICE void convert(int from, int slots) const {
-        const float my_mean = a.norm ? Base::mean(my_token()) : 0.f, my_scale = a.norm ? Base::scale(my_token()) : 0.f,
-                    my_times = my_multiplier();
-        const auto nothing = []() ALWAYS_INLINE { return 0; };
-        pass(from, slots, nothing, [&](const Walk& at, Words4(&v)[2]) ALWAYS_INLINE {
-            const float mean = from_lane(my_mean, at.token), scale = from_lane(my_scale, at.token),
-                        times = from_lane(my_times, at.token);
-            if (slot_of(at) >= slots) return;
-            normalise(v, from + slot_of(at), mean, scale);
-            store(at.token, slot_of(at), v, times);
+        pass(0, slots, rest, [&](const Walk& at, const Words4(&v)[2]) ALWAYS_INLINE {
+            if (a.norm != NORM_NONE) {
+                add(Base::squares(), at, Base::squares_of(v[0]), Base::squares_of(v[1]));
+            } else {
+                most = magnitudes(v, most);
+                if (at.last()) leave_most(at.token, most), most = 0;
+            }
         });
+        if (a.norm != NORM_NONE) part.collect(int(a.m));
+        else part.collect_most(int(a.m));
+    }
+    // Converts slots behind slot `from`; `find`: of a norm's output it looks for the largest magnitudes first.
+    DEVICE void convert(int from, int slots, bool find) const {
+        const float my_mean = a.norm ? Base::mean(my_token()) : 0.f, my_scale = a.norm ? Base::scale(my_token()) : 0.f;
+        float my_times = find ? 0.f : my_multiplier();
+        uint32_t most = 0;
+#pragma unroll 1
+        for (;; find = false) {
+            pass(from, slots, nothing, [&](const Walk& at, Words4(&v)[2]) ALWAYS_INLINE {
+                const int slot = slot_of(at);
+                if (a.norm != NORM_NONE) {
+                    const float mean = from_lane(my_mean, at.token), scale = from_lane(my_scale, at.token);
+#pragma unroll
+                    for (int h = 0; h < 2; ++h)
+                        v[h] = Base::apply(v[h], weight(from + slot, h), place(from + slot, h), mean, scale);
+                }
+                const float times = from_lane(my_times, at.token);
+                if (find) {
+                    most = magnitudes(v, most);
+                    if (at.last()) leave_most(at.token, most), most = 0;
+                } else if (slot < slots) {
+                    store(at.token, slot, v, times);
+                }
+            });
+            if (!find) return;
+            part.collect_most(int(a.m));
+            my_times = my_multiplier();
+        }
     }
 };
