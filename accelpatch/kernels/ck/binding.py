@@ -59,7 +59,7 @@ def tile_of(spec: Spec) -> str:
     """The tile for a product of this size."""
     m, n, k, batch = (spec.sizes[name] for name in "MNKB")
     along_n = 1 if _scaled(spec) else VECTOR // spec.dtype.itemsize
-    if k % VECTOR or n % along_n:
+    if k % VECTOR or n % along_n or not m:
         return "any"
     return next(name for name, rows, columns, least in TILES if cdiv(m, rows) * cdiv(n, columns) * batch >= least)
 

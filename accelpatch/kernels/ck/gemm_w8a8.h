@@ -14,35 +14,9 @@
 #include "ck/tensor_operation/gpu/element/element_wise_operation.hpp"
 
 #include "epilogue.h"
-#include "host.h"
+#include "instances.h"
 
 namespace w8a8 {
-
-// Rows and columns of a block's tile, 32x32 MFMAs of a wavefront along each, values of K in a load.
-template <int ROWS, int COLUMNS, int ROW_MFMAS, int COLUMN_MFMAS, int K_VECTOR> struct Tile {
-    static constexpr int rows = ROWS, columns = COLUMNS, row_mfmas = ROW_MFMAS, column_mfmas = COLUMN_MFMAS;
-    static constexpr int k_vector = K_VECTOR;
-};
-// numbered as TILES of build/ck_libraries.py
-template <int NUMBER> struct TileOf;
-template <> struct TileOf<0> : Tile<256, 128, 4, 2, 16> {};
-template <> struct TileOf<1> : Tile<64, 128, 1, 2, 16> {};
-template <> struct TileOf<2> : Tile<64, 128, 1, 2, 1> {};  // any K and N, with loads of single values
-
-// numbered as OUTPUTS of build/ck_libraries.py; D is of E's type
-template <int NUMBER> struct OutputOf;
-template <> struct OutputOf<0> {
-    using type = int8_t;
-};
-template <> struct OutputOf<1> {
-    using type = float;
-};
-template <> struct OutputOf<2> {
-    using type = ck::bhalf_t;
-};
-template <> struct OutputOf<3> {
-    using type = ck::half_t;
-};
 
 using Row = ck::tensor_layout::gemm::RowMajor;
 using Column = ck::tensor_layout::gemm::ColumnMajor;
@@ -67,37 +41,37 @@ template <class D> struct FormOf<3, D> {
 };
 
 template <int FORM, int OUTPUT, int TILE> struct Gemm {
-    using T = TileOf<TILE>;
-    using E = typename OutputOf<OUTPUT>::type;
+    using I = InstanceOf<FORM, OUTPUT, TILE>;
+    using T = typename I::Tile;
+    using E = typename I::E;
     using F = FormOf<FORM, E>;
-    static constexpr bool HAS_D = FORM % 2, SCALED = FORM >= 2;
-    static constexpr int THREADS = 256, K_TILE = 64, K1 = 16, MFMA = 32;
-    static constexpr int N_VECTOR = SCALED || T::k_vector == 1 ? 1 : 16 / int(sizeof(E));
     static constexpr int SHUFFLED = T::columns / T::column_mfmas;  // columns that go through LDS at a time
-    static constexpr int ALONG_N = SHUFFLED / N_VECTOR;            // threads along a row of them
-    static constexpr Instance INSTANCE = {
-        T::rows, T::columns, K_TILE, T::k_vector, N_VECTOR, sizeof(E), sizeof(E), HAS_D, SCALED};
+    static constexpr int ALONG_N = SHUFFLED / I::n_vector;         // threads along a row of them
+    static_assert(sizeof(ck::bhalf_t) == 2 && std::is_same_v<ck::bhalf_t, uint16_t>, "bf16 is a uint16_t");
+    static_assert(std::is_same_v<ck::half_t, _Float16>, "fp16 is a _Float16");
 
     template <ck::index_t... Is> using S = ck::Sequence<Is...>;
     using Same = ck::tensor_operation::element_wise::PassThrough;
     using Loads = S<4, 64, 1>;
     using Order = S<1, 0, 2>;
+    static constexpr int K1 = 16, MFMA = 32;
     static constexpr auto PADDED = ck::tensor_operation::device::GemmSpecialization::MNKPadding;
-    using Device = ck::tensor_operation::device::DeviceBatchedGemmMultiD_Xdl<Row, Column, typename F::Layouts, Row,
-        int8_t, int8_t, int32_t, int32_t, typename F::Types, E, Same, Same, Epilogue, PADDED, 1, THREADS, T::rows,
-        T::columns, K_TILE, K1, K1, MFMA, MFMA, T::row_mfmas, T::column_mfmas, Loads, Order, Order, 2, T::k_vector, K1,
-        true, Loads, Order, Order, 2, T::k_vector, K1, true, 1, 1, S<1, THREADS / ALONG_N, 1, ALONG_N>, N_VECTOR>;
+    using Device =
+        ck::tensor_operation::device::DeviceBatchedGemmMultiD_Xdl<Row, Column, typename F::Layouts, Row, int8_t, int8_t,
+            int32_t, int32_t, typename F::Types, E, Same, Same, Epilogue, PADDED, 1, I::threads, T::rows, T::columns,
+            I::k_tile, K1, K1, MFMA, MFMA, T::row_mfmas, T::column_mfmas, Loads, Order, Order, 2, T::k_vector, K1, true,
+            Loads, Order, Order, 2, T::k_vector, K1, true, 1, 1, S<1, I::threads / ALONG_N, 1, ALONG_N>, I::n_vector>;
     static constexpr int DS = F::Types::Size();
     using Strides = std::array<ck::index_t, DS>;
     using Pointers = std::array<const void*, DS>;
 
     static void ds(const GemmArgs& g, Pointers& pointers, Strides& strides, Strides& batch_strides) {
         int at = 0;
-        if constexpr (SCALED) {
+        if constexpr (I::scaled) {
             for (const void* scale : {g.row_scale, g.column_scale})
                 pointers[at] = scale, strides[at] = 0, batch_strides[at++] = 0;
         }
-        if constexpr (HAS_D) {
+        if constexpr (I::has_d) {
             pointers[at] = g.d;
             strides[at] = ck::index_t(g.d_stride);
             batch_strides[at] = ck::index_t(g.d_batch_stride);
@@ -105,7 +79,7 @@ template <int FORM, int OUTPUT, int TILE> struct Gemm {
     }
 
     static int launch(const GemmArgs& g, hipStream_t stream) {
-        if (const int bad = check(g, INSTANCE)) return bad;
+        if (const int bad = check(g, I::limits)) return bad;
         Pointers pointers{};
         Strides strides{}, batch_strides{};
         ds(g, pointers, strides, batch_strides);
