@@ -1,6 +1,6 @@
 """Compiles Composable Kernel's instances for gfx90a, gfx942 and gfx950 without a GPU and reads the assembly.
 
-    python scripts/ck_gate.py --wheels DIR [--all]
+    python scripts/ck_gate.py --wheels DIR [--all | --library NAME ...]
 
 DIR holds the unpacked `triton` and `ziglang` wheels and the headers of CK that the `amd-aiter` wheel carries. Needs the
 packages of amd_gate.py. `make gate` compiles one instance for each arch, `make gate-all` all of them, which takes half
@@ -35,7 +35,7 @@ MEANT = {
 WIDE = r"buffer_load_dwordx4"  # along K
 LDS = 64 * 1024
 #: most scalar registers that may be kept in lanes of a vector register; no memory is touched for them
-SCALAR_SPILLS = {"scaled": 128, "any": 128}
+SCALAR_SPILLS = {"scaled": 320, "any": 128}
 
 
 def headers(wheels: Path) -> list[str]:
@@ -95,8 +95,10 @@ def main() -> int:
     parser.add_argument("--wheels", type=Path, required=True, metavar="DIR",
                         help="The folder with the unpacked wheels of triton, ziglang and CK's headers.")  # fmt: skip
     parser.add_argument("--all", action="store_true", help="Every instance, instead of one for each arch.")
+    parser.add_argument("--library", action="append", choices=list(CK_LIBRARIES), metavar="NAME",
+                        help="This instance instead, such as ck_scaled_bf16_64x128; repeatable.")  # fmt: skip
     options = parser.parse_args()
-    names = tuple(CK_LIBRARIES) if options.all else QUICK
+    names = tuple(CK_LIBRARIES) if options.all else options.library or QUICK
     with tempfile.TemporaryDirectory() as name:
         count, bad = compiled(names, options.wheels.resolve(), Path(name))
     print("\n".join([*bad, f"{count} kernels of Composable Kernel for {', '.join(ARCHS)}, {len(bad)} faults"]))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -33,6 +34,7 @@ VECTOR = 16  # bytes of a load or store of the tiles other than "any"
 #: vectors. A large tile reads A and B less often, but too few of them leave CUs idle: MI210 has 104, MI300X 304.
 TILES = (("256x128", 256, 128, 208), ("64x128", 64, 128, 1))
 
+FEW_AND_MANY = (1, 8192)  # rows
 _STATUS = {
     1: "a size is out of range, or not a multiple of the tile's vectors",
     2: "a pointer that it needs is null, or not on a vector",
@@ -75,6 +77,12 @@ def form_of(spec: Spec) -> str:
 def library_name(spec: Spec) -> str:
     """The library of a product."""
     return library_of(form_of(spec), OUTPUTS[DTYPES.index(spec.dtype)], tile_of(spec))
+
+
+def library_names(spec: Spec, device: Device) -> tuple[str, ...]:
+    """The libraries for few and for many rows, to build in advance; none where it does not run."""
+    of_rows = [replace(spec, sizes={**spec.sizes, "M": m}) for m in FEW_AND_MANY]
+    return tuple(dict.fromkeys(library_name(one) for one in of_rows if why_not(one, device) is None))
 
 
 def why_not(spec: Spec, device: Device) -> str | None:

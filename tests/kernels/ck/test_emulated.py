@@ -184,14 +184,15 @@ REFUSED = [
     ("no batch", {"batch": 0}, 1),
     ("too long", {"k": 1 << 17, "a_stride": 1 << 17, "b_stride": 1 << 17}, 1),
     ("rows beyond 32 bits", {"m": 1 << 40}, 1),
-    ("a of 2^31 bytes", {"m": LARGE // 16}, 1),
-    ("a of 2^31 bytes by its padding alone", {"m": LARGE // 16 - 100}, 1),
+    ("a of 2^31 bytes", {"a_stride": LARGE // 256}, 1),
+    ("a of 2^31 bytes by rows of padding", {"m": 255, "a_stride": LARGE // 256}, 1),
+    ("a of 2^31 bytes by padding along K", {"k": 4080, "a_stride": LARGE // 256 - 16, "b_stride": 4080}, 1),
     ("a whose stride is 2^31", {"a_stride": LARGE}, 1),
     ("a whose last batch begins at 2^31", {"batch": 3, "a_batch_stride": LARGE // 2}, 1),
-    ("b of 2^31 bytes", {"n": LARGE // 16, "e_stride": LARGE // 16, "d_stride": LARGE // 16}, 1),
-    ("e of 2^31 bytes", {"e_stride": LARGE // 256 // 4}, 1),
-    ("e whose last batch begins at 2^31", {"batch": 1 << 16, "e_batch_stride": 1 << 16}, 1),
-    ("d of 2^31 bytes", {"d_stride": LARGE // 256 // 4}, 1),
+    ("b of 2^31 bytes by rows of padding", {"n": 127, "b_stride": LARGE // 128}, 1),
+    ("e of 2^31 bytes by rows of padding", {"m": 255, "e_stride": LARGE // 256 // 4}, 1),
+    ("e whose last batch begins at 2^31", {"batch": 3, "e_batch_stride": LARGE // 2}, 1),
+    ("d of 2^31 bytes by rows of padding", {"m": 255, "d_stride": LARGE // 256 // 4}, 1),
     ("too many blocks", {"batch": LARGE - 1, "m": 1 << 20}, 1),
     ("no a", {"a": None}, 2),
     ("no d", {"d": None}, 2),
@@ -218,10 +219,22 @@ def test_what_the_host_refuses(library: ctypes.CDLL, changes: dict[str, Any], st
         binding.check(status)
 
 
-def test_the_largest_that_the_host_takes(library: ctypes.CDLL) -> None:
+MOST = [
+    ("many rows", {"m": 1 << 20, "k": 1024, "a_stride": 1024, "b_stride": 1024}),
+    ("a", {"a_stride": LARGE // 256 - 16}),
+    ("a with padding along K", {"k": 4032, "a_stride": LARGE // 256 - 16, "b_stride": 4032}),
+    ("b", {"n": 127, "b_stride": LARGE // 128 - 16}),
+    ("e", {"m": 255, "e_stride": LARGE // 256 // 4 - 1}),
+    ("d", {"m": 255, "d_stride": LARGE // 256 // 4 - 1}),
+    ("batches", {"batch": 3, "a_batch_stride": LARGE // 2 - 16}),
+    ("K", {"k": (1 << 17) - 16, "a_stride": 1 << 17, "b_stride": 1 << 17}),
+]
+
+
+@pytest.mark.parametrize("changes", [case[1] for case in MOST], ids=[case[0] for case in MOST])
+def test_the_largest_that_the_host_takes(library: ctypes.CDLL, changes: dict[str, Any]) -> None:
     a, e = torch.zeros(256, 16, dtype=torch.int8), torch.zeros(256, 128)
-    most = {"m": 1 << 20, "k": 1024, "a_stride": 1024, "b_stride": 1024}  # 2^30 bytes
-    assert library.emulated(*numbers("ck_scaled_bias_fp32_256x128"), ctypes.byref(arguments(a, e, **most)), 1) == 0
+    assert library.emulated(*numbers("ck_scaled_bias_fp32_256x128"), ctypes.byref(arguments(a, e, **changes)), 1) == 0
 
 
 @pytest.mark.parametrize("relu", [False, True], ids=["none", "relu"])
