@@ -35,7 +35,7 @@ MEANT = {
 WIDE = r"buffer_load_dwordx4"  # along K
 LDS = 64 * 1024
 #: most scalar registers that may be kept in lanes of a vector register; no memory is touched for them
-SCALAR_SPILLS = {"scaled": 320, "any": 128}
+SCALAR_SPILLS = {"scaled": 192, "any": 128}
 
 
 def headers(wheels: Path) -> list[str]:

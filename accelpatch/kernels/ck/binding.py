@@ -18,7 +18,7 @@ from torch import Tensor
 from accelpatch.device import Device, probe
 from accelpatch.errors import KernelError
 from accelpatch.kernels.build import libraries
-from accelpatch.kernels.build.ck_libraries import OUTPUTS, library_of
+from accelpatch.kernels.build.ck_libraries import LARGE, OUTPUTS, library_of
 from accelpatch.kernels.build.targets import not_for_ck
 from accelpatch.kernels.hip.binding import stream_of
 from accelpatch.kernels.spec import Spec
@@ -30,10 +30,9 @@ ACTIVATIONS = ("none", "relu")
 LIMIT = 1 << 31  # bytes
 VECTOR = 16  # bytes of a load or store of the tiles other than "any"
 
-#: (tile, its rows, its columns, least number of such tiles in E), the first that fits; "any" takes what is not on
-#: vectors. A large tile reads A and B less often, but too few of them leave CUs idle: MI210 has 104, MI300X 304.
-TILES = (("256x128", 256, 128, 208), ("64x128", 64, 128, 1))
-
+#: Least number of large tiles in E. Large ones read A and B less often; too few of them leave CUs idle (MI210 has 104,
+#: MI300X 304), and small ones are taken. "any" takes what is not on vectors. Not measured.
+LEAST = 208
 FEW_AND_MANY = (1, 8192)  # rows
 _STATUS = {
     1: "a size is out of range, or not a multiple of the tile's vectors",
@@ -63,7 +62,9 @@ def tile_of(spec: Spec) -> str:
     along_n = 1 if _scaled(spec) else VECTOR // spec.dtype.itemsize
     if k % VECTOR or n % along_n or not m:
         return "any"
-    return next(name for name, rows, columns, least in TILES if cdiv(m, rows) * cdiv(n, columns) * batch >= least)
+    large = LARGE[form_of(spec)]
+    rows, columns = map(int, large.split("x"))
+    return large if cdiv(m, rows) * cdiv(n, columns) * batch >= LEAST else "64x128"
 
 
 def form_of(spec: Spec) -> str:

@@ -12,7 +12,8 @@ template <int ROWS, int COLUMNS, int ROW_MFMAS, int COLUMN_MFMAS, int K_VECTOR> 
 template <int NUMBER> struct TileOf;
 template <> struct TileOf<0> : Tile<256, 128, 4, 2, 16> {};
 template <> struct TileOf<1> : Tile<64, 128, 1, 2, 16> {};
-template <> struct TileOf<2> : Tile<64, 128, 1, 2, 1> {};  // any K and N, with loads of single values
+template <> struct TileOf<2> : Tile<64, 128, 1, 2, 1> {};    // any K and N, with loads of single values
+template <> struct TileOf<3> : Tile<128, 128, 2, 2, 16> {};  // the large one with scales
 
 // E's type, which is D's too
 template <int NUMBER> struct OutputOf;

@@ -33,7 +33,8 @@ template <class I> int launch(const GemmArgs& g, bool dry) {
 
 template <int FORM, int OUTPUT> int by_tile(int tile, const GemmArgs& g, bool dry) {
     if (tile == 0) return launch<InstanceOf<FORM, OUTPUT, 0>>(g, dry);
-    return tile == 1 ? launch<InstanceOf<FORM, OUTPUT, 1>>(g, dry) : launch<InstanceOf<FORM, OUTPUT, 2>>(g, dry);
+    if (tile == 1) return launch<InstanceOf<FORM, OUTPUT, 1>>(g, dry);
+    return tile == 2 ? launch<InstanceOf<FORM, OUTPUT, 2>>(g, dry) : launch<InstanceOf<FORM, OUTPUT, 3>>(g, dry);
 }
 
 template <int FORM> int by_output(int output, int tile, const GemmArgs& g, bool dry) {

@@ -212,7 +212,7 @@ REFUSED = [
 @pytest.mark.parametrize("changes, status", [case[1:] for case in REFUSED], ids=[case[0] for case in REFUSED])
 def test_what_the_host_refuses(library: ctypes.CDLL, changes: dict[str, Any], status: int) -> None:
     a, e = torch.zeros(256, 16, dtype=torch.int8), torch.zeros(256, 128)
-    instance = numbers("ck_scaled_bias_fp32_256x128")
+    instance = numbers("ck_scaled_bias_fp32_128x128")
     assert library.emulated(*instance, ctypes.byref(arguments(a, e)), 1) == 0
     assert library.emulated(*instance, ctypes.byref(arguments(a, e, **changes)), 1) == status
     with pytest.raises(KernelError, match="was not launched"):
@@ -234,7 +234,7 @@ MOST = [
 @pytest.mark.parametrize("changes", [case[1] for case in MOST], ids=[case[0] for case in MOST])
 def test_the_largest_that_the_host_takes(library: ctypes.CDLL, changes: dict[str, Any]) -> None:
     a, e = torch.zeros(256, 16, dtype=torch.int8), torch.zeros(256, 128)
-    assert library.emulated(*numbers("ck_scaled_bias_fp32_256x128"), ctypes.byref(arguments(a, e, **changes)), 1) == 0
+    assert library.emulated(*numbers("ck_scaled_bias_fp32_128x128"), ctypes.byref(arguments(a, e, **changes)), 1) == 0
 
 
 @pytest.mark.parametrize("relu", [False, True], ids=["none", "relu"])

@@ -189,7 +189,7 @@ def test_the_instance_of_a_product(
 
 def test_the_libraries_to_build_in_advance() -> None:
     layer = spec(1, 4096, 4096, torch.bfloat16, scaled=True)
-    assert binding.library_names(layer, INSTINCT) == ("ck_scaled_bf16_64x128", "ck_scaled_bf16_256x128")
+    assert binding.library_names(layer, INSTINCT) == ("ck_scaled_bf16_64x128", "ck_scaled_bf16_128x128")
     assert binding.library_names(spec(1, 96, 4096, torch.bfloat16), INSTINCT) == ("ck_bmm_bf16_64x128",)
     assert binding.library_names(layer, KNOWN["sm_90"]) == ()
 
