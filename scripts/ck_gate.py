@@ -67,7 +67,8 @@ def examine(arch: str, name: str, assembly: str) -> tuple[int, list[str]]:
             continue
         count += 1
         lines += [f"{arch} {name}: {line}" for line in faults(arch, name, taken, code_of(kernel, assembly))]
-        print(f"{arch} {name}: {taken.registers} VGPRs, {taken.scalar_spills} scalar spills, {taken.shared} B of LDS")
+        used = f"{taken.registers} VGPRs, {taken.scalar_spills} scalar spills, {taken.scratch} B of scratch"
+        print(f"{arch} {name}: {used}, {taken.shared} B of LDS", flush=True)
     return count, lines if count == 2 else [*lines, f"{arch} {name}: {count} kernels, with and without a main loop"]
 
 
