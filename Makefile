@@ -12,6 +12,7 @@ MARKED ?= not nightly
 OLDEST := transformers==5.10.1
 # HIP and Triton kernels compiled for AMD; then the numbers of the Triton ones, through Triton's interpreter.
 GATE := .venv/bin/python scripts/amd_gate.py --wheels .venv/gate \
+	&& .venv/bin/python scripts/ck_gate.py --wheels .venv/gate \
 	&& PYTHONPATH=.venv/gate .venv/bin/python -W ignore scripts/triton_gate.py \
 	&& PYTHONPATH=.venv/gate TRITON_INTERPRET=1 .venv/bin/python -m pytest -q -n 2 -m "$(MARKED)" \
 		tests/kernels/triton tests/kernels/ops/test_decode_attention.py tests/kernels/ops/test_prompt_attention.py \
@@ -25,7 +26,8 @@ help:
 	@echo 'make test    lint, gate, all tests, and the smoke tests on the oldest transformers   [PYTEST="-k name"]'
 	@echo 'make test-all  the same, and what takes minutes and only repeats it in another way'
 	@echo 'make gate    compile the GPU kernels for AMD, no GPU needed, and hold them to scripts/amd_gate.json'
-	@echo 'make gate-all  the same, and for NVIDIA archs that no test runs on: minutes an arch, needs nvcc'
+	@echo 'make gate-all  the same, every instance of Composable Kernel, and NVIDIA archs that no test runs on: needs nvcc,'
+	@echo '               and an hour on two cores'
 	@echo 'make lint    ruff, mypy and clang-format'
 	@echo 'Each sets up .venv by itself. Another torch: make TORCH=installed run, make TORCH=/path/of/a/wheel run,'
 	@echo 'make TORCH="torch --index-url URL" run; back to the pinned one: make TORCH=pinned run.'
@@ -50,6 +52,7 @@ gate: .venv/ready
 
 # Archs that are compiled and not run; outside of make test.
 gate-all: gate
+	@if [ -d .venv/gate/aiter_meta ]; then .venv/bin/python scripts/ck_gate.py --wheels .venv/gate --all; fi
 	.venv/bin/python scripts/nvidia_gate.py
 
 smoke: .venv-oldest/ready

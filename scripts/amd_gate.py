@@ -160,10 +160,9 @@ def over(found: dict[str, int], held: dict[str, int] | None) -> list[str]:
     ]
 
 
-def build(arch: str, kernel: str, command: list[str], wheels: Path, folder: Path) -> str:
-    """Assembly of one source; raises CalledProcessError where it does not compile or link."""
-    source, out = str(SOURCES / f"{kernel}.hip"), folder / f"{kernel}.{arch}"
-    subprocess.run([*command, "-S", source, "-o", f"{out}.s"], check=True)
+def build(arch: str, source: Path, command: list[str], wheels: Path, out: Path) -> str:
+    """Assembly of one source, beside `out`; raises CalledProcessError where it does not compile or link."""
+    subprocess.run([*command, "-S", str(source), "-o", f"{out}.s"], check=True)
     target = [*linker(arch, wheels), "-shared", "--no-undefined", f"{out}.o", "-o", f"{out}.so"]
     cc = ["clang-19", "--target=amdgcn-amd-amdhsa", f"-mcpu={arch}"]
     if arch == "gfx950":
@@ -173,15 +172,26 @@ def build(arch: str, kernel: str, command: list[str], wheels: Path, folder: Path
     return Path(f"{out}.s").read_text()
 
 
-def compiled(wheels: Path, folder: Path) -> dict[tuple[str, str], str]:
-    """(arch, source) -> assembly of everything, as many at a time as there are cores."""
-    commands = {}
+def commands(wheels: Path, folder: Path) -> dict[str, list[str]]:
+    """Arch -> the command of its compiler; the device libraries are put together in `folder`."""
+    found = {}
     for arch, version in ARCHS.items():
         (libraries := folder / arch).mkdir()
-        commands[arch] = compiler(arch, device_libraries(libraries, arch, version, wheels), wheels)
+        found[arch] = compiler(arch, device_libraries(libraries, arch, version, wheels), wheels)
+    return found
+
+
+def compiled(wheels: Path, folder: Path) -> dict[tuple[str, str], str]:
+    """(arch, source) -> assembly of everything, as many at a time as there are cores."""
+    by_arch = commands(wheels, folder)
     jobs = [(arch, kernel) for arch in ARCHS for kernel in KERNELS]
+
+    def assembly(job: tuple[str, str]) -> str:
+        arch, kernel = job
+        return build(arch, SOURCES / f"{kernel}.hip", by_arch[arch], wheels, folder / f"{kernel}.{arch}")
+
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        texts = pool.map(lambda job: build(*job, commands[job[0]], wheels, folder), jobs)
+        texts = pool.map(assembly, jobs)
         return dict(zip(jobs, texts, strict=True))
 
 

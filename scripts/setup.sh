@@ -74,6 +74,8 @@ install() {
 # Pinned: the figures in scripts/amd_gate.json are those of these compilers. They lie apart: the Triton that a GPU build of
 # torch brought stays the one that .venv has.
 gate_wheels='ziglang==0.17.0 triton==3.9.0'
+# Its wheel carries the headers of Composable Kernel, with the configuration filled in; nothing else of it is unpacked.
+gate_headers='amd-aiter==0.1.7.post2.dev18'
 gate_packages='clang-19 lld-19 llvm-19 libamdhip64-dev rocm-device-libs'
 
 gate() {
@@ -85,11 +87,20 @@ gate() {
         DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends $gate_packages >/dev/null \
             || fail "no packages $gate_packages here (Debian 12 has them)"
     fi
-    [ "$(cat .venv/gate/made_of 2>/dev/null)" = "$gate_wheels" ] && return
+    [ "$(cat .venv/gate/made_of 2>/dev/null)" = "$gate_wheels $gate_headers" ] && return
     rm -rf .venv/gate
+    pip='.venv/bin/python -m pip --disable-pip-version-check --quiet'
     # shellcheck disable=SC2086
-    .venv/bin/python -m pip install --disable-pip-version-check --quiet --no-deps --target .venv/gate $gate_wheels
-    echo "$gate_wheels" > .venv/gate/made_of
+    $pip install --no-deps --target .venv/gate $gate_wheels
+    $pip download --no-deps --dest .venv/gate/headers "$gate_headers"
+    .venv/bin/python - .venv/gate/headers/*.whl .venv/gate <<'END'
+import sys, zipfile
+wheel = zipfile.ZipFile(sys.argv[1])
+wanted = tuple(f"aiter_meta/3rdparty/{name}/" for name in ("ck_helper", "composable_kernel/include"))
+wheel.extractall(sys.argv[2], [name for name in wheel.namelist() if name.startswith(wanted)])
+END
+    rm -r .venv/gate/headers
+    echo "$gate_wheels $gate_headers" > .venv/gate/made_of
 }
 
 oldest() {

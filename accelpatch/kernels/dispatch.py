@@ -33,7 +33,7 @@ TABLE: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "compact_linear": ("compact_linear", ("hip", "hip_unpack", "torch")),
     "fp8_linear": ("fp8_linear", ("hip", "torch")),
     "quantize_rows": ("quantize_rows", ("triton", "torch")),
-    "gemm_w8a8": ("gemm_w8a8", ("triton", "int_mm", "torch")),
+    "gemm_w8a8": ("gemm_w8a8", ("ck", "triton", "int_mm", "torch")),
     "w8a8_linear": ("w8a8_linear", ("hip", "triton", "operations")),
     "w8a8_packed": ("w8a8_packed", ("cpu", "torch")),
     "int8_embedding": ("int8_embedding", ("torch",)),

@@ -29,7 +29,7 @@ def compile_and_link(made: Target, path: str, finished: Path) -> None:
     """Compile all sources in parallel and link them to `finished`. Raises KernelError with a compiler's last lines."""
     objects = {source: finished.with_name(f"{source}.o") for source in made.sources}
     commands = [
-        [path, *made.flags, *flags, "-c", str(made.home / source), "-o", str(objects[source])]
+        [path, *made.flags, *including(made), *flags, "-c", str(made.home / source), "-o", str(objects[source])]
         for source, flags in made.sources.items()
     ]
     with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
@@ -37,6 +37,11 @@ def compile_and_link(made: Target, path: str, finished: Path) -> None:
     _run([path, *made.link, *map(str, objects.values()), "-o", str(finished)], made.variable)
     for file in objects.values():
         file.unlink()
+
+
+def including(made: Target) -> list[str]:
+    """The flags for a folder of other headers, whose warnings are not ours."""
+    return ["-isystem", made.include] if made.include else []
 
 
 def _run(command: list[str], variable: str) -> None:

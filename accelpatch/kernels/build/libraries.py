@@ -28,10 +28,11 @@ from typing import Any
 from accelpatch import cache
 from accelpatch.device import Device
 from accelpatch.errors import KernelError
-from accelpatch.kernels.build import occupancy, resources
+from accelpatch.kernels.build import ck_libraries, occupancy, resources
+from accelpatch.kernels.build.ck_libraries import CK_LIBRARIES
 from accelpatch.kernels.build.compiling import compile_and_link, identity
 from accelpatch.kernels.build.gpu_libraries import GPU_LIBRARIES
-from accelpatch.kernels.build.targets import Target, compiler, names_of, no_compiler, target, unknown_arch
+from accelpatch.kernels.build.targets import Target, compiler, missing, names_of, not_for_ck, target, unknown_arch
 
 __all__ = [
     "Target", "build", "built", "compiler", "export", "forget", "library", "locate", "names_of", "place", "prepare",
@@ -74,12 +75,12 @@ def prepare(names: Sequence[str], device: Device, why: str = "") -> None:
 
     why: what needs them, for the line on stderr. Raises as `library` does, before anything is loaded.
     """
-    missing = [name for name in names if (name, target(name, device).arch) not in _loaded]
-    if missing and not os.environ.get("ACCELPATCH_KERNELS"):
-        for name, found in zip(missing, _side_by_side(missing, device, why), strict=True):
+    new = [name for name in names if (name, target(name, device).arch) not in _loaded]
+    if new and not os.environ.get("ACCELPATCH_KERNELS"):
+        for name, found in zip(new, _side_by_side(new, device, why), strict=True):
             if isinstance(found, KernelError):
                 _failed[name, target(name, device).arch] = str(found)
-    for name in missing:  # the first that failed raises
+    for name in new:  # the first that failed raises
         library(name, device)
 
 
@@ -111,19 +112,19 @@ def _side_by_side(names: Sequence[str], device: Device, why: str = "") -> list[P
 @contextmanager
 def _announced(wanted: Sequence[tuple[str, Target]], why: str = "") -> Iterator[None]:
     """Says on stderr which libraries are compiled, and how long it took; nothing where all are there."""
-    keys = {name: key(name, made, path) for name, made in wanted if (path := compiler(made))}
-    missing = [name for name in keys if cache.entry(KIND, keys[name]) is None]
-    if not missing:
+    keys = {name: key(name, made, str(compiler(made))) for name, made in wanted if missing(made) is None}
+    new = [name for name in keys if cache.entry(KIND, keys[name]) is None]
+    if not new:
         yield
         return
-    made = dict(wanted)[missing[0]]
-    count = "1 kernel library" if len(missing) == 1 else f"{len(missing)} kernel libraries"
+    made = dict(wanted)[new[0]]
+    count = "1 kernel library" if len(new) == 1 else f"{len(new)} kernel libraries"
     by, reason = Path(str(compiler(made))).name, f" for {why}" * bool(why)
-    listed = ", ".join([*missing[:SHOWN], *["..."] * (len(missing) > SHOWN)])
+    listed = ", ".join([*new[:SHOWN], *["..."] * (len(new) > SHOWN)])
     _say(f"compiling {count} of {made.arch} with {by}{reason} ({listed}), once for this machine")
     began = time.perf_counter()
     yield
-    if all(cache.entry(KIND, keys[name]) for name in missing):
+    if all(cache.entry(KIND, keys[name]) for name in new):
         _say(f"compiled in {time.perf_counter() - began:.1f} s")
 
 
@@ -133,6 +134,8 @@ def _say(line: str) -> None:
 
 def why_not(name: str, device: Device) -> str | None:
     """Why `library` would fail, as far as is known without compiling; None where it should work."""
+    if name in CK_LIBRARIES and (other := not_for_ck(device)):
+        return other
     if name in GPU_LIBRARIES and (unknown := unknown_arch(device)):
         return unknown
     made = target(name, device)
@@ -145,7 +148,7 @@ def why_not(name: str, device: Device) -> str | None:
         return None if (folder := place(prebuilt, name, made)).is_dir() else _not_prebuilt(folder)
     if device.kind == "cuda" and device.index is None:
         return None  # a plan for another machine, whose compiler is not known here
-    return None if compiler(made) else no_compiler(made)
+    return missing(made)
 
 
 def forget() -> None:
@@ -164,9 +167,9 @@ def locate(name: str, made: Target) -> Path:
 
 def built(name: str, made: Target) -> Path:
     """The cached folder of a library; compiles it where there is none that matches its manifest."""
-    path = compiler(made)
-    if path is None:
-        raise KernelError(no_compiler(made))
+    if reason := missing(made):
+        raise KernelError(reason)
+    path = str(compiler(made))
     wanted = key(name, made, path)
 
     def write(folder: Path) -> None:
@@ -226,7 +229,8 @@ def digest(made: Target) -> str:
 
 def key(name: str, made: Target, path: str) -> str:
     """The name of the cache entry."""
-    whole = hashlib.sha256(f"{digest(made)}\n{identity(path)}".encode()).hexdigest()
+    include = ck_libraries.version(made.include) if made.include else ""
+    whole = hashlib.sha256(f"{digest(made)}\n{identity(path)}{include}".encode()).hexdigest()
     return f"{name}-{made.arch}-{whole[:24]}"
 
 

@@ -12,8 +12,9 @@ from pathlib import Path
 
 from accelpatch.device import facts_of
 from accelpatch.errors import KernelError
+from accelpatch.kernels.build.compiling import including
 from accelpatch.kernels.build.occupancy import Resources
-from accelpatch.kernels.build.targets import Target, compiler, no_compiler
+from accelpatch.kernels.build.targets import Target, compiler, missing
 
 _FIELDS = {
     "registers": "vgpr_count",
@@ -56,9 +57,9 @@ def of_ptxas(said: str, ptx: str) -> dict[str, Resources]:
 
 def of_target(made: Target) -> list[Resources]:
     """Resources of a GPU library's kernels; compiles every source again. Raises KernelError as build.library does."""
-    path = compiler(made)
-    if path is None:
-        raise KernelError(no_compiler(made))
+    if reason := missing(made):
+        raise KernelError(reason)
+    path = str(compiler(made))
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor() as pool:
         each = pool.map(lambda source: _of_source(made, path, source, Path(folder) / source), made.sources)
         found = [used for kernels in each for used in kernels.values()]
@@ -68,7 +69,7 @@ def of_target(made: Target) -> list[Resources]:
 
 def _of_source(made: Target, path: str, source: str, into: Path) -> Mapping[str, Resources]:
     into.mkdir()
-    command = [path, *made.flags, *made.sources[source], str(made.home / source)]
+    command = [path, *made.flags, *including(made), *made.sources[source], str(made.home / source)]
     if (facts := facts_of(made.arch)) is not None and facts.vendor == "amd":
         _run([*command, "--cuda-device-only", "-S", "-o", str(into / "kernels.s")])
         return of_assembly((into / "kernels.s").read_text())

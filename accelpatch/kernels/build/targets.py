@@ -1,7 +1,8 @@
 """Sources, flags and compilers of the device libraries: "cpu" for this machine's CPU, those of GPU_LIBRARIES for a GPU.
 
 The HIP sources are the same for all GPUs: nvcc compiles them for NVIDIA, hipcc or amdclang++ for AMD, each library for
-one arch. A compiler can build for archs that are not in this machine.
+one arch. Those of CK_LIBRARIES are for AMD alone and need the headers of Composable Kernel. A compiler can build for
+archs that are not in this machine.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from pathlib import Path
 
 from accelpatch.device import ARCHS, Device, compilers, facts_of
 from accelpatch.errors import KernelError
+from accelpatch.kernels.build import ck_libraries
+from accelpatch.kernels.build.ck_libraries import CK_LIBRARIES
 from accelpatch.kernels.build.gpu_libraries import GPU_LIBRARIES, WIDTHS
 
 
@@ -22,7 +25,8 @@ from accelpatch.kernels.build.gpu_libraries import GPU_LIBRARIES, WIDTHS
 class Target:
     """How a library is made. sources: file in `folder` -> its own flags. compilers: names to search for, in order.
 
-    variable: environment variable that names another compiler. install: advice where none is found.
+    variable: environment variable that names another compiler. install: advice where none is found. include: a folder
+    of other headers. lacks: why it cannot be built although there is a compiler.
     """
 
     folder: str
@@ -33,6 +37,8 @@ class Target:
     arch: str
     variable: str = "CXX"
     install: str = "install one, such as g++"
+    include: str | None = None
+    lacks: str | None = None
 
     @property
     def home(self) -> Path:
@@ -60,6 +66,10 @@ def target(name: str, device: Device) -> Target:
     if name in GPU_LIBRARIES and unknown_arch(device) is None:
         made = _nvidia(device.arch) if device.vendor == "nvidia" else _amd(device.arch)
         return replace(made, sources=GPU_LIBRARIES[name])
+    if name in CK_LIBRARIES and not_for_ck(device) is None:
+        folder = ck_libraries.headers()
+        made = replace(_amd(device.arch), folder="ck", sources=CK_LIBRARIES[name])
+        return replace(made, include=str(folder)) if folder else replace(made, lacks=ck_libraries.NO_HEADERS)
     raise KernelError(f"there is no library {name!r} for {device.arch} ({device.kind})")
 
 
@@ -69,8 +79,19 @@ def names_of(device: Device) -> list[str]:
         return ["cpu"]
     if reason := unknown_arch(device):
         raise KernelError(f"there are no libraries for {device.arch}: {reason}")
-    # AMD's kernels take no wider heads
-    return [name for name in GPU_LIBRARIES if device.vendor == "nvidia" or not name.endswith(f"_{WIDTHS[-1]}")]
+    if device.vendor == "nvidia":
+        return list(GPU_LIBRARIES)
+    # AMD's kernels take no wider heads; Composable Kernel's are listed where its headers are
+    ck = CK_LIBRARIES if not_for_ck(device) is None and ck_libraries.headers() else ()
+    return [*(name for name in GPU_LIBRARIES if not name.endswith(f"_{WIDTHS[-1]}")), *ck]
+
+
+def not_for_ck(device: Device) -> str | None:
+    """Why there is no library of Composable Kernel for a device; None where there is."""
+    if device.kind == "cuda" and device.vendor == "amd" and device.arch in ck_libraries.ARCHS:
+        return None
+    where = device.arch if device.kind == "cuda" else device.name
+    return f"Composable Kernel is for AMD Instinct ({', '.join(ck_libraries.ARCHS)}), not for {where}"
 
 
 def unknown_arch(device: Device) -> str | None:
@@ -107,6 +128,11 @@ def compiler(made: Target) -> str | None:
         return shutil.which(named)
     found = compilers()
     return next((path for name in made.compilers if (path := found.get(name))), None)
+
+
+def missing(made: Target) -> str | None:
+    """Why a library cannot be built on this machine: no compiler, no headers. None where it can."""
+    return made.lacks if compiler(made) else no_compiler(made)
 
 
 def no_compiler(made: Target) -> str:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from accelpatch.device import Device
 from accelpatch.kernels import dispatch
+from accelpatch.kernels.ck import binding as ck
 from accelpatch.kernels.dispatch import FLOATS, require
 from accelpatch.kernels.operation import operation
 from accelpatch.kernels.ops.gated_activation import ACTIVATIONS
@@ -102,12 +103,17 @@ def spec(
     for name, tensor in {**beside, "correction": correction}.items():
         if tensor is not None:
             require(tensor.device == a.device, OP, f"A lies on {a.device}, {name} on {tensor.device}: move one")
-    return of_shape(m, n, k, dtype, a.shape[0] if a.dim() == 3 else 1)
+    options = {
+        "d": None if d is None else d.dtype, "scaled": row_scale is not None or column_scale is not None,
+        "activation": activation, "correction": correction is not None, "residual": residual is not None,
+    }  # fmt: skip
+    return of_shape(m, n, k, dtype, a.shape[0] if a.dim() == 3 else 1, **options)
 
 
-def of_shape(m: int, n: int, k: int, dtype: torch.dtype, batch: int = 1) -> Spec:
-    """The Spec of products of this size, for planning."""
-    return Spec(OP, {"M": m, "N": n, "K": k, "B": batch}, dtype)
+def of_shape(m: int, n: int, k: int, dtype: torch.dtype, batch: int = 1, **options: Any) -> Spec:
+    """The Spec of products of this size, for planning. options: d: its dtype; scaled, activation, correction, residual:
+    whether each is given, or which."""
+    return Spec(OP, {"M": m, "N": n, "K": k, "B": batch}, dtype, options=options)
 
 
 def finished(
@@ -265,6 +271,7 @@ def cases() -> list[Case]:
 
 
 IMPLEMENTATIONS = {
+    "ck": Implementation(ck.gemm_w8a8, ck.why_not),
     "triton": Implementation(by_triton, triton_why_not),
     "int_mm": Implementation(by_int_mm, int_mm_why_not),
     "torch": Implementation(by_torch, dispatch.anywhere),
