@@ -18,6 +18,7 @@ from accelpatch.kernels.hip.binding import SENTINEL, Signal
 from accelpatch.kernels.layouts.int4_tiles import Tiles
 from accelpatch.kernels.layouts.layout import WeightArguments
 from accelpatch.kernels.layouts.row_major import Plain
+from accelpatch.kernels.layouts.w8a8_rows import W8A8Rows
 from accelpatch.kernels.ops.attention_shape import AttentionShape
 from accelpatch.kernels.ops.fused_linear import FusedLinear
 from accelpatch.kernels.ops.fused_norm import FusedNorm
@@ -51,6 +52,14 @@ def test_attention_does_not_wait_for_parts_of_a_tile_or_of_adapters() -> None:
 @pytest.mark.parametrize("middle, columns", [(4096, 0), (4097, 4096), (11008, 8192), (14336, 12288)])
 def test_down_waits_for_all_but_the_last_of_its_parts(middle: int, columns: int) -> None:
     assert consumed_by_down(product(2 * middle, 8), product(8, middle), "silu") == columns
+
+
+def test_down_does_not_start_early_where_it_quantises_its_input() -> None:
+    """The scale of a row is known when all of the row is."""
+    down = FusedLinear(W8A8Rows(torch.zeros(8, 11008, dtype=torch.int8), torch.ones(8, 1)))
+    assert consumed_by_down(product(2 * 11008, 8), down, "silu") == 0
+    gate_up = FusedLinear(W8A8Rows(torch.zeros(2 * 11008, 8, dtype=torch.int8), torch.ones(2 * 11008, 1)))
+    assert consumed_by_down(gate_up, product(8, 11008), "silu") == 8192
 
 
 def test_down_does_not_wait_where_the_gate_is_a_launch_of_its_own() -> None:

@@ -42,8 +42,15 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Emulated]:
 
 
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
-@pytest.mark.parametrize("dtype", binding.DTYPES, ids=str)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "form, dtype",
+    [
+        pytest.param(form, dtype, marks=pytest.mark.nightly if form != "nvidia" and dtype == torch.float16 else ())
+        for form in FORMS
+        for dtype in binding.DTYPES
+    ],
+    ids=str,
+)
 def test_its_integers_are_those_of_the_operations(
     form: str, dtype: torch.dtype, static: bool, made: Callable[[str], Emulated]
 ) -> None:

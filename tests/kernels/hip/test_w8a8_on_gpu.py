@@ -1,4 +1,4 @@
-"""W8A8 by the HIP kernel on the GPU that is here: the bits of `operations`, and of itself at other numbers of rows."""
+"""W8A8 by the HIP kernel on the GPU that is here: the bits of Triton's operations, at any number of rows."""
 
 from __future__ import annotations
 
@@ -49,7 +49,6 @@ def made(m: int, n: int, k: int, dtype: torch.dtype, static: bool, seed: int = 0
 
 
 def by(implementation: str, args: tuple[Any, ...]) -> Tensor:
-    implementation = "triton" if implementation == "operations" else implementation
     ran = dispatch.calls["w8a8_linear", implementation]
     with poisoned(), dispatch.forced(implementation):
         y: Tensor = w8a8_linear(*args)
@@ -63,7 +62,7 @@ def by(implementation: str, args: tuple[Any, ...]) -> Tensor:
 @pytest.mark.parametrize("n", [72, 4096, 32000])
 def test_the_bits_of_the_operations(n: int, k: int, dtype: torch.dtype, static: bool) -> None:
     x, *rest = made(8, n, k, dtype, static)
-    want = by("operations", (x, *rest))
+    want = by("triton", (x, *rest))
     for m in range(1, 9):
         assert torch.equal(bits(by("hip", (x[:m], *rest))), bits(want[:m])), m
         assert torch.equal(bits(by("hip", (x[-m:], *rest))), bits(want[-m:])), m
@@ -75,7 +74,7 @@ def test_random_shapes(static: bool) -> None:
     for seed in range(200):
         m, n, k = (int(torch.randint(1, most, (1,), generator=draw)) for most in (9, 300, 3000))
         args = made(m, n, k, HALVES[seed % 2], static, seed)
-        assert torch.equal(bits(by("hip", args)), bits(by("operations", args))), (m, n, k)
+        assert torch.equal(bits(by("hip", args)), bits(by("triton", args))), (m, n, k)
 
 
 @BOTH
@@ -101,14 +100,14 @@ def test_views(view: Callable[[Tensor], Tensor]) -> None:
     for m in (1, 5, 8):
         args = made(m, 33, 192, torch.bfloat16, True)
         views = tuple(view(one) if isinstance(one, Tensor) else one for one in args)
-        assert torch.equal(bits(by("hip", views)), bits(by("operations", args)))
+        assert torch.equal(bits(by("hip", views)), bits(by("triton", args)))
 
 
 def test_no_rows_and_more_than_eight() -> None:
     x, *rest = made(64, 100, 576, torch.bfloat16, False)
     assert by("hip", (x[:0], *rest)).shape == (0, 100)
     layer = FusedLinear(W8A8Rows(*rest[:3]), rest[3])
-    assert torch.equal(bits(layer(x)), bits(by("operations", (x, *rest))))
+    assert torch.equal(bits(layer(x)), bits(by("triton", (x, *rest))))
     assert dispatch.why_not("w8a8_linear", "hip", dispatch.kernel("w8a8_linear").spec(x, *rest), probe(CUDA))
 
 
