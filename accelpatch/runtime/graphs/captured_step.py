@@ -26,6 +26,7 @@ from accelpatch.runtime.graphs.cache_contents import Contents, attach
 from accelpatch.runtime.graphs.captured_batch import Batch, GraphOf
 from accelpatch.runtime.graphs.captured_cache import LayerShape, grow, new_cache
 from accelpatch.runtime.graphs.captured_graph import GRAPHS, Graph
+from accelpatch.runtime.graphs.short_prompt import captured_tokens
 from accelpatch.runtime.graphs.split_step import SplitStep
 
 CAPTURED = "captured step"  # in the report, with their number
@@ -114,6 +115,12 @@ class CapturedStep:
     def fused(self) -> bool:
         """Whether the step runs fused layers, not the model's modules."""
         return self._fused is not None
+
+    @property
+    def captured_tokens(self) -> int:
+        """The most rows x length of a prompt that is captured."""
+        assert self._fused is not None
+        return captured_tokens(self._fused)
 
     @property
     def no_prompts(self) -> str | None:

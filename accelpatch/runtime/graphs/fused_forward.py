@@ -21,7 +21,7 @@ from accelpatch.runtime.graphs import single_token
 from accelpatch.runtime.graphs.cache_contents import attached
 from accelpatch.runtime.graphs.cache_contents import why_not as cache_why_not
 from accelpatch.runtime.graphs.captured_batch import GraphOf
-from accelpatch.runtime.graphs.short_prompt import Prompts, ShortPrompt
+from accelpatch.runtime.graphs.short_prompt import Prompts, ShortPrompt, captured_tokens
 
 FORWARD = "fused forward"
 SUPPORTED = ("input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "labels")
@@ -198,7 +198,7 @@ def prompts_of(fused: FusedModel, graph: GraphOf) -> Prompts:
         rows = hidden_rows(fused, (), ids, call, None)
         return rows.view(*ids.shape, -1), call.kept
 
-    return Prompts(program, graph)
+    return Prompts(program, graph, captured_tokens(fused))
 
 
 def short_prompt(runtime: Any, fused: FusedModel, ids: Tensor, call: CacheCall) -> ShortPrompt | None:

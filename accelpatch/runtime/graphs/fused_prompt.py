@@ -38,7 +38,8 @@ def fused_prompt(step: CapturedStep, ids: Tensor, kwargs: dict[str, Any], graph:
     if step.prompts is None:
         # padding after a short prompt is overwritten in the cache before a later token attends to it
         own: Any = weakref.ref(step)  # which holds its prompts
-        step.prompts = Prompts(lambda ids, positions, last: own().prompt(ids, positions, None, last), graph)
+        program = lambda ids, positions, last: own().prompt(ids, positions, None, last)  # noqa: E731
+        step.prompts = Prompts(program, graph, step.captured_tokens)
     short = step.prompts.of(ids, step.capacity) if mask is None else None
     logits = step.prompt(ids, positions.contiguous(), mask) if short is None else short(ids, positions)
     logits = logits.to(torch.float32, copy=True)

@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from accelpatch.fusion.fused_model import FusedModel
 from accelpatch.kernels.hip.binding import weight_prefetch
 from accelpatch.runtime.graphs.captured_batch import GraphOf
 from accelpatch.runtime.graphs.captured_graph import Graph
 
 CAPTURED_TOKENS = 512  # most rows x length; larger prompts are not limited by launch overhead
+INT8_TOKENS = 2048  # the same with int8 activations
 BUCKET = 64  # captured lengths are multiples of this, or one of SHORTER
 SHORTER = (1, 8, 32)
 KEPT = 4  # captured prompts that are kept
@@ -72,18 +74,23 @@ class ShortPrompt:
             self._made = self._program(self._ids, self._positions, self._last)
 
 
-class Prompts:
-    """The ShortPrompts of one program, by rows and bucket."""
+def captured_tokens(fused: FusedModel) -> int:
+    """The most rows x length of a prompt that is captured."""
+    return INT8_TOKENS if fused.int8_activations else CAPTURED_TOKENS
 
-    def __init__(self, program: Program, graph: GraphOf):
-        self._program, self._graph = program, graph
+
+class Prompts:
+    """The ShortPrompts of one program, by rows and bucket. tokens: the most rows x length of one."""
+
+    def __init__(self, program: Program, graph: GraphOf, tokens: int = CAPTURED_TOKENS):
+        self._program, self._graph, self._tokens = program, graph, tokens
         self._held: OrderedDict[tuple[int, int], ShortPrompt] = OrderedDict()
 
     def of(self, ids: Tensor, most: int | None = None) -> ShortPrompt | None:
         """The ShortPrompt for ids[B, L]; None where there are too many tokens, or the bucket is larger than `most`."""
         rows, length = ids.shape
         bucket = next((one for one in SHORTER if length <= one), -(-length // BUCKET) * BUCKET)
-        if bucket * rows > CAPTURED_TOKENS or (most is not None and bucket > most):
+        if bucket * rows > self._tokens or (most is not None and bucket > most):
             return None
         key = rows, bucket
         if key not in self._held:
