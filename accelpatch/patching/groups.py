@@ -54,16 +54,16 @@ def lines(groups: Sequence[Group]) -> list[str]:
 
 def with_groups(failed: Mapping[str, str], groups: Sequence[Group]) -> dict[str, str]:
     """The failed sites and all that are smoothed with them, directly or through others: path -> why it stays."""
-    found, more = dict(failed), True
+    causes, more = {path: path for path in failed}, True  # path -> the failed site that it stays for
     while more:
         more = False
         for group in groups:
             paths = (group.source, *group.consumers)
-            first = next((path for path in paths if path in found), None)
-            if first is None:
-                continue
-            for path in paths:
-                if path not in found:
-                    cause = next(path for path in (first, *failed) if path in failed)
-                    found[path], more = f"it is smoothed together with {cause}, which stays", True
-    return found
+            first = next((path for path in paths if path in causes), None)
+            if first is not None and (others := [path for path in paths if path not in causes]):
+                causes |= dict.fromkeys(others, causes[first])
+                more = True
+    return {
+        path: failed[path] if path in failed else f"it is smoothed together with {cause}, which stays"
+        for path, cause in causes.items()
+    }
