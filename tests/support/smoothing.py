@@ -126,3 +126,10 @@ def hooked(model: nn.Module, paths: Any, hook: Callable[[str], Any], kind: str =
 def kinds(model: nn.Module) -> list[str]:
     """The kind of each group in a model."""
     return [group.kind for group in smoothing_groups(model)]
+
+
+def calibrated(model: nn.Module) -> Statistics:
+    """Statistics of some hundred tokens, all of the vocabulary's among them."""
+    ids = torch.randint(0, 150, (640,), generator=torch.Generator().manual_seed(9))
+    text = "".join(map(chr, ids + 150))
+    return accelpatch.calibrate(model, [text], tokenizer=Letters(), samples=16, length=40)
