@@ -27,10 +27,16 @@ def chosen(groups: Sequence[Group], smooths: Mapping[str, bool]) -> tuple[tuple[
     """The groups that a recipe with smoothing smooths, and notes about those whose source cannot take part.
 
     smooths: path of each replaced site -> whether its replacement takes smoothing. Raises PlanError for a group of
-    which only some consumers do.
+    which only some consumers do, and for one with an adapter, which reads the same input, around a consumer.
     """
     found, left = list[Group](), Counter[str]()
     for group in groups:
+        inside = [place for path in group.consumers for place in smooths if place.startswith(f"{path}.")]
+        if inside:
+            raise PlanError(
+                f"{inside[0].rpartition('.')[0]} cannot be smoothed, for an adapter around it reads the same input: merge "
+                "the adapter first, or switch smoothing off (calibrate: {alpha: null})"
+            )
         able = [path for path in group.consumers if smooths.get(path, False)]
         if not able:
             continue
@@ -64,6 +70,5 @@ def with_groups(failed: Mapping[str, str], groups: Sequence[Group]) -> dict[str,
                 causes |= dict.fromkeys(others, causes[first])
                 more = True
     return {
-        path: failed[path] if path in failed else f"it is smoothed together with {cause}, which stays"
-        for path, cause in causes.items()
+        path: failed.get(path, f"it is smoothed together with {cause}, which stays") for path, cause in causes.items()
     }

@@ -1,4 +1,4 @@
-"""Calibration statistics on disk: what is written comes back; what is damaged, foreign or of another model is refused."""
+"""Calibration statistics on disk: what is written comes back; damaged ones and those of another model are refused."""
 
 from __future__ import annotations
 
