@@ -34,8 +34,8 @@ def chosen(groups: Sequence[Group], smooths: Mapping[str, bool]) -> tuple[tuple[
         inside = [place for path in group.consumers for place in smooths if place.startswith(f"{path}.")]
         if inside:
             raise PlanError(
-                f"{inside[0].rpartition('.')[0]} cannot be smoothed, for an adapter around it reads the same input: merge "
-                "the adapter first, or switch smoothing off (calibrate: {alpha: null})"
+                f"{inside[0].rpartition('.')[0]} cannot be smoothed, for an adapter around it reads the same input: "
+                "merge the adapter first, or switch smoothing off (calibrate: {alpha: null})"
             )
         able = [path for path in group.consumers if smooths.get(path, False)]
         if not able:
