@@ -250,6 +250,7 @@ FAMILIES: tuple[Family, ...] = (
             VALUES,
             Smoothing("post_attention_layernorm", ("mlp.gate_proj", "mlp.up_proj"), {"use_parallel_residual": False}),
             UP,
+            Smoothing("input_layernorm", (*QKV, "mlp.gate_proj", "mlp.up_proj"), {"use_parallel_residual": True}),
         ),
         classes="StableLm",
         norm=LAYER_NORM,

@@ -11,7 +11,10 @@ SOME = 64  # values of a parameter that are looked at, evenly spread
 
 
 def fingerprint(model: nn.Module) -> str:
-    """SHA-256 of every parameter's name and shape and of some of its values in bfloat16: the same in each dtype."""
+    """SHA-256 of every parameter's name and shape and of some of its values in bfloat16.
+
+    The same for a checkpoint that is loaded in bfloat16 and in float32; float16 rounds otherwise.
+    """
     held = hashlib.sha256()
     for name, parameter in model.named_parameters():
         flat = parameter.detach().reshape(-1)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
@@ -55,7 +57,8 @@ def _of_layer(path: str, layer: nn.Module, family: Family, config: Any) -> Itera
 
 
 def _resolved(path: str, group: Smoothing, family: Family, config: Any) -> SmoothingGroup:
-    role = next((role for pattern, role in family.roles.items() if pattern.endswith(f".{group.source}")), "")
+    place = re.sub(r"\d+", "#", f".{path}.{group.source}")
+    role = next((role for pattern, role in family.roles.items() if fnmatchcase(place, pattern)), "")
     rows = OF_ONE.get(role, "all")
     rows = "values by head" if rows == "values" and family.by_head else rows
     makes_values = role in ("v_proj", "qkv_proj")

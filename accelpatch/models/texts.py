@@ -31,8 +31,15 @@ def windows(
     data: a Path or the name of a text file; strings, or rows with a column "text" (a `datasets` object); None: the
     model's own text. Raises LoadError for data that is of another kind, holds too little text, or needs a tokenizer.
     """
-    samples, length = samples or SAMPLES, min(length or LENGTH, _longest(model))
+    samples, length = (given if given is not None else usual for given, usual in ((samples, SAMPLES), (length, LENGTH)))
+    if samples < 1 or length < 1:
+        raise LoadError(f"calibrating takes one window of one token at least, not {samples} of {length}")
+    length = min(length, _longest(model))
     if data is None:
+        if samples * length < LEAST:
+            raise LoadError(f"{samples} windows of {length} tokens are fewer than the {LEAST} to calibrate on")
+        if not hasattr(model, "generate"):
+            raise LoadError(f"a {type(model).__name__} writes no text: calibrate on data, and give its statistics")
         return [_batch(ids) for ids in own_text(model, samples, length).split(ROWS)]
     if tokenizer is None:
         raise LoadError("calibrating on text needs the model's tokenizer: accelpatch.calibrate(..., tokenizer=...)")

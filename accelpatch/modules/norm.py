@@ -3,16 +3,51 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from accelpatch.kernels.ops.rmsnorm import add_rmsnorm, rmsnorm
 from accelpatch.modules.replacement import Replacement, intact, is_observed
 
 
-class FusedRMSNorm(Replacement):
+class SmoothableNorm(Replacement):
+    """A norm that may have parameters of its own, divided for the layers that read it.
+
+    divided: their names. dtypes: the dtypes that the model was cast to since the patch.
+    """
+
+    divided: tuple[str, ...] = ()
+    dtypes: tuple[torch.dtype, ...] = ()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        before = [self._parameters[name] for name in self.divided]
+        dtypes = [None if one is None else one.dtype for one in before]
+        super()._apply(fn, recurse)
+        now = [self._parameters[name] for name in self.divided]
+        if dtypes and now[0] is not None and now[0].dtype != dtypes[0]:
+            self.dtypes = (*self.dtypes, now[0].dtype)
+        return self
+
+    def hand_back(self, original: nn.Module) -> bool:
+        """Move and cast the original's parameters as these were; what was written into these does not go there."""
+        held = next((one for one in (*self._parameters.values(), *self._buffers.values()) if one is not None), None)
+        for name, parameter in original._parameters.items():
+            if parameter is None or held is None:
+                continue
+            data = parameter.data
+            for dtype in self.dtypes if name in self.divided else ():
+                data = data.to(dtype)
+            parameter.data = data.to(held.device)
+            own = self._parameters.get(name)
+            if name in self.divided and own is not None and not parameter.is_inference():
+                parameter.requires_grad_(own.requires_grad)
+        return False
+
+
+class FusedRMSNorm(SmoothableNorm):
     """x / rms(x) * weight in one operation. eps_name: the original's epsilon attribute. plus_one: use 1 + weight."""
 
     weight: Tensor
@@ -29,16 +64,17 @@ class FusedRMSNorm(Replacement):
         return rmsnorm(hidden_states, self.weight, self.rms_eps, self.plus_one)
 
 
-class SmoothedLayerNorm(Replacement):
+class SmoothedLayerNorm(SmoothableNorm):
     """torch's LayerNorm with a weight and a bias of its own, divided for the layers that read it."""
 
 
-def with_own(new: nn.Module, **tensors: Tensor | None) -> None:
+def with_own(new: SmoothableNorm, **tensors: Tensor | None) -> None:
     """Give a replaced norm parameters of its own in place of those that it has from the original."""
     for name, tensor in tensors.items():
         before = new._parameters.get(name)
         if before is not None and tensor is not None:
             new._parameters[name] = nn.Parameter(tensor.to(before.dtype), requires_grad=before.requires_grad)
+            new.divided = (*new.divided, name)
 
 
 class ResidualNormLayer(Replacement):

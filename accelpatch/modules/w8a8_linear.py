@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -62,11 +63,24 @@ class W8A8Linear(QuantizedModule):
         assert holder.scale is not None
         return w8a8_linear(autocast(x), holder.q, holder.scale, self.input_scale, self.bias)
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        """Move with the model; a cast does not round the smoothing."""
+        kept = {name: self._buffers[name] for name in SMOOTHING}
+        super()._apply(fn, recurse)
+        for name, before in kept.items():
+            if before is not None and (after := self._buffers[name]) is not None and after.dtype != before.dtype:
+                self._buffers[name] = before.to(after.device)
+        return self
+
     def hand_back(self, original: nn.Module) -> bool:
-        """As of every quantised module; a bias that was divided leaves its device and dtype to the original's."""
+        """As of every quantised module; the original's bias is moved and cast as one that was divided."""
         bias, own = original._parameters.get("bias"), self._parameters.get("bias")
         if bias is not None and own is not None and own is not bias:
-            bias.data = bias.data.to(own.device, own.dtype)
+            for dtype in self.dtypes:
+                bias.data = bias.data.to(dtype)
+            bias.data = bias.data.to(own.device)
+            if not bias.is_inference():
+                bias.requires_grad_(own.requires_grad)
         return super().hand_back(original)
 
 

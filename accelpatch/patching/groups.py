@@ -27,10 +27,16 @@ def chosen(groups: Sequence[Group], smooths: Mapping[str, bool]) -> tuple[tuple[
     """The groups that a recipe with smoothing smooths, and notes about those whose source cannot take part.
 
     smooths: path of each replaced site -> whether its replacement takes smoothing. Raises PlanError for a group of
-    which only some consumers do.
+    which only some consumers do, and for one with an adapter, which reads the same input, around a consumer.
     """
     found, left = list[Group](), Counter[str]()
     for group in groups:
+        inside = [place for path in group.consumers for place in smooths if place.startswith(f"{path}.")]
+        if inside:
+            raise PlanError(
+                f"{inside[0].rpartition('.')[0]} cannot be smoothed, for an adapter around it reads the same input: "
+                "merge the adapter first, or switch smoothing off (calibrate: {alpha: null})"
+            )
         able = [path for path in group.consumers if smooths.get(path, False)]
         if not able:
             continue
@@ -54,16 +60,15 @@ def lines(groups: Sequence[Group]) -> list[str]:
 
 def with_groups(failed: Mapping[str, str], groups: Sequence[Group]) -> dict[str, str]:
     """The failed sites and all that are smoothed with them, directly or through others: path -> why it stays."""
-    found, more = dict(failed), True
+    causes, more = {path: path for path in failed}, True  # path -> the failed site that it stays for
     while more:
         more = False
         for group in groups:
             paths = (group.source, *group.consumers)
-            first = next((path for path in paths if path in found), None)
-            if first is None:
-                continue
-            for path in paths:
-                if path not in found:
-                    cause = next(path for path in (first, *failed) if path in failed)
-                    found[path], more = f"it is smoothed together with {cause}, which stays", True
-    return found
+            first = next((path for path in paths if path in causes), None)
+            if first is not None and (others := [path for path in paths if path not in causes]):
+                causes |= dict.fromkeys(others, causes[first])
+                more = True
+    return {
+        path: failed.get(path, f"it is smoothed together with {cause}, which stays") for path, cause in causes.items()
+    }

@@ -42,6 +42,8 @@ class ChannelStatistics:
             values = getattr(self, name)
             if not bool((values.isfinite() & (values >= 0)).all()):
                 raise KernelError(f"{name} of an input is negative or not finite: calibrate again")
+        if not bool(self.rows.isfinite().all()):
+            raise KernelError("rows of an input are not finite: calibrate again")
 
 
 @dataclass(frozen=True, eq=False)

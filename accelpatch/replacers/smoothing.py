@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from accelpatch.errors import KernelError, PlanError
+from accelpatch.models.family import norm_of
 from accelpatch.patching.plan import Entry, Plan
 from accelpatch.quant.calibration import Statistics
 from accelpatch.quant.smoothing import Channels, SiteStatistics, factors, searched, with_divisors
@@ -59,9 +60,27 @@ def _smooth(group: Any, known: Mapping[str, Entry], found: dict[str, SiteStatist
         s = searched(channels, [one for one in inputs if one is not None], weights, figures)
     else:
         s = factors(*figures, alpha)
+    s = _as_norm_holds(source.original, s.cpu())
     for path in group.consumers:
         found[path] = replace(found[path], factors=channels.to_input(s, k))
     found[group.source] = with_divisors(found.get(group.source, SiteStatistics()), rows, s, n)
+
+
+def _as_norm_holds(source: Any, s: Tensor) -> Tensor:
+    """The factors by which a norm's weight in its own dtype divides exactly; those of a linear layer as they are.
+
+    A norm that multiplies by 1 + weight would else lose most digits of 1 / s: in bfloat16 its weight, near -1, has
+    steps of 2^-8.
+    """
+    kind = norm_of(source)
+    if kind is None:
+        return s
+    weight, one = source.weight.detach().cpu(), float(kind.plus_one)
+    limits, whole = torch.finfo(weight.dtype), weight.float() + one
+    divided = (whole / s - one).clamp(limits.min, limits.max).to(weight.dtype).float() + one
+    least = limits.eps if kind.plus_one else limits.tiny  # of what is divided, so that no channel is lost
+    divided = torch.where(divided == 0, whole.sign() * least, divided)
+    return torch.where(whole == 0, s, whole / divided)
 
 
 def _column_maxima(weights: Sequence[Tensor]) -> Tensor:

@@ -16,13 +16,14 @@ from accelpatch.recipe import recipe as recipes
 from accelpatch.recipe.schema import Units
 
 ROOT = Path(__file__).parents[2]
+BUNDLED = ("compact", "exact", "int4", "int8", "smoothquant", "smoothquant-static")
 
 
 def test_bundled_recipes() -> None:
-    assert recipes.bundled() == ("compact", "exact", "int4", "int8")
+    assert recipes.bundled() == BUNDLED
 
 
-@pytest.mark.parametrize("name", ["compact", "exact", "int4", "int8"])
+@pytest.mark.parametrize("name", BUNDLED)
 def test_a_bundled_recipe_round_trips(name: str) -> None:
     recipe = recipes.load(name)
     assert (recipe.name, recipe.source) == (name, f"{name}.yaml")
@@ -58,6 +59,20 @@ def test_bundled_recipes_say_what_the_design_says() -> None:
     assert {recipe.verify.on_failure for recipe in (exact, int8, int4)} == {"keep"}
 
 
+def test_smoothquant_is_int8_with_other_linear_layers() -> None:
+    int8, dynamic, static = (recipes.load(name) for name in ("int8", "smoothquant", "smoothquant-static"))
+    first, *others = dynamic.rules
+    assert (first.name, first.replace, first.optional) == ("layernorm", "layernorm", True)
+    assert [rule.name for rule in others] == [rule.name for rule in int8.rules]
+    for one, activations in ((dynamic, "dynamic"), (static, "auto")):
+        linear = next(rule for rule in one.rules if rule.name == "linear")
+        assert linear.replace == "w8a8"
+        assert linear.options["activations"] == activations
+        assert one.calibrate == {"samples": 16, "length": 256, "alpha": 0.65}
+        assert int8.verify.bound < one.verify.bound == 0.15
+    assert int8.calibrate is None
+
+
 def _installed(folder: Path, *, inside: bool) -> Path:
     """accelpatch under ``folder``: the recipes ``inside`` the package as in a wheel, or beside it as in a checkout."""
     ignore = shutil.ignore_patterns("__pycache__")
@@ -82,13 +97,13 @@ def test_a_wheel_has_them_inside_the_package(tmp_path: Path) -> None:
     (folder / "recipes").mkdir()  # of another package
     (folder / "recipes" / "soup.yaml").write_text("a: b")
     (folder / "pyproject.toml").touch()
-    assert "('compact', 'exact', 'int4', 'int8')" in _listed(folder)
+    assert str(BUNDLED) in _listed(folder)
 
 
 def test_a_checkout_has_them_beside_the_package(tmp_path: Path) -> None:
     folder = _installed(tmp_path / "checkout", inside=False)
     (folder / "pyproject.toml").touch()
-    assert "('compact', 'exact', 'int4', 'int8')" in _listed(folder)
+    assert str(BUNDLED) in _listed(folder)
 
 
 def test_a_zip_has_them_too(tmp_path: Path) -> None:
@@ -97,4 +112,4 @@ def test_a_zip_has_them_too(tmp_path: Path) -> None:
     with zipfile.ZipFile(archive, "w") as file:
         for path in folder.rglob("*"):
             file.write(path, path.relative_to(folder))
-    assert "('compact', 'exact', 'int4', 'int8')" in _listed(archive)
+    assert str(BUNDLED) in _listed(archive)
