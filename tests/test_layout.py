@@ -37,9 +37,13 @@ IMPORTS: dict[str, tuple[str, str]] = {
         "transformers safetensors",
     ),
     "bench": ("kernels runtime report device errors", "matplotlib"),  # matplotlib: plots, an optional package
+    "pipeline": (  # the stages that api puts in order
+        "errors device report recipe kernels quant models patching replacers fusion runtime checkpoints",
+        "",
+    ),
     "api": (
         "errors device cache report recipe kernels quant modules models patching replacers fusion runtime checkpoints "
-        "bench",
+        "bench pipeline",
         "",
     ),
     "hf": ("api checkpoints", ""),  # what a program imports to have transformers load saved patched models

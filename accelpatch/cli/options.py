@@ -108,6 +108,14 @@ def open_patched(
         return api.load(name, wanted, dtype=dtype, device=where, statistics=statistics, progress=progress), where
 
 
+def patch(model: Any, recipe: str | None, statistics: Path | None) -> None:
+    """Patch a loaded model, with progress bars on stderr; its originals are freed."""
+    from accelpatch import api
+
+    with console.progress_bars() as progress:
+        api.patch(model, recipe or DEFAULT_RECIPE, keep_original="none", statistics=statistics, progress=progress)
+
+
 def torch_device(text: str) -> torch.device:
     """The device that ``--device`` names. Raises BadParameter for a bad name and LoadError for a GPU not present."""
     import torch

@@ -68,8 +68,6 @@ def run(
     """Load MODEL, patched with a recipe, or a saved patched one as it is, and answer a prompt."""
     text = _text(prompt)
     options.prepare(recipe or options.DEFAULT_RECIPE, plugin)
-    from accelpatch import api
-
     from . import prompt as prompts
 
     opened = options.open_model if compare else partial(options.open_patched, recipe=recipe, statistics=statistics)
@@ -78,16 +76,10 @@ def run(
     network = loaded.model
     prompts.check_fits(network, ids.shape[1], max_new_tokens)
     sampling = Sampling(max_new_tokens, temperature, seed)
-    before = _answer(loaded, ids, sampling, heading="original", json=json) if compare else None
+    before = None
     if compare:
-        with console.progress_bars() as progress:
-            api.patch(
-                network,
-                recipe or options.DEFAULT_RECIPE,
-                keep_original="none",
-                statistics=statistics,
-                progress=progress,
-            )
+        before = _answer(loaded, ids, sampling, heading="original", json=json)
+        options.patch(network, recipe, statistics)
     after = _answer(loaded, ids, sampling, heading="patched" if compare else None, json=json)
     report = network.accelpatch.report()
     if json:

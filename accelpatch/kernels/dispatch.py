@@ -195,6 +195,8 @@ def _forced(entry: Kernel, name: str, spec: Spec, device: torch.device) -> str:
     """The implementation to run under `forced(name)`. Raises KernelError where it cannot run."""
     if entry.composed and name not in entry.implementations:
         return "operations"  # which are forced themselves
+    if name == "operations" and name not in entry.implementations:
+        return choose(spec.op, spec, probe(device))  # one of those that a composed one runs
     reason = None if name == "reference" else why_not(spec.op, name, spec, probe(device))
     if reason is not None:
         raise KernelError(f"{spec.op}: the forced implementation {name!r} cannot run here: {reason}")

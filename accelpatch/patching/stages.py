@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -120,25 +121,23 @@ def verified_build(
     if captured.missing is None:
         check_bounds(plan)
     calls = captured.calls
-    held: list[Checked] = []
-    alike = _alike(plan, at_hand)
+    held, alike = list[Checked](), _alike(plan, at_hand)
     failed: dict[str, str] = {}
     seen: dict[str, Entry] = {}
-    building = build_all(plan, at_hand, lambda done, total: progress("build and verify", done, total), stats)
-    for built in building:
+    for built in build_all(plan, at_hand, partial(progress, "build and verify"), stats):
         path = built.entry.site.path
         with naming(path, "its replacement was verified"):
             checked = _check(built, plan.recipe, captured, checking, stats.get(path))
         if path in alike:
             checked = _as_loaded(checked, alike[path], path in at_hand)
-        seen[built.entry.site.path] = built.entry
+        seen[path] = built.entry
         problem = over_bound(checked.errors, plan.recipe, built.entry) if checked.errors else None
         if problem is None:
             held.append(checked)
         elif plan.recipe.verify.on_failure == "error":
-            raise VerifyError(f"{built.entry.site.path}: {problem}; nothing was changed")
+            raise VerifyError(f"{path}: {problem}; nothing was changed")
         else:
-            failed[built.entry.site.path] = problem
+            failed[path] = problem
         if built.entry.replacer is None or not built.entry.replacer.fuses:  # else they are needed once more
             for member in (built.entry.site, *built.entry.site.tied):
                 calls.pop(member.path, None)

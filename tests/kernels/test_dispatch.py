@@ -13,6 +13,7 @@ import torch
 from accelpatch.device import KNOWN, Device, probe
 from accelpatch.errors import KernelError
 from accelpatch.kernels import dispatch
+from accelpatch.kernels.ops import gemm_w8a8
 from accelpatch.kernels.ops.int8_linear import int8_linear, reference
 from accelpatch.kernels.spec import Implementation, Spec
 from tests.support.parity import name
@@ -48,7 +49,27 @@ def refusing(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("device", [probe("cpu"), *KNOWN.values()], ids=lambda device: device.arch)
 @pytest.mark.parametrize("op", CANONICAL)
 def test_plain_torch_runs_everything_on_every_device(op: str, device: Device) -> None:
-    assert dispatch.why_not(op, "torch", SPEC, device) is None
+    last = "operations" if dispatch.kernel(op).composed else "torch"
+    assert dispatch.why_not(op, last, SPEC, device) is None
+    assert dispatch.TABLE[op][1][-1] == last
+
+
+def test_a_composed_operation_is_forced_through_its_parts() -> None:
+    args = next(iter(dispatch.kernel("w8a8_linear").cases())).make(
+        torch.Generator().manual_seed(0), F32, torch.device("cpu")
+    )
+    chosen = dispatch.choose("gemm_w8a8", gemm_spec(*args), probe("cpu"))
+    for name, inner in (("torch", "torch"), ("operations", chosen)):
+        dispatch.calls.clear()
+        with dispatch.forced(name):
+            dispatch.kernel("w8a8_linear").op(*args)
+        assert dispatch.calls == {
+            ("w8a8_linear", "operations"): 1, ("quantize_rows", "torch"): 1, ("gemm_w8a8", inner): 1,
+        }  # fmt: skip
+
+
+def gemm_spec(x: torch.Tensor, q: torch.Tensor, *_: Any) -> Spec:
+    return gemm_w8a8.of_shape(len(x), *q.shape, x.dtype)
 
 
 @pytest.mark.parametrize("op", dispatch.TABLE)
@@ -112,7 +133,8 @@ def test_reference_keeps_output_dtypes(op: str) -> None:
         torch.Generator().manual_seed(0), torch.float16, torch.device("cpu")
     )
     expected = dispatch.output_dtypes(op, args)
-    assert set(expected) == {torch.float16}
+    integers = {"quantize_rows": {torch.int8, torch.float32}, "gemm_w8a8": {torch.float32}}  # whatever x is
+    assert set(expected) == integers.get(op, {torch.float16})
     for precision in (None, torch.float32, torch.float64):
         with dispatch.forced("reference", precision):
             result = dispatch.kernel(op).op(*args)
@@ -188,11 +210,14 @@ def test_embedding_refuses_ids_out_of_range(bad: int) -> None:
         dispatch.kernel("int8_embedding").op(torch.tensor([0, bad]), Q, S, F32)
 
 
+OF_REFERENCES = {"dense", "accumulators"}
+
+
 def test_references_share_no_code_with_implementations() -> None:
     """No reference calls an implementation's functions, and none imports this repository's kernels."""
     for file in {dispatch.TABLE[op][0] for op in CANONICAL}:
         source = (Path(dispatch.__file__).parent / f"ops/{file}.py").read_text()
         functions = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
-        own = [functions[part] for part in ("reference", "dense") if part in functions]
+        own = [functions[part] for part in ("reference", *OF_REFERENCES) if part in functions]
         called = {node.id for part in own for node in ast.walk(part) if isinstance(node, ast.Name)}
-        assert not called & (set(functions) - {"dense"} | {"linear", "dispatch", "ACTIVATIONS"})
+        assert not called & (set(functions) - OF_REFERENCES | {"linear", "dispatch", "ACTIVATIONS"})

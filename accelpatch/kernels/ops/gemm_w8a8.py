@@ -17,6 +17,8 @@ arXiv:2211.10438; names as in the guide to AMD Instinct.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -39,6 +41,15 @@ NAMES = ("none", "relu", "silu", "gelu", "gelu_tanh")
 EXACT = 1024  # values of K whose products float32 adds up exactly
 
 
+FORMULAS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "none": lambda y: y,
+    "relu": lambda y: torch.where(y < 0, torch.zeros_like(y), y),
+    "silu": lambda y: y * torch.sigmoid(y),
+    "gelu": lambda y: y * 0.5 * (1 + torch.erf(y * 0.5**0.5)),
+    "gelu_tanh": lambda y: 0.5 * y * (1 + torch.tanh((2 / math.pi) ** 0.5 * (y + 0.044715 * y**3))),
+}
+
+
 def accumulators(a: Tensor, b: Tensor) -> Tensor:
     """C[..., M, N] as float64, exact, of int8 a[..., M, K] and b[..., N, K]."""
     return a.double() @ b.double().transpose(-1, -2)
@@ -52,12 +63,15 @@ def reference(
     """In float64 from the float32 scales on, with the one rounding that beta D has in float32."""
     c = accumulators(a, b)
     c = c if correction is None else c - correction.double()
-    y = c * scales(alpha, row_scale, column_scale).double()
+    factor = torch.full((1, 1), alpha, dtype=torch.float32, device=a.device)
+    factor = factor if row_scale is None else factor * row_scale.float().unsqueeze(1)
+    factor = factor if column_scale is None else factor * column_scale.float().unsqueeze(0)
+    y = c * factor.double()
     if d is not None:
         y = y + (torch.tensor(beta, dtype=torch.float32).to(d.device) * d.float()).double()
-    if activation != "none":
-        y = ACTIVATIONS[activation](y)
-    return stored(y if residual is None else y + residual.double(), dtype)
+    y = FORMULAS[activation](y)
+    y = y if residual is None else y + residual.double()
+    return y.round().clamp(-128, 127).to(dtype) if dtype == torch.int8 else y.to(dtype)
 
 
 def scales(alpha: float, row_scale: Tensor | None, column_scale: Tensor | None) -> Tensor:

@@ -14,27 +14,14 @@ from accelpatch.kernels.triton.quantize_rows import store_row
 
 @triton.jit
 def _row(  # type: ignore[no-untyped-def]
-    x,
-    residual,
-    weight,
-    y,
-    total,
-    given,
-    scales,
-    width,
-    eps,
-    ADD: tl.constexpr,
-    AFTER: tl.constexpr,
-    INT8: tl.constexpr,
-    STATIC: tl.constexpr,
-    PLUS_ONE: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    x, residual, weight, y, total, given, scales, width, eps, ADD: tl.constexpr, AFTER: tl.constexpr,
+    INT8: tl.constexpr, STATIC: tl.constexpr, PLUS_ONE: tl.constexpr, DEPENDENT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     if DEPENDENT:
         release()
         wait()
-    row = tl.program_id(0).to(tl.int64) * width
+    place = tl.program_id(0).to(tl.int64)
+    row = place * width
     columns = tl.arange(0, BLOCK)
     inside = columns < width
     values = tl.load(x + row + columns, mask=inside, other=0.0)
@@ -51,7 +38,7 @@ def _row(  # type: ignore[no-untyped-def]
         normed = more.to(tl.float32) + normed.to(total.dtype.element_ty).to(tl.float32)
     if INT8:  # of what the output would be
         normed = normed.to(total.dtype.element_ty).to(tl.float32)
-        store_row(normed, given, y, scales, tl.program_id(0).to(tl.int64), columns, width, STATIC)
+        store_row(normed, given, y, scales, place, columns, width, STATIC)
     else:
         tl.store(y + row + columns, normed.to(y.dtype.element_ty), mask=inside)
 
