@@ -28,8 +28,11 @@ from accelpatch.kernels.triton import (
     dequantize,
     gated_activation,
     gemm,
+    gemm_w8a8,
+    gemm_w8a8_kernels,
     greedy,
     prompt_attention,
+    quantize_rows,
     query_key,
     rmsnorm,
     rope,
@@ -60,6 +63,11 @@ def sizes(block: gemm.Block) -> dict[str, int]:
     return {"TOKENS": block.tokens, "ROWS": block.rows}
 
 
+def of_tile(tile: gemm_w8a8.Tile) -> dict[str, int]:
+    """A tile's compile-time values."""
+    return {"TILE_M": tile.m, "TILE_N": tile.n, "TILE_K": tile.k}
+
+
 ATTENTION = ("*bf16", *("*i64",) * 3, "*bf16", "*bf16", "*fp32", *("*bf16",) * 3, "*fp32", "*fp32", "*i32",
              *("i32",) * 4, *("fp32",) * 4)  # fmt: skip
 SHAPE = {
@@ -85,6 +93,24 @@ SHAPES = {
 }
 BY_ROWS = {"GATE": False, "BIAS": True, "EVEN": True, "DEPENDENT": False}
 TILED = {"KIND": 2, "GROUP": 128, "GROUPS": 1}
+#: of int8 GEMMs: A, B, E, and what is behind their sums
+EPILOGUE = ("*i8", "*i8", "*bf16", "*fp32", "*fp32", "*bf16", "*i32", "*bf16", "fp32", "fp32")
+FLAGS = {"ROW": True, "COLUMN": True, "D": True, "CORRECTED": False, "RESIDUAL": False, "CODE": -1, "EVEN": True}
+TILE = gemm_w8a8.AMD_TILES[0][1]
+INT8 = {
+    "tiles": (gemm_w8a8_kernels.tiles, (*EPILOGUE, *("i32",) * 7),
+              FLAGS | {"TMA": False, "GROUP": 8} | of_tile(TILE), TILE.warps),
+    "tiles, gated": (gemm_w8a8_kernels.gated, ("*i8", "*i8", "*bf16", "*fp32", "*fp32", "*bf16", *("i32",) * 5),
+                     {"BIAS": True, "CODE": 0, "EVEN": True, "TMA": False, "GROUP": 8} | of_tile(TILE), TILE.warps),
+    "streams added up": (gemm_w8a8_kernels.add_up, ("*i32", *EPILOGUE[2:], *("i32",) * 4),
+                         {name: value for name, value in FLAGS.items() if name != "EVEN"} | {"SIZE": 1024}),
+    "rows": (quantize_rows._row, ("*bf16", "*fp32", "*i8", "*fp32", "i32", "i32"),
+             {"STATIC": False, "DEPENDENT": False, "BLOCK": 4096}, 8),
+} | {
+    f"stream, {rows} rows": (gemm_w8a8_kernels.stream, (*EPILOGUE[:3], "*i32", *EPILOGUE[3:], *("i32",) * 7),
+                             FLAGS | {"CUT": True} | of_tile(tile), tile.warps, 192)
+    for rows, tile in gemm_w8a8.AMD_STREAMS.items()
+}  # fmt: skip
 BUILDS = {
     "rmsnorm": Build(
         rmsnorm._row,
@@ -209,6 +235,7 @@ BUILDS = {
         ("*i32", "*fp16", "*fp16", "*bf16", *("i32",) * 5),
         TILED | {"ROWS": 64, "INTERLEAVED": True},
     ),
+    **{f"int8 {name}": Build(kernel, *given) for name, (kernel, *given) in INT8.items()},
     "runs of K added up": Build(
         gemm._add_up,
         ("*fp32", "*bf16", "*bf16", "i32", "i32", "i32"),

@@ -4,8 +4,9 @@ Each layer gets the rows that the original's layer had on the sample inputs, one
 prompt fills a cache and its last tokens are decode steps over that cache. The result is held to the layer's own
 replaced modules, which compute the same in the same format: no element may be more than BOUND units of the dtype's
 precision away (patching/verify.py). A layer that amplifies roundings more than that may be twice as far away as its
-modules' own output moves when each input moves by one rounding, the most of a few random draws. The distance from the
-original is reported beside it.
+modules' own output moves when each input moves by one rounding, the most of a few random draws. One with int8
+activations is held to the precision of bfloat16 whatever its dtype: where a rounding falls on the other side of a tie,
+an integer is another one, and an output moves by a step of 1/127. The distance from the original is reported beside it.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from accelpatch.fusion.native_model import NativeModel
 from accelpatch.fusion.static_call import PromptCall, StepCall
 from accelpatch.kernels.hip.binding import weight_prefetch
 from accelpatch.models.family import family_of_layer
+from accelpatch.modules.w8a8_linear import W8A8Linear
 from accelpatch.patching.capture import Call, copied, floats
-from accelpatch.patching.verify import SiteErrors, format_error, units_apart
+from accelpatch.patching.verify import UNITS, SiteErrors, format_error, units_apart
 
 BOUND = 8  # units for a layer, which rounds several times
 AMPLIFIED, DRAWS = 2, 4
@@ -62,6 +64,7 @@ def layer_errors(
     by: Any = _native_steps if isinstance(fused, NativeModel) else _fused_steps
     decoder = fused.decoder() if isinstance(fused, FusedModel) else model.model
     layer, own, original, moved = layers_of(decoder)[place], list[Pair](), list[Pair](), [0.0]
+    least = bound_of(layer, next(floats(list(calls[0].outputs))).dtype)
     with torch.no_grad():
         for call, sample in zip(calls, samples, strict=True):
             rows = _rows(layer, call, sample)
@@ -71,13 +74,19 @@ def layer_errors(
             kept = rows.mask.bool()
             own.append((made[kept], rows.modules[kept]))
             original.append((made[kept], rows.original[kept]))
-            if units_apart(own[-1:]) > BOUND:
+            if units_apart(own[-1:]) > least:
                 draws = (_output(layer, _one_rounding_away(call, seed))[kept] for seed in range(DRAWS))
                 moved += [units_apart([(draw, rows.modules[kept])]) for draw in draws]
     if not own:
         return None
-    units, bound = units_apart(own), max(float(BOUND), AMPLIFIED * max(moved))
+    units, bound = units_apart(own), max(least, AMPLIFIED * max(moved))
     return SiteErrors(units, bound, format_error(metric, original), units)
+
+
+def bound_of(layer: Any, dtype: torch.dtype) -> float:
+    """The units that a layer may be away from its modules, where it amplifies no roundings."""
+    integers = any(isinstance(module, W8A8Linear) for module in layer.modules())
+    return BOUND * max(1.0, UNITS[torch.bfloat16] / UNITS[dtype]) if integers else float(BOUND)
 
 
 def _output(layer: Any, call: Call) -> Tensor:

@@ -30,6 +30,7 @@ from accelpatch.kernels.ck import binding as ck
 from accelpatch.kernels.dispatch import FLOATS, require
 from accelpatch.kernels.operation import operation
 from accelpatch.kernels.ops.gated_activation import ACTIVATIONS
+from accelpatch.kernels.ops.linear import say
 from accelpatch.kernels.spec import Case, Implementation, Kernel, Spec
 from accelpatch.kernels.triton import launch
 
@@ -106,13 +107,15 @@ def spec(
     for name, (vector, size) in sizes.items():
         if vector is not None:
             wanted = vector.dtype == torch.int32 if name == "correction" else vector.dtype in FLOATS
-            require(
-                wanted and vector.shape == (size,), OP, f"{name} has {size}, not {vector.dtype} {list(vector.shape)}"
-            )
+            require(wanted and vector.shape == (size,), OP, f"{name} is [{size}], not {say(vector)}")
     for name, matrix in (("D", d), ("residual", residual)):
         shapes = ((n,), (*a.shape[:-1], n)) if name == "D" else ((*a.shape[:-1], n),)
         fits = matrix is None or (matrix.shape in shapes and matrix.dtype in (torch.int8, *FLOATS))
-        require(fits, OP, f"{name} is {' or '.join(str(list(one)) for one in shapes)}, not {matrix}")
+        require(
+            fits,
+            OP,
+            f"{name} is {' or '.join(str(list(one)) for one in shapes)}, not {None if matrix is None else say(matrix)}",
+        )
     beside = {"B": b, "row_scale": row_scale, "column_scale": column_scale, "D": d, "residual": residual}
     for name, tensor in {**beside, "correction": correction}.items():
         if tensor is not None:
@@ -175,11 +178,8 @@ def int_mm_why_not(spec: Spec, device: Device) -> str | None:
 
 def by_int_mm(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
     """The implementation `int_mm`: torch's product of integers, the rest in plain torch."""
-    if a.dim() == 3:
-        return by_int_mm(a[0], b[0], *(one[0] if isinstance(one, Tensor) and one.dim() == 3 else one for one in rest))[
-            None
-        ]
-    return finished(torch._int_mm(a.contiguous(), b.contiguous().t()), *rest)
+    c = torch._int_mm(a.flatten(0, -2).contiguous(), b.flatten(0, -2).contiguous().t())
+    return finished(c.view(*a.shape[:-1], -1), *rest)
 
 
 def triton_why_not(spec: Spec, device: Device) -> str | None:
@@ -277,9 +277,7 @@ def cases() -> list[Case]:
 
     def case(m: int, n: int, k: int, dtype: torch.dtype, activation: str) -> Case:
         def make(generator: torch.Generator, wanted: torch.dtype, device: torch.device) -> tuple[Any, ...]:
-            a, b = (
-                torch.randint(-128, 128, (size, k), generator=generator, dtype=torch.int8).to(device) for size in (m, n)
-            )
+            a, b = (torch.randint(-128, 128, (size, k), generator=generator).to(device, torch.int8) for size in (m, n))
             row, column = (torch.rand(size, generator=generator).to(device) / 9 for size in (m, n))
             d = torch.randn(*((n,) if m % 2 else (m, n)), generator=generator).to(device)
             beside = torch.randn(m, n, generator=generator).to(device) if activation == "gelu" else None

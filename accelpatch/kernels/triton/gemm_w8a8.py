@@ -45,6 +45,7 @@ AMD_TILES = ((0, Tile(128, 128, 64, 8, 2)),)
 STREAMS: Mapping[int, Tile] = MappingProxyType(
     {16: Tile(16, 64, 256, 4, 3), 32: Tile(32, 64, 256, 4, 3), 64: Tile(64, 64, 256, 4, 3)}
 )
+AMD_STREAMS: Mapping[int, Tile] = MappingProxyType({**STREAMS, 64: Tile(64, 64, 128, 4, 2)})  # more would spill
 FEW_ROWS = max(STREAMS)
 
 
@@ -141,7 +142,7 @@ def _by_tiles(a: Tensor, b: Tensor, e: Tensor, epilogue: Epilogue) -> None:
 
 def _by_stream(a: Tensor, b: Tensor, e: Tensor, epilogue: Epilogue) -> None:
     (m, k), n = a.shape, b.shape[0]
-    tile = next(one for most, one in STREAMS.items() if m <= most)
+    tile = next(one for most, one in (AMD_STREAMS if torch.version.hip else STREAMS).items() if m <= most)
     blocks = cdiv(n, tile.n)
     runs = max(1, min(2 * processors(a.device) // blocks, k // LEAST_RUN, 8))
     run = cdiv(k, runs * tile.k) * tile.k
