@@ -59,9 +59,9 @@ def test_a_composed_operation_is_forced_through_its_parts() -> None:
         torch.Generator().manual_seed(0), F32, torch.device("cpu")
     )
     chosen = dispatch.choose("gemm_w8a8", gemm_spec(*args), probe("cpu"))
-    for name, inner in (("torch", "torch"), ("operations", chosen)):
+    for forced, inner in (("torch", "torch"), ("operations", chosen)):
         dispatch.calls.clear()
-        with dispatch.forced(name):
+        with dispatch.forced(forced):
             dispatch.kernel("w8a8_linear").op(*args)
         assert dispatch.calls == {
             ("w8a8_linear", "operations"): 1, ("quantize_rows", "torch"): 1, ("gemm_w8a8", inner): 1,
@@ -133,7 +133,8 @@ def test_reference_keeps_output_dtypes(op: str) -> None:
         torch.Generator().manual_seed(0), torch.float16, torch.device("cpu")
     )
     expected = dispatch.output_dtypes(op, args)
-    integers = {"quantize_rows": {torch.int8, torch.float32}, "gemm_w8a8": {torch.float32}}  # whatever x is
+    rows = {torch.int8, torch.float32}  # whatever x is
+    integers = {"quantize_rows": rows, "rmsnorm_rows": {*rows, torch.float16}, "gemm_w8a8": {torch.float32}}
     assert set(expected) == integers.get(op, {torch.float16})
     for precision in (None, torch.float32, torch.float64):
         with dispatch.forced("reference", precision):
