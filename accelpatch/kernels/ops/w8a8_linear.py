@@ -32,7 +32,7 @@ def reference(
     given = None if input_scale is None else input_scale.float()
     xq, xs = rows.reference(x, given)
     y = gemm_w8a8.accumulators(xq.reshape(-1, xq.shape[-1]), q).view(*x.shape[:-1], q.shape[0]).to(x.dtype)
-    y = y * (xs * scale.float().t()).to(x.dtype)
+    y = y * (xs * scale.float().flatten()).to(x.dtype)
     return y if bias is None else y + bias.to(x.dtype)
 
 
