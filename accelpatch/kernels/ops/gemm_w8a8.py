@@ -69,8 +69,7 @@ def reference(
     y = c * factor.double()
     if d is not None:
         y = y + (torch.tensor(beta, dtype=torch.float32).to(d.device) * d.float()).double()
-    y = FORMULAS[activation](y)
-    y = y if residual is None else y + residual.double()
+    y = FORMULAS[activation](y) + (0 if residual is None else residual.double())
     return y.round().clamp(-128, 127).to(dtype) if dtype == torch.int8 else y.to(dtype)
 
 
@@ -176,9 +175,8 @@ def int_mm_why_not(spec: Spec, device: Device) -> str | None:
 def by_int_mm(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
     """The implementation `int_mm`: torch's product of integers, the rest in plain torch."""
     if a.dim() == 3:
-        return by_int_mm(a[0], b[0], *(one[0] if isinstance(one, Tensor) and one.dim() == 3 else one for one in rest))[
-            None
-        ]
+        alone = (one[0] if isinstance(one, Tensor) and one.dim() == 3 else one for one in rest)
+        return by_int_mm(a[0], b[0], *alone)[None]
     return finished(torch._int_mm(a.contiguous(), b.contiguous().t()), *rest)
 
 

@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 OPS = tuple(op for op in dispatch.TABLE if dispatch.kernel(op).registered)
 CASES = [(op, case) for op in OPS for case in dispatch.kernel(op).cases()]
 M = (0, 1, 2, 7, 129)
-W8A8 = ("quantize_rows", "rmsnorm_rows", "gemm_w8a8", "w8a8_linear")
+W8A8 = ("quantize_rows", "rmsnorm_rows", "gemm_w8a8", "w8a8_linear", "w8a8_packed")
 NO_GRADIENT = ("int8_embedding", "packed_embedding", "rotary_cos_sin", "gemm_w8a8")  # integers go in
 PRODUCTS = ("gemv", "compact_linear", "int8_linear", "int4_linear", "tiled_int4_linear", "fp8_linear", "w8a8_linear")
 
@@ -79,6 +79,8 @@ def random_w8a8_pack(rng: random.Random, generator: torch.Generator, dtype: torc
 
 def random_w8a8(op: str, rng: random.Random, generator: torch.Generator, dtype: torch.dtype) -> tuple[Any, ...]:
     """Integers or the rows that become some; each vector and matrix beside them there or not."""
+    if op == "w8a8_packed":
+        return random_w8a8_pack(rng, generator, dtype)
     m, n, k = rng.choice(M), rng.randint(1, 70), rng.randint(1, 300)
 
     def maybe(*shape: int) -> Any:
@@ -115,8 +117,6 @@ def random_tiles(rng: random.Random, generator: torch.Generator, dtype: torch.dt
 
 
 def random_args(op: str, rng: random.Random, generator: torch.Generator, dtype: torch.dtype) -> tuple[Any, ...]:
-    if op == "w8a8_packed":
-        return random_w8a8_pack(rng, generator, dtype)
     if op in W8A8:
         return random_w8a8(op, rng, generator, dtype)
     if op.startswith("packed_"):
