@@ -35,7 +35,7 @@ from accelpatch.checkpoints.loading_modules import (
     without_weight,
 )  # fmt: skip
 from accelpatch.checkpoints.resume import Store
-from accelpatch.checkpoints.saved import METHOD, VERSION, Reading, digest_of, read
+from accelpatch.checkpoints.saved import METHOD, PARTS, VERSION, Reading, digest_of, read
 from accelpatch.errors import FOREIGN, AccelpatchError, LoadError
 from accelpatch.patching.apply import Built
 from accelpatch.patching.plan import Entry, Plan
@@ -56,7 +56,7 @@ class Hooks:
 
 
 _hooks: list[Hooks] = []
-PART = r"\.(q|scale|offset)$"  # tensors that transformers does not load
+PART = rf"\.({'|'.join(PARTS)})$"  # tensors that transformers does not load
 
 
 class AccelpatchConfig(QuantizationConfigMixin):

@@ -47,6 +47,10 @@ class Replacement(nn.Module):
         """Name -> float parameter of each packed weight, as in the original."""
         return {}
 
+    def copied_parameters(self) -> dict[str, nn.Parameter]:
+        """The same for a copy of this module alone, which stands where this one does."""
+        return self.float_parameters()
+
 
 @functools.cache
 def subclass(mixin: Any, cls: Any) -> type[nn.Module]:
@@ -76,7 +80,7 @@ def plain(replacement: Replacement) -> nn.Module:
     cls: type[nn.Module] = cast(Any, type(replacement)).replaced_class
     names: frozenset[str] = vars(replacement)[TAKEN]
     new = _with_state_of(replacement, cls, {name: value for name, value in vars(replacement).items() if name in names})
-    new._parameters.update(replacement.float_parameters())
+    new._parameters.update(replacement.copied_parameters())
     for name in replacement.own_buffers:
         new._buffers.pop(name, None)
         new._non_persistent_buffers_set.discard(name)

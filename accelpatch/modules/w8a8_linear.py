@@ -47,6 +47,12 @@ class W8A8Linear(QuantizedModule):
         full = full if self.factors is None else full / self.factors
         return (full if self.divisors is None else full * self.divisors[:, None]).to(self.like.dtype)
 
+    def copied_parameters(self) -> dict[str, nn.Parameter]:
+        """With the smoothing in the weight: a copy gets the inputs of this module, and its divided bias."""
+        full = int8.dequantize(QuantizedWeight(*self._canonical()), self.like.dtype)
+        full = full.t().contiguous() if self.transposed else full
+        return {"weight": nn.Parameter(full, requires_grad=self.trainable)}
+
     def quantized_like(self, weight: Tensor, held: W8A8Weight) -> W8A8Weight:
         smoothed = SiteStatistics(None, self.factors, self.divisors).weight(weight)
         return W8A8Weight(*int8.quantize(smoothed)[:2], None, held.input_scale)

@@ -133,7 +133,8 @@ def test_reference_keeps_output_dtypes(op: str) -> None:
         torch.Generator().manual_seed(0), torch.float16, torch.device("cpu")
     )
     expected = dispatch.output_dtypes(op, args)
-    integers = {"quantize_rows": {torch.int8, torch.float32}, "gemm_w8a8": {torch.float32}}  # whatever x is
+    rows = {torch.int8, torch.float32}  # whatever x is
+    integers = {"quantize_rows": rows, "rmsnorm_rows": {*rows, torch.float16}, "gemm_w8a8": {torch.float32}}
     assert set(expected) == integers.get(op, {torch.float16})
     for precision in (None, torch.float32, torch.float64):
         with dispatch.forced("reference", precision):

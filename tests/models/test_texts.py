@@ -14,7 +14,7 @@ import accelpatch
 from accelpatch.errors import LoadError, PatchError
 from accelpatch.models.texts import windows
 from accelpatch.quant.calibration import Statistics
-from tests.support.smoothing import Letters
+from tests.support.smoothing import CharacterTokenizer
 from tests.support.tiny import CAUSAL, snapshot
 
 TEXT = "It was the best of times, it was the worst of times. " * 3
@@ -44,7 +44,7 @@ def model() -> Any:
 
 def batches(model: Any, data: Any, tokenizer: Any = None, **options: Any) -> list[Any]:
     options = {"samples": 6, "length": 20} | options
-    return windows(model, data, tokenizer or Letters(), **options)
+    return windows(model, data, tokenizer or CharacterTokenizer(), **options)
 
 
 def ids_of(found: list[Any]) -> list[int]:
@@ -58,7 +58,7 @@ def test_every_kind_of_data_is_the_same_text(model: Any, tmp_path: Path) -> None
         "path": file, "name": str(file), "strings": [TEXT], "generator": (one for one in [TEXT]), "tuple": (TEXT,),
         "dicts": [{"text": TEXT, "url": "x"}], "dataset": Rows([TEXT]), "in parts": [TEXT[:30], "", "  ", TEXT[30:]],
     }  # fmt: skip
-    due = Letters()(TEXT, add_special_tokens=False)["input_ids"][:120]
+    due = CharacterTokenizer()(TEXT, add_special_tokens=False)["input_ids"][:120]
     for name, data in kinds.items():
         assert ids_of(batches(model, data)) == due, name
 
@@ -90,15 +90,15 @@ def test_the_models_own_text(name: str) -> None:
 
 
 def test_text_in_other_scripts(model: Any) -> None:
-    assert accelpatch.calibrate(model, [FOREIGN], tokenizer=Letters()).tokens == len(FOREIGN)
+    assert accelpatch.calibrate(model, [FOREIGN], tokenizer=CharacterTokenizer()).tokens == len(FOREIGN)
 
 
 def test_long_and_short_windows_are_counted_as_tokens(model: Any) -> None:
-    found = accelpatch.calibrate(model, [TEXT], tokenizer=Letters(), samples=100, length=100)
+    found = accelpatch.calibrate(model, [TEXT], tokenizer=CharacterTokenizer(), samples=100, length=100)
     assert found.tokens == len(TEXT) == 159
 
 
-class _Constant(Letters):
+class _Constant(CharacterTokenizer):
     def __init__(self, number: int):
         self.number = number
 
@@ -107,24 +107,24 @@ class _Constant(Letters):
 
 
 CASES: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
-    "empty-list": ([], Letters(), {}, "the text has 0 tokens, and 32 are the least"),
-    "empty-string": ([""], Letters(), {}, "the text has 0 tokens"),
-    "one-token": (["a"], Letters(), {}, "the text has 1 tokens"),
+    "empty-list": ([], CharacterTokenizer(), {}, "the text has 0 tokens, and 32 are the least"),
+    "empty-string": ([""], CharacterTokenizer(), {}, "the text has 0 tokens"),
+    "one-token": (["a"], CharacterTokenizer(), {}, "the text has 1 tokens"),
     "all-padding": ([TEXT], _Constant(0), {}, "the text is nothing but padding"),
     "one-token-again-and-again": ([TEXT], _Constant(7), {}, "the text is nothing but the token 7"),
     "no-tokenizer": ([TEXT], None, {}, "needs the model's tokenizer"),
     "beyond-the-vocabulary": ([TEXT], _Constant(160), {}, "gives id 160, and the model has 160"),
-    "a-number": (7, Letters(), {}, "not <class 'int'>"),
-    "a-dict": ({"text": TEXT}, Letters(), {}, "not <class 'dict'>"),
-    "bytes": (TEXT.encode(), Letters(), {}, "is no string"),
-    "numbers": ([1, 2], Letters(), {}, "is no string and has no column 'text': 1"),
-    "another-column": (Rows([TEXT], "content"), Letters(), {}, "has no column 'text'"),
-    "no-text-in-a-row": (Rows([TEXT, None]), Letters(), {"samples": 90}, "has no column 'text'"),
-    "no-such-file": ("no/such/file.txt", Letters(), {}, "no/such/file.txt cannot be read"),
-    "a-text-in-place-of-a-file": (TEXT * 100, Letters(), {}, "give strings in a list"),
-    "a-null-byte-in-a-name": ("a\0b", Letters(), {}, "a\0b"),
-    "no-windows": ([TEXT], Letters(), {"samples": 0}, "not 0 of 20"),
-    "a-length-below-zero": ([TEXT], Letters(), {"length": -1}, "not 6 of -1"),
+    "a-number": (7, CharacterTokenizer(), {}, "not <class 'int'>"),
+    "a-dict": ({"text": TEXT}, CharacterTokenizer(), {}, "not <class 'dict'>"),
+    "bytes": (TEXT.encode(), CharacterTokenizer(), {}, "is no string"),
+    "numbers": ([1, 2], CharacterTokenizer(), {}, "is no string and has no column 'text': 1"),
+    "another-column": (Rows([TEXT], "content"), CharacterTokenizer(), {}, "has no column 'text'"),
+    "no-text-in-a-row": (Rows([TEXT, None]), CharacterTokenizer(), {"samples": 90}, "has no column 'text'"),
+    "no-such-file": ("no/such/file.txt", CharacterTokenizer(), {}, "no/such/file.txt cannot be read"),
+    "a-text-in-place-of-a-file": (TEXT * 100, CharacterTokenizer(), {}, "give strings in a list"),
+    "a-null-byte-in-a-name": ("a\0b", CharacterTokenizer(), {}, "a\0b"),
+    "no-windows": ([TEXT], CharacterTokenizer(), {"samples": 0}, "not 0 of 20"),
+    "a-length-below-zero": ([TEXT], CharacterTokenizer(), {"length": -1}, "not 6 of -1"),
     "own-text-too-short": (None, None, {"samples": 1, "length": 8}, "1 windows of 8 tokens"),
 }  # fmt: skip
 
@@ -153,9 +153,9 @@ def test_files_that_will_not_do(model: Any, tmp_path: Path, content: bytes, word
     file = tmp_path / "text.txt"
     file.write_bytes(content)
     with pytest.raises(LoadError, match=words):
-        accelpatch.calibrate(model, file, tokenizer=Letters())
+        accelpatch.calibrate(model, file, tokenizer=CharacterTokenizer())
     with pytest.raises(LoadError, match="cannot be read"):
-        accelpatch.calibrate(model, tmp_path, tokenizer=Letters())
+        accelpatch.calibrate(model, tmp_path, tokenizer=CharacterTokenizer())
 
 
 def test_a_model_that_writes_no_text() -> None:
@@ -163,7 +163,7 @@ def test_a_model_that_writes_no_text() -> None:
     bert = BertModel(config).eval()
     with pytest.raises(LoadError, match="a BertModel writes no text: calibrate on data"):
         accelpatch.calibrate(bert)
-    assert isinstance(accelpatch.calibrate(bert, [TEXT], tokenizer=Letters(50)), Statistics)
+    assert isinstance(accelpatch.calibrate(bert, [TEXT], tokenizer=CharacterTokenizer(50)), Statistics)
 
 
 def test_a_weight_that_is_not_finite_is_found(model: Any) -> None:
@@ -173,7 +173,7 @@ def test_a_weight_that_is_not_finite_is_found(model: Any) -> None:
     before = snapshot(broken)
     for data in ([TEXT], None):
         with pytest.raises(PatchError, match=r"layers\.1\.self_attn\.[ov]_proj"):
-            accelpatch.calibrate(broken, data, tokenizer=Letters())
+            accelpatch.calibrate(broken, data, tokenizer=CharacterTokenizer())
         assert snapshot(broken) == before
 
 
@@ -185,7 +185,7 @@ def test_hooks_go_when_the_run_raises(model: Any) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        accelpatch.calibrate(model, [TEXT], tokenizer=Letters(), progress=fails)
+        accelpatch.calibrate(model, [TEXT], tokenizer=CharacterTokenizer(), progress=fails)
     assert seen == ["calibrate"]
     assert snapshot(model) == before
 
@@ -198,4 +198,4 @@ def test_models_that_cannot_be_calibrated(state: str) -> None:
         accelpatch.patch(model, "int8", verify=False)
     model = model.train() if state == "training" else model.to("meta") if state == "on meta" else model
     with pytest.raises(PatchError, match=words):
-        accelpatch.calibrate(model, [TEXT], tokenizer=Letters())
+        accelpatch.calibrate(model, [TEXT], tokenizer=CharacterTokenizer())

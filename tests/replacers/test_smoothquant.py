@@ -17,7 +17,7 @@ from accelpatch.modules.w8a8_linear import W8A8Linear
 from accelpatch.quant import int8
 from accelpatch.recipe.recipe import parse
 from tests.support.simulated import greedy, logits
-from tests.support.smoothing import calibrated, made_up
+from tests.support.smoothing import calibrated, hooked, made_up
 from tests.support.spread import spread
 from tests.support.tiny import CAUSAL, Tiny, full_batch, padded_batch, snapshot
 
@@ -108,6 +108,25 @@ def test_a_copy_does_the_same_and_is_its_own(name: str) -> None:
     accelpatch.unpatch(twin)
     assert logits(model, full_batch()).equal(due)
     assert logits(twin, full_batch()).equal(logits(CAUSAL[name].make(), full_batch()))
+
+
+@some
+def test_a_copy_of_one_module_computes_the_same_in_its_place(name: str) -> None:
+    """It is the plain module, whose inputs and neighbours are still smoothed."""
+    model = CAUSAL[name].make()
+    accelpatch.patch(model, "smoothquant", verify=False, statistics=made_up(model, 0.05, 60))
+    batch = full_batch()
+    for path in {path for group in smoothing_groups(CAUSAL[name].make())[:4] for path in group.paths}:
+        module, seen = model.get_submodule(path), list[torch.Tensor]()
+        with hooked(
+            model, [path], lambda _, seen=seen: lambda module, args: seen.append(args[0].clone()), "forward_pre_hook"
+        ):
+            logits(model, batch)
+        copied = copy.deepcopy(module)
+        assert not isinstance(copied, W8A8Linear)
+        with torch.no_grad():
+            due, got = module(seen[0]), copied(seen[0])
+        assert (got - due).norm() < 0.25 * due.norm(), path  # a copy does not round its input
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

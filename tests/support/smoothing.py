@@ -24,15 +24,15 @@ from accelpatch.replacers.smoothing import site_statistics
 LEAST, MOST = 1e-3, 1e3
 
 
-class Letters:
-    """A tokenizer of one id a letter, from 2 on."""
+class CharacterTokenizer:
+    """A tokenizer of one id a character, from 2 on."""
 
     def __init__(self, size: int = 150):
         self.size = size
 
     def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
         assert not add_special_tokens
-        return {"input_ids": [2 + ord(letter) % self.size for letter in text]}
+        return {"input_ids": [2 + ord(one) % self.size for one in text]}
 
 
 def linear_sites(model: nn.Module) -> dict[str, int]:
@@ -132,4 +132,4 @@ def calibrated(model: nn.Module) -> Statistics:
     """Statistics of some hundred tokens, all of the vocabulary's among them."""
     ids = torch.randint(0, 150, (640,), generator=torch.Generator().manual_seed(9))
     text = "".join(map(chr, ids + 150))
-    return accelpatch.calibrate(model, [text], tokenizer=Letters(), samples=16, length=40)
+    return accelpatch.calibrate(model, [text], tokenizer=CharacterTokenizer(), samples=16, length=40)

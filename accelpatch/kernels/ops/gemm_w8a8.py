@@ -70,8 +70,7 @@ def reference(
     y = c * factor.double()
     if d is not None:
         y = y + (torch.tensor(beta, dtype=torch.float32).to(d.device) * d.float()).double()
-    y = FORMULAS[activation](y)
-    y = y if residual is None else y + residual.double()
+    y = FORMULAS[activation](y) + (0 if residual is None else residual.double())
     return y.round().clamp(-128, 127).to(dtype) if dtype == torch.int8 else y.to(dtype)
 
 

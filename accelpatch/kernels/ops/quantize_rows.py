@@ -72,6 +72,12 @@ def of_shape(k: int, dtype: torch.dtype, *, m: int = 1) -> Spec:
     return Spec(OP, {"M": m, "K": k}, dtype)
 
 
+def by_torch(x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The implementation `torch`: the reference, whose scales come with the strides of contiguous ones."""
+    q, held = reference(x, scale)
+    return q.contiguous(), held.clone(memory_format=torch.contiguous_format)
+
+
 def triton_why_not(spec: Spec, device: Device) -> str | None:
     """Why `by_triton` cannot run a spec; None where it can."""
     if spec.sizes["K"] > LONGEST:
@@ -118,6 +124,6 @@ def cases() -> list[Case]:
 
 IMPLEMENTATIONS = {
     "triton": Implementation(by_triton, triton_why_not),
-    "torch": Implementation(reference, dispatch.anywhere),
+    "torch": Implementation(by_torch, dispatch.anywhere),
 }
 KERNELS = {OP: Kernel(quantize_rows, reference, spec, IMPLEMENTATIONS, cases)}

@@ -8,6 +8,8 @@ operations one after the other (rmsnorm.py, quantize_rows.py). Without a residua
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -34,7 +36,7 @@ def spec(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, plus_on
     """The Spec of a call, for dispatch. Raises KernelError where shapes, dtypes or devices do not fit together."""
     rows.spec(x, scale)
     if residual is None:
-        return rmsnorm.spec(x, weight, eps, plus_one)
+        return replace(rmsnorm.spec(x, weight, eps, plus_one), op=OP)
     return rmsnorm.add_spec(x, residual, weight, eps, plus_one, OP)
 
 

@@ -31,8 +31,8 @@ def reference(
     """The references of the two operations; x's dtype is the precision of all but the integers."""
     given = None if input_scale is None else input_scale.float()
     xq, xs = rows.reference(x, given)
-    y = gemm_w8a8.accumulators(xq.flatten(0, -2), q).view(*x.shape[:-1], q.shape[0]).to(x.dtype)
-    y = y * (xs * scale.float().t()).to(x.dtype)
+    y = gemm_w8a8.accumulators(xq.reshape(-1, xq.shape[-1]), q).view(*x.shape[:-1], q.shape[0]).to(x.dtype)
+    y = y * (xs * scale.float().flatten()).to(x.dtype)
     return y if bias is None else y + bias.to(x.dtype)
 
 
