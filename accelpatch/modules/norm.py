@@ -70,6 +70,7 @@ class SmoothedLayerNorm(SmoothableNorm):
 
 def with_own(new: SmoothableNorm, **tensors: Tensor | None) -> None:
     """Give a replaced norm parameters of its own in place of those that it has from the original."""
+    new.dtypes = ()  # an attribute of the replacement alone, which unpatch leaves there
     for name, tensor in tensors.items():
         before = new._parameters.get(name)
         if before is not None and tensor is not None:

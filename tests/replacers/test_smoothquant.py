@@ -94,6 +94,8 @@ def test_casts_after_the_patch_reach_the_originals(name: str, dtypes: tuple[torc
         assert module.factors.equal(factors)
     assert logits(model, full_batch()).dtype == dtypes[-1]
     accelpatch.unpatch(model)
+    for (path, module), (_, other) in zip(model.named_modules(), twin.named_modules(), strict=True):
+        assert vars(module).keys() == vars(other).keys(), path
     for (key, got), (_, due) in zip(model.state_dict().items(), twin.state_dict().items(), strict=True):
         assert got.dtype == due.dtype, key
         assert got.equal(due), key
