@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -137,7 +138,8 @@ def embedded() -> SimpleNamespace:
 
     loaded = load.load("smollm2-135m", dtype=torch.float32)
     ids, model = english_tokens(loaded.tokenizer, 1280), noised(loaded.model, seed=0)
-    return SimpleNamespace(raw=loaded.model, model=model, ids=ids, logits=logits_of(model, ids), measured={})
+    found = {"raw": loaded.model, "model": model, "ids": ids, "logits": logits_of(model, ids), "measured": {}}
+    return SimpleNamespace(**found, tokenizer=loaded.tokenizer)
 
 
 def divergence(place: SimpleNamespace, format: Format) -> Divergence:
@@ -165,6 +167,21 @@ def test_noise_hides_the_grid(embedded: SimpleNamespace) -> None:
         for value in (weight, moved)
     )
     assert found < 1e-3 < 0.05 < lost
+
+
+@pytest.mark.slow
+def test_smoothing_takes_most_of_what_int8_activations_lose(embedded: SimpleNamespace) -> None:
+    """Calibrated on other English than it is measured on; plain: the same without smoothing."""
+    words = embedded.tokenizer.decode(english_tokens(embedded.tokenizer, 3328)[5:].flatten())
+    statistics = accelpatch.calibrate(embedded.model, [words], tokenizer=embedded.tokenizer, samples=8)
+    smoothed = recipe.load("smoothquant")
+    found = {}
+    for name, one in {"plain": replace(smoothed, calibrate=None), "smoothquant": smoothed}.items():
+        with accelpatch.patched(embedded.model, one, verify=False, statistics=statistics) as model:
+            found[name] = mean_kl_top1(embedded.logits, logits_of(model, embedded.ids))
+    assert found["smoothquant"].kl <= 0.40 * found["plain"].kl
+    assert found["smoothquant"].top1 >= 0.92
+    assert found["plain"].kl > 0.02
 
 
 @pytest.mark.slow
