@@ -112,7 +112,7 @@ def plain_triton(a: Tensor, b: Tensor) -> Any:
         rows, columns, depth, warps, stages = tile
         grid = (-(-m // rows) * -(-n // columns), 1)
         return lambda: kernels.tiles[grid](
-            a, b, out, out, out, out, out, out, 1.0, 1.0, m, n, k, k, k, 0, 0, False, False, False, False, False, -1,
+            a, b, *(out,) * 7, 1.0, 1.0, m, n, k, k, k, 0, 0, False, False, False, False, False, -1,
             False, k % depth == 0, rows, columns, depth, 8, num_warps=warps, num_stages=stages,
         )  # fmt: skip
 

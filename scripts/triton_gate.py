@@ -98,9 +98,9 @@ EPILOGUE = ("*i8", "*i8", "*bf16", "*fp32", "*fp32", "*bf16", "*i32", "*bf16", "
 FLAGS = {"ROW": True, "COLUMN": True, "D": True, "CORRECTED": False, "RESIDUAL": False, "CODE": -1, "EVEN": True}
 TILE = gemm_w8a8.AMD_TILES[0][1]
 INT8 = {
-    "tiles": (gemm_w8a8_kernels.tiles, (*EPILOGUE, *("i32",) * 7),
+    "tiles": (gemm_w8a8_kernels.tiles, (*EPILOGUE[:3], *EPILOGUE[2:], *("i32",) * 7),
               FLAGS | {"TMA": False, "GROUP": 8} | of_tile(TILE), TILE.warps),
-    "tiles, gated": (gemm_w8a8_kernels.gated, ("*i8", "*i8", "*bf16", "*fp32", "*fp32", "*bf16", *("i32",) * 5),
+    "tiles, gated": (gemm_w8a8_kernels.gated, (*EPILOGUE[:3], *EPILOGUE[2:6], *("i32",) * 5),
                      {"BIAS": True, "CODE": 0, "EVEN": True, "TMA": False, "GROUP": 8} | of_tile(TILE), TILE.warps),
     "streams added up": (gemm_w8a8_kernels.add_up, ("*i32", *EPILOGUE[2:], *("i32",) * 4),
                          {name: value for name, value in FLAGS.items() if name != "EVEN"} | {"SIZE": 1024}),

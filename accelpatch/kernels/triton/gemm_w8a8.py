@@ -96,10 +96,10 @@ def gated(a: Tensor, b: Tensor, row_scale: Tensor, column_scale: Tensor, bias: T
         tile = next(one for least, one in GATED if m >= least)
         bias = None if bias is None else bias.contiguous()
         with on(a):
-            left, right, tma = _operands(a, b, tile)
+            left, right, out, tma = _operands(a, b, e, tile, halves=2)
             kernels.gated[(cdiv(m, tile.m) * cdiv(n, tile.n),)](
-                left, right, e, row_scale.contiguous(), column_scale.contiguous(), e if bias is None else bias, m, n, k,
-                a.stride(0), b.stride(0), bias is not None, CODES[activation], tma, k % tile.k == 0,
+                left, right, out, e, row_scale.contiguous(), column_scale.contiguous(), e if bias is None else bias,
+                m, n, k, a.stride(0), b.stride(0), bias is not None, CODES[activation], tma, k % tile.k == 0,
                 tile.m, tile.n, tile.k, GROUP, num_warps=tile.warps, num_stages=_stages(tile),
             )  # fmt: skip
     return e
@@ -111,18 +111,23 @@ def _rows(matrix: Tensor) -> Tensor:
     return matrix if fits else matrix.contiguous()
 
 
-def _operands(a: Tensor, b: Tensor, tile: Tile) -> tuple[Any, Any, bool]:
-    """A and B as the kernels take them, and whether those are descriptors of tiles: Hopper's TMA needs rows at
-    multiples of 16 bytes."""
+def _operands(a: Tensor, b: Tensor, e: Tensor, tile: Tile, halves: int = 1) -> tuple[Any, Any, Any, bool]:
+    """A, B and E as the kernels take them, and whether those are descriptors of tiles: Hopper's TMA needs rows at
+    multiples of 16 bytes. halves: 2 where a tile has rows of both halves of B."""
     facts = probe(a.device).facts
     able = DESCRIPTORS and facts is not None and facts.matrix == "wgmma" and a.dim() == 2
-    if not able or any(one.stride(0) % 16 or one.data_ptr() % 16 for one in (a, b)):
-        return a, b, False
+    if not able or any(one.stride(0) * one.element_size() % 16 or one.data_ptr() % 16 for one in (a, b, e)):
+        return a, b, e, False
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    sizes = ((a, tile.m), (b, tile.n))
-    left, right = (TensorDescriptor.from_tensor(one, [rows, tile.k]) for one, rows in sizes)
-    return left, right, True
+    of, n = TensorDescriptor.from_tensor, b.shape[0] // halves
+    row = b.stride(0)
+    weight = (
+        of(b, [tile.n, tile.k])
+        if halves == 1
+        else TensorDescriptor(b, [halves, n, b.shape[1]], [n * row, row, 1], [halves, tile.n, tile.k])
+    )
+    return of(a, [tile.m, tile.k]), weight, of(e, [tile.m, tile.n]), True
 
 
 def _stages(tile: Tile) -> int:
@@ -132,9 +137,9 @@ def _stages(tile: Tile) -> int:
 def _by_tiles(a: Tensor, b: Tensor, e: Tensor, epilogue: Epilogue) -> None:
     (m, k), n, batch = a.shape[-2:], b.shape[-2], a.shape[0] if a.dim() == 3 else 1
     tile = next(one for least, one in (AMD_TILES if torch.version.hip else TILES) if m >= least)
-    left, right, tma = _operands(a, b, tile)
+    left, right, out, tma = _operands(a, b, e, tile)
     kernels.tiles[(cdiv(m, tile.m) * cdiv(n, tile.n), batch)](
-        left, right, e, *epilogue.tensors, *epilogue.numbers, m, n, k, a.stride(-2), b.stride(-2), epilogue.d_row,
+        left, right, out, e, *epilogue.tensors, *epilogue.numbers, m, n, k, a.stride(-2), b.stride(-2), epilogue.d_row,
         epilogue.d_batch, *epilogue.flags, tma, k % tile.k == 0, tile.m, tile.n, tile.k, GROUP,
         num_warps=tile.warps, num_stages=_stages(tile),
     )  # fmt: skip

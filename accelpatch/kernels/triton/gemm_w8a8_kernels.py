@@ -10,35 +10,43 @@ from accelpatch.kernels.triton.gemm import _some
 
 
 @triton.jit
-def _finish(  # type: ignore[no-untyped-def]
-    c, e, row_scale, column_scale, d, correction, residual, alpha, beta, ms, ns, n, d_row, inside,
+def _value(  # type: ignore[no-untyped-def]
+    c, row_scale, column_scale, d, correction, residual, alpha, beta, ms, ns, m, n, d_row,
     ROW: tl.constexpr, COLUMN: tl.constexpr, D: tl.constexpr, CORRECTED: tl.constexpr, RESIDUAL: tl.constexpr,
     CODE: tl.constexpr,
 ):  # fmt: skip
-    """Store E of the int32 sums c at rows ms and columns ns, where `inside`."""
+    """E, in float32, of the int32 sums c at rows ms and columns ns; vectors are read once a row or column."""
+    inside = (ms < m) & (ns < n)
     if CORRECTED:
-        c = c - tl.load(correction + ns, mask=inside, other=0)
+        c = c - tl.load(correction + ns, mask=ns < n, other=0)
     factor = alpha
     if ROW:
-        factor = factor * tl.load(row_scale + ms, mask=inside, other=0.0)
+        factor = factor * tl.load(row_scale + ms, mask=ms < m, other=0.0)
     if COLUMN:
-        factor = factor * tl.load(column_scale + ns, mask=inside, other=0.0)
+        factor = factor * tl.load(column_scale + ns, mask=ns < n, other=0.0)
     y = c.to(tl.float32)
     if D:
-        beside = beta * tl.load(d + ms.to(tl.int64) * d_row + ns, mask=inside, other=0).to(tl.float32)
-        y = tl.fma(y, tl.zeros_like(y) + factor, beside)
+        if d_row == 0:
+            beside = tl.load(d + ns, mask=ns < n, other=0).to(tl.float32) + tl.zeros_like(y)
+        else:
+            beside = tl.load(d + ms.to(tl.int64) * d_row + ns, mask=inside, other=0).to(tl.float32)
+        y = tl.fma(y, tl.zeros_like(y) + factor, beta * beside)
     else:
         y = y * factor
     if CODE >= 0:
         y = _activated(y, CODE)
-    at = ms.to(tl.int64) * n + ns
     if RESIDUAL:
-        y += tl.load(residual + at, mask=inside, other=0).to(tl.float32)
-    if e.dtype.element_ty == tl.int8:
+        y += tl.load(residual + ms.to(tl.int64) * n + ns, mask=inside, other=0).to(tl.float32)
+    return y
+
+
+@triton.jit
+def _rounded(y, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """y in E's dtype: int8 saturates, to nearest even by adding and taking off 1.5 * 2^23."""
+    if tl.int8 == DTYPE:
         y = tl.minimum(tl.maximum(y, -128.0), 127.0)
-        tl.store(e + at, ((y + 12582912.0) - 12582912.0).to(tl.int8), mask=inside)  # + 1.5 * 2^23: to nearest even
-    else:
-        tl.store(e + at, y.to(e.dtype.element_ty), mask=inside)
+        y = (y + 12582912.0) - 12582912.0
+    return y.to(DTYPE)
 
 
 @triton.jit
@@ -52,7 +60,7 @@ def _place(m, n, TILE_M: tl.constexpr, TILE_N: tl.constexpr, GROUP: tl.constexpr
 
 @triton.jit(do_not_specialize=["m"])
 def tiles(  # type: ignore[no-untyped-def]
-    a, b, e, row_scale, column_scale, d, correction, residual, alpha, beta, m, n, k, a_row, b_row, d_row, d_batch,
+    a, b, out, e, row_scale, column_scale, d, correction, residual, alpha, beta, m, n, k, a_row, b_row, d_row, d_batch,
     ROW: tl.constexpr, COLUMN: tl.constexpr, D: tl.constexpr, CORRECTED: tl.constexpr, RESIDUAL: tl.constexpr,
     CODE: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr,
@@ -73,39 +81,61 @@ def tiles(  # type: ignore[no-untyped-def]
             a_tile += TILE_K
             b_tile += TILE_K
     ms, ns = ms[:, None], ns[None, :]
-    _finish(
-        c, e + batch * m * n, row_scale, column_scale, d + batch * d_batch, correction, residual + batch * m * n,
-        alpha, beta, ms, ns, n, d_row, (ms < m) & (ns < n), ROW, COLUMN, D, CORRECTED, RESIDUAL, CODE,
+    y = _value(
+        c, row_scale, column_scale, d + batch * d_batch, correction, residual + batch * m * n, alpha, beta, ms, ns, m,
+        n, d_row, ROW, COLUMN, D, CORRECTED, RESIDUAL, CODE,
     )  # fmt: skip
+    y = _rounded(y, e.dtype.element_ty)
+    if TMA:  # a tile's rows as whole lines
+        out.store([first_m, first_n], y)
+    else:
+        tl.store(e + (batch * m + ms) * n + ns, y, mask=(ms < m) & (ns < n))
 
 
 @triton.jit(do_not_specialize=["m"])
 def gated(  # type: ignore[no-untyped-def]
-    a, b, e, row_scale, column_scale, bias, m, n, k, a_row, b_row, BIAS: tl.constexpr, CODE: tl.constexpr,
+    a, b, out, e, row_scale, column_scale, bias, m, n, k, a_row, b_row, BIAS: tl.constexpr, CODE: tl.constexpr,
     TMA: tl.constexpr, EVEN: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """E[m, n] = activation(A gate^T) * (A up^T), each rounded as by itself; B[2 n, k] is gate, then up."""
+    """E[m, n] = activation(A gate^T) * (A up^T), each rounded as by itself; B[2 n, k] is gate, then up.
+
+    By TMA a tile's rows of gate and up come as one operand, of [2, n, k], and its sums are taken apart behind the loop.
+    """
     first_m, first_n = _place(m, n, TILE_M, TILE_N, GROUP)
     ms, ns, ks = first_m + tl.arange(0, TILE_M), first_n + tl.arange(0, TILE_N), tl.arange(0, TILE_K)
-    if not TMA:
+    if TMA:
+        both = tl.zeros([TILE_M, 2 * TILE_N], tl.int32)
+        for at in tl.range(0, k, TILE_K):
+            w = tl.reshape(b.load([0, first_n, at]), (2 * TILE_N, TILE_K))
+            both = tl.dot(a.load([first_m, at]), w.T, both, out_dtype=tl.int32)
+        gate, up = tl.split(tl.permute(tl.reshape(both, (TILE_M, 2, TILE_N)), (0, 2, 1)))
+    else:
         a_tile = a + tl.minimum(ms, m - 1).to(tl.int64)[:, None] * a_row + ks[None, :]
         b_tile = b + tl.minimum(ns, n - 1).to(tl.int64)[None, :] * b_row + ks[:, None]
         u_tile = b_tile + n * b_row.to(tl.int64)
-    gate = tl.zeros([TILE_M, TILE_N], tl.int32)
-    up = tl.zeros([TILE_M, TILE_N], tl.int32)
-    for at in tl.range(0, k, TILE_K):
-        if TMA:
-            x = a.load([first_m, at])
-            gate = tl.dot(x, b.load([first_n, at]).T, gate, out_dtype=tl.int32)
-            up = tl.dot(x, b.load([n + first_n, at]).T, up, out_dtype=tl.int32)
-        else:
+        gate = tl.zeros([TILE_M, TILE_N], tl.int32)
+        up = tl.zeros([TILE_M, TILE_N], tl.int32)
+        for at in tl.range(0, k, TILE_K):
             x = _some(a_tile, at + ks, k, EVEN, True)
             gate = tl.dot(x, _some(b_tile, at + ks, k, EVEN, False), gate, out_dtype=tl.int32)
             up = tl.dot(x, _some(u_tile, at + ks, k, EVEN, False), up, out_dtype=tl.int32)
             a_tile += TILE_K
             b_tile += TILE_K
             u_tile += TILE_K
+    value = _opened(gate, up, e, row_scale, column_scale, bias, ms, ns, m, n, BIAS, CODE)
+    if TMA:
+        out.store([first_m, first_n], value)
+    else:
+        at = ms.to(tl.int64)[:, None] * n + ns[None, :]
+        tl.store(e + at, value, mask=(ms < m)[:, None] & (ns < n)[None, :])
+
+
+@triton.jit
+def _opened(  # type: ignore[no-untyped-def]
+    gate, up, e, row_scale, column_scale, bias, ms, ns, m, n, BIAS: tl.constexpr, CODE: tl.constexpr
+):
+    """activation(gate) * up of int32 sums, with their scales and bias, each rounded to E's dtype as by itself."""
     held = tl.minimum(ns, n - 1)
     dtype: tl.constexpr = e.dtype.element_ty
     rows = tl.load(row_scale + tl.minimum(ms, m - 1))[:, None]
@@ -115,9 +145,7 @@ def gated(  # type: ignore[no-untyped-def]
         opened += tl.load(bias + held).to(tl.float32)[None, :]
         other += tl.load(bias + n + held).to(tl.float32)[None, :]
     opened = _activated(opened.to(dtype).to(tl.float32), CODE).to(dtype).to(tl.float32)
-    value = opened * other.to(dtype).to(tl.float32)
-    at = ms.to(tl.int64)[:, None] * n + ns[None, :]
-    tl.store(e + at, value.to(dtype), mask=(ms < m)[:, None] & (ns < n)[None, :])
+    return (opened * other.to(dtype).to(tl.float32)).to(dtype)
 
 
 @triton.jit(do_not_specialize=["m"])
@@ -146,10 +174,11 @@ def stream(  # type: ignore[no-untyped-def]
     if CUT:
         tl.store(parts + split.to(tl.int64) * m * n + ms * n + ns, c, mask=inside)
     else:
-        _finish(
-            c, e, row_scale, column_scale, d, correction, residual, alpha, beta, ms, ns, n, d_row, inside,
+        y = _value(
+            c, row_scale, column_scale, d, correction, residual, alpha, beta, ms, ns, m, n, d_row,
             ROW, COLUMN, D, CORRECTED, RESIDUAL, CODE,
         )  # fmt: skip
+        tl.store(e + ms.to(tl.int64) * n + ns, _rounded(y, e.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["m", "splits"])
@@ -166,7 +195,9 @@ def add_up(  # type: ignore[no-untyped-def]
     for _ in tl.range(splits):
         c += tl.load(place, mask=inside, other=0)
         place += m * n
-    _finish(
-        c, e, row_scale, column_scale, d, correction, residual, alpha, beta, row + tl.zeros_like(ns), ns, n, d_row,
-        inside, ROW, COLUMN, D, CORRECTED, RESIDUAL, CODE,
+    ms = row + tl.zeros_like(ns)
+    y = _value(
+        c, row_scale, column_scale, d, correction, residual, alpha, beta, ms, ns, m, n, d_row,
+        ROW, COLUMN, D, CORRECTED, RESIDUAL, CODE,
     )  # fmt: skip
+    tl.store(e + row.to(tl.int64) * n + ns, _rounded(y, e.dtype.element_ty), mask=inside)

@@ -13,6 +13,7 @@ from accelpatch.errors import KernelError
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.ops import gemm_w8a8 as ops
 from accelpatch.kernels.ops import quantize_rows as rows
+from accelpatch.kernels.ops import w8a8_linear
 from accelpatch.kernels.ops.gemm_w8a8 import gemm_w8a8
 from tests.support.parity import strided
 
@@ -54,6 +55,41 @@ def test_sums_are_exact() -> None:
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="needs a GPU")
 def test_sums_are_exact_on_10_000_shapes() -> None:
     compare(10_000, 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="needs a GPU")
+@pytest.mark.parametrize("dtype", ops.OUTPUTS, ids=str)
+@pytest.mark.parametrize("n", [512, 520, 513])
+def test_prompts_of_large_models(n: int, dtype: torch.dtype) -> None:
+    """Tiles that are loaded and stored by TMA, and those whose rows do not allow it; with all that comes behind."""
+    generator = torch.Generator(DEVICE).manual_seed(1)
+    a, b = integers(generator, 2000, 4096), integers(generator, n, 4096)
+    row, column = (torch.rand(size, device=DEVICE) / 99 for size in (2000, n))
+    beside = torch.randn(2000, n, device=DEVICE)
+    for d in (None, beside[0].contiguous(), beside):
+        args = (a, b, 0.1, row, column, d, 0.5, None, "silu", beside, dtype)
+        with dispatch.forced("triton"):
+            y = gemm_w8a8(*args)
+        wanted, unit = ops.reference(*args[:-1], torch.float64), 1 if dtype == torch.int8 else torch.finfo(dtype).eps
+        wanted = wanted.clamp(-128, 127) if dtype == torch.int8 else wanted
+        assert ((y.double() - wanted).abs() <= unit * wanted.abs().clamp(min=1) + 1e-4).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="needs a GPU")
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("m, half", [(65, 48), (2000, 512), (300, 100)])
+def test_the_gate_inside_is_that_behind(m: int, half: int, bias: bool) -> None:
+    generator = torch.Generator(DEVICE).manual_seed(1)
+    x = torch.randn(m, 256, generator=generator, device=DEVICE, dtype=torch.bfloat16)
+    q, scale = integers(generator, 2 * half, 256), torch.rand(2 * half, 1, device=DEVICE) / 999
+    beside = torch.randn(2 * half, device=DEVICE, dtype=torch.bfloat16) if bias else None
+    made = rows.Int8Rows(*rows.quantize_rows(x), x.dtype)
+    gate, up = w8a8_linear.of_rows(made, q, scale, beside).chunk(2, dim=-1)
+    inside = w8a8_linear.of_rows(made, q, scale, beside, "silu")
+    behind = torch.nn.functional.silu(gate) * up
+    assert ((inside - behind).abs() <= 2**-6 * behind.abs() + 1e-3).all()
 
 
 def test_sums_beyond_what_float32_adds_up() -> None:
