@@ -92,9 +92,11 @@ def test_a_gpu_gets_triton_and_a_cpu_does_not(monkeypatch: pytest.MonkeyPatch) -
         spec = kernel.spec(*made(list(kernel.cases())[1], torch.bfloat16))
         assert dispatch.choose(op, spec, KNOWN["gfx942"]) in ("hip", "triton")
         assert dispatch.why_not(op, "triton", spec, KNOWN["gfx942"]) is None
-        assert dispatch.choose(op, spec, probe("cpu")) == "torch"
+        plain = "operations" if kernel.composed else "torch"
+        assert dispatch.choose(op, spec, probe("cpu")) == ("int_mm" if op == "gemm_w8a8" else plain)
         wide = kernel.spec(*made(list(kernel.cases())[1], torch.float64))
-        assert dispatch.choose(op, wide, KNOWN["sm_90"]) == "torch"
+        if wide.dtype == torch.float64:  # int8 GEMMs have an output of their own
+            assert dispatch.choose(op, wide, KNOWN["sm_90"]) == plain
 
 
 def test_without_an_early_start(monkeypatch: pytest.MonkeyPatch) -> None:
