@@ -69,7 +69,7 @@ def load(
     wanted = recipes.load(recipe)
     if loading.is_patched(name):
         raise LoadError(f"{name} is a saved patched model, which has its recipe: load it without another")
-    if resolve(name).kind == "gguf" or wanted.calibrate is not None:  # transformers unpacks the first kind whole
+    if resolve(name).kind == "gguf" or _calibrates(wanted):  # transformers unpacks the first kind whole
         loaded = loading.load(name, **options)
         patch(loaded.model, wanted, keep_original="none", statistics=statistics, progress=progress)
         return loaded
@@ -174,6 +174,12 @@ def patch(
     planned = compiled(plan(model, recipe, device=device), watch)
     carry_out(model, planned, inputs, keep_original, verify, watch, {}, _save, statistics)
     return given
+
+
+def _calibrates(recipe: Recipe) -> bool:
+    """Whether a patch by this recipe may need statistics, and so a whole model."""
+    static = any(rule.options.get("activations", "dynamic") != "dynamic" for rule in recipe.rules)
+    return static or recipe.calibrate is not None
 
 
 def _save(model: nn.Module, folder: str | Path, **options: Any) -> None:

@@ -92,7 +92,7 @@ def calibrated(
     paths = [site.path for site in found if site.role in LINEAR_ROLES and site.k is not None]
     collector = Collector()
     with apply.naming("calibration", "texts ran through the model"), observing(model, paths, collector.see):
-        run(model, batches, lambda done, total: watch("calibrate", done, total))
+        run(model, batches, lambda done, total: watch("calibrate", done, total), keep=False)
         tokens = sum(batch["input_ids"].numel() for batch in batches)
         return Statistics(collector.finish(), fingerprint(model), tokens)
 

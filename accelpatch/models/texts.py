@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import GenerationConfig
 
 from accelpatch.errors import LoadError
 from accelpatch.models.inputs import text_config
@@ -36,7 +37,7 @@ def windows(
         raise LoadError(f"calibrating takes one window of one token at least, not {samples} of {length}")
     length = min(length, _longest(model))
     if data is None:
-        if samples * length < LEAST:
+        if samples * length < LEAST or length < 2:
             raise LoadError(f"{samples} windows of {length} tokens are fewer than the {LEAST} to calibrate on")
         if not hasattr(model, "generate"):
             raise LoadError(f"a {type(model).__name__} writes no text: calibrate on data, and give its statistics")
@@ -119,13 +120,16 @@ def own_text(model: Any, samples: int, length: int) -> Tensor:
     config = text_config(model.config)
     first = next((one for name in ("bos_token_id", "eos_token_id") if (one := _first(config, name)) is not None), 0)
     device = next(model.parameters()).device
-    ids = torch.full((samples, 1), first, dtype=torch.int64, device=device)
+    ids, own = torch.full((samples, 1), first, dtype=torch.int64, device=device), model.generation_config
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(SEED)
-        written: Tensor = model.generate(
-            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=length - 1, min_new_tokens=length - 1,
-            do_sample=True, temperature=1.0, top_k=0, top_p=1.0, repetition_penalty=1.0, pad_token_id=first,
-        )  # fmt: skip
+        model.generation_config = GenerationConfig(do_sample=True, top_k=0, pad_token_id=first, bos_token_id=first)
+        try:
+            written: Tensor = model.generate(
+                input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=length - 1, min_new_tokens=length - 1
+            )
+        finally:
+            model.generation_config = own
     return written
 
 

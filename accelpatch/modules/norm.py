@@ -12,6 +12,11 @@ from torch import Tensor, nn
 from accelpatch.kernels.ops.rmsnorm import add_rmsnorm, rmsnorm
 from accelpatch.modules.replacement import Replacement, intact, is_observed
 
+SMOOTHED = "it is smoothed by statistics of its own weights and takes no others: unpatch, load, and patch again"
+
+
+DIVIDED = 101  # version, in a state dict's metadata, of a norm with divided parameters
+
 
 class SmoothableNorm(Replacement):
     """A norm that may have parameters of its own, divided for the layers that read it.
@@ -30,6 +35,17 @@ class SmoothableNorm(Replacement):
         if dtypes and now[0] is not None and now[0].dtype != dtypes[0]:
             self.dtypes = (*self.dtypes, now[0].dtype)
         return self
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: Any, unexpected: Any, errors: Any
+    ) -> None:
+        """Divided parameters take values from a patched model's state alone, which says so in its metadata."""
+        given = {name: state_dict.get(prefix + name) for name in self.divided}
+        same = all(one is None or _alike(one, self._parameters[name]) for name, one in given.items())
+        if not same and metadata.get("version") != DIVIDED:
+            errors.append(f"{prefix.rstrip('.')}: {SMOOTHED}")
+            return
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
 
     def hand_back(self, original: nn.Module) -> bool:
         """Move and cast the original's parameters as these were; what was written into these does not go there."""
@@ -68,6 +84,10 @@ class SmoothedLayerNorm(SmoothableNorm):
     """torch's LayerNorm with a weight and a bias of its own, divided for the layers that read it."""
 
 
+def _alike(one: Tensor, own: Tensor | None) -> bool:
+    return own is not None and torch.equal(one.to(own.device, own.dtype), own)
+
+
 def with_own(new: SmoothableNorm, **tensors: Tensor | None) -> None:
     """Give a replaced norm parameters of its own in place of those that it has from the original."""
     new.dtypes = ()  # an attribute of the replacement alone, which unpatch leaves there
@@ -75,7 +95,7 @@ def with_own(new: SmoothableNorm, **tensors: Tensor | None) -> None:
         before = new._parameters.get(name)
         if before is not None and tensor is not None:
             new._parameters[name] = nn.Parameter(tensor.to(before.dtype), requires_grad=before.requires_grad)
-            new.divided = (*new.divided, name)
+            new.divided, new._version = (*new.divided, name), DIVIDED
 
 
 class ResidualNormLayer(Replacement):

@@ -12,6 +12,7 @@ from accelpatch.kernels.layouts.w8a8_pack import W8A8Pack
 from accelpatch.kernels.ops.w8a8_linear import w8a8_linear
 from accelpatch.kernels.ops.w8a8_packed import w8a8_packed
 from accelpatch.modules.autocast import autocast
+from accelpatch.modules.norm import SMOOTHED
 from accelpatch.modules.quantized_module import QuantizedModule
 from accelpatch.modules.replacement import adopt
 from accelpatch.quant import int8
@@ -59,6 +60,15 @@ class W8A8Linear(QuantizedModule):
 
     def _pack(self, weight: W8A8Weight) -> W8A8Pack:
         return W8A8Pack.pack(weight.q, weight.scale, weight.input_scale)
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: Any, unexpected: Any, errors: Any
+    ) -> None:
+        """As of every quantised module; but float weights do not go into a smoothed one: its norm would not follow."""
+        if (self.factors is not None or self.divisors is not None) and prefix + "weight" in state_dict:
+            errors.append(f"{prefix.rstrip('.')}: {SMOOTHED}")
+            return
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
 
     def forward(self, x: Tensor) -> Tensor:
         """x[..., K] -> y[..., N] in x's dtype."""

@@ -94,12 +94,17 @@ def observing(model: nn.Module, paths: Sequence[str], see: Callable[[str, Tensor
             handle.remove()
 
 
-def run(model: nn.Module, inputs: Sequence[Mapping[str, Any]], progress: Callable[[int, int], None]) -> list[Any]:
-    """Run `model` on copies of `inputs`, each the keyword arguments of one call; returns the outputs."""
+def run(
+    model: nn.Module, inputs: Sequence[Mapping[str, Any]], progress: Callable[[int, int], None], keep: bool = True
+) -> list[Any]:
+    """Run `model` on copies of `inputs`, each the keyword arguments of one call; returns the outputs, if kept."""
     outputs = []
     device = next((p.device for p in model.parameters() if p.device.type == "cuda"), None)
     for done, batch in enumerate(inputs):
         with torch.no_grad(), torch.random.fork_rng([] if device is None else [device]):  # some models are random
-            outputs.append(model(**copied(Call((), dict(batch))).kwargs))
+            output = model(**copied(Call((), dict(batch))).kwargs)
+        if keep:
+            outputs.append(output)
+        del output
         progress(done + 1, len(inputs))
     return outputs

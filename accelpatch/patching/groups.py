@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 from accelpatch.errors import PlanError
@@ -23,11 +23,14 @@ class Group(Protocol):
     def kind(self) -> str: ...
 
 
-def chosen(groups: Sequence[Group], smooths: Mapping[str, bool]) -> tuple[tuple[Group, ...], list[str]]:
+def chosen(
+    groups: Sequence[Group], smooths: Mapping[str, bool], hooked: Collection[str] = ()
+) -> tuple[tuple[Group, ...], list[str]]:
     """The groups that a recipe with smoothing smooths, and notes about those whose source cannot take part.
 
-    smooths: path of each replaced site -> whether its replacement takes smoothing. Raises PlanError for a group of
-    which only some consumers do, and for one with an adapter, which reads the same input, around a consumer.
+    smooths: path of each replaced site -> whether its replacement takes smoothing. hooked: paths of modules with hooks
+    of the user's, which would see divided values. Raises PlanError for a group of which only some consumers do, and for
+    one with an adapter, which reads the same input, around a consumer.
     """
     found, left = list[Group](), Counter[str]()
     for group in groups:
@@ -45,11 +48,13 @@ def chosen(groups: Sequence[Group], smooths: Mapping[str, bool]) -> tuple[tuple[
                 f"{missing[0]} cannot be smoothed, and {able[0]} reads the same input of {group.source}: give both one "
                 "rule, or switch smoothing off (calibrate: {alpha: null})"
             )
-        if smooths.get(group.source, False):
-            found.append(group)
+        if not smooths.get(group.source, False):
+            left[f"{group.kind}, whose source stays"] += 1
+        elif any(path in hooked for path in (group.source, *group.consumers)):
+            left[f"{group.kind}, where a hook sees what would be divided"] += 1
         else:
-            left[group.kind] += 1
-    return tuple(found), [f"not smoothed: {kind}, whose source stays ({count} times)" for kind, count in left.items()]
+            found.append(group)
+    return tuple(found), [f"not smoothed: {what} ({count} times)" for what, count in left.items()]
 
 
 def lines(groups: Sequence[Group]) -> list[str]:

@@ -171,7 +171,9 @@ def make_plan(
     length, cache = cache_size(model, recipe.runtime.max_length)
     smooths = {entry.site.path: entry.replacer.smooths for entry in entries if entry.replacer is not None}
     wanted = groups if (recipe.calibrate or {}).get("alpha") is not None else ()
-    smoothed, left = smoothing.chosen(wanted, smooths)
+    modules = {entry.site.path: entry.site.module for entry in entries}
+    hooked = [path for path, one in modules.items() if one and (one._forward_hooks or one._forward_pre_hooks)]
+    smoothed, left = smoothing.chosen(wanted, smooths, hooked)
     return Plan(name, recipe, device, tuple(entries), length, cache, smoothed, tuple(left))
 
 

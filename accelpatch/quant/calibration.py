@@ -21,6 +21,7 @@ from accelpatch.errors import KernelError
 PERCENTILE = 0.999
 FIGURES = ("absmax", "percentile", "mean_square")
 ROWS = 32  # tokens whose inputs are kept
+BATCHES = 8  # whose rows wait to be thinned out together
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,15 +88,16 @@ class Collector:
         """Take the input x[..., K] of a site; those of q, k and v are one tensor, whose figures are made once."""
         if not x.numel():
             return
-        if self._latest is None or self._latest[0] is not x or self._latest[1] != x._version:
-            self._latest = (x, x._version, _figures(x))
+        version = -1 if x.is_inference() else x._version  # those have none, and may be written into
+        if version < 0 or self._latest is None or self._latest[0] is not x or self._latest[1] != version:
+            self._latest = (x, version, _figures(x))
         most, percentile, squares, some = self._latest[2]
         tokens = x.numel() // x.shape[-1]
         sums = self._sums.setdefault(path, _Sums(most.clone(), torch.zeros_like(most), torch.zeros_like(most)))
         torch.maximum(sums.absmax, most, out=sums.absmax)  # NaN stays
         sums.percentile.add_(percentile, alpha=tokens)
         sums.squares.add_(squares)
-        sums.rows.append(some)
+        sums.rows = [*sums.rows, some] if len(sums.rows) < BATCHES else [_spread(torch.cat([*sums.rows, some]))]
         sums.tokens += tokens
 
     def finish(self) -> dict[str, ChannelStatistics]:

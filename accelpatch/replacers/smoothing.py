@@ -31,7 +31,9 @@ def site_statistics(
     needed = {path for group in plan.groups for path in group.consumers}
     needed |= {entry.site.path for entry in plan.replaced if entry.calibrates}
     for path in needed:
-        site = known[path].site
+        site, choice = known[path].site, known[path].choice
+        if path not in statistics.sites and choice is not None and choice.detail.get("activations") == "auto":
+            continue  # no text reaches it, such as a vision tower: a scale a token then
         try:
             found[path] = SiteStatistics(statistics.of(path, cast(int, site.k)))
         except KernelError as error:

@@ -148,6 +148,37 @@ def test_a_state_comes_back(name: str, recipe: str) -> None:
 
 
 @some
+def test_float_weights_do_not_go_into_a_smoothed_model(name: str) -> None:
+    """Its norms would be undivided, or its linear layers."""
+    model, floats = patched(name), CAUSAL[name].make().state_dict()
+    with pytest.raises(RuntimeError, match="takes no others: unpatch, load, and patch again"):
+        model.load_state_dict(floats)
+    alone = {key: value for key, value in floats.items() if key.endswith(("layernorm.weight", "ln_1.weight"))}
+    if alone:
+        with pytest.raises(RuntimeError, match="takes no others"):
+            model.load_state_dict(alone, strict=False)
+
+
+@pytest.mark.parametrize("path, kind", [("input_layernorm", "source"), ("self_attn.v_proj", "both")])
+def test_a_group_whose_values_a_hook_sees_is_not_smoothed(path: str, kind: str) -> None:
+    model = CAUSAL["llama"].make()
+    handle = model.get_submodule(f"model.layers.0.{path}").register_forward_hook(lambda module, args, out: out + 0.3)
+    due = logits(model, full_batch())
+    accelpatch.patch(model, "smoothquant")
+    assert "where a hook sees what would be divided" in str(model.accelpatch.report())
+    far = (logits(model, full_batch()) - due).norm() / due.norm()
+    assert far < 0.15, kind
+    handle.remove()
+
+
+def test_it_calibrates_in_inference_mode() -> None:
+    model = CAUSAL["llama"].make()
+    with torch.inference_mode():
+        accelpatch.patch(model, "smoothquant")
+    assert model.accelpatch.report().verification.failures == []
+
+
+@some
 def test_a_weight_is_read_and_written_without_the_smoothing(name: str) -> None:
     model, plain = patched(name), CAUSAL[name].make()
     torch.manual_seed(5)

@@ -99,7 +99,8 @@ def spec(
     (m, k), n = a.shape[-2:], b.shape[-2]
     alike = a.shape[:-2] == b.shape[:-2] and b.shape[-1] == k
     require(alike, OP, f"A is {list(a.shape)} and B {list(b.shape)}: their batches and last dimensions must be equal")
-    require(1 <= k <= LONGEST and n >= 1, OP, f"K is 1 to {LONGEST} and N at least 1, not {k} and {n}")
+    longest = LONGEST if correction is None else LONGEST // 2  # a zero point doubles the magnitude of A
+    require(1 <= k <= longest and n >= 1, OP, f"K is 1 to {longest} and N at least 1, not {k} and {n}")
     require(dtype in OUTPUTS, OP, f"E is one of {', '.join(map(str, OUTPUTS))}, not {dtype}")
     require(activation in NAMES, OP, f"activation is one of {', '.join(NAMES)}, not {activation!r}")
     sizes = {"row_scale": (row_scale, m), "column_scale": (column_scale, n), "correction": (correction, n)}
