@@ -64,7 +64,7 @@ def layer_errors(
     by: Any = _native_steps if isinstance(fused, NativeModel) else _fused_steps
     decoder = fused.decoder() if isinstance(fused, FusedModel) else model.model
     layer, own, original, moved = layers_of(decoder)[place], list[Pair](), list[Pair](), [0.0]
-    least = bound_of(layer, next(floats(list(calls[0].outputs))).dtype)
+    least = bound_of(layer, next((p.dtype for p in layer.parameters() if p.is_floating_point()), torch.float32))
     with torch.no_grad():
         for call, sample in zip(calls, samples, strict=True):
             rows = _rows(layer, call, sample)

@@ -9,7 +9,6 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-ARCHS = ("gfx90a", "gfx942", "gfx950")  # compiled by the gate
 FORMS = ("bmm", "linear", "scaled", "scaled_bias")  # the three are numbered as in gemm_w8a8.h
 OUTPUTS = ("i8", "fp32", "bf16", "fp16")
 TILES = ("256x128", "64x128", "any", "128x128")

@@ -22,7 +22,8 @@ from accelpatch.kernels.spec import Spec
 INSTINCT = KNOWN["gfx942"]
 HERE = dataclasses.replace(INSTINCT, index=0)
 NAME = "ck_linear_i8_256x128"
-OTHERS = [device for device in (*KNOWN.values(), probe("cpu")) if device.arch not in ck_libraries.ARCHS]
+ARCHS = ("gfx90a", "gfx942", "gfx950")  # those that the gate compiles for
+OTHERS = [device for device in (*KNOWN.values(), probe("cpu")) if device.arch not in ARCHS]
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +67,7 @@ def test_no_other_device_has_them(device: Any, rocm: Path) -> None:
     assert str(reason).startswith("Composable Kernel is for AMD Instinct")
 
 
-@pytest.mark.parametrize("arch", ck_libraries.ARCHS)
+@pytest.mark.parametrize("arch", ARCHS)
 def test_instinct_has_them_where_the_headers_are(arch: str, rocm: Path) -> None:
     assert not set(CK_LIBRARIES) & set(names_of(KNOWN[arch]))
     folder = with_headers(rocm / "include")
