@@ -88,10 +88,11 @@ def names_of(device: Device) -> list[str]:
 
 def not_for_ck(device: Device) -> str | None:
     """Why there is no library of Composable Kernel for a device; None where there is."""
-    if device.kind == "cuda" and device.vendor == "amd" and device.arch in ck_libraries.ARCHS:
+    if device.kind == "cuda" and device.vendor == "amd" and device.facts is not None and device.facts.matrix == "mfma":
         return None
     where = device.arch if device.kind == "cuda" else device.name
-    return f"Composable Kernel is for AMD Instinct ({', '.join(ck_libraries.ARCHS)}), not for {where}"
+    made_for = ", ".join(one.name for one in ARCHS.values() if one.matrix == "mfma")
+    return f"Composable Kernel is for AMD Instinct ({made_for}), not for {where}"
 
 
 def unknown_arch(device: Device) -> str | None:
