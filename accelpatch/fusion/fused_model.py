@@ -140,8 +140,8 @@ class FusedModel:
     @property
     def int8_activations(self) -> bool:
         """Whether linear layers take int8 activations: a prompt then takes the device half the time of floats."""
-        first = self.fused_layers[0].gate_up
-        return isinstance(first, FusedLinear) and isinstance(first.weight, W8A8Rows)
+        first = [layer.gate_up for layer in self.fused_layers[:1]]
+        return any(isinstance(one, FusedLinear) and isinstance(one.weight, W8A8Rows) for one in first)
 
     @property
     def no_prompts(self) -> str | None:
