@@ -105,6 +105,8 @@ def statistics_of(
     notes: receives what the report should say. Raises PatchError for those of another model.
     """
     if not planned.calibrates:
+        if given is not None:
+            notes.append("statistics were given, and no replacement of this recipe needs any")
         return {}
     if isinstance(given, (str, Path)):
         given = files.load(Path(given))

@@ -171,6 +171,12 @@ def test_a_group_whose_values_a_hook_sees_is_not_smoothed(path: str, kind: str) 
     handle.remove()
 
 
+def test_statistics_that_nothing_needs_are_mentioned() -> None:
+    model = CAUSAL["llama"].make()
+    accelpatch.patch(model, "int8", statistics=accelpatch.calibrate(model, samples=4, length=16))
+    assert "no replacement of this recipe needs any" in str(model.accelpatch.report())
+
+
 def test_it_calibrates_in_inference_mode() -> None:
     model = CAUSAL["llama"].make()
     with torch.inference_mode():

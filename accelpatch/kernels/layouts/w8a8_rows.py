@@ -10,53 +10,25 @@ import torch
 from torch import Tensor
 
 from accelpatch.errors import KernelError
-from accelpatch.kernels.layouts.layout import WeightArguments, concatenated, nbytes_of, why_not_split
+from accelpatch.kernels.layouts.layout import WeightArguments, concatenated
+from accelpatch.kernels.layouts.row_major import RowMajor
 
 
 @dataclass(frozen=True, eq=False)
-class W8A8Rows:
+class W8A8Rows(RowMajor):
     """w[N, K] int8, scale[N, 1] float32; input_scale[1] float32: of its input, None where each row has its own."""
 
-    part: ClassVar[str] = "all"
-    tiled: ClassVar[bool] = False
     whole_rows: ClassVar[bool] = True
-    w: Tensor
     scale: Tensor
     input_scale: Tensor | None = None
-
-    @classmethod
-    def pack(cls, w: Tensor, scale: Tensor, input_scale: Tensor | None = None) -> W8A8Rows:
-        """From the canonical tensors, which it holds as they are."""
-        return cls(w, scale, input_scale)
-
-    def arguments(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """What `w8a8_linear` takes between x and the bias."""
-        return self.w, self.scale, self.input_scale
-
-    unpack = arguments
-
-    @property
-    def n(self) -> int:
-        """Rows of the weight."""
-        return int(self.w.shape[0])
-
-    @property
-    def k(self) -> int:
-        """Columns of the weight."""
-        return int(self.w.shape[1])
 
     @property
     def format(self) -> tuple[Any, ...]:
         """Weights of one format can be concatenated."""
         return W8A8Rows, self.k, self.input_scale is None
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensors."""
-        return nbytes_of(self.arguments())
-
     @staticmethod
-    def why_not_concat(parts: Sequence[W8A8Rows]) -> str | None:
+    def why_not_concat(parts: Sequence[Any]) -> str | None:
         """Why weights cannot be concatenated: they have static scales of different inputs. None where they can."""
         scales = [one.input_scale for one in parts if one.input_scale is not None]
         alike = all(torch.equal(one, scales[0]) for one in scales)
@@ -67,10 +39,6 @@ class W8A8Rows:
         """Row after row; the parts become views."""
         w, scale = (concatenated([getattr(one, name) for one in parts]) for name in ("w", "scale"))
         return cls(w, scale, parts[0].input_scale)
-
-    def why_not_split(self, rows: Sequence[int]) -> str | None:
-        """Rows can be split anywhere."""
-        return why_not_split(self, rows)
 
     def split(self, rows: Sequence[int]) -> list[W8A8Rows]:
         """Parts of so many rows each; views. Raises KernelError where they do not make up the weight."""

@@ -63,7 +63,7 @@ def _gated_plain(x: Tensor, weight: Plain, bias: Tensor | None) -> Tensor:
 
 
 def _gated_w8a8(x: Tensor, weight: W8A8Rows, bias: Tensor | None) -> Tensor:
-    return w8a8_linear.gated_many(x, *weight.arguments(), bias)
+    return w8a8_linear.gated_many(x, weight.w, weight.scale, weight.input_scale, bias)
 
 
 def _many_tiles(weight: Tiles, bias: Tensor | None) -> Callable[[Tensor], Tensor] | None:
