@@ -21,7 +21,10 @@ from accelpatch.report import Report, SiteRecord, bytes_line, fused_lines, human
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """The decision about one site: the rule's replacer and its choice, or the reason why the site stays."""
+    """The decision about one site: the rule's replacer and its choice, or the reason why the site stays.
+
+    inside: the sites in a module that is replaced with all that is in it; they have no entries of their own.
+    """
 
     site: Site
     rule: Rule | None
@@ -29,10 +32,16 @@ class Entry:
     choice: Choice | None = None
     reason: str | None = None
     failed: bool = False
+    inside: tuple[Site, ...] = ()
 
     def kept(self, reason: str, *, failed: bool = False) -> Entry:
         """A copy of this entry in which the site stays. failed: its replacement was built and was over its bound."""
         return replace(self, replacer=None, choice=None, reason=reason, failed=failed)
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        """The site and those inside."""
+        return self.site, *self.inside
 
     @property
     def calibrates(self) -> bool:
@@ -120,7 +129,10 @@ class Plan:
 
     def detached(self) -> Plan:
         """A copy that holds no reference to the model's modules."""
-        entries = tuple(replace(entry, site=entry.site.detached()) for entry in self.entries)
+        entries = tuple(
+            replace(entry, site=entry.site.detached(), inside=tuple(site.detached() for site in entry.inside))
+            for entry in self.entries
+        )
         return replace(self, entries=entries)
 
     def to_dict(self) -> dict[str, Any]:
@@ -164,14 +176,14 @@ def make_plan(
         _check_rule(rule, registry)
     found = sites(model, roles)
     _check_all_match(recipe, found)
-    entries = [_decide(site, recipe, device, registry) for site in found]
+    entries = _absorbed([_decide(site, recipe, device, registry) for site in found])
     _check_owners(entries)
     entries = _completed(entries, device)
     name = getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
     length, cache = cache_size(model, recipe.runtime.max_length)
-    smooths = {entry.site.path: entry.replacer.smooths for entry in entries if entry.replacer is not None}
+    smooths = {site.path: entry.replacer.smooths for entry in entries if entry.replacer for site in entry.sites}
     wanted = groups if (recipe.calibrate or {}).get("alpha") is not None else ()
-    modules = {entry.site.path: entry.site.module for entry in entries}
+    modules = {site.path: site.module for entry in entries for site in entry.sites}
     hooked = [path for path, one in modules.items() if one and (one._forward_hooks or one._forward_pre_hooks)]
     smoothed, left = smoothing.chosen(wanted, smooths, hooked)
     return Plan(name, recipe, device, tuple(entries), length, cache, smoothed, tuple(left))
@@ -215,6 +227,26 @@ def _decide(site: Site, recipe: Recipe, device: Device, registry: Mapping[str, R
     if rule.otherwise == "error":
         raise PlanError(f"{rule.place}: {site.path} cannot become {rule.replace}: {answer.text}")
     return Entry(site, rule, reason=answer.text)
+
+
+def _absorbed(entries: list[Entry]) -> list[Entry]:
+    """The entries without those inside a module that is replaced as a whole, whose bytes count as that one's."""
+    whole = {entry.site.path: entry for entry in entries if entry.replacer is not None and entry.replacer.whole}
+    parts: dict[str, list[Site]] = {path: [] for path in whole}
+    left = []
+    for entry in entries:
+        parent = next((path for path in whole if entry.site.path.startswith(f"{path}.")), None)
+        if parent is None:
+            left.append(entry)
+        else:
+            parts[parent].append(entry.site)
+    return [_with(entry, parts[entry.site.path]) if entry.site.path in whole else entry for entry in left]
+
+
+def _with(entry: Entry, inside: Sequence[Site]) -> Entry:
+    every = (entry.site, *inside)
+    size, token = sum(site.bytes for site in every), sum(site.token_bytes for site in every)
+    return replace(entry, site=replace(entry.site, bytes=size, token_bytes=token), inside=tuple(inside))
 
 
 def _completed(entries: list[Entry], device: Device) -> list[Entry]:

@@ -17,6 +17,13 @@ _ROUND = tl.constexpr(
 
 
 @triton.jit
+def nearest(values):  # type: ignore[no-untyped-def]
+    """float32 values to the nearest whole numbers from -128 to 127, ties to even, still float32."""
+    values = tl.minimum(tl.maximum(values, -128.0), 127.0)
+    return (values + _ROUND) - _ROUND
+
+
+@triton.jit
 def rounded(values):  # type: ignore[no-untyped-def]
     """float32 values to the nearest integers from -127 to 127, ties to even, as int8."""
     values = tl.minimum(tl.maximum(values, -127.0), 127.0)
