@@ -63,13 +63,12 @@ def attend(  # type: ignore[no-untyped-def]
     batch, head = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
     rows, columns, ahead = start + tl.arange(0, BLOCK_M), tl.arange(0, WIDE), tl.arange(0, BLOCK_N)
     inside = (rows < m)[:, None] & (columns < SIZE)[None, :]
-    queries = tl.load(
-        q + batch * q_b + head * q_h + rows.to(tl.int64)[:, None] * q_m + columns[None, :], mask=inside, other=0
-    )
+    at = batch * q_b + head * q_h + rows.to(tl.int64)[:, None] * q_m + columns[None, :]
+    queries = tl.load(q + at, mask=inside, other=0)
     keys_of = k + batch * k_b + head * k_h + columns[:, None]
     values_of = v + batch * v_b + head * v_h + columns[None, :]
     seen = mask + batch * mask_b + head * mask_h
-    scale, first = tl.load(scales) * _LOG2_E, n - m
+    scale, back, first = tl.load(scales) * _LOG2_E, tl.load(scales + 1), n - m
     last = tl.minimum(n, first + start + BLOCK_M) if CAUSAL else n
     most = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -93,7 +92,7 @@ def attend(  # type: ignore[no-untyped-def]
         values = tl.load(values_of + keys.to(tl.int64)[:, None] * v_n, mask=there, other=0)
         sums = tl.dot(p, values.to(tl.float16), sums)
     out = y + ((batch * m + rows)[:, None] * heads + head) * SIZE + columns[None, :]
-    tl.store(out, nearest(sums * tl.load(scales + 1)).to(tl.int8), mask=inside)
+    tl.store(out, nearest(sums * back).to(tl.int8), mask=inside)
 
 
 def int8_attention(q: Tensor, k: Tensor, v: Tensor, scales: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
