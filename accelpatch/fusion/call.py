@@ -10,8 +10,8 @@ from torch import Tensor
 
 from accelpatch.errors import KernelError
 from accelpatch.fusion import attention_facts, layer_facts
+from accelpatch.fusion.cache_name import layer_argument
 from accelpatch.fusion.decoder import layers_of
-from accelpatch.models.family import family_of_layer
 
 #: window in slots (0: none) -> boolean mask [B or 1, 1, T, keys] of the keys that each token attends to
 Visible = Callable[[int], Tensor]
@@ -42,9 +42,8 @@ def run_module(decoder: Any, place: int, x: Tensor, positions: Tensor, visible: 
     seen = visible(attention_facts.window(attention))
     if attention.config._attn_implementation == "eager":
         seen = torch.zeros_like(seen, dtype=x.dtype).masked_fill_(~seen, torch.finfo(x.dtype).min)
-    family, rotary = family_of_layer(layer), getattr(decoder, "rotary_emb", None)
-    cached = "past_key_values" if family is None or family.layer is None else family.layer.cache
-    given = {"attention_mask": seen, "position_ids": positions, cached: cache, "use_cache": cache is not None}
+    rotary, use_cache = getattr(decoder, "rotary_emb", None), cache is not None
+    given = {"attention_mask": seen, "position_ids": positions, layer_argument(layer): cache, "use_cache": use_cache}
     if rotary is not None:
         given["position_embeddings"] = rotary(rows, positions, *attention_facts.rope_arguments(rotary, attention))
     made = layer(rows, **given)
