@@ -186,6 +186,8 @@ def _joined(module: Any, incompatible: Any) -> None:
 class Int8OPTDecoderLayer(Replacement):
     """OPT's decoder layer in int8; x, the residual stream, stays in the model's dtype."""
 
+    is_whole = True  # fused models run it as it is; a prompt without padding comes without a mask
+
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, past_key_values: Any = None, **kwargs: Any
     ) -> Tensor:

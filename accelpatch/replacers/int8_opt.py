@@ -66,8 +66,8 @@ def made(layer: Any, inside: Mapping[str, SiteStatistics]) -> dict[str, Tensor]:
     """The tensors of the int8 layer. inside: name of a norm or linear layer in it -> its statistics and smoothing."""
     given, out, to_fc1, to_fc2 = (_scale(inside[name].absmax) for name in (STATIC[0], FLOAT[0], STATIC[3], FLOAT[1]))
     q, k, v = (_scale(inside[name].output_absmax) for name in STATIC[:3])
-    q = q * layer.self_attn.head_dim**-0.5  # transformers multiplies q by it, SmoothQuant its weight
-    found = int8_opt.factors(q, k, v, out, layer.fc1.weight.device)
+    scaled = q * layer.self_attn.head_dim**-0.5  # transformers multiplies q by it, SmoothQuant its weight
+    found = int8_opt.factors(scaled, k, v, out, layer.fc1.weight.device)
     scales: dict[str, tuple[float, float | None]] = dict(
         zip((*STATIC, *FLOAT), ((given, q), (given, k), (given, v), (to_fc1, to_fc2), (out, None), (to_fc2, None)))
     )
