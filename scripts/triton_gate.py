@@ -31,6 +31,8 @@ from accelpatch.kernels.triton import (
     gemm_w8a8,
     gemm_w8a8_kernels,
     greedy,
+    int8_attention,
+    layernorm_q,
     prompt_attention,
     quantize_rows,
     query_key,
@@ -110,6 +112,17 @@ INT8 = {
     f"stream, {rows} rows": (gemm_w8a8_kernels.stream, (*EPILOGUE[:3], "*i32", *EPILOGUE[3:], *("i32",) * 7),
                              FLAGS | {"CUT": True} | of_tile(tile), tile.warps, 192)
     for rows, tile in gemm_w8a8.AMD_STREAMS.items()
+}  # fmt: skip
+INT8_OPT = {
+    "int8 rows of a LayerNorm": (layernorm_q._row, ("*fp16", "*fp32", "*fp32", "*i8", "i32", "i32", "fp32"),
+                                 {"DEPENDENT": False, "BLOCK": 8192}, 16),
+} | {
+    f"int8 attention, {name}": (
+        int8_attention.attend, (*("*i8",) * 3, "*fp32", "*i8", "*i8", *("i32",) * 16),
+        {"MASKED": masked, "CAUSAL": not masked, "SIZE": 128, "WIDE": 128, "BLOCK_M": block.m, "BLOCK_N": block.n},
+        block.warps, 100,
+    )
+    for name, block, masked in (("prompt", int8_attention.PROMPT, False), ("step", int8_attention.AMD_STEP, True))
 }  # fmt: skip
 BUILDS = {
     "rmsnorm": Build(
@@ -236,6 +249,7 @@ BUILDS = {
         TILED | {"ROWS": 64, "INTERLEAVED": True},
     ),
     **{f"int8 {name}": Build(kernel, *given) for name, (kernel, *given) in INT8.items()},
+    **{name: Build(kernel, *given) for name, (kernel, *given) in INT8_OPT.items()},
     "runs of K added up": Build(
         gemm._add_up,
         ("*fp32", "*bf16", "*bf16", "i32", "i32", "i32"),

@@ -1,6 +1,6 @@
-"""Layouts of checkpoints that others wrote and accelpatch loads as they are: how one is told, and what it holds.
+"""Layouts of checkpoints that others wrote and accelpatch loads as they are: how one is recognised, and what it holds.
 
-    smoothquant-opt    mit-han-lab's int8 OPT (modules/int8_opt.py): each decoder layer's tensors under its name
+smoothquant-opt    mit-han-lab's int8 OPT (modules/int8_opt.py): each decoder layer's tensors under its name
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from accelpatch.checkpoints.inspection import OF_OPT
 from accelpatch.checkpoints.save import description
 from accelpatch.errors import LoadError
 from accelpatch.models import checkpoint
@@ -19,7 +20,6 @@ from accelpatch.models.catalog import resolve
 from accelpatch.recipe import recipe as recipes
 
 SMOOTHQUANT_OPT = "smoothquant-opt"  # the name of its recipe too
-OF_OPT = "self_attn.qk_bmm.a"  # a tensor that only this layout has
 LAYER = re.compile(r"(.*\blayers\.\d+)\..+\.[ab]$")  # by the factors, which no float layer has
 
 

@@ -62,7 +62,8 @@ def read(files: Iterable[str | Path], layout: Callable[[Iterable[str]], dict[str
         try:
             with safe_open(file, framework="pt") as opened:
                 slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  it is no dict
-                facts = _facts(file, opened.metadata()) if layout is None else {"sites": {}, "sha256": dict.fromkeys(slices, "")}
+                unsaid = {"sites": {}, "sha256": dict.fromkeys(slices, "")}
+                facts = _facts(file, opened.metadata()) if layout is None else unsaid
                 shapes = {name: (one.get_dtype(), tuple(one.get_shape())) for name, one in slices.items()}
         except (SafetensorError, OSError) as error:
             raise LoadError(f"{file} is truncated or damaged ({error}): fetch or write it again") from error

@@ -34,8 +34,8 @@ class Call(Protocol):
 
 
 def is_whole(layer: Any) -> bool:
-    """Whether a layer was replaced with all that is in it; it takes boolean masks, and None for plain causal masking."""
-    return getattr(layer, "is_whole", False)
+    """Whether a layer was replaced with all that is in it; its masks are boolean, and None for plain causal masking."""
+    return bool(getattr(layer, "is_whole", False))
 
 
 def run_module(decoder: Any, place: int, x: Tensor, positions: Tensor, visible: Visible, cache: Any) -> Tensor:

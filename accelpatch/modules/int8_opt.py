@@ -130,6 +130,8 @@ class Int8OPTAttention(Replacement):
     factors: Tensor
     added: Tensor
     scales: Tensor
+    head_dim: int
+    layer_idx: int
 
     def join(self) -> None:
         """Lay the weights of q, k and v out as one."""
@@ -168,7 +170,7 @@ class Int8OPTAttention(Replacement):
         causal = attention_mask is None and length > 1
         mask = None if attention_mask is None else attention_mask[..., : k.shape[2]]
         y = int8_attention(q, k, v, self.scales, mask, causal)
-        return self.out_proj(y, residual), None
+        return cast(Any, self.out_proj)(y, residual), None
 
     def _parts(self, x: Tensor) -> tuple[Tensor, ...]:
         parts: list[Any] = [self._modules[name] for name in QKV]
@@ -192,11 +194,11 @@ class Int8OPTDecoderLayer(Replacement):
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, past_key_values: Any = None, **kwargs: Any
     ) -> Tensor:
         """x[B, L, K] -> x[B, L, K]; arguments as of OPTDecoderLayer."""
+        parts: Any = self
         caches = {"past_key_values": past_key_values, "cache": kwargs.get("cache")}
-        x: Tensor = self.self_attn(
-            self.self_attn_layer_norm(hidden_states), attention_mask=attention_mask, residual=hidden_states, **caches
-        )[0]
-        y: Tensor = self.fc2(self.fc1(self.final_layer_norm(x)), x)
+        q = parts.self_attn_layer_norm(hidden_states)
+        x = parts.self_attn(q, attention_mask=attention_mask, residual=hidden_states, **caches)[0]
+        y: Tensor = parts.fc2(parts.fc1(parts.final_layer_norm(x)), x)
         return y
 
     def hand_back(self, original: nn.Module) -> bool:

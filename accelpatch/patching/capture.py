@@ -79,8 +79,8 @@ def observing(
     model: nn.Module, paths: Sequence[str], see: Callable[[str, Tensor], None],
     outputs: Collection[str] = (), see_output: Callable[[str, Tensor], None] | None = None,
 ) -> Iterator[None]:  # fmt: skip
-    """Context manager: `see(path, x)` is called with the input of every call of these modules, and `see_output(path, y)`
-    with the output of those among `outputs`; nothing is kept."""
+    """Context manager: `see(path, x)` gets the input of every call of these modules, `see_output(path, y)` the output
+    of those among `outputs`; nothing is kept."""
 
     def before(path: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -12,9 +12,11 @@ from accelpatch.device import Device
 from accelpatch.errors import PlanError
 from accelpatch.patching import groups as smoothing
 from accelpatch.patching.groups import Group
-from accelpatch.patching.match import matches, rule_for, sites, text_config
+from accelpatch.patching.kv_cache import cache_size
+from accelpatch.patching.match import matches, rule_for, sites
 from accelpatch.patching.replacer import Choice, Reason, Replaced, Replacer
 from accelpatch.patching.site import Site
+from accelpatch.patching.whole import absorbed
 from accelpatch.recipe.recipe import Recipe, Rule
 from accelpatch.report import Report, SiteRecord, bytes_line, fused_lines, human, site_table
 
@@ -176,7 +178,7 @@ def make_plan(
         _check_rule(rule, registry)
     found = sites(model, roles)
     _check_all_match(recipe, found)
-    entries = _absorbed([_decide(site, recipe, device, registry) for site in found])
+    entries = absorbed([_decide(site, recipe, device, registry) for site in found])
     _check_owners(entries)
     entries = _completed(entries, device)
     name = getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
@@ -227,26 +229,6 @@ def _decide(site: Site, recipe: Recipe, device: Device, registry: Mapping[str, R
     if rule.otherwise == "error":
         raise PlanError(f"{rule.place}: {site.path} cannot become {rule.replace}: {answer.text}")
     return Entry(site, rule, reason=answer.text)
-
-
-def _absorbed(entries: list[Entry]) -> list[Entry]:
-    """The entries without those inside a module that is replaced as a whole, whose bytes count as that one's."""
-    whole = {entry.site.path: entry for entry in entries if entry.replacer is not None and entry.replacer.whole}
-    parts: dict[str, list[Site]] = {path: [] for path in whole}
-    left = []
-    for entry in entries:
-        parent = next((path for path in whole if entry.site.path.startswith(f"{path}.")), None)
-        if parent is None:
-            left.append(entry)
-        else:
-            parts[parent].append(entry.site)
-    return [_with(entry, parts[entry.site.path]) if entry.site.path in whole else entry for entry in left]
-
-
-def _with(entry: Entry, inside: Sequence[Site]) -> Entry:
-    every = (entry.site, *inside)
-    size, token = sum(site.bytes for site in every), sum(site.token_bytes for site in every)
-    return replace(entry, site=replace(entry.site, bytes=size, token_bytes=token), inside=tuple(inside))
 
 
 def _completed(entries: list[Entry], device: Device) -> list[Entry]:
@@ -302,24 +284,3 @@ def _check_owners(entries: list[Entry]) -> None:
                     f"two owners of one parameter: {other.replacer.name} takes {other.site.path} with all that is in "
                     f"it, and {entry.replacer.name} takes {entry.site.path}; drop one of the two rules"
                 )
-
-
-def cache_size(model: nn.Module, wanted: int | None) -> tuple[int | None, int]:
-    """(tokens, bytes) of a batch-1 KV cache in the model's dtype: 2 x layers x KV heads x head size x tokens.
-
-    wanted: the length in tokens; None: the model's maximum, but at most 4096. (None, 0) for models without a KV cache.
-    """
-    text = text_config(model)
-    layers, heads, hidden = (_count(text, f) for f in ("num_hidden_layers", "num_attention_heads", "hidden_size"))
-    if not (layers and heads and hidden) or getattr(text, "is_encoder_decoder", False):
-        return None, 0
-    length = wanted or min(_count(text, "max_position_embeddings") or 2048, 4096)
-    size, kv = _count(text, "head_dim") or hidden // heads, _count(text, "num_key_value_heads") or heads
-    width = next((p.element_size() for p in model.parameters() if p.is_floating_point()), 4)
-    return length, 2 * layers * kv * size * length * width
-
-
-def _count(config: Any, name: str) -> int:
-    """A positive integer of the configuration; 0 where it is missing or of another kind (vision models have lists)."""
-    value = getattr(config, name, None)
-    return value if isinstance(value, int) and value > 0 else 0

@@ -64,9 +64,7 @@ def checked(tensors: Mapping[str, Tensor], width: int, inner: int) -> dict[str, 
     return found
 
 
-def linear(
-    weight: Tensor, bias: Tensor | None, input_scale: float, output_scale: float | None
-) -> dict[str, Tensor]:
+def linear(weight: Tensor, bias: Tensor | None, input_scale: float, output_scale: float | None) -> dict[str, Tensor]:
     """The tensors of a linear layer with weight[N, K] and bias[N]. output_scale: None for a float output."""
     q, scale = _by_tensor(weight)
     bias = torch.zeros(len(weight), device=weight.device) if bias is None else bias

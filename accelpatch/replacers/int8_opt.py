@@ -17,7 +17,7 @@ from accelpatch.modules.int8_opt import Int8OPTDecoderLayer, int8_layer
 from accelpatch.patching.replacer import Choice, Reason, Replacer
 from accelpatch.patching.site import Site
 from accelpatch.quant import int8_opt
-from accelpatch.quant.int8_opt import FACTORS, FLOAT, LEVELS, NORMS, STATIC
+from accelpatch.quant.int8_opt import FLOAT, LEVELS, NORMS, STATIC
 from accelpatch.quant.smoothing import SiteStatistics
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -68,10 +68,8 @@ def made(layer: Any, inside: Mapping[str, SiteStatistics]) -> dict[str, Tensor]:
     q, k, v = (_scale(inside[name].output_absmax) for name in STATIC[:3])
     scaled = q * layer.self_attn.head_dim**-0.5  # transformers multiplies q by it, SmoothQuant its weight
     found = int8_opt.factors(scaled, k, v, out, layer.fc1.weight.device)
-    scales: dict[str, tuple[float, float | None]] = dict(
-        zip((*STATIC, *FLOAT), ((given, q), (given, k), (given, v), (to_fc1, to_fc2), (out, None), (to_fc2, None)))
-    )
-    for name, (one, other) in scales.items():
+    scales = ((given, q), (given, k), (given, v), (to_fc1, to_fc2), (out, None), (to_fc2, None))
+    for name, (one, other) in zip((*STATIC, *FLOAT), scales, strict=True):
         stats, linear = inside[name], child_of(layer, name)
         bias = None if linear.bias is None else stats.vector(linear.bias)
         tensors = int8_opt.linear(stats.weight(linear.weight), bias, one, other)
@@ -97,12 +95,12 @@ def _unfit(layer: Any) -> str | None:
         return "its norms are behind attention and MLP"
     if type(layer.activation_fn).__name__ not in ("ReLU", "ReLUActivation"):
         return f"its activation is {type(layer.activation_fn).__name__}, and ReLU is fused"
-    for name, kind in dict.fromkeys((*STATIC, *FLOAT), nn.Linear).items() | dict.fromkeys(NORMS, nn.LayerNorm).items():
+    for name in (*STATIC, *FLOAT, *NORMS):
         child = child_of(layer, name)
-        if type(child) is not kind or child.weight is None or child.weight.dtype not in FLOATS:
+        if type(child) is not (nn.LayerNorm if name in NORMS else nn.Linear):
             return f"its {name} is {type(child).__name__}"
-        if kind is nn.LayerNorm and child.bias is None:
-            return f"its {name} has no bias"
+        if child.weight is None or child.weight.dtype not in FLOATS or (name in NORMS and child.bias is None):
+            return f"its {name} has no weight and bias in float32, bfloat16 or float16"
     inside = [name for name, one in layer.named_modules() if name and (one._forward_hooks or one._forward_pre_hooks)]
     return f"a hook on its {inside[0]} would see int8" if inside else None
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import accelpatch
 from accelpatch import api
-from accelpatch.errors import LoadError, PatchError, SaveError
+from accelpatch.errors import LoadError
 from accelpatch.kernels import dispatch
 from accelpatch.modules.int8_opt import Int8OPTDecoderLayer, W8A8B8O8LinearReLU
 from accelpatch.runtime.graphs.captured_step import CAPTURED
@@ -199,7 +199,8 @@ class TestFromFloat:
     ], ids=["gelu", "norms-behind"])  # fmt: skip
     def test_other_forms_stay_with_a_reason(self, changes: dict[str, Any], reason: str) -> None:
         plan = accelpatch.plan(float_opt(**changes), RECIPE)
-        assert [entry.reason for entry in plan.entries if entry.site.role == "layer"][0].startswith(reason)  # type: ignore[union-attr]
+        first = next(entry for entry in plan.entries if entry.site.role == "layer")
+        assert str(first.reason).startswith(reason)
 
     def test_no_gradient_is_lost_in_silence(self) -> None:
         model = accelpatch.patch(float_opt(), RECIPE)
@@ -212,9 +213,3 @@ class TestFromFloat:
         inside = [one for one in model.model.decoder.layers.modules() if isinstance(one, nn.Linear)]
         assert inside == []
         assert isinstance(model.model.decoder.layers[0].fc1, W8A8B8O8LinearReLU)
-
-
-def test_a_patched_model_with_other_layers_is_refused_when_saved_twice(tmp_path: Path) -> None:
-    model = accelpatch.patch(float_opt(), RECIPE)
-    with pytest.raises((PatchError, SaveError)):
-        model.save_pretrained(tmp_path / "x", state_dict={})

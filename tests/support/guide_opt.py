@@ -135,7 +135,8 @@ def layer(tensors: Tensors, path: str, x: Tensor, added: Tensor) -> Tensor:
 
     given = norm("self_attn_layer_norm", x)
     batch, length, width = x.shape
-    q, k, v = (product(f"self_attn.{name}_proj", given).view(batch, length, HEADS, -1).transpose(1, 2) for name in "qkv")
+    parts = (product(f"self_attn.{name}_proj", given) for name in "qkv")
+    q, k, v = (one.view(batch, length, HEADS, -1).transpose(1, 2) for one in parts)
     p = (q @ k.transpose(2, 3) * tensors[f"{path}.self_attn.qk_bmm.a"] + added).softmax(-1)
     attended = ((p * 127).round() @ v * tensors[f"{path}.self_attn.pv_bmm.a"]).round().clamp(-128, 127)
     x = x + product("self_attn.out_proj", attended.transpose(1, 2).reshape(batch, length, width))

@@ -128,7 +128,8 @@ def cases() -> list[Case]:
         return Case(f"b{b}-h{h}-m{m}-n{n}-d{d}-{masked}", make)
 
     sizes = ((1, 2, 1, 7, 64), (2, 3, 7, 33, 80), (1, 1, 0, 5, 64), (1, 2, 129, 129, 128), (2, 1, 19, 19, 40))
-    return [case(*size, masked) for size, masked in zip(sizes, ("none", "bool", "none", "causal", "float"), strict=True)]
+    masks = ("none", "bool", "none", "causal", "float")
+    return [case(*size, masked) for size, masked in zip(sizes, masks, strict=True)]
 
 
 IMPLEMENTATIONS = {

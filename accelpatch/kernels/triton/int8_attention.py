@@ -33,6 +33,7 @@ class Block:
 
 PROMPT = Block(128, 64, 8, 3)
 STEP = Block(16, 128, 4, 3)
+AMD_STEP = Block(16, 64, 4, 2)  # with more keys scalar registers spill
 
 
 @triton.jit
@@ -50,6 +51,26 @@ def _scores(  # type: ignore[no-untyped-def]
         at = seen + rows[:, None] * mask_m + keys[None, :] * mask_n
         there = there & (tl.load(at, mask=(rows < m)[:, None] & (keys < n)[None, :], other=0) != 0)
     return tl.where(there, s, float("-inf"))
+
+
+@triton.jit
+def _softmax(  # type: ignore[no-untyped-def]
+    queries, keys_of, seen, scale, rows, ahead, n, first, last, columns, k_n, mask_m, mask_n, m,
+    SIZE: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Of each query its largest score, 0 where it sees no key, and 127 over the sum of the exponentials, or 0."""
+    most = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    for at in tl.range(0, last, BLOCK_N):
+        keys = at + ahead
+        s = _scores(queries, keys_of + keys.to(tl.int64)[None, :] * k_n, seen, scale, rows, keys, n, first, columns,
+                    SIZE, MASKED, CAUSAL, mask_m, mask_n, m)  # fmt: skip
+        larger = tl.maximum(most, tl.max(s, axis=1))
+        known = tl.where(larger == float("-inf"), 0.0, larger)
+        total = total * tl.exp2(most - known) + tl.sum(tl.exp2(s - known[:, None]), axis=1)
+        most = larger
+    times = tl.where(total > 0, 127.0 / tl.where(total > 0, total, 1.0), 0.0)
+    return tl.where(most == float("-inf"), 0.0, most), times
 
 
 @triton.jit(do_not_specialize=["m", "n"])
@@ -70,18 +91,8 @@ def attend(  # type: ignore[no-untyped-def]
     seen = mask + batch * mask_b + head * mask_h
     scale, back, first = tl.load(scales) * _LOG2_E, tl.load(scales + 1), n - m
     last = tl.minimum(n, first + start + BLOCK_M) if CAUSAL else n
-    most = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    for at in tl.range(0, last, BLOCK_N):
-        keys = at + ahead
-        s = _scores(queries, keys_of + keys.to(tl.int64)[None, :] * k_n, seen, scale, rows, keys, n, first, columns,
-                    SIZE, MASKED, CAUSAL, mask_m, mask_n, m)  # fmt: skip
-        larger = tl.maximum(most, tl.max(s, axis=1))
-        known = tl.where(larger == float("-inf"), 0.0, larger)
-        total = total * tl.exp2(most - known) + tl.sum(tl.exp2(s - known[:, None]), axis=1)
-        most = larger
-    most = tl.where(most == float("-inf"), 0.0, most)
-    times = tl.where(total > 0, 127.0 / tl.where(total > 0, total, 1.0), 0.0)
+    most, times = _softmax(queries, keys_of, seen, scale, rows, ahead, n, first, last, columns, k_n, mask_m, mask_n, m,
+                           SIZE, MASKED, CAUSAL, BLOCK_M, BLOCK_N)  # fmt: skip
     sums = tl.zeros([BLOCK_M, WIDE], tl.float32)
     for at in tl.range(0, last, BLOCK_N):
         keys = at + ahead
@@ -102,7 +113,8 @@ def int8_attention(q: Tensor, k: Tensor, v: Tensor, scales: Tensor, mask: Tensor
     y = q.new_empty((b, m, h * d))
     if not y.numel():
         return y
-    block = STEP if m <= STEP.m else PROMPT
+    few = AMD_STEP if torch.version.hip else STEP
+    block = few if m <= few.m else PROMPT
     seen = q if mask is None else mask.expand(b, h, m, n).view(torch.uint8)
     strides = (0,) * 4 if mask is None else seen.stride()
     with on(q):

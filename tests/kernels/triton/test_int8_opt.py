@@ -1,4 +1,4 @@
-"""The Triton kernels of int8 OPT: the float rule on poisoned outputs, random sizes and views, values that are special."""
+"""The Triton kernels of int8 OPT: the float rule on poisoned outputs, random sizes and views, special values."""
 
 from __future__ import annotations
 
