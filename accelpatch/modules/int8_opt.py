@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from accelpatch.kernels.ops.gemm_w8a8 import gemm_w8a8
 from accelpatch.kernels.ops.int8_attention import int8_attention
 from accelpatch.kernels.ops.layernorm_q import layernorm_q
-from accelpatch.modules.replacement import Replacement, adopt, is_observed
+from accelpatch.modules.replacement import adopt, is_observed
 
+JOINED = ("qkv", "factors", "added", "scales")
 QKV = ("q_proj", "k_proj", "v_proj")
 CACHES = ("past_key_values", "cache")  # the argument's name before transformers 5.24, and from then on
 
@@ -59,8 +60,14 @@ class StaticInt8(nn.Module):
                 self._buffers[name] = tensor.to(moved.device)
         return self
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
+        """Take tensors of this layout; a float weight, which torch would cut off to integers, is an error."""
+        for name, tensor in self._buffers.items():
+            given = state_dict.get(prefix + name)
+            if tensor is not None and given is not None and given.is_floating_point() != tensor.is_floating_point():
+                args[-1].append(f"{prefix}{name} is {given.dtype}, and {tensor.dtype} is held here: unpatch first")
+                return
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         self._read()
 
 
@@ -118,13 +125,11 @@ class W8A8BF32OF32Linear(StaticInt8):
         return y.view(*x.shape[:-1], -1)
 
 
-class Int8OPTAttention(Replacement):
+class Int8OPTAttention(nn.Module):
     """OPT's attention in int8. Its output comes with the residual added, where one is given.
 
     q, k and v are one product: their weights are views of `qkv`[3 N, K], with `factors` and `added`[3 N] float32.
     """
-
-    own_buffers = ("qkv", "factors", "added", "scales")
 
     qkv: Tensor
     factors: Tensor
@@ -148,15 +153,11 @@ class Int8OPTAttention(Replacement):
             part._buffers["weight"] = rows
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        for name in self.own_buffers:  # else every weight would move twice
+        for name in JOINED:  # else every weight would move twice
             self._buffers.pop(name, None)
         super()._apply(fn, recurse)
         self.join()
         return self
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
-        self.register_load_state_dict_post_hook(_joined)
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, residual: Tensor | None = None, **kwargs: Any
@@ -182,10 +183,11 @@ class Int8OPTAttention(Replacement):
 
 
 def _joined(module: Any, incompatible: Any) -> None:
+    """After another state dict was loaded into the parts."""
     module.join()
 
 
-class Int8OPTDecoderLayer(Replacement):
+class Int8OPTDecoderLayer(nn.Module):
     """OPT's decoder layer in int8; x, the residual stream, stays in the model's dtype."""
 
     is_whole = True  # fused models run it as it is; a prompt without padding comes without a mask
@@ -225,6 +227,8 @@ def int8_layer(layer: nn.Module, tensors: Mapping[str, Tensor]) -> Int8OPTDecode
     for name in ("qk_bmm", "pv_bmm"):
         attention.add_module(name, StaticInt8(under(f"self_attn.{name}")))
     attention.join()
+    attention._load_state_dict_post_hooks = attention._load_state_dict_post_hooks.copy()  # the original keeps its own
+    attention.register_load_state_dict_post_hook(_joined)
     new = adopt(Int8OPTDecoderLayer, layer)
     new._modules["self_attn"] = attention
     for name in ("self_attn_layer_norm", "final_layer_norm"):

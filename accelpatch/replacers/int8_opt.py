@@ -62,6 +62,7 @@ class Int8OPT(Replacer):
         return [name for name in names if name.startswith(f"{site.path}.")]
 
 
+@torch.no_grad()
 def made(layer: Any, inside: Mapping[str, SiteStatistics]) -> dict[str, Tensor]:
     """The tensors of the int8 layer. inside: name of a norm or linear layer in it -> its statistics and smoothing."""
     given, out, to_fc1, to_fc2 = (_scale(inside[name].absmax) for name in (STATIC[0], FLOAT[0], STATIC[3], FLOAT[1]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -178,6 +179,22 @@ class TestFromFloat:
         assert layer.fc1.a.dtype == torch.float32
         assert layer.self_attn.q_proj.weight.data_ptr() == layer.self_attn.qkv.data_ptr()
         assert torch.equal(layer.self_attn.q_proj.weight, weight)
+
+    def test_another_state_dict_is_taken_whole_and_a_float_one_refused(self) -> None:
+        model, other, ids = (accelpatch.patch(float_opt(seed), RECIPE) for seed in (0, 1)), float_opt(1), inputs()
+        one, two = model
+        one.load_state_dict(two.state_dict())
+        assert torch.equal(one(ids).logits, two(ids).logits)
+        with pytest.raises(RuntimeError, match=r"and torch\.int8 is held here"):
+            one.load_state_dict(other.state_dict(), strict=False)
+
+    def test_copies_of_the_model_and_of_a_part_compute_the_same(self) -> None:
+        model, ids = accelpatch.patch(float_opt(), RECIPE), inputs()
+        due = model(ids).logits
+        assert torch.equal(copy.deepcopy(model)(ids).logits, due)
+        layers: Any = model.model.decoder.layers
+        layers[0] = copy.deepcopy(layers[0])
+        assert torch.equal(model(ids).logits, due)
 
     def test_a_hook_inside_sees_the_parts(self) -> None:
         model = accelpatch.patch(float_opt(), RECIPE)
