@@ -68,7 +68,7 @@ def linear(weight: Tensor, bias: Tensor | None, input_scale: float, output_scale
     """The tensors of a linear layer with weight[N, K] and bias[N]. output_scale: None for a float output."""
     q, scale = _by_tensor(weight)
     bias = torch.zeros(len(weight), device=weight.device) if bias is None else bias
-    made = {"weight": q, "bias": bias.float().view(1, -1).contiguous()}
+    made = {"weight": q, "bias": bias.detach().to(torch.float32, copy=True).view(1, -1)}
     if output_scale is None:
         return made | {"a": input_scale * scale}
     made["bias"], of_bias = _by_tensor(made["bias"])
