@@ -104,8 +104,8 @@ template <bool> struct IntegerMma : Cells<false> {
     DEVICE float value(int i) const { return float(high[i] * 256 + low[i]); }
 };
 
-struct ByteMma : Cells<false> {
-    int sum[4], other[4];
+template <class F> struct ByteMma : Cells<false> {
+    typename F::Sum sum[4], other[4];
     DEVICE void zero() {
         for (int i = 0; i < 4; ++i) sum[i] = other[i] = 0;
     }

@@ -63,9 +63,9 @@ DEVICE void stage_next(const GemvArgs& a, const GemvPlan& plan, STAGER& stager, 
     begun = true;
 }
 
-// Of int8 activations, for the output.
+// Of a quantised token, for the output.
 template <class F, class STAGER> DEVICE float token_scale(const STAGER& stager, int token) {
-    if constexpr (INT8_ACTIVATIONS<F>) return stager.scales()[token];
+    if constexpr (QUANTIZES_ROWS<F>) return stager.scales()[token];
     else return 1.f;
 }
 

@@ -89,9 +89,9 @@ template <bool NARROW> struct IntegerMma : Cells<NARROW> {
     }
 };
 
-// Signed bytes of weights times those of 8 tokens, 16 of a lane's row with 16 of a token: exact.
-struct ByteMma : Cells<false> {
-    int sum[4], other[4];  // two chains
+// Bytes of weights times those of 8 tokens, 16 of a lane's row with 16 of a token.
+template <class F> struct ByteMma : Cells<false> {
+    typename F::Sum sum[4], other[4];  // two chains
     DEVICE void zero() {
         for (int i = 0; i < 4; ++i) sum[i] = other[i] = 0;
     }

@@ -12,7 +12,7 @@ constexpr int RESERVED_SHARED = 1024;
 #include "simt_emulator.h"
 constexpr int CLUSTER = 2;
 constexpr int CLUSTER_DEPTH = 3;
-template <class F> constexpr int CLUSTER_DEEP = F::INTEGER && F::GROUPS == 0 ? 4 : CLUSTER_DEPTH;
+template <class F> constexpr int CLUSTER_DEEP = F::QUANTIZES && F::GROUPS == 0 ? 4 : CLUSTER_DEPTH;
 constexpr bool CLUSTERS_HERE = true;
 struct alignas(8) Mbarrier {
     int32_t due;
