@@ -7,6 +7,7 @@
 #pragma once
 #include <type_traits>
 
+#include "e4m3.h"
 #include "gemv.h"
 #include "portability.h"
 
@@ -19,25 +20,14 @@ struct Plain {
     template <class T> static DEVICE Words4 expand(const Words4& raw, int) { return raw; }
 };
 
-// fp8 e4m3 weights, row-major, one scale a row. The bits moved into fp16 are the value times 2^-8 (fnuz: 2^-7),
-// subnormals included. NaN (0x7f, and 0x80 of the fnuz form) is put in by a mask.
+// fp8 e4m3 weights, row-major, one scale a row.
 template <bool FNUZ> struct Fp8 {
     static constexpr bool QUANTIZES = false, TILED = false, SPLIT = false;
     static constexpr int KSTEP = 64, PARTS = 2, GROUPS = 0, OFFSET = OFFSET_NONE, STEP_BYTES = 64, VALUE_BITS = 8,
                          TOKEN_PAD = 16;
     static DEVICE int chunk(int p, int quarter) { return 2 * quarter + p; }
     template <class T, uint32_t BYTES> static DEVICE uint32_t pair(uint32_t w) {
-        const uint32_t v = permute<BYTES>(w, 0u) << 8;
-        const uint32_t magnitude = v & 0x7f007f00u, sign = v & 0x80008000u;
-        uint32_t nan;
-        if constexpr (FNUZ) {                              // 0x80: sign set, magnitude zero
-            const uint32_t any = magnitude + 0x7f007f00u;  // bit 15 of a half: magnitude not zero
-            nan = (sign & ~any) >> 15;
-        } else {  // 0x7f: every magnitude bit set
-            nan = ((magnitude + 0x01000100u) & 0x80008000u) >> 15;
-        }
-        const uint32_t half =
-            pair_fma(sign | magnitude >> 1 | nan * 0x7fc0u, FNUZ ? 0x58005800u : 0x5c005c00u, 0x80008000u);
+        const uint32_t half = E4m3<FNUZ>::template pair<BYTES>(w);
         return T::BF16 ? Bf16::down_pair(F16::up(half & 0xffffu), F16::up_high(half)) : half;
     }
     template <class T> static DEVICE Words4 expand(const Words4& raw, int p) {
@@ -110,6 +100,15 @@ struct W8A8 : ByteRows {
 #pragma unroll
         for (int e = 0; e < 4; ++e) q[e] = float_to_bits(fminf(fmaxf(v[e] * times, -LARGEST), LARGEST) + ROUND);
         return permute<0x5410>(permute<0x0040>(q[0], q[1]), permute<0x0040>(q[2], q[3]));
+    }
+};
+// fp8 e4m3.
+template <bool FNUZ> struct W8A8Fp8 : ByteRows {
+    using Sum = float;
+    using Float = E4m3<FNUZ>;
+    static constexpr float LARGEST = Float::LARGEST;
+    static DEVICE uint32_t quantized(const float* v, float times) {
+        return Float::rounded({v[0] * times, v[1] * times, v[2] * times, v[3] * times});
     }
 };
 
