@@ -54,6 +54,13 @@ class Arch:
         """90 for sm_90; NVIDIA only."""
         return int(self.name.removeprefix("sm_"))
 
+    def why_not_fp8(self, form: str) -> str | None:
+        """Why it cannot multiply 8-bit floats of a form, "e4m3fn" or "e4m3fnuz", by each other; None where it can."""
+        if self.fp8 == form:
+            return None
+        has = f"its 8-bit floats are {self.fp8}, not {form}" if self.fp8 else "its matrix unit has no 8-bit floats"
+        return f"{has} ({self.name})"
+
 
 def _cdna(name: str, lds: int, fp8: str | None, card: str, gib: float, bandwidth: float) -> Arch:
     return Arch(
