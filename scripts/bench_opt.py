@@ -1,4 +1,4 @@
-"""OPT in float16 beside OPT in int8 from end to end: memory and latency, prompts and decoding, as AMD's guide shows it.
+"""OPT in float16 beside OPT in int8 from end to end: memory and latency, prompts and decoding, as AMD's guide has it.
 
     python scripts/bench_opt.py [--models opt-1.3b ... opt-13b] [--device cuda] [--prompt 2048] [--batches 1 16]
         [--repeats 5] [--json FILE] [--plot FILE]
@@ -6,8 +6,9 @@
 
 Each model has the named shape and random weights in float16. It is timed as transformers runs it, then patched in place
 by `smoothquant-opt` with its defaults (calibrated on its own text, verified, the originals freed), and timed again.
-Its embeddings have a standard deviation of 1: the residual stream of a trained model is larger than what one layer adds
-to it, and with transformers' 0.02 the first layers' rounding is most of their output.
+As in a trained model, the residual stream is larger than what one layer adds to it: embeddings of positions have a
+standard deviation of 1, and what is added is divided by sqrt(2 layers), as GPT-2 begins. With transformers' 0.02 for
+all the rounding of some layers is a sixth of their output, and they stay float.
 --draw: draw the figures of an earlier run.
 """
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import gc
 import json
 import statistics
 import sys
@@ -70,16 +72,22 @@ def memory(device: torch.device, peak: bool = False) -> float:
 def measured(name: str, asked: argparse.Namespace) -> dict[str, Any]:
     """Both engines' figures of a model."""
     model: Any = load.random(name, dtype=torch.float16, device=asked.device)
-    for table in (model.get_input_embeddings(), model.model.decoder.embed_positions):
-        torch.nn.init.normal_(table.weight)
+    torch.nn.init.normal_(model.model.decoder.embed_positions.weight)
+    with torch.no_grad():
+        for layer in model.model.decoder.layers:
+            for last in (layer.self_attn.out_proj, layer.fc2):
+                last.weight.div_((2 * len(model.model.decoder.layers)) ** 0.5)
     sizes = (min(asked.prompt, model.config.max_position_embeddings), asked.batches, asked.new, asked.repeats)
     found = {"float16": figures(model, *sizes)}
     accelpatch.patch(model, RECIPE, keep_original="none")
     report = model.accelpatch.report()
     layers = sum(site.replacer == "int8_opt" for site in report.sites)
-    print(f"{name}: {layers} layers in int8, patched in {sum(report.seconds.values()):.1f} s; {report.verification}")
+    print(f"{name}: {layers} layers in int8, patched in {sum(report.seconds.values()):.1f} s, worst format "
+          f"error {report.verification.worst_format_error:.3f}, KL {report.verification.kl:.2g}")  # fmt: skip
     found |= {"int8": figures(model, *sizes), "layers": layers}
     print(f"  {dict(model.accelpatch.report().paths)}")
+    del model
+    gc.collect()  # a patched model and its handle hold each other
     one, other = (found[kind] for kind in KINDS)
     if one["peak"]:
         print(f"  weights {one['weights']:.2f} -> {other['weights']:.2f} GB ({other['weights'] / one['weights']:.2f}), "

@@ -122,7 +122,7 @@ INT8_OPT = {
         {"MASKED": masked, "CAUSAL": not masked, "SIZE": 128, "WIDE": 128, "BLOCK_M": block.m, "BLOCK_N": block.n},
         block.warps, 100,
     )
-    for name, block, masked in (("prompt", int8_attention.PROMPT, False), ("step", int8_attention.AMD_STEP, True))
+    for name, block, masked in zip(("prompt", "step"), int8_attention.AMD, (False, True), strict=True)
 }  # fmt: skip
 BUILDS = {
     "rmsnorm": Build(

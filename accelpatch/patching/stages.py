@@ -166,7 +166,11 @@ def _check(built: Built, recipe: Recipe, captured: Captured, checking: Checking,
     for member, (_, new, _) in zip((built.entry.site, *built.entry.site.tied), built.modules, strict=True):
         if calls.get(member.path):
             given = calls[member.path] if stats is None else [_smoothed(call, stats) for call in calls[member.path]]
-            errors = site_errors(new, given, recipe.verify.metric, checking)
+            whole = built.entry.replacer is not None and built.entry.replacer.whole
+            masks = (
+                [_mask(sample) for sample in captured.samples] if whole and len(given) == len(captured.samples) else []
+            )
+            errors = site_errors(new, given, recipe.verify.metric, checking, masks)
             worst = errors if worst is None else worst.worse(errors)
     return Checked(built, worst, None if worst else "no input reached it")
 

@@ -49,8 +49,13 @@ class SiteErrors:
         return SiteErrors(kernel.kernel_error, kernel.kernel_bound, form, units)
 
 
-def site_errors(new: nn.Module, calls: Sequence[Call], metric: str, checking: Checking) -> SiteErrors:
-    """Run `new` on each recorded call of its original. kernel_error is None if it runs none of our operations."""
+def site_errors(
+    new: nn.Module, calls: Sequence[Call], metric: str, checking: Checking, masks: Sequence[Tensor | None] = ()
+) -> SiteErrors:
+    """Run `new` on each recorded call of its original. kernel_error is None if it runs none of our operations.
+
+    masks: of the calls' rows [B, L], for outputs [B, L, K] of which those of padding may be anything.
+    """
     pairs: list[tuple[Tensor, Tensor]] = []
     with torch.no_grad(), checking() as checks:
         after = [_run(new, call) for call in calls]
@@ -58,8 +63,18 @@ def site_errors(new: nn.Module, calls: Sequence[Call], metric: str, checking: Ch
         if len(call.outputs) != len(made) or any(a.shape != b.shape for a, b in zip(made, call.outputs, strict=True)):
             return SiteErrors(None, None, float("inf"), float("inf"))
         pairs += zip(made, call.outputs, strict=True)
+    pairs = [_of_tokens(pair, mask) for pair, mask in zip(pairs, masks or [None] * len(pairs), strict=True)]
     error, bound = max(checks, key=lambda check: check[0] - check[1], default=(None, None))
     return SiteErrors(error, bound, format_error(metric, pairs), units_apart(pairs))
+
+
+def _of_tokens(pair: tuple[Tensor, Tensor], mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The rows of both outputs that are no padding."""
+    new, original = pair
+    if mask is None or mask.shape != new.shape[:2]:
+        return pair
+    kept = mask.to(new.device).bool()
+    return new[kept], original[kept]
 
 
 def _run(module: nn.Module, call: Call) -> list[Tensor]:

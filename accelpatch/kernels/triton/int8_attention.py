@@ -19,6 +19,9 @@ from accelpatch.kernels.triton.launch import cdiv, on
 from accelpatch.kernels.triton.quantize_rows import nearest
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
+_ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: an integer below 2^22 added to its bits is added to its value
+_MAGIC = tl.constexpr(0x4B400000)  # its bits
+_MAGIC_HALF = tl.constexpr(0x6480)  # those of 1,152 in float16, for int8 values
 
 
 @dataclass(frozen=True)
@@ -31,46 +34,77 @@ class Block:
     stages: int
 
 
-PROMPT = Block(128, 64, 8, 3)
-STEP = Block(16, 128, 4, 3)
-AMD_STEP = Block(16, 64, 4, 2)  # with more keys scalar registers spill
+PROMPT, STEP = Block(128, 128, 8, 3), Block(16, 256, 8, 2)  # measured on Hopper
+AMD = Block(128, 32, 8, 2), Block(16, 32, 4, 2)  # with more keys registers spill
+
+
+@triton.jit
+def _floats(sums, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """int32 sums as float32. Below 2^22 by an addition of integers, which takes a fourth of a conversion's time."""
+    if SIZE > 128:
+        return sums.to(tl.float32)
+    return (sums + _MAGIC).to(tl.float32, bitcast=True) - _ROUND
 
 
 @triton.jit
 def _scores(  # type: ignore[no-untyped-def]
-    queries, k_tile, seen, scale, rows, keys, n, first, columns, size,
-    MASKED: tl.constexpr, CAUSAL: tl.constexpr, mask_m, mask_n, m,
+    queries, k_tile, seen, scale, rows, keys, m, n, first, columns, mask_m, mask_n,
+    SIZE: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    """Scores in units of log2, minus infinity for keys that are not seen."""
-    held = tl.load(k_tile, mask=(keys < n)[None, :] & (columns < size)[:, None], other=0)
-    s = tl.dot(queries, held, out_dtype=tl.int32).to(tl.float32) * scale
-    there = (keys < n)[None, :]
-    if CAUSAL:
-        there = there & (keys[None, :] <= first + rows[:, None])
-    if MASKED:
-        at = seen + rows[:, None] * mask_m + keys[None, :] * mask_n
-        there = there & (tl.load(at, mask=(rows < m)[:, None] & (keys < n)[None, :], other=0) != 0)
-    return tl.where(there, s, float("-inf"))
+    """Scores in units of log2, minus infinity for keys that are not seen. EDGE: of a tile that has such keys."""
+    if EDGE or columns.shape[0] > SIZE:
+        held = tl.load(k_tile, mask=(keys < n)[None, :] & (columns < SIZE)[:, None], other=0)
+    else:
+        held = tl.load(k_tile)
+    s = _floats(tl.dot(queries, held, out_dtype=tl.int32), SIZE) * scale
+    if EDGE:
+        there = (keys < n)[None, :]
+        if CAUSAL:
+            there = there & (keys[None, :] <= first + rows[:, None])
+        if MASKED:
+            at = seen + rows[:, None] * mask_m + keys[None, :] * mask_n
+            there = there & (tl.load(at, mask=(rows < m)[:, None] & (keys < n)[None, :], other=0) != 0)
+        s = tl.where(there, s, float("-inf"))
+    return s
 
 
 @triton.jit
 def _softmax(  # type: ignore[no-untyped-def]
-    queries, keys_of, seen, scale, rows, ahead, n, first, last, columns, k_n, mask_m, mask_n, m,
-    SIZE: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    most, total, start, stop, queries, keys_of, seen, scale, rows, ahead, m, n, first, columns, k_n, mask_m, mask_n,
+    SIZE: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, EDGE: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Of each query its largest score, 0 where it sees no key, and 127 over the sum of the exponentials, or 0."""
-    most = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    for at in tl.range(0, last, BLOCK_N):
+    """Each query's largest score and its sum of exponentials, with those of the keys from start to stop."""
+    for at in tl.range(start, stop, BLOCK_N):
         keys = at + ahead
-        s = _scores(queries, keys_of + keys.to(tl.int64)[None, :] * k_n, seen, scale, rows, keys, n, first, columns,
-                    SIZE, MASKED, CAUSAL, mask_m, mask_n, m)  # fmt: skip
+        s = _scores(queries, keys_of + keys.to(tl.int64)[None, :] * k_n, seen, scale, rows, keys, m, n, first, columns,
+                    mask_m, mask_n, SIZE, MASKED, CAUSAL, EDGE)  # fmt: skip
         larger = tl.maximum(most, tl.max(s, axis=1))
-        known = tl.where(larger == float("-inf"), 0.0, larger)
+        known = tl.where(larger == float("-inf"), 0.0, larger) if EDGE else larger
         total = total * tl.exp2(most - known) + tl.sum(tl.exp2(s - known[:, None]), axis=1)
         most = larger
-    times = tl.where(total > 0, 127.0 / tl.where(total > 0, total, 1.0), 0.0)
-    return tl.where(most == float("-inf"), 0.0, most), times
+    return most, total
+
+
+@triton.jit
+def _products(  # type: ignore[no-untyped-def]
+    sums, start, stop, most, times, queries, keys_of, values_of, seen, scale, rows, ahead, m, n, first, columns,
+    k_n, v_n, mask_m, mask_n,
+    SIZE: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, EDGE: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """The sums of rounded probabilities times values, with those of the keys from start to stop."""
+    for at in tl.range(start, stop, BLOCK_N):
+        keys = at + ahead
+        s = _scores(queries, keys_of + keys.to(tl.int64)[None, :] * k_n, seen, scale, rows, keys, m, n, first, columns,
+                    mask_m, mask_n, SIZE, MASKED, CAUSAL, EDGE)  # fmt: skip
+        p = (tl.fma(tl.exp2(s - most[:, None]), times[:, None] + tl.zeros_like(s), _ROUND) - _ROUND).to(tl.float16)
+        v_tile = values_of + keys.to(tl.int64)[:, None] * v_n
+        if EDGE or columns.shape[0] > SIZE:
+            values = tl.load(v_tile, mask=(keys < n)[:, None] & (columns < SIZE)[None, :], other=0)
+        else:
+            values = tl.load(v_tile)
+        values = (values.to(tl.int16) + _MAGIC_HALF).to(tl.float16, bitcast=True) - 1152.0
+        sums = tl.dot(p, values, sums)
+    return sums
 
 
 @triton.jit(do_not_specialize=["m", "n"])
@@ -91,17 +125,20 @@ def attend(  # type: ignore[no-untyped-def]
     seen = mask + batch * mask_b + head * mask_h
     scale, back, first = tl.load(scales) * _LOG2_E, tl.load(scales + 1), n - m
     last = tl.minimum(n, first + start + BLOCK_M) if CAUSAL else n
-    most, times = _softmax(queries, keys_of, seen, scale, rows, ahead, n, first, last, columns, k_n, mask_m, mask_n, m,
-                           SIZE, MASKED, CAUSAL, BLOCK_M, BLOCK_N)  # fmt: skip
+    whole = (first + start + 1 if CAUSAL else n) // BLOCK_N * BLOCK_N  # keys that every query sees
+    whole = 0 if MASKED else whole
+    most, total = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
+    for edge in tl.static_range(2):
+        most, total = _softmax(most, total, whole if edge else 0, last if edge else whole, queries, keys_of, seen,
+                               scale, rows, ahead, m, n, first, columns, k_n, mask_m, mask_n,
+                               SIZE, MASKED, CAUSAL, edge == 1, BLOCK_N)  # fmt: skip
+    most = tl.where(most == float("-inf"), 0.0, most)
+    times = tl.where(total > 0, 127.0 / tl.where(total > 0, total, 1.0), 0.0)
     sums = tl.zeros([BLOCK_M, WIDE], tl.float32)
-    for at in tl.range(0, last, BLOCK_N):
-        keys = at + ahead
-        s = _scores(queries, keys_of + keys.to(tl.int64)[None, :] * k_n, seen, scale, rows, keys, n, first, columns,
-                    SIZE, MASKED, CAUSAL, mask_m, mask_n, m)  # fmt: skip
-        p = nearest(tl.exp2(s - most[:, None]) * times[:, None]).to(tl.float16)
-        there = (keys < n)[:, None] & (columns < SIZE)[None, :]
-        values = tl.load(values_of + keys.to(tl.int64)[:, None] * v_n, mask=there, other=0)
-        sums = tl.dot(p, values.to(tl.float16), sums)
+    for edge in tl.static_range(2):
+        sums = _products(sums, whole if edge else 0, last if edge else whole, most, times, queries, keys_of, values_of,
+                         seen, scale, rows, ahead, m, n, first, columns, k_n, v_n, mask_m, mask_n,
+                         SIZE, MASKED, CAUSAL, edge == 1, BLOCK_N)  # fmt: skip
     out = y + ((batch * m + rows)[:, None] * heads + head) * SIZE + columns[None, :]
     tl.store(out, nearest(sums * back).to(tl.int8), mask=inside)
 
@@ -113,8 +150,8 @@ def int8_attention(q: Tensor, k: Tensor, v: Tensor, scales: Tensor, mask: Tensor
     y = q.new_empty((b, m, h * d))
     if not y.numel():
         return y
-    few = AMD_STEP if torch.version.hip else STEP
-    block = few if m <= few.m else PROMPT
+    many, few = AMD if torch.version.hip else (PROMPT, STEP)
+    block = few if m <= few.m else many
     seen = q if mask is None else mask.expand(b, h, m, n).view(torch.uint8)
     strides = (0,) * 4 if mask is None else seen.stride()
     with on(q):
@@ -122,6 +159,6 @@ def int8_attention(q: Tensor, k: Tensor, v: Tensor, scales: Tensor, mask: Tensor
             q, k, v, scales.to(torch.float32).contiguous(), seen, y, h, m, n,
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *strides,
             mask is not None, causal and m > 1, d, max(32, triton.next_power_of_2(d)), block.m, block.n,
-            num_warps=block.warps, num_stages=2 if torch.version.hip else block.stages,
+            num_warps=block.warps, num_stages=block.stages,
         )  # fmt: skip
     return y
