@@ -121,6 +121,28 @@ class Device:
         """What is known of a GPU's arch; None for a CPU and for an unknown arch."""
         return facts_of(self.arch) if self.kind == "cuda" else None
 
+    @property
+    def fp8(self) -> str | None:
+        """The form of the 8-bit floats whose products run here; None for a GPU that has no matrix unit for any.
+
+        A CPU, which computes them in float32, has OCP's.
+        """
+        if self.kind == "cpu":
+            return "e4m3fn"
+        return None if self.facts is None else self.facts.fp8
+
+    def fp8_why_not(self, form: str) -> str | None:
+        """Why products of 8-bit floats of this form cannot run here; None where they can."""
+        if self.fp8 is None:
+            return f"{self.arch} has no matrix unit for 8-bit floats"
+        if self.fp8 == form:
+            return None
+        name = "a CPU" if self.kind == "cpu" else self.arch
+        return (
+            f"{name} takes {self.fp8}, and this is {form}, whose bits are other numbers (0x80 is -0 in e4m3fn and NaN "
+            f"in e4m3fnuz): quantise the float weights for {name}"
+        )
+
 
 # One card for each arch of which one is known.
 KNOWN: Mapping[str, Device] = MappingProxyType(

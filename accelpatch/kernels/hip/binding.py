@@ -18,7 +18,7 @@ from accelpatch.device import Device, probe
 from accelpatch.errors import KernelError
 from accelpatch.kernels.build import libraries
 from accelpatch.kernels.build.gpu_libraries import DTYPES as DTYPE_NAMES
-from accelpatch.kernels.build.gpu_libraries import library_of
+from accelpatch.kernels.build.gpu_libraries import FUNCTIONS, library_of
 from accelpatch.kernels.layouts.layout import WeightArguments
 from accelpatch.kernels.spec import Described, Spec
 from accelpatch.kernels.triton.launch import on
@@ -125,6 +125,8 @@ def signal_arguments(signal: Signal | None, role: str) -> dict[str, int]:
 
 def why_not(spec: Spec, device: Device, function: str, variant: str = "") -> str | None:
     """Why a call of a function cannot run: no library of it, activations not of 16 bits, or too large a size."""
+    if function not in FUNCTIONS:
+        return f"the device library has no function {function}"
     if spec.dtype not in DTYPES:
         unfit = f"its activations are bfloat16 or float16, not {spec.dtype}"
         return libraries.why_not(library_name(function, DTYPES[0], variant), device) or unfit

@@ -25,11 +25,12 @@ from accelpatch.kernels.hip import binding
 from accelpatch.kernels.hip.binding import Signal
 from accelpatch.kernels.layouts import int4_tiles
 from accelpatch.kernels.layouts.layout import Layout
+from accelpatch.kernels.layouts.w8a8_rows import FP8_FUNCTION
 from accelpatch.kernels.ops import gated_activation, linear, w8a8_linear
 from accelpatch.kernels.ops.by_layout import LINEARS, LinearOf
 from accelpatch.kernels.ops.fused_norm import FusedNorm
 from accelpatch.kernels.ops.gated_activation import ACTIVATIONS
-from accelpatch.kernels.ops.quantize_rows import Int8Rows
+from accelpatch.kernels.ops.quantize_rows import QuantizedRows
 from accelpatch.kernels.spec import Described, Implementation, Kernel, Spec
 
 SILU = ("silu", "swish")
@@ -102,11 +103,11 @@ class FusedLinear(Described):
         plain = gate is None and self.weight.part == "all"
         return self.gates(gate) or (plain and (self.activation is None or self.activation in INSIDE))
 
-    def large_m(self, x: Tensor | Int8Rows, gate: str | None = None) -> Tensor:
+    def large_m(self, x: Tensor | QuantizedRows, gate: str | None = None) -> Tensor:
         """gate(x[M, K] @ w^T + bias) for any M. It bypasses torch's dispatcher, which saves host time."""
         if self.activation is not None:
             return ACTIVATIONS[self.activation](self.without_activation.large_m(x))
-        if isinstance(x, Int8Rows):
+        if isinstance(x, QuantizedRows):
             return w8a8_linear.of_rows(x, self.weight.w, self.weight.scale, self.bias, gate)  # type: ignore[attr-defined]
         if gate is None and (x.shape[0] <= binding.MAX_ROWS or self.many is None):
             return self.linear.operation.function(x, *self.weight.arguments(), self.bias)
@@ -171,7 +172,9 @@ def spec(
 
 def hip_why_not(spec: Spec, device: Device) -> str | None:
     """Why `by_hip` cannot run a spec; None where it can."""
-    reason = binding.why_not(spec, device, *spec.options.get("function", ("gemv",)))
+    function, variant = spec.options.get("function", ("gemv", ""))
+    form = device.fp8_why_not(variant) if function == FP8_FUNCTION else None
+    reason = form or binding.why_not(spec, device, function, variant)
     return reason or linear.too_many_rows(spec, binding.MAX_ROWS)
 
 
