@@ -14,12 +14,10 @@ from accelpatch.errors import KernelError
 from accelpatch.kernels.layouts.layout import WeightArguments, concatenated
 from accelpatch.kernels.layouts.row_major import FP8, RowMajor, fp8_name
 
-FP8_FUNCTION = "gemv_w8a8_fp8"
-
 
 def function_of(form: torch.dtype) -> tuple[str, str]:
     """The function of the device library that reads a weight of a form, and its variant."""
-    return (FP8_FUNCTION, fp8_name(form)) if form in FP8 else ("gemv_w8a8", "")
+    return ("gemv_w8a8_fp8", fp8_name(form)) if form in FP8 else ("gemv_w8a8", "")
 
 
 @dataclass(frozen=True, eq=False)

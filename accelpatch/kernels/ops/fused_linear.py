@@ -25,7 +25,6 @@ from accelpatch.kernels.hip import binding
 from accelpatch.kernels.hip.binding import Signal
 from accelpatch.kernels.layouts import int4_tiles
 from accelpatch.kernels.layouts.layout import Layout
-from accelpatch.kernels.layouts.w8a8_rows import FP8_FUNCTION
 from accelpatch.kernels.ops import gated_activation, linear, w8a8_linear
 from accelpatch.kernels.ops.by_layout import LINEARS, LinearOf
 from accelpatch.kernels.ops.fused_norm import FusedNorm
@@ -172,9 +171,7 @@ def spec(
 
 def hip_why_not(spec: Spec, device: Device) -> str | None:
     """Why `by_hip` cannot run a spec; None where it can."""
-    function, variant = spec.options.get("function", ("gemv", ""))
-    form = device.fp8_why_not(variant) if function == FP8_FUNCTION else None
-    reason = form or binding.why_not(spec, device, function, variant)
+    reason = binding.why_not(spec, device, *spec.options.get("function", ("gemv",)))
     return reason or linear.too_many_rows(spec, binding.MAX_ROWS)
 
 

@@ -78,10 +78,10 @@ def by_operations(
     """The implementation `operations`: the rows in 8 bits, then the product."""
     xq, xs = rows.quantize_rows.function(x, input_scale, q.dtype)
     flat = xq.view(-1, xq.shape[-1])
-    return _product(flat, q, xs.view(-1), scale.view(-1), bias, x.dtype).view(*x.shape[:-1], q.shape[0])
+    return _scaled_gemm(flat, q, xs.view(-1), scale.view(-1), bias, x.dtype).view(*x.shape[:-1], q.shape[0])
 
 
-def _product(xq: Tensor, q: Tensor, xs: Tensor, ws: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _scaled_gemm(xq: Tensor, q: Tensor, xs: Tensor, ws: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     if q.dtype == torch.int8:
         return gemm_w8a8.gemm_w8a8.function(xq, q, 1.0, xs, ws, bias, 1.0, None, "none", None, dtype)
     return gemm_fp8.gemm_fp8.function(xq, q, xs, ws, bias, dtype)
@@ -92,9 +92,11 @@ def triton_why_not(spec: Spec, device: Device) -> str | None:
     sizes, form = (spec.sizes["M"], spec.sizes["N"], spec.sizes["K"]), form_of(spec)
     if spec.options.get("gate") is not None and sizes[0] <= gemm_w8a8.FEW_ROWS:
         return f"with a gate it takes tiles, and {sizes[0]} rows are streamed"
-    of_product = gemm_w8a8 if form == torch.int8 else gemm_fp8
-    unfit = rows.triton_why_not(rows.of_shape(sizes[2], spec.dtype, form=form), device)
-    return unfit or of_product.triton_why_not(of_product.of_shape(*sizes, spec.dtype), device)
+    if reason := rows.triton_why_not(rows.of_shape(sizes[2], spec.dtype, form=form), device):
+        return reason
+    if form == torch.int8:
+        return gemm_w8a8.triton_why_not(gemm_w8a8.of_shape(*sizes, spec.dtype), device)
+    return gemm_fp8.triton_why_not(gemm_fp8.of_shape(*sizes, spec.dtype, form), device)
 
 
 def of_rows(x: rows.QuantizedRows, q: Tensor, scale: Tensor, bias: Tensor | None, gate: str | None = None) -> Tensor:
@@ -111,7 +113,7 @@ def of_rows(x: rows.QuantizedRows, q: Tensor, scale: Tensor, bias: Tensor | None
             from accelpatch.kernels.triton.gemm_w8a8 import gated as run
 
             return run(x.q, q, xs, ws, bias, gate, x.dtype)
-    y = _product(x.q, q, xs, ws, bias, x.dtype)
+    y = _scaled_gemm(x.q, q, xs, ws, bias, x.dtype)
     if gate is None:
         return y
     first, second = y.chunk(2, dim=-1)

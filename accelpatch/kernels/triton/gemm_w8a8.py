@@ -41,10 +41,10 @@ Tiles = tuple[tuple[int, Tile], ...]
 #: (rows of A from which on it is used, tile), the largest first; measured on Hopper
 TILES = ((1024, Tile(128, 256, 128, 8, 4)), (0, Tile(128, 128, 128, 8, 4)))
 GATED = ((0, Tile(128, 128, 128, 8, 4)),)
-#: of 8-bit floats, whose sums take twice the registers where they are added up PRODUCTS at a time
+#: of 8-bit floats, whose sums take twice the registers where they are added up UNIT_SUMS at a time
 FP8_TILES = ((0, Tile(128, 128, 128, 8, 4)),)
 FP8_GATED = ((0, Tile(128, 64, 128, 8, 4)),)
-PRODUCTS = 128  # that Hopper's matrix unit adds up itself, with 14 bits; see gemm_w8a8_kernels.py
+UNIT_SUMS = 128  # that Hopper's matrix unit adds up itself, with 14 bits; see gemm_w8a8_kernels.py
 AMD_TILES = ((0, Tile(128, 128, 64, 8, 2)),)
 #: rows of A up to which it is used -> tile of a stream of B
 STREAMS: Mapping[int, Tile] = MappingProxyType(
@@ -148,7 +148,7 @@ def _stages(tile: Tile) -> int:
 
 def _sums(a: Tensor) -> tuple[int, ...]:
     """The kernels' last argument, FLOAT; int8 has its default."""
-    return () if a.dtype == torch.int8 else (PRODUCTS if not torch.version.hip else -1,)
+    return () if a.dtype == torch.int8 else (UNIT_SUMS if not torch.version.hip else -1,)
 
 
 def _tile(a: Tensor, m: int, integers: Tiles, floats: Tiles) -> Tile:
