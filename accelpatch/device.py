@@ -54,6 +54,13 @@ class Arch:
         """90 for sm_90; NVIDIA only."""
         return int(self.name.removeprefix("sm_"))
 
+    def why_not_fp8(self, form: str) -> str | None:
+        """Why it cannot multiply 8-bit floats of a form, "e4m3fn" or "e4m3fnuz", by each other; None where it can."""
+        if self.fp8 == form:
+            return None
+        has = f"its 8-bit floats are {self.fp8}, not {form}" if self.fp8 else "its matrix unit has no 8-bit floats"
+        return f"{has} ({self.name})"
+
 
 def _cdna(name: str, lds: int, fp8: str | None, card: str, gib: float, bandwidth: float) -> Arch:
     return Arch(
@@ -123,25 +130,18 @@ class Device:
 
     @property
     def fp8(self) -> str | None:
-        """The form of the 8-bit floats whose products run here; None for a GPU that has no matrix unit for any.
-
-        A CPU, which computes them in float32, has OCP's.
-        """
+        """The form of the 8-bit floats that weights get here; None for a GPU that has no matrix unit for any. OCP's on
+        a CPU, which computes with those of any form."""
         if self.kind == "cpu":
             return "e4m3fn"
         return None if self.facts is None else self.facts.fp8
 
-    def fp8_why_not(self, form: str) -> str | None:
-        """Why products of 8-bit floats of this form cannot run here; None where they can."""
-        if self.fp8 is None:
-            return f"{self.arch} has no matrix unit for 8-bit floats"
-        if self.fp8 == form:
+    def why_not_fp8(self, form: str) -> str | None:
+        """Why products of 8-bit floats of a form cannot run here, by the table of archs; None where they can, as those
+        of any form do on a CPU."""
+        if self.kind == "cpu":
             return None
-        name = "a CPU" if self.kind == "cpu" else self.arch
-        return (
-            f"{name} takes {self.fp8}, and this is {form}, whose bits are other numbers (0x80 is -0 in e4m3fn and NaN "
-            f"in e4m3fnuz): quantise the float weights for {name}"
-        )
+        return f"of {self.arch} no 8-bit floats are known" if self.facts is None else self.facts.why_not_fp8(form)
 
 
 # One card for each arch of which one is known.

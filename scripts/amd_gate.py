@@ -33,6 +33,7 @@ KERNELS = (
     "gemv_int4_64",
     "gemv_fp8",
     "gemv_w8a8",
+    "gemv_w8a8_fp8",
     "gemv_compact",
     "int4_gemm",
     "decode_attention",
@@ -53,6 +54,15 @@ MEANT_INTEGER = {
     "gfx90a": r"v_mfma_i32_16x16x16i8",
     "gfx942": r"v_mfma_i32_16x16x32_i8",
     "gfx950": r"v_mfma_i32_16x16x32_i8",
+}
+# 8-bit floats multiply as they are where they have the arch's form (fnuz: 1), and else as fp16.
+MEANT_FP8 = {
+    ("gfx90a", "0"): r"v_mfma_f32_16x16x16f16",
+    ("gfx90a", "1"): r"v_mfma_f32_16x16x16f16",
+    ("gfx942", "0"): r"v_mfma_f32_16x16x16_f16",
+    ("gfx942", "1"): r"v_mfma_f32_16x16x32_fp8_fp8",
+    ("gfx950", "0"): r"v_mfma_f32_16x16x32_fp8_fp8",
+    ("gfx950", "1"): r"v_mfma_f32_16x16x16_f16",
 }
 CEILINGS = {"vgprs": "at most", "sgpr_spills": "at most", "lds": "at most", "waves": "at least"}
 
@@ -142,6 +152,8 @@ def faults(arch: str, taken: Resources, code: str) -> list[str]:
         meant = meant.replace("v_fma_mix_f32", "v_mfma_f32_16x16x16f16")
     if re.search(r"Int[48]I|W8A8", taken.kernel):
         meant = MEANT_INTEGER[arch]
+    if fp8 := re.search(r"W8A8Fp8ILb(\d)", taken.kernel):
+        meant = MEANT_FP8[arch, fp8[1]]
     wide = r"global_load_dwordx2" if "Int8ILi2" in taken.kernel else r"global_load_dwordx4"
     if not any(re.search(meant, loop) and re.search(wide, loop) for loop in streaming_loops(code)):
         bad.append(f"no loop with both {meant} and {wide}")

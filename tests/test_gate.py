@@ -61,8 +61,11 @@ def test_worse_fails(gate: ModuleType, key: str, value: int) -> None:
         (GOOD, LOOP.replace("v_mfma_f32_16x16x16_bf16", "v_fma_f32"), "no loop with both"),
         (GOOD, LOOP.replace(".LBB0_1\n", ".LBB0_2\n"), "no loop with both"),
         (replace(GOOD, kernel="_Z1kI4Int8ILi0EE4Bf16Ev"), LOOP, "no loop with both v_mfma_i32_16x16x32_i8"),
+        (replace(GOOD, kernel="_Z1kI4W8A84Bf16Ev"), LOOP, "no loop with both v_mfma_i32_16x16x32_i8"),
+        (replace(GOOD, kernel="_Z1kI7W8A8Fp8ILb1EE4Bf16Ev"), LOOP, "no loop with both v_mfma_f32_16x16x32_fp8_fp8"),
+        (replace(GOOD, kernel="_Z1kI7W8A8Fp8ILb0EE4Bf16Ev"), LOOP, "no loop with both v_mfma_f32_16x16x16_f16"),
     ],
-    ids=["spills", "narrow", "no-matrix", "no-loop", "bf16-for-int8"],
+    ids=["spills", "narrow", "no-matrix", "no-loop", "bf16-for-int8", "bf16-for-w8a8", "bf16-for-fp8", "other-fp8"],
 )
 def test_faults(gate: ModuleType, taken: Resources, code: str, words: str) -> None:
     assert gate.faults("gfx942", GOOD, LOOP) == []

@@ -71,7 +71,7 @@ class W8A8Fp8(Fp8WeightOnly):
         assert site.n is not None
         assert site.k is not None
         if device.fp8 is None:
-            return Reason(f"{device.fp8_why_not('')}; int8 activations (w8a8, recipe smoothquant) run there")
+            return Reason(f"{device.why_not_fp8('')}; int8 activations (w8a8, recipe smoothquant) run there")
         form = FP8[device.fp8 == fp8_name(FP8[1])]
         spec = w8a8_linear.of_shape(site.n, site.k, getattr(torch, site.dtype), form=form)
         reason = dispatch.why_not(spec.op, HIP, spec, device)

@@ -19,8 +19,9 @@ from accelpatch.bench.timing import Timing, measure_replays
 from accelpatch.kernels.hip.binding import SENTINEL
 from benchmarks import gemv_peers
 from benchmarks.layer_shapes import HEADS, HIDDEN, LAYER, MIDDLE, rotation
+from tests.support import w8a8_fp8_checks
 from tests.support.gemv_reference import wrong
-from tests.support.hip_gemv import W8A8, Library, Packed, library_in, pack
+from tests.support.hip_gemv import W8A8, W8A8_FP8, Library, Packed, library_in, pack
 from tests.support.w8a8_checks import reference
 from tests.support.w8a8_checks import wrong as wrong_integers
 
@@ -129,12 +130,21 @@ class Own:
     bytes: int
 
 
+def reason_of(name: str, y: Tensor, p: Packed, x: Tensor) -> str:
+    """Why y is not the product; empty where it is."""
+    if name == W8A8:
+        return wrong_integers(y, reference(p, x, {}), True)
+    if name == W8A8_FP8:
+        return w8a8_fp8_checks.wrong(y, w8a8_fp8_checks.reference(p, x, {}))
+    return wrong(y, p.dense, x, {})
+
+
 def shape_time(lib: Library, name: str, n: int, k: int, m: int, **tuning: int) -> Own:
-    """Checked by the float rule, or for its integers, then timed with weights in rotation."""
+    """Checked by the float rule, or for its integers or 8-bit floats, then timed with weights in rotation."""
     x, y = (torch.randn(m, columns, device="cuda", dtype=torch.bfloat16) for columns in (k, n))
     first = pack(torch.randn(n, k, device="cuda") / k**0.5, name, dtype=torch.bfloat16)
     lib.call(first, x, y, **tuning)
-    if reason := wrong_integers(y, reference(first, x, {}), True) if name == W8A8 else wrong(y, first.dense, x, {}):
+    if reason := reason_of(name, y, first, x):
         raise SystemExit(f"{name} {n} x {k} M={m}: {reason}")
     first.dense = None
     count = rotation(n, k, first.bytes * 8 / (n * k))

@@ -75,7 +75,7 @@ def test_planned_for_a_cpu() -> None:
 def test_an_arch_without_a_unit_says_so_and_what_runs_there(arch: str) -> None:
     answer = REPLACER.propose(site(linear()), {}, KNOWN[arch])
     assert isinstance(answer, Reason)
-    assert answer.text.startswith(f"{arch} has no matrix unit for 8-bit floats; int8 activations (w8a8, ")
+    assert answer.text.startswith(f"its matrix unit has no 8-bit floats ({arch}); int8 activations (w8a8, ")
     plan = str(accelpatch.plan_from_config("llama2-7b", "fp8", arch=arch))
     assert plan.count("recipe smoothquant) run there") == 7
 

@@ -13,11 +13,13 @@ from torch import Tensor
 
 from accelpatch.device import probe
 from accelpatch.kernels.build import libraries
-from accelpatch.kernels.build.gpu_libraries import DTYPES, library_of
+from accelpatch.kernels.build.gpu_libraries import DTYPES, FP8, library_of
 from accelpatch.kernels.hip import binding
 from accelpatch.kernels.layouts import compact_tiles, tiling
 from accelpatch.kernels.layouts.compact_tiles import CompactTiles
 from accelpatch.quant import fp8, int4, int8
+
+FP8_FORMS = tuple(FP8)
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,9 @@ class Format:
         """The one of the function's libraries."""
         if self.library == "gemv_int8":
             return {0: "rows", 32: "g32"}.get(self.argument or 0, "g64")
-        return {"gemv_fp8": "e4m3fn"}.get(self.library, self.offset if self.library.startswith("gemv_int4") else "")
+        if self.library in ("gemv_fp8", "gemv_w8a8_fp8"):
+            return FP8_FORMS[self.argument or 0]
+        return self.offset if self.library.startswith("gemv_int4") else ""
 
 
 FORMATS = {
@@ -56,8 +60,9 @@ FORMATS = {
     "fp8": Format("gemv_fp8", 0, step=64),
     "compact": Format("gemv_compact", step=64),
 }
-W8A8 = "w8a8"  # quantises its input too, so that the float rule is not for it: see w8a8_checks.py
-TIMED = {**FORMATS, W8A8: Format("gemv_w8a8", step=64)}
+# They quantise their input too, so that the float rule is not for them: see w8a8_checks.py and w8a8_fp8_checks.py.
+W8A8, W8A8_FP8 = "w8a8", "w8a8_fp8"
+TIMED = {**FORMATS, W8A8: Format("gemv_w8a8", step=64), W8A8_FP8: Format("gemv_w8a8_fp8", 0, step=64)}
 
 
 @dataclass
@@ -133,8 +138,8 @@ def pack(w: Tensor, name: str, *, dtype: torch.dtype, interleaved: bool = False,
         )
         fours, meaning = tiles.outliers.shape[2] // compact_tiles.FOUR, held.double() if dense else None
         return Packed(form, n, k, tiles.w, tiles.scale, tiles.outliers, meaning, fours, interleaved)
-    if name in ("int8", "fp8", W8A8):
-        quant = fp8 if name == "fp8" else int8
+    if name in ("int8", "fp8", W8A8, W8A8_FP8):
+        quant = fp8 if name in ("fp8", W8A8_FP8) else int8
         rows = quant.quantize(w)
         return Packed(form, n, k, rows.q, rows.scale, dense=quant.dequantize(rows, torch.float64) if dense else None)
     codes, table, offset = _affine(w, form, dtype)
@@ -214,6 +219,19 @@ class Library:
         extra = [] if p.format.argument is None else [p.format.argument]
         stream = torch.cuda.current_stream().cuda_stream
         binding.check(self.entries[held](ctypes.byref(args), half, *extra, stream), name)
+
+
+class Launched(Library):
+    """The libraries of this GPU from the user's cache."""
+
+    def __init__(self) -> None:
+        super().__init__(Path())
+
+    def _launch(self, p: Packed, args: binding.GemvArgs, half: int) -> None:
+        entry = binding._entry(p.format.library, binding.DTYPES[half], p.format.variant, torch.device("cuda", 0))
+        extra = [] if p.format.argument is None else [p.format.argument]
+        status = entry(ctypes.byref(args), half, *extra, torch.cuda.current_stream().cuda_stream)
+        binding.check(status, p.format.library)
 
 
 class Emulated(Library):

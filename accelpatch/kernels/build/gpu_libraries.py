@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 DTYPES = ("bf16", "fp16")  # of activations, numbered as in the C interface
 OFFSETS = {"none": 0, "zero_point": 1, "minimum": 2}  # numbered as in gemv.h
+FP8 = {"e4m3fn": 0, "e4m3fnuz": 1}  # whether fnuz
 WIDTHS = (64, 128, 256)  # columns of a head
 
 
@@ -36,8 +37,9 @@ FUNCTIONS: Mapping[str, Function] = {
     "gemv_int4_32": Function(("gemv_int4_32.hip",), OFFSETS),
     "gemv_int4_64": Function(("gemv_int4_64.hip",), OFFSETS),
     "int4_gemm": Function(("int4_gemm.hip",)),
-    "gemv_fp8": Function(("gemv_fp8.hip",), {"e4m3fn": 0, "e4m3fnuz": 1}),
+    "gemv_fp8": Function(("gemv_fp8.hip",), FP8),
     "gemv_w8a8": Function(("gemv_w8a8.hip",)),
+    "gemv_w8a8_fp8": Function(("gemv_w8a8_fp8.hip",), FP8),
     "gemv_compact": Function(("gemv_compact.hip",), dtypes=()),
     "read_limit": Function(("read_limit.hip",), dtypes=()),
 }

@@ -34,6 +34,27 @@ DEVICE float half_to_float(uint32_t bits) {
 }
 DEVICE uint32_t float_to_half(float value) { return __builtin_bit_cast(uint16_t, static_cast<_Float16>(value)); }
 DEVICE uint32_t floats_to_half(float low, float high) { return float_to_half(low) | float_to_half(high) << 16; }
+// Whether the hardware has 8-bit floats of this form, e4m3.h.
+#if defined(__gfx942__)
+template <bool FNUZ> constexpr bool E4M3_HERE = FNUZ;
+constexpr float E4M3_LARGEST = 240.f;
+#elif defined(__gfx950__)
+template <bool FNUZ> constexpr bool E4M3_HERE = !FNUZ;
+constexpr float E4M3_LARGEST = 448.f;
+#else
+template <bool> constexpr bool E4M3_HERE = false;
+constexpr float E4M3_LARGEST = 0.f;
+#endif
+DEVICE void e4m3_to_halves(uint32_t, uint32_t&, uint32_t&) {}         // never called: the matrix unit takes bytes
+DEVICE uint32_t floats_to_e4m3(float a, float b, float c, float d) {  // saturated, which the instruction is not
+#if defined(__gfx942__) || defined(__gfx950__)
+    const auto within = [](float v) { return fminf(fmaxf(v, -E4M3_LARGEST), E4M3_LARGEST); };
+    const int low = __builtin_amdgcn_cvt_pk_fp8_f32(within(a), within(b), 0, false);
+    return uint32_t(__builtin_amdgcn_cvt_pk_fp8_f32(within(c), within(d), low, true));
+#else
+    return 0;  // never called
+#endif
+}
 // Attention has one kernel here: none has to agree with another, so the product may be part of a fused one.
 DEVICE float rounded_multiply(float a, float b) { return a * b; }
 DEVICE float fast_exp2(float v) { return __builtin_amdgcn_exp2f(v); }
@@ -153,6 +174,15 @@ DEVICE void multiply_bytes(int* sum, uint32_t a0, uint32_t a1, uint32_t b0, uint
     c = __builtin_amdgcn_mfma_i32_16x16x32_i8(long(a0 | uint64_t(a1) << 32), long(b0 | uint64_t(b1) << 32), c, 0, 0, 0);
 #endif
     for (int i = 0; i < 4; ++i) sum[i] = c[i];
+}
+// The same of 8-bit floats of the hardware's form.
+DEVICE void multiply_e4m3(float* sum, uint32_t a0, uint32_t a1, uint32_t b0, uint32_t b1) {
+#if defined(__gfx942__) || defined(__gfx950__)
+    Float4 c = {sum[0], sum[1], sum[2], sum[3]};
+    c = __builtin_amdgcn_mfma_f32_16x16x32_fp8_fp8(
+        long(a0 | uint64_t(a1) << 32), long(b0 | uint64_t(b1) << 32), c, 0, 0, 0);
+    for (int i = 0; i < 4; ++i) sum[i] = c[i];
+#endif
 }
 #include "amd_mma.h"
 #include "amd_attention.h"

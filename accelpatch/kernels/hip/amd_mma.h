@@ -104,8 +104,18 @@ template <bool> struct IntegerMma : Cells<false> {
     DEVICE float value(int i) const { return float(high[i] * 256 + low[i]); }
 };
 
-struct ByteMma : Cells<false> {
-    int sum[4], other[4];
+// 8-bit floats E, where the matrix unit has none of their form: none of them is a subnormal of fp16.
+template <class E> DEVICE void multiply_as_halves(float* sum, uint32_t a0, uint32_t a1, uint32_t b0, uint32_t b1) {
+    const uint32_t a[2] = {a0, a1}, b[2] = {b0, b1};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        uint32_t w[2], x[2];
+        E::halves(a[i], w[0], w[1]), E::halves(b[i], x[0], x[1]);
+        multiply_halves<typename E::Half>(sum, w[0], w[1], x[0], x[1]);
+    }
+}
+template <class F> struct ByteMma : Cells<false> {
+    typename F::Sum sum[4], other[4];
     DEVICE void zero() {
         for (int i = 0; i < 4; ++i) sum[i] = other[i] = 0;
     }
@@ -115,9 +125,14 @@ struct ByteMma : Cells<false> {
     static DEVICE int place(int tokens, int token_stride) {
         return min(lane_id() & 7, tokens - 1) * token_stride + fragment_quarter() * 16;
     }
+    static DEVICE void multiply(typename F::Sum* sums, uint32_t a0, uint32_t a1, uint32_t b0, uint32_t b1) {
+        if constexpr (std::is_integral_v<typename F::Sum>) multiply_bytes(sums, a0, a1, b0, b1);
+        else if constexpr (E4M3_HERE<F::Float::FNUZ>) multiply_e4m3(sums, a0, a1, b0, b1);
+        else multiply_as_halves<typename F::Float>(sums, a0, a1, b0, b1);
+    }
     DEVICE void add(const Words4 (&w)[ROWS_PER_LANE], const Words4& x) {
-        multiply_bytes(sum, w[0].x, w[0].y, x.x, x.y);
-        multiply_bytes(other, w[0].z, w[0].w, x.z, x.w);
+        multiply(sum, w[0].x, w[0].y, x.x, x.y);
+        multiply(other, w[0].z, w[0].w, x.z, x.w);
     }
 };
 

@@ -45,6 +45,7 @@ _FLAGS = (
 
 # entries without a format argument
 _FORMLESS = ("accelpatch_gemv", "accelpatch_gemv_w8a8", "accelpatch_gemv_compact", "accelpatch_unpack_compact")
+OWN_FP8 = ("gemv_w8a8_fp8",)  # functions whose variants are forms of 8-bit floats, of which an arch has one or none
 NORM = {"none": 0, "rms": 1, "rms_plus_one": 2, "layer": 3}
 ACTIVATION = {"none": 0, "silu_gate": 1, "relu": 2, "gelu": 3, "gelu_tanh": 4, "silu": 5}
 OFFSET = {"none": 0, "zero_point": 1, "minimum": 2}
@@ -124,13 +125,14 @@ def signal_arguments(signal: Signal | None, role: str) -> dict[str, int]:
 
 
 def why_not(spec: Spec, device: Device, function: str, variant: str = "") -> str | None:
-    """Why a call of a function cannot run: no library of it, activations not of 16 bits, or too large a size."""
-    if function not in FUNCTIONS:
-        return f"the device library has no function {function}"
+    """Why a call of a function cannot run: no library of it, activations not of 16 bits, 8-bit floats that are not the
+    arch's own, or too large a size."""
     if spec.dtype not in DTYPES:
         unfit = f"its activations are bfloat16 or float16, not {spec.dtype}"
         return libraries.why_not(library_name(function, DTYPES[0], variant), device) or unfit
     if reason := libraries.why_not(library_name(function, spec.dtype, variant), device):
+        return reason
+    if function in OWN_FP8 and device.facts and (reason := device.facts.why_not_fp8(variant)):
         return reason
     n, k = spec.sizes["N"], spec.sizes["K"]
     return None if n < 1 << 31 and k < 1 << 27 else f"N = {n} is 2^31 or more, or K = {k} 2^27 or more"
@@ -228,10 +230,15 @@ def _made(x: Tensor, n: int, producer: Signal | None) -> Tensor:
 
 def _start(weight: WeightArguments, args: GemvArgs, x: Tensor) -> None:
     name = f"accelpatch_{weight.function}"
-    form = () if weight.form is None else (weight.form,)
+    form = () if name in _FORMLESS else (_form(weight),)
     with on(x):
         entry = _entry(weight.function, x.dtype, weight.variant, x.device)
         check(entry(ctypes.byref(args), DTYPES.index(x.dtype), *form, stream_of(x)), name)
+
+
+def _form(weight: WeightArguments) -> int:
+    """The format argument: the weight's own, or the number of its variant."""
+    return FUNCTIONS[weight.function].variants[weight.variant] if weight.form is None else weight.form
 
 
 def stream_of(x: Tensor) -> int:

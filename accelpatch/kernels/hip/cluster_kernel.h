@@ -16,8 +16,8 @@
 #include "gemv_kernel.h"
 
 constexpr int DSMEM_SLOT_BYTES = WARP_SIZE * 16;
-// One a warp, one for norms, one for the magnitudes of int8 activations.
-template <class F> constexpr int MBARRIERS = WARPS + 1 + INT8_ACTIVATIONS<F>;
+// One a warp, one for norms, one for the magnitudes of quantised tokens.
+template <class F> constexpr int MBARRIERS = WARPS + 1 + QUANTIZES_ROWS<F>;
 
 // A sum, float or integer, as the bits of a float and back.
 DEVICE float as_bits(float sum) { return sum; }
@@ -162,7 +162,7 @@ template <class F, class T, class STAGER> struct TileAdder {
                 for (int i = 0; i < 4; ++i) sum[i] += of_bits<Value>(begin + j == here.wk ? own[i] : v[j][i]);
         }
         if constexpr (STAGER::BOUNDED) mend<F>(a, plan, stager, tile, sum, reinterpret_cast<float*>(mine));
-        if constexpr (INT8_ACTIVATIONS<F>) output.store(tile, sum, stager.scales());
+        if constexpr (QUANTIZES_ROWS<F>) output.store(tile, sum, stager.scales());
         else output.store(tile, sum, nullptr);
         pending = -1, urgent = false;
         if (tile >= plan.signalled || tile + here.WK * here.round_tiles < plan.signalled)

@@ -44,12 +44,12 @@ template <class F, class T> struct ClusterOutput {
                               (pairs.there(h, 1) ? load_activation2(from + 8 * h + 1) << 16 : 0u);
         }
     }
-    // token_scales: of int8 activations.
+    // token_scales: of quantised tokens.
     template <class V> DEVICE void store(int tile, const V* sum, const float* token_scales) const {
         float v[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            if constexpr (INT8_ACTIVATIONS<F>)
+            if constexpr (QUANTIZES_ROWS<F>)
                 v[i] = fmaf(token_scales[Cells<false>::token(i)] * scale[i / 2], float(sum[i]), T::up(bias[i / 2]));
             else v[i] = sum[i] * scale[i / 2] + T::up(bias[i / 2]);
         }

@@ -7,14 +7,14 @@
 #include "mma.h"
 
 template <class F> struct Part {
-    static constexpr int PIECE_VALUES = F::INTEGER ? 16 : 8, STAGE_PIECES = PAIR<F> * F::KSTEP / PIECE_VALUES;
+    static constexpr int PIECE_VALUES = F::QUANTIZES ? 16 : 8, STAGE_PIECES = PAIR<F> * F::KSTEP / PIECE_VALUES;
     static constexpr bool CLUSTERED = true;
     static constexpr int LAP = THREADS / CLUSTER;  // pieces that a block stages of 256 neighbouring ones
     // From one of a thread's tokens to the next; of a token the largest magnitudes of 32 threads' pieces.
     static constexpr int TOKENS = CLUSTER, MAXIMA = CLUSTER * LAP / 32;
     int run, rank;    // neighbouring pieces
     int mine, token;  // a thread's first
-    Mbarrier* box;    // for sums of squares, and of int8 activations for magnitudes
+    Mbarrier* box;    // for sums of squares, and of quantised tokens for magnitudes
     DEVICE Part(const GemvPlan& plan, int rank, Mbarrier* box)
         : run((STAGE_PIECES << plan.warps_shift) / CLUSTER),
           rank(rank),
@@ -38,7 +38,7 @@ template <class F> struct Part {
     }
     // Waits for the partials of all.
     DEVICE void collect(int tokens) const { receive(*box, threadIdx.x == 0, tokens * (THREADS / 8) * 4, 0); }
-    // As WholeRows' of int8_stage.h.
+    // As WholeRows' of quantized_stage.h.
     DEVICE int slots(const GemvPlan& plan) const { return plan.part_steps * (F::KSTEP / PIECE_VALUES); }
     DEVICE void leave_most(uint32_t* maxima, int of_token, uint32_t most) const {
         if (lane_id() < CLUSTER)
@@ -257,13 +257,6 @@ private:
     }
 };
 
-template <class F, class T, bool INTEGER = F::INTEGER> struct ClusterStagerOf {
-    using Type = ClusterLimbs<F, T>;
-};
-template <class F, class T> struct ClusterStagerOf<F, T, false> {
-    using Type = ClusterFloats<F, T>;
-};
-template <class T> struct ClusterStagerOf<W8A8, T, true> {
-    using Type = Int8Stager<W8A8, T, Part<W8A8>, true>;
-};
-template <class F, class T> using ClusterStager = typename ClusterStagerOf<F, T>::Type;
+template <class F, class T>
+using ClusterStager = std::conditional_t<QUANTIZES_ROWS<F>, QuantizedStager<F, T, Part<F>, true>,
+    std::conditional_t<F::QUANTIZES, ClusterLimbs<F, T>, ClusterFloats<F, T>>>;

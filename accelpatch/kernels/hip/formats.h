@@ -2,40 +2,32 @@
 //
 // A step is KSTEP values of K: PARTS products of 32. Float formats multiply 16-bit floats; activations lie in shared
 // memory in chunks of 8 (stage.h), and chunk(p, quarter) says which chunk of a step the words of part p belong to.
-// Integer formats multiply signed bytes by 16-bit integers; activations lie in slots of 16 (limbs.h). W8A8 multiplies
-// signed bytes by signed bytes.
+// Others quantise activations on their way, which lie in slots of 16 then: integer formats multiply signed bytes by
+// 16-bit integers (limbs.h), and W8A8 bytes by bytes (quantized_stage.h).
 #pragma once
+#include <type_traits>
+
+#include "e4m3.h"
 #include "gemv.h"
 #include "portability.h"
 
 // fp16 or bf16 weights, row-major.
 struct Plain {
-    static constexpr bool INTEGER = false, TILED = false, SPLIT = false;
+    static constexpr bool QUANTIZES = false, TILED = false, SPLIT = false;
     static constexpr int KSTEP = 32, PARTS = 1, GROUPS = 0, OFFSET = OFFSET_NONE, STEP_BYTES = 64, VALUE_BITS = 16,
                          TOKEN_PAD = 64;
     static DEVICE int chunk(int p, int quarter) { return 4 * p + quarter; }
     template <class T> static DEVICE Words4 expand(const Words4& raw, int) { return raw; }
 };
 
-// fp8 e4m3 weights, row-major, one scale a row. The bits moved into fp16 are the value times 2^-8 (fnuz: 2^-7),
-// subnormals included. NaN (0x7f, and 0x80 of the fnuz form) is put in by a mask.
+// fp8 e4m3 weights, row-major, one scale a row.
 template <bool FNUZ> struct Fp8 {
-    static constexpr bool INTEGER = false, TILED = false, SPLIT = false;
+    static constexpr bool QUANTIZES = false, TILED = false, SPLIT = false;
     static constexpr int KSTEP = 64, PARTS = 2, GROUPS = 0, OFFSET = OFFSET_NONE, STEP_BYTES = 64, VALUE_BITS = 8,
                          TOKEN_PAD = 16;
     static DEVICE int chunk(int p, int quarter) { return 2 * quarter + p; }
     template <class T, uint32_t BYTES> static DEVICE uint32_t pair(uint32_t w) {
-        const uint32_t v = permute<BYTES>(w, 0u) << 8;
-        const uint32_t magnitude = v & 0x7f007f00u, sign = v & 0x80008000u;
-        uint32_t nan;
-        if constexpr (FNUZ) {                              // 0x80: sign set, magnitude zero
-            const uint32_t any = magnitude + 0x7f007f00u;  // bit 15 of a half: magnitude not zero
-            nan = (sign & ~any) >> 15;
-        } else {  // 0x7f: every magnitude bit set
-            nan = ((magnitude + 0x01000100u) & 0x80008000u) >> 15;
-        }
-        const uint32_t half =
-            pair_fma(sign | magnitude >> 1 | nan * 0x7fc0u, FNUZ ? 0x58005800u : 0x5c005c00u, 0x80008000u);
+        const uint32_t half = E4m3<FNUZ>::template pair<BYTES>(w);
         return T::BF16 ? Bf16::down_pair(F16::up(half & 0xffffu), F16::up_high(half)) : half;
     }
     template <class T> static DEVICE Words4 expand(const Words4& raw, int p) {
@@ -53,7 +45,7 @@ template <bool FNUZ> struct Fp8 {
 // t) at 1024 + (4 r + t) * 16 are exponents, two words a row: word p holds those of values 16 t + 8 p + 0 to 7, a
 // pair's where shifts by 0, 4, -4 and a rotation by 8 bring them into place.
 struct Compact {
-    static constexpr bool INTEGER = false, TILED = true, SPLIT = false;
+    static constexpr bool QUANTIZES = false, TILED = true, SPLIT = false;
     static constexpr int KSTEP = 64, PARTS = 2, GROUPS = 0, OFFSET = OFFSET_NONE, STEP_BYTES = 1536, VALUE_BITS = 12,
                          TOKEN_PAD = 16;
     static constexpr uint32_t LEAST = 0x3800;  // the smallest code, as bf16
@@ -80,7 +72,7 @@ template <class F> constexpr bool COMPACT = F::VALUE_BITS == 12;
 // int8 weights, row-major. GROUPS_ = 0: one scale a row; 1: groups of 64 or a multiple; 2: groups of 32, for which a
 // lane takes its bytes as two runs of 8 so that no product mixes two groups.
 template <int GROUPS_> struct Int8 {
-    static constexpr bool INTEGER = true, TILED = false, SPLIT = GROUPS_ == 2, INTERLEAVED = SPLIT;
+    static constexpr bool QUANTIZES = true, TILED = false, SPLIT = GROUPS_ == 2, INTERLEAVED = SPLIT;
     static constexpr int KSTEP = 64, PARTS = 2, GROUPS = GROUPS_, OFFSET = OFFSET_NONE, STEP_BYTES = 64, VALUE_BITS = 8;
     static constexpr float CODE_STEP = 1.f;                 // what a code's step is worth in the products
     static constexpr DEVICE int order(int e) { return e; }  // of a chunk's values in the lanes' bytes
@@ -90,19 +82,42 @@ template <int GROUPS_> struct Int8 {
     }
 };
 
-// int8 weights, row-major, one scale a row, for activations that are int8 too (int8_stage.h).
-struct W8A8 : Int8<0> {
-    static constexpr int TOKEN_PAD = 64;
+// Weights of a byte, row-major, one scale a row, for activations that are such bytes too, with a scale a token.
+struct ByteRows {
+    static constexpr bool QUANTIZES = true, TILED = false, SPLIT = false;
+    static constexpr int KSTEP = 64, GROUPS = 0, OFFSET = OFFSET_NONE, STEP_BYTES = 64, VALUE_BITS = 8, TOKEN_PAD = 64;
 };
-template <class F> constexpr bool INT8_ACTIVATIONS = false;
-template <> constexpr bool INT8_ACTIVATIONS<W8A8> = true;
+template <class F> constexpr bool QUANTIZES_ROWS = std::is_base_of_v<ByteRows, F>;
+
+// int8. LARGEST: what a token's largest magnitude becomes; Sum: of products, over all of K.
+struct W8A8 : ByteRows {
+    using Sum = int;
+    static constexpr float LARGEST = 127.f;
+    // Four values.
+    static DEVICE uint32_t quantized(const float* v, float times) {
+        constexpr float ROUND = 12582912.f;  // 1.5 * 2^23: the low byte of a float of up to 2^22 plus this is its own
+        uint32_t q[4];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) q[e] = float_to_bits(fminf(fmaxf(v[e] * times, -LARGEST), LARGEST) + ROUND);
+        return permute<0x5410>(permute<0x0040>(q[0], q[1]), permute<0x0040>(q[2], q[3]));
+    }
+};
+// fp8 e4m3.
+template <bool FNUZ> struct W8A8Fp8 : ByteRows {
+    using Sum = float;
+    using Float = E4m3<FNUZ>;
+    static constexpr float LARGEST = Float::LARGEST;
+    static DEVICE uint32_t quantized(const float* v, float times) {
+        return Float::rounded({v[0] * times, v[1] * times, v[2] * times, v[3] * times});
+    }
+};
 
 // int4 weights in tiles of 16 rows by 128 values: 16 bytes for (row r, quarter t) at (4 r + t) * 16; word p holds
 // values 32 p + 8 t + e, value e = 2 i in nibble i, e = 2 i + 1 in nibble i + 4. Scales: [tile][step][r % 8][GROUPS][r
 // / 8]. A code u lies there as u - 8 in two's complement, and is multiplied as the byte 16 (u - 8). What a zero point
 // or a minimum adds to that, s (8 - z) or m + 8 s, is multiplied by the sum of a group's activations.
 template <int GROUPS_, int KIND> struct Int4 {
-    static constexpr bool INTEGER = true, TILED = true, SPLIT = false, INTERLEAVED = true;
+    static constexpr bool QUANTIZES = true, TILED = true, SPLIT = false, INTERLEAVED = true;
     static constexpr int KSTEP = 128, PARTS = 4, GROUPS = GROUPS_, OFFSET = KIND, STEP_BYTES = 1024, VALUE_BITS = 4;
     static constexpr float CODE_STEP = 1.f / 16;
     static constexpr DEVICE int order(int e) { return e / 2 + e % 2 * 4; }

@@ -55,7 +55,7 @@ struct GemvPlan {
     int64_t weight_hop, scale_hop;  // in bytes
     int32_t partial_buffers;
     int32_t token_stride;  // bytes
-    // block_exponents_at: of int8 activations, their scales, see int8_stage.h
+    // block_exponents_at: of quantised tokens, their scales, see quantized_stage.h
     int32_t block_exponents_at, sums_at, moments_at, partial_at, parked_at, mbarriers_at, stages_at, bytes;  // bytes
     int32_t w_aligned, x_aligned;
     int32_t y_pairs;  // columns of y, and of a residual, come in aligned pairs

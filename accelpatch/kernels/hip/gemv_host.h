@@ -49,10 +49,10 @@ template <class F, class T> int64_t lay_out(GemvPlan& p, const GemvArgs& a, Form
                   values = round_up(steps * F::KSTEP, 128);
     const int64_t warps = 1 << p.warps_shift;
     SharedLayout layout;
-    int64_t pad = 16, exponents = F::INTEGER ? values / 128 * 32 : 0;
-    if constexpr (!F::INTEGER || INT8_ACTIVATIONS<F>) pad = F::TOKEN_PAD;
-    if constexpr (INT8_ACTIVATIONS<F>) exponents = INT8_SCALE_BYTES;
-    p.token_stride = int32_t(values * (INT8_ACTIVATIONS<F> ? 1 : 2) + pad);
+    int64_t pad = 16, exponents = F::QUANTIZES ? values / 128 * 32 : 0;
+    if constexpr (!F::QUANTIZES || QUANTIZES_ROWS<F>) pad = F::TOKEN_PAD;
+    if constexpr (QUANTIZES_ROWS<F>) exponents = ROW_SCALE_BYTES;
+    p.token_stride = int32_t(values * (QUANTIZES_ROWS<F> ? 1 : 2) + pad);
     layout.reserve(p.token_stride * a.m);
     p.block_exponents_at = layout.reserve(exponents);
     p.sums_at = layout.reserve(F::OFFSET != OFFSET_NONE ? steps * F::GROUPS * 32 : 0);
@@ -149,7 +149,7 @@ template <class F, class T> int launch_as_clusters(const GemvArgs& a, const Devi
     const auto kernel = depth == CLUSTER_DEEP<F> ? gemv_cluster_kernel<F, T, CLUSTER_DEEP<F>>
                                                  : gemv_cluster_kernel<F, T, CLUSTER_DEPTH>;
     if (a.producer) plan.signalled = int32_t(a.producer_columns / tile_columns(a));
-    if (a.consumer && !a.norm && a.m > 1 && !INT8_ACTIVATIONS<F>)
+    if (a.consumer && !a.norm && a.m > 1 && !QUANTIZES_ROWS<F>)
         plan.signalled_k_tiles = int32_t(a.consumer_columns / (int64_t(plan.k_tile_steps) * CLUSTER * F::KSTEP));
     const int error = launch_clusters(
         kernel, CLUSTER, clusters * CLUSTER, THREADS, plan.bytes, stream, limits, a.dependent >= 0, a, plan);
@@ -158,12 +158,12 @@ template <class F, class T> int launch_as_clusters(const GemvArgs& a, const Devi
 
 template <class F, class T> int launch(const GemvArgs& a, GpuStream stream) {
     const DeviceLimits limits = device_limits();
-    const bool narrow = F::INTEGER && a.m <= NARROW_TOKENS;
+    const bool narrow = F::QUANTIZES && a.m <= NARROW_TOKENS;
     const int blocks = a.blocks > 0 ? a.blocks : limits.sms * BLOCKS_LAUNCHED;
     GemvPlan plan = {};
     const int depth = make_plan<F, T>(plan, a, limits, blocks, narrow ? Form::NARROW : Form::WIDE);
     if constexpr (CLUSTER > 1 && !COMPACT<F>) {
-        const bool many = a.m > (F::INTEGER ? NARROW_TOKENS : WIDE_TOKENS);
+        const bool many = a.m > (F::QUANTIZES ? NARROW_TOKENS : WIDE_TOKENS);
         if (limits.clusters && common(a, plan) && (many || !depth || plan.bytes > half_of(limits))) {
             const int status = launch_as_clusters<F, T>(a, limits, stream);
             if (status != STATUS_MEMORY || many) return status;
@@ -171,11 +171,11 @@ template <class F, class T> int launch(const GemvArgs& a, GpuStream stream) {
     }
     if (!depth) return STATUS_MEMORY;
     if (a.producer) plan.signalled = int32_t(a.producer_columns / tile_columns(a));
-    // The scale of int8 activations is known when all of K is.
-    if (a.consumer && !a.norm && plan.staged_k_tiles == plan.k_tiles && !INT8_ACTIVATIONS<F>)
+    // The scale of a quantised token is known when all of K is.
+    if (a.consumer && !a.norm && plan.staged_k_tiles == plan.k_tiles && !QUANTIZES_ROWS<F>)
         plan.signalled_k_tiles = int32_t(a.consumer_columns / K_TILE_VALUES);
     auto kernel = kernel_of<F, T, false>(depth);
-    if constexpr (F::INTEGER && NARROW_TOKENS > 0) {
+    if constexpr (F::QUANTIZES && NARROW_TOKENS > 0) {
         if (narrow) kernel = kernel_of<F, T, true>(depth);
     }
     const int error = launch_kernel(kernel, blocks, THREADS, plan.bytes, stream, limits, a.dependent >= 0, a, plan);

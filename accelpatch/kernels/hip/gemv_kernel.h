@@ -1,4 +1,4 @@
-// The one kernel behind gemv, gemv_int8, gemv_int4, gemv_fp8 and gemv_w8a8.
+// The one kernel behind gemv, gemv_int8, gemv_int4, gemv_fp8, gemv_w8a8 and gemv_w8a8_fp8.
 //
 // A block's eight warps take one or two tiles of 16 rows at a time; the warps of a tile share its K, stage by stage,
 // and add up through shared memory in a fixed order. Nothing but the number of columns stored depends on M, so a row's
@@ -63,9 +63,9 @@ DEVICE void stage_next(const GemvArgs& a, const GemvPlan& plan, STAGER& stager, 
     begun = true;
 }
 
-// Of int8 activations, for the output.
+// Of a quantised token, for the output.
 template <class F, class STAGER> DEVICE float token_scale(const STAGER& stager, int token) {
-    if constexpr (INT8_ACTIVATIONS<F>) return stager.scales()[token];
+    if constexpr (QUANTIZES_ROWS<F>) return stager.scales()[token];
     else return 1.f;
 }
 

@@ -43,11 +43,11 @@ template <class F, class T> struct Output {
     DEVICE void load_residual(const GemvArgs& a) {
         if (a.residual && column >= 0) residual = bits(a.residual, token * a.residual_stride + column);
     }
-    // token_scale: of int8 activations.
+    // token_scale: of a quantised token.
     template <bool COMMON, class V>
     DEVICE void store(const GemvArgs& a, V first, V second, float token_scale = 1.f) const {
         const auto finished = [&](V sum, int i) ALWAYS_INLINE {
-            if constexpr (INT8_ACTIVATIONS<F>) return fmaf(token_scale * scale[i], float(sum), T::up(bias[i]));
+            if constexpr (QUANTIZES_ROWS<F>) return fmaf(token_scale * scale[i], float(sum), T::up(bias[i]));
             else return sum * scale[i] + (COMPACT<F> ? beside[i] + T::up(bias[i]) : T::up(bias[i]));
         };
         float v = finished(first, 0);

@@ -1,6 +1,8 @@
 // Which instances of the kernels a library has: all that its source can make, or those that the build's flags name.
 // Each is a library of its own, so that a first patch compiles what its model launches and no more.
 #pragma once
+#include <type_traits>
+
 #include "host.h"
 
 #ifndef ONLY_DTYPE
@@ -11,6 +13,17 @@
 #endif
 
 template <int FORM> constexpr bool HAS = ONLY_FORM == -1 || ONLY_FORM == FORM;
+
+// launch(std::false_type{}), or of 8-bit floats of the fnuz form std::true_type{}.
+template <class LAUNCH> int by_form(int fnuz, const LAUNCH& launch) {
+    if constexpr (HAS<0>) {
+        if (fnuz == 0) return launch(std::false_type{});
+    }
+    if constexpr (HAS<1>) {
+        if (fnuz == 1) return launch(std::true_type{});
+    }
+    return STATUS_FORMAT;
+}
 
 // launch(Bf16{}) or launch(F16{}); STATUS_FORMAT for what this library has not.
 template <class LAUNCH> int by_dtype(int dtype, const LAUNCH& launch) {

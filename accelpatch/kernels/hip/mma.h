@@ -1,7 +1,7 @@
 // A warp's sums of one tile: 16 rows by 8 tokens (or 4), step after step of K.
 #pragma once
-#include "int8_stage.h"
 #include "limb_stage.h"
+#include "quantized_stage.h"
 #include "stage.h"
 
 DEVICE float table_value(uint32_t pair, int half, bool bf16) {
@@ -126,29 +126,23 @@ private:
     }
 };
 
-// Of int8 activations the sums are integers over all of K; scales come with the output.
-template <class F, class T> struct ByteSums : ByteMma {
-    using Value = int;
-    template <bool COMMON> using Stager = Int8Stager<F, T, WholeRows, COMMON>;
+// Of activations with a scale a token the sums are those of bytes over all of K; scales come with the output.
+template <class F, class T> struct ByteSums : ByteMma<F> {
+    using Mma = ByteMma<F>;
+    using Value = typename F::Sum;
+    template <bool COMMON> using Stager = QuantizedStager<F, T, WholeRows, COMMON>;
     struct Place {
         const char* x;
         DEVICE Place(const GemvArgs& a, const GemvPlan& plan, const char* shared)
-            : x(shared + ByteMma::place(int(a.m), plan.token_stride)) {}
+            : x(shared + Mma::place(int(a.m), plan.token_stride)) {}
     };
     template <bool> DEVICE void multiply_stage(const Slot<F> (&now)[PAIR<F>], const Place& place, int step) {
 #pragma unroll
         for (int u = 0; u < PAIR<F>; ++u)
-            ByteMma::add(now[u].w, *reinterpret_cast<const Words4*>(place.x + (step + u) * F::KSTEP));
+            Mma::add(now[u].w, *reinterpret_cast<const Words4*>(place.x + (step + u) * F::KSTEP));
     }
 };
 
-template <class F, class T, bool NARROW, bool INTEGER = F::INTEGER> struct SumsOf {
-    using Type = IntegerSums<F, T, NARROW>;
-};
-template <class F, class T, bool NARROW> struct SumsOf<F, T, NARROW, false> {
-    using Type = FloatSums<F, T>;
-};
-template <class T, bool NARROW> struct SumsOf<W8A8, T, NARROW, true> {
-    using Type = ByteSums<W8A8, T>;
-};
-template <class F, class T, bool NARROW> using SumsFor = typename SumsOf<F, T, NARROW>::Type;
+template <class F, class T, bool NARROW>
+using SumsFor = std::conditional_t<QUANTIZES_ROWS<F>, ByteSums<F, T>,
+    std::conditional_t<F::QUANTIZES, IntegerSums<F, T, NARROW>, FloatSums<F, T>>>;

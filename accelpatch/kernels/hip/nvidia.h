@@ -42,6 +42,24 @@ DEVICE uint32_t floats_to_half(float low, float high) {
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
     return bits;
 }
+// Whether the hardware has 8-bit floats of this form (e4m3.h): Ada on, and OCP's.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
+template <bool> constexpr bool E4M3_HERE = false;
+#else
+template <bool FNUZ> constexpr bool E4M3_HERE = !FNUZ;
+#endif
+DEVICE uint32_t floats_to_e4m3(float a, float b, float c, float d) {  // saturated
+    uint16_t low, high;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(b), "f"(a));
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(d), "f"(c));
+    return low | uint32_t(high) << 16;
+}
+DEVICE void e4m3_to_halves(uint32_t bytes, uint32_t& low, uint32_t& high) {
+    // The upper two are so taken from where they lie; a shift would be an instruction of its own.
+    asm("{\n\t.reg .b16 l, h;\n\tmov.b32 {l, h}, %2;\n\tcvt.rn.f16x2.e4m3x2 %0, l;\n\tcvt.rn.f16x2.e4m3x2 %1, h;\n\t}"
+        : "=r"(low), "=r"(high)
+        : "r"(bytes));
+}
 DEVICE float rounded_multiply(float a, float b) { return __fmul_rn(a, b); }  // never part of a fused one
 DEVICE float fast_exp2(float v) {
     float y;

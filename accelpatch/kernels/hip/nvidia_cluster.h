@@ -6,7 +6,7 @@ constexpr int CLUSTER = 2;  // blocks of one; 1: there are none. Four leave SMs 
 // would push each other out of the instruction cache.
 constexpr int CLUSTER_DEPTH = 3;
 // With several scales a step, or offsets, eight tokens leave no room for a deep one.
-template <class F> constexpr int CLUSTER_DEEP = F::INTEGER && F::GROUPS <= F::TILED && !F::OFFSET ? 4 : CLUSTER_DEPTH;
+template <class F> constexpr int CLUSTER_DEEP = F::QUANTIZES && F::GROUPS <= F::TILED && !F::OFFSET ? 4 : CLUSTER_DEPTH;
 using Mbarrier = uint64_t;  // counts the bytes that were sent to it
 #if __CUDA_ARCH__ >= 900
 constexpr bool CLUSTERS_HERE = true;

@@ -89,9 +89,22 @@ template <bool NARROW> struct IntegerMma : Cells<NARROW> {
     }
 };
 
-// Signed bytes of weights times those of 8 tokens, 16 of a lane's row with 16 of a token: exact.
-struct ByteMma : Cells<false> {
-    int sum[4], other[4];  // two chains
+// 16 rows by 32 of K, 8-bit floats E, times 32 by 8 columns: as fp16, whose products are exact and whose sums are those
+// of floats. On Hopper mma's own e4m3 is compiled to just that; where it is an instruction (QMMA), its sums may have
+// fewer bits.
+template <class E>
+DEVICE void multiply_e4m3(float* c, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+    const uint32_t bytes[6] = {a0, a1, a2, a3, b0, b1};
+    uint32_t v[2][6];
+#pragma unroll
+    for (int i = 0; i < 6; ++i) E::halves(bytes[i], v[0][i], v[1][i]);
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+        multiply_halves<typename E::Half>(c, v[h][0], v[h][1], v[h][2], v[h][3], v[h][4], v[h][5]);
+}
+// Bytes of weights times those of 8 tokens, 16 of a lane's row with 16 of a token.
+template <class F> struct ByteMma : Cells<false> {
+    typename F::Sum sum[4], other[4];  // two chains
     DEVICE void zero() {
         for (int i = 0; i < 4; ++i) sum[i] = other[i] = 0;
     }
@@ -101,9 +114,14 @@ struct ByteMma : Cells<false> {
     static DEVICE int place(int tokens, int token_stride) {
         return min(lane_id() >> 2, tokens - 1) * token_stride + fragment_quarter() * 16;
     }
+    static DEVICE void multiply(
+        typename F::Sum* c, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+        if constexpr (std::is_integral_v<typename F::Sum>) multiply_bytes(c, a0, a1, a2, a3, b0, b1, true);
+        else multiply_e4m3<typename F::Float>(c, a0, a1, a2, a3, b0, b1);
+    }
     DEVICE void add(const Words4 (&w)[ROWS_PER_LANE], const Words4& x) {
-        multiply_bytes(sum, w[0].x, w[1].x, w[0].y, w[1].y, x.x, x.y, true);
-        multiply_bytes(other, w[0].z, w[1].z, w[0].w, w[1].w, x.z, x.w, true);
+        multiply(sum, w[0].x, w[1].x, w[0].y, w[1].y, x.x, x.y);
+        multiply(other, w[0].z, w[1].z, w[0].w, w[1].w, x.z, x.w);
     }
 };
 

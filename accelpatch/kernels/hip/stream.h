@@ -71,7 +71,7 @@ template <class F, int DEPTH, bool K_TILED = false> struct Stream {
     DEVICE int fill() {
 #pragma unroll 1
         for (int i = PREFETCHED; i < DEPTH; ++i) prefetch();
-        if constexpr (K_TILED && LINES && F::INTEGER) ahead();
+        if constexpr (K_TILED && LINES && F::QUANTIZES) ahead();
         return DEPTH - PREFETCHED;
     }
     // Lines of the stages behind those of the multi-stage buffer into L2, a row a lane: memory would rest while

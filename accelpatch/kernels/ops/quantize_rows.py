@@ -83,9 +83,9 @@ def of_shape(k: int, dtype: torch.dtype, *, m: int = 1, form: torch.dtype = torc
 
 
 def form_why_not(spec: Spec, device: Device) -> str | None:
-    """Why a GPU cannot take the form of a spec, by the table of archs; None where it can. A CPU takes any."""
+    """Why a device cannot take the form of a spec, by the table of archs; None where it can."""
     form = str(spec.options.get("form", "int8"))
-    return None if form == "int8" or device.kind == "cpu" else device.fp8_why_not(form)
+    return None if form == "int8" else device.why_not_fp8(form)
 
 
 def by_torch(x: Tensor, scale: Tensor | None = None, form: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +15,7 @@ from accelpatch.kernels.hip import binding
 from accelpatch.kernels.layouts.w8a8_rows import W8A8Rows
 from accelpatch.kernels.ops.fused_linear import FusedLinear
 from accelpatch.kernels.ops.w8a8_linear import w8a8_linear
-from tests.support.hip_gemv import Library, Packed
+from tests.support.hip_gemv import Launched
 from tests.support.parity import bits, name, poisoned, strided, transposed
 from tests.support.w8a8_checks import check_integers, check_large_sums, check_w8a8, reference, weight
 
@@ -25,18 +24,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HERE, reason="needs a GPU 
 CUDA = torch.device("cuda")
 HALVES = (torch.bfloat16, torch.float16)
 BOTH = pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
-
-
-class Launched(Library):
-    """The library of this GPU from the user's cache."""
-
-    def __init__(self) -> None:
-        self.entries = {}
-
-    def _launch(self, p: Packed, args: binding.GemvArgs, half: int) -> None:
-        entry = binding._entry(p.format.library, binding.DTYPES[half], "", torch.device("cuda", 0))
-        status = entry(ctypes.byref(args), half, torch.cuda.current_stream().cuda_stream)
-        binding.check(status, p.format.library)
 
 
 def made(m: int, n: int, k: int, dtype: torch.dtype, static: bool, seed: int = 0) -> tuple[Any, ...]:

@@ -18,7 +18,7 @@ from accelpatch.kernels.hip import binding
 
 COMPILER = shutil.which("g++")
 EMULATOR, KERNELS = Path(__file__).parent, Path(binding.__file__).parent
-AMD = ("gfx90a", "gfx942")
+AMD = ("gfx90a", "gfx942", "gfx950")
 ATTENTION = ("decode_attention.hip", "decode_attention_one.hip")
 RUN_LONG = ("run.cpp", *ATTENTION)  # products take longer to compile than to run
 

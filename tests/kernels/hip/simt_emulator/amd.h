@@ -14,6 +14,20 @@ using Mbarrier = uint64_t;
 #include "no_cluster.h"
 DEVICE uint32_t transposed(uint32_t v) { return v; }
 
+#if defined(__gfx90a__)
+template <bool> constexpr bool E4M3_HERE = false;
+#elif defined(__gfx950__)
+template <bool FNUZ> constexpr bool E4M3_HERE = !FNUZ;
+#else
+template <bool FNUZ> constexpr bool E4M3_HERE = FNUZ;
+#endif
+constexpr bool OWN_FNUZ = E4M3_HERE<true>;
+DEVICE uint32_t floats_to_e4m3(float a, float b, float c, float d) {
+    return e4m3_nearest<OWN_FNUZ>(a) | e4m3_nearest<OWN_FNUZ>(b) << 8 | e4m3_nearest<OWN_FNUZ>(c) << 16 |
+           e4m3_nearest<OWN_FNUZ>(d) << 24;
+}
+DEVICE void e4m3_to_halves(uint32_t, uint32_t&, uint32_t&) { std::abort(); }
+
 template <int BYTES, int AT = 0> void stream_copy(void* into, const void* source, bool there) {
     if (there) aligned(source, BYTES), std::memcpy(into, source, BYTES);
     else std::memset(into, 0, BYTES);
@@ -48,6 +62,19 @@ DEVICE void multiply_bytes(int* sum, uint32_t a0, uint32_t a1, uint32_t b0, uint
             };
             sum[i] += byte(4 * (lane_id() >> 4) + i, 0) * byte(lane_id() & 15, 2);
         }
+}
+DEVICE void multiply_e4m3(float* sum, uint32_t a0, uint32_t a1, uint32_t b0, uint32_t b1) {  // v_mfma_f32_16x16x32
+    const auto all = exchange({a0, a1, b0, b1});
+    for (int i = 0; i < 4; ++i) {
+        double more = sum[i];
+        for (int k = 0; k < 32; ++k) {
+            const auto value = [&](int lane, int word) {
+                return e4m3_value<OWN_FNUZ>(all[lane + k / 8 * 16][word + k / 4 % 2] >> k % 4 * 8);
+            };
+            more += value(4 * (lane_id() >> 4) + i, 0) * value(lane_id() & 15, 2);
+        }
+        sum[i] = float(more);
+    }
 }
 #include "amd_mma.h"
 #include "amd_attention.h"

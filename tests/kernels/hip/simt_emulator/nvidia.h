@@ -12,7 +12,7 @@ constexpr int RESERVED_SHARED = 1024;
 #include "simt_emulator.h"
 constexpr int CLUSTER = 2;
 constexpr int CLUSTER_DEPTH = 3;
-template <class F> constexpr int CLUSTER_DEEP = F::INTEGER && F::GROUPS == 0 ? 4 : CLUSTER_DEPTH;
+template <class F> constexpr int CLUSTER_DEEP = F::QUANTIZES && F::GROUPS == 0 ? 4 : CLUSTER_DEPTH;
 constexpr bool CLUSTERS_HERE = true;
 struct alignas(8) Mbarrier {
     int32_t due;
@@ -46,6 +46,15 @@ DEVICE void receive(Mbarrier& box, bool first, int bytes, int parity) {
 }
 template <class... ARGS> int most_clusters(void (*)(ARGS...), const DeviceLimits& limits) {
     return limits.sms / CLUSTER;
+}
+template <bool FNUZ> constexpr bool E4M3_HERE = !FNUZ;
+DEVICE uint32_t floats_to_e4m3(float a, float b, float c, float d) {
+    return e4m3_nearest<false>(a) | e4m3_nearest<false>(b) << 8 | e4m3_nearest<false>(c) << 16 |
+           e4m3_nearest<false>(d) << 24;
+}
+DEVICE void e4m3_to_halves(uint32_t bytes, uint32_t& low, uint32_t& high) {
+    const auto half = [bytes](int i) { return float_to_half(float(e4m3_value<false>(bytes >> 8 * i))); };
+    low = half(0) | half(1) << 16, high = half(2) | half(3) << 16;
 }
 #define COPIES
 #include <deque>

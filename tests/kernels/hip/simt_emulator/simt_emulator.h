@@ -86,6 +86,28 @@ DEVICE uint32_t floats_to_bf16(float low, float high) { return float_to_bf16(low
 DEVICE float half_to_float(uint32_t bits) { return float(__builtin_bit_cast(_Float16, uint16_t(bits))); }
 DEVICE uint32_t float_to_half(float value) { return __builtin_bit_cast(uint16_t, _Float16(value)); }
 DEVICE uint32_t floats_to_half(float low, float high) { return float_to_half(low) | float_to_half(high) << 16; }
+// e4m3, by what its codes are worth.
+template <bool FNUZ> constexpr int E4M3_LEAST = FNUZ ? -7 : -6;  // exponent of a normal number, and of subnormals
+template <bool FNUZ> double e4m3_value(uint32_t byte) {
+    static const auto values = [] {
+        std::vector<double> all(256);
+        for (int code = 0; code < 256; ++code) {
+            const int exponent = code >> 3 & 15, units = exponent ? 8 + code % 8 : code % 8;
+            const double v = std::ldexp(units, std::max(exponent, 1) - 4 + E4M3_LEAST<FNUZ>);
+            const bool nan = FNUZ ? code == 0x80 : code % 128 == 127;
+            all[code] = nan ? NAN : code >= 128 ? -v : v;
+        }
+        return all;
+    }();
+    return values[byte & 255u];
+}
+template <bool FNUZ> uint32_t e4m3_nearest(float v) {  // saturated
+    if (v != v) return FNUZ ? 0x80 : 0x7f;
+    const int exponent = v == 0 ? E4M3_LEAST<FNUZ> : std::max(std::min(std::ilogb(v), 20), E4M3_LEAST<FNUZ>);
+    const double eighths = std::nearbyint(std::ldexp(std::min(std::abs(double(v)), 1e6), 3 - exponent));
+    const int code = std::min(int(eighths) + (exponent - E4M3_LEAST<FNUZ>)*8, FNUZ ? 0x7f : 0x7e);
+    return code | (std::signbit(v) && (code || !FNUZ) ? 0x80u : 0u);
+}
 DEVICE uint32_t pair_fma(uint32_t a, uint32_t b, uint32_t c) {
     const auto one = [&](int at) {
         return float_to_half(std::fma(

@@ -1,8 +1,8 @@
-// Activations on their way into shared memory as int8, with one scale a token: from its largest magnitude over all of K
-// behind the norm, or the one that is given.
+// Activations on their way into shared memory as bytes of the weights' kind, with one scale a token: from its largest
+// magnitude over all of K behind the norm, or the one that is given. L is 127 of int8.
 //
-//     dynamic   scale = most / 127;         q = rint(x * (127 / most)); below 2^-119 zeros and scale 0
-//     static    scale = the given one;      q = rint(x * (1 / scale)), saturated at -127 and 127
+//     dynamic   scale = most / L;           q = nearest(x * (L / most)); below 2^-119 zeros and scale 0
+//     static    scale = the given one;      q = nearest(x * (1 / scale)), saturated at -L and L
 //
 // A token with NaN or infinity has scale NaN. A slot is 16 values of K, 16 bytes. What a lane has of the activations
 // waits in registers for the norm's factor and for the largest magnitude; where that is too much, it is read again.
@@ -10,7 +10,7 @@
 #include "norm.h"
 
 // Of eight tokens their scales, and of each the largest magnitudes of runs of 32 threads.
-constexpr int INT8_SCALE_BYTES = 8 * (1 + THREADS / 32) * 4;
+constexpr int ROW_SCALE_BYTES = 8 * (1 + THREADS / 32) * 4;
 
 // A block that stages all tokens' rows itself: which slots a thread converts, and how the threads exchange what they
 // have found. Part, of cluster_stage.h, is that of a block in a cluster.
@@ -32,19 +32,19 @@ struct WholeRows {
     DEVICE void collect_most(int) const { __syncthreads(); }
 };
 
-template <class F, class T, class PART, bool COMMON> struct Int8Stager : Norms<T, PART::CLUSTERED, COMMON> {
+template <class F, class T, class PART, bool COMMON> struct QuantizedStager : Norms<T, PART::CLUSTERED, COMMON> {
     using Base = Norms<T, PART::CLUSTERED, COMMON>;
     using Base::a, Base::plan, Base::row;
     static constexpr bool BOUNDED = false;
     static constexpr int HELD = 4,
                          AT_ONCE = PART::CLUSTERED ? 4 : 2;  // slots of a lane in registers; those under way at once
-    static constexpr float LEAST = 0x1p-119f, LARGEST = 127.f;
+    static constexpr float LEAST = 0x1p-119f;
     const PART part;
     char* shared;
     Words4 first[2];        // the norm's weights of a thread's first slot: constant, and so loaded before the wait
     bool measured = false;  // whether the tokens' scales are there
 
-    DEVICE Int8Stager(const GemvArgs& a, const GemvPlan& plan, char* shared, const PART& part = PART())
+    DEVICE QuantizedStager(const GemvArgs& a, const GemvPlan& plan, char* shared, const PART& part = PART())
         : Base(a, plan, shared),
           part(part),
           shared(shared) {
@@ -122,23 +122,16 @@ private:
         for (int i = 0; i < PART::MAXIMA; ++i) bits = max(bits, maxima()[my_token() * PART::MAXIMA + i]);
         const float most = T::up(bits);
         const bool large = most >= LEAST;  // no NaN
-        float scale = large ? most / LARGEST : 0.f, times = large ? LARGEST : 0.f, by = large ? most : 1.f;
+        float scale = large ? most / F::LARGEST : 0.f, times = large ? F::LARGEST : 0.f, by = large ? most : 1.f;
         if (a.offset) scale = by = *static_cast<const float*>(a.offset), times = 1.f;
         if (threadIdx.x < a.m) scales()[threadIdx.x] = most < INFINITY ? scale : NAN;
         return times / by;
     }
-    static DEVICE uint32_t bytes_of(const float* v, float times) {
-        constexpr float ROUND = 12582912.f;  // 1.5 * 2^23: the low byte of a float of up to 2^22 plus this is its own
-        uint32_t q[4];
-#pragma unroll
-        for (int e = 0; e < 4; ++e) q[e] = float_to_bits(fminf(fmaxf(v[e] * times, -LARGEST), LARGEST) + ROUND);
-        return permute<0x5410>(permute<0x0040>(q[0], q[1]), permute<0x0040>(q[2], q[3]));
-    }
     DEVICE void store(int token, int slot, const Words4 (&raw)[2], float times) const {
         float v[16];
         unpack<T>(raw[0], v), unpack<T>(raw[1], v + 8);
-        *reinterpret_cast<Words4*>(shared + token * plan.token_stride + slot * 16) = {
-            bytes_of(v, times), bytes_of(v + 4, times), bytes_of(v + 8, times), bytes_of(v + 12, times)};
+        *reinterpret_cast<Words4*>(shared + token * plan.token_stride + slot * 16) = {F::quantized(v, times),
+            F::quantized(v + 4, times), F::quantized(v + 8, times), F::quantized(v + 12, times)};
     }
 
     // All of a lane's slots, up to HELD, in registers.
