@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import accelpatch.models.load as loading
 from accelpatch import device as devices
-from accelpatch.checkpoints import quantizer
+from accelpatch.checkpoints import foreign, quantizer
 from accelpatch.checkpoints import save as saving
 from accelpatch.checkpoints import statistics as files
 from accelpatch.device import Device
@@ -20,7 +20,7 @@ from accelpatch.errors import LoadError, PatchError, PlanError, SaveError
 from accelpatch.kernels.check.selftest import run as selftest
 from accelpatch.models.catalog import resolve
 from accelpatch.models.family import roles_of
-from accelpatch.models.load import Loaded, is_patched
+from accelpatch.models.load import Loaded
 from accelpatch.models.load import random as random_model
 from accelpatch.models.smoothing import smoothing_groups
 from accelpatch.patching import apply
@@ -64,10 +64,11 @@ def load(
     """
     register_checkpoints()
     options: dict[str, Any] = {"dtype": dtype, "device": device, "progress": progress}
+    layout = foreign.layout_of(name)
     if recipe is None:
-        return loading.load(name, **options)
+        return loading.load(name, **options, quantization=None if layout is None else foreign.described(layout))
     wanted = recipes.load(recipe)
-    if loading.is_patched(name):
+    if is_patched(name):
         raise LoadError(f"{name} is a saved patched model, which has its recipe: load it without another")
     if resolve(name).kind == "gguf" or _calibrates(wanted):  # transformers unpacks the first kind whole
         loaded = loading.load(name, **options)
@@ -75,6 +76,11 @@ def load(
         return loaded
     config = quantizer.AccelpatchConfig(wanted, progress=progress, resume=resume)
     return loading.load(name, **options, quantization=config)
+
+
+def is_patched(name: str) -> bool:
+    """Whether a name is that of a folder that loads patched: one that was saved so, or one in a layout of others."""
+    return loading.is_patched(name) or foreign.layout_of(name) is not None
 
 
 def quantize(

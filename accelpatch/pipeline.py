@@ -36,6 +36,7 @@ from accelpatch.replacers.smoothing import site_statistics
 from accelpatch.report import Report, Stopwatch
 from accelpatch.runtime.generation.patched_model import RUNTIME, SAVE, new_runtime, patched_classes
 
+OUTPUTS = ("q_proj", "k_proj", "v_proj")  # roles whose outputs may get static scales too
 OWN_TEXT = "calibrated on {tokens} tokens that the model wrote itself: accelpatch.calibrate(model, data) takes yours"
 
 
@@ -89,9 +90,11 @@ def calibrated(
     with writing(model) if data is None else nullcontext():
         batches = windows(model, data, tokenizer, samples, length)
     found = sites(model, roles_of(getattr(model, "config", None)))
-    paths = [site.path for site in found if site.role in LINEAR_ROLES and site.k is not None]
+    paths = {site.path: site.role for site in found if site.role in LINEAR_ROLES and site.k is not None}
+    outputs = {path for path, role in paths.items() if role in OUTPUTS}
     collector = Collector()
-    with apply.naming("calibration", "texts ran through the model"), observing(model, paths, collector.see):
+    watched = observing(model, list(paths), collector.see, outputs, collector.see_output)
+    with apply.naming("calibration", "texts ran through the model"), watched:
         run(model, batches, lambda done, total: watch("calibrate", done, total), keep=False)
         tokens = sum(batch["input_ids"].numel() for batch in batches)
         return Statistics(collector.finish(), fingerprint(model), tokens)

@@ -43,6 +43,7 @@ from accelpatch.recipe.recipe import Runtime
 from accelpatch.runtime.generation.captured_lookup import ACCEPTED, STEPS
 from accelpatch.runtime.generation.patched_model import RUNTIME, new_runtime
 from accelpatch.runtime.generation.prompt_lookup import DRAFTS, PromptLookup
+from accelpatch.runtime.graphs.captured_cache import cache_of
 from accelpatch.runtime.graphs.captured_step import CAPTURED
 
 SHORT = 16  # tokens of the short answer
@@ -111,7 +112,7 @@ def same(mine: Any, due: Any) -> bool:
     pairs = [(mine.sequences, due.sequences)]
     for name in ("logits", "scores"):
         pairs += zip(mine.get(name, ()), due.get(name, ()), strict=True)
-    for one, other in zip(mine.past_key_values.layers, due.past_key_values.layers, strict=True):
+    for one, other in zip(cache_of(mine).layers, cache_of(due).layers, strict=True):
         pairs += [(one.keys, other.keys), (one.values, other.values)]
     return all(torch.equal(one, other) for one, other in pairs)
 

@@ -30,6 +30,8 @@ from accelpatch.kernels.triton import (
     gemm,
     gemm_w8a8,
     greedy,
+    int8_attention,
+    layernorm_q,
     prompt_attention,
     quantize_rows,
     query_key,
@@ -92,6 +94,17 @@ NORM = {"ADD": False, "AFTER": False, "ROWS": False, "STATIC": False, "PLUS_ONE"
         "BLOCK": 4096}  # fmt: skip
 FLAGS = {"ROW": True, "COLUMN": True, "D": True, "CORRECTED": False, "RESIDUAL": False, "CODE": -1, "EVEN": True}
 TILE = gemm_w8a8.AMD_TILES[0][1]
+INT8_OPT = {
+    "int8 rows of a LayerNorm": (layernorm_q._row, ("*fp16", "*fp32", "*fp32", "*i8", "i32", "i32", "fp32"),
+                                 {"DEPENDENT": False, "BLOCK": 8192}, 16),
+} | {
+    f"int8 attention, {name}": (
+        int8_attention.attend, (*("*i8",) * 3, "*fp32", "*i8", "*i8", *("i32",) * 16),
+        {"MASKED": masked, "CAUSAL": not masked, "SIZE": 128, "WIDE": 128, "BLOCK_M": block.m, "BLOCK_N": block.n},
+        block.warps, 100,
+    )
+    for name, block, masked in (("prompt", int8_attention.PROMPT, False), ("step", int8_attention.AMD_STEP, True))
+}  # fmt: skip
 
 
 def products(form: str, sums: str, archs: tuple[str, ...], number: int) -> dict[str, Build]:
@@ -118,7 +131,23 @@ def products(form: str, sums: str, archs: tuple[str, ...], number: int) -> dict[
     return {f"{form} {name}": replace(build, archs=archs) for name, build in made.items()}
 
 
+OTHERS = {
+    "rotary_cos_sin": Build(rope._position, ("*i64", "*fp32", "*bf16", "*bf16", "fp32", "i32"), {"BLOCK": 64}, 1),
+    "the highest score's token": Build(greedy._token, ("*fp32", "*i1", "*i1", *("*i64",) * 4, "*i32", "i32"),
+                                       {"ENDS": True, "ONE": True, "PARTS": 32, "BLOCK": greedy.BLOCK}, greedy.WARPS),
+    "what a step leaves": Build(step_end._leave, ("*bf16", "*fp32", *("*i64",) * 3, *("i32",) * 4),
+                                {"ROWS": 1, "BLOCK": step_end.BLOCK}, step_end.WARPS),
+    "activations in the order of tiles": Build(weight_only._spread, ("*bf16", "*bf16", *("i32",) * 3), {}, 1),
+    "int8_linear as floats": Build(dequantize._int8_rows, ("*i8", "*fp32", "*bf16", *("i32",) * 4),
+                                   {"PER_ROW": True, "ROWS": 8, "COLUMNS": 1024}),
+    "tiled_int4_linear as floats": Build(dequantize._int4_weight_rows, ("*i32", "*fp16", "*fp16", "*bf16",
+                                                                        *("i32",) * 5),
+                                         TILED | {"ROWS": 64, "INTERLEAVED": True}),
+    "runs of K added up": Build(gemm._add_up, ("*fp32", "*bf16", "*bf16", "i32", "i32", "i32"),
+                                {"BIAS": True, "DEPENDENT": False, "SIZE": 1024}),
+}  # fmt: skip
 BUILDS = {
+    **OTHERS,
     **{
         name: Build(rmsnorm._row, ("*bf16",) * 5 + ("*fp32", "*fp32", "i32", "fp32"), NORM | changed, 8)
         for name, changed in {
@@ -127,19 +156,6 @@ BUILDS = {
             "rmsnorm_add": {"AFTER": True, "PLUS_ONE": True},
         }.items()
     },
-    "rotary_cos_sin": Build(rope._position, ("*i64", "*fp32", "*bf16", "*bf16", "fp32", "i32"), {"BLOCK": 64}, 1),
-    "the highest score's token": Build(
-        greedy._token,
-        ("*fp32", "*i1", "*i1", *("*i64",) * 4, "*i32", "i32"),
-        {"ENDS": True, "ONE": True, "PARTS": 32, "BLOCK": greedy.BLOCK},
-        greedy.WARPS,
-    ),
-    "what a step leaves": Build(
-        step_end._leave,
-        ("*bf16", "*fp32", *("*i64",) * 3, *("i32",) * 4),
-        {"ROWS": 1, "BLOCK": step_end.BLOCK},
-        step_end.WARPS,
-    ),
     **{
         f"gated_activation {name}": Build(
             gated_activation._block,
@@ -208,25 +224,10 @@ BUILDS = {
         )
         for block, cut in zip(weight_only.INT4.of, (True, True, False), strict=True)
     },
-    "activations in the order of tiles": Build(weight_only._spread, ("*bf16", "*bf16", *("i32",) * 3), {}, 1),
-    "int8_linear as floats": Build(
-        dequantize._int8_rows,
-        ("*i8", "*fp32", "*bf16", *("i32",) * 4),
-        {"PER_ROW": True, "ROWS": 8, "COLUMNS": 1024},
-    ),
-    "tiled_int4_linear as floats": Build(
-        dequantize._int4_weight_rows,
-        ("*i32", "*fp16", "*fp16", "*bf16", *("i32",) * 5),
-        TILED | {"ROWS": 64, "INTERLEAVED": True},
-    ),
     **products("i8", "i32", ARCHS, 0),
     **products("fp8e4b8", "fp32", ("gfx942",), -1),
     **products("fp8e4nv", "fp32", ("gfx950",), -1),
-    "runs of K added up": Build(
-        gemm._add_up,
-        ("*fp32", "*bf16", "*bf16", "i32", "i32", "i32"),
-        {"BIAS": True, "DEPENDENT": False, "SIZE": 1024},
-    ),
+    **{name: Build(kernel, *given) for name, (kernel, *given) in INT8_OPT.items()},
 }
 
 

@@ -88,4 +88,7 @@ def test_the_claimed_ends_of_transformers_are_the_tested_ones() -> None:
     oldest = re.search(r"^OLDEST := transformers==(.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert oldest is not None
     assert claimed.specifier.contains(oldest[1])
-    assert metadata.version("transformers") in (oldest[1], PINS["transformers"])
+    ends = (oldest[1], PINS["transformers"])
+    assert metadata.version("transformers") in ends
+    minors = [".".join(end.split(".")[:2]) for end in ends]
+    assert f"transformers {minors[0]} to {minors[1]}." in (ROOT / "README.md").read_text()

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from accelpatch.bench.timing import Timing, once, timing
 from accelpatch.errors import AccelpatchError
+from accelpatch.runtime.graphs.captured_cache import cache_of
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def cached_bytes(model: nn.Module) -> int:
     """Bytes that one token of a sequence adds to the KV cache, measured by a call for one token; 0 without a cache."""
     one = torch.ones(1, 1, dtype=torch.int64, device=next(model.parameters()).device)
     with torch.inference_mode():
-        cache = model(input_ids=one, attention_mask=one, use_cache=True).past_key_values
+        cache = cache_of(model(input_ids=one, attention_mask=one, use_cache=True))
     held = [getattr(layer, name, None) for layer in getattr(cache, "layers", ()) for name in ("keys", "values")]
     return sum(tensor.numel() * tensor.element_size() for tensor in held if tensor is not None)
 

@@ -20,6 +20,7 @@ BITS = {
     "U16": 16, "U32": 32, "U64": 64, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
 }  # fmt: skip
 OWN = "accelpatch"
+OF_OPT = "self_attn.qk_bmm.a"  # a tensor that only SmoothQuant's OPT has
 Tensor = tuple[str, str, list[int]]  # name, dtype in safetensors' words, shape
 RECIPE_RUN = "float weights: `accelpatch run {place} --recipe int8` quantises them while they load"
 GENERATING = ("ForCausalLM", "LMHeadModel")  # ends of the names of classes that `run` takes
@@ -103,6 +104,9 @@ def _format(
     """(format, facts about it, what accelpatch would do)."""
     quantization = config.get("quantization_config")
     if not isinstance(quantization, dict) or not quantization:
+        if layers := sum(name.endswith(OF_OPT) for name, _, _ in found):
+            advice = f"`accelpatch run {place}` loads it as it is"
+            return "int8 OPT of SmoothQuant", {"quantised": f"{layers} layers"}, advice
         return "float, safetensors", {}, RECIPE_RUN.format(place=place)
     method = str(quantization.get("quant_method", "unknown"))
     if method != OWN:

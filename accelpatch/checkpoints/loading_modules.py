@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, cast
 
@@ -42,6 +43,9 @@ def quantised(plan: Plan) -> list[Entry]:
 
 def parts_of(entry: Entry, saved: Saved) -> list[str]:
     """The names of a quantised site's tensors. Raises LoadError where one is missing."""
+    assert entry.replacer is not None
+    if (whole := entry.replacer.parts(entry.site, saved.tensors)) is not None:
+        return whole
     names = [f"{entry.site.path}.{part}" for part in PARTS]
     if lacking := [name for name in names[:2] if name not in saved.tensors]:
         raise LoadError(f"the checkpoint lacks {lacking[0]}, a part of a quantised weight: fetch it again")
@@ -71,6 +75,9 @@ def check_complete(model: Any, saved: Saved, parts: Collection[str]) -> None:
 def from_parts(entry: Entry, device: torch.device, saved: Saved, take: Callable[[str], Tensor | None]) -> Built:
     """The replacement of a site, whose modules are without a weight, from a checkpoint's tensors."""
     site = entry.site
+    assert entry.replacer is not None
+    if entry.replacer.whole:
+        return _whole(entry, saved, take)
     held = {part: take(f"{site.path}.{part}") for part in PARTS}
     for member in (site, *site.tied):
         _without_stand_in(member.original)
@@ -83,6 +90,34 @@ def from_parts(entry: Entry, device: torch.device, saved: Saved, take: Callable[
         why = str(error.__cause__ or error)
         why = f".{why}" if why.startswith(PARTS) else f" is damaged: {why}"
         raise LoadError(f"{file}: {site.path}{why}") from error
+
+
+def _whole(entry: Entry, saved: Saved, take: Callable[[str], Tensor | None]) -> Built:
+    """The replacement of a module with all that is in it."""
+    path, names = entry.site.path, parts_of(entry, saved)
+    held = {name.removeprefix(f"{path}."): take(name) for name in names}
+    try:
+        return built(entry, held)
+    except PatchError as error:
+        raise LoadError(f"{saved.tensors[names[0]].file}: {path}.{error.__cause__ or error}") from error
+
+
+def stand_in(model: nn.Module, entry: Entry) -> None:
+    """Take out of a model that loads what transformers must not await: a weight, or a module with all that is in it."""
+    assert entry.replacer is not None
+    if not entry.replacer.whole:
+        for member in (entry.site, *entry.site.tied):
+            without_weight(member.original)
+        return
+    for place in entry.site.places:
+        parent, _, name = place.rpartition(".")
+        model.get_submodule(parent)._modules[name] = nn.Module()
+
+
+def whole_names(plan: Plan) -> list[str]:
+    """Patterns of the names of tensors in modules that are replaced with all that is in them."""
+    whole = [entry.site for entry in quantised(plan) if entry.replacer is not None and entry.replacer.whole]
+    return [rf"^{re.escape(place)}\." for site in whole for place in site.places]
 
 
 def weight_of(parts: Mapping[str, Tensor | None]) -> QuantizedWeight | W8A8Weight:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from transformers.quantizers.auto import (
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from accelpatch.checkpoints.foreign import sites_of
 from accelpatch.checkpoints.loading_modules import (
     as_saved,
     check_complete,
@@ -31,7 +33,9 @@ from accelpatch.checkpoints.loading_modules import (
     parent_of,
     parts_of,
     quantised,
+    stand_in,
     tie,
+    whole_names,
     without_weight,
 )  # fmt: skip
 from accelpatch.checkpoints.resume import Store
@@ -63,15 +67,16 @@ class AccelpatchConfig(QuantizationConfigMixin):
     """`quantization_config` of transformers: quantise by a recipe while a float checkpoint loads.
 
     recipe: a bundled recipe's name, a YAML file's path, or YAML text. progress: called with (stage, done, total).
-    resume: a folder for finished weights, from which an interrupted run goes on; it is the caller's to remove.
+    resume: a folder for finished weights, from which an interrupted run goes on; it is the caller's to remove. layout:
+    of a checkpoint that others wrote (foreign.py).
     """
 
     def __init__(
         self, recipe: str | Path | Recipe = "int8", version: int = VERSION, progress: Any = None,
-        resume: Path | None = None, **_: Any,
+        resume: Path | None = None, layout: str | None = None, **_: Any,
     ):  # fmt: skip
         self.quant_method = METHOD
-        self.version = version
+        self.version, self.layout = version, layout
         self._progress, self._resume = progress, resume
         text = str(recipe) if not isinstance(recipe, Recipe) else ""
         self._recipe = parse(text, source="the checkpoint's recipe") if "\n" in text else load(recipe)
@@ -158,16 +163,16 @@ class AccelpatchQuantizer(HfQuantizer):
                 "quantization_config, then accelpatch.patch(model, recipe), or use accelpatch quantize"
             )
         if self.pre_quantized:
-            saved = self._saved = read(checkpoint_files)
+            layout = self.quantization_config.layout
+            saved = self._saved = read(checkpoint_files, None if layout is None else partial(sites_of, layout))
             self.plan = as_saved(self.plan, saved)
             parts = {name for entry in quantised(self.plan) for name in parts_of(entry, saved)}
             for entry in quantised(self.plan):
-                for member in (entry.site, *entry.site.tied):
-                    without_weight(member.original)
+                stand_in(model, entry)
             check_complete(model, saved, parts)
             self._reading = Reading(saved, parts, self._device)  # while transformers reads the rest
             self._ignored = model._keys_to_ignore_on_load_unexpected
-            model._keys_to_ignore_on_load_unexpected = {*(self._ignored or ()), PART}
+            model._keys_to_ignore_on_load_unexpected = {*(self._ignored or ()), PART, *whole_names(self.plan)}
         for entry in quantised(self.plan):
             self._entries |= dict.fromkeys(entry.site.paths, entry)
         # of replaced modules transformers would tie the weights that they no longer have

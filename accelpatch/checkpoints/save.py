@@ -53,7 +53,8 @@ def save(
         (made / RECIPE).write_text(dump(plan.recipe), encoding="utf-8")
         for write in more:
             write(made)
-        write_weights(model, made, {entry.site.path: entry.replacer.name for entry in plan.replaced}, most)
+        whole = [entry.site.path for entry in plan.replaced if entry.replacer.whole]
+        write_weights(model, made, {entry.site.path: entry.replacer.name for entry in plan.replaced}, most, whole)
 
 
 def _is_tied(model: Any) -> bool:
@@ -89,8 +90,11 @@ def description(recipe: Recipe) -> dict[str, Any]:
     return {"quant_method": METHOD, "version": VERSION, "recipe": dump(recipe)}
 
 
-def write_weights(model: nn.Module, folder: Path, replacers: dict[str, str], most: int) -> None:
-    """Write the weight files. replacers: dotted path of a replaced site -> its replacer's name."""
+def write_weights(
+    model: nn.Module, folder: Path, replacers: dict[str, str], most: int, whole: Sequence[str] = ()
+) -> None:
+    """Write the weight files. replacers: dotted path of a replaced site -> its replacer's name. whole: paths of sites
+    that were replaced with all that is in them."""
     found = list(tensors_of(model))
     names = [name for path, module, name in found for name in ([f"{path}.{p}" for p in PARTS] if module else [name])]
     with Shards(folder, names, most) as shards:
@@ -101,6 +105,8 @@ def write_weights(model: nn.Module, folder: Path, replacers: dict[str, str], mos
                 shards.add(given, (path, replacers[str(vars(module)[PATH])]))
             else:
                 shards.add({name: _float(model, name)})
+        for path in whole:
+            shards.add({}, (path, replacers[path]))
         shards.finish()
 
 

@@ -3,7 +3,8 @@
 config.json        the family's own, with quantization_config: {quant_method: accelpatch, version, recipe (YAML)}
 recipe.yaml        the same recipe, for people
 *.safetensors      float tensors under the family's names. A quantised weight is PATH.q, PATH.scale, PATH.offset and
-                   PATH.input_scale in the canonical layout (quant/weight.py), which no device decides
+                   PATH.input_scale in the canonical layout (quant/weight.py), which no device decides; a layer that was
+                   replaced with all that is in it has its replacement's tensors under its name
   header metadata  accelpatch: JSON {version, sites: {path: replacer}, sha256: {tensor: hex digest of its bytes}}
 """
 
@@ -12,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ THREADS = 16
 
 @dataclass(frozen=True)
 class Stored:
-    """One tensor of a checkpoint, as a header says. dtype: in safetensors' words, such as F16."""
+    """One tensor of a checkpoint, as a header says. dtype: in safetensors' words, such as F16. sha256: "" for none."""
 
     file: Path
     dtype: str
@@ -50,15 +51,19 @@ class Saved:
     tensors: Mapping[str, Stored]
 
 
-def read(files: Iterable[str | Path]) -> Saved:
-    """Read the headers of a checkpoint's weight files. Raises LoadError, naming the file, for what does not fit."""
+def read(files: Iterable[str | Path], layout: Callable[[Iterable[str]], dict[str, str]] | None = None) -> Saved:
+    """Read the headers of a checkpoint's weight files. Raises LoadError, naming the file, for what does not fit.
+
+    layout: of a checkpoint that others wrote, without these headers: names of all tensors -> sites.
+    """
     sites: dict[str, str] = {}
     tensors: dict[str, Stored] = {}
     for file in map(Path, files):
         try:
             with safe_open(file, framework="pt") as opened:
-                facts = _facts(file, opened.metadata())
                 slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  it is no dict
+                unsaid = {"sites": {}, "sha256": dict.fromkeys(slices, "")}
+                facts = _facts(file, opened.metadata()) if layout is None else unsaid
                 shapes = {name: (one.get_dtype(), tuple(one.get_shape())) for name, one in slices.items()}
         except (SafetensorError, OSError) as error:
             raise LoadError(f"{file} is truncated or damaged ({error}): fetch or write it again") from error
@@ -68,7 +73,7 @@ def read(files: Iterable[str | Path]) -> Saved:
             raise LoadError(f"{file}: its header lists other tensors than it holds ({odd[0]}): write it again")
         sites |= facts["sites"]
         tensors |= {name: Stored(file, *shapes[name], digests[name]) for name in shapes}
-    return Saved(sites, tensors)
+    return Saved(sites if layout is None else layout(tensors), tensors)
 
 
 def _facts(file: Path, metadata: Mapping[str, str] | None) -> dict[str, Any]:
@@ -138,7 +143,7 @@ def _opened(file: Path) -> Any:
 def _checked(opened: Any, name: str, stored: Stored, device: torch.device | None) -> torch.Tensor | None:
     try:
         tensor: torch.Tensor = opened.get_tensor(name)
-        same = digest_of(tensor) == stored.sha256
+        same = not stored.sha256 or digest_of(tensor) == stored.sha256
     except (SafetensorError, OSError) as error:
         raise LoadError(f"{stored.file}: {name} cannot be read ({error}): fetch it again") from error
     if not same:

@@ -1,4 +1,5 @@
-"""Calibration statistics on disk: a safetensors file, PATH.absmax, .percentile, .mean_square and .rows of each site.
+"""Calibration statistics on disk: a safetensors file, PATH.absmax, .percentile, .mean_square and .rows of each site,
+and .output_absmax of q, k and v.
 
 Its header says: accelpatch_statistics: JSON {version, fingerprint, tokens}.
 """
@@ -17,12 +18,17 @@ from accelpatch.errors import KernelError, LoadError, SaveError
 from accelpatch.quant.calibration import FIGURES, ChannelStatistics, Statistics
 
 KEY, VERSION = "accelpatch_statistics", 1
-PARTS = (*FIGURES, "rows")
+PARTS = (*FIGURES, "rows", "output_absmax")
 
 
 def save(statistics: Statistics, file: Path) -> None:
     """Write the file by one atomic rename. Raises SaveError where it cannot be written."""
-    tensors = {f"{path}.{name}": getattr(one, name) for path, one in statistics.sites.items() for name in PARTS}
+    tensors = {
+        f"{path}.{name}": tensor
+        for path, one in statistics.sites.items()
+        for name in PARTS
+        if (tensor := getattr(one, name)) is not None
+    }
     facts = {"version": VERSION, "fingerprint": statistics.fingerprint, "tokens": statistics.tokens}
     beside = file.with_name(f".{file.name}.writing")
     try:

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from accelpatch.errors import KernelError
 from accelpatch.fusion import attention_facts, layer_facts
+from accelpatch.fusion.cache_name import layer_argument
 from accelpatch.fusion.decoder import layers_of
-from accelpatch.models.family import family_of_layer
 
-#: window in slots (0: none) -> boolean mask [B or 1, 1, T, keys] of the keys that each token attends to
-Visible = Callable[[int], Tensor]
+#: window in slots (0: none) -> boolean mask [B or 1, 1, T, keys] of the keys that each token attends to; None, where a
+#: layer is whole, for plain causal masking
+Visible = Callable[[int], Tensor | None]
 
 
 class Call(Protocol):
@@ -32,6 +33,11 @@ class Call(Protocol):
         """The layer at `place` by its module: x[M, K] -> [M, K]; fills the cache."""
 
 
+def is_whole(layer: Any) -> bool:
+    """Whether a layer was replaced with all that is in it; its masks are boolean, and None for plain causal masking."""
+    return bool(getattr(layer, "is_whole", False))
+
+
 def run_module(decoder: Any, place: int, x: Tensor, positions: Tensor, visible: Visible, cache: Any) -> Tensor:
     """A decoder layer's own module: x[B T, K] at positions[B, T] -> [B T, K].
 
@@ -40,11 +46,10 @@ def run_module(decoder: Any, place: int, x: Tensor, positions: Tensor, visible: 
     layer = layers_of(decoder)[place]
     attention, rows = layer_facts.attention_of(layer), x.view(*positions.shape, -1)
     seen = visible(attention_facts.window(attention))
-    if attention.config._attn_implementation == "eager":
+    if seen is not None and attention.config._attn_implementation == "eager" and not is_whole(layer):
         seen = torch.zeros_like(seen, dtype=x.dtype).masked_fill_(~seen, torch.finfo(x.dtype).min)
-    family, rotary = family_of_layer(layer), getattr(decoder, "rotary_emb", None)
-    cached = "past_key_values" if family is None or family.layer is None else family.layer.cache
-    given = {"attention_mask": seen, "position_ids": positions, cached: cache, "use_cache": cache is not None}
+    rotary, use_cache = getattr(decoder, "rotary_emb", None), cache is not None
+    given = {"attention_mask": seen, "position_ids": positions, layer_argument(layer): cache, "use_cache": use_cache}
     if rotary is not None:
         given["position_embeddings"] = rotary(rows, positions, *attention_facts.rope_arguments(rotary, attention))
     made = layer(rows, **given)

@@ -34,6 +34,7 @@ class FusedModel:
     layer -> why. softcap: of the logits, 0 for none. embedding_multiplier, logit_divisor: of
     embeddings and logits. most: most rows of a step. positions: learned embeddings of positions, or None.
     by_length: whether the decoder's rotary embedding writes its frequencies, which the layers read, by the length.
+    whole: places of layers that run as modules since they were replaced with all that is in them.
     """
 
     decoder: weakref.ref[Any]
@@ -49,6 +50,7 @@ class FusedModel:
     most: int = MAX_ROWS
     positions: Positions | None = None
     by_length: bool = False
+    whole: frozenset[int] = frozenset()
 
     @property
     def fused_layers(self) -> list[FusedLayer]:
@@ -140,6 +142,8 @@ class FusedModel:
     @property
     def int8_activations(self) -> bool:
         """Whether linear layers take int8 activations: a prompt then takes the device half the time of floats."""
+        if self.whole:
+            return True
         first = [layer.gate_up for layer in self.fused_layers[:1]]
         return any(isinstance(one, FusedLinear) and isinstance(one.weight, W8A8Rows) for one in first)
 

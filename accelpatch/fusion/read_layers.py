@@ -36,8 +36,9 @@ NONE: Mapping[int, str] = {}
 def fused_model(model: Any, unfused: Mapping[int, str] = NONE) -> FusedModel:
     """The fused layers of a patched model; concatenates their weights.
 
-    unfused: place -> reason, of layers that must run as modules; others that cannot be fused join them. Raises
-    CannotFuse where no layer can be fused, or the last norm or head cannot.
+    unfused: place -> reason, of layers that must run as modules; others that cannot be fused join them, but for those
+    that are one replacement with all that is in it, whose own module is what a fused layer would be. Raises CannotFuse
+    where there is neither, or the last norm or head cannot be fused.
     """
     decoder = decoder_of(model)
     layers, head, rotary = decoder.layers, decoder.head, decoder.rotary
@@ -45,8 +46,9 @@ def fused_model(model: Any, unfused: Mapping[int, str] = NONE) -> FusedModel:
     final, memory, reasons = norm_of(decoder.norm, dtype), Zeros(), dict(unfused)
     checked(head, dtype)
     shapes: dict[int, AttentionShape] = {}
+    whole = frozenset(place for place, layer in enumerate(layers) if getattr(layer, "is_whole", False))
     for place, layer in enumerate(layers):
-        if place not in reasons:
+        if place not in reasons and place not in whole:
             try:
                 shapes[place] = looked_at(layer, rotary, dtype, memory)
             except CannotFuse as error:
@@ -57,14 +59,14 @@ def fused_model(model: Any, unfused: Mapping[int, str] = NONE) -> FusedModel:
             fused[place] = fuse(layers[place], shape, rotary, dtype)
         except CannotFuse as error:
             reasons[place] = str(error)
-    if not any(fused):
+    if not any(fused) and not whole:
         raise CannotFuse(f"layer 0: {reasons[0]}")
-    made, blank = with_signals(fused, dtype)
+    made, blank = with_signals(fused, dtype, decoder.norm.weight.device)
     return FusedModel(
         weakref.ref(decoder.module), decoder.embedding, made, reasons, final, one(head, dtype), blank,
         attention_facts.logit_cap(model), attention_facts.embedding_multiplier(model),
         attention_facts.logit_divisor(model), positions=decoder.positions,
-        by_length=attention_facts.by_length(rotary),
+        by_length=attention_facts.by_length(rotary), whole=whole,
     )  # fmt: skip
 
 

@@ -36,7 +36,9 @@ class SentinelBuffers:
             self.words.fill_(SENTINEL)
 
 
-def with_signals(layers: Sequence[Any], dtype: torch.dtype) -> tuple[tuple[Any, ...], SentinelBuffers]:
+def with_signals(
+    layers: Sequence[Any], dtype: torch.dtype, device: torch.device
+) -> tuple[tuple[Any, ...], SentinelBuffers]:
     """A model's fused layers (None: not fused) with producer and consumer flags, and the sentinel-filled buffers that
     they use."""
     fused = [layer for layer in layers if layer is not None]
@@ -51,7 +53,7 @@ def with_signals(layers: Sequence[Any], dtype: torch.dtype) -> tuple[tuple[Any, 
         [one.qkv.n if first else 0, one.down.k if second else 0]
         for one, (first, second) in zip(fused, consumed, strict=True)
     ]
-    sentinels = SentinelBuffers(len(fused), max(map(sum, made)), fused[0].down.raw.device)
+    sentinels = SentinelBuffers(len(fused), max(map(sum, made), default=0), device)
     words = [row[: sum(widths)].split(widths) for row, widths in zip(sentinels.words, made, strict=True)]
     signalling = map(_with_signals, fused, consumed, words)
     return tuple(None if layer is None else next(signalling) for layer in layers), sentinels

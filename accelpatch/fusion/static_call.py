@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accelpatch.fusion.call import run_module
+from accelpatch.fusion.call import is_whole, run_module
+from accelpatch.fusion.decoder import layers_of
 from accelpatch.kernels.ops.decode_attention import decode_attention_
 from accelpatch.kernels.ops.prompt_attention import prompt_attention_, visible
 
@@ -22,6 +23,7 @@ class StepCall:
     positions: Tensor
     slot: Tensor
     mask: Tensor
+    _seen: dict[int, Tensor] = field(default_factory=dict)
 
     def form(self, layer: Any) -> Any:
         """As in Call. Attention of several tokens waits for the whole of q, k and v."""
@@ -40,11 +42,13 @@ class StepCall:
         own = self.slot + torch.arange(self.positions.shape[1], device=x.device)
 
         def shown(window: int) -> Tensor:
-            at = torch.arange(self.mask.shape[1], device=x.device)
-            seen = at <= own[:, None]
-            if window:
-                seen = seen & (at > own[:, None] - window)
-            return (seen & (self.mask.ne(0) | (at >= self.slot))[:, None])[:, None]
+            if window not in self._seen:
+                at = torch.arange(self.mask.shape[1], device=x.device)
+                seen = at <= own[:, None]
+                if window:
+                    seen = seen & (at > own[:, None] - window)
+                self._seen[window] = (seen & (self.mask.ne(0) | (at >= self.slot))[:, None])[:, None]
+            return self._seen[window]
 
         return run_module(self.decoder, place, x, self.positions, shown, _Slots(self.cache, own))
 
@@ -58,6 +62,7 @@ class PromptCall:
     positions: Tensor
     mask: Tensor | None
     _seen: dict[int, Tensor | None] = field(default_factory=dict)
+    _shown: dict[tuple[int, bool], Tensor | None] = field(default_factory=dict)  # to modules
 
     def form(self, layer: Any) -> Any:
         """As in Call."""
@@ -72,13 +77,14 @@ class PromptCall:
 
     def by_module(self, x: Tensor, place: int) -> Tensor:
         """As in Call."""
-        length = self.positions.shape[1]
-        none_hidden = torch.ones(1, length, dtype=torch.int64, device=x.device)
+        length, whole = self.positions.shape[1], is_whole(layers_of(self.decoder)[place])
+        mask = self.mask if self.mask is not None or whole else torch.ones_like(self.positions[:1])
 
-        def shown(window: int) -> Tensor:
-            seen = visible(none_hidden if self.mask is None else self.mask, length, window, x.device)
-            assert seen is not None
-            return seen
+        def shown(window: int) -> Tensor | None:
+            key = window, mask is None
+            if key not in self._shown:
+                self._shown[key] = visible(mask, length, window, x.device)
+            return self._shown[key]
 
         return run_module(self.decoder, place, x, self.positions, shown, _First(self.cache, length))
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from accelpatch.fusion.cache_name import layer_argument
 from accelpatch.fusion.decoder import layers_of
 from accelpatch.fusion.fused_model import FusedModel
 from accelpatch.fusion.native_model import NativeModel
@@ -111,7 +112,7 @@ def _rows(layer: Any, call: Call, sample: Mapping[str, Any]) -> Rows | None:
     if not isinstance(x, Tensor) or x.dim() != 3 or not isinstance(positions, Tensor) or len(call.outputs) != 1:
         return None
     family = family_of_layer(layer)
-    if family is None or family.layer is None or call.kwargs.get(family.layer.cache) is not None:
+    if family is None or family.layer is None or call.kwargs.get(layer_argument(layer)) is not None:
         return None
     shape = x.shape[:2]
     if mask is not None and mask.shape != shape:

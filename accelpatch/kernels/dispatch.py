@@ -45,6 +45,8 @@ TABLE: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "add_rmsnorm": ("rmsnorm", ("triton", "torch")),
     "rmsnorm_add": ("rmsnorm", ("triton", "torch")),
     "rmsnorm_rows": ("rmsnorm_rows", ("triton", "operations")),
+    "layernorm_q": ("layernorm_q", ("triton", "torch")),
+    "int8_attention": ("int8_attention", ("triton", "torch")),
     "rotary_cos_sin": ("rope", ("triton", "torch")),
     "gated_activation": ("gated_activation", ("triton", "torch")),
     "decode_attention": ("decode_attention", ("hip", "triton", "torch")),

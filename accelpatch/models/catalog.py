@@ -204,6 +204,8 @@ _ENTRIES = (
     CatalogEntry("llama3.2-1b", "meta-llama/Llama-3.2-1B", _LLAMA32_1B),
     CatalogEntry("mistral-7b", "mistralai/Mistral-7B-v0.1", _MISTRAL_7B),
     CatalogEntry("qwen3-0.6b", "Qwen/Qwen3-0.6B", _QWEN3_06B),
+    CatalogEntry("opt-1.3b", "facebook/opt-1.3b", _opt(2048, 24, 32)),
+    CatalogEntry("opt-2.7b", "facebook/opt-2.7b", _opt(2560, 32, 32)),
     CatalogEntry("opt-6.7b", "facebook/opt-6.7b", _opt(4096, 32, 32)),
     CatalogEntry("opt-13b", "facebook/opt-13b", _opt(5120, 40, 40)),
     CatalogEntry("bloom-7b1", "bigscience/bloom-7b1", _BLOOM_7B1),

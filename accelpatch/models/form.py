@@ -33,7 +33,7 @@ class LayerForm:
     parallel: the MLP's norm reads the layer's input, not the sum after attention; the name of an attribute of the layer
     where that says so. Both places may name one norm. mlp: None where the layer itself holds the MLP's linear layers.
     where: the name of an attribute of the layer without which it has another form. cache: what its argument for the
-    KV cache is called.
+    KV cache is called; None: as in other families.
     """
 
     attention: str = "self_attn"
@@ -45,7 +45,7 @@ class LayerForm:
     multiplier: str | None = None
     parallel: bool | str = False
     where: str | None = None
-    cache: str = "past_key_values"
+    cache: str | None = None
 
     def of(self, layer: Any) -> LayerForm:
         """The form of one layer by its own attributes; a parallel layer's only norm is that of its MLP too."""

@@ -44,7 +44,8 @@ def load(
 ) -> Loaded:
     """Load a model by short name, folder, GGUF file or hub name.
 
-    dtype: "auto" keeps the checkpoint's. quantization: transformers' quantization_config for a float checkpoint.
+    dtype: "auto" keeps the checkpoint's. quantization: transformers' quantization_config for a float checkpoint; a dict
+    is taken as the one in config.json.
     progress: called as ``progress(stage, done, total)``. Raises LoadError, which says what to do, for a wrong name,
     network failures, and files that are damaged or not trusted.
     """
@@ -159,6 +160,8 @@ def _load_folder(
     folder: Path, dtype: str | torch.dtype, device: str | torch.device, progress: Progress, quantization: Any = None
 ) -> Any:
     config = _native(checkpoint.read_config(folder), str(folder))
+    if isinstance(quantization, dict):
+        config.quantization_config, quantization = quantization, None
     checkpoint.check_weights(folder, progress)
     if (folder / "generation_config.json").exists():
         checkpoint.read_json(folder / "generation_config.json")

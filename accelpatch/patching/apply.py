@@ -243,7 +243,7 @@ def settle(handle: Handle, built: list[Built], copies: HostCopies, progress: Cal
         _set_all(changes + [(item, "modules", item.modules, []) for item in built])
         return
     given = [(old, new) for item in built for old, new, _ in item.modules if getattr(new, "gives_back", False)]
-    after = {p: copies.of(p) for old, new in rounded for p in _own_parameters(old, new) if p in copies}
+    after = {p: copies.of(p) for old, new in rounded for p in _own_parameters(old, new, recurse=True) if p in copies}
     after |= {p: p.data.new_empty(0) for old, new in given for p in _own_parameters(old, new)}
     _set_all([(parameter, "data", parameter.data, data) for parameter, data in after.items()])
 
@@ -259,10 +259,10 @@ def _set_all(assignments: list[tuple[Any, str, Any, Any]]) -> None:
         raise
 
 
-def _own_parameters(old: nn.Module, new: nn.Module) -> Iterator[nn.Parameter]:
-    """The original's parameters that its replacement does not share."""
-    shared = {id(parameter) for parameter in new.parameters(recurse=False)}
-    return (parameter for parameter in old.parameters(recurse=False) if id(parameter) not in shared)
+def _own_parameters(old: nn.Module, new: nn.Module, *, recurse: bool = False) -> Iterator[nn.Parameter]:
+    """The original's parameters that its replacement does not share; with `recurse` those inside too."""
+    shared = {id(parameter) for parameter in new.parameters(recurse)}
+    return (parameter for parameter in old.parameters(recurse) if id(parameter) not in shared)
 
 
 def _changes(model: nn.Module, item: Built, replaced: dict[int, nn.Module]) -> Iterator[Change]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -75,8 +75,12 @@ def recording(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, list[Call]
 
 
 @contextmanager
-def observing(model: nn.Module, paths: Sequence[str], see: Callable[[str, Tensor], None]) -> Iterator[None]:
-    """Context manager: `see(path, x)` is called with the input of every call of these modules; nothing is kept."""
+def observing(
+    model: nn.Module, paths: Sequence[str], see: Callable[[str, Tensor], None],
+    outputs: Collection[str] = (), see_output: Callable[[str, Tensor], None] | None = None,
+) -> Iterator[None]:  # fmt: skip
+    """Context manager: `see(path, x)` gets the input of every call of these modules, `see_output(path, y)` the output
+    of those among `outputs`; nothing is kept."""
 
     def before(path: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -84,10 +88,19 @@ def observing(model: nn.Module, paths: Sequence[str], see: Callable[[str, Tensor
 
         return hook
 
+    def after(path: str, see: Callable[[str, Tensor], None]) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            see(path, next(floats(output)))
+
+        return hook
+
     handles = []
     try:
         for path in paths:
-            handles.append(model.get_submodule(path).register_forward_pre_hook(before(path), with_kwargs=True))
+            module = model.get_submodule(path)
+            handles.append(module.register_forward_pre_hook(before(path), with_kwargs=True))
+            if see_output is not None and path in outputs:
+                handles.append(module.register_forward_hook(after(path, see_output)))
         yield
     finally:
         for handle in handles:

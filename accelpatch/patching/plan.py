@@ -12,16 +12,21 @@ from accelpatch.device import Device
 from accelpatch.errors import PlanError
 from accelpatch.patching import groups as smoothing
 from accelpatch.patching.groups import Group
-from accelpatch.patching.match import matches, rule_for, sites, text_config
+from accelpatch.patching.kv_cache import cache_size
+from accelpatch.patching.match import matches, rule_for, sites
 from accelpatch.patching.replacer import Choice, Reason, Replaced, Replacer
 from accelpatch.patching.site import Site
+from accelpatch.patching.whole import absorbed
 from accelpatch.recipe.recipe import Recipe, Rule
 from accelpatch.report import Report, SiteRecord, bytes_line, fused_lines, human, site_table
 
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """The decision about one site: the rule's replacer and its choice, or the reason why the site stays."""
+    """The decision about one site: the rule's replacer and its choice, or the reason why the site stays.
+
+    inside: the sites in a module that is replaced with all that is in it; they have no entries of their own.
+    """
 
     site: Site
     rule: Rule | None
@@ -29,10 +34,16 @@ class Entry:
     choice: Choice | None = None
     reason: str | None = None
     failed: bool = False
+    inside: tuple[Site, ...] = ()
 
     def kept(self, reason: str, *, failed: bool = False) -> Entry:
         """A copy of this entry in which the site stays. failed: its replacement was built and was over its bound."""
         return replace(self, replacer=None, choice=None, reason=reason, failed=failed)
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        """The site and those inside."""
+        return self.site, *self.inside
 
     @property
     def calibrates(self) -> bool:
@@ -120,7 +131,10 @@ class Plan:
 
     def detached(self) -> Plan:
         """A copy that holds no reference to the model's modules."""
-        entries = tuple(replace(entry, site=entry.site.detached()) for entry in self.entries)
+        entries = tuple(
+            replace(entry, site=entry.site.detached(), inside=tuple(site.detached() for site in entry.inside))
+            for entry in self.entries
+        )
         return replace(self, entries=entries)
 
     def to_dict(self) -> dict[str, Any]:
@@ -164,14 +178,14 @@ def make_plan(
         _check_rule(rule, registry)
     found = sites(model, roles)
     _check_all_match(recipe, found)
-    entries = [_decide(site, recipe, device, registry) for site in found]
+    entries = absorbed([_decide(site, recipe, device, registry) for site in found])
     _check_owners(entries)
     entries = _completed(entries, device)
     name = getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
     length, cache = cache_size(model, recipe.runtime.max_length)
-    smooths = {entry.site.path: entry.replacer.smooths for entry in entries if entry.replacer is not None}
+    smooths = {site.path: entry.replacer.smooths for entry in entries if entry.replacer for site in entry.sites}
     wanted = groups if (recipe.calibrate or {}).get("alpha") is not None else ()
-    modules = {entry.site.path: entry.site.module for entry in entries}
+    modules = {site.path: site.module for entry in entries for site in entry.sites}
     hooked = [path for path, one in modules.items() if one and (one._forward_hooks or one._forward_pre_hooks)]
     smoothed, left = smoothing.chosen(wanted, smooths, hooked)
     return Plan(name, recipe, device, tuple(entries), length, cache, smoothed, tuple(left))
@@ -270,24 +284,3 @@ def _check_owners(entries: list[Entry]) -> None:
                     f"two owners of one parameter: {other.replacer.name} takes {other.site.path} with all that is in "
                     f"it, and {entry.replacer.name} takes {entry.site.path}; drop one of the two rules"
                 )
-
-
-def cache_size(model: nn.Module, wanted: int | None) -> tuple[int | None, int]:
-    """(tokens, bytes) of a batch-1 KV cache in the model's dtype: 2 x layers x KV heads x head size x tokens.
-
-    wanted: the length in tokens; None: the model's maximum, but at most 4096. (None, 0) for models without a KV cache.
-    """
-    text = text_config(model)
-    layers, heads, hidden = (_count(text, f) for f in ("num_hidden_layers", "num_attention_heads", "hidden_size"))
-    if not (layers and heads and hidden) or getattr(text, "is_encoder_decoder", False):
-        return None, 0
-    length = wanted or min(_count(text, "max_position_embeddings") or 2048, 4096)
-    size, kv = _count(text, "head_dim") or hidden // heads, _count(text, "num_key_value_heads") or heads
-    width = next((p.element_size() for p in model.parameters() if p.is_floating_point()), 4)
-    return length, 2 * layers * kv * size * length * width
-
-
-def _count(config: Any, name: str) -> int:
-    """A positive integer of the configuration; 0 where it is missing or of another kind (vision models have lists)."""
-    value = getattr(config, name, None)
-    return value if isinstance(value, int) and value > 0 else 0

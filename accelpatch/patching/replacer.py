@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -60,6 +60,7 @@ class Replacer(ABC):
     still apply when this replaces their parent (`EVERY_CHILD`: all). ties: whether it can replace several modules that
     share a weight. rounds: whether the original weights must be kept for unpatch. fuses: whether a fused layer is made
     of the replacement, which is verified again as a whole. smooths: whether `build` takes the smoothing of its group.
+    whole: whether it takes a module with all that is in it: no rule applies to what is inside.
     """
 
     name: ClassVar[str]
@@ -69,6 +70,7 @@ class Replacer(ABC):
     rounds: ClassVar[bool] = True
     fuses: ClassVar[bool] = False
     smooths: ClassVar[bool] = False
+    whole: ClassVar[bool] = False
 
     @abstractmethod
     def propose(self, site: Site, options: Mapping[str, Any], device: Device) -> Choice | Reason:
@@ -96,6 +98,11 @@ class Replacer(ABC):
         """Make the replacement from a quantised weight of a checkpoint. Raises PlanError, or KernelError where the
         weight does not fit the site."""
         raise PlanError(f"{self.name} cannot be restored from a checkpoint")
+
+    def parts(self, site: Site, names: Iterable[str]) -> list[str] | None:
+        """Of the tensors in a checkpoint those that `restore` takes, by their names in the site; None: the parts of a
+        quantised weight."""
+        return None
 
     def prefetchable(self, site: Site, choice: Choice, built: nn.Module) -> Choice:
         """The final Choice once `built` exists, for replacements that depend on the weight's values."""

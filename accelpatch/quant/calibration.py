@@ -4,8 +4,9 @@
     percentile[c]    99.9% of |x[c]|             the mean of the batches', weighted by their tokens
     mean_square[c]   mean x[c]^2
     rows[r, c]       some tokens' inputs, evenly spread, on which a search measures errors
+    output_absmax[n] max |y[n]|                  of the outputs of q, k and v
 
-Nothing else of an input is kept.
+Nothing else is kept.
 """
 
 from __future__ import annotations
@@ -26,12 +27,16 @@ BATCHES = 8  # whose rows wait to be thinned out together
 
 @dataclass(frozen=True, eq=False)
 class ChannelStatistics:
-    """Figures of an input x[tokens, K]: each float32 [K], and rows[R, K] bfloat16, on the CPU."""
+    """Figures of an input x[tokens, K]: each float32 [K], and rows[R, K] bfloat16, on the CPU.
+
+    output_absmax: of the output y[tokens, N], float32 [N], or None.
+    """
 
     absmax: Tensor
     percentile: Tensor
     mean_square: Tensor
     rows: Tensor
+    output_absmax: Tensor | None = None
 
     def __post_init__(self) -> None:
         shapes = {name: (getattr(self, name).dtype, tuple(getattr(self, name).shape)) for name in FIGURES}
@@ -39,7 +44,10 @@ class ChannelStatistics:
             raise KernelError(f"the statistics of an input are float32 [K] each, not {shapes}: calibrate again")
         if self.rows.dtype != torch.bfloat16 or self.rows.shape[1:] != self.absmax.shape:
             raise KernelError(f"rows of an input are bfloat16 [R, K], not {self.rows.dtype} {list(self.rows.shape)}")
-        for name in FIGURES:
+        most = self.output_absmax
+        if most is not None and (most.dtype != torch.float32 or most.dim() != 1):
+            raise KernelError(f"output_absmax is float32 [N], not {most.dtype} {list(most.shape)}: calibrate again")
+        for name in (*FIGURES, *([] if most is None else ["output_absmax"])):
             values = getattr(self, name)
             if not bool((values.isfinite() & (values >= 0)).all()):
                 raise KernelError(f"{name} of an input is negative or not finite: calibrate again")
@@ -82,6 +90,7 @@ class Collector:
     """Adds up the statistics of each site's inputs, on the device where they are."""
 
     _sums: dict[str, _Sums] = field(default_factory=dict)
+    _outputs: dict[str, Tensor] = field(default_factory=dict)
     _latest: tuple[Tensor, int, tuple[Tensor, ...]] | None = None
 
     def see(self, path: str, x: Tensor) -> None:
@@ -100,6 +109,13 @@ class Collector:
         sums.rows = [*sums.rows, some] if len(sums.rows) < BATCHES else [_spread(torch.cat([*sums.rows, some]))]
         sums.tokens += tokens
 
+    def see_output(self, path: str, y: Tensor) -> None:
+        """Take the output y[..., N] of a site."""
+        if y.numel():
+            most = y.detach().reshape(-1, y.shape[-1]).abs().amax(0).float()
+            held = self._outputs.get(path)
+            self._outputs[path] = most if held is None else torch.maximum(held, most)
+
     def finish(self) -> dict[str, ChannelStatistics]:
         """The statistics by site. Raises KernelError, naming the site, for inputs that are not finite."""
         self._latest = None
@@ -113,7 +129,9 @@ class Collector:
                     "check the model in this dtype, or load it in bfloat16 or float32"
                 )
             absmax, percentile, mean_square = (one.float().cpu() for one in figures)
-            found[path] = ChannelStatistics(absmax, percentile, mean_square, _spread(torch.cat(sums.rows)).cpu())
+            rows, most = _spread(torch.cat(sums.rows)).cpu(), self._outputs.get(path)
+            most = None if most is None else most.cpu()
+            found[path] = ChannelStatistics(absmax, percentile, mean_square, rows, most)
         return found
 
 

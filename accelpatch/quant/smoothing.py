@@ -8,8 +8,8 @@ Xiao et al. 2022, arXiv:2211.10438.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -29,11 +29,13 @@ class SiteStatistics:
     """What a replacement is built with: statistics of its original's input, and the smoothing around it.
 
     factors[K]: its input comes divided by them. divisors[N]: its output is to be divided by them. Float32, or None.
+    inside: of a module that is replaced with all that is in it, those of its parts by their names in it.
     """
 
     inputs: ChannelStatistics | None = None
     factors: Tensor | None = None
     divisors: Tensor | None = None
+    inside: Mapping[str, SiteStatistics] = field(default_factory=dict)
 
     def given(self, x: Tensor) -> Tensor:
         """What comes in where the original got x[..., K]."""
@@ -61,6 +63,12 @@ class SiteStatistics:
         if self.inputs is None:
             return None
         return self.inputs.absmax if self.factors is None else self.inputs.absmax / self.factors.cpu()
+
+    @property
+    def output_absmax(self) -> Tensor | None:
+        """max |y[n]| of what is to come out, [N]; None where nothing is known."""
+        most = None if self.inputs is None else self.inputs.output_absmax
+        return most if most is None else self.vector(most)
 
     @property
     def static_error(self) -> float:

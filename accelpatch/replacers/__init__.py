@@ -17,6 +17,7 @@ from accelpatch.replacers.compact import Compact
 from accelpatch.replacers.fp8 import Fp8WeightOnly, W8A8Fp8
 from accelpatch.replacers.gated_mlp import GatedMLPReplacer
 from accelpatch.replacers.gemv import Gemv
+from accelpatch.replacers.int8_opt import Int8OPT
 from accelpatch.replacers.norm import LayerNormReplacer, RMSNormReplacer
 from accelpatch.replacers.rotary import RotaryReplacer
 from accelpatch.replacers.w8a8 import W8A8
@@ -28,6 +29,7 @@ BUILT_IN: tuple[type[Replacer], ...] = (
     Fp8WeightOnly,
     W8A8,
     W8A8Fp8,
+    Int8OPT,
     Gemv,
     Compact,
     RMSNormReplacer,

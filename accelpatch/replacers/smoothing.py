@@ -11,7 +11,8 @@ from torch import Tensor
 
 from accelpatch.errors import KernelError, PlanError
 from accelpatch.models.family import norm_of
-from accelpatch.patching.plan import Entry, Plan
+from accelpatch.patching.plan import Plan
+from accelpatch.patching.site import Site
 from accelpatch.quant.calibration import Statistics
 from accelpatch.quant.smoothing import Channels, SiteStatistics, factors, searched, with_divisors
 from accelpatch.replacers.weight_only import weight_of
@@ -26,13 +27,18 @@ def site_statistics(
 
     The factors of a group are those of alpha in the recipe, or of a search over it.
     """
-    known = {entry.site.path: entry for entry in plan.replaced}
+    known = {site.path: site for entry in plan.replaced for site in entry.sites}
     found: dict[str, SiteStatistics] = {}
     needed = {path for group in plan.groups for path in group.consumers}
-    needed |= {entry.site.path for entry in plan.replaced if entry.calibrates}
+    auto = set()
+    for entry in plan.replaced:
+        if entry.calibrates:
+            needed |= {site.path for site in entry.sites if site.k is not None}
+        if entry.choice is not None and entry.choice.detail.get("activations") == "auto":
+            auto.add(entry.site.path)
     for path in needed:
-        site, choice = known[path].site, known[path].choice
-        if path not in statistics.sites and choice is not None and choice.detail.get("activations") == "auto":
+        site = known[path]
+        if path not in statistics.sites and path in auto:
             continue  # no text reaches it, such as a vision tower: a scale a token then
         try:
             found[path] = SiteStatistics(statistics.of(path, cast(int, site.k)))
@@ -42,13 +48,18 @@ def site_statistics(
     for done, group in enumerate(plan.groups):
         _smooth(cast(Any, group), known, found, alpha)
         progress(done + 1, len(plan.groups))
+    for entry in plan.replaced:
+        if entry.inside:
+            start = len(entry.site.path) + 1
+            inside = {site.path[start:]: found.pop(site.path) for site in entry.inside if site.path in found}
+            found[entry.site.path] = SiteStatistics(inside=inside)
     return found
 
 
-def _smooth(group: Any, known: Mapping[str, Entry], found: dict[str, SiteStatistics], alpha: Any) -> None:
+def _smooth(group: Any, known: Mapping[str, Site], found: dict[str, SiteStatistics], alpha: Any) -> None:
     """Add a group's factors to its consumers and its source."""
-    channels, source = Channels(group.rows, group.size), known[group.source].site
-    weights = [weight_of(known[path].site.original) for path in group.consumers]
+    channels, source = Channels(group.rows, group.size), known[group.source]
+    weights = [weight_of(known[path].original) for path in group.consumers]
     inputs = [found[path].inputs for path in group.consumers]
     k = weights[0].shape[1]
     n = source.n if source.n is not None else k

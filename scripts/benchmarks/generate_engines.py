@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import accelpatch
 from accelpatch.bench.timing import synchronize
+from accelpatch.fusion.cache_name import CACHE
 
 STATIC = {"cache_implementation": "static"}
 # peers in a loop of their own: bits of their weights
@@ -114,9 +115,8 @@ class Loop:
         return self._run(tokens, positions), positions + 1
 
     def _run(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        outputs = self._model(
-            tokens, position_ids=positions, past_key_values=self._cache, use_cache=True, logits_to_keep=1
-        )
+        given = {"position_ids": positions, CACHE: self._cache, "use_cache": True, "logits_to_keep": 1}
+        outputs = self._model(tokens, **given)
         best: Tensor = outputs.logits[:, -1:].argmax(-1)
         return best
 

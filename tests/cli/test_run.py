@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import CONTEXT, Cli, Shell
+from tests.support import guide_opt
+
+from .conftest import CONTEXT, Cli, Shell, byte_tokenizer
 
 SHORT = ("--max-new-tokens", "12")
 
@@ -145,3 +147,17 @@ def test_a_plugin_that_registers_nothing(cli: Cli, model: str, tmp_path: Path) -
     result = cli("run", model, "--plugin", str(file))
     assert result.exit_code == 1
     assert "registers no replacer" in result.stderr
+
+
+def test_a_published_int8_checkpoint_runs_as_it_is(cli: Cli, tmp_path: Path) -> None:
+    float_model = guide_opt.float_opt(vocab_size=260, eos_token_id=2)
+    tensors = guide_opt.checkpoint(float_model, guide_opt.inputs(4, 24))
+    folder = guide_opt.write(tmp_path / "int8", tensors, float_model.config)
+    byte_tokenizer().save_pretrained(folder)
+    done = cli("run", str(folder), "--prompt", "ab", "--max-new-tokens", "4", "--json")
+    assert done.exit_code == 0, done.output
+    report = json.loads(done.stdout)["report"]
+    assert report["recipe"] == "smoothquant-opt"
+    assert sum(site["replacer"] == "int8_opt" for site in report["sites"]) == guide_opt.LAYERS
+    shown = cli("inspect", str(folder))
+    assert "int8 OPT of SmoothQuant" in shown.stdout

@@ -77,7 +77,7 @@ def layer(middle: int) -> FusedLayer:
 
 
 def test_each_layer_has_two_numbers_and_words_of_its_own() -> None:
-    layers, sentinels = with_signals([layer(4100), layer(4096), layer(4105)], torch.float32)
+    layers, sentinels = with_signals([layer(4100), layer(4096), layer(4105)], torch.float32, torch.device("cpu"))
     assert [one.attention_signal.columns for one in layers] == [96, 96, 96]
     assert layers[0].gate_up.producer is layers[0].down.consumer
     assert layers[0].gate_up.producer.number is not layers[0].qkv.producer.number

@@ -17,6 +17,13 @@ _ROUND = tl.constexpr(
 
 
 @triton.jit
+def nearest(values):  # type: ignore[no-untyped-def]
+    """float32 values to the nearest whole numbers from -128 to 127, ties to even, still float32."""
+    values = tl.minimum(tl.maximum(values, -128.0), 127.0)
+    return (values + _ROUND) - _ROUND
+
+
+@triton.jit
 def rounded(values):  # type: ignore[no-untyped-def]
     """float32 values to the nearest integers from -127 to 127, ties to even, as int8."""
     values = tl.minimum(tl.maximum(values, -127.0), 127.0)
@@ -24,7 +31,7 @@ def rounded(values):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def nearest(values, LEAST: tl.constexpr, SIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
+def nearest_e4m3(values, LEAST: tl.constexpr, SIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
     """float32 values at the nearest e4m3 numbers, ties to even. LEAST: the smallest; SIGNED: whether there is a -0.
 
     What is left for the conversion is exact, so that no compiler and no unit rounds in a way of its own.
@@ -57,7 +64,7 @@ def store_row(values, given, q, scales, row, columns, width, STATIC: tl.constexp
     else:
         held = tl.where(times > 0, tl.minimum(tl.maximum(held, -largest), largest), 0.0)
         least: tl.constexpr = 0.001953125 if form == tl.float8e4nv else 0.0009765625
-        codes = nearest(held, least, form == tl.float8e4nv).to(form)
+        codes = nearest_e4m3(held, least, form == tl.float8e4nv).to(form)
     tl.store(q + row * width + columns, codes, mask=columns < width)
 
 

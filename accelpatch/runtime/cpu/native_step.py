@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from accelpatch.errors import KernelError
+from accelpatch.fusion.cache_name import CACHE
 from accelpatch.fusion.cannot_fuse import CannotFuse
 from accelpatch.fusion.native_model import NativeModel, native_model
 from accelpatch.kernels.cpu.decode_step import DecodeStep
@@ -32,7 +33,7 @@ NATIVE = "native step"
 # strings: generate() hands it on, and a criterion has it already.
 UNDERSTOOD = frozenset(
     {
-        "input_ids", "past_key_values", "attention_mask", "position_ids", "use_cache", "return_dict", "logits_to_keep",
+        "input_ids", CACHE, "attention_mask", "position_ids", "use_cache", "return_dict", "logits_to_keep",
         "tokenizer",
     }
 )  # fmt: skip
@@ -67,14 +68,12 @@ class NativeRuntime:
     def outputs(self, model: nn.Module, given: Mapping[str, Any]) -> CausalLMOutputWithPast | None:
         """Outputs of a model call for one more token by a native step; None where the modules must run."""
         logits = self.logits(model, given)
-        return (
-            None if logits is None else CausalLMOutputWithPast(logits=logits, past_key_values=given["past_key_values"])
-        )
+        return None if logits is None else CausalLMOutputWithPast(logits=logits, **{CACHE: given[CACHE]})
 
     def logits(self, model: nn.Module, arguments: Mapping[str, Any]) -> Tensor | None:
         """Logits [B, 1, V] of one more token, which is added to the cache; None where the modules must run."""
-        ids, cache = arguments.get("input_ids"), arguments.get("past_key_values")
-        if ids is None or cache is None or ids.dim() != 2 or ids.shape[1] != 1 or cache.get_seq_length() == 0:
+        ids, cache = arguments.get("input_ids"), arguments.get(CACHE)
+        if ids is None or ids.dim() != 2 or ids.shape[1] != 1 or _is_empty(cache):
             self.paths["modules: a prompt, or no cache"] += 1
             return None
         reading = self.reading(model)
@@ -171,6 +170,13 @@ def _why_not(model: nn.Module, ids: Tensor, arguments: Mapping[str, Any]) -> str
     if torch.is_grad_enabled() or model.training or torch.is_autocast_enabled("cpu"):
         return "gradients, training or autocast"
     return None
+
+
+def _is_empty(cache: Any) -> bool:
+    """Whether there is no cache, or none that holds tokens: the layers of linear attention (Mamba) count none."""
+    if cache is None or all(getattr(cache, "is_linear", [False])):
+        return True
+    return bool(cache.get_seq_length() == 0)
 
 
 def unknown(arguments: Mapping[str, Any], understood: Container[str]) -> str | None:

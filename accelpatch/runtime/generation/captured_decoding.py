@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from accelpatch.fusion.cache_name import CACHE
 from accelpatch.kernels.triton.launch import on
 from accelpatch.runtime.generation.captured_lookup import Late
 from accelpatch.runtime.generation.captured_reports import Reports
@@ -61,13 +62,9 @@ def _stock_because(
     mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
     if (mask is not None and mask.dim() != 2) or (positions is not None and positions.dim() != 2):
         return "an attention mask or positions of another shape than [B, L]"
-    if kwargs.get("past_key_values") is None:
+    if kwargs.get(CACHE) is None:
         return "no cache"
-    return (
-        stock_loop_because(model, config, synced_gpus, kwargs)
-        or why_not(kwargs["past_key_values"])
-        or runtime.why_not(model)
-    )
+    return stock_loop_because(model, config, synced_gpus, kwargs) or why_not(kwargs[CACHE]) or runtime.why_not(model)
 
 
 def _turning(model: Any, length: int, most: int) -> str | None:
@@ -107,7 +104,7 @@ def _decode(
     sequences = torch.cat([ids, made.to(ids.device)], dim=1)
     if not config.return_dict_in_generate:
         return sequences
-    return GenerateDecoderOnlyOutput(sequences=sequences, past_key_values=run.kwargs.get("past_key_values"))
+    return GenerateDecoderOnlyOutput(sequences=sequences, **{CACHE: run.kwargs.get(CACHE)})
 
 
 def _late(run: CapturedRun, sampler: Sampler, config: Any, logits: Tensor, streamer: Any, most: int) -> Tensor:

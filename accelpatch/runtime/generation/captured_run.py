@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from accelpatch.fusion.cache_name import CACHE
 from accelpatch.runtime.generation.captured_lookup import ACCEPTED, NONE, STEPS, Lookup
 from accelpatch.runtime.generation.sampler import Sampler
 from accelpatch.runtime.graphs.cache_contents import OWN_CACHE, move_back, move_in
+from accelpatch.runtime.graphs.captured_cache import cache_of
 from accelpatch.runtime.graphs.captured_graph import Graph
 from accelpatch.runtime.graphs.captured_runtime import CapturedRuntime
 from accelpatch.runtime.graphs.captured_step import CAPTURED, CapturedStep
@@ -60,16 +62,16 @@ class CapturedRun:
 
     def prompt(self, ids: Tensor, config: Any, kwargs: dict[str, Any]) -> Tensor:
         """Logits [B, V] float32 after the prompt. If the model's own forward cached it, the cache is moved."""
-        cache = kwargs["past_key_values"]
+        cache = kwargs[CACHE]
         reason = why_not_fused(self.step, ids, config, kwargs)
         if reason is None:
             graph = self.runtime.graph(self.step.batch.device)
             logits, length = fused_prompt(self.step, ids, kwargs, graph), ids.shape[1]
-            outputs: Any = CausalLMOutputWithPast(past_key_values=cache)
+            outputs: Any = CausalLMOutputWithPast(**{CACHE: cache})
             self.runtime.paths[FUSED_PROMPT] += 1
         else:
             outputs = self._model._prefill(ids, config, kwargs, is_first_iteration=True)
-            cache = outputs.past_key_values  # Phi-3 makes a new cache where its rotary frequencies change
+            cache = cache_of(outputs)  # Phi-3 makes a new cache where its rotary frequencies change
             logits, length = outputs.logits[:, -1].to(copy=True, dtype=torch.float32), cache.get_seq_length()
             if self.step.fused:
                 self.runtime.paths[f"prefill by modules: {reason}"] += 1

@@ -15,12 +15,11 @@ from transformers.generation.logits_process import MinLengthLogitsProcessor, Min
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from accelpatch.fusion.cache_name import CACHE
 from accelpatch.runtime.cpu.native_step import NativeRun, NativeRuntime, unknown
 
 # Arguments of generate()'s model calls that the loop supports besides those of a step.
-UNDERSTOOD = frozenset(
-    {"attention_mask", "past_key_values", "position_ids", "use_cache", "logits_to_keep", "tokenizer"}
-)
+UNDERSTOOD = frozenset({"attention_mask", CACHE, "position_ids", "use_cache", "logits_to_keep", "tokenizer"})
 
 
 def stock_loop_because(model: Any, config: Any, synced_gpus: bool, kwargs: dict[str, Any]) -> str | None:
@@ -86,7 +85,7 @@ def loop(
         logits = steps.next(ids, tokens)
     if streamer is not None:
         streamer.end()
-    return kept.result(ids, steps.kwargs.get("past_key_values"))
+    return kept.result(ids, steps.kwargs.get(CACHE))
 
 
 class _Steps:
@@ -111,12 +110,12 @@ class _Steps:
             return logits
         kwargs = self.kwargs
         if self._behind:
-            known = CausalLMOutputWithPast(past_key_values=kwargs["past_key_values"])
+            known = CausalLMOutputWithPast(**{CACHE: kwargs[CACHE]})
             kwargs = self._model._update_model_kwargs_for_generation(known, kwargs, num_new_tokens=self._behind)
             self._behind = 0
         inputs = self._model.prepare_inputs_for_generation(ids, next_sequence_length=1, **kwargs)
         logits = self._last_logits(self._model(**inputs, return_dict=True), kwargs)
-        self._run = self._runtime.run_of(kwargs["past_key_values"])
+        self._run = self._runtime.run_of(kwargs[CACHE])
         return logits
 
     def _last_logits(self, outputs: Any, kwargs: dict[str, Any]) -> Tensor:
@@ -147,9 +146,8 @@ class _Kept:
     def result(self, ids: Tensor, cache: Any) -> Any:
         if not self._as_dict:
             return ids
-        return GenerateDecoderOnlyOutput(
-            sequences=ids, scores=self.all_scores, logits=self._logits, past_key_values=cache
-        )
+        kept = {"scores": self.all_scores, "logits": self._logits, CACHE: cache}
+        return GenerateDecoderOnlyOutput(sequences=ids, **kept)
 
 
 def _suppress(processor: Any, length: int, scores: Tensor) -> bool:

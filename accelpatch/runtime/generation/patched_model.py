@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from accelpatch.errors import PatchError
+from accelpatch.fusion.cache_name import CACHE, FORMER, renamed
 from accelpatch.modules.packed_weight import PackedWeight, packed_in
 from accelpatch.modules.replacement import COPIED, copied_by, copy_with_parts
 from accelpatch.runtime.cpu.native_step import NativeRuntime
@@ -90,9 +91,9 @@ def _marking(stock: Any) -> Any:
 
     @functools.wraps(stock)
     def prepare(self: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        brought = model_kwargs.get("past_key_values")
+        brought = model_kwargs.get(CACHE)
         prepared = stock(self, generation_config, model_kwargs, *args, **kwargs)
-        if type(cache := model_kwargs.get("past_key_values")) is DynamicCache:
+        if type(cache := model_kwargs.get(CACHE)) is DynamicCache:
             setattr(cache, OWN_CACHE, brought is None)  # one that an earlier call returned is marked already
         return prepared
 
@@ -126,7 +127,10 @@ def _looping(stock: Any) -> Any:
 
 
 def _stepping(cls: Any) -> Any:
-    """The forward of `cls`, which lets the model's runtime take the calls that it can run."""
+    """The forward of `cls`, which lets the model's runtime take the calls that it can run.
+
+    Both names of the KV cache are accepted where transformers accepts both.
+    """
 
     names = [
         one.name for one in inspect.signature(cls.forward).parameters.values()
@@ -140,10 +144,10 @@ def _stepping(cls: Any) -> Any:
         runtime = vars(self).get(RUNTIME)
         outputs = None
         if runtime is not None and len(args) <= len(names) and kwargs.keys().isdisjoint(names[: len(args)]):
-            outputs = runtime.outputs(self, dict(zip(names, args, strict=False)) | kwargs)
+            outputs = runtime.outputs(self, renamed(dict(zip(names, args, strict=False)) | kwargs))
         if outputs is None:
             with all_threads():
-                return cls.forward(self, *args, **kwargs)
+                return cls.forward(self, *args, **(kwargs if FORMER in names else renamed(kwargs)))
         return outputs
 
     return forward

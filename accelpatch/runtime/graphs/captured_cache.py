@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
+from accelpatch.fusion.cache_name import CACHE
 from accelpatch.runtime.graphs.cache_contents import why_not
 
 SMALLEST = 256  # least capacity in tokens
@@ -84,6 +85,11 @@ def shapes_of(cache: Any) -> tuple[LayerShape, ...]:
     )
 
 
+def cache_of(outputs: Any) -> Any:
+    """The KV cache in a model's outputs."""
+    return getattr(outputs, CACHE)
+
+
 class NotCached(Exception):
     """Why a model cannot use a static cache; the message goes into the report."""
 
@@ -92,7 +98,7 @@ def learned(model: Any) -> tuple[int, tuple[LayerShape, ...]]:
     """(vocabulary size, LayerShapes), found by running one token. Raises NotCached."""
     cache = DynamicCache(config=model.config)
     one = torch.zeros(1, 1, dtype=torch.int64, device=next(model.parameters()).device)
-    outputs = model(input_ids=one, attention_mask=one + 1, past_key_values=cache, use_cache=True)
+    outputs = model(input_ids=one, attention_mask=one + 1, use_cache=True, **{CACHE: cache})
     if reason := why_not(cache):
         raise NotCached(reason)
     if not cache.layers or not all(layer.is_initialized for layer in cache.layers):

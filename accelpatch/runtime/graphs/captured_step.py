@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from accelpatch.errors import KernelError
+from accelpatch.fusion.cache_name import CACHE
 from accelpatch.fusion.fused_model import FusedModel
 from accelpatch.fusion.static_call import StepCall
 from accelpatch.kernels.hip.binding import weight_prefetch
@@ -99,10 +100,8 @@ class CapturedStep:
         model = self._model()
         assert model is not None
         places = {"position_ids": self.batch.positions} if self._positioned else {}
-        outputs = model(
-            input_ids=self.batch.tokens[:, None], attention_mask=self.mask, past_key_values=self.cache, **places,
-            **self._arguments,
-        )  # fmt: skip
+        given = {"attention_mask": self.mask, CACHE: self.cache, **places, **self._arguments}
+        outputs = model(input_ids=self.batch.tokens[:, None], **given)
         logits: Tensor = outputs.logits[:, -1]
         return logits
 

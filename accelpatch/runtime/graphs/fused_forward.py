@@ -15,6 +15,7 @@ from transformers.cache_utils import DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from accelpatch.fusion.cache_call import CacheCall, KeptCall
+from accelpatch.fusion.cache_name import CACHE
 from accelpatch.fusion.fused_model import FusedModel
 from accelpatch.kernels.operation import is_eager, refusing_gradient
 from accelpatch.runtime.graphs import single_token
@@ -24,7 +25,7 @@ from accelpatch.runtime.graphs.captured_batch import GraphOf
 from accelpatch.runtime.graphs.short_prompt import Prompts, ShortPrompt, captured_tokens
 
 FORWARD = "fused forward"
-SUPPORTED = ("input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "labels")
+SUPPORTED = ("input_ids", "attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep", "labels")
 HIDDEN_STATES = "output_hidden_states"
 INTEGERS = (torch.int64, torch.int32)
 UNASKED = {"return_dict": True, "output_attentions": False}
@@ -98,9 +99,7 @@ def fused_outputs(runtime: Any, model: Any, given: Mapping[str, Any]) -> Any:
         if fused is None or not fused.places - set(watched):
             return None
         hidden = wants_hidden_states(model, given)
-        if torch.is_grad_enabled() and (
-            watched or fused.unfused or hidden or wants_gradient(given.get("past_key_values"))
-        ):
+        if torch.is_grad_enabled() and (watched or fused.unfused or hidden or wants_gradient(given.get(CACHE))):
             return None  # the modules refuse the gradient of what comes in from outside, and of what goes out
         call = call_of(model, fused, given)
         if (
@@ -130,7 +129,7 @@ def wants_gradient(cache: Any) -> bool:
 
 def call_of(model: Any, fused: FusedModel, given: Mapping[str, Any]) -> CacheCall:
     """The CacheCall for these arguments, for which `why_not` must have no reason."""
-    ids, cache, mask = given["input_ids"], given.get("past_key_values"), given.get("attention_mask")
+    ids, cache, mask = given["input_ids"], given.get(CACHE), given.get("attention_mask")
     if cache is None and uses_cache(model, given):
         cache = DynamicCache(config=model.config)
     past = 0 if cache is None else cache.get_seq_length()
@@ -187,7 +186,7 @@ def outputs_of(
     loss = None
     if (labels := given.get("labels")) is not None:
         loss = model.loss_function(logits=logits, labels=labels, vocab_size=model.config.vocab_size)
-    return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=call.cache, hidden_states=hidden)
+    return CausalLMOutputWithPast(loss=loss, logits=logits, hidden_states=hidden, **{CACHE: call.cache})
 
 
 def prompts_of(fused: FusedModel, graph: GraphOf) -> Prompts:

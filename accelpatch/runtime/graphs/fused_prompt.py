@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from accelpatch.fusion.cache_name import CACHE
 from accelpatch.runtime.graphs.captured_batch import GraphOf
 from accelpatch.runtime.graphs.captured_step import CapturedStep
 from accelpatch.runtime.graphs.short_prompt import Prompts
@@ -17,7 +18,7 @@ FUSED_PROMPT = "fused prefill"
 
 def why_not(step: CapturedStep, ids: Tensor, config: Any, kwargs: dict[str, Any]) -> str | None:
     """Why the model's own forward must run the prompt ids[B, L]; None where fused layers can."""
-    cache, mask, positions = kwargs["past_key_values"], kwargs.get("attention_mask"), kwargs.get("position_ids")
+    cache, mask, positions = kwargs[CACHE], kwargs.get("attention_mask"), kwargs.get("position_ids")
     if reason := step.no_prompts:
         return reason
     if cache.get_seq_length():
@@ -32,7 +33,7 @@ def why_not(step: CapturedStep, ids: Tensor, config: Any, kwargs: dict[str, Any]
 @torch.no_grad()
 def fused_prompt(step: CapturedStep, ids: Tensor, kwargs: dict[str, Any], graph: GraphOf) -> Tensor:
     """Logits [B, V] float32 after ids[B, L], cached in the step's cache; the call's own cache is initialised."""
-    mask, cache, positions = kwargs.get("attention_mask"), kwargs["past_key_values"], kwargs["position_ids"]
+    mask, cache, positions = kwargs.get("attention_mask"), kwargs[CACHE], kwargs["position_ids"]
     if mask is not None and bool(mask.all()):
         mask = None
     if step.prompts is None:
