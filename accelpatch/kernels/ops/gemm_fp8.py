@@ -98,8 +98,7 @@ def of_shape(
 
 
 def torch_why_not(spec: Spec, device: Device) -> str | None:
-    """Why `by_torch` cannot run a spec: a GPU whose unit takes another form. It is there to say so, and not to be slow
-    in its stead."""
+    """Why plain torch does not run a spec: on a GPU whose unit takes another form it would be slow in its stead."""
     return None if device.fp8 is None else form_why_not(spec, device)
 
 
@@ -266,7 +265,7 @@ KERNELS = {
         gated_spec,
         {
             "triton": Implementation(gated_by_triton, triton_why_not),
-            "operations": Implementation(gated_by_operations, dispatch.anywhere),
+            "operations": Implementation(gated_by_operations, torch_why_not),
         },
         lambda: cases("silu"),
         composed=True,

@@ -186,6 +186,6 @@ def cases() -> list[Case]:
 IMPLEMENTATIONS = {
     "hip": Implementation(by_hip, why_not),
     "triton": Implementation(by_operations, triton_why_not),
-    "operations": Implementation(by_operations, dispatch.anywhere),
+    "operations": Implementation(by_operations, gemm_fp8.torch_why_not),
 }
 KERNELS = {OP: Kernel(w8a8_linear, reference, spec, IMPLEMENTATIONS, cases, composed=True)}

@@ -4,6 +4,7 @@ refused."""
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -160,11 +161,14 @@ def test_a_gpu_takes_the_form_of_its_arch_and_refuses_the_other(arch: str) -> No
         reason = dispatch.why_not("gemm_fp8", implementation, planted, device)
         assert reason is not None
         assert reason == f"its 8-bit floats are {fp8_name(form)}, not {fp8_name(other)} ({arch})"
-    with pytest.raises(KernelError, match=rf"its 8-bit floats are {fp8_name(form)}, not"):
-        dispatch.choose("gemm_fp8", planted, device)
+    linear = w8a8_linear.of_shape(64, 64, torch.bfloat16, form=other)
+    gated = replace(planted, op="gated_fp8", options={**planted.options, "activation": "silu"})
+    for refused in (planted, gated, linear):
+        with pytest.raises(KernelError, match=rf"its 8-bit floats are {fp8_name(form)}, not"):
+            dispatch.choose(refused.op, refused, device)
     for op, wrong in (
         ("quantize_rows", rows.of_shape(64, torch.bfloat16, form=other)),
-        ("w8a8_linear", w8a8_linear.of_shape(64, 64, torch.bfloat16, form=other)),
+        ("w8a8_linear", linear),
     ):
         assert f"its 8-bit floats are {fp8_name(form)}" in str(dispatch.why_not(op, "triton", wrong, device))
     assert f"its 8-bit floats are {fp8_name(form)}" in str(dispatch.why_not("w8a8_linear", "hip", wrong, device))
