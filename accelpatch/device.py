@@ -128,6 +128,21 @@ class Device:
         """What is known of a GPU's arch; None for a CPU and for an unknown arch."""
         return facts_of(self.arch) if self.kind == "cuda" else None
 
+    @property
+    def fp8(self) -> str | None:
+        """The form of the 8-bit floats that weights get here; None for a GPU that has no matrix unit for any. OCP's on
+        a CPU, which computes with those of any form."""
+        if self.kind == "cpu":
+            return "e4m3fn"
+        return None if self.facts is None else self.facts.fp8
+
+    def why_not_fp8(self, form: str) -> str | None:
+        """Why products of 8-bit floats of a form cannot run here, by the table of archs; None where they can, as those
+        of any form do on a CPU."""
+        if self.kind == "cpu":
+            return None
+        return f"of {self.arch} no 8-bit floats are known" if self.facts is None else self.facts.why_not_fp8(form)
+
 
 # One card for each arch of which one is known.
 KNOWN: Mapping[str, Device] = MappingProxyType(

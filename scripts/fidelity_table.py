@@ -1,6 +1,8 @@
-"""Print the table of docs/fidelity.md: what each number format does to the embedded model, raw and moved off its grid.
+"""Print the tables of docs/fidelity.md: what each number format does to the embedded model, raw and moved off its grid.
 
-python scripts/fidelity_table.py [--model NAME_OR_FOLDER] [--tokens 2560] [--seed 0]
+python scripts/fidelity_table.py [--model NAME_OR_FOLDER] [--tokens 2560] [--seed 0] [--recipes smoothquant fp8 ...]
+
+--recipes: those that round activations too, by the patched model itself, moved off its grid; no other table is printed.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import accelpatch
 from accelpatch.models import load
 from tests.support.fidelity import (
     FORMATS,
@@ -44,14 +47,30 @@ def _row(name: str, model: nn.Module, ids: Tensor, reference: Tensor, format: Fo
     return f"| {name} | {format.name} | {found.kl:.5f} | {found.top1:.1%} | {perplexity(logits, ids):.2f} |"
 
 
+def recipe_rows(model: nn.Module, ids: Tensor, recipes: list[str]) -> Iterator[str]:
+    """A line for each recipe, of the patched model; one that calibrates does so on the model's own text."""
+    reference = logits_of(model, ids)
+    for name in recipes:
+        with accelpatch.patched(model, name, verify=False) as patched:
+            logits = logits_of(patched, ids)
+        found = mean_kl_top1(reference, logits)
+        yield f"| `{name}` | {found.kl:.5f} | {found.top1:.1%} | {perplexity(logits, ids):.2f} |"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m", help="A model's name or folder (default: %(default)s).")
     parser.add_argument("--tokens", type=int, default=2560, help="Tokens of English to read (default: %(default)s).")
     parser.add_argument("--seed", type=int, default=0, help="The seed of the noise (default: %(default)s).")
+    parser.add_argument("--recipes", nargs="+", help="Recipes whose patched models are measured in place of formats.")
     options = parser.parse_args()
     loaded = load.load(options.model, dtype=torch.float32)
     ids = english_tokens(loaded.tokenizer, options.tokens)
+    if options.recipes:
+        print("| recipe | mean KL, nats | top-1 agreement | perplexity |\n| --- | --- | --- | --- |")
+        for row in recipe_rows(noised(loaded.model, options.seed), ids, options.recipes):
+            print(row, flush=True)
+        return
     print(HEADER)
     for name, model in (("noised", noised(loaded.model, options.seed)), ("raw", loaded.model)):
         for row in rows(name, model, ids):

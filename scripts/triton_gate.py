@@ -2,9 +2,9 @@
 
     python scripts/triton_gate.py
 
-Kernels that begin while the one before them ends are compiled for sm_90 too: they wait before they touch memory. Needs
-Triton (any build of it compiles for all). `make gate` runs this. It says nothing about speed or right results: the
-numbers are tested through Triton's interpreter and on GPUs.
+Kernels that begin while the one before them ends are compiled for sm_90 too: they wait before they touch memory. So are
+products of 8-bit floats: they run on its matrix unit. Needs Triton (any build of it compiles for all). `make gate` runs
+this. It says nothing about speed or right results: the numbers are tested through Triton's interpreter and on GPUs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import argparse
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,6 @@ from accelpatch.kernels.triton import (
     gated_activation,
     gemm,
     gemm_w8a8,
-    gemm_w8a8_kernels,
     greedy,
     int8_attention,
     layernorm_q,
@@ -41,9 +40,11 @@ from accelpatch.kernels.triton import (
     step_end,
     weight_only,
 )
+from accelpatch.kernels.triton import gemm_w8a8_kernels as kernels
 
 ARCHS = ("gfx90a", "gfx942", "gfx950")
 WAVE = 64
+HOPPER = GPUTarget("cuda", 90, 32)
 ALIGNED = ("capacity", "heads")
 GLOBAL = re.compile(r"\b(?:ld|st|atom|red)\.(?:[a-z0-9_]+\.)*global|\bcp\.async|\bprefetch")
 SPILLS = ("vgpr_spill_count", "sgpr_spill_count", "private_segment_fixed_size")
@@ -58,6 +59,7 @@ class Build:
     constants: Mapping[str, Any]
     warps: int = 4
     scalars: int = 0  # scalar registers that may be kept in lanes of a vector register: no memory is touched for them
+    archs: tuple[str, ...] = ARCHS
 
 
 def sizes(block: gemm.Block) -> dict[str, int]:
@@ -83,36 +85,15 @@ SHAPES = {
     "128": {},
     "128 with norms": {"NORM": True},
     "80": {"SIZE": 80, "ROTARY_DIM": 32},
-    "256 with all": {
-        "SIZE": 256,
-        "WIDE": 256,
-        "SLOTS": decode_attention.SLOTS // 2,
-        "ROTARY_DIM": 256,
-        "NORM": True,
-        "PLUS_ONE": True,
-        "CAP": True,
-    },
-}
+    "256 with all": {"SIZE": 256, "WIDE": 256, "SLOTS": decode_attention.SLOTS // 2, "ROTARY_DIM": 256, "NORM": True,
+                     "PLUS_ONE": True, "CAP": True},
+}  # fmt: skip
 BY_ROWS = {"GATE": False, "BIAS": True, "EVEN": True, "DEPENDENT": False}
 TILED = {"KIND": 2, "GROUP": 128, "GROUPS": 1}
-#: of int8 GEMMs: A, B, E, and what is behind their sums
-EPILOGUE = ("*i8", "*i8", "*bf16", "*fp32", "*fp32", "*bf16", "*i32", "*bf16", "fp32", "fp32")
+NORM = {"ADD": False, "AFTER": False, "ROWS": False, "STATIC": False, "PLUS_ONE": False, "DEPENDENT": False,
+        "BLOCK": 4096}  # fmt: skip
 FLAGS = {"ROW": True, "COLUMN": True, "D": True, "CORRECTED": False, "RESIDUAL": False, "CODE": -1, "EVEN": True}
 TILE = gemm_w8a8.AMD_TILES[0][1]
-INT8 = {
-    "tiles": (gemm_w8a8_kernels.tiles, (*EPILOGUE[:3], *EPILOGUE[2:], *("i32",) * 7),
-              FLAGS | {"TMA": False, "GROUP": 8} | of_tile(TILE), TILE.warps),
-    "tiles, gated": (gemm_w8a8_kernels.gated, (*EPILOGUE[:3], *EPILOGUE[2:6], *("i32",) * 5),
-                     {"BIAS": True, "CODE": 0, "EVEN": True, "TMA": False, "GROUP": 8} | of_tile(TILE), TILE.warps),
-    "streams added up": (gemm_w8a8_kernels.add_up, ("*i32", *EPILOGUE[2:], *("i32",) * 4),
-                         {name: value for name, value in FLAGS.items() if name != "EVEN"} | {"SIZE": 1024}),
-    "rows": (quantize_rows._row, ("*bf16", "*fp32", "*i8", "*fp32", "i32", "i32"),
-             {"STATIC": False, "DEPENDENT": False, "BLOCK": 4096}, 8),
-} | {
-    f"stream, {rows} rows": (gemm_w8a8_kernels.stream, (*EPILOGUE[:3], "*i32", *EPILOGUE[3:], *("i32",) * 7),
-                             FLAGS | {"CUT": True} | of_tile(tile), tile.warps, 192)
-    for rows, tile in gemm_w8a8.AMD_STREAMS.items()
-}  # fmt: skip
 INT8_OPT = {
     "int8 rows of a LayerNorm": (layernorm_q._row, ("*fp16", "*fp32", "*fp32", "*i8", "i32", "i32", "fp32"),
                                  {"DEPENDENT": False, "BLOCK": 8192}, 16),
@@ -124,51 +105,57 @@ INT8_OPT = {
     )
     for name, block, masked in zip(("prompt", "step"), int8_attention.AMD, (False, True), strict=True)
 }  # fmt: skip
-BUILDS = {
-    "rmsnorm": Build(
-        rmsnorm._row,
-        ("*bf16",) * 5 + ("*fp32", "*fp32", "i32", "fp32"),
-        {
-            "ADD": False,
-            "AFTER": False,
-            "INT8": False,
-            "STATIC": False,
-            "PLUS_ONE": False,
-            "DEPENDENT": False,
-            "BLOCK": 4096,
-        },
-        8,
-    ),
-    **{
-        name: Build(
-            rmsnorm._row,
-            ("*bf16",) * 5 + ("*fp32", "*fp32", "i32", "fp32"),
-            {
-                "ADD": name == "add_rmsnorm",
-                "AFTER": name == "rmsnorm_add",
-                "INT8": False,
-                "STATIC": False,
-                "PLUS_ONE": True,
-                "DEPENDENT": False,
-                "BLOCK": 4096,
-            },
-            8,
-        )
-        for name in ("add_rmsnorm", "rmsnorm_add")
-    },
+
+
+def products(form: str, sums: str, archs: tuple[str, ...], number: int) -> dict[str, Build]:
+    """The GEMMs of 8 bits and what makes their rows, in one form. number: FLOAT of their kernels."""
+    one, added = f"*{form}", {"FLOAT": number}
+    behind = ("*bf16", "*fp32", "*fp32", "*bf16", "*i32", "*bf16", "fp32", "fp32")  # E, and what is behind the sums
+    flags = {name: value for name, value in FLAGS.items() if name != "EVEN"}
+    made = {
+        "tiles": Build(kernels.tiles, (one, one, "*bf16", *behind, *("i32",) * 7),
+                       FLAGS | {"TMA": False, "GROUP": 8} | of_tile(TILE) | added, TILE.warps),
+        "tiles, gated": Build(kernels.gated, (one, one, "*bf16", *behind[:4], *("i32",) * 5),
+                              {"BIAS": True, "CODE": 0, "EVEN": True, "TMA": False, "GROUP": 8} | of_tile(TILE)
+                              | added, TILE.warps),
+        "streams added up": Build(kernels.add_up, (f"*{sums}", *behind, *("i32",) * 4), flags | {"SIZE": 1024} | added),
+        "rows": Build(quantize_rows._row, ("*bf16", "*fp32", one, "*fp32", "i32", "i32"),
+                      {"STATIC": False, "DEPENDENT": False, "BLOCK": 4096}, 8),
+        "rows of a norm": Build(rmsnorm._row, (*("*bf16",) * 3, one, "*bf16", "*fp32", "*fp32", "i32", "fp32"),
+                                NORM | {"ADD": True, "ROWS": True}, 8),
+    } | {
+        f"stream, {rows} rows": Build(kernels.stream, (one, one, behind[0], f"*{sums}", *behind[1:], *("i32",) * 7),
+                                      FLAGS | {"CUT": True} | of_tile(tile) | added, tile.warps, 192)
+        for rows, tile in gemm_w8a8.AMD_STREAMS.items()
+    }  # fmt: skip
+    return {f"{form} {name}": replace(build, archs=archs) for name, build in made.items()}
+
+
+OTHERS = {
     "rotary_cos_sin": Build(rope._position, ("*i64", "*fp32", "*bf16", "*bf16", "fp32", "i32"), {"BLOCK": 64}, 1),
-    "the highest score's token": Build(
-        greedy._token,
-        ("*fp32", "*i1", "*i1", *("*i64",) * 4, "*i32", "i32"),
-        {"ENDS": True, "ONE": True, "PARTS": 32, "BLOCK": greedy.BLOCK},
-        greedy.WARPS,
-    ),
-    "what a step leaves": Build(
-        step_end._leave,
-        ("*bf16", "*fp32", *("*i64",) * 3, *("i32",) * 4),
-        {"ROWS": 1, "BLOCK": step_end.BLOCK},
-        step_end.WARPS,
-    ),
+    "the highest score's token": Build(greedy._token, ("*fp32", "*i1", "*i1", *("*i64",) * 4, "*i32", "i32"),
+                                       {"ENDS": True, "ONE": True, "PARTS": 32, "BLOCK": greedy.BLOCK}, greedy.WARPS),
+    "what a step leaves": Build(step_end._leave, ("*bf16", "*fp32", *("*i64",) * 3, *("i32",) * 4),
+                                {"ROWS": 1, "BLOCK": step_end.BLOCK}, step_end.WARPS),
+    "activations in the order of tiles": Build(weight_only._spread, ("*bf16", "*bf16", *("i32",) * 3), {}, 1),
+    "int8_linear as floats": Build(dequantize._int8_rows, ("*i8", "*fp32", "*bf16", *("i32",) * 4),
+                                   {"PER_ROW": True, "ROWS": 8, "COLUMNS": 1024}),
+    "tiled_int4_linear as floats": Build(dequantize._int4_weight_rows, ("*i32", "*fp16", "*fp16", "*bf16",
+                                                                        *("i32",) * 5),
+                                         TILED | {"ROWS": 64, "INTERLEAVED": True}),
+    "runs of K added up": Build(gemm._add_up, ("*fp32", "*bf16", "*bf16", "i32", "i32", "i32"),
+                                {"BIAS": True, "DEPENDENT": False, "SIZE": 1024}),
+}  # fmt: skip
+BUILDS = {
+    **OTHERS,
+    **{
+        name: Build(rmsnorm._row, ("*bf16",) * 5 + ("*fp32", "*fp32", "i32", "fp32"), NORM | changed, 8)
+        for name, changed in {
+            "rmsnorm": {},
+            "add_rmsnorm": {"ADD": True, "PLUS_ONE": True},
+            "rmsnorm_add": {"AFTER": True, "PLUS_ONE": True},
+        }.items()
+    },
     **{
         f"gated_activation {name}": Build(
             gated_activation._block,
@@ -237,24 +224,10 @@ BUILDS = {
         )
         for block, cut in zip(weight_only.INT4.of, (True, True, False), strict=True)
     },
-    "activations in the order of tiles": Build(weight_only._spread, ("*bf16", "*bf16", *("i32",) * 3), {}, 1),
-    "int8_linear as floats": Build(
-        dequantize._int8_rows,
-        ("*i8", "*fp32", "*bf16", *("i32",) * 4),
-        {"PER_ROW": True, "ROWS": 8, "COLUMNS": 1024},
-    ),
-    "tiled_int4_linear as floats": Build(
-        dequantize._int4_weight_rows,
-        ("*i32", "*fp16", "*fp16", "*bf16", *("i32",) * 5),
-        TILED | {"ROWS": 64, "INTERLEAVED": True},
-    ),
-    **{f"int8 {name}": Build(kernel, *given) for name, (kernel, *given) in INT8.items()},
+    **products("i8", "i32", ARCHS, 0),
+    **products("fp8e4b8", "fp32", ("gfx942",), -1),
+    **products("fp8e4nv", "fp32", ("gfx950",), -1),
     **{name: Build(kernel, *given) for name, (kernel, *given) in INT8_OPT.items()},
-    "runs of K added up": Build(
-        gemm._add_up,
-        ("*fp32", "*bf16", "*bf16", "i32", "i32", "i32"),
-        {"BIAS": True, "DEPENDENT": False, "SIZE": 1024},
-    ),
 }
 
 
@@ -274,11 +247,17 @@ def compiled(build: Build, target: GPUTarget, **changed: Any) -> Any:
 
 def impatient(build: Build) -> list[str]:
     """What is wrong with the order of a kernel that begins early."""
-    code = compiled(build, GPUTarget("cuda", 90, 32), DEPENDENT=True).asm["ptx"]
+    code = compiled(build, HOPPER, DEPENDENT=True).asm["ptx"]
     wait, touch = code.find("griddepcontrol.wait"), GLOBAL.search(code)
     if wait < 0 or touch is None:
         return ["it does not wait" if wait < 0 else "it touches no memory"]
     return ["it touches memory before it waits"] if touch.start() < wait else []
+
+
+def no_matrix_unit(build: Build) -> list[str]:
+    """What is wrong with products of 8-bit floats on Hopper, whose unit's sums go into float32 ones."""
+    code = compiled(build, HOPPER, FLOAT=64).asm["ptx"]
+    return [] if re.search(r"wgmma\S+\.f32\.e4m3\.e4m3", code) else ["no product of 8-bit floats"]
 
 
 def faults(arch: str, build: Build) -> list[str]:
@@ -295,14 +274,18 @@ def main() -> None:
     """Compile all for all; exit with 1 where anything is wrong."""
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     bad = [
-        f"{arch} {name}: {fault}" for arch in ARCHS for name, build in BUILDS.items() for fault in faults(arch, build)
+        f"{arch} {name}: {fault}"
+        for name, build in BUILDS.items()
+        for arch in build.archs
+        for fault in faults(arch, build)
     ]
     # attention alone reads before it waits: what earlier steps have cached
-    overlapped = {
-        name: one for name, one in BUILDS.items() if "DEPENDENT" in one.constants and one.types is not ATTENTION
-    }
+    hopper = {name: one for name, one in BUILDS.items() if one.archs != ("gfx942",) and one.types is not ATTENTION}
+    overlapped = {name: one for name, one in hopper.items() if "DEPENDENT" in one.constants}
+    fp8 = {name: one for name, one in hopper.items() if "*fp8e4nv" in one.types and "TILE_K" in one.constants}
     bad += [f"sm_90 {name}: {fault}" for name, build in overlapped.items() for fault in impatient(build)]
-    kernels = f"{len(BUILDS)} Triton kernels for {', '.join(ARCHS)}, {len(overlapped)} for sm_90"
+    bad += [f"sm_90 {name}: {fault}" for name, build in fp8.items() for fault in no_matrix_unit(build)]
+    kernels = f"{len(BUILDS)} Triton kernels for {', '.join(ARCHS)}, {len(overlapped) + len(fp8)} for sm_90"
     print("\n".join([*bad, f"{kernels}, {len(bad)} faults"]))
     sys.exit(bool(bad))
 

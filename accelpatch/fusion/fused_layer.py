@@ -83,7 +83,7 @@ class FusedLayer:
         normal, x = _input_of(self.qkv, self.attention_norm, x, pending)
         attended = self._attend(self.qkv.large_m(normal), call, place)
         if self.parallel:
-            same = self.mlp_norm is self.attention_norm and _int8(self.qkv) == _int8(self.gate_up)
+            same = self.mlp_norm is self.attention_norm and _form(self.qkv) == _form(self.gate_up)
             normal = normal if same else _input_of(self.gate_up, self.mlp_norm, x, None)[0]
         x, pending = self._beside(self.after_attention, self.o.large_m(attended), x)
         if not self.parallel:
@@ -123,20 +123,21 @@ def _normed(norm: FusedNorm | None, x: Tensor, pending: Tensor | None) -> tuple[
     return x, x
 
 
-def _int8(layer: FusedLinear | Adapted) -> tuple[int, ...] | None:
-    """What decides whether two linear layers of one norm take the same int8 activations: where their static scale
-    lies, nothing for a scale a row; None for a layer that takes floats."""
+def _form(layer: FusedLinear | Adapted) -> tuple[Any, ...] | None:
+    """What decides whether two linear layers of one norm take the same activations in 8 bits: their form, and where
+    their static scale lies, if they have one; None for a layer that takes floats."""
     if not isinstance(layer, FusedLinear) or not isinstance(layer.weight, W8A8Rows):
         return None
     scale = layer.weight.input_scale
-    return () if scale is None else (scale.data_ptr(),)
+    return (layer.weight.w.dtype, None if scale is None else scale.data_ptr())
 
 
 def _input_of(
     layer: FusedLinear | Adapted, norm: FusedNorm | None, x: Tensor, pending: Tensor | None
 ) -> tuple[Any, Tensor]:
     """(norm(s) as the linear layer takes it, s) for s = x + pending."""
-    if norm is None or _int8(layer) is None:
+    if norm is None or _form(layer) is None:
         return _normed(norm, x, pending)
     assert isinstance(layer, FusedLinear)
-    return norm.int8_of_sum(x, pending, cast(W8A8Rows, layer.weight).input_scale)
+    weight = cast(W8A8Rows, layer.weight)
+    return norm.rows_of_sum(x, pending, weight.input_scale, weight.w.dtype)

@@ -19,6 +19,7 @@ from accelpatch.kernels.layouts.tiling import TILE_ROWS
 from accelpatch.kernels.layouts.w8a8_rows import W8A8Rows
 from accelpatch.kernels.ops.fused_linear import SILU, FusedLinear
 from accelpatch.modules.compact_linear import CompactLinear
+from accelpatch.modules.fp8_linear import Fp8Linear
 from accelpatch.modules.gemv_linear import GemvConv1D, GemvLinear, rows_of_
 from accelpatch.modules.quantized_module import QuantizedModule
 from accelpatch.modules.w8a8_linear import W8A8Linear
@@ -105,10 +106,11 @@ def fused_linear(module: Any, dtype: torch.dtype) -> FusedLinear:
         if held.q is None or held.scale is None or held.scale.shape[1] != 1 or held.scale.dtype != torch.float32:
             raise CannotFuse("an int8 weight does not have one float32 scale per row")
         return FusedLinear(Int8Rows(held.q, held.scale), bias)
-    if isinstance(module, W8A8Linear):
+    if isinstance(module, (W8A8Linear, Fp8Linear)):
         assert module.held.q is not None
         assert module.held.scale is not None
-        return FusedLinear(W8A8Rows(module.held.q, module.held.scale, module.input_scale), bias)
+        static = module.input_scale if isinstance(module, W8A8Linear) else None
+        return FusedLinear(W8A8Rows(module.held.q, module.held.scale, static), bias)
     if isinstance(module, Int4WeightOnlyLinear) and module.tiles is not None:
         return FusedLinear(module.tiles, bias)
     raise CannotFuse(f"a linear layer is {type(module).__name__}")

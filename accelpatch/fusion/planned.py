@@ -24,7 +24,8 @@ from accelpatch.patching.replacer import Reason, Replaced
 from accelpatch.patching.site import Site
 
 NATIVE_STEP = "native step"
-FUSABLE = ("gemv", "compact", "int8_weight_only", "int4_weight_only", "w8a8")  # whose weights fused layers read
+# whose weights fused layers read
+FUSABLE = ("gemv", "compact", "int8_weight_only", "int4_weight_only", "w8a8", "w8a8_fp8")
 LAUNCHES = 5
 
 Sites = Mapping[str, Replaced | None]

@@ -4,9 +4,10 @@ Each layer gets the rows that the original's layer had on the sample inputs, one
 prompt fills a cache and its last tokens are decode steps over that cache. The result is held to the layer's own
 replaced modules, which compute the same in the same format: no element may be more than BOUND units of the dtype's
 precision away (patching/verify.py). A layer that amplifies roundings more than that may be twice as far away as its
-modules' own output moves when each input moves by one rounding, the most of a few random draws. One with int8
-activations is held to the precision of bfloat16 whatever its dtype: where a rounding falls on the other side of a tie,
-an integer is another one, and an output moves by a step of 1/127. The distance from the original is reported beside it.
+modules' own output moves when each input moves by one rounding, the most of a few random draws. One with activations
+in 8 bits is held to the precision of bfloat16 whatever its dtype: where a rounding falls on the other side of a tie, a
+code is another one, and an output moves by a step of it (of int8 1/127). The distance from the original is reported
+beside it.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from accelpatch.fusion.native_model import NativeModel
 from accelpatch.fusion.static_call import PromptCall, StepCall
 from accelpatch.kernels.hip.binding import weight_prefetch
 from accelpatch.models.family import family_of_layer
+from accelpatch.modules.fp8_linear import Fp8Linear
 from accelpatch.modules.w8a8_linear import W8A8Linear
 from accelpatch.patching.capture import Call, copied, floats
 from accelpatch.patching.verify import UNITS, SiteErrors, format_error, units_apart
@@ -86,8 +88,8 @@ def layer_errors(
 
 def bound_of(layer: Any, dtype: torch.dtype) -> float:
     """The units that a layer may be away from its modules, where it amplifies no roundings."""
-    integers = any(isinstance(module, W8A8Linear) for module in layer.modules())
-    return BOUND * max(1.0, UNITS[torch.bfloat16] / UNITS[dtype]) if integers else float(BOUND)
+    codes = any(isinstance(module, (W8A8Linear, Fp8Linear)) for module in layer.modules())
+    return BOUND * max(1.0, UNITS[torch.bfloat16] / UNITS[dtype]) if codes else float(BOUND)
 
 
 def _output(layer: Any, call: Call) -> Tensor:

@@ -34,6 +34,8 @@ TABLE: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "fp8_linear": ("fp8_linear", ("hip", "torch")),
     "quantize_rows": ("quantize_rows", ("triton", "torch")),
     "gemm_w8a8": ("gemm_w8a8", ("ck", "triton", "int_mm", "torch")),
+    "gemm_fp8": ("gemm_fp8", ("scaled_mm", "triton", "torch")),
+    "gated_fp8": ("gemm_fp8", ("triton", "operations")),
     "w8a8_linear": ("w8a8_linear", ("hip", "triton", "operations")),
     "w8a8_packed": ("w8a8_packed", ("cpu", "torch")),
     "int8_embedding": ("int8_embedding", ("torch",)),
@@ -246,12 +248,12 @@ def _as_tuple(result: Result) -> tuple[torch.Tensor, ...]:
 
 
 def in_precision(args: Sequence[Any], precision: torch.dtype) -> tuple[Any, ...]:
-    """The arguments with float tensors and float dtypes converted to `precision`; integers stay."""
+    """The arguments with float tensors and float dtypes converted to `precision`; integers and 8-bit floats stay."""
 
     def convert(value: Any) -> Any:
         if isinstance(value, torch.dtype):
-            return precision if value.is_floating_point else value
-        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            return precision if value in FLOATS else value
+        if isinstance(value, torch.Tensor) and value.dtype in FLOATS:
             return value.to(precision)
         return value
 

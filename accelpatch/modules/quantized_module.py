@@ -199,6 +199,8 @@ class QuantizedModule(PackedWeight):
             if (one is None) != (other is None) or (one is not None and other is not None and one.shape != other.shape):
                 shapes = [None if tensor is None else list(tensor.shape) for tensor in (one, other)]
                 raise KernelError(f"{name} is {shapes[0]}, and {shapes[1]} is packed here")
+        if new.q.dtype != held.q.dtype:  # bits of e4m3fn are other numbers in e4m3fnuz
+            raise KernelError(f"q is {new.q.dtype}, and {held.q.dtype} is packed here")
         if not _same(new, held):
             self._lay_out(new)
             self.written = True

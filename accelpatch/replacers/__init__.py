@@ -14,7 +14,7 @@ from accelpatch.errors import PlanError
 from accelpatch.fusion.layer_replacer import FusedLayerReplacer
 from accelpatch.patching.replacer import Replacer
 from accelpatch.replacers.compact import Compact
-from accelpatch.replacers.fp8 import Fp8WeightOnly
+from accelpatch.replacers.fp8 import Fp8WeightOnly, W8A8Fp8
 from accelpatch.replacers.gated_mlp import GatedMLPReplacer
 from accelpatch.replacers.gemv import Gemv
 from accelpatch.replacers.int8_opt import Int8OPT
@@ -28,6 +28,7 @@ BUILT_IN: tuple[type[Replacer], ...] = (
     Int4WeightOnly,
     Fp8WeightOnly,
     W8A8,
+    W8A8Fp8,
     Int8OPT,
     Gemv,
     Compact,

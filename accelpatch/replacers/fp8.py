@@ -1,4 +1,8 @@
-"""Weight-only linear layers in 8-bit float."""
+"""Linear layers in 8-bit float: weights alone, or with their activations.
+
+The form is the one that a GPU's matrix unit takes, by the table of archs: e4m3fn, or e4m3fnuz on gfx942. The bits of
+one are other numbers in the other, so that a weight of another form than the device's is refused.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +13,11 @@ import torch
 from torch import nn
 
 from accelpatch.device import Device
+from accelpatch.errors import KernelError
 from accelpatch.kernels import dispatch
-from accelpatch.kernels.layouts.row_major import FP8
-from accelpatch.kernels.ops import fp8_linear
+from accelpatch.kernels.layouts.row_major import FP8, fp8_name
+from accelpatch.kernels.ops import fp8_linear, w8a8_linear
+from accelpatch.modules.fp8_linear import Fp8Linear
 from accelpatch.modules.weight_only import Fp8WeightOnlyLinear, quantized
 from accelpatch.patching.replacer import Choice, Reason, Replacer
 from accelpatch.patching.site import Site
@@ -29,29 +35,84 @@ class Fp8WeightOnly(Replacer):
     name = "fp8_weight_only"
 
     def propose(self, site: Site, options: Mapping[str, Any], device: Device) -> Choice | Reason:
-        if reason := unfit(site):
+        if reason := _unfit(site):
             return Reason(reason)
-        if isinstance(site.original, nn.Embedding):
-            return Reason("there is no fp8 embedding; use int8_weight_only")
         assert site.n is not None
         assert site.k is not None
-        fnuz = device.facts is not None and device.facts.fp8 == "e4m3fnuz"
+        fnuz = device.fp8 == fp8_name(FP8[1])
         spec = fp8_linear.of_shape(site.n, site.k, getattr(torch, site.dtype), FP8[fnuz])
         reason = dispatch.why_not(spec.op, HIP, spec, device)
         kernel, note = dispatch.choose(spec.op, spec, device), f"{spec.op} not by the HIP kernels: {reason}"
-        resident = site.n * (site.k + SCALE) + bias_bytes(site)
-        after, libraries = token_bytes(site, resident), () if reason else fp8_linear.libraries(spec, device)
-        detail = {"fnuz": fnuz}
-        return Choice(kernel, site.token_bytes, after, resident, detail, note if reason else "", libraries=libraries)
+        libraries = () if reason else fp8_linear.libraries(spec, device)
+        return _choice(site, device, kernel, FP8[fnuz], note if reason else "", libraries)
 
     def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:
         weight = fp8.quantize(weight_of(site.original), fnuz=choice.detail["fnuz"])
         return self._module(site, weight)
 
     def restore(self, site: Site, choice: Choice, held: QuantizedWeight) -> nn.Module:
+        _check_form(held, choice)
         check_held(held, site.n, site.k, (fp8.dtype_of(fnuz=choice.detail["fnuz"]),), (torch.float32,))
         return self._module(site, held)
 
     def _module(self, site: Site, weight: QuantizedWeight) -> nn.Module:
         module: nn.Module = quantized(Fp8WeightOnlyLinear, site.original, weight)
         return module
+
+
+class W8A8Fp8(Fp8WeightOnly):
+    """Weights in 8-bit float with a float32 scale a row, and activations in the same form with a scale a token."""
+
+    name = "w8a8_fp8"
+
+    def propose(self, site: Site, options: Mapping[str, Any], device: Device) -> Choice | Reason:
+        if reason := _unfit(site):
+            return Reason(reason)
+        assert site.n is not None
+        assert site.k is not None
+        if device.fp8 is None:
+            return Reason(f"{device.why_not_fp8('')}; int8 activations (w8a8, recipe smoothquant) run there")
+        form = FP8[device.fp8 == fp8_name(FP8[1])]
+        spec = w8a8_linear.of_shape(site.n, site.k, getattr(torch, site.dtype), form=form)
+        reason = dispatch.why_not(spec.op, HIP, spec, device)
+        note = f"8-bit floats are {device.fp8}, as {_name(device)} takes them"
+        if reason and device.kind != "cpu":
+            note += f"; few rows not by the HIP kernels: {reason}"
+        libraries = () if reason else w8a8_linear.libraries(spec, device)
+        return _choice(site, device, dispatch.choose(spec.op, spec, device), form, note, libraries)
+
+    def _module(self, site: Site, weight: QuantizedWeight) -> nn.Module:
+        module: nn.Module = quantized(Fp8Linear, site.original, weight)
+        return module
+
+
+def _unfit(site: Site) -> str | None:
+    """Why a site is no linear layer."""
+    table = isinstance(site.original, nn.Embedding)
+    return unfit(site) or ("there is no fp8 embedding; use int8_weight_only" if table else None)
+
+
+def _choice(
+    site: Site, device: Device, kernel: str, form: torch.dtype, note: str, libraries: tuple[str, ...]
+) -> Choice:
+    assert site.n is not None
+    assert site.k is not None
+    resident = site.n * (site.k + SCALE) + bias_bytes(site)
+    detail = {"fnuz": form == FP8[1], "arch": _name(device)}
+    after = token_bytes(site, resident)
+    return Choice(kernel, site.token_bytes, after, resident, detail, note, libraries=libraries)
+
+
+def _name(device: Device) -> str:
+    return "a CPU" if device.kind == "cpu" else device.arch
+
+
+def _check_form(held: QuantizedWeight, choice: Choice) -> None:
+    """Raise KernelError for a weight from a file in another form than the device's."""
+    due = fp8.dtype_of(fnuz=choice.detail["fnuz"])
+    if held.q.dtype in FP8 and held.q.dtype != due:
+        here = choice.detail["arch"]
+        raise KernelError(
+            f"q is {fp8_name(held.q.dtype)}, and {here} takes {fp8_name(due)}, in which the same bits are other "
+            f"numbers: quantise the float weights for {here}"
+        )

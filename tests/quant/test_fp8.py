@@ -58,3 +58,29 @@ def test_what_is_refused() -> None:
         fp8.quantize(torch.tensor([[1.0, float("nan")]]))
     with pytest.raises(KernelError, match="fp8 takes a float weight"):
         fp8.quantize(torch.ones(3, dtype=torch.int32))
+
+
+@FNUZ
+def test_every_code_round_trips(fnuz: bool) -> None:
+    """Each of the 256 is the code of its number, in every dtype that holds it; NaN is NaN."""
+    form = FP8[fnuz]
+    codes = torch.arange(256, dtype=torch.uint8)
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        values = codes.view(form).to(dtype)
+        assert values.isnan().nonzero().flatten().tolist() == ([0x80] if fnuz else [0x7F, 0xFF])
+        again, finite = values.to(form), values.isfinite()
+        assert torch.equal(again.view(torch.uint8)[finite], codes[finite])
+        assert torch.equal(again.isnan(), ~finite)  # of NaN two codes may become one
+    every = values[finite]
+    assert (every.abs().max(), every[every > 0].min()) == ((240, 2**-10) if fnuz else (448, 2**-9))
+    assert len(every.unique()) == (255 if fnuz else 253)
+
+
+@FNUZ
+def test_bits_of_one_form_are_other_numbers_in_the_other(fnuz: bool) -> None:
+    here, there = FP8[fnuz], FP8[not fnuz]
+    values = torch.tensor([0.25, 1.0, -3.5, 112.0]).to(here)
+    assert torch.equal(values.view(there).float(), values.float() * (2 if fnuz else 0.5))
+    minus_zero = torch.tensor([-0.0]).to(FP8[0])
+    assert minus_zero.view(FP8[1]).float().isnan().all()
+    assert torch.tensor([-0.0]).to(FP8[1]).view(torch.uint8).item() == 0, "it has one zero"

@@ -16,7 +16,7 @@ from accelpatch.recipe import recipe as recipes
 from accelpatch.recipe.schema import Units
 
 ROOT = Path(__file__).parents[2]
-BUNDLED = ("compact", "exact", "int4", "int8", "smoothquant", "smoothquant-static")
+BUNDLED = ("compact", "exact", "fp8", "int4", "int8", "smoothquant", "smoothquant-opt", "smoothquant-static")
 
 
 def test_bundled_recipes() -> None:
@@ -71,6 +71,14 @@ def test_smoothquant_is_int8_with_other_linear_layers() -> None:
         assert one.calibrate == {"samples": 16, "length": 256, "alpha": 0.65}
         assert int8.verify.bound < one.verify.bound == 0.15
     assert int8.calibrate is None
+
+
+def test_fp8_is_int8_with_other_linear_layers() -> None:
+    int8, fp8 = (recipes.load(name) for name in ("int8", "fp8"))
+    assert [rule.name for rule in fp8.rules] == [rule.name for rule in int8.rules]
+    linear = next(rule for rule in fp8.rules if rule.name == "linear")
+    assert (linear.replace, dict(linear.options), fp8.calibrate) == ("w8a8_fp8", {}, None)
+    assert fp8.verify.bound == recipes.load("smoothquant").verify.bound
 
 
 def _installed(folder: Path, *, inside: bool) -> Path:

@@ -20,6 +20,11 @@ def fp8_name(form: torch.dtype) -> str:
     return str(form).removeprefix("torch.float8_")
 
 
+def form_name(form: torch.dtype) -> str:
+    """int8, e4m3fn or e4m3fnuz."""
+    return fp8_name(form).removeprefix("torch.")
+
+
 R = TypeVar("R", bound="RowMajor")
 
 

@@ -1,4 +1,5 @@
-"""int8 weights for int8 activations: w[N, K] with a scale a row, and the static scale of its input where it has one."""
+"""Weights in 8 bits for activations in 8 bits: w[N, K] with a scale a row, and of int8 the static scale of its input
+where it has one."""
 
 from __future__ import annotations
 
@@ -11,12 +12,18 @@ from torch import Tensor
 
 from accelpatch.errors import KernelError
 from accelpatch.kernels.layouts.layout import WeightArguments, concatenated
-from accelpatch.kernels.layouts.row_major import RowMajor
+from accelpatch.kernels.layouts.row_major import FP8, RowMajor, fp8_name
+
+
+def function_of(form: torch.dtype) -> tuple[str, str]:
+    """The function of the device library that reads a weight of a form, and its variant."""
+    return ("gemv_w8a8_fp8", fp8_name(form)) if form in FP8 else ("gemv_w8a8", "")
 
 
 @dataclass(frozen=True, eq=False)
 class W8A8Rows(RowMajor):
-    """w[N, K] int8, scale[N, 1] float32; input_scale[1] float32: of its input, None where each row has its own."""
+    """w[N, K] int8 or 8-bit floats, scale[N, 1] float32; input_scale[1] float32: of its input, None where each row has
+    its own, as with floats."""
 
     whole_rows: ClassVar[bool] = True
     scale: Tensor
@@ -25,7 +32,7 @@ class W8A8Rows(RowMajor):
     @property
     def format(self) -> tuple[Any, ...]:
         """Weights of one format can be concatenated."""
-        return W8A8Rows, self.k, self.input_scale is None
+        return W8A8Rows, self.w.dtype, self.k, self.input_scale is None
 
     @staticmethod
     def why_not_concat(parts: Sequence[Any]) -> str | None:
@@ -48,8 +55,11 @@ class W8A8Rows(RowMajor):
         return [W8A8Rows(w, scale, self.input_scale) for w, scale in parts]
 
     def launch(self) -> WeightArguments:
-        """The arguments of a launch of gemv_w8a8."""
+        """The arguments of a launch of gemv_w8a8, or gemv_w8a8_fp8."""
         w, scale = self.w.contiguous(), self.scale.to(torch.float32).contiguous()
         given = None if self.input_scale is None else self.input_scale.to(torch.float32)
         prefetchable = w is self.w and scale is self.scale and given is self.input_scale
-        return WeightArguments("gemv_w8a8", self.n, self.k, w, None, scale, given, prefetchable=prefetchable)
+        function, variant = function_of(w.dtype)
+        return WeightArguments(
+            function, self.n, self.k, w, None, scale, given, prefetchable=prefetchable, variant=variant
+        )

@@ -29,7 +29,7 @@ from accelpatch.kernels.ops import gated_activation, linear, w8a8_linear
 from accelpatch.kernels.ops.by_layout import LINEARS, LinearOf
 from accelpatch.kernels.ops.fused_norm import FusedNorm
 from accelpatch.kernels.ops.gated_activation import ACTIVATIONS
-from accelpatch.kernels.ops.quantize_rows import Int8Rows
+from accelpatch.kernels.ops.quantize_rows import QuantizedRows
 from accelpatch.kernels.spec import Described, Implementation, Kernel, Spec
 
 SILU = ("silu", "swish")
@@ -102,11 +102,11 @@ class FusedLinear(Described):
         plain = gate is None and self.weight.part == "all"
         return self.gates(gate) or (plain and (self.activation is None or self.activation in INSIDE))
 
-    def large_m(self, x: Tensor | Int8Rows, gate: str | None = None) -> Tensor:
+    def large_m(self, x: Tensor | QuantizedRows, gate: str | None = None) -> Tensor:
         """gate(x[M, K] @ w^T + bias) for any M. It bypasses torch's dispatcher, which saves host time."""
         if self.activation is not None:
             return ACTIVATIONS[self.activation](self.without_activation.large_m(x))
-        if isinstance(x, Int8Rows):
+        if isinstance(x, QuantizedRows):
             return w8a8_linear.of_rows(x, self.weight.w, self.weight.scale, self.bias, gate)  # type: ignore[attr-defined]
         if gate is None and (x.shape[0] <= binding.MAX_ROWS or self.many is None):
             return self.linear.operation.function(x, *self.weight.arguments(), self.bias)

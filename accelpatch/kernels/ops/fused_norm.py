@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from accelpatch.kernels.ops import quantize_rows, rmsnorm, rmsnorm_rows
-from accelpatch.kernels.ops.quantize_rows import Int8Rows
+from accelpatch.kernels.ops.quantize_rows import QuantizedRows
 from accelpatch.kernels.spec import Described
 
 
@@ -75,15 +75,18 @@ class FusedNorm(Described):
             return rmsnorm.rmsnorm.function(x, self.weight, self.eps, self.plus_one), x
         return rmsnorm.add_rmsnorm.function(added, x, self.weight, self.eps, self.plus_one)
 
-    def int8_of_sum(self, x: Tensor, added: Tensor | None, scale: Tensor | None) -> tuple[Int8Rows, Tensor]:
-        """(norm(s) as int8, s) for s = x + added, or s = x without `added`. scale: a static one, or None."""
+    def rows_of_sum(
+        self, x: Tensor, added: Tensor | None, scale: Tensor | None, form: torch.dtype
+    ) -> tuple[QuantizedRows, Tensor]:
+        """(norm(s) in 8 bits, s) for s = x + added, or s = x without `added`. scale: a static one, or None. form: a
+        key of `quantize_rows.LARGEST`."""
         if self.layer:
             normal, total = self.of_sum(x, added)
-            q, held = quantize_rows.quantize_rows.function(normal, scale)
+            q, held = quantize_rows.quantize_rows.function(normal, scale, form)
         else:
             rows = rmsnorm_rows.rmsnorm_rows.function
-            q, held, total = rows(x, added, self.weight, self.eps, self.plus_one, scale)
-        return Int8Rows(q, held, x.dtype), total
+            q, held, total = rows(x, added, self.weight, self.eps, self.plus_one, scale, form)
+        return QuantizedRows(q, held, x.dtype), total
 
     def _layer_norm(self, x: Tensor) -> Tensor:
         return functional.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.eps)

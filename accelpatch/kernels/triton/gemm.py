@@ -81,7 +81,8 @@ def _some(pointers, columns, k, EVEN: tl.constexpr, ACROSS: tl.constexpr):  # ty
     if EVEN:
         return tl.load(pointers)
     inside = columns < k
-    return tl.load(pointers, mask=inside[None, :] if ACROSS else inside[:, None], other=0)
+    mask = inside[None, :] if ACROSS else inside[:, None]
+    return tl.load(pointers, mask=mask, other=0 if pointers.dtype.element_ty == tl.int8 else 0.0)
 
 
 @triton.jit(do_not_specialize=["m"])

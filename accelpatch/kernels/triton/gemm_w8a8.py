@@ -1,8 +1,8 @@
-"""GEMMs of int8 matrices with int32 accumulators and a fused epilogue; see ../ops/gemm_w8a8.py.
+"""GEMMs of 8 bits with a fused epilogue; see ../ops/gemm_w8a8.py (int8, int32 sums) and ../ops/gemm_fp8.py.
 
 Many rows: tiles of A and B, whose products are the matrix units' own (wgmma on Hopper, which loads them by TMA). Few
 rows: the weight's rows are the M dimension of the matrix instruction, K is split where there are too few blocks for the
-GPU, and a second kernel adds the splits' int32 sums and finishes.
+GPU, and a second kernel adds the splits' sums and finishes.
 """
 
 from __future__ import annotations
@@ -37,9 +37,14 @@ class Tile:
     stages: int
 
 
+Tiles = tuple[tuple[int, Tile], ...]
 #: (rows of A from which on it is used, tile), the largest first; measured on Hopper
 TILES = ((1024, Tile(128, 256, 128, 8, 4)), (0, Tile(128, 128, 128, 8, 4)))
 GATED = ((0, Tile(128, 128, 128, 8, 4)),)
+#: of 8-bit floats, whose sums take twice the registers where they are added up UNIT_SUMS at a time
+FP8_TILES = ((0, Tile(128, 128, 128, 8, 4)),)
+FP8_GATED = ((0, Tile(128, 64, 128, 8, 4)),)
+UNIT_SUMS = 128  # that Hopper's matrix unit adds up itself, with 14 bits; see gemm_w8a8_kernels.py
 AMD_TILES = ((0, Tile(128, 128, 64, 8, 2)),)
 #: rows of A up to which it is used -> tile of a stream of B
 STREAMS: Mapping[int, Tile] = MappingProxyType(
@@ -86,6 +91,13 @@ def gemm_w8a8(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
     return e
 
 
+def gemm_fp8(
+    a: Tensor, b: Tensor, row_scale: Tensor, column_scale: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """As the operation."""
+    return gemm_w8a8(a, b, 1.0, row_scale, column_scale, bias, 1.0, None, "none", None, dtype)
+
+
 def gated(a: Tensor, b: Tensor, row_scale: Tensor, column_scale: Tensor, bias: Tensor | None, activation: str,
           dtype: torch.dtype) -> Tensor:  # fmt: skip
     """activation(first half of the columns) * second half of A[M, K] . B[N, K]^T with scales and bias: [M, N / 2]."""
@@ -93,14 +105,14 @@ def gated(a: Tensor, b: Tensor, row_scale: Tensor, column_scale: Tensor, bias: T
     (m, k), n = a.shape, b.shape[0] // 2
     e = a.new_empty((m, n), dtype=dtype)
     if m:
-        tile = next(one for least, one in GATED if m >= least)
+        tile = _tile(a, m, GATED, FP8_GATED)
         bias = None if bias is None else bias.contiguous()
         with on(a):
             left, right, out, tma = _operands(a, b, e, tile, halves=2)
             kernels.gated[(cdiv(m, tile.m) * cdiv(n, tile.n),)](
                 left, right, out, e, row_scale.contiguous(), column_scale.contiguous(), e if bias is None else bias,
                 m, n, k, a.stride(0), b.stride(0), bias is not None, CODES[activation], tma, k % tile.k == 0,
-                tile.m, tile.n, tile.k, GROUP, num_warps=tile.warps, num_stages=_stages(tile),
+                tile.m, tile.n, tile.k, GROUP, *_sums(a), num_warps=tile.warps, num_stages=_stages(tile),
             )  # fmt: skip
     return e
 
@@ -134,14 +146,24 @@ def _stages(tile: Tile) -> int:
     return 2 if torch.version.hip else tile.stages  # LDS holds less
 
 
+def _sums(a: Tensor) -> tuple[int, ...]:
+    """The kernels' last argument, FLOAT; int8 has its default."""
+    return () if a.dtype == torch.int8 else (UNIT_SUMS if not torch.version.hip else -1,)
+
+
+def _tile(a: Tensor, m: int, integers: Tiles, floats: Tiles) -> Tile:
+    tiles = AMD_TILES if torch.version.hip else integers if a.dtype == torch.int8 else floats
+    return next(one for least, one in tiles if m >= least)
+
+
 def _by_tiles(a: Tensor, b: Tensor, e: Tensor, epilogue: Epilogue) -> None:
     (m, k), n, batch = a.shape[-2:], b.shape[-2], a.shape[0] if a.dim() == 3 else 1
-    tile = next(one for least, one in (AMD_TILES if torch.version.hip else TILES) if m >= least)
+    tile = _tile(a, m, TILES, FP8_TILES)
     left, right, out, tma = _operands(a, b, e, tile)
     kernels.tiles[(cdiv(m, tile.m) * cdiv(n, tile.n), batch)](
         left, right, out, e, *epilogue.tensors, *epilogue.numbers, m, n, k, a.stride(-2), b.stride(-2), epilogue.d_row,
         epilogue.d_batch, *epilogue.flags, tma, k % tile.k == 0, tile.m, tile.n, tile.k, GROUP,
-        num_warps=tile.warps, num_stages=_stages(tile),
+        *_sums(a), num_warps=tile.warps, num_stages=_stages(tile),
     )  # fmt: skip
 
 
@@ -152,13 +174,15 @@ def _by_stream(a: Tensor, b: Tensor, e: Tensor, epilogue: Epilogue) -> None:
     runs = max(1, min(2 * processors(a.device) // blocks, k // LEAST_RUN, 8))
     run = cdiv(k, runs * tile.k) * tile.k
     splits = cdiv(k, run)
-    parts = a.new_empty((splits, m, n), dtype=torch.int32) if splits > 1 else e
+    kind = torch.int32 if a.dtype == torch.int8 else torch.float32
+    parts = a.new_empty((splits, m, n), dtype=kind) if splits > 1 else e
     kernels.stream[(blocks, splits)](
         a, b, e, parts, *epilogue.tensors, *epilogue.numbers, m, n, k, a.stride(0), b.stride(0), epilogue.d_row, run,
-        *epilogue.flags, k % tile.k == 0, splits > 1, tile.m, tile.n, tile.k,
+        *epilogue.flags, k % tile.k == 0, splits > 1, tile.m, tile.n, tile.k, *_sums(a),
         num_warps=tile.warps, num_stages=_stages(tile),
     )  # fmt: skip
     if splits > 1:
         kernels.add_up[(m, cdiv(n, 1024))](
-            parts, e, *epilogue.tensors, *epilogue.numbers, m, n, epilogue.d_row, splits, *epilogue.flags, 1024
-        )
+            parts, e, *epilogue.tensors, *epilogue.numbers, m, n, epilogue.d_row, splits, *epilogue.flags, 1024,
+            *_sums(a),
+        )  # fmt: skip

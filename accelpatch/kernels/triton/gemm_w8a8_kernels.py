@@ -1,4 +1,8 @@
-"""Device code of int8 GEMMs with int32 accumulators and a fused epilogue; launched by gemm_w8a8.py."""
+"""Device code of GEMMs of 8 bits with a fused epilogue; launched by gemm_w8a8.py.
+
+FLOAT: 0 for int8, whose sums are int32 and exact. Of 8-bit floats the sums are float32; Hopper's matrix unit adds up
+with fewer bits, and so FLOAT products at a time (-1: all of K), whose sum then goes into the float32 one.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +14,24 @@ from accelpatch.kernels.triton.gemm import _some
 
 
 @triton.jit
+def _dot(x, w, c, FLOAT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """c + x w."""
+    if FLOAT == 0:
+        c = tl.dot(x, w, c, out_dtype=tl.int32)
+    elif FLOAT > 0:
+        c = tl.dot(x, w, c, max_num_imprecise_acc=FLOAT)
+    else:
+        c = tl.dot(x, w, c)
+    return c
+
+
+@triton.jit
 def _value(  # type: ignore[no-untyped-def]
     c, row_scale, column_scale, d, correction, residual, alpha, beta, ms, ns, m, n, d_row,
     ROW: tl.constexpr, COLUMN: tl.constexpr, D: tl.constexpr, CORRECTED: tl.constexpr, RESIDUAL: tl.constexpr,
     CODE: tl.constexpr,
 ):  # fmt: skip
-    """E, in float32, of the int32 sums c at rows ms and columns ns; vectors are read once a row or column."""
+    """E, in float32, of the sums c at rows ms and columns ns; vectors are read once a row or column."""
     inside = (ms < m) & (ns < n)
     if CORRECTED:
         c = c - tl.load(correction + ns, mask=ns < n, other=0)
@@ -63,7 +79,7 @@ def tiles(  # type: ignore[no-untyped-def]
     a, b, out, e, row_scale, column_scale, d, correction, residual, alpha, beta, m, n, k, a_row, b_row, d_row, d_batch,
     ROW: tl.constexpr, COLUMN: tl.constexpr, D: tl.constexpr, CORRECTED: tl.constexpr, RESIDUAL: tl.constexpr,
     CODE: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr, FLOAT: tl.constexpr = 0,
 ):  # fmt: skip
     batch = tl.program_id(1).to(tl.int64)
     first_m, first_n = _place(m, n, TILE_M, TILE_N, GROUP)
@@ -71,13 +87,13 @@ def tiles(  # type: ignore[no-untyped-def]
     if not TMA:
         a_tile = a + (batch * m + tl.minimum(ms, m - 1))[:, None] * a_row + ks[None, :]
         b_tile = b + (batch * n + tl.minimum(ns, n - 1))[None, :] * b_row + ks[:, None]
-    c = tl.zeros([TILE_M, TILE_N], tl.int32)
+    c = tl.zeros([TILE_M, TILE_N], tl.float32 if FLOAT else tl.int32)
     for at in tl.range(0, k, TILE_K):
         if TMA:
-            c = tl.dot(a.load([first_m, at]), b.load([first_n, at]).T, c, out_dtype=tl.int32)
+            c = _dot(a.load([first_m, at]), b.load([first_n, at]).T, c, FLOAT)
         else:
             x, w = _some(a_tile, at + ks, k, EVEN, True), _some(b_tile, at + ks, k, EVEN, False)
-            c = tl.dot(x, w, c, out_dtype=tl.int32)
+            c = _dot(x, w, c, FLOAT)
             a_tile += TILE_K
             b_tile += TILE_K
     ms, ns = ms[:, None], ns[None, :]
@@ -96,7 +112,7 @@ def tiles(  # type: ignore[no-untyped-def]
 def gated(  # type: ignore[no-untyped-def]
     a, b, out, e, row_scale, column_scale, bias, m, n, k, a_row, b_row, BIAS: tl.constexpr, CODE: tl.constexpr,
     TMA: tl.constexpr, EVEN: tl.constexpr,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr, FLOAT: tl.constexpr = 0,
 ):  # fmt: skip
     """E[m, n] = activation(A gate^T) * (A up^T), each rounded as by itself; B[2 n, k] is gate, then up.
 
@@ -105,21 +121,21 @@ def gated(  # type: ignore[no-untyped-def]
     first_m, first_n = _place(m, n, TILE_M, TILE_N, GROUP)
     ms, ns, ks = first_m + tl.arange(0, TILE_M), first_n + tl.arange(0, TILE_N), tl.arange(0, TILE_K)
     if TMA:
-        both = tl.zeros([TILE_M, 2 * TILE_N], tl.int32)
+        both = tl.zeros([TILE_M, 2 * TILE_N], tl.float32 if FLOAT else tl.int32)
         for at in tl.range(0, k, TILE_K):
             w = tl.reshape(b.load([0, first_n, at]), (2 * TILE_N, TILE_K))
-            both = tl.dot(a.load([first_m, at]), w.T, both, out_dtype=tl.int32)
+            both = _dot(a.load([first_m, at]), w.T, both, FLOAT)
         gate, up = tl.split(tl.permute(tl.reshape(both, (TILE_M, 2, TILE_N)), (0, 2, 1)))
     else:
         a_tile = a + tl.minimum(ms, m - 1).to(tl.int64)[:, None] * a_row + ks[None, :]
         b_tile = b + tl.minimum(ns, n - 1).to(tl.int64)[None, :] * b_row + ks[:, None]
         u_tile = b_tile + n * b_row.to(tl.int64)
-        gate = tl.zeros([TILE_M, TILE_N], tl.int32)
-        up = tl.zeros([TILE_M, TILE_N], tl.int32)
+        gate = tl.zeros([TILE_M, TILE_N], tl.float32 if FLOAT else tl.int32)
+        up = tl.zeros([TILE_M, TILE_N], tl.float32 if FLOAT else tl.int32)
         for at in tl.range(0, k, TILE_K):
             x = _some(a_tile, at + ks, k, EVEN, True)
-            gate = tl.dot(x, _some(b_tile, at + ks, k, EVEN, False), gate, out_dtype=tl.int32)
-            up = tl.dot(x, _some(u_tile, at + ks, k, EVEN, False), up, out_dtype=tl.int32)
+            gate = _dot(x, _some(b_tile, at + ks, k, EVEN, False), gate, FLOAT)
+            up = _dot(x, _some(u_tile, at + ks, k, EVEN, False), up, FLOAT)
             a_tile += TILE_K
             b_tile += TILE_K
             u_tile += TILE_K
@@ -135,7 +151,7 @@ def gated(  # type: ignore[no-untyped-def]
 def _opened(  # type: ignore[no-untyped-def]
     gate, up, e, row_scale, column_scale, bias, ms, ns, m, n, BIAS: tl.constexpr, CODE: tl.constexpr
 ):
-    """activation(gate) * up of int32 sums, with their scales and bias, each rounded to E's dtype as by itself."""
+    """activation(gate) * up of sums, with their scales and bias, each rounded to E's dtype as by itself."""
     held = tl.minimum(ns, n - 1)
     dtype: tl.constexpr = e.dtype.element_ty
     rows = tl.load(row_scale + tl.minimum(ms, m - 1))[:, None]
@@ -153,22 +169,18 @@ def stream(  # type: ignore[no-untyped-def]
     a, b, e, parts, row_scale, column_scale, d, correction, residual, alpha, beta, m, n, k, a_row, b_row, d_row, run,
     ROW: tl.constexpr, COLUMN: tl.constexpr, D: tl.constexpr, CORRECTED: tl.constexpr, RESIDUAL: tl.constexpr,
     CODE: tl.constexpr, EVEN: tl.constexpr, CUT: tl.constexpr,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, FLOAT: tl.constexpr = 0,
 ):  # fmt: skip
     split = tl.program_id(1)
     ms, ks = tl.arange(0, TILE_M), tl.arange(0, TILE_K)
     ns = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)
     a_tile = a + tl.minimum(ms, m - 1)[None, :] * a_row + ks[:, None]
     b_tile = b + tl.minimum(ns, n - 1).to(tl.int64)[:, None] * b_row + ks[None, :]
-    c = tl.zeros([TILE_N, TILE_M], tl.int32)
+    c = tl.zeros([TILE_N, TILE_M], tl.float32 if FLOAT else tl.int32)
     for at in tl.range(split * run, tl.minimum((split + 1) * run, k), TILE_K):
         columns = at + ks
-        c = tl.dot(
-            _some(b_tile + at, columns, k, EVEN, True),
-            _some(a_tile + at, columns, k, EVEN, False),
-            c,
-            out_dtype=tl.int32,
-        )
+        w, x = _some(b_tile + at, columns, k, EVEN, True), _some(a_tile + at, columns, k, EVEN, False)
+        c = _dot(w, x, c, FLOAT)
     ms, ns = ms[None, :], ns[:, None]
     inside = (ms < m) & (ns < n)
     if CUT:
@@ -185,12 +197,12 @@ def stream(  # type: ignore[no-untyped-def]
 def add_up(  # type: ignore[no-untyped-def]
     parts, e, row_scale, column_scale, d, correction, residual, alpha, beta, m, n, d_row, splits,
     ROW: tl.constexpr, COLUMN: tl.constexpr, D: tl.constexpr, CORRECTED: tl.constexpr, RESIDUAL: tl.constexpr,
-    CODE: tl.constexpr, SIZE: tl.constexpr,
+    CODE: tl.constexpr, SIZE: tl.constexpr, FLOAT: tl.constexpr = 0,
 ):  # fmt: skip
     row = tl.program_id(0)
     ns = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     inside = ns < n
-    c = tl.zeros([SIZE], tl.int32)
+    c = tl.zeros([SIZE], tl.float32 if FLOAT else tl.int32)
     place = parts + row.to(tl.int64) * n + ns
     for _ in tl.range(splits):
         c += tl.load(place, mask=inside, other=0)

@@ -1,4 +1,4 @@
-"""Rows of activations as int8, one row per program; see ../ops/quantize_rows.py."""
+"""Rows of activations in 8 bits, one row per program; see ../ops/quantize_rows.py."""
 
 from __future__ import annotations
 
@@ -31,8 +31,23 @@ def rounded(values):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def nearest_e4m3(values, LEAST: tl.constexpr, SIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """float32 values at the nearest e4m3 numbers, ties to even. LEAST: the smallest; SIGNED: whether there is a -0.
+
+    What is left for the conversion is exact, so that no compiler and no unit rounds in a way of its own.
+    """
+    bits = values.to(tl.int32, bitcast=True)
+    kept = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
+    stepped = (values + _ROUND * LEAST) - _ROUND * LEAST  # below 8 LEAST numbers are LEAST apart
+    near = tl.where(tl.abs(values) < 8 * LEAST, stepped, kept.to(tl.float32, bitcast=True))
+    return tl.where(near == 0, values * 0.0 if SIGNED else 0.0, near)
+
+
+@triton.jit
 def store_row(values, given, q, scales, row, columns, width, STATIC: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Write a row of float32 values, zeros past its end, as int8, and its scale."""
+    """Write a row of float32 values, zeros past its end, in the form of q, and its scale."""
+    form: tl.constexpr = q.dtype.element_ty
+    largest: tl.constexpr = 127.0 if form == tl.int8 else 448.0 if form == tl.float8e4nv else 240.0
     most = tl.max(tl.where(values == values, tl.abs(values), float("inf")), axis=0)  # tl.max ignores NaN
     finite = most < float("inf")
     if STATIC:
@@ -40,11 +55,17 @@ def store_row(values, given, q, scales, row, columns, width, STATIC: tl.constexp
         times = tl.div_rn(1.0, scale)
     else:
         large = most >= _LEAST
-        scale = tl.where(large, tl.div_rn(most, 127.0), 0.0)
-        times = tl.where(large, tl.div_rn(127.0 + tl.zeros_like(most), tl.where(large, most, 1.0)), 0.0)
+        scale = tl.where(large, tl.div_rn(most, largest), 0.0)
+        times = tl.where(large, tl.div_rn(largest + tl.zeros_like(most), tl.where(large, most, 1.0)), 0.0)
     tl.store(scales + row, tl.where(finite, scale, float("nan")))
     held = tl.where(finite, values, 0.0) * tl.where(finite, times, 0.0)
-    tl.store(q + row * width + columns, rounded(held), mask=columns < width)
+    if form == tl.int8:
+        codes = rounded(held)
+    else:
+        held = tl.where(times > 0, tl.minimum(tl.maximum(held, -largest), largest), 0.0)
+        least: tl.constexpr = 0.001953125 if form == tl.float8e4nv else 0.0009765625
+        codes = nearest_e4m3(held, least, form == tl.float8e4nv).to(form)
+    tl.store(q + row * width + columns, codes, mask=columns < width)
 
 
 @triton.jit
@@ -59,12 +80,12 @@ def _row(  # type: ignore[no-untyped-def]
     store_row(values, given, q, scales, row, columns, width, STATIC)
 
 
-def quantize_rows(x: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+def quantize_rows(x: Tensor, scale: Tensor | None, form: torch.dtype) -> tuple[Tensor, Tensor]:
     """As the operation."""
     width = x.shape[-1]
     flat = x.reshape(-1, width)
     flat = flat if flat.stride(1) == 1 else flat.contiguous()
-    q = x.new_empty(x.shape, dtype=torch.int8)
+    q = x.new_empty(x.shape, dtype=form)
     scales = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
     block, (overlapped, options) = triton.next_power_of_2(width), dependent(x)
     if q.numel():

@@ -15,7 +15,7 @@ from accelpatch.kernels.triton.quantize_rows import store_row
 @triton.jit
 def _row(  # type: ignore[no-untyped-def]
     x, residual, weight, y, total, given, scales, width, eps, ADD: tl.constexpr, AFTER: tl.constexpr,
-    INT8: tl.constexpr, STATIC: tl.constexpr, PLUS_ONE: tl.constexpr, DEPENDENT: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, STATIC: tl.constexpr, PLUS_ONE: tl.constexpr, DEPENDENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     if DEPENDENT:
         release()
@@ -36,7 +36,7 @@ def _row(  # type: ignore[no-untyped-def]
     if AFTER:
         more = tl.load(residual + row + columns, mask=inside, other=0.0)
         normed = more.to(tl.float32) + normed.to(total.dtype.element_ty).to(tl.float32)
-    if INT8:  # of what the output would be
+    if ROWS:  # of what the output would be
         normed = normed.to(total.dtype.element_ty).to(tl.float32)
         store_row(normed, given, y, scales, place, columns, width, STATIC)
     else:
@@ -70,13 +70,14 @@ def rmsnorm_add(x: Tensor, residual: Tensor, weight: Tensor, eps: float, plus_on
 
 
 def rmsnorm_rows(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, plus_one: bool, scale: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, plus_one: bool, scale: Tensor | None,
+    form: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """As the operation: (q, scale, s)[..., K]."""
     x = x.contiguous()
     beside = x if residual is None else residual.contiguous()
     total = x if residual is None else torch.empty_like(x)
-    q, scales = torch.empty_like(x, dtype=torch.int8), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+    q, scales = torch.empty_like(x, dtype=form), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
     _launch(x, beside, weight, q, total, eps, plus_one, add=residual is not None, scales=scales, scale=scale)
     return q, scales, total
 
@@ -86,7 +87,7 @@ def _launch(
     add: bool = False, after: bool = False, scales: Tensor | None = None, scale: Tensor | None = None,
 ) -> None:  # fmt: skip
     """total: receives the sum before the norm; with `after`, only its dtype is used: the norm's before the sum. scales:
-    receives those of the rows, which y then has as int8, or the static `scale`."""
+    receives those of the rows, which y then has in 8 bits, or the static `scale`."""
     width = x.shape[-1]
     block, (overlapped, options) = triton.next_power_of_2(width), dependent(x)
     if x.numel():

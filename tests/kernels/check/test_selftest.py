@@ -23,7 +23,7 @@ def test_everything_passes_and_is_covered() -> None:
     records = selftest.run("cpu")
     assert [record for record in records if record.ok is False] == []
     left_out = {(record.implementation, bool(record.reason)) for record in records if record.ok is None}
-    of_gpus = {(name, True) for name in ("ck", "hip", "hip_gemm", "hip_unpack", "triton")}
+    of_gpus = {(name, True) for name in ("ck", "hip", "hip_gemm", "hip_unpack", "scaled_mm", "triton")}
     no_rows = {("int_mm", True)}
     assert left_out == of_gpus | no_rows, "a GPU's kernels alone do not run here, and torch's product of no rows"
     assert {

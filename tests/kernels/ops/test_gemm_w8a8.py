@@ -85,7 +85,7 @@ def test_the_gate_inside_is_that_behind(m: int, half: int, bias: bool) -> None:
     x = torch.randn(m, 256, generator=generator, device=DEVICE, dtype=torch.bfloat16)
     q, scale = integers(generator, 2 * half, 256), torch.rand(2 * half, 1, device=DEVICE) / 999
     beside = torch.randn(2 * half, device=DEVICE, dtype=torch.bfloat16) if bias else None
-    made = rows.Int8Rows(*rows.quantize_rows(x), x.dtype)
+    made = rows.QuantizedRows(*rows.quantize_rows(x), x.dtype)
     gate, up = w8a8_linear.of_rows(made, q, scale, beside).chunk(2, dim=-1)
     inside = w8a8_linear.of_rows(made, q, scale, beside, "silu")
     behind = torch.nn.functional.silu(gate) * up

@@ -27,8 +27,10 @@ CPU = torch.device("cpu")
 OPS = tuple(op for op in dispatch.TABLE if dispatch.kernel(op).registered)
 CASES = [(op, case) for op in OPS for case in dispatch.kernel(op).cases()]
 M = (0, 1, 2, 7, 129)
-W8A8 = ("quantize_rows", "rmsnorm_rows", "gemm_w8a8", "w8a8_linear", "w8a8_packed")
-NO_GRADIENT = ("int8_embedding", "packed_embedding", "rotary_cos_sin", "gemm_w8a8")  # integers go in
+W8A8 = ("quantize_rows", "rmsnorm_rows", "gemm_w8a8", "gemm_fp8", "gated_fp8", "w8a8_linear", "w8a8_packed")
+FORMS = (torch.int8, *FP8)
+# integers, or 8-bit floats, go in
+NO_GRADIENT = ("int8_embedding", "packed_embedding", "rotary_cos_sin", "gemm_w8a8", "gemm_fp8", "gated_fp8")
 PRODUCTS = ("gemv", "compact_linear", "int8_linear", "int4_linear", "tiled_int4_linear", "fp8_linear", "w8a8_linear")
 
 
@@ -87,14 +89,23 @@ def random_w8a8(op: str, rng: random.Random, generator: torch.Generator, dtype: 
         return rng.choice((None, torch.rand(*shape, generator=generator) / 9))
 
     x, given = torch.randn(m, k, generator=generator).to(dtype), rng.choice((None, torch.tensor([0.03])))
+    form = rng.choice(FORMS)
     if op == "quantize_rows":
-        return x, given
+        return x, given, form
     if op == "rmsnorm_rows":
-        return x, rng.choice((None, x.flip(0))), torch.randn(k, generator=generator).to(dtype), 1e-5, k % 2 == 0, given
+        weight = torch.randn(k, generator=generator).to(dtype)
+        return x, rng.choice((None, x.flip(0))), weight, 1e-5, k % 2 == 0, given, form
     a, b = (torch.randint(-128, 128, (size, k), generator=generator, dtype=torch.int8) for size in (m, n))
+    bias = None if rng.random() < 0.5 else torch.randn(n, generator=generator).to(dtype)
     if op == "w8a8_linear":
-        bias = None if rng.random() < 0.5 else torch.randn(n, generator=generator).to(dtype)
-        return x, b, torch.rand(n, 1, generator=generator) / 100, given, bias
+        static = given if form == torch.int8 else None
+        return x, b.to(form), torch.rand(n, 1, generator=generator) / 100, static, bias
+    if op.endswith("_fp8"):
+        gate, form = op == "gated_fp8", rng.choice(FP8)
+        b = b[:-1] if n % 2 and n > 1 and gate else torch.cat([b, b]) if gate and n == 1 else b
+        row, column = torch.rand(m, generator=generator) / 99, torch.rand(len(b), generator=generator) / 99
+        held = (a.to(form), b.to(form), row, column, None if bias is None else bias[:1].expand(len(b)).contiguous())
+        return (*held, "silu", dtype) if gate else (*held, dtype)
     correction = rng.choice((None, b.sum(-1, dtype=torch.int32)))
     d, residual = (
         rng.choice((None, torch.randn(n, generator=generator), torch.randn(m, n, generator=generator))),
@@ -199,9 +210,10 @@ def test_nan_and_infinity_come_through(op: str, dtype: torch.dtype, value: float
 @pytest.mark.parametrize("op", OPS)
 def test_opcheck(op: str, dtype: torch.dtype) -> None:
     checks = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
-    if op != "fp8_linear":  # this one changes the inputs' values, by operations that torch has not got for float8
-        checks.append("test_schema")
-    torch.library.opcheck(dispatch.kernel(op).op.custom, first_args(op, dtype), test_utils=checks)
+    args = first_args(op, dtype)
+    if not any(isinstance(one, Tensor) and one.dtype in FP8 for one in args):
+        checks.append("test_schema")  # it changes the inputs' values, by operations that torch has not got for float8
+    torch.library.opcheck(dispatch.kernel(op).op.custom, args, test_utils=checks)
 
 
 @pytest.mark.parametrize("op", OPS)
