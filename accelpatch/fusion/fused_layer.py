@@ -18,10 +18,13 @@ from accelpatch.fusion.adapters import Adapted
 from accelpatch.fusion.call import Call
 from accelpatch.fusion.signals import without_signals
 from accelpatch.kernels.hip.binding import MAX_GEMV_ROWS, Signal
+from accelpatch.kernels.layouts.row_major import FP8
 from accelpatch.kernels.layouts.w8a8_rows import W8A8Rows
 from accelpatch.kernels.ops.attention_shape import AttentionShape
 from accelpatch.kernels.ops.fused_linear import FusedLinear
 from accelpatch.kernels.ops.fused_norm import FusedNorm
+from accelpatch.kernels.ops.gated_rows import gated_rows
+from accelpatch.kernels.ops.quantize_rows import QuantizedRows
 from accelpatch.kernels.ops.query_key import prepare_query_key_
 from accelpatch.kernels.ops.query_key_form import QueryKey
 
@@ -90,7 +93,19 @@ class FusedLayer:
             normal, x = _input_of(self.gate_up, self.mlp_norm, x, pending)
         elif pending is not None:
             x = x + pending
-        return self._beside(self.after_mlp, self.down.large_m(self.gate_up.large_m(normal, self.activation)), x)
+        return self._beside(self.after_mlp, cast(Any, self.down).large_m(self._inner(normal)), x)
+
+    def _inner(self, normal: Any) -> Any:
+        """What `down` takes of many rows: in 8 bits at once, where it takes them and no product has the gate."""
+        inner, down = self.gate_up, self.down
+        if self.activation is None or not isinstance(normal, QuantizedRows) or normal.q.dtype not in FP8:
+            return inner.large_m(normal, self.activation)
+        if _form(down) is None or not isinstance(inner, FusedLinear):
+            return inner.large_m(normal, self.activation)
+        weight = cast(W8A8Rows, cast(FusedLinear, down).weight)
+        both: Tensor = inner.large_m(normal)
+        made = gated_rows.function(both, self.activation, weight.input_scale, weight.w.dtype)
+        return QuantizedRows(*made, both.dtype)
 
     def _beside(self, norm: FusedNorm | None, y: Tensor, residual: Tensor) -> tuple[Tensor, Tensor | None]:
         """(residual, y still to be added); with a norm, (residual + norm(y), None)."""

@@ -135,6 +135,8 @@ def test_reference_keeps_output_dtypes(op: str) -> None:
     expected = dispatch.output_dtypes(op, args)
     rows = {torch.int8, torch.float32}  # whatever x is
     integers = {"quantize_rows": rows, "rmsnorm_rows": {*rows, torch.float16}, "gemm_w8a8": {torch.float32}}
+    integers |= {"layernorm_q": {torch.int8}, "int8_attention": {torch.int8}}
+    integers |= {"gated_rows": {torch.float8_e4m3fnuz, torch.float32}}
     assert set(expected) == integers.get(op, {torch.float16})
     for precision in (None, torch.float32, torch.float64):
         with dispatch.forced("reference", precision):

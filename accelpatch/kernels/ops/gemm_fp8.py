@@ -31,6 +31,7 @@ from accelpatch.kernels.triton import launch
 
 OP, GATED = "gemm_fp8", "gated_fp8"
 FEW_ROWS = 64  # up to so many rows Triton streams the weight as a GEMV does
+FAST = 8192  # values of K whose bfloat16 sums may stay in Hopper's matrix unit: up to 80% of the float rule's bound
 ALIGNED = 16  # values that N and K of torch._scaled_mm are multiples of
 
 
@@ -150,7 +151,7 @@ def by_scaled_mm(
     """The implementation `scaled_mm`: cuBLASLt, hipBLASLt or CUTLASS, as torch chooses."""
     rows, columns = row_scale.float().contiguous()[:, None], column_scale.float().contiguous()[None]
     y: Tensor = torch._scaled_mm(
-        a.contiguous(), b.contiguous().t(), rows, columns, bias, out_dtype=dtype, use_fast_accum=False
+        a.contiguous(), b.contiguous().t(), rows, columns, bias, out_dtype=dtype, use_fast_accum=a.shape[1] <= FAST
     )
     return y
 
@@ -264,6 +265,7 @@ KERNELS = {
         gated_reference,
         gated_spec,
         {
+            "scaled_mm": Implementation(gated_by_operations, scaled_mm_why_not),
             "triton": Implementation(gated_by_triton, triton_why_not),
             "operations": Implementation(gated_by_operations, torch_why_not),
         },

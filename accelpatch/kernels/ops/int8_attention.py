@@ -32,25 +32,16 @@ def reference(q: Tensor, k: Tensor, v: Tensor, scales: Tensor, mask: Tensor | No
     """As the docstring says, in float32; in float64 for scales in float64, and for heads of more than 1,024."""
     wide = torch.float64 if q.shape[-1] > EXACT else torch.promote_types(scales.dtype, torch.float32)
     scores = (q.to(wide) @ k.to(wide).transpose(-1, -2)) * scales[0].to(wide)
-    seen = visible(scores, mask, causal)
-    if mask is not None and mask.dtype != torch.bool:
-        scores = scores + mask.to(wide)
-    if seen is not None:
-        scores = scores.masked_fill(~seen, -torch.inf)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask.to(wide)
+    if causal:
+        queries, keys = scores.shape[-2:]
+        later = torch.ones(queries, keys, dtype=torch.bool, device=scores.device).triu(keys - queries + 1)
+        scores = scores.masked_fill(later, -torch.inf)
     p = (scores.softmax(-1) * LEVELS).round()
     p = torch.where(scores.isneginf().all(-1, keepdim=True), 0.0, p)
     y = (p @ v.to(wide) * scales[1].to(wide)).round().clamp(-128, 127).to(torch.int8)
     return y.transpose(1, 2).flatten(2)
-
-
-def visible(scores: Tensor, mask: Tensor | None, causal: bool) -> Tensor | None:
-    """Boolean mask of the keys that each query sees, for scores[..., Lq, Lkv]; None where it sees all."""
-    seen = mask if mask is not None and mask.dtype == torch.bool else None
-    if causal:
-        queries, keys = scores.shape[-2:]
-        below = torch.ones(queries, keys, dtype=torch.bool, device=scores.device).tril(keys - queries)
-        seen = below if seen is None else seen & below
-    return seen
 
 
 def spec(q: Tensor, k: Tensor, v: Tensor, scales: Tensor, mask: Tensor | None, causal: bool) -> Spec:
@@ -73,6 +64,11 @@ def spec(q: Tensor, k: Tensor, v: Tensor, scales: Tensor, mask: Tensor | None, c
 def of_shape(heads: int, size: int, *, m: int = 1, n: int = 1, b: int = 1, added: bool = False) -> Spec:
     """The Spec of attention of this size, for planning. added: whether a mask of floats is added to the scores."""
     return Spec(OP, {"B": b, "H": heads, "M": m, "N": n, "D": size}, torch.float32, options={"added": added})
+
+
+def by_torch(q: Tensor, k: Tensor, v: Tensor, scales: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+    """The implementation `torch`: the reference."""
+    return reference(q, k, v, scales, mask, causal)
 
 
 def triton_why_not(spec: Spec, device: Device) -> str | None:
@@ -134,6 +130,6 @@ def cases() -> list[Case]:
 
 IMPLEMENTATIONS = {
     "triton": Implementation(by_triton, triton_why_not),
-    "torch": Implementation(reference, dispatch.anywhere),
+    "torch": Implementation(by_torch, dispatch.anywhere),
 }
 KERNELS = {OP: Kernel(int8_attention, reference, spec, IMPLEMENTATIONS, cases)}

@@ -86,7 +86,7 @@ def _softmax(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _products(  # type: ignore[no-untyped-def]
+def _weighted(  # type: ignore[no-untyped-def]
     sums, start, stop, most, times, queries, keys_of, values_of, seen, scale, rows, ahead, m, n, first, columns,
     k_n, v_n, mask_m, mask_n,
     SIZE: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, EDGE: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -136,7 +136,7 @@ def attend(  # type: ignore[no-untyped-def]
     times = tl.where(total > 0, 127.0 / tl.where(total > 0, total, 1.0), 0.0)
     sums = tl.zeros([BLOCK_M, WIDE], tl.float32)
     for edge in tl.static_range(2):
-        sums = _products(sums, whole if edge else 0, last if edge else whole, most, times, queries, keys_of, values_of,
+        sums = _weighted(sums, whole if edge else 0, last if edge else whole, most, times, queries, keys_of, values_of,
                          seen, scale, rows, ahead, m, n, first, columns, k_n, v_n, mask_m, mask_n,
                          SIZE, MASKED, CAUSAL, edge == 1, BLOCK_N)  # fmt: skip
     out = y + ((batch * m + rows)[:, None] * heads + head) * SIZE + columns[None, :]

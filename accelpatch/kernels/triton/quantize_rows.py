@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from accelpatch.kernels.triton.dependent_launch import release, wait
+from accelpatch.kernels.triton.gated_activation import CODES, _activated
 from accelpatch.kernels.triton.launch import dependent, on, warps
 
 _LEAST = tl.constexpr(2.0**-119)
@@ -78,6 +79,39 @@ def _row(  # type: ignore[no-untyped-def]
     row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     values = tl.load(x + row * x_stride + columns, mask=columns < width, other=0.0).to(tl.float32)
     store_row(values, given, q, scales, row, columns, width, STATIC)
+
+
+@triton.jit
+def _gated_row(  # type: ignore[no-untyped-def]
+    both, given, q, scales, both_stride, width,
+    CODE: tl.constexpr, STATIC: tl.constexpr, DEPENDENT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    if DEPENDENT:
+        release()
+        wait()
+    row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    at, inside = both + row * both_stride + columns, columns < width
+    gate, up = tl.load(at, mask=inside, other=0.0), tl.load(at + width, mask=inside, other=0.0)
+    opened = _activated(gate.to(tl.float32), CODE).to(gate.dtype).to(tl.float32)
+    values = (opened * up.to(tl.float32)).to(gate.dtype).to(tl.float32)
+    store_row(values, given, q, scales, row, columns, width, STATIC)
+
+
+def gated_rows(both: Tensor, activation: str, scale: Tensor | None, form: torch.dtype) -> tuple[Tensor, Tensor]:
+    """As the operation."""
+    width = both.shape[-1] // 2
+    flat = both.reshape(-1, 2 * width)
+    flat = flat if flat.stride(1) == 1 else flat.contiguous()
+    q = both.new_empty((*both.shape[:-1], width), dtype=form)
+    scales = both.new_empty((*both.shape[:-1], 1), dtype=torch.float32)
+    block, (overlapped, options) = triton.next_power_of_2(width), dependent(both)
+    if q.numel():
+        with on(both):
+            _gated_row[(flat.shape[0],)](
+                flat, scales if scale is None else scale, q, scales, flat.stride(0), width, CODES[activation],
+                scale is not None, overlapped, block, num_warps=warps(block), **options,
+            )  # fmt: skip
+    return q, scales
 
 
 def quantize_rows(x: Tensor, scale: Tensor | None, form: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -28,9 +28,11 @@ OPS = tuple(op for op in dispatch.TABLE if dispatch.kernel(op).registered)
 CASES = [(op, case) for op in OPS for case in dispatch.kernel(op).cases()]
 M = (0, 1, 2, 7, 129)
 W8A8 = ("quantize_rows", "rmsnorm_rows", "gemm_w8a8", "gemm_fp8", "gated_fp8", "w8a8_linear", "w8a8_packed")
+OF_INT8 = ("layernorm_q", "int8_attention", "gated_rows")
 FORMS = (torch.int8, *FP8)
 # integers, or 8-bit floats, go in
 NO_GRADIENT = ("int8_embedding", "packed_embedding", "rotary_cos_sin", "gemm_w8a8", "gemm_fp8", "gated_fp8")
+NO_GRADIENT += ("layernorm_q", "int8_attention")  # integers come out
 PRODUCTS = ("gemv", "compact_linear", "int8_linear", "int4_linear", "tiled_int4_linear", "fp8_linear", "w8a8_linear")
 
 
@@ -77,6 +79,20 @@ def random_w8a8_pack(rng: random.Random, generator: torch.Generator, dtype: torc
     q = torch.randint(-127, 128, (n, k), generator=generator, dtype=torch.int8)
     pack = W8A8Pack.pack(q, torch.rand(n, 1, generator=generator) / 100, rng.choice((None, 0.02)))
     return x, *pack.arguments(), rng.choice((None, bias))
+
+
+def random_of_int8(op: str, rng: random.Random, generator: torch.Generator, dtype: torch.dtype) -> tuple[Any, ...]:
+    m, k = rng.choice(M), rng.randint(1, 300)
+    x = torch.randn(m, 2 * k if op == "gated_rows" else k, generator=generator).to(dtype)
+    if op == "gated_rows":
+        return x, rng.choice(("silu", "gelu")), rng.choice((None, torch.tensor([0.03]))), rng.choice(FORMS)
+    if op == "layernorm_q":
+        return x, 40 * torch.randn(k, generator=generator), 9 * torch.randn(k, generator=generator), 1e-5
+    sizes, later = (rng.randint(1, 2), rng.randint(1, 3)), rng.randint(1, 40)
+    shapes = ((*sizes, min(m, 20), 24), (*sizes, min(m, 20) + later, 24))
+    q, k_, v = (torch.randint(-127, 128, shapes[at > 0], generator=generator).to(torch.int8) for at in range(3))
+    mask = rng.choice((None, torch.rand(sizes[0], 1, q.shape[2], v.shape[2], generator=generator) > 0.4))
+    return q, k_, v, torch.tensor([1e-4, 1 / 127]), mask, rng.random() < 0.5
 
 
 def random_w8a8(op: str, rng: random.Random, generator: torch.Generator, dtype: torch.dtype) -> tuple[Any, ...]:
@@ -128,6 +144,8 @@ def random_tiles(rng: random.Random, generator: torch.Generator, dtype: torch.dt
 
 
 def random_args(op: str, rng: random.Random, generator: torch.Generator, dtype: torch.dtype) -> tuple[Any, ...]:
+    if op in OF_INT8:
+        return random_of_int8(op, rng, generator, dtype)
     if op in W8A8:
         return random_w8a8(op, rng, generator, dtype)
     if op.startswith("packed_"):
@@ -261,7 +279,7 @@ def test_backward_says_what_to_do(op: str) -> None:
     outputs = parity.as_tuple(dispatch.kernel(op).op(first.requires_grad_(), *rest))
     output = next(one for one in outputs if one.is_floating_point())
     with pytest.raises(KernelError, match="unpatch"):
-        output.sum().backward()
+        output.float().sum().backward()
 
 
 @pytest.mark.parametrize("op", OPS)
