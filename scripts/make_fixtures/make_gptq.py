@@ -7,8 +7,8 @@
     GPTQMODEL_CPU_WORKERS=2 venv/bin/python scripts/make_fixtures/make_gptq.py [NAME ...]
 
 Each checkpoint goes the tool's whole way: GPTQModel.load, quantize with calibration, save. The logits are those of the
-saved folder as GPTQModel loads it again with its plain torch kernels, every float then in float32. GPTQModel leaves logs
-in the current folder.
+saved folder as GPTQModel loads it again with its plain torch kernels, every float then in float32. GPTQModel leaves
+logs in the current folder.
 """
 
 from __future__ import annotations
