@@ -97,7 +97,7 @@ class FusedLayer:
 
     def _inner(self, normal: Any) -> Any:
         """What `down` takes of many rows: in 8 bits at once, where it takes them and no product has the gate."""
-        inner, down = self.gate_up, self.down
+        inner, down = cast(Any, self.gate_up), self.down
         if self.activation is None or not isinstance(normal, QuantizedRows) or normal.q.dtype not in FP8:
             return inner.large_m(normal, self.activation)
         if _form(down) is None or not isinstance(inner, FusedLinear):
