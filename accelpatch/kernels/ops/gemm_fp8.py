@@ -3,8 +3,8 @@
     gemm_fp8    y[M, N] = row_scale[m] column_scale[n] (a . b^T) + bias[n]              a[M, K], b[N, K] e4m3
     gated_fp8   y[M, N / 2] = activation(first half of those columns) * second half, each rounded as by itself
 
-Sums are float32; Hopper's matrix unit keeps 14 bits of what it adds up itself, so that for long K implementations empty
-it into float32 sums every few products (use_fast_accum=False of torch, FLOAT of the Triton kernels). Both matrices have one
+Sums are float32; Hopper's matrix unit keeps 14 bits of what it adds up itself, so that for long K it is emptied into
+float32 sums every few products (use_fast_accum=False of torch, FLOAT of the Triton kernels). Both matrices have one
 form, e4m3fn or e4m3fnuz, and a GPU takes the one of its table row alone (device.py). Source: OCP 8-bit floating point,
 E4M3.
 """

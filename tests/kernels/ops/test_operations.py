@@ -97,6 +97,8 @@ def random_of_int8(op: str, rng: random.Random, generator: torch.Generator, dtyp
 
 def random_w8a8(op: str, rng: random.Random, generator: torch.Generator, dtype: torch.dtype) -> tuple[Any, ...]:
     """Integers or the rows that become some; each vector and matrix beside them there or not."""
+    if op in OF_INT8:
+        return random_of_int8(op, rng, generator, dtype)
     if op == "w8a8_packed":
         return random_w8a8_pack(rng, generator, dtype)
     m, n, k = rng.choice(M), rng.randint(1, 70), rng.randint(1, 300)
@@ -144,9 +146,7 @@ def random_tiles(rng: random.Random, generator: torch.Generator, dtype: torch.dt
 
 
 def random_args(op: str, rng: random.Random, generator: torch.Generator, dtype: torch.dtype) -> tuple[Any, ...]:
-    if op in OF_INT8:
-        return random_of_int8(op, rng, generator, dtype)
-    if op in W8A8:
+    if op in (*W8A8, *OF_INT8):
         return random_w8a8(op, rng, generator, dtype)
     if op.startswith("packed_"):
         return random_pack(op, rng, generator, dtype)
