@@ -1,52 +1,135 @@
 """Layouts of checkpoints that others wrote and accelpatch loads as they are: how one is recognised, and what it holds.
 
-smoothquant-opt    mit-han-lab's int8 OPT (modules/int8_opt.py): each decoder layer's tensors under its name
+    smoothquant-opt      mit-han-lab's int8 OPT (modules/int8_opt.py): each decoder layer's tensors under its name
+    gptq, awq            linear layers of 4 bits (gptq: 8 too), as GPTQModel and AutoAWQ write them
+    compressed-tensors   the same, pack-quantized; int-quantized and float-quantized, whose activations have 8 bits too
+
+Of the last three each linear layer has the tensors of `packed_formats`; all else is float under the family's names.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
 from safetensors import SafetensorError, safe_open
 
+from accelpatch.checkpoints import packed_formats
 from accelpatch.checkpoints.inspection import OF_OPT
 from accelpatch.checkpoints.save import description
 from accelpatch.errors import LoadError
 from accelpatch.models import checkpoint
 from accelpatch.models.catalog import resolve
+from accelpatch.quant.weight import QuantizedWeight, W8A8Weight
 from accelpatch.recipe import recipe as recipes
 
 SMOOTHQUANT_OPT = "smoothquant-opt"  # the name of its recipe too
 LAYER = re.compile(r"(.*\blayers\.\d+)\..+\.[ab]$")  # by the factors, which no float layer has
 
 
-def layout_of(name: str) -> str | None:
-    """The layout of a model by name, where it is a folder in one of these; None for all others."""
+@dataclass(frozen=True)
+class Packed:
+    """How a layout has a linear layer: its tensors, the first of which shows that it is quantised, and their reader."""
+
+    parts: tuple[str, ...]
+    weight: Callable[[Mapping[str, Any], Mapping[str, Any], int, int], QuantizedWeight | W8A8Weight]
+
+
+ROWS = Packed(("weight_scale", "weight", "input_scale", "input_zero_point"), packed_formats.rows)
+PACKED: Mapping[str, Packed] = {
+    "gptq": Packed(("qweight", "qzeros", "scales", "g_idx"), packed_formats.gptq),
+    "awq": Packed(("qweight", "qzeros", "scales"), packed_formats.awq),
+    "int-quantized": ROWS,
+    "float-quantized": ROWS,
+    "pack-quantized": Packed(
+        ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx"), packed_formats.packed
+    ),
+}
+
+
+def layout_of(name: str) -> dict[str, Any] | None:
+    """The layout of a model by name, where it is a folder in one of these: its name and arguments; None for others.
+
+    Raises LoadError for what config.json says of it and no reader knows.
+    """
     source = resolve(name)
     folder = Path(source.location)
     if source.kind != "folder" or not (folder / "config.json").is_file():
         return None
     config = checkpoint.read_json(folder / "config.json")
-    if config.get("model_type") != "opt" or checkpoint.quantization_method(config) is not None:
+    method = checkpoint.quantization_method(config)
+    if method in checkpoint.READ:
+        return _arguments(folder / "config.json", str(method), config["quantization_config"])
+    if config.get("model_type") != "opt" or method is not None:
         return None
     names = (one for file in checkpoint.shard_names(folder) for one in _names(folder / file))
-    return SMOOTHQUANT_OPT if any(one.endswith(OF_OPT) for one in names) else None
+    return {"name": SMOOTHQUANT_OPT} if any(one.endswith(OF_OPT) for one in names) else None
 
 
-def described(layout: str) -> dict[str, Any]:
+def _arguments(place: Path, method: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The name of a layout, and what its reader needs of quantization_config."""
+    if given.get("dynamic"):
+        raise LoadError(f"{place}: quantization_config.dynamic, other bits for single layers, is not read")
+    if method != "compressed-tensors":
+        keys = ("bits", "group_size", "sym", "checkpoint_format", "format", "version")
+        return {"name": method, **{key: given[key] for key in keys if key in given}}
+    groups, name = given.get("config_groups"), str(given.get("format"))
+    kinds = [one for one in groups.values() if isinstance(one, dict)] if isinstance(groups, dict) else []
+    if name not in PACKED or not kinds or (len(kinds) > 1 and name != "float-quantized"):
+        raise LoadError(f"{place}: compressed-tensors in the format {name!r} with {len(kinds)} groups are not read: "
+                        "give the float checkpoint")  # fmt: skip
+    weights, inputs = (kinds[0].get(key) or {} for key in ("weights", "input_activations"))
+    if name == "pack-quantized":
+        group = weights.get("group_size") if weights.get("strategy") == "group" else -1
+        sym = bool(weights.get("symmetric", True))
+        return {"name": name, "bits": weights.get("num_bits"), "group_size": group, "sym": sym}
+    if weights.get("num_bits") != 8 or weights.get("strategy") not in ("channel", "tensor") or not inputs:
+        raise LoadError(f"{place}: {name} is read with 8 bits, weights by channel or tensor, and such activations too")
+    return {"name": name, "static": inputs.get("dynamic") is False}
+
+
+def described(layout: Mapping[str, Any]) -> dict[str, Any]:
     """The quantization_config that a checkpoint in a layout would have, had accelpatch written it."""
-    return description(recipes.load(layout)) | {"layout": layout}
+    name = layout["name"]
+    recipe = recipes.load(SMOOTHQUANT_OPT) if name == SMOOTHQUANT_OPT else recipes.parse(_recipe(layout), source=name)
+    return description(recipe) | {"layout": dict(layout)}
 
 
-def sites_of(layout: str, names: Iterable[str]) -> dict[str, str]:
+def _recipe(layout: Mapping[str, Any]) -> str:
+    """The recipe by which such a checkpoint is patched: what it holds quantised, and `exact` for the rest."""
+    if PACKED[layout["name"]] is ROWS:
+        ints = {"activations": "static" if layout["static"] else "dynamic"}
+        return _by(layout, *(("w8a8", ints) if layout["name"] == "int-quantized" else ("w8a8_fp8", {})))
+    bits, group = layout.get("bits"), layout.get("group_size", 128)
+    if bits not in (4, 8) or type(group) is not int or group == 0 or group < -1:
+        raise LoadError(f"{layout['name']} with bits {bits!r} and group_size {group!r} is not read")
+    size = None if group == -1 else group
+    options: dict[str, Any] = {"group_size": size}
+    if bits == 4:
+        symmetric = bool(layout.get("sym", True)) and layout["name"] != "awq"
+        options = {"group_size": [size], "symmetric": symmetric}
+    return _by(layout, f"int{bits}_weight_only", options)
+
+
+def _by(layout: Mapping[str, Any], replacer: str, options: Mapping[str, Any]) -> str:
+    rule = {"name": "linear", "match": {"role": "linear"}, "replace": replacer, "options": dict(options)}
+    rule = {key: value for key, value in rule.items() if value != {}}
+    return str(yaml.safe_dump({"name": layout["name"], "extends": "exact", "rules": [rule], "verify": {"bound": 1.0}}))
+
+
+def sites_of(layout: Mapping[str, Any], names: Iterable[str]) -> dict[str, str]:
     """Dotted path of a quantised module -> its replacer's name, by the names of a checkpoint's tensors."""
-    if layout != SMOOTHQUANT_OPT:
-        raise LoadError(f"there is no layout {layout!r}: known is {SMOOTHQUANT_OPT}")
-    layers = (LAYER.match(name) for name in names)
-    return {found.group(1): "int8_opt" for found in layers if found is not None}
+    if layout["name"] == SMOOTHQUANT_OPT:
+        layers = (LAYER.match(name) for name in names)
+        return {found.group(1): "int8_opt" for found in layers if found is not None}
+    mark = f".{PACKED[layout['name']].parts[0]}"
+    kinds = {"int-quantized": "w8a8", "float-quantized": "w8a8_fp8"}
+    replacer = kinds.get(layout["name"]) or f"int{layout['bits']}_weight_only"
+    return {name.removesuffix(mark): replacer for name in names if name.endswith(mark)}
 
 
 def _names(file: Path) -> list[str]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from accelpatch.checkpoints.gguf_header import TYPES, read_header
 from accelpatch.errors import LoadError
+from accelpatch.models.checkpoint import READ
 
 BITS = {
     "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U8": 8, "BOOL": 8,
@@ -112,6 +113,8 @@ def _format(
     if method != OWN:
         keys = [key for key in ("bits", "group_size", "desc_act", "sym", "format") if key in quantization]
         advice = f"{method} checkpoints are not read: give the float one that it was made from"
+        if method in READ:
+            advice = f"`accelpatch run {place}` loads it as it is"
         return method, {key: str(quantization[key]) for key in keys}, advice
     shapes = {name: shape for name, _, shape in found}
     forms = Counter(_form(replacer, shapes.get(f"{path}.q"), shapes.get(f"{path}.scale"), f"{path}.offset" in shapes)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from accelpatch.checkpoints.saved import PARTS, Saved
-from accelpatch.errors import LoadError, PatchError
+from accelpatch.errors import KernelError, LoadError, PatchError
 from accelpatch.patching.apply import Built, built
 from accelpatch.patching.plan import Entry, Plan
 from accelpatch.quant.weight import QuantizedWeight, W8A8Weight
@@ -41,9 +41,12 @@ def quantised(plan: Plan) -> list[Entry]:
     return [entry for entry in plan.replaced if entry.replacer is not None and entry.replacer.rounds]
 
 
-def parts_of(entry: Entry, saved: Saved) -> list[str]:
-    """The names of a quantised site's tensors. Raises LoadError where one is missing."""
+def parts_of(entry: Entry, saved: Saved, parts: Sequence[str] = ()) -> list[str]:
+    """The names of a quantised site's tensors. Raises LoadError where one is missing. parts: those of another layout,
+    whose reader says what is missing."""
     assert entry.replacer is not None
+    if parts:
+        return [name for part in parts if (name := f"{entry.site.path}.{part}") in saved.tensors]
     if (whole := entry.replacer.parts(entry.site, saved.tensors)) is not None:
         return whole
     names = [f"{entry.site.path}.{part}" for part in PARTS]
@@ -72,21 +75,27 @@ def check_complete(model: Any, saved: Saved, parts: Collection[str]) -> None:
         raise LoadError(f"the checkpoint lacks {lacking[0]}: fetch it again")
 
 
-def from_parts(entry: Entry, device: torch.device, saved: Saved, take: Callable[[str], Tensor | None]) -> Built:
-    """The replacement of a site, whose modules are without a weight, from a checkpoint's tensors."""
+def from_parts(
+    entry: Entry, device: torch.device, saved: Saved, take: Callable[[str], Tensor | None], layout: Any = None
+) -> Built:
+    """The replacement of a site, whose modules are without a weight, from a checkpoint's tensors. layout: the parts and
+    the reader of one that others wrote, and its arguments."""
     site = entry.site
     assert entry.replacer is not None
     if entry.replacer.whole:
         return _whole(entry, saved, take)
-    held = {part: take(f"{site.path}.{part}") for part in PARTS}
+    names = PARTS if layout is None else layout[0].parts
+    held = {part: take(f"{site.path}.{part}") for part in names}
     for member in (site, *site.tied):
         _without_stand_in(member.original)
         empty = torch.empty(0, dtype=getattr(torch, member.dtype), device=device)
         member.original._parameters["weight"] = nn.Parameter(empty)
     try:
-        return built(entry, weight_of(held))
+        return built(entry, weight_of(held) if layout is None else layout[0].weight(held, layout[1], site.n, site.k))
+    except KernelError as error:
+        raise LoadError(f"{saved.tensors[f'{site.path}.{names[0]}'].file}: {site.path}.{error}") from error
     except PatchError as error:
-        file = saved.tensors[f"{entry.site.path}.q"].file
+        file = saved.tensors[f"{entry.site.path}.{names[0]}"].file
         why = str(error.__cause__ or error)
         why = f".{why}" if why.startswith(PARTS) else f" is damaged: {why}"
         raise LoadError(f"{file}: {site.path}{why}") from error

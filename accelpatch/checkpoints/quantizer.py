@@ -7,6 +7,7 @@ the device, module by module. The rest of the patch is handed in as `finish`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +25,7 @@ from transformers.quantizers.auto import (
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from accelpatch.checkpoints.foreign import sites_of
+from accelpatch.checkpoints.foreign import PACKED, sites_of
 from accelpatch.checkpoints.loading_modules import (
     as_saved,
     check_complete,
@@ -73,7 +74,7 @@ class AccelpatchConfig(QuantizationConfigMixin):
 
     def __init__(
         self, recipe: str | Path | Recipe = "int8", version: int = VERSION, progress: Any = None,
-        resume: Path | None = None, layout: str | None = None, **_: Any,
+        resume: Path | None = None, layout: dict[str, Any] | None = None, **_: Any,
     ):  # fmt: skip
         self.quant_method = METHOD
         self.version, self.layout = version, layout
@@ -166,13 +167,17 @@ class AccelpatchQuantizer(HfQuantizer):
             layout = self.quantization_config.layout
             saved = self._saved = read(checkpoint_files, None if layout is None else partial(sites_of, layout))
             self.plan = as_saved(self.plan, saved)
-            parts = {name for entry in quantised(self.plan) for name in parts_of(entry, saved)}
+            self._packed = None if layout is None or layout["name"] not in PACKED else (PACKED[layout["name"]], layout)
+            named = () if self._packed is None else self._packed[0].parts
+            parts = {name for entry in quantised(self.plan) for name in parts_of(entry, saved, named)}
             for entry in quantised(self.plan):
                 stand_in(model, entry)
             check_complete(model, saved, parts)
             self._reading = Reading(saved, parts, self._device)  # while transformers reads the rest
             self._ignored = model._keys_to_ignore_on_load_unexpected
-            model._keys_to_ignore_on_load_unexpected = {*(self._ignored or ()), PART, *whole_names(self.plan)}
+            model._keys_to_ignore_on_load_unexpected = {
+                *(self._ignored or ()), PART, *whole_names(self.plan), *(f"^{re.escape(name)}$" for name in parts)
+            }  # fmt: skip
         for entry in quantised(self.plan):
             self._entries |= dict.fromkeys(entry.site.paths, entry)
         # of replaced modules transformers would tie the weights that they no longer have
@@ -255,7 +260,7 @@ class AccelpatchQuantizer(HfQuantizer):
     def _take_parts(self, model: Any, reading: Reading) -> None:
         try:
             for entry in quantised(self.plan):
-                self._built[entry.site.path] = from_parts(entry, self._device, self._saved, reading.take)
+                self._built[entry.site.path] = from_parts(entry, self._device, self._saved, reading.take, self._packed)
             reading.finish()
         finally:
             reading.close()

@@ -15,6 +15,7 @@ from accelpatch.models.catalog import pickle_refusal
 
 CHECKSUMS = "SHA256SUMS"
 OWN = "accelpatch"  # quant_method of saved patched models
+READ = ("gptq", "awq", "compressed-tensors")  # those of others that are read as they are
 Progress = Callable[[str, int, int], None]
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -54,7 +55,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     config = read_json(folder / "config.json")
     if "model_type" not in config:
         raise LoadError(f'{folder / "config.json"} does not say its model_type: add it, for example "llama"')
-    if (method := quantization_method(config)) not in (None, OWN):
+    if (method := quantization_method(config)) in READ:
+        del config["quantization_config"]  # what loads it says it anew
+    elif method not in (None, OWN):
         raise LoadError(f"{folder} is quantised already ({method}): give the float checkpoint that it was made from")
     return _trusted(config)
 

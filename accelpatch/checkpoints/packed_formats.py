@@ -1,0 +1,189 @@
+"""Quantised weights as GPTQ, AWQ and compressed-tensors pack them, in the canonical form (quant/weight.py).
+
+    GPTQ                qweight int32 [K bits / 32, N], qzeros [G, N bits / 32], scales [G, N], g_idx[K]
+    AWQ, GEMM           qweight int32 [K, N / 8], qzeros [G, N / 8], scales [G, N]; eight columns of a word interleaved
+    AWQ, GEMV           qweight int32 [N, K / 8], qzeros [N, W], scales [N, 8 W]; padded behind the last group
+    compressed-tensors  weight_packed int32 [N, K bits / 32], weight_scale [N, G], weight_zero_point [N bits / 32, G];
+                        or weight[N, K] int8 or e4m3 with weight_scale [N, 1] or [1]
+
+w[n, k] = scale[n, g] (code[n, k] - zero[n, g]). Codes and scales stay as they are. A zero point becomes the float
+minimum -zero scale, which float32 holds exactly, so that nothing is rounded again. What cannot be so is refused with a
+KernelError that begins with the tensor's name. Sources: GPTQModel 7.7, AutoAWQ 0.2.9, compressed-tensors of
+llm-compressor 0.14, whose checkpoints the tests read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accelpatch.errors import KernelError
+from accelpatch.kernels.layouts.row_major import FP8
+from accelpatch.quant import int4
+from accelpatch.quant.weight import QuantizedWeight, W8A8Weight
+
+Tensors = Mapping[str, Tensor | None]
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # column j of eight is in this field
+WORD = 32
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def gptq(tensors: Tensors, config: Mapping[str, Any], n: int, k: int) -> QuantizedWeight:
+    """A linear layer[n, k] of GPTQ. config: bits, sym, and checkpoint_format or format; neither: v1."""
+    bits = bits_of(config, (4, 8))
+    fields = WORD // bits
+    scales = _float(tensors, "scales", (None, n))
+    groups = scales.shape[0]
+    codes = unpacked(_words(tensors, "qweight", (k // fields, n)).t(), bits, k)
+    words = _words(tensors, "qzeros", (groups, n // fields))
+    if str(config.get("checkpoint_format", config.get("format", "gptq"))) == "gptq":  # v1 stores them less one
+        words = (words.long() + int("1" * 8 if bits == 4 else "01010101", 16)).to(torch.int32)
+    zeros = unpacked(words, bits, n).t()
+    order = tensors.get("g_idx")
+    if order is not None:
+        _in_order(order, groups, k)
+    return made(codes, scales.t(), zeros, bits, bool(config.get("sym", True)))
+
+
+def _in_order(order: Tensor, groups: int, k: int) -> None:
+    """Raise KernelError unless input i is in group i // (k / groups)."""
+    if order.shape != (k,) or order.dtype not in (torch.int32, torch.int64):
+        raise KernelError(f"g_idx is {order.dtype} {list(order.shape)}, and int32 [{k}] belongs here")
+    if int(order.min()) < 0 or int(order.max()) >= groups:
+        raise KernelError(f"g_idx names groups from {int(order.min())} to {int(order.max())}, of {groups}")
+    if k % groups or not torch.equal(order.long(), torch.arange(k, device=order.device) // (k // groups)):
+        raise KernelError("g_idx is in no order (desc_act), which is not read yet: quantise without it")
+
+
+def awq(tensors: Tensors, config: Mapping[str, Any], n: int, k: int) -> QuantizedWeight:
+    """A linear layer[n, k] of AWQ. config: bits, group_size, version."""
+    bits = bits_of(config, (4,))
+    version, group = str(config.get("version", "gemm")).lower(), config.get("group_size", 128)
+    group = k if group == -1 else group
+    if type(group) is not int or group < 1 or k % group:
+        raise KernelError(f"qweight: group_size {group!r} does not divide K = {k}")
+    groups = k // group
+    if version == "gemv":
+        codes = unpacked(_words(tensors, "qweight", (n, k // 8)), bits, k)
+        words, scales = _words(tensors, "qzeros", (n, None)), _float(tensors, "scales", (n, None))
+        if 8 * words.shape[1] < groups or scales.shape[1] < groups:
+            raise KernelError(f"scales has {scales.shape[1]} groups, and {groups} belong here")
+        zeros = unpacked(words, bits, 8 * words.shape[1])[:, :groups]
+        return made(codes, scales[:, :groups], zeros, bits, False)
+    if version != "gemm":
+        raise KernelError(f"qweight: AWQ's version {version!r} is not read: gemm and gemv are")
+    codes = _interleaved(_words(tensors, "qweight", (k, n // 8)), n).t()
+    zeros = _interleaved(_words(tensors, "qzeros", (groups, n // 8)), n).t()
+    return made(codes, _float(tensors, "scales", (groups, n)).t(), zeros, bits, False)
+
+
+def _interleaved(words: Tensor, n: int) -> Tensor:
+    """Codes [rows, n] of AWQ's words [rows, n / 8]."""
+    fields = torch.tensor(AWQ_ORDER, device=words.device)
+    return unpacked(words, 4, n).view(len(words), -1, 8)[:, :, fields].reshape(len(words), n)
+
+
+def packed(tensors: Tensors, config: Mapping[str, Any], n: int, k: int) -> QuantizedWeight:
+    """A linear layer[n, k] of compressed-tensors, pack-quantized. config: bits."""
+    bits = bits_of(config, (4, 8))
+    if tensors.get("weight_g_idx") is not None:
+        raise KernelError("weight_g_idx: actorder by group is not read yet: quantise without it")
+    shape = tensors.get("weight_shape")
+    if shape is not None and shape.tolist() != [n, k]:
+        raise KernelError(f"weight_shape is {shape.tolist()}, and {[n, k]} belongs here")
+    fields = WORD // bits
+    codes = unpacked(_words(tensors, "weight_packed", (n, -(-k // fields))), bits, k)
+    scales = _float(tensors, "weight_scale", (n, None))
+    if tensors.get("weight_zero_point") is None:
+        return made(codes, scales, None, bits, True)
+    words = _words(tensors, "weight_zero_point", (-(-n // fields), scales.shape[1]))
+    return made(codes, scales, unpacked(words.t(), bits, n).t(), bits, False)
+
+
+def rows(tensors: Tensors, config: Mapping[str, Any], n: int, k: int) -> QuantizedWeight | W8A8Weight:
+    """A linear layer[n, k] of compressed-tensors with 8-bit activations: int-quantized, or float-quantized (e4m3).
+
+    config: static, whether an int8 input has one scale. With 8-bit floats every token gets its own in any case.
+    """
+    q, scale = tensors.get("weight"), tensors.get("weight_scale")
+    if q is None or scale is None:
+        raise KernelError(f"{'weight' if q is None else 'weight_scale'} is missing")
+    if list(q.shape) != [n, k] or q.dtype not in (torch.int8, *FP8):
+        raise KernelError(f"weight is {q.dtype} {list(q.shape)}, and int8 or e4m3 {[n, k]} belongs here")
+    if scale.dtype not in FLOATS or scale.numel() not in (1, n):
+        raise KernelError(f"weight_scale is {scale.dtype} {list(scale.shape)}, and one float, or {n}, belong here")
+    scale = scale.float().reshape(-1, 1).expand(n, 1).contiguous()
+    if not bool((scale.isfinite() & (scale > 0)).all()):
+        raise KernelError("weight_scale is not positive everywhere")
+    if q.dtype != torch.int8 or not config.get("static"):
+        return QuantizedWeight(q, scale, None)
+    zero, given = tensors.get("input_zero_point"), tensors.get("input_scale")
+    if zero is not None and bool(zero.any()):
+        raise KernelError("input_zero_point: asymmetric activations are not read: quantise them symmetrically")
+    if given is None or given.numel() != 1:
+        raise KernelError("input_scale: a static scale of the input belongs here")
+    return W8A8Weight(q, scale, None, given.float().reshape(1))
+
+
+def bits_of(config: Mapping[str, Any], known: tuple[int, ...]) -> int:
+    """The bits of a weight. Raises KernelError for others than `known`."""
+    bits = config.get("bits")
+    if type(bits) is not int or bits not in known:
+        raise KernelError(f"qweight: {bits!r} bits are not read: {' and '.join(map(str, known))} are")
+    return bits
+
+
+def unpacked(words: Tensor, bits: int, count: int) -> Tensor:
+    """Codes [rows, count] uint8 of int32 words [rows, count bits / 32], the low field first."""
+    shifts = torch.arange(0, WORD, bits, device=words.device, dtype=torch.int32)
+    codes = (words.contiguous()[:, :, None] >> shifts) & ((1 << bits) - 1)
+    return codes.flatten(1)[:, :count].to(torch.uint8)
+
+
+def made(codes: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, symmetric: bool) -> QuantizedWeight:
+    """The canonical weight of codes[N, K] and scales, zeros[N, G]; None, as of `symmetric`: the middle of the codes."""
+    middle, scales = 1 << (bits - 1), scales.contiguous()
+    groups = scales.shape[1]
+    if not groups or codes.shape[1] % groups:
+        raise KernelError(f"scales: {groups} groups do not divide K = {codes.shape[1]}")
+    if not bool((scales.isfinite() & (scales != 0)).all()):
+        raise KernelError("scales has zero, NaN or infinity")
+    if zeros is not None and (symmetric or bits == 8) and bool((zeros == middle).all()):
+        zeros = None
+    if symmetric and zeros is not None:
+        raise KernelError(f"qzeros has others than {middle}, and config.json says symmetric: is it v1 or v2?")
+    if bits == 8:
+        if zeros is not None:
+            raise KernelError("qzeros: 8 bits with other zero points than 128 are not read: quantise symmetrically")
+        return QuantizedWeight((codes.to(torch.int16) - middle).to(torch.int8), scales.float(), None)
+    scales = scales if scales.dtype == torch.float16 else scales.float()
+    q = int4.pack(codes)
+    offset = None if zeros is None else -zeros.float().contiguous() * scales.float()
+    return QuantizedWeight(q, scales, offset)
+
+
+def _words(tensors: Tensors, name: str, shape: tuple[int | None, ...]) -> Tensor:
+    found = _of_shape(tensors, name, shape)
+    if found.dtype != torch.int32:
+        raise KernelError(f"{name} is {found.dtype}, and int32 belongs here")
+    return found
+
+
+def _float(tensors: Tensors, name: str, shape: tuple[int | None, ...]) -> Tensor:
+    found = _of_shape(tensors, name, shape)
+    if found.dtype not in FLOATS:
+        raise KernelError(f"{name} is {found.dtype}, and a float belongs here")
+    return found
+
+
+def _of_shape(tensors: Tensors, name: str, shape: tuple[int | None, ...]) -> Tensor:
+    found = tensors.get(name)
+    if found is None:
+        raise KernelError(f"{name} is missing")
+    if found.dim() != 2 or any(due not in (None, size) for due, size in zip(shape, found.shape, strict=True)):
+        due = ["any" if size is None else size for size in shape]
+        raise KernelError(f"{name} is {list(found.shape)}, and {due} belongs here")
+    return found

@@ -1,0 +1,200 @@
+"""Checkpoints that others' tools wrote: weights and logits beside theirs, what is refused, and damage of every kind."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from accelpatch import api
+from accelpatch.checkpoints import foreign, packed_formats
+from accelpatch.errors import KernelError, LoadError
+
+ROOT = Path(__file__).parents[1] / "fixtures/foreign"
+K_PROJ = "model.layers.0.self_attn.k_proj"
+#: folder -> (replacer of its linear layers, how far its logits may be from those of the writer's own code)
+READ = {
+    "gptq-4bit-g32": ("int4_weight_only", 1e-5), "gptq-4bit-g128-bias": ("int4_weight_only", 1e-5),
+    "gptq-8bit-channel": ("int8_weight_only", 1e-5), "gptq-v2-4bit-g32-asym": ("int4_weight_only", 1e-5),
+    "awq-gemm-4bit-g32": ("int4_weight_only", 1e-5),
+    "awq-gemm-4bit-g32-autoawq": ("int4_weight_only", 1e-3),  # its own code rounds the weights to float16
+    "awq-gemv-4bit-g32": ("int4_weight_only", 1e-3),
+    "ct-pack-w4a16-g32": ("int4_weight_only", 1e-5), "ct-pack-w4a16-g32-asym": ("int4_weight_only", 1e-5),
+    "ct-int-w8a8": ("w8a8", 0.05), "ct-float-fp8": ("w8a8_fp8", 0.05),  # activations are rounded
+}  # fmt: skip
+REFUSED = {
+    "gptq-4bit-g32-asym-actorder": "q_proj.g_idx is in no order",
+    "ct-pack-w4a16-g32-actorder": "q_proj.weight_g_idx: actorder by group is not read yet",
+    "ct-int-w8a8-static": "q_proj.input_zero_point: asymmetric activations are not read",
+    "bnb-nf4": "is quantised already (bitsandbytes)",
+}
+
+
+def expected(name: str) -> dict[str, Tensor]:
+    return load_file(ROOT / name / "expected.safetensors")
+
+
+@pytest.mark.parametrize("name", READ)
+@torch.no_grad()
+def test_weights_and_logits_are_those_of_their_writer(name: str) -> None:
+    due, (replacer, apart) = expected(name), READ[name]
+    model: Any = api.load(str(ROOT / name), dtype=torch.float32).model
+    sites = {site.path: site.replacer for site in model.accelpatch.report().sites}
+    assert sites[K_PROJ] == replacer
+    weight = model.get_submodule(K_PROJ).weight
+    assert torch.equal(torch.as_tensor(weight).to(due[f"{K_PROJ}.weight"].dtype), due[f"{K_PROJ}.weight"])
+    torch.testing.assert_close(model(due["input_ids"]).logits[0], due["logits"], rtol=0, atol=apart)
+
+
+@pytest.mark.parametrize("name", ["ct-int-w8a8", "ct-float-fp8"])
+@torch.no_grad()
+def test_rounded_activations_come_near_their_writers(name: str) -> None:
+    due = expected(name)
+    model: Any = api.load(str(ROOT / name), dtype=torch.float32).model
+    away = (model(due["input_ids"]).logits[0] - due["logits_quantised"]).abs().max()
+    assert away < 3 * (due["logits"] - due["logits_quantised"]).abs().max()
+
+
+@pytest.mark.parametrize("name, message", REFUSED.items())
+def test_what_is_not_read_is_refused_by_name(name: str, message: str) -> None:
+    with pytest.raises(LoadError) as caught:
+        api.load(str(ROOT / name))
+    assert message in str(caught.value)
+    assert name in str(caught.value)
+
+
+def test_it_comes_with_its_recipe_and_is_saved_as_ours(tmp_path: Path) -> None:
+    folder, ids = str(ROOT / "awq-gemm-4bit-g32"), expected("awq-gemm-4bit-g32")["input_ids"]
+    assert api.is_patched(folder)
+    with pytest.raises(LoadError, match="has its recipe"):
+        api.load(folder, "int8")
+    model: Any = api.load(folder, dtype=torch.float32).model
+    model.save_pretrained(tmp_path / "ours")
+    again: Any = api.load(str(tmp_path / "ours"), dtype=torch.float32).model
+    assert torch.equal(again(ids).logits, model(ids).logits)
+
+
+def copied(name: str, folder: Path, config: Any = None, tensors: Any = None) -> Path:
+    """A fixture with changes: of its quantization_config, and of the tensors of k_proj (None: without it)."""
+    shutil.copytree(ROOT / name, folder)
+    facts = json.loads((folder / "config.json").read_text())
+    facts["quantization_config"] |= config or {}
+    (folder / "config.json").write_text(json.dumps(facts))
+    held = load_file(folder / "model.safetensors")
+    for part, value in (tensors or {}).items():
+        held.pop(f"{K_PROJ}.{part}", None)
+        if value is not None:
+            held[f"{K_PROJ}.{part}"] = value
+    save_file(held, folder / "model.safetensors")
+    return folder
+
+
+GPTQ, AWQ, PACKED = "gptq-4bit-g32", "awq-gemm-4bit-g32", "ct-pack-w4a16-g32"
+OF_K = load_file(ROOT / GPTQ / "model.safetensors")
+SCALES = OF_K[f"{K_PROJ}.scales"]
+BAD: dict[str, tuple[str, Any, Any, str]] = {
+    "bits-3": (GPTQ, {"bits": 3}, None, "bits 3"),
+    "bits-text": (GPTQ, {"bits": "4"}, None, "bits '4'"),
+    "group-0": (GPTQ, {"group_size": 0}, None, "group_size 0"),
+    "group-no-divisor": (AWQ, {"group_size": 48}, None, "it cannot be here"),
+    "dynamic": (GPTQ, {"dynamic": {"-:.*k_proj": {}}}, None, "dynamic"),
+    "version": (AWQ, {"version": "marlin"}, None, "version 'marlin'"),
+    "v1-as-v2": (GPTQ, {"checkpoint_format": "gptq_v2", "format": "gptq_v2"}, None, "is it v1 or v2?"),
+    "g_idx-range": (GPTQ, None, {"g_idx": torch.full((64,), 9, dtype=torch.int32)}, "k_proj.g_idx names groups"),
+    "g_idx-negative": (GPTQ, None, {"g_idx": torch.full((64,), -1, dtype=torch.int32)}, "k_proj.g_idx names groups"),
+    "no-zeros": (GPTQ, None, {"qzeros": None}, "k_proj.qzeros is missing"),
+    "no-scales": (GPTQ, None, {"scales": None}, "k_proj.scales is missing"),
+    "zero-scale": (GPTQ, None, {"scales": SCALES * 0}, "k_proj.scales has zero, NaN or infinity"),
+    "nan-scale": (GPTQ, None, {"scales": SCALES * float("nan")}, "k_proj.scales has zero, NaN or infinity"),
+    "narrow": (GPTQ, None, {"qweight": OF_K[f"{K_PROJ}.qweight"][:, :8].clone()}, "k_proj.qweight is [8, 8]"),
+    "floats": (GPTQ, None, {"qweight": OF_K[f"{K_PROJ}.qweight"].float()}, "k_proj.qweight is torch.float32"),
+    "shape": (PACKED, None, {"weight_shape": torch.tensor([1, 1])}, "k_proj.weight_shape is [1, 1]"),
+    "format": (PACKED, {"format": "marlin-24"}, None, "'marlin-24'"),
+}
+
+
+@pytest.mark.parametrize("name, config, tensors, message", BAD.values(), ids=BAD.keys())
+def test_bad_input_names_file_and_tensor(name: str, config: Any, tensors: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(LoadError) as caught:
+        api.load(str(copied(name, tmp_path / "bad", config, tensors)))
+    assert message in str(caught.value)
+    assert tensors is None or "model.safetensors" in str(caught.value)
+
+
+def test_truncated_and_pickled_weights_are_refused(tmp_path: Path) -> None:
+    folder = copied(GPTQ, tmp_path / "short")
+    whole = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(LoadError, match="truncated or damaged"):
+        api.load(str(folder))
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(LoadError, match="pickled"):
+        api.load(str(folder))
+
+
+def mutated(rng: random.Random, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """One tensor with other bytes, shape or dtype, or left out, or another's name."""
+    name = rng.choice(list(tensors))
+    found, one = dict(tensors), tensors[name]
+    kind = rng.randrange(6)
+    if kind == 0:
+        data = one.clone().view(torch.uint8).flatten()
+        for _ in range(rng.randint(1, 64)):
+            data[rng.randrange(len(data))] = rng.randrange(256)
+        found[name] = data.view(one.dtype).view(one.shape)
+    elif kind == 1:
+        found[name] = one.flatten()[: rng.randint(0, one.numel())].clone()
+    elif kind == 2:
+        found[name] = one.to(rng.choice((torch.int32, torch.int8, torch.float16, torch.float64, torch.bool)))
+    elif kind == 3:
+        del found[name]
+    elif kind == 4:
+        found[name] = one.reshape(-1, 1) if rng.random() < 0.5 else one.unsqueeze(0)
+    else:
+        found[name] = found[rng.choice(list(tensors))]
+    return found
+
+
+def check_mutations(count: int) -> None:
+    rng = random.Random(1)
+    folders = [name for name in READ if not name.startswith("awq-gemm-4bit-g32-")]
+    held = {name: load_file(ROOT / name / "model.safetensors") for name in folders}
+    for _ in range(count):
+        name = rng.choice(folders)
+        layout = foreign.layout_of(str(ROOT / name))
+        assert layout is not None
+        reader = foreign.PACKED[layout["name"]]
+        tensors = {part: held[name][key] for part in reader.parts if (key := f"{K_PROJ}.{part}") in held[name]}
+        n, k = expected(name)[f"{K_PROJ}.weight"].shape
+        if rng.random() < 0.2:
+            layout = {
+                **layout,
+                rng.choice(("bits", "group_size", "version")): rng.choice((0, -1, 5, 7, 10**9, None, "x")),
+            }
+        said = ""
+        try:
+            assert reader.weight(mutated(rng, tensors), layout, n, k).q.shape[0] == n
+        except KernelError as error:
+            said = str(error)
+        assert not said or any(part in said for part in (*reader.parts, "scales", "qweight", "qzeros")), said
+
+
+def test_300_mutations_are_read_or_refused() -> None:
+    check_mutations(300)
+
+
+@pytest.mark.nightly
+def test_10_000_mutations_are_read_or_refused() -> None:
+    check_mutations(10_000)
+
+
+def test_awqs_order_of_columns_is_its_own_inverse_of_the_writers() -> None:
+    order = (0, 2, 4, 6, 1, 3, 5, 7)  # field i of a word is this column
+    assert [order[field] for field in packed_formats.AWQ_ORDER] == list(range(8))
