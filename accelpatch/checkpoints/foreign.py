@@ -9,13 +9,13 @@ Of the last three each linear layer has the tensors of `packed_formats`; all els
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from safetensors import SafetensorError, safe_open
 
 from accelpatch.checkpoints import packed_formats
@@ -118,7 +118,8 @@ def _recipe(layout: Mapping[str, Any]) -> str:
 def _by(layout: Mapping[str, Any], replacer: str, options: Mapping[str, Any]) -> str:
     rule = {"name": "linear", "match": {"role": "linear"}, "replace": replacer, "options": dict(options)}
     rule = {key: value for key, value in rule.items() if value != {}}
-    return str(yaml.safe_dump({"name": layout["name"], "extends": "exact", "rules": [rule], "verify": {"bound": 1.0}}))
+    made = {"name": layout["name"], "extends": "exact", "rules": [rule], "verify": {"bound": 1.0}}
+    return json.dumps(made)  # which is YAML
 
 
 def sites_of(layout: Mapping[str, Any], names: Iterable[str]) -> dict[str, str]:
@@ -129,7 +130,12 @@ def sites_of(layout: Mapping[str, Any], names: Iterable[str]) -> dict[str, str]:
     mark = f".{PACKED[layout['name']].parts[0]}"
     kinds = {"int-quantized": "w8a8", "float-quantized": "w8a8_fp8"}
     replacer = kinds.get(layout["name"]) or f"int{layout['bits']}_weight_only"
-    return {name.removesuffix(mark): replacer for name in names if name.endswith(mark)}
+    found = {name.removesuffix(mark): replacer for name in names if name.endswith(mark)}
+    if not found:
+        raise LoadError(
+            f"config.json says {layout['name']}, and there is no {mark[1:]} of a linear layer: fetch both again"
+        )
+    return found
 
 
 def _names(file: Path) -> list[str]:

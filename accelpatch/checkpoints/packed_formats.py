@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 from accelpatch.errors import KernelError
-from accelpatch.kernels.layouts.row_major import FP8
-from accelpatch.quant import int4
+from accelpatch.quant import fp8, int4
 from accelpatch.quant.weight import QuantizedWeight, W8A8Weight
 
 Tensors = Mapping[str, Tensor | None]
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # column j of eight is in this field
 WORD = 32
+FP8 = tuple(fp8.dtype_of(fnuz=fnuz) for fnuz in (False, True))
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 

@@ -39,10 +39,11 @@ _UNTRUSTED_KEYS = frozenset(
 )
 
 
-def read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path, *, foreign: bool = False) -> dict[str, Any]:
     """The folder's config.json, without the keys that could run or download code.
 
-    Raises LoadError for a folder that is not a float checkpoint: empty, an adapter, already quantised, or not JSON.
+    foreign: whether one that others quantised will do, where it is read as it is. Raises LoadError for a folder that is
+    not a float checkpoint: empty, an adapter, already quantised, or not JSON.
     """
     if not folder.is_dir():
         raise LoadError(f"{folder}: no such folder")
@@ -55,7 +56,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     config = read_json(folder / "config.json")
     if "model_type" not in config:
         raise LoadError(f'{folder / "config.json"} does not say its model_type: add it, for example "llama"')
-    if (method := quantization_method(config)) in READ:
+    if (method := quantization_method(config)) in READ and foreign:
         del config["quantization_config"]  # what loads it says it anew
     elif method not in (None, OWN):
         raise LoadError(f"{folder} is quantised already ({method}): give the float checkpoint that it was made from")

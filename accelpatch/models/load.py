@@ -159,7 +159,7 @@ def _auto_class(config: Any) -> Any:
 def _load_folder(
     folder: Path, dtype: str | torch.dtype, device: str | torch.device, progress: Progress, quantization: Any = None
 ) -> Any:
-    config = _native(checkpoint.read_config(folder), str(folder))
+    config = _native(checkpoint.read_config(folder, foreign=isinstance(quantization, dict)), str(folder))
     if isinstance(quantization, dict):
         config.quantization_config, quantization = quantization, None
     checkpoint.check_weights(folder, progress)
@@ -260,7 +260,7 @@ def _folder_tokenizer(folder: Path, *, required: bool) -> Any:
     for name in present:
         if name.endswith(".json"):
             checkpoint.read_json(folder / name)
-    config = _native(checkpoint.read_config(folder), str(folder))
+    config = _native(checkpoint.read_config(folder, foreign=True), str(folder))
     with explained(f"{folder} has no tokenizer that transformers can read"):
         return AutoTokenizer.from_pretrained(folder, config=config, trust_remote_code=False, local_files_only=True)
 

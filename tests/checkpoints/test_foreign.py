@@ -198,3 +198,11 @@ def test_10_000_mutations_are_read_or_refused() -> None:
 def test_awqs_order_of_columns_is_its_own_inverse_of_the_writers() -> None:
     order = (0, 2, 4, 6, 1, 3, 5, 7)  # field i of a word is this column
     assert [order[field] for field in packed_formats.AWQ_ORDER] == list(range(8))
+
+
+def test_a_float_checkpoint_under_anothers_name_is_refused(tmp_path: Path) -> None:
+    folder = copied(GPTQ, tmp_path / "floats")
+    held = {name: one for name, one in load_file(folder / "model.safetensors").items() if "proj" not in name}
+    save_file(held, folder / "model.safetensors")
+    with pytest.raises(LoadError, match="there is no qweight"):
+        api.load(str(folder))
