@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from accelpatch.checkpoints.saved import PARTS, Saved
 from accelpatch.errors import KernelError, LoadError, PatchError
 from accelpatch.patching.apply import Built, built
-from accelpatch.patching.plan import Entry, Plan
+from accelpatch.patching.entry import Entry
+from accelpatch.patching.plan import Plan
 from accelpatch.quant.weight import QuantizedWeight, W8A8Weight
 
 

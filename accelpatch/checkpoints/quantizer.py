@@ -43,7 +43,8 @@ from accelpatch.checkpoints.resume import Store
 from accelpatch.checkpoints.saved import METHOD, PARTS, VERSION, Reading, digest_of, read
 from accelpatch.errors import FOREIGN, AccelpatchError, LoadError
 from accelpatch.patching.apply import Built
-from accelpatch.patching.plan import Entry, Plan
+from accelpatch.patching.entry import Entry
+from accelpatch.patching.plan import Plan
 from accelpatch.patching.stages import over_weight_bound
 from accelpatch.recipe.recipe import Recipe, dump, load, parse
 

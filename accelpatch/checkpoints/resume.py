@@ -17,7 +17,7 @@ from accelpatch.checkpoints.saved import bytes_of, digest_of
 from accelpatch.errors import SaveError
 from accelpatch.modules.quantized_module import QuantizedModule
 from accelpatch.patching.apply import Built, built
-from accelpatch.patching.plan import Entry
+from accelpatch.patching.entry import Entry
 from accelpatch.quant.weight import QuantizedWeight, W8A8Weight
 
 MADE_OF = "made_of"

@@ -14,9 +14,10 @@ from torch import nn
 from accelpatch.errors import AccelpatchError, PatchError
 from accelpatch.patching.carry import Swap, freeze, listed, put_back, refuse_or_carry
 from accelpatch.patching.change import Absent, Change
+from accelpatch.patching.entry import Entry
 from accelpatch.patching.host_copies import HostCopies
 from accelpatch.patching.match import inner_name
-from accelpatch.patching.plan import Entry, Plan
+from accelpatch.patching.plan import Plan
 from accelpatch.report import Report
 
 HANDLE = "accelpatch"  # the attribute of a patched model that holds its Handle

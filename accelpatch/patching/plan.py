@@ -11,56 +11,14 @@ from torch import nn
 from accelpatch.device import Device
 from accelpatch.errors import PlanError
 from accelpatch.patching import groups as smoothing
+from accelpatch.patching.entry import Entry
 from accelpatch.patching.groups import Group
 from accelpatch.patching.kv_cache import cache_size
 from accelpatch.patching.match import matches, rule_for, sites
 from accelpatch.patching.replacer import Choice, Reason, Replaced, Replacer
 from accelpatch.patching.site import Site
-from accelpatch.patching.whole import absorbed
 from accelpatch.recipe.recipe import Recipe, Rule
-from accelpatch.report import Report, SiteRecord, bytes_line, fused_lines, human, site_table
-
-
-@dataclass(frozen=True, eq=False)
-class Entry:
-    """The decision about one site: the rule's replacer and its choice, or the reason why the site stays.
-
-    inside: the sites in a module that is replaced with all that is in it; they have no entries of their own.
-    """
-
-    site: Site
-    rule: Rule | None
-    replacer: Replacer | None = None
-    choice: Choice | None = None
-    reason: str | None = None
-    failed: bool = False
-    inside: tuple[Site, ...] = ()
-
-    def kept(self, reason: str, *, failed: bool = False) -> Entry:
-        """A copy of this entry in which the site stays. failed: its replacement was built and was over its bound."""
-        return replace(self, replacer=None, choice=None, reason=reason, failed=failed)
-
-    @property
-    def sites(self) -> tuple[Site, ...]:
-        """The site and those inside."""
-        return self.site, *self.inside
-
-    @property
-    def calibrates(self) -> bool:
-        """Whether the replacement needs statistics of its input."""
-        return self.replacer is not None and self.choice is not None and self.replacer.calibrates(self.choice)
-
-    def record(self) -> SiteRecord:
-        """This entry as a SiteRecord, with nothing measured."""
-        site, choice = self.site, self.choice
-        shape = (site.n, site.k) if site.n is not None and site.k is not None else None
-        after = (choice.bytes_after, choice.resident_after) if choice else (site.token_bytes, site.bytes)
-        tied = tuple(path for path in site.paths if path != site.path)
-        return SiteRecord(
-            site.path or "(model)", site.role, tied, shape, self.replacer.name if self.replacer else None,
-            choice.kernel if choice else None, self.reason, (site.token_bytes, after[0]), (site.bytes, after[1]),
-            failed=self.failed, fused=choice.fused if choice else None,
-        )  # fmt: skip
+from accelpatch.report import Report, bytes_line, fused_lines, human, site_table
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,7 +136,7 @@ def make_plan(
         _check_rule(rule, registry)
     found = sites(model, roles)
     _check_all_match(recipe, found)
-    entries = absorbed([_decide(site, recipe, device, registry) for site in found])
+    entries = _absorbed([_decide(site, recipe, device, registry) for site in found])
     _check_owners(entries)
     entries = _completed(entries, device)
     name = getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
@@ -229,6 +187,26 @@ def _decide(site: Site, recipe: Recipe, device: Device, registry: Mapping[str, R
     if rule.otherwise == "error":
         raise PlanError(f"{rule.place}: {site.path} cannot become {rule.replace}: {answer.text}")
     return Entry(site, rule, reason=answer.text)
+
+
+def _absorbed(entries: list[Entry]) -> list[Entry]:
+    """The entries without those inside a module that is replaced as a whole, whose bytes count as that one's."""
+    whole = {entry.site.path: entry for entry in entries if entry.replacer is not None and entry.replacer.whole}
+    parts: dict[str, list[Site]] = {path: [] for path in whole}
+    left = []
+    for entry in entries:
+        parent = next((path for path in whole if entry.site.path.startswith(f"{path}.")), None)
+        if parent is None:
+            left.append(entry)
+        else:
+            parts[parent].append(entry.site)
+    return [_with(entry, parts[entry.site.path]) if entry.site.path in whole else entry for entry in left]
+
+
+def _with(entry: Entry, inside: Sequence[Site]) -> Entry:
+    every = (entry.site, *inside)
+    size, token = sum(site.bytes for site in every), sum(site.token_bytes for site in every)
+    return replace(entry, site=replace(entry.site, bytes=size, token_bytes=token), inside=tuple(inside))
 
 
 def _completed(entries: list[Entry], device: Device) -> list[Entry]:

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from accelpatch.errors import FOREIGN, RecipeError, VerifyError
 from accelpatch.patching.apply import Built, build_all, naming
 from accelpatch.patching.capture import Call, recording, run
+from accelpatch.patching.entry import Entry
 from accelpatch.patching.groups import with_groups
-from accelpatch.patching.plan import Entry, Plan
+from accelpatch.patching.plan import Plan
 from accelpatch.patching.verify import UNITS, Checking, SiteErrors, compare_logits, site_errors
 from accelpatch.recipe.recipe import Recipe
 from accelpatch.recipe.schema import Bound, Units

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from accelpatch.kernels.check import parity
-from accelpatch.patching.plan import Entry, Plan
+from accelpatch.patching.entry import Entry
+from accelpatch.patching.plan import Plan
 from accelpatch.quant import int4, int8
 
 

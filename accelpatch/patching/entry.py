@@ -1,0 +1,52 @@
+"""The decision about one site of a plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from accelpatch.patching.replacer import Choice, Replacer
+from accelpatch.patching.site import Site
+from accelpatch.recipe.recipe import Rule
+from accelpatch.report import SiteRecord
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """The decision about one site: the rule's replacer and its choice, or the reason why the site stays.
+
+    inside: the sites in a module that is replaced with all that is in it; they have no entries of their own.
+    """
+
+    site: Site
+    rule: Rule | None
+    replacer: Replacer | None = None
+    choice: Choice | None = None
+    reason: str | None = None
+    failed: bool = False
+    inside: tuple[Site, ...] = ()
+
+    def kept(self, reason: str, *, failed: bool = False) -> Entry:
+        """A copy of this entry in which the site stays. failed: its replacement was built and was over its bound."""
+        return replace(self, replacer=None, choice=None, reason=reason, failed=failed)
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        """The site and those inside."""
+        return self.site, *self.inside
+
+    @property
+    def calibrates(self) -> bool:
+        """Whether the replacement needs statistics of its input."""
+        return self.replacer is not None and self.choice is not None and self.replacer.calibrates(self.choice)
+
+    def record(self) -> SiteRecord:
+        """This entry as a SiteRecord, with nothing measured."""
+        site, choice = self.site, self.choice
+        shape = (site.n, site.k) if site.n is not None and site.k is not None else None
+        after = (choice.bytes_after, choice.resident_after) if choice else (site.token_bytes, site.bytes)
+        tied = tuple(path for path in site.paths if path != site.path)
+        return SiteRecord(
+            site.path or "(model)", site.role, tied, shape, self.replacer.name if self.replacer else None,
+            choice.kernel if choice else None, self.reason, (site.token_bytes, after[0]), (site.bytes, after[1]),
+            failed=self.failed, fused=choice.fused if choice else None,
+        )  # fmt: skip
