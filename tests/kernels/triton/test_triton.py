@@ -101,7 +101,7 @@ def test_a_gpu_gets_triton_and_a_cpu_does_not(monkeypatch: pytest.MonkeyPatch) -
         case = fitting(op)
         spec = kernel.spec(*made(case, torch.bfloat16))
         gpu = next(KNOWN[arch] for arch in ("gfx942", "sm_90") if form_why_not(spec, KNOWN[arch]) is None)
-        assert dispatch.choose(op, spec, gpu) in ("hip", "triton")
+        assert dispatch.choose(op, spec, gpu) in ("hip", "scaled_mm", "triton")
         assert dispatch.why_not(op, "triton", spec, gpu) is None
         plain = "operations" if kernel.composed else "torch"
         assert dispatch.choose(op, spec, probe("cpu")) == ("int_mm" if op == "gemm_w8a8" else plain)
