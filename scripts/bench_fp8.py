@@ -42,8 +42,7 @@ from accelpatch.models import load
 #: order -> implementations of gemm_fp8 and gated_fp8, as in dispatch.TABLE
 ORDERS = {
     "as in the table": {},
-    "scaled_mm, gate behind": {"gemm_fp8": ("scaled_mm", "triton", "torch"), "gated_fp8": ("operations", "triton")},
-    "Triton, gate inside": {"gemm_fp8": ("triton", "scaled_mm", "torch"), "gated_fp8": ("triton", "operations")},
+    "Triton": {"gemm_fp8": ("triton", "scaled_mm", "torch"), "gated_fp8": ("triton", "operations")},
 }
 LAYER = ((12288, 4096), (4096, 4096), (22016, 4096), (4096, 11008))  # N, K of a 7B layer; the third has the gate
 TILES = ((128, 128, 8, 4), (128, 256, 8, 4), (128, 256, 8, 3), (256, 128, 8, 4), (128, 256, 16, 4))  # rows, columns

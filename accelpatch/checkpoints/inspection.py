@@ -117,8 +117,12 @@ def _format(
             advice = f"`accelpatch run {place}` loads it as it is"
         return method, {key: str(quantization[key]) for key in keys}, advice
     shapes = {name: shape for name, _, shape in found}
-    forms = Counter(_form(replacer, shapes.get(f"{path}.q"), shapes.get(f"{path}.scale"), f"{path}.offset" in shapes)
-                    for path, replacer in sites.items())  # fmt: skip
+    whole = Counter(replacer for path, replacer in sites.items() if f"{path}.{OF_OPT}" in shapes)
+    sites = {path: replacer for path, replacer in sites.items() if f"{path}.{OF_OPT}" not in shapes}
+    forms = whole + Counter(
+        _form(replacer, shapes.get(f"{path}.q"), shapes.get(f"{path}.scale"), f"{path}.offset" in shapes)
+        for path, replacer in sites.items()
+    )
     first = str(quantization.get("recipe", "")).partition("\n")[0].removeprefix("name: ")
     facts = {"version": str(quantization.get("version")), "recipe": first}
     facts["quantised"] = ", ".join(f"{count} x {form}" for form, count in forms.most_common()) or "none"

@@ -49,6 +49,8 @@ def parts_of(entry: Entry, saved: Saved, parts: Sequence[str] = ()) -> list[str]
     if parts:
         return [name for part in parts if (name := f"{entry.site.path}.{part}") in saved.tensors]
     if (whole := entry.replacer.parts(entry.site, saved.tensors)) is not None:
+        if not whole:
+            raise LoadError(f"the checkpoint lacks all tensors of {entry.site.path}: fetch it again")
         return whole
     names = [f"{entry.site.path}.{part}" for part in PARTS]
     if lacking := [name for name in names[:2] if name not in saved.tensors]:
@@ -67,6 +69,8 @@ def check_complete(model: Any, saved: Saved, parts: Collection[str]) -> None:
             continue
         if name not in awaited:
             raise LoadError(f"{stored.file}: {name} is not in the model that config.json describes: fetch both again")
+        if awaited[name].is_floating_point() and not stored.dtype.startswith(("F", "BF")):
+            raise LoadError(f"{stored.file}: {name} is {stored.dtype}, and a float belongs here: fetch it again")
         if stored.shape != tuple(awaited[name].shape):
             shapes = f"{list(stored.shape)}, and {list(awaited[name].shape)} belongs here"
             raise LoadError(f"{stored.file}: {name} is {shapes}: fetch it and config.json again")

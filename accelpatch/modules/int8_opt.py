@@ -19,11 +19,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from accelpatch.errors import KernelError
 from accelpatch.kernels.ops.gemm_w8a8 import gemm_w8a8
 from accelpatch.kernels.ops.int8_attention import int8_attention
 from accelpatch.kernels.ops.layernorm_q import layernorm_q
 from accelpatch.modules.replacement import adopt, is_observed
 
+IMPLEMENTATIONS = ("sdpa", "eager", None)  # of transformers' attention, whose masks are read
 JOINED = ("qkv", "factors", "added", "scales")
 QKV = ("q_proj", "k_proj", "v_proj")
 CACHES = ("past_key_values", "cache")  # the argument's name before transformers 5.24, and from then on
@@ -64,8 +66,11 @@ class StaticInt8(nn.Module):
         """Take tensors of this layout; a float weight, which torch would cut off to integers, is an error."""
         for name, tensor in self._buffers.items():
             given = state_dict.get(prefix + name)
-            if tensor is not None and given is not None and given.is_floating_point() != tensor.is_floating_point():
-                args[-1].append(f"{prefix}{name} is {given.dtype}, and {tensor.dtype} is held here: unpatch first")
+            if tensor is None or given is None or tensor.is_meta:
+                continue
+            if given.dtype != tensor.dtype or not torch.equal(given.to(tensor.device), tensor):
+                args[-1].append(f"{prefix}{name} ({given.dtype}) is of another model, and unpatch could not give it "
+                                f"back ({tensor.dtype} is held here): unpatch first")  # fmt: skip
                 return
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         self._read()
@@ -162,13 +167,20 @@ class Int8OPTAttention(nn.Module):
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, residual: Tensor | None = None, **kwargs: Any
     ) -> tuple[Tensor, None]:
-        """(y[B, L, K], None) of hidden_states[B, L, K] int8; the cache among kwargs takes k and v as int8."""
+        """(y[B, L, K], None) of hidden_states[B, L, K] int8; the cache among kwargs takes k and v as int8.
+
+        Raises KernelError under an attention implementation whose masks are not read here.
+        """
+        if (used := cast(Any, self.config)._attn_implementation) not in IMPLEMENTATIONS:
+            raise KernelError(f"int8 attention reads the masks of sdpa and eager, not of {used}: set one of them")
         batch, length, _ = hidden_states.shape
         q, k, v = (one.view(batch, length, -1, self.head_dim).transpose(1, 2) for one in self._parts(hidden_states))
         cache = next((kwargs[name] for name in CACHES if kwargs.get(name) is not None), None)
         if cache is not None:
             k, v = cache.update(k, v, self.layer_idx)
         causal = attention_mask is None and length > 1
+        if causal:  # transformers leaves the mask out where the cache was empty; a static one has more slots than keys
+            k, v = k[:, :, :length], v[:, :, :length]
         mask = None if attention_mask is None else attention_mask[..., : k.shape[2]]
         y = int8_attention(q, k, v, self.scales, mask, causal)
         return cast(Any, self.out_proj)(y, residual), None
@@ -191,6 +203,15 @@ class Int8OPTDecoderLayer(nn.Module):
     """OPT's decoder layer in int8; x, the residual stream, stays in the model's dtype."""
 
     is_whole = True  # fused models run it as it is; a prompt without padding comes without a mask
+    like: Tensor
+    dtypes: tuple[torch.dtype, ...]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        before = self.like.dtype
+        super()._apply(fn, recurse)
+        if self.like.dtype != before:
+            self.dtypes = (*self.dtypes, self.like.dtype)
+        return self
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, past_key_values: Any = None, **kwargs: Any
@@ -204,9 +225,15 @@ class Int8OPTDecoderLayer(nn.Module):
         return y
 
     def hand_back(self, original: nn.Module) -> bool:
-        """Move the original's parameters to this module's device before it is put back."""
-        device = cast(Tensor, cast(Any, self.fc2).weight).device
-        original._apply(lambda tensor: tensor.to(device))
+        """Move and cast the original's parameters as this module was before it is put back."""
+
+        def given(tensor: Tensor) -> Tensor:
+            for dtype in self.dtypes:
+                tensor = tensor.to(dtype)
+            return tensor.to(self.like.device)
+
+        with torch.inference_mode(False), torch.no_grad():
+            original._apply(given)
         return False
 
 
@@ -230,6 +257,9 @@ def int8_layer(layer: nn.Module, tensors: Mapping[str, Tensor]) -> Int8OPTDecode
     attention._load_state_dict_post_hooks = attention._load_state_dict_post_hooks.copy()  # the original keeps its own
     attention.register_load_state_dict_post_hook(_joined)
     new = adopt(Int8OPTDecoderLayer, layer)
+    new.dtypes = ()
+    like = torch.empty(0, dtype=old.fc1.weight.dtype, device=attention.qkv.device)
+    new.register_buffer("like", like, persistent=False)
     new._modules["self_attn"] = attention
     for name in ("self_attn_layer_norm", "final_layer_norm"):
         new._modules[name] = LayerNormQ(under(name), float(getattr(old, name).eps))

@@ -51,7 +51,8 @@ class Plan:
     def without(self, failed: Mapping[str, str]) -> Plan:
         """This plan with sites that stay since their replacement was over its bound: path -> why."""
         entries = (e.kept(failed[e.site.path], failed=True) if e.site.path in failed else e for e in self.entries)
-        kept = tuple(group for group in self.groups if group.source not in failed)
+        kept_here = {site.path for e in self.entries if e.site.path in failed for site in e.sites}
+        kept = tuple(group for group in self.groups if group.source not in kept_here)
         return replace(self, entries=tuple(entries), groups=kept)
 
     @property

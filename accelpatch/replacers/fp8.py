@@ -53,6 +53,8 @@ class Fp8WeightOnly(Replacer):
     def restore(self, site: Site, choice: Choice, held: QuantizedWeight) -> nn.Module:
         _check_form(held, choice)
         check_held(held, site.n, site.k, (fp8.dtype_of(fnuz=choice.detail["fnuz"]),), (torch.float32,))
+        if bool((held.scale < 0).any()):
+            raise KernelError(f"scale has {float(held.scale.min())}, and a scale is no negative number")
         return self._module(site, held)
 
     def _module(self, site: Site, weight: QuantizedWeight) -> nn.Module:

@@ -13,7 +13,7 @@ from accelpatch.errors import KernelError, PlanError
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.ops import gemm_w8a8, int8_attention, layernorm_q
 from accelpatch.models.family import child_of
-from accelpatch.modules.int8_opt import Int8OPTDecoderLayer, int8_layer
+from accelpatch.modules.int8_opt import IMPLEMENTATIONS, Int8OPTDecoderLayer, int8_layer
 from accelpatch.patching.replacer import Choice, Reason, Replacer
 from accelpatch.patching.site import Site
 from accelpatch.quant import int8_opt
@@ -92,6 +92,8 @@ def _unfit(layer: Any) -> str | None:
     """Why a layer is no float OPT layer that int8 can replace; None where it is."""
     if type(layer).__name__ != "OPTDecoderLayer":
         return f"{type(layer).__name__} is no layer of OPT"
+    if (used := layer.self_attn.config._attn_implementation) not in IMPLEMENTATIONS:
+        return f"the attention implementation is {used}, whose masks its int8 attention does not read"
     if not layer.do_layer_norm_before:
         return "its norms are behind attention and MLP"
     if type(layer.activation_fn).__name__ not in ("ReLU", "ReLUActivation"):

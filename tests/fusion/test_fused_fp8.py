@@ -31,7 +31,7 @@ def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name, gated", [("llama", 1), ("gpt2", 0), ("gemma3", 0), ("cohere", 1)])
 def test_prompts_and_steps_take_rows_of_8_bit_floats(name: str, gated: int) -> None:
-    """gated: products of a prompt that get a SiLU gate from rows that a norm made."""
+    """gated: whether a prompt has gates, whose outputs are rows of 8-bit floats at once."""
     model: Any = accelpatch.patch(CAUSAL[name].make(), "fp8")
     verification = model.accelpatch.report().verification
     assert (verification.failures, verification.fused_layers) == ([], 2)
@@ -41,7 +41,7 @@ def test_prompts_and_steps_take_rows_of_8_bit_floats(name: str, gated: int) -> N
     ran = dispatch.calls
     assert ran["fused_linear", "operations"] >= 3 * (4 * 2 + 1)
     assert ran["gemm_fp8", "torch"] >= 3 * 8
-    assert ran["gated_fp8", "operations"] == 2 * gated
+    assert ran["gated_rows", "operations"] == 2 * gated
     assert not any(op == "gemm_w8a8" for op, _ in ran)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import StaticCache
 
 import accelpatch
 from accelpatch import api
@@ -180,13 +181,15 @@ class TestFromFloat:
         assert layer.self_attn.q_proj.weight.data_ptr() == layer.self_attn.qkv.data_ptr()
         assert torch.equal(layer.self_attn.q_proj.weight, weight)
 
-    def test_another_state_dict_is_taken_whole_and_a_float_one_refused(self) -> None:
+    def test_its_own_state_dict_is_taken_and_another_refused(self) -> None:
         model, other, ids = (accelpatch.patch(float_opt(seed), RECIPE) for seed in (0, 1)), float_opt(1), inputs()
         one, two = model
-        one.load_state_dict(two.state_dict())
-        assert torch.equal(one(ids).logits, two(ids).logits)
-        with pytest.raises(RuntimeError, match=r"and torch\.int8 is held here"):
-            one.load_state_dict(other.state_dict(), strict=False)
+        due = one(ids).logits
+        one.load_state_dict(one.state_dict())
+        assert torch.equal(one(ids).logits, due)
+        for given in (two, other):
+            with pytest.raises(RuntimeError, match="unpatch first"):
+                one.load_state_dict(given.state_dict(), strict=False)
 
     def test_copies_of_the_model_and_of_a_part_compute_the_same(self) -> None:
         model, ids = accelpatch.patch(float_opt(), RECIPE), inputs()
@@ -195,6 +198,29 @@ class TestFromFloat:
         layers: Any = model.model.decoder.layers
         layers[0] = copy.deepcopy(layers[0])
         assert torch.equal(model(ids).logits, due)
+
+    @pytest.mark.parametrize("masked", [False, True], ids=["no-mask", "all-ones"])
+    @torch.no_grad()
+    def test_a_static_cache_in_two_chunks(self, masked: bool) -> None:
+        model, ids = accelpatch.patch(float_opt(), RECIPE), inputs()
+        due, cache = model(ids).logits, StaticCache(config=model.config, max_cache_len=40)
+        masks = [torch.ones(2, end, dtype=torch.int64) if masked else None for end in (11, 19)]
+        one = model(ids[:, :11], past_key_values=cache, attention_mask=masks[0]).logits
+        two = model(ids[:, 11:], past_key_values=cache, attention_mask=masks[1]).logits
+        same(torch.cat([one, two], 1), due)
+
+    def test_a_cast_while_patched_is_the_originals_too(self) -> None:
+        model = accelpatch.patch(float_opt(), RECIPE)
+        accelpatch.unpatch(model.half())
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.float16}
+
+    def test_other_attention_implementations_are_refused(self) -> None:
+        model = accelpatch.patch(float_opt(), RECIPE)
+        model.set_attn_implementation("flex_attention")
+        with pytest.raises(accelpatch.errors.KernelError, match="not of flex_attention"):
+            model(inputs())
+        plan = accelpatch.plan(float_opt(attn_implementation="flex_attention"), RECIPE)
+        assert plan.report().replaced == 0 or all(entry.site.role != "layer" for entry in plan.replaced)
 
     def test_a_hook_inside_sees_the_parts(self) -> None:
         model = accelpatch.patch(float_opt(), RECIPE)

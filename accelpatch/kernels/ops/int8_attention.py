@@ -24,7 +24,7 @@ from accelpatch.kernels.triton import launch
 
 OP = "int8_attention"
 LEVELS = 127
-LARGEST_HEAD = 256
+LARGEST_HEAD, MOST_HEADS = 256, 65535  # of the second axis of a launch
 EXACT = 1024  # head size up to which float32 adds the products up exactly
 
 
@@ -75,6 +75,8 @@ def triton_why_not(spec: Spec, device: Device) -> str | None:
     """Why `by_triton` cannot run a spec; None where it can."""
     if spec.sizes["D"] > LARGEST_HEAD:
         return f"the Triton kernel holds heads of up to {LARGEST_HEAD}"
+    if spec.sizes["B"] * spec.sizes["H"] > MOST_HEADS or spec.sizes["M"] * spec.sizes["N"] >= 1 << 31:
+        return f"the Triton kernel takes {MOST_HEADS} heads of all rows, and masks below 2^31"
     if spec.options.get("added"):
         return "the Triton kernel takes boolean masks"
     return launch.why_not(device, spec.dtype)
