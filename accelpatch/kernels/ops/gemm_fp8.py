@@ -150,6 +150,7 @@ def by_scaled_mm(
 ) -> Tensor:
     """The implementation `scaled_mm`: cuBLASLt, hipBLASLt or CUTLASS, as torch chooses."""
     rows, columns = row_scale.float().contiguous()[:, None], column_scale.float().contiguous()[None]
+    bias = None if bias is None else bias.contiguous()
     y: Tensor = torch._scaled_mm(
         a.contiguous(), b.contiguous().t(), rows, columns, bias, out_dtype=dtype, use_fast_accum=a.shape[1] <= FAST
     )
