@@ -131,6 +131,10 @@ class Collector:
             absmax, percentile, mean_square = (one.float().cpu() for one in figures)
             rows, most = _spread(torch.cat(sums.rows)).cpu(), self._outputs.get(path)
             most = None if most is None else most.cpu()
+            if most is not None and not bool(most.isfinite().all()):
+                raise KernelError(
+                    f"{path}: its output is NaN or infinite while calibrating: check the model in this dtype"
+                )
             found[path] = ChannelStatistics(absmax, percentile, mean_square, rows, most)
         return found
 

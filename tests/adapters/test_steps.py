@@ -6,11 +6,14 @@ As in tests/fusion/test_fused_layer.py a CPU stands for the GPU.
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.metadata import version
 from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 from torch import Tensor
+from transformers.integrations import peft as peft_of_transformers
 
 import accelpatch
 from accelpatch.fusion.fused_model import FUSED
@@ -217,6 +220,10 @@ def test_a_batch_with_several_adapters_runs_the_stock_loop() -> None:
     assert paths(model) == {"stock loop: a hook on an inner module": 1}
 
 
+@pytest.mark.skipif(
+    Version(version("peft")) < Version(getattr(peft_of_transformers, "MIN_PEFT_VERSION", "0")),
+    reason="transformers' own methods ask for a newer PEFT",
+)
 def test_adapters_by_transformers_own_methods() -> None:
     model = accelpatch.patch(CAUSAL["llama"].make(), RECIPES["int4"], verify=False)
     alone = assert_like_the_modules(model)

@@ -33,9 +33,9 @@ def logits(model: Any, batch: dict[str, Tensor], new: int) -> Tensor:
     return torch.stack(made.logits).double()
 
 
-def silence(layers: Any, dtype: torch.dtype) -> tuple[tuple[Any, ...], SentinelBuffers]:
+def silence(layers: Any, dtype: torch.dtype, device: torch.device) -> tuple[tuple[Any, ...], SentinelBuffers]:
     """In place of `with_signals`: no kernel signals the next."""
-    return tuple(layers), SentinelBuffers(0, 0, torch.device("cpu"))
+    return tuple(layers), SentinelBuffers(0, 0, device)
 
 
 def inner(model: Any) -> Any:
