@@ -68,7 +68,7 @@ def load(
     if recipe is None:
         return loading.load(name, **options, quantization=None if layout is None else foreign.described(layout))
     wanted = recipes.load(recipe)
-    if is_patched(name):
+    if layout is not None or loading.is_patched(name):
         raise LoadError(f"{name} is a saved patched model, which has its recipe: load it without another")
     if resolve(name).kind == "gguf" or _calibrates(wanted):  # transformers unpacks the first kind whole
         loaded = loading.load(name, **options)

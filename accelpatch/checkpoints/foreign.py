@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-
 from accelpatch.checkpoints import packed_formats
 from accelpatch.checkpoints.inspection import OF_OPT
 from accelpatch.checkpoints.save import description
@@ -66,7 +64,7 @@ def layout_of(name: str) -> dict[str, Any] | None:
         return _arguments(folder / "config.json", str(method), config["quantization_config"])
     if config.get("model_type") != "opt" or method is not None:
         return None
-    names = (one for file in checkpoint.shard_names(folder) for one in _names(folder / file))
+    names = (one for file in checkpoint.shard_names(folder) for one in checkpoint.tensor_names(folder / file))
     return {"name": SMOOTHQUANT_OPT} if any(one.endswith(OF_OPT) for one in names) else None
 
 
@@ -82,14 +80,16 @@ def _arguments(place: Path, method: str, given: Mapping[str, Any]) -> dict[str, 
     if name not in PACKED or not kinds or (len(kinds) > 1 and name != "float-quantized"):
         raise LoadError(f"{place}: compressed-tensors in the format {name!r} with {len(kinds)} groups are not read: "
                         "give the float checkpoint")  # fmt: skip
-    weights, inputs = (kinds[0].get(key) or {} for key in ("weights", "input_activations"))
+    weights = [kind.get("weights") or {} for kind in kinds]
     if name == "pack-quantized":
-        group = weights.get("group_size") if weights.get("strategy") == "group" else -1
-        sym = bool(weights.get("symmetric", True))
-        return {"name": name, "bits": weights.get("num_bits"), "group_size": group, "sym": sym}
-    if weights.get("num_bits") != 8 or weights.get("strategy") not in ("channel", "tensor") or not inputs:
+        group = weights[0].get("group_size") if weights[0].get("strategy") == "group" else -1
+        sym = bool(weights[0].get("symmetric", True))
+        return {"name": name, "bits": weights[0].get("num_bits"), "group_size": group, "sym": sym}
+    by_row = all(one.get("num_bits") == 8 and one.get("strategy") in ("channel", "tensor") for one in weights)
+    inputs = [kind.get("input_activations") for kind in kinds]
+    if not by_row or not all(inputs):
         raise LoadError(f"{place}: {name} is read with 8 bits, weights by channel or tensor, and such activations too")
-    return {"name": name, "static": inputs.get("dynamic") is False}
+    return {"name": name, "static": dict(inputs[0] or {}).get("dynamic") is False}
 
 
 def described(layout: Mapping[str, Any]) -> dict[str, Any]:
@@ -118,7 +118,7 @@ def _recipe(layout: Mapping[str, Any]) -> str:
 def _by(layout: Mapping[str, Any], replacer: str, options: Mapping[str, Any]) -> str:
     rule = {"name": "linear", "match": {"role": "linear"}, "replace": replacer, "options": dict(options)}
     rule = {key: value for key, value in rule.items() if value != {}}
-    made = {"name": layout["name"], "extends": "exact", "rules": [rule], "verify": {"bound": 1.0}}
+    made = {"name": layout["name"], "extends": "exact", "rules": [rule]}
     return json.dumps(made)  # which is YAML
 
 
@@ -136,11 +136,3 @@ def sites_of(layout: Mapping[str, Any], names: Iterable[str]) -> dict[str, str]:
             f"config.json says {layout['name']}, and there is no {mark[1:]} of a linear layer: fetch both again"
         )
     return found
-
-
-def _names(file: Path) -> list[str]:
-    try:
-        with safe_open(file, framework="pt") as opened:
-            return list(opened.keys())
-    except (SafetensorError, OSError) as error:
-        raise LoadError(f"{file} is truncated or damaged ({error}): fetch it again") from error

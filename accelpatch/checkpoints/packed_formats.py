@@ -7,9 +7,9 @@
                         or weight[N, K] int8 or e4m3 with weight_scale [N, 1] or [1]
 
 w[n, k] = scale[n, g] (code[n, k] - zero[n, g]). Codes and scales stay as they are. A zero point becomes the float
-minimum -zero scale, which float32 holds exactly, so that nothing is rounded again. What cannot be so is refused with a
-KernelError that begins with the tensor's name. Sources: GPTQModel 7.7, AutoAWQ 0.2.9, compressed-tensors of
-llm-compressor 0.14, whose checkpoints the tests read.
+minimum -zero scale, which float32 holds exactly for scales of 16 bits: nothing is rounded again. What cannot be so is
+refused with a KernelError that begins with the tensor's name. Sources: GPTQModel 7.7, AutoAWQ 0.2.9, compressed-tensors
+of llm-compressor 0.14, whose checkpoints the tests read.
 """
 
 from __future__ import annotations

@@ -59,7 +59,10 @@ def read_config(folder: Path, *, foreign: bool = False) -> dict[str, Any]:
     if (method := quantization_method(config)) in READ and foreign:
         del config["quantization_config"]  # what loads it says it anew
     elif method not in (None, OWN):
-        raise LoadError(f"{folder} is quantised already ({method}): give the float checkpoint that it was made from")
+        advice = "give the float checkpoint that it was made from"
+        if method in READ:
+            advice += ", or load it from a folder as it is, without a recipe"
+        raise LoadError(f"{folder} is quantised already ({method}): {advice}")
     return _trusted(config)
 
 
@@ -117,14 +120,15 @@ def check_weights(folder: Path, progress: Progress) -> None:
         raise LoadError(f"{folder} lacks {', '.join(missing)}: fetch the missing files")
     places = _weight_map(folder) if (folder / _INDEX).is_file() else {}
     for name in shards:
-        keys = _keys(folder / name)
+        keys = tensor_names(folder / name)
         absent = sorted(key for key, place in places.items() if place == name and key not in keys)
         if absent:
             raise LoadError(f"{folder / name} lacks {_some(absent)}, which the index says it holds")
     _compare_checksums(folder, progress)
 
 
-def _keys(path: Path) -> set[str]:
+def tensor_names(path: Path) -> set[str]:
+    """The names of a safetensors file's tensors. Raises LoadError for one that is truncated or damaged."""
     try:
         # Reads the header alone, and refuses a file that is not exactly as long as the header says.
         with safe_open(path, framework="pt") as file:

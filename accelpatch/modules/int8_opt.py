@@ -26,6 +26,7 @@ from accelpatch.kernels.ops.layernorm_q import layernorm_q
 from accelpatch.modules.replacement import adopt, is_observed
 
 IMPLEMENTATIONS = ("sdpa", "eager", None)  # of transformers' attention, whose masks are read
+HOOKED = ("_forward", "_backward")  # how the tables of a module's hooks begin
 JOINED = ("qkv", "factors", "added", "scales")
 QKV = ("q_proj", "k_proj", "v_proj")
 CACHES = ("past_key_values", "cache")  # the argument's name before transformers 5.24, and from then on
@@ -265,4 +266,12 @@ def int8_layer(layer: nn.Module, tensors: Mapping[str, Tensor]) -> Int8OPTDecode
         new._modules[name] = LayerNormQ(under(name), float(getattr(old, name).eps))
     new._modules["fc1"] = W8A8B8O8LinearReLU(under("fc1"))
     new._modules["fc2"] = W8A8BF32OF32Linear(under("fc2"))
+    for one, other in (
+        (layer, new),
+        (old.self_attn, attention),
+    ):  # a hook that comes now stays when the original is back
+        for name, part in other._modules.items():
+            if isinstance(part, StaticInt8) and name in one._modules:
+                tables = vars(one._modules[name]).items()
+                vars(part).update({table: held for table, held in tables if table.startswith(HOOKED)})
     return new

@@ -76,7 +76,7 @@ class Plan:
             asked = {"runtime.cache": runtime.cache != "auto", "runtime.graph": runtime.graph != "auto"}
             asked["runtime.speculate"] = runtime.speculate != "off"
         asked["calibrate"] = self.recipe.calibrate is not None and not self.calibrates
-        return [f"{key} is set and not used by this version" for key, is_set in asked.items() if is_set]
+        return [f"{key} is set and has no effect here" for key, is_set in asked.items() if is_set]
 
     @property
     def resident_bytes(self) -> int:

@@ -229,6 +229,8 @@ class TestFromFloat:
         layer.self_attn.q_proj.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
         assert torch.equal(model(inputs()).logits, due)
         assert seen == [torch.int8]
+        accelpatch.unpatch(model)(inputs())
+        assert seen == [torch.int8, torch.float32]
 
     def test_the_plan_counts_every_byte(self) -> None:
         plan = api.plan_from_config("opt-13b", RECIPE, arch="sm_90")

@@ -118,7 +118,7 @@ def test_off_is_the_default_and_a_plan_says_where_it_is_not_used(monkeypatch: py
     generate(model, row().repeat(1, 4))
     assert paths(model) == {CAPTURED: 23, FUSED: 23}
     notes = accelpatch.plan(CAUSAL["llama"].make(), parse(TEXT)).report().notes
-    assert "runtime.speculate is set and not used by this version" in notes
+    assert "runtime.speculate is set and has no effect here" in notes
 
 
 def test_stop_strings(smollm2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
