@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -50,6 +51,27 @@ def kinds(n: int, k: int, m: int, dtype: torch.dtype, device: str = "cuda") -> d
     if n % 2 == 0:
         found["silu_gate"] = {"activation": "silu_gate", "bias": r(n), "norm": "rms", **norm}
     return found
+
+
+def check_order(lib: Library, name: str, dtype: torch.dtype, device: str = "cuda") -> list[str]:
+    """Columns in another order: the bits of the same product with x and the norm's weight in that order."""
+    bad = []
+    for n, k, m in ((100, 576, 1), (48, 4224, 2), (24, 6144, 1), (33, 192, 5)):
+        p = pack(torch.randn(n, k) / k**0.5, name, dtype=dtype).to(device)
+        order = torch.randperm(k).to(device)
+        short, x = order.to(torch.int16), torch.randn(m, k, dtype=dtype, device=device)
+        x[-1, k // 3] = float("inf")
+        for kind, given in kinds(n, k, m, dtype, device).items():
+            if kind == "layer" or (kind == "silu_gate" and n % 32):
+                continue
+            there = dict(given)
+            if "norm_weight" in there:
+                there["norm_weight"] = there["norm_weight"][order].contiguous()  # type: ignore[index]
+            want = run(lib, p, x[:, order].contiguous(), there)
+            found = run(lib, replace(p, ordered=True), x, given, order=short.data_ptr())
+            if not torch.equal(found.nan_to_num(7.0), want.nan_to_num(7.0)):
+                bad.append(f"{name} {n} x {k}, {m} rows, {kind}")
+    return bad
 
 
 EVERY_SIZE = ("product", "rms", "silu_gate")

@@ -102,9 +102,9 @@ template <bool> struct IntegerMma : Cells<false> {
         multiply_bytes(low, a0, a1, part ? x.low.z : x.low.x, part ? x.low.w : x.low.y);
     }
     DEVICE float value(int i) const { return float(high[i] * 256 + low[i]); }
-    // Of weights of two bytes, whose low ones have products of their own: a 256th.
-    DEVICE float value(int i, const IntegerMma& rest) const {
-        return float(high[i] * 256 + low[i] + rest.high[i] + (rest.low[i] >> 8));
+    // Of a codebook (codebook.h): a 256th.
+    static DEVICE float value_of_book(const IntegerMma (&p)[2], int i) {
+        return float(p[0].high[i] * 256 + p[0].low[i] + p[1].high[i] + (p[1].low[i] >> 8));
     }
 };
 

@@ -1,12 +1,18 @@
-// Codebooks of 4 bits (layouts/codebooks.py), as 16-bit integers: two bytes, high * 256 + low. fp4's values are whole
-// multiples of a 192nd, so that its integers are exact; nf4's lose at most 2^-16 of the largest.
+// Codebooks of 4 bits (layouts/codebooks.py), as integers of two limbs of a byte, each of which has products of its
+// own. fp4's values are whole multiples of a 192nd, so that its integers are exact; nf4's lose at most 2^-15 of the
+// largest.
+//
+// Where bytes of both halves of a book are looked up at once (BOOK_IN_HALVES), its positive and negative values have
+// products apart: a lookup gives 0 for the other half's codes.
 #pragma once
 #include "gemv.h"
 #include "portability.h"
 
 template <int KIND> struct CodebookOf {
     static constexpr bool NF4 = KIND == OFFSET_NF4;
-    static constexpr float UNIT = NF4 ? 32512.f : 192.f * 168.f;  // what the largest value is
+    static constexpr int PRODUCTS = BOOK_IN_HALVES ? 4 : 2, LIMB = BOOK_IN_HALVES ? 128 : 256;
+    static constexpr int STEP = BOOK_IN_HALVES ? 85 : 168;                           // of fp4's 192nds
+    static constexpr int UNIT = !NF4 ? 192 * STEP : BOOK_IN_HALVES ? 16383 : 32512;  // what the largest value is
     // The integer of a code as tiles hold it, with its top bit turned.
     static constexpr DEVICE int integer(int held) {
         constexpr double NF4_VALUES[16] = {-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
@@ -15,28 +21,42 @@ template <int KIND> struct CodebookOf {
             0.7229568362236023, 1.0};
         constexpr int FP4_VALUES[8] = {0, 1, 128, 192, 64, 96, 32, 48};
         const int code = held ^ 8;
-        if (!NF4) return FP4_VALUES[code & 7] * (code < 8 ? 168 : -168);
-        const double scaled = NF4_VALUES[code] * 32512.0;
+        if (!NF4) return FP4_VALUES[code & 7] * (code < 8 ? STEP : -STEP);
+        const double scaled = NF4_VALUES[code] * UNIT;
         return static_cast<int>(scaled < 0 ? scaled - .5 : scaled + .5);
     }
-    static constexpr DEVICE int low_byte(int held) { return ((integer(held) + 128) & 255) - 128; }
-    static constexpr DEVICE int high_byte(int held) { return (integer(held) - low_byte(held)) / 256; }
-    // Four bytes of the book from code `first` on.
-    template <bool HIGH> static constexpr DEVICE uint32_t four(int first) {
+    // A limb of a code's integer: of its magnitude where halves have products apart.
+    static constexpr DEVICE int limb(int held, bool high) {
+        const int value = BOOK_IN_HALVES && integer(held) < 0 ? -integer(held) : integer(held),
+                  low = BOOK_IN_HALVES ? value % LIMB : ((value + 128) & 255) - 128;
+        return high ? (value - low) / LIMB : low;
+    }
+    // Of four codes from `first` on.
+    static constexpr DEVICE uint32_t four(int first, bool high) {
         uint32_t out = 0;
-        for (int i = 0; i < 4; ++i)
-            out |= (static_cast<uint32_t>(HIGH ? high_byte(first + i) : low_byte(first + i)) & 255u) << (8 * i);
+        for (int i = 0; i < 4; ++i) out |= (static_cast<uint32_t>(limb(first + i, high)) & 255u) << (8 * i);
         return out;
     }
-    template <bool HIGH> static DEVICE uint32_t bytes(const NibbleLookup& codes, int half) {
-        constexpr uint32_t A = four<HIGH>(0), B = four<HIGH>(4), C = four<HIGH>(8), D = four<HIGH>(12);
-        return codes(A, B, C, D, half);
+    template <bool HIGH> static DEVICE void bytes(const NibbleLookup& codes, int half, uint32_t* out) {
+        constexpr uint32_t A = four(0, HIGH), B = four(4, HIGH), C = four(8, HIGH), D = four(12, HIGH);
+        codes(A, B, C, D, half, out);
     }
-    static DEVICE uint32_t high(const NibbleLookup& codes, int half) { return bytes<true>(codes, half); }
-    static DEVICE uint32_t low(const NibbleLookup& codes, int half) { return bytes<false>(codes, half); }
+    // The operand of each product, of four codes each: high limbs first, where halves are apart the codes 0 to 7 first.
+    static DEVICE void operands(const NibbleLookup& codes, int half, uint32_t (&out)[PRODUCTS]) {
+        bytes<true>(codes, half, out), bytes<false>(codes, half, out + PRODUCTS / 2);
+    }
     static DEVICE float value(uint32_t held) {
         const NibbleLookup codes(held);
-        const int first = static_cast<int8_t>(high(codes, 0) & 255u), last = static_cast<int8_t>(low(codes, 0) & 255u);
-        return static_cast<float>(first * 256 + last) / UNIT;
+        uint32_t out[PRODUCTS];
+        operands(codes, 0, out);
+        int value = 0;
+#pragma unroll
+        for (int i = 0; i < PRODUCTS; ++i) {
+            const int byte = static_cast<int8_t>(out[i] & 255u);
+            value += (i < PRODUCTS / 2 ? LIMB : 1) * (SIGNED(i) ? -byte : byte);
+        }
+        return static_cast<float>(value) / static_cast<float>(UNIT);
     }
+    // Whether a product is subtracted: that of nf4's codes below 0, fp4's codes 8 to 15, which tiles hold as 0 to 7.
+    static constexpr DEVICE bool SIGNED(int product) { return BOOK_IN_HALVES && product % 2 == (NF4 ? 1 : 0); }
 };

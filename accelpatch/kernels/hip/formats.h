@@ -117,7 +117,8 @@ template <bool FNUZ> struct W8A8Fp8 : ByteRows {
 // values 32 p + 8 t + e, value e = 2 i in nibble i, e = 2 i + 1 in nibble i + 4. Scales: [tile][step][r % 8][GROUPS][r
 // / 8]. A code u lies there as u - 8 in two's complement, and is multiplied as the byte 16 (u - 8). What a zero point
 // or a minimum adds to that, s (8 - z) or m + 8 s, is multiplied by the sum of a group's activations.
-template <int GROUPS_, int KIND> struct Int4 {
+// ORDERED: columns are in another order than activations.
+template <int GROUPS_, int KIND, bool ORDERED_ = false> struct Int4 {
     static constexpr bool QUANTIZES = true, TILED = true, SPLIT = false, INTERLEAVED = true;
     static constexpr int KSTEP = 128, PARTS = 4, GROUPS = GROUPS_, OFFSET = KIND, STEP_BYTES = 1024, VALUE_BITS = 4;
     static constexpr float CODE_STEP = 1.f / 16;
@@ -141,17 +142,20 @@ template <int GROUPS_, int KIND> struct Int4 {
     }
 };
 
-// The same tiles with codes of a codebook, whose values come as two bytes: a product each.
+// The same tiles with codes of a codebook, whose limbs have products of their own.
 template <int GROUPS_, int KIND> struct Codebook4 {
     using Book = CodebookOf<KIND>;
     static constexpr bool QUANTIZES = true, TILED = true, SPLIT = false, INTERLEAVED = true;
-    static constexpr int KSTEP = 128, PARTS = 4, GROUPS = GROUPS_, OFFSET = KIND, STEP_BYTES = 1024, VALUE_BITS = 4;
-    static constexpr float CODE_STEP = 256.f / Book::UNIT;
+    static constexpr int KSTEP = 128, PARTS = 4, GROUPS = GROUPS_, OFFSET = KIND, STEP_BYTES = 1024, VALUE_BITS = 4,
+                         PRODUCTS = Book::PRODUCTS;
+    static constexpr float CODE_STEP = (Book::SIGNED(0) ? -256.f : 256.f) / Book::UNIT;
     static constexpr DEVICE int order(int e) { return NibbleLookup::order(e); }
-    static DEVICE void expand(const Words4& raw, int half, Words4& high, Words4& low) {
+    static DEVICE void expand(const Words4& raw, int half, Words4 (&w)[PRODUCTS]) {
         const NibbleLookup a(word_of(raw, 2 * half)), b(word_of(raw, 2 * half + 1));
-        high = {Book::high(a, 0), Book::high(a, 1), Book::high(b, 0), Book::high(b, 1)};
-        low = {Book::low(a, 0), Book::low(a, 1), Book::low(b, 0), Book::low(b, 1)};
+        uint32_t v[4][PRODUCTS];
+        Book::operands(a, 0, v[0]), Book::operands(a, 1, v[1]), Book::operands(b, 0, v[2]), Book::operands(b, 1, v[3]);
+#pragma unroll
+        for (int i = 0; i < PRODUCTS; ++i) w[i] = {v[0][i], v[1][i], v[2][i], v[3][i]};
     }
     static DEVICE float value(const char* row, int k, float scale, float) {
         const uint32_t word =
@@ -162,3 +166,5 @@ template <int GROUPS_, int KIND> struct Codebook4 {
 template <class F> constexpr bool CODEBOOK = F::OFFSET >= OFFSET_NF4;
 // Whether a group's offset is multiplied by the sum of its activations.
 template <class F> constexpr bool SUMMED = F::OFFSET == OFFSET_ZERO_POINT || F::OFFSET == OFFSET_MINIMUM;
+template <class F> constexpr bool ORDERED = false;
+template <int GROUPS, int KIND> constexpr bool ORDERED<Int4<GROUPS, KIND, true>> = true;

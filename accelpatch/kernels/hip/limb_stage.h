@@ -18,7 +18,7 @@ struct LimbStager : Norms<T, CLUSTERED, COMMON>, Limbs<F, T, NARROW> {
     DEVICE LimbStager(const GemvArgs& a, const GemvPlan& plan, char* shared) : Base(a, plan, shared), shared(shared) {
         if (threadIdx.x == 0) Base::shared_word() = 0;
         if (!CLUSTERED && a.norm != NORM_NONE)
-            for (int h = 0; h < 2; ++h) first[h] = Base::weight(place(threadIdx.x, h));
+            for (int h = 0; h < 2; ++h) first[h] = weight(place(threadIdx.x, h));
         __syncthreads();
     }
     // As FloatStager's.
@@ -46,20 +46,37 @@ protected:
     struct Chunks {
         const char* row;
         int at[2];
+        Words4 places[ORDERED<F> ? 2 : 1];  // of their values, in another order
     };
+    // Where the values of the chunk at `at` lie; the order is constant.
+    DEVICE Words4 places_of(int at) const {
+        return at < int(a.k) ? *reinterpret_cast<const Words4*>(a.order + at) : Words4{0, 0, 0, 0};
+    }
+    DEVICE int source(int k) const { return ORDERED<F> ? int(a.order[k]) : k; }
+    DEVICE Words4 weight(int at) const {
+        if constexpr (ORDERED<F>) {
+            return a.norm_weight && at < int(a.k) ? gather_chunk(a.norm_weight, places_of(at)) : Words4{0, 0, 0, 0};
+        } else {
+            return Base::weight(at);
+        }
+    }
     DEVICE Chunks chunks(int token, int from, int slot, bool there) const {
         Chunks c = {row(token), {int(a.k), int(a.k)}};
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             if (there) c.at[h] = from + (FULL_LINES ? line_chunk(slot, h) : place(slot, h));
             compute_here(c.at[h]);
+            if constexpr (ORDERED<F>) c.places[h] = places_of(c.at[h]);
         }
         compute_here(c.row);
         return c;
     }
     DEVICE void load(const Chunks& c, Words4 (&v)[2]) const {
 #pragma unroll
-        for (int h = 0; h < 2; ++h) v[h] = load_chunk(c.row, c.at[h], int(a.k), Base::aligned());
+        for (int h = 0; h < 2; ++h) {
+            if constexpr (ORDERED<F>) v[h] = c.at[h] < int(a.k) ? gather_chunk(c.row, c.places[h]) : Words4{0, 0, 0, 0};
+            else v[h] = load_chunk(c.row, c.at[h], int(a.k), Base::aligned());
+        }
     }
     template <int COUNT> static DEVICE bool all_arrived(const Words4 (&v)[COUNT][2]) {
         bool all = true;
@@ -151,7 +168,7 @@ protected:
         for (int lap = 0; lap < laps; ++lap) {
             const int slot = lap * THREADS + threadIdx.x;
             Words4 g[2];
-            for (int h = 0; h < 2; ++h) g[h] = lap ? Base::weight(place(slot, h)) : first[h];
+            for (int h = 0; h < 2; ++h) g[h] = lap ? weight(place(slot, h)) : first[h];
 #pragma unroll 1
             for (int token = 0; token < a.m; ++token) {
                 const float mean = from_lane(my_mean, token), scale = from_lane(my_scale, token);
@@ -198,7 +215,7 @@ protected:
             const float mean = a.norm ? Base::mean(token) : 0.f, factor = a.norm ? Base::scale(token) : 0.f;
             const auto value = [&](int at, int e) ALWAYS_INLINE {
                 const int k = place(global_piece_of(from + slot + at / 16, run, rank), at / 8 % 2) + e;
-                return k < int(a.k) ? Base::value(token, k, mean, factor) : 0.f;
+                return k < int(a.k) ? Base::value(token, source(k), mean, factor) : 0.f;
             };
             uint32_t most = 0;
 #pragma unroll 1

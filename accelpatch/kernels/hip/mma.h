@@ -78,6 +78,13 @@ template <class F, class T, bool NARROW> struct IntegerSums : Cells<NARROW> {
     DEVICE void finish() {}
     template <bool BF16_SCALES>
     DEVICE void multiply_stage(const Slot<F> (&now)[PAIR<F>], const Place& place, int step) {
+        if constexpr (CODEBOOK<F>) multiply_book<F::PRODUCTS>(now, place, step);
+        else multiply_codes<BF16_SCALES>(now, place, step);
+    }
+
+private:
+    template <bool BF16_SCALES>
+    DEVICE void multiply_codes(const Slot<F> (&now)[PAIR<F>], const Place& place, int step) {
         const char* x = place.x + step * (F::KSTEP * 2);
         const float* block_exponent = place.block_exponents + step * (F::KSTEP / 16);
         const float* group = place.sums + step * F::GROUPS * 8;
@@ -86,47 +93,77 @@ template <class F, class T, bool NARROW> struct IntegerSums : Cells<NARROW> {
 #pragma unroll
         for (int i = 0; i < PAIR<F> * HALVES; ++i) {
             const int u = i / HALVES, half = i % HALVES;
-            Words4 w[ROWS_PER_LANE], low[CODEBOOK<F> ? ROWS_PER_LANE : 1];
+            Words4 w[ROWS_PER_LANE];
 #pragma unroll
-            for (int h = 0; h < ROWS_PER_LANE; ++h) {
-                if constexpr (CODEBOOK<F>) F::expand(now[u].w[h], half, w[h], low[h]);
-                else w[h] = F::expand(now[u].w[h], half);
-            }
+            for (int h = 0; h < ROWS_PER_LANE; ++h) w[h] = F::expand(now[u].w[h], half);
             const typename Mma::Activations limbs = Mma::load(x + i * 128);
 #pragma unroll
             for (int p = 0; p < 2; ++p) {
                 (SCALE_PARTS > 2 && CHAINS && p ? other : part).add(w, limbs, p);
-                if constexpr (CODEBOOK<F>) other.add(low, limbs, p);
                 const int done = i * 2 + p + 1;  // products of the stage
                 if (done % SCALE_PARTS != 0) continue;
                 if (SCALE_PARTS > 2 && CHAINS) part.plus(other), other.zero();
-                add_group<BF16_SCALES>(part, other, now[u], block_exponent + (done - 1) / 4 * 8, group,
+                add_group<BF16_SCALES>(part, now[u], block_exponent + (done - 1) / 4 * 8, group,
                     done % F::PARTS ? done % F::PARTS / SCALE_PARTS - 1 : F::GROUPS - 1);
                 group += F::GROUPS ? 8 : 0;
                 part.zero();
-                if (CODEBOOK<F>) other.zero();
             }
         }
     }
-
-private:
+    // The same of a codebook, each of whose limbs has products of its own.
+    template <int PRODUCTS> DEVICE void multiply_book(const Slot<F> (&now)[PAIR<F>], const Place& place, int step) {
+        const char* x = place.x + step * (F::KSTEP * 2);
+        const float* block_exponent = place.block_exponents + step * (F::KSTEP / 16);
+        Mma part[PRODUCTS];
+        for (Mma& one : part) one.zero();
+#pragma unroll
+        for (int i = 0; i < PAIR<F> * HALVES; ++i) {
+            const int u = i / HALVES, half = i % HALVES;
+            Words4 expanded[ROWS_PER_LANE][PRODUCTS];
+#pragma unroll
+            for (int h = 0; h < ROWS_PER_LANE; ++h) F::expand(now[u].w[h], half, expanded[h]);
+            const typename Mma::Activations limbs = Mma::load(x + i * 128);
+#pragma unroll
+            for (int p = 0; p < 2; ++p) {
+#pragma unroll
+                for (int q = 0; q < PRODUCTS; ++q) {
+                    Words4 w[ROWS_PER_LANE];
+#pragma unroll
+                    for (int h = 0; h < ROWS_PER_LANE; ++h) w[h] = expanded[h][q];
+                    part[q].add(w, limbs, p);
+                }
+                const int done = i * 2 + p + 1;  // products of the stage
+                if (done % SCALE_PARTS != 0) continue;
+                add_book(part, now[u], block_exponent + (done - 1) / 4 * 8,
+                    done % F::PARTS ? done % F::PARTS / SCALE_PARTS - 1 : F::GROUPS - 1);
+                for (Mma& one : part) one.zero();
+            }
+        }
+    }
+    template <int PRODUCTS>
+    DEVICE void add_book(const Mma (&part)[PRODUCTS], const Slot<F>& slot, const float* block_exponent, int group) {
+        float block_exponents[Cell::TOKENS];
+        load_floats<Cell::TOKENS>(block_exponents, block_exponent);
+#pragma unroll
+        for (int i = 0; i < Cell::COUNT; ++i) {
+            const int word = Cell::pair(i) * F::GROUPS + group;
+            sum[i] = fmaf(Mma::value_of_book(part, i) * block_exponents[i % Cell::TOKENS],
+                wide_value(slot.scale[word], slot.offset[word], Cell::half(i)), sum[i]);
+        }
+    }
     // A group's products into the sums, times its block exponent and scale; and, with an offset, the sum of its
-    // activations times what expand() left of it. low: of a codebook the products with its low bytes.
+    // activations times what expand() left of it.
     template <bool BF16_SCALES>
-    DEVICE void add_group(const Mma& part, const Mma& low, const Slot<F>& slot, const float* block_exponent,
-        const float* group_sum, int group) {
+    DEVICE void add_group(
+        const Mma& part, const Slot<F>& slot, const float* block_exponent, const float* group_sum, int group) {
         float block_exponents[Cell::TOKENS], sums[Cell::TOKENS];
         load_floats<Cell::TOKENS>(block_exponents, block_exponent);
         if constexpr (SUMMED<F>) load_floats<Cell::TOKENS>(sums, group_sum);
 #pragma unroll
         for (int i = 0; i < Cell::COUNT; ++i) {
-            const float products = CODEBOOK<F> ? part.value(i, low) : part.value(i),
-                        value = products * block_exponents[i % Cell::TOKENS];
+            const float value = part.value(i) * block_exponents[i % Cell::TOKENS];
             if constexpr (F::GROUPS == 0) {
                 sum[i] += value;
-            } else if constexpr (CODEBOOK<F>) {
-                const int word = Cell::pair(i) * F::GROUPS + group;
-                sum[i] = fmaf(value, wide_value(slot.scale[word], slot.offset[word], Cell::half(i)), sum[i]);
             } else {
                 const int word = Cell::pair(i) * F::GROUPS + group;
                 const float scale = table_value(slot.scale[word], Cell::half(i), BF16_SCALES);

@@ -87,9 +87,11 @@ template <bool NARROW> struct IntegerMma : Cells<NARROW> {
     DEVICE int high(int i) const { return NARROW ? sum[0][2 * i] : sum[0][i]; }
     DEVICE int low(int i) const { return NARROW ? sum[0][2 * i + 1] : sum[MMAS - 1][i]; }
     DEVICE float value(int i) const { return float(high(i) * 256 + low(i)); }
-    // Of weights of two bytes, whose low ones have products of their own: a 256th.
-    DEVICE float value(int i, const IntegerMma& rest) const {
-        return float(high(i) * 256 + low(i) + rest.high(i) + (rest.low(i) >> 8));
+    // Of a codebook (codebook.h): a 256th.
+    static DEVICE float value_of_book(const IntegerMma (&p)[4], int i) {
+        const int highs = (p[0].high(i) - p[1].high(i)) * 128 + p[2].high(i) - p[3].high(i),
+                  lows = (p[0].low(i) - p[1].low(i)) * 128 + p[2].low(i) - p[3].low(i);
+        return float(highs + (lows >> 8));
     }
 };
 

@@ -7,6 +7,23 @@ constexpr bool LAUNCHES_OVERLAP = false;
 constexpr bool BLOCKS_MEET = false;
 constexpr int RESERVED_SHARED = 0;
 #include "simt_emulator.h"
+constexpr bool BOOK_IN_HALVES = false;
+struct NibbleLookup {
+    uint32_t word;
+    explicit NibbleLookup(uint32_t word) : word(word) {}
+    static constexpr int order(int e) { return e / 2 + e % 2 * 4; }
+    static uint32_t perm(uint32_t high, uint32_t low, uint32_t bytes) {  // v_perm_b32, of places below 8
+        uint32_t out = 0;
+        for (int i = 0; i < 4; ++i)
+            out |= (uint32_t((low | uint64_t(high) << 32) >> 8 * (bytes >> 8 * i & 7u)) & 255u) << 8 * i;
+        return out;
+    }
+    void operator()(uint32_t a, uint32_t b, uint32_t c, uint32_t d, int odd, uint32_t* out) const {
+        const uint32_t codes = odd ? word >> 4 : word, at = codes & 0x07070707u,
+                       from = (codes >> 1 & 0x04040404u) | 0x03020100u;
+        out[0] = perm(perm(d, c, at), perm(b, a, at), from);
+    }
+};
 constexpr int CLUSTER = 1;
 constexpr int CLUSTER_DEPTH = 1;
 template <class F> constexpr int CLUSTER_DEEP = 1;

@@ -10,6 +10,24 @@ constexpr bool LAUNCHES_OVERLAP = true;
 constexpr bool BLOCKS_MEET = true;
 constexpr int RESERVED_SHARED = 1024;
 #include "simt_emulator.h"
+constexpr bool BOOK_IN_HALVES = true;
+struct NibbleLookup {
+    uint32_t word, turned;
+    explicit NibbleLookup(uint32_t word) : word(word), turned(word ^ 0x88888888u) {}
+    static constexpr int order(int e) { return e < 4 ? 2 * e : 2 * e - 7; }
+    static uint32_t select(uint32_t a, uint32_t b, uint32_t nibbles) {  // prmt
+        uint32_t out = 0;
+        for (int i = 0; i < 4; ++i) {
+            const uint32_t nibble = nibbles >> 4 * i & 15u,
+                           byte = uint32_t((a | uint64_t(b) << 32) >> 8 * (nibble & 7u)) & 255u;
+            out |= (nibble & 8u ? (byte & 128u ? 255u : 0u) : byte) << 8 * i;
+        }
+        return out;
+    }
+    void operator()(uint32_t a, uint32_t b, uint32_t c, uint32_t d, int half, uint32_t* out) const {
+        out[0] = select(a, b, half ? word >> 16 : word), out[1] = select(c, d, half ? turned >> 16 : turned);
+    }
+};
 constexpr int CLUSTER = 2;
 constexpr int CLUSTER_DEPTH = 3;
 template <class F> constexpr int CLUSTER_DEEP = F::QUANTIZES && F::GROUPS == 0 ? 4 : CLUSTER_DEPTH;
