@@ -166,5 +166,7 @@ template <int GROUPS_, int KIND> struct Codebook4 {
 template <class F> constexpr bool CODEBOOK = F::OFFSET >= OFFSET_NF4;
 // Whether a group's offset is multiplied by the sum of its activations.
 template <class F> constexpr bool SUMMED = F::OFFSET == OFFSET_ZERO_POINT || F::OFFSET == OFFSET_MINIMUM;
+constexpr int LONGEST_ORDER = 12288;  // of K, and most tokens, for which a launch takes columns in another order
+constexpr int MOST_ORDERED = 2;
 template <class F> constexpr bool ORDERED = false;
 template <int GROUPS, int KIND> constexpr bool ORDERED<Int4<GROUPS, KIND, true>> = true;

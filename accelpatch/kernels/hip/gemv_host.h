@@ -169,7 +169,7 @@ template <class F, class T> int launch(const GemvArgs& a, GpuStream stream) {
             if (status != STATUS_MEMORY || many) return status;
         }
     }
-    if (!depth) return STATUS_MEMORY;
+    if (!depth || (ORDERED<F> && plan.staged_k_tiles != plan.k_tiles)) return STATUS_MEMORY;
     if (a.producer) plan.signalled = int32_t(a.producer_columns / tile_columns(a));
     // The scale of a quantised token is known when all of K is.
     if (a.consumer && !a.norm && plan.staged_k_tiles == plan.k_tiles && !QUANTIZES_ROWS<F> && !ORDERED<F>)

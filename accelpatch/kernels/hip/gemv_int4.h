@@ -5,13 +5,13 @@
 #include "instances.h"
 
 constexpr int OF_ORDER = 16;  // added to the offset's number: columns are in another order (ONLY_FORM)
-constexpr int64_t LONGEST_ORDER = 1 << 16;
 
 template <int GROUPS, int KIND, class T> int by_order(const GemvArgs& a, GpuStream s) {
     if (!a.order) {
         if constexpr (HAS<KIND>) return launch_all<Int4<GROUPS, KIND>, T>(a, s);
     } else if constexpr (HAS<KIND + OF_ORDER>) {
-        if (a.k > LONGEST_ORDER || a.k % 8 || a.norm == NORM_LAYER || a.consumer) return STATUS_SIZE;
+        const bool fits = a.m <= MOST_ORDERED && a.k <= LONGEST_ORDER && a.k % 8 == 0;
+        if (!fits || a.norm == NORM_LAYER || a.consumer) return STATUS_SIZE;
         if (!multiple_of_16(a.order)) return STATUS_POINTER;
         return launch_all<Int4<GROUPS, KIND, true>, T>(a, s);
     }

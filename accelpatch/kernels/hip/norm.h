@@ -23,18 +23,6 @@ DEVICE Words4 load_chunk(const void* row, int at, int k, bool aligned) {
     return aligned ? load_activation16(from) : load_part(from, k - at);
 }
 
-// Eight 16-bit values at the places that the 16-bit halves of `places` name.
-DEVICE Words4 gather_chunk(const void* row, const Words4& places) {
-    const uint16_t* from = static_cast<const uint16_t*>(row);
-    uint32_t out[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const uint32_t two = word_of(places, i);
-        out[i] = load_activation2(from + (two & 0xffffu)) | load_activation2(from + (two >> 16)) << 16;
-    }
-    return {out[0], out[1], out[2], out[3]};
-}
-
 // A token's values become (x - mean) * scale * weight + bias, rounded as the module's own output would be. CLUSTERED:
 // the blocks of a cluster leave the sums of runs of 8 lanes instead of 32, and total() goes on where they stopped.
 template <class T, bool CLUSTERED, bool COMMON> struct Norms {

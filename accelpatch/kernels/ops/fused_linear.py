@@ -38,7 +38,7 @@ SILU = ("silu", "swish")
 # activation of all columns -> its name among those of the device library
 INSIDE = {"relu": "relu", "gelu": "gelu", "gelu_tanh": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "silu": "silu"}
 FUSED, LARGE_M = "fused_linear", "large_m_linear"
-MOST_ORDERED, LONGEST_ORDER = 2, 1 << 16  # rows and columns of x that a launch takes in another order
+MOST_ORDERED, LONGEST_ORDER = 2, 12288  # rows and columns of x that a launch takes in another order (formats.h)
 
 
 @dataclass(frozen=True, eq=False)
