@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -51,33 +50,6 @@ def kinds(n: int, k: int, m: int, dtype: torch.dtype, device: str = "cuda") -> d
     if n % 2 == 0:
         found["silu_gate"] = {"activation": "silu_gate", "bias": r(n), "norm": "rms", **norm}
     return found
-
-
-def check_order(lib: Library, name: str, dtype: torch.dtype, device: str = "cuda") -> list[str]:
-    """Columns in another order: the bits of the same product with x in that order; under a norm by the float rule."""
-    bad = []
-    for n, k, m in ((100, 576, 1), (48, 4224, 2), (24, 6144, 1), (33, 192, 2), (16, 12288, 1)):
-        p = pack(torch.randn(n, k) / k**0.5, name, dtype=dtype).to(device)
-        order = torch.randperm(k)
-        mine, short = replace(p, ordered=True), order.to(device, torch.int16)
-        assert p.dense is not None
-        natural = torch.empty_like(p.dense).index_copy_(1, order, p.dense)
-        x = torch.randn(m, k, dtype=dtype, device=device)
-        for kind, given in kinds(n, k, m, dtype, device).items():
-            if kind in ("layer", "silu_gate"):
-                continue
-            found = run(lib, mine, x, given, order=short.data_ptr())
-            if "norm" in given:
-                reason = wrong(found, natural, x, given)
-            else:
-                want = run(lib, p, x[:, order.to(device)].contiguous(), given)
-                reason = "" if torch.equal(found, want) else "other bits"
-            bad += [f"{name} {n} x {k}, {m} rows, {kind}: {reason}"] * bool(reason)
-        x[-1, k // 3] = float("inf")
-        want = run(lib, p, x[:, order.to(device)].contiguous(), {})
-        if not torch.equal(run(lib, mine, x, {}, order=short.data_ptr()).nan_to_num(7.0), want.nan_to_num(7.0)):
-            bad.append(f"{name} {n} x {k}: an infinity")
-    return bad
 
 
 EVERY_SIZE = ("product", "rms", "silu_gate")

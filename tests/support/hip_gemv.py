@@ -82,13 +82,7 @@ class Packed:
     dense: Tensor | None = None
     shift: int = 0
     interleaved: bool = False
-    ordered: bool = False  # launched with an order of columns
     canonical: tuple[Any, ...] = field(default=())
-
-    @property
-    def variant(self) -> str:
-        """The one of the function's libraries."""
-        return self.format.variant + "_ordered" * self.ordered
 
     def to(self, device: str) -> Packed:
         """The same with the packed tensors on another device; the dense weight stays where it is."""
@@ -231,7 +225,7 @@ class Library:
 
     def _launch(self, p: Packed, args: binding.GemvArgs, half: int) -> None:
         name = "accelpatch_" + p.format.library
-        held = library_of(p.format.library, DTYPES[half], p.variant)
+        held = library_of(p.format.library, DTYPES[half], p.format.variant)
         if held not in self.entries:
             self.entries[held] = binding.load(library_in(self.folder, held), name)
         extra = [] if p.format.argument is None else [p.format.argument]
@@ -246,7 +240,7 @@ class Launched(Library):
         super().__init__(Path())
 
     def _launch(self, p: Packed, args: binding.GemvArgs, half: int) -> None:
-        entry = binding._entry(p.format.library, binding.DTYPES[half], p.variant, torch.device("cuda", 0))
+        entry = binding._entry(p.format.library, binding.DTYPES[half], p.format.variant, torch.device("cuda", 0))
         extra = [] if p.format.argument is None else [p.format.argument]
         status = entry(ctypes.byref(args), half, *extra, torch.cuda.current_stream().cuda_stream)
         binding.check(status, p.format.library)

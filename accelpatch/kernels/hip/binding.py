@@ -30,8 +30,7 @@ SENTINEL = -1  # the 16 bits, as int16, of an output that is yet to be written: 
 MAX_GEMV_ROWS = 8  # rows per pass over the weight; a row's bits do not depend on their number
 DTYPES = (torch.bfloat16, torch.float16)  # dtypes of x and y, numbered as in the C interface
 
-_POINTERS = ("w", "scale", "offset", "x", "norm_weight", "norm_bias", "bias", "residual", "order", "y", "producer",
-             "consumer")  # fmt: skip
+_POINTERS = ("w", "scale", "offset", "x", "norm_weight", "norm_bias", "bias", "residual", "y", "producer", "consumer")
 _SIZES = ("producer_columns", "consumer_columns", "m", "n", "k", "x_stride", "residual_stride", "y_stride")
 _FLAGS = (
     "norm",
@@ -193,7 +192,6 @@ def launch(
     beside = None if residual is None else _rows(residual.to(x.dtype), n)
     held = dict(zip(("bias", "norm_weight", "norm_bias"), _alike(x, bias, norm_weight, norm_bias), strict=True))
     held |= {"w": weight.w, "scale": weight.scale, "offset": weight.offset, "x": rows, "y": y, "residual": beside}
-    held["order"] = weight.order
     args = GemvArgs(
         **{name: None if tensor is None else tensor.data_ptr() for name, tensor in held.items()},
         m=rows.shape[0], n=weight.n, k=k, x_stride=rows.stride(0), y_stride=n,

@@ -117,8 +117,7 @@ template <bool FNUZ> struct W8A8Fp8 : ByteRows {
 // values 32 p + 8 t + e, value e = 2 i in nibble i, e = 2 i + 1 in nibble i + 4. Scales: [tile][step][r % 8][GROUPS][r
 // / 8]. A code u lies there as u - 8 in two's complement, and is multiplied as the byte 16 (u - 8). What a zero point
 // or a minimum adds to that, s (8 - z) or m + 8 s, is multiplied by the sum of a group's activations.
-// ORDERED: columns are in another order than activations.
-template <int GROUPS_, int KIND, bool ORDERED_ = false> struct Int4 {
+template <int GROUPS_, int KIND> struct Int4 {
     static constexpr bool QUANTIZES = true, TILED = true, SPLIT = false, INTERLEAVED = true;
     static constexpr int KSTEP = 128, PARTS = 4, GROUPS = GROUPS_, OFFSET = KIND, STEP_BYTES = 1024, VALUE_BITS = 4;
     static constexpr float CODE_STEP = 1.f / 16;
@@ -166,7 +165,3 @@ template <int GROUPS_, int KIND> struct Codebook4 {
 template <class F> constexpr bool CODEBOOK = F::OFFSET >= OFFSET_NF4;
 // Whether a group's offset is multiplied by the sum of its activations.
 template <class F> constexpr bool SUMMED = F::OFFSET == OFFSET_ZERO_POINT || F::OFFSET == OFFSET_MINIMUM;
-constexpr int LONGEST_ORDER = 12288;  // of K, and most tokens, for which a launch takes columns in another order
-constexpr int MOST_ORDERED = 2;
-template <class F> constexpr bool ORDERED = false;
-template <int GROUPS, int KIND> constexpr bool ORDERED<Int4<GROUPS, KIND, true>> = true;

@@ -28,7 +28,6 @@ struct GemvArgs {
     const void* norm_bias;    // [K], NORM_LAYER
     const void* bias;         // [N] or null
     const void* residual;     // [M, columns of y] or null
-    const uint16_t* order;    // [K] or null: column k of w is multiplied by x[order[k]], and so by that norm weight
     void* y;
     // Two numbers, zero before and after, or null: of y's first producer_columns those that are finished are counted in
     // `producer`; the next kernel has it as `consumer`, and does not wait for the rest before it begins with them. Both

@@ -4,24 +4,15 @@
 #include "gemv_host.h"
 #include "instances.h"
 
-constexpr int OF_ORDER = 16;  // added to the offset's number: columns are in another order (ONLY_FORM)
-
-template <int GROUPS, int KIND, class T> int by_order(const GemvArgs& a, GpuStream s) {
-    if (!a.order) {
-        if constexpr (HAS<KIND>) return launch_all<Int4<GROUPS, KIND>, T>(a, s);
-    } else if constexpr (HAS<KIND + OF_ORDER>) {
-        const bool fits = a.m <= MOST_ORDERED && a.k <= LONGEST_ORDER && a.k % 8 == 0;
-        if (!fits || a.norm == NORM_LAYER || a.consumer) return STATUS_SIZE;
-        if (!multiple_of_16(a.order)) return STATUS_POINTER;
-        return launch_all<Int4<GROUPS, KIND, true>, T>(a, s);
-    }
-    return STATUS_FORMAT;
-}
 template <int GROUPS, class T> int by_offset(const GemvArgs& a, GpuStream s) {
-    if (a.offset_kind == OFFSET_NONE) return by_order<GROUPS, OFFSET_NONE, T>(a, s);
-    if (a.offset_kind == OFFSET_ZERO_POINT) return by_order<GROUPS, OFFSET_ZERO_POINT, T>(a, s);
+    if constexpr (HAS<OFFSET_NONE>) {
+        if (a.offset_kind == OFFSET_NONE) return launch_all<Int4<GROUPS, OFFSET_NONE>, T>(a, s);
+    }
+    if constexpr (HAS<OFFSET_ZERO_POINT>) {
+        if (a.offset_kind == OFFSET_ZERO_POINT) return launch_all<Int4<GROUPS, OFFSET_ZERO_POINT>, T>(a, s);
+    }
     if constexpr (HAS<OFFSET_MINIMUM>) {
-        if (a.offset_kind == OFFSET_MINIMUM && !a.order) return launch_all<Int4<GROUPS, OFFSET_MINIMUM>, T>(a, s);
+        if (a.offset_kind == OFFSET_MINIMUM) return launch_all<Int4<GROUPS, OFFSET_MINIMUM>, T>(a, s);
     }
     if constexpr (GROUPS > 1 && HAS<OFFSET_NF4>) {
         if (a.offset_kind == OFFSET_NF4) return launch_all<Codebook4<GROUPS, OFFSET_NF4>, T>(a, s);

@@ -71,7 +71,7 @@ DEVICE float unbounded_sum(
     bool found = false;
 #pragma unroll 1
     for (int k = 0; k < int(a.k); ++k) {
-        const float x = norms.value(token, ORDERED<F> ? int(a.order[k]) : k, mean, factor);
+        const float x = norms.value(token, k, mean, factor);
         if (fabsf(x) < INFINITY) continue;
         found = true;
         float scale = 1.f, offset = 0.f;

@@ -18,7 +18,7 @@ struct LimbStager : Norms<T, CLUSTERED, COMMON>, Limbs<F, T, NARROW> {
     DEVICE LimbStager(const GemvArgs& a, const GemvPlan& plan, char* shared) : Base(a, plan, shared), shared(shared) {
         if (threadIdx.x == 0) Base::shared_word() = 0;
         if (!CLUSTERED && a.norm != NORM_NONE)
-            for (int h = 0; h < 2; ++h) first[h] = Base::weight(ORDERED<F> ? natural(h) : place(threadIdx.x, h));
+            for (int h = 0; h < 2; ++h) first[h] = Base::weight(place(threadIdx.x, h));
         __syncthreads();
     }
     // As FloatStager's.
@@ -27,8 +27,7 @@ struct LimbStager : Norms<T, CLUSTERED, COMMON>, Limbs<F, T, NARROW> {
         const int slots = (steps + PAIR<F> - 1) / PAIR<F> * PAIR<F> * (F::KSTEP / 16),
                   laps = (slots + THREADS - 1) / THREADS;
         Extremes extremes;
-        if constexpr (ORDERED<F>) extremes = ordered(slots, wait, rest);
-        else if (NARROW && !Base::layer() && laps * int(a.m) == 1 && !Base::signalled(from))
+        if (NARROW && !Base::layer() && laps * int(a.m) == 1 && !Base::signalled(from))
             extremes = one_slot(from * F::KSTEP, slots, before * (F::KSTEP / 16), wait, rest);
         else if (a.norm == NORM_NONE)
             extremes = fetch<false>(from * F::KSTEP, slots, laps, before * (F::KSTEP / 16), wait, rest);
@@ -142,68 +141,6 @@ protected:
         extremes.see(convert_one(0, before + slot, slot < slots, v));
         return extremes;
     }
-    // Where a thread's chunks of x begin that lie in their own order.
-    static DEVICE int natural(int i) { return (i * THREADS + int(threadIdx.x)) * 8; }
-    // Columns in another order, all of K: under an RMSNorm or none, values go through shared memory, where each thread
-    // then finds those of its slots.
-    template <class WAIT, class REST> DEVICE Extremes ordered(int slots, const WAIT& wait, const REST& rest) const {
-        constexpr int LAPS = LONGEST_ORDER / (16 * THREADS), CHUNKS = 2 * LAPS;
-        Extremes extremes;
-        Words4 places[LAPS][2];  // constant, and so loaded before the wait
-#pragma unroll
-        for (int i = 0; i < CHUNKS; ++i) {
-            const int at = place(i / 2 * THREADS + threadIdx.x, i % 2);
-            places[i / 2][i % 2] = at < int(a.k) ? *reinterpret_cast<const Words4*>(a.order + at) : Words4{0, 0, 0, 0};
-        }
-        wait();
-#pragma unroll 1
-        for (int token = 0; token < int(a.m); ++token) {
-            Words4 v[CHUNKS];
-            float partial = 0.f;
-#pragma unroll
-            for (int i = 0; i < CHUNKS; ++i) v[i] = Base::load(token, natural(i));
-            if (token == 0) rest();
-            if (a.norm != NORM_NONE) {
-#pragma unroll
-                for (int i = 0; i < CHUNKS; ++i) partial += Base::squares_of(v[i]);
-                Base::leave(Base::squares(), token, partial);
-                __syncthreads();
-                const float scale = Base::scale(token);
-#pragma unroll
-                for (int i = 0; i < CHUNKS; ++i)
-                    v[i] = Base::scaled(v[i], i < 2 ? first[i] : Base::weight(natural(i)), scale);
-            }
-            char* row = slot_at(token, 0);
-#pragma unroll
-            for (int i = 0; i < CHUNKS; ++i)
-                if (natural(i) < slots * 16) *reinterpret_cast<Words4*>(row + natural(i) * 2) = v[i];
-            __syncthreads();
-            Words4 raw[LAPS][1][2];
-#pragma unroll
-            for (int i = 0; i < CHUNKS; ++i)
-                raw[i / 2][0][i % 2] = place(i / 2 * THREADS + threadIdx.x, i % 2) < int(a.k)
-                                           ? gathered(row, places[i / 2][i % 2])
-                                           : Words4{0, 0, 0, 0};
-            __syncthreads();
-#pragma unroll
-            for (int lap = 0; lap < LAPS; ++lap) {
-                const int slot = lap * THREADS + threadIdx.x;
-                extremes.see(convert_one(token, slot, slot < slots, raw[lap]));
-            }
-        }
-        return extremes;
-    }
-    // Eight 16-bit values of a row in shared memory, at the places that the halves of `places` name.
-    static DEVICE Words4 gathered(const char* row, const Words4& places) {
-        const uint16_t* from = reinterpret_cast<const uint16_t*>(row);
-        uint32_t out[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const uint32_t two = word_of(places, i);
-            out[i] = uint32_t(from[two & 0xffffu]) | uint32_t(from[two >> 16]) << 16;
-        }
-        return {out[0], out[1], out[2], out[3]};
-    }
     DEVICE Extremes normalise(int slots, int laps) const {
         Extremes extremes;
         __syncthreads();
@@ -261,7 +198,7 @@ protected:
             const float mean = a.norm ? Base::mean(token) : 0.f, factor = a.norm ? Base::scale(token) : 0.f;
             const auto value = [&](int at, int e) ALWAYS_INLINE {
                 const int k = place(global_piece_of(from + slot + at / 16, run, rank), at / 8 % 2) + e;
-                return k < int(a.k) ? Base::value(token, ORDERED<F> ? int(a.order[k]) : k, mean, factor) : 0.f;
+                return k < int(a.k) ? Base::value(token, k, mean, factor) : 0.f;
             };
             uint32_t most = 0;
 #pragma unroll 1

@@ -26,8 +26,7 @@ class WeightArguments:
     per row; or 16-bit tiles (tiling.py), one per 2 ** group_shift K steps; or scale and outliers of compact_tiles.py,
     4 * group_shift outliers per row. prefetchable: False if the tensors are copies made for this launch. variant: of
     the function's libraries, the one for this format. offset of gemv_w8a8: the static scale of
-    x, float32[1], or None where each row has its own. order: the column of x for each column of w, uint16[K] as int16;
-    None: its own.
+    x, float32[1], or None where each row has its own.
     """
 
     function: str
@@ -41,7 +40,6 @@ class WeightArguments:
     group_shift: int = 0
     prefetchable: bool = True
     variant: str = ""
-    order: Tensor | None = None
 
 
 class Layout(Protocol):

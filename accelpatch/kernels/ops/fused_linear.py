@@ -21,11 +21,10 @@ from torch import Tensor
 
 from accelpatch.device import Device
 from accelpatch.kernels import dispatch
-from accelpatch.kernels.build.gpu_libraries import FUNCTIONS
 from accelpatch.kernels.hip import binding
 from accelpatch.kernels.hip.binding import Signal
 from accelpatch.kernels.layouts import int4_tiles
-from accelpatch.kernels.layouts.layout import Layout, WeightArguments
+from accelpatch.kernels.layouts.layout import Layout
 from accelpatch.kernels.ops import gated_activation, linear, w8a8_linear
 from accelpatch.kernels.ops.by_layout import LINEARS, LinearOf
 from accelpatch.kernels.ops.fused_norm import FusedNorm
@@ -38,7 +37,6 @@ SILU = ("silu", "swish")
 # activation of all columns -> its name among those of the device library
 INSIDE = {"relu": "relu", "gelu": "gelu", "gelu_tanh": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "silu": "silu"}
 FUSED, LARGE_M = "fused_linear", "large_m_linear"
-MOST_ORDERED, LONGEST_ORDER = 2, 12288  # rows and columns of x that a launch takes in another order (formats.h)
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,8 +45,7 @@ class FusedLinear(Described):
 
     activation: of y before the residual, a name of `gated_activation.ACTIVATIONS`. producer: flag for the columns of y,
     if a call is `one_launch`. consumer: flag for the columns of x. order[K] int32: the input of each column of the
-    weight, or None where they are in order; for more than MOST_ORDERED rows reordering x, with the norm, is a launch of
-    its own.
+    weight, or None where they are in order; reordering x, with the norm, is a launch of its own.
     """
 
     weight: Layout
@@ -128,26 +125,6 @@ class FusedLinear(Described):
         """This layer without its activation."""
         return replace(self, activation=None)
 
-    @property
-    def launched(self) -> WeightArguments:
-        """The arguments of a launch, with the order of the columns where there is one."""
-        weight = self.weight.launch()
-        if self.order is None:
-            return weight
-        return replace(weight, order=self.short_order, variant=f"{weight.variant}_ordered")
-
-    @functools.cached_property
-    def short_order(self) -> Tensor:
-        """The order of the columns as uint16, in int16."""
-        assert self.order is not None
-        return self.order.to(torch.int16)
-
-    def orders_inside(self, x: Tensor, norm: FusedNorm | None) -> bool:
-        """Whether a launch takes the columns of x in another order itself: for few rows, by 4-bit weights."""
-        name, variant = self.function
-        ordered = f"{variant}_ordered" in FUNCTIONS[name].variants and self.k <= LONGEST_ORDER
-        return ordered and x.shape[0] <= MOST_ORDERED and (norm is None or not norm.layer) and self.consumer is None
-
     @functools.cached_property
     def in_order(self) -> FusedLinear:
         """This layer for an x whose columns are in the weight's order."""
@@ -213,7 +190,7 @@ def hip_why_not(spec: Spec, device: Device) -> str | None:
 
 def by_hip(layer: FusedLinear, x: Tensor, norm: FusedNorm | None, gate: str | None, residual: Tensor | None) -> Tensor:
     """The implementation `hip`: one launch, and one more for a gate that it cannot apply, or for another order."""
-    if layer.order is not None and not layer.orders_inside(x, norm):
+    if layer.order is not None:
         return by_hip(layer.in_order, reordered(x, layer.order, norm), None, gate, residual)
     part, one = layer.weight.part, layer.gates(gate)
     mixed = part != "all" and not one  # interleaved output columns have to be reordered
@@ -222,7 +199,7 @@ def by_hip(layer: FusedLinear, x: Tensor, norm: FusedNorm | None, gate: str | No
     inside = not mixed and (gate is None or one) and after is None
     bias = int4_tiles.in_tiles(layer.bias, part) if mixed else layer.bias
     y = binding.launch(
-        layer.launched, x, bias=bias, residual=residual if inside else None,
+        layer.weight.launch(), x, bias=bias, residual=residual if inside else None,
         activation=activation,
         norm="none" if norm is None else norm.kind, norm_weight=None if norm is None else norm.weight,
         norm_bias=None if norm is None else norm.bias, epsilon=0.0 if norm is None else norm.eps,

@@ -15,7 +15,7 @@ import torch
 
 from accelpatch.kernels.hip import binding
 from tests.kernels.hip.simt_emulator import COMPILER, compiled
-from tests.support.gemv_checks import check_order, check_signals, check_small, run
+from tests.support.gemv_checks import check_signals, check_small, run
 from tests.support.gemv_reference import wrong
 from tests.support.hip_gemv import FORMATS, Emulated, pack
 from tests.support.interpreted import DEVICE
@@ -70,13 +70,6 @@ def test_small_shapes(form: str, name: str, dtype: torch.dtype, made: Callable[[
         pytest.skip("as by clusters, but for what waves leave each other")
     torch.manual_seed(0)
     assert check_small(made(form), name, dtype, "cpu") == []
-
-
-@pytest.mark.parametrize("form", ["nvidia", "gfx942"])
-@pytest.mark.parametrize("name", ["int4_g64", "int4_g128_zero"])
-def test_columns_in_another_order(form: str, name: str, made: Callable[[str], Emulated]) -> None:
-    torch.manual_seed(0)
-    assert check_order(made(form), name, torch.bfloat16, "cpu") == []
 
 
 @pytest.mark.parametrize(
