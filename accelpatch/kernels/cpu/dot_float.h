@@ -1,5 +1,4 @@
-// Sixteen rows of weights times M tokens in float: what AVX2 and portable machines run, and dense weights and tables
-// everywhere.
+// Sixteen rows of weights times M tokens in float: what AVX2 and portable machines run, and dense weights everywhere.
 #pragma once
 #include "activations.h"
 #include "scales.h"
@@ -9,19 +8,13 @@ namespace {
 constexpr int kRows = kLanes / 4;  // a vector holds 4 k of kRows rows
 
 AP_INLINE vf four_times(const float* scale) {  // each row's scale, four times
-#if AP_LANES == 16
-    return _mm512_permutexvar_ps(
-        _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3), _mm512_castps128_ps512(_mm_loadu_ps(scale)));
-#endif
     float lane[kLanes];
     for (int i = 0; i < kLanes; i++) lane[i] = scale[i / 4];
     return load(lane);
 }
 
 AP_INLINE vf repeat(const float* x) {  // the same 4 k for every row of a vector
-#if AP_LANES == 16
-    return _mm512_broadcast_f32x4(_mm_loadu_ps(x));
-#elif AP_LANES == 8
+#if AP_LANES == 8
     return _mm256_broadcast_ps(reinterpret_cast<const __m128*>(x));
 #endif
     float lane[kLanes];
@@ -91,15 +84,19 @@ AP_INLINE void add_chain(const uint8_t* w, const Rows& rows, const ap_linear& s,
     const float* x = KIND == AP_TABLE ? a.x : a.padded;
     const int64_t stride = KIND == AP_TABLE ? a.x_stride : a.stride;
     multiply_chain<M, R, KIND>(sums, w + row * 4, table, x + token * stride + k, stride, count);
-    for (int r = 0; r < R; r++)
-        for (int m = 0; m < M; m++)
-            total[r][m] = fma(sums.dot[r][m], four_times(rows.scale + row + r * kRows), total[r][m]);
-    if (!has_middle<KIND>(s)) return;
+    if (!has_middle<KIND>(s)) {
+        for (int r = 0; r < R; r++)
+            for (int m = 0; m < M; m++)
+                total[r][m] = fma(sums.dot[r][m], four_times(rows.scale + row + r * kRows), total[r][m]);
+        return;
+    }
     for (int m = 0; m < M; m++) {
         float sum = 0;
         for (int64_t b = k / a.width; b * a.width < k + count; b++) sum += a.block[(token + m) * a.blocks + b].sum;
-        for (int r = 0; r < R; r++)  // a quarter to each of a row's 4 lanes
-            total[r][m] = fma(splat(0.25f * sum), four_times(rows.middle + row + r * kRows), total[r][m]);
+        for (int r = 0; r < R; r++) {  // a quarter to each of a row's 4 lanes; the total is rounded once
+            const vf middle = splat(0.25f * sum) * four_times(rows.middle + row + r * kRows);
+            total[r][m] += fma(sums.dot[r][m], four_times(rows.scale + row + r * kRows), middle);
+        }
     }
 }
 

@@ -1,7 +1,7 @@
 // One block of 16 rows of any kind of weight, times some tokens.
 #pragma once
 #include "dot_float.h"
-#include "dot_vnni.h"
+#include "dot_table.h"
 #include "dot_w8a8.h"
 
 namespace {
@@ -10,15 +10,16 @@ template <int M> void dot_some(const Weight& w, int64_t b, const Activations& a,
     const uint8_t* p = static_cast<const uint8_t*>(w.w.data) + b * w.l.block_bytes;
 #if defined(__AVX512VNNI__)
 #define AP_DOT dot_vnni
+    if (w.w.kind == AP_TABLE) return dot_table<M>(w.w, w.l, p, a, token, y);
 #else
 #define AP_DOT dot_float
+    if (w.w.kind == AP_TABLE) return dot_float<M, AP_TABLE>(w.w, w.l, p, a, token, y);
 #endif
     switch (w.w.kind) {
         case AP_INT8: return AP_DOT<M, AP_INT8>(w.w, w.l, p, a, token, y);
         case AP_INT4: return AP_DOT<M, AP_INT4>(w.w, w.l, p, a, token, y);
         case AP_Q4_K: return AP_DOT<M, AP_Q4_K>(w.w, w.l, p, a, token, y);
         case AP_Q6_K: return AP_DOT<M, AP_Q6_K>(w.w, w.l, p, a, token, y);
-        case AP_TABLE: return dot_float<M, AP_TABLE>(w.w, w.l, p, a, token, y);
     }
 #undef AP_DOT
     const int64_t first = b * kBlockRows, rows = w.w.n - first < kBlockRows ? w.w.n - first : kBlockRows;

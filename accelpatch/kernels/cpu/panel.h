@@ -1,12 +1,15 @@
 // Products of many tokens: a panel of 32 rows of the weight is made float once, as torch dequantises it, and meets all
 // tokens.
 #pragma once
+#include <type_traits>
+
 #include "linear.h"
 
 namespace {
 
 constexpr int64_t kPanelRows = 32, kPanelDepth = 512;  // rows and k of a panel: 64 KiB, which stay in a core's cache
-constexpr int kPanelVectors = 2;                       // of rows in registers at a time
+constexpr int64_t kPanelChain = 128;  // k that are summed before they are added: less is lost than in one long sum
+constexpr int kPanelVectors = 2;      // of rows in registers at a time
 constexpr int kPanelTokens = AP_LANES == 16 ? 12 : 4;  // as many sums as there are registers for
 
 static_assert(
@@ -95,8 +98,7 @@ void panel_tokens(
     for (int64_t column = 0; column < kPanelRows; column += kPanelVectors * kLanes) {
         vf sum[M][kPanelVectors];
         for (int m = 0; m < M; m++)
-            for (int v = 0; v < kPanelVectors; v++)
-                sum[m][v] = more ? load(y + m * y_stride + column + v * kLanes) : splat(0.0f);
+            for (int v = 0; v < kPanelVectors; v++) sum[m][v] = splat(0.0f);
         const float* p = panel + column;
         for (int64_t k = 0; k < depth; k++, p += kPanelRows) {
             vf w[kPanelVectors];
@@ -107,7 +109,10 @@ void panel_tokens(
             }
         }
         for (int m = 0; m < M; m++)
-            for (int v = 0; v < kPanelVectors; v++) store(y + m * y_stride + column + v * kLanes, sum[m][v]);
+            for (int v = 0; v < kPanelVectors; v++) {
+                float* to = y + m * y_stride + column + v * kLanes;
+                store(to, more ? load(to) + sum[m][v] : sum[m][v]);
+            }
     }
 }
 
@@ -120,16 +125,20 @@ inline void panel_product(
     for (int64_t first = 0; first < w.w.k; first += kPanelDepth) {
         const int64_t last = first + kPanelDepth < w.w.k ? first + kPanelDepth : w.w.k, depth = last - first;
         panel_rows(w, b, first, last, panel);
-        int64_t t = 0;
-        for (; t + kPanelTokens <= m; t += kPanelTokens)
-            panel_tokens<kPanelTokens>(
-                panel, depth, x + t * x_stride + first, x_stride, tile + t * kPanelRows, kPanelRows, first > 0);
-        for (; t + 4 <= m; t += 4)
-            panel_tokens<4>(
-                panel, depth, x + t * x_stride + first, x_stride, tile + t * kPanelRows, kPanelRows, first > 0);
-        for (; t < m; t++)
-            panel_tokens<1>(
-                panel, depth, x + t * x_stride + first, x_stride, tile + t * kPanelRows, kPanelRows, first > 0);
+        for (int64_t k = 0; k < depth; k += kPanelChain) {
+            const float *part = panel + k * kPanelRows, *from = x + first + k;
+            const int64_t count = depth - k < kPanelChain ? depth - k : kPanelChain;
+            const bool more = first + k > 0;
+            int64_t t = 0;
+            auto some = [&](auto tokens) {
+                for (; t + tokens <= m; t += tokens)
+                    panel_tokens<tokens>(
+                        part, count, from + t * x_stride, x_stride, tile + t * kPanelRows, kPanelRows, more);
+            };
+            some(std::integral_constant<int, kPanelTokens>());
+            some(std::integral_constant<int, 4>());
+            some(std::integral_constant<int, 1>());
+        }
     }
 }
 
