@@ -139,10 +139,12 @@ class Pack:
         return cls(weight.detach().to(torch.float32).contiguous(), DENSE, n, k, k, False, "none", bias=as_float(bias))
 
     @classmethod
-    def of_arguments(cls, *arguments: Any) -> Pack:
+    def of_arguments(
+        cls, data: Tensor, kind: int, n: int, k: int, group: int, half_scales: bool, offset: str, codes: str,
+        order: Tensor | None, bias: Tensor | None,
+    ) -> Pack:  # fmt: skip
         """From `arguments()` and a bias[N] of any float dtype, as an operation takes them."""
-        *weight, bias = arguments
-        return cls(*weight, bias=as_float(bias))
+        return cls(data, kind, n, k, group, half_scales, offset, codes, order, as_float(bias))
 
     @staticmethod
     def why_not(n: int, k: int, group: int, offset: str, bits: int = 4, codes: str = "") -> str | None:
