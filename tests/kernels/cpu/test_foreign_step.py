@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(reason is not None, reason=f"no native library: 
 LENGTH, STEPS = 24, 20
 #: a layer's weights q, k, v, o, gate, up, down, in turn: of one kind, or each of another
 KINDS = {
-    "zero": ("int4-zero-half32",),
+    "zero": ("int4-zero-half64",),
     "order": ("int4-zero-order-half32",),
     "tables": ("nf4-half64", "fp4-group32"),
     "sixteen": ("int8-group16", "int4-minimum-half16"),
