@@ -232,7 +232,7 @@ class Pack:
         """The C structure. It points into this pack's tensors, which must outlive it."""
         shape = (self.kind, int(self.half_scales), OFFSETS[self.offset], 0.0, self.n, self.k, self.group)
         values = table(self.codes) if self.codes else None
-        return Linear(*shape, *map(pointer, (self.data, self.bias, self.order, values)))
+        return Linear(*shape, pointer(self.data), pointer(self.bias), pointer(self.order), pointer(values))
 
     @staticmethod
     def in_one_block(packs: Sequence[Pack]) -> list[Pack]:
