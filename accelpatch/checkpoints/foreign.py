@@ -22,7 +22,7 @@ from accelpatch.checkpoints.save import description
 from accelpatch.errors import LoadError
 from accelpatch.models import checkpoint
 from accelpatch.models.catalog import resolve
-from accelpatch.quant.weight import QuantizedWeight, W8A8Weight
+from accelpatch.modules.quantized_module import Held
 from accelpatch.recipe import recipe as recipes
 
 SMOOTHQUANT_OPT = "smoothquant-opt"  # the name of its recipe too
@@ -34,7 +34,7 @@ class Packed:
     """How a layout has a linear layer: its tensors, the first of which shows that it is quantised, and their reader."""
 
     parts: tuple[str, ...]
-    weight: Callable[[Mapping[str, Any], Mapping[str, Any], int, int], QuantizedWeight | W8A8Weight]
+    weight: Callable[[Mapping[str, Any], Mapping[str, Any], int, int], Held]
 
 
 ROWS = Packed(("weight_scale", "weight", "input_scale", "input_zero_point"), packed_formats.rows)

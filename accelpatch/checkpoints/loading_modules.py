@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -14,6 +15,7 @@ from accelpatch.errors import KernelError, LoadError, PatchError
 from accelpatch.patching.apply import Built, built
 from accelpatch.patching.entry import Entry
 from accelpatch.patching.plan import Plan
+from accelpatch.quant.blocks import BlockWeight
 from accelpatch.quant.weight import QuantizedWeight, W8A8Weight
 
 
@@ -98,12 +100,17 @@ def from_parts(
     try:
         return built(entry, weight_of(held) if layout is None else layout[0].weight(held, layout[1], site.n, site.k))
     except KernelError as error:
-        raise LoadError(f"{saved.tensors[f'{site.path}.{names[0]}'].file}: {site.path}.{error}") from error
+        raise LoadError(f"{_file_of(site.path, names, saved)}: {site.path}.{error}") from error
     except PatchError as error:
-        file = saved.tensors[f"{entry.site.path}.{names[0]}"].file
+        file = _file_of(site.path, names, saved)
         why = str(error.__cause__ or error)
         why = f".{why}" if why.startswith(PARTS) else f" is damaged: {why}"
         raise LoadError(f"{file}: {site.path}{why}") from error
+
+
+def _file_of(path: str, names: Sequence[str], saved: Saved) -> Path:
+    """The file that has the tensors of a site, or the first of them."""
+    return next(stored.file for name in names if (stored := saved.tensors.get(f"{path}.{name}")) is not None)
 
 
 def _whole(entry: Entry, saved: Saved, take: Callable[[str], Tensor | None]) -> Built:
@@ -135,8 +142,10 @@ def whole_names(plan: Plan) -> list[str]:
 
 
 def weight_of(parts: Mapping[str, Tensor | None]) -> QuantizedWeight | W8A8Weight:
-    """A quantised weight from its tensors by name; one with a static scale of its input is a W8A8Weight."""
+    """A quantised weight from its tensors by name; one with a static scale of its input is a W8A8Weight, and one with no
+    scale beside it is in blocks."""
     kind: Any = QuantizedWeight if parts.get("input_scale") is None else W8A8Weight
+    kind = BlockWeight if parts.get("scale") is None else kind
     return cast(QuantizedWeight, kind(**{name: parts.get(name) for name in kind._fields}))
 
 

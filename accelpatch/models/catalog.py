@@ -33,12 +33,16 @@ class CatalogEntry:
 
 @dataclass(frozen=True)
 class Source:
-    """Where a model comes from. kind: "embedded", "hub", "folder" or "gguf". location: hub name or path."""
+    """Where a model comes from. kind: "embedded", "hub", "folder" or "gguf". location: hub name or path.
+
+    beside: whether a GGUF file was given by its folder, whose configuration and tokenizer are then the file's.
+    """
 
     kind: str
     name: str
     location: str
     config: dict[str, Any] | None = None
+    beside: bool = False
 
 
 def _llama(heads: tuple[int, int], rope: Mapping[str, Any], **config: Any) -> dict[str, Any]:
@@ -240,6 +244,9 @@ def resolve(name: str) -> Source:
 
 def _local(name: str, path: Path) -> Source:
     if path.is_dir():
+        ggufs = sorted(path.glob("*.gguf"))
+        if len(ggufs) == 1 and not any(next(path.glob(f"*{end}"), None) for end in (".safetensors", *_PICKLES)):
+            return Source("gguf", name, str(ggufs[0].absolute()), beside=True)
         return Source("folder", name, str(path.absolute()))
     if path.suffix == ".gguf":
         return Source("gguf", name, str(path.absolute()))

@@ -1,4 +1,4 @@
-"""Loads models and tokenizers; the only module that calls ``from_pretrained``.
+"""Loads models and tokenizers; with gguf.py the only module that calls ``from_pretrained``.
 
 Safetensors and GGUF only. Nothing in a checkpoint can run code, and weights that do not fit the configuration are an
 error; transformers would start them at random.
@@ -6,6 +6,7 @@ error; transformers would start them at random.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,11 @@ from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from accelpatch.errors import CacheError, LoadError
-from accelpatch.models import checkpoint, embedded, hub
+from accelpatch.models import checkpoint, embedded, gguf, hub
 from accelpatch.models.catalog import Source, resolve
 from accelpatch.models.checkpoint import Progress
-from accelpatch.models.guard import explained, no_bar, quiet
+from accelpatch.models.gguf import device_map_of
+from accelpatch.models.guard import explained, quiet
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
@@ -41,11 +43,12 @@ def load(
     device: str | torch.device = "cpu",
     progress: Progress | None = None,
     quantization: Any = None,
+    floats: Mapping[str, torch.Tensor] | None = None,
 ) -> Loaded:
     """Load a model by short name, folder, GGUF file or hub name.
 
     dtype: "auto" keeps the checkpoint's. quantization: transformers' quantization_config for a float checkpoint; a dict
-    is taken as the one in config.json.
+    is taken as the one in config.json. floats: the float tensors of a GGUF file whose others `quantization` reads.
     progress: called as ``progress(stage, done, total)``. Raises LoadError, which says what to do, for a wrong name,
     network failures, and files that are damaged or not trusted.
     """
@@ -53,8 +56,11 @@ def load(
     source = resolve(name)
     if source.kind == "gguf":
         path = Path(source.location)
-        model = _load_gguf(path, dtype, device, report)
-        return Loaded(model, _gguf_tokenizer(path, report), source)
+        if floats is None:
+            return Loaded(gguf.unpacked(path, dtype, device, report), _tokenizer_of(source, report), source)
+        config = _config(source)
+        model = gguf.as_stored(path, config, _auto_class(config), quantization, floats, dtype, device, report)
+        return Loaded(model, _tokenizer_of(source, report, required=False), source)
     folder = _folder(source, report)
     return Loaded(
         _load_folder(folder, dtype, device, report, quantization), _folder_tokenizer(folder, required=False), source
@@ -86,7 +92,7 @@ def tokenizer(name: str) -> Any:
     """The model's tokenizer with its chat template. Raises LoadError where it has none."""
     source = resolve(name)
     if source.kind == "gguf":
-        return _gguf_tokenizer(Path(source.location), _silent)
+        return _tokenizer_of(source, _silent)
     return _folder_tokenizer(_folder(source, _silent, weights=False), required=True)
 
 
@@ -103,6 +109,31 @@ def fetch(name: str, *, progress: Progress | None = None) -> Path:
     """Download the model's files; returns the path of its folder or GGUF file."""
     source = resolve(name)
     return Path(source.location) if source.kind == "gguf" else _folder(source, progress or _silent)
+
+
+def gguf_file(name: str, progress: Progress | None = None) -> Path | None:
+    """The GGUF file of a model, where it has one and no other weights; that of the embedded model is fetched."""
+    source, report = resolve(name), progress or _silent
+    if source.kind == "embedded":
+        folder = embedded.gguf(lambda file, target: _describe(file, target, report), report)
+        return next(folder.glob("*.gguf"))
+    return Path(source.location) if source.kind == "gguf" else None
+
+
+def _describe(file: Path, target: Path, progress: Progress) -> None:
+    """Write the configuration and the tokenizer of a GGUF file, which take long to read from it."""
+    config = gguf.config(file)
+    config.architectures = [_auto_class(config).__name__]
+    config.save_pretrained(target)
+    gguf.tokenizer(file, progress).save_pretrained(target)
+
+
+def _tokenizer_of(source: Source, progress: Progress, *, required: bool = True) -> Any:
+    """The tokenizer of a GGUF file: that in its folder, where that was given, else its own."""
+    path = Path(source.location)
+    if source.beside and (found := _folder_tokenizer(path.parent, required=False, config=_config(source))) is not None:
+        return found
+    return gguf.tokenizer(path, progress) if required or gguf.has_tokenizer(path) else None
 
 
 def _silent(stage: str, done: int, total: int) -> None:
@@ -125,8 +156,8 @@ def _config(source: Source) -> Any:
         return _native(dict(source.config), source.name)
     if source.kind == "gguf":
         path = Path(source.location)
-        with explained(f"{path} is no GGUF file that transformers can read"), quiet():
-            return transformers.AutoConfig.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False)
+        beside = source.beside and (path.parent / "config.json").is_file()
+        return _native(checkpoint.read_config(path.parent), str(path.parent)) if beside else gguf.config(path)
     folder = hub.local(source.location, weights=False) if source.kind == "hub" else Path(source.location)
     if folder is None:
         raise LoadError(f"{source.name}: its configuration is not here; give a folder, or load it once from the hub")
@@ -172,7 +203,7 @@ def _load_folder(
             folder,
             config=config,
             dtype=dtype,
-            device_map=_device_map(device),
+            device_map=device_map_of(device),
             trust_remote_code=False,
             use_safetensors=True,
             local_files_only=True,
@@ -185,49 +216,9 @@ def _load_folder(
     return model.eval()
 
 
-def _load_gguf(path: Path, dtype: str | torch.dtype, device: str | torch.device, progress: Progress) -> Any:
-    _check_gguf(path)
-    options: dict[str, Any] = {}
-    # Newer versions would keep the blocks and fetch kernels for them; the oldest always unpacks.
-    if (gguf_config := getattr(transformers, "GgufConfig", None)) is not None:
-        options["quantization_config"] = gguf_config(dequantize=True)
-    progress("unpacking", 0, 1)
-    with explained(f"{path} is damaged, or of a kind that transformers cannot read"), quiet(), no_bar():
-        model, info = AutoModelForCausalLM.from_pretrained(
-            path.parent,
-            gguf_file=path.name,
-            dtype=dtype,
-            device_map=_device_map(device),
-            trust_remote_code=False,
-            local_files_only=True,
-            output_loading_info=True,
-            **options,
-        )
-    checkpoint.check_complete(str(path), info)
-    _forget_quantizer(model)
-    progress("unpacking", 1, 1)
-    return model.eval()
-
-
-def _check_gguf(path: Path) -> None:
-    with path.open("rb") as file:
-        if file.read(4) != b"GGUF":
-            raise LoadError(f"{path} does not begin as a GGUF file does: fetch it again")
-
-
-def _forget_quantizer(model: Any) -> None:
-    """Remove the GGUF quantizer from a model whose weights are plain floats now, so that transformers can save it."""
-    for name in ("hf_quantizer", "quantization_method"):
-        if hasattr(model, name):
-            delattr(model, name)
-    model.is_quantized = False
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
-
-
 def _convert(gguf: Path, target: Path, progress: Progress) -> None:
     # float32 holds the unpacked values exactly; bfloat16 would round them once more.
-    model = _load_gguf(gguf, torch.float32, "cpu", progress)
+    model = gguf.unpacked(gguf, torch.float32, "cpu", progress)
     progress("converting", 0, 1)
     try:
         with quiet():
@@ -237,21 +228,12 @@ def _convert(gguf: Path, target: Path, progress: Progress) -> None:
             f"{target.parent} cannot be written ({error}): free some space there, or set ACCELPATCH_CACHE "
             "to another folder"
         ) from error
-    _gguf_tokenizer(gguf, progress).save_pretrained(target)
+    gguf.tokenizer(gguf, progress).save_pretrained(target)
     checkpoint.write_checksums(target)
     progress("converting", 1, 1)
 
 
-def _gguf_tokenizer(path: Path, progress: Progress) -> Any:
-    _check_gguf(path)
-    progress("reading the tokenizer", 0, 1)
-    with explained(f"{path} has no tokenizer that transformers can read"), quiet():
-        found = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False)
-    progress("reading the tokenizer", 1, 1)
-    return found
-
-
-def _folder_tokenizer(folder: Path, *, required: bool) -> Any:
+def _folder_tokenizer(folder: Path, *, required: bool, config: Any = None) -> Any:
     present = [name for name in _TOKENIZER_FILES if (folder / name).is_file()]
     if not present:
         if required:
@@ -260,10 +242,6 @@ def _folder_tokenizer(folder: Path, *, required: bool) -> Any:
     for name in present:
         if name.endswith(".json"):
             checkpoint.read_json(folder / name)
-    config = _native(checkpoint.read_config(folder, foreign=True), str(folder))
+    config = config or _native(checkpoint.read_config(folder, foreign=True), str(folder))
     with explained(f"{folder} has no tokenizer that transformers can read"):
         return AutoTokenizer.from_pretrained(folder, config=config, trust_remote_code=False, local_files_only=True)
-
-
-def _device_map(device: str | torch.device) -> dict[str, torch.device] | None:
-    return None if torch.device(device).type == "cpu" else {"": torch.device(device)}

@@ -18,10 +18,11 @@ from accelpatch.kernels.layouts.cpu_pack import Pack
 from accelpatch.kernels.layouts.int4_tiles import Tiles
 from accelpatch.modules.packed_weight import PackedWeight
 from accelpatch.modules.replacement import ROLE
+from accelpatch.quant.blocks import BlockWeight
 from accelpatch.quant.weight import QuantizedWeight, W8A8Weight
 
 CANONICAL = ("q", "scale", "offset")
-Held = QuantizedWeight | W8A8Weight
+Held = QuantizedWeight | W8A8Weight | BlockWeight
 OF_PEFT = "base_model.model."  # prefix of names in a PeftModel's state dict
 
 
@@ -46,7 +47,7 @@ class QuantizedModule(PackedWeight):
     pack: Pack | None
     tiles: Tiles | None
     source: QuantizedModule | None
-    scale_dtype: torch.dtype
+    scale_dtype: torch.dtype | None
     offset_dtype: torch.dtype | None
     written: bool
     dtypes: tuple[torch.dtype, ...]
@@ -131,7 +132,7 @@ class QuantizedModule(PackedWeight):
         packs = self.packable and device.type == "cpu"
         pack, tiles = (self._pack(weight), None) if packs else (None, self._tile(weight))
         self.pack, self.tiles = pack, tiles
-        self.scale_dtype = weight.scale.dtype
+        self.scale_dtype = None if weight.scale is None else weight.scale.dtype
         self.offset_dtype = None if weight.offset is None else weight.offset.dtype
         for name, tensor in zip(self.canonical_names, weight, strict=True):
             packed = name in CANONICAL and (pack is not None or tiles is not None)

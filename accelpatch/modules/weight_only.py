@@ -34,7 +34,7 @@ class Int8WeightOnlyLinear(QuantizedModule):
         return int8.dequantize(self.canonical(), self.like.dtype)
 
     def quantized_like(self, weight: Tensor, held: QuantizedWeight) -> QuantizedWeight:
-        return int8.quantize(weight, group_size=held.q.shape[1] // held.scale.shape[1])
+        return _int8_like(weight, held)
 
     def _pack(self, weight: QuantizedWeight) -> Pack:
         return Pack.pack(weight.q, weight.scale, bits=8)
@@ -106,7 +106,7 @@ class Int8Embedding(QuantizedModule):
         return int8.dequantize(self.canonical(), self.like.dtype)
 
     def quantized_like(self, weight: Tensor, held: QuantizedWeight) -> QuantizedWeight:
-        return int8.quantize(weight, group_size=held.q.shape[1] // held.scale.shape[1])
+        return _int8_like(weight, held)
 
     def _pack(self, weight: QuantizedWeight) -> Pack:
         return Pack.pack(weight.q, weight.scale, bits=8)
@@ -126,6 +126,11 @@ class Int8Embedding(QuantizedModule):
         assert holder.q is not None
         assert holder.scale is not None
         return int8_embedding(input_ids, holder.q, holder.scale, self.like.dtype)
+
+
+def _int8_like(weight: Tensor, held: QuantizedWeight) -> QuantizedWeight:
+    half = held.scale.dtype == torch.float16
+    return int8.quantize(weight, group_size=held.q.shape[1] // held.scale.shape[1], half_scales=half)
 
 
 def quantized(
