@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import accelpatch.models.load as loading
 from accelpatch import device as devices
-from accelpatch.checkpoints import as_stored, foreign, quantizer
+from accelpatch.checkpoints import as_stored, foreign, gguf_tensors, quantization_config, quantizer
 from accelpatch.checkpoints import save as saving
 from accelpatch.checkpoints import statistics as files
 from accelpatch.device import Device
@@ -76,7 +76,7 @@ def load(
         loaded = loading.load(name, **options)
         patch(loaded.model, wanted, keep_original="none", statistics=statistics, progress=progress)
         return loaded
-    config = quantizer.AccelpatchConfig(wanted, progress=progress, resume=resume)
+    config = quantization_config.AccelpatchConfig(wanted, progress=progress, resume=resume)
     return loading.load(name, **options, quantization=config)
 
 
@@ -131,7 +131,7 @@ def plan_from_config(
         raise PlanError(f"no facts are known of the arch {arch}; known are: {', '.join(devices.KNOWN)}")
     loaded = recipes.load(recipe)
     if as_stored.wants(loaded) and (path := loading.gguf_file(name)) is not None:
-        loaded = as_stored.recipe_of(loaded, as_stored.open_gguf(path))
+        loaded = as_stored.recipe_of(loaded, gguf_tensors.open_gguf(path))
     if max_length is not None:
         loaded = replace(loaded, runtime=replace(loaded.runtime, max_length=max_length))
     return plan(loading.from_config(name), loaded, device=devices.KNOWN[arch] if arch else devices.probe("cpu"))

@@ -1,4 +1,4 @@
-"""The recipe by which a GGUF file is held as it is stored: rules for its formats in place of those that say `as_stored`."""
+"""The recipe by which a GGUF file is held as it is stored: rules for its formats in place of the rule `as_stored`."""
 
 from __future__ import annotations
 
@@ -55,10 +55,9 @@ def load(name: str, recipe: Recipe, options: Mapping[str, Any]) -> Loaded:
 
 def _rules(rule: Rule, sites: Mapping[str, Form]) -> Iterator[Rule]:
     forms: dict[Form, list[str]] = {}
-    for name, form in _globs(sites).items():
-        if rule.match.name and not rule.match.fits_name(name):
-            continue
-        forms.setdefault(form, []).append(name)
+    wanted = {path: held for path, held in sites.items() if rule.match.fits_name(path)}
+    for name, held in _globs(wanted, sites).items():
+        forms.setdefault(held, []).append(name)
     for (replacer, form), names in forms.items():
         label = form.lower() if replacer != BLOCKS else f"{form.lower()}-blocks"
         yield replace(
@@ -67,16 +66,17 @@ def _rules(rule: Rule, sites: Mapping[str, Form]) -> Iterator[Rule]:
         )  # fmt: skip
 
 
-def _globs(sites: Mapping[str, Form]) -> dict[str, Form]:
-    """The sites, those of one name in all layers as one glob where they have one form: the recipe stays short."""
-    kinds: dict[str, set[Form]] = {}
-    for path, form in sites.items():
+def _globs(wanted: Mapping[str, Form], sites: Mapping[str, Form]) -> dict[str, Form]:
+    """The sites that are wanted, those of one name in all layers as one glob where all layers have one form and all are
+    wanted: the recipe stays short."""
+    kinds: dict[str, set[Form | None]] = {}
+    for path in sites:
         if found := OF_LAYER.fullmatch(path):
-            kinds.setdefault(found[1], set()).add(form)
+            kinds.setdefault(found[1], set()).add(wanted.get(path))
     named = {}
-    for path, form in sites.items():
+    for path, held in wanted.items():
         found = OF_LAYER.fullmatch(path)
-        named[f"model.layers.*.{found[1]}" if found and len(kinds[found[1]]) == 1 else path] = form
+        named[f"model.layers.*.{found[1]}" if found and len(kinds[found[1]]) == 1 else path] = held
     return named
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from accelpatch.checkpoints.foreign import Packed
 from accelpatch.checkpoints.gguf_header import TYPES, Header, read_header
-from accelpatch.checkpoints.saved import Saved, Stored
+from accelpatch.checkpoints.saved import Saved, Stored, bytes_of
 from accelpatch.errors import KernelError, LoadError
 from accelpatch.modules.quantized_module import Held
 from accelpatch.quant.blocks import FORMS, BlockWeight, canonical, not_finite
@@ -75,7 +75,10 @@ class GgufFile:
         for name, placed in self.tensors.items():
             path, _, part = name.rpartition(".")
             if placed.form in FORMS:
-                found[path] = (BLOCKS if part.startswith(AS_BLOCKS) else ONE_LEVEL.get(placed.form, BLOCKS), placed.form)
+                found[path] = (
+                    BLOCKS if part.startswith(AS_BLOCKS) else ONE_LEVEL.get(placed.form, BLOCKS),
+                    placed.form,
+                )
         return found
 
     @property
@@ -97,7 +100,7 @@ class GgufFile:
         """A tensor: floats, or blocks uint8[N, row bytes], with rows in the model's order. Raises LoadError."""
         placed = self.tensors[name]
         try:
-            raw = self.bytes_of(placed)
+            raw = self.raw(placed)
         except OSError as error:
             raise LoadError(f"{self.path}: {placed.name} cannot be read ({error}): {FETCH}") from error
         rows = placed.shape[0]
@@ -109,12 +112,12 @@ class GgufFile:
             held = pairs.transpose(1, 2).reshape(held.shape)
         return held
 
-    def bytes_of(self, placed: Placed) -> Tensor:
+    def raw(self, placed: Placed) -> Tensor:
         """The bytes of a tensor. Raises OSError where the file has become shorter."""
         raw = torch.empty(placed.size, dtype=torch.uint8)
         with self.path.open("rb", buffering=0) as file:
             file.seek(placed.start)
-            view, done = memoryview(raw.numpy()), 0
+            view, done = bytes_of(raw), 0
             while done < placed.size:
                 count = file.readinto(view[done:])
                 if not count:

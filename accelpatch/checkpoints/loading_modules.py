@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from accelpatch.checkpoints.saved import PARTS, Saved
 from accelpatch.errors import KernelError, LoadError, PatchError
+from accelpatch.modules.quantized_module import Held
 from accelpatch.patching.apply import Built, built
 from accelpatch.patching.entry import Entry
 from accelpatch.patching.plan import Plan
@@ -26,10 +27,12 @@ def as_saved(plan: Plan, saved: Saved) -> Plan:
         entry = known.get(path)
         if entry is None:
             hint = "is it another's, or of another class than config.json says?"
-            raise LoadError(f"the checkpoint has a quantised {path}, which is not in this model: {hint}")
+            raise LoadError(
+                f"{where(path, saved)}the checkpoint has a quantised {path}, which is not in this model: {hint}"
+            )
         if entry.replacer is None or entry.replacer.name != name:
             why = entry.reason or (entry.replacer and f"the recipe makes it {entry.replacer.name}")
-            raise LoadError(f"{path} was saved as {name}, which it cannot be here: {why}")
+            raise LoadError(f"{where(path, saved)}{path} was saved as {name}, which it cannot be here: {why}")
     entries = tuple(
         entry.kept("the checkpoint holds it in float")
         if entry.replacer is not None and entry.replacer.rounds and entry.site.path not in saved.sites
@@ -37,6 +40,12 @@ def as_saved(plan: Plan, saved: Saved) -> Plan:
         for entry in plan.entries
     )
     return Plan(plan.model, plan.recipe, plan.device, entries, plan.max_length, plan.cache_bytes)
+
+
+def where(path: str, saved: Saved) -> str:
+    """The file that has the tensors of a site, for the beginning of a message; "" where none has."""
+    files = (stored.file for name, stored in saved.tensors.items() if name.startswith(f"{path}."))
+    return next((f"{file}: " for file in files), "")
 
 
 def quantised(plan: Plan) -> list[Entry]:
@@ -79,7 +88,9 @@ def check_complete(model: Any, saved: Saved, parts: Collection[str]) -> None:
     ties = dict(getattr(model, "all_tied_weights_keys", None) or {})
     tied = {one for pair in ties.items() if saved.tensors.keys() & set(pair) for one in pair}
     if lacking := sorted(awaited.keys() - saved.tensors.keys() - tied):
-        raise LoadError(f"the checkpoint lacks {lacking[0]}: fetch it again")
+        files = {str(stored.file) for stored in saved.tensors.values()}
+        only = f"{files.pop()}: " if len(files) == 1 else ""
+        raise LoadError(f"{only}the checkpoint lacks {lacking[0]}: fetch it again")
 
 
 def from_parts(
@@ -141,12 +152,12 @@ def whole_names(plan: Plan) -> list[str]:
     return [rf"^{re.escape(place)}\." for site in whole for place in site.places]
 
 
-def weight_of(parts: Mapping[str, Tensor | None]) -> QuantizedWeight | W8A8Weight:
-    """A quantised weight from its tensors by name; one with a static scale of its input is a W8A8Weight, and one with no
-    scale beside it is in blocks."""
+def weight_of(parts: Mapping[str, Tensor | None]) -> Held:
+    """A quantised weight from its tensors by name: a W8A8Weight where its input has a static scale, a BlockWeight where
+    it has no scale beside it."""
     kind: Any = QuantizedWeight if parts.get("input_scale") is None else W8A8Weight
     kind = BlockWeight if parts.get("scale") is None else kind
-    return cast(QuantizedWeight, kind(**{name: parts.get(name) for name in kind._fields}))
+    return cast(Held, kind(**{name: parts.get(name) for name in kind._fields}))
 
 
 def without_weight(module: nn.Module) -> None:

@@ -69,7 +69,7 @@ class AccelpatchQuantizer(HfQuantizer):
 
     def __init__(self, quantization_config: AccelpatchConfig, **kwargs: Any):
         super().__init__(quantization_config, **kwargs)
-        self.pre_quantized = self.pre_quantized or quantization_config.stored is not None
+        self.pre_quantized = bool(kwargs.get("pre_quantized", True)) or quantization_config.stored is not None
         if quantization_config.version != VERSION:
             raise LoadError(
                 f"the checkpoint has version {quantization_config.version!r} of accelpatch's format, and this "

@@ -15,10 +15,10 @@ from torch import Tensor
 from accelpatch.checkpoints.loading_modules import weight_of
 from accelpatch.checkpoints.saved import bytes_of, digest_of
 from accelpatch.errors import SaveError
-from accelpatch.modules.quantized_module import QuantizedModule
+from accelpatch.modules.quantized_module import Held, QuantizedModule
 from accelpatch.patching.apply import Built, built
 from accelpatch.patching.entry import Entry
-from accelpatch.quant.weight import QuantizedWeight, W8A8Weight
+from accelpatch.quant.weight import QuantizedWeight
 
 MADE_OF = "made_of"
 
@@ -71,7 +71,7 @@ def _digest(entry: Entry, weight: Tensor) -> str:
     return hashlib.sha256(facts.encode() + bytes_of(weight.cpu())).hexdigest()
 
 
-def _read(file: Path, made_of: str) -> QuantizedWeight | W8A8Weight | None:
+def _read(file: Path, made_of: str) -> Held | None:
     try:
         with safe_open(file, framework="pt") as opened:
             facts = opened.metadata() or {}

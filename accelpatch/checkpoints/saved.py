@@ -45,8 +45,8 @@ class Stored:
 
 @dataclass(frozen=True)
 class Saved:
-    """The headers of a checkpoint. sites: dotted path of a quantised module -> its replacer's name. opener: opens one of
-    its files for `get_tensor(name)`; None: safetensors."""
+    """The headers of a checkpoint. sites: dotted path of a quantised module -> its replacer's name. opener: opens a
+    file for its `get_tensor(name)`; None: a safetensors file."""
 
     sites: Mapping[str, str]
     tensors: Mapping[str, Stored]

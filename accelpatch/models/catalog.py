@@ -18,6 +18,7 @@ from accelpatch.errors import LoadError
 
 DEFAULT = "smollm2-135m"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -245,7 +246,7 @@ def resolve(name: str) -> Source:
 def _local(name: str, path: Path) -> Source:
     if path.is_dir():
         ggufs = sorted(path.glob("*.gguf"))
-        if len(ggufs) == 1 and not any(next(path.glob(f"*{end}"), None) for end in (".safetensors", *_PICKLES)):
+        if len(ggufs) == 1 and not any((path / name).is_file() for name in _WEIGHTS):
             return Source("gguf", name, str(ggufs[0].absolute()), beside=True)
         return Source("folder", name, str(path.absolute()))
     if path.suffix == ".gguf":

@@ -48,8 +48,8 @@ def folder(convert: Callable[[Path, Path], None], progress: Progress) -> Path:
 
 
 def gguf(describe: Callable[[Path, Path], None], progress: Progress) -> Path:
-    """The folder of the model's GGUF file as it is; ``describe(gguf, folder)`` writes configuration and tokenizer beside
-    it the first time.
+    """The folder of the model's GGUF file as it is; ``describe(gguf, folder)`` writes its configuration and tokenizer
+    there the first time.
 
     Raises as `folder` does, and LoadError where the variable names a folder without one GGUF file.
     """

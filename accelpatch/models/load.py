@@ -57,7 +57,8 @@ def load(
     if source.kind == "gguf":
         path = Path(source.location)
         if floats is None:
-            return Loaded(gguf.unpacked(path, dtype, device, report), _tokenizer_of(source, report), source)
+            model = gguf.unpacked(path, dtype, device, report)
+            return Loaded(model, _tokenizer_of(source, report, required=False), source)
         config = _config(source)
         model = gguf.as_stored(path, config, _auto_class(config), quantization, floats, dtype, device, report)
         return Loaded(model, _tokenizer_of(source, report, required=False), source)
@@ -216,9 +217,9 @@ def _load_folder(
     return model.eval()
 
 
-def _convert(gguf: Path, target: Path, progress: Progress) -> None:
+def _convert(file: Path, target: Path, progress: Progress) -> None:
     # float32 holds the unpacked values exactly; bfloat16 would round them once more.
-    model = gguf.unpacked(gguf, torch.float32, "cpu", progress)
+    model = gguf.unpacked(file, torch.float32, "cpu", progress)
     progress("converting", 0, 1)
     try:
         with quiet():
@@ -228,7 +229,7 @@ def _convert(gguf: Path, target: Path, progress: Progress) -> None:
             f"{target.parent} cannot be written ({error}): free some space there, or set ACCELPATCH_CACHE "
             "to another folder"
         ) from error
-    gguf.tokenizer(gguf, progress).save_pretrained(target)
+    gguf.tokenizer(file, progress).save_pretrained(target)
     checkpoint.write_checksums(target)
     progress("converting", 1, 1)
 

@@ -34,7 +34,9 @@ class BlockQuantModule(QuantizedModule):
         return [held.q.shape[0], columns(self.form, held.q.shape[1])]
 
     def quantized_like(self, weight: Tensor, held: BlockWeight) -> Any:
-        raise KernelError(f"{self.form} is read from GGUF files and not made: floats cannot be written into this weight")
+        raise KernelError(
+            f"{self.form} is read from GGUF files and not made: floats cannot be written into this weight"
+        )
 
 
 class BlockQuantLinear(BlockQuantModule):

@@ -1,4 +1,4 @@
-"""Weights of a GGUF file as they are stored: blocks with scales of two levels, and the rule that stands for all forms."""
+"""Weights of a GGUF file as they are stored: blocks with scales of two levels, and what stands for all formats."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FLOAT = "its weight is float, and this takes a GGUF file's as they are stored: g
 
 class AsStored(Replacer):
     """Each weight of a GGUF file in the format that it has there. A file that loads puts the rules of its formats in
-    this one's place (checkpoints/gguf.py), so that it meets float weights alone, which it leaves."""
+    this one's place (checkpoints/as_stored.py), so that it meets float weights alone, which it leaves."""
 
     name = "as_stored"
     ties = True
@@ -88,4 +88,3 @@ def _module(original: nn.Module, weight: BlockWeight | QuantizedModule, form: st
     module: BlockQuantModule = quantized(kind, original, weight)  # type: ignore[arg-type]
     module.form = form
     return module
-

@@ -96,8 +96,8 @@ def token_bytes(site: Site, resident: int) -> int:
 class Int8WeightOnly(Replacer):
     """Symmetric int8, one float32 scale per output channel (group_size null) or per group of group_size along K.
 
-    half_scales: float16 scales, where they hold the weight's. Of a list of group sizes the first that divides K and that the device's own kernels take is used; GPU kernels take
-    null only.
+    half_scales: float16 scales, where they hold the weight's. Of a list of group sizes the first that divides K and
+    that the device's own kernels take is used; GPU kernels take null only.
     """
 
     name = "int8_weight_only"

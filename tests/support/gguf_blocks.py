@@ -11,7 +11,9 @@ from accelpatch.kernels.layouts.gguf_blocks import FORMS
 from accelpatch.kernels.ops.block_linear import random_blocks
 
 
-def random_args_of_blocks(op: str, rng: random.Random, generator: torch.Generator, dtype: torch.dtype) -> tuple[Any, ...]:
+def random_args_of_blocks(
+    op: str, rng: random.Random, generator: torch.Generator, dtype: torch.dtype
+) -> tuple[Any, ...]:
     m, n, form = rng.choice((0, 1, 2, 7, 129)), rng.randint(1, 70), rng.choice(list(FORMS))
     k = FORMS[form].values * rng.randint(1, 4)
     x, blocks = torch.randn(m, k, generator=generator).to(dtype), random_blocks(generator, n, k, form)

@@ -99,7 +99,11 @@ def row_blocks(blocks: Tensor, form: str, bias: Tensor | None = None) -> Iterato
 
 def _check(op: str, blocks: Tensor, form: str) -> int:
     """K of a weight. Raises KernelError for what are no blocks of this form."""
-    require(blocks.dtype == torch.uint8 and blocks.dim() == 2, op, f"blocks are uint8 [N, row bytes], not {linear.say(blocks)}")
+    require(
+        blocks.dtype == torch.uint8 and blocks.dim() == 2,
+        op,
+        f"blocks are uint8 [N, row bytes], not {linear.say(blocks)}",
+    )
     require(blocks.shape[0] >= 1, op, "the weight is empty: N = 0")
     return columns(form, blocks.shape[1])
 

@@ -34,7 +34,8 @@ FORMS = (torch.int8, *FP8)
 # integers, or 8-bit floats, go in
 NO_GRADIENT = ("int8_embedding", "packed_embedding", "rotary_cos_sin", "gemm_w8a8", "gemm_fp8", "gated_fp8")
 NO_GRADIENT += ("layernorm_q", "int8_attention", "block_embedding")  # integers come out, or go in
-PRODUCTS = ("block_linear", "gemv", "compact_linear", "int8_linear", "int4_linear", "tiled_int4_linear", "fp8_linear", "w8a8_linear")
+PRODUCTS = ("gemv", "compact_linear", "int8_linear", "int4_linear", "tiled_int4_linear", "fp8_linear", "w8a8_linear")
+PRODUCTS += ("block_linear",)
 
 
 def first_args(op: str, dtype: torch.dtype = torch.float32, index: int = 1) -> tuple[Any, ...]:
