@@ -7,12 +7,20 @@ from typing import Any
 from torch import Tensor
 
 from accelpatch.errors import KernelError
+from accelpatch.kernels.layouts.cpu_pack import Pack
 from accelpatch.kernels.layouts.gguf_blocks import columns
 from accelpatch.kernels.ops.block_linear import block_embedding, block_linear
+from accelpatch.kernels.ops.packed_linear import packed_embedding, packed_linear
 from accelpatch.modules.autocast import autocast
 from accelpatch.modules.quantized_module import QuantizedModule
 from accelpatch.quant import blocks
 from accelpatch.quant.blocks import BlockWeight
+
+
+def packs(n: int, k: int, form: str) -> bool:
+    """Whether a CPU holds such a weight in its own layout: the one place that decides it."""
+    why_not = getattr(Pack, "why_not_blocks", None)
+    return why_not is not None and why_not(n, k, form) is None
 
 
 class BlockQuantModule(QuantizedModule):
@@ -29,6 +37,11 @@ class BlockQuantModule(QuantizedModule):
 
     def dequantized(self) -> Tensor:
         return blocks.dequantize(self.canonical().q, self.form, self.like.dtype)
+
+    def _pack(self, weight: BlockWeight) -> Pack:
+        of_blocks: Any = getattr(Pack, "of_blocks")  # noqa: B009  see `packs`
+        made: Pack = of_blocks(weight.q, columns(self.form, weight.q.shape[1]), self.form)
+        return made
 
     def sizes(self, held: BlockWeight) -> list[int]:
         return [held.q.shape[0], columns(self.form, held.q.shape[1])]
@@ -47,6 +60,8 @@ class BlockQuantLinear(BlockQuantModule):
     def forward(self, x: Tensor) -> Tensor:
         """x[..., K] -> y[..., N] in x's dtype."""
         holder = self.held
+        if holder.pack is not None:
+            return packed_linear(autocast(x), *holder.pack.arguments(), self.bias)
         assert holder.q is not None
         return block_linear(autocast(x), holder.q, self.form, self.bias)
 
@@ -56,10 +71,15 @@ class BlockQuantEmbedding(BlockQuantModule):
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """input_ids[...] int64 -> [..., K] in the dtype of the replaced table."""
-        holder = self.held
-        assert holder.q is not None
-        rows = block_embedding(input_ids, holder.q, self.form, self.like.dtype)
+        rows = self._rows(input_ids)
         factor = getattr(self, "embed_scale", None)
         if factor is None:
             return rows
         return rows * (factor.to(rows.dtype) if isinstance(factor, Tensor) else factor)
+
+    def _rows(self, input_ids: Tensor) -> Tensor:
+        holder = self.held
+        if holder.pack is not None:
+            return packed_embedding(input_ids, self.like.dtype, *holder.pack.arguments())
+        assert holder.q is not None
+        return block_embedding(input_ids, holder.q, self.form, self.like.dtype)

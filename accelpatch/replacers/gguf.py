@@ -11,15 +11,15 @@ from torch import nn
 from accelpatch.device import Device
 from accelpatch.errors import KernelError
 from accelpatch.kernels import dispatch
-from accelpatch.kernels.layouts.gguf_blocks import row_bytes
-from accelpatch.kernels.ops import block_linear
-from accelpatch.modules.block_quant import BlockQuantEmbedding, BlockQuantLinear, BlockQuantModule
+from accelpatch.kernels.layouts.gguf_blocks import FORMS, row_bytes
+from accelpatch.kernels.ops import block_linear, packed_linear
+from accelpatch.modules.block_quant import BlockQuantEmbedding, BlockQuantLinear, BlockQuantModule, packs
 from accelpatch.modules.quantized_module import QuantizedModule
-from accelpatch.modules.weight_only import quantized
+from accelpatch.modules.replacement import adopt
 from accelpatch.patching.replacer import Choice, Reason, Replacer
 from accelpatch.patching.site import Site
 from accelpatch.quant.blocks import BlockWeight, check_blocks
-from accelpatch.replacers.weight_only import bias_bytes, token_bytes, unfit
+from accelpatch.replacers.weight_only import NATIVE, bias_bytes, token_bytes, unfit
 
 FLOAT = "its weight is float, and this takes a GGUF file's as they are stored: give a .gguf file, or another recipe"
 
@@ -58,14 +58,11 @@ class GgufBlocks(Replacer):
             return Reason("Conv1D holds its weight [K, N], and blocks lie along K")
         assert site.n is not None
         assert site.k is not None
-        op = "block_embedding" if isinstance(site.original, nn.Embedding) else "block_linear"
         try:
-            stored = site.n * row_bytes(form, site.k)
-            spec = block_linear.of_shape(site.n, site.k, getattr(torch, site.dtype), form, op=op)
-            kernel = dispatch.choose(op, spec, device)
+            resident = site.n * row_bytes(form, site.k) + bias_bytes(site)
+            kernel = _kernel(site, form, device)
         except KernelError as error:
             return Reason(str(error))
-        resident = stored + bias_bytes(site)
         return Choice(kernel, site.token_bytes, token_bytes(site, resident), resident, {"form": form})
 
     def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:
@@ -73,18 +70,33 @@ class GgufBlocks(Replacer):
 
     def restore(self, site: Site, choice: Choice, held: BlockWeight) -> nn.Module:
         check_blocks(held.q, choice.detail["form"], site.n, site.k)
-        return _module(site.original, held, choice.detail["form"])
+        return _module(site.original, held, choice.detail["form"], choice.kernel == NATIVE)
 
     def build_tied(self, site: Site, tied: Site, built: nn.Module) -> nn.Module:
         assert isinstance(built, BlockQuantModule)
-        return _module(tied.original, built, built.form)
+        return _module(tied.original, built, built.form, built.packable)
 
     def parts(self, site: Site, names: Any) -> list[str] | None:
         return [name for name in (f"{site.path}.q",) if name in names]
 
 
-def _module(original: nn.Module, weight: BlockWeight | QuantizedModule, form: str) -> nn.Module:
-    kind = BlockQuantEmbedding if isinstance(original, nn.Embedding) else BlockQuantLinear
-    module: BlockQuantModule = quantized(kind, original, weight)  # type: ignore[arg-type]
-    module.form = form
+def _kernel(site: Site, form: str, device: Device) -> str:
+    """The implementation that would run for one token. Raises KernelError where none can."""
+    assert site.n is not None
+    assert site.k is not None
+    dtype, table = getattr(torch, site.dtype), isinstance(site.original, nn.Embedding)
+    packed = packed_linear.of_shape(
+        site.n, site.k, dtype, FORMS[form].group, "none", op="packed_embedding" if table else "packed_linear"
+    )
+    if packs(site.n, site.k, form) and dispatch.why_not(packed.op, NATIVE, packed, device) is None:
+        return NATIVE
+    op = "block_embedding" if table else "block_linear"
+    return dispatch.choose(op, block_linear.of_shape(site.n, site.k, dtype, form, op=op), device)
+
+
+def _module(original: nn.Module, weight: BlockWeight | QuantizedModule, form: str, packable: bool) -> nn.Module:
+    kind: Any = BlockQuantEmbedding if isinstance(original, nn.Embedding) else BlockQuantLinear
+    module: BlockQuantModule = adopt(kind, original)
+    module.form = form  # before the weight, whose layout depends on it
+    module.hold(weight, original, packable)
     return module
