@@ -1,13 +1,15 @@
 // Activations made ready for the products of one stage.
 //
 // Float paths: a copy padded with zeros, and the sum of each block.
-// VNNI path: x is written, in blocks of 32 or 64 k, as (d0 + 256 d1 + 65536 d2 + 16777216 d3) * 2^e with d in [-128,
-// 127]: exact down to 1/64 of the block's largest |x|, and to 2^-30 of that below. Four VNNI products with the 8-bit
-// weights then are exact integers, and nothing rounds but the sum over blocks: less than float32 products do, whose
-// sums round at each step. A token with a NaN or an Inf has no such form, and one below 2^-80 would lose digits to
-// underflow: `split` says so, and linear.h takes the dequantised path.
+// VNNI path: x is written, in blocks of 16, 32 or 64 k, as (d0 + 256 d1 + 65536 d2 + 16777216 d3) * 2^e with d in
+// [-128, 127]: exact down to 1/64 of the block's largest |x|, and to 2^-30 of that below. Four VNNI products with the
+// 8-bit weights then are exact integers, and nothing rounds but the sum over blocks: less than float32 products do,
+// whose sums round at each step. A token with a NaN or an Inf has no such form, and one below 2^-80 would lose digits
+// to underflow: `split` says so, and linear.h takes the dequantised path.
 //
-// W8A8: int8 rows with one scale each, on every path (quantize_rows.h).
+// W8A8: int8 rows with one scale each, on every path (quantize_rows.h). Dense weights and tables read x itself.
+//
+// Where a weight's columns have an order of their own, x is put into it first.
 #pragma once
 #include "layout.h"
 #include "quantize_rows.h"
@@ -27,8 +29,13 @@ struct Block {
 struct Activations {
     int64_t k, tokens, stride;  // stride: padded k
     int64_t width, blocks;      // of the VNNI form
-    const float* x;             // the rows as they came
+    const float* given;         // the rows as they came
+    int64_t given_stride;
+    const float* x;  // the rows in the weight's order: `given`, or `ordered`
     int64_t x_stride;
+    const int32_t* order;
+    float* ordered;  // [tokens, stride], where a weight has an order
+    bool raw;        // nothing but x is read
     float* padded;   // [tokens, stride]
     int8_t* limbs;   // [tokens, stride / 4, kLimbs, 4 k]
     Block* block;    // [tokens, blocks]
@@ -40,13 +47,18 @@ struct Activations {
     RowScale* scale;    // [tokens]
 };
 
-AP_INLINE int64_t block_width(const ap_linear& w) { return w.group == w.k || w.group % 64 == 0 ? 64 : 32; }
+AP_INLINE int64_t block_width(const ap_linear& w) {
+    return w.group == w.k || w.group % 64 == 0 ? 64 : w.group % 32 == 0 ? 32 : 16;
+}
 
-// Bytes of memory that `tokens` rows of k need, whatever the block width.
-inline int64_t activation_bytes(int64_t tokens, int64_t k) {
+AP_INLINE bool reads_floats(const ap_linear& w) { return w.kind == AP_DENSE || w.kind == AP_TABLE; }
+
+inline int64_t block_bytes(int64_t stride) { return round_up(stride / 16 * static_cast<int64_t>(sizeof(Block)), 64); }
+
+// Bytes of memory that `tokens` rows of k need, whatever the block width; `ordered`: for weights with an order, too.
+inline int64_t activation_bytes(int64_t tokens, int64_t k, bool ordered) {
     const int64_t stride = round_up(k, 64);
-    return tokens * (stride * 4 + round_up(stride / 32 * static_cast<int64_t>(sizeof(Block)), 64)) +
-           round_up(tokens, 64);
+    return tokens * (stride * (ordered ? 8 : 4) + block_bytes(stride)) + round_up(tokens, 64);
 }
 
 inline Activations activations_in(void* memory, int64_t tokens, int64_t k) {
@@ -61,7 +73,9 @@ inline Activations activations_in(void* memory, int64_t tokens, int64_t k) {
     bytes += tokens * a.stride * 4;
     a.block = reinterpret_cast<Block*>(bytes);
     a.scale = reinterpret_cast<RowScale*>(bytes);
-    a.split = bytes + tokens * round_up(a.stride / 32 * static_cast<int64_t>(sizeof(Block)), 64);
+    bytes += tokens * block_bytes(a.stride);
+    a.split = bytes;
+    a.ordered = reinterpret_cast<float*>(bytes + round_up(tokens, 64));
     return a;
 }
 
@@ -120,8 +134,13 @@ inline bool split_block(const float* x, int64_t count, int64_t width, int8_t* li
 // Makes tokens [first, last) ready. Padding up to the stride is zeros.
 inline void prepare(Activations& a, int64_t first, int64_t last) {
     for (int64_t m = first; m < last; m++) {
-        const float* x = a.x + m * a.x_stride;
+        if (a.order) {
+            const float* from = a.given + m * a.given_stride;
+            for (int64_t k = 0; k < a.k; k++) a.ordered[m * a.stride + k] = from[a.order[k]];
+        }
         a.split[m] = 1;
+        if (a.raw) continue;
+        const float* x = a.x + m * a.x_stride;
         if (a.w8a8) {
             a.scale[m] = quantize_row(x, a.k, a.stride, a.input_scale, a.rows + m * a.stride);
             continue;
@@ -152,19 +171,24 @@ inline void prepare(Activations& a, int64_t first, int64_t last) {
 
 // The form that the products with `w` read.
 inline void describe(Activations& a, const float* x, int64_t x_stride, const ap_linear& w) {
-    a.x = x;
-    a.x_stride = x_stride;
+    a.given = x;
+    a.given_stride = x_stride;
+    a.order = w.order;
+    a.x = w.order ? a.ordered : x;
+    a.x_stride = w.order ? a.stride : x_stride;
+    a.raw = reads_floats(w);
     a.width = block_width(w);
     a.blocks = (a.k + a.width - 1) / a.width;
     a.w8a8 = w.kind == AP_W8A8;
     a.input_scale = a.w8a8 ? w.input_scale : 0.0f;
 }
 
-// Whether the products with `w` read the form that `a` has; dense weights read x itself.
+// Whether the products with `w` read the form that `a` has.
 inline bool made_for(const Activations& a, const ap_linear& w) {
-    if (w.kind == AP_DENSE) return true;
+    if (a.order != w.order) return false;
+    if (reads_floats(w)) return true;
     if (w.kind == AP_W8A8) return a.w8a8 && a.input_scale == w.input_scale;
-    return !a.w8a8 && a.width == block_width(w);
+    return !a.raw && !a.w8a8 && a.width == block_width(w);
 }
 
 }  // namespace

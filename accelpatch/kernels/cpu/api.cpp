@@ -62,8 +62,6 @@ struct Memory {
 };
 thread_local Memory memory;
 
-bool usable(const ap_linear& w) { return w.data && layout_allows(w); }
-
 constexpr int64_t kTokens =
     4096;  // that a panel meets before it is made anew: what a thread keeps for them stays small
 
@@ -76,7 +74,7 @@ int w8a8_run(
     const ap_linear& w, const void* x, int64_t m, int64_t x_stride, void* y, int64_t y_stride, int dtype, int threads) {
     const int64_t most = m < kW8A8Tokens ? m : kW8A8Tokens, bytes = dtype == AP_FLOAT32 ? 4 : 2;
     const int64_t rows = dtype == AP_FLOAT32 ? 0 : round_up(threads * w.k * 4, 64);
-    auto* room = static_cast<char*>(memory.at_least(rows + chosen_kernels().activation_bytes(most, w.k)));
+    auto* room = static_cast<char*>(memory.at_least(rows + chosen_kernels().activation_bytes(most, w.k, false)));
     if (!room) return AP_NO_MEMORY;
     threads = useful(threads, w.n * w.k * m);
     for (int64_t t = 0; t < m; t += kW8A8Tokens) {
@@ -109,12 +107,12 @@ int ap_isa(void) {
 
 int ap_linear_run(
     const ap_linear* w, const void* x, int64_t m, int64_t x_stride, void* y, int64_t y_stride, int dtype, int threads) {
-    if (!w || !usable(*w) || m < 0 || dtype < AP_FLOAT32 || dtype > AP_FLOAT16) return AP_BAD_ARGUMENT;
+    if (!w || !readable(*w) || m < 0 || dtype < AP_FLOAT32 || dtype > AP_FLOAT16) return AP_BAD_ARGUMENT;
     if (m == 0) return AP_OK;
     if (!x || !y || (m > 1 && (x_stride < w->k || y_stride < w->n))) return AP_BAD_ARGUMENT;
     if (w->kind == AP_W8A8) return w8a8_run(*w, x, m, x_stride, y, y_stride, dtype, threads < 1 ? 1 : threads);
     const int64_t rows = dtype == AP_FLOAT32 ? 0 : round_up(m * w->k * 4, 64);
-    auto* bytes = static_cast<char*>(memory.at_least(rows + chosen_kernels().activation_bytes(m, w->k)));
+    auto* bytes = static_cast<char*>(memory.at_least(rows + chosen_kernels().activation_bytes(m, w->k, w->order)));
     if (!bytes) return AP_NO_MEMORY;
     LinearCall call = {w, x, y, m, x_stride, y_stride, dtype, reinterpret_cast<float*>(bytes), bytes + rows};
     pool_run(useful(threads, w->n * w->k * m), chosen_kernels().linear, &call, POOL_GUEST);
@@ -122,7 +120,7 @@ int ap_linear_run(
 }
 
 int ap_gather(const ap_linear* w, const int64_t* ids, int64_t count, float* rows) {
-    if (!w || !usable(*w) || count < 0) return AP_BAD_ARGUMENT;
+    if (!w || !readable(*w) || count < 0) return AP_BAD_ARGUMENT;
     for (int64_t i = 0; i < count; i++)
         if (ids[i] < 0 || ids[i] >= w->n) return AP_BAD_ARGUMENT;
     chosen_kernels().gather(w, ids, count, rows);
@@ -131,16 +129,17 @@ int ap_gather(const ap_linear* w, const int64_t* ids, int64_t count, float* rows
 
 int ap_panels_run(
     const ap_linear* w, const float* x, int64_t m, int64_t x_stride, float* y, int64_t y_stride, int threads) {
-    if (!w || !usable(*w) || (w->kind != AP_INT8 && w->kind != AP_INT4) || m < 0) return AP_BAD_ARGUMENT;
+    if (!w || !readable(*w) || w->kind == AP_DENSE || w->kind == AP_W8A8 || m < 0) return AP_BAD_ARGUMENT;
     if (m == 0) return AP_OK;
     if (!x || !y || (m > 1 && (x_stride < w->k || y_stride < w->n))) return AP_BAD_ARGUMENT;
     threads = useful(threads < 1 ? 1 : threads, w->n * w->k * m);
     const int64_t most = m < kTokens ? m : kTokens;
-    auto* room = static_cast<float*>(memory.at_least(threads * chosen_kernels().panel_floats(most) * 4));
+    const int64_t panels = threads * chosen_kernels().panel_floats(most), ordered = w->order ? most * w->k : 0;
+    auto* room = static_cast<float*>(memory.at_least((panels + ordered) * 4));
     if (!room) return AP_NO_MEMORY;
     for (int64_t t = 0; t < m; t += kTokens) {
-        PanelsCall call = {
-            w, x + t * x_stride, m - t < kTokens ? m - t : kTokens, x_stride, y + t * y_stride, y_stride, room};
+        PanelsCall call = {w, x + t * x_stride, m - t < kTokens ? m - t : kTokens, x_stride, y + t * y_stride, y_stride,
+            room, room + panels};
         pool_run(threads, chosen_kernels().panels, &call, POOL_GUEST);
     }
     return AP_OK;

@@ -1,2 +1,2 @@
-#define AP_TABLE avx2_kernels
+#define AP_KERNELS avx2_kernels
 #include "kernels.inc"

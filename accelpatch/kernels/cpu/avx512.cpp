@@ -1,2 +1,2 @@
-#define AP_TABLE avx512_kernels
+#define AP_KERNELS avx512_kernels
 #include "kernels.inc"

@@ -20,8 +20,9 @@ struct Worker {
 };
 
 // Makes `input` (rows of k) ready for the products with `w`.
-inline Activations ready(const Worker& t, const float* input, int64_t k, int64_t stride, const ap_linear& w) {
-    Activations a = activations_in(t.own->ready, t.batch, k);
+inline Activations ready(
+    const Worker& t, void* memory, const float* input, int64_t k, int64_t stride, const ap_linear& w) {
+    Activations a = activations_in(memory, t.batch, k);
     describe(a, input, stride, w);
     prepare(a, 0, t.batch);
     return a;
@@ -36,13 +37,13 @@ inline void linears(const Worker& t, const ap_linear* const* weights, float* con
         w[i] = weight_of(*weights[i]);
         ends[i] = items += w[i].l.blocks;
     }
-    Activations a = ready(t, input, k, input_stride, w[0].w);
+    Activations a = ready(t, t.own->ready, input, k, input_stride, w[0].w);
     WorkCursor work = {items};
     for (int64_t item; (item = pool_next(t.pool, t.self, &work)) >= 0;) {
         int i = 0;
         while (item >= ends[i]) i++;
         const int64_t b = item - (ends[i] - w[i].l.blocks);
-        if (!made_for(a, w[i].w)) a = ready(t, input, k, input_stride, w[i].w);
+        if (!made_for(a, w[i].w)) a = ready(t, t.own->ready, input, k, input_stride, w[i].w);
         float tile[kMaxBatch][16];
         dot_block(w[i], b, a, 0, t.batch, tile);
         store_block(w[i], b, t.batch, tile, outputs[i], output_stride);
@@ -159,15 +160,14 @@ inline void join_attention(const Worker& t, const ap_layer& layer) {
 inline void gate_and_up(const Worker& t, const ap_layer& layer) {
     const Weight gate = weight_of(layer.gate), up = weight_of(layer.up);
     const int64_t width = t.model->intermediate, hidden = t.model->hidden;
-    Activations a = ready(t, t.own->input, hidden, hidden, gate.w);
-    const bool same = made_for(a, up.w);
+    const Activations of_gate = ready(t, t.own->ready, t.own->input, hidden, hidden, gate.w);
+    const Activations of_up =
+        made_for(of_gate, up.w) ? of_gate : ready(t, t.own->beside, t.own->input, hidden, hidden, up.w);
     WorkCursor work = {gate.l.blocks};
     for (int64_t b; (b = pool_next(t.pool, t.self, &work)) >= 0;) {
         float g[kMaxBatch][16], u[kMaxBatch][16];
-        if (!same) a = ready(t, t.own->input, hidden, hidden, gate.w);
-        dot_block(gate, b, a, 0, t.batch, g);
-        if (!same) a = ready(t, t.own->input, hidden, hidden, up.w);
-        dot_block(up, b, a, 0, t.batch, u);
+        dot_block(gate, b, of_gate, 0, t.batch, g);
+        dot_block(up, b, of_up, 0, t.batch, u);
         const int64_t rows = rows_in(gate, b);
         const float *gate_bias = bias_after(gate, b), *up_bias = bias_after(up, b);
         for (int64_t m = 0; m < t.batch; m++) {

@@ -1,6 +1,7 @@
 // Sixteen rows of weights times M tokens in float: what AVX2 and portable machines run, and dense weights everywhere.
 #pragma once
 #include "activations.h"
+#include "scales.h"
 
 namespace {
 
@@ -21,71 +22,81 @@ AP_INLINE vf repeat(const float* x) {  // the same 4 k for every row of a vector
     return load(lane);
 }
 
-AP_INLINE vi bytes(const uint8_t* p) {
-#if AP_LANES == 16
-    return reinterpret_cast<vi>(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
-#elif AP_LANES == 8
-    return reinterpret_cast<vi>(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
-#elif AP_LANES == 4 && defined(__SSE2__)
-    int32_t four;
-    memcpy(&four, p, 4);
-    const __m128i zero = _mm_setzero_si128();
-    return reinterpret_cast<vi>(_mm_unpacklo_epi16(_mm_unpacklo_epi8(_mm_cvtsi32_si128(four), zero), zero));
-#endif
-    vu v;
-    memcpy(&v, p, sizeof v);
-    return __builtin_convertvector(v, vi);
-}
-
 constexpr int64_t kChain = 128;  // k summed in one chain: sums of sums lose less than one long sum
 
 template <int M, int R> struct Sums {
     vf dot[R][M];
 };
 
-// dot += (q - zero) * x for R vectors of rows, 4 k and M tokens
-template <int M, int R> AP_INLINE void multiply(Sums<M, R>& s, const vi* q, int zero, const float* x, int64_t stride) {
+// dot += w * x for R vectors of rows, 4 k and M tokens
+template <int M, int R> AP_INLINE void multiply(Sums<M, R>& s, const vf* w, const float* x, int64_t stride) {
     vf v[M];
     for (int m = 0; m < M; m++) v[m] = repeat(x + m * stride);
-    for (int r = 0; r < R; r++) {
-        const vf f = __builtin_convertvector(q[r] - zero, vf);
-        for (int m = 0; m < M; m++) s.dot[r][m] = fma(f, v[m], s.dot[r][m]);
-    }
+    for (int r = 0; r < R; r++)
+        for (int m = 0; m < M; m++) s.dot[r][m] = fma(w[r], v[m], s.dot[r][m]);
+}
+
+template <int KIND> AP_INLINE vf centred(vi u, const Table& table) {
+    if constexpr (KIND == AP_TABLE) return look_up(table, u);
+    else return __builtin_convertvector(u - kCentre<KIND>, vf);
 }
 
 template <int M, int R, int KIND>
-AP_INLINE void multiply_chain(Sums<M, R>& s, const uint8_t* w, const float* x, int64_t stride, int64_t count) {
+AP_INLINE void multiply_chain(
+    Sums<M, R>& s, const uint8_t* w, const Table& table, const float* x, int64_t stride, int64_t count) {
     for (int64_t k = 0; k < count; k += KIND == AP_INT8 ? 4 : 8) {
-        vi q[R], low[R], high[R];
+        vf low[R], high[R];
         for (int r = 0; r < R; r++) {
-            q[r] = bytes(w + (KIND == AP_INT8 ? k * 16 : k * 8) + r * kRows * 4);
-            low[r] = q[r] & 15;
-            high[r] = q[r] >> 4;
+            const uint8_t* p = w + (KIND == AP_INT8 ? k * 16 : k * 8) + r * kRows * 4;
+            const vi q = bytes(p);
+            vi first = KIND == AP_INT8 || KIND == AP_TABLE ? q : q & 15, second = q >> 4;
+            if (KIND == AP_Q6_K) {  // a group of 16: k is 0 or 8
+                const vi upper = bytes(p + 128 - k * 8) >> static_cast<int>(k / 2);
+                first |= (upper & 3) << 4;
+                second |= (upper & 12) << 2;
+            }
+            low[r] = centred<KIND>(first, table);
+            if (KIND != AP_INT8) high[r] = centred<KIND>(second, table);
         }
-        multiply<M, R>(s, KIND == AP_INT8 ? q : low, KIND == AP_INT8 ? 128 : 8, x + k, stride);
-        if (KIND == AP_INT4) multiply<M, R>(s, high, 8, x + k + 4, stride);
+        multiply<M, R>(s, low, x + k, stride);
+        if (KIND != AP_INT8) multiply<M, R>(s, high, x + k + 4, stride);
     }
 }
 
-// total[r][m] += scale * sum q x + middle * sum x over `count` k of one group, for R vectors of rows and M tokens; the
-// middle of an int4 format with a minimum is minimum + 8 * scale, so that the two terms do not cancel each other.
+// What a group is worth to the sums of R vectors of rows and M tokens.
+struct Rows {
+    float scale[16], middle[16];
+};
+
+template <int KIND> AP_INLINE void read_rows(const ap_linear& w, const Place& p, Rows& rows) {
+    for (int64_t v = 0; v < kBlockVectors; v++) {
+        const vf scale = group_scale<KIND>(w, p.header, p.at, v);
+        store(rows.scale + v * kLanes, scale);
+        if (has_middle<KIND>(w)) store(rows.middle + v * kLanes, group_middle<KIND>(w, p.header, p.at, v, scale));
+    }
+}
+
+// total[r][m] += scale * sum q x + middle * sum x over the `count` k from `k` on of one group, whose codes lie at w.
 template <int M, int R, int KIND>
-AP_INLINE void add_chain(const uint8_t* w, const uint8_t* header, const ap_linear& s, const Layout& l,
+AP_INLINE void add_chain(const uint8_t* w, const Rows& rows, const ap_linear& s, const Table& table,
     const Activations& a, int64_t token, int64_t k, int64_t count, int64_t row, vf (*total)[M]) {
     Sums<M, R> sums = {};
-    multiply_chain<M, R, KIND>(sums, w + row * 4, a.padded + token * a.stride + k, a.stride, count);
-    float scale[16], middle[16];
-    load_scales(header, s.half_scales, scale);
-    for (int r = 0; r < R; r++)
-        for (int m = 0; m < M; m++) total[r][m] = fma(sums.dot[r][m], four_times(scale + row + r * kRows), total[r][m]);
-    if (KIND != AP_INT4 || !s.minimum) return;
-    load_scales(header + l.part, s.half_scales, middle);
-    for (int i = 0; i < 16; i++) middle[i] += 8 * scale[i];
+    const float* x = KIND == AP_TABLE ? a.x : a.padded;
+    const int64_t stride = KIND == AP_TABLE ? a.x_stride : a.stride;
+    multiply_chain<M, R, KIND>(sums, w + row * 4, table, x + token * stride + k, stride, count);
+    if (!has_middle<KIND>(s)) {
+        for (int r = 0; r < R; r++)
+            for (int m = 0; m < M; m++)
+                total[r][m] = fma(sums.dot[r][m], four_times(rows.scale + row + r * kRows), total[r][m]);
+        return;
+    }
     for (int m = 0; m < M; m++) {
-        float x = 0;
-        for (int64_t b = k / a.width; b * a.width < k + count; b++) x += a.block[(token + m) * a.blocks + b].sum;
-        for (int r = 0; r < R; r++)  // a quarter to each of a row's 4 lanes
-            total[r][m] = fma(splat(0.25f * x), four_times(middle + row + r * kRows), total[r][m]);
+        float sum = 0;
+        for (int64_t b = k / a.width; b * a.width < k + count; b++) sum += a.block[(token + m) * a.blocks + b].sum;
+        for (int r = 0; r < R; r++) {  // a quarter to each of a row's 4 lanes; the total is rounded once
+            const vf middle = splat(0.25f * sum) * four_times(rows.middle + row + r * kRows);
+            total[r][m] += fma(sums.dot[r][m], four_times(rows.scale + row + r * kRows), middle);
+        }
     }
 }
 
@@ -93,14 +104,17 @@ template <int M, int KIND>
 void dot_float(
     const ap_linear& w, const Layout& l, const uint8_t* block, const Activations& a, int64_t token, float (*y)[16]) {
     constexpr int R = 8 / M * kRows > 16 ? 16 / kRows : 8 / M;  // 8 sums: enough chains, few enough registers
+    const Table table = KIND == AP_TABLE ? table_of(w) : Table{};
     for (int64_t row = 0; row < 16; row += R * kRows) {
         vf total[R][M] = {};
-        const uint8_t* p = block;
-        for (int64_t g = 0; g < l.groups; g++, p += l.group_bytes) {
+        for (int64_t g = 0; g < l.groups; g++) {
+            const Place p = place_of(l, block, g);
+            Rows rows;
+            read_rows<KIND>(w, p, rows);
             for (int64_t k = 0; k < l.group; k += kChain) {
                 const int64_t count = l.group - k < kChain ? l.group - k : kChain;
-                const uint8_t* weights = p + l.header + k * (KIND == AP_INT8 ? 16 : 8);
-                add_chain<M, R, KIND>(weights, p, w, l, a, token, g * l.group + k, count, row, total);
+                add_chain<M, R, KIND>(p.codes + k * (KIND == AP_INT8 ? 16 : 8), rows, w, table, a, token,
+                    g * l.group + k, count, row, total);
             }
         }
         for (int r = 0; r < R; r++) {
@@ -118,22 +132,18 @@ void dot_float(
 // minimum itself, and for tokens whose products would underflow.
 inline void dot_exact(
     const ap_linear& w, const Layout& l, const uint8_t* block, const float* x, int64_t rows, float* y) {
-    for (int64_t row = 0; row < rows; row++) {
-        const uint8_t* p = block;
-        double total = 0;
-        for (int64_t g = 0; g < l.groups; g++, p += l.group_bytes) {
-            float scale[16], low[16] = {};
-            load_scales(p, w.half_scales, scale);
-            if (w.kind == AP_INT4 && w.minimum) load_scales(p + l.part, w.half_scales, low);
+    double total[16] = {};
+    for (int64_t g = 0; g < l.groups; g++) {
+        const Place p = place_of(l, block, g);
+        const Group group = group_at(w, p);
+        for (int64_t row = 0; row < rows; row++) {
             for (int64_t k = 0; k < w.group; k++) {
-                const uint8_t* q = p + l.header;
-                const int value = w.kind == AP_INT8 ? int8_at(q, row, k) : int4_at(q, row, k) - (w.minimum ? 0 : 8);
-                const double weight = static_cast<double>(value) * scale[row] + low[row];
-                total += weight * x[g * w.group + k];
+                const double u = code_at(w.kind, p.codes, row, k);
+                total[row] += ((u - group.zero[row]) * group.scale[row] + group.low[row]) * x[g * w.group + k];
             }
         }
-        y[row] = static_cast<float>(total);
     }
+    for (int64_t row = 0; row < rows; row++) y[row] = static_cast<float>(total[row]);
 }
 
 // Dense rows, row by row: lanes run over k.

@@ -1,6 +1,7 @@
-// Sixteen rows of int8 or int4 weights times M tokens by VNNI: a product for each limb of x (activations.h).
+// Sixteen rows of integer weights times M tokens by VNNI: a product for each limb of x (activations.h).
 #pragma once
 #include "activations.h"
+#include "scales.h"
 
 #if defined(__AVX512VNNI__)
 namespace {
@@ -12,7 +13,8 @@ template <int M> struct LimbSums {
 template <int M, int KIND> AP_INLINE void begin(LimbSums<M>& s, const Block* block, int64_t stride) {
     for (int m = 0; m < M; m++) {
         const int32_t* start = KIND == AP_INT8 ? block[m * stride].start8 : block[m * stride].start4;
-        for (int p = 0; p < kLimbs; p++) s.limb[m][p] = _mm512_set1_epi32(start[p]);
+        for (int p = 0; p < kLimbs; p++)
+            s.limb[m][p] = _mm512_set1_epi32(KIND == AP_Q6_K ? start[p] * (kCentre<AP_Q6_K> / 8) : start[p]);
     }
 }
 
@@ -30,6 +32,24 @@ template <int M> AP_INLINE void multiply(LimbSums<M>& s, __m512i weights, const 
 // How far ahead of the loads memory is asked for (measured): over page ends and into the next block, which hardware
 // does not do.
 template <int KIND> constexpr int64_t kAhead = KIND == AP_INT8 ? 8192 : 6144;
+
+// The 4 vectors of 4 k of a group of Q6_K, multiplied.
+template <int M>
+AP_INLINE void multiply_six(const uint8_t* w, const int8_t* x, int64_t stride, LimbSums<M>& even, LimbSums<M>& odd) {
+    const __m512i low = _mm512_set1_epi8(15), upper = _mm512_set1_epi8(0x30);
+    for (int i = 0; i < 3; i++) _mm_prefetch(reinterpret_cast<const char*>(w) + kAhead<AP_Q6_K> + 64 * i, _MM_HINT_T0);
+    const __m512i high = _mm512_loadu_si512(w + 128);
+    for (int i = 0; i < 2; i++) {
+        const __m512i both = _mm512_loadu_si512(w + 64 * i);
+        const __m512i first = i ? high : _mm512_slli_epi16(high, 4),
+                      second = i ? _mm512_srli_epi16(high, 2) : _mm512_slli_epi16(high, 2);
+        multiply<M>(
+            even, _mm512_or_si512(_mm512_and_si512(both, low), _mm512_and_si512(first, upper)), x + i * 32, stride);
+        multiply<M>(M == 1 ? odd : even,
+            _mm512_or_si512(_mm512_and_si512(_mm512_srli_epi16(both, 4), low), _mm512_and_si512(second, upper)),
+            x + i * 32 + 16, stride);
+    }
+}
 
 // Two sets of sums where M = 1: four chains of dependent products would wait for each other.
 template <int M, int KIND>
@@ -66,11 +86,6 @@ AP_INLINE __m512 join(const __m512i even[kLimbs], const __m512i odd[kLimbs]) {
     return total;
 }
 
-AP_INLINE __m512 header(const uint8_t* p, bool half) {
-    if (half) return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-    return _mm512_loadu_ps(p);
-}
-
 // total += value, with what the addition lost kept apart (Knuth's two-sum): a sum over blocks then rounds about once,
 // while torch's own may be lucky. Some 1% of a block's instructions.
 AP_INLINE void add(__m512& total, __m512& lost, __m512 value) {
@@ -81,36 +96,46 @@ AP_INLINE void add(__m512& total, __m512& lost, __m512 value) {
     total = sum;
 }
 
-// A format with a minimum is taken as (u - 8) * scale + (minimum + 8 * scale): two terms that do not cancel each other.
+// total += a group's products with M tokens, whose activations begin at x and block.
+template <int M, int KIND>
+AP_INLINE void add_group(const ap_linear& w, const Layout& l, const Place& p, const Activations& a, const int8_t* x,
+    const Block* block, __m512* total, __m512* lost) {
+    const int64_t stride = a.stride * 4;
+    const __m512 scale = group_scale<KIND>(w, p.header, p.at, 0);
+    __m512 middle = _mm512_setzero_ps();
+    if (has_middle<KIND>(w)) middle = group_middle<KIND>(w, p.header, p.at, 0, scale);
+    for (int64_t k = 0; k < l.group; k += a.width, x += a.width * 4, block++) {
+        const int64_t count = l.group - k < a.width ? l.group - k : a.width;
+        const uint8_t* weights = p.codes + k * (KIND == AP_INT8 ? 16 : 8);
+        LimbSums<M> even, odd = {};
+        begin<M, KIND>(even, block, a.blocks);
+        if (KIND == AP_Q6_K) multiply_six<M>(weights, x, stride, even, odd);
+        else if (KIND == AP_Q4_K) multiply_block<M, AP_INT4>(weights, x, stride, 32, even, odd);
+        else if (count == 64) multiply_block<M, KIND>(weights, x, stride, 64, even, odd);
+        else multiply_block<M, KIND>(weights, x, stride, count, even, odd);
+        for (int m = 0; m < M; m++) {
+            const Block& b = block[m * a.blocks];
+            const __m512 step = _mm512_mul_ps(scale, _mm512_set1_ps(b.step));
+            __m512 value = _mm512_mul_ps(join(even.limb[m], odd.limb[m]), step);
+            if (has_middle<KIND>(w)) value = _mm512_fmadd_ps(middle, _mm512_set1_ps(b.sum), value);
+            add(total[m], lost[m], value);
+        }
+    }
+}
+
 // y[m][row] of one block of rows for M tokens from `token` on.
 template <int M, int KIND>
 void dot_vnni(
-    const ap_linear& w, const Layout& l, const uint8_t* p, const Activations& a, int64_t token, float (*y)[16]) {
-    const int64_t stride = a.stride * 4;
-    const int8_t* x = a.limbs + token * stride;
+    const ap_linear& w, const Layout& l, const uint8_t* header, const Activations& a, int64_t token, float (*y)[16]) {
+    const int8_t* x = a.limbs + token * a.stride * 4;
     const Block* block = a.block + token * a.blocks;
+    const int64_t blocks = (l.group + a.width - 1) / a.width;
     __m512 total[M], lost[M];
     for (int m = 0; m < M; m++) total[m] = lost[m] = _mm512_setzero_ps();
-    for (int64_t g = 0; g < l.groups; g++, p += l.group_bytes) {
-        const __m512 scale = header(p, w.half_scales);
-        __m512 middle = _mm512_setzero_ps();
-        if (KIND == AP_INT4 && w.minimum)
-            middle = _mm512_fmadd_ps(scale, _mm512_set1_ps(8), header(p + l.part, w.half_scales));
-        for (int64_t k = 0; k < l.group; k += a.width, x += a.width * 4, block++) {
-            const int64_t count = l.group - k < a.width ? l.group - k : a.width;
-            const uint8_t* weights = p + l.header + k * (KIND == AP_INT8 ? 16 : 8);
-            LimbSums<M> even, odd = {};
-            begin<M, KIND>(even, block, a.blocks);
-            if (count == 64) multiply_block<M, KIND>(weights, x, stride, 64, even, odd);
-            else multiply_block<M, KIND>(weights, x, stride, count, even, odd);
-            for (int m = 0; m < M; m++) {
-                const Block& b = block[m * a.blocks];
-                const __m512 step = _mm512_mul_ps(scale, _mm512_set1_ps(b.step));
-                __m512 value = _mm512_mul_ps(join(even.limb[m], odd.limb[m]), step);
-                if (KIND == AP_INT4 && w.minimum) value = _mm512_fmadd_ps(middle, _mm512_set1_ps(b.sum), value);
-                add(total[m], lost[m], value);
-            }
-        }
+    for (int64_t g = 0; g < l.groups; g += kHeld<KIND>, header += l.stride) {
+        Place p = {header, 0, header + l.header};
+        for (; p.at < kHeld<KIND>; p.at++, p.codes += l.codes, x += l.group * 4, block += blocks)
+            add_group<M, KIND>(w, l, p, a, x, block, total, lost);
     }
     for (int m = 0; m < M; m++) _mm512_storeu_ps(y[m], _mm512_add_ps(total[m], lost[m]));
 }

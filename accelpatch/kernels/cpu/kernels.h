@@ -19,7 +19,8 @@ struct PanelsCall {
     int64_t m, x_stride;
     float* y;
     int64_t y_stride;
-    float* room;  // panel_floats of each thread
+    float* room;     // panel_floats of each thread
+    float* ordered;  // [m, k], where the weight has an order
 };
 
 struct NormCall {
@@ -54,7 +55,7 @@ struct StepCall {
 };
 
 struct Kernels {
-    int64_t (*activation_bytes)(int64_t tokens, int64_t k);
+    int64_t (*activation_bytes)(int64_t tokens, int64_t k, bool ordered);
     int64_t (*panel_floats)(int64_t tokens);
     Job linear, w8a8, panels, norm, gated, attention, step;
     void (*gather)(const ap_linear* w, const int64_t* ids, int64_t count, float* rows);

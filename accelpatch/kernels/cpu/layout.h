@@ -1,8 +1,14 @@
 // Where a pack keeps what. Rows are taken in blocks of 16. A block holds its groups of k one after the other, and a
 // group is
-//   scale[16] (float32 or float16), minimum[16] where the format has one, then the weights:
+//   scale[16] (float32 or float16), minimum[16] or zero point[16] (a byte) where the format has one, then the weights:
 //   int8 and W8A8: [k / 4][16 rows][4 k] as q + 128: one 64-byte load is the unsigned operand of a VNNI product of 16
-//   rows and 4 k; int4: [k / 8][16 rows][4 bytes]: the low nibbles are the first 4 k, the high nibbles the next 4.
+//   rows and 4 k; int4 and tables: [k / 8][16 rows][4 bytes]: the low nibbles are the first 4 k, the high nibbles the
+//   next 4.
+// Q4_K and Q6_K: the groups of a superblock of 256 k share a header.
+//   Q4_K: d[16], dmin[16] (float16), then bytes [8 groups][16]: the low 4 bits of a scale and of a minimum; [4][16]:
+//   the upper 2 bits of the scale and the minimum of two groups; then the weights of 8 groups as of int4. Q6_K: d[16]
+//   (float16), scale[16 groups][16] (int8), then for each group the low 4 bits as of int4 and [16 rows][4 bytes]: the
+//   upper 2 bits of k i, 4 + i, 8 + i and 12 + i in byte i.
 // So a thread reads a block as one stream of bytes. Rows and k beyond the weight's own are stored as zeros with scale
 // zero.
 #pragma once
@@ -12,37 +18,59 @@
 
 constexpr int64_t kBlockRows = AP_ROWS, kMaxBatch = AP_MAX_BATCH;
 constexpr int64_t kLongestW8A8 = 132104;  // k up to which 128 * 127 * k is an int32
+constexpr int64_t kSuperblock = 256;
 
 namespace {
 
 struct Layout {
-    int64_t blocks, groups, group, header, group_bytes, block_bytes;
-    int64_t part;  // where the minimums begin within a header
+    int64_t blocks, groups, group, block_bytes;
+    int64_t header, offsets;  // bytes of a header, and where the minimums or zero points begin within it
+    int64_t held, codes;      // groups that a header is of, and bytes of the weights of each
+    int64_t stride;           // from one header to the next
 };
 
 inline int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
+
+inline bool has_superblocks(const ap_linear& w) { return w.kind == AP_Q4_K || w.kind == AP_Q6_K; }
 
 inline bool layout_allows(const ap_linear& w) {
     const int64_t most = int64_t{1} << 31;
     if (w.n < 1 || w.k < 1 || w.n > most || w.k > most || w.group < 1) return false;
     if (w.kind == AP_DENSE) return true;
+    if (w.half_scales < 0 || w.half_scales > 1) return false;
+    if (w.offset < AP_NO_OFFSET || w.offset > (w.kind == AP_INT4 ? AP_ZERO_POINT : AP_NO_OFFSET)) return false;
     if (w.kind == AP_W8A8)
-        return w.group == w.k && w.k <= kLongestW8A8 && !w.half_scales && w.input_scale >= 0 &&
+        return w.group == w.k && w.k <= kLongestW8A8 && !w.half_scales && !w.order && w.input_scale >= 0 &&
                w.input_scale < INFINITY;
+    if (has_superblocks(w)) return w.half_scales && w.group == (w.kind == AP_Q4_K ? 32 : 16) && w.k % kSuperblock == 0;
+    if (w.kind == AP_TABLE) return w.group % 16 == 0 && w.k % w.group == 0;
     if (w.kind != AP_INT8 && w.kind != AP_INT4) return false;
-    return w.group == w.k || (w.group % 32 == 0 && w.k % w.group == 0);
+    return w.group == w.k || (w.group % 16 == 0 && w.k % w.group == 0);
+}
+
+// Whether a kernel may read it: all that it points to is there, and its order names columns of x.
+inline bool readable(const ap_linear& w) {
+    if (!w.data || !layout_allows(w) || (w.kind == AP_TABLE && !w.table)) return false;
+    bool inside = true;
+    for (int64_t j = 0; j < w.k && w.order; j++) inside &= w.order[j] >= 0 && w.order[j] < w.k;
+    return inside;
 }
 
 inline Layout layout_of(const ap_linear& w) {
     Layout l;
-    const bool four = w.kind == AP_INT4;
+    const bool bytes = w.kind == AP_INT8 || w.kind == AP_W8A8;
+    const int64_t bits = bytes ? 8 : w.kind == AP_Q6_K ? 6 : 4;
     l.blocks = (w.n + kBlockRows - 1) / kBlockRows;
     l.groups = w.k / w.group;
-    l.group = round_up(w.group, four ? 8 : 4);
-    l.part = kBlockRows * (w.half_scales ? 2 : 4);
-    l.header = l.part * (four && w.minimum ? 2 : 1);
-    l.group_bytes = l.header + l.group * kBlockRows / (four ? 2 : 1);
-    l.block_bytes = l.groups * l.group_bytes;
+    l.group = round_up(w.group, bytes ? 4 : 8);
+    l.codes = l.group * kBlockRows * bits / 8;
+    l.offsets = kBlockRows * (w.half_scales ? 2 : 4);
+    l.header = l.offsets + (w.offset == AP_MINIMUM ? l.offsets : w.offset == AP_ZERO_POINT ? kBlockRows : 0);
+    l.held = 1;
+    if (w.kind == AP_Q4_K) l.held = 8, l.header = kBlockRows * (4 + 12);
+    if (w.kind == AP_Q6_K) l.held = 16, l.header = kBlockRows * (2 + 16);
+    l.stride = l.header + l.held * l.codes;
+    l.block_bytes = l.groups / l.held * l.stride;
     return l;
 }
 
@@ -64,11 +92,25 @@ inline int64_t rows_in(const Weight& w, int64_t b) {
     return left < kBlockRows ? left : kBlockRows;
 }
 
-// The integer behind row `row` of a block and `k` of a group whose weights begin at `p`.
-inline int int8_at(const uint8_t* p, int64_t row, int64_t k) { return p[(k / 4 * kBlockRows + row) * 4 + k % 4] - 128; }
-inline int int4_at(const uint8_t* p, int64_t row, int64_t k) {
+// Group g of a block: its header, its place among the groups of that header, and its weights.
+struct Place {
+    const uint8_t* header;
+    int64_t at;
+    const uint8_t* codes;
+};
+
+inline Place place_of(const Layout& l, const uint8_t* block, int64_t g) {
+    const uint8_t* header = block + g / l.held * l.stride;
+    return {header, g % l.held, header + l.header + g % l.held * l.codes};
+}
+
+// The unsigned integer behind row `row` of a block and `k` of a group whose weights begin at `p`.
+inline int code_at(int32_t kind, const uint8_t* p, int64_t row, int64_t k) {
+    if (kind == AP_INT8 || kind == AP_W8A8) return p[(k / 4 * kBlockRows + row) * 4 + k % 4];
     const uint8_t byte = p[(k / 8 * kBlockRows + row) * 4 + k % 4];
-    return k / 4 % 2 ? byte >> 4 : byte & 15;
+    const int low = k / 4 % 2 ? byte >> 4 : byte & 15;
+    if (kind != AP_Q6_K) return low;
+    return low | (p[(2 * kBlockRows + row) * 4 + k % 4] >> (k / 4 * 2) & 3) << 4;
 }
 
 }  // namespace

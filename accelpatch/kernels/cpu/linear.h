@@ -1,7 +1,7 @@
 // One block of 16 rows of any kind of weight, times some tokens.
 #pragma once
 #include "dot_float.h"
-#include "dot_vnni.h"
+#include "dot_table.h"
 #include "dot_w8a8.h"
 
 namespace {
@@ -9,12 +9,19 @@ namespace {
 template <int M> void dot_some(const Weight& w, int64_t b, const Activations& a, int64_t token, float (*y)[16]) {
     const uint8_t* p = static_cast<const uint8_t*>(w.w.data) + b * w.l.block_bytes;
 #if defined(__AVX512VNNI__)
-    if (w.w.kind == AP_INT8) return dot_vnni<M, AP_INT8>(w.w, w.l, p, a, token, y);
-    if (w.w.kind == AP_INT4) return dot_vnni<M, AP_INT4>(w.w, w.l, p, a, token, y);
+#define AP_DOT dot_vnni
+    if (w.w.kind == AP_TABLE) return dot_table<M>(w.w, w.l, p, a, token, y);
 #else
-    if (w.w.kind == AP_INT8) return dot_float<M, AP_INT8>(w.w, w.l, p, a, token, y);
-    if (w.w.kind == AP_INT4) return dot_float<M, AP_INT4>(w.w, w.l, p, a, token, y);
+#define AP_DOT dot_float
+    if (w.w.kind == AP_TABLE) return dot_float<M, AP_TABLE>(w.w, w.l, p, a, token, y);
 #endif
+    switch (w.w.kind) {
+        case AP_INT8: return AP_DOT<M, AP_INT8>(w.w, w.l, p, a, token, y);
+        case AP_INT4: return AP_DOT<M, AP_INT4>(w.w, w.l, p, a, token, y);
+        case AP_Q4_K: return AP_DOT<M, AP_Q4_K>(w.w, w.l, p, a, token, y);
+        case AP_Q6_K: return AP_DOT<M, AP_Q6_K>(w.w, w.l, p, a, token, y);
+    }
+#undef AP_DOT
     const int64_t first = b * kBlockRows, rows = w.w.n - first < kBlockRows ? w.w.n - first : kBlockRows;
     dot_dense<M>(w.w, first, rows, a.x + token * a.x_stride, a.x_stride, y);
 }
@@ -24,7 +31,7 @@ inline void dot_block(const Weight& w, int64_t b, const Activations& a, int64_t 
     if (w.w.kind == AP_W8A8) return w8a8_tokens<1>(w, b, a, token, count, y[0]);
     bool split = true;
     for (int64_t m = 0; m < count; m++) split &= a.split[token + m] != 0;
-    if (!split && w.w.kind != AP_DENSE) {
+    if (!split && !reads_floats(w.w)) {
         const uint8_t* p = static_cast<const uint8_t*>(w.w.data) + b * w.l.block_bytes;
         for (int64_t m = 0; m < count; m++) {
             if (a.split[token + m]) dot_some<1>(w, b, a, token + m, y + m);
@@ -54,26 +61,24 @@ inline void store_block(const Weight& w, int64_t b, int64_t count, float (*tile)
     }
 }
 
-// A row as float32, as torch dequantises it.
+// A row as float32, as torch dequantises it, in the order of x.
 inline void gather_row(const Weight& w, int64_t row, float* out) {
+    auto at = [&](int64_t k) { return w.w.order ? w.w.order[k] : k; };
     if (w.w.kind == AP_DENSE) {
-        memcpy(out, static_cast<const float*>(w.w.data) + row * w.w.k, static_cast<size_t>(w.w.k) * 4);
+        const float* from = static_cast<const float*>(w.w.data) + row * w.w.k;
+        for (int64_t k = 0; k < w.w.k; k++) out[at(k)] = from[k];
         return;
     }
-    const uint8_t* p = static_cast<const uint8_t*>(w.w.data) + row / kBlockRows * w.l.block_bytes;
+    const uint8_t* block = static_cast<const uint8_t*>(w.w.data) + row / kBlockRows * w.l.block_bytes;
     const int64_t r = row % kBlockRows;
-    const bool minimum = w.w.kind == AP_INT4 && w.w.minimum;
-    for (int64_t g = 0; g < w.l.groups; g++, p += w.l.group_bytes) {
-        float scale[16], low[16] = {};
-        load_scales(p, w.w.half_scales, scale);
-        if (minimum) load_scales(p + w.l.part, w.w.half_scales, low);
+    for (int64_t g = 0; g < w.l.groups; g++) {
+        const Place p = place_of(w.l, block, g);
+        const Group group = group_at(w.w, p);
         for (int64_t k = 0; k < w.w.group; k++) {
-            const uint8_t* q = p + w.l.header;
-            const int value = w.w.kind != AP_INT4 ? int8_at(q, r, k) : int4_at(q, r, k) - (w.w.minimum ? 0 : 8);
-            out[g * w.w.group + k] = static_cast<float>(value) * scale[r];
+            const int u = code_at(w.w.kind, p.codes, r, k);
+            const float value = w.w.kind == AP_TABLE ? w.w.table[u] : static_cast<float>(u) - group.zero[r];
+            out[at(g * w.w.group + k)] = value * group.scale[r] + group.low[r];  // rounded twice, as torch does
         }
-        for (int64_t k = 0; k < w.w.group && minimum; k++)
-            out[g * w.w.group + k] += low[r];  // rounded twice, as torch does
     }
 }
 

@@ -13,13 +13,12 @@ from torch import Tensor
 from accelpatch.device import Device, probe
 from accelpatch.errors import KernelError
 from accelpatch.kernels.build import libraries
-
-# What the library reads and writes, whatever torch's default dtype and device are.
 from accelpatch.kernels.cpu import openmp
 
 # What the library reads and writes, whatever torch's default dtype and device are.
 PLAIN: Any = {"dtype": torch.float32, "device": "cpu"}
-DENSE, INT8, INT4, W8A8 = 0, 1, 2, 3
+DENSE, INT8, INT4, W8A8, TABLE, Q4_K, Q6_K = 0, 1, 2, 3, 4, 5, 6
+OFFSETS = {"none": 0, "minimum": 1, "zero_point": 2}
 ISAS = ("portable", "avx2", "avx512")
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
@@ -37,13 +36,15 @@ class Linear(Structure):
     _fields_ = (
         ("kind", c_int32),
         ("half_scales", c_int32),
-        ("minimum", c_int32),
+        ("offset", c_int32),
         ("input_scale", c_float),
         ("n", c_int64),
         ("k", c_int64),
         ("group", c_int64),
         ("data", c_void_p),
         ("bias", c_void_p),
+        ("order", c_void_p),
+        ("table", c_void_p),
     )
 
 

@@ -1,7 +1,7 @@
 // From the canonical layout to the streamed one (layout.h) and back, bit for bit.
 #include <cstring>
 
-#include "layout.h"
+#include "superblocks.h"
 #include "vec.h"
 
 namespace {
@@ -16,34 +16,50 @@ void put_scale(uint8_t* header, bool half, int64_t row, float value) {
 }
 
 float get_scale(const uint8_t* header, bool half, int64_t row) {
-    float f[kBlockRows];
-    load_scales(header, half, f);
-    return f[row];
+    if (half) {
+        uint16_t h;
+        memcpy(&h, header + 2 * row, 2);
+        return from_half(h);
+    }
+    float f;
+    memcpy(&f, header + 4 * row, 4);
+    return f;
 }
 
-void pack_row(const ap_linear& w, const Layout& l, const uint8_t* q, uint8_t* group, int64_t row) {
-    uint8_t* weights = group + l.header;
+bool has_bytes(const ap_linear& w) { return w.kind == AP_INT8 || w.kind == AP_W8A8; }
+
+void pack_row(const ap_linear& w, const uint8_t* q, uint8_t* weights, int64_t row) {
     for (int64_t k = 0; k < w.group; k++) {
-        if (w.kind != AP_INT4) {
-            weights[(k / 4 * kBlockRows + row) * 4 + k % 4] = static_cast<uint8_t>(q[k] ^ 0x80);
-        } else {
-            const int nibble = k % 2 ? q[k / 2] >> 4 : q[k / 2] & 15;
-            weights[(k / 8 * kBlockRows + row) * 4 + k % 4] |= static_cast<uint8_t>(nibble << (k / 4 % 2 * 4));
-        }
+        if (has_bytes(w)) weights[(k / 4 * kBlockRows + row) * 4 + k % 4] = static_cast<uint8_t>(q[k] ^ 0x80);
+        else put_nibble(weights, row, k, k % 2 ? q[k / 2] >> 4 : q[k / 2] & 15);
     }
 }
 
-void unpack_row(const ap_linear& w, const Layout& l, const uint8_t* group, uint8_t* q, int64_t row) {
-    const uint8_t* weights = group + l.header;
+void unpack_row(const ap_linear& w, const uint8_t* weights, uint8_t* q, int64_t row) {
     for (int64_t k = 0; k < w.group; k++) {
-        if (w.kind != AP_INT4) q[k] = static_cast<uint8_t>(int8_at(weights, row, k));
-        else if (k % 2 == 0) q[k / 2] = static_cast<uint8_t>(int4_at(weights, row, k));
-        else q[k / 2] = static_cast<uint8_t>(q[k / 2] | int4_at(weights, row, k) << 4);
+        const int u = code_at(w.kind, weights, row, k);
+        if (has_bytes(w)) q[k] = static_cast<uint8_t>(u ^ 0x80);
+        else if (k % 2 == 0) q[k / 2] = static_cast<uint8_t>(u);
+        else q[k / 2] = static_cast<uint8_t>(q[k / 2] | u << 4);
     }
 }
 
 bool packable(const ap_linear* w) {
     return layout_allows(*w) && w->kind != AP_DENSE && (w->kind != AP_INT4 || w->group % 2 == 0);
+}
+
+// What goes into a pack, or comes out of it.
+template <class Byte, class Float> struct Canonical {
+    Byte* q;
+    Float* scale;
+    Byte* zero;      // where the offset is a zero point
+    Float* minimum;  // where it is a minimum
+};
+
+template <class Byte, class Float, class Any>
+bool take(const ap_linear& w, Byte* q, Float* scale, Any* offset, Canonical<Byte, Float>& out) {
+    out = {q, scale, static_cast<Byte*>(offset), static_cast<Float*>(offset)};
+    return packable(&w) && q && (has_superblocks(w) || scale) && (w.offset == AP_NO_OFFSET || offset);
 }
 
 }  // namespace
@@ -54,38 +70,51 @@ extern "C" int64_t ap_pack_bytes(const ap_linear* shape) {
     return l.blocks * l.block_bytes;
 }
 
-extern "C" int ap_pack(const ap_linear* w, const void* q, const float* scale, const float* minimum, void* pack) {
-    if (!packable(w) || (w->kind == AP_INT4 && w->minimum && !minimum)) return AP_BAD_ARGUMENT;
+extern "C" int ap_pack(const ap_linear* w, const void* q, const float* scale, const void* offset, void* pack) {
+    Canonical<const uint8_t, const float> from;
+    if (!take(*w, static_cast<const uint8_t*>(q), scale, offset, from)) return AP_BAD_ARGUMENT;
     const Layout l = layout_of(*w);
-    const int64_t row_bytes = w->kind != AP_INT4 ? w->k : w->k / 2, group_q = row_bytes / l.groups;
+    const int64_t row_bytes = row_bytes_of(*w), each = row_bytes / l.groups;
     auto* out = static_cast<uint8_t*>(pack);
     memset(out, 0, static_cast<size_t>(l.blocks * l.block_bytes));
     for (int64_t n = 0; n < w->n; n++) {
+        const int64_t row = n % kBlockRows;
+        uint8_t* block = out + n / kBlockRows * l.block_bytes;
+        if (has_superblocks(*w)) {
+            pack_superblocks(*w, l, from.q + n * row_bytes, block, row);
+            continue;
+        }
         for (int64_t g = 0; g < l.groups; g++) {
-            uint8_t* group = out + n / kBlockRows * l.block_bytes + g * l.group_bytes;
-            const int64_t row = n % kBlockRows;
-            put_scale(group, w->half_scales, row, scale[n * l.groups + g]);
-            if (w->kind == AP_INT4 && w->minimum)
-                put_scale(group + l.part, w->half_scales, row, minimum[n * l.groups + g]);
-            pack_row(*w, l, static_cast<const uint8_t*>(q) + n * row_bytes + g * group_q, group, row);
+            uint8_t* group = block + g * l.stride;
+            const int64_t at = n * l.groups + g;
+            put_scale(group, w->half_scales, row, from.scale[at]);
+            if (w->offset == AP_MINIMUM) put_scale(group + l.offsets, w->half_scales, row, from.minimum[at]);
+            if (w->offset == AP_ZERO_POINT) group[l.offsets + row] = from.zero[at];
+            pack_row(*w, from.q + n * row_bytes + g * each, group + l.header, row);
         }
     }
     return AP_OK;
 }
 
-extern "C" int ap_unpack(const ap_linear* w, const void* pack, void* q, float* scale, float* minimum) {
-    if (!packable(w)) return AP_BAD_ARGUMENT;
+extern "C" int ap_unpack(const ap_linear* w, const void* pack, void* q, float* scale, void* offset) {
+    Canonical<uint8_t, float> to;
+    if (!take(*w, static_cast<uint8_t*>(q), scale, offset, to)) return AP_BAD_ARGUMENT;
     const Layout l = layout_of(*w);
-    const int64_t row_bytes = w->kind != AP_INT4 ? w->k : w->k / 2, group_q = row_bytes / l.groups;
+    const int64_t row_bytes = row_bytes_of(*w), each = row_bytes / l.groups;
     for (int64_t n = 0; n < w->n; n++) {
+        const int64_t row = n % kBlockRows;
+        const uint8_t* block = static_cast<const uint8_t*>(pack) + n / kBlockRows * l.block_bytes;
+        if (has_superblocks(*w)) {
+            unpack_superblocks(*w, l, block, to.q + n * row_bytes, row);
+            continue;
+        }
         for (int64_t g = 0; g < l.groups; g++) {
-            const uint8_t* group =
-                static_cast<const uint8_t*>(pack) + n / kBlockRows * l.block_bytes + g * l.group_bytes;
-            const int64_t row = n % kBlockRows;
-            scale[n * l.groups + g] = get_scale(group, w->half_scales, row);
-            if (w->kind == AP_INT4 && w->minimum)
-                minimum[n * l.groups + g] = get_scale(group + l.part, w->half_scales, row);
-            unpack_row(*w, l, group, static_cast<uint8_t*>(q) + n * row_bytes + g * group_q, row);
+            const uint8_t* group = block + g * l.stride;
+            const int64_t at = n * l.groups + g;
+            to.scale[at] = get_scale(group, w->half_scales, row);
+            if (w->offset == AP_MINIMUM) to.minimum[at] = get_scale(group + l.offsets, w->half_scales, row);
+            if (w->offset == AP_ZERO_POINT) to.zero[at] = group[l.offsets + row];
+            unpack_row(*w, group + l.header, to.q + n * row_bytes + g * each, row);
         }
     }
     return AP_OK;

@@ -1,50 +1,70 @@
 // Products of many tokens: a panel of 32 rows of the weight is made float once, as torch dequantises it, and meets all
 // tokens.
 #pragma once
+#include <type_traits>
+
 #include "linear.h"
 
 namespace {
 
 constexpr int64_t kPanelRows = 32, kPanelDepth = 512;  // rows and k of a panel: 64 KiB, which stay in a core's cache
-constexpr int kPanelVectors = 2;                       // of rows in registers at a time
+constexpr int64_t kPanelChain = 128;  // k that are summed before they are added: less is lost than in one long sum
+constexpr int kPanelVectors = 2;      // of rows in registers at a time
 constexpr int kPanelTokens = AP_LANES == 16 ? 12 : 4;  // as many sums as there are registers for
-constexpr int64_t kBlockVectors = kBlockRows / kLanes;
 
 static_assert(
     kPanelRows % (kPanelVectors * kLanes) == 0 && kPanelRows == 2 * kBlockRows, "whole vectors of two blocks");
 
-// Four k of kLanes rows, whose bytes lie as 32-bit words at q, times the rows' scales, plus their minimums:
-// out[4][kPanelRows].
-template <int KIND, bool LOW> AP_INLINE void panel_words(const uint8_t* q, int shift, vf scale, vf low, float* out) {
-    vi words;
-    memcpy(&words, q, sizeof words);
-    for (int j = 0; j < 4; j++) {
-        vi value = (words >> (8 * j + shift)) & (KIND == AP_INT8 ? 255 : 15);
-        if (KIND == AP_INT8 || !LOW) value -= KIND == AP_INT8 ? 128 : 8;
-        vf made = __builtin_convertvector(value, vf) * scale;
-        if (LOW) made += low;  // rounded twice, as torch does
-        store(out + j * kPanelRows, made);
+template <int KIND>
+constexpr int kDepth = KIND == AP_INT8   ? 4
+                       : KIND == AP_Q6_K ? 16
+                                         : 8;  // k of the words read at once
+
+// The codes of kLanes rows and kDepth k, whose words lie at q; of tables with more bits above them.
+template <int KIND> AP_INLINE void panel_codes(const uint8_t* q, vi* codes) {
+    vi words, upper = {};
+    for (int i = 0; i < (kDepth<KIND> + 7) / 8; i++) {
+        memcpy(&words, q + i * kBlockRows * 4, sizeof words);
+        if (KIND == AP_Q6_K) memcpy(&upper, q + 2 * kBlockRows * 4, sizeof upper);
+        for (int j = 0; j < 4; j++) {
+            vi* to = codes + 8 * i + j;
+            if (KIND == AP_INT8) to[0] = words >> (8 * j) & 255;
+            else if (KIND == AP_TABLE) to[0] = words >> (8 * j), to[4] = words >> (8 * j + 4);
+            else to[0] = words >> (8 * j) & 15, to[4] = words >> (8 * j + 4) & 15;
+            if (KIND != AP_Q6_K) continue;
+            to[0] |= (upper >> (8 * j + 4 * i) & 3) << 4;
+            to[4] |= (upper >> (8 * j + 4 * i + 2) & 3) << 4;
+        }
     }
 }
 
 // k from `first` to `last` of block b as columns of the panel: out[last - first][kPanelRows], of which it writes 16.
 template <int KIND, bool LOW> void panel_block(const Weight& w, int64_t b, int64_t first, int64_t last, float* out) {
     const uint8_t* block = static_cast<const uint8_t*>(w.w.data) + b * w.l.block_bytes;
-    constexpr int64_t step = KIND == AP_INT8 ? 4 : 8;
+    const Table table = KIND == AP_TABLE ? table_of(w.w) : Table{};
     for (int64_t k = first; k < last;) {
         const int64_t g = k / w.w.group, end = (g + 1) * w.w.group < last ? (g + 1) * w.w.group : last;
-        const uint8_t* p = block + g * w.l.group_bytes;
-        float scale[16], low[16] = {};
-        load_scales(p, w.w.half_scales, scale);
-        if (LOW) load_scales(p + w.l.part, w.w.half_scales, low);
-        for (; k < end; k += step) {
-            const uint8_t* q = p + w.l.header + (k - g * w.w.group) * kBlockRows / (KIND == AP_INT8 ? 1 : 2);
+        const Place p = place_of(w.l, block, g);
+        vf scale[kBlockVectors], zero[kBlockVectors], low[kBlockVectors];
+        for (int64_t v = 0; v < kBlockVectors; v++) {
+            scale[v] = group_scale<KIND>(w.w, p.header, p.at, v);
+            zero[v] = group_zero<KIND>(w.w, p.header, v);
+            low[v] = group_low<KIND>(w.w, p.header, p.at, v);
+        }
+        for (; k < end; k += kDepth<KIND>) {
+            const uint8_t* q = p.codes + (k - g * w.w.group) * kBlockRows / (KIND == AP_INT8 ? 1 : 2);
             float* to = out + (k - first) * kPanelRows;
             for (int64_t v = 0; v < kBlockVectors; v++) {
-                const vf factor = load(scale + v * kLanes), beside = load(low + v * kLanes);
-                panel_words<KIND, LOW>(q + v * kLanes * 4, 0, factor, beside, to + v * kLanes);
-                if (KIND == AP_INT4)
-                    panel_words<KIND, LOW>(q + v * kLanes * 4, 4, factor, beside, to + 4 * kPanelRows + v * kLanes);
+                vi codes[kDepth<KIND>];
+                panel_codes<KIND>(q + v * kLanes * 4, codes);
+                for (int j = 0; j < kDepth<KIND>; j++) {
+                    vf made;
+                    if constexpr (KIND == AP_TABLE) made = look_up(table, codes[j]);
+                    else made = __builtin_convertvector(codes[j], vf) - zero[v];
+                    made *= scale[v];
+                    if (LOW) made += low[v];  // rounded twice, as torch does
+                    store(to + j * kPanelRows + v * kLanes, made);
+                }
             }
         }
         k = end;  // the last words of a group may reach beyond it
@@ -57,12 +77,16 @@ inline void panel_rows(const Weight& w, int64_t b, int64_t first, int64_t last, 
         float* to = out + half * kBlockRows;
         if (b >= w.l.blocks) {
             for (int64_t k = 0; k < last - first; k++) memset(to + k * kPanelRows, 0, kBlockRows * 4);
-        } else if (w.w.kind == AP_INT8) {
-            panel_block<AP_INT8, false>(w, b, first, last, to);
-        } else if (w.w.minimum) {
-            panel_block<AP_INT4, true>(w, b, first, last, to);
-        } else {
-            panel_block<AP_INT4, false>(w, b, first, last, to);
+            continue;
+        }
+        switch (w.w.kind) {
+            case AP_INT8: panel_block<AP_INT8, false>(w, b, first, last, to); break;
+            case AP_TABLE: panel_block<AP_TABLE, false>(w, b, first, last, to); break;
+            case AP_Q4_K: panel_block<AP_Q4_K, true>(w, b, first, last, to); break;
+            case AP_Q6_K: panel_block<AP_Q6_K, false>(w, b, first, last, to); break;
+            default:
+                if (w.w.offset == AP_MINIMUM) panel_block<AP_INT4, true>(w, b, first, last, to);
+                else panel_block<AP_INT4, false>(w, b, first, last, to);
         }
     }
 }
@@ -74,8 +98,7 @@ void panel_tokens(
     for (int64_t column = 0; column < kPanelRows; column += kPanelVectors * kLanes) {
         vf sum[M][kPanelVectors];
         for (int m = 0; m < M; m++)
-            for (int v = 0; v < kPanelVectors; v++)
-                sum[m][v] = more ? load(y + m * y_stride + column + v * kLanes) : splat(0.0f);
+            for (int v = 0; v < kPanelVectors; v++) sum[m][v] = splat(0.0f);
         const float* p = panel + column;
         for (int64_t k = 0; k < depth; k++, p += kPanelRows) {
             vf w[kPanelVectors];
@@ -86,7 +109,10 @@ void panel_tokens(
             }
         }
         for (int m = 0; m < M; m++)
-            for (int v = 0; v < kPanelVectors; v++) store(y + m * y_stride + column + v * kLanes, sum[m][v]);
+            for (int v = 0; v < kPanelVectors; v++) {
+                float* to = y + m * y_stride + column + v * kLanes;
+                store(to, more ? load(to) + sum[m][v] : sum[m][v]);
+            }
     }
 }
 
@@ -99,16 +125,20 @@ inline void panel_product(
     for (int64_t first = 0; first < w.w.k; first += kPanelDepth) {
         const int64_t last = first + kPanelDepth < w.w.k ? first + kPanelDepth : w.w.k, depth = last - first;
         panel_rows(w, b, first, last, panel);
-        int64_t t = 0;
-        for (; t + kPanelTokens <= m; t += kPanelTokens)
-            panel_tokens<kPanelTokens>(
-                panel, depth, x + t * x_stride + first, x_stride, tile + t * kPanelRows, kPanelRows, first > 0);
-        for (; t + 4 <= m; t += 4)
-            panel_tokens<4>(
-                panel, depth, x + t * x_stride + first, x_stride, tile + t * kPanelRows, kPanelRows, first > 0);
-        for (; t < m; t++)
-            panel_tokens<1>(
-                panel, depth, x + t * x_stride + first, x_stride, tile + t * kPanelRows, kPanelRows, first > 0);
+        for (int64_t k = 0; k < depth; k += kPanelChain) {
+            const float *part = panel + k * kPanelRows, *from = x + first + k;
+            const int64_t count = depth - k < kPanelChain ? depth - k : kPanelChain;
+            const bool more = first + k > 0;
+            int64_t t = 0;
+            auto some = [&](auto tokens) {
+                for (; t + tokens <= m; t += tokens)
+                    panel_tokens<tokens>(
+                        part, count, from + t * x_stride, x_stride, tile + t * kPanelRows, kPanelRows, more);
+            };
+            some(std::integral_constant<int, kPanelTokens>());
+            some(std::integral_constant<int, 4>());
+            some(std::integral_constant<int, 1>());
+        }
     }
 }
 

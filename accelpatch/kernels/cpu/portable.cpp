@@ -1,2 +1,2 @@
-#define AP_TABLE portable_kernels
+#define AP_KERNELS portable_kernels
 #include "kernels.inc"

@@ -17,7 +17,7 @@ struct Owner {  // one step at a time on one set of buffers
     std::mutex lock;
 };
 
-bool fits(const ap_linear& w, int64_t n, int64_t k) { return w.data && w.n == n && w.k == k && layout_allows(w); }
+bool fits(const ap_linear& w, int64_t n, int64_t k) { return w.n == n && w.k == k && readable(w); }
 
 bool is_absent(const ap_layer& l) { return !l.q.data; }
 
@@ -67,9 +67,27 @@ int64_t lay_out(Step& s, char* memory) {
         purse.reserve(s.scratch[i].hidden, b * m.hidden * 4);
         purse.reserve(s.scratch[i].input, b * s.widest * 4);
         purse.reserve(s.scratch[i].query, m.heads / m.kv_heads * d * 4);
-        purse.reserve(s.scratch[i].ready, chosen_kernels().activation_bytes(b, s.widest));
+        purse.reserve(s.scratch[i].ready, chosen_kernels().activation_bytes(b, s.widest, s.ordered));
+        purse.reserve(s.scratch[i].beside, chosen_kernels().activation_bytes(b, m.hidden, s.ordered));
     }
     return purse.used;
+}
+
+// Weights whose orders are equal get one, so that x is put into it once for all of them.
+void join_orders(ap_layer& l, const ap_model& m) {
+    auto join = [&](const ap_linear& first, ap_linear& other) {
+        const bool both = first.order && other.order;
+        if (both && !memcmp(first.order, other.order, static_cast<size_t>(m.hidden) * sizeof(int32_t)))
+            other.order = first.order;
+    };
+    join(l.q, l.k), join(l.q, l.v), join(l.k, l.v), join(l.gate, l.up);
+}
+
+bool has_order(const ap_model& m) {
+    bool found = m.embedding.order || m.head.order;
+    for (int64_t i = 0; i < m.layers; i++)
+        for (const ap_linear* w = &m.layer[i].q; w <= &m.layer[i].down; w++) found |= w->order != nullptr;
+    return found;
 }
 
 bool call_fits(const Step& s, const StepCall& c) {
@@ -96,6 +114,7 @@ extern "C" int ap_step_create(const ap_model* model, int max_threads, void** ste
     Step& s = owner->step;
     s.model = *model;
     s.threads = max_threads;
+    s.ordered = has_order(*model);
     s.longest_runs = (model->length + kRunSlots - 1) / kRunSlots;
     for (int64_t size : {model->hidden, model->intermediate, model->heads * model->head_dim})
         s.widest = size > s.widest ? size : s.widest;
@@ -106,6 +125,8 @@ extern "C" int ap_step_create(const ap_model* model, int max_threads, void** ste
     }
     lay_out(s, static_cast<char*>(s.memory));
     memcpy(s.layers, model->layer, static_cast<size_t>(model->layers) * sizeof(ap_layer));
+    for (int64_t i = 0; i < model->layers; i++)
+        if (!is_absent(s.layers[i])) join_orders(s.layers[i], *model);
     *step = owner;
     return AP_OK;
 }

@@ -9,12 +9,14 @@ struct Scratch {    // each thread's own: what is cheaper to compute twice than 
     float* input;   // [batch, widest], what a stage's products read
     float* query;   // [heads / kv_heads, head_dim]
     void* ready;    // activation_bytes
+    void* beside;   // the same, for a second weight that reads another form
 };
 
 struct Step {
     ap_model model;
     ap_layer* layers;
     int threads;
+    bool ordered;  // a weight has an order of its own
     int64_t widest, longest_runs;
     // Shared between threads, each written in one stage and read in the next.
     float *cos, *sin;      // [2, batch, head_dim / 2]

@@ -160,20 +160,33 @@ AP_INLINE uint16_t to_half(float f) {
     return static_cast<uint16_t>(sign | rounded >> 13);
 }
 
-// The sixteen scales (or minimums) of a block's rows.
-AP_INLINE void load_scales(const uint8_t* p, bool half, float out[16]) {
-    if (!half) {
-        memcpy(out, p, 64);
-        return;
-    }
-#if defined(__F16C__)
-    for (int i = 0; i < 2; i++)
-        _mm256_storeu_ps(out + 8 * i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p) + i)));
+AP_INLINE vf load_half(const uint8_t* p) {
+#if AP_LANES == 16
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#elif AP_LANES == 8
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 #else
-    uint16_t h[16];
-    memcpy(h, p, 32);
-    for (int i = 0; i < 16; i++) out[i] = from_half(h[i]);
+    uint16_t h[kLanes];
+    memcpy(h, p, sizeof h);
+    return vf{from_half(h[0]), from_half(h[1]), from_half(h[2]), from_half(h[3])};
 #endif
+}
+
+// kLanes unsigned bytes as integers.
+AP_INLINE vi bytes(const uint8_t* p) {
+#if AP_LANES == 16
+    return reinterpret_cast<vi>(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+#elif AP_LANES == 8
+    return reinterpret_cast<vi>(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+#elif AP_LANES == 4 && defined(__SSE2__)
+    int32_t four;
+    memcpy(&four, p, 4);
+    const __m128i zero = _mm_setzero_si128();
+    return reinterpret_cast<vi>(_mm_unpacklo_epi16(_mm_unpacklo_epi8(_mm_cvtsi32_si128(four), zero), zero));
+#endif
+    vu v;
+    memcpy(&v, p, sizeof v);
+    return __builtin_convertvector(v, vi);
 }
 
 }  // namespace

@@ -14,20 +14,48 @@ import torch
 from torch import Tensor
 
 from accelpatch.errors import KernelError
-from accelpatch.kernels.cpu.native_library import DENSE, INT4, INT8, PLAIN, ROWS, Linear, check, native, pointer
+from accelpatch.kernels.codebooks import CODEBOOKS, table
+from accelpatch.kernels.cpu.native_library import (
+    DENSE,
+    INT4,
+    INT8,
+    OFFSETS,
+    PLAIN,
+    Q4_K,
+    Q6_K,
+    ROWS,
+    TABLE,
+    W8A8,
+    Linear,
+    check,
+    native,
+    pointer,
+)
 from accelpatch.kernels.layouts.layout import WeightArguments, nbytes_of, why_not_split
+from accelpatch.kernels.layouts.pack_tensors import (
+    ALIGNED,
+    aligned,
+    as_float,
+    as_order,
+    as_zero_points,
+    is_half,
+    realigned,
+)
 
 LARGEST = 1 << 31
-ALIGNED = 64  # bytes that a pack's memory begins at a multiple of
+SUPERBLOCK = 256  # values of a block of Q4_K or Q6_K
+#: GGUF's name -> kind, bytes of a superblock, values that share a scale
+FORMS = {"Q4_K": (Q4_K, 144, 32), "Q6_K": (Q6_K, 210, 16)}
 
 
 @dataclass(frozen=True, eq=False)
 class Pack:
     """A weight[n, k] for the native kernels, with what is needed to restore the canonical tensors.
 
-    data: uint8 [bytes], or float32 [n, k] where kind is DENSE. kind: DENSE, INT8 or INT4. group: values along K that
-    share a scale. half_scales: scales (and minimums) are stored as float16. offset: "none" or "minimum". bias: float32
-    [n], which a native step adds, or None.
+    data: uint8 [bytes], or float32 [n, k] where kind is DENSE. kind: DENSE, INT8, INT4, TABLE, Q4_K or Q6_K. group:
+    values along K that share a scale. half_scales: scales (and minimums) are stored as float16. offset: "none",
+    "minimum" or "zero_point". codes: of a TABLE, its name in CODEBOOKS. order: int32 [k], column j of the weight
+    multiplies x[order[j]], or None. bias: float32 [n], which a native step adds, or None.
     """
 
     part: ClassVar[str] = "all"
@@ -40,6 +68,8 @@ class Pack:
     group: int
     half_scales: bool
     offset: str
+    codes: str = ""
+    order: Tensor | None = None
     bias: Tensor | None = None
 
     @classmethod
@@ -50,69 +80,119 @@ class Pack:
         offset: Tensor | None = None,
         *,
         bits: int,
+        codes: str = "",
+        order: Tensor | None = None,
         bias: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Pack:
-        """From q[N, K] int8 (8 bits) or q[N, K / 2] nibbles (4 bits), scale[N, G] and offset[N, G]: None, or a float
-        minimum (4 bits).
+        """From q[N, K] int8 (8 bits) or q[N, K / 2] nibbles (4 bits), scale[N, G] and offset[N, G]: None, or of 4 bits
+        a float minimum or an integer zero point in 0..16.
 
-        out: uint8 memory for the pack, such as a slice of a larger block. Raises KernelError for what cannot be packed.
+        codes: "nf4" or "fp4" where nibbles stand for a table's values. order: integers [K], column j of q multiplies
+        x[order[j]]. out: uint8 memory for the pack, such as a slice of a larger block. Raises KernelError for what
+        cannot be packed.
         """
         n, groups = scale.shape
         k = q.shape[1] * (1 if bits == 8 else 2)
         kind = "none" if offset is None else "minimum" if offset.is_floating_point() else "zero_point"
-        if reason := cls.why_not(n, k, k // groups, kind, bits):
+        if reason := cls.why_not(n, k, k // groups, kind, bits, codes):
             raise KernelError(f"a weight of {n} x {k} cannot be packed for the CPU: {reason}")
-        scales, minimums = _float(scale), _float(offset)
-        assert scales is not None
-        half = groups > 1 and _is_half(scales, minimums)
-        made = cls(q, INT8 if bits == 8 else INT4, n, k, k // groups, half, kind)
-        if made.due < 0:
-            raise KernelError(f"a weight of {n} x {k} with groups of {k // groups} cannot be packed for the CPU")
-        data = aligned(made.due) if out is None else out
-        if data.dtype != torch.uint8 or data.numel() != made.due or data.data_ptr() % ALIGNED:
-            raise KernelError(f"memory for this pack is {made.due} bytes that begin at a multiple of {ALIGNED}")
+        scales, offsets = as_float(scale), as_float(offset) if kind == "minimum" else as_zero_points(offset)
+        half = groups > 1 and is_half(scales, offsets if kind == "minimum" else None)
+        code = TABLE if codes else INT8 if bits == 8 else INT4
+        made = cls(q, code, n, k, k // groups, half, kind, codes, as_order(order, k), as_float(bias))
+        return made._filled(q, scales, offsets, out)
+
+    @classmethod
+    def of_blocks(
+        cls, blocks: Tensor, k: int, form: str, *, bias: Tensor | None = None, out: Tensor | None = None
+    ) -> Pack:
+        """From GGUF's superblocks, blocks[N, bytes a row] uint8, of form "Q4_K" or "Q6_K": no bit is lost or added.
+
+        out: as of `pack`. Raises KernelError for what cannot be packed.
+        """
+        if reason := cls.why_not_blocks(blocks.shape[0], k, form):
+            raise KernelError(f"a weight of {blocks.shape[0]} x {k} cannot be packed for the CPU: {reason}")
+        kind, size, group = FORMS[form]
+        if blocks.dtype != torch.uint8 or blocks.shape[1:] != (k // SUPERBLOCK * size,):
+            raise KernelError(f"{form} of K = {k} is uint8 [N, {k // SUPERBLOCK * size}], not {list(blocks.shape)}")
+        made = cls(blocks, kind, blocks.shape[0], k, group, True, "none", bias=as_float(bias))
+        return made._filled(blocks, None, None, out)
+
+    def _filled(self, q: Tensor, scale: Tensor | None, offset: Tensor | None, out: Tensor | None) -> Pack:
+        if self.due < 0:
+            raise KernelError(
+                f"a weight of {self.n} x {self.k} with groups of {self.group} cannot be packed for the CPU"
+            )
+        data = aligned(self.due) if out is None else out
+        if data.dtype != torch.uint8 or data.numel() != self.due or data.data_ptr() % ALIGNED:
+            raise KernelError(f"memory for this pack is {self.due} bytes that begin at a multiple of {ALIGNED}")
         values = q.contiguous()
-        status = native().ap_pack(
-            byref(made.struct()), pointer(values), pointer(scales), pointer(minimums), pointer(data)
-        )
-        check(status, f"to pack a weight of {n} x {k}")
-        return replace(made, data=data, bias=_float(bias))
+        status = native().ap_pack(byref(self.struct()), pointer(values), pointer(scale), pointer(offset), pointer(data))
+        check(status, f"to pack a weight of {self.n} x {self.k}")
+        return replace(self, data=data)
 
     @classmethod
     def dense(cls, weight: Tensor, bias: Tensor | None = None) -> Pack:
         """From a float weight[N, K], held in float32."""
         n, k = weight.shape
-        return cls(weight.detach().to(torch.float32).contiguous(), DENSE, n, k, k, False, "none", _float(bias))
+        return cls(weight.detach().to(torch.float32).contiguous(), DENSE, n, k, k, False, "none", bias=as_float(bias))
 
     @classmethod
-    def of_arguments(
-        cls, data: Tensor, kind: int, n: int, k: int, group: int, half_scales: bool, offset: str, bias: Tensor | None
-    ) -> Pack:
+    def of_arguments(cls, *arguments: Any) -> Pack:
         """From `arguments()` and a bias[N] of any float dtype, as an operation takes them."""
-        return cls(data, kind, n, k, group, half_scales, offset, _float(bias))
+        *weight, bias = arguments
+        return cls(*weight, bias=as_float(bias))
 
     @staticmethod
-    def why_not(n: int, k: int, group: int, offset: str, bits: int = 4) -> str | None:
-        """Why a weight[n, k] cannot be packed, or None. offset: "none", "minimum" or "zero_point"."""
+    def why_not(n: int, k: int, group: int, offset: str, bits: int = 4, codes: str = "") -> str | None:
+        """Why a weight[n, k] cannot be packed, or None. offset: "none", "minimum" or "zero_point"; codes: of `pack`."""
         if max(n, k) > LARGEST:
             return f"{n} x {k} is more than {LARGEST} rows or columns"
-        if group != k and group % 32:
-            return f"groups of {group} are not a multiple of 32"
-        if offset == "zero_point":
-            return "integer zero points are not packed (convert them to float minimums)"
-        return "8 bits have no minimum" if offset == "minimum" and bits == 8 else None
+        if (group != k or codes) and group % 16:
+            return f"groups of {group} are not a multiple of 16"
+        if bits == 8 and offset != "none":
+            return f"8 bits have no {offset.replace('_', ' ')}"
+        if not codes:
+            return None
+        if codes not in CODEBOOKS:
+            return f"there is no table {codes!r}, only {' and '.join(CODEBOOKS)}"
+        return None if (bits, offset) == (4, "none") else f"{codes} has 4 bits and no offset"
+
+    @staticmethod
+    def why_not_blocks(n: int, k: int, form: str) -> str | None:
+        """Why a weight[n, k] in GGUF's superblocks of `form` cannot be packed, or None."""
+        if form not in FORMS:
+            return f"blocks of {form} are not packed as they are, only {' and '.join(FORMS)}"
+        if max(n, k) > LARGEST:
+            return f"{n} x {k} is more than {LARGEST} rows or columns"
+        return f"K = {k} is not a multiple of {form}'s {SUPERBLOCK}" if k % SUPERBLOCK else None
+
+    @property
+    def form(self) -> str | None:
+        """GGUF's name of the superblocks that it was made from; None where it was made from none."""
+        return next((name for name, (kind, _, _) in FORMS.items() if kind == self.kind), None)
 
     def unpack(self) -> Any:
-        """(q, scale, offset), with scale and offset in float32; of a DENSE pack its weight[N, K]."""
+        """What `pack` took, in the pack's order of columns: (q, scale, offset), with scale and a minimum in float32 and
+        zero points in int8. Of `of_blocks` the blocks[N, bytes a row]; of a DENSE pack its weight[N, K]."""
         if self.kind == DENSE:
             return self.data
-        q = torch.empty(self.n, self.k // (2 if self.kind == INT4 else 1), dtype=torch.int8, device="cpu")
+        if self.form is not None:
+            blocks = torch.empty(self.n, self.k // SUPERBLOCK * FORMS[self.form][1], dtype=torch.uint8, device="cpu")
+            self._emptied(blocks, None, None)
+            return blocks
+        q = torch.empty(self.n, self.k // (1 if self.kind in (INT8, W8A8) else 2), dtype=torch.int8, device="cpu")
         scale = torch.empty(self.n, self.k // self.group, **PLAIN)
         offset = torch.empty_like(scale) if self.offset == "minimum" else None
+        if self.offset == "zero_point":
+            offset = torch.empty_like(scale, dtype=torch.int8)
+        self._emptied(q, scale, offset)
+        return q, scale, offset
+
+    def _emptied(self, q: Tensor, scale: Tensor | None, offset: Tensor | None) -> None:
         given = (pointer(self.data), pointer(q), pointer(scale), pointer(offset))
         check(native().ap_unpack(byref(self.struct()), *given), "to unpack")
-        return q, scale, offset
 
     @property
     def w(self) -> Tensor:
@@ -122,12 +202,13 @@ class Pack:
     @property
     def format(self) -> tuple[Any, ...]:
         """Packs of one format can be concatenated."""
-        return Pack, self.kind, self.k, self.group, self.half_scales, self.offset, self.bias is None
+        shape = (self.kind, self.k, self.group, self.half_scales, self.offset, self.codes)
+        return Pack, *shape, self.order is None, self.bias is None
 
     @property
     def nbytes(self) -> int:
         """Bytes that one linear call reads."""
-        return nbytes_of((self.data, self.bias))
+        return nbytes_of((self.data, self.order, self.bias))
 
     @property
     def due(self) -> int:
@@ -138,7 +219,8 @@ class Pack:
 
     def arguments(self) -> tuple[Any, ...]:
         """What `packed_linear` takes between x and the bias."""
-        return self.data, self.kind, self.n, self.k, self.group, self.half_scales, self.offset
+        shape = (self.kind, self.n, self.k, self.group, self.half_scales, self.offset, self.codes)
+        return self.data, *shape, self.order
 
     def launch(self) -> WeightArguments:
         """Raises KernelError: no GPU kernel reads a pack."""
@@ -146,9 +228,9 @@ class Pack:
 
     def struct(self) -> Linear:
         """The C structure. It points into this pack's tensors, which must outlive it."""
-        minimum = int(self.offset == "minimum")
-        shape = (self.kind, int(self.half_scales), minimum, 0.0, self.n, self.k, self.group)
-        return Linear(*shape, pointer(self.data), pointer(self.bias))
+        shape = (self.kind, int(self.half_scales), OFFSETS[self.offset], 0.0, self.n, self.k, self.group)
+        values = table(self.codes) if self.codes else None
+        return Linear(*shape, *map(pointer, (self.data, self.bias, self.order, values)))
 
     @staticmethod
     def in_one_block(packs: Sequence[Pack]) -> list[Pack]:
@@ -170,7 +252,10 @@ class Pack:
 
     @staticmethod
     def why_not_concat(parts: Sequence[Pack]) -> str | None:
-        """Why packs of one format cannot be concatenated: their blocks are not full. None where they can."""
+        """Why packs of one format cannot be concatenated: blocks not full, or other orders. None where they can."""
+        first = parts[0].order
+        if first is not None and not all(one.order is not None and torch.equal(one.order, first) for one in parts):
+            return "their columns are not in one order"
         full = all(one.kind == DENSE or one.n % ROWS == 0 for one in parts)
         return None if full else f"the number of rows in a pack is not a multiple of {ROWS}"
 
@@ -198,27 +283,4 @@ class Pack:
         sizes = [count * row_bytes for count in rows]
         biases = [None] * len(rows) if self.bias is None else self.bias.split(list(rows))
         parts = zip(self.data.split(sizes), rows, biases, strict=True)
-        return [replace(self, data=_aligned(data), n=count, bias=bias) for data, count, bias in parts]
-
-
-def aligned(size: int) -> Tensor:
-    """uint8 memory aligned to 64 bytes."""
-    whole = torch.empty(size + ALIGNED - 1, dtype=torch.uint8, device="cpu")
-    start = -whole.data_ptr() % ALIGNED
-    return whole[start : start + size]
-
-
-def _aligned(data: Tensor) -> Tensor:
-    """The same bytes at a multiple of 64."""
-    if data.data_ptr() % ALIGNED == 0 or data.dtype != torch.uint8:
-        return data
-    return aligned(data.numel()).copy_(data)
-
-
-def _float(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.detach().to(torch.float32).contiguous()
-
-
-def _is_half(*tensors: Tensor | None) -> bool:
-    """Whether float16 represents all of these float32 values exactly."""
-    return all(bool((t.half().float() == t).all()) for t in tensors if t is not None)
+        return [replace(self, data=realigned(data), n=count, bias=bias) for data, count, bias in parts]

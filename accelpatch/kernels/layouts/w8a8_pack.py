@@ -50,7 +50,7 @@ class W8A8Pack(Pack):
         if reason := cls.why_not_w8a8(q.shape[0], q.shape[1], scale.shape[1]):
             raise KernelError(f"a weight of {list(q.shape)} cannot be packed for the CPU: {reason}")
         made = Pack.pack(q, scale, bits=8, bias=bias, out=out)
-        return cls(made.data, W8A8, made.n, made.k, made.k, False, "none", made.bias, given)
+        return cls(made.data, W8A8, made.n, made.k, made.k, False, "none", bias=made.bias, input_scale=given)
 
     @classmethod
     def of_w8a8_arguments(
@@ -58,7 +58,7 @@ class W8A8Pack(Pack):
     ) -> W8A8Pack:
         """From `arguments()` and a bias[N] of any float dtype, as the operation takes them."""
         held = None if bias is None else bias.detach().to(torch.float32).contiguous()
-        return cls(data, W8A8, n, k, k, False, "none", held, input_scale)
+        return cls(data, W8A8, n, k, k, False, "none", bias=held, input_scale=input_scale)
 
     @staticmethod
     def why_not_w8a8(n: int, k: int, groups: int = 1) -> str | None:

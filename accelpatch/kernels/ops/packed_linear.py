@@ -1,15 +1,16 @@
-"""Weight-only linear layer and embedding over a weight in the native CPU kernels' layout (cpu_pack.py).
+"""Weight-only linear layer and embedding over a weight in the native CPU kernels' layout (cpu_pack.py), of any kind.
 
     packed_linear      y[..., N] = x[..., K] @ w[N, K]^T + bias[N]
     packed_embedding   rows[..., K] = w[ids[...]]
 
-The pack is the only copy of the weight that a module holds. It has the same values as in int8_linear and int4_linear:
-the reference unpacks it and runs theirs.
+The pack is the only copy of the weight that a module holds. It has the same values as in int8_linear and int4_linear,
+as CODEBOOKS[codes][u] * scale, or as in gguf_blocks.py: the reference unpacks it and decodes as they do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,42 +19,67 @@ from torch.nn import functional
 
 from accelpatch.device import Device
 from accelpatch.kernels import dispatch
+from accelpatch.kernels.codebooks import CODEBOOKS
 from accelpatch.kernels.cpu import linear as cpu_linear
 from accelpatch.kernels.cpu import native_library
 from accelpatch.kernels.cpu.native_library import DENSE, INT8
 from accelpatch.kernels.dispatch import require
 from accelpatch.kernels.layouts.cpu_pack import Pack
 from accelpatch.kernels.operation import operation
-from accelpatch.kernels.ops import gemv, int4_linear, int8_embedding, int8_linear, linear
-from accelpatch.kernels.spec import Case, Implementation, Kernel, Spec
+from accelpatch.kernels.ops import gemv, gguf_blocks, int4_linear, int8_linear, linear
+from accelpatch.kernels.ops.packed_cases import cases, embedding_cases
+from accelpatch.kernels.spec import Implementation, Kernel, Spec
 
 #: code path -> rows of x from which dequantising is faster (VNNI's integer GEMM stays faster for longer)
 PANELS = {"avx512": 64, "avx2": 16, "portable": 16}
 NARROW = (torch.float32, torch.bfloat16, torch.float16)
 
 
+Decoder = Callable[..., tuple[Tensor, Tensor | None]]
+
+
+def _decoder(pack: Pack) -> tuple[Decoder, tuple[Tensor | None, ...]]:
+    """A function (dtype, *tensors, bias) -> (weight[N, K] in `dtype`, bias), and the tensors, each with a row a row."""
+    decode: Decoder
+    unpacked = pack.unpack()
+    if pack.kind == DENSE:
+        decode, tensors = gemv.dense, (unpacked,)
+    elif pack.form is not None:
+        decode, tensors = partial(gguf_blocks.dense, pack.form), (unpacked,)
+    elif pack.codes:
+        decode, tensors = partial(_by_table, pack.codes), unpacked[:2]
+    else:
+        decode, tensors = (int8_linear.dense, unpacked[:2]) if pack.kind == INT8 else (int4_linear.dense, unpacked)
+    return decode if pack.order is None else partial(_in_order, decode, pack.order), tensors
+
+
+def _by_table(
+    codes: str, dtype: torch.dtype, q: Tensor, scale: Tensor, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    wide = torch.promote_types(dtype, torch.float32)
+    values = torch.tensor(CODEBOOKS[codes], dtype=wide, device=q.device)
+    weight = values[int4_linear.unpack(q).long()].unflatten(1, (scale.shape[1], -1)) * scale.to(wide)[:, :, None]
+    return weight.flatten(1).to(dtype), None if bias is None else bias.to(dtype)
+
+
+def _in_order(decode: Decoder, order: Tensor, dtype: torch.dtype, *weight: Any) -> tuple[Tensor, Tensor | None]:
+    """The columns as they multiply x."""
+    packed, bias = decode(dtype, *weight)
+    return torch.empty_like(packed).index_copy_(1, order.long(), packed), bias
+
+
 def dense(dtype: torch.dtype, *packed: Any) -> tuple[Tensor, Tensor | None]:
     """The pack's weight as floats in `dtype`, and the bias."""
     *weight, bias = packed
-    pack = Pack(*weight)
-    if pack.kind == DENSE:
-        return gemv.dense(dtype, pack.unpack(), bias)
-    q, scale, offset = pack.unpack()
-    if pack.kind == INT8:
-        return int8_linear.dense(dtype, q, scale, bias)
-    return int4_linear.dense(dtype, q, scale, offset, bias)
+    decode, tensors = _decoder(Pack(*weight))
+    return decode(dtype, *tensors, bias)
 
 
 def blocks(*packed: Any) -> Iterator[tuple[Tensor, Tensor | None]]:
     """The weight and the bias in float64, in blocks of rows."""
     *weight, bias = packed
-    pack = Pack(*weight)
-    if pack.kind == DENSE:
-        return gemv.blocks(pack.unpack(), bias)
-    q, scale, offset = pack.unpack()
-    if pack.kind == INT8:
-        return int8_linear.blocks(q, scale, bias)
-    return int4_linear.blocks(q, scale, offset, bias)
+    decode, tensors = _decoder(Pack(*weight))
+    return linear.float64_blocks(decode, *tensors, bias)
 
 
 def reference(x: Tensor, *packed: Any) -> Tensor:
@@ -62,9 +88,11 @@ def reference(x: Tensor, *packed: Any) -> Tensor:
 
 
 def embedding_reference(ids: Tensor, dtype: torch.dtype, *packed: Any) -> Tensor:
-    """Unpack the canonical tensors, then the reference of int8_embedding."""
-    q, scale, _ = Pack(*packed).unpack()
-    return int8_embedding.reference(ids, q, scale, dtype)
+    """Dequantise the rows in use to a table of their own, then torch's own embedding."""
+    decode, tensors = _decoder(Pack(*packed))
+    used, places = torch.unique(ids, return_inverse=True)
+    rows, _ = decode(dtype, *(None if one is None else one[used] for one in tensors))
+    return functional.embedding(places, rows)
 
 
 def spec(x: Tensor, *packed: Any) -> Spec:
@@ -109,17 +137,19 @@ def _cpu(x: Tensor, *packed: Any) -> Tensor:
 def _torch(x: Tensor, *packed: Any) -> Tensor:
     *weight, bias = packed
     pack = Pack(*weight)
-    if pack.kind == DENSE:
-        return reference(x, *packed)
-    q, scale, offset = pack.unpack()
-    if pack.kind == INT8:
-        return int8_linear.by_torch(x, q, scale, bias)
-    return int4_linear.by_torch(x, q, scale, offset, bias)
+    decode, tensors = _decoder(pack)
+
+    def rows(start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        return decode(dtype, *(None if one is None else one[start:stop] for one in tensors))[0]
+
+    return linear.by_row_blocks(x, pack.n, pack.k, rows, bias)
 
 
 def _torch_embedding(ids: Tensor, dtype: torch.dtype, *packed: Any) -> Tensor:
-    q, scale, _ = Pack(*packed).unpack()
-    return int8_embedding.by_torch(ids, q, scale, dtype)
+    decode, tensors = _decoder(Pack(*packed))
+    # index_select, as nn.Embedding does: an id out of range, a negative one too, raises IndexError
+    used = (None if one is None else one.index_select(0, ids.reshape(-1)) for one in tensors)
+    return decode(dtype, *used)[0].view(*ids.shape, -1)
 
 
 def _torch_why_not(spec: Spec, device: Device) -> str | None:
@@ -143,13 +173,15 @@ def packed_linear(
     group: int,
     half_scales: bool,
     offset: str,
+    codes: str,
+    order: Tensor | None,
     bias: Tensor | None = None,
 ) -> Tensor:
     """y[..., N] = x[..., K] @ w^T + bias in x's dtype, contiguous. Between x and bias lie the `arguments` of a Pack.
 
     Raises KernelError for an x that does not fit, and where the native library is not available.
     """
-    args = (x, data, kind, n, k, group, half_scales, offset, bias)
+    args = (x, data, kind, n, k, group, half_scales, offset, codes, order, bias)
     y: Tensor = dispatch.run("packed_linear", spec, x.device, args)
     return y
 
@@ -164,6 +196,8 @@ def _fake(
     group: int,
     half_scales: bool,
     offset: str,
+    codes: str,
+    order: Tensor | None,
     bias: Tensor | None = None,
 ) -> Tensor:
     return x.new_empty((*x.shape[:-1], n))
@@ -171,61 +205,24 @@ def _fake(
 
 @operation("packed_embedding")
 def packed_embedding(
-    ids: Tensor, dtype: torch.dtype, data: Tensor, kind: int, n: int, k: int, group: int, half_scales: bool, offset: str
+    ids: Tensor, dtype: torch.dtype, data: Tensor, kind: int, n: int, k: int, group: int, half_scales: bool,
+    offset: str, codes: str, order: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """rows[..., K] of the table in `dtype`. After dtype come the `arguments` of an int8 Pack.
+    """rows[..., K] of the table in `dtype`. After dtype come the `arguments` of a Pack.
 
     ids[...] int32 or int64 in 0..N-1, else IndexError.
     """
-    args = (ids, dtype, data, kind, n, k, group, half_scales, offset)
+    args = (ids, dtype, data, kind, n, k, group, half_scales, offset, codes, order)
     y: Tensor = dispatch.run("packed_embedding", embedding_spec, data.device, args)
     return y
 
 
 @packed_embedding.register_fake
 def _fake_embedding(
-    ids: Tensor, dtype: torch.dtype, data: Tensor, kind: int, n: int, k: int, group: int, half_scales: bool, offset: str
+    ids: Tensor, dtype: torch.dtype, data: Tensor, kind: int, n: int, k: int, group: int, half_scales: bool,
+    offset: str, codes: str, order: Tensor | None,
 ) -> Tensor:  # fmt: skip
     return data.new_empty((*ids.shape, k), dtype=dtype)
-
-
-def _packed(make: Any) -> Any:
-    """Convert a case of a canonical operation to a case of the packed one."""
-
-    def packed(generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
-        args = make(generator, dtype, device)
-        if len(args) == 4:
-            x, q, scale, bias = args
-            return x, *Pack.pack(q, scale, bits=8).arguments(), bias
-        x, q, scale, offset, bias = args
-        return x, *Pack.pack(q, scale, offset, bits=4).arguments(), bias
-
-    return packed
-
-
-def _fits(case: Case) -> bool:
-    """Whether the case's group size (the part `g...` of its id) and kind of offset can be packed."""
-    group, k = (int(part[1:]) for name in "gk" for part in case.id.split("-") if part[0] == name and part[1:].isdigit())
-    return "zero_point" not in case.id and (group == k or group % 32 == 0)
-
-
-def cases() -> list[Case]:
-    """The cases of int8_linear and int4_linear that can be packed, as packs."""
-    canonical = [("int8", case) for case in int8_linear.cases()] + [("int4", case) for case in int4_linear.cases()]
-    return [Case(f"{kind}-{case.id}", _packed(case.make)) for kind, case in canonical if _fits(case)]
-
-
-def embedding_cases() -> list[Case]:
-    """The cases of int8_embedding whose groups can be packed, as packs."""
-
-    def packed(make: Any) -> Any:
-        def made(generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
-            ids, q, scale, wanted = make(generator, dtype, device)
-            return ids, wanted, *Pack.pack(q, scale, bits=8).arguments()
-
-        return made
-
-    return [Case(case.id, packed(case.make)) for case in int8_embedding.cases() if _fits(case)]
 
 
 LINEAR = {

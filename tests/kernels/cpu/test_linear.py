@@ -6,7 +6,6 @@ import os
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -20,12 +19,12 @@ from accelpatch.kernels.cpu import linear, native_library
 from accelpatch.kernels.layouts.cpu_pack import Pack
 from accelpatch.kernels.ops import packed_linear
 from accelpatch.quant import int4, int8
+from tests.support.packs import FORMATS, canonical, operands, packed, size_for
 from tests.support.parity import DTYPES, assert_parity, name, strided
 
 CPU = torch.device("cpu")
 reason = libraries.why_not("cpu", probe("cpu"))
 pytestmark = pytest.mark.skipif(reason is not None, reason=f"no native library: {reason}")
-FORMATS = ("int8", "int8-group32", "int8-group64", "int4", "int4-group32", "int4-minimum64", "int4-minimum-half32")
 
 
 def paths() -> list[str]:
@@ -49,44 +48,6 @@ def threads() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
-
-
-Canonical = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]
-
-
-def canonical(format_: str, m: int, n: int, k: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Canonical:
-    """x, q, scale, offset, bias."""
-    g = torch.Generator().manual_seed(seed)
-    group = next((int(size) for size in ("32", "64") if format_.endswith(size)), k)
-    x, bias = torch.randn(m, k, generator=g).to(dtype), torch.randn(n, generator=g).to(dtype)
-    scale = (torch.rand(n, k // group, generator=g) + 0.5) / k**0.5 / 16
-    if format_.startswith("int8"):
-        q = torch.randint(-128, 128, (n, k), generator=g, dtype=torch.int8)
-        return x, q, scale, None, bias
-    offset = -8 * scale + torch.randn(scale.shape, generator=g) * scale if "minimum" in format_ else None
-    if "half" in format_:
-        assert offset is not None
-        scale, offset = scale.half(), offset.half()
-    q = torch.randint(-128, 128, (n, k // 2), generator=g, dtype=torch.int8)
-    return x, q, scale, offset, bias
-
-
-def packed(format_: str, q: Tensor, scale: Tensor, offset: Tensor | None) -> Pack:
-    return Pack.pack(q, scale, offset, bits=8 if "int8" in format_ else 4)
-
-
-def operands(
-    format_: str, m: int, n: int, k: int, dtype: torch.dtype = torch.float32, seed: int = 0
-) -> tuple[str, tuple[Any, ...]]:
-    """(op, arguments with the pack among them)."""
-    x, q, scale, offset, bias = canonical(format_, m, n, k, dtype, seed)
-    return "packed_linear", (x, *packed(format_, q, scale, offset).arguments(), bias)
-
-
-def size_for(format_: str, m: int, n: int, k: int) -> tuple[int, int, int]:
-    """k made to fit the format's groups (and whole bytes)."""
-    unit = next((int(size) for size in ("32", "64") if format_.endswith(size)), 2)
-    return m, n, max(unit, k // unit * unit)
 
 
 SIZES = [
@@ -220,11 +181,6 @@ def test_foreign_pack_is_refused() -> None:
     op, (x, data, *rest) = operands("int8", 2, 16, 64)
     with pytest.raises(KernelError, match="bytes"):
         dispatch.kernel(op).op(x, data[:-1], *rest)
-
-
-@pytest.mark.parametrize("group, offset, words", [(48, "none", "multiple of 32"), (64, "zero_point", "zero points")])
-def test_what_has_no_pack(group: int, offset: str, words: str) -> None:
-    assert words in str(Pack.why_not(16, 192, group, offset))
 
 
 @pytest.mark.parametrize("k", [64, 102, 192, 200, 513, 1088])

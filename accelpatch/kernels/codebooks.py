@@ -1,0 +1,31 @@
+"""The 16 values of each code of 4 bits that stands for a table: bitsandbytes' nf4 and fp4.
+
+A weight is CODEBOOKS[name][u] * scale, with the group's largest magnitude as its scale. Source: `quant_map` of the
+checkpoints that bitsandbytes writes (QLoRA, arXiv 2305.14314, appendix E, for nf4); each is exact in float32.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+CODEBOOKS: dict[str, tuple[float, ...]] = {
+    "nf4": (
+        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
+        -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
+        0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+        0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+    ),
+    "fp4": (
+        0.0, 0.0052083334885537624, 0.6666666865348816, 1.0, 0.3333333432674408, 0.5, 0.1666666716337204, 0.25,
+        0.0, -0.0052083334885537624, -0.6666666865348816, -1.0, -0.3333333432674408, -0.5, -0.1666666716337204, -0.25,
+    ),
+}  # fmt: skip
+
+
+@cache
+def table(codes: str) -> Tensor:
+    """float32 [16] on the CPU. It lives as long as the program: structures of C point to it."""
+    return torch.tensor(CODEBOOKS[codes], dtype=torch.float32, device="cpu")

@@ -1,0 +1,52 @@
+"""Tensors as a pack of the CPU takes them: memory at multiples of 64 bytes, float32, bytes, an order of columns."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from accelpatch.errors import KernelError
+
+ALIGNED = 64  # bytes that a pack's memory begins at a multiple of
+
+
+def aligned(size: int) -> Tensor:
+    """uint8 memory aligned to 64 bytes."""
+    whole = torch.empty(size + ALIGNED - 1, dtype=torch.uint8, device="cpu")
+    start = -whole.data_ptr() % ALIGNED
+    return whole[start : start + size]
+
+
+def realigned(data: Tensor) -> Tensor:
+    """The same bytes at a multiple of 64."""
+    if data.data_ptr() % ALIGNED == 0 or data.dtype != torch.uint8:
+        return data
+    return aligned(data.numel()).copy_(data)
+
+
+def as_float(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach().to(torch.float32).contiguous()
+
+
+def as_zero_points(offset: Tensor | None) -> Tensor | None:
+    """As bytes. Raises KernelError for one outside of 0..16."""
+    if offset is None:
+        return None
+    if offset.numel() and not 0 <= int(offset.min()) <= int(offset.max()) <= 16:
+        raise KernelError(f"zero points of 4 bits are 0 to 16, not {int(offset.min())} to {int(offset.max())}")
+    return offset.to(torch.int8).contiguous()
+
+
+def as_order(order: Tensor | None, k: int) -> Tensor | None:
+    """As int32. Raises KernelError where it does not name each of k columns once."""
+    if order is None:
+        return None
+    fits = order.shape == (k,) and not order.is_floating_point()
+    if not fits or not torch.equal(order.long().sort().values, torch.arange(k)):
+        raise KernelError(f"the order of a weight's columns is a permutation of 0 to {k - 1}")
+    return order.to(torch.int32).contiguous()
+
+
+def is_half(*tensors: Tensor | None) -> bool:
+    """Whether float16 represents all of these float32 values exactly."""
+    return all(bool((t.half().float() == t).all()) for t in tensors if t is not None)
