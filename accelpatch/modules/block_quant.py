@@ -17,12 +17,6 @@ from accelpatch.quant import blocks
 from accelpatch.quant.blocks import BlockWeight
 
 
-def packs(n: int, k: int, form: str) -> bool:
-    """Whether a CPU holds such a weight in its own layout: the one place that decides it."""
-    why_not = getattr(Pack, "why_not_blocks", None)
-    return why_not is not None and why_not(n, k, form) is None
-
-
 class BlockQuantModule(QuantizedModule):
     """Base of both: q uint8[N, row bytes] is the only tensor. form: a key of layouts.gguf_blocks.FORMS."""
 
@@ -39,9 +33,7 @@ class BlockQuantModule(QuantizedModule):
         return blocks.dequantize(self.canonical().q, self.form, self.like.dtype)
 
     def _pack(self, weight: BlockWeight) -> Pack:
-        of_blocks: Any = getattr(Pack, "of_blocks")  # noqa: B009  see `packs`
-        made: Pack = of_blocks(weight.q, columns(self.form, weight.q.shape[1]), self.form)
-        return made
+        return Pack.of_blocks(weight.q, columns(self.form, weight.q.shape[1]), self.form)
 
     def sizes(self, held: BlockWeight) -> list[int]:
         return [held.q.shape[0], columns(self.form, held.q.shape[1])]

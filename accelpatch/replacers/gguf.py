@@ -11,9 +11,10 @@ from torch import nn
 from accelpatch.device import Device
 from accelpatch.errors import KernelError
 from accelpatch.kernels import dispatch
+from accelpatch.kernels.layouts.cpu_pack import Pack
 from accelpatch.kernels.layouts.gguf_blocks import FORMS, row_bytes
 from accelpatch.kernels.ops import block_linear, packed_linear
-from accelpatch.modules.block_quant import BlockQuantEmbedding, BlockQuantLinear, BlockQuantModule, packs
+from accelpatch.modules.block_quant import BlockQuantEmbedding, BlockQuantLinear, BlockQuantModule
 from accelpatch.modules.quantized_module import QuantizedModule
 from accelpatch.modules.replacement import adopt
 from accelpatch.patching.replacer import Choice, Reason, Replacer
@@ -88,7 +89,10 @@ def _kernel(site: Site, form: str, device: Device) -> str:
     packed = packed_linear.of_shape(
         site.n, site.k, dtype, FORMS[form].group, "none", op="packed_embedding" if table else "packed_linear"
     )
-    if packs(site.n, site.k, form) and dispatch.why_not(packed.op, NATIVE, packed, device) is None:
+    if (
+        Pack.why_not_blocks(site.n, site.k, form) is None
+        and dispatch.why_not(packed.op, NATIVE, packed, device) is None
+    ):
         return NATIVE
     op = "block_embedding" if table else "block_linear"
     return dispatch.choose(op, block_linear.of_shape(site.n, site.k, dtype, form, op=op), device)
