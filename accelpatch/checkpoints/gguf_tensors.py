@@ -69,6 +69,11 @@ class GgufFile:
     tensors: Mapping[str, Placed]
 
     @property
+    def scales_rotary(self) -> bool:
+        """Whether the file has factors of the rotary frequencies."""
+        return any(name == ROPE for name, _, _ in self.header.tensors)
+
+    @property
     def sites(self) -> dict[str, tuple[str, str]]:
         """Dotted path of a quantised module -> (its replacer's name, its form)."""
         found = {}

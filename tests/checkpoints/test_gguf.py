@@ -156,6 +156,17 @@ def test_layers_of_two_types_are_named_one_by_one() -> None:
     }
 
 
+def test_scaled_rotary_frequencies_need_a_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GgufFile, "scales_rotary", True)
+    shutil.copy(K_M, tmp_path / "a.gguf")
+    with pytest.raises(LoadError, match=r"rope_freqs\.weight scales the rotary frequencies"):
+        loaded(tmp_path)
+    (tmp_path / "config.json").write_text('{"rope_parameters": {"rope_type": "llama3"}}')
+    assert as_stored._says_rotary(tmp_path / "config.json")
+    (tmp_path / "config.json").write_text('{"rope_scaling": null}')
+    assert not as_stored._says_rotary(tmp_path / "config.json")
+
+
 # --- damage
 
 

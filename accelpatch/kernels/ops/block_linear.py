@@ -151,7 +151,7 @@ def embedding_by_torch(ids: Tensor, blocks: Tensor, form: str, dtype: torch.dtyp
 
 def triton_why_not(spec: Spec, device: Device) -> str | None:
     """Why `by_triton` cannot run a spec; None where it can."""
-    if (form := spec.options.get("form")) not in TWO_LEVELS:
+    if (form := spec.options.get("form", TWO_LEVELS[0])) not in TWO_LEVELS:
         return f"it takes {' and '.join(TWO_LEVELS)}, not {form}"
     return linear.too_large(spec) or launch.why_not(device, spec.dtype)
 
