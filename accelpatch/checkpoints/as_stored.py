@@ -50,8 +50,8 @@ def load(name: str, recipe: Recipe, options: Mapping[str, Any]) -> Loaded:
                         "file, a folder with one, or another recipe")  # fmt: skip
     file, source = open_gguf(path), resolve(name)
     if file.scales_rotary and not (source.beside and _says_rotary(path.with_name("config.json"))):
-        raise LoadError(f"{path}: {ROPE} scales the rotary frequencies, which the file's metadata does not describe: put "
-                        "the model's own config.json beside the file, and give the folder")  # fmt: skip
+        raise LoadError(f"{path}: {ROPE} scales the rotary frequencies, which the file's metadata does not describe: "
+                        "put the model's own config.json beside the file, and give the folder")  # fmt: skip
     config = AccelpatchConfig(recipe_of(recipe, file), progress=options["progress"])
     config.stored = file.saved
     place = name if source.kind == "gguf" else str(path.parent)  # of the embedded model: a folder of the cache
