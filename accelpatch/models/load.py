@@ -1,4 +1,4 @@
-"""Loads models and tokenizers; with gguf.py the only module that calls ``from_pretrained``.
+"""Loads models and tokenizers; the only module that calls ``from_pretrained``.
 
 Safetensors and GGUF only. Nothing in a checkpoint can run code, and weights that do not fit the configuration are an
 error; transformers would start them at random.
@@ -15,14 +15,14 @@ import torch
 import transformers
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from accelpatch.errors import CacheError, LoadError
 from accelpatch.models import checkpoint, embedded, gguf, hub
 from accelpatch.models.catalog import Source, resolve
 from accelpatch.models.checkpoint import Progress
-from accelpatch.models.gguf import device_map_of
-from accelpatch.models.guard import explained, quiet
+from accelpatch.models.configuration import model_class, native
+from accelpatch.models.guard import explained, no_bar, quiet
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
@@ -57,10 +57,10 @@ def load(
     if source.kind == "gguf":
         path = Path(source.location)
         if floats is None:
-            model = gguf.unpacked(path, dtype, device, report)
+            model = _unpacked(path, dtype, device, report)
             return Loaded(model, _tokenizer_of(source, report, required=False), source)
         config = _config(source)
-        model = gguf.as_stored(path, config, _auto_class(config), quantization, floats, dtype, device, report)
+        model = _as_stored(path, config, quantization, floats, dtype, device, report)
         return Loaded(model, _tokenizer_of(source, report, required=False), source)
     folder = _folder(source, report)
     return Loaded(
@@ -73,7 +73,7 @@ def from_config(name: str) -> nn.Module:
     source = resolve(name)
     config = _config(source)
     with explained(f"{name}: no model can be made from its configuration"), torch.device("meta"):
-        return _auto_class(config)._from_config(config).eval()
+        return model_class(config)._from_config(config).eval()
 
 
 def random(
@@ -86,7 +86,7 @@ def random(
     with torch.random.fork_rng([kind] if kind.type != "cpu" else [], device_type=kind.type), kind:
         torch.manual_seed(seed)
         with explained(f"{name}: no model can be made from its configuration"):
-            return _auto_class(config)._from_config(config, **options).eval()
+            return model_class(config)._from_config(config, **options).eval()
 
 
 def tokenizer(name: str) -> Any:
@@ -123,10 +123,10 @@ def gguf_file(name: str, progress: Progress | None = None) -> Path | None:
 
 def _describe(file: Path, target: Path, progress: Progress) -> None:
     """Write the configuration and the tokenizer of a GGUF file, which take long to read from it."""
-    config = gguf.config(file)
-    config.architectures = [_auto_class(config).__name__]
+    config = _gguf_config(file)
+    config.architectures = [model_class(config).__name__]
     config.save_pretrained(target)
-    gguf.tokenizer(file, progress).save_pretrained(target)
+    _gguf_tokenizer(file, progress).save_pretrained(target)
 
 
 def _tokenizer_of(source: Source, progress: Progress, *, required: bool = True) -> Any:
@@ -134,7 +134,7 @@ def _tokenizer_of(source: Source, progress: Progress, *, required: bool = True) 
     path = Path(source.location)
     if source.beside and (found := _folder_tokenizer(path.parent, required=False, config=_config(source))) is not None:
         return found
-    return gguf.tokenizer(path, progress) if required or gguf.has_tokenizer(path) else None
+    return _gguf_tokenizer(path, progress) if required or gguf.has_tokenizer(path) else None
 
 
 def _silent(stage: str, done: int, total: int) -> None:
@@ -154,57 +154,34 @@ def _folder(source: Source, progress: Progress, *, weights: bool = True) -> Path
 
 def _config(source: Source) -> Any:
     if source.config is not None:
-        return _native(dict(source.config), source.name)
+        return native(dict(source.config), source.name)
     if source.kind == "gguf":
         path = Path(source.location)
         beside = source.beside and (path.parent / "config.json").is_file()
-        return _native(checkpoint.read_config(path.parent), str(path.parent)) if beside else gguf.config(path)
+        return native(checkpoint.read_config(path.parent), str(path.parent)) if beside else _gguf_config(path)
     folder = hub.local(source.location, weights=False) if source.kind == "hub" else Path(source.location)
     if folder is None:
         raise LoadError(f"{source.name}: its configuration is not here; give a folder, or load it once from the hub")
-    return _native(checkpoint.read_config(folder), str(folder))
-
-
-def _native(config: dict[str, Any], place: str) -> Any:
-    kind = config["model_type"]
-    if kind not in transformers.CONFIG_MAPPING:
-        raise LoadError(
-            f"{place}: transformers {transformers.__version__} has no model_type {kind!r} of its own, and code that "
-            "comes with a checkpoint is not run: install a transformers that knows the model"
-        )
-    with explained(f"{place}: its configuration does not fit model_type {kind!r}"):
-        return transformers.CONFIG_MAPPING[kind].from_dict(config)
-
-
-def _auto_class(config: Any) -> Any:
-    """The configuration's model class if it is one of transformers' own, else the auto class for its kind."""
-    for name in config.architectures or ():
-        named = getattr(transformers, name, None)
-        if isinstance(named, type) and getattr(named, "config_class", None) is type(config):
-            return named
-    for auto in (AutoModelForCausalLM, AutoModel):
-        if type(config) in auto._model_mapping:
-            return auto._model_mapping[type(config)]
-    raise LoadError(f"transformers has no model class for {type(config).__name__}")
+    return native(checkpoint.read_config(folder), str(folder))
 
 
 def _load_folder(
     folder: Path, dtype: str | torch.dtype, device: str | torch.device, progress: Progress, quantization: Any = None
 ) -> Any:
-    config = _native(checkpoint.read_config(folder, foreign=isinstance(quantization, dict)), str(folder))
+    config = native(checkpoint.read_config(folder, foreign=isinstance(quantization, dict)), str(folder))
     if isinstance(quantization, dict):
         config.quantization_config, quantization = quantization, None
     checkpoint.check_weights(folder, progress)
     if (folder / "generation_config.json").exists():
         checkpoint.read_json(folder / "generation_config.json")
-    model_class = _auto_class(config)
+    own = model_class(config)
     progress("loading", 0, 1)
     with explained(f"{folder} cannot be loaded"), quiet():
-        model, info = model_class.from_pretrained(
+        model, info = own.from_pretrained(
             folder,
             config=config,
             dtype=dtype,
-            device_map=device_map_of(device),
+            device_map=gguf.device_map_of(device),
             trust_remote_code=False,
             use_safetensors=True,
             local_files_only=True,
@@ -217,9 +194,74 @@ def _load_folder(
     return model.eval()
 
 
+def _gguf_config(path: Path) -> Any:
+    """The configuration in a file's metadata."""
+    with explained(f"{path} is no GGUF file that transformers can read"), quiet():
+        return transformers.AutoConfig.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False)
+
+
+def _unpacked(path: Path, dtype: str | torch.dtype, device: str | torch.device, progress: Progress) -> Any:
+    """The model with all weights as floats. Raises LoadError, as the other functions here do."""
+    gguf.check(path)
+    options: dict[str, Any] = {}
+    # Newer versions would keep the blocks and fetch kernels for them; the oldest always unpacks.
+    if (gguf_config := getattr(transformers, "GgufConfig", None)) is not None:
+        options["quantization_config"] = gguf_config(dequantize=True)
+    progress("unpacking", 0, 1)
+    with explained(f"{path} is damaged, or of a kind that transformers cannot read"), quiet(), no_bar():
+        model, info = AutoModelForCausalLM.from_pretrained(
+            path.parent,
+            gguf_file=path.name,
+            dtype=dtype,
+            device_map=gguf.device_map_of(device),
+            trust_remote_code=False,
+            local_files_only=True,
+            output_loading_info=True,
+            **options,
+        )
+    checkpoint.check_complete(str(path), info)
+    gguf.forget_quantizer(model)
+    progress("unpacking", 1, 1)
+    return model.eval()
+
+
+def _as_stored(
+    path: Path, config: Any, quantization: Any, floats: Mapping[str, torch.Tensor],
+    dtype: str | torch.dtype, device: str | torch.device, progress: Progress,
+) -> Any:  # fmt: skip
+    """The model whose quantised weights `quantization` reads from the file, as floats in `dtype` ("auto": float32)."""
+    progress("loading", 0, 1)
+    with explained(f"{path} cannot be loaded"), quiet():
+        model, info = model_class(config).from_pretrained(
+            None,
+            config=config,
+            state_dict=dict(floats),
+            dtype=torch.float32 if dtype == "auto" else dtype,
+            device_map=gguf.device_map_of(device),
+            trust_remote_code=False,
+            local_files_only=True,
+            ignore_mismatched_sizes=True,  # reported in info, which check_complete turns into an error
+            output_loading_info=True,
+            quantization_config=quantization,
+        )
+    checkpoint.check_complete(str(path), info)
+    progress("loading", 1, 1)
+    return model.eval()
+
+
+def _gguf_tokenizer(path: Path, progress: Progress) -> Any:
+    """The tokenizer in a file's metadata."""
+    gguf.check(path)
+    progress("reading the tokenizer", 0, 1)
+    with explained(f"{path} has no tokenizer that transformers can read"), quiet():
+        found = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False)
+    progress("reading the tokenizer", 1, 1)
+    return found
+
+
 def _convert(file: Path, target: Path, progress: Progress) -> None:
     # float32 holds the unpacked values exactly; bfloat16 would round them once more.
-    model = gguf.unpacked(file, torch.float32, "cpu", progress)
+    model = _unpacked(file, torch.float32, "cpu", progress)
     progress("converting", 0, 1)
     try:
         with quiet():
@@ -229,7 +271,7 @@ def _convert(file: Path, target: Path, progress: Progress) -> None:
             f"{target.parent} cannot be written ({error}): free some space there, or set ACCELPATCH_CACHE "
             "to another folder"
         ) from error
-    gguf.tokenizer(file, progress).save_pretrained(target)
+    _gguf_tokenizer(file, progress).save_pretrained(target)
     checkpoint.write_checksums(target)
     progress("converting", 1, 1)
 
@@ -243,6 +285,6 @@ def _folder_tokenizer(folder: Path, *, required: bool, config: Any = None) -> An
     for name in present:
         if name.endswith(".json"):
             checkpoint.read_json(folder / name)
-    config = config or _native(checkpoint.read_config(folder, foreign=True), str(folder))
+    config = config or native(checkpoint.read_config(folder, foreign=True), str(folder))
     with explained(f"{folder} has no tokenizer that transformers can read"):
         return AutoTokenizer.from_pretrained(folder, config=config, trust_remote_code=False, local_files_only=True)

@@ -150,10 +150,8 @@ def random_tiles(rng: random.Random, generator: torch.Generator, dtype: torch.dt
 def random_args(op: str, rng: random.Random, generator: torch.Generator, dtype: torch.dtype) -> tuple[Any, ...]:
     if op in (*W8A8, *OF_INT8):
         return random_w8a8(op, rng, generator, dtype)
-    if op.startswith("packed_"):
-        return random_pack(op, rng, generator, dtype)
-    if op.startswith("block_"):
-        return random_args_of_blocks(op, rng, generator, dtype)
+    if op.startswith(("packed_", "block_")):
+        return (random_pack if op.startswith("packed_") else random_args_of_blocks)(op, rng, generator, dtype)
     if op == "tiled_int4_linear":
         return random_tiles(rng, generator, dtype)
     m, n, k, groups = rng.choice(M), rng.randint(1, 70), rng.randint(1, 70), rng.choice((1, 2, 3))
