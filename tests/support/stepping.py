@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from accelpatch.kernels.cpu.decode_step import DecodeStep, LayerWeights, StepShape
 from accelpatch.kernels.layouts.cpu_pack import Pack
+from accelpatch.kernels.ops import packed_linear
 from accelpatch.quant import int4, int8
 
 Quantize = Callable[[Tensor, Tensor | None], Pack]
@@ -38,6 +39,8 @@ def weights_of(pack: Pack) -> Tensor:
     """The pack's weight in float64, exactly."""
     if pack.offset == "none" and pack.data.dtype == torch.float32:
         return pack.data.double()
+    if pack.order is not None or pack.codes or pack.form is not None or pack.offset == "zero_point":
+        return packed_linear.dense(torch.float64, *pack.arguments(), None)[0]
     q, scale, offset = pack.unpack()
     u = q.double() if pack.kind != 2 else torch.stack((q & 15, (q >> 4) & 15), dim=-1).flatten(-2).double()
     if pack.kind == 2 and offset is None:

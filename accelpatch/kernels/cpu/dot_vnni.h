@@ -96,14 +96,14 @@ AP_INLINE void add(__m512& total, __m512& lost, __m512 value) {
     total = sum;
 }
 
-// total += a group's products with M tokens, whose activations begin at x and block.
-template <int M, int KIND>
-AP_INLINE void add_group(const ap_linear& w, const Layout& l, const Place& p, const Activations& a, const int8_t* x,
-    const Block* block, __m512* total, __m512* lost) {
+// total += a group's products with M tokens, whose activations begin at x and block, which move on.
+template <int M, int KIND, bool MIDDLE>
+AP_INLINE void add_group(const ap_linear& w, const Layout& l, const Place& p, const Activations& a, const int8_t*& x,
+    const Block*& block, __m512* total, __m512* lost) {
     const int64_t stride = a.stride * 4;
     const __m512 scale = group_scale<KIND>(w, p.header, p.at, 0);
     __m512 middle = _mm512_setzero_ps();
-    if (has_middle<KIND>(w)) middle = group_middle<KIND>(w, p.header, p.at, 0, scale);
+    if (MIDDLE) middle = group_middle<KIND>(w, p.header, p.at, 0, scale);
     for (int64_t k = 0; k < l.group; k += a.width, x += a.width * 4, block++) {
         const int64_t count = l.group - k < a.width ? l.group - k : a.width;
         const uint8_t* weights = p.codes + k * (KIND == AP_INT8 ? 16 : 8);
@@ -117,25 +117,24 @@ AP_INLINE void add_group(const ap_linear& w, const Layout& l, const Place& p, co
             const Block& b = block[m * a.blocks];
             const __m512 step = _mm512_mul_ps(scale, _mm512_set1_ps(b.step));
             __m512 value = _mm512_mul_ps(join(even.limb[m], odd.limb[m]), step);
-            if (has_middle<KIND>(w)) value = _mm512_fmadd_ps(middle, _mm512_set1_ps(b.sum), value);
+            if (MIDDLE) value = _mm512_fmadd_ps(middle, _mm512_set1_ps(b.sum), value);
             add(total[m], lost[m], value);
         }
     }
 }
 
-// y[m][row] of one block of rows for M tokens from `token` on.
-template <int M, int KIND>
+// y[m][row] of one block of rows for M tokens from `token` on. MIDDLE: w is more than (u - centre) * scale.
+template <int M, int KIND, bool MIDDLE = KIND == AP_Q4_K>
 void dot_vnni(
     const ap_linear& w, const Layout& l, const uint8_t* header, const Activations& a, int64_t token, float (*y)[16]) {
     const int8_t* x = a.limbs + token * a.stride * 4;
     const Block* block = a.block + token * a.blocks;
-    const int64_t blocks = (l.group + a.width - 1) / a.width;
     __m512 total[M], lost[M];
     for (int m = 0; m < M; m++) total[m] = lost[m] = _mm512_setzero_ps();
     for (int64_t g = 0; g < l.groups; g += kHeld<KIND>, header += l.stride) {
         Place p = {header, 0, header + l.header};
-        for (; p.at < kHeld<KIND>; p.at++, p.codes += l.codes, x += l.group * 4, block += blocks)
-            add_group<M, KIND>(w, l, p, a, x, block, total, lost);
+        for (; p.at < kHeld<KIND>; p.at++, p.codes += l.codes)
+            add_group<M, KIND, MIDDLE>(w, l, p, a, x, block, total, lost);
     }
     for (int m = 0; m < M; m++) _mm512_storeu_ps(y[m], _mm512_add_ps(total[m], lost[m]));
 }

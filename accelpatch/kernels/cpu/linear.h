@@ -10,6 +10,7 @@ template <int M> void dot_some(const Weight& w, int64_t b, const Activations& a,
     const uint8_t* p = static_cast<const uint8_t*>(w.w.data) + b * w.l.block_bytes;
 #if defined(__AVX512VNNI__)
 #define AP_DOT dot_vnni
+    if (w.w.kind == AP_INT4 && w.w.offset) return dot_vnni<M, AP_INT4, true>(w.w, w.l, p, a, token, y);
     if (w.w.kind == AP_TABLE) return dot_table<M>(w.w, w.l, p, a, token, y);
 #else
 #define AP_DOT dot_float

@@ -139,10 +139,12 @@ class Pack:
         return cls(weight.detach().to(torch.float32).contiguous(), DENSE, n, k, k, False, "none", bias=as_float(bias))
 
     @classmethod
-    def of_arguments(cls, *arguments: Any) -> Pack:
+    def of_arguments(
+        cls, data: Tensor, kind: int, n: int, k: int, group: int, half_scales: bool, offset: str, codes: str,
+        order: Tensor | None, bias: Tensor | None,
+    ) -> Pack:  # fmt: skip
         """From `arguments()` and a bias[N] of any float dtype, as an operation takes them."""
-        *weight, bias = arguments
-        return cls(*weight, bias=as_float(bias))
+        return cls(data, kind, n, k, group, half_scales, offset, codes, order, as_float(bias))
 
     @staticmethod
     def why_not(n: int, k: int, group: int, offset: str, bits: int = 4, codes: str = "") -> str | None:
@@ -230,7 +232,7 @@ class Pack:
         """The C structure. It points into this pack's tensors, which must outlive it."""
         shape = (self.kind, int(self.half_scales), OFFSETS[self.offset], 0.0, self.n, self.k, self.group)
         values = table(self.codes) if self.codes else None
-        return Linear(*shape, *map(pointer, (self.data, self.bias, self.order, values)))
+        return Linear(*shape, pointer(self.data), pointer(self.bias), pointer(self.order), pointer(values))
 
     @staticmethod
     def in_one_block(packs: Sequence[Pack]) -> list[Pack]:

@@ -80,7 +80,7 @@ def foreign_cases() -> list[Case]:
 
 
 def embedding_cases() -> list[Case]:
-    """The cases of int8_embedding whose groups can be packed, as packs."""
+    """The cases of int8_embedding whose groups can be packed, as packs; and a table of superblocks."""
 
     def packed(make: Any) -> Any:
         def made(generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
@@ -89,4 +89,9 @@ def embedding_cases() -> list[Case]:
 
         return made
 
-    return [Case(case.id, packed(case.make)) for case in int8_embedding.cases() if _fits(case)]
+    def superblocks(generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+        _, pack, _ = _foreign(generator, 1, 33, 512, 16, "Q6_K")
+        return torch.randint(0, 33, (2, 5), generator=generator), dtype, *pack.arguments()
+
+    own = [Case(case.id, packed(case.make)) for case in int8_embedding.cases() if _fits(case)]
+    return [*own, Case("Q6_K-n33-k512", superblocks)]

@@ -146,10 +146,11 @@ def _torch(x: Tensor, *packed: Any) -> Tensor:
 
 
 def _torch_embedding(ids: Tensor, dtype: torch.dtype, *packed: Any) -> Tensor:
-    decode, tensors = _decoder(Pack(*packed))
+    pack = Pack(*packed)
+    decode, tensors = _decoder(pack)
     # index_select, as nn.Embedding does: an id out of range, a negative one too, raises IndexError
     used = (None if one is None else one.index_select(0, ids.reshape(-1)) for one in tensors)
-    return decode(dtype, *used)[0].view(*ids.shape, -1)
+    return decode(dtype, *used)[0].view(*ids.shape, pack.k)
 
 
 def _torch_why_not(spec: Spec, device: Device) -> str | None:

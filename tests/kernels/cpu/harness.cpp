@@ -1,6 +1,7 @@
 // Random shapes through every function of the C interface, for a build under sanitizers. Each buffer has exactly the
 // size that the interface asks for, so that a byte too far is an error. argv: seed, rounds, ISA. Prints how many rounds
 // it did.
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -38,6 +39,7 @@ struct Owned {  // a weight of any kind, with its memory
     ap_linear w = {};
     std::vector<std::unique_ptr<Buffer<uint8_t>>> packs;
     std::vector<std::unique_ptr<Buffer<float>>> floats;
+    std::vector<std::unique_ptr<Buffer<int32_t>>> orders;
 };
 
 static float* floats(Owned& o, int64_t count) {
@@ -46,40 +48,72 @@ static float* floats(Owned& o, int64_t count) {
     return o.floats.back()->tail;
 }
 
-static void weight(Owned& o, int64_t n, int64_t k) {
-    ap_linear& w = o.w;
-    w = {static_cast<int32_t>(pick(0, 3)), 0, 0, 0, n, k, k, nullptr, nullptr};
+// A weight's group, offset and scales, of those that its kind takes with this k.
+static void shape(ap_linear& w) {
+    const int64_t k = w.k;
+    if (w.kind == AP_TABLE && k % 16) w.kind = AP_INT4;
+    if ((w.kind == AP_Q4_K || w.kind == AP_Q6_K) && k % 256) w.kind = AP_INT4;
     if (w.kind == AP_INT4 && k % 2) w.kind = AP_INT8;
     if (w.kind == AP_W8A8 && pick(0, 1)) w.input_scale = 0.01f;
-    const bool grouped = w.kind == AP_INT8 || w.kind == AP_INT4;
-    if (grouped && k % 32 == 0 && pick(0, 1)) w.group = k % 64 == 0 && pick(0, 1) ? 64 : 32;
-    w.minimum = w.kind == AP_INT4 && pick(0, 1);
+    const bool grouped = w.kind == AP_INT8 || w.kind == AP_INT4 || w.kind == AP_TABLE;
+    const int64_t groups[] = {16, 32, 64, k}, group = groups[pick(0, 3)];
+    if (grouped && k % group == 0) w.group = group;
+    if (w.kind == AP_INT4) w.offset = static_cast<int32_t>(pick(AP_NO_OFFSET, AP_ZERO_POINT));
     w.half_scales = grouped && pick(0, 1);
+    if (w.kind == AP_Q4_K) w.group = 32, w.half_scales = 1;
+    if (w.kind == AP_Q6_K) w.group = 16, w.half_scales = 1;
+}
+
+static void order(Owned& o) {
+    o.orders.push_back(std::make_unique<Buffer<int32_t>>(o.w.k));
+    int32_t* to = o.orders.back()->tail;
+    for (int64_t j = 0; j < o.w.k; j++) to[j] = static_cast<int32_t>(j);
+    std::shuffle(to, to + o.w.k, rng);
+    o.w.order = to;
+}
+
+static int64_t canonical_bytes(const ap_linear& w) {
+    if (w.kind == AP_Q4_K) return w.n * (w.k / 256) * 144;
+    if (w.kind == AP_Q6_K) return w.n * (w.k / 256) * 210;
+    return w.kind == AP_INT8 || w.kind == AP_W8A8 ? w.n * w.k : w.n * w.k / 2;
+}
+
+static void weight(Owned& o, int64_t n, int64_t k) {
+    ap_linear& w = o.w;
+    w = {static_cast<int32_t>(pick(AP_DENSE, AP_Q6_K)), 0, 0, 0, n, k, k, nullptr, nullptr, nullptr, nullptr};
+    shape(w);
     if (pick(0, 1)) w.bias = floats(o, n);
+    if (w.kind == AP_TABLE) w.table = floats(o, 16);
+    if (w.kind != AP_W8A8 && pick(0, 2) == 0) order(o);
     if (w.kind == AP_DENSE) {
         w.data = floats(o, n * k);
         return;
     }
-    const int64_t q_bytes = w.kind == AP_INT4 ? n * k / 2 : n * k, groups = n * (k / w.group),
-                  bytes = ap_pack_bytes(&w);
+    const int64_t q_bytes = canonical_bytes(w), groups = n * (k / w.group), bytes = ap_pack_bytes(&w);
     require(bytes > 0, "pack_bytes");
-    Buffer<uint8_t> q(q_bytes), back(q_bytes);
+    Buffer<uint8_t> q(q_bytes), back(q_bytes), zero(groups), zero_back(groups);
     for (int64_t i = 0; i < q_bytes; i++) q.tail[i] = static_cast<uint8_t>(pick(0, 255));
     float *scale = floats(o, groups), *minimum = floats(o, groups);
-    for (int64_t i = 0; i < groups; i++)
+    for (int64_t i = 0; i < groups; i++) {
         scale[i] = minimum[i] = static_cast<float>(pick(1, 64)) / 64;  // float16 holds these
+        zero.tail[i] = static_cast<uint8_t>(pick(0, 16));
+    }
+    const bool zeros = w.offset == AP_ZERO_POINT, scaled = w.kind != AP_Q4_K && w.kind != AP_Q6_K;
     o.packs.push_back(std::make_unique<Buffer<uint8_t>>(bytes));
-    require(ap_pack(&w, q.tail, scale, minimum, o.packs.back()->data) == AP_OK, "pack");
+    const void* offset = zeros ? static_cast<const void*>(zero.tail) : minimum;
+    require(ap_pack(&w, q.tail, scaled ? scale : nullptr, offset, o.packs.back()->data) == AP_OK, "pack");
     Buffer<float> scale_back(groups), minimum_back(groups);
-    require(ap_unpack(&w, o.packs.back()->data, back.tail, scale_back.tail, minimum_back.tail) == AP_OK, "unpack");
-    require(!std::memcmp(q.tail, back.tail, q_bytes) && !std::memcmp(scale, scale_back.tail, groups * 4),
+    void* to = zeros ? static_cast<void*>(zero_back.tail) : minimum_back.tail;
+    require(ap_unpack(&w, o.packs.back()->data, back.tail, scaled ? scale_back.tail : nullptr, to) == AP_OK, "unpack");
+    require(!std::memcmp(q.tail, back.tail, q_bytes) && (!scaled || !std::memcmp(scale, scale_back.tail, groups * 4)) &&
+                (!zeros || !std::memcmp(zero.tail, zero_back.tail, groups)),
         "unpack gave something else");
     w.data = o.packs.back()->data;
 }
 
 static void products() {
     Owned o;
-    weight(o, pick(1, 70), pick(0, 1) ? 32 * pick(1, 40) : pick(1, 1100));
+    weight(o, pick(1, 70), pick(0, 1) ? 16 * pick(1, 80) : pick(0, 1) ? 256 * pick(1, 4) : pick(1, 1100));
     const int64_t m = pick(0, 60), x_stride = o.w.k + pick(0, 3), y_stride = o.w.n + pick(0, 3), dtype = pick(0, 2);
     const int64_t bytes = dtype ? 2 : 4, x_count = m ? (m - 1) * x_stride + o.w.k : 0,
                   y_count = m ? (m - 1) * y_stride + o.w.n : 0;

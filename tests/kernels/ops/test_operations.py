@@ -22,6 +22,7 @@ from accelpatch.kernels.layouts.w8a8_pack import W8A8Pack
 from accelpatch.kernels.spec import Case
 from accelpatch.quant import int4, int8
 from tests.support.gguf_blocks import random_args_of_blocks
+from tests.support.packs import FOREIGN, operands, size_for
 from tests.support.parity import DTYPES, assert_parity, bits, name, strided, transposed
 
 CPU = torch.device("cpu")
@@ -69,10 +70,16 @@ def random_pack(op: str, rng: random.Random, generator: torch.Generator, dtype: 
         pack = Pack.pack(*int8.quantize(w, group_size=group)[:2], bits=8)
         return torch.randint(0, n, (m, 3), generator=generator), dtype, *pack.arguments()
     x, bias = torch.randn(m, k, generator=generator).to(dtype), torch.randn(n, generator=generator).to(dtype)
+    if rng.random() < 0.4:
+        return foreign(rng.choice(FOREIGN), (m, n, k), dtype, rng.randint(0, 99))
     if rng.random() < 0.5:
         return x, *Pack.pack(*int8.quantize(w, group_size=group)[:2], bits=8).arguments(), bias
     pack = Pack.pack(*int4.quantize(w, group_size=32, symmetric=rng.random() < 0.5), bits=4)
     return x, *pack.arguments(), None
+
+
+def foreign(kind: str, size: tuple[int, int, int], dtype: torch.dtype, seed: int) -> tuple[Any, ...]:
+    return operands(kind, *size_for(kind, *size), dtype, seed)[1]
 
 
 def random_w8a8_pack(rng: random.Random, generator: torch.Generator, dtype: torch.dtype) -> tuple[Any, ...]:
