@@ -32,11 +32,9 @@ M = (0, 1, 2, 7, 129)
 W8A8 = ("quantize_rows", "rmsnorm_rows", "gemm_w8a8", "gemm_fp8", "gated_fp8", "w8a8_linear", "w8a8_packed")
 OF_INT8 = ("layernorm_q", "int8_attention", "gated_rows")
 FORMS = (torch.int8, *FP8)
-# integers, or 8-bit floats, go in
 NO_GRADIENT = ("int8_embedding", "packed_embedding", "rotary_cos_sin", "gemm_w8a8", "gemm_fp8", "gated_fp8")
-NO_GRADIENT += ("layernorm_q", "int8_attention", "block_embedding")  # integers come out, or go in
-PRODUCTS = ("gemv", "compact_linear", "int8_linear", "int4_linear", "tiled_int4_linear", "fp8_linear", "w8a8_linear")
-PRODUCTS += ("block_linear",)
+NO_GRADIENT += ("layernorm_q", "int8_attention", "block_embedding")  # integers or 8-bit floats go in, or come out
+PRODUCTS = ("gemv", *(op for op in OPS if op.endswith("_linear") and op != "packed_linear"))
 
 
 def first_args(op: str, dtype: torch.dtype = torch.float32, index: int = 1) -> tuple[Any, ...]:
