@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import accelpatch.models.load as loading
 from accelpatch import device as devices
-from accelpatch.checkpoints import foreign, quantizer
+from accelpatch.checkpoints import as_stored, foreign, gguf_tensors, quantization_config, quantizer
 from accelpatch.checkpoints import save as saving
 from accelpatch.checkpoints import statistics as files
 from accelpatch.device import Device
@@ -70,11 +70,13 @@ def load(
     wanted = recipes.load(recipe)
     if layout is not None or loading.is_patched(name):
         raise LoadError(f"{name} is a saved patched model, which has its recipe: load it without another")
+    if as_stored.wants(wanted):
+        return as_stored.load(name, wanted, options)
     if resolve(name).kind == "gguf" or _calibrates(wanted):  # transformers unpacks the first kind whole
         loaded = loading.load(name, **options)
         patch(loaded.model, wanted, keep_original="none", statistics=statistics, progress=progress)
         return loaded
-    config = quantizer.AccelpatchConfig(wanted, progress=progress, resume=resume)
+    config = quantization_config.AccelpatchConfig(wanted, progress=progress, resume=resume)
     return loading.load(name, **options, quantization=config)
 
 
@@ -128,6 +130,8 @@ def plan_from_config(
     if arch is not None and arch not in devices.KNOWN:
         raise PlanError(f"no facts are known of the arch {arch}; known are: {', '.join(devices.KNOWN)}")
     loaded = recipes.load(recipe)
+    if as_stored.wants(loaded) and (path := loading.gguf_file(name)) is not None:
+        loaded = as_stored.recipe_of(loaded, gguf_tensors.open_gguf(path))
     if max_length is not None:
         loaded = replace(loaded, runtime=replace(loaded.runtime, max_length=max_length))
     return plan(loading.from_config(name), loaded, device=devices.KNOWN[arch] if arch else devices.probe("cpu"))

@@ -6,7 +6,7 @@ With `quantization_config=AccelpatchConfig("int4")` it quantises float checkpoin
 from __future__ import annotations
 
 from accelpatch.api import register_checkpoints
-from accelpatch.checkpoints.quantizer import AccelpatchConfig
+from accelpatch.checkpoints.quantization_config import AccelpatchConfig
 
 __all__ = ["AccelpatchConfig"]
 

@@ -24,6 +24,7 @@ from triton.compiler import ASTSource
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from accelpatch.kernels.triton import (
+    block_linear,
     decode_attention,
     dequantize,
     gated_activation,
@@ -134,12 +135,18 @@ def products(form: str, sums: str, archs: tuple[str, ...], number: int) -> dict[
     return {f"{form} {name}": replace(build, archs=archs) for name, build in made.items()}
 
 
+OF_BLOCKS = {"BIAS": True, "CUT": True, "COLUMNS": 128} | sizes(block_linear.BLOCKS.of[2])
 OTHERS = {
     "rotary_cos_sin": Build(rope._position, ("*i64", "*fp32", "*bf16", "*bf16", "fp32", "i32"), {"BLOCK": 64}, 1),
     "the highest score's token": Build(greedy._token, ("*fp32", "*i1", "*i1", *("*i64",) * 4, "*i32", "i32"),
                                        {"ENDS": True, "ONE": True, "PARTS": 32, "BLOCK": greedy.BLOCK}, greedy.WARPS),
     "what a step leaves": Build(step_end._leave, ("*bf16", "*fp32", *("*i64",) * 3, *("i32",) * 4),
                                 {"ROWS": 1, "BLOCK": step_end.BLOCK}, step_end.WARPS),
+    **{f"block_linear, {form}": Build(block_linear._block_gemm,
+                                      ("*bf16", "*u8", "*bf16", "*bf16", "*fp32", *("i32",) * 6),
+                                      OF_BLOCKS | {"SIX": form == "Q6_K"}, 4, 200) for form in ("Q4_K", "Q6_K")},
+    "blocks as floats": Build(block_linear._block_rows, ("*u8", "*bf16", *("i32",) * 3),
+                              {"SIX": True, "ROWS": 16, "COLUMNS": 256}),
     "activations in the order of tiles": Build(weight_only._spread, ("*bf16", "*bf16", *("i32",) * 3), {}, 1),
     "int8_linear as floats": Build(dequantize._int8_rows, ("*i8", "*fp32", "*bf16", *("i32",) * 4),
                                    {"PER_ROW": True, "ROWS": 8, "COLUMNS": 1024}),
@@ -210,15 +217,11 @@ BUILDS = {
         f"gemv, {block.tokens} tokens{', K cut' if cut else ', gated' if gate else ''}": Build(
             gemm._gemm,
             ("*bf16",) * 5 + ("*fp32", *("i32",) * 5),
-            BY_ROWS | {"SCALED": False, "GATE": gate, "CUT": cut} | sizes(block) | {"COLUMNS": block.columns},
+            BY_ROWS | {"SCALED": False, "GATE": gate == 1, "CUT": cut == 1} | sizes(block) | {"COLUMNS": block.columns},
             block.warps,
             200,
         )
-        for blocks, cut, gate in (
-            (gemm.FLOAT, False, False),
-            (gemm.FLOAT_CUT, True, False),
-            (gemm.FLOAT_GATE, False, True),
-        )
+        for blocks, cut, gate in ((gemm.FLOAT, 0, 0), (gemm.FLOAT_CUT, 1, 0), (gemm.FLOAT_GATE, 0, 1))
         for block in blocks.of
     },
     **{

@@ -20,16 +20,19 @@ TYPES = {
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
 MOST_DIMENSIONS, DEEPEST = 8, 4
+ALIGNMENT, MOST_ALIGNMENT = 32, 1 << 20  # of the tensors' bytes; 32 where the file does not say
 KEPT = 64  # longest array whose values are kept; of vocabularies only the length is
 
 
 @dataclass
 class Header:
-    """values: the file's metadata. tensors: (name, GGML type, shape)."""
+    """values: the file's metadata. tensors: (name, GGML type, shape). offsets: of their bytes, behind byte `start`."""
 
     version: int
     values: dict[str, Any]
     tensors: list[tuple[str, int, list[int]]]
+    offsets: list[int]
+    start: int
 
 
 class _Reader:
@@ -37,6 +40,11 @@ class _Reader:
 
     def __init__(self, file: BinaryIO, size: int):
         self._file, self._size, self._at = file, size, 0
+
+    @property
+    def at(self) -> int:
+        """Bytes read so far."""
+        return self._at
 
     def take(self, count: int) -> bytes:
         if count > self._size - self._at:
@@ -95,14 +103,18 @@ def _read(reader: _Reader) -> Header:
     for _ in range(values):
         name = reader.text()
         found[name] = reader.value(reader.scalar("I"))
-    return Header(version, found, [_tensor(reader) for _ in range(tensors)])
+    listed = [_tensor(reader) for _ in range(tensors)]
+    unit = found.get("general.alignment", ALIGNMENT)
+    if type(unit) is not int or not 0 < unit <= MOST_ALIGNMENT:
+        raise ValueError(f"its general.alignment is {unit!r}")
+    start = -(-reader.at // unit) * unit
+    return Header(version, found, [one for one, _ in listed], [offset for _, offset in listed], start)
 
 
-def _tensor(reader: _Reader) -> tuple[str, int, list[int]]:
+def _tensor(reader: _Reader) -> tuple[tuple[str, int, list[int]], int]:
     name, dimensions = reader.text(), reader.scalar("I")
     if dimensions > MOST_DIMENSIONS:
         raise ValueError(f"{name} has {dimensions} dimensions")
     shape = [int(reader.scalar("Q")) for _ in range(dimensions)]
     kind = reader.scalar("I")
-    reader.scalar("Q")
-    return name, kind, shape[::-1]
+    return (name, kind, shape[::-1]), int(reader.scalar("Q"))

@@ -174,7 +174,7 @@ def _gguf(file: Path) -> Inspection:
     facts |= {"files": "1", "tensors": str(len(header.tensors))}
     facts["tied"] = "none" if "output.weight" in names else "input and output embeddings"
     by_kind = {kind: (kinds[kind], sizes[kind]) for kind, _ in sizes.most_common()}
-    advice = f"`accelpatch run {file}` unpacks its blocks to float, and quantises them by the recipe"
+    advice = f"`accelpatch run {file}` holds its blocks as they are; another recipe than gguf unpacks them to float"
     return Inspection(str(file), "GGUF", facts, by_kind, advice)
 
 

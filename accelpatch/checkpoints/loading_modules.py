@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,10 +25,12 @@ def as_saved(plan: Plan, saved: Saved) -> Plan:
         entry = known.get(path)
         if entry is None:
             hint = "is it another's, or of another class than config.json says?"
-            raise LoadError(f"the checkpoint has a quantised {path}, which is not in this model: {hint}")
+            raise LoadError(
+                f"{where(path, saved)}the checkpoint has a quantised {path}, which is not in this model: {hint}"
+            )
         if entry.replacer is None or entry.replacer.name != name:
             why = entry.reason or (entry.replacer and f"the recipe makes it {entry.replacer.name}")
-            raise LoadError(f"{path} was saved as {name}, which it cannot be here: {why}")
+            raise LoadError(f"{where(path, saved)}{path} was saved as {name}, which it cannot be here: {why}")
     entries = tuple(
         entry.kept("the checkpoint holds it in float")
         if entry.replacer is not None and entry.replacer.rounds and entry.site.path not in saved.sites
@@ -35,6 +38,12 @@ def as_saved(plan: Plan, saved: Saved) -> Plan:
         for entry in plan.entries
     )
     return Plan(plan.model, plan.recipe, plan.device, entries, plan.max_length, plan.cache_bytes)
+
+
+def where(path: str, saved: Saved) -> str:
+    """The file that has the tensors of a site, for the beginning of a message; "" where none has."""
+    files = (stored.file for name, stored in saved.tensors.items() if name.startswith(f"{path}."))
+    return next((f"{file}: " for file in files), "")
 
 
 def quantised(plan: Plan) -> list[Entry]:
@@ -77,7 +86,9 @@ def check_complete(model: Any, saved: Saved, parts: Collection[str]) -> None:
     ties = dict(getattr(model, "all_tied_weights_keys", None) or {})
     tied = {one for pair in ties.items() if saved.tensors.keys() & set(pair) for one in pair}
     if lacking := sorted(awaited.keys() - saved.tensors.keys() - tied):
-        raise LoadError(f"the checkpoint lacks {lacking[0]}: fetch it again")
+        files = {str(stored.file) for stored in saved.tensors.values()}
+        only = f"{files.pop()}: " if len(files) == 1 else ""
+        raise LoadError(f"{only}the checkpoint lacks {lacking[0]}: fetch it again")
 
 
 def from_parts(
@@ -90,7 +101,6 @@ def from_parts(
     if entry.replacer.whole:
         return _whole(entry, saved, take)
     names = PARTS if layout is None else layout[0].parts
-    file = next(saved.tensors[name].file for name in parts_of(entry, saved, () if layout is None else names))
     held = {part: take(f"{site.path}.{part}") for part in names}
     for member in (site, *site.tied):
         _without_stand_in(member.original)
@@ -99,11 +109,17 @@ def from_parts(
     try:
         return built(entry, weight_of(held) if layout is None else layout[0].weight(held, layout[1], site.n, site.k))
     except KernelError as error:
-        raise LoadError(f"{file}: {site.path}.{error}") from error
+        raise LoadError(f"{_file_of(site.path, names, saved)}: {site.path}.{error}") from error
     except PatchError as error:
+        file = _file_of(site.path, names, saved)
         why = str(error.__cause__ or error)
         why = f".{why}" if why.startswith(PARTS) else f" is damaged: {why}"
         raise LoadError(f"{file}: {site.path}{why}") from error
+
+
+def _file_of(path: str, names: Sequence[str], saved: Saved) -> Path:
+    """The file that has the tensors of a site, or the first of them."""
+    return next(stored.file for name in names if (stored := saved.tensors.get(f"{path}.{name}")) is not None)
 
 
 def _whole(entry: Entry, saved: Saved, take: Callable[[str], Tensor | None]) -> Built:

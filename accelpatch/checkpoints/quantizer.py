@@ -10,8 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,9 +21,7 @@ from transformers.quantizers.auto import (
     register_quantizer,
 )
 from transformers.quantizers.base import HfQuantizer
-from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from accelpatch.checkpoints.foreign import PACKED, sites_of
 from accelpatch.checkpoints.loading_modules import (
     as_saved,
     check_complete,
@@ -39,15 +35,16 @@ from accelpatch.checkpoints.loading_modules import (
     whole_names,
     without_weight,
 )  # fmt: skip
+from accelpatch.checkpoints.quantization_config import AccelpatchConfig
 from accelpatch.checkpoints.resume import Store
-from accelpatch.checkpoints.saved import METHOD, VERSION, Reading, digest_of, read
+from accelpatch.checkpoints.saved import METHOD, VERSION, Reading, digest_of
 from accelpatch.errors import FOREIGN, AccelpatchError, LoadError
 from accelpatch.patching.apply import Built
 from accelpatch.patching.entry import Entry
 from accelpatch.patching.plan import Plan
 from accelpatch.patching.stages import over_weight_bound
 from accelpatch.quant.weight import PARTS
-from accelpatch.recipe.recipe import Recipe, dump, load, parse
+from accelpatch.recipe.recipe import Recipe
 
 MakePlan = Callable[[nn.Module, Recipe, torch.device], Plan]
 Progress = Callable[[str, int, int], None]
@@ -66,47 +63,6 @@ _hooks: list[Hooks] = []
 PART = rf"\.({'|'.join(PARTS)})$"  # tensors that transformers does not load
 
 
-class AccelpatchConfig(QuantizationConfigMixin):
-    """`quantization_config` of transformers: quantise by a recipe while a float checkpoint loads.
-
-    recipe: a bundled recipe's name, a YAML file's path, or YAML text. progress: called with (stage, done, total).
-    resume: a folder for finished weights, from which an interrupted run goes on; it is the caller's to remove. layout:
-    of a checkpoint that others wrote (foreign.py).
-    """
-
-    def __init__(
-        self, recipe: str | Path | Recipe = "int8", version: int = VERSION, progress: Any = None,
-        resume: Path | None = None, layout: dict[str, Any] | None = None, **_: Any,
-    ):  # fmt: skip
-        self.quant_method = METHOD
-        self.version, self.layout = version, layout
-        self._progress, self._resume = progress, resume
-        text = str(recipe) if not isinstance(recipe, Recipe) else ""
-        self._recipe = parse(text, source="the checkpoint's recipe") if "\n" in text else load(recipe)
-
-    @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
-        """Of a config.json, whose recipe is YAML text: no name there makes another file be read. Raises LoadError."""
-        text = config_dict.get("recipe")
-        if not isinstance(text, str):
-            raise LoadError(f"config.json has the recipe {text!r}, which is no text: write the checkpoint again")
-        parsed = {**config_dict, "recipe": parse(text, source="the recipe in config.json")}
-        return super().from_dict(parsed, return_unused_kwargs, **kwargs)
-
-    @property
-    def loaded(self) -> Recipe:
-        """The recipe."""
-        return self._recipe
-
-    def to_dict(self) -> dict[str, Any]:
-        """As in config.json."""
-        return {"quant_method": METHOD, "version": self.version, "recipe": dump(self._recipe)}
-
-    def to_diff_dict(self) -> dict[str, Any]:
-        """As `to_dict`."""
-        return self.to_dict()
-
-
 class AccelpatchQuantizer(HfQuantizer):
     """Holds what is built while one checkpoint loads."""
 
@@ -114,6 +70,7 @@ class AccelpatchQuantizer(HfQuantizer):
 
     def __init__(self, quantization_config: AccelpatchConfig, **kwargs: Any):
         super().__init__(quantization_config, **kwargs)
+        self.pre_quantized = bool(kwargs.get("pre_quantized", True)) or quantization_config.stored is not None
         if quantization_config.version != VERSION:
             raise LoadError(
                 f"the checkpoint has version {quantization_config.version!r} of accelpatch's format, and this "
@@ -166,10 +123,9 @@ class AccelpatchQuantizer(HfQuantizer):
                 "quantization_config, then accelpatch.patch(model, recipe), or use accelpatch quantize"
             )
         if self.pre_quantized:
-            layout = self.quantization_config.layout
-            saved = self._saved = read(checkpoint_files, None if layout is None else partial(sites_of, layout))
+            saved, self._packed = self.quantization_config.opened(checkpoint_files)
+            self._saved = saved
             self.plan = as_saved(self.plan, saved)
-            self._packed = None if layout is None or layout["name"] not in PACKED else (PACKED[layout["name"]], layout)
             named = () if self._packed is None else self._packed[0].parts
             parts = {name for entry in quantised(self.plan) for name in parts_of(entry, saved, named)}
             for entry in quantised(self.plan):

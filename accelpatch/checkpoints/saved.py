@@ -43,10 +43,12 @@ class Stored:
 
 @dataclass(frozen=True)
 class Saved:
-    """The headers of a checkpoint. sites: dotted path of a quantised module -> its replacer's name."""
+    """The headers of a checkpoint. sites: dotted path of a quantised module -> its replacer's name. opener: opens a
+    file for its `get_tensor(name)`; None: a safetensors file."""
 
     sites: Mapping[str, str]
     tensors: Mapping[str, Stored]
+    opener: Callable[[Path], Any] | None = None
 
 
 def read(files: Iterable[str | Path], layout: Callable[[Iterable[str]], dict[str, str]] | None = None) -> Saved:
@@ -99,8 +101,9 @@ class Reading:
     def __init__(self, saved: Saved, wanted: Collection[str], device: torch.device):
         self._pool = ThreadPoolExecutor(max_workers=min(os.cpu_count() or 1, THREADS))
         self._files = ExitStack()
+        opener = saved.opener or _opened
         opened = {
-            file: self._files.enter_context(_opened(file)) for file in {one.file for one in saved.tensors.values()}
+            file: self._files.enter_context(opener(file)) for file in {one.file for one in saved.tensors.values()}
         }
         self._reads = {
             name: self._pool.submit(_checked, opened[stored.file], name, stored, device if name in wanted else None)

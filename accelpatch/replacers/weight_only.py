@@ -63,7 +63,7 @@ def kernel_for(op: str, site: Site, device: Device, group_size: int, offset: str
     dtype = getattr(torch, site.dtype)
     packed = "packed_embedding" if op == "int8_embedding" else "packed_linear"
     spec = packed_linear.of_shape(site.n, site.k, dtype, group_size, offset, op=packed)
-    reason = "not with a codebook" if op == "codebook_linear" else dispatch.why_not(packed, NATIVE, spec, device)
+    reason = dispatch.why_not(packed, NATIVE, spec, device)
     if reason is None:
         return NATIVE, ""
     scale = torch.float32 if op != "int4_linear" else torch.float16
@@ -101,12 +101,15 @@ def token_bytes(site: Site, resident: int) -> int:
 class Int8WeightOnly(Replacer):
     """Symmetric int8, one float32 scale per output channel (group_size null) or per group of group_size along K.
 
-    Of a list of group sizes the first that divides K and that the device's own kernels take is used; GPU kernels take
-    null only.
+    half_scales: float16 scales, where they hold the weight's. Of a list of group sizes the first that divides K and
+    that the device's own kernels take is used; GPU kernels take null only.
     """
 
     name = "int8_weight_only"
-    options: ClassVar[Mapping[str, tuple[type, ...]]] = {"group_size": (int, list, type(None))}
+    options: ClassVar[Mapping[str, tuple[type, ...]]] = {
+        "group_size": (int, list, type(None)),
+        "half_scales": (bool,),
+    }
     ties = True
 
     def propose(self, site: Site, options: Mapping[str, Any], device: Device) -> Choice | Reason:
@@ -124,18 +127,22 @@ class Int8WeightOnly(Replacer):
         except KernelError as error:
             return Reason(str(error))
         group, kernel, note = next((one for one in found if one[1] in (NATIVE, HIP)), found[0])
-        resident = site.n * site.k + site.n * (site.k // group) * INT8_SCALE + bias_bytes(site)
+        half = bool(options.get("half_scales", False))
+        scales = site.n * (site.k // group) * (INT4_SCALE if half else INT8_SCALE)
+        resident = site.n * site.k + scales + bias_bytes(site)
+        detail = {"group_size": group} | ({"half_scales": True} if half else {})
         return Choice(
-            kernel, site.token_bytes, token_bytes(site, resident), resident, {"group_size": group}, note,
+            kernel, site.token_bytes, token_bytes(site, resident), resident, detail, note,
             libraries=libraries("int8_linear", site, device, group, "none"),
         )  # fmt: skip
 
     def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:
-        weight = int8.quantize(weight_of(site.original), group_size=choice.detail["group_size"])
+        half = choice.detail.get("half_scales", False)
+        weight = int8.quantize(weight_of(site.original), group_size=choice.detail["group_size"], half_scales=half)
         return _as_int8(site.original, weight, choice.kernel == NATIVE)
 
     def restore(self, site: Site, choice: Choice, held: QuantizedWeight | OrderedWeight) -> nn.Module:
-        check_held(held, site.n, site.k, (torch.int8,), (torch.float32,))
+        check_held(held, site.n, site.k, (torch.int8,), (torch.float32, torch.float16))
         if held.offset is not None:
             raise KernelError("an int8 weight has no offset")
         return _as_int8(site.original, held, choice.kernel == NATIVE)

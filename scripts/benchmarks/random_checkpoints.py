@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from accelpatch.kernels.layouts.codebooks import CODEBOOKS
+from accelpatch.kernels.codebooks import CODEBOOKS
 
 GROUP, BLOCK, NESTED = 128, 64, 256
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "checkpoint_format": "gptq"}

@@ -24,9 +24,9 @@ Cli = Callable[..., Result]
 Shell = Callable[..., subprocess.CompletedProcess[str]]
 
 
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a byte, after three special ones; with a chat template."""
-    names = ["<unk>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+def byte_tokenizer(most: int = 256) -> PreTrainedTokenizerFast:
+    """One token a byte, for the first `most` bytes, after three special ones; with a chat template."""
+    names = ["<unk>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())[:most]]
     inner = Tokenizer(models.BPE({name: place for place, name in enumerate(names)}, [], unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()

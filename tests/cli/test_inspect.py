@@ -85,6 +85,7 @@ def test_gguf(cli: Cli, tmp_path: Path) -> None:
             "F32": {"tensors": 1, "bytes": 256},
         }
         assert str(file) in found["advice"]
+        assert "as they are" in found["advice"]
 
 
 @pytest.mark.parametrize(

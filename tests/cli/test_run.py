@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from tests.support import guide_opt
 
 from .conftest import CONTEXT, Cli, Shell, byte_tokenizer
 
+GGUF = Path(__file__).parents[1] / "fixtures/foreign"
 SHORT = ("--max-new-tokens", "12")
 
 
@@ -147,6 +149,21 @@ def test_a_plugin_that_registers_nothing(cli: Cli, model: str, tmp_path: Path) -
     result = cli("run", model, "--plugin", str(file))
     assert result.exit_code == 1
     assert "registers no replacer" in result.stderr
+
+
+@pytest.mark.parametrize("name", ["gguf-q4_0-q4_1-q8_0", "gguf-q4_k_m"])
+def test_a_gguf_file_runs_as_it_is_stored(cli: Cli, tmp_path: Path, name: str) -> None:
+    """The fixtures have a vocabulary of 32 and no tokenizer: one of as many bytes lies beside the file."""
+    shutil.copy(GGUF / name / "model.gguf", tmp_path / "model.gguf")
+    tokenizer = byte_tokenizer(29)
+    tokenizer.save_pretrained(tmp_path)
+    done = cli("run", str(tmp_path), "--prompt", "!!", "--max-new-tokens", "4", "--json")
+    assert done.exit_code == 0, done.output
+    report = json.loads(done.stdout)["report"]
+    assert report["recipe"] == "gguf"
+    assert {site["replacer"] for site in report["sites"]} >= {"int8_weight_only", "int4_weight_only"}
+    assert any(site["replacer"] == "gguf_blocks" for site in report["sites"]) == name.endswith("k_m")
+    assert report["verification"]["failures"] == []
 
 
 def test_a_published_int8_checkpoint_runs_as_it_is(cli: Cli, tmp_path: Path) -> None:

@@ -42,6 +42,8 @@ def test_empty_folder(tmp_path: Path) -> None:
 
 def test_folder_of_a_gguf_names_the_file(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").touch()
+    assert "does not begin as a GGUF file does" in refused(tmp_path)  # one alone is the model
+    (tmp_path / "other.gguf").touch()
     assert f"give the file itself: {tmp_path / 'model.gguf'}" in refused(tmp_path)
 
 

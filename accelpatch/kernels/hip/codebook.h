@@ -1,4 +1,4 @@
-// Codebooks of 4 bits (layouts/codebooks.py), as integers of two limbs of a byte, each of which has products of its
+// Codebooks of 4 bits (codebooks.py), as integers of two limbs of a byte, each of which has products of its
 // own. fp4's values are whole multiples of a 192nd, so that its integers are exact; nf4's lose at most 2^-15 of the
 // largest.
 //

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from accelpatch.kernels.codebooks import CODEBOOKS
 from accelpatch.kernels.dispatch import require
 from accelpatch.kernels.layouts import tiling
-from accelpatch.kernels.layouts.codebooks import CODEBOOKS
 from accelpatch.kernels.layouts.layout import (
     WeightArguments,
     concatenated_tiles,

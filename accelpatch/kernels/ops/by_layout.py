@@ -12,12 +12,14 @@ from accelpatch.device import probe
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.layouts.compact_tiles import CompactTiles
 from accelpatch.kernels.layouts.cpu_pack import Pack
+from accelpatch.kernels.layouts.gguf_blocks import GgufBlocks
 from accelpatch.kernels.layouts.int4_tiles import Tiles
 from accelpatch.kernels.layouts.row_major import Fp8Rows, Int8Rows, Plain
 from accelpatch.kernels.layouts.w8a8_pack import W8A8Pack
 from accelpatch.kernels.layouts.w8a8_rows import W8A8Rows
 from accelpatch.kernels.operation import Operation
 from accelpatch.kernels.ops import (
+    block_linear,
     compact_linear,
     fp8_linear,
     gemv,
@@ -86,6 +88,7 @@ LINEARS: Mapping[type, LinearOf] = {
         {"hip_gemm": tiled_int4_linear.gated_many},
         _many_tiles,
     ),
+    GgufBlocks: LinearOf(block_linear.block_linear),
     CompactTiles: LinearOf(compact_linear.compact_linear),
     Pack: LinearOf(packed_linear.packed_linear),
     W8A8Pack: LinearOf(w8a8_packed.w8a8_packed),

@@ -1,6 +1,6 @@
 """Linear layer with 4-bit codes of a codebook: y[M, N] = x[M, K] @ (BOOK[u[N, K]] * scale[N, G])^T + bias[N].
 
-Groups along K; BOOK: one of layouts/codebooks.py (nf4, fp4), in float32. Packed q[N, K / 2] as of int4_linear: the even
+Groups along K; BOOK: one of codebooks.py (nf4, fp4), in float32. Packed q[N, K / 2] as of int4_linear: the even
 k in the low nibble. x may have any leading dimensions; y has its dtype.
 """
 
@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from accelpatch.kernels import dispatch
+from accelpatch.kernels.codebooks import CODEBOOKS
 from accelpatch.kernels.dispatch import require
-from accelpatch.kernels.layouts.codebooks import CODEBOOKS
 from accelpatch.kernels.operation import operation
 from accelpatch.kernels.ops import int4_linear, linear
 from accelpatch.kernels.spec import Case, Implementation, Kernel, Spec

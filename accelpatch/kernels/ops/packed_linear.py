@@ -109,7 +109,7 @@ def spec(x: Tensor, *packed: Any) -> Spec:
 def of_shape(
     n: int, k: int, dtype: torch.dtype, group: int, offset: str, *, m: int = 1, op: str = "packed_linear"
 ) -> Spec:
-    """The Spec of a pack of this size, for planning before there is one."""
+    """The Spec of a pack of this size, for planning before there is one. offset: of its kinds, or a codebook's name."""
     return Spec(op, {"M": m, "N": n, "K": k}, dtype, torch.float32, group, offset)
 
 
@@ -124,7 +124,9 @@ def _why_not(spec: Spec, device: Device) -> str | None:
     if spec.dtype not in NARROW:
         return f"it computes in float32 and narrower, not in {spec.dtype}"
     assert spec.group_size is not None
-    reason = Pack.why_not(spec.sizes["N"], spec.sizes["K"], spec.group_size, spec.offset)
+    codes = spec.offset if spec.offset in CODEBOOKS else ""
+    offset = "none" if codes else spec.offset
+    reason = Pack.why_not(spec.sizes["N"], spec.sizes["K"], spec.group_size, offset, codes=codes)
     return reason or native_library.why_not(device)
 
 

@@ -16,10 +16,10 @@ from torch.nn import functional
 
 from accelpatch.device import KIB, Device, probe
 from accelpatch.kernels import dispatch
+from accelpatch.kernels.codebooks import CODEBOOKS
 from accelpatch.kernels.dispatch import require
 from accelpatch.kernels.hip import binding
 from accelpatch.kernels.layouts import int4_tiles
-from accelpatch.kernels.layouts.codebooks import CODEBOOKS
 from accelpatch.kernels.layouts.int4_tiles import Tiles
 from accelpatch.kernels.layouts.tiling import TILE_ROWS, TILE_VALUES
 from accelpatch.kernels.operation import operation

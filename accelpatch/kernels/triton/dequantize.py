@@ -43,7 +43,7 @@ def _pick(code, a, b, c, d):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _of_book(code, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Value of each code of a codebook (layouts/codebooks.py), float32."""
+    """Value of each code of a codebook (codebooks.py), float32."""
     upper = (code & 4) != 0
     if KIND == 4:
         first, last = (

@@ -15,12 +15,14 @@ from accelpatch.errors import KernelError
 from accelpatch.kernels.cpu import native_library
 from accelpatch.kernels.layouts.compact_tiles import CompactTiles
 from accelpatch.kernels.layouts.cpu_pack import Pack
+from accelpatch.kernels.layouts.gguf_blocks import GgufBlocks
 from accelpatch.kernels.layouts.int4_tiles import Tiles
 from accelpatch.kernels.layouts.layout import WeightArguments
 from accelpatch.kernels.layouts.row_major import Fp8Rows, Int8Rows, Plain
 from accelpatch.kernels.layouts.w8a8_pack import W8A8Pack
 from accelpatch.kernels.operation import Operation
 from accelpatch.kernels.ops import by_layout
+from accelpatch.kernels.ops.block_linear import random_blocks
 from accelpatch.kernels.ops.by_layout import LINEARS, LinearOf
 from accelpatch.kernels.ops.fused_linear import FusedLinear
 from accelpatch.quant import fp8, int4, int8
@@ -38,6 +40,9 @@ def made(name: str, seed: int = 0) -> Any:
     if name == "int4":
         q, scale, offset = int4.quantize(weight, group_size=128)
         return Tiles.pack(q, scale.half(), offset.half() if offset is not None else None)
+    if name == "gguf":
+        generator = torch.Generator().manual_seed(seed)
+        return GgufBlocks.pack(random_blocks(generator, N, K, "Q6_K"), "Q6_K")
     if name == "fp8":
         q, scale, _ = fp8.quantize(weight)
         return Fp8Rows.pack(q, scale)
@@ -58,7 +63,7 @@ def bits(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
 
 
-NAMES = ("plain", "int8", "fp8", "int4", "compact")
+NAMES = ("plain", "int8", "fp8", "gguf", "int4", "compact")
 NO_LIBRARY = native_library.why_not(probe("cpu"))
 needs_library = pytest.mark.skipif(NO_LIBRARY is not None, reason=f"no native library: {NO_LIBRARY}")
 PACKS = [pytest.param(name, marks=needs_library) for name in ("cpu-float32", "cpu-int8", "cpu-int4", "cpu-w8a8")]
@@ -187,7 +192,7 @@ def test_interleaved_tiles_are_not_split(name: str) -> None:
         made(name).pair().split([16, 16])
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "gguf"])
 def test_launch_arguments(name: str) -> None:
     weight = made(name)
     launch = weight.launch()

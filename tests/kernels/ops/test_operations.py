@@ -21,6 +21,7 @@ from accelpatch.kernels.layouts.row_major import FP8
 from accelpatch.kernels.layouts.w8a8_pack import W8A8Pack
 from accelpatch.kernels.spec import Case
 from accelpatch.quant import int4, int8
+from tests.support.gguf_blocks import random_args_of_blocks
 from tests.support.packs import FOREIGN, operands, size_for
 from tests.support.parity import DTYPES, assert_parity, bits, name, strided, transposed
 
@@ -31,10 +32,9 @@ M = (0, 1, 2, 7, 129)
 W8A8 = ("quantize_rows", "rmsnorm_rows", "gemm_w8a8", "gemm_fp8", "gated_fp8", "w8a8_linear", "w8a8_packed")
 OF_INT8 = ("layernorm_q", "int8_attention", "gated_rows")
 FORMS = (torch.int8, *FP8)
-# integers, or 8-bit floats, go in
 NO_GRADIENT = ("int8_embedding", "packed_embedding", "rotary_cos_sin", "gemm_w8a8", "gemm_fp8", "gated_fp8")
-NO_GRADIENT += ("layernorm_q", "int8_attention")  # integers come out
-PRODUCTS = ("gemv", "compact_linear", "int8_linear", "int4_linear", "tiled_int4_linear", "fp8_linear", "w8a8_linear")
+NO_GRADIENT += ("layernorm_q", "int8_attention", "block_embedding")  # integers or 8-bit floats go in, or come out
+PRODUCTS = ("gemv", *(op for op in OPS if op.endswith("_linear") and op != "packed_linear"))
 
 
 def first_args(op: str, dtype: torch.dtype = torch.float32, index: int = 1) -> tuple[Any, ...]:
@@ -157,8 +157,8 @@ def random_tiles(rng: random.Random, generator: torch.Generator, dtype: torch.dt
 def random_args(op: str, rng: random.Random, generator: torch.Generator, dtype: torch.dtype) -> tuple[Any, ...]:
     if op in (*W8A8, *OF_INT8):
         return random_w8a8(op, rng, generator, dtype)
-    if op.startswith("packed_"):
-        return random_pack(op, rng, generator, dtype)
+    if op.startswith(("packed_", "block_")):
+        return (random_pack if op.startswith("packed_") else random_args_of_blocks)(op, rng, generator, dtype)
     if op == "tiled_int4_linear":
         return random_tiles(rng, generator, dtype)
     m, n, k, groups = rng.choice(M), rng.randint(1, 70), rng.randint(1, 70), rng.choice((1, 2, 3))

@@ -1,0 +1,66 @@
+"""transformers' configuration of a patched checkpoint: its recipe, and what its weights are read from."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from accelpatch.checkpoints.foreign import PACKED, sites_of
+from accelpatch.checkpoints.gguf_tensors import GGUF
+from accelpatch.checkpoints.saved import METHOD, VERSION, Saved, read
+from accelpatch.errors import LoadError
+from accelpatch.recipe.recipe import Recipe, dump, load, parse
+
+
+class AccelpatchConfig(QuantizationConfigMixin):
+    """`quantization_config` of transformers: quantise by a recipe while a float checkpoint loads.
+
+    recipe: a bundled recipe's name, a YAML file's path, or YAML text. progress: called with (stage, done, total).
+    resume: a folder for finished weights, from which an interrupted run goes on; it is the caller's to remove. layout:
+    of a checkpoint that others wrote (foreign.py). stored: a GGUF file's tensors (gguf_tensors.py), set afterwards.
+    """
+
+    stored: Saved | None = None
+
+    def __init__(
+        self, recipe: str | Path | Recipe = "int8", version: int = VERSION, progress: Any = None,
+        resume: Path | None = None, layout: dict[str, Any] | None = None, **_: Any,
+    ):  # fmt: skip
+        self.quant_method = METHOD
+        self.version, self.layout = version, layout
+        self._progress, self._resume = progress, resume
+        text = str(recipe) if not isinstance(recipe, Recipe) else ""
+        self._recipe = parse(text, source="the checkpoint's recipe") if "\n" in text else load(recipe)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
+        """Of a config.json, whose recipe is YAML text: no name there makes another file be read. Raises LoadError."""
+        text = config_dict.get("recipe")
+        if not isinstance(text, str):
+            raise LoadError(f"config.json has the recipe {text!r}, which is no text: write the checkpoint again")
+        parsed = {**config_dict, "recipe": parse(text, source="the recipe in config.json")}
+        return super().from_dict(parsed, return_unused_kwargs, **kwargs)
+
+    def opened(self, files: Any) -> tuple[Saved, Any]:
+        """The headers of what loads; and of another's layout, its parts and their reader, with its arguments."""
+        if self.stored is not None:
+            return self.stored, (GGUF, {})
+        layout = self.layout
+        saved = read(files, None if layout is None else partial(sites_of, layout))
+        return saved, None if layout is None or layout["name"] not in PACKED else (PACKED[layout["name"]], layout)
+
+    @property
+    def loaded(self) -> Recipe:
+        """The recipe."""
+        return self._recipe
+
+    def to_dict(self) -> dict[str, Any]:
+        """As in config.json."""
+        return {"quant_method": METHOD, "version": self.version, "recipe": dump(self._recipe)}
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        """As `to_dict`."""
+        return self.to_dict()

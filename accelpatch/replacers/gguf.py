@@ -1,0 +1,106 @@
+"""Weights of a GGUF file as they are stored: blocks with scales of two levels, and what stands for all formats."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from accelpatch.device import Device
+from accelpatch.errors import KernelError
+from accelpatch.kernels import dispatch
+from accelpatch.kernels.layouts.cpu_pack import Pack
+from accelpatch.kernels.layouts.gguf_blocks import FORMS, row_bytes
+from accelpatch.kernels.ops import block_linear, packed_linear
+from accelpatch.modules.block_quant import BlockQuantEmbedding, BlockQuantLinear, BlockQuantModule
+from accelpatch.modules.quantized_module import QuantizedModule
+from accelpatch.modules.replacement import adopt
+from accelpatch.patching.replacer import Choice, Reason, Replacer
+from accelpatch.patching.site import Site
+from accelpatch.quant.blocks import BlockWeight, check_blocks
+from accelpatch.replacers.weight_only import NATIVE, bias_bytes, token_bytes, unfit
+
+FLOAT = "its weight is float, and this takes a GGUF file's as they are stored: give a .gguf file, or another recipe"
+
+
+class AsStored(Replacer):
+    """Each weight of a GGUF file in the format that it has there. A file that loads puts the rules of its formats in
+    this one's place (checkpoints/as_stored.py), so that it meets float weights alone, which it leaves."""
+
+    name = "as_stored"
+    ties = True
+
+    def propose(self, site: Site, options: Mapping[str, Any], device: Device) -> Choice | Reason:
+        return Reason(FLOAT)
+
+    def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:
+        raise KernelError(FLOAT)
+
+
+class GgufBlocks(Replacer):
+    """GGUF's blocks, bit for bit, for linear layers, heads and embeddings. form: a key of layouts.gguf_blocks.FORMS.
+
+    They are read from a checkpoint; floats are not quantised to them.
+    """
+
+    name = "gguf_blocks"
+    options: ClassVar[Mapping[str, tuple[type, ...]]] = {"form": (str,)}
+    ties = True
+
+    def propose(self, site: Site, options: Mapping[str, Any], device: Device) -> Choice | Reason:
+        if reason := unfit(site):
+            return Reason(reason)
+        weight, form = site.original._parameters.get("weight"), options.get("form", "")
+        if weight is None or not weight.is_meta:  # a model that loads, or is planned, has no values yet
+            return Reason(FLOAT)
+        if type(site.original).__name__ == "Conv1D":
+            return Reason("Conv1D holds its weight [K, N], and blocks lie along K")
+        assert site.n is not None
+        assert site.k is not None
+        try:
+            resident = site.n * row_bytes(form, site.k) + bias_bytes(site)
+            kernel = _kernel(site, form, device)
+        except KernelError as error:
+            return Reason(str(error))
+        return Choice(kernel, site.token_bytes, token_bytes(site, resident), resident, {"form": form})
+
+    def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:
+        raise KernelError(FLOAT)
+
+    def restore(self, site: Site, choice: Choice, held: BlockWeight) -> nn.Module:
+        check_blocks(held.q, choice.detail["form"], site.n, site.k)
+        return _module(site.original, held, choice.detail["form"], choice.kernel == NATIVE)
+
+    def build_tied(self, site: Site, tied: Site, built: nn.Module) -> nn.Module:
+        assert isinstance(built, BlockQuantModule)
+        return _module(tied.original, built, built.form, built.packable)
+
+    def parts(self, site: Site, names: Any) -> list[str] | None:
+        return [name for name in (f"{site.path}.q",) if name in names]
+
+
+def _kernel(site: Site, form: str, device: Device) -> str:
+    """The implementation that would run for one token. Raises KernelError where none can."""
+    assert site.n is not None
+    assert site.k is not None
+    dtype, table = getattr(torch, site.dtype), isinstance(site.original, nn.Embedding)
+    packed = packed_linear.of_shape(
+        site.n, site.k, dtype, FORMS[form].group, "none", op="packed_embedding" if table else "packed_linear"
+    )
+    if (
+        Pack.why_not_blocks(site.n, site.k, form) is None
+        and dispatch.why_not(packed.op, NATIVE, packed, device) is None
+    ):
+        return NATIVE
+    op = "block_embedding" if table else "block_linear"
+    return dispatch.choose(op, block_linear.of_shape(site.n, site.k, dtype, form, op=op), device)
+
+
+def _module(original: nn.Module, weight: BlockWeight | QuantizedModule, form: str, packable: bool) -> nn.Module:
+    kind: Any = BlockQuantEmbedding if isinstance(original, nn.Embedding) else BlockQuantLinear
+    module: BlockQuantModule = adopt(kind, original)
+    module.form = form  # before the weight, whose layout depends on it
+    module.hold(weight, original, packable)
+    return module
