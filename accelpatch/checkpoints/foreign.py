@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accelpatch.checkpoints import packed_formats
 from accelpatch.checkpoints.inspection import OF_OPT
 from accelpatch.checkpoints.save import description
 from accelpatch.errors import LoadError
 from accelpatch.models import checkpoint
 from accelpatch.models.catalog import resolve
+from accelpatch.quant import packed_formats
 from accelpatch.quant.weight import QuantizedWeight, W8A8Weight
 from accelpatch.recipe import recipe as recipes
 

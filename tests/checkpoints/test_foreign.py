@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from accelpatch import api
-from accelpatch.checkpoints import foreign, packed_formats
+from accelpatch.checkpoints import foreign
 from accelpatch.errors import KernelError, LoadError
+from accelpatch.quant import packed_formats
 
 ROOT = Path(__file__).parents[1] / "fixtures/foreign"
 K_PROJ = "model.layers.0.self_attn.k_proj"
