@@ -113,15 +113,16 @@ def _grouped(tool: str, bits: Any, groups: int, symmetric: bool, sizes: tuple[in
 def _gptq(module: nn.Module, tensors: Tensors) -> tuple[Stored, Mapping[str, Any]]:
     held: Any = vars(module)
     scales, bits, sym = tensors["scales"], held.get("bits"), bool(held.get("sym", True))
-    version = getattr(module, "qzero_format", None)
-    v2 = version() == 2 if callable(version) else held.get("_qzeros_format") == 2
+    version = str(getattr(held.get("format"), "value", held.get("format") or "gptq"))
+    # GPTQModel turns v1 into v2 when it loads, for kernels that need that, and marks it so; AutoGPTQ never does
+    v2 = version == "gptq_v2" or held.get("_qzeros_format") == 2 or getattr(module, "REQUIRES_FORMAT_V2", False)
     config = {"bits": bits, "sym": sym, "checkpoint_format": "gptq_v2" if v2 else "gptq"}
     repacks = "linear_mode" in held
     refusal = HAS_ADAPTER if held.get("adapter") is not None else None
     refusal = PACKED_ANEW if held.get("linear_mode") is not None else refusal
     refusal = ROTATES if held.get("online_full_had") or held.get("online_partial_had") else refusal
-    if str(getattr(held.get("format"), "value", held.get("format") or "gptq")) not in ("gptq", "gptq_v2"):
-        refusal = f"its format {held['format']} is not read"
+    if version not in ("gptq", "gptq_v2"):
+        refusal = f"its format {version} is not read"
     groups = 0 if scales is None or scales.dim() != 2 else len(scales)
     formula = AT_FIRST_CALL if repacks else ""
     return _grouped("GPTQ", bits, groups, sym, _sizes(module), refusal=refusal, formula=formula), config
