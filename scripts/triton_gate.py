@@ -35,6 +35,7 @@ from accelpatch.kernels.triton import (
     prompt_attention,
     quantize_rows,
     query_key,
+    reorder,
     rmsnorm,
     rope,
     step_end,
@@ -145,6 +146,9 @@ OTHERS = {
     "tiled_int4_linear as floats": Build(dequantize._int4_weight_rows, ("*i32", "*fp16", "*fp16", "*bf16",
                                                                         *("i32",) * 5),
                                          TILED | {"ROWS": 64, "INTERLEAVED": True}),
+    "columns in another order": Build(reorder._reordered, ("*bf16", "*i32", "*bf16", "*bf16", "i32", "i32", "fp32"),
+                                      {"NORM": True, "PLUS_ONE": False, "DEPENDENT": False, "ROW": 4096,
+                                       "COLUMNS": reorder.COLUMNS}),
     "runs of K added up": Build(gemm._add_up, ("*fp32", "*bf16", "*bf16", "i32", "i32", "i32"),
                                 {"BIAS": True, "DEPENDENT": False, "SIZE": 1024}),
 }  # fmt: skip

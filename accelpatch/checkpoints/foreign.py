@@ -22,7 +22,7 @@ from accelpatch.errors import LoadError
 from accelpatch.models import checkpoint
 from accelpatch.models.catalog import resolve
 from accelpatch.quant import packed_formats
-from accelpatch.quant.weight import QuantizedWeight, W8A8Weight
+from accelpatch.quant.weight import AnyWeight
 from accelpatch.recipe import recipe as recipes
 
 SMOOTHQUANT_OPT = "smoothquant-opt"  # the name of its recipe too
@@ -34,7 +34,7 @@ class Packed:
     """How a layout has a linear layer: its tensors, the first of which shows that it is quantised, and their reader."""
 
     parts: tuple[str, ...]
-    weight: Callable[[Mapping[str, Any], Mapping[str, Any], int, int], QuantizedWeight | W8A8Weight]
+    weight: Callable[[Mapping[str, Any], Mapping[str, Any], int, int], AnyWeight]
 
 
 ROWS = Packed(("weight_scale", "weight", "input_scale", "input_zero_point"), packed_formats.rows)
@@ -111,7 +111,7 @@ def _recipe(layout: Mapping[str, Any]) -> str:
     options: dict[str, Any] = {"group_size": size}
     if bits == 4:
         symmetric = bool(layout.get("sym", True)) and layout["name"] != "awq"
-        options = {"group_size": [size], "symmetric": symmetric}
+        options = {"group_size": [size], **({"symmetric": True} if symmetric else {"zero_point": True})}
     return _by(layout, f"int{bits}_weight_only", options)
 
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from accelpatch.checkpoints.saved import PARTS, Saved
+from accelpatch.checkpoints.saved import Saved
 from accelpatch.errors import KernelError, LoadError, PatchError
 from accelpatch.patching.apply import Built, built
 from accelpatch.patching.entry import Entry
 from accelpatch.patching.plan import Plan
-from accelpatch.quant.weight import QuantizedWeight, W8A8Weight
+from accelpatch.quant.weight import PARTS, weight_of
 
 
 def as_saved(plan: Plan, saved: Saved) -> Plan:
@@ -132,12 +132,6 @@ def whole_names(plan: Plan) -> list[str]:
     """Patterns of the names of tensors in modules that are replaced with all that is in them."""
     whole = [entry.site for entry in quantised(plan) if entry.replacer is not None and entry.replacer.whole]
     return [rf"^{re.escape(place)}\." for site in whole for place in site.places]
-
-
-def weight_of(parts: Mapping[str, Tensor | None]) -> QuantizedWeight | W8A8Weight:
-    """A quantised weight from its tensors by name; one with a static scale of its input is a W8A8Weight."""
-    kind: Any = QuantizedWeight if parts.get("input_scale") is None else W8A8Weight
-    return cast(QuantizedWeight, kind(**{name: parts.get(name) for name in kind._fields}))
 
 
 def without_weight(module: nn.Module) -> None:

@@ -40,12 +40,13 @@ from accelpatch.checkpoints.loading_modules import (
     without_weight,
 )  # fmt: skip
 from accelpatch.checkpoints.resume import Store
-from accelpatch.checkpoints.saved import METHOD, PARTS, VERSION, Reading, digest_of, read
+from accelpatch.checkpoints.saved import METHOD, VERSION, Reading, digest_of, read
 from accelpatch.errors import FOREIGN, AccelpatchError, LoadError
 from accelpatch.patching.apply import Built
 from accelpatch.patching.entry import Entry
 from accelpatch.patching.plan import Plan
 from accelpatch.patching.stages import over_weight_bound
+from accelpatch.quant.weight import PARTS
 from accelpatch.recipe.recipe import Recipe, dump, load, parse
 
 MakePlan = Callable[[nn.Module, Recipe, torch.device], Plan]

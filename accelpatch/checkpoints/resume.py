@@ -12,13 +12,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from accelpatch.checkpoints.loading_modules import weight_of
 from accelpatch.checkpoints.saved import bytes_of, digest_of
 from accelpatch.errors import SaveError
 from accelpatch.modules.quantized_module import QuantizedModule
 from accelpatch.patching.apply import Built, built
 from accelpatch.patching.entry import Entry
-from accelpatch.quant.weight import QuantizedWeight, W8A8Weight
+from accelpatch.quant.weight import AnyWeight, weight_of
 
 MADE_OF = "made_of"
 
@@ -41,7 +40,7 @@ class Store:
             self._keep(file, made.new.canonical(), made_of)
         return made
 
-    def _keep(self, file: Path, weight: QuantizedWeight, made_of: str) -> None:
+    def _keep(self, file: Path, weight: AnyWeight, made_of: str) -> None:
         parts = {name: one.detach().cpu().contiguous() for name, one in weight._asdict().items() if one is not None}
         partial = file.with_suffix(".partial")
         try:
@@ -71,7 +70,7 @@ def _digest(entry: Entry, weight: Tensor) -> str:
     return hashlib.sha256(facts.encode() + bytes_of(weight.cpu())).hexdigest()
 
 
-def _read(file: Path, made_of: str) -> QuantizedWeight | W8A8Weight | None:
+def _read(file: Path, made_of: str) -> AnyWeight | None:
     try:
         with safe_open(file, framework="pt") as opened:
             facts = opened.metadata() or {}

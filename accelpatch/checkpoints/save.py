@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from accelpatch.checkpoints.replaced_folder import replaced_folder
-from accelpatch.checkpoints.saved import METHOD, PARTS, RECIPE, VERSION
+from accelpatch.checkpoints.saved import METHOD, RECIPE, VERSION
 from accelpatch.checkpoints.writing import Shards
 from accelpatch.errors import SaveError
 from accelpatch.modules.packed_weight import PackedWeight
 from accelpatch.modules.quantized_module import QuantizedModule
 from accelpatch.modules.replacement import PATH
+from accelpatch.quant.weight import PARTS
 from accelpatch.recipe.recipe import Recipe, dump
 
 SHARD = "5GB"  # bytes of a file, unless the caller says another size

@@ -2,9 +2,9 @@
 
 config.json        the family's own, with quantization_config: {quant_method: accelpatch, version, recipe (YAML)}
 recipe.yaml        the same recipe, for people
-*.safetensors      float tensors under the family's names. A quantised weight is PATH.q, PATH.scale, PATH.offset and
-                   PATH.input_scale in the canonical layout (quant/weight.py), which no device decides; a layer that was
-                   replaced with all that is in it has its replacement's tensors under its name
+*.safetensors      float tensors under the family's names. A quantised weight is PATH.q, PATH.scale, PATH.offset,
+                   PATH.order and PATH.input_scale in the canonical layout (quant/weight.py), which no device decides; a
+                   layer that was replaced with all that is in it has its replacement's tensors under its name
   header metadata  accelpatch: JSON {version, sites: {path: replacer}, sha256: {tensor: hex digest of its bytes}}
 """
 
@@ -24,12 +24,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from accelpatch.errors import LoadError
-from accelpatch.quant.weight import W8A8Weight
 
 METHOD = "accelpatch"  # quant_method in config.json, and the key of the header's metadata
 VERSION = 1
 RECIPE = "recipe.yaml"
-PARTS = W8A8Weight._fields
 THREADS = 16
 
 

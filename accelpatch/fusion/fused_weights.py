@@ -31,7 +31,7 @@ def concatenated_linear(modules: Sequence[Any], dtype: torch.dtype) -> FusedLine
     linears = _alike(modules, dtype)
     if len(linears) == 1:
         return linears[0]
-    weights = [one.weight for one in linears]
+    weights, order = [one.weight for one in linears], _common_order(linears)
     if len({one.format for one in weights}) > 1:
         raise CannotFuse("q, k and v, or gate and up, have weights in different formats")
     bias = _beside([module.bias for module in modules])
@@ -39,7 +39,7 @@ def concatenated_linear(modules: Sequence[Any], dtype: torch.dtype) -> FusedLine
         weights = _apart(modules)
     if reason := weights[0].why_not_concat(weights):
         raise CannotFuse(reason)
-    return FusedLinear(type(weights[0]).concat(weights), bias)
+    return FusedLinear(type(weights[0]).concat(weights), bias, order=order)
 
 
 def gated_linear(modules: Sequence[Any], dtype: torch.dtype, activation: str) -> FusedLinear:
@@ -47,23 +47,35 @@ def gated_linear(modules: Sequence[Any], dtype: torch.dtype, activation: str) ->
 
     Two layers with interleaved tiles share the same tensors, each with its own part.
     """
-    weights = [one.weight for one in _alike(modules, dtype)]
+    linears = _alike(modules, dtype)
+    weights = [one.weight for one in linears]
     each = TILE_ROWS * (3 - len(weights))
     pairs = len({one.format for one in weights}) == 1 and all(one.tiled and one.n % each == 0 for one in weights)
     if activation not in SILU or not pairs:
         return concatenated_linear(modules, dtype)
     bias, tiles = _beside([module.bias for module in modules]), cast(list[Any], weights)
+    order = _common_order(linears)
     if len(modules) == 1:
         if tiles[0].part != "both":
             modules[0].tiles = tiles[0].pair()
-        return FusedLinear(modules[0].tiles, bias)
+        return FusedLinear(modules[0].tiles, bias, order=order)
     gate, up = tiles
     if (gate.part, up.part) != ("gate", "up") or gate.w is not up.w:
         both = gate.pair(up)
         modules[0].tiles, modules[1].tiles = (
             both._replace(n=one.n, part=part) for one, part in zip(tiles, ("gate", "up"), strict=True)
         )
-    return FusedLinear(modules[0].tiles._replace(n=gate.n + up.n, part="both"), bias)
+    return FusedLinear(modules[0].tiles._replace(n=gate.n + up.n, part="both"), bias, order=order)
+
+
+def _common_order(linears: Sequence[FusedLinear]) -> Tensor | None:
+    """The order of their columns. Raises CannotFuse where it is not one."""
+    orders = [one.order for one in linears]
+    first = orders[0]
+    same = all((one is None) == (first is None) for one in orders)
+    if not same or any(first is not None and one is not None and not torch.equal(one, first) for one in orders):
+        raise CannotFuse("q, k and v, or gate and up, have their columns in different orders")
+    return first
 
 
 def _apart(modules: Sequence[Any]) -> list[Any]:
@@ -105,14 +117,14 @@ def fused_linear(module: Any, dtype: torch.dtype) -> FusedLinear:
         held = module.held
         if held.q is None or held.scale is None or held.scale.shape[1] != 1 or held.scale.dtype != torch.float32:
             raise CannotFuse("an int8 weight does not have one float32 scale per row")
-        return FusedLinear(Int8Rows(held.q, held.scale), bias)
+        return FusedLinear(Int8Rows(held.q, held.scale), bias, order=held.order)
     if isinstance(module, (W8A8Linear, Fp8Linear)):
         assert module.held.q is not None
         assert module.held.scale is not None
         static = module.input_scale if isinstance(module, W8A8Linear) else None
         return FusedLinear(W8A8Rows(module.held.q, module.held.scale, static), bias)
     if isinstance(module, Int4WeightOnlyLinear) and module.tiles is not None:
-        return FusedLinear(module.tiles, bias)
+        return FusedLinear(module.tiles, bias, order=module.order)
     raise CannotFuse(f"a linear layer is {type(module).__name__}")
 
 

@@ -18,10 +18,10 @@ from accelpatch.kernels.layouts.cpu_pack import Pack
 from accelpatch.kernels.layouts.int4_tiles import Tiles
 from accelpatch.modules.packed_weight import PackedWeight
 from accelpatch.modules.replacement import ROLE, STORED
-from accelpatch.quant.weight import QuantizedWeight, W8A8Weight
+from accelpatch.quant.weight import AnyWeight, OrderedWeight, QuantizedWeight
 
 CANONICAL = ("q", "scale", "offset")
-Held = QuantizedWeight | W8A8Weight
+Held = AnyWeight
 NOT_WRITTEN = "and its original could not take another: load the float model to change weights"
 OF_PEFT = "base_model.model."  # prefix of names in a PeftModel's state dict
 
@@ -30,18 +30,20 @@ class QuantizedModule(PackedWeight):
     """Base of the quantised modules: the weight, its float form, and moves between devices and dtypes.
 
     q[N, K] (or packed nibbles), scale[N, G], offset[N, G] or None; all None while `pack` (CPU) or `tiles` (GPU) holds
-    the weight. like: an empty tensor with the device and dtype of the replaced weight; it follows `model.to(...)` while
-    `scale` keeps its precision. source: the tied module that owns the weight, or None. written: the weight has been
-    written since the patch. dtypes: the dtypes that the model was cast to since the patch.
+    the weight. order[K] int32: the input of each column, or None where they are in order. like: an empty tensor with
+    the device and dtype of the replaced weight; it follows `model.to(...)` while `scale` keeps its precision. source:
+    the tied module that owns the weight, or None. written: the weight has been written since the patch. dtypes: the
+    dtypes that the model was cast to since the patch.
     """
 
-    own_buffers: tuple[str, ...] = (*CANONICAL, "like")
+    own_buffers: tuple[str, ...] = (*CANONICAL, "order", "like")
     #: names of the weight's tensors; those behind the first three stay beside any layout
     canonical_names: tuple[str, ...] = CANONICAL
 
     q: Tensor | None
     scale: Tensor | None
     offset: Tensor | None
+    order: Tensor | None
     like: Tensor
     packable: bool
     pack: Pack | None
@@ -60,7 +62,8 @@ class QuantizedModule(PackedWeight):
         self.transposed = type(original).__name__ == "Conv1D"
         self.packable, self.pack, self.tiles = packable, None, None
         self.__dict__["source"] = weight if shared else None  # not as a child: it is in the module tree already
-        for name in self.canonical_names:
+        self.canonical_names = weight.canonical_names if isinstance(weight, QuantizedModule) else weight._fields
+        for name in dict.fromkeys((*self.canonical_names, "order")):
             self.register_buffer(name, None)
         self.register_buffer("like", torch.empty(0, dtype=parameter.dtype, device=parameter.device), persistent=False)
         self.trainable, self.written, self.dtypes = parameter.requires_grad, False, ()
@@ -74,7 +77,8 @@ class QuantizedModule(PackedWeight):
 
     def canonical(self) -> Any:
         """The weight as q, scale and offset, converted from the device's layout where needed."""
-        return QuantizedWeight(*self._canonical())
+        order = self.held.order
+        return QuantizedWeight(*self._canonical()) if order is None else OrderedWeight(*self._canonical(), order)
 
     def _canonical(self) -> tuple[Tensor, Tensor, Tensor | None]:
         holder = self.held

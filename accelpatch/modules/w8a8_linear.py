@@ -31,7 +31,7 @@ class W8A8Linear(QuantizedModule):
     """
 
     canonical_names = W8A8Weight._fields
-    own_buffers = (*canonical_names, "like", *SMOOTHING)
+    own_buffers = (*canonical_names, "order", "like", *SMOOTHING)
 
     bias: Tensor | None
     input_scale: Tensor | None

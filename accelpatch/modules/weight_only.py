@@ -22,63 +22,90 @@ from accelpatch.modules.autocast import autocast
 from accelpatch.modules.quantized_module import QuantizedModule
 from accelpatch.modules.replacement import adopt
 from accelpatch.quant import fp8, int4, int8
-from accelpatch.quant.weight import QuantizedWeight
+from accelpatch.quant.weight import AnyWeight, OrderedWeight, QuantizedWeight
+
+Grouped = QuantizedWeight | OrderedWeight
 
 
-class Int8WeightOnlyLinear(QuantizedModule):
-    """y = x @ (q * scale)^T + bias: symmetric int8 weight, one scale per output channel or per group along K."""
+class GroupedLinear(QuantizedModule):
+    """Base of linear layers quantised in groups along K, whose columns may be in another order than the inputs."""
 
     bias: Tensor | None
 
     def dequantized(self) -> Tensor:
-        return int8.dequantize(self.canonical(), self.like.dtype)
+        held = self.canonical()
+        full = self._floats(held)
+        if not isinstance(held, OrderedWeight):
+            return full
+        return torch.empty_like(full).index_copy_(1, held.order.long(), full)
 
-    def quantized_like(self, weight: Tensor, held: QuantizedWeight) -> QuantizedWeight:
+    def quantized_like(self, weight: Tensor, held: Grouped) -> Grouped:
+        if not isinstance(held, OrderedWeight):
+            return self._quantized(weight, held)
+        return OrderedWeight(*self._quantized(weight[:, held.order.long()], QuantizedWeight(*held[:3])), held.order)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x[..., K] -> y[..., N] in x's dtype."""
+        x, order = autocast(x), self.held.order
+        return self._product(x if order is None else x.index_select(-1, order))
+
+    def _floats(self, held: Grouped) -> Tensor:
+        raise NotImplementedError
+
+    def _quantized(self, weight: Tensor, held: QuantizedWeight) -> QuantizedWeight:
+        raise NotImplementedError
+
+    def _product(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class Int8WeightOnlyLinear(GroupedLinear):
+    """y = x @ (q * scale)^T + bias: symmetric int8 weight, one scale per output channel or per group along K."""
+
+    def _floats(self, held: Grouped) -> Tensor:
+        return int8.dequantize(held, self.like.dtype)
+
+    def _quantized(self, weight: Tensor, held: QuantizedWeight) -> QuantizedWeight:
         return int8.quantize(weight, group_size=held.q.shape[1] // held.scale.shape[1])
 
     def _pack(self, weight: QuantizedWeight) -> Pack:
         return Pack.pack(weight.q, weight.scale, bits=8)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x[..., K] -> y[..., N] in x's dtype."""
+    def _product(self, x: Tensor) -> Tensor:
         holder = self.held
         if holder.pack is not None:
-            return packed_linear(autocast(x), *holder.pack.arguments(), self.bias)
+            return packed_linear(x, *holder.pack.arguments(), self.bias)
         assert holder.q is not None
         assert holder.scale is not None
-        return int8_linear(autocast(x), holder.q, holder.scale, self.bias)
+        return int8_linear(x, holder.q, holder.scale, self.bias)
 
 
-class Int4WeightOnlyLinear(QuantizedModule):
-    """y = x @ w^T + bias: 4-bit weight in groups along K, with a minimum, or symmetric where `offset` is None."""
+class Int4WeightOnlyLinear(GroupedLinear):
+    """y = x @ w^T + bias: 4-bit weight in groups along K, with a minimum, a zero point, or symmetric (no offset)."""
 
-    bias: Tensor | None
-
-    def dequantized(self) -> Tensor:
-        return int4.dequantize(self.canonical(), self.like.dtype)
+    def _floats(self, held: Grouped) -> Tensor:
+        return int4.dequantize(held, self.like.dtype)
 
     def sizes(self, held: QuantizedWeight) -> list[int]:
         return [held.q.shape[0], 2 * held.q.shape[1]]
 
-    def quantized_like(self, weight: Tensor, held: QuantizedWeight) -> QuantizedWeight:
-        group = 2 * held.q.shape[1] // held.scale.shape[1]
-        return int4.quantize(weight, group_size=group, symmetric=held.offset is None)
+    def _quantized(self, weight: Tensor, held: QuantizedWeight) -> QuantizedWeight:
+        return int4.quantize_as(weight, held)
 
     def _pack(self, weight: QuantizedWeight) -> Pack:
         return Pack.pack(weight.q, weight.scale, weight.offset, bits=4)
 
     def _tile(self, weight: QuantizedWeight) -> Tiles | None:
-        return tiles_for(weight, self.like.dtype, self.like.device)
+        return tiles_for(weight[:3], self.like.dtype, self.like.device)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x[..., K] -> y[..., N] in x's dtype."""
+    def _product(self, x: Tensor) -> Tensor:
         if self.pack is not None:
-            return packed_linear(autocast(x), *self.pack.arguments(), self.bias)
+            return packed_linear(x, *self.pack.arguments(), self.bias)
         if self.tiles is not None:
-            return tiled_int4_linear(autocast(x), *self.tiles, self.bias)
+            return tiled_int4_linear(x, *self.tiles, self.bias)
         assert self.q is not None
         assert self.scale is not None
-        return int4_linear(autocast(x), self.q, self.scale, self.offset, self.bias)
+        return int4_linear(x, self.q, self.scale, self.offset, self.bias)
 
 
 class Fp8WeightOnlyLinear(QuantizedModule):
@@ -129,7 +156,7 @@ class Int8Embedding(QuantizedModule):
 
 
 def quantized(
-    mixin: type[QuantizedModule], original: nn.Module, weight: QuantizedWeight | QuantizedModule, packable: bool = False
+    mixin: type[QuantizedModule], original: nn.Module, weight: AnyWeight | QuantizedModule, packable: bool = False
 ) -> Any:
     """Make a `mixin` from `original` that holds `weight`, or shares that of another module."""
     new = adopt(mixin, original)

@@ -2,6 +2,7 @@
 
     asymmetric   w = u * scale + offset     offset a float: the group's minimum (GGUF Q4_1)
     symmetric    w = (u - 8) * scale        scale = -(the value of largest magnitude) / 8, so it can be negative (Q4_0)
+    zero point   w = (u - z) * scale        z an integer of 0..15, as int8; 0 is exact (GPTQ and AWQ; theirs may be 16)
 
 scale and offset are float16, and float32 for a weight where a float16 would overflow or fall below its normal range.
 They are rounded first and u is chosen for the rounded ones. A group whose values are all equal is kept exactly as far
@@ -15,21 +16,29 @@ from torch import Tensor
 
 from accelpatch.errors import KernelError
 from accelpatch.kernels.ops import int4_linear
-from accelpatch.quant.weight import QuantizedWeight, grouped
+from accelpatch.quant.weight import OrderedWeight, QuantizedWeight, grouped
 
 ZERO_CODE = -120  # a byte of two symmetric zeros, u = 8
 _HALF = torch.finfo(torch.float16)
 
 
-def quantize(weight: Tensor, *, group_size: int, symmetric: bool = False) -> QuantizedWeight:
+def quantize(weight: Tensor, *, group_size: int, symmetric: bool = False, zero_point: bool = False) -> QuantizedWeight:
     """Quantise a float weight [N, K] to packed q[N, K / 2], scale[N, G] and offset[N, G] (None where symmetric).
 
-    Raises KernelError for NaN or infinity, an odd K, and where group_size does not divide K.
+    zero_point: the offset is an integer, not a minimum. Raises KernelError for NaN or infinity, an odd K, and where
+    group_size does not divide K.
     """
     groups = grouped(weight, group_size, "int4")
     if weight.shape[1] % 2:
         raise KernelError(f"int4 packs two weights a byte and K = {weight.shape[1]} is odd: use int8 for this weight")
-    return _symmetric(groups) if symmetric else _asymmetric(groups)
+    return _symmetric(groups) if symmetric else _zero_point(groups) if zero_point else _asymmetric(groups)
+
+
+def quantize_as(weight: Tensor, held: QuantizedWeight) -> QuantizedWeight:
+    """Quantise a float weight [N, K] to the format and group size of another of its shape."""
+    integer = held.offset is not None and not held.offset.is_floating_point()
+    group = 2 * held.q.shape[1] // held.scale.shape[1]
+    return quantize(weight, group_size=group, symmetric=held.offset is None, zero_point=integer)
 
 
 def _symmetric(groups: Tensor) -> QuantizedWeight:
@@ -38,17 +47,31 @@ def _symmetric(groups: Tensor) -> QuantizedWeight:
     return QuantizedWeight(pack((_divide(groups, scale) + 8).clamp_(0, 15)), scale, None)
 
 
+def _zero_point(groups: Tensor) -> QuantizedWeight:
+    low, high = groups.amin(dim=2).clamp(max=0), groups.amax(dim=2).clamp(min=0)
+    _check_range(low, high)
+    scale = _store((high - low) / 15)
+    zero = _divide(-low.unsqueeze(2), scale).squeeze(2).clamp_(0, 15)
+    u = (_divide(groups, scale) + zero.unsqueeze(2)).clamp_(0, 15)
+    return QuantizedWeight(pack(u), scale, zero.to(torch.int8))
+
+
 def _asymmetric(groups: Tensor) -> QuantizedWeight:
     low, high = groups.amin(dim=2), groups.amax(dim=2)
     constant = low == high
     dtype = _storage(torch.stack((low, high, (high - low) / 15)))
-    if dtype != torch.float16 and not bool(torch.isfinite(high - low).all()):
-        raise KernelError("int4: a group's values lie further apart than a float32 can say: use int8 for this weight")
+    if dtype != torch.float16:
+        _check_range(low, high)
     offset = low.to(dtype)
     # a constant group has u = 1 and, as its scale, the offset's rounding error
     scale = torch.where(constant, high - offset.float(), (high - offset.float()) / 15).to(dtype)
     u = _divide(groups - offset.float().unsqueeze(2), scale).clamp_(0, 15)
     return QuantizedWeight(pack(u), scale, offset)
+
+
+def _check_range(low: Tensor, high: Tensor) -> None:
+    if not bool(torch.isfinite(high - low).all()):
+        raise KernelError("int4: a group's values lie further apart than a float32 can say: use int8 for this weight")
 
 
 def _divide(groups: Tensor, scale: Tensor) -> Tensor:
@@ -77,7 +100,10 @@ def unpack(q: Tensor) -> Tensor:
     return int4_linear.unpack(q)
 
 
-def dequantize(weight: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
-    """w[N, K] in `dtype`, computed in float32 or wider and rounded once; takes every kind of offset."""
+def dequantize(weight: QuantizedWeight | OrderedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
+    """w[N, K] in `dtype`, computed in float32 or wider and rounded once; takes every kind of offset.
+
+    Columns are in the weight's own order.
+    """
     wide = torch.promote_types(dtype, torch.float32)
-    return int4_linear.dequantize_rows(*weight, wide).to(dtype)
+    return int4_linear.dequantize_rows(*weight[:3], wide).to(dtype)

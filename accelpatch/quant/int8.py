@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from accelpatch.quant.weight import QuantizedWeight, grouped, row_blocks
+from accelpatch.quant.weight import OrderedWeight, QuantizedWeight, grouped, row_blocks
 
 
 def quantize(weight: Tensor, *, group_size: int | None = None) -> QuantizedWeight:
@@ -31,7 +31,7 @@ def _rows(groups: Tensor) -> tuple[Tensor, Tensor]:
     return q.flatten(1), scale
 
 
-def dequantize(weight: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
+def dequantize(weight: QuantizedWeight | OrderedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
     """w[N, K] in `dtype`, computed in float32 or wider and rounded once."""
     wide = torch.promote_types(dtype, torch.float32)
     groups = weight.q.to(wide).unflatten(1, (weight.scale.shape[1], -1))

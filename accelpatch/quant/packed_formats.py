@@ -6,10 +6,10 @@
     compressed-tensors  weight_packed int32 [N, K bits / 32], weight_scale [N, G], weight_zero_point [N bits / 32, G];
                         or weight[N, K] int8 or e4m3 with weight_scale [N, 1] or [1]
 
-w[n, k] = scale[n, g] (code[n, k] - zero[n, g]). Codes and scales stay as they are. A zero point becomes the float
-minimum -zero scale, which float32 holds exactly for scales of 16 bits: nothing is rounded again. What cannot be so is
-refused with a KernelError that begins with the tensor's name. Sources: GPTQModel 7.7, AutoAWQ 0.2.9, compressed-tensors
-of llm-compressor 0.14, whose checkpoints the tests read.
+w[n, k] = scale[n, g] (code[n, k] - zero[n, g]). Codes, scales and zero points stay as they are; columns of
+act-order (desc_act) are sorted by their groups, and the order kept beside them: nothing is rounded again. What cannot
+be so is refused with a KernelError that begins with the tensor's name. Sources: GPTQModel 7.7, AutoAWQ 0.2.9,
+compressed-tensors of llm-compressor 0.14, whose checkpoints the tests read.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from accelpatch.errors import KernelError
 from accelpatch.quant import fp8, int4
-from accelpatch.quant.weight import QuantizedWeight, W8A8Weight
+from accelpatch.quant.weight import AnyWeight, OrderedWeight, QuantizedWeight, W8A8Weight
 
 Tensors = Mapping[str, Tensor | None]
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # column j of eight is in this field
@@ -31,7 +31,7 @@ FP8 = tuple(fp8.dtype_of(fnuz=fnuz) for fnuz in (False, True))
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def gptq(tensors: Tensors, config: Mapping[str, Any], n: int, k: int) -> QuantizedWeight:
+def gptq(tensors: Tensors, config: Mapping[str, Any], n: int, k: int) -> AnyWeight:
     """A linear layer[n, k] of GPTQ. config: bits, sym, and checkpoint_format or format; neither: v1."""
     bits = bits_of(config, (4, 8))
     fields = WORD // bits
@@ -42,23 +42,27 @@ def gptq(tensors: Tensors, config: Mapping[str, Any], n: int, k: int) -> Quantiz
     if str(config.get("checkpoint_format", config.get("format", "gptq"))) == "gptq":  # v1 stores them less one
         words = (words.long() + int("1" * 8 if bits == 4 else "01010101", 16)).to(torch.int32)
     zeros = unpacked(words, bits, n).t()
-    order = tensors.get("g_idx")
-    if order is not None:
-        _in_order(order, groups, k)
-    return made(codes, scales.t(), zeros, bits, bool(config.get("sym", True)))
+    return made(codes, scales.t(), zeros, bits, bool(config.get("sym", True)), order_of(tensors, "g_idx", groups, k))
 
 
-def _in_order(order: Tensor, groups: int, k: int) -> None:
-    """Raise KernelError unless input i is in group i // (k / groups)."""
-    if order.shape != (k,) or order.dtype not in (torch.int32, torch.int64):
-        raise KernelError(f"g_idx is {order.dtype} {list(order.shape)}, and int32 [{k}] belongs here")
-    if int(order.min()) < 0 or int(order.max()) >= groups:
-        raise KernelError(f"g_idx names groups from {int(order.min())} to {int(order.max())}, of {groups}")
-    if k % groups or not torch.equal(order.long(), torch.arange(k, device=order.device) // (k // groups)):
-        raise KernelError("g_idx is in no order (desc_act), which is not read yet: quantise without it")
+def order_of(tensors: Tensors, name: str, groups: int, k: int) -> Tensor | None:
+    """The inputs sorted by their groups, int32[k]; None where they are sorted, or no groups are given."""
+    given = tensors.get(name)
+    if given is None:
+        return None
+    if given.shape != (k,) or given.dtype not in (torch.int32, torch.int64):
+        raise KernelError(f"{name} is {given.dtype} {list(given.shape)}, and int32 [{k}] belongs here")
+    if int(given.min()) < 0 or int(given.max()) >= groups:
+        raise KernelError(f"{name} names groups from {int(given.min())} to {int(given.max())}, of {groups}")
+    counts = given.long().bincount(minlength=groups)
+    if k % groups or not bool((counts == k // groups).all()):
+        sizes = f"{int(counts.min())} to {int(counts.max())}"
+        raise KernelError(f"{name} has groups of {sizes} inputs, and groups of one size are read")
+    order = given.argsort(stable=True).to(torch.int32)
+    return None if torch.equal(order, torch.arange(k, dtype=torch.int32, device=order.device)) else order
 
 
-def awq(tensors: Tensors, config: Mapping[str, Any], n: int, k: int) -> QuantizedWeight:
+def awq(tensors: Tensors, config: Mapping[str, Any], n: int, k: int) -> AnyWeight:
     """A linear layer[n, k] of AWQ. config: bits, group_size, version."""
     bits = bits_of(config, (4,))
     version, group = str(config.get("version", "gemm")).lower(), config.get("group_size", 128)
@@ -86,21 +90,20 @@ def _interleaved(words: Tensor, n: int) -> Tensor:
     return unpacked(words, 4, n).view(len(words), -1, 8)[:, :, fields].reshape(len(words), n)
 
 
-def packed(tensors: Tensors, config: Mapping[str, Any], n: int, k: int) -> QuantizedWeight:
+def packed(tensors: Tensors, config: Mapping[str, Any], n: int, k: int) -> AnyWeight:
     """A linear layer[n, k] of compressed-tensors, pack-quantized. config: bits."""
     bits = bits_of(config, (4, 8))
-    if tensors.get("weight_g_idx") is not None:
-        raise KernelError("weight_g_idx: actorder by group is not read yet: quantise without it")
     shape = tensors.get("weight_shape")
     if shape is not None and shape.tolist() != [n, k]:
         raise KernelError(f"weight_shape is {shape.tolist()}, and {[n, k]} belongs here")
     fields = WORD // bits
     codes = unpacked(_words(tensors, "weight_packed", (n, -(-k // fields))), bits, k)
     scales = _float(tensors, "weight_scale", (n, None))
+    order = order_of(tensors, "weight_g_idx", scales.shape[1], k)
     if tensors.get("weight_zero_point") is None:
-        return made(codes, scales, None, bits, True)
+        return made(codes, scales, None, bits, True, order)
     words = _words(tensors, "weight_zero_point", (-(-n // fields), scales.shape[1]))
-    return made(codes, scales, unpacked(words.t(), bits, n).t(), bits, False)
+    return made(codes, scales, unpacked(words.t(), bits, n).t(), bits, False, order)
 
 
 def rows(tensors: Tensors, config: Mapping[str, Any], n: int, k: int) -> QuantizedWeight | W8A8Weight:
@@ -143,8 +146,13 @@ def unpacked(words: Tensor, bits: int, count: int) -> Tensor:
     return codes.flatten(1)[:, :count].to(torch.uint8)
 
 
-def made(codes: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, symmetric: bool) -> QuantizedWeight:
-    """The canonical weight of codes[N, K] and scales, zeros[N, G]; None, as of `symmetric`: the middle of the codes."""
+def made(
+    codes: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, symmetric: bool, order: Tensor | None = None
+) -> AnyWeight:
+    """The canonical weight of codes[N, K] and scales, zeros[N, G]; None, as of `symmetric`: the middle of the codes.
+
+    order: the inputs sorted by their groups; codes are in the order of inputs.
+    """
     middle, scales = 1 << (bits - 1), scales.contiguous()
     groups = scales.shape[1]
     if not groups or codes.shape[1] % groups:
@@ -155,14 +163,17 @@ def made(codes: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, symmetr
         zeros = None
     if symmetric and zeros is not None:
         raise KernelError(f"qzeros has others than {middle}, and config.json says symmetric: is it v1 or v2?")
+    codes = codes if order is None else codes[:, order.long()]
     if bits == 8:
         if zeros is not None:
             raise KernelError("qzeros: 8 bits with other zero points than 128 are not read: quantise symmetrically")
-        return QuantizedWeight((codes.to(torch.int16) - middle).to(torch.int8), scales.float(), None)
-    scales = scales if scales.dtype == torch.float16 else scales.float()
-    q = int4.pack(codes)
-    offset = None if zeros is None else -zeros.float().contiguous() * scales.float()
-    return QuantizedWeight(q, scales, offset)
+        weight = QuantizedWeight((codes.to(torch.int16) - middle).to(torch.int8), scales.float(), None)
+    else:
+        half = scales.half()  # which holds most bfloat16 scales too
+        offset = None if zeros is None else zeros.to(torch.int8).contiguous()
+        exact = torch.equal(half.float(), scales.float())
+        weight = QuantizedWeight(int4.pack(codes), half if exact else scales.float(), offset)
+    return weight if order is None else OrderedWeight(*weight, order)
 
 
 def _words(tensors: Tensors, name: str, shape: tuple[int | None, ...]) -> Tensor:

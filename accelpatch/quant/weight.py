@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -20,6 +21,18 @@ class QuantizedWeight(NamedTuple):
     offset: Tensor | None
 
 
+class OrderedWeight(NamedTuple):
+    """As a QuantizedWeight with its columns in another order: column j is that of input order[j], int32[K].
+
+    GPTQ's act-order: the inputs of a group lie side by side.
+    """
+
+    q: Tensor
+    scale: Tensor
+    offset: Tensor | None
+    order: Tensor
+
+
 class W8A8Weight(NamedTuple):
     """As a QuantizedWeight in int8 with one scale a row; input_scale[1] float32: of its input, None for one a token."""
 
@@ -27,6 +40,17 @@ class W8A8Weight(NamedTuple):
     scale: Tensor
     offset: None = None
     input_scale: Tensor | None = None
+
+
+AnyWeight = QuantizedWeight | OrderedWeight | W8A8Weight
+PARTS = ("q", "scale", "offset", "order", "input_scale")  # of all of them, as checkpoints name them
+
+
+def weight_of(parts: Mapping[str, Tensor | None]) -> AnyWeight:
+    """A quantised weight from its tensors by name, which say what it is."""
+    has = {name for name, tensor in parts.items() if tensor is not None}
+    kind: Any = OrderedWeight if "order" in has else W8A8Weight if "input_scale" in has else QuantizedWeight
+    return cast(AnyWeight, kind(**{name: parts.get(name) for name in kind._fields}))
 
 
 def check_finite(weight: Tensor, name: str) -> None:
@@ -59,12 +83,13 @@ def row_blocks(groups: Tensor) -> tuple[Tensor, ...]:
 
 
 def check_held(
-    held: QuantizedWeight | W8A8Weight, n: int | None, k: int | None, codes: tuple[torch.dtype, ...],
+    held: AnyWeight, n: int | None, k: int | None, codes: tuple[torch.dtype, ...],
     floats: tuple[torch.dtype, ...], per_byte: int = 1, zero_code: int = 0,
 ) -> None:  # fmt: skip
     """Raise KernelError unless a weight from a file is one [N, K] of these dtypes, with scales that can be.
 
-    per_byte: values in a byte of q. zero_code: what q holds for a value of zero, where there is no offset.
+    per_byte: values in a byte of q. zero_code: what q holds for a value of zero, where there is no offset. An offset is
+    of a scale's dtypes, or int8.
     """
     q, scale, offset = held[:3]
     if q.dtype not in codes or n is None or k is None or list(q.shape) != [n, k // per_byte]:
@@ -73,7 +98,8 @@ def check_held(
         if one is None:
             continue
         groups = one.shape[1] if one.dim() == 2 else 0
-        if one.dtype not in floats or one.shape[0] != n or not groups or k % groups or one.shape != scale.shape:
+        dtypes = (*floats, torch.int8) if name == "offset" else floats
+        if one.dtype not in dtypes or one.shape[0] != n or not groups or k % groups or one.shape != scale.shape:
             raise KernelError(f"{name} is {one.dtype} {list(one.shape)}, and {floats[0]} [{n}, G] belongs here")
         if not bool(torch.isfinite(one).all()):
             place = [int(i) for i in (~torch.isfinite(one)).nonzero()[0]]
@@ -82,3 +108,13 @@ def check_held(
         codes_there = q.unflatten(1, (scale.shape[1], -1))[zero].to(torch.float32)
         if bool((codes_there != zero_code).any()):
             raise KernelError("scale has a zero where the codes in q are not zero: write the checkpoint again")
+    if isinstance(held, OrderedWeight):
+        check_order(held.order, k)
+
+
+def check_order(order: Tensor, k: int) -> None:
+    """Raise KernelError unless `order` has each of k inputs once."""
+    if order.shape != (k,) or order.dtype != torch.int32:
+        raise KernelError(f"order is {order.dtype} {list(order.shape)}, and int32 [{k}] belongs here")
+    if not torch.equal(order.sort().values, torch.arange(k, dtype=torch.int32, device=order.device)):
+        raise KernelError(f"order does not have each of {k} inputs once: write the checkpoint again")

@@ -20,6 +20,7 @@ from accelpatch.patching.stored import Stored, bias_of
 from accelpatch.quant import fp8, int4, int8, packed_formats
 from accelpatch.quant.llm_int8 import llm_int8
 from accelpatch.quant.packed_formats import FP8
+from accelpatch.quant.weight import OrderedWeight
 
 Tensors = Mapping[str, Tensor | None]
 FLOATS: Mapping[str, Callable[..., Tensor]] = {
@@ -88,7 +89,9 @@ def _weight(layout: Layout, config: Mapping[str, Any], n: int, k: int, module: n
 
 
 def _floats(weight: Callable[[nn.Module], Any], replacer: str, module: nn.Module) -> Tensor:
-    return FLOATS[replacer](weight(module))
+    held = weight(module)
+    full = FLOATS[replacer](held)
+    return torch.empty_like(full).index_copy_(1, held.order.long(), full) if isinstance(held, OrderedWeight) else full
 
 
 def _sizes(module: nn.Module) -> tuple[int, int]:
@@ -106,7 +109,7 @@ def _grouped(tool: str, bits: Any, groups: int, symmetric: bool, sizes: tuple[in
         return Stored(words, n, k, refusal=f"{bits} bits are not read: 4 and 8 are")
     if bits == 8:
         return Stored(words, n, k, replacer="int8_weight_only", options={"group_size": group}, **more)
-    options = {"group_size": group, "symmetric": symmetric}
+    options = {"group_size": group} | ({"symmetric": True} if symmetric else {"zero_point": True})
     return Stored(words, n, k, replacer="int4_weight_only", options=options, **more)
 
 

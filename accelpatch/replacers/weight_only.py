@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from accelpatch.device import Device
 from accelpatch.errors import KernelError
 from accelpatch.kernels import dispatch
+from accelpatch.kernels.layouts import int4_tiles
 from accelpatch.kernels.ops import int8_linear, packed_linear, tiled_int4_linear
 from accelpatch.kernels.spec import Spec
 from accelpatch.models.family import EMBEDDING_CLASSES, LINEAR_CLASSES
@@ -20,14 +21,15 @@ from accelpatch.modules.weight_only import Int4WeightOnlyLinear, Int8Embedding, 
 from accelpatch.patching.replacer import Choice, Reason, Replacer
 from accelpatch.patching.site import Site
 from accelpatch.quant import QuantizedWeight, int4, int8
-from accelpatch.quant.weight import check_held
+from accelpatch.quant.weight import AnyWeight, OrderedWeight, check_held
 
 INT8_SCALE = 4  # bytes per scale: float32
 NATIVE = "cpu"  # the implementation over packs, the native CPU layout
 HIP = "hip"
 ON_GPU = {"int4_linear": "tiled_int4_linear"}  # operation -> the one over the GPU kernels' layout
 LIBRARIES = {"int8_linear": int8_linear.libraries, "tiled_int4_linear": tiled_int4_linear.libraries}
-INT4_SCALE = 2  # bytes per scale or minimum: float16
+INT4_SCALE = 2  # bytes per scale: float16
+OFFSET_BYTES = {"none": 0, "minimum": 2, "zero_point": 1}
 
 
 def unfit(site: Site) -> str | None:
@@ -129,7 +131,7 @@ class Int8WeightOnly(Replacer):
         weight = int8.quantize(weight_of(site.original), group_size=choice.detail["group_size"])
         return _as_int8(site.original, weight, choice.kernel == NATIVE)
 
-    def restore(self, site: Site, choice: Choice, held: QuantizedWeight) -> nn.Module:
+    def restore(self, site: Site, choice: Choice, held: QuantizedWeight | OrderedWeight) -> nn.Module:
         check_held(held, site.n, site.k, (torch.int8,), (torch.float32,))
         if held.offset is not None:
             raise KernelError("an int8 weight has no offset")
@@ -140,17 +142,19 @@ class Int8WeightOnly(Replacer):
         return _as_int8(tied.original, built, built.packable)
 
 
-def _as_int8(original: nn.Module, weight: QuantizedWeight | QuantizedModule, packable: bool) -> nn.Module:
+def _as_int8(original: nn.Module, weight: AnyWeight | QuantizedModule, packable: bool) -> nn.Module:
     kind = Int8Embedding if isinstance(original, nn.Embedding) else Int8WeightOnlyLinear
     module: nn.Module = quantized(kind, original, weight, packable)
     return module
 
 
 class Int4WeightOnly(Replacer):
-    """4-bit weights in groups along K, with a float16 minimum (asymmetric) or without (symmetric)."""
+    """4-bit weights in groups along K, with a float16 minimum, an integer zero point (zero_point), or symmetric."""
 
     name = "int4_weight_only"
-    options: ClassVar[Mapping[str, tuple[type, ...]]] = {"group_size": (int, list), "symmetric": (bool,)}
+    options: ClassVar[Mapping[str, tuple[type, ...]]] = {
+        "group_size": (int, list), "symmetric": (bool,), "zero_point": (bool,)
+    }  # fmt: skip
 
     def propose(self, site: Site, options: Mapping[str, Any], device: Device) -> Choice | Reason:
         if reason := unfit(site):
@@ -160,37 +164,37 @@ class Int4WeightOnly(Replacer):
         assert site.n is not None
         assert site.k is not None
         wanted, symmetric = options.get("group_size", [128, 64, 32]), options.get("symmetric", False)
+        zero_point, offset = options.get("zero_point", False), offset_of(options)
+        if symmetric and zero_point:
+            return Reason("symmetric and zero_point exclude each other: a symmetric weight has no offset")
         group = next(iter(dividing(wanted, site.k)), None)
         if group is None:
             return Reason(f"K = {site.k} is a multiple of none of the group sizes {wanted}")
-        offset = "none" if symmetric else "minimum"
         try:
             kernel, note = kernel_for("int4_linear", site, device, group, offset)
         except KernelError as error:
             return Reason(str(error))
-        scales = site.n * (site.k // group) * INT4_SCALE * (1 if symmetric else 2)
-        resident = site.n * site.k // 2 + scales + bias_bytes(site)
-        detail = {"group_size": group, "symmetric": symmetric}
+        tables = site.n * (site.k // group) * (INT4_SCALE + OFFSET_BYTES[offset])
+        resident = site.n * site.k // 2 + tables + bias_bytes(site)
+        detail = {"group_size": group, "symmetric": symmetric} | ({"zero_point": True} if zero_point else {})
         return Choice(
             kernel, site.token_bytes, token_bytes(site, resident), resident, detail, note,
             libraries=libraries("tiled_int4_linear", site, device, group, offset),
         )  # fmt: skip
 
     def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:
-        group, symmetric = choice.detail["group_size"], choice.detail["symmetric"]
-        weight = int4.quantize(weight_of(site.original), group_size=group, symmetric=symmetric)
-        return self._module(site, choice, weight)
+        return self._module(site, choice, int4.quantize(weight_of(site.original), **choice.detail))
 
-    def restore(self, site: Site, choice: Choice, held: QuantizedWeight) -> nn.Module:
+    def restore(self, site: Site, choice: Choice, held: QuantizedWeight | OrderedWeight) -> nn.Module:
         check_held(
             held, site.n, site.k, (torch.int8,), (torch.float16, torch.float32), per_byte=2, zero_code=int4.ZERO_CODE
         )
-        if (held.offset is None) != choice.detail["symmetric"]:
-            lacks = "lacks its offset" if held.offset is None else "has an offset, and a symmetric one belongs here"
-            raise KernelError(f"the weight {lacks}: write the checkpoint again")
+        due, kind = offset_of(choice.detail), int4_tiles.kind_of(held.offset)
+        if kind != due:
+            raise KernelError(f"its offset is {kind}, and {due} belongs here: write the checkpoint again")
         return self._module(site, choice, held)
 
-    def _module(self, site: Site, choice: Choice, weight: QuantizedWeight) -> nn.Module:
+    def _module(self, site: Site, choice: Choice, weight: QuantizedWeight | OrderedWeight) -> nn.Module:
         module: nn.Module = quantized(Int4WeightOnlyLinear, site.original, weight, choice.kernel == NATIVE)
         return module
 
@@ -200,6 +204,11 @@ def dividing(wanted: int | list[int | None] | None, k: int) -> list[int]:
     sizes = wanted if isinstance(wanted, list) else [wanted]
     exact = [k if size is None else size for size in sizes]
     return [size for size in exact if isinstance(size, int) and size > 0 and k % size == 0]
+
+
+def offset_of(options: Mapping[str, Any]) -> str:
+    """The kind of a 4-bit weight's offset, by a rule's options or a Choice's detail."""
+    return "none" if options.get("symmetric") else "zero_point" if options.get("zero_point") else "minimum"
 
 
 def bias_bytes(site: Site) -> int:

@@ -22,17 +22,17 @@ ROOT = Path(__file__).parents[1] / "fixtures/foreign"
 K_PROJ = "model.layers.0.self_attn.k_proj"
 #: folder -> (replacer of its linear layers, how far its logits may be from those of the writer's own code)
 READ = {
-    "gptq-4bit-g32": ("int4_weight_only", 1e-5), "gptq-4bit-g128-bias": ("int4_weight_only", 1e-5),
+    "gptq-4bit-g32": ("int4_weight_only", 1e-5), "gptq-4bit-g32-asym-actorder": ("int4_weight_only", 1e-5),
+    "gptq-4bit-g128-bias": ("int4_weight_only", 1e-5),
     "gptq-8bit-channel": ("int8_weight_only", 1e-5), "gptq-v2-4bit-g32-asym": ("int4_weight_only", 1e-5),
     "awq-gemm-4bit-g32": ("int4_weight_only", 1e-5),
     "awq-gemm-4bit-g32-autoawq": ("int4_weight_only", 1e-3),  # its own code rounds the weights to float16
     "awq-gemv-4bit-g32": ("int4_weight_only", 1e-3),
+    "ct-pack-w4a16-g32-actorder": ("int4_weight_only", 1e-5),
     "ct-pack-w4a16-g32": ("int4_weight_only", 1e-5), "ct-pack-w4a16-g32-asym": ("int4_weight_only", 1e-5),
     "ct-int-w8a8": ("w8a8", 0.05), "ct-float-fp8": ("w8a8_fp8", 0.05),  # activations are rounded
 }  # fmt: skip
 REFUSED = {
-    "gptq-4bit-g32-asym-actorder": "q_proj.g_idx is in no order",
-    "ct-pack-w4a16-g32-actorder": "q_proj.weight_g_idx: actorder by group is not read yet",
     "ct-int-w8a8-static": "q_proj.input_zero_point: asymmetric activations are not read",
     "bnb-nf4": "is quantised already (bitsandbytes)",
 }
@@ -110,6 +110,7 @@ BAD: dict[str, tuple[str, Any, Any, str]] = {
     "v1-as-v2": (GPTQ, {"checkpoint_format": "gptq_v2", "format": "gptq_v2"}, None, "is it v1 or v2?"),
     "g_idx-range": (GPTQ, None, {"g_idx": torch.full((64,), 9, dtype=torch.int32)}, "k_proj.g_idx names groups"),
     "g_idx-negative": (GPTQ, None, {"g_idx": torch.full((64,), -1, dtype=torch.int32)}, "k_proj.g_idx names groups"),
+    "g_idx-sizes": (GPTQ, None, {"g_idx": torch.arange(64, dtype=torch.int32) // 33}, "has groups of 31 to 33 inputs"),
     "no-zeros": (GPTQ, None, {"qzeros": None}, "k_proj.qzeros is missing"),
     "no-scales": (GPTQ, None, {"scales": None}, "k_proj.scales is missing"),
     "zero-scale": (GPTQ, None, {"scales": SCALES * 0}, "k_proj.scales has zero, NaN or infinity"),

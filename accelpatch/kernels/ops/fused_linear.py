@@ -30,6 +30,7 @@ from accelpatch.kernels.ops.by_layout import LINEARS, LinearOf
 from accelpatch.kernels.ops.fused_norm import FusedNorm
 from accelpatch.kernels.ops.gated_activation import ACTIVATIONS
 from accelpatch.kernels.ops.quantize_rows import QuantizedRows
+from accelpatch.kernels.ops.reorder import reorder
 from accelpatch.kernels.spec import Described, Implementation, Kernel, Spec
 
 SILU = ("silu", "swish")
@@ -43,7 +44,8 @@ class FusedLinear(Described):
     """A linear layer: a weight in any layout of `LINEARS`, and bias[N] in x's dtype.
 
     activation: of y before the residual, a name of `gated_activation.ACTIVATIONS`. producer: flag for the columns of y,
-    if a call is `one_launch`. consumer: flag for the columns of x.
+    if a call is `one_launch`. consumer: flag for the columns of x. order[K] int32: the input of each column of the
+    weight, or None where they are in order; reordering x, with the norm, is a launch of its own.
     """
 
     weight: Layout
@@ -51,6 +53,7 @@ class FusedLinear(Described):
     producer: Signal | None = None
     consumer: Signal | None = None
     activation: str | None = None
+    order: Tensor | None = None
 
     @property
     def raw(self) -> Tensor:
@@ -70,7 +73,7 @@ class FusedLinear(Described):
     @functools.cached_property
     def facts(self) -> Hashable:
         """The weight's format and size, whether there is a bias, whether there are flags."""
-        return self.weight.format, self.n, self.weight.part, self.bias is None, self.signals
+        return self.weight.format, self.n, self.weight.part, self.bias is None, self.signals, self.order is None
 
     @property
     def signals(self) -> bool:
@@ -104,6 +107,9 @@ class FusedLinear(Described):
 
     def large_m(self, x: Tensor | QuantizedRows, gate: str | None = None) -> Tensor:
         """gate(x[M, K] @ w^T + bias) for any M. It bypasses torch's dispatcher, which saves host time."""
+        if self.order is not None:
+            assert isinstance(x, Tensor)
+            return self.in_order.large_m(reordered(x, self.order, None), gate)
         if self.activation is not None:
             return ACTIVATIONS[self.activation](self.without_activation.large_m(x))
         if isinstance(x, QuantizedRows):
@@ -118,6 +124,11 @@ class FusedLinear(Described):
     def without_activation(self) -> FusedLinear:
         """This layer without its activation."""
         return replace(self, activation=None)
+
+    @functools.cached_property
+    def in_order(self) -> FusedLinear:
+        """This layer for an x whose columns are in the weight's order."""
+        return replace(self, order=None)
 
     @functools.cached_property
     def many(self) -> Callable[[Tensor], Tensor] | None:
@@ -148,6 +159,8 @@ def reference(
     """The references of the single operations."""
     if norm is not None:
         x = norm.reference(x)
+    if layer.order is not None:
+        x = x[:, layer.order.long()]
     of_weight: Any = dispatch.kernel(layer.linear.op).reference
     y: Tensor = of_weight(x, *layer.weight.arguments(), layer.bias)
     if layer.activation is not None:
@@ -176,7 +189,9 @@ def hip_why_not(spec: Spec, device: Device) -> str | None:
 
 
 def by_hip(layer: FusedLinear, x: Tensor, norm: FusedNorm | None, gate: str | None, residual: Tensor | None) -> Tensor:
-    """The implementation `hip`: one launch, and one more for a gate that it cannot apply."""
+    """The implementation `hip`: one launch, and one more for a gate that it cannot apply, or for another order."""
+    if layer.order is not None:
+        return by_hip(layer.in_order, reordered(x, layer.order, norm), None, gate, residual)
     part, one = layer.weight.part, layer.gates(gate)
     mixed = part != "all" and not one  # interleaved output columns have to be reordered
     activation = "silu_gate" if one else INSIDE.get(layer.activation or "", "none")
@@ -264,6 +279,13 @@ def large_m_by_operations(layer: FusedLinear, x: Tensor, gate: str | None) -> Te
 def large_m_reference(layer: FusedLinear, x: Tensor, gate: str | None) -> Tensor:
     """As `reference`."""
     return reference(layer, x, gate=gate)
+
+
+def reordered(x: Tensor, order: Tensor, norm: FusedNorm | None) -> Tensor:
+    """norm(x)[M, order]."""
+    if norm is None or norm.layer:
+        return reorder.function(x if norm is None else norm(x), order, None, 0.0, False)
+    return reorder.function(x, order, norm.weight, norm.eps, norm.plus_one)
 
 
 def gated(both: Tensor, activation: str) -> Tensor:

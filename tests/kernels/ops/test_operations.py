@@ -178,6 +178,9 @@ def random_args(op: str, rng: random.Random, generator: torch.Generator, dtype: 
         return torch.randint(0, n, (m, 3), generator=generator), q, scale, dtype
     if op == "rmsnorm":
         return x, weight, 1e-5, plus_one
+    if op == "reorder":
+        order = torch.randperm(k, generator=generator).to(torch.int32)
+        return x, order, rng.choice((None, weight)), 1e-5, plus_one
     if op in ("add_rmsnorm", "rmsnorm_add"):
         return x, x.flip(0), weight, 1e-5, plus_one
     if op == "rotary_cos_sin":
