@@ -60,19 +60,26 @@ def nothing(module: nn.Module) -> Stored | None:
 def like_float(module: nn.Module, n: int, k: int, dtype: torch.dtype, device: torch.device | None) -> nn.Linear:
     """A linear layer with the module's bias and hooks in which the weight is empty, or without a device on meta.
 
-    The library's own attributes and tensors stay behind: they would keep its codes in memory.
+    A bias of another dtype is cast, as the module's own forward does at each call. The library's own attributes and tensors stay behind: they would keep its codes in memory.
     """
     new = nn.Linear(k, n, bias=False, device="meta", dtype=dtype)
     if device is not None:
         new._parameters["weight"] = nn.Parameter(torch.empty(0, dtype=dtype, device=device), requires_grad=False)
     for table in ("_parameters", "_buffers"):
-        if getattr(module, table).get("bias") is not None:
+        bias = getattr(module, table).get("bias")
+        if bias is not None:
             new._parameters.pop("bias", None)
-            getattr(new, table)["bias"] = getattr(module, table)["bias"]
+            same = bias.dtype == dtype or device is None
+            getattr(new, table)["bias"] = bias if same else _cast(bias, dtype)
     held = vars(module)
     names = (*HOOKS, *OF_HOOKS, "training", *(OF_ACCELERATE if "_hf_hook" in held else ()))
     new.__dict__.update({name: held[name] for name in names if name in held})
     return new
+
+
+def _cast(bias: Tensor, dtype: torch.dtype) -> Tensor:
+    made = bias.detach().to(dtype)
+    return nn.Parameter(made, requires_grad=bias.requires_grad) if isinstance(bias, nn.Parameter) else made
 
 
 def bias_of(module: nn.Module) -> Tensor | None:

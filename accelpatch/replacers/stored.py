@@ -6,6 +6,7 @@ quant/packed_formats.py and quant/llm_int8.py.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,6 +29,7 @@ FLOATS: Mapping[str, Callable[..., Tensor]] = {
     "fp8_weight_only": fp8.dequantize, "w8a8_fp8": fp8.dequantize,
 }  # fmt: skip
 AT_FIRST_CALL = "GPTQModel packs it anew at its first call"
+REPACKS = "bitsandbytes packs it anew for a CPU at its first call, and rounds its scales"
 UNPACKS = "compressed-tensors unpacks it at its first call"
 PACKED_ANEW = "it has been packed anew at its first call: patch the model before it runs"
 HAS_ADAPTER = "an adapter of GPTQModel's own is in it: merge it first"
@@ -157,6 +159,37 @@ def _of_llm_int8(module: nn.Module) -> Tensors:
     return {"weight": weight, "SCB": getattr(state, "SCB", None) if beside is None else beside}
 
 
+def _of_four_bits(module: nn.Module) -> Tensors:
+    """The tensors of bitsandbytes' 4 bits under the names that files have, as its quant_state holds them."""
+    weight = module._parameters.get("weight")
+    state = getattr(weight, "quant_state", None)
+    if state is None:
+        return {"weight": weight}
+    facts = {
+        "quant_type": state.quant_type, "blocksize": state.blocksize, "shape": list(state.shape),
+        "dtype": str(state.dtype).removeprefix("torch."),
+    }  # fmt: skip
+    held = {"weight": weight, "weight.absmax": state.absmax, "weight.quant_map": state.code}
+    if state.nested:
+        facts |= {"nested_blocksize": state.state2.blocksize, "nested_offset": float(state.offset)}
+        held |= {"weight.nested_absmax": state.state2.absmax, "weight.nested_quant_map": state.state2.code}
+    text = torch.tensor(list(json.dumps(facts).encode()), dtype=torch.uint8)
+    return held | {f"weight.quant_state.bitsandbytes__{state.quant_type}": text}
+
+
+def _four_bits(module: nn.Module, tensors: Tensors) -> tuple[Stored, Mapping[str, Any]]:
+    weight, (n, k) = module._parameters.get("weight"), _sizes(module)
+    state = getattr(weight, "quant_state", None)
+    if weight is None or state is None:
+        why = "its weight is still float: move the model to its device first, which quantises it"
+        return Stored("bitsandbytes 4 bits", n, k, refusal=why), {}
+    words = f"bitsandbytes {state.quant_type}, blocks of {state.blocksize}" + (", nested" if state.nested else "")
+    formula = REPACKS if weight.device.type == "cpu" else ""
+    if getattr(state, "packing_format_for_cpu", False):
+        return Stored(words, n, k, refusal=f"{PACKED_ANEW}, or load it again"), {}
+    return Stored(words, n, k, refusal="this is not read yet", formula=formula), {}
+
+
 def _compressed(module: nn.Module, tensors: Tensors) -> tuple[Stored, Mapping[str, Any]]:
     scheme: Any = vars(module).get("quantization_scheme")
     weights, inputs = getattr(scheme, "weights", None), getattr(scheme, "input_activations", None)
@@ -203,6 +236,7 @@ AWQ_GEMM, AWQ_GEMV = (
 LLM_INT8 = Layout(
     ("weight", "SCB"), _llm_int8, lambda tensors, config, n, k: llm_int8(tensors, n, k), tensors=_of_llm_int8
 )
+FOUR_BITS = Layout(("weight",), _four_bits, lambda tensors, config, n, k: None, tensors=_of_four_bits)
 COMPRESSED = Layout(
     ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "weight", "input_scale",
      "input_zero_point"),
@@ -210,7 +244,7 @@ COMPRESSED = Layout(
 )  # fmt: skip
 #: class -> its layout; compressed-tensors' modules are nn.Linear itself
 TABLE: Mapping[str, Layout] = {
-    "Linear8bitLt": LLM_INT8,
+    "Linear8bitLt": LLM_INT8, "Linear4bit": FOUR_BITS, "LinearNF4": FOUR_BITS, "LinearFP4": FOUR_BITS,
     # GPTQModel and AutoGPTQ
     "TorchLinear": GPTQ, "TritonV2Linear": GPTQ, "TorchFusedLinear": GPTQ, "TorchAtenLinear": GPTQ,
     "TorchCpuAvx512Linear": GPTQ, "TorchQuantLinear": GPTQ, "TritonV2QuantLinear": GPTQ, "QuantLinear": GPTQ,
