@@ -46,6 +46,7 @@ TABLE: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "rmsnorm_add": ("rmsnorm", ("triton", "torch")),
     "rmsnorm_rows": ("rmsnorm_rows", ("triton", "operations")),
     "gated_rows": ("gated_rows", ("triton", "operations")),
+    "codebook_linear": ("codebook_linear", ("torch",)),
     "reorder": ("reorder", ("triton", "operations")),
     "layernorm_q": ("layernorm_q", ("triton", "torch")),
     "int8_attention": ("int8_attention", ("triton", "torch")),

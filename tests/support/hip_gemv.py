@@ -13,9 +13,10 @@ from torch import Tensor
 
 from accelpatch.device import probe
 from accelpatch.kernels.build import libraries
-from accelpatch.kernels.build.gpu_libraries import DTYPES, FP8, library_of
+from accelpatch.kernels.build.gpu_libraries import CODES, DTYPES, FP8, library_of
 from accelpatch.kernels.hip import binding
-from accelpatch.kernels.layouts import compact_tiles, tiling
+from accelpatch.kernels.layouts import compact_tiles, int4_tiles, tiling
+from accelpatch.kernels.layouts.codebooks import CODEBOOKS
 from accelpatch.kernels.layouts.compact_tiles import CompactTiles
 from accelpatch.quant import fp8, int4, int8
 
@@ -55,6 +56,9 @@ FORMATS = {
     "int4_g128_minimum": Format("gemv_int4", 128, 128, "minimum", step=128),
     "int4_g64_minimum": Format("gemv_int4_64", 64, 64, "minimum", step=128),
     "int4_g32_minimum": Format("gemv_int4_32", 32, 32, "minimum", step=128),
+    "nf4_g64": Format("gemv_int4_64", 64, 64, "nf4", step=128),
+    "nf4_g32": Format("gemv_int4_32", 32, 32, "nf4", step=128),
+    "fp4_g64": Format("gemv_int4_64", 64, 64, "fp4", step=128),
     "int4_row": Format("gemv_int4", 1 << 20, 0, step=128),
     "int4_row_zero": Format("gemv_int4", 1 << 20, 0, "zero_point", step=128),
     "fp8": Format("gemv_fp8", 0, step=64),
@@ -101,6 +105,10 @@ def _affine(w: Tensor, form: Format, dtype: torch.dtype) -> tuple[Tensor, Tensor
     """Codes [N, G, S], scale [N, G], offset of a grouped integer format, all as numbers."""
     g = _grouped(w, form.group or 0)
     low, high = g.amin(-1), g.amax(-1)
+    if form.offset in CODEBOOKS:
+        most = g.abs().amax(-1).clamp(min=1e-6)
+        book = torch.tensor(CODEBOOKS[form.offset])
+        return (g[..., None] / most[..., None, None] - book).abs().argmin(-1).float(), most, None
     if form.library == "gemv_int8":
         scale = (g.abs().amax(-1) / 127).clamp(min=1e-6).to(dtype)
         return (g / scale.float()[..., None]).round().clamp(-127, 127), scale, None
@@ -117,6 +125,8 @@ def _dense(codes: Tensor, scale: Tensor, offset: Tensor | None, form: Format, k:
     c, s = codes.double(), scale.double()[..., None]
     if form.library == "gemv_int8":
         return (c * s).flatten(1)[:, :k]
+    if form.offset in CODEBOOKS:
+        return (torch.tensor(CODEBOOKS[form.offset], dtype=torch.float32).double()[codes.long()] * s).flatten(1)[:, :k]
     if offset is None:
         return ((c - 8) * s).flatten(1)[:, :k]
     o = offset.double()[..., None]
@@ -158,6 +168,8 @@ def pack(w: Tensor, name: str, *, dtype: torch.dtype, interleaved: bool = False,
         "group_shift": shift,
         "interleaved": interleaved,
     }
+    if form.offset in CODEBOOKS:
+        table, offset = int4_tiles.halves(table)
     tiles = tiling.tile_scales(table, **shape)
     beside = None if offset is None else tiling.tile_scales(offset, **shape)
     return Packed(form, n, k, held, tiles, beside, meaning, shift, interleaved)
@@ -204,7 +216,7 @@ class Library:
             epsilon=epsilon,
             norm=binding.NORM[norm],
             activation=binding.ACTIVATION[activation],
-            offset_kind=binding.OFFSET[p.format.offset],
+            offset_kind=CODES[p.format.offset],
             scale_is_bf16=int(p.scale is not None and p.scale.dtype == torch.bfloat16),
             group_shift=p.shift,
             **tuning,

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 DTYPES = ("bf16", "fp16")  # of activations, numbered as in the C interface
 OFFSETS = {"none": 0, "zero_point": 1, "minimum": 2}  # numbered as in gemv.h
+CODES = {**OFFSETS, "nf4": 3, "fp4": 4}  # what groups of 32 and 64 may be besides
 FP8 = {"e4m3fn": 0, "e4m3fnuz": 1}  # whether fnuz
 WIDTHS = (64, 128, 256)  # columns of a head
 
@@ -34,8 +35,8 @@ FUNCTIONS: Mapping[str, Function] = {
     "gemv": Function(("gemv.hip",)),
     "gemv_int8": Function(("gemv_int8.hip",), {"rows": 0, "g32": 32, "g64": 64}),
     "gemv_int4": Function(("gemv_int4.hip",), OFFSETS),
-    "gemv_int4_32": Function(("gemv_int4_32.hip",), OFFSETS),
-    "gemv_int4_64": Function(("gemv_int4_64.hip",), OFFSETS),
+    "gemv_int4_32": Function(("gemv_int4_32.hip",), CODES),
+    "gemv_int4_64": Function(("gemv_int4_64.hip",), CODES),
     "int4_gemm": Function(("int4_gemm.hip",)),
     "gemv_fp8": Function(("gemv_fp8.hip",), FP8),
     "gemv_w8a8": Function(("gemv_w8a8.hip",)),

@@ -89,6 +89,17 @@ template <uint32_t SELECT> DEVICE uint32_t permute(uint32_t a, uint32_t b) {
     return __builtin_amdgcn_perm(
         b, a, (SELECT & 15u) | (SELECT >> 4 & 15u) << 8 | (SELECT >> 8 & 15u) << 16 | (SELECT >> 12 & 15u) << 24);
 }
+// The eight nibbles of a word as places in a table of 16 bytes a, b, c, d: the bytes at the even ones, or at the odd.
+struct NibbleLookup {
+    uint32_t word;
+    DEVICE explicit NibbleLookup(uint32_t word) : word(word) {}
+    static constexpr DEVICE int order(int e) { return e / 2 + e % 2 * 4; }  // of a tile's values in the bytes
+    DEVICE uint32_t operator()(uint32_t a, uint32_t b, uint32_t c, uint32_t d, int odd) const {
+        const uint32_t codes = odd ? word >> 4 : word, at = codes & 0x07070707u,
+                       from = (codes >> 1 & 0x04040404u) | 0x03020100u;
+        return __builtin_amdgcn_perm(__builtin_amdgcn_perm(d, c, at), __builtin_amdgcn_perm(b, a, at), from);
+    }
+};
 
 // ---- memory ----
 DEVICE Words4 load_activation16(const void* source) { return *static_cast<const Words4*>(source); }

@@ -17,8 +17,8 @@ from torch import Tensor
 from accelpatch.device import Device, probe
 from accelpatch.errors import KernelError
 from accelpatch.kernels.build import libraries
+from accelpatch.kernels.build.gpu_libraries import CODES, FUNCTIONS, library_of
 from accelpatch.kernels.build.gpu_libraries import DTYPES as DTYPE_NAMES
-from accelpatch.kernels.build.gpu_libraries import FUNCTIONS, library_of
 from accelpatch.kernels.layouts.layout import WeightArguments
 from accelpatch.kernels.spec import Described, Spec
 from accelpatch.kernels.triton.launch import on
@@ -48,7 +48,6 @@ _FORMLESS = ("accelpatch_gemv", "accelpatch_gemv_w8a8", "accelpatch_gemv_compact
 OWN_FP8 = ("gemv_w8a8_fp8",)  # functions whose variants are forms of 8-bit floats, of which an arch has one or none
 NORM = {"none": 0, "rms": 1, "rms_plus_one": 2, "layer": 3}
 ACTIVATION = {"none": 0, "silu_gate": 1, "relu": 2, "gelu": 3, "gelu_tanh": 4, "silu": 5}
-OFFSET = {"none": 0, "zero_point": 1, "minimum": 2}
 _STATUS = {
     1: "a size is out of range",
     2: "a pointer that it needs is null, or not aligned to 16 bytes where it must be",
@@ -197,7 +196,7 @@ def launch(
         **{name: None if tensor is None else tensor.data_ptr() for name, tensor in held.items()},
         m=rows.shape[0], n=weight.n, k=k, x_stride=rows.stride(0), y_stride=n,
         residual_stride=0 if beside is None else beside.stride(0),
-        epsilon=epsilon, norm=NORM[norm], activation=ACTIVATION[activation], offset_kind=OFFSET[weight.offset_kind],
+        epsilon=epsilon, norm=NORM[norm], activation=ACTIVATION[activation], offset_kind=CODES[weight.offset_kind],
         scale_is_bf16=int(weight.scale is not None and weight.scale.dtype == torch.bfloat16),
         group_shift=weight.group_shift, dependent=0 if _local.prefetchable and weight.prefetchable else -1,
         **signal_arguments(producer, "producer"), **signal_arguments(consumer, "consumer"),

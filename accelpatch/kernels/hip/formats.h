@@ -7,6 +7,7 @@
 #pragma once
 #include <type_traits>
 
+#include "codebook.h"
 #include "e4m3.h"
 #include "gemv.h"
 #include "portability.h"
@@ -139,3 +140,25 @@ template <int GROUPS_, int KIND> struct Int4 {
         return (code - (KIND == OFFSET_NONE ? 8.f : offset)) * scale;
     }
 };
+
+// The same tiles with codes of a codebook, whose values come as two bytes: a product each.
+template <int GROUPS_, int KIND> struct Codebook4 {
+    using Book = CodebookOf<KIND>;
+    static constexpr bool QUANTIZES = true, TILED = true, SPLIT = false, INTERLEAVED = true;
+    static constexpr int KSTEP = 128, PARTS = 4, GROUPS = GROUPS_, OFFSET = KIND, STEP_BYTES = 1024, VALUE_BITS = 4;
+    static constexpr float CODE_STEP = 1.f / Book::UNIT;
+    static constexpr DEVICE int order(int e) { return NibbleLookup::order(e); }
+    static DEVICE void expand(const Words4& raw, int half, Words4& high, Words4& low) {
+        const NibbleLookup a(word_of(raw, 2 * half)), b(word_of(raw, 2 * half + 1));
+        high = {Book::high(a, 0), Book::high(a, 1), Book::high(b, 0), Book::high(b, 1)};
+        low = {Book::low(a, 0), Book::low(a, 1), Book::low(b, 0), Book::low(b, 1)};
+    }
+    static DEVICE float value(const char* row, int k, float scale, float) {
+        const uint32_t word =
+            *reinterpret_cast<const uint32_t*>(row + k / KSTEP * STEP_BYTES + k / 8 % 4 * 16 + k / 32 % 4 * 4);
+        return Book::value(word >> (4 * (k / 2 % 4) + 16 * (k % 2)) & 15u) * scale;
+    }
+};
+template <class F> constexpr bool CODEBOOK = F::OFFSET >= OFFSET_NF4;
+// Whether a group's offset is multiplied by the sum of its activations.
+template <class F> constexpr bool SUMMED = F::OFFSET == OFFSET_ZERO_POINT || F::OFFSET == OFFSET_MINIMUM;

@@ -55,7 +55,7 @@ template <class F, class T> int64_t lay_out(GemvPlan& p, const GemvArgs& a, Form
     p.token_stride = int32_t(values * (QUANTIZES_ROWS<F> ? 1 : 2) + pad);
     layout.reserve(p.token_stride * a.m);
     p.block_exponents_at = layout.reserve(exponents);
-    p.sums_at = layout.reserve(F::OFFSET != OFFSET_NONE ? steps * F::GROUPS * 32 : 0);
+    p.sums_at = layout.reserve(SUMMED<F> ? steps * F::GROUPS * 32 : 0);
     p.moments_at =
         layout.reserve((clustered ? Norms<T, true, true>::floats(a.norm) : Norms<T, false, false>::floats(a.norm)) * 4);
     // Where memory is short, one buffer and a second barrier.

@@ -14,6 +14,12 @@ template <int GROUPS, class T> int by_offset(const GemvArgs& a, GpuStream s) {
     if constexpr (HAS<OFFSET_MINIMUM>) {
         if (a.offset_kind == OFFSET_MINIMUM) return launch_all<Int4<GROUPS, OFFSET_MINIMUM>, T>(a, s);
     }
+    if constexpr (GROUPS > 1 && HAS<OFFSET_NF4>) {
+        if (a.offset_kind == OFFSET_NF4) return launch_all<Codebook4<GROUPS, OFFSET_NF4>, T>(a, s);
+    }
+    if constexpr (GROUPS > 1 && HAS<OFFSET_FP4>) {
+        if (a.offset_kind == OFFSET_FP4) return launch_all<Codebook4<GROUPS, OFFSET_FP4>, T>(a, s);
+    }
     return STATUS_FORMAT;
 }
 // dtype: 0 bf16, 1 fp16 activations.

@@ -189,7 +189,7 @@ protected:
     // Blocks that are too small are taken times 2^64, which is exact; one with a value that is not finite, which no
     // integer is, makes its token's sums NaN, and so known. A thread each.
     DEVICE void look(int slots, int before, int from, int run, int rank) const {
-        constexpr int SUMS = F::OFFSET == OFFSET_NONE ? 1 : F::GROUPS, VALUES = BLOCK * 16;
+        constexpr int SUMS = SUMMED<F> ? F::GROUPS : 1, VALUES = BLOCK * 16;
         int first = threadIdx.x;
         compute_here(first);  // nothing of this is worked out ahead
 #pragma unroll 1
@@ -222,7 +222,7 @@ protected:
                     to[0] = static_cast<char>(q >> 8), to[16] = static_cast<char>(q ^ (PLAIN_LOW ? 0 : 0x80));
                     sum += int(q - ZERO);
                 }
-                if (F::OFFSET != OFFSET_NONE)
+                if (SUMMED<F>)
                     group_sums()[((before + slot) / BLOCK * SUMS + group) * 8 + token] = float(sum) * block_exponent;
             }
             worth = block_exponent * F::CODE_STEP;
@@ -245,7 +245,7 @@ protected:
                 sums[j][h] = limbs_of(raw[j][h], bits_to_float((268 - held) << 23), words[j][h]);
         }
         using Of = typename Form::template GroupSums<PIECES>;
-        if constexpr (F::OFFSET != OFFSET_NONE) Of::add_up(sums);
+        if constexpr (SUMMED<F>) Of::add_up(sums);
 #pragma unroll
         for (int j = 0; j < COUNT; ++j) {
             if (!there[j]) continue;
@@ -262,7 +262,7 @@ protected:
             if (lane_id() % Of::LANES) continue;
             if (lane_id() % BLOCK == 0)
                 block_exponents()[slot[j] / BLOCK * 8 + token[j]] = block_exponent[j] * F::CODE_STEP;
-            if (F::OFFSET == OFFSET_NONE) continue;
+            if (!SUMMED<F>) continue;
 #pragma unroll
             for (int h = 0; h < Of::KEPT; ++h)
                 group_sums()[Of::place(slot[j], h) * 8 + token[j]] = float(sums[j][h]) * block_exponent[j];

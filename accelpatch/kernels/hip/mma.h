@@ -8,6 +8,10 @@ DEVICE float table_value(uint32_t pair, int half, bool bf16) {
     const uint32_t bits = half ? pair >> 16 : pair & 0xffffu;
     return bf16 ? Bf16::up(bits) : F16::up(bits);
 }
+// Of a float32 whose halves lie in two tables.
+DEVICE float wide_value(uint32_t high, uint32_t low, int half) {
+    return bits_to_float(half ? (high & 0xffff0000u) | low >> 16 : high << 16 | (low & 0xffffu));
+}
 
 DEVICE float silu(float v) { return v * fast_reciprocal(1.f + fast_exp2(v * -1.44269504088896f)); }
 DEVICE float activate(float v, int kind) {
@@ -82,43 +86,52 @@ template <class F, class T, bool NARROW> struct IntegerSums : Cells<NARROW> {
 #pragma unroll
         for (int i = 0; i < PAIR<F> * HALVES; ++i) {
             const int u = i / HALVES, half = i % HALVES;
-            Words4 w[ROWS_PER_LANE];
+            Words4 w[ROWS_PER_LANE], low[CODEBOOK<F> ? ROWS_PER_LANE : 1];
 #pragma unroll
-            for (int h = 0; h < ROWS_PER_LANE; ++h) w[h] = F::expand(now[u].w[h], half);
+            for (int h = 0; h < ROWS_PER_LANE; ++h) {
+                if constexpr (CODEBOOK<F>) F::expand(now[u].w[h], half, w[h], low[h]);
+                else w[h] = F::expand(now[u].w[h], half);
+            }
             const typename Mma::Activations limbs = Mma::load(x + i * 128);
 #pragma unroll
             for (int p = 0; p < 2; ++p) {
                 (SCALE_PARTS > 2 && CHAINS && p ? other : part).add(w, limbs, p);
+                if constexpr (CODEBOOK<F>) other.add(low, limbs, p);
                 const int done = i * 2 + p + 1;  // products of the stage
                 if (done % SCALE_PARTS != 0) continue;
                 if (SCALE_PARTS > 2 && CHAINS) part.plus(other), other.zero();
-                add_group<BF16_SCALES>(part, now[u], block_exponent + (done - 1) / 4 * 8, group,
+                add_group<BF16_SCALES>(part, other, now[u], block_exponent + (done - 1) / 4 * 8, group,
                     done % F::PARTS ? done % F::PARTS / SCALE_PARTS - 1 : F::GROUPS - 1);
                 group += F::GROUPS ? 8 : 0;
                 part.zero();
+                if (CODEBOOK<F>) other.zero();
             }
         }
     }
 
 private:
     // A group's products into the sums, times its block exponent and scale; and, with an offset, the sum of its
-    // activations times what expand() left of it.
+    // activations times what expand() left of it. low: of a codebook the products with its low bytes.
     template <bool BF16_SCALES>
-    DEVICE void add_group(
-        const Mma& part, const Slot<F>& slot, const float* block_exponent, const float* group_sum, int group) {
+    DEVICE void add_group(const Mma& part, const Mma& low, const Slot<F>& slot, const float* block_exponent,
+        const float* group_sum, int group) {
         float block_exponents[Cell::TOKENS], sums[Cell::TOKENS];
         load_floats<Cell::TOKENS>(block_exponents, block_exponent);
-        if constexpr (F::OFFSET != OFFSET_NONE) load_floats<Cell::TOKENS>(sums, group_sum);
+        if constexpr (SUMMED<F>) load_floats<Cell::TOKENS>(sums, group_sum);
 #pragma unroll
         for (int i = 0; i < Cell::COUNT; ++i) {
-            const float value = part.value(i) * block_exponents[i % Cell::TOKENS];
+            const float products = CODEBOOK<F> ? fmaf(part.value(i), 256.f, low.value(i)) : part.value(i),
+                        value = products * block_exponents[i % Cell::TOKENS];
             if constexpr (F::GROUPS == 0) {
                 sum[i] += value;
+            } else if constexpr (CODEBOOK<F>) {
+                const int word = Cell::pair(i) * F::GROUPS + group;
+                sum[i] = fmaf(value, wide_value(slot.scale[word], slot.offset[word], Cell::half(i)), sum[i]);
             } else {
                 const int word = Cell::pair(i) * F::GROUPS + group;
                 const float scale = table_value(slot.scale[word], Cell::half(i), BF16_SCALES);
                 sum[i] = fmaf(value, scale, sum[i]);
-                if constexpr (F::OFFSET != OFFSET_NONE)
+                if constexpr (SUMMED<F>)
                     sum[i] = fmaf(sums[i % Cell::TOKENS],
                         F::rest(scale, table_value(slot.offset[word], Cell::half(i), BF16_SCALES)), sum[i]);
             }

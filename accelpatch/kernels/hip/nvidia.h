@@ -99,6 +99,23 @@ DEVICE void compute_here(int& v) { asm volatile("" : "+r"(v)); }
 DEVICE void compute_here(const char*& v) { asm volatile("" : "+l"(v)); }
 // Four bytes of a (0 to 3) and b (4 to 7), one in each nibble of SELECT, the lowest first.
 template <uint32_t SELECT> DEVICE uint32_t permute(uint32_t a, uint32_t b) { return __byte_perm(a, b, SELECT); }
+// The eight nibbles of a word as places in a table of 16 bytes a, b, c, d: the bytes at the first four, or at the last.
+struct NibbleLookup {
+    uint32_t in_eight, which;
+    DEVICE explicit NibbleLookup(uint32_t word)
+        : in_eight(word & 0x77777777u),
+          which((word >> 1 & 0x44444444u) | 0x32103210u) {}
+    static constexpr DEVICE int order(int e) { return e < 4 ? 2 * e : 2 * e - 7; }  // of a tile's values in the bytes
+    static DEVICE uint32_t select(uint32_t a, uint32_t b, uint32_t selector) {
+        uint32_t out;
+        asm("prmt.b32 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(selector));
+        return out;
+    }
+    DEVICE uint32_t operator()(uint32_t a, uint32_t b, uint32_t c, uint32_t d, int half) const {
+        const uint32_t at = half ? in_eight >> 16 : in_eight, from = half ? which >> 16 : which;
+        return select(select(a, b, at), select(c, d, at), from);
+    }
+};
 
 #include "nvidia_memory.h"
 #include "nvidia_sync.h"

@@ -1,6 +1,7 @@
 """4-bit weights in tiles of the HIP kernels, from and to the canonical tensors, exactly; the bits of a tile: tiling.py.
 
-Groups along K of 32, 64, or 128 times a power of two, or whole rows; scales and offsets of 16 bits.
+Groups along K of 32, 64, or 128 times a power of two, or whole rows; scales and offsets of 16 bits. Codes of a codebook
+(codebooks.py) have groups of 32 or 64 and float32 scales, whose halves lie where scales and offsets do.
 
 The rows of gate and up can be interleaved: 8 of each in a tile, as the kernels' gate epilogue needs them. The two
 weights then share the same tensors.
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from accelpatch.kernels.dispatch import require
 from accelpatch.kernels.layouts import tiling
+from accelpatch.kernels.layouts.codebooks import CODEBOOKS
 from accelpatch.kernels.layouts.layout import (
     WeightArguments,
     concatenated_tiles,
@@ -35,9 +37,9 @@ class Tiles(NamedTuple):
     """w[tiles, steps, 1024], scale and offset[tiles, sets, 8, groups, 2] of a weight[n, k]; group: values along K per
     scale.
 
-    kind: "none", "minimum" or "zero_point" (integers stored in scale's dtype). part: "all": the rows in their order.
-    "both": the first and second half of the rows interleaved. "gate" or "up": this weight is the first or second half
-    of interleaved tiles of 2 n rows.
+    kind: "none", "minimum", "zero_point" (integers stored in scale's dtype) or a codebook's name. part: "all": the rows
+    in their order. "both": the first and second half of the rows interleaved. "gate" or "up": this weight is the first
+    or second half of interleaved tiles of 2 n rows.
     """
 
     w: Tensor
@@ -75,6 +77,17 @@ class Tiles(NamedTuple):
         return nbytes_of(self)
 
     @classmethod
+    def of_codes(cls, q: Tensor, scale: Tensor, codebook: str) -> Tiles:
+        """From q[N, K / 2] of codes of a codebook and float32 scale[N, G]. Raises KernelError for other groups."""
+        n, k = q.shape[0], 2 * q.shape[1]
+        group = linear.check_scale("tiles", n, k, scale)
+        reason = unfit_codes(k, group)
+        require(reason is None, "tiles", str(reason))
+        require(scale.dtype == torch.float32, "tiles", f"scales of a codebook are float32, not {scale.dtype}")
+        high, low = (_table(half, k, group) for half in halves(scale))
+        return cls(tiling.tile_int4(q), high, low, n, k, group, codebook)
+
+    @classmethod
     def pack(cls, q: Tensor, scale: Tensor, offset: Tensor | None = None) -> Tiles:
         """From canonical tensors. Raises KernelError for groups, scales or offsets that tiles cannot hold."""
         n, k = q.shape[0], 2 * q.shape[1]
@@ -87,10 +100,13 @@ class Tiles(NamedTuple):
         return cls(tiling.tile_int4(q), scales, offsets, n, k, group, kind_of(offset))
 
     def unpack(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """q, scale and offset (zero points as int32); the inverse of `pack`."""
+        """q, scale and offset (zero points as int32); the inverse of `pack` and `of_codes`."""
         w, scale, offset, n, k, group, kind, _ = self.alone()
         scales = tiling.untile_scales(scale, n, k // group)
         beside = None if offset is None else tiling.untile_scales(offset, n, k // group)
+        if kind in CODEBOOKS:
+            assert beside is not None
+            return tiling.untile_int4(w, n, k), of_halves(scales, beside), None
         if beside is not None and kind == "zero_point":
             beside = beside.to(torch.int32)
         return tiling.untile_int4(w, n, k), scales, beside
@@ -165,6 +181,17 @@ def exact(offset: Tensor | None, dtype: torch.dtype) -> bool:
     return offset is None or offset.dtype == dtype or torch.equal(offset.to(dtype).to(offset.dtype), offset)
 
 
+def halves(scale: Tensor) -> tuple[Tensor, Tensor]:
+    """The high and the low 16 bits of float32 numbers, as int16."""
+    pairs = scale.contiguous().view(torch.int16).unflatten(-1, (-1, 2))
+    return pairs[..., 1], pairs[..., 0]
+
+
+def of_halves(high: Tensor, low: Tensor) -> Tensor:
+    """The inverse of `halves`."""
+    return torch.stack((low, high), -1).view(torch.float32).squeeze(-1)
+
+
 def _table(table: Tensor, k: int, group: int) -> Tensor:
     steps, groups, shift = places(k, group).values()
     return tiling.tile_scales(table, steps=steps, groups=groups, group_shift=shift)
@@ -212,6 +239,11 @@ def in_tiles(bias: Tensor | None, part: str) -> Tensor | None:
 def gemv_of(group: int) -> str:
     """The function of the device library for groups of a size, up to 8 rows of x."""
     return {32: "gemv_int4_32", 64: "gemv_int4_64"}.get(group, "gemv_int4")
+
+
+def unfit_codes(k: int, group: int) -> str | None:
+    """Why a weight with a codebook has no tiles; None where it has."""
+    return None if group in (32, 64) and k % group == 0 else f"its groups are 32 or 64, not {group}"
 
 
 def unfit(k: int, group: int, scale_dtype: torch.dtype | None) -> str | None:

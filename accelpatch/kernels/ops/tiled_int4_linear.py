@@ -19,10 +19,11 @@ from accelpatch.kernels import dispatch
 from accelpatch.kernels.dispatch import require
 from accelpatch.kernels.hip import binding
 from accelpatch.kernels.layouts import int4_tiles
+from accelpatch.kernels.layouts.codebooks import CODEBOOKS
 from accelpatch.kernels.layouts.int4_tiles import Tiles
 from accelpatch.kernels.layouts.tiling import TILE_ROWS, TILE_VALUES
 from accelpatch.kernels.operation import operation
-from accelpatch.kernels.ops import int4_linear, linear
+from accelpatch.kernels.ops import codebook_linear, int4_linear, linear
 from accelpatch.kernels.spec import Case, Implementation, Kernel, Spec
 from accelpatch.kernels.triton import launch
 
@@ -41,16 +42,33 @@ def tiles_for(weight: tuple[Tensor, Tensor, Tensor | None], dtype: torch.dtype, 
     return Tiles.pack(q, scale, offset) if fits else None
 
 
+def tiles_of_codes(q: Tensor, scale: Tensor, codebook: str, dtype: torch.dtype, device: torch.device) -> Tiles | None:
+    """Tiles of a canonical weight with a codebook where `hip` would run on them for x of `dtype`; else None."""
+    if device.type != "cuda":
+        return None
+    n, k = q.shape[0], 2 * q.shape[1]
+    wanted = of_shape(n, k, dtype, k // scale.shape[1], codebook, scale.dtype)
+    return Tiles.of_codes(q, scale, codebook) if why_not(wanted, probe(device)) is None else None
+
+
 def dense(dtype: torch.dtype, *args: Any) -> tuple[Tensor, Tensor | None]:
     """The tiles' weight as floats in `dtype`, and the bias."""
-    *tiles, bias = args
-    return int4_linear.dense(dtype, *Tiles(*tiles).unpack(), bias)
+    *rest, bias = args
+    tiles = Tiles(*rest)
+    q, scale, offset = tiles.unpack()
+    if tiles.kind in CODEBOOKS:
+        return codebook_linear.dense(dtype, q, scale, tiles.kind, bias)
+    return int4_linear.dense(dtype, q, scale, offset, bias)
 
 
 def blocks(*args: Any) -> Iterator[tuple[Tensor, Tensor | None]]:
     """The weight and the bias in float64, in blocks of rows."""
-    *tiles, bias = args
-    return int4_linear.blocks(*Tiles(*tiles).unpack(), bias)
+    *rest, bias = args
+    tiles = Tiles(*rest)
+    q, scale, offset = tiles.unpack()
+    if tiles.kind in CODEBOOKS:
+        return codebook_linear.blocks(q, scale, tiles.kind, bias)
+    return int4_linear.blocks(q, scale, offset, bias)
 
 
 def reference(x: Tensor, *args: Any) -> Tensor:
@@ -107,7 +125,9 @@ def libraries(spec: Spec, device: Device) -> tuple[str, ...]:
 
 def _unfit(spec: Spec, device: Device, function: str, variant: str = "") -> str | None:
     assert spec.group_size is not None
-    unfit = int4_tiles.unfit(spec.sizes["K"], spec.group_size, spec.scale_dtype)
+    k, group = spec.sizes["K"], spec.group_size
+    codes = spec.offset in CODEBOOKS
+    unfit = int4_tiles.unfit_codes(k, group) if codes else int4_tiles.unfit(k, group, spec.scale_dtype)
     return unfit or binding.why_not(spec, device, function, variant)
 
 
@@ -198,8 +218,11 @@ def by_torch(x: Tensor, *args: Any) -> Tensor:
         beside = None if tiles.offset is None else tiles.offset[first:last]
         count = min(last * TILE_ROWS, tiles.n) - first * TILE_ROWS
         part = tiles._replace(w=tiles.w[first:last], scale=tiles.scale[first:last], offset=beside, n=count)
-        wide = torch.promote_types(dtype, torch.float32)
-        return int4_linear.dequantize_rows(*part.unpack(), wide)[start - first * TILE_ROWS : stop - first * TILE_ROWS]
+        q, scale, offset = part.unpack()
+        wide, inside = torch.promote_types(dtype, torch.float32), slice(start % TILE_ROWS, stop - first * TILE_ROWS)
+        if tiles.kind in CODEBOOKS:
+            return codebook_linear.dequantize_rows(q, scale, tiles.kind, wide)[inside]
+        return int4_linear.dequantize_rows(q, scale, offset, wide)[inside]
 
     return linear.by_row_blocks(x, tiles.n, tiles.k, rows, bias)
 
@@ -248,8 +271,18 @@ def cases() -> list[Case]:
 
         return Case(f"m{m}-paired-{part}", make)
 
+    def of_codes(m: int, group: int, codebook: str) -> Case:
+        def make(generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+            q = torch.randint(-128, 128, (65, 96), generator=generator, dtype=torch.int8).to(device)
+            scale = (torch.rand(65, 192 // group, generator=generator) / 10).to(device)
+            x = torch.randn(m, 192, generator=generator).to(device, dtype)
+            return x, *Tiles.of_codes(q, scale, codebook), torch.randn(65, generator=generator).to(device, dtype)
+
+        return Case(f"m{m}-g{group}-{codebook}", make)
+
+    codes = [of_codes(m, group, book) for m in (1, 9, 70) for group, book in ((64, "nf4"), (32, "nf4"), (64, "fp4"))]
     whole = [tiled(case) for case, size in zip(int4_linear.cases(), linear.SIZES, strict=True) if _fits(size)]
-    return whole + [interleaved(part, m) for part in ("both", "gate", "up") for m in (1, 9, 70)]
+    return whole + codes + [interleaved(part, m) for part in ("both", "gate", "up") for m in (1, 9, 70)]
 
 
 def _fits(size: tuple[int, int, int, int, bool]) -> bool:

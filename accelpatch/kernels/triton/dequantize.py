@@ -35,9 +35,45 @@ def _int8_rows(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _pick(code, a, b, c, d):  # type: ignore[no-untyped-def]
+    """One of four numbers by the lowest bits of a code."""
+    odd = (code & 1) != 0
+    return tl.where((code & 2) != 0, tl.where(odd, d, c), tl.where(odd, b, a))
+
+
+@triton.jit
+def _of_book(code, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Value of each code of a codebook (layouts/codebooks.py), float32."""
+    upper = (code & 4) != 0
+    if KIND == 4:
+        first, last = (
+            _pick(code, 0.0, 0.0052083334885537624, 0.6666666865348816, 1.0),
+            _pick(code, 0.3333333432674408, 0.5, 0.1666666716337204, 0.25),
+        )
+        size = tl.where(upper, last, first)
+        return tl.where((code & 8) != 0, -size, size)
+    low = tl.where(
+        upper,
+        _pick(code, -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+        _pick(code, -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+    )
+    high = tl.where(
+        upper,
+        _pick(code, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+        _pick(code, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    )
+    return tl.where((code & 8) != 0, high, low)
+
+
+@triton.jit
 def _beside(scale, offset, at, step, shift, KIND: tl.constexpr, GROUPS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Scales and offsets of a K step, float32. at: address offset of the first set."""
     place = at + (step >> shift) * (16 * GROUPS)
+    if KIND >= 3:  # the halves of a float32
+        high = tl.load(scale + place).to(tl.uint16, bitcast=True).to(tl.uint32)
+        low = tl.load(offset + place).to(tl.uint16, bitcast=True).to(tl.uint32)
+        factor = (high << 16 | low).to(tl.float32, bitcast=True)
+        return factor, factor
     factor = tl.load(scale + place).to(tl.float32)
     return factor, factor if KIND == 0 else tl.load(offset + place).to(tl.float32)
 
@@ -45,6 +81,8 @@ def _beside(scale, offset, at, step, shift, KIND: tl.constexpr, GROUPS: tl.const
 @triton.jit
 def _value(words, e: tl.constexpr, factor, beside, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
     """Value e of each word, float32."""
+    if KIND >= 3:
+        return _of_book(((words >> (e // 2 * 4 + e % 2 * 16)) & 15) ^ 8, KIND) * factor
     bits = ((words >> (e // 2 * 4 + e % 2 * 16)) & 15) ^ 0x4B000008  # 2^23 + code; its top bit lies turned
     value = bits.to(tl.float32, bitcast=True) - 8388608.0
     if KIND == 0:

@@ -1,7 +1,6 @@
 """Rows of x with their columns in another order, and an RMSNorm before it; see ../ops/reorder.py.
 
-A program has some columns of a row, and works out the row's norm for itself: the rows are few. Orders and norm weights
-are constant, and loaded before the kernel before has ended.
+A program has some columns of a row, and works out the row's norm for itself: the rows are few.
 """
 
 from __future__ import annotations
@@ -23,18 +22,16 @@ def _reordered(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     if DEPENDENT:
         release()
+        wait()
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = columns < width
     places = tl.load(order + columns, mask=inside, other=0)
-    if NORM:
-        scale = tl.load(weight + places, mask=inside, other=0.0).to(tl.float32)
-    if DEPENDENT:
-        wait()
     row = x + tl.program_id(0).to(tl.int64) * x_stride
     values = tl.load(row + places, mask=inside, other=0.0)
     if NORM:
         every = tl.arange(0, ROW)
         wide = tl.load(row + every, mask=every < width, other=0.0).to(tl.float32)
+        scale = tl.load(weight + places, mask=inside, other=0.0).to(tl.float32)
         normed = values.to(tl.float32) * tl.rsqrt(tl.sum(wide * wide, axis=0) / width + eps)
         normed = normed * (scale + 1.0) if PLUS_ONE else normed.to(values.dtype).to(tl.float32) * scale
         values = normed.to(y.dtype.element_ty)

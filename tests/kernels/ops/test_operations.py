@@ -135,11 +135,13 @@ def random_w8a8(op: str, rng: random.Random, generator: torch.Generator, dtype: 
 
 def random_tiles(rng: random.Random, generator: torch.Generator, dtype: torch.dtype) -> tuple[Any, ...]:
     """Groups of every size that tiles take, whole rows of odd length among them, and every kind of offset."""
-    group = rng.choice((32, 64, 128, 256, 0))
+    group, codebook = rng.choice((32, 64, 128, 256, 0)), rng.choice(("nf4", "fp4"))
     m, n, k = rng.choice(M), rng.randint(1, 70), group * rng.randint(1, 4) or 2 * rng.randint(1, 300)
     x, bias = torch.randn(m, k, generator=generator).to(dtype), torch.randn(n, generator=generator).to(dtype)
     q = torch.randint(-128, 128, (n, k // 2), generator=generator, dtype=torch.int8)
     scale = (torch.rand(n, k // group if group else 1, generator=generator) / 100).half()
+    if group in (32, 64) and rng.random() < 0.5:
+        return x, *Tiles.of_codes(q, scale.float(), codebook), rng.choice((None, bias))
     zero = torch.randint(0, 16, scale.shape, generator=generator, dtype=torch.int32)
     offset = rng.choice((None, -8 * scale, zero))
     return x, *Tiles.pack(q, scale, offset), rng.choice((None, bias))
@@ -174,6 +176,10 @@ def random_args(op: str, rng: random.Random, generator: torch.Generator, dtype: 
         minimum = torch.randn(n, groups, generator=generator) / 10
         zero = torch.randint(0, 16, (n, groups), generator=generator, dtype=torch.int32)
         return x, q[:, ::2].contiguous(), scale, rng.choice((None, minimum, zero)), bias
+    if op == "codebook_linear":
+        q = torch.randint(-128, 128, (n, groups * (k // groups)), generator=generator, dtype=torch.int8)
+        x = torch.randn(m, 2 * q.shape[1], generator=generator).to(dtype)
+        return x, q, scale, rng.choice(("nf4", "fp4")), bias
     if op == "int8_embedding":
         return torch.randint(0, n, (m, 3), generator=generator), q, scale, dtype
     if op == "rmsnorm":

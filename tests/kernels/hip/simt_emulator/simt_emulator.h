@@ -136,6 +136,21 @@ template <uint32_t SELECT> uint32_t permute(uint32_t a, uint32_t b) {
     for (int i = 0; i < 4; ++i) out |= uint32_t((a | uint64_t(b) << 32) >> 8 * (SELECT >> 4 * i & 15u) & 255u) << 8 * i;
     return out;
 }
+// As of NVIDIA's GPUs.
+struct NibbleLookup {
+    uint32_t word;
+    explicit NibbleLookup(uint32_t word) : word(word) {}
+    static constexpr int order(int e) { return e < 4 ? 2 * e : 2 * e - 7; }
+    uint32_t operator()(uint32_t a, uint32_t b, uint32_t c, uint32_t d, int half) const {
+        const uint32_t table[4] = {a, b, c, d};
+        uint32_t out = 0;
+        for (int i = 0; i < 4; ++i) {
+            const uint32_t code = word >> (16 * half + 4 * i) & 15u;
+            out |= (table[code / 4] >> 8 * (code % 4) & 255u) << 8 * i;
+        }
+        return out;
+    }
+};
 DEVICE float rounded_multiply(float a, float b) { return a * b; }
 DEVICE float fast_exp2(float v) { return std::exp2(v); }
 DEVICE float fast_reciprocal(float v) { return 1.f / v; }
