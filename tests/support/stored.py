@@ -256,7 +256,7 @@ def model_of(name: str, plain: tuple[str, ...] = (), dtype: torch.dtype = torch.
                 module.weight.data = floats_of(stored).to(dtype)
                 stored = module.eval()
             model.set_submodule(path, stored)
-    rest = {key: one for key, one in held.items() if key.endswith(("norm.weight", "embed_tokens.weight"))}
+    rest = {key: one for key, one in held.items() if key.endswith(("norm.weight", "embed_tokens.weight", "lm_head.weight"))}
     model.load_state_dict(rest, strict=False)
     if given["quant_method"] == "compressed-tensors":
         unpacking_hook(model)
