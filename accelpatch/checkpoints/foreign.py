@@ -2,9 +2,11 @@
 
     smoothquant-opt      mit-han-lab's int8 OPT (modules/int8_opt.py): each decoder layer's tensors under its name
     gptq, awq            linear layers of 4 bits (gptq: 8 too), as GPTQModel and AutoAWQ write them
+    bitsandbytes         linear layers in nf4, fp4 or LLM.int8()
     compressed-tensors   the same, pack-quantized; int-quantized and float-quantized, whose activations have 8 bits too
 
-Of the last three each linear layer has the tensors of `packed_formats`; all else is float under the family's names.
+Of the last four each linear layer has the tensors of quant/packed_formats.py or bitsandbytes_formats.py; all else is
+float under the family's names.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from accelpatch.checkpoints.save import description
 from accelpatch.errors import LoadError
 from accelpatch.models import checkpoint
 from accelpatch.models.catalog import resolve
-from accelpatch.quant import packed_formats
+from accelpatch.quant import bitsandbytes_formats, packed_formats
 from accelpatch.quant.weight import AnyWeight
 from accelpatch.recipe import recipe as recipes
 
@@ -31,16 +33,28 @@ LAYER = re.compile(r"(.*\blayers\.\d+)\..+\.[ab]$")  # by the factors, which no 
 
 @dataclass(frozen=True)
 class Packed:
-    """How a layout has a linear layer: its tensors, the first of which shows that it is quantised, and their reader."""
+    """How a layout has a linear layer: its tensors, and their reader.
+
+    marks: the tensors that show that it is quantised, each with its replacer; none: the first, with the layout's.
+    """
 
     parts: tuple[str, ...]
     weight: Callable[[Mapping[str, Any], Mapping[str, Any], int, int], AnyWeight]
+    marks: Mapping[str, str] = field(default_factory=dict)
 
 
 ROWS = Packed(("weight_scale", "weight", "input_scale", "input_zero_point"), packed_formats.rows)
 PACKED: Mapping[str, Packed] = {
     "gptq": Packed(("qweight", "qzeros", "scales", "g_idx"), packed_formats.gptq),
     "awq": Packed(("qweight", "qzeros", "scales"), packed_formats.awq),
+    "bitsandbytes-4bit": Packed(
+        bitsandbytes_formats.FOUR_BITS,
+        bitsandbytes_formats.four_bits,
+        {state: f"{name}_weight_only" for name, state in bitsandbytes_formats.STATES.items()},
+    ),
+    "bitsandbytes-8bit": Packed(
+        bitsandbytes_formats.EIGHT_BITS, bitsandbytes_formats.int8, {"SCB": "int8_weight_only"}
+    ),
     "int-quantized": ROWS,
     "float-quantized": ROWS,
     "pack-quantized": Packed(
@@ -72,6 +86,11 @@ def _arguments(place: Path, method: str, given: Mapping[str, Any]) -> dict[str, 
     """The name of a layout, and what its reader needs of quantization_config."""
     if given.get("dynamic"):
         raise LoadError(f"{place}: quantization_config.dynamic, other bits for single layers, is not read")
+    if method == "bitsandbytes":
+        four, kind = bool(given.get("load_in_4bit")), str(given.get("bnb_4bit_quant_type", "fp4"))
+        if four == bool(given.get("load_in_8bit")) or (four and kind not in bitsandbytes_formats.STATES):
+            raise LoadError(f"{place}: bitsandbytes is read with load_in_4bit (nf4 or fp4) or load_in_8bit, not {kind}")
+        return {"name": "bitsandbytes-4bit", "type": kind} if four else {"name": "bitsandbytes-8bit"}
     if method != "compressed-tensors":
         keys = ("bits", "group_size", "sym", "checkpoint_format", "format", "version")
         return {"name": method, **{key: given[key] for key in keys if key in given}}
@@ -104,6 +123,10 @@ def _recipe(layout: Mapping[str, Any]) -> str:
     if PACKED[layout["name"]] is ROWS:
         ints = {"activations": "static" if layout["static"] else "dynamic"}
         return _by(layout, *(("w8a8", ints) if layout["name"] == "int-quantized" else ("w8a8_fp8", {})))
+    if layout["name"] == "bitsandbytes-8bit":
+        return _by(layout, "int8_weight_only", {"group_size": None})
+    if layout["name"] == "bitsandbytes-4bit":  # blocks go on from row to row where K is no multiple of them
+        return _by(layout, f"{layout['type']}_weight_only", {"group_size": [2**e for e in range(12, 0, -1)]})
     bits, group = layout.get("bits"), layout.get("group_size", 128)
     if bits not in (4, 8) or type(group) is not int or group == 0 or group < -1:
         raise LoadError(f"{layout['name']} with bits {bits!r} and group_size {group!r} is not read")
@@ -127,12 +150,18 @@ def sites_of(layout: Mapping[str, Any], names: Iterable[str]) -> dict[str, str]:
     if layout["name"] == SMOOTHQUANT_OPT:
         layers = (LAYER.match(name) for name in names)
         return {found.group(1): "int8_opt" for found in layers if found is not None}
-    mark = f".{PACKED[layout['name']].parts[0]}"
+    made = PACKED[layout["name"]]
     kinds = {"int-quantized": "w8a8", "float-quantized": "w8a8_fp8"}
-    replacer = kinds.get(layout["name"]) or f"int{layout['bits']}_weight_only"
-    found = {name.removesuffix(mark): replacer for name in names if name.endswith(mark)}
+    marks = made.marks or {made.parts[0]: kinds.get(layout["name"]) or f"int{layout.get('bits')}_weight_only"}
+    found = {
+        name.removesuffix(f".{mark}"): replacer
+        for name in names
+        for mark, replacer in marks.items()
+        if name.endswith(f".{mark}")
+    }
     if not found:
+        mark = " or ".join(marks)
         raise LoadError(
-            f"config.json says {layout['name']}, and there is no {mark[1:]} of a linear layer: fetch both again"
+            f"config.json says {layout['name']}, and there is no {mark} of a linear layer: fetch both again"
         )
     return found

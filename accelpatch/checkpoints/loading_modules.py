@@ -90,6 +90,7 @@ def from_parts(
     if entry.replacer.whole:
         return _whole(entry, saved, take)
     names = PARTS if layout is None else layout[0].parts
+    file = next(saved.tensors[name].file for name in parts_of(entry, saved, () if layout is None else names))
     held = {part: take(f"{site.path}.{part}") for part in names}
     for member in (site, *site.tied):
         _without_stand_in(member.original)
@@ -98,9 +99,8 @@ def from_parts(
     try:
         return built(entry, weight_of(held) if layout is None else layout[0].weight(held, layout[1], site.n, site.k))
     except KernelError as error:
-        raise LoadError(f"{saved.tensors[f'{site.path}.{names[0]}'].file}: {site.path}.{error}") from error
+        raise LoadError(f"{file}: {site.path}.{error}") from error
     except PatchError as error:
-        file = saved.tensors[f"{entry.site.path}.{names[0]}"].file
         why = str(error.__cause__ or error)
         why = f".{why}" if why.startswith(PARTS) else f" is damaged: {why}"
         raise LoadError(f"{file}: {site.path}{why}") from error

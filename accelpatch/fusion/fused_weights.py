@@ -18,6 +18,7 @@ from accelpatch.kernels.layouts.row_major import Int8Rows, Plain
 from accelpatch.kernels.layouts.tiling import TILE_ROWS
 from accelpatch.kernels.layouts.w8a8_rows import W8A8Rows
 from accelpatch.kernels.ops.fused_linear import SILU, FusedLinear
+from accelpatch.modules.codebook_linear import CodebookLinear
 from accelpatch.modules.compact_linear import CompactLinear
 from accelpatch.modules.fp8_linear import Fp8Linear
 from accelpatch.modules.gemv_linear import GemvConv1D, GemvLinear, rows_of_
@@ -125,6 +126,8 @@ def fused_linear(module: Any, dtype: torch.dtype) -> FusedLinear:
         return FusedLinear(W8A8Rows(module.held.q, module.held.scale, static), bias)
     if isinstance(module, Int4WeightOnlyLinear) and module.tiles is not None:
         return FusedLinear(module.tiles, bias, order=module.order)
+    if isinstance(module, CodebookLinear) and module.tiles is not None:
+        return FusedLinear(module.tiles, bias)
     raise CannotFuse(f"a linear layer is {type(module).__name__}")
 
 

@@ -25,7 +25,8 @@ from accelpatch.patching.site import Site
 
 NATIVE_STEP = "native step"
 # whose weights fused layers read
-FUSABLE = ("gemv", "compact", "int8_weight_only", "int4_weight_only", "w8a8", "w8a8_fp8")
+WEIGHT_ONLY = ("int8_weight_only", "int4_weight_only", "nf4_weight_only", "fp4_weight_only")
+FUSABLE = ("gemv", "compact", *WEIGHT_ONLY, "w8a8", "w8a8_fp8")
 LAUNCHES = 5
 
 Sites = Mapping[str, Replaced | None]

@@ -15,7 +15,7 @@ from accelpatch.models.catalog import pickle_refusal
 
 CHECKSUMS = "SHA256SUMS"
 OWN = "accelpatch"  # quant_method of saved patched models
-READ = ("gptq", "awq", "compressed-tensors")  # those of others that are read as they are
+READ = ("gptq", "awq", "compressed-tensors", "bitsandbytes")  # those of others that are read as they are
 Progress = Callable[[str, int, int], None]
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"

@@ -84,12 +84,12 @@ def row_blocks(groups: Tensor) -> tuple[Tensor, ...]:
 
 def check_held(
     held: AnyWeight, n: int | None, k: int | None, codes: tuple[torch.dtype, ...],
-    floats: tuple[torch.dtype, ...], per_byte: int = 1, zero_code: int = 0,
+    floats: tuple[torch.dtype, ...], per_byte: int = 1, zero_code: int | None = 0,
 ) -> None:  # fmt: skip
     """Raise KernelError unless a weight from a file is one [N, K] of these dtypes, with scales that can be.
 
-    per_byte: values in a byte of q. zero_code: what q holds for a value of zero, where there is no offset. An offset is
-    of a scale's dtypes, or int8.
+    per_byte: values in a byte of q. zero_code: what q holds for a value of zero, where there is no offset; None where
+    a scale of zero may have any codes. An offset is of a scale's dtypes, or int8.
     """
     q, scale, offset = held[:3]
     if q.dtype not in codes or n is None or k is None or list(q.shape) != [n, k // per_byte]:
@@ -104,7 +104,7 @@ def check_held(
         if not bool(torch.isfinite(one).all()):
             place = [int(i) for i in (~torch.isfinite(one)).nonzero()[0]]
             raise KernelError(f"{name}{place} is {one[tuple(place)].item()}: write the checkpoint again")
-    if offset is None and bool((zero := scale == 0).any()):
+    if offset is None and zero_code is not None and bool((zero := scale == 0).any()):
         codes_there = q.unflatten(1, (scale.shape[1], -1))[zero].to(torch.float32)
         if bool((codes_there != zero_code).any()):
             raise KernelError("scale has a zero where the codes in q are not zero: write the checkpoint again")

@@ -13,6 +13,7 @@ from typing import TypeVar
 from accelpatch.errors import PlanError
 from accelpatch.fusion.layer_replacer import FusedLayerReplacer
 from accelpatch.patching.replacer import Replacer
+from accelpatch.replacers.codebook import FP4WeightOnly, NF4WeightOnly
 from accelpatch.replacers.compact import Compact
 from accelpatch.replacers.fp8 import Fp8WeightOnly, W8A8Fp8
 from accelpatch.replacers.gated_mlp import GatedMLPReplacer
@@ -26,6 +27,8 @@ from accelpatch.replacers.weight_only import Int4WeightOnly, Int8WeightOnly
 BUILT_IN: tuple[type[Replacer], ...] = (
     Int8WeightOnly,
     Int4WeightOnly,
+    NF4WeightOnly,
+    FP4WeightOnly,
     Fp8WeightOnly,
     W8A8,
     W8A8Fp8,

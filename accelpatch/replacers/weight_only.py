@@ -26,7 +26,10 @@ from accelpatch.quant.weight import AnyWeight, OrderedWeight, check_held
 INT8_SCALE = 4  # bytes per scale: float32
 NATIVE = "cpu"  # the implementation over packs, the native CPU layout
 HIP = "hip"
-ON_GPU = {"int4_linear": "tiled_int4_linear"}  # operation -> the one over the GPU kernels' layout
+ON_GPU = {
+    "int4_linear": "tiled_int4_linear",
+    "codebook_linear": "tiled_int4_linear",
+}  # operation -> the one over the GPU kernels' layout
 LIBRARIES = {"int8_linear": int8_linear.libraries, "tiled_int4_linear": tiled_int4_linear.libraries}
 INT4_SCALE = 2  # bytes per scale: float16
 OFFSET_BYTES = {"none": 0, "minimum": 2, "zero_point": 1}
@@ -60,7 +63,7 @@ def kernel_for(op: str, site: Site, device: Device, group_size: int, offset: str
     dtype = getattr(torch, site.dtype)
     packed = "packed_embedding" if op == "int8_embedding" else "packed_linear"
     spec = packed_linear.of_shape(site.n, site.k, dtype, group_size, offset, op=packed)
-    reason = dispatch.why_not(packed, NATIVE, spec, device)
+    reason = "not with a codebook" if op == "codebook_linear" else dispatch.why_not(packed, NATIVE, spec, device)
     if reason is None:
         return NATIVE, ""
     scale = torch.float32 if op != "int4_linear" else torch.float16

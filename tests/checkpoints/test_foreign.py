@@ -30,11 +30,13 @@ READ = {
     "awq-gemv-4bit-g32": ("int4_weight_only", 1e-3),
     "ct-pack-w4a16-g32-actorder": ("int4_weight_only", 1e-5),
     "ct-pack-w4a16-g32": ("int4_weight_only", 1e-5), "ct-pack-w4a16-g32-asym": ("int4_weight_only", 1e-5),
+    "bnb-nf4": ("nf4_weight_only", 1e-5), "bnb-nf4-double": ("nf4_weight_only", 1e-5),
+    "bnb-fp4": ("fp4_weight_only", 1e-5), "bnb-fp4-double": ("fp4_weight_only", 1e-5),
+    "bnb-int8": ("int8_weight_only", 1e-5),
     "ct-int-w8a8": ("w8a8", 0.05), "ct-float-fp8": ("w8a8_fp8", 0.05),  # activations are rounded
 }  # fmt: skip
 REFUSED = {
     "ct-int-w8a8-static": "q_proj.input_zero_point: asymmetric activations are not read",
-    "bnb-nf4": "is quantised already (bitsandbytes)",
 }
 
 
@@ -50,7 +52,11 @@ def test_weights_and_logits_are_those_of_their_writer(name: str) -> None:
     sites = {site.path: site.replacer for site in model.accelpatch.report().sites}
     assert sites[K_PROJ] == replacer
     weight = model.get_submodule(K_PROJ).weight
-    assert torch.equal(torch.as_tensor(weight).to(due[f"{K_PROJ}.weight"].dtype), due[f"{K_PROJ}.weight"])
+    wanted = due[f"{K_PROJ}.weight"]
+    if name == "bnb-int8":  # its code multiplies by a rounded 1 / 127
+        torch.testing.assert_close(torch.as_tensor(weight), wanted.float(), rtol=2.0**-22, atol=0)
+    else:
+        assert torch.equal(torch.as_tensor(weight).to(wanted.dtype), wanted)
     torch.testing.assert_close(model(due["input_ids"]).logits[0], due["logits"], rtol=0, atol=apart)
 
 
@@ -97,7 +103,14 @@ def copied(name: str, folder: Path, config: Any = None, tensors: Any = None) -> 
     return folder
 
 
+def text(state: dict[str, Any]) -> Tensor:
+    """A state of bitsandbytes as it stands in a file."""
+    return torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+
+
 GPTQ, AWQ, PACKED = "gptq-4bit-g32", "awq-gemm-4bit-g32", "ct-pack-w4a16-g32"
+NF4, NESTED, INT8 = "bnb-nf4", "bnb-nf4-double", "bnb-int8"
+STATE = "weight.quant_state.bitsandbytes__nf4"
 OF_K = load_file(ROOT / GPTQ / "model.safetensors")
 SCALES = OF_K[f"{K_PROJ}.scales"]
 BAD: dict[str, tuple[str, Any, Any, str]] = {
@@ -118,6 +131,18 @@ BAD: dict[str, tuple[str, Any, Any, str]] = {
     "narrow": (GPTQ, None, {"qweight": OF_K[f"{K_PROJ}.qweight"][:, :8].clone()}, "k_proj.qweight is [8, 8]"),
     "floats": (GPTQ, None, {"qweight": OF_K[f"{K_PROJ}.qweight"].float()}, "k_proj.qweight is torch.float32"),
     "shape": (PACKED, None, {"weight_shape": torch.tensor([1, 1])}, "k_proj.weight_shape is [1, 1]"),
+    "nf4-blocks": (NF4, None, {STATE: text({"blocksize": 0, "shape": [32, 64], "quant_type": "nf4"})}, "blocks of 0"),
+    "nf4-shape": (NF4, None, {STATE: text({"blocksize": 64, "shape": [64, 32], "quant_type": "nf4"})}, "[64, 32]"),
+    "nf4-type": (NF4, None, {STATE: text({"blocksize": 64, "shape": [32, 64], "quant_type": "fp4"})}, "says fp4"),
+    "nf4-json": (NF4, None, {STATE: torch.full((9,), 255, dtype=torch.uint8)}, "is not bitsandbytes' JSON"),
+    "nf4-absmax": (NF4, None, {"weight.absmax": torch.ones(31)}, "k_proj.weight.absmax is torch.float32 [31]"),
+    "nf4-nan": (NF4, None, {"weight.absmax": torch.full((32,), torch.nan)}, "weight.absmax has NaN"),
+    "nf4-book": (NF4, None, {"weight.quant_map": torch.zeros(16)}, "weight.quant_map is another one than nf4's"),
+    "nf4-nested": (NESTED, None, {"weight.nested_absmax": torch.ones(7)}, "256 levels and 7 scales"),
+    "nf4-flat": (NF4, None, {"weight": torch.zeros(5, dtype=torch.uint8)}, "k_proj.weight has 5 bytes"),
+    "bnb-config": (NF4, {"load_in_4bit": False}, None, "bitsandbytes is read with load_in_4bit"),
+    "int8-order": (INT8, None, {"weight_format": torch.tensor(1, dtype=torch.uint8)}, "k_proj.weight_format"),
+    "int8-nan": (INT8, None, {"SCB": torch.full((32,), torch.nan)}, "k_proj.SCB has NaN"),
     "format": (PACKED, {"format": "marlin-24"}, None, "'marlin-24'"),
 }
 
