@@ -60,7 +60,8 @@ def nothing(module: nn.Module) -> Stored | None:
 def like_float(module: nn.Module, n: int, k: int, dtype: torch.dtype, device: torch.device | None) -> nn.Linear:
     """A linear layer with the module's bias and hooks in which the weight is empty, or without a device on meta.
 
-    A bias of another dtype is cast, as the module's own forward does at each call. The library's own attributes and tensors stay behind: they would keep its codes in memory.
+    A bias of another dtype is cast, as the module's own forward does at each call. The library's own attributes and
+    tensors stay behind: they would keep its codes in memory.
     """
     new = nn.Linear(k, n, bias=False, device="meta", dtype=dtype)
     if device is not None:

@@ -1,12 +1,13 @@
 """Modules of other libraries with a quantised weight: a table from their classes to what reads them.
 
 They are known by the name of their class and their tensors; none of the libraries is imported. Layouts of tensors:
-quant/packed_formats.py and quant/llm_int8.py.
+quant/packed_formats.py and quant/bitsandbytes_formats.py.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,8 +19,7 @@ from torch import Tensor, nn
 from accelpatch.errors import KernelError
 from accelpatch.patching.replacer import Choice
 from accelpatch.patching.stored import Stored, bias_of
-from accelpatch.quant import fp8, int4, int8, packed_formats
-from accelpatch.quant.llm_int8 import llm_int8
+from accelpatch.quant import bitsandbytes_formats, codebook, fp8, int4, int8, packed_formats
 from accelpatch.quant.packed_formats import FP8
 from accelpatch.quant.weight import OrderedWeight
 
@@ -27,6 +27,8 @@ Tensors = Mapping[str, Tensor | None]
 FLOATS: Mapping[str, Callable[..., Tensor]] = {
     "int4_weight_only": int4.dequantize, "int8_weight_only": int8.dequantize, "w8a8": int8.dequantize,
     "fp8_weight_only": fp8.dequantize, "w8a8_fp8": fp8.dequantize,
+    "nf4_weight_only": partial(codebook.dequantize, codebook="nf4"),
+    "fp4_weight_only": partial(codebook.dequantize, codebook="fp4"),
 }  # fmt: skip
 AT_FIRST_CALL = "GPTQModel packs it anew at its first call"
 REPACKS = "bitsandbytes packs it anew for a CPU at its first call, and rounds its scales"
@@ -171,7 +173,10 @@ def _of_four_bits(module: nn.Module) -> Tensors:
     }  # fmt: skip
     held = {"weight": weight, "weight.absmax": state.absmax, "weight.quant_map": state.code}
     if state.nested:
-        facts |= {"nested_blocksize": state.state2.blocksize, "nested_offset": float(state.offset)}
+        facts |= {
+            "nested_blocksize": state.state2.blocksize,
+            "nested_offset": 0.0 if state.offset.is_meta else float(state.offset),
+        }
         held |= {"weight.nested_absmax": state.state2.absmax, "weight.nested_quant_map": state.state2.code}
     text = torch.tensor(list(json.dumps(facts).encode()), dtype=torch.uint8)
     return held | {f"weight.quant_state.bitsandbytes__{state.quant_type}": text}
@@ -187,7 +192,8 @@ def _four_bits(module: nn.Module, tensors: Tensors) -> tuple[Stored, Mapping[str
     formula = REPACKS if weight.device.type == "cpu" else ""
     if getattr(state, "packing_format_for_cpu", False):
         return Stored(words, n, k, refusal=f"{PACKED_ANEW}, or load it again"), {}
-    return Stored(words, n, k, refusal="this is not read yet", formula=formula), {}
+    options = {"group_size": math.gcd(k, state.blocksize)}  # blocks go on from row to row
+    return Stored(words, n, k, replacer=f"{state.quant_type}_weight_only", options=options, formula=formula), {}
 
 
 def _compressed(module: nn.Module, tensors: Tensors) -> tuple[Stored, Mapping[str, Any]]:
@@ -233,10 +239,8 @@ GPTQ = Layout(("qweight", "qzeros", "scales", "g_idx"), _gptq, packed_formats.gp
 AWQ_GEMM, AWQ_GEMV = (
     Layout(("qweight", "qzeros", "scales"), partial(_awq, version), packed_formats.awq) for version in ("gemm", "gemv")
 )
-LLM_INT8 = Layout(
-    ("weight", "SCB"), _llm_int8, lambda tensors, config, n, k: llm_int8(tensors, n, k), tensors=_of_llm_int8
-)
-FOUR_BITS = Layout(("weight",), _four_bits, lambda tensors, config, n, k: None, tensors=_of_four_bits)
+LLM_INT8 = Layout(("weight", "SCB"), _llm_int8, bitsandbytes_formats.int8, tensors=_of_llm_int8)
+FOUR_BITS = Layout(("weight",), _four_bits, bitsandbytes_formats.four_bits, tensors=_of_four_bits)
 COMPRESSED = Layout(
     ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "weight", "input_scale",
      "input_zero_point"),

@@ -18,7 +18,6 @@ from accelpatch.errors import KernelError, PatchError, PlanError
 from accelpatch.modules.quantized_module import QuantizedModule
 from accelpatch.patching import formula
 from accelpatch.patching.stored import like_float, move_
-from accelpatch.quant.llm_int8 import llm_int8
 from accelpatch.recipe.recipe import parse
 from accelpatch.replacers.stored import known
 from tests.support.stored import K_PROJ, Buffers, Linear8bitLt, expected, floats_of, model_of
@@ -33,6 +32,10 @@ TAKEN = {
     "awq-gemm-4bit-g32": ("int4_weight_only", "AWQ 4 bits, groups of 32", 1e-5),
     "awq-gemv-4bit-g32": ("int4_weight_only", "AWQ 4 bits, groups of 32", 1e-3),  # its own code rounds to float16
     "bnb-int8": ("int8_weight_only", "LLM.int8()", 1e-5),
+    "bnb-nf4": ("nf4_weight_only", "bitsandbytes nf4, blocks of 64", 1e-5),
+    "bnb-nf4-double": ("nf4_weight_only", "bitsandbytes nf4, blocks of 64, nested", 1e-5),
+    "bnb-fp4": ("fp4_weight_only", "bitsandbytes fp4, blocks of 64", 1e-5),
+    "bnb-fp4-double": ("fp4_weight_only", "bitsandbytes fp4, blocks of 64, nested", 1e-5),
     "ct-pack-w4a16-g32": ("int4_weight_only", "compressed-tensors 4 bits, groups of 32", 1e-5),
     "ct-pack-w4a16-g32-asym": ("int4_weight_only", "compressed-tensors 4 bits, groups of 32", 1e-5),
     "ct-pack-w4a16-g32-actorder": ("int4_weight_only", "compressed-tensors 4 bits, groups of 32", 1e-5),
@@ -40,7 +43,7 @@ TAKEN = {
     "ct-float-fp8": ("w8a8_fp8", "compressed-tensors 8-bit float weights and activations", 0.05),
 }
 fixtures = pytest.mark.parametrize("name", TAKEN)
-GPTQ, INT8, COMPRESSED = "gptq-4bit-g32", "bnb-int8", "ct-pack-w4a16-g32"
+GPTQ, INT8, NF4, COMPRESSED = "gptq-4bit-g32", "bnb-int8", "bnb-nf4", "ct-pack-w4a16-g32"
 LAYERS = 7  # linear layers of a fixture
 
 
@@ -146,7 +149,7 @@ def test_without_the_originals_there_is_no_way_back() -> None:
         accelpatch.unpatch(model)
 
 
-@pytest.mark.parametrize("name", [GPTQ, INT8, "ct-int-w8a8"])
+@pytest.mark.parametrize("name", [GPTQ, INT8, "bnb-fp4-double", "ct-int-w8a8"])
 def test_it_is_saved_as_ours(name: str, tmp_path: Path) -> None:
     model = model_of(name, plain=("v_proj",))
     accelpatch.patch(model, "int8")
@@ -290,6 +293,12 @@ KEPT: dict[str, tuple[str, Any, str]] = {
     "packed-anew": (GPTQ, changed(linear_mode="inference"), "packed anew at its first call"),
     "module-inside": (GPTQ, changed(inner=nn.Identity()), "it has modules inside (inner)"),
     "own-forward": (GPTQ, with_forward, "has a forward of its own on the instance"),
+    "packed-for-a-cpu": (
+        NF4,
+        lambda module: setattr(module.weight.quant_state, "packing_format_for_cpu", True),
+        "or load it again",
+    ),
+    "float-still": (NF4, as_float, "its weight is still float: move the model to its device first"),
     "not-quantised-yet": (INT8, as_float, "its weight is still torch.float32: move the model to its device first"),
 }
 
@@ -336,6 +345,14 @@ def largest(value: float) -> Any:
     return change
 
 
+def absmax(value: float, count: int | None = None) -> Any:
+    def change(module: Any) -> None:
+        held = module.weight.quant_state
+        held.absmax = torch.full_like(held.absmax, value)[:count]
+
+    return change
+
+
 BAD: dict[str, tuple[str, Any, str]] = {
     "no-codes": (GPTQ, buffer(qweight=lambda one: None), "qweight is missing"),
     "narrow-codes": (GPTQ, buffer(qweight=lambda one: one[:, :8]), r"qweight is \[8, 8\]"),
@@ -344,9 +361,12 @@ BAD: dict[str, tuple[str, Any, str]] = {
     "nan-scales": (GPTQ, buffer(scales=lambda one: one * float("nan")), "scales has zero, NaN or infinity"),
     "groups-beyond": (GPTQ, buffer(g_idx=lambda one: one + 9), "g_idx names groups from 9 to 10, of 2"),
     "groups-below": (GPTQ, buffer(g_idx=lambda one: one - 1), "g_idx names groups from -1"),
-    "nan-rows": (INT8, largest(float("nan")), r"SCB\[0\] is nan"),
-    "zero-rows": (INT8, largest(0.0), r"SCB\[0\] is 0.0"),
-    "negative-rows": (INT8, largest(-1.0), r"SCB\[0\] is -1.0"),
+    "nan-rows": (INT8, largest(float("nan")), "SCB has NaN, infinity or a negative number"),
+    "zero-rows": (INT8, largest(0.0), "scale has a zero where the codes in q are not zero"),
+    "negative-rows": (INT8, largest(-1.0), "SCB has NaN, infinity or a negative number"),
+    "no-rows": (INT8, lambda module: setattr(module.weight, "SCB", None), "SCB is missing"),
+    "nan-blocks": (NF4, absmax(float("nan")), "weight.absmax has NaN or infinity"),
+    "few-blocks": (NF4, absmax(1.0, 3), r"weight.absmax is torch.float32 \[3\]"),
 }
 
 
@@ -410,13 +430,3 @@ def test_reasons_call_one_module_of_each_kind() -> None:
     assert calls == []  # without the user's hooks
     moved = [module for module in model.modules() if isinstance(module, Linear8bitLt) and module.weight.SCB is None]
     assert len(moved) == len({(m.out_features, m.in_features) for m in model.modules() if isinstance(m, Linear8bitLt)})
-
-
-def test_llm_int8_reads_what_its_library_wrote() -> None:
-    weight = torch.tensor([[127, -127], [0, 0]], dtype=torch.int8)
-    found = llm_int8({"weight": weight, "SCB": torch.tensor([2.0, 0.0])}, 2, 2)
-    assert torch.equal(found.q.float() * found.scale, torch.tensor([[2.0, -2.0], [0.0, 0.0]]))
-    with pytest.raises(KernelError, match=r"weight is torch.int8 \[2, 2\]"):
-        llm_int8({"weight": weight, "SCB": torch.ones(2)}, 2, 3)
-    with pytest.raises(KernelError, match="SCB is missing"):
-        llm_int8({"weight": weight}, 2, 2)

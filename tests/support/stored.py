@@ -142,7 +142,7 @@ class TorchLinear(Buffers):
         return (self.scales.float()[group] * (codes - zeros[group])).t()
 
 
-class WQLinear_GEMM(Buffers):  # noqa: N801  the name of AutoAWQ's class
+class WQLinear_GEMM(Buffers):
     """AutoAWQ's GEMM kernel."""
 
     def hold(self, parts: Parts, bits: int = 4, group_size: int = 128, **_: Any) -> None:
@@ -159,7 +159,7 @@ class WQLinear_GEMM(Buffers):  # noqa: N801  the name of AutoAWQ's class
         return (self.scales.float()[group] * (codes - zeros[group])).t()
 
 
-class WQLinear_GEMV(WQLinear_GEMM):  # noqa: N801
+class WQLinear_GEMV(WQLinear_GEMM):
     """AutoAWQ's GEMV kernel."""
 
     def floats(self) -> Tensor:
@@ -256,7 +256,9 @@ def model_of(name: str, plain: tuple[str, ...] = (), dtype: torch.dtype = torch.
                 module.weight.data = floats_of(stored).to(dtype)
                 stored = module.eval()
             model.set_submodule(path, stored)
-    rest = {key: one for key, one in held.items() if key.endswith(("norm.weight", "embed_tokens.weight", "lm_head.weight"))}
+    rest = {
+        key: one for key, one in held.items() if key.endswith(("norm.weight", "embed_tokens.weight", "lm_head.weight"))
+    }
     model.load_state_dict(rest, strict=False)
     if given["quant_method"] == "compressed-tensors":
         unpacking_hook(model)
