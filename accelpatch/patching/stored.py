@@ -106,8 +106,9 @@ class WithheldHook(Change):
         """Put it back where it was, before all others, unless the handle has been removed since."""
         handle = vars(self.owner).get(self.name)
         if handle is not None and self.new is not None:
-            self.owner._forward_pre_hooks[handle.id] = self.new
-            self.owner._forward_pre_hooks.move_to_end(handle.id, last=False)
+            hooks: Any = self.owner._forward_pre_hooks
+            hooks[handle.id] = self.new
+            hooks.move_to_end(handle.id, last=False)
 
 
 def move_(module: nn.Module, device: torch.device | str, keep: Iterable[Tensor] = ()) -> None:

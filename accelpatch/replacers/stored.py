@@ -200,7 +200,7 @@ def _compressed(module: nn.Module, tensors: Tensors) -> tuple[Stored, Mapping[st
     scheme: Any = vars(module).get("quantization_scheme")
     weights, inputs = getattr(scheme, "weights", None), getattr(scheme, "input_activations", None)
     name, sizes = "compressed-tensors", _sizes(module)
-    theirs = {"own_forward": True, "formula": UNPACKS, "unpacked_by": "ct_decompress_hook"}
+    theirs: dict[str, Any] = {"own_forward": True, "formula": UNPACKS, "unpacked_by": "ct_decompress_hook"}
     if weights is None:
         return Stored(name, *sizes, refusal="it does not say how its weight is quantised"), {}
     bits, scale = weights.num_bits, tensors["weight_scale"]

@@ -283,3 +283,10 @@ def _stored(module: nn.Linear, parts: Parts, given: dict[str, Any], path: str) -
     made.hold(parts) if method == "bitsandbytes" else made.hold(parts, **given)
     made.eval().requires_grad_(False)
     return made  # type: ignore[no-any-return]
+
+
+def state(model: Any) -> dict[str, Any]:
+    """What must be the same objects and the same bits after unpatch."""
+    modules = {name: id(module) for name, module in model.named_modules()}
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return modules | {f"{name}, a tensor": (id(one), one.flatten().tolist()) for name, one in tensors.items()}
