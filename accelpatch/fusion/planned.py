@@ -52,7 +52,8 @@ def libraries(site: Site, device: Device) -> tuple[str, ...]:
 
 def _dtype_of(layer: Any) -> torch.dtype:
     """What a layer computes in: the dtype of its first float parameter; those of quantised weights are codes."""
-    return next(p.dtype for p in layer.parameters() if p.is_floating_point() and p.dtype.itemsize > 1)
+    floats = (p.dtype for p in layer.parameters() if p.is_floating_point() and p.dtype.itemsize > 1)
+    return next(floats, torch.float32)
 
 
 def _planned(site: Site, replaced: Sites, device: Device) -> str:

@@ -18,9 +18,7 @@ from accelpatch.patching.entry import Entry
 from accelpatch.patching.host_copies import HostCopies
 from accelpatch.patching.match import inner_name
 from accelpatch.patching.plan import Plan
-from accelpatch.patching.replacer import Choice, Replacer
-from accelpatch.patching.site import Site
-from accelpatch.patching.stored import STORED, WithheldHook, float_site, set_aside, unpacking_hooks
+from accelpatch.patching.stored import WithheldHook, set_aside, taken_over, unpacking_hooks
 from accelpatch.report import Report
 
 HANDLE = "accelpatch"  # the attribute of a patched model that holds its Handle
@@ -159,7 +157,7 @@ def _build(entry: Entry, held: Any, stats: Any) -> Built:
     assert replacer is not None
     assert choice is not None
     if entry.as_stored:
-        new = _taken_over(site, replacer, choice)
+        new = taken_over(site, replacer, choice)
     else:
         new = replacer.build(site, choice, stats) if held is None else replacer.restore(site, choice, held)
     _check_subclass(nn.Linear if entry.as_stored else type(site.original), new)
@@ -170,17 +168,6 @@ def _build(entry: Entry, held: Any, stats: Any) -> Built:
         made.training = old.training
         made.__dict__.update({PATH: places[0], ROLE: site.role})
     return Built(replace(entry, choice=replacer.prefetchable(site, choice, new)), modules)
-
-
-def _taken_over(site: Site, replacer: Replacer, choice: Choice | None) -> nn.Module:
-    """The replacement of a module with a stored weight: a linear layer, for as their library's class PEFT would unpack
-    its codes."""
-    assert site.stored is not None
-    assert choice is not None
-    weight = site.stored.weight(site.original)
-    new = replacer.restore(float_site(site, weight.q.device), choice, weight)
-    new.__dict__[STORED] = site.stored.words
-    return new
 
 
 def _check_subclass(old: type[nn.Module], new: nn.Module) -> None:

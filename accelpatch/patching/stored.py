@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from accelpatch.errors import PatchError
 from accelpatch.patching.change import Change
 
 STORED = "_accelpatch_stored"  # attribute of a replacement: in what form its original is stored
@@ -31,7 +32,8 @@ class Stored:
     canonical weight off the module. floats: reads the weight [n, k] in float32, by the formula of the format. refusal:
     why it stays. suits: why not, by what its replacer proposes. formula: why the module's own forward does not run
     while a patch is verified, but the formula ("": it runs). own_forward: a forward on the instance is its library's.
-    unpacked_by: attribute of the model with the handle of a hook that would unpack the module at the first call.
+    unpacked_by: attribute of the model with the handle of a hook that would unpack the module at the first call. lost:
+    attributes of the module by which other code reads or writes its codes.
     """
 
     words: str
@@ -47,6 +49,19 @@ class Stored:
     formula: str = ""
     own_forward: bool = False
     unpacked_by: str | None = None
+    lost: tuple[str, ...] = ()
+
+
+class Lost:
+    """What other code finds on a replacement in place of an attribute by which it would read or write codes."""
+
+    def __init__(self, message: str):
+        self._message = message
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # of copy and pickle
+            raise AttributeError(name)
+        raise PatchError(self._message)
 
 
 Known = Callable[[nn.Module], Stored | None]
@@ -168,3 +183,14 @@ def float_site(site: Any, device: torch.device | None = None) -> Any:
     made = like_float(site.original, site.n, site.k, dtype, device)
     names = tuple(cls.__name__ for cls in type(made).__mro__ if cls is not object)
     return replace(site, module=made, class_names=names, bytes=size, token_bytes=size, stored=None)
+
+
+def taken_over(site: Any, replacer: Any, choice: Any) -> nn.Module:
+    """The replacement of a module with a stored weight: a linear layer, for as their library's class PEFT would unpack
+    its codes."""
+    weight = site.stored.weight(site.original)
+    new: nn.Module = replacer.restore(float_site(site, weight.q.device), choice, weight)
+    new.__dict__[STORED] = site.stored.words
+    for name in site.stored.lost:
+        new.__dict__[name] = Lost(f"{site.path}: its {name} is the original's; call accelpatch.unpatch(model) first")
+    return new

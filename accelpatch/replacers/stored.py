@@ -151,7 +151,9 @@ def _llm_int8(module: nn.Module, tensors: Tensors) -> tuple[Stored, Mapping[str,
     refusal = None
     if weight is not None and weight.dtype != torch.int8:
         refusal = f"its weight is still {weight.dtype}: move the model to its device first, which quantises it"
-    return Stored("LLM.int8()", n, k, replacer="int8_weight_only", options={"group_size": None}, refusal=refusal), {}
+    options = {"group_size": None}
+    found = Stored("LLM.int8()", n, k, replacer="int8_weight_only", options=options, refusal=refusal, lost=("state",))
+    return found, {}
 
 
 def _of_llm_int8(module: nn.Module) -> Tensors:

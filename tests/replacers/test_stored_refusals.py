@@ -1,4 +1,4 @@
-"""What of other libraries' layers is not taken over, and damaged tensors: reasons and errors before anything changes."""
+"""What of other libraries' layers is not taken over, and damaged tensors: before anything changes, and why."""
 
 from __future__ import annotations
 
