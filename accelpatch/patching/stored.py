@@ -133,7 +133,7 @@ def move_(module: nn.Module, device: torch.device | str, keep: Iterable[Tensor] 
     """
     device, stay = torch.device(device), {id(tensor) for tensor in keep}
     moved: dict[Any, Tensor] = {}
-    for holder, name, tensor in list(_places(module)):
+    for holder, name, tensor in list(places(module)):
         if id(tensor) in stay or tensor.device == device or tensor.is_meta:
             continue
         key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
@@ -160,7 +160,7 @@ def set_aside(pairs: Iterable[tuple[nn.Module, nn.Module]]) -> Iterator[None]:
         raise
 
 
-def _places(module: nn.Module) -> Iterator[tuple[Any, Any, Tensor]]:
+def places(module: nn.Module) -> Iterator[tuple[Any, Any, Tensor]]:
     """(table, name, tensor) of every tensor that a module holds, also inside its library's own objects."""
     library, seen = type(module).__module__.partition(".")[0], {id(module)}
     left: list[dict[Any, Any]] = [*(vars(module)[table] for table in ("_parameters", "_buffers")), vars(module)]

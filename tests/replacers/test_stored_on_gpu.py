@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import accelpatch
-from accelpatch.patching.stored import _places, move_
+from accelpatch.patching.stored import places, move_
 from tests.support.stored import K_PROJ, expected, model_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -35,14 +35,14 @@ def logits(model: Any, name: str) -> Tensor:
 
 
 def devices(module: Any) -> set[str]:
-    return {tensor.device.type for _, _, tensor in _places(module)}
+    return {tensor.device.type for _, _, tensor in places(module)}
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_it_runs_and_comes_back_to_the_gpu(name: str) -> None:
     model = on_gpu(name)
     original = model.get_submodule(K_PROJ)
-    held = {id(tensor): tensor.clone() for _, _, tensor in _places(original) if isinstance(tensor, torch.nn.Parameter)}
+    held = {id(tensor): tensor.clone() for _, _, tensor in places(original) if isinstance(tensor, torch.nn.Parameter)}
     accelpatch.patch(model, "exact")
     assert model.accelpatch.report().verification.failures == []
     assert devices(original) <= {"cpu"}
@@ -53,7 +53,7 @@ def test_it_runs_and_comes_back_to_the_gpu(name: str) -> None:
     accelpatch.unpatch(model)
     assert model.get_submodule(K_PROJ) is original
     assert devices(original) == {"cuda"}
-    after = {id(tensor): tensor for _, _, tensor in _places(original)}
+    after = {id(tensor): tensor for _, _, tensor in places(original)}
     assert all(torch.equal(after[key], tensor) for key, tensor in held.items())
     torch.testing.assert_close(logits(model, name), expected(name)["logits"], rtol=0, atol=0.15)
 
@@ -72,6 +72,6 @@ def test_freed_originals_leave_their_memory() -> None:
     name = "bnb-int8"
     model = on_gpu(name)
     kept = accelpatch.patch(model, "exact", keep_original="none")
-    places = {tensor.data_ptr() for module in kept.modules() for _, _, tensor in _places(module)}
+    places = {tensor.data_ptr() for module in kept.modules() for _, _, tensor in places(module)}
     assert kept.get_submodule(K_PROJ).q.data_ptr() in places
     assert not any(type(module).__name__ == "Linear8bitLt" for module in kept.modules())
