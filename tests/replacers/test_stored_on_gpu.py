@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import accelpatch
-from accelpatch.patching.stored import places, move_
+from accelpatch.patching.stored import move_, places
 from tests.support.stored import K_PROJ, expected, model_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
