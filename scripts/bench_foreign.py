@@ -38,6 +38,7 @@ OWN = "int4, own"
 RECIPE = """
 name: own
 extends: exact
+verify: {bound: 0.3}
 rules: [{name: linear, match: {role: linear}, replace: int4_weight_only, options: {group_size: [128, 64]}}]
 """
 
@@ -84,6 +85,8 @@ def said(name: str, model: Any) -> Any:
     sites = {site.replacer for site in report.sites if site.path.endswith("proj")}
     failures = report.verification.failures if report.verification else ()
     print(f"{name}: {sorted(map(str, sites))}, {len(failures)} over their bound; {'; '.join(report.notes)}", flush=True)
+    for failure in failures[:3]:
+        print(f"  {failure}", flush=True)
     return model
 
 

@@ -126,7 +126,7 @@ def _recipe(layout: Mapping[str, Any]) -> str:
     if layout["name"] == "bitsandbytes-8bit":
         return _by(layout, "int8_weight_only", {"group_size": None})
     if layout["name"] == "bitsandbytes-4bit":  # blocks go on from row to row where K is no multiple of them
-        return _by(layout, f"{layout['type']}_weight_only", {"group_size": [2**e for e in range(12, 0, -1)]})
+        return _by(layout, f"{layout['type']}_weight_only", {"group_size": [64, 32, 16, 8, 4, 2]})
     bits, group = layout.get("bits"), layout.get("group_size", 128)
     if bits not in (4, 8) or type(group) is not int or group == 0 or group < -1:
         raise LoadError(f"{layout['name']} with bits {bits!r} and group_size {group!r} is not read")

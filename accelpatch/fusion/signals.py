@@ -80,6 +80,8 @@ def consumed_by_attention(qkv: FusedLinear | Adapted, shape: AttentionShape, dty
     columns = (shape.heads + shape.kv_heads) * shape.size
     if not isinstance(qkv, FusedLinear) or not qkv.one_launch() or columns % TILE_ROWS:
         return 0
+    if qkv.order is not None:  # attention would write where the reordered rows lie, which the product still reads
+        return 0
     device = probe(qkv.raw.device)
     return columns if device.kind == "cpu" or (_overlap(device) and not attention.why_not(shape, dtype, device)) else 0
 

@@ -17,6 +17,8 @@ def side_by_side(gate: Any, up: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     one = tiles is not None and others is not None and tiles.w is others.w and gate.bias is None and up.bias is None
     if not one or is_observed(gate, up):
         return gate(x), up(x)
+    order = getattr(gate, "order", None)  # up's too: weights of other orders share no tiles
+    x = x if order is None else x.index_select(-1, order)
     both: Tensor = LINEARS[type(tiles)].operation(x, *tiles._replace(n=2 * tiles.n, part="both").arguments(), None)
     return both[..., : tiles.n], both[..., tiles.n :]
 

@@ -29,6 +29,7 @@ FOUR_BITS = (*STATES.values(), "weight", "weight.absmax", "weight.quant_map", "w
              "weight.nested_quant_map")  # fmt: skip
 EIGHT_BITS = ("SCB", "weight", "weight_format")
 LONGEST_STATE = 4096  # bytes of JSON
+LARGEST = 64  # values of a group: those of larger blocks are split
 NESTED = 256  # codes of a quantised absmax
 
 
@@ -42,7 +43,7 @@ def four_bits(tensors: Tensors, config: Mapping[str, Any], n: int, k: int) -> Qu
     q = ((codes & 15) << 4 | codes >> 4).view(torch.int8)
     if k % 2:
         raise KernelError(f"weight: K = {k} is odd, and codes that cross rows within a byte are not read")
-    group, absmax = math.gcd(k, size), _absmax(tensors, state, -(-n * k // size))
+    group, absmax = math.gcd(k, size, LARGEST), _absmax(tensors, state, -(-n * k // size))
     book = _given(tensors, "weight.quant_map")
     if book.numel() != len(CODEBOOKS[name]) or not torch.allclose(
         book.float().flatten().cpu(), torch.tensor(CODEBOOKS[name]), rtol=0, atol=1e-6

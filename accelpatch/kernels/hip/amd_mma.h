@@ -102,6 +102,10 @@ template <bool> struct IntegerMma : Cells<false> {
         multiply_bytes(low, a0, a1, part ? x.low.z : x.low.x, part ? x.low.w : x.low.y);
     }
     DEVICE float value(int i) const { return float(high[i] * 256 + low[i]); }
+    // Of weights of two bytes, whose low ones have products of their own: a 256th.
+    DEVICE float value(int i, const IntegerMma& rest) const {
+        return float(high[i] * 256 + low[i] + rest.high[i] + (rest.low[i] >> 8));
+    }
 };
 
 // 8-bit floats E, where the matrix unit has none of their form: none of them is a subnormal of fp16.

@@ -146,7 +146,7 @@ template <int GROUPS_, int KIND> struct Codebook4 {
     using Book = CodebookOf<KIND>;
     static constexpr bool QUANTIZES = true, TILED = true, SPLIT = false, INTERLEAVED = true;
     static constexpr int KSTEP = 128, PARTS = 4, GROUPS = GROUPS_, OFFSET = KIND, STEP_BYTES = 1024, VALUE_BITS = 4;
-    static constexpr float CODE_STEP = 1.f / Book::UNIT;
+    static constexpr float CODE_STEP = 256.f / Book::UNIT;
     static constexpr DEVICE int order(int e) { return NibbleLookup::order(e); }
     static DEVICE void expand(const Words4& raw, int half, Words4& high, Words4& low) {
         const NibbleLookup a(word_of(raw, 2 * half)), b(word_of(raw, 2 * half + 1));

@@ -10,7 +10,7 @@ DEVICE float table_value(uint32_t pair, int half, bool bf16) {
 }
 // Of a float32 whose halves lie in two tables.
 DEVICE float wide_value(uint32_t high, uint32_t low, int half) {
-    return bits_to_float(half ? (high & 0xffff0000u) | low >> 16 : high << 16 | (low & 0xffffu));
+    return bits_to_float(half ? permute<0x7632>(low, high) : permute<0x5410>(low, high));
 }
 
 DEVICE float silu(float v) { return v * fast_reciprocal(1.f + fast_exp2(v * -1.44269504088896f)); }
@@ -120,7 +120,7 @@ private:
         if constexpr (SUMMED<F>) load_floats<Cell::TOKENS>(sums, group_sum);
 #pragma unroll
         for (int i = 0; i < Cell::COUNT; ++i) {
-            const float products = CODEBOOK<F> ? fmaf(part.value(i), 256.f, low.value(i)) : part.value(i),
+            const float products = CODEBOOK<F> ? part.value(i, low) : part.value(i),
                         value = products * block_exponents[i % Cell::TOKENS];
             if constexpr (F::GROUPS == 0) {
                 sum[i] += value;

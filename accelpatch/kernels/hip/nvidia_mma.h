@@ -84,8 +84,12 @@ template <bool NARROW> struct IntegerMma : Cells<NARROW> {
             else multiply_bytes(sum[i], a[0].z, a[1].z, a[0].w, a[1].w, x.b[i].z, x.b[i].w, i == 0);
         }
     }
-    DEVICE float value(int i) const {
-        return NARROW ? float(sum[0][2 * i] * 256 + sum[0][2 * i + 1]) : float(sum[0][i] * 256 + sum[MMAS - 1][i]);
+    DEVICE int high(int i) const { return NARROW ? sum[0][2 * i] : sum[0][i]; }
+    DEVICE int low(int i) const { return NARROW ? sum[0][2 * i + 1] : sum[MMAS - 1][i]; }
+    DEVICE float value(int i) const { return float(high(i) * 256 + low(i)); }
+    // Of weights of two bytes, whose low ones have products of their own: a 256th.
+    DEVICE float value(int i, const IntegerMma& rest) const {
+        return float(high(i) * 256 + low(i) + rest.high(i) + (rest.low(i) >> 8));
     }
 };
 
