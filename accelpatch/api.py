@@ -33,6 +33,7 @@ from accelpatch.recipe import recipe as recipes
 from accelpatch.recipe.recipe import Recipe
 from accelpatch.replacers import registry, replacer
 from accelpatch.replacers.plugin import load_plugin
+from accelpatch.replacers.stored import known
 from accelpatch.report import Report, Stopwatch
 from accelpatch.runtime.generation.first_use import on_first_use
 from accelpatch.runtime.generation.on_demand import unpatch_on_demand
@@ -116,7 +117,7 @@ def plan(model: nn.Module, recipe: AnyRecipe = "int8", *, device: Device | None 
     model = unwrapped(model)
     facts = device or devices.probe(_device_of(model))
     roles = roles_of(getattr(model, "config", None))
-    return make_plan(model, recipes.load(recipe), facts, roles, registry(), smoothing_groups(model))
+    return make_plan(model, recipes.load(recipe), facts, roles, registry(), smoothing_groups(model), known)
 
 
 def plan_from_config(

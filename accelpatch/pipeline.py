@@ -19,7 +19,7 @@ from accelpatch.models.family import roles_of
 from accelpatch.models.fingerprint import fingerprint
 from accelpatch.models.inputs import sample_inputs
 from accelpatch.models.texts import windows
-from accelpatch.patching import apply
+from accelpatch.patching import apply, formula
 from accelpatch.patching.capture import observing, run
 from accelpatch.patching.host_copies import HostCopies, rounded_weights
 from accelpatch.patching.layers import layer_calls, layer_records, record_layers
@@ -33,6 +33,7 @@ from accelpatch.quant.smoothing import SiteStatistics
 from accelpatch.recipe import recipe as recipes
 from accelpatch.replacers import registry
 from accelpatch.replacers.smoothing import site_statistics
+from accelpatch.replacers.stored import known
 from accelpatch.report import Report, Stopwatch
 from accelpatch.runtime.generation.patched_model import RUNTIME, SAVE, new_runtime, patched_classes
 
@@ -74,7 +75,8 @@ def writing(model: nn.Module) -> Iterator[None]:
         yield
         return
     facts, registered = devices.probe("cpu"), registry()
-    planned = make_plan(model, recipes.load("int8"), facts, roles_of(getattr(model, "config", None)), registered)
+    roles = roles_of(getattr(model, "config", None))
+    planned = make_plan(model, recipes.load("int8"), facts, roles, registered, known=known)
     carry_out(model, planned, None, "cpu", False, Stopwatch(None), {}, None)
     try:
         yield
@@ -89,12 +91,14 @@ def calibrated(
     """Run texts through the model and gather statistics of every linear layer's input. See api.calibrate."""
     with writing(model) if data is None else nullcontext():
         batches = windows(model, data, tokenizer, samples, length)
-    found = sites(model, roles_of(getattr(model, "config", None)))
+    found = sites(model, roles_of(getattr(model, "config", None)), known)
     paths = {site.path: site.role for site in found if site.role in LINEAR_ROLES and site.k is not None}
     outputs = {path for path, role in paths.items() if role in OUTPUTS}
     collector = Collector()
     watched = observing(model, list(paths), collector.see, outputs, collector.see_output)
-    with apply.naming("calibration", "texts ran through the model"), watched:
+    stored = [site for site in found if site.stored is not None]
+    own = formula.by_formula(model, stored, formula.reasons(stored))
+    with apply.naming("calibration", "texts ran through the model"), watched, own:
         run(model, batches, lambda done, total: watch("calibrate", done, total), keep=False)
         tokens = sum(batch["input_ids"].numel() for batch in batches)
         return Statistics(collector.finish(), fingerprint(model), tokens)
@@ -123,6 +127,17 @@ def statistics_of(
         return site_statistics(planned, given, lambda done, total: watch("smooth", done, total))
 
 
+@contextmanager
+def runnable(model: nn.Module, planned: Plan, verify: bool, notes: list[str]) -> Iterator[None]:
+    """Context manager in which originals whose own forward must not or cannot run compute by the formula of their
+    format. notes: receives what the report should say."""
+    stored = formula.taken_over(planned) if verify else []
+    found = formula.reasons(stored)
+    notes += formula.notes(stored, found)
+    with formula.by_formula(model, stored, found):
+        yield
+
+
 def carry_out(
     model: Any, planned: Plan, inputs: Any, keep_original: str, verify: bool, watch: Stopwatch,
     at_hand: Mapping[str, apply.Built], save: Any, statistics: Statistics | str | Path | None = None,
@@ -130,10 +145,13 @@ def carry_out(
     """Patch `model` as planned. at_hand: path -> replacements that a checkpoint's loading has put there already, with
     all smoothing in them. save: the model's `save_pretrained`. statistics: see `statistics_of`."""
     notes: list[str] = []
+    formula.check_unpacking(planned.entries)
     stats = {} if at_hand else statistics_of(model, planned, statistics, watch, notes)
     with HostCopies(rounded_weights(planned) if keep_original == "cpu" else []) as copies:
-        captured = capture(model, planned, inputs, sample_inputs, watch, at_hand) if verify else NOT_VERIFIED
-        built, planned = verified_build(planned, captured, checked, watch, at_hand, stats)
+        with runnable(model, planned, verify, notes):
+            captured = capture(model, planned, inputs, sample_inputs, watch, at_hand) if verify else NOT_VERIFIED
+            built, planned = verified_build(planned, captured, checked, watch, at_hand, stats)
+        formula.check_unpacking(planned.entries)
         runtime = new_runtime(planned.device.kind, planned.recipe.runtime)
         report = stage_report(planned, built, runtime.paths)
         report.notes += notes

@@ -21,7 +21,8 @@ class SiteRecord:
     difference from the original, in the recipe's metric. Errors are None where nothing was measured; `unverified` says
     why. failed: the replacement was over its bound, so the original stays. fused: for a layer, whether decode steps run
     it fused; None for all other sites. by_modules: why a replaced layer's modules run in place of the fused one. steps:
-    whether the errors are those of the fused layer, in a prompt and cached steps.
+    whether the errors are those of the fused layer, in a prompt and cached steps. stored: the format of a weight that
+    another library quantised.
     """
 
     path: str
@@ -41,6 +42,7 @@ class SiteRecord:
     fused: bool | None = None
     by_modules: str | None = None
     steps: bool = False
+    stored: str | None = None
 
     @property
     def kernel_share(self) -> float | None:
@@ -180,7 +182,7 @@ def site_table(sites: Sequence[SiteRecord]) -> str:
     for site in sites:
         shape = re.sub(r"\d+", "*", site.path)
         why = _numberless(site.reason or site.by_modules)
-        key = (shape, site.role, site.shape, site.replacer, site.kernel, why)
+        key = (shape, site.role, site.shape, site.replacer, site.kernel, why, site.stored)
         groups.setdefault(key, []).append(site)
     rows: list[Sequence[str]] = [
         ("site", "count", "weight [N, K]", "replacement", "kernel", "bytes", "after", "why it stays")
@@ -192,7 +194,9 @@ def site_table(sites: Sequence[SiteRecord]) -> str:
         size = f"{first.shape[0]} x {first.shape[1]}" if first.shape else ""
         cells = [human(before) if before else "", human(after) if before and first.replacer else ""]
         why = first.reason or first.by_modules or ""
-        row = (name, str(len(members)), size, first.replacer or "stays", first.kernel or "", *cells, why)
+        made = first.replacer or "stays"
+        made = f"{made} ({first.stored}: as stored)" if first.replacer and first.stored else made
+        row = (name, str(len(members)), size, made, first.kernel or "", *cells, why)
         rows.append(row)
     return table(rows)
 

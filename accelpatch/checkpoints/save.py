@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,7 @@ from accelpatch.modules.packed_weight import PackedWeight
 from accelpatch.modules.quantized_module import QuantizedModule
 from accelpatch.modules.replacement import PATH
 from accelpatch.quant.weight import PARTS
-from accelpatch.recipe.recipe import Recipe, dump
+from accelpatch.recipe.recipe import Match, Recipe, Rule, dump
 
 SHARD = "5GB"  # bytes of a file, unless the caller says another size
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -37,25 +40,47 @@ def save(
     plan: the Plan that the model was patched by. Tied weights are written once. max_shard_size: bytes, or such as
     "5GB". more: write further files, such as a tokenizer's. Raises SaveError.
     """
-    most, target = shard_size(max_shard_size), Path(folder)
+    most, target, recipe = shard_size(max_shard_size), Path(folder), recipe_of(plan)
     if adapters := [name for name, _ in model.named_modules() if name.endswith(("lora_A", "lora_B"))]:
         raise SaveError(f"{adapters[0]} is an adapter: save it by its own save_pretrained, and the model without it")
     with replaced_folder(target, lambda name: not name.startswith(WEIGHTS)) as made, torch.no_grad():
         config = copy.deepcopy(model.config)
         config.architectures = [type(model).__name__]
         config.dtype = str(model.dtype).removeprefix("torch.")
-        config.quantization_config = description(plan.recipe)
+        config.quantization_config = description(recipe)
         if not _is_tied(model):  # whatever the configuration said when they were still one
             config.tie_word_embeddings = False
             config.get_text_config(decoder=True).tie_word_embeddings = False
         config.save_pretrained(made)
         if model.can_generate():
             model.generation_config.save_pretrained(made)
-        (made / RECIPE).write_text(dump(plan.recipe), encoding="utf-8")
+        (made / RECIPE).write_text(dump(recipe), encoding="utf-8")
         for write in more:
             write(made)
         whole = [entry.site.path for entry in plan.replaced if entry.replacer.whole]
         write_weights(model, made, {entry.site.path: entry.replacer.name for entry in plan.replaced}, most, whole)
+
+
+def recipe_of(plan: Any) -> Recipe:
+    """The recipe by which a saved model comes back: the plan's own, after rules for weights that another library
+    quantised, which are saved in the format that took them over."""
+    formats: dict[tuple[str, str], list[Any]] = {}
+    for entry in plan.replaced:
+        if entry.as_stored:
+            formats.setdefault((entry.replacer.name, repr(entry.site.stored.options)), []).append(entry)
+    rules = []
+    for place, entries in enumerate(formats.values()):
+        first, own = entries[0], {id(entry) for entry in entries}
+        others = [entry.site.path for entry in plan.entries if id(entry) not in own]
+        match = Match(name=tuple(dict.fromkeys(_pattern(entry.site.path, others) for entry in entries)))
+        rules.append(Rule(match, first.replacer.name, dict(first.site.stored.options), name=f"stored{place}"))
+    return replace(plan.recipe, rules=(*rules, *plan.recipe.rules))
+
+
+def _pattern(path: str, others: Sequence[str]) -> str:
+    """A glob for a path in every layer, where that matches none of the others; else the path itself."""
+    pattern = re.sub(r"\d+", "*", path)
+    return path if any(fnmatchcase(other, pattern) for other in others) else pattern
 
 
 def _is_tied(model: Any) -> bool:

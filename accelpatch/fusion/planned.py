@@ -43,11 +43,17 @@ def planned(site: Site, replaced: Sites, device: Device) -> str | Reason:
 def libraries(site: Site, device: Device) -> tuple[str, ...]:
     """The device libraries of a fused layer besides those of its weights: attention's, where they have it."""
     layer: Any = site.original
-    dtype = next(parameter.dtype for parameter in layer.parameters())
+    dtype = _dtype_of(layer)
     shape = _attention_shape(layer_facts.attention_of(layer))
     if device.kind == "cpu" or hip_attention.why_not(shape, dtype, device) is not None:
         return ()
     return (hip_attention.library(shape.size, dtype),)
+
+
+def _dtype_of(layer: Any) -> torch.dtype:
+    """What a layer computes in: the dtype of its first float parameter; those of quantised weights are codes."""
+    floats = (p.dtype for p in layer.parameters() if p.is_floating_point() and p.dtype.itemsize > 1)
+    return next(floats, torch.float32)
 
 
 def _planned(site: Site, replaced: Sites, device: Device) -> str:
@@ -72,7 +78,7 @@ def _planned(site: Site, replaced: Sites, device: Device) -> str:
     for path in (*(f"{site.path}.{name}" for name in form.norms.values()), f"{model}.{family.decoder.norm}"):
         if replaced.get(path) is None and not has_layer_norms(layer):
             raise CannotFuse(f"the norm {path} is not replaced")
-    dtype = next(parameter.dtype for parameter in layer.parameters())
+    dtype = _dtype_of(layer)
     if device.kind == "cpu":
         return _native(layer, site.path, replaced, dtype, device)
     return _launches(layer, site.path, replaced, dtype, device)

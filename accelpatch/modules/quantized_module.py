@@ -17,11 +17,12 @@ from accelpatch.errors import KernelError
 from accelpatch.kernels.layouts.cpu_pack import Pack
 from accelpatch.kernels.layouts.int4_tiles import Tiles
 from accelpatch.modules.packed_weight import PackedWeight
-from accelpatch.modules.replacement import ROLE
+from accelpatch.modules.replacement import ROLE, STORED
 from accelpatch.quant.weight import AnyWeight, OrderedWeight, QuantizedWeight
 
 CANONICAL = ("q", "scale", "offset")
 Held = AnyWeight
+NOT_WRITTEN = "and its original could not take another: load the float model to change weights"
 OF_PEFT = "base_model.model."  # prefix of names in a PeftModel's state dict
 
 
@@ -206,6 +207,8 @@ class QuantizedModule(PackedWeight):
         if new.q.dtype != held.q.dtype:  # bits of e4m3fn are other numbers in e4m3fnuz
             raise KernelError(f"q is {new.q.dtype}, and {held.q.dtype} is packed here")
         if not _same(new, held):
+            if STORED in vars(self):
+                raise KernelError(f"its weight is {vars(self)[STORED]} as stored, {NOT_WRITTEN}")
             self._lay_out(new)
             self.written = True
 

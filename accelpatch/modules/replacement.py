@@ -27,6 +27,7 @@ GLOBAL_HOOKS = tuple(f"_global{name}" for name in HOOKS)
 OWN_HOOK = "of_accelpatch"  # marks hooks of this package, which change nothing that a module computes
 PATH = "_accelpatch_path"  # attribute of a replacement: its dotted name, for messages
 ROLE = "_accelpatch_role"  # attribute of a replacement: the role of its site
+STORED = "_accelpatch_stored"  # attribute of a replacement: in what form another library stored its weight
 ON_DEMAND = "_accelpatch_on_demand"  # attribute: an OnDemand that unpatches instead of refusing a call
 TAKEN = "_accelpatch_taken"  # attribute of a replacement: names of the original's attributes
 COPIED = "accelpatch: whole models"  # key in deepcopy's memo: ids of modules in wholly copied models

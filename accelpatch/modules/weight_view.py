@@ -89,6 +89,10 @@ class WeightView(Tensor):
             return type(result)(_viewed(value, weights) for value in result)
         return _viewed(result, weights)
 
+    def __getattr__(self, name: str) -> Any:
+        """What another library's weight would have, such as bitsandbytes' quant_state, which PEFT's merge looks for."""
+        raise AttributeError(f"a packed weight has no {name}; {WAY}")
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         with _plain():
             return self.detach().as_subclass(Tensor).clone()

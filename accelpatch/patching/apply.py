@@ -18,6 +18,7 @@ from accelpatch.patching.entry import Entry
 from accelpatch.patching.host_copies import HostCopies
 from accelpatch.patching.match import inner_name
 from accelpatch.patching.plan import Plan
+from accelpatch.patching.stored import WithheldHook, set_aside, taken_over, unpacking_hooks
 from accelpatch.report import Report
 
 HANDLE = "accelpatch"  # the attribute of a patched model that holds its Handle
@@ -121,7 +122,7 @@ def check_patchable(model: nn.Module) -> None:
     kinds = {type(module).__name__ for module in model.modules()}
     if kinds & {"FullyShardedDataParallel", "FSDPModule"} or any(name.startswith("FSDP") for name in kinds):
         raise PatchError("the model is sharded by FSDP; patch it before wrapping, or patch the unwrapped model")
-    for name, tensor in model.named_parameters():
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if type(tensor.data).__name__ == "DTensor" or type(tensor).__name__ == "DTensor":
             raise PatchError(f"{name} is a DTensor (tensor parallel or FSDP2); load the model without it, then patch")
         if tensor.is_meta:
@@ -155,8 +156,11 @@ def _build(entry: Entry, held: Any, stats: Any) -> Built:
     site, replacer, choice = entry.site, entry.replacer, entry.choice
     assert replacer is not None
     assert choice is not None
-    new = replacer.build(site, choice, stats) if held is None else replacer.restore(site, choice, held)
-    _check_subclass(site.original, new)
+    if entry.as_stored:
+        new = taken_over(site, replacer, choice)
+    else:
+        new = replacer.build(site, choice, stats) if held is None else replacer.restore(site, choice, held)
+    _check_subclass(nn.Linear if entry.as_stored else type(site.original), new)
     modules = [(site.original, new, site.places)]
     for tied in site.tied:
         modules.append((tied.original, replacer.build_tied(site, tied, new), tied.places))
@@ -166,11 +170,11 @@ def _build(entry: Entry, held: Any, stats: Any) -> Built:
     return Built(replace(entry, choice=replacer.prefetchable(site, choice, new)), modules)
 
 
-def _check_subclass(old: nn.Module, new: nn.Module) -> None:
-    """Raise PatchError unless `new` is an instance of `old`'s class, by which transformers and PEFT find modules."""
-    if not isinstance(new, type(old)):
+def _check_subclass(old: type[nn.Module], new: nn.Module) -> None:
+    """Raise PatchError unless `new` is an instance of `old`, by which transformers and PEFT find modules."""
+    if not isinstance(new, old):
         raise PatchError(
-            f"the replacement {type(new).__name__} is no subclass of {type(old).__name__}, so hidden states and "
+            f"the replacement {type(new).__name__} is no subclass of {old.__name__}, so hidden states and "
             "adapters would not find it; derive it from the class that it replaces"
         )
 
@@ -205,7 +209,10 @@ def commit(
     attributes: (module, attribute name, value) to set on the model and on models inside it; `__class__` is allowed.
     """
     replaced = {id(old): new for item in built for old, new, _ in item.modules}
-    changes = [change for item in built for change in _changes(model, item, replaced)]
+    changes: list[Change] = [
+        WithheldHook(model, name, None, None) for name in unpacking_hooks(model, [item.entry.site for item in built])
+    ]
+    changes += [change for item in built for change in _changes(model, item, replaced)]
     handle = Handle(plan.detached(), changes, keep_original, report)
     handle.hooks = [vars(module)["_hf_hook"] for module in model.modules() if "_hf_hook" in vars(module)]
     for owner, name, value in (*attributes, (model, HANDLE, handle)):
@@ -246,7 +253,8 @@ def settle(handle: Handle, built: list[Built], copies: HostCopies, progress: Cal
     given = [(old, new) for item in built for old, new, _ in item.modules if getattr(new, "gives_back", False)]
     after = {p: copies.of(p) for old, new in rounded for p in _own_parameters(old, new, recurse=True) if p in copies}
     after |= {p: p.data.new_empty(0) for old, new in given for p in _own_parameters(old, new)}
-    _set_all([(parameter, "data", parameter.data, data) for parameter, data in after.items()])
+    with set_aside((old, new) for item in built if item.entry.as_stored for old, new, _ in item.modules):
+        _set_all([(parameter, "data", parameter.data, data) for parameter, data in after.items()])
 
 
 def _set_all(assignments: list[tuple[Any, str, Any, Any]]) -> None:

@@ -16,6 +16,7 @@ from torch import nn
 
 from accelpatch.errors import PatchError
 from accelpatch.patching.change import give_back
+from accelpatch.patching.stored import STORED, move_
 
 TABLES = ("_parameters", "_buffers", "_modules")
 HOOKED = ("forward", "_old_forward", "_hf_hook")  # attributes that accelerate's hooks set on an instance
@@ -122,6 +123,9 @@ def _carried(swap: Swap, forced: bool) -> bool:
         for name in HOOKED:
             old.__dict__.pop(name, None)
     _bring(vars(old), vars(new), swap.common[""], fixed)
+    if STORED in vars(new):
+        move_(old, next(new.buffers()).device)
+        return False
     if hasattr(new, "hand_back"):
         return bool(cast(Any, new).hand_back(old))
     held_there = itertools.chain(new._parameters.values(), new._buffers.values())

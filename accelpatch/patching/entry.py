@@ -35,9 +35,16 @@ class Entry:
         return self.site, *self.inside
 
     @property
+    def as_stored(self) -> bool:
+        """Whether a weight that another library quantised is taken over as it is."""
+        return self.replacer is not None and self.site.stored is not None and not self.replacer.takes_stored
+
+    @property
     def calibrates(self) -> bool:
         """Whether the replacement needs statistics of its input."""
-        return self.replacer is not None and self.choice is not None and self.replacer.calibrates(self.choice)
+        if self.replacer is None or self.choice is None or self.as_stored:
+            return False
+        return self.replacer.calibrates(self.choice)
 
     def record(self) -> SiteRecord:
         """This entry as a SiteRecord, with nothing measured."""
@@ -49,4 +56,5 @@ class Entry:
             site.path or "(model)", site.role, tied, shape, self.replacer.name if self.replacer else None,
             choice.kernel if choice else None, self.reason, (site.token_bytes, after[0]), (site.bytes, after[1]),
             failed=self.failed, fused=choice.fused if choice else None,
+            stored=None if site.stored is None else site.stored.words,
         )  # fmt: skip

@@ -24,12 +24,13 @@ class Group(Protocol):
 
 
 def chosen(
-    groups: Sequence[Group], smooths: Mapping[str, bool], hooked: Collection[str] = ()
+    groups: Sequence[Group], smooths: Mapping[str, bool], hooked: Collection[str] = (), stored: Collection[str] = ()
 ) -> tuple[tuple[Group, ...], list[str]]:
     """The groups that a recipe with smoothing smooths, and notes about those whose source cannot take part.
 
     smooths: path of each replaced site -> whether its replacement takes smoothing. hooked: paths of modules with hooks
-    of the user's, which would see divided values. Raises PlanError for a group of which only some consumers do, and for
+    of the user's, which would see divided values. stored: paths of weights that another library quantised, which are
+    not multiplied. Raises PlanError for a group of which only some consumers do, and for
     one with an adapter, which reads the same input, around a consumer.
     """
     found, left = list[Group](), Counter[str]()
@@ -42,6 +43,9 @@ def chosen(
             )
         able = [path for path in group.consumers if smooths.get(path, False)]
         if not able:
+            continue
+        if any(path in stored for path in group.consumers):
+            left[f"{group.kind}, of which a weight is quantised already"] += 1
             continue
         if missing := [path for path in group.consumers if path not in able]:
             raise PlanError(

@@ -25,7 +25,8 @@ LARGE = 1 << 22  # bytes from which huge pages are used: two of them
 
 def rounded_weights(plan: Plan) -> list[nn.Parameter]:
     """The parameters of originals whose replacement rounds them, those on a GPU only."""
-    rounded = [site for entry in plan.replaced if entry.replacer and entry.replacer.rounds for site in entry.sites]
+    entries = (entry for entry in plan.replaced if entry.replacer and entry.replacer.rounds and not entry.as_stored)
+    rounded = [site for entry in entries for site in entry.sites]
     modules = [member.original for site in rounded for member in (site, *site.tied)]
     return [p for module in modules for p in module.parameters(recurse=False) if on_a_device(p)]
 

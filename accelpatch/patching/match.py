@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
 from torch import nn
 
 from accelpatch.patching.site import Site
+from accelpatch.patching.stored import Known, Stored, nothing
 from accelpatch.recipe.recipe import Match, Recipe, Rule
 
 # Roles by class, where the family's table has none: suffix of the class name -> role.
@@ -22,12 +24,13 @@ CLASS_ROLES = (
 )
 
 
-def sites(model: nn.Module, roles: Mapping[str, str]) -> list[Site]:
+def sites(model: nn.Module, roles: Mapping[str, str], known: Known = nothing) -> list[Site]:
     """Every module of `model` that owns parameters or has a role, in the order of the tree.
 
     roles: the model family's table, glob over dotted names (numbers written `#`) -> role. Modules that share a weight
     become one site with the others in `tied`; the head comes first, since its linear layer decides the format. A module
-    wrapped by a PEFT adapter has the role of the adapter's place; the adapter's own weights have none.
+    wrapped by a PEFT adapter has the role of the adapter's place; the adapter's own weights have none. known: says what
+    is known of modules whose weight another library quantised; they have the roles of float linear layers.
     """
     places: dict[int, list[str]] = {}
     modules: dict[int, nn.Module] = {}
@@ -40,11 +43,16 @@ def sites(model: nn.Module, roles: Mapping[str, str]) -> list[Site]:
     share = active_share(model)
     counted: set[int] = set()
     found: dict[int, Site] = {}
+    dtype = _dtype_of(model)
     for key, module in modules.items():
         path = named_without(adapters, places[key][0])
         role = role_of(path, module, roles, head) if path and module is not model else "other"
         own = [p for p in module._parameters.values() if p is not None]
-        if own or role != "other":
+        stored = None if inner_name(module) else known(module)
+        if stored is not None:
+            role = "linear" if role == "other" and path else role
+            found[key] = _stored_site(places[key], module, role, stored, dtype)
+        elif own or role != "other":
             found[key] = _site(places[key], module, role, own, share, counted)
     return _join_tied(list(found.values()))
 
@@ -151,6 +159,20 @@ def _site(
     names = tuple(cls.__name__ for cls in type(module).__mro__ if cls is not object)
     dtype = str(own[0].dtype).removeprefix("torch.") if own else ""
     return Site(paths[0], module, role, names, n, k, size, token, dtype, tuple(paths))
+
+
+def _stored_site(paths: list[str], module: nn.Module, role: str, stored: Stored, dtype: str) -> Site:
+    names = tuple(cls.__name__ for cls in type(module).__mro__ if cls is not object)
+    return Site(
+        paths[0], module, role, names, stored.n, stored.k, stored.bytes, stored.bytes, dtype, tuple(paths),
+        stored=stored,
+    )  # fmt: skip
+
+
+def _dtype_of(model: nn.Module) -> str:
+    """The dtype that a model computes in: that of its first float parameter, 8-bit floats apart."""
+    dtypes = (p.dtype for p in model.parameters() if p.is_floating_point() and p.dtype.itemsize > 1)
+    return str(next(dtypes, torch.float32)).removeprefix("torch.")
 
 
 def _shape(module: nn.Module) -> tuple[int | None, int | None]:

@@ -17,6 +17,7 @@ from accelpatch.patching.kv_cache import cache_size
 from accelpatch.patching.match import matches, rule_for, sites
 from accelpatch.patching.replacer import Choice, Reason, Replaced, Replacer
 from accelpatch.patching.site import Site
+from accelpatch.patching.stored import Known, float_site, nothing
 from accelpatch.recipe.recipe import Recipe, Rule
 from accelpatch.report import Report, bytes_line, fused_lines, human, site_table
 
@@ -125,17 +126,19 @@ class Plan:
 
 def make_plan(
     model: nn.Module, recipe: Recipe, device: Device, roles: Mapping[str, str], registry: Mapping[str, Replacer],
-    groups: Sequence[Group] = (),
+    groups: Sequence[Group] = (), known: Known = nothing,
 ) -> Plan:  # fmt: skip
     """Decide about every site of `model`.
 
     roles: the family's table (glob -> role); registry: replacer names -> replacers; groups: of the family, which are
-    smoothed where the recipe has an alpha. Raises PlanError for an unknown replacer, a rule that matches nothing, a
-    weight with two owners, a tie that would be split, and a group that would be smoothed in part.
+    smoothed where the recipe has an alpha; known: of modules whose weight another library quantised, which the replacer
+    of their own format takes over, whatever the rule that matches says of float weights. Raises PlanError for an
+    unknown replacer, a rule that matches nothing, a weight with two owners, a tie that would be split, and a group that
+    would be smoothed in part.
     """
     for rule in recipe.rules:
         _check_rule(rule, registry)
-    found = sites(model, roles)
+    found = sites(model, roles, known)
     _check_all_match(recipe, found)
     entries = _absorbed([_decide(site, recipe, device, registry) for site in found])
     _check_owners(entries)
@@ -146,7 +149,8 @@ def make_plan(
     wanted = groups if (recipe.calibrate or {}).get("alpha") is not None else ()
     modules = {site.path: site.module for entry in entries for site in entry.sites}
     hooked = [path for path, one in modules.items() if one and (one._forward_hooks or one._forward_pre_hooks)]
-    smoothed, left = smoothing.chosen(wanted, smooths, hooked)
+    stored = [site.path for site in found if site.stored is not None]
+    smoothed, left = smoothing.chosen(wanted, smooths, hooked, stored)
     return Plan(name, recipe, device, tuple(entries), length, cache, smoothed, tuple(left))
 
 
@@ -182,7 +186,11 @@ def _decide(site: Site, recipe: Recipe, device: Device, registry: Mapping[str, R
     if rule.replace == "keep":
         return Entry(site, rule, reason="kept by the recipe")
     replacer = registry[rule.replace]
-    answer = _propose(site, rule, replacer, device)
+    if site.stored is None or replacer.takes_stored:
+        answer = _propose(site, rule, replacer, device)
+    else:
+        replacer = registry.get(site.stored.replacer, replacer)
+        answer = _propose_stored(site, replacer, device)
     if isinstance(answer, Choice):
         return Entry(site, rule, replacer, answer)
     if rule.otherwise == "error":
@@ -236,6 +244,22 @@ def _propose(site: Site, rule: Rule, replacer: Replacer, device: Device) -> Choi
             "use a replacer that takes them together, or keep them"
         )
     return replacer.propose(site, rule.options, device)
+
+
+def _propose_stored(site: Site, replacer: Replacer, device: Device) -> Choice | Reason:
+    """What the replacer of a stored weight's own format would do, or why the module stays."""
+    stored, module = site.stored, site.original
+    assert stored is not None
+    if stored.refusal is not None:
+        return Reason(f"{stored.words}: {stored.refusal}")
+    if _has_own_forward(module) and not stored.own_forward:
+        return Reason(f"{site.path} has a forward of its own on the instance")
+    if site.tied:
+        return Reason(f"{stored.words}: it shares its weight with {site.tied[0].path}")
+    answer = replacer.propose(float_site(site), stored.options, device)
+    if isinstance(answer, Choice) and (reason := stored.suits(answer)):
+        return Reason(f"{stored.words}: {reason}")
+    return replace(answer, bytes_before=site.token_bytes) if isinstance(answer, Choice) else answer
 
 
 def _has_own_forward(module: nn.Module) -> bool:

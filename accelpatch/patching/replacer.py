@@ -60,7 +60,8 @@ class Replacer(ABC):
     still apply when this replaces their parent (`EVERY_CHILD`: all). ties: whether it can replace several modules that
     share a weight. rounds: whether the original weights must be kept for unpatch. fuses: whether a fused layer is made
     of the replacement, which is verified again as a whole. smooths: whether `build` takes the smoothing of its group.
-    whole: whether it takes a module with all that is in it: no rule applies to what is inside.
+    whole: whether it takes a module with all that is in it: no rule applies to what is inside. takes_stored: whether it
+    takes modules whose weight another library quantised itself; in place of all others their own format's does.
     """
 
     name: ClassVar[str]
@@ -71,6 +72,7 @@ class Replacer(ABC):
     fuses: ClassVar[bool] = False
     smooths: ClassVar[bool] = False
     whole: ClassVar[bool] = False
+    takes_stored: ClassVar[bool] = False
 
     @abstractmethod
     def propose(self, site: Site, options: Mapping[str, Any], device: Device) -> Choice | Reason:

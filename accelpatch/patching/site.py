@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
+from accelpatch.patching.stored import Stored
+
 # Roles of products with one weight matrix inside the model; a rule for role `linear` takes them all. The head is apart.
 LINEAR_ROLES = frozenset(
     {"linear", "q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"}
@@ -20,7 +22,8 @@ class Site:
     path, places: dotted name, and every name under which the model holds the same module. module: the original; None in
     a detached plan. n, k: shape of the weight [N, K] (output and input features), None where there is no single matrix.
     bytes: size of the parameters that the module owns itself. token_bytes: bytes of those read to decode one token.
-    tied: sites of other modules that share this module's weight; all of them are replaced together, or none.
+    tied: sites of other modules that share this module's weight; all of them are replaced together, or none. stored:
+    what is known of a weight that another library quantised; n, k and dtype are then those of the float weight.
     """
 
     path: str
@@ -34,6 +37,7 @@ class Site:
     dtype: str = ""
     places: tuple[str, ...] = ()
     tied: tuple[Site, ...] = ()
+    stored: Stored | None = None
 
     @property
     def original(self) -> nn.Module:

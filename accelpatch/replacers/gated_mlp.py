@@ -40,7 +40,8 @@ class GatedMLPReplacer(Replacer):
             return Reason(f"the activation of {type(mlp).__name__} is not known here")
         down = children["down_proj"]
         width = getattr(down, "in_features", 1)
-        dtype = next((p.dtype for p in down.parameters()), torch.float32)
+        held = (one.dtype for one in (*down.parameters(), *down.buffers()))  # where it is quantised, those of codes too
+        dtype = next((one for one in held if one.is_floating_point and one.itemsize > 1), torch.float32)
         spec = Spec("gated_activation", {"M": 1, "K": width}, dtype, options={"activation": activation})
         try:
             kernel = dispatch.choose("gated_activation", spec, device)

@@ -1,0 +1,270 @@
+"""Modules of other libraries with a quantised weight: a table from their classes to what reads them.
+
+They are known by the name of their class and their tensors; none of the libraries is imported. Layouts of tensors:
+quant/packed_formats.py and quant/bitsandbytes_formats.py.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accelpatch.errors import KernelError
+from accelpatch.patching.replacer import Choice
+from accelpatch.patching.stored import Stored, bias_of
+from accelpatch.quant import bitsandbytes_formats, codebook, fp8, int4, int8, packed_formats
+from accelpatch.quant.packed_formats import FP8
+from accelpatch.quant.weight import OrderedWeight
+
+Tensors = Mapping[str, Tensor | None]
+FLOATS: Mapping[str, Callable[..., Tensor]] = {
+    "int4_weight_only": int4.dequantize, "int8_weight_only": int8.dequantize, "w8a8": int8.dequantize,
+    "fp8_weight_only": fp8.dequantize, "w8a8_fp8": fp8.dequantize,
+    "nf4_weight_only": partial(codebook.dequantize, codebook="nf4"),
+    "fp4_weight_only": partial(codebook.dequantize, codebook="fp4"),
+}  # fmt: skip
+AT_FIRST_CALL = "GPTQModel packs it anew at its first call"
+REPACKS = "bitsandbytes packs it anew for a CPU at its first call, and rounds its scales"
+UNPACKS = "compressed-tensors unpacks it at its first call"
+PACKED_ANEW = "it has been packed anew at its first call: patch the model before it runs"
+HAS_ADAPTER = "an adapter of GPTQModel's own is in it: merge it first"
+ROTATES = "it rotates its input"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a library's class holds a weight.
+
+    parts: its tensors, the first of which is always there. facts: words, replacer and options, and what the reader
+    needs (`config`); a text is the reason why it cannot be read. reader: makes the canonical weight. tensors: finds the
+    parts, where they are neither parameters nor buffers.
+    """
+
+    parts: tuple[str, ...]
+    facts: Callable[[nn.Module, Tensors], tuple[Stored, Mapping[str, Any]]]
+    reader: Callable[[Tensors, Mapping[str, Any], int, int], Any]
+    tensors: Callable[[nn.Module], Tensors] | None = None
+
+    def of(self, module: nn.Module) -> Tensors:
+        """The parts that a module has, by name."""
+        if self.tensors is not None:
+            return self.tensors(module)
+        held = {**module._buffers, **module._parameters}
+        return {name: held.get(name) for name in self.parts}
+
+
+def known(module: nn.Module) -> Stored | None:
+    """What is known of a module whose weight another library quantised; None for all other modules."""
+    name = type(module).__name__
+    if name in OTHERS:
+        own = f"in the packing of {OTHERS[name]}'s {name}, which is not read: load the model with plain kernels"
+        return Stored(OTHERS[name], *_sizes(module), refusal=own)
+    layout = COMPRESSED if name == "Linear" and "quantization_scheme" in vars(module) else TABLE.get(name)
+    if layout is None:
+        return None
+    tensors = layout.of(module)
+    if layout is COMPRESSED and all(tensors[part] is None for part in ("weight_packed", "weight_scale")):
+        return None
+    found, config = layout.facts(module, tensors)
+    if found.refusal is None and any(isinstance(child, nn.Module) for child in module._modules.values()):
+        found = replace(found, refusal=f"it has modules inside ({next(iter(module._modules))})")
+    held = [tensor for tensor in (*tensors.values(), bias_of(module)) if tensor is not None]
+    weight = partial(_weight, layout, config, found.n, found.k)
+    return replace(
+        found, bytes=sum(one.nbytes for one in held), weight=weight, floats=partial(_floats, weight, found.replacer)
+    )
+
+
+def _weight(layout: Layout, config: Mapping[str, Any], n: int, k: int, module: nn.Module) -> Any:
+    """The canonical weight. Raises KernelError, which begins with the name of a tensor that is wrong."""
+    tensors = layout.of(module)
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.is_meta:
+            raise KernelError(f"{name} is on the meta device: load the model with its weights in memory")
+    with torch.no_grad():
+        return layout.reader(tensors, config, n, k)
+
+
+def _floats(weight: Callable[[nn.Module], Any], replacer: str, module: nn.Module) -> Tensor:
+    held = weight(module)
+    full = FLOATS[replacer](held)
+    return torch.empty_like(full).index_copy_(1, held.order.long(), full) if isinstance(held, OrderedWeight) else full
+
+
+def _sizes(module: nn.Module) -> tuple[int, int]:
+    """(n, k) of a linear layer."""
+    held: Any = vars(module)
+    return int(held.get("out_features", 0)), int(held.get("in_features", 0))
+
+
+def _grouped(tool: str, bits: Any, groups: int, symmetric: bool, sizes: tuple[int, int], **more: Any) -> Stored:
+    """A weight of 4 or 8 bits in so many groups along K."""
+    n, k = sizes
+    group = k // groups if groups > 0 else 0
+    words = f"{tool} {bits} bits, " + ("one scale a row" if groups == 1 else f"groups of {group}")
+    if bits not in (4, 8):
+        return Stored(words, n, k, refusal=f"{bits} bits are not read: 4 and 8 are")
+    if bits == 8:
+        return Stored(words, n, k, replacer="int8_weight_only", options={"group_size": group}, **more)
+    options = {"group_size": group} | ({"symmetric": True} if symmetric else {"zero_point": True})
+    return Stored(words, n, k, replacer="int4_weight_only", options=options, **more)
+
+
+def _gptq(module: nn.Module, tensors: Tensors) -> tuple[Stored, Mapping[str, Any]]:
+    held: Any = vars(module)
+    scales, bits, sym = tensors["scales"], held.get("bits"), bool(held.get("sym", True))
+    version = str(getattr(held.get("format"), "value", held.get("format") or "gptq"))
+    # GPTQModel turns v1 into v2 when it loads, for kernels that need that, and marks it so; AutoGPTQ never does
+    v2 = version == "gptq_v2" or held.get("_qzeros_format") == 2 or getattr(module, "REQUIRES_FORMAT_V2", False)
+    config = {"bits": bits, "sym": sym, "checkpoint_format": "gptq_v2" if v2 else "gptq"}
+    repacks = "linear_mode" in held
+    refusal = HAS_ADAPTER if held.get("adapter") is not None else None
+    refusal = PACKED_ANEW if held.get("linear_mode") is not None else refusal
+    refusal = ROTATES if held.get("online_full_had") or held.get("online_partial_had") else refusal
+    if version not in ("gptq", "gptq_v2"):
+        refusal = f"its format {version} is not read"
+    groups = 0 if scales is None or scales.dim() != 2 else len(scales)
+    formula = AT_FIRST_CALL if repacks else ""
+    return _grouped("GPTQ", bits, groups, sym, _sizes(module), refusal=refusal, formula=formula), config
+
+
+def _awq(version: str, module: nn.Module, tensors: Tensors) -> tuple[Stored, Mapping[str, Any]]:
+    held: Any = vars(module)
+    (n, k), size, bits = _sizes(module), held.get("group_size"), held.get("w_bit", held.get("bits"))
+    size = k if size in (-1, None) else size
+    refusal = HAS_ADAPTER if held.get("adapter") is not None else None
+    refusal = PACKED_ANEW if held.get("linear_mode") is not None else refusal
+    groups, formula = k // size if size > 0 else 0, AT_FIRST_CALL if "linear_mode" in held else ""
+    found = _grouped("AWQ", bits, groups, False, (n, k), refusal=refusal, formula=formula)
+    return found, {"bits": bits, "group_size": size, "version": version}
+
+
+def _llm_int8(module: nn.Module, tensors: Tensors) -> tuple[Stored, Mapping[str, Any]]:
+    weight, (n, k) = tensors["weight"], _sizes(module)
+    refusal = None
+    if weight is not None and weight.dtype != torch.int8:
+        refusal = f"its weight is still {weight.dtype}: move the model to its device first, which quantises it"
+    options = {"group_size": None}
+    found = Stored("LLM.int8()", n, k, replacer="int8_weight_only", options=options, refusal=refusal, lost=("state",))
+    return found, {}
+
+
+def _of_llm_int8(module: nn.Module) -> Tensors:
+    """bitsandbytes holds SCB beside the weight, and after the first call in the module's state."""
+    weight, state = module._parameters.get("weight"), vars(module).get("state")
+    beside = getattr(weight, "SCB", None)
+    return {"weight": weight, "SCB": getattr(state, "SCB", None) if beside is None else beside}
+
+
+def _of_four_bits(module: nn.Module) -> Tensors:
+    """The tensors of bitsandbytes' 4 bits under the names that files have, as its quant_state holds them."""
+    weight = module._parameters.get("weight")
+    state = getattr(weight, "quant_state", None)
+    if state is None:
+        return {"weight": weight}
+    facts = {
+        "quant_type": state.quant_type, "blocksize": state.blocksize, "shape": list(state.shape),
+        "dtype": str(state.dtype).removeprefix("torch."),
+    }  # fmt: skip
+    held = {"weight": weight, "weight.absmax": state.absmax, "weight.quant_map": state.code}
+    if state.nested:
+        facts |= {
+            "nested_blocksize": state.state2.blocksize,
+            "nested_offset": 0.0 if state.offset.is_meta else float(state.offset),
+        }
+        held |= {"weight.nested_absmax": state.state2.absmax, "weight.nested_quant_map": state.state2.code}
+    text = torch.tensor(list(json.dumps(facts).encode()), dtype=torch.uint8)
+    return held | {f"weight.quant_state.bitsandbytes__{state.quant_type}": text}
+
+
+def _four_bits(module: nn.Module, tensors: Tensors) -> tuple[Stored, Mapping[str, Any]]:
+    weight, (n, k) = module._parameters.get("weight"), _sizes(module)
+    state = getattr(weight, "quant_state", None)
+    if weight is None or state is None:
+        why = "its weight is still float: move the model to its device first, which quantises it"
+        return Stored("bitsandbytes 4 bits", n, k, refusal=why), {}
+    words = f"bitsandbytes {state.quant_type}, blocks of {state.blocksize}" + (", nested" if state.nested else "")
+    formula = REPACKS if weight.device.type == "cpu" else ""
+    if getattr(state, "packing_format_for_cpu", False):
+        return Stored(words, n, k, refusal=f"{PACKED_ANEW}, or load it again"), {}
+    options = {"group_size": math.gcd(k, state.blocksize)}  # blocks go on from row to row
+    return Stored(words, n, k, replacer=f"{state.quant_type}_weight_only", options=options, formula=formula), {}
+
+
+def _compressed(module: nn.Module, tensors: Tensors) -> tuple[Stored, Mapping[str, Any]]:
+    scheme: Any = vars(module).get("quantization_scheme")
+    weights, inputs = getattr(scheme, "weights", None), getattr(scheme, "input_activations", None)
+    name, sizes = "compressed-tensors", _sizes(module)
+    theirs: dict[str, Any] = {"own_forward": True, "formula": UNPACKS, "unpacked_by": "ct_decompress_hook"}
+    if weights is None:
+        return Stored(name, *sizes, refusal="it does not say how its weight is quantised"), {}
+    bits, scale = weights.num_bits, tensors["weight_scale"]
+    if tensors["weight_packed"] is not None:
+        if inputs is not None:
+            return Stored(name, *sizes, refusal=f"{bits}-bit weights with quantised activations are not read"), {}
+        groups = 0 if scale is None or scale.dim() != 2 else scale.shape[1]
+        return _grouped(name, bits, groups, bool(weights.symmetric), sizes, **theirs), {"bits": bits}
+    q, static = tensors["weight"], inputs is not None and inputs.dynamic is False
+    kind = "int8" if q is not None and q.dtype == torch.int8 else "8-bit float"
+    floats, words = kind != "int8", f"{name} {kind} weights" + (" and activations" if inputs is not None else "")
+    if q is None or q.dtype not in (torch.int8, *FP8) or scale is None or scale.numel() not in (1, sizes[0]):
+        return Stored(words, *sizes, refusal="this is not read: weights by channel or tensor, int8 or e4m3, are"), {}
+    zero = tensors["input_zero_point"]
+    if static and not floats and zero is not None and not zero.is_meta and bool(zero.cpu().any()):
+        return Stored(words, *sizes, refusal="its activations are asymmetric, which is not run"), {}
+    by = {(False, False): "int8_weight_only", (False, True): "w8a8", (True, False): "fp8_weight_only"}
+    replacer = by.get((floats, inputs is not None), "w8a8_fp8")
+    more = {"group_size": None} if replacer == "int8_weight_only" else {}
+    suits = partial(_same_form, q.dtype) if floats else lambda choice: None
+    return Stored(words, *sizes, replacer=replacer, options=more, suits=suits, **theirs), {"static": static}
+
+
+def _same_form(dtype: torch.dtype, choice: Choice) -> str | None:
+    """Why codes of one form of 8-bit floats cannot run where a device takes the other; None where they can."""
+    if fp8.dtype_of(fnuz=choice.detail["fnuz"]) == dtype:
+        return None
+    return f"its codes are {dtype}, and {choice.detail['arch']} takes the other form of 8-bit floats"
+
+
+def _read_compressed(tensors: Tensors, config: Mapping[str, Any], n: int, k: int) -> Any:
+    return (packed_formats.packed if "bits" in config else packed_formats.rows)(tensors, config, n, k)
+
+
+GPTQ = Layout(("qweight", "qzeros", "scales", "g_idx"), _gptq, packed_formats.gptq)
+AWQ_GEMM, AWQ_GEMV = (
+    Layout(("qweight", "qzeros", "scales"), partial(_awq, version), packed_formats.awq) for version in ("gemm", "gemv")
+)
+LLM_INT8 = Layout(("weight", "SCB"), _llm_int8, bitsandbytes_formats.int8, tensors=_of_llm_int8)
+FOUR_BITS = Layout(("weight",), _four_bits, bitsandbytes_formats.four_bits, tensors=_of_four_bits)
+COMPRESSED = Layout(
+    ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "weight", "input_scale",
+     "input_zero_point"),
+    _compressed, _read_compressed,
+)  # fmt: skip
+#: class -> its layout; compressed-tensors' modules are nn.Linear itself
+TABLE: Mapping[str, Layout] = {
+    "Linear8bitLt": LLM_INT8, "Linear4bit": FOUR_BITS, "LinearNF4": FOUR_BITS, "LinearFP4": FOUR_BITS,
+    # GPTQModel and AutoGPTQ
+    "TorchLinear": GPTQ, "TritonV2Linear": GPTQ, "TorchFusedLinear": GPTQ, "TorchAtenLinear": GPTQ,
+    "TorchCpuAvx512Linear": GPTQ, "TorchQuantLinear": GPTQ, "TritonV2QuantLinear": GPTQ, "QuantLinear": GPTQ,
+    # AutoAWQ and GPTQModel
+    "WQLinear_GEMM": AWQ_GEMM, "WQLinear_GEMV": AWQ_GEMV, "AwqTorchLinear": AWQ_GEMM, "AwqGEMMLinear": AWQ_GEMM,
+    "AwqGEMMTritonLinear": AWQ_GEMM, "AwqGEMVLinear": AWQ_GEMV,
+    "CompressedLinear": COMPRESSED,
+}  # fmt: skip
+#: class -> library, of those that pack the weight for a kernel of theirs when they are loaded
+OTHERS: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("MarlinLinear", "MarlinQuantLinear", "ExllamaV2Linear", "ExllamaV2QuantLinear", "ExllamaQuantLinear",
+         "MacheteLinear", "BitblasLinear", "TorchInt8Linear", "AwqMarlinLinear", "AwqExllamaV2Linear",
+         "AwqMacheteLinear", "AwqGEMVFastLinear", "TorchFusedAwqLinear", "TorchAtenAwqLinear"), "GPTQModel"),
+    **dict.fromkeys(("WQLinear_GEMVFast", "WQLinear_Marlin", "WQLinear_Exllama", "WQLinear_ExllamaV2",
+                     "WQLinear_IPEX"), "AutoAWQ"),
+}  # fmt: skip

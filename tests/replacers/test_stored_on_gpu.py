@@ -1,0 +1,77 @@
+"""Layers that another library quantised, on a GPU: taken over, originals in host memory, and back on the GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import accelpatch
+from accelpatch.patching.stored import move_, places
+from tests.support.stored import K_PROJ, expected, model_of
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+NAMES = (
+    "gptq-4bit-g32", "gptq-4bit-g32-asym-actorder", "gptq-4bit-g128-bias", "gptq-8bit-channel", "awq-gemm-4bit-g32",
+    "bnb-int8", "bnb-nf4-double", "bnb-fp4", "ct-pack-w4a16-g32-asym", "ct-int-w8a8",
+)  # fmt: skip
+
+
+def on_gpu(name: str) -> Any:
+    """A fixture's model in bfloat16, all tensors of its libraries' modules moved too."""
+    model = model_of(name, dtype=torch.bfloat16).to("cuda")
+    for module in model.modules():
+        if hasattr(module, "in_features"):
+            move_(module, "cuda")
+    return model
+
+
+@torch.no_grad()
+def logits(model: Any, name: str) -> Tensor:
+    found: Tensor = model(expected(name)["input_ids"].cuda()).logits[0]
+    return found.float().cpu()
+
+
+def devices(module: Any) -> set[str]:
+    return {tensor.device.type for _, _, tensor in places(module)}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_runs_and_comes_back_to_the_gpu(name: str) -> None:
+    model = on_gpu(name)
+    original = model.get_submodule(K_PROJ)
+    held = {id(tensor): tensor.clone() for _, _, tensor in places(original) if isinstance(tensor, torch.nn.Parameter)}
+    accelpatch.patch(model, "exact")
+    assert model.accelpatch.report().verification.failures == []
+    assert devices(original) <= {"cpu"}
+    assert model.get_submodule(K_PROJ) is not original
+    torch.testing.assert_close(logits(model, name), expected(name)["logits"], rtol=0, atol=0.15)
+    ids = expected(name)["input_ids"].cuda()
+    assert model.generate(ids, max_new_tokens=4, do_sample=False).shape == (1, ids.shape[1] + 4)
+    accelpatch.unpatch(model)
+    assert model.get_submodule(K_PROJ) is original
+    assert devices(original) == {"cuda"}
+    after = {id(tensor): tensor for _, _, tensor in places(original)}
+    assert all(torch.equal(after[key], tensor) for key, tensor in held.items())
+    torch.testing.assert_close(logits(model, name), expected(name)["logits"], rtol=0, atol=0.15)
+
+
+def test_a_patched_model_that_moved_is_unpatched_where_it_is() -> None:
+    model = model_of("bnb-int8")
+    accelpatch.patch(model, "exact")
+    model.to("cuda")
+    accelpatch.unpatch(model)
+    original: Any = model.get_submodule(K_PROJ)
+    assert devices(original) == {"cuda"}
+    assert torch.isfinite(logits(model, "bnb-int8")).all()
+
+
+def test_freed_originals_leave_their_memory() -> None:
+    name = "bnb-int8"
+    model = on_gpu(name)
+    kept = accelpatch.patch(model, "exact", keep_original="none")
+    places = {tensor.data_ptr() for module in kept.modules() for _, _, tensor in places(module)}
+    assert kept.get_submodule(K_PROJ).q.data_ptr() in places
+    assert not any(type(module).__name__ == "Linear8bitLt" for module in kept.modules())
