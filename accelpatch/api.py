@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import accelpatch.models.load as loading
 from accelpatch import device as devices
+from accelpatch.checkpoints import export as exporting
 from accelpatch.checkpoints import foreign, quantizer
 from accelpatch.checkpoints import save as saving
 from accelpatch.checkpoints import statistics as files
@@ -38,8 +39,8 @@ from accelpatch.runtime.generation.first_use import on_first_use
 from accelpatch.runtime.generation.on_demand import unpatch_on_demand
 
 __all__ = [
-    "calibrate", "evaluate", "is_patched", "load", "load_plugin", "patch", "patch_on_first_use", "patched", "plan",
-    "plan_from_config", "quantize", "random_model", "replacer", "save_statistics", "selftest", "unpatch",
+    "calibrate", "evaluate", "export", "is_patched", "load", "load_plugin", "patch", "patch_on_first_use", "patched",
+    "plan", "plan_from_config", "quantize", "random_model", "replacer", "save_statistics", "selftest", "unpatch",
 ]  # fmt: skip
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -104,6 +105,19 @@ def quantize(
     _save(loaded.model, folder, max_shard_size=max_shard_size, more=more)
     saving.forget(folder)
     return _handle(loaded.model).report()
+
+
+def export(
+    source: str | Path, to: str, out: str | Path | None = None, *, max_shard_size: int | str = "5GB",
+    progress: Progress | None = None,
+) -> exporting.Exported:  # fmt: skip
+    """Write the saved patched model in the folder `source` as others' programs read it, into the folder `out`.
+
+    to: "compressed-tensors", "gptq" or "awq". out: new or empty; default: beside the source, with the format in its
+    name. All or nothing, a tensor at a time in memory. Raises LoadError for a source that is no saved patched model,
+    and SaveError, with the reason, for what the format cannot hold, before anything is written.
+    """
+    return exporting.export(source, to, out, max_shard_size=max_shard_size, progress=progress)
 
 
 def plan(model: nn.Module, recipe: AnyRecipe = "int8", *, device: Device | None = None) -> Plan:
