@@ -28,7 +28,7 @@ from accelpatch.errors import KernelError, LoadError, SaveError
 from accelpatch.models import checkpoint
 from accelpatch.models.catalog import resolve
 from accelpatch.models.load import from_config
-from accelpatch.quant import QuantizedWeight, int8, packing
+from accelpatch.quant import QuantizedWeight, fp8, int4, int8, packing
 
 PARTS = ("q", "scale", "offset", "order", "input_scale")
 #: of a layer in any of the formats; headers reserve room for these names
@@ -58,7 +58,7 @@ class Exported:
 @dataclass
 class _Source:
     """A saved patched model. floats: paths of quantised heads and embeddings -> names of their float weights. kept:
-    linear layers that are not quantised."""
+    linear layers inside that are not quantised. heads: the head, where it is a linear layer."""
 
     folder: Path
     config: dict[str, Any]
@@ -67,6 +67,7 @@ class _Source:
     layers: list[Layer] = field(default_factory=list)
     floats: dict[str, str] = field(default_factory=dict)
     kept: list[str] = field(default_factory=list)
+    heads: list[str] = field(default_factory=list)
 
 
 def export(
@@ -102,7 +103,7 @@ def export(
                     (progress or _silent)("exporting", done + 1, len(found.saved.tensors))
                 shards.finish()
     size = sum(file.stat().st_size for file in target.glob("*.safetensors"))
-    return Exported(target, str(form.config(groups, []).get("format", to)), len(found.layers), size, tuple(notes))
+    return Exported(target, str(form.config(groups, (), ()).get("format", to)), len(found.layers), size, tuple(notes))
 
 
 def _silent(stage: str, done: int, total: int) -> None:
@@ -138,12 +139,12 @@ def _sort(found: _Source, tensor: Read) -> None:
     modules, head, embedding = dict(model.named_modules()), model.get_output_embeddings(), model.get_input_embeddings()
     for path, replacer in found.saved.sites.items():
         module = modules.get(path)
+        if replacer not in KINDS:
+            raise SaveError(f"{path} is replaced by {replacer}, which no other format holds")
         if isinstance(module, nn.Embedding) or (module is not None and module is head):
             tied = module is head and found.config.get("tie_word_embeddings")
             own = next(name for name, one in modules.items() if one is embedding) if tied else path
             found.floats[path] = f"{own}.weight"
-        elif replacer not in KINDS:
-            raise SaveError(f"{path} is replaced by {replacer}, which no other format holds")
         elif type(module) is not nn.Linear:
             raise SaveError(f"{path} is no nn.Linear but {type(module).__name__}, which readers of others do not know")
         else:
@@ -152,7 +153,9 @@ def _sort(found: _Source, tensor: Read) -> None:
         name = str(found.config["quantization_config"].get("recipe", "")).partition("\n")[0].removeprefix("name: ")
         raise SaveError(f"{found.folder} has no quantised linear layer (recipe {name}): nothing to export")
     paths = {one.path for one in found.layers}
-    found.kept = [name for name, one in modules.items() if isinstance(one, nn.Linear) and name not in paths]
+    others = [name for name, one in modules.items() if isinstance(one, nn.Linear) and name not in paths]
+    found.heads = [name for name in others if modules[name] is head]
+    found.kept = [name for name in others if modules[name] is not head]
 
 
 def _layer(path: str, kind: str, saved: Saved, tensor: Read) -> Layer:
@@ -173,7 +176,7 @@ def _layer(path: str, kind: str, saved: Saved, tensor: Read) -> Layer:
 
 def _notes(found: _Source, groups: Sequence[Group]) -> Iterator[str]:
     for path, name in found.floats.items():
-        yield f"{path} is int8 in the source and float here ({name})"
+        yield f"{path} is {KINDS[found.saved.sites[path]]} in the source and float here ({name})"
     for group in groups:
         sizes = {one.group_size for one in found.layers if one.path in group.paths}
         if group.kind in BITS and len(sizes) > 1 and group.group_size > 0:
@@ -210,7 +213,7 @@ def _tensors(found: _Source, form: Format, groups: Sequence[Group], tensor: Read
         yield {f"{path}.{name}": one.contiguous() for name, one in form.tensors(parts, group, found.dtype).items()}
     for path, name in found.floats.items():
         parts = _parts(path, found.saved, tensor)
-        yield {name: int8.dequantize(QuantizedWeight(parts["q"], parts["scale"], None), found.dtype)}
+        yield {name: _float(KINDS[found.saved.sites[path]], parts, found.dtype)}
     for name in found.saved.tensors:
         if name not in parts_of:
             yield {name: tensor(name)}
@@ -218,6 +221,12 @@ def _tensors(found: _Source, form: Format, groups: Sequence[Group], tensor: Read
 
 def _parts(path: str, saved: Saved, tensor: Read) -> dict[str, Any]:
     return {part: tensor(f"{path}.{part}") for part in PARTS if f"{path}.{part}" in saved.tensors}
+
+
+def _float(kind: str, parts: Mapping[str, Any], dtype: torch.dtype) -> Tensor:
+    """The float weight of a quantised one."""
+    form = {"int4": int4, "int8": int8, "w8a8": int8}.get(kind, fp8)
+    return form.dequantize(QuantizedWeight(parts["q"], parts["scale"], parts.get("offset")), dtype)
 
 
 def _copy(folder: Path, made: Path) -> None:
@@ -228,7 +237,7 @@ def _copy(folder: Path, made: Path) -> None:
 
 
 def _write_config(found: _Source, form: Format, groups: Sequence[Group], made: Path) -> None:
-    described = form.config(groups, found.kept)
+    described = form.config(groups, found.kept, found.heads)
     config: Mapping[str, Any] = {**found.config, "quantization_config": described}
     (made / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     if form.name == "gptq":  # which older readers look for

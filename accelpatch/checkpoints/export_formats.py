@@ -81,7 +81,7 @@ class Format:
 
     multiple: by bits, what divides N; inputs_too: and K. single: whether all layers are of one kind. ordered: whether
     it has act-order. half: whether scales are float16. config: quantization_config of groups, and of the names of
-    linear layers that stay float. tensors: of a layer of a group, by their names in it.
+    linear layers and of heads that stay float. tensors: of a layer of a group, by their names in it.
     """
 
     name: str
@@ -92,7 +92,7 @@ class Format:
     single: bool
     ordered: bool
     half: bool
-    config: Callable[[Sequence[Group], Sequence[str]], dict[str, Any]]
+    config: Callable[[Sequence[Group], Sequence[str], Sequence[str]], dict[str, Any]]
     tensors: Callable[[Parts, Group, torch.dtype], dict[str, Tensor]]
 
     def why_not(self, layers: Sequence[Layer], groups: Sequence[Group]) -> str | None:
@@ -136,7 +136,7 @@ def _coded(parts: Parts, group: Group) -> packing.Coded:
     return packing.coded(QuantizedWeight(q, scale, parts.get("offset")), bits, parts.get("order"), size)
 
 
-def _gptq_config(groups: Sequence[Group], kept: Sequence[str]) -> dict[str, Any]:
+def _gptq_config(groups: Sequence[Group], kept: Sequence[str], heads: Sequence[str]) -> dict[str, Any]:
     (group,) = groups
     form = "gptq" if group.symmetric else "gptq_v2"
     facts = {
@@ -150,10 +150,10 @@ def _gptq(parts: Parts, group: Group, dtype: torch.dtype) -> dict[str, Tensor]:
     return packing.gptq(_coded(parts, group), group.symmetric)
 
 
-def _awq_config(groups: Sequence[Group], kept: Sequence[str]) -> dict[str, Any]:
+def _awq_config(groups: Sequence[Group], kept: Sequence[str], heads: Sequence[str]) -> dict[str, Any]:
     return {
         "quant_method": "awq", "bits": 4, "group_size": groups[0].group_size, "zero_point": True, "version": "gemm",
-        "modules_to_not_convert": list(kept) or None,
+        "modules_to_not_convert": [*kept, *heads] or None,
     }  # fmt: skip
 
 
@@ -178,13 +178,13 @@ OF_COMPRESSED = {
 ACTIVATIONS = ("w8a8", "fp8")
 
 
-def _compressed_config(groups: Sequence[Group], kept: Sequence[str]) -> dict[str, Any]:
+def _compressed_config(groups: Sequence[Group], kept: Sequence[str], heads: Sequence[str]) -> dict[str, Any]:
     formats = {OF_COMPRESSED[one.kind][0] for one in groups}
     every = len(groups) == 1
     return {
         "quant_method": "compressed-tensors", "format": formats.pop() if len(formats) == 1 else "mixed-precision",
         "quantization_status": "compressed", "global_compression_ratio": None, "kv_cache_scheme": None,
-        "ignore": list(kept),
+        "ignore": [*kept, *heads],
         "config_groups": {f"group_{place}": _scheme(one, every) for place, one in enumerate(groups)},
     }  # fmt: skip
 
