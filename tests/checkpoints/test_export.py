@@ -67,7 +67,7 @@ rules:
   - name: linear
     options: {symmetric: true, group_size: [32]}
 """)
-RECIPES = {"int4 symmetric": SYMMETRIC, "int8 by row": BY_ROW}
+RECIPES = {"int4 symmetric": SYMMETRIC, "int8 by row": BY_ROW, "fp8 weights": FP8_WEIGHTS, "mixed": MIXED, "kept": KEPT}
 #: (recipe, format) -> (format in config.json, how far logits of our own readers may be)
 TRIPS = {
     ("int4 symmetric", "gptq"): ("gptq", 1e-5), ("int4 symmetric", "awq"): ("awq", 1e-5),
