@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 import accelpatch.models.load as loading
 from accelpatch import device as devices
-from accelpatch.checkpoints import export as exporting
 from accelpatch.checkpoints import foreign, quantizer
 from accelpatch.checkpoints import save as saving
 from accelpatch.checkpoints import statistics as files
+from accelpatch.checkpoints.export import export
 from accelpatch.device import Device
 from accelpatch.errors import LoadError, PatchError, PlanError, SaveError
 from accelpatch.kernels.check.selftest import run as selftest
@@ -105,19 +105,6 @@ def quantize(
     _save(loaded.model, folder, max_shard_size=max_shard_size, more=more)
     saving.forget(folder)
     return _handle(loaded.model).report()
-
-
-def export(
-    source: str | Path, to: str, out: str | Path | None = None, *, max_shard_size: int | str = "5GB",
-    progress: Progress | None = None,
-) -> exporting.Exported:  # fmt: skip
-    """Write the saved patched model in the folder `source` as others' programs read it, into the folder `out`.
-
-    to: "compressed-tensors", "gptq" or "awq". out: new or empty; default: beside the source, with the format in its
-    name. All or nothing, a tensor at a time in memory. Raises LoadError for a source that is no saved patched model,
-    and SaveError, with the reason, for what the format cannot hold, before anything is written.
-    """
-    return exporting.export(source, to, out, max_shard_size=max_shard_size, progress=progress)
 
 
 def plan(model: nn.Module, recipe: AnyRecipe = "int8", *, device: Device | None = None) -> Plan:
