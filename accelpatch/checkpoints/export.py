@@ -142,9 +142,11 @@ def _sort(found: _Source, tensor: Read) -> None:
     modules, head, embedding = dict(model.named_modules()), model.get_output_embeddings(), model.get_input_embeddings()
     for path, replacer in found.saved.sites.items():
         module = modules.get(path)
+        if module is None:
+            raise LoadError(f"{found.folder}: {path} is in no model that config.json describes: write it again")
         if replacer not in KINDS:
             raise SaveError(f"{path} is replaced by {replacer}, which no other format holds")
-        if isinstance(module, nn.Embedding) or (module is not None and module is head):
+        if isinstance(module, nn.Embedding) or module is head:
             tied = module is head and found.config.get("tie_word_embeddings")
             own = next(name for name, one in modules.items() if one is embedding) if tied else path
             found.floats[path] = f"{own}.weight"
@@ -167,6 +169,8 @@ def _layer(path: str, kind: str, saved: Saved, tensor: Read) -> Layer:
     if q is None or scale is None or len(q.shape) != 2 or len(scale.shape) != 2:
         raise LoadError(f"{path} has no matrix of codes with scales: write the checkpoint again")
     n, k = q.shape[0], q.shape[1] * (2 if kind == "int4" else 1)
+    if scale.shape[0] != n or not scale.shape[1] or k % scale.shape[1] or (kind not in BITS and scale.shape[1] != 1):
+        raise LoadError(f"{path}.scale is {list(scale.shape)} for a weight {[n, k]}: write the checkpoint again")
     zeros = False
     if held["offset"] is not None:
         with _refused(path):
@@ -229,7 +233,9 @@ def _parts(path: str, saved: Saved, tensor: Read) -> dict[str, Any]:
 def _float(kind: str, parts: Mapping[str, Any], dtype: torch.dtype) -> Tensor:
     """The float weight of a quantised one."""
     form = {"int4": int4, "int8": int8, "w8a8": int8}.get(kind, fp8)
-    return form.dequantize(QuantizedWeight(parts["q"], parts["scale"], parts.get("offset")), dtype)
+    full = form.dequantize(QuantizedWeight(parts["q"], parts["scale"], parts.get("offset")), dtype)
+    order = parts.get("order")
+    return full if order is None else full[:, order.long().argsort()].contiguous()
 
 
 def _copy(folder: Path, made: Path) -> None:

@@ -1,25 +1,24 @@
-"""What `export` writes: other tools' own bytes, the same model through our readers and theirs, or a refusal."""
+"""What `export` writes: other tools' own bytes, and the same model through our readers."""
 
 from __future__ import annotations
 
-import signal
-from multiprocessing import get_context
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import accelpatch
 from accelpatch import api
-from accelpatch.checkpoints import writing
-from accelpatch.errors import LoadError, SaveError
-from accelpatch.recipe.recipe import parse
-from tests.support.checkpoints import config_of, digests, logits
-from tests.support.smoothing import calibrated
-from tests.support.tiny import CAUSAL
+from accelpatch.checkpoints.saved import digest_of
+from accelpatch.errors import SaveError
+from accelpatch.quant import int4
+from tests.support.checkpoints import config_of, logits
+from tests.support.exports import KEPT, MIXED, RECIPES, SYMMETRIC, saved
 
 ROOT = Path(__file__).parents[1] / "fixtures/foreign"
 #: folders that others wrote, whose every byte comes back
@@ -29,45 +28,6 @@ SAME = {
     "ct-pack-w4a16-g32": "compressed-tensors", "ct-pack-w4a16-g32-asym": "compressed-tensors",
     "ct-int-w8a8": "compressed-tensors",
 }  # fmt: skip
-SYMMETRIC = parse("""name: int4-symmetric
-extends: int4
-rules:
-  - name: linear
-    options: {symmetric: true, group_size: [32]}
-""")
-BY_ROW = parse("""name: int8-rows
-extends: int8
-rules:
-  - name: linear
-    options: {group_size: null}
-""")
-FP8_WEIGHTS = parse("""name: fp8-weights
-extends: int8
-rules:
-  - name: linear
-    replace: fp8_weight_only
-""")
-MIXED = parse("""name: mixed
-extends: int8
-rules:
-  - name: down
-    match: {name: "*down_proj"}
-    replace: int4_weight_only
-    options: {group_size: [32], symmetric: true}
-  - name: value
-    match: {name: "*v_proj"}
-    replace: keep
-""")
-KEPT = parse("""name: kept
-extends: int4
-rules:
-  - name: value
-    match: {name: "*v_proj"}
-    replace: keep
-  - name: linear
-    options: {symmetric: true, group_size: [32]}
-""")
-RECIPES = {"int4 symmetric": SYMMETRIC, "int8 by row": BY_ROW, "fp8 weights": FP8_WEIGHTS, "mixed": MIXED, "kept": KEPT}
 #: (recipe, format) -> (format in config.json, how far logits of our own readers may be)
 TRIPS = {
     ("int4 symmetric", "gptq"): ("gptq", 1e-5), ("int4 symmetric", "awq"): ("awq", 1e-5),
@@ -77,15 +37,6 @@ TRIPS = {
     ("smoothquant", "compressed-tensors"): ("int-quantized", 1e-5),
     ("fp8", "compressed-tensors"): ("float-quantized", 1e-5),
 }  # fmt: skip
-
-
-def saved(recipe: Any, folder: Path, name: str = "llama", dtype: torch.dtype = torch.float32) -> Path:
-    """A folder with a tiny model, patched by a recipe."""
-    model: Any = CAUSAL[name].make(dtype)
-    smooths = isinstance(recipe, str) and recipe.startswith("smoothquant")
-    accelpatch.patch(model, recipe, verify=False, **({"statistics": calibrated(model)} if smooths else {}))
-    model.save_pretrained(folder)
-    return folder
 
 
 def bits(tensor: Tensor) -> tuple[Any, ...]:
@@ -185,98 +136,36 @@ def test_static_scales_of_inputs_are_there(tmp_path: Path) -> None:
     assert static["targets"] == ["Linear"] or {f"{name}.input_scale" for name in static["targets"]} == due
 
 
-REFUSED: dict[str, tuple[Any, str, str, str]] = {
-    "float minima": ("int4", "llama", "gptq", "has float minima, and other formats have integer zero points"),
-    "names the option": ("int4", "llama", "compressed-tensors", "options: {symmetric: true}"),
-    "8 bits in awq": ("int8", "llama", "awq", "is int8, and awq holds int4: compressed-tensors and gptq do"),
-    "w8a8 in gptq": ("smoothquant", "llama", "gptq", "is w8a8, and gptq holds int4, int8: compressed-tensors does"),
-    "fp8 in awq": ("fp8", "llama", "awq", "is fp8, and awq holds int4"),
-    "nothing quantised": ("exact", "llama", "gptq", "no quantised linear layer (recipe exact)"),
-    "whole layers": ("smoothquant-opt", "opt", "compressed-tensors", "is replaced by int8_opt"),
-    "Conv1D": ("int8", "gpt2", "compressed-tensors", "is no nn.Linear but Conv1D"),
-    "experts": ("int8", "qwen3_moe", "compressed-tensors", "experts lie in other tensors"),
-}
+def fields(words: Tensor) -> Tensor:
+    """Four-bit fields [rows, 8 words] of words, the low one first."""
+    return torch.stack([(words >> 4 * field) & 15 for field in range(8)], dim=2).flatten(1).to(torch.int8)
 
 
-@pytest.mark.parametrize(("recipe", "name", "to", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_a_format_cannot_hold_is_refused(recipe: Any, name: str, to: str, message: str, tmp_path: Path) -> None:
-    source = saved(recipe, tmp_path / "ours", name, torch.float16 if recipe == "smoothquant-opt" else torch.float32)
-    with pytest.raises(SaveError) as caught:
-        api.export(source, to)
-    assert message in str(caught.value)
-    assert [path.name for path in tmp_path.iterdir()] == ["ours"]
-
-
-def test_bad_places_are_refused(tmp_path: Path) -> None:
+def test_integer_zero_points_and_sorted_columns_are_taken(tmp_path: Path) -> None:
+    """As readers of act-order hold them: the offset in integers, and the input of each column."""
     source = saved(SYMMETRIC, tmp_path / "ours")
-    CAUSAL["llama"].make().save_pretrained(tmp_path / "floats")  # type: ignore[operator]
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "mine.txt").write_text("mine")
-    before = digests(source)
-    cases: list[tuple[type[Exception], str, tuple[Any, ...]]] = [
-        (SaveError, "compressed-tensors, gptq, awq", (source, "gguf")),
-        (SaveError, "is not empty", (source, "gptq", tmp_path / "full")),
-        (SaveError, "is not empty", (source, "gptq", source)),
-        (SaveError, "is a file", (source, "gptq", source / "config.json")),
-        (LoadError, "holds float weights: quantise them first", (tmp_path / "floats", "gptq")),
-        (LoadError, "is gptq already", (ROOT / "gptq-4bit-g32", "awq")),
-        (LoadError, "has no config.json", (tmp_path / "full", "gptq")),
-        (LoadError, "no such file or folder", (tmp_path / "none", "gptq")),
-        (LoadError, "is no folder of a saved patched model", ("smollm2-135m", "gptq")),
-    ]
-    for kind, message, arguments in cases:
-        with pytest.raises(kind, match=message):
-            api.export(*arguments)
-    assert digests(source) == before
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["floats", "full", "ours"]
-
-
-def test_damage_leaves_nothing_behind(tmp_path: Path) -> None:
-    source = saved(SYMMETRIC, tmp_path / "ours")
-    file = source / "model.safetensors"
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
-    with pytest.raises(LoadError, match="SHA-256 differs"):
-        api.export(source, "gptq")
-    assert [path.name for path in tmp_path.iterdir()] == ["ours"]
-
-
-def _export_and_die(source: Path) -> None:
-    stock = writing.Shard._write
-
-    def kill(shard: Any, name: str, tensor: Any) -> None:
-        stock(shard, name, tensor)
-        if shard.path.parent.name.startswith(".ours-gptq") and "layers.1" in name:
-            signal.raise_signal(signal.SIGKILL)
-
-    writing.Shard._write = kill  # type: ignore[method-assign]
-    api.export(source, "gptq")
-
-
-def test_a_kill_leaves_the_source_and_the_next_export_goes_through(tmp_path: Path) -> None:
-    source = saved(SYMMETRIC, tmp_path / "ours")
-    before = digests(source)
-    child = get_context("fork").Process(target=_export_and_die, args=(source,))
-    child.start()
-    child.join(60)
-    assert child.exitcode == -signal.SIGKILL
-    assert digests(source) == before
-    assert not (tmp_path / "ours-gptq").exists()
-    made = api.export(source, "gptq")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["ours", "ours-gptq"]
-    assert (made.folder / "model.safetensors").is_file()
-
-
-def test_a_full_disk_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    source = saved(SYMMETRIC, tmp_path / "ours")
-    monkeypatch.setattr(writing.Shard, "_write", full)
-    with pytest.raises(SaveError, match="free some space"):
-        api.export(source, "gptq")
-    assert [path.name for path in tmp_path.iterdir()] == ["ours"]
+    file, path = source / "model.safetensors", "model.layers.0.self_attn.k_proj"
+    with safe_open(file, framework="pt") as opened:
+        metadata = dict(opened.metadata())
+    tensors, facts = load_file(file), json.loads(metadata["accelpatch"])
+    zero, order = torch.tensor([[3, 15]], dtype=torch.int8).repeat(32, 1), torch.arange(64, dtype=torch.int32).flip(0)
+    for name, tensor in (("offset", zero), ("order", order)):
+        tensors[f"{path}.{name}"], facts["sha256"][f"{path}.{name}"] = tensor, digest_of(tensor)
+    save_file(tensors, file, metadata | {"accelpatch": json.dumps(facts)})
+    due = int4.unpack(tensors[f"{path}.q"]).flip(1) - zero.repeat_interleave(32, dim=1).flip(1)
+    facts = config_of(api.export(source, "gptq").folder)["quantization_config"]
+    assert (facts["checkpoint_format"], facts["sym"], facts["desc_act"]) == ("gptq_v2", False, True)
+    found = load_file(tmp_path / "ours-gptq/model.safetensors")
+    made = {part: found[f"{path}.{part}"] for part in ("qweight", "qzeros", "g_idx")}
+    assert made["g_idx"].tolist() == [1] * 32 + [0] * 32
+    codes = fields(made["qweight"].t())
+    zeros = fields(made["qzeros"]).t()[:, made["g_idx"].long()]
+    assert torch.equal(codes - zeros, due)
+    with pytest.raises(SaveError, match="sorted by act-order, which awq does not have"):
+        api.export(source, "awq")
+    form = api.export(source, "compressed-tensors").folder
+    assert config_of(form)["quantization_config"]["config_groups"]["group_0"]["weights"]["actorder"] == "group"
+    assert torch.equal(load_file(form / "model.safetensors")[f"{path}.weight_g_idx"], made["g_idx"])
 
 
 def test_small_files_go_along_and_weights_and_code_do_not(tmp_path: Path) -> None:

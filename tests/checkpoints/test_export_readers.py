@@ -10,8 +10,8 @@ import torch
 
 import accelpatch
 from accelpatch import api
-from tests.checkpoints.test_export import RECIPES, saved
 from tests.support.checkpoints import logits, opened
+from tests.support.exports import RECIPES, saved
 
 #: recipe -> how far logits may be from ours, of the largest: activations are rounded in other steps
 COMPRESSED = {"int4 symmetric": 1e-5, "int8": 1e-5, "mixed": 1e-5, "smoothquant": 0.1, "smoothquant-static": 0.1,
