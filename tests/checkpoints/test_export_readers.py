@@ -10,6 +10,7 @@ import torch
 
 import accelpatch
 from accelpatch import api
+from tests.cli.conftest import byte_tokenizer
 from tests.support.checkpoints import logits, opened
 from tests.support.exports import RECIPES, saved
 
@@ -27,13 +28,17 @@ def test_transformers_with_compressed_tensors_sees_the_same_model(recipe: str, a
     torch.testing.assert_close(other, one, rtol=0, atol=apart * float(one.abs().max()))
 
 
-@pytest.mark.parametrize("to", ["gptq", "awq"])
-@pytest.mark.parametrize("recipe", ["int4 symmetric", "kept"])
+@pytest.mark.parametrize(
+    ("recipe", "to"),
+    [("int4 symmetric", "gptq"), ("kept", "gptq"), ("int4 symmetric", "awq")],
+    ids=["gptq", "gptq with layers that stay", "awq"],
+)
 def test_gptqmodel_sees_the_same_model(recipe: str, to: str, tmp_path: Path) -> None:
     gptqmodel = pytest.importorskip("gptqmodel", reason="reads what is written: pip install gptqmodel")
     source = saved(RECIPES[recipe], tmp_path / "ours")
     made = api.export(source, to)
-    options = {"device": "cpu", "backend": gptqmodel.BACKEND.AUTO, "dtype": torch.bfloat16}
+    byte_tokenizer().save_pretrained(made.folder)  # it wants one
+    options = {"device": "cpu", "backend": gptqmodel.BACKEND.AUTO, "dtype": torch.float16}
     theirs = gptqmodel.GPTQModel.load(str(made.folder), **options)
     one, other = logits(accelpatch.load(str(source), dtype=torch.float32).model), logits(theirs.model).float()
-    torch.testing.assert_close(other, one, rtol=0, atol=0.02 * float(one.abs().max()))  # its kernels run in 16 bits
+    torch.testing.assert_close(other, one, rtol=0, atol=0.01 * float(one.abs().max()))  # its kernels run in 16 bits
