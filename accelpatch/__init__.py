@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from accelpatch.api import (
         calibrate,
         evaluate,
+        export,
         load,
         load_plugin,
         patch,
@@ -32,6 +33,7 @@ _HOMES = {
         (
             "calibrate",
             "evaluate",
+            "export",
             "load",
             "load_plugin",
             "patch",
@@ -47,8 +49,9 @@ _HOMES = {
     "AccelpatchError": "accelpatch.errors",
 }
 __all__ = [
-    "AccelpatchError", "Choice", "Reason", "Replacer", "calibrate", "evaluate", "load", "load_plugin", "patch",
-    "patch_on_first_use", "patched", "plan", "plan_from_config", "replacer", "save_statistics", "selftest", "unpatch",
+    "AccelpatchError", "Choice", "Reason", "Replacer", "calibrate", "evaluate", "export", "load", "load_plugin",
+    "patch", "patch_on_first_use", "patched", "plan", "plan_from_config", "replacer", "save_statistics", "selftest",
+    "unpatch",
 ]  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from accelpatch import device as devices
 from accelpatch.checkpoints import as_stored, foreign, gguf_tensors, quantization_config, quantizer
 from accelpatch.checkpoints import save as saving
 from accelpatch.checkpoints import statistics as files
+from accelpatch.checkpoints.export import export
 from accelpatch.device import Device
 from accelpatch.errors import LoadError, PatchError, PlanError, SaveError
 from accelpatch.kernels.check.selftest import run as selftest
@@ -39,8 +40,8 @@ from accelpatch.runtime.generation.first_use import on_first_use
 from accelpatch.runtime.generation.on_demand import unpatch_on_demand
 
 __all__ = [
-    "calibrate", "evaluate", "is_patched", "load", "load_plugin", "patch", "patch_on_first_use", "patched", "plan",
-    "plan_from_config", "quantize", "random_model", "replacer", "save_statistics", "selftest", "unpatch",
+    "calibrate", "evaluate", "export", "is_patched", "load", "load_plugin", "patch", "patch_on_first_use", "patched",
+    "plan", "plan_from_config", "quantize", "random_model", "replacer", "save_statistics", "selftest", "unpatch",
 ]  # fmt: skip
 
 Model = TypeVar("Model", bound=nn.Module)

@@ -13,9 +13,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -132,6 +132,21 @@ def check_hashes(saved: Saved) -> None:
         reading.finish()
     finally:
         reading.close()
+
+
+@contextmanager
+def one_by_one(saved: Saved) -> Iterator[Callable[[str], torch.Tensor]]:
+    """Context manager: a function that reads one tensor by its name, and compares it with its SHA-256 (LoadError)."""
+    with ExitStack() as files:
+        opened = {file: files.enter_context(_opened(file)) for file in {one.file for one in saved.tensors.values()}}
+
+        def tensor(name: str) -> torch.Tensor:
+            stored = saved.tensors[name]
+            found = _checked(opened[stored.file], name, stored, torch.device("cpu"))
+            assert found is not None
+            return found
+
+        yield tensor
 
 
 def _opened(file: Path) -> Any:

@@ -30,11 +30,11 @@ PER_TENSOR = 320  # bytes of header beside a tensor's name, which stands there t
 
 
 class Shard:
-    """One safetensors file in the making. room: bytes reserved for its header."""
+    """One safetensors file in the making. room: bytes reserved for its header. facts: whether that has ours."""
 
-    def __init__(self, path: Path, room: int):
+    def __init__(self, path: Path, room: int, facts: bool = True):
         self.path, self.size, self._end = path, 0, 0
-        self._room = -(-room // ALIGNMENT) * ALIGNMENT
+        self._room, self._facts = -(-room // ALIGNMENT) * ALIGNMENT, facts
         self._file = path.open("wb")
         self._file.seek(8 + self._room)
         self._entries: dict[str, Any] = {}
@@ -67,7 +67,8 @@ class Shard:
         for name, tensor in sorted(self._last, key=lambda one: -one[1].element_size()):
             self._write(name, tensor)
         facts = {"version": VERSION, "sites": self._sites, "sha256": self._digests}
-        header = {"__metadata__": {"format": "pt", METHOD: json.dumps(facts)}, **self._entries}
+        own = {METHOD: json.dumps(facts)} if self._facts else {}
+        header = {"__metadata__": {"format": "pt", **own}, **self._entries}
         text = json.dumps(header, separators=(",", ":")).encode()
         if len(text) > self._room:
             raise SaveError(f"{self.path}: its header takes {len(text)} bytes, and {self._room} were reserved")
@@ -93,11 +94,12 @@ class Shard:
 class Shards:
     """The weight files of a checkpoint in `folder`; a new one begins where `most` bytes would be exceeded.
 
-    names: all tensors that may come, for which each header reserves room.
+    names: all tensors that may come, for which each header reserves room. facts: whether headers have ours: what is
+    quantised, and the tensors' SHA-256.
     """
 
-    def __init__(self, folder: Path, names: list[str], most: int):
-        self._folder, self._most = folder, most
+    def __init__(self, folder: Path, names: list[str], most: int, facts: bool = True):
+        self._folder, self._most, self._facts = folder, most, facts
         self._room = 4096 + sum(2 * len(json.dumps(name)) + PER_TENSOR for name in names)
         self._shards: list[Shard] = []
 
@@ -114,7 +116,7 @@ class Shards:
         if not self._shards or (self._shards[-1].size and self._shards[-1].size + size > self._most):
             if self._shards:
                 self._shards[-1].close()
-            self._shards.append(Shard(self._folder / f"part-{len(self._shards)}", self._room))
+            self._shards.append(Shard(self._folder / f"part-{len(self._shards)}", self._room, self._facts))
         if site is not None:
             self._shards[-1].site(*site)
         for name, tensor in tensors.items():

@@ -11,7 +11,22 @@ from typer.core import TyperGroup
 
 from accelpatch.errors import AccelpatchError
 
-from . import bench, build, cache, calibrate, doctor, eval, exec, inspect, plan, quantize, recipes, run, selftest
+from . import (
+    bench,
+    build,
+    cache,
+    calibrate,
+    doctor,
+    eval,
+    exec,
+    export,
+    inspect,
+    plan,
+    quantize,
+    recipes,
+    run,
+    selftest,
+)
 from .console import print_error
 
 
@@ -74,6 +89,7 @@ app.command("run")(run.run)
 app.command("plan")(plan.plan)
 app.command("calibrate")(calibrate.calibrate)
 app.command("quantize")(quantize.quantize)
+app.command("export")(export.export)
 app.command("inspect")(inspect.inspect)
 app.add_typer(recipes.commands, name="recipes")
 app.command("eval")(eval.evaluate)

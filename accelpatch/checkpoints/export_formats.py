@@ -1,0 +1,223 @@
+"""What others' formats hold of a patched model's linear layers: which, in which groups, and what config.json says.
+
+    compressed-tensors   int4, int8 (pack-quantized); w8a8 (int-quantized); fp8 (float-quantized); several at once
+    gptq                 int4 or int8, symmetric as v1, with zero points as v2 (v1 has them less one, which some readers
+                         undo in whole words and some in each field)
+    awq                  int4, GEMM
+
+Groups of several sizes become ones of the largest size that divides them all, with repeated scales: the same weight.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accelpatch.quant import packing
+from accelpatch.quant.weight import QuantizedWeight
+
+BITS = {"int4": 4, "int8": 8}  # of kinds without quantised activations, in integers
+KINDS = {
+    "int4_weight_only": "int4", "int8_weight_only": "int8", "w8a8": "w8a8", "w8a8_fp8": "fp8",
+    "fp8_weight_only": "fp8 weights",
+}  # fmt: skip
+ROWS = -1  # a group size: one scale a row
+Parts = Mapping[str, Tensor | None]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A quantised linear layer[n, k]. kind: a value of KINDS. zeros: whether it has zero points. static: whether its
+    input has one scale. ordered: whether its columns are sorted by their groups. form: the dtype of its codes."""
+
+    path: str
+    kind: str
+    n: int
+    k: int
+    group_size: int
+    zeros: bool = False
+    static: bool = False
+    ordered: bool = False
+    form: str = "I8"
+
+
+@dataclass(frozen=True)
+class Group:
+    """Layers that a format describes alike. group_size: inputs, or ROWS."""
+
+    kind: str
+    paths: tuple[str, ...]
+    group_size: int
+    symmetric: bool
+    static: bool
+    ordered: bool
+
+
+def groups_of(layers: Sequence[Layer]) -> list[Group]:
+    """The layers by their kinds, and of w8a8 by whether inputs have one scale."""
+    found: dict[tuple[str, bool], list[Layer]] = {}
+    for layer in layers:
+        found.setdefault((layer.kind, layer.static), []).append(layer)
+    return [_group(*key, members) for key, members in found.items()]
+
+
+def _group(kind: str, static: bool, layers: Sequence[Layer]) -> Group:
+    by_row = all(one.group_size == one.k for one in layers)
+    return Group(
+        kind, tuple(one.path for one in layers), ROWS if by_row else math.gcd(*(one.group_size for one in layers)),
+        not any(one.zeros for one in layers), static, any(one.ordered for one in layers),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Format:
+    """A format. kinds: those that it holds. sizes: of its groups, () for any.
+
+    multiple: by bits, what divides N; inputs_too: and K. single: whether all layers are of one kind. ordered: whether
+    it has act-order. half: whether scales are float16. config: quantization_config of groups, and of the names of
+    linear layers and of heads that stay float. tensors: of a layer of a group, by their names in it.
+    """
+
+    name: str
+    kinds: tuple[str, ...]
+    sizes: tuple[int, ...]
+    multiple: Mapping[int, int]
+    inputs_too: bool
+    single: bool
+    ordered: bool
+    half: bool
+    config: Callable[[Sequence[Group], Sequence[str], Sequence[str]], dict[str, Any]]
+    tensors: Callable[[Parts, Group, torch.dtype], dict[str, Tensor]]
+
+    def why_not(self, layers: Sequence[Layer], groups: Sequence[Group]) -> str | None:
+        """Why these layers cannot be written so; None where they can."""
+        for layer in layers:
+            if reason := self._unfit(layer):
+                return f"{layer.path} {reason}"
+        if self.single and len(groups) > 1:
+            kinds = " and ".join(sorted({one.kind for one in groups}))
+            return f"there are layers of {kinds}, and {self.name} has one kind: compressed-tensors has several"
+        for group in groups:
+            if self.sizes and group.group_size not in self.sizes:
+                known = ", ".join(str(size) for size in self.sizes if size != ROWS)
+                return f"groups of {group.group_size} inputs are not in {self.name}, which has {known}, or one a row"
+        return None
+
+    def _unfit(self, layer: Layer) -> str | None:
+        if layer.kind not in self.kinds:
+            return f"is {layer.kind}, and {self.name} holds {', '.join(self.kinds)}: {_holder(layer.kind)}"
+        if layer.form not in ("I8", "F8_E4M3"):
+            return f"has codes in {layer.form}, and {self.name} has e4m3 in OCP's form: quantise for another arch"
+        if layer.ordered and not self.ordered:
+            return f"has its columns sorted by act-order, which {self.name} does not have: gptq does"
+        due = self.multiple.get(BITS.get(layer.kind, 0), 1)
+        if layer.n % due or (self.inputs_too and layer.k % due):
+            return f"is {[layer.n, layer.k]}, and {self.name} packs {due} at a time: compressed-tensors takes any"
+        return None
+
+
+def _holder(kind: str) -> str:
+    names = [one.name for one in FORMATS.values() if kind in one.kinds]
+    return f"{' and '.join(names)} do" if len(names) > 1 else f"{names[0]} does"
+
+
+def _coded(parts: Parts, group: Group) -> packing.Coded:
+    q, scale = parts["q"], parts["scale"]
+    assert q is not None
+    assert scale is not None
+    bits = BITS[group.kind]
+    size = q.shape[1] * 8 // bits if group.group_size == ROWS else group.group_size
+    return packing.coded(QuantizedWeight(q, scale, parts.get("offset")), bits, parts.get("order"), size)
+
+
+def _gptq_config(groups: Sequence[Group], kept: Sequence[str], heads: Sequence[str]) -> dict[str, Any]:
+    (group,) = groups
+    form = "gptq" if group.symmetric else "gptq_v2"
+    facts = {
+        "quant_method": "gptq", "bits": BITS[group.kind], "group_size": group.group_size, "sym": group.symmetric,
+        "desc_act": group.ordered, "checkpoint_format": form, "format": form, "lm_head": False, "pack_dtype": "int32",
+    }  # fmt: skip
+    return facts | ({"dynamic": {f"-:^{re.escape(name)}$": {} for name in kept}} if kept else {})
+
+
+def _gptq(parts: Parts, group: Group, dtype: torch.dtype) -> dict[str, Tensor]:
+    return packing.gptq(_coded(parts, group), group.symmetric)
+
+
+def _awq_config(groups: Sequence[Group], kept: Sequence[str], heads: Sequence[str]) -> dict[str, Any]:
+    return {
+        "quant_method": "awq", "bits": 4, "group_size": groups[0].group_size, "zero_point": True, "version": "gemm",
+        "modules_to_not_convert": [*kept, *heads] or None,
+    }  # fmt: skip
+
+
+def _awq(parts: Parts, group: Group, dtype: torch.dtype) -> dict[str, Tensor]:
+    return packing.awq(_coded(parts, group))
+
+
+def _tensors_of_compressed(parts: Parts, group: Group, dtype: torch.dtype) -> dict[str, Tensor]:
+    if group.kind in BITS:
+        return packing.pack_quantized(_coded(parts, group), dtype, group.symmetric)
+    q, scale = parts["q"], parts["scale"]
+    assert q is not None
+    assert scale is not None
+    return packing.rows(q, scale, parts.get("input_scale"), dtype)
+
+
+#: kind -> (format, type of the codes); whether activations are rounded too
+OF_COMPRESSED = {
+    "int4": ("pack-quantized", "int"), "int8": ("pack-quantized", "int"), "w8a8": ("int-quantized", "int"),
+    "fp8": ("float-quantized", "float"), "fp8 weights": ("float-quantized", "float"),
+}  # fmt: skip
+ACTIVATIONS = ("w8a8", "fp8")
+
+
+def _compressed_config(groups: Sequence[Group], kept: Sequence[str], heads: Sequence[str]) -> dict[str, Any]:
+    formats = {OF_COMPRESSED[one.kind][0] for one in groups}
+    every = len(groups) == 1
+    return {
+        "quant_method": "compressed-tensors", "format": formats.pop() if len(formats) == 1 else "mixed-precision",
+        "quantization_status": "compressed", "global_compression_ratio": None, "kv_cache_scheme": None,
+        "ignore": [*kept, *heads],
+        "config_groups": {f"group_{place}": _scheme(one, every) for place, one in enumerate(groups)},
+    }  # fmt: skip
+
+
+def _scheme(group: Group, every: bool) -> dict[str, Any]:
+    """A config group. every: whether it has all linear layers but the ignored ones."""
+    form, kind = OF_COMPRESSED[group.kind]
+    common = {"num_bits": BITS.get(group.kind, 8), "type": kind}
+    weights = {**common, "strategy": "channel", "group_size": None, "symmetric": group.symmetric, "dynamic": False}
+    if group.kind in BITS and group.group_size != ROWS:
+        weights |= {"strategy": "group", "group_size": group.group_size}
+    if group.ordered:
+        weights["actorder"] = "group"
+    inputs = None
+    if group.kind in ACTIVATIONS:
+        strategy = "tensor" if group.static else "token"
+        inputs = {**common, "strategy": strategy, "group_size": None, "symmetric": True, "dynamic": not group.static}
+    targets = ["Linear"] if every else list(group.paths)
+    return {"targets": targets, "weights": weights, "input_activations": inputs, "output_activations": None,
+            "format": form}  # fmt: skip
+
+
+FORMATS: Mapping[str, Format] = {
+    "compressed-tensors": Format(
+        "compressed-tensors", tuple(KINDS.values()), (), {}, inputs_too=False, single=False, ordered=True, half=False,
+        config=_compressed_config, tensors=_tensors_of_compressed,
+    ),
+    "gptq": Format(
+        "gptq", ("int4", "int8"), (ROWS, 16, 32, 64, 128, 256, 512, 1024), {4: 8, 8: 4}, inputs_too=True, single=True,
+        ordered=True, half=True, config=_gptq_config, tensors=_gptq,
+    ),
+    "awq": Format(
+        "awq", ("int4",), (ROWS, 16, 32, 64, 128), {4: 8}, inputs_too=False, single=True, ordered=False, half=True,
+        config=_awq_config, tensors=_awq,
+    ),
+}  # fmt: skip

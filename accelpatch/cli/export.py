@@ -1,0 +1,37 @@
+"""``accelpatch export``: write a saved patched model in a format that other programs read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from . import console
+from .options import JsonOption
+
+Formats = Literal["compressed-tensors", "gptq", "awq"]
+
+
+def export(
+    folder: Annotated[str, typer.Argument(metavar="DIR", help="Folder that `accelpatch quantize` wrote.")],
+    to: Annotated[Formats, typer.Option("--to", help="What vLLM, SGLang and transformers read, without accelpatch.")],
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", metavar="FOLDER", help="New folder; default: DIR with the format in its name."),
+    ] = None,
+    max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Largest weight file, such as 2GB.")] = "5GB",
+    json: JsonOption = False,
+) -> None:
+    """Write the patched model in DIR as compressed-tensors, GPTQ or AWQ; refused with the reason where it cannot be."""
+    console.quiet_transformers()
+    from accelpatch import api
+    from accelpatch.report import human
+
+    with console.progress_bars() as progress:
+        made = api.export(folder, to, out, max_shard_size=max_shard_size, progress=progress)
+    if json:
+        console.print_json(made.to_dict())
+        return
+    facts = [("format", made.format), ("quantised", f"{made.layers} linear layers"), ("weights", human(made.size))]
+    console.print_facts([*facts, ("folder", str(made.folder)), *(("note", text) for text in made.notes)])

@@ -1,0 +1,168 @@
+"""Canonical weights (quant/weight.py) packed as GPTQ, AWQ and compressed-tensors have them: the way back of their
+readers, which list the tensors (packed_formats.py).
+
+    w[n, k] = scale[n, g] (code[n, k] - zero[n, g])
+
+zero is an integer, so that a float minimum fits only where it is -zero scale. Codes and scales stay as they are; only
+GPTQ and AWQ, whose scales are float16, round wider ones. A scale of 0, which readers refuse, becomes 1 beside codes
+that are all zero: the same weight.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from accelpatch.errors import KernelError
+from accelpatch.quant import int4
+from accelpatch.quant.weight import QuantizedWeight
+
+AWQ_FIELDS = (0, 2, 4, 6, 1, 3, 5, 7)  # field i of a word holds this column of eight
+WORD = 32
+SYMMETRIC = "quantise by a recipe whose int4_weight_only has options: {symmetric: true}"
+#: what GPTQ's first version takes off every zero point, in whole words
+LESS_ONE = {4: 0x11111111, 8: 0x01010101}
+
+
+@dataclass(frozen=True, eq=False)
+class Coded:
+    """codes[N, K] uint8 in the order of the inputs, scale[N, G], zero[N, G] uint8 (None: the middle of the codes).
+
+    groups[K] int32: the group of each input; None where they are in order.
+    """
+
+    bits: int
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor | None
+    groups: Tensor | None = None
+
+    @property
+    def zeros(self) -> Tensor:
+        """zero[N, G], the middle of the codes too."""
+        return torch.full(self.scale.shape, 1 << (self.bits - 1), dtype=torch.uint8) if self.zero is None else self.zero
+
+
+def zero_points(scale: Tensor, offset: Tensor | None) -> Tensor | None:
+    """The zero points [N, G] uint8 of a 4-bit weight; None where it is symmetric. offset: integers, or float minima.
+
+    Raises KernelError where a minimum is not exactly -zero scale with an integer zero from 0 to 15.
+    """
+    if offset is None:
+        return None
+    if not offset.is_floating_point():
+        if int(offset.min()) < 0 or int(offset.max()) > 15:
+            raise KernelError(
+                f"zero points from {int(offset.min())} to {int(offset.max())}, and four bits have 0 to 15"
+            )
+        return offset.to(torch.uint8)
+    wide, minimum = scale.float(), offset.float()
+    zero = (-minimum / torch.where(wide == 0, 1.0, wide)).round().clamp_(0, 15)
+    if not torch.equal(-zero * wide, minimum):
+        raise KernelError(f"float minima, and other formats have integer zero points: {SYMMETRIC}")
+    return zero.to(torch.uint8)
+
+
+def has_zero_points(scale: Tensor, offset: Tensor | None) -> bool:
+    """Whether a 4-bit weight has zero points besides the middle. Raises what `zero_points` raises."""
+    zero = zero_points(scale, offset)
+    return zero is not None and not bool((zero == 8).all())
+
+
+def coded(weight: QuantizedWeight, bits: int, order: Tensor | None, group_size: int) -> Coded:
+    """A weight-only quantised weight[N, K] of 4 or 8 bits, its groups cut into ones of `group_size`, which divides.
+
+    order: the input of each column, where columns are sorted by their groups.
+    """
+    if bits == 4:
+        codes, zero = int4.unpack(weight.q).to(torch.uint8), zero_points(weight.scale, weight.offset)
+    else:
+        codes, zero = (weight.q.to(torch.int16) + 128).to(torch.uint8), None
+    k = codes.shape[1]
+    times = k // group_size // weight.scale.shape[1]
+    scale = weight.scale.repeat_interleave(times, dim=1)
+    zero = None if zero is None else zero.repeat_interleave(times, dim=1)
+    made = _without_zero_scales(Coded(bits, codes, scale, zero), group_size)
+    if order is None:
+        return made
+    groups = torch.empty(k, dtype=torch.int32)
+    groups[order.long()] = torch.arange(k, dtype=torch.int32) // group_size
+    return replace(made, codes=made.codes[:, order.long().argsort()], groups=groups)
+
+
+def _without_zero_scales(weight: Coded, group_size: int) -> Coded:
+    nothing = weight.scale == 0
+    if not bool(nothing.any()):
+        return weight
+    groups = weight.codes.unflatten(1, (-1, group_size))
+    codes = torch.where(nothing.unsqueeze(2), weight.zeros.unsqueeze(2), groups).flatten(1)
+    return replace(weight, codes=codes, scale=torch.where(nothing, 1.0, weight.scale.float()).to(weight.scale.dtype))
+
+
+def gptq(weight: Coded, first_version: bool) -> dict[str, Tensor]:
+    """The tensors of a linear layer of GPTQ. first_version: v1, whose zero points are less one."""
+    k, bits = weight.codes.shape[1], weight.bits
+    zeros = packed(weight.zeros.t(), bits).long() - (LESS_ONE[bits] if first_version else 0)
+    groups = weight.groups
+    if groups is None:
+        groups = torch.arange(k, dtype=torch.int32) // (k // weight.scale.shape[1])
+    return {
+        "qweight": packed(weight.codes, bits).t().contiguous(), "qzeros": zeros.to(torch.int32),
+        "scales": half(weight.scale).t().contiguous(), "g_idx": groups,
+    }  # fmt: skip
+
+
+def awq(weight: Coded) -> dict[str, Tensor]:
+    """The tensors of a linear layer of AWQ, GEMM."""
+    words = [packed(_interleaved(one.t()), 4) for one in (weight.codes, weight.zeros)]
+    return {"qweight": words[0], "qzeros": words[1], "scales": half(weight.scale).t().contiguous()}
+
+
+def _interleaved(codes: Tensor) -> Tensor:
+    """codes[rows, N] with the columns of each eight as a word's fields have them."""
+    return codes.unflatten(1, (-1, 8))[:, :, AWQ_FIELDS].flatten(1)
+
+
+def pack_quantized(weight: Coded, dtype: torch.dtype, symmetric: bool) -> dict[str, Tensor]:
+    """The tensors of a linear layer of compressed-tensors, pack-quantized. dtype: the model's."""
+    made = {
+        "weight_packed": packed(weight.codes, weight.bits), "weight_scale": _stored(weight.scale, dtype),
+        "weight_shape": torch.tensor(list(weight.codes.shape)),
+    }  # fmt: skip
+    if not symmetric:
+        made["weight_zero_point"] = packed(weight.zeros.t(), weight.bits).t().contiguous()
+    return made if weight.groups is None else made | {"weight_g_idx": weight.groups}
+
+
+def rows(q: Tensor, scale: Tensor, input_scale: Tensor | None, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The tensors of a linear layer of compressed-tensors, int-quantized or float-quantized. dtype: the model's."""
+    scale = torch.where(scale == 0, 1.0, scale)  # rows of zeros
+    made = {"weight": q, "weight_scale": _stored(scale, dtype)}
+    return made if input_scale is None else made | {"input_scale": _stored(input_scale, dtype)}
+
+
+def _stored(scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Scales in the model's dtype, as the format's own tools write them, where it holds them; else as they are."""
+    cast = scale.to(dtype)
+    return cast if torch.equal(cast.float(), scale.float()) else scale
+
+
+def half(scale: Tensor) -> Tensor:
+    """Scales as float16. Raises KernelError for what that has no number near: largest 65504, smallest 6e-8."""
+    made = scale.to(torch.float16)
+    if not bool((made.isfinite() & ((made != 0) | (scale == 0))).all()):
+        least, most = (float(one) for one in torch.aminmax(scale[scale != 0].abs()))
+        raise KernelError(f"scales from {least:.2g} to {most:.2g}, and the format's are float16")
+    return made
+
+
+def packed(codes: Tensor, bits: int) -> Tensor:
+    """int32 words [rows, columns bits / 32, rounded up] of codes[rows, columns], the low field first."""
+    fields = WORD // bits
+    padded = torch.nn.functional.pad(codes, (0, -codes.shape[1] % fields))
+    words = torch.zeros(len(codes), padded.shape[1] // fields, dtype=torch.int32)
+    for field in range(fields):
+        words |= padded[:, field::fields].to(torch.int32) << field * bits
+    return words
