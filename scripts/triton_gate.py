@@ -282,12 +282,8 @@ def faults(arch: str, build: Build) -> list[str]:
 def main() -> None:
     """Compile all for all; exit with 1 where anything is wrong."""
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    bad = [
-        f"{arch} {name}: {fault}"
-        for name, build in BUILDS.items()
-        for arch in build.archs
-        for fault in faults(arch, build)
-    ]
+    every = [(arch, name, build) for name, build in BUILDS.items() for arch in build.archs]
+    bad = [f"{arch} {name}: {fault}" for arch, name, build in every for fault in faults(arch, build)]
     # attention alone reads before it waits: what earlier steps have cached
     hopper = {name: one for name, one in BUILDS.items() if one.archs != ("gfx942",) and one.types is not ATTENTION}
     overlapped = {name: one for name, one in hopper.items() if "DEPENDENT" in one.constants}

@@ -62,7 +62,7 @@ def _save(folder: Path, shards: Any) -> int:
 def orders(path: str, k: int, device: torch.device) -> Tensor:
     """g_idx of act-order; layers of one input have the same one, as GPTQ makes it from that input."""
     place = path.replace("k_proj", "q_proj").replace("v_proj", "q_proj").replace("up_proj", "gate_proj")
-    seed = sum(ord(letter) * (at + 1) for at, letter in enumerate(place))
+    seed = sum(ord(one) * (at + 1) for at, one in enumerate(place))
     order = torch.randperm(k, generator=torch.Generator().manual_seed(seed))
     return (torch.empty(k, dtype=torch.int32).index_put_((order,), torch.arange(k, dtype=torch.int32) // GROUP)).to(
         device

@@ -141,11 +141,8 @@ def pack(w: Tensor, name: str, *, dtype: torch.dtype, interleaved: bool = False,
         return Packed(form, n, k, held, dense=held.double() if dense else None)
     if name == "compact":
         held = w.to(torch.bfloat16)
-        tiles = (
-            CompactTiles.pack(held.chunk(2)[0]).pair(CompactTiles.pack(held.chunk(2)[1]))
-            if interleaved
-            else CompactTiles.pack(held)
-        )
+        gate, up = held.chunk(2) if interleaved else (held, None)
+        tiles = CompactTiles.pack(gate) if up is None else CompactTiles.pack(gate).pair(CompactTiles.pack(up))
         fours, meaning = tiles.outliers.shape[2] // compact_tiles.FOUR, held.double() if dense else None
         return Packed(form, n, k, tiles.w, tiles.scale, tiles.outliers, meaning, fours, interleaved)
     if name in ("int8", "fp8", W8A8, W8A8_FP8):

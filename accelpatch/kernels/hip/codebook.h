@@ -10,7 +10,7 @@
 
 template <int KIND> struct CodebookOf {
     static constexpr bool NF4 = KIND == OFFSET_NF4;
-    static constexpr int PRODUCTS = BOOK_IN_HALVES ? 4 : 2, LIMB = BOOK_IN_HALVES ? 128 : 256;
+    static constexpr int LIMBS = BOOK_IN_HALVES ? 4 : 2, LIMB = BOOK_IN_HALVES ? 128 : 256;
     static constexpr int STEP = BOOK_IN_HALVES ? 85 : 168;                           // of fp4's 192nds
     static constexpr int UNIT = !NF4 ? 192 * STEP : BOOK_IN_HALVES ? 16383 : 32512;  // what the largest value is
     // The integer of a code as tiles hold it, with its top bit turned.
@@ -42,18 +42,18 @@ template <int KIND> struct CodebookOf {
         codes(A, B, C, D, half, out);
     }
     // The operand of each product, of four codes each: high limbs first, where halves are apart the codes 0 to 7 first.
-    static DEVICE void operands(const NibbleLookup& codes, int half, uint32_t (&out)[PRODUCTS]) {
-        bytes<true>(codes, half, out), bytes<false>(codes, half, out + PRODUCTS / 2);
+    static DEVICE void operands(const NibbleLookup& codes, int half, uint32_t (&out)[LIMBS]) {
+        bytes<true>(codes, half, out), bytes<false>(codes, half, out + LIMBS / 2);
     }
     static DEVICE float value(uint32_t held) {
         const NibbleLookup codes(held);
-        uint32_t out[PRODUCTS];
+        uint32_t out[LIMBS];
         operands(codes, 0, out);
         int value = 0;
 #pragma unroll
-        for (int i = 0; i < PRODUCTS; ++i) {
+        for (int i = 0; i < LIMBS; ++i) {
             const int byte = static_cast<int8_t>(out[i] & 255u);
-            value += (i < PRODUCTS / 2 ? LIMB : 1) * (SIGNED(i) ? -byte : byte);
+            value += (i < LIMBS / 2 ? LIMB : 1) * (SIGNED(i) ? -byte : byte);
         }
         return static_cast<float>(value) / static_cast<float>(UNIT);
     }

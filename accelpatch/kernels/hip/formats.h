@@ -146,15 +146,15 @@ template <int GROUPS_, int KIND> struct Codebook4 {
     using Book = CodebookOf<KIND>;
     static constexpr bool QUANTIZES = true, TILED = true, SPLIT = false, INTERLEAVED = true;
     static constexpr int KSTEP = 128, PARTS = 4, GROUPS = GROUPS_, OFFSET = KIND, STEP_BYTES = 1024, VALUE_BITS = 4,
-                         PRODUCTS = Book::PRODUCTS;
+                         LIMBS = Book::LIMBS;
     static constexpr float CODE_STEP = (Book::SIGNED(0) ? -256.f : 256.f) / Book::UNIT;
     static constexpr DEVICE int order(int e) { return NibbleLookup::order(e); }
-    static DEVICE void expand(const Words4& raw, int half, Words4 (&w)[PRODUCTS]) {
+    static DEVICE void expand(const Words4& raw, int half, Words4 (&w)[LIMBS]) {
         const NibbleLookup a(word_of(raw, 2 * half)), b(word_of(raw, 2 * half + 1));
-        uint32_t v[4][PRODUCTS];
+        uint32_t v[4][LIMBS];
         Book::operands(a, 0, v[0]), Book::operands(a, 1, v[1]), Book::operands(b, 0, v[2]), Book::operands(b, 1, v[3]);
 #pragma unroll
-        for (int i = 0; i < PRODUCTS; ++i) w[i] = {v[0][i], v[1][i], v[2][i], v[3][i]};
+        for (int i = 0; i < LIMBS; ++i) w[i] = {v[0][i], v[1][i], v[2][i], v[3][i]};
     }
     static DEVICE float value(const char* row, int k, float scale, float) {
         const uint32_t word =

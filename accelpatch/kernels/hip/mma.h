@@ -78,7 +78,7 @@ template <class F, class T, bool NARROW> struct IntegerSums : Cells<NARROW> {
     DEVICE void finish() {}
     template <bool BF16_SCALES>
     DEVICE void multiply_stage(const Slot<F> (&now)[PAIR<F>], const Place& place, int step) {
-        if constexpr (CODEBOOK<F>) multiply_book<F::PRODUCTS>(now, place, step);
+        if constexpr (CODEBOOK<F>) multiply_book<F::LIMBS>(now, place, step);
         else multiply_codes<BF16_SCALES>(now, place, step);
     }
 
@@ -111,22 +111,22 @@ private:
         }
     }
     // The same of a codebook, each of whose limbs has products of its own.
-    template <int PRODUCTS> DEVICE void multiply_book(const Slot<F> (&now)[PAIR<F>], const Place& place, int step) {
+    template <int LIMBS> DEVICE void multiply_book(const Slot<F> (&now)[PAIR<F>], const Place& place, int step) {
         const char* x = place.x + step * (F::KSTEP * 2);
         const float* block_exponent = place.block_exponents + step * (F::KSTEP / 16);
-        Mma part[PRODUCTS];
+        Mma part[LIMBS];
         for (Mma& one : part) one.zero();
 #pragma unroll
         for (int i = 0; i < PAIR<F> * HALVES; ++i) {
             const int u = i / HALVES, half = i % HALVES;
-            Words4 expanded[ROWS_PER_LANE][PRODUCTS];
+            Words4 expanded[ROWS_PER_LANE][LIMBS];
 #pragma unroll
             for (int h = 0; h < ROWS_PER_LANE; ++h) F::expand(now[u].w[h], half, expanded[h]);
             const typename Mma::Activations limbs = Mma::load(x + i * 128);
 #pragma unroll
             for (int p = 0; p < 2; ++p) {
 #pragma unroll
-                for (int q = 0; q < PRODUCTS; ++q) {
+                for (int q = 0; q < LIMBS; ++q) {
                     Words4 w[ROWS_PER_LANE];
 #pragma unroll
                     for (int h = 0; h < ROWS_PER_LANE; ++h) w[h] = expanded[h][q];
@@ -140,8 +140,8 @@ private:
             }
         }
     }
-    template <int PRODUCTS>
-    DEVICE void add_book(const Mma (&part)[PRODUCTS], const Slot<F>& slot, const float* block_exponent, int group) {
+    template <int LIMBS>
+    DEVICE void add_book(const Mma (&part)[LIMBS], const Slot<F>& slot, const float* block_exponent, int group) {
         float block_exponents[Cell::TOKENS];
         load_floats<Cell::TOKENS>(block_exponents, block_exponent);
 #pragma unroll

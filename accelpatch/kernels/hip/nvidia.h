@@ -103,8 +103,8 @@ template <uint32_t SELECT> DEVICE uint32_t permute(uint32_t a, uint32_t b) { ret
 // first four, or at the last; apart those of a and b, and those of c and d, each with 0 for the others.
 constexpr bool BOOK_IN_HALVES = true;
 struct NibbleLookup {
-    uint32_t word, turned;
-    DEVICE explicit NibbleLookup(uint32_t word) : word(word), turned(word ^ 0x88888888u) {}
+    uint32_t word, others;
+    DEVICE explicit NibbleLookup(uint32_t word) : word(word), others(word ^ 0x88888888u) {}
     static constexpr DEVICE int order(int e) { return e < 4 ? 2 * e : 2 * e - 7; }  // of a tile's values in the bytes
     // A nibble with its top bit gives the sign of its byte, eight times.
     static DEVICE uint32_t select(uint32_t a, uint32_t b, uint32_t nibbles) {
@@ -113,7 +113,7 @@ struct NibbleLookup {
         return out;
     }
     DEVICE void operator()(uint32_t a, uint32_t b, uint32_t c, uint32_t d, int half, uint32_t* out) const {
-        out[0] = select(a, b, half ? word >> 16 : word), out[1] = select(c, d, half ? turned >> 16 : turned);
+        out[0] = select(a, b, half ? word >> 16 : word), out[1] = select(c, d, half ? others >> 16 : others);
     }
 };
 

@@ -27,10 +27,9 @@ from accelpatch.kernels.layouts import int4_tiles
 from accelpatch.kernels.layouts.layout import Layout
 from accelpatch.kernels.ops import gated_activation, linear, w8a8_linear
 from accelpatch.kernels.ops.by_layout import LINEARS, LinearOf
-from accelpatch.kernels.ops.fused_norm import FusedNorm
-from accelpatch.kernels.ops.gated_activation import ACTIVATIONS
+from accelpatch.kernels.ops.fused_norm import FusedNorm, reordered
+from accelpatch.kernels.ops.gated_activation import ACTIVATIONS, gated
 from accelpatch.kernels.ops.quantize_rows import QuantizedRows
-from accelpatch.kernels.ops.reorder import reorder
 from accelpatch.kernels.spec import Described, Implementation, Kernel, Spec
 
 SILU = ("silu", "swish")
@@ -281,34 +280,14 @@ def large_m_reference(layer: FusedLinear, x: Tensor, gate: str | None) -> Tensor
     return reference(layer, x, gate=gate)
 
 
-def reordered(x: Tensor, order: Tensor, norm: FusedNorm | None) -> Tensor:
-    """norm(x)[M, order]."""
-    if norm is None or norm.layer:
-        return reorder.function(x if norm is None else norm(x), order, None, 0.0, False)
-    return reorder.function(x, order, norm.weight, norm.eps, norm.plus_one)
-
-
-def gated(both: Tensor, activation: str) -> Tensor:
-    """activation(first half of the columns) * second half."""
-    gate, up = both.chunk(2, dim=-1)
-    return gated_activation.gated_activation.function(gate, up, activation)
-
-
 KERNELS = {
     FUSED: Kernel(
-        FusedLinear.__call__,
-        reference,
-        spec,
-        {
-            "hip": Implementation(by_hip, hip_why_not),
-            "operations": Implementation(by_operations, operations_why_not),
-        },
+        FusedLinear.__call__, reference, spec,
+        {"hip": Implementation(by_hip, hip_why_not), "operations": Implementation(by_operations, operations_why_not)},
         composed=True,
     ),
     LARGE_M: Kernel(
-        FusedLinear.large_m,
-        large_m_reference,
-        large_m_spec,
+        FusedLinear.large_m, large_m_reference, large_m_spec,
         {
             "hip_gemm": Implementation(by_hip_gemm, hip_gemm_why_not),
             "triton": Implementation(by_triton, triton_why_not),
@@ -316,4 +295,4 @@ KERNELS = {
         },
         composed=True,
     ),
-}
+}  # fmt: skip

@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from accelpatch.kernels.ops import quantize_rows, rmsnorm, rmsnorm_rows
 from accelpatch.kernels.ops.quantize_rows import QuantizedRows
+from accelpatch.kernels.ops.reorder import reorder
 from accelpatch.kernels.spec import Described
 
 
@@ -90,3 +91,10 @@ class FusedNorm(Described):
 
     def _layer_norm(self, x: Tensor) -> Tensor:
         return functional.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.eps)
+
+
+def reordered(x: Tensor, order: Tensor, norm: FusedNorm | None) -> Tensor:
+    """norm(x)[M, order], x[M, K]; an RMSNorm in the same launch."""
+    if norm is None or norm.layer:
+        return reorder.function(x if norm is None else norm(x), order, None, 0.0, False)
+    return reorder.function(x, order, norm.weight, norm.eps, norm.plus_one)

@@ -110,6 +110,13 @@ def _fake(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     return gate.new_empty(gate.shape)
 
 
+def gated(both: Tensor, activation: str) -> Tensor:
+    """activation(first half of the columns) * second half."""
+    gate, up = both.chunk(2, dim=-1)
+    y: Tensor = gated_activation.function(gate, up, activation)
+    return y
+
+
 def cases() -> list[Case]:
     """Cases for parity checks: every activation, odd sizes."""
 

@@ -14,24 +14,16 @@ from accelpatch.device import probe
 from accelpatch.errors import KernelError
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.check import parity
-from accelpatch.kernels.layouts.compact_tiles import CompactTiles
-from accelpatch.kernels.layouts.cpu_pack import Pack
-from accelpatch.kernels.layouts.int4_tiles import Tiles
 from accelpatch.kernels.layouts.row_major import FP8
-from accelpatch.kernels.layouts.w8a8_pack import W8A8Pack
 from accelpatch.kernels.spec import Case
-from accelpatch.quant import int4, int8
-from tests.support.gguf_blocks import random_args_of_blocks
-from tests.support.packs import FOREIGN, operands, size_for
 from tests.support.parity import DTYPES, assert_parity, bits, name, strided, transposed
+from tests.support.random_arguments import random_args
 
 CPU = torch.device("cpu")
 OPS = tuple(op for op in dispatch.TABLE if dispatch.kernel(op).registered)
 CASES = [(op, case) for op in OPS for case in dispatch.kernel(op).cases()]
-M = (0, 1, 2, 7, 129)
 W8A8 = ("quantize_rows", "rmsnorm_rows", "gemm_w8a8", "gemm_fp8", "gated_fp8", "w8a8_linear", "w8a8_packed")
 OF_INT8 = ("layernorm_q", "int8_attention", "gated_rows")
-FORMS = (torch.int8, *FP8)
 NO_GRADIENT = ("int8_embedding", "packed_embedding", "rotary_cos_sin", "gemm_w8a8", "gemm_fp8", "gated_fp8")
 NO_GRADIENT += ("layernorm_q", "int8_attention", "block_embedding")  # integers or 8-bit floats go in, or come out
 PRODUCTS = ("gemv", *(op for op in OPS if op.endswith("_linear") and op != "packed_linear"))
@@ -59,146 +51,6 @@ def test_views(op: str, dtype: torch.dtype, view: Any) -> None:
     plain = assert_parity(op, args)
     for one, other in zip(assert_parity(op, viewed(args, view)), plain, strict=True):
         assert one.shape == other.shape
-
-
-def random_pack(op: str, rng: random.Random, generator: torch.Generator, dtype: torch.dtype) -> tuple[Any, ...]:
-    m, n, k, group = rng.choice(M), rng.randint(1, 70), 32 * rng.randint(1, 9), rng.choice((32, None))
-    w = torch.randn(n, k, generator=generator)
-    if op == "packed_embedding":
-        pack = Pack.pack(*int8.quantize(w, group_size=group)[:2], bits=8)
-        return torch.randint(0, n, (m, 3), generator=generator), dtype, *pack.arguments()
-    x, bias = torch.randn(m, k, generator=generator).to(dtype), torch.randn(n, generator=generator).to(dtype)
-    if rng.random() < 0.4:
-        return foreign(rng.choice(FOREIGN), (m, n, k), dtype, rng.randint(0, 99))
-    if rng.random() < 0.5:
-        return x, *Pack.pack(*int8.quantize(w, group_size=group)[:2], bits=8).arguments(), bias
-    pack = Pack.pack(*int4.quantize(w, group_size=32, symmetric=rng.random() < 0.5), bits=4)
-    return x, *pack.arguments(), None
-
-
-def foreign(kind: str, size: tuple[int, int, int], dtype: torch.dtype, seed: int) -> tuple[Any, ...]:
-    return operands(kind, *size_for(kind, *size), dtype, seed)[1]
-
-
-def random_w8a8_pack(rng: random.Random, generator: torch.Generator, dtype: torch.dtype) -> tuple[Any, ...]:
-    m, n, k = rng.choice(M), rng.randint(1, 70), rng.randint(1, 300)
-    x, bias = torch.randn(m, k, generator=generator).to(dtype), torch.randn(n, generator=generator).to(dtype)
-    q = torch.randint(-127, 128, (n, k), generator=generator, dtype=torch.int8)
-    pack = W8A8Pack.pack(q, torch.rand(n, 1, generator=generator) / 100, rng.choice((None, 0.02)))
-    return x, *pack.arguments(), rng.choice((None, bias))
-
-
-def random_of_int8(op: str, rng: random.Random, generator: torch.Generator, dtype: torch.dtype) -> tuple[Any, ...]:
-    m, k = rng.choice(M), rng.randint(1, 300)
-    x = torch.randn(m, 2 * k if op == "gated_rows" else k, generator=generator).to(dtype)
-    if op == "gated_rows":
-        return x, rng.choice(("silu", "gelu")), rng.choice((None, torch.tensor([0.03]))), rng.choice(FORMS)
-    if op == "layernorm_q":
-        return x, 40 * torch.randn(k, generator=generator), 9 * torch.randn(k, generator=generator), 1e-5
-    sizes, later = (rng.randint(1, 2), rng.randint(1, 3)), rng.randint(1, 40)
-    shapes = ((*sizes, min(m, 20), 24), (*sizes, min(m, 20) + later, 24))
-    q, k_, v = (torch.randint(-127, 128, shapes[at > 0], generator=generator).to(torch.int8) for at in range(3))
-    mask = rng.choice((None, torch.rand(sizes[0], 1, q.shape[2], v.shape[2], generator=generator) > 0.4))
-    return q, k_, v, torch.tensor([1e-4, 1 / 127]), mask, rng.random() < 0.5
-
-
-def random_w8a8(op: str, rng: random.Random, generator: torch.Generator, dtype: torch.dtype) -> tuple[Any, ...]:
-    """Integers or the rows that become some; each vector and matrix beside them there or not."""
-    if op in OF_INT8:
-        return random_of_int8(op, rng, generator, dtype)
-    if op == "w8a8_packed":
-        return random_w8a8_pack(rng, generator, dtype)
-    m, n, k = rng.choice(M), rng.randint(1, 70), rng.randint(1, 300)
-
-    def maybe(*shape: int) -> Any:
-        return rng.choice((None, torch.rand(*shape, generator=generator) / 9))
-
-    x, given = torch.randn(m, k, generator=generator).to(dtype), rng.choice((None, torch.tensor([0.03])))
-    form = rng.choice(FORMS)
-    if op == "quantize_rows":
-        return x, given, form
-    if op == "rmsnorm_rows":
-        weight = torch.randn(k, generator=generator).to(dtype)
-        return x, rng.choice((None, x.flip(0))), weight, 1e-5, k % 2 == 0, given, form
-    a, b = (torch.randint(-128, 128, (size, k), generator=generator, dtype=torch.int8) for size in (m, n))
-    bias = None if rng.random() < 0.5 else torch.randn(n, generator=generator).to(dtype)
-    if op == "w8a8_linear":
-        static = given if form == torch.int8 else None
-        return x, b.to(form), torch.rand(n, 1, generator=generator) / 100, static, bias
-    if op.endswith("_fp8"):
-        gate, form = op == "gated_fp8", rng.choice(FP8)
-        b = b[:-1] if n % 2 and n > 1 and gate else torch.cat([b, b]) if gate and n == 1 else b
-        row, column = torch.rand(m, generator=generator) / 99, torch.rand(len(b), generator=generator) / 99
-        held = (a.to(form), b.to(form), row, column, None if bias is None else bias[:1].expand(len(b)).contiguous())
-        return (*held, "silu", dtype) if gate else (*held, dtype)
-    correction = rng.choice((None, b.sum(-1, dtype=torch.int32)))
-    d, residual = (
-        rng.choice((None, torch.randn(n, generator=generator), torch.randn(m, n, generator=generator))),
-        maybe(m, n),
-    )
-    activation = rng.choice(("none", "relu", "silu", "gelu", "gelu_tanh"))
-    return a, b, 1 / k, maybe(m), maybe(n), d, 0.5, correction, activation, residual, rng.choice((torch.int8, dtype))
-
-
-def random_tiles(rng: random.Random, generator: torch.Generator, dtype: torch.dtype) -> tuple[Any, ...]:
-    """Groups of every size that tiles take, whole rows of odd length among them, and every kind of offset."""
-    group, codebook = rng.choice((32, 64, 128, 256, 0)), rng.choice(("nf4", "fp4"))
-    m, n, k = rng.choice(M), rng.randint(1, 70), group * rng.randint(1, 4) or 2 * rng.randint(1, 300)
-    x, bias = torch.randn(m, k, generator=generator).to(dtype), torch.randn(n, generator=generator).to(dtype)
-    q = torch.randint(-128, 128, (n, k // 2), generator=generator, dtype=torch.int8)
-    scale = (torch.rand(n, k // group if group else 1, generator=generator) / 100).half()
-    if group in (32, 64) and rng.random() < 0.5:
-        return x, *Tiles.of_codes(q, scale.float(), codebook), rng.choice((None, bias))
-    zero = torch.randint(0, 16, scale.shape, generator=generator, dtype=torch.int32)
-    offset = rng.choice((None, -8 * scale, zero))
-    return x, *Tiles.pack(q, scale, offset), rng.choice((None, bias))
-
-
-def random_args(op: str, rng: random.Random, generator: torch.Generator, dtype: torch.dtype) -> tuple[Any, ...]:
-    if op in (*W8A8, *OF_INT8):
-        return random_w8a8(op, rng, generator, dtype)
-    if op.startswith(("packed_", "block_")):
-        return (random_pack if op.startswith("packed_") else random_args_of_blocks)(op, rng, generator, dtype)
-    if op == "tiled_int4_linear":
-        return random_tiles(rng, generator, dtype)
-    m, n, k, groups = rng.choice(M), rng.randint(1, 70), rng.randint(1, 70), rng.choice((1, 2, 3))
-    k = 2 * groups * k if op == "int4_linear" else groups * k
-    x, scale, bias = (
-        torch.randn(m, k, generator=generator).to(dtype),
-        torch.rand(n, groups, generator=generator) / 100,
-        torch.randn(n, generator=generator).to(dtype) if rng.random() < 0.5 else None,
-    )
-    q = torch.randint(-127, 128, (n, k), generator=generator, dtype=torch.int8)
-    weight = torch.randn(k, generator=generator).to(dtype)
-    plus_one = rng.random() < 0.5
-    if op == "int8_linear":
-        return x, q, scale, bias
-    if op == "gemv":
-        return x, torch.randn(n, k, generator=generator).to(dtype), bias
-    if op == "compact_linear":
-        return x, *CompactTiles.pack(torch.randn(n, k, generator=generator).bfloat16()), bias
-    if op == "fp8_linear":
-        return x, torch.randn(n, k, generator=generator).to(rng.choice(FP8)), scale[:, :1], bias
-    if op == "int4_linear":
-        minimum = torch.randn(n, groups, generator=generator) / 10
-        zero = torch.randint(0, 16, (n, groups), generator=generator, dtype=torch.int32)
-        return x, q[:, ::2].contiguous(), scale, rng.choice((None, minimum, zero)), bias
-    if op == "codebook_linear":
-        q = torch.randint(-128, 128, (n, groups * (k // groups)), generator=generator, dtype=torch.int8)
-        x = torch.randn(m, 2 * q.shape[1], generator=generator).to(dtype)
-        return x, q, scale, rng.choice(("nf4", "fp4")), bias
-    if op == "int8_embedding":
-        return torch.randint(0, n, (m, 3), generator=generator), q, scale, dtype
-    if op == "rmsnorm":
-        return x, weight, 1e-5, plus_one
-    if op == "reorder":
-        order = torch.randperm(k, generator=generator).to(torch.int32)
-        return x, order, rng.choice((None, weight)), 1e-5, plus_one
-    if op in ("add_rmsnorm", "rmsnorm_add"):
-        return x, x.flip(0), weight, 1e-5, plus_one
-    if op == "rotary_cos_sin":
-        return torch.randint(0, 4096, (2, m), generator=generator), torch.rand(k, generator=generator), 1.5, dtype
-    return x, x.flip(0), "silu"
 
 
 @pytest.mark.parametrize("op", OPS)
