@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from accelpatch.kernels.layouts.compact_tiles import CompactTiles
 from accelpatch.kernels.layouts.cpu_pack import Pack
