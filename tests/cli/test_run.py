@@ -12,7 +12,7 @@ from tests.support import guide_opt
 
 from .conftest import CONTEXT, Cli, Shell, byte_tokenizer
 
-GGUF = Path(__file__).parents[1] / "fixtures/foreign"
+FOREIGN = Path(__file__).parents[1] / "fixtures/foreign"
 SHORT = ("--max-new-tokens", "12")
 
 
@@ -154,7 +154,7 @@ def test_a_plugin_that_registers_nothing(cli: Cli, model: str, tmp_path: Path) -
 @pytest.mark.parametrize("name", ["gguf-q4_0-q4_1-q8_0", "gguf-q4_k_m"])
 def test_a_gguf_file_runs_as_it_is_stored(cli: Cli, tmp_path: Path, name: str) -> None:
     """The fixtures have a vocabulary of 32 and no tokenizer: one of as many bytes lies beside the file."""
-    shutil.copy(GGUF / name / "model.gguf", tmp_path / "model.gguf")
+    shutil.copy(FOREIGN / name / "model.gguf", tmp_path / "model.gguf")
     tokenizer = byte_tokenizer(29)
     tokenizer.save_pretrained(tmp_path)
     done = cli("run", str(tmp_path), "--prompt", "!!", "--max-new-tokens", "4", "--json")
@@ -163,6 +163,27 @@ def test_a_gguf_file_runs_as_it_is_stored(cli: Cli, tmp_path: Path, name: str) -
     assert report["recipe"] == "gguf"
     assert {site["replacer"] for site in report["sites"]} >= {"int8_weight_only", "int4_weight_only"}
     assert any(site["replacer"] == "gguf_blocks" for site in report["sites"]) == name.endswith("k_m")
+    assert report["verification"]["failures"] == []
+
+
+STORED = {
+    "gptq-4bit-g32-asym-actorder": "int4_weight_only", "gptq-8bit-channel": "int8_weight_only",
+    "gptq-v2-4bit-g32-asym": "int4_weight_only", "awq-gemm-4bit-g32": "int4_weight_only",
+    "awq-gemv-4bit-g32": "int4_weight_only", "bnb-nf4-double": "nf4_weight_only", "bnb-fp4": "fp4_weight_only",
+    "bnb-int8": "int8_weight_only", "ct-pack-w4a16-g32-actorder": "int4_weight_only", "ct-int-w8a8": "w8a8",
+    "ct-float-fp8": "w8a8_fp8",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_a_checkpoint_of_others_runs_as_it_is_stored(cli: Cli, tmp_path: Path, name: str) -> None:
+    shutil.copytree(FOREIGN / name, tmp_path / "it")
+    byte_tokenizer(29).save_pretrained(tmp_path / "it")
+    done = cli("run", str(tmp_path / "it"), "--prompt", "!!", "--max-new-tokens", "4", "--json")
+    assert done.exit_code == 0, done.output
+    report = json.loads(done.stdout)["report"]
+    linears = {site["replacer"] for site in report["sites"] if site["path"].endswith("_proj")}
+    assert linears == {STORED[name]}
     assert report["verification"]["failures"] == []
 
 
