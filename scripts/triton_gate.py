@@ -135,7 +135,7 @@ def products(form: str, sums: str, archs: tuple[str, ...], number: int) -> dict[
     return {f"{form} {name}": replace(build, archs=archs) for name, build in made.items()}
 
 
-OF_BLOCKS = {"BIAS": True, "CUT": True, "COLUMNS": 128} | sizes(block_linear.BLOCKS.of[2])
+OF_BLOCKS = {"BIAS": True, "CUT": True, "COLUMNS": 64} | sizes(block_linear.BLOCKS.of[2])
 OTHERS = {
     "rotary_cos_sin": Build(rope._position, ("*i64", "*fp32", "*bf16", "*bf16", "fp32", "i32"), {"BLOCK": 64}, 1),
     "the highest score's token": Build(greedy._token, ("*fp32", "*i1", "*i1", *("*i64",) * 4, "*i32", "i32"),

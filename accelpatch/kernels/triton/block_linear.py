@@ -15,7 +15,7 @@ from accelpatch.kernels.triton.dequantize import Floats, by_slices
 from accelpatch.kernels.triton.gemm import HALVES, Block, Blocks, flat_rows, grid, in_runs, leave
 from accelpatch.kernels.triton.launch import cdiv, on
 
-BLOCKS = Blocks((Block(16, 64, 128, 4, 3), Block(32, 64, 128, 4, 3), Block(64, 64, 128, 4, 3)))
+BLOCKS = Blocks((Block(16, 64, 64, 4, 3), Block(32, 64, 64, 4, 3), Block(64, 64, 64, 4, 3)))
 
 
 @triton.jit
