@@ -279,6 +279,8 @@ EMBEDDING_CLASSES = frozenset(
 )
 # Rope types whose frequencies are fixed when the model is made.
 STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
+# Experts whose gate is (up + 1) * g * sigmoid(alpha g), gate and up clamped by `limit`.
+CLAMPED_GATES = frozenset({"GptOssExperts"})
 # Classes of activation modules -> the name that configurations use.
 ACTIVATION_CLASSES: Mapping[str, str] = MappingProxyType(
     {"SiLU": "silu", "SiLUActivation": "silu", "GELUActivation": "gelu", "GELUTanh": "gelu_tanh", "ReLU": "relu"}
