@@ -12,7 +12,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from accelpatch.models.form import DecoderForm, Family, LayerForm, Norm, Rotary, Smoothing
+from accelpatch.models.form import DecoderForm, Family, LayerForm, Norm, Rotary, Smoothing, Sparse
 from accelpatch.models.groups import (
     BEHIND,
     COHERE_SMOOTHING,
@@ -266,9 +266,25 @@ FAMILIES: tuple[Family, ...] = (
         "Cohere2",
         **_COHERE_FORM | {"rotary": replace(_COHERE_FORM["rotary"], without="sliding_window")},
     ),
-    Family("mixtral", ("mixtral",), _SEPARATE | _MOE | _LAYER, MOE_SMOOTHING, "Mixtral", **_LLAMA_FORM),
+    Family(
+        "mixtral",
+        ("mixtral",),
+        _SEPARATE | _MOE | _LAYER,
+        MOE_SMOOTHING,
+        "Mixtral",
+        **_LLAMA_FORM,
+        sparse=Sparse(),
+    ),
     # Some layers may be dense: their MLP is Llama's, and the `mlp` of a sparse layer is refused by its replacer.
-    Family("qwen3_moe", ("qwen3_moe",), _LLAMA | _MOE, SOME_DENSE, "Qwen3Moe", **_LLAMA_FORM),
+    Family(
+        "qwen3_moe",
+        ("qwen3_moe",),
+        _LLAMA | _MOE,
+        SOME_DENSE,
+        "Qwen3Moe",
+        **_LLAMA_FORM,
+        sparse=Sparse(normalise="norm_topk_prob", narrow=True),
+    ),
 )
 
 # Linear layers whose forward is x @ weight^T + bias: torch's own, and the same written otherwise.

@@ -90,7 +90,7 @@ class Experts(Replacement):
         return self.compute(hidden_states, ids, weights)
 
     def compute(self, x: Tensor, ids: Tensor, weights: Tensor, residual: Tensor | None = None) -> Tensor:
-        """The experts' weighted sum."""
+        """The experts' weighted sum; with residual[T, H] added."""
         raise NotImplementedError
 
     @property
@@ -117,7 +117,7 @@ class FloatExperts(Experts):
         return super().forward(hidden_states, *routing, **named)
 
     def compute(self, x: Tensor, ids: Tensor, weights: Tensor, residual: Tensor | None = None) -> Tensor:
-        return experts(x, ids, weights, *self.stack(UP), *self.stack(DOWN), *self.gate)
+        return experts(x, ids, weights, *self.stack(UP), *self.stack(DOWN), *self.gate, residual)
 
     def stack(self, name: str) -> Stack:
         """A weight as the operation takes it."""

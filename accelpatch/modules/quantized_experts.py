@@ -31,7 +31,6 @@ class QuantizedExperts(Experts):
     in the operation's order of rows.
     """
 
-    transient = ("packs",)
     own_buffers: tuple[str, ...] = (*(f"{name}_{part}" for name in (UP, DOWN) for part in PARTS), "like")
     like: Tensor
     bits: int
@@ -54,8 +53,9 @@ class QuantizedExperts(Experts):
 
     def compute(self, x: Tensor, ids: Tensor, weights: Tensor, residual: Tensor | None = None) -> Tensor:
         if self.packs is not None:
-            return packed_experts(x, ids, weights, *self.packs[0], *self.packs[1], *self.gate)
-        return experts(x, ids, weights, *self.stack(UP), *self.stack(DOWN), *self.gate)
+            y = packed_experts(x, ids, weights, *self.packs[0], *self.packs[1], *self.gate)
+            return y if residual is None else residual + y
+        return experts(x, ids, weights, *self.stack(UP), *self.stack(DOWN), *self.gate, residual)
 
     def stack(self, name: str) -> Stack:
         """A weight as the operation takes it."""

@@ -25,7 +25,7 @@ def cases() -> list[Case]:
             weights = torch.rand(tokens, k, generator=generator).to(device, torch.float32 if odd else dtype)
             sizes = ((2 * inner, width), (width, inner))
             stacks = [of_random(generator, dtype, device, bits, experts, *size, group, bias, odd) for size in sizes]
-            return x, ids, weights, *stacks[0], *stacks[1], activation, 1.702, 7.0
+            return x, ids, weights, *stacks[0], *stacks[1], activation, 1.702, 7.0, x.flip(0) if odd else None
 
         name = f"w{bits}-e{experts}-h{width}-i{inner}-t{tokens}-k{k}-g{group}-{activation}"
         return Case(f"{name}{'-bias' if bias else ''}{'-odd' if odd else ''}", make)

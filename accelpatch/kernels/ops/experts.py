@@ -70,7 +70,7 @@ def dense(stack: Stack, expert: int, k: int, dtype: torch.dtype) -> Tensor:
 
 def reference(x: Tensor, ids: Tensor, weights: Tensor, *given: Any) -> Tensor:
     """Expert after expert by torch's own linear layer; the sum in float32 or wider."""
-    up, down, (activation, alpha, limit) = Stack(*given[:4]), Stack(*given[4:8]), given[8:]
+    up, down, gate, residual = Stack(*given[:4]), Stack(*given[4:8]), given[8:11], given[11:]
     wide = torch.promote_types(x.dtype, torch.float32)
     y = torch.zeros(x.shape, dtype=wide, device=x.device)
     for expert in range(len(up.w)):
@@ -79,10 +79,15 @@ def reference(x: Tensor, ids: Tensor, weights: Tensor, *given: Any) -> Tensor:
             continue
         beside = [None if one.bias is None else one.bias[expert].to(x.dtype) for one in (up, down)]
         both = functional.linear(x[token], dense(up, expert, x.shape[1], x.dtype), beside[0])
-        inner = gated(both, activation, alpha, limit)
+        inner = gated(both, *gate)
         made = functional.linear(inner, dense(down, expert, inner.shape[1], x.dtype), beside[1])
         y.index_add_(0, token, made.to(wide) * weights[token, place, None].to(wide))
-    return y.to(x.dtype)
+    return added(y.to(x.dtype), *residual)
+
+
+def added(y: Tensor, residual: Tensor | None = None) -> Tensor:
+    """y, with the residual where there is one."""
+    return y if residual is None else residual + y
 
 
 def why_not_stack(stack: Stack, n: int, k: int, experts: int, device: torch.device) -> str | None:
@@ -109,6 +114,8 @@ def spec(x: Tensor, ids: Tensor, weights: Tensor, *given: Any) -> Spec:
     check_routing(OP, x, ids, weights, activation)
     require(up.w.dim() == down.w.dim() == 3, OP, f"weights are [E, N, K], not {linear.say(up.w)}")
     experts, rows = up.w.shape[:2]
+    fits = given[11:] in ((), (None,)) or (given[11].shape == x.shape and given[11].dtype == x.dtype)
+    require(fits, OP, f"the residual has the shape and dtype of x, {linear.say(x)}")
     require(experts >= 1 and rows >= 2 and rows % 2 == 0, OP, f"gate and up are [E, 2 I, H], not {linear.say(up.w)}")
     width, inner = x.shape[1], rows // 2
     for stack, n, k in ((up, rows, width), (down, width, inner)):
@@ -173,13 +180,13 @@ def by_triton(*args: Any) -> Tensor:
 
 def by_torch(x: Tensor, ids: Tensor, weights: Tensor, *given: Any) -> Tensor:
     """The implementation `torch`: expert after expert, its weight dequantised in blocks of rows."""
-    up, down, gate = Stack(*given[:4]), Stack(*given[4:8]), given[8:]
+    up, down, gate, residual = Stack(*given[:4]), Stack(*given[4:8]), given[8:11], given[11:]
 
     def expert(number: int, rows: Tensor) -> Tensor:
         inner = gated(_linear(rows, up, number), *gate)
         return _linear(inner, down, number)
 
-    return by_expert(x, ids, weights, len(up.w), expert)
+    return added(by_expert(x, ids, weights, len(up.w), expert), *residual)
 
 
 def by_expert(x: Tensor, ids: Tensor, weights: Tensor, experts: int, expert: Callable[[int, Tensor], Tensor]) -> Tensor:
@@ -223,16 +230,17 @@ def experts(
     x: Tensor, ids: Tensor, weights: Tensor,
     gate_up: Tensor, gate_up_scale: Tensor | None, gate_up_offset: Tensor | None, gate_up_bias: Tensor | None,
     down: Tensor, down_scale: Tensor | None, down_offset: Tensor | None, down_bias: Tensor | None,
-    activation: str = "silu", alpha: float = 0.0, limit: float = 0.0,
+    activation: str = "silu", alpha: float = 0.0, limit: float = 0.0, residual: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """y[T, H] in x's dtype, contiguous; see the module. x[T, H] float; ids[T, k] int64 or int32; weights[T, k] float.
 
-    The rest: two Stacks of E experts, the activation's name, and alpha and limit of clamped_swiglu. Raises KernelError
+    The rest: two Stacks of E experts, the activation's name, alpha and limit of clamped_swiglu, and residual[T, H] in
+    x's dtype, which is added to the rounded sum. Raises KernelError
     for arguments that do not fit together.
     """
     given = (
         gate_up, gate_up_scale, gate_up_offset, gate_up_bias, down, down_scale, down_offset, down_bias,
-        activation, alpha, limit,
+        activation, alpha, limit, residual,
     )  # fmt: skip
     y: Tensor = dispatch.run(OP, spec, x.device, (x, ids, weights, *given))
     return y

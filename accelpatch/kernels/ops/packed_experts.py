@@ -135,7 +135,7 @@ def cases() -> list[Case]:
         def made(generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
             x, ids, weights, *given = make(generator, dtype, device)
             up, down = Stack(*given[:4]), Stack(*given[4:8])
-            return x, ids, weights, *_packed(up, x.shape[1]), *_packed(down, up.w.shape[1] // 2), *given[8:]
+            return x, ids, weights, *_packed(up, x.shape[1]), *_packed(down, up.w.shape[1] // 2), *given[8:11]
 
         return made
 

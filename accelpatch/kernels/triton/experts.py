@@ -243,15 +243,15 @@ def few(pairs: int, experts: int) -> bool:
     return pairs <= max(experts, 8)
 
 
-def experts(x: Tensor, ids: Tensor, weights: Tensor, *given: Any, residual: Tensor | None = None) -> Tensor:
-    """As the operation. residual[T, H]: added to the result."""
-    up, down, (activation, alpha, limit) = Stack(*given[:4]), Stack(*given[4:8]), given[8:]
+def experts(x: Tensor, ids: Tensor, weights: Tensor, *given: Any) -> Tensor:
+    """As the operation."""
+    up, down, gate, residual = Stack(*given[:4]), Stack(*given[4:8]), given[8:11], given[11]
     if not few(ids.numel(), len(up.w)):
         from accelpatch.kernels.triton.grouped_experts import grouped
 
-        y = grouped(x, ids, weights, up, down, activation, alpha, limit)
+        y = grouped(x, ids, weights, up, down, *gate)
         return y if residual is None else y.add_(residual)
-    return of_few(x, ids, weights, up, down, (activation, alpha, limit), residual)
+    return of_few(x, ids, weights, up, down, gate, residual)
 
 
 def of_few(
@@ -275,8 +275,9 @@ def of_few(
         )  # fmt: skip
         tensors, groups, form = weight_arguments(down, inner)
         tile = DOWN[form["KIND"]]
+        beside = x if residual is None else residual.contiguous()
         _down[(cdiv(width, tile.rows), tokens)](
-            h, ids, weights, *tensors, x if residual is None else residual, y, inner, width, number, chosen, groups,
+            h, ids, weights, *tensors, beside, y, inner, width, number, chosen, groups,
             **form, RESIDUAL=residual is not None, DEPENDENT=overlapped,
             **shape(tile, form["KIND"], inner * (chosen if form["KIND"] == INT4 else 1)), **options,
         )  # fmt: skip
