@@ -65,7 +65,7 @@ def _planned(site: Site, replaced: Sites, device: Device) -> str:
     sparse = layer_facts.sparse_of(layer)
     needed = [] if layer_facts.has_plain_mlp(layer) else [("MLP", f"{site.path}.{form.mlp}")]
     if sparse is not None:
-        needed = [("experts", f"{site.path}.{form.mlp}.{sparse.experts}")]
+        needed = [("MLP of experts", f"{site.path}.{form.mlp}.{sparse.experts}")]
     by_length = _rope_parameters(attention.config).get("rope_type") == attention_facts.LONGROPE
     if family.rotary is not None and not family.rotary.tables and not (by_length and attention_facts.IN_PLACE):
         needed.append(("rotary embedding", f"{model}.rotary_emb"))

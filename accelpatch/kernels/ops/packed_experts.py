@@ -120,7 +120,8 @@ def _fake(x: Tensor, ids: Tensor, weights: Tensor, *given: Any, **named: Any) ->
     return x.new_empty(x.shape)
 
 
-def _packed(stack: Stack, k: int) -> ExpertPack:
+def packed(stack: Stack, k: int) -> ExpertPack:
+    """A Stack of codes as packs. k: its columns."""
     w, scale, offset, bias = stack
     assert scale is not None
     if stack.bits == 8:
@@ -131,15 +132,15 @@ def _packed(stack: Stack, k: int) -> ExpertPack:
 def cases() -> list[Case]:
     """The cases of `experts` that can be packed."""
 
-    def packed(make: Any) -> Any:
+    def of_packs(make: Any) -> Any:
         def made(generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
             x, ids, weights, *given = make(generator, dtype, device)
             up, down = Stack(*given[:4]), Stack(*given[4:8])
-            return x, ids, weights, *_packed(up, x.shape[1]), *_packed(down, up.w.shape[1] // 2), *given[8:11]
+            return x, ids, weights, *packed(up, x.shape[1]), *packed(down, up.w.shape[1] // 2), *given[8:11]
 
         return made
 
-    return [Case(case.id, packed(case.make)) for case in expert_cases.cases() if case.id.startswith(("w4", "w8-e3"))]
+    return [Case(case.id, of_packs(case.make)) for case in expert_cases.cases() if case.id.startswith(("w4", "w8-e3"))]
 
 
 KERNELS = {
