@@ -26,6 +26,7 @@ from accelpatch.kernels.layouts.expert_stack import BLOCK, WORDS, Stack, from_wo
 from accelpatch.kernels.operation import operation
 from accelpatch.kernels.ops import gated_activation, int4_linear, linear
 from accelpatch.kernels.ops.expert_cases import CLAMPED, cases
+from accelpatch.kernels.ops.expert_reference import reference
 from accelpatch.kernels.spec import Implementation, Kernel, Spec
 from accelpatch.kernels.triton import launch
 
@@ -48,41 +49,6 @@ def gated(both: Tensor, activation: str, alpha: float, limit: float) -> Tensor:
         return clamped(both, alpha, limit)
     gate, up = both.chunk(2, dim=-1)
     return gated_activation.ACTIVATIONS[activation](gate) * up
-
-
-def dense(stack: Stack, expert: int, k: int, dtype: torch.dtype) -> Tensor:
-    """One expert's matrix [N, K], decoded in float32 or wider and rounded to `dtype`."""
-    w, scale = stack.w[expert], stack.scale
-    if scale is None:
-        return w.to(dtype)
-    wide = torch.promote_types(dtype, torch.float32)
-    codes = w.to(wide)
-    if stack.bits == 4:
-        held = w.view(len(w), -1, 1, WORDS)
-        codes = torch.cat([(held >> 4 * nibble) & 15 for nibble in range(8)], dim=2).flatten(1)[:, :k].to(wide)
-    groups, factor = codes.view(len(w), scale.shape[2], -1), scale[expert].to(wide)[:, :, None]
-    if stack.offset is not None:
-        made = groups * factor + stack.offset[expert].to(wide)[:, :, None]
-    else:
-        made = (groups - 8 if stack.bits == 4 else groups) * factor
-    return made.flatten(1).to(dtype)
-
-
-def reference(x: Tensor, ids: Tensor, weights: Tensor, *given: Any) -> Tensor:
-    """Expert after expert by torch's own linear layer; the sum in float32 or wider."""
-    up, down, gate, residual = Stack(*given[:4]), Stack(*given[4:8]), given[8:11], given[11:]
-    wide = torch.promote_types(x.dtype, torch.float32)
-    y = torch.zeros(x.shape, dtype=wide, device=x.device)
-    for expert in range(len(up.w)):
-        token, place = (ids == expert).nonzero(as_tuple=True)
-        if not len(token):
-            continue
-        beside = [None if one.bias is None else one.bias[expert].to(x.dtype) for one in (up, down)]
-        both = functional.linear(x[token], dense(up, expert, x.shape[1], x.dtype), beside[0])
-        inner = gated(both, *gate)
-        made = functional.linear(inner, dense(down, expert, inner.shape[1], x.dtype), beside[1])
-        y.index_add_(0, token, made.to(wide) * weights[token, place, None].to(wide))
-    return added(y.to(x.dtype), *residual)
 
 
 def added(y: Tensor, residual: Tensor | None = None) -> Tensor:
