@@ -24,6 +24,7 @@ from triton.compiler import ASTSource
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from accelpatch.kernels.triton import (
+    choose_experts,
     decode_attention,
     dequantize,
     experts,
@@ -155,7 +156,7 @@ def of_experts() -> dict[str, Build]:
             experts._down, ("*bf16", "*i64", "*bf16", *held, "*bf16", "*bf16", *("i32",) * 5),
             form | {"RESIDUAL": True, "DEPENDENT": False, "ROWS": tile.rows, "COLUMNS": columns}, tile.warps,
         )  # fmt: skip
-        for block in grouped_experts.TILES:
+        for block in grouped_experts.AMD_TILES:
             sizes = {"PRECISION": "ieee", "EXPERTS": 8, "ROWS": block.rows, "TOKENS": block.tokens,
                      "COLUMNS": block.columns}  # fmt: skip
             made[f"{block.tokens} tokens' gate and up, {name}"] = Build(
@@ -166,6 +167,10 @@ def of_experts() -> dict[str, Build]:
                 grouped_experts._down, ("*bf16", "*i64", "*i32", "*bf16", *held, "*bf16", *("i32",) * 5), form | sizes,
                 block.warps, 96,
             )  # fmt: skip
+    made["choice of experts"] = Build(
+        choose_experts._token, ("*bf16", "*i64", "*bf16", "i32", "i32"),
+        {"NORMALISE": True, "DEPENDENT": False, "EXPERTS": 128, "CHOSEN": 8}, 1,
+    )  # fmt: skip
     return made
 
 

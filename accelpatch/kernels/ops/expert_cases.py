@@ -32,7 +32,8 @@ def cases() -> list[Case]:
 
     return [
         case(16, 4, 64, 32, 1, 2),
-        case(4, 4, 128, 64, 2, 2, 32),
+        case(4, 4, 64, 32, 2, 2, 32),
+        case(4, 2, 256, 384, 1, 2, 128, odd=True),
         case(8, 3, 96, 48, 7, 2, odd=True),
         case(4, 6, 160, 96, 1, 3, 32, CLAMPED, bias=True),
         case(4, 3, 256, 128, 37, 2, 64, odd=True),

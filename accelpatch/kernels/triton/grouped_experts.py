@@ -34,8 +34,9 @@ class Tile:
         return {"num_warps": self.warps, "num_stages": 2 if torch.version.hip else self.stages}
 
 
-#: the first whose tokens are as many as come to an expert on average, else the last
+#: the first whose tokens are as many as come to an expert on average, else the last; the largest not on AMD
 TILES = (Tile(16, 64, 64, 4, 4), Tile(32, 64, 64, 4, 4), Tile(64, 64, 64, 4, 3), Tile(128, 128, 64, 8, 3))
+AMD_TILES = TILES[:-1]
 WIDE = Tile(16, 32, 32, 4, 2)  # float32 takes twice the memory
 
 
@@ -182,7 +183,8 @@ def grouped(
     inner, (x, weights) = rows // 2, (one.contiguous() for one in (x, weights))
     order, ends = sorted_pairs(ids, number)
     wide = x.dtype == torch.float32
-    tile = WIDE if wide else next((one for one in TILES if one.tokens * number >= pairs), TILES[-1])
+    held = AMD_TILES if torch.version.hip else TILES
+    tile = WIDE if wide else next((one for one in held if one.tokens * number >= pairs), held[-1])
     tiles = min(pairs, cdiv(pairs, tile.tokens) + number)
     h, parts = x.new_empty((pairs, inner)), x.new_zeros((pairs, width))
     shared: dict[str, Any] = {
