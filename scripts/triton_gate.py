@@ -148,12 +148,12 @@ def of_experts() -> dict[str, Build]:
         for code in (0, experts.CLAMPED) if kind == experts.INT4 else (0,):
             tile = experts.GATE_UP[kind]
             made[f"experts' gate and up, {name}, activation {code}"] = Build(
-                experts._gate_up, ("*bf16", "*i64", *held, "*bf16", *("i32",) * 6, "fp32", "fp32"),
+                experts._gate_up, ("*bf16", "*i64", *held, "*bf16", *("i32",) * 7, "fp32", "fp32"),
                 form | {"CODE": code, "DEPENDENT": False, "ROWS": tile.rows, "COLUMNS": columns}, tile.warps,
             )  # fmt: skip
         tile = experts.DOWN[kind]
         made[f"experts' down, {name}"] = Build(
-            experts._down, ("*bf16", "*i64", "*bf16", *held, "*bf16", "*bf16", *("i32",) * 5),
+            experts._down, ("*bf16", "*i64", "*bf16", *held, "*bf16", "*bf16", *("i32",) * 6),
             form | {"RESIDUAL": True, "DEPENDENT": False, "ROWS": tile.rows, "COLUMNS": columns}, tile.warps,
         )  # fmt: skip
         for block in grouped_experts.AMD_TILES:

@@ -24,6 +24,8 @@ from accelpatch.kernels.triton.launch import cdiv, dependent, on
 
 CLAMPED = 7  # beside the codes of gated_activation
 FLOAT, INT8, INT4 = 0, 1, 2
+#: the bits of 2^23; handed in, since with two constants the mask and the or would be two instructions
+POWER = 0x4B000000
 
 
 @dataclass(frozen=True)
@@ -40,17 +42,17 @@ DOWN = {FLOAT: Rows(8, 4), INT8: Rows(8, 4), INT4: Rows(4, 4)}
 
 
 @triton.jit
-def _products(words, x, NIBBLE: tl.constexpr):  # type: ignore[no-untyped-def]
+def _products(words, x, power, NIBBLE: tl.constexpr):  # type: ignore[no-untyped-def]
     """The codes in a nibble of each word times x, float32."""
     PLACE: tl.constexpr = NIBBLE if NIBBLE < 5 else NIBBLE - 3  # a float's fraction has room for five
     held = words if NIBBLE < 5 else words >> 12
-    bits = (held & (15 << (4 * PLACE))) | 0x4B000000
+    bits = (held & (15 << (4 * PLACE))) | power
     return (bits.to(tl.float32, bitcast=True) - 8388608.0) * (x * (1.0 / (1 << (4 * PLACE))))
 
 
 @triton.jit
 def _codes(  # type: ignore[no-untyped-def]
-    w, scale, offset, x, rows, block, valid, k, groups,
+    w, scale, offset, x, rows, block, valid, k, groups, power,
     MINIMUM: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Blocks of rows of 4-bit codes times x: float32 [ROWS, BLOCKS].
@@ -73,7 +75,7 @@ def _codes(  # type: ignore[no-untyped-def]
             column = block[None, :, None] * 128 + 16 * (part * (8 // PARTS) + one) + word
             value = tl.load(x + column, mask=column < k, other=0.0).to(tl.float32)
             given += value
-            sums += _products(words, value, part * (8 // PARTS) + one)
+            sums += _products(words, value, power, part * (8 // PARTS) + one)
         if MINIMUM:
             beside = tl.load(offset + at, mask=valid, other=0.0).to(tl.float32)
             total += tl.sum(sums, axis=2) * factor + tl.sum(given, axis=2) * beside
@@ -111,9 +113,9 @@ def _gate(gate, up, alpha, limit, KIND: tl.constexpr, CODE: tl.constexpr):  # ty
     return _activated(gate, CODE).to(KIND).to(tl.float32) * up
 
 
-@triton.jit(do_not_specialize=["chosen"])
+@triton.jit(do_not_specialize=["chosen", "power"])
 def _gate_up(  # type: ignore[no-untyped-def]
-    x, ids, w, scale, offset, bias, h, k, inner, experts, chosen, groups, x_stride, alpha, limit,
+    x, ids, w, scale, offset, bias, h, k, inner, experts, chosen, groups, x_stride, power, alpha, limit,
     KIND: tl.constexpr, MINIMUM: tl.constexpr, GROUP: tl.constexpr, CODE: tl.constexpr, BIAS: tl.constexpr,
     DEPENDENT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -137,7 +139,9 @@ def _gate_up(  # type: ignore[no-untyped-def]
                 block = start + tl.arange(0, COLUMNS)
                 valid = inside[:, None] & (block < blocks)[None, :]
                 at = rows[:, None] + tl.zeros([1, COLUMNS], tl.int64)
-                total += _codes(w, scale, offset, own, at, block, valid, k, groups, MINIMUM, GROUP, 2 * ROWS, COLUMNS)
+                total += _codes(
+                    w, scale, offset, own, at, block, valid, k, groups, power, MINIMUM, GROUP, 2 * ROWS, COLUMNS
+                )
             made = tl.sum(total, axis=1)
         else:
             made = _row_sums(w, scale, own, rows, inside, k, KIND, 2 * ROWS, COLUMNS)
@@ -152,7 +156,7 @@ def _gate_up(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _down_codes(  # type: ignore[no-untyped-def]
-    h, ids, weights, w, scale, offset, token, row, k, width, experts, chosen, groups,
+    h, ids, weights, w, scale, offset, token, row, k, width, experts, chosen, groups, power,
     MINIMUM: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """The weighted sum of rows over a token's experts: their blocks one after the other, as one long row."""
@@ -167,15 +171,15 @@ def _down_codes(  # type: ignore[no-untyped-def]
         own = h + tl.where(known, pair, token * chosen) * k
         rows = tl.where(known, expert, 0)[None, :] * width + row[:, None]
         valid = (row < width)[:, None] & known[None, :]
-        made = _codes(w, scale, offset, own[None, :, None], rows, number % blocks, valid, k, groups, MINIMUM, GROUP,
-                      ROWS, BLOCKS)  # fmt: skip
+        made = _codes(w, scale, offset, own[None, :, None], rows, number % blocks, valid, k, groups, power, MINIMUM,
+                      GROUP, ROWS, BLOCKS)  # fmt: skip
         total += tl.where(known[None, :], made, 0.0) * factor[None, :]
     return tl.sum(total, axis=1)
 
 
-@triton.jit(do_not_specialize=["chosen"])
+@triton.jit(do_not_specialize=["chosen", "power"])
 def _down(  # type: ignore[no-untyped-def]
-    h, ids, weights, w, scale, offset, bias, residual, y, k, width, experts, chosen, groups,
+    h, ids, weights, w, scale, offset, bias, residual, y, k, width, experts, chosen, groups, power,
     KIND: tl.constexpr, MINIMUM: tl.constexpr, GROUP: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
     DEPENDENT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -186,8 +190,8 @@ def _down(  # type: ignore[no-untyped-def]
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < width
     if KIND == 2:
-        total = _down_codes(h, ids, weights, w, scale, offset, token, row, k, width, experts, chosen, groups, MINIMUM,
-                            GROUP, ROWS, COLUMNS)  # fmt: skip
+        total = _down_codes(h, ids, weights, w, scale, offset, token, row, k, width, experts, chosen, groups, power,
+                            MINIMUM, GROUP, ROWS, COLUMNS)  # fmt: skip
     else:
         total = tl.zeros([ROWS], tl.float32)
     if BIAS or KIND != 2:
@@ -270,14 +274,14 @@ def of_few(
         tensors, groups, form = weight_arguments(up, width)
         tile = GATE_UP[form["KIND"]]
         _gate_up[(cdiv(inner, tile.rows), ids.numel())](
-            x, ids, *tensors, h, width, inner, number, chosen, groups, width, gate[1], gate[2], **form,
+            x, ids, *tensors, h, width, inner, number, chosen, groups, width, POWER, gate[1], gate[2], **form,
             CODE=code_of(gate[0]), DEPENDENT=overlapped, **shape(tile, form["KIND"], width), **options,
         )  # fmt: skip
         tensors, groups, form = weight_arguments(down, inner)
         tile = DOWN[form["KIND"]]
         beside = x if residual is None else residual.contiguous()
         _down[(cdiv(width, tile.rows), tokens)](
-            h, ids, weights, *tensors, beside, y, inner, width, number, chosen, groups,
+            h, ids, weights, *tensors, beside, y, inner, width, number, chosen, groups, POWER,
             **form, RESIDUAL=residual is not None, DEPENDENT=overlapped,
             **shape(tile, form["KIND"], inner * (chosen if form["KIND"] == INT4 else 1)), **options,
         )  # fmt: skip
