@@ -23,16 +23,15 @@ from triton.compiler import ASTSource
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from gates.experts import kernels_of_experts
+
 from accelpatch.kernels.triton import (
-    choose_experts,
     decode_attention,
     dequantize,
-    experts,
     gated_activation,
     gemm,
     gemm_w8a8,
     greedy,
-    grouped_experts,
     int8_attention,
     layernorm_q,
     prompt_attention,
@@ -136,44 +135,6 @@ def products(form: str, sums: str, archs: tuple[str, ...], number: int) -> dict[
     return {f"{form} {name}": replace(build, archs=archs) for name, build in made.items()}
 
 
-def of_experts() -> dict[str, Build]:
-    """The kernels of experts for each kind of weight, of Mixtral's shapes."""
-    kinds = {"floats": (experts.FLOAT, "*bf16", False), "int8": (experts.INT8, "*i8", False),
-             "4 bits": (experts.INT4, "*i32", True)}  # fmt: skip
-    made = {}
-    for name, (kind, w, minimum) in kinds.items():
-        held = (w, *("*fp16" if kind == experts.INT4 else "*fp32",) * 2, "*bf16")
-        form = {"KIND": kind, "MINIMUM": minimum, "GROUP": 128, "BIAS": False}
-        columns = experts.shape(experts.DOWN[kind], kind, 4096)["COLUMNS"]
-        for code in (0, experts.CLAMPED) if kind == experts.INT4 else (0,):
-            tile = experts.GATE_UP[kind]
-            made[f"experts' gate and up, {name}, activation {code}"] = Build(
-                experts._gate_up, ("*bf16", "*i64", *held, "*bf16", *("i32",) * 7, "fp32", "fp32"),
-                form | {"CODE": code, "DEPENDENT": False, "ROWS": tile.rows, "COLUMNS": columns}, tile.warps,
-            )  # fmt: skip
-        tile = experts.DOWN[kind]
-        made[f"experts' down, {name}"] = Build(
-            experts._down, ("*bf16", "*i64", "*bf16", *held, "*bf16", "*bf16", *("i32",) * 6),
-            form | {"RESIDUAL": True, "DEPENDENT": False, "ROWS": tile.rows, "COLUMNS": columns}, tile.warps,
-        )  # fmt: skip
-        for block in grouped_experts.AMD_TILES:
-            sizes = {"PRECISION": "ieee", "EXPERTS": 8, "ROWS": block.rows, "TOKENS": block.tokens,
-                     "COLUMNS": block.columns}  # fmt: skip
-            made[f"{block.tokens} tokens' gate and up, {name}"] = Build(
-                grouped_experts._gate_up, ("*bf16", "*i64", "*i32", *held, "*bf16", *("i32",) * 6, "fp32", "fp32"),
-                form | {"CODE": 0} | sizes, block.warps, 96,
-            )  # fmt: skip
-            made[f"{block.tokens} tokens' down, {name}"] = Build(
-                grouped_experts._down, ("*bf16", "*i64", "*i32", "*bf16", *held, "*bf16", *("i32",) * 5), form | sizes,
-                block.warps, 96,
-            )  # fmt: skip
-    made["choice of experts"] = Build(
-        choose_experts._token, ("*bf16", "*i64", "*bf16", "i32", "i32"),
-        {"NORMALISE": True, "DEPENDENT": False, "EXPERTS": 128, "CHOSEN": 8}, 1,
-    )  # fmt: skip
-    return made
-
-
 OTHERS = {
     "rotary_cos_sin": Build(rope._position, ("*i64", "*fp32", "*bf16", "*bf16", "fp32", "i32"), {"BLOCK": 64}, 1),
     "the highest score's token": Build(greedy._token, ("*fp32", "*i1", "*i1", *("*i64",) * 4, "*i32", "i32"),
@@ -270,7 +231,7 @@ BUILDS = {
     **products("i8", "i32", ARCHS, 0),
     **products("fp8e4b8", "fp32", ("gfx942",), -1),
     **products("fp8e4nv", "fp32", ("gfx950",), -1),
-    **of_experts(),
+    **{name: Build(*given) for name, given in kernels_of_experts().items()},
     **{name: Build(kernel, *given) for name, (kernel, *given) in INT8_OPT.items()},
 }
 

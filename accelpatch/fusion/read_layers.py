@@ -228,7 +228,7 @@ def fuse(layer: Any, shape: AttentionShape, rotary: Any, dtype: torch.dtype) -> 
         prepared(layer_facts.attention_of(layer), rotary, dtype), multiplier_of(layer), bool(form.parallel),
         layer_facts.by_head(layer),
     )  # fmt: skip
-    return settled(fused)
+    return with_room(fused)
 
 
 def fuse_sparse(layer: Any, shape: AttentionShape, rotary: Any, dtype: torch.dtype) -> FusedLayer:
@@ -243,10 +243,10 @@ def fuse_sparse(layer: Any, shape: AttentionShape, rotary: Any, dtype: torch.dty
         prepare=prepared(layer_facts.attention_of(layer), rotary, dtype), by_head=layer_facts.by_head(layer),
         sparse=sparse_mlp(layer, dtype),
     )  # fmt: skip
-    return settled(fused)
+    return with_room(fused)
 
 
-def settled(fused: FusedLayer) -> FusedLayer:
+def with_room(fused: FusedLayer) -> FusedLayer:
     """A layer whose weights were laid out."""
     if fused.attention.inv_freq.is_cuda:  # freed parts are too small for the next layer's concatenated weight
         torch.cuda.empty_cache()

@@ -19,7 +19,7 @@ from accelpatch.kernels.dispatch import require
 from accelpatch.kernels.layouts.expert_pack import ExpertPack
 from accelpatch.kernels.layouts.expert_stack import Stack, from_words, to_words
 from accelpatch.kernels.operation import operation
-from accelpatch.kernels.ops import expert_cases, experts
+from accelpatch.kernels.ops import expert_cases, expert_reference, experts
 from accelpatch.kernels.ops.packed_linear import NARROW, PANELS
 from accelpatch.kernels.spec import Case, Implementation, Kernel, Spec
 
@@ -35,7 +35,7 @@ def stack_of(pack: ExpertPack) -> Stack:
 
 def reference(x: Tensor, ids: Tensor, weights: Tensor, *given: Any) -> Tensor:
     """Unpack all, then the reference of `experts`."""
-    return experts.reference(x, ids, weights, *_stacks(given), *given[2 * SIZE :])
+    return expert_reference.reference(x, ids, weights, *_stacks(given), *given[2 * SIZE :])
 
 
 def _packs(given: tuple[Any, ...]) -> tuple[ExpertPack, ExpertPack]:

@@ -24,8 +24,8 @@ def _token(  # type: ignore[no-untyped-def]
     score = tl.load(logits + token * experts + number, mask=number < experts, other=float("-inf")).to(tl.float32)
     score = tl.where(score != score, float("inf"), score)  # NaN is the largest, as for torch
     most = tl.max(score, 0)
-    share = tl.exp(score - most)
-    share = share / tl.sum(share, 0)
+    weight = tl.exp(score - most)
+    weight = weight / tl.sum(weight, 0)
     place = tl.arange(0, CHOSEN)
     kept, value = tl.zeros([CHOSEN], tl.int32), tl.zeros([CHOSEN], tl.float32)
     open = number < experts
@@ -33,7 +33,7 @@ def _token(  # type: ignore[no-untyped-def]
         best = tl.max(tl.where(open, score, float("-inf")), 0)
         first = tl.min(tl.where(open & (score == best), number, EXPERTS), 0)
         kept = tl.where(place == at, first, kept)
-        value = tl.where(place == at, tl.sum(tl.where(number == first, share, 0.0), 0), value)
+        value = tl.where(place == at, tl.sum(tl.where(number == first, weight, 0.0), 0), value)
         open = open & (number != first)
     if NORMALISE:
         value = value / tl.sum(value, 0)

@@ -42,7 +42,7 @@ DOWN = {FLOAT: Rows(8, 4), INT8: Rows(8, 4), INT4: Rows(4, 4)}
 
 
 @triton.jit
-def _products(words, x, power, NIBBLE: tl.constexpr):  # type: ignore[no-untyped-def]
+def _scaled_codes(words, x, power, NIBBLE: tl.constexpr):  # type: ignore[no-untyped-def]
     """The codes in a nibble of each word times x, float32."""
     PLACE: tl.constexpr = NIBBLE if NIBBLE < 5 else NIBBLE - 3  # a float's fraction has room for five
     held = words if NIBBLE < 5 else words >> 12
@@ -75,7 +75,7 @@ def _codes(  # type: ignore[no-untyped-def]
             column = block[None, :, None] * 128 + 16 * (part * (8 // PARTS) + one) + word
             value = tl.load(x + column, mask=column < k, other=0.0).to(tl.float32)
             given += value
-            sums += _products(words, value, power, part * (8 // PARTS) + one)
+            sums += _scaled_codes(words, value, power, part * (8 // PARTS) + one)
         if MINIMUM:
             beside = tl.load(offset + at, mask=valid, other=0.0).to(tl.float32)
             total += tl.sum(sums, axis=2) * factor + tl.sum(given, axis=2) * beside

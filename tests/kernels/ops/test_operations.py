@@ -19,10 +19,9 @@ from accelpatch.kernels.layouts.cpu_pack import Pack
 from accelpatch.kernels.layouts.int4_tiles import Tiles
 from accelpatch.kernels.layouts.row_major import FP8
 from accelpatch.kernels.layouts.w8a8_pack import W8A8Pack
-from accelpatch.kernels.ops.expert_cases import of_random
-from accelpatch.kernels.ops.packed_experts import packed
 from accelpatch.kernels.spec import Case
 from accelpatch.quant import int4, int8
+from tests.support.experts import random_experts
 from tests.support.parity import DTYPES, assert_parity, bits, name, strided, transposed
 
 CPU = torch.device("cpu")
@@ -147,36 +146,9 @@ def random_tiles(rng: random.Random, generator: torch.Generator, dtype: torch.dt
     return x, *Tiles.pack(q, scale, offset), rng.choice((None, bias))
 
 
-def random_experts(op: str, rng: random.Random, generator: torch.Generator, dtype: torch.dtype) -> tuple[Any, ...]:
-    """Experts of every kind of weight and of odd sizes, some without a token, or with ids that no expert has."""
-    tokens, number, top_k = rng.choice(M), rng.randint(1, 6), rng.randint(1, 3)
-    if op == "choose_experts":
-        logits = torch.stack([torch.randperm(70, generator=generator) for _ in range(tokens)] or [torch.empty(0, 70)])
-        return logits[:tokens].reshape(tokens, 70).to(dtype) / 8, top_k, rng.random() < 0.5, rng.random() < 0.5
-    bits = rng.choice((4, 8) if op == "packed_experts" else (4, 8, 16))
-    step = 32 if op == "packed_experts" or bits == 4 else 1
-    width, inner = step * rng.randint(1, 4), step * rng.randint(1, 4)
-    group = rng.choice((32, 0)) if step == 32 else 0
-    x, weights = (torch.randn(tokens, n, generator=generator).to(dtype) for n in (width, top_k))
-    ids, bias, symmetric = (
-        torch.randint(-1, number + 1, (tokens, top_k), generator=generator),
-        *(rng.random() < 0.5 for _ in range(2)),
-    )
-    up, down = (
-        of_random(generator, dtype, CPU, bits, number, n, k, group, bias, symmetric)
-        for n, k in ((2 * inner, width), (width, inner))
-    )
-    gate = (rng.choice(("silu", "gelu_tanh", "clamped_swiglu")), 1.702, 7.0)
-    if op == "packed_experts":
-        return x, ids, weights, *packed(up, width), *packed(down, inner), *gate
-    return x, ids, weights, *up, *down, *gate, rng.choice((None, x.flip(0)))
-
-
 def random_args(op: str, rng: random.Random, generator: torch.Generator, dtype: torch.dtype) -> tuple[Any, ...]:
     if op in (*W8A8, *OF_INT8):
         return random_w8a8(op, rng, generator, dtype)
-    if op.endswith("experts"):
-        return random_experts(op, rng, generator, dtype)
     if op.startswith("packed_"):
         return random_pack(op, rng, generator, dtype)
     if op == "tiled_int4_linear":
@@ -218,7 +190,8 @@ def random_args(op: str, rng: random.Random, generator: torch.Generator, dtype: 
 def test_random_shapes(op: str) -> None:
     rng, generator = random.Random(11), torch.Generator().manual_seed(11)
     for round_ in range(50):
-        assert_parity(op, random_args(op, rng, generator, DTYPES[round_ % 3]))
+        made = random_experts if op.endswith("experts") else random_args
+        assert_parity(op, made(op, rng, generator, DTYPES[round_ % 3]))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name)
