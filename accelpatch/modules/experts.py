@@ -18,6 +18,7 @@ from accelpatch.kernels.ops.experts import experts
 from accelpatch.modules.replacement import Replacement, adopt
 
 UP, DOWN = "gate_up_proj", "down_proj"
+FEW = 64  # tokens; transformers' grouped product is a match for more, and its other one gathers whole weights
 
 
 @dataclass(frozen=True)
@@ -100,24 +101,16 @@ class Experts(Replacement):
 
 
 class FloatExperts(Experts):
-    """Experts with the original's own weights, by kernels that read the chosen ones alone; for many tokens as it was.
+    """Experts with the original's own weights; for few tokens by kernels that read the chosen ones alone."""
 
-    few: the most tokens for which those kernels run.
-    """
-
-    few: int
     gate_up_proj: Tensor
     down_proj: Tensor
 
-    def forward(self, hidden_states: Tensor, *routing: Tensor, **named: Tensor) -> Tensor:
-        """As the original's; which of the two runs is decided by the number of tokens."""
-        if (len(hidden_states) > self.few and not dispatch.watched()) or hidden_states.dtype != self.down_proj.dtype:
-            y: Tensor = super(Experts, self).forward(hidden_states, *routing, **named)
-            return y
-        return super().forward(hidden_states, *routing, **named)
-
     def compute(self, x: Tensor, ids: Tensor, weights: Tensor, residual: Tensor | None = None) -> Tensor:
-        return experts(x, ids, weights, *self.stack(UP), *self.stack(DOWN), *self.gate, residual)
+        if (len(x) <= FEW or dispatch.watched()) and x.dtype == self.down_proj.dtype:
+            return experts(x, ids, weights, *self.stack(UP), *self.stack(DOWN), *self.gate, residual)
+        y: Tensor = super(Experts, self).forward(x, ids, weights)
+        return y if residual is None else residual + y
 
     def stack(self, name: str) -> Stack:
         """A weight as the operation takes it."""
@@ -127,8 +120,8 @@ class FloatExperts(Experts):
         return Stack(weight, bias=bias)
 
 
-def floats(original: nn.Module, form: ExpertsForm, few: int) -> FloatExperts:
-    """FloatExperts that share the original's weights. few: the most tokens for which our kernels run."""
+def floats(original: nn.Module, form: ExpertsForm) -> FloatExperts:
+    """FloatExperts that share the original's weights."""
     new = adopt(FloatExperts, original)
-    new.form, new.few = form, few
+    new.form = form
     return new

@@ -78,12 +78,12 @@ class FloatExpertsReplacer(Replacer):
         )
         if reason := dispatch.why_not(experts.OP, TRITON, spec, device):
             return Reason(f"transformers' own experts are used: {reason}")
-        return Choice(TRITON, site.token_bytes, site.token_bytes, site.bytes, {"number": number})
+        return Choice(TRITON, site.token_bytes, site.token_bytes, site.bytes)
 
     def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:
         form = form_of(site.original, ACTIVATION_CLASSES, CLAMPED_GATES)
         assert isinstance(form, ExpertsForm)
-        return floats(site.original, form, choice.detail["number"])
+        return floats(site.original, form)
 
 
 class _QuantizedExperts(Replacer):
