@@ -23,6 +23,8 @@ from triton.compiler import ASTSource
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from gates.experts import kernels_of_experts
+
 from accelpatch.kernels.triton import (
     block_linear,
     decode_attention,
@@ -236,6 +238,7 @@ BUILDS = {
     **products("i8", "i32", ARCHS, 0),
     **products("fp8e4b8", "fp32", ("gfx942",), -1),
     **products("fp8e4nv", "fp32", ("gfx950",), -1),
+    **{name: Build(*given) for name, given in kernels_of_experts().items()},
     **{name: Build(kernel, *given) for name, (kernel, *given) in INT8_OPT.items()},
 }
 

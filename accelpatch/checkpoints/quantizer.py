@@ -203,6 +203,8 @@ class AccelpatchQuantizer(HfQuantizer):
             self._take_parts(model, self._reading)
         for entry in quantised(self.plan):
             made = self._built.get(entry.site.path)
+            if made is None and entry.replacer is not None and entry.replacer.whole:
+                continue  # experts, whose weights are now in the model: `finish` replaces them
             if made is None:
                 raise LoadError(
                     f"the checkpoint lacks {entry.site.path}.weight: fetch it, or keep the site (replace: keep)"

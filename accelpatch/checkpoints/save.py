@@ -145,6 +145,8 @@ def tensors_of(model: nn.Module) -> Iterator[tuple[str, QuantizedModule | None, 
         elif isinstance(module, PackedWeight) and not isinstance(module, QuantizedModule) and module.is_packed:
             yield "", None, _join(path, "weight")
         own = {**module._parameters, **module._buffers}
+        if hasattr(module, "saved_tensors"):  # experts
+            yield from (("", None, _join(path, name)) for name in module.saved_tensors())
         for name, tensor in own.items():
             left_out = name in module._non_persistent_buffers_set or name in getattr(module, "own_buffers", ())
             if tensor is not None and not left_out and id(tensor) not in seen:
@@ -154,7 +156,8 @@ def tensors_of(model: nn.Module) -> Iterator[tuple[str, QuantizedModule | None, 
 
 def _float(model: nn.Module, name: str) -> Tensor:
     path, _, own = name.rpartition(".")
-    tensor: Tensor = getattr(model.get_submodule(path), own)
+    module: Any = model.get_submodule(path)
+    tensor: Tensor = module.saved_tensors()[own] if hasattr(module, "saved_tensors") else getattr(module, own)
     return tensor.detach()
 
 

@@ -9,6 +9,7 @@ from torch import nn
 from accelpatch.models.family import (
     ACTIVATION_CLASSES,
     PLAIN_ACTIVATIONS,
+    Sparse,
     child_of,
     family_of_class,
     family_of_layer,
@@ -40,6 +41,27 @@ def mlp_of(layer: Any) -> Any:
 def has_plain_mlp(layer: Any) -> bool:
     """Whether the MLP is two linear layers and an activation between them, without a gate."""
     return "fc1" in linears_of(layer)
+
+
+def sparse_of(layer: Any) -> Sparse | None:
+    """The form of a layer's MLP of experts; None where it has another MLP."""
+    family, mlp = family_of_layer(layer), mlp_of(layer)
+    if family is None or family.sparse is None or family_of_class(mlp, "SparseMoeBlock") is not family:
+        return None
+    return family.sparse if all(hasattr(mlp, name) for name in (family.sparse.router, family.sparse.experts)) else None
+
+
+def why_not_sparse(layer: Any) -> str | None:
+    """Why an MLP of experts may compute something that a fused layer does not; None where it does not."""
+    form, sparse, mlp = form_of(layer), sparse_of(layer), mlp_of(layer)
+    assert sparse is not None
+    if form is None or form.parallel or form.multiplier is not None or form.after_mlp is not None:
+        return "its experts are no part of a form that is known"
+    router, family = getattr(mlp, sparse.router), family_of_layer(layer)
+    if family_of_class(router, "TopKRouter") is not family or getattr(router, "bias", None) is not None:
+        return f"its router is {type(router).__name__}"
+    own = getattr(type(mlp), "replaced_class", type(mlp))
+    return None if own.__module__.startswith("transformers.") else f"its MLP is {own.__name__}"
 
 
 def activation_of(layer: Any) -> str:
@@ -81,7 +103,9 @@ def why_not(layer: Any) -> str | None:
         return "its form is not known"
     names = linears_of(layer)
     attention, mlp = attention_of(layer), mlp_of(layer)
-    known = {*names.values(), *form.children, f"{form.attention}.q_norm", f"{form.attention}.k_norm"}
+    sparse = sparse_of(layer)
+    inside = set() if sparse is None else {f"{form.mlp}.{sparse.router}", f"{form.mlp}.{sparse.experts}"}
+    known = {*names.values(), *form.children, *inside, f"{form.attention}.q_norm", f"{form.attention}.k_norm"}
     parts = {"": layer, f"{form.attention}.": attention} | ({} if form.mlp is None else {f"{form.mlp}.": mlp})
     for prefix, part in parts.items():
         for name, child in part.named_children():
@@ -90,6 +114,8 @@ def why_not(layer: Any) -> str | None:
                 return f"its {prefix}{name} is not known to fused layers"
     if any((kind := norm_of(getattr(attention, name, None))) and kind.layer for name in ("q_norm", "k_norm")):
         return "its queries and keys have LayerNorms"
+    if sparse is not None:
+        return why_not_sparse(layer)
     if not has_plain_mlp(layer):
         return None
     own = getattr(type(mlp), "replaced_class", type(mlp))

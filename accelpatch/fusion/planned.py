@@ -28,6 +28,7 @@ NATIVE_STEP = "native step"
 WEIGHT_ONLY = ("int8_weight_only", "int4_weight_only", "nf4_weight_only", "fp4_weight_only")
 FUSABLE = ("gemv", "compact", *WEIGHT_ONLY, "w8a8", "w8a8_fp8")
 LAUNCHES = 5
+OF_EXPERTS = 3  # more: norm, router, choice, and two of the experts
 
 Sites = Mapping[str, Replaced | None]
 
@@ -68,7 +69,10 @@ def _planned(site: Site, replaced: Sites, device: Device) -> str:
     attention = layer_facts.attention_of(layer)
     if reason := layer_facts.why_not(layer) or attention_facts.why_not(attention):
         raise CannotFuse(reason)
+    sparse = layer_facts.sparse_of(layer)
     needed = [] if layer_facts.has_plain_mlp(layer) else [("MLP", f"{site.path}.{form.mlp}")]
+    if sparse is not None:
+        needed = [("MLP of experts", f"{site.path}.{form.mlp}.{sparse.experts}")]
     by_length = _rope_parameters(attention.config).get("rope_type") == attention_facts.LONGROPE
     if family.rotary is not None and not family.rotary.tables and not (by_length and attention_facts.IN_PLACE):
         needed.append(("rotary embedding", f"{model}.rotary_emb"))
@@ -98,6 +102,8 @@ def _native(layer: Any, path: str, replaced: Sites, dtype: torch.dtype, device: 
         raise CannotFuse(f"the native step computes in float32, and the layer is {dtype}")
     if reason := attention_facts.native_why_not(layer, None):
         raise CannotFuse(reason)
+    if layer_facts.sparse_of(layer) is not None:
+        raise CannotFuse("the native step has no experts: they run as modules")
     if hasattr(layer.mlp, "gate_up_proj"):
         raise CannotFuse("gate and up are one linear layer")
     if _rope_parameters(layer.self_attn.config).get("rope_type") == attention_facts.LONGROPE:
@@ -128,7 +134,10 @@ def _launches(layer: Any, path: str, replaced: Sites, dtype: torch.dtype, device
     assert form is not None
     more = sum(norm is not None for norm in (form.after_attention, form.after_mlp)) + 2 * (form.multiplier is not None)
     more += layer_facts.by_head(layer)
-    more += layer_facts.activation_of(layer) not in (INSIDE if layer_facts.has_plain_mlp(layer) else SILU)
+    if layer_facts.sparse_of(layer) is not None:
+        more += OF_EXPERTS
+    else:
+        more += layer_facts.activation_of(layer) not in (INSIDE if layer_facts.has_plain_mlp(layer) else SILU)
     interleaved = attention_facts.form_of_rotary(attention).interleaved and attention_facts.applies_rotary(attention)
     more += interleaved or attention_facts.normed_over_all(attention)
     by = "hip" if hip_attention.why_not(shape, dtype, device) is None else "hip, attention by triton"

@@ -18,6 +18,7 @@ from accelpatch.fusion.fused_layer import FusedLayer
 from accelpatch.fusion.fused_model import FusedModel
 from accelpatch.fusion.fused_weights import concatenated_linear, fused_linear, gated_linear
 from accelpatch.fusion.signals import with_signals
+from accelpatch.fusion.sparse_layer import FusedSparseLayer, sparse_mlp
 from accelpatch.kernels.ops import decode_attention
 from accelpatch.kernels.ops.attention_shape import AttentionShape, Zeros
 from accelpatch.kernels.ops.fused_linear import FusedLinear
@@ -25,6 +26,7 @@ from accelpatch.kernels.ops.fused_norm import FusedNorm
 from accelpatch.kernels.ops.query_key_form import QueryKey
 from accelpatch.models.family import form_of
 from accelpatch.models.family import norm_of as kind_of
+from accelpatch.modules.experts import Experts
 from accelpatch.modules.gated_mlp import GatedMLP
 from accelpatch.modules.norm import FusedRMSNorm, ResidualNormLayer
 from accelpatch.modules.replacement import unchanged
@@ -75,9 +77,12 @@ def unfit(layer: Any) -> str | None:
     if not isinstance(layer, ResidualNormLayer):
         return "it is not a replaced Llama-like layer"
     mlp, plain = layer_facts.mlp_of(layer), layer_facts.has_plain_mlp(layer)
-    if not plain and not isinstance(mlp, GatedMLP):
+    sparse = layer_facts.sparse_of(layer)
+    if sparse is not None and not isinstance(getattr(mlp, sparse.experts), Experts):
+        return "its experts were not replaced"
+    if sparse is None and not plain and not isinstance(mlp, GatedMLP):
         return "its MLP was not replaced"
-    if not (unchanged(layer) and (plain or unchanged(mlp))):
+    if not (unchanged(layer) and (plain or sparse is not None or unchanged(mlp))):
         return "a module that is fused into another was changed"
     return layer_facts.why_not(layer) or attention_facts.why_not(layer_facts.attention_of(layer))
 
@@ -176,7 +181,8 @@ def multiplier_of(layer: Any) -> float:
 
 def linears_of(layer: Any) -> tuple[Any, ...]:
     """All linear layers of attention and MLP. Raises CannotFuse where one is missing."""
-    places = (layer_facts.QKV, (("o_proj",),), layer_facts.INNER, layer_facts.LAST)
+    inner = () if layer_facts.sparse_of(layer) is not None else (layer_facts.INNER, layer_facts.LAST)
+    places = (layer_facts.QKV, (("o_proj",),), *inner)
     found = [layer_facts.linears(layer, *forms) for forms in places]
     if not all(found):
         raise CannotFuse("a linear layer of its attention or MLP is missing")
@@ -201,6 +207,8 @@ def one(module: Any, dtype: torch.dtype) -> FusedLinear | Adapted:
 
 def fuse(layer: Any, shape: AttentionShape, rotary: Any, dtype: torch.dtype) -> FusedLayer:
     """The fused layer of one decoder layer; concatenates neighbouring weights."""
+    if layer_facts.sparse_of(layer) is not None:
+        return fuse_sparse(layer, shape, rotary, dtype)
     norms: list[Any] = [None if norm is None else norm_of(norm, dtype) for norm in norms_of(layer)]
     before, after, inner, last = norms
     form, parts, halves = form_of(layer), layer_facts.qkv_of(layer), layer_facts.inner_of(layer)
@@ -220,6 +228,26 @@ def fuse(layer: Any, shape: AttentionShape, rotary: Any, dtype: torch.dtype) -> 
         prepared(layer_facts.attention_of(layer), rotary, dtype), multiplier_of(layer), bool(form.parallel),
         layer_facts.by_head(layer),
     )  # fmt: skip
-    if shape.inv_freq.is_cuda:  # freed parts are too small for the next layer's concatenated weight
+    return with_room(fused)
+
+
+def fuse_sparse(layer: Any, shape: AttentionShape, rotary: Any, dtype: torch.dtype) -> FusedLayer:
+    """The fused layer of a decoder layer with experts."""
+    before, after, inner, _ = (None if norm is None else norm_of(norm, dtype) for norm in norms_of(layer))
+    assert inner is not None
+    parts, (o,) = layer_facts.qkv_of(layer), layer_facts.linears(layer, ("o_proj",))
+    qkv = with_adapters(concatenated_linear([base_of(part) for part in parts], dtype), parts, dtype)
+    absent: Any = None  # gate, up and down are the experts'
+    fused = FusedSparseLayer(
+        qkv, before, shape, one(o, dtype), absent, inner, None, absent, after,
+        prepare=prepared(layer_facts.attention_of(layer), rotary, dtype), by_head=layer_facts.by_head(layer),
+        sparse=sparse_mlp(layer, dtype),
+    )  # fmt: skip
+    return with_room(fused)
+
+
+def with_room(fused: FusedLayer) -> FusedLayer:
+    """A layer whose weights were laid out."""
+    if fused.attention.inv_freq.is_cuda:  # freed parts are too small for the next layer's concatenated weight
         torch.cuda.empty_cache()
     return fused

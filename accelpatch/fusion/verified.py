@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from accelpatch.fusion import layer_facts
 from accelpatch.fusion.cache_name import layer_argument
 from accelpatch.fusion.decoder import layers_of
 from accelpatch.fusion.fused_model import FusedModel
@@ -34,6 +35,7 @@ from accelpatch.patching.verify import UNITS, SiteErrors, format_error, units_ap
 
 BOUND = 8  # units for a layer, which rounds several times
 AMPLIFIED, DRAWS = 2, 4
+SPARSE_DRAWS = 8  # a rounding may send a token to another expert
 HIDDEN = "hidden_states"
 STEPS = 2  # cached steps at the end of each sample
 
@@ -78,7 +80,8 @@ def layer_errors(
             own.append((made[kept], rows.modules[kept]))
             original.append((made[kept], rows.original[kept]))
             if units_apart(own[-1:]) > least:
-                draws = (_output(layer, _one_rounding_away(call, seed))[kept] for seed in range(DRAWS))
+                seeds = range(DRAWS if layer_facts.sparse_of(layer) is None else SPARSE_DRAWS)
+                draws = (_output(layer, _one_rounding_away(call, seed))[kept] for seed in seeds)
                 moved += [units_apart([(draw, rows.modules[kept])]) for draw in draws]
     if not own:
         return None

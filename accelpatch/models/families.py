@@ -12,7 +12,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from accelpatch.models.form import DecoderForm, Family, LayerForm, Norm, Rotary, Smoothing
+from accelpatch.models.form import DecoderForm, Family, LayerForm, Norm, Rotary, Smoothing, Sparse
 from accelpatch.models.groups import (
     BEHIND,
     COHERE_SMOOTHING,
@@ -20,10 +20,11 @@ from accelpatch.models.groups import (
     GEMMA_SMOOTHING,
     LLAMA_SMOOTHING,
     MOE_SMOOTHING,
+    PHI3_SMOOTHING,
     QKV,
     SOME_DENSE,
+    STABLELM_SMOOTHING,
     TWO_NORMS,
-    UP,
     VALUES,
     by_one,
 )
@@ -138,12 +139,7 @@ FAMILIES: tuple[Family, ...] = (
         "phi3",
         ("phi3",),
         _attention("self_attn", qkv_proj="qkv_proj", o_proj="o_proj") | _MLP_OF_TWO | _LAYER,
-        (
-            Smoothing("input_layernorm", ("self_attn.qkv_proj",)),
-            Smoothing("self_attn.qkv_proj", ("self_attn.o_proj",)),
-            Smoothing("post_attention_layernorm", ("mlp.gate_up_proj",)),
-            Smoothing("mlp.gate_up_proj", ("mlp.down_proj",)),
-        ),
+        PHI3_SMOOTHING,
         "Phi3",
         **_LLAMA_FORM,
     ),
@@ -245,13 +241,7 @@ FAMILIES: tuple[Family, ...] = (
         "stablelm",
         ("stablelm",),
         _LLAMA,
-        (
-            Smoothing("input_layernorm", QKV, {"use_parallel_residual": False}),
-            VALUES,
-            Smoothing("post_attention_layernorm", ("mlp.gate_proj", "mlp.up_proj"), {"use_parallel_residual": False}),
-            UP,
-            Smoothing("input_layernorm", (*QKV, "mlp.gate_proj", "mlp.up_proj"), {"use_parallel_residual": True}),
-        ),
+        STABLELM_SMOOTHING,
         classes="StableLm",
         norm=LAYER_NORM,
         layer=LayerForm(parallel="use_parallel_residual"),
@@ -266,9 +256,25 @@ FAMILIES: tuple[Family, ...] = (
         "Cohere2",
         **_COHERE_FORM | {"rotary": replace(_COHERE_FORM["rotary"], without="sliding_window")},
     ),
-    Family("mixtral", ("mixtral",), _SEPARATE | _MOE | _LAYER, MOE_SMOOTHING, "Mixtral", **_LLAMA_FORM),
+    Family(
+        "mixtral",
+        ("mixtral",),
+        _SEPARATE | _MOE | _LAYER,
+        MOE_SMOOTHING,
+        "Mixtral",
+        **_LLAMA_FORM,
+        sparse=Sparse(),
+    ),
     # Some layers may be dense: their MLP is Llama's, and the `mlp` of a sparse layer is refused by its replacer.
-    Family("qwen3_moe", ("qwen3_moe",), _LLAMA | _MOE, SOME_DENSE, "Qwen3Moe", **_LLAMA_FORM),
+    Family(
+        "qwen3_moe",
+        ("qwen3_moe",),
+        _LLAMA | _MOE,
+        SOME_DENSE,
+        "Qwen3Moe",
+        **_LLAMA_FORM,
+        sparse=Sparse(normalise="norm_topk_prob", narrow=True),
+    ),
 )
 
 # Linear layers whose forward is x @ weight^T + bias: torch's own, and the same written otherwise.
@@ -279,6 +285,8 @@ EMBEDDING_CLASSES = frozenset(
 )
 # Rope types whose frequencies are fixed when the model is made.
 STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
+# Experts whose gate is (up + 1) * g * sigmoid(alpha g), gate and up clamped by `limit`.
+CLAMPED_GATES = frozenset({"GptOssExperts"})
 # Classes of activation modules -> the name that configurations use.
 ACTIVATION_CLASSES: Mapping[str, str] = MappingProxyType(
     {"SiLU": "silu", "SiLUActivation": "silu", "GELUActivation": "gelu", "GELUTanh": "gelu_tanh", "ReLU": "relu"}

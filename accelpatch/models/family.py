@@ -10,6 +10,7 @@ from torch import nn
 
 from accelpatch.models.families import (
     ACTIVATION_CLASSES,
+    CLAMPED_GATES,
     EMBEDDING_CLASSES,
     FAMILIES,
     LAYER_NORM,
@@ -17,11 +18,12 @@ from accelpatch.models.families import (
     PLAIN_ACTIVATIONS,
     STATIC_ROPE,
 )
-from accelpatch.models.form import DecoderForm, Family, LayerForm, Norm, Rotary
+from accelpatch.models.form import DecoderForm, Family, LayerForm, Norm, Rotary, Sparse
 
 __all__ = [
-    "ACTIVATION_CLASSES", "EMBEDDING_CLASSES", "FAMILIES", "LINEAR_CLASSES", "PLAIN_ACTIVATIONS", "STATIC_ROPE",
-    "DecoderForm", "Family", "LayerForm", "Norm", "Rotary", "child_of", "family_of", "family_of_class",
+    "ACTIVATION_CLASSES", "CLAMPED_GATES", "EMBEDDING_CLASSES", "FAMILIES", "LINEAR_CLASSES", "PLAIN_ACTIVATIONS",
+    "STATIC_ROPE",
+    "DecoderForm", "Family", "LayerForm", "Norm", "Rotary", "Sparse", "child_of", "family_of", "family_of_class",
     "family_of_layer", "form_of", "has_layer_norms", "linears_of", "norm_of", "roles_of",
 ]  # fmt: skip
 

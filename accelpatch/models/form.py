@@ -66,6 +66,21 @@ class LayerForm:
 
 
 @dataclass(frozen=True)
+class Sparse:
+    """An MLP of experts, by the names of its children: what a router's softmax chooses, k of E for each token.
+
+    chosen: attribute of the router that holds k. normalise: whether the k weights are divided by their sum, or the name
+    of an attribute of the router that says so. narrow: whether they are rounded to the model's dtype.
+    """
+
+    router: str = "gate"
+    experts: str = "experts"
+    chosen: str = "top_k"
+    normalise: bool | str = True
+    narrow: bool = False
+
+
+@dataclass(frozen=True)
 class Rotary:
     """A family's rotary embedding. tables: what its tables are where they have another form than Llama's: "float32"
     where others have the hidden states' dtype, "paired" where equal columns are neighbours. Such a module stays.
@@ -123,8 +138,9 @@ class Family:
     whether it applies the softcaps of its configuration; scores only in eager attention. embedding_multiplier:
     attribute of its decoder by which embeddings are multiplied. logit_divisor: the same of its configuration, by which
     logits are divided; logit_multiplier: by which they are multiplied. by_head: whether the one linear layer of q, k
-    and v has its rows head by head, q, k and v of each. decoder: where it lies. unfused: why no layer of the family is
-    fused; None also where that is simply not known of its layers.
+    and v has its rows head by head, q, k and v of each. decoder: where it lies. sparse:
+    the form of its MLPs of experts. unfused: why no layer of the family is fused; None also where that is simply not
+    known of its layers.
     """
 
     name: str
@@ -143,4 +159,5 @@ class Family:
     logit_multiplier: str | None = None
     by_head: bool = False
     decoder: DecoderForm = DecoderForm()
+    sparse: Sparse | None = None
     unfused: str | None = None

@@ -33,6 +33,19 @@ GATE_UP_SMOOTHING = (
     Smoothing("post_attention_layernorm", ("mlp.gate_up_proj",)),
     Smoothing("mlp.gate_up_proj", ("mlp.down_proj",)),
 )
+PHI3_SMOOTHING = (
+    Smoothing("input_layernorm", ("self_attn.qkv_proj",)),
+    Smoothing("self_attn.qkv_proj", ("self_attn.o_proj",)),
+    Smoothing("post_attention_layernorm", ("mlp.gate_up_proj",)),
+    Smoothing("mlp.gate_up_proj", ("mlp.down_proj",)),
+)
+STABLELM_SMOOTHING = (
+    Smoothing("input_layernorm", QKV, {"use_parallel_residual": False}),
+    VALUES,
+    Smoothing("post_attention_layernorm", ("mlp.gate_proj", "mlp.up_proj"), {"use_parallel_residual": False}),
+    UP,
+    Smoothing("input_layernorm", (*QKV, "mlp.gate_proj", "mlp.up_proj"), {"use_parallel_residual": True}),
+)
 COHERE_SMOOTHING = (Smoothing("input_layernorm", (*QKV, "mlp.gate_proj", "mlp.up_proj")), *BEHIND)
 MOE_SMOOTHING = (Smoothing("input_layernorm", QKV), VALUES)
 # The dense layers of such a model; in sparse ones a router and experts read the second norm.

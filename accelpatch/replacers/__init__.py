@@ -15,6 +15,7 @@ from accelpatch.fusion.layer_replacer import FusedLayerReplacer
 from accelpatch.patching.replacer import Replacer
 from accelpatch.replacers.codebook import FP4WeightOnly, NF4WeightOnly
 from accelpatch.replacers.compact import Compact
+from accelpatch.replacers.experts import FloatExpertsReplacer, Int4Experts, Int8Experts
 from accelpatch.replacers.fp8 import Fp8WeightOnly, W8A8Fp8
 from accelpatch.replacers.gated_mlp import GatedMLPReplacer
 from accelpatch.replacers.gemv import Gemv
@@ -43,6 +44,9 @@ BUILT_IN: tuple[type[Replacer], ...] = (
     FusedLayerReplacer,
     RotaryReplacer,
     GatedMLPReplacer,
+    FloatExpertsReplacer,
+    Int8Experts,
+    Int4Experts,
 )
 _registry: dict[str, Replacer] = {cls.name: cls() for cls in BUILT_IN}
 

@@ -250,7 +250,7 @@ def test_a_layer_that_is_not_fused_runs_in_the_same_step(name: str, recipe: str,
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("mixtral", "layer 0: its MLP was not replaced"),
+        ("mixtral", "layer 0: its experts were not replaced"),
         ("falcon", "it has no Llama-like decoder"),
         ("bloom", "its scores get a bias by distance (ALiBi), which the attention kernels do not add"),
     ],

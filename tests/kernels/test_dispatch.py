@@ -136,6 +136,7 @@ def test_reference_keeps_output_dtypes(op: str) -> None:
     rows = {torch.int8, torch.float32}  # whatever x is
     integers = {"quantize_rows": rows, "rmsnorm_rows": {*rows, torch.float16}, "gemm_w8a8": {torch.float32}}
     integers |= {"layernorm_q": {torch.int8}, "int8_attention": {torch.int8}}
+    integers |= {"choose_experts": {torch.int64, torch.float16}}
     integers |= {"gated_rows": {torch.float8_e4m3fnuz, torch.float32}}
     assert set(expected) == integers.get(op, {torch.float16})
     for precision in (None, torch.float32, torch.float64):

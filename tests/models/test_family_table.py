@@ -7,7 +7,6 @@ from pathlib import Path
 from accelpatch.models.family import FAMILIES, Family
 
 DOC = Path(__file__).parents[2] / "docs" / "decoding.md"
-MOE = ("mixtral", "qwen3_moe")  # dense layers of these alone
 
 
 def row(family: Family) -> str:
@@ -39,7 +38,7 @@ def row(family: Family) -> str:
         f"where `{layer.where}`" if layer.where else "",
         "softcap of scores" if family.capped_scores else "",
         "softcap of logits" if family.capped_logits else "",
-        "layers without experts" if family.name in MOE else "",
+        "experts" if family.sparse is not None else "",
     ]
     cells = (family.name, *("; ".join(filter(None, texts)) for texts in (places, turns, more)))
     return "| " + " | ".join(cells) + " |"

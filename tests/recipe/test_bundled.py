@@ -42,14 +42,18 @@ def test_bundled_recipes_say_what_the_design_says() -> None:
         ("rotary", "rotary_embedding", True),
         ("mlp", "gated_mlp", True),
         ("product", "gemv", True),
+        ("experts", "experts", True),
     ]
-    assert [(rule.name, rule.replace) for rule in int8.rules[:-5]] == [
+    assert [(rule.name, rule.replace) for rule in int8.rules[:-6]] == [
         ("head", "int8_weight_only"),
         ("router", "keep"),
         ("linear", "int8_weight_only"),
         ("embedding", "keep"),
     ]
-    assert int8.rules[-5:] == int4.rules[-5:] == exact.rules
+    assert int8.rules[-6:-1] == int4.rules[-6:-1] == exact.rules[:-1]
+    assert [(one.rules[-1].replace, one.rules[-1].optional) for one in (int8, int4)] == [
+        ("int8_experts", True), ("int4_experts", True),
+    ]  # fmt: skip
     assert [rule.name for rule in int4.rules] == [rule.name for rule in int8.rules]
     head, _, linear, _ = int4.rules[:4]
     assert (head.replace, linear.replace) == ("int8_weight_only", "int4_weight_only")

@@ -22,6 +22,9 @@ def simulated(model: nn.Module, plan: Plan, dtype: torch.dtype) -> nn.Module:
     originals = dict(model.named_modules())
     for entry in plan.replaced:
         if entry.replacer is not None and entry.replacer.rounds:
+            if entry.site.role == "experts":
+                _round_experts(copied.get_submodule(entry.site.path), originals[entry.site.path], entry, dtype)
+                continue
             held = _held(originals[entry.site.path], entry, dtype)
             weight = copied.get_submodule(entry.site.path).weight
             assert weight.shape == held.shape
@@ -39,6 +42,22 @@ def _held(original: nn.Module, entry: Entry, dtype: torch.dtype) -> Tensor:
     form = formats[entry.replacer.name]
     held: Tensor = form.dequantize(form.quantize(weight, **entry.choice.detail), dtype)
     return held.t() if transposed else held
+
+
+def _round_experts(copied: nn.Module, original: nn.Module, entry: Entry, dtype: torch.dtype) -> None:
+    """Give a copy of experts the weights that the format holds, each expert's for itself, in the original's shape."""
+    assert entry.replacer is not None
+    assert entry.choice is not None
+    detail, four = entry.choice.detail, entry.replacer.name == "int4_experts"
+    for name, group in zip(("gate_up_proj", "down_proj"), detail["groups"], strict=True):
+        weight, place = original.get_parameter(name), copied.get_parameter(name)
+        for expert, one in enumerate(weight.detach().transpose(1, 2) if detail["form"].transposed else weight.detach()):
+            if four:
+                held = int4.quantize(one, group_size=group, symmetric=detail["offset"] == "none")
+            else:
+                held = int8.quantize(one, group_size=group)
+            full = (int4 if four else int8).dequantize(held, dtype)
+            place.data[expert] = full.t() if detail["form"].transposed else full
 
 
 @torch.no_grad()

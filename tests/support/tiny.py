@@ -145,6 +145,28 @@ CAUSAL: Mapping[str, Tiny] = {
     "gpt_bigcode": Tiny("GPTBigCode", _GPT, {"linear": 8}, tied=True),
 }
 
+#: models with experts: those above, and others whose layers are not fused
+EXPERTS: Mapping[str, Tiny] = {
+    "mixtral": CAUSAL["mixtral"],
+    "qwen3_moe": CAUSAL["qwen3_moe"],
+    "olmoe": Tiny("Olmoe", _LLAMA | {"num_experts": 4, "num_experts_per_tok": 2}, _ATTENTION, experts=2),
+    "gpt_oss": Tiny(
+        "GptOss",
+        _HEADS | _LAYER_TYPES | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
+        _ATTENTION,
+        experts=2,
+    ),
+    "deepseek_v3": Tiny(
+        "DeepseekV3",
+        _LLAMA
+        | {"num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+        | {"n_group": 2, "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1, "q_lora_rank": 16}
+        | {"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 16},
+        {"gate_proj": 2, "up_proj": 2, "down_proj": 2},
+        experts=1,
+    ),
+}
+
 
 def full_batch(length: int = 9) -> dict[str, Tensor]:
     """Three prompts of one length: input_ids[3, length] and a mask of ones."""

@@ -16,6 +16,7 @@ from accelpatch.kernels import dispatch
 from accelpatch.kernels.check import parity
 from accelpatch.kernels.layouts.row_major import FP8
 from accelpatch.kernels.spec import Case
+from tests.support.experts import random_experts
 from tests.support.parity import DTYPES, assert_parity, bits, name, strided, transposed
 from tests.support.random_arguments import random_args
 
@@ -57,7 +58,8 @@ def test_views(op: str, dtype: torch.dtype, view: Any) -> None:
 def test_random_shapes(op: str) -> None:
     rng, generator = random.Random(11), torch.Generator().manual_seed(11)
     for round_ in range(50):
-        assert_parity(op, random_args(op, rng, generator, DTYPES[round_ % 3]))
+        made = random_experts if op.endswith("experts") else random_args
+        assert_parity(op, made(op, rng, generator, DTYPES[round_ % 3]))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name)

@@ -1,0 +1,75 @@
+"""A decoder layer with experts in eight launches.
+
+The launches: norm, q, k and v; rotary embedding, cache write and attention; o and residual; norm; router; the choice of
+experts; their gate, up and activation; their down, the weighted sum and the residual. Many tokens take a few more,
+which sort them by expert. Nothing waits for the host: the ids are read on the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accelpatch.fusion import layer_facts
+from accelpatch.fusion.call import Call
+from accelpatch.fusion.cannot_fuse import CannotFuse
+from accelpatch.fusion.fused_layer import FusedLayer, _input_of
+from accelpatch.kernels.hip.binding import MAX_GEMV_ROWS
+from accelpatch.kernels.layouts.row_major import Plain
+from accelpatch.kernels.ops.choose_experts import choose_experts
+from accelpatch.kernels.ops.fused_linear import FusedLinear
+from accelpatch.modules.experts import Experts
+
+
+@dataclass(frozen=True, eq=False)
+class SparseMLP:
+    """Router and experts. chosen: experts a token. normalise, narrow: as in `choose_experts`."""
+
+    router: FusedLinear
+    experts: Experts
+    chosen: int
+    normalise: bool
+    narrow: bool
+
+    def __call__(self, normal: Tensor, residual: Tensor) -> Tensor:
+        """residual + the experts' sum for the rows normal[M, K]."""
+        logits = self.router.large_m(normal)
+        ids, weights = choose_experts.function(logits, self.chosen, self.normalise, self.narrow)
+        return self.experts.compute(normal, ids, weights, residual)
+
+
+@dataclass(frozen=True, eq=False)
+class FusedSparseLayer(FusedLayer):
+    """One decoder layer whose MLP is `sparse`; gate_up and down are None."""
+
+    sparse: SparseMLP | None = None
+
+    def __call__(self, x: Tensor, pending: Tensor | None, call: Call, place: int) -> tuple[Tensor, Tensor | None]:
+        """As FusedLayer's."""
+        assert self.sparse is not None
+        assert self.mlp_norm is not None
+        if x.shape[0] > MAX_GEMV_ROWS:
+            normal, x = _input_of(self.qkv, self.attention_norm, x, pending)
+            attended = self._attend(self.qkv.large_m(normal), call, place)
+            x, pending = self._beside(self.after_attention, self.o.large_m(attended), x)
+        else:
+            x = x if pending is None else x + pending
+            attended = self._attend(self.qkv(x, self.attention_norm), call, place)
+            x, pending = self._added(self.o, attended, self.after_attention, x), None
+        normal, total = self.mlp_norm.of_sum(x, pending)
+        return self.sparse(normal, total), None
+
+
+def sparse_mlp(layer: Any, dtype: torch.dtype) -> SparseMLP:
+    """The router and the experts of a layer. Raises CannotFuse."""
+    form, mlp = layer_facts.sparse_of(layer), layer_facts.mlp_of(layer)
+    assert form is not None
+    router = getattr(mlp, form.router)
+    if router.weight.dtype != dtype or not router.weight.is_contiguous():
+        raise CannotFuse(f"its router is {router.weight.dtype}, or is not contiguous")
+    normalise = form.normalise if isinstance(form.normalise, bool) else bool(getattr(router, form.normalise))
+    chosen = int(getattr(router, form.chosen))
+    return SparseMLP(FusedLinear(Plain(router.weight)), getattr(mlp, form.experts), chosen, normalise, form.narrow)

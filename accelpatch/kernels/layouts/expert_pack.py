@@ -1,0 +1,67 @@
+"""The matrices of a layer's experts in the layout of the native CPU kernels: one Pack of all rows, expert after expert.
+
+An expert's rows are whole blocks of 16, so that its part of the memory is a pack of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from accelpatch.kernels.cpu.native_library import ROWS
+from accelpatch.kernels.layouts.cpu_pack import ALIGNED, Pack
+
+
+class ExpertPack(NamedTuple):
+    """data: uint8 [E, bytes]. n, k: of each expert; the rest as in Pack. bias[E, n] float32, or None."""
+
+    data: Tensor
+    kind: int
+    n: int
+    k: int
+    group: int
+    half_scales: bool
+    offset: str
+    bias: Tensor | None
+
+    @classmethod
+    def pack(
+        cls, q: Tensor, scale: Tensor, offset: Tensor | None = None, bias: Tensor | None = None, *, bits: int
+    ) -> ExpertPack:
+        """From q[E, N, K] int8 or [E, N, K / 2] of 4-bit codes, scale and offset[E, N, G]. Raises KernelError."""
+        experts, n = q.shape[:2]
+        flat = [None if one is None else one.reshape(experts * n, -1) for one in (q, scale, offset)]
+        assert flat[0] is not None
+        assert flat[1] is not None
+        one = Pack.pack(flat[0], flat[1], flat[2], bits=bits)
+        held = None if bias is None else bias.detach().float().contiguous()
+        data = one.data.view(experts, -1)
+        return cls(data, one.kind, n, one.k, one.group, one.half_scales, one.offset, held)
+
+    @staticmethod
+    def why_not(n: int, k: int, group: int, offset: str, bits: int) -> str | None:
+        """Why experts of n rows cannot be packed; None where they can. offset: "none" or "minimum"."""
+        if n % ROWS:
+            return f"experts of {n} rows are not whole blocks of {ROWS}"
+        groups = k // group
+        scales = ROWS * groups * (2 if bits == 4 and groups > 1 else 4) * (2 if offset == "minimum" else 1)
+        if n // ROWS * (ROWS * k * bits // 8 + scales) % ALIGNED:
+            return f"an expert's pack of {n} x {k} would not end at a multiple of {ALIGNED} bytes"
+        return Pack.why_not(n, k, group, offset, bits)
+
+    def of(self, expert: int) -> Pack:
+        """The pack of one expert, a view."""
+        bias = None if self.bias is None else self.bias[expert]
+        return Pack(self.data[expert].contiguous(), *self[1:7], bias)
+
+    def unpack(self) -> Any:
+        """(q, scale, offset) as `pack` takes them, scale and offset in float32."""
+        experts = len(self.data)
+        parts = Pack(self.data.reshape(-1), self.kind, experts * self.n, *self[3:7]).unpack()
+        return tuple(None if one is None else one.view(experts, self.n, -1) for one in parts)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors."""
+        return self.data.nbytes + (0 if self.bias is None else self.bias.nbytes)

@@ -1,0 +1,63 @@
+"""The matrices of a layer's experts, w[E, N, K], as GPU kernels read them; each layout with its inverse.
+
+Floats lie as they are, and so does int8 with a scale a row. 4-bit codes lie in words of 32 bits, 16 for each block of
+128 values of K: nibble p of word j holds value ``16 p + j``. Neighbouring words then go with neighbouring values of x,
+and the codes of one nibble belong to one group. K is padded with the code 0 up to whole blocks.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from accelpatch.kernels.layouts.layout import nbytes_of
+
+BLOCK, WORDS = 128, 16  # values of K, and words, of a block
+BITS = {torch.int8: 8, torch.int32: 4}
+
+
+class Stack(NamedTuple):
+    """Weights of E experts. w: float or int8 [E, N, K], or int32 words [E, N, 16 blocks] of 4-bit codes.
+
+    scale[E, N, G]: of a quantised weight. offset[E, N, G]: the minimum of 4-bit codes; None: w = (u - 8) * scale.
+    bias[E, N]: float, or None.
+    """
+
+    w: Tensor
+    scale: Tensor | None = None
+    offset: Tensor | None = None
+    bias: Tensor | None = None
+
+    @classmethod
+    def of_codes(cls, q: Tensor, scale: Tensor, offset: Tensor | None = None, bias: Tensor | None = None) -> Stack:
+        """From 4-bit codes q[E, N, K / 2], the even k in the low nibble."""
+        return cls(to_words(q), scale, offset, bias)
+
+    @property
+    def bits(self) -> int:
+        """Bits of a value: 4, 8, 16 or more."""
+        return BITS.get(self.w.dtype, 8 * self.w.element_size())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors."""
+        return nbytes_of(self)
+
+
+def to_words(q: Tensor) -> Tensor:
+    """int8 [..., K / 2], two codes a byte -> int32 [..., 16 * blocks]."""
+    codes = q.view(torch.uint8)
+    blocks = -(-2 * codes.shape[-1] // BLOCK)
+    codes = torch.nn.functional.pad(codes, (0, blocks * BLOCK // 2 - codes.shape[-1]))
+    values = torch.stack((codes & 15, codes >> 4), dim=-1).view(*codes.shape[:-1], blocks, 4, 2, WORDS)
+    pairs = values[..., 0, :] | values[..., 1, :] << 4  # byte i of a word: nibbles 2 i and 2 i + 1
+    return pairs.transpose(-1, -2).contiguous().view(torch.int32).flatten(-3)
+
+
+def from_words(words: Tensor, k: int) -> Tensor:
+    """int8 [..., K / 2] from words; the inverse of `to_words`."""
+    pairs = words.contiguous().view(torch.uint8).view(*words.shape[:-1], -1, WORDS, 4).transpose(-1, -2)
+    values = torch.stack((pairs & 15, pairs >> 4), dim=-2).flatten(-4)  # block, byte, nibble, word: in the order of k
+    return (values[..., :k:2] | values[..., 1:k:2] << 4).contiguous().view(torch.int8)

@@ -1,0 +1,61 @@
+"""Cases for parity checks of experts, and random weights for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from accelpatch.kernels.layouts.expert_stack import Stack, to_words
+from accelpatch.kernels.spec import Case
+
+CLAMPED = "clamped_swiglu"
+
+
+def cases() -> list[Case]:
+    """Cases for parity checks: each kind of weight, few and many tokens, experts that get none, ids out of range."""
+
+    def case(
+        bits: int, experts: int, width: int, inner: int, tokens: int, k: int, group: int = 0, activation: str = "silu",
+        bias: bool = False, odd: bool = False,
+    ) -> Case:  # fmt: skip
+        def make(generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+            x = torch.randn(tokens, width, generator=generator).to(device, dtype)
+            ids = torch.randint(-1 if odd else 0, experts + odd, (tokens, k), generator=generator).to(device)
+            weights = torch.rand(tokens, k, generator=generator).to(device, torch.float32 if odd else dtype)
+            sizes = ((2 * inner, width), (width, inner))
+            stacks = [of_random(generator, dtype, device, bits, experts, *size, group, bias, odd) for size in sizes]
+            return x, ids, weights, *stacks[0], *stacks[1], activation, 1.702, 7.0, x.flip(0) if odd else None
+
+        name = f"w{bits}-e{experts}-h{width}-i{inner}-t{tokens}-k{k}-g{group}-{activation}"
+        return Case(f"{name}{'-bias' if bias else ''}{'-odd' if odd else ''}", make)
+
+    return [
+        case(16, 4, 64, 32, 1, 2),
+        case(4, 4, 64, 32, 2, 2, 32),
+        case(4, 2, 256, 384, 1, 2, 128, odd=True),
+        case(8, 3, 96, 48, 7, 2, odd=True),
+        case(4, 6, 160, 96, 1, 3, 32, CLAMPED, bias=True),
+        case(4, 3, 256, 128, 37, 2, 64, odd=True),
+        case(16, 5, 48, 24, 40, 3, activation="gelu_tanh", bias=True),
+        case(8, 2, 130, 66, 33, 1, activation="gelu"),
+        case(4, 2, 384, 128, 5, 2, 128, odd=True),
+        case(4, 3, 64, 32, 0, 2, 32),
+    ]
+
+
+def of_random(
+    generator: torch.Generator, dtype: torch.dtype, device: torch.device, bits: int, experts: int, n: int, k: int,
+    group: int, bias: bool, symmetric: bool,
+) -> Stack:  # fmt: skip
+    """A random Stack, for parity checks. bits: 16 for floats of `dtype`. group: 0 for one scale a row."""
+    beside = torch.randn(experts, n, generator=generator).to(device, dtype) if bias else None
+    if bits == 16:
+        return Stack((torch.randn(experts, n, k, generator=generator) / k**0.5).to(device, dtype), bias=beside)
+    scale = (torch.rand(experts, n, k // group if group else 1, generator=generator) + 0.5) / k**0.5
+    if bits == 8:
+        q = torch.randint(-127, 128, (experts, n, k), generator=generator, dtype=torch.int8)
+        return Stack(q.to(device), (scale / 64).to(device), None, beside)
+    q = torch.randint(-128, 128, (experts, n, k // 2), generator=generator, dtype=torch.int8)
+    half = (scale / 8).to(device, torch.float16)
+    return Stack(to_words(q).to(device), half, None if symmetric else -8 * half, beside)

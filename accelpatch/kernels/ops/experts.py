@@ -1,0 +1,228 @@
+"""A layer's experts: y[T, H] = sum over j of weights[T, j] * expert(ids[T, j])(x[T, H]).
+
+    expert(e)(x) = gated(x @ gate_up[e]^T + bias) @ down[e]^T + bias      gate_up[E, 2 I, H], down[E, H, I]
+    gated(both) = act(gate) * up              gate is the first half of the columns, up the second
+    clamped_swiglu: (min(max(up, -limit), limit) + 1) * g * sigmoid(alpha g), g = min(gate, limit)       (GPT-OSS)
+
+Weights are Stacks (layouts/expert_stack.py): float, int8 with a scale a row, or 4-bit codes in groups. An id outside of
+0 .. E - 1 adds nothing, and one that is named twice adds twice. Which experts run is read on the device.
+
+Source: Shazeer et al. 2017, arXiv:1701.06538; shapes as in transformers' experts interface (integrations/moe.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from accelpatch.device import Device
+from accelpatch.kernels import dispatch
+from accelpatch.kernels.dispatch import FLOATS, require
+from accelpatch.kernels.layouts.expert_stack import BLOCK, WORDS, Stack, from_words
+from accelpatch.kernels.operation import operation
+from accelpatch.kernels.ops import gated_activation, int4_linear, linear
+from accelpatch.kernels.ops.expert_cases import CLAMPED, cases
+from accelpatch.kernels.ops.expert_reference import reference
+from accelpatch.kernels.spec import Implementation, Kernel, Spec
+from accelpatch.kernels.triton import launch
+
+OP = "experts"
+#: of which Triton has a form
+ACTIVATIONS = ("silu", "swish", "gelu", "gelu_tanh", "gelu_pytorch_tanh", "relu", CLAMPED)
+MOST_EXPERTS, MOST_CHOSEN = 1024, 64
+
+
+def clamped(both: Tensor, alpha: float, limit: float) -> Tensor:
+    """GPT-OSS's gate of [..., 2 I]."""
+    gate, up = both.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
+    return (up + 1) * (gate * torch.sigmoid(gate * alpha))
+
+
+def gated(both: Tensor, activation: str, alpha: float, limit: float) -> Tensor:
+    """What `down` takes of [..., 2 I], by torch's own functions."""
+    if activation == CLAMPED:
+        return clamped(both, alpha, limit)
+    gate, up = both.chunk(2, dim=-1)
+    return gated_activation.ACTIVATIONS[activation](gate) * up
+
+
+def added(y: Tensor, residual: Tensor | None = None) -> Tensor:
+    """y, with the residual where there is one."""
+    return y if residual is None else residual + y
+
+
+def why_not_stack(stack: Stack, n: int, k: int, experts: int, device: torch.device) -> str | None:
+    """Why a Stack is none of `experts` matrices [n, k]; None where it is."""
+    w, scale, offset, bias = stack
+    columns = -(-k // BLOCK) * WORDS if stack.bits == 4 else k
+    if list(w.shape) != [experts, n, columns] or not (w.dtype in FLOATS or w.dtype in (torch.int8, torch.int32)):
+        return f"a weight is {linear.say(w)}, and [{experts}, {n}, {columns}] belongs here"
+    if (scale is None) == (stack.bits in (4, 8)):
+        return "codes have scales, and floats have none"
+    if scale is not None and (list(scale.shape[:2]) != [experts, n] or scale.shape[2] < 1 or k % scale.shape[2]):
+        return f"a scale is {linear.say(scale)}, and [{experts}, {n}, G] belongs here, G dividing {k}"
+    if offset is not None and (scale is None or stack.bits != 4 or offset.shape != scale.shape):
+        return f"an offset is {linear.say(offset)}, which belongs to 4-bit codes and has the shape of their scale"
+    if bias is not None and (list(bias.shape) != [experts, n] or not bias.is_floating_point()):
+        return f"a bias is {linear.say(bias)}, and float [{experts}, {n}] belongs here"
+    apart = next((one for one in stack if one is not None and one.device != device), None)
+    return None if apart is None else f"x lies on {device}, a weight on {apart.device}: move the module"
+
+
+def spec(x: Tensor, ids: Tensor, weights: Tensor, *given: Any) -> Spec:
+    """The Spec of a call, for dispatch. Raises KernelError where shapes, dtypes or devices do not fit together."""
+    up, down, activation = Stack(*given[:4]), Stack(*given[4:8]), given[8]
+    check_routing(OP, x, ids, weights, activation)
+    require(up.w.dim() == down.w.dim() == 3, OP, f"weights are [E, N, K], not {linear.say(up.w)}")
+    experts, rows = up.w.shape[:2]
+    fits = given[11:] in ((), (None,)) or (given[11].shape == x.shape and given[11].dtype == x.dtype)
+    require(fits, OP, f"the residual has the shape and dtype of x, {linear.say(x)}")
+    require(experts >= 1 and rows >= 2 and rows % 2 == 0, OP, f"gate and up are [E, 2 I, H], not {linear.say(up.w)}")
+    width, inner = x.shape[1], rows // 2
+    for stack, n, k in ((up, rows, width), (down, width, inner)):
+        reason = why_not_stack(stack, n, k, experts, x.device)
+        require(reason is None, OP, str(reason))
+        alike = stack.bits == up.bits and (stack.scale is not None or stack.w.dtype == x.dtype)
+        require(alike, OP, f"the weights are of one kind, and floats of x's dtype, not {linear.say(stack.w)}")
+    groups = [k if one.scale is None else k // one.scale.shape[2] for one, k in ((up, width), (down, inner))]
+    return of_shape(
+        experts, width, inner, x.dtype, up.bits, (groups[0], groups[1]), tokens=len(x), chosen=ids.shape[1],
+        activation=activation,
+    )  # fmt: skip
+
+
+def check_routing(op: str, x: Tensor, ids: Tensor, weights: Tensor, activation: str) -> None:
+    """Raise KernelError unless x[T, H], ids[T, k] and weights[T, k] fit together, and the activation is known."""
+    require(x.dim() == 2 and x.dtype in FLOATS and x.shape[1] > 0, op, f"x is float [T, H], not {linear.say(x)}")
+    whole = ids.dtype in (torch.int64, torch.int32)
+    require(ids.dim() == 2 and len(ids) == len(x) and whole, op, f"ids are int64 [T, k], not {linear.say(ids)}")
+    fits = weights.shape == ids.shape and weights.dtype in FLOATS
+    require(fits, op, f"weights are float {list(ids.shape)} as ids, not {linear.say(weights)}")
+    there = {one.device for one in (x, ids, weights)}
+    require(len(there) == 1, op, f"x, ids and weights lie on {', '.join(sorted(map(str, there)))}: move them together")
+    known = activation == CLAMPED or activation in gated_activation.ACTIVATIONS
+    require(known, op, f"no activation {activation!r}: keep these experts")
+
+
+def of_shape(
+    experts: int, width: int, inner: int, dtype: torch.dtype, bits: int, groups: tuple[int, int], *, tokens: int = 1,
+    chosen: int = 1, activation: str = "silu",
+) -> Spec:  # fmt: skip
+    """The Spec of experts of this size, for planning. groups: values along K that share a scale, of both stacks."""
+    sizes = {"M": tokens, "E": experts, "H": width, "I": inner, "k": chosen}
+    return Spec(OP, sizes, dtype, options={"bits": bits, "groups": groups, "activation": activation})
+
+
+def triton_why_not(spec: Spec, device: Device) -> str | None:
+    """Why the Triton kernels cannot run a spec; None where they can."""
+    if reason := launch.why_not(device, spec.dtype):
+        return reason
+    if spec.sizes["E"] > MOST_EXPERTS or spec.sizes["k"] > MOST_CHOSEN:
+        most = f"{MOST_EXPERTS} experts and {MOST_CHOSEN} a token"
+        return f"{spec.sizes['E']} experts, {spec.sizes['k']} of them a token, are more than {most}"
+    if spec.options["activation"] not in ACTIVATIONS:
+        return f"its activation is {spec.options['activation']}"
+    for k, group in zip((spec.sizes["H"], spec.sizes["I"]), spec.options["groups"], strict=True):
+        if group != k and (spec.options["bits"] == 8 or (group not in (32, 64) and group % BLOCK)):
+            return (
+                f"groups of {group}; int8 has a scale a row, 4 bits have groups of 32, 64, multiples of {BLOCK} or rows"
+            )
+    if max(spec.sizes["H"], spec.sizes["I"]) >= 1 << 23 or spec.sizes["M"] * spec.sizes["k"] >= 1 << 30:
+        return "its sizes are beyond 32-bit indices"
+    return None
+
+
+def by_triton(*args: Any) -> Tensor:
+    """The implementation `triton`."""
+    from accelpatch.kernels.triton import experts
+
+    return experts.experts(*args)
+
+
+def by_torch(x: Tensor, ids: Tensor, weights: Tensor, *given: Any) -> Tensor:
+    """The implementation `torch`: expert after expert, its weight dequantised in blocks of rows."""
+    up, down, gate, residual = Stack(*given[:4]), Stack(*given[4:8]), given[8:11], given[11:]
+
+    def expert(number: int, rows: Tensor) -> Tensor:
+        inner = gated(_linear(rows, up, number), *gate)
+        return _linear(inner, down, number)
+
+    return added(by_expert(x, ids, weights, len(up.w), expert), *residual)
+
+
+def by_expert(x: Tensor, ids: Tensor, weights: Tensor, experts: int, expert: Callable[[int, Tensor], Tensor]) -> Tensor:
+    """The weighted sum of expert(number, its rows of x) over those that are chosen, which the host reads."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    y = torch.zeros(x.shape, dtype=wide, device=x.device)
+    for number, token, place in chosen(ids, experts):
+        made = expert(number, x[token])
+        y.index_add_(0, token, made.to(wide) * weights[token, place, None].to(wide))
+    return y.to(x.dtype)
+
+
+def chosen(ids: Tensor, experts: int) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """(expert, its tokens, their places among the token's experts) for each that has any, in order."""
+    for number in ids.unique().tolist():
+        if 0 <= number < experts:
+            yield number, *(ids == number).nonzero(as_tuple=True)
+
+
+def _linear(x: Tensor, stack: Stack, number: int) -> Tensor:
+    w, scale, offset, bias = (None if one is None else one[number] for one in stack)
+    assert w is not None
+    bias = None if bias is None else bias.to(x.dtype)
+    if scale is None:
+        return functional.linear(x, w, bias)
+    k = x.shape[1]
+
+    def rows(start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        wide = torch.promote_types(dtype, torch.float32)
+        held, factor = w[start:stop], scale[start:stop]
+        if stack.bits == 4:
+            beside = None if offset is None else offset[start:stop]
+            return int4_linear.dequantize_rows(from_words(held, k), factor, beside, wide)
+        return (held.to(wide).unflatten(1, (factor.shape[1], -1)) * factor.to(wide)[:, :, None]).flatten(1)
+
+    return linear.by_row_blocks(x, w.shape[0], k, rows, bias)
+
+
+@operation(OP)
+def experts(
+    x: Tensor, ids: Tensor, weights: Tensor,
+    gate_up: Tensor, gate_up_scale: Tensor | None, gate_up_offset: Tensor | None, gate_up_bias: Tensor | None,
+    down: Tensor, down_scale: Tensor | None, down_offset: Tensor | None, down_bias: Tensor | None,
+    activation: str = "silu", alpha: float = 0.0, limit: float = 0.0, residual: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """y[T, H] in x's dtype, contiguous; see the module. x[T, H] float; ids[T, k] int64 or int32; weights[T, k] float.
+
+    The rest: two Stacks of E experts, the activation's name, alpha and limit of clamped_swiglu, and residual[T, H] in
+    x's dtype, which is added to the rounded sum. Raises KernelError
+    for arguments that do not fit together.
+    """
+    given = (
+        gate_up, gate_up_scale, gate_up_offset, gate_up_bias, down, down_scale, down_offset, down_bias,
+        activation, alpha, limit, residual,
+    )  # fmt: skip
+    y: Tensor = dispatch.run(OP, spec, x.device, (x, ids, weights, *given))
+    return y
+
+
+@experts.register_fake
+def _fake(x: Tensor, ids: Tensor, weights: Tensor, *given: Any, **named: Any) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+KERNELS = {
+    OP: Kernel(
+        experts,
+        reference,
+        spec,
+        {"triton": Implementation(by_triton, triton_why_not), "torch": Implementation(by_torch, dispatch.anywhere)},
+        cases,
+    )
+}

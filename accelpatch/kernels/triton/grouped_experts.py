@@ -1,0 +1,205 @@
+"""Experts for many tokens: tokens sorted by expert, and products of tiles of one expert each; see ../ops/experts.py.
+
+Nothing waits for the host: there are as many programs as the tokens could need, and a program finds its expert by the
+number of tiles before it. Weights are dequantised in registers and rounded to x's dtype, as in the reference.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from accelpatch.kernels.layouts.expert_stack import Stack
+from accelpatch.kernels.triton.experts import _gate, code_of, weight_arguments
+from accelpatch.kernels.triton.launch import cdiv, on
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Tile of a program: `tokens` of one expert, `rows` of its matrix; of floats and int8 `columns` of K at a time."""
+
+    tokens: int
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+
+    def options(self) -> dict[str, int]:
+        """Triton's launch options."""
+        return {"num_warps": self.warps, "num_stages": 2 if torch.version.hip else self.stages}
+
+
+#: the first whose tokens are as many as come to an expert on average, else the last; the largest not on AMD
+TILES = (Tile(16, 64, 64, 4, 4), Tile(32, 64, 64, 4, 4), Tile(64, 64, 64, 4, 3), Tile(128, 128, 64, 8, 3))
+AMD_TILES = TILES[:-1]
+WIDE = Tile(16, 32, 32, 4, 2)  # float32 takes twice the memory
+
+
+@triton.jit
+def _tile_of(ends, counts, tile, EXPERTS: tl.constexpr, TOKENS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(expert, first of its sorted pairs in tile number `tile`, the end of the expert's pairs).
+
+    ends[E]: of each expert's pairs; counts: E.
+    """
+    number = tl.arange(0, EXPERTS)
+    end = tl.load(ends + number, mask=number < counts, other=0)
+    before = tl.load(ends + number - 1, mask=(number > 0) & (number < counts), other=0)
+    tiles = (end - before + TOKENS - 1) // TOKENS
+    tiles = tl.where(number < counts, tiles, 0)
+    through = tl.cumsum(tiles, 0)
+    expert = tl.sum((through <= tile).to(tl.int32), 0)
+    mine = number == expert
+    start = tl.sum(tl.where(mine, before, 0), 0)
+    first = tl.sum(tl.where(mine, through - tiles, 0), 0)
+    return expert, start + (tile - first) * TOKENS, tl.sum(tl.where(mine, end, 0), 0)
+
+
+@triton.jit
+def _value(words, NIBBLE: tl.constexpr, factor, beside, MINIMUM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The weights in a nibble of each word, float32."""
+    code = (((words >> (4 * NIBBLE)) & 15) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
+    return code * factor + beside if MINIMUM else (code - 8.0) * factor
+
+
+@triton.jit
+def _codes(  # type: ignore[no-untyped-def]
+    w, scale, offset, x, row, inside, here, k, groups, total,
+    MINIMUM: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`total`[rows, tokens] and the products of rows of 4-bit codes with tokens. x: pointers to the tokens' rows."""
+    blocks = tl.cdiv(k, 128)
+    PARTS: tl.constexpr = 128 // GROUP if GROUP < 128 else 1
+    word = tl.arange(0, 16)
+    for block in range(blocks):
+        words = tl.load(w + row[:, None] * (blocks * 16) + block * 16 + word[None, :], mask=inside[:, None], other=0)
+        for part in tl.static_range(PARTS):
+            group = tl.minimum(block * PARTS + part if GROUP < 128 else block * 128 // GROUP, groups - 1)
+            factor = tl.load(scale + row * groups + group, mask=inside, other=0.0).to(tl.float32)[:, None]
+            beside = factor
+            if MINIMUM:
+                beside = tl.load(offset + row * groups + group, mask=inside, other=0.0).to(tl.float32)[:, None]
+            for one in tl.static_range(8 // PARTS):
+                column = block * 128 + 16 * (part * (8 // PARTS) + one) + word
+                given = tl.load(x[None, :] + column[:, None], mask=here[None, :] & (column < k)[:, None], other=0.0)
+                value = _value(words, part * (8 // PARTS) + one, factor, beside, MINIMUM).to(given.dtype)
+                total = tl.dot(value, given, total, input_precision=PRECISION)
+    return total
+
+
+@triton.jit
+def _sums(  # type: ignore[no-untyped-def]
+    w, scale, offset, x, row, inside, here, k, groups,
+    KIND: tl.constexpr, MINIMUM: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """w[row] . x of each token, float32 [ROWS, TOKENS]. row: int64 numbers of rows in the whole stack."""
+    total = tl.zeros([ROWS, TOKENS], tl.float32)
+    if KIND == 2:
+        return _codes(w, scale, offset, x, row, inside, here, k, groups, total, MINIMUM, GROUP, PRECISION)
+    for start in range(0, k, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        given = tl.load(x[None, :] + column[:, None], mask=here[None, :] & (column < k)[:, None], other=0.0)
+        there = inside[:, None] & (column < k)[None, :]
+        values = tl.load(w + row[:, None] * k + column[None, :], mask=there, other=0)
+        total = tl.dot(values.to(given.dtype), given, total, input_precision=PRECISION)
+    if KIND == 1:
+        total *= tl.load(scale + row, mask=inside, other=0.0).to(tl.float32)[:, None]
+    return total
+
+
+@triton.jit(do_not_specialize=["chosen", "tiles"])
+def _gate_up(  # type: ignore[no-untyped-def]
+    x, order, ends, w, scale, offset, bias, h, k, inner, experts, chosen, tiles, groups, alpha, limit,
+    KIND: tl.constexpr, MINIMUM: tl.constexpr, GROUP: tl.constexpr, BIAS: tl.constexpr, CODE: tl.constexpr,
+    PRECISION: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    expert, start, end = _tile_of(ends, experts, tl.program_id(0) % tiles, EXPERTS, TOKENS)
+    if expert < experts:
+        place = start + tl.arange(0, TOKENS)
+        here = place < end
+        token = tl.load(order + place, mask=here, other=0) // chosen
+        row = tl.program_id(0) // tiles * ROWS + tl.arange(0, ROWS)
+        inside = row < inner
+        first = expert.to(tl.int64) * (2 * inner) + row
+        own = x + token * k
+        gate = _sums(w, scale, offset, own, first, inside, here, k, groups, KIND, MINIMUM, GROUP, PRECISION, ROWS,
+                     TOKENS, COLUMNS)  # fmt: skip
+        up = _sums(w, scale, offset, own, first + inner, inside, here, k, groups, KIND, MINIMUM, GROUP, PRECISION,
+                   ROWS, TOKENS, COLUMNS)  # fmt: skip
+        if BIAS:
+            gate += tl.load(bias + first, mask=inside, other=0.0).to(tl.float32)[:, None]
+            up += tl.load(bias + first + inner, mask=inside, other=0.0).to(tl.float32)[:, None]
+        dtype = h.dtype.element_ty
+        made = _gate(gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32), alpha, limit, dtype, CODE)
+        out = h + place.to(tl.int64)[None, :] * inner + row[:, None]
+        tl.store(out, made.to(dtype), mask=inside[:, None] & here[None, :])
+
+
+@triton.jit(do_not_specialize=["tiles"])
+def _down(  # type: ignore[no-untyped-def]
+    h, order, ends, weights, w, scale, offset, bias, parts, k, width, experts, tiles, groups,
+    KIND: tl.constexpr, MINIMUM: tl.constexpr, GROUP: tl.constexpr, BIAS: tl.constexpr,
+    PRECISION: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    expert, start, end = _tile_of(ends, experts, tl.program_id(0) % tiles, EXPERTS, TOKENS)
+    if expert < experts:
+        place = start + tl.arange(0, TOKENS)
+        here = place < end
+        pair = tl.load(order + place, mask=here, other=0)
+        row = tl.program_id(0) // tiles * ROWS + tl.arange(0, ROWS)
+        inside = row < width
+        first = expert.to(tl.int64) * width + row
+        own = h + place.to(tl.int64) * k
+        made = _sums(w, scale, offset, own, first, inside, here, k, groups, KIND, MINIMUM, GROUP, PRECISION, ROWS,
+                     TOKENS, COLUMNS)  # fmt: skip
+        if BIAS:
+            made += tl.load(bias + first, mask=inside, other=0.0).to(tl.float32)[:, None]
+        made *= tl.load(weights + pair, mask=here, other=0.0).to(tl.float32)[None, :]
+        out = parts + pair[None, :] * width + row[:, None]
+        tl.store(out, made.to(parts.dtype.element_ty), mask=inside[:, None] & here[None, :])
+
+
+def sorted_pairs(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """(pairs by their experts int64[T k], the end of each expert's int32[E]); ids out of range come last."""
+    flat = ids.reshape(-1)
+    flat = torch.where((flat >= 0) & (flat < experts), flat, experts)
+    held, order = torch.sort(flat, stable=True)
+    numbers = torch.arange(experts, device=ids.device, dtype=held.dtype)
+    return order, torch.searchsorted(held, numbers, right=True, out_int32=True)
+
+
+def grouped(
+    x: Tensor, ids: Tensor, weights: Tensor, up: Stack, down: Stack, activation: str, alpha: float, limit: float
+) -> Tensor:
+    """The operation by tiles of tokens of one expert."""
+    (tokens, width), chosen, (number, rows), pairs = x.shape, ids.shape[1], up.w.shape[:2], ids.numel()
+    if not pairs:
+        return x.new_zeros(x.shape)
+    inner, (x, weights) = rows // 2, (one.contiguous() for one in (x, weights))
+    order, ends = sorted_pairs(ids, number)
+    wide = x.dtype == torch.float32
+    held = AMD_TILES if torch.version.hip else TILES
+    tile = WIDE if wide else next((one for one in held if one.tokens * number >= pairs), held[-1])
+    tiles = min(pairs, cdiv(pairs, tile.tokens) + number)
+    h, parts = x.new_empty((pairs, inner)), x.new_zeros((pairs, width))
+    shared: dict[str, Any] = {
+        "PRECISION": "ieee", "EXPERTS": max(2, 1 << (number - 1).bit_length()), "ROWS": tile.rows,
+        "TOKENS": tile.tokens, "COLUMNS": tile.columns,
+    }  # fmt: skip
+    with on(x):
+        tensors, groups, form = weight_arguments(up, width)
+        _gate_up[(tiles * cdiv(inner, tile.rows),)](
+            x, order, ends, *tensors, h, width, inner, number, chosen, tiles, groups, alpha, limit, **form,
+            CODE=code_of(activation), **shared, **tile.options(),
+        )  # fmt: skip
+        tensors, groups, form = weight_arguments(down, inner)
+        _down[(tiles * cdiv(width, tile.rows),)](
+            h, order, ends, weights, *tensors, parts, inner, width, number, tiles, groups, **form, **shared,
+            **tile.options(),
+        )  # fmt: skip
+    return parts.view(tokens, chosen, width).sum(dim=1)

@@ -1,0 +1,212 @@
+"""A layer's experts: in their own precision by kernels that read the chosen ones, or as int8 or 4-bit codes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from accelpatch.device import Device
+from accelpatch.errors import KernelError
+from accelpatch.kernels import dispatch
+from accelpatch.kernels.layouts.expert_stack import BLOCK
+from accelpatch.kernels.ops import experts, packed_experts
+from accelpatch.models.family import ACTIVATION_CLASSES, CLAMPED_GATES
+from accelpatch.modules.experts import DOWN, UP, ExpertsForm, floats, form_of, rows_of
+from accelpatch.modules.quantized_experts import PARTS, Held, checked, quantised
+from accelpatch.patching.replacer import Choice, Reason, Replacer
+from accelpatch.patching.site import Site
+from accelpatch.quant import int4, int8
+from accelpatch.quant.weight import QuantizedWeight
+from accelpatch.replacers.weight_only import dividing
+
+NATIVE, TRITON = "cpu", "triton"
+Shapes = dict[str, tuple[int, int]]  # weight -> (N, K) of an expert
+
+
+def described(site: Site) -> tuple[ExpertsForm, int, Shapes] | str:
+    """(form, number of experts, shapes) of a site with experts, or why they are not known."""
+    form = form_of(site.original, ACTIVATION_CLASSES, CLAMPED_GATES)
+    if isinstance(form, str):
+        return form
+    if site.tied:
+        return f"its weights are shared with {site.tied[0].path}"
+    shapes: Shapes = {}
+    number = 0
+    for name in (UP, DOWN):
+        weight = site.original._parameters[name]
+        assert weight is not None
+        if not weight.is_floating_point():
+            return f"its {name} is {weight.dtype}, not a float"
+        number, *size = weight.shape
+        n, k = reversed(size) if form.transposed else size
+        shapes[name] = (n, k)
+    (up, width), (down, inner) = shapes[UP], shapes[DOWN]
+    if up != 2 * inner or width != down:
+        return f"its weights are {up} x {width} and {down} x {inner}, which are no gate, up and down"
+    return form, number, shapes
+
+
+def share(site: Site) -> float:
+    """Share of a site's bytes that one token reads."""
+    return site.token_bytes / site.bytes if site.bytes else 1.0
+
+
+class FloatExpertsReplacer(Replacer):
+    """Experts with their own weights (GPU only): a few tokens by kernels that read the chosen ones alone."""
+
+    name = "experts"
+    rounds = False
+
+    def propose(self, site: Site, options: Mapping[str, Any], device: Device) -> Choice | Reason:
+        found = described(site)
+        if isinstance(found, str):
+            return Reason(found)
+        form, number, shapes = found
+        if device.kind == "cpu":
+            return Reason("transformers' own experts are used on a CPU")
+        if form.transposed or form.interleaved:
+            return Reason(
+                "its weights are transposed, which the kernels do not read: a recipe that rounds lays them out"
+            )
+        (_, width), (_, inner) = shapes[UP], shapes[DOWN]
+        spec = experts.of_shape(
+            number, width, inner, getattr(torch, site.dtype), 16, (width, inner), activation=form.activation
+        )
+        if reason := dispatch.why_not(experts.OP, TRITON, spec, device):
+            return Reason(f"transformers' own experts are used: {reason}")
+        return Choice(TRITON, site.token_bytes, site.token_bytes, site.bytes)
+
+    def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:
+        form = form_of(site.original, ACTIVATION_CLASSES, CLAMPED_GATES)
+        assert isinstance(form, ExpertsForm)
+        return floats(site.original, form)
+
+
+class _QuantizedExperts(Replacer):
+    """Base of the two formats: groups of each of the two weights, the kernel, and the bytes."""
+
+    whole = True
+    bits: ClassVar[int]
+    scale_bytes: ClassVar[int]
+
+    def offset(self, options: Mapping[str, Any]) -> str:
+        """The kind of offset: "none" or "minimum"."""
+        return "none"
+
+    def quantized(self, weight: Tensor, group: int, choice: Choice) -> QuantizedWeight:
+        """One expert's matrix [N, K] in the format."""
+        raise NotImplementedError
+
+    def propose(self, site: Site, options: Mapping[str, Any], device: Device) -> Choice | Reason:
+        found = described(site)
+        if isinstance(found, str):
+            return Reason(found)
+        form, number, shapes = found
+        wanted = options.get("group_size", [128, 64, 32, None] if self.bits == 8 else [128, 64, 32])
+        widths = (shapes[UP][1], shapes[DOWN][1])
+        each = [dividing(wanted, k) for k in widths]
+        for k, groups in zip(widths, each, strict=True):
+            if not groups or (self.bits == 4 and k % 2):
+                return Reason(f"K = {k} is odd, or a multiple of none of the group sizes {wanted}")
+        offset = self.offset(options)
+        try:
+            tried = [(pair, *self._kernel(pair, found, site, device, offset)) for pair in itertools.product(*each)]
+        except KernelError as error:
+            return Reason(str(error))
+        pair, kernel, note = next((one for one in tried if one[1] in (NATIVE, TRITON)), tried[0])
+        resident = self._bytes(site, number, shapes, pair, kernel, offset)
+        detail = {"groups": pair, "offset": offset, "form": form, "number": number, "shapes": shapes}
+        return Choice(kernel, site.token_bytes, round(resident * share(site)), resident, detail, note)
+
+    def _kernel(
+        self, groups: tuple[int, ...], found: tuple[ExpertsForm, int, Shapes], site: Site, device: Device, offset: str
+    ) -> tuple[str, str]:
+        """The implementation that would run, and why it is not the fast one. Raises KernelError where none can."""
+        form, number, shapes = found
+        (_, width), (_, inner) = shapes[UP], shapes[DOWN]
+        dtype, pair = getattr(torch, site.dtype), (groups[0], groups[1])
+        packed = packed_experts.of_shape(number, width, inner, dtype, self.bits, pair, offset)
+        reason = dispatch.why_not(packed_experts.OP, NATIVE, packed, device)
+        if device.kind == "cpu" and reason is None:
+            return NATIVE, ""
+        spec = experts.of_shape(number, width, inner, dtype, self.bits, pair, activation=form.activation)
+        chosen = dispatch.choose(experts.OP, spec, device)
+        why = reason if device.kind == "cpu" else dispatch.why_not(experts.OP, TRITON, spec, device)
+        return chosen, f"experts by {chosen}: {why}" if why else ""
+
+    def _bytes(self, site: Site, number: int, shapes: Shapes, groups: tuple[int, ...], kernel: str, offset: str) -> int:
+        """Bytes that the replacement holds."""
+        total = 0
+        for (n, k), group in zip(shapes.values(), groups, strict=True):
+            columns = -(-k // BLOCK) * BLOCK if self.bits == 4 and kernel != NATIVE else k
+            total += number * n * (columns * self.bits // 8 + k // group * self.scale_bytes * (1 + (offset != "none")))
+        beside = (one for name, one in site.original._parameters.items() if one is not None and name.endswith("_bias"))
+        return total + sum(one.numel() * one.element_size() for one in beside)
+
+    @torch.no_grad()
+    def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:
+        form, weights = choice.detail["form"], dict[str, Held]()
+        for name, group in zip((UP, DOWN), choice.detail["groups"], strict=True):
+            weight = site.original._parameters[name]
+            assert weight is not None
+            rows = rows_of(form, name, weight.detach())
+            held = stacked([self.quantized(one, group, choice) for one in rows])
+            bias = site.original._parameters.get(f"{name}_bias")
+            beside = None if bias is None else rows_of(form, f"{name}_bias", bias.detach()).clone()
+            weights[name] = dict(zip(PARTS, (*held, beside), strict=True))
+        return quantised(site.original, form, weights, self.bits, choice.kernel == NATIVE)
+
+    def restore(self, site: Site, choice: Choice, held: Mapping[str, Tensor]) -> nn.Module:
+        weights = {name: {part: held.get(f"{name}_{part}") for part in PARTS} for name in (UP, DOWN)}
+        form, number, shapes = (choice.detail[key] for key in ("form", "number", "shapes"))
+        checked(weights, number, shapes, self.bits, form.bias)
+        device = held[f"{UP}_q"].device
+        empty = torch.empty(0, dtype=getattr(torch, site.dtype), device=device)
+        site.original._parameters[UP] = nn.Parameter(empty, requires_grad=False)
+        new = quantised(site.original, form, weights, self.bits, choice.kernel == NATIVE)
+        site.original._parameters.clear()  # they had no values
+        return new
+
+    def parts(self, site: Site, names: Iterable[str]) -> list[str]:
+        """All tensors under the name of the experts."""
+        return [name for name in names if name.startswith(f"{site.path}.")]
+
+
+def stacked(weights: list[QuantizedWeight]) -> QuantizedWeight:
+    """Quantised weights as one, [E, N, ...]; scales in the widest of their dtypes."""
+    scale = [one.scale for one in weights]
+    dtype = torch.float32 if any(one.dtype == torch.float32 for one in scale) else scale[0].dtype
+    offsets = [one.offset.to(dtype) for one in weights if one.offset is not None]
+    return QuantizedWeight(
+        torch.stack([one.q for one in weights]), torch.stack([one.to(dtype) for one in scale]),
+        torch.stack(offsets) if offsets else None,
+    )  # fmt: skip
+
+
+class Int8Experts(_QuantizedExperts):
+    """Symmetric int8; groups as int8_weight_only has them, of which GPU kernels take whole rows (null) only."""
+
+    name = "int8_experts"
+    options: ClassVar[Mapping[str, tuple[type, ...]]] = {"group_size": (int, list, type(None))}
+    bits, scale_bytes = 8, 4
+
+    def quantized(self, weight: Tensor, group: int, choice: Choice) -> QuantizedWeight:
+        return int8.quantize(weight, group_size=group)
+
+
+class Int4Experts(_QuantizedExperts):
+    """4-bit codes in groups, as int4_weight_only has them."""
+
+    name = "int4_experts"
+    options: ClassVar[Mapping[str, tuple[type, ...]]] = {"group_size": (int, list), "symmetric": (bool,)}
+    bits, scale_bytes = 4, 2
+
+    def offset(self, options: Mapping[str, Any]) -> str:
+        return "none" if options.get("symmetric", False) else "minimum"
+
+    def quantized(self, weight: Tensor, group: int, choice: Choice) -> QuantizedWeight:
+        return int4.quantize(weight, group_size=group, symmetric=choice.detail["offset"] == "none")

@@ -1,0 +1,148 @@
+"""Fused layers with experts: what runs, the tokens of the stock loop, reasons, and the way back.
+
+As in test_fused_layer.py the CPU is put into the table of graphs; kernels run as torch operations.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import accelpatch
+from accelpatch.device import KNOWN
+from accelpatch.fusion.cannot_fuse import CannotFuse
+from accelpatch.fusion.fused_model import FUSED
+from accelpatch.fusion.read_layers import fused_model, unfit
+from accelpatch.fusion.sparse_layer import FusedSparseLayer
+from accelpatch.kernels.cpu import native_library
+from accelpatch.kernels.layouts.int4_tiles import Tiles
+from accelpatch.kernels.triton import launch
+from accelpatch.modules import weight_only
+from accelpatch.recipe.recipe import parse
+from accelpatch.replacers.experts import FloatExpertsReplacer
+from accelpatch.runtime.generation.patched_model import RUNTIME
+from accelpatch.runtime.graphs import captured_graph
+from accelpatch.runtime.graphs.captured_graph import EagerGraph
+from accelpatch.runtime.graphs.captured_step import CAPTURED
+from accelpatch.runtime.graphs.fused_prompt import FUSED_PROMPT
+from tests.support.tiny import CAUSAL, full_batch, padded_batch, snapshot
+
+NAMES = ("mixtral", "qwen3_moe")
+LENGTH = 64
+FORMS = {
+    "exact": "extends: exact",
+    "int8": "extends: int8\nrules:\n  - name: linear\n    options: {group_size: null}\n",
+    "int4": "extends: int4\nrules:\n  - name: linear\n    options: {group_size: 32}\n",
+}
+
+
+@pytest.fixture(autouse=True)
+def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are captured, 4-bit weights lie in tiles, and experts of floats are replaced too."""
+
+    def tiles(weight: Any, dtype: torch.dtype, device: torch.device) -> Any:
+        return Tiles.pack(*weight)
+
+    def propose(self: Any, site: Any, options: Any, device: Any) -> Any:
+        return original(self, site, options, KNOWN["sm_90"])
+
+    original = FloatExpertsReplacer.propose
+    monkeypatch.setattr(FloatExpertsReplacer, "propose", propose)
+    monkeypatch.setattr(launch, "_installed", lambda: True)
+    monkeypatch.setitem(captured_graph.GRAPHS, "cpu", EagerGraph)  # type: ignore[arg-type]
+    monkeypatch.setattr(native_library, "why_not", lambda device: "not in this test")
+    monkeypatch.setattr(weight_only, "tiles_for", tiles)
+
+
+def patched(name: str, form: str, verify: bool = False) -> Any:
+    return accelpatch.patch(CAUSAL[name].make(), parse(FORMS[form]), verify=verify)
+
+
+def stock(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    """What the stock loop makes of the replaced modules."""
+    plain = copy.deepcopy(model)
+    vars(plain)[RUNTIME] = None
+    made: Tensor = plain.generate(**batch, max_new_tokens=LENGTH, do_sample=False)
+    return made
+
+
+@pytest.mark.parametrize("form", [*FORMS])
+@pytest.mark.parametrize("name", NAMES)
+def test_64_steps_and_the_way_back(name: str, form: str) -> None:
+    before = snapshot(CAUSAL[name].make())
+    model = patched(name, form)
+    for batch in (full_batch(), padded_batch()):
+        assert torch.equal(model.generate(**batch, max_new_tokens=LENGTH, do_sample=False), stock(model, batch))
+    paths = dict(model.accelpatch.report().paths)
+    assert paths == {CAPTURED: 2 * (LENGTH - 1), FUSED: 2 * (LENGTH - 1), FUSED_PROMPT: 2}
+    accelpatch.unpatch(model)
+    after = snapshot(model)
+    assert {key: value for key, value in before.items() if key == "state_dict"} == {"state_dict": after["state_dict"]}
+
+
+@pytest.mark.parametrize("form", [*FORMS])
+@pytest.mark.parametrize("name", NAMES)
+def test_every_layer_is_verified_and_stays_fused(name: str, form: str) -> None:
+    model = patched(name, form, verify=True)
+    report = model.accelpatch.report()
+    assert report.verification.failures == []
+    made = fused_model(model)
+    assert made.unfused == {}
+    assert isinstance(made.layers[0], FusedSparseLayer)
+    assert [type(layer) is FusedSparseLayer for layer in made.layers] == [True, name == "mixtral"]
+
+
+def _bias(mlp: Any) -> None:
+    mlp.gate.register_parameter("bias", nn.Parameter(torch.zeros(4)))
+
+
+def _float_router(mlp: Any) -> None:
+    mlp.gate.double()
+
+
+def _other_experts(mlp: Any) -> None:
+    mlp.experts = copy.deepcopy(CAUSAL["mixtral"].make().model.layers[0].mlp.experts)
+
+
+REASONS = {
+    "a router with a bias": (_bias, "its router is MixtralTopKRouter"),
+    "a router of another dtype": (_float_router, "its router is torch.float64, or is not contiguous"),
+    "other experts": (_other_experts, "its experts were not replaced"),
+}
+
+
+@pytest.mark.parametrize("change", [*REASONS])
+def test_reasons_of_one_layer(change: str) -> None:
+    model = patched("mixtral", "int8")
+    act, reason = REASONS[change]
+    act(model.model.layers[1].mlp)
+    assert fused_model(model).unfused == {1: reason}
+
+
+def test_a_block_with_a_forward_of_its_own_is_not_fused() -> None:
+    class Other(nn.Module):
+        pass
+
+    model = patched("mixtral", "int8")
+    model.model.layers[0].mlp = Other()
+    assert unfit(model.model.layers[0]) is not None
+    with pytest.raises(CannotFuse):
+        fused_model(model, {1: "another reason"})
+
+
+def test_an_expert_that_a_layer_chooses_wrongly_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planted fault: weights that are not divided by their sum."""
+    from accelpatch.fusion import read_layers, sparse_layer
+
+    def wrong(layer: Any, dtype: torch.dtype) -> Any:
+        from dataclasses import replace
+
+        return replace(sparse_layer.sparse_mlp(layer, dtype), normalise=False)
+
+    monkeypatch.setattr(read_layers, "sparse_mlp", wrong)
+    model = patched("mixtral", "int8", verify=True)
+    assert len(model.accelpatch.report().verification.failures) == 2

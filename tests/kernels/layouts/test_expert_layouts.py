@@ -1,0 +1,76 @@
+"""Layouts of experts' weights: each with its inverse, bit for bit, and what does not fit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from accelpatch.kernels.layouts.expert_pack import ExpertPack
+from accelpatch.kernels.layouts.expert_stack import Stack, from_words, to_words
+from accelpatch.quant import int4, int8
+
+
+@pytest.mark.parametrize("k", [2, 64, 128, 130, 768, 2880])
+def test_words_come_back(k: int) -> None:
+    q = torch.randint(-128, 128, (3, 5, k // 2), dtype=torch.int8, generator=torch.Generator().manual_seed(k))
+    words = to_words(q)
+    assert list(words.shape) == [3, 5, 16 * -(-k // 128)]
+    assert words.dtype == torch.int32
+    assert torch.equal(from_words(words, k), q)
+
+
+def test_a_nibble_of_neighbouring_words_holds_neighbouring_values() -> None:
+    u = torch.arange(256).view(2, 128) % 16
+    words = to_words(int4.pack(u).view(1, 2, 64))
+    for column in (0, 1, 15, 16, 63, 127):
+        nibble, word = divmod(column, 16)
+        assert torch.equal((words[0, :, word] >> 4 * nibble) & 15, u[:, column].int())
+
+
+@pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "minimum"])
+def test_packs_of_4_bits_come_back(symmetric: bool) -> None:
+    w = torch.randn(4, 32, 64, generator=torch.Generator().manual_seed(1))
+    held = int4.quantize(w.view(-1, 64), group_size=32, symmetric=symmetric)
+    q, scale, offset = (None if one is None else one.view(4, 32, -1) for one in held)
+    assert q is not None
+    assert scale is not None
+    pack = ExpertPack.pack(q, scale, offset, bits=4)
+    for one, other in zip(pack.unpack(), (q, scale, offset), strict=True):
+        assert (one is None) == (other is None)
+        assert other is None or torch.equal(one.float(), other.float())
+    own = int4.dequantize(type(held)(q[2], scale[2], None if offset is None else offset[2]))
+    alone = pack.of(2).unpack()
+    assert torch.equal(int4.dequantize(type(held)(*alone)), own)
+
+
+def test_packs_of_int8_come_back() -> None:
+    held = int8.quantize(torch.randn(96, 64, generator=torch.Generator().manual_seed(2)))
+    q, scale = held.q.view(2, 48, 64), held.scale.view(2, 48, 1)
+    pack = ExpertPack.pack(q, scale, bits=8)
+    assert torch.equal(pack.unpack()[0], q)
+    assert torch.equal(pack.unpack()[1], scale)
+    assert pack.nbytes >= q.nbytes + scale.nbytes
+
+
+@pytest.mark.parametrize(
+    "n, k, group, bits, reason",
+    [
+        (24, 64, 32, 4, "whole blocks of 16"),
+        (16, 32, 32, 4, None),
+        (32, 64, 48, 4, "not a multiple of 32"),
+        (32, 96, 96, 8, None),
+    ],
+    ids=["rows", "one block", "groups", "int8"],
+)
+def test_what_does_not_fit(n: int, k: int, group: int, bits: int, reason: str | None) -> None:
+    found = ExpertPack.why_not(n, k, group, "minimum" if bits == 4 else "none", bits)
+    assert (found is None) == (reason is None)
+    assert reason is None or reason in str(found)
+
+
+def test_bits_of_a_stack() -> None:
+    assert [Stack(torch.empty(0, dtype=dtype)).bits for dtype in (torch.int32, torch.int8, torch.bfloat16)] == [
+        4,
+        8,
+        16,
+    ]
