@@ -208,7 +208,8 @@ def _four_bits(module: nn.Module, tensors: Tensors) -> tuple[Stored, Mapping[str
     formula = REPACKS if weight.device.type == "cpu" else ""
     if getattr(state, "packing_format_for_cpu", False):
         return Stored(words, n, k, refusal=f"{PACKED_ANEW}, or load it again"), {}
-    options = {"group_size": math.gcd(k, state.blocksize)}  # blocks go on from row to row
+    # blocks go on from row to row, and long ones are split
+    options = {"group_size": math.gcd(k, state.blocksize, bitsandbytes_formats.LARGEST)}
     return Stored(words, n, k, replacer=f"{state.quant_type}_weight_only", options=options, formula=formula), {}
 
 

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import accelpatch
+from accelpatch.device import KNOWN
+from accelpatch.replacers.stored import known
 from tests.support import stored
 from tests.support.stored import K_PROJ, Buffers, expected, fields, model_of
 
@@ -70,3 +72,25 @@ def test_codes_that_autogptq_shuffled_in_their_place_stay(monkeypatch: pytest.Mo
     entry = next(one for one in accelpatch.plan(model_of(ORDERED), "exact").entries if one.site.path == K_PROJ)
     assert entry.replacer is None
     assert "in the packing of AutoGPTQ's exllamav2" in str(entry.reason)
+
+
+@pytest.mark.parametrize("name", ["bnb-nf4", "bnb-fp4", "gptq-8bit-channel", ORDERED])
+@pytest.mark.parametrize("arch", KNOWN)
+def test_every_arch_has_a_plan(name: str, arch: str) -> None:
+    plan = accelpatch.plan(model_of(name, dtype=torch.bfloat16), "exact", device=KNOWN[arch])
+    kernels = {entry.site.path: str(entry.choice and entry.choice.kernel) for entry in plan.replaced if entry.as_stored}
+    assert len(kernels) == 7
+
+
+def test_long_blocks_are_planned_in_the_groups_that_they_become() -> None:
+    model = model_of("bnb-nf4")
+    module: Any = model.get_submodule(K_PROJ)
+    module.in_features, module.out_features = 1024, 512
+    weight: Any = nn.Parameter(torch.zeros(512 * 512, 1, dtype=torch.uint8), requires_grad=False)
+    state = module.weight.quant_state
+    state.blocksize, state.shape, state.absmax = 256, torch.Size((512, 1024)), torch.ones(512 * 1024 // 256)
+    weight.quant_state, module.weight = state, weight
+    found = known(module)
+    assert found is not None
+    assert (found.words, found.options) == ("bitsandbytes nf4, blocks of 256", {"group_size": 64})
+    assert found.weight(module).scale.shape == (512, 1024 // 64)
