@@ -176,8 +176,6 @@ def packed(module: Any) -> Pack:
     if isinstance(module, QuantizedModule):
         if module.like.dtype != torch.float32 or module.held.pack is None:
             raise CannotFuse(f"{type(module).__name__} is in {module.like.dtype} or not packed for the CPU")
-        if module.held.order is not None:
-            raise CannotFuse("its columns are in another order than its inputs (act-order)")
         return replace(module.held.pack, bias=None if bias is None else bias.detach().float())
     plain = type(module).forward in (nn.Linear.forward, nn.Embedding.forward) or hasattr(module, "embed_scale")
     if not plain or module.weight.dtype != torch.float32 or module.weight.is_meta:

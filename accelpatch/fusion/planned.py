@@ -52,8 +52,9 @@ def libraries(site: Site, device: Device) -> tuple[str, ...]:
 
 
 def _dtype_of(layer: Any) -> torch.dtype:
-    """What a layer computes in: the dtype of its first float parameter; those of quantised weights are codes."""
-    floats = (p.dtype for p in layer.parameters() if p.is_floating_point() and p.dtype.itemsize > 1)
+    """What a layer computes in: the dtype of its first float weight; those of others' layers are codes and scales."""
+    named = ((name.rpartition(".")[2], one.dtype) for name, one in layer.named_parameters())
+    floats = (dtype for name, dtype in named if name == "weight" and dtype.is_floating_point and dtype.itemsize > 1)
     return next(floats, torch.float32)
 
 

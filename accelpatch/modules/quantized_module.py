@@ -39,6 +39,7 @@ class QuantizedModule(PackedWeight):
     own_buffers: tuple[str, ...] = (*CANONICAL, "order", "like")
     #: names of the weight's tensors; those behind the first three stay beside any layout
     canonical_names: tuple[str, ...] = CANONICAL
+    takes_order = False  # whether columns may be in another order than the inputs
 
     q: Tensor | None
     scale: Tensor | None
@@ -55,7 +56,11 @@ class QuantizedModule(PackedWeight):
     dtypes: tuple[torch.dtype, ...]
 
     def hold(self, weight: Held | QuantizedModule, original: nn.Module, packable: bool) -> None:
-        """Replace the original's float parameter by `weight`, or share the weight of another module."""
+        """Replace the original's float parameter by `weight`, or share the weight of another module. Raises KernelError
+        for an order of columns that this module does not take."""
+        order = weight.order if isinstance(weight, (QuantizedModule, OrderedWeight)) else None
+        if order is not None and not self.takes_order:
+            raise KernelError("order does not belong to this kind of weight: write the checkpoint again")
         parameter = self._parameters.pop("weight")
         assert parameter is not None
         shared = isinstance(weight, QuantizedModule)

@@ -35,6 +35,7 @@ class GroupedLinear(QuantizedModule):
     """Base of linear layers quantised in groups along K, whose columns may be in another order than the inputs."""
 
     bias: Tensor | None
+    takes_order = True
 
     def dequantized(self) -> Tensor:
         held = self.canonical()

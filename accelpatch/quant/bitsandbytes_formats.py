@@ -30,6 +30,7 @@ FOUR_BITS = (*STATES.values(), "weight", "weight.absmax", "weight.quant_map", "w
 EIGHT_BITS = ("SCB", "weight", "weight_format")
 LONGEST_STATE = 4096  # bytes of JSON
 LARGEST = 64  # values of a group: those of larger blocks are split
+LARGEST_BLOCK = 1 << 31
 NESTED = 256  # codes of a quantised absmax
 
 
@@ -78,13 +79,13 @@ def _state(tensors: Tensors, n: int, k: int) -> tuple[str, dict[str, Any]]:
         if held.dtype != torch.uint8 or held.numel() > LONGEST_STATE:
             raise ValueError("no bytes of a short text")
         state = json.loads(bytes(held.flatten().tolist()))
-        size, shape = state["blocksize"], state["shape"]
+        size, shape = state["blocksize"], list(state["shape"])
         nested = state.get("nested_blocksize", NESTED), float(state.get("nested_offset", 0.0))
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, UnicodeDecodeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
         raise KernelError(f"{place} is not bitsandbytes' JSON ({error})") from error
-    if state.get("quant_type") != name or list(shape) != [n, k]:
+    if state.get("quant_type") != name or shape != [n, k]:
         raise KernelError(f"{place} says {state.get('quant_type')} {shape}, and {name} {[n, k]} belongs here")
-    if any(type(one) is not int or one < 1 or one & (one - 1) for one in (size, nested[0])):
+    if any(type(one) is not int or not 1 <= one <= LARGEST_BLOCK or one & (one - 1) for one in (size, nested[0])):
         raise KernelError(f"{place} says blocks of {size} and {nested[0]}, and powers of two belong here")
     return name, {"blocksize": size, "nested_blocksize": nested[0], "nested_offset": nested[1]}
 

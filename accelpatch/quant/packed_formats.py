@@ -29,17 +29,22 @@ AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # column j of eight is in this field
 WORD = 32
 FP8 = tuple(fp8.dtype_of(fnuz=fnuz) for fnuz in (False, True))
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+GPTQ_FORMS = ("gptq", "gptq_v2")
 
 
 def gptq(tensors: Tensors, config: Mapping[str, Any], n: int, k: int) -> AnyWeight:
     """A linear layer[n, k] of GPTQ. config: bits, sym, and checkpoint_format or format; neither: v1."""
     bits = bits_of(config, (4, 8))
     fields = WORD // bits
+    form = str(config.get("checkpoint_format") or config.get("format") or GPTQ_FORMS[0])
+    if form not in GPTQ_FORMS:
+        raise KernelError(f"qweight: GPTQ's format {form!r} is not read: {' and '.join(GPTQ_FORMS)} are")
+    _whole_words(fields, N=n, K=k)
     scales = _float(tensors, "scales", (None, n))
     groups = scales.shape[0]
     codes = unpacked(_words(tensors, "qweight", (k // fields, n)).t(), bits, k)
     words = _words(tensors, "qzeros", (groups, n // fields))
-    if str(config.get("checkpoint_format", config.get("format", "gptq"))) == "gptq":  # v1 stores them less one
+    if form == GPTQ_FORMS[0]:  # v1 stores them less one
         words = (words.long() + int("1" * 8 if bits == 4 else "01010101", 16)).to(torch.int32)
     zeros = unpacked(words, bits, n).t()
     return made(codes, scales.t(), zeros, bits, bool(config.get("sym", True)), order_of(tensors, "g_idx", groups, k))
@@ -71,6 +76,7 @@ def awq(tensors: Tensors, config: Mapping[str, Any], n: int, k: int) -> AnyWeigh
         raise KernelError(f"qweight: group_size {group!r} does not divide K = {k}")
     groups = k // group
     if version == "gemv":
+        _whole_words(WORD // bits, K=k)
         codes = unpacked(_words(tensors, "qweight", (n, k // 8)), bits, k)
         words, scales = _words(tensors, "qzeros", (n, None)), _float(tensors, "scales", (n, None))
         if 8 * words.shape[1] < groups or scales.shape[1] < groups:
@@ -79,6 +85,7 @@ def awq(tensors: Tensors, config: Mapping[str, Any], n: int, k: int) -> AnyWeigh
         return made(codes, scales[:, :groups], zeros, bits, False)
     if version != "gemm":
         raise KernelError(f"qweight: AWQ's version {version!r} is not read: gemm and gemv are")
+    _whole_words(WORD // bits, N=n)
     codes = _interleaved(_words(tensors, "qweight", (k, n // 8)), n).t()
     zeros = _interleaved(_words(tensors, "qzeros", (groups, n // 8)), n).t()
     return made(codes, _float(tensors, "scales", (groups, n)).t(), zeros, bits, False)
@@ -98,6 +105,8 @@ def packed(tensors: Tensors, config: Mapping[str, Any], n: int, k: int) -> AnyWe
         raise KernelError(f"weight_shape is {shape.tolist()}, and {[n, k]} belongs here")
     fields = WORD // bits
     codes = unpacked(_words(tensors, "weight_packed", (n, -(-k // fields))), bits, k)
+    if bits == 4 and k % 2:
+        raise KernelError(f"weight_packed: K = {k} is odd, and rows of 4 bits in whole bytes are read")
     scales = _float(tensors, "weight_scale", (n, None))
     order = order_of(tensors, "weight_g_idx", scales.shape[1], k)
     if tensors.get("weight_zero_point") is None:
@@ -139,6 +148,13 @@ def bits_of(config: Mapping[str, Any], known: tuple[int, ...]) -> int:
     return bits
 
 
+def _whole_words(fields: int, **sizes: int) -> None:
+    """Raise KernelError unless each size, by its name, fills words of so many fields."""
+    for name, size in sizes.items():
+        if size % fields:
+            raise KernelError(f"qweight: {name} = {size} is no multiple of the {fields} codes of a word")
+
+
 def unpacked(words: Tensor, bits: int, count: int) -> Tensor:
     """Codes [rows, count] uint8 of int32 words [rows, count bits / 32], the low field first."""
     shifts = torch.arange(0, WORD, bits, device=words.device, dtype=torch.int32)
@@ -162,7 +178,7 @@ def made(
     if zeros is not None and (symmetric or bits == 8) and bool((zeros == middle).all()):
         zeros = None
     if symmetric and zeros is not None:
-        raise KernelError(f"qzeros has others than {middle}, and config.json says symmetric: is it v1 or v2?")
+        raise KernelError(f"qzeros has others than {middle}, and sym says symmetric: is it v1 or v2?")
     codes = codes if order is None else codes[:, order.long()]
     if bits == 8:
         if zeros is not None:

@@ -21,6 +21,7 @@ from accelpatch.patching.replacer import Choice
 from accelpatch.patching.stored import Stored, bias_of
 from accelpatch.quant import bitsandbytes_formats, codebook, fp8, int4, int8, packed_formats
 from accelpatch.quant.packed_formats import FP8
+from accelpatch.quant.packing import LESS_ONE
 from accelpatch.quant.weight import OrderedWeight
 
 Tensors = Mapping[str, Tensor | None]
@@ -36,6 +37,8 @@ UNPACKS = "compressed-tensors unpacks it at its first call"
 PACKED_ANEW = "it has been packed anew at its first call: patch the model before it runs"
 HAS_ADAPTER = "an adapter of GPTQModel's own is in it: merge it first"
 ROTATES = "it rotates its input"
+MIDDLES = {4: 0x88888888, 8: 0x80808080}  # words of zero points that are the middle of the codes
+SHUFFLED = ("exllama", "exllamav2", "marlin", "qigen")  # AutoGPTQ's kernels that pack codes anew in their place
 
 
 @dataclass(frozen=True)
@@ -99,9 +102,10 @@ def _floats(weight: Callable[[nn.Module], Any], replacer: str, module: nn.Module
 
 
 def _sizes(module: nn.Module) -> tuple[int, int]:
-    """(n, k) of a linear layer."""
+    """(n, k) of a linear layer; AutoGPTQ's have names of their own."""
     held: Any = vars(module)
-    return int(held.get("out_features", 0)), int(held.get("in_features", 0))
+    n, k = (held.get(f"{way}_features", held.get(f"{way}features", 0)) for way in ("out", "in"))
+    return int(n), int(k)
 
 
 def _grouped(tool: str, bits: Any, groups: int, symmetric: bool, sizes: tuple[int, int], **more: Any) -> Stored:
@@ -119,10 +123,11 @@ def _grouped(tool: str, bits: Any, groups: int, symmetric: bool, sizes: tuple[in
 
 def _gptq(module: nn.Module, tensors: Tensors) -> tuple[Stored, Mapping[str, Any]]:
     held: Any = vars(module)
-    scales, bits, sym = tensors["scales"], held.get("bits"), bool(held.get("sym", True))
+    scales, bits, kernel = tensors["scales"], held.get("bits"), getattr(module, "QUANT_TYPE", "")
     version = str(getattr(held.get("format"), "value", held.get("format") or "gptq"))
     # GPTQModel turns v1 into v2 when it loads, for kernels that need that, and marks it so; AutoGPTQ never does
     v2 = version == "gptq_v2" or held.get("_qzeros_format") == 2 or getattr(module, "REQUIRES_FORMAT_V2", False)
+    sym = bool(held["sym"]) if held.get("sym") is not None else _are_middles(tensors["qzeros"], bits, v2)
     config = {"bits": bits, "sym": sym, "checkpoint_format": "gptq_v2" if v2 else "gptq"}
     repacks = "linear_mode" in held
     refusal = HAS_ADAPTER if held.get("adapter") is not None else None
@@ -130,9 +135,18 @@ def _gptq(module: nn.Module, tensors: Tensors) -> tuple[Stored, Mapping[str, Any
     refusal = ROTATES if held.get("online_full_had") or held.get("online_partial_had") else refusal
     if version not in ("gptq", "gptq_v2"):
         refusal = f"its format {version} is not read"
+    if kernel in SHUFFLED:
+        refusal = f"in the packing of AutoGPTQ's {kernel}, which is not read: load the model with plain kernels"
     groups = 0 if scales is None or scales.dim() != 2 else len(scales)
     formula = AT_FIRST_CALL if repacks else ""
     return _grouped("GPTQ", bits, groups, sym, _sizes(module), refusal=refusal, formula=formula), config
+
+
+def _are_middles(words: Tensor | None, bits: Any, v2: bool) -> bool:
+    """Whether all zero points of GPTQ are the middle of the codes: AutoGPTQ's layers do not say whether they are."""
+    if words is None or words.is_meta or bits not in MIDDLES:
+        return True
+    return bool((words.long() & 0xFFFFFFFF == MIDDLES[bits] - (0 if v2 else LESS_ONE[bits])).all())
 
 
 def _awq(version: str, module: nn.Module, tensors: Tensors) -> tuple[Stored, Mapping[str, Any]]:
@@ -194,7 +208,8 @@ def _four_bits(module: nn.Module, tensors: Tensors) -> tuple[Stored, Mapping[str
     formula = REPACKS if weight.device.type == "cpu" else ""
     if getattr(state, "packing_format_for_cpu", False):
         return Stored(words, n, k, refusal=f"{PACKED_ANEW}, or load it again"), {}
-    options = {"group_size": math.gcd(k, state.blocksize)}  # blocks go on from row to row
+    # blocks go on from row to row, and long ones are split
+    options = {"group_size": math.gcd(k, state.blocksize, bitsandbytes_formats.LARGEST)}
     return Stored(words, n, k, replacer=f"{state.quant_type}_weight_only", options=options, formula=formula), {}
 
 

@@ -138,6 +138,7 @@ BAD: dict[str, tuple[str, Any, Any, str]] = {
     "dynamic": (GPTQ, {"dynamic": {"-:.*k_proj": {}}}, None, "dynamic"),
     "version": (AWQ, {"version": "marlin"}, None, "version 'marlin'"),
     "v1-as-v2": (GPTQ, {"checkpoint_format": "gptq_v2", "format": "gptq_v2"}, None, "is it v1 or v2?"),
+    "format-unknown": (GPTQ, {"checkpoint_format": "marlin"}, {}, "q_proj.qweight: GPTQ's format 'marlin' is not read"),
     "g_idx-range": (GPTQ, None, {"g_idx": torch.full((64,), 9, dtype=torch.int32)}, "k_proj.g_idx names groups"),
     "g_idx-negative": (GPTQ, None, {"g_idx": torch.full((64,), -1, dtype=torch.int32)}, "k_proj.g_idx names groups"),
     "g_idx-sizes": (GPTQ, None, {"g_idx": torch.arange(64, dtype=torch.int32) // 33}, "has groups of 31 to 33 inputs"),
@@ -151,6 +152,24 @@ BAD: dict[str, tuple[str, Any, Any, str]] = {
     "nf4-blocks": (NF4, None, {STATE: text({"blocksize": 0, "shape": [32, 64], "quant_type": "nf4"})}, "blocks of 0"),
     "nf4-shape": (NF4, None, {STATE: text({"blocksize": 64, "shape": [64, 32], "quant_type": "nf4"})}, "[64, 32]"),
     "nf4-type": (NF4, None, {STATE: text({"blocksize": 64, "shape": [32, 64], "quant_type": "fp4"})}, "says fp4"),
+    "nf4-shape-number": (
+        NF4,
+        None,
+        {STATE: text({"blocksize": 64, "shape": 5, "quant_type": "nf4"})},
+        f"k_proj.{STATE}",
+    ),
+    "nf4-blocks-vast": (
+        NF4,
+        None,
+        {STATE: text({"blocksize": 2**70, "shape": [32, 64], "quant_type": "nf4"})},
+        f"k_proj.{STATE}",
+    ),
+    "nf4-nested-vast": (
+        NESTED,
+        None,
+        {STATE: text({"blocksize": 64, "shape": [32, 96], "nested_offset": 10**400})},
+        f"k_proj.{STATE}",
+    ),
     "nf4-json": (NF4, None, {STATE: torch.full((9,), 255, dtype=torch.uint8)}, "is not bitsandbytes' JSON"),
     "nf4-absmax": (NF4, None, {"weight.absmax": torch.ones(31)}, "k_proj.weight.absmax is torch.float32 [31]"),
     "nf4-nan": (NF4, None, {"weight.absmax": torch.full((32,), torch.nan)}, "weight.absmax has NaN"),
@@ -250,3 +269,30 @@ def test_a_float_checkpoint_under_anothers_name_is_refused(tmp_path: Path) -> No
     save_file(held, folder / "model.safetensors")
     with pytest.raises(LoadError, match="there is no qweight"):
         api.load(str(folder))
+
+
+ODD: dict[str, tuple[Any, dict[str, Any], tuple[int, int], str]] = {
+    "gptq-n": (packed_formats.gptq, {"bits": 4}, (12, 64), "qweight: N = 12 is no multiple of the 8 codes"),
+    "gptq-k": (packed_formats.gptq, {"bits": 8}, (16, 62), "qweight: K = 62 is no multiple of the 4 codes"),
+    "awq-n": (packed_formats.awq, {"bits": 4, "group_size": 32}, (12, 64), "qweight: N = 12 is no multiple"),
+    "gemv-k": (
+        packed_formats.awq, {"bits": 4, "group_size": 30, "version": "gemv"}, (16, 60), "qweight: K = 60 is no multiple"
+    ),
+    "packed-k": (packed_formats.packed, {"bits": 4}, (16, 61), "weight_packed: K = 61 is odd"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("read, config, size, message", ODD.values(), ids=ODD.keys())
+def test_sizes_that_fill_no_words_are_refused(read: Any, config: Any, size: tuple[int, int], message: str) -> None:
+    n, k = size
+    tensors = {"weight_packed": torch.zeros(n, -(-k // 8), dtype=torch.int32)}
+    with pytest.raises(KernelError, match=message):
+        read(tensors, config, n, k)
+
+
+@pytest.mark.parametrize("name", ["gptq-v2-4bit-g32-asym", "gptq-4bit-g32-asym-actorder"])
+def test_a_format_that_is_null_is_the_other_key_or_v1(name: str, tmp_path: Path) -> None:
+    given = {"checkpoint_format": None, "format": "gptq_v2" if "v2" in name else None}
+    model: Any = api.load(str(copied(name, tmp_path / "null", given))).model
+    weight = torch.as_tensor(model.get_submodule(K_PROJ).weight)
+    assert torch.equal(weight.float(), expected(name)[f"{K_PROJ}.weight"].float())

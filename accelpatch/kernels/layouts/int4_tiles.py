@@ -243,7 +243,8 @@ def gemv_of(group: int) -> str:
 
 def unfit_codes(k: int, group: int) -> str | None:
     """Why a weight with a codebook has no tiles; None where it has."""
-    return None if group in (32, 64) and k % group == 0 else f"its groups are 32 or 64, not {group}"
+    fits = group in (32, 64) and k % group == 0 and k > group
+    return None if fits else f"its groups are 32 or 64 of a longer row, not {group} of {k}"
 
 
 def unfit(k: int, group: int, scale_dtype: torch.dtype | None) -> str | None:

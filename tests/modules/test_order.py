@@ -1,0 +1,37 @@
+"""An order of columns beside a weight whose modules have none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from accelpatch.errors import KernelError
+from accelpatch.modules.codebook_linear import NF4WeightOnlyLinear
+from accelpatch.modules.weight_only import Int8Embedding, Int8WeightOnlyLinear, quantized
+from accelpatch.quant import codebook, int8
+from accelpatch.quant.weight import OrderedWeight
+
+ORDER = torch.arange(64, dtype=torch.int32).flip(0)
+FLOATS = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(
+    "module, original, weight",
+    [
+        (NF4WeightOnlyLinear, nn.Linear(64, 32), codebook.quantize(FLOATS, group_size=32, codebook="nf4")),
+        (Int8Embedding, nn.Embedding(32, 64), int8.quantize(FLOATS)),
+    ],
+    ids=["nf4", "embedding"],
+)
+def test_an_order_that_nothing_would_read_is_refused(module: Any, original: Any, weight: Any) -> None:
+    with pytest.raises(KernelError, match="order does not belong"):
+        quantized(module, original, OrderedWeight(*weight, ORDER))
+
+
+def test_an_embedding_tied_to_an_ordered_head_is_refused() -> None:
+    head = quantized(Int8WeightOnlyLinear, nn.Linear(64, 32), OrderedWeight(*int8.quantize(FLOATS), ORDER))
+    with pytest.raises(KernelError, match="order does not belong"):
+        quantized(Int8Embedding, nn.Embedding(32, 64), head)
