@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from accelpatch.kernels.cpu.native_library import ROWS
-from accelpatch.kernels.layouts.cpu_pack import ALIGNED, Pack
+from accelpatch.kernels.layouts.cpu_pack import Pack
+from accelpatch.kernels.layouts.pack_tensors import ALIGNED
 
 
 class ExpertPack(NamedTuple):
@@ -53,7 +54,7 @@ class ExpertPack(NamedTuple):
     def of(self, expert: int) -> Pack:
         """The pack of one expert, a view."""
         bias = None if self.bias is None else self.bias[expert]
-        return Pack(self.data[expert].contiguous(), *self[1:7], bias)
+        return Pack(self.data[expert].contiguous(), *self[1:7], bias=bias)
 
     def unpack(self) -> Any:
         """(q, scale, offset) as `pack` takes them, scale and offset in float32."""
