@@ -197,8 +197,11 @@ BUILDS = {
     },
     **{
         f"q and k {name}": Build(
-            query_key._prepare, ("*bf16", "*i64", "*bf16", "*bf16", "*fp32", *("i32",) * 3, "fp32", "fp32"),
-            {"NORM": norms, "PAIRS": pairs, "SIZE": 128, "BLOCK": 2048}, query_key.WARPS, 160,
+            query_key._prepare,
+            ("*bf16", "*i64", "*bf16", "*bf16", "*fp32", *("i32",) * 3, "fp32", "fp32"),
+            {"NORM": norms, "PAIRS": pairs, "SIZE": 128, "BLOCK": 2048},
+            query_key.WARPS,
+            160,
         )  # fmt: skip
         for name, norms, pairs in (("with norms", True, 0), ("interleaved", False, 32))
     },

@@ -183,7 +183,10 @@ _MIXTRAL_8X7B = _llama(
     num_hidden_layers=32,
     num_local_experts=8,
     num_experts_per_tok=2,
-    **{"vocab_size": 32000, "max_position_embeddings": 32768, "bos_token_id": 1, "eos_token_id": 2},
+    vocab_size=32000,
+    max_position_embeddings=32768,
+    bos_token_id=1,
+    eos_token_id=2,
 )
 _QWEN3_30B = _QWEN3_06B | {
     "model_type": "qwen3_moe",

@@ -57,7 +57,7 @@ def test_packs_of_int8_come_back() -> None:
     [
         (24, 64, 32, 4, "whole blocks of 16"),
         (16, 32, 32, 4, None),
-        (32, 64, 48, 4, "not a multiple of 32"),
+        (32, 72, 24, 4, "not a multiple of 16"),
         (32, 96, 96, 8, None),
     ],
     ids=["rows", "one block", "groups", "int8"],
