@@ -23,10 +23,10 @@ from triton.compiler import ASTSource
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from gates.blocks import kernels_of_blocks
 from gates.experts import kernels_of_experts
 
 from accelpatch.kernels.triton import (
-    block_linear,
     decode_attention,
     dequantize,
     gated_activation,
@@ -137,18 +137,12 @@ def products(form: str, sums: str, archs: tuple[str, ...], number: int) -> dict[
     return {f"{form} {name}": replace(build, archs=archs) for name, build in made.items()}
 
 
-OF_BLOCKS = {"BIAS": True, "CUT": True, "COLUMNS": 64} | sizes(block_linear.BLOCKS.of[2])
 OTHERS = {
     "rotary_cos_sin": Build(rope._position, ("*i64", "*fp32", "*bf16", "*bf16", "fp32", "i32"), {"BLOCK": 64}, 1),
     "the highest score's token": Build(greedy._token, ("*fp32", "*i1", "*i1", *("*i64",) * 4, "*i32", "i32"),
                                        {"ENDS": True, "ONE": True, "PARTS": 32, "BLOCK": greedy.BLOCK}, greedy.WARPS),
     "what a step leaves": Build(step_end._leave, ("*bf16", "*fp32", *("*i64",) * 3, *("i32",) * 4),
                                 {"ROWS": 1, "BLOCK": step_end.BLOCK}, step_end.WARPS),
-    **{f"block_linear, {form}": Build(block_linear._block_gemm,
-                                      ("*bf16", "*u8", "*bf16", "*bf16", "*fp32", *("i32",) * 6),
-                                      OF_BLOCKS | {"SIX": form == "Q6_K"}, 4, 200) for form in ("Q4_K", "Q6_K")},
-    "blocks as floats": Build(block_linear._block_rows, ("*u8", "*bf16", *("i32",) * 3),
-                              {"SIX": True, "ROWS": 16, "COLUMNS": 256}),
     "activations in the order of tiles": Build(weight_only._spread, ("*bf16", "*bf16", *("i32",) * 3), {}, 1),
     "int8_linear as floats": Build(dequantize._int8_rows, ("*i8", "*fp32", "*bf16", *("i32",) * 4),
                                    {"PER_ROW": True, "ROWS": 8, "COLUMNS": 1024}),
@@ -202,7 +196,7 @@ BUILDS = {
             {"NORM": norms, "PAIRS": pairs, "SIZE": 128, "BLOCK": 2048},
             query_key.WARPS,
             160,
-        )  # fmt: skip
+        )
         for name, norms, pairs in (("with norms", True, 0), ("interleaved", False, 32))
     },
     **{
@@ -238,7 +232,7 @@ BUILDS = {
     **products("i8", "i32", ARCHS, 0),
     **products("fp8e4b8", "fp32", ("gfx942",), -1),
     **products("fp8e4nv", "fp32", ("gfx950",), -1),
-    **{name: Build(*given) for name, given in kernels_of_experts().items()},
+    **{name: Build(*given) for name, given in (kernels_of_experts() | kernels_of_blocks()).items()},
     **{name: Build(kernel, *given) for name, (kernel, *given) in INT8_OPT.items()},
 }
 

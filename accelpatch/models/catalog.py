@@ -1,7 +1,6 @@
 """The models that accelpatch knows by a short name: their source and their configuration.
 
-The configurations are copies of the models' ``config.json`` with the keys of transformers 5 (``rope_parameters``), so
-that planning needs no network.
+Configurations are copies of the models' ``config.json``, in transformers 5's keys: planning needs no network.
 """
 
 from __future__ import annotations
