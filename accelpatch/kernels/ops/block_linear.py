@@ -120,7 +120,7 @@ def spec(x: Tensor, blocks: Tensor, form: str, bias: Tensor | None = None) -> Sp
 def of_shape(n: int, k: int, dtype: torch.dtype, form: str, *, m: int = 1, op: str = "block_linear") -> Spec:
     """The Spec of a weight of this size, for planning before there is one."""
     offset = "minimum" if len(FORMS[form].floats) > 1 else "none"
-    return Spec(op, {"M": m, "N": n, "K": k}, dtype, torch.float16, FORMS[form].group, offset, {"form": form})
+    return Spec(op, {"M": m, "N": n, "K": k}, dtype, torch.float16, FORMS[form].group, offset, {"blocks": form})
 
 
 def embedding_spec(ids: Tensor, blocks: Tensor, form: str, dtype: torch.dtype) -> Spec:
@@ -151,7 +151,7 @@ def embedding_by_torch(ids: Tensor, blocks: Tensor, form: str, dtype: torch.dtyp
 
 def triton_why_not(spec: Spec, device: Device) -> str | None:
     """Why `by_triton` cannot run a spec; None where it can."""
-    if (form := spec.options.get("form", TWO_LEVELS[0])) not in TWO_LEVELS:
+    if (form := spec.options.get("blocks", TWO_LEVELS[0])) not in TWO_LEVELS:
         return f"it takes {' and '.join(TWO_LEVELS)}, not {form}"
     return linear.too_large(spec) or launch.why_not(device, spec.dtype)
 
