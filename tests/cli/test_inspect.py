@@ -50,14 +50,14 @@ def test_patched(cli: Cli, tmp_path: Path, size: str) -> None:
     assert "bytes, I8" in text
 
 
-@pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes", "compressed-tensors"])
+@pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes", "compressed-tensors", "hqq"])
 def test_those_of_others(cli: Cli, model: str, tmp_path: Path, method: str) -> None:
     quantization = {"quant_method": method, "bits": 4, "group_size": 128}
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": quantization}))
     (tmp_path / "model.safetensors").write_bytes((Path(model) / "model.safetensors").read_bytes())
     found = _inspected(cli, tmp_path)
     assert (found["format"], found["bits"], found["group_size"]) == (method, "4", "128")
-    assert ("not read" if method == "bitsandbytes" else "loads it as it is") in found["advice"]
+    assert ("not read" if method == "hqq" else "loads it as it is") in found["advice"]
 
 
 def _gguf(path: Path) -> Path:
