@@ -4,7 +4,7 @@
     packed_embedding   rows[..., K] = w[ids[...]]
 
 The pack is the only copy of the weight that a module holds. It has the same values as in int8_linear and int4_linear,
-as CODEBOOKS[codes][u] * scale, or as in gguf_blocks.py: the reference unpacks it and decodes as they do.
+as CODEBOOKS[codes][u] * scale, or as in gguf_values.py: the reference unpacks it and decodes as they do.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from accelpatch.kernels.cpu.native_library import DENSE, INT8
 from accelpatch.kernels.dispatch import require
 from accelpatch.kernels.layouts.cpu_pack import Pack
 from accelpatch.kernels.operation import operation
-from accelpatch.kernels.ops import gemv, gguf_blocks, int4_linear, int8_linear, linear
+from accelpatch.kernels.ops import codebook_linear, gemv, gguf_values, int4_linear, int8_linear, linear
 from accelpatch.kernels.ops.packed_cases import cases, embedding_cases
 from accelpatch.kernels.spec import Implementation, Kernel, Spec
 
@@ -45,21 +45,25 @@ def _decoder(pack: Pack) -> tuple[Decoder, tuple[Tensor | None, ...]]:
     if pack.kind == DENSE:
         decode, tensors = gemv.dense, (unpacked,)
     elif pack.form is not None:
-        decode, tensors = partial(gguf_blocks.dense, pack.form), (unpacked,)
+        decode, tensors = partial(_by_blocks, pack.form), (unpacked,)
     elif pack.codes:
-        decode, tensors = partial(_by_table, pack.codes), unpacked[:2]
+        decode, tensors = partial(_by_codebook, pack.codes), unpacked[:2]
     else:
         decode, tensors = (int8_linear.dense, unpacked[:2]) if pack.kind == INT8 else (int4_linear.dense, unpacked)
     return decode if pack.order is None else partial(_in_order, decode, pack.order), tensors
 
 
-def _by_table(
+def _by_codebook(
     codes: str, dtype: torch.dtype, q: Tensor, scale: Tensor, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    wide = torch.promote_types(dtype, torch.float32)
-    values = torch.tensor(CODEBOOKS[codes], dtype=wide, device=q.device)
-    weight = values[int4_linear.unpack(q).long()].unflatten(1, (scale.shape[1], -1)) * scale.to(wide)[:, :, None]
-    return weight.flatten(1).to(dtype), None if bias is None else bias.to(dtype)
+    return codebook_linear.dense(dtype, q, scale, codes, bias)
+
+
+def _by_blocks(
+    form: str, dtype: torch.dtype, blocks: Tensor, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    weight = gguf_values.dequantize_rows(blocks, form, torch.promote_types(dtype, torch.float32))
+    return weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
 def _in_order(decode: Decoder, order: Tensor, dtype: torch.dtype, *weight: Any) -> tuple[Tensor, Tensor | None]:
