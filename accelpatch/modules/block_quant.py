@@ -10,9 +10,10 @@ from accelpatch.errors import KernelError
 from accelpatch.kernels.layouts.cpu_pack import Pack
 from accelpatch.kernels.layouts.gguf_blocks import columns
 from accelpatch.kernels.ops.block_linear import block_embedding, block_linear
-from accelpatch.kernels.ops.packed_linear import packed_embedding, packed_linear
+from accelpatch.kernels.ops.packed_linear import packed_linear
 from accelpatch.modules.autocast import autocast
 from accelpatch.modules.quantized_module import QuantizedModule
+from accelpatch.modules.weight_only import QuantizedEmbedding
 from accelpatch.quant import blocks
 from accelpatch.quant.blocks import BlockWeight
 
@@ -58,20 +59,10 @@ class BlockQuantLinear(BlockQuantModule):
         return block_linear(autocast(x), holder.q, self.form, self.bias)
 
 
-class BlockQuantEmbedding(BlockQuantModule):
-    """An embedding whose rows lie in blocks; applies `embed_scale` where the family has it (Gemma)."""
+class BlockQuantEmbedding(BlockQuantModule, QuantizedEmbedding):
+    """An embedding whose rows lie in blocks."""
 
-    def forward(self, input_ids: Tensor) -> Tensor:
-        """input_ids[...] int64 -> [..., K] in the dtype of the replaced table."""
-        rows = self._rows(input_ids)
-        factor = getattr(self, "embed_scale", None)
-        if factor is None:
-            return rows
-        return rows * (factor.to(rows.dtype) if isinstance(factor, Tensor) else factor)
-
-    def _rows(self, input_ids: Tensor) -> Tensor:
+    def _unpacked_rows(self, input_ids: Tensor) -> Tensor:
         holder = self.held
-        if holder.pack is not None:
-            return packed_embedding(input_ids, self.like.dtype, *holder.pack.arguments())
         assert holder.q is not None
         return block_embedding(input_ids, holder.q, self.form, self.like.dtype)

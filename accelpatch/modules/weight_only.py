@@ -131,17 +131,8 @@ class Fp8WeightOnlyLinear(QuantizedModule):
         return fp8_linear(autocast(x), self.q, self.scale, self.bias)
 
 
-class Int8Embedding(QuantizedModule):
-    """An embedding with an int8 table; applies `embed_scale` where the family has it (Gemma)."""
-
-    def dequantized(self) -> Tensor:
-        return int8.dequantize(self.canonical(), self.like.dtype)
-
-    def quantized_like(self, weight: Tensor, held: QuantizedWeight) -> QuantizedWeight:
-        return _int8_like(weight, held)
-
-    def _pack(self, weight: QuantizedWeight) -> Pack:
-        return Pack.pack(weight.q, weight.scale, bits=8)
+class QuantizedEmbedding(QuantizedModule):
+    """Base of embeddings with a quantised table; applies `embed_scale` where the family has it (Gemma)."""
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """input_ids[...] int64 -> [..., K] in the dtype of the replaced table."""
@@ -152,9 +143,29 @@ class Int8Embedding(QuantizedModule):
         return rows * (factor.to(rows.dtype) if isinstance(factor, Tensor) else factor)
 
     def _rows(self, input_ids: Tensor) -> Tensor:
+        pack = self.held.pack
+        if pack is None:
+            return self._unpacked_rows(input_ids)
+        return packed_embedding(input_ids, self.like.dtype, *pack.arguments())
+
+    def _unpacked_rows(self, input_ids: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class Int8Embedding(QuantizedEmbedding):
+    """An embedding with an int8 table."""
+
+    def dequantized(self) -> Tensor:
+        return int8.dequantize(self.canonical(), self.like.dtype)
+
+    def quantized_like(self, weight: Tensor, held: QuantizedWeight) -> QuantizedWeight:
+        return _int8_like(weight, held)
+
+    def _pack(self, weight: QuantizedWeight) -> Pack:
+        return Pack.pack(weight.q, weight.scale, bits=8)
+
+    def _unpacked_rows(self, input_ids: Tensor) -> Tensor:
         holder = self.held
-        if holder.pack is not None:
-            return packed_embedding(input_ids, self.like.dtype, *holder.pack.arguments())
         assert holder.q is not None
         assert holder.scale is not None
         return int8_embedding(input_ids, holder.q, holder.scale, self.like.dtype)
