@@ -30,6 +30,7 @@ def as_saved(plan: Plan, saved: Saved) -> Plan:
             )
         if entry.replacer is None or entry.replacer.name != name:
             why = entry.reason or (entry.replacer and f"the recipe makes it {entry.replacer.name}")
+            why = "output heads of others are read in float alone" if entry.site.role == "head" else why
             raise LoadError(f"{where(path, saved)}{path} was saved as {name}, which it cannot be here: {why}")
     entries = tuple(
         entry.kept("the checkpoint holds it in float")

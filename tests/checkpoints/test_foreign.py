@@ -191,6 +191,19 @@ def test_bad_input_names_file_and_tensor(name: str, config: Any, tensors: Any, m
     assert tensors is None or "model.safetensors" in str(caught.value)
 
 
+def test_a_quantised_head_is_refused_by_name(tmp_path: Path) -> None:
+    folder = copied(GPTQ, tmp_path / "head")
+    facts = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": False}
+    (folder / "config.json").write_text(json.dumps(facts))
+    held = load_file(folder / "model.safetensors")
+    parts = {name.replace(K_PROJ, "lm_head"): one.clone() for name, one in held.items() if name.startswith(K_PROJ)}
+    save_file(held | parts, folder / "model.safetensors")
+    with pytest.raises(
+        LoadError, match=r"lm_head was saved as int4_weight_only.*output heads of others are read in float"
+    ):
+        api.load(str(folder))
+
+
 def test_truncated_and_pickled_weights_are_refused(tmp_path: Path) -> None:
     folder = copied(GPTQ, tmp_path / "short")
     whole = (folder / "model.safetensors").read_bytes()
