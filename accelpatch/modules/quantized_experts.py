@@ -15,7 +15,7 @@ from accelpatch.kernels.ops.experts import experts
 from accelpatch.kernels.ops.packed_experts import packed_experts
 from accelpatch.modules.experts import DOWN, UP, Experts, ExpertsForm, original_of
 from accelpatch.modules.replacement import ON_DEMAND, PATH, adopt
-from accelpatch.modules.weight_view import WAY
+from accelpatch.modules.weight_view import WAY, UnpackedWeight
 from accelpatch.quant import int4, int8
 from accelpatch.quant.weight import QuantizedWeight
 
@@ -168,8 +168,14 @@ class QuantizedExperts(Experts):
         if name in (UP, DOWN, f"{UP}_bias", f"{DOWN}_bias") and "like" in self.__dict__.get("_buffers", {}):
             found = dict(self._floats())
             if name in found:
-                return found[name]
+                return UnpackedWeight(found[name], self._refuse_write, self._refuse).view(found[name])
         return super().__getattr__(name)
+
+    def _refuse(self, message: str) -> nn.Module:
+        raise PatchError(f"{vars(self).get(PATH, 'experts')}: {message}")
+
+    def _refuse_write(self, weight: Tensor) -> None:
+        self._refuse(f"its weights are packed and cannot be written; {WAY}")
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """As in nn.Module; a new weight in place of a packed one goes to the original on demand, or is refused."""
@@ -177,9 +183,7 @@ class QuantizedExperts(Experts):
             if ON_DEMAND in vars(self):
                 vars(self)[ON_DEMAND](self, "another weight").register_parameter(name, param)
                 return
-            raise PatchError(
-                f"{vars(self).get(PATH, 'experts')}: their weights are packed and cannot be replaced; {WAY}"
-            )
+            self._refuse(f"its weights are packed and cannot be replaced; {WAY}")
         super().register_parameter(name, param)
 
     def hand_back(self, original: nn.Module) -> bool:

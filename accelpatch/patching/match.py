@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -38,8 +39,9 @@ def sites(model: nn.Module, roles: Mapping[str, str], known: Known = nothing) ->
         places.setdefault(id(module), []).append(path)
         modules[id(module)] = module
     head = wrapped(output_embeddings(model))
-    named = model.named_modules(remove_duplicate=False)
+    named = list(model.named_modules(remove_duplicate=False))
     adapters = {path: inner for path, module in named if (inner := inner_name(module)) is not None}
+    changed = _adapted(module for _, module in named)
     share = active_share(model)
     counted: set[int] = set()
     found: dict[int, Site] = {}
@@ -54,6 +56,8 @@ def sites(model: nn.Module, roles: Mapping[str, str], known: Known = nothing) ->
             found[key] = _stored_site(places[key], module, role, stored, dtype)
         elif own or role != "other":
             found[key] = _site(places[key], module, role, own, share, counted)
+        if key in found and key in changed:
+            found[key] = replace(found[key], adapted=tuple(changed[key]))
     return _join_tied(list(found.values()))
 
 
@@ -63,6 +67,16 @@ def inner_name(module: nn.Module) -> str | None:
     if not hasattr(type(module), "adapter_layer_names"):
         return None
     return next((name for name in ("base_layer", "original_module") if name in module._modules), None)
+
+
+def _adapted(modules: Iterable[nn.Module]) -> dict[int, list[str]]:
+    """id of a module -> names of the parameters that PEFT parametrizes around each call of it."""
+    found: dict[int, list[str]] = {}
+    for module in modules:
+        name = vars(module).get("parameter_name")
+        if name is not None and inner_name(module) is not None:
+            found.setdefault(id(wrapped(module)), []).append(name)
+    return found
 
 
 def unwrapped(model: Any) -> Any:

@@ -186,6 +186,8 @@ def _decide(site: Site, recipe: Recipe, device: Device, registry: Mapping[str, R
     if rule.replace == "keep":
         return Entry(site, rule, reason="kept by the recipe")
     replacer = registry[rule.replace]
+    if site.adapted:
+        return Entry(site, rule, reason=f"an adapter changes {' and '.join(site.adapted)} each time it runs")
     if site.stored is None or replacer.takes_stored:
         answer = _propose(site, rule, replacer, device)
     else:

@@ -24,6 +24,7 @@ class Site:
     bytes: size of the parameters that the module owns itself. token_bytes: bytes of those read to decode one token.
     tied: sites of other modules that share this module's weight; all of them are replaced together, or none. stored:
     what is known of a weight that another library quantised; n, k and dtype are then those of the float weight.
+    adapted: names of parameters that adapters around the module change while it runs.
     """
 
     path: str
@@ -38,6 +39,7 @@ class Site:
     places: tuple[str, ...] = ()
     tied: tuple[Site, ...] = ()
     stored: Stored | None = None
+    adapted: tuple[str, ...] = ()
 
     @property
     def original(self) -> nn.Module:

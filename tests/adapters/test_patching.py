@@ -18,6 +18,8 @@ from tests.support.steps import inner
 from tests.support.tiny import CAUSAL, padded_batch
 
 FAMILIES = ("llama", "gemma3", "phi3", "gpt2", "opt", "qwen3_moe")
+ATTENTION: dict[str, Any] = {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
+EXPERTS: dict[str, Any] = {"target_modules": [], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
 
 
 @torch.no_grad()
@@ -30,7 +32,8 @@ def logits(model: Any) -> Tensor:
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_either_order_gives_the_same_replacements_and_numbers(name: str, recipe: str) -> None:
-    before, after = both_orders(name, recipe)
+    around = ATTENTION if name == "qwen3_moe" else {}  # PEFT's adapters of experts: below
+    before, after = both_orders(name, recipe, **around)
     taken = [
         Counter((site.replacer, site.role) for site in inner(one).accelpatch.report().sites if site.replacer)
         for one in (before, after)
@@ -38,9 +41,41 @@ def test_either_order_gives_the_same_replacements_and_numbers(name: str, recipe:
     assert taken[0] == taken[1]
     assert torch.equal(logits(before), logits(after))
     plan = accelpatch.plan(CAUSAL[name].make(), RECIPES[recipe])
-    due = logits(adapted(simulated(CAUSAL[name].make(), plan, torch.float32)))
+    due = logits(adapted(simulated(CAUSAL[name].make(), plan, torch.float32), **around))
     torch.testing.assert_close(logits(before), due, rtol=1e-4, atol=1e-4)
-    assert not torch.allclose(logits(before), logits(inner(both_orders(name, recipe, seed=2)[0])), atol=0.1)
+    assert not torch.allclose(logits(before), logits(inner(both_orders(name, recipe, seed=2, **around)[0])), atol=0.1)
+
+
+@pytest.mark.parametrize("recipe", ["int8", "int4"])
+def test_experts_with_adapters_stay_and_the_plan_says_why(recipe: str) -> None:
+    model = adapted(CAUSAL["qwen3_moe"].make(), **EXPERTS)
+    due = logits(model)
+    plan = accelpatch.plan(model, RECIPES[recipe])
+    reasons = {site.path: site.reason for site in plan.report().sites if site.role == "experts"}
+    assert reasons
+    for path, reason in reasons.items():
+        assert path.endswith("experts.base_layer.base_layer")
+        assert reason == "an adapter changes down_proj and gate_up_proj each time it runs"
+    accelpatch.patch(model, RECIPES[recipe])
+    rounded = adapted(CAUSAL["qwen3_moe"].make(), **EXPERTS)
+    rounded.base_model.model = simulated(inner(rounded), plan, torch.float32)
+    torch.testing.assert_close(logits(model), logits(rounded), rtol=1e-4, atol=1e-4)
+    assert torch.equal(logits(accelpatch.unpatch(model)), due)
+
+
+def test_a_linear_layer_whose_parameter_has_an_adapter_stays() -> None:
+    model = adapted(CAUSAL["llama"].make(), target_modules=[], target_parameters=["q_proj.weight"])
+    due = logits(model)
+    accelpatch.patch(model, "int8")
+    sites = {site.role: site for site in inner(model).accelpatch.report().sites}
+    assert sites["q_proj"].reason == "an adapter changes weight each time it runs"
+    assert (logits(model) - due).norm() / due.norm() < 0.2
+
+
+def test_peft_finds_no_parameter_in_packed_experts() -> None:
+    model = accelpatch.patch(CAUSAL["qwen3_moe"].make(), RECIPES["int8"])
+    with pytest.raises(ValueError, match="target_parameters"):
+        adapted(model, **EXPERTS)
 
 
 def test_the_plan_names_the_weights_of_adapters_and_leaves_them() -> None:

@@ -132,8 +132,11 @@ def test_a_float_state_dict_and_writes_are_refused() -> None:
     assert module.gate_up_proj.shape == floats["model.layers.0.mlp.experts.gate_up_proj"].shape
     error = (module.gate_up_proj - floats["model.layers.0.mlp.experts.gate_up_proj"]).abs().max()
     assert 0 < error < 0.05
-    with pytest.raises(PatchError, match="their weights are packed"):
+    with pytest.raises(PatchError, match="its weights are packed and cannot be replaced"):
         module.gate_up_proj = nn.Parameter(torch.zeros(1))
+    for write in (lambda: module.down_proj.add_(1), lambda: setattr(module.down_proj, "data", torch.zeros(1))):
+        with pytest.raises(PatchError, match="unpatch"):
+            write()
 
 
 def test_float_weights_have_the_shape_of_the_original() -> None:

@@ -109,7 +109,7 @@ def random_tiles(rng: random.Random, generator: torch.Generator, dtype: torch.dt
     x, bias = torch.randn(m, k, generator=generator).to(dtype), torch.randn(n, generator=generator).to(dtype)
     q = torch.randint(-128, 128, (n, k // 2), generator=generator, dtype=torch.int8)
     scale = (torch.rand(n, k // group if group else 1, generator=generator) / 100).half()
-    if group in (32, 64) and rng.random() < 0.5:
+    if group in (32, 64) and k > group and rng.random() < 0.5:
         return x, *Tiles.of_codes(q, scale.float(), codebook), rng.choice((None, bias))
     zero = torch.randint(0, 16, scale.shape, generator=generator, dtype=torch.int32)
     offset = rng.choice((None, -8 * scale, zero))
