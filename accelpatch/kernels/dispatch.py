@@ -1,4 +1,5 @@
 """Chooses the implementation of an operation: the first in a literal table whose `why_not` has no reason against it.
+An operation whose order depends on the device has a table of its own (`Kernel.order`).
 
 Each implementation states its own limits, so that a plan can print them and an error can list them all. Implementations
 take the operation's canonical tensors. One that needs another weight layout takes it as an additional optional tensor,
@@ -52,6 +53,7 @@ TABLE: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "reorder": ("reorder", ("triton", "operations")),
     "layernorm_q": ("layernorm_q", ("triton", "torch")),
     "int8_attention": ("int8_attention", ("triton", "torch")),
+    "flash_attention": ("flash_attention", ("sdpa_cudnn", "sdpa_flash", "sdpa_efficient", "sdpa", "eager")),
     "rotary_cos_sin": ("rope", ("triton", "torch")),
     "gated_activation": ("gated_activation", ("triton", "torch")),
     "decode_attention": ("decode_attention", ("hip", "triton", "torch")),
@@ -118,7 +120,7 @@ def choose(op: str, spec: Spec, device: Device) -> str:
     """
     reasons = []
     entry = kernel(op)
-    for name in TABLE[op][1]:
+    for name in TABLE[op][1] if entry.order is None else entry.order(spec, device):
         reason = entry.implementations[name].why_not(spec, device)
         if reason is None:
             return name

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,6 +72,8 @@ class Kernel:
     blocks: for y = x @ w^T + bias: (arguments after x) -> blocks of w[n, K] and bias[n] in float64, from the first row
     to the last, equal to the reference's. Checking many calls with one weight then dequantises it once, and never as a
     whole.
+
+    order: for a spec and a device, the names to try, in place of those of dispatch.TABLE.
     """
 
     op: Callable[..., Any]
@@ -81,6 +83,7 @@ class Kernel:
     cases: Callable[[], Iterable[Case]] = tuple
     blocks: Callable[..., Iterable[tuple[torch.Tensor, torch.Tensor | None]]] | None = None
     composed: bool = False
+    order: Callable[[Spec, Device], Sequence[str]] | None = None
 
     @property
     def registered(self) -> bool:

@@ -36,12 +36,14 @@ def poisoned() -> Iterator[None]:
 
 
 def assert_parity(op: str, args: Sequence[Any], implementation: str = "torch") -> tuple[Tensor, ...]:
-    """Run `op` by `implementation` and give its outputs.
+    """Run `op` by `implementation` (torch: the one in plain torch, whatever its name) and give its outputs.
 
     Asserts the float rule for each output, that the implementation ran, that no input changed, and that outputs are
     contiguous.
     """
     before = [value.clone() if isinstance(value, Tensor) else value for value in args]
+    if implementation == "torch" and not dispatch.kernel(op).composed:
+        implementation = dispatch.TABLE[op][1][-1]
     composed = dispatch.kernel(op).composed and implementation not in dispatch.kernel(op).implementations
     counted = "operations" if composed else implementation  # whose parts are forced
     ran = dispatch.calls[op, counted]

@@ -13,6 +13,7 @@ from accelpatch.kernels.layouts.cpu_pack import Pack
 from accelpatch.kernels.layouts.int4_tiles import Tiles
 from accelpatch.kernels.layouts.row_major import FP8
 from accelpatch.kernels.layouts.w8a8_pack import W8A8Pack
+from accelpatch.kernels.ops.attention_cases import Call, made
 from accelpatch.quant import int4, int8
 from tests.support.gguf_blocks import random_args_of_blocks
 from tests.support.packs import FOREIGN, operands, size_for
@@ -127,11 +128,25 @@ def random_norm(op: str, x: Tensor, weight: Tensor, rng: random.Random, generato
     return x, x.flip(0), weight, 1e-5, plus_one
 
 
+def random_attention(rng: random.Random, generator: torch.Generator, dtype: torch.dtype) -> tuple[Any, ...]:
+    """A call of flash_attention: every kind of mask beside the others."""
+    length, kv_heads, causal = rng.choice((0, 1, 2, 7, 40)), rng.randint(1, 2), rng.random() < 0.6
+    hidden = rng.choice(("", "", "left", "right", "none", "packed")) if length else ""
+    call = Call(
+        rng.randint(1, 2), kv_heads * rng.randint(1, 3), kv_heads, length, length + rng.randint(1, 30),
+        rng.randint(8, 70), causal, rng.choice((0, 5)) if causal else 0, rng.choice((0.0, 2.0)),
+        hidden, rng.choice(("", "", "bool", "float")), rng.random() < 0.3,
+    )  # fmt: skip
+    return made(call, generator, dtype, torch.device("cpu"))
+
+
 def random_args(op: str, rng: random.Random, generator: torch.Generator, dtype: torch.dtype) -> tuple[Any, ...]:
     if op in (*W8A8, *OF_INT8):
         return random_w8a8(op, rng, generator, dtype)
     if op.startswith(("packed_", "block_")):
         return (random_pack if op.startswith("packed_") else random_args_of_blocks)(op, rng, generator, dtype)
+    if op == "flash_attention":
+        return random_attention(rng, generator, dtype)
     if op == "tiled_int4_linear":
         return random_tiles(rng, generator, dtype)
     m, n, k, groups = rng.choice(M), rng.randint(1, 70), rng.randint(1, 70), rng.choice((1, 2, 3))
