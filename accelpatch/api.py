@@ -38,10 +38,12 @@ from accelpatch.replacers.stored import known
 from accelpatch.report import Report, Stopwatch
 from accelpatch.runtime.generation.first_use import on_first_use
 from accelpatch.runtime.generation.on_demand import unpatch_on_demand
+from accelpatch.tuning.attention import tune as tune_attention
 
 __all__ = [
     "calibrate", "evaluate", "export", "is_patched", "load", "load_plugin", "patch", "patch_on_first_use", "patched",
-    "plan", "plan_from_config", "quantize", "random_model", "replacer", "save_statistics", "selftest", "unpatch",
+    "plan", "plan_from_config", "quantize", "random_model", "replacer", "save_statistics", "selftest", "tune_attention",
+    "unpatch",
 ]  # fmt: skip
 
 Model = TypeVar("Model", bound=nn.Module)

@@ -19,6 +19,7 @@ from accelpatch.models.family import roles_of
 from accelpatch.models.fingerprint import fingerprint
 from accelpatch.models.inputs import sample_inputs
 from accelpatch.models.texts import windows
+from accelpatch.modules.attention import configurations
 from accelpatch.patching import apply, formula
 from accelpatch.patching.capture import observing, run
 from accelpatch.patching.host_copies import HostCopies, rounded_weights
@@ -159,6 +160,8 @@ def carry_out(
         attributes.append((model, SAVE, save))
         handle = apply.commit(model, planned, [item.built for item in built], keep_original, attributes, report)
         try:
+            for owner, settings in configurations(model):
+                handle.configure(owner, settings)
             fuse(model, planned, runtime, captured, report, watch)
             report.verification = whole_model(model, captured, report, watch)
             apply.settle(handle, [item.built for item in built], copies, watch)

@@ -37,19 +37,20 @@ IMPORTS: dict[str, tuple[str, str]] = {
         "transformers safetensors",
     ),
     "bench": ("kernels runtime report device errors", "matplotlib"),  # matplotlib: plots, an optional package
+    "tuning": ("kernels bench runtime report device cache errors", ""),
     "pipeline": (  # the stages that api puts in order
-        "errors device report recipe kernels quant models patching replacers fusion runtime checkpoints",
+        "errors device report recipe kernels quant modules models patching replacers fusion runtime checkpoints",
         "",
     ),
     "api": (
         "errors device cache report recipe kernels quant modules models patching replacers fusion runtime checkpoints "
-        "bench pipeline",
+        "bench pipeline tuning",
         "",
     ),
     "hf": ("api checkpoints", ""),  # what a program imports to have transformers load saved patched models
     "cli": (
         # cache: lists and clears it; checkpoints: inspect
-        "api bench kernels.build models.catalog checkpoints.inspection recipe report device errors cache",
+        "api bench kernels.build models.catalog checkpoints.inspection tuning recipe report device errors cache",
         "typer rich",
     ),
     "__init__": ("api errors patching.replacer", ""),  # the public names, resolved when first asked for

@@ -26,6 +26,7 @@ from . import (
     recipes,
     run,
     selftest,
+    tune,
 )
 from .console import print_error
 
@@ -97,5 +98,6 @@ app.command("bench")(bench.bench)
 app.command("doctor")(doctor.doctor)
 app.command("build")(build.build)
 app.command("selftest")(selftest.selftest)
+app.add_typer(tune.commands, name="tune")
 app.add_typer(cache.commands, name="cache")
 app.command("exec", cls=exec.ScriptCommand, context_settings=exec.CONTEXT)(exec.execute)

@@ -123,6 +123,14 @@ def patch(model: Any, recipe: str | None, statistics: Path | None) -> None:
         api.patch(model, recipe or DEFAULT_RECIPE, keep_original="none", statistics=statistics, progress=progress)
 
 
+def numbers(text: str, name: str) -> list[int]:
+    """The positive numbers of an option's list, such as 64,128. Raises BadParameter for anything else."""
+    parts = text.split(",")
+    if not all(part.strip().isdigit() and int(part) for part in parts):
+        raise typer.BadParameter(f"{text!r} is no list of positive numbers, such as 64,128", param_hint=name)
+    return [int(part) for part in parts]
+
+
 def torch_device(text: str) -> torch.device:
     """The device that ``--device`` names. Raises BadParameter for a bad name and LoadError for a GPU not present."""
     import torch

@@ -13,22 +13,30 @@ from torch import Tensor, nn
 from accelpatch.fusion import layer_facts
 from accelpatch.fusion.cannot_fuse import CannotFuse
 from accelpatch.models.family import STATIC_ROPE, Rotary, family_of_class, form_of, has_layer_norms
+from accelpatch.modules.attention import NAME, FlashAttention
 from accelpatch.modules.rotary import FusedRotaryEmbedding
 
-IMPLEMENTATIONS = ("eager", "sdpa", None)
+CAPPED = ("eager", NAME)  # implementations that apply a softcap of the scores
+IMPLEMENTATIONS = ("eager", "sdpa", NAME, None)
 LONGROPE = "longrope"
 IN_PLACE = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 23)  # writes of longrope's frequencies
 
 
 def why_not(attention: Any) -> str | None:
     """Why an attention module may compute something that a fused or native step does not; None where it does not."""
-    own, family = type(attention), family_of_class(attention, "Attention")
+    own, family = _own(attention), family_of_class(attention, "Attention")
     if family is None or family.layer is None or not own.__module__.startswith("transformers."):
         return f"its attention is {own.__name__}"
     if not getattr(attention, "is_causal", True):
         return "its attention is not causal"
     used = attention.config._attn_implementation
     return None if used in IMPLEMENTATIONS else f"the attention implementation is {used}"
+
+
+def _own(attention: Any) -> type:
+    """The class of an attention module; of a FlashAttention, which has its forward, the one that it replaced."""
+    own: Any = type(attention)
+    return own.replaced_class if isinstance(attention, FlashAttention) else own
 
 
 def window(attention: Any) -> int:
@@ -143,9 +151,9 @@ def rope_arguments(rotary: nn.Module, attention: Any) -> tuple[str, ...]:
 
 
 def score_cap(attention: Any) -> float:
-    """Softcap of the attention scores, 0 for none; only transformers' eager attention applies it."""
+    """Softcap of the attention scores, 0 for none; transformers' sdpa does not apply it."""
     family = family_of_class(attention, "Attention")
-    capped = family is not None and family.capped_scores and attention.config._attn_implementation == "eager"
+    capped = family is not None and family.capped_scores and attention.config._attn_implementation in CAPPED
     return float((attention.attn_logit_softcapping if capped else None) or 0.0)
 
 

@@ -53,7 +53,13 @@ TABLE: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "reorder": ("reorder", ("triton", "operations")),
     "layernorm_q": ("layernorm_q", ("triton", "torch")),
     "int8_attention": ("int8_attention", ("triton", "torch")),
-    "flash_attention": ("flash_attention", ("sdpa_cudnn", "sdpa_flash", "sdpa_efficient", "sdpa", "eager")),
+    "flash_attention": (  # the order is by device: ops/attention_order.py
+        "flash_attention",
+        (
+            "flash_attn_3", "flash_attn_2", "hub", "aiter", "xformers",
+            "sdpa_cudnn", "sdpa_flash", "sdpa_efficient", "sdpa", "eager",
+        ),
+    ),
     "rotary_cos_sin": ("rope", ("triton", "torch")),
     "gated_activation": ("gated_activation", ("triton", "torch")),
     "decode_attention": ("decode_attention", ("hip", "triton", "torch")),
@@ -68,7 +74,7 @@ TABLE: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "choose_experts": ("choose_experts", ("triton", "torch")),
     "fused_linear": ("fused_linear", ("hip", "operations")),
     "large_m_linear": ("fused_linear", ("hip_gemm", "triton", "operations")),
-}
+}  # fmt: skip
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 _any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled  # on any device; much cheaper than for one

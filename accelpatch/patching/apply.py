@@ -13,7 +13,7 @@ from torch import nn
 
 from accelpatch.errors import AccelpatchError, PatchError
 from accelpatch.patching.carry import Swap, freeze, listed, put_back, refuse_or_carry
-from accelpatch.patching.change import Absent, Change
+from accelpatch.patching.change import Absent, Change, SettingsChange
 from accelpatch.patching.entry import Entry
 from accelpatch.patching.host_copies import HostCopies
 from accelpatch.patching.match import inner_name
@@ -100,6 +100,12 @@ class Handle:
         """Set an attribute (or `__class__`) of a module until the model is unpatched; set those of the model last."""
         change = Change(owner, name, type(owner) if name == "__class__" else Absent, value)
         self.changes.append(change)
+        change.apply()
+
+    def configure(self, owner: nn.Module, settings: Any) -> None:
+        """Give a module another configuration until the model is unpatched."""
+        change = SettingsChange(owner, "config", vars(owner)["config"], settings)
+        self.changes.insert(0, change)  # the last one's owner is the model
         change.apply()
 
     def revert(self) -> None:

@@ -38,6 +38,26 @@ class Change:
             self.new.close()
 
 
+@dataclass(eq=False)
+class SettingsChange(Change):
+    """Sets a configuration to a copy of it. What was set in the copy since stays when the old one is back.
+
+    owner: a module whose instance attribute `name` it is.
+    """
+
+    def __post_init__(self) -> None:
+        self._before = dict(vars(self.new))
+
+    def revert(self) -> None:
+        """Set the old configuration back, with what was set since."""
+        if vars(self.owner).get(self.name) is not self.new:  # the user gave it another
+            return
+        for name, value in vars(self.new).items():
+            if name not in self._before or value is not self._before[name]:
+                vars(self.old)[name] = value
+        super().revert()
+
+
 def give_back(original: nn.Module, replacement: nn.Module) -> None:
     """Move a weight that only the replacement holds back into the original."""
     if hasattr(replacement, "give_back"):

@@ -15,6 +15,7 @@ from accelpatch.patching.site import Site
 from accelpatch.patching.stored import Known, Stored, nothing
 from accelpatch.recipe.recipe import Match, Recipe, Rule
 
+ATTENTION = "attention"  # role of modules that compute attention, not of those around them
 # Roles by class, where the family's table has none: suffix of the class name -> role.
 CLASS_ROLES = (
     ("RMSNorm", "norm"),
@@ -22,6 +23,7 @@ CLASS_ROLES = (
     ("RotaryEmbedding", "rotary"),
     ("Experts", "experts"),
     ("Router", "router"),
+    ("Attention", ATTENTION),
 )
 
 
@@ -143,7 +145,9 @@ def role_of(path: str, module: nn.Module, roles: Mapping[str, str], head: nn.Mod
     if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D":
         return "linear"
     name = type(module).__name__
-    return next((role for end, role in CLASS_ROLES if name.endswith(end)), "other")
+    role = next((role for end, role in CLASS_ROLES if name.endswith(end)), "other")
+    around = any(type(child).__name__.endswith("Attention") for child in module.children())
+    return "other" if role == ATTENTION and around else role
 
 
 def is_stack(parameter: nn.Parameter | None) -> bool:

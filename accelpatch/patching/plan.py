@@ -14,7 +14,7 @@ from accelpatch.patching import groups as smoothing
 from accelpatch.patching.entry import Entry
 from accelpatch.patching.groups import Group
 from accelpatch.patching.kv_cache import cache_size
-from accelpatch.patching.match import matches, rule_for, sites
+from accelpatch.patching.match import ATTENTION, matches, rule_for, sites
 from accelpatch.patching.replacer import Choice, Reason, Replaced, Replacer
 from accelpatch.patching.site import Site
 from accelpatch.patching.stored import Known, float_site, nothing
@@ -139,6 +139,7 @@ def make_plan(
     for rule in recipe.rules:
         _check_rule(rule, registry)
     found = sites(model, roles, known)
+    found = [site for site in found if site.role != ATTENTION or site.bytes or rule_for(site, recipe) is not None]
     _check_all_match(recipe, found)
     entries = _absorbed([_decide(site, recipe, device, registry) for site in found])
     _check_owners(entries)

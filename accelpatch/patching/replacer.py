@@ -62,6 +62,7 @@ class Replacer(ABC):
     of the replacement, which is verified again as a whole. smooths: whether `build` takes the smoothing of its group.
     whole: whether it takes a module with all that is in it: no rule applies to what is inside. takes_stored: whether it
     takes modules whose weight another library quantised itself; in place of all others their own format's does.
+    by_token: whether only the first output counts (attention weights, say, are not made), and that not for padding.
     """
 
     name: ClassVar[str]
@@ -73,6 +74,7 @@ class Replacer(ABC):
     smooths: ClassVar[bool] = False
     whole: ClassVar[bool] = False
     takes_stored: ClassVar[bool] = False
+    by_token: ClassVar[bool] = False
 
     @abstractmethod
     def propose(self, site: Site, options: Mapping[str, Any], device: Device) -> Choice | Reason:

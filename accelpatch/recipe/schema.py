@@ -12,7 +12,8 @@ from accelpatch.recipe.yaml import Node, shown, suggest
 # Roles of a site in its model. A rule for `linear` matches every linear layer but the head and routers.
 ROLES = (
     "q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj",
-    "fc1", "fc2", "head", "embedding", "norm", "rotary", "mlp", "layer", "experts", "router", "linear", "other",
+    "fc1", "fc2", "head", "embedding", "norm", "rotary", "mlp", "layer", "attention", "experts", "router", "linear",
+    "other",
 )  # fmt: skip
 CACHES = ("auto", "stock")
 GRAPHS = ("auto", "off")

@@ -13,6 +13,7 @@ from typing import TypeVar
 from accelpatch.errors import PlanError
 from accelpatch.fusion.layer_replacer import FusedLayerReplacer
 from accelpatch.patching.replacer import Replacer
+from accelpatch.replacers.attention import FlashAttentionReplacer
 from accelpatch.replacers.codebook import FP4WeightOnly, NF4WeightOnly
 from accelpatch.replacers.compact import Compact
 from accelpatch.replacers.experts import FloatExpertsReplacer, Int4Experts, Int8Experts
@@ -44,6 +45,7 @@ BUILT_IN: tuple[type[Replacer], ...] = (
     FusedLayerReplacer,
     RotaryReplacer,
     GatedMLPReplacer,
+    FlashAttentionReplacer,
     FloatExpertsReplacer,
     Int8Experts,
     Int4Experts,

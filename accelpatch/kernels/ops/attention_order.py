@@ -1,7 +1,8 @@
 """The order of preference of flash_attention's implementations, by device and dtype.
 
-On Hopper cuDNN's kernel was the fastest of torch's for 16 bits; on AMD, ROCm's documentation prefers AOTriton, which
-torch runs as its flash back end. Every order ends with `eager`, which takes everything.
+What `accelpatch tune attention` measured on this machine comes first; the lists below are for all others. Those of AMD
+follow ROCm's documentation (AITER, flash-attn, and AOTriton, which torch runs as its flash back end) and are not
+measured. Every order ends with `eager`, which takes everything.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from accelpatch.device import Device
+from accelpatch.kernels.ops import attention_stored
 from accelpatch.kernels.spec import Spec
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -18,15 +20,24 @@ HALVES = (torch.bfloat16, torch.float16)
 #: name of a kind of device and dtype -> implementations, the preferred one first
 ORDERS: Mapping[str, Sequence[str]] = {
     "cpu": ("sdpa", "eager"),
-    "sm_90": ("sdpa_cudnn", "sdpa_flash", "sdpa", "eager"),
-    "nvidia": ("sdpa_flash", "sdpa_cudnn", "sdpa", "eager"),
-    "amd": ("sdpa_flash", "sdpa", "eager"),
+    "sm_90": ("flash_attn_3", "sdpa_cudnn", "hub", "flash_attn_2", "sdpa_flash", "xformers", "sdpa", "eager"),
+    "nvidia": ("flash_attn_2", "hub", "sdpa_flash", "sdpa_cudnn", "xformers", "sdpa", "eager"),
+    "amd": ("aiter", "flash_attn_2", "hub", "sdpa_flash", "xformers", "sdpa", "eager"),
     "wide": ("sdpa_efficient", "sdpa", "eager"),  # float32 on a GPU
 }
 
 
 def order(spec: Spec, device: Device) -> Sequence[str]:
-    """Names of implementations, the preferred one first; the last one takes every spec on every device."""
+    """Names of implementations, the preferred one first; the last one takes every spec on every device.
+
+    Those that were measured on this machine come first.
+    """
+    known = {name for names in ORDERS.values() for name in names}
+    measured = (name for name in attention_stored.preferred(spec, device) if name in known)
+    return tuple(dict.fromkeys((*measured, *_listed(spec, device))))
+
+
+def _listed(spec: Spec, device: Device) -> Sequence[str]:
     if device.kind != "cuda":
         return ORDERS["cpu"]
     if spec.dtype not in HALVES:

@@ -19,7 +19,7 @@ from torch import Tensor
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.dispatch import FLOATS, require
 from accelpatch.kernels.operation import operation
-from accelpatch.kernels.ops import attention_sdpa
+from accelpatch.kernels.ops import attention_packages, attention_sdpa
 from accelpatch.kernels.ops.attention_cases import cases
 from accelpatch.kernels.ops.attention_mask import by_token, combined, emptied, shown, visible
 from accelpatch.kernels.ops.attention_order import order
@@ -160,6 +160,7 @@ def _fake(
 
 
 IMPLEMENTATIONS = {
+    **attention_packages.IMPLEMENTATIONS,
     **attention_sdpa.IMPLEMENTATIONS,
     "eager": Implementation(by_eager, dispatch.anywhere),
 }
