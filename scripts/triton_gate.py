@@ -180,14 +180,22 @@ BUILDS = {
         for name, changes in SHAPES.items()
     },
     **{
-        f"a prompt's q, k and v{' with norms' if norms else ''}": Build(
+        f"a prompt's q, k and v{name}": Build(
             prompt_attention._rotate,
             ("*bf16", "*i64", "*fp32", *("*bf16",) * 4, *("i32",) * 4, "fp32", "fp32"),
-            {"NORM": norms, "SIZE": 128, "WIDE": 64, "HEADS": prompt_attention.HEADS},
+            {
+                "NORM": norms,
+                "PLUS_ONE": norms and rotary < 128,
+                "SIZE": 128,
+                "ROTARY": rotary,
+                "WIDE": rotary // 2,
+                "REST": max(1, 128 - rotary),
+                "HEADS": prompt_attention.HEADS,
+            },
             prompt_attention.WARPS,
             24,
         )
-        for norms in (False, True)
+        for name, norms, rotary in (("", False, 128), (" with norms", True, 128), (", partly rotated", True, 64))
     },
     **{
         f"q and k {name}": Build(

@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 from transformers.cache_utils import DynamicLayer
 
 from accelpatch.fusion.call import run_module
 from accelpatch.kernels.ops.attention_shape import AttentionShape
-from accelpatch.kernels.ops.prompt_attention import rotate_
+from accelpatch.kernels.ops.prompt_attention import Shown, attend, module_mask, rotate_, shown
 
 
 @dataclass(eq=False)
@@ -27,7 +26,7 @@ class CacheCall:
     past: int
 
     def __post_init__(self) -> None:
-        self._seen: dict[tuple[int, int, int], Tensor | None] = {}
+        self._seen: dict[tuple[int, int], Shown] = {}
 
     def form(self, layer: Any) -> Any:
         """As in Call."""
@@ -40,28 +39,17 @@ class CacheCall:
         first = self.first(place)
         new = qkv.new_empty(2, batch, shape.kv_heads, length, shape.size)
         rotate_(qkv, self.positions, new[0], new[1], shape)
-        k, v = self.cached(new, place)
-        q = qkv.view(batch, length, -1, shape.size)[:, :, : shape.heads].transpose(1, 2)
-        seen, group = self.seen(k.shape[2], first, shape.window), shape.heads // shape.kv_heads
-        if seen is not None and group > 1:  # no fast form of torch's takes both a mask and groups
-            k, v, group = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), 1
-        y = functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=seen, is_causal=seen is None and length > 1, scale=shape.scaling, enable_gqa=group > 1
-        )
-        return y.transpose(1, 2).reshape(batch * length, -1)
+        return attend(qkv, self.positions, self.seen(first, shape.window), *self.cached(new, place), shape)
 
     def by_module(self, x: Tensor, place: int) -> Tensor:
         """As in Call."""
         length, first = self.positions.shape[1], self.first(place)
         keys = self.past + length - first
 
-        def shown(window: int) -> Tensor:
-            seen = self.seen(keys, first, window)
-            if seen is None:
-                seen = torch.ones(length, keys, dtype=torch.bool, device=x.device).tril(keys - length)[None, None]
-            return seen
+        def visible(window: int) -> Tensor:
+            return module_mask(self.seen(first, window), length, keys, x)
 
-        return run_module(self.decoder, place, x, self.positions, shown, self.module_cache)
+        return run_module(self.decoder, place, x, self.positions, visible, self.module_cache)
 
     @property
     def module_cache(self) -> Any:
@@ -87,27 +75,13 @@ class CacheCall:
             return 0
         return int(self.cache.layers[place].get_mask_sizes(self.positions.shape[1])[1])
 
-    def seen(self, keys: int, first: int, window: int) -> Tensor | None:
-        """Boolean mask [B or 1, 1, L, keys] of the keys that each token attends to; None for plain causal masking."""
-        key = keys, first, window
+    def seen(self, first: int, window: int) -> Shown:
+        """What each token sees of the keys from index `first` on, in layers with a window."""
+        key = first, window
         if key not in self._seen:
-            self._seen[key] = self._make(keys, first, window)
+            mask = None if self.mask is None else self.mask[:, first:]
+            self._seen[key] = shown(mask, self.past - first, self.positions.shape[1], window)
         return self._seen[key]
-
-    def _make(self, keys: int, first: int, window: int) -> Tensor | None:
-        length = self.positions.shape[1]
-        far = 0 < window < self.past + length - first
-        if self.mask is None and not far and (length == 1 or self.past == 0):
-            return None
-        device = self.positions.device
-        at = torch.arange(self.past, self.past + length, device=device)[:, None]
-        key = torch.arange(first, first + keys, device=device)
-        seen = key <= at
-        if window:
-            seen = seen & (at - key < window)
-        if self.mask is not None:
-            seen = seen & self.mask[:, None, first : first + keys].ne(0)
-        return seen.view(-1, 1, length, keys)
 
 
 class KeptCall(CacheCall):

@@ -24,6 +24,7 @@ from accelpatch.kernels.ops.fused_linear import FusedLinear
 from accelpatch.kernels.ops.fused_norm import FusedNorm
 
 FUSED = "fused layers"
+CHUNK = 8192  # tokens of a part of a prompt: enough to occupy a GPU
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,14 +99,23 @@ class FusedModel:
         return x if self.positions is None else x + self.positions(positions.reshape(-1), drafts)
 
     def prompt(
-        self, ids: Tensor, positions: Tensor, mask: Tensor | None, cache: Any, last: Tensor | None = None
-    ) -> Tensor:
+        self, ids: Tensor, positions: Tensor, mask: Tensor | None, cache: Any, last: Tensor | None = None,
+        chunk: int | None = None,
+    ) -> Tensor:  # fmt: skip
         """Logits [B, V] after ids[B, L], which fill the first slots of an empty cache.
 
-        mask[B, L]: None for no padding. last[1]: index of the token whose logits are wanted; None: the last one.
+        mask[B, L]: None for no padding. last[1]: index of the token whose logits are wanted; None: the last one, and
+        the prompt runs in parts of `chunk` tokens a row (default: so many that all rows together have CHUNK), so that
+        the memory of activations does not grow with its length.
         """
-        call = PromptCall(self.decoder(), cache, positions, mask)
-        rows = [one.view(*ids.shape, -1) for one in self.run(self.embedded(ids, positions), call) if one is not None]
+        size = ids.shape[1] if last is not None else chunk or max(1, CHUNK // len(ids))
+        rows: list[Tensor] = []
+        for start in range(0, ids.shape[1], size):
+            part = slice(start, start + size)
+            seen = None if mask is None else mask[:, : part.stop]
+            call = PromptCall(self.decoder(), cache, positions[:, part].contiguous(), seen, start)
+            x = self.embedded(ids[:, part], call.positions)
+            rows = [one.view(*call.positions.shape, -1) for one in self.run(x, call) if one is not None]
         return self.logits(
             *(one[:, -1].contiguous() if last is None else one.index_select(1, last)[:, 0] for one in rows)
         )
@@ -152,9 +162,6 @@ class FusedModel:
         """Why `prompt` would not compute what the modules do; None where it does."""
         if self.by_length:  # padding behind a short prompt has positions too
             return "rotary frequencies that change with the length"
-        shapes = [layer.attention for layer in self.fused_layers]
-        if any(one.softcap or one.plus_one or 2 * len(one.inv_freq) != one.size for one in shapes):
-            return "attention with capped scores, partial rotary embedding, or norms of Gemma's kind"
         return None
 
     def normal(self, x: Tensor, pending: Tensor | None) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from accelpatch.fusion.call import is_whole, run_module
 from accelpatch.fusion.decoder import layers_of
 from accelpatch.kernels.ops.decode_attention import decode_attention_
-from accelpatch.kernels.ops.prompt_attention import prompt_attention_, visible
+from accelpatch.kernels.ops.prompt_attention import Shown, module_mask, prompt_attention_, shown
 
 
 @dataclass(eq=False)
@@ -55,14 +55,22 @@ class StepCall:
 
 @dataclass(eq=False)
 class PromptCall:
-    """A prompt of L tokens a row into the first slots of an empty cache; positions[B, L], mask[B, L] or None."""
+    """A prompt of L tokens a row, or a part of one, into the slots from `start` on, where the cache holds all tokens
+    before; positions[B, L], mask[B, start + L] or None."""
 
     decoder: Any
     cache: Any
     positions: Tensor
     mask: Tensor | None
-    _seen: dict[int, Tensor | None] = field(default_factory=dict)
+    start: int = 0
+    _seen: dict[int, Shown] = field(default_factory=dict)
     _shown: dict[tuple[int, bool], Tensor | None] = field(default_factory=dict)  # to modules
+
+    def seen(self, window: int) -> Shown:
+        """What each token sees in layers with a window."""
+        if window not in self._seen:
+            self._seen[window] = shown(self.mask, self.start, self.positions.shape[1], window)
+        return self._seen[window]
 
     def form(self, layer: Any) -> Any:
         """As in Call."""
@@ -70,23 +78,22 @@ class PromptCall:
 
     def attend(self, qkv: Tensor, layer: Any, place: int) -> Tensor:
         """As in Call."""
-        held, window = self.cache.layers[place], layer.attention.window
-        if window not in self._seen:
-            self._seen[window] = visible(self.mask, self.positions.shape[1], window, qkv.device)
-        return prompt_attention_(qkv, self.positions, self._seen[window], held.keys, held.values, layer.attention)
+        held, seen = self.cache.layers[place], self.seen(layer.attention.window)
+        return prompt_attention_(qkv, self.positions, seen, held.keys, held.values, layer.attention, self.start)
 
     def by_module(self, x: Tensor, place: int) -> Tensor:
         """As in Call."""
         length, whole = self.positions.shape[1], is_whole(layers_of(self.decoder)[place])
-        mask = self.mask if self.mask is not None or whole else torch.ones_like(self.positions[:1])
+        keys = self.start + length
+        plain = whole and self.mask is None and not self.start
 
-        def shown(window: int) -> Tensor | None:
-            key = window, mask is None
+        def visible(window: int) -> Tensor | None:
+            key = window, plain and not 0 < window < keys
             if key not in self._shown:
-                self._shown[key] = visible(mask, length, window, x.device)
+                self._shown[key] = None if key[1] else module_mask(self.seen(window), length, keys, x)
             return self._shown[key]
 
-        return run_module(self.decoder, place, x, self.positions, shown, _First(self.cache, length))
+        return run_module(self.decoder, place, x, self.positions, visible, _Next(self.cache, self.start, length))
 
 
 @dataclass(eq=False)
@@ -104,14 +111,15 @@ class _Slots:
 
 
 @dataclass(eq=False)
-class _First:
-    """What a layer's module sees of the cache in a prompt: the first `length` slots, which it fills."""
+class _Next:
+    """What a layer's module sees of the cache in a prompt: it fills `length` slots, and attends over all up to them."""
 
     cache: Any
+    start: int
     length: int
 
     def update(self, keys: Tensor, values: Tensor, place: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        held = self.cache.layers[place]
-        held.keys[:, :, : self.length] = keys
-        held.values[:, :, : self.length] = values
-        return keys, values
+        held, end = self.cache.layers[place], self.start + self.length
+        held.keys[:, :, self.start : end] = keys
+        held.values[:, :, self.start : end] = values
+        return (held.keys[:, :, :end], held.values[:, :, :end]) if self.start else (keys, values)

@@ -65,7 +65,6 @@ TABLE: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "decode_attention": ("decode_attention", ("hip", "triton", "torch")),
     "prepare_query_key": ("query_key", ("triton", "torch")),
     "prompt_rotary": ("prompt_attention", ("triton", "torch")),
-    "prompt_attention": ("prompt_attention", ("torch",)),
     "decode_step": ("decode_step", ("cpu",)),
     "greedy": ("greedy", ("triton", "torch")),
     "step_end": ("step_end", ("triton", "torch")),

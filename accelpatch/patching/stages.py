@@ -169,12 +169,11 @@ def _check(built: Built, recipe: Recipe, captured: Captured, checking: Checking,
         if calls.get(member.path):
             given = calls[member.path] if stats is None else [_smoothed(call, stats) for call in calls[member.path]]
             replacer = built.entry.replacer
-            if replacer is not None and replacer.by_token:
-                given = [call._replace(outputs=call.outputs[:1]) for call in given]
-            free = replacer is not None and (replacer.whole or replacer.by_token)
+            first = replacer is not None and replacer.by_token
+            free = first or (replacer is not None and replacer.whole)
             masks = [_mask(sample) for sample in captured.samples] if free else []
             masks = masks if len(masks) == len(given) else []
-            errors = site_errors(new, given, recipe.verify.metric, checking, masks)
+            errors = site_errors(new, given, recipe.verify.metric, checking, masks, first)
             worst = errors if worst is None else worst.worse(errors)
     return Checked(built, worst, None if worst else "no input reached it")
 

@@ -71,12 +71,6 @@ def paths(model: Any) -> dict[str, int]:
     return dict(model.accelpatch.report().paths)
 
 
-def prefill(name: str) -> str:
-    """The entry of a tiny model's prompts: Gemma's attention is not that of the fused ones."""
-    reason = "attention with capped scores, partial rotary embedding, or norms of Gemma's kind"
-    return f"prefill by modules: {reason}" if name.startswith("gemma") else FUSED_PROMPT
-
-
 def assert_tokens_of_the_stock_loop(model: Any, batch: dict[str, Tensor]) -> None:
     plain = copy.deepcopy(model)
     vars(plain)[RUNTIME] = None
@@ -90,7 +84,7 @@ def test_tokens_and_the_way_back(name: str, recipe: str) -> None:
     held = {key: value.clone() for key, value in model.state_dict().items()}
     for batch in (full_batch(), padded_batch()):
         assert_tokens_of_the_stock_loop(model, batch)
-    assert paths(model) == {CAPTURED: 22, FUSED: 22, prefill(name): 2}
+    assert paths(model) == {CAPTURED: 22, FUSED: 22, FUSED_PROMPT: 2}
     assert_same(model.state_dict(), held)
     accelpatch.unpatch(model)
     assert_same(model.state_dict(), original)
@@ -244,7 +238,7 @@ def test_a_layer_that_is_not_fused_runs_in_the_same_step(name: str, recipe: str,
     for batch in (full_batch(), padded_batch()):
         assert_tokens_of_the_stock_loop(model, batch)
     mixed = f"{FUSED}, but modules in layers [{place}]: its attention is OwnAttention"
-    assert paths(model) == {CAPTURED: 22, mixed: 22, prefill(name): 2}
+    assert paths(model) == {CAPTURED: 22, mixed: 22, FUSED_PROMPT: 2}
 
 
 @pytest.mark.parametrize(
@@ -285,4 +279,4 @@ def test_more_rows_than_one_launch_reads(name: str, recipe: str) -> None:
     mask = torch.ones_like(ids)
     mask[3, :4] = 0
     assert_tokens_of_the_stock_loop(model, {"input_ids": ids, "attention_mask": mask})
-    assert paths(model) == {CAPTURED: 11, FUSED: 11, prefill(name): 1}
+    assert paths(model) == {CAPTURED: 11, FUSED: 11, FUSED_PROMPT: 1}

@@ -26,7 +26,7 @@ from accelpatch.kernels.ops.decode_attention import decode_attention_
 from accelpatch.kernels.ops.fused_linear import FusedLinear, large_m_spec
 from accelpatch.kernels.ops.fused_linear import spec as fused_spec
 from accelpatch.kernels.ops.fused_norm import FusedNorm
-from accelpatch.kernels.ops.prompt_attention import prompt_attention_
+from accelpatch.kernels.ops.prompt_attention import Shown, prompt_attention_
 from accelpatch.kernels.spec import Spec
 from accelpatch.kernels.triton import launch
 from accelpatch.runtime.graphs import captured_graph
@@ -205,8 +205,8 @@ def test_a_prompt_of_fused_layers_is_counted() -> None:
         Step(slot=0, capacity=8, rows=1, tokens=3), torch.float32, torch.device("cpu")
     )
     dispatch.calls.clear()
-    prompt_attention_(qkv, torch.arange(3)[None], None, keys, values, shape)
-    assert dispatch.calls["prompt_rotary", "torch"] == dispatch.calls["prompt_attention", "torch"] == 1
+    prompt_attention_(qkv, torch.arange(3)[None], Shown(), keys, values, shape)
+    assert dispatch.calls["prompt_rotary", "torch"] == dispatch.calls["flash_attention", "sdpa"] == 1
 
 
 def test_in_place_operations_refuse_another_precision() -> None:

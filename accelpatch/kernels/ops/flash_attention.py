@@ -78,11 +78,9 @@ def by_eager(
     if mask is not None:
         s = s.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else s + mask
     wide = torch.promote_types(s.dtype, torch.float32)
-    if sinks is None:
-        p = s.softmax(-1, dtype=wide)
-    else:
-        more = sinks.to(wide)[None, :, None, None]
-        p = torch.exp(s.to(wide) - torch.logaddexp(s.to(wide).logsumexp(-1, keepdim=True), more))
+    p = s.softmax(-1, dtype=wide)
+    if sinks is not None:
+        p = p * torch.sigmoid(s.to(wide).logsumexp(-1, keepdim=True) - sinks.to(wide)[None, :, None, None])
     if mask is not None:
         p = p.masked_fill(s.isneginf(), 0)  # of a query that sees nothing
     return by_token(p.to(v.dtype) @ v)

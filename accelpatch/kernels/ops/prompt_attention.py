@@ -1,47 +1,88 @@
-"""Attention of a prompt, from the rows of a qkv linear layer; fills an empty cache.
+"""Attention of a prompt, from the rows of a qkv linear layer, over a static cache.
 
-    qkv[B L, (Hq + 2 Hkv) D]     q and k: RMSNorm over D if there is a norm, then rotary embedding at positions[B, L];
-                                 q in place
-    keys, values[B, Hkv, C, D]   k and v are written into the slots 0 to L - 1
-    y[B L, Hq D] = softmax(scaling q k^T) v   causal
+    qkv[B L, (Hq + 2 Hkv) D]     q and k: RMSNorm over D if there is a norm, then rotary embedding at positions[B, L] of
+                                 the first R columns; q in place
+    keys, values[B, Hkv, C, D]   k and v are written into the slots start to start + L - 1
+    y[B L, Hq D]                 flash_attention of q over the slots 0 to start + L - 1, causal
 
-Tokens where mask[B, L] is 0, and those outside a window, are hidden. Shapes, rotary layout and roundings are those of
-decode_attention.py; the softmax and GEMMs are torch's scaled_dot_product_attention.
+Shapes, rotary layout and roundings are those of decode_attention.py.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from accelpatch.device import Device
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.ops import rmsnorm, rope
+from accelpatch.kernels.ops.attention_mask import visible
 from accelpatch.kernels.ops.attention_shape import AttentionShape
+from accelpatch.kernels.ops.decode_attention import rotated
+from accelpatch.kernels.ops.flash_attention import flash_attention
 from accelpatch.kernels.spec import Implementation, Kernel, Spec
 from accelpatch.kernels.triton import launch
 
-ROTARY, ATTENTION = "prompt_rotary", "prompt_attention"
+ROTARY = "prompt_rotary"
+
+
+@dataclass(frozen=True, eq=False)
+class Shown:
+    """What the tokens of a prompt see, as flash_attention takes it; nothing: all tokens up to their own.
+
+    ranges[B, L, 2]: where padding is at the ends of a row; the window is in it. bias[B, 1, L, S] bool: where padding is
+    anywhere. window: as in flash_attention.
+    """
+
+    ranges: Tensor | None = None
+    bias: Tensor | None = None
+    window: int = 0
+
+
+def shown(mask: Tensor | None, start: int, length: int, window: int) -> Shown:
+    """Of the tokens start to start + length - 1, given mask[B, S], 0 for padding. Waits for the device, if a mask is
+    given. Padding sees nothing where no key is before it, and its rows of y are then zero."""
+    if mask is None:
+        return Shown(window=window)
+    keys = start + length
+    given = mask[:, :keys].ne(0)
+    low = given.to(torch.uint8).argmax(1)
+    end = low + given.sum(1)
+    at = torch.arange(keys, device=mask.device)
+    own = at[start:] + 1
+    if torch.equal(given, (at >= low[:, None]) & (at < end[:, None])):
+        high = torch.minimum(own, end[:, None])
+        first = torch.maximum(low[:, None], own - window) if window else low[:, None].expand_as(high)
+        return Shown(torch.stack((first, high), -1).to(torch.int32))
+    return Shown(None, (given[:, None] & (at < own[:, None]))[:, None], window)
+
+
+def module_mask(seen: Shown, length: int, keys: int, like: Tensor) -> Tensor:
+    """Boolean [B or 1, 1, L, S] of what the last `length` tokens see, for a layer's module; one that sees nothing sees
+    itself, so that its row is not NaN, which 0 * NaN would spread."""
+    given = visible(length, keys, seen.ranges, True, seen.window, like)
+    assert given is not None
+    given = given if seen.bias is None else given & seen.bias
+    own = torch.eye(keys, dtype=torch.bool, device=like.device)[-length:]
+    return given | (own & ~given.any(-1, keepdim=True))
 
 
 def rotate_reference_(qkv: Tensor, positions: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape) -> None:
     """Norm and rotary embedding of q in place and of k into the cache, and v into the cache; in plain torch."""
     batch, length = positions.shape
-    heads = qkv.view(batch, length, -1, shape.size)
-    q, k, v = heads.split((shape.heads, shape.kv_heads, shape.kv_heads), dim=2)
-    cos, sin = (
-        one[:, :, None] for one in rope.rotary_cos_sin(positions, shape.inv_freq, shape.rope_scaling, qkv.dtype)
-    )
-    for part, weight, out in ((q, shape.q_norm, q), (k, shape.k_norm, keys[:, :, :length].transpose(1, 2))):
-        normed = part if weight is None else rmsnorm.reference(part, weight, shape.eps, False)
-        first, second = normed.chunk(2, dim=-1)
-        out.copy_(normed * cos + torch.cat((-second, first), dim=-1) * sin)
-    values[:, :, :length].copy_(v.transpose(1, 2))
+    heads = qkv.view(batch, length, -1, shape.size).transpose(1, 2)
+    q, k, v = heads.split((shape.heads, shape.kv_heads, shape.kv_heads), dim=1)
+    cos, sin = rope.rotary_cos_sin(positions, shape.inv_freq, shape.rope_scaling, qkv.dtype)
+    for part, weight, out in ((q, shape.q_norm, q), (k, shape.k_norm, keys[:, :, :length])):
+        normed = part if weight is None else rmsnorm.reference(part, weight, shape.eps, shape.plus_one)
+        out.copy_(rotated(normed, cos, sin))
+    values[:, :, :length].copy_(v)
 
 
 def rotate_(qkv: Tensor, positions: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape) -> None:
-    """As `rotate_reference_`, by Triton on a GPU."""
+    """As `rotate_reference_`, by Triton on a GPU. keys and values may be the later slots of a contiguous cache."""
     dispatch.run(ROTARY, rotate_spec, qkv.device, (qkv, positions, keys, values, shape))
 
 
@@ -63,58 +104,23 @@ def rotate_by_triton(qkv: Tensor, positions: Tensor, keys: Tensor, values: Tenso
     kernel.rotate_(qkv, positions, keys, values, shape)
 
 
-def visible(mask: Tensor | None, length: int, window: int, device: torch.device) -> Tensor | None:
-    """Boolean mask [B or 1, 1, L, L] of the tokens that each one attends to; None for plain causal masking.
-
-    A masked token attends to itself, so that its output is not NaN: 0 * NaN would spread.
-    """
-    if mask is None and not 0 < window < length:
-        return None
-    at = torch.arange(length, device=device)
-    seen = at[:, None] >= at
-    if window:
-        seen = seen & (at[:, None] - at < window)
-    if mask is not None:
-        seen = seen & mask.ne(0)[:, None] | (at[:, None] == at)
-    return seen.view(-1, 1, length, length)
-
-
 def prompt_attention_(
-    qkv: Tensor, positions: Tensor, seen: Tensor | None, keys: Tensor, values: Tensor, shape: AttentionShape
+    qkv: Tensor, positions: Tensor, seen: Shown, keys: Tensor, values: Tensor, shape: AttentionShape, start: int = 0
 ) -> Tensor:
-    """y[B L, Hq D] in qkv's dtype. qkv must be contiguous and is overwritten; seen: the result of `visible`."""
+    """y[B L, Hq D] in qkv's dtype. qkv must be contiguous and is overwritten; seen: of `shown`."""
+    length = positions.shape[1]
+    rotate_(qkv, positions, keys[:, :, start:], values[:, :, start:], shape)
+    return attend(qkv, positions, seen, keys[:, :, : start + length], values[:, :, : start + length], shape)
+
+
+def attend(qkv: Tensor, positions: Tensor, seen: Shown, keys: Tensor, values: Tensor, shape: AttentionShape) -> Tensor:
+    """y[B L, Hq D] of q in qkv over keys and values[B, Hkv, S, D], of which q's are the last."""
     batch, length = positions.shape
-    rotate_(qkv, positions, keys, values, shape)
     q = qkv.view(batch, length, -1, shape.size)[:, :, : shape.heads].transpose(1, 2)
-    args = (q, keys[:, :, :length], values[:, :, :length], seen, shape.scaling)
-    y: Tensor = dispatch.run(ATTENTION, attention_spec, qkv.device, args)
-    return y.transpose(1, 2).reshape(batch * length, -1)
-
-
-def attention_reference(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, scaling: float) -> Tensor:
-    """softmax(scaling q k^T) v [B, Hq, L, D] over the tokens that are seen; None: causal. In float32 or wider."""
-    group, length = q.shape[1] // k.shape[1], q.shape[2]
-    wide = torch.promote_types(q.dtype, torch.float32)
-    k, v = (one.repeat_interleave(group, 1).to(wide) for one in (k, v))
-    shown = torch.ones(length, length, dtype=torch.bool, device=q.device).tril() if seen is None else seen
-    scores = (q.to(wide) @ k.mT * scaling).masked_fill(~shown, float("-inf"))
-    return (scores.softmax(-1) @ v).to(q.dtype)
-
-
-def attention_spec(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, scaling: float) -> Spec:
-    """The Spec of a call, for dispatch."""
-    rows, heads, length, size = q.shape
-    return Spec(ATTENTION, {"B": rows, "H": heads, "L": length, "D": size}, q.dtype)
-
-
-def attention_by_torch(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, scaling: float) -> Tensor:
-    """The implementation `torch`: scaled_dot_product_attention."""
-    group = q.shape[1] // k.shape[1]
-    if seen is not None and group > 1:  # torch's fast attention kernels take a mask or grouped heads, not both
-        k, v, group = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), 1
-    return functional.scaled_dot_product_attention(
-        q, k, v, attn_mask=seen, is_causal=seen is None, scale=scaling, enable_gqa=group > 1
+    y: Tensor = flash_attention.function(
+        q, keys, values, seen.ranges, seen.bias, None, True, seen.window, shape.softcap, shape.scaling
     )
+    return y.view(batch * length, -1)
 
 
 KERNELS = {
@@ -126,11 +132,5 @@ KERNELS = {
             "triton": Implementation(rotate_by_triton, triton_why_not),
             "torch": Implementation(rotate_reference_, dispatch.anywhere),
         },
-    ),
-    ATTENTION: Kernel(
-        attention_by_torch,
-        attention_reference,
-        attention_spec,
-        {"torch": Implementation(attention_by_torch, dispatch.anywhere)},
     ),
 }

@@ -18,68 +18,88 @@ WARPS = 4
 
 
 @triton.jit
-def _normed(low, high, weight, columns, inside, half, eps, NORM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Both halves of a row divided by its root mean square, times weight; rounded where transformers rounds."""
-    if NORM:
-        kind: tl.constexpr = low.dtype
-        first, second = low.to(tl.float32), high.to(tl.float32)
-        squares = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
-        factor = tl.rsqrt(squares / (2 * half) + eps)[:, None]
-        scales = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
-        low = ((first * factor).to(kind).to(tl.float32) * scales).to(kind)
-        scales = tl.load(weight + half + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
-        high = ((second * factor).to(kind).to(tl.float32) * scales).to(kind)
-    return low, high
+def _scaled(part, factor, weight, columns, inside, PLUS_ONE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Columns of rows times factor and weight, rounded where transformers rounds."""
+    kind: tl.constexpr = part.dtype
+    scales = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
+    normal = part.to(tl.float32) * factor
+    if PLUS_ONE:
+        return (normal * (scales + 1.0)).to(kind)
+    return (normal.to(kind).to(tl.float32) * scales).to(kind)
+
+
+@triton.jit
+def _squares(part):  # type: ignore[no-untyped-def]
+    """The sum of the squares of each row."""
+    return tl.sum(part.to(tl.float32) * part.to(tl.float32), axis=1)
 
 
 @triton.jit(do_not_specialize=["length"])
 def _rotate(  # type: ignore[no-untyped-def]
     qkv, positions, inv_freq, q_norm, k_norm, keys, values, length, capacity, heads, kv_heads, rope_scaling, eps,
-    NORM: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr, HEADS: tl.constexpr,
+    NORM: tl.constexpr, PLUS_ONE: tl.constexpr, SIZE: tl.constexpr, ROTARY: tl.constexpr, WIDE: tl.constexpr,
+    REST: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     row, slot = token // length, token % length
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    columns, half = tl.arange(0, WIDE), SIZE // 2
-    inside, every = columns < half, heads + 2 * kv_heads
-    both = (head < every)[:, None] & inside[None, :]
-    given = qkv + (token * every + head)[:, None] * SIZE + columns[None, :]
+    half: tl.constexpr = ROTARY // 2
+    columns, further = tl.arange(0, WIDE), ROTARY + tl.arange(0, REST)
+    inside, beyond, every = columns < half, further < SIZE, heads + 2 * kv_heads
+    both, rest = (head < every)[:, None] & inside[None, :], (head < every)[:, None] & beyond[None, :]
+    start = qkv + (token * every + head)[:, None] * SIZE
     kind: tl.constexpr = qkv.dtype.element_ty
-    low, high = tl.load(given, mask=both, other=0.0), tl.load(given + half, mask=both, other=0.0)
+    own = start + columns[None, :]
+    low, high = tl.load(own, mask=both, other=0.0), tl.load(own + half, mask=both, other=0.0)
+    last = tl.load(start + further[None, :], mask=rest, other=0.0)  # of a partial embedding: not rotated
     angle = tl.load(positions + token).to(tl.float32) * tl.load(inv_freq + columns, mask=inside, other=0.0).to(
         tl.float32
     )
     cos = (tl.cos(angle) * rope_scaling).to(kind).to(tl.float32)[None, :]
     sin = (tl.sin(angle) * rope_scaling).to(kind).to(tl.float32)[None, :]
     is_q, is_v = (head < heads)[:, None], (head >= heads + kv_heads)[:, None]
+    first, second, third = low, high, last
     if NORM:
-        q_low, q_high = _normed(low, high, q_norm, columns, inside, half, eps, NORM)
-        k_low, k_high = _normed(low, high, k_norm, columns, inside, half, eps, NORM)
-        rotated_low, rotated_high = tl.where(is_q, q_low, k_low), tl.where(is_q, q_high, k_high)
-    else:
-        rotated_low, rotated_high = low, high
-    first, second = rotated_low.to(tl.float32), rotated_high.to(tl.float32)
-    rotated_low = ((first * cos).to(kind).to(tl.float32) - (second * sin).to(kind).to(tl.float32)).to(kind)
-    rotated_high = ((second * cos).to(kind).to(tl.float32) + (first * sin).to(kind).to(tl.float32)).to(kind)
-    tl.store(given, rotated_low, mask=both & is_q)
-    tl.store(given + half, rotated_high, mask=both & is_q)
+        factor = tl.rsqrt((_squares(low) + _squares(high) + _squares(last)) / SIZE + eps)[:, None]
+        first = tl.where(is_q, _scaled(low, factor, q_norm, columns, inside, PLUS_ONE),
+                         _scaled(low, factor, k_norm, columns, inside, PLUS_ONE))  # fmt: skip
+        second = tl.where(is_q, _scaled(high, factor, q_norm, half + columns, inside, PLUS_ONE),
+                          _scaled(high, factor, k_norm, half + columns, inside, PLUS_ONE))  # fmt: skip
+        third = tl.where(is_q, _scaled(last, factor, q_norm, further, beyond, PLUS_ONE),
+                         _scaled(last, factor, k_norm, further, beyond, PLUS_ONE))  # fmt: skip
+    a, b = first.to(tl.float32), second.to(tl.float32)
+    first = ((a * cos).to(kind).to(tl.float32) - (b * sin).to(kind).to(tl.float32)).to(kind)
+    second = ((b * cos).to(kind).to(tl.float32) + (a * sin).to(kind).to(tl.float32)).to(kind)
+    tl.store(own, first, mask=both & is_q)
+    tl.store(own + half, second, mask=both & is_q)
+    if NORM:
+        tl.store(start + further[None, :], third, mask=rest & is_q)
     kv = tl.where(head >= heads + kv_heads, head - heads - kv_heads, head - heads)
-    place = (((row * kv_heads + kv) * capacity + slot) * SIZE)[:, None] + columns[None, :]
-    of_k = both & (head >= heads)[:, None] & (head < heads + kv_heads)[:, None]
-    tl.store(keys + place, rotated_low, mask=of_k)
-    tl.store(keys + place + half, rotated_high, mask=of_k)
-    tl.store(values + place, low, mask=both & is_v)
-    tl.store(values + place + half, high, mask=both & is_v)
+    place = (((row * kv_heads + kv) * capacity + slot) * SIZE)[:, None]
+    of_k = (head >= heads)[:, None] & (head < heads + kv_heads)[:, None]
+    tl.store(keys + place + columns[None, :], first, mask=both & of_k)
+    tl.store(keys + place + half + columns[None, :], second, mask=both & of_k)
+    tl.store(keys + place + further[None, :], third, mask=rest & of_k)
+    tl.store(values + place + columns[None, :], low, mask=both & is_v)
+    tl.store(values + place + half + columns[None, :], high, mask=both & is_v)
+    tl.store(values + place + further[None, :], last, mask=rest & is_v)
+
+
+def widths(shape: AttentionShape) -> dict[str, int]:
+    """Sizes of the kernel: of a head, of its rotated columns, and of the parts that a program holds."""
+    rotary = shape.rotary_dim
+    rest = triton.next_power_of_2(max(1, shape.size - rotary))
+    return {"SIZE": shape.size, "ROTARY": rotary, "WIDE": triton.next_power_of_2(rotary // 2), "REST": rest}
 
 
 def rotate_(qkv: Tensor, positions: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape) -> None:
-    """As the operation; all tensors must be contiguous."""
+    """As the operation; qkv and positions are contiguous, keys and values slots of a contiguous cache."""
     every = shape.heads + 2 * shape.kv_heads
     norms = (qkv if shape.q_norm is None else shape.q_norm, qkv if shape.k_norm is None else shape.k_norm)
     if qkv.shape[0]:
         with on(qkv):
             _rotate[(qkv.shape[0], cdiv(every, HEADS))](
-                qkv, positions, shape.inv_freq, *norms, keys, values, positions.shape[1], keys.shape[2],
-                shape.heads, shape.kv_heads, shape.rope_scaling, shape.eps,
-                shape.q_norm is not None, shape.size, triton.next_power_of_2(shape.size // 2), HEADS, num_warps=WARPS,
+                qkv, positions, shape.inv_freq, *norms, keys, values, positions.shape[1], keys.stride(1) // shape.size,
+                shape.heads, shape.kv_heads, shape.rope_scaling, shape.eps, NORM=shape.q_norm is not None,
+                PLUS_ONE=shape.plus_one, **widths(shape), HEADS=HEADS, num_warps=WARPS,
             )  # fmt: skip

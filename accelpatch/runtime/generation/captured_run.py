@@ -63,10 +63,11 @@ class CapturedRun:
     def prompt(self, ids: Tensor, config: Any, kwargs: dict[str, Any]) -> Tensor:
         """Logits [B, V] float32 after the prompt. If the model's own forward cached it, the cache is moved."""
         cache = kwargs[CACHE]
-        reason = why_not_fused(self.step, ids, config, kwargs)
+        reason = why_not_fused(self.step, ids, kwargs)
         if reason is None:
             graph = self.runtime.graph(self.step.batch.device)
-            logits, length = fused_prompt(self.step, ids, kwargs, graph), ids.shape[1]
+            chunk = getattr(config, "prefill_chunk_size", None)
+            logits, length = fused_prompt(self.step, ids, kwargs, graph, chunk), ids.shape[1]
             outputs: Any = CausalLMOutputWithPast(**{CACHE: cache})
             self.runtime.paths[FUSED_PROMPT] += 1
         else:

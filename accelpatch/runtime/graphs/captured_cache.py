@@ -14,6 +14,7 @@ from accelpatch.fusion.cache_name import CACHE
 from accelpatch.runtime.graphs.cache_contents import why_not
 
 SMALLEST = 256  # least capacity in tokens
+LONG, STEP = 8192, 2048  # capacities beyond LONG are multiples of STEP
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,9 @@ def new_cache(shapes: Sequence[LayerShape], batch: int, capacity: int, slot: Ten
 
 
 def capacity_for(length: int, longest: int | None) -> int:
-    """A capacity for `length` tokens: a power of two, at most `longest` rounded up to a multiple of 64."""
-    room = max(SMALLEST, 1 << (length - 1).bit_length())
+    """A capacity for `length` tokens: a power of two, and beyond LONG, where half of one would be gigabytes, a multiple
+    of STEP; at most `longest` rounded up to a multiple of 64."""
+    room = max(SMALLEST, 1 << (length - 1).bit_length()) if length <= LONG else -(-length // STEP) * STEP
     return room if longest is None else max(length, min(room, -(-longest // 64) * 64))
 
 

@@ -105,10 +105,12 @@ class CapturedStep:
         logits: Tensor = outputs.logits[:, -1]
         return logits
 
-    def prompt(self, ids: Tensor, positions: Tensor, mask: Tensor | None, last: Tensor | None = None) -> Tensor:
+    def prompt(
+        self, ids: Tensor, positions: Tensor, mask: Tensor | None, last: Tensor | None = None, chunk: int | None = None
+    ) -> Tensor:
         """Logits [B, V] after a prompt, by fused layers into the empty cache; see FusedModel.prompt."""
         assert self._fused is not None
-        return self._fused.prompt(ids, positions, mask, self.cache, last)
+        return self._fused.prompt(ids, positions, mask, self.cache, last, chunk)
 
     @property
     def fused(self) -> bool:

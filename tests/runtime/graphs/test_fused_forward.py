@@ -21,7 +21,7 @@ from tests.support.steps import stock
 from tests.support.tiny import CAUSAL, full_batch, padded_batch
 
 NAMES = ("llama", "mistral", "qwen2", "qwen3", "phi3")
-CAPPED = ("gemma2", "gemma3")  # whose attention is not the fused prompt's
+CAPPED = ("gemma2", "gemma3", "glm", "stablelm", "phi")  # capped scores, other norms, or a partial rotary embedding
 
 
 def more(batch: dict[str, Tensor], count: int) -> dict[str, Tensor]:
@@ -107,12 +107,13 @@ def test_what_the_modules_give(name: str, call: str, recipe: str) -> None:
     assert paths(model).get(FORWARD, 0) >= 2
 
 
+@pytest.mark.parametrize("call", ["ids", "positions", "right", "continued", "cache"])
 @pytest.mark.parametrize("name", CAPPED)
 @torch.no_grad()
-def test_other_attention_runs_its_modules(name: str) -> None:
+def test_attention_of_gemmas_kind(name: str, call: str) -> None:
     model = patched(name)
-    assert_close(CALLS["ids"](model), CALLS["ids"](stock(model)))
-    assert FORWARD not in paths(model)
+    assert_close(CALLS[call](model), CALLS[call](stock(model)))
+    assert paths(model)[FORWARD] >= 1
 
 
 @pytest.mark.parametrize("eager", [False, True], ids=["sdpa", "eager"])
