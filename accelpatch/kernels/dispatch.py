@@ -53,7 +53,10 @@ TABLE: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "reorder": ("reorder", ("triton", "operations")),
     "layernorm_q": ("layernorm_q", ("triton", "torch")),
     "int8_attention": ("int8_attention", ("triton", "torch")),
-    "flash_attention": ("flash_attention", ("sdpa_cudnn", "sdpa_flash", "sdpa_efficient", "sdpa", "eager")),
+    "flash_attention": (
+        "flash_attention",
+        ("triton", "sdpa_cudnn", "sdpa_flash", "sdpa_efficient", "sdpa", "eager"),
+    ),
     "rotary_cos_sin": ("rope", ("triton", "torch")),
     "gated_activation": ("gated_activation", ("triton", "torch")),
     "decode_attention": ("decode_attention", ("hip", "triton", "torch")),

@@ -18,10 +18,10 @@ HALVES = (torch.bfloat16, torch.float16)
 #: name of a kind of device and dtype -> implementations, the preferred one first
 ORDERS: Mapping[str, Sequence[str]] = {
     "cpu": ("sdpa", "eager"),
-    "sm_90": ("sdpa_cudnn", "sdpa_flash", "sdpa", "eager"),
-    "nvidia": ("sdpa_flash", "sdpa_cudnn", "sdpa", "eager"),
-    "amd": ("sdpa_flash", "sdpa", "eager"),
-    "wide": ("sdpa_efficient", "sdpa", "eager"),  # float32 on a GPU
+    "sm_90": ("sdpa_cudnn", "sdpa_flash", "triton", "sdpa", "eager"),
+    "nvidia": ("sdpa_flash", "triton", "sdpa_cudnn", "sdpa", "eager"),
+    "amd": ("sdpa_flash", "triton", "sdpa", "eager"),
+    "wide": ("sdpa_efficient", "sdpa", "triton", "eager"),  # float32 and float64 on a GPU
 }
 
 
