@@ -19,7 +19,7 @@ FORMS: dict[str, tuple[dict[str, int], tuple[int, ...]]] = {
 }
 PROMPT = 4096
 NONE = {"RANGES": False, "CAUSAL": False, "WINDOW": False, "BIAS": flash_attention.NO_BIAS, "SINKS": False,
-        "CAP": False}  # fmt: skip
+        "CAP": False, "TMA": False}  # fmt: skip
 
 
 def kernels_of_attention(arch: str) -> dict[str, tuple[object, ...]]:
@@ -27,10 +27,13 @@ def kernels_of_attention(arch: str) -> dict[str, tuple[object, ...]]:
     made: dict[str, tuple[object, ...]] = {}
     for name, size in ((name, size) for name, (_, sizes) in FORMS.items() for size in sizes):
         form = NONE | FORMS[name][0]
+        plain = not (form["RANGES"] or form["WINDOW"] or form["BIAS"])
         masks = "bias" if form["BIAS"] else "ranges" if form["RANGES"] else ""
         tile = chosen(KNOWN[arch], size, torch.bfloat16, bool(form["CAUSAL"]), PROMPT, masks)
         bias = "*u8" if form["BIAS"] == flash_attention.SHOWS else "*bf16"
-        types = (*("*bf16",) * 3, "*i32", bias, *("*bf16",) * 2, *("i32",) * 7, "fp32", "fp32", *("i32",) * 13)
+        form["TMA"] = plain and tile.tma
+        held = f"tensordesc<bf16[1,1,{tile.n},{padded(size)}]>" if form["TMA"] else "*bf16"
+        types = ("*bf16", held, held, "*i32", bias, *("*bf16",) * 2, *("i32",) * 7, "fp32", "fp32", *("i32",) * 13)
         tiled = {"SIZE": size, "WIDE": padded(size), "BLOCK_M": tile.m, "BLOCK_N": tile.n}
         made[f"flash_attention, heads of {size}, {name}"] = (
             flash_attention.attend, types, form | tiled, tile.warps, 100, (arch,), tile.options(),

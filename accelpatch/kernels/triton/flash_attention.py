@@ -9,6 +9,9 @@ and only as many heads at a time as the L2 cache holds keys and values of. Sourc
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -18,6 +21,7 @@ from accelpatch.device import probe
 from accelpatch.kernels.triton.flash_tiles import Tile, chosen, padded
 from accelpatch.kernels.triton.launch import cdiv, on
 
+DESCRIPTORS = find_spec("triton.tools.tensor_descriptor") is not None  # since Triton 3.4
 LOG2_E = 1.4426950408889634
 L2_BYTES = 24 << 20  # of keys and values of the heads that run at a time
 LARGEST_OFFSET = 1 << 31  # of 32 bits, inside of a tile
@@ -68,8 +72,8 @@ def _scores(  # type: ignore[no-untyped-def]
 @triton.jit
 def _over(  # type: ignore[no-untyped-def]
     sums, most, total, before, begin, start, stop, queries, keys_of, values_of, bias_of, low, high, first, last,
-    scale, cap, k_n, v_n, bias_n, SIZE: tl.constexpr, LOWER: tl.constexpr, GAPS: tl.constexpr, BIAS: tl.constexpr,
-    CAP: tl.constexpr, EDGE: tl.constexpr, BLOCK_N: tl.constexpr,
+    batch, kv, scale, cap, k_n, v_n, bias_n, SIZE: tl.constexpr, LOWER: tl.constexpr, GAPS: tl.constexpr,
+    BIAS: tl.constexpr, CAP: tl.constexpr, TMA: tl.constexpr, EDGE: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """The sums of values, the largest scores and the sums of exponentials, with those of the keys from start to stop.
 
@@ -86,8 +90,12 @@ def _over(  # type: ignore[no-untyped-def]
         inside, seen = (keys >= first) & (keys < last), low < 0
         if EDGE:
             seen = _seen(keys, low, high, bias_of + far * bias_n, inside, LOWER, BIAS)
-        held = _held(keys_of + far * k_n, inside[None, :], real[:, None], EDGE, PADDED)
-        values = _held(values_of + far * v_n, inside[:, None], real[None, :], EDGE, PADDED)
+        if TMA:  # zeros beyond the last key and the last column
+            held = tl.reshape(keys_of.load([batch, kv, at, 0]), (BLOCK_N, queries.shape[1])).T
+            values = tl.reshape(values_of.load([batch, kv, at, 0]), (BLOCK_N, queries.shape[1]))
+        else:
+            held = _held(keys_of + far * k_n, inside[None, :], real[:, None], EDGE, PADDED)
+            values = _held(values_of + far * v_n, inside[:, None], real[None, :], EDGE, PADDED)
         s = _scores(queries, held, bias_of + far * bias_n, seen, inside, scale, cap, CAP, BIAS, EDGE)
         times: tl.constexpr = CAP or BIAS == _ADDS
         larger = tl.maximum(most, tl.max(s, axis=1) if times else tl.max(s, axis=1) * scale)
@@ -156,7 +164,7 @@ def attend(  # type: ignore[no-untyped-def]
     q, k, v, ranges, bias, sinks, y, length, keys, heads, group, blocks, section, window, scale, cap,
     q_b, q_h, q_m, k_b, k_h, k_n, v_b, v_h, v_n, bias_b, bias_h, bias_m, bias_n,
     RANGES: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BIAS: tl.constexpr, SINKS: tl.constexpr,
-    CAP: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
+    CAP: tl.constexpr, TMA: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     block, batch, head = _place(length, heads, blocks, section)
@@ -166,12 +174,12 @@ def attend(  # type: ignore[no-untyped-def]
         ranges, batch, top, row, length, keys, window, RANGES, CAUSAL, WINDOW, BLOCK_M
     )
     near, far, of, kv = row - top, top.to(tl.int64), batch.to(tl.int64), (head // group).to(tl.int64)
-    queries = tl.load(
-        q + of * q_b + head.to(tl.int64) * q_h + far * q_m + (near[:, None] * q_m + columns[None, :]),
-        mask=(columns < SIZE)[None, :], other=0.0,
-    )  # fmt: skip
-    keys_of = k + of * k_b + kv * k_h + (ahead[None, :] * k_n + columns[:, None])
-    values_of = v + of * v_b + kv * v_h + (ahead[:, None] * v_n + columns[None, :])
+    q_tile = q + of * q_b + head.to(tl.int64) * q_h + far * q_m + (near[:, None] * q_m + columns[None, :])
+    queries = tl.load(q_tile, mask=(columns < SIZE)[None, :], other=0.0)
+    keys_of, values_of = k, v
+    if not TMA:
+        keys_of += of * k_b + kv * k_h + (ahead[None, :] * k_n + columns[:, None])
+        values_of += of * v_b + kv * v_h + (ahead[:, None] * v_n + columns[None, :])
     bias_of = bias + of * bias_b + head.to(tl.int64) * bias_h + far * bias_m
     bias_of += near[:, None] * bias_m + ahead[None, :] * bias_n if BIAS else 0
     sums = tl.zeros([BLOCK_M, WIDE], tl.float32)
@@ -185,8 +193,8 @@ def attend(  # type: ignore[no-untyped-def]
         if stop > start - more * BLOCK_N:  # or ptxas serialises the products of a loop that may have no iteration
             sums, most, total = _over(
                 sums, most, total, more, begin, start, stop,
-                queries, keys_of, values_of, bias_of, low, high, first, last, scale, cap, k_n, v_n, bias_n,
-                SIZE, LOWER, RANGES or BIAS == _SHOWS, BIAS, CAP, edge == 1, BLOCK_N,
+                queries, keys_of, values_of, bias_of, low, high, first, last, batch, head // group, scale, cap,
+                k_n, v_n, bias_n, SIZE, LOWER, RANGES or BIAS == _SHOWS, BIAS, CAP, TMA, edge == 1, BLOCK_N,
             )  # fmt: skip
     sums = sums / tl.where(total == 0.0, 1.0, total)[:, None]
     out = y + ((of * length + far) * heads + head) * SIZE + (near[:, None] * heads * SIZE + columns[None, :])
@@ -197,6 +205,27 @@ def _rows(one: Tensor) -> Tensor:
     """The tensor with a contiguous last dimension, and rows near enough to each other for 32 bits inside a tile."""
     far = one.stride(-1) != 1 or one.stride(-2) * 256 >= LARGEST_OFFSET
     return one.contiguous() if far else one
+
+
+def _bias(q: Tensor, bias: Tensor | None, keys: int) -> tuple[int, Tensor, tuple[int, ...]]:
+    """The kind of a bias, the bias as the kernel takes it, and its strides."""
+    if bias is None:
+        return NO_BIAS, q, (0,) * 4
+    spread = bias.expand(*q.shape[:3], keys)
+    if bias.dtype != torch.bool:
+        return ADDS, spread, spread.stride()
+    return SHOWS, spread.view(torch.uint8), spread.stride()
+
+
+def _descriptors(k: Tensor, v: Tensor, tile: Tile) -> tuple[Any, Any] | None:
+    """k and v as descriptors of tiles, for Hopper's TMA; None where their places are no multiples of 16 bytes."""
+    places = [one.data_ptr() for one in (k, v)] + [at * one.element_size() for one in (k, v) for at in one.stride()[:3]]
+    if not tile.tma or not DESCRIPTORS or any(place % 16 or not place for place in places):
+        return None
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    block = [1, 1, tile.n, padded(k.shape[3])]
+    return tuple(TensorDescriptor(one, list(one.shape), list(one.stride()), block) for one in (k, v))
 
 
 def flash_attention(
@@ -214,18 +243,17 @@ def flash_attention(
     tile = configuration or chosen(probe(q.device), size, q.dtype, causal, length, masks)
     blocks, group = cdiv(length, tile.m), heads // kv_heads
     section = group * max(1, L2_BYTES // (2 * keys * size * q.element_size()))
-    kind = NO_BIAS if bias is None else SHOWS if bias.dtype == torch.bool else ADDS
-    shown = q if bias is None else bias.expand(b, heads, length, keys)
-    shown = shown.view(torch.uint8) if kind == SHOWS else shown
-    strides = shown.stride() if kind else (0,) * 4
-    scale, cap = scaling * LOG2_E, softcap * LOG2_E
+    kind, shown, strides = _bias(q, bias, keys)
+    scale, cap, limited = scaling * LOG2_E, softcap * LOG2_E, 0 < window < keys
+    # TMA loads whole tiles, hidden keys among them: only where each key of the call is seen
+    tiled = None if ranges is not None or kind or limited else _descriptors(k, v, tile)
     with on(q):
         attend[(blocks * b * heads,)](
-            q, k, v, q if ranges is None else ranges.contiguous(), shown, q if sinks is None else sinks.contiguous(), y,
-            length, keys, heads, group, blocks, min(section, b * heads), window,
-            2 * scale / softcap if softcap else scale, cap,
+            q, *(tiled or (k, v)), q if ranges is None else ranges.contiguous(), shown,
+            q if sinks is None else sinks.contiguous(), y, length, keys, heads, group, blocks, min(section, b * heads),
+            window, 2 * scale / softcap if softcap else scale, cap,
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *strides,
-            ranges is not None, causal, 0 < window < keys, kind, sinks is not None, softcap > 0,
+            ranges is not None, causal, limited, kind, sinks is not None, softcap > 0, tiled is not None,
             size, padded(size), tile.m, tile.n, **tile.options(),
         )  # fmt: skip
     return y

@@ -15,13 +15,16 @@ LEAST_WIDE = 16  # what a matrix instruction takes
 @dataclass(frozen=True)
 class Tile:
     """Queries and keys of a program's tile; its warps and pipeline stages. per_simd: of AMD, the wavefronts of a SIMD
-    that registers must leave room for (waves_per_eu); 0: as the compiler likes."""
+    that registers must leave room for (waves_per_eu); 0: as the compiler likes. tma: keys and values are loaded by
+    Hopper's TMA, where the call allows that.
+    """
 
     m: int
     n: int
     warps: int
     stages: int
     per_simd: int = 0
+    tma: bool = False
 
     def options(self) -> dict[str, int]:
         """Triton's launch options."""
@@ -39,9 +42,9 @@ Both = tuple[Tile, Tile]  # for causal attention, and for that of all keys
 
 #: (arch or vendor, padded head size) -> the preferred tiles
 TILES: Mapping[tuple[str, int], Both] = {
-    ("sm_90", 64): (Tile(128, 128, 8, 3), Tile(128, 128, 8, 3)),
-    ("sm_90", 128): (Tile(128, 64, 8, 3), Tile(128, 128, 8, 2)),
-    ("sm_90", 256): (Tile(128, 32, 8, 2), Tile(128, 32, 8, 2)),
+    ("sm_90", 64): (Tile(128, 128, 8, 3, tma=True), Tile(128, 128, 8, 3, tma=True)),
+    ("sm_90", 128): (Tile(128, 64, 8, 3, tma=True), Tile(128, 128, 8, 2, tma=True)),
+    ("sm_90", 256): (Tile(128, 32, 8, 2, tma=True), Tile(128, 32, 8, 2, tma=True)),
     ("nvidia", 64): (Tile(128, 64, 4, 3), Tile(128, 64, 4, 3)),
     ("nvidia", 128): (Tile(128, 32, 4, 3), Tile(128, 32, 4, 3)),
     ("nvidia", 256): (Tile(64, 32, 4, 2), Tile(64, 32, 4, 2)),
@@ -84,7 +87,10 @@ def fits(tile: Tile, device: Device, size: int, itemsize: int = 2) -> bool:
 
 def configurations(device: Device, size: int) -> tuple[Tile, ...]:
     """The tiles that a tuner tries for heads of this size in 16 bits."""
-    return tuple(tile for tile in CANDIDATES.get(device.vendor, ()) if fits(tile, device, size))
+    tiles = [tile for tile in CANDIDATES.get(device.vendor, ()) if fits(tile, device, size)]
+    if device.facts is not None and device.facts.matrix == "wgmma":
+        tiles += [replace(tile, tma=True) for tile in tiles]
+    return tuple(tiles)
 
 
 def chosen(device: Device, size: int, dtype: torch.dtype, causal: bool, length: int, masks: str = "") -> Tile:

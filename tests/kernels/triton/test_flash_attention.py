@@ -89,6 +89,28 @@ class TestSizes:
             y = run(*args, configuration=Tile(*tile, 4, 2))
         assert [found.reason for found in parity.check(OP, args, (y,))] == [""]
 
+    @pytest.mark.parametrize("case", ["all", "continued", "grouped", "softcap-and-sinks"])
+    def test_tiles_loaded_by_tma(self, case: str) -> None:
+        from accelpatch.kernels.triton import flash_attention as kernel
+        from accelpatch.kernels.triton.flash_tiles import Tile
+
+        args, tile = arguments(replace(CALLS[case], keys=77, size=80)), Tile(64, 32, 4, 2, tma=True)
+        assert kernel._descriptors(*args[1:3], tile) is not None
+        with poisoned():
+            y = kernel.flash_attention(*args, configuration=tile)
+        assert [found.reason for found in parity.check(OP, args, (y,))] == [""]
+
+    def test_what_tma_cannot_take_is_loaded_without(self) -> None:
+        from accelpatch.kernels.triton import flash_attention as kernel
+        from accelpatch.kernels.triton.flash_tiles import Tile
+
+        q, k, v, *rest = arguments(Call(1, 2, 2, 40, 50, 20))
+        tile = Tile(32, 32, 4, 2, tma=True)
+        assert kernel._descriptors(k, v, tile) is None, "rows of 40 bytes"
+        assert kernel._descriptors(k.expand(2, -1, -1, -1), v, tile) is None, "a stride of 0"
+        y = kernel.flash_attention(q, k, v, *rest, configuration=tile)
+        assert [found.reason for found in parity.check(OP, (q, k, v, *rest), (y,))] == [""]
+
     def test_heads_share_the_cache_in_sections(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Two KV heads at a time, of five: the last section is narrower."""
         from accelpatch.kernels.triton import flash_attention as kernel
