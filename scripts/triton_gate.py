@@ -3,8 +3,9 @@
     python scripts/triton_gate.py
 
 Kernels that begin while the one before them ends are compiled for sm_90 too: they wait before they touch memory. So are
-products of 8-bit floats: they run on its matrix unit. Needs Triton (any build of it compiles for all). `make gate` runs
-this. It says nothing about speed or right results: the numbers are tested through Triton's interpreter and on GPUs.
+products of 8-bit floats and attention: they run on its matrix unit, attention's without waiting for each other. Needs
+Triton (any build of it compiles for all). `make gate` runs this. It says nothing about speed or right results: the
+numbers are tested through Triton's interpreter and on GPUs.
 """
 
 from __future__ import annotations
@@ -12,18 +13,16 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from gates.attention import kernels_of_attention
 from gates.blocks import kernels_of_blocks
+from gates.builds import ARCHS, Build, compiled, impatient, no_matrix_unit, slow_on_hopper
 from gates.experts import kernels_of_experts
 
 from accelpatch.kernels.triton import (
@@ -46,24 +45,8 @@ from accelpatch.kernels.triton import (
 )
 from accelpatch.kernels.triton import gemm_w8a8_kernels as kernels
 
-ARCHS = ("gfx90a", "gfx942", "gfx950")
 WAVE = 64
-HOPPER = GPUTarget("cuda", 90, 32)
-ALIGNED = ("capacity", "heads")
-GLOBAL = re.compile(r"\b(?:ld|st|atom|red)\.(?:[a-z0-9_]+\.)*global|\bcp\.async|\bprefetch")
 SPILLS = ("vgpr_spill_count", "sgpr_spill_count", "private_segment_fixed_size")
-
-
-@dataclass(frozen=True)
-class Build:
-    """A kernel with the types of its arguments, in order, and its compile-time values, as a 7B model launches it."""
-
-    kernel: Any
-    types: tuple[str, ...]
-    constants: Mapping[str, Any]
-    warps: int = 4
-    scalars: int = 0  # scalar registers that may be kept in lanes of a vector register: no memory is touched for them
-    archs: tuple[str, ...] = ARCHS
 
 
 def sizes(block: gemm.Block) -> dict[str, int]:
@@ -242,36 +225,8 @@ BUILDS = {
     **products("fp8e4nv", "fp32", ("gfx950",), -1),
     **{name: Build(*given) for name, given in (kernels_of_experts() | kernels_of_blocks()).items()},
     **{name: Build(kernel, *given) for name, (kernel, *given) in INT8_OPT.items()},
+    **{f"{name}, {arch}": Build(*given) for arch in ARCHS for name, given in kernels_of_attention(arch).items()},
 }
-
-
-def compiled(build: Build, target: GPUTarget, **changed: Any) -> Any:
-    """A kernel for a GPU, some of its compile-time values others."""
-    names = build.kernel.arg_names
-    types = [*build.types, *("constexpr" for _ in build.constants)]
-    # as at a launch: tensors and the sizes of caches are multiples of 16
-    attrs = {
-        (place,): [["tt.divisibility", 16]]
-        for place, name in enumerate(names)
-        if types[place][0] == "*" or name in ALIGNED
-    }
-    source = ASTSource(build.kernel, dict(zip(names, types, strict=True)), dict(build.constants) | changed, attrs)
-    return triton.compile(source, target=target, options={"num_warps": build.warps})
-
-
-def impatient(build: Build) -> list[str]:
-    """What is wrong with the order of a kernel that begins early."""
-    code = compiled(build, HOPPER, DEPENDENT=True).asm["ptx"]
-    wait, touch = code.find("griddepcontrol.wait"), GLOBAL.search(code)
-    if wait < 0 or touch is None:
-        return ["it does not wait" if wait < 0 else "it touches no memory"]
-    return ["it touches memory before it waits"] if touch.start() < wait else []
-
-
-def no_matrix_unit(build: Build) -> list[str]:
-    """What is wrong with products of 8-bit floats on Hopper, whose unit's sums go into float32 ones."""
-    code = compiled(build, HOPPER, FLOAT=64).asm["ptx"]
-    return [] if re.search(r"wgmma\S+\.f32\.e4m3\.e4m3", code) else ["no product of 8-bit floats"]
 
 
 def faults(arch: str, build: Build) -> list[str]:
@@ -295,7 +250,10 @@ def main() -> None:
     fp8 = {name: one for name, one in hopper.items() if "*fp8e4nv" in one.types and "TILE_K" in one.constants}
     bad += [f"sm_90 {name}: {fault}" for name, build in overlapped.items() for fault in impatient(build)]
     bad += [f"sm_90 {name}: {fault}" for name, build in fp8.items() for fault in no_matrix_unit(build)]
-    kernels = f"{len(BUILDS)} Triton kernels for {', '.join(ARCHS)}, {len(overlapped) + len(fp8)} for sm_90"
+    attention = {name: Build(*given) for name, given in kernels_of_attention("sm_90").items()}
+    bad += [f"sm_90 {name}: {fault}" for name, build in attention.items() for fault in slow_on_hopper(build)]
+    on_hopper = len(overlapped) + len(fp8) + len(attention)
+    kernels = f"{len(BUILDS)} Triton kernels for {', '.join(ARCHS)}, {on_hopper} for sm_90"
     print("\n".join([*bad, f"{kernels}, {len(bad)} faults"]))
     sys.exit(bool(bad))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import runpy
@@ -113,6 +114,28 @@ def test_run_by_its_path(name: str, tmp_path: Path) -> None:
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
     assert "--libraries" in done.stdout
+
+
+def test_attention_is_timed_on_a_cpu_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drawn, figures = tmp_path / "rates.png", tmp_path / "rates.json"
+    words = ["--tiny", "--only", "sdpa", "eager", "--json", str(figures)]
+    words += ["--picture", str(drawn)] if find_spec("matplotlib") else []
+    monkeypatch.setattr(sys, "argv", ["bench_flash.py", *words])
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    runpy.run_path(str(SCRIPTS / "bench_flash.py"))["main"]()
+    printed = capsys.readouterr().out
+    assert "checks of parity passed" in printed
+    assert printed.count("| sdpa |") == 1 + 4  # the head of the table, and what was chosen for each of its lines
+    rates = [one["tflops"] for one in json.loads(figures.read_text())["figures"]]
+    assert all(one.keys() == {"sdpa", "eager"} and min(one.values()) > 0 for one in rates)
+    assert drawn.is_file() == bool(find_spec("matplotlib"))
+
+
+def test_a_benchmark_of_an_unknown_implementation_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("bench_flash.py", "--only", "abacus") == 2
+    assert "there is no abacus; there are triton" in capsys.readouterr().err
 
 
 def test_every_script_that_is_named_is_there() -> None:

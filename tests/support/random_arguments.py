@@ -145,10 +145,8 @@ def random_args(op: str, rng: random.Random, generator: torch.Generator, dtype: 
         return random_w8a8(op, rng, generator, dtype)
     if op.startswith(("packed_", "block_")):
         return (random_pack if op.startswith("packed_") else random_args_of_blocks)(op, rng, generator, dtype)
-    if op == "flash_attention":
-        return random_attention(rng, generator, dtype)
-    if op == "tiled_int4_linear":
-        return random_tiles(rng, generator, dtype)
+    if op in ("flash_attention", "tiled_int4_linear"):
+        return (random_attention if op == "flash_attention" else random_tiles)(rng, generator, dtype)
     m, n, k, groups = rng.choice(M), rng.randint(1, 70), rng.randint(1, 70), rng.choice((1, 2, 3))
     k = 2 * groups * k if op == "int4_linear" else groups * k
     x, scale, bias = (

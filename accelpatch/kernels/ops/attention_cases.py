@@ -33,7 +33,7 @@ CALLS = {
     "one-key": Call(2, 2, 2, 1, 1, 16),
     "grouped": Call(2, 4, 2, 7, 7, 64),
     "no-queries": Call(length=0, keys=5),
-    "step": Call(2, 4, 1, 1, 33, 80, window=9),
+    "step": Call(2, 4, 1, 3, 33, 80, window=9),
     "continued": Call(length=19, keys=70, size=96),
     "all": Call(length=33, keys=65, causal=False, size=40),
     "window": Call(length=70, keys=70, window=20, size=32),

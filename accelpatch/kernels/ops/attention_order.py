@@ -20,10 +20,10 @@ HALVES = (torch.bfloat16, torch.float16)
 #: name of a kind of device and dtype -> implementations, the preferred one first
 ORDERS: Mapping[str, Sequence[str]] = {
     "cpu": ("sdpa", "eager"),
-    "sm_90": ("flash_attn_3", "sdpa_cudnn", "hub", "flash_attn_2", "sdpa_flash", "xformers", "sdpa", "eager"),
-    "nvidia": ("flash_attn_2", "hub", "sdpa_flash", "sdpa_cudnn", "xformers", "sdpa", "eager"),
-    "amd": ("aiter", "flash_attn_2", "hub", "sdpa_flash", "xformers", "sdpa", "eager"),
-    "wide": ("sdpa_efficient", "sdpa", "eager"),  # float32 on a GPU
+    "sm_90": ("flash_attn_3", "sdpa_cudnn", "hub", "flash_attn_2", "sdpa_flash", "triton", "xformers", "sdpa", "eager"),
+    "nvidia": ("flash_attn_2", "hub", "sdpa_flash", "triton", "sdpa_cudnn", "xformers", "sdpa", "eager"),
+    "amd": ("aiter", "flash_attn_2", "hub", "sdpa_flash", "triton", "xformers", "sdpa", "eager"),
+    "wide": ("sdpa_efficient", "sdpa", "triton", "eager"),  # float32 and float64 on a GPU
 }
 
 

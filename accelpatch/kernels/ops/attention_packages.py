@@ -94,6 +94,10 @@ def hub_why_not(spec: Spec, device: Device) -> str | None:
     return None if on_disk() is not None else f"none of {', '.join(HUB)} of kernels-community lies in the hub's cache"
 
 
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(name)
+
+
 @functools.cache
 def on_disk() -> tuple[Path, str] | None:
     """(snapshot, package) of a flash-attn kernel in the hub's cache, or None. Nothing is fetched."""
@@ -109,7 +113,7 @@ def on_disk() -> tuple[Path, str] | None:
 def _of_hub() -> ModuleType:
     found = on_disk()
     assert found is not None
-    made: ModuleType = importlib.import_module("kernels").get_local_kernel(*found)
+    made: ModuleType = _module("kernels").get_local_kernel(*found)
     return made
 
 
@@ -130,7 +134,7 @@ def _attend(
 
 def _of(module: str) -> Callable[[], Callable[..., Any]]:
     def function() -> Callable[..., Any]:
-        found: Callable[..., Any] = importlib.import_module(module).flash_attn_func
+        found: Callable[..., Any] = _module(module).flash_attn_func
         return found
 
     return function
@@ -141,7 +145,7 @@ def by_xformers(
     sinks: Tensor | None = None, causal: bool = True, window: int = 0, softcap: float = 0.0, scaling: float = 1.0,
 ) -> Tensor:  # fmt: skip
     """The implementation `xformers`: grouped heads as a dimension of their own, [B, L, Hkv, Hq / Hkv, D]."""
-    fmha = importlib.import_module("xformers.ops")
+    fmha = _module("xformers.ops")
     group = q.shape[1] // k.shape[1]
     q = q.transpose(1, 2).unflatten(2, (k.shape[1], group))
     k, v = (one.transpose(1, 2)[:, :, :, None].expand(-1, -1, -1, group, -1) for one in (k, v))

@@ -16,6 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from accelpatch.device import Device
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.dispatch import FLOATS, require
 from accelpatch.kernels.operation import operation
@@ -25,8 +26,11 @@ from accelpatch.kernels.ops.attention_mask import by_token, combined, emptied, s
 from accelpatch.kernels.ops.attention_order import order
 from accelpatch.kernels.ops.linear import say
 from accelpatch.kernels.spec import Implementation, Kernel, Spec
+from accelpatch.kernels.triton import launch
 
 OP = "flash_attention"
+LARGEST_HEAD, LARGEST_WIDE_HEAD = 256, 128  # of the Triton kernel, and of it in float32
+MOST_PROGRAMS = (1 << 31) - 1  # of a launch
 
 
 def reference(
@@ -84,6 +88,28 @@ def by_eager(
     if mask is not None:
         p = p.masked_fill(s.isneginf(), 0)  # of a query that sees nothing
     return by_token(p.to(v.dtype) @ v)
+
+
+def triton_why_not(spec: Spec, device: Device) -> str | None:
+    """Why `by_triton` cannot run a spec; None where it can."""
+    sizes, largest = spec.sizes, LARGEST_WIDE_HEAD if spec.dtype == torch.float32 else LARGEST_HEAD
+    if sizes["D"] > largest:
+        return f"the Triton kernel holds heads of up to {largest} in {spec.dtype}"
+    if spec.options["scaling"] <= 0:
+        return "the Triton kernel takes a positive scaling"
+    if sizes["B"] * sizes["H"] * sizes["L"] > MOST_PROGRAMS or max(sizes["L"], sizes["S"]) >= 1 << 30:
+        return "the Triton kernel takes fewer than 2^31 rows of all heads, and fewer than 2^30 keys"
+    return launch.why_not(device, spec.dtype)
+
+
+def by_triton(
+    q: Tensor, k: Tensor, v: Tensor, ranges: Tensor | None = None, bias: Tensor | None = None,
+    sinks: Tensor | None = None, causal: bool = True, window: int = 0, softcap: float = 0.0, scaling: float = 1.0,
+) -> Tensor:  # fmt: skip
+    """The implementation `triton`: one launch, without a matrix of scores."""
+    from accelpatch.kernels.triton.flash_attention import flash_attention as run
+
+    return run(q, k, v, ranges, bias, sinks, causal, window, softcap, scaling)
 
 
 def spec(
@@ -158,6 +184,7 @@ def _fake(
 
 
 IMPLEMENTATIONS = {
+    "triton": Implementation(by_triton, triton_why_not),
     **attention_packages.IMPLEMENTATIONS,
     **attention_sdpa.IMPLEMENTATIONS,
     "eager": Implementation(by_eager, dispatch.anywhere),

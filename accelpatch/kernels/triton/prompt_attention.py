@@ -34,6 +34,25 @@ def _squares(part):  # type: ignore[no-untyped-def]
     return tl.sum(part.to(tl.float32) * part.to(tl.float32), axis=1)
 
 
+@triton.jit
+def _normed(part, factor, is_q, q_norm, k_norm, columns, inside, PLUS_ONE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Columns of rows of q and k after their norms."""
+    of_q = _scaled(part, factor, q_norm, columns, inside, PLUS_ONE)
+    return tl.where(is_q, of_q, _scaled(part, factor, k_norm, columns, inside, PLUS_ONE))
+
+
+@triton.jit
+def _rotated(first, second, angle, rope_scaling):  # type: ignore[no-untyped-def]
+    """Both halves of the rotated columns, rounded as transformers rounds."""
+    kind: tl.constexpr = first.dtype
+    cos = (tl.cos(angle) * rope_scaling).to(kind).to(tl.float32)[None, :]
+    sin = (tl.sin(angle) * rope_scaling).to(kind).to(tl.float32)[None, :]
+    a, b = first.to(tl.float32), second.to(tl.float32)
+    first = ((a * cos).to(kind).to(tl.float32) - (b * sin).to(kind).to(tl.float32)).to(kind)
+    second = ((b * cos).to(kind).to(tl.float32) + (a * sin).to(kind).to(tl.float32)).to(kind)
+    return first, second
+
+
 @triton.jit(do_not_specialize=["length"])
 def _rotate(  # type: ignore[no-untyped-def]
     qkv, positions, inv_freq, q_norm, k_norm, keys, values, length, capacity, heads, kv_heads, rope_scaling, eps,
@@ -42,38 +61,26 @@ def _rotate(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     row, slot = token // length, token % length
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    half: tl.constexpr = ROTARY // 2
-    columns, further = tl.arange(0, WIDE), ROTARY + tl.arange(0, REST)
+    head, half = tl.program_id(1) * HEADS + tl.arange(0, HEADS), ROTARY // 2
+    columns, further = tl.arange(0, WIDE), ROTARY + tl.arange(0, REST)  # those of a partial embedding stay
     inside, beyond, every = columns < half, further < SIZE, heads + 2 * kv_heads
     both, rest = (head < every)[:, None] & inside[None, :], (head < every)[:, None] & beyond[None, :]
     start = qkv + (token * every + head)[:, None] * SIZE
-    kind: tl.constexpr = qkv.dtype.element_ty
-    own = start + columns[None, :]
-    low, high = tl.load(own, mask=both, other=0.0), tl.load(own + half, mask=both, other=0.0)
-    last = tl.load(start + further[None, :], mask=rest, other=0.0)  # of a partial embedding: not rotated
-    angle = tl.load(positions + token).to(tl.float32) * tl.load(inv_freq + columns, mask=inside, other=0.0).to(
-        tl.float32
-    )
-    cos = (tl.cos(angle) * rope_scaling).to(kind).to(tl.float32)[None, :]
-    sin = (tl.sin(angle) * rope_scaling).to(kind).to(tl.float32)[None, :]
+    low = tl.load(start + columns[None, :], mask=both, other=0.0)
+    high = tl.load(start + half + columns[None, :], mask=both, other=0.0)
+    last = tl.load(start + further[None, :], mask=rest, other=0.0)
     is_q, is_v = (head < heads)[:, None], (head >= heads + kv_heads)[:, None]
     first, second, third = low, high, last
     if NORM:
         factor = tl.rsqrt((_squares(low) + _squares(high) + _squares(last)) / SIZE + eps)[:, None]
-        first = tl.where(is_q, _scaled(low, factor, q_norm, columns, inside, PLUS_ONE),
-                         _scaled(low, factor, k_norm, columns, inside, PLUS_ONE))  # fmt: skip
-        second = tl.where(is_q, _scaled(high, factor, q_norm, half + columns, inside, PLUS_ONE),
-                          _scaled(high, factor, k_norm, half + columns, inside, PLUS_ONE))  # fmt: skip
-        third = tl.where(is_q, _scaled(last, factor, q_norm, further, beyond, PLUS_ONE),
-                         _scaled(last, factor, k_norm, further, beyond, PLUS_ONE))  # fmt: skip
-    a, b = first.to(tl.float32), second.to(tl.float32)
-    first = ((a * cos).to(kind).to(tl.float32) - (b * sin).to(kind).to(tl.float32)).to(kind)
-    second = ((b * cos).to(kind).to(tl.float32) + (a * sin).to(kind).to(tl.float32)).to(kind)
-    tl.store(own, first, mask=both & is_q)
-    tl.store(own + half, second, mask=both & is_q)
-    if NORM:
+        first = _normed(low, factor, is_q, q_norm, k_norm, columns, inside, PLUS_ONE)
+        second = _normed(high, factor, is_q, q_norm, k_norm, half + columns, inside, PLUS_ONE)
+        third = _normed(last, factor, is_q, q_norm, k_norm, further, beyond, PLUS_ONE)
         tl.store(start + further[None, :], third, mask=rest & is_q)
+    frequency = tl.load(inv_freq + columns, mask=inside, other=0.0).to(tl.float32)
+    first, second = _rotated(first, second, tl.load(positions + token).to(tl.float32) * frequency, rope_scaling)
+    tl.store(start + columns[None, :], first, mask=both & is_q)
+    tl.store(start + half + columns[None, :], second, mask=both & is_q)
     kv = tl.where(head >= heads + kv_heads, head - heads - kv_heads, head - heads)
     place = (((row * kv_heads + kv) * capacity + slot) * SIZE)[:, None]
     of_k = (head >= heads)[:, None] & (head < heads + kv_heads)[:, None]

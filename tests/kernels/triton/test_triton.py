@@ -21,8 +21,9 @@ from tests.support.parity import DTYPES, assert_parity, name, strided, transpose
 pytestmark = needs_triton
 RUNNING = tuple(dtype for dtype in DTYPES if not INTERPRETED or dtype != torch.bfloat16)
 OF_TRITON = [op for op, (_, names) in dispatch.TABLE.items() if "triton" in names]
-# gemv's takes sizes of large models alone: see test_weight_only_rows.py
-OPS = tuple(op for op in OF_TRITON if dispatch.kernel(op).registered and op != "gemv")
+# gemv's takes sizes of large models alone: see test_weight_only_rows.py; attention: see test_flash_attention.py
+ELSEWHERE = ("gemv", "flash_attention")
+OPS = tuple(op for op in OF_TRITON if dispatch.kernel(op).registered and op not in ELSEWHERE)
 CASES = [(op, case) for op in OPS for case in dispatch.kernel(op).cases()]
 
 

@@ -1,0 +1,226 @@
+"""Times every implementation of flash_attention that runs here, by length of the sequences; parity comes first.
+
+    python scripts/bench_flash.py [--sizes 64 128] [--kv-heads 32 8] [--lengths 2048 4096 8192 16384 32768] [--all-keys]
+        [--only triton sdpa_flash] [--tiles] [--picture FILE] [--json FILE] [--tiny]
+
+TFLOP/s are medians of graph replays, without the host's time; a causal call counts half of the products, as in
+FlashAttention's paper. q, k and v lie in memory as a model's linear layers leave them. "chosen" is the dispatcher's
+choice; its share is that of the fastest one. `--tiles` times the Triton kernel's configurations instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from accelpatch.bench.timing import Timing, measure, measure_replays
+from accelpatch.device import probe
+from accelpatch.kernels import dispatch
+from accelpatch.kernels.check import parity
+from accelpatch.kernels.ops import attention_cases
+from accelpatch.kernels.ops.flash_attention import OP, spec
+
+DTYPE = torch.bfloat16
+CHECKED = {
+    "causal": attention_cases.Call(2, 4, 2, 300, 300, 128),
+    "heads-of-80": attention_cases.Call(1, 2, 2, 129, 129, 80),
+    "all": attention_cases.Call(1, 4, 1, 200, 333, 64, causal=False),
+    "window": attention_cases.Call(1, 2, 1, 400, 400, 64, window=100),
+    "left": attention_cases.Call(3, 4, 2, 257, 257, 128, hidden="left"),
+    "packed": attention_cases.Call(1, 4, 2, 500, 500, 64, hidden="packed"),
+    "softcap": attention_cases.Call(1, 4, 2, 200, 200, 256, softcap=20.0, sinks=True),
+    "bias": attention_cases.Call(1, 2, 2, 200, 200, 64, bias="float"),
+    "mask": attention_cases.Call(2, 2, 2, 130, 260, 64, causal=False, bias="bool"),
+}
+LARGEST_SCORES = 8 << 30  # bytes of the matrix of scores that `eager` is timed with
+OURS, PEER = "triton", "sdpa_flash"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A call that is timed."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    length: int
+    size: int
+    causal: bool
+
+    @property
+    def flops(self) -> float:
+        whole = 4.0 * self.batch * self.heads * self.length * self.length * self.size
+        return whole / 2 if self.causal else whole
+
+    def arguments(self, device: torch.device) -> tuple[object, ...]:
+        """As the linear layers of a model leave them: tokens before heads."""
+
+        def random(heads: int) -> Tensor:
+            return torch.randn(self.batch, self.length, heads, self.size, device=device, dtype=DTYPE).transpose(1, 2)
+
+        rest = (None, None, None, self.causal, 0, 0.0, self.size**-0.5)
+        return (random(self.heads), random(self.kv_heads), random(self.kv_heads), *rest)
+
+
+def check(names: list[str], device: torch.device) -> int:
+    """Hold every implementation to the float rule; the number of checks. Exits where one fails."""
+    found, kernel = 0, dispatch.kernel(OP)
+    for case, call in CHECKED.items():
+        args = attention_cases.made(call, torch.Generator().manual_seed(0), DTYPE, device)
+        for name in names:
+            if dispatch.why_not(OP, name, kernel.spec(*args), probe(device)) is None:
+                with dispatch.forced(name):
+                    (result,) = parity.run_and_check(OP, args, kernel.op)
+                if not result.ok:
+                    sys.exit(f"{name}, {case}: {result.reason}; nothing is timed")
+                found += 1
+    return found
+
+
+def timed(work: Callable[[], object], device: torch.device, repeats: int) -> Timing:
+    """By graph replays on a GPU."""
+    if device.type == "cuda":
+        return measure_replays(work, repeats)
+    return measure(work, device=device, repeats=repeats)
+
+
+def rates(shape: Shape, names: list[str], device: torch.device, repeats: int) -> Iterator[tuple[str, float, float]]:
+    """(name, TFLOP/s, spread) of each implementation that runs the shape here."""
+    args = shape.arguments(device)
+    for name in names:
+        scores = 2 * shape.batch * shape.heads * shape.length * shape.length * DTYPE.itemsize
+        if name == "eager" and scores > LARGEST_SCORES:
+            continue
+        if dispatch.why_not(OP, name, spec(*args), probe(device)) is None:  # type: ignore[arg-type]
+            run = functools.partial(dispatch.kernel(OP).implementations[name].run, *args)
+            taken = timed(run, device, repeats)
+            yield name, shape.flops / taken.median / 1e12, taken.spread
+
+
+def table(shapes: list[Shape], names: list[str], device: torch.device, repeats: int) -> list[dict[str, object]]:
+    """Print a line for each shape; the figures."""
+    columns = ["batch", "KV heads", "D", "length", *names, "spread", f"{OURS} / {PEER}", "chosen", "its share"]
+    print(f"| {' | '.join(columns)} |\n|{' --- |' * len(columns)}")
+    figures = []
+    for shape in shapes:
+        found = {name: (rate, spread) for name, rate, spread in rates(shape, names, device, repeats)}
+        by_name = {name: rate for name, (rate, _) in found.items()}
+        chosen = dispatch.choose(OP, spec(*shape.arguments(torch.device("meta"))), probe(device))  # type: ignore[arg-type]
+        ratio = f"{by_name[OURS] / by_name[PEER]:.2f}" if {OURS, PEER} <= by_name.keys() else "-"
+        share = f"{by_name[chosen] / max(by_name.values()):.0%}" if chosen in by_name else "-"
+        cells = [shape.batch, shape.kv_heads, shape.size, shape.length]
+        cells += [f"{by_name[name]:.3g}" if name in by_name else "-" for name in names]
+        cells += [f"{max((spread for _, spread in found.values()), default=0.0):.0%}", ratio, chosen, share]
+        print(f"| {' | '.join(map(str, cells))} |", flush=True)
+        figures.append({**asdict(shape), "tflops": by_name, "chosen": chosen})
+    return figures
+
+
+def tiles(shapes: list[Shape], device: torch.device, repeats: int) -> list[dict[str, object]]:
+    """Print the rate of each configuration of the Triton kernel, the fastest first; the figures."""
+    from triton.runtime.errors import OutOfResources
+
+    from accelpatch.kernels.triton.flash_attention import flash_attention as run
+    from accelpatch.kernels.triton.flash_tiles import chosen, configurations
+
+    figures = []
+    for shape in shapes:
+        args, found = shape.arguments(device), {}
+        for tile in configurations(probe(device), shape.size):
+            try:
+                taken = timed(functools.partial(run, *args, configuration=tile), device, repeats)  # type: ignore[arg-type]
+            except OutOfResources as error:  # what the compiler needs is known only then
+                print(f"  {tile}: {error}", flush=True)
+                continue
+            found[tile] = shape.flops / taken.median / 1e12
+        of_table = chosen(probe(device), shape.size, DTYPE, shape.causal, shape.length)
+        print(f"{shape}; the table's: {of_table}")
+        for tile, rate in sorted(found.items(), key=lambda pair: -pair[1]):
+            print(f"  {rate:7.1f} TFLOP/s  {tile}", flush=True)
+        figures.append({**asdict(shape), "tiles": {str(tile): rate for tile, rate in found.items()}})
+    return figures
+
+
+def picture(figures: list[dict[str, object]], path: Path, title: str) -> None:
+    """TFLOP/s against length: a plot for each head size and number of KV heads, a line for each implementation."""
+    from matplotlib.figure import Figure
+
+    kinds = list(dict.fromkeys((one["size"], one["kv_heads"]) for one in figures))
+    lengths = sorted({int(str(one["length"])) for one in figures})
+    figure = Figure(figsize=(4.2 * len(kinds), 3.8), layout="constrained")
+    every = figure.subplots(1, len(kinds), squeeze=False, sharey=True)[0]
+    for axes, (size, kv_heads) in zip(every, kinds, strict=True):
+        held = [one for one in figures if (one["size"], one["kv_heads"]) == (size, kv_heads)]
+        for name in dict.fromkeys(name for one in held for name in one["tflops"]):  # type: ignore[attr-defined]
+            points = [(one["length"], one["tflops"][name]) for one in held if name in one["tflops"]]  # type: ignore[index,operator]
+            axes.plot(*zip(*points, strict=True), marker="o", label=name, linewidth=2.5 if name == OURS else 1.2)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(lengths, [f"{one >> 10}k" if one >= 1024 else str(one) for one in lengths])
+        axes.set_title(f"heads of {size}, {kv_heads} of keys")
+        axes.set_xlabel("tokens of a sequence")
+        axes.grid(alpha=0.3)
+    every[0].set_ylabel("TFLOP/s")
+    every[0].set_ylim(bottom=0)
+    every[-1].legend(fontsize=8)
+    figure.suptitle(title)
+    figure.savefig(path, dpi=120)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    numbers = {"nargs": "+", "type": int}
+    parser.add_argument("--sizes", **numbers, default=[64, 128], help="Head sizes (default: %(default)s).")
+    parser.add_argument("--heads", type=int, default=32, help="Heads of queries (default: %(default)s).")
+    parser.add_argument("--kv-heads", **numbers, default=[32, 8], help="Heads of keys (default: %(default)s).")
+    parser.add_argument("--lengths", **numbers, default=[2048, 4096, 8192, 16384, 32768],
+                        help="Tokens of a sequence (default: %(default)s).")  # fmt: skip
+    parser.add_argument("--tokens", type=int, default=32768, help="Tokens of a batch at least (default: %(default)s).")
+    parser.add_argument("--all-keys", action="store_true", help="Every query sees all keys (default: causal).")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="Implementations (default: all that run here).")
+    parser.add_argument("--repeats", type=int, default=12, help="Timed replays (default: %(default)s).")
+    parser.add_argument("--tiles", action="store_true", help="Time the configurations of the Triton kernel.")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="Draw the rates (.png, .svg, .pdf).")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="Write the figures.")
+    parser.add_argument("--tiny", action="store_true", help="Small sizes, to try the program, also on a CPU.")
+    options = parser.parse_args()
+    if options.tiny:
+        options.heads, options.kv_heads, options.tokens, options.repeats = 4, [4, 2], 256, 2
+        options.lengths, options.sizes = [64, 128], [32]
+    known = dispatch.TABLE[OP][1]
+    if unknown := [name for name in options.only or () if name not in known]:
+        parser.error(f"--only: there is no {', '.join(unknown)}; there are {', '.join(known)}")
+    return options
+
+
+def main() -> None:
+    options, device = parse(), torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.manual_seed(0)
+    names = [name for name in dispatch.TABLE[OP][1] if not options.only or name in options.only]
+    title = f"{probe(device).name}, torch {torch.__version__}, {str(DTYPE).removeprefix('torch.')}, "
+    title += "all keys" if options.all_keys else "causal"
+    shapes = [
+        Shape(max(1, options.tokens // length), options.heads, kv_heads, length, size, not options.all_keys)
+        for size in options.sizes for kv_heads in options.kv_heads for length in options.lengths
+    ]  # fmt: skip
+    with torch.inference_mode():
+        print(f"{title}; {check(names, device)} checks of parity passed")
+        measured = functools.partial(tiles, shapes) if options.tiles else functools.partial(table, shapes, names)
+        figures = measured(device, options.repeats)
+    if options.picture and not options.tiles:
+        picture(figures, options.picture, title)
+    if options.json:
+        options.json.write_text(json.dumps({"title": title, "figures": figures}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

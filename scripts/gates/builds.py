@@ -1,0 +1,78 @@
+"""A kernel as the gate of Triton's kernels compiles it, and what must hold of its code on Hopper."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.compiler import ASTSource
+
+ARCHS = ("gfx90a", "gfx942", "gfx950")
+HOPPER = GPUTarget("cuda", 90, 32)
+ALIGNED = re.compile(r"capacity|heads|(q|k|v|bias)_[bhmn]")
+GLOBAL = re.compile(r"\b(?:ld|st|atom|red)\.(?:[a-z0-9_]+\.)*global|\bcp\.async|\bprefetch")
+SPILLED = 192  # bytes a thread that attention may spill on Hopper
+
+
+@dataclass(frozen=True)
+class Build:
+    """A kernel with the types of its arguments, in order, and its compile-time values, as a 7B model launches it."""
+
+    kernel: Any
+    types: tuple[str, ...]
+    constants: Mapping[str, Any]
+    warps: int = 4
+    scalars: int = 0  # scalar registers that may be kept in lanes of a vector register: no memory is touched for them
+    archs: tuple[str, ...] = ARCHS
+    options: Mapping[str, int] = field(default_factory=dict)  # of the launch, besides warps
+
+
+def compiled(build: Build, target: GPUTarget, **changed: Any) -> Any:
+    """A kernel for a GPU, some of its compile-time values others."""
+    names = build.kernel.arg_names
+    types = [*build.types, *("constexpr" for _ in build.constants)]
+    # as at a launch: tensors, strides and the sizes of caches are multiples of 16
+    attrs = {
+        (place,): [["tt.divisibility", 16]]
+        for place, name in enumerate(names)
+        if types[place][0] == "*" or (types[place] == "i32" and ALIGNED.fullmatch(name))
+    }
+    source = ASTSource(build.kernel, dict(zip(names, types, strict=True)), dict(build.constants) | changed, attrs)
+    return triton.compile(source, target=target, options={"num_warps": build.warps, **build.options})
+
+
+def impatient(build: Build) -> list[str]:
+    """What is wrong with the order of a kernel that begins early."""
+    code = compiled(build, HOPPER, DEPENDENT=True).asm["ptx"]
+    wait, touch = code.find("griddepcontrol.wait"), GLOBAL.search(code)
+    if wait < 0 or touch is None:
+        return ["it does not wait" if wait < 0 else "it touches no memory"]
+    return ["it touches memory before it waits"] if touch.start() < wait else []
+
+
+def no_matrix_unit(build: Build) -> list[str]:
+    """What is wrong with products of 8-bit floats on Hopper, whose unit's sums go into float32 ones."""
+    code = compiled(build, HOPPER, FLOAT=64).asm["ptx"]
+    return [] if re.search(r"wgmma\S+\.f32\.e4m3\.e4m3", code) else ["no product of 8-bit floats"]
+
+
+def slow_on_hopper(build: Build) -> list[str]:
+    """What is wrong with attention on Hopper: registers in memory, or products that wait for each other."""
+    code = compiled(build, HOPPER).asm["ptx"]
+    found = [] if "wgmma.mma_async" in code else ["no product of its matrix unit"]
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "kernel.ptx")
+        source.write_text(code)
+        command = [get_ptxas(90).path, "-v", "-arch=sm_90a", str(source), "-o", str(Path(folder, "kernel.cubin"))]
+        log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    spilled = max(int(one) for one in re.findall(r"(\d+) bytes spill stores", log))
+    found += [f"{spilled} bytes spilled"] if spilled > SPILLED else []
+    return found + (["its products are serialised"] if "serialized" in log else [])
