@@ -99,6 +99,8 @@ def triton_why_not(spec: Spec, device: Device) -> str | None:
         return "the Triton kernel takes a positive scaling"
     if sizes["B"] * sizes["H"] * sizes["L"] > MOST_PROGRAMS or max(sizes["L"], sizes["S"]) >= 1 << 30:
         return "the Triton kernel takes fewer than 2^31 rows of all heads, and fewer than 2^30 keys"
+    if spec.dtype == torch.bfloat16 and device.facts is not None and device.facts.matrix == "mma without bf16":
+        return f"the matrix unit of {device.arch} has no bfloat16: use float16"
     return launch.why_not(device, spec.dtype)
 
 

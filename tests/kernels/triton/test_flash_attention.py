@@ -202,6 +202,9 @@ def test_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "positive scaling" in reason(scaling=-1.0)
     assert "2^30 keys" in reason(keys=1 << 30)
     assert "float64" in reason(dtype=torch.float64)
+    old = replace(KNOWN["sm_80"], arch="sm_75")
+    assert "no bfloat16" in str(operation.triton_why_not(operation.of_shape(8, 2, 64, torch.bfloat16), old))
+    assert operation.triton_why_not(operation.of_shape(8, 2, 64, torch.float16), old) is None
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90", "sm_120", "gfx90a", "gfx942", "gfx950"])
@@ -210,7 +213,9 @@ def test_tiles_fit(arch: str) -> None:
 
     device = KNOWN[arch]
     for size in (64, 80, 128, 256):
-        assert flash_tiles.configurations(device, size)
+        tried = flash_tiles.configurations(device, size)
+        assert tried
+        assert all((one.m & (one.m - 1), one.n & (one.n - 1)) == (0, 0) for one in tried), "Triton takes powers of 2"
         for length in (1, 17, 4096):
             for masks in ("", *flash_tiles.MOST_KEYS):
                 tile = flash_tiles.chosen(device, size, torch.bfloat16, True, length, masks)
