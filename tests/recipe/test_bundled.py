@@ -16,7 +16,9 @@ from accelpatch.recipe import recipe as recipes
 from accelpatch.recipe.schema import Units
 
 ROOT = Path(__file__).parents[2]
-BUNDLED = ("compact", "exact", "fp8", "gguf", "int4", "int8", "smoothquant", "smoothquant-opt", "smoothquant-static")
+BUNDLED = (
+    "compact", "exact", "flash", "fp8", "gguf", "int4", "int8", "smoothquant", "smoothquant-opt", "smoothquant-static",
+)  # fmt: skip
 
 
 def test_bundled_recipes() -> None:
