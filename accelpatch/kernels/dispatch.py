@@ -245,6 +245,11 @@ def _chosen(
     return found
 
 
+def forget() -> None:
+    """Choose anew for every call: what a choice depends on has changed."""
+    _selected.clear()
+
+
 def _reference(op: str, args: Sequence[Any], precision: torch.dtype | None) -> Result:
     """The reference computed in `precision`, its outputs rounded to their usual dtypes."""
     entry = kernel(op)

@@ -18,6 +18,7 @@ import torch
 from accelpatch import cache
 from accelpatch.device import Device
 from accelpatch.errors import CacheError, KernelError
+from accelpatch.kernels import dispatch
 from accelpatch.kernels.spec import Spec
 
 KIND, FILE = "attention", "orders.json"
@@ -51,6 +52,7 @@ def store(device: Device, orders: Sequence[Order]) -> Path:
 
     folder = cache.publish(KIND, key_of(device), write)
     orders_of.cache_clear()
+    dispatch.forget()
     return folder / FILE
 
 

@@ -54,6 +54,16 @@ def test_a_choice_goes_by_what_was_measured_and_ends_with_the_rest() -> None:
     assert dispatch.choose(flash_attention.OP, spec(512), CPU) == "eager"
 
 
+def test_calls_that_were_chosen_before_are_chosen_anew() -> None:
+    q = torch.randn(1, 4, 512, 64)
+    flash_attention.flash_attention(q, q, q, None, None, None, True, 0, 0.0, 0.1)
+    store(CPU, [order(512, "eager")])
+    ran = dispatch.calls["flash_attention", "eager"]
+    flash_attention.flash_attention(q, q, q, None, None, None, True, 0, 0.0, 0.1)
+    assert dispatch.calls["flash_attention", "eager"] == ran + 1
+    dispatch.forget()
+
+
 def test_a_second_measurement_takes_the_place_of_the_first() -> None:
     store(CPU, [order(512, "eager"), order(512, "eager", size=128)])
     store(CPU, [order(2048, "sdpa")])
