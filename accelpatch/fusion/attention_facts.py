@@ -29,6 +29,8 @@ def why_not(attention: Any) -> str | None:
         return f"its attention is {own.__name__}"
     if not getattr(attention, "is_causal", True):
         return "its attention is not causal"
+    if getattr(attention.config, "clip_qkv", None) is not None:
+        return "its q, k and v are clipped"
     used = attention.config._attn_implementation
     return None if used in IMPLEMENTATIONS else f"the attention implementation is {used}"
 

@@ -265,6 +265,16 @@ FAMILIES: tuple[Family, ...] = (
         **_LLAMA_FORM,
         sparse=Sparse(),
     ),
+    Family(
+        "olmoe",
+        ("olmoe",),
+        _SEPARATE | _MOE | _LAYER,
+        MOE_SMOOTHING,
+        "Olmoe",
+        **_LLAMA_FORM,
+        q_k_norm="all",
+        sparse=Sparse(normalise="norm_topk_prob", narrow=True),
+    ),
     # Some layers may be dense: their MLP is Llama's, and the `mlp` of a sparse layer is refused by its replacer.
     Family(
         "qwen3_moe",
