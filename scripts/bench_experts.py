@@ -36,6 +36,7 @@ from accelpatch.bench.timing import measure, measure_replays, once
 from accelpatch.device import probe
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.check import parity
+from accelpatch.kernels.layouts.expert_stack import Stack
 from accelpatch.kernels.ops import experts
 from accelpatch.kernels.ops.expert_cases import in_tiles, of_random
 
@@ -54,28 +55,33 @@ TINY = {"hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 1
 STOCK = "stock transformers"
 KINDS = {"floats": 16, "int8": 8, "4 bits": 4, "4 bits in tiles": 4}
 TILED = "4 bits in tiles"
+CHECKED = (8, 1024, 512, 2)  # the size of the layer whose numbers are checked
 TOKENS = (1, 4, 16, 32, 128, 512)
 SIZES, TINY_SIZES = (128, 32, 512), (16, 3, 40)  # prompt before decoding, batch, prompt whose time is taken
 
 
-def arguments_of(
-    size: tuple[int, int, int, int], kind: str, tokens: int, device: torch.device, dtype: torch.dtype
-) -> tuple[Any, ...]:
-    """Arguments of the operation on one layer of a shape; each token's experts differ."""
-    number, width, inner, chosen = size
-    bits = KINDS[kind]
-    generator = torch.Generator().manual_seed(tokens)
-    x = torch.randn(tokens, width, generator=generator).to(device, dtype)
-    ids = torch.stack([torch.randperm(number, generator=generator)[:chosen] for _ in range(tokens)]).to(device)
-    weights = torch.rand(tokens, chosen, generator=generator).to(device, dtype)
+def weights_of(size: tuple[int, int, int, int], kind: str, device: torch.device, dtype: torch.dtype) -> list[Stack]:
+    """Random weights of one layer of a shape."""
+    number, width, inner, _ = size
+    generator, bits = torch.Generator().manual_seed(1), KINDS[kind]
     group = 128 if bits == 4 else 0
     stacks = [
         of_random(generator, dtype, device, bits, number, n, k, group, False, False)
         for n, k in ((2 * inner, width), (width, inner))
     ]
-    if kind == TILED:
-        stacks = list(in_tiles(*stacks, inner))
-    return x, ids, weights, *stacks[0], *stacks[1], "silu", 0.0, 0.0, None
+    return list(in_tiles(stacks[0], stacks[1], inner)) if kind == TILED else stacks
+
+
+def arguments_of(
+    size: tuple[int, int, int, int], weights: list[Stack], tokens: int, device: torch.device, dtype: torch.dtype
+) -> tuple[Any, ...]:
+    """Arguments of the operation on one layer of a shape; each token's experts differ."""
+    number, width, _, chosen = size
+    generator = torch.Generator().manual_seed(tokens)
+    x = torch.randn(tokens, width, generator=generator).to(device, dtype)
+    ids = torch.stack([torch.randperm(number, generator=generator)[:chosen] for _ in range(tokens)]).to(device)
+    routing = torch.rand(tokens, chosen, generator=generator).to(device, dtype)
+    return x, ids, routing, *weights[0], *weights[1], "silu", 0.0, 0.0, None
 
 
 def checked(device: torch.device, dtype: torch.dtype) -> list[str]:
@@ -84,8 +90,8 @@ def checked(device: torch.device, dtype: torch.dtype) -> list[str]:
     kernel, generator = dispatch.kernel(experts.OP), torch.Generator().manual_seed(5)
     cases = [(case.id, case.make(generator, dtype, device)) for case in kernel.cases()]
     cases += [
-        (f"{kind}, {tokens} tokens", arguments_of((8, 1024, 512, 2), kind, tokens, device, dtype))
-        for kind in KINDS
+        (f"{kind}, {tokens} tokens", arguments_of(CHECKED, weights, tokens, device, dtype))
+        for kind, weights in ((kind, weights_of(CHECKED, kind, device, dtype)) for kind in KINDS)
         for tokens in (1, 3, 40, 300)
     ]
     for (name, args), by in ((case, by) for case in cases for by in implementations(case[1], device)):
@@ -129,8 +135,9 @@ def kernels(asked: argparse.Namespace, limit: float) -> list[dict[str, Any]]:
     device, dtype, found = torch.device(asked.device), getattr(torch, asked.dtype), list[dict[str, Any]]()
     for shape, kind in itertools.product(asked.shapes, KINDS):
         size = (8, 256, 128, 2) if asked.tiny else SHAPES[shape][2]
+        weights = weights_of(size, kind, device, dtype)
         for tokens in TOKENS[: 3 if asked.tiny else None]:
-            args = arguments_of(size, kind, tokens, device, dtype)
+            args = arguments_of(size, weights, tokens, device, dtype)
             for by, form in forms_of(args, kind, device, asked.tiles and tokens == 1):
                 with nullcontext() if form is None else tiles(KINDS[kind], *form):
                     seconds = _seconds(args, by, device)
@@ -140,7 +147,7 @@ def kernels(asked: argparse.Namespace, limit: float) -> list[dict[str, Any]]:
                       f"{share:.0%} of the read limit", flush=True)  # fmt: skip
                 found.append({"shape": shape, "kind": kind, "by": by, "tokens": tokens, "tile": form,
                               "seconds": seconds, "share": share})  # fmt: skip
-            del args
+        del args, weights
     return found
 
 
