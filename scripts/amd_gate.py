@@ -35,6 +35,9 @@ KERNELS = (
     "gemv_w8a8",
     "gemv_w8a8_fp8",
     "gemv_compact",
+    "experts_int4",
+    "experts_int4_32",
+    "experts_int4_64",
     "int4_gemm",
     "decode_attention",
 )

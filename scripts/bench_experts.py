@@ -3,11 +3,12 @@
     python scripts/bench_experts.py [--shapes mixtral qwen3_moe] [--device cuda] [--dtype bfloat16] [--layers 8]
         [--recipes exact int8 int4] [--new 128] [--repeats 5] [--only kernels] [--tiles] [--tiny] [--json FILE]
 
-First every kind of weight, with few tokens and many, is held to the float rule; a failure ends the run. Then the
-kernels on one layer of each shape, with the share of the device's read limit of the bytes of the experts that are
-chosen; with `--tiles` for several sizes of their tiles. Then whole models of random weights, patched as users patch
-them: decoding at batch 1 and 32 and a prompt of 512, with the share of the read limit of the bytes that a token needs.
-Stock transformers runs first and last. `--tiny` takes sizes that a CPU runs in seconds.
+First every kind of weight, with few tokens and many, is held to the float rule, by each implementation that can run; a
+failure ends the run. Then the kernels on one layer of each shape, by each of them, with the share of the device's read
+limit of the bytes of the experts that are chosen; with `--tiles` for several sizes of Triton's tiles. Then whole models
+of random weights, patched as users patch them: decoding at batch 1 and 32 and a prompt of 512, with the share of the
+read limit of the bytes that a token needs. Stock transformers runs first and last. `--tiny` takes sizes that a CPU runs
+in seconds.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import json
 import statistics
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,9 @@ from accelpatch.bench.timing import measure, measure_replays, once
 from accelpatch.device import probe
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.check import parity
+from accelpatch.kernels.layouts.expert_stack import Stack
 from accelpatch.kernels.ops import experts
-from accelpatch.kernels.ops.expert_cases import of_random
+from accelpatch.kernels.ops.expert_cases import in_tiles, of_random
 
 COMMON = {"vocab_size": 32000, "max_position_embeddings": 4096, "tie_word_embeddings": False, "eos_token_id": None}
 #: shape -> (class, configuration besides the number of layers, (E, H, I, k))
@@ -51,45 +53,61 @@ SHAPES: dict[str, tuple[str, dict[str, Any], tuple[int, int, int, int]]] = {
 TINY = {"hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 128, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 512}  # fmt: skip
 STOCK = "stock transformers"
-KINDS = {"floats": 16, "int8": 8, "4 bits": 4}
+KINDS = {"floats": 16, "int8": 8, "4 bits": 4, "4 bits in tiles": 4}
+TILED = "4 bits in tiles"
+CHECKED = (8, 1024, 512, 2)  # the size of the layer whose numbers are checked
 TOKENS = (1, 4, 16, 32, 128, 512)
 SIZES, TINY_SIZES = (128, 32, 512), (16, 3, 40)  # prompt before decoding, batch, prompt whose time is taken
 
 
-def arguments_of(
-    size: tuple[int, int, int, int], bits: int, tokens: int, device: torch.device, dtype: torch.dtype
-) -> tuple[Any, ...]:
-    """Arguments of the operation on one layer of a shape; each token's experts differ."""
-    number, width, inner, chosen = size
-    generator = torch.Generator().manual_seed(tokens)
-    x = torch.randn(tokens, width, generator=generator).to(device, dtype)
-    ids = torch.stack([torch.randperm(number, generator=generator)[:chosen] for _ in range(tokens)]).to(device)
-    weights = torch.rand(tokens, chosen, generator=generator).to(device, dtype)
+def weights_of(size: tuple[int, int, int, int], kind: str, device: torch.device, dtype: torch.dtype) -> list[Stack]:
+    """Random weights of one layer of a shape."""
+    number, width, inner, _ = size
+    generator, bits = torch.Generator().manual_seed(1), KINDS[kind]
     group = 128 if bits == 4 else 0
     stacks = [
         of_random(generator, dtype, device, bits, number, n, k, group, False, False)
         for n, k in ((2 * inner, width), (width, inner))
     ]
-    return x, ids, weights, *stacks[0], *stacks[1], "silu", 0.0, 0.0, None
+    return list(in_tiles(stacks[0], stacks[1], inner)) if kind == TILED else stacks
+
+
+def arguments_of(
+    size: tuple[int, int, int, int], weights: list[Stack], tokens: int, device: torch.device, dtype: torch.dtype
+) -> tuple[Any, ...]:
+    """Arguments of the operation on one layer of a shape; each token's experts differ."""
+    number, width, _, chosen = size
+    generator = torch.Generator().manual_seed(tokens)
+    x = torch.randn(tokens, width, generator=generator).to(device, dtype)
+    ids = torch.stack([torch.randperm(number, generator=generator)[:chosen] for _ in range(tokens)]).to(device)
+    routing = torch.rand(tokens, chosen, generator=generator).to(device, dtype)
+    return x, ids, routing, *weights[0], *weights[1], "silu", 0.0, 0.0, None
 
 
 def checked(device: torch.device, dtype: torch.dtype) -> list[str]:
-    """What is over the float rule: every case of the operation, and rows of a large layer."""
+    """What is over the float rule: every case of the operation, and rows of a large layer, by all that can run."""
     bad = []
     kernel, generator = dispatch.kernel(experts.OP), torch.Generator().manual_seed(5)
     cases = [(case.id, case.make(generator, dtype, device)) for case in kernel.cases()]
     cases += [
-        (f"{name}, {tokens} tokens", arguments_of((8, 1024, 512, 2), bits, tokens, device, dtype))
-        for name, bits in KINDS.items()
+        (f"{kind}, {tokens} tokens", arguments_of(CHECKED, weights, tokens, device, dtype))
+        for kind, weights in ((kind, weights_of(CHECKED, kind, device, dtype)) for kind in KINDS)
         for tokens in (1, 3, 40, 300)
     ]
-    for name, args in cases:
-        found = parity.check(experts.OP, args, (kernel.op(*args),))[0]
+    for (name, args), by in ((case, by) for case in cases for by in implementations(case[1], device)):
+        with dispatch.forced(by):
+            made = kernel.op(*args)
+        found = parity.check(experts.OP, args, (made,))[0]
         part = found.error / found.bound if found.bound else 0.0
-        by = dispatch.choose(experts.OP, kernel.spec(*args), probe(device))
         print(f"{name} by {by}: {part:.0%} of the float rule's bound", flush=True)
-        bad += [f"{name}: {found.reason}"] * (not found.ok)
+        bad += [f"{name} by {by}: {found.reason}"] * (not found.ok)
     return bad
+
+
+def implementations(args: tuple[Any, ...], device: torch.device) -> list[str]:
+    """Those that can run a call, the one that would be chosen first."""
+    spec, here = dispatch.kernel(experts.OP).spec(*args), probe(device)
+    return [name for name in dispatch.TABLE[experts.OP][1] if dispatch.why_not(experts.OP, name, spec, here) is None]
 
 
 def chosen_bytes(args: tuple[Any, ...]) -> int:
@@ -115,32 +133,41 @@ def tiles(bits: int, rows: tuple[int, int], warps: int) -> Iterator[None]:
 def kernels(asked: argparse.Namespace, limit: float) -> list[dict[str, Any]]:
     """Times of one layer's experts."""
     device, dtype, found = torch.device(asked.device), getattr(torch, asked.dtype), list[dict[str, Any]]()
-    for shape, (name, bits) in itertools.product(asked.shapes, KINDS.items()):
+    for shape, kind in itertools.product(asked.shapes, KINDS):
         size = (8, 256, 128, 2) if asked.tiny else SHAPES[shape][2]
+        weights = weights_of(size, kind, device, dtype)
         for tokens in TOKENS[: 3 if asked.tiny else None]:
-            args = arguments_of(size, bits, tokens, device, dtype)
-            forms: list[Any] = [None]
-            if asked.tiles and tokens == 1 and device.type == "cuda":
-                forms += list(itertools.product(itertools.product((2, 4, 8, 16), (2, 4, 8, 16)), (1, 2, 4, 8)))
-            for form in forms:
-                if form is None:
-                    seconds = _seconds(args, device)
-                else:
-                    with tiles(bits, *form):
-                        seconds = _seconds(args, device)
+            args = arguments_of(size, weights, tokens, device, dtype)
+            for by, form in forms_of(args, kind, device, asked.tiles and tokens == 1):
+                with nullcontext() if form is None else tiles(KINDS[kind], *form):
+                    seconds = _seconds(args, by, device)
                 share = chosen_bytes(args) / seconds / limit
                 label = "" if form is None else f", rows {form[0][0]} and {form[0][1]}, {form[1]} warps"
-                print(f"{shape}, {name}, {tokens} tokens{label}: {1e6 * seconds:.1f} us, {share:.0%} of the read limit",
-                      flush=True)  # fmt: skip
-                found.append({"shape": shape, "kind": name, "tokens": tokens, "tile": form, "seconds": seconds,
-                              "share": share})  # fmt: skip
-            del args
+                print(f"{shape}, {kind} by {by}, {tokens} tokens{label}: {1e6 * seconds:.1f} us, "
+                      f"{share:.0%} of the read limit", flush=True)  # fmt: skip
+                found.append({"shape": shape, "kind": kind, "by": by, "tokens": tokens, "tile": form,
+                              "seconds": seconds, "share": share})  # fmt: skip
+        del args, weights
     return found
 
 
-def _seconds(args: tuple[Any, ...], device: torch.device) -> float:
+def forms_of(args: tuple[Any, ...], kind: str, device: torch.device, tiles: bool) -> list[tuple[str, Any]]:
+    """(implementation, rows and warps of Triton's tiles, None for its own) to take the time of.
+
+    On a GPU torch's is left out: it asks the host which experts run.
+    """
+    names = [name for name in implementations(args, device) if device.type == "cpu" or name != "torch"]
+    made: list[tuple[str, Any]] = [(name, None) for name in names]
+    if tiles and "triton" in names and kind != TILED:
+        rows = itertools.product((2, 4, 8, 16), (2, 4, 8, 16))
+        made += [("triton", form) for form in itertools.product(rows, (1, 2, 4, 8))]
+    return made
+
+
+def _seconds(args: tuple[Any, ...], by: str, device: torch.device) -> float:
     def call() -> Any:
-        return experts.experts(*args)
+        with dispatch.forced(by):
+            return experts.experts(*args)
 
     if device.type == "cuda":
         return measure_replays(call).median

@@ -174,7 +174,7 @@ def test_files_and_functions_are_short(path: Path) -> None:
 
 
 # Function: how many lines it has not. Every further division that was tried changes the machine code of this kernel.
-LONGER = {"gemv_kernel": 99}
+LONGER = {"multiply_block": 99}
 
 
 def _too_long(text: str) -> list[str]:

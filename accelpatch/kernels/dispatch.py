@@ -68,7 +68,7 @@ TABLE: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "decode_step": ("decode_step", ("cpu",)),
     "greedy": ("greedy", ("triton", "torch")),
     "step_end": ("step_end", ("triton", "torch")),
-    "experts": ("experts", ("triton", "torch")),
+    "experts": ("experts", ("hip", "triton", "torch")),
     "packed_experts": ("packed_experts", ("cpu", "torch")),
     "choose_experts": ("choose_experts", ("triton", "torch")),
     "fused_linear": ("fused_linear", ("hip", "operations")),

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from accelpatch.errors import KernelError, PatchError
+from accelpatch.kernels.layouts import expert_tiles
 from accelpatch.kernels.layouts.expert_pack import ExpertPack
 from accelpatch.kernels.layouts.expert_stack import Stack, from_words, to_words
-from accelpatch.kernels.ops.experts import experts
+from accelpatch.kernels.ops.experts import experts, tiles_for
 from accelpatch.kernels.ops.packed_experts import packed_experts
 from accelpatch.modules.experts import DOWN, UP, Experts, ExpertsForm, original_of
 from accelpatch.modules.replacement import ON_DEMAND, PATH, adopt
@@ -25,6 +26,8 @@ Held = dict[str, Tensor | None]  # canonical tensors of one weight, by PARTS
 
 class QuantizedExperts(Experts):
     """Experts as int8 or 4-bit codes. Held for this device: Stacks in buffers, or ExpertPacks where `packable`.
+
+    A Stack of 4-bit codes lies in tiles where the HIP kernels run, or else in words.
 
     like: an empty tensor with the device and dtype of the replaced weights. bits: 8 or 4. The state dict holds the
     canonical tensors: gate_up_proj_q[E, N, K] int8 or [E, N, K / 2], ..._scale and ..._offset[E, N, G], ..._bias[E, N],
@@ -68,19 +71,20 @@ class QuantizedExperts(Experts):
         return {name: self._canonical(name, place) for place, name in enumerate((UP, DOWN))}
 
     def _canonical(self, name: str, place: int) -> Held:
-        if self.packs is None:
-            stack = self.stack(name)
+        stack = None if self.packs is not None else self.stack(name)
+        if stack is not None and not stack.tiled:
             q = from_words(stack.w, self._width(name)) if self.bits == 4 else stack.w
             return dict(zip(PARTS, (q, *stack[1:]), strict=True))
-        q, scale, offset = self.packs[place].unpack()
-        held = dict(zip(PARTS, (q, scale, offset, self.packs[place].bias), strict=True))
+        if stack is not None:
+            held = dict(zip(PARTS, (*expert_tiles.untiled(stack, interleaved=name == UP), stack.bias), strict=True))
+        else:
+            assert self.packs is not None
+            held = dict(zip(PARTS, (*self.packs[place].unpack(), self.packs[place].bias), strict=True))
         return {part: None if one is None else one.to(self.kept.get(part, one.dtype)) for part, one in held.items()}
 
     def _width(self, name: str) -> int:
         """K of a weight."""
-        rows = self._buffers[f"{UP if name == DOWN else DOWN}_q"]
-        assert rows is not None
-        return rows.shape[1] // 2 if name == DOWN else rows.shape[1]
+        return self.stack(UP).rows // 2 if name == DOWN else self.stack(DOWN).rows
 
     def _lay_out(self, weights: dict[str, Held]) -> None:
         """Hold canonical weights in the layout for this device; nothing is changed where that fails."""
@@ -93,18 +97,31 @@ class QuantizedExperts(Experts):
         if self.packable and device.type == "cpu":
             up, down = (ExpertPack.pack(**held, bits=self.bits) for held in moved.values())  # type: ignore[arg-type]
             packs = (up, down)
+        if self.bits == 4 and packs is None:
+            laid = self._in_tiles(moved) or {
+                name: held | {"q": to_words(held["q"])}  # type: ignore[arg-type]
+                for name, held in moved.items()
+            }
+        else:
+            laid = moved
         self.kept = {part: one.dtype for part, one in moved[UP].items() if one is not None}
         self.packs = packs
-        for name, held in moved.items():
-            if self.bits == 4 and packs is None:
-                held = held | {"q": to_words(held["q"])}  # type: ignore[arg-type]
+        for name, held in laid.items():
             for part in PARTS:
                 self._buffers[f"{name}_{part}"] = None if packs is not None else held[part]
+
+    def _in_tiles(self, weights: dict[str, Held]) -> dict[str, Held] | None:
+        """Canonical weights in tiles, where the HIP kernels take them."""
+        stacks = tiles_for(weights[UP], weights[DOWN], self.form.activation, self.like.dtype, self.like.device)
+        if stacks is None:
+            return None
+        return {name: dict(zip(PARTS, one, strict=True)) for name, one in zip((UP, DOWN), stacks, strict=True)}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """Move with the model. Casts such as `model.half()` change neither codes nor scales."""
         weights = self.canonical() if self.packs is not None else None
         kept, dtype = {name: self._buffers[name] for name in self.own_buffers[:-1]}, self.like.dtype
+        on_gpu = self.like.is_cuda
         super()._apply(fn, recurse)
         if self.like.dtype != dtype:
             self.dtypes = (*self.dtypes, self.like.dtype)
@@ -114,8 +131,10 @@ class QuantizedExperts(Experts):
                 self._buffers[name] = before.to(after.device)
         if weights is not None and self.like.device.type != "cpu":
             self._lay_out(weights)
-        elif weights is None and self.packable and self.like.device.type == "cpu":
-            self._lay_out(self.canonical())
+        elif weights is None:
+            other = self.bits == 4 and self.like.is_cuda != on_gpu  # in tiles, or no longer
+            if other or (self.packable and self.like.device.type == "cpu"):
+                self._lay_out(self.canonical())
         return self
 
     def saved_tensors(self) -> dict[str, Tensor]:

@@ -13,7 +13,8 @@ from accelpatch.device import Device
 from accelpatch.errors import KernelError
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.layouts.expert_stack import BLOCK
-from accelpatch.kernels.ops import experts, packed_experts
+from accelpatch.kernels.ops import expert_gemv, experts, packed_experts
+from accelpatch.kernels.spec import Spec
 from accelpatch.models.family import ACTIVATION_CLASSES, CLAMPED_GATES
 from accelpatch.modules.experts import DOWN, UP, ExpertsForm, floats, form_of, rows_of
 from accelpatch.modules.quantized_experts import PARTS, Held, checked, quantised
@@ -23,7 +24,7 @@ from accelpatch.quant import int4, int8
 from accelpatch.quant.weight import QuantizedWeight
 from accelpatch.replacers.weight_only import dividing
 
-NATIVE, TRITON = "cpu", "triton"
+NATIVE, HIP, TRITON = "cpu", "hip", "triton"
 Shapes = dict[str, tuple[int, int]]  # weight -> (N, K) of an expert
 
 
@@ -92,6 +93,7 @@ class _QuantizedExperts(Replacer):
     whole = True
     bits: ClassVar[int]
     scale_bytes: ClassVar[int]
+    scale_dtype: ClassVar[torch.dtype]
 
     def offset(self, options: Mapping[str, Any]) -> str:
         """The kind of offset: "none" or "minimum"."""
@@ -117,25 +119,40 @@ class _QuantizedExperts(Replacer):
             tried = [(pair, *self._kernel(pair, found, site, device, offset)) for pair in itertools.product(*each)]
         except KernelError as error:
             return Reason(str(error))
-        pair, kernel, note = next((one for one in tried if one[1] in (NATIVE, TRITON)), tried[0])
+        pair, kernel, note = next((one for one in tried if one[1] in (NATIVE, HIP, TRITON)), tried[0])
         resident = self._bytes(site, number, shapes, pair, kernel, offset)
         detail = {"groups": pair, "offset": offset, "form": form, "number": number, "shapes": shapes}
-        return Choice(kernel, site.token_bytes, round(resident * share(site)), resident, detail, note)
+        libraries = expert_gemv.libraries(self._spec(pair, found, site, offset)) if kernel == HIP else ()
+        after = round(resident * share(site))
+        return Choice(kernel, site.token_bytes, after, resident, detail, note, libraries=libraries)
+
+    def _spec(self, groups: tuple[int, ...], found: tuple[ExpertsForm, int, Shapes], site: Site, offset: str) -> Spec:
+        form, number, shapes = found
+        (_, width), (_, inner) = shapes[UP], shapes[DOWN]
+        return experts.of_shape(
+            number, width, inner, getattr(torch, site.dtype), self.bits, (groups[0], groups[1]),
+            activation=form.activation, offset=offset, biased=form.bias, scale_dtype=self.scale_dtype,
+        )  # fmt: skip
 
     def _kernel(
         self, groups: tuple[int, ...], found: tuple[ExpertsForm, int, Shapes], site: Site, device: Device, offset: str
     ) -> tuple[str, str]:
         """The implementation that would run, and why it is not the fast one. Raises KernelError where none can."""
-        form, number, shapes = found
+        _, number, shapes = found
         (_, width), (_, inner) = shapes[UP], shapes[DOWN]
         dtype, pair = getattr(torch, site.dtype), (groups[0], groups[1])
         packed = packed_experts.of_shape(number, width, inner, dtype, self.bits, pair, offset)
         reason = dispatch.why_not(packed_experts.OP, NATIVE, packed, device)
         if device.kind == "cpu" and reason is None:
             return NATIVE, ""
-        spec = experts.of_shape(number, width, inner, dtype, self.bits, pair, activation=form.activation)
+        spec = self._spec(groups, found, site, offset)
+        unfit = expert_gemv.why_not_tiles(spec, device)
+        if unfit is None:
+            return HIP, ""
         chosen = dispatch.choose(experts.OP, spec, device)
         why = reason if device.kind == "cpu" else dispatch.why_not(experts.OP, TRITON, spec, device)
+        if why is None and self.bits == 4:
+            return chosen, f"experts by {chosen}, not by the HIP kernels: {unfit}"
         return chosen, f"experts by {chosen}: {why}" if why else ""
 
     def _bytes(self, site: Site, number: int, shapes: Shapes, groups: tuple[int, ...], kernel: str, offset: str) -> int:
@@ -192,7 +209,7 @@ class Int8Experts(_QuantizedExperts):
 
     name = "int8_experts"
     options: ClassVar[Mapping[str, tuple[type, ...]]] = {"group_size": (int, list, type(None))}
-    bits, scale_bytes = 8, 4
+    bits, scale_bytes, scale_dtype = 8, 4, torch.float32
 
     def quantized(self, weight: Tensor, group: int, choice: Choice) -> QuantizedWeight:
         return int8.quantize(weight, group_size=group)
@@ -203,7 +220,7 @@ class Int4Experts(_QuantizedExperts):
 
     name = "int4_experts"
     options: ClassVar[Mapping[str, tuple[type, ...]]] = {"group_size": (int, list), "symmetric": (bool,)}
-    bits, scale_bytes = 4, 2
+    bits, scale_bytes, scale_dtype = 4, 2, torch.float16
 
     def offset(self, options: Mapping[str, Any]) -> str:
         return "none" if options.get("symmetric", False) else "minimum"

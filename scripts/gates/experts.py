@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from accelpatch.kernels.triton import choose_experts, experts, grouped_experts
@@ -27,14 +28,15 @@ def kernels_of_experts() -> dict[str, tuple[Any, ...]]:
             experts._down, ("*bf16", "*i64", "*bf16", *held, "*bf16", "*bf16", *("i32",) * 6),
             form | {"RESIDUAL": True, "DEPENDENT": False, "ROWS": tile.rows, "COLUMNS": columns}, tile.warps,
         )  # fmt: skip
-        for block in grouped_experts.AMD_TILES:
+        for block, tiled in itertools.product(grouped_experts.AMD_TILES, (False, True)[: 1 + minimum]):
             sizes = {"PRECISION": "ieee", "EXPERTS": 8, "ROWS": block.rows, "TOKENS": block.tokens,
-                     "COLUMNS": block.columns}  # fmt: skip
-            made[f"{block.tokens} tokens' gate and up, {name}"] = (
+                     "COLUMNS": block.columns, "TILED": tiled}  # fmt: skip
+            label = f"{name} in tiles" if tiled else name
+            made[f"{block.tokens} tokens' gate and up, {label}"] = (
                 grouped_experts._gate_up, ("*bf16", "*i64", "*i32", *held, "*bf16", *("i32",) * 6, "fp32", "fp32"),
                 form | {"CODE": 0} | sizes, block.warps, 96,
             )  # fmt: skip
-            made[f"{block.tokens} tokens' down, {name}"] = (
+            made[f"{block.tokens} tokens' down, {label}"] = (
                 grouped_experts._down, ("*bf16", "*i64", "*i32", "*bf16", *held, "*bf16", *("i32",) * 5), form | sizes,
                 block.warps, 96,
             )  # fmt: skip

@@ -44,6 +44,18 @@ struct GemvArgs {
     int32_t blocks, shallow, dependent;
 };
 
+// Of a launch over experts, see stacked.h: one of a token's tiles (gate and up) or steps (down) after the other.
+struct ExpertPlan {
+    const void *ids, *weights;        // [tokens][chosen]
+    int32_t chosen, experts;          // of a token; in the stack
+    int32_t ids_are_64, weight_type;  // weight_type: 0 float, 1 bf16, 2 fp16
+    int32_t down;
+    int32_t blocks;              // of a token
+    int32_t tiles, steps, sets;  // of an expert; sets of scales of a tile
+    uint32_t tile_inverse, step_inverse;
+    int32_t routing_at;  // bytes
+};
+
 // How the work is cut and where things lie in shared memory; made on the host, a function of N and K (and of the
 // device) but for what M needs.
 struct GemvPlan {
@@ -61,4 +73,5 @@ struct GemvPlan {
     int32_t block_exponents_at, sums_at, moments_at, partial_at, parked_at, mbarriers_at, stages_at, bytes;  // bytes
     int32_t w_aligned, x_aligned;
     int32_t y_pairs;  // columns of y, and of a residual, come in aligned pairs
+    ExpertPlan experts;
 };

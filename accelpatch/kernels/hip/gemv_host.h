@@ -65,6 +65,7 @@ template <class F, class T> int64_t lay_out(GemvPlan& p, const GemvArgs& a, Form
     p.parked_at = layout.reserve(clustered && p.rounds_at_once > 1 && p.tiles > p.tile_hop
                                      ? sizeof(SumsFor<F, T, false>) * WARPS * WARP_SIZE
                                      : 0);
+    p.experts.routing_at = layout.reserve(STACKED<F> ? sizeof(Routing) : 0);
     p.mbarriers_at = layout.reserve(clustered ? MBARRIERS<F> * 8 : 0);
     p.stages_at = layout.reserve(SHARED_STAGES ? int64_t(depth) * PAIR<F> * SLOT_BYTES<F> * WARPS : 0);
     return layout.bytes;

@@ -74,27 +74,25 @@ template <class F, class STAGER> DEVICE float token_scale(const STAGER& stager, 
 // A tile's sums are added up by one of its warps, another one each round, while the others go on; a warp waits for all
 // once in WK rounds, so a buffer of WK is free again when it is needed. Many tokens: by all warps.
 template <class F, class T, bool NARROW, int DEPTH>
-__global__ void __launch_bounds__(THREADS, BLOCKS_RESIDENT) gemv_kernel(const GemvArgs a, const GemvPlan plan) {
+DEVICE void multiply_block(const GemvArgs& a, const GemvPlan& plan, char* shared) {
     using Sums = SumsFor<F, T, NARROW>;
-    extern __shared__ __align__(128) char shared[];
     const int WK = 1 << plan.warps_shift, WN = WARPS >> plan.warps_shift;
     const int warp = threadIdx.x / WARP_SIZE, wk = warp & (WK - 1), wn = warp >> plan.warps_shift;
-    grid_release();
     using Flow = Stream<F, DEPTH>;
-    Flow stream(
-        a, plan, wk, tile_of(plan, 0, wn), shared + plan.stages_at + warp * DEPTH * Flow::STAGE_BYTES + lane_id() * 16);
+    Flow stream(a, plan, wk, tile_of<F>(plan, 0, wn),
+        shared + plan.stages_at + warp * DEPTH * Flow::STAGE_BYTES + lane_id() * 16);
     constexpr bool COMMON = DEPTH > SHALLOW;
     using Stager = typename Sums::template Stager<COMMON>;
     Stager stager(a, plan, shared);
     const auto adds = [&](int round) { return NARROW ? wk == (round & (WK - 1)) : true; };
     const int seat = NARROW ? lane_id() : threadIdx.x & (WK * WARP_SIZE - 1);
-    Output<F, T> output(a, plan, adds(0) ? tile_of(plan, 0, wn) : plan.tiles, seat);
+    Output<F, T> output(a, plan, adds(0) ? tile_of<F>(plan, 0, wn) : plan.tiles, seat);
     const typename Sums::Place place(a, plan, shared);
     const bool fully_staged = plan.staged_k_tiles == plan.k_tiles;
     int there = 0;  // the K tile up to which K is staged; 0: it is to be staged anew
     bool begun = false;
-    int tile = tile_of(plan, 0, wn);
-    for (int round = 0; tile - wn * int(gridDim.x) < plan.tiles; ++round, tile += plan.tile_hop) {
+    int tile = tile_of<F>(plan, 0, wn);
+    for (int round = 0; tile - wn * tile_blocks<F>(plan) < plan.tiles; ++round, tile += plan.tile_hop) {
         const bool adder = adds(round);
         if (adder && round > 0) output = Output<F, T>(a, plan, tile, seat);
         Sums total;
@@ -156,7 +154,9 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_RESIDENT) gemv_kernel(const Ge
                 if (RARELY(first != first || second != second)) {
 #pragma unroll 1
                     for (int r = seat & 15, i = 0; r < 16; r += 8, ++i) {
-                        const float made = unbounded_sum<F>(a, plan, stager, tile, r, seat >> 4, i ? second : first);
+                        float made;
+                        if constexpr (STACKED<F>) made = stacked_sum<F, T>(a, plan, tile, r);
+                        else made = unbounded_sum<F>(a, plan, stager, tile, r, seat >> 4, i ? second : first);
                         if (i) second = made;
                         else first = made;
                     }
@@ -170,4 +170,11 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_RESIDENT) gemv_kernel(const Ge
     }
     if (!begun) grid_wait();  // no tile
     if (plan.signalled_k_tiles && there < plan.k_tiles) reset_signal(a);
+}
+
+template <class F, class T, bool NARROW, int DEPTH>
+__global__ void __launch_bounds__(THREADS, BLOCKS_RESIDENT) gemv_kernel(const GemvArgs a, const GemvPlan plan) {
+    extern __shared__ __align__(128) char shared[];
+    grid_release();
+    multiply_block<F, T, NARROW, DEPTH>(a, plan, shared);
 }

@@ -29,7 +29,7 @@ template <class F, class T> struct Output {
         const int row = seat & 15, half = int(a.n / 2), n = gate ? tile * 8 + row : tile * 16 + row;
         token = seat >> 4;
         if (token >= a.m || tile >= plan.tiles || n >= (gate ? half : int(a.n)) || (gate && row >= 8)) return;
-        column = n;
+        column = n, token = row_of_token<F>(plan, token);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             if (i && !gate) break;
@@ -56,6 +56,32 @@ template <class F, class T> struct Output {
         store_activation2(static_cast<uint16_t*>(a.y) + token * a.y_stride + column, T::down(v + T::up(residual)));
     }
 };
+
+// A row's product with a token by a plain loop, of experts: expert after expert, each times its weight.
+template <class F, class T> DEVICE float stacked_sum(const GemvArgs& a, const GemvPlan& plan, int tile, int r) {
+    const int each = plan.experts.steps;
+    const uint16_t* x = static_cast<const uint16_t*>(a.x) + own_token(plan) * a.x_stride;
+    float total = 0.f;
+#pragma unroll 1
+    for (int begin = 0; begin < plan.steps; begin += each) {
+        float sum = 0.f;
+        if (!step_there(plan, begin)) continue;
+#pragma unroll 1
+        for (int k = begin * F::KSTEP; k < (begin + each) * F::KSTEP; ++k) {
+            const StackPlace place = place_in_stack(a, plan, tile, k / F::KSTEP);
+            const char* row = static_cast<const char*>(a.w) + place.step * F::STEP_BYTES + r * 64;
+            const int64_t at = (place.set * 8 + r % 8) * F::GROUPS + k % F::KSTEP / (F::KSTEP / F::GROUPS);
+            const auto number = [&](const void* table) ALWAYS_INLINE {
+                return table_value(static_cast<const uint32_t*>(table)[at], r / 8, a.scale_is_bf16);
+            };
+            const float value =
+                F::value(row, k % F::KSTEP, number(a.scale), F::OFFSET == OFFSET_NONE ? 0.f : number(a.offset));
+            sum = fmaf(value, T::up(load_activation2(x + k)), sum);
+        }
+        total = fmaf(sum, step_weight(plan, begin), total);
+    }
+    return total;
+}
 
 // The products with a token's values that are not finite: they alone decide what its sum comes to. `none`: where there
 // are none.

@@ -7,13 +7,14 @@ template <class F, class T, bool NARROW, bool CLUSTERED, bool COMMON>
 struct LimbStager : Norms<T, CLUSTERED, COMMON>, Limbs<F, T, NARROW> {
     using Base = Norms<T, CLUSTERED, COMMON>;
     using Form = Limbs<F, T, NARROW>;
-    using Base::a, Base::plan, Base::row;
+    using Base::a, Base::plan;
     using Form::BLOCK, Form::BUMP, Form::SMALL, Form::ZERO, Form::PLAIN_LOW, Form::place, Form::of_blocks,
         Form::exponent, Form::limbs_of, Form::line_chunk, Form::swap;
     using typename Form::Extremes;
     static constexpr int AT_ONCE = 2;  // slots under way at once
     char* shared;
     Words4 first[2];  // the norm's weights of a thread's first slot: constant, and so loaded before the wait
+    int origin = 0;   // of experts: the step of the first slot
 
     DEVICE LimbStager(const GemvArgs& a, const GemvPlan& plan, char* shared) : Base(a, plan, shared), shared(shared) {
         if (threadIdx.x == 0) Base::shared_word() = 0;
@@ -27,6 +28,7 @@ struct LimbStager : Norms<T, CLUSTERED, COMMON>, Limbs<F, T, NARROW> {
         const int slots = (steps + PAIR<F> - 1) / PAIR<F> * PAIR<F> * (F::KSTEP / 16),
                   laps = (slots + THREADS - 1) / THREADS;
         Extremes extremes;
+        if constexpr (STACKED<F>) origin = from - before;
         if (NARROW && !Base::layer() && laps * int(a.m) == 1 && !Base::signalled(from))
             extremes = one_slot(from * F::KSTEP, slots, before * (F::KSTEP / 16), wait, rest);
         else if (a.norm == NORM_NONE)
@@ -42,16 +44,26 @@ protected:
     DEVICE float* group_sums() const { return reinterpret_cast<float*>(shared + plan.sums_at); }
     // Lanes that load lines exchange chunks here, so that a norm's sums keep their order.
     static constexpr bool FULL_LINES = SHARED_STAGES && F::INTERLEAVED;
+    // Of experts: whether a step's values count, and a number of the block that begins with a slot times its weight.
+    DEVICE bool step_known(int step) const {
+        if constexpr (STACKED<F>) return step_there(plan, step);
+        return true;
+    }
+    DEVICE float weighted(float value, int slot) const {
+        if constexpr (STACKED<F>) return value * step_weight(plan, origin + slot / BLOCK);
+        return value;
+    }
     // Where a lane's chunks of a slot lie, which is worked out before the wait.
     struct Chunks {
         const char* row;
         int at[2];
     };
     DEVICE Chunks chunks(int token, int from, int slot, bool there) const {
-        Chunks c = {row(token), {int(a.k), int(a.k)}};
+        Chunks c = {Base::row(row_of_token<F>(plan, token)), {int(a.k), int(a.k)}};
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            if (there) c.at[h] = from + (FULL_LINES ? line_chunk(slot, h) : place(slot, h));
+            if (there && step_known(from / F::KSTEP + slot / BLOCK))
+                c.at[h] = from + (FULL_LINES ? line_chunk(slot, h) : place(slot, h));
             compute_here(c.at[h]);
         }
         compute_here(c.row);
@@ -198,7 +210,9 @@ protected:
             const float mean = a.norm ? Base::mean(token) : 0.f, factor = a.norm ? Base::scale(token) : 0.f;
             const auto value = [&](int at, int e) ALWAYS_INLINE {
                 const int k = place(global_piece_of(from + slot + at / 16, run, rank), at / 8 % 2) + e;
-                return k < int(a.k) ? Base::value(token, k, mean, factor) : 0.f;
+                return k < int(a.k) && step_known((from + slot) / BLOCK)
+                           ? Base::value(row_of_token<F>(plan, token), k, mean, factor)
+                           : 0.f;
             };
             uint32_t most = 0;
 #pragma unroll 1
@@ -223,9 +237,10 @@ protected:
                     sum += int(q - ZERO);
                 }
                 if (SUMMED<F>)
-                    group_sums()[((before + slot) / BLOCK * SUMS + group) * 8 + token] = float(sum) * block_exponent;
+                    group_sums()[((before + slot) / BLOCK * SUMS + group) * 8 + token] =
+                        weighted(float(sum) * block_exponent, before + slot);
             }
-            worth = block_exponent * F::CODE_STEP;
+            worth = weighted(block_exponent * F::CODE_STEP, before + slot);
         }
     }
     // Slots' values as two int8 limbs. `most`: the largest magnitudes of the slots' blocks. What waits for other lanes
@@ -261,11 +276,12 @@ protected:
             }
             if (lane_id() % Of::LANES) continue;
             if (lane_id() % BLOCK == 0)
-                block_exponents()[slot[j] / BLOCK * 8 + token[j]] = block_exponent[j] * F::CODE_STEP;
+                block_exponents()[slot[j] / BLOCK * 8 + token[j]] = weighted(block_exponent[j] * F::CODE_STEP, slot[j]);
             if (!SUMMED<F>) continue;
 #pragma unroll
             for (int h = 0; h < Of::KEPT; ++h)
-                group_sums()[Of::place(slot[j], h) * 8 + token[j]] = float(sums[j][h]) * block_exponent[j];
+                group_sums()[Of::place(slot[j], h) * 8 + token[j]] =
+                    weighted(float(sums[j][h]) * block_exponent[j], slot[j]);
         }
     }
     DEVICE uint32_t convert_one(int token, int slot, bool there, Words4 (&raw)[1][2]) const {

@@ -38,6 +38,7 @@ template <class F, int DEPTH, bool K_TILED = false> struct Stream {
     // More scales than registers hold ahead.
     static constexpr bool LATE = !SHARED_STAGES && Slot<F>::WORDS * TABLES<F> > 16;
     const char* tables;
+    int64_t set_at[PAIR<F>];  // in a stack, of the next stage
 
     // Warp wk of those that share a tile; `tile` is its first.
     DEVICE Stream(const GemvArgs& a, const GemvPlan& plan, int wk, int tile, char* stage_buffer)
@@ -54,7 +55,7 @@ template <class F, int DEPTH, bool K_TILED = false> struct Stream {
             const int r = LINES ? lane_id() / 8 + 8 * h : fragment_row(h),
                       chunk = LINES ? lane_id() % 8 : fragment_quarter();
             if constexpr (F::TILED) {
-                row[h] = static_cast<const char*>(a.w) + int64_t(tile) * plan.steps * F::STEP_BYTES +
+                row[h] = static_cast<const char*>(a.w) + (STACKED<F> ? 0 : int64_t(tile) * plan.steps * F::STEP_BYTES) +
                          (4 * r + fragment_quarter()) * 16;
             } else {
                 rows[h] = int(weight_row(a, tile, r));
@@ -63,7 +64,7 @@ template <class F, int DEPTH, bool K_TILED = false> struct Stream {
         }
         const int pair = SHARED_TABLES ? lane_id() & 7 : scale_pair();
         scale = static_cast<const char*>(SHARED_TABLES && TABLES<F> > 1 && lane_id() & 16 ? a.offset : a.scale) +
-                (tile * scale_sets<F>(a, plan) * 8 + pair) * SCALE_BYTES<F>;
+                ((STACKED<F> ? 0 : tile * scale_sets<F>(a, plan) * 8) + pair) * SCALE_BYTES<F>;
 #pragma unroll 1
         for (int i = 0; i < PREFETCHED; ++i) prefetch();
     }
@@ -112,11 +113,11 @@ template <class F, int DEPTH, bool K_TILED = false> struct Stream {
     }
     DEVICE void hop(int rounds) {
         tile += rounds * plan.tile_hop;
-        for (int h = 0; h < ROWS_PER_LANE; ++h) {
+        for (int h = 0; h < (STACKED<F> ? 0 : ROWS_PER_LANE); ++h) {
             if (!F::TILED || h == 0) row[h] += rounds * plan.weight_hop;
             if (!F::TILED) rows[h] += rounds * plan.row_hop;
         }
-        if (F::GROUPS > 0) scale += rounds * plan.scale_hop;
+        if (F::GROUPS > 0 && !STACKED<F>) scale += rounds * plan.scale_hop;
     }
     // Starts the loads of the next stage, into the place of the one that was consumed last.
     DEVICE void prefetch() {
@@ -124,7 +125,8 @@ template <class F, int DEPTH, bool K_TILED = false> struct Stream {
         const bool there = tile < plan.tiles, second = there && step + 1 < plan.steps;
         if (SHARED_STAGES && !K_TILED && !there)
             return commit_stage();  // zeros in place of no tile would delay the last one's end
-        if (F::TILED || plan.w_aligned) copy(into, there, second);
+        if constexpr (STACKED<F>) copy_from_stack(into, there, second);
+        else if (F::TILED || plan.w_aligned) copy(into, there, second);
         else if (there) gather_stage(into);
         if constexpr (F::GROUPS > 0) {
             if constexpr (LATE) tables = table(0);
@@ -137,7 +139,10 @@ template <class F, int DEPTH, bool K_TILED = false> struct Stream {
         commit_copies();
         if (SHARED_STAGES) slot = slot + STAGE_BYTES == DEPTH * STAGE_BYTES ? 0 : slot + STAGE_BYTES;
     }
-    DEVICE const char* table(int u) const { return scale + int64_t((step + u) >> a.group_shift) * TABLE_BYTES<F>; }
+    DEVICE const char* table(int u) const {
+        return scale + (STACKED<F> ? u ? set_at[PAIR<F> - 1] : set_at[0] : int64_t((step + u) >> a.group_shift)) *
+                           TABLE_BYTES<F>;
+    }
     DEVICE void load_tables(char* into, bool there, bool second) {
         if constexpr (SHARED_TABLES) {
             // Row pairs by neighbouring lanes, each its step's scales or offsets; all of a pair lie together.
@@ -216,6 +221,19 @@ template <class F, int DEPTH, bool K_TILED = false> struct Stream {
                 }
         }
         if constexpr (COMPACT<F>) copy_exponents(there, second);
+    }
+    // Neighbouring steps may be those of two experts.
+    DEVICE void copy_from_stack(char* into, bool there, bool second) {
+#pragma unroll
+        for (int u = 0; u < PAIR<F>; ++u) {
+            StackPlace at = {0, 0};
+            if (u ? second : there) at = place_in_stack(a, plan, tile, step + u);
+            set_at[u] = at.set;
+            const char* from = row[0] + at.step * F::STEP_BYTES;
+#pragma unroll
+            for (int h = 0; h < ROWS_PER_LANE; ++h)
+                stream_copy<16>(place(into, u, h), from + h * 512, u ? second : there);
+        }
     }
     // Exponents of a lane's row where registers hold the weights.
     DEVICE void copy_exponents(bool there, bool second) {

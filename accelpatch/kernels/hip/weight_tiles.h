@@ -1,6 +1,6 @@
 // Weights of a tile: the bytes of a step, what a lane holds of them, and where rows and scales lie.
 #pragma once
-#include "formats.h"
+#include "stacked.h"
 
 template <class F> constexpr int SCALE_BYTES = 4 * F::GROUPS;                              // a row pair and step
 template <class F> constexpr int TABLES = F::GROUPS ? 1 + (F::OFFSET != OFFSET_NONE) : 0;  // scales, offsets
@@ -19,9 +19,14 @@ template <class F> struct Slot {
     uint32_t scale[WORDS], offset[WORDS];
 };
 
+// Blocks that tiles are cut for.
+template <class F> DEVICE int tile_blocks(const GemvPlan& plan) {
+    return STACKED<F> ? plan.experts.blocks : int(gridDim.x);
+}
 // Blocks share each round of tiles evenly, so that a last, shorter round is spread over all of them.
-DEVICE int tile_of(const GemvPlan& plan, int round, int wn) {
-    return ((round * WARPS >> plan.warps_shift) + wn) * gridDim.x + blockIdx.x;
+template <class F> DEVICE int tile_of(const GemvPlan& plan, int round, int wn) {
+    const int block = STACKED<F> ? int(blockIdx.x) % plan.experts.blocks : int(blockIdx.x);
+    return ((round * WARPS >> plan.warps_shift) + wn) * tile_blocks<F>(plan) + block;
 }
 // The weight row of a tile's row r; a.n or more where there is none.
 DEVICE int64_t weight_row(const GemvArgs& a, int tile, int r) {

@@ -2,7 +2,8 @@
 
 Floats lie as they are, and so does int8 with a scale a row. 4-bit codes lie in words of 32 bits, 16 for each block of
 128 values of K: nibble p of word j holds value ``16 p + j``. Neighbouring words then go with neighbouring values of x,
-and the codes of one nibble belong to one group. K is padded with the code 0 up to whole blocks.
+and the codes of one nibble belong to one group. K is padded with the code 0 up to whole blocks. Where the HIP kernels
+run, 4-bit codes lie in their tiles instead (expert_tiles.py).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from accelpatch.kernels.layouts.layout import nbytes_of
+from accelpatch.kernels.layouts.tiling import TILE_ROWS
 
 BLOCK, WORDS = 128, 16  # values of K, and words, of a block
 BITS = {torch.int8: 8, torch.int32: 4}
@@ -21,6 +23,7 @@ BITS = {torch.int8: 8, torch.int32: 4}
 class Stack(NamedTuple):
     """Weights of E experts. w: float or int8 [E, N, K], or int32 words [E, N, 16 blocks] of 4-bit codes.
 
+    Or int8 tiles [E, tiles, steps, 1024], with scale and offset in tables of theirs (expert_tiles.py).
     scale[E, N, G]: of a quantised weight. offset[E, N, G]: the minimum of 4-bit codes; None: w = (u - 8) * scale.
     bias[E, N]: float, or None.
     """
@@ -36,9 +39,26 @@ class Stack(NamedTuple):
         return cls(to_words(q), scale, offset, bias)
 
     @property
+    def tiled(self) -> bool:
+        """Whether the weights lie in tiles."""
+        return self.w.dim() == 4
+
+    @property
     def bits(self) -> int:
         """Bits of a value: 4, 8, 16 or more."""
-        return BITS.get(self.w.dtype, 8 * self.w.element_size())
+        return 4 if self.tiled else BITS.get(self.w.dtype, 8 * self.w.element_size())
+
+    @property
+    def rows(self) -> int:
+        """N."""
+        return self.w.shape[1] * (TILE_ROWS if self.tiled else 1)
+
+    @property
+    def groups(self) -> int:
+        """Groups of a row; 1 where the weights have no scales."""
+        if self.scale is None:
+            return 1
+        return self.scale.shape[2] * self.scale.shape[4] if self.tiled else self.scale.shape[2]
 
     @property
     def nbytes(self) -> int:

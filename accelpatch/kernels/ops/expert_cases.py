@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from accelpatch.kernels.layouts.expert_stack import Stack, to_words
+from accelpatch.kernels.layouts import expert_tiles
+from accelpatch.kernels.layouts.expert_stack import Stack, from_words, to_words
 from accelpatch.kernels.spec import Case
 
 CLAMPED = "clamped_swiglu"
@@ -17,7 +18,7 @@ def cases() -> list[Case]:
 
     def case(
         bits: int, experts: int, width: int, inner: int, tokens: int, k: int, group: int = 0, activation: str = "silu",
-        bias: bool = False, odd: bool = False,
+        bias: bool = False, odd: bool = False, tiled: bool = False,
     ) -> Case:  # fmt: skip
         def make(generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
             x = torch.randn(tokens, width, generator=generator).to(device, dtype)
@@ -25,10 +26,12 @@ def cases() -> list[Case]:
             weights = torch.rand(tokens, k, generator=generator).to(device, torch.float32 if odd else dtype)
             sizes = ((2 * inner, width), (width, inner))
             stacks = [of_random(generator, dtype, device, bits, experts, *size, group, bias, odd) for size in sizes]
+            if tiled:
+                stacks = list(in_tiles(stacks[0], stacks[1], inner))
             return x, ids, weights, *stacks[0], *stacks[1], activation, 1.702, 7.0, x.flip(0) if odd else None
 
         name = f"w{bits}-e{experts}-h{width}-i{inner}-t{tokens}-k{k}-g{group}-{activation}"
-        return Case(f"{name}{'-bias' if bias else ''}{'-odd' if odd else ''}", make)
+        return Case(f"{name}{'-bias' if bias else ''}{'-odd' if odd else ''}{'-tiles' if tiled else ''}", make)
 
     return [
         case(16, 4, 64, 32, 1, 2),
@@ -41,7 +44,21 @@ def cases() -> list[Case]:
         case(8, 2, 130, 66, 33, 1, activation="gelu"),
         case(4, 2, 384, 128, 5, 2, 128, odd=True),
         case(4, 3, 64, 32, 0, 2, 32),
+        case(4, 4, 128, 128, 1, 2, 32, tiled=True),
+        case(4, 3, 256, 128, 2, 2, 64, odd=True, tiled=True),
+        case(4, 5, 384, 256, 1, 5, 128, odd=True, tiled=True),
+        case(4, 2, 256, 128, 37, 2, 64, tiled=True),
+        case(4, 3, 128, 384, 21, 2, 32, CLAMPED, bias=True, odd=True, tiled=True),
+        case(4, 2, 256, 256, 9, 1, activation="gelu", tiled=True),
     ]
+
+
+def in_tiles(up: Stack, down: Stack, inner: int) -> tuple[Stack, Stack]:
+    """Stacks of 4-bit codes in words, in tiles."""
+    (q_up, *up_tables), (q_down, *down_tables) = up, down
+    up_codes, down_codes = from_words(q_up, down.rows), from_words(q_down, inner)
+    tiles = expert_tiles.tiled(up_codes, *up_tables, interleaved=True)  # type: ignore[arg-type]
+    return tiles, expert_tiles.tiled(down_codes, *down_tables, interleaved=False)  # type: ignore[arg-type]
 
 
 def of_random(

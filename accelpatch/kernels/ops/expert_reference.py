@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from accelpatch.kernels.layouts import expert_tiles
 from accelpatch.kernels.layouts.expert_stack import WORDS, Stack
 from accelpatch.kernels.ops import gated_activation
 from accelpatch.kernels.ops.expert_cases import CLAMPED
@@ -21,21 +22,30 @@ def _gated(both: Tensor, activation: str, alpha: float, limit: float) -> Tensor:
     return (up + 1) * (gate / (1 + (-alpha * gate).exp()))
 
 
-def dense(stack: Stack, expert: int, k: int, dtype: torch.dtype) -> Tensor:
-    """One expert's matrix [N, K], decoded in float32 or wider and rounded to `dtype`."""
+def dense(stack: Stack, expert: int, k: int, dtype: torch.dtype, interleaved: bool = False) -> Tensor:
+    """One expert's matrix [N, K], decoded in float32 or wider and rounded to `dtype`. interleaved: of gate and up."""
+    if stack.tiled:
+        q, factor, least = expert_tiles.expert(stack, expert, interleaved=interleaved)
+        held = q.view(torch.uint8)
+        codes = torch.stack((held & 15, held >> 4), dim=-1).flatten(1)
+        return _decoded(codes, factor, least, 4, dtype)
     w, scale = stack.w[expert], stack.scale
     if scale is None:
         return w.to(dtype)
-    wide = torch.promote_types(dtype, torch.float32)
-    codes = w.to(wide)
+    codes = w
     if stack.bits == 4:
         held = w.view(len(w), -1, 1, WORDS)
-        codes = torch.cat([(held >> 4 * nibble) & 15 for nibble in range(8)], dim=2).flatten(1)[:, :k].to(wide)
-    groups, factor = codes.view(len(w), scale.shape[2], -1), scale[expert].to(wide)[:, :, None]
-    if stack.offset is not None:
-        made = groups * factor + stack.offset[expert].to(wide)[:, :, None]
+        codes = torch.cat([(held >> 4 * nibble) & 15 for nibble in range(8)], dim=2).flatten(1)[:, :k]
+    return _decoded(codes, scale[expert], None if stack.offset is None else stack.offset[expert], stack.bits, dtype)
+
+
+def _decoded(codes: Tensor, scale: Tensor, offset: Tensor | None, bits: int, dtype: torch.dtype) -> Tensor:
+    wide = torch.promote_types(dtype, torch.float32)
+    groups, factor = codes.to(wide).view(len(codes), scale.shape[1], -1), scale.to(wide)[:, :, None]
+    if offset is not None:
+        made = groups * factor + offset.to(wide)[:, :, None]
     else:
-        made = (groups - 8 if stack.bits == 4 else groups) * factor
+        made = (groups - 8 if bits == 4 else groups) * factor
     return made.flatten(1).to(dtype)
 
 
@@ -49,7 +59,7 @@ def reference(x: Tensor, ids: Tensor, weights: Tensor, *given: Any) -> Tensor:
         if not len(token):
             continue
         beside = [None if one.bias is None else one.bias[expert].to(x.dtype) for one in (up, down)]
-        both = functional.linear(x[token], dense(up, expert, x.shape[1], x.dtype), beside[0])
+        both = functional.linear(x[token], dense(up, expert, x.shape[1], x.dtype, True), beside[0])
         inner = _gated(both, *gate)
         made = functional.linear(inner, dense(down, expert, inner.shape[1], x.dtype), beside[1])
         y.index_add_(0, token, made.to(wide) * weights[token, place, None].to(wide))

@@ -4,27 +4,29 @@
     gated(both) = act(gate) * up              gate is the first half of the columns, up the second
     clamped_swiglu: (min(max(up, -limit), limit) + 1) * g * sigmoid(alpha g), g = min(gate, limit)       (GPT-OSS)
 
-Weights are Stacks (layouts/expert_stack.py): float, int8 with a scale a row, or 4-bit codes in groups. An id outside of
-0 .. E - 1 adds nothing, and one that is named twice adds twice. Which experts run is read on the device.
+Weights are Stacks (layouts/expert_stack.py): float, int8 with a scale a row, or 4-bit codes in groups, in words or in
+tiles. An id outside of 0 .. E - 1 adds nothing, and one that is named twice adds twice. Which experts run is read on
+the device.
 
 Source: Shazeer et al. 2017, arXiv:1701.06538; shapes as in transformers' experts interface (integrations/moe.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from accelpatch.device import Device
+from accelpatch.device import Device, probe
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.dispatch import FLOATS, require
+from accelpatch.kernels.layouts import expert_tiles, int4_tiles
 from accelpatch.kernels.layouts.expert_stack import BLOCK, WORDS, Stack, from_words
 from accelpatch.kernels.operation import operation
-from accelpatch.kernels.ops import gated_activation, int4_linear, linear
+from accelpatch.kernels.ops import expert_gemv, gated_activation, int4_linear, linear
 from accelpatch.kernels.ops.expert_cases import CLAMPED, cases
 from accelpatch.kernels.ops.expert_reference import reference
 from accelpatch.kernels.spec import Implementation, Kernel, Spec
@@ -34,6 +36,7 @@ OP = "experts"
 #: of which Triton has a form
 ACTIVATIONS = ("silu", "swish", "gelu", "gelu_tanh", "gelu_pytorch_tanh", "relu", CLAMPED)
 MOST_EXPERTS, MOST_CHOSEN = 1024, 64
+TABLES = ("q", "scale", "offset")  # of a canonical weight
 
 
 def clamped(both: Tensor, alpha: float, limit: float) -> Tensor:
@@ -58,7 +61,9 @@ def added(y: Tensor, residual: Tensor | None = None) -> Tensor:
 
 def why_not_stack(stack: Stack, n: int, k: int, experts: int, device: torch.device) -> str | None:
     """Why a Stack is none of `experts` matrices [n, k]; None where it is."""
-    w, scale, offset, bias = stack
+    w, scale, offset, _ = stack
+    if stack.tiled:
+        return _why_not_tiles(stack, n, k, experts, device)
     columns = -(-k // BLOCK) * WORDS if stack.bits == 4 else k
     if list(w.shape) != [experts, n, columns] or not (w.dtype in FLOATS or w.dtype in (torch.int8, torch.int32)):
         return f"a weight is {linear.say(w)}, and [{experts}, {n}, {columns}] belongs here"
@@ -68,18 +73,41 @@ def why_not_stack(stack: Stack, n: int, k: int, experts: int, device: torch.devi
         return f"a scale is {linear.say(scale)}, and [{experts}, {n}, G] belongs here, G dividing {k}"
     if offset is not None and (scale is None or stack.bits != 4 or offset.shape != scale.shape):
         return f"an offset is {linear.say(offset)}, which belongs to 4-bit codes and has the shape of their scale"
+    return _why_not_beside(stack, n, experts, device)
+
+
+def _why_not_beside(stack: Stack, n: int, experts: int, device: torch.device) -> str | None:
+    bias = stack.bias
     if bias is not None and (list(bias.shape) != [experts, n] or not bias.is_floating_point()):
         return f"a bias is {linear.say(bias)}, and float [{experts}, {n}] belongs here"
     apart = next((one for one in stack if one is not None and one.device != device), None)
     return None if apart is None else f"x lies on {device}, a weight on {apart.device}: move the module"
 
 
+def _why_not_tiles(stack: Stack, n: int, k: int, experts: int, device: torch.device) -> str | None:
+    w, scale, offset, _ = stack
+    if scale is None or scale.dim() != 6 or stack.groups < 1 or k % stack.groups:
+        return (
+            f"tiles have a scale [E, tiles, sets, 8, groups, 2], not {'none' if scale is None else linear.say(scale)}"
+        )
+    if reason := expert_tiles.unfit(n, k, k // stack.groups, torch.float16):
+        return reason
+    size, table = expert_tiles.shapes(experts, n, k, stack.groups)
+    if w.dtype != torch.int8 or list(w.shape) != size:
+        return f"the tiles of [{experts}, {n}, {k}] are int8 {size}, not {linear.say(w)}"
+    for one in (scale, scale if offset is None else offset):
+        if list(one.shape) != table or one.dtype != scale.dtype:
+            return f"scales and offsets are {table} of one dtype, not {linear.say(one)}"
+    return _why_not_beside(stack, n, experts, device)
+
+
 def spec(x: Tensor, ids: Tensor, weights: Tensor, *given: Any) -> Spec:
     """The Spec of a call, for dispatch. Raises KernelError where shapes, dtypes or devices do not fit together."""
     up, down, activation = Stack(*given[:4]), Stack(*given[4:8]), given[8]
     check_routing(OP, x, ids, weights, activation)
-    require(up.w.dim() == down.w.dim() == 3, OP, f"weights are [E, N, K], not {linear.say(up.w)}")
-    experts, rows = up.w.shape[:2]
+    alike = up.w.dim() == down.w.dim() and up.w.dim() in (3, 4)
+    require(alike, OP, f"weights are [E, N, K], or both in tiles, not {linear.say(up.w)} and {linear.say(down.w)}")
+    experts, rows = len(up.w), up.rows
     fits = given[11:] in ((), (None,)) or (given[11].shape == x.shape and given[11].dtype == x.dtype)
     require(fits, OP, f"the residual has the shape and dtype of x, {linear.say(x)}")
     require(experts >= 1 and rows >= 2 and rows % 2 == 0, OP, f"gate and up are [E, 2 I, H], not {linear.say(up.w)}")
@@ -89,10 +117,12 @@ def spec(x: Tensor, ids: Tensor, weights: Tensor, *given: Any) -> Spec:
         require(reason is None, OP, str(reason))
         alike = stack.bits == up.bits and (stack.scale is not None or stack.w.dtype == x.dtype)
         require(alike, OP, f"the weights are of one kind, and floats of x's dtype, not {linear.say(stack.w)}")
-    groups = [k if one.scale is None else k // one.scale.shape[2] for one, k in ((up, width), (down, inner))]
+    offset = "none" if up.offset is None and down.offset is None else "minimum"
+    biased = up.bias is not None or down.bias is not None
+    scale = None if up.scale is None else up.scale.dtype
     return of_shape(
-        experts, width, inner, x.dtype, up.bits, (groups[0], groups[1]), tokens=len(x), chosen=ids.shape[1],
-        activation=activation,
+        experts, width, inner, x.dtype, up.bits, (width // up.groups, inner // down.groups), tokens=len(x),
+        chosen=ids.shape[1], activation=activation, biased=biased, scale_dtype=scale, offset=offset, tiled=up.tiled,
     )  # fmt: skip
 
 
@@ -111,11 +141,44 @@ def check_routing(op: str, x: Tensor, ids: Tensor, weights: Tensor, activation: 
 
 def of_shape(
     experts: int, width: int, inner: int, dtype: torch.dtype, bits: int, groups: tuple[int, int], *, tokens: int = 1,
-    chosen: int = 1, activation: str = "silu",
+    chosen: int = 1, activation: str = "silu", offset: str = "none", tiled: bool = False, biased: bool = False,
+    scale_dtype: torch.dtype | None = None,
 ) -> Spec:  # fmt: skip
-    """The Spec of experts of this size, for planning. groups: values along K that share a scale, of both stacks."""
+    """The Spec of experts of this size, for planning. groups: values along K that share a scale, of both stacks.
+
+    offset: "none" or "minimum". tiled: whether the weights lie in tiles. biased: whether they have biases.
+    """
     sizes = {"M": tokens, "E": experts, "H": width, "I": inner, "k": chosen}
-    return Spec(OP, sizes, dtype, options={"bits": bits, "groups": groups, "activation": activation})
+    options = {"bits": bits, "groups": groups, "activation": activation, "tiled": tiled, "biased": biased}
+    return Spec(OP, sizes, dtype, scale_dtype, offset=offset, options=options)
+
+
+def tiles_for(
+    up: Mapping[str, Tensor | None], down: Mapping[str, Tensor | None], activation: str, dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[Stack, Stack] | None:  # fmt: skip
+    """Tiles of canonical 4-bit weights where `hip` would run on them for x of `dtype`; else None.
+
+    up, down: canonical tensors by name: q[E, N, K / 2], scale and offset[E, N, G], bias.
+    """
+    (q, scale, offset), (q_down, scale_down, offset_down) = ([one[name] for name in TABLES] for one in (up, down))
+    assert q is not None
+    assert scale is not None
+    assert q_down is not None
+    assert scale_down is not None
+    alike = scale.dtype == scale_down.dtype and (offset is None) == (offset_down is None)
+    exact = int4_tiles.exact(offset, scale.dtype) and int4_tiles.exact(offset_down, scale.dtype)
+    width, inner = 2 * q.shape[2], 2 * q_down.shape[2]
+    wanted = of_shape(
+        len(q), width, inner, dtype, 4, (width // scale.shape[2], inner // scale_down.shape[2]), activation=activation,
+        offset="none" if offset is None else "minimum", biased=up["bias"] is not None, scale_dtype=scale.dtype,
+    )  # fmt: skip
+    if device.type != "cuda" or not alike or expert_gemv.why_not_tiles(wanted, probe(device)) or not exact:
+        return None
+    return (
+        expert_tiles.tiled(q, scale, offset, up["bias"], interleaved=True),
+        expert_tiles.tiled(q_down, scale_down, offset_down, down["bias"], interleaved=False),
+    )
 
 
 def triton_why_not(spec: Spec, device: Device) -> str | None:
@@ -149,8 +212,8 @@ def by_torch(x: Tensor, ids: Tensor, weights: Tensor, *given: Any) -> Tensor:
     up, down, gate, residual = Stack(*given[:4]), Stack(*given[4:8]), given[8:11], given[11:]
 
     def expert(number: int, rows: Tensor) -> Tensor:
-        inner = gated(_linear(rows, up, number), *gate)
-        return _linear(inner, down, number)
+        inner = gated(_linear(rows, up, number, interleaved=True), *gate)
+        return _linear(inner, down, number, interleaved=False)
 
     return added(by_expert(x, ids, weights, len(up.w), expert), *residual)
 
@@ -172,8 +235,10 @@ def chosen(ids: Tensor, experts: int) -> Iterator[tuple[int, Tensor, Tensor]]:
             yield number, *(ids == number).nonzero(as_tuple=True)
 
 
-def _linear(x: Tensor, stack: Stack, number: int) -> Tensor:
+def _linear(x: Tensor, stack: Stack, number: int, interleaved: bool) -> Tensor:
     w, scale, offset, bias = (None if one is None else one[number] for one in stack)
+    if stack.tiled:
+        w, scale, offset = expert_tiles.expert(stack, number, interleaved=interleaved)
     assert w is not None
     bias = None if bias is None else bias.to(x.dtype)
     if scale is None:
@@ -185,7 +250,8 @@ def _linear(x: Tensor, stack: Stack, number: int) -> Tensor:
         held, factor = w[start:stop], scale[start:stop]
         if stack.bits == 4:
             beside = None if offset is None else offset[start:stop]
-            return int4_linear.dequantize_rows(from_words(held, k), factor, beside, wide)
+            codes = held if stack.tiled else from_words(held, k)
+            return int4_linear.dequantize_rows(codes, factor, beside, wide)
         return (held.to(wide).unflatten(1, (factor.shape[1], -1)) * factor.to(wide)[:, :, None]).flatten(1)
 
     return linear.by_row_blocks(x, w.shape[0], k, rows, bias)
@@ -222,7 +288,11 @@ KERNELS = {
         experts,
         reference,
         spec,
-        {"triton": Implementation(by_triton, triton_why_not), "torch": Implementation(by_torch, dispatch.anywhere)},
+        {
+            "hip": Implementation(expert_gemv.by_hip, expert_gemv.why_not),
+            "triton": Implementation(by_triton, triton_why_not),
+            "torch": Implementation(by_torch, dispatch.anywhere),
+        },
         cases,
     )
 }

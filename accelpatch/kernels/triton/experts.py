@@ -2,7 +2,7 @@
 
 One program has one chosen expert of one token and a block of rows: gate, up and the activation; then rows of down,
 added up over the token's experts in their order. The ids are read on the device. Nothing that a token gets depends on
-the tokens beside it. Many tokens: grouped_experts.py.
+the tokens beside it. Many tokens, and weights in tiles: grouped_experts.py.
 
 4-bit codes: the bits of a code, in their place in the word, are or-ed into those of the float 2^23, from which 2^23 is
 then subtracted: the code times a power of two, by which x is divided beforehand, exactly.
@@ -13,11 +13,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from accelpatch.kernels.layouts.expert_stack import BLOCK, Stack
+from accelpatch.kernels.ops.expert_gemv import few
 from accelpatch.kernels.triton.dependent_launch import release, wait
 from accelpatch.kernels.triton.gated_activation import CODES, _activated
 from accelpatch.kernels.triton.launch import cdiv, dependent, on
@@ -227,7 +229,9 @@ def weight_arguments(stack: Stack, k: int) -> tuple[tuple[Tensor, ...], int, dic
     """(tensors, groups of a row, compile-time values) of a stack for a launch; what is missing has a stand-in."""
     w, scale, offset, bias = (None if one is None else one.contiguous() for one in stack)
     assert w is not None
-    groups = 1 if scale is None else scale.shape[2]
+    groups = stack.groups
+    if stack.tiled:
+        w = w.view(torch.int32)
     form = {
         "KIND": kind_of(stack),
         "MINIMUM": offset is not None,
@@ -242,15 +246,10 @@ def group_of(k: int, groups: int) -> int:
     return k // groups if groups > 1 else -(-k // BLOCK) * BLOCK
 
 
-def few(pairs: int, experts: int) -> bool:
-    """Whether each chosen expert of each token is read for itself: fewer than would come together in one."""
-    return pairs <= max(experts, 8)
-
-
 def experts(x: Tensor, ids: Tensor, weights: Tensor, *given: Any) -> Tensor:
     """As the operation."""
     up, down, gate, residual = Stack(*given[:4]), Stack(*given[4:8]), given[8:11], given[11]
-    if not few(ids.numel(), len(up.w)):
+    if up.tiled or not few(ids.numel(), len(up.w)):
         from accelpatch.kernels.triton.grouped_experts import grouped
 
         y = grouped(x, ids, weights, up, down, *gate)

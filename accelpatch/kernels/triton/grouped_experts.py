@@ -1,7 +1,9 @@
 """Experts for many tokens: tokens sorted by expert, and products of tiles of one expert each; see ../ops/experts.py.
 
 Nothing waits for the host: there are as many programs as the tokens could need, and a program finds its expert by the
-number of tiles before it. Weights are dequantised in registers and rounded to x's dtype, as in the reference.
+number of tiles before it. Weights are dequantised in registers and rounded to x's dtype, as in the reference. Where
+they lie in tiles of the HIP kernels, activations are brought into the order of a tile's nibbles: x beforehand, what
+gate and up make as it is stored.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from accelpatch.kernels.layouts.expert_stack import Stack
+from accelpatch.kernels.layouts.expert_tiles import in_tile_order
 from accelpatch.kernels.triton.experts import _gate, code_of, weight_arguments
 from accelpatch.kernels.triton.launch import cdiv, on
 
@@ -92,13 +95,56 @@ def _codes(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _tile_codes(  # type: ignore[no-untyped-def]
+    w, scale, offset, x, row, inside, here, k, groups, total,
+    MINIMUM: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """As _codes, in tiles; row: of the tiles. Values of x lie in the order of a tile's nibbles.
+
+    A word has values of one group, and those of a row stand for a part of a tile's 32 values each.
+    """
+    blocks = tl.cdiv(k, 128)
+    PARTS: tl.constexpr = 128 // GROUP if GROUP < 128 else 1
+    word = tl.arange(0, 16)
+    tile, r = row // 16, row % 16
+    part = word % 4 * PARTS // 4
+    for block in range(blocks):
+        first = (tile * blocks + block) * 256 + r * 16
+        words = tl.load(w + first[:, None] + word[None, :], mask=inside[:, None], other=0) ^ -2004318072  # 8 off each
+        at = (tile * (groups // PARTS) + (block if GROUP < 128 else block * 128 // GROUP)) * 8 + r % 8
+        places = (at * (2 * PARTS) + r // 8)[:, None]
+        if PARTS > 1:
+            places = places + 2 * part[None, :]
+        factor = tl.load(scale + places, mask=inside[:, None], other=0.0).to(tl.float32)
+        beside = factor
+        if MINIMUM:
+            beside = tl.load(offset + places, mask=inside[:, None], other=0.0).to(tl.float32)
+        for one in tl.static_range(8):
+            column = block * 128 + 16 * one + word
+            given = tl.load(x[None, :] + column[:, None], mask=here[None, :], other=0.0)
+            value = _value(words, one, factor, beside, MINIMUM).to(given.dtype)
+            total = tl.dot(value, given, total, input_precision=PRECISION)
+    return total
+
+
+@triton.jit
+def _tile_place(row):  # type: ignore[no-untyped-def]
+    """Where value `row` of an activation lies in the order of a tile's nibbles."""
+    inside = row % 128
+    nibble = inside % 2 * 4 + inside // 2 % 4
+    return row - inside + nibble * 16 + inside // 8 % 4 * 4 + inside // 32
+
+
+@triton.jit
 def _sums(  # type: ignore[no-untyped-def]
     w, scale, offset, x, row, inside, here, k, groups,
-    KIND: tl.constexpr, MINIMUM: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
+    KIND: tl.constexpr, TILED: tl.constexpr, MINIMUM: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """w[row] . x of each token, float32 [ROWS, TOKENS]. row: int64 numbers of rows in the whole stack."""
     total = tl.zeros([ROWS, TOKENS], tl.float32)
+    if TILED:
+        return _tile_codes(w, scale, offset, x, row, inside, here, k, groups, total, MINIMUM, GROUP, PRECISION)
     if KIND == 2:
         return _codes(w, scale, offset, x, row, inside, here, k, groups, total, MINIMUM, GROUP, PRECISION)
     for start in range(0, k, COLUMNS):
@@ -115,8 +161,9 @@ def _sums(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["chosen", "tiles"])
 def _gate_up(  # type: ignore[no-untyped-def]
     x, order, ends, w, scale, offset, bias, h, k, inner, experts, chosen, tiles, groups, alpha, limit,
-    KIND: tl.constexpr, MINIMUM: tl.constexpr, GROUP: tl.constexpr, BIAS: tl.constexpr, CODE: tl.constexpr,
-    PRECISION: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
+    KIND: tl.constexpr, TILED: tl.constexpr, MINIMUM: tl.constexpr, GROUP: tl.constexpr, BIAS: tl.constexpr,
+    CODE: tl.constexpr, PRECISION: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
     expert, start, end = _tile_of(ends, experts, tl.program_id(0) % tiles, EXPERTS, TOKENS)
     if expert < experts:
@@ -127,23 +174,27 @@ def _gate_up(  # type: ignore[no-untyped-def]
         inside = row < inner
         first = expert.to(tl.int64) * (2 * inner) + row
         own = x + token * k
-        gate = _sums(w, scale, offset, own, first, inside, here, k, groups, KIND, MINIMUM, GROUP, PRECISION, ROWS,
-                     TOKENS, COLUMNS)  # fmt: skip
-        up = _sums(w, scale, offset, own, first + inner, inside, here, k, groups, KIND, MINIMUM, GROUP, PRECISION,
+        # in tiles 8 gates lie before their 8 ups
+        lies = expert.to(tl.int64) * (2 * inner) + row // 8 * 16 + row % 8 if TILED else first
+        gate = _sums(w, scale, offset, own, lies, inside, here, k, groups, KIND, TILED, MINIMUM, GROUP, PRECISION,
+                     ROWS, TOKENS, COLUMNS)  # fmt: skip
+        lies += 8 if TILED else inner
+        up = _sums(w, scale, offset, own, lies, inside, here, k, groups, KIND, TILED, MINIMUM, GROUP, PRECISION,
                    ROWS, TOKENS, COLUMNS)  # fmt: skip
         if BIAS:
             gate += tl.load(bias + first, mask=inside, other=0.0).to(tl.float32)[:, None]
             up += tl.load(bias + first + inner, mask=inside, other=0.0).to(tl.float32)[:, None]
         dtype = h.dtype.element_ty
         made = _gate(gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32), alpha, limit, dtype, CODE)
-        out = h + place.to(tl.int64)[None, :] * inner + row[:, None]
+        column = _tile_place(row) if TILED else row
+        out = h + place.to(tl.int64)[None, :] * inner + column[:, None]
         tl.store(out, made.to(dtype), mask=inside[:, None] & here[None, :])
 
 
 @triton.jit(do_not_specialize=["tiles"])
 def _down(  # type: ignore[no-untyped-def]
     h, order, ends, weights, w, scale, offset, bias, parts, k, width, experts, tiles, groups,
-    KIND: tl.constexpr, MINIMUM: tl.constexpr, GROUP: tl.constexpr, BIAS: tl.constexpr,
+    KIND: tl.constexpr, TILED: tl.constexpr, MINIMUM: tl.constexpr, GROUP: tl.constexpr, BIAS: tl.constexpr,
     PRECISION: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     expert, start, end = _tile_of(ends, experts, tl.program_id(0) % tiles, EXPERTS, TOKENS)
@@ -155,8 +206,8 @@ def _down(  # type: ignore[no-untyped-def]
         inside = row < width
         first = expert.to(tl.int64) * width + row
         own = h + place.to(tl.int64) * k
-        made = _sums(w, scale, offset, own, first, inside, here, k, groups, KIND, MINIMUM, GROUP, PRECISION, ROWS,
-                     TOKENS, COLUMNS)  # fmt: skip
+        made = _sums(w, scale, offset, own, first, inside, here, k, groups, KIND, TILED, MINIMUM, GROUP, PRECISION,
+                     ROWS, TOKENS, COLUMNS)  # fmt: skip
         if BIAS:
             made += tl.load(bias + first, mask=inside, other=0.0).to(tl.float32)[:, None]
         made *= tl.load(weights + pair, mask=here, other=0.0).to(tl.float32)[None, :]
@@ -177,10 +228,11 @@ def grouped(
     x: Tensor, ids: Tensor, weights: Tensor, up: Stack, down: Stack, activation: str, alpha: float, limit: float
 ) -> Tensor:
     """The operation by tiles of tokens of one expert."""
-    (tokens, width), chosen, (number, rows), pairs = x.shape, ids.shape[1], up.w.shape[:2], ids.numel()
+    (tokens, width), chosen, number, pairs = x.shape, ids.shape[1], len(up.w), ids.numel()
     if not pairs:
         return x.new_zeros(x.shape)
-    inner, (x, weights) = rows // 2, (one.contiguous() for one in (x, weights))
+    inner, weights = up.rows // 2, weights.contiguous()
+    x = in_tile_order(x) if up.tiled else x.contiguous()
     order, ends = sorted_pairs(ids, number)
     wide = x.dtype == torch.float32
     held = AMD_TILES if torch.version.hip else TILES
@@ -189,7 +241,7 @@ def grouped(
     h, parts = x.new_empty((pairs, inner)), x.new_zeros((pairs, width))
     shared: dict[str, Any] = {
         "PRECISION": "ieee", "EXPERTS": max(2, 1 << (number - 1).bit_length()), "ROWS": tile.rows,
-        "TOKENS": tile.tokens, "COLUMNS": tile.columns,
+        "TOKENS": tile.tokens, "COLUMNS": tile.columns, "TILED": up.tiled,
     }  # fmt: skip
     with on(x):
         tensors, groups, form = weight_arguments(up, width)

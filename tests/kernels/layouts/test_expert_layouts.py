@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from accelpatch.kernels.layouts import expert_tiles, int4_tiles, tiling
 from accelpatch.kernels.layouts.expert_pack import ExpertPack
 from accelpatch.kernels.layouts.expert_stack import Stack, from_words, to_words
 from accelpatch.quant import int4, int8
@@ -74,3 +75,53 @@ def test_bits_of_a_stack() -> None:
         8,
         16,
     ]
+
+
+@pytest.mark.parametrize("interleaved", [True, False], ids=["gate and up", "down"])
+@pytest.mark.parametrize("group", [32, 64, 128, 256, 384])
+def test_tiles_come_back(group: int, interleaved: bool) -> None:
+    generator, k = torch.Generator().manual_seed(group), 768
+    q = torch.randint(-128, 128, (3, 48, k // 2), dtype=torch.int8, generator=generator)
+    if group == 384:  # no power of two: whole rows
+        group = k
+    scale, offset = (torch.rand(3, 48, k // group, generator=generator).half() for _ in range(2))
+    stack = expert_tiles.tiled(q, scale, offset, interleaved=interleaved)
+    assert (stack.tiled, stack.bits, stack.rows, stack.groups) == (True, 4, 48, k // group)
+    assert [list(stack.w.shape), list(stack.offset.shape)] == [*expert_tiles.shapes(3, 48, k, k // group)]  # type: ignore[union-attr]
+    for one, due in zip(expert_tiles.untiled(stack, interleaved=interleaved), (q, scale, offset), strict=True):
+        assert torch.equal(one, due)  # type: ignore[arg-type]
+    for one, due in zip(expert_tiles.expert(stack, 2, interleaved=interleaved), (q, scale, offset), strict=True):
+        assert torch.equal(one, due[2])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("interleaved", [True, False], ids=["gate and up", "down"])
+def test_an_expert_lies_as_the_tiles_of_a_linear_layer(interleaved: bool) -> None:
+    generator = torch.Generator().manual_seed(3)
+    q = torch.randint(-128, 128, (2, 64, 128), dtype=torch.int8, generator=generator)
+    scale, offset = (torch.rand(2, 64, 4, generator=generator).half() for _ in range(2))
+    stack = expert_tiles.tiled(q, scale, offset, interleaved=interleaved)
+    alone = int4_tiles.Tiles.pack(q[1], scale[1], offset[1])
+    if interleaved:
+        alone = alone.pair()
+    assert torch.equal(stack.w[1], alone.w)
+    for one, due in ((stack.scale, alone.scale), (stack.offset, alone.offset)):
+        assert torch.equal(one[1], due)  # type: ignore[index, arg-type]
+
+
+def test_activations_in_the_order_of_a_tiles_nibbles() -> None:
+    """Nibble n of the 16 words of a row goes with 16 neighbouring values."""
+    u = torch.randint(0, 16, (16, 256), generator=torch.Generator().manual_seed(5))
+    words = (tiling.tile_int4(int4.pack(u)).view(torch.int32) ^ -2004318072).view(2, 16, 16)  # step, row, word
+    nibbles = torch.stack([(words >> 4 * nibble) & 15 for nibble in range(8)], dim=2)  # step, row, nibble, word
+    assert torch.equal(nibbles.transpose(0, 1).flatten(1), expert_tiles.in_tile_order(u).int())
+
+
+@pytest.mark.parametrize(
+    "n, k, group, reason",
+    [(24, 128, 32, "16 rows"), (32, 192, 64, "128 columns"), (32, 384, 96, "groups are 32"), (32, 384, 384, None)],
+    ids=["rows", "columns", "groups", "whole rows"],
+)
+def test_what_has_no_tiles(n: int, k: int, group: int, reason: str | None) -> None:
+    found = expert_tiles.unfit(n, k, group, torch.float16)
+    assert (found is None) == (reason is None)
+    assert reason is None or reason in str(found)

@@ -1,0 +1,7 @@
+// experts_int4_32: int4 weights of experts, groups of 32.
+#include "experts.h"
+
+extern "C" int accelpatch_experts_int4_32(
+    const GemvArgs* a, const ExpertArgs* e, int dtype, int group_size, void* stream) {
+    return group_size == 32 ? int4_experts<4>(*a, *e, dtype, stream) : int(STATUS_FORMAT);
+}

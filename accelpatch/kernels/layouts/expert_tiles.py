@@ -1,0 +1,94 @@
+"""4-bit matrices of a layer's experts in tiles of the HIP kernels (tiling.py), w[E, tiles, steps, 1024], and back.
+
+Rows of gate and up are interleaved: a tile has 8 gates and then their 8 ups. N is a multiple of 16 and K of 128, so
+that nothing is padded, tables[E, tiles, sets, 8, groups, 2] say how many groups a row has, and the experts follow each
+other: a kernel finds its own by its number.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from accelpatch.kernels.layouts import int4_tiles, tiling
+from accelpatch.kernels.layouts.expert_stack import Stack
+from accelpatch.kernels.layouts.tiling import TILE_ROWS, TILE_VALUES
+
+TILE_BYTES = TILE_ROWS * TILE_VALUES // 2
+
+
+def unfit(n: int, k: int, group: int, scale_dtype: torch.dtype | None) -> str | None:
+    """Why matrices [n, k] have no tiles; None where they have."""
+    if n % TILE_ROWS or k % TILE_VALUES:
+        return f"tiles hold multiples of {TILE_ROWS} rows by {TILE_VALUES} columns, not {n} x {k}"
+    return int4_tiles.unfit(k, group, scale_dtype)
+
+
+def shapes(experts: int, n: int, k: int, groups: int) -> tuple[list[int], list[int]]:
+    """The shapes of the tiles, and of the tables of scales and offsets, of matrices with so many groups a row."""
+    steps, of_step, shift = int4_tiles.places(k, k // groups).values()
+    sets = ((steps - 1) >> shift) + 1
+    return [experts, n // TILE_ROWS, steps, TILE_BYTES], [experts, n // TILE_ROWS, sets, TILE_ROWS // 2, of_step, 2]
+
+
+def tiled(
+    q: Tensor, scale: Tensor, offset: Tensor | None = None, bias: Tensor | None = None, *, interleaved: bool
+) -> Stack:
+    """A Stack in tiles from canonical q[E, N, K / 2], scale and offset[E, N, G]; both tables in scale's dtype."""
+    experts, n, half = q.shape
+    w = q.new_empty(shapes(experts, n, 2 * half, scale.shape[2])[0])
+    for into, one in zip(w, q, strict=True):  # one by one: some of the steps take several times its memory
+        into.copy_(tiling.tile_int4(_interleaved(one) if interleaved else one))
+    beside = None if offset is None else _table(offset.to(scale.dtype), 2 * half, interleaved)
+    return Stack(w, _table(scale, 2 * half, interleaved), beside, bias)
+
+
+def untiled(stack: Stack, *, interleaved: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """q, scale and offset; the inverse of `tiled`."""
+    experts, tiles, steps, _ = stack.w.shape
+    n, k = tiles * TILE_ROWS, steps * TILE_VALUES
+    q = stack.w.new_empty((experts, n, k // 2))
+    for into, one in zip(q, stack.w, strict=True):
+        rows = tiling.untile_int4(one, n, k)
+        into.copy_(_in_order(rows) if interleaved else rows)
+    assert stack.scale is not None
+    offset = None if stack.offset is None else _untable(stack.offset, n, interleaved)
+    return q, _untable(stack.scale, n, interleaved), offset
+
+
+def expert(stack: Stack, number: int, *, interleaved: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """q[N, K / 2], scale and offset[N, G] of one expert."""
+    one = Stack(*(None if part is None else part[number : number + 1] for part in stack))  # type: ignore[arg-type]
+    q, scale, offset = untiled(one, interleaved=interleaved)
+    return q[0], scale[0], None if offset is None else offset[0]
+
+
+def in_tile_order(x: Tensor) -> Tensor:
+    """x[T, K] with the values of each 128 in the order of a tile's nibbles: nibble n of all of a row's 16 words."""
+    places = x.reshape(
+        len(x), x.shape[1] // TILE_VALUES, 4, 4, 4, 2
+    )  # of word 4 t + p: p, t, i, and e = 2 i + the last, in nibble i + 4 * last
+    return places.permute(0, 1, 5, 4, 3, 2).reshape(x.shape)
+
+
+def _interleaved(rows: Tensor) -> Tensor:
+    """[N, ...]: 8 of the first half, and the 8 of the second that go with them."""
+    return rows.view(2, -1, TILE_ROWS // 2, *rows.shape[1:]).transpose(0, 1).reshape(rows.shape)
+
+
+def _in_order(rows: Tensor) -> Tensor:
+    return rows.view(-1, 2, TILE_ROWS // 2, *rows.shape[1:]).transpose(0, 1).reshape(rows.shape)
+
+
+def _table(table: Tensor, k: int, interleaved: bool) -> Tensor:
+    steps, of_step, shift = int4_tiles.places(k, k // table.shape[2]).values()
+    each = [
+        tiling.tile_scales(_interleaved(one) if interleaved else one, steps=steps, groups=of_step, group_shift=shift)
+        for one in table
+    ]
+    return torch.stack(each)
+
+
+def _untable(table: Tensor, n: int, interleaved: bool) -> Tensor:
+    each = [tiling.untile_scales(one, n, one.shape[1] * one.shape[3]) for one in table]
+    return torch.stack([_in_order(one) if interleaved else one for one in each])
