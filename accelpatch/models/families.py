@@ -257,13 +257,7 @@ FAMILIES: tuple[Family, ...] = (
         **_COHERE_FORM | {"rotary": replace(_COHERE_FORM["rotary"], without="sliding_window")},
     ),
     Family(
-        "mixtral",
-        ("mixtral",),
-        _SEPARATE | _MOE | _LAYER,
-        MOE_SMOOTHING,
-        "Mixtral",
-        **_LLAMA_FORM,
-        sparse=Sparse(),
+        "mixtral", ("mixtral",), _SEPARATE | _MOE | _LAYER, MOE_SMOOTHING, "Mixtral", **_LLAMA_FORM, sparse=Sparse()
     ),
     Family(
         "olmoe",
