@@ -209,11 +209,7 @@ FAMILIES: tuple[Family, ...] = (
         "starcoder2",
         ("starcoder2",),
         _SEPARATE | {"*.mlp.c_fc": "fc1", "*.mlp.c_proj": "fc2"} | _LAYER,
-        (
-            Smoothing("input_layernorm", QKV),
-            VALUES,
-            Smoothing("post_attention_layernorm", ("mlp.c_fc",)),
-        ),
+        (Smoothing("input_layernorm", QKV), VALUES, Smoothing("post_attention_layernorm", ("mlp.c_fc",))),
         "Starcoder2",
         LAYER_NORM,
         LayerForm(),
