@@ -56,7 +56,7 @@ TABLE: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "flash_attention": (  # the order is by device: ops/attention_order.py
         "flash_attention",
         (
-            "triton", "flash_attn_3", "flash_attn_2", "hub", "aiter", "xformers",
+            "cpu", "triton", "flash_attn_3", "flash_attn_2", "hub", "aiter", "xformers",
             "sdpa_cudnn", "sdpa_flash", "sdpa_efficient", "sdpa", "eager",
         ),
     ),

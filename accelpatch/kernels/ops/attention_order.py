@@ -19,7 +19,7 @@ HALVES = (torch.bfloat16, torch.float16)
 
 #: name of a kind of device and dtype -> implementations, the preferred one first
 ORDERS: Mapping[str, Sequence[str]] = {
-    "cpu": ("sdpa", "eager"),
+    "cpu": ("cpu", "sdpa", "eager"),
     "sm_90": ("flash_attn_3", "sdpa_cudnn", "hub", "flash_attn_2", "sdpa_flash", "triton", "xformers", "sdpa", "eager"),
     "nvidia": ("flash_attn_2", "hub", "sdpa_flash", "triton", "sdpa_cudnn", "xformers", "sdpa", "eager"),
     "amd": ("aiter", "flash_attn_2", "hub", "sdpa_flash", "triton", "xformers", "sdpa", "eager"),

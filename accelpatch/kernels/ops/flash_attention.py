@@ -20,7 +20,7 @@ from accelpatch.device import Device
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.dispatch import FLOATS, require
 from accelpatch.kernels.operation import operation
-from accelpatch.kernels.ops import attention_packages, attention_sdpa
+from accelpatch.kernels.ops import attention_cpu, attention_packages, attention_sdpa
 from accelpatch.kernels.ops.attention_cases import cases
 from accelpatch.kernels.ops.attention_mask import by_token, combined, emptied, shown, visible
 from accelpatch.kernels.ops.attention_order import order
@@ -187,6 +187,7 @@ def _fake(
 
 IMPLEMENTATIONS = {
     "triton": Implementation(by_triton, triton_why_not),
+    **attention_cpu.IMPLEMENTATIONS,
     **attention_packages.IMPLEMENTATIONS,
     **attention_sdpa.IMPLEMENTATIONS,
     "eager": Implementation(by_eager, dispatch.anywhere),

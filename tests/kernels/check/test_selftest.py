@@ -13,6 +13,7 @@ from torch import Tensor
 from accelpatch.errors import KernelError
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.check import attention_check, selftest
+from accelpatch.kernels.ops import attention_packages
 from accelpatch.kernels.ops.attention_shape import AttentionShape
 from accelpatch.kernels.ops.decode_attention import reference_
 from accelpatch.kernels.ops.int8_linear import reference
@@ -25,8 +26,10 @@ def test_everything_passes_and_is_covered() -> None:
     left_out = {(record.implementation, bool(record.reason)) for record in records if record.ok is None}
     of_gpus = {(name, True) for name in ("ck", "hip", "hip_gemm", "hip_unpack", "scaled_mm", "triton")}
     of_gpus |= {(name, True) for name in ("sdpa_cudnn", "sdpa_flash", "sdpa_efficient")}
-    some = {("int_mm", True), ("sdpa", True)}
-    assert left_out == of_gpus | some, "a GPU's kernels alone do not run here, and what torch's own do not take"
+    of_packages = {(name, True) for name in attention_packages.IMPLEMENTATIONS}
+    some = {("int_mm", True), ("sdpa", True), ("cpu", True)}
+    left = "a GPU's kernels and other packages' alone do not run here, and cases that an implementation does not take"
+    assert left_out == of_gpus | of_packages | some, left
     assert {
         record.case.split("-")[0] for record in records if record.ok is None and "int_mm" in record.implementation
     } == {"m0"}
