@@ -202,9 +202,9 @@ def triton_why_not(spec: Spec, device: Device) -> str | None:
 
 def by_triton(*args: Any) -> Tensor:
     """The implementation `triton`."""
-    from accelpatch.kernels.triton import experts
+    from accelpatch.kernels.triton.grouped_experts import experts as run
 
-    return experts.experts(*args)
+    return run(*args)
 
 
 def by_torch(x: Tensor, ids: Tensor, weights: Tensor, *given: Any) -> Tensor:

@@ -19,7 +19,6 @@ import triton.language as tl
 from torch import Tensor
 
 from accelpatch.kernels.layouts.expert_stack import BLOCK, Stack
-from accelpatch.kernels.ops.expert_gemv import few
 from accelpatch.kernels.triton.dependent_launch import release, wait
 from accelpatch.kernels.triton.gated_activation import CODES, _activated
 from accelpatch.kernels.triton.launch import cdiv, dependent, on
@@ -244,17 +243,6 @@ def weight_arguments(stack: Stack, k: int) -> tuple[tuple[Tensor, ...], int, dic
 def group_of(k: int, groups: int) -> int:
     """Values of K that share a scale, for a kernel: whole rows are a multiple of a block that no row reaches."""
     return k // groups if groups > 1 else -(-k // BLOCK) * BLOCK
-
-
-def experts(x: Tensor, ids: Tensor, weights: Tensor, *given: Any) -> Tensor:
-    """As the operation."""
-    up, down, gate, residual = Stack(*given[:4]), Stack(*given[4:8]), given[8:11], given[11]
-    if up.tiled or not few(ids.numel(), len(up.w)):
-        from accelpatch.kernels.triton.grouped_experts import grouped
-
-        y = grouped(x, ids, weights, up, down, *gate)
-        return y if residual is None else y.add_(residual)
-    return of_few(x, ids, weights, up, down, gate, residual)
 
 
 def of_few(

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from accelpatch.kernels.layouts.expert_stack import Stack
 from accelpatch.kernels.layouts.expert_tiles import in_tile_order
-from accelpatch.kernels.triton.experts import _gate, code_of, weight_arguments
+from accelpatch.kernels.ops.expert_gemv import few
+from accelpatch.kernels.triton.experts import _gate, code_of, of_few, weight_arguments
 from accelpatch.kernels.triton.launch import cdiv, on
 
 
@@ -255,3 +256,12 @@ def grouped(
             **tile.options(),
         )  # fmt: skip
     return parts.view(tokens, chosen, width).sum(dim=1)
+
+
+def experts(x: Tensor, ids: Tensor, weights: Tensor, *given: Any) -> Tensor:
+    """As the operation: few tokens each for itself, many together."""
+    up, down, gate, residual = Stack(*given[:4]), Stack(*given[4:8]), given[8:11], given[11]
+    if up.tiled or not few(ids.numel(), len(up.w)):
+        y = grouped(x, ids, weights, up, down, *gate)
+        return y if residual is None else y.add_(residual)
+    return of_few(x, ids, weights, up, down, gate, residual)
