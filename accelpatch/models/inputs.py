@@ -25,7 +25,7 @@ def sample_inputs(model: nn.Module) -> list[list[Sample]]:
     """Candidates, each a list of keyword arguments for `model(**inputs)`: one token, several tokens and a padded batch,
     or two batches of images or audio.
 
-    Deterministic; on the device of the model's first tensor that is in memory. Empty where the kind of input is unknown.
+    Deterministic; on the device of the first tensor that is in memory. Empty where the kind of input is unknown.
     """
     device = device_of(model)
     found = [[_accepted(model, sample) for sample in candidate] for candidate in _candidates(model)]

@@ -49,7 +49,7 @@ def as_device(given: Any) -> torch.device:
 
 
 def where_waits(hook: Any, name: str) -> str:
-    """"cpu" or "disk": where an offloaded tensor lies. Raises KeyError where the hook's map has none of that name."""
+    """ "cpu" or "disk": where an offloaded tensor lies. Raises KeyError where the hook's map has none of that name."""
     weights, key = hook.weights_map, name
     while hasattr(weights, "dataset"):  # PrefixedDataset
         key, weights = f"{weights.prefix}{key}", weights.dataset
@@ -214,16 +214,17 @@ class DeviceMap(Placement):
             hook = aligning(old)
             if hook is None or not hook.offload:
                 continue
-            held = dict(own_tensors(old))
-            shared = frozenset(name for name, one in own_tensors(new) if one is held.get(name) and name in hook.weights_map)
-            waits = {where_waits(hook, name) for name in held if name in hook.weights_map}
+            held = {name: one for name, one in own_tensors(old) if name in hook.weights_map}
+            shared = frozenset(name for name, one in own_tensors(new) if one is held.get(name))
+            waits = {where_waits(hook, name) for name in held}
             memory = HostMemory(as_device(hook.execution_device), folder_of(hook) if "disk" in waits else None)
             owner = vars(new).get("source") or new  # a tied replacement computes with another's tensors
-            tensors = own.setdefault(id(owner), OwnTensors(owner, shared, memory) if id(owner) not in own else own[id(owner)])
+            if id(owner) not in own:
+                own[id(owner)] = OwnTensors(owner, shared, memory)
             for name in shared:
                 set_module_tensor_to_device(new, name, "meta")
-            if len(tensors):
-                _swap_hook(new, hook, OffloadHook(hook, shared, tensors))
+            if len(own[id(owner)]):
+                _swap_hook(new, hook, OffloadHook(hook, shared, own[id(owner)]))
 
     def free(self, originals: Iterable[nn.Module]) -> None:
         for module in originals:

@@ -226,7 +226,9 @@ def commit(
     handle = Handle(plan.detached(), changes, keep_original, report)
     handle.hooks = [vars(module)["_hf_hook"] for module in model.modules() if "_hf_hook" in vars(module)]
     for owner, name, value in (*attributes, (model, HANDLE, handle)):
-        changes.append(Change(owner, name, type(owner) if name == "__class__" else Absent, value))
+        changes.append(
+            Change(owner, name, type(owner) if name == "__class__" else vars(owner).get(name, Absent), value)
+        )
     try:
         for change in changes:
             change.apply()

@@ -34,8 +34,8 @@ def sites(
     roles: the model family's table, glob over dotted names (numbers written `#`) -> role. Modules that share a weight
     become one site with the others in `tied`; the head comes first, since its linear layer decides the format. A module
     wrapped by a PEFT adapter has the role of the adapter's place; the adapter's own weights have none. known: says what
-    is known of modules whose weight another library quantised; they have the roles of float linear layers. ties: names of
-    two parameters that are one weight, for those that lie on the meta device.
+    is known of modules whose weight another library quantised; they have the roles of float linear layers. ties: names
+    of two parameters that are one weight, for those that lie on the meta device.
     """
     places: dict[int, list[str]] = {}
     modules: dict[int, nn.Module] = {}

@@ -28,8 +28,8 @@ class Plan:
     """Which site is replaced by what, and why the others stay. Making one allocates nothing and changes nothing.
 
     max_length, cache_bytes: length in tokens and bytes of the KV cache at batch 1 that `fits` counts beside the
-    weights. groups: what is smoothed together. left: notes about groups that are not. places: which part lies where, of a
-    model that is spread over devices.
+    weights. groups: what is smoothed together. left: notes about groups that are not. places: which part lies where, of
+    a model that is spread over devices.
     """
 
     model: str
@@ -69,8 +69,14 @@ class Plan:
         """The plan as a Report with nothing measured."""
         records = [entry.record() for entry in self.entries]
         notes = dict.fromkeys(entry.choice.note for entry in self.entries if entry.choice and entry.choice.note)
-        said = [*smoothing.lines(self.groups), *self.left]
-        return Report(self.model, self.recipe.name, self.device.name, records, notes=[*self.places, *said, *notes, *self._unread()])
+        said = [*self.places, *smoothing.lines(self.groups), *self.left]
+        return Report(
+            self.model,
+            self.recipe.name,
+            self.device.name,
+            records,
+            notes=[*self.places, *said, *notes, *self._unread()],
+        )
 
     def _unread(self) -> list[str]:
         """Notes about settings of the recipe that have no effect here."""
@@ -135,8 +141,8 @@ def make_plan(
 
     roles: the family's table (glob -> role); registry: replacer names -> replacers; groups: of the family, which are
     smoothed where the recipe has an alpha; known: of modules whose weight another library quantised, which the replacer
-    of their own format takes over, whatever the rule that matches says of float weights; placement: where parts lie. Raises PlanError for an
-    unknown replacer, a rule that matches nothing, a weight with two owners, a tie that would be split, and a group that
+    of their own format takes over, whatever the rule that matches says of float weights; placement: where parts lie. Raises
+    PlanError for an unknown replacer, a rule that matches nothing, a weight with two owners, a tie that would be split, and a group that
     would be smoothed in part.
     """
     for rule in recipe.rules:

@@ -13,6 +13,7 @@ from torch import nn
 
 from accelpatch.errors import PatchError
 from accelpatch.fusion.fused_model import FusedModel
+from accelpatch.fusion.spread import device_of, several_devices
 from accelpatch.runtime.copied import recounted
 from accelpatch.runtime.graphs.captured_batch import GraphOf
 from accelpatch.runtime.graphs.captured_cache import capacity_for
@@ -63,7 +64,7 @@ class CapturedRuntime:
         self._others: OrderedDict[tuple[str, ...], CapturedModel] = OrderedDict()
         self._watch: Watch | None = None
         self._flags: list[Any] = []
-        self._done: torch.cuda.Event | None = None
+        self._done: list[tuple[torch.device, torch.cuda.Event]] = []
 
     def outputs(self, model: nn.Module, given: Mapping[str, Any]) -> Any:
         """Outputs of a model call by fused layers or a graph; None where the modules must run."""
@@ -77,11 +78,13 @@ class CapturedRuntime:
             return None, []
         if not self.captured.read:
             self._fuse(model)
-        return self.captured.fused, self.watch.watched()
+        return self.captured.fused, sorted({*self.watch.watched(), *self.watch.offloaded})
 
     def calls(self, model: nn.Module) -> CapturedCalls | None:
         """The captured calls of the model as it is; None where its modules must run."""
-        return self.captured.calls(model) if self._looked(model) and not self.watch.watched() else None
+        if not self._looked(model) or self.watch.watched() or several_devices(model):
+            return None
+        return self.captured.calls(model)
 
     def prompts(self, fused: FusedModel) -> Prompts:
         """The captured short prompts of the model's fused layers, for single calls."""
@@ -117,14 +120,14 @@ class CapturedRuntime:
                 return
             self._busy = True
             try:
-                if self._done is not None:
-                    self._done.wait()  # the last step, on another stream, may still be running
+                for device, done in self._done:  # the last step, on another stream, may still be running
+                    torch.cuda.current_stream(device).wait_event(done)
                 yield True
             finally:
                 self._busy = False
                 if self._memory.pool is not None:
-                    self._done = torch.cuda.Event()
-                    self._done.record()
+                    devices = [device for device in self._memory.devices if device.type == "cuda"]
+                    self._done = [(one, torch.cuda.current_stream(one).record_event()) for one in devices]
 
     def why_not(self, model: nn.Module) -> str | None:
         """Why no captured step can run, or None; inspects the model but captures nothing yet."""
@@ -135,6 +138,8 @@ class CapturedRuntime:
         objection = self.watch.objection() or ("a hook inside" if self.watch.watched() else None)
         if captured.why_not is None and objection is not None:
             return "a hook on an inner module" if "hook" in objection else objection
+        if captured.why_not is None and self.watch.offloaded:
+            return "offloaded weights"  # its steps are captured one by one, between what is offloaded
         if not captured.learned:
             self._learn(model)
             if not captured.read:
@@ -183,8 +188,9 @@ class CapturedRuntime:
 
     def _unable(self, model: nn.Module) -> str | None:
         """Why neither captured steps nor fused layers can run now; does not look at the model's modules."""
-        if (device := next((one.device for one in model.parameters()), None)) is None:
+        if next(model.parameters(), None) is None:
             return "a model without parameters"
+        device = device_of(model)
         if self._off or device.type not in GRAPHS:
             return self._off or f"the model lies on {device.type}"
         if model.training or torch.is_autocast_enabled(device.type):
