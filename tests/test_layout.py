@@ -37,13 +37,14 @@ IMPORTS: dict[str, tuple[str, str]] = {
         "transformers safetensors",
     ),
     "bench": ("kernels runtime report device errors", "matplotlib"),  # matplotlib: plots, an optional package
+    "parallel": ("kernels models.family patching device report errors", "accelerate"),
     "pipeline": (  # the stages that api puts in order
         "errors device report recipe kernels quant models patching replacers fusion runtime checkpoints",
         "",
     ),
     "api": (
         "errors device cache report recipe kernels quant modules models patching replacers fusion runtime checkpoints "
-        "bench pipeline",
+        "bench parallel pipeline",
         "",
     ),
     "hf": ("api checkpoints", ""),  # what a program imports to have transformers load saved patched models

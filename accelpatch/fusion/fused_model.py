@@ -199,7 +199,7 @@ class FusedModel:
     def logits(self, x: Tensor, pending: Tensor | None = None) -> Tensor:
         """Logits [M, V] of the rows x + pending, what `run` returns."""
         x = self._at_the_head(x)
-        if pending is None and x.shape[0] <= MAX_GEMV_ROWS:
+        if pending is None and x.shape[0] <= MAX_GEMV_ROWS and not isinstance(self.norm, ByModule):
             with on(x):
                 return self._capped(self.head(x, self.norm))
         return self.logits_of(self.normal(x, pending))

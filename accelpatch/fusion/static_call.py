@@ -29,8 +29,8 @@ class StepCall:
         """As in Call; never within a graph."""
         if self.positions.device == device:
             return self
-        held = (one.to(device) for one in (self.positions, self.slot, self.mask))
-        return StepCall(self.decoder, self.cache, *held)
+        positions, slot, mask = (one.to(device) for one in (self.positions, self.slot, self.mask))
+        return StepCall(self.decoder, self.cache, positions, slot, mask)
 
     def form(self, layer: Any) -> Any:
         """As in Call. Attention of several tokens waits for the whole of q, k and v."""

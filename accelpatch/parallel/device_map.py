@@ -48,24 +48,40 @@ def as_device(given: Any) -> torch.device:
     return torch.device("cuda", given) if isinstance(given, int) else torch.device(given)
 
 
-def where_waits(hook: Any, name: str) -> str:
-    """ "cpu" or "disk": where an offloaded tensor lies. Raises KeyError where the hook's map has none of that name."""
+def loader_of(hook: Any, name: str = "") -> tuple[Any, str]:
+    """(what accelerate reads a hook's weights from, the key there of a name)."""
     weights, key = hook.weights_map, name
     while hasattr(weights, "dataset"):  # PrefixedDataset
         key, weights = f"{weights.prefix}{key}", weights.dataset
-    if key in getattr(weights, "state_dict", weights):
+    return weights, key
+
+
+def held_by(hook: Any, name: str) -> tuple[dict[str, torch.Tensor], str]:
+    """(the offloaded weights that are in host memory, the key there of a name)."""
+    weights, key = loader_of(hook, name)
+    return getattr(weights, "state_dict", weights), key
+
+
+def where_waits(hook: Any, name: str) -> str:
+    """ "cpu" or "disk": where an offloaded tensor lies. Raises KeyError where the hook's map has none of that name."""
+    held, key = held_by(hook, name)
+    if key in held:
         return "cpu"
-    if key not in weights:
+    if key not in loader_of(hook)[0]:
         raise KeyError(key)
     return "disk"
 
 
 def folder_of(hook: Any) -> str:
     """The folder for files of replacements: the one of the offloaded weights, where accelerate wrote them."""
-    weights = hook.weights_map
-    while hasattr(weights, "dataset"):
-        weights = weights.dataset
-    return str(getattr(weights, "save_folder", None) or tempfile.gettempdir())
+    return str(getattr(loader_of(hook)[0], "save_folder", None) or tempfile.gettempdir())
+
+
+def pin(hook: Any, name: str) -> None:
+    """Page-lock an offloaded weight in host memory, from where a GPU reads it several times faster."""
+    held, key = held_by(hook, name)
+    if as_device(hook.execution_device).type == "cuda" and key in held and not held[key].is_pinned():
+        held[key] = held[key].pin_memory()
 
 
 def own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -80,7 +96,8 @@ def place_of(module: nn.Module) -> Place | None:
         return None
     held = next((one.device for _, one in tensors if not one.is_meta), torch.device("cpu"))
     device = held if hook is None or hook.execution_device is None else as_device(hook.execution_device)
-    names = [name for name, one in tensors if one.is_meta] if hook is not None and hook.offload else []
+    offloads = hook is not None and hook.offload
+    names = [name for name, one in tensors if offloads and (one.is_meta or isinstance(one, nn.Parameter))]
     return Place(device, where_waits(hook, names[0]) if names else "")
 
 
@@ -223,17 +240,17 @@ class DeviceMap(Placement):
                 own[id(owner)] = OwnTensors(owner, shared, memory)
             for name in shared:
                 set_module_tensor_to_device(new, name, "meta")
+                pin(hook, name)
             if len(own[id(owner)]):
                 _swap_hook(new, hook, OffloadHook(hook, shared, own[id(owner)]))
 
-    def free(self, originals: Iterable[nn.Module]) -> None:
-        for module in originals:
-            hook = aligning(module)
-            for name, _ in own_tensors(module) if hook is not None and hook.offload else ():
-                weights, key = hook.weights_map, name
-                while hasattr(weights, "dataset"):
-                    key, weights = f"{weights.prefix}{key}", weights.dataset
-                getattr(weights, "state_dict", weights).pop(key, None)
+    def free(self, pairs: Iterable[tuple[nn.Module, nn.Module]]) -> None:
+        for old, new in pairs:
+            hook, shared = aligning(old), {name for name, _ in own_tensors(new)}
+            for name, _ in own_tensors(old) if hook is not None and hook.offload else ():
+                if name not in shared:
+                    held, key = held_by(hook, name)
+                    held.pop(key, None)
 
 
 def _spans(paths: Sequence[str]) -> list[str]:

@@ -18,6 +18,8 @@ from accelerate.hooks import AlignDevicesHook
 from accelerate.utils import send_to_device, set_module_tensor_to_device
 from torch import Tensor, nn
 
+from accelpatch.errors import PatchError
+
 OF_MODULES = frozenset(vars(nn.Module()))
 FOLLOWS = "like"  # buffer of a replacement: empty, on the device that it computes on
 
@@ -48,10 +50,13 @@ class HostMemory:
         self.device, self._folder = device, folder
 
     def keep(self, tensor: Tensor) -> Tensor:
-        """The tensor as it waits."""
+        """The tensor as it waits. Raises PatchError for a disk that takes it not."""
         tensor = tensor.detach()
         if self._folder is not None and tensor.nbytes:
-            return on_disk(tensor, self._folder)
+            try:
+                return on_disk(tensor, self._folder)
+            except OSError as error:
+                raise PatchError(f"a replacement could not be written into {self._folder} ({error})") from error
         host = tensor.to("cpu")
         return host.pin_memory() if self.device.type == "cuda" and host.nbytes else host
 
@@ -134,7 +139,7 @@ def has_tensors(value: Any) -> bool:
     return bool(found)
 
 
-class OffloadHook(AlignDevicesHook):  # type: ignore[misc]
+class OffloadHook(AlignDevicesHook):
     """As accelerate's hook `like`. shared: names of the original's tensors that the replacement has too."""
 
     of_accelpatch = True  # it belongs to the patch, and goes with it

@@ -264,7 +264,7 @@ def settle(
         ]
         changes += [(handle, name, getattr(handle, name), []) for name in ("swaps", "trainable")]
         _set_all(changes + [(item, "modules", item.modules, []) for item in built])
-        placement.free(old for old, _ in rounded)
+        placement.free(rounded)
         return
     given = [(old, new) for item in built for old, new, _ in item.modules if getattr(new, "gives_back", False)]
     after = {p: copies.of(p) for old, new in rounded for p in _own_parameters(old, new, recurse=True) if p in copies}

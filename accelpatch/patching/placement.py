@@ -47,8 +47,9 @@ class Placement:
     def offload(self, pairs: Sequence[tuple[nn.Module, nn.Module]]) -> None:
         """Offload replacements, as (original, replacement), in the place of their originals, which are so already."""
 
-    def free(self, originals: Iterable[nn.Module]) -> None:
-        """Free offloaded weights that are in the host's memory, of originals that will not come back."""
+    def free(self, pairs: Iterable[tuple[nn.Module, nn.Module]]) -> None:
+        """Free offloaded weights in the host's memory of originals that will not come back, as (original,
+        replacement): those that the replacement does not share."""
 
 
 def no_weights(name: str) -> PatchError:

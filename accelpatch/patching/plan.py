@@ -70,13 +70,7 @@ class Plan:
         records = [entry.record() for entry in self.entries]
         notes = dict.fromkeys(entry.choice.note for entry in self.entries if entry.choice and entry.choice.note)
         said = [*self.places, *smoothing.lines(self.groups), *self.left]
-        return Report(
-            self.model,
-            self.recipe.name,
-            self.device.name,
-            records,
-            notes=[*self.places, *said, *notes, *self._unread()],
-        )
+        return Report(self.model, self.recipe.name, self.device.name, records, notes=[*said, *notes, *self._unread()])
 
     def _unread(self) -> list[str]:
         """Notes about settings of the recipe that have no effect here."""
@@ -141,9 +135,9 @@ def make_plan(
 
     roles: the family's table (glob -> role); registry: replacer names -> replacers; groups: of the family, which are
     smoothed where the recipe has an alpha; known: of modules whose weight another library quantised, which the replacer
-    of their own format takes over, whatever the rule that matches says of float weights; placement: where parts lie. Raises
-    PlanError for an unknown replacer, a rule that matches nothing, a weight with two owners, a tie that would be split, and a group that
-    would be smoothed in part.
+    of their own format takes over, whatever the rule that matches says of float weights; placement: where parts lie.
+    Raises PlanError for an unknown replacer, a rule that matches nothing, a weight with two owners, a tie that would be
+    split, and a group that would be smoothed in part.
     """
     for rule in recipe.rules:
         _check_rule(rule, registry)

@@ -21,10 +21,10 @@ TOKENS = DRAFTS + 1  # tokens of a step with draft tokens
 class Batch:
     """The state of B sequences between decode steps, independent of the KV cache's capacity.
 
-    tokens[B] int64: last token of each row. slot[1]: where the next one is cached. positions[B, 1]. state: the
-    memory of these three. logits[B, V] float32. unfinished[B] bool. report[B + 1] int64: the new tokens, then whether any row goes on. ends, held[V + 1]
-    bool: ids that end a row, and ids suppressed while slot < held_until[1]. pad[1]: the token of finished rows.
-    arrived[B] int32: counters that are zero between launches.
+    tokens[B] int64: last token of each row. slot[1]: where the next one is cached. positions[B, 1]. state: the memory
+    of these three. logits[B, V] float32. unfinished[B] bool. report[B + 1] int64: the new tokens, then whether any row
+    goes on. ends, held[V + 1] bool: ids that end a row, and ids suppressed while slot < held_until[1]. pad[1]: the
+    token of finished rows. arrived[B] int32: counters that are zero between launches.
     """
 
     def __init__(self, rows: int, vocabulary: int, device: torch.device):

@@ -138,8 +138,6 @@ class CapturedRuntime:
         objection = self.watch.objection() or ("a hook inside" if self.watch.watched() else None)
         if captured.why_not is None and objection is not None:
             return "a hook on an inner module" if "hook" in objection else objection
-        if captured.why_not is None and self.watch.offloaded:
-            return "offloaded weights"  # its steps are captured one by one, between what is offloaded
         if not captured.learned:
             self._learn(model)
             if not captured.read:
@@ -156,7 +154,8 @@ class CapturedRuntime:
         return capacity_for(length + 1, self.max_length)
 
     def step(self, model: nn.Module, rows: int, capacity: int, watched: tuple[int, ...] = ()) -> CapturedStep:
-        """The step for this size, captured if needed; see CapturedModel.step."""
+        """The step for this size, captured if needed; see CapturedModel.step. Offloaded layers are watched too."""
+        watched = watched or (() if self._watch is None else tuple(self._watch.offloaded))
         try:
             step = self.captured.step(model, rows, capacity, watched)
         except torch.OutOfMemoryError:

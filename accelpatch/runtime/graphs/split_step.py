@@ -135,7 +135,9 @@ class SplitStep:
                 lane.x.copy_(x if pending is None else x + pending)
 
     def _call(self, lane: Lane) -> StepCall:
-        return StepCall(self._fused.decoder(), self._step().cache, lane.positions, lane.slot, lane.mask)
+        step = self._step()
+        assert step is not None
+        return StepCall(self._fused.decoder(), step.cache, lane.positions, lane.slot, lane.mask)
 
     @torch.no_grad()
     def _module(self, lane: Lane, place: int) -> None:
