@@ -24,9 +24,12 @@ from accelpatch.models.family import roles_of
 from accelpatch.models.load import Loaded
 from accelpatch.models.load import random as random_model
 from accelpatch.models.smoothing import smoothing_groups
+from accelpatch.parallel.device_map import placement_of
 from accelpatch.patching import apply
 from accelpatch.patching.evaluation import Evaluation, compare
 from accelpatch.patching.match import unwrapped
+from accelpatch.patching.patchable import check_patchable
+from accelpatch.patching.placement import device_of
 from accelpatch.patching.plan import Plan, make_plan
 from accelpatch.pipeline import calibrated, carry_out, compiled
 from accelpatch.quant.calibration import Statistics
@@ -118,9 +121,9 @@ def plan(model: nn.Module, recipe: AnyRecipe = "int8", *, device: Device | None 
     device: the hardware to plan for; default: the one that the model is on. Raises RecipeError and PlanError.
     """
     model = unwrapped(model)
-    facts = device or devices.probe(_device_of(model))
-    roles = roles_of(getattr(model, "config", None))
-    return make_plan(model, recipes.load(recipe), facts, roles, registry(), smoothing_groups(model), known)
+    placement, roles = placement_of(model), roles_of(getattr(model, "config", None))
+    facts = device or devices.probe(str(placement.device or device_of(model)))
+    return make_plan(model, recipes.load(recipe), facts, roles, registry(), smoothing_groups(model), known, placement)
 
 
 def plan_from_config(
@@ -152,7 +155,7 @@ def calibrate(
     the layer, for inputs that are not finite.
     """
     inner = unwrapped(model)
-    apply.check_patchable(inner)
+    check_patchable(inner)
     return calibrated(inner, data, tokenizer, Stopwatch(progress), samples, length)
 
 
@@ -184,9 +187,10 @@ def patch(
     if keep_original not in KEEP_ORIGINAL:
         raise PatchError(f"keep_original is {keep_original!r}; it is one of {', '.join(KEEP_ORIGINAL)}")
     given, model, watch = model, unwrapped(model), Stopwatch(progress)
-    apply.check_patchable(model)
+    placement = placement_of(model)
+    check_patchable(model, placement)
     planned = compiled(plan(model, recipe, device=device), watch)
-    carry_out(model, planned, inputs, keep_original, verify, watch, {}, _save, statistics)
+    carry_out(model, planned, inputs, keep_original, verify, watch, {}, _save, statistics, placement)
     return given
 
 
@@ -290,8 +294,3 @@ def _handle(model: nn.Module) -> apply.Handle:
         raise PatchError("the model is not patched; call accelpatch.patch(model, recipe) first")
     assert isinstance(handle, apply.Handle)
     return handle
-
-
-def _device_of(model: nn.Module) -> str:
-    parameter = next(model.parameters(), None)
-    return "cpu" if parameter is None or parameter.is_meta else str(parameter.device)

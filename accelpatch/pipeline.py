@@ -25,6 +25,7 @@ from accelpatch.patching.capture import observing, run
 from accelpatch.patching.host_copies import HostCopies, rounded_weights
 from accelpatch.patching.layers import layer_calls, layer_records, record_layers
 from accelpatch.patching.match import sites
+from accelpatch.patching.placement import WHOLE, Placement, device_of, is_offloaded
 from accelpatch.patching.plan import Plan, make_plan
 from accelpatch.patching.site import LINEAR_ROLES
 from accelpatch.patching.stages import NOT_VERIFIED, Captured, capture, stage_report, verified_build, whole_model
@@ -71,8 +72,7 @@ def fuse(model: nn.Module, planned: Plan, runtime: Any, captured: Captured, repo
 @contextmanager
 def writing(model: nn.Module) -> Iterator[None]:
     """Context manager in which a model on a CPU generates with int8 weights: it writes its own text in less time."""
-    device = next(model.parameters()).device
-    if device.type != "cpu":
+    if device_of(model).type != "cpu" or any(is_offloaded(module) for module in model.modules()):
         yield
         return
     facts, registered = devices.probe("cpu"), registry()
@@ -142,16 +142,19 @@ def runnable(model: nn.Module, planned: Plan, verify: bool, notes: list[str]) ->
 def carry_out(
     model: Any, planned: Plan, inputs: Any, keep_original: str, verify: bool, watch: Stopwatch,
     at_hand: Mapping[str, apply.Built], save: Any, statistics: Statistics | str | Path | None = None,
+    placement: Placement = WHOLE,
 ) -> None:  # fmt: skip
     """Patch `model` as planned. at_hand: path -> replacements that a checkpoint's loading has put there already, with
-    all smoothing in them. save: the model's `save_pretrained`. statistics: see `statistics_of`."""
+    all smoothing in them. save: the model's `save_pretrained`. statistics: see `statistics_of`. placement: where the
+    model's parts lie."""
     notes: list[str] = []
+    placement.check_room(planned)
     formula.check_unpacking(planned.entries)
     stats = {} if at_hand else statistics_of(model, planned, statistics, watch, notes)
     with HostCopies(rounded_weights(planned) if keep_original == "cpu" else []) as copies:
         with runnable(model, planned, verify, notes):
             captured = capture(model, planned, inputs, sample_inputs, watch, at_hand) if verify else NOT_VERIFIED
-            built, planned = verified_build(planned, captured, checked, watch, at_hand, stats)
+            built, planned = verified_build(planned, captured, checked, watch, at_hand, stats, placement)
         formula.check_unpacking(planned.entries)
         runtime = new_runtime(planned.device.kind, planned.recipe.runtime)
         report = stage_report(planned, built, runtime.paths)
@@ -164,7 +167,7 @@ def carry_out(
                 handle.configure(owner, settings)
             fuse(model, planned, runtime, captured, report, watch)
             report.verification = whole_model(model, captured, report, watch)
-            apply.settle(handle, [item.built for item in built], copies, watch)
+            apply.settle(handle, [item.built for item in built], copies, watch, placement)
         except BaseException:
             handle.revert()
             raise

@@ -190,7 +190,7 @@ def site_table(sites: Sequence[SiteRecord]) -> str:
     for members in groups.values():
         first = members[0]
         before, after = _total(site.resident_bytes for site in members)
-        name = _span([site.path for site in members]) + (f" (+ {', '.join(first.tied)})" if first.tied else "")
+        name = span([site.path for site in members]) + (f" (+ {', '.join(first.tied)})" if first.tied else "")
         size = f"{first.shape[0]} x {first.shape[1]}" if first.shape else ""
         cells = [human(before) if before else "", human(after) if before and first.replacer else ""]
         why = first.reason or first.by_modules or ""
@@ -205,7 +205,7 @@ def _numberless(text: str | None) -> str | None:
     return None if text is None else re.sub(r"\d+", "*", text)
 
 
-def _span(paths: list[str]) -> str:
+def span(paths: list[str]) -> str:
     """Paths of one form as a single one, their varying numbers as ranges: `model.layers.{0..29}.mlp`."""
     if len(paths) == 1:
         return paths[0]

@@ -38,13 +38,14 @@ IMPORTS: dict[str, tuple[str, str]] = {
     ),
     "bench": ("kernels runtime report device errors", "matplotlib"),  # matplotlib: plots, an optional package
     "tuning": ("kernels bench runtime report device cache errors", ""),
+    "parallel": ("kernels models.family patching device report errors", "accelerate"),
     "pipeline": (  # the stages that api puts in order
         "errors device report recipe kernels quant modules models patching replacers fusion runtime checkpoints",
         "",
     ),
     "api": (
         "errors device cache report recipe kernels quant modules models patching replacers fusion runtime checkpoints "
-        "bench pipeline tuning",
+        "bench parallel pipeline tuning",
         "",
     ),
     "hf": ("api checkpoints", ""),  # what a program imports to have transformers load saved patched models

@@ -28,6 +28,13 @@ class CacheCall:
     def __post_init__(self) -> None:
         self._seen: dict[tuple[int, int], Shown] = {}
 
+    def on(self, device: torch.device) -> CacheCall:
+        """As in Call."""
+        if self.positions.device == device:
+            return self
+        mask = None if self.mask is None else self.mask.to(device)
+        return CacheCall(self.decoder, self.positions.to(device), mask, self.cache, self.past)
+
     def form(self, layer: Any) -> Any:
         """As in Call."""
         return layer.without_signals

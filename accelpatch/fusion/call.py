@@ -12,6 +12,7 @@ from accelpatch.errors import KernelError
 from accelpatch.fusion import attention_facts, layer_facts
 from accelpatch.fusion.cache_name import layer_argument
 from accelpatch.fusion.decoder import layers_of
+from accelpatch.fusion.spread import rotary_on
 
 #: window in slots (0: none) -> boolean mask [B or 1, 1, T, keys] of the keys that each token attends to; None, where a
 #: layer is whole, for plain causal masking
@@ -22,6 +23,9 @@ class Call(Protocol):
     """Positions[B, T], masks and the KV cache of one call, which runs layer after layer over M = B T rows."""
 
     positions: Tensor
+
+    def on(self, device: torch.device) -> Call:
+        """This call for layers on a device, whose tensors lie there."""
 
     def form(self, layer: Any) -> Any:
         """The form of a FusedLayer that this call runs: with or without flags between its kernels."""
@@ -48,7 +52,7 @@ def run_module(decoder: Any, place: int, x: Tensor, positions: Tensor, visible: 
     seen = visible(attention_facts.window(attention))
     if seen is not None and attention.config._attn_implementation == "eager" and not is_whole(layer):
         seen = torch.zeros_like(seen, dtype=x.dtype).masked_fill_(~seen, torch.finfo(x.dtype).min)
-    rotary, use_cache = getattr(decoder, "rotary_emb", None), cache is not None
+    rotary, use_cache = rotary_on(getattr(decoder, "rotary_emb", None), x.device), cache is not None
     given = {"attention_mask": seen, "position_ids": positions, layer_argument(layer): cache, "use_cache": use_cache}
     if rotary is not None:
         given["position_embeddings"] = rotary(rows, positions, *attention_facts.rope_arguments(rotary, attention))

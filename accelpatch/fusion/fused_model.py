@@ -17,11 +17,13 @@ from accelpatch.fusion.call import Call
 from accelpatch.fusion.decoder import Positions
 from accelpatch.fusion.fused_layer import FusedLayer
 from accelpatch.fusion.signals import SentinelBuffers
+from accelpatch.fusion.spread import ByModule, Sentinels, Spread, is_offloaded
 from accelpatch.fusion.static_call import PromptCall, StepCall
 from accelpatch.kernels.hip.binding import MAX_GEMV_ROWS, MAX_ROWS
 from accelpatch.kernels.layouts.w8a8_rows import W8A8Rows
 from accelpatch.kernels.ops.fused_linear import FusedLinear
 from accelpatch.kernels.ops.fused_norm import FusedNorm
+from accelpatch.kernels.triton.launch import on
 
 FUSED = "fused layers"
 CHUNK = 8192  # tokens of a part of a prompt: enough to occupy a GPU
@@ -35,16 +37,17 @@ class FusedModel:
     layer -> why. softcap: of the logits, 0 for none. embedding_multiplier, logit_divisor: of
     embeddings and logits. most: most rows of a step. positions: learned embeddings of positions, or None.
     by_length: whether the decoder's rotary embedding writes its frequencies, which the layers read, by the length.
-    whole: places of layers that run as modules since they were replaced with all that is in them.
+    whole: places of layers that run as modules since they were replaced with all that is in them. spread: the devices
+    of the parts; None for one device.
     """
 
     decoder: weakref.ref[Any]
     embedding: nn.Module
     layers: tuple[FusedLayer | None, ...]
     unfused: Mapping[int, str]
-    norm: FusedNorm
-    head: FusedLinear | Adapted
-    sentinels: SentinelBuffers
+    norm: FusedNorm | ByModule
+    head: FusedLinear | Adapted | ByModule
+    sentinels: SentinelBuffers | Sentinels
     softcap: float = 0.0
     embedding_multiplier: float = 1.0
     logit_divisor: float = 1.0
@@ -52,6 +55,13 @@ class FusedModel:
     positions: Positions | None = None
     by_length: bool = False
     whole: frozenset[int] = frozenset()
+    spread: Spread | None = None
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether no single graph holds a step: parts lie on several devices, or outside of the layers offloaded."""
+        loose = isinstance(self.head, ByModule) or isinstance(self.norm, ByModule) or is_offloaded(self.embedding)
+        return self.spread is not None or loose
 
     @property
     def fused_layers(self) -> list[FusedLayer]:
@@ -85,7 +95,8 @@ class FusedModel:
 
     def begin(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Begin a step of tokens[B] or [B, T] at positions[B, T]: the first layer's input [B T, K]."""
-        self.sentinels.reset(tokens.numel())
+        here = self.sentinels if self.spread is None else self.sentinels.on(self.spread.first)
+        here.reset(tokens.numel())
         decoder: Any = self.decoder()
         x = self.embedded(tokens, positions, tokens.dim() > 1)
         if self.by_length:
@@ -94,6 +105,8 @@ class FusedModel:
 
     def embedded(self, ids: Tensor, positions: Tensor, drafts: bool = False) -> Tensor:
         """Embeddings [M, K] of the M ids at so many positions, the first layer's input."""
+        if self.spread is not None:
+            ids, positions = ids.to(self.spread.first), positions.to(self.spread.first)
         x: Tensor = self.embedding(ids.reshape(-1))
         x = x if self.embedding_multiplier == 1.0 else x * self.embedding_multiplier
         return x if self.positions is None else x + self.positions(positions.reshape(-1), drafts)
@@ -129,8 +142,21 @@ class FusedModel:
         watched: places of layers that run as modules besides those not fused. seen: receives each layer's input.
         places: the layers to run; default: all.
         """
-        pending = None
-        for place in range(len(self.layers)) if places is None else places:
+        places = range(len(self.layers)) if places is None else places
+        if self.spread is None:
+            return self._run(x, None, call, watched, seen, places)
+        pending: Tensor | None = None
+        for device, near in self.spread.stretches(places):
+            x, pending = x.to(device), None if pending is None else pending.to(device)
+            with on(x):
+                x, pending = self._run(x, pending, call.on(device), watched, seen, near)
+        return x, pending
+
+    def _run(
+        self, x: Tensor, pending: Tensor | None, call: Call, watched: Collection[int], seen: list[Tensor] | None,
+        places: Sequence[int],
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        for place in places:
             layer = None if place in watched else self.layers[place]
             if pending is not None and (layer is None or seen is not None):
                 x, pending = x + pending, None
@@ -166,16 +192,23 @@ class FusedModel:
 
     def normal(self, x: Tensor, pending: Tensor | None) -> Tensor:
         """Normalised hidden states [M, K] of the rows x + pending, the head's input."""
+        x, pending = self._at_the_head(x), None if pending is None else self._at_the_head(pending)
         return self.norm.of_sum(x, pending)[0]
 
     def logits_of(self, normal: Tensor) -> Tensor:
         """Logits [M, V] of normalised hidden states [M, K]."""
-        return self._capped(self.head.large_m(normal))
+        with on(normal):
+            return self._capped(self.head.large_m(normal))
+
+    def _at_the_head(self, x: Tensor) -> Tensor:
+        return x if self.spread is None else x.to(self.spread.last)
 
     def logits(self, x: Tensor, pending: Tensor | None = None) -> Tensor:
         """Logits [M, V] of the rows x + pending, what `run` returns."""
-        if pending is None and x.shape[0] <= MAX_GEMV_ROWS:
-            return self._capped(self.head(x, self.norm))
+        x = self._at_the_head(x)
+        if pending is None and x.shape[0] <= MAX_GEMV_ROWS and not isinstance(self.norm, ByModule):
+            with on(x):
+                return self._capped(self.head(x, self.norm))
         return self.logits_of(self.normal(x, pending))
 
     def _capped(self, logits: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from accelpatch.fusion import attention_facts, layer_facts
 from accelpatch.fusion.cannot_fuse import CannotFuse
 from accelpatch.fusion.decoder import decoder_of
+from accelpatch.fusion.spread import OFFLOADED, is_offloaded, offloaded_inside
 from accelpatch.kernels.cpu.decode_step import DecodeStep, LayerWeights, StepShape
 from accelpatch.kernels.cpu.native_library import ACTIVATIONS
 from accelpatch.kernels.layouts.cpu_pack import Pack
@@ -92,6 +93,8 @@ def native_model(model: nn.Module, unfused: Mapping[int, str] = NONE) -> NativeM
 def _why_not(layer: Any, model: Any) -> str | None:
     """Why a layer's modules do not compute what a native step does; None where they do."""
     mlp = layer_facts.mlp_of(layer)
+    if offloaded_inside(layer):
+        return OFFLOADED
     if not isinstance(layer, ResidualNormLayer) or not isinstance(mlp, GatedMLP) or mlp.fused_gate_up:
         return "it is not a replaced Llama-like layer"
     if not (unchanged(layer) and unchanged(mlp)):
@@ -154,6 +157,8 @@ def layer_weights(layer: Any, rope: int, eps: float) -> LayerWeights:
 
 def replaced_norm(norm: nn.Module) -> FusedRMSNorm:
     """The module itself. Raises CannotFuse for a norm that was not replaced, or is not float32."""
+    if is_offloaded(norm):
+        raise CannotFuse(f"{type(norm).__name__}: {OFFLOADED}")
     if not isinstance(norm, FusedRMSNorm) or norm.weight.dtype != torch.float32:
         dtype = next((str(p.dtype) for p in norm.parameters()), "no dtype")
         raise CannotFuse(f"a norm is {type(norm).__name__} in {dtype}, not a replaced one in float32")
@@ -170,6 +175,8 @@ def vector(module: nn.Module, eps: float) -> Tensor:
 
 def packed(module: Any) -> Pack:
     """The weight of a linear layer or embedding as a Pack with its bias; a float32 weight as it is."""
+    if is_offloaded(module):
+        raise CannotFuse(f"{type(module).__name__}: {OFFLOADED}")
     if not isinstance(module, (nn.Linear, nn.Embedding)):
         raise CannotFuse(f"{type(module).__name__} is not a linear layer or embedding of accelpatch")
     bias: Any = getattr(module, "bias", None)
@@ -185,7 +192,7 @@ def packed(module: Any) -> Pack:
 
 def gather_packs(model: nn.Module) -> None:
     """Move all packs into one block of memory in reading order, so that a step reads one stream."""
-    modules = list(packed_modules(model))
+    modules = [module for module in packed_modules(model) if not is_offloaded(module)]
     packs = [module.pack for module in modules if module.pack is not None]
     for module, pack in zip(modules, Pack.in_one_block(packs), strict=True):
         module.pack = pack

@@ -14,6 +14,7 @@ from accelpatch.device import Device
 from accelpatch.fusion import attention_facts, layer_facts
 from accelpatch.fusion.cannot_fuse import CannotFuse
 from accelpatch.fusion.read_layers import DTYPES
+from accelpatch.fusion.spread import OFFLOADED, offloaded_inside
 from accelpatch.kernels.cpu import native_library
 from accelpatch.kernels.hip import attention as hip_attention
 from accelpatch.kernels.ops import decode_attention
@@ -68,6 +69,8 @@ def _planned(site: Site, replaced: Sites, device: Device) -> str:
     if not site.path.startswith(f"{model}.{family.decoder.layers}.") or "lm_head" not in replaced:
         raise CannotFuse("it is no layer of a causal language model's decoder")
     attention = layer_facts.attention_of(layer)
+    if offloaded_inside(layer):
+        raise CannotFuse(OFFLOADED)
     if reason := layer_facts.why_not(layer) or attention_facts.why_not(attention):
         raise CannotFuse(reason)
     sparse = layer_facts.sparse_of(layer)

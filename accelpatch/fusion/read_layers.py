@@ -19,6 +19,17 @@ from accelpatch.fusion.fused_model import FusedModel
 from accelpatch.fusion.fused_weights import concatenated_linear, fused_linear, gated_linear
 from accelpatch.fusion.signals import with_signals
 from accelpatch.fusion.sparse_layer import FusedSparseLayer, sparse_mlp
+from accelpatch.fusion.spread import (
+    OFFLOADED,
+    ByModule,
+    Sentinels,
+    Spread,
+    computes_on,
+    device_of,
+    is_offloaded,
+    offloaded_inside,
+    spread_of,
+)  # fmt: skip
 from accelpatch.kernels.ops import decode_attention
 from accelpatch.kernels.ops.attention_shape import AttentionShape, Zeros
 from accelpatch.kernels.ops.fused_linear import FusedLinear
@@ -44,9 +55,11 @@ def fused_model(model: Any, unfused: Mapping[int, str] = NONE) -> FusedModel:
     """
     decoder = decoder_of(model)
     layers, head, rotary = decoder.layers, decoder.head, decoder.rotary
-    dtype = decoder.embedding(torch.zeros(1, dtype=torch.int64, device=next(model.parameters()).device)).dtype
-    final, memory, reasons = norm_of(decoder.norm, dtype), Zeros(), dict(unfused)
-    checked(head, dtype)
+    dtype = decoder.embedding(torch.zeros(1, dtype=torch.int64, device=computes_on(decoder.embedding))).dtype
+    spread, memory, reasons = spread_of(list(layers), decoder.embedding, head), Zeros(), dict(unfused)
+    final, last = ends_of(decoder, spread, dtype)
+    if spread is not None and attention_facts.by_length(rotary):
+        raise CannotFuse("layers on several devices, and rotary frequencies that change with the length")
     shapes: dict[int, AttentionShape] = {}
     whole = frozenset(place for place, layer in enumerate(layers) if getattr(layer, "is_whole", False))
     for place, layer in enumerate(layers):
@@ -63,17 +76,48 @@ def fused_model(model: Any, unfused: Mapping[int, str] = NONE) -> FusedModel:
             reasons[place] = str(error)
     if not any(fused) and not whole:
         raise CannotFuse(f"layer 0: {reasons[0]}")
-    made, blank = with_signals(fused, dtype, decoder.norm.weight.device)
+    made, blank = signalling(fused, dtype, device_of(decoder.norm), spread)
     return FusedModel(
-        weakref.ref(decoder.module), decoder.embedding, made, reasons, final, one(head, dtype), blank,
+        weakref.ref(decoder.module), decoder.embedding, made, reasons, final, last, blank,
         attention_facts.logit_cap(model), attention_facts.embedding_multiplier(model),
         attention_facts.logit_divisor(model), positions=decoder.positions,
-        by_length=attention_facts.by_length(rotary), whole=whole,
+        by_length=attention_facts.by_length(rotary), whole=whole, spread=spread,
     )  # fmt: skip
+
+
+def ends_of(decoder: Any, spread: Spread | None, dtype: torch.dtype) -> tuple[Any, Any]:
+    """The last norm, on the head's device, and the head; by their modules where they are offloaded. Raises
+    CannotFuse."""
+    norm, head = decoder.norm, decoder.head
+    final: Any = ByModule(norm) if is_offloaded(norm) else norm_of(norm, dtype)
+    if spread is not None and not isinstance(final, ByModule):
+        bias = None if final.bias is None else final.bias.to(spread.last)
+        final = replace(final, weight=final.weight.to(spread.last), bias=bias)
+    if offloaded_inside(head):
+        return final, ByModule(head)
+    checked(head, dtype)
+    return final, one(head, dtype)
+
+
+def signalling(
+    layers: list[FusedLayer | None], dtype: torch.dtype, device: torch.device, spread: Spread | None
+) -> tuple[tuple[Any, ...], Any]:
+    """`with_signals`, for the layers of each device apart."""
+    if spread is None:
+        return with_signals(layers, dtype, device)
+    made, blank = list[Any](layers), {}
+    for here in dict.fromkeys(spread.layers):
+        places = [place for place, one in enumerate(spread.layers) if one == here]
+        found, blank[here] = with_signals([layers[place] for place in places], dtype, here)
+        for place, layer in zip(places, found, strict=True):
+            made[place] = layer
+    return tuple(made), Sentinels(blank)
 
 
 def unfit(layer: Any) -> str | None:
     """Why a layer's modules do not compute what a fused layer does; None where they do."""
+    if offloaded_inside(layer):
+        return OFFLOADED
     if not isinstance(layer, ResidualNormLayer):
         return "it is not a replaced Llama-like layer"
     mlp, plain = layer_facts.mlp_of(layer), layer_facts.has_plain_mlp(layer)
@@ -106,12 +150,12 @@ def attention_of(attention: Any, rotary: Any, dtype: torch.dtype, memory: Zeros)
     heads, kv_heads, size = attention_facts.heads_of(attention)
     if attention_facts.form_of_rotary(attention).interleaved or not attention_facts.applies_rotary(attention):
         # no rotation: the angle is 0
-        device = next(tensor.device for tensor in (*attention.parameters(), *attention.buffers()))
-        frequencies, rope_scaling = torch.zeros(size // 2, device=device), 1.0
+        frequencies, rope_scaling = torch.zeros(size // 2, device=device_of(attention)), 1.0
     else:
         frequencies, rope_scaling = attention_facts.rope(rotary, attention_facts.layer_type(attention))
         if attention_facts.by_length(rotary) and frequencies.dtype != torch.float32:
             raise CannotFuse(f"its frequencies change with the length, and are {frequencies.dtype}")
+        frequencies = frequencies.to(device_of(attention))
     q_norm, k_norm = (None, None) if attention_facts.normed_over_all(attention) else q_k_norms(attention, dtype)
     both = {(norm.eps, norm.plus_one) for norm in (q_norm, k_norm) if norm is not None} or {(0.0, False)}
     if len(both) > 1:
@@ -143,6 +187,7 @@ def prepared(attention: Any, rotary: Any, dtype: torch.dtype) -> QueryKey | None
     if not interleaved and not over_all:
         return None
     frequencies, rope_scaling = attention_facts.rope(rotary, attention_facts.layer_type(attention))
+    frequencies = frequencies.to(device_of(attention))
     q_norm, k_norm = q_k_norms(attention, dtype) if over_all else (None, None)
     return QueryKey(
         *attention_facts.heads_of(attention), None if q_norm is None else q_norm.weight,

@@ -35,6 +35,10 @@ class SentinelBuffers:
         if rows == 1:
             self.words.fill_(SENTINEL)
 
+    def on(self, device: torch.device) -> SentinelBuffers:
+        """Those of the layers on a device: all of them lie on one."""
+        return self
+
 
 def with_signals(
     layers: Sequence[Any], dtype: torch.dtype, device: torch.device

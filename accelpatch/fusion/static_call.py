@@ -25,6 +25,13 @@ class StepCall:
     mask: Tensor
     _seen: dict[int, Tensor] = field(default_factory=dict)
 
+    def on(self, device: torch.device) -> StepCall:
+        """As in Call; never within a graph."""
+        if self.positions.device == device:
+            return self
+        positions, slot, mask = (one.to(device) for one in (self.positions, self.slot, self.mask))
+        return StepCall(self.decoder, self.cache, positions, slot, mask)
+
     def form(self, layer: Any) -> Any:
         """As in Call. Attention of several tokens waits for the whole of q, k and v."""
         return layer if self.positions.shape[1] == 1 else layer.without_attention_signal
@@ -71,6 +78,13 @@ class PromptCall:
         if window not in self._seen:
             self._seen[window] = shown(self.mask, self.start, self.positions.shape[1], window)
         return self._seen[window]
+
+    def on(self, device: torch.device) -> PromptCall:
+        """As in Call."""
+        if self.positions.device == device:
+            return self
+        mask = None if self.mask is None else self.mask.to(device)
+        return PromptCall(self.decoder, self.cache, self.positions.to(device), mask, self.start)
 
     def form(self, layer: Any) -> Any:
         """As in Call."""

@@ -25,6 +25,7 @@ from accelpatch.fusion.cache_name import layer_argument
 from accelpatch.fusion.decoder import layers_of
 from accelpatch.fusion.fused_model import FusedModel
 from accelpatch.fusion.native_model import NativeModel
+from accelpatch.fusion.spread import computes_on
 from accelpatch.fusion.static_call import PromptCall, StepCall
 from accelpatch.kernels.hip.binding import weight_prefetch
 from accelpatch.models.family import family_of_layer
@@ -117,7 +118,8 @@ def _rows(layer: Any, call: Call, sample: Mapping[str, Any]) -> Rows | None:
     family = family_of_layer(layer)
     if family is None or family.layer is None or call.kwargs.get(layer_argument(layer)) is not None:
         return None
-    shape = x.shape[:2]
+    shape, device = x.shape[:2], computes_on(layer)
+    x, positions = x.to(device), positions.to(device)  # of a layer on another device than the one before
     if mask is not None and mask.shape != shape:
         return None
     held = torch.ones(shape, dtype=torch.int64, device=x.device) if mask is None else mask.to(x.device, torch.int64)
@@ -187,8 +189,9 @@ def check_layers(
 
     calls: place -> the original layer's calls, one for each of `samples`.
     """
-    if isinstance(fused, FusedModel) and torch.cuda.is_available():
-        torch.cuda.synchronize()  # steps prefetch weights, which must be laid out by then
+    if isinstance(fused, FusedModel) and torch.cuda.is_available():  # steps prefetch weights, laid out by then
+        for device in [None] if fused.spread is None else fused.spread.devices:
+            torch.cuda.synchronize(device)
     places, found = sorted(fused.places & calls.keys()), {}
     for done, place in enumerate(places):
         given = calls[place]

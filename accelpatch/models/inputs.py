@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -24,15 +25,20 @@ def sample_inputs(model: nn.Module) -> list[list[Sample]]:
     """Candidates, each a list of keyword arguments for `model(**inputs)`: one token, several tokens and a padded batch,
     or two batches of images or audio.
 
-    Deterministic; on the device of the model's first parameter. Empty where the kind of input is unknown.
+    Deterministic; on the device of the first tensor that is in memory. Empty where the kind of input is unknown.
     """
-    first = next(model.parameters(), None)
-    device = torch.device("cpu") if first is None else first.device
+    device = device_of(model)
     found = [[_accepted(model, sample) for sample in candidate] for candidate in _candidates(model)]
     return [
         [{k: v.to(device) if isinstance(v, Tensor) else v for k, v in sample.items()} for sample in candidate]
         for candidate in found
     ]
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """The device of the first of a model's tensors that is in memory (those on meta are offloaded)."""
+    held = (tensor.device for tensor in chain(model.parameters(), model.buffers()) if not tensor.is_meta)
+    return next(held, torch.device("cpu"))
 
 
 def _candidates(model: Any) -> Iterator[list[Sample]]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from accelpatch.errors import LoadError
-from accelpatch.models.inputs import text_config
+from accelpatch.models.inputs import device_of, text_config
 
 SAMPLES, LENGTH = 16, 256  # windows, and tokens of each
 LEAST = 32  # tokens below which the figures of channels say nothing
@@ -44,7 +44,7 @@ def windows(
         return [_batch(ids) for ids in own_text(model, samples, length).split(ROWS)]
     if tokenizer is None:
         raise LoadError("calibrating on text needs the model's tokenizer: accelpatch.calibrate(..., tokenizer=...)")
-    device = next(model.parameters()).device
+    device = device_of(model)
     found = list(_windows(texts(data), tokenizer, samples, length))
     tokens = sum(map(len, found))
     if tokens < LEAST:
@@ -119,7 +119,7 @@ def own_text(model: Any, samples: int, length: int) -> Tensor:
     """ids[samples, length] that the model writes, from its first token on, by sampling with a fixed seed."""
     config = text_config(model.config)
     first = next((one for name in ("bos_token_id", "eos_token_id") if (one := _first(config, name)) is not None), 0)
-    device = next(model.parameters()).device
+    device = device_of(model)
     ids, own = torch.full((samples, 1), first, dtype=torch.int64, device=device), model.generation_config
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(SEED)

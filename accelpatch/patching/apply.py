@@ -17,6 +17,7 @@ from accelpatch.patching.change import Absent, Change, SettingsChange
 from accelpatch.patching.entry import Entry
 from accelpatch.patching.host_copies import HostCopies
 from accelpatch.patching.match import inner_name
+from accelpatch.patching.placement import WHOLE, Placement
 from accelpatch.patching.plan import Plan
 from accelpatch.patching.stored import WithheldHook, set_aside, taken_over, unpacking_hooks
 from accelpatch.report import Report
@@ -114,41 +115,27 @@ class Handle:
             change.revert()
 
 
-def check_patchable(model: nn.Module) -> None:
-    """Raise PatchError for a model that is patched already, in training mode, without weights, sharded or compiled."""
-    if HANDLE in vars(model):
-        raise PatchError("the model is already patched; call accelpatch.unpatch(model) first")
-    if type(model).__name__ == "OptimizedModule" or getattr(model, "_compiled_call_impl", None) is not None:
-        raise PatchError("the model is compiled; patch the original model first and call torch.compile after")
-    inside = [path for path, module in model.named_modules() if HANDLE in vars(module)]
-    if inside:
-        raise PatchError(f"a part of the model, {inside[0]}, is patched already; call accelpatch.unpatch on it first")
-    if any(PATH in vars(module) for module in model.modules()):
-        raise PatchError("the model belongs to one that is patched already; call accelpatch.unpatch on that one first")
-    kinds = {type(module).__name__ for module in model.modules()}
-    if kinds & {"FullyShardedDataParallel", "FSDPModule"} or any(name.startswith("FSDP") for name in kinds):
-        raise PatchError("the model is sharded by FSDP; patch it before wrapping, or patch the unwrapped model")
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if type(tensor.data).__name__ == "DTensor" or type(tensor).__name__ == "DTensor":
-            raise PatchError(f"{name} is a DTensor (tensor parallel or FSDP2); load the model without it, then patch")
-        if tensor.is_meta:
-            raise PatchError(f"{name} is on the meta device: the model has no weights there, or they are offloaded; "
-                             "load it with its weights in memory (plan works without them)")  # fmt: skip
-    if model.training:
-        raise PatchError("the model is in training mode and accelpatch replaces for inference; call model.eval() first")
-
-
 def build_all(
-    plan: Plan, at_hand: Mapping[str, Built], progress: Callable[[int, int], None], stats: Mapping[str, Any]
-) -> Iterator[Built]:
+    plan: Plan, at_hand: Mapping[str, Built], progress: Callable[[int, int], None], stats: Mapping[str, Any],
+    placement: Placement = WHOLE,
+) -> Iterator[Built]:  # fmt: skip
     """Build the replacements of `plan` one by one; the model is not touched. Raises PatchError with the site's name.
 
-    at_hand: path -> replacement of those sites that are built already. stats: path -> what `build` is given.
+    at_hand: path -> replacement of those sites that are built already. stats: path -> what `build` is given. placement:
+    what is offloaded is read for its own site alone, and its replacement offloaded in its place.
     """
     entries = plan.replaced
     for done, entry in enumerate(entries):
-        yield at_hand.get(entry.site.path) or built(entry, stats=stats.get(entry.site.path))
+        yield at_hand.get(entry.site.path) or _placed(entry, placement, stats.get(entry.site.path))
         progress(done + 1, len(entries))
+
+
+def _placed(entry: Entry, placement: Placement, stats: Any) -> Built:
+    originals = [member.original for member in (entry.site, *entry.site.tied)]
+    with naming(entry.site.path, "its offloaded weights were read"), placement.readable(originals):
+        made = built(entry, stats=stats)
+        placement.offload([(old, new) for old, new, _ in made.modules])
+    return made
 
 
 def built(entry: Entry, held: Any = None, stats: Any = None) -> Built:
@@ -222,7 +209,9 @@ def commit(
     handle = Handle(plan.detached(), changes, keep_original, report)
     handle.hooks = [vars(module)["_hf_hook"] for module in model.modules() if "_hf_hook" in vars(module)]
     for owner, name, value in (*attributes, (model, HANDLE, handle)):
-        changes.append(Change(owner, name, type(owner) if name == "__class__" else Absent, value))
+        changes.append(
+            Change(owner, name, type(owner) if name == "__class__" else vars(owner).get(name, Absent), value)
+        )
     try:
         for change in changes:
             change.apply()
@@ -234,7 +223,10 @@ def commit(
     return handle
 
 
-def settle(handle: Handle, built: list[Built], copies: HostCopies, progress: Callable[[str, int, int], None]) -> None:
+def settle(
+    handle: Handle, built: list[Built], copies: HostCopies, progress: Callable[[str, int, int], None],
+    placement: Placement = WHOLE,
+) -> None:  # fmt: skip
     """The last step of a patch: free the original weights, or keep them in host memory (`keep_original="cpu"`).
 
     Weights that a replacement can give back bit for bit (`gives_back`) are freed without a copy. copies: host copies of
@@ -255,10 +247,11 @@ def settle(handle: Handle, built: list[Built], copies: HostCopies, progress: Cal
         ]
         changes += [(handle, name, getattr(handle, name), []) for name in ("swaps", "trainable")]
         _set_all(changes + [(item, "modules", item.modules, []) for item in built])
+        placement.free(rounded)
         return
     given = [(old, new) for item in built for old, new, _ in item.modules if getattr(new, "gives_back", False)]
     after = {p: copies.of(p) for old, new in rounded for p in _own_parameters(old, new, recurse=True) if p in copies}
-    after |= {p: p.data.new_empty(0) for old, new in given for p in _own_parameters(old, new)}
+    after |= {p: p.data.new_empty(0) for old, new in given for p in _own_parameters(old, new) if not p.is_meta}
     with set_aside((old, new) for item in built if item.entry.as_stored for old, new, _ in item.modules):
         _set_all([(parameter, "data", parameter.data, data) for parameter, data in after.items()])
 

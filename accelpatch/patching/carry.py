@@ -16,6 +16,7 @@ from torch import nn
 
 from accelpatch.errors import PatchError
 from accelpatch.patching.change import give_back
+from accelpatch.patching.placement import hooks_of, is_offloaded
 from accelpatch.patching.stored import STORED, move_
 
 TABLES = ("_parameters", "_buffers", "_modules")
@@ -61,7 +62,8 @@ def why_not(model: nn.Module, swaps: Sequence[Swap], hooks: Sequence[Any], force
     """
     came = [
         path for path, module in model.named_modules()
-        if "_hf_hook" in vars(module) and not any(vars(module)["_hf_hook"] is hook for hook in hooks)
+        if any(not hasattr(hook, "of_accelpatch") for hook in hooks_of(module))
+        and not any(vars(module)["_hf_hook"] is hook for hook in hooks)
     ]  # fmt: skip
     if came:
         return (
@@ -80,6 +82,9 @@ def why_not(model: nn.Module, swaps: Sequence[Swap], hooks: Sequence[Any], force
             f"a forward was put on the instance after the patch ({listed(own)}), and it belongs to the replacement: "
             "delete it first, and put it on the original after"
         )
+    held = {path: getattr(swap.new, "held", swap.new) for path, swap in here if is_offloaded(swap.old)}
+    if lost := [path for path, one in held.items() if vars(one).get("written") or vars(one).get("rewritten")]:
+        return f"offloaded weights were written while they were packed ({listed(lost)}), and the map takes none back"
     return None
 
 
@@ -119,10 +124,15 @@ def _carried(swap: Swap, forced: bool) -> bool:
     vars(old)[UNSAVED].update(name for name in vars(new)[UNSAVED] if name in old._buffers)
     ours = {name for name in vars(new) if name.startswith("_accelpatch_")}
     fixed = {*swap.own[""], *ours, *TABLES, UNSAVED, *BOUND, *getattr(new, "transient", ())}
+    offloaded = is_offloaded(old)
     if "_hf_hook" in vars(old) and "_hf_hook" not in vars(new):
+        if offloaded:
+            vars(old)["_hf_hook"].detach_hook(old)
         for name in HOOKED:
             old.__dict__.pop(name, None)
     _bring(vars(old), vars(new), swap.common[""], fixed)
+    if offloaded:  # its weights never left the map
+        return False
     if STORED in vars(new):
         move_(old, next(new.buffers()).device)
         return False

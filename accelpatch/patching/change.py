@@ -7,6 +7,8 @@ from typing import Any, cast
 
 from torch import nn
 
+from accelpatch.patching.placement import is_offloaded
+
 
 class Absent:
     """Placeholder for an attribute that did not exist; a class, so that deep copies keep its identity."""
@@ -59,7 +61,9 @@ class SettingsChange(Change):
 
 
 def give_back(original: nn.Module, replacement: nn.Module) -> None:
-    """Move a weight that only the replacement holds back into the original."""
+    """Move a weight that only the replacement holds back into the original, unless accelerate offloads that one."""
+    if is_offloaded(original):
+        return
     if hasattr(replacement, "give_back"):
         cast(Any, replacement).give_back(original)
 

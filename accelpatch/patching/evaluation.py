@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from accelpatch.errors import PatchError
+from accelpatch.patching.placement import device_of
 from accelpatch.patching.verify import kl_divergence
 
 WINDOW = 512  # tokens of context per window
@@ -68,7 +69,7 @@ def compare(
 @torch.no_grad()
 def _logits(model: nn.Module, windows: list[Tensor], progress: Callable[[int], None]) -> Iterator[Tensor]:
     """Next-token logits [tokens - 1, V] in float32 on the CPU, window by window."""
-    device = next(model.parameters()).device
+    device = device_of(model)
     for done, ids in enumerate(windows):
         output = model(input_ids=ids.to(device), use_cache=False)
         yield output.logits[0, :-1].float().cpu()

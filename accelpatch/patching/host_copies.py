@@ -32,8 +32,8 @@ def rounded_weights(plan: Plan) -> list[nn.Parameter]:
 
 
 def on_a_device(parameter: nn.Parameter) -> bool:
-    """Whether a parameter is in another memory than the CPU's."""
-    return parameter.device.type != "cpu"
+    """Whether a parameter is in another memory than the CPU's, and not offloaded."""
+    return parameter.device.type not in ("cpu", "meta")
 
 
 class HostCopies:

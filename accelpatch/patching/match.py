@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -27,13 +28,16 @@ CLASS_ROLES = (
 )
 
 
-def sites(model: nn.Module, roles: Mapping[str, str], known: Known = nothing) -> list[Site]:
+def sites(
+    model: nn.Module, roles: Mapping[str, str], known: Known = nothing, ties: Mapping[str, str] = MappingProxyType({})
+) -> list[Site]:
     """Every module of `model` that owns parameters or has a role, in the order of the tree.
 
     roles: the model family's table, glob over dotted names (numbers written `#`) -> role. Modules that share a weight
     become one site with the others in `tied`; the head comes first, since its linear layer decides the format. A module
     wrapped by a PEFT adapter has the role of the adapter's place; the adapter's own weights have none. known: says what
-    is known of modules whose weight another library quantised; they have the roles of float linear layers.
+    is known of modules whose weight another library quantised; they have the roles of float linear layers. ties: names
+    of two parameters that are one weight, for those that lie on the meta device.
     """
     places: dict[int, list[str]] = {}
     modules: dict[int, nn.Module] = {}
@@ -60,7 +64,7 @@ def sites(model: nn.Module, roles: Mapping[str, str], known: Known = nothing) ->
             found[key] = _site(places[key], module, role, own, share, counted)
         if key in found and key in changed:
             found[key] = replace(found[key], adapted=tuple(changed[key]))
-    return _join_tied(list(found.values()))
+    return _join_tied(list(found.values()), ties)
 
 
 def inner_name(module: nn.Module) -> str | None:
@@ -201,19 +205,24 @@ def _shape(module: nn.Module) -> tuple[int | None, int | None]:
     return (columns, rows) if type(module).__name__ == "Conv1D" else (rows, columns)
 
 
-def _join_tied(found: list[Site]) -> list[Site]:
+def _join_tied(found: list[Site], ties: Mapping[str, str]) -> list[Site]:
     """Merge sites whose modules share a weight."""
-    groups: dict[int, list[Site]] = {}
+    groups: dict[Any, list[Site]] = {}
     for site in found:
         weight = site.original._parameters.get("weight")
-        groups.setdefault(id(weight) if weight is not None else -id(site), []).append(site)
+        key: Any = id(weight) if weight is not None else -id(site)
+        if weight is not None and weight.is_meta and ties:
+            name = f"{site.path}.weight"
+            key = ties.get(name, name)
+        groups.setdefault(key, []).append(site)
     joined = []
     for group in groups.values():
         if len(group) == 1:
             joined.append(group[0])
             continue
         first, *others = sorted(group, key=lambda site: site.role != "head")
-        owned = sum(site.bytes for site in group)
+        apart = len({id(site.original._parameters.get("weight")) for site in group}) > 1  # they would count twice
+        owned = first.bytes if apart else sum(site.bytes for site in group)
         read = owned if first.role == "head" else first.token_bytes
         row = next((site.token_bytes for site in others if site.role == "embedding"), 0)
         names = first.class_names

@@ -15,6 +15,7 @@ from accelpatch.patching.entry import Entry
 from accelpatch.patching.groups import Group
 from accelpatch.patching.kv_cache import cache_size
 from accelpatch.patching.match import ATTENTION, matches, rule_for, sites
+from accelpatch.patching.placement import WHOLE, Placement
 from accelpatch.patching.replacer import Choice, Reason, Replaced, Replacer
 from accelpatch.patching.site import Site
 from accelpatch.patching.stored import Known, float_site, nothing
@@ -27,7 +28,8 @@ class Plan:
     """Which site is replaced by what, and why the others stay. Making one allocates nothing and changes nothing.
 
     max_length, cache_bytes: length in tokens and bytes of the KV cache at batch 1 that `fits` counts beside the
-    weights. groups: what is smoothed together. left: notes about groups that are not.
+    weights. groups: what is smoothed together. left: notes about groups that are not. places: which part lies where, of
+    a model that is spread over devices.
     """
 
     model: str
@@ -38,6 +40,7 @@ class Plan:
     cache_bytes: int = 0
     groups: tuple[Group, ...] = ()
     left: tuple[str, ...] = ()
+    places: tuple[str, ...] = ()
 
     @property
     def calibrates(self) -> bool:
@@ -66,7 +69,7 @@ class Plan:
         """The plan as a Report with nothing measured."""
         records = [entry.record() for entry in self.entries]
         notes = dict.fromkeys(entry.choice.note for entry in self.entries if entry.choice and entry.choice.note)
-        said = [*smoothing.lines(self.groups), *self.left]
+        said = [*self.places, *smoothing.lines(self.groups), *self.left]
         return Report(self.model, self.recipe.name, self.device.name, records, notes=[*said, *notes, *self._unread()])
 
     def _unread(self) -> list[str]:
@@ -126,19 +129,19 @@ class Plan:
 
 def make_plan(
     model: nn.Module, recipe: Recipe, device: Device, roles: Mapping[str, str], registry: Mapping[str, Replacer],
-    groups: Sequence[Group] = (), known: Known = nothing,
+    groups: Sequence[Group] = (), known: Known = nothing, placement: Placement = WHOLE,
 ) -> Plan:  # fmt: skip
     """Decide about every site of `model`.
 
     roles: the family's table (glob -> role); registry: replacer names -> replacers; groups: of the family, which are
     smoothed where the recipe has an alpha; known: of modules whose weight another library quantised, which the replacer
-    of their own format takes over, whatever the rule that matches says of float weights. Raises PlanError for an
-    unknown replacer, a rule that matches nothing, a weight with two owners, a tie that would be split, and a group that
-    would be smoothed in part.
+    of their own format takes over, whatever the rule that matches says of float weights; placement: where parts lie.
+    Raises PlanError for an unknown replacer, a rule that matches nothing, a weight with two owners, a tie that would be
+    split, and a group that would be smoothed in part.
     """
     for rule in recipe.rules:
         _check_rule(rule, registry)
-    found = sites(model, roles, known)
+    found = sites(model, roles, known, placement.ties)
     found = [site for site in found if site.role != ATTENTION or site.bytes or rule_for(site, recipe) is not None]
     _check_all_match(recipe, found)
     entries = _absorbed([_decide(site, recipe, device, registry) for site in found])
@@ -152,7 +155,8 @@ def make_plan(
     hooked = [path for path, one in modules.items() if one and (one._forward_hooks or one._forward_pre_hooks)]
     stored = [site.path for site in found if site.stored is not None]
     smoothed, left = smoothing.chosen(wanted, smooths, hooked, stored)
-    return Plan(name, recipe, device, tuple(entries), length, cache, smoothed, tuple(left))
+    places = tuple(placement.lines())
+    return Plan(name, recipe, device, tuple(entries), length, cache, smoothed, tuple(left), places)
 
 
 def _check_rule(rule: Rule, registry: Mapping[str, Replacer]) -> None:

@@ -17,6 +17,7 @@ from accelpatch.patching.apply import Built, build_all, naming
 from accelpatch.patching.capture import Call, recording, run
 from accelpatch.patching.entry import Entry
 from accelpatch.patching.groups import with_groups
+from accelpatch.patching.placement import WHOLE, Placement
 from accelpatch.patching.plan import Plan
 from accelpatch.patching.stored import BOUND
 from accelpatch.patching.verify import UNITS, Checking, SiteErrors, compare_logits, site_errors
@@ -110,12 +111,13 @@ def _recorded(model: nn.Module, entries: Sequence[Entry], samples: Samples, prog
 
 def verified_build(
     plan: Plan, captured: Captured, checking: Checking, progress: Progress, at_hand: Mapping[str, Built],
-    stats: Mapping[str, Any] = MappingProxyType({}),
+    stats: Mapping[str, Any] = MappingProxyType({}), placement: Placement = WHOLE,
 ) -> tuple[list[Checked], Plan]:  # fmt: skip
     """Build every replacement beside its original and verify it; the model is not touched.
 
     at_hand: path -> replacement of sites that are built already, and whose originals are gone: their format error is
     that of their weight, where it is known. stats: path -> statistics and smoothing that a site is built with.
+    placement: where the originals lie.
 
     Returns the replacements within their bounds, and the plan with all others marked as kept (or raises VerifyError, as
     the recipe says). Without captured calls nothing is verified.
@@ -124,9 +126,8 @@ def verified_build(
         check_bounds(plan)
     calls = captured.calls
     held, alike = list[Checked](), _alike(plan, at_hand)
-    failed: dict[str, str] = {}
-    seen: dict[str, Entry] = {}
-    for built in build_all(plan, at_hand, partial(progress, "build and verify"), stats):
+    failed, seen = dict[str, str](), dict[str, Entry]()
+    for built in build_all(plan, at_hand, partial(progress, "build and verify"), stats, placement):
         path = built.entry.site.path
         with naming(path, "its replacement was verified"):
             checked = _check(built, plan.recipe, captured, checking, stats.get(path))

@@ -12,6 +12,7 @@ from torch.nn.modules import module as torch_module
 
 from accelpatch.fusion.adapters import is_adapter, state_of
 from accelpatch.fusion.decoder import layers_in
+from accelpatch.fusion.spread import is_offloaded, moves_only, offloaded_inside
 from accelpatch.modules.quantized_module import QuantizedModule, packed_modules
 from accelpatch.modules.replacement import OWN_HOOK
 
@@ -40,14 +41,19 @@ class Watch:
     """
 
     def __init__(self, model: nn.Module):
-        modules = list(model.modules())
-        inner = [module for module in modules if module is not model]
+        everything = list(model.modules())
+        modules = [module for module in everything if not is_offloaded(module)]  # their tensors come and go
+        inner = [module for module in everything if module is not model]
         layers = layers_in(model)
+        self.offloaded = [place for place, layer in enumerate(layers) if offloaded_inside(layer)]
+        self._hf_hooks = [(vars(m), vars(m)["_hf_hook"]) for m in inner if "_hf_hook" in vars(m)]
         self._layers = [hook_tables(layer.modules()) for layer in layers]
         within = {id(module) for layer in layers for module in layer.modules()}
         self._outer = hook_tables(module for module in inner if id(module) not in within)
         self._hooks = [*self._outer, *chain.from_iterable(self._layers)]
-        self._attributes = [vars(m) for m in inner]
+        moving = {id(module) for module in inner if moves_only(module) or is_offloaded(module)}
+        self._moved = [(vars(m), vars(m).get("forward")) for m in inner if id(m) in moving]
+        self._attributes = [vars(m) for m in inner if id(m) not in moving]
         self._plain = list(plain_values(model))
         self._values = self._read()
         self._tables: list[dict[str, Any]] = [t for m in modules for t in (m._modules, m._parameters, m._buffers)]
@@ -58,7 +64,7 @@ class Watch:
         own = written_by_forward(modules)
         self._written = [tensor for tensor in self._tensors if _counts_writes(tensor) and id(tensor) not in own]
         self._versions = list(map(_version, self._written))
-        self._packed = packed_modules(model)
+        self._packed = [module for module in packed_modules(model) if not is_offloaded(module)]
         self._packs = [module.pack for module in self._packed]
         self._tiled = [module for module in modules if isinstance(module, QuantizedModule) and module.tiles is not None]
         self._tiles = [module.tiles for module in self._tiled]
@@ -67,7 +73,8 @@ class Watch:
 
     def objection(self) -> str | None:
         """Why the modules must run this step, or None."""
-        if any(map(contains, self._attributes, repeat("forward"))):
+        changed = any(attributes.get("forward") is not forward for attributes, forward in self._moved)
+        if changed or any(map(contains, self._attributes, repeat("forward"))):
             return "a module whose forward was replaced"
         everywhere = chain.from_iterable(getattr(torch_module, name).values() for name in _GLOBAL_HOOKS)
         if hooked(self._outer) or not all(map(_idle, everywhere)):
@@ -81,7 +88,8 @@ class Watch:
     def stale(self) -> bool:
         """Whether the model has changed since the step was derived from it."""
         return (
-            sum(map(len, self._tables)) != len(self._held)
+            any(attributes.get("_hf_hook") is not hook for attributes, hook in self._hf_hooks)
+            or sum(map(len, self._tables)) != len(self._held)
             or not all(map(is_, chain.from_iterable(map(dict.values, self._filled)), self._held))
             or list(map(Tensor.data_ptr, self._tensors)) != self._pointers
             or list(map(_version, self._written)) != self._versions

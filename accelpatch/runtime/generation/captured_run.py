@@ -87,7 +87,7 @@ class CapturedRun:
         self._first = self.slot = self._length = length
         self.step.show(length, mask)
         self.step.batch.begin(length, self._positions(self.kwargs, mask, length))
-        return logits
+        return logits.to(ids.device)
 
     def _positions(self, kwargs: dict[str, Any], mask: Tensor | None, length: int) -> Tensor:
         given: Tensor | None = kwargs.get("position_ids")
@@ -125,4 +125,4 @@ class CapturedRun:
         self.step.batch.tokens.copy_(tokens)
         self.advance()
         self._length = self.slot
-        return self.step.batch.logits.clone()
+        return self.step.batch.logits.to(ids.device, copy=True)

@@ -16,6 +16,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from accelpatch.fusion.cache_name import CACHE
+from accelpatch.fusion.spread import moves_only
 from accelpatch.runtime.cpu.native_step import NativeRun, NativeRuntime, unknown
 
 # Arguments of generate()'s model calls that the loop supports besides those of a step.
@@ -30,7 +31,7 @@ def stock_loop_because(model: Any, config: Any, synced_gpus: bool, kwargs: dict[
         return "attentions or hidden states were asked for"
     if synced_gpus or config.is_assistant or not kwargs.get("use_cache") or model.config.is_encoder_decoder:
         return "synchronised devices, an assistant, no cache, or an encoder"
-    if model._forward_hooks or model._forward_pre_hooks or "forward" in vars(model):
+    if model._forward_hooks or model._forward_pre_hooks or ("forward" in vars(model) and not moves_only(model)):
         return "a hook on the model"  # which expects to see each call of the model
     if model._valid_auto_compile_criteria(kwargs, config):
         return "the model is compiled"

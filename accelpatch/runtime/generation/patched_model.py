@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import types
 from typing import Any, cast
 
 import torch
@@ -47,7 +48,10 @@ def patched_classes(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
     """
     found: list[tuple[nn.Module, str, Any]] = []
     for one in with_parts(model):
-        found += [(one, PATCHED, True), (one, "__class__", _subclass(cast(Any, type(one)), is_model=one is model))]
+        new = _subclass(cast(Any, type(one)), is_model=one is model)
+        found += [(one, PATCHED, True), (one, "__class__", new)]
+        if "_old_forward" in vars(one):  # what accelerate's wrapper calls
+            found.append((one, "_old_forward", types.MethodType(cast(Any, new).forward, one)))
     return found
 
 

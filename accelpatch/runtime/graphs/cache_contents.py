@@ -42,8 +42,8 @@ class Contents:
                 if type(layer) is DynamicSlidingWindowLayer:
                     layer.cumulative_length = self.length
             self._layers = []
-            if (device := copies[0][0].device).type == "cuda":  # the static cache's next user may use another stream
-                torch.cuda.current_stream(device).synchronize()
+            for device in {keys.device for keys, _ in copies if keys.is_cuda}:
+                torch.cuda.current_stream(device).synchronize()  # the static cache's next user may use another stream
 
     def reorder(self, place: int, rows: Tensor) -> bool:
         """Row b of a layer becomes its row rows[b], int64. Returns False where the layers were detached meanwhile."""

@@ -21,24 +21,30 @@ TOKENS = DRAFTS + 1  # tokens of a step with draft tokens
 class Batch:
     """The state of B sequences between decode steps, independent of the KV cache's capacity.
 
-    tokens[B] int64: last token of each row. slot[1]: where the next one is cached. positions[B, 1]. logits[B, V]
-    float32. unfinished[B] bool. report[B + 1] int64: the new tokens, then whether any row goes on. ends, held[V + 1]
-    bool: ids that end a row, and ids suppressed while slot < held_until[1]. pad[1]: the token of finished rows.
-    arrived[B] int32: counters that are zero between launches.
+    tokens[B] int64: last token of each row. slot[1]: where the next one is cached. positions[B, 1]. state: the memory
+    of these three. logits[B, V] float32. unfinished[B] bool. report[B + 1] int64: the new tokens, then whether any row
+    goes on. ends, held[V + 1] bool: ids that end a row, and ids suppressed while slot < held_until[1]. pad[1]: the
+    token of finished rows. arrived[B] int32: counters that are zero between launches.
     """
 
     def __init__(self, rows: int, vocabulary: int, device: torch.device):
         int64 = {"dtype": torch.int64, "device": device}
         self.rows, self.device = rows, device
-        self.tokens, self.report = torch.zeros(rows, **int64), torch.zeros(rows + 1, **int64)  # type: ignore[call-overload]
-        self.slot, self.suppressed_until, self.pad = (torch.zeros(1, **int64) for _ in range(3))  # type: ignore[call-overload]
-        self.positions = torch.zeros(rows, 1, **int64)  # type: ignore[call-overload]
+        self.state = torch.zeros(2 * (rows + rows % 2) + 2, **int64)  # type: ignore[call-overload]
+        self.tokens, self.slot, self.positions = self.views(self.state)
+        self.report = torch.zeros(rows + 1, **int64)  # type: ignore[call-overload]
+        self.suppressed_until, self.pad = (torch.zeros(1, **int64) for _ in range(2))  # type: ignore[call-overload]
         self.logits = torch.zeros(rows, vocabulary, dtype=torch.float32, device=device)
         self.unfinished = torch.ones(rows, dtype=torch.bool, device=device)
         self.arrived = torch.zeros(rows, dtype=torch.int32, device=device)
         self.ends, self.suppressed = (torch.zeros(vocabulary + 1, dtype=torch.bool, device=device) for _ in range(2))
         self.drafts: Drafts | None = None  # set where the recipe asks for draft tokens
         self._samplers: OrderedDict[Any, Graph] = OrderedDict()
+
+    def views(self, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """tokens, slot and positions in a `state` of this size, each at a multiple of 16 bytes."""
+        rows, room = self.rows, self.rows + self.rows % 2
+        return state[:rows], state[2 * room : 2 * room + 1], state[room : room + rows].view(rows, 1)
 
     def begin(self, slot: int, positions: Tensor) -> None:
         """Set the state of rows with `slot` cached tokens each; positions[B, 1], or a shape that broadcasts to it."""

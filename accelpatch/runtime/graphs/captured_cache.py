@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from accelpatch.fusion.cache_name import CACHE
+from accelpatch.fusion.spread import device_of
 from accelpatch.runtime.graphs.cache_contents import why_not
 
 SMALLEST = 256  # least capacity in tokens
@@ -99,7 +100,7 @@ class NotCached(Exception):
 def learned(model: Any) -> tuple[int, tuple[LayerShape, ...]]:
     """(vocabulary size, LayerShapes), found by running one token. Raises NotCached."""
     cache = DynamicCache(config=model.config)
-    one = torch.zeros(1, 1, dtype=torch.int64, device=next(model.parameters()).device)
+    one = torch.zeros(1, 1, dtype=torch.int64, device=device_of(model))
     outputs = model(input_ids=one, attention_mask=one + 1, use_cache=True, **{CACHE: cache})
     if reason := why_not(cache):
         raise NotCached(reason)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from accelpatch.fusion.spread import device_of
 from accelpatch.kernels.hip.binding import weight_prefetch
 from accelpatch.kernels.operation import is_eager
 from accelpatch.runtime.graphs.captured_batch import GraphOf
@@ -185,7 +186,7 @@ def captured_outputs(runtime: Any, model: Any, given: Mapping[str, Any]) -> Any:
         if calls is None:
             return None
         with runtime.alone(), torch.inference_mode(False), torch.no_grad():
-            call = calls.of(given, next(model.parameters()).device)
+            call = calls.of(given, device_of(model))
             if isinstance(call, CapturedCall):
                 runtime.paths[CALL] += 1
                 return call(given)

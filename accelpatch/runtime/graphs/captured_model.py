@@ -13,6 +13,7 @@ from accelpatch.errors import KernelError
 from accelpatch.fusion.cannot_fuse import CannotFuse
 from accelpatch.fusion.fused_model import FUSED, FusedModel
 from accelpatch.fusion.read_layers import fused_model
+from accelpatch.fusion.spread import computes_on, device_of, several_devices
 from accelpatch.runtime.graphs.captured_batch import Batch, Drafts, GraphOf
 from accelpatch.runtime.graphs.captured_cache import LayerShape, NotCached, learned, shapes_of
 from accelpatch.runtime.graphs.captured_call import CapturedCalls
@@ -34,12 +35,16 @@ STEPS = 4  # graphs, each with its cache, that are kept per model
 
 
 class GraphMemory:
-    """The memory that the graphs of one model share, from the first one on."""
+    """The memory that the graphs of one model share, from the first one on. devices: that they were captured on."""
 
     pool: Any = None
 
+    def __init__(self) -> None:
+        self.devices: set[torch.device] = set()
+
     def graph(self, device: torch.device) -> GraphOf:
         """The function that captures programs on a device."""
+        self.devices.add(device)
         if self.pool is None and device.type == "cuda":
             self.pool = new_pool(device)
         return graph_maker(device, self.pool)
@@ -131,7 +136,7 @@ class CapturedModel:
     def prompts(self, fused: FusedModel) -> Prompts:
         """The captured short prompts of the model's fused layers, for single calls."""
         if self._prompts is None:
-            self._prompts = prompts_of(fused, self.graph(fused.norm.weight.device))
+            self._prompts = prompts_of(fused, self.graph(computes_on(fused.embedding)))
         return self._prompts
 
     def calls(self, model: nn.Module) -> CapturedCalls:
@@ -146,6 +151,8 @@ class CapturedModel:
             return None
         if step.batch.rows != 1:
             return f"{step.batch.rows} rows"
+        if self.fused is not None and self.fused.in_parts:
+            return "layers on several devices, or offloaded"
         if not step.fused or (self.fused is not None and self.fused.unfused):
             return "modules in the captured step"  # their bits may depend on the number of rows
         return step.no_drafts or step.batch.drafts
@@ -158,20 +165,25 @@ class CapturedModel:
 
     def _made(self, model: nn.Module, rows: int, capacity: int, watched: tuple[int, ...]) -> CapturedStep:
         assert self._shapes is not None
-        device = next(model.parameters()).device
+        fused = self.fused
+        device = device_of(model) if fused is None or fused.spread is None else fused.spread.last
         with torch.inference_mode(False), torch.no_grad(), for_decoding(model):
             batch = self._batches.setdefault(rows, Batch(rows, self._vocabulary, device))
             if self.fused is not None and rows <= self.fused.most:
                 try:
-                    step = CapturedStep(model, batch, self._shapes, capacity, self.graph(device), self.fused, watched)
-                    drafting = self._speculate and rows == 1 and not self.fused.unfused and not watched
+                    graph = self.graph(device)
+                    step = CapturedStep(
+                        model, batch, self._shapes, capacity, graph, self.fused, watched, self._memory.graph
+                    )
+                    whole = not self.fused.unfused and not watched and not self.fused.in_parts
+                    drafting = self._speculate and rows == 1 and whole
                     return verifying(step, self.fused, self.graph(device)) if drafting else step
                 except BaseException as error:
                     self.fused.forget()  # other steps go on with the same layers
                     if isinstance(error, torch.OutOfMemoryError) or not isinstance(error, CAPTURE_ERRORS):
                         raise
                     self.fused, self.why_not_fused = None, f"{type(error).__name__}: {first_line(error)}"
-            if watched:  # whose hooks a graph of the modules would not call
+            if watched or several_devices(model):  # whose hooks a graph of the modules would not call
                 raise NotCaptured(self.why_not_fused or f"{rows} rows")
             try:
                 return CapturedStep(model, batch, self._shapes, capacity, self.graph(device))

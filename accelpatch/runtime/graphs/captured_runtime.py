@@ -13,6 +13,7 @@ from torch import nn
 
 from accelpatch.errors import PatchError
 from accelpatch.fusion.fused_model import FusedModel
+from accelpatch.fusion.spread import device_of, several_devices
 from accelpatch.runtime.copied import recounted
 from accelpatch.runtime.graphs.captured_batch import GraphOf
 from accelpatch.runtime.graphs.captured_cache import capacity_for
@@ -63,7 +64,7 @@ class CapturedRuntime:
         self._others: OrderedDict[tuple[str, ...], CapturedModel] = OrderedDict()
         self._watch: Watch | None = None
         self._flags: list[Any] = []
-        self._done: torch.cuda.Event | None = None
+        self._done: list[tuple[torch.device, torch.cuda.Event]] = []
 
     def outputs(self, model: nn.Module, given: Mapping[str, Any]) -> Any:
         """Outputs of a model call by fused layers or a graph; None where the modules must run."""
@@ -77,11 +78,13 @@ class CapturedRuntime:
             return None, []
         if not self.captured.read:
             self._fuse(model)
-        return self.captured.fused, self.watch.watched()
+        return self.captured.fused, sorted({*self.watch.watched(), *self.watch.offloaded})
 
     def calls(self, model: nn.Module) -> CapturedCalls | None:
         """The captured calls of the model as it is; None where its modules must run."""
-        return self.captured.calls(model) if self._looked(model) and not self.watch.watched() else None
+        if not self._looked(model) or self.watch.watched() or several_devices(model):
+            return None
+        return self.captured.calls(model)
 
     def prompts(self, fused: FusedModel) -> Prompts:
         """The captured short prompts of the model's fused layers, for single calls."""
@@ -117,14 +120,16 @@ class CapturedRuntime:
                 return
             self._busy = True
             try:
-                if self._done is not None:
-                    self._done.wait()  # the last step, on another stream, may still be running
+                for device, done in self._done:  # the last step, on another stream, may still be running
+                    torch.cuda.current_stream(device).wait_event(done)
                 yield True
             finally:
                 self._busy = False
                 if self._memory.pool is not None:
-                    self._done = torch.cuda.Event()
-                    self._done.record()
+                    devices = [device for device in self._memory.devices if device.type == "cuda"]
+                    self._done = [(one, torch.cuda.Event()) for one in devices]
+                    for one, done in self._done:
+                        done.record(torch.cuda.current_stream(one))
 
     def why_not(self, model: nn.Module) -> str | None:
         """Why no captured step can run, or None; inspects the model but captures nothing yet."""
@@ -151,7 +156,8 @@ class CapturedRuntime:
         return capacity_for(length + 1, self.max_length)
 
     def step(self, model: nn.Module, rows: int, capacity: int, watched: tuple[int, ...] = ()) -> CapturedStep:
-        """The step for this size, captured if needed; see CapturedModel.step."""
+        """The step for this size, captured if needed; see CapturedModel.step. Offloaded layers are watched too."""
+        watched = watched or (() if self._watch is None else tuple(self._watch.offloaded))
         try:
             step = self.captured.step(model, rows, capacity, watched)
         except torch.OutOfMemoryError:
@@ -183,8 +189,9 @@ class CapturedRuntime:
 
     def _unable(self, model: nn.Module) -> str | None:
         """Why neither captured steps nor fused layers can run now; does not look at the model's modules."""
-        if (device := next((one.device for one in model.parameters()), None)) is None:
+        if next(model.parameters(), None) is None:
             return "a model without parameters"
+        device = device_of(model)
         if self._off or device.type not in GRAPHS:
             return self._off or f"the model lies on {device.type}"
         if model.training or torch.is_autocast_enabled(device.type):

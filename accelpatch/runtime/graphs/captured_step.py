@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from accelpatch.errors import KernelError
 from accelpatch.fusion.cache_name import CACHE
 from accelpatch.fusion.fused_model import FusedModel
-from accelpatch.fusion.static_call import StepCall
 from accelpatch.kernels.hip.binding import weight_prefetch
 from accelpatch.kernels.ops.step_end import end_step_
 from accelpatch.runtime.graphs.cache_contents import Contents, attach
@@ -35,6 +34,8 @@ CAPTURED = "captured step"  # in the report, with their number
 # What a model raises when its forward cannot run over a static cache, or asks the host for a number while captured.
 CAPTURE_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, KernelError)
 
+GraphOn = Callable[[torch.device], GraphOf]
+
 
 class NotCaptured(Exception):
     """Why a model's step could not be captured; the message goes into the report."""
@@ -43,12 +44,13 @@ class NotCaptured(Exception):
 class CapturedStep:
     """The model's step for `batch` over a static cache of one capacity. mask[B, capacity] int64: 1 where tokens are.
 
-    watched: places of the fused model's layers that run their modules at every replay, since they have hooks.
+    watched: places of the fused model's layers that run their modules at every replay, since they have hooks, or their
+    weights are offloaded. graph_on: captures programs on another device than the batch's, for layers on several.
     """
 
     def __init__(
         self, model: nn.Module, batch: Batch, shapes: Sequence[LayerShape], capacity: int, graph: GraphOf,
-        fused: FusedModel | None = None, watched: Sequence[int] = (),
+        fused: FusedModel | None = None, watched: Sequence[int] = (), graph_on: GraphOn | None = None,
     ):  # fmt: skip
         self.batch, self.capacity, self._fused = batch, capacity, fused
         self.verification: Graph | None = None  # the step of several tokens; see captured_drafts.py
@@ -66,8 +68,10 @@ class CapturedStep:
         kept = [tensor.clone() for tensor in (batch.slot, batch.positions, batch.logits)]
         batch.slot.zero_()
         batch.positions.zero_()
-        if fused is not None and watched:
-            self._graph: Graph = SplitStep(self, fused, watched, graph)
+        self._parts: SplitStep | None = None
+        if fused is not None and (watched or fused.in_parts):
+            self._parts = SplitStep(self, fused, watched, graph_on or (lambda device: graph))
+            self._graph: Graph = self._parts
         else:
             self._graph = graph(self.advance)
         for tensor, before in zip((batch.slot, batch.positions, batch.logits), kept, strict=True):
@@ -83,12 +87,6 @@ class CapturedStep:
                 self.mask.index_fill_(1, batch.slot, 1)
                 logits = self._by_modules()
         self.end(logits)
-
-    def call(self) -> StepCall:
-        """What the fused layers of the step share."""
-        assert self._fused is not None
-        batch = self.batch
-        return StepCall(self._fused.decoder(), self.cache, batch.positions, batch.slot, self.mask)
 
     def end(self, logits: Tensor) -> None:
         """The end of the program: from the logits of the model's dtype."""
@@ -139,6 +137,11 @@ class CapturedStep:
             self.mask[:, :length] = 1
         else:
             self.mask[:, :length].copy_(mask.ne(0))
+        self._copy_mask()
+
+    def _copy_mask(self) -> None:
+        for other in () if self._parts is None else self._parts.masks():
+            other.copy_(self.mask)
 
     def attach(self, cache: Any) -> Contents:
         """Move one of transformers' caches into this step's, and leave it there until the step is used for another."""
@@ -164,6 +167,7 @@ class CapturedStep:
         grow(smaller.cache, self.cache)
         self.mask.zero_()
         self.mask[:, : smaller.capacity].copy_(smaller.mask)
+        self._copy_mask()
 
 
 def graph_maker(device: torch.device, pool: Any) -> GraphOf:

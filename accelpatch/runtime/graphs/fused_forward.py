@@ -17,6 +17,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from accelpatch.fusion.cache_call import CacheCall, KeptCall
 from accelpatch.fusion.cache_name import CACHE
 from accelpatch.fusion.fused_model import FusedModel
+from accelpatch.fusion.spread import computes_on
 from accelpatch.kernels.operation import is_eager, refusing_gradient
 from accelpatch.runtime.graphs import single_token
 from accelpatch.runtime.graphs.cache_contents import attached
@@ -202,7 +203,7 @@ def prompts_of(fused: FusedModel, graph: GraphOf) -> Prompts:
 
 def short_prompt(runtime: Any, fused: FusedModel, ids: Tensor, call: CacheCall) -> ShortPrompt | None:
     """The captured short prompt for a call; None where its prompt is long, padded, or continues a cache."""
-    if call.mask is not None or call.past or ids.device != fused.norm.weight.device:
+    if call.mask is not None or call.past or fused.in_parts or ids.device != computes_on(fused.embedding):
         return None
     windows = [layer.attention.window for layer in fused.fused_layers if layer.attention.window]
     found: ShortPrompt | None = runtime.prompts(fused).of(ids, min(windows, default=None))

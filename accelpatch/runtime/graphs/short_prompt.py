@@ -76,6 +76,8 @@ class ShortPrompt:
 
 def captured_tokens(fused: FusedModel) -> int:
     """The most rows x length of a prompt that is captured."""
+    if fused.in_parts:
+        return 0
     return INT8_TOKENS if fused.int8_activations else CAPTURED_TOKENS
 
 

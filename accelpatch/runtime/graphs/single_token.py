@@ -14,6 +14,7 @@ from torch import Tensor
 
 from accelpatch.fusion.cache_call import CacheCall
 from accelpatch.fusion.fused_model import FusedModel
+from accelpatch.fusion.spread import computes_on
 from accelpatch.runtime.graphs.cache_contents import attached
 from accelpatch.runtime.graphs.captured_cache import capacity_for
 from accelpatch.runtime.graphs.captured_step import CAPTURED, NotCaptured
@@ -24,7 +25,8 @@ def why_not(fused: FusedModel, ids: Tensor, call: CacheCall) -> str | None:
     rows, length = ids.shape
     if length != 1 or not call.past or rows > fused.most:
         return "it is not one more token of each row"
-    if ids.device != fused.norm.weight.device or not all(layer.is_initialized for layer in call.cache.layers):
+    elsewhere = fused.spread is None and ids.device != computes_on(fused.embedding)
+    if elsewhere or not all(layer.is_initialized for layer in call.cache.layers):
         return "its cache holds nothing, or lies elsewhere"
     held = attached(call.cache)
     keys = (call.cache if held is None else held.static).layers[0].keys

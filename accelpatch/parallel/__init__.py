@@ -1,0 +1,1 @@
+"""Models on several devices."""
