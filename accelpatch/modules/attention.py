@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedConfig
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 
 from accelpatch.errors import KernelError
@@ -78,15 +78,25 @@ def configurations(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
     ours = {id(config): config for module, config in held if isinstance(module, FlashAttention)}
     stay = [(module, config) for module, config in held if not isinstance(module, FlashAttention)]
     others = {id(config) for module, config in stay if why_not_interface(module) is None}
-    memo: dict[int, Any] = {}
-    for key, config in ours.items():
-        if key not in others:
-            named(copy.deepcopy(config, memo))
+    memo = {key: named(copy.copy(config)) for key, config in ours.items() if key not in others}
     if not memo:
         return
     for _, config in held:
-        copy.deepcopy(config, memo)  # those that hold one of the others
+        _with_copies(config, memo)
     yield from ((module, memo[id(config)]) for module, config in held if id(config) in memo)
+
+
+def _with_copies(config: Any, memo: dict[int, Any]) -> Any:
+    """The copy of a configuration that memo, by id, has; a new copy of one that holds others with copies; else itself.
+
+    Dictionaries and lists are those of the original, so that what is changed in them stays when the model is unpatched.
+    """
+    parts = {name: one for name, one in getattr(config, "__dict__", {}).items() if isinstance(one, PreTrainedConfig)}
+    new = {name: _with_copies(one, memo) for name, one in parts.items()}
+    new = {name: one for name, one in new.items() if one is not parts[name]}
+    if new:
+        vars(memo.setdefault(id(config), copy.copy(config))).update(new)
+    return memo.get(id(config), config)
 
 
 def _config(module: nn.Module) -> Any:
@@ -129,16 +139,23 @@ def attention_forward(
             ranges = attention_mask[:, 0]
     else:
         causal, bias = False, _joined(attention_mask[..., : key.shape[2]], position_bias)
-    if value.shape[-1] != query.shape[-1]:
-        value = functional.pad(value, (0, query.shape[-1] - size))
-    args = (query, key, value, ranges, bias, s_aux, causal, window, softcap or 0.0)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    query, key, value = _of_one_size(query, key, value)
+    args = (query, key, value, ranges, bias, s_aux, causal, window, softcap or 0.0)
     tensors = (query, key, value, bias, s_aux)
     if dropout or (torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in tensors)):
         return _differentiable(*args, scale, dropout)[..., :size], None
     wanted = getattr(module, "implementation", None)
     with nullcontext() if wanted is None else dispatch.forced(wanted):
         return flash_attention(*args, scale)[..., :size], None
+
+
+def _of_one_size(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+    """The three with zeros behind the smaller heads, of keys or of values: they add nothing to the scores."""
+    more = value.shape[-1] - query.shape[-1]
+    if more > 0:
+        return functional.pad(query, (0, more)), functional.pad(key, (0, more)), value
+    return query, key, functional.pad(value, (0, -more)) if more else value
 
 
 def _differentiable(
@@ -181,10 +198,12 @@ def attention_mask(
     padded = attention_mask is not None and not bool(attention_mask[:, kv_offset : kv_offset + kv_length].all())
     whole = not padded and (attention_mask is None or attention_mask.shape[-1] >= kv_length + kv_offset)
     last = not isinstance(q_offset, Tensor) and q_offset + q_length == kv_offset + kv_length
-    if whole and last and allow_is_causal_skip and (local_size is None or kv_length <= local_size):
+    # as many keys as a chunk may lie in two of them
+    near = local_size is None or kv_length < local_size
+    if whole and last and allow_is_causal_skip and near:
         plain = q_length in (1, kv_length)
         return None if plain else torch.empty(1, 1, 0, 0, dtype=torch.int32, device=device)
-    if whole and allow_is_bidirectional_skip and (local_size is None or kv_length <= local_size):
+    if whole and allow_is_bidirectional_skip and near:
         return None
     ranges = _ranges(q_length, q_offset, given)
     if ranges is None:

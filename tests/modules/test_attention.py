@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import AutoConfig, DynamicCache, StaticCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import (
+    chunked_causal_mask_function,
     create_bidirectional_mask,
     create_causal_mask,
     create_chunked_causal_mask,
@@ -73,7 +74,7 @@ def test_each_kind_of_mask_is_that_of_sdpa(kind: str, mask: Tensor | None) -> No
         assert made[0].numel() <= BATCH * 9 * 2  # and not the 9 keys of each
 
 
-@pytest.mark.parametrize("kind", ["causal", "window"])
+@pytest.mark.parametrize("kind", ["causal", "window", "chunked"])
 @pytest.mark.parametrize("length", [1, 3])
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
 @pytest.mark.parametrize("padded", [False, True], ids=["no padding", "padding"])
@@ -142,14 +143,30 @@ def test_long_masks_are_made_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sizes == [36, 36, 36, 36, 18]
 
 
-def test_values_of_another_size_and_a_bias() -> None:
+def test_a_step_sees_its_own_chunk_of_as_many_keys_as_a_chunk() -> None:
+    mask = attention_mask(BATCH, 1, 4, 6, 3, mask_function=chunked_causal_mask_function(4, torch.zeros(BATCH)),
+                          attention_mask=torch.ones(BATCH, 7, dtype=torch.bool), local_size=4)  # fmt: skip
+    assert mask is not None
+    assert mask.tolist() == [[[[1, 4]]]] * BATCH  # of the keys 3 to 6 those from 4 on
+
+
+@pytest.mark.parametrize("size", [8, 24], ids=["smaller", "larger"])
+def test_values_of_another_size_and_a_bias(size: int) -> None:
     q, k, _ = qkv(9, 9)
-    v = torch.randn(BATCH, 2, 9, 8, generator=torch.Generator().manual_seed(2))
+    v = torch.randn(BATCH, 2, 9, size, generator=torch.Generator().manual_seed(2))
     bias = torch.randn(1, 4, 9, 9, generator=torch.Generator().manual_seed(3))
     mine, _ = attention_forward(CAUSAL_MODULE, q, k, v, None, scaling=0.3, position_bias=bias)  # type: ignore[arg-type]
     hidden = torch.ones(9, 9, dtype=torch.bool).triu(1)
     p = (q @ k.repeat_interleave(2, 1).mT * 0.3 + bias).masked_fill(hidden, -torch.inf).softmax(-1)
     torch.testing.assert_close(mine, (p @ v.repeat_interleave(2, 1)).transpose(1, 2), rtol=1e-5, atol=1e-5)
+
+
+def test_the_scaling_is_that_of_the_keys_where_values_are_larger() -> None:
+    q, k, _ = qkv(9, 9)
+    v = torch.randn(BATCH, 2, 9, 24, generator=torch.Generator().manual_seed(2))
+    mine, _ = attention_forward(CAUSAL_MODULE, q, k, v, None)  # type: ignore[arg-type]
+    due, _ = attention_forward(CAUSAL_MODULE, q, k, v, None, scaling=16**-0.5)  # type: ignore[arg-type]
+    assert torch.equal(mine, due)
 
 
 @pytest.mark.parametrize(
