@@ -125,6 +125,9 @@ def attention_forward(
     position_bias[B or 1, Hq or 1, L, S]: added to the scores. s_aux[Hq]: attention sinks. Gradients and dropout are
     torch's own.
     """
+    if attention_mask is not None and (not isinstance(attention_mask, Tensor) or attention_mask.dim() != 4):
+        raise KernelError("the model's masks are of another form than [B, 1, L, S], those of flash_attention_2 or "
+                          "flex_attention: call model.set_attn_implementation('sdpa')")  # fmt: skip
     length, size = query.shape[2], value.shape[-1]
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal) and length > 1
     ranges, bias, window = None, position_bias, 0
@@ -193,7 +196,7 @@ def attention_mask(
         "attention_mask": attention_mask, "local_size": local_size, "device": device, **options,
         "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False,
     }  # fmt: skip
-    if torch.compiler.is_compiling():
+    if _unread(q_length, q_offset, device):
         return sdpa_mask(q_length=q_length, q_offset=q_offset, **given)
     padded = attention_mask is not None and not bool(attention_mask[:, kv_offset : kv_offset + kv_length].all())
     whole = not padded and (attention_mask is None or attention_mask.shape[-1] >= kv_length + kv_offset)
@@ -211,6 +214,15 @@ def attention_mask(
     if whole and last and local_size is not None and _is_window(ranges, kv_length, local_size):
         return torch.empty(1, 1, 0, local_size, dtype=torch.int32, device=device)
     return ranges
+
+
+def _unread(q_length: int, q_offset: Any, device: Any) -> bool:
+    """Whether no value of a mask may be read, since the call is compiled, captured in a graph, or will be: a step over
+    a static cache warms up the kernels that its capture launches."""
+    step = q_length == 1 and isinstance(q_offset, Tensor)
+    if step or torch.compiler.is_compiling():
+        return True
+    return torch.device(device).type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _ranges(q_length: int, q_offset: Any, given: dict[str, Any]) -> Tensor | None:

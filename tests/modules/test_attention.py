@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, DynamicCache, StaticCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import (
@@ -126,6 +127,14 @@ def _window(size: int) -> Any:
     return lambda b, h, q, k: (k <= q) & (k > q - size)
 
 
+def test_a_step_over_a_static_cache_reads_no_value_of_the_mask() -> None:
+    with FakeTensorMode(allow_non_fake_inputs=False) as fake:
+        shown, offset = torch.ones(BATCH, 9, dtype=torch.bool), torch.zeros((), dtype=torch.int64)
+        mask = attention_mask(BATCH, 1, 9, offset, attention_mask=shown)  # bool() of a fake tensor raises
+    assert mask is not None
+    assert (mask.dtype, mask.shape, mask.fake_mode) == (torch.bool, (BATCH, 1, 1, 9), fake)  # type: ignore[attr-defined]
+
+
 def test_long_masks_are_made_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
 
@@ -180,6 +189,27 @@ def test_gradients_are_those_of_torch(options: dict[str, Any]) -> None:
     torch.testing.assert_close(y, due, rtol=1e-5, atol=1e-6)
     y.sum().backward()
     assert all(one.grad is not None and bool(one.grad.isfinite().all()) for one in args)
+
+
+@pytest.mark.parametrize("kind", ["ranges", "float"])
+@pytest.mark.parametrize("options", [{}, {"s_aux": "sinks"}, {"softcap": 3.0}], ids=["plain", "sinks", "softcap"])
+def test_a_query_that_sees_nothing_has_gradients_of_zero(kind: str, options: dict[str, Any]) -> None:
+    sinks = torch.zeros(4, requires_grad=True)
+    args = [one.requires_grad_() for one in qkv(9, 9)]
+    mask = create_causal_mask(config(NAME), torch.zeros(BATCH, 9, 64), LEFT, None, None)
+    if kind == "float":
+        mask = torch.zeros(1, 1, 9, 9).masked_fill(torch.ones(9, 9, dtype=torch.bool).triu(0), -torch.inf)
+    given = options | ({"s_aux": sinks} if "s_aux" in options else {})
+    attention_forward(CAUSAL_MODULE, *args, mask, **given)[0].square().sum().backward()  # type: ignore[arg-type]
+    assert all(one.grad is not None and bool(one.grad.isfinite().all()) for one in args)
+    assert sinks.grad is None or bool(sinks.grad.isfinite().all())
+    assert torch.equal(args[0].grad[1, :, 0], torch.zeros(4, 16))  # type: ignore[index]
+
+
+@pytest.mark.parametrize("mask", [LEFT, object()], ids=["two dimensions", "no tensor"])
+def test_masks_of_another_form_are_refused(mask: Any) -> None:
+    with pytest.raises(KernelError, match=r"set_attn_implementation\('sdpa'\)"):
+        attention_forward(CAUSAL_MODULE, *qkv(9, 9), mask)  # type: ignore[arg-type]
 
 
 def test_dropout_with_a_softcap_is_refused() -> None:
