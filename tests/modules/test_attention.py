@@ -62,8 +62,8 @@ def test_each_kind_of_mask_is_that_of_sdpa(kind: str, mask: Tensor | None) -> No
     x = torch.zeros(BATCH, 9, 64)
     made = []
     for name in (NAME, "sdpa"):
-        more = {} if kind == "both ways" else {"cache": None, "position_ids": None}
-        made.append(KINDS[kind](config(name), x, mask, **more))
+        more = () if kind == "both ways" else (None, None)
+        made.append(KINDS[kind](config(name), x, mask, *more))
     module: Any = SimpleNamespace(is_causal=kind != "both ways", num_key_value_groups=2)
     args = qkv(9, 9)
     mine, _ = attention_forward(module, *args, made[0], scaling=0.3)
