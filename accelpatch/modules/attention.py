@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedConfig
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 
 from accelpatch.errors import KernelError
@@ -78,15 +78,25 @@ def configurations(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
     ours = {id(config): config for module, config in held if isinstance(module, FlashAttention)}
     stay = [(module, config) for module, config in held if not isinstance(module, FlashAttention)]
     others = {id(config) for module, config in stay if why_not_interface(module) is None}
-    memo: dict[int, Any] = {}
-    for key, config in ours.items():
-        if key not in others:
-            named(copy.deepcopy(config, memo))
+    memo = {key: named(copy.copy(config)) for key, config in ours.items() if key not in others}
     if not memo:
         return
     for _, config in held:
-        copy.deepcopy(config, memo)  # those that hold one of the others
+        _with_copies(config, memo)
     yield from ((module, memo[id(config)]) for module, config in held if id(config) in memo)
+
+
+def _with_copies(config: Any, memo: dict[int, Any]) -> Any:
+    """The copy of a configuration that memo, by id, has; a new copy of one that holds others with copies; else itself.
+
+    Dictionaries and lists are those of the original, so that what is changed in them stays when the model is unpatched.
+    """
+    parts = {name: one for name, one in getattr(config, "__dict__", {}).items() if isinstance(one, PreTrainedConfig)}
+    new = {name: _with_copies(one, memo) for name, one in parts.items()}
+    new = {name: one for name, one in new.items() if one is not parts[name]}
+    if new:
+        vars(memo.setdefault(id(config), copy.copy(config))).update(new)
+    return memo.get(id(config), config)
 
 
 def _config(module: nn.Module) -> Any:
@@ -115,6 +125,9 @@ def attention_forward(
     position_bias[B or 1, Hq or 1, L, S]: added to the scores. s_aux[Hq]: attention sinks. Gradients and dropout are
     torch's own.
     """
+    if attention_mask is not None and (not isinstance(attention_mask, Tensor) or attention_mask.dim() != 4):
+        raise KernelError("the model's masks are of another form than [B, 1, L, S], those of flash_attention_2 or "
+                          "flex_attention: call model.set_attn_implementation('sdpa')")  # fmt: skip
     length, size = query.shape[2], value.shape[-1]
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal) and length > 1
     ranges, bias, window = None, position_bias, 0
@@ -129,16 +142,23 @@ def attention_forward(
             ranges = attention_mask[:, 0]
     else:
         causal, bias = False, _joined(attention_mask[..., : key.shape[2]], position_bias)
-    if value.shape[-1] != query.shape[-1]:
-        value = functional.pad(value, (0, query.shape[-1] - size))
-    args = (query, key, value, ranges, bias, s_aux, causal, window, softcap or 0.0)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    query, key, value = _of_one_size(query, key, value)
+    args = (query, key, value, ranges, bias, s_aux, causal, window, softcap or 0.0)
     tensors = (query, key, value, bias, s_aux)
     if dropout or (torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in tensors)):
         return _differentiable(*args, scale, dropout)[..., :size], None
     wanted = getattr(module, "implementation", None)
     with nullcontext() if wanted is None else dispatch.forced(wanted):
         return flash_attention(*args, scale)[..., :size], None
+
+
+def _of_one_size(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+    """The three with zeros behind the smaller heads, of keys or of values: they add nothing to the scores."""
+    more = value.shape[-1] - query.shape[-1]
+    if more > 0:
+        return functional.pad(query, (0, more)), functional.pad(key, (0, more)), value
+    return query, key, functional.pad(value, (0, -more)) if more else value
 
 
 def _differentiable(
@@ -176,15 +196,17 @@ def attention_mask(
         "attention_mask": attention_mask, "local_size": local_size, "device": device, **options,
         "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False,
     }  # fmt: skip
-    if torch.compiler.is_compiling():
+    if _unread(q_length, q_offset, device):
         return sdpa_mask(q_length=q_length, q_offset=q_offset, **given)
     padded = attention_mask is not None and not bool(attention_mask[:, kv_offset : kv_offset + kv_length].all())
     whole = not padded and (attention_mask is None or attention_mask.shape[-1] >= kv_length + kv_offset)
     last = not isinstance(q_offset, Tensor) and q_offset + q_length == kv_offset + kv_length
-    if whole and last and allow_is_causal_skip and (local_size is None or kv_length <= local_size):
+    # as many keys as a chunk may lie in two of them
+    near = local_size is None or kv_length < local_size
+    if whole and last and allow_is_causal_skip and near:
         plain = q_length in (1, kv_length)
         return None if plain else torch.empty(1, 1, 0, 0, dtype=torch.int32, device=device)
-    if whole and allow_is_bidirectional_skip and (local_size is None or kv_length <= local_size):
+    if whole and allow_is_bidirectional_skip and near:
         return None
     ranges = _ranges(q_length, q_offset, given)
     if ranges is None:
@@ -192,6 +214,15 @@ def attention_mask(
     if whole and last and local_size is not None and _is_window(ranges, kv_length, local_size):
         return torch.empty(1, 1, 0, local_size, dtype=torch.int32, device=device)
     return ranges
+
+
+def _unread(q_length: int, q_offset: Any, device: Any) -> bool:
+    """Whether no value of a mask may be read, since the call is compiled, captured in a graph, or will be: a step over
+    a static cache warms up the kernels that its capture launches."""
+    step = q_length == 1 and isinstance(q_offset, Tensor)
+    if step or torch.compiler.is_compiling():
+        return True
+    return torch.device(device).type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _ranges(q_length: int, q_offset: Any, given: dict[str, Any]) -> Tensor | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -18,9 +18,8 @@ from accelpatch.patching.replacer import EVERY_CHILD, Choice, Reason, Replacer
 from accelpatch.patching.site import Site
 
 PLANNED = 2048  # tokens of the prompt that a plan names the implementation for
-CAPS = ("attn_logit_softcapping",)
-SIZES = ("head_dim", "head_size", "attention_head_size", "key_value_proj_dim", "qk_head_dim")  # attributes, by family
-HEADS = ("num_heads", "num_attention_heads", "n_heads", "num_key_value_heads")
+SIZES = ("qk_head_dim", "head_dim", "head_size", "attention_head_size", "key_value_proj_dim")  # attributes, by family
+HEADS = ("num_attention_heads", "num_heads", "n_heads")
 
 
 class FlashAttentionReplacer(Replacer):
@@ -57,11 +56,10 @@ class FlashAttentionReplacer(Replacer):
 def spec_of(module: Any) -> Spec | str:
     """The Spec of a prompt of an attention module, or what is not known of it."""
     config = module.config
-    size = next((getattr(module, name) for name in SIZES if isinstance(getattr(module, name, None), int)), None)
-    heads = getattr(config, "num_attention_heads", None)
+    size, heads = _first(SIZES, module), _first(HEADS, config, module)
     if size is None and heads and getattr(config, "hidden_size", None):
         size = config.hidden_size // heads
-    if not isinstance(size, int) or not isinstance(heads, int):
+    if size is None or heads is None:
         return f"the size of the heads of {type(module).__name__} is not known"
     groups = getattr(module, "num_key_value_groups", 1)
     dtypes = (one.dtype for one in module.parameters() if one.is_floating_point() and one.dtype.itemsize > 1)
@@ -70,6 +68,12 @@ def spec_of(module: Any) -> Spec | str:
         causal=bool(getattr(module, "is_causal", True)), sinks=getattr(module, "sinks", None) is not None,
         softcap=float(getattr(module, "attn_logit_softcapping", None) or 0.0),
     )  # fmt: skip
+
+
+def _first(names: Sequence[str], *owners: Any) -> int | None:
+    """The first of these attributes that is a whole number."""
+    found = (getattr(owner, name, None) for owner in owners for name in names)
+    return next((one for one in found if isinstance(one, int)), None)
 
 
 def described(spec: Spec, device: Device) -> str:

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, DynamicCache, StaticCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import (
+    chunked_causal_mask_function,
     create_bidirectional_mask,
     create_causal_mask,
     create_chunked_causal_mask,
@@ -60,8 +62,8 @@ def test_each_kind_of_mask_is_that_of_sdpa(kind: str, mask: Tensor | None) -> No
     x = torch.zeros(BATCH, 9, 64)
     made = []
     for name in (NAME, "sdpa"):
-        more = {} if kind == "both ways" else {"cache": None, "position_ids": None}
-        made.append(KINDS[kind](config(name), x, mask, **more))
+        more = () if kind == "both ways" else (None, None)
+        made.append(KINDS[kind](config(name), x, mask, *more))
     module: Any = SimpleNamespace(is_causal=kind != "both ways", num_key_value_groups=2)
     args = qkv(9, 9)
     mine, _ = attention_forward(module, *args, made[0], scaling=0.3)
@@ -73,7 +75,7 @@ def test_each_kind_of_mask_is_that_of_sdpa(kind: str, mask: Tensor | None) -> No
         assert made[0].numel() <= BATCH * 9 * 2  # and not the 9 keys of each
 
 
-@pytest.mark.parametrize("kind", ["causal", "window"])
+@pytest.mark.parametrize("kind", ["causal", "window", "chunked"])
 @pytest.mark.parametrize("length", [1, 3])
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
 @pytest.mark.parametrize("padded", [False, True], ids=["no padding", "padding"])
@@ -125,6 +127,14 @@ def _window(size: int) -> Any:
     return lambda b, h, q, k: (k <= q) & (k > q - size)
 
 
+def test_a_step_over_a_static_cache_reads_no_value_of_the_mask() -> None:
+    with FakeTensorMode(allow_non_fake_inputs=False) as fake:
+        shown, offset = torch.ones(BATCH, 9, dtype=torch.bool), torch.zeros((), dtype=torch.int64)
+        mask = attention_mask(BATCH, 1, 9, offset, attention_mask=shown)  # bool() of a fake tensor raises
+    assert mask is not None
+    assert (mask.dtype, mask.shape, mask.fake_mode) == (torch.bool, (BATCH, 1, 1, 9), fake)  # type: ignore[attr-defined]
+
+
 def test_long_masks_are_made_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
 
@@ -142,14 +152,30 @@ def test_long_masks_are_made_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sizes == [36, 36, 36, 36, 18]
 
 
-def test_values_of_another_size_and_a_bias() -> None:
+def test_a_step_sees_its_own_chunk_of_as_many_keys_as_a_chunk() -> None:
+    mask = attention_mask(BATCH, 1, 4, 6, 3, mask_function=chunked_causal_mask_function(4, torch.zeros(BATCH)),
+                          attention_mask=torch.ones(BATCH, 7, dtype=torch.bool), local_size=4)  # fmt: skip
+    assert mask is not None
+    assert mask.tolist() == [[[[1, 4]]]] * BATCH  # of the keys 3 to 6 those from 4 on
+
+
+@pytest.mark.parametrize("size", [8, 24], ids=["smaller", "larger"])
+def test_values_of_another_size_and_a_bias(size: int) -> None:
     q, k, _ = qkv(9, 9)
-    v = torch.randn(BATCH, 2, 9, 8, generator=torch.Generator().manual_seed(2))
+    v = torch.randn(BATCH, 2, 9, size, generator=torch.Generator().manual_seed(2))
     bias = torch.randn(1, 4, 9, 9, generator=torch.Generator().manual_seed(3))
     mine, _ = attention_forward(CAUSAL_MODULE, q, k, v, None, scaling=0.3, position_bias=bias)  # type: ignore[arg-type]
     hidden = torch.ones(9, 9, dtype=torch.bool).triu(1)
     p = (q @ k.repeat_interleave(2, 1).mT * 0.3 + bias).masked_fill(hidden, -torch.inf).softmax(-1)
     torch.testing.assert_close(mine, (p @ v.repeat_interleave(2, 1)).transpose(1, 2), rtol=1e-5, atol=1e-5)
+
+
+def test_the_scaling_is_that_of_the_keys_where_values_are_larger() -> None:
+    q, k, _ = qkv(9, 9)
+    v = torch.randn(BATCH, 2, 9, 24, generator=torch.Generator().manual_seed(2))
+    mine, _ = attention_forward(CAUSAL_MODULE, q, k, v, None)  # type: ignore[arg-type]
+    due, _ = attention_forward(CAUSAL_MODULE, q, k, v, None, scaling=16**-0.5)  # type: ignore[arg-type]
+    assert torch.equal(mine, due)
 
 
 @pytest.mark.parametrize(
@@ -163,6 +189,27 @@ def test_gradients_are_those_of_torch(options: dict[str, Any]) -> None:
     torch.testing.assert_close(y, due, rtol=1e-5, atol=1e-6)
     y.sum().backward()
     assert all(one.grad is not None and bool(one.grad.isfinite().all()) for one in args)
+
+
+@pytest.mark.parametrize("kind", ["ranges", "float"])
+@pytest.mark.parametrize("options", [{}, {"s_aux": "sinks"}, {"softcap": 3.0}], ids=["plain", "sinks", "softcap"])
+def test_a_query_that_sees_nothing_has_gradients_of_zero(kind: str, options: dict[str, Any]) -> None:
+    sinks = torch.zeros(4, requires_grad=True)
+    args = [one.requires_grad_() for one in qkv(9, 9)]
+    mask = create_causal_mask(config(NAME), torch.zeros(BATCH, 9, 64), LEFT, None, None)
+    if kind == "float":
+        mask = torch.zeros(1, 1, 9, 9).masked_fill(torch.ones(9, 9, dtype=torch.bool).triu(0), -torch.inf)
+    given = options | ({"s_aux": sinks} if "s_aux" in options else {})
+    attention_forward(CAUSAL_MODULE, *args, mask, **given)[0].square().sum().backward()  # type: ignore[arg-type]
+    assert all(one.grad is not None and bool(one.grad.isfinite().all()) for one in args)
+    assert sinks.grad is None or bool(sinks.grad.isfinite().all())
+    assert torch.equal(args[0].grad[1, :, 0], torch.zeros(4, 16))  # type: ignore[index]
+
+
+@pytest.mark.parametrize("mask", [LEFT, object()], ids=["two dimensions", "no tensor"])
+def test_masks_of_another_form_are_refused(mask: Any) -> None:
+    with pytest.raises(KernelError, match=r"set_attn_implementation\('sdpa'\)"):
+        attention_forward(CAUSAL_MODULE, *qkv(9, 9), mask)  # type: ignore[arg-type]
 
 
 def test_dropout_with_a_softcap_is_refused() -> None:

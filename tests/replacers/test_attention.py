@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers import CLIPVisionConfig, LlamaConfig
 
 import accelpatch
 from accelpatch import device as devices
 from accelpatch.errors import PlanError
 from accelpatch.kernels import dispatch
+from accelpatch.kernels.spec import Spec
 from accelpatch.modules.attention import NAME, FlashAttention
 from accelpatch.recipe.recipe import parse
+from accelpatch.replacers.attention import spec_of
 from tests.support.tiny import CAUSAL, make, padded_batch
 
 FORCED = (
@@ -136,9 +140,46 @@ def test_settings_that_were_changed_since_stay() -> None:
     config = model.config
     accelpatch.patch(model, "flash", verify=False)
     model.config.use_cache, model.config.mine = False, 3
+    model.config.id2label[5] = "five"
     accelpatch.unpatch(model)
     assert model.config is config
     assert (config.use_cache, config.mine, config._attn_implementation) == (False, 3, "sdpa")
+    assert config.id2label[5] == "five"
+
+
+def test_configurations_inside_others_are_those_of_their_models() -> None:
+    vision = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 96}
+    text = {**SMALL, "num_hidden_layers": 1}
+    model: Any = make("Llava", suffix="ForConditionalGeneration", image_token_id=159, vision_config=CLIPVisionConfig(
+        **vision, image_size=16, patch_size=8), text_config=LlamaConfig(**text))  # fmt: skip
+    config, inner = model.config, model.config.text_config
+    accelpatch.patch(model, "flash", verify=False)
+    assert model.config.text_config is model.model.language_model.config is not inner
+    assert model.config.vision_config is model.model.vision_tower.config
+    for one in (model.config.text_config, model.config.vision_config):
+        assert one._attn_implementation == NAME
+    model.config.text_config.use_cache = False
+    accelpatch.unpatch(model)
+    assert model.config is config
+    assert config.text_config is model.model.language_model.config is inner
+    assert (inner.use_cache, inner._attn_implementation) == (False, "sdpa")
+
+
+class Sized(nn.Module):
+    """An attention module of these attributes, of a configuration with others."""
+
+    def __init__(self, config: dict[str, int], **attributes: int) -> None:
+        super().__init__()
+        self.__dict__.update(attributes, config=SimpleNamespace(**config))
+
+
+def test_sizes_of_a_module_whose_configuration_does_not_say_them() -> None:
+    vision = spec_of(Sized({}, num_heads=4, head_dim=16))
+    latent = spec_of(Sized({"num_attention_heads": 8}, head_dim=8, qk_head_dim=24))
+    assert isinstance(vision, Spec)
+    assert isinstance(latent, Spec)
+    assert [(one.sizes["H"], one.sizes["D"]) for one in (vision, latent)] == [(4, 16), (8, 24)]
+    assert spec_of(Sized({}, head_dim=16)) == "the size of the heads of Sized is not known"
 
 
 def test_a_copy_is_patched_too() -> None:

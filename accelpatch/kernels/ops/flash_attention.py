@@ -82,11 +82,14 @@ def by_eager(
     if mask is not None:
         s = s.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else s + mask
     wide = torch.promote_types(s.dtype, torch.float32)
+    hidden = s.isneginf() if mask is not None else None
+    if hidden is not None:
+        s = s.masked_fill(hidden.all(-1, keepdim=True), 0)  # or a query that sees nothing has gradients of NaN
     p = s.softmax(-1, dtype=wide)
     if sinks is not None:
         p = p * torch.sigmoid(s.to(wide).logsumexp(-1, keepdim=True) - sinks.to(wide)[None, :, None, None])
-    if mask is not None:
-        p = p.masked_fill(s.isneginf(), 0)  # of a query that sees nothing
+    if hidden is not None:
+        p = p.masked_fill(hidden, 0)
     return by_token(p.to(v.dtype) @ v)
 
 
