@@ -130,18 +130,12 @@ def attention_forward(
                           "flex_attention: call model.set_attn_implementation('sdpa')")  # fmt: skip
     length, size = query.shape[2], value.shape[-1]
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal) and length > 1
-    ranges, bias, window = None, position_bias, 0
-    if attention_mask is None:
-        if causal and key.shape[2] > length:  # the slots of an empty static cache
-            key, value = key[:, :, :length], value[:, :, :length]
-            bias = None if bias is None else bias[..., :length]
-    elif attention_mask.dtype == torch.int32:
-        if attention_mask.shape[2] == 0:
-            causal, window = length > 1 or attention_mask.shape[3] > 0, attention_mask.shape[3]
-        else:
-            ranges = attention_mask[:, 0]
-    else:
-        causal, bias = False, _joined(attention_mask[..., : key.shape[2]], position_bias)
+    if attention_mask is None and causal and key.shape[2] > length:  # the slots of an empty static cache
+        key, value = key[:, :, :length], value[:, :, :length]
+    bias = None if position_bias is None else position_bias[..., : key.shape[2]]
+    ranges, bias, causal, window = _seen(attention_mask, bias, causal, query, key)
+    if attention_mask is None and causal:  # a window that hides nothing, but where the masks are flash-attn's: None
+        window = kwargs.get("sliding_window") or 0
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     query, key, value = _of_one_size(query, key, value)
     args = (query, key, value, ranges, bias, s_aux, causal, window, softcap or 0.0)
@@ -151,6 +145,23 @@ def attention_forward(
     wanted = getattr(module, "implementation", None)
     with nullcontext() if wanted is None else dispatch.forced(wanted):
         return flash_attention(*args, scale)[..., :size], None
+
+
+def _seen(
+    mask: Tensor | None, bias: Tensor | None, causal: bool, query: Tensor, key: Tensor
+) -> tuple[Tensor | None, Tensor | None, bool, int]:
+    """(ranges, bias, causal, window) as flash_attention takes them, of a mask [B, 1, L, S] of any kind."""
+    length, keys = query.shape[2], key.shape[2]
+    if mask is None and causal and length > keys:  # the causal mask is aligned with the first key
+        high = torch.arange(1, length + 1, dtype=torch.int32, device=query.device).clamp(max=keys)
+        return torch.stack((torch.zeros_like(high), high), -1).expand(len(query), -1, -1), bias, True, 0
+    if mask is None:
+        return None, bias, causal, 0
+    if mask.dtype != torch.int32:
+        return None, _joined(mask[..., :keys], bias), False, 0
+    if mask.shape[2]:
+        return mask[:, 0], bias, causal, 0
+    return None, bias, length > 1 or mask.shape[3] > 0, mask.shape[3]
 
 
 def _of_one_size(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:

@@ -159,6 +159,20 @@ def test_a_step_sees_its_own_chunk_of_as_many_keys_as_a_chunk() -> None:
     assert mask.tolist() == [[[[1, 4]]]] * BATCH  # of the keys 3 to 6 those from 4 on
 
 
+def test_more_queries_than_keys_are_aligned_with_the_first_key() -> None:
+    args = (*qkv(9, 5), None)
+    mine, _ = attention_forward(CAUSAL_MODULE, *args, scaling=0.3)  # type: ignore[arg-type]
+    due, _ = sdpa_attention_forward(CAUSAL_MODULE, *args, scaling=0.3)
+    torch.testing.assert_close(mine, due, rtol=1e-5, atol=1e-6)
+
+
+def test_a_window_without_a_mask_is_the_modules_own() -> None:
+    mask = create_sliding_window_causal_mask(config("sdpa"), torch.zeros(BATCH, 9, 64), None, None)
+    due, _ = sdpa_attention_forward(CAUSAL_MODULE, *qkv(9, 9), mask, scaling=0.3)
+    mine, _ = attention_forward(CAUSAL_MODULE, *qkv(9, 9), None, scaling=0.3, sliding_window=4)  # type: ignore[arg-type]
+    torch.testing.assert_close(mine, due, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("size", [8, 24], ids=["smaller", "larger"])
 def test_values_of_another_size_and_a_bias(size: int) -> None:
     q, k, _ = qkv(9, 9)
