@@ -22,10 +22,13 @@ import torch
 import transformers
 from typer.testing import CliRunner
 
+from accelpatch import cache
 from accelpatch.bench import read_limit, timing
 from accelpatch.cli import app
 from accelpatch.device import probe
+from accelpatch.kernels import dispatch
 from accelpatch.kernels.build import libraries
+from accelpatch.kernels.ops import attention_stored
 from accelpatch.models import embedded
 from tests.cli.conftest import byte_tokenizer, save_model
 
@@ -100,6 +103,17 @@ def test_every_fence_is_of_a_kind_that_is_tested() -> None:
     assert sorted(known) == sorted(line for block in blocks("sh") for line in block.splitlines())
 
 
+@pytest.fixture
+def _forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What `tune` stores is nobody else's."""
+    monkeypatch.setattr(attention_stored, "KIND", "attention-of-the-readme")
+    yield
+    cache.clear(attention_stored.KIND)
+    attention_stored.orders_of.cache_clear()
+    dispatch.forget()
+
+
+@pytest.mark.usefixtures("_forgotten")
 @pytest.mark.parametrize("line", commands("accelpatch"))
 def test_commands(line: str) -> None:
     if "--plot" in line:
