@@ -29,7 +29,7 @@ def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native_library, "why_not", lambda device: "not in this test")
 
 
-@pytest.mark.parametrize("name, gated", [("llama", 1), ("gpt2", 0), ("gemma3", 0), ("cohere", 1)])
+@pytest.mark.parametrize("name, gated", [("llama", 1), ("gpt2", 0), ("gemma3", 1), ("cohere", 1)])
 def test_prompts_and_steps_take_rows_of_8_bit_floats(name: str, gated: int) -> None:
     """gated: whether a prompt has gates, whose outputs are rows of 8-bit floats at once."""
     model: Any = accelpatch.patch(CAUSAL[name].make(), "fp8")

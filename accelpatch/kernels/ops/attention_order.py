@@ -17,10 +17,10 @@ from accelpatch.kernels.spec import Spec
 
 HALVES = (torch.bfloat16, torch.float16)
 
-#: name of a kind of device and dtype -> implementations, the preferred one first
+#: device, matrix unit, vendor or kind of dtype -> implementations, the preferred one first
 ORDERS: Mapping[str, Sequence[str]] = {
     "cpu": ("cpu", "sdpa", "eager"),
-    "sm_90": ("flash_attn_3", "sdpa_cudnn", "hub", "flash_attn_2", "sdpa_flash", "triton", "xformers", "sdpa", "eager"),
+    "wgmma": ("flash_attn_3", "sdpa_cudnn", "hub", "flash_attn_2", "sdpa_flash", "triton", "xformers", "sdpa", "eager"),
     "nvidia": ("flash_attn_2", "hub", "sdpa_flash", "triton", "sdpa_cudnn", "xformers", "sdpa", "eager"),
     "amd": ("aiter", "flash_attn_2", "hub", "sdpa_flash", "triton", "xformers", "sdpa", "eager"),
     "wide": ("sdpa_efficient", "sdpa", "triton", "eager"),  # float32 and float64 on a GPU
@@ -42,4 +42,5 @@ def _listed(spec: Spec, device: Device) -> Sequence[str]:
         return ORDERS["cpu"]
     if spec.dtype not in HALVES:
         return ORDERS["wide"]
-    return ORDERS.get(device.arch, ORDERS[device.vendor])
+    unit = None if device.facts is None else device.facts.matrix
+    return ORDERS.get(unit or "", ORDERS[device.vendor])

@@ -58,8 +58,8 @@ def _why_not(spec: Spec, device: Device, package: str, name: str) -> str | None:
 
 def flash_attn_3_why_not(spec: Spec, device: Device) -> str | None:
     """Why `flash_attn_3` cannot run a spec; None where it can."""
-    if device.kind == "cuda" and device.arch != "sm_90":
-        return f"FlashAttention 3 is for sm_90, not {device.arch}"
+    if device.kind == "cuda" and (device.facts is None or device.facts.matrix != "wgmma"):
+        return f"FlashAttention 3 is for Hopper, not {device.arch}"
     return _why_not(spec, device, "flash_attn_interface", "FlashAttention 3")
 
 
@@ -73,8 +73,9 @@ def flash_attn_2_why_not(spec: Spec, device: Device) -> str | None:
 
 def aiter_why_not(spec: Spec, device: Device) -> str | None:
     """Why `aiter` cannot run a spec; None where it can."""
-    if device.kind == "cuda" and device.arch not in ("gfx942", "gfx950"):
-        return f"AITER is for gfx942 and gfx950, not {device.arch}"
+    facts = device.facts
+    if device.kind == "cuda" and (facts is None or facts.matrix != "mfma" or facts.fp8 is None):
+        return f"AITER is for CDNA 3 and 4, not {device.arch}"
     if spec.options["softcap"]:
         return "AITER is used without a softcap"
     return _why_not(spec, device, "aiter", "AITER")

@@ -30,7 +30,6 @@ from accelpatch.kernels.spec import Implementation, Spec
 
 LARGEST_MASK = 2 << 30  # bytes
 FLASH_HEAD, CUDNN_HEAD = 256, 128
-AOTRITON = ("gfx90a", "gfx942", "gfx950")
 FIRST_CUDNN = 91501  # earlier ones fail for lengths that are no multiple of 128 (pytorch/pytorch issue 169849)
 
 
@@ -66,7 +65,7 @@ def _fused_why_not(spec: Spec, device: Device, name: str, oldest: int) -> str | 
     if not spec.sizes["L"] or not spec.sizes["B"]:
         return "there are no queries"
     if device.vendor == "amd":
-        known = device.arch in AOTRITON
+        known = device.facts is not None and device.facts.matrix == "mfma"
         return None if known else f"AOTriton, which is torch's {name} attention on AMD, is not for {device.arch}"
     old = device.facts is None or device.facts.number < oldest
     return f"torch's {name} attention starts at sm_{oldest}, not {device.arch}" if old else None

@@ -40,17 +40,17 @@ class Tile:
 
 Both = tuple[Tile, Tile]  # for causal attention, and for that of all keys
 
-#: (arch or vendor, padded head size) -> the preferred tiles
+#: (matrix unit or vendor, padded head size) -> the preferred tiles
 TILES: Mapping[tuple[str, int], Both] = {
-    ("sm_90", 64): (Tile(128, 128, 8, 3, tma=True), Tile(128, 128, 8, 3, tma=True)),
-    ("sm_90", 128): (Tile(128, 64, 8, 3, tma=True), Tile(128, 128, 8, 2, tma=True)),
-    ("sm_90", 256): (Tile(128, 32, 8, 2, tma=True), Tile(128, 32, 8, 2, tma=True)),
+    ("wgmma", 64): (Tile(128, 128, 8, 3, tma=True), Tile(128, 128, 8, 3, tma=True)),
+    ("wgmma", 128): (Tile(128, 64, 8, 3, tma=True), Tile(128, 128, 8, 2, tma=True)),
+    ("wgmma", 256): (Tile(128, 32, 8, 2, tma=True), Tile(128, 32, 8, 2, tma=True)),
     ("nvidia", 64): (Tile(128, 64, 4, 3), Tile(128, 64, 4, 3)),
     ("nvidia", 128): (Tile(128, 32, 4, 3), Tile(128, 32, 4, 3)),
     ("nvidia", 256): (Tile(64, 32, 4, 2), Tile(64, 32, 4, 2)),
-    ("gfx90a", 128): (Tile(128, 32, 8, 1, 2), Tile(128, 32, 8, 1, 2)),
-    ("gfx1100", 64): (Tile(128, 32, 8, 1), Tile(128, 32, 8, 1)),
-    ("gfx1100", 128): (Tile(128, 16, 8, 1), Tile(128, 16, 8, 1)),
+    ("mfma without fp8", 128): (Tile(128, 32, 8, 1, 2), Tile(128, 32, 8, 1, 2)),
+    ("wmma", 64): (Tile(128, 32, 8, 1), Tile(128, 32, 8, 1)),
+    ("wmma", 128): (Tile(128, 16, 8, 1), Tile(128, 16, 8, 1)),
     ("amd", 64): (Tile(128, 64, 4, 1, 2), Tile(128, 64, 4, 1, 2)),
     ("amd", 128): (Tile(128, 64, 8, 1, 2), Tile(128, 64, 8, 1, 2)),
     ("amd", 256): (Tile(64, 32, 4, 1), Tile(64, 32, 4, 1)),
@@ -87,6 +87,14 @@ def fits(tile: Tile, device: Device, size: int, itemsize: int = 2) -> bool:
     return tile.shared(padded(size), itemsize, device.vendor) <= room
 
 
+def matrix_unit(device: Device) -> str:
+    """The name of a GPU's matrix unit; of AMD's first, which has no 8-bit floats, with that."""
+    facts = device.facts
+    if facts is None or facts.matrix is None:
+        return device.vendor
+    return "mfma without fp8" if facts.matrix == "mfma" and facts.fp8 is None else facts.matrix
+
+
 def configurations(device: Device, size: int) -> tuple[Tile, ...]:
     """The tiles that a tuner tries for heads of this size in 16 bits."""
     tiles = [tile for tile in CANDIDATES.get(device.vendor, ()) if fits(tile, device, size)]
@@ -102,8 +110,8 @@ def chosen(device: Device, size: int, dtype: torch.dtype, causal: bool, length: 
         return TILES["cpu", 64][0]
     if dtype == torch.float32:
         return WIDE_FLOATS
-    of_arch = TILES.get((device.arch, wide)) or TILES[device.vendor, wide]
-    tile = of_arch[0 if causal else 1]
+    both = TILES.get((matrix_unit(device), wide)) or TILES[device.vendor, wide]
+    tile = both[0 if causal else 1]
     few = next((tile for most, tile in FEW.items() if length <= most and wide < 256), None)
     if few is not None and fits(few, device, size):
         tile = few

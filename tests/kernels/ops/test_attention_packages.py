@@ -125,10 +125,10 @@ def test_xformers_gets_grouped_heads_and_the_lower_right_triangle(monkeypatch: p
     "name, device, reason",
     [
         ("flash_attn_3", H100, "FlashAttention 3 is not installed: there is no module flash_attn_interface"),
-        ("flash_attn_3", MI300X, "FlashAttention 3 is for sm_90, not gfx942"),
+        ("flash_attn_3", MI300X, "FlashAttention 3 is for Hopper, not gfx942"),
         ("flash_attn_2", MI300X, "FlashAttention 2 is not installed: there is no module flash_attn"),
         ("flash_attn_2", replace(H100, arch="sm_75"), "FlashAttention 2 starts at sm_80, not sm_75"),
-        ("aiter", H100, "AITER is for gfx942 and gfx950, not sm_90"),
+        ("aiter", H100, "AITER is for CDNA 3 and 4, not sm_90"),
         ("aiter", MI300X, "AITER is not installed: there is no module aiter"),
         ("hub", H100, "a kernel of the hub is not installed: there is no module kernels"),
         ("xformers", replace(devices.probe("cpu")), "xformers runs on GPUs"),
