@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import statistics
 import sys
 import tempfile
 import time
@@ -31,7 +32,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import accelpatch
-from accelpatch.bench.timing import measure
 from accelpatch.models import load
 
 GPU_MAPS = ("auto", "balanced", "balanced_low_0", "sequential", "hand")
@@ -115,17 +115,33 @@ def apart(found: Tensor, due: Tensor) -> float:
     return float((found - due).norm() / due.norm())
 
 
+class Clock:
+    """A streamer that notes when each token comes; the first is the prompt."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: Tensor) -> None:
+        """A token is there."""
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        """All are."""
+
+
 def timed(model: Any, kind: str, asked: argparse.Namespace) -> dict[str, Any]:
-    """Tokens a second of greedy generate(), over the time beyond that of one token."""
+    """Tokens a second of greedy generate(), from the first new token of a call to its last: the median of the calls,
+    and (fastest - slowest) / median."""
     batch, many = prompt_of(model, asked), asked.offloaded_new if kind in OFFLOADED else asked.new
-    device = batch["input_ids"].device
-
-    def run(new: int) -> None:
-        model.generate(**batch, max_new_tokens=new, min_new_tokens=new, do_sample=False)
-
-    short, long = (measure(lambda n=n: run(n), device=device, repeats=asked.repeats) for n in (1, many))  # type: ignore[misc]
-    return {"tokens_s": (many - 1) / max(long.median - short.median, 1e-9), "short": short.to_dict(),
-            "long": long.to_dict()}  # fmt: skip
+    rates = []
+    for _ in range(asked.repeats + 1):
+        clock = Clock()
+        model.generate(**batch, max_new_tokens=many, min_new_tokens=many, do_sample=False, streamer=clock)
+        new = clock.times[1:]
+        rates.append((len(new) - 1) / (new[-1] - new[0]))
+    rates = rates[1:]  # the first call captures
+    middle = statistics.median(rates)
+    return {"tokens_s": middle, "spread": (max(rates) - min(rates)) / middle, "rates": rates}
 
 
 def way_of(model: Any) -> str:
@@ -152,7 +168,10 @@ def rows_of(kind: str, asked: argparse.Namespace, folder: str, due: dict[str, Te
         row |= timed(model, kind, asked)
         row["way"] = "" if recipe == STOCK else way_of(model)
         rows.append(row)
-        print(json.dumps({name: row[name] for name in ("map", "engine", "tokens_s", "apart", "way")}), flush=True)
+        print(
+            json.dumps({name: row[name] for name in ("map", "engine", "tokens_s", "spread", "apart", "way")}),
+            flush=True,
+        )
         if recipe != STOCK and place < len(asked.recipes):
             accelpatch.unpatch(model)
     return rows
@@ -161,14 +180,14 @@ def rows_of(kind: str, asked: argparse.Namespace, folder: str, due: dict[str, Te
 def shown(rows: list[dict[str, Any]]) -> str:
     """The table."""
     rates = {(row["map"], row["engine"]): row["tokens_s"] for row in rows}
-    lines = ["| map | engine | tok/s | of one | of stock | apart | by |", "| --- | --- | --- | --- | --- | --- | --- |"]
+    lines = ["| map | engine | tok/s | spread | of one | of stock | apart | by |", "|" + " --- |" * 8]
     for row in rows:
         one, stock = rates.get(("one", row["engine"])), rates[row["map"], STOCK]
         over = "" if one is None else f"{row['tokens_s'] / one:.2f}"
         bad = " (over the bound)" if row["apart"] > BOUND or row.get("failures") else ""
         lines.append(
-            f"| {row['map']} | {row['engine']} | {row['tokens_s']:.1f} | {over} | {row['tokens_s'] / stock:.2f} | "
-            f"{row['apart']:.1e}{bad} | {row['way']} |"
+            f"| {row['map']} | {row['engine']} | {row['tokens_s']:.1f} | {row['spread']:.0%} | {over} | "
+            f"{row['tokens_s'] / stock:.2f} | {row['apart']:.1e}{bad} | {row['way']} |"
         )
     return "\n".join(lines)
 

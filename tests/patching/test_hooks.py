@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from accelerate import cpu_offload, dispatch_model
+from accelerate import dispatch_model
 from accelerate.hooks import AlignDevicesHook, remove_hook_from_module
 from torch import Tensor, nn
 
 import accelpatch
-from accelpatch.errors import PatchError
 from tests.support.simulated import logits, simulated
 from tests.support.tiny import CAUSAL, LAYERS, full_batch, padded_batch, snapshot
 
@@ -212,18 +210,6 @@ def test_accelerate_hooks_taken_off_before_a_patch() -> None:
     torch.testing.assert_close(call(model), call(plain), **CLOSE)
     accelpatch.unpatch(model)
     assert snapshot(model) == before
-
-
-@pytest.mark.parametrize("where", ["cpu", "disk"])
-def test_offloaded_weights_are_refused(where: str, tmp_path: Path) -> None:
-    model = CAUSAL["mistral"].make()
-    if where == "cpu":
-        cpu_offload(model, execution_device=torch.device("cpu"))
-    else:
-        places = dict.fromkeys(PLACES, "cpu") | {"model.layers.1": "disk"}
-        dispatch_model(model, device_map=places, main_device="cpu", offload_dir=tmp_path, force_hooks=True)
-    with pytest.raises(PatchError, match="offloaded; load it with its weights in memory"):
-        accelpatch.patch(model, "int8")
 
 
 @pytest.mark.parametrize("path", [pytest.param(path, id=name) for name, path in FUSED.items()])

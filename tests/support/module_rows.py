@@ -123,8 +123,11 @@ def _hooks_after(model: Any, form: str, folder: Path) -> None:
 
 @row("offloaded weights before the patch")
 def _offloaded(model: Any, form: str, folder: Path) -> None:
-    with pytest.raises(PatchError, match="offloaded"):
-        patch(cpu_offload(stock(form), torch.device("cpu")), form)
+    model = patch(cpu_offload(stock(form), torch.device("cpu")), form)
+    assert off(model, stock(form)) < REACH[form]
+    undo(model)
+    assert torch.equal(out(model), out(stock(form)))
+    assert all(p.is_meta for p in model.parameters())
 
 
 @row("put another module")
