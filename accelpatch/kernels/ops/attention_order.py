@@ -1,8 +1,9 @@
 """The order of preference of flash_attention's implementations, by device and dtype.
 
-What `accelpatch tune attention` measured on this machine comes first; the lists below are for all others. Those of AMD
-follow ROCm's documentation (AITER, flash-attn, and AOTriton, which torch runs as its flash back end) and are not
-measured. Every order ends with `eager`, which takes everything.
+What `accelpatch tune attention` measured on this machine comes first; the lists below are for all others, and none was
+measured. On NVIDIA torch's own choice comes first, which is what a model has without a patch. AMD's order follows
+ROCm's documentation: AITER, flash-attn, and AOTriton, which torch runs as its flash back end. Every order ends with
+`eager`, which takes everything.
 """
 
 from __future__ import annotations
@@ -17,14 +18,18 @@ from accelpatch.kernels.spec import Spec
 
 HALVES = (torch.bfloat16, torch.float16)
 
-#: device, matrix unit, vendor or kind of dtype -> implementations, the preferred one first
+#: device, vendor or kind of dtype -> implementations, the preferred one first
 ORDERS: Mapping[str, Sequence[str]] = {
     "cpu": ("cpu", "sdpa", "eager"),
-    "wgmma": ("flash_attn_3", "sdpa_cudnn", "hub", "flash_attn_2", "sdpa_flash", "triton", "xformers", "sdpa", "eager"),
-    "nvidia": ("flash_attn_2", "hub", "sdpa_flash", "triton", "sdpa_cudnn", "xformers", "sdpa", "eager"),
-    "amd": ("aiter", "flash_attn_2", "hub", "sdpa_flash", "triton", "xformers", "sdpa", "eager"),
-    "wide": ("sdpa_efficient", "sdpa", "triton", "eager"),  # float32 and float64 on a GPU
-}
+    "nvidia": (
+        "sdpa", "flash_attn_3", "flash_attn_2", "hub", "triton", "sdpa_cudnn", "sdpa_flash", "sdpa_efficient",
+        "xformers", "eager",
+    ),
+    "amd": (
+        "aiter", "flash_attn_2", "hub", "sdpa_flash", "triton", "sdpa", "sdpa_efficient", "xformers", "eager",
+    ),
+    "wide": ("sdpa", "triton", "sdpa_efficient", "eager"),  # float32 and float64 on a GPU
+}  # fmt: skip
 
 
 def order(spec: Spec, device: Device) -> Sequence[str]:
@@ -42,5 +47,4 @@ def _listed(spec: Spec, device: Device) -> Sequence[str]:
         return ORDERS["cpu"]
     if spec.dtype not in HALVES:
         return ORDERS["wide"]
-    unit = None if device.facts is None else device.facts.matrix
-    return ORDERS.get(unit or "", ORDERS[device.vendor])
+    return ORDERS[device.vendor]

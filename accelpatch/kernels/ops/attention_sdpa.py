@@ -1,19 +1,21 @@
 """flash_attention by torch's scaled_dot_product_attention: the back end of its own choice, or a given one.
 
-torch aligns its causal mask with the first key, and its masks are tensors: where queries are not as many as keys, and
-where there are ranges or a window, a mask is built, and what nobody sees is hidden by zeros. Limits of the back ends
-are those of torch 2.11 to 2.13 (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
+torch aligns its causal mask with the first key, and its masks are tensors: where there are ranges or a window, and on a
+CPU where queries are not as many as keys, a mask is built, and what nobody sees is hidden by zeros. Limits of the back
+ends are those of torch 2.11 to 2.13 (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
 
 from accelpatch.device import Device
 from accelpatch.kernels.ops.attention_mask import (
@@ -51,7 +53,8 @@ def why_not(spec: Spec, device: Device) -> str | None:
     if options["bias"] not in (None, torch.bool, spec.dtype):
         return f"torch's attention takes a bias in q's dtype, {spec.dtype}, not in {options['bias']}"
     held = sizes["B"] * options["bias_heads"] * sizes["L"] * sizes["S"] * spec.dtype.itemsize
-    if needs_mask(spec) and held > LARGEST_MASK:
+    last = device.kind == "cuda" and not (options["ranges"] or options["bias"] or options["window"])
+    if needs_mask(spec) and not last and held > LARGEST_MASK:
         return f"torch's attention needs a mask of {held / (1 << 30):.1f} GiB here, more than {LARGEST_MASK >> 30}"
     return None
 
@@ -121,10 +124,12 @@ def by_sdpa(
     alone = ranges is None and bias is None
     triangle = alone and causal and length == keys > 1 and not 0 < window < keys
     every = alone and (not causal or length == 1)  # all keys are seen
-    seen = None if every or triangle else visible(length, keys, ranges, causal and length > 1, window, q)
-    mask = combined(seen, bias, q.dtype)
+    # of the last queries of more keys: torch's own form, which on a GPU builds no mask
+    last = alone and causal and 1 < length < keys and not window and q.is_cuda and backend is None
+    seen = None if every or triangle or last else visible(length, keys, ranges, causal and length > 1, window, q)
+    mask: Any = causal_lower_right(length, keys) if last else combined(seen, bias, q.dtype)
     group, rows = q.shape[1] // k.shape[1], None
-    if mask is not None:
+    if mask is not None and not last:
         rows = shown(mask)
         k, v = emptied(k, v, rows)
     if group > 1 and (mask is not None or backend is SDPBackend.EFFICIENT_ATTENTION):

@@ -41,9 +41,12 @@ def key_of(device: Device) -> str:
 
 
 def store(device: Device, orders: Sequence[Order]) -> Path:
-    """Store a device's orders, in the place of former ones of the same dtypes and head sizes."""
+    """Store a device's orders, in the place of former ones of the same dtypes and head sizes, and of a damaged file."""
     new = {(one.dtype, one.size) for one in orders}
-    kept = [one for one in orders_of(device) if (one.dtype, one.size) not in new]
+    try:
+        kept = [one for one in orders_of(device) if (one.dtype, one.size) not in new]
+    except KernelError:
+        kept = []
     text = json.dumps([asdict(one) for one in (*kept, *orders)], indent=1)
     cache.remove(KIND, key_of(device))
 

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from accelpatch.device import Device
+from accelpatch.kernels import dispatch
 from accelpatch.kernels.hip import binding
 from accelpatch.kernels.hip import experts as launched
 from accelpatch.kernels.layouts import expert_tiles
@@ -22,6 +23,7 @@ from accelpatch.kernels.spec import Spec
 
 ACTIVATIONS = ("silu", "swish")
 LEAST_EXPERTS = 8  # below so many, chosen pairs are few as well
+HAS_RUN = False  # on a GPU: until then weights lie in words where the Triton kernels, which have, can run on them
 
 
 def few(pairs: int, experts: int) -> bool:
@@ -40,8 +42,14 @@ def why_not(spec: Spec, device: Device) -> str | None:
 
 
 def why_not_tiles(spec: Spec, device: Device) -> str | None:
-    """Why the weights of experts do not lie in tiles on a device: few tokens would not run on them."""
-    return why_not(replace(spec, sizes={**spec.sizes, "M": 1, "k": 1}, options={**spec.options, "tiled": True}), device)
+    """Why the weights of experts do not lie in tiles on a device: few tokens would not run on them, or better not."""
+    one = {**spec.sizes, "M": 1, "k": 1}
+    if reason := why_not(replace(spec, sizes=one, options={**spec.options, "tiled": True}), device):
+        return reason
+    words = replace(spec, sizes=one, options={**spec.options, "tiled": False})
+    if HAS_RUN or dispatch.why_not(spec.op, "triton", words, device) is not None:
+        return None
+    return "they have not run on a GPU yet, and the Triton kernels have"
 
 
 def libraries(spec: Spec) -> tuple[str, ...]:

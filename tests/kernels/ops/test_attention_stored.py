@@ -77,6 +77,9 @@ def test_a_damaged_file_is_named(text: str) -> None:
     orders_of.cache_clear()
     with pytest.raises(KernelError, match=r"orders\.json is damaged .* run `accelpatch tune attention` again"):
         preferred(spec(512), CPU)
+    store(CPU, [order(512, "sdpa")])  # what the message says to do
+    assert preferred(spec(512), CPU) == ("sdpa",)
+    path.write_text(text)
     cache.clear(attention_stored.KIND)
     orders_of.cache_clear()
     assert preferred(spec(512), CPU) == ()

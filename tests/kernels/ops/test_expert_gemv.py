@@ -24,7 +24,8 @@ ARCHS = ("sm_90", "gfx942")
 
 @pytest.fixture(autouse=True)
 def _buildable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Device libraries can be built for every GPU, and Triton is installed."""
+    """Device libraries can be built for every GPU, Triton is installed, and the kernels have run on a GPU."""
+    monkeypatch.setattr(expert_gemv, "HAS_RUN", True)
     monkeypatch.setattr(launch, "_installed", lambda: True)
     monkeypatch.setattr(libraries, "why_not", lambda name, device: None if device.kind == "cuda" else "no GPU")
 
@@ -72,6 +73,16 @@ def test_reasons(reason: str) -> None:
     assert (expert_gemv.why_not_tiles(asked(**changes), KNOWN["sm_90"]) is None) == (
         reason in ("words", "tokens", "chosen")
     )
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_until_they_have_run_the_triton_kernels_come_first(installed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    assert expert_gemv.HAS_RUN is False
+    monkeypatch.setattr(launch, "_installed", lambda: installed)
+    monkeypatch.setattr(libraries, "why_not", lambda name, device: None)
+    reason = expert_gemv.why_not_tiles(asked(), KNOWN["sm_90"])
+    assert reason == ("they have not run on a GPU yet, and the Triton kernels have" if installed else None)
 
 
 def test_its_libraries() -> None:

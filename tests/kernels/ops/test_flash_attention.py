@@ -151,9 +151,9 @@ def test_an_old_cudnn_is_refused_where_the_gpu_is(
 
 #: device -> who runs: plain causal, a step, with ranges, with softcap, float32
 CHOSEN = {
-    "sm_90": ("sdpa_cudnn", "sdpa_cudnn", "triton", "triton", "sdpa_efficient"),
-    "sm_80": ("sdpa_flash", "sdpa_flash", "triton", "triton", "sdpa_efficient"),
-    "gfx942": ("sdpa_flash", "sdpa_flash", "triton", "triton", "sdpa_efficient"),
+    "sm_90": ("sdpa", "sdpa", "sdpa", "triton", "sdpa"),
+    "sm_80": ("sdpa", "sdpa", "sdpa", "triton", "sdpa"),
+    "gfx942": ("sdpa_flash", "sdpa_flash", "triton", "triton", "sdpa"),
     "gfx1100": ("triton", "triton", "triton", "triton", "sdpa"),
     "cpu": ("sdpa", "sdpa", "sdpa", "eager", "sdpa"),
 }
