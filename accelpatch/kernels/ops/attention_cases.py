@@ -43,7 +43,7 @@ CALLS = {
     "sees-nothing": Call(2, 2, 1, 17, 40, 64, hidden="none", sinks=True),
     "softcap-and-sinks": Call(2, 4, 2, 21, 21, 128, softcap=3.0, sinks=True),
     "bool": Call(2, 2, 1, 20, 50, 32, causal=False, bias="bool"),
-    "step-far": Call(2, 4, 2, 3, 530, 48, window=100, hidden="none"),
+    "step-far": Call(1, 8, 2, 3, 930, 48, window=100, hidden="none"),
     "float": Call(2, 2, 2, 20, 20, 64, bias="float", window=6),
 }
 

@@ -15,7 +15,8 @@ from accelpatch.kernels.cpu import native_library
 from accelpatch.kernels.cpu.native_library import Attention, check, native, pointer, threads
 from accelpatch.kernels.spec import Implementation, Spec
 
-FEW, MANY = 8, 512  # queries; keys, below which the call takes longer than torch's attention
+FEW = 8  # queries
+LEAST = 1 << 20  # multiplications for the scores of a row, below which the call takes longer than torch's attention
 MOST_GROUPED = 64  # query heads of a key head
 
 
@@ -31,8 +32,8 @@ def why_not(spec: Spec, device: Device) -> str | None:
             return f"the native kernel takes no {what}"
     if not 0 < sizes["L"] <= FEW or not sizes["B"]:
         return f"the native kernel takes 1 to {FEW} queries"
-    if sizes["S"] < MANY:
-        return f"the native kernel is for {MANY} keys and more"
+    if (products := sizes["H"] * sizes["L"] * sizes["S"] * sizes["D"]) < LEAST:
+        return f"the native kernel gains nothing from {products} multiplications a row, fewer than {LEAST}"
     if sizes["H"] > MOST_GROUPED * sizes["Hkv"]:
         return f"the native kernel takes up to {MOST_GROUPED} query heads of a key head"
     return native_library.why_not(device)

@@ -13,14 +13,14 @@ from accelpatch.kernels import dispatch
 from accelpatch.kernels.check import parity
 from accelpatch.kernels.cpu import native_library
 from accelpatch.kernels.ops import flash_attention
-from accelpatch.kernels.ops.attention_cpu import MANY, by_cpu
+from accelpatch.kernels.ops.attention_cpu import LEAST, by_cpu
 
 CPU = devices.probe("cpu")
 pytestmark = pytest.mark.skipif(native_library.why_not(CPU) is not None, reason="needs a C++ compiler")
 SHAPES = {"one": (1, 4, 2, 1, 64), "rows": (3, 3, 3, 1, 80), "several": (2, 8, 1, 5, 96), "eight": (1, 4, 4, 8, 128)}
 
 
-def made(batch: int, heads: int, kv_heads: int, length: int, size: int, keys: int = MANY + 9) -> list[Tensor]:
+def made(batch: int, heads: int, kv_heads: int, length: int, size: int, keys: int = 521) -> list[Tensor]:
     generator = torch.Generator().manual_seed(4)
     shapes = ((batch, heads, length, size), *((batch, kv_heads, keys, size),) * 2)
     return [torch.randn(shape, generator=generator) for shape in shapes]
@@ -61,7 +61,7 @@ def test_slots_of_a_cache_and_other_strides() -> None:
 
 def test_it_is_chosen_for_a_step_over_many_keys() -> None:
     ran = dispatch.calls["flash_attention", "cpu"]
-    flash_attention.flash_attention(*made(1, 4, 2, 1, 64), None, None, None, True, 0, 0.0, 0.2)
+    flash_attention.flash_attention(*made(1, 16, 2, 2, 64), None, None, None, True, 0, 0.0, 0.2)
     assert dispatch.calls["flash_attention", "cpu"] == ran + 1
 
 
@@ -70,7 +70,7 @@ def test_it_is_chosen_for_a_step_over_many_keys() -> None:
     [
         ({"dtype": torch.bfloat16}, "takes float32"),
         ({"length": 9}, "1 to 8 queries"),
-        ({"keys": MANY - 1}, "512 keys and more"),
+        ({"keys": LEAST // 512 - 1}, "gains nothing"),
         ({"heads": 130, "kv_heads": 2}, "64 query heads"),
         ({"bias": torch.bool}, "takes no bias"),
         ({"sinks": True}, "takes no sinks"),
@@ -78,7 +78,14 @@ def test_it_is_chosen_for_a_step_over_many_keys() -> None:
     ids=str,
 )
 def test_limits_are_reasons(options: dict[str, Any], reason: str) -> None:
-    given = {"heads": 4, "kv_heads": 2, "size": 64, "dtype": torch.float32, "length": 1, "keys": MANY} | options
+    given = {
+        "heads": 4,
+        "kv_heads": 2,
+        "size": 128,
+        "dtype": torch.float32,
+        "length": 1,
+        "keys": LEAST // 512,
+    } | options
     assert reason in str(dispatch.why_not(flash_attention.OP, "cpu", flash_attention.of_shape(**given), CPU))
     assert "runs on a CPU" in str(
         dispatch.why_not(flash_attention.OP, "cpu", flash_attention.of_shape(**given), devices.KNOWN["sm_90"])
