@@ -23,7 +23,7 @@ from accelpatch.errors import KernelError
 from accelpatch.kernels.ops.gemm_w8a8 import gemm_w8a8
 from accelpatch.kernels.ops.int8_attention import int8_attention
 from accelpatch.kernels.ops.layernorm_q import layernorm_q
-from accelpatch.modules.replacement import adopt, is_observed
+from accelpatch.modules.replacement import adopt, is_observed, without_casts
 
 IMPLEMENTATIONS = ("sdpa", "eager", None)  # of transformers' attention, whose masks are read
 HOOKED = ("_forward", "_backward")  # how the tables of a module's hooks begin
@@ -57,10 +57,7 @@ class StaticInt8(nn.Module):
         """Move with the model; a cast changes nothing."""
         before = dict(self._buffers)
         super()._apply(fn, recurse)
-        for name, tensor in before.items():
-            moved = self._buffers[name]
-            if tensor is not None and moved is not None and moved.dtype != tensor.dtype:
-                self._buffers[name] = tensor.to(moved.device)
+        without_casts(self, before)
         return self
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:

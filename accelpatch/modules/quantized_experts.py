@@ -15,7 +15,7 @@ from accelpatch.kernels.layouts.expert_stack import Stack, from_words, to_words
 from accelpatch.kernels.ops.experts import experts, tiles_for
 from accelpatch.kernels.ops.packed_experts import packed_experts
 from accelpatch.modules.experts import DOWN, UP, Experts, ExpertsForm, original_of
-from accelpatch.modules.replacement import ON_DEMAND, PATH, adopt
+from accelpatch.modules.replacement import ON_DEMAND, PATH, adopt, without_casts
 from accelpatch.modules.weight_view import WAY, UnpackedWeight
 from accelpatch.quant import int4, int8
 from accelpatch.quant.weight import QuantizedWeight
@@ -125,10 +125,7 @@ class QuantizedExperts(Experts):
         super()._apply(fn, recurse)
         if self.like.dtype != dtype:
             self.dtypes = (*self.dtypes, self.like.dtype)
-        for name, before in kept.items():
-            after = self._buffers[name]
-            if before is not None and after is not None and after.dtype != before.dtype:
-                self._buffers[name] = before.to(after.device)
+        without_casts(self, kept)
         if weights is not None and self.like.device.type != "cpu":
             self._lay_out(weights)
         elif weights is None:

@@ -17,7 +17,7 @@ from accelpatch.errors import KernelError
 from accelpatch.kernels.layouts.cpu_pack import Pack
 from accelpatch.kernels.layouts.int4_tiles import Tiles
 from accelpatch.modules.packed_weight import PackedWeight
-from accelpatch.modules.replacement import ROLE, STORED
+from accelpatch.modules.replacement import ROLE, STORED, without_casts
 from accelpatch.quant.weight import AnyWeight, OrderedWeight, QuantizedWeight
 
 CANONICAL = ("q", "scale", "offset")
@@ -155,10 +155,7 @@ class QuantizedModule(PackedWeight):
         super()._apply(fn, recurse)
         if self.like.dtype != dtype:
             self.dtypes = (*self.dtypes, self.like.dtype)
-        for name, before in kept.items():
-            after = self._buffers[name]
-            if before is not None and after is not None and after.dtype != before.dtype:
-                self._buffers[name] = before.to(after.device)
+        without_casts(self, kept)
         self._settle()
         return self
 

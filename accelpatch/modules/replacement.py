@@ -9,10 +9,10 @@ from __future__ import annotations
 import copy
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from accelpatch.errors import PatchError
@@ -71,6 +71,17 @@ def adopt(mixin: type[Module], original: nn.Module) -> Module:
     new = _with_state_of(original, subclass(cast(Any, mixin), cast(Any, type(original))), vars(original))
     new.__dict__[TAKEN] = frozenset(vars(original))
     return cast(Module, new)
+
+
+def without_casts(module: nn.Module, before: Mapping[str, Tensor | None]) -> None:
+    """Give buffers that a cast of the model changed their dtypes and values back, on the device where they are now.
+
+    before: name -> the buffer as it was.
+    """
+    for name, held in before.items():
+        after = module._buffers[name]
+        if held is not None and after is not None and after.dtype != held.dtype:
+            module._buffers[name] = held.to(after.device)
 
 
 def plain(replacement: Replacement) -> nn.Module:

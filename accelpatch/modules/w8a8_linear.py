@@ -14,7 +14,7 @@ from accelpatch.kernels.ops.w8a8_packed import w8a8_packed
 from accelpatch.modules.autocast import autocast
 from accelpatch.modules.norm import SMOOTHED
 from accelpatch.modules.quantized_module import QuantizedModule
-from accelpatch.modules.replacement import adopt
+from accelpatch.modules.replacement import adopt, without_casts
 from accelpatch.quant import int8
 from accelpatch.quant.smoothing import SiteStatistics
 from accelpatch.quant.weight import QuantizedWeight, W8A8Weight
@@ -83,9 +83,7 @@ class W8A8Linear(QuantizedModule):
         """Move with the model; a cast does not round the smoothing."""
         kept = {name: self._buffers[name] for name in SMOOTHING}
         super()._apply(fn, recurse)
-        for name, before in kept.items():
-            if before is not None and (after := self._buffers[name]) is not None and after.dtype != before.dtype:
-                self._buffers[name] = before.to(after.device)
+        without_casts(self, kept)
         return self
 
     def hand_back(self, original: nn.Module) -> bool:
