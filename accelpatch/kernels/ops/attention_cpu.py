@@ -32,8 +32,8 @@ def why_not(spec: Spec, device: Device) -> str | None:
             return f"the native kernel takes no {what}"
     if not 0 < sizes["L"] <= FEW or not sizes["B"]:
         return f"the native kernel takes 1 to {FEW} queries"
-    if (products := sizes["H"] * sizes["L"] * sizes["S"] * sizes["D"]) < LEAST:
-        return f"the native kernel gains nothing from {products} multiplications a row, fewer than {LEAST}"
+    if (count := sizes["H"] * sizes["L"] * sizes["S"] * sizes["D"]) < LEAST:
+        return f"the native kernel gains nothing from {count} multiplications a row, fewer than {LEAST}"
     if sizes["H"] > MOST_GROUPED * sizes["Hkv"]:
         return f"the native kernel takes up to {MOST_GROUPED} query heads of a key head"
     return native_library.why_not(device)
