@@ -73,7 +73,7 @@ def _print(found: list[Measured]) -> None:
     names = list(dict.fromkeys(name for one in found for name in one.order))
     rows: list[tuple[str, ...]] = [("TFLOP/s", "head", "length", "batch", *names, "best")]
     for one in found:
-        rates = [f"{one.flop / one.seconds[name] / 1e12:.2f}" if name in one.seconds else "" for name in names]
+        rates = [f"{one.flop / one.seconds[name] / 1e12:.3g}" if name in one.seconds else "" for name in names]
         kind = "causal" if one.causal else "full"
         best = one.order[0] if one.order else "none"
         rows.append((kind, str(one.size), str(one.length), str(one.batch), *rates, best))
