@@ -17,7 +17,7 @@ from triton.compiler import ASTSource
 
 ARCHS = ("gfx90a", "gfx942", "gfx950")
 HOPPER = GPUTarget("cuda", 90, 32)
-ALIGNED = re.compile(r"capacity|heads|(q|k|v|bias)_[bhmn]")
+ALIGNED = re.compile(r"capacity|heads|k|inner|width|(q|k|v|bias)_[bhmn]")
 GLOBAL = re.compile(r"\b(?:ld|st|atom|red)\.(?:[a-z0-9_]+\.)*global|\bcp\.async|\bprefetch")
 SPILLED = 192  # bytes a thread that attention may spill on Hopper
 

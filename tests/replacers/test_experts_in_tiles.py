@@ -12,7 +12,6 @@ import accelpatch
 from accelpatch.device import KNOWN
 from accelpatch.kernels.cpu import native_library
 from accelpatch.kernels.layouts import expert_tiles
-from accelpatch.kernels.ops import expert_gemv
 from accelpatch.kernels.triton import launch
 from accelpatch.modules import quantized_experts
 from accelpatch.modules.quantized_experts import QuantizedExperts
@@ -27,7 +26,6 @@ WIDE = {"hidden_size": 128, "intermediate_size": 256}
 @pytest.mark.parametrize("arch", ["sm_90", "gfx942"])
 def test_on_a_gpu_4_bits_run_by_hip_where_tiles_hold_them(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_installed", lambda: True)
-    monkeypatch.setattr(expert_gemv, "HAS_RUN", True)
     for sizes, kernel in ((WIDE, "hip"), ({}, "triton")):
         with torch.device("meta"):
             model = EXPERTS["mixtral"].make(torch.bfloat16, **sizes)

@@ -64,11 +64,11 @@ def expert(stack: Stack, number: int, *, interleaved: bool) -> tuple[Tensor, Ten
 
 
 def in_tile_order(x: Tensor) -> Tensor:
-    """x[T, K] with the values of each 128 in the order of a tile's nibbles: nibble n of all of a row's 16 words."""
+    """x[T, K] with the values of each 128 in the order of a tile's nibbles: the 8 of each of a row's 16 words."""
     places = x.reshape(
         len(x), x.shape[1] // TILE_VALUES, 4, 4, 4, 2
     )  # of word 4 t + p: p, t, i, and e = 2 i + the last, in nibble i + 4 * last
-    return places.permute(0, 1, 5, 4, 3, 2).reshape(x.shape)
+    return places.permute(0, 1, 3, 2, 5, 4).reshape(x.shape)
 
 
 def _interleaved(rows: Tensor) -> Tensor:

@@ -41,6 +41,8 @@ class Tile:
 #: the first whose tokens are as many as come to an expert on average, else the last; the largest not on AMD
 TILES = (Tile(16, 64, 64, 4, 4), Tile(32, 64, 64, 4, 4), Tile(64, 64, 64, 4, 3), Tile(128, 128, 64, 8, 3))
 AMD_TILES = TILES[:-1]
+#: of codes in tiles the first whose tokens are twice as many, else the last: an expert with more reads its codes again
+CODE_TILES = (Tile(16, 64, 128, 4, 4), Tile(64, 128, 128, 8, 3), Tile(256, 128, 128, 8, 2))
 WIDE = Tile(16, 32, 32, 4, 2)  # float32 takes twice the memory
 
 
@@ -64,10 +66,17 @@ def _tile_of(ends, counts, tile, EXPERTS: tl.constexpr, TOKENS: tl.constexpr):  
 
 
 @triton.jit
-def _value(words, NIBBLE: tl.constexpr, factor, beside, MINIMUM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The weights in a nibble of each word, float32."""
-    code = (((words >> (4 * NIBBLE)) & 15) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
+def _value(words, factor, beside, MINIMUM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The weights in the lowest nibble of each word, float32."""
+    code = ((words & 15) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
     return code * factor + beside if MINIMUM else (code - 8.0) * factor
+
+
+@triton.jit
+def _two(words, FIRST: tl.constexpr, SECOND: tl.constexpr, factor, beside, MINIMUM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The weights in two nibbles of each word, beside each other."""
+    first = _value(words >> (4 * FIRST), factor, beside, MINIMUM)
+    return tl.join(first, _value(words >> (4 * SECOND), factor, beside, MINIMUM))
 
 
 @triton.jit
@@ -90,7 +99,7 @@ def _codes(  # type: ignore[no-untyped-def]
             for one in tl.static_range(8 // PARTS):
                 column = block * 128 + 16 * (part * (8 // PARTS) + one) + word
                 given = tl.load(x[None, :] + column[:, None], mask=here[None, :] & (column < k)[:, None], other=0.0)
-                value = _value(words, part * (8 // PARTS) + one, factor, beside, MINIMUM).to(given.dtype)
+                value = _value(words >> (4 * (part * (8 // PARTS) + one)), factor, beside, MINIMUM).to(given.dtype)
                 total = tl.dot(value, given, total, input_precision=PRECISION)
     return total
 
@@ -106,7 +115,7 @@ def _tile_codes(  # type: ignore[no-untyped-def]
     """
     blocks = tl.cdiv(k, 128)
     PARTS: tl.constexpr = 128 // GROUP if GROUP < 128 else 1
-    word = tl.arange(0, 16)
+    word, column = tl.arange(0, 16), tl.arange(0, 128)
     tile, r = row // 16, row % 16
     part = word % 4 * PARTS // 4
     for block in range(blocks):
@@ -120,11 +129,11 @@ def _tile_codes(  # type: ignore[no-untyped-def]
         beside = factor
         if MINIMUM:
             beside = tl.load(offset + places, mask=inside[:, None], other=0.0).to(tl.float32)
-        for one in tl.static_range(8):
-            column = block * 128 + 16 * one + word
-            given = tl.load(x[None, :] + column[:, None], mask=here[None, :], other=0.0)
-            value = _value(words, one, factor, beside, MINIMUM).to(given.dtype)
-            total = tl.dot(value, given, total, input_precision=PRECISION)
+        given = tl.load(x[None, :] + (block * 128 + column)[:, None], mask=here[None, :], other=0.0)
+        even = tl.join(_two(words, 0, 4, factor, beside, MINIMUM), _two(words, 2, 6, factor, beside, MINIMUM))
+        odd = tl.join(_two(words, 1, 5, factor, beside, MINIMUM), _two(words, 3, 7, factor, beside, MINIMUM))
+        values = tl.join(even, odd).to(given.dtype).reshape(row.shape[0], 128)
+        total = tl.dot(values, given, total, input_precision=PRECISION)
     return total
 
 
@@ -132,8 +141,8 @@ def _tile_codes(  # type: ignore[no-untyped-def]
 def _tile_place(row):  # type: ignore[no-untyped-def]
     """Where value `row` of an activation lies in the order of a tile's nibbles."""
     inside = row % 128
-    nibble = inside % 2 * 4 + inside // 2 % 4
-    return row - inside + nibble * 16 + inside // 8 % 4 * 4 + inside // 32
+    word, nibble = inside // 8 % 4 * 4 + inside // 32, inside % 2 * 4 + inside // 2 % 4
+    return row - inside + word * 8 + nibble
 
 
 @triton.jit
@@ -171,20 +180,21 @@ def _gate_up(  # type: ignore[no-untyped-def]
         place = start + tl.arange(0, TOKENS)
         here = place < end
         token = tl.load(order + place, mask=here, other=0) // chosen
-        row = tl.program_id(0) // tiles * ROWS + tl.arange(0, ROWS)
+        # 8 gates lie before their 8 ups, in tiles as in the sums
+        local = tl.arange(0, ROWS)
+        row, of_up = tl.program_id(0) // tiles * (ROWS // 2) + local // 16 * 8 + local % 8, local // 8 % 2
         inside = row < inner
-        first = expert.to(tl.int64) * (2 * inner) + row
-        own = x + token * k
-        # in tiles 8 gates lie before their 8 ups
-        lies = expert.to(tl.int64) * (2 * inner) + row // 8 * 16 + row % 8 if TILED else first
-        gate = _sums(w, scale, offset, own, lies, inside, here, k, groups, KIND, TILED, MINIMUM, GROUP, PRECISION,
-                     ROWS, TOKENS, COLUMNS)  # fmt: skip
-        lies += 8 if TILED else inner
-        up = _sums(w, scale, offset, own, lies, inside, here, k, groups, KIND, TILED, MINIMUM, GROUP, PRECISION,
-                   ROWS, TOKENS, COLUMNS)  # fmt: skip
+        first = expert.to(tl.int64) * (2 * inner)
+        place_of_bias = first + of_up * inner + row
+        lies = first + row // 8 * 16 + row % 8 + 8 * of_up if TILED else place_of_bias
+        made = _sums(w, scale, offset, x + token * k, lies, inside, here, k, groups, KIND, TILED, MINIMUM, GROUP,
+                     PRECISION, ROWS, TOKENS, COLUMNS)  # fmt: skip
         if BIAS:
-            gate += tl.load(bias + first, mask=inside, other=0.0).to(tl.float32)[:, None]
-            up += tl.load(bias + first + inner, mask=inside, other=0.0).to(tl.float32)[:, None]
+            made += tl.load(bias + place_of_bias, mask=inside, other=0.0).to(tl.float32)[:, None]
+        gate, up = made.reshape(ROWS // 16, 2, 8, TOKENS).permute(0, 2, 3, 1).split()
+        gate, up = gate.reshape(ROWS // 2, TOKENS), up.reshape(ROWS // 2, TOKENS)
+        row = tl.program_id(0) // tiles * (ROWS // 2) + tl.arange(0, ROWS // 2)
+        inside = row < inner
         dtype = h.dtype.element_ty
         made = _gate(gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32), alpha, limit, dtype, CODE)
         column = _tile_place(row) if TILED else row
@@ -236,8 +246,9 @@ def grouped(
     x = in_tile_order(x) if up.tiled else x.contiguous()
     order, ends = sorted_pairs(ids, number)
     wide = x.dtype == torch.float32
-    held = AMD_TILES if torch.version.hip else TILES
-    tile = WIDE if wide else next((one for one in held if one.tokens * number >= pairs), held[-1])
+    held = AMD_TILES if torch.version.hip else CODE_TILES if up.tiled else TILES
+    least = pairs * (2 if up.tiled else 1)
+    tile = WIDE if wide else next((one for one in held if one.tokens * number >= least), held[-1])
     tiles = min(pairs, cdiv(pairs, tile.tokens) + number)
     h, parts = x.new_empty((pairs, inner)), x.new_zeros((pairs, width))
     shared: dict[str, Any] = {
@@ -246,7 +257,7 @@ def grouped(
     }  # fmt: skip
     with on(x):
         tensors, groups, form = weight_arguments(up, width)
-        _gate_up[(tiles * cdiv(inner, tile.rows),)](
+        _gate_up[(tiles * cdiv(2 * inner, tile.rows),)](
             x, order, ends, *tensors, h, width, inner, number, chosen, tiles, groups, alpha, limit, **form,
             CODE=code_of(activation), **shared, **tile.options(),
         )  # fmt: skip

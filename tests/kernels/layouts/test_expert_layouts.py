@@ -109,10 +109,10 @@ def test_an_expert_lies_as_the_tiles_of_a_linear_layer(interleaved: bool) -> Non
 
 
 def test_activations_in_the_order_of_a_tiles_nibbles() -> None:
-    """Nibble n of the 16 words of a row goes with 16 neighbouring values."""
+    """The 8 nibbles of a row's word go with 8 neighbouring values."""
     u = torch.randint(0, 16, (16, 256), generator=torch.Generator().manual_seed(5))
     words = (tiling.tile_int4(int4.pack(u)).view(torch.int32) ^ -2004318072).view(2, 16, 16)  # step, row, word
-    nibbles = torch.stack([(words >> 4 * nibble) & 15 for nibble in range(8)], dim=2)  # step, row, nibble, word
+    nibbles = torch.stack([(words >> 4 * nibble) & 15 for nibble in range(8)], dim=3)  # step, row, word, nibble
     assert torch.equal(nibbles.transpose(0, 1).flatten(1), expert_tiles.in_tile_order(u).int())
 
 
