@@ -93,6 +93,8 @@ def spread(model: Any, kind: str, asked: argparse.Namespace, folder: str) -> Any
         return model
     first: Any = "cpu" if asked.tiny else 0
     places = {name: first if place == 0 else place for name, place in places.items()}
+    if kind in OFFLOADED:
+        model.to("cpu")  # accelerate leaves weights that it offloads to "cpu" where they are
     return dispatch_model(model, places, main_device=first, offload_dir=folder, force_hooks=True)
 
 

@@ -78,9 +78,13 @@ def folder_of(hook: Any) -> str:
 
 
 def pin(hook: Any, name: str) -> None:
-    """Page-lock an offloaded weight in host memory, from where a GPU reads it several times faster."""
+    """Page-lock an offloaded weight in host memory, from where a GPU reads it several times faster.
+
+    One that was on a GPU when accelerate offloaded the model to "cpu" is there still, and stays.
+    """
     held, key = held_by(hook, name)
-    if as_device(hook.execution_device).type == "cuda" and key in held and not held[key].is_pinned():
+    there = key in held and held[key].device.type == "cpu" and not held[key].is_pinned()
+    if there and as_device(hook.execution_device).type == "cuda":
         held[key] = held[key].pin_memory()
 
 

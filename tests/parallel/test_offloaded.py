@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import accelpatch
 from accelpatch.errors import PatchError
-from accelpatch.parallel import offload_hook
+from accelpatch.parallel import device_map, offload_hook
 from accelpatch.parallel.offload_hook import OffloadHook
 from accelpatch.runtime.graphs import captured_graph
 from accelpatch.runtime.graphs.captured_graph import EagerGraph
@@ -110,6 +110,17 @@ def test_the_report_says_what_lies_where(tmp_path: Path) -> None:
     assert [note for note in accelpatch.plan(model, "int8").report().notes if note.startswith("on ")] == due
     accelpatch.patch(model, "int8")
     assert all(line in str(model.accelpatch.report()) for line in due)
+
+
+def test_weights_that_are_not_in_host_memory_are_not_page_locked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """accelerate leaves those of a model on a GPU there, also where they are offloaded to "cpu"."""
+    locked: list[Tensor] = []
+    monkeypatch.setattr(Tensor, "pin_memory", lambda one: locked.append(one) or one)
+    weights = {"here": torch.zeros(2), "there": torch.zeros(2, device="meta")}
+    hook = AlignDevicesHook(execution_device=torch.device("cuda:0"), offload=True, weights_map=weights)
+    for name in weights:
+        device_map.pin(hook, name)
+    assert [id(one) for one in locked] == [id(weights["here"])]
 
 
 def test_originals_that_will_not_come_back_are_freed() -> None:
