@@ -1,11 +1,13 @@
 """Times every implementation of flash_attention that runs here, by length of the sequences; parity comes first.
 
-    python scripts/bench_flash.py [--sizes 64 128] [--kv-heads 32 8] [--lengths 2048 4096 8192 16384 32768] [--all-keys]
-        [--only triton sdpa_flash] [--tiles] [--picture FILE] [--json FILE] [--tiny]
+    python scripts/bench_flash.py [--sizes 64 128] [--kv-heads 32 8] [--lengths 2048 4096 8192 16384 32768]
+        [--kinds causal] [--only triton sdpa_flash] [--tiles] [--picture FILE] [--json FILE] [--tiny]
 
 TFLOP/s are medians of graph replays, without the host's time; a causal call counts half of the products, as in
 FlashAttention's paper. q, k and v lie in memory as a model's linear layers leave them. "chosen" is the dispatcher's
-choice; its share is that of the fastest one. `--tiles` times the Triton kernel's configurations instead.
+choice; its share is that of the fastest one. Kinds: causal; all keys; the last quarter of a prompt, whose other keys
+are cached; one token more; rows with padding before their first key; a window of a quarter. `--tiles` times the Triton kernel's
+configurations instead.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from accelpatch.kernels.ops.flash_attention import OP, spec
 DTYPE = torch.bfloat16
 CHECKED = {
     "causal": attention_cases.Call(2, 4, 2, 300, 300, 128),
+    "last": attention_cases.Call(1, 4, 2, 2048, 4500, 128),
     "heads-of-80": attention_cases.Call(1, 2, 2, 129, 129, 80),
     "all": attention_cases.Call(1, 4, 1, 200, 333, 64, causal=False),
     "window": attention_cases.Call(1, 2, 1, 400, 400, 64, window=100),
@@ -42,6 +45,7 @@ CHECKED = {
     "bias": attention_cases.Call(1, 2, 2, 200, 200, 64, bias="float"),
     "mask": attention_cases.Call(2, 2, 2, 130, 260, 64, causal=False, bias="bool"),
 }
+KINDS = ("causal", "all", "last", "step", "padded", "window")
 LARGEST_SCORES = 8 << 30  # bytes of the matrix of scores that `eager` is timed with
 OURS, PEER = "triton", "sdpa_flash"
 
@@ -55,21 +59,44 @@ class Shape:
     kv_heads: int
     length: int
     size: int
-    causal: bool
+    kind: str
+
+    @property
+    def queries(self) -> int:
+        return {"last": self.length // 4, "step": 1}.get(self.kind, self.length)
+
+    @property
+    def window(self) -> int:
+        return self.length // 4 if self.kind == "window" else 0
+
+    @property
+    def padding(self) -> list[int]:
+        """Tokens of padding of each row."""
+        return [row * self.length // (2 * self.batch) for row in range(self.batch)]
 
     @property
     def flops(self) -> float:
-        whole = 4.0 * self.batch * self.heads * self.length * self.length * self.size
-        return whole / 2 if self.causal else whole
+        pairs = float(self.batch * self.queries * self.length)
+        if self.kind == "padded":
+            pairs = sum((self.length - one) ** 2 / 2 for one in self.padding)
+        elif self.kind == "window":
+            pairs = self.batch * (self.length - self.window / 2) * self.window
+        elif self.kind != "all":
+            pairs -= self.batch * self.queries**2 / 2
+        return 4.0 * self.heads * pairs * self.size
 
     def arguments(self, device: torch.device) -> tuple[object, ...]:
         """As the linear layers of a model leave them: tokens before heads."""
 
-        def random(heads: int) -> Tensor:
-            return torch.randn(self.batch, self.length, heads, self.size, device=device, dtype=DTYPE).transpose(1, 2)
+        def random(heads: int, length: int) -> Tensor:
+            return torch.randn(self.batch, length, heads, self.size, device=device, dtype=DTYPE).transpose(1, 2)
 
-        rest = (None, None, None, self.causal, 0, 0.0, self.size**-0.5)
-        return (random(self.heads), random(self.kv_heads), random(self.kv_heads), *rest)
+        ranges = None
+        if self.kind == "padded":
+            high = torch.arange(1, self.length + 1, dtype=torch.int32).expand(self.batch, -1)
+            ranges = torch.stack((torch.tensor(self.padding)[:, None].expand_as(high), high), -1).int().to(device)
+        q, k, v = random(self.heads, self.queries), *(random(self.kv_heads, self.length) for _ in range(2))
+        return (q, k, v, ranges, None, None, self.kind != "all", self.window, 0.0, self.size**-0.5)
 
 
 def check(names: list[str], device: torch.device) -> int:
@@ -98,7 +125,7 @@ def rates(shape: Shape, names: list[str], device: torch.device, repeats: int) ->
     """(name, TFLOP/s, spread) of each implementation that runs the shape here."""
     args = shape.arguments(device)
     for name in names:
-        scores = 2 * shape.batch * shape.heads * shape.length * shape.length * DTYPE.itemsize
+        scores = 2 * shape.batch * shape.heads * shape.queries * shape.length * DTYPE.itemsize
         if name == "eager" and scores > LARGEST_SCORES:
             continue
         if dispatch.why_not(OP, name, spec(*args), probe(device)) is None:  # type: ignore[arg-type]
@@ -109,7 +136,7 @@ def rates(shape: Shape, names: list[str], device: torch.device, repeats: int) ->
 
 def table(shapes: list[Shape], names: list[str], device: torch.device, repeats: int) -> list[dict[str, object]]:
     """Print a line for each shape; the figures."""
-    columns = ["batch", "KV heads", "D", "length", *names, "spread", f"{OURS} / {PEER}", "chosen", "its share"]
+    columns = ["kind", "batch", "KV heads", "D", "length", *names, "spread", f"{OURS} / {PEER}", "chosen", "its share"]
     print(f"| {' | '.join(columns)} |\n|{' --- |' * len(columns)}")
     figures = []
     for shape in shapes:
@@ -118,7 +145,7 @@ def table(shapes: list[Shape], names: list[str], device: torch.device, repeats: 
         chosen = dispatch.choose(OP, spec(*shape.arguments(torch.device("meta"))), probe(device))  # type: ignore[arg-type]
         ratio = f"{by_name[OURS] / by_name[PEER]:.2f}" if {OURS, PEER} <= by_name.keys() else "-"
         share = f"{by_name[chosen] / max(by_name.values()):.0%}" if chosen in by_name else "-"
-        cells = [shape.batch, shape.kv_heads, shape.size, shape.length]
+        cells: list[object] = [shape.kind, shape.batch, shape.kv_heads, shape.size, shape.length]
         cells += [f"{by_name[name]:.3g}" if name in by_name else "-" for name in names]
         cells += [f"{max((spread for _, spread in found.values()), default=0.0):.0%}", ratio, chosen, share]
         print(f"| {' | '.join(map(str, cells))} |", flush=True)
@@ -143,7 +170,7 @@ def tiles(shapes: list[Shape], device: torch.device, repeats: int) -> list[dict[
                 print(f"  {tile}: {error}", flush=True)
                 continue
             found[tile] = shape.flops / taken.median / 1e12
-        of_table = chosen(probe(device), shape.size, DTYPE, shape.causal, shape.length)
+        of_table = chosen(probe(device), shape.size, DTYPE, shape.kind != "all", shape.queries)
         print(f"{shape}; the table's: {of_table}")
         for tile, rate in sorted(found.items(), key=lambda pair: -pair[1]):
             print(f"  {rate:7.1f} TFLOP/s  {tile}", flush=True)
@@ -155,18 +182,18 @@ def picture(figures: list[dict[str, object]], path: Path, title: str) -> None:
     """TFLOP/s against length: a plot for each head size and number of KV heads, a line for each implementation."""
     from matplotlib.figure import Figure
 
-    kinds = list(dict.fromkeys((one["size"], one["kv_heads"]) for one in figures))
+    kinds = list(dict.fromkeys((one["kind"], one["size"], one["kv_heads"]) for one in figures))
     lengths = sorted({int(str(one["length"])) for one in figures})
     figure = Figure(figsize=(4.2 * len(kinds), 3.8), layout="constrained")
     every = figure.subplots(1, len(kinds), squeeze=False, sharey=True)[0]
-    for axes, (size, kv_heads) in zip(every, kinds, strict=True):
-        held = [one for one in figures if (one["size"], one["kv_heads"]) == (size, kv_heads)]
+    for axes, (kind, size, kv_heads) in zip(every, kinds, strict=True):
+        held = [one for one in figures if (one["kind"], one["size"], one["kv_heads"]) == (kind, size, kv_heads)]
         for name in dict.fromkeys(name for one in held for name in one["tflops"]):  # type: ignore[attr-defined]
             points = [(one["length"], one["tflops"][name]) for one in held if name in one["tflops"]]  # type: ignore[index,operator]
             axes.plot(*zip(*points, strict=True), marker="o", label=name, linewidth=2.5 if name == OURS else 1.2)
         axes.set_xscale("log", base=2)
         axes.set_xticks(lengths, [f"{one >> 10}k" if one >= 1024 else str(one) for one in lengths])
-        axes.set_title(f"heads of {size}, {kv_heads} of keys")
+        axes.set_title(f"{kind}, heads of {size}, {kv_heads} of keys")
         axes.set_xlabel("tokens of a sequence")
         axes.grid(alpha=0.3)
     every[0].set_ylabel("TFLOP/s")
@@ -185,7 +212,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--lengths", **numbers, default=[2048, 4096, 8192, 16384, 32768],
                         help="Tokens of a sequence (default: %(default)s).")  # fmt: skip
     parser.add_argument("--tokens", type=int, default=32768, help="Tokens of a batch at least (default: %(default)s).")
-    parser.add_argument("--all-keys", action="store_true", help="Every query sees all keys (default: causal).")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["causal"], help="Kinds (default: %(default)s).")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="Implementations (default: all that run here).")
     parser.add_argument("--repeats", type=int, default=12, help="Timed replays (default: %(default)s).")
     parser.add_argument("--tiles", action="store_true", help="Time the configurations of the Triton kernel.")
@@ -207,10 +234,11 @@ def main() -> None:
     torch.manual_seed(0)
     names = [name for name in dispatch.TABLE[OP][1] if not options.only or name in options.only]
     title = f"{probe(device).name}, torch {torch.__version__}, {str(DTYPE).removeprefix('torch.')}, "
-    title += "all keys" if options.all_keys else "causal"
+    title += " and ".join(options.kinds)
     shapes = [
-        Shape(max(1, options.tokens // length), options.heads, kv_heads, length, size, not options.all_keys)
-        for size in options.sizes for kv_heads in options.kv_heads for length in options.lengths
+        Shape(max(1, options.tokens // length), options.heads, kv_heads, length, size, kind)
+        for kind in options.kinds for size in options.sizes for kv_heads in options.kv_heads
+        for length in options.lengths
     ]  # fmt: skip
     with torch.inference_mode():
         print(f"{title}; {check(names, device)} checks of parity passed")

@@ -46,6 +46,7 @@ def model_of(asked: argparse.Namespace) -> Any:
 
 def engine(name: str, asked: argparse.Namespace) -> dict[int, dict[str, float]]:
     """Length -> seconds to the first token, and the bytes of the peak beyond weights and cache."""
+    gc.collect()  # the model before
     model, device = model_of(asked), torch.device(asked.device)
     if name not in (STOCK, AGAIN):
         accelpatch.patch(model, name, keep_original="none")
@@ -66,10 +67,6 @@ def engine(name: str, asked: argparse.Namespace) -> dict[int, dict[str, float]]:
         found[length] = {"seconds": statistics.median(seconds), "beyond": float(peak - weights - each * length)}
     if name not in (STOCK, AGAIN):
         print(f"{name}: {dict(model.accelpatch.report().paths)}", flush=True)
-    del model
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
     return found
 
 

@@ -17,12 +17,17 @@ from accelpatch.kernels.ops import attention_stored
 from accelpatch.kernels.spec import Spec
 
 HALVES = (torch.bfloat16, torch.float16)
+MANY = 128  # queries
 
 #: device, vendor or kind of dtype -> implementations, the preferred one first
 ORDERS: Mapping[str, Sequence[str]] = {
     "cpu": ("cpu", "sdpa", "eager"),
     "nvidia": (
         "sdpa", "flash_attn_3", "flash_attn_2", "hub", "triton", "sdpa_cudnn", "sdpa_flash", "sdpa_efficient",
+        "xformers", "eager",
+    ),
+    "wgmma": (
+        "sdpa_cudnn", "triton", "sdpa", "flash_attn_3", "flash_attn_2", "hub", "sdpa_flash", "sdpa_efficient",
         "xformers", "eager",
     ),
     "amd": (
@@ -47,4 +52,5 @@ def _listed(spec: Spec, device: Device) -> Sequence[str]:
         return ORDERS["cpu"]
     if spec.dtype not in HALVES:
         return ORDERS["wide"]
-    return ORDERS[device.vendor]
+    many = spec.sizes["L"] >= MANY and device.facts is not None and device.facts.matrix == "wgmma"
+    return ORDERS["wgmma" if many else device.vendor]

@@ -1,8 +1,9 @@
 """flash_attention by torch's scaled_dot_product_attention: the back end of its own choice, or a given one.
 
 torch aligns its causal mask with the first key, and its masks are tensors: where there are ranges or a window, and on a
-CPU where queries are not as many as keys, a mask is built, and what nobody sees is hidden by zeros. Limits of the back
-ends are those of torch 2.11 to 2.13 (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
+CPU where queries are not as many as keys, a mask is built, and what nobody sees is hidden by zeros. A long part of a
+prompt runs by cuDNN in two calls, over the keys before it and over its own. Limits of the back ends are those of torch
+2.11 to 2.13 (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from accelpatch.kernels.ops.attention_order import HALVES
 from accelpatch.kernels.spec import Implementation, Spec
 
 LARGEST_MASK = 2 << 30  # bytes
+LONG_PART = 2048  # queries: cuDNN makes a plan for every new shape, which takes longer than a short part does
 FLASH_HEAD, CUDNN_HEAD = 256, 128
 FIRST_CUDNN = 91501  # earlier ones fail for lengths that are no multiple of 128 (pytorch/pytorch issue 169849)
 
@@ -43,6 +45,12 @@ def needs_mask(spec: Spec) -> bool:
     if not options["causal"] or length == 1:
         return False
     return bool(options["window"]) or length != spec.sizes["S"]
+
+
+def is_long_part(spec: Spec) -> bool:
+    """Whether a call is about the last of a causal prompt's tokens, and they are many."""
+    masked = spec.options["ranges"] or spec.options["bias"] is not None or spec.options["window"]
+    return spec.options["causal"] and not masked and LONG_PART <= spec.sizes["L"] < spec.sizes["S"]
 
 
 def why_not(spec: Spec, device: Device) -> str | None:
@@ -91,7 +99,7 @@ def cudnn_why_not(spec: Spec, device: Device) -> str | None:
         return reason
     if spec.dtype not in HALVES or spec.sizes["D"] > CUDNN_HEAD or spec.sizes["D"] % 8:
         return f"cuDNN's attention takes 16 bits and heads of up to {CUDNN_HEAD}, in steps of 8"
-    if needs_mask(spec) or spec.sizes["S"] == 1:
+    if not is_long_part(spec) and (needs_mask(spec) or spec.sizes["S"] == 1):
         return "cuDNN's attention is used without a mask, and for more than one key"
     version = torch.backends.cudnn.version() if device.index is not None else FIRST_CUDNN  # a plan has no library
     return None if version and version >= FIRST_CUDNN else f"cuDNN {version} is older than {FIRST_CUDNN}"
@@ -148,12 +156,25 @@ def by_sdpa(
     return by_token(y)
 
 
+def by_cudnn(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+    """The implementation `sdpa_cudnn`."""
+    causal, scaling, earlier = rest[3], rest[6], k.shape[2] - q.shape[2]
+    if not causal or q.shape[2] == 1 or earlier <= 0:
+        return by_sdpa(q, k, v, *rest, backend=SDPBackend.CUDNN_ATTENTION)
+    q, k, v = rows_contiguous(q, k, v)
+    attend = functools.partial(torch.ops.aten._scaled_dot_product_cudnn_attention, q, scale=scaling)
+    y, sums = attend(k[:, :, :earlier], v[:, :, :earlier], None, True)[:2]  # sums: logarithms of the weights' sums
+    own, own_sums = attend(k[:, :, earlier:], v[:, :, earlier:], None, True, is_causal=True)[:2]
+    part = torch.sigmoid(own_sums.float() - sums.float()).view(*y.shape[:3], 1)
+    return by_token(y.lerp_(own, part.to(y.dtype)))
+
+
 def _backend(backend: SDPBackend) -> Callable[..., Tensor]:
     return functools.partial(by_sdpa, backend=backend)
 
 
 IMPLEMENTATIONS = {
-    "sdpa_cudnn": Implementation(_backend(SDPBackend.CUDNN_ATTENTION), cudnn_why_not),
+    "sdpa_cudnn": Implementation(by_cudnn, cudnn_why_not),
     "sdpa_flash": Implementation(_backend(SDPBackend.FLASH_ATTENTION), flash_why_not),
     "sdpa_efficient": Implementation(_backend(SDPBackend.EFFICIENT_ATTENTION), efficient_why_not),
     "sdpa": Implementation(by_sdpa, why_not),

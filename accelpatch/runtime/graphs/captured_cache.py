@@ -15,7 +15,8 @@ from accelpatch.fusion.spread import device_of
 from accelpatch.runtime.graphs.cache_contents import why_not
 
 SMALLEST = 256  # least capacity in tokens
-LONG, STEP = 8192, 2048  # capacities beyond LONG are multiples of STEP
+LONG, STEP = 8192, 512  # capacities beyond LONG are multiples of STEP
+GROWTH = 2048  # and grow by so much
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,11 @@ def capacity_for(length: int, longest: int | None) -> int:
     of STEP; at most `longest` rounded up to a multiple of 64."""
     room = max(SMALLEST, 1 << (length - 1).bit_length()) if length <= LONG else -(-length // STEP) * STEP
     return room if longest is None else max(length, min(room, -(-longest // 64) * 64))
+
+
+def grown(capacity: int, longest: int | None) -> int:
+    """The capacity after this one, which is full."""
+    return capacity_for(capacity + (1 if capacity < LONG else GROWTH), longest)
 
 
 def shapes_of(cache: Any) -> tuple[LayerShape, ...]:

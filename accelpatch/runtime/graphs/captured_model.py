@@ -32,6 +32,7 @@ from accelpatch.runtime.graphs.short_prompt import Prompts
 
 MODULES = "modules in the captured step: "  # and the reason
 STEPS = 4  # graphs, each with its cache, that are kept per model
+ROOMY = 4  # times the capacity that is needed: a fused step whose cache has no more serves as well
 
 
 class GraphMemory:
@@ -113,12 +114,16 @@ class CapturedModel:
         return self._memory.graph(device)
 
     def step(self, model: nn.Module, rows: int, capacity: int, watched: tuple[int, ...] = ()) -> CapturedStep:
-        """The step for this size, captured if needed. Raises NotCaptured; then no other size is tried either.
+        """A step for this size or a larger one, captured if needed. Raises NotCaptured; then no other size is tried.
 
         watched: places of layers with hooks.
         """
-        key = (rows, capacity, watched)
-        if key not in self._steps:
+        key = next((key for key, step in self._alike(rows, watched) if _serves(step, capacity)), None)
+        if key is None:
+            key = (rows, capacity, watched)
+            for smaller, step in self._alike(rows, watched):
+                if step.fused and step.capacity < capacity:
+                    del self._steps[smaller]  # this one serves in its place
             self._steps[key] = self._made(model, *key)
             while len(self._steps) > STEPS:
                 self._steps.popitem(last=False)
@@ -126,6 +131,14 @@ class CapturedModel:
             self._batches = {n: batch for n, batch in self._batches.items() if n in used}
         self._steps.move_to_end(key)
         return self._steps[key]
+
+    def _alike(
+        self, rows: int, watched: tuple[int, ...]
+    ) -> list[tuple[tuple[int, int, tuple[int, ...]], CapturedStep]]:
+        """(key, step) of the steps of so many rows, the smallest cache first."""
+        return sorted(
+            (one for one in self._steps.items() if (one[0][0], one[0][2]) == (rows, watched)), key=lambda one: one[0][1]
+        )
 
     def free(self, rows: int) -> None:
         """Free the graphs and their caches; the batch of `rows` stays, as a step may be using it."""
@@ -192,3 +205,8 @@ class CapturedModel:
             except CAPTURE_ERRORS as error:
                 self.why_not = f"its step cannot be captured ({type(error).__name__}: {first_line(error)})"
                 raise NotCaptured(self.why_not) from error
+
+
+def _serves(step: CapturedStep, capacity: int) -> bool:
+    """Whether a step runs as one of this capacity would. One of modules attends over all of its cache."""
+    return capacity <= step.capacity <= capacity * (ROOMY if step.fused else 1)

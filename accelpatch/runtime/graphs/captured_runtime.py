@@ -16,7 +16,7 @@ from accelpatch.fusion.fused_model import FusedModel
 from accelpatch.fusion.spread import device_of, several_devices
 from accelpatch.runtime.copied import recounted
 from accelpatch.runtime.graphs.captured_batch import GraphOf
-from accelpatch.runtime.graphs.captured_cache import capacity_for
+from accelpatch.runtime.graphs.captured_cache import capacity_for, grown
 from accelpatch.runtime.graphs.captured_call import CapturedCalls, captured_outputs, generates
 from accelpatch.runtime.graphs.captured_graph import GRAPHS
 from accelpatch.runtime.graphs.captured_model import CapturedModel, GraphMemory
@@ -168,10 +168,10 @@ class CapturedRuntime:
         return step
 
     def larger(self, model: nn.Module, step: CapturedStep) -> CapturedStep:
-        """The step over a cache of twice the capacity, with the contents of this one's."""
-        grown = self.step(model, step.batch.rows, capacity_for(step.capacity + 1, self.max_length))
-        grown.adopt(step)
-        return grown
+        """The step over a cache of the next larger capacity, with the contents of this one's."""
+        larger = self.step(model, step.batch.rows, grown(step.capacity, self.max_length))
+        larger.adopt(step)
+        return larger
 
     @property
     def watch(self) -> Watch:

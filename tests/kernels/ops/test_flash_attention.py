@@ -35,6 +35,38 @@ def test_torch_attention_holds_the_float_rule(case: str, dtype: torch.dtype) -> 
     assert_parity(OP, arguments(CALLS[case], dtype), "sdpa")
 
 
+def by_sums(
+    q: Tensor, k: Tensor, v: Tensor, mask: None, sums: bool, *, scale: float, is_causal: bool = False
+) -> tuple[Tensor, Tensor]:
+    """As cuDNN's operation: attention, and the logarithms of its weights' sums."""
+    k, v = (one.repeat_interleave(q.shape[1] // k.shape[1], 1).float() for one in (k, v))
+    scores = q.float() @ k.transpose(2, 3) * scale
+    if is_causal:
+        scores = scores.masked_fill(torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1), float("-inf"))
+    return (scores.softmax(-1) @ v).to(q.dtype), scores.logsumexp(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=name)
+@pytest.mark.parametrize("call", [Call(2, 4, 2, 40, 130, 64), Call(1, 2, 2, 33, 34, 32)], ids=["far", "one-before"])
+def test_a_long_part_is_two_calls_of_cudnn(call: Call, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One over the keys before it, and a causal one over its own; in sdpa's place here, which has the same arguments."""
+    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", by_sums)
+    cudnn = replace(dispatch.kernel(OP).implementations["sdpa"], run=attention_sdpa.by_cudnn)
+    monkeypatch.setitem(dispatch.kernel(OP).implementations, "sdpa", cudnn)
+    assert_parity(OP, arguments(call, dtype), "sdpa")
+
+
+@pytest.mark.parametrize(
+    "sizes, due",
+    [({"length": 2048, "keys": 8192}, "None"), ({"length": 2047, "keys": 8192}, "without a mask"),
+     ({"length": 2048, "keys": 8192, "window": 9}, "without a mask"),
+     ({"length": 2048, "keys": 8192, "causal": False}, "None")],
+    ids=["long", "short", "window", "all"],
+)  # fmt: skip
+def test_which_parts_cudnn_takes(sizes: dict[str, Any], due: str) -> None:
+    assert due in reason("sdpa_cudnn", KNOWN["sm_90"], **sizes)
+
+
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("case", ["grouped", "continued", "window", "step"])
 def test_ranges_say_the_same_as_causal_and_a_window(case: str, implementation: str) -> None:

@@ -22,6 +22,7 @@ from accelpatch.runtime.graphs import captured_cache, captured_graph, captured_m
 from accelpatch.runtime.graphs.captured_graph import EagerGraph
 from accelpatch.runtime.graphs.captured_model import MODULES
 from accelpatch.runtime.graphs.captured_runtime import CapturedRuntime
+from accelpatch.runtime.graphs.captured_model import CapturedModel
 from accelpatch.runtime.graphs.captured_step import CAPTURED
 from accelpatch.runtime.graphs.fused_prompt import FUSED_PROMPT
 from tests.support.spread import spread
@@ -221,13 +222,29 @@ def test_a_cache_that_the_user_holds_is_filled() -> None:
     assert paths(model) == {CAPTURED: 23}
 
 
-def test_a_cache_grows_by_doubling(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_grows_by_doubling_and_the_largest_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(captured_cache, "SMALLEST", 4)
+    made: list[int] = []
+    before = CapturedModel._made
+    monkeypatch.setattr(CapturedModel, "_made", lambda *given: made.append(given[3]) or before(*given))
     model = patched("gemma3")
     mine, its = both(model, padded_batch(), max_new_tokens=60, do_sample=False)
     assert torch.equal(mine, its)
-    assert [capacity for _, capacity, _ in vars(model)[RUNTIME].captured._steps] == [16, 32, 64, 128]
+    assert made == [16, 32, 64, 128]
+    assert [capacity for _, capacity, _ in vars(model)[RUNTIME].captured._steps] == [128]
     assert paths(model) == {CAPTURED: 59}
+
+
+@pytest.mark.parametrize("needed, kept", [(32, [128]), (16, [16, 128])], ids=["a-quarter-of-it", "less"])
+def test_a_step_serves_down_to_a_quarter_of_its_cache(
+    needed: int, kept: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = patched()
+    for smallest in (128, needed):
+        monkeypatch.setattr(captured_cache, "SMALLEST", smallest)
+        mine, its = both(model, padded_batch(), max_new_tokens=4, do_sample=False)
+        assert torch.equal(mine, its)
+    assert sorted(capacity for _, capacity, _ in vars(model)[RUNTIME].captured._steps) == kept
 
 
 def test_few_steps_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
