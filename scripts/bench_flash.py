@@ -3,11 +3,10 @@
     python scripts/bench_flash.py [--sizes 64 128] [--kv-heads 32 8] [--lengths 2048 4096 8192 16384 32768]
         [--kinds causal] [--only triton sdpa_flash] [--tiles] [--picture FILE] [--json FILE] [--tiny]
 
-TFLOP/s are medians of graph replays, without the host's time; a causal call counts half of the products, as in
-FlashAttention's paper. q, k and v lie in memory as a model's linear layers leave them. "chosen" is the dispatcher's
-choice; its share is that of the fastest one. Kinds: causal; all keys; the last quarter of a prompt, whose other keys
-are cached; one token more; rows with padding before their first key; a window of a quarter. `--tiles` times the Triton kernel's
-configurations instead.
+TFLOP/s are medians of graph replays, without the host's time, of the pairs of query and key that are seen. q, k and v
+lie in memory as a model's linear layers leave them. "chosen" is the dispatcher's choice; its share is that of the
+fastest one. Kinds: causal; all keys; the last quarter of a prompt, whose other keys are cached; one token more; rows
+with padding before their first key; a window of a quarter. `--tiles` times the Triton kernel's configurations instead.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def fused_model(model: Any, unfused: Mapping[int, str] = NONE) -> FusedModel:
             reasons[place] = str(error)
     if not any(fused) and not whole:
         raise CannotFuse(f"layer 0: {reasons[0]}")
-    made, blank = signalling(fused, dtype, device_of(decoder.norm), spread)
+    made, blank = signalling(fused, dtype, computes_on(decoder.norm), spread)
     return FusedModel(
         weakref.ref(decoder.module), decoder.embedding, made, reasons, final, last, blank,
         attention_facts.logit_cap(model), attention_facts.embedding_multiplier(model),

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import accelpatch
 from accelpatch.errors import PatchError
+from accelpatch.fusion import read_layers
 from accelpatch.parallel import device_map, offload_hook
 from accelpatch.parallel.offload_hook import OffloadHook
 from accelpatch.runtime.graphs import captured_graph
@@ -70,6 +71,18 @@ def test_steps_are_captured_between_what_is_offloaded(
     fused = kind != "disk"  # where there is no layer left
     assert (paths[CAPTURED] > 0) == fused, paths
     assert any(path.startswith("fused layers") for path in paths) == fused
+
+
+def test_buffers_of_fused_layers_lie_where_an_offloaded_norm_computes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[torch.device] = []
+    before = read_layers.signalling
+    monkeypatch.setattr(read_layers, "signalling", lambda *given: seen.append(given[2]) or before(*given))
+    model = accelpatch.patch(offloaded(CAUSAL["qwen2"].make(), "the-ends", tmp_path), "exact")
+    vars(model.model.norm)["_hf_hook"].execution_device = torch.device("cpu", 0)  # another name, not another device
+    read_layers.fused_model(model)
+    assert seen == [torch.device("cpu", 0)]
 
 
 def test_one_site_is_read_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,10 @@
 """The order of preference of flash_attention's implementations, by device and dtype.
 
-What `accelpatch tune attention` measured on this machine comes first; the lists below are for all others, and none was
-measured. On NVIDIA torch's own choice comes first, which is what a model has without a patch. AMD's order follows
-ROCm's documentation: AITER, flash-attn, and AOTriton, which torch runs as its flash back end. Every order ends with
-`eager`, which takes everything.
+What `accelpatch tune attention` measured on this machine comes first; the lists below are for all others. Those of
+Hopper were measured on an H100 (scripts/bench_flash.py), but for packages, which were not installed and come behind
+what was measured. On other GPUs of NVIDIA torch's own choice comes first, which is what a model has without a patch.
+AMD's order follows ROCm's documentation: AITER, flash-attn, and AOTriton, which torch runs as its flash back end. Every
+order ends with `eager`, which takes everything.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ import torch
 
 from accelpatch.device import Device
 from accelpatch.kernels.ops import attention_stored
+from accelpatch.kernels.ops.attention_mask import needs_mask
 from accelpatch.kernels.spec import Spec
 
 HALVES = (torch.bfloat16, torch.float16)
-MANY = 128  # queries
+MANY = 128  # queries; with fewer torch's own choice is as fast as any
 
 #: device, vendor or kind of dtype -> implementations, the preferred one first
 ORDERS: Mapping[str, Sequence[str]] = {
@@ -26,9 +28,12 @@ ORDERS: Mapping[str, Sequence[str]] = {
         "sdpa", "flash_attn_3", "flash_attn_2", "hub", "triton", "sdpa_cudnn", "sdpa_flash", "sdpa_efficient",
         "xformers", "eager",
     ),
-    "wgmma": (
-        "sdpa_cudnn", "triton", "sdpa", "flash_attn_3", "flash_attn_2", "hub", "sdpa_flash", "sdpa_efficient",
+    "hopper": (
+        "sdpa_cudnn", "sdpa", "flash_attn_3", "flash_attn_2", "hub", "triton", "sdpa_flash", "sdpa_efficient",
         "xformers", "eager",
+    ),
+    "hopper, masked": (  # for which torch builds a mask, or leaves cuDNN
+        "sdpa_cudnn", "triton", "flash_attn_3", "flash_attn_2", "hub", "sdpa", "sdpa_efficient", "xformers", "eager",
     ),
     "amd": (
         "aiter", "flash_attn_2", "hub", "sdpa_flash", "triton", "sdpa", "sdpa_efficient", "xformers", "eager",
@@ -52,5 +57,7 @@ def _listed(spec: Spec, device: Device) -> Sequence[str]:
         return ORDERS["cpu"]
     if spec.dtype not in HALVES:
         return ORDERS["wide"]
-    many = spec.sizes["L"] >= MANY and device.facts is not None and device.facts.matrix == "wgmma"
-    return ORDERS["wgmma" if many else device.vendor]
+    hopper = device.facts is not None and device.facts.matrix == "wgmma"
+    if not hopper or spec.sizes["L"] < MANY or spec.options["bias"] is not None:
+        return ORDERS[device.vendor]
+    return ORDERS["hopper, masked" if needs_mask(spec) else "hopper"]

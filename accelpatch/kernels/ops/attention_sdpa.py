@@ -23,6 +23,7 @@ from accelpatch.kernels.ops.attention_mask import (
     by_token,
     combined,
     emptied,
+    needs_mask,
     rows_contiguous,
     shown,
     visible,
@@ -35,16 +36,6 @@ LARGEST_MASK = 2 << 30  # bytes
 LONG_PART = 2048  # queries: cuDNN makes a plan for every new shape, which takes longer than a short part does
 FLASH_HEAD, CUDNN_HEAD = 256, 128
 FIRST_CUDNN = 91501  # earlier ones fail for lengths that are no multiple of 128 (pytorch/pytorch issue 169849)
-
-
-def needs_mask(spec: Spec) -> bool:
-    """Whether torch needs a mask for this call."""
-    options, length = spec.options, spec.sizes["L"]
-    if options["ranges"] or options["bias"] is not None:
-        return True
-    if not options["causal"] or length == 1:
-        return False
-    return bool(options["window"]) or length != spec.sizes["S"]
 
 
 def is_long_part(spec: Spec) -> bool:

@@ -49,7 +49,7 @@ def by_sums(
 @pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=name)
 @pytest.mark.parametrize("call", [Call(2, 4, 2, 40, 130, 64), Call(1, 2, 2, 33, 34, 32)], ids=["far", "one-before"])
 def test_a_long_part_is_two_calls_of_cudnn(call: Call, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One over the keys before it, and a causal one over its own; in sdpa's place here, which has the same arguments."""
+    """One over the keys before it, and a causal one over its own; here in the place of sdpa."""
     monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", by_sums)
     cudnn = replace(dispatch.kernel(OP).implementations["sdpa"], run=attention_sdpa.by_cudnn)
     monkeypatch.setitem(dispatch.kernel(OP).implementations, "sdpa", cudnn)
@@ -183,7 +183,7 @@ def test_an_old_cudnn_is_refused_where_the_gpu_is(
 
 #: device -> who runs: plain causal, a step, with ranges, with softcap, float32
 CHOSEN = {
-    "sm_90": ("sdpa", "sdpa", "sdpa", "triton", "sdpa"),
+    "sm_90": ("sdpa_cudnn", "sdpa", "triton", "triton", "sdpa"),
     "sm_80": ("sdpa", "sdpa", "sdpa", "triton", "sdpa"),
     "gfx942": ("sdpa_flash", "sdpa_flash", "triton", "triton", "sdpa"),
     "gfx1100": ("triton", "triton", "triton", "triton", "sdpa"),
@@ -198,6 +198,19 @@ def test_who_runs_where(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = ({}, {"length": 1}, {"ranges": True}, {"softcap": 30.0}, {"dtype": torch.float32})
     specs = [of_shape(32, 8, 128, **({"dtype": BF16, "length": 512, "keys": 512} | one)) for one in calls]  # type: ignore[arg-type]
     assert tuple(dispatch.choose(OP, one, device) for one in specs) == CHOSEN[arch]
+
+
+@pytest.mark.parametrize(
+    "given, name",
+    [({"size": 256}, "sdpa"), ({"keys": 8192}, "triton"), ({"length": 2048, "keys": 8192}, "sdpa_cudnn"),
+     ({"window": 100}, "triton"), ({"causal": False}, "sdpa_cudnn"), ({"length": 127, "keys": 127}, "sdpa"),
+     ({"bias": torch.bool}, "sdpa")],
+    ids=["wide-heads", "part", "long-part", "window", "all", "few-queries", "bias"],
+)  # fmt: skip
+def test_who_runs_on_hopper(given: dict[str, Any], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_installed", lambda: True)
+    sizes = {"length": 512, "keys": 512, "size": 128} | given
+    assert dispatch.choose(OP, of_shape(32, 8, dtype=BF16, **sizes), KNOWN["sm_90"]) == name
 
 
 @pytest.mark.parametrize("kind", ORDERS)

@@ -20,9 +20,8 @@ from accelpatch.recipe.recipe import parse
 from accelpatch.runtime.generation.patched_model import RUNTIME
 from accelpatch.runtime.graphs import captured_cache, captured_graph, captured_model
 from accelpatch.runtime.graphs.captured_graph import EagerGraph
-from accelpatch.runtime.graphs.captured_model import MODULES
+from accelpatch.runtime.graphs.captured_model import MODULES, CapturedModel
 from accelpatch.runtime.graphs.captured_runtime import CapturedRuntime
-from accelpatch.runtime.graphs.captured_model import CapturedModel
 from accelpatch.runtime.graphs.captured_step import CAPTURED
 from accelpatch.runtime.graphs.fused_prompt import FUSED_PROMPT
 from tests.support.spread import spread
