@@ -73,7 +73,7 @@ PARTS = {
 }
 #: names of other libraries, a record of a report, and a replacer's Choice
 STANDARD = re.compile(
-    r"wave_size|waves|record_stream|_?record|records|SelftestRecord|scaled_dot_product_attention|(add|panel)_product|product|[Cc]hoice"
+    r"wave_size|waves|record_stream|_?record|records|SelftestRecord|_?scaled_dot_product_(cudnn_)?attention|(add|panel)_product|product|[Cc]hoice"
 )
 PART = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 C_NOISE = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"', re.DOTALL)
