@@ -42,7 +42,7 @@ class Tile:
 TILES = (Tile(16, 64, 64, 4, 4), Tile(32, 64, 64, 4, 4), Tile(64, 64, 64, 4, 3), Tile(128, 128, 64, 8, 3))
 AMD_TILES = TILES[:-1]
 #: of codes in tiles the first whose tokens are twice as many, else the last: an expert with more reads its codes again
-CODE_TILES = (Tile(16, 64, 128, 4, 4), Tile(64, 128, 128, 8, 3), Tile(256, 128, 128, 8, 2))
+CODE_TILES = (Tile(16, 64, 128, 4, 4), Tile(64, 64, 128, 4, 3), Tile(256, 128, 128, 8, 2))
 WIDE = Tile(16, 32, 32, 4, 2)  # float32 takes twice the memory
 
 
