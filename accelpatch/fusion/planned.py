@@ -17,7 +17,7 @@ from accelpatch.fusion.read_layers import DTYPES
 from accelpatch.fusion.spread import OFFLOADED, offloaded_inside
 from accelpatch.kernels.cpu import native_library
 from accelpatch.kernels.hip import attention as hip_attention
-from accelpatch.kernels.ops import decode_attention
+from accelpatch.kernels.ops import decode_attention, routed_experts
 from accelpatch.kernels.ops.attention_shape import AttentionShape
 from accelpatch.kernels.ops.fused_linear import INSIDE, SILU
 from accelpatch.models.family import family_of_layer, form_of, has_layer_norms, linears_of
@@ -30,6 +30,7 @@ WEIGHT_ONLY = ("int8_weight_only", "int4_weight_only", "nf4_weight_only", "fp4_w
 FUSABLE = ("gemv", "compact", *WEIGHT_ONLY, "w8a8", "w8a8_fp8")
 LAUNCHES = 5
 OF_EXPERTS = 3  # more: norm, router, choice, and two of the experts
+INSIDE_EXPERTS = 2  # of these, norm and choice, which the HIP kernels of experts take in
 
 Sites = Mapping[str, Replaced | None]
 
@@ -138,14 +139,24 @@ def _launches(layer: Any, path: str, replaced: Sites, dtype: torch.dtype, device
     assert form is not None
     more = sum(norm is not None for norm in (form.after_attention, form.after_mlp)) + 2 * (form.multiplier is not None)
     more += layer_facts.by_head(layer)
-    if layer_facts.sparse_of(layer) is not None:
-        more += OF_EXPERTS
+    if (sparse := layer_facts.sparse_of(layer)) is not None:
+        experts = f"{path}.{form.mlp}.{sparse.experts}"
+        more += OF_EXPERTS - INSIDE_EXPERTS * _routed(layer, replaced[experts])
     else:
         more += layer_facts.activation_of(layer) not in (INSIDE if layer_facts.has_plain_mlp(layer) else SILU)
     interleaved = attention_facts.form_of_rotary(attention).interleaved and attention_facts.applies_rotary(attention)
     more += interleaved or attention_facts.normed_over_all(attention)
     by = "hip" if hip_attention.why_not(shape, dtype, device) is None else "hip, attention by triton"
     return f"{by}, {LAUNCHES + more} launches"
+
+
+def _routed(layer: Any, made: Replaced | None) -> bool:
+    """Whether the experts of a layer take norm and choice into their launches."""
+    mlp, sparse = layer_facts.mlp_of(layer), layer_facts.sparse_of(layer)
+    assert sparse is not None
+    number, width = getattr(mlp, sparse.experts).down_proj.shape[:2]
+    by_hip = made is not None and made.replacer == "int4_experts" and made.kernel == "hip"
+    return by_hip and not has_layer_norms(layer) and routed_experts.unfit(number, width) is None
 
 
 def _rope_parameters(config: Any) -> dict[str, Any]:

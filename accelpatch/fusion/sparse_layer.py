@@ -1,8 +1,9 @@
-"""A decoder layer with experts in eight launches.
+"""A decoder layer with experts in six launches, or eight.
 
-The launches: norm, q, k and v; rotary embedding, cache write and attention; o and residual; norm; router; the choice of
-experts; their gate, up and activation; their down, the weighted sum and the residual. Many tokens take a few more,
-which sort them by expert. Nothing waits for the host: the ids are read on the device.
+The launches: norm, q, k and v; rotary embedding, cache write and attention; o and residual; norm and router; norm, the
+choice of experts, their gate, up and activation; their down, the weighted sum and the residual. Where experts do not
+run by the HIP kernels norm and choice are launches of their own (`Experts.why_not_routed`), and many tokens take a few
+more, which sort them by expert. Nothing waits for the host: which experts run is read on the device.
 """
 
 from __future__ import annotations
@@ -21,24 +22,34 @@ from accelpatch.kernels.hip.binding import MAX_GEMV_ROWS
 from accelpatch.kernels.layouts.row_major import Plain
 from accelpatch.kernels.ops.choose_experts import choose_experts
 from accelpatch.kernels.ops.fused_linear import FusedLinear
+from accelpatch.kernels.ops.fused_norm import FusedNorm
 from accelpatch.modules.experts import Experts
 
 
 @dataclass(frozen=True, eq=False)
 class SparseMLP:
-    """Router and experts. chosen: experts a token. normalise, narrow: as in `choose_experts`."""
+    """Router and experts. chosen: experts a token. normalise, narrow: as in `choose_experts`.
+
+    routed: whether experts take the norm before them and the choice into their launches, for few tokens.
+    """
 
     router: FusedLinear
     experts: Experts
     chosen: int
     normalise: bool
     narrow: bool
+    routed: bool = False
 
     def __call__(self, normal: Tensor, residual: Tensor) -> Tensor:
         """residual + the experts' sum for the rows normal[M, K]."""
         logits = self.router.large_m(normal)
         ids, weights = choose_experts.function(logits, self.chosen, self.normalise, self.narrow)
         return self.experts.compute(normal, ids, weights, residual)
+
+    def of_few(self, x: Tensor, norm: FusedNorm) -> Tensor:
+        """x + the experts' sum for the rows norm(x[M, K]), where `routed`; M up to MAX_GEMV_ROWS."""
+        choice = (self.chosen, self.normalise, self.narrow)
+        return self.experts.compute_routed(x, (norm.weight, norm.eps, norm.plus_one), self.router(x, norm), choice, x)
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,6 +70,8 @@ class FusedSparseLayer(FusedLayer):
             x = x if pending is None else x + pending
             attended = self._attend(self.qkv(x, self.attention_norm), call, place)
             x, pending = self._added(self.o, attended, self.after_attention, x), None
+            if self.sparse.routed and not self.mlp_norm.layer:
+                return self.sparse.of_few(x, self.mlp_norm), None
         normal, total = self.mlp_norm.of_sum(x, pending)
         return self.sparse(normal, total), None
 
@@ -72,4 +85,6 @@ def sparse_mlp(layer: Any, dtype: torch.dtype) -> SparseMLP:
         raise CannotFuse(f"its router is {router.weight.dtype}, or is not contiguous")
     normalise = form.normalise if isinstance(form.normalise, bool) else bool(getattr(router, form.normalise))
     chosen = int(getattr(router, form.chosen))
-    return SparseMLP(FusedLinear(Plain(router.weight)), getattr(mlp, form.experts), chosen, normalise, form.narrow)
+    experts: Experts = getattr(mlp, form.experts)
+    routed = experts.why_not_routed(chosen, dtype) is None
+    return SparseMLP(FusedLinear(Plain(router.weight)), experts, chosen, normalise, form.narrow, routed)

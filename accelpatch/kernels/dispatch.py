@@ -69,6 +69,7 @@ TABLE: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "greedy": ("greedy", ("triton", "torch")),
     "step_end": ("step_end", ("triton", "torch")),
     "experts": ("experts", ("hip", "triton", "torch")),
+    "routed_experts": ("routed_experts", ("hip", "operations")),
     "packed_experts": ("packed_experts", ("cpu", "torch")),
     "choose_experts": ("choose_experts", ("triton", "torch")),
     "fused_linear": ("fused_linear", ("hip", "operations")),

@@ -94,6 +94,20 @@ class Experts(Replacement):
         """The experts' weighted sum; with residual[T, H] added."""
         raise NotImplementedError
 
+    def why_not_routed(self, chosen: int, dtype: torch.dtype) -> str | None:
+        """Why `compute_routed` takes no fewer launches for a few tokens in `dtype`, `chosen` experts each; or None."""
+        return "its experts are not 4-bit codes"
+
+    def compute_routed(
+        self, x: Tensor, norm: tuple[Tensor, float, bool], logits: Tensor, choice: tuple[int, bool, bool],
+        residual: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """residual + the weighted sum for norm(x[T, H]) of the experts that a router's logits[T, E] choose.
+
+        norm: weight, epsilon and plus_one of an RMSNorm. choice: top_k, normalise and narrow, as in `choose_experts`.
+        """
+        raise NotImplementedError
+
     @property
     def gate(self) -> tuple[str, float, float]:
         """Activation, alpha and limit."""

@@ -14,6 +14,7 @@ from accelpatch.kernels.layouts.expert_pack import ExpertPack
 from accelpatch.kernels.layouts.expert_stack import Stack, from_words, to_words
 from accelpatch.kernels.ops.experts import experts, tiles_for
 from accelpatch.kernels.ops.packed_experts import packed_experts
+from accelpatch.kernels.ops.routed_experts import routed_experts, why_not_one
 from accelpatch.modules.experts import DOWN, UP, Experts, ExpertsForm, original_of
 from accelpatch.modules.replacement import ON_DEMAND, PATH, adopt, without_casts
 from accelpatch.modules.weight_view import WAY, UnpackedWeight
@@ -59,6 +60,17 @@ class QuantizedExperts(Experts):
             y = packed_experts(x, ids, weights, *self.packs[0], *self.packs[1], *self.gate)
             return y if residual is None else residual + y
         return experts(x, ids, weights, *self.stack(UP), *self.stack(DOWN), *self.gate, residual)
+
+    def why_not_routed(self, chosen: int, dtype: torch.dtype) -> str | None:
+        if self.packs is not None:
+            return "its weights lie in the CPU's packs"
+        return why_not_one(dtype, chosen, *self.stack(UP), *self.stack(DOWN), *self.gate)
+
+    def compute_routed(
+        self, x: Tensor, norm: tuple[Tensor, float, bool], logits: Tensor, choice: tuple[int, bool, bool],
+        residual: Tensor,
+    ) -> Tensor:  # fmt: skip
+        return routed_experts(x, *norm, logits, *choice, *self.stack(UP), *self.stack(DOWN), *self.gate, residual)
 
     def stack(self, name: str) -> Stack:
         """A weight as the operation takes it."""

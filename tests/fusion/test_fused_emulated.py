@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,11 +13,18 @@ from torch import Tensor
 
 import accelpatch
 from accelpatch.fusion import read_layers, static_call
+from accelpatch.kernels import dispatch
 from accelpatch.kernels.cpu import native_library
 from accelpatch.kernels.hip import attention, binding
-from accelpatch.kernels.ops import fused_linear
+from accelpatch.kernels.hip import experts as hip_experts
+from accelpatch.kernels.layouts import expert_tiles
+from accelpatch.kernels.ops import fused_linear, routed_experts
 from accelpatch.kernels.ops.fused_linear import FusedLinear
 from accelpatch.kernels.ops.fused_norm import FusedNorm
+from accelpatch.kernels.spec import Implementation
+from accelpatch.modules import quantized_experts
+from accelpatch.modules.quantized_experts import PARTS, QuantizedExperts
+from accelpatch.recipe.recipe import parse
 from accelpatch.runtime.generation.patched_model import RUNTIME
 from accelpatch.runtime.graphs import captured_graph
 from accelpatch.runtime.graphs.captured_graph import EagerGraph
@@ -29,6 +37,8 @@ pytestmark = [
     pytest.mark.skipif(COMPILER is None, reason="needs g++"),
     pytest.mark.skipif(DEVICE.type != "cpu", reason="its tensors lie on the CPU; test_fused_gpu.py is for a GPU"),
 ]
+EXPERT_SOURCES = ("experts_int4.hip",)
+EXPERTS_IN_4_BITS = "extends: exact\nrules:\n  - match: {role: experts}\n    replace: int4_experts\n"
 SHAPE: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 4224, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 512, "sliding_window": None,
@@ -38,7 +48,7 @@ SHAPE: dict[str, Any] = {
 @pytest.fixture
 def waiting(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Steps on the CPU go the way of a GPU's; which kernels are given a count to wait for. None overlaps."""
-    library = compiled("nvidia", ["gemv.hip", *ATTENTION], "steps", tmp_path_factory)
+    library = compiled("nvidia", ["gemv.hip", *EXPERT_SOURCES, *ATTENTION], "steps", tmp_path_factory)
     library.set_emulator(4, 1, 0)
     library.set_clusters(1)
     library.set_beside(1)
@@ -60,6 +70,8 @@ def waiting(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFa
 
     monkeypatch.setattr(binding, "_start", product)
     monkeypatch.setattr(attention, "_launch", attend)
+    monkeypatch.setattr(hip_experts, "_entry", lambda name, *_: hip_experts.declared(library, name))
+    monkeypatch.setattr(binding, "stream_of", lambda x: None)
     monkeypatch.setattr(FusedLinear, "_by_operations", call)
     monkeypatch.setattr(static_call, "decode_attention_", attention.decode_attention_)
     monkeypatch.setitem(captured_graph.GRAPHS, "cpu", EagerGraph)  # type: ignore[arg-type]
@@ -104,3 +116,31 @@ def test_layer_norms_and_plain_mlps(name: str, waiting: list[str], monkeypatch: 
     assert any(one["norm_bias"] is not None for one in asked) == (name != "cohere")
     kinds = {"stablelm": "silu_gate", "cohere": "silu_gate", "gpt_neox": "gelu", "opt": "relu"}
     assert {one["activation"] for one in asked} == {"none", kinds.get(name, "gelu_tanh")}
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_experts_that_take_norm_and_choice_in(name: str, waiting: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer's six launches: what the experts' two get is the residual stream and the router's logits."""
+    asked: list[tuple[Any, ...]] = []
+
+    def tiles(up: Any, down: Any, *_: Any) -> Any:
+        made = [expert_tiles.tiled(*(one[part] for part in PARTS), interleaved=one is up) for one in (up, down)]
+        return made[0], made[1]
+
+    def routed(*args: Any) -> Tensor:
+        asked.append(args)
+        return routed_experts.by_hip(*args)
+
+    monkeypatch.setattr(quantized_experts, "tiles_for", tiles)
+    monkeypatch.setattr(QuantizedExperts, "why_not_routed", lambda self, chosen, dtype: None)
+    entry = routed_experts.KERNELS[routed_experts.OP]
+    by_hip = {**entry.implementations, "hip": Implementation(routed, dispatch.anywhere)}
+    monkeypatch.setitem(routed_experts.KERNELS, routed_experts.OP, replace(entry, implementations=by_hip))
+    monkeypatch.setattr(dispatch, "_selected", {})
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 128}
+    sizes = sizes if name == "qwen3_moe" else {key: sizes[key] for key in ("hidden_size", "intermediate_size")}
+    model: Any = accelpatch.patch(CAUSAL[name].make(torch.bfloat16, **sizes), parse(EXPERTS_IN_4_BITS), verify=False)
+    assert_float_rule(model, padded_batch(), 6)
+    layers = 2 if name == "mixtral" else 1
+    assert len(asked) >= 2 * 5 * layers  # assert_float_rule has two runs of five steps behind a prompt
+    assert all(args[0] is args[-1] and args[4].shape[1] == 4 for args in asked)

@@ -18,10 +18,12 @@ from accelpatch.fusion.cannot_fuse import CannotFuse
 from accelpatch.fusion.fused_model import FUSED
 from accelpatch.fusion.read_layers import fused_model, unfit
 from accelpatch.fusion.sparse_layer import FusedSparseLayer
+from accelpatch.kernels import dispatch
 from accelpatch.kernels.cpu import native_library
 from accelpatch.kernels.layouts.int4_tiles import Tiles
 from accelpatch.kernels.triton import launch
 from accelpatch.modules import weight_only
+from accelpatch.modules.quantized_experts import QuantizedExperts
 from accelpatch.recipe.recipe import parse
 from accelpatch.replacers.experts import FloatExpertsReplacer
 from accelpatch.runtime.generation.patched_model import RUNTIME
@@ -94,6 +96,35 @@ def test_every_layer_is_verified_and_stays_fused(name: str, form: str) -> None:
     assert made.unfused == {}
     assert isinstance(made.layers[0], FusedSparseLayer)
     assert [type(layer) is FusedSparseLayer for layer in made.layers] == [True, name != "qwen3_moe"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_norm_and_choice_go_to_the_experts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the HIP kernels run: the same tokens, and the same way for many rows; the layer's check holds."""
+    monkeypatch.setattr(QuantizedExperts, "why_not_routed", lambda self, chosen, dtype: None)
+    model = patched(name, "int4", verify=True)
+    made = fused_model(model)
+    assert made.unfused == {}
+    assert made.layers[0].sparse.routed
+    key = ("routed_experts", "operations")
+    for batch in (full_batch(), padded_batch()):
+        ran = dispatch.calls[key]
+        assert torch.equal(model.generate(**batch, max_new_tokens=LENGTH, do_sample=False), stock(model, batch))
+        sparse = sum(isinstance(layer, FusedSparseLayer) for layer in made.layers)
+        assert dispatch.calls[key] >= ran + (LENGTH - 1) * sparse
+
+
+def test_a_norm_that_is_left_out_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planted fault in what goes to the experts."""
+    stock_way = QuantizedExperts.compute_routed
+
+    def wrong(self: Any, x: Tensor, norm: tuple[Tensor, float, bool], *rest: Any) -> Tensor:
+        return stock_way(self, x, (torch.ones_like(norm[0]) * 2, *norm[1:]), *rest)
+
+    monkeypatch.setattr(QuantizedExperts, "why_not_routed", lambda self, chosen, dtype: None)
+    monkeypatch.setattr(QuantizedExperts, "compute_routed", wrong)
+    model = patched("mixtral", "int4", verify=True)
+    assert len(model.accelpatch.report().verification.failures) == 2
 
 
 def _bias(mlp: Any) -> None:

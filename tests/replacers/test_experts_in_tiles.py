@@ -34,6 +34,9 @@ def test_on_a_gpu_4_bits_run_by_hip_where_tiles_hold_them(arch: str, monkeypatch
         assert [one.kernel for one in found] == [kernel] * 2
         assert {one.libraries for one in found} == {("experts_int4_bf16_minimum",) if kernel == "hip" else ()}
         assert all(("not by the HIP kernels: tiles hold multiples" in one.note) == (kernel != "hip") for one in found)
+        layers = [site for site in plan.report().sites if site.role == "layer"]
+        launches = "6 launches" if kernel == "hip" else "8 launches"
+        assert all(site.fused and launches in str(site.kernel) for site in layers)
 
 
 def experts_of(model: Any) -> list[QuantizedExperts]:

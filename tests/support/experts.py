@@ -33,4 +33,12 @@ def random_experts(op: str, rng: random.Random, generator: torch.Generator, dtyp
     gate = (rng.choice(("silu", "gelu_tanh", "clamped_swiglu")), 1.702, 7.0)
     if op == "packed_experts":
         return x, ids, weights, *packed(up, width), *packed(down, inner), *gate
-    return x, ids, weights, *up, *down, *gate, rng.choice((None, x.flip(0)))
+    rest = *up, *down, *gate, rng.choice((None, x.flip(0)))
+    if op == "routed_experts":
+        logits = torch.stack(
+            [torch.randperm(number, generator=generator) for _ in range(tokens)] or [torch.empty(0, number)]
+        )
+        logits, norm = logits[:tokens].reshape(tokens, number).to(dtype) / 4, torch.randn(width, generator=generator)
+        flags = (rng.random() < 0.5 for _ in range(3))
+        return x, norm.to(dtype), 1e-5, next(flags), logits, min(top_k, number), *flags, *rest
+    return x, ids, weights, *rest

@@ -4,45 +4,24 @@
 //     down          y[T, H] = sum over j of weights[T, j] * h[T, j] . down[ids[T, j]]^T (+ residual)
 //
 // As GemvArgs of one token: of gate and up n is 2 k I and k is H, of down n is H and k is k I; strides go from token to
-// token. Blocks take a token each. The ids are read on the device: of gate and up behind the wait for the kernel
-// before, and only then may the next begin, so that down reads them, and weights, while gate and up still run. An id
-// outside of 0 .. E - 1 adds nothing: its row of h is never read.
+// token. Gate and up may take a norm of x into themselves. Blocks take a token each. Ids are read on the device, or
+// chosen by each block for itself of its token's logits, which the kernel before has written: of gate and up behind
+// the wait for that kernel, and only then may the next begin, so that down reads the same, and weights, while gate and
+// up still run. An id outside of 0 .. E - 1 adds nothing: its row of h is never read.
 #pragma once
-#include "gemv_host.h"
 #include "instances.h"
+#include "routing.h"
 
 // Pointers and sizes only, beside GemvArgs.
 struct ExpertArgs {
-    const void* ids;      // int32 or int64 [tokens][chosen]
-    const void* weights;  // of routing, [tokens][chosen]
+    const void* ids;      // int32 or int64 [tokens][chosen], or null
+    const void* weights;  // of routing, [tokens][chosen], or null
+    const void* logits;   // of a router, [tokens][experts], in place of both, or null
     int64_t tokens, chosen, experts;
-    int32_t ids_are_64, weight_type;  // weight_type: 0 float, 1 bf16, 2 fp16
+    int32_t ids_are_64, weight_type;  // weight_type: of weights or logits: 0 float, 1 bf16, 2 fp16
     int32_t down;
+    int32_t normalise, narrow;  // weights of logits: they add up to one; they are rounded to the logits' dtype
 };
-
-DEVICE float number_of(const void* from, int at, int type) {
-    if (type == 0) return bits_to_float(load_activation4(static_cast<const uint32_t*>(from) + at));
-    const uint32_t bits = load_activation2(static_cast<const uint16_t*>(from) + at);
-    return type == 1 ? Bf16::up(bits) : F16::up(bits);
-}
-// A token's experts into shared memory; every thread calls it.
-DEVICE void read_routing(const GemvPlan& plan) {
-    const ExpertPlan& e = plan.experts;
-    Routing& routing = routing_of(plan);
-    if (const int i = threadIdx.x; i <= e.chosen) {
-        int number = -1;
-        float weight = 0.f;
-        if (i < e.chosen) {
-            const int at = own_token(plan) * e.chosen + i;
-            const uint32_t* id = static_cast<const uint32_t*>(e.ids) + (e.ids_are_64 ? 2 * at : at);
-            const uint32_t low = load_activation4(id), high = e.ids_are_64 ? load_activation4(id + 1) : 0u;
-            const float given = number_of(e.weights, at, e.weight_type);  // no load waits for another
-            if (!high && low < uint32_t(e.experts)) number = int(low), weight = given;
-        }
-        routing.number[i] = number, routing.weight[i] = weight;
-    }
-    __syncthreads();
-}
 
 template <class F, class T, bool NARROW, int DEPTH>
 __global__ void __launch_bounds__(THREADS, BLOCKS_RESIDENT) experts_kernel(const GemvArgs a, const GemvPlan plan) {
@@ -58,8 +37,13 @@ inline int check_experts(const GemvArgs& a, const ExpertArgs& e) {
     if (a.m != 1 || e.tokens < 1 || e.chosen < 1 || e.chosen > MOST_CHOSEN || e.experts < 1) return STATUS_SIZE;
     if (e.tokens >= LARGEST / MOST_CHOSEN || e.experts >= LARGEST || part % e.chosen || a.k % 128) return STATUS_SIZE;
     if (each % (e.down ? 128 : 16) || a.n % 16) return STATUS_SIZE;
-    if (!e.ids || !e.weights || !a.scale || (a.offset_kind != OFFSET_NONE && !a.offset)) return STATUS_POINTER;
-    if (a.activation != (e.down ? ACT_NONE : ACT_SILU_GATE) || a.norm || a.bias) return STATUS_FORMAT;
+    if (e.logits && (e.experts > MOST_SCORES || e.chosen > e.experts || e.tokens * e.experts >= LARGEST))
+        return STATUS_SIZE;
+    if (e.logits ? e.ids || e.weights : !e.ids || !e.weights) return STATUS_POINTER;
+    if (e.weight_type < 0 || e.weight_type > 2) return STATUS_FORMAT;
+    if (!a.scale || (a.offset_kind != OFFSET_NONE && !a.offset)) return STATUS_POINTER;
+    if (a.activation != (e.down ? ACT_NONE : ACT_SILU_GATE) || a.bias) return STATUS_FORMAT;
+    if (a.norm != NORM_NONE && (e.down || (a.norm != NORM_RMS && a.norm != NORM_RMS_PLUS_ONE))) return STATUS_FORMAT;
     if (a.producer || a.consumer || a.group_shift < 0 || a.group_shift > 30) return STATUS_FORMAT;
     return check(a);
 }
@@ -69,6 +53,9 @@ inline uint32_t inverse_of(int64_t n) { return n == 1 ? 0u : uint32_t((int64_t(1
 // Where experts lie; before the rest of the plan. Whether its quotients are exact.
 template <class F> bool plan_experts(ExpertPlan& p, const GemvArgs& a, const ExpertArgs& e, int blocks) {
     const int64_t of = e.chosen, tiles = a.n / 16 / (e.down ? 1 : of), steps = a.k / F::KSTEP / (e.down ? of : 1);
+    p.logits = e.logits, p.normalise = e.normalise, p.narrow = e.narrow;
+    while (p.lanes_shift < 5 && e.experts << (p.lanes_shift + 1) <= THREADS && 4 << p.lanes_shift < e.experts)
+        ++p.lanes_shift;
     p.ids = e.ids, p.weights = e.weights, p.ids_are_64 = e.ids_are_64, p.weight_type = e.weight_type, p.down = e.down;
     p.chosen = int32_t(of), p.experts = int32_t(e.experts), p.blocks = blocks;
     p.tiles = int32_t(tiles), p.steps = int32_t(steps), p.sets = int32_t(((steps - 1) >> a.group_shift) + 1);
@@ -80,6 +67,7 @@ template <class F, class T> int launch_experts(const GemvArgs& a, const ExpertAr
     if (const int bad = check_experts(a, e)) return bad;
     const DeviceLimits limits = device_limits();
     constexpr bool NARROW = NARROW_TOKENS > 0;
+    static_assert(!SHARED_STAGES || SHALLOW * PAIR<F> * SLOT_BYTES<F> * WARPS >= sizeof(Scores));
     const int64_t all = a.blocks > 0 ? a.blocks : int64_t(limits.sms) * BLOCKS_LAUNCHED,
                   each = all > e.tokens ? all / e.tokens : 1;
     GemvPlan plan = {};

@@ -47,13 +47,15 @@ struct GemvArgs {
 // Of a launch over experts, see stacked.h: one of a token's tiles (gate and up) or steps (down) after the other.
 struct ExpertPlan {
     const void *ids, *weights;        // [tokens][chosen]
+    const void* logits;               // [tokens][experts], from which they are chosen, or null
     int32_t chosen, experts;          // of a token; in the stack
-    int32_t ids_are_64, weight_type;  // weight_type: 0 float, 1 bf16, 2 fp16
-    int32_t down;
+    int32_t ids_are_64, weight_type;  // weight_type: of weights or logits: 0 float, 1 bf16, 2 fp16
+    int32_t down, normalise, narrow;
+    int32_t lanes_shift;         // log2 of the lanes that find a logit's place
     int32_t blocks;              // of a token
     int32_t tiles, steps, sets;  // of an expert; sets of scales of a tile
     uint32_t tile_inverse, step_inverse;
-    int32_t routing_at;  // bytes
+    int32_t routing_at, scores_at;  // bytes
 };
 
 // How the work is cut and where things lie in shared memory; made on the host, a function of N and K (and of the

@@ -66,6 +66,8 @@ template <class F, class T> int64_t lay_out(GemvPlan& p, const GemvArgs& a, Form
                                      ? sizeof(SumsFor<F, T, false>) * WARPS * WARP_SIZE
                                      : 0);
     p.experts.routing_at = layout.reserve(STACKED<F> ? sizeof(Routing) : 0);
+    const int64_t unused = (MOST_SCORES - round_up(p.experts.experts, 4)) * 4;  // scores
+    p.experts.scores_at = layout.reserve(p.experts.logits && !SHARED_STAGES ? sizeof(Scores) - unused : 0);
     p.mbarriers_at = layout.reserve(clustered ? MBARRIERS<F> * 8 : 0);
     p.stages_at = layout.reserve(SHARED_STAGES ? int64_t(depth) * PAIR<F> * SLOT_BYTES<F> * WARPS : 0);
     return layout.bytes;

@@ -155,7 +155,7 @@ DEVICE void multiply_block(const GemvArgs& a, const GemvPlan& plan, char* shared
 #pragma unroll 1
                     for (int r = seat & 15, i = 0; r < 16; r += 8, ++i) {
                         float made;
-                        if constexpr (STACKED<F>) made = stacked_sum<F, T>(a, plan, tile, r);
+                        if constexpr (STACKED<F>) made = stacked_sum<F>(a, plan, stager, tile, r);
                         else made = unbounded_sum<F>(a, plan, stager, tile, r, seat >> 4, i ? second : first);
                         if (i) second = made;
                         else first = made;

@@ -58,9 +58,10 @@ template <class F, class T> struct Output {
 };
 
 // A row's product with a token by a plain loop, of experts: expert after expert, each times its weight.
-template <class F, class T> DEVICE float stacked_sum(const GemvArgs& a, const GemvPlan& plan, int tile, int r) {
+template <class F, class NORMS>
+DEVICE float stacked_sum(const GemvArgs& a, const GemvPlan& plan, const NORMS& norms, int tile, int r) {
     const int each = plan.experts.steps;
-    const uint16_t* x = static_cast<const uint16_t*>(a.x) + own_token(plan) * a.x_stride;
+    const float mean = a.norm ? norms.mean(0) : 0.f, factor = a.norm ? norms.scale(0) : 0.f;
     float total = 0.f;
 #pragma unroll 1
     for (int begin = 0; begin < plan.steps; begin += each) {
@@ -76,7 +77,7 @@ template <class F, class T> DEVICE float stacked_sum(const GemvArgs& a, const Ge
             };
             const float value =
                 F::value(row, k % F::KSTEP, number(a.scale), F::OFFSET == OFFSET_NONE ? 0.f : number(a.offset));
-            sum = fmaf(value, T::up(load_activation2(x + k)), sum);
+            sum = fmaf(value, norms.value(own_token(plan), k, mean, factor), sum);
         }
         total = fmaf(sum, step_weight(plan, begin), total);
     }

@@ -15,9 +15,20 @@ struct Routing {
     int number[MOST_CHOSEN + 1];
     float weight[MOST_CHOSEN + 1];
 };
+// What a choice takes of shared memory, where the multi-stage buffer lies later: the logits of those that are chosen,
+// parts of a sum, all logits of a token.
+constexpr int MOST_SCORES = 1024;  // experts that are chosen from
+struct Scores {
+    float best[MOST_CHOSEN], parts[THREADS / 32];
+    alignas(16) float all[MOST_SCORES];
+};
 DEVICE Routing& routing_of(const GemvPlan& plan) {
     extern __shared__ __align__(128) char shared[];
     return *reinterpret_cast<Routing*>(shared + plan.experts.routing_at);
+}
+DEVICE Scores& scores_of(const GemvPlan& plan) {
+    extern __shared__ __align__(128) char shared[];
+    return *reinterpret_cast<Scores*>(shared + plan.experts.scores_at);
 }
 
 // The token that a block takes: to it the only one, number 0.

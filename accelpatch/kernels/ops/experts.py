@@ -103,26 +103,31 @@ def _why_not_tiles(stack: Stack, n: int, k: int, experts: int, device: torch.dev
 
 def spec(x: Tensor, ids: Tensor, weights: Tensor, *given: Any) -> Spec:
     """The Spec of a call, for dispatch. Raises KernelError where shapes, dtypes or devices do not fit together."""
+    check_routing(OP, x, ids, weights, given[8])
+    return of_stacks(OP, x, ids.shape[1], given)
+
+
+def of_stacks(op: str, x: Tensor, chosen: int, given: tuple[Any, ...]) -> Spec:
+    """The Spec of x[T, H] and `given`, as `spec`'s, for so many experts a token. Raises KernelError."""
     up, down, activation = Stack(*given[:4]), Stack(*given[4:8]), given[8]
-    check_routing(OP, x, ids, weights, activation)
     alike = up.w.dim() == down.w.dim() and up.w.dim() in (3, 4)
-    require(alike, OP, f"weights are [E, N, K], or both in tiles, not {linear.say(up.w)} and {linear.say(down.w)}")
+    require(alike, op, f"weights are [E, N, K], or both in tiles, not {linear.say(up.w)} and {linear.say(down.w)}")
     experts, rows = len(up.w), up.rows
     fits = given[11:] in ((), (None,)) or (given[11].shape == x.shape and given[11].dtype == x.dtype)
-    require(fits, OP, f"the residual has the shape and dtype of x, {linear.say(x)}")
-    require(experts >= 1 and rows >= 2 and rows % 2 == 0, OP, f"gate and up are [E, 2 I, H], not {linear.say(up.w)}")
+    require(fits, op, f"the residual has the shape and dtype of x, {linear.say(x)}")
+    require(experts >= 1 and rows >= 2 and rows % 2 == 0, op, f"gate and up are [E, 2 I, H], not {linear.say(up.w)}")
     width, inner = x.shape[1], rows // 2
     for stack, n, k in ((up, rows, width), (down, width, inner)):
         reason = why_not_stack(stack, n, k, experts, x.device)
-        require(reason is None, OP, str(reason))
+        require(reason is None, op, str(reason))
         alike = stack.bits == up.bits and (stack.scale is not None or stack.w.dtype == x.dtype)
-        require(alike, OP, f"the weights are of one kind, and floats of x's dtype, not {linear.say(stack.w)}")
+        require(alike, op, f"the weights are of one kind, and floats of x's dtype, not {linear.say(stack.w)}")
     offset = "none" if up.offset is None and down.offset is None else "minimum"
     biased = up.bias is not None or down.bias is not None
     scale = None if up.scale is None else up.scale.dtype
     return of_shape(
         experts, width, inner, x.dtype, up.bits, (width // up.groups, inner // down.groups), tokens=len(x),
-        chosen=ids.shape[1], activation=activation, biased=biased, scale_dtype=scale, offset=offset, tiled=up.tiled,
+        chosen=chosen, activation=activation, biased=biased, scale_dtype=scale, offset=offset, tiled=up.tiled,
     )  # fmt: skip
 
 
@@ -267,8 +272,7 @@ def experts(
     """y[T, H] in x's dtype, contiguous; see the module. x[T, H] float; ids[T, k] int64 or int32; weights[T, k] float.
 
     The rest: two Stacks of E experts, the activation's name, alpha and limit of clamped_swiglu, and residual[T, H] in
-    x's dtype, which is added to the rounded sum. Raises KernelError
-    for arguments that do not fit together.
+    x's dtype, which is added to the rounded sum. Raises KernelError for arguments that do not fit together.
     """
     given = (
         gate_up, gate_up_scale, gate_up_offset, gate_up_bias, down, down_scale, down_offset, down_bias,
@@ -285,14 +289,11 @@ def _fake(x: Tensor, ids: Tensor, weights: Tensor, *given: Any, **named: Any) ->
 
 KERNELS = {
     OP: Kernel(
-        experts,
-        reference,
-        spec,
+        experts, reference, spec,
         {
             "hip": Implementation(expert_gemv.by_hip, expert_gemv.why_not),
             "triton": Implementation(by_triton, triton_why_not),
             "torch": Implementation(by_torch, dispatch.anywhere),
-        },
-        cases,
+        }, cases,
     )
-}
+}  # fmt: skip

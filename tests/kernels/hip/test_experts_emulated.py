@@ -17,7 +17,7 @@ from accelpatch.kernels.check import parity
 from accelpatch.kernels.hip import binding
 from accelpatch.kernels.hip import experts as launched
 from accelpatch.kernels.layouts.expert_stack import Stack
-from accelpatch.kernels.ops import experts
+from accelpatch.kernels.ops import experts, routed_experts
 from accelpatch.kernels.ops.expert_cases import in_tiles, of_random
 from tests.kernels.hip.simt_emulator import COMPILER, compiled
 from tests.support.interpreted import DEVICE
@@ -35,7 +35,10 @@ Run = Callable[..., Tensor]
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """run(form, args, **tuning): y of the operation's arguments, its outputs poisoned."""
+    """run(form, args, hidden, **tuning): y of the arguments of `experts` or `routed_experts`, its outputs poisoned.
+
+    hidden: takes what goes into down, [T, k I].
+    """
 
     @functools.cache
     def library(form: str) -> ctypes.CDLL:
@@ -43,15 +46,19 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         held.set_emulator(4, 1, 0)
         return held
 
-    def of(form: str, args: tuple[Any, ...], **tuning: int) -> Tensor:
-        x, ids, weights, up, down = *args[:3], Stack(*args[3:7]), Stack(*args[7:11])
-        h, y = x.new_full((len(ids), ids.shape[1] * up.rows // 2), float("nan")), torch.full_like(x, float("nan"))
-        for one in launched.launches(x, ids, weights, up, down, h, y, args[14]):
+    def of(form: str, args: tuple[Any, ...], hidden: list[Tensor] | None = None, **tuning: int) -> Tensor:
+        (x, *routing), up, down, residual = args[:-12], Stack(*args[-12:-8]), Stack(*args[-8:-4]), args[-1]
+        to: launched.Routing = launched.Given(*routing) if len(routing) == 2 else launched.Chosen(*routing[3:])
+        norm = None if len(routing) == 2 or routing[0] is None else launched.Norm(*routing[:3])
+        h, y = x.new_full((len(x), to.chosen * up.rows // 2), float("nan")), torch.full_like(x, float("nan"))
+        for one in launched.launches(x, to, up, down, h, y, residual, norm):
             for key, value in tuning.items():
                 setattr(one.gemv, key, value)
             beside = ctypes.byref(one.gemv), ctypes.byref(one.experts), binding.DTYPES.index(x.dtype), one.form
             status = launched.declared(library(form), one.function)(*beside, None)
             binding.check(status, one.function)
+        if hidden is not None:
+            hidden.append(h)
         return y
 
     return of
@@ -74,8 +81,17 @@ def made(
     return x, ids, weights, *(part for one in in_tiles(up, down, inner) for part in one), *rest
 
 
+def routed(
+    args: tuple[Any, ...], logits: Tensor, normalise: bool, narrow: bool, plus_one: bool = False
+) -> tuple[Any, ...]:
+    """The arguments of `routed_experts` in place of those of `experts`."""
+    x, ids, _, *rest = args
+    weight = torch.randn(x.shape[1], generator=torch.Generator().manual_seed(3)).to(x.dtype)
+    return x, weight, 1e-5, plus_one, logits, ids.shape[1], normalise, narrow, *rest
+
+
 def assert_float_rule(args: tuple[Any, ...], y: Tensor) -> None:
-    found = parity.check(experts.OP, args, (y,))[0]
+    found = parity.check(experts.OP if len(args) == 15 else routed_experts.OP, args, (y,))[0]
     assert found.ok, found.reason
 
 
@@ -173,3 +189,107 @@ def test_what_is_refused(run: Run) -> None:
     for tuning in ({"m": 2}, {"norm": 1}, {"k": 64}, {"group_shift": -1}, {"activation": 2}, {"scale": None}):
         with pytest.raises(KernelError, match="was not launched"):
             run("nvidia", args, **tuning)
+
+
+#: (E, H, I), tokens, chosen, groups, normalise, narrow, plus_one
+ROUTED = {
+    "mixtral's": ((8, 256, 128), 1, 2, (128, 128), True, False, False),
+    "qwen's, three tokens": ((128, 128, 128), 3, 8, (128, 128), True, True, False),
+    "odd number": ((61, 256, 128), 2, 5, (32, 32), False, True, True),
+    "all, of a long row": ((3, 4352, 128), 1, 3, (64, 64), False, False, False),
+    "one": ((1, 128, 128), 2, 1, (128, 128), True, False, True),
+}
+
+
+def scores(tokens: int, experts: int, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(experts)
+    return torch.stack([torch.randperm(experts, generator=generator) for _ in range(tokens)]).to(dtype) / 4 - 3
+
+
+@pytest.mark.parametrize("dtype", binding.DTYPES, ids=name)
+@pytest.mark.parametrize("case", ROUTED)
+@pytest.mark.parametrize("form", FORMS)
+def test_norm_and_choice_inside(form: str, case: str, dtype: torch.dtype, run: Run) -> None:
+    (number, *size), tokens, chosen, groups, normalise, narrow, plus_one = ROUTED[case]
+    args = made((number, size[0], size[1]), tokens, chosen, groups, dtype, odd=True)
+    of = torch.float32 if case == "one" else dtype
+    args = routed(args, scores(tokens, number, of), normalise, narrow, plus_one)
+    together = run(form, args)
+    assert_float_rule(args, together)
+    for token in range(tokens):  # bits depend on nothing beside it
+        alone = tuple(one[token : token + 1] if place in (0, 4, len(args) - 1) else one
+                      for place, one in enumerate(args))  # fmt: skip
+        assert torch.equal(run(form, alone, blocks=3 * token), together[token : token + 1])
+
+
+def rows_of(experts: int) -> dict[str, Tensor]:
+    """Logits whose order is not plain."""
+    generator = torch.Generator().manual_seed(experts)
+    ties = torch.randint(0, 4, (experts,), generator=generator).float()
+    signs = torch.where(ties > 1, 0.0, -0.0)
+    nan, infinite, some = ties.clone(), ties.clone(), torch.full((experts,), float("-inf"))
+    nan[experts // 2], infinite[experts // 3] = float("nan"), float("inf")
+    nan[experts - 1] = infinite[experts // 2] = float("inf")
+    some[experts // 2] = 1.0
+    return {"ties": ties, "zeros": signs, "nan": nan, "infinite": infinite, "all but one minus infinity": some,
+            "minus infinity": torch.full((experts,), float("-inf")), "close": 1 + ties * 2.0**-12}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "number, chosen, dtype",
+    [(7, 3, torch.float32), (128, 8, torch.bfloat16), (515, 3, torch.float16), (12, 12, torch.float32)],
+    ids=["few", "many", "more than threads", "all"],
+)
+@pytest.mark.parametrize("form", FORMS)
+def test_the_chosen_ones_and_their_weights(form: str, number: int, chosen: int, dtype: torch.dtype, run: Run) -> None:
+    """What goes into down has the bits that the ids of choose_experts give: NaN as infinity, the first of equals."""
+    logits = torch.stack(list(rows_of(number).values())).to(dtype)
+    x, _, _, up, *rest = made((1, 128, 128), len(logits), chosen, (128, 128), torch.bfloat16)
+    many = [one.expand(number, *one.shape[1:]).clone() if isinstance(one, Tensor) else one for one in (up, *rest)]
+    many[0].view(torch.int8).random_(-128, 128, generator=torch.Generator().manual_seed(1))
+    order = logits.where(~logits.isnan(), float("inf"))
+    for normalise, narrow in ((True, False), (False, True)):
+        whole = torch.softmax(logits.float(), dim=-1)
+        ids = order.sort(dim=-1, descending=True, stable=True)[1][:, :chosen].contiguous()
+        weights = whole.gather(1, ids)
+        weights = weights / weights.sum(-1, keepdim=True) if normalise else weights
+        given = (x, ids, weights.to(dtype) if narrow else weights, *many)
+        args = (x, None, 1e-5, False, logits, chosen, normalise, narrow, *many)
+        found: list[Tensor] = []
+        due, y = run(form, given, found), run(form, args, found)
+        assert torch.equal(*found)
+        assert torch.equal(y.isnan(), due.isnan())
+        assert_float_rule(given, y)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_longest_row_under_a_norm(form: str, run: Run) -> None:
+    args = made((2, launched.MOST_NORMED, 128), 1, 2, (32, 128), torch.bfloat16)
+    args = routed(args, scores(1, 2, torch.bfloat16), True, False)
+    assert_float_rule(args, run(form, args))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=str)
+@pytest.mark.parametrize("form", FORMS)
+def test_what_is_not_finite_under_a_norm(form: str, value: float, run: Run) -> None:
+    """It spoils its own token alone; an infinity in the norm's weight one value of each."""
+    args = list(routed(made((3, 128, 256), 2, 2, (64, 64), torch.bfloat16), scores(2, 3, torch.bfloat16), True, True))
+    whole = run(form, tuple(args))
+    for at in (0, 1):
+        spoiled = list(args)
+        spoiled[at] = args[at].clone()
+        spoiled[at].view(-1)[5] = value
+        y, due = run(form, tuple(spoiled)), dispatch.kernel(routed_experts.OP).reference(*spoiled)
+        assert torch.equal(y.isnan(), due.isnan())
+        assert torch.equal(y.isfinite(), due.isfinite())
+        assert at == 1 or torch.equal(y[1], whole[1])
+
+
+def test_choices_and_norms_that_are_refused(run: Run) -> None:
+    args = routed(made((3, 128, 128), 1, 2, (128, 128), torch.bfloat16), scores(1, 3, torch.bfloat16), True, True)
+    for tuning in ({"norm": 3}, {"norm": 2}):  # a LayerNorm; of down
+        with pytest.raises(KernelError, match="was not launched"):
+            run("nvidia", args, **tuning)
+    ids = made((3, 128, 128), 1, 4, (128, 128), torch.bfloat16)
+    with pytest.raises(KernelError, match="was not launched"):  # four of three
+        run("nvidia", routed(ids, scores(1, 3, torch.bfloat16), True, True))

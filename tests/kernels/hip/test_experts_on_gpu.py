@@ -10,8 +10,12 @@ from torch import Tensor
 
 from accelpatch.device import probe
 from accelpatch.kernels import dispatch
-from accelpatch.kernels.ops import experts
+from accelpatch.kernels.hip.binding import weight_prefetch
+from accelpatch.kernels.layouts.row_major import Plain
+from accelpatch.kernels.ops import choose_experts, experts, rmsnorm, routed_experts
 from accelpatch.kernels.ops.expert_cases import in_tiles, of_random
+from accelpatch.kernels.ops.fused_linear import FusedLinear
+from accelpatch.kernels.ops.fused_norm import FusedNorm
 from accelpatch.kernels.spec import Case
 from tests.support.parity import assert_parity, bits, name
 
@@ -120,3 +124,97 @@ def test_what_is_not_finite() -> None:
             y, due = experts.experts(*args), dispatch.kernel(OP).reference(*args)
         assert torch.equal(y.isnan(), due.isnan())
         assert torch.equal(y.isfinite(), due.isfinite())
+
+
+ROUTED = routed_experts.OP
+MODELS = ("mixtral", "qwen3_moe")
+FORMS = {"normalised": (True, False), "narrow": (False, True), "both": (True, True)}
+
+
+def routed(shape: str, tokens: int, dtype: torch.dtype, form: str, ties: bool = False) -> tuple[Any, ...]:
+    """The arguments of `routed_experts`; logits of which no two of a token are equal, or nearly all are."""
+    x, ids, _, *rest = made(shape, tokens, dtype)
+    number, generator = SHAPES[shape][0][0], torch.Generator().manual_seed(tokens)
+    order = torch.stack([torch.randperm(number, generator=generator) for _ in range(tokens)]) - number // 2
+    logits = ((order // 8 if ties else order) / 8).to(CUDA, dtype)
+    weight = torch.randn(x.shape[1], generator=generator).to(CUDA, dtype)
+    return x, weight, 1e-6, False, logits, ids.shape[1], *FORMS[form], *rest
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", HALVES, ids=name)
+@pytest.mark.parametrize("tokens", [1, 2, 4])
+@pytest.mark.parametrize("shape", MODELS)
+def test_norm_and_choice_inside(shape: str, tokens: int, dtype: torch.dtype, form: str) -> None:
+    args = routed(shape, tokens, dtype, form)
+    assert dispatch.choose(ROUTED, dispatch.kernel(ROUTED).spec(*args), probe(CUDA)) == "hip"
+    assert_parity(ROUTED, args, "hip")
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_chosen_ones_are_those_of_choose_experts(shape: str, form: str) -> None:
+    """Ties and NaN included. With a norm that changes no value each weight is within a rounding, so are the sums."""
+    x, _, _, _, logits, *rest = routed(shape, 4, torch.bfloat16, form, ties=True)
+    logits[1, logits.shape[1] // 2] = float("inf")
+    logits[2, 0] = float("nan")
+    args = (x, torch.ones_like(x[0]), 1e-6, False, logits, *rest)
+    ids, weights = choose_experts.choose_experts(logits, *rest[:3])
+    with dispatch.forced("hip"):
+        y = routed_experts.routed_experts(*args)
+        due = experts.experts(rmsnorm.reference(x, args[1], 1e-6, False), ids, weights, *rest[3:])
+    assert torch.equal(y.isnan(), due.isnan())
+    assert not bool(y[[0, 3]].isnan().any())
+    error = (y[[0, 3]].double() - due[[0, 3]].double()).norm() / due[[0, 3]].double().norm()
+    assert error < 2.0**-8
+
+
+@pytest.mark.parametrize("shape", MODELS)
+def test_bits_of_a_choice_are_the_same_each_time_and_a_tokens_own(shape: str) -> None:
+    args = routed(shape, 2, torch.bfloat16, "both", ties=True)
+    with dispatch.forced("hip"):
+        both: Tensor = routed_experts.routed_experts(*args)
+        for _ in range(20):
+            assert torch.equal(bits(routed_experts.routed_experts(*args)), bits(both))
+        for token in range(2):
+            own = tuple(one[token : token + 1] if place in (0, 4, len(args) - 1) else one
+                        for place, one in enumerate(args))  # fmt: skip
+            assert torch.equal(bits(routed_experts.routed_experts(*own)[0]), bits(both[token]))
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+@pytest.mark.parametrize("shape", MODELS)
+def test_logits_of_a_captured_graph_are_read_as_it_runs(shape: str, tokens: int) -> None:
+    """Layer behind layer, as fused layers have them: router and experts alone, each of which begins early."""
+    args = routed(shape, tokens, torch.bfloat16, "both")
+    norm = FusedNorm(args[1], args[2])
+    routers = [
+        FusedLinear(Plain(torch.randn(args[4].shape[1], len(args[1]), device=CUDA, dtype=torch.bfloat16) / 64))
+        for _ in range(4)
+    ]
+
+    def layers(x: Tensor) -> Tensor:
+        for router in routers:
+            x = routed_experts.routed_experts(x, *args[1:4], router(x, norm), *args[5:19], x)
+        return x
+
+    with dispatch.forced("hip"), weight_prefetch():
+        x = args[0].clone()
+        layers(x)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = layers(x)
+        for seed in range(8):
+            x.copy_(torch.randn(x.shape, generator=torch.Generator().manual_seed(seed)))
+            found = []
+            for _ in range(3):
+                graph.replay()
+                found.append(y.clone())
+            torch.cuda.synchronize()
+            alone = x
+            for router in routers:  # each kernel by itself
+                logits = router(alone, norm)
+                torch.cuda.synchronize()
+                alone = routed_experts.routed_experts(alone, *args[1:4], logits, *args[5:19], alone)
+                torch.cuda.synchronize()
+            assert all(torch.equal(bits(one), bits(alone)) for one in found)
