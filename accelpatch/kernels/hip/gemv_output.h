@@ -61,7 +61,7 @@ template <class F, class T> struct Output {
 template <class F, class NORMS>
 DEVICE float stacked_sum(const GemvArgs& a, const GemvPlan& plan, const NORMS& norms, int tile, int r) {
     const int each = plan.experts.steps;
-    const float mean = a.norm ? norms.mean(0) : 0.f, factor = a.norm ? norms.scale(0) : 0.f;
+    const float factor = a.norm ? norms.scale(0) : 0.f;  // of an RMSNorm, which has no mean
     float total = 0.f;
 #pragma unroll 1
     for (int begin = 0; begin < plan.steps; begin += each) {
@@ -77,7 +77,7 @@ DEVICE float stacked_sum(const GemvArgs& a, const GemvPlan& plan, const NORMS& n
             };
             const float value =
                 F::value(row, k % F::KSTEP, number(a.scale), F::OFFSET == OFFSET_NONE ? 0.f : number(a.offset));
-            sum = fmaf(value, norms.value(own_token(plan), k, mean, factor), sum);
+            sum = fmaf(value, norms.value(own_token(plan), k, 0.f, factor), sum);
         }
         total = fmaf(sum, step_weight(plan, begin), total);
     }
