@@ -30,7 +30,7 @@ def kernels_of_experts() -> dict[str, tuple[Any, ...]]:
         )  # fmt: skip
         for block, tiled in itertools.product(grouped_experts.AMD_TILES, (False, True)[: 1 + minimum]):
             sizes = {"PRECISION": "ieee", "EXPERTS": 8, "ROWS": block.rows, "TOKENS": block.tokens,
-                     "COLUMNS": block.columns, "TILED": tiled, "TURNED": False}  # fmt: skip
+                     "COLUMNS": block.columns, "TILED": tiled}  # fmt: skip
             label = f"{name} in tiles" if tiled else name
             made[f"{block.tokens} tokens' gate and up, {label}"] = (
                 grouped_experts._gate_up, ("*bf16", "*i64", "*i32", *held, "*bf16", *("i32",) * 6, "fp32", "fp32"),

@@ -43,7 +43,6 @@ TILES = (Tile(16, 64, 64, 4, 4), Tile(32, 64, 64, 4, 4), Tile(64, 64, 64, 4, 3),
 AMD_TILES = TILES[:-1]
 #: of codes in tiles the first whose tokens are twice as many, else the last: an expert with more reads its codes again
 CODE_TILES = (Tile(16, 64, 128, 4, 4), Tile(64, 64, 128, 4, 3), Tile(256, 128, 128, 8, 2))
-WGMMA_ROWS = 64
 WIDE = Tile(16, 32, 32, 4, 2)  # float32 takes twice the memory
 
 
@@ -108,13 +107,11 @@ def _codes(  # type: ignore[no-untyped-def]
 @triton.jit
 def _tile_codes(  # type: ignore[no-untyped-def]
     w, scale, offset, x, row, inside, here, k, groups, total,
-    MINIMUM: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr, TURNED: tl.constexpr,
+    MINIMUM: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """As _codes, in tiles; row: of the tiles. Values of x lie in the order of a tile's nibbles.
 
-    A word has values of one group, and those of a row stand for a part of a tile's 32 values each. TURNED: `total` is
-    [tokens, rows], so that Hopper's matrix unit takes both from shared memory: where it takes codes from registers its
-    products wait for each other.
+    A word has values of one group, and those of a row stand for a part of a tile's 32 values each.
     """
     blocks = tl.cdiv(k, 128)
     PARTS: tl.constexpr = 128 // GROUP if GROUP < 128 else 1
@@ -136,10 +133,7 @@ def _tile_codes(  # type: ignore[no-untyped-def]
         even = tl.join(_two(words, 0, 4, factor, beside, MINIMUM), _two(words, 2, 6, factor, beside, MINIMUM))
         odd = tl.join(_two(words, 1, 5, factor, beside, MINIMUM), _two(words, 3, 7, factor, beside, MINIMUM))
         values = tl.join(even, odd).to(given.dtype).reshape(row.shape[0], 128)
-        if TURNED:
-            total = tl.dot(given.T, values.T, total, input_precision=PRECISION)
-        else:
-            total = tl.dot(values, given, total, input_precision=PRECISION)
+        total = tl.dot(values, given, total, input_precision=PRECISION)
     return total
 
 
@@ -155,15 +149,12 @@ def _tile_place(row):  # type: ignore[no-untyped-def]
 def _sums(  # type: ignore[no-untyped-def]
     w, scale, offset, x, row, inside, here, k, groups,
     KIND: tl.constexpr, TILED: tl.constexpr, MINIMUM: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
-    ROWS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, TURNED: tl.constexpr,
+    ROWS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """w[row] . x of each token, float32 [ROWS, TOKENS]. row: int64 numbers of rows in the whole stack."""
-    if TURNED:
-        turned = tl.zeros([TOKENS, ROWS], tl.float32)
-        return _tile_codes(w, scale, offset, x, row, inside, here, k, groups, turned, MINIMUM, GROUP, PRECISION, True).T
     total = tl.zeros([ROWS, TOKENS], tl.float32)
     if TILED:
-        return _tile_codes(w, scale, offset, x, row, inside, here, k, groups, total, MINIMUM, GROUP, PRECISION, False)
+        return _tile_codes(w, scale, offset, x, row, inside, here, k, groups, total, MINIMUM, GROUP, PRECISION)
     if KIND == 2:
         return _codes(w, scale, offset, x, row, inside, here, k, groups, total, MINIMUM, GROUP, PRECISION)
     for start in range(0, k, COLUMNS):
@@ -182,7 +173,7 @@ def _gate_up(  # type: ignore[no-untyped-def]
     x, order, ends, w, scale, offset, bias, h, k, inner, experts, chosen, tiles, groups, alpha, limit,
     KIND: tl.constexpr, TILED: tl.constexpr, MINIMUM: tl.constexpr, GROUP: tl.constexpr, BIAS: tl.constexpr,
     CODE: tl.constexpr, PRECISION: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
-    COLUMNS: tl.constexpr, TURNED: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
     expert, start, end = _tile_of(ends, experts, tl.program_id(0) % tiles, EXPERTS, TOKENS)
     if expert < experts:
@@ -197,7 +188,7 @@ def _gate_up(  # type: ignore[no-untyped-def]
         place_of_bias = first + of_up * inner + row
         lies = first + row // 8 * 16 + row % 8 + 8 * of_up if TILED else place_of_bias
         made = _sums(w, scale, offset, x + token * k, lies, inside, here, k, groups, KIND, TILED, MINIMUM, GROUP,
-                     PRECISION, ROWS, TOKENS, COLUMNS, TURNED)  # fmt: skip
+                     PRECISION, ROWS, TOKENS, COLUMNS)  # fmt: skip
         if BIAS:
             made += tl.load(bias + place_of_bias, mask=inside, other=0.0).to(tl.float32)[:, None]
         gate, up = made.reshape(ROWS // 16, 2, 8, TOKENS).permute(0, 2, 3, 1).split()
@@ -216,7 +207,6 @@ def _down(  # type: ignore[no-untyped-def]
     h, order, ends, weights, w, scale, offset, bias, parts, k, width, experts, tiles, groups,
     KIND: tl.constexpr, TILED: tl.constexpr, MINIMUM: tl.constexpr, GROUP: tl.constexpr, BIAS: tl.constexpr,
     PRECISION: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
-    TURNED: tl.constexpr,
 ):  # fmt: skip
     expert, start, end = _tile_of(ends, experts, tl.program_id(0) % tiles, EXPERTS, TOKENS)
     if expert < experts:
@@ -228,7 +218,7 @@ def _down(  # type: ignore[no-untyped-def]
         first = expert.to(tl.int64) * width + row
         own = h + place.to(tl.int64) * k
         made = _sums(w, scale, offset, own, first, inside, here, k, groups, KIND, TILED, MINIMUM, GROUP, PRECISION,
-                     ROWS, TOKENS, COLUMNS, TURNED)  # fmt: skip
+                     ROWS, TOKENS, COLUMNS)  # fmt: skip
         if BIAS:
             made += tl.load(bias + first, mask=inside, other=0.0).to(tl.float32)[:, None]
         made *= tl.load(weights + pair, mask=here, other=0.0).to(tl.float32)[None, :]
@@ -264,7 +254,6 @@ def grouped(
     shared: dict[str, Any] = {
         "PRECISION": "ieee", "EXPERTS": max(2, 1 << (number - 1).bit_length()), "ROWS": tile.rows,
         "TOKENS": tile.tokens, "COLUMNS": tile.columns, "TILED": up.tiled,
-        "TURNED": held is CODE_TILES and not wide and tile.tokens >= WGMMA_ROWS,
     }  # fmt: skip
     with on(x):
         tensors, groups, form = weight_arguments(up, width)

@@ -1,4 +1,4 @@
-"""Experts of many tokens by Triton, from 4-bit codes in tiles: every tile that may be chosen, in both ways round."""
+"""Experts of many tokens by Triton, from 4-bit codes in tiles: every tile that may be chosen."""
 
 from __future__ import annotations
 
