@@ -49,7 +49,11 @@ SHAPES: dict[str, tuple[str, dict[str, Any], tuple[int, int, int, int]]] = {
     "qwen3_moe": ("Qwen3Moe", {"hidden_size": 2048, "moe_intermediate_size": 768, "num_attention_heads": 32,
                                "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "norm_topk_prob": True,
                                "num_experts_per_tok": 8, "intermediate_size": 6144}, (128, 2048, 768, 8)),
+    "small": ("Mixtral", {"hidden_size": 1024, "intermediate_size": 3584, "num_attention_heads": 16,
+                          "num_key_value_heads": 4, "num_local_experts": 8, "num_experts_per_tok": 2},
+              (8, 1024, 3584, 2)),
 }  # fmt: skip
+LARGE = ("mixtral", "qwen3_moe")
 TINY = {"hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 128, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 512}  # fmt: skip
 STOCK = "stock transformers"
@@ -258,7 +262,7 @@ def models(asked: argparse.Namespace, limit: float) -> dict[str, Any]:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", choices=[*SHAPES], default=[*SHAPES], help="Shapes of the models.")
+    parser.add_argument("--shapes", nargs="+", choices=[*SHAPES], default=LARGE, help="Shapes of the models.")
     parser.add_argument("--device", default="cuda", help="Where it runs.")
     parser.add_argument("--dtype", default="bfloat16", help="Dtype of weights and activations.")
     parser.add_argument("--layers", type=int, default=8, help="Layers of a model.")

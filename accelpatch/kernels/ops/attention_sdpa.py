@@ -41,7 +41,8 @@ FIRST_CUDNN = 91501  # earlier ones fail for lengths that are no multiple of 128
 def is_long_part(spec: Spec) -> bool:
     """Whether a call is about the last of a causal prompt's tokens, and they are many."""
     masked = spec.options["ranges"] or spec.options["bias"] is not None or spec.options["window"]
-    return spec.options["causal"] and not masked and LONG_PART <= spec.sizes["L"] < spec.sizes["S"]
+    earlier = spec.sizes["S"] - spec.sizes["L"]  # cuDNN takes more than one key
+    return spec.options["causal"] and not masked and spec.sizes["L"] >= LONG_PART and earlier > 1
 
 
 def why_not(spec: Spec, device: Device) -> str | None:

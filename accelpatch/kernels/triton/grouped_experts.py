@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from accelpatch.device import Device, probe
 from accelpatch.kernels.layouts.expert_stack import Stack
 from accelpatch.kernels.layouts.expert_tiles import in_tile_order
 from accelpatch.kernels.ops.expert_gemv import few
@@ -43,6 +44,7 @@ TILES = (Tile(16, 64, 64, 4, 4), Tile(32, 64, 64, 4, 4), Tile(64, 64, 64, 4, 3),
 AMD_TILES = TILES[:-1]
 #: of codes in tiles the first whose tokens are twice as many, else the last: an expert with more reads its codes again
 CODE_TILES = (Tile(16, 64, 128, 4, 4), Tile(64, 64, 128, 4, 3), Tile(256, 128, 128, 8, 2))
+LARGEST_SHARED = 144 << 10  # bytes of a block of the last of them
 WIDE = Tile(16, 32, 32, 4, 2)  # float32 takes twice the memory
 
 
@@ -226,6 +228,15 @@ def _down(  # type: ignore[no-untyped-def]
         tl.store(out, made.to(parts.dtype.element_ty), mask=inside[:, None] & here[None, :])
 
 
+def tiles_of(device: Device, tiled: bool) -> tuple[Tile, ...]:
+    """The tiles to choose from, the smallest first. tiled: codes in tiles."""
+    if device.vendor == "amd":
+        return AMD_TILES
+    if not tiled:
+        return TILES
+    return CODE_TILES if device.facts is None or device.facts.block_shared >= LARGEST_SHARED else CODE_TILES[:-1]
+
+
 def sorted_pairs(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     """(pairs by their experts int64[T k], the end of each expert's int32[E]); ids out of range come last."""
     flat = ids.reshape(-1)
@@ -246,7 +257,7 @@ def grouped(
     x = in_tile_order(x) if up.tiled else x.contiguous()
     order, ends = sorted_pairs(ids, number)
     wide = x.dtype == torch.float32
-    held = AMD_TILES if torch.version.hip else CODE_TILES if up.tiled else TILES
+    held = tiles_of(probe(x.device), up.tiled)
     least = pairs * (2 if up.tiled else 1)
     tile = WIDE if wide else next((one for one in held if one.tokens * number >= least), held[-1])
     tiles = min(pairs, cdiv(pairs, tile.tokens) + number)

@@ -83,7 +83,8 @@ def capacity_for(length: int, longest: int | None) -> int:
 
 def grown(capacity: int, longest: int | None) -> int:
     """The capacity after this one, which is full."""
-    return capacity_for(capacity + (1 if capacity < LONG else GROWTH), longest)
+    wanted = capacity + (1 if capacity < LONG else GROWTH)
+    return capacity_for(wanted if longest is None else max(capacity + 1, min(wanted, longest)), longest)
 
 
 def shapes_of(cache: Any) -> tuple[LayerShape, ...]:

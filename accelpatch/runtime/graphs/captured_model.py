@@ -34,6 +34,8 @@ MODULES = "modules in the captured step: "  # and the reason
 STEPS = 4  # graphs, each with its cache, that are kept per model
 ROOMY = 4  # times the capacity that is needed: a fused step whose cache has no more serves as well
 
+Key = tuple[int, int, tuple[int, ...]]  # rows, capacity, watched
+
 
 class GraphMemory:
     """The memory that the graphs of one model share, from the first one on. devices: that they were captured on."""
@@ -64,7 +66,7 @@ class CapturedModel:
         self.why_not: str | None = None
         self.why_not_fused = ""
         self.uncaptured: set[tuple[int, tuple[int, ...]]] = set()  # (rows, watched) of single calls without a step
-        self._steps: OrderedDict[tuple[int, int, tuple[int, ...]], CapturedStep] = OrderedDict()
+        self._steps: OrderedDict[Key, CapturedStep] = OrderedDict()
         self._batches: dict[int, Batch] = {}
         self._shapes: tuple[LayerShape, ...] | None = None
         self._vocabulary = 0
@@ -118,13 +120,13 @@ class CapturedModel:
 
         watched: places of layers with hooks.
         """
-        key = next((key for key, step in self._alike(rows, watched) if _serves(step, capacity)), None)
+        key = next((key for key in self._alike(rows, watched) if self._serves(key, capacity)), None)
         if key is None:
             key = (rows, capacity, watched)
-            for smaller, step in self._alike(rows, watched):
-                if step.fused and step.capacity < capacity:
-                    del self._steps[smaller]  # this one serves in its place
             self._steps[key] = self._made(model, *key)
+            for other in self._alike(rows, watched):
+                if other[1] < capacity and self._by_length(other):
+                    del self._steps[other]  # the new one serves in its place
             while len(self._steps) > STEPS:
                 self._steps.popitem(last=False)
             used = {batch for batch, *_ in self._steps}
@@ -132,13 +134,18 @@ class CapturedModel:
         self._steps.move_to_end(key)
         return self._steps[key]
 
-    def _alike(
-        self, rows: int, watched: tuple[int, ...]
-    ) -> list[tuple[tuple[int, int, tuple[int, ...]], CapturedStep]]:
-        """(key, step) of the steps of so many rows, the smallest cache first."""
-        return sorted(
-            (one for one in self._steps.items() if (one[0][0], one[0][2]) == (rows, watched)), key=lambda one: one[0][1]
-        )
+    def _alike(self, rows: int, watched: tuple[int, ...]) -> list[Key]:
+        """Keys of the steps of so many rows, the smallest cache first."""
+        return sorted((key for key in self._steps if (key[0], key[2]) == (rows, watched)), key=lambda key: key[1])
+
+    def _by_length(self, key: Key) -> bool:
+        """Whether the time and result of a step depend on the length alone: modules attend over all of a cache."""
+        fused = self.fused if self._steps[key].fused else None
+        return fused is not None and not (fused.unfused or fused.whole or key[2])
+
+    def _serves(self, key: Key, capacity: int) -> bool:
+        """Whether a step runs as one of this capacity would."""
+        return capacity <= key[1] <= capacity * (ROOMY if self._by_length(key) else 1)
 
     def free(self, rows: int) -> None:
         """Free the graphs and their caches; the batch of `rows` stays, as a step may be using it."""
@@ -205,8 +212,3 @@ class CapturedModel:
             except CAPTURE_ERRORS as error:
                 self.why_not = f"its step cannot be captured ({type(error).__name__}: {first_line(error)})"
                 raise NotCaptured(self.why_not) from error
-
-
-def _serves(step: CapturedStep, capacity: int) -> bool:
-    """Whether a step runs as one of this capacity would. One of modules attends over all of its cache."""
-    return capacity <= step.capacity <= capacity * (ROOMY if step.fused else 1)

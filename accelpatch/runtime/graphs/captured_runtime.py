@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -158,10 +158,11 @@ class CapturedRuntime:
     def step(self, model: nn.Module, rows: int, capacity: int, watched: tuple[int, ...] = ()) -> CapturedStep:
         """The step for this size, captured if needed; see CapturedModel.step. Offloaded layers are watched too."""
         watched = watched or (() if self._watch is None else tuple(self._watch.offloaded))
-        try:
+        step = None
+        with suppress(torch.OutOfMemoryError):
             step = self.captured.step(model, rows, capacity, watched)
-        except torch.OutOfMemoryError:
-            self._others.clear()  # free the caches of other adapter states and sizes
+        if step is None:  # free the caches of other adapter states and sizes; the error holds none of them any more
+            self._others.clear()
             self.captured.free(rows)
             step = self.captured.step(model, rows, capacity, watched)
         self._flags = [] if self._watch is None else self._watch.flags()

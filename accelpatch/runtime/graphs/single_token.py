@@ -15,8 +15,8 @@ from torch import Tensor
 from accelpatch.fusion.cache_call import CacheCall
 from accelpatch.fusion.fused_model import FusedModel
 from accelpatch.fusion.spread import computes_on
-from accelpatch.runtime.graphs.cache_contents import attached
-from accelpatch.runtime.graphs.captured_cache import capacity_for
+from accelpatch.runtime.graphs.cache_contents import Contents, attached
+from accelpatch.runtime.graphs.captured_cache import capacity_for, grown
 from accelpatch.runtime.graphs.captured_step import CAPTURED, NotCaptured
 
 
@@ -37,6 +37,12 @@ def why_not(fused: FusedModel, ids: Tensor, call: CacheCall) -> str | None:
     return None
 
 
+def _capacity(past: int, contents: Contents | None, longest: int | None) -> int:
+    """The capacity for one token more than `past`. contents: of those in a static cache, which may be full."""
+    held = 0 if contents is None else contents.static.layers[0].keys.shape[2]
+    return grown(past, longest) if held == past else capacity_for(past + 1, longest)
+
+
 @torch.no_grad()
 def stepped(runtime: Any, model: Any, ids: Tensor, call: CacheCall, watched: tuple[int, ...]) -> Tensor | None:
     """Logits [B, 1, V] after ids[B, 1], for which `why_not` has no reason; None where there is no step.
@@ -50,8 +56,8 @@ def stepped(runtime: Any, model: Any, ids: Tensor, call: CacheCall, watched: tup
         return None  # the recipe wants no larger static cache
     captured.know(model.get_output_embeddings().out_features, call.cache)
     try:
-        step = runtime.step(model, len(ids), capacity_for(call.past + 1, runtime.max_length), watched)
         contents = attached(call.cache)
+        step = runtime.step(model, len(ids), _capacity(call.past, contents, runtime.max_length), watched)
         if contents is None or not step.holds(contents):
             contents = step.attach(call.cache)
     except (NotCaptured, torch.OutOfMemoryError):

@@ -60,8 +60,8 @@ def test_a_long_part_is_two_calls_of_cudnn(call: Call, dtype: torch.dtype, monke
     "sizes, due",
     [({"length": 2048, "keys": 8192}, "None"), ({"length": 2047, "keys": 8192}, "without a mask"),
      ({"length": 2048, "keys": 8192, "window": 9}, "without a mask"),
-     ({"length": 2048, "keys": 8192, "causal": False}, "None")],
-    ids=["long", "short", "window", "all"],
+     ({"length": 2048, "keys": 8192, "causal": False}, "None"), ({"length": 2048, "keys": 2049}, "without a mask")],
+    ids=["long", "short", "window", "all", "one-before"],
 )  # fmt: skip
 def test_which_parts_cudnn_takes(sizes: dict[str, Any], due: str) -> None:
     assert due in reason("sdpa_cudnn", KNOWN["sm_90"], **sizes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from accelpatch.device import KNOWN
 from accelpatch.kernels.ops import experts
 from accelpatch.kernels.ops.expert_cases import in_tiles, of_random
 from tests.support.interpreted import DEVICE, HERE, LOW, _anywhere, here, interpret, needs_triton  # noqa: F401
@@ -32,3 +33,13 @@ def test_float_rule(tokens: int, chosen: int, group: int) -> None:
     stacks = (part for one in in_tiles(up, down, 256) for part in one)
     args = (x, ids, weights, *stacks, "silu", 0.0, 0.0, x.flip(0))
     assert_parity(experts.OP, args, "triton")
+
+
+@here
+def test_a_tile_that_a_block_has_no_room_for_is_left_out() -> None:
+    from accelpatch.kernels.triton.grouped_experts import AMD_TILES, CODE_TILES, TILES, tiles_of
+
+    small = KNOWN["sm_86"]
+    assert [tiles_of(one, True) for one in (KNOWN["sm_90"], small)] == [CODE_TILES, CODE_TILES[:-1]]
+    assert tiles_of(small, False) == TILES
+    assert tiles_of(KNOWN["gfx942"], True) == AMD_TILES

@@ -234,9 +234,10 @@ def test_a_cache_grows_by_doubling_and_the_largest_stays(monkeypatch: pytest.Mon
     assert paths(model) == {CAPTURED: 59}
 
 
-@pytest.mark.parametrize("needed, kept", [(32, [128]), (16, [16, 128])], ids=["a-quarter-of-it", "less"])
-def test_a_larger_cache_serves(needed: int, kept: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("bad, needed, kept", [({}, 32, [128]), ({}, 16, [16, 128]), ({0: "bad"}, 32, [32, 128])])
+def test_a_larger_cache_serves(bad: Any, needed: int, kept: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     model = patched()
+    vars(model)[RUNTIME].unfuse(bad)  # their modules attend over all of a cache
     for smallest in (128, needed):
         monkeypatch.setattr(captured_cache, "SMALLEST", smallest)
         assert torch.equal(*both(model, padded_batch(), max_new_tokens=4, do_sample=False))
