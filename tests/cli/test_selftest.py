@@ -58,5 +58,6 @@ def test_a_wrong_kernel_is_found(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> N
     assert {line.split(",")[0] for line in result.stdout.splitlines() if line.startswith("WRONG")} == {
         "WRONG rmsnorm by torch",
         "WRONG rmsnorm_rows by operations",  # runs it
-        "WRONG reorder by operations",  # so does this
+        "WRONG reorder by operations",  # so do these
+        "WRONG routed_experts by operations",
     }
