@@ -1,10 +1,10 @@
 """The order of preference of flash_attention's implementations, by device and dtype.
 
 What `accelpatch tune attention` measured on this machine comes first; the lists below are for all others. Those of
-Hopper were measured on an H100 (scripts/bench_flash.py), but for packages, which were not installed and come behind
-the fastest of what was measured. On other GPUs of NVIDIA torch's own choice comes first, which is what a model has without a patch.
-AMD's order follows ROCm's documentation: AITER, flash-attn, and AOTriton, which torch runs as its flash back end. Every
-order ends with `eager`, which takes everything.
+Hopper were measured on an H100 (scripts/bench_flash.py), but for packages, which were not installed and come behind the
+fastest of what was measured. On other GPUs of NVIDIA torch's own choice comes first, which is what a model has without
+a patch. AMD's order follows ROCm's documentation: AITER, flash-attn, and AOTriton, which torch runs as its flash back
+end. Every order ends with `eager`, which takes everything.
 """
 
 from __future__ import annotations
