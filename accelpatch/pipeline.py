@@ -37,7 +37,7 @@ from accelpatch.replacers import registry
 from accelpatch.replacers.smoothing import site_statistics
 from accelpatch.replacers.stored import known
 from accelpatch.report import Report, Stopwatch
-from accelpatch.runtime.generation.patched_model import RUNTIME, SAVE, new_runtime, patched_classes
+from accelpatch.runtime.generation.patched_model import SAVE, new_runtime, patched_classes
 
 OUTPUTS = ("q_proj", "k_proj", "v_proj")  # roles whose outputs may get static scales too
 OWN_TEXT = "calibrated on {tokens} tokens that the model wrote itself: accelpatch.calibrate(model, data) takes yours"
@@ -159,12 +159,12 @@ def carry_out(
         runtime = new_runtime(planned.device.kind, planned.recipe.runtime)
         report = stage_report(planned, built, runtime.paths)
         report.notes += notes
-        attributes: list[tuple[nn.Module, str, Any]] = [*patched_classes(model), (model, RUNTIME, runtime)]
-        attributes.append((model, SAVE, save))
+        attributes = [*patched_classes(model, runtime), (model, SAVE, save)]
         handle = apply.commit(model, planned, [item.built for item in built], keep_original, attributes, report)
         try:
             for owner, settings in configurations(model):
                 handle.configure(owner, settings)
+            runtime.code.look()
             fuse(model, planned, runtime, captured, report, watch)
             report.verification = whole_model(model, captured, report, watch)
             apply.settle(handle, [item.built for item in built], copies, watch, placement)

@@ -23,15 +23,16 @@ IMPORTS: dict[str, tuple[str, str]] = {
     "cache": ("errors", ""),  # where finished work of models and kernels lies; added to the design's table
     "report": ("errors", ""),
     "recipe": ("errors", "yaml"),
+    "own_code": ("", ""),  # whether the code that fast paths stand for would still run; added to the design's table
     "kernels": ("device errors cache", "triton"),  # cache: built device sources are published there
     "quant": ("kernels device errors", ""),
-    "modules": ("kernels quant errors", "transformers"),
+    "modules": ("kernels quant own_code errors", "transformers"),
     # cache: converted checkpoints are published there
-    "models": ("errors cache", "transformers huggingface_hub gguf safetensors"),
-    "patching": ("recipe device report errors", ""),
-    "replacers": ("patching modules quant kernels models.family device errors", ""),
-    "fusion": ("patching modules quant kernels models.family device errors", "transformers"),
-    "runtime": ("kernels modules fusion report device errors", "transformers"),
+    "models": ("errors cache own_code", "transformers huggingface_hub gguf safetensors"),
+    "patching": ("recipe device report own_code errors", ""),
+    "replacers": ("patching modules quant kernels models.family device own_code errors", ""),
+    "fusion": ("patching modules quant kernels models.family device own_code errors", "transformers"),
+    "runtime": ("kernels modules fusion report device own_code errors", "transformers"),
     "checkpoints": (
         "replacers patching modules quant models recipe report device errors",
         "transformers safetensors",

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from accelpatch import own_code
 from accelpatch.fusion import attention_facts, layer_facts
 from accelpatch.fusion.cannot_fuse import CannotFuse
 from accelpatch.models.family import DecoderForm, Family, child_of, family_of_class
@@ -84,9 +85,11 @@ def decoder_of(model: Any) -> Decoder:
 
 def why_not(model: Any, decoder: Decoder) -> str | None:
     """Why a model, or the decoder in it, may not simply call its layers one after the other; None where they do."""
-    for one in (model, decoder.module):
-        if not type(one).forward.__module__.startswith("transformers."):
-            return f"{type(one).__name__} has a forward of its own"
+    table = None if decoder.positions is None else decoder.positions.table
+    parts = (decoder.embedding, decoder.norm, decoder.rotary, decoder.head, table)
+    reasons = (layer_facts.other_code(one) for one in parts if isinstance(one, nn.Module))
+    if reason := own_code.why_not(model) or own_code.why_not(decoder.module) or next(filter(None, reasons), None):
+        return reason
     form = decoder.form
     known = {form.layers, form.embedding, form.norm, form.positions}
     for name, child in decoder.module.named_children():

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from accelpatch import own_code
 from accelpatch.models.family import (
     ACTIVATION_CLASSES,
     PLAIN_ACTIVATIONS,
@@ -17,6 +18,7 @@ from accelpatch.models.family import (
     linears_of,
     norm_of,
 )
+from accelpatch.modules.experts import implementation_why_not
 from accelpatch.modules.gated_mlp import GatedMLP
 
 QKV = (("qkv_proj",), ("q_proj", "k_proj", "v_proj"))
@@ -58,10 +60,11 @@ def why_not_sparse(layer: Any) -> str | None:
     if form is None or form.parallel or form.multiplier is not None or form.after_mlp is not None:
         return "its experts are no part of a form that is known"
     router, family = getattr(mlp, sparse.router), family_of_layer(layer)
+    if reason := implementation_why_not(getattr(mlp, sparse.experts)):
+        return reason
     if family_of_class(router, "TopKRouter") is not family or getattr(router, "bias", None) is not None:
         return f"its router is {type(router).__name__}"
-    own = getattr(type(mlp), "replaced_class", type(mlp))
-    return None if own.__module__.startswith("transformers.") else f"its MLP is {own.__name__}"
+    return None
 
 
 def activation_of(layer: Any) -> str:
@@ -96,8 +99,15 @@ def inner_of(layer: Any) -> tuple[Any, ...]:
     return linears(layer, *INNER)
 
 
+def other_code(layer: Any) -> str | None:
+    """Why a layer, or a module inside, runs code that is not its package's; None where none does."""
+    return own_code.why_not_in(layer.modules())
+
+
 def why_not(layer: Any) -> str | None:
     """Why a layer's modules may compute something that a fused or native step does not; None where they do not."""
+    if reason := other_code(layer):
+        return reason
     family, form = family_of_layer(layer), form_of(layer)
     if family is None or form is None:
         return "its form is not known"
@@ -118,8 +128,7 @@ def why_not(layer: Any) -> str | None:
         return why_not_sparse(layer)
     if not has_plain_mlp(layer):
         return None
-    own = getattr(type(mlp), "replaced_class", type(mlp))
-    if not own.__module__.startswith("transformers.") or (mlp is not layer and family_of_class(mlp, "MLP") != family):
-        return f"its MLP is {own.__name__}"
+    if mlp is not layer and family_of_class(mlp, "MLP") != family:
+        return f"its MLP is {type(mlp).__name__}"
     activation = activation_of(layer)
     return None if activation in PLAIN_ACTIVATIONS.values() else f"its activation is {activation}"

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from accelpatch import own_code
 from accelpatch.models.families import (
     ACTIVATION_CLASSES,
     CLAMPED_GATES,
@@ -47,9 +48,9 @@ def family_of(config: Any) -> Family | None:
 def family_of_class(module: Any, ending: str) -> Family | None:
     """The family that a module's class belongs to, by its name: LlamaAttention with the ending Attention is Llama's.
 
-    Of a replacement the class that it replaced counts.
+    Of a replacement the class that it replaced counts, of a subclass the one of transformers that it derives from.
     """
-    name = getattr(type(module), "replaced_class", type(module)).__name__
+    name = own_code.base_of(getattr(type(module), "replaced_class", type(module))).__name__
     return _BY_CLASSES.get(name.removesuffix(ending)) if name.endswith(ending) else None
 
 

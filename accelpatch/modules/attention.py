@@ -25,7 +25,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface, PreTrainedConfig
-from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    AttentionMaskInterface,
+    causal_mask_function,
+    sdpa_mask,
+)
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from accelpatch.errors import KernelError
 from accelpatch.kernels import dispatch
@@ -68,6 +74,35 @@ def named(config: Any) -> Any:
     """The same configuration, with this package's implementation in it."""
     vars(config)[SETTING] = NAME
     return config
+
+
+class Registered:
+    """What the attention function stands for: transformers' own functions and masks under other names."""
+
+    def forward(self) -> Any:
+        """Names the two registries, whose entries own_code reads."""
+        return ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS
+
+
+def set_aside(model: nn.Module) -> list[tuple[dict[str, Any], str]]:
+    """Give the configurations in a model that name this package's function the originals' names, until `take_up`."""
+    original = next((_name(one.replaced_config) for one in model.modules() if isinstance(one, FlashAttention)), None)
+    every = {id(config): vars(config) for one in model.modules() if (config := vars(one).get("config")) is not None}
+    found = [one for one in every.values() if original is not None and one.get(SETTING) == NAME]
+    for settings in found:
+        settings[SETTING] = original
+    return [(settings, str(original)) for settings in found]
+
+
+def take_up(aside: list[tuple[dict[str, Any], str]]) -> None:
+    """Undo `set_aside`, but for configurations that name another implementation by now."""
+    for settings, original in aside:
+        if settings.get(SETTING) == original:
+            settings[SETTING] = NAME
+
+
+def _name(config: Any) -> Any:
+    return vars(config).get(SETTING)
 
 
 def configurations(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:

@@ -6,17 +6,20 @@ transformers calls them with the tokens' hidden states, and the indices and weig
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers.integrations import moe
 
+from accelpatch import own_code
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.layouts.expert_stack import Stack
 from accelpatch.kernels.ops.experts import experts
 from accelpatch.modules.replacement import Replacement, adopt
 
+SETTING = "_experts_implementation"  # the attribute of a configuration that holds the implementation's name
+IMPLEMENTATIONS = (None, "eager", "batched_mm", "grouped_mm", "deepgemm", "sonicmoe")  # transformers' own
 UP, DOWN = "gate_up_proj", "down_proj"
 FEW = 64  # tokens; transformers' grouped product is a match for more, and its other one gathers whole weights
 
@@ -37,6 +40,12 @@ class ExpertsForm:
     bias: bool = False
 
 
+def implementation_why_not(module: Any) -> str | None:
+    """Why a module's experts run by an implementation that a user registered; None where by one of transformers'."""
+    used = getattr(getattr(module, "config", None), SETTING, None)
+    return None if used in IMPLEMENTATIONS else f"the experts implementation is {used}"
+
+
 def form_of(module: nn.Module, activations: Any, clamped: Any) -> ExpertsForm | str:
     """The form of a module with experts, or why it has none that is known.
 
@@ -47,6 +56,8 @@ def form_of(module: nn.Module, activations: Any, clamped: Any) -> ExpertsForm | 
     wanted = {UP, DOWN} | ({f"{UP}_bias", f"{DOWN}_bias"} if getattr(own, "has_bias", False) else set())
     if not getattr(own, "has_gate", False) or getattr(own, "has_post_expert_norm", False):
         return f"{name} has no gated experts by transformers' experts interface"
+    if reason := implementation_why_not(module):
+        return reason
     held = {key: one for key, one in module._parameters.items() if one is not None}
     if held.keys() != wanted or any(held[key].dim() != 3 for key in (UP, DOWN)):
         return f"{name} has the weights {', '.join(held) or 'of an adapter'}, and {UP} and {DOWN} are known"
@@ -55,8 +66,9 @@ def form_of(module: nn.Module, activations: Any, clamped: Any) -> ExpertsForm | 
         return ExpertsForm("clamped_swiglu", float(own.alpha), float(own.limit), **shape)
     if type(module)._apply_gate is not moe._default_apply_gate:  # type: ignore[attr-defined]
         return f"{name} has a gate of its own, which is not known"
-    activation = activations.get(type(getattr(module, "act_fn", None)).__name__)
-    if activation is None:
+    function = getattr(module, "act_fn", None)
+    activation = activations.get(type(function).__name__)
+    if activation is None or own_code.why_not(function):
         return f"the activation of {name} is not known here"
     return ExpertsForm(activation, **shape)
 
@@ -83,8 +95,11 @@ class Experts(Replacement):
     def forward(self, hidden_states: Tensor, *routing: Tensor, **named: Tensor) -> Tensor:
         """y[T, H] of hidden_states[T, H]; then indices[T, k] and weights[T, k], by place or under the family's names.
 
-        Indices out of range, which other devices have (expert parallelism), add nothing.
+        Indices out of range, which other devices have (expert parallelism), add nothing. An implementation that the
+        user registered and chose since runs in the place of this one.
         """
+        if implementation_why_not(self) is not None:
+            return cast(Tensor, super().forward(hidden_states, *routing, **named))
         given = [*routing, *named.values()]
         ids = next(one for one in given if not one.is_floating_point())
         weights = next(one for one in given if one.is_floating_point())

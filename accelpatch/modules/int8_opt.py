@@ -200,6 +200,7 @@ def _joined(module: Any, incompatible: Any) -> None:
 class Int8OPTDecoderLayer(nn.Module):
     """OPT's decoder layer in int8; x, the residual stream, stays in the model's dtype."""
 
+    runs_original = False  # whose linear layers are floats
     is_whole = True  # fused models run it as it is; a prompt without padding comes without a mask
     like: Tensor
     dtypes: tuple[torch.dtype, ...]

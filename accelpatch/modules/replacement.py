@@ -15,6 +15,7 @@ from typing import Any, TypeVar, cast
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
+from accelpatch import own_code
 from accelpatch.errors import PatchError
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -37,9 +38,11 @@ class Replacement(nn.Module):
     """Base class of accelpatch's replacements; a user's own may derive from it.
 
     own_buffers: names of buffers that the original does not have. transient: names of attributes that are not copied.
-    skips: children whose computation the replacement does itself, as (name, module).
+    skips: children whose computation the replacement does itself, as (name, module). runs_original: whether the
+    original's forward can run on what the replacement holds.
     """
 
+    runs_original = True
     own_buffers: tuple[str, ...] = ()
     transient: tuple[str, ...] = ()
     skips: tuple[tuple[str, nn.Module], ...] = ()
@@ -60,7 +63,44 @@ def subclass(mixin: Any, cls: Any) -> type[nn.Module]:
         return mixin
     deep = _deep_copy if issubclass(mixin, Replacement) else copy_with_parts
     body = {"__module__": mixin.__module__, "__reduce_ex__": copied_by(deep), "replaced_class": cls}
-    return type(f"{mixin.__name__}_{cls.__name__}", (mixin, cls), body)
+    made = type(f"{mixin.__name__}_{cls.__name__}", (mixin, cls), body)
+    _MADE.append(made)
+    own_code.reached_by(made)
+    own_code.on_refresh(stand_aside)
+    stand_aside()
+    return made
+
+
+_MADE: list[Any] = []  # every class that `subclass` made
+
+
+def stand_aside() -> None:
+    """Let replacements run their original's forward while it is not its package's own, and theirs from then on."""
+    for made in _MADE:
+        if own_code.is_others(made):
+            made.forward = _run_original if getattr(made, "runs_original", True) else _refuse_to_run
+        elif own_code.has_overridden(made):
+            made.forward = _run_either
+        elif "forward" in vars(made):
+            del made.forward
+
+
+def _run_original(self: Any, *args: Any, **kwargs: Any) -> Any:
+    return type(self).replaced_class.forward(self, *args, **kwargs)
+
+
+def _run_either(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The original's forward where a method that it calls is set on the instance, else the replacement's."""
+    if own_code.differs(self):
+        return _run_original(self, *args, **kwargs)
+    return super(type(self), self).forward(*args, **kwargs)
+
+
+def _refuse_to_run(self: Any, *args: Any, **kwargs: Any) -> Any:
+    raise PatchError(
+        f"{vars(self).get(PATH)}: {own_code.reached_by(type(self)).reason}, and the packed layer cannot run it: call "
+        "accelpatch.unpatch(model) first"
+    )
 
 
 def adopt(mixin: type[Module], original: nn.Module) -> Module:
@@ -113,8 +153,13 @@ def _with_state_of(module: nn.Module, cls: type[nn.Module], state: Any) -> nn.Mo
 
 def _rewrap_forward(new: nn.Module, wrapped: Any) -> None:
     """Rebind accelerate's wrapped forward, a partial bound to the original instance, to the new one."""
-    new.__dict__["_old_forward"] = types.MethodType(type(new).forward, new)
+    new.__dict__["_old_forward"] = types.MethodType(_present_forward, new)
     new.__dict__["forward"] = functools.update_wrapper(functools.partial(wrapped.func, new), type(new).forward)
+
+
+def _present_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a module's class as it is at each call."""
+    return type(self).forward(self, *args, **kwargs)
 
 
 class Copying:
@@ -193,8 +238,12 @@ def intact(replacement: Replacement) -> bool:
 
 
 def is_observed(*modules: Any) -> bool:
-    """Whether anybody observes or changes calls of one of the modules: by a hook on it or on all modules, or by a
-    `forward` set on the instance (accelerate's wrapper too). It must then be called as a module."""
+    """Whether anybody observes or changes calls of one of the modules: by a hook on it or on all modules, by a
+    `forward` set on the instance (accelerate's wrapper too), or by other code in its class. It must then be called as a
+    module."""
     if any(not hasattr(hook, OWN_HOOK) for name in GLOBAL_HOOKS for hook in getattr(torch_module, name).values()):
         return True
-    return any("forward" in vars(module) or any(getattr(module, table) for table in HOOKS) for module in modules)
+    return any(
+        "forward" in vars(module) or own_code.differs(module) or any(getattr(module, table) for table in HOOKS)
+        for module in modules
+    )

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from accelpatch import own_code
 from accelpatch.patching.site import Site
 from accelpatch.patching.stored import Known, Stored, nothing
 from accelpatch.recipe.recipe import Match, Recipe, Rule
@@ -39,6 +40,7 @@ def sites(
     is known of modules whose weight another library quantised; they have the roles of float linear layers. ties: names
     of two parameters that are one weight, for those that lie on the meta device.
     """
+    own_code.look_at(model.modules())
     places: dict[int, list[str]] = {}
     modules: dict[int, nn.Module] = {}
     for path, module in model.named_modules(remove_duplicate=False):
@@ -148,7 +150,7 @@ def role_of(path: str, module: nn.Module, roles: Mapping[str, str], head: nn.Mod
         return "embedding"
     if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D":
         return "linear"
-    name = type(module).__name__
+    name = own_code.base_of(type(module)).__name__
     role = next((role for end, role in CLASS_ROLES if name.endswith(end)), "other")
     around = any(type(child).__name__.endswith("Attention") for child in module.children())
     return "other" if role == ATTENTION and around else role

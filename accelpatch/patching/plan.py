@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from accelpatch import own_code
 from accelpatch.device import Device
 from accelpatch.errors import PlanError
 from accelpatch.patching import groups as smoothing
@@ -240,10 +241,12 @@ def _completed(entries: list[Entry], device: Device) -> list[Entry]:
 
 
 def _propose(site: Site, rule: Rule, replacer: Replacer, device: Device) -> Choice | Reason:
-    members = [site, *site.tied]
-    for member in members:
+    for member in (site, *site.tied):
         if _has_own_forward(member.original):
             return Reason(f"{member.path} has a forward of its own on the instance")
+        inside = member.original.modules() if replacer.whole else (member.original,)
+        if replacer.stands_for_code and (reason := own_code.why_not_in(inside)):
+            return Reason(reason)
     if site.tied and not replacer.ties:
         names = ", ".join(path for path in site.paths if path != site.path)
         raise PlanError(

@@ -63,6 +63,8 @@ class Replacer(ABC):
     whole: whether it takes a module with all that is in it: no rule applies to what is inside. takes_stored: whether it
     takes modules whose weight another library quantised itself; in place of all others their own format's does.
     by_token: whether only the first output counts (attention weights, say, are not made), and that not for padding.
+    stands_for_code: whether it was made for the code of transformers and torch, so that a module whose class runs other
+    code stays; so it is of all built-in ones.
     """
 
     name: ClassVar[str]
@@ -75,6 +77,7 @@ class Replacer(ABC):
     whole: ClassVar[bool] = False
     takes_stored: ClassVar[bool] = False
     by_token: ClassVar[bool] = False
+    stands_for_code: bool = False
 
     @abstractmethod
     def propose(self, site: Site, options: Mapping[str, Any], device: Device) -> Choice | Reason:

@@ -51,6 +51,8 @@ BUILT_IN: tuple[type[Replacer], ...] = (
     Int4Experts,
 )
 _registry: dict[str, Replacer] = {cls.name: cls() for cls in BUILT_IN}
+for _one in _registry.values():
+    _one.stands_for_code = True
 
 AnyReplacer = TypeVar("AnyReplacer", bound=type[Replacer])
 

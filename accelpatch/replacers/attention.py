@@ -8,12 +8,13 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from accelpatch import own_code
 from accelpatch.device import Device
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.ops import flash_attention
 from accelpatch.kernels.ops.attention_order import order
 from accelpatch.kernels.spec import Spec
-from accelpatch.modules.attention import attention, why_not_interface
+from accelpatch.modules.attention import Registered, attention, why_not_interface
 from accelpatch.patching.replacer import EVERY_CHILD, Choice, Reason, Replacer
 from accelpatch.patching.site import Site
 
@@ -37,7 +38,7 @@ class FlashAttentionReplacer(Replacer):
 
     def propose(self, site: Site, options: Mapping[str, Any], device: Device) -> Choice | Reason:
         module: Any = site.original
-        if reason := why_not_interface(module):
+        if reason := why_not_interface(module) or own_code.reached_by(Registered).reason:
             return Reason(reason)
         spec = spec_of(module)
         if isinstance(spec, str):

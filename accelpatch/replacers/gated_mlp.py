@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from accelpatch import own_code
 from accelpatch.device import Device
 from accelpatch.errors import KernelError
 from accelpatch.kernels import dispatch
@@ -58,4 +59,4 @@ class GatedMLPReplacer(Replacer):
 
 def _activation(mlp: nn.Module) -> str | None:
     module = next((getattr(mlp, name) for name in ACTIVATIONS if hasattr(mlp, name)), None)
-    return ACTIVATION_CLASSES.get(type(module).__name__)
+    return None if module is None or own_code.why_not(module) else ACTIVATION_CLASSES.get(type(module).__name__)

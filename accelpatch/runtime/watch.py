@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, repeat
-from operator import attrgetter, contains, is_
+from operator import attrgetter, contains, is_, itemgetter
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from torch.nn.modules import module as torch_module
 
 from accelpatch.fusion.adapters import is_adapter, state_of
 from accelpatch.fusion.decoder import layers_in
+from accelpatch.fusion.layer_facts import other_code
 from accelpatch.fusion.spread import is_offloaded, moves_only, offloaded_inside
 from accelpatch.modules.quantized_module import QuantizedModule, packed_modules
 from accelpatch.modules.replacement import OWN_HOOK
@@ -37,7 +38,9 @@ def _counts_writes(tensor: Tensor) -> bool:
 class Watch:
     """Detects hooks, replaced children and changed weights in a model that steps were derived from.
 
-    It checks every module before every step; the work is done in C and takes about a tenth of a millisecond.
+    uncaptured: places of the layers that no graph may hold: their weights are offloaded, or they run other code than
+    their package's. It checks every module before every step; the work is done in C and takes about a tenth of a
+    millisecond.
     """
 
     def __init__(self, model: nn.Module):
@@ -45,7 +48,8 @@ class Watch:
         modules = [module for module in everything if not is_offloaded(module)]  # their tensors come and go
         inner = [module for module in everything if module is not model]
         layers = layers_in(model)
-        self.offloaded = [place for place, layer in enumerate(layers) if offloaded_inside(layer)]
+        loose = [offloaded_inside(layer) or other_code(layer) is not None for layer in layers]
+        self.uncaptured = [place for place, is_loose in enumerate(loose) if is_loose]
         self._hf_hooks = [(vars(m), vars(m)["_hf_hook"]) for m in inner if "_hf_hook" in vars(m)]
         self._layers = [hook_tables(layer.modules()) for layer in layers]
         within = {id(module) for layer in layers for module in layer.modules()}
@@ -54,8 +58,8 @@ class Watch:
         moving = {id(module) for module in inner if moves_only(module) or is_offloaded(module)}
         self._moved = [(vars(m), vars(m).get("forward")) for m in inner if id(m) in moving]
         self._attributes = [vars(m) for m in inner if id(m) not in moving]
-        self._plain = list(plain_values(model))
-        self._values = self._read()
+        self._plain = grouped(plain_values(model))
+        self._values = values_of(self._plain)
         self._tables: list[dict[str, Any]] = [t for m in modules for t in (m._modules, m._parameters, m._buffers)]
         self._filled = [table for table in self._tables if table]  # most are empty, so only their sizes are checked
         self._held = list(chain.from_iterable(map(dict.values, self._filled)))
@@ -69,7 +73,7 @@ class Watch:
         self._tiled = [module for module in modules if isinstance(module, QuantizedModule) and module.tiles is not None]
         self._tiles = [module.tiles for module in self._tiled]
         self._adapters = [module for module in modules if is_adapter(module)]
-        self._flags = list(flag_places(model))
+        self._flags = grouped(flag_places(model))
 
     def objection(self) -> str | None:
         """Why the modules must run this step, or None."""
@@ -95,7 +99,7 @@ class Watch:
             or list(map(_version, self._written)) != self._versions
             or not all(map(is_, map(attrgetter("pack"), self._packed), self._packs))
             or not all(map(is_, map(attrgetter("tiles"), self._tiled), self._tiles))
-            or self._read() != self._values
+            or values_of(self._plain) != self._values
         )
 
     def adapters(self) -> tuple[str, ...]:
@@ -104,10 +108,7 @@ class Watch:
 
     def flags(self) -> list[Any]:
         """Plain values that a captured step relies on: scalings, switches, the attention implementation."""
-        return [attributes.get(name) for attributes, name in self._flags]
-
-    def _read(self) -> list[Any]:
-        return [attributes.get(name) for attributes, name in self._plain]
+        return values_of(self._flags)
 
 
 def configurations(model: Any) -> tuple[Any, ...]:
@@ -139,6 +140,22 @@ def flag_places(model: Any) -> Iterator[tuple[dict[str, Any], str]]:
         for name, value in vars(owner).items():
             if type(value) in SCALARS and name != CAPTURES:
                 yield vars(owner), name
+
+
+def grouped(places: Iterable[tuple[dict[str, Any], str]]) -> list[tuple[Callable[[Any], Any], dict[str, Any]]]:
+    """Places as (reader, attributes): of each dictionary, all its names are read at once."""
+    names: dict[int, tuple[dict[str, Any], list[str]]] = {}
+    for attributes, name in places:
+        names.setdefault(id(attributes), (attributes, []))[1].append(name)
+    return [(itemgetter(*own), attributes) for attributes, own in names.values()]
+
+
+def values_of(places: list[tuple[Callable[[Any], Any], dict[str, Any]]]) -> list[Any]:
+    """The present values at grouped places; [] where one is gone."""
+    try:
+        return [read(attributes) for read, attributes in places]
+    except KeyError:
+        return []
 
 
 def written_by_forward(modules: Iterable[nn.Module]) -> set[int]:

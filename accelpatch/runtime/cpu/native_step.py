@@ -6,6 +6,7 @@ step; all other calls, and steps observed by hooks, run the modules. `paths` cou
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections import Counter
 from collections.abc import Container, Mapping
@@ -22,6 +23,7 @@ from accelpatch.fusion.cannot_fuse import CannotFuse
 from accelpatch.fusion.native_model import NativeModel, native_model
 from accelpatch.kernels.cpu.decode_step import DecodeStep
 from accelpatch.kernels.cpu.native_library import MAX_BATCH
+from accelpatch.runtime.code_watch import CodeWatch
 from accelpatch.runtime.copied import recounted
 from accelpatch.runtime.cpu.mixed_step import mixed_step
 from accelpatch.runtime.cpu.native_cache import Store, attach, stored
@@ -41,11 +43,15 @@ UNDERSTOOD = frozenset(
 
 @dataclass(frozen=True, eq=False)
 class Reading:
-    """A model's weights for native steps, or why it has none; and the Watch that detects its changes."""
+    """A model's weights for native steps, or why it has none; and the Watch that detects its changes.
+
+    version: of the CodeWatch when they were read.
+    """
 
     model: NativeModel | None
     unfit: str | None
     watch: Watch
+    version: int
 
 
 class NativeRuntime:
@@ -53,13 +59,14 @@ class NativeRuntime:
 
     def __init__(self) -> None:
         self.paths: Counter[str] = Counter()
+        self.code = CodeWatch()
         self.unfused: Mapping[int, str] = {}  # place -> why, of layers that were over their bound at the patch
         self._reading: Reading | None = None
         self._lock = threading.Lock()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NativeRuntime:
         made: NativeRuntime = recounted(NativeRuntime(), self.paths, memo)
-        made.unfused = self.unfused
+        made.unfused, made.code = self.unfused, copy.deepcopy(self.code, memo)
         return made
 
     def __reduce__(self) -> tuple[type[NativeRuntime], tuple[()]]:
@@ -77,7 +84,7 @@ class NativeRuntime:
             self.paths["modules: a prompt, or no cache"] += 1
             return None
         reading = self.reading(model)
-        reason = _why_not(model, ids, arguments) or reading.unfit or reading.watch.objection()
+        reason = _why_not(model, ids, arguments) or reading.unfit or self.code.cache or reading.watch.objection()
         store = attach(cache, ids.shape[0]) if reason is None else reason
         if isinstance(store, str):
             self.paths[f"modules: {store}"] += 1
@@ -129,16 +136,19 @@ class NativeRuntime:
     def reading(self, model: nn.Module) -> Reading:
         """The Reading of the model, made anew where the model has changed."""
         reading = self._reading
-        if reading is not None and not reading.watch.stale():
+        if reading is not None and not self._outdated(reading):
             return reading  # with no lock: the child of a fork would inherit one that another thread held
         with self._lock:
-            if self._reading is None or self._reading.watch.stale():
+            if self._reading is None or self._outdated(self._reading):
                 try:
                     found, unfit = native_model(model, self.unfused), None
                 except (CannotFuse, KernelError) as reason:
                     found, unfit = None, str(reason)
-                self._reading = Reading(found, unfit, Watch(model))
+                self._reading = Reading(found, unfit, Watch(model), self.code.version)
             return self._reading
+
+    def _outdated(self, reading: Reading) -> bool:
+        return reading.version != self.code.version or reading.watch.stale()
 
     def _places(self, ids: Tensor, store: Store, arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor] | None:
         """(slots, starts, positions), each int64 [B]; None for a mask other than left padding."""

@@ -17,6 +17,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from accelpatch.fusion.cache_name import CACHE
 from accelpatch.fusion.spread import moves_only
+from accelpatch.runtime.code_watch import CODE
 from accelpatch.runtime.cpu.native_step import NativeRun, NativeRuntime, unknown
 
 # Arguments of generate()'s model calls that the loop supports besides those of a step.
@@ -25,6 +26,8 @@ UNDERSTOOD = frozenset({"attention_mask", CACHE, "position_ids", "use_cache", "l
 
 def stock_loop_because(model: Any, config: Any, synced_gpus: bool, kwargs: dict[str, Any]) -> str | None:
     """Why transformers' own loop must run; None where `decode` can."""
+    if reason := vars(model)[CODE].loop:
+        return str(reason)
     if extra := unknown(kwargs, UNDERSTOOD):
         return f"the argument {extra}"
     if config.return_dict_in_generate and (config.output_attentions or config.output_hidden_states):

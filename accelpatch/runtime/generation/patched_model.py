@@ -17,6 +17,7 @@ from accelpatch.errors import PatchError
 from accelpatch.fusion.cache_name import CACHE, FORMER, renamed
 from accelpatch.modules.packed_weight import PackedWeight, packed_in
 from accelpatch.modules.replacement import COPIED, copied_by, copy_with_parts
+from accelpatch.runtime.code_watch import CODE, CodeWatch
 from accelpatch.runtime.cpu.native_step import NativeRuntime
 from accelpatch.runtime.cpu.torch_threads import all_threads, one_thread
 from accelpatch.runtime.generation.captured_decoding import captured_loop
@@ -41,15 +42,17 @@ def new_runtime(device_type: str, settings: Any) -> NativeRuntime | CapturedRunt
     return NativeRuntime()
 
 
-def patched_classes(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
-    """(module, attribute, value) to set on a model and the models inside it: a mark, and the subclass as `__class__`.
+def patched_classes(model: nn.Module, runtime: NativeRuntime | CapturedRuntime) -> list[tuple[nn.Module, str, Any]]:
+    """(module, attribute, value) to set on a model and the models inside it: a mark, its runtime, and the subclass as
+    `__class__`.
 
     Restoring the attributes undoes it. Models inside refuse the same methods as the whole.
     """
-    found: list[tuple[nn.Module, str, Any]] = []
+    runtime.code = CodeWatch(model)
+    found: list[tuple[nn.Module, str, Any]] = [(model, RUNTIME, runtime)]
     for one in with_parts(model):
         new = _subclass(cast(Any, type(one)), is_model=one is model)
-        found += [(one, PATCHED, True), (one, "__class__", new)]
+        found += [(one, PATCHED, True), (one, CODE, runtime.code), (one, "__class__", new)]
         if "_old_forward" in vars(one):  # what accelerate's wrapper calls
             found.append((one, "_old_forward", types.MethodType(cast(Any, new).forward, one)))
     return found
@@ -68,11 +71,11 @@ def _subclass(cls: Any, is_model: bool) -> type[nn.Module]:
     body |= {"named_parameters": _naming_ties(cls), "requires_grad_": _marking_packed(cls)}
     body |= {"__reduce_ex__": copied_by(_copy_of_model if is_model else _copy_of_part), "unpatched_class": cls}
     if is_model:
-        body |= {"_sample": _looping(cls._sample)} if hasattr(cls, "_sample") else {}
-        body |= {name: _marking(getattr(cls, name)) for name in (CACHES,) if hasattr(cls, name)}
-        body["forward"] = _stepping(cls)
+        wrapped = {"_sample": _looping, CACHES: _marking, "generate": _looked_at_once}
+        body |= {name: wrap(cls, name) for name, wrap in wrapped.items() if hasattr(cls, name)}
         body |= {"save_pretrained": _saving(cls.save_pretrained)} if hasattr(cls, "save_pretrained") else {}
         body |= {"push_to_hub": cls.push_to_hub} if hasattr(cls, "push_to_hub") else {}
+    body["forward"] = _stepping(cls) if is_model else _looked_at_once(cls, "forward")
     return type(cls)(cls.__name__, (cls,), body)
 
 
@@ -90,13 +93,27 @@ def _copy_of_part(self: Any, memo: dict[Any, Any]) -> Any:
     return made
 
 
-def _marking(stock: Any) -> Any:
+def _looked_at_once(cls: Any, name: str) -> Any:
+    """Wraps a method of `cls`: where it is the outermost call, the model's CodeWatch looks once before it."""
+
+    @functools.wraps(getattr(cls, name))
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        code = vars(self).get(CODE)
+        if code is None or torch.compiler.is_compiling():
+            return getattr(cls, name)(self, *args, **kwargs)
+        with code:
+            return getattr(cls, name)(self, *args, **kwargs)
+
+    return call
+
+
+def _marking(cls: Any, name: str) -> Any:
     """Wraps generate()'s cache creation and marks the cache: only generate()'s result can expose it."""
 
-    @functools.wraps(stock)
+    @functools.wraps(getattr(cls, name))
     def prepare(self: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         brought = model_kwargs.get(CACHE)
-        prepared = stock(self, generation_config, model_kwargs, *args, **kwargs)
+        prepared = getattr(cls, name)(self, generation_config, model_kwargs, *args, **kwargs)
         if type(cache := model_kwargs.get(CACHE)) is DynamicCache:
             setattr(cache, OWN_CACHE, brought is None)  # one that an earlier call returned is marked already
         return prepared
@@ -104,18 +121,18 @@ def _marking(stock: Any) -> Any:
     return prepare
 
 
-def _looping(stock: Any) -> Any:
+def _looping(cls: Any, name: str) -> Any:
     """Wraps generate()'s `_sample`: accelpatch's loop over fast steps where possible, else the stock one.
 
     Between CPU steps, torch's threads are kept off the cores that the native ones need.
     """
 
-    @functools.wraps(stock)
+    @functools.wraps(getattr(cls, name))
     def sample(
         self: Any, input_ids: Any, logits_processor: Any, stopping_criteria: Any, generation_config: Any,
         synced_gpus: bool = False, streamer: Any = None, **kwargs: Any,
     ) -> Any:  # fmt: skip
-        runtime = vars(self).get(RUNTIME)
+        runtime, stock = vars(self).get(RUNTIME), getattr(cls, name)
         given = (input_ids, logits_processor, stopping_criteria, generation_config)
         if isinstance(runtime, CapturedRuntime):
             return captured_loop(self, runtime, functools.partial(stock, self), given, synced_gpus, streamer, kwargs)
@@ -136,25 +153,32 @@ def _stepping(cls: Any) -> Any:
     Both names of the KV cache are accepted where transformers accepts both.
     """
 
-    names = [
-        one.name for one in inspect.signature(cls.forward).parameters.values()
-        if one.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
-    ][1:]  # fmt: skip
-
     @functools.wraps(cls.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # torch.compile traces the modules
             return cls.forward(self, *args, **kwargs)
         runtime = vars(self).get(RUNTIME)
-        outputs = None
-        if runtime is not None and len(args) <= len(names) and kwargs.keys().isdisjoint(names[: len(args)]):
-            outputs = runtime.outputs(self, renamed(dict(zip(names, args, strict=False)) | kwargs))
-        if outputs is None:
-            with all_threads():
-                return cls.forward(self, *args, **(kwargs if FORMER in names else renamed(kwargs)))
-        return outputs
+        if runtime is None:
+            return cls.forward(self, *args, **kwargs)
+        with runtime.code:
+            names, outputs = _positional(cls.forward), None
+            if len(args) <= len(names) and kwargs.keys().isdisjoint(names[: len(args)]):
+                outputs = runtime.outputs(self, renamed(dict(zip(names, args, strict=False)) | kwargs))
+            if outputs is None:
+                if runtime.code.others:
+                    runtime.paths[f"modules of other code: {runtime.code.others}"] += 1
+                with all_threads():
+                    return cls.forward(self, *args, **(kwargs if FORMER in names else renamed(kwargs)))
+            return outputs
 
     return forward
+
+
+@functools.lru_cache
+def _positional(forward: Any) -> list[str]:
+    """Names of the arguments of a model's forward that may be given by position, besides the model."""
+    every = list(inspect.signature(forward).parameters.values())[1:]
+    return [one.name for one in every if one.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
 
 
 # transformers would write tensors under names that it cannot read back, or grow a table that is packed.

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from accelpatch.fusion.layer_facts import other_code
 from accelpatch.fusion.spread import device_of
 from accelpatch.kernels.hip.binding import weight_prefetch
 from accelpatch.kernels.operation import is_eager
@@ -29,7 +30,6 @@ MAX_CALLS = 16  # most captured calls per model
 LARGEST = 1 << 28  # bytes of inputs and outputs: for larger calls launch overhead does not matter
 COUNTED = 1024  # most calls whose runs are counted
 PLAIN = (bool, int, float, str, type(None))
-TRUSTED = ("transformers.", "torch.", "accelpatch.", "peft.")  # packages whose forwards have no side effects
 
 Key = tuple[Any, ...]
 
@@ -109,12 +109,6 @@ def tensors_of(made: Any) -> list[Tensor]:
     raise TypeError(f"{type(made).__name__} among the outputs")
 
 
-def foreign(model: nn.Module) -> str | None:
-    """Name of a module whose `forward` the user has set, which may have side effects; None for none."""
-    forwards = ((name, type(module).forward.__module__) for name, module in model.named_modules())
-    return next((name or "the model" for name, home in forwards if not f"{home}.".startswith(TRUSTED)), None)
-
-
 class CapturedCalls:
     """The graphs of one model."""
 
@@ -123,7 +117,7 @@ class CapturedCalls:
         self._seen: Counter[Key] = Counter()
         self._held: OrderedDict[Key, CapturedCall] = OrderedDict()
         self._unfit: set[Key] = set()
-        self._known = foreign(model) is None
+        self._known = other_code(model) is None  # which may have side effects
 
     def of(self, given: Mapping[str, Any], device: torch.device) -> CapturedCall | str | None:
         """The graph of a call, captured once the call has come often enough.

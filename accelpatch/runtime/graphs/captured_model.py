@@ -12,6 +12,7 @@ from torch import nn
 from accelpatch.errors import KernelError
 from accelpatch.fusion.cannot_fuse import CannotFuse
 from accelpatch.fusion.fused_model import FUSED, FusedModel
+from accelpatch.fusion.layer_facts import other_code
 from accelpatch.fusion.read_layers import fused_model
 from accelpatch.fusion.spread import computes_on, device_of, several_devices
 from accelpatch.runtime.graphs.captured_batch import Batch, Drafts, GraphOf
@@ -205,6 +206,8 @@ class CapturedModel:
                     self.fused, self.why_not_fused = None, f"{type(error).__name__}: {first_line(error)}"
             if watched or several_devices(model):  # whose hooks a graph of the modules would not call
                 raise NotCaptured(self.why_not_fused or f"{rows} rows")
+            if (reason := other_code(model)) is not None:
+                raise NotCaptured(reason)
             try:
                 return CapturedStep(model, batch, self._shapes, capacity, self.graph(device))
             except torch.OutOfMemoryError:

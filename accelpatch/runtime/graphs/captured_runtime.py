@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
@@ -14,6 +15,7 @@ from torch import nn
 from accelpatch.errors import PatchError
 from accelpatch.fusion.fused_model import FusedModel
 from accelpatch.fusion.spread import device_of, several_devices
+from accelpatch.runtime.code_watch import CodeWatch
 from accelpatch.runtime.copied import recounted
 from accelpatch.runtime.graphs.captured_batch import GraphOf
 from accelpatch.runtime.graphs.captured_cache import capacity_for, grown
@@ -49,11 +51,12 @@ class CapturedRuntime:
         self._off = self._off if graph == "off" or cache == "stock" else ""
         self._busy = False
         self.unfused = {}
+        self.code = CodeWatch()
         self.close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CapturedRuntime:
         made: CapturedRuntime = recounted(CapturedRuntime(*self._settings), self.paths, memo)
-        made.unfused = self.unfused
+        made.unfused, made.code = self.unfused, copy.deepcopy(self.code, memo)
         return made
 
     def close(self) -> None:
@@ -63,6 +66,7 @@ class CapturedRuntime:
         self._adapters: tuple[str, ...] = ()
         self._others: OrderedDict[tuple[str, ...], CapturedModel] = OrderedDict()
         self._watch: Watch | None = None
+        self._version = self.code.version
         self._flags: list[Any] = []
         self._done: list[tuple[torch.device, torch.cuda.Event]] = []
 
@@ -74,11 +78,11 @@ class CapturedRuntime:
 
     def fused(self, model: nn.Module) -> tuple[FusedModel | None, list[int]]:
         """The model's fused layers, if it has any, and the indices of layers with hooks, which must run as modules."""
-        if not self._looked(model):
+        if self.code.cache or not self._looked(model):
             return None, []
         if not self.captured.read:
             self._fuse(model)
-        return self.captured.fused, sorted({*self.watch.watched(), *self.watch.offloaded})
+        return self.captured.fused, sorted({*self.watch.watched(), *self.watch.uncaptured})
 
     def calls(self, model: nn.Module) -> CapturedCalls | None:
         """The captured calls of the model as it is; None where its modules must run."""
@@ -133,7 +137,7 @@ class CapturedRuntime:
 
     def why_not(self, model: nn.Module) -> str | None:
         """Why no captured step can run, or None; inspects the model but captures nothing yet."""
-        if reason := self._unable(model):
+        if reason := self.code.cache or self._unable(model):
             return reason
         self._look(model)
         captured = self.captured
@@ -156,8 +160,8 @@ class CapturedRuntime:
         return capacity_for(length + 1, self.max_length)
 
     def step(self, model: nn.Module, rows: int, capacity: int, watched: tuple[int, ...] = ()) -> CapturedStep:
-        """The step for this size, captured if needed; see CapturedModel.step. Offloaded layers are watched too."""
-        watched = watched or (() if self._watch is None else tuple(self._watch.offloaded))
+        """The step for this size, captured if needed; see CapturedModel.step. What no graph may hold is watched too."""
+        watched = watched or (() if self._watch is None else tuple(self._watch.uncaptured))
         step = None
         with suppress(torch.OutOfMemoryError):
             step = self.captured.step(model, rows, capacity, watched)
@@ -203,7 +207,8 @@ class CapturedRuntime:
 
     def _look(self, model: nn.Module) -> None:
         """Drop what was captured of a model that has changed; if only its adapters changed, switch to their state."""
-        if self._watch is None or self._watch.stale() or self._flags != self._watch.flags():
+        outdated = self._version != self.code.version
+        if self._watch is None or outdated or self._watch.stale() or self._flags != self._watch.flags():
             self.close()
             self._watch = Watch(model)
             self._flags, self._adapters = self._watch.flags(), self._watch.adapters()

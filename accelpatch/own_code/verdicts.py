@@ -1,0 +1,112 @@
+"""Which classes and modules run code that is not their package's, as of the last look."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from operator import contains
+from typing import Any
+
+from accelpatch.own_code.reached import BASE, FORWARD, PACKAGES, Checks, Reached
+
+_LOCK = threading.RLock()
+_REACHED: dict[tuple[type, tuple[str, ...], bool], Reached] = {}
+_OTHERS: set[type] = set()  # classes whose code is not all their packages' own
+_OVERRIDDEN: set[type] = set()  # classes of which an instance has a method of its own
+_LISTENERS: list[Callable[[], None]] = []
+
+
+class Snapshot:
+    """The code of all modules of a model as it is now, and what other classes reach."""
+
+    def __init__(self, modules: Iterable[Any], others: Iterable[Reached] = ()):
+        self._modules = list(modules)
+        self._types = list(map(type, self._modules))
+        reached = [reached_by(cls) for cls in dict.fromkeys(self._types)]
+        self._checks = Checks([*reached, *others])
+        inner = [(one, reached_by(type(one)).methods - {"forward"}) for one in self._modules]
+        own = [(vars(one), name) for one, names in inner for name in names]
+        self._instances, self._methods = [one for one, _ in own], [name for _, name in own]
+
+    def changed(self) -> bool:
+        """Whether other code would run now: of a class or function, or by another class or method of a module."""
+        return (
+            list(map(type, self._modules)) != self._types
+            or any(map(contains, self._instances, self._methods))
+            or self._checks.changed()
+        )
+
+
+def reached_by(cls: Any, roots: tuple[str, ...] = FORWARD, *, deep: bool = True) -> Reached:
+    """What a class reaches as it is now; of a patched model's class, what its original reaches. See Reached."""
+    cls = getattr(cls, "unpatched_class", cls)
+    with _LOCK:
+        found = _REACHED.get((cls, roots, deep))
+        if found is None or found.changed():
+            found = _REACHED[cls, roots, deep] = Reached(cls, roots, deep=deep)
+            if roots == FORWARD:
+                (_OTHERS.add if found.reason else _OTHERS.discard)(cls)
+        return found
+
+
+def look_at(modules: Iterable[Any]) -> None:
+    """Look at the classes of modules, for `is_others`."""
+    for cls in set(map(type, modules)):
+        reached_by(cls)
+
+
+def why_not(module: Any) -> str | None:
+    """Why a module would run code that is not its package's: of its class, or a method on the instance; else None."""
+    found, name = reached_by(type(module)), _own_method(module)
+    if name is not None:
+        _OVERRIDDEN.add(type(module))
+    return found.reason or (f"{type(module).__name__} has a {name} of its own on the instance" if name else None)
+
+
+def why_not_in(modules: Iterable[Any]) -> str | None:
+    """The first reason of `why_not` among modules; None where there is none."""
+    return next(filter(None, map(why_not, modules)), None)
+
+
+def _own_method(module: Any) -> str | None:
+    """The name of a method, besides `forward`, that is set on the instance; None for none."""
+    methods = reached_by(type(module)).methods - {"forward"}
+    return next((name for name in methods if name in vars(module)), None)
+
+
+def is_others(cls: type) -> bool:
+    """Whether a class was found to run code that is not its package's, at the last look."""
+    return cls in _OTHERS
+
+
+def differs(module: Any) -> bool:
+    """Whether a module was found to run code that is not its package's, by its class or on the instance."""
+    cls = type(module)
+    return cls in _OTHERS or (cls in _OVERRIDDEN and _own_method(module) is not None)
+
+
+def has_overridden(cls: type) -> bool:
+    """Whether an instance of a class was found to have a method of its own, besides `forward`."""
+    return cls in _OVERRIDDEN
+
+
+def base_of(cls: type) -> type:
+    """The class itself; of one that no package of PACKAGES defines, its first base that one does, but for nn.Module."""
+    known = (base for base in cls.__mro__[:-1] if base.__module__.split(".")[0] in PACKAGES)
+    base = next(known, cls)
+    return cls if base.__module__ == BASE else base
+
+
+def refresh() -> None:
+    """Look at every known class again, and call the listeners."""
+    with _LOCK:
+        for cls, roots, deep in list(_REACHED):
+            reached_by(cls, roots, deep=deep)
+    for listener in _LISTENERS:
+        listener()
+
+
+def on_refresh(listener: Callable[[], None]) -> None:
+    """Call a function at each `refresh` from now on."""
+    if listener not in _LISTENERS:
+        _LISTENERS.append(listener)
