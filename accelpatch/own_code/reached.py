@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from functools import cached_property, lru_cache
 from operator import attrgetter, is_
 from types import BuiltinFunctionType, BuiltinMethodType, CodeType, FunctionType, MethodDescriptorType, ModuleType
 from typing import Any
@@ -17,6 +18,13 @@ KEYS = ("eager", "sdpa", "batched_mm", "grouped_mm")  # the entries of registrie
 FORWARD = ("forward",)
 CALL = ("__call__", "_wrapped_call_impl", "_call_impl", "__getattr__", "__getattribute__")
 BASE = "torch.nn.modules.module"  # the module of nn.Module
+# Descriptors around one function -> the attribute that holds it.
+AROUND: dict[type, str] = {
+    staticmethod: "__func__",
+    classmethod: "__func__",
+    cached_property: "func",
+    type(lru_cache(lambda: None)): "__wrapped__",
+}
 BUILT_IN = (BuiltinFunctionType, BuiltinMethodType, MethodDescriptorType)
 
 
@@ -185,8 +193,9 @@ def _functions(value: Any) -> list[Any]:
         return [one for one in (value.fget, value.fset, value.fdel) if one is not None]
     if isinstance(value, (FunctionType, *BUILT_IN)):
         return [value]
-    inner = (getattr(value, name, None) for name in ("__func__", "func", "__wrapped__"))  # static, and cached ones
-    return [one for one in inner if isinstance(one, FunctionType)][:1]
+    name = next((name for kind, name in AROUND.items() if isinstance(value, kind)), None)
+    inner = None if name is None else getattr(value, name)
+    return [inner] if isinstance(inner, FunctionType) else []
 
 
 def _layers(function: FunctionType, seen: set[int] | None = None) -> Iterable[FunctionType]:

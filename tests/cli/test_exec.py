@@ -210,6 +210,21 @@ forward = model.forward
 model.forward = lambda *args, **kwargs: forward(*args, **kwargs)
 print(model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3, do_sample=False).shape)
 """
+PATCHES = """
+import sys, torch
+import transformers.models.llama.modeling_llama as llama
+from transformers import AutoModelForCausalLM
+ids, calls = torch.tensor([[5, 6, 7]]), []
+norm, mlp = llama.LlamaRMSNorm.forward, llama.LlamaMLP.forward
+llama.LlamaRMSNorm.forward = lambda self, x: 0 * norm(self, x)
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1]).eval()
+print(model(ids).logits.abs().sum().item(), model.generate(ids, max_new_tokens=3, do_sample=False).tolist())
+llama.LlamaRMSNorm.forward = norm
+llama.LlamaMLP.forward = lambda self, x: calls.append(1) or 0 * mlp(self, x)
+model.generate(ids, max_new_tokens=3, min_new_tokens=3, do_sample=False)
+print(len(calls))
+llama.LlamaMLP.forward = mlp
+"""
 # Scripts that run without us, and what our summary says of them.
 AS_WITHOUT = {
     "whisper": (WHISPER, "WhisperForConditionalGeneration patched"),
@@ -219,6 +234,7 @@ AS_WITHOUT = {
     "resizes": (RESIZES, "unpatched, since the script asked for resize_token_embeddings"),
     "trains": (TRAINS, "unpatched, since the script asked for "),
     "own-forward": (OWN_FORWARD, "patched with"),
+    "patches": (PATCHES, "patched with"),
 }
 
 
