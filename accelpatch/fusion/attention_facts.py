@@ -41,6 +41,12 @@ def _own(attention: Any) -> type:
     return own.replaced_class if isinstance(attention, FlashAttention) else own
 
 
+def runs_eager(attention: Any) -> bool:
+    """Whether transformers' implementation of a module, or of its original, is `eager`, which None is too."""
+    config = attention.replaced_config if isinstance(attention, FlashAttention) else attention.config
+    return config._attn_implementation in ("eager", None)
+
+
 def window(attention: Any) -> int:
     """Sliding window of a layer in tokens, the current one included; 0 for none.
 

@@ -9,21 +9,26 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
+from accelpatch.fusion import attention_facts, layer_facts
 from accelpatch.fusion.call import run_module
+from accelpatch.fusion.decoder import layers_of
 from accelpatch.kernels.ops.attention_shape import AttentionShape
-from accelpatch.kernels.ops.prompt_attention import Shown, attend, module_mask, rotate_, shown
+from accelpatch.kernels.ops.prompt_attention import Shown, attend, attend_by_torch, module_mask, rotate_, shown
 
 
 @dataclass(eq=False)
 class CacheCall:
     """A call of L tokens a row. positions[B, L]; mask[B, past + L] or None; cache: None for none; past: cached
-    tokens."""
+    tokens. blind: whether the caller gets the results of tokens that see no key; attention is then by the functions
+    that transformers calls, which differ in what they give those.
+    """
 
     decoder: Any
     positions: Tensor
     mask: Tensor | None
     cache: Any
     past: int
+    blind: bool = False
 
     def __post_init__(self) -> None:
         self._seen: dict[tuple[int, int], Shown] = {}
@@ -33,7 +38,7 @@ class CacheCall:
         if self.positions.device == device:
             return self
         mask = None if self.mask is None else self.mask.to(device)
-        return CacheCall(self.decoder, self.positions.to(device), mask, self.cache, self.past)
+        return CacheCall(self.decoder, self.positions.to(device), mask, self.cache, self.past, self.blind)
 
     def form(self, layer: Any) -> Any:
         """As in Call."""
@@ -46,7 +51,11 @@ class CacheCall:
         first = self.first(place)
         new = qkv.new_empty(2, batch, shape.kv_heads, length, shape.size)
         rotate_(qkv, self.positions, new[0], new[1], shape)
-        return attend(qkv, self.positions, self.seen(first, shape.window), *self.cached(new, place), shape)
+        given = qkv, self.positions, self.seen(first, shape.window), *self.cached(new, place), shape
+        if self.blind:
+            attention = layer_facts.attention_of(layers_of(self.decoder)[place])
+            return attend_by_torch(*given, eager=attention_facts.runs_eager(attention))
+        return attend(*given)
 
     def by_module(self, x: Tensor, place: int) -> Tensor:
         """As in Call."""
@@ -54,7 +63,7 @@ class CacheCall:
         keys = self.past + length - first
 
         def visible(window: int) -> Tensor:
-            return module_mask(self.seen(first, window), length, keys, x)
+            return module_mask(self.seen(first, window), length, keys, x, self.blind)
 
         return run_module(self.decoder, place, x, self.positions, visible, self.module_cache)
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from accelpatch.device import Device
 from accelpatch.kernels import dispatch
@@ -59,12 +60,14 @@ def shown(mask: Tensor | None, start: int, length: int, window: int) -> Shown:
     return Shown(None, (given[:, None] & (at < own[:, None]))[:, None], window)
 
 
-def module_mask(seen: Shown, length: int, keys: int, like: Tensor) -> Tensor:
+def module_mask(seen: Shown, length: int, keys: int, like: Tensor, blind: bool = False) -> Tensor:
     """Boolean [B or 1, 1, L, S] of what the last `length` tokens see, for a layer's module; one that sees nothing sees
-    itself, so that its row is not NaN, which 0 * NaN would spread."""
+    itself, so that its row is not NaN, which 0 * NaN would spread. blind: but for that."""
     given = visible(length, keys, seen.ranges, True, seen.window, like)
     assert given is not None
     given = given if seen.bias is None else given & seen.bias
+    if blind:
+        return given
     own = torch.eye(keys, dtype=torch.bool, device=like.device)[-length:]
     return given | (own & ~given.any(-1, keepdim=True))
 
@@ -121,6 +124,27 @@ def attend(qkv: Tensor, positions: Tensor, seen: Shown, keys: Tensor, values: Te
         q, keys, values, seen.ranges, seen.bias, None, True, seen.window, shape.softcap, shape.scaling
     )
     return y.view(batch * length, -1)
+
+
+def attend_by_torch(
+    qkv: Tensor, positions: Tensor, seen: Shown, keys: Tensor, values: Tensor, shape: AttentionShape, eager: bool
+) -> Tensor:
+    """As `attend`, by the functions that transformers' implementations `sdpa` and `eager` call: a token that sees no
+    key gets what these give it."""
+    batch, length = positions.shape
+    q = qkv.view(batch, length, -1, shape.size)[:, :, : shape.heads].transpose(1, 2)
+    k, v = (one.repeat_interleave(shape.heads // shape.kv_heads, 1) for one in (keys, values))
+    mask = visible(length, k.shape[2], seen.ranges, True, seen.window, q)
+    assert mask is not None
+    mask = mask if seen.bias is None else mask & seen.bias
+    if eager:
+        scores = q @ k.transpose(2, 3) * shape.scaling
+        scores = (scores / shape.softcap).tanh() * shape.softcap if shape.softcap else scores
+        scores = scores + torch.zeros_like(scores).masked_fill_(~mask, torch.finfo(q.dtype).min)
+        y = scores.softmax(-1, dtype=torch.float32).to(q.dtype) @ v
+    else:
+        y = functional.scaled_dot_product_attention(q, k, v, mask, scale=shape.scaling)
+    return y.transpose(1, 2).reshape(batch * length, -1)
 
 
 KERNELS = {

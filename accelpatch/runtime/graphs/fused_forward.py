@@ -103,6 +103,7 @@ def fused_outputs(runtime: Any, model: Any, given: Mapping[str, Any]) -> Any:
         if torch.is_grad_enabled() and (watched or fused.unfused or hidden or wants_gradient(given.get(CACHE))):
             return None  # the modules refuse the gradient of what comes in from outside, and of what goes out
         call = call_of(model, fused, given)
+        call.blind = reads_blind_tokens(fused, given, call, hidden)
         if (
             not hidden
             and (logits := stepped_logits(runtime, model, fused, given["input_ids"], call, watched)) is not None
@@ -119,6 +120,20 @@ def fused_outputs(runtime: Any, model: Any, given: Mapping[str, Any]) -> Any:
     finally:
         runtime.lock.release()
     return fused_forward(model, fused, watched, given, call)
+
+
+def reads_blind_tokens(fused: FusedModel, given: Mapping[str, Any], call: CacheCall, hidden: bool) -> bool:
+    """Whether the caller gets results of tokens that see no key: padding before a text, or behind one by more than a
+    window."""
+    if call.mask is None:
+        return False
+    real = call.mask.ne(0).cumsum(1)
+    blind = real == 0
+    for window in {layer.attention.window for layer in fused.fused_layers} - {0}:
+        before = torch.nn.functional.pad(real, (window, 0))[:, : real.shape[1]]
+        blind = blind | (real == before)
+    blind = blind[:, call.past :]
+    return bool((blind if hidden else _kept(blind, given)).any())
 
 
 def wants_gradient(cache: Any) -> bool:
