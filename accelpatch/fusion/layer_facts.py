@@ -106,8 +106,6 @@ def other_code(layer: Any) -> str | None:
 
 def why_not(layer: Any) -> str | None:
     """Why a layer's modules may compute something that a fused or native step does not; None where they do not."""
-    if reason := other_code(layer):
-        return reason
     family, form = family_of_layer(layer), form_of(layer)
     if family is None or form is None:
         return "its form is not known"

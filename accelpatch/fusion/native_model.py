@@ -100,7 +100,8 @@ def _why_not(layer: Any, model: Any) -> str | None:
     if not (unchanged(layer) and unchanged(mlp)):
         return "a module that is fused into another was changed"
     return (
-        layer_facts.why_not(layer)
+        layer_facts.other_code(layer)
+        or layer_facts.why_not(layer)
         or attention_facts.why_not(layer_facts.attention_of(layer))
         or attention_facts.native_why_not(layer, model)
     )

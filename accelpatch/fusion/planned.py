@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from accelpatch import own_code
 from accelpatch.device import Device
 from accelpatch.fusion import attention_facts, layer_facts
 from accelpatch.fusion.cannot_fuse import CannotFuse
@@ -72,7 +73,8 @@ def _planned(site: Site, replaced: Sites, device: Device) -> str:
     attention = layer_facts.attention_of(layer)
     if offloaded_inside(layer):
         raise CannotFuse(OFFLOADED)
-    if reason := layer_facts.why_not(layer) or attention_facts.why_not(attention):
+    stay = (one for name, one in layer.named_modules() if replaced.get(f"{site.path}.{name}") is None)
+    if reason := own_code.why_not_in(stay) or layer_facts.why_not(layer) or attention_facts.why_not(attention):
         raise CannotFuse(reason)
     sparse = layer_facts.sparse_of(layer)
     needed = [] if layer_facts.has_plain_mlp(layer) else [("MLP", f"{site.path}.{form.mlp}")]

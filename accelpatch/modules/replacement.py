@@ -64,14 +64,15 @@ def subclass(mixin: Any, cls: Any) -> type[nn.Module]:
     deep = _deep_copy if issubclass(mixin, Replacement) else copy_with_parts
     body = {"__module__": mixin.__module__, "__reduce_ex__": copied_by(deep), "replaced_class": cls}
     made = type(f"{mixin.__name__}_{cls.__name__}", (mixin, cls), body)
-    _MADE.append(made)
-    own_code.reached_by(made)
-    own_code.on_refresh(stand_aside)
-    stand_aside()
+    if mixin.__module__.startswith("accelpatch."):  # another's replacement stands for what it wants
+        _MADE.append(made)
+        own_code.reached_by(made)
+        own_code.on_refresh(stand_aside)
+        stand_aside()
     return made
 
 
-_MADE: list[Any] = []  # every class that `subclass` made
+_MADE: list[Any] = []  # every class that `subclass` made of a replacement of this package
 
 
 def stand_aside() -> None:
@@ -153,13 +154,13 @@ def _with_state_of(module: nn.Module, cls: type[nn.Module], state: Any) -> nn.Mo
 
 def _rewrap_forward(new: nn.Module, wrapped: Any) -> None:
     """Rebind accelerate's wrapped forward, a partial bound to the original instance, to the new one."""
-    new.__dict__["_old_forward"] = types.MethodType(_present_forward, new)
+    bind_wrapped(new)
     new.__dict__["forward"] = functools.update_wrapper(functools.partial(wrapped.func, new), type(new).forward)
 
 
-def _present_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The forward of a module's class as it is at each call."""
-    return type(self).forward(self, *args, **kwargs)
+def bind_wrapped(module: nn.Module) -> None:
+    """Let accelerate's wrapper around a module call its class's present forward."""
+    module.__dict__["_old_forward"] = types.MethodType(type(module).forward, module)
 
 
 class Copying:

@@ -14,6 +14,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 
 from accelpatch import own_code
 from accelpatch.modules import attention
+from accelpatch.modules.replacement import bind_wrapped
 
 CODE = "_accelpatch_code"  # the attribute of a patched model, and of the models inside it, that holds its CodeWatch
 # The methods of generation that the loops over fast steps stand for.
@@ -76,6 +77,9 @@ class CodeWatch:
         reasons = [own_code.why_not(one) for one in model.modules()]  # of all: each looks at its instance
         self.others = next(filter(None, reasons), None)
         own_code.refresh()
+        for one in model.modules():
+            if "_old_forward" in vars(one) and hasattr(type(one), "replaced_class"):
+                bind_wrapped(one)
         attention.take_up(self._aside)
         self._aside = attention.set_aside(model) if own_code.reached_by(attention.Registered).reason else []
         loop = own_code.reached_by(type(model), LOOP, deep=False)
