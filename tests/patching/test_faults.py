@@ -65,7 +65,9 @@ def calls_of(model: nn.Module, recipe: str, stage: str) -> int:
     modules = sum(1 + len(entry.site.tied) for entry in plan.replaced)
     places = sum(len(entry.site.paths) for entry in plan.replaced)
     classes = sum(isinstance(part, PreTrainedModel) for part in model.modules())
-    swaps = places + 3 * classes + 3  # a mark, a class and what looks at code each; and the model's runtime, handle and way to save
+    swaps = (
+        places + 3 * classes + 3
+    )  # a mark, a class and what looks at code each; and the model's runtime, handle and way to save
     counts = {"build": len(plan.replaced), "verify": modules, "swap": swaps, "check": 1, "settle": 1, "capture": 2}
     return counts[stage]
 

@@ -36,14 +36,20 @@ template <int M, int R> AP_INLINE void multiply(Sums<M, R>& s, const vf* w, cons
         for (int m = 0; m < M; m++) s.dot[r][m] = fma(w[r], v[m], s.dot[r][m]);
 }
 
-template <int KIND> AP_INLINE vf centred(vi u, const Table& table) {
+// Codes less their centre: of AP_INT4 the group's zero point where it has one, so that no second term cancels the
+// first.
+template <int KIND> AP_INLINE vf centred(vi u, vi zero, const Table& table) {
     if constexpr (KIND == AP_TABLE) return look_up(table, u);
+    else if constexpr (KIND == AP_INT4) return __builtin_convertvector(u - zero, vf);
     else return __builtin_convertvector(u - kCentre<KIND>, vf);
 }
 
 template <int M, int R, int KIND>
-AP_INLINE void multiply_chain(
-    Sums<M, R>& s, const uint8_t* w, const Table& table, const float* x, int64_t stride, int64_t count) {
+AP_INLINE void multiply_chain(Sums<M, R>& s, const uint8_t* w, const float* zeros, const Table& table, const float* x,
+    int64_t stride, int64_t count) {
+    vi zero[R] = {};
+    if constexpr (KIND == AP_INT4)
+        for (int r = 0; r < R; r++) zero[r] = __builtin_convertvector(four_times(zeros + r * kRows), vi);
     for (int64_t k = 0; k < count; k += KIND == AP_INT8 ? 4 : 8) {
         vf low[R], high[R];
         for (int r = 0; r < R; r++) {
@@ -55,8 +61,8 @@ AP_INLINE void multiply_chain(
                 first |= (upper & 3) << 4;
                 second |= (upper & 12) << 2;
             }
-            low[r] = centred<KIND>(first, table);
-            if (KIND != AP_INT8) high[r] = centred<KIND>(second, table);
+            low[r] = centred<KIND>(first, zero[r], table);
+            if (KIND != AP_INT8) high[r] = centred<KIND>(second, zero[r], table);
         }
         multiply<M, R>(s, low, x + k, stride);
         if (KIND != AP_INT8) multiply<M, R>(s, high, x + k + 4, stride);
@@ -65,14 +71,16 @@ AP_INLINE void multiply_chain(
 
 // What a group is worth to the sums of R vectors of rows and M tokens.
 struct Rows {
-    float scale[16], middle[16];
+    float scale[16], middle[16], zero[16];
 };
 
 template <int KIND> AP_INLINE void read_rows(const ap_linear& w, const Place& p, Rows& rows) {
     for (int64_t v = 0; v < kBlockVectors; v++) {
         const vf scale = group_scale<KIND>(w, p.header, p.at, v);
         store(rows.scale + v * kLanes, scale);
-        if (has_middle<KIND>(w)) store(rows.middle + v * kLanes, group_middle<KIND>(w, p.header, p.at, v, scale));
+        if (has_low<KIND>(w)) store(rows.middle + v * kLanes, group_middle<KIND>(w, p.header, p.at, v, scale));
+        if (KIND == AP_INT4)
+            store(rows.zero + v * kLanes, has_low<KIND>(w) ? splat(kCentre<KIND>) : group_zero<KIND>(w, p.header, v));
     }
 }
 
@@ -83,8 +91,8 @@ AP_INLINE void add_chain(const uint8_t* w, const Rows& rows, const ap_linear& s,
     Sums<M, R> sums = {};
     const float* x = KIND == AP_TABLE ? a.x : a.padded;
     const int64_t stride = KIND == AP_TABLE ? a.x_stride : a.stride;
-    multiply_chain<M, R, KIND>(sums, w + row * 4, table, x + token * stride + k, stride, count);
-    if (!has_middle<KIND>(s)) {
+    multiply_chain<M, R, KIND>(sums, w + row * 4, rows.zero + row, table, x + token * stride + k, stride, count);
+    if (!has_low<KIND>(s)) {
         for (int r = 0; r < R; r++)
             for (int m = 0; m < M; m++)
                 total[r][m] = fma(sums.dot[r][m], four_times(rows.scale + row + r * kRows), total[r][m]);
