@@ -128,11 +128,8 @@ def unfit(layer: Any) -> str | None:
         return "its MLP was not replaced"
     if not (unchanged(layer) and (plain or sparse is not None or unchanged(mlp))):
         return "a module that is fused into another was changed"
-    return (
-        layer_facts.other_code(layer)
-        or layer_facts.why_not(layer)
-        or attention_facts.why_not(layer_facts.attention_of(layer))
-    )
+    attention = layer_facts.attention_of(layer)
+    return layer_facts.other_code(layer) or layer_facts.why_not(layer) or attention_facts.why_not(attention)
 
 
 def norm_of(norm: Any, dtype: torch.dtype) -> FusedNorm:
