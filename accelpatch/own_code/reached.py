@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cached_property, lru_cache
-from operator import attrgetter, is_
+from operator import attrgetter, is_, itemgetter
 from types import BuiltinFunctionType, BuiltinMethodType, CodeType, FunctionType, MethodDescriptorType, ModuleType
 from typing import Any
 
@@ -40,8 +39,8 @@ class Reached:
         self.reason: str | None = None
         self.methods: set[str] = set()
         self._names: set[str] = set()  # read through `self`
-        self.places: dict[tuple[int, str], tuple[Any, str, Any]] = {}  # (owner, name, value), as getattr finds it
-        self.entries: dict[tuple[int, str], tuple[dict[str, Any], str, Any]] = {}
+        self.places: dict[tuple[int, str], Mapping[str, Any]] = {}  # (id of an owner, name) -> its attributes
+        self.registries: list[Mapping[str, Any]] = []
         self.functions: dict[int, FunctionType] = {}
         self.classes = [base for base in cls.__mro__[:-1] if base.__module__ != BASE]
         for name in (*CALL, *roots):
@@ -67,14 +66,13 @@ class Reached:
         found = [base for base in self.cls.__mro__[:-1] if name in vars(base)]
         for base in found:
             behind = base is not found[0] and base.__module__ == BASE  # the forward that nn.Module does not have
-            if behind or "replaced_class" in vars(base):  # a class that is made here, of one that follows
+            if behind:
                 continue
             value = vars(base)[name]
             functions = _functions(value)
             if functions and name not in CALL and not isinstance(value, property):
                 self.methods.add(name)
-            if not isinstance(value, classmethod):  # which is another object at each look
-                self._place(base, name, getattr(base, name))
+            self.places[id(base), name] = vars(base)
             expected = (base.__module__, f"{base.__qualname__}.{name}")
             defined = expected[1] in codes_of(base.__module__)
             attribute = not hasattr(value, "__get__") and (isinstance(value, type) or not callable(value))
@@ -82,9 +80,6 @@ class Reached:
                 self._fault(f"{base.__name__}.{name}", value)
             for function in functions:
                 self._function(function, f"{base.__name__}.{name}", expected if defined else None, method=True)
-
-    def _place(self, owner: Any, name: str, value: Any) -> None:
-        self.places[id(owner), name] = owner, name, value
 
     def _function(self, value: Any, what: str, expected: tuple[str, str] | None, *, method: bool = False) -> None:
         """Check a function, and read what it reaches. expected: (module, qualified name) of its code."""
@@ -122,10 +117,10 @@ class Reached:
         for part in chain[1:]:
             if not (isinstance(value, ModuleType) and value.__name__.split(".")[0] == "torch"):
                 break
-            owner, name, value = value, part, getattr(value, part, None)
+            owner, name, value = value, part, vars(value).get(part)
         if owner is not None:
             if isinstance(value, (FunctionType, *BUILT_IN)):
-                self._place(owner, name, value)
+                self.places[id(owner), name] = vars(owner)
                 self._function(value, f"{owner.__name__}.{name}", None)
                 if not _named(value, name):
                     self._fault(f"{owner.__name__}.{name}", value)
@@ -133,58 +128,55 @@ class Reached:
         expected = home_of(home, name)
         if expected is not None and (expected[0].startswith(NOT_READ) or expected[0].split(".")[0] not in PACKAGES):
             return
-        if expected is not None or isinstance(value, FunctionType):
-            self._place(_module(home, namespace), name, value)
+        if name in namespace and (expected is not None or isinstance(value, FunctionType)):
+            self.places[id(namespace), name] = namespace
             self._function(value, f"{home.rpartition('.')[2]}.{name}", expected)
 
     def _registry(self, value: Any) -> None:
         """Read the entries of one of transformers' interfaces, those of the class and those of the object."""
         tables: list[Any] = [getattr(value, name, None) for name in ("_global_mapping", "_local_mapping")]
-        if not all(type(table) is dict for table in tables) or (id(tables[1]), KEYS[0]) in self.entries:
+        if not all(type(table) is dict for table in tables) or any(tables[1] is one for one in self.registries):
             return
+        self.registries += tables
         for table in tables:
-            for key in KEYS:
-                found = table.get(key)
-                self.entries[id(table), key] = table, key, found
-                if found is not None:
-                    self._function(found, f"{type(value).__name__}[{key!r}]", None)
-                    if not getattr(found, "__name__", "").startswith(key):
-                        self._fault(f"{type(value).__name__}[{key!r}]", found)
+            for key in filter(table.__contains__, KEYS):
+                self.places[id(table), key] = table
+                self._function(table[key], f"{type(value).__name__}[{key!r}]", None)
+                if not getattr(table[key], "__name__", "").startswith(key):
+                    self._fault(f"{type(value).__name__}[{key!r}]", table[key])
 
 
 class Checks:
-    """All that several classes reach, as lists that are compared in C. bases: whether they got or lost attributes."""
+    """All that several classes reach, as lists that are compared in C."""
 
     def __init__(self, reached: Iterable[Reached]):
         every = list(reached)
-        self._owners, self._names, self._values = _columns([one.places for one in every])
-        self._tables, self._keys, self._found = _columns([one.entries for one in every])
+        owners: dict[int, tuple[Mapping[str, Any], list[str]]] = {}
+        for one in every:
+            for (owner, name), table in one.places.items():
+                owners.setdefault(owner, (table, []))[1].append(name)
+        self._places = [(itemgetter(*dict.fromkeys(names)), table) for table, names in owners.values()]
+        self._values = [read(table) for read, table in self._places]
         written = {key: one for each in every for key, one in each.functions.items() if each.holds(one)}
         self._functions = list(written.values())
         self._codes: list[CodeType] = list(map(_code, self._functions))
-        self._bases = [vars(base) for base in dict.fromkeys(base for one in every for base in one.classes)]
-        self._sizes = list(map(len, self._bases))
+        bases = [vars(base) for base in dict.fromkeys(base for one in every for base in one.classes)]
+        self._tables = [*bases, *{id(table): table for one in every for table in one.registries}.values()]
+        self._sizes = list(map(len, self._tables))
 
     def changed(self) -> bool:
         """Whether a function, its code, an entry of a registry, or what attributes a class has is another."""
         try:
             return not (
-                all(map(is_, map(getattr, self._owners, self._names), self._values))
+                [read(table) for read, table in self._places] == self._values
                 and all(map(is_, map(_code, self._functions), self._codes))
-                and all(map(is_, map(dict.get, self._tables, self._keys), self._found))
-                and list(map(len, self._bases)) == self._sizes
+                and list(map(len, self._tables)) == self._sizes
             )
-        except AttributeError:  # a function that is gone
+        except (KeyError, AttributeError, TypeError, ValueError, RuntimeError):  # it is gone, or compares to nothing
             return True
 
 
 _code = attrgetter("__code__")
-
-
-def _columns(tables: Iterable[dict[Any, tuple[Any, str, Any]]]) -> tuple[list[Any], list[str], list[Any]]:
-    """The rows of several tables, those of equal keys once, by column."""
-    rows = {key: row for table in tables for key, row in table.items()}.values()
-    return [row[0] for row in rows], [row[1] for row in rows], [row[2] for row in rows]
 
 
 def _functions(value: Any) -> list[Any]:
@@ -232,15 +224,3 @@ def _is_at(value: Any, module: str, name: str) -> bool:
 def _named(value: Any, name: str) -> bool:
     """Whether a function of torch has the name under which it was found, but for underscores and its folder's name."""
     return str(getattr(value, "__name__", name)).replace("_", "").endswith(name.replace("_", ""))
-
-
-def _module(name: str, namespace: dict[str, Any]) -> Any:
-    found = sys.modules.get(name)
-    return found if found is not None and vars(found) is namespace else _Namespace(namespace)
-
-
-class _Namespace:
-    """The globals of a module that is imported no more, with its names as attributes."""
-
-    def __init__(self, namespace: dict[str, Any]):
-        self.__dict__ = namespace

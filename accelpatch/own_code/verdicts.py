@@ -38,12 +38,12 @@ class Snapshot:
 
 
 def reached_by(cls: Any, roots: tuple[str, ...] = FORWARD, *, deep: bool = True) -> Reached:
-    """What a class reaches as it is now; of a patched model's class, what its original reaches. See Reached."""
+    """What a class reaches as it is now; of a patched model's or a replacement's class, what its original reaches."""
     cls = getattr(cls, "unpatched_class", cls)
     with _LOCK:
         found = _REACHED.get((cls, roots, deep))
         if found is None or found.changed():
-            found = _REACHED[cls, roots, deep] = Reached(cls, roots, deep=deep)
+            found = _REACHED[cls, roots, deep] = Reached(getattr(cls, "replaced_class", cls), roots, deep=deep)
             if roots == FORWARD:
                 (_OTHERS.add if found.reason else _OTHERS.discard)(cls)
         return found

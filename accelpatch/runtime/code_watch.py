@@ -41,7 +41,7 @@ class CodeWatch:
     def __init__(self, model: Any = None):
         self._model = None if model is None else weakref.ref(model)
         self._snapshot: own_code.Snapshot | None = None
-        self._overridden: list[Any] = []
+        self._overridden: dict[str, Any] = {}
         self._aside: list[Any] = []  # configurations that name the originals' attention meanwhile
         self.version = 0
         self.others: str | None = None
@@ -69,7 +69,7 @@ class CodeWatch:
         model: Any = None if self._model is None else self._model()
         if model is None:
             return
-        overridden = [vars(model).get(name) for name in LOOP]
+        overridden = {name: vars(model)[name] for name in LOOP if name in vars(model)}
         if self._snapshot is not None:
             if not self._snapshot.changed() and overridden == self._overridden:
                 return
@@ -85,13 +85,13 @@ class CodeWatch:
         loop = own_code.reached_by(type(model), LOOP, deep=False)
         caches = [own_code.reached_by(cls, CACHED) for cls in CACHES]
         self._overridden, self._snapshot = overridden, own_code.Snapshot(model.modules(), [loop, *caches])
-        named = (name for name, value in zip(LOOP, overridden, strict=True) if not _own_bound(model, name, value))
+        named = (name for name, value in overridden.items() if not _hides_itself(model, name, value))
         own = next((f"{type(model).__name__} has a {name} of its own on the instance" for name in named), None)
         self.loop = own or loop.reason
         self.cache = next((one.reason for one in caches if one.reason), None)
 
 
-def _own_bound(model: Any, name: str, value: Any) -> bool:
-    """Whether an instance's attribute is absent, or the method that it hides (PEFT puts it back so)."""
+def _hides_itself(model: Any, name: str, value: Any) -> bool:
+    """Whether an instance's attribute is the method that it hides, as PEFT puts it back."""
     hidden = getattr(type(model), name, None)
-    return value is None or (getattr(value, "__self__", None) is model and value.__func__ is hidden)
+    return getattr(value, "__self__", None) is model and value.__func__ is hidden
