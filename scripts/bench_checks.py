@@ -28,11 +28,11 @@ def microseconds(function: Any, number: int, repeats: int) -> float:
     return min(timeit.repeat(function, number=number, repeat=repeats)) / number * 1e6
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=32, help="decoder layers of the model")
-    parser.add_argument("--repeats", type=int, default=11, help="rounds, of which the fastest counts")
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--layers", type=int, default=32, help="Decoder layers of the model.")
+    parser.add_argument("--repeats", type=int, default=11, help="Rounds, of which the fastest counts.")
+    parser.add_argument("--json", type=Path, help="Also write the figures to this file.")
     given = parser.parse_args()
     model = LlamaForCausalLM(LlamaConfig(vocab_size=128, num_hidden_layers=given.layers, **SIZES)).eval()
     accelpatch.patch(model, "exact", verify=False)
@@ -52,7 +52,8 @@ def main() -> None:
     print("\n".join(f"{name}: {value:.1f}" for name, value in found.items()))
     if given.json is not None:
         given.json.write_text(json.dumps(found, indent=1))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -15,6 +15,7 @@ from accelerate import cpu_offload, dispatch_model
 from accelerate.hooks import remove_hook_from_module
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import accelpatch
 from accelpatch.errors import PatchError
@@ -156,6 +157,37 @@ def _forward(model: Any, form: str, folder: Path) -> None:
         accelpatch.unpatch(model)
     del norm.forward
     undo(model)
+
+
+@row("replace a method of a class")
+def _method(model: Any, form: str, folder: Path) -> None:
+    before = out(model)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LlamaRMSNorm, "forward", lambda self, x: 0 * x)
+        assert not out(model).any()
+    assert torch.equal(out(model), before)
+    undo(model)
+
+
+@row("give a module a subclass")
+def _subclass(model: Any, form: str, folder: Path) -> None:
+    norm, own = model.model.norm, type(model.model.norm)
+    norm.__class__ = type("Zero", (LlamaRMSNorm,), {"forward": lambda self, x: 0 * x})
+    assert not out(model).any()
+    with pytest.raises(PatchError):
+        accelpatch.unpatch(model)
+    norm.__class__ = own
+    undo(model)
+
+
+@row("override the methods of generation")
+def _generation(model: Any, form: str, folder: Path) -> None:
+    stock, calls = model.prepare_inputs_for_generation, list[int]()
+    model.prepare_inputs_for_generation = lambda *args, **given: calls.append(1) or stock(*args, **given)
+    model.generate(torch.tensor([[5, 6]]), max_new_tokens=4, min_new_tokens=4, do_sample=False)
+    assert len(calls) == 4
+    undo(model)
+    assert "prepare_inputs_for_generation" in vars(model)
 
 
 @row("set an attribute")

@@ -22,7 +22,7 @@ AP_INLINE vf repeat(const float* x) {  // the same 4 k for every row of a vector
     return load(lane);
 }
 
-constexpr int64_t kChain = 128;  // k summed in one chain: sums of sums lose less than one long sum
+constexpr int64_t kChain = 32;  // k summed in one chain: sums of sums lose less than one long sum
 
 template <int M, int R> struct Sums {
     vf dot[R][M];
@@ -84,10 +84,35 @@ template <int KIND> AP_INLINE void read_rows(const ap_linear& w, const Place& p,
     }
 }
 
+// A sum and what its additions have rounded off: an input far larger than all others costs no bits of theirs.
+struct Total {
+    vf sum, rest;
+};
+
+AP_INLINE void add(Total& t, vf value) {
+    const vf sum = t.sum + value, added = sum - t.sum;
+    t.rest += (t.sum - (sum - added)) + (value - added);
+    t.sum = sum;
+}
+
+AP_INLINE void add_product(Total& t, vf a, vf b) {
+    const vf product = a * b;
+    add(t, product);
+    t.rest += fma(a, b, -product);
+}
+
+// The four lanes of a row. A sum that is too large for a float has no rest.
+AP_INLINE float sum_of_lanes(const float* sum, const float* rest) {
+    double total = 0, more = 0;
+    for (int i = 0; i < 4; i++) total += sum[i];
+    for (int i = 0; i < 4; i++) more += rest[i];
+    return static_cast<float>(more == more ? total + more : total);
+}
+
 // total[r][m] += scale * sum q x + middle * sum x over the `count` k from `k` on of one group, whose codes lie at w.
 template <int M, int R, int KIND>
 AP_INLINE void add_chain(const uint8_t* w, const Rows& rows, const ap_linear& s, const Table& table,
-    const Activations& a, int64_t token, int64_t k, int64_t count, int64_t row, vf (*total)[M]) {
+    const Activations& a, int64_t token, int64_t k, int64_t count, int64_t row, Total (*total)[M]) {
     Sums<M, R> sums = {};
     const float* x = KIND == AP_TABLE ? a.x : a.padded;
     const int64_t stride = KIND == AP_TABLE ? a.x_stride : a.stride;
@@ -95,7 +120,7 @@ AP_INLINE void add_chain(const uint8_t* w, const Rows& rows, const ap_linear& s,
     if (!has_low<KIND>(s)) {
         for (int r = 0; r < R; r++)
             for (int m = 0; m < M; m++)
-                total[r][m] = fma(sums.dot[r][m], four_times(rows.scale + row + r * kRows), total[r][m]);
+                add_product(total[r][m], sums.dot[r][m], four_times(rows.scale + row + r * kRows));
         return;
     }
     for (int m = 0; m < M; m++) {
@@ -103,7 +128,7 @@ AP_INLINE void add_chain(const uint8_t* w, const Rows& rows, const ap_linear& s,
         for (int64_t b = k / a.width; b * a.width < k + count; b++) sum += a.block[(token + m) * a.blocks + b].sum;
         for (int r = 0; r < R; r++) {  // a quarter to each of a row's 4 lanes; the total is rounded once
             const vf middle = splat(0.25f * sum) * four_times(rows.middle + row + r * kRows);
-            total[r][m] += fma(sums.dot[r][m], four_times(rows.scale + row + r * kRows), middle);
+            add(total[r][m], fma(sums.dot[r][m], four_times(rows.scale + row + r * kRows), middle));
         }
     }
 }
@@ -114,7 +139,7 @@ void dot_float(
     constexpr int R = 8 / M * kRows > 16 ? 16 / kRows : 8 / M;  // 8 sums: enough chains, few enough registers
     const Table table = KIND == AP_TABLE ? table_of(w) : Table{};
     for (int64_t row = 0; row < 16; row += R * kRows) {
-        vf total[R][M] = {};
+        Total total[R][M] = {};
         for (int64_t g = 0; g < l.groups; g++) {
             const Place p = place_of(l, block, g);
             Rows rows;
@@ -127,10 +152,10 @@ void dot_float(
         }
         for (int r = 0; r < R; r++) {
             for (int m = 0; m < M; m++) {
-                float lane[kLanes];
-                store(lane, total[r][m]);
-                for (int i = 0; i < kRows; i++)
-                    y[m][row + r * kRows + i] = (lane[4 * i] + lane[4 * i + 1]) + (lane[4 * i + 2] + lane[4 * i + 3]);
+                float sum[kLanes], rest[kLanes];
+                store(sum, total[r][m].sum);
+                store(rest, total[r][m].rest);
+                for (int i = 0; i < kRows; i++) y[m][row + r * kRows + i] = sum_of_lanes(sum + 4 * i, rest + 4 * i);
             }
         }
     }
