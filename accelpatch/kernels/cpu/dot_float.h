@@ -22,7 +22,9 @@ AP_INLINE vf repeat(const float* x) {  // the same 4 k for every row of a vector
     return load(lane);
 }
 
-constexpr int64_t kChain = 32;  // k summed in one chain: sums of sums lose less than one long sum
+// k summed in one chain: sums of sums lose less than one long sum. With minimums it is whole blocks of activations,
+// whose sums are known.
+constexpr int64_t kChain = 32, kBlockChain = 128;
 
 template <int M, int R> struct Sums {
     vf dot[R][M];
@@ -144,8 +146,9 @@ void dot_float(
             const Place p = place_of(l, block, g);
             Rows rows;
             read_rows<KIND>(w, p, rows);
-            for (int64_t k = 0; k < l.group; k += kChain) {
-                const int64_t count = l.group - k < kChain ? l.group - k : kChain;
+            const int64_t chain = has_low<KIND>(w) ? kBlockChain : kChain;
+            for (int64_t k = 0; k < l.group; k += chain) {
+                const int64_t count = l.group - k < chain ? l.group - k : chain;
                 add_chain<M, R, KIND>(p.codes + k * (KIND == AP_INT8 ? 16 : 8), rows, w, table, a, token,
                     g * l.group + k, count, row, total);
             }
