@@ -38,19 +38,18 @@ template <int M, int R> AP_INLINE void multiply(Sums<M, R>& s, const vf* w, cons
         for (int m = 0; m < M; m++) s.dot[r][m] = fma(w[r], v[m], s.dot[r][m]);
 }
 
-// Codes less their centre: of AP_INT4 the group's zero point where it has one, so that no second term cancels the
-// first.
-template <int KIND> AP_INLINE vf centred(vi u, vi zero, const Table& table) {
+// Codes less their centre. ZERO: of AP_INT4, which is then the zero point, so that no second term cancels the first.
+template <int KIND, bool ZERO> AP_INLINE vf centred(vi u, vi zero, const Table& table) {
     if constexpr (KIND == AP_TABLE) return look_up(table, u);
-    else if constexpr (KIND == AP_INT4) return __builtin_convertvector(u - zero, vf);
+    else if constexpr (ZERO) return __builtin_convertvector(u - zero, vf);
     else return __builtin_convertvector(u - kCentre<KIND>, vf);
 }
 
-template <int M, int R, int KIND>
+template <int M, int R, int KIND, bool ZERO>
 AP_INLINE void multiply_chain(Sums<M, R>& s, const uint8_t* w, const float* zeros, const Table& table, const float* x,
     int64_t stride, int64_t count) {
     vi zero[R] = {};
-    if constexpr (KIND == AP_INT4)
+    if constexpr (ZERO)
         for (int r = 0; r < R; r++) zero[r] = __builtin_convertvector(four_times(zeros + r * kRows), vi);
     for (int64_t k = 0; k < count; k += KIND == AP_INT8 ? 4 : 8) {
         vf low[R], high[R];
@@ -63,8 +62,8 @@ AP_INLINE void multiply_chain(Sums<M, R>& s, const uint8_t* w, const float* zero
                 first |= (upper & 3) << 4;
                 second |= (upper & 12) << 2;
             }
-            low[r] = centred<KIND>(first, zero[r], table);
-            if (KIND != AP_INT8) high[r] = centred<KIND>(second, zero[r], table);
+            low[r] = centred<KIND, ZERO>(first, zero[r], table);
+            if (KIND != AP_INT8) high[r] = centred<KIND, ZERO>(second, zero[r], table);
         }
         multiply<M, R>(s, low, x + k, stride);
         if (KIND != AP_INT8) multiply<M, R>(s, high, x + k + 4, stride);
@@ -81,8 +80,8 @@ template <int KIND> AP_INLINE void read_rows(const ap_linear& w, const Place& p,
         const vf scale = group_scale<KIND>(w, p.header, p.at, v);
         store(rows.scale + v * kLanes, scale);
         if (has_low<KIND>(w)) store(rows.middle + v * kLanes, group_middle<KIND>(w, p.header, p.at, v, scale));
-        if (KIND == AP_INT4)
-            store(rows.zero + v * kLanes, has_low<KIND>(w) ? splat(kCentre<KIND>) : group_zero<KIND>(w, p.header, v));
+        if (KIND == AP_INT4 && w.offset == AP_ZERO_POINT)
+            store(rows.zero + v * kLanes, group_zero<KIND>(w, p.header, v));
     }
 }
 
@@ -91,16 +90,10 @@ struct Total {
     vf sum, rest;
 };
 
-AP_INLINE void add(Total& t, vf value) {
-    const vf sum = t.sum + value, added = sum - t.sum;
-    t.rest += (t.sum - (sum - added)) + (value - added);
-    t.sum = sum;
-}
-
 AP_INLINE void add_product(Total& t, vf a, vf b) {
-    const vf product = a * b;
-    add(t, product);
-    t.rest += fma(a, b, -product);
+    const vf product = a * b, sum = t.sum + product, added = sum - t.sum;
+    t.rest += (t.sum - (sum - added)) + (product - added) + fma(a, b, -product);
+    t.sum = sum;
 }
 
 // The four lanes of a row. A sum that is too large for a float has no rest.
@@ -118,7 +111,11 @@ AP_INLINE void add_chain(const uint8_t* w, const Rows& rows, const ap_linear& s,
     Sums<M, R> sums = {};
     const float* x = KIND == AP_TABLE ? a.x : a.padded;
     const int64_t stride = KIND == AP_TABLE ? a.x_stride : a.stride;
-    multiply_chain<M, R, KIND>(sums, w + row * 4, rows.zero + row, table, x + token * stride + k, stride, count);
+    const uint8_t* codes = w + row * 4;
+    const float* given = x + token * stride + k;
+    if (KIND == AP_INT4 && s.offset == AP_ZERO_POINT)
+        multiply_chain<M, R, KIND, KIND == AP_INT4>(sums, codes, rows.zero + row, table, given, stride, count);
+    else multiply_chain<M, R, KIND, false>(sums, codes, nullptr, table, given, stride, count);
     if (!has_low<KIND>(s)) {
         for (int r = 0; r < R; r++)
             for (int m = 0; m < M; m++)
@@ -130,7 +127,7 @@ AP_INLINE void add_chain(const uint8_t* w, const Rows& rows, const ap_linear& s,
         for (int64_t b = k / a.width; b * a.width < k + count; b++) sum += a.block[(token + m) * a.blocks + b].sum;
         for (int r = 0; r < R; r++) {  // a quarter to each of a row's 4 lanes; the total is rounded once
             const vf middle = splat(0.25f * sum) * four_times(rows.middle + row + r * kRows);
-            add(total[r][m], fma(sums.dot[r][m], four_times(rows.scale + row + r * kRows), middle));
+            total[r][m].sum += fma(sums.dot[r][m], four_times(rows.scale + row + r * kRows), middle);
         }
     }
 }
