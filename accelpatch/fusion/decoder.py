@@ -88,9 +88,10 @@ def why_not(model: Any, decoder: Decoder) -> str | None:
     table = None if decoder.positions is None else decoder.positions.table
     parts = (decoder.embedding, decoder.norm, decoder.rotary, decoder.head, table)
     reasons = (layer_facts.other_code(one) for one in parts if isinstance(one, nn.Module))
-    if reason := own_code.why_not(model) or own_code.why_not(decoder.module) or next(filter(None, reasons), None):
-        return reason
     form = decoder.form
+    whole = (model, decoder.module, getattr(decoder.module, form.layers))
+    if reason := own_code.why_not_in(whole) or next(filter(None, reasons), None):
+        return reason
     known = {form.layers, form.embedding, form.norm, form.positions}
     for name, child in decoder.module.named_children():
         if name not in known and any(True for _ in child.parameters()):

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from accelpatch.fusion.signals import SentinelBuffers
+from accelpatch.own_code.wrapped_forward import wraps_own_forward
 from accelpatch.patching.carry import HOOKED
 from accelpatch.patching.placement import device_of, hooks_of, is_offloaded
 
@@ -30,7 +31,7 @@ def moves_only(module: nn.Module) -> bool:
     """Whether the `forward` on an instance is accelerate's, with a hook that moves inputs to a device and no more."""
     forward, hooks = vars(module).get("forward"), list(hooks_of(module))
     ours = isinstance(forward, functools.partial) and len(forward.args) == 1 and forward.args[0] is module
-    return ours and bool(hooks) and all(_aligns(hook) for hook in hooks)
+    return ours and bool(hooks) and all(_aligns(hook) for hook in hooks) and wraps_own_forward(module)
 
 
 def _aligns(hook: Any) -> bool:

@@ -84,21 +84,21 @@ class Registered:
         return ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS
 
 
-def set_aside(model: nn.Module) -> list[tuple[dict[str, Any], str]]:
+def set_aside(model: nn.Module) -> list[tuple[Any, str]]:
     """Give the configurations in a model that name this package's function the originals' names, until `take_up`."""
     original = next((_name(one.replaced_config) for one in model.modules() if isinstance(one, FlashAttention)), None)
-    every = {id(config): vars(config) for one in model.modules() if (config := vars(one).get("config")) is not None}
-    found = [one for one in every.values() if original is not None and one.get(SETTING) == NAME]
-    for settings in found:
-        settings[SETTING] = original
-    return [(settings, str(original)) for settings in found]
+    every = {id(config): config for one in model.modules() if (config := vars(one).get("config")) is not None}
+    found = [config for config in every.values() if original is not None and _name(config) == NAME]
+    for config in found:
+        vars(config)[SETTING] = original
+    return [(config, str(original)) for config in found]
 
 
-def take_up(aside: list[tuple[dict[str, Any], str]]) -> None:
+def take_up(aside: list[tuple[Any, str]]) -> None:
     """Undo `set_aside`, but for configurations that name another implementation by now."""
-    for settings, original in aside:
-        if settings.get(SETTING) == original:
-            settings[SETTING] = NAME
+    for config, original in aside:
+        if _name(config) == original:
+            vars(config)[SETTING] = NAME
 
 
 def _name(config: Any) -> Any:
@@ -141,7 +141,7 @@ def _config(module: nn.Module) -> Any:
 def why_not_interface(module: nn.Module) -> str | None:
     """Why a module's attention cannot go through transformers' attention interface; None where it does."""
     cls = getattr(type(module), "replaced_class", type(module))
-    forward = cls.forward
+    forward: Any = getattr(cls, "forward", None)
     while hasattr(forward, "__wrapped__"):
         forward = forward.__wrapped__
     names = getattr(getattr(forward, "__code__", None), "co_names", ())

@@ -134,6 +134,7 @@ class Int8OPTAttention(nn.Module):
     q, k and v are one product: their weights are views of `qkv`[3 N, K], with `factors` and `added`[3 N] float32.
     """
 
+    runs_original = False  # whose linear layers are floats
     qkv: Tensor
     factors: Tensor
     added: Tensor

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
-import types
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
@@ -17,6 +17,7 @@ from torch.nn.modules import module as torch_module
 
 from accelpatch import own_code
 from accelpatch.errors import PatchError
+from accelpatch.own_code.wrapped_forward import rewrap_forward
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -26,6 +27,7 @@ OWN_TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_se
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 GLOBAL_HOOKS = tuple(f"_global{name}" for name in HOOKS)
 OWN_HOOK = "of_accelpatch"  # marks hooks of this package, which change nothing that a module computes
+ASIDE = "_accelpatch_aside"  # marks the functions by which a class stands aside
 PATH = "_accelpatch_path"  # attribute of a replacement: its dotted name, for messages
 ROLE = "_accelpatch_role"  # attribute of a replacement: the role of its site
 STORED = "_accelpatch_stored"  # attribute of a replacement: in what form another library stored its weight
@@ -65,36 +67,70 @@ def subclass(mixin: Any, cls: Any) -> type[nn.Module]:
     body = {"__module__": mixin.__module__, "__reduce_ex__": copied_by(deep), "replaced_class": cls}
     made = type(f"{mixin.__name__}_{cls.__name__}", (mixin, cls), body)
     if mixin.__module__.startswith("accelpatch."):  # another's replacement stands for what it wants
-        _MADE.append(made)
+        _MADE[made] = vars(made).get("forward")  # transformers wraps the forward of every class of layers
         own_code.reached_by(made)
         own_code.on_refresh(stand_aside)
         stand_aside()
     return made
 
 
-_MADE: list[Any] = []  # every class that `subclass` made of a replacement of this package
+_MADE: dict[Any, Any] = {}  # every class that `subclass` made of a replacement of this package -> its own forward
 
 
 def stand_aside() -> None:
-    """Let replacements run their original's forward while it is not its package's own, and theirs from then on."""
-    for made in _MADE:
+    """Let replacements run their original's forward while it is not its package's own, and theirs from then on.
+
+    A `forward` that others put into such a class stays there: it is what runs.
+    """
+    for made, own in _MADE.items():
+        held = vars(made).get("forward")
+        if held is not own and not hasattr(held, ASIDE):
+            continue
         if own_code.is_others(made):
             made.forward = _run_original if getattr(made, "runs_original", True) else _refuse_to_run
         elif own_code.has_overridden(made):
-            made.forward = _run_either
-        elif "forward" in vars(made):
+            made.forward = _either(made)
+        elif own is not None:
+            made.forward = own
+        elif held is not None:
             del made.forward
 
 
+class _Running(threading.local):
+    """The modules whose original's forward runs in this thread."""
+
+    def __init__(self) -> None:
+        self.modules: list[Any] = []
+
+
+_RUNNING = _Running()
+
+
+def runs_original(module: nn.Module) -> bool:
+    """Whether the original's forward runs on a replacement at present, in this thread."""
+    return any(one is module for one in _RUNNING.modules)
+
+
 def _run_original(self: Any, *args: Any, **kwargs: Any) -> Any:
-    return type(self).replaced_class.forward(self, *args, **kwargs)
+    _RUNNING.modules.append(self)
+    try:
+        return type(self).replaced_class.forward(self, *args, **kwargs)
+    finally:
+        _RUNNING.modules.pop()
 
 
-def _run_either(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The original's forward where a method that it calls is set on the instance, else the replacement's."""
-    if own_code.differs(self):
-        return _run_original(self, *args, **kwargs)
-    return super(type(self), self).forward(*args, **kwargs)
+@functools.cache
+def _either(made: Any) -> Any:
+    forward = _MADE[made] or super(made, made).forward
+
+    def run_either(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """The original's forward where a method that it calls is set on the instance, else the replacement's."""
+        if own_code.differs(self):
+            return _run_original(self, *args, **kwargs)
+        return forward(self, *args, **kwargs)
+
+    setattr(run_either, ASIDE, True)
+    return run_either
 
 
 def _refuse_to_run(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -102,6 +138,10 @@ def _refuse_to_run(self: Any, *args: Any, **kwargs: Any) -> Any:
         f"{vars(self).get(PATH)}: {own_code.reached_by(type(self)).reason}, and the packed layer cannot run it: call "
         "accelpatch.unpatch(model) first"
     )
+
+
+for _one in (_run_original, _refuse_to_run):
+    setattr(_one, ASIDE, True)
 
 
 def adopt(mixin: type[Module], original: nn.Module) -> Module:
@@ -148,19 +188,8 @@ def _with_state_of(module: nn.Module, cls: type[nn.Module], state: Any) -> nn.Mo
     forward = attributes.pop("forward", None)
     new.__dict__.update(attributes)
     if "_hf_hook" in attributes and forward is not None:
-        _rewrap_forward(new, forward)
+        rewrap_forward(new, forward)
     return new
-
-
-def _rewrap_forward(new: nn.Module, wrapped: Any) -> None:
-    """Rebind accelerate's wrapped forward, a partial bound to the original instance, to the new one."""
-    bind_wrapped(new)
-    new.__dict__["forward"] = functools.update_wrapper(functools.partial(wrapped.func, new), type(new).forward)
-
-
-def bind_wrapped(module: nn.Module) -> None:
-    """Let accelerate's wrapper around a module call its class's present forward."""
-    module.__dict__["_old_forward"] = types.MethodType(type(module).forward, module)
 
 
 class Copying:

@@ -13,8 +13,9 @@ from accelpatch.kernels.ops.w8a8_linear import w8a8_linear
 from accelpatch.kernels.ops.w8a8_packed import w8a8_packed
 from accelpatch.modules.autocast import autocast
 from accelpatch.modules.norm import SMOOTHED
+from accelpatch.modules.packed_weight import PackedWeight
 from accelpatch.modules.quantized_module import QuantizedModule
-from accelpatch.modules.replacement import adopt, without_casts
+from accelpatch.modules.replacement import adopt, runs_original, without_casts
 from accelpatch.quant import int8
 from accelpatch.quant.smoothing import SiteStatistics
 from accelpatch.quant.weight import QuantizedWeight, W8A8Weight
@@ -42,6 +43,17 @@ class W8A8Linear(QuantizedModule):
         """The weight, one scale a row, and the static scale of its input."""
         q, scale, _ = self._canonical()
         return W8A8Weight(q, scale, None, self.input_scale)
+
+    @property
+    def weight(self) -> Tensor:
+        """Without the smoothing; but with it for the original's forward, which gets the inputs of this module."""
+        if runs_original(self) and self.is_packed:
+            return self.copied_parameters()["weight"]
+        return super().weight
+
+    @weight.setter
+    def weight(self, value: Any) -> None:
+        PackedWeight.weight.fset(self, value)  # type: ignore[attr-defined]
 
     def dequantized(self) -> Tensor:
         full = int8.dequantize(QuantizedWeight(*self._canonical()), torch.promote_types(self.like.dtype, torch.float32))

@@ -9,10 +9,13 @@ it reaches is read off the code itself, not listed by hand:
     of torch     functions by their dotted names, such as nn.functional.linear
     registries   entries of transformers' interfaces (attention, masks, experts) for the implementations in KEYS
 
-A decorated function counts as the package's if every function around it is one of a package in PACKAGES too. Nothing is
-hashed and no source is compared, so that a new release of a package is its own from the start.
+A decorated function counts as the package's if every function around it is one of a package in PACKAGES too, but for
+decorators that run a caller's code or change numbers (contextlib's, autocast). What others put into a class that this
+package made of the original's, or into a class derived from it, counts as theirs. Nothing is hashed and no source is
+compared, so that a new release of a package is its own from the start.
 """
 
+from accelpatch.own_code.packages import is_ours
 from accelpatch.own_code.reached import Reached
 from accelpatch.own_code.verdicts import (
     Snapshot,
@@ -29,6 +32,6 @@ from accelpatch.own_code.verdicts import (
 )
 
 __all__ = [
-    "Reached", "Snapshot", "base_of", "differs", "has_overridden", "is_others", "look_at", "on_refresh", "reached_by",
-    "refresh", "why_not", "why_not_in",
+    "Reached", "Snapshot", "base_of", "differs", "has_overridden", "is_others", "is_ours", "look_at", "on_refresh",
+    "reached_by", "refresh", "why_not", "why_not_in",
 ]  # fmt: skip

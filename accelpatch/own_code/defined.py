@@ -16,7 +16,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import CodeType, FunctionType
 
 SELF = "self"
-ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
+ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR")
 
 
 def _spec(name: str) -> ModuleSpec | None:
@@ -78,20 +78,21 @@ def _imports(module: str) -> Mapping[str, tuple[str, str]]:
 
 
 @functools.cache
-def home_of(module: str, name: str) -> tuple[str, str] | None:
-    """(module, name) of the function that a module has under a name, by its own definition or through its imports.
-
-    None for a name that is no function's.
-    """
+def origin_of(module: str, name: str) -> tuple[str, str]:
+    """(module, name) of what a module has under a name, by its own definition or through its imports."""
     seen = set()
-    while (module, name) not in seen:
+    while (module, name) not in seen and name not in codes_of(module):
         seen.add((module, name))
-        if any(not one.co_flags & inspect.CO_OPTIMIZED for one in codes_of(module).get(name, ())):  # a class
-            return None
-        if name in codes_of(module):
-            return module, name
         module, name = _imports(module).get(name, (module, name))
-    return None
+    return module, name
+
+
+@functools.cache
+def home_of(module: str, name: str) -> tuple[str, str] | None:
+    """(module, name) of the function that a module has under a name; None for a name that is no function's."""
+    home, own = origin_of(module, name)
+    codes = codes_of(home).get(own, ())
+    return (home, own) if codes and all(one.co_flags & inspect.CO_OPTIMIZED for one in codes) else None  # no class
 
 
 def module_name(function: FunctionType) -> str:
@@ -107,11 +108,13 @@ def dotted_names(code: CodeType) -> frozenset[tuple[str, ...]]:
     for one in _inside(code):
         chain: tuple[str, ...] = ()
         for instruction in dis.get_instructions(one):
-            if instruction.opname == "LOAD_GLOBAL" or instruction.argval == SELF:
+            loaded = instruction.argval
+            loaded = loaded[-1] if isinstance(loaded, tuple) and loaded else loaded  # two variables at once, from 3.13
+            if instruction.opname == "LOAD_GLOBAL" or loaded == SELF:
                 found.add(chain)
-                chain = (instruction.argval,)
+                chain = (loaded,)
             elif instruction.opname in ATTRIBUTES and chain:
-                chain = (*chain, instruction.argval)
+                chain = (*chain, loaded)
             elif chain:
                 found.add(chain)
                 chain = ()

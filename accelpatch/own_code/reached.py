@@ -2,47 +2,59 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
-from functools import cached_property, lru_cache
 from operator import attrgetter, is_, itemgetter
-from types import BuiltinFunctionType, BuiltinMethodType, CodeType, FunctionType, MethodDescriptorType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-from accelpatch.own_code.defined import SELF, codes_of, dotted_names, home_of, module_name
+from accelpatch.own_code.defined import SELF, codes_of, dotted_names, home_of, module_name, origin_of
+from accelpatch.own_code.packages import (
+    BUILT_IN,
+    OURS,
+    PACKAGES,
+    closure_of,
+    functions_of,
+    has_name,
+    is_at,
+    is_of_a_package,
+    is_ours,
+    layers_of,
+)
 
-PACKAGES = frozenset({"torch", "transformers", "peft", "accelerate", "accelpatch", "contextlib"})
 READ_FURTHER = ("transformers.", "peft.")  # packages whose functions are read for what they reach in their turn
 NOT_READ = "transformers.utils."  # reports, versions and documentation: nothing of it is computed by a fast path
 KEYS = ("eager", "sdpa", "batched_mm", "grouped_mm")  # the entries of registries that fast paths stand for
+TABLES = ("_global_mapping", "_local_mapping")  # of a registry: those of its class and of the object
 FORWARD = ("forward",)
 CALL = ("__call__", "_wrapped_call_impl", "_call_impl", "__getattr__", "__getattribute__")
 BASE = "torch.nn.modules.module"  # the module of nn.Module
-# Descriptors around one function -> the attribute that holds it.
-AROUND: dict[type, str] = {
-    staticmethod: "__func__",
-    classmethod: "__func__",
-    cached_property: "func",
-    type(lru_cache(lambda: None)): "__wrapped__",
-}
-BUILT_IN = (BuiltinFunctionType, BuiltinMethodType, MethodDescriptorType)
 
 
 class Reached:
     """What a class's functions reach, read when made. reason: why it is not all its packages' own, or None.
 
+    Of a patched model's or a replacement's class it is what the original reaches; and what others put into that class,
+    or into one that they derived from it, is not the package's own.
+
     roots: names of the methods to begin with. deep: whether these are read for what they reach in their turn. methods:
-    names of functions that its code calls through `self`.
+    names of functions that its code calls through `self`. in_registry: whether a registry is not its package's.
     """
 
     def __init__(self, cls: type, roots: Iterable[str] = FORWARD, *, deep: bool = True):
-        self.cls, self._deep = cls, deep
+        self.cls, self._deep = original_of(cls), deep
+        self._before = [one for one in cls.__mro__ if one not in self.cls.__mro__]
         self.reason: str | None = None
+        self.in_registry = False
         self.methods: set[str] = set()
         self._names: set[str] = set()  # read through `self`
         self.places: dict[tuple[int, str], Mapping[str, Any]] = {}  # (id of an owner, name) -> its attributes
         self.registries: list[Mapping[str, Any]] = []
         self.functions: dict[int, FunctionType] = {}
-        self.classes = [base for base in cls.__mro__[:-1] if base.__module__ != BASE]
+        self.classes = [
+            *self._before,
+            *(base for base in self.cls.__mro__ if base.__module__ not in (BASE, "builtins")),
+        ]
         for name in (*CALL, *roots):
             self._method(name)
         self._checks = Checks([self])
@@ -57,51 +69,60 @@ class Reached:
 
     def _fault(self, what: str, found: Any) -> None:
         if self.reason is None:
-            name, home = getattr(found, "__qualname__", type(found).__qualname__), getattr(found, "__module__", None)
+            code = getattr(found, "__code__", None)  # a wrapper bears the name of what it wraps
+            name = getattr(code, "co_qualname", None) or getattr(found, "__qualname__", type(found).__qualname__)
+            home = module_name(found) if isinstance(found, FunctionType) else getattr(found, "__module__", None)
             self.reason = f"{what} is {name} of {home}, not the code of its package"
 
     def _method(self, name: str) -> None:
         """Read a name of the class, in itself and in the bases behind it, which it may call by `super`."""
         self._names.add(name)
-        found = [base for base in self.cls.__mro__[:-1] if name in vars(base)]
+        for derived in (one for one in self._before if name in vars(one)):
+            value = vars(derived)[name]
+            self.places[id(derived), name] = vars(derived)
+            if not is_ours(value) and (functions_of(value) or derived.__module__.split(".")[0] != OURS):
+                self._fault(f"{derived.__name__}.{name}", value)
+        found = [base for base in self.cls.__mro__ if name in vars(base) and base.__module__ != "builtins"]
         for base in found:
             behind = base is not found[0] and base.__module__ == BASE  # the forward that nn.Module does not have
-            if behind:
-                continue
-            value = vars(base)[name]
-            functions = _functions(value)
-            if functions and name not in CALL and not isinstance(value, property):
-                self.methods.add(name)
-            self.places[id(base), name] = vars(base)
-            expected = (base.__module__, f"{base.__qualname__}.{name}")
-            defined = expected[1] in codes_of(base.__module__)
-            attribute = not hasattr(value, "__get__") and (isinstance(value, type) or not callable(value))
-            if not functions and (defined or not attribute):
-                self._fault(f"{base.__name__}.{name}", value)
-            for function in functions:
-                self._function(function, f"{base.__name__}.{name}", expected if defined else None, method=True)
+            if not behind:
+                self._method_of(base, name)
+
+    def _method_of(self, base: type, name: str) -> None:
+        value = vars(base)[name]
+        functions = functions_of(value)
+        if functions and name not in CALL and not isinstance(value, property):
+            self.methods.add(name)
+        self.places[id(base), name] = vars(base)
+        expected = (base.__module__, f"{base.__qualname__}.{name}")
+        defined = expected[1] in codes_of(base.__module__)
+        attribute = not hasattr(value, "__get__") and (isinstance(value, type) or not callable(value))
+        if not functions and (defined or not attribute):
+            self._fault(f"{base.__name__}.{name}", value)
+        for function in functions:
+            self._function(function, f"{base.__name__}.{name}", expected if defined else None, method=True)
 
     def _function(self, value: Any, what: str, expected: tuple[str, str] | None, *, method: bool = False) -> None:
         """Check a function, and read what it reaches. expected: (module, qualified name) of its code."""
-        layers = [value] if not isinstance(value, FunctionType) else list(_layers(value))
-        if not all(map(_of_a_package, layers)) or (expected and not any(_is_at(one, *expected) for one in layers)):
-            self._fault(what, value)
-            self.functions |= {id(one): one for one in layers if isinstance(one, FunctionType)}
+        layers = layers_of(value)
+        functions = {id(one): one for one in layers if isinstance(one, FunctionType)}
+        foreign = next((one for one in layers if not is_of_a_package(one)), None)
+        if foreign is not None or (expected and not any(is_at(one, *expected) for one in layers)):
+            self._fault(what, value if foreign is None else foreign)
+            self.functions |= functions
             return
-        for one in layers:
-            if id(one) in self.functions or not isinstance(one, FunctionType):
+        for key, one in functions.items():
+            if key in self.functions:
                 continue
-            self.functions[id(one)] = one
+            self.functions[key] = one
             home = module_name(one)
-            in_base = home == BASE
-            if not self._deep:
-                continue
-            if (method and not in_base) or (f"{home}.".startswith(READ_FURTHER) and not home.startswith(NOT_READ)):
+            further = f"{home}.".startswith(READ_FURTHER) and not home.startswith(NOT_READ)
+            if self._deep and (further or (method and any(home == base.__module__ for base in self.classes))):
                 self._read(one, method)
 
     def _read(self, function: FunctionType, method: bool) -> None:
-        for cell in function.__closure__ or ():
-            self._registry(_content(cell))
+        for held in closure_of(function):
+            self._registry(held)
         for first, *rest in dotted_names(function.__code__):
             if first != SELF:
                 self._global(function.__globals__, (first, *rest))
@@ -112,18 +133,21 @@ class Reached:
         """Read a dotted name in a function's globals: a function of its module, of another one, or of torch."""
         name, home = chain[0], str(namespace.get("__name__"))
         value = namespace.get(name)
-        self._registry(value)
+        if _is_registry(value):
+            self.places[id(namespace), name] = namespace
+            self._registry(value)
+            module, own = origin_of(home, name)
+            if vars(sys.modules.get(module, sys)).get(own, value) is not value:
+                self.in_registry = True
+                self._fault(f"{home.rpartition('.')[2]}.{name}", value)
+            return
         owner: Any = None
         for part in chain[1:]:
             if not (isinstance(value, ModuleType) and value.__name__.split(".")[0] == "torch"):
                 break
             owner, name, value = value, part, vars(value).get(part)
         if owner is not None:
-            if isinstance(value, (FunctionType, *BUILT_IN)):
-                self.places[id(owner), name] = vars(owner)
-                self._function(value, f"{owner.__name__}.{name}", None)
-                if not _named(value, name):
-                    self._fault(f"{owner.__name__}.{name}", value)
+            self._of_torch(owner, name, value)
             return
         expected = home_of(home, name)
         if expected is not None and (expected[0].startswith(NOT_READ) or expected[0].split(".")[0] not in PACKAGES):
@@ -132,18 +156,39 @@ class Reached:
             self.places[id(namespace), name] = namespace
             self._function(value, f"{home.rpartition('.')[2]}.{name}", expected)
 
-    def _registry(self, value: Any) -> None:
-        """Read the entries of one of transformers' interfaces, those of the class and those of the object."""
-        tables: list[Any] = [getattr(value, name, None) for name in ("_global_mapping", "_local_mapping")]
-        if not all(type(table) is dict for table in tables) or any(tables[1] is one for one in self.registries):
+    def _of_torch(self, owner: ModuleType, name: str, value: Any) -> None:
+        if name not in vars(owner) or isinstance(value, ModuleType):
             return
-        self.registries += tables
+        self.places[id(owner), name] = vars(owner)
+        if isinstance(value, (FunctionType, *BUILT_IN)):
+            self._function(value, f"{owner.__name__}.{name}", None)
+        named = has_name(value, name) or not isinstance(value, (FunctionType, *BUILT_IN))
+        if not named or (callable(value) and not is_of_a_package(value)):
+            self._fault(f"{owner.__name__}.{name}", value)
+
+    def _registry(self, value: Any) -> None:
+        """Read one of transformers' interfaces: its entries, those of the class and those of the object, and how its
+        class finds them."""
+        if not _is_registry(value) or any(vars(value) is one for one in self.registries):
+            return
+        faults, self.reason = self.reason, None
+        tables = [getattr(value, name) for name in TABLES]
+        self.registries += [vars(value), *tables]
+        kind = type(value).__name__
         for table in tables:
             for key in filter(table.__contains__, KEYS):
                 self.places[id(table), key] = table
-                self._function(table[key], f"{type(value).__name__}[{key!r}]", None)
+                self._function(table[key], f"{kind}[{key!r}]", None, method=_takes_self(table[key]))
                 if not getattr(table[key], "__name__", "").startswith(key):
-                    self._fault(f"{type(value).__name__}[{key!r}]", table[key])
+                    self._fault(f"{kind}[{key!r}]", table[key])
+        for base in type(value).__mro__:
+            if base.__module__.split(".")[0] != "collections" and base is not object:
+                for name in [name for name, one in vars(base).items() if functions_of(one) and name != "__init__"]:
+                    self.places[id(base), name] = vars(base)
+                    self._function(vars(base)[name], f"{kind}.{name}", (base.__module__, f"{base.__qualname__}.{name}"))
+        for name in vars(value).keys() - set(TABLES):
+            self._fault(f"{kind}.{name}", vars(value)[name])
+        self.in_registry, self.reason = self.in_registry or self.reason is not None, faults or self.reason
 
 
 class Checks:
@@ -179,48 +224,17 @@ class Checks:
 _code = attrgetter("__code__")
 
 
-def _functions(value: Any) -> list[Any]:
-    """The functions of a class attribute; [] for one that is no function."""
-    if isinstance(value, property):
-        return [one for one in (value.fget, value.fset, value.fdel) if one is not None]
-    if isinstance(value, (FunctionType, *BUILT_IN)):
-        return [value]
-    name = next((name for kind, name in AROUND.items() if isinstance(value, kind)), None)
-    inner = None if name is None else getattr(value, name)
-    return [inner] if isinstance(inner, FunctionType) else []
+def original_of(cls: Any) -> type:
+    """The class in whose place a class that this package made stands; of any other, the class itself."""
+    made = getattr(cls, "unpatched_class", cls)
+    original: type = getattr(made, "replaced_class", made)
+    return original
 
 
-def _layers(function: FunctionType, seen: set[int] | None = None) -> Iterable[FunctionType]:
-    """A function, and those inside its closure, which a decorator calls."""
-    seen = set() if seen is None else seen
-    if id(function) in seen:
-        return
-    seen.add(id(function))
-    yield function
-    for cell in function.__closure__ or ():
-        if isinstance(inner := _content(cell), FunctionType):
-            yield from _layers(inner, seen)
+def _is_registry(value: Any) -> bool:
+    return not isinstance(value, type) and all(type(getattr(value, name, None)) is dict for name in TABLES)
 
 
-def _content(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not filled yet
-        return None
-
-
-def _of_a_package(value: Any) -> bool:
-    """Whether a function is code that one of the PACKAGES defines where the function says."""
-    if not isinstance(value, FunctionType):
-        return str(getattr(value, "__module__", None) or "torch").split(".")[0] in PACKAGES
-    home = module_name(value)
-    return home.split(".")[0] in PACKAGES and _is_at(value, home, value.__code__.co_qualname)
-
-
-def _is_at(value: Any, module: str, name: str) -> bool:
-    return value.__code__ in codes_of(module).get(name, ()) if isinstance(value, FunctionType) else True
-
-
-def _named(value: Any, name: str) -> bool:
-    """Whether a function of torch has the name under which it was found, but for underscores and its folder's name."""
-    return str(getattr(value, "__name__", name)).replace("_", "").endswith(name.replace("_", ""))
+def _takes_self(value: Any) -> bool:
+    """Whether the first argument of a function is a module that it calls `self`."""
+    return isinstance(value, FunctionType) and value.__code__.co_varnames[:1] == (SELF,)

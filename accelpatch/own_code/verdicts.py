@@ -7,8 +7,13 @@ from collections.abc import Callable, Iterable
 from operator import contains
 from typing import Any
 
-from accelpatch.own_code.reached import BASE, FORWARD, PACKAGES, Checks, Reached
+from torch import nn
 
+from accelpatch.own_code.packages import PACKAGES
+from accelpatch.own_code.reached import BASE, FORWARD, Checks, Reached
+
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+CONTENTS = ("__getitem__", "__iter__", "__len__", "values")  # how a decoder finds the layers in its list
 _LOCK = threading.RLock()
 _REACHED: dict[tuple[type, tuple[str, ...], bool], Reached] = {}
 _OTHERS: set[type] = set()  # classes whose code is not all their packages' own
@@ -38,12 +43,12 @@ class Snapshot:
 
 
 def reached_by(cls: Any, roots: tuple[str, ...] = FORWARD, *, deep: bool = True) -> Reached:
-    """What a class reaches as it is now; of a patched model's or a replacement's class, what its original reaches."""
-    cls = getattr(cls, "unpatched_class", cls)
+    """What a class reaches as it is now."""
     with _LOCK:
         found = _REACHED.get((cls, roots, deep))
         if found is None or found.changed():
-            found = _REACHED[cls, roots, deep] = Reached(getattr(cls, "replaced_class", cls), roots, deep=deep)
+            more = CONTENTS if roots == FORWARD and issubclass(cls, CONTAINERS) else ()
+            found = _REACHED[cls, roots, deep] = Reached(cls, (*roots, *more), deep=deep)
             if roots == FORWARD:
                 (_OTHERS.add if found.reason else _OTHERS.discard)(cls)
         return found

@@ -30,9 +30,10 @@ class Change:
     def revert(self) -> None:
         """Set the old value back and close an attribute that was added, if it has `close()`.
 
-        A child that the user put in place of the replacement stays.
+        A child that the user put in place of the replacement stays, and a class that the user gave the owner.
         """
-        if self.owner._modules.get(self.name, self.new) is self.new:
+        held = type(self.owner) if self.name == "__class__" else self.owner._modules.get(self.name, self.new)
+        if held is self.new:
             _assign(self.owner, self.name, self.old)
         if isinstance(self.old, nn.Module):
             give_back(self.old, self.new)

@@ -11,6 +11,7 @@ from torch import nn
 from accelpatch import own_code
 from accelpatch.device import Device
 from accelpatch.errors import PlanError
+from accelpatch.own_code.wrapped_forward import has_own_forward
 from accelpatch.patching import groups as smoothing
 from accelpatch.patching.entry import Entry
 from accelpatch.patching.groups import Group
@@ -242,7 +243,7 @@ def _completed(entries: list[Entry], device: Device) -> list[Entry]:
 
 def _propose(site: Site, rule: Rule, replacer: Replacer, device: Device) -> Choice | Reason:
     for member in (site, *site.tied):
-        if _has_own_forward(member.original):
+        if has_own_forward(member.original):
             return Reason(f"{member.path} has a forward of its own on the instance")
         inside = member.original.modules() if replacer.whole else (member.original,)
         if replacer.stands_for_code and (reason := own_code.why_not_in(inside)):
@@ -262,7 +263,7 @@ def _propose_stored(site: Site, replacer: Replacer, device: Device) -> Choice | 
     assert stored is not None
     if stored.refusal is not None:
         return Reason(f"{stored.words}: {stored.refusal}")
-    if _has_own_forward(module) and not stored.own_forward:
+    if has_own_forward(module) and not stored.own_forward:
         return Reason(f"{site.path} has a forward of its own on the instance")
     if site.tied:
         return Reason(f"{stored.words}: it shares its weight with {site.tied[0].path}")
@@ -270,13 +271,6 @@ def _propose_stored(site: Site, replacer: Replacer, device: Device) -> Choice | 
     if isinstance(answer, Choice) and (reason := stored.suits(answer)):
         return Reason(f"{stored.words}: {reason}")
     return replace(answer, bytes_before=site.token_bytes) if isinstance(answer, Choice) else answer
-
-
-def _has_own_forward(module: nn.Module) -> bool:
-    """Whether the user set a `forward` on the instance. accelerate's wrapper does not count: it moves with its hook."""
-    own = vars(module).get("forward")
-    left_behind = getattr(own, "__func__", None) is type(module).forward
-    return own is not None and not left_behind and not hasattr(module, "_hf_hook")
 
 
 def _stack(site: Site) -> str:

@@ -1,33 +1,37 @@
 """Looks, before each outermost call of a patched model, whether the code that its fast paths stand for would still run.
 
-Outermost is a call of the model, of a model inside it, or of generate(), that no other such call of the thread is
-within: steps of a running generate() look at nothing. What changes meanwhile counts from the next call on.
+Outermost is a call of the model, of a model inside it, or of generate(), that no other such call of the same model in
+the same thread is around: steps of a running generate() look at nothing. What changes meanwhile counts from the next
+call on.
 """
 
 from __future__ import annotations
 
+import copy
 import threading
 import weakref
 from typing import Any
 
+import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.generation.logits_process import LogitsProcessorList
+from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from accelpatch import own_code
 from accelpatch.modules import attention
-from accelpatch.modules.replacement import bind_wrapped
+from accelpatch.own_code.wrapped_forward import bind_wrapped
+from accelpatch.runtime.generation.sampler import CRITERIA, SUPPRESSING, WARPERS
 
 CODE = "_accelpatch_code"  # the attribute of a patched model, and of the models inside it, that holds its CodeWatch
 # The methods of generation that the loops over fast steps stand for.
 LOOP = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_sample", "_prefill")
 CACHES = (DynamicCache, DynamicLayer, DynamicSlidingWindowLayer)
 CACHED = ("update", "get_seq_length", "get_mask_sizes")  # methods that steps over their own caches stand for
+PICKING = (*SUPPRESSING, *WARPERS, *CRITERIA, LogitsProcessorList, StoppingCriteriaList)  # what samplers stand for
 
 
 class _Calls(threading.local):
     depth = 0
-
-
-_CALLS = _Calls()
 
 
 class CodeWatch:
@@ -43,6 +47,7 @@ class CodeWatch:
         self._snapshot: own_code.Snapshot | None = None
         self._overridden: dict[str, Any] = {}
         self._aside: list[Any] = []  # configurations that name the originals' attention meanwhile
+        self._calls = _Calls()
         self.version = 0
         self.others: str | None = None
         self.loop: str | None = None
@@ -51,18 +56,29 @@ class CodeWatch:
     def __deepcopy__(self, memo: dict[int, Any]) -> CodeWatch:
         made = CodeWatch(memo.get(id(self._model and self._model())))
         memo[id(self)] = made
+        made._aside = copy.deepcopy(self._aside, memo)
         return made
 
     def __reduce__(self) -> tuple[type[CodeWatch], tuple[()]]:
         return CodeWatch, ()
 
     def __enter__(self) -> None:
-        if _CALLS.depth == 0:
+        if self._calls.depth == 0:
             self.look()
-        _CALLS.depth += 1
+        self._calls.depth += 1
 
     def __exit__(self, *error: Any) -> None:
-        _CALLS.depth -= 1
+        self._calls.depth -= 1
+
+    def look_anew(self) -> None:
+        """Look at the modules that the model has now, which are others than at the last look."""
+        self._snapshot = None
+        self.look()
+
+    @torch.compiler.assume_constant_result
+    def look_as_compiled(self) -> None:
+        """Look while torch.compile traces a call of the model: once, since nothing of it is in the compiled code."""
+        self.look()
 
     def look(self) -> None:
         """Look whether code has changed since the last look; replacements stand aside, or no more, from here on."""
@@ -78,17 +94,25 @@ class CodeWatch:
         self.others = next(filter(None, reasons), None)
         own_code.refresh()
         for one in model.modules():
-            if "_old_forward" in vars(one) and hasattr(type(one), "replaced_class"):
+            wrapped = getattr(vars(one).get("_old_forward"), "__func__", None)
+            if hasattr(type(one), "replaced_class") and own_code.is_ours(wrapped):  # it calls the class's forward
                 bind_wrapped(one)
         attention.take_up(self._aside)
-        self._aside = attention.set_aside(model) if own_code.reached_by(attention.Registered).reason else []
-        loop = own_code.reached_by(type(model), LOOP, deep=False)
+        self._aside = attention.set_aside(model) if _changed_registries(model) else []
+        loops = [own_code.reached_by(type(model), LOOP, deep=False)]
+        loops += [own_code.reached_by(cls, ("__call__",)) for cls in PICKING]
         caches = [own_code.reached_by(cls, CACHED) for cls in CACHES]
-        self._overridden, self._snapshot = overridden, own_code.Snapshot(model.modules(), [loop, *caches])
+        self._overridden, self._snapshot = overridden, own_code.Snapshot(model.modules(), [*loops, *caches])
         named = (name for name, value in overridden.items() if not _hides_itself(model, name, value))
         own = next((f"{type(model).__name__} has a {name} of its own on the instance" for name in named), None)
-        self.loop = own or loop.reason
+        self.loop = own or next((one.reason for one in loops if one.reason), None)
         self.cache = next((one.reason for one in caches if one.reason), None)
+
+
+def _changed_registries(model: Any) -> bool:
+    """Whether others changed a registry in which an attention function of ours stands for transformers' own."""
+    ours = (type(one) for one in model.modules() if isinstance(one, attention.FlashAttention))
+    return any(own_code.reached_by(cls).in_registry for cls in {attention.Registered, *ours})
 
 
 def _hides_itself(model: Any, name: str, value: Any) -> bool:

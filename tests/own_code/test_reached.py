@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
 from collections.abc import Callable
@@ -48,6 +49,9 @@ FORWARDS: dict[str, Any] = {
     "another function of the family": llama.LlamaRMSNorm.forward,
     "other constants": _with(OLD.__code__.replace(co_consts=(*OLD.__code__.co_consts, 1.5)), OLD.__globals__),
     "another decorated by a package": torch.no_grad()(_other),
+    "itself within autocast": torch.autocast("cpu", torch.bfloat16)(OLD),
+    "itself within a caller's context": contextlib.contextmanager(lambda: iter([None]))()(OLD),
+    "a partial object that says it is the original": functools.update_wrapper(functools.partial(OLD), OLD),
     "its code among other names": _with(OLD.__code__, {"__name__": "elsewhere"}),
 }
 
@@ -85,6 +89,8 @@ def test_what_a_package_decorates_is_its_own(case: str, monkeypatch: pytest.Monk
 FUNCTIONS: dict[str, Any] = {
     "a function": lambda x: x,
     "a partial function": functools.partial(llama.rotate_half),
+    "one with its name": functools.update_wrapper(functools.partial(llama.rotate_half), llama.rotate_half),
+    "torch's": torch.neg,
     "a callable object": _Callable(),
     "a mock": Mock(),
     "the same of another family": mistral.rotate_half,
@@ -98,6 +104,29 @@ def test_other_code_in_the_place_of_a_function(case: str, monkeypatch: pytest.Mo
     reason = Reached(llama.LlamaAttention).reason
     assert reason is not None
     assert "modeling_llama.rotate_half is" in reason
+
+
+TORCHS: dict[str, Any] = {
+    "a function": lambda *args: args[0],
+    "a partial function": functools.partial(nn.functional.linear),
+    "a callable object": _Callable(),
+    "a mock": Mock(),
+    "another of torch": torch.relu,
+}
+
+
+@pytest.mark.parametrize("case", TORCHS)
+def test_other_code_in_the_place_of_a_function_of_torch(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = Reached(nn.Linear)
+    assert before.reason is None
+    monkeypatch.setattr(nn.functional, "linear", TORCHS[case])
+    assert before.changed()
+    assert "torch.nn.functional.linear is" in str(Reached(nn.Linear).reason)
+
+
+def test_reasons_name_the_wrapper_and_not_what_it_wraps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llama.LlamaMLP, "forward", functools.wraps(OLD)(_other))
+    assert f"LlamaMLP.forward is _other of {__name__}" in str(Reached(llama.LlamaMLP).reason)
 
 
 def test_a_subclass_counts_by_what_its_forward_reaches() -> None:

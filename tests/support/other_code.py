@@ -8,12 +8,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import accelpatch
 from accelpatch.fusion.fused_model import FUSED
 from accelpatch.runtime.cpu.native_step import NATIVE
 from accelpatch.runtime.graphs.captured_step import CAPTURED
-from tests.support.tiny import padded_batch
+from tests.support.tiny import CAUSAL, padded_batch
 
 NEW = 6
+
+
+def patched(recipe: str = "exact", name: str = "llama") -> tuple[Any, Any]:
+    """(plain, patched) models with the same weights, after a first call."""
+    plain, model = CAUSAL[name].make(), CAUSAL[name].make()
+    accelpatch.patch(model, recipe, verify=False)
+    last_logits(model)
+    return plain, model
 
 
 def scaled(function: Any, factor: float) -> Any:

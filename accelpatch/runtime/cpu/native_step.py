@@ -140,6 +140,7 @@ class NativeRuntime:
             return reading  # with no lock: the child of a fork would inherit one that another thread held
         with self._lock:
             if self._reading is None or self._outdated(self._reading):
+                self.code.look_anew()
                 try:
                     found, unfit = native_model(model, self.unfused), None
                 except (CannotFuse, KernelError) as reason:

@@ -99,6 +99,8 @@ def _looked_at_once(cls: Any, name: str) -> Any:
     @functools.wraps(getattr(cls, name))
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         code = vars(self).get(CODE)
+        if code is not None and torch.compiler.is_compiling():
+            code.look_as_compiled()
         if code is None or torch.compiler.is_compiling():
             return getattr(cls, name)(self, *args, **kwargs)
         with code:
@@ -155,13 +157,17 @@ def _stepping(cls: Any) -> Any:
 
     @functools.wraps(cls.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # torch.compile traces the modules
-            return cls.forward(self, *args, **kwargs)
         runtime = vars(self).get(RUNTIME)
+        if torch.compiler.is_compiling():  # torch.compile traces the modules
+            if runtime is not None:
+                runtime.code.look_as_compiled()
+            return cls.forward(self, *args, **kwargs)
         if runtime is None:
             return cls.forward(self, *args, **kwargs)
         with runtime.code:
-            names, outputs = _positional(cls.forward), None
+            function = cls.forward  # of a user's class, perhaps an object that has no hash
+            names = (_positional if isinstance(function, types.FunctionType) else _positional.__wrapped__)(function)
+            outputs = None
             if len(args) <= len(names) and kwargs.keys().isdisjoint(names[: len(args)]):
                 outputs = runtime.outputs(self, renamed(dict(zip(names, args, strict=False)) | kwargs))
             if outputs is None:

@@ -209,6 +209,7 @@ class CapturedRuntime:
         """Drop what was captured of a model that has changed; if only its adapters changed, switch to their state."""
         outdated = self._version != self.code.version
         if self._watch is None or outdated or self._watch.stale() or self._flags != self._watch.flags():
+            self.code.look_anew()
             self.close()
             self._watch = Watch(model)
             self._flags, self._adapters = self._watch.flags(), self._watch.adapters()
