@@ -155,7 +155,8 @@ def fused_lines(sites: Sequence[SiteRecord]) -> list[str]:
     inside = [site for site in sites if fused and (site.role == "head" or site.path.startswith(fused))]
     read, total = (_total(site.token_bytes for site in among)[1] for among in (inside, sites))
     line = f"{len(fused)} of {len(layers)} layers fused, {read / total if total else 0:.1%} of a step's bytes"
-    reasons = [f"; {layer.path}: {layer.by_modules or layer.reason}" for layer in layers if not layer.fused]
+    rest = [(layer.path, layer.by_modules or layer.reason) for layer in layers if not layer.fused]
+    reasons = [f"; {path}: {why}" if why else f"; {path}" for path, why in rest]  # a plan says why in a note
     return [line + "".join(reasons[:1]) + ("; ..." if reasons[1:] else "")]
 
 

@@ -140,10 +140,11 @@ def tensors_of(model: nn.Module) -> Iterator[tuple[str, QuantizedModule | None, 
     """(path, quantised module, "") of those that own a weight, and ("", None, name) of all other tensors, each once."""
     seen: set[int] = set()
     for path, module in model.named_modules():
-        if isinstance(module, QuantizedModule) and module.source is None:
+        in_parts = isinstance(module, QuantizedModule)
+        if in_parts and module.source is None and not module.inherited:
             yield path, module, ""
-        elif isinstance(module, PackedWeight) and not isinstance(module, QuantizedModule) and module.is_packed:
-            yield "", None, _join(path, "weight")
+        elif isinstance(module, PackedWeight) and (module.inherited if in_parts else module.is_packed):
+            yield "", None, _join(path, "weight")  # what the recipe says of the module's own place is not its format
         own = {**module._parameters, **module._buffers}
         if hasattr(module, "saved_tensors"):  # experts
             yield from (("", None, _join(path, name)) for name in module.saved_tensors())

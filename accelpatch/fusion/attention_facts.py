@@ -5,6 +5,7 @@ Used by the fused layers on a GPU and by the native step on a CPU.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import transformers
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from accelpatch.fusion import layer_facts
 from accelpatch.fusion.cannot_fuse import CannotFuse
+from accelpatch.kernels.cpu.decode_step import Sizes, why_not_layer
 from accelpatch.models.family import STATIC_ROPE, Rotary, family_of_class, form_of, has_layer_norms
 from accelpatch.modules.attention import NAME, FlashAttention
 from accelpatch.modules.rotary import FusedRotaryEmbedding
@@ -95,12 +97,48 @@ def normed_over_all(attention: Any) -> bool:
     return family is not None and family.q_k_norm == "all" and hasattr(attention, "q_norm")
 
 
-def heads_of(attention: Any) -> tuple[int, int, int]:
-    """(query heads, heads of the cache, head size) of an attention layer."""
+def head_size(attention: Any) -> int:
+    """Columns of each head of an attention layer."""
     config = attention.config
-    heads = int(config.num_attention_heads)
-    size = getattr(attention, "head_dim", None) or config.hidden_size // heads
-    return heads, int(getattr(config, "num_key_value_heads", None) or heads), int(size)
+    return int(getattr(attention, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def heads_of(attention: Any, rows: Sequence[int]) -> tuple[int, int, int]:
+    """(query heads, heads of the cache, head size) of an attention layer.
+
+    rows: of its linear layers q, k and v, whose number of heads may be another than the configuration's (pruned heads),
+    or of the one that makes all three. Raises CannotFuse where they are no heads.
+    """
+    size, config = head_size(attention), attention.config
+    if len(rows) == 1:
+        heads = int(config.num_attention_heads)
+        kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+        due = [(heads + 2 * kv_heads) * size]
+    else:
+        heads, kv_heads = rows[0] // size, rows[1] // size
+        due = [heads * size, kv_heads * size, kv_heads * size]
+    if list(rows) != due or not kv_heads or heads % kv_heads:
+        raise CannotFuse(f"{' + '.join(map(str, rows))} rows of q, k and v are no heads of {size} columns")
+    if reason := _groups_why_not(attention, heads // kv_heads):
+        raise CannotFuse(reason)
+    return heads, kv_heads, size
+
+
+def _groups_why_not(attention: Any, group: int) -> str | None:
+    said = getattr(attention, "num_key_value_groups", group)
+    return None if said == group else f"it has {group} query heads a key head, and its num_key_value_groups is {said}"
+
+
+def native_sizes_why_not(attention: Any, hidden: int, rotated: int, sizes: Sizes) -> str | None:
+    """Why a layer with linear layers of these sizes is none of a native step; None where it is.
+
+    rotated: columns of a head that the rotary frequencies cover.
+    """
+    if (size := head_size(attention)) != rotated:
+        return f"its rotary embedding covers {rotated} columns, and each head has {size}"
+    if reason := why_not_layer(hidden, size, sizes):
+        return reason
+    return _groups_why_not(attention, sizes["q"][0] // sizes["k"][0])
 
 
 def native_why_not(layer: Any, model: Any) -> str | None:

@@ -68,7 +68,15 @@ class Positions:
 
 
 def decoder_of(model: Any) -> Decoder:
-    """The decoder of a causal language model that calls its layers one after the other. Raises CannotFuse."""
+    """The decoder of a patched causal language model that calls its layers one after the other. Raises CannotFuse."""
+    decoder = found_in(model)
+    if decoder.rotary is not None and (reason := attention_facts.rotary_why_not(decoder.rotary)):
+        raise CannotFuse(reason)
+    return decoder
+
+
+def found_in(model: Any) -> Decoder:
+    """The same of a model that may not be patched yet, whatever its rotary embedding is. Raises CannotFuse."""
     family, form = _form(model)
     if family is not None and family.unfused is not None:
         raise CannotFuse(family.unfused)
@@ -77,8 +85,6 @@ def decoder_of(model: Any) -> Decoder:
         raise CannotFuse("it has no Llama-like decoder")
     decoder = Decoder(module, form, head)
     if reason := why_not(model, decoder):
-        raise CannotFuse(reason)
-    if decoder.rotary is not None and (reason := attention_facts.rotary_why_not(decoder.rotary)):
         raise CannotFuse(reason)
     return decoder
 

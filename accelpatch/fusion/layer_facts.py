@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from accelpatch import own_code
+from accelpatch.fusion.adapters import is_adapter
 from accelpatch.models.family import (
     ACTIVATION_CLASSES,
     PLAIN_ACTIVATIONS,
@@ -20,6 +22,7 @@ from accelpatch.models.family import (
 )
 from accelpatch.modules.experts import implementation_why_not
 from accelpatch.modules.gated_mlp import GatedMLP
+from accelpatch.modules.weight_only import renormalises
 
 QKV = (("qkv_proj",), ("q_proj", "k_proj", "v_proj"))
 INNER = (("gate_up_proj",), ("gate_proj", "up_proj"), ("fc1",))
@@ -97,6 +100,28 @@ def qkv_of(layer: Any) -> tuple[Any, ...]:
 def inner_of(layer: Any) -> tuple[Any, ...]:
     """The linear layers of an MLP's input, in the order gate, up; a plain MLP's one."""
     return linears(layer, *INNER)
+
+
+def plain_why_not(module: Any, dtype: torch.dtype = torch.float32) -> str | None:
+    """Why a module is no plain linear layer or embedding with a weight of `dtype`; None where it is one."""
+    kind = type(module)
+    if is_adapter(module):
+        return "an adapter stands around it"
+    if not isinstance(module, (nn.Linear, nn.Embedding)):
+        return f"{kind.__name__} is not a linear layer or embedding of accelpatch"
+    plain = kind.forward in (nn.Linear.forward, nn.Embedding.forward) or hasattr(module, "embed_scale")
+    if not plain or module.weight.dtype != dtype or module.weight.dim() != 2:
+        return f"{kind.__name__} in {module.weight.dtype} is no plain weight in {dtype}"
+    return renormalises(module)
+
+
+def size_of(module: Any) -> tuple[int, int]:
+    """(N, K) of an unpatched linear layer or embedding: of its float weight, or what it says of one that is packed."""
+    weight = module._parameters.get("weight")
+    if weight is not None and weight.dim() == 2 and weight.is_floating_point():
+        rows, columns = weight.shape
+        return (columns, rows) if type(module).__name__ == "Conv1D" else (rows, columns)
+    return module.out_features, module.in_features
 
 
 def other_code(layer: Any) -> str | None:

@@ -13,19 +13,21 @@ from accelpatch.fusion import attention_facts, layer_facts
 from accelpatch.fusion.cannot_fuse import CannotFuse
 from accelpatch.fusion.decoder import decoder_of
 from accelpatch.fusion.spread import OFFLOADED, is_offloaded, offloaded_inside
-from accelpatch.kernels.cpu.decode_step import DecodeStep, LayerWeights, StepShape
+from accelpatch.kernels.cpu.decode_step import DecodeStep, LayerWeights, NormWeight, StepShape
 from accelpatch.kernels.cpu.native_library import ACTIVATIONS
 from accelpatch.kernels.layouts.cpu_pack import Pack
 from accelpatch.models.family import DecoderForm
 from accelpatch.modules.gated_mlp import GatedMLP
 from accelpatch.modules.norm import FusedRMSNorm, ResidualNormLayer
-from accelpatch.modules.quantized_module import QuantizedModule, packed_modules
+from accelpatch.modules.quantized_module import QuantizedModule, packed_modules, take_over
 from accelpatch.modules.replacement import unchanged
+from accelpatch.modules.weight_only import renormalises
 
 NONE: Mapping[int, str] = {}
 ATTENTION = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "o_proj"}
 NORMS = {"after_attention": "after_attention_norm", "after_mlp": "after_mlp_norm"}
 MLP = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+ROPES = 2  # kinds of rotary frequencies that a step has room for
 
 
 @dataclass(eq=False)
@@ -40,7 +42,7 @@ class NativeModel:
     unfused: Mapping[int, str]
     embedding: Pack
     head: Pack
-    final_norm: Tensor
+    final_norm: NormWeight
 
     @property
     def places(self) -> set[int]:
@@ -52,8 +54,8 @@ class NativeModel:
         layers = [None if place in failed else layer for place, layer in enumerate(self.layers)]
         return replace(self, layers=layers, unfused={**self.unfused, **failed})
 
-    def step(self, keys: Tensor, values: Tensor) -> DecodeStep:
-        """A step over keys, values[layers, B, Hkv, length, D]."""
+    def step(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> DecodeStep:
+        """A step over keys, values, of each layer [B, Hkv, length, D]."""
         return DecodeStep(self.shape, self.layers, self.embedding, self.head, self.final_norm, keys, values)
 
 
@@ -64,30 +66,27 @@ def native_model(model: nn.Module, unfused: Mapping[int, str] = NONE) -> NativeM
     CannotFuse where no layer has one, or the embedding, last norm or head does not.
     """
     found = decoder_of(model)
-    decoder, head = found.module, found.head
     if found.form != DecoderForm() or attention_facts.by_length(found.rotary):
         raise CannotFuse("the native step is for decoders of Llama's form with fixed frequencies")
-    layers, reasons = decoder.layers, dict(unfused)
-    for place, layer in enumerate(layers):
+    reasons, weights = dict(unfused), list[LayerWeights | None]([None] * len(found.layers))
+    for place, layer in enumerate(found.layers):
         if place not in reasons and (reason := _why_not(layer, model)):
             reasons[place] = reason
     gather_packs(model)
-    first = next((layer for place, layer in enumerate(layers) if place not in reasons), None)
-    if first is None:
-        raise CannotFuse(f"layer 0: {reasons[0]}")
-    ropes = rope_kinds(decoder.rotary_emb, layers)
-    shape = step_shape(model, decoder, first, ropes)
-    weights: list[LayerWeights | None] = [None] * len(layers)
-    for place, layer in enumerate(layers):
+    embedding, head, norm = packed(found.embedding), packed(found.head), norm_weight(found.norm)
+    if (hidden := embedding.k) != head.k or tuple(norm.weight.shape) != (hidden,):
+        raise CannotFuse(f"embeddings of {hidden} do not fit a head of {head.k} and a norm of {norm.weight.numel()}")
+    ropes = rope_kinds(found.rotary, [layer for place, layer in enumerate(found.layers) if place not in reasons])
+    shape = step_shape(model, found, hidden, ropes)
+    for place, layer in enumerate(found.layers):
         if place not in reasons:
             try:
-                weights[place] = _checked_weights(layer, first, ropes, shape)
+                weights[place] = layer_weights(layer, shape, ropes)
             except CannotFuse as error:
                 reasons[place] = str(error)
     if not any(weights):
         raise CannotFuse(f"layer 0: {reasons[0]}")
-    norm = vector(decoder.norm, shape.eps)
-    return NativeModel(shape, weights, reasons, packed(decoder.embed_tokens), packed(head), norm)
+    return NativeModel(shape, weights, reasons, embedding, head, norm)
 
 
 def _why_not(layer: Any, model: Any) -> str | None:
@@ -99,6 +98,8 @@ def _why_not(layer: Any, model: Any) -> str | None:
         return "it is not a replaced Llama-like layer"
     if not (unchanged(layer) and unchanged(mlp)):
         return "a module that is fused into another was changed"
+    if mlp.activation not in ACTIVATIONS:
+        return f"the native step has no activation {mlp.activation}"
     return (
         layer_facts.other_code(layer)
         or layer_facts.why_not(layer)
@@ -107,92 +108,86 @@ def _why_not(layer: Any, model: Any) -> str | None:
     )
 
 
-def _checked_weights(layer: Any, first: Any, ropes: list[str], shape: StepShape) -> LayerWeights:
-    if _constants(layer) != _constants(first):
-        raise CannotFuse("it has another scaling, softcap or activation than other layers")
-    return layer_weights(layer, ropes.index(_type(layer)) if len(ropes) > 1 else 0, shape.eps)
-
-
-def _constants(layer: Any) -> tuple[Any, ...]:
-    return layer.self_attn.scaling, attention_facts.score_cap(layer.self_attn), layer.mlp.activation
-
-
-def rope_kinds(rotary: nn.Module, layers: Sequence[Any]) -> list[str]:
-    """The layer types whose rotary frequencies differ; "" where all layers share one."""
-    return [""] if attention_facts.one_rope(rotary) else sorted({_type(layer) for layer in layers})
+def rope_kinds(rotary: Any, layers: Sequence[Any]) -> list[str]:
+    """The layer types whose rotary frequencies differ; "" where all layers share one. Raises CannotFuse for more than a
+    step has room for."""
+    if rotary is None or attention_facts.one_rope(rotary):
+        return [""]
+    kinds = sorted({_type(layer) for layer in layers})
+    if len(kinds) > ROPES:
+        raise CannotFuse(f"its layers have {len(kinds)} kinds of rotary frequencies")
+    return kinds
 
 
 def _type(layer: Any) -> str:
     return attention_facts.layer_type(layer.self_attn)
 
 
-def step_shape(model: nn.Module, decoder: Any, first: Any, ropes: list[str]) -> StepShape:
-    """The sizes and constants of the step, from the configuration and the first layer that has a native form."""
-    text: Any = model.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
-    attention: Any = first.self_attn
-    if len(ropes) > 2 or first.mlp.activation not in ACTIVATIONS:
-        raise CannotFuse(f"activation {first.mlp.activation} with {len(ropes)} kinds of rotary frequencies")
-    size, rotary = attention.head_dim, decoder.rotary_emb
-    rope = tuple(attention_facts.rope(rotary, kind) for kind in ropes)
-    if any(inverse.shape[0] * 2 != size for inverse, _ in rope):
-        raise CannotFuse("its rotary embedding covers only a part of each head")
-    scale = getattr(decoder.embed_tokens, "embed_scale", 1.0)
-    return StepShape(
-        text.hidden_size, text.num_attention_heads, text.num_key_value_heads, size, text.intermediate_size,
-        text.vocab_size, replaced_norm(decoder.norm).rms_eps, float(attention.scaling), rope, first.mlp.activation,
-        float(scale), attention_facts.score_cap(attention), attention_facts.logit_cap(model),
-    )  # fmt: skip
+def step_shape(model: nn.Module, decoder: Any, hidden: int, ropes: Sequence[str]) -> StepShape:
+    """What all layers share: sizes, rotary frequencies, constants. Raises CannotFuse where frequencies are missing."""
+    rope = tuple(attention_facts.rope(decoder.rotary, kind) for kind in ropes)
+    sizes = {2 * len(inverse) for inverse, _ in rope}
+    if len(sizes) != 1:
+        raise CannotFuse(f"its rotary frequencies are of heads of {' and '.join(map(str, sorted(sizes)))}")
+    scale = float(getattr(decoder.embedding, "embed_scale", 1.0))
+    return StepShape(hidden, sizes.pop(), rope, scale, attention_facts.logit_cap(model))
 
 
-def layer_weights(layer: Any, rope: int, eps: float) -> LayerWeights:
-    """Packs and norms of one layer. eps: the epsilon that all norms must have."""
+def layer_weights(layer: Any, shape: StepShape, ropes: Sequence[str]) -> LayerWeights:
+    """Packs, norms and constants of one layer. Raises CannotFuse where they are none of a native step."""
     attention = layer.self_attn
     linears = {name: packed(getattr(attention, child)) for name, child in ATTENTION.items()}
     linears |= {name: packed(getattr(layer.mlp, child)) for name, child in MLP.items()}
+    sizes = {name: (pack.n, pack.k) for name, pack in linears.items()}
+    if reason := attention_facts.native_sizes_why_not(attention, shape.hidden, shape.head_dim, sizes):
+        raise CannotFuse(reason)
     names = {NORMS.get(place, place): layer.norm(place) for place in layer.norms}
     if hasattr(attention, "q_norm"):
         names["q_norm"], names["k_norm"] = attention.q_norm, attention.k_norm
-    norms = {name: vector(norm, eps) for name, norm in names.items()}
-    return LayerWeights(linears, norms, attention_facts.window(attention), rope)
+    norms = {name: norm_weight(norm) for name, norm in names.items()}
+    for name, norm in norms.items():
+        due = shape.head_dim if name in ("q_norm", "k_norm") else shape.hidden
+        if tuple(norm.weight.shape) != (due,):
+            raise CannotFuse(f"its {name} is over {list(norm.weight.shape)}, not {due}")
+    return LayerWeights(
+        linears, norms, layer.mlp.activation, float(attention.scaling), attention_facts.window(attention),
+        ropes.index(_type(layer)) if len(ropes) > 1 else 0, attention_facts.score_cap(attention),
+    )  # fmt: skip
 
 
-def replaced_norm(norm: nn.Module) -> FusedRMSNorm:
-    """The module itself. Raises CannotFuse for a norm that was not replaced, or is not float32."""
+def norm_weight(norm: nn.Module) -> NormWeight:
+    """What a replaced norm multiplies by, and its epsilon. Raises CannotFuse for one that was not replaced, or is not
+    float32."""
     if is_offloaded(norm):
         raise CannotFuse(f"{type(norm).__name__}: {OFFLOADED}")
     if not isinstance(norm, FusedRMSNorm) or norm.weight.dtype != torch.float32:
         dtype = next((str(p.dtype) for p in norm.parameters()), "no dtype")
         raise CannotFuse(f"a norm is {type(norm).__name__} in {dtype}, not a replaced one in float32")
-    return norm
-
-
-def vector(module: nn.Module, eps: float) -> Tensor:
-    """The float32 vector that a replaced norm multiplies by."""
-    norm = replaced_norm(module)
-    if norm.rms_eps != eps:
-        raise CannotFuse(f"its norms have different epsilons, {norm.rms_eps} and {eps}")
-    return norm.weight.detach() + 1 if norm.plus_one else norm.weight.detach()
+    weight = norm.weight.detach()
+    return NormWeight(weight + 1 if norm.plus_one else weight, norm.rms_eps)
 
 
 def packed(module: Any) -> Pack:
     """The weight of a linear layer or embedding as a Pack with its bias; a float32 weight as it is."""
     if is_offloaded(module):
         raise CannotFuse(f"{type(module).__name__}: {OFFLOADED}")
-    if not isinstance(module, (nn.Linear, nn.Embedding)):
-        raise CannotFuse(f"{type(module).__name__} is not a linear layer or embedding of accelpatch")
-    bias: Any = getattr(module, "bias", None)
     if isinstance(module, QuantizedModule):
         if module.like.dtype != torch.float32 or module.held.pack is None:
             raise CannotFuse(f"{type(module).__name__} is in {module.like.dtype} or not packed for the CPU")
+        if reason := renormalises(module):
+            raise CannotFuse(reason)
+        bias: Any = getattr(module, "bias", None)
         return replace(module.held.pack, bias=None if bias is None else bias.detach().float())
-    plain = type(module).forward in (nn.Linear.forward, nn.Embedding.forward) or hasattr(module, "embed_scale")
-    if not plain or module.weight.dtype != torch.float32 or module.weight.is_meta:
-        raise CannotFuse(f"{type(module).__name__} in {module.weight.dtype} is no plain float32 weight")
-    return Pack.dense(module.weight, bias)
+    if reason := layer_facts.plain_why_not(module):
+        raise CannotFuse(reason)
+    if module.weight.is_meta:
+        raise CannotFuse(f"the weight of {type(module).__name__} has no values")
+    return Pack.dense(module.weight, getattr(module, "bias", None))
 
 
 def gather_packs(model: nn.Module) -> None:
     """Move all packs into one block of memory in reading order, so that a step reads one stream."""
+    take_over(model)
     modules = [module for module in packed_modules(model) if not is_offloaded(module)]
     packs = [module.pack for module in modules if module.pack is not None]
     for module, pack in zip(modules, Pack.in_one_block(packs), strict=True):

@@ -13,15 +13,18 @@ import torch
 from accelpatch import own_code
 from accelpatch.device import Device
 from accelpatch.fusion import attention_facts, layer_facts
+from accelpatch.fusion.adapters import base_of
 from accelpatch.fusion.cannot_fuse import CannotFuse
+from accelpatch.fusion.decoder import Decoder, found_in
 from accelpatch.fusion.read_layers import DTYPES
 from accelpatch.fusion.spread import OFFLOADED, offloaded_inside
 from accelpatch.kernels.cpu import native_library
+from accelpatch.kernels.cpu.native_library import LINEARS
 from accelpatch.kernels.hip import attention as hip_attention
 from accelpatch.kernels.ops import decode_attention, routed_experts
 from accelpatch.kernels.ops.attention_shape import AttentionShape
 from accelpatch.kernels.ops.fused_linear import INSIDE, SILU
-from accelpatch.models.family import family_of_layer, form_of, has_layer_norms, linears_of
+from accelpatch.models.family import child_of, family_of_layer, form_of, has_layer_norms, linears_of
 from accelpatch.patching.replacer import Reason, Replaced
 from accelpatch.patching.site import Site
 
@@ -48,7 +51,7 @@ def libraries(site: Site, device: Device) -> tuple[str, ...]:
     """The device libraries of a fused layer besides those of its weights: attention's, where they have it."""
     layer: Any = site.original
     dtype = _dtype_of(layer)
-    shape = _attention_shape(layer_facts.attention_of(layer))
+    shape = _attention_shape(layer)
     if device.kind == "cpu" or hip_attention.why_not(shape, dtype, device) is not None:
         return ()
     return (hip_attention.library(shape.size, dtype),)
@@ -70,7 +73,7 @@ def _planned(site: Site, replaced: Sites, device: Device) -> str:
     model = family.decoder.path
     if not site.path.startswith(f"{model}.{family.decoder.layers}.") or "lm_head" not in replaced:
         raise CannotFuse("it is no layer of a causal language model's decoder")
-    attention = layer_facts.attention_of(layer)
+    decoder, attention = found_in(site.model), layer_facts.attention_of(layer)
     if offloaded_inside(layer):
         raise CannotFuse(OFFLOADED)
     stay = (one for name, one in layer.named_modules() if replaced.get(f"{site.path}.{name}") is None)
@@ -86,12 +89,14 @@ def _planned(site: Site, replaced: Sites, device: Device) -> str:
     for what, path in needed:
         if replaced.get(path) is None:
             raise CannotFuse(f"its {what} is not replaced")
-    for path in (*(f"{site.path}.{name}" for name in form.norms.values()), f"{model}.{family.decoder.norm}"):
+    norms = [f"{site.path}.{name}" for name in form.norms.values()]
+    norms += [f"{site.path}.{form.attention}.{name}" for name in ("q_norm", "k_norm") if hasattr(attention, name)]
+    for path in (*norms, f"{model}.{family.decoder.norm}"):
         if replaced.get(path) is None and not has_layer_norms(layer):
             raise CannotFuse(f"the norm {path} is not replaced")
     dtype = _dtype_of(layer)
     if device.kind == "cpu":
-        return _native(layer, site.path, replaced, dtype, device)
+        return _native(site, decoder, replaced, dtype, device)
     return _launches(layer, site.path, replaced, dtype, device)
 
 
@@ -102,12 +107,13 @@ def _linears(layer: Any, path: str) -> Iterator[tuple[str, str]]:
     yield "lm_head", "lm_head"
 
 
-def _native(layer: Any, path: str, replaced: Sites, dtype: torch.dtype, device: Device) -> str:
+def _native(site: Site, decoder: Decoder, replaced: Sites, dtype: torch.dtype, device: Device) -> str:
+    layer: Any = site.original
     if reason := native_library.why_not(device):
         raise CannotFuse(f"no native library: {reason}")
     if dtype != torch.float32:
         raise CannotFuse(f"the native step computes in float32, and the layer is {dtype}")
-    if reason := attention_facts.native_why_not(layer, None):
+    if reason := attention_facts.native_why_not(layer, site.model):
         raise CannotFuse(reason)
     if layer_facts.sparse_of(layer) is not None:
         raise CannotFuse("the native step has no experts: they run as modules")
@@ -119,11 +125,32 @@ def _native(layer: Any, path: str, replaced: Sites, dtype: torch.dtype, device: 
         raise CannotFuse("its rotary embedding covers only a part of each head")
     if layer_facts.activation_of(layer) not in native_library.ACTIVATIONS:
         raise CannotFuse(f"activation {layer_facts.activation_of(layer)}")
-    for name, place in _linears(layer, path):
-        made = replaced.get(place)
+    embedding = ("embed_tokens", f"{decoder.form.path}.{decoder.form.embedding}")
+    for name, place in (*_linears(layer, site.path), embedding):
+        made, module = replaced.get(place), child_of(site.model, place)
         if made is not None and made.kernel != "cpu":
             raise CannotFuse(f"{name} runs by {made.kernel}")
+        if made is None and (reason := layer_facts.plain_why_not(module)):
+            raise CannotFuse(f"{name}: {reason}")
+    _check_sizes(layer, decoder)
     return NATIVE_STEP
+
+
+def _check_sizes(layer: Any, decoder: Decoder) -> None:
+    """Raise CannotFuse where a layer, or the decoder's ends, have sizes that are none of a native step."""
+    hidden, head = layer_facts.size_of(decoder.embedding)[1], layer_facts.size_of(decoder.head)[1]
+    if hidden != head:
+        raise CannotFuse(f"embeddings of {hidden} do not fit a head of {head}")
+    attention = layer_facts.attention_of(layer)
+    parts = zip(
+        LINEARS,
+        (*layer_facts.qkv_of(layer), attention.o_proj, *layer_facts.inner_of(layer), layer.mlp.down_proj),
+        strict=True,
+    )
+    sizes = {name: layer_facts.size_of(part) for name, part in parts}
+    rotated = attention_facts.head_size(attention)
+    if reason := attention_facts.native_sizes_why_not(attention, hidden, rotated, sizes):
+        raise CannotFuse(reason)
 
 
 def _launches(layer: Any, path: str, replaced: Sites, dtype: torch.dtype, device: Device) -> str:
@@ -134,7 +161,7 @@ def _launches(layer: Any, path: str, replaced: Sites, dtype: torch.dtype, device
         if made is None or made.replacer not in FUSABLE or made.kernel != "hip":
             raise CannotFuse(f"{name} " + ("stays" if made is None else f"is {made.replacer} by {made.kernel}"))
     attention = layer_facts.attention_of(layer)
-    shape = _attention_shape(attention)
+    shape = _attention_shape(layer)
     if reason := decode_attention.why_not(shape, dtype, device):
         raise CannotFuse(reason)
     form = form_of(layer)
@@ -172,9 +199,10 @@ def _rotary_fraction(config: Any) -> float:
     )
 
 
-def _attention_shape(attention: Any) -> AttentionShape:
-    """The sizes of an attention layer, with placeholders for what lies in its tensors."""
-    heads, kv_heads, size = attention_facts.heads_of(attention)
+def _attention_shape(layer: Any) -> AttentionShape:
+    """The sizes of a layer's attention, with placeholders for what lies in its tensors. Raises CannotFuse."""
+    attention, parts = layer_facts.attention_of(layer), map(base_of, layer_facts.qkv_of(layer))
+    heads, kv_heads, size = attention_facts.heads_of(attention, [layer_facts.size_of(part)[0] for part in parts])
     frequencies = torch.empty(int(size * _rotary_fraction(attention.config)) // 2, device="meta")
     norm = getattr(attention, "q_norm", None)
     weight = None if norm is None else torch.empty(size, device="meta")

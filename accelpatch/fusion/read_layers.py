@@ -17,6 +17,7 @@ from accelpatch.fusion.decoder import decoder_of
 from accelpatch.fusion.fused_layer import FusedLayer
 from accelpatch.fusion.fused_model import FusedModel
 from accelpatch.fusion.fused_weights import concatenated_linear, fused_linear, gated_linear
+from accelpatch.fusion.read_attention import attention_shape, norm_of, prepared
 from accelpatch.fusion.signals import with_signals
 from accelpatch.fusion.sparse_layer import FusedSparseLayer, sparse_mlp
 from accelpatch.fusion.spread import (
@@ -25,21 +26,16 @@ from accelpatch.fusion.spread import (
     Sentinels,
     Spread,
     computes_on,
-    device_of,
     is_offloaded,
     offloaded_inside,
     spread_of,
 )  # fmt: skip
-from accelpatch.kernels.ops import decode_attention
 from accelpatch.kernels.ops.attention_shape import AttentionShape, Zeros
 from accelpatch.kernels.ops.fused_linear import FusedLinear
-from accelpatch.kernels.ops.fused_norm import FusedNorm
-from accelpatch.kernels.ops.query_key_form import QueryKey
 from accelpatch.models.family import form_of
-from accelpatch.models.family import norm_of as kind_of
 from accelpatch.modules.experts import Experts
 from accelpatch.modules.gated_mlp import GatedMLP
-from accelpatch.modules.norm import FusedRMSNorm, ResidualNormLayer
+from accelpatch.modules.norm import ResidualNormLayer
 from accelpatch.modules.replacement import unchanged
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -132,78 +128,13 @@ def unfit(layer: Any) -> str | None:
     return layer_facts.other_code(layer) or layer_facts.why_not(layer) or attention_facts.why_not(attention)
 
 
-def norm_of(norm: Any, dtype: torch.dtype) -> FusedNorm:
-    """The FusedNorm of a replaced norm module, or of a LayerNorm. Raises CannotFuse."""
-    kind = kind_of(norm)
-    if kind is not None and kind.layer:
-        weight, bias = norm.weight, getattr(norm, "bias", None)
-        if weight is None or weight.dim() != 1 or any(one.dtype != dtype for one in (weight, bias) if one is not None):
-            raise CannotFuse(f"a norm is {type(norm).__name__} without a vector of weights in {dtype}")
-        return FusedNorm(weight, float(getattr(norm, kind.eps)), layer=True, bias=bias)
-    if not isinstance(norm, FusedRMSNorm) or norm.weight.dtype != dtype:
-        dtype_of_it = next((str(p.dtype) for p in norm.parameters()), "no dtype")
-        raise CannotFuse(f"a norm is {type(norm).__name__} in {dtype_of_it}")
-    return FusedNorm(norm.weight, norm.rms_eps, norm.plus_one)
-
-
-def attention_of(attention: Any, rotary: Any, dtype: torch.dtype, memory: Zeros) -> AttentionShape:
-    """The AttentionShape of a layer. memory: counters shared by the model's layers. Raises CannotFuse."""
-    heads, kv_heads, size = attention_facts.heads_of(attention)
-    if attention_facts.form_of_rotary(attention).interleaved or not attention_facts.applies_rotary(attention):
-        # no rotation: the angle is 0
-        frequencies, rope_scaling = torch.zeros(size // 2, device=device_of(attention)), 1.0
-    else:
-        frequencies, rope_scaling = attention_facts.rope(rotary, attention_facts.layer_type(attention))
-        if attention_facts.by_length(rotary) and frequencies.dtype != torch.float32:
-            raise CannotFuse(f"its frequencies change with the length, and are {frequencies.dtype}")
-        frequencies = frequencies.to(device_of(attention))
-    q_norm, k_norm = (None, None) if attention_facts.normed_over_all(attention) else q_k_norms(attention, dtype)
-    both = {(norm.eps, norm.plus_one) for norm in (q_norm, k_norm) if norm is not None} or {(0.0, False)}
-    if len(both) > 1:
-        raise CannotFuse("the norms of q and k differ in their epsilon")
-    eps, plus_one = both.pop()
-    shape = AttentionShape(
-        heads, kv_heads, size, float(attention.scaling), frequencies.float(), rope_scaling,
-        attention_facts.window(attention),
-        None if q_norm is None else q_norm.weight, None if k_norm is None else k_norm.weight,
-        eps, attention_facts.score_cap(attention), plus_one, memory,
-    )  # fmt: skip
-    if reason := decode_attention.why_not(shape, dtype, probe(frequencies.device)):
-        raise CannotFuse(reason)
-    return shape
-
-
-def q_k_norms(attention: Any, dtype: torch.dtype) -> tuple[FusedNorm | None, FusedNorm | None]:
-    """The norms of q and k; None where the attention has none. Raises CannotFuse."""
-    q_norm, k_norm = (
-        norm_of(getattr(attention, name), dtype) if hasattr(attention, name) else None for name in ("q_norm", "k_norm")
-    )
-    return q_norm, k_norm
-
-
-def prepared(attention: Any, rotary: Any, dtype: torch.dtype) -> QueryKey | None:
-    """What is done to q and k before attention that its kernels do not do; None for nothing. Raises CannotFuse."""
-    interleaved = attention_facts.form_of_rotary(attention).interleaved and attention_facts.applies_rotary(attention)
-    over_all = attention_facts.normed_over_all(attention)
-    if not interleaved and not over_all:
-        return None
-    frequencies, rope_scaling = attention_facts.rope(rotary, attention_facts.layer_type(attention))
-    frequencies = frequencies.to(device_of(attention))
-    q_norm, k_norm = q_k_norms(attention, dtype) if over_all else (None, None)
-    return QueryKey(
-        *attention_facts.heads_of(attention), None if q_norm is None else q_norm.weight,
-        None if k_norm is None else k_norm.weight,
-        0.0 if q_norm is None else q_norm.eps, frequencies.float() if interleaved else None, rope_scaling,
-    )  # fmt: skip
-
-
 def looked_at(layer: Any, rotary: Any, dtype: torch.dtype, memory: Zeros) -> AttentionShape:
     """The AttentionShape of a layer that can be fused; nothing moves. Raises CannotFuse for any other layer."""
     if reason := unfit(layer):
         raise CannotFuse(reason)
-    shape = attention_of(layer_facts.attention_of(layer), rotary, dtype, memory)
     for module in linears_of(layer):
         checked(module, dtype)
+    shape = attention_shape(layer, rotary, dtype, memory)
     for norm in norms_of(layer):
         if norm is not None:
             norm_of(norm, dtype)
@@ -271,7 +202,7 @@ def fuse(layer: Any, shape: AttentionShape, rotary: Any, dtype: torch.dtype) -> 
     fused = FusedLayer(
         qkv, before, shape, one(o, dtype), replace(both, activation=activation) if plain else both, inner,
         None if plain else activation, one(down, dtype), after, last,
-        prepared(layer_facts.attention_of(layer), rotary, dtype), multiplier_of(layer), bool(form.parallel),
+        prepared(layer, rotary, dtype), multiplier_of(layer), bool(form.parallel),
         layer_facts.by_head(layer),
     )  # fmt: skip
     return with_room(fused)
@@ -286,7 +217,7 @@ def fuse_sparse(layer: Any, shape: AttentionShape, rotary: Any, dtype: torch.dty
     absent: Any = None  # gate, up and down are the experts'
     fused = FusedSparseLayer(
         qkv, before, shape, one(o, dtype), absent, inner, None, absent, after,
-        prepare=prepared(layer_facts.attention_of(layer), rotary, dtype), by_head=layer_facts.by_head(layer),
+        prepare=prepared(layer, rotary, dtype), by_head=layer_facts.by_head(layer),
         sparse=sparse_mlp(layer, dtype),
     )  # fmt: skip
     return with_room(fused)

@@ -162,16 +162,17 @@ def _whole(x: Tensor, pending: Tensor | None) -> Tensor:
 
 def _native_steps(decoder: Any, native: NativeModel, place: int, rows: Rows) -> Tensor:
     """The layer's output [B, L, K]: the prompt by its module, then native steps."""
-    (batch, length, _), s = rows.x.shape, native.shape
-    held = torch.zeros(2, 3, batch, s.kv_heads, length, s.head_dim)
-    cache = SimpleNamespace(layers={place: SimpleNamespace(keys=held[0, 1], values=held[1, 1])})
+    (batch, length, _), size, layer = rows.x.shape, native.shape.head_dim, native.layers[place]
+    assert layer is not None
+    held = torch.zeros(2, batch, layer.kv_heads(size), length, size)
+    cache = SimpleNamespace(layers={place: SimpleNamespace(keys=held[0], values=held[1])})
     made = []
     if rows.prompt:
         x, mask = rows.x[:, : rows.prompt], rows.mask[:, : rows.prompt]
         call = PromptCall(decoder, cache, rows.positions[:, : rows.prompt].contiguous(), mask)
         made.append(call.by_module(x.flatten(0, 1).contiguous(), place).view_as(x))
     # between two absent layers, so that neither the embedding nor the head is part of it
-    step = replace(native, layers=[None, native.layers[place], None]).step(held[0], held[1])
+    step = replace(native, layers=[None, layer, None]).step([held[0]] * 3, [held[1]] * 3)
     starts, tokens = rows.mask.ne(1).sum(1), torch.zeros(batch, dtype=torch.int64)
     for token in range(rows.prompt, length):
         hidden = rows.x[:, token].clone()

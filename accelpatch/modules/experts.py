@@ -143,10 +143,7 @@ class FloatExperts(Experts):
 
     def stack(self, name: str) -> Stack:
         """A weight as the operation takes it."""
-        bias = self._parameters.get(f"{name}_bias")
-        weight = self._parameters[name]
-        assert weight is not None
-        return Stack(weight, bias=bias)
+        return Stack(getattr(self, name), bias=getattr(self, f"{name}_bias", None))  # which may be parametrized
 
 
 def floats(original: nn.Module, form: ExpertsForm) -> FloatExperts:

@@ -17,7 +17,7 @@ from accelpatch.kernels.ops.packed_experts import packed_experts
 from accelpatch.kernels.ops.routed_experts import routed_experts, why_not_one
 from accelpatch.modules.experts import DOWN, UP, Experts, ExpertsForm, original_of
 from accelpatch.modules.replacement import ON_DEMAND, PATH, adopt, without_casts
-from accelpatch.modules.weight_view import WAY, UnpackedWeight
+from accelpatch.modules.weight_view import WAY, UnpackedWeight, WeightView
 from accelpatch.quant import int4, int8
 from accelpatch.quant.weight import QuantizedWeight
 
@@ -176,6 +176,11 @@ class QuantizedExperts(Experts):
             )
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
 
+    @property
+    def packed_names(self) -> tuple[str, ...]:
+        """Names of the original's parameters."""
+        return (UP, DOWN, *((f"{UP}_bias", f"{DOWN}_bias") if self.form.bias else ()))
+
     def float_parameters(self) -> dict[str, nn.Parameter]:
         """The original's parameters, as the format holds their values."""
         return {name: nn.Parameter(one, requires_grad=self.trainable) for name, one in self._floats()}
@@ -206,8 +211,9 @@ class QuantizedExperts(Experts):
         self._refuse(f"its weights are packed and cannot be written; {WAY}")
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """As in nn.Module; a new weight in place of a packed one goes to the original on demand, or is refused."""
-        if name in (UP, DOWN) and "like" in self.__dict__.get("_buffers", {}):
+        """As in nn.Module; a new weight in place of a packed one, also under another name (pruning), goes to the
+        original on demand, or is refused."""
+        if (name in (UP, DOWN) or isinstance(param, WeightView)) and "like" in self.__dict__.get("_buffers", {}):
             if ON_DEMAND in vars(self):
                 vars(self)[ON_DEMAND](self, "another weight").register_parameter(name, param)
                 return

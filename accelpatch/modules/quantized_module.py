@@ -32,8 +32,8 @@ class QuantizedModule(PackedWeight):
     q[N, K] (or packed nibbles), scale[N, G], offset[N, G] or None; all None while `pack` (CPU) or `tiles` (GPU) holds
     the weight. order[K] int32: the input of each column, or None where they are in order. like: an empty tensor with
     the device and dtype of the replaced weight; it follows `model.to(...)` while `scale` keeps its precision. source:
-    the tied module that owns the weight, or None. written: the weight has been written since the patch. dtypes: the
-    dtypes that the model was cast to since the patch.
+    the tied module that owns the weight, or None. inherited: such a module owned the weight once. written: the weight
+    has been written since the patch. dtypes: the dtypes that the model was cast to since the patch.
     """
 
     own_buffers: tuple[str, ...] = (*CANONICAL, "order", "like")
@@ -50,6 +50,7 @@ class QuantizedModule(PackedWeight):
     pack: Pack | None
     tiles: Tiles | None
     source: QuantizedModule | None
+    inherited = False
     scale_dtype: torch.dtype | None
     offset_dtype: torch.dtype | None
     written: bool
@@ -214,6 +215,15 @@ class QuantizedModule(PackedWeight):
             self._lay_out(new)
             self.written = True
 
+    def own(self) -> None:
+        """Own the weight that was another module's until now."""
+        holder = self.held
+        holder.changed()
+        for name in ("pack", "tiles", "scale_dtype", "offset_dtype", "written", "dtypes"):
+            self.__dict__[name] = vars(holder)[name]
+        self._buffers.update({name: holder._buffers[name] for name in (*self.canonical_names, "order")})
+        self.__dict__["source"], self.inherited = None, True
+
     def hand_back(self, original: nn.Module) -> bool:
         """Move and cast the original's weight to this module's device and dtype before the original is put back.
 
@@ -250,6 +260,15 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
     if a.is_meta or b.is_meta or a.dtype != b.dtype or a.shape != b.shape:
         return False
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def take_over(model: nn.Module) -> None:
+    """Let tied modules own their weight where the module that did is no longer in the model, so that the weight moves
+    and is copied, saved and watched with the model."""
+    inside = {id(module) for module in model.modules()}
+    for module in model.modules():
+        if isinstance(module, QuantizedModule) and module.source is not None and id(module.source) not in inside:
+            module.own()
 
 
 def packed_modules(model: Any) -> list[QuantizedModule]:

@@ -131,11 +131,20 @@ class Fp8WeightOnlyLinear(QuantizedModule):
         return fp8_linear(autocast(x), self.q, self.scale, self.bias)
 
 
+def renormalises(module: Any) -> str | None:
+    """Why an embedding writes into its table while it runs; None for one that does not, and for any other module."""
+    most = getattr(module, "max_norm", None)
+    return None if most is None else f"it renormalises the rows that it reads in place (max_norm={most})"
+
+
 class QuantizedEmbedding(QuantizedModule):
     """Base of embeddings with a quantised table; applies `embed_scale` where the family has it (Gemma)."""
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """input_ids[...] int64 -> [..., K] in the dtype of the replaced table."""
+        if renormalises(self):  # set since the patch; what is written is packed again
+            given: Tensor = super().forward(input_ids)
+            return given
         rows = self._rows(input_ids)
         factor = getattr(self, "embed_scale", None)
         if factor is None:

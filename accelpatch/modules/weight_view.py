@@ -45,6 +45,8 @@ class UnpackedWeight:
         """Whether a tensor shares the memory of the floats."""
         if type(tensor) is not Tensor or tensor.device != self.floats.device or _is_wrapped(tensor):
             return False
+        if tensor.layout is not torch.strided:  # sparse ones have several storages, none of them this
+            return False
         return tensor.untyped_storage().data_ptr() == self.floats.untyped_storage().data_ptr() != 0
 
     def set_data(self, view: WeightView, data: Tensor) -> None:

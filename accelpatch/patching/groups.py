@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol
 
 from accelpatch.errors import PlanError
+from accelpatch.patching.site import LINEAR_ROLES, Site
+
+NONE: Mapping[str, str] = MappingProxyType({})
 
 
 class Group(Protocol):
@@ -24,29 +28,29 @@ class Group(Protocol):
 
 
 def chosen(
-    groups: Sequence[Group], smooths: Mapping[str, bool], hooked: Collection[str] = (), stored: Collection[str] = ()
-) -> tuple[tuple[Group, ...], list[str]]:
+    groups: Sequence[Group], smooths: Mapping[str, bool], hooked: Collection[str] = (),
+    stored: Mapping[str, str] = NONE,
+) -> tuple[tuple[Group, ...], list[str]]:  # fmt: skip
     """The groups that a recipe with smoothing smooths, and notes about those whose source cannot take part.
 
     smooths: path of each replaced site -> whether its replacement takes smoothing. hooked: paths of modules with hooks
-    of the user's, which would see divided values. stored: paths of weights that another library quantised, which are
-    not multiplied. Raises PlanError for a group of which only some consumers do, and for
-    one with an adapter, which reads the same input, around a consumer.
+    of the user's, which would see divided values. stored: see `not_multiplied`. Raises PlanError for a group of which
+    only some consumers do, and for one with an adapter, which reads the same input, around a consumer.
     """
     found, left = list[Group](), Counter[str]()
     for group in groups:
         inside = [place for path in group.consumers for place in smooths if place.startswith(f"{path}.")]
+        able = [path for path in group.consumers if smooths.get(path, False)]
+        if not inside and not able:
+            continue
+        if why := next((stored[path] for path in group.consumers if path in stored), None):
+            left[f"{group.kind}, of which a weight {why}"] += 1
+            continue
         if inside:
             raise PlanError(
                 f"{inside[0].rpartition('.')[0]} cannot be smoothed, for an adapter around it reads the same input: "
                 "merge the adapter first, or switch smoothing off (calibrate: {alpha: null})"
             )
-        able = [path for path in group.consumers if smooths.get(path, False)]
-        if not able:
-            continue
-        if any(path in stored for path in group.consumers):
-            left[f"{group.kind}, of which a weight is quantised already"] += 1
-            continue
         if missing := [path for path in group.consumers if path not in able]:
             raise PlanError(
                 f"{missing[0]} cannot be smoothed, and {able[0]} reads the same input of {group.source}: give both one "
@@ -59,6 +63,17 @@ def chosen(
         else:
             found.append(group)
     return tuple(found), [f"not smoothed: {what} ({count} times)" for what, count in left.items()]
+
+
+def not_multiplied(sites: Iterable[Site]) -> dict[str, str]:
+    """Paths of weights that smoothing cannot multiply -> why."""
+    found = {}
+    for site in sites:
+        if site.stored is not None:
+            found[site.path] = "is quantised already"
+        elif site.n is None and site.role in LINEAR_ROLES:
+            found[site.path] = "is no linear layer's"  # such as two in a row
+    return found
 
 
 def lines(groups: Sequence[Group]) -> list[str]:

@@ -66,7 +66,7 @@ def sites(
             found[key] = _site(places[key], module, role, own, share, counted)
         if key in found and key in changed:
             found[key] = replace(found[key], adapted=tuple(changed[key]))
-    return _join_tied(list(found.values()), ties)
+    return [replace(site, model=model) for site in _join_tied(list(found.values()), ties)]
 
 
 def inner_name(module: nn.Module) -> str | None:

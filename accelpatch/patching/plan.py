@@ -155,8 +155,7 @@ def make_plan(
     wanted = groups if (recipe.calibrate or {}).get("alpha") is not None else ()
     modules = {site.path: site.module for entry in entries for site in entry.sites}
     hooked = [path for path, one in modules.items() if one and (one._forward_hooks or one._forward_pre_hooks)]
-    stored = [site.path for site in found if site.stored is not None]
-    smoothed, left = smoothing.chosen(wanted, smooths, hooked, stored)
+    smoothed, left = smoothing.chosen(wanted, smooths, hooked, smoothing.not_multiplied(found))
     places = tuple(placement.lines())
     return Plan(name, recipe, device, tuple(entries), length, cache, smoothed, tuple(left), places)
 

@@ -24,7 +24,8 @@ class Site:
     bytes: size of the parameters that the module owns itself. token_bytes: bytes of those read to decode one token.
     tied: sites of other modules that share this module's weight; all of them are replaced together, or none. stored:
     what is known of a weight that another library quantised; n, k and dtype are then those of the float weight.
-    adapted: names of parameters that adapters around the module change while it runs.
+    adapted: names of parameters that adapters around the module change while it runs. model: what the module is part
+    of; None in a detached plan.
     """
 
     path: str
@@ -40,6 +41,7 @@ class Site:
     tied: tuple[Site, ...] = ()
     stored: Stored | None = None
     adapted: tuple[str, ...] = ()
+    model: nn.Module | None = None
 
     @property
     def original(self) -> nn.Module:
@@ -58,5 +60,5 @@ class Site:
         return self.places + tuple(path for site in self.tied for path in site.places)
 
     def detached(self) -> Site:
-        """A copy without the module, so that keeping a plan keeps no weights alive."""
-        return replace(self, module=None, tied=tuple(site.detached() for site in self.tied))
+        """A copy without the modules, so that keeping a plan keeps no weights alive."""
+        return replace(self, module=None, model=None, tied=tuple(site.detached() for site in self.tied))

@@ -16,7 +16,7 @@ from accelpatch.kernels.spec import Spec
 from accelpatch.models.family import ACTIVATION_CLASSES
 from accelpatch.modules.gated_mlp import GatedMLP
 from accelpatch.modules.replacement import adopt, skipped
-from accelpatch.patching.replacer import Choice, Reason, Replacer
+from accelpatch.patching.replacer import EVERY_CHILD, Choice, Reason, Replacer
 from accelpatch.patching.site import Site
 
 ACTIVATIONS = ("act_fn", "activation_fn")  # the child's name, by family
@@ -27,7 +27,7 @@ class GatedMLPReplacer(Replacer):
 
     name = "gated_mlp"
     rounds = False
-    consumes = frozenset({"gate_proj", "up_proj", "gate_up_proj", "down_proj"})
+    consumes = EVERY_CHILD
 
     def propose(self, site: Site, options: Mapping[str, Any], device: Device) -> Choice | Reason:
         mlp = site.original

@@ -17,7 +17,13 @@ from accelpatch.kernels.ops import int8_linear, packed_linear, tiled_int4_linear
 from accelpatch.kernels.spec import Spec
 from accelpatch.models.family import EMBEDDING_CLASSES, LINEAR_CLASSES
 from accelpatch.modules.quantized_module import QuantizedModule
-from accelpatch.modules.weight_only import Int4WeightOnlyLinear, Int8Embedding, Int8WeightOnlyLinear, quantized
+from accelpatch.modules.weight_only import (
+    Int4WeightOnlyLinear,
+    Int8Embedding,
+    Int8WeightOnlyLinear,
+    quantized,
+    renormalises,
+)  # fmt: skip
 from accelpatch.patching.replacer import Choice, Reason, Replacer
 from accelpatch.patching.site import Site
 from accelpatch.quant import QuantizedWeight, int4, int8
@@ -43,6 +49,8 @@ def unfit(site: Site) -> str | None:
             return f"{name} is not known to be a plain linear layer"
         if member.n is None or not torch.empty(0, dtype=getattr(torch, member.dtype)).is_floating_point():
             return f"its weight is {member.dtype}, not a float matrix"
+        if reason := renormalises(member.original):
+            return reason
     return None
 
 

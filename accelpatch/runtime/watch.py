@@ -14,7 +14,7 @@ from accelpatch.fusion.adapters import is_adapter, state_of
 from accelpatch.fusion.decoder import layers_in
 from accelpatch.fusion.layer_facts import other_code
 from accelpatch.fusion.spread import is_offloaded, moves_only, offloaded_inside
-from accelpatch.modules.quantized_module import QuantizedModule, packed_modules
+from accelpatch.modules.quantized_module import QuantizedModule, packed_modules, take_over
 from accelpatch.modules.replacement import OWN_HOOK
 
 _version = attrgetter("_version")
@@ -44,6 +44,7 @@ class Watch:
     """
 
     def __init__(self, model: nn.Module):
+        take_over(model)
         everything = list(model.modules())
         modules = [module for module in everything if not is_offloaded(module)]  # their tensors come and go
         inner = [module for module in everything if module is not model]

@@ -15,6 +15,7 @@ from accelpatch.patching import stages
 from accelpatch.patching.groups import chosen, lines, with_groups
 from accelpatch.recipe.recipe import parse
 from tests.support.packed import replacements
+from tests.support.resized import OTHERS
 from tests.support.simulated import logits
 from tests.support.smoothing import calibrated, made_up
 from tests.support.tiny import CAUSAL, full_batch, snapshot
@@ -187,3 +188,22 @@ def test_no_alpha_is_no_smoothing() -> None:
     assert not plan.calibrates
     accelpatch.patch(model, recipe, statistics="no/such/file")  # none are needed
     assert torch.equal(model.model.norm.weight, CAUSAL["llama"].make().model.norm.weight)
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["before-the-patch", "after-it"])
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_feeds_a_module_that_is_no_linear_layer_is_not_smoothed(name: str, first: bool) -> None:
+    change, model, plain = OTHERS[name][1], CAUSAL["llama"].make(), CAUSAL["llama"].make()
+    change(plain)
+    if first:
+        change(model)
+    accelpatch.patch(model, "smoothquant", statistics=calibrated(model))
+    left = [one for one in model.accelpatch.report().notes if "a weight is no linear layer's" in one]
+    assert bool(left) == first
+    if first:
+        due = logits(plain, full_batch())
+        assert (logits(model, full_batch()) - due).norm() < 0.05 * due.norm()
+    else:
+        change(model)
+    accelpatch.unpatch(model)
+    assert torch.equal(logits(model, full_batch()), logits(plain, full_batch()))

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.nn.utils import prune
 
 import accelpatch
 from accelpatch.errors import PatchError, PlanError
@@ -252,3 +253,28 @@ def test_a_model_without_anything_to_replace() -> None:
     )
     with pytest.raises(PlanError, match="matches no module"):
         accelpatch.patch(model, "int8")
+
+
+@pytest.mark.parametrize("name", ["gate_up_proj", "down_proj"])
+@pytest.mark.parametrize("recipe", ["int8", "int4"])
+def test_packed_experts_are_not_pruned(recipe: str, name: str) -> None:
+    model = accelpatch.patch(CAUSAL["qwen3_moe"].make(), recipe)
+    experts, due = model.model.layers[0].mlp.experts, logits(model, full_batch())
+    with pytest.raises(PatchError, match="packed and cannot be replaced"):
+        prune.l1_unstructured(experts, name, amount=0.5)
+    for hook in list(experts._forward_pre_hooks):  # which torch leaves behind
+        del experts._forward_pre_hooks[hook]
+    assert torch.equal(logits(model, full_batch()), due)
+
+
+@pytest.mark.parametrize("name", ["gate_up_proj", "down_proj"])
+def test_experts_that_are_not_packed_are_pruned_after_the_patch(name: str) -> None:
+    model, plain = accelpatch.patch(CAUSAL["qwen3_moe"].make(), "exact"), CAUSAL["qwen3_moe"].make()
+    before = logits(model, full_batch())
+    for one in (model, plain):
+        prune.l1_unstructured(one.model.layers[0].mlp.experts, name, amount=0.5)
+    due = logits(plain, full_batch())
+    assert (due - before).norm() > 0.01 * due.norm()
+    assert (logits(model, full_batch()) - due).norm() < 1e-4 * due.norm()
+    accelpatch.unpatch(model)
+    assert torch.equal(logits(model, full_batch()), due)

@@ -176,6 +176,17 @@ def test_reading_gives_plain_tensors() -> None:
     assert torch.equal(module.weight, before)
 
 
+@pytest.mark.parametrize("layout", ["to_sparse", "to_sparse_csr", "to_sparse_csc", "to_mkldnn"])
+def test_a_weight_in_another_layout_is_made_of_it_and_takes_its_place_in_no_layer(layout: str) -> None:
+    model = packed("llama", "int8")
+    module, due = model.get_submodule(PATH), logits(model, full_batch())
+    other = getattr(module.weight.detach(), layout)()
+    assert torch.equal(other.to_dense(), module.weight)
+    with pytest.raises((PatchError, TypeError), match=r"packed and cannot be replaced|cannot assign"):
+        module.weight = nn.Parameter(other, requires_grad=False) if layout != "to_mkldnn" else other
+    assert torch.equal(logits(model, full_batch()), due)
+
+
 @pytest.mark.parametrize("form", ["int8", "int4", "fp8"])
 def test_unpatch_gives_written_weights_as_they_were_rounded_and_says_so(form: str) -> None:
     model, fresh = packed("mistral", form), plain("mistral")

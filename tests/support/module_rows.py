@@ -20,6 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 import accelpatch
 from accelpatch.errors import PatchError
 from tests.support.packed import patch
+from tests.support.resized import OTHERS, SIZES
 from tests.support.rows import REACH, off, out, row, stock, undo
 from tests.support.simulated import logits
 from tests.support.tiny import full_batch
@@ -140,10 +141,24 @@ def _module(model: Any, form: str, folder: Path) -> None:
     assert type(model.model.layers[0].mlp.act_fn) is nn.Tanh
 
 
+@row("put in modules of other sizes")
+def _sizes(model: Any, form: str, folder: Path) -> None:
+    plain = stock(form)
+    for change in (SIZES["pruned-heads"], SIZES["pruned-mlp"], OTHERS["low-rank-o"][1]):
+        for one in (model, plain):
+            change(one)
+            one.to(plain.dtype)
+        assert off(model, plain) < REACH[form]
+        assert model.generate(**full_batch(), max_new_tokens=3, do_sample=False).shape == (3, 12)
+    undo(model)
+    assert torch.equal(out(model), out(plain))
+
+
 @row("set embeddings")
 def _embeddings(model: Any, form: str, folder: Path) -> None:
-    head = nn.Linear(64, 160, bias=False, dtype=model.dtype)
+    head = nn.Linear(64, 140, bias=False, dtype=model.dtype)
     model.set_output_embeddings(head)
+    assert model.generate(**full_batch(), max_new_tokens=3, do_sample=False).shape == (3, 12)
     undo(model)
     assert model.get_output_embeddings() is head
 

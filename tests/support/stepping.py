@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from accelpatch.kernels.cpu.decode_step import DecodeStep, LayerWeights, StepShape
+from accelpatch.kernels.cpu.decode_step import DecodeStep, LayerWeights, NormWeight, StepShape
 from accelpatch.kernels.layouts.cpu_pack import Pack
 from accelpatch.kernels.ops import packed_linear
 from accelpatch.quant import int4, int8
@@ -69,13 +69,11 @@ def build(model: PreTrainedModel, quantize: Quantize, max_batch: int, length: in
     attention = decoder.layers[0].self_attn
     keys = torch.full((len(layers), max_batch, config.num_key_value_heads, length, attention.head_dim), float("nan"))
     shape = StepShape(
-        config.hidden_size, config.num_attention_heads, config.num_key_value_heads, attention.head_dim,
-        config.intermediate_size, config.vocab_size, config.rms_norm_eps, attention.scaling, tuple(rope.values()),
-        ACTIVATIONS[getattr(config, "hidden_activation", None) or config.hidden_act],
-        config.hidden_size**0.5 if gemma else 1.0,
-        getattr(config, "attn_logit_softcapping", None) or 0.0, getattr(config, "final_logit_softcapping", None) or 0.0,
+        config.hidden_size, attention.head_dim, tuple(rope.values()), config.hidden_size**0.5 if gemma else 1.0,
+        getattr(config, "final_logit_softcapping", None) or 0.0,
     )  # fmt: skip
-    return DecodeStep(shape, layers, embedding, head, decoder.norm.weight + plus_one, keys, keys.clone())
+    norm = NormWeight(decoder.norm.weight + plus_one, config.rms_norm_eps)
+    return DecodeStep(shape, layers, embedding, head, norm, keys, keys.clone())
 
 
 def ropes(rotary: nn.Module) -> dict[str, tuple[Tensor, float]]:
@@ -108,10 +106,17 @@ def layer_weights(
     kind = getattr(attention, "layer_type", None) or ""
     return LayerWeights(
         {name: quantize(module.weight, module.bias) for name, module in modules.items()},
-        {name: norm.weight.detach() + plus_one for name, norm in norms.items() if norm is not None},
+        {
+            name: NormWeight(norm.weight.detach() + plus_one, config.rms_norm_eps)
+            for name, norm in norms.items()
+            if norm is not None
+        },
+        ACTIVATIONS[getattr(config, "hidden_activation", None) or config.hidden_act],
+        attention.scaling,
         (attention.sliding_window if hasattr(attention, "sliding_window") else getattr(config, "sliding_window", None))
         or 0,
         ropes.index(kind) if kind in ropes else 0,
+        getattr(config, "attn_logit_softcapping", None) or 0.0,
     )
 
 

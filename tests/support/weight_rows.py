@@ -67,6 +67,24 @@ def _adapters(model: Any, form: str, folder: Path) -> None:
         assert (out(one) - expected).norm() / expected.norm() < REACH[form]
 
 
+@row("add adapters of single parameters")
+def _single_parameters(model: Any, form: str, folder: Path) -> None:
+    options: dict[str, Any] = {"target_modules": ["v_proj"], "target_parameters": ["q_proj.weight"]}
+    if form != "exact":
+        before = out(model)
+        with pytest.raises(PatchError, match="which is packed and no parameter"):
+            peft.get_peft_model(model, config(**options))
+        assert torch.equal(out(model), before)
+        undo(model)
+    torch.manual_seed(1)
+    model = peft.get_peft_model(model, config(**options)).eval()
+    due = out(model)
+    if form == "exact":
+        undo(model)
+    assert off(model, stock(form)) > 0.05
+    assert (out(model) - due).norm() < 1e-4 * due.norm()
+
+
 def _base(model: Any) -> torch.Tensor:
     layer = model.get_base_model() if isinstance(model, peft.PeftModel) else model
     weight: torch.Tensor = layer.model.layers[0].self_attn.q_proj.weight.clone().float()

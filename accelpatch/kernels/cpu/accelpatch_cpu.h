@@ -97,25 +97,34 @@ typedef struct {
 } ap_attention;
 int ap_attention_run(const ap_attention* a, int threads);
 
-/* A decoder layer. A norm that is NULL is not there. Norm weights are what x_hat is multiplied by (Gemma: 1 + w). */
+/* What a normalised vector is multiplied by (Gemma: 1 + w), and its epsilon; NULL: the norm is not there. */
+typedef struct {
+    const float* weight;
+    float eps;
+    int32_t reserved;
+} ap_norm;
+
+/* A decoder layer. The sizes of its MLP and the numbers of its heads are those of its weights: heads = q.n / head_dim,
+ * kv_heads = k.n / head_dim. */
 typedef struct {
     ap_linear q, k, v, o, gate, up, down;
-    const float *attention_norm, *after_attention_norm, *mlp_norm, *after_mlp_norm; /* [hidden] */
-    const float *q_norm, *k_norm;                                                   /* [head_dim] */
-    float *keys, *values;   /* the layer's cache [max_batch, kv_heads, length, head_dim] */
-    int64_t window;         /* 0: attends to everything */
-    int32_t rope, reserved; /* index of its rotary frequencies */
+    ap_norm attention_norm, after_attention_norm, mlp_norm, after_mlp_norm; /* [hidden] */
+    ap_norm q_norm, k_norm;                                                 /* [head_dim] */
+    float *keys, *values;                     /* the layer's cache [max_batch, kv_heads, length, head_dim] */
+    int64_t window;                           /* 0: attends to everything */
+    float attention_scale, attention_softcap; /* softcap: 0 for none */
+    int32_t rope, activation;                 /* rope: index of its rotary frequencies */
 } ap_layer;
 
+/* The vocabularies of the embedding and of the head are each its own weight's n. */
 typedef struct {
-    int64_t layers, hidden, heads, kv_heads, head_dim, intermediate, vocabulary, max_batch, length;
+    int64_t layers, hidden, head_dim, max_batch, length;
     const ap_layer* layer;
     ap_linear embedding, head;
-    const float* final_norm;
+    ap_norm final_norm;
     const float* inverse_frequency[2]; /* [head_dim / 2]; the second only where a layer asks for it */
     float rope_scaling[2];
-    float eps, embedding_scale, attention_scale, attention_softcap, logits_softcap; /* softcap: 0 for none */
-    int32_t activation;
+    float embedding_scale, logits_softcap; /* softcap: 0 for none */
 } ap_model;
 
 /* A layer whose q.data is NULL is absent: no step may run it.
@@ -124,7 +133,7 @@ typedef struct {
 int ap_step_create(const ap_model* model, int max_threads, void** step);
 void ap_step_free(void* step);
 /* One token for each of `batch` sequences, through layers first .. last - 1: writes its keys and values at slots[b],
- * attends to starts[b] .. slots[b], rotates by positions[b]; logits: float32 [batch, vocabulary], or NULL where nobody
+ * attends to starts[b] .. slots[b], rotates by positions[b]; logits: float32 [batch, head.n], or NULL where nobody
  * reads them. hidden: float32 [batch, hidden], the residual stream: read where first > 0, written where last is not the
  * number of layers (logits are not, then); else NULL. Allocates nothing. */
 int ap_step_run(void* step, int64_t batch, const int64_t* tokens, const int64_t* slots, const int64_t* starts,

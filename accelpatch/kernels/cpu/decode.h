@@ -51,21 +51,21 @@ inline void linears(const Worker& t, const ap_linear* const* weights, float* con
     pool_wait(t.pool, t.self);
 }
 
-inline void norm_rows(const Worker& t, const float* weight, float* out) {
+inline void norm_rows(const Worker& t, const ap_norm& norm, float* out) {
     const int64_t hidden = t.model->hidden;
     for (int64_t m = 0; m < t.batch; m++) {
-        if (weight) rmsnorm_row(t.own->hidden + m * hidden, weight, t.model->eps, hidden, out + m * hidden);
+        if (norm.weight) rmsnorm_row(t.own->hidden + m * hidden, norm.weight, norm.eps, hidden, out + m * hidden);
         else memcpy(out + m * hidden, t.own->hidden + m * hidden, static_cast<size_t>(hidden) * 4);
     }
 }
 
 // hidden += out, or its norm
-inline void add_rows(const Worker& t, const float* out, const float* weight) {
+inline void add_rows(const Worker& t, const float* out, const ap_norm& norm) {
     const int64_t hidden = t.model->hidden;
     for (int64_t m = 0; m < t.batch; m++) {
         const float* x = out + m * hidden;
-        if (weight) {
-            rmsnorm_row(x, weight, t.model->eps, hidden, t.own->input);
+        if (norm.weight) {
+            rmsnorm_row(x, norm.weight, norm.eps, hidden, t.own->input);
             x = t.own->input;
         }
         add_row_(t.own->hidden + m * hidden, x, hidden);
@@ -99,38 +99,39 @@ inline void rotary_angles(const Worker& t) {
     }
 }
 
-inline void norm_and_rotate_(const Worker& t, const ap_layer& layer, float* head, const float* weight, int64_t m) {
+inline void norm_and_rotate_(const Worker& t, const ap_layer& layer, float* head, const ap_norm& norm, int64_t m) {
     const int64_t d = t.model->head_dim, at = (layer.rope * t.model->max_batch + m) * (d / 2);
-    if (weight) rmsnorm_row(head, weight, t.model->eps, d, head);
+    if (norm.weight) rmsnorm_row(head, norm.weight, norm.eps, d, head);
     rotate_(head, t.step->cos + at, t.step->sin + at, d);
 }
 
+inline int64_t qkv_width(const ap_layer& layer) { return layer.q.n + 2 * layer.k.n; }
+
 // Writes the token's key and value of one key head into the cache.
 inline void write_cache(const Worker& t, const ap_layer& layer, int64_t m, int64_t head, float* keys, float* values) {
-    const ap_model& model = *t.model;
-    const int64_t d = model.head_dim, width = (model.heads + 2 * model.kv_heads) * d, slot = t.call->slots[m];
-    const float* row = t.step->qkv + m * width;
-    memcpy(keys + slot * d, row + (model.heads + head) * d, static_cast<size_t>(d) * 4);
-    memcpy(values + slot * d, row + (model.heads + model.kv_heads + head) * d, static_cast<size_t>(d) * 4);
+    const int64_t d = t.model->head_dim, slot = t.call->slots[m];
+    const float* row = t.step->qkv + m * qkv_width(layer);
+    memcpy(keys + slot * d, row + layer.q.n + head * d, static_cast<size_t>(d) * 4);
+    memcpy(values + slot * d, row + layer.q.n + layer.k.n + head * d, static_cast<size_t>(d) * 4);
     norm_and_rotate_(t, layer, keys + slot * d, layer.k_norm, m);
 }
 
 inline void attend(const Worker& t, const ap_layer& layer, int64_t m, int64_t head, int64_t run) {
     const ap_model& model = *t.model;
-    const int64_t d = model.head_dim, group = model.heads / model.kv_heads,
-                  width = (model.heads + 2 * model.kv_heads) * d;
+    const int64_t d = model.head_dim, heads = heads_of(model, layer), kv_heads = kv_heads_of(model, layer),
+                  group = heads / kv_heads;
     const int64_t slot = t.call->slots[m], first = first_slot(slot, t.call->starts[m], layer.window);
     if (run >= runs(first, slot)) return;
-    float* keys = layer.keys + (m * model.kv_heads + head) * model.length * d;
-    float* values = layer.values + (m * model.kv_heads + head) * model.length * d;
+    float* keys = layer.keys + (m * kv_heads + head) * model.length * d;
+    float* values = layer.values + (m * kv_heads + head) * model.length * d;
     if (run == runs(first, slot) - 1) write_cache(t, layer, m, head, keys, values);
-    memcpy(t.own->query, t.step->qkv + m * width + head * group * d, static_cast<size_t>(group * d) * 4);
+    memcpy(t.own->query, t.step->qkv + m * qkv_width(layer) + head * group * d, static_cast<size_t>(group * d) * 4);
     for (int64_t h = 0; h < group; h++) norm_and_rotate_(t, layer, t.own->query + h * d, layer.q_norm, m);
     const int64_t at = first + run * kRun, count = slot - at + 1 < kRun ? slot - at + 1 : kRun;
     const int64_t stride = t.step->longest_runs * run_floats(d);
-    float* partial = t.step->partial + (m * model.heads + head * group) * stride + run * run_floats(d);
-    attend_run(t.own->query, group, keys + at * d, values + at * d, d, count, model.attention_scale,
-        model.attention_softcap, partial, stride);
+    float* partial = t.step->partial + (m * heads + head * group) * stride + run * run_floats(d);
+    attend_run(t.own->query, group, keys + at * d, values + at * d, d, count, layer.attention_scale,
+        layer.attention_softcap, partial, stride);
 }
 
 inline void attention_stage(const Worker& t, const ap_layer& layer) {
@@ -139,7 +140,7 @@ inline void attention_stage(const Worker& t, const ap_layer& layer) {
         const int64_t count = runs(first_slot(t.call->slots[m], t.call->starts[m], layer.window), t.call->slots[m]);
         most = count > most ? count : most;
     }
-    const int64_t heads = t.model->kv_heads;
+    const int64_t heads = kv_heads_of(*t.model, layer);
     WorkCursor work = {t.batch * heads * most};
     for (int64_t item; (item = pool_next(t.pool, t.self, &work)) >= 0;)
         attend(t, layer, item / (heads * most), item / most % heads, item % most);
@@ -147,7 +148,7 @@ inline void attention_stage(const Worker& t, const ap_layer& layer) {
 }
 
 inline void join_attention(const Worker& t, const ap_layer& layer) {
-    const int64_t heads = t.model->heads, d = t.model->head_dim;
+    const int64_t heads = heads_of(*t.model, layer), d = t.model->head_dim;
     for (int64_t m = 0; m < t.batch; m++) {
         const int64_t count = runs(first_slot(t.call->slots[m], t.call->starts[m], layer.window), t.call->slots[m]);
         for (int64_t h = 0; h < heads; h++) {
@@ -159,7 +160,7 @@ inline void join_attention(const Worker& t, const ap_layer& layer) {
 
 inline void gate_and_up(const Worker& t, const ap_layer& layer) {
     const Weight gate = weight_of(layer.gate), up = weight_of(layer.up);
-    const int64_t width = t.model->intermediate, hidden = t.model->hidden;
+    const int64_t width = layer.gate.n, hidden = t.model->hidden;
     const Activations of_gate = ready(t, t.own->ready, t.own->input, hidden, hidden, gate.w);
     const Activations of_up =
         made_for(of_gate, up.w) ? of_gate : ready(t, t.own->beside, t.own->input, hidden, hidden, up.w);
@@ -175,29 +176,28 @@ inline void gate_and_up(const Worker& t, const ap_layer& layer) {
                 if (gate_bias) g[m][row] += gate_bias[row];
                 if (up_bias) u[m][row] += up_bias[row];
             }
-            gated_row(g[m], u[m], t.model->activation, rows, t.step->gated + m * width + b * kBlockRows);
+            gated_row(g[m], u[m], layer.activation, rows, t.step->gated + m * width + b * kBlockRows);
         }
     }
     pool_wait(t.pool, t.self);
 }
 
 inline void layer_stages(const Worker& t, const ap_layer& layer) {
-    const ap_model& model = *t.model;
-    const int64_t d = model.head_dim, width = (model.heads + 2 * model.kv_heads) * d;
+    const int64_t hidden = t.model->hidden, query = layer.q.n, inner = layer.gate.n;
     float* qkv = t.step->qkv;
     const ap_linear* three[] = {&layer.q, &layer.k, &layer.v};
-    float* const outputs[] = {qkv, qkv + model.heads * d, qkv + (model.heads + model.kv_heads) * d};
+    float* const outputs[] = {qkv, qkv + query, qkv + query + layer.k.n};
     norm_rows(t, layer.attention_norm, t.own->input);
-    linears(t, three, outputs, 3, t.own->input, model.hidden, model.hidden, width);
+    linears(t, three, outputs, 3, t.own->input, hidden, hidden, qkv_width(layer));
     attention_stage(t, layer);
     join_attention(t, layer);
     const ap_linear* o[] = {&layer.o};
-    linears(t, o, &t.step->attention_out, 1, t.own->input, model.heads * d, model.heads * d, model.hidden);
+    linears(t, o, &t.step->attention_out, 1, t.own->input, query, query, hidden);
     add_rows(t, t.step->attention_out, layer.after_attention_norm);
     norm_rows(t, layer.mlp_norm, t.own->input);
     gate_and_up(t, layer);
     const ap_linear* down[] = {&layer.down};
-    linears(t, down, &t.step->mlp_out, 1, t.step->gated, model.intermediate, model.intermediate, model.hidden);
+    linears(t, down, &t.step->mlp_out, 1, t.step->gated, inner, inner, hidden);
     add_rows(t, t.step->mlp_out, layer.after_mlp_norm);
 }
 
@@ -206,9 +206,9 @@ inline void head_stage(const Worker& t) {
     norm_rows(t, model.final_norm, t.own->input);
     const ap_linear* head[] = {&model.head};
     float* const logits[] = {t.call->logits};
-    linears(t, head, logits, 1, t.own->input, model.hidden, model.hidden, model.vocabulary);
+    linears(t, head, logits, 1, t.own->input, model.hidden, model.hidden, model.head.n);
     if (model.logits_softcap <= 0) return;
-    const int64_t count = t.batch * model.vocabulary, threads = pool_count(t.pool);
+    const int64_t count = t.batch * model.head.n, threads = pool_count(t.pool);
     for (int64_t i = count * t.self / threads; i < count * (t.self + 1) / threads; i++)
         t.call->logits[i] = softcap(t.call->logits[i], model.logits_softcap);
 }

@@ -12,8 +12,9 @@ cache alive; they remain the caller's to read.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,10 +23,10 @@ from accelpatch.errors import KernelError
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.cpu import native_library
 from accelpatch.kernels.cpu.native_library import (
+    ACTIVATIONS,
     LINEARS,
     MAX_BATCH,
     MAX_THREADS,
-    NORMS,
     PLAIN,
     check,
     native,
@@ -38,48 +39,73 @@ from accelpatch.kernels.spec import Described, Spec
 OP = "decode_step"
 
 
+class NormWeight(NamedTuple):
+    """The float32 vector that a norm multiplies by (Gemma: 1 + weight), and its epsilon."""
+
+    weight: Tensor
+    eps: float
+
+
 @dataclass(frozen=True)
 class LayerWeights:
-    """The weights of one layer.
+    """The weights and constants of one layer, whose sizes are those of its weights.
 
-    linears: a Pack with its bias for each of LINEARS (q k v o gate up down). norms: name in NORMS -> float32 vector to
-    multiply by (Gemma: 1 + weight); missing names are norms that the layer does not have. window: slots that attention
-    looks back, 0 for all. rope: index into the step's rotary frequencies.
+    linears: a Pack with its bias for each of LINEARS (q k v o gate up down). norms: by their names in NORMS; missing
+    names are norms that the layer does not have. activation: of ACTIVATIONS. scale: of attention's scores. window:
+    slots that attention looks back, 0 for all. rope: index into the step's rotary frequencies. softcap: of the scores,
+    0 for none.
     """
 
     linears: dict[str, Pack]
-    norms: dict[str, Tensor]
+    norms: dict[str, NormWeight]
+    activation: str
+    scale: float
     window: int = 0
     rope: int = 0
+    softcap: float = 0.0
+
+    def kv_heads(self, head_dim: int) -> int:
+        """Number of key heads."""
+        return self.linears["k"].n // head_dim
 
 
 @dataclass(frozen=True)
 class StepShape:
-    """Sizes and constants of the step.
+    """What all layers of a step share.
 
-    rope: (inverse frequencies[head_dim / 2], attention scaling), at most two. softcaps: 0 for none.
+    rope: (inverse frequencies[head_dim / 2], attention scaling), at most two. softcap: of the logits, 0 for none.
     """
 
     hidden: int
-    heads: int
-    kv_heads: int
     head_dim: int
-    intermediate: int
-    vocabulary: int
-    eps: float
-    attention_scale: float
     rope: tuple[tuple[Tensor, float], ...]
-    activation: str = "silu"
     embedding_scale: float = 1.0
-    attention_softcap: float = 0.0
-    logits_softcap: float = 0.0
+    softcap: float = 0.0
+
+
+Sizes = Mapping[str, tuple[int, int]]  # of LINEARS: name -> (N, K)
+
+
+def why_not_layer(hidden: int, head_dim: int, sizes: Sizes) -> str | None:
+    """Why a layer with linear layers of these sizes cannot be part of a step; None where it can."""
+    query, key, inner = (sizes[name][0] for name in ("q", "k", "gate"))
+    due = {"q": (query, hidden), "k": (key, hidden), "v": (key, hidden), "o": (hidden, query)}
+    due |= {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
+    for name, size in due.items():
+        if sizes[name] != size:
+            got = " x ".join(map(str, sizes[name]))
+            return f"its {name} is {got}, and {size[0]} x {size[1]} belongs to its other weights"
+    if not query or not key or query % head_dim or key % head_dim or query % key:
+        return f"{query} rows of q and {key} of k are no heads of {head_dim} that share key heads evenly"
+    return None if head_dim % 2 == 0 else f"its heads have {head_dim} columns, an odd number"
 
 
 @dataclass
 class DecodeStep(Described):
-    """keys, values: float32 [layers, max_batch, kv_heads, length, head_dim], contiguous; the step writes into them.
+    """keys, values: of each layer float32 [max_batch, kv_heads, length, head_dim], contiguous; the step writes into
+    them.
 
-    layers: None for a layer that never runs here; `part` skips it.
+    layers: None for a layer that never runs here, whose keys and values may be any; `part` skips it.
 
     Call it with int64 tensors of one entry per sequence. It is thread-safe: a second call waits for the first.
     """
@@ -88,9 +114,9 @@ class DecodeStep(Described):
     layers: Sequence[LayerWeights | None]
     embedding: Pack
     head: Pack
-    final_norm: Tensor
-    keys: Tensor
-    values: Tensor
+    final_norm: NormWeight
+    keys: Sequence[Tensor]
+    values: Sequence[Tensor]
     handle: ctypes.c_void_p = field(default_factory=ctypes.c_void_p, init=False)
     _keep: list[object] = field(default_factory=list, init=False)
 
@@ -119,7 +145,7 @@ class DecodeStep(Described):
         attends to slots starts[b] .. slots[b] (starts[b]: number of left-padding slots), and gets the rotary embedding
         of positions[b].
         """
-        logits = torch.empty(tokens.shape[0], self.shape.vocabulary, **PLAIN) if out is None else out
+        logits = torch.empty(tokens.shape[0], self.head.n, **PLAIN) if out is None else out
         self._run([tokens, slots, starts, positions], 0, len(self.layers), None, logits)
         return logits
 
@@ -135,7 +161,7 @@ class DecodeStep(Described):
         if hidden.dtype != torch.float32 or tuple(hidden.shape) != (tokens.shape[0], self.shape.hidden):
             raise KernelError(f"hidden is float32 [{tokens.shape[0]}, {self.shape.hidden}], not {list(hidden.shape)}")
         last = layers.stop == len(self.layers)
-        logits = torch.empty(tokens.shape[0], self.shape.vocabulary, **PLAIN) if last else None
+        logits = torch.empty(tokens.shape[0], self.head.n, **PLAIN) if last else None
         self._run([tokens, slots, starts, positions], layers.start, layers.stop, hidden, logits)
         return logits
 
@@ -151,42 +177,53 @@ class DecodeStep(Described):
                     f"tokens, slots, starts, positions are int64 [{batch}] on the CPU, not {tensor.dtype}"
                 )
         if logits is not None and (
-            logits.dtype != torch.float32
-            or logits.shape != (batch, self.shape.vocabulary)
-            or not logits.is_contiguous()
+            logits.dtype != torch.float32 or logits.shape != (batch, self.head.n) or not logits.is_contiguous()
         ):
-            raise KernelError(f"logits are contiguous float32 [{batch}, {self.shape.vocabulary}]")
+            raise KernelError(f"logits are contiguous float32 [{batch}, {self.head.n}]")
         dispatch.run(OP, spec, given[0].device, (self, *given, first, last, hidden, logits))
+
+    @property
+    def rows(self) -> int:
+        """The most sequences."""
+        return int(self.keys[0].shape[0])
+
+    @property
+    def length(self) -> int:
+        """Slots of the cache."""
+        return int(self.keys[0].shape[2])
 
     def _check(self) -> None:
         s = self.shape
-        want = (len(self.layers), self.keys.shape[1], s.kv_heads, self.keys.shape[3], s.head_dim)
-        for cache in (self.keys, self.values):
-            if cache.dtype != torch.float32 or tuple(cache.shape) != want or not cache.is_contiguous():
-                raise KernelError(
-                    f"the step's cache is contiguous float32 {list(want)}, not {cache.dtype} {list(cache.shape)}"
-                )
-        if not 1 <= want[1] <= MAX_BATCH:
-            raise KernelError(f"the native step takes 1 to {MAX_BATCH} sequences, not {want[1]}")
-        if s.activation not in native_library.ACTIVATIONS:
-            raise KernelError(f"the native step has no activation {s.activation!r}")
+        for index, layer in enumerate(self.layers):
+            if layer is None:
+                continue
+            sizes = {name: (pack.n, pack.k) for name, pack in layer.linears.items()}
+            if reason := why_not_layer(s.hidden, s.head_dim, sizes):
+                raise KernelError(f"layer {index} is none of a native step: {reason}")
+            if layer.activation not in ACTIVATIONS:
+                raise KernelError(f"the native step has no activation {layer.activation!r}")
+            want = (self.rows, layer.kv_heads(s.head_dim), self.length, s.head_dim)
+            for cache in (self.keys[index], self.values[index]):
+                if cache.dtype != torch.float32 or tuple(cache.shape) != want or not cache.is_contiguous():
+                    raise KernelError(
+                        f"the step's cache is contiguous float32 {list(want)}, not {cache.dtype} {list(cache.shape)}"
+                    )
+        if not 1 <= self.rows <= MAX_BATCH:
+            raise KernelError(f"the native step takes 1 to {MAX_BATCH} sequences, not {self.rows}")
 
     def _model(self) -> native_library.Model:
         s = self.shape
         made = (native_library.Layer * len(self.layers))(
             *(self._layer(i, weights) for i, weights in enumerate(self.layers))
         )
-        self._keep += [made, self.embedding, self.head, self.final_norm, *s.rope]
+        self._keep += [made, self.embedding, self.head, *s.rope]
         model = native_library.Model(
-            len(self.layers), s.hidden, s.heads, s.kv_heads, s.head_dim, s.intermediate, s.vocabulary,
-            self.keys.shape[1], self.keys.shape[3], made, self.embedding.struct(),
-            self.head.struct(), self._vector(self.final_norm, s.hidden),
+            len(self.layers), s.hidden, s.head_dim, self.rows, self.length, made, self.embedding.struct(),
+            self.head.struct(), self._norm(self.final_norm, s.hidden),
         )  # fmt: skip
         for i, (frequencies, scaling) in enumerate(s.rope):
             model.inverse_frequency[i], model.rope_scaling[i] = self._vector(frequencies, s.head_dim // 2), scaling
-        model.eps, model.embedding_scale, model.attention_scale = s.eps, s.embedding_scale, s.attention_scale
-        model.attention_softcap, model.logits_softcap = s.attention_softcap, s.logits_softcap
-        model.activation = native_library.ACTIVATIONS[s.activation]
+        model.embedding_scale, model.logits_softcap = s.embedding_scale, s.softcap
         return model
 
     def _layer(self, index: int, weights: LayerWeights | None) -> native_library.Layer:
@@ -195,13 +232,16 @@ class DecodeStep(Described):
             return layer
         for name in LINEARS:
             setattr(layer, name, weights.linears[name].struct())
-        for name in NORMS:
-            size = s.head_dim if name in ("q_norm", "k_norm") else s.hidden
-            setattr(layer, name, self._vector(weights.norms[name], size) if name in weights.norms else None)
+        for name, norm in weights.norms.items():
+            setattr(layer, name, self._norm(norm, s.head_dim if name in ("q_norm", "k_norm") else s.hidden))
         layer.keys, layer.values = pointer(self.keys[index]), pointer(self.values[index])
-        layer.window, layer.rope = weights.window, weights.rope
+        layer.window, layer.rope, layer.activation = weights.window, weights.rope, ACTIVATIONS[weights.activation]
+        layer.attention_scale, layer.attention_softcap = weights.scale, weights.softcap
         self._keep.append(weights)
         return layer
+
+    def _norm(self, norm: NormWeight, size: int) -> native_library.Norm:
+        return native_library.Norm(self._vector(norm.weight, size), norm.eps)
 
     def _vector(self, tensor: Tensor, size: int) -> int | None:
         if tensor.shape != (size,):
@@ -223,10 +263,15 @@ def launch_(
     step: DecodeStep, tokens: Tensor, slots: Tensor, starts: Tensor, positions: Tensor, first: int, last: int,
     hidden: Tensor | None, logits: Tensor | None,
 ) -> None:  # fmt: skip
-    """The implementation `cpu`: run the layers first .. last - 1. Writes hidden and logits, where they are given."""
+    """The implementation `cpu`: run the layers first .. last - 1. Writes hidden and logits, where they are given.
+
+    Raises IndexError, as an embedding does, for a token that it has no row for.
+    """
     batch, ready = tokens.shape[0], [tensor.contiguous() for tensor in (tokens, slots, starts, positions)]
     status = native().ap_step_run(
         step.handle, batch, *map(pointer, ready), first, last, pointer(hidden), pointer(logits), threads()
     )
-    limits = f"at most {step.keys.shape[1]}, slots below {step.keys.shape[3]}"
+    if status and not bool(((tokens >= 0) & (tokens < step.embedding.n)).all()):
+        raise IndexError(f"a token is out of range: {tokens.tolist()}, and the embedding has {step.embedding.n} rows")
+    limits = f"at most {step.rows}, slots below {step.length}"
     check(status, f"layers {first} to {last} of a step of {batch} tokens ({limits})")

@@ -52,37 +52,41 @@ LINEARS = ("q", "k", "v", "o", "gate", "up", "down")
 NORMS = ("attention_norm", "after_attention_norm", "mlp_norm", "after_mlp_norm", "q_norm", "k_norm")
 
 
+class Norm(Structure):
+    """Mirror of `ap_norm`."""
+
+    _fields_ = (("weight", c_void_p), ("eps", c_float), ("reserved", c_int32))
+
+
 class Layer(Structure):
     """Mirror of `ap_layer`."""
 
     _fields_ = (
         *((name, Linear) for name in LINEARS),
-        *((name, c_void_p) for name in NORMS),
+        *((name, Norm) for name in NORMS),
         ("keys", c_void_p),
         ("values", c_void_p),
         ("window", c_int64),
+        ("attention_scale", c_float),
+        ("attention_softcap", c_float),
         ("rope", c_int32),
-        ("reserved", c_int32),
+        ("activation", c_int32),
     )
-
-
-SIZES = ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocabulary", "max_batch", "length")
-SCALARS = ("eps", "embedding_scale", "attention_scale", "attention_softcap", "logits_softcap")
 
 
 class Model(Structure):
     """Mirror of `ap_model`."""
 
     _fields_ = (
-        *((name, c_int64) for name in SIZES),
+        *((name, c_int64) for name in ("layers", "hidden", "head_dim", "max_batch", "length")),
         ("layer", POINTER(Layer)),
         ("embedding", Linear),
         ("head", Linear),
-        ("final_norm", c_void_p),
+        ("final_norm", Norm),
         ("inverse_frequency", c_void_p * 2),
         ("rope_scaling", c_float * 2),
-        *((name, c_float) for name in SCALARS),
-        ("activation", c_int32),
+        ("embedding_scale", c_float),
+        ("logits_softcap", c_float),
     )
 
 

@@ -17,28 +17,50 @@ struct Owner {  // one step at a time on one set of buffers
     std::mutex lock;
 };
 
+constexpr int64_t kMost = 1 << 24;  // of any size
+
 bool fits(const ap_linear& w, int64_t n, int64_t k) { return w.n == n && w.k == k && readable(w); }
+
+bool is_size(int64_t size) { return size >= 1 && size <= kMost; }
 
 bool is_absent(const ap_layer& l) { return !l.q.data; }
 
 bool layer_fits(const ap_model& m, const ap_layer& l) {
-    const int64_t query = m.heads * m.head_dim, key = m.kv_heads * m.head_dim;
+    const int64_t query = l.q.n, key = l.k.n, inner = l.gate.n;
+    if (!is_size(query) || !is_size(key) || !is_size(inner) || query % m.head_dim || key % m.head_dim || query % key)
+        return false;
+    if (l.activation < AP_SILU || l.activation > AP_RELU) return false;
     return fits(l.q, query, m.hidden) && fits(l.k, key, m.hidden) && fits(l.v, key, m.hidden) &&
-           fits(l.o, m.hidden, query) && fits(l.gate, m.intermediate, m.hidden) &&
-           fits(l.up, m.intermediate, m.hidden) && fits(l.down, m.hidden, m.intermediate) && l.keys && l.values &&
-           l.window >= 0 && (l.rope == 0 || l.rope == 1) && m.inverse_frequency[l.rope];
+           fits(l.o, m.hidden, query) && fits(l.gate, inner, m.hidden) && fits(l.up, inner, m.hidden) &&
+           fits(l.down, m.hidden, inner) && l.keys && l.values && l.window >= 0 && (l.rope == 0 || l.rope == 1) &&
+           m.inverse_frequency[l.rope];
 }
 
 bool model_fits(const ap_model& m) {
-    const int64_t most = 1 << 24;
-    for (int64_t size : {m.layers, m.hidden, m.heads, m.kv_heads, m.head_dim, m.intermediate, m.vocabulary, m.length})
-        if (size < 1 || size > most) return false;
-    if (m.max_batch < 1 || m.max_batch > kMaxBatch || m.heads % m.kv_heads || m.head_dim % 2) return false;
-    if (!m.layer || !fits(m.embedding, m.vocabulary, m.hidden) || !fits(m.head, m.vocabulary, m.hidden)) return false;
-    if (m.activation < AP_SILU || m.activation > AP_RELU) return false;
+    for (int64_t size : {m.layers, m.hidden, m.head_dim, m.length, m.embedding.n, m.head.n})
+        if (!is_size(size)) return false;
+    if (m.max_batch < 1 || m.max_batch > kMaxBatch || m.head_dim % 2) return false;
+    if (!m.layer || !fits(m.embedding, m.embedding.n, m.hidden) || !fits(m.head, m.head.n, m.hidden)) return false;
     for (int64_t i = 0; i < m.layers; i++)
         if (!is_absent(m.layer[i]) && !layer_fits(m, m.layer[i])) return false;
     return true;
+}
+
+Largest largest_of(const ap_model& m) {
+    Largest most;
+    auto take = [](int64_t& place, int64_t size) { place = size > place ? size : place; };
+    take(most.widest, m.hidden);
+    for (int64_t i = 0; i < m.layers; i++) {
+        const ap_layer& l = m.layer[i];
+        if (is_absent(l)) continue;
+        take(most.heads, heads_of(m, l));
+        take(most.group, l.q.n / l.k.n);
+        take(most.qkv, l.q.n + 2 * l.k.n);
+        take(most.intermediate, l.gate.n);
+        take(most.widest, l.q.n);
+        take(most.widest, l.gate.n);
+    }
+    return most;
 }
 
 // Hands out memory piece by piece; with no memory behind it, only counts.
@@ -53,21 +75,22 @@ struct Purse {
 
 int64_t lay_out(Step& s, char* memory) {
     const ap_model& m = s.model;
+    const Largest& most = s.largest;
     const int64_t b = m.max_batch, d = m.head_dim;
     Purse purse = {memory};
     purse.reserve(s.layers, m.layers * static_cast<int64_t>(sizeof(ap_layer)));
     purse.reserve(s.cos, 2 * b * (d / 2) * 4);
     purse.reserve(s.sin, 2 * b * (d / 2) * 4);
-    purse.reserve(s.qkv, b * (m.heads + 2 * m.kv_heads) * d * 4);
-    purse.reserve(s.partial, b * m.heads * s.longest_runs * round_up(d + 2, 16) * 4);
+    purse.reserve(s.qkv, b * most.qkv * 4);
+    purse.reserve(s.partial, b * most.heads * s.longest_runs * round_up(d + 2, 16) * 4);
     purse.reserve(s.attention_out, b * m.hidden * 4);
-    purse.reserve(s.gated, b * m.intermediate * 4);
+    purse.reserve(s.gated, b * most.intermediate * 4);
     purse.reserve(s.mlp_out, b * m.hidden * 4);
     for (int i = 0; i < s.threads; i++) {
         purse.reserve(s.scratch[i].hidden, b * m.hidden * 4);
-        purse.reserve(s.scratch[i].input, b * s.widest * 4);
-        purse.reserve(s.scratch[i].query, m.heads / m.kv_heads * d * 4);
-        purse.reserve(s.scratch[i].ready, chosen_kernels().activation_bytes(b, s.widest, s.ordered));
+        purse.reserve(s.scratch[i].input, b * most.widest * 4);
+        purse.reserve(s.scratch[i].query, most.group * d * 4);
+        purse.reserve(s.scratch[i].ready, chosen_kernels().activation_bytes(b, most.widest, s.ordered));
         purse.reserve(s.scratch[i].beside, chosen_kernels().activation_bytes(b, m.hidden, s.ordered));
     }
     return purse.used;
@@ -98,7 +121,7 @@ bool call_fits(const Step& s, const StepCall& c) {
         if (is_absent(s.layers[i])) return false;
     if (c.batch < 1 || c.batch > m.max_batch || !c.tokens || !c.slots || !c.starts || !c.positions) return false;
     for (int64_t b = 0; b < c.batch; b++) {
-        if (c.tokens[b] < 0 || c.tokens[b] >= m.vocabulary || c.positions[b] < 0) return false;
+        if (c.tokens[b] < 0 || c.tokens[b] >= m.embedding.n || c.positions[b] < 0) return false;
         if (c.starts[b] < 0 || c.starts[b] > c.slots[b] || c.slots[b] >= m.length) return false;
     }
     return true;
@@ -115,9 +138,8 @@ extern "C" int ap_step_create(const ap_model* model, int max_threads, void** ste
     s.model = *model;
     s.threads = max_threads;
     s.ordered = has_order(*model);
+    s.largest = largest_of(*model);
     s.longest_runs = (model->length + kRunSlots - 1) / kRunSlots;
-    for (int64_t size : {model->hidden, model->intermediate, model->heads * model->head_dim})
-        s.widest = size > s.widest ? size : s.widest;
     s.memory = aligned_alloc(64, static_cast<size_t>(round_up(lay_out(s, nullptr), 64)));
     if (!s.memory) {
         delete owner;

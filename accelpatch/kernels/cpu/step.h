@@ -7,9 +7,15 @@ constexpr int64_t kRunSlots = 64;  // what attention.h takes at a time
 struct Scratch {    // each thread's own: what is cheaper to compute twice than to wait for
     float* hidden;  // [batch, hidden], the residual stream
     float* input;   // [batch, widest], what a stage's products read
-    float* query;   // [heads / kv_heads, head_dim]
+    float* query;   // [group, head_dim]
     void* ready;    // activation_bytes
     void* beside;   // the same, for a second weight that reads another form
+};
+
+// The largest sizes of all layers. group: query heads a key head. qkv: rows of q, k and v. widest: of what a product
+// reads.
+struct Largest {
+    int64_t heads = 0, group = 0, qkv = 0, intermediate = 0, widest = 0;
 };
 
 struct Step {
@@ -17,10 +23,11 @@ struct Step {
     ap_layer* layers;
     int threads;
     bool ordered;  // a weight has an order of its own
-    int64_t widest, longest_runs;
+    Largest largest;
+    int64_t longest_runs;
     // Shared between threads, each written in one stage and read in the next.
     float *cos, *sin;      // [2, batch, head_dim / 2]
-    float* qkv;            // [batch, (heads + 2 kv_heads) * head_dim]
+    float* qkv;            // [batch, qkv]
     float* partial;        // [batch, heads, runs, run_floats]
     float* attention_out;  // [batch, hidden]
     float* gated;          // [batch, intermediate]
@@ -28,3 +35,6 @@ struct Step {
     Scratch scratch[AP_MAX_THREADS];
     void* memory;  // all of it, one allocation
 };
+
+inline int64_t heads_of(const ap_model& m, const ap_layer& l) { return l.q.n / m.head_dim; }
+inline int64_t kv_heads_of(const ap_model& m, const ap_layer& l) { return l.k.n / m.head_dim; }

@@ -7,6 +7,7 @@ keeps transformers' semantics, and plain decoding copies nothing.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -19,10 +20,14 @@ ROOM = 256  # free slots in tokens that a new store has at least; it doubles whe
 
 
 class Store:
-    """keys, values[layers, B, Hkv, capacity, D] float32, filled up to `length` tokens, and the native step."""
+    """keys, values: of each layer [B, Hkv, capacity, D] float32, filled up to `length` tokens; and the native step.
 
-    def __init__(self, layers: int, batch: int, heads: int, size: int, capacity: int):
-        self.keys, self.values = (torch.zeros(layers, batch, heads, capacity, size, **PLAIN) for _ in range(2))
+    like: keys and values of each layer, [B, Hkv, any, D], whose shapes the store's have.
+    """
+
+    def __init__(self, like: Iterable[tuple[Tensor, Tensor]], capacity: int):
+        pairs = [(_room(keys, capacity), _room(values, capacity)) for keys, values in like]
+        self.keys, self.values = (list(one) for one in zip(*pairs, strict=True))
         self.capacity = capacity
         self.length = 0
         self.step: Any = None
@@ -35,12 +40,17 @@ class Store:
         return vars(self) | {"step": None, "made_by": None, "places": None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Store:
-        copied = Store(*(self.keys.shape[i] for i in (0, 1, 2, 4, 3)))
+        copied = Store(zip(self.keys, self.values, strict=True), self.capacity)
         memo[id(self)] = copied
-        copied.keys.copy_(self.keys)
-        copied.values.copy_(self.values)
+        for mine, its in zip((*copied.keys, *copied.values), (*self.keys, *self.values), strict=True):
+            mine.copy_(its)
         copied.length = self.length
         return copied
+
+
+def _room(states: Tensor, capacity: int) -> Tensor:
+    batch, heads, _, size = states.shape
+    return torch.zeros(batch, heads, capacity, size, **PLAIN)
 
 
 class StoreLayer(DynamicLayer):
@@ -50,7 +60,7 @@ class StoreLayer(DynamicLayer):
         self._store: Store | None = None
         self._own: list[Any] = [None, None]  # keys and values that were assigned
         super().__init__()
-        self.dtype, self.device = store.keys.dtype, store.keys.device
+        self.dtype, self.device = store.keys[index].dtype, store.keys[index].device
         self.is_initialized = True
         self._index = index
         self._store = store
@@ -88,9 +98,9 @@ class StoreLayer(DynamicLayer):
             buffer[:, :, store.length : end] = states
         return buffers[0][:, :, :end], buffers[1][:, :, :end]
 
-    def _filled(self, buffer: Tensor) -> Tensor:
+    def _filled(self, buffers: list[Tensor]) -> Tensor:
         assert self._store is not None
-        return buffer[self._index][:, :, : self._store.length]
+        return buffers[self._index][:, :, : self._store.length]
 
     def _detach(self, which: int, value: Any) -> None:
         if self._store is not None:
@@ -116,9 +126,9 @@ def attach(cache: DynamicCache, batch: int) -> Store | str:
     if type(cache) is not DynamicCache or getattr(cache, "offloading", False) or not cache.layers:
         return f"the cache is a {type(cache).__name__}"
     if (store := stored(cache)) is not None:
-        if store.keys.shape[1] != batch:
-            return f"the cache has {store.keys.shape[1]} sequences, and {batch} were given"
-        if store.keys.is_inference() and not torch.is_inference_mode_enabled():
+        if store.keys[0].shape[0] != batch:
+            return f"the cache has {store.keys[0].shape[0]} sequences, and {batch} were given"
+        if store.keys[0].is_inference() and not torch.is_inference_mode_enabled():
             return _copied(cache, ROOM)  # what was made in inference mode can be written there alone
         return store if store.length < store.capacity else _copied(cache, store.length)
     for layer in cache.layers:
@@ -131,13 +141,12 @@ def attach(cache: DynamicCache, batch: int) -> Store | str:
 
 def _copied(cache: DynamicCache, room: int) -> Store:
     """A new store with the layers' tokens. Of a sliding-window layer only the last, visible tokens exist."""
-    batch, heads, _, size = cache.layers[0].keys.shape
     length = cache.get_seq_length()
-    store = Store(len(cache.layers), batch, heads, size, length + room)
-    for index, layer in enumerate(cache.layers):
+    store = Store(((layer.keys, layer.values) for layer in cache.layers), length + room)
+    for keys, values, layer in zip(store.keys, store.values, cache.layers, strict=True):
         held = layer.keys.shape[2]
-        store.keys[index, :, :, length - held : length] = layer.keys
-        store.values[index, :, :, length - held : length] = layer.values
+        keys[:, :, length - held : length] = layer.keys
+        values[:, :, length - held : length] = layer.values
     store.length = length
     cache.layers = [StoreLayer(store, index) for index in range(len(cache.layers))]
     return store

@@ -16,10 +16,12 @@ from transformers.cache_utils import DynamicCache
 from accelpatch.errors import PatchError
 from accelpatch.fusion.cache_name import CACHE, FORMER, renamed
 from accelpatch.modules.packed_weight import PackedWeight, packed_in
+from accelpatch.modules.quantized_module import take_over
 from accelpatch.modules.replacement import COPIED, copied_by, copy_with_parts
 from accelpatch.runtime.code_watch import CODE, CodeWatch
 from accelpatch.runtime.cpu.native_step import NativeRuntime
 from accelpatch.runtime.cpu.torch_threads import all_threads, one_thread
+from accelpatch.runtime.generation.adapter_targets import CONFIGS, check_next, configurations
 from accelpatch.runtime.generation.captured_decoding import captured_loop
 from accelpatch.runtime.generation.decoding import decode, stock_loop_because
 from accelpatch.runtime.graphs.cache_contents import OWN_CACHE
@@ -69,8 +71,10 @@ def _subclass(cls: Any, is_model: bool) -> type[nn.Module]:
     body |= {name: _refusing(getattr(cls, name), advice) for name, advice in REFUSED.items() if hasattr(cls, name)}
     body |= {"tie_weights": _tying(cls.tie_weights)} if hasattr(cls, "tie_weights") else {}
     body |= {"named_parameters": _naming_ties(cls), "requires_grad_": _marking_packed(cls)}
+    body |= {CONFIGS: configurations()}
     body |= {"__reduce_ex__": copied_by(_copy_of_model if is_model else _copy_of_part), "unpatched_class": cls}
     if is_model:
+        body["_apply"] = _moving(cls._apply)
         wrapped = {"_sample": _looping, CACHES: _marking, "generate": _looked_at_once}
         body |= {name: wrap(cls, name) for name, wrap in wrapped.items() if hasattr(cls, name)}
         body |= {"save_pretrained": _saving(cls.save_pretrained)} if hasattr(cls, "save_pretrained") else {}
@@ -81,6 +85,7 @@ def _subclass(cls: Any, is_model: bool) -> type[nn.Module]:
 
 def _copy_of_model(self: nn.Module, memo: dict[Any, Any]) -> Any:
     """A deep copy of a patched model, patched too."""
+    take_over(self)
     memo.setdefault(COPIED, set()).update(id(module) for module in self.modules())
     return copy_with_parts(self, memo)
 
@@ -217,6 +222,7 @@ def _saving(stock: Any) -> Any:
             return
         if state_dict is not None or kwargs.get("variant") is not None:
             raise PatchError("a patched model saves its own weights: leave out state_dict and variant")
+        take_over(self)
         if is_main_process:
             vars(self)[SAVE](self, save_directory, max_shard_size=max_shard_size)
             if push_to_hub:
@@ -225,6 +231,16 @@ def _saving(stock: Any) -> Any:
                 self.push_to_hub(named, **{key: value for key, value in kwargs.items() if key in known})
 
     return save_pretrained
+
+
+def _moving(stock: Any) -> Any:
+    @functools.wraps(stock)
+    def apply(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """As in nn.Module, for every weight that the model uses."""
+        take_over(self)
+        return stock(self, *args, **kwargs)
+
+    return apply
 
 
 def _tying(stock: Any) -> Any:
@@ -248,6 +264,8 @@ def _naming_ties(cls: Any) -> Any:
     @functools.wraps(cls.named_parameters)
     def named_parameters(self: Any, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Any:
         """As in nn.Module; with remove_duplicate=False also the tokens of packed weights, by which ties are found."""
+        if not recurse:  # so PEFT looks for what an adapter is for
+            check_next(self)
         yield from cls.named_parameters(self, prefix, recurse, remove_duplicate)
         if recurse and not remove_duplicate:
             start = f"{prefix}." if prefix else ""

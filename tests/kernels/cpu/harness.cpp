@@ -167,14 +167,13 @@ static void steps() {
     const int64_t shapes[9][2] = {{q, hidden}, {kv, hidden}, {kv, hidden}, {hidden, q}, {wide, hidden}, {wide, hidden},
         {hidden, wide}, {words, hidden}, {words, hidden}};
     for (int i = 0; i < 9; i++) weight(own[i], shapes[i][0], shapes[i][1]);
-    auto maybe = [&](int64_t n) { return pick(0, 1) ? floats(o, n) : nullptr; };
+    auto maybe = [&](int64_t n) { return ap_norm{pick(0, 1) ? floats(o, n) : nullptr, 1e-5f, 0}; };
     const int64_t cache = most * kv_heads * length * d;
     ap_layer layer = {own[0].w, own[1].w, own[2].w, own[3].w, own[4].w, own[5].w, own[6].w, maybe(hidden),
         maybe(hidden), maybe(hidden), maybe(hidden), maybe(d), maybe(d), floats(o, cache), floats(o, cache),
-        pick(0, 1) ? pick(1, 99) : 0, 0, 0};
-    ap_model model = {1, hidden, heads, kv_heads, d, wide, words, most, length, &layer, own[7].w, own[8].w,
-        maybe(hidden), {floats(o, d / 2), nullptr}, {1, 1}, 1e-5f, 2, 0.2f, 0, pick(0, 1) ? 9.0f : 0.0f,
-        static_cast<int32_t>(pick(0, 3))};
+        pick(0, 1) ? pick(1, 99) : 0, 0.2f, 0, 0, static_cast<int32_t>(pick(0, 3))};
+    ap_model model = {1, hidden, d, most, length, &layer, own[7].w, own[8].w, maybe(hidden),
+        {floats(o, d / 2), nullptr}, {1, 1}, 2, pick(0, 1) ? 9.0f : 0.0f};
     void* step = nullptr;
     require(ap_step_create(&model, 4, &step) == AP_OK, "step_create");
     for (int i = 0; i < 3; i++) {

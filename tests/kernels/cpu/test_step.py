@@ -6,6 +6,7 @@ import copy
 import os
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -210,23 +211,23 @@ def test_fork_after_a_step(threads: None) -> None:
 
 
 @pytest.mark.parametrize(
-    "token, slot, start, position",
-    [(131, 0, 0, 0), (-1, 0, 0, 0), (1, LENGTH, 0, 0), (1, -1, 0, 0), (1, 3, 4, 0), (1, 0, -1, 0), (1, 0, 0, -1)],
-    ids=[
-        "token-too-large",
-        "token-negative",
-        "slot-too-large",
-        "slot-negative",
-        "start-after-slot",
-        "start-negative",
-        "position",
-    ],
+    "slot, start, position",
+    [(LENGTH, 0, 0), (-1, 0, 0), (3, 4, 0), (0, -1, 0), (0, 0, -1)],
+    ids=["slot-too-large", "slot-negative", "start-after-slot", "start-negative", "position"],
 )
-def test_what_is_out_of_range_is_refused(token: int, slot: int, start: int, position: int) -> None:
+def test_what_is_out_of_range_is_refused(slot: int, start: int, position: int) -> None:
     step = small_step()
     with pytest.raises(KernelError):
-        step(column(token), column(slot), column(start), column(position))
-    assert step.keys.isnan().all()
+        step(column(1), column(slot), column(start), column(position))
+    assert step.keys[0].isnan().all()
+
+
+@pytest.mark.parametrize("token", [131, -1, 10**9], ids=["one-too-many", "negative", "far-too-many"])
+def test_a_token_without_a_row_is_an_index_error_as_of_an_embedding(token: int) -> None:
+    step = small_step()
+    with pytest.raises(IndexError, match=rf"\[{token}\], and the embedding has 131 rows"):
+        step(column(token), column(0), column(0), column(0))
+    assert step.keys[0].isnan().all()
 
 
 def test_too_many_sequences_are_refused() -> None:
@@ -243,3 +244,23 @@ def test_wrong_shapes_are_refused() -> None:
         step(column(1).int(), column(0), column(0), column(0))
     with pytest.raises(KernelError, match="logits"):
         step(column(1), column(0), column(0), column(0), torch.empty(1, 130))
+
+
+MISFITS: dict[str, tuple[tuple[str, int], str]] = {
+    "q": (("q", 40), r"40 rows of q and 32 of k are no heads of 16|o is 64 x 64, and 64 x 40 belongs"),
+    "k": (("k", 48), r"v is 32 x 64, and 48 x 64 belongs"),
+    "o": (("o", 48), r"o is 48 x 64, and 64 x 64 belongs"),
+    "up": (("up", 96), r"up is 96 x 64, and 160 x 64 belongs"),
+    "down": (("down", 32), r"down is 32 x 160, and 64 x 160 belongs"),
+}
+
+
+@pytest.mark.parametrize("case", MISFITS)
+def test_a_layer_whose_weights_do_not_fit_together_is_named(case: str) -> None:
+    ((name, rows), match), step = MISFITS[case], small_step()
+    layer = step.layers[1]
+    assert layer is not None
+    cut = FORMATS["int8"](torch.randn(rows, layer.linears[name].k), None)
+    layers = [step.layers[0], replace(layer, linears=layer.linears | {name: cut})]
+    with pytest.raises(KernelError, match=rf"layer 1 is none of a native step: .*({match})"):
+        DecodeStep(step.shape, layers, step.embedding, step.head, step.final_norm, step.keys, step.values)
