@@ -39,6 +39,7 @@ from accelpatch.replacers import registry, replacer
 from accelpatch.replacers.plugin import load_plugin
 from accelpatch.replacers.stored import known
 from accelpatch.report import Report, Stopwatch
+from accelpatch.runtime.code_watch import CODE
 from accelpatch.runtime.generation.first_use import on_first_use
 from accelpatch.runtime.generation.on_demand import unpatch_on_demand
 from accelpatch.tuning.attention import tune as tune_attention
@@ -267,24 +268,26 @@ def patch_on_first_use(
 ) -> Iterator[None]:
     """Context manager: patches every transformers model at its first forward or generate; used by `accelpatch exec`.
 
-    options: those of `patch`. on_patched: called with each model after it was patched. A model in training mode stays
-    as it is. on_left: called with a model that cannot be patched and the reason; without it that is an error. With
-    on_left and keep_original="cpu", a model is also unpatched as soon as the program trains, saves, resizes or pickles
-    it; on_left is called then too.
+    That is the first in eval mode that asks for no gradient. options: those of `patch`. on_patched: called with each
+    model after it was patched. on_left: called with the reason and a model that cannot be patched, or not yet, or that
+    is there at the end and was never called; without it what cannot be patched is an error. With it and
+    keep_original="cpu", a model is also unpatched as soon as the program trains, saves, resizes or pickles it.
     """
 
+    def whole(model: nn.Module) -> None:
+        for part in [one for one in model.modules() if apply.HANDLE in vars(one) and one is not model]:
+            with vars(part)[CODE].alone():
+                unpatch(part)  # it was used, and patched, on its own
+
     def act(model: nn.Module) -> None:
-        for part in model.modules():
-            if apply.HANDLE in vars(part) and part is not model:  # a submodule that was used, and patched, on its own
-                unpatch(part)
-        if apply.HANDLE not in vars(model) and not model.training:
+        if apply.HANDLE not in vars(model):
             patch(model, recipe, **options)
             if on_left is not None and options.get("keep_original", "cpu") == "cpu":
                 unpatch_on_demand(model, on_left)
             if on_patched is not None:
                 on_patched(model)
 
-    with on_first_use(act, on_left):
+    with on_first_use(act, on_left, whole):
         yield
 
 

@@ -19,7 +19,7 @@ from accelpatch.models.family import roles_of
 from accelpatch.models.fingerprint import fingerprint
 from accelpatch.models.inputs import sample_inputs
 from accelpatch.models.texts import windows
-from accelpatch.modules.attention import configurations
+from accelpatch.modules.attention_settings import configurations
 from accelpatch.patching import apply, formula
 from accelpatch.patching.capture import observing, run
 from accelpatch.patching.host_copies import HostCopies, rounded_weights

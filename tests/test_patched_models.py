@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch.distributed
 
-from tests.support import module_rows, weight_rows
+from tests.support import call_rows, module_rows, weight_rows
 from tests.support.packed import FORMS, patch
 from tests.support.rows import ROWS, RUN, stock
 
@@ -24,7 +24,7 @@ def _group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def test_every_row_is_run() -> None:
-    assert {one.__module__ for one in RUN.values()} == {module_rows.__name__, weight_rows.__name__}
+    assert {one.__module__ for one in RUN.values()} == {one.__name__ for one in (call_rows, module_rows, weight_rows)}
     assert len(ROWS) == len(set(ROWS)) > 30
     assert sorted(RUN) == sorted(ROWS)
 

@@ -19,6 +19,7 @@ from accelpatch.checkpoints.replaced_folder import replaced_folder
 from accelpatch.checkpoints.saved import METHOD, RECIPE, VERSION
 from accelpatch.checkpoints.writing import Shards
 from accelpatch.errors import SaveError
+from accelpatch.modules.attention_settings import unnamed
 from accelpatch.modules.packed_weight import PackedWeight
 from accelpatch.modules.quantized_module import QuantizedModule
 from accelpatch.modules.replacement import PATH
@@ -44,7 +45,7 @@ def save(
     if adapters := [name for name, _ in model.named_modules() if name.endswith(("lora_A", "lora_B"))]:
         raise SaveError(f"{adapters[0]} is an adapter: save it by its own save_pretrained, and the model without it")
     with replaced_folder(target, lambda name: not name.startswith(WEIGHTS)) as made, torch.no_grad():
-        config = copy.deepcopy(model.config)
+        config = unnamed(copy.deepcopy(model.config))
         config.architectures = [type(model).__name__]
         config.dtype = str(model.dtype).removeprefix("torch.")
         config.quantization_config = description(recipe)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -46,8 +47,9 @@ def execute(
 ) -> None:
     """Run a Python script unchanged; each transformers model in it is patched at its first forward or generate.
 
-    A model that cannot be patched stays as it is. A patched model is unpatched when the script trains, saves or
-    resizes it, or lists its parameters. The summary says which models were patched, and why others were not.
+    That is the first one in eval mode. A model that cannot be patched stays as it is. A patched model is unpatched when
+    the script trains, saves or resizes it, or lists its parameters. The summary says which models were patched, and why
+    others were not.
     """
     words = script or []
     if module is None and not words:
@@ -60,17 +62,32 @@ def execute(
 
     from . import script as scripts
 
-    lines: list[str] = []
-
-    def left(model: Any, reason: str) -> None:
-        lines.append(f"{type(model).__name__} {reason}")
-
+    outcomes = Outcomes()
     try:
-        with api.patch_on_first_use(recipe, on_patched=lambda m: lines.append(_line(m)), on_left=left):
+        with api.patch_on_first_use(recipe, on_patched=outcomes.patched, on_left=outcomes.left):
             scripts.run(words if module is None else [module, *words], as_module=module is not None)
     finally:
         if not quiet:
-            console.note("accelpatch: " + ("; ".join(lines) or "the script used no model that could be patched"))
+            console.note(f"accelpatch: {outcomes}")
+
+
+class Outcomes:
+    """What became of each model of a script, in the order in which it did."""
+
+    def __init__(self) -> None:
+        self._lines: list[tuple[Any, str]] = []  # a weak reference to the model, and what became of it
+
+    def left(self, model: Any, reason: str) -> None:
+        """Add a model that is left or unpatched, and why."""
+        self._lines.append((weakref.ref(model), f"{type(model).__name__} {reason}"))
+
+    def patched(self, model: Any) -> None:
+        """Add a model that was patched; that it was left until then is no news any more."""
+        self._lines = [(held, line) for held, line in self._lines if held() is not model]
+        self._lines.append((weakref.ref(model), _line(model)))
+
+    def __str__(self) -> str:
+        return "; ".join(line for _, line in self._lines) or "the script used no model that could be patched"
 
 
 def _line(model: Any) -> str:

@@ -15,7 +15,8 @@ from accelpatch.fusion import layer_facts
 from accelpatch.fusion.cannot_fuse import CannotFuse
 from accelpatch.kernels.cpu.decode_step import Sizes, why_not_layer
 from accelpatch.models.family import STATIC_ROPE, Rotary, family_of_class, form_of, has_layer_norms
-from accelpatch.modules.attention import NAME, FlashAttention
+from accelpatch.modules.attention import FlashAttention
+from accelpatch.modules.attention_settings import NAME
 from accelpatch.modules.rotary import FusedRotaryEmbedding
 
 CAPPED = ("eager", NAME)  # implementations that apply a softcap of the scores

@@ -12,6 +12,7 @@ from transformers.cache_utils import DynamicLayer
 from accelpatch.fusion import attention_facts, layer_facts
 from accelpatch.fusion.call import run_module
 from accelpatch.fusion.decoder import layers_of
+from accelpatch.fusion.module_cache import ModuleCache
 from accelpatch.kernels.ops.attention_shape import AttentionShape
 from accelpatch.kernels.ops.prompt_attention import Shown, attend, attend_by_torch, module_mask, rotate_, shown
 
@@ -65,11 +66,10 @@ class CacheCall:
         def visible(window: int) -> Tensor:
             return module_mask(self.seen(first, window), length, keys, x, self.blind)
 
-        return run_module(self.decoder, place, x, self.positions, visible, self.module_cache)
+        return run_module(self.decoder, place, x, self.positions, visible, self.module_cache(place))
 
-    @property
-    def module_cache(self) -> Any:
-        """The cache that a layer's module fills."""
+    def module_cache(self, place: int) -> Any:
+        """The cache that the module of the layer at `place` fills."""
         return self.cache
 
     def cached(self, new: Tensor, place: int) -> tuple[Tensor, Tensor]:
@@ -112,11 +112,23 @@ class KeptCall(CacheCall):
         self.kept.append(new)
         return new[0], new[1]
 
-    @property
-    def module_cache(self) -> Any:
+    def module_cache(self, place: int) -> Any:
         """As in CacheCall."""
-        return self
+        return _Kept(self, place)
 
-    def update(self, keys: Tensor, values: Tensor, place: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """What a layer's module calls of a cache."""
-        return self.cached(torch.stack((keys, values)), place)
+
+class _Kept(ModuleCache):
+    """What a layer's module sees of the cache in a KeptCall."""
+
+    def __init__(self, call: KeptCall, place: int):
+        super().__init__(len(layers_of(call.decoder)), place, 0, call.positions.shape[1])
+        self._call = call
+
+    def write(self, keys: Tensor, values: Tensor, place: int) -> tuple[Tensor, Tensor]:
+        """As in ModuleCache."""
+        return self._call.cached(torch.stack((keys, values)), place)
+
+    def states(self, place: int) -> tuple[Tensor | None, Tensor | None]:
+        """As in ModuleCache."""
+        kept = self._call.kept
+        return (kept[place][0], kept[place][1]) if place < len(kept) else (None, None)

@@ -45,7 +45,7 @@ def is_whole(layer: Any) -> bool:
 def run_module(decoder: Any, place: int, x: Tensor, positions: Tensor, visible: Visible, cache: Any) -> Tensor:
     """A decoder layer's own module: x[B T, K] at positions[B, T] -> [B T, K].
 
-    cache: the KV cache, of which the module calls `update` alone; None for none.
+    cache: the KV cache, with transformers' interface; None for none.
     """
     layer = layers_of(decoder)[place]
     attention, rows = layer_facts.attention_of(layer), x.view(*positions.shape, -1)

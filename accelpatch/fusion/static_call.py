@@ -10,6 +10,7 @@ from torch import Tensor
 
 from accelpatch.fusion.call import is_whole, run_module
 from accelpatch.fusion.decoder import layers_of
+from accelpatch.fusion.module_cache import ModuleCache
 from accelpatch.kernels.ops.decode_attention import decode_attention_
 from accelpatch.kernels.ops.prompt_attention import Shown, module_mask, prompt_attention_, shown
 
@@ -57,7 +58,7 @@ class StepCall:
                 self._seen[window] = (seen & (self.mask.ne(0) | (at >= self.slot))[:, None])[:, None]
             return self._seen[window]
 
-        return run_module(self.decoder, place, x, self.positions, shown, _Slots(self.cache, own))
+        return run_module(self.decoder, place, x, self.positions, shown, _Slots(self.cache, place, own))
 
 
 @dataclass(eq=False)
@@ -107,33 +108,48 @@ class PromptCall:
                 self._shown[key] = None if key[1] else module_mask(self.seen(window), length, keys, x)
             return self._shown[key]
 
-        return run_module(self.decoder, place, x, self.positions, visible, _Next(self.cache, self.start, length))
+        return run_module(self.decoder, place, x, self.positions, visible, _Next(self.cache, place, self.start, length))
 
 
-@dataclass(eq=False)
-class _Slots:
+class _Slots(ModuleCache):
     """What a layer's module sees of the cache in a step: it writes the slots own[T] and attends over all."""
 
-    cache: Any
-    own: Tensor
+    def __init__(self, cache: Any, place: int, own: Tensor):
+        super().__init__(len(cache.layers), place, own[0], len(own))
+        self._cache, self._own = cache, own
 
-    def update(self, keys: Tensor, values: Tensor, place: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        held = self.cache.layers[place]
-        held.keys.index_copy_(2, self.own, keys)
-        held.values.index_copy_(2, self.own, values)
-        return held.keys, held.values
+    @property
+    def capacity(self) -> int:
+        """Slots of each layer."""
+        return int(self._cache.layers[self.place].keys.shape[2])
+
+    def write(self, keys: Tensor, values: Tensor, place: int) -> tuple[Tensor, Tensor]:
+        """As in ModuleCache."""
+        held = self._cache.layers[place]
+        held.keys.index_copy_(2, self._own, keys)
+        held.values.index_copy_(2, self._own, values)
+        return self.states(place)
+
+    def states(self, place: int) -> tuple[Tensor, Tensor]:
+        """As in ModuleCache."""
+        return self._cache.layers[place].keys, self._cache.layers[place].values
 
 
-@dataclass(eq=False)
-class _Next:
+class _Next(ModuleCache):
     """What a layer's module sees of the cache in a prompt: it fills `length` slots, and attends over all up to them."""
 
-    cache: Any
-    start: int
-    length: int
+    def __init__(self, cache: Any, place: int, start: int, length: int):
+        super().__init__(len(cache.layers), place, start, length)
+        self._cache = cache
 
-    def update(self, keys: Tensor, values: Tensor, place: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        held, end = self.cache.layers[place], self.start + self.length
+    def write(self, keys: Tensor, values: Tensor, place: int) -> tuple[Tensor, Tensor]:
+        """As in ModuleCache."""
+        held, end = self._cache.layers[place], self.start + self.length
         held.keys[:, :, self.start : end] = keys
         held.values[:, :, self.start : end] = values
         return (held.keys[:, :, :end], held.values[:, :, :end]) if self.start else (keys, values)
+
+    def states(self, place: int) -> tuple[Tensor, Tensor]:
+        """As in ModuleCache."""
+        held, end = self._cache.layers[place], self.held(place)
+        return held.keys[:, :, :end], held.values[:, :, :end]

@@ -134,7 +134,7 @@ def _fused_steps(decoder: Any, fused: FusedModel, place: int, rows: Rows) -> Ten
     if batch > fused.most:
         return None
     held = rows.x.new_zeros(2, batch, shape.kv_heads, length, shape.size)
-    cache = SimpleNamespace(layers={place: SimpleNamespace(keys=held[0], values=held[1])})
+    cache = _cache(decoder, held[0], held[1])
     made = list(_prompt(decoder, fused, place, rows, cache))
     with weight_prefetch():
         for token in range(rows.prompt, length):
@@ -144,6 +144,11 @@ def _fused_steps(decoder: Any, fused: FusedModel, place: int, rows: Rows) -> Ten
             call = StepCall(decoder, cache, rows.positions[:, token : token + 1].contiguous(), slot, earlier)
             made.append(_whole(*fused.run(rows.x[:, token].contiguous(), call, places=[place]))[:, None])
     return torch.cat(made, dim=1).view(batch, length, width)
+
+
+def _cache(decoder: Any, keys: Tensor, values: Tensor) -> Any:
+    """A static cache of which one layer alone is used."""
+    return SimpleNamespace(layers=[SimpleNamespace(keys=keys, values=values)] * len(layers_of(decoder)))
 
 
 def _prompt(decoder: Any, fused: FusedModel, place: int, rows: Rows, cache: Any) -> Iterator[Tensor]:
@@ -165,7 +170,7 @@ def _native_steps(decoder: Any, native: NativeModel, place: int, rows: Rows) -> 
     (batch, length, _), size, layer = rows.x.shape, native.shape.head_dim, native.layers[place]
     assert layer is not None
     held = torch.zeros(2, batch, layer.kv_heads(size), length, size)
-    cache = SimpleNamespace(layers={place: SimpleNamespace(keys=held[0], values=held[1])})
+    cache = _cache(decoder, held[0], held[1])
     made = []
     if rows.prompt:
         x, mask = rows.x[:, : rows.prompt], rows.mask[:, : rows.prompt]

@@ -14,7 +14,8 @@ from accelpatch.kernels import dispatch
 from accelpatch.kernels.ops import flash_attention
 from accelpatch.kernels.ops.attention_order import order
 from accelpatch.kernels.spec import Spec
-from accelpatch.modules.attention import Registered, attention, why_not_interface
+from accelpatch.modules.attention import attention
+from accelpatch.modules.attention_settings import Registered, why_not_interface
 from accelpatch.patching.replacer import EVERY_CHILD, Choice, Reason, Replacer
 from accelpatch.patching.site import Site
 

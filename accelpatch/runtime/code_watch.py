@@ -10,6 +10,9 @@ from __future__ import annotations
 import copy
 import threading
 import weakref
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,7 +21,7 @@ from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from accelpatch import own_code
-from accelpatch.modules import attention
+from accelpatch.modules import attention_settings as attention
 from accelpatch.own_code.wrapped_forward import bind_wrapped
 from accelpatch.runtime.generation.sampler import CRITERIA, SUPPRESSING, WARPERS
 
@@ -30,24 +33,23 @@ CACHED = ("update", "get_seq_length", "get_mask_sizes")  # methods that steps ov
 PICKING = (*SUPPRESSING, *WARPERS, *CRITERIA, LogitsProcessorList, StoppingCriteriaList)  # what samplers stand for
 
 
-class _Calls(threading.local):
-    depth = 0
-
-
 class CodeWatch:
-    """A context manager around each call of a model; the outermost one looks.
+    """A context manager around each call of a model; the outermost one looks, and a change to the model waits.
 
     version: another one once other code would run than before; what was derived from the model is then out of date.
     others: why some module runs other code than its package's, or None. loop: why generate() must run transformers' own
-    loop. cache: why no step may use a cache of its own.
+    loop. cache: why no step may use a cache of its own. sessions: what has begun and not ended in which the originals'
+    attention runs every call.
     """
 
     def __init__(self, model: Any = None):
         self._model = None if model is None else weakref.ref(model)
         self._snapshot: own_code.Snapshot | None = None
         self._overridden: dict[str, Any] = {}
-        self._aside: list[Any] = []  # configurations that name the originals' attention meanwhile
-        self._calls = _Calls()
+        self._aside: attention.Aside = []  # configurations that name the originals' attention meanwhile
+        self.sessions: dict[Any, Any] = {}  # those of `begin` -> the implementations that the model had
+        self._gate = threading.Condition()
+        self._callers: Counter[threading.Thread] = Counter()  # the threads that are in calls of the model, and how deep
         self.version = 0
         self.others: str | None = None
         self.loop: str | None = None
@@ -63,12 +65,57 @@ class CodeWatch:
         return CodeWatch, ()
 
     def __enter__(self) -> None:
-        if self._calls.depth == 0:
+        caller = threading.current_thread()
+        if caller not in self._callers:
             self.look()
-        self._calls.depth += 1
+        with self._gate:
+            self._callers[caller] += 1
 
     def __exit__(self, *error: Any) -> None:
-        self._calls.depth -= 1
+        caller = threading.current_thread()
+        with self._gate:
+            self._callers[caller] -= 1
+            if not self._callers[caller]:
+                del self._callers[caller]
+                self._gate.notify_all()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Context manager for a change to the model: it waits for the calls of other threads, and holds new ones off.
+
+        A call of this thread that it is within does not count, nor do those of other threads that wait here too.
+        """
+        with self._gate:
+            own = self._callers.pop(threading.current_thread(), 0)
+            self._gate.notify_all()
+            # a thread that is gone without an end of its call is one of the parent of a fork
+            self._gate.wait_for(lambda: not any(thread.is_alive() for thread in self._callers))
+            try:
+                yield
+            finally:
+                if own:
+                    self._callers[threading.current_thread()] = own
+
+    def begin(self, session: Any) -> None:
+        """Let the originals' attention run every call until `end`."""
+        model = None if self._model is None else self._model()
+        if model is not None and attention.is_replaced(model):
+            with self.alone():
+                self.sessions[session] = attention.names(model)
+                self._choose_attention(model)
+
+    def end(self, session: Any) -> None:
+        """End what began, if it has not ended; the model has the implementations again that it had."""
+        for settings, name in self.sessions.pop(session, []):
+            settings[attention.SETTING] = name
+        model = None if self._model is None else self._model()
+        if model is not None:
+            self._choose_attention(model)
+
+    def _choose_attention(self, model: Any) -> None:
+        attention.take_up(self._aside)
+        other = self.sessions or _changed_registries(model)
+        self._aside = attention.set_aside(model) if other else []
 
     def look_anew(self) -> None:
         """Look at the modules that the model has now, which are others than at the last look."""
@@ -97,8 +144,7 @@ class CodeWatch:
             wrapped = getattr(vars(one).get("_old_forward"), "__func__", None)
             if hasattr(type(one), "replaced_class") and own_code.is_ours(wrapped):  # it calls the class's forward
                 bind_wrapped(one)
-        attention.take_up(self._aside)
-        self._aside = attention.set_aside(model) if _changed_registries(model) else []
+        self._choose_attention(model)
         loops = [own_code.reached_by(type(model), LOOP, deep=False)]
         loops += [own_code.reached_by(cls, ("__call__",)) for cls in PICKING]
         caches = [own_code.reached_by(cls, CACHED) for cls in CACHES]
@@ -111,7 +157,7 @@ class CodeWatch:
 
 def _changed_registries(model: Any) -> bool:
     """Whether others changed a registry in which an attention function of ours stands for transformers' own."""
-    ours = (type(one) for one in model.modules() if isinstance(one, attention.FlashAttention))
+    ours = map(type, attention.replaced_in(model))
     return any(own_code.reached_by(cls).in_registry for cls in {attention.Registered, *ours})
 
 

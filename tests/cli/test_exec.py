@@ -225,6 +225,25 @@ model.generate(ids, max_new_tokens=3, min_new_tokens=3, do_sample=False)
 print(len(calls))
 llama.LlamaMLP.forward = mlp
 """
+FIRST_USES = """
+import torch, transformers as hf
+sizes = dict(vocab_size=160, hidden_size=64, num_hidden_layers=1, num_attention_heads=4, intermediate_size=96)
+ids = torch.tensor([[5, 6, 7]])
+encoder = hf.BertModel(hf.BertConfig(**sizes)).eval()
+print(encoder.forward(input_ids=ids, return_dict=True).last_hidden_state.shape)
+trained = hf.Qwen2ForCausalLM(hf.Qwen2Config(**sizes, num_key_value_heads=4))
+trained(ids, labels=ids).loss.backward()
+print(trained.eval()(ids).logits.shape)
+hf.MistralForCausalLM(hf.MistralConfig(**sizes, num_key_value_heads=4))(ids, labels=ids).loss.backward()
+hf.unused = hf.PhiForCausalLM(hf.PhiConfig(**sizes))
+vision = hf.CLIPVisionConfig(hidden_size=64, num_hidden_layers=1, num_attention_heads=4, intermediate_size=96,
+    image_size=16, patch_size=8)
+both = hf.LlavaForConditionalGeneration(hf.LlavaConfig(
+    vision_config=vision, text_config=hf.LlamaConfig(**sizes), image_token_id=159)).eval()
+shown = {"input_ids": torch.tensor([[5, 159, 159, 159, 159, 7]]), "pixel_values": torch.ones(1, 3, 16, 16)}
+first = both(**shown).logits
+print(torch.equal(first, both(**shown).logits))
+"""
 # Scripts that run without us, and what our summary says of them.
 AS_WITHOUT = {
     "whisper": (WHISPER, "WhisperForConditionalGeneration patched"),
@@ -235,13 +254,18 @@ AS_WITHOUT = {
     "trains": (TRAINS, "unpatched, since the script asked for "),
     "own-forward": (OWN_FORWARD, "patched with"),
     "patches": (PATCHES, "patched with"),
+    "a forward that is called": (FIRST_USES, "BertModel patched"),
+    "trained before": (FIRST_USES, "Qwen2ForCausalLM patched"),
+    "trained alone": (FIRST_USES, "MistralForCausalLM left as it is so far: it was called in training mode"),
+    "never called": (FIRST_USES, "PhiForCausalLM left as it is: no call of it as a whole was seen"),
+    "pictures": (FIRST_USES, "LlavaForConditionalGeneration patched"),
 }
 
 
 @pytest.mark.slow
 def test_scripts_that_run_without_us_run_with_us(shell: Shell, tmp_path: Path, model: str) -> None:
     """And they print the same; all in one process, which takes seconds to start."""
-    texts = [text for text, _ in AS_WITHOUT.values()]
+    texts = list(dict.fromkeys(text for text, _ in AS_WITHOUT.values()))
     _write(tmp_path, "script.py", f"for text in {texts!r}:\n    exec(text, {{}})\n")
     expected = _python("script.py", model, folder=tmp_path)
     assert expected.returncode == 0, expected.stderr
@@ -251,3 +275,5 @@ def test_scripts_that_run_without_us_run_with_us(shell: Shell, tmp_path: Path, m
     assert found.stdout == expected.stdout
     for case, (_, summary) in AS_WITHOUT.items():
         assert summary in found.stderr, case
+    assert not any(f"{name} left" in found.stderr for name in ("Qwen2ForCausalLM", "LlavaForConditionalGeneration"))
+    assert "asked for a gradient" not in found.stderr

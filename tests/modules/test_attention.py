@@ -23,7 +23,9 @@ from transformers.masking_utils import (
 from accelpatch.errors import KernelError
 from accelpatch.kernels import dispatch
 from accelpatch.modules import attention
-from accelpatch.modules.attention import NAME, SETTING, attention_forward, attention_mask
+from accelpatch.modules import attention_mask as masks
+from accelpatch.modules.attention import attention_forward, attention_mask
+from accelpatch.modules.attention_settings import NAME, SETTING
 from tests.support.tiny import CAUSAL
 
 CAUSAL_MODULE = SimpleNamespace(is_causal=True, num_key_value_groups=2)
@@ -145,8 +147,8 @@ def test_long_masks_are_made_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
         return made
 
     due = attention_mask(BATCH, 9, 9, attention_mask=LEFT.bool())
-    monkeypatch.setattr(attention, "sdpa_mask", counted)
-    monkeypatch.setattr(attention, "PART", 2 * 9 * BATCH)
+    monkeypatch.setattr(masks, "sdpa_mask", counted)
+    monkeypatch.setattr(masks, "PART", 2 * 9 * BATCH)
     assert due is not None
     assert torch.equal(attention_mask(BATCH, 9, 9, attention_mask=LEFT.bool()), due)  # type: ignore[arg-type]
     assert sizes == [36, 36, 36, 36, 18]

@@ -17,7 +17,8 @@ from accelpatch import device as devices
 from accelpatch.errors import PlanError
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.spec import Spec
-from accelpatch.modules.attention import NAME, FlashAttention
+from accelpatch.modules.attention import FlashAttention
+from accelpatch.modules.attention_settings import NAME
 from accelpatch.recipe.recipe import parse
 from accelpatch.replacers.attention import spec_of
 from tests.support.tiny import CAUSAL, make, padded_batch

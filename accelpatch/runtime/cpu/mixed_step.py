@@ -23,17 +23,17 @@ def mixed_step(
     """Logits [B, V] after `tokens`[B]. watched: indices of the layers that run as modules. The store's length stays."""
     hidden = torch.empty(tokens.shape[0], step.shape.hidden, **PLAIN)
     layers, begin = model.model.layers, 0
-    store.open = True
     try:
         with all_threads():
             for place in sorted(watched):
                 if begin < place or place == 0:  # at place 0: the embedding alone; nothing between neighbours
                     step.part(tokens, *places, range(begin, place), hidden)
+                store.ahead = place
                 hidden.copy_(_module(model.model, place, hidden, cache, places, store.length + 1))
                 begin = place + 1
             logits = step.part(tokens, *places, range(begin, len(layers)), hidden)
     finally:
-        store.open = False
+        store.ahead = None
     assert logits is not None
     return logits
 

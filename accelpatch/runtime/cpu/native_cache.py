@@ -33,7 +33,11 @@ class Store:
         self.step: Any = None
         self.made_by: Any = None
         self.places: Any = None  # slots, starts and positions of the last step, if no layer ran as a module
-        self.open = False  # a step is under way: layers that run their modules write their token in place
+        self.ahead: int | None = None  # in a step that runs modules: layers before this one have its token already
+
+    def held(self, index: int) -> int:
+        """Number of tokens that a layer has by now."""
+        return self.length + (self.ahead is not None and index < self.ahead)
 
     def __getstate__(self) -> dict[str, Any]:
         """The state without the step, which holds pointers and the model's weights, so that a cache can be saved."""
@@ -85,22 +89,23 @@ class StoreLayer(DynamicLayer):
 
     def get_seq_length(self) -> int:
         """Number of cached tokens."""
-        return self._store.length if self._store is not None else super().get_seq_length()
+        return self._store.held(self._index) if self._store is not None else super().get_seq_length()
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Append tokens [B, Hkv, L, D]; during a step, write its one token in place."""
         store = self._store
-        if store is None or not store.open:
+        if store is None or store.ahead is None:
             grown: tuple[Any, Any] = super().update(key_states, value_states, *args, **kwargs)
             return grown
         buffers, end = (store.keys[self._index], store.values[self._index]), store.length + 1
         for buffer, states in zip(buffers, (key_states, value_states), strict=True):
             buffer[:, :, store.length : end] = states
+        store.ahead = self._index + 1
         return buffers[0][:, :, :end], buffers[1][:, :, :end]
 
     def _filled(self, buffers: list[Tensor]) -> Tensor:
         assert self._store is not None
-        return buffers[self._index][:, :, : self._store.length]
+        return buffers[self._index][:, :, : self._store.held(self._index)]
 
     def _detach(self, which: int, value: Any) -> None:
         if self._store is not None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from accelpatch.errors import KernelError
@@ -184,8 +185,9 @@ def _why_not(model: nn.Module, ids: Tensor, arguments: Mapping[str, Any]) -> str
 
 
 def _is_empty(cache: Any) -> bool:
-    """Whether there is no cache, or none that holds tokens: the layers of linear attention (Mamba) count none."""
-    if cache is None or all(getattr(cache, "is_linear", [False])):
+    """Whether there is no cache, or none that holds tokens: the layers of linear attention (Mamba) count none, nor do
+    the pages of continuous batching."""
+    if not isinstance(cache, Cache) or all(getattr(cache, "is_linear", [False])):
         return True
     return bool(cache.get_seq_length() == 0)
 

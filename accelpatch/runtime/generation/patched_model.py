@@ -6,6 +6,7 @@ import functools
 import inspect
 import os
 import types
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
@@ -15,6 +16,8 @@ from transformers.cache_utils import DynamicCache
 
 from accelpatch.errors import PatchError
 from accelpatch.fusion.cache_name import CACHE, FORMER, renamed
+from accelpatch.modules.attention import WEIGHTS
+from accelpatch.modules.attention_settings import originals
 from accelpatch.modules.packed_weight import PackedWeight, packed_in
 from accelpatch.modules.quantized_module import take_over
 from accelpatch.modules.replacement import COPIED, copied_by, copy_with_parts
@@ -22,6 +25,7 @@ from accelpatch.runtime.code_watch import CODE, CodeWatch
 from accelpatch.runtime.cpu.native_step import NativeRuntime
 from accelpatch.runtime.cpu.torch_threads import all_threads, one_thread
 from accelpatch.runtime.generation.adapter_targets import CONFIGS, check_next, configurations
+from accelpatch.runtime.generation.batching import CONTEXT, INIT, in_context, initialised
 from accelpatch.runtime.generation.captured_decoding import captured_loop
 from accelpatch.runtime.generation.decoding import decode, stock_loop_because
 from accelpatch.runtime.graphs.cache_contents import OWN_CACHE
@@ -73,6 +77,8 @@ def _subclass(cls: Any, is_model: bool) -> type[nn.Module]:
     body |= {"named_parameters": _naming_ties(cls), "requires_grad_": _marking_packed(cls)}
     body |= {CONFIGS: configurations()}
     body |= {"__reduce_ex__": copied_by(_copy_of_model if is_model else _copy_of_part), "unpatched_class": cls}
+    wrapped = {INIT: initialised, CONTEXT: in_context}
+    body |= {name: wrap(cls, name) for name, wrap in wrapped.items() if hasattr(cls, name)}
     if is_model:
         body["_apply"] = _moving(cls._apply)
         wrapped = {"_sample": _looping, CACHES: _marking, "generate": _looked_at_once}
@@ -80,6 +86,7 @@ def _subclass(cls: Any, is_model: bool) -> type[nn.Module]:
         body |= {"save_pretrained": _saving(cls.save_pretrained)} if hasattr(cls, "save_pretrained") else {}
         body |= {"push_to_hub": cls.push_to_hub} if hasattr(cls, "push_to_hub") else {}
     body["forward"] = _stepping(cls) if is_model else _looked_at_once(cls, "forward")
+    body["forward"] = _weighing(cls, body["forward"])
     return type(cls)(cls.__name__, (cls,), body)
 
 
@@ -170,9 +177,7 @@ def _stepping(cls: Any) -> Any:
         if runtime is None:
             return cls.forward(self, *args, **kwargs)
         with runtime.code:
-            function = cls.forward  # of a user's class, perhaps an object that has no hash
-            names = (_positional if isinstance(function, types.FunctionType) else _positional.__wrapped__)(function)
-            outputs = None
+            names, outputs = positional(cls.forward), None
             if len(args) <= len(names) and kwargs.keys().isdisjoint(names[: len(args)]):
                 outputs = runtime.outputs(self, renamed(dict(zip(names, args, strict=False)) | kwargs))
             if outputs is None:
@@ -185,9 +190,29 @@ def _stepping(cls: Any) -> Any:
     return forward
 
 
+def _weighing(cls: Any, forward: Any) -> Any:
+    """Wraps a forward: where attention weights are asked for, the originals' attention runs, which may make them."""
+
+    @functools.wraps(forward)
+    def weighed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return forward(self, *args, **kwargs)
+        wanted = (dict(zip(positional(cls.forward), args, strict=False)) | kwargs).get(WEIGHTS)
+        if wanted is None:
+            wanted = getattr(getattr(self, "config", None), WEIGHTS, False)
+        with originals(self) if wanted else nullcontext():
+            return forward(self, *args, **kwargs)
+
+    return weighed
+
+
+def positional(forward: Any) -> list[str]:
+    """Names of the arguments of a model's forward that may be given by position, besides the model."""
+    return _positional(forward) if isinstance(forward, types.FunctionType) else _positional.__wrapped__(forward)
+
+
 @functools.lru_cache
 def _positional(forward: Any) -> list[str]:
-    """Names of the arguments of a model's forward that may be given by position, besides the model."""
     every = list(inspect.signature(forward).parameters.values())[1:]
     return [one.name for one in every if one.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
 

@@ -44,6 +44,7 @@ class CapturedLayer(CacheLayerMixin):
         self.dtype, self.device = shape.dtype, shape.device
         self.is_initialized = True
         self._slot = slot
+        self.ahead = False  # whether the step under way has written its token here
 
     def lazy_initialization(self, *states: Any) -> None:
         """Does nothing: the tensors exist from the start."""
@@ -52,6 +53,7 @@ class CapturedLayer(CacheLayerMixin):
         """Write one token's states [B, heads, 1, size] at the slot; returns all keys and values."""
         self.keys.index_copy_(2, self._slot, key_states)
         self.values.index_copy_(2, self._slot, value_states)
+        self.ahead = True
         return self.keys, self.values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -60,7 +62,7 @@ class CapturedLayer(CacheLayerMixin):
 
     def get_seq_length(self) -> Tensor:
         """Number of cached tokens, as a tensor on the device."""
-        return self._slot[0]
+        return self._slot[0] + 1 if self.ahead else self._slot[0]
 
     def get_max_length(self) -> int:
         """Capacity in tokens."""

@@ -99,7 +99,11 @@ class CapturedStep:
         assert model is not None
         places = {"position_ids": self.batch.positions} if self._positioned else {}
         given = {"attention_mask": self.mask, CACHE: self.cache, **places, **self._arguments}
-        outputs = model(input_ids=self.batch.tokens[:, None], **given)
+        try:
+            outputs = model(input_ids=self.batch.tokens[:, None], **given)
+        finally:
+            for layer in self.cache.layers:
+                layer.ahead = False
         logits: Tensor = outputs.logits[:, -1]
         return logits
 
