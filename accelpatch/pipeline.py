@@ -37,7 +37,8 @@ from accelpatch.replacers import registry
 from accelpatch.replacers.smoothing import site_statistics
 from accelpatch.replacers.stored import known
 from accelpatch.report import Report, Stopwatch
-from accelpatch.runtime.generation.patched_model import SAVE, new_runtime, patched_classes
+from accelpatch.runtime.generation.patched_model import new_runtime, patched_classes
+from accelpatch.runtime.generation.weight_methods import SAVE
 
 OUTPUTS = ("q_proj", "k_proj", "v_proj")  # roles whose outputs may get static scales too
 OWN_TEXT = "calibrated on {tokens} tokens that the model wrote itself: accelpatch.calibrate(model, data) takes yours"

@@ -19,6 +19,8 @@ from transformers import PreTrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from accelpatch import own_code
+
 NAME = "accelpatch_attention"  # without "flash", which transformers takes for the interface of flash-attn
 SETTING = "_attn_implementation_internal"  # the attribute of a configuration that holds the implementation's name
 EAGER = "eager_attention_forward"  # how the names end of the functions that modules of models have for "eager"
@@ -157,6 +159,15 @@ def why_not_interface(module: nn.Module) -> str | None:
     ):
         return None
     return f"{cls.__name__} computes its scores itself, not through transformers' attention interface"
+
+
+def why_not_implementation(module: Any) -> str | None:
+    """Why the function of a module's implementation is none that this package's stands for; None where it is."""
+    name = vars(module.config).get(SETTING)
+    function = None if name is None else ALL_ATTENTION_FUNCTIONS.get(name)
+    if function is None or own_code.is_of_a_package(function):
+        return None
+    return f"the attention implementation {name} is not one of transformers'"
 
 
 def configurations(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:

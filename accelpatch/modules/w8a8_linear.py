@@ -16,6 +16,7 @@ from accelpatch.modules.norm import SMOOTHED
 from accelpatch.modules.packed_weight import PackedWeight
 from accelpatch.modules.quantized_module import QuantizedModule
 from accelpatch.modules.replacement import adopt, runs_original, without_casts
+from accelpatch.modules.weight_view import UnpackedWeight, WeightView
 from accelpatch.quant import int8
 from accelpatch.quant.smoothing import SiteStatistics
 from accelpatch.quant.weight import QuantizedWeight, W8A8Weight
@@ -47,18 +48,26 @@ class W8A8Linear(QuantizedModule):
     @property
     def weight(self) -> Tensor:
         """Without the smoothing; but with it for the original's forward, which gets the inputs of this module."""
-        if runs_original(self) and self.is_packed:
-            return self.copied_parameters()["weight"]
-        return super().weight
+        return self._with_smoothing() if runs_original(self) and self.is_packed else super().weight
 
     @weight.setter
     def weight(self, value: Any) -> None:
         PackedWeight.weight.fset(self, value)  # type: ignore[attr-defined]
 
+    def _with_smoothing(self) -> WeightView:
+        """A view of the weight that this module multiplies by; what is written there is packed."""
+        with torch.inference_mode(False), torch.no_grad():
+            full = int8.dequantize(QuantizedWeight(*self._canonical()), self.like.dtype)
+            held = UnpackedWeight(full, lambda floats: self._write(self._without_smoothing(floats)), self.original)
+            return held.view(full.t() if self.transposed else full)
+
+    def _without_smoothing(self, full: Tensor) -> Tensor:
+        full = full if self.factors is None else full / self.factors
+        return full if self.divisors is None else full * self.divisors[:, None]
+
     def dequantized(self) -> Tensor:
         full = int8.dequantize(QuantizedWeight(*self._canonical()), torch.promote_types(self.like.dtype, torch.float32))
-        full = full if self.factors is None else full / self.factors
-        return (full if self.divisors is None else full * self.divisors[:, None]).to(self.like.dtype)
+        return self._without_smoothing(full).to(self.like.dtype)
 
     def copied_parameters(self) -> dict[str, nn.Parameter]:
         """With the smoothing in the weight: a copy gets the inputs of this module, and its divided bias."""

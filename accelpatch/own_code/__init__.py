@@ -15,7 +15,7 @@ package made of the original's, or into a class derived from it, counts as their
 compared, so that a new release of a package is its own from the start.
 """
 
-from accelpatch.own_code.packages import is_ours
+from accelpatch.own_code.packages import is_of_a_package, is_ours
 from accelpatch.own_code.reached import Reached
 from accelpatch.own_code.verdicts import (
     Snapshot,
@@ -32,6 +32,6 @@ from accelpatch.own_code.verdicts import (
 )
 
 __all__ = [
-    "Reached", "Snapshot", "base_of", "differs", "has_overridden", "is_others", "is_ours", "look_at", "on_refresh",
-    "reached_by", "refresh", "why_not", "why_not_in",
+    "Reached", "Snapshot", "base_of", "differs", "has_overridden", "is_of_a_package", "is_others", "is_ours", "look_at",
+    "on_refresh", "reached_by", "refresh", "why_not", "why_not_in",
 ]  # fmt: skip

@@ -153,8 +153,8 @@ def make_plan(
     length, cache = cache_size(model, recipe.runtime.max_length)
     smooths = {site.path: entry.replacer.smooths for entry in entries if entry.replacer for site in entry.sites}
     wanted = groups if (recipe.calibrate or {}).get("alpha") is not None else ()
-    modules = {site.path: site.module for entry in entries for site in entry.sites}
-    hooked = [path for path, one in modules.items() if one and (one._forward_hooks or one._forward_pre_hooks)]
+    modules = [(site.path, site.module) for entry in entries for site in entry.sites if site.module is not None]
+    hooked = [path for path, one in modules if one._forward_hooks or one._forward_pre_hooks]
     smoothed, left = smoothing.chosen(wanted, smooths, hooked, smoothing.not_multiplied(found))
     places = tuple(placement.lines())
     return Plan(name, recipe, device, tuple(entries), length, cache, smoothed, tuple(left), places)

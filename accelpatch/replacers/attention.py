@@ -15,7 +15,7 @@ from accelpatch.kernels.ops import flash_attention
 from accelpatch.kernels.ops.attention_order import order
 from accelpatch.kernels.spec import Spec
 from accelpatch.modules.attention import attention
-from accelpatch.modules.attention_settings import Registered, why_not_interface
+from accelpatch.modules.attention_settings import Registered, why_not_implementation, why_not_interface
 from accelpatch.patching.replacer import EVERY_CHILD, Choice, Reason, Replacer
 from accelpatch.patching.site import Site
 
@@ -39,7 +39,11 @@ class FlashAttentionReplacer(Replacer):
 
     def propose(self, site: Site, options: Mapping[str, Any], device: Device) -> Choice | Reason:
         module: Any = site.original
-        if reason := why_not_interface(module) or own_code.reached_by(Registered).reason:
+        if (
+            reason := why_not_interface(module)
+            or why_not_implementation(module)
+            or own_code.reached_by(Registered).reason
+        ):
             return Reason(reason)
         spec = spec_of(module)
         if isinstance(spec, str):

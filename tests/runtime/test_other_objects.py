@@ -15,9 +15,10 @@ import transformers.models.mixtral.modeling_mixtral as mixtral
 import transformers.models.qwen2.modeling_qwen2 as qwen2
 from torch import nn
 from torch.nn import functional
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.generation.logits_process import LogitsProcessorList, MinNewTokensLengthLogitsProcessor
 from transformers.generation.stopping_criteria import EosTokenCriteria
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import accelpatch
@@ -237,3 +238,44 @@ def test_a_copy_made_while_attention_stands_aside_takes_it_up_again(monkeypatch:
         assert made.config._attn_implementation == "sdpa"
     last_logits(made)
     assert made.config._attn_implementation == own
+
+
+@pytest.mark.parametrize("find", [lambda model: model.model.layers, lambda model: model.model.layers[1]._modules])
+def test_compiled_children_stay_and_run(find: Any, machine: str) -> None:
+    plain, model = CAUSAL["llama"].make(), CAUSAL["llama"].make()
+    for one in (plain, model):
+        found = find(one)
+        name = 1 if isinstance(found, nn.ModuleList) else "mlp"
+        found[name] = torch.compile(found[name], backend="eager")
+    accelpatch.patch(model, "exact", verify=False)
+    assert_alike(model, plain, full_batch())
+
+
+def test_attention_that_the_user_registered_is_kept() -> None:
+    AttentionInterface.register("mine", scaled(ALL_ATTENTION_FUNCTIONS["sdpa"], 0.5))
+    AttentionMaskInterface.register("mine", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    plain, model = CAUSAL["llama"].make(), CAUSAL["llama"].make()
+    for one in (plain, model):
+        one.set_attn_implementation("mine")
+    accelpatch.patch(model, "flash", verify=False)
+    assert_alike(model, plain, full_batch())
+    reasons = [site.reason for site in model.accelpatch.report().sites if site.role == "attention"]
+    assert set(reasons) == {"the attention implementation mine is not one of transformers'"}
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_wrappers_write_into_smoothed_weights(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, model = patched("smoothquant", name)
+    layer = next(one for one in model.modules() if hasattr(one, "factors") and one.factors is not None)
+    before, kind = layer.weight.clone(), type(layer).replaced_class
+    old = kind.forward
+
+    def halving(self: Any, x: torch.Tensor) -> torch.Tensor:
+        if self is layer:
+            self.weight.mul_(0.5)
+        return old(self, x)
+
+    with monkeypatch.context() as m, torch.no_grad():
+        m.setattr(kind, "forward", halving)
+        model(**full_batch())
+    torch.testing.assert_close(layer.weight, 0.5 * before, rtol=1e-4, atol=1e-4)

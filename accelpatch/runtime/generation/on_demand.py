@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from accelpatch.modules.packed_weight import PackedWeight
 from accelpatch.modules.replacement import ON_DEMAND
 from accelpatch.runtime.code_watch import CODE
-from accelpatch.runtime.generation.patched_model import REFUSED, positional, with_parts
+from accelpatch.runtime.generation.patched_model import positional, with_parts
+from accelpatch.runtime.generation.weight_methods import REFUSED
 
 # Code that looks at parameters for a model's device, dtype or size. A script's own, or a trainer's, wants them all.
 LOOKING = ("torch.nn.modules.", "transformers.", "accelpatch.")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 import types
 from contextlib import nullcontext
 from typing import Any, cast
@@ -14,27 +13,33 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
-from accelpatch.errors import PatchError
 from accelpatch.fusion.cache_name import CACHE, FORMER, renamed
 from accelpatch.modules.attention import WEIGHTS
 from accelpatch.modules.attention_settings import originals
-from accelpatch.modules.packed_weight import PackedWeight, packed_in
 from accelpatch.modules.quantized_module import take_over
 from accelpatch.modules.replacement import COPIED, copied_by, copy_with_parts
 from accelpatch.runtime.code_watch import CODE, CodeWatch
 from accelpatch.runtime.cpu.native_step import NativeRuntime
 from accelpatch.runtime.cpu.torch_threads import all_threads, one_thread
-from accelpatch.runtime.generation.adapter_targets import CONFIGS, check_next, configurations
+from accelpatch.runtime.generation.adapter_targets import CONFIGS, configurations
 from accelpatch.runtime.generation.batching import CONTEXT, INIT, in_context, initialised
 from accelpatch.runtime.generation.captured_decoding import captured_loop
 from accelpatch.runtime.generation.decoding import decode, stock_loop_because
+from accelpatch.runtime.generation.weight_methods import (
+    PATCHED,
+    REFUSED,
+    marking_packed,
+    moving,
+    naming_ties,
+    refusing,
+    saving,
+    tying,
+)
 from accelpatch.runtime.graphs.cache_contents import OWN_CACHE
 from accelpatch.runtime.graphs.captured_graph import GRAPHS
 from accelpatch.runtime.graphs.captured_runtime import CapturedRuntime
 
 RUNTIME = "_accelpatch_runtime"  # the attribute of a patched model that holds its runtime
-PATCHED = "_accelpatch_patched"  # an attribute of patched instances only
-SAVE = "_accelpatch_save"  # the attribute of a patched model that holds the function that writes it into a folder
 CACHES = "_prepare_cache_for_generation"  # transformers' method that makes the cache of a call
 
 
@@ -72,18 +77,18 @@ def with_parts(model: nn.Module) -> list[nn.Module]:
 @functools.cache
 def _subclass(cls: Any, is_model: bool) -> type[nn.Module]:
     body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    body |= {name: _refusing(getattr(cls, name), advice) for name, advice in REFUSED.items() if hasattr(cls, name)}
-    body |= {"tie_weights": _tying(cls.tie_weights)} if hasattr(cls, "tie_weights") else {}
-    body |= {"named_parameters": _naming_ties(cls), "requires_grad_": _marking_packed(cls)}
+    body |= {name: refusing(getattr(cls, name), advice) for name, advice in REFUSED.items() if hasattr(cls, name)}
+    body |= {"tie_weights": tying(cls.tie_weights)} if hasattr(cls, "tie_weights") else {}
+    body |= {"named_parameters": naming_ties(cls), "requires_grad_": marking_packed(cls)}
     body |= {CONFIGS: configurations()}
     body |= {"__reduce_ex__": copied_by(_copy_of_model if is_model else _copy_of_part), "unpatched_class": cls}
     wrapped = {INIT: initialised, CONTEXT: in_context}
     body |= {name: wrap(cls, name) for name, wrap in wrapped.items() if hasattr(cls, name)}
     if is_model:
-        body["_apply"] = _moving(cls._apply)
+        body["_apply"] = moving(cls._apply)
         wrapped = {"_sample": _looping, CACHES: _marking, "generate": _looked_at_once}
         body |= {name: wrap(cls, name) for name, wrap in wrapped.items() if hasattr(cls, name)}
-        body |= {"save_pretrained": _saving(cls.save_pretrained)} if hasattr(cls, "save_pretrained") else {}
+        body |= {"save_pretrained": saving(cls.save_pretrained)} if hasattr(cls, "save_pretrained") else {}
         body |= {"push_to_hub": cls.push_to_hub} if hasattr(cls, "push_to_hub") else {}
     body["forward"] = _stepping(cls) if is_model else _looked_at_once(cls, "forward")
     body["forward"] = _weighing(cls, body["forward"])
@@ -215,96 +220,3 @@ def positional(forward: Any) -> list[str]:
 def _positional(forward: Any) -> list[str]:
     every = list(inspect.signature(forward).parameters.values())[1:]
     return [one.name for one in every if one.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
-
-
-# transformers would write tensors under names that it cannot read back, or grow a table that is packed.
-REFUSED = {
-    "save_pretrained": "writes whole patched models; call accelpatch.unpatch(model) on the whole, and save the part",
-    "push_to_hub": "writes whole patched models; call accelpatch.unpatch(model) on the whole, and push the part",
-    "resize_token_embeddings": "would change packed weights; call accelpatch.unpatch(model), resize, and patch again",
-}
-
-
-def _refusing(stock: Any, advice: str) -> Any:
-    @functools.wraps(stock)
-    def refuse(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if PATCHED not in vars(self):  # another model of the class, made by `type(model)(...)`
-            return stock(self, *args, **kwargs)
-        raise PatchError(f"{stock.__name__} {advice}")
-
-    return refuse
-
-
-def _saving(stock: Any) -> Any:
-    @functools.wraps(stock)
-    def save_pretrained(
-        self: Any, save_directory: Any, is_main_process: bool = True, state_dict: Any = None, push_to_hub: bool = False,
-        max_shard_size: Any = "5GB", **kwargs: Any,
-    ) -> None:  # fmt: skip
-        if PATCHED not in vars(self) or getattr(self, "_hf_peft_config_loaded", False):  # adapters alone are saved
-            given = {"is_main_process": is_main_process, "state_dict": state_dict, "push_to_hub": push_to_hub}
-            stock(self, save_directory, **given, max_shard_size=max_shard_size, **kwargs)
-            return
-        if state_dict is not None or kwargs.get("variant") is not None:
-            raise PatchError("a patched model saves its own weights: leave out state_dict and variant")
-        take_over(self)
-        if is_main_process:
-            vars(self)[SAVE](self, save_directory, max_shard_size=max_shard_size)
-            if push_to_hub:
-                named = kwargs.pop("repo_id", None) or os.path.basename(os.path.normpath(save_directory))
-                known = {"token", "private", "commit_message", "create_pr", "revision", "tags"}
-                self.push_to_hub(named, **{key: value for key, value in kwargs.items() if key in known})
-
-    return save_pretrained
-
-
-def _moving(stock: Any) -> Any:
-    @functools.wraps(stock)
-    def apply(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """As in nn.Module, for every weight that the model uses."""
-        take_over(self)
-        return stock(self, *args, **kwargs)
-
-    return apply
-
-
-def _tying(stock: Any) -> Any:
-    @functools.wraps(stock)
-    def tie_weights(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Leaves tied replacements alone: they share one pack, and transformers would add a float weight."""
-        ends = [end() for end in (self.get_input_embeddings, self.get_output_embeddings)]
-        packed = [end for end in ends if isinstance(end, PackedWeight)]
-        if PATCHED not in vars(self) or not packed:
-            return stock(self, *args, **kwargs)
-        if len({id(end.held) for end in packed}) + len(ends) - len(packed) > 1 and self.config.tie_word_embeddings:
-            raise PatchError(
-                "tie_weights would replace a packed weight; call accelpatch.unpatch(model), tie, and patch again"
-            )
-        return None
-
-    return tie_weights
-
-
-def _naming_ties(cls: Any) -> Any:
-    @functools.wraps(cls.named_parameters)
-    def named_parameters(self: Any, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Any:
-        """As in nn.Module; with remove_duplicate=False also the tokens of packed weights, by which ties are found."""
-        if not recurse:  # so PEFT looks for what an adapter is for
-            check_next(self)
-        yield from cls.named_parameters(self, prefix, recurse, remove_duplicate)
-        if recurse and not remove_duplicate:
-            start = f"{prefix}." if prefix else ""
-            yield from ((f"{start}{name}.weight", module.token) for name, module in packed_in(self))
-
-    return named_parameters
-
-
-def _marking_packed(cls: Any) -> Any:
-    @functools.wraps(cls.requires_grad_)
-    def requires_grad_(self: Any, requires_grad: bool = True) -> Any:
-        """As in nn.Module, for packed weights too."""
-        for _, module in packed_in(self):
-            module.trainable = requires_grad
-        return cls.requires_grad_(self, requires_grad)
-
-    return requires_grad_
