@@ -5,14 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import accelpatch.models.load as loading
-from accelpatch.checkpoints.gguf_tensors import BLOCKS, ROPE, GgufFile, open_gguf
+from accelpatch.checkpoints.gguf_tensors import BLOCKS, GgufFile, open_gguf
 from accelpatch.checkpoints.quantization_config import AccelpatchConfig
 from accelpatch.errors import LoadError
-from accelpatch.models import checkpoint
 from accelpatch.models.catalog import resolve
 from accelpatch.models.load import Loaded
 from accelpatch.recipe.recipe import Recipe, Rule
@@ -49,22 +47,10 @@ def load(name: str, recipe: Recipe, options: Mapping[str, Any]) -> Loaded:
         raise LoadError(f"recipe {recipe.name} holds weights as a GGUF file has them, and {name} is none: give a .gguf "
                         "file, a folder with one, or another recipe")  # fmt: skip
     file, source = open_gguf(path), resolve(name)
-    if file.scales_rotary and not (source.beside and _says_rotary(path.with_name("config.json"))):
-        raise LoadError(f"{path}: {ROPE} scales the rotary frequencies, which the file's metadata does not describe: "
-                        "put the model's own config.json beside the file, and give the folder")  # fmt: skip
     config = AccelpatchConfig(recipe_of(recipe, file), progress=options["progress"])
     config.stored = file.saved
     place = name if source.kind == "gguf" else str(path.parent)  # of the embedded model: a folder of the cache
     return replace(loading.load(place, **options, quantization=config, floats=file.floats()), source=source)
-
-
-def _says_rotary(config: Path) -> bool:
-    """Whether a configuration says how rotary frequencies are scaled."""
-    if not config.is_file():
-        return False
-    said = checkpoint.read_json(config)
-    found = said.get("rope_parameters") or said.get("rope_scaling") or {}
-    return isinstance(found, dict) and found.get("rope_type", found.get("type", "default")) != "default"
 
 
 def _rules(rule: Rule, sites: Mapping[str, Form]) -> Iterator[Rule]:

@@ -21,13 +21,14 @@ from typing import Any
 from accelpatch.checkpoints.inspection import OF_OPT
 from accelpatch.checkpoints.save import description
 from accelpatch.errors import LoadError
-from accelpatch.models import checkpoint
+from accelpatch.models import checkpoint, unread
 from accelpatch.models.catalog import resolve
 from accelpatch.quant import bitsandbytes_formats, packed_formats
 from accelpatch.quant.weight import AnyWeight
 from accelpatch.recipe import recipe as recipes
 
 SMOOTHQUANT_OPT = "smoothquant-opt"  # the name of its recipe too
+EXPERTS = re.compile(r"\bexperts(\.|$)")  # of which models hold all in one
 LAYER = re.compile(r"(.*\blayers\.\d+)\..+\.[ab]$")  # by the factors, which no float layer has
 
 
@@ -75,7 +76,7 @@ def layout_of(name: str) -> dict[str, Any] | None:
     config = checkpoint.read_json(folder / "config.json")
     method = checkpoint.quantization_method(config)
     if method in checkpoint.READ:
-        return _arguments(folder / "config.json", str(method), config["quantization_config"])
+        return _arguments(folder / "config.json", str(method), checkpoint.quantization_of(config))
     if config.get("model_type") != "opt" or method is not None:
         return None
     names = (one for file in checkpoint.shard_names(folder) for one in checkpoint.tensor_names(folder / file))
@@ -84,8 +85,8 @@ def layout_of(name: str) -> dict[str, Any] | None:
 
 def _arguments(place: Path, method: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """The name of a layout, and what its reader needs of quantization_config."""
-    if given.get("dynamic"):
-        raise LoadError(f"{place}: quantization_config.dynamic, other bits for single layers, is not read")
+    if why := unread.reason(given):
+        raise LoadError(f"{place}: {why}")
     if method == "bitsandbytes":
         four, kind = bool(given.get("load_in_4bit")), str(given.get("bnb_4bit_quant_type", "fp4"))
         if four == bool(given.get("load_in_8bit")) or (four and kind not in bitsandbytes_formats.STATES):
@@ -94,21 +95,13 @@ def _arguments(place: Path, method: str, given: Mapping[str, Any]) -> dict[str, 
     if method != "compressed-tensors":
         keys = ("bits", "group_size", "sym", "checkpoint_format", "format", "version")
         return {"name": method, **{key: given[key] for key in keys if key in given}}
-    groups, name = given.get("config_groups"), str(given.get("format"))
-    kinds = [one for one in groups.values() if isinstance(one, dict)] if isinstance(groups, dict) else []
-    if name not in PACKED or not kinds or (len(kinds) > 1 and name != "float-quantized"):
-        raise LoadError(f"{place}: compressed-tensors in the format {name!r} with {len(kinds)} groups are not read: "
-                        "give the float checkpoint")  # fmt: skip
-    weights = [kind.get("weights") or {} for kind in kinds]
+    name, kinds = str(given["format"]), [one for one in given["config_groups"].values() if isinstance(one, dict)]
     if name == "pack-quantized":
-        group = weights[0].get("group_size") if weights[0].get("strategy") == "group" else -1
-        sym = bool(weights[0].get("symmetric", True))
-        return {"name": name, "bits": weights[0].get("num_bits"), "group_size": group, "sym": sym}
-    by_row = all(one.get("num_bits") == 8 and one.get("strategy") in ("channel", "tensor") for one in weights)
-    inputs = [kind.get("input_activations") for kind in kinds]
-    if not by_row or not all(inputs):
-        raise LoadError(f"{place}: {name} is read with 8 bits, weights by channel or tensor, and such activations too")
-    return {"name": name, "static": dict(inputs[0] or {}).get("dynamic") is False}
+        weights = kinds[0]["weights"]
+        group = weights.get("group_size") if weights.get("strategy") != "channel" else -1
+        sym = bool(weights.get("symmetric", True))
+        return {"name": name, "bits": weights["num_bits"], "group_size": group, "sym": sym}
+    return {"name": name, "static": dict(kinds[0]["input_activations"]).get("dynamic") is False}
 
 
 def described(layout: Mapping[str, Any]) -> dict[str, Any]:
@@ -129,7 +122,7 @@ def _recipe(layout: Mapping[str, Any]) -> str:
         return _by(layout, f"{layout['type']}_weight_only", {"group_size": [64, 32, 16, 8, 4, 2]})
     bits, group = layout.get("bits"), layout.get("group_size", 128)
     if bits not in (4, 8) or type(group) is not int or group == 0 or group < -1:
-        raise LoadError(f"{layout['name']} with bits {bits!r} and group_size {group!r} is not read")
+        raise LoadError(f"{layout['name']} with bits {bits!r} and group_size {group!r} is not read: {unread.FLOAT}")
     size = None if group == -1 else group
     options: dict[str, Any] = {"group_size": size}
     if bits == 4:
@@ -159,6 +152,10 @@ def sites_of(layout: Mapping[str, Any], names: Iterable[str]) -> dict[str, str]:
         for mark, replacer in marks.items()
         if name.endswith(f".{mark}")
     }
+    if inside := next((path for path in found if EXPERTS.search(path)), None):
+        name = layout["name"]
+        raise LoadError(f"the checkpoint has quantised experts ({inside}), and {name} is read of linear layers outside "
+                        f"of them alone; {unread.BY[name]} reads it, or {unread.FLOAT}")  # fmt: skip
     if not found:
         mark = " or ".join(marks)
         raise LoadError(

@@ -24,9 +24,10 @@ import torch
 from torch import Tensor
 
 from accelpatch.checkpoints.foreign import Packed
-from accelpatch.checkpoints.gguf_header import TYPES, Header, read_header
 from accelpatch.checkpoints.saved import Saved, Stored, bytes_of
 from accelpatch.errors import KernelError, LoadError
+from accelpatch.models import gguf_rotary
+from accelpatch.models.gguf_header import TYPES, Header, read_header
 from accelpatch.modules.quantized_module import Held
 from accelpatch.quant.blocks import FORMS, BlockWeight, canonical, not_finite
 
@@ -45,7 +46,6 @@ LAYER = {
 }  # fmt: skip
 OF_LAYER = re.compile(r"blk\.(0|[1-9]\d{0,5})\.(\w+)\.(weight|bias)")
 OF_MODEL = re.compile(r"(\w+)\.(weight|bias)")
-ROPE = "rope_freqs.weight"  # factors of the rotary frequencies, which belong to the configuration
 FETCH = "fetch the file again"
 
 
@@ -67,11 +67,6 @@ class GgufFile:
     path: Path
     header: Header
     tensors: Mapping[str, Placed]
-
-    @property
-    def scales_rotary(self) -> bool:
-        """Whether the file has factors of the rotary frequencies."""
-        return any(name == ROPE for name, _, _ in self.header.tensors)
 
     @property
     def sites(self) -> dict[str, tuple[str, str]]:
@@ -145,7 +140,7 @@ def open_gguf(path: Path) -> GgufFile:
     tied, size = "output.weight" not in names, path.stat().st_size
     found: dict[str, Placed] = {}
     for (name, kind, shape), offset in zip(header.tensors, header.offsets, strict=True):
-        if name != ROPE:
+        if name not in gguf_rotary.TENSORS:
             placed = _placed(path, header, name, kind, shape, offset, size)
             found[_model_name(path, placed, tied)] = placed
     if sum(one.size for one in found.values()) > size:

@@ -1,6 +1,6 @@
 """What a checkpoint is, read off its configuration and headers: no weight is read, and torch is not loaded.
 
-Formats: safetensors (https://github.com/huggingface/safetensors), GGUF (gguf_header.py).
+Formats: safetensors (https://github.com/huggingface/safetensors), GGUF (models/gguf_header.py).
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from accelpatch.checkpoints.gguf_header import TYPES, read_header
 from accelpatch.errors import LoadError
-from accelpatch.models.checkpoint import READ
+from accelpatch.models.checkpoint import READ, quantization_of
+from accelpatch.models.gguf_header import TYPES, read_header
+from accelpatch.models.unread import FLOAT, reason
 
 BITS = {
     "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U8": 8, "BOOL": 8,
@@ -103,19 +104,22 @@ def _format(
     place: str, config: dict[str, Any], found: list[Tensor], sites: dict[str, str]
 ) -> tuple[str, dict[str, str], str]:
     """(format, facts about it, what accelpatch would do)."""
-    quantization = config.get("quantization_config")
-    if not isinstance(quantization, dict) or not quantization:
+    quantization = quantization_of(config)
+    if not quantization:
         if layers := sum(name.endswith(OF_OPT) for name, _, _ in found):
             advice = f"`accelpatch run {place}` loads it as it is"
             return "int8 OPT of SmoothQuant", {"quantised": f"{layers} layers"}, advice
         return "float, safetensors", {}, RECIPE_RUN.format(place=place)
     method = str(quantization.get("quant_method", "unknown"))
     if method != OWN:
-        keys = [key for key in ("bits", "group_size", "desc_act", "sym", "format") if key in quantization]
-        advice = f"{method} checkpoints are not read: give the float one that it was made from"
+        keys = ("bits", "group_size", "desc_act", "sym")
+        facts = {key: str(quantization[key]) for key in keys if key in quantization}
+        facts |= {"packing": str(quantization["format"])} if "format" in quantization else {}
+        advice = f"{method} checkpoints are not read: {FLOAT}"
         if method in READ:
             advice = f"`accelpatch run {place}` loads it as it is"
-        return method, {key: str(quantization[key]) for key in keys}, advice
+        advice = reason(quantization) or advice
+        return method, facts, advice
     shapes = {name: shape for name, _, shape in found}
     whole = Counter(replacer for path, replacer in sites.items() if f"{path}.{OF_OPT}" in shapes)
     sites = {path: replacer for path, replacer in sites.items() if f"{path}.{OF_OPT}" not in shapes}

@@ -110,8 +110,9 @@ def plain_why_not(module: Any, dtype: torch.dtype = torch.float32) -> str | None
     if not isinstance(module, (nn.Linear, nn.Embedding)):
         return f"{kind.__name__} is not a linear layer or embedding of accelpatch"
     plain = kind.forward in (nn.Linear.forward, nn.Embedding.forward) or hasattr(module, "embed_scale")
-    if not plain or module.weight.dtype != dtype or module.weight.dim() != 2:
-        return f"{kind.__name__} in {module.weight.dtype} is no plain weight in {dtype}"
+    weight = getattr(module, "weight", None)  # another library may hold it under other names
+    if not plain or weight is None or weight.dtype != dtype or weight.dim() != 2:
+        return f"{kind.__name__} in {getattr(weight, 'dtype', 'another form')} is no plain weight in {dtype}"
     return renormalises(module)
 
 

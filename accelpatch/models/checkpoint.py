@@ -11,11 +11,15 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from accelpatch.errors import LoadError
+from accelpatch.models import unread
 from accelpatch.models.catalog import pickle_refusal
 
 CHECKSUMS = "SHA256SUMS"
 OWN = "accelpatch"  # quant_method of saved patched models
 READ = ("gptq", "awq", "compressed-tensors", "bitsandbytes")  # those of others that are read as they are
+QUANTIZATION = ("quantization_config", "compression_config")  # the second as compressed-tensors wrote it at first
+#: files beside config.json in which quantisation was described before it stood there
+SEPARATE = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
 Progress = Callable[[str, int, int], None]
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -57,20 +61,32 @@ def read_config(folder: Path, *, foreign: bool = False) -> dict[str, Any]:
     if "model_type" not in config:
         raise LoadError(f'{folder / "config.json"} does not say its model_type: add it, for example "llama"')
     if (method := quantization_method(config)) in READ and foreign:
-        del config["quantization_config"]  # what loads it says it anew
+        for part in _parts(config):
+            for key in QUANTIZATION:
+                part.pop(key, None)  # what loads it says it anew
     elif method not in (None, OWN):
-        advice = "give the float checkpoint that it was made from"
-        if method in READ:
-            advice += ", or load it from a folder as it is, without a recipe"
+        as_it_is = ", or load it from a folder as it is, without a recipe" if method in READ else ""
+        advice = unread.reason(quantization_of(config)) or f"{unread.FLOAT}{as_it_is}"
         raise LoadError(f"{folder} is quantised already ({method}): {advice}")
     return _trusted(config)
 
 
+def _parts(config: dict[str, Any]) -> list[dict[str, Any]]:
+    """A configuration, and that of its language part."""
+    inner = config.get("text_config")
+    return [config, inner] if isinstance(inner, dict) else [config]
+
+
+def quantization_of(config: dict[str, Any]) -> dict[str, Any]:
+    """What config.json says of a checkpoint's quantisation; empty for a float one."""
+    found: Any = next((one for part in _parts(config) for key in QUANTIZATION if (one := part.get(key))), {})
+    return found if isinstance(found, dict) else {"quant_method": "unknown"}
+
+
 def quantization_method(config: dict[str, Any]) -> str | None:
     """How a checkpoint is quantised, by its config.json; None for a float one."""
-    if not (quantization := config.get("quantization_config")):
-        return None
-    return str(quantization.get("quant_method", "unknown")) if isinstance(quantization, dict) else "unknown"
+    found = quantization_of(config)
+    return str(found.get("quant_method", "unknown")) if found else None
 
 
 def _trusted(value: Any) -> Any:
@@ -176,7 +192,9 @@ def check_complete(place: str, info: dict[str, Any]) -> None:
         if keys
     ]
     if complaints:
-        raise LoadError(f"{place}: config.json and the weights disagree; weights {'; '.join(complaints)}")
+        said = [name for name in SEPARATE if (Path(place) / name).is_file()]
+        hint = f": {said[0]} says that they are quantised, and config.json does not: {unread.FLOAT}" if said else ""
+        raise LoadError(f"{place}: config.json and the weights disagree; weights {'; '.join(complaints)}{hint}")
 
 
 def _some(names: list[str], limit: int = 8) -> str:

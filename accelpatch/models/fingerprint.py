@@ -7,6 +7,8 @@ import hashlib
 import torch
 from torch import nn
 
+from accelpatch.own_code import unusual
+
 SOME = 64  # values of a parameter that are looked at, evenly spread
 
 
@@ -17,8 +19,10 @@ def fingerprint(model: nn.Module) -> str:
     """
     held = hashlib.sha256()
     for name, parameter in model.named_parameters():
+        held.update(f"{name} {tuple(parameter.shape)} ".encode())
+        if unusual(parameter) is not None:
+            continue  # its values are not read, and its class or layout is no part of the model
         flat = parameter.detach().reshape(-1)
         values = flat[:: max(1, flat.numel() // SOME)][:SOME].to(torch.bfloat16).cpu()
-        held.update(f"{name} {tuple(parameter.shape)} ".encode())
         held.update(values.contiguous().view(torch.uint8).numpy().tobytes())
     return held.hexdigest()

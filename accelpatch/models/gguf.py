@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from accelpatch.errors import LoadError
+from accelpatch.models import checkpoint, gguf_rotary
+from accelpatch.models.configuration import model_class, native
+from accelpatch.models.gguf_header import BESIDE, Metadata, read_header
+from accelpatch.models.gguf_keys import OWN, TIED
+from accelpatch.models.guard import explained
 
 TOKENIZER, BEGINNING = b"tokenizer.ggml.model", 1 << 20
 
@@ -17,6 +23,35 @@ def check(path: Path) -> None:
     with path.open("rb") as file:
         if file.read(4) != b"GGUF":
             raise LoadError(f"{path} does not begin as a GGUF file does: fetch it again")
+
+
+def configuration_beside(path: Path) -> Any:
+    """The config.json in a file's folder. Raises LoadError where it leaves out that the file scales its frequencies."""
+    check(path)
+    config = native(checkpoint.read_config(path.parent), str(path.parent))
+    config.dtype = None  # that of the float checkpoint, to which unpacked weights would be rounded
+    gguf_rotary.check_beside(config, Metadata(path, read_header(path)))
+    return config
+
+
+def check_places(config: Any, path: Path) -> None:
+    """Raise LoadError where the model of a configuration has no place for all of a file's tensors.
+
+    transformers leaves out those that it finds no name for, such as biases of an architecture that has none there.
+    """
+    file = Metadata(path, read_header(path))
+    left_out = gguf_rotary.TENSORS + (("output.weight",) if file.of(TIED) else ())
+    if file.of(OWN):
+        return  # transformers' newer reader says so itself, and leaves blocks of draft tokens out on purpose
+    held = sum(math.prod(shape) for name, _, shape in file.header.tensors if name not in left_out)
+    with explained(f"{path}: no model can be made from its configuration"), torch.device("meta"):
+        model = model_class(config)._from_config(config)
+    named = set(model.state_dict())
+    places = sum(one.numel() for one in model.parameters())
+    places += sum(one.numel() for name, one in model.named_buffers() if name in named)
+    if held > places:
+        raise LoadError(f"{path}: its tensors hold {held} values, and {type(model).__name__} has places for {places}: "
+                        f"transformers would leave the others out: {BESIDE}, or give the float checkpoint")  # fmt: skip
 
 
 def forget_quantizer(model: Any) -> None:

@@ -21,6 +21,7 @@ _BROKEN = (
     KeyError,
     IndexError,
     AttributeError,
+    AssertionError,
     OverflowError,
     ImportError,
     OSError,

@@ -22,6 +22,8 @@ from accelpatch.models import checkpoint, embedded, gguf, hub
 from accelpatch.models.catalog import Source, resolve
 from accelpatch.models.checkpoint import Progress
 from accelpatch.models.configuration import model_class, native
+from accelpatch.models.gguf_header import read_header
+from accelpatch.models.gguf_metadata import completed
 from accelpatch.models.guard import explained, no_bar, quiet
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -56,11 +58,11 @@ def load(
     source = resolve(name)
     if source.kind == "gguf":
         path = Path(source.location)
-        if floats is None:
-            model = _unpacked(path, dtype, device, report)
-            return Loaded(model, _tokenizer_of(source, report, required=False), source)
         config = _config(source)
-        model = _as_stored(path, config, quantization, floats, dtype, device, report)
+        if floats is None:
+            model = _unpacked(path, config, dtype, device, report)
+        else:
+            model = _as_stored(path, config, quantization, floats, dtype, device, report)
         return Loaded(model, _tokenizer_of(source, report, required=False), source)
     folder = _folder(source, report)
     return Loaded(
@@ -158,7 +160,7 @@ def _config(source: Source) -> Any:
     if source.kind == "gguf":
         path = Path(source.location)
         beside = source.beside and (path.parent / "config.json").is_file()
-        return native(checkpoint.read_config(path.parent), str(path.parent)) if beside else _gguf_config(path)
+        return gguf.configuration_beside(path) if beside else _gguf_config(path)
     folder = hub.local(source.location, weights=False) if source.kind == "hub" else Path(source.location)
     if folder is None:
         raise LoadError(f"{source.name}: its configuration is not here; give a folder, or load it once from the hub")
@@ -195,15 +197,17 @@ def _load_folder(
 
 
 def _gguf_config(path: Path) -> Any:
-    """The configuration in a file's metadata."""
-    with explained(f"{path} is no GGUF file that transformers can read"), quiet():
-        return transformers.AutoConfig.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False)
-
-
-def _unpacked(path: Path, dtype: str | torch.dtype, device: str | torch.device, progress: Progress) -> Any:
-    """The model with all weights as floats. Raises LoadError, as the other functions here do."""
+    """The configuration in a file's metadata. Raises LoadError for what changes the computation and cannot be read."""
     gguf.check(path)
-    options: dict[str, Any] = {}
+    with explained(f"{path} is no GGUF file that transformers can read"), quiet():
+        config = transformers.AutoConfig.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False)
+    return completed(config, read_header(path), path)
+
+
+def _unpacked(path: Path, config: Any, dtype: str | torch.dtype, device: str | torch.device, progress: Progress) -> Any:
+    """The model with all weights as floats. Raises LoadError, as the other functions here do."""
+    gguf.check_places(config, path)
+    options: dict[str, Any] = {"config": config}
     # Newer versions would keep the blocks and fetch kernels for them; the oldest always unpacks.
     if (gguf_config := getattr(transformers, "GgufConfig", None)) is not None:
         options["quantization_config"] = gguf_config(dequantize=True)
@@ -261,7 +265,7 @@ def _gguf_tokenizer(path: Path, progress: Progress) -> Any:
 
 def _convert(file: Path, target: Path, progress: Progress) -> None:
     # float32 holds the unpacked values exactly; bfloat16 would round them once more.
-    model = _unpacked(file, torch.float32, "cpu", progress)
+    model = _unpacked(file, _gguf_config(file), torch.float32, "cpu", progress)
     progress("converting", 0, 1)
     try:
         with quiet():

@@ -17,6 +17,7 @@ compared, so that a new release of a package is its own from the start.
 
 from accelpatch.own_code.packages import is_of_a_package, is_ours
 from accelpatch.own_code.reached import Reached
+from accelpatch.own_code.tensors import unusual
 from accelpatch.own_code.verdicts import (
     Snapshot,
     base_of,
@@ -33,5 +34,5 @@ from accelpatch.own_code.verdicts import (
 
 __all__ = [
     "Reached", "Snapshot", "base_of", "differs", "has_overridden", "is_of_a_package", "is_others", "is_ours", "look_at",
-    "on_refresh", "reached_by", "refresh", "why_not", "why_not_in",
+    "on_refresh", "reached_by", "refresh", "unusual", "why_not", "why_not_in",
 ]  # fmt: skip

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
-from operator import contains
+from itertools import chain
+from operator import contains, is_
 from typing import Any
 
 from torch import nn
 
 from accelpatch.own_code.packages import PACKAGES
 from accelpatch.own_code.reached import BASE, FORWARD, Checks, Reached
+from accelpatch.own_code.tensors import unusual_in
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 CONTENTS = ("__getitem__", "__iter__", "__len__", "values")  # how a decoder finds the layers in its list
 _LOCK = threading.RLock()
 _REACHED: dict[tuple[type, tuple[str, ...], bool], Reached] = {}
 _OTHERS: set[type] = set()  # classes whose code is not all their packages' own
-_OVERRIDDEN: set[type] = set()  # classes of which an instance has a method of its own
+_OVERRIDDEN: set[type] = set()  # classes of which an instance has a method of its own, or an unusual tensor
 _LISTENERS: list[Callable[[], None]] = []
 
 
@@ -32,14 +34,34 @@ class Snapshot:
         inner = [(one, reached_by(type(one)).methods - {"forward"}) for one in self._modules]
         own = [(vars(one), name) for one, names in inner for name in names]
         self._instances, self._methods = [one for one, _ in own], [name for _, name in own]
+        self._tables = [one._parameters for one in self._modules if hasattr(one, "_parameters")]
+        self._held = self._parameters()
+        self._kinds = list(map(_kind, self._held))
+
+    def _parameters(self) -> list[Any]:
+        return list(chain.from_iterable(map(dict.values, self._tables)))
+
+    def _other_kinds(self) -> bool:
+        """Whether a parameter is of another class or layout; their buffers are replaced whenever a model moves."""
+        held = self._parameters()
+        if len(held) == len(self._held) and all(map(is_, held, self._held)):
+            return False
+        self._held = held
+        return list(map(_kind, held)) != self._kinds
 
     def changed(self) -> bool:
-        """Whether other code would run now: of a class or function, or by another class or method of a module."""
+        """Whether other code would run now: of a class or function, or by another class, method or kind of tensor of a
+        module."""
         return (
             list(map(type, self._modules)) != self._types
+            or self._other_kinds()
             or any(map(contains, self._instances, self._methods))
             or self._checks.changed()
         )
+
+
+def _kind(tensor: Any) -> Any:
+    return tensor if tensor is None else (type(tensor), tensor.layout)
 
 
 def reached_by(cls: Any, roots: tuple[str, ...] = FORWARD, *, deep: bool = True) -> Reached:
@@ -61,11 +83,13 @@ def look_at(modules: Iterable[Any]) -> None:
 
 
 def why_not(module: Any) -> str | None:
-    """Why a module would run code that is not its package's: of its class, or a method on the instance; else None."""
-    found, name = reached_by(type(module)), _own_method(module)
-    if name is not None:
+    """Why a module would run code that is not its package's: of its class, on the instance, or of a tensor of its own;
+    else None."""
+    found, name, tensor = reached_by(type(module)), _own_method(module), unusual_in(module)
+    if name is not None or tensor is not None:
         _OVERRIDDEN.add(type(module))
-    return found.reason or (f"{type(module).__name__} has a {name} of its own on the instance" if name else None)
+    own = f"{type(module).__name__} has a {name} of its own on the instance" if name else None
+    return found.reason or own or tensor
 
 
 def why_not_in(modules: Iterable[Any]) -> str | None:
@@ -85,13 +109,16 @@ def is_others(cls: type) -> bool:
 
 
 def differs(module: Any) -> bool:
-    """Whether a module was found to run code that is not its package's, by its class or on the instance."""
+    """Whether a module was found to run code that is not its package's: of its class, on the instance, or of a tensor
+    of its own."""
     cls = type(module)
-    return cls in _OTHERS or (cls in _OVERRIDDEN and _own_method(module) is not None)
+    return cls in _OTHERS or (
+        cls in _OVERRIDDEN and (_own_method(module) is not None or unusual_in(module) is not None)
+    )
 
 
 def has_overridden(cls: type) -> bool:
-    """Whether an instance of a class was found to have a method of its own, besides `forward`."""
+    """Whether an instance of a class was found to have a method of its own, besides `forward`, or an unusual tensor."""
     return cls in _OVERRIDDEN
 
 

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol
 
+from accelpatch import own_code
 from accelpatch.errors import PlanError
 from accelpatch.patching.site import LINEAR_ROLES, Site
 
@@ -69,8 +70,11 @@ def not_multiplied(sites: Iterable[Site]) -> dict[str, str]:
     """Paths of weights that smoothing cannot multiply -> why."""
     found = {}
     for site in sites:
+        weight = None if site.module is None else site.module._parameters.get("weight")
         if site.stored is not None:
             found[site.path] = "is quantised already"
+        elif weight is not None and (what := own_code.unusual(weight)) is not None:
+            found[site.path] = f"is {what}"
         elif site.n is None and site.role in LINEAR_ROLES:
             found[site.path] = "is no linear layer's"  # such as two in a row
     return found

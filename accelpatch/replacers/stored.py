@@ -23,6 +23,7 @@ from accelpatch.quant import bitsandbytes_formats, codebook, fp8, int4, int8, pa
 from accelpatch.quant.packed_formats import FP8
 from accelpatch.quant.packing import LESS_ONE
 from accelpatch.quant.weight import OrderedWeight
+from accelpatch.replacers import compressed
 
 Tensors = Mapping[str, Tensor | None]
 FLOATS: Mapping[str, Callable[..., Tensor]] = {
@@ -220,10 +221,10 @@ def _compressed(module: nn.Module, tensors: Tensors) -> tuple[Stored, Mapping[st
     theirs: dict[str, Any] = {"own_forward": True, "formula": UNPACKS, "unpacked_by": "ct_decompress_hook"}
     if weights is None:
         return Stored(name, *sizes, refusal="it does not say how its weight is quantised"), {}
-    bits, scale = weights.num_bits, tensors["weight_scale"]
+    bits, scale, why = weights.num_bits, tensors["weight_scale"], compressed.refusal(module, scheme, tensors, sizes[0])
+    if why is not None:
+        return Stored(name, *sizes, refusal=why), {}
     if tensors["weight_packed"] is not None:
-        if inputs is not None:
-            return Stored(name, *sizes, refusal=f"{bits}-bit weights with quantised activations are not read"), {}
         groups = 0 if scale is None or scale.dim() != 2 else scale.shape[1]
         return _grouped(name, bits, groups, bool(weights.symmetric), sizes, **theirs), {"bits": bits}
     q, static = tensors["weight"], inputs is not None and inputs.dynamic is False
@@ -231,9 +232,6 @@ def _compressed(module: nn.Module, tensors: Tensors) -> tuple[Stored, Mapping[st
     floats, words = kind != "int8", f"{name} {kind} weights" + (" and activations" if inputs is not None else "")
     if q is None or q.dtype not in (torch.int8, *FP8) or scale is None or scale.numel() not in (1, sizes[0]):
         return Stored(words, *sizes, refusal="this is not read: weights by channel or tensor, int8 or e4m3, are"), {}
-    zero = tensors["input_zero_point"]
-    if static and not floats and zero is not None and not zero.is_meta and bool(zero.cpu().any()):
-        return Stored(words, *sizes, refusal="its activations are asymmetric, which is not run"), {}
     by = {(False, False): "int8_weight_only", (False, True): "w8a8", (True, False): "fp8_weight_only"}
     replacer = by.get((floats, inputs is not None), "w8a8_fp8")
     more = {"group_size": None} if replacer == "int8_weight_only" else {}

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
+from accelpatch import own_code
 from accelpatch.fusion.adapters import is_adapter, state_of
 from accelpatch.fusion.decoder import layers_in
 from accelpatch.fusion.layer_facts import other_code
@@ -64,7 +65,8 @@ class Watch:
         self._tables: list[dict[str, Any]] = [t for m in modules for t in (m._modules, m._parameters, m._buffers)]
         self._filled = [table for table in self._tables if table]  # most are empty, so only their sizes are checked
         self._held = list(chain.from_iterable(map(dict.values, self._filled)))
-        self._tensors = [value for value in self._held if isinstance(value, Tensor)]
+        held = [value for value in self._held if isinstance(value, Tensor)]
+        self._tensors = [tensor for tensor in held if own_code.unusual(tensor) is None]  # others have no address
         self._pointers = list(map(Tensor.data_ptr, self._tensors))
         own = written_by_forward(modules)
         self._written = [tensor for tensor in self._tensors if _counts_writes(tensor) and id(tensor) not in own]

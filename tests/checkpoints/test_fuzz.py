@@ -18,9 +18,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from accelpatch.checkpoints import saved
-from accelpatch.checkpoints.gguf_header import read_header
 from accelpatch.checkpoints.inspection import inspect
 from accelpatch.errors import AccelpatchError
+from accelpatch.models.gguf_header import read_header
 from tests.support.checkpoints import saved as save
 from tests.support.packed import plain
 

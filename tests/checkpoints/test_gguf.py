@@ -18,9 +18,9 @@ from torch import Tensor
 
 from accelpatch import api
 from accelpatch.checkpoints import as_stored
-from accelpatch.checkpoints.gguf_header import TYPES
 from accelpatch.checkpoints.gguf_tensors import GGUF, GgufFile, open_gguf
 from accelpatch.errors import KernelError, LoadError, PlanError
+from accelpatch.models.gguf_header import TYPES
 from accelpatch.modules.quantized_module import QuantizedModule
 from accelpatch.quant import blocks
 from accelpatch.quant.blocks import FORMS, BlockWeight
@@ -153,17 +153,6 @@ def test_layers_of_two_types_are_named_one_by_one() -> None:
         "model.layers.*.mlp.up_proj": ("gguf_blocks", "Q4_K"),
         **{path: held for path, held in sites.items() if "down" in path},
     }
-
-
-def test_scaled_rotary_frequencies_need_a_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GgufFile, "scales_rotary", True)
-    shutil.copy(K_M, tmp_path / "a.gguf")
-    with pytest.raises(LoadError, match=r"rope_freqs\.weight scales the rotary frequencies"):
-        loaded(tmp_path)
-    (tmp_path / "config.json").write_text('{"rope_parameters": {"rope_type": "llama3"}}')
-    assert as_stored._says_rotary(tmp_path / "config.json")
-    (tmp_path / "config.json").write_text('{"rope_scaling": null}')
-    assert not as_stored._says_rotary(tmp_path / "config.json")
 
 
 # --- damage

@@ -52,12 +52,22 @@ def test_patched(cli: Cli, tmp_path: Path, size: str) -> None:
 
 @pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes", "compressed-tensors", "hqq"])
 def test_those_of_others(cli: Cli, model: str, tmp_path: Path, method: str) -> None:
-    quantization = {"quant_method": method, "bits": 4, "group_size": 128}
+    weights = {"num_bits": 4, "group_size": 128, "strategy": "group"}
+    groups = {"format": "pack-quantized", "config_groups": {"group_0": {"weights": weights}}}
+    quantization = {"quant_method": method, "bits": 4, "group_size": 128, **(groups if "tensors" in method else {})}
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": quantization}))
     (tmp_path / "model.safetensors").write_bytes((Path(model) / "model.safetensors").read_bytes())
     found = _inspected(cli, tmp_path)
     assert (found["format"], found["bits"], found["group_size"]) == (method, "4", "128")
+    assert found.get("packing") == ("pack-quantized" if "tensors" in method else None)
     assert ("not read" if method == "hqq" else "loads it as it is") in found["advice"]
+
+
+def test_what_is_not_read_says_what_reads_it(cli: Cli, model: str, tmp_path: Path) -> None:
+    quantization = {"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*": {"bits": 8}}}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": quantization}))
+    (tmp_path / "model.safetensors").write_bytes((Path(model) / "model.safetensors").read_bytes())
+    assert "(dynamic), is not read here; GPTQModel reads it" in _inspected(cli, tmp_path)["advice"]
 
 
 def _gguf(path: Path) -> Path:

@@ -82,6 +82,49 @@ def test_activations_that_nothing_runs_stay() -> None:
     assert "its activations are asymmetric, which is not run" in reasons.pop()
 
 
+def scheme(part: str, **attributes: Any) -> Any:
+    """A change of what compressed-tensors says of a layer; of no attributes: the part is not there."""
+
+    def change(module: Any) -> None:
+        held = module.quantization_scheme
+        setattr(held, part, SimpleNamespace(**vars(getattr(held, part, None) or SimpleNamespace()) | attributes))
+
+    return change
+
+
+def rotated(module: Any) -> None:
+    module.R1_input = type("HadamardTransform", (nn.Identity,), {})()
+
+
+def in_blocks(module: Any) -> None:
+    module._parameters["weight_scale"] = nn.Parameter(torch.ones(2, 2), requires_grad=False)
+
+
+PACKED, INT, FLOAT = "ct-pack-w4a16-g32", "ct-int-w8a8", "ct-float-fp8"
+SCHEMES: dict[str, tuple[str, Any, str]] = {
+    "rotated": (PACKED, rotated, "it is rotated while it runs (transform_config)"),
+    "outputs": (INT, scheme("output_activations", num_bits=8), "its outputs are quantised (output_activations)"),
+    "float-4": (PACKED, scheme("weights", type="float"), "4-bit floats (NVFP4, MXFP4) are not read"),
+    "blocks": (FLOAT, in_blocks, "its scales are of blocks"),
+    "blocks-of-4-bits": (PACKED, in_blocks, "its scales are of blocks"),
+    "w4a8": (PACKED, scheme("input_activations", num_bits=8), "4-bit weights with quantised activations"),
+    "w8a4": (INT, scheme("input_activations", num_bits=4), "activations of 4 bits as int are not run beside int"),
+    "mixed": (INT, scheme("input_activations", type="float"), "activations of 8 bits as float are not run beside int"),
+    "asymmetric": (INT, scheme("input_activations", symmetric=False), "its activations are asymmetric"),
+}
+
+
+@pytest.mark.parametrize("name, change, reason", SCHEMES.values(), ids=SCHEMES.keys())
+def test_schemes_that_are_not_run_stay_with_their_reason(name: str, change: Any, reason: str) -> None:
+    model = model_of(name)
+    change(model.get_submodule(K_PROJ))
+    plan = accelpatch.plan(model, "int8")
+    entry = next(entry for entry in plan.entries if entry.site.path == K_PROJ)
+    assert entry.replacer is None
+    assert reason in str(entry.reason)
+    assert len([one for one in plan.replaced if one.as_stored]) == LAYERS - 1
+
+
 def test_8_bit_floats_of_another_form_stay() -> None:
     plan = accelpatch.plan(model_of("ct-float-fp8"), "int8", device=accelpatch.device.KNOWN["gfx942"])
     reasons = [str(entry.reason) for entry in plan.entries if entry.site.path == K_PROJ]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NoReturn
 
 from accelpatch.errors import LoadError
 
@@ -19,9 +20,10 @@ TYPES = {
 }  # fmt: skip
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
-MOST_DIMENSIONS, DEEPEST = 8, 4
+MOST_DIMENSIONS, DEEPEST, MOST_FLOATS = 8, 4, 4096
 ALIGNMENT, MOST_ALIGNMENT = 32, 1 << 20  # of the tensors' bytes; 32 where the file does not say
-KEPT = 64  # longest array whose values are kept; of vocabularies only the length is
+KEPT = 512  # longest array whose values are kept, such as one a layer; of vocabularies only the length is
+BESIDE = "put the model's own config.json beside the file, and give the folder"
 
 
 @dataclass
@@ -33,6 +35,64 @@ class Header:
     tensors: list[tuple[str, int, list[int]]]
     offsets: list[int]
     start: int
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """What the header of a file says of its architecture."""
+
+    path: Path
+    header: Header
+
+    @property
+    def architecture(self) -> str:
+        """The architecture's name in the file."""
+        return str(self.header.values.get("general.architecture"))
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The keys under the architecture's prefix, without it."""
+        prefix = f"{self.architecture}."
+        found = self.header.values.items()
+        return {name.removeprefix(prefix): value for name, value in found if name.startswith(prefix)}
+
+    def of(self, architectures: str) -> bool:
+        """Whether the file's architecture is one of these."""
+        return self.architecture in architectures.split()
+
+    def number(self, name: str, default: float = math.nan) -> float:
+        """The number that a key has, or the default. Raises LoadError for a value that is no finite number."""
+        value = self.facts.get(name, default)
+        if name in self.facts and (type(value) not in (int, float) or not math.isfinite(value)):
+            self.refuse(name)
+        return value
+
+    def floats(self, name: str) -> list[float]:
+        """The values of a float32 tensor. Raises LoadError for one of another form, and for values that are not
+        positive."""
+        at = next(at for at, (one, _, _) in enumerate(self.header.tensors) if one == name)
+        _, kind, shape = self.header.tensors[at]
+        count, start = math.prod(shape), self.header.start + self.header.offsets[at]
+        if kind != 0 or len(shape) != 1 or not 0 < count <= MOST_FLOATS or start + 4 * count > self.path.stat().st_size:
+            raise LoadError(f"{self.path}: {name} is no list of float32 values, or truncated: fetch the file again")
+        with self.path.open("rb") as file:
+            file.seek(start)
+            values = list(struct.unpack(f"<{count}f", file.read(4 * count)))
+        if not all(math.isfinite(value) and value > 0 for value in values):
+            raise LoadError(f"{self.path}: {name} has values that are not positive: fetch the file again")
+        return values
+
+    def refuse(self, name: str) -> NoReturn:
+        """Raise LoadError for a key that no configuration holds."""
+        raise LoadError(f"{self.path}: {self.architecture}.{name} is {self.facts.get(name)!r}, which changes what the "
+                        f"model computes and is not read: {BESIDE}")  # fmt: skip
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two values are equal, numbers to float32's precision."""
+    if isinstance(one, (int, float)) and isinstance(other, (int, float)):
+        return math.isclose(one, other, rel_tol=1e-6)
+    return bool(one == other)
 
 
 class _Reader:
