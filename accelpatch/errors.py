@@ -49,5 +49,9 @@ class KernelError(AccelpatchError):
     """No implementation of an operation can run here (the message lists every reason), or its arguments do not fit."""
 
 
+class CompileError(KernelError):
+    """A kernel cannot be compiled for this GPU; where no implementation is forced, another one runs in its place."""
+
+
 class CacheError(AccelpatchError):
     """The cache folder is not private to the user, or not writable."""

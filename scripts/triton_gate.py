@@ -11,20 +11,26 @@ numbers are tested through Triton's interpreter and on GPUs.
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from triton.backends.compiler import GPUTarget
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from gates.attention import kernels_of_attention
+from gates.attention import PROMPT, kernels_of_attention, kernels_of_int8_attention
 from gates.blocks import kernels_of_blocks
 from gates.builds import ARCHS, Build, compiled, impatient, no_matrix_unit, slow_on_hopper
 from gates.experts import kernels_of_experts
+from gates.rows import NORM, kernels_of_rows
 
+from accelpatch.errors import CompileError
 from accelpatch.kernels.triton import (
     decode_attention,
     dequantize,
@@ -32,7 +38,6 @@ from accelpatch.kernels.triton import (
     gemm,
     gemm_w8a8,
     greedy,
-    int8_attention,
     layernorm_q,
     prompt_attention,
     quantize_rows,
@@ -71,27 +76,17 @@ SHAPE = {
 SHAPES = {
     "128": {},
     "128 with norms": {"NORM": True},
+    "64, groups of 16": {"SIZE": 64, "WIDE": 64, "ROTARY_DIM": 64, "GROUP": 16, "SOME": 16},
     "80": {"SIZE": 80, "ROTARY_DIM": 32},
     "256 with all": {"SIZE": 256, "WIDE": 256, "SLOTS": decode_attention.SLOTS // 2, "ROTARY_DIM": 256, "NORM": True,
                      "PLUS_ONE": True, "CAP": True},
 }  # fmt: skip
 BY_ROWS = {"GATE": False, "BIAS": True, "EVEN": True, "DEPENDENT": False}
 TILED = {"KIND": 2, "GROUP": 128, "GROUPS": 1}
-NORM = {"ADD": False, "AFTER": False, "ROWS": False, "STATIC": False, "PLUS_ONE": False, "DEPENDENT": False,
-        "BLOCK": 4096}  # fmt: skip
+#: values that share a scale, and such groups in a step of K, for each kind of 4 bits
+GROUPS = ((32, 4), (64, 2), (256, 1), (64, 2), (32, 4))
 FLAGS = {"ROW": True, "COLUMN": True, "D": True, "CORRECTED": False, "RESIDUAL": False, "CODE": -1, "EVEN": True}
 TILE = gemm_w8a8.AMD_TILES[0][1]
-INT8_OPT = {
-    "int8 rows of a LayerNorm": (layernorm_q._row, ("*fp16", "*fp32", "*fp32", "*i8", "i32", "i32", "fp32"),
-                                 {"DEPENDENT": False, "BLOCK": 8192}, 16),
-} | {
-    f"int8 attention, {name}": (
-        int8_attention.attend, (*("*i8",) * 3, "*fp32", "*i8", "*i8", *("i32",) * 16),
-        {"MASKED": masked, "CAUSAL": not masked, "SIZE": 128, "WIDE": 128, "BLOCK_M": block.m, "BLOCK_N": block.n},
-        block.warps, 100,
-    )
-    for name, block, masked in zip(("prompt", "step"), int8_attention.AMD, (False, True), strict=True)
-}  # fmt: skip
 
 
 def products(form: str, sums: str, archs: tuple[str, ...], number: int) -> dict[str, Build]:
@@ -101,7 +96,7 @@ def products(form: str, sums: str, archs: tuple[str, ...], number: int) -> dict[
     flags = {name: value for name, value in FLAGS.items() if name != "EVEN"}
     made = {
         "tiles": Build(kernels.tiles, (one, one, "*bf16", *behind, *("i32",) * 7),
-                       FLAGS | {"TMA": False, "GROUP": 8} | of_tile(TILE) | added, TILE.warps),
+                       FLAGS | {"TMA": False, "GROUP": 8} | of_tile(TILE) | added, TILE.warps, 48),
         "tiles, gated": Build(kernels.gated, (one, one, "*bf16", *behind[:4], *("i32",) * 5),
                               {"BIAS": True, "CODE": 0, "EVEN": True, "TMA": False, "GROUP": 8} | of_tile(TILE)
                               | added, TILE.warps),
@@ -135,6 +130,8 @@ OTHERS = {
     "columns in another order": Build(reorder._reordered, ("*bf16", "*i32", "*bf16", "*bf16", "i32", "i32", "fp32"),
                                       {"NORM": True, "PLUS_ONE": False, "DEPENDENT": False, "ROW": 4096,
                                        "COLUMNS": reorder.COLUMNS}),
+    "int8 rows of a LayerNorm": Build(layernorm_q._row, ("*fp16", "*fp32", "*fp32", "*i8", "i32", "i32", "fp32"),
+                                      {"DEPENDENT": False, "BLOCK": 8192}, 16),
     "runs of K added up": Build(gemm._add_up, ("*fp32", "*bf16", "*bf16", "i32", "i32", "i32"),
                                 {"BIAS": True, "DEPENDENT": False, "SIZE": 1024}),
 }  # fmt: skip
@@ -158,7 +155,7 @@ BUILDS = {
     },
     **{
         f"decode_attention {name}": Build(
-            decode_attention._attend, ATTENTION, SHAPE | changes, decode_attention.WARPS, 96
+            decode_attention._attend, ATTENTION, SHAPE | changes, decode_attention.WARPS, 176
         )
         for name, changes in SHAPES.items()
     },
@@ -223,37 +220,71 @@ BUILDS = {
     **products("i8", "i32", ARCHS, 0),
     **products("fp8e4b8", "fp32", ("gfx942",), -1),
     **products("fp8e4nv", "fp32", ("gfx950",), -1),
-    **{name: Build(*given) for name, given in (kernels_of_experts() | kernels_of_blocks()).items()},
-    **{name: Build(kernel, *given) for name, (kernel, *given) in INT8_OPT.items()},
+    **{
+        f"tiled_int4_linear in groups of {group}, {kind}": Build(
+            weight_only._int4_gemm,
+            ("*bf16", "*i32", "*fp16", "*fp16", "*bf16", "*bf16", "*fp32", *("i32",) * 6),
+            {"KIND": number, "GROUP": group, "GROUPS": groups, "BIAS": True, "CUT": True}
+            | sizes(weight_only.INT4.of[0]),
+            weight_only.INT4.of[0].warps,
+        )
+        for (kind, number), (group, groups) in zip(weight_only.KINDS.items(), GROUPS, strict=True)
+    },
+    **{
+        name: Build(*given)
+        for made in (kernels_of_experts(), kernels_of_blocks(), kernels_of_int8_attention(), kernels_of_rows())
+        for name, given in made.items()
+    },
     **{f"{name}, {arch}": Build(*given) for arch in ARCHS for name, given in kernels_of_attention(arch).items()},
 }
 
 
-def faults(arch: str, build: Build) -> list[str]:
-    """What is wrong with a kernel's assembly for an arch."""
+def spilled(arch: str, build: Build) -> list[str]:
+    """What is wrong with a kernel's assembly for an arch of AMD."""
     code = compiled(build, GPUTarget("hip", arch, WAVE)).asm["amdgcn"]
     found = {key: int(value) for key in SPILLS for value in re.findall(rf"\.{key}: +(\d+)", code)}
     if set(found) != set(SPILLS):
         return [f"no figures for {', '.join(set(SPILLS) - set(found))}"]
-    most = {"sgpr_spill_count": build.scalars}
+    most = {"sgpr_spill_count": build.scalars, "vgpr_spill_count": build.vectors}
     return [f"{key} is {value}" for key, value in found.items() if value > most.get(key, 0)]
+
+
+Check = tuple[str, str, Callable[[], list[str]]]  # an arch, the name of a kernel, and what finds its faults
+
+
+def checks() -> Iterator[Check]:
+    """All that is compiled, and what is looked at."""
+    for name, build in BUILDS.items():
+        for arch in build.archs:
+            yield arch, name, partial(spilled, arch, build)
+    # attention alone reads before it waits: what earlier steps have cached
+    hopper = {name: one for name, one in BUILDS.items() if one.archs != ("gfx942",) and one.types is not ATTENTION}
+    for name, build in hopper.items():
+        if "DEPENDENT" in build.constants and not build.amd_alone:
+            yield "sm_90", name, partial(impatient, build)
+        if "*fp8e4nv" in build.types and "TILE_K" in build.constants:
+            yield "sm_90", name, partial(no_matrix_unit, build)
+    for name, given in kernels_of_attention("sm_90", (PROMPT,)).items():
+        yield "sm_90", name, partial(slow_on_hopper, Build(*given))
+
+
+def faults(check: Check) -> list[str]:
+    """What is wrong with a kernel, for people."""
+    arch, name, find = check
+    try:
+        return [f"{arch} {name}: {fault}" for fault in find()]
+    except CompileError as error:
+        return [f"{arch} {name}: {error}"]
 
 
 def main() -> None:
     """Compile all for all; exit with 1 where anything is wrong."""
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    every = [(arch, name, build) for name, build in BUILDS.items() for arch in build.archs]
-    bad = [f"{arch} {name}: {fault}" for arch, name, build in every for fault in faults(arch, build)]
-    # attention alone reads before it waits: what earlier steps have cached
-    hopper = {name: one for name, one in BUILDS.items() if one.archs != ("gfx942",) and one.types is not ATTENTION}
-    overlapped = {name: one for name, one in hopper.items() if "DEPENDENT" in one.constants}
-    fp8 = {name: one for name, one in hopper.items() if "*fp8e4nv" in one.types and "TILE_K" in one.constants}
-    bad += [f"sm_90 {name}: {fault}" for name, build in overlapped.items() for fault in impatient(build)]
-    bad += [f"sm_90 {name}: {fault}" for name, build in fp8.items() for fault in no_matrix_unit(build)]
-    attention = {name: Build(*given) for name, given in kernels_of_attention("sm_90").items()}
-    bad += [f"sm_90 {name}: {fault}" for name, build in attention.items() for fault in slow_on_hopper(build)]
-    on_hopper = len(overlapped) + len(fp8) + len(attention)
-    kernels = f"{len(BUILDS)} Triton kernels for {', '.join(ARCHS)}, {on_hopper} for sm_90"
+    every = list(checks())
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        bad = [fault for found in pool.map(faults, every) for fault in found]
+    on_hopper = sum(arch == "sm_90" for arch, _, _ in every)
+    kernels = f"{len(every) - on_hopper} Triton kernels for {', '.join(ARCHS)}, {on_hopper} for sm_90"
     print("\n".join([*bad, f"{kernels}, {len(bad)} faults"]))
     sys.exit(bool(bad))
 

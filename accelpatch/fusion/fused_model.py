@@ -23,7 +23,7 @@ from accelpatch.kernels.hip.binding import MAX_GEMV_ROWS, MAX_ROWS
 from accelpatch.kernels.layouts.w8a8_rows import W8A8Rows
 from accelpatch.kernels.ops.fused_linear import FusedLinear
 from accelpatch.kernels.ops.fused_norm import FusedNorm
-from accelpatch.kernels.triton.launch import on
+from accelpatch.kernels.triton.launch import on_device
 
 FUSED = "fused layers"
 CHUNK = 8192  # tokens of a part of a prompt: enough to occupy a GPU
@@ -148,7 +148,7 @@ class FusedModel:
         pending: Tensor | None = None
         for device, near in self.spread.stretches(places):
             x, pending = x.to(device), None if pending is None else pending.to(device)
-            with on(x):
+            with on_device(x):
                 x, pending = self._run(x, pending, call.on(device), watched, seen, near)
         return x, pending
 
@@ -197,7 +197,7 @@ class FusedModel:
 
     def logits_of(self, normal: Tensor) -> Tensor:
         """Logits [M, V] of normalised hidden states [M, K]."""
-        with on(normal):
+        with on_device(normal):
             return self._capped(self.head.large_m(normal))
 
     def _at_the_head(self, x: Tensor) -> Tensor:
@@ -207,7 +207,7 @@ class FusedModel:
         """Logits [M, V] of the rows x + pending, what `run` returns."""
         x = self._at_the_head(x)
         if pending is None and x.shape[0] <= MAX_GEMV_ROWS and not isinstance(self.norm, ByModule):
-            with on(x):
+            with on_device(x):
                 return self._capped(self.head(x, self.norm))
         return self.logits_of(self.normal(x, pending))
 

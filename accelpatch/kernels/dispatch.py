@@ -22,8 +22,9 @@ from typing import Any
 import torch
 
 from accelpatch.device import Device, probe
-from accelpatch.errors import KernelError
-from accelpatch.kernels.spec import Described, Kernel, Result, Spec
+from accelpatch.errors import CompileError, KernelError
+from accelpatch.kernels import uncompiled
+from accelpatch.kernels.spec import Described, Kernel, Result, Spec, in_precision
 
 #: operation -> (file in ops/, implementations in order of preference)
 TABLE: Mapping[str, tuple[str, tuple[str, ...]]] = {
@@ -116,7 +117,7 @@ def why_not(op: str, name: str, spec: Spec, device: Device) -> str | None:
     implementations = kernel(op).implementations
     if name not in implementations:
         return f"there is no implementation {name!r} of {op} (there are: {', '.join(implementations)}, reference)"
-    return implementations[name].why_not(spec, device)
+    return uncompiled.reason(name, spec, device) or implementations[name].why_not(spec, device)
 
 
 def choose(op: str, spec: Spec, device: Device) -> str:
@@ -127,7 +128,7 @@ def choose(op: str, spec: Spec, device: Device) -> str:
     reasons = []
     entry = kernel(op)
     for name in TABLE[op][1] if entry.order is None else entry.order(spec, device):
-        reason = entry.implementations[name].why_not(spec, device)
+        reason = why_not(op, name, spec, device)
         if reason is None:
             return name
         reasons.append(f"  {name}: {reason}")
@@ -175,15 +176,25 @@ def watched() -> bool:
 
 
 def run(op: str, spec: Callable[..., Spec], device: torch.device, args: Sequence[Any], facts: Facts = ()) -> Any:
-    """Run the chosen (or forced) implementation of `op`, with autocast disabled; returns its Result.
+    """Run the chosen (or forced) implementation of `op`, with autocast disabled; returns its Result. Where the chosen
+    one turns out not to compile, the next one runs, from then on.
 
     spec: makes the Spec from `args`, or raises for arguments that do not fit; called once per set of shapes. facts: how
     tensors lie in memory, where an implementation depends on it.
     """
-    if _any_autocast() and torch.is_autocast_enabled(device.type):
-        with torch.autocast(device.type, enabled=False):
-            return _run(op, spec, device, args, facts)
-    return _run(op, spec, device, args, facts)
+    try:
+        if _any_autocast() and torch.is_autocast_enabled(device.type):
+            with torch.autocast(device.type, enabled=False):
+                return _run(op, spec, device, args, facts)
+        return _run(op, spec, device, args, facts)
+    except CompileError as error:
+        if _local.watch is not None and _local.watch.name not in (None, "operations"):
+            raise  # it is forced
+        key, _ = _chosen(op, spec, device, args, facts)
+        calls[key] -= 1
+        uncompiled.remember(key[1], _with_facts(spec(*args), facts), probe(device), str(error))
+        forget()
+    return run(op, spec, device, args, facts)
 
 
 def _run(op: str, spec: Callable[..., Spec], device: torch.device, args: Sequence[Any], facts: Facts) -> Result:
@@ -266,19 +277,6 @@ def _reference(op: str, args: Sequence[Any], precision: torch.dtype | None) -> R
 
 def _as_tuple(result: Result) -> tuple[torch.Tensor, ...]:
     return result if isinstance(result, tuple) else () if result is None else (result,)
-
-
-def in_precision(args: Sequence[Any], precision: torch.dtype) -> tuple[Any, ...]:
-    """The arguments with float tensors and float dtypes converted to `precision`; integers and 8-bit floats stay."""
-
-    def convert(value: Any) -> Any:
-        if isinstance(value, torch.dtype):
-            return precision if value in FLOATS else value
-        if isinstance(value, torch.Tensor) and value.dtype in FLOATS:
-            return value.to(precision)
-        return value
-
-    return tuple(convert(value) for value in args)
 
 
 def output_dtypes(op: str, args: Sequence[Any]) -> tuple[torch.dtype, ...]:

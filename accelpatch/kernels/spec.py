@@ -89,3 +89,20 @@ class Kernel:
     def registered(self) -> bool:
         """Whether `op` is torch's custom operation, with a fake kernel."""
         return hasattr(self.op, "custom")
+
+
+def in_precision(args: Sequence[Any], precision: torch.dtype) -> tuple[Any, ...]:
+    """The arguments with float tensors and float dtypes converted to `precision`; integers and 8-bit floats stay."""
+
+    def convert(value: Any) -> Any:
+        if isinstance(value, torch.dtype):
+            return precision if _is_float(value) else value
+        if isinstance(value, torch.Tensor) and _is_float(value.dtype):
+            return value.to(precision)
+        return value
+
+    return tuple(convert(value) for value in args)
+
+
+def _is_float(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and dtype.itemsize > 1

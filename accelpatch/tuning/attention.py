@@ -11,6 +11,7 @@ import torch
 
 from accelpatch.bench.timing import measure
 from accelpatch.device import Device
+from accelpatch.errors import CompileError
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.check import parity
 from accelpatch.kernels.ops import attention_stored, flash_attention
@@ -95,7 +96,7 @@ def _measured(spec: Spec, device: Device) -> Measured:
             reason = reason or _wrong(implementation.run, args)
             if reason is None:
                 made.seconds[name] = _seconds(implementation.run, args)
-        except (RuntimeError, ImportError, TypeError) as error:  # of another package, whose limits may have changed
+        except (CompileError, RuntimeError, ImportError, TypeError) as error:  # or of a package whose limits changed
             reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         if reason is not None:
             made.refused[name] = reason

@@ -1,10 +1,15 @@
-"""A kernel as the gate of Triton's kernels compiles it, and what must hold of its code on Hopper."""
+"""A kernel as the gate of Triton's kernels compiles it, and what must hold of its code on Hopper.
+
+Compilers run in child processes, one for each thread: one that aborts is a fault of its kernel and does not end the
+gate.
+"""
 
 from __future__ import annotations
 
 import re
 import subprocess
 import tempfile
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +19,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
+
+from accelpatch.errors import CompileError
+from accelpatch.kernels.triton.compile_guard import Compiler, Form, reason_of
 
 ARCHS = ("gfx90a", "gfx942", "gfx950")
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -33,20 +41,40 @@ class Build:
     scalars: int = 0  # scalar registers that may be kept in lanes of a vector register: no memory is touched for them
     archs: tuple[str, ...] = ARCHS
     options: Mapping[str, int] = field(default_factory=dict)  # of the launch, besides warps
+    vectors: int = 0  # vector registers that may be kept in accumulation registers, likewise
+    amd_alone: bool = False  # another tile of a kernel whose order of waiting another build shows
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.compiler = Compiler()
+
+
+_thread = _Thread()
 
 
 def compiled(build: Build, target: GPUTarget, **changed: Any) -> Any:
-    """A kernel for a GPU, some of its compile-time values others."""
-    names = build.kernel.arg_names
+    """A kernel for a GPU, some of its compile-time values others. Raises CompileError where it cannot be compiled."""
+    kernel, names = build.kernel, build.kernel.arg_names
     types = [*build.types, *("constexpr" for _ in build.constants)]
-    # as at a launch: tensors, strides and the sizes of caches are multiples of 16
+    # as at a launch: tensors, strides and the sizes of caches are multiples of 16; AMD reads tensors of less than 2 GiB
+    # through buffers
+    tensor = [["tt.divisibility", 16], *([["tt.pointer_range", 32]] if target.backend == "hip" else ())]
     attrs = {
-        (place,): [["tt.divisibility", 16]]
+        (place,): tensor if types[place][0] == "*" else tensor[:1]
         for place, name in enumerate(names)
         if types[place][0] == "*" or (types[place] == "i32" and ALIGNED.fullmatch(name))
     }
-    source = ASTSource(build.kernel, dict(zip(names, types, strict=True)), dict(build.constants) | changed, attrs)
-    return triton.compile(source, target=target, options={"num_warps": build.warps, **build.options})
+    source = ASTSource(kernel, dict(zip(names, types, strict=True)), dict(build.constants) | changed, attrs)
+    options = {"num_warps": build.warps, **build.options}
+    name = kernel.fn.__module__, kernel.fn.__name__, ""
+    form = Form(*name, source.signature, source.constants, attrs, target, options)
+    answer = _thread.compiler.compile(form)
+    if answer is None:
+        raise CompileError("no child process can be started")
+    if reason := reason_of(form, *answer):
+        raise CompileError(reason)
+    return triton.compile(source, target=target, options=options)  # from Triton's cache
 
 
 def impatient(build: Build) -> list[str]:

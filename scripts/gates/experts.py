@@ -3,45 +3,73 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 from accelpatch.kernels.triton import choose_experts, experts, grouped_experts
+from gates.builds import ARCHS
+
+Named = tuple[str, tuple[Any, ...]]
+#: name -> (kind of weight, its type with activations of one, whether there is an offset, columns of which rows have
+#: fewer warps)
+KINDS = {
+    "floats": (experts.FLOAT, "*{}", False, (512, 256)),
+    "int8": (experts.INT8, "*i8", False, (512, 256)),
+    "4 bits": (experts.INT4, "*i32", True, (2048, 1024)),
+}
+WIDTH = 4096  # of Mixtral
 
 
 def kernels_of_experts() -> dict[str, tuple[Any, ...]]:
-    """Name -> arguments of a Build of the gate, for each kind of weight, of Mixtral's shapes."""
-    kinds = {"floats": (experts.FLOAT, "*bf16", False), "int8": (experts.INT8, "*i8", False),
-             "4 bits": (experts.INT4, "*i32", True)}  # fmt: skip
-    made: dict[str, tuple[Any, ...]] = {}
-    for name, (kind, w, minimum) in kinds.items():
-        held = (w, *("*fp16" if kind == experts.INT4 else "*fp32",) * 2, "*bf16")
-        form = {"KIND": kind, "MINIMUM": minimum, "GROUP": 128, "BIAS": False}
-        columns = experts.shape(experts.DOWN[kind], kind, 4096)["COLUMNS"]
-        for code in (0, experts.CLAMPED) if kind == experts.INT4 else (0,):
-            tile = experts.GATE_UP[kind]
-            made[f"experts' gate and up, {name}, activation {code}"] = (
-                experts._gate_up, ("*bf16", "*i64", *held, "*bf16", *("i32",) * 7, "fp32", "fp32"),
-                form | {"CODE": code, "DEPENDENT": False, "ROWS": tile.rows, "COLUMNS": columns}, tile.warps,
-            )  # fmt: skip
-        tile = experts.DOWN[kind]
-        made[f"experts' down, {name}"] = (
-            experts._down, ("*bf16", "*i64", "*bf16", *held, "*bf16", "*bf16", *("i32",) * 6),
-            form | {"RESIDUAL": True, "DEPENDENT": False, "ROWS": tile.rows, "COLUMNS": columns}, tile.warps,
-        )  # fmt: skip
-        for block, tiled in itertools.product(grouped_experts.AMD_TILES, (False, True)[: 1 + minimum]):
-            sizes = {"PRECISION": "ieee", "EXPERTS": 8, "ROWS": block.rows, "TOKENS": block.tokens,
-                     "COLUMNS": block.columns, "TILED": tiled}  # fmt: skip
-            label = f"{name} in tiles" if tiled else name
-            made[f"{block.tokens} tokens' gate and up, {label}"] = (
-                grouped_experts._gate_up, ("*bf16", "*i64", "*i32", *held, "*bf16", *("i32",) * 6, "fp32", "fp32"),
-                form | {"CODE": 0} | sizes, block.warps, 96,
-            )  # fmt: skip
-            made[f"{block.tokens} tokens' down, {label}"] = (
-                grouped_experts._down, ("*bf16", "*i64", "*i32", "*bf16", *held, "*bf16", *("i32",) * 5), form | sizes,
-                block.warps, 96,
-            )  # fmt: skip
+    """Name -> arguments of a Build of the gate, for each kind of weight and each tile."""
+    made = dict(itertools.chain.from_iterable((*_few(name), *_many(name)) for name in KINDS))
     made["choice of experts"] = (
         choose_experts._token, ("*bf16", "*i64", "*bf16", "i32", "i32"),
         {"NORMALISE": True, "DEPENDENT": False, "EXPERTS": 128, "CHOSEN": 8}, 1,
     )  # fmt: skip
     return made
+
+
+def _held(name: str, x: str) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """Types of a stack's tensors for activations of a type, and its compile-time values."""
+    kind, w, minimum, _ = KINDS[name]
+    form = {"KIND": kind, "MINIMUM": minimum, "GROUP": 128, "BIAS": False}
+    return (w.format(x), *("*fp16" if kind == experts.INT4 else "*fp32",) * 2, f"*{x}"), form
+
+
+def _few(name: str) -> Iterator[Named]:
+    """Each expert of each token for itself."""
+    (held, form), (kind, _, _, short) = _held(name, "bf16"), KINDS[name]
+    for k in (WIDTH, *short):
+        tile = experts.shape(experts.DOWN[kind], kind, k)
+        warps = tile.pop("num_warps")
+        label = f"{name}, {warps} warps"
+        values = form | {"DEPENDENT": False, "COLUMNS": tile["COLUMNS"]}
+        for code in (0, experts.CLAMPED) if kind == experts.INT4 and k == WIDTH else (0,):
+            yield f"experts' gate and up, {label}, activation {code}", (
+                experts._gate_up, ("*bf16", "*i64", *held, "*bf16", *("i32",) * 7, "fp32", "fp32"),
+                values | {"CODE": code, "ROWS": experts.GATE_UP[kind].rows}, warps, 0, ARCHS, {}, 1, k < WIDTH,
+            )  # fmt: skip
+        yield f"experts' down, {label}", (
+            experts._down, ("*bf16", "*i64", "*bf16", *held, "*bf16", "*bf16", *("i32",) * 6),
+            values | {"RESIDUAL": True, "ROWS": experts.DOWN[kind].rows}, warps, 0, ARCHS, {}, 0, k < WIDTH,
+        )  # fmt: skip
+
+
+def _many(name: str) -> Iterator[Named]:
+    """Tiles of tokens of one expert."""
+    of_halves = [(block, "bf16") for block in grouped_experts.AMD_TILES]
+    tiles = [*of_halves, (grouped_experts.WIDE, "fp32")]
+    for (block, x), tiled in itertools.product(tiles, (False, True) if name == "4 bits" else (False,)):
+        held, form = _held(name, x)
+        sizes = {"PRECISION": "ieee", "EXPERTS": 8, "ROWS": block.rows, "TOKENS": block.tokens,
+                 "COLUMNS": block.columns, "TILED": tiled}  # fmt: skip
+        label = f"{name}{' in tiles' if tiled else ''}{' in float32' if x == 'fp32' else ''}"
+        x = f"*{x}"
+        yield f"{block.tokens} tokens' gate and up, {label}", (
+            grouped_experts._gate_up, (x, "*i64", "*i32", *held, x, *("i32",) * 6, "fp32", "fp32"),
+            form | {"CODE": 0} | sizes, block.warps, 96,
+        )  # fmt: skip
+        yield f"{block.tokens} tokens' down, {label}", (
+            grouped_experts._down, (x, "*i64", "*i32", x, *held, x, *("i32",) * 5), form | sizes, block.warps, 96,
+        )  # fmt: skip

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from accelpatch import device as devices
+from accelpatch.errors import CompileError
 from accelpatch.kernels.ops import attention_sdpa, flash_attention
 from accelpatch.kernels.ops.attention_stored import orders_of
 from accelpatch.kernels.spec import Implementation
@@ -55,9 +56,12 @@ def test_wrong_numbers_do_not_count(cli: Cli, monkeypatch: pytest.MonkeyPatch) -
     failing = Implementation(lambda *args: (_ for _ in ()).throw(RuntimeError("no kernel image")), lambda *args: None)
     monkeypatch.setitem(flash_attention.IMPLEMENTATIONS, "sdpa", wrong)  # type: ignore[arg-type]
     monkeypatch.setitem(flash_attention.IMPLEMENTATIONS, "hub", failing)  # type: ignore[arg-type]
+    aborting = Implementation(lambda *args: (_ for _ in ()).throw(CompileError("SIGABRT")), lambda *args: None)
+    monkeypatch.setitem(flash_attention.IMPLEMENTATIONS, "triton", aborting)  # type: ignore[arg-type]
     result = cli("tune", "attention", *SMALL)
     assert "not run: sdpa: its output is wrong" in result.stdout
     assert "not run: hub: RuntimeError: no kernel image" in result.stdout
+    assert "not run: triton: CompileError: SIGABRT" in result.stdout
     assert all(one.names == ("eager",) for one in orders_of(devices.probe("cpu")))
 
 

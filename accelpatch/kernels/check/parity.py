@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from accelpatch.kernels import dispatch
+from accelpatch.kernels.spec import in_precision
 
 #: an output, its float64 reference, and torch's result in the same precision, or the largest error of that
 Result = tuple[Tensor, Tensor, Tensor | float]
@@ -129,7 +130,7 @@ def check(op: str, args: Sequence[Any], outputs: Sequence[Tensor]) -> list[Compa
 def beside_references(op: str, args: Sequence[Any], outputs: Sequence[Tensor]) -> list[Result]:
     """The outputs of `op` paired with the reference's for these arguments."""
     reference = dispatch.kernel(op).reference
-    exact = as_tuple(reference(*dispatch.in_precision(args, torch.float64)))
+    exact = as_tuple(reference(*in_precision(args, torch.float64)))
     plain = as_tuple(reference(*args))
     return list(zip(*(map(ordered, one) for one in (outputs, exact, plain)), strict=True))
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from accelpatch.device import probe
-from accelpatch.errors import KernelError
+from accelpatch.errors import CompileError, KernelError
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.check import attention_check, parity
 from accelpatch.kernels.spec import Case
@@ -69,6 +69,8 @@ def _record(op: str, name: str, case: Case, dtype: torch.dtype, device: torch.de
     try:
         with torch.inference_mode(), dispatch.forced(name):
             found = parity.run_and_check(op, args, kernel.op)
+    except CompileError as error:
+        return SelftestRecord(op, name, label, 0.0, 0.0, None, str(error))
     except (KernelError, RuntimeError) as error:
         # a self-test reports what does not work: one kernel that fails to start must not hide the others
         return SelftestRecord(op, name, label, float("inf"), 0.0, False, f"{type(error).__name__}: {error}")
@@ -86,6 +88,8 @@ def _attention(
     try:
         with torch.inference_mode():
             found, bound = attention_check.deviation(name, args, shape)
+    except CompileError as error:
+        return SelftestRecord(op, name, label, 0.0, 0.0, None, str(error))
     except (KernelError, RuntimeError) as error:
         return SelftestRecord(op, name, label, float("inf"), 0.0, False, f"{type(error).__name__}: {error}")
     return SelftestRecord(op, name, label, found, bound, found <= bound, "")

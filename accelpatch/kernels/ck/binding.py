@@ -22,7 +22,7 @@ from accelpatch.kernels.build.ck_libraries import LARGE, OUTPUTS, library_of
 from accelpatch.kernels.build.targets import not_for_ck
 from accelpatch.kernels.hip.binding import stream_of
 from accelpatch.kernels.spec import Spec
-from accelpatch.kernels.triton.launch import cdiv, on
+from accelpatch.kernels.triton.launch import cdiv, on_device
 
 ENTRY = "accelpatch_ck_gemm_w8a8"
 DTYPES = (torch.int8, torch.float32, torch.bfloat16, torch.float16)  # in the order of OUTPUTS
@@ -148,7 +148,7 @@ def gemm_w8a8(
     if scaled:
         held["row_scale"], held["column_scale"] = _vector(row_scale, m, a), _vector(column_scale, n, a)
     args = arguments(held, spec, alpha, beta, activation)
-    with on(a):
+    with on_device(a):
         check(_entry(library_name(spec), a.device)(ctypes.byref(args), stream_of(a)))
     return e
 

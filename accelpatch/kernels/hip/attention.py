@@ -15,7 +15,7 @@ from accelpatch.kernels.build.gpu_libraries import WIDTHS
 from accelpatch.kernels.hip import binding
 from accelpatch.kernels.hip.binding import Signal
 from accelpatch.kernels.ops.attention_shape import AttentionShape
-from accelpatch.kernels.triton.launch import on
+from accelpatch.kernels.triton.launch import on_device
 
 FUNCTION = "decode_attention"
 QUERIES, KV_SPLIT = 8, 256  # of a block; slots whose results are added up by themselves
@@ -99,7 +99,7 @@ def _launch(
     shape: AttentionShape, following: Tensor | None, consumer: Signal | None,
 ) -> None:  # fmt: skip
     args = arguments(qkv, y, positions, slot, mask, keys, values, shape, following, consumer)
-    with on(qkv):
+    with on_device(qkv):
         entry = _entry(shape.size, qkv.dtype, probe(qkv.device))
         status = entry(ctypes.byref(args), binding.DTYPES.index(qkv.dtype), binding.stream_of(qkv))
         binding.check(status, f"accelpatch_{FUNCTION}")

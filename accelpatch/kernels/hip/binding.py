@@ -21,7 +21,7 @@ from accelpatch.kernels.build.gpu_libraries import CODES, FUNCTIONS, library_of
 from accelpatch.kernels.build.gpu_libraries import DTYPES as DTYPE_NAMES
 from accelpatch.kernels.layouts.layout import WeightArguments
 from accelpatch.kernels.spec import Described, Spec
-from accelpatch.kernels.triton.launch import on
+from accelpatch.kernels.triton.launch import on_device
 
 #: most rows of x of a launch, which reads the weights for 8 rows each time; from 9 rows on other kernels go first
 MAX_ROWS = 64
@@ -230,7 +230,7 @@ def _made(x: Tensor, n: int, producer: Signal | None) -> Tensor:
 def _start(weight: WeightArguments, args: GemvArgs, x: Tensor) -> None:
     name = f"accelpatch_{weight.function}"
     form = () if name in _FORMLESS else (_form(weight),)
-    with on(x):
+    with on_device(x):
         entry = _entry(weight.function, x.dtype, weight.variant, x.device)
         check(entry(ctypes.byref(args), DTYPES.index(x.dtype), *form, stream_of(x)), name)
 

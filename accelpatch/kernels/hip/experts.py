@@ -17,7 +17,7 @@ from accelpatch.kernels.hip import binding
 from accelpatch.kernels.hip.binding import ACTIVATION, NORM, GemvArgs
 from accelpatch.kernels.layouts.expert_stack import Stack
 from accelpatch.kernels.layouts.int4_tiles import ONE_GROUP, places
-from accelpatch.kernels.triton.launch import on
+from accelpatch.kernels.triton.launch import on_device
 
 MOST_CHOSEN = 64  # experts of a token
 MOST_SCORES = 1024  # experts that a kernel chooses from
@@ -128,7 +128,7 @@ def experts(
     )
     beside = None if residual is None else residual.contiguous()
     normed = None if norm is None else norm._replace(weight=norm.weight.contiguous())
-    with on(x):
+    with on_device(x):
         for one in launches(x, routing, up, down, h, y, beside, normed):
             entry = _entry(one.function, x.dtype, one.variant, probe(x.device))
             args = (ctypes.byref(one.gemv), ctypes.byref(one.experts), binding.DTYPES.index(x.dtype), one.form)

@@ -12,6 +12,7 @@ E4M3.
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -140,7 +141,7 @@ def scaled_mm_why_not(spec: Spec, device: Device) -> str | None:
         return "torch._scaled_mm with scales of rows gives bfloat16, and takes a bias of it"
     if m == 0 or n % ALIGNED or k % ALIGNED:
         return f"torch._scaled_mm takes rows, and N and K that are multiples of {ALIGNED}, not {m}, {n}, {k}"
-    if m <= FEW_ROWS and spec.op == OP and triton_why_not(spec, device) is None:
+    if m <= FEW_ROWS and triton_why_not(replace(spec, op=OP), device) is None:  # with a gate it is that product too
         return f"it computes tiles, and {m} rows are streamed"
     return None
 

@@ -58,8 +58,16 @@ TILES: Mapping[tuple[str, int], Both] = {
 }
 WIDE_FLOATS = Tile(32, 32, 4, 1)  # float32 has no matrix unit in full precision
 BIASED_AMD = Tile(64, 32, 4, 1)
-FEW = {16: Tile(16, 64, 4, 2), 64: Tile(64, 64, 4, 2)}  # most queries -> tile
-MOST_KEYS = {"ranges": 64, "bias": 32}  # of a tile: masks that are tensors take registers, and these spill none
+#: vendor -> most queries -> tile; on AMD 64 with two stages are more than Triton 3.9's compiler takes with a softcap
+FEW: Mapping[str, Mapping[int, Tile]] = {
+    "nvidia": {16: Tile(16, 64, 4, 2), 64: Tile(64, 64, 4, 2)},
+    "amd": {16: Tile(16, 64, 4, 2), 64: Tile(64, 64, 4, 1)},
+}
+#: vendor -> masks that are tensors -> most keys of a tile: masks take registers, and with so many keys none spill
+MOST_KEYS: Mapping[str, Mapping[str, int]] = {
+    "nvidia": {"ranges": 64, "bias": 32},
+    "amd": {"ranges": 32, "bias": 32},
+}
 
 #: what a tuner tries
 CANDIDATES: Mapping[str, tuple[Tile, ...]] = {
@@ -104,7 +112,7 @@ def configurations(device: Device, size: int) -> tuple[Tile, ...]:
 
 
 def chosen(device: Device, size: int, dtype: torch.dtype, causal: bool, length: int, masks: str = "") -> Tile:
-    """The tile of a call. masks: a key of MOST_KEYS, or "" where no tensor says what is seen."""
+    """The tile of a call. masks: "ranges" or "bias", "" where no tensor says what is seen."""
     wide = max(64, padded(size))
     if device.kind == "cpu":
         return TILES["cpu", 64][0]
@@ -112,12 +120,12 @@ def chosen(device: Device, size: int, dtype: torch.dtype, causal: bool, length: 
         return WIDE_FLOATS
     both = TILES.get((matrix_unit(device), wide)) or TILES[device.vendor, wide]
     tile = both[0 if causal else 1]
-    few = next((tile for most, tile in FEW.items() if length <= most and wide < 256), None)
+    few = next((tile for most, tile in FEW[device.vendor].items() if length <= most and wide < 256), None)
     if few is not None and fits(few, device, size):
         tile = few
     if masks == "bias" and device.vendor == "amd":
         return replace(BIASED_AMD, m=min(tile.m, BIASED_AMD.m))
     if masks:
         warps = max(tile.warps, tile.m // 16) if masks == "bias" else tile.warps
-        tile = replace(tile, n=min(tile.n, MOST_KEYS[masks]), warps=warps)
+        tile = replace(tile, n=min(tile.n, MOST_KEYS[device.vendor][masks]), warps=warps)
     return tile

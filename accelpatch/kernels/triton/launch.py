@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from accelpatch.device import Device, probe
+from accelpatch.kernels.triton.compile_guard import guarded
 
 NARROW = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -31,7 +32,14 @@ def why_not(device: Device, *dtypes: torch.dtype) -> str | None:
 
 
 def on(tensor: Tensor) -> AbstractContextManager[object]:
-    """Context manager: launches go to the tensor's device."""
+    """Context manager: launches of Triton kernels go to the tensor's device. On AMD they raise CompileError where the
+    compiler aborts."""
+    place = on_device(tensor)
+    return guarded(place) if torch.version.hip and tensor.is_cuda else place
+
+
+def on_device(tensor: Tensor) -> AbstractContextManager[object]:
+    """Context manager: other launches go to the tensor's device."""
     if not tensor.is_cuda or tensor.device.index == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(tensor.device)

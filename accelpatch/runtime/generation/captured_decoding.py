@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from accelpatch.fusion.cache_name import CACHE
-from accelpatch.kernels.triton.launch import on
+from accelpatch.kernels.triton.launch import on_device
 from accelpatch.runtime.generation.captured_lookup import Late
 from accelpatch.runtime.generation.captured_reports import Reports
 from accelpatch.runtime.generation.captured_run import CapturedRun
@@ -36,7 +36,7 @@ def captured_loop(
     """Replaces the model's `_sample`. given: ids[B, L], logits processors, stopping criteria and generation config."""
     ids, processors, criteria, config = given
     # streams and events are those of the model's GPU, whichever is the current one
-    with on(ids), runtime.alone() as alone:
+    with on_device(ids), runtime.alone() as alone:
         reason = (
             _stock_because(model, runtime, ids, config, synced_gpus, kwargs)
             if alone

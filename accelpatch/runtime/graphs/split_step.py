@@ -19,7 +19,7 @@ from accelpatch.fusion.fused_model import FusedModel
 from accelpatch.fusion.spread import ByModule, is_offloaded
 from accelpatch.fusion.static_call import StepCall
 from accelpatch.kernels.hip.binding import weight_prefetch
-from accelpatch.kernels.triton.launch import on
+from accelpatch.kernels.triton.launch import on_device
 from accelpatch.runtime.graphs.captured_batch import GraphOf
 from accelpatch.runtime.graphs.captured_graph import Graph
 
@@ -122,7 +122,7 @@ class SplitStep:
         """The program of some layers. begins: from the tokens on. ends: to the logits."""
         fused, step = self._fused, self._step()
         assert step is not None
-        with on(lane.x), weight_prefetch():  # nothing writes weights while steps are replayed
+        with on_device(lane.x), weight_prefetch():  # nothing writes weights while steps are replayed
             if begins:
                 x = fused.begin(lane.tokens, lane.positions)
             else:
@@ -141,7 +141,7 @@ class SplitStep:
 
     @torch.no_grad()
     def _module(self, lane: Lane, place: int) -> None:
-        with on(lane.x):
+        with on_device(lane.x):
             lane.x.copy_(self._call(lane).by_module(lane.x, place))
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from accelpatch.errors import KernelError
+from accelpatch.errors import CompileError, KernelError
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.check import attention_check, selftest
 from accelpatch.kernels.ops import attention_packages
@@ -73,6 +73,16 @@ def test_one_that_does_not_start_is_a_record(monkeypatch: pytest.MonkeyPatch) ->
 
     records = records_of(monkeypatch, broken, None)
     assert {(record.ok, record.reason) for record in records} == {(False, "RuntimeError: no kernel image")}
+
+
+def test_one_that_does_not_compile_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def aborting(*args: Any) -> torch.Tensor:
+        raise CompileError("the compiler ended with SIGABRT")
+
+    records = records_of(monkeypatch, aborting, None)
+    assert {(record.ok, record.reason) for record in records} == {(None, "the compiler ended with SIGABRT")}
+    monkeypatch.undo()
+    assert set(attention_records(monkeypatch, aborting).values()) == {None}
 
 
 def test_arguments_that_cannot_be_made_are_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from accelpatch.kernels.layouts.compact_tiles import CompactTiles
 from accelpatch.kernels.layouts.int4_tiles import Tiles
 from accelpatch.kernels.layouts.layout import WeightArguments
 from accelpatch.kernels.layouts.row_major import FP8
-from accelpatch.kernels.spec import Case
+from accelpatch.kernels.spec import Case, in_precision
 from accelpatch.quant import int4
 from tests.support.gemv_reference import wrong
 from tests.support.parity import assert_parity, bits, name, poisoned, strided, transposed
@@ -140,7 +140,7 @@ def test_nan_and_infinity_come_through(op: str, dtype: torch.dtype, value: float
         args[0][2, 17] = value
         with dispatch.forced("hip"):
             y = dispatch.kernel(op).op(*args)
-        exact = dispatch.kernel(op).reference(*dispatch.in_precision(args, torch.float64))
+        exact = dispatch.kernel(op).reference(*in_precision(args, torch.float64))
         assert torch.equal(y[2].isnan(), exact[2].isnan())
         assert torch.equal(y[2].sign().nan_to_num(), exact[2].sign().nan_to_num().to(dtype))
         assert bool(y[[0, 1, 3, 4]].isfinite().all())

@@ -208,10 +208,38 @@ def test_who_runs_which_product(
     assert dispatch.choose("gemm_fp8", spec, probe("cpu")) == "torch"
 
 
+@pytest.mark.usefixtures("triton")
+@pytest.mark.parametrize(
+    "m, n, k, dtype, bias, names",
+    [
+        (2000, 1024, 4096, torch.bfloat16, None, ["scaled_mm", "triton", "operations"]),
+        (65, 96, 272, torch.bfloat16, torch.bfloat16, ["scaled_mm", "triton", "operations"]),
+        (64, 1024, 4096, torch.bfloat16, None, ["operations"]),
+        (1, 96, 272, torch.bfloat16, torch.bfloat16, ["operations"]),
+        (300, 1024, 4096, torch.float16, None, ["triton", "operations"]),
+        (300, 200, 130, torch.bfloat16, None, ["triton", "operations"]),
+        (300, 1024, 4096, torch.bfloat16, torch.float32, ["triton", "operations"]),
+    ],
+    ids=["prompt", "bias", "few", "one", "float16", "odd", "float32 bias"],
+)
+@pytest.mark.parametrize("arch", ["sm_90", "gfx942"])
+def test_who_runs_a_product_with_its_gate(
+    m: int, n: int, k: int, dtype: torch.dtype, bias: torch.dtype | None, names: list[str], arch: str
+) -> None:
+    plain = ops.of_shape(m, n, k, dtype, TAKES[arch], bias=bias)
+    spec = replace(plain, op="gated_fp8", options={**plain.options, "activation": "silu"})
+    able = [one for one in dispatch.TABLE[spec.op][1] if dispatch.why_not(spec.op, one, spec, KNOWN[arch]) is None]
+    assert able == names
+    # what is forced is forced for the product that it is made of too
+    assert "scaled_mm" not in able or dispatch.why_not(plain.op, "scaled_mm", plain, KNOWN[arch]) is None
+
+
 def test_without_triton_torch_has_few_rows_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_installed", lambda: False)
     spec = ops.of_shape(16, 4096, 4096, torch.bfloat16)
-    assert dispatch.choose("gemm_fp8", spec, KNOWN["sm_90"]) == "scaled_mm"
+    gated = replace(spec, op="gated_fp8", options={**spec.options, "activation": "silu"})
+    for one in (spec, gated):
+        assert dispatch.choose(one.op, one, KNOWN["sm_90"]) == "scaled_mm"
 
 
 @FORMS

@@ -15,7 +15,7 @@ from accelpatch.errors import KernelError
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.check import parity
 from accelpatch.kernels.layouts.row_major import FP8
-from accelpatch.kernels.spec import Case
+from accelpatch.kernels.spec import Case, in_precision
 from tests.support.experts import random_experts
 from tests.support.parity import DTYPES, assert_parity, bits, name, strided, transposed
 from tests.support.random_arguments import random_args
@@ -78,7 +78,7 @@ def test_leading_dimensions(op: str, dtype: torch.dtype) -> None:
 def test_half_products_are_rounded_once(op: str, dtype: torch.dtype) -> None:
     """Tighter than the float rule: on a CPU the weight is not rounded, and the sum is in float32."""
     args = first_args(op, dtype, index=6)
-    exact = dispatch.kernel(op).reference(*dispatch.in_precision(args, torch.float64))
+    exact = dispatch.kernel(op).reference(*in_precision(args, torch.float64))
     error = (dispatch.kernel(op).op(*args).double() - exact).abs()
     assert bool((error <= 0.51 * parity.ulp(exact, dtype) + 1e-5).all())
 

@@ -1,0 +1,27 @@
+"""Triton kernels that hold a row in a program, as the gate compiles them, by its length."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from accelpatch.kernels.triton import quantize_rows, rmsnorm
+from accelpatch.kernels.triton.launch import warps
+from gates.builds import ARCHS
+
+NORM = {"ADD": False, "AFTER": False, "ROWS": False, "STATIC": False, "PLUS_ONE": False, "DEPENDENT": False,
+        "BLOCK": 4096}  # fmt: skip
+BLOCKS = (64, 1024, 2048, 32768)  # those of the triton_gate.py's table are between
+
+
+def kernels_of_rows() -> dict[str, tuple[Any, ...]]:
+    """Name -> arguments of a Build of the gate: the kernels that take the most registers, with 1 to 16 warps."""
+    kernels: dict[str, tuple[Any, tuple[str, ...], dict[str, Any]]] = {
+        "add_rmsnorm": (rmsnorm._row, ("*bf16",) * 5 + ("*fp32", "*fp32", "i32", "fp32"), NORM | {"ADD": True}),
+        "rows of a gate": (quantize_rows._gated_row, ("*bf16", "*fp32", "*i8", "*fp32", "i32", "i32"),
+                           {"CODE": 0, "STATIC": False, "DEPENDENT": False}),
+    }  # fmt: skip
+    return {
+        f"{name}, {block} elements": (kernel, types, values | {"BLOCK": block}, warps(block), 0, ARCHS, {}, 0, True)
+        for (name, (kernel, types, values)), block in itertools.product(kernels.items(), BLOCKS)
+    }
