@@ -1,0 +1,40 @@
+"""Why a test that passes stock does not pass on patched models: the first rule that fits its failure."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+UNEXPLAINED = "unexplained"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Fits a failure whose text matches `shows`, by the recipes named (all, where none is)."""
+
+    reason: str
+    shows: str
+    recipes: tuple[str, ...] = ()
+
+
+RULES = (
+    Rule("ran out of time", r"OutOfTime"),
+    Rule("ask for attention weights, which `flash` does not make", r"\battentions\b", ("flash",)),
+    Rule(
+        "compare numbers, and int8 rounds",
+        r"Tensor-likes are not (close|equal)|allclose|AssertionError: \S+ not less",
+        ("int8",),
+    ),
+)
+
+
+def reason_of(record: dict[str, Any], recipe: str) -> str:
+    """The reason of a test's record that is not of a passed test."""
+    if record["outcome"] == "started":
+        return "ended the process"
+    if record["outcome"] == "skipped":
+        return "skip themselves"
+    text = record.get("error", {}).get("text", "")
+    fitting = (rule for rule in RULES if recipe in (rule.recipes or (recipe,)) and re.search(rule.shows, text))
+    return next((rule.reason for rule in fitting), UNEXPLAINED)
