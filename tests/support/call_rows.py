@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import accelpatch
@@ -60,3 +61,16 @@ def _cache(model: Any, form: str, folder: Path) -> None:
         assert found == [0, 9, 10, 11]
         if "accelpatch" in vars(model):
             undo(model)
+
+
+@row("`torch.export`")
+def _export(model: Any, form: str, folder: Path) -> None:
+    given = {**full_batch(), "use_cache": False}
+    with torch.no_grad():
+        due = model(**given).logits
+        torch.export.save(torch.export.export(model, (), given), folder / "program.pt2")
+        found = torch.export.load(folder / "program.pt2").module()(**given).logits
+        torch.testing.assert_close(found, due)
+        torch.testing.assert_close(model(**given).logits, due)
+        undo(model)
+        torch.export.export(model, (), given)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -87,15 +90,21 @@ def tying(stock: Any) -> Any:
 def naming_ties(cls: Any) -> Any:
     @functools.wraps(cls.named_parameters)
     def named_parameters(self: Any, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Any:
-        """As in nn.Module; with remove_duplicate=False also the tokens of packed weights, by which ties are found."""
+        """As in nn.Module; with remove_duplicate=False also the tokens of packed weights, by which PEFT and accelerate
+        find ties. torch itself puts other tensors in the place of all that it is given (torch.export), so it gets none.
+        """
         if not recurse:  # so PEFT looks for what an adapter is for
             check_next(self)
-        yield from cls.named_parameters(self, prefix, recurse, remove_duplicate)
-        if recurse and not remove_duplicate:
-            start = f"{prefix}." if prefix else ""
-            yield from ((f"{start}{name}.weight", module.token) for name, module in packed_in(self))
+        named = cls.named_parameters(self, prefix, recurse, remove_duplicate)
+        by_torch = str(sys._getframe(1).f_globals.get("__name__")).startswith("torch.")
+        return named if remove_duplicate or not recurse or by_torch else itertools.chain(named, _tokens(self, prefix))
 
     return named_parameters
+
+
+def _tokens(model: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Parameter]]:
+    start = f"{prefix}." if prefix else ""
+    return ((f"{start}{name}.weight", module.token) for name, module in packed_in(model))
 
 
 def marking_packed(cls: Any) -> Any:
