@@ -6,9 +6,9 @@
 
 DIR is a git checkout of transformers (no source distribution has the tests of its models). The installed transformers
 is what is tested; a checkout of another version gets the common files of the installed version's source distribution.
-Needs pytest, parameterized, pillow and timeout_decorator. Each family's tests run stock, then under `accelpatch.patch_on_first_use` with
-each recipe, `verify=False` (verification would run every model some ten times more). Slow tests, those that need a
-hub and those that compile are left out, and those that fail stock.
+Needs pytest, parameterized, pillow and timeout_decorator. Each family's tests run stock, then under
+`accelpatch.patch_on_first_use` with each recipe, `verify=False` (verification would run every model some ten times
+more). Slow tests, those that need a hub and those that compile are left out, and those that fail stock.
 """
 
 from __future__ import annotations
