@@ -8,13 +8,16 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from accelpatch.fusion.adapters import Adapted
+from accelpatch.fusion.cached import Cached, cached_by
 from accelpatch.fusion.call import Call
-from accelpatch.fusion.decoder import Positions
+from accelpatch.fusion.decoder import Positions, layers_of
 from accelpatch.fusion.fused_layer import FusedLayer
 from accelpatch.fusion.signals import SentinelBuffers
 from accelpatch.fusion.spread import ByModule, Sentinels, Spread, is_offloaded
@@ -33,15 +36,16 @@ CHUNK = 8192  # tokens of a part of a prompt: enough to occupy a GPU
 class FusedModel:
     """All layers, the embedding, the last norm and the head.
 
-    decoder: the module that holds the layers' modules. layers: None for one that is not fused. unfused: place of such a
-    layer -> why. softcap: of the logits, 0 for none. embedding_multiplier, logit_divisor: of
-    embeddings and logits. most: most rows of a step. positions: learned embeddings of positions, or None.
-    by_length: whether the decoder's rotary embedding writes its frequencies, which the layers read, by the length.
-    whole: places of layers that run as modules since they were replaced with all that is in them. spread: the devices
-    of the parts; None for one device.
+    decoder: the module that holds the layers' modules. dtype: of activations, keys and values. layers: None for one
+    that is not fused. unfused: place of such a layer -> why. softcap: of the logits, 0 for none. embedding_multiplier,
+    logit_divisor: of embeddings and logits. most: most rows of a step. positions: learned embeddings of positions, or
+    None. by_length: whether the decoder's rotary embedding writes its frequencies, which the layers read, by the
+    length. whole: places of layers that run as modules since they were replaced with all that is in them. spread: the
+    devices of the parts; None for one device.
     """
 
     decoder: weakref.ref[Any]
+    dtype: torch.dtype
     embedding: nn.Module
     layers: tuple[FusedLayer | None, ...]
     unfused: Mapping[int, str]
@@ -72,6 +76,13 @@ class FusedModel:
     def places(self) -> set[int]:
         """The places of the layers that are fused."""
         return {place for place, layer in enumerate(self.layers) if layer is not None}
+
+    @cached_property
+    def cached(self) -> tuple[Cached, ...]:
+        """What each layer caches."""
+        sizes = [None if one is None else (one.attention.kv_heads, one.attention.size) for one in self.layers]
+        layers = zip(layers_of(self.decoder()), sizes, strict=True)
+        return tuple(cached_by(layer, self.dtype, known) for layer, known in layers)
 
     def without(self, failed: Mapping[int, str]) -> FusedModel:
         """This model with more layers that run as modules: place -> why."""

@@ -130,6 +130,12 @@ def other_code(layer: Any) -> str | None:
     return own_code.why_not_in(layer.modules())
 
 
+def other_code_over_cache(layer: Any) -> str | None:
+    """As other_code, of the modules that are given the KV cache: a layer and its attention."""
+    attention = attention_of(layer)
+    return other_code(layer) if attention is None else own_code.why_not_in((layer, attention))
+
+
 def why_not(layer: Any) -> str | None:
     """Why a layer's modules may compute something that a fused or native step does not; None where they do not."""
     family, form = family_of_layer(layer), form_of(layer)

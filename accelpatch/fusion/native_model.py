@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from accelpatch.fusion import attention_facts, layer_facts
+from accelpatch.fusion.cached import Cached, cached_by
 from accelpatch.fusion.cannot_fuse import CannotFuse
 from accelpatch.fusion.decoder import decoder_of
 from accelpatch.fusion.spread import OFFLOADED, is_offloaded, offloaded_inside
@@ -34,7 +35,8 @@ ROPES = 2  # kinds of rotary frequencies that a step has room for
 class NativeModel:
     """The part of a native step that does not depend on the cache.
 
-    layers: None for one that must run as a module. unfused: place of such a layer -> why.
+    layers: None for one that must run as a module. unfused: place of such a layer -> why. cached: what each
+    layer caches.
     """
 
     shape: StepShape
@@ -43,6 +45,7 @@ class NativeModel:
     embedding: Pack
     head: Pack
     final_norm: NormWeight
+    cached: tuple[Cached, ...]
 
     @property
     def places(self) -> set[int]:
@@ -86,7 +89,11 @@ def native_model(model: nn.Module, unfused: Mapping[int, str] = NONE) -> NativeM
                 reasons[place] = str(error)
     if not any(weights):
         raise CannotFuse(f"layer 0: {reasons[0]}")
-    return NativeModel(shape, weights, reasons, embedding, head, norm)
+    cached = [
+        cached_by(layer, torch.float32, None if one is None else (one.kv_heads(shape.head_dim), shape.head_dim))
+        for layer, one in zip(found.layers, weights, strict=True)
+    ]
+    return NativeModel(shape, weights, reasons, embedding, head, norm, tuple(cached))
 
 
 def _why_not(layer: Any, model: Any) -> str | None:

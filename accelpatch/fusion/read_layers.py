@@ -74,7 +74,7 @@ def fused_model(model: Any, unfused: Mapping[int, str] = NONE) -> FusedModel:
         raise CannotFuse(f"layer 0: {reasons[0]}")
     made, blank = signalling(fused, dtype, computes_on(decoder.norm), spread)
     return FusedModel(
-        weakref.ref(decoder.module), decoder.embedding, made, reasons, final, last, blank,
+        weakref.ref(decoder.module), dtype, decoder.embedding, made, reasons, final, last, blank,
         attention_facts.logit_cap(model), attention_facts.embedding_multiplier(model),
         attention_facts.logit_divisor(model), positions=decoder.positions,
         by_length=attention_facts.by_length(rotary), whole=whole, spread=spread,

@@ -29,7 +29,8 @@ CODE = "_accelpatch_code"  # the attribute of a patched model, and of the models
 # The methods of generation that the loops over fast steps stand for.
 LOOP = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_sample", "_prefill")
 CACHES = (DynamicCache, DynamicLayer, DynamicSlidingWindowLayer)
-CACHED = ("update", "get_seq_length", "get_mask_sizes")  # methods that steps over their own caches stand for
+# Methods that steps over their own caches stand for.
+CACHED = ("update", "get_seq_length", "get_mask_sizes", "reorder_cache")
 PICKING = (*SUPPRESSING, *WARPERS, *CRITERIA, LogitsProcessorList, StoppingCriteriaList)  # what samplers stand for
 
 

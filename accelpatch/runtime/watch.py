@@ -13,7 +13,7 @@ from torch.nn.modules import module as torch_module
 from accelpatch import own_code
 from accelpatch.fusion.adapters import is_adapter, state_of
 from accelpatch.fusion.decoder import layers_in
-from accelpatch.fusion.layer_facts import other_code
+from accelpatch.fusion.layer_facts import other_code, other_code_over_cache
 from accelpatch.fusion.spread import is_offloaded, moves_only, offloaded_inside
 from accelpatch.modules.quantized_module import QuantizedModule, packed_modules, take_over
 from accelpatch.modules.replacement import OWN_HOOK
@@ -40,8 +40,8 @@ class Watch:
     """Detects hooks, replaced children and changed weights in a model that steps were derived from.
 
     uncaptured: places of the layers that no graph may hold: their weights are offloaded, or they run other code than
-    their package's. It checks every module before every step; the work is done in C and takes about a tenth of a
-    millisecond.
+    their package's. other_code: why one of these may do other things with the KV cache, or None. It checks every module
+    before every step; the work is done in C and takes about a tenth of a millisecond.
     """
 
     def __init__(self, model: nn.Module):
@@ -51,6 +51,7 @@ class Watch:
         inner = [module for module in everything if module is not model]
         layers = layers_in(model)
         loose = [offloaded_inside(layer) or other_code(layer) is not None for layer in layers]
+        self.other_code = next(filter(None, map(other_code_over_cache, layers)), None)
         self.uncaptured = [place for place, is_loose in enumerate(loose) if is_loose]
         self._hf_hooks = [(vars(m), vars(m)["_hf_hook"]) for m in inner if "_hf_hook" in vars(m)]
         self._layers = [hook_tables(layer.modules()) for layer in layers]

@@ -1,7 +1,8 @@
-"""Every name that transformers has for the KV cache takes the fast paths, with no warning: its own calls and ours."""
+"""Every name that transformers has for the KV cache takes the fast paths, with its warnings alone: none of ours."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import warnings
 from collections.abc import Callable, Iterator
@@ -42,6 +43,13 @@ def _no_warning(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert not [text for text in logged if FORMER in text]
 
 
+def warned(name: str) -> Any:
+    """What transformers says of a name of the KV cache in arguments."""
+    if name == CACHE:
+        return contextlib.nullcontext()
+    return pytest.warns(FutureWarning, match=f"`{FORMER}` is deprecated .* for `[A-Za-z0-9]*[.]forward`")
+
+
 def patched(name: str = "llama") -> Any:
     return accelpatch.patch(CAUSAL[name].make(), "exact", verify=False)
 
@@ -59,7 +67,9 @@ def steps(model: Any, name: str) -> list[Tensor]:
 
 
 def assert_steps_of_the_modules(model: Any, name: str) -> None:
-    for mine, its in zip(steps(model, name), steps(stock(model), CACHE), strict=True):
+    with warned(name):
+        found = steps(model, name)
+    for mine, its in zip(found, steps(stock(model), CACHE), strict=True):
         torch.testing.assert_close(mine, its, rtol=1e-4, atol=1e-5)
 
 
@@ -86,7 +96,8 @@ def test_fused_and_captured_calls(name: str, monkeypatch: pytest.MonkeyPatch) ->
 def test_calls_by_modules(name: str, family: str) -> None:
     model = patched(family)
     cache = DynamicCache(config=model.config)
-    model(full_batch()["input_ids"], output_attentions=True, **{name: cache})
+    with warned(name):
+        model(full_batch()["input_ids"], output_attentions=True, **{name: cache})
     assert cache.get_seq_length() == full_batch()["input_ids"].shape[1]
 
 
@@ -131,6 +142,48 @@ def test_both_names_are_transformers_to_judge(put: Callable[[Any], None], monkey
     with pytest.warns(FutureWarning, match="Both"):
         model(full_batch()["input_ids"], **{CACHE: used, FORMER: ignored})
     assert (used.get_seq_length(), ignored.get_seq_length()) == (full_batch()["input_ids"].shape[1], 0)
+
+
+def _former(model: Any) -> None:
+    cache = DynamicCache(config=model.config)
+    for ids in (full_batch()["input_ids"], torch.full((3, 1), 5), torch.full((3, 1), 6)):
+        model(ids, **{FORMER: cache})
+
+
+def _inner(model: Any) -> None:
+    model.base_model(full_batch()["input_ids"], **{FORMER: DynamicCache(config=model.config)})
+
+
+def _generate(model: Any) -> None:
+    model.generate(**full_batch(), **NEW, **{FORMER: DynamicCache(config=model.config)})
+
+
+def _both(model: Any) -> None:
+    model(full_batch()["input_ids"], **{FORMER: DynamicCache(config=model.config), CACHE: None})
+
+
+def _none(model: Any) -> None:
+    model(full_batch()["input_ids"], **{FORMER: None})
+
+
+@only_one
+@pytest.mark.parametrize("put", [lambda monkeypatch: None, as_on_a_gpu], ids=["cpu", "as-on-a-gpu"])
+@pytest.mark.parametrize("call", [_former, _inner, _generate, _both, _none], ids=lambda call: call.__name__[1:])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_warnings_are_transformers_own(
+    family: str, call: Callable[[Any], None], put: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(monkeypatch)
+
+    def said(model: Any) -> list[str]:
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            call(model)
+        return [str(one.message).split("(")[0] for one in found if FORMER in str(one.message)]  # but a cache's address
+
+    due = said(CAUSAL[family].make())
+    assert due
+    assert said(patched(family)) == due
 
 
 def test_a_cache_of_linear_attention_alone() -> None:

@@ -1,12 +1,14 @@
-"""Rows of docs/patched-models.md about calls."""
+"""Rows of docs/patched-models.md about calls and the KV cache."""
 
 from __future__ import annotations
 
+from operator import is_
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from transformers import ContinuousBatchingConfig, GenerationConfig
+from torch import Tensor
+from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig
 
 import accelpatch
 from accelpatch.fusion.cache_name import CACHE
@@ -61,6 +63,27 @@ def _cache(model: Any, form: str, folder: Path) -> None:
         assert found == [0, 9, 10, 11]
         if "accelpatch" in vars(model):
             undo(model)
+
+
+@row("change a KV cache")
+def _caches(model: Any, form: str, folder: Path) -> None:
+    def step(cache: DynamicCache, ids: Tensor) -> Tensor:
+        with torch.no_grad():
+            return cast(Tensor, model(ids, **{CACHE: cache}).logits[:, -1])
+
+    prompt, token = full_batch()["input_ids"], torch.full((3, 1), 5)
+    due, cache = DynamicCache(), DynamicCache()
+    for one, last in ((due, 0), (cache, 1)):
+        step(one, prompt)
+        held = list(one.layers)
+        for _ in range(1 + last):
+            step(one, token)
+        one.crop(-last)
+    torch.testing.assert_close(step(cache, token + 1), step(due, token + 1), rtol=1e-4, atol=1e-4)
+    assert all(map(is_, held, cache.layers))
+    undo(model)
+    assert step(cache, token).isfinite().all()
+    assert [layer.keys.shape[2] for layer in cache.layers] == [prompt.shape[1] + 3] * len(held)
 
 
 @row("`torch.export`")

@@ -12,6 +12,7 @@ cache alive; they remain the caller's to read.
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -126,15 +127,13 @@ class DecodeStep(Described):
         check(
             native().ap_step_create(ctypes.byref(model), MAX_THREADS, ctypes.byref(self.handle)), "this model's shapes"
         )
+        # at the interpreter's exit the memory goes with the process: another thread may still be within the step
+        weakref.finalize(self, native().ap_step_free, self.handle).atexit = False
 
     @property
     def facts(self) -> Hashable:
         """No choice depends on a step itself."""
         return None
-
-    def __del__(self) -> None:
-        if self.handle:
-            native().ap_step_free(self.handle)
 
     def __call__(
         self, tokens: Tensor, slots: Tensor, starts: Tensor, positions: Tensor, out: Tensor | None = None

@@ -24,10 +24,11 @@ from accelpatch.fusion.cannot_fuse import CannotFuse
 from accelpatch.fusion.native_model import NativeModel, native_model
 from accelpatch.kernels.cpu.decode_step import DecodeStep
 from accelpatch.kernels.cpu.native_library import MAX_BATCH
+from accelpatch.runtime.cache_contents import Contents, attached
 from accelpatch.runtime.code_watch import CodeWatch
 from accelpatch.runtime.copied import recounted
 from accelpatch.runtime.cpu.mixed_step import mixed_step
-from accelpatch.runtime.cpu.native_cache import Store, attach, stored
+from accelpatch.runtime.cpu.native_cache import Store, stored
 from accelpatch.runtime.cpu.torch_threads import all_threads
 from accelpatch.runtime.watch import Watch
 
@@ -86,36 +87,42 @@ class NativeRuntime:
             return None
         reading = self.reading(model)
         reason = _why_not(model, ids, arguments) or reading.unfit or self.code.cache or reading.watch.objection()
-        store = attach(cache, ids.shape[0]) if reason is None else reason
-        if isinstance(store, str):
-            self.paths[f"modules: {store}"] += 1
+        if reason is not None:
+            self.paths[f"modules: {reason}"] += 1
             return None
-        places = self._places(ids, store, arguments)
+        assert reading.model is not None
+        contents = stored(cache, ids.shape[0], reading.model)
+        if isinstance(contents, str):
+            self.paths[f"modules: {contents}"] += 1
+            return None
+        places = self._places(ids, contents.length, arguments)
         if places is None:
             self.paths["modules: an attention mask that is not left padding"] += 1
             return None
-        assert reading.model is not None
         watched, unfused = reading.watch.watched(), reading.model.unfused
+        store: Store = contents.static
         if watched or unfused:
             by_modules = sorted({*watched, *unfused})
-            logits = mixed_step(model, _step(reading, store), store, cache, ids[:, 0], places, by_modules)
-            store.places, store.length = None, store.length + 1
+            store.places = None
+            logits = mixed_step(model, _step(reading, store), contents, cache, ids[:, 0], places, by_modules)
             reason = "a hook inside" if watched else unfused[by_modules[0]]
             self.paths[f"{NATIVE}, but modules in layers {by_modules}: {reason}"] += 1
             return logits.unsqueeze(1)
         store.places = places
-        return self.advance(reading, store, ids[:, 0]).unsqueeze(1)
+        return self.advance(reading, contents, ids[:, 0]).unsqueeze(1)
 
     def run_of(self, cache: Any) -> NativeRun | None:
         """A Run that continues the last native step over `cache`; None where the last step was not native."""
-        store = stored(cache)
-        return None if store is None or store.places is None else NativeRun(self, cache, store)
+        contents = attached(cache)
+        native = contents is not None and isinstance(contents.static, Store) and contents.static.places is not None
+        return NativeRun(self, cache, contents) if contents is not None and native else None
 
-    def advance(self, reading: Reading, store: Store, tokens: Tensor) -> Tensor:
+    def advance(self, reading: Reading, contents: Contents, tokens: Tensor) -> Tensor:
         """Logits [B, V] after `tokens`[B] at the store's present places."""
+        store: Store = contents.static
         with all_threads():
             logits = _step(reading, store)(tokens, *store.places)
-        store.length += 1
+        contents.grow()
         self.paths[NATIVE] += 1
         return logits
 
@@ -152,16 +159,16 @@ class NativeRuntime:
     def _outdated(self, reading: Reading) -> bool:
         return reading.version != self.code.version or reading.watch.stale()
 
-    def _places(self, ids: Tensor, store: Store, arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor] | None:
+    def _places(self, ids: Tensor, length: int, arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor] | None:
         """(slots, starts, positions), each int64 [B]; None for a mask other than left padding."""
         batch, mask, positions = ids.shape[0], arguments.get("attention_mask"), arguments.get("position_ids")
-        slots = torch.full((batch,), store.length, dtype=torch.int64, device="cpu")
+        slots = torch.full((batch,), length, dtype=torch.int64, device="cpu")
         starts = torch.zeros(batch, dtype=torch.int64, device="cpu")
         if mask is not None:
-            if mask.dim() != 2 or tuple(mask.shape) != (batch, store.length + 1):
+            if mask.dim() != 2 or tuple(mask.shape) != (batch, length + 1):
                 return None
             kept = mask.ne(0)
-            starts = store.length + 1 - kept.sum(1)
+            starts = length + 1 - kept.sum(1)
             if not torch.equal(kept.int().argmax(1), starts):
                 return None
         if positions is None:
@@ -209,18 +216,19 @@ def _step(reading: Reading, store: Store) -> DecodeStep:
 class NativeRun:
     """Consecutive native steps over one cache; each checks first whether the model has changed."""
 
-    def __init__(self, runtime: NativeRuntime, cache: Any, store: Store):
-        self._runtime, self._cache, self._store = runtime, cache, store
-        self._slots, self._starts, self._positions = (place.clone() for place in store.places)
+    def __init__(self, runtime: NativeRuntime, cache: Any, contents: Contents):
+        self._runtime, self._cache, self._contents = runtime, cache, contents
+        self._slots, self._starts, self._positions = (place.clone() for place in contents.static.places)
 
     def logits(self, model: nn.Module, tokens: Tensor) -> Tensor | None:
         """Logits [B, V] after `tokens`[B]; None where the model must be called."""
-        store, reading = self._store, self._runtime.reading(model)
-        if store.length >= store.capacity or stored(self._cache) is not store or reading.unfit is not None:
+        contents, reading = self._contents, self._runtime.reading(model)
+        store: Store = contents.static
+        if contents.length >= store.capacity or not contents.are_of(self._cache) or reading.unfit is not None:
             return None
         if model._forward_hooks or model._forward_pre_hooks or reading.watch.objection() or reading.watch.watched():
             return None
         self._slots += 1
         self._positions += 1
         store.places = (self._slots, self._starts, self._positions)
-        return self._runtime.advance(reading, store, tokens)
+        return self._runtime.advance(reading, contents, tokens)

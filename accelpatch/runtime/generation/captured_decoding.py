@@ -17,12 +17,12 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from accelpatch.fusion.cache_name import CACHE
 from accelpatch.kernels.triton.launch import on_device
+from accelpatch.runtime.cache_form import misfit, why_not
 from accelpatch.runtime.generation.captured_lookup import Late
 from accelpatch.runtime.generation.captured_reports import Reports
 from accelpatch.runtime.generation.captured_run import CapturedRun
 from accelpatch.runtime.generation.decoding import loop, stock_loop_because
 from accelpatch.runtime.generation.sampler import Sampler, Unknown
-from accelpatch.runtime.graphs.cache_contents import why_not
 from accelpatch.runtime.graphs.captured_runtime import CapturedRuntime
 from accelpatch.runtime.graphs.captured_step import NotCaptured
 
@@ -64,7 +64,9 @@ def _stock_because(
         return "an attention mask or positions of another shape than [B, L]"
     if kwargs.get(CACHE) is None:
         return "no cache"
-    return stock_loop_because(model, config, synced_gpus, kwargs) or why_not(kwargs[CACHE]) or runtime.why_not(model)
+    cache = kwargs[CACHE]
+    reason = stock_loop_because(model, config, synced_gpus, kwargs) or why_not(cache) or runtime.why_not(model)
+    return reason or misfit(cache, runtime.captured.cached)
 
 
 def _turning(model: Any, length: int, most: int) -> str | None:

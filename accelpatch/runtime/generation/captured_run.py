@@ -9,9 +9,9 @@ from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from accelpatch.fusion.cache_name import CACHE
+from accelpatch.runtime.cache_contents import OWN_CACHE, Contents
 from accelpatch.runtime.generation.captured_lookup import ACCEPTED, NONE, STEPS, Lookup
 from accelpatch.runtime.generation.sampler import Sampler
-from accelpatch.runtime.graphs.cache_contents import OWN_CACHE, move_back, move_in
 from accelpatch.runtime.graphs.captured_cache import cache_of
 from accelpatch.runtime.graphs.captured_graph import Graph
 from accelpatch.runtime.graphs.captured_runtime import CapturedRuntime
@@ -30,18 +30,20 @@ class CapturedRun:
         self._model = model
         self.lookup: Lookup | None = None
         self.slot = 0  # tokens cached, including a step that was too many
-        self._cache: Any = None
+        self._contents: Contents | None = None  # of the call's cache, in that of the step
         self._seen = True  # whether the caller can see the cache after the call
-        self._first = self._length = 0
+        self._first = 0
 
     def __enter__(self) -> CapturedRun:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        if self._cache is not None and self._seen:
-            move_back(self.step.cache, self._cache, self._length)
-        paths, lookup = self.runtime.paths, self.lookup
-        steps = self._length - self._first
+        paths, lookup, steps = self.runtime.paths, self.lookup, 0
+        if self._contents is not None:
+            steps = self._contents.length - self._first
+            if not self._seen:
+                self._contents.length = 0  # nothing to copy
+            self._contents.detach()
         if lookup is not None and steps:
             steps = max(
                 steps - lookup.accepted, 0
@@ -81,10 +83,9 @@ class CapturedRun:
         mask = None if mask is None else mask[:, :length]
         while self.step.capacity < length:
             self.step = self.runtime.larger(self._model, self.step)
-        if reason is not None:
-            move_in(cache, self.step.cache)
-        self._cache, self._seen = cache, bool(config.return_dict_in_generate) or not getattr(cache, OWN_CACHE, False)
-        self._first = self.slot = self._length = length
+        self._contents = self.step.attach(cache)
+        self._seen = bool(config.return_dict_in_generate) or not getattr(cache, OWN_CACHE, False)
+        self._first = self.slot = self._contents.length = length
         self.step.show(length, mask)
         self.step.batch.begin(length, self._positions(self.kwargs, mask, length))
         return logits.to(ids.device)
@@ -118,11 +119,12 @@ class CapturedRun:
 
     def used(self, tokens: int) -> None:
         """Set how many tokens after the prompt belong into the caller's cache, leaving out steps that were too many."""
-        self._length = self._first + tokens
+        while self._contents is not None and self._contents.length < self._first + tokens:
+            self._contents.grow()
 
     def next(self, ids: Tensor, tokens: Tensor) -> Tensor:
         """Logits [B, V] float32 after `tokens`[B], the last ones of `ids`."""
         self.step.batch.tokens.copy_(tokens)
         self.advance()
-        self._length = self.slot
+        self.used(self.slot - self._first)
         return self.step.batch.logits.to(ids.device, copy=True)

@@ -13,11 +13,12 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
-from accelpatch.fusion.cache_name import CACHE, FORMER, renamed
+from accelpatch.fusion.cache_name import CACHE, behind_checks
 from accelpatch.modules.attention import WEIGHTS
 from accelpatch.modules.attention_settings import originals
 from accelpatch.modules.quantized_module import take_over
 from accelpatch.modules.replacement import COPIED, copied_by, copy_with_parts
+from accelpatch.runtime.cache_contents import OWN_CACHE
 from accelpatch.runtime.code_watch import CODE, CodeWatch
 from accelpatch.runtime.cpu.native_step import NativeRuntime
 from accelpatch.runtime.cpu.torch_threads import all_threads, one_thread
@@ -35,7 +36,6 @@ from accelpatch.runtime.generation.weight_methods import (
     saving,
     tying,
 )
-from accelpatch.runtime.graphs.cache_contents import OWN_CACHE
 from accelpatch.runtime.graphs.captured_graph import GRAPHS
 from accelpatch.runtime.graphs.captured_runtime import CapturedRuntime
 
@@ -123,7 +123,7 @@ def _looked_at_once(cls: Any, name: str) -> Any:
         with code:
             return getattr(cls, name)(self, *args, **kwargs)
 
-    return call
+    return behind_checks(getattr(cls, name), call)
 
 
 def _marking(cls: Any, name: str) -> Any:
@@ -167,10 +167,7 @@ def _looping(cls: Any, name: str) -> Any:
 
 
 def _stepping(cls: Any) -> Any:
-    """The forward of `cls`, which lets the model's runtime take the calls that it can run.
-
-    Both names of the KV cache are accepted where transformers accepts both.
-    """
+    """The forward of `cls`, which lets the model's runtime take the calls that it can run."""
 
     @functools.wraps(cls.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -184,15 +181,15 @@ def _stepping(cls: Any) -> Any:
         with runtime.code:
             names, outputs = positional(cls.forward), None
             if len(args) <= len(names) and kwargs.keys().isdisjoint(names[: len(args)]):
-                outputs = runtime.outputs(self, renamed(dict(zip(names, args, strict=False)) | kwargs))
+                outputs = runtime.outputs(self, dict(zip(names, args, strict=False)) | kwargs)
             if outputs is None:
                 if runtime.code.others:
                     runtime.paths[f"modules of other code: {runtime.code.others}"] += 1
                 with all_threads():
-                    return cls.forward(self, *args, **(kwargs if FORMER in names else renamed(kwargs)))
+                    return cls.forward(self, *args, **kwargs)
             return outputs
 
-    return forward
+    return behind_checks(cls.forward, forward)
 
 
 def _weighing(cls: Any, forward: Any) -> Any:

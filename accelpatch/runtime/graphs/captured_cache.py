@@ -11,8 +11,10 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from accelpatch.fusion.cache_name import CACHE
+from accelpatch.fusion.cached import Cached
 from accelpatch.fusion.spread import device_of
-from accelpatch.runtime.graphs.cache_contents import why_not
+from accelpatch.runtime.cache_contents import window_of
+from accelpatch.runtime.cache_form import why_not
 
 SMALLEST = 256  # least capacity in tokens
 LONG, STEP = 8192, 512  # capacities beyond LONG are multiples of STEP
@@ -106,8 +108,8 @@ class NotCached(Exception):
     """Why a model cannot use a static cache; the message goes into the report."""
 
 
-def learned(model: Any) -> tuple[int, tuple[LayerShape, ...]]:
-    """(vocabulary size, LayerShapes), found by running one token. Raises NotCached."""
+def learned(model: Any) -> tuple[int, tuple[LayerShape, ...], tuple[Cached, ...]]:
+    """(vocabulary size, LayerShapes, what the layers cache), found by running one token. Raises NotCached."""
     cache = DynamicCache(config=model.config)
     one = torch.zeros(1, 1, dtype=torch.int64, device=device_of(model))
     outputs = model(input_ids=one, attention_mask=one + 1, use_cache=True, **{CACHE: cache})
@@ -115,7 +117,12 @@ def learned(model: Any) -> tuple[int, tuple[LayerShape, ...]]:
         raise NotCached(reason)
     if not cache.layers or not all(layer.is_initialized for layer in cache.layers):
         raise NotCached("a layer of the model caches nothing")
-    return int(outputs.logits.shape[-1]), shapes_of(cache)
+    shapes = shapes_of(cache)
+    cached = tuple(
+        Cached(window_of(layer), shape.heads, (shape.key_size, shape.value_size), shape.dtype)
+        for layer, shape in zip(cache.layers, shapes, strict=True)
+    )
+    return int(outputs.logits.shape[-1]), shapes, cached
 
 
 def grow(old: Cache, new: Cache) -> None:

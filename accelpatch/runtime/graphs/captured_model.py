@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from accelpatch.errors import KernelError
+from accelpatch.fusion.cached import Cached
 from accelpatch.fusion.cannot_fuse import CannotFuse
 from accelpatch.fusion.fused_model import FUSED, FusedModel
 from accelpatch.fusion.layer_facts import other_code
@@ -70,6 +71,7 @@ class CapturedModel:
         self._steps: OrderedDict[Key, CapturedStep] = OrderedDict()
         self._batches: dict[int, Batch] = {}
         self._shapes: tuple[LayerShape, ...] | None = None
+        self._cached: tuple[Cached, ...] = ()
         self._vocabulary = 0
         self._prompts: Prompts | None = None
         self._calls: CapturedCalls | None = None
@@ -83,7 +85,7 @@ class CapturedModel:
         """Find out what the layers cache, by running one token."""
         try:
             with torch.inference_mode(False), torch.no_grad():
-                self._vocabulary, self._shapes = learned(model)
+                self._vocabulary, self._shapes, self._cached = learned(model)
         except torch.OutOfMemoryError:
             raise
         except NotCached as error:
@@ -92,9 +94,17 @@ class CapturedModel:
             self.why_not = f"its cache cannot be known ({type(error).__name__}: {first_line(error)})"
 
     def know(self, vocabulary: int, cache: Any) -> None:
-        """Take what the layers cache from a cache that is filled, so that no module, and no hook, need run for it."""
-        if not self.learned:
-            self._vocabulary, self._shapes = vocabulary, shapes_of(cache)
+        """Take what the layers cache from a cache that is filled, so that no module, and no hook, need run for it.
+
+        Only where it is known to be one of the model's: `misfit` has no objection, and has looked at each layer.
+        """
+        if not self.learned and all(layer.heads for layer in self.cached):
+            self._vocabulary, self._shapes, self._cached = vocabulary, shapes_of(cache), self.cached
+
+    @property
+    def cached(self) -> tuple[Cached, ...]:
+        """What each layer caches."""
+        return self._cached if self.fused is None else self.fused.cached
 
     @property
     def read(self) -> bool:

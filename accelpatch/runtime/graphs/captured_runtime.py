@@ -142,8 +142,11 @@ class CapturedRuntime:
         self._look(model)
         captured = self.captured
         objection = self.watch.objection() or ("a hook inside" if self.watch.watched() else None)
+        if objection is not None and "hook" in objection:
+            objection = "a hook on an inner module"
+        objection = objection or self.watch.other_code  # it may do what it likes with the cache that it is given
         if captured.why_not is None and objection is not None:
-            return "a hook on an inner module" if "hook" in objection else objection
+            return objection
         if not captured.learned:
             self._learn(model)
             if not captured.read:
@@ -229,6 +232,12 @@ class CapturedRuntime:
             self._others.clear()
         self._watch = Watch(model)
         self._flags = self._watch.flags()
+
+    def learned(self, model: nn.Module) -> bool:
+        """Find out by running one token what the layers cache; returns False where a hook would see it, or it fails."""
+        if not self.watch.watched():
+            self._learn(model)
+        return self.captured.learned and self.captured.why_not is None
 
     def _learn(self, model: nn.Module) -> None:
         self._learning = True

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from accelpatch.errors import KernelError
+from accelpatch.fusion.cache_call import CacheCall
 from accelpatch.fusion.cache_name import CACHE
 from accelpatch.fusion.fused_model import FusedModel
 from accelpatch.kernels.hip.binding import weight_prefetch
 from accelpatch.kernels.ops.step_end import end_step_
-from accelpatch.runtime.graphs.cache_contents import Contents, attach
+from accelpatch.runtime.cache_contents import Contents, attach
 from accelpatch.runtime.graphs.captured_batch import Batch, GraphOf
 from accelpatch.runtime.graphs.captured_cache import LayerShape, grow, new_cache
 from accelpatch.runtime.graphs.captured_graph import GRAPHS, Graph
@@ -59,6 +60,7 @@ class CapturedStep:
         self.mask = torch.zeros(batch.rows, capacity, dtype=torch.int64, device=batch.device)
         self.prompts: Any = None  # short_prompt.Prompts, made at the first prompt
         self._contents: weakref.ref[Contents] | None = None  # of another's cache, that lie in this one
+        self.over: tuple[Contents | None, CacheCall | None] = None, None  # while it is replayed
         self._model = weakref.ref(model)  # weak: the model holds its runtime, which holds this step
         self._arguments = {"use_cache": True, "return_dict": True}
         accepted = inspect.signature(model.forward).parameters
@@ -130,9 +132,14 @@ class CapturedStep:
         """Why `prompt` cannot run; None where it can."""
         return "no fused layers" if self._fused is None else self._fused.no_prompts
 
-    def replay(self) -> None:
-        """Run the captured program once."""
-        self._graph.replay()
+    def replay(self, contents: Contents | None = None, call: CacheCall | None = None) -> None:
+        """Run the captured program once. contents: of the cache of `call`, over which layers that run uncaptured run
+        their modules."""
+        self.over = contents, call
+        try:
+            self._graph.replay()
+        finally:
+            self.over = None, None
 
     def show(self, length: int, mask: Tensor | None) -> None:
         """Mark which of the first `length` slots hold tokens: all, or those where `mask`[B, length] is not 0."""
@@ -166,9 +173,12 @@ class CapturedStep:
         self._contents = None
 
     def adopt(self, smaller: CapturedStep) -> None:
-        """Copy cache and mask from a step of smaller capacity."""
+        """Copy cache and mask from a step of smaller capacity; another's contents that lie there come with them."""
         self.vacate()
         grow(smaller.cache, self.cache)
+        self._contents, smaller._contents = smaller._contents, None
+        if (contents := None if self._contents is None else self._contents()) is not None:
+            contents.static = self.cache
         self.mask.zero_()
         self.mask[:, : smaller.capacity].copy_(smaller.mask)
         self._copy_mask()

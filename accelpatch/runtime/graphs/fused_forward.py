@@ -19,9 +19,9 @@ from accelpatch.fusion.cache_name import CACHE
 from accelpatch.fusion.fused_model import FusedModel
 from accelpatch.fusion.spread import computes_on
 from accelpatch.kernels.operation import is_eager, refusing_gradient
+from accelpatch.runtime import cache_form
+from accelpatch.runtime.cache_contents import attached
 from accelpatch.runtime.graphs import single_token
-from accelpatch.runtime.graphs.cache_contents import attached
-from accelpatch.runtime.graphs.cache_contents import why_not as cache_why_not
 from accelpatch.runtime.graphs.captured_batch import GraphOf
 from accelpatch.runtime.graphs.short_prompt import Prompts, ShortPrompt, captured_tokens
 
@@ -43,7 +43,7 @@ def why_not(model: Any, given: Mapping[str, Any]) -> str | None:
     ids, mask, positions, cache = (given.get(name) for name in SUPPORTED[:4])
     if not isinstance(ids, Tensor) or ids.dim() != 2 or not ids.numel() or ids.dtype not in INTEGERS:
         return "no ids"
-    if cache is not None and (reason := cache_why_not(cache) or _unused(model, given)):
+    if cache is not None and (reason := cache_form.why_not(cache) or _unused(model, given)):
         return reason
     past = 0 if cache is None else cache.get_seq_length()
     if mask is not None and (not isinstance(mask, Tensor) or mask.shape != (ids.shape[0], past + ids.shape[1])):
@@ -99,8 +99,11 @@ def fused_outputs(runtime: Any, model: Any, given: Mapping[str, Any]) -> Any:
         fused, watched = runtime.fused(model)
         if fused is None or not fused.places - set(watched):
             return None
+        cache = given.get(CACHE)
+        if cache is not None and cache_form.misfit(cache, fused.cached) is not None:
+            return None
         hidden = wants_hidden_states(model, given)
-        if torch.is_grad_enabled() and (watched or fused.unfused or hidden or wants_gradient(given.get(CACHE))):
+        if torch.is_grad_enabled() and (watched or fused.unfused or hidden or wants_gradient(cache)):
             return None  # the modules refuse the gradient of what comes in from outside, and of what goes out
         call = call_of(model, fused, given)
         call.blind = reads_blind_tokens(fused, given, call, hidden)

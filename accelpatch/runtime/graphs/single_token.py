@@ -15,8 +15,8 @@ from torch import Tensor
 from accelpatch.fusion.cache_call import CacheCall
 from accelpatch.fusion.fused_model import FusedModel
 from accelpatch.fusion.spread import computes_on
-from accelpatch.runtime.graphs.cache_contents import Contents, attached
-from accelpatch.runtime.graphs.captured_cache import capacity_for, grown
+from accelpatch.runtime.cache_contents import Contents, attached
+from accelpatch.runtime.graphs.captured_cache import capacity_for, grown, shapes_of
 from accelpatch.runtime.graphs.captured_step import CAPTURED, NotCaptured
 
 
@@ -29,9 +29,8 @@ def why_not(fused: FusedModel, ids: Tensor, call: CacheCall) -> str | None:
     if elsewhere or not all(layer.is_initialized for layer in call.cache.layers):
         return "its cache holds nothing, or lies elsewhere"
     held = attached(call.cache)
-    keys = (call.cache if held is None else held.static).layers[0].keys
-    if len(call.cache.layers) != len(fused.layers) or keys.shape[0] != rows:
-        return "its cache is of another shape"
+    if (call.cache if held is None else held.static).layers[0].keys.shape[0] != rows:
+        return "its cache is of another number of rows"
     if call.mask is not None and not bool(call.mask[:, -1].all()):
         return "a new token is hidden"
     return None
@@ -55,10 +54,14 @@ def stepped(runtime: Any, model: Any, ids: Tensor, call: CacheCall, watched: tup
     if runtime.max_length is not None and call.past >= runtime.max_length:
         return None  # the recipe wants no larger static cache
     captured.know(model.get_output_embeddings().out_features, call.cache)
+    if not captured.learned and not runtime.learned(model):
+        return None
     try:
         contents = attached(call.cache)
         step = runtime.step(model, len(ids), _capacity(call.past, contents, runtime.max_length), watched)
         if contents is None or not step.holds(contents):
+            if shapes_of(call.cache) != shapes_of(step.cache):
+                return None
             contents = step.attach(call.cache)
     except (NotCaptured, torch.OutOfMemoryError):
         captured.uncaptured.add(key)
@@ -66,8 +69,8 @@ def stepped(runtime: Any, model: Any, ids: Tensor, call: CacheCall, watched: tup
     step.batch.tokens.copy_(ids[:, 0])
     step.batch.begin(call.past, call.positions)
     step.show(call.past, None if call.mask is None else call.mask[:, :-1])
-    step.replay()
-    contents.grow(call.cache)
+    step.replay(contents, call)
+    contents.grow()
     runtime.paths[CAPTURED] += 1
     runtime.paths[captured.way(step, watched)] += 1
     return step.batch.logits.to(model.dtype, copy=True)[:, None]

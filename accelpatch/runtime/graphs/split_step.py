@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -141,8 +142,12 @@ class SplitStep:
 
     @torch.no_grad()
     def _module(self, lane: Lane, place: int) -> None:
-        with on_device(lane.x):
-            lane.x.copy_(self._call(lane).by_module(lane.x, place))
+        step = self._step()
+        assert step is not None
+        contents, call = step.over
+        with on_device(lane.x), nullcontext() if contents is None else contents.module(place):
+            call = self._call(lane) if call is None else call.on(lane.device)
+            lane.x.copy_(call.by_module(lane.x, place))
 
 
 def _pass_on(lane: Lane, there: Lane) -> None:

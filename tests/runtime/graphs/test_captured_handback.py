@@ -10,7 +10,7 @@ from transformers.cache_utils import DynamicCache
 
 import accelpatch
 from accelpatch.recipe.recipe import parse
-from accelpatch.runtime.generation import captured_run
+from accelpatch.runtime import cache_contents
 from tests.support.drafting import as_on_a_gpu, generate, row, stock
 from tests.support.streaming import Calling
 from tests.support.tiny import CAUSAL
@@ -70,9 +70,15 @@ def test_a_cache_that_is_passed_when_a_streamer_breaks_off(way: dict[str, Any], 
     "way", [{}, {"do_sample": True}, {"repetition_penalty": 1.3}], ids=["greedy", "sampling", "by-the-host"]
 )
 def test_a_cache_that_nobody_sees(way: dict[str, Any], model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    moved: list[int] = []
-    monkeypatch.setattr(captured_run, "move_back", lambda static, cache, length: moved.append(length))
+    copied: list[int] = []
+    tokens = cache_contents._tokens
+
+    def counted(window: int, held: Any, length: int) -> Any:
+        copied.extend([length] if length else [])
+        return tokens(window, held, length)
+
+    monkeypatch.setattr(cache_contents, "_tokens", counted)
     generate(model, row(), **way, **PLAIN)
-    assert moved == []
+    assert copied == []
     generate(model, row(), **way)
-    assert moved == [9 + 23]
+    assert copied == [9 + 23] * 2  # of each layer

@@ -14,8 +14,8 @@ from transformers import DynamicCache
 
 import accelpatch
 from accelpatch.recipe.recipe import parse
+from accelpatch.runtime.cache_contents import attached
 from accelpatch.runtime.generation.patched_model import RUNTIME
-from accelpatch.runtime.graphs.cache_contents import attached
 from accelpatch.runtime.graphs.captured_model import CapturedModel
 from accelpatch.runtime.graphs.captured_step import CAPTURED, NotCaptured
 from accelpatch.runtime.graphs.fused_forward import FORWARD

@@ -1,0 +1,41 @@
+"""What the layers of a model cache, by which a cache is known to be one of the model's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from accelpatch.fusion import attention_facts, layer_facts
+from accelpatch.fusion.cannot_fuse import CannotFuse
+
+
+@dataclass(frozen=True)
+class Cached:
+    """What a layer caches. window: its sliding window in tokens, the new one included, 0 for none. heads, sizes, dtype:
+    of keys and values, whose sizes may differ; heads is 0 where that is not known, as of some layers' modules."""
+
+    window: int
+    heads: int = 0
+    sizes: tuple[int, int] = (0, 0)
+    dtype: torch.dtype | None = None
+
+
+def cached_by(layer: Any, dtype: torch.dtype, known: tuple[int, int] | None = None) -> Cached:
+    """What a decoder layer caches, in `dtype`. known: (heads of the cache, head size), where the layer is fused."""
+    attention = layer_facts.attention_of(layer)
+    if attention is None:
+        return Cached(0)
+    window, found = attention_facts.window(attention), known or _heads_of_module(layer, attention)
+    return Cached(window) if found is None else Cached(window, found[0], (found[1], found[1]), dtype)
+
+
+def _heads_of_module(layer: Any, attention: Any) -> tuple[int, int] | None:
+    linears = () if attention_facts.why_not(attention) else layer_facts.qkv_of(layer)
+    if len(linears) != 3 or not all(hasattr(one, "out_features") for one in linears):
+        return None
+    try:
+        return attention_facts.heads_of(attention, [layer_facts.size_of(one)[0] for one in linears])[1:]
+    except CannotFuse:
+        return None

@@ -1,0 +1,284 @@
+"""The tokens of transformers' KV cache in a static cache, which steps write in place, and the way back.
+
+`attach` leaves the cache usable: its layers are the objects that they were, say how many tokens they hold, and are
+reordered (beam search) where the tokens lie. Who reads keys or values sees the slots, where they are this cache's alone
+(on a CPU). Whatever else touches them gets tensors of its own back first, for all layers.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+OWN_CACHE = "_accelpatch_own"  # attribute of a cache: whether generate() made it for the call that runs
+
+
+class Contents:
+    """`length` tokens of each layer of one of transformers' caches, in the first slots of a static cache.
+
+    static: has layers with keys, values[B, Hkv, capacity, D], and `of_one_cache` where no other cache's tokens come to
+    lie there. Within a step, whose token lies behind the others, a layer has it as soon as the step has run that layer.
+    """
+
+    def __init__(self, layers: Sequence[Any], static: Any, length: int):
+        self.static, self.length = static, length
+        self.fits: Any = None  # what the layers of a model cache to which these were compared, and which they fit
+        self._layers = [weakref.ref(layer) for layer in layers]  # weak: they hold this
+        self._windows = [window_of(layer) for layer in layers]
+        self._detached = False
+        self._viewed = False  # somebody may have tensors that share the slots, which only fill up from here on
+        self._ahead = 0  # within a step, the layers before this place have its token
+        self._module: int | None = None  # within a step, the place of the layer whose module runs
+        self._lock = threading.RLock()
+        for place, layer in enumerate(layers):
+            del layer.keys, layer.values
+            layer.__dict__.pop("cumulative_length", None)
+            layer.__class__ = ATTACHED[type(layer)]
+            layer._contents, layer._place = self, place
+
+    def are_of(self, cache: Any) -> bool:
+        """Whether the layers of a cache are those of these tokens, and all have as many."""
+        return not (self._detached or self._ahead) and [ref() for ref in self._layers] == list(cache.layers)
+
+    def count(self, place: int) -> int:
+        """Number of tokens that a layer has."""
+        return self.length + (place < self._ahead)
+
+    def detach(self) -> None:
+        """Give every layer copies of its tokens, and its class back. Does nothing where that was done."""
+        with self._lock, torch.no_grad():
+            if self._detached:
+                return
+            held = [(place, layer) for place, ref in enumerate(self._layers) if (layer := ref()) is not None]
+            counts = [self.count(place) for place, _ in held]
+            copies = [_tokens(self._windows[place], self.static.layers[place], self.count(place)) for place, _ in held]
+            self._detached = True
+            for (_, layer), (keys, values), count in zip(held, copies, counts, strict=True):
+                layer.__class__ = DETACHED[type(layer)]
+                del layer._contents, layer._place
+                layer.keys, layer.values = keys, values
+                if type(layer) is DynamicSlidingWindowLayer:
+                    layer.cumulative_length = count
+            for device in {keys.device for keys, _ in copies if keys.is_cuda}:
+                torch.cuda.current_stream(device).synchronize()  # the static cache's next user may use another stream
+
+    def view(self, place: int, name: str) -> Tensor | None:
+        """What a layer keeps of its keys or values, where it lies; None where somebody else may write there later."""
+        with self._lock:
+            if self._detached or not getattr(self.static, "of_one_cache", False):
+                return None
+            self._viewed = True
+            count = self.count(place)
+            tensor: Tensor = getattr(self.static.layers[place], name)
+            return tensor[:, :, _first_kept(self._windows[place], count) : count]
+
+    def reorder(self, place: int, rows: Tensor) -> bool:
+        """Row b of a layer becomes its row rows[b], int64. Returns False where that must be done to the layer's own."""
+        held = self.static.layers[place]
+        with self._lock, torch.no_grad():
+            if self._detached or self._ahead or self._viewed or len(rows) != len(held.keys):
+                return False
+            for tensor in (held.keys, held.values):
+                filled = tensor[:, :, : self.length]
+                filled.copy_(filled.index_select(0, rows.to(tensor.device)))
+            return True
+
+    def append(self, layer: Any, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Write a step's token [B, Hkv, 1, D] of the layer whose module runs; returns it behind all that the layer
+        keeps. None where that must be done to the layer's own tensors."""
+        held, end = self.static.layers[layer._place], self.length + 1
+        pairs = ((held.keys, keys), (held.values, values))
+        with self._lock, torch.no_grad():
+            if self._detached or not self._module == self._ahead == layer._place:
+                return None
+            if any(_alike(slots[:, :, self.length : end]) != _alike(new) for slots, new in pairs):
+                return None
+            for slots, new in pairs:
+                slots[:, :, self.length : end] = new
+            self._ahead += 1
+        first = _first_kept(self._windows[layer._place], self.length)
+        return held.keys[:, :, first:end], held.values[:, :, first:end]
+
+    @contextmanager
+    def module(self, place: int) -> Iterator[None]:
+        """Context manager around the module of the layer at `place` in a step, which adds the token by `update`."""
+        self._fill(place)
+        self._module = place
+        try:
+            yield
+        except BaseException:
+            self._ahead = 0  # the step is no more, and attached layers have not seen its token
+            raise
+        finally:
+            self._module = None
+        if self._ahead == place:  # it has cached nothing: other layers have a token more from here on
+            self.detach()
+        self._ahead = place + 1
+
+    def grow(self) -> None:
+        """A step was made, and its token written behind the others."""
+        with self._lock:
+            if self._detached:
+                self._fill(len(self._layers))
+            self.length += 1
+            self._ahead = 0
+
+    def _fill(self, place: int) -> None:
+        """Within a step, the layers before `place` have its token. Layers that were detached meanwhile (by a hook that
+        reads the cache) get a copy."""
+        with self._lock, torch.no_grad():
+            if self._detached:
+                token = slice(self.length, self.length + 1)
+                for ref, held in zip(
+                    self._layers[self._ahead : place], self.static.layers[self._ahead :], strict=False
+                ):
+                    if (layer := ref()) is not None:
+                        layer.update(held.keys[:, :, token].clone(), held.values[:, :, token].clone())
+            self._ahead = place
+
+    def move(self, static: Any) -> None:
+        """Copy the tokens to a larger static cache, where they lie from here on."""
+        for held, larger in zip(self.static.layers, static.layers, strict=True):
+            larger.keys[:, :, : self.length].copy_(held.keys[:, :, : self.length])
+            larger.values[:, :, : self.length].copy_(held.values[:, :, : self.length])
+        self.static = static
+
+
+class _Attached:
+    """What a layer of transformers' cache has in place of its own while its tokens lie in a static cache."""
+
+    _contents: Contents
+    _place: int
+
+    @property
+    def keys(self) -> Any:
+        """A view of the slots, where nobody else writes; else detaches, for a tensor of the layer's own."""
+        view = self._contents.view(self._place, "keys")
+        if view is None:
+            self._contents.detach()
+        return self.keys if view is None else view  # of the layer's own class by now
+
+    @keys.setter
+    def keys(self, value: Any) -> None:
+        self._contents.detach()
+        self.keys = value
+
+    @property
+    def values(self) -> Any:
+        """As keys."""
+        view = self._contents.view(self._place, "values")
+        if view is None:
+            self._contents.detach()
+        return self.values if view is None else view
+
+    @values.setter
+    def values(self, value: Any) -> None:
+        self._contents.detach()
+        self.values = value
+
+    @property
+    def cumulative_length(self) -> int:
+        """Number of tokens so far, of a layer with a sliding window."""
+        return self._contents.count(self._place)
+
+    @cumulative_length.setter
+    def cumulative_length(self, value: int) -> None:
+        self._contents.detach()
+        self.cumulative_length = value
+
+    def get_seq_length(self) -> int:
+        """Number of cached tokens."""
+        contents = _contents_of(self)
+        length: int = type(self).get_seq_length(self) if contents is None else contents.count(self._place)
+        return length
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append tokens; the one of a step where the others lie."""
+        contents = _contents_of(self)
+        appended = None if contents is None else contents.append(self, key_states, value_states)
+        if appended is not None:
+            return appended
+        made: tuple[Tensor, Tensor] = _own_class(self).update(self, key_states, value_states, *args, **kwargs)
+        return made
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Reorder the rows in place, as beam search does."""
+        contents = _contents_of(self)
+        if contents is None or not contents.reorder(self._place, beam_idx):
+            _own_class(self).reorder_cache(self, beam_idx)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _own_class(self).__reduce_ex__(self, protocol)
+
+
+def _contents_of(layer: Any) -> Contents | None:
+    """Where the tokens of a layer lie. None for one that was detached since somebody took the method that asks."""
+    contents: Contents | None = vars(layer).get("_contents")
+    return contents
+
+
+def _own_class(layer: Any) -> Any:
+    """The class of a layer with tensors of its own, which it has from here on."""
+    if (contents := _contents_of(layer)) is not None:
+        contents.detach()
+    return type(layer)
+
+
+def _attached(plain: type) -> type:
+    """The class of an attached layer. No second base: an object's class changes only to one of equal layout."""
+    left = {"__dict__", "__weakref__"} | (set() if plain is DynamicSlidingWindowLayer else {"cumulative_length"})
+    body = {name: value for name, value in vars(_Attached).items() if name not in left}
+    return type(plain)(plain.__name__, (plain,), body | {"__module__": plain.__module__})
+
+
+ATTACHED = {plain: _attached(plain) for plain in (DynamicLayer, DynamicSlidingWindowLayer)}
+DETACHED = {attached: plain for plain, attached in ATTACHED.items()}
+
+
+def attached(cache: Any) -> Contents | None:
+    """The contents of `cache` that lie in a static cache; None where it holds its tokens itself."""
+    contents: Contents | None = getattr(cache.layers[0], "_contents", None) if cache.layers else None
+    return contents if contents is not None and contents.are_of(cache) else None
+
+
+def attach(cache: Any, static: Any) -> Contents:
+    """Move the tokens of `cache`, for which cache_form.py has no objection, into `static`, and leave them there.
+
+    Of a sliding-window layer only the last tokens exist; the window hides all earlier ones.
+    """
+    length = int(cache.get_seq_length())
+    for layer in cache.layers:
+        if type(layer) in DETACHED:  # of another cache's tokens, or in another order
+            layer._contents.detach()
+    for layer, held in zip(cache.layers if length else (), static.layers, strict=False):
+        first = length - layer.keys.shape[2]
+        held.keys[:, :, first:length].copy_(layer.keys)
+        held.values[:, :, first:length].copy_(layer.values)
+    return Contents(cache.layers, static, length)
+
+
+def window_of(layer: Any) -> int:
+    """The sliding window of a layer in tokens, the new one included; 0 for none."""
+    return layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else 0
+
+
+def _first_kept(window: int, length: int) -> int:
+    """Index of the first of `length` tokens that a layer with a window keeps."""
+    return max(0, length - window + 1) if window else 0
+
+
+def _tokens(window: int, held: Any, length: int) -> tuple[Tensor, Tensor]:
+    """Copies of the keys and values that a layer keeps of `length` tokens of a static layer."""
+    kept = slice(_first_kept(window, length), length)
+    return held.keys[:, :, kept].clone(), held.values[:, :, kept].clone()
+
+
+def _alike(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype, tensor.device
