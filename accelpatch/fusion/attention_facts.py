@@ -16,7 +16,7 @@ from accelpatch.fusion.cannot_fuse import CannotFuse
 from accelpatch.kernels.cpu.decode_step import Sizes, why_not_layer
 from accelpatch.models.family import STATIC_ROPE, Rotary, family_of_class, form_of, has_layer_norms
 from accelpatch.modules.attention import FlashAttention
-from accelpatch.modules.attention_settings import NAME
+from accelpatch.modules.attention_settings import NAME, original_name
 from accelpatch.modules.rotary import FusedRotaryEmbedding
 
 CAPPED = ("eager", NAME)  # implementations that apply a softcap of the scores
@@ -45,9 +45,12 @@ def _own(attention: Any) -> type:
 
 
 def runs_eager(attention: Any) -> bool:
-    """Whether transformers' implementation of a module, or of its original, is `eager`, which None is too."""
-    config = attention.replaced_config if isinstance(attention, FlashAttention) else attention.config
-    return config._attn_implementation in ("eager", None)
+    """Whether transformers' implementation that a module has, or that this package's stands for, is `eager`, which None
+    is too."""
+    name = attention.config._attn_implementation
+    if name == NAME:
+        name = original_name(attention) or attention.replaced_name
+    return name in ("eager", None)
 
 
 def window(attention: Any) -> int:

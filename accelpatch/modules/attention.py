@@ -83,13 +83,13 @@ def attention_forward(
     """
     compiling = torch.compiler.is_compiling()
     name = None if compiling else original_name(module)
-    if name is None and options.get(WEIGHTS) and was_eager(module):
-        if compiling or getattr(attention_mask, "dtype", None) == torch.int32:
-            raise KernelError(
-                "attention weights are made in calls of the model, not in those of its layers with masks of this "
-                "attention, nor under torch.compile: call model.set_attn_implementation('eager')"
-            )
-        name = "eager"
+    weighed = name is None and options.get(WEIGHTS) and was_eager(module)
+    if (weighed and compiling) or ((weighed or name) and getattr(attention_mask, "dtype", None) == torch.int32):
+        raise KernelError(
+            "attention weights are made in calls of the model, not in those of its layers with masks of this "
+            "attention, nor under torch.compile: call model.set_attn_implementation('eager')"
+        )
+    name = "eager" if weighed else name
     if name is not None:
         made: tuple[Tensor, Tensor | None] = original_attention(module, name)(
             module, query, key, value, attention_mask, **options

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -66,12 +67,8 @@ def _configured(model: Any) -> Any:
     return model(**padded_batch()).attentions
 
 
-def _generate(model: Any) -> Any:
-    return model.generate(**padded_batch(), **ASKED).attentions
-
-
-def _beams(model: Any) -> Any:
-    return model.generate(**padded_batch(), num_beams=2, **ASKED).attentions
+def _generate(model: Any, **options: Any) -> Any:
+    return model.generate(**padded_batch(), **ASKED, **options).attentions
 
 
 def _assisted(model: Any) -> Any:
@@ -85,8 +82,9 @@ def _configured_for_generate(model: Any) -> Any:
 
 
 CALLS: dict[str, Callable[[Any], Any]] = {
-    "call": _call, "tuple": _tuple, "part": _of_a_part, "config": _configured, "generate": _generate, "beams": _beams,
-    "assisted": _assisted, "generation config": _configured_for_generate,
+    "call": _call, "tuple": _tuple, "part": _of_a_part, "config": _configured, "generate": _generate,
+    "beams": functools.partial(_generate, num_beams=2), "assisted": _assisted,
+    "static": functools.partial(_generate, cache_implementation="static"), "generation config": _configured_for_generate,
 }  # fmt: skip
 
 

@@ -86,7 +86,7 @@ def _subclass(cls: Any, is_model: bool) -> type[nn.Module]:
     body |= {name: wrap(cls, name) for name, wrap in wrapped.items() if hasattr(cls, name)}
     if is_model:
         body["_apply"] = moving(cls._apply)
-        wrapped = {"_sample": _looping, CACHES: _marking, "generate": _looked_at_once}
+        wrapped = {"_sample": _looping, CACHES: _marking, "generate": _generating}
         body |= {name: wrap(cls, name) for name, wrap in wrapped.items() if hasattr(cls, name)}
         body |= {"save_pretrained": saving(cls.save_pretrained)} if hasattr(cls, "save_pretrained") else {}
         body |= {"push_to_hub": cls.push_to_hub} if hasattr(cls, "push_to_hub") else {}
@@ -124,6 +124,21 @@ def _looked_at_once(cls: Any, name: str) -> Any:
             return getattr(cls, name)(self, *args, **kwargs)
 
     return behind_checks(getattr(cls, name), call)
+
+
+def _generating(cls: Any, name: str) -> Any:
+    """Wraps generate() as `_looked_at_once` does, and as `_weighing` does: masks of static caches are made before the
+    model is called."""
+    stock = _looked_at_once(cls, name)
+
+    @functools.wraps(stock)
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        config = kwargs.get("generation_config") or getattr(self, "generation_config", None)
+        wanted = kwargs.get(WEIGHTS, getattr(config, WEIGHTS, None))
+        with originals(self) if wanted else nullcontext():
+            return stock(self, *args, **kwargs)
+
+    return generate
 
 
 def _marking(cls: Any, name: str) -> Any:

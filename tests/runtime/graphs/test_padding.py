@@ -57,6 +57,16 @@ def test_every_place_of_a_padded_batch(name: str, implementation: str, mask: str
     torch.testing.assert_close(found.hidden_states, due.hidden_states, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("before, after", [("sdpa", "eager"), ("eager", "sdpa")])
+@torch.no_grad()
+def test_another_implementation_after_the_patch(before: str, after: str) -> None:
+    plain, model = pair("llama", before, "flash")
+    for one in (plain, model):
+        one.set_attn_implementation(after)
+    given = padded_batch()
+    torch.testing.assert_close(model(**given).logits, plain(**given).logits, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("kept", [1, 3, "places"])
 @torch.no_grad()
 def test_places_that_the_caller_keeps(kept: Any, monkeypatch: pytest.MonkeyPatch) -> None:
