@@ -84,7 +84,8 @@ def _configured_for_generate(model: Any) -> Any:
 CALLS: dict[str, Callable[[Any], Any]] = {
     "call": _call, "tuple": _tuple, "part": _of_a_part, "config": _configured, "generate": _generate,
     "beams": functools.partial(_generate, num_beams=2), "assisted": _assisted,
-    "static": functools.partial(_generate, cache_implementation="static"), "generation config": _configured_for_generate,
+    "static": functools.partial(_generate, cache_implementation="static"),
+    "by configuration": _configured_for_generate,
 }  # fmt: skip
 
 
