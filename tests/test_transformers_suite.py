@@ -132,13 +132,13 @@ def test_the_table_of_a_former_run(
     from transformers_tests.table import row_of
 
     file = tmp_path / "results.json"
-    rows: list[dict[str, Any]] = [row_of("llama", "flash", 6, read(recorded)).to_dict()]
+    rows: list[dict[str, Any]] = [row_of("llama", "int8", 6, read(recorded)).to_dict()]
     file.write_text(json.dumps({"rows": rows}))
     monkeypatch.setattr(sys, "argv", ["transformers_suite.py", "--read", str(file)])
     runpy.run_path(str(SCRIPTS / "transformers_suite.py"))["main"]()
     head, line, row = capsys.readouterr().out.splitlines()
     assert head.count("|") == line.count("|") == row.count("|")
-    assert row.startswith("| llama | `flash` | 6 | 16 | 3 | 1 | 1 ")
+    assert row.startswith("| llama | `int8` | 6 | 16 | 3 | 1 | 1 ")
     assert "1 unexplained" in row
 
 
