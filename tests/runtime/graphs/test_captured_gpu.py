@@ -106,7 +106,7 @@ class Asking(nn.Module):
         return self.inner(x) if float(x.abs().sum()) >= 0 else x
 
 
-def test_a_model_that_cannot_be_captured_and_the_next_one() -> None:
+def test_a_model_that_asks_the_host_and_the_next_one() -> None:
     model = CAUSAL["llama"].make().cuda()
     model.model.norm = Asking(model.model.norm)  # a layer would run its modules between captured parts
     accelpatch.patch(model, "exact", verify=False)
@@ -114,8 +114,7 @@ def test_a_model_that_cannot_be_captured_and_the_next_one() -> None:
     for _ in range(2):
         torch.manual_seed(3)
         made = model.generate(**batch(padded_batch), **options)
-    reasons = [path for path in model.accelpatch.report().paths if path.startswith("stock loop: its step cannot")]
-    assert reasons
+    assert any(path.startswith("stock loop: Asking.forward is") for path in model.accelpatch.report().paths)
     torch.manual_seed(3)
     assert torch.equal(made, stock(model).generate(**batch(padded_batch), **options))
     other = on_gpu("qwen3")
