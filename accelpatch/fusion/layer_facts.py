@@ -9,6 +9,7 @@ from torch import nn
 
 from accelpatch import own_code
 from accelpatch.fusion.adapters import is_adapter
+from accelpatch.fusion.cannot_fuse import CannotFuse
 from accelpatch.models.family import (
     ACTIVATION_CLASSES,
     PLAIN_ACTIVATIONS,
@@ -117,12 +118,16 @@ def plain_why_not(module: Any, dtype: torch.dtype = torch.float32) -> str | None
 
 
 def size_of(module: Any) -> tuple[int, int]:
-    """(N, K) of an unpatched linear layer or embedding: of its float weight, or what it says of one that is packed."""
+    """(N, K) of an unpatched linear layer or embedding: of its float weight, or what it says of one that is packed.
+    Raises CannotFuse where it says nothing."""
     weight = module._parameters.get("weight")
     if weight is not None and weight.dim() == 2 and weight.is_floating_point():
         rows, columns = weight.shape
         return (columns, rows) if type(module).__name__ == "Conv1D" else (rows, columns)
-    return module.out_features, module.in_features
+    for rows, columns in (("out_features", "in_features"), ("outfeatures", "infeatures")):  # the latter: AutoGPTQ's
+        if hasattr(module, rows) and hasattr(module, columns):
+            return getattr(module, rows), getattr(module, columns)
+    raise CannotFuse(f"the size of {type(module).__name__} is not known")
 
 
 def other_code(layer: Any) -> str | None:

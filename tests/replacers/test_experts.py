@@ -213,7 +213,7 @@ def _with_an_adapter(model: Any) -> None:
 
 
 REASONS = {
-    "gate": (_of_another_gate, "a gate of its own"),
+    "gate": (_of_another_gate, "OtherExperts._apply_gate is"),
     "activation": (_of_another_activation, "the activation of MixtralExperts is not known"),
     "interface": (_of_no_interface, "no gated experts by transformers' experts interface"),
     "adapter": (_with_an_adapter, "down_proj, and gate_up_proj and down_proj are known"),

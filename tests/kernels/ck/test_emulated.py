@@ -51,7 +51,7 @@ def run(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
     monkeypatch.setattr(binding, "_entry", entry)
     monkeypatch.setattr(binding, "stream_of", lambda tensor: 0)
-    monkeypatch.setattr(binding, "on", lambda tensor: nullcontext())
+    monkeypatch.setattr(binding, "on_device", lambda tensor: nullcontext())
     ran.clear()
     torch.use_deterministic_algorithms(True)
     yield binding.gemm_w8a8

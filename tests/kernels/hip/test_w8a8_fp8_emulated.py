@@ -108,7 +108,7 @@ def test_a_launch_by_the_binding(
     torch.manual_seed(0)
     library, function, n, k = made(form), "gemv_w8a8_fp8", 96, 320
     monkeypatch.setattr(binding, "_entry", lambda *_: binding.declared(library.held, f"accelpatch_{function}"))
-    monkeypatch.setattr(binding, "on", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(binding, "on_device", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(binding, "stream_of", lambda _: None)
     packed, x = weight(kind, n, k, False), torch.randn(2, 3, k, dtype=torch.bfloat16)
     bias, gain = torch.randn(n, dtype=x.dtype), 1 + 0.1 * torch.randn(k, dtype=x.dtype)
