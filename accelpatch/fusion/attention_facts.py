@@ -16,7 +16,7 @@ from accelpatch.fusion.cannot_fuse import CannotFuse
 from accelpatch.kernels.cpu.decode_step import Sizes, why_not_layer
 from accelpatch.models.family import STATIC_ROPE, Rotary, family_of_class, form_of, has_layer_norms
 from accelpatch.modules.attention import FlashAttention
-from accelpatch.modules.attention_settings import NAME, original_name
+from accelpatch.modules.attention_settings import NAME, original_name, was_eager
 from accelpatch.modules.rotary import FusedRotaryEmbedding
 
 CAPPED = ("eager", NAME)  # implementations that apply a softcap of the scores
@@ -48,8 +48,8 @@ def runs_eager(attention: Any) -> bool:
     """Whether transformers' implementation that a module has, or that this package's stands for, is `eager`, which None
     is too."""
     name = attention.config._attn_implementation
-    if name == NAME:
-        name = original_name(attention) or attention.replaced_name
+    if name == NAME and (name := original_name(attention)) is None:
+        return was_eager(attention)
     return name in ("eager", None)
 
 

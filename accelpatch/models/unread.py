@@ -98,7 +98,7 @@ def _mixed(config: Mapping[str, Any]) -> bool:
 def _compressed(config: Mapping[str, Any]) -> Iterator[str]:
     """What compressed-tensors says that is not read."""
     transforms, cache, sparsity = (config.get(f"{name}_config") for name in ("transform", "kv_cache", "sparsity"))
-    if transforms:
+    if transforms and (not isinstance(transforms, dict) or transforms.get("config_groups", True)):
         yield "rotated weights, whose inputs or outputs are rotated while the model runs (transform_config),"
     if config.get("kv_cache_scheme") or cache:
         yield "a quantised KV cache (kv_cache_scheme)"

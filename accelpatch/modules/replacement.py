@@ -66,7 +66,7 @@ def subclass(mixin: Any, cls: Any) -> type[nn.Module]:
     deep = _deep_copy if issubclass(mixin, Replacement) else copy_with_parts
     body = {"__module__": mixin.__module__, "__reduce_ex__": copied_by(deep), "replaced_class": cls}
     made = type(f"{mixin.__name__}_{cls.__name__}", (mixin, cls), body)
-    if mixin.__module__.startswith("accelpatch."):  # another's replacement stands for what it wants
+    if mixin.__module__.startswith("accelpatch."):  # another's replacement runs its own forward, whatever changes
         _MADE[made] = vars(made).get("forward")  # transformers wraps the forward of every class of layers
         own_code.reached_by(made)
         own_code.on_refresh(stand_aside)
@@ -75,6 +75,12 @@ def subclass(mixin: Any, cls: Any) -> type[nn.Module]:
 
 
 _MADE: dict[Any, Any] = {}  # every class that `subclass` made of a replacement of this package -> its own forward
+
+
+def _aside(function: Any) -> Any:
+    """Mark a function by which a class stands aside."""
+    setattr(function, ASIDE, True)
+    return function
 
 
 def stand_aside() -> None:
@@ -111,6 +117,7 @@ def runs_original(module: nn.Module) -> bool:
     return any(one is module for one in _RUNNING.modules)
 
 
+@_aside
 def _run_original(self: Any, *args: Any, **kwargs: Any) -> Any:
     _RUNNING.modules.append(self)
     try:
@@ -123,25 +130,22 @@ def _run_original(self: Any, *args: Any, **kwargs: Any) -> Any:
 def _either(made: Any) -> Any:
     forward = _MADE[made] or super(made, made).forward
 
+    @_aside
     def run_either(self: Any, *args: Any, **kwargs: Any) -> Any:
         """The original's forward where a method that it calls is set on the instance, else the replacement's."""
         if own_code.differs(self):
             return _run_original(self, *args, **kwargs)
         return forward(self, *args, **kwargs)
 
-    setattr(run_either, ASIDE, True)
     return run_either
 
 
+@_aside
 def _refuse_to_run(self: Any, *args: Any, **kwargs: Any) -> Any:
     raise PatchError(
         f"{vars(self).get(PATH)}: {own_code.reached_by(type(self)).reason}, and the packed layer cannot run it: call "
         "accelpatch.unpatch(model) first"
     )
-
-
-for _one in (_run_original, _refuse_to_run):
-    setattr(_one, ASIDE, True)
 
 
 def adopt(mixin: type[Module], original: nn.Module) -> Module:

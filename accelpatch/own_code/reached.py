@@ -43,7 +43,7 @@ class Reached:
 
     def __init__(self, cls: type, roots: Iterable[str] = FORWARD, *, deep: bool = True):
         self.cls, self._deep = original_of(cls), deep
-        self._before = [one for one in cls.__mro__ if one not in self.cls.__mro__]
+        self._in_front = [one for one in cls.__mro__ if one not in self.cls.__mro__]  # where names are found first
         self.reason: str | None = None
         self.in_registry = False
         self.methods: set[str] = set()
@@ -52,7 +52,7 @@ class Reached:
         self.registries: list[Mapping[str, Any]] = []
         self.functions: dict[int, FunctionType] = {}
         self.classes = [
-            *self._before,
+            *self._in_front,
             *(base for base in self.cls.__mro__ if base.__module__ not in (BASE, "builtins")),
         ]
         for name in (*CALL, *roots):
@@ -77,11 +77,11 @@ class Reached:
     def _method(self, name: str) -> None:
         """Read a name of the class, in itself and in the bases behind it, which it may call by `super`."""
         self._names.add(name)
-        for derived in (one for one in self._before if name in vars(one)):
-            value = vars(derived)[name]
-            self.places[id(derived), name] = vars(derived)
-            if not is_ours(value) and (functions_of(value) or derived.__module__.split(".")[0] != OURS):
-                self._fault(f"{derived.__name__}.{name}", value)
+        for made in (one for one in self._in_front if name in vars(one)):
+            value = vars(made)[name]
+            self.places[id(made), name] = vars(made)
+            if not is_ours(value) and (functions_of(value) or made.__module__.split(".")[0] != OURS):
+                self._fault(f"{made.__name__}.{name}", value)
         found = [base for base in self.cls.__mro__ if name in vars(base) and base.__module__ != "builtins"]
         for base in found:
             behind = base is not found[0] and base.__module__ == BASE  # the forward that nn.Module does not have

@@ -151,37 +151,32 @@ class Contents:
         self.static = static
 
 
+def _states(name: str) -> property:
+    """The keys or values: a view of the slots, where nobody else writes; else detaches, for a tensor of the layer's
+    own."""
+
+    def get(layer: Any) -> Any:
+        view = layer._contents.view(layer._place, name)
+        if view is not None:
+            return view
+        layer._contents.detach()
+        return getattr(layer, name)  # of the layer's own class by now
+
+    def put(layer: Any, value: Any) -> None:
+        layer._contents.detach()
+        setattr(layer, name, value)
+
+    return property(get, put)
+
+
 class _Attached:
     """What a layer of transformers' cache has in place of its own while its tokens lie in a static cache."""
 
     _contents: Contents
     _place: int
 
-    @property
-    def keys(self) -> Any:
-        """A view of the slots, where nobody else writes; else detaches, for a tensor of the layer's own."""
-        view = self._contents.view(self._place, "keys")
-        if view is None:
-            self._contents.detach()
-        return self.keys if view is None else view  # of the layer's own class by now
-
-    @keys.setter
-    def keys(self, value: Any) -> None:
-        self._contents.detach()
-        self.keys = value
-
-    @property
-    def values(self) -> Any:
-        """As keys."""
-        view = self._contents.view(self._place, "values")
-        if view is None:
-            self._contents.detach()
-        return self.values if view is None else view
-
-    @values.setter
-    def values(self, value: Any) -> None:
-        self._contents.detach()
-        self.values = value
+    keys = _states("keys")
+    values = _states("values")
 
     @property
     def cumulative_length(self) -> int:

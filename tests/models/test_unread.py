@@ -103,6 +103,7 @@ def test_a_reason_says_what_it_is_and_what_reads_it(config: dict[str, Any], what
 
 NEUTRAL: dict[str, dict[str, Any]] = {
     "dense-sparsity": config_of(FLOAT) | {"sparsity_config": {"format": "dense"}},
+    "no-transforms": config_of(PACKED) | {"transform_config": {"config_groups": {}}},
     "no-sparsity": config_of(FLOAT) | {"sparsity_config": None, "transform_config": None},
     "float-layers-by-auto-round": GPTQ | {"extra_config": {"lm_head": {"bits": 16, "data_type": "float"}}},
     "the-same-bits": GPTQ | {"extra_config": {"a": {"bits": 4, "group_size": 32, "sym": True}}},
