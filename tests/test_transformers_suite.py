@@ -44,6 +44,8 @@ class ModelTest(unittest.TestCase):
     def test_not_wanted(self):
         pass
 """
+CACHES = "transformers.cache_utils"
+CLASSES = "E   AssertionError: <class '{0}.DynamicLayer'> != <class '{0}.{1}'>"
 IMAGES = "E   ValueError: Image features and image tokens do not match, tokens: 0, features: 2"
 RECORDS = [
     {"test": "a::test_started", "outcome": "started"},
@@ -112,6 +114,8 @@ def test_counts(recorded: Path) -> None:
     [
         pytest.param("int8", IMAGES, "look for an image's place", id="embeddings, int8"),
         pytest.param("exact", IMAGES, "unexplained", id="embeddings, exact"),
+        pytest.param("exact", CLASSES.format(CACHES, "DynamicLayer"), "compare the classes", id="a subclass"),
+        pytest.param("exact", CLASSES.format(CACHES, "StaticLayer"), "unexplained", id="another class"),
         pytest.param("int8", "E   assert x.max().item() < 1e-3", "compare numbers", id="a bound, int8"),
         pytest.param("int8", "E   AssertionError: Tensor-likes are not close!", "compare numbers", id="numbers, int8"),
         pytest.param("exact", "E   AssertionError: Tensor-likes are not close!", "unexplained", id="numbers, exact"),
