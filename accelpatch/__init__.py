@@ -1,11 +1,14 @@
 """accelpatch makes a Hugging Face transformer faster: a recipe says which of its modules to replace, in place.
 
-`plan` shows what would be replaced, `patch` replaces and verifies it, `unpatch` restores the original.
+`plan` shows what would be replaced, `patch` replaces and verifies it, `unpatch` restores the original. From this import
+on, from_pretrained of transformers loads what a patched model's save_pretrained wrote.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
+
+from accelpatch import registration
 
 if TYPE_CHECKING:
     from accelpatch.api import (
@@ -65,3 +68,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *__all__])
+
+
+registration.register()

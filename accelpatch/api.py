@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import accelpatch.models.load as loading
 from accelpatch import device as devices
+from accelpatch import progress as bars
 from accelpatch.checkpoints import as_stored, foreign, gguf_tensors, quantization_config, quantizer
 from accelpatch.checkpoints import save as saving
 from accelpatch.checkpoints import statistics as files
@@ -27,11 +28,13 @@ from accelpatch.models.smoothing import smoothing_groups
 from accelpatch.parallel.device_map import placement_of
 from accelpatch.patching import apply
 from accelpatch.patching.evaluation import Evaluation, compare
+from accelpatch.patching.extent import AUTO, QUICK, Extent, level_of
 from accelpatch.patching.match import unwrapped
-from accelpatch.patching.patchable import check_patchable
+from accelpatch.patching.patchable import check_module, check_patchable
 from accelpatch.patching.placement import device_of
 from accelpatch.patching.plan import Plan, make_plan
-from accelpatch.pipeline import calibrated, carry_out, compiled
+from accelpatch.pipeline import calibrated, carry_out, compiled, computed_by
+from accelpatch.progress import Progress
 from accelpatch.quant.calibration import Statistics
 from accelpatch.recipe import recipe as recipes
 from accelpatch.recipe.recipe import Recipe
@@ -51,8 +54,7 @@ __all__ = [
 ]  # fmt: skip
 
 Model = TypeVar("Model", bound=nn.Module)
-AnyRecipe = str | Path | Recipe
-Progress = Callable[[str, int, int], None]
+AnyRecipe = str | Path | Mapping[str, Any] | Recipe
 KEEP_ORIGINAL = ("cpu", "none")
 WHILE_LOADING = "quantised while the weights were read: format errors are those of the weights"
 FROM_CHECKPOINT = "quantised weights are those of the checkpoint: their difference from the originals is not measured"
@@ -60,31 +62,43 @@ FROM_CHECKPOINT = "quantised weights are those of the checkpoint: their differen
 
 def load(
     name: str, recipe: AnyRecipe | None = None, *, dtype: Any = "auto", device: Any = "cpu",
-    statistics: Statistics | str | Path | None = None, progress: Progress | None = None, resume: Path | None = None,
+    statistics: Statistics | str | Path | None = None, verify: bool | str = True,
+    progress: Progress | bool | None = None, resume: Path | None = None,
 ) -> Loaded:  # fmt: skip
     """Load a model by short name, folder, GGUF file or hub name; a saved patched model comes back patched.
 
     recipe: patch a float checkpoint while it loads: each weight is quantised as soon as it is read, so that memory
     holds the result and one weight more; for a recipe that calibrates it is loaded whole. statistics: see `patch`.
-    dtype: "auto" keeps the checkpoint's. progress: called as ``progress(stage, done, total)``. resume: a folder for
-    finished weights, the caller's to remove, from which an interrupted call goes on. Raises LoadError, and what `patch`
-    raises.
+    dtype: "auto" keeps the checkpoint's. verify, progress: see `patch`. resume: a folder for finished weights, the
+    caller's to remove, from which an interrupted call goes on. Raises LoadError, and what `patch` raises.
     """
+    level = level_of(verify)
+    with bars.shown(progress) as shown:
+        return _load(name, recipe, {"dtype": dtype, "device": device, "progress": shown}, statistics, level, resume)
+
+
+def _load(
+    name: str, recipe: AnyRecipe | None, options: dict[str, Any], statistics: Any, level: str, resume: Path | None
+) -> Loaded:
     register_checkpoints()
-    options: dict[str, Any] = {"dtype": dtype, "device": device, "progress": progress}
     layout = foreign.layout_of(name)
     if recipe is None:
-        return loading.load(name, **options, quantization=None if layout is None else foreign.described(layout))
+        described = None if layout is None else foreign.described(layout)
+        own = {"verify": level, "progress": options["progress"]}
+        return loading.load(name, **options, quantization=described, own=own)
     wanted = recipes.load(recipe)
     if layout is not None or loading.is_patched(name):
         raise LoadError(f"{name} is a saved patched model, which has its recipe: load it without another")
     if as_stored.wants(wanted):
-        return as_stored.load(name, wanted, options)
+        return as_stored.load(name, wanted, level, options)
     if resolve(name).kind == "gguf" or _calibrates(wanted):  # transformers unpacks the first kind whole
         loaded = loading.load(name, **options)
-        patch(loaded.model, wanted, keep_original="none", statistics=statistics, progress=progress)
+        patch(
+            loaded.model, wanted, keep_original="none", statistics=statistics, verify=level,
+            progress=options["progress"],
+        )  # fmt: skip
         return loaded
-    config = quantization_config.AccelpatchConfig(wanted, progress=progress, resume=resume)
+    config = quantization_config.AccelpatchConfig(wanted, progress=options["progress"], resume=resume, verify=level)
     return loading.load(name, **options, quantization=config)
 
 
@@ -95,7 +109,8 @@ def is_patched(name: str) -> bool:
 
 def quantize(
     name: str, recipe: AnyRecipe, out: str | Path, *, max_shard_size: int | str = "5GB", dtype: Any = "auto",
-    device: Any = "cpu", statistics: Statistics | str | Path | None = None, progress: Progress | None = None,
+    device: Any = "cpu", statistics: Statistics | str | Path | None = None, verify: bool | str = True,
+    progress: Progress | bool | None = None,
 ) -> Report:  # fmt: skip
     """Patch a checkpoint while it loads and save it, with its tokenizer, into the folder `out`, all or nothing.
 
@@ -107,7 +122,7 @@ def quantize(
         raise SaveError(f"{folder} holds the float weights: name another folder")
     saving.check(folder, max_shard_size)
     loaded = load(
-        name, recipe, dtype=dtype, device=device, statistics=statistics, progress=progress,
+        name, recipe, dtype=dtype, device=device, statistics=statistics, verify=verify, progress=progress,
         resume=saving.beside(folder),
     )  # fmt: skip
     more = [] if loaded.tokenizer is None else [loaded.tokenizer.save_pretrained]
@@ -121,6 +136,7 @@ def plan(model: nn.Module, recipe: AnyRecipe = "int8", *, device: Device | None 
 
     device: the hardware to plan for; default: the one that the model is on. Raises RecipeError and PlanError.
     """
+    check_module(model)
     model = unwrapped(model)
     placement, roles = placement_of(model), roles_of(getattr(model, "config", None))
     facts = device or devices.probe(str(placement.device or device_of(model)))
@@ -147,7 +163,7 @@ def plan_from_config(
 
 def calibrate(
     model: nn.Module, data: Any = None, *, tokenizer: Any = None, samples: int | None = None,
-    length: int | None = None, progress: Progress | None = None,
+    length: int | None = None, progress: Progress | bool | None = None,
 ) -> Statistics:  # fmt: skip
     """Statistics of every linear layer's input, for recipes such as smoothquant: patch(model, recipe, statistics=...).
 
@@ -155,9 +171,11 @@ def calibrate(
     tokens; None: text that the model writes itself. Raises LoadError for data that will not do, and PatchError, naming
     the layer, for inputs that are not finite.
     """
+    check_module(model)
     inner = unwrapped(model)
     check_patchable(inner)
-    return calibrated(inner, data, tokenizer, Stopwatch(progress), samples, length)
+    with bars.shown(progress) as shown:
+        return calibrated(inner, data, tokenizer, Stopwatch(shown), samples, length)
 
 
 def save_statistics(statistics: Statistics, file: str | Path) -> None:
@@ -172,26 +190,32 @@ def patch(
     inputs: Sequence[Mapping[str, Any]] | None = None,
     device: Device | None = None,
     keep_original: str = "cpu",
-    verify: bool = True,
+    verify: bool | str = True,
     statistics: Statistics | str | Path | None = None,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
 ) -> Model:
     """Replace modules of `model` in place as `recipe` says, and return it; on an error nothing is changed.
 
-    inputs: samples for verification, each the keyword arguments of one call; default: small ones made from the model's
+    recipe: a bundled one's name, the path of a YAML file, a mapping of what such a file holds, or a Recipe. inputs:
+    samples for verification, each the keyword arguments of one call; default: small ones made from the model's
     configuration (if it accepts none of those, nothing is verified, with a warning). keep_original: "cpu" keeps the
-    original weights in host memory for `unpatch`, "none" frees them. verify: compare each replacement with its
-    reference and its original, and the whole model before and after. statistics: of `calibrate`, or a file of them, for
-    recipes that need some; default: the model calibrates on its own text. progress: called with (stage, done, total).
-    A PeftModel keeps its adapters. Raises RecipeError, PlanError, PatchError and KernelError.
+    original weights in host memory for `unpatch`, "none" frees them. verify: compare replacements with their references
+    and their originals, and the whole model before and after; how much, says patching/extent.py: True or "auto",
+    "full", "quick", False or "off". statistics: of `calibrate`, or a file of them, for recipes that need some; default:
+    the model calibrates on its own text. progress: called with (stage, done, total); default: bars in a terminal or a
+    notebook; False for none. A PeftModel keeps its adapters. Raises ArgumentError, RecipeError, PlanError, PatchError
+    and KernelError.
     """
     if keep_original not in KEEP_ORIGINAL:
         raise PatchError(f"keep_original is {keep_original!r}; it is one of {', '.join(KEEP_ORIGINAL)}")
-    given, model, watch = model, unwrapped(model), Stopwatch(progress)
+    check_module(model)
+    given, model, extent = model, unwrapped(model), Extent(level_of(verify))
     placement = placement_of(model)
     check_patchable(model, placement)
-    planned = compiled(plan(model, recipe, device=device), watch)
-    carry_out(model, planned, inputs, keep_original, verify, watch, {}, _save, statistics, placement)
+    with bars.shown(progress) as shown:
+        watch = Stopwatch(shown)
+        planned = compiled(plan(model, recipe, device=device), watch)
+        carry_out(model, planned, inputs, keep_original, extent, watch, {}, _save, statistics, placement)
     return given
 
 
@@ -202,15 +226,25 @@ def _calibrates(recipe: Recipe) -> bool:
 
 
 def _save(model: nn.Module, folder: str | Path, **options: Any) -> None:
-    saving.save(model, folder, _handle(model).plan, **options)
+    handle = _handle(model)
+    found = handle.record.verification
+    known = found is not None and (found.before or found.extent != QUICK)
+    verified = computed_by(handle.plan, saving.recipe_of(handle.plan)) if known else ""
+    saving.save(model, folder, handle.plan, verified=verified, **options)
 
 
-def _finish_loading(model: nn.Module, planned: Plan, built: list[apply.Built], progress: Progress | None) -> None:
+def _finish_loading(
+    model: nn.Module, planned: Plan, built: list[apply.Built], config: quantization_config.AccelpatchConfig
+) -> None:
     """Patch what is left of a model whose quantised weights a checkpoint's loading has built."""
-    watch = Stopwatch(progress)
+    before = config.level == AUTO and config.verified == computed_by(planned, planned.recipe)
+    extent = Extent(QUICK if before else config.level, loaded=bool(built))
     at_hand = {item.entry.site.path: item for item in built}
-    carry_out(model, planned, None, "none", True, watch, at_hand, _save)
+    with bars.shown(config.progress) as shown:
+        carry_out(model, planned, None, "none", extent, Stopwatch(shown), at_hand, _save)
     report = _handle(model).record
+    if report.verification is not None:
+        report.verification.before = before
     if built:
         report.notes.append(FROM_CHECKPOINT if any(item.weight_error is None for item in built) else WHILE_LOADING)
         if report.verification is not None:
@@ -247,15 +281,15 @@ def patched(model: Model, recipe: AnyRecipe = "int8", **options: Any) -> Iterato
 
 def evaluate(
     model: nn.Module, recipe: AnyRecipe, input_ids: Tensor, *, statistics: Statistics | str | Path | None = None,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
 ) -> Evaluation:  # fmt: skip
     """Compare a causal LM before and after `recipe` on input_ids [1, L]: KL divergence, top-1 agreement, perplexity.
 
     The model is unpatched at the end. Raises PatchError for fewer than two tokens.
     """
-    return compare(
-        model, input_ids, patched(model, recipe, verify=False, statistics=statistics, progress=progress), progress
-    )
+    with bars.shown(progress) as shown:
+        patching = patched(model, recipe, verify=False, statistics=statistics, progress=shown)
+        return compare(model, input_ids, patching, shown)
 
 
 @contextmanager
@@ -292,6 +326,7 @@ def patch_on_first_use(
 
 
 def _handle(model: nn.Module) -> apply.Handle:
+    check_module(model)
     handle = vars(unwrapped(model)).get(apply.HANDLE)
     if handle is None:
         raise PatchError("the model is not patched; call accelpatch.patch(model, recipe) first")

@@ -13,6 +13,10 @@ class AccelpatchError(Exception):
     """Base class of all errors that a user's input or machine can cause."""
 
 
+class ArgumentError(AccelpatchError, TypeError):
+    """An argument is of another type than a function takes; the message says what it takes."""
+
+
 class RecipeError(AccelpatchError):
     """A recipe is not valid. ``source``, ``line`` and ``column`` say where.
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,7 @@ from accelpatch.models.texts import windows
 from accelpatch.modules.attention_settings import configurations
 from accelpatch.patching import apply, formula
 from accelpatch.patching.capture import observing, run
+from accelpatch.patching.extent import OFF, Extent
 from accelpatch.patching.host_copies import HostCopies, rounded_weights
 from accelpatch.patching.layers import layer_calls, layer_records, record_layers
 from accelpatch.patching.match import sites
@@ -29,10 +33,12 @@ from accelpatch.patching.placement import WHOLE, Placement, device_of, is_offloa
 from accelpatch.patching.plan import Plan, make_plan
 from accelpatch.patching.site import LINEAR_ROLES
 from accelpatch.patching.stages import NOT_VERIFIED, Captured, capture, stage_report, verified_build, whole_model
+from accelpatch.patching.threads import for_idle_cores
 from accelpatch.patching.verify import SiteErrors
 from accelpatch.quant.calibration import Collector, Statistics
 from accelpatch.quant.smoothing import SiteStatistics
 from accelpatch.recipe import recipe as recipes
+from accelpatch.recipe.recipe import Recipe
 from accelpatch.replacers import registry
 from accelpatch.replacers.smoothing import site_statistics
 from accelpatch.replacers.stored import known
@@ -52,7 +58,23 @@ def compiled(planned: Plan, watch: Stopwatch) -> Plan:
     return planned
 
 
-def fuse(model: nn.Module, planned: Plan, runtime: Any, captured: Captured, report: Report, watch: Stopwatch) -> None:
+def computed_by(planned: Plan, recipe: Recipe) -> str:
+    """SHA-256 over what computes a patched model: the kernel libraries, the device, torch, transformers and the recipe.
+    Two runs of one digest differ in nothing that verification looks at, if the weights are the same."""
+    device = planned.device
+    names = planned.libraries or (("cpu",) if device.kind == "cpu" else ())
+    facts = {
+        "libraries": {name: libraries.fingerprint(name, device) for name in names},
+        "device": [device.arch, device.name],
+        "packages": {name: version(name) for name in ("accelpatch", "torch", "transformers")},
+        "recipe": recipes.dump(recipe),
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def fuse(
+    model: nn.Module, planned: Plan, runtime: Any, captured: Captured, report: Report, watch: Stopwatch, extent: Extent
+) -> None:
     """Lay the fused layers out and verify them; those over their bound run their modules."""
     errors: dict[int, SiteErrors] = {}
     failed: dict[int, str] = {}
@@ -60,8 +82,8 @@ def fuse(model: nn.Module, planned: Plan, runtime: Any, captured: Captured, repo
         fused = runtime.prepare(model)
         if not isinstance(fused, str) and captured.missing is None:
             errors, failed = check_layers(
-                model, fused, layer_calls(report, captured), captured.samples, planned.recipe.verify.metric,
-                lambda done, total: watch("verify fused", done, total),
+                model, fused, layer_calls(report, captured), captured, planned.recipe.verify.metric,
+                lambda done, total: watch("verify fused", done, total), extent,
             )  # fmt: skip
     every = layer_records(report)
     unfused = dict.fromkeys(every, fused.removeprefix("layer 0: ")) if isinstance(fused, str) else fused.unfused
@@ -79,7 +101,7 @@ def writing(model: nn.Module) -> Iterator[None]:
     facts, registered = devices.probe("cpu"), registry()
     roles = roles_of(getattr(model, "config", None))
     planned = make_plan(model, recipes.load("int8"), facts, roles, registered, known=known)
-    carry_out(model, planned, None, "cpu", False, Stopwatch(None), {}, None)
+    carry_out(model, planned, None, "cpu", Extent(OFF), Stopwatch(None), {}, None)
     try:
         yield
     finally:
@@ -141,21 +163,22 @@ def runnable(model: nn.Module, planned: Plan, verify: bool, notes: list[str]) ->
 
 
 def carry_out(
-    model: Any, planned: Plan, inputs: Any, keep_original: str, verify: bool, watch: Stopwatch,
+    model: Any, planned: Plan, inputs: Any, keep_original: str, extent: Extent, watch: Stopwatch,
     at_hand: Mapping[str, apply.Built], save: Any, statistics: Statistics | str | Path | None = None,
     placement: Placement = WHOLE,
 ) -> None:  # fmt: skip
     """Patch `model` as planned. at_hand: path -> replacements that a checkpoint's loading has put there already, with
-    all smoothing in them. save: the model's `save_pretrained`. statistics: see `statistics_of`. placement: where the
-    model's parts lie."""
+    all smoothing in them. extent: what is verified. save: the model's `save_pretrained`. statistics: see
+    `statistics_of`. placement: where the model's parts lie."""
     notes: list[str] = []
     placement.check_room(planned)
     formula.check_unpacking(planned.entries)
     stats = {} if at_hand else statistics_of(model, planned, statistics, watch, notes)
-    with HostCopies(rounded_weights(planned) if keep_original == "cpu" else []) as copies:
-        with runnable(model, planned, verify, notes):
-            captured = capture(model, planned, inputs, sample_inputs, watch, at_hand) if verify else NOT_VERIFIED
-            built, planned = verified_build(planned, captured, checked, watch, at_hand, stats, placement)
+    copying = HostCopies(rounded_weights(planned) if keep_original == "cpu" else [])
+    with for_idle_cores(planned.device.kind), copying as copies:
+        with runnable(model, planned, extent.any, notes):
+            captured = capture(model, planned, inputs, sample_inputs, watch, extent) if extent.any else NOT_VERIFIED
+            built, planned = verified_build(planned, captured, checked, watch, at_hand, stats, placement, extent)
         formula.check_unpacking(planned.entries)
         runtime = new_runtime(planned.device.kind, planned.recipe.runtime)
         report = stage_report(planned, built, runtime.paths)
@@ -166,7 +189,7 @@ def carry_out(
             for owner, settings in configurations(model):
                 handle.configure(owner, settings)
             runtime.code.look()
-            fuse(model, planned, runtime, captured, report, watch)
+            fuse(model, planned, runtime, captured, report, watch, extent)
             report.verification = whole_model(model, captured, report, watch)
             apply.settle(handle, [item.built for item in built], copies, watch, placement)
         except BaseException:

@@ -60,7 +60,8 @@ class Verification:
     tokens: how many were compared. worst_kernel_error: largest `SiteRecord.kernel_share`. worst_format_error: largest
     format_error. failures: messages about the sites whose replacement was over its bound, so that the original stays.
     fused_layers: how many fused layers were verified in a prompt and cached steps. worst_fused_error: the largest
-    `SiteRecord.kernel_share` among them. against: what the whole model was compared with.
+    `SiteRecord.kernel_share` among them. against: what the whole model was compared with. extent: how much was verified
+    (patching/extent.py). before: whether all was, by the same kernels, before the model was saved.
     """
 
     kl: float | None = None
@@ -72,6 +73,8 @@ class Verification:
     fused_layers: int = 0
     worst_fused_error: float | None = None
     against: str = ORIGINAL
+    extent: str = "auto"
+    before: bool = False
 
 
 @dataclass
@@ -173,7 +176,12 @@ def verification_line(v: Verification) -> str:
     if v.worst_fused_error is not None:
         worst = f"worst {v.worst_fused_error:.0%} of the bound"
         parts.append(f"{v.fused_layers} fused layers in a prompt and cached steps, {worst}")
-    parts.append(f"{len(v.failures)} sites over their bound" if v.failures else "every site within its bound")
+    if v.before:
+        parts.append("the first of each kind; the rest before it was saved, by the same kernels on the same arch")
+    elif v.extent == "quick":
+        parts.append("the first of each kind alone")
+    every = "every site" if v.extent != "quick" else "each of them"
+    parts.append(f"{len(v.failures)} sites over their bound" if v.failures else f"{every} within its bound")
     return "verified: " + "; ".join(parts)
 
 

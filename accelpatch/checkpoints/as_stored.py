@@ -40,14 +40,15 @@ def recipe_of(recipe: Recipe, file: GgufFile) -> Recipe:
     return replace(recipe, rules=tuple(rules), verify=replace(recipe.verify, bounds=bounds))
 
 
-def load(name: str, recipe: Recipe, options: Mapping[str, Any]) -> Loaded:
-    """Load a GGUF file with its weights in the formats that they have there. options: those of models.load.load."""
+def load(name: str, recipe: Recipe, level: str, options: Mapping[str, Any]) -> Loaded:
+    """Load a GGUF file with its weights in the formats that they have there. level: how much is verified. options:
+    those of models.load.load."""
     path = loading.gguf_file(name, options["progress"])
     if path is None:
         raise LoadError(f"recipe {recipe.name} holds weights as a GGUF file has them, and {name} is none: give a .gguf "
                         "file, a folder with one, or another recipe")  # fmt: skip
     file, source = open_gguf(path), resolve(name)
-    config = AccelpatchConfig(recipe_of(recipe, file), progress=options["progress"])
+    config = AccelpatchConfig(recipe_of(recipe, file), progress=options["progress"], verify=level)
     config.stored = file.saved
     place = name if source.kind == "gguf" else str(path.parent)  # of the embedded model: a folder of the cache
     return replace(loading.load(place, **options, quantization=config, floats=file.floats()), source=source)

@@ -22,13 +22,14 @@ from transformers.core_model_loading import WeightConverter
 from accelpatch.checkpoints.export_formats import BITS, FORMATS, KINDS, Format, Group, Layer, groups_of
 from accelpatch.checkpoints.replaced_folder import replaced_folder
 from accelpatch.checkpoints.save import SHARD, check, shard_size
-from accelpatch.checkpoints.saved import METHOD, RECIPE, Saved, one_by_one, read
+from accelpatch.checkpoints.saved import RECIPE, Saved, one_by_one, read
 from accelpatch.checkpoints.writing import INDEX, Shards
 from accelpatch.errors import KernelError, LoadError, SaveError
 from accelpatch.models import checkpoint
 from accelpatch.models.catalog import resolve
 from accelpatch.models.load import from_config
 from accelpatch.quant import QuantizedWeight, fp8, int4, int8, packing
+from accelpatch.registration import METHOD
 
 PARTS = ("q", "scale", "offset", "order", "input_scale")
 #: of a layer in any of the formats; headers reserve room for these names

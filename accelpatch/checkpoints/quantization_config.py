@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,11 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from accelpatch.checkpoints.foreign import PACKED, sites_of
 from accelpatch.checkpoints.gguf_tensors import GGUF
-from accelpatch.checkpoints.saved import METHOD, VERSION, Saved, read
+from accelpatch.checkpoints.saved import VERSION, Saved, read
 from accelpatch.errors import LoadError
+from accelpatch.patching.extent import level_of
 from accelpatch.recipe.recipe import Recipe, dump, load, parse
+from accelpatch.registration import METHOD
 
 
 class AccelpatchConfig(QuantizationConfigMixin):
@@ -20,19 +23,23 @@ class AccelpatchConfig(QuantizationConfigMixin):
 
     recipe: a bundled recipe's name, a YAML file's path, or YAML text. progress: called with (stage, done, total).
     resume: a folder for finished weights, from which an interrupted run goes on; it is the caller's to remove. layout:
-    of a checkpoint that others wrote (foreign.py). stored: a GGUF file's tensors (gguf_tensors.py), set afterwards.
+    of a checkpoint that others wrote (foreign.py). verify: how much is verified (patching/extent.py). verified: of a
+    saved model, the digest of what computed while it was verified. stored: a GGUF file's tensors (gguf_tensors.py), set
+    afterwards.
     """
 
     stored: Saved | None = None
 
     def __init__(
-        self, recipe: str | Path | Recipe = "int8", version: int = VERSION, progress: Any = None,
-        resume: Path | None = None, layout: dict[str, Any] | None = None, **_: Any,
+        self, recipe: str | Path | Mapping[str, Any] | Recipe = "int8", version: int = VERSION, progress: Any = None,
+        resume: Path | None = None, layout: dict[str, Any] | None = None, verify: bool | str = True,
+        verified: str = "", **_: Any,
     ):  # fmt: skip
         self.quant_method = METHOD
         self.version, self.layout = version, layout
-        self._progress, self._resume = progress, resume
-        text = str(recipe) if not isinstance(recipe, Recipe) else ""
+        self.progress, self.resume = progress, resume
+        self.level, self.verified = level_of(verify), verified
+        text = recipe if isinstance(recipe, str) else ""
         self._recipe = parse(text, source="the checkpoint's recipe") if "\n" in text else load(recipe)
 
     @classmethod

@@ -15,11 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps
-from transformers.quantizers.auto import (
-    AUTO_QUANTIZATION_CONFIG_MAPPING,
-    register_quantization_config,
-    register_quantizer,
-)
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.base import HfQuantizer
 
 from accelpatch.checkpoints.loading_modules import (
@@ -37,7 +33,7 @@ from accelpatch.checkpoints.loading_modules import (
 )  # fmt: skip
 from accelpatch.checkpoints.quantization_config import AccelpatchConfig
 from accelpatch.checkpoints.resume import Store
-from accelpatch.checkpoints.saved import METHOD, VERSION, Reading, digest_of
+from accelpatch.checkpoints.saved import VERSION, Reading, digest_of
 from accelpatch.errors import FOREIGN, AccelpatchError, LoadError
 from accelpatch.patching.apply import Built
 from accelpatch.patching.entry import Entry
@@ -45,10 +41,10 @@ from accelpatch.patching.plan import Plan
 from accelpatch.patching.stages import over_weight_bound
 from accelpatch.quant.weight import PARTS
 from accelpatch.recipe.recipe import Recipe
+from accelpatch.registration import METHOD
 
 MakePlan = Callable[[nn.Module, Recipe, torch.device], Plan]
-Progress = Callable[[str, int, int], None]
-Finish = Callable[[nn.Module, Plan, list[Built], Progress | None], None]
+Finish = Callable[[nn.Module, Plan, list[Built], AccelpatchConfig], None]
 
 
 @dataclass
@@ -85,7 +81,7 @@ class AccelpatchQuantizer(HfQuantizer):
         self._device = torch.device("cpu")
         self._reading: Reading | None = None
         self._ignored: Any = None
-        self._store = Store(quantization_config._resume)
+        self._store = Store(quantization_config.resume)
 
     @property
     def is_trainable(self) -> bool:
@@ -214,7 +210,7 @@ class AccelpatchQuantizer(HfQuantizer):
         self.remove_quantization_config(model)
         for part in model.modules():
             vars(getattr(part, "config", None) or part).pop("_is_quantized", None)
-        _hooks[0].finish(model.eval(), self.plan, list(self._built.values()), self.quantization_config._progress)
+        _hooks[0].finish(model.eval(), self.plan, list(self._built.values()), self.quantization_config)
         return model
 
     def _take_parts(self, model: Any, reading: Reading) -> None:
@@ -227,8 +223,8 @@ class AccelpatchQuantizer(HfQuantizer):
             model._keys_to_ignore_on_load_unexpected = self._ignored
 
     def _report(self, stage: str, done: int, total: int) -> None:
-        if self.quantization_config._progress is not None:
-            self.quantization_config._progress(stage, done, total)
+        if callable(self.quantization_config.progress):
+            self.quantization_config.progress(stage, done, total)
 
 
 class _Quantise(ConversionOps):
@@ -249,7 +245,7 @@ class _Quantise(ConversionOps):
 
 def register(hooks: Hooks) -> None:
     """Make transformers load these checkpoints; the hooks of the first call stay."""
-    if METHOD not in AUTO_QUANTIZATION_CONFIG_MAPPING:
+    if not _hooks:
         _hooks.append(hooks)
-        register_quantization_config(METHOD)(AccelpatchConfig)
-        register_quantizer(METHOD)(AccelpatchQuantizer)
+        AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD] = AccelpatchConfig
+        AUTO_QUANTIZER_MAPPING[METHOD] = AccelpatchQuantizer

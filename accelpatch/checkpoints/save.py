@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from accelpatch.checkpoints import card
 from accelpatch.checkpoints.replaced_folder import replaced_folder
-from accelpatch.checkpoints.saved import METHOD, RECIPE, VERSION
+from accelpatch.checkpoints.saved import RECIPE, VERSION
 from accelpatch.checkpoints.writing import Shards
 from accelpatch.errors import SaveError
 from accelpatch.modules.attention_settings import unnamed
@@ -25,6 +26,7 @@ from accelpatch.modules.quantized_module import QuantizedModule
 from accelpatch.modules.replacement import PATH
 from accelpatch.quant.weight import PARTS
 from accelpatch.recipe.recipe import Match, Recipe, Rule, dump
+from accelpatch.registration import METHOD
 
 SHARD = "5GB"  # bytes of a file, unless the caller says another size
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -34,12 +36,13 @@ OWN_FILES = ("config.json", "generation_config.json", RECIPE)
 
 def save(
     model: Any, folder: str | Path, plan: Any, *, max_shard_size: int | str = SHARD,
-    more: Sequence[Callable[[Path], Any]] = (),
+    more: Sequence[Callable[[Path], Any]] = (), verified: str = "",
 ) -> None:  # fmt: skip
     """Write a patched transformers model into `folder`, all or nothing; other files that lie there stay.
 
     plan: the Plan that the model was patched by. Tied weights are written once. max_shard_size: bytes, or such as
-    "5GB". more: write further files, such as a tokenizer's. Raises SaveError.
+    "5GB". more: write further files, such as a tokenizer's. verified: the digest of what computed while the model was
+    verified, "" where it was not. Raises SaveError.
     """
     most, target, recipe = shard_size(max_shard_size), Path(folder), recipe_of(plan)
     if adapters := [name for name, _ in model.named_modules() if name.endswith(("lora_A", "lora_B"))]:
@@ -48,7 +51,7 @@ def save(
         config = unnamed(copy.deepcopy(model.config))
         config.architectures = [type(model).__name__]
         config.dtype = str(model.dtype).removeprefix("torch.")
-        config.quantization_config = description(recipe)
+        config.quantization_config = description(recipe) | ({"verified": verified} if verified else {})
         if not _is_tied(model):  # whatever the configuration said when they were still one
             config.tie_word_embeddings = False
             config.get_text_config(decoder=True).tie_word_embeddings = False
@@ -58,6 +61,8 @@ def save(
         (made / RECIPE).write_text(dump(recipe), encoding="utf-8")
         for write in more:
             write(made)
+        if not (target / card.FILE).exists():
+            card.write(made, target.name, model, recipe.name)
         whole = [entry.site.path for entry in plan.replaced if entry.replacer.whole]
         write_weights(model, made, {entry.site.path: entry.replacer.name for entry in plan.replaced}, most, whole)
 

@@ -6,14 +6,15 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
+
+from accelpatch.progress import bars
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-Progress = Callable[[str, int, int], None]
+progress_bars = bars
 
 
 def stderr() -> Console:
@@ -61,34 +62,6 @@ def print_facts(pairs: Iterable[tuple[str, str]]) -> None:
 def zip_first(name: str, lines: list[str]) -> Iterator[tuple[str, str]]:
     """(name, line) pairs: the name beside the first line, an empty string beside the others."""
     return zip([name, *[""] * (len(lines) - 1)], lines, strict=True)
-
-
-@contextmanager
-def progress_bars() -> Iterator[Progress | None]:
-    """Yield a ``progress(stage, done, total)`` that draws one bar per stage on stderr; None if it is no terminal."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-    from rich.progress import Progress as Bars
-
-    bars = Bars(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=stderr(),
-        transient=True,
-    )
-    tasks: dict[str, Any] = {}
-
-    def advance(stage: str, done: int, total: int) -> None:
-        if stage not in tasks:
-            tasks[stage] = bars.add_task(stage, total=total or None)
-        bars.update(tasks[stage], completed=done, total=total or None)
-
-    with bars:
-        yield advance
 
 
 def quiet_transformers() -> None:

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from accelpatch.fusion import layer_facts
 from accelpatch.fusion.cache_name import layer_argument
@@ -32,6 +33,8 @@ from accelpatch.models.family import family_of_layer
 from accelpatch.modules.fp8_linear import Fp8Linear
 from accelpatch.modules.w8a8_linear import W8A8Linear
 from accelpatch.patching.capture import Call, copied, floats
+from accelpatch.patching.extent import Extent
+from accelpatch.patching.stages import Captured
 from accelpatch.patching.verify import UNITS, SiteErrors, format_error, units_apart
 
 BOUND = 8  # units for a layer, which rounds several times
@@ -39,6 +42,7 @@ AMPLIFIED, DRAWS = 2, 4
 SPARSE_DRAWS = 8  # a rounding may send a token to another expert
 HIDDEN = "hidden_states"
 STEPS = 2  # cached steps at the end of each sample
+INDEX, OWN = "layer_idx", "_accelpatch"  # attributes in which layers of one kind differ
 
 Pair = tuple[Tensor, Tensor]
 
@@ -187,21 +191,49 @@ def _native_steps(decoder: Any, native: NativeModel, place: int, rows: Rows) -> 
     return torch.cat(made, dim=1)
 
 
-def check_layers(
-    model: Any, fused: FusedModel | NativeModel, calls: Mapping[int, Sequence[Call]],
-    samples: Sequence[Mapping[str, Any]], metric: str, progress: Callable[[int, int], None],
-) -> tuple[dict[int, SiteErrors], dict[int, str]]:  # fmt: skip
-    """(errors, why not) by place: of every fused layer with recorded calls, and of those that are over their bound.
+def first_of_kind(layers: Sequence[nn.Module]) -> list[int]:
+    """Place of each layer -> that of the first one with the same modules, shapes and settings, such as a window."""
+    first: dict[Any, int] = {}
+    return [first.setdefault(_kind(layer), place) for place, layer in enumerate(layers)]
 
-    calls: place -> the original layer's calls, one for each of `samples`.
+
+def _kind(layer: nn.Module) -> Any:
+    return tuple(
+        (
+            name,
+            type(module),
+            tuple((own, tuple(p.shape)) for own, p in module._parameters.items() if p is not None),
+            tuple(
+                (own, value)
+                for own, value in vars(module).items()
+                if isinstance(value, (bool, int, float, str)) and own != INDEX and not own.startswith(OWN)
+            ),
+        )
+        for name, module in layer.named_modules()
+    )
+
+
+def check_layers(
+    model: Any, fused: FusedModel | NativeModel, calls: Mapping[int, Sequence[Call]], captured: Captured, metric: str,
+    progress: Callable[[int, int], None], extent: Extent,
+) -> tuple[dict[int, SiteErrors], dict[int, str]]:  # fmt: skip
+    """(errors, why not) by place: of the fused layers that `extent` names, and of those that are over their bound.
+
+    calls: place -> the original layer's calls, one for each sample of `captured`.
     """
+    samples = captured.samples
     if isinstance(fused, FusedModel) and torch.cuda.is_available():  # steps prefetch weights, laid out by then
         for device in [None] if fused.spread is None else fused.spread.devices:
             torch.cuda.synchronize(device)
+    decoder = fused.decoder() if isinstance(fused, FusedModel) else model.model
+    kinds = first_of_kind(list(layers_of(decoder)))
     places, found = sorted(fused.places & calls.keys()), {}
+    places = [place for place in places if extent.layers or kinds[place] not in places or kinds[place] == place]
     for done, place in enumerate(places):
-        given = calls[place]
-        errors = layer_errors(model, fused, place, given, samples, metric) if len(given) == len(samples) else None
+        given, errors = calls[place], None
+        if len(given) == len(samples):
+            chosen = partial(extent.chosen, first=kinds[place] == place, own=captured.own)
+            errors = layer_errors(model, fused, place, chosen(given), chosen(samples), metric)
         if errors is not None:
             found[place] = errors
         progress(done + 1, len(places))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,6 +60,9 @@ class Case:
     make: Callable[[torch.Generator, torch.dtype, torch.device], tuple[Any, ...]]
 
 
+Blocks = Iterator[tuple[slice, Callable[[], tuple[torch.Tensor, torch.Tensor | None]]]]
+
+
 @dataclass(frozen=True)
 class Kernel:
     """Everything that a kernel file provides for one operation.
@@ -69,9 +72,9 @@ class Kernel:
 
     composed: its implementation `operations` runs other operations of the table, to which `forced` is passed on.
 
-    blocks: for y = x @ w^T + bias: (arguments after x) -> blocks of w[n, K] and bias[n] in float64, from the first row
-    to the last, equal to the reference's. Checking many calls with one weight then dequantises it once, and never as a
-    whole.
+    blocks: for y = x @ w^T + bias: (arguments after x) -> blocks of rows, from the first row to the last: which, and a
+    function that makes their w[n, K] and bias[n] in float64, equal to the reference's. Checking many calls with one
+    weight then dequantises it once, never as a whole, and may leave blocks out.
 
     order: for a spec and a device, the names to try, in place of those of dispatch.TABLE.
     """
@@ -81,7 +84,7 @@ class Kernel:
     spec: Callable[..., Spec]
     implementations: Mapping[str, Implementation]
     cases: Callable[[], Iterable[Case]] = tuple
-    blocks: Callable[..., Iterable[tuple[torch.Tensor, torch.Tensor | None]]] | None = None
+    blocks: Callable[..., Blocks] | None = None
     composed: bool = False
     order: Callable[[Spec, Device], Sequence[str]] | None = None
 

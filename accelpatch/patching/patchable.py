@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
-from accelpatch.errors import PatchError
+from accelpatch.errors import ArgumentError, PatchError
 from accelpatch.patching.apply import HANDLE, PATH
 from accelpatch.patching.placement import WHOLE, Placement
+
+
+def check_module(model: Any) -> None:
+    """Raise ArgumentError for what is no model."""
+    if isinstance(model, nn.Module):
+        return
+    advice = "load it first, by from_pretrained of transformers or by accelpatch.load(name, recipe)"
+    if isinstance(getattr(model, "model", None), nn.Module):
+        advice = "give its .model"
+    raise ArgumentError(f"the model is {model!r:.80}, and no torch.nn.Module: {advice}")
 
 
 def check_patchable(model: nn.Module, placement: Placement = WHOLE) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -279,14 +279,20 @@ def _stack(site: Site) -> str:
 
 def _check_owners(entries: list[Entry]) -> None:
     """Raise PlanError where a replaced parent and a child's replacement would own the same weight."""
-    parents = [entry for entry in entries if entry.replacer is not None]
-    for entry in parents:
-        for other in parents:
-            assert other.replacer is not None
-            assert entry.replacer is not None
-            inside = any(path.startswith(f"{place}.") for path in entry.site.paths for place in other.site.places)
-            if inside and not other.replacer.consumes & (entry.site.roles | {"*"}):
+    replaced = [(entry, entry.replacer) for entry in entries if entry.replacer is not None]
+    owners = {place: (other.site.path, by) for other, by in replaced for place in other.site.places}
+    for entry, replacer in replaced:
+        for place in (place for path in entry.site.paths for place in _around(path)):
+            path, owner = owners.get(place, ("", None))
+            if owner is not None and not owner.consumes & (entry.site.roles | {"*"}):
                 raise PlanError(
-                    f"two owners of one parameter: {other.replacer.name} takes {other.site.path} with all that is in "
-                    f"it, and {entry.replacer.name} takes {entry.site.path}; drop one of the two rules"
+                    f"two owners of one parameter: {owner.name} takes {path} with all that is in it, and "
+                    f"{replacer.name} takes {entry.site.path}; drop one of the two rules"
                 )
+
+
+def _around(path: str) -> Iterator[str]:
+    """The dotted paths of the modules that a module lies in."""
+    while "." in path:
+        path = path.rpartition(".")[0]
+        yield path

@@ -16,6 +16,7 @@ from accelpatch.errors import FOREIGN, RecipeError, VerifyError
 from accelpatch.patching.apply import Built, build_all, naming
 from accelpatch.patching.capture import Call, recording, run
 from accelpatch.patching.entry import Entry
+from accelpatch.patching.extent import AS_USUAL, Extent
 from accelpatch.patching.groups import with_groups
 from accelpatch.patching.placement import WHOLE, Placement
 from accelpatch.patching.plan import Plan
@@ -43,7 +44,8 @@ class Checked:
 class Captured:
     """The original's outputs on `samples` and the recorded calls of each site (path -> calls), or the reason for none.
 
-    missing: that reason. sought: whether sample inputs were made, but the model accepted none of them.
+    missing: that reason. sought: whether sample inputs were made, but the model accepted none of them. own: whether
+    they are our own, and not the user's.
     """
 
     samples: Samples = ()
@@ -51,6 +53,7 @@ class Captured:
     calls: dict[str, list[Call]] = field(default_factory=dict)
     missing: str | None = None
     sought: bool = False
+    own: bool = True
 
 
 NOT_VERIFIED = Captured(missing="verification was switched off")
@@ -58,18 +61,21 @@ NOT_VERIFIED = Captured(missing="verification was switched off")
 
 def capture(
     model: nn.Module, plan: Plan, given: Samples | None, made: Callable[[nn.Module], list[Any]], progress: Progress,
-    at_hand: Mapping[str, Built] = MappingProxyType({}),
+    extent: Extent = AS_USUAL,
 ) -> Captured:  # fmt: skip
-    """Run the original on sample inputs and record every call of the sites to be replaced: of the modules that are in
-    the model now, under the sites' paths. Of a model that was loaded (`at_hand`), one of each kind.
+    """Run the original on sample inputs and record every call of the sites that are verified: of the modules that are
+    in the model now, under the sites' paths.
 
     given: the user's samples. made: makes lists of candidate samples; the first list that the model accepts is used.
     Where it accepts none, nothing can be verified: a warning, or VerifyError if the recipe says `on_failure: error`.
     """
-    alike = _alike(plan, at_hand)
-    watched = [entry for entry in plan.replaced if alike.get(entry.site.path, entry.site.path) == entry.site.path]
+    first = first_of_kind(plan)
+    watched = [
+        entry for entry in plan.replaced
+        if extent.sites or first[entry.site.path] == entry.site.path or _is_layer(entry)  # whose steps are checked
+    ]  # fmt: skip
     if given is not None:
-        return _recorded(model, watched, list(given), progress)
+        return replace(_recorded(model, watched, list(given), progress), own=False)
     refusals = []
     for samples in made(model):
         try:
@@ -87,18 +93,20 @@ def capture(
     return Captured(missing=reason, sought=True)
 
 
-def _alike(plan: Plan, at_hand: Mapping[str, Built]) -> dict[str, str]:
-    """Path of each site of a model that was loaded -> path of the first one of its kind, whose kernel is checked for
-    all: to check each would take longer than loading them. Layers, whose steps are checked, are not among them.
-    """
+def first_of_kind(plan: Plan) -> dict[str, str]:
+    """Path of each replaced site -> path of the first one of its kind."""
     first: dict[Any, str] = {}
     found = {}
-    for entry in plan.replaced if at_hand else ():
-        if entry.replacer is not None and not entry.replacer.fuses:
-            kernel = None if entry.choice is None else entry.choice.kernel
-            kind = (entry.replacer, entry.site.class_names, entry.site.n, entry.site.k, entry.site.role, kernel)
-            found[entry.site.path] = first.setdefault(kind, entry.site.path)
+    for entry in plan.replaced:
+        kernel = None if entry.choice is None else entry.choice.kernel
+        site = entry.site
+        kind: Any = (entry.replacer, site.class_names, site.n, site.k, site.role, kernel, id(entry.rule))
+        found[entry.site.path] = first.setdefault(kind, entry.site.path)
     return found
+
+
+def _is_layer(entry: Entry) -> bool:
+    return entry.replacer is not None and entry.replacer.fuses
 
 
 def _recorded(model: nn.Module, entries: Sequence[Entry], samples: Samples, progress: Progress) -> Captured:
@@ -111,13 +119,13 @@ def _recorded(model: nn.Module, entries: Sequence[Entry], samples: Samples, prog
 
 def verified_build(
     plan: Plan, captured: Captured, checking: Checking, progress: Progress, at_hand: Mapping[str, Built],
-    stats: Mapping[str, Any] = MappingProxyType({}), placement: Placement = WHOLE,
+    stats: Mapping[str, Any] = MappingProxyType({}), placement: Placement = WHOLE, extent: Extent = AS_USUAL,
 ) -> tuple[list[Checked], Plan]:  # fmt: skip
     """Build every replacement beside its original and verify it; the model is not touched.
 
     at_hand: path -> replacement of sites that are built already, and whose originals are gone: their format error is
     that of their weight, where it is known. stats: path -> statistics and smoothing that a site is built with.
-    placement: where the originals lie.
+    placement: where the originals lie. extent: which of them are verified.
 
     Returns the replacements within their bounds, and the plan with all others marked as kept (or raises VerifyError, as
     the recipe says). Without captured calls nothing is verified.
@@ -125,14 +133,17 @@ def verified_build(
     if captured.missing is None:
         check_bounds(plan)
     calls = captured.calls
-    held, alike = list[Checked](), _alike(plan, at_hand)
+    held, kinds = list[Checked](), first_of_kind(plan)
     failed, seen = dict[str, str](), dict[str, Entry]()
-    for built in build_all(plan, at_hand, partial(progress, "build and verify"), stats, placement):
+    made = build_all(plan, at_hand, partial(progress, "build and verify"), stats, placement)
+    for place, built in enumerate(made):
         path = built.entry.site.path
         with naming(path, "its replacement was verified"):
-            checked = _check(built, plan.recipe, captured, checking, stats.get(path))
-        if path in alike:
-            checked = _as_loaded(checked, alike[path], path in at_hand)
+            checked = _check(
+                built, plan.recipe, captured, checking, stats.get(path), extent, kinds[path] == path, place
+            )
+        if not extent.sites and not _is_layer(built.entry):
+            checked = _by_first(checked, kinds[path], path in at_hand)
         seen[path] = built.entry
         problem = over_bound(checked.errors, plan.recipe, built.entry) if checked.errors else None
         if problem is None:
@@ -141,7 +152,7 @@ def verified_build(
             raise VerifyError(f"{path}: {problem}; nothing was changed")
         else:
             failed[path] = problem
-        if built.entry.replacer is None or not built.entry.replacer.fuses:  # else they are needed once more
+        if not _is_layer(built.entry):  # else they are needed once more
             for member in (built.entry.site, *built.entry.site.tied):
                 calls.pop(member.path, None)
     entries = tuple(seen.get(entry.site.path, entry) for entry in plan.entries)
@@ -150,9 +161,9 @@ def verified_build(
     return held, replace(plan, entries=entries).without(failed)
 
 
-def _as_loaded(checked: Checked, first: str, known: bool) -> Checked:
-    """A site of a model that was loaded. first: the site whose kernel was checked for this one. known: its replacement
-    was built before, so that the error of its weight, if any, stands for that of its outputs."""
+def _by_first(checked: Checked, first: str, known: bool) -> Checked:
+    """A site where the first of each kind alone is checked. first: that of this one's kind. known: its replacement was
+    built while it was loaded, so that the error of its weight, if any, stands for that of its outputs."""
     if checked.errors is not None:
         error = checked.built.weight_error if known else checked.errors.format_error
         return replace(checked, errors=replace(checked.errors, format_error=error))
@@ -161,20 +172,26 @@ def _as_loaded(checked: Checked, first: str, known: bool) -> Checked:
     return replace(checked, unverified=f"its kernel is that of {first}")
 
 
-def _check(built: Built, recipe: Recipe, captured: Captured, checking: Checking, stats: Any) -> Checked:
+def _check(
+    built: Built, recipe: Recipe, captured: Captured, checking: Checking, stats: Any, extent: Extent, first: bool,
+    place: int,
+) -> Checked:  # fmt: skip
     if captured.missing is not None:
         return Checked(built, None, captured.missing)
     calls = captured.calls
     worst: SiteErrors | None = None
     for member, (_, new, _) in zip((built.entry.site, *built.entry.site.tied), built.modules, strict=True):
-        if calls.get(member.path):
-            given = calls[member.path] if stats is None else [_smoothed(call, stats) for call in calls[member.path]]
+        if (found := calls.get(member.path)) and (first or extent.sites):
+            one_each = len(found) == len(captured.samples)
+            given = extent.chosen(found, first, captured.own and one_each)
+            given = given if stats is None else [_smoothed(call, stats) for call in given]
             replacer = built.entry.replacer
-            first = replacer is not None and replacer.by_token
-            free = first or (replacer is not None and replacer.whole)
-            masks = [_mask(sample) for sample in captured.samples] if free else []
-            masks = masks if len(masks) == len(given) else []
-            errors = site_errors(new, given, recipe.verify.metric, checking, masks, first)
+            by_token = replacer is not None and replacer.by_token
+            free = one_each and (by_token or (replacer is not None and replacer.whole))
+            samples = extent.chosen(captured.samples, first, captured.own and one_each)
+            masks = [_mask(sample) for sample in samples] if free else []
+            units, part = isinstance(bound_of(recipe, built.entry), Units), extent.part(first, place, built.entry.site)
+            errors = site_errors(new, given, recipe.verify.metric, checking, masks, by_token, units, part)
             worst = errors if worst is None else worst.worse(errors)
     return Checked(built, worst, None if worst else "no input reached it")
 

@@ -10,9 +10,10 @@ channel is found among thousands, and all elements together a relative RMSE of N
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,7 +23,8 @@ from accelpatch.patching.capture import Call, copied, floats
 from accelpatch.report import Verification
 
 # A context that compares every operation run in it with its reference and lists (error, bound) for each.
-Checking = Callable[[], AbstractContextManager[list[tuple[float, float]]]]
+# Its keywords say what part of linear layers is compared (extent.py).
+Checking = Callable[..., AbstractContextManager[list[tuple[float, float]]]]
 
 
 #: u: of 16 bits the largest relative error of rounding to them; of dtypes that kernels also add up in, four times that
@@ -34,7 +36,8 @@ class SiteErrors:
     """The largest errors of a site. kernel_error and kernel_bound are absolute, in the unit of the operation's output.
     format_error: None where the original is not known.
 
-    units: the smallest number of units that holds for every element and for the relative RMSE.
+    units: the smallest number of units that holds for every element and for the relative RMSE; 0 where it was not asked
+    for.
     """
 
     kernel_error: float | None
@@ -51,15 +54,15 @@ class SiteErrors:
 
 def site_errors(
     new: nn.Module, calls: Sequence[Call], metric: str, checking: Checking, masks: Sequence[Tensor | None] = (),
-    first: bool = False,
+    first: bool = False, units: bool = True, part: Mapping[str, int] = MappingProxyType({}),
 ) -> SiteErrors:  # fmt: skip
     """Run `new` on each recorded call of its original. kernel_error is None if it runs none of our operations.
 
     masks: of the calls' rows [B, L], for outputs [B, L, K] of which those of padding may be anything. first: compare
-    the first output alone.
+    the first output alone. units: whether they are asked for. part: keywords of `checking`.
     """
     pairs: list[tuple[Tensor, Tensor]] = []
-    with torch.no_grad(), checking() as checks:
+    with torch.no_grad(), checking(**part) as checks:
         after = [_run(new, call) for call in calls]
     if first:
         calls, after = [call._replace(outputs=call.outputs[:1]) for call in calls], [made[:1] for made in after]
@@ -69,7 +72,7 @@ def site_errors(
         pairs += zip(made, call.outputs, strict=True)
     pairs = [_of_tokens(pair, mask) for pair, mask in zip(pairs, masks or [None] * len(pairs), strict=True)]
     error, bound = max(checks, key=lambda check: check[0] - check[1], default=(None, None))
-    return SiteErrors(error, bound, format_error(metric, pairs), units_apart(pairs))
+    return SiteErrors(error, bound, format_error(metric, pairs), units_apart(pairs) if units else 0.0)
 
 
 def _of_tokens(pair: tuple[Tensor, Tensor], mask: Tensor | None) -> tuple[Tensor, Tensor]:

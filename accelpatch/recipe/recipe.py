@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from accelpatch.errors import RecipeError
+from accelpatch.errors import ArgumentError, RecipeError
 from accelpatch.recipe.schema import Bound, Draft, Units, check_complete, merge, read_document
 from accelpatch.recipe.yaml import MAX_BYTES, Node, read, resolve, shown, suggest
 
@@ -98,14 +98,30 @@ class Recipe:
     source: str = field(default="recipe", compare=False)
 
 
-def load(recipe: str | Path | Recipe) -> Recipe:
-    """Load a bundled recipe by name, or a YAML file by path (a Path, or text with a "/" or ending in .yaml or .yml).
+def load(recipe: str | Path | Mapping[str, Any] | Recipe) -> Recipe:
+    """Load a bundled recipe by name, a YAML file by path (a Path, or text with a "/" or ending in .yaml or .yml), or
+    what such a file would hold as a mapping.
 
-    A Recipe is returned as it is. Raises RecipeError, with line and column where the mistake has a place.
+    A Recipe is returned as it is. Raises RecipeError, with line and column where the mistake has a place, and
+    ArgumentError for anything else.
     """
     if isinstance(recipe, Recipe):
         return recipe
+    if isinstance(recipe, Mapping):
+        return parse(_as_yaml(recipe), source="the recipe that was given as a mapping")
+    if not isinstance(recipe, (str, Path)):
+        raise ArgumentError(
+            f'the recipe is {recipe!r:.80}: give the name of a bundled one, such as "int8", the path of a YAML file, '
+            "a dict of what such a file holds, or a Recipe"
+        )
     return _resolved(_locate(recipe))
+
+
+def _as_yaml(recipe: Mapping[str, Any]) -> str:
+    try:
+        return yaml.safe_dump(dict(recipe), sort_keys=False, allow_unicode=True)
+    except yaml.YAMLError as error:
+        raise RecipeError(f"it holds what YAML has no form for ({str(error).splitlines()[0]:.100})") from None
 
 
 def parse(text: str, *, source: str = "recipe") -> Recipe:

@@ -187,6 +187,14 @@ def built(name: str, made: Target) -> Path:
     return found
 
 
+def fingerprint(name: str, device: Device) -> str:
+    """SHA-256 of the library `name` for `device`, building it if needed; why there is none, where there is none."""
+    try:
+        return _sha256(locate(name, target(name, device)) / LIBRARY)
+    except KernelError as error:
+        return str(error)
+
+
 def place(folder: str | Path, name: str, made: Target) -> Path:
     """The path of a library inside a folder of prebuilt libraries, which may hold several archs."""
     return Path(folder).expanduser() / f"{name}-{made.arch}"

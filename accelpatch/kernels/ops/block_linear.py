@@ -8,8 +8,6 @@ blocks: uint8[N, row bytes]. A tied embedding and head share one copy. Values ar
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -21,7 +19,7 @@ from accelpatch.kernels.layouts.gguf_blocks import FORMS, columns, row_bytes
 from accelpatch.kernels.operation import operation
 from accelpatch.kernels.ops import linear
 from accelpatch.kernels.ops.gguf_values import dequantize_rows
-from accelpatch.kernels.spec import Case, Implementation, Kernel, Spec
+from accelpatch.kernels.spec import Blocks, Case, Implementation, Kernel, Spec
 from accelpatch.kernels.triton import launch
 
 TWO_LEVELS = ("Q4_K", "Q6_K")
@@ -88,7 +86,7 @@ def embedding_reference(ids: Tensor, blocks: Tensor, form: str, dtype: torch.dty
     return functional.embedding(places, dense(dtype, blocks[used], form)[0])
 
 
-def row_blocks(blocks: Tensor, form: str, bias: Tensor | None = None) -> Iterator[tuple[Tensor, Tensor | None]]:
+def row_blocks(blocks: Tensor, form: str, bias: Tensor | None = None) -> Blocks:
     """The weight and the bias in float64, in blocks of rows."""
 
     def part(dtype: torch.dtype, rows: Tensor, beside: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -6,8 +6,6 @@ k in the low nibble. x may have any leading dimensions; y has its dtype.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -17,7 +15,7 @@ from accelpatch.kernels.codebooks import CODEBOOKS
 from accelpatch.kernels.dispatch import require
 from accelpatch.kernels.operation import operation
 from accelpatch.kernels.ops import int4_linear, linear
-from accelpatch.kernels.spec import Case, Implementation, Kernel, Spec
+from accelpatch.kernels.spec import Blocks, Case, Implementation, Kernel, Spec
 
 OP = "codebook_linear"
 
@@ -39,9 +37,7 @@ def reference(x: Tensor, q: Tensor, scale: Tensor, codebook: str, bias: Tensor |
     return functional.linear(x, *dense(x.dtype, q, scale, codebook, bias))
 
 
-def blocks(
-    q: Tensor, scale: Tensor, codebook: str, bias: Tensor | None = None
-) -> Iterator[tuple[Tensor, Tensor | None]]:
+def blocks(q: Tensor, scale: Tensor, codebook: str, bias: Tensor | None = None) -> Blocks:
     """The weight and the bias in float64, in blocks of rows."""
 
     def of_book(dtype: torch.dtype, q: Tensor, scale: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:

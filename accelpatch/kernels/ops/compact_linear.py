@@ -6,7 +6,8 @@ bit: the reference unpacks them and runs torch's own linear layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from accelpatch.kernels.layouts.compact_tiles import FOUR, STEP, STEP_BYTES, Com
 from accelpatch.kernels.layouts.tiling import TILE_ROWS
 from accelpatch.kernels.operation import operation
 from accelpatch.kernels.ops import linear
-from accelpatch.kernels.spec import Case, Implementation, Kernel, Spec
+from accelpatch.kernels.spec import Blocks, Case, Implementation, Kernel, Spec
 
 OP = "compact_linear"
 BLOCK = 100 << 20  # values unpacked at once: 200 MiB of bfloat16, gate and up of a 7B model
@@ -42,14 +43,15 @@ def reference(x: Tensor, *args: Any) -> Tensor:
     return functional.linear(x, *dense(x.dtype, *args))
 
 
-def blocks(*args: Any) -> Iterator[tuple[Tensor, Tensor | None]]:
+def blocks(*args: Any) -> Blocks:
     """The weight and the bias in float64, in blocks of rows."""
     *rest, bias = args
     tiles = CompactTiles(*rest).alone()
     step = max(1, CHECKED // (TILE_ROWS * tiles.k))
     for start in range(0, tiles.w.shape[0], step):
         part, row = _slice(tiles, start, start + step), start * TILE_ROWS
-        yield dense(torch.float64, *part, None if bias is None else bias[row : row + part.n])
+        rows = slice(row, row + part.n)
+        yield rows, partial(dense, torch.float64, *part, None if bias is None else bias[rows])
 
 
 def spec(x: Tensor, *args: Any) -> Spec:

@@ -6,8 +6,6 @@ scale per row. Activations stay float (weight-only). Format: OCP 8-bit floating 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -19,7 +17,7 @@ from accelpatch.kernels.hip import binding
 from accelpatch.kernels.layouts.row_major import FP8, Fp8Rows, fp8_name
 from accelpatch.kernels.operation import operation
 from accelpatch.kernels.ops import linear
-from accelpatch.kernels.spec import Case, Implementation, Kernel, Spec
+from accelpatch.kernels.spec import Blocks, Case, Implementation, Kernel, Spec
 
 
 def dense(dtype: torch.dtype, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
@@ -33,7 +31,7 @@ def reference(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -
     return functional.linear(x, *dense(x.dtype, q, scale, bias))
 
 
-def blocks(*weight: Tensor | None) -> Iterator[tuple[Tensor, Tensor | None]]:
+def blocks(*weight: Tensor | None) -> Blocks:
     """The weight and the bias in float64, in blocks of rows."""
     return linear.float64_blocks(dense, *weight)
 

@@ -5,8 +5,6 @@ For few rows of x, where reading the weight is the bottleneck (on Hopper up to 6
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -18,7 +16,7 @@ from accelpatch.kernels.hip import binding
 from accelpatch.kernels.layouts.row_major import Plain
 from accelpatch.kernels.operation import operation
 from accelpatch.kernels.ops import linear
-from accelpatch.kernels.spec import Case, Implementation, Kernel, Spec
+from accelpatch.kernels.spec import Blocks, Case, Implementation, Kernel, Spec
 from accelpatch.kernels.triton import launch
 
 GEMM_LEAST_ROWS, GEMM_STEP = 2048, 128  # `by_triton`: least N, and a divisor of K
@@ -34,7 +32,7 @@ def reference(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
     return functional.linear(x, w, None if bias is None else bias.to(w.dtype))
 
 
-def blocks(*weight: Tensor | None) -> Iterator[tuple[Tensor, Tensor | None]]:
+def blocks(*weight: Tensor | None) -> Blocks:
     """The weight and the bias in float64, in blocks of rows."""
     return linear.float64_blocks(dense, *weight)
 

@@ -10,8 +10,6 @@ a weight's dtype takes torch.uint8 for a mask or an image.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -19,7 +17,7 @@ from torch.nn import functional
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.operation import operation
 from accelpatch.kernels.ops import linear
-from accelpatch.kernels.spec import Case, Implementation, Kernel, Spec
+from accelpatch.kernels.spec import Blocks, Case, Implementation, Kernel, Spec
 
 
 def dense(
@@ -47,7 +45,7 @@ def reference(x: Tensor, q: Tensor, scale: Tensor, offset: Tensor | None = None,
     return functional.linear(x, *dense(x.dtype, q, scale, offset, bias))
 
 
-def blocks(*weight: Tensor | None) -> Iterator[tuple[Tensor, Tensor | None]]:
+def blocks(*weight: Tensor | None) -> Blocks:
     """The weight and the bias in float64, in blocks of rows."""
     return linear.float64_blocks(dense, *weight)
 

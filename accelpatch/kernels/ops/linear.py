@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from accelpatch.kernels.dispatch import FLOATS, require
-from accelpatch.kernels.spec import Spec
+from accelpatch.kernels.spec import Blocks, Spec
 
 #: elements of weight dequantised at once on a CPU: 1 MiB of float32 stays in a core's cache
 CPU_BLOCK = 1 << 18
@@ -113,8 +114,8 @@ def by_row_blocks(
     return y.view(*x.shape[:-1], n)
 
 
-def float64_blocks(dense: Dense, *weight: Tensor | None) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """A weight's rows and its bias in float64, in blocks that fit a cache.
+def float64_blocks(dense: Dense, *weight: Tensor | None) -> Blocks:
+    """A weight's rows and its bias in float64, in blocks that fit a cache, each made when it is asked for.
 
     dense(dtype, *weight) makes the whole weight. weight: its tensors, each with one entry per row, or None.
     """
@@ -122,7 +123,8 @@ def float64_blocks(dense: Dense, *weight: Tensor | None) -> Iterator[tuple[Tenso
     assert q is not None
     step = max(1, (CPU_BLOCK if q.device.type == "cpu" else CHECK_BLOCK) // q.shape[1])
     for start in range(0, q.shape[0], step):
-        yield dense(torch.float64, *(None if part is None else part[start : start + step] for part in weight))
+        rows = slice(start, min(start + step, q.shape[0]))
+        yield rows, partial(dense, torch.float64, *(None if part is None else part[rows] for part in weight))
 
 
 def operands(

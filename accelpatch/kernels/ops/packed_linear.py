@@ -9,7 +9,7 @@ as CODEBOOKS[codes][u] * scale, or as in gguf_values.py: the reference unpacks i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,7 @@ from accelpatch.kernels.layouts.cpu_pack import Pack
 from accelpatch.kernels.operation import operation
 from accelpatch.kernels.ops import codebook_linear, gemv, gguf_values, int4_linear, int8_linear, linear
 from accelpatch.kernels.ops.packed_cases import cases, embedding_cases
-from accelpatch.kernels.spec import Implementation, Kernel, Spec
+from accelpatch.kernels.spec import Blocks, Implementation, Kernel, Spec
 
 #: code path -> rows of x from which dequantising is faster (VNNI's integer GEMM stays faster for longer)
 PANELS = {"avx512": 64, "avx2": 16, "portable": 16}
@@ -79,7 +79,7 @@ def dense(dtype: torch.dtype, *packed: Any) -> tuple[Tensor, Tensor | None]:
     return decode(dtype, *tensors, bias)
 
 
-def blocks(*packed: Any) -> Iterator[tuple[Tensor, Tensor | None]]:
+def blocks(*packed: Any) -> Blocks:
     """The weight and the bias in float64, in blocks of rows."""
     *weight, bias = packed
     decode, tensors = _decoder(Pack(*weight))

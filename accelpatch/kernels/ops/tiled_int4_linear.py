@@ -6,7 +6,6 @@ int4_linear: the reference unpacks them and runs its.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +23,7 @@ from accelpatch.kernels.layouts.int4_tiles import Tiles
 from accelpatch.kernels.layouts.tiling import TILE_ROWS, TILE_VALUES
 from accelpatch.kernels.operation import operation
 from accelpatch.kernels.ops import codebook_linear, int4_linear, linear
-from accelpatch.kernels.spec import Case, Implementation, Kernel, Spec
+from accelpatch.kernels.spec import Blocks, Case, Implementation, Kernel, Spec
 from accelpatch.kernels.triton import launch
 
 OP, GEMM = "tiled_int4_linear", "int4_gemm"
@@ -61,7 +60,7 @@ def dense(dtype: torch.dtype, *args: Any) -> tuple[Tensor, Tensor | None]:
     return int4_linear.dense(dtype, q, scale, offset, bias)
 
 
-def blocks(*args: Any) -> Iterator[tuple[Tensor, Tensor | None]]:
+def blocks(*args: Any) -> Blocks:
     """The weight and the bias in float64, in blocks of rows."""
     *rest, bias = args
     tiles = Tiles(*rest)

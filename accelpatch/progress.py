@@ -1,0 +1,58 @@
+"""Progress bars on stderr: of tqdm, in a terminal and in a notebook; none in a log, or where progress=False."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+Progress = Callable[[str, int, int], None]
+DELAY = 0.3  # seconds before a bar appears
+
+
+def quiet(stage: str, done: int, total: int) -> None:
+    """Shows nothing."""
+
+
+@contextmanager
+def bars() -> Iterator[Progress]:
+    """Context manager: yields a ``progress(stage, done, total)`` that draws one bar for each stage, gone when done."""
+    from tqdm.auto import tqdm  # type: ignore[import-untyped]
+
+    drawn: dict[str, Any] = {}
+
+    def advance(stage: str, done: int, total: int) -> None:
+        bar = drawn.get(stage)
+        if bar is None or done < bar.n:
+            # disable=None: where stderr is no terminal
+            bar = drawn[stage] = tqdm(desc=stage, total=total or None, leave=False, delay=DELAY, disable=None)
+        bar.total = total or None
+        bar.update(done - bar.n)
+        if done >= total:
+            bar.close()
+
+    try:
+        yield advance
+    finally:
+        for bar in drawn.values():
+            bar.close()
+
+
+@contextmanager
+def shown(progress: Progress | bool | None) -> Iterator[Progress]:
+    """Context manager: yields what a public function reports to. progress: the user's own function; False: nothing is
+    shown; None or True: `bars`, unless transformers was told to show none."""
+    if callable(progress):
+        yield progress
+    elif progress is False or not wanted():
+        yield quiet
+    else:
+        with bars() as advance:
+            yield advance
+
+
+def wanted() -> bool:
+    """Whether transformers' own progress bars are on (`transformers.utils.logging.disable_progress_bar`)."""
+    from transformers.utils import logging
+
+    return bool(logging.is_progress_bar_enabled())

@@ -1,0 +1,70 @@
+"""Makes transformers know accelpatch's checkpoints once accelpatch is imported, before or after transformers.
+
+`import accelpatch` imports neither torch nor transformers. What is entered into the tables of transformers imports the
+rest when a checkpoint is loaded.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+METHOD = "accelpatch"  # quant_method in config.json
+HOME = "transformers.quantizers.auto"
+CONFIGS, QUANTIZERS = "AUTO_QUANTIZATION_CONFIG_MAPPING", "AUTO_QUANTIZER_MAPPING"
+
+
+class Config:
+    """In the place of AccelpatchConfig until a checkpoint asks for it."""
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **options: Any) -> Any:
+        """The AccelpatchConfig of a config.json."""
+        return importlib.import_module("accelpatch.hf").AccelpatchConfig.from_dict(config_dict, **options)
+
+
+def quantizer(config: Any, **options: Any) -> Any:
+    """The quantizer of such a configuration, whose import has put it in the place of this function."""
+    return getattr(sys.modules[HOME], QUANTIZERS)[METHOD](config, **options)
+
+
+def enter(module: ModuleType) -> None:
+    """Enter both into the tables of `transformers.quantizers.auto`."""
+    getattr(module, CONFIGS).setdefault(METHOD, Config)
+    getattr(module, QUANTIZERS).setdefault(METHOD, quantizer)
+
+
+class Finder(MetaPathFinder):
+    """Finds that one module as every other finder would, and enters ours once it has run."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name != HOME:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            loader: Any = spec.loader
+            run = loader.exec_module
+
+            def run_and_enter(module: ModuleType) -> None:
+                run(module)
+                enter(module)
+
+            loader.exec_module = run_and_enter
+        return spec
+
+
+def register() -> None:
+    """Do so now, or as soon as transformers is imported."""
+    module = sys.modules.get(HOME)
+    if module is not None and hasattr(module, QUANTIZERS):
+        enter(module)
+    else:
+        sys.meta_path.insert(0, Finder())
