@@ -33,7 +33,7 @@ help:
 	@echo 'make TORCH="torch --index-url URL" run; back to the pinned one: make TORCH=pinned run.'
 
 run: .venv/ready
-	.venv/bin/accelpatch run --recipe $(RECIPE) --prompt "$(PROMPT)" --chat --compare
+	.venv/bin/accelpatch run --recipe $(RECIPE) --prompt "$(PROMPT)" --compare
 
 bench: .venv/ready
 	.venv/bin/accelpatch bench --recipe $(RECIPE)

@@ -52,8 +52,9 @@ IMPORTS: dict[str, tuple[str, str]] = {
     "hf": ("api checkpoints", ""),  # what a program imports to have transformers load saved patched models
     "cli": (
         # cache: lists and clears it; checkpoints: inspect
-        "api bench kernels.build models.catalog checkpoints.inspection tuning recipe report device errors cache",
-        "typer rich",
+        "api bench kernels.build models.catalog models.precheck checkpoints.inspection tuning recipe report device "
+        "errors cache",
+        "typer rich jinja2",  # jinja2: what a chat template raises
     ),
     "__init__": ("api errors patching.replacer", ""),  # the public names, resolved when first asked for
     "__main__": ("cli", ""),

@@ -88,7 +88,7 @@ def _reader(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
 
 def invoke(line: str) -> str:
     """What `accelpatch ...` prints on stdout; anything but success fails the test."""
-    result = CliRunner().invoke(app, shlex.split(line)[1:])
+    result = CliRunner().invoke(app, shlex.split(line)[1:], input="Hello\n")  # what `chat` answers
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     assert result.exit_code == 0, result.output
@@ -190,7 +190,7 @@ def test_the_plan() -> None:
 
 def test_what_run_prints() -> None:
     """The same lines in the same order; the figures are those of a real model."""
-    (line,) = [line for line in commands("accelpatch") if line.endswith("--chat")]
+    (line,) = [line for line in commands("accelpatch") if "--prompt" in line]
     shown = block_with("sites replaced").splitlines()[2:]
     printed = invoke(line).splitlines()[-len(shown) :]
     assert [text.split("  ")[0] for text in shown] == [text.split("  ")[0] for text in printed]

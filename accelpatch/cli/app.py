@@ -16,6 +16,7 @@ from . import (
     build,
     cache,
     calibrate,
+    chat,
     doctor,
     eval,
     exec,
@@ -87,6 +88,7 @@ def accelpatch(
 
 
 app.command("run")(run.run)
+app.command("chat")(chat.chat)
 app.command("plan")(plan.plan)
 app.command("calibrate")(calibrate.calibrate)
 app.command("quantize")(quantize.quantize)

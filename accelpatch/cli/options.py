@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from . import console
+from accelpatch.errors import AccelpatchError, LoadError
+
+from . import console, facts
 
 if TYPE_CHECKING:
     import torch
 
 DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_RECIPE = "int8"
+_ORIGINAL = "{} is a saved patched model, and this needs the original: give the float checkpoint"
+_OWN_RECIPE = "{} is a saved patched model, which has its recipe: leave out --recipe"
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+def _device(text: str) -> str:
+    """The value of ``--device``. Raises, without torch, BadParameter for what is no device, and LoadError for a GPU
+    where torch is a build for the CPU."""
+    if not re.fullmatch(r"auto|(cpu|cuda)(:[0-9]{1,2})?", text):
+        raise typer.BadParameter(f"{text!r} is not supported; use auto, cpu, cuda or cuda:N", param_hint="--device")
+    if text.startswith("cuda") and (version := facts.version("torch") or "").endswith("+cpu"):
+        raise LoadError(f"device {text!r} is not here: torch {version} is a build for the CPU; use --device cpu")
+    return text
+
 
 ModelArgument = Annotated[
     str, typer.Argument(metavar="MODEL", help="Catalog name, folder, .gguf file or Hugging Face id.", show_default=True)
@@ -40,9 +56,30 @@ StatisticsOption = Annotated[
     ),
 ]
 DeviceOption = Annotated[
-    str, typer.Option("--device", metavar="DEVICE", help="cpu, cuda or cuda:N (AMD too); auto: a GPU if present.")
+    str,
+    typer.Option(
+        "--device", metavar="DEVICE", callback=_device, help="cpu, cuda or cuda:N (AMD too); auto: a GPU if present."
+    ),
 ]
 DtypeOption = Annotated[Dtype, typer.Option("--dtype", help="Load the model's weights in this dtype.")]
+OwnRecipeOption = Annotated[
+    str | None, typer.Option("--recipe", "-r", metavar="NAME|FILE", help="As elsewhere; default: int8.")
+]
+SystemOption = Annotated[str | None, typer.Option(metavar="TEXT", help="A system message before the conversation.")]
+MaxNewTokensOption = Annotated[int, typer.Option(min=1, help="Generate at most this many tokens an answer.")]
+TemperatureOption = Annotated[float, typer.Option(help="Sampling temperature; 0 decodes greedily.")]
+TopPOption = Annotated[
+    float | None,
+    typer.Option(help="Sample from the likeliest tokens of this probability; default: the model's."),
+]
+TopKOption = Annotated[
+    int | None, typer.Option(min=0, help="Sample from this many likeliest tokens, 0: all; default: the model's.")
+]
+SeedOption = Annotated[int, typer.Option(min=0, max=2**64 - 1, help="Random seed for sampling.")]
+StopOption = Annotated[
+    list[str] | None,
+    typer.Option(metavar="TEXT", help="End an answer before this text, which is not printed; repeatable."),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 
 
@@ -66,6 +103,43 @@ def check_recipe(recipe: str) -> None:
     recipes.load(recipe)
 
 
+def check_model(name: str) -> None:
+    """Raise LoadError for a name, path, folder or GGUF file that is no model, before torch is imported."""
+    from accelpatch.models import precheck
+
+    precheck.check(name)
+
+
+def check_system(text: str | None) -> None:
+    """Raise BadParameter for a system message that is empty or no text."""
+    from .prompt import is_unicode
+
+    if text is not None and not (text.strip() and is_unicode(text)):
+        raise typer.BadParameter("the system message is empty, or not UTF-8 text", param_hint="--system")
+
+
+def check_generation(name: str, recipe: str | None, new_tokens: int, *, original: bool = False) -> None:
+    """Raise AccelpatchError for a model, a recipe or a length that cannot be, as far as is known without torch.
+
+    recipe: None for the default one. original: whether the float checkpoint is needed.
+    """
+    from accelpatch.models import precheck
+
+    check_recipe(recipe or DEFAULT_RECIPE)
+    source = precheck.check(name)
+    if precheck.is_quantised(source) and original:
+        raise LoadError(_ORIGINAL.format(name))
+    if precheck.is_quantised(source) and recipe is not None:
+        raise LoadError(_OWN_RECIPE.format(name))
+    limit = precheck.context_length(source)
+    if limit is not None and new_tokens >= limit:
+        raise AccelpatchError(
+            f"--max-new-tokens {new_tokens} and a prompt are more than the model's context of {limit} tokens: give "
+            f"{limit - 1} or less"
+        )
+    precheck.check_fetched(source)
+
+
 def prepare(recipe: str, plugins: list[Path] | None) -> None:
     """The first steps of a command: silence transformers, check the recipe, load the user's replacers."""
     console.quiet_transformers()
@@ -76,17 +150,16 @@ def prepare(recipe: str, plugins: list[Path] | None) -> None:
 def refuse_patched(name: str) -> None:
     """Raise LoadError for a saved patched model, where a command needs the original."""
     from accelpatch import api
-    from accelpatch.errors import LoadError
 
     if api.is_patched(name):
-        raise LoadError(f"{name} is a saved patched model, and this needs the original: give the float checkpoint")
+        raise LoadError(_ORIGINAL.format(name))
 
 
 def open_model(name: str, dtype: str, device: str) -> tuple[Any, torch.device]:
     """Load a float model, with progress bars on stderr; returns (accelpatch.models.load.Loaded, its device)."""
+    where = torch_device(device)
     from accelpatch import api
 
-    where = torch_device(device)
     refuse_patched(name)
     with console.progress_bars() as progress:
         return api.load(name, dtype=dtype, device=where, progress=progress), where
@@ -96,13 +169,12 @@ def open_patched(
     name: str, *, recipe: str | None, dtype: str, device: str, statistics: Path | None = None
 ) -> tuple[Any, torch.device]:
     """As `open_model`, patched while it loads by `recipe`, or the default; a saved patched model as it is."""
-    from accelpatch import api
-    from accelpatch.errors import LoadError
-
     where = torch_device(device)
+    from accelpatch import api
+
     saved = api.is_patched(name)
     if saved and recipe is not None:
-        raise LoadError(f"{name} is a saved patched model, which has its recipe: leave out --recipe")
+        raise LoadError(_OWN_RECIPE.format(name))
     wanted = None if saved else recipe or default_recipe(name)
     with console.progress_bars() as progress:
         return api.load(name, wanted, dtype=dtype, device=where, statistics=statistics, progress=progress), where
@@ -132,21 +204,12 @@ def numbers(text: str, name: str) -> list[int]:
 
 
 def torch_device(text: str) -> torch.device:
-    """The device that ``--device`` names. Raises BadParameter for a bad name and LoadError for a GPU not present."""
+    """The device that ``--device`` names. Raises LoadError for a GPU that is not here."""
     import torch
-
-    from accelpatch.errors import LoadError
 
     if text == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(text)
-    except RuntimeError:
-        raise typer.BadParameter(
-            f"{text!r} names no device; use auto, cpu, cuda or cuda:N", param_hint="--device"
-        ) from None
-    if device.type not in ("cpu", "cuda"):
-        raise typer.BadParameter(f"{text!r} is not supported; use auto, cpu, cuda or cuda:N", param_hint="--device")
+    device = torch.device(text)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise LoadError(
             f"device {text!r} is not here: torch {torch.__version__} sees {torch.cuda.device_count()} GPUs; "

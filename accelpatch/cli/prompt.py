@@ -1,16 +1,25 @@
-"""Tokenizes prompts, checks that they fit the model's context, and streams answers as text."""
+"""Tokenizes prompts and conversations, and checks that they fit the model's context."""
 
 from __future__ import annotations
 
-import sys
-import time
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from accelpatch.errors import AccelpatchError, LoadError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+Message = Mapping[str, str]  # role: "system", "user" or "assistant"; content: its text
+
+
+def is_unicode(text: str) -> bool:
+    """Whether a text can be encoded: arguments that are not valid text contain surrogates, which cannot."""
+    try:
+        text.encode()
+    except UnicodeError:
+        return False
+    return True
 
 
 def tokenizer_of(loaded: Any) -> Any:
@@ -22,23 +31,54 @@ def tokenizer_of(loaded: Any) -> Any:
     return loaded.tokenizer
 
 
-def encode(tokenizer: Any, prompt: str, *, chat: bool, option: str = "--prompt") -> Tensor:
+def has_template(tokenizer: Any) -> bool:
+    """Whether a tokenizer has a chat template."""
+    return bool(getattr(tokenizer, "chat_template", None))
+
+
+def check_template(tokenizer: Any) -> None:
+    """Raise LoadError where a tokenizer has no chat template."""
+    if not has_template(tokenizer):
+        raise LoadError("the model's tokenizer has no chat template: `accelpatch run --raw` gives it plain text")
+
+
+def message(role: str, text: str) -> Message:
+    """A message of a conversation."""
+    return {"role": role, "content": text}
+
+
+def encode(tokenizer: Any, prompt: str, *, chat: bool, system: str | None = None, option: str = "--prompt") -> Tensor:
     """Token ids [1, L] int64 of ``prompt``, with ``chat`` inside the model's chat template.
 
     Raises AccelpatchError for a prompt without tokens, naming the command-line option ``option``.
     """
-    if chat and not getattr(tokenizer, "chat_template", None):
-        raise LoadError("the model's tokenizer has no chat template; run without --chat")
     if chat:
-        messages = [{"role": "user", "content": prompt}]
-        encoded = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
-    else:
-        encoded = tokenizer(prompt, return_tensors="pt")
-    ids: Tensor = encoded["input_ids"]
+        first = [] if system is None else [message("system", system)]
+        return encode_messages(tokenizer, [*first, message("user", prompt)])
+    ids: Tensor = tokenizer(prompt, return_tensors="pt")["input_ids"]
     if ids.numel() == 0:
         raise AccelpatchError(f"the text has no tokens; give another one with {option}")
+    return ids.long()
+
+
+def encode_messages(tokenizer: Any, messages: Sequence[Message]) -> Tensor:
+    """Token ids [1, L] int64 of a conversation that the model is to go on with, by its chat template.
+
+    Raises LoadError where it has none, and AccelpatchError where that refuses the conversation.
+    """
+    from jinja2 import TemplateError
+
+    check_template(tokenizer)
+    try:
+        encoded = tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+    except TemplateError as error:
+        hint = "; leave out --system" if messages[0]["role"] == "system" else ""
+        raise AccelpatchError(f"the model's chat template refuses this conversation: {error}{hint}") from error
+    ids: Tensor = encoded["input_ids"]
+    if ids.numel() == 0:
+        raise AccelpatchError("the model's chat template makes no tokens of the prompt: give it with --raw")
     return ids.long()
 
 
@@ -61,48 +101,3 @@ def check_fits(model: nn.Module, prompt_tokens: int, new_tokens: int) -> None:
             f"{prompt_tokens} tokens of prompt and {new_tokens} new ones are more than the model's context of {limit}; "
             f"use --max-new-tokens {limit - prompt_tokens} or less"
         )
-
-
-class TextStream:
-    """A streamer for ``generate()``: calls ``write`` with new text, once every byte of its characters has arrived.
-
-    ``text`` is the answer so far. The first ``put`` is the prompt and is not shown.
-    """
-
-    def __init__(self, tokenizer: Any, write: Callable[[str], None]):
-        self.text = ""
-        self.tokens: list[int] = []
-        self.first_token_at: float | None = None  # time.perf_counter() at the first new token
-        self._tokenizer, self._write, self._prompt_seen = tokenizer, write, False
-
-    def put(self, ids: Tensor) -> None:
-        if not self._prompt_seen:
-            self._prompt_seen = True
-            return
-        if self.first_token_at is None:
-            self.first_token_at = time.perf_counter()
-        self.tokens += ids.reshape(-1).tolist()
-        text = self._decode()
-        if not text.endswith("\N{REPLACEMENT CHARACTER}"):
-            self._show(text)
-
-    def end(self) -> None:
-        self._show(self._decode())
-
-    def _decode(self) -> str:
-        text: str = self._tokenizer.decode(self.tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return text
-
-    def _show(self, text: str) -> None:
-        if len(text) > len(self.text):
-            self._write(text[len(self.text) :])
-            self.text = text
-
-
-def write_stdout(piece: str) -> None:
-    sys.stdout.write(piece)
-    sys.stdout.flush()
-
-
-def write_nothing(piece: str) -> None:
-    """Discard the text: with --json the answer is part of the document that is printed at the end."""

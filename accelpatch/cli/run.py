@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import sys
-import time
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from . import console, options
+from . import console, generation, options
+from . import prompt as prompts
+from .generation import Answer, Rate, Sampling
 from .options import DeviceOption, DtypeOption, JsonOption, PluginOption, StatisticsOption
 
 if TYPE_CHECKING:
@@ -22,76 +23,66 @@ DEFAULT_PROMPT = "What is the capital of France?"
 
 
 @dataclass(frozen=True)
-class Answer:
-    """The answer to a prompt. tokens: their number; decode_seconds: from the first new token to the last."""
+class Outcome:
+    """The answer of one model, its rate, and why the answer is empty, if it is."""
 
-    text: str
-    tokens: int
-    decode_seconds: float
-
-    @property
-    def tokens_per_second(self) -> float | None:
-        """Decode speed of this one answer; None for fewer than two tokens."""
-        return (self.tokens - 1) / self.decode_seconds if self.tokens > 1 else None
+    answer: Answer
+    rate: Rate
+    empty: str | None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, ready for JSON."""
-        return {"answer": self.text, "tokens": self.tokens, "tokens_per_second": self.tokens_per_second}
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """Sampling parameters; temperature 0 is greedy decoding."""
-
-    max_new_tokens: int
-    temperature: float
-    seed: int
+        plain = {"answer": self.answer.text, "tokens": self.answer.tokens, "ended": self.answer.ended}
+        return plain | {"empty_because": self.empty, "tokens_per_second": self.rate.per_second}
 
 
 def run(
     model: options.ModelArgument = options.DEFAULT_MODEL,
-    recipe: Annotated[
-        str | None, typer.Option("--recipe", "-r", metavar="NAME|FILE", help="As elsewhere; default: int8.")
-    ] = None,
+    recipe: options.OwnRecipeOption = None,
     prompt: Annotated[str, typer.Option(help="Prompt text; - reads it from stdin.")] = DEFAULT_PROMPT,
-    chat: Annotated[bool, typer.Option("--chat", help="Apply the model's chat template to the prompt.")] = False,
+    system: options.SystemOption = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Give the model the prompt without its chat template.")] = False,
+    chat: Annotated[bool, typer.Option("--chat", hidden=True, help="Fail without a chat template.")] = False,
     statistics: StatisticsOption = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Generate at most this many tokens.")] = 128,
-    temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 decodes greedily.")] = 0.0,
-    seed: Annotated[int, typer.Option(min=0, max=2**64 - 1, help="Random seed for sampling.")] = 0,
+    max_new_tokens: options.MaxNewTokensOption = 128,
+    temperature: options.TemperatureOption = 0.0,
+    top_p: options.TopPOption = None,
+    top_k: options.TopKOption = None,
+    seed: options.SeedOption = 0,
+    stop: options.StopOption = None,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
     compare: Annotated[bool, typer.Option("--compare", help="Also answer with the unpatched model.")] = False,
     plugin: PluginOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Load MODEL, patched with a recipe, or a saved patched one as it is, and answer a prompt."""
-    text = _text(prompt)
+    """Load MODEL, patched with a recipe, or a saved patched one as it is, and answer a prompt.
+
+    A model with a chat template is chatted with; --raw gives it the prompt as it is.
+    """
+    sampling = generation.sampling(max_new_tokens, temperature, top_p, top_k, seed, stop or ())
+    text = _text(prompt, system, raw, chat)
+    options.check_generation(model, recipe, max_new_tokens, original=compare)
     options.prepare(recipe or options.DEFAULT_RECIPE, plugin)
-    from . import prompt as prompts
-
     opened = options.open_model if compare else partial(options.open_patched, recipe=recipe, statistics=statistics)
-    loaded, where = opened(model, dtype=dtype, device=device)
-    ids = prompts.encode(prompts.tokenizer_of(loaded), text, chat=chat).to(where)
-    network = loaded.model
-    prompts.check_fits(network, ids.shape[1], max_new_tokens)
-    sampling = Sampling(max_new_tokens, temperature, seed)
-    before = None
+    loaded, _ = opened(model, dtype=dtype, device=device)
+    ids = _encode(loaded, text, system, raw, chat)
+    prompts.check_fits(loaded.model, ids.shape[1], max_new_tokens)
+    respond = partial(_respond, loaded, ids, sampling, compare=compare, raw=raw, json=json)
+    before = respond("original") if compare else None
     if compare:
-        before = _answer(loaded, ids, sampling, heading="original", json=json)
-        options.patch(network, recipe, statistics)
-    after = _answer(loaded, ids, sampling, heading="patched" if compare else None, json=json)
-    report = network.accelpatch.report()
-    if json:
-        console.print_json(_document(model, text, report, before, after))
-    else:
-        console.print_facts(_facts(model, report, before, after))
+        options.patch(loaded.model, recipe, statistics)
+    _print(model, text, loaded.model, before, respond("patched"), json)
 
 
-def _text(prompt: str) -> str:
+def _text(prompt: str, system: str | None, raw: bool, chat: bool) -> str:
+    """The prompt. Raises BadParameter for one that cannot be, and for options that contradict each other."""
+    if raw and (chat or system is not None):
+        raise typer.BadParameter(f"goes without {'--chat' if chat else '--system'}", param_hint="--raw")
+    options.check_system(system)
     try:
         text = sys.stdin.read() if prompt == "-" else prompt
-        text.encode()  # arguments that are not valid text contain surrogates, which cannot be encoded
+        text.encode()
     except UnicodeError:
         raise typer.BadParameter("the prompt is not UTF-8 text", param_hint="--prompt") from None
     if not text.strip():
@@ -99,31 +90,39 @@ def _text(prompt: str) -> str:
     return text
 
 
-def _answer(loaded: Any, ids: Tensor, sampling: Sampling, *, heading: str | None, json: bool) -> Answer:
-    """Generate an answer to ids [1, L], streamed to stdout unless ``json``."""
+def _encode(loaded: Any, text: str, system: str | None, raw: bool, chat: bool) -> Tensor:
+    """Ids [1, L] of the prompt on the model's device, in the chat template where there is one or one is asked for."""
+    tokenizer = prompts.tokenizer_of(loaded)
+    chat = chat or system is not None or (not raw and prompts.has_template(tokenizer))
+    return prompts.encode(tokenizer, text, chat=chat, system=system).to(loaded.model.device)
+
+
+def _respond(
+    loaded: Any, ids: Tensor, sampling: Sampling, name: str, *, compare: bool, raw: bool, json: bool
+) -> Outcome:
+    """The answer to ids [1, L], streamed to stdout, with ``compare`` under the heading ``name``; silently for JSON."""
     import torch
 
-    from . import prompt as prompts
-
-    if heading and not json:
-        print(f"--- {heading}")
-    stream = prompts.TextStream(loaded.tokenizer, prompts.write_nothing if json else prompts.write_stdout)
+    if compare and not json:
+        print(f"--- {name}")
     torch.manual_seed(sampling.seed)
-    choice: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-    if sampling.temperature > 0:
-        choice = {"do_sample": True, "temperature": sampling.temperature}
-    with torch.inference_mode():
-        loaded.model.generate(
-            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=sampling.max_new_tokens,
-            streamer=stream, **choice,
-        )  # fmt: skip
-    end = time.perf_counter()
+    answer = generation.answer(loaded, ids, sampling, generation.write_nothing if json else generation.write_stdout)
     if not json:
         print("\n", flush=True)
-    return Answer(stream.text, len(stream.tokens), end - (stream.first_token_at or end))
+    rate = generation.measured_rate(loaded.model, ids) if compare else answer.rate
+    return Outcome(answer, rate, answer.empty_because(raw and prompts.has_template(loaded.tokenizer)))
 
 
-def _document(model: str, prompt: str, report: Report, before: Answer | None, after: Answer) -> dict[str, Any]:
+def _print(model: str, text: str, network: Any, before: Outcome | None, after: Outcome, json: bool) -> None:
+    """Print what is known after the answers."""
+    report = network.accelpatch.report()
+    if json:
+        console.print_json(_document(model, text, report, before, after))
+    else:
+        console.print_facts(_facts(model, report, before, after))
+
+
+def _document(model: str, prompt: str, report: Report, before: Outcome | None, after: Outcome) -> dict[str, Any]:
     document: dict[str, Any] = {"model": model, "recipe": report.recipe, "device": report.device, "prompt": prompt}
     document |= after.to_dict()
     if before is not None:
@@ -131,27 +130,35 @@ def _document(model: str, prompt: str, report: Report, before: Answer | None, af
     return document | {"report": report.to_dict()}
 
 
-def _facts(model: str, report: Report, before: Answer | None, after: Answer) -> list[tuple[str, str]]:
+def _facts(model: str, report: Report, before: Outcome | None, after: Outcome) -> list[tuple[str, str]]:
     from accelpatch.report import human, ratio
 
     token = report.token_bytes
-    speed = _speed(after) if before is None else f"{_speed(before)} -> {_speed(after)}"
     facts = [
         ("model", model),
         ("recipe", report.recipe),
         ("device", report.device),
         ("sites replaced", f"{report.replaced} of {len(report.sites)}"),
         ("bytes a token", f"{human(token[0])} -> {human(token[1])} ({ratio(token)})"),
-        ("tokens/s", f"{speed} (decode, this answer)"),
+        ("tokens/s", _rates(before, after)),
     ]
     if before is not None:
-        facts.append(("answers", "the same" if before.text == after.text else "differ"))
+        facts.append(("answers", "the same" if before.answer.text == after.answer.text else "differ"))
+    for name, one in {"original": before, "answer": after}.items():
+        if one is not None and one.empty is not None:
+            facts.append((name, f"the answer is empty: {one.empty}"))
     return facts + verification_facts(report) + [("note", text) for text in report.notes]
 
 
-def _speed(answer: Answer) -> str:
-    rate = answer.tokens_per_second
-    return f"{rate:.1f}" if rate is not None else "not measured (one token)"
+def _rates(before: Outcome | None, after: Outcome) -> str:
+    one = after.rate.per_second
+    if before is None:
+        return f"{after.rate}" if one is None else f"{after.rate} (decode, this answer)"
+    if one is None or before.rate.per_second is None:
+        return str(before.rate if before.rate.per_second is None else after.rate)
+    times = one / before.rate.per_second
+    how = f"decode of {generation.RATE_TOKENS} tokens by generate(), after a warm-up"
+    return f"{before.rate} -> {after.rate}, {times:.1f} times ({how})"
 
 
 def verification_facts(report: Report) -> list[tuple[str, str]]:

@@ -14,20 +14,14 @@ from accelpatch.models.configuration import model_class, native
 from accelpatch.models.gguf_header import BESIDE, Metadata, read_header
 from accelpatch.models.gguf_keys import OWN, TIED
 from accelpatch.models.guard import explained
+from accelpatch.models.precheck import check_gguf
 
 TOKENIZER, BEGINNING = b"tokenizer.ggml.model", 1 << 20
 
 
-def check(path: Path) -> None:
-    """Raise LoadError for a file that does not begin as a GGUF file does."""
-    with path.open("rb") as file:
-        if file.read(4) != b"GGUF":
-            raise LoadError(f"{path} does not begin as a GGUF file does: fetch it again")
-
-
 def configuration_beside(path: Path) -> Any:
     """The config.json in a file's folder. Raises LoadError where it leaves out that the file scales its frequencies."""
-    check(path)
+    check_gguf(path)
     config = native(checkpoint.read_config(path.parent), str(path.parent))
     config.dtype = None  # that of the float checkpoint, to which unpacked weights would be rounded
     gguf_rotary.check_beside(config, Metadata(path, read_header(path)))

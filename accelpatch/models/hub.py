@@ -25,11 +25,8 @@ def snapshot(name: str, *, weights: bool = True) -> Path:
     Raises LoadError where the local copy is incomplete and the hub cannot be reached, has no such model or wants a
     token.
     """
-    if complete := local(name, weights=weights):
-        return complete
-    if constants.HF_HUB_OFFLINE:
-        raise LoadError(f"{_tried(name)} and not asked for on the hub (HF_HUB_OFFLINE is set). {_elsewhere()}")
-    _reach(name)
+    if found := complete(name, weights=weights):
+        return found
     try:
         folder = Path(snapshot_download(name, allow_patterns=_SMALL_FILES))
         if weights:
@@ -44,6 +41,16 @@ def snapshot(name: str, *, weights: bool = True) -> Path:
     except _NETWORK_ERRORS as error:
         raise LoadError(f"{_tried(name)}, and its download failed: {_first_line(error)}. {_elsewhere()}") from error
     return folder
+
+
+def complete(name: str, *, weights: bool = True) -> Path | None:
+    """`local`; None where the hub can be asked instead. Raises LoadError where it cannot be reached."""
+    if found := local(name, weights=weights):
+        return found
+    if constants.HF_HUB_OFFLINE:
+        raise LoadError(f"{_tried(name)} and not asked for on the hub (HF_HUB_OFFLINE is set). {_elsewhere()}")
+    _reach(name)
+    return None
 
 
 def local(name: str, *, weights: bool) -> Path | None:

@@ -25,6 +25,7 @@ from accelpatch.models.configuration import model_class, native
 from accelpatch.models.gguf_header import read_header
 from accelpatch.models.gguf_metadata import completed
 from accelpatch.models.guard import explained, no_bar, quiet
+from accelpatch.models.precheck import check_gguf
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
@@ -206,7 +207,7 @@ def _load_folder(
 
 def _gguf_config(path: Path) -> Any:
     """The configuration in a file's metadata. Raises LoadError for what changes the computation and cannot be read."""
-    gguf.check(path)
+    check_gguf(path)
     with explained(f"{path} is no GGUF file that transformers can read"), quiet():
         config = transformers.AutoConfig.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False)
     return completed(config, read_header(path), path)
@@ -263,7 +264,7 @@ def _as_stored(
 
 def _gguf_tokenizer(path: Path, progress: Progress) -> Any:
     """The tokenizer in a file's metadata."""
-    gguf.check(path)
+    check_gguf(path)
     progress("reading the tokenizer", 0, 1)
     with explained(f"{path} has no tokenizer that transformers can read"), quiet():
         found = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False)

@@ -18,7 +18,7 @@ from typer.testing import Result
 from .conftest import Cli, Shell, environment
 
 ESCAPE = "\x1b["
-COMMANDS = ["run", "plan", "recipes", "eval", "bench", "doctor", "selftest", "cache", "exec"]
+COMMANDS = ["run", "chat", "plan", "recipes", "eval", "bench", "doctor", "selftest", "cache", "exec"]
 
 
 def test_help_is_quick() -> None:

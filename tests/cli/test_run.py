@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -33,7 +34,8 @@ def test_json(cli: Cli, model: str) -> None:
     result = cli("run", model, "--recipe", "int8", "--json", *SHORT)
     document = json.loads(result.stdout)
     assert document["tokens"] == 12
-    assert document["tokens_per_second"] > 0
+    assert document["ended"] == "length"
+    assert document["empty_because"] is None
     assert document["report"]["replaced"] > 0
     assert document["report"]["token_bytes"]["after"] < 0.3 * document["report"]["token_bytes"]["before"]
     assert document["report"]["verification"]["failures"] == []
@@ -49,16 +51,12 @@ def test_streamed_text_is_the_answer(cli: Cli, model: str) -> None:
 def test_compare(cli: Cli, model: str) -> None:
     document = json.loads(cli("run", model, "--recipe", "exact", "--compare", "--json", *SHORT).stdout)
     assert document["original"]["answer"] == document["answer"]  # exact rounds nothing that could change it
+    assert min(document["tokens_per_second"], document["original"]["tokens_per_second"]) > 0  # however short the answer
     text = cli("run", model, "--recipe", "exact", "--compare", *SHORT).stdout
     assert text.index("--- original") < text.index("--- patched") < text.index("sites replaced")
     assert " -> " in next(line for line in text.splitlines() if line.startswith("tokens/s"))
     assert "answers" in text
-
-
-def test_chat_uses_the_template(cli: Cli, model: str) -> None:
-    plain = json.loads(cli("run", model, "--prompt", "Hello", "--json", *SHORT).stdout)
-    chat = json.loads(cli("run", model, "--prompt", "Hello", "--chat", "--json", *SHORT).stdout)
-    assert plain["answer"] != chat["answer"]
+    assert re.search(r"[\d.]+ -> [\d.]+, [\d.]+ times \(decode of 64 tokens", text)
 
 
 def test_prompt_from_stdin(cli: Cli, model: str) -> None:
@@ -74,17 +72,6 @@ def test_bytes_from_stdin_that_are_no_text(cli: Cli, model: str) -> None:
     assert "not UTF-8 text" in result.stderr
 
 
-def test_sampling_follows_its_seed(cli: Cli, model: str) -> None:
-    def answer(*arguments: str) -> str:
-        document = json.loads(cli("run", model, "--json", *SHORT, *arguments).stdout)
-        return str(document["answer"])
-
-    first = answer("--temperature", "1.5", "--seed", "1")
-    assert answer("--temperature", "1.5", "--seed", "1") == first
-    assert answer("--temperature", "1.5", "--seed", "2") != first
-    assert answer("--seed", "1") == answer("--seed", "2")  # greedy
-
-
 def test_dtype(cli: Cli, model: str) -> None:
     reports = [
         json.loads(cli("run", model, "--recipe", "exact", "--dtype", dtype, "--json", *SHORT).stdout)["report"]
@@ -98,11 +85,12 @@ def test_dtype(cli: Cli, model: str) -> None:
     [
         pytest.param("bare_model", [], "has no tokenizer", id="no tokenizer"),
         pytest.param("no_template_model", ["--chat"], "no chat template", id="no chat template"),
+        pytest.param("no_template_model", ["--system", "Hi"], "no chat template", id="no place for --system"),
         pytest.param(
-            "model", ["--prompt", "x" * CONTEXT], f"context {CONTEXT}; shorten", id="prompt fills the context"
+            "model", ["--raw", "--prompt", "x" * CONTEXT], f"context {CONTEXT}; shorten", id="prompt fills the context"
         ),
         pytest.param(
-            "model", ["--prompt", "x" * 200, "--max-new-tokens", "57"], "--max-new-tokens 56", id="no room left"
+            "model", ["--raw", "--prompt", "x" * 200, "--max-new-tokens", "57"], "--max-new-tokens 56", id="no room"
         ),
     ],
 )
@@ -114,22 +102,10 @@ def test_clear_errors(cli: Cli, request: pytest.FixtureRequest, which: str, argu
     assert result.stdout == ""
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--prompt", "caf\udce9"], "not UTF-8 text"),
-        (["--temperature", "1", "--seed", str(2**64)], "18446744073709551615"),
-    ],
-)
-def test_options_that_cannot_be(cli: Cli, model: str, arguments: list[str], words: str) -> None:
-    result = cli("run", model, *arguments)
-    assert result.exit_code == 2
-    assert words in result.stderr
-
-
 def test_context_can_be_filled_to_the_end(cli: Cli, model: str) -> None:
     prompt = "x" * (CONTEXT - 3)
-    assert cli("run", model, "--recipe", "exact", "--prompt", prompt, "--max-new-tokens", "3").exit_code == 0
+    arguments = ("--recipe", "exact", "--raw", "--prompt", prompt, "--max-new-tokens", "3")
+    assert cli("run", model, *arguments).exit_code == 0
 
 
 def test_a_plugin_that_fails_shows_its_own_lines(shell: Shell, model: str, tmp_path: Path) -> None:

@@ -1,0 +1,96 @@
+"""A conversation with a model: its messages, what of them the context holds, and the file that they are saved in."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accelpatch.errors import AccelpatchError
+
+from . import generation
+from . import prompt as prompts
+from .generation import Answer, Sampling
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SHARE = 4  # at least one part in so many of the context is kept free for an answer, where the answer may be as long
+
+
+class Conversation:
+    """Messages to and from a loaded model, the system message first where there is one.
+
+    messages: all of them, those too that the context no longer holds. dropped: how many those were at the last answer.
+    used: tokens of the context after it. limit: those that the context has, or None.
+    """
+
+    def __init__(self, loaded: Any, sampling: Sampling, system: str | None = None):
+        import torch
+
+        self.limit = prompts.context_length(loaded.model)
+        self.messages: list[prompts.Message] = [] if system is None else [prompts.message("system", system)]
+        self.last: Answer | None = None
+        self.used = self.dropped = 0
+        self._loaded, self._sampling = loaded, sampling
+        self._system = list(self.messages)
+        torch.manual_seed(sampling.seed)
+
+    def reset(self) -> None:
+        """Forget all but the system message."""
+        self.messages, self.last, self.used, self.dropped = list(self._system), None, 0, 0
+
+    def answer(self, text: str, write: Callable[[str], None], interrupted: Callable[[], bool]) -> Answer:
+        """Answer a message; both are then part of the conversation, an interrupted answer as far as it came.
+
+        Raises AccelpatchError, with the conversation as it was, for a message that the context cannot hold.
+        """
+        asked = [*self.messages, prompts.message("user", text)]
+        ids, self.dropped = self._fitting(asked)
+        chosen = self._sampling.at_most(None if self.limit is None else self.limit - ids.shape[1])
+        answer = generation.answer(self._loaded, ids.to(self._loaded.model.device), chosen, write, interrupted)
+        self.messages = [*asked, prompts.message("assistant", answer.text)]
+        self.last, self.used = answer, ids.shape[1] + answer.tokens
+        return answer
+
+    def _fitting(self, messages: list[prompts.Message]) -> tuple[Tensor, int]:
+        """Ids [1, L] of a conversation without its oldest questions and answers that the context has no room for, and
+        the number of those messages."""
+        first, dropped = len(self._system), 0
+        while True:
+            kept = [*messages[:first], *messages[first + dropped :]]
+            ids = prompts.encode_messages(self._loaded.tokenizer, kept)
+            if self.limit is None:
+                return ids, dropped
+            last = len(kept) == first + 1
+            room = 1 if last else min(self._sampling.max_new_tokens, self.limit // SHARE)
+            if ids.shape[1] + room <= self.limit:
+                return ids, dropped
+            if last:
+                raise AccelpatchError(
+                    f"the message is {ids.shape[1]} tokens long, and the model's context {self.limit}: shorten it"
+                )
+            dropped += 2
+
+    def save(self, path: Path, *, replace: bool) -> None:
+        """Write the messages as JSON, all or nothing. replace: whether over a file that is there.
+
+        Raises AccelpatchError where it cannot be written.
+        """
+        text = json.dumps(self.messages, indent=2, ensure_ascii=False) + "\n"
+        try:
+            if path.exists() and not replace:
+                raise AccelpatchError(f"{path} is there already; /save! {path} writes over it")
+            number, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+            try:
+                with open(number, "w", encoding="utf-8") as file:
+                    file.write(text)
+                os.replace(name, path)
+            except BaseException:
+                os.unlink(name)
+                raise
+        except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+            raise AccelpatchError(f"{path} cannot be written: {getattr(error, 'strerror', None) or error}") from error
