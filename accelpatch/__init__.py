@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         unpatch,
     )
     from accelpatch.errors import AccelpatchError
+    from accelpatch.hf import AccelpatchConfig
     from accelpatch.patching.replacer import Choice, Reason, Replacer
 
 # public name -> module; resolved at first use, so that `import accelpatch` needs no torch
@@ -50,9 +51,11 @@ _HOMES = {
     **dict.fromkeys(("replacer", "save_statistics", "selftest", "unpatch"), "accelpatch.api"),
     **dict.fromkeys(("Choice", "Reason", "Replacer"), "accelpatch.patching.replacer"),
     "AccelpatchError": "accelpatch.errors",
+    "AccelpatchConfig": "accelpatch.hf",
 }
 __all__ = [
-    "AccelpatchError", "Choice", "Reason", "Replacer", "calibrate", "evaluate", "export", "load", "load_plugin",
+    "AccelpatchConfig", "AccelpatchError", "Choice", "Reason", "Replacer", "calibrate", "evaluate", "export", "load",
+    "load_plugin",
     "patch", "patch_on_first_use", "patched", "plan", "plan_from_config", "replacer", "save_statistics", "selftest",
     "unpatch",
 ]  # fmt: skip

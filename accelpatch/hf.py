@@ -1,6 +1,5 @@
-"""Import this module, and transformers' from_pretrained loads saved patched models.
-
-With `quantization_config=AccelpatchConfig("int4")` it quantises float checkpoints while they load.
+"""What transformers' from_pretrained uses of accelpatch: it loads saved patched models by it, and with
+`quantization_config=AccelpatchConfig("int4")` quantises float checkpoints while they load.
 """
 
 from __future__ import annotations

@@ -190,7 +190,7 @@ def carry_out(
                 handle.configure(owner, settings)
             runtime.code.look()
             fuse(model, planned, runtime, captured, report, watch, extent)
-            report.verification = whole_model(model, captured, report, watch)
+            report.verification = whole_model(model, captured, report, watch, extent)
             apply.settle(handle, [item.built for item in built], copies, watch, placement)
         except BaseException:
             handle.revert()

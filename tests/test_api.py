@@ -200,3 +200,38 @@ def test_to_dict_is_plain_data() -> None:
 
     check(model.accelpatch.report().to_dict())
     check(model.accelpatch.plan.to_dict())
+
+
+GOOD = {"rules": [{"match": {"role": "linear"}, "replace": "int8_weight_only"}], "verify": {"bound": 0.05}}
+
+
+@pytest.mark.parametrize(
+    "recipe, said",
+    [
+        (None, r"the recipe is None: give the name of a bundled one"),
+        (7, r"the recipe is 7: give the name"),
+        ({"rules": 1}, r"rules.*list"),
+        ({"rules": [object()]}, r"YAML has no form for"),
+        ({"nonsense": 1}, r"nonsense"),
+    ],
+)
+def test_a_recipe_that_is_none(recipe: Any, said: str) -> None:
+    model = CAUSAL["llama"].make()
+    before = snapshot(model)
+    with pytest.raises(AccelpatchError, match=said) as raised:
+        accelpatch.patch(model, recipe)
+    assert isinstance(raised.value, TypeError) == (not isinstance(recipe, dict))
+    assert snapshot(model) == before
+
+
+def test_a_recipe_as_a_mapping() -> None:
+    model = CAUSAL["llama"].make()
+    accelpatch.patch(model, GOOD)
+    assert {site.replacer for site in model.accelpatch.report().sites if site.replacer} == {"int8_weight_only"}
+
+
+@pytest.mark.parametrize("act", [accelpatch.patch, accelpatch.plan, accelpatch.unpatch, accelpatch.calibrate])
+def test_a_model_that_is_none(act: Callable[..., Any]) -> None:
+    with pytest.raises(AccelpatchError, match=r"'gpt2', and no torch.nn.Module: load it first") as raised:
+        act("gpt2")
+    assert isinstance(raised.value, TypeError)

@@ -22,6 +22,8 @@ IMPORTS: dict[str, tuple[str, str]] = {
     "device": ("", ""),
     "cache": ("errors", ""),  # where finished work of models and kernels lies; added to the design's table
     "report": ("errors", ""),
+    "registration": ("hf", ""),  # what `import accelpatch` tells transformers; added to the design's table
+    "progress": ("", "tqdm transformers"),  # bars of Python and of the command line; added to the design's table
     "recipe": ("errors", "yaml"),
     "own_code": ("", ""),  # whether the code that fast paths stand for would still run; added to the design's table
     "kernels": ("device errors cache", "triton"),  # cache: built device sources are published there
@@ -34,7 +36,7 @@ IMPORTS: dict[str, tuple[str, str]] = {
     "fusion": ("patching modules quant kernels models.family device own_code errors", "transformers"),
     "runtime": ("kernels modules fusion report device own_code errors", "transformers"),
     "checkpoints": (
-        "replacers patching modules quant models recipe report device errors",
+        "replacers patching modules quant models recipe report registration device errors",
         "transformers safetensors",
     ),
     "bench": ("kernels runtime report device errors", "matplotlib"),  # matplotlib: plots, an optional package
@@ -46,17 +48,17 @@ IMPORTS: dict[str, tuple[str, str]] = {
     ),
     "api": (
         "errors device cache report recipe kernels quant modules models patching replacers fusion runtime checkpoints "
-        "bench parallel pipeline tuning",
+        "bench parallel pipeline tuning progress",
         "",
     ),
     "hf": ("api checkpoints", ""),  # what a program imports to have transformers load saved patched models
     "cli": (
         # cache: lists and clears it; checkpoints: inspect
         "api bench kernels.build models.catalog models.precheck checkpoints.inspection tuning recipe report device "
-        "errors cache",
+        "errors cache progress",
         "typer rich jinja2",  # jinja2: what a chat template raises
     ),
-    "__init__": ("api errors patching.replacer", ""),  # the public names, resolved when first asked for
+    "__init__": ("api hf registration errors patching.replacer", ""),  # the public names, resolved when first asked for
     "__main__": ("cli", ""),
 }
 

@@ -68,11 +68,8 @@ def load(
             model = _as_stored(path, config, quantization, floats, dtype, device, report)
         return Loaded(model, _tokenizer_of(source, report, required=False), source)
     folder = _folder(source, report)
-    return Loaded(
-        _load_folder(folder, dtype, device, report, quantization, own or {}),
-        _folder_tokenizer(folder, required=False),
-        source,
-    )
+    model = _load_folder(folder, dtype, device, report, quantization, own or {})
+    return Loaded(model, _folder_tokenizer(folder, required=False), source)
 
 
 def from_config(name: str) -> nn.Module:
@@ -179,9 +176,8 @@ def _load_folder(
     config = native(checkpoint.read_config(folder, foreign=isinstance(quantization, dict)), str(folder))
     if isinstance(quantization, dict):
         config.quantization_config, quantization = quantization, None
-    described = getattr(config, "quantization_config", None)
-    if isinstance(described, dict) and described.get("quant_method") == checkpoint.OWN:
-        config.quantization_config = {**described, **own}
+    if checkpoint.quantization_method(vars(config)) == checkpoint.OWN:
+        config.quantization_config = {**config.quantization_config, **own}
     checkpoint.check_weights(folder, progress)
     if (folder / "generation_config.json").exists():
         checkpoint.read_json(folder / "generation_config.json")

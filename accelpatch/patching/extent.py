@@ -16,8 +16,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+from zlib import crc32
 
 from accelpatch.errors import ArgumentError
+from accelpatch.patching.entry import Entry
+from accelpatch.patching.plan import Plan
 from accelpatch.patching.site import Site
 
 AUTO, FULL, QUICK, OFF = "auto", "full", "quick", "off"
@@ -49,14 +52,16 @@ class Extent:
     @property
     def sites(self) -> bool:
         """Whether each replacement is checked, and not the first of each kind alone."""
-        return self.level == FULL or (self.level == AUTO and not self.loaded)
+        return self.level in (FULL, OFF) or (self.level == AUTO and not self.loaded)
 
-    def part(self, first: bool, place: int, site: Site) -> dict[str, int]:
+    def part(self, first: bool, site: Site) -> dict[str, int]:
         """What of a linear layer's calls is held to the float64 reference: the keywords of the context that checks.
 
-        first: whether the site is the first of its kind. place: a number that differs from site to site."""
+        first: whether the site is the first of its kind.
+        """
         whole = first and (site.n or 0) * (site.k or 0) <= LARGE
-        return {} if self.level == FULL else {"rows": ROWS, "every": 1 if whole else EVERY, "first": place}
+        start = crc32(site.path.encode())
+        return {} if self.level == FULL else {"rows": ROWS, "every": 1 if whole else EVERY, "first": start}
 
     @property
     def layers(self) -> bool:
@@ -70,3 +75,20 @@ class Extent:
 
 
 AS_USUAL = Extent()
+
+
+def first_of_kind(plan: Plan) -> dict[str, str]:
+    """Path of each replaced site -> path of the first one of its kind."""
+    first: dict[Any, str] = {}
+    found = {}
+    for entry in plan.replaced:
+        kernel = None if entry.choice is None else entry.choice.kernel
+        site = entry.site
+        kind: Any = (entry.replacer, site.class_names, site.n, site.k, site.role, kernel, id(entry.rule))
+        found[entry.site.path] = first.setdefault(kind, entry.site.path)
+    return found
+
+
+def is_layer(entry: Entry) -> bool:
+    """Whether a layer is replaced, whose steps are checked after all else."""
+    return entry.replacer is not None and entry.replacer.fuses

@@ -38,7 +38,7 @@ def record_layers(
     for place, found in errors.items():
         record = records[place]
         record.kernel_error, record.kernel_bound, record.steps = found.kernel_error, found.kernel_bound, True
-        record.format_error = found.format_error
+        record.format_error, record.unverified = found.format_error, None
     for place, reason in failed.items():
         records[place].failed = True
         if recipe.verify.on_failure == "error":

@@ -16,7 +16,7 @@ from accelpatch.errors import FOREIGN, RecipeError, VerifyError
 from accelpatch.patching.apply import Built, build_all, naming
 from accelpatch.patching.capture import Call, recording, run
 from accelpatch.patching.entry import Entry
-from accelpatch.patching.extent import AS_USUAL, Extent
+from accelpatch.patching.extent import AS_USUAL, Extent, first_of_kind, is_layer
 from accelpatch.patching.groups import with_groups
 from accelpatch.patching.placement import WHOLE, Placement
 from accelpatch.patching.plan import Plan
@@ -72,7 +72,7 @@ def capture(
     first = first_of_kind(plan)
     watched = [
         entry for entry in plan.replaced
-        if extent.sites or first[entry.site.path] == entry.site.path or _is_layer(entry)  # whose steps are checked
+        if extent.sites or first[entry.site.path] == entry.site.path or is_layer(entry)  # whose steps are checked
     ]  # fmt: skip
     if given is not None:
         return replace(_recorded(model, watched, list(given), progress), own=False)
@@ -91,22 +91,6 @@ def capture(
     more = "give some: accelpatch.patch(model, recipe, inputs=[...])"
     warnings.warn(f"nothing is verified, {reason}; {more}", stacklevel=3)
     return Captured(missing=reason, sought=True)
-
-
-def first_of_kind(plan: Plan) -> dict[str, str]:
-    """Path of each replaced site -> path of the first one of its kind."""
-    first: dict[Any, str] = {}
-    found = {}
-    for entry in plan.replaced:
-        kernel = None if entry.choice is None else entry.choice.kernel
-        site = entry.site
-        kind: Any = (entry.replacer, site.class_names, site.n, site.k, site.role, kernel, id(entry.rule))
-        found[entry.site.path] = first.setdefault(kind, entry.site.path)
-    return found
-
-
-def _is_layer(entry: Entry) -> bool:
-    return entry.replacer is not None and entry.replacer.fuses
 
 
 def _recorded(model: nn.Module, entries: Sequence[Entry], samples: Samples, progress: Progress) -> Captured:
@@ -135,14 +119,11 @@ def verified_build(
     calls = captured.calls
     held, kinds = list[Checked](), first_of_kind(plan)
     failed, seen = dict[str, str](), dict[str, Entry]()
-    made = build_all(plan, at_hand, partial(progress, "build and verify"), stats, placement)
-    for place, built in enumerate(made):
+    for built in build_all(plan, at_hand, partial(progress, "build and verify"), stats, placement):
         path = built.entry.site.path
         with naming(path, "its replacement was verified"):
-            checked = _check(
-                built, plan.recipe, captured, checking, stats.get(path), extent, kinds[path] == path, place
-            )
-        if not extent.sites and not _is_layer(built.entry):
+            checked = _check(built, plan.recipe, captured, checking, stats.get(path), extent, kinds[path] == path)
+        if not extent.sites:
             checked = _by_first(checked, kinds[path], path in at_hand)
         seen[path] = built.entry
         problem = over_bound(checked.errors, plan.recipe, built.entry) if checked.errors else None
@@ -152,7 +133,7 @@ def verified_build(
             raise VerifyError(f"{path}: {problem}; nothing was changed")
         else:
             failed[path] = problem
-        if not _is_layer(built.entry):  # else they are needed once more
+        if not is_layer(built.entry):  # else they are needed once more
             for member in (built.entry.site, *built.entry.site.tied):
                 calls.pop(member.path, None)
     entries = tuple(seen.get(entry.site.path, entry) for entry in plan.entries)
@@ -173,8 +154,7 @@ def _by_first(checked: Checked, first: str, known: bool) -> Checked:
 
 
 def _check(
-    built: Built, recipe: Recipe, captured: Captured, checking: Checking, stats: Any, extent: Extent, first: bool,
-    place: int,
+    built: Built, recipe: Recipe, captured: Captured, checking: Checking, stats: Any, extent: Extent, first: bool
 ) -> Checked:  # fmt: skip
     if captured.missing is not None:
         return Checked(built, None, captured.missing)
@@ -190,7 +170,7 @@ def _check(
             free = one_each and (by_token or (replacer is not None and replacer.whole))
             samples = extent.chosen(captured.samples, first, captured.own and one_each)
             masks = [_mask(sample) for sample in samples] if free else []
-            units, part = isinstance(bound_of(recipe, built.entry), Units), extent.part(first, place, built.entry.site)
+            units, part = isinstance(bound_of(recipe, built.entry), Units), extent.part(first, built.entry.site)
             errors = site_errors(new, given, recipe.verify.metric, checking, masks, by_token, units, part)
             worst = errors if worst is None else worst.worse(errors)
     return Checked(built, worst, None if worst else "no input reached it")
@@ -267,7 +247,9 @@ def stage_report(plan: Plan, held: Sequence[Checked], paths: Mapping[str, int]) 
     return report
 
 
-def whole_model(model: nn.Module, captured: Captured, report: Report, progress: Progress) -> Verification | None:
+def whole_model(
+    model: nn.Module, captured: Captured, report: Report, progress: Progress, extent: Extent
+) -> Verification | None:
     """Run the patched model on the samples and compare its next-token logits with the original's.
 
     Returns None, with a note in the report, where there are no samples.
@@ -284,7 +266,9 @@ def whole_model(model: nn.Module, captured: Captured, report: Report, progress: 
     steps = [site.kernel_share for site in report.sites if site.kernel_share is not None and site.steps]
     form = [site.format_error for site in report.sites if site.format_error is not None]
     result.worst_kernel_error, result.worst_format_error = max(kernel, default=None), max(form, default=None)
-    if unchecked := sum(bool(site.fused) and not site.steps for site in report.sites):
+    result.extent = extent.level
+    unchecked = sum(bool(site.fused) and not site.steps for site in report.sites)
+    if unchecked and extent.layers:
         report.notes.append(f"{unchecked} fused layers are not verified: no sample that steps can run reached them")
     result.fused_layers, result.worst_fused_error = len(steps), max(steps, default=None)
     result.failures = [f"{site.path}: {site.reason or site.by_modules}" for site in report.sites if site.failed]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-import accelpatch.hf  # noqa: F401  from_pretrained loads saved patched models from here on
+import accelpatch  # noqa: F401  from_pretrained loads saved patched models from here on
 from tests.support.checkpoints import saved
 from tests.support.one_thread import _one_thread  # noqa: F401
 from tests.support.packed import plain
