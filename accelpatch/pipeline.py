@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from importlib.metadata import version
@@ -35,14 +36,16 @@ from accelpatch.patching.site import LINEAR_ROLES
 from accelpatch.patching.stages import NOT_VERIFIED, Captured, capture, stage_report, verified_build, whole_model
 from accelpatch.patching.threads import for_idle_cores
 from accelpatch.patching.verify import SiteErrors
+from accelpatch.progress import Stopwatch
 from accelpatch.quant.calibration import Collector, Statistics
 from accelpatch.quant.smoothing import SiteStatistics
+from accelpatch.recipe import quality
 from accelpatch.recipe import recipe as recipes
 from accelpatch.recipe.recipe import Recipe
 from accelpatch.replacers import registry
 from accelpatch.replacers.smoothing import site_statistics
 from accelpatch.replacers.stored import known
-from accelpatch.report import Report, Stopwatch
+from accelpatch.report import Report
 from accelpatch.runtime.generation.patched_model import new_runtime, patched_classes
 from accelpatch.runtime.generation.weight_methods import SAVE
 
@@ -191,8 +194,11 @@ def carry_out(
             runtime.code.look()
             fuse(model, planned, runtime, captured, report, watch, extent)
             report.verification = whole_model(model, captured, report, watch, extent)
+            report.quality = quality.of_loaded(planned.recipe, planned.device.kind) if at_hand else None
             apply.settle(handle, [item.built for item in built], copies, watch, placement)
         except BaseException:
             handle.revert()
             raise
     report.seconds.update(watch.seconds)
+    if nothing := report.why_nothing():
+        warnings.warn(f"{nothing}. The model is as fast as it was", stacklevel=3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -56,3 +57,19 @@ def wanted() -> bool:
     from transformers.utils import logging
 
     return bool(logging.is_progress_bar_enabled())
+
+
+class Stopwatch:
+    """Forwards progress calls and adds up the seconds that each stage takes."""
+
+    def __init__(self, progress: Progress | None):
+        self.seconds: dict[str, float] = {}
+        self._progress = progress
+        self._last = time.perf_counter()
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        now = time.perf_counter()
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + now - self._last
+        self._last = now
+        if self._progress is not None:
+            self._progress(stage, done, total)

@@ -14,7 +14,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-METHOD = "accelpatch"  # quant_method in config.json
+METHOD = "accelpatch"  # quant_method in config.json, checkpoints.saved.METHOD; not imported, since that needs torch
 HOME = "transformers.quantizers.auto"
 CONFIGS, QUANTIZERS = "AUTO_QUANTIZATION_CONFIG_MAPPING", "AUTO_QUANTIZER_MAPPING"
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -82,7 +82,8 @@ class Report:
     """What a patch did. `str(report)` is for people, `to_dict()` for programs.
 
     seconds: time of each stage of the patch. paths: execution path of the patched model, with the reason where it is
-    not the fastest -> number of calls.
+    not the fastest -> number of calls. quality: what is to be said of the difference from the original where the
+    verification could not measure it; None where it did.
     """
 
     model: str
@@ -93,6 +94,7 @@ class Report:
     seconds: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     paths: Mapping[str, int] = field(default_factory=dict)
+    quality: str | None = None
 
     @property
     def replaced(self) -> int:
@@ -108,6 +110,14 @@ class Report:
     def resident_bytes(self) -> tuple[int, int]:
         """(before, after): bytes of weights held in memory."""
         return _total(site.resident_bytes for site in self.sites)
+
+    def why_nothing(self) -> str | None:
+        """Why no site is replaced, with the commonest reason; None where one is."""
+        if self.replaced:
+            return None
+        reasons = Counter(site.reason for site in self.sites if site.reason)
+        most = f": {reasons.most_common(1)[0][0]}" if reasons else ""
+        return f"recipe {self.recipe} replaces none of the {len(self.sites)} modules of {self.model}{most}"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, ready for JSON."""
@@ -132,6 +142,8 @@ class Report:
         lines += [bytes_line(self.token_bytes, self.resident_bytes)]
         if self.verification:
             lines.append(verification_line(self.verification))
+        if self.quality:
+            lines.append(f"quality: {self.quality.replace(chr(10), '; ')}")
         lines += [f"{count} calls: {path}" for path, count in self.paths.items()]
         return "\n".join(lines + self.notes)
 
@@ -159,7 +171,7 @@ def fused_lines(sites: Sequence[SiteRecord]) -> list[str]:
     read, total = (_total(site.token_bytes for site in among)[1] for among in (inside, sites))
     line = f"{len(fused)} of {len(layers)} layers fused, {read / total if total else 0:.1%} of a step's bytes"
     rest = [(layer.path, layer.by_modules or layer.reason) for layer in layers if not layer.fused]
-    reasons = [f"; {path}: {why}" if why else f"; {path}" for path, why in rest]  # a plan says why in a note
+    reasons = [f"; {path}: {why}" if why else f"; {path}" for path, why in rest]
     return [line + "".join(reasons[:1]) + ("; ..." if reasons[1:] else "")]
 
 
@@ -171,8 +183,12 @@ def verification_line(v: Verification) -> str:
     if v.worst_format_error is not None:
         parts.append(f"worst format error {v.worst_format_error:.4f}")
     if v.kl is not None and v.top1 is not None:
-        against = "" if v.against == ORIGINAL else f", against {v.against}"
-        parts.append(f"KL {v.kl:.2e} nats, top-1 agreement {v.top1:.1%} over {v.tokens} tokens{against}")
+        if v.against == ORIGINAL:
+            parts.append(
+                f"KL {v.kl:.2e} nats, top-1 agreement {v.top1:.1%} over {v.tokens} tokens, against the original"
+            )
+        else:  # says nothing of what rounding costs, and must not be read so
+            parts.append(f"generate() beside {v.against}: KL {v.kl:.2e} nats over {v.tokens} tokens")
     if v.worst_fused_error is not None:
         worst = f"worst {v.worst_fused_error:.0%} of the bound"
         parts.append(f"{v.fused_layers} fused layers in a prompt and cached steps, {worst}")
@@ -266,19 +282,3 @@ def ratio(pair: tuple[int, int]) -> str:
     """after / before of a (before, after) pair, as a percentage."""
     before, after = pair
     return f"{after / before:.1%}" if before else "nothing to read"
-
-
-class Stopwatch:
-    """Forwards progress calls and adds up the seconds that each stage takes."""
-
-    def __init__(self, progress: Callable[[str, int, int], None] | None):
-        self.seconds: dict[str, float] = {}
-        self._progress = progress
-        self._last = time.perf_counter()
-
-    def __call__(self, stage: str, done: int, total: int) -> None:
-        now = time.perf_counter()
-        self.seconds[stage] = self.seconds.get(stage, 0.0) + now - self._last
-        self._last = now
-        if self._progress is not None:
-            self._progress(stage, done, total)

@@ -36,26 +36,30 @@ IMPORTS: dict[str, tuple[str, str]] = {
     "fusion": ("patching modules quant kernels models.family device own_code errors", "transformers"),
     "runtime": ("kernels modules fusion report device own_code errors", "transformers"),
     "checkpoints": (
-        "replacers patching modules quant models recipe report registration device errors",
+        "replacers patching modules quant models recipe report device errors",
         "transformers safetensors",
     ),
     "bench": ("kernels runtime report device errors", "matplotlib"),  # matplotlib: plots, an optional package
     "tuning": ("kernels bench runtime report device cache errors", ""),
     "parallel": ("kernels models.family patching device report errors", "accelerate"),
     "pipeline": (  # the stages that api puts in order
-        "errors device report recipe kernels quant modules models patching replacers fusion runtime checkpoints",
+        "errors device report progress recipe kernels quant modules models patching replacers fusion runtime checkpoints",
         "",
     ),
+    "in_memory": (  # models in memory
+        "errors device progress recipe quant models patching replacers parallel checkpoints pipeline",
+        "",
+    ),
+    "from_files": ("errors device progress recipe quant models patching checkpoints report pipeline in_memory", ""),
     "api": (
-        "errors device cache report recipe kernels quant modules models patching replacers fusion runtime checkpoints "
-        "bench parallel pipeline tuning progress",
+        "errors models patching kernels checkpoints replacers runtime tuning in_memory from_files",
         "",
     ),
     "hf": ("api checkpoints", ""),  # what a program imports to have transformers load saved patched models
     "cli": (
-        # cache: lists and clears it; checkpoints: inspect
-        "api bench kernels.build models.catalog models.precheck checkpoints.inspection tuning recipe report device "
-        "errors cache progress",
+        # cache: lists and clears it; checkpoints: inspect, and where results go
+        "api bench kernels.build models.catalog models.precheck checkpoints.inspection checkpoints.target tuning "
+        "recipe report device errors cache progress",
         "typer rich jinja2",  # jinja2: what a chat template raises
     ),
     "__init__": ("api hf registration errors patching.replacer", ""),  # the public names, resolved when first asked for

@@ -59,7 +59,7 @@ def test_wheel_carries_recipes_and_types(tmp_path: Path) -> None:
     recipes = {f"accelpatch/recipes/{path.name}" for path in (ROOT / "recipes").glob("*.yaml")}
     assert recipes
     assert recipes <= names
-    assert "accelpatch/py.typed" in names
+    assert {"accelpatch/py.typed", "accelpatch/cli/alice.txt"} <= names
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert not any(name.startswith(("tests/", "scripts/")) for name in names)
 

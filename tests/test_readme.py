@@ -30,6 +30,7 @@ from accelpatch.kernels import dispatch
 from accelpatch.kernels.build import libraries
 from accelpatch.kernels.ops import attention_stored
 from accelpatch.models import embedded
+from accelpatch.recipe import quality
 from tests.cli.conftest import byte_tokenizer, save_model
 
 ROOT = Path(__file__).parent.parent
@@ -218,6 +219,20 @@ def test_fidelity_is_the_measured_one() -> None:
         assert shown[2] == measured[2]
         digits = len(shown[1].partition(".")[2])
         assert float(shown[1]) == round(float(measured[1]), digits)
+
+
+def test_the_known_figures_are_those_of_the_table() -> None:
+    """What a report says of a recipe whose loss it could not measure, as the README has it for a CPU."""
+    for (recipe, kind), (kl, top1) in quality.KNOWN.items():
+        shown = re.search(rf"^\| `{recipe}` \|.*\| ([\d.]+) \| ([\d.]+%) \| [\d.]+% \|$", README, re.MULTILINE)
+        assert shown is not None
+        if kind == "cpu":
+            assert float(shown[1]) == round(kl, len(shown[1].partition(".")[2]))
+            assert shown[2] == f"{top1:.1%}"
+    assert (
+        f"| noised | int8, per channel | {quality.KNOWN['int8', 'cuda'][0]} | 95.1% |"
+        in (ROOT / "docs" / "fidelity.md").read_text()
+    )
 
 
 def test_the_layout() -> None:

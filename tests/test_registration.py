@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 import accelpatch
+from accelpatch import registration
+from accelpatch.checkpoints.saved import METHOD
 from tests.support.tiny import CAUSAL
 
 ORDERS = {
@@ -26,6 +28,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     accelpatch.patch(model, "int8")
     model.save_pretrained(folder)
     return folder
+
+
+def test_the_name_of_the_method() -> None:
+    assert registration.METHOD == METHOD
 
 
 @pytest.mark.parametrize("order", ORDERS)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +14,9 @@ from torch import Tensor, nn
 from accelpatch.bench.timing import Timing, once, timing
 from accelpatch.errors import AccelpatchError
 from accelpatch.runtime.graphs.captured_cache import cache_of
+
+FEW = 4  # tokens of the warm-up of a slow model: by then each kernel has run
+Progress = Callable[[int, int, float | None], None]
 
 
 @dataclass(frozen=True)
@@ -48,31 +54,66 @@ class Figures:
     def to_dict(self) -> dict[str, Any]:
         """Plain data, ready for JSON."""
         return {
+            "repeats": len(self.prefill.seconds),
             "prefill": self.prefill.to_dict() | {"tokens_per_second": self.prefill_rate},
             "decode": self.decode.to_dict() | {"tokens_per_second": self.decode_rate},
         }
 
 
-def measure_generate(model: nn.Module, shape: Shape, *, repeats: int, warmup: int = 1) -> Figures:
+def measure_generate(
+    model: nn.Module, shape: Shape, *, repeats: int, seconds: float = math.inf, progress: Progress | None = None
+) -> Figures:
     """Time greedy generate() for 1 and for ``shape.new`` tokens alternately, ``repeats`` times; end tokens are ignored.
 
-    The decode time of a repeat is the difference of its two calls, so that prompt and set-up drop out.
+    The decode time of a repeat is the difference of its two calls, so that prompt and set-up drop out. seconds: no
+    repeat but the first begins that would end later than this, warm-up included. progress: called before each call of
+    generate() with the number of those that are done, of all that there will be, and the estimate of the seconds that
+    are left (None before anything is known).
     """
+    report, start = progress or _silent, time.monotonic()
     device = next(model.parameters()).device
     ids = prompt_ids(model.config.get_text_config(decoder=True).vocab_size, shape).to(device)  # type: ignore[operator, union-attr]
-    for _ in range(warmup):
-        generate(model, ids, 1)
-        generate(model, ids, shape.new)
-    short, difference = [], []
-    for _ in range(repeats):
+    report(0, 2 * repeats + 2, None)
+    each = _warm_up(model, ids, shape, seconds)
+    short, difference, planned = list[float](), list[float](), repeats
+    while len(short) < planned:
+        fitting = int(min(repeats, (seconds - (time.monotonic() - start)) / each))
+        planned = min(planned, max(len(short) + fitting, 1))
+        if len(short) == planned:
+            break
+        report(2 * len(short) + 2, 2 * planned + 2, (planned - len(short)) * each)
+        begin = time.monotonic()
         short.append(once(lambda: generate(model, ids, 1), device))
+        report(2 * len(short) + 1, 2 * planned + 2, None)
         difference.append(once(lambda: generate(model, ids, shape.new), device) - short[-1])
+        each = time.monotonic() - begin
+    report(2 * planned + 2, 2 * planned + 2, 0.0)
     if min(difference) <= 0.0:
         raise AccelpatchError(
             f"generating {shape.new} tokens took no longer than generating one: the machine is too busy, or the answer "
             "too short to be timed; use more --new-tokens"
         )
     return Figures(shape, timing(short), timing(difference))
+
+
+def _warm_up(model: nn.Module, ids: Tensor, shape: Shape, seconds: float) -> float:
+    """Run each kernel, and where a tenth of the time is enough for it, all that is timed; returns the estimate of the
+    seconds of a repeat."""
+    times = [time.monotonic()]
+    some = min(FEW, shape.new)
+    for tokens in (1, some):
+        generate(model, ids, tokens)
+        times.append(time.monotonic())
+    prompt, few = times[1] - times[0], times[2] - times[1]
+    each = 2 * min(prompt, few) + (shape.new - 1) * max(0.0, few - prompt) / (some - 1)
+    if shape.new <= FEW or each > seconds / 10:
+        return each
+    generate(model, ids, shape.new)
+    return min(prompt, few) + time.monotonic() - times[-1]
+
+
+def _silent(done: int, total: int, left: float | None) -> None:
+    """A progress function that does nothing."""
 
 
 def cached_bytes(model: nn.Module) -> int:

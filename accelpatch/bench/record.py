@@ -26,7 +26,8 @@ class Setting:
     device: Device
     threads: int
     shape: Shape
-    repeats: int
+    repeats: int  # asked for; how many were run stands beside each model's figures
+    seconds: float  # the bound on the time of each model
     command: str
 
 
@@ -59,6 +60,7 @@ def document(
         },
         "shape": asdict(setting.shape),
         "repeats": setting.repeats,
+        "seconds": setting.seconds,
         "verification": asdict(report.verification) if report.verification else None,
         "read_limit": limit.to_dict(),
         "cache_bytes": cache,
@@ -104,7 +106,7 @@ def text(record: dict[str, Any]) -> str:
         f"versions  {versions}",
         f"model     {record['model']}, {record['weights']} weights, {record['dtype']}; recipe {record['recipe']}",
         f"shape     batch {shape['batch']}, {shape['prompt']} prompt tokens, {shape['new']} new tokens; "
-        f"median of {record['repeats']} (lowest to highest)",
+        f"median of {_repeats(record)} (lowest to highest)",
         f"limit     {limit['bytes_per_second'] / 1e9:.1f} GB/s read: {limit['method']}, {human(limit['buffer_bytes'])}",
         f"cache     {human(record['cache_bytes'])} of keys and values are read in a step besides the weights",
         "",
@@ -117,6 +119,15 @@ def text(record: dict[str, Any]) -> str:
     }
     lines += ["", f"patched against original: decode {speedup['decode']:.2f} x, prefill {speedup['prefill']:.2f} x"]
     return "\n".join(lines + record["notes"])
+
+
+def _repeats(record: dict[str, Any]) -> str:
+    """How many repetitions were run, where that is not what was asked for."""
+    run = {name: record[name]["repeats"] for name in ("original", "patched")}
+    if set(run.values()) == {record["repeats"]}:
+        return str(record["repeats"])
+    ran = " and ".join(f"{count} ({name})" for name, count in run.items())
+    return f"{ran} of {record['repeats']} repetitions: the rest did not fit {record['seconds']:g} s a model"
 
 
 def _spread(rate: dict[str, float]) -> str:

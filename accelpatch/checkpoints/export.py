@@ -21,15 +21,15 @@ from transformers.core_model_loading import WeightConverter
 
 from accelpatch.checkpoints.export_formats import BITS, FORMATS, KINDS, Format, Group, Layer, groups_of
 from accelpatch.checkpoints.replaced_folder import replaced_folder
-from accelpatch.checkpoints.save import SHARD, check, shard_size
+from accelpatch.checkpoints.save import SHARD
 from accelpatch.checkpoints.saved import RECIPE, Saved, one_by_one, read
+from accelpatch.checkpoints.target import check_empty, check_folder, own_config, shard_size
 from accelpatch.checkpoints.writing import INDEX, Shards
 from accelpatch.errors import KernelError, LoadError, SaveError
 from accelpatch.models import checkpoint
 from accelpatch.models.catalog import resolve
 from accelpatch.models.load import from_config
 from accelpatch.quant import QuantizedWeight, fp8, int4, int8, packing
-from accelpatch.registration import METHOD
 
 PARTS = ("q", "scale", "offset", "order", "input_scale")
 #: of a layer in any of the formats; headers reserve room for these names
@@ -87,9 +87,9 @@ def export(
         raise SaveError(f"--to is {to!r}: it is one of {', '.join(FORMATS)}")
     folder = _folder(source)
     target = folder.with_name(f"{folder.name}-{to}") if out is None else Path(out)
-    check(target, max_shard_size)
-    if target.is_dir() and any(target.iterdir()):
-        raise SaveError(f"{target} is not empty: name a new folder")
+    shard_size(max_shard_size)
+    check_folder(target)
+    check_empty(target)
     found, form = _opened(folder), FORMATS[to]
     with one_by_one(found.saved) as tensor:
         _sort(found, tensor)
@@ -122,13 +122,7 @@ def _folder(source: str | Path) -> Path:
 
 
 def _opened(folder: Path) -> _Source:
-    checkpoint.read_config(folder, foreign=True)  # its errors, for what is no checkpoint
-    config = checkpoint.read_json(folder / "config.json")
-    method = checkpoint.quantization_method(config)
-    if method is None:
-        raise LoadError(f"{folder} holds float weights: quantise them first, with `accelpatch quantize`")
-    if method != METHOD:
-        raise LoadError(f"{folder} is {method} already: accelpatch.load it and save_pretrained makes it accelpatch's")
+    config = own_config(folder)
     checkpoint.check_weights(folder, _silent)
     return _Source(folder, config, read(folder / name for name in checkpoint.shard_names(folder)))
 

@@ -11,11 +11,10 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from accelpatch.checkpoints.foreign import PACKED, sites_of
 from accelpatch.checkpoints.gguf_tensors import GGUF
-from accelpatch.checkpoints.saved import VERSION, Saved, read
+from accelpatch.checkpoints.saved import METHOD, VERSION, Saved, read
 from accelpatch.errors import LoadError
 from accelpatch.patching.extent import level_of
 from accelpatch.recipe.recipe import Recipe, dump, load, parse
-from accelpatch.registration import METHOD
 
 
 class AccelpatchConfig(QuantizationConfigMixin):

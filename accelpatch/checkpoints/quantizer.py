@@ -33,7 +33,7 @@ from accelpatch.checkpoints.loading_modules import (
 )  # fmt: skip
 from accelpatch.checkpoints.quantization_config import AccelpatchConfig
 from accelpatch.checkpoints.resume import Store
-from accelpatch.checkpoints.saved import VERSION, Reading, digest_of
+from accelpatch.checkpoints.saved import METHOD, VERSION, Reading, digest_of
 from accelpatch.errors import FOREIGN, AccelpatchError, LoadError
 from accelpatch.patching.apply import Built
 from accelpatch.patching.entry import Entry
@@ -41,7 +41,6 @@ from accelpatch.patching.plan import Plan
 from accelpatch.patching.stages import over_weight_bound
 from accelpatch.quant.weight import PARTS
 from accelpatch.recipe.recipe import Recipe
-from accelpatch.registration import METHOD
 
 MakePlan = Callable[[nn.Module, Recipe, torch.device], Plan]
 Finish = Callable[[nn.Module, Plan, list[Built], AccelpatchConfig], None]
@@ -118,6 +117,7 @@ class AccelpatchQuantizer(HfQuantizer):
                 "this recipe calibrates, which a model that is still loading cannot: load it without "
                 "quantization_config, then accelpatch.patch(model, recipe), or use accelpatch quantize"
             )
+        self._store.check_room(self.plan.resident_bytes)
         if self.pre_quantized:
             saved, self._packed = self.quantization_config.opened(checkpoint_files)
             self._saved = saved

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from accelpatch.checkpoints.saved import bytes_of, digest_of
+from accelpatch.checkpoints.target import FULL, check_folder
 from accelpatch.errors import SaveError
 from accelpatch.modules.quantized_module import QuantizedModule
 from accelpatch.patching.apply import Built, built
@@ -27,6 +28,13 @@ class Store:
 
     def __init__(self, folder: Path | None):
         self._folder = folder
+
+    def check_room(self, size: int) -> None:
+        """Raise SaveError where the disk lacks room for the finished weights and the folder made of them, `size` bytes
+        each."""
+        if self._folder is not None:
+            kept = sum(file.stat().st_size for file in self._folder.glob("*.safetensors"))
+            check_folder(self._folder, 2 * size - kept)
 
     def built(self, entry: Entry, weight: Tensor) -> Built:
         """The replacement of a site, from the store or made of the weight in its module; kept in the store."""
@@ -48,8 +56,8 @@ class Store:
             save_file(parts, partial, {MADE_OF: made_of} | {name: digest_of(one) for name, one in parts.items()})
             os.replace(partial, file)
         except (OSError, SafetensorError) as error:
-            advice = "free some space there, or name another folder"
-            raise SaveError(f"{file} cannot be written ({error}): {advice}") from error
+            full = "" if isinstance(error, OSError) and error.errno not in FULL else "free some space there, or "
+            raise SaveError(f"{file} cannot be written ({error}): {full}name another folder") from error
 
 
 def _measured(made: Built, weight: Tensor) -> Built:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +16,8 @@ from torch import Tensor, nn
 
 from accelpatch.checkpoints import card
 from accelpatch.checkpoints.replaced_folder import replaced_folder
-from accelpatch.checkpoints.saved import RECIPE, VERSION
+from accelpatch.checkpoints.saved import METHOD, RECIPE, VERSION
+from accelpatch.checkpoints.target import beside, check_folder, check_new, is_own, shard_size
 from accelpatch.checkpoints.writing import Shards
 from accelpatch.errors import SaveError
 from accelpatch.modules.attention_settings import unnamed
@@ -26,11 +26,10 @@ from accelpatch.modules.quantized_module import QuantizedModule
 from accelpatch.modules.replacement import PATH
 from accelpatch.quant.weight import PARTS
 from accelpatch.recipe.recipe import Match, Recipe, Rule, dump
-from accelpatch.registration import METHOD
 
 SHARD = "5GB"  # bytes of a file, unless the caller says another size
-UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-WEIGHTS = ("model-", "model.", "pytorch_model")  # how weight files of an older checkpoint begin
+#: weight files of an older checkpoint: transformers' names, and nobody else's
+WEIGHTS = re.compile(r"(model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
 OWN_FILES = ("config.json", "generation_config.json", RECIPE)
 
 
@@ -42,12 +41,14 @@ def save(
 
     plan: the Plan that the model was patched by. Tied weights are written once. max_shard_size: bytes, or such as
     "5GB". more: write further files, such as a tokenizer's. verified: the digest of what computed while the model was
-    verified, "" where it was not. Raises SaveError.
+    verified, "" where it was not. Raises SaveError, also where rounded weights would take the place of float ones.
     """
     most, target, recipe = shard_size(max_shard_size), Path(folder), recipe_of(plan)
     if adapters := [name for name, _ in model.named_modules() if name.endswith(("lora_A", "lora_B"))]:
         raise SaveError(f"{adapters[0]} is an adapter: save it by its own save_pretrained, and the model without it")
-    with replaced_folder(target, lambda name: not name.startswith(WEIGHTS)) as made, torch.no_grad():
+    if any(entry.replacer.rounds for entry in plan.replaced) and _holds_floats(target):
+        raise SaveError(f"{target} holds float weights, which rounded ones cannot bring back: name another folder")
+    with replaced_folder(target, lambda name: not WEIGHTS.fullmatch(name)) as made, torch.no_grad():
         config = unnamed(copy.deepcopy(model.config))
         config.architectures = [type(model).__name__]
         config.dtype = str(model.dtype).removeprefix("torch.")
@@ -65,6 +66,11 @@ def save(
             card.write(made, target.name, model, recipe.name)
         whole = [entry.site.path for entry in plan.replaced if entry.replacer.whole]
         write_weights(model, made, {entry.site.path: entry.replacer.name for entry in plan.replaced}, most, whole)
+
+
+def _holds_floats(folder: Path) -> bool:
+    """Whether a folder holds weights that accelpatch did not save."""
+    return folder.is_dir() and not is_own(folder) and any(WEIGHTS.fullmatch(one.name) for one in folder.iterdir())
 
 
 def recipe_of(plan: Any) -> Recipe:
@@ -97,24 +103,16 @@ def _is_tied(model: Any) -> bool:
     return other is not None and one._parameters.get("weight") is other._parameters.get("weight")
 
 
-def beside(folder: Path) -> Path:
-    """Where the finished weights of an interrupted quantisation into `folder` lie."""
-    return folder.resolve().with_name(f".{folder.resolve().name}.quantising")
-
-
 def forget(folder: Path) -> None:
     """Remove what lies there, once `folder` is written."""
     shutil.rmtree(beside(folder), ignore_errors=True)
 
 
-def check(folder: Path, max_shard_size: int | str) -> None:
-    """Raise SaveError, before anything slow, where `folder` cannot be written so."""
+def check(folder: Path, max_shard_size: int | str, overwrite: bool) -> None:
+    """Raise SaveError, before anything slow, where `folder` cannot be written so. overwrite: see `check_new`."""
     shard_size(max_shard_size)
-    if folder.exists() and not folder.is_dir():
-        raise SaveError(f"{folder} is a file: name a folder")
-    parent = next(one for one in folder.resolve().parents if one.exists())
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise SaveError(f"{folder} cannot be written: name another folder")
+    check_folder(folder)
+    check_new(folder, overwrite)
 
 
 def description(recipe: Recipe) -> dict[str, Any]:
@@ -170,15 +168,3 @@ def _float(model: nn.Module, name: str) -> Tensor:
 
 def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
-
-
-def shard_size(given: int | str) -> int:
-    """Bytes of a size such as 5000000000, "5GB" or "512MiB". Raises SaveError."""
-    if isinstance(given, int) and given > 0:
-        return given
-    text = str(given).strip().upper()
-    unit = next((unit for unit in UNITS if text.endswith(unit)), "")
-    number = text.removesuffix(unit)
-    if not unit or not number.isdecimal() or not int(number):
-        raise SaveError(f"max_shard_size is {given!r}: give bytes, or a number with one of {', '.join(UNITS)}")
-    return int(number) * UNITS[unit]

@@ -24,8 +24,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from accelpatch.errors import LoadError
-from accelpatch.registration import METHOD  # also the key of the header's metadata
 
+METHOD = "accelpatch"  # quant_method in config.json, and the key of the header's metadata
 VERSION = 1
 RECIPE = "recipe.yaml"
 THREADS = 16

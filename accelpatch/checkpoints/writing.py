@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 
-from accelpatch.checkpoints.saved import VERSION, bytes_of
+from accelpatch.checkpoints.saved import METHOD, VERSION, bytes_of
 from accelpatch.errors import SaveError
-from accelpatch.registration import METHOD
 
 DTYPES = {
     torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.int32: "I32",

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from accelpatch.errors import AccelpatchError
+
 from . import console, options
 from .options import DeviceOption, DtypeOption, JsonOption, PluginOption, RecipeOption
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from accelpatch.bench.generate import Shape
 
 
@@ -23,7 +25,10 @@ def bench(
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of the prompt in tokens.")] = 512,
     new_tokens: Annotated[int, typer.Option(min=2, help="Tokens to generate per sequence.")] = 64,
     batch: Annotated[int, typer.Option(min=1, help="Batch size: sequences generated at once.")] = 1,
-    repeats: Annotated[int, typer.Option(min=1, help="Timed repetitions; the median is reported.")] = 5,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed repetitions at most; the median is reported.")] = 5,
+    seconds: Annotated[
+        float, typer.Option(min=1.0, help="Time for each of the two models: fewer repetitions, but one at least.")
+    ] = 60.0,
     random_weights: Annotated[
         bool, typer.Option("--random-weights", help="Build the model with random weights; load no checkpoint.")
     ] = False,
@@ -36,19 +41,15 @@ def bench(
     json: JsonOption = False,
 ) -> None:
     """Measure prefill and decode speed of MODEL before and after patching. The patched model is verified first."""
-    from accelpatch.bench import plot as plots
-
-    if plot:
-        plots.check(plot)
+    _check(model, plot, prompt_tokens + new_tokens, random_weights)
     options.prepare(recipe, plugin)
+    from accelpatch.bench import plot as plots
     from accelpatch.bench import record as records
     from accelpatch.bench.generate import Shape
 
-    network: Any = (
-        _random(model, dtype, device) if random_weights else options.open_model(model, dtype, device)[0].model
-    )
-    weights = "random" if random_weights else "checkpoint"
-    record = _measure(network, model, recipe, Shape(batch, prompt_tokens, new_tokens), repeats, weights, json)
+    network = _network(model, dtype, device, random_weights)
+    shape, weights = Shape(batch, prompt_tokens, new_tokens), "random" if random_weights else "checkpoint"
+    record = _measure(network, model, recipe, shape, (repeats, seconds), weights, json)
     if json:
         console.print_json(record)
     else:
@@ -58,16 +59,38 @@ def bench(
         console.note(f"drawn: {plot}")
 
 
-def _random(name: str, dtype: str, device: str) -> nn.Module:
+def _check(model: str, plot: Path | None, tokens: int, random_weights: bool) -> None:
+    """Raise what is wrong with the arguments, before torch is imported."""
+    from accelpatch.bench import plot as plots
+    from accelpatch.checkpoints import target
+    from accelpatch.models import precheck
+
+    if plot:
+        plots.check(plot)
+        target.check_file(plot)
+    source = options.check_original(model, fetched=not random_weights)
+    limit = precheck.context_length(source)
+    if limit is not None and tokens > limit:
+        raise AccelpatchError(
+            f"--prompt-tokens and --new-tokens are {tokens}, and the model's context of {limit} tokens is shorter"
+        )
+
+
+def _network(name: str, dtype: str, device: str, random_weights: bool) -> Any:
     from accelpatch import api
 
-    return api.random_model(name, dtype=dtype, device=options.torch_device(device))
+    if random_weights:
+        return api.random_model(name, dtype=dtype, device=options.torch_device(device))
+    return options.open_model(name, dtype, device)[0].model
 
 
 def _measure(
-    network: Any, name: str, recipe: str, shape: Shape, repeats: int, weights: str, json: bool
+    network: Any, name: str, recipe: str, shape: Shape, limits: tuple[int, float], weights: str, json: bool
 ) -> dict[str, Any]:
-    """Measure the original, the read limit and, after a verified patch, the patched model; returns the record."""
+    """Measure the original, the read limit and, after a verified patch, the patched model; returns the record.
+
+    limits: the most repetitions, and the seconds of each model.
+    """
     import torch
 
     from accelpatch import api
@@ -79,20 +102,41 @@ def _measure(
     from .prompt import check_fits
     from .run import verification_facts
 
-    check_fits(network, shape.prompt, shape.new)
+    check_fits(network, shape.prompt, shape.new)  # of a model of the hub, whose configuration was not here before
     parameter = next(network.parameters())
     where, dtype = parameter.device, str(parameter.dtype).removeprefix("torch.")
-    console.note("measuring the original")
-    original = measure_generate(network, shape, repeats=repeats)
+    repeats, seconds = limits
+    with measuring("the original") as shown:
+        original = measure_generate(network, shape, repeats=repeats, seconds=seconds, progress=shown)
     limit, cached = read_limit(where), cached_bytes(network)
     with console.progress_bars() as progress:
         api.patch(network, recipe, keep_original="none", progress=progress)
     report = network.accelpatch.report()
     if not json:
         console.print_facts(verification_facts(report))
-    console.note("measuring the patched model")
-    patched = measure_generate(network, shape, repeats=repeats)
+    with measuring("the patched model") as shown:
+        patched = measure_generate(network, shape, repeats=repeats, seconds=seconds, progress=shown)
     setting = record.Setting(
-        name, weights, dtype, probe(where), torch.get_num_threads(), shape, repeats, record.command_line(sys.argv[1:])
-    )
+        name, weights, dtype, probe(where), torch.get_num_threads(), shape, repeats, seconds,
+        record.command_line(sys.argv[1:]),
+    )  # fmt: skip
     return record.document(setting, report, limit, original, patched, cached)
+
+
+@contextmanager
+def measuring(what: str) -> Iterator[Callable[[int, int, float | None], None]]:
+    """Context manager: yields the progress function of a measurement, which draws a bar on a terminal and says once,
+    there and in logs, how long the measurement will take."""
+    console.note(f"measuring {what}: warming up")
+    said = False
+    with console.progress_bars() as bar:
+
+        def shown(done: int, total: int, left: float | None) -> None:
+            nonlocal said
+            if left and not said:
+                said = True
+                console.note(f"measuring {what}: {(total - done) // 2} repetitions, about {left:.0f} s")
+            if bar is not None:
+                bar(f"measuring {what}", done, total)
+
+        yield shown

@@ -30,11 +30,14 @@ def build(
     json: JsonOption = False,
 ) -> None:
     """Compile the kernels for ARCH. A machine with ACCELPATCH_KERNELS=DIR loads them from DIR and needs no compiler."""
+    from accelpatch.checkpoints import target
+
+    if out:
+        target.check_folder(out)
     from accelpatch.kernels.build import libraries as building
 
     found: list[dict[str, Any]] = []
-    for name in arch or [HOST]:
-        device = device_of(name)
+    for device in [device_of(name) for name in arch or [HOST]]:
         libraries = building.names_of(device)
         folders = building.build(libraries, device)
         if out:

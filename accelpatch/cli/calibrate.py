@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from . import console, options
+from . import checks, console, options
 from .options import DeviceOption, DtypeOption, JsonOption
 
 
@@ -25,6 +25,7 @@ def calibrate(
     json: JsonOption = False,
 ) -> None:
     """Run a text through MODEL and write statistics of each linear layer's input, for `--statistics`."""
+    _check(model, data, out)
     console.quiet_transformers()
     from accelpatch import api
 
@@ -46,3 +47,13 @@ def calibrate(
             ("statistics", f"{out}: accelpatch run {model} --recipe smoothquant --statistics {out}"),
         ]
     )
+
+
+def _check(model: str, data: Path | None, out: Path) -> None:
+    """Raise what is wrong with the arguments, before torch is imported."""
+    from accelpatch.checkpoints import target
+
+    options.check_original(model)
+    if data is not None:
+        checks.text_of(data)
+    target.check_file(out)

@@ -6,7 +6,9 @@ import json
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accelpatch.progress import bars
@@ -33,6 +35,24 @@ def print_error(message: str) -> None:
 def note(message: str) -> None:
     """Print a line on stderr, so that stdout holds nothing but the result."""
     print(message, file=sys.stderr, flush=True)
+
+
+def warning(message: str) -> None:
+    """Print one ``warning:`` line on stderr."""
+    note(f"warning: {message}")
+
+
+def plain_warnings() -> None:
+    """Show the warnings of accelpatch's own code as `warning` does; those of other code as Python does."""
+    own, stock = str(Path(__file__).parents[1]), warnings.showwarning
+
+    def show(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
+        if filename.startswith(own) and file is None:
+            warning(str(message))
+        else:
+            stock(message, category, filename, lineno, file, line)
+
+    warnings.showwarning = show
 
 
 def print_json(value: Any) -> None:

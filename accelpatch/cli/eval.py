@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from accelpatch.errors import AccelpatchError
-
-from . import console, options
+from . import checks, console, options
 from .options import DeviceOption, DtypeOption, JsonOption, PluginOption, RecipeOption, StatisticsOption
+
+CHAPTER = Path(__file__).with_name("alice.txt")
+TITLE = "Lewis Carroll, Alice's Adventures in Wonderland (1865), chapter 1"  # in the public domain
+ENOUGH = 1000  # predicted tokens: the standard error of an agreement of 70% is then 1.5%, and of 185 tokens 3.4%
 
 
 def evaluate(
-    text: Annotated[Path, typer.Option(exists=True, dir_okay=False, metavar="FILE", help="UTF-8 text to evaluate on.")],
     model: options.ModelArgument = options.DEFAULT_MODEL,
+    text: Annotated[
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, metavar="FILE", help="UTF-8 text; default: a chapter of a novel."),
+    ] = None,
     recipe: RecipeOption = options.DEFAULT_RECIPE,
     statistics: StatisticsOption = None,
     max_tokens: Annotated[int, typer.Option(min=2, help="Use at most this many tokens of the text.")] = 4096,
@@ -25,34 +30,36 @@ def evaluate(
     json: JsonOption = False,
 ) -> None:
     """Compare MODEL before and after patching on a text: KL divergence, top-1 agreement and perplexity."""
+    options.check_original(model)
+    words, source = checks.text_of(text or CHAPTER), str(text or TITLE)
     options.prepare(recipe, plugin)
-    words = _read(text)
     from accelpatch import api
 
     from . import prompt as prompts
 
     loaded, where = options.open_model(model, dtype, device)
     ids = prompts.encode(prompts.tokenizer_of(loaded), words, chat=False, option="--text")[:, :max_tokens]
+    _say_if_short(source, ids.shape[1])
     with console.progress_bars() as progress:
         found = api.evaluate(loaded.model, recipe, ids.to(where), statistics=statistics, progress=progress)
     if json:
-        console.print_json({"model": model, "recipe": recipe, "text": str(text)} | found.to_dict())
-        return
+        console.print_json({"model": model, "recipe": recipe, "text": source} | found.to_dict())
+    else:
+        console.print_facts([("model", model), ("recipe", recipe), *_facts(source, found)])
+
+
+def _facts(source: str, found: Any) -> list[tuple[str, str]]:
     change = found.perplexity_after / found.perplexity_before - 1
-    console.print_facts(
-        [
-            ("model", model),
-            ("recipe", recipe),
-            ("text", f"{text}, {found.tokens} predicted tokens"),
-            ("mean KL", f"{found.kl:.3e} nats (original || patched)"),
-            ("top-1 agreement", f"{found.top1:.2%}"),
-            ("perplexity", f"{found.perplexity_before:.4f} -> {found.perplexity_after:.4f} ({change:+.2%})"),
-        ]
-    )
+    return [
+        ("text", f"{source}, {found.tokens} predicted tokens"),
+        ("mean KL", f"{found.kl:.3e} nats (original || patched)"),
+        ("top-1 agreement", f"{found.top1:.2%}"),
+        ("perplexity", f"{found.perplexity_before:.4f} -> {found.perplexity_after:.4f} ({change:+.2%})"),
+    ]
 
 
-def _read(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise AccelpatchError(f"{file} is not UTF-8 text: {error.reason} at byte {error.start}") from None
+def _say_if_short(source: str, tokens: int) -> None:
+    if 1 < tokens <= ENOUGH:
+        console.warning(
+            f"{source} has {tokens} tokens, and figures of fewer than {ENOUGH} say little: give a longer text, or none"
+        )

@@ -56,7 +56,7 @@ def execute(
         raise typer.BadParameter("give a script, or -m MODULE", param_hint="SCRIPT")
     if module is None and not Path(words[0]).is_file():
         raise typer.BadParameter(f"there is no file {words[0]}", param_hint="SCRIPT")
-    options.check_recipe(recipe)
+    options.check_replacers(recipe, plugin)
     options.load_plugins(plugin)
     from accelpatch import api
 
@@ -95,6 +95,8 @@ def _line(model: Any) -> str:
 
     report = model.accelpatch.report()
     before, after = report.token_bytes
+    if nothing := report.why_nothing():
+        return nothing
     return (
         f"{report.model} patched with {report.recipe}: {report.replaced} of {len(report.sites)} sites, "
         f"{human(before)} -> {human(after)} a token"

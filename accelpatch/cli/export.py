@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from . import console
+from . import console, options
 from .options import JsonOption
 
 Formats = Literal["compressed-tensors", "gptq", "awq"]
@@ -24,6 +24,15 @@ def export(
     json: JsonOption = False,
 ) -> None:
     """Write the patched model in DIR as compressed-tensors, GPTQ or AWQ; refused with the reason where it cannot be."""
+    from accelpatch.checkpoints import target
+
+    target.shard_size(max_shard_size)
+    options.check_model(folder)
+    if Path(folder).is_dir():
+        target.own_config(Path(folder))
+    if out is not None:
+        target.check_folder(out)
+        target.check_empty(out)
     console.quiet_transformers()
     from accelpatch import api
     from accelpatch.report import human

@@ -10,10 +10,12 @@ import typer
 
 from accelpatch.errors import AccelpatchError, LoadError
 
-from . import console, facts
+from . import checks, console, facts
 
 if TYPE_CHECKING:
     import torch
+
+    from accelpatch.models.catalog import Source
 
 DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_RECIPE = "int8"
@@ -30,6 +32,7 @@ def _device(text: str) -> str:
         raise typer.BadParameter(f"{text!r} is not supported; use auto, cpu, cuda or cuda:N", param_hint="--device")
     if text.startswith("cuda") and (version := facts.version("torch") or "").endswith("+cpu"):
         raise LoadError(f"device {text!r} is not here: torch {version} is a build for the CPU; use --device cpu")
+    checks.check_driver(text)
     return text
 
 
@@ -52,7 +55,11 @@ PluginOption = Annotated[
 StatisticsOption = Annotated[
     Path | None,
     typer.Option(
-        exists=True, dir_okay=False, metavar="FILE", help="Of `accelpatch calibrate`, for recipes that need some."
+        exists=True,
+        dir_okay=False,
+        metavar="FILE",
+        callback=checks.statistics,
+        help="Of `accelpatch calibrate`, for recipes that need some.",
     ),
 ]
 DeviceOption = Annotated[
@@ -87,9 +94,11 @@ def load_plugins(files: list[Path] | None) -> None:
     """Register the replacers of each file. The files run as Python code, with the user's rights."""
     if not files:
         return
-    from accelpatch import api
-
     from .script import FailuresAsPython
+
+    with FailuresAsPython():
+        checks.check_plugins(files)
+    from accelpatch import api
 
     for file in files:
         with FailuresAsPython():
@@ -101,6 +110,16 @@ def check_recipe(recipe: str) -> None:
     from accelpatch.recipe import recipe as recipes
 
     recipes.load(recipe)
+
+
+def check_replacers(recipe: str, plugins: list[Path] | None) -> None:
+    """As `check_recipe`; also PlanError for a replacer that is neither built in nor can be a plugin's."""
+    from accelpatch.recipe import recipe as recipes
+    from accelpatch.recipe import replacers
+
+    found = recipes.load(recipe)
+    if not plugins:
+        replacers.check(found)
 
 
 def check_model(name: str) -> None:
@@ -116,6 +135,19 @@ def check_system(text: str | None) -> None:
 
     if text is not None and not (text.strip() and is_unicode(text)):
         raise typer.BadParameter("the system message is empty, or not UTF-8 text", param_hint="--system")
+
+
+def check_original(name: str, *, fetched: bool = True) -> Source:
+    """As `check_model`; also LoadError for a quantised model, where a command needs the original; and, `fetched`, for
+    one of the hub that neither is here nor can be fetched."""
+    from accelpatch.models import precheck
+
+    source = precheck.check(name)
+    if precheck.is_quantised(source):
+        raise LoadError(_ORIGINAL.format(name))
+    if fetched:
+        precheck.check_fetched(source)
+    return source
 
 
 def check_generation(name: str, recipe: str | None, new_tokens: int, *, original: bool = False) -> None:
@@ -143,7 +175,8 @@ def check_generation(name: str, recipe: str | None, new_tokens: int, *, original
 def prepare(recipe: str, plugins: list[Path] | None) -> None:
     """The first steps of a command: silence transformers, check the recipe, load the user's replacers."""
     console.quiet_transformers()
-    check_recipe(recipe)
+    console.plain_warnings()
+    check_replacers(recipe, plugins)
     load_plugins(plugins)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -13,9 +15,12 @@ from .options import DeviceOption, DtypeOption, JsonOption, PluginOption, Recipe
 
 def quantize(
     model: options.ModelArgument,
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="Folder to write; replaced all or nothing.")],
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="New folder; written all or nothing.")],
     recipe: RecipeOption = options.DEFAULT_RECIPE,
     statistics: StatisticsOption = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace the model in DIR, if it is one that accelpatch saved.")
+    ] = False,
     max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Largest weight file, such as 2GB.")] = "5GB",
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
@@ -23,25 +28,48 @@ def quantize(
     json: JsonOption = False,
 ) -> None:
     """Quantise MODEL by a recipe while it loads, and save it; what was done is kept if this is interrupted."""
+    _check(model, out, max_shard_size, overwrite)
     options.prepare(recipe, plugin)
-    from accelpatch import api
+    with resumable(out):
+        from accelpatch import api
 
-    where = options.torch_device(device)
-    with console.progress_bars() as progress:
-        report = api.quantize(
-            model,
-            recipe,
-            out,
-            max_shard_size=max_shard_size,
-            dtype=dtype,
-            device=where,
-            statistics=statistics,
-            progress=progress,
-        )
+        where = options.torch_device(device)
+        with console.progress_bars() as progress:
+            report = api.quantize(
+                model, recipe, out, max_shard_size=max_shard_size, dtype=dtype, device=where, statistics=statistics,
+                progress=progress, overwrite=overwrite,
+            )  # fmt: skip
     if json:
         console.print_json({"folder": str(out), "report": report.to_dict()})
     else:
         console.print_facts(_facts(model, out, report))
+
+
+def _check(model: str, out: Path, max_shard_size: str, overwrite: bool) -> None:
+    """Raise what is wrong with the arguments, before torch is imported."""
+    from accelpatch.checkpoints import target
+
+    target.shard_size(max_shard_size)
+    options.check_original(model)
+    target.check_folder(out)
+    target.check_new(out, overwrite)
+
+
+@contextmanager
+def resumable(out: Path) -> Iterator[None]:
+    """Context manager: says at the start what an interrupted run left, and at an interrupt what is kept."""
+    from accelpatch.checkpoints import target
+
+    place = target.beside(out)
+    if kept := target.unfinished(out):
+        console.note(f"going on: {kept} finished weights of an interrupted run are in {place}")
+    try:
+        yield
+    except KeyboardInterrupt:
+        kept = target.unfinished(out)
+        left = f"{kept} finished weights are kept in {place}: the same command goes on from there"
+        console.note(f"interrupted; {out} is as it was. {left if kept else 'No weight was finished'}")
+        raise typer.Exit(130) from None
 
 
 def _facts(model: str, out: Path, report: object) -> list[tuple[str, str]]:

@@ -167,6 +167,6 @@ def verification_facts(report: Report) -> list[tuple[str, str]]:
 
     if report.verification is None:
         return [("verified", "no")]
-    return [("verified", "\n".join(verification_line(report.verification).removeprefix("verified: ").split("; ")))] + [
-        ("kept", failure) for failure in report.verification.failures
-    ]
+    lines = verification_line(report.verification).removeprefix("verified: ").split("; ")
+    quality = [("quality", report.quality)] if report.quality else []
+    return [("verified", "\n".join(lines)), *quality, *(("kept", one) for one in report.verification.failures)]

@@ -14,7 +14,7 @@ from accelpatch.errors import AccelpatchError
 
 # The files of the frames between this process's start and the first line of the user's code.
 STARTERS = (
-    *(str(Path(__file__).with_name(name)) for name in ("script.py", "exec.py", "options.py")),
+    *(str(Path(__file__).with_name(name)) for name in ("script.py", "exec.py", "options.py", "checks.py")),
     str(Path(__file__).parent.parent / "replacers" / "plugin.py"),
     runpy.__file__, "<frozen runpy>", "<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>",
 )  # fmt: skip

@@ -40,6 +40,8 @@ def attention(
     json: JsonOption = False,
 ) -> None:
     """Time every implementation of attention; later patches choose by the order that is stored in the cache folder."""
+    for text, option in ((lengths, "--lengths"), (sizes, "--sizes")):
+        options.numbers(text, option)
     where = options.torch_device(device)
     import torch
 

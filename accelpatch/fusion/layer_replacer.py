@@ -51,7 +51,7 @@ class FusedLayerReplacer(Replacer):
     def complete(self, site: Site, choice: Choice, replaced: Mapping[str, Replaced | None], device: Device) -> Choice:
         fused = planned(site, replaced, device)
         if isinstance(fused, Reason):
-            return replace(choice, note=f"layers are not fused: {fused.text}", fused=False)
+            return replace(choice, note=fused.text, fused=False)
         return replace(choice, kernel=fused, fused=True, libraries=libraries(site, device))
 
     def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:

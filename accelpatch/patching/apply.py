@@ -24,6 +24,7 @@ from accelpatch.report import Report
 
 HANDLE = "accelpatch"  # the attribute of a patched model that holds its Handle
 PATH = "_accelpatch_path"  # the attribute of a replacement that holds its dotted name, for messages
+LOADED = "loaded"  # in place of `keep_original`: the model came patched from loading, and never had originals
 ROLE = "_accelpatch_role"  # the attribute of a replacement that holds its site's role
 
 
@@ -75,9 +76,13 @@ class Handle:
         Raises PatchError where the originals were freed, or for accelerate hooks, classes or forwards that were put on
         the replacements.
         """
-        if self.keep_original == "none" and any(
-            entry.replacer and entry.replacer.rounds for entry in self.plan.replaced
-        ):
+        rounded = any(entry.replacer and entry.replacer.rounds for entry in self.plan.replaced)
+        if self.keep_original == LOADED and rounded:
+            raise PatchError(
+                "the weights were quantised before or while the model was loaded: there never were originals here to "
+                "put back. For an unpatched model load the float checkpoint without a recipe"
+            )
+        if self.keep_original == "none" and rounded:
             raise PatchError(
                 "the originals were freed when the model was patched with keep_original='none'; load the model again, "
                 "or patch with keep_original='cpu'"

@@ -56,5 +56,6 @@ class Entry:
             site.path or "(model)", site.role, tied, shape, self.replacer.name if self.replacer else None,
             choice.kernel if choice else None, self.reason, (site.token_bytes, after[0]), (site.bytes, after[1]),
             failed=self.failed, fused=choice.fused if choice else None,
+            by_modules=choice.note if choice and choice.fused is False else None,
             stored=None if site.stored is None else site.stored.words,
         )  # fmt: skip

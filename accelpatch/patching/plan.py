@@ -70,7 +70,8 @@ class Plan:
     def report(self) -> Report:
         """The plan as a Report with nothing measured."""
         records = [entry.record() for entry in self.entries]
-        notes = dict.fromkeys(entry.choice.note for entry in self.entries if entry.choice and entry.choice.note)
+        choices = [entry.choice for entry in self.entries if entry.choice is not None]
+        notes = dict.fromkeys(one.note for one in choices if one.note and one.fused is not False)
         said = [*self.places, *smoothing.lines(self.groups), *self.left]
         return Report(self.model, self.recipe.name, self.device.name, records, notes=[*said, *notes, *self._unread()])
 

@@ -24,8 +24,8 @@ class Choice:
     kernel: the implementation that would run. bytes_before, bytes_after: weight bytes read to decode one token.
     resident_after: bytes that the replacement holds in memory. detail: data for the replacer's own `build`, such as the
     group size. note: a remark for the user, such as why a faster kernel is not chosen; printed once per plan. fused:
-    for a layer, whether decode steps run it fused; None for all other sites. libraries: names of the device libraries
-    that it launches, which a patch builds before it builds anything of the model.
+    for a layer, whether decode steps run it fused (else the note is why not); None for all other sites. libraries:
+    names of the device libraries that it launches, which a patch builds before it builds anything of the model.
     """
 
     kernel: str

@@ -264,3 +264,35 @@ def test_many_writers(old: Path, models: Any, versions: Any) -> None:
     assert 0 in statuses
     assert digests(old) == versions[1]
     assert [path.name for path in old.parent.iterdir()] == ["patched"]
+
+
+def _quantising(floats: Path, out: Path, after: float) -> int:
+    """The exit status of a child that quantises over `out` and is killed some time after it began."""
+
+    def act() -> None:
+        signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        signal.setitimer(signal.ITIMER_REAL, after)
+        accelpatch.api.quantize(str(floats), "int8", out, overwrite=True, max_shard_size="20KB")
+
+    return _forked(act)
+
+
+def test_a_kill_at_any_time_of_quantize(floats: Path, tmp_path: Path) -> None:
+    """The model that was there, or the new one, and what else was there; what is half done serves the next run."""
+    out = tmp_path / "out"
+    accelpatch.api.quantize(str(floats), "int8", tmp_path / "due", max_shard_size="20KB")
+    accelpatch.api.quantize(str(floats), "int4", out)
+    (out / "README.md").write_text("mine")
+    start = time.monotonic()
+    shutil.copytree(out, tmp_path / "copy")
+    assert _quantising(floats, tmp_path / "copy", 600) == 0
+    whole = time.monotonic() - start
+    versions = [digests(out), digests(tmp_path / "due") | {"README.md": digests(out)["README.md"]}]
+    killed = 0
+    for point in range(8):
+        killed += _quantising(floats, out, whole * (point + 0.5) / 8) == -signal.SIGKILL
+        assert digests(out) in versions
+    assert killed >= 3
+    accelpatch.api.quantize(str(floats), "int8", out, overwrite=True, max_shard_size="20KB")
+    assert digests(out) == versions[1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["copy", "due", "floats", "out"]

@@ -60,12 +60,24 @@ def test_other_files_stay(folder: Path, model: Any) -> None:
     (folder / "original").mkdir()
     (folder / "original" / "params.json").write_text("{}")
     (folder / "link").symlink_to("README.md")
+    (folder / "model.md").write_text("mine")  # no weights, whatever its name begins with
     for old in ("model-00001-of-00002.safetensors", "pytorch_model.bin", "model.safetensors.index.json"):
         (folder / old).write_text("old")
     model.save_pretrained(folder)
-    assert digests(folder).keys() == OWN | {"model.safetensors", "README.md", "tokenizer.json", "link"}
+    assert digests(folder).keys() == OWN | {"model.safetensors", "model.md", "README.md", "tokenizer.json", "link"}
     assert (folder / "link").is_symlink()
     assert (folder / "original" / "params.json").read_text() == "{}"
+
+
+def test_float_weights_are_not_destroyed(floats: Path, model: Any) -> None:
+    """Rounded ones cannot bring them back. Those of a recipe that rounds nothing are the same weights."""
+    before = digests(floats)
+    accelpatch.patch(model, "int4")
+    with pytest.raises(SaveError, match="holds float weights"):
+        model.save_pretrained(floats)
+    assert digests(floats) == before
+    accelpatch.patch(accelpatch.unpatch(model), "exact").save_pretrained(floats)
+    assert "recipe.yaml" in digests(floats)
 
 
 def test_through_a_link(folder: Path, model: Any) -> None:
@@ -105,8 +117,15 @@ def test_after_unpatch_it_is_plain(model: Any, floats: Path, tmp_path: Path) -> 
 
 
 def test_a_loaded_model_cannot_be_unpatched_and_says_so(folder: Path) -> None:
-    with pytest.raises(PatchError, match="original"):
+    with pytest.raises(PatchError, match="there never were originals here"):
         accelpatch.unpatch(opened(folder))
+
+
+def test_one_that_is_quantised_while_it_loads_says_so_too(floats: Path) -> None:
+    for recipe in ("int8", "smoothquant"):  # the second calibrates, and so loads the whole model first
+        loaded = accelpatch.load(str(floats), recipe).model
+        with pytest.raises(PatchError, match=r"load the float checkpoint without a recipe"):
+            accelpatch.unpatch(loaded)
 
 
 def test_a_copy_saves_itself(model: Any, tmp_path: Path) -> None:

@@ -89,7 +89,6 @@ def test_version(shell: Shell) -> None:
         pytest.param(["run", "a", "b"], id="run: two models"),
         pytest.param(["plan", "--max-length", "none"], id="plan: no number"),
         pytest.param(["recipes", "show"], id="recipes: no name"),
-        pytest.param(["eval"], id="eval: no text"),
         pytest.param(["eval", "--text", "missing.txt"], id="eval: text is missing"),
         pytest.param(["bench", "--new-tokens", "1"], id="bench: nothing to decode"),
         pytest.param(["bench", "--repeats", "0"], id="bench: no repeats"),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -75,6 +77,54 @@ def test_random_weights_need_no_checkpoint(cli: Cli, bare_model: str) -> None:
     found = json.loads(cli("bench", bare_model, "--random-weights", "--json", *QUICK).stdout)
     assert found["weights"] == "random"
     assert found["patched"]["decode"]["tokens_per_second"]["median"] > 0
+
+
+def test_seconds_bound_the_repetitions(cli: Cli, model: str) -> None:
+    """The warm-up takes the second, and one repetition is timed all the same."""
+    shape = ("--prompt-tokens", "16", "--new-tokens", "200", "--batch", "8", "--repeats", "1000")
+    result = cli("bench", model, "--json", "--seconds", "1", *shape)
+    found = json.loads(result.stdout)
+    assert (found["repeats"], found["seconds"]) == (1000, 1.0)
+    for side, name in (("original", "the original"), ("patched", "the patched model")):
+        assert 1 <= found[side]["repeats"] == len(found[side]["decode"]["seconds"]) < 1000
+        assert re.search(rf"^measuring {name}: [1-9]\d* repetitions, about \d+ s$", result.stderr, re.MULTILINE)
+    assert "of 1000 repetitions: the rest did not fit 1 s a model" in record.text(found)
+
+
+def _record(rates: tuple[float, float], limits: tuple[float, float]) -> dict[str, Any]:
+    def side(rate: float, limit: float) -> dict[str, Any]:
+        spread = {"median": rate, "low": 0.9 * rate, "high": 1.1 * rate}
+        decode = {
+            "tokens_per_second": spread, "limit_tokens_per_second": limit, "share_of_read_limit": rate / limit
+        }  # fmt: skip
+        return {"decode": decode, "prefill": {"tokens_per_second": spread}}
+
+    return {"original": side(rates[0], limits[0]), "patched": side(rates[1], limits[1])}
+
+
+@pytest.mark.parametrize(
+    ("rates", "limits", "off"),
+    [
+        pytest.param((312.0, 2095.0), (98e3, 560e3), 2, id="tiny"),
+        pytest.param((8.3, 164.3), (62.0, 233.0), 0, id="135M"),
+        pytest.param((0.52, 4.1), (1.6, 5.1), 0, id="7B"),
+    ],
+)
+def test_the_plot_keeps_its_bars_high(rates: Any, limits: Any, off: int) -> None:
+    """A limit off the scale is an arrow with its number; no label crosses another."""
+    figures = pytest.importorskip("matplotlib.figure", reason="the plot extra is not installed")
+    from accelpatch.bench import plot
+
+    figure = figures.Figure(figsize=(9, 4.8), layout="constrained")
+    axes = figure.subplots(1, 2)[0]
+    plot.draw_stage(axes, _record(rates, limits), "decode")
+    figure.canvas.draw()
+    assert max(bar.get_height() for bar in axes.patches) > 0.5 * axes.get_ylim()[1]
+    words = [text for text in axes.texts if text.get_text()]
+    assert sum(text.get_text().startswith("read limit") for text in words) == off
+    assert sum(text.get_text().startswith("limit") for text in words) == 2 - off
+    extents = [text.get_window_extent() for text in words]
+    assert not any(one.overlaps(other) for at, one in enumerate(extents) for other in extents[:at])
 
 
 def test_plot(cli: Cli, model: str, tmp_path: Path) -> None:

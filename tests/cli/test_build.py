@@ -43,7 +43,7 @@ def test_a_folder_that_cannot_be_made(cli: Cli) -> None:
     result = cli("build", "--out", "/proc/libraries")
     assert result.exit_code == 1
     assert "cannot be written" in result.stderr
-    assert "choose another folder" in result.stderr
+    assert "name another folder" in result.stderr
 
 
 @needs_nvcc

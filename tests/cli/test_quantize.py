@@ -80,7 +80,7 @@ def test_run_as_a_user_does(shell: Shell, patched: str) -> None:
         pytest.param(["run", "PATCHED", "--recipe", "int8"], "has its recipe", id="run with another recipe"),
         pytest.param(["run", "PATCHED", "--compare"], "give the float checkpoint", id="run and compare"),
         pytest.param(["quantize", "PATCHED", "--out", "OUT"], "is a saved patched model", id="quantise again"),
-        pytest.param(["quantize", "MODEL", "--out", "MODEL"], "name another folder", id="into its own folder"),
+        pytest.param(["quantize", "MODEL", "--out", "MODEL", "--overwrite"], "name another folder", id="into itself"),
         pytest.param(["quantize", "MODEL", "--out", "MODEL/config.json"], "is a file", id="into a file"),
         pytest.param(["quantize", "MODEL", "--out", "OUT", "--max-shard-size", "5"], "max_shard_size", id="shard size"),
         pytest.param(["quantize", "MODEL", "--out", "OUT", "--recipe", "no_such"], "no_such", id="no such recipe"),
@@ -104,3 +104,66 @@ def test_clear_errors(cli: Cli, model: str, patched: str, tmp_path: Path, argume
 
 def test_out_is_needed(cli: Cli, model: str) -> None:
     assert cli("quantize", model).exit_code == 2
+
+
+def test_over_a_model_of_its_own(cli: Cli, model: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()  # an empty folder will do
+    assert cli("quantize", model, "--out", str(out)).exit_code == 0
+    for name in ("notes.md", "model.md"):
+        (out / name).write_text("mine")
+    refused = cli("quantize", model, "--recipe", "int4", "--out", str(out))
+    assert refused.exit_code == 1
+    assert "give --overwrite" in refused.stderr
+    assert "name: int8" in (out / "recipe.yaml").read_text()
+    assert cli("quantize", model, "--recipe", "int4", "--out", str(out), "--overwrite").exit_code == 0
+    assert "name: int4" in (out / "recipe.yaml").read_text()
+    assert {path.name for path in out.iterdir()} == FILES | {"notes.md", "model.md"}
+
+
+def test_an_interrupt_says_what_is_kept_and_the_next_run_goes_on(
+    cli: Cli, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from accelpatch.checkpoints.resume import Store
+
+    kept, stock = 5, Store._keep
+    out, made = tmp_path / "out", [0]
+
+    def keep(self: Store, *arguments: object) -> None:
+        stock(self, *arguments)  # type: ignore[arg-type]
+        made[0] += 1
+        if made[0] == kept:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Store, "_keep", keep)
+    stopped = cli("quantize", model, "--out", str(out))
+    assert stopped.exit_code == 130
+    assert f"interrupted; {out} is as it was. 5 finished weights are kept in" in stopped.stderr
+    assert "the same command goes on from there" in stopped.stderr
+    assert not out.exists()
+    made[0] = kept  # the rest is made, and nothing interrupts
+    finished = cli("quantize", model, "--out", str(out))
+    assert finished.exit_code == 0
+    assert f"going on: {kept} finished weights of an interrupted run are in" in finished.stderr
+    assert made[0] == 15
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_an_interrupt_before_the_first_weight(
+    cli: Cli, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("accelpatch.api.quantize", interrupted)
+    stopped = cli("quantize", model, "--out", str(tmp_path / "out"))
+    assert stopped.exit_code == 130
+    assert "No weight was finished" in stopped.stderr
+
+
+def test_what_is_printed_is_not_read_as_no_loss(cli: Cli, model: str, tmp_path: Path) -> None:
+    printed = cli("quantize", model, "--recipe", "int4", "--out", str(tmp_path / "out")).stdout
+    assert "agreement 100" not in printed
+    assert "generate() beside the quantised modules: KL" in printed
+    assert "not measured, for the original was not loaded: accelpatch eval" in printed
+    assert "of SmolLM2-135M-Instruct with int4 it is KL 0.39 nats, top-1 agreement 67.9%" in printed

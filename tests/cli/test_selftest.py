@@ -39,9 +39,18 @@ def _records(ok: bool | None) -> list[SelftestRecord]:
 )
 def test_status(cli: Cli, monkeypatch: pytest.MonkeyPatch, ok: bool | None, status: int, words: str) -> None:
     monkeypatch.setattr("accelpatch.api.selftest", lambda device: _records(ok))
-    result = cli("selftest", "--device", "cpu")
+    result = cli("selftest", "--device", "cpu", "--verbose")
     assert result.exit_code == status
     assert words in result.stdout
+
+
+def test_the_summary_is_short_and_has_every_failure(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    for ok in (True, None, False):
+        monkeypatch.setattr("accelpatch.api.selftest", lambda device, ok=ok: 20 * _records(ok))
+        lines = cli("selftest", "--device", "cpu").stdout.splitlines()
+        assert sum(line.startswith("WRONG rmsnorm by hip") for line in lines) == (20 if ok is False else 0)
+        assert len([line for line in lines if not line.startswith("WRONG")]) <= 10
+        assert ("not run here at all, with their operations: hip (1)" in lines[-2]) == (ok is None)
 
 
 def test_a_wrong_kernel_is_found(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,5 +71,6 @@ def test_heads_that_are_none_run_their_modules() -> None:
     attention = model.model.layers[0].self_attn
     attention.qkv_proj = nn.Linear(HIDDEN, attention.qkv_proj.out_features - 32, bias=False, dtype=torch.bfloat16)
     report = accelpatch.plan(model, "exact", device=KNOWN["sm_90"]).report()
-    (note,) = [note for note in report.notes if "not fused" in note]
-    assert note.endswith("96 rows of q, k and v are no heads of 16 columns")
+    (reason,) = {site.by_modules for site in report.sites if site.fused is False}
+    assert reason is not None
+    assert reason.endswith("96 rows of q, k and v are no heads of 16 columns")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -119,10 +121,11 @@ def checkpoint(tmp_path: Path) -> Path:
     return folder
 
 
-def command(*words: object) -> subprocess.CompletedProcess[str]:
+def command(*words: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "accelpatch", *map(str, words)], capture_output=True, text=True, timeout=300, check=False
-    )
+        [sys.executable, "-m", "accelpatch", *map(str, words)], capture_output=True, text=True, timeout=300,
+        check=False, cwd=cwd, env=os.environ | {"PYTHONPATH": str(DOC.parents[1])},
+    )  # fmt: skip
 
 
 def test_plan_on_the_command_line(files: Path, checkpoint: Path) -> None:
@@ -131,6 +134,33 @@ def test_plan_on_the_command_line(files: Path, checkpoint: Path) -> None:
     assert done.returncode == 0, done.stderr
     sites = json.loads(done.stdout)["sites"]
     assert sum(site["replacer"] == "half_weight" for site in sites) == 14
+
+
+def test_the_command_of_the_page(files: Path) -> None:
+    """As it is printed there, in a folder with the page's two files."""
+    program, *words = shlex.split(block("sh"))
+    assert program == "accelpatch"
+    done = command(*words, cwd=files)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    taken = [line for line in done.stdout.splitlines() if " half_weight " in line]
+    assert len(taken) == 7  # each linear layer inside
+    assert "0 of 30 layers fused, 0.0% of a step's bytes; model.layers.0: self_attn.q_proj runs by" in done.stdout
+    assert "None" not in done.stdout
+
+
+def test_a_recipe_that_replaces_nothing_is_said(files: Path, checkpoint: Path) -> None:
+    alone = block("yaml").replace("extends: exact\n", "")
+    (files / "alone.yaml").write_text(alone)
+    accelpatch.load_plugin(files / "half_weight.py")
+    model = CAUSAL["mistral"].make(torch.bfloat16)
+    with pytest.warns(UserWarning, match=r"recipe half replaces none of the .*: it is no nn.Linear in float32") as seen:
+        accelpatch.patch(model, files / "alone.yaml")
+    assert seen[0].filename == __file__
+    given = ("--recipe", files / "alone.yaml", "--plugin", files / "half_weight.py", "--dtype", "bfloat16")
+    done = command("run", checkpoint, *given, "--raw", "--prompt", "w5 w6", "--max-new-tokens", "2", cwd=files)
+    assert done.returncode == 0, done.stderr
+    assert [line for line in done.stderr.splitlines() if line.startswith("warning: recipe half replaces none of the")]
 
 
 def test_run_on_the_command_line(files: Path, checkpoint: Path) -> None:

@@ -85,8 +85,10 @@ def test_the_plan_says_which_layer_runs_its_modules(name: str) -> None:
     plan = accelpatch.plan(model, "int8")
     fused = {site.path: site.fused for site in plan.report().sites if site.role == "layer"}
     assert fused == {f"model.layers.{at}": at != place for at in (0, 1)}
-    (note,) = [note for note in plan.report().notes if "not fused" in note]
-    assert note.endswith(f"_proj: {LINEAR}")
+    (reason,) = [site.by_modules for site in plan.report().sites if site.fused is False]
+    assert reason is not None
+    assert reason.endswith(f"_proj: {LINEAR}")
+    assert f"; model.layers.{place}: {reason}" in str(plan)
     assert "1 of 2 layers fused" in str(plan)
     assert "None" not in str(plan)
 

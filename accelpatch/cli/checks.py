@@ -1,0 +1,59 @@
+"""Checks of arguments that need neither torch nor a model, so that what is wrong is said at once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from accelpatch.errors import AccelpatchError, LoadError
+
+STATISTICS = "accelpatch_statistics"  # the key in the header of a file of `accelpatch calibrate`
+DRIVERS = ("nvidiactl", "kfd", "nvhost-gpu", "nvgpu", "dxg")  # NVIDIA, AMD, NVIDIA's boards, Windows' Linux
+
+
+def text_of(file: Path) -> str:
+    """The contents of a text file. Raises AccelpatchError for one that is empty, binary or cannot be read."""
+    try:
+        text = file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise AccelpatchError(f"{file} cannot be read ({error.strerror}): name a text file") from None
+    except UnicodeDecodeError as error:
+        raise AccelpatchError(f"{file} is not UTF-8 text: {error.reason} at byte {error.start}") from None
+    if "\0" in text:
+        raise AccelpatchError(f"{file} is not text: it has a NUL at character {text.index(chr(0))}")
+    if not text.strip():
+        raise AccelpatchError(f"{file} holds no text; give another one")
+    return text
+
+
+def statistics(file: Path | None) -> Path | None:
+    """The value of ``--statistics``. Raises LoadError for a file that `accelpatch calibrate` did not write."""
+    if file is None:
+        return None
+    try:
+        with file.open("rb") as opened:
+            size = int.from_bytes(opened.read(8), "little")
+            header = json.loads(opened.read(min(size, 100_000_000)))
+        known = STATISTICS in header.get("__metadata__", {})
+    except (OSError, ValueError, AttributeError, TypeError):
+        known = False
+    if not known:
+        raise LoadError(f"{file} cannot be read as statistics: `accelpatch calibrate` writes such a file")
+    return file
+
+
+def check_driver(device: str) -> None:
+    """Raise LoadError for a GPU on a machine that has no driver of one."""
+    if device.startswith("cuda") and not any(Path("/dev", name).exists() for name in DRIVERS):
+        raise LoadError(
+            f"device {device!r} is not here: this machine has no driver of a GPU (none of "
+            f"{', '.join(f'/dev/{name}' for name in DRIVERS)}); use --device cpu, or see `accelpatch doctor`"
+        )
+
+
+def check_plugins(files: list[Path] | None) -> None:
+    """Raise what Python says of a plugin that is no Python program; AccelpatchError for one that is no .py file."""
+    for file in files or ():
+        if file.suffix != ".py":
+            raise AccelpatchError(f"{file} is no Python file; a plugin ends in .py")
+        compile(file.read_bytes(), str(file), "exec", dont_inherit=True)

@@ -1,0 +1,134 @@
+"""Models from checkpoints: loaded, patched on the way, and written patched."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+import accelpatch.models.load as loading
+from accelpatch import device as devices
+from accelpatch import progress as bars
+from accelpatch.checkpoints import as_stored, foreign, quantization_config, quantizer
+from accelpatch.checkpoints import save as saving
+from accelpatch.checkpoints.target import beside
+from accelpatch.errors import LoadError
+from accelpatch.in_memory import AnyRecipe, handle_of, patch, plan, save
+from accelpatch.models.catalog import resolve
+from accelpatch.models.load import Loaded
+from accelpatch.patching import apply
+from accelpatch.patching.extent import AUTO, QUICK, Extent, level_of
+from accelpatch.patching.plan import Plan
+from accelpatch.pipeline import carry_out, compiled, computed_by
+from accelpatch.progress import Progress, Stopwatch
+from accelpatch.quant.calibration import Statistics
+from accelpatch.recipe import recipe as recipes
+from accelpatch.recipe.recipe import Recipe
+from accelpatch.report import Report
+
+WHILE_LOADING = "quantised while the weights were read: format errors are those of the weights"
+FROM_CHECKPOINT = "quantised weights are those of the checkpoint: their difference from the originals is not measured"
+
+
+def load(
+    name: str, recipe: AnyRecipe | None = None, *, dtype: Any = "auto", device: Any = "cpu",
+    statistics: Statistics | str | Path | None = None, verify: bool | str = True,
+    progress: Progress | bool | None = None, resume: Path | None = None,
+) -> Loaded:  # fmt: skip
+    """Load a model by short name, folder, GGUF file or hub name; a saved patched model comes back patched.
+
+    recipe: patch a float checkpoint while it loads: each weight is quantised as soon as it is read, so that memory
+    holds the result and one weight more; for a recipe that calibrates it is loaded whole. statistics: see `patch`.
+    dtype: "auto" keeps the checkpoint's. verify, progress: see `patch`. resume: a folder for finished weights, the
+    caller's to remove, from which an interrupted call goes on. Raises LoadError, and what `patch` raises.
+    """
+    level = level_of(verify)
+    with bars.shown(progress) as shown:
+        return _load(name, recipe, {"dtype": dtype, "device": device, "progress": shown}, statistics, level, resume)
+
+
+def _load(
+    name: str, recipe: AnyRecipe | None, options: dict[str, Any], statistics: Any, level: str, resume: Path | None
+) -> Loaded:
+    register_checkpoints()
+    layout = foreign.layout_of(name)
+    if recipe is None:
+        described = None if layout is None else foreign.described(layout)
+        own = {"verify": level, "progress": options["progress"]}
+        return loading.load(name, **options, quantization=described, own=own)
+    wanted = recipes.load(recipe)
+    if layout is not None or loading.is_patched(name):
+        raise LoadError(f"{name} is a saved patched model, which has its recipe: load it without another")
+    if as_stored.wants(wanted):
+        return as_stored.load(name, wanted, level, options)
+    if resolve(name).kind == "gguf" or _calibrates(wanted):  # transformers unpacks the first kind whole
+        loaded = loading.load(name, **options)
+        patch(
+            loaded.model, wanted, keep_original="none", statistics=statistics, verify=level,
+            progress=options["progress"],
+        )  # fmt: skip
+        handle_of(loaded.model).keep_original = apply.LOADED
+        return loaded
+    config = quantization_config.AccelpatchConfig(wanted, progress=options["progress"], resume=resume, verify=level)
+    return loading.load(name, **options, quantization=config)
+
+
+def is_patched(name: str) -> bool:
+    """Whether a name is that of a folder that loads patched: one that was saved so, or one in a layout of others."""
+    return loading.is_patched(name) or foreign.layout_of(name) is not None
+
+
+def quantize(
+    name: str, recipe: AnyRecipe, out: str | Path, *, max_shard_size: int | str = "5GB", dtype: Any = "auto",
+    device: Any = "cpu", statistics: Statistics | str | Path | None = None, verify: bool | str = True,
+    progress: Progress | bool | None = None, overwrite: bool = False,
+) -> Report:  # fmt: skip
+    """Patch a checkpoint while it loads and save it, with its tokenizer, into the folder `out`, all or nothing.
+
+    Finished weights are kept beside `out` until it is written: an interrupted call goes on. `out` is new or empty;
+    overwrite: or holds a model that accelpatch saved, which is replaced. Raises LoadError, SaveError, and as `patch`.
+    """
+    folder = Path(out)
+    saving.check(folder, max_shard_size, overwrite)
+    loaded = load(
+        name, recipe, dtype=dtype, device=device, statistics=statistics, verify=verify, progress=progress,
+        resume=beside(folder),
+    )  # fmt: skip
+    more = [] if loaded.tokenizer is None else [loaded.tokenizer.save_pretrained]
+    save(loaded.model, folder, max_shard_size=max_shard_size, more=more)
+    saving.forget(folder)
+    return handle_of(loaded.model).report()
+
+
+def _calibrates(recipe: Recipe) -> bool:
+    """Whether a patch by this recipe may need statistics, and so a whole model."""
+    static = any(rule.options.get("activations", "dynamic") != "dynamic" for rule in recipe.rules)
+    return static or recipe.calibrate is not None
+
+
+def _finish_loading(
+    model: nn.Module, planned: Plan, built: list[apply.Built], config: quantization_config.AccelpatchConfig
+) -> None:
+    """Patch what is left of a model whose quantised weights a checkpoint's loading has built."""
+    before = config.level == AUTO and config.verified == computed_by(planned, planned.recipe)
+    extent = Extent(QUICK if before else config.level, loaded=bool(built))
+    at_hand = {item.entry.site.path: item for item in built}
+    with bars.shown(config.progress) as shown:
+        carry_out(model, planned, None, "none", extent, Stopwatch(shown), at_hand, save)
+    handle_of(model).keep_original, report = apply.LOADED, handle_of(model).record
+    if report.verification is not None:
+        report.verification.before = before
+    if built:
+        report.notes.append(FROM_CHECKPOINT if any(item.weight_error is None for item in built) else WHILE_LOADING)
+        if report.verification is not None:
+            report.verification.against = "the quantised modules"
+
+
+def register_checkpoints() -> None:
+    """Make transformers' from_pretrained load saved patched models, and quantise by a recipe while it loads."""
+    quantizer.register(quantizer.Hooks(_plan_for, _finish_loading))
+
+
+def _plan_for(model: nn.Module, recipe: Recipe, device: Any) -> Plan:
+    return compiled(plan(model, recipe, device=devices.probe(str(device))), Stopwatch(None))

@@ -1,0 +1,178 @@
+"""Plans, patches and undoes patches of models that are in memory: the stages in their order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+
+import accelpatch.models.load as loading
+from accelpatch import device as devices
+from accelpatch import progress as bars
+from accelpatch.checkpoints import as_stored, gguf_tensors
+from accelpatch.checkpoints import save as saving
+from accelpatch.checkpoints import statistics as files
+from accelpatch.device import Device
+from accelpatch.errors import PatchError, PlanError
+from accelpatch.models.family import roles_of
+from accelpatch.models.smoothing import smoothing_groups
+from accelpatch.parallel.device_map import placement_of
+from accelpatch.patching import apply
+from accelpatch.patching.evaluation import Evaluation, compare
+from accelpatch.patching.extent import QUICK, Extent, level_of
+from accelpatch.patching.match import unwrapped
+from accelpatch.patching.patchable import check_module, check_patchable
+from accelpatch.patching.placement import device_of
+from accelpatch.patching.plan import Plan, make_plan
+from accelpatch.pipeline import calibrated, carry_out, compiled, computed_by
+from accelpatch.progress import Progress, Stopwatch
+from accelpatch.quant.calibration import Statistics
+from accelpatch.recipe import recipe as recipes
+from accelpatch.recipe.recipe import Recipe
+from accelpatch.replacers import registry
+from accelpatch.replacers.stored import known
+
+Model = TypeVar("Model", bound=nn.Module)
+AnyRecipe = str | Path | Mapping[str, Any] | Recipe
+KEEP_ORIGINAL = ("cpu", "none")
+
+
+def plan(model: nn.Module, recipe: AnyRecipe = "int8", *, device: Device | None = None) -> Plan:
+    """The Plan that `patch` would carry out. Changes and allocates nothing, so `model` may be on the meta device.
+
+    device: the hardware to plan for; default: the one that the model is on. Raises RecipeError and PlanError.
+    """
+    check_module(model)
+    model = unwrapped(model)
+    placement, roles = placement_of(model), roles_of(getattr(model, "config", None))
+    facts = device or devices.probe(str(placement.device or device_of(model)))
+    return make_plan(model, recipes.load(recipe), facts, roles, registry(), smoothing_groups(model), known, placement)
+
+
+def plan_from_config(
+    name: str, recipe: AnyRecipe = "int8", *, arch: str | None = None, max_length: int | None = None
+) -> Plan:
+    """A Plan from a model's configuration alone. name: a catalog name, or a folder with a config.json.
+
+    arch: the GPU to plan for, a key of `accelpatch.device.KNOWN`; default: this CPU. max_length: length of the KV cache
+    in tokens, in place of the recipe's. Raises LoadError, RecipeError and PlanError.
+    """
+    if arch is not None and arch not in devices.KNOWN:
+        raise PlanError(f"no facts are known of the arch {arch}; known are: {', '.join(devices.KNOWN)}")
+    loaded = recipes.load(recipe)
+    if as_stored.wants(loaded) and (path := loading.gguf_file(name)) is not None:
+        loaded = as_stored.recipe_of(loaded, gguf_tensors.open_gguf(path))
+    if max_length is not None:
+        loaded = replace(loaded, runtime=replace(loaded.runtime, max_length=max_length))
+    return plan(loading.from_config(name), loaded, device=devices.KNOWN[arch] if arch else devices.probe("cpu"))
+
+
+def calibrate(
+    model: nn.Module, data: Any = None, *, tokenizer: Any = None, samples: int | None = None,
+    length: int | None = None, progress: Progress | bool | None = None,
+) -> Statistics:  # fmt: skip
+    """Statistics of every linear layer's input, for recipes such as smoothquant: patch(model, recipe, statistics=...).
+
+    data: a text file, strings, or rows with a column "text" (a `datasets` object), up to `samples` windows of `length`
+    tokens; None: text that the model writes itself. Raises LoadError for data that will not do, and PatchError, naming
+    the layer, for inputs that are not finite.
+    """
+    check_module(model)
+    inner = unwrapped(model)
+    check_patchable(inner)
+    with bars.shown(progress) as shown:
+        return calibrated(inner, data, tokenizer, Stopwatch(shown), samples, length)
+
+
+def save_statistics(statistics: Statistics, file: str | Path) -> None:
+    """Write statistics to a safetensors file, which `patch(..., statistics=file)` reads. Raises SaveError."""
+    files.save(statistics, Path(file))
+
+
+def patch(
+    model: Model,
+    recipe: AnyRecipe = "int8",
+    *,
+    inputs: Sequence[Mapping[str, Any]] | None = None,
+    device: Device | None = None,
+    keep_original: str = "cpu",
+    verify: bool | str = True,
+    statistics: Statistics | str | Path | None = None,
+    progress: Progress | bool | None = None,
+) -> Model:
+    """Replace modules of `model` in place as `recipe` says, and return it; on an error nothing is changed.
+
+    recipe: a bundled one's name, the path of a YAML file, a mapping of what such a file holds, or a Recipe. inputs:
+    samples for verification, each the keyword arguments of one call; default: small ones made from the model's
+    configuration (if it accepts none of those, nothing is verified, with a warning). keep_original: "cpu" keeps the
+    original weights in host memory for `unpatch`, "none" frees them. verify: compare replacements with their references
+    and their originals, and the whole model before and after; how much, says patching/extent.py: True or "auto",
+    "full", "quick", False or "off". statistics: of `calibrate`, or a file of them, for recipes that need some; default:
+    the model calibrates on its own text. progress: called with (stage, done, total); default: bars in a terminal or a
+    notebook; False for none. A PeftModel keeps its adapters. Raises ArgumentError, RecipeError, PlanError, PatchError
+    and KernelError.
+    """
+    if keep_original not in KEEP_ORIGINAL:
+        raise PatchError(f"keep_original is {keep_original!r}; it is one of {', '.join(KEEP_ORIGINAL)}")
+    check_module(model)
+    given, model, extent = model, unwrapped(model), Extent(level_of(verify))
+    placement = placement_of(model)
+    check_patchable(model, placement)
+    with bars.shown(progress) as shown:
+        watch = Stopwatch(shown)
+        planned = compiled(plan(model, recipe, device=device), watch)
+        carry_out(model, planned, inputs, keep_original, extent, watch, {}, save, statistics, placement)
+    return given
+
+
+def unpatch(model: Model) -> Model:
+    """Restore the original modules of `model`, the same objects with the same bits, and return it.
+
+    Raises PatchError where the model is not patched, or cannot be restored (with keep_original="none", say).
+    """
+    handle_of(model).unpatch()
+    return model
+
+
+@contextmanager
+def patched(model: Model, recipe: AnyRecipe = "int8", **options: Any) -> Iterator[Model]:
+    """Context manager: `patch` with the same options for the `with` block, `unpatch` at its end or on an exception."""
+    patch(model, recipe, **options)
+    try:
+        yield model
+    finally:
+        unpatch(model)
+
+
+def evaluate(
+    model: nn.Module, recipe: AnyRecipe, input_ids: Tensor, *, statistics: Statistics | str | Path | None = None,
+    progress: Progress | bool | None = None,
+) -> Evaluation:  # fmt: skip
+    """Compare a causal LM before and after `recipe` on input_ids [1, L]: KL divergence, top-1 agreement, perplexity.
+
+    The model is unpatched at the end. Raises PatchError for fewer than two tokens.
+    """
+    with bars.shown(progress) as shown:
+        patching = patched(model, recipe, verify=False, statistics=statistics, progress=shown)
+        return compare(model, input_ids, patching, shown)
+
+
+def save(model: nn.Module, folder: str | Path, **options: Any) -> None:
+    handle = handle_of(model)
+    found = handle.record.verification
+    known = found is not None and (found.before or found.extent != QUICK)
+    verified = computed_by(handle.plan, saving.recipe_of(handle.plan)) if known else ""
+    saving.save(model, folder, handle.plan, verified=verified, **options)
+
+
+def handle_of(model: nn.Module) -> apply.Handle:
+    check_module(model)
+    handle = vars(unwrapped(model)).get(apply.HANDLE)
+    if handle is None:
+        raise PatchError("the model is not patched; call accelpatch.patch(model, recipe) first")
+    assert isinstance(handle, apply.Handle)
+    return handle
