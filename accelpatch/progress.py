@@ -42,7 +42,7 @@ def bars() -> Iterator[Progress]:
 @contextmanager
 def shown(progress: Progress | bool | None) -> Iterator[Progress]:
     """Context manager: yields what a public function reports to. progress: the user's own function; False: nothing is
-    shown; None or True: `bars`, unless transformers was told to show none."""
+    shown; None or True: `bars`, unless transformers shows none either."""
     if callable(progress):
         yield progress
     elif progress is False or not wanted():

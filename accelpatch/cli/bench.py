@@ -32,6 +32,7 @@ def bench(
     random_weights: Annotated[
         bool, typer.Option("--random-weights", help="Build the model with random weights; load no checkpoint.")
     ] = False,
+    verify: options.VerifyOption = "auto",
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
     plot: Annotated[
@@ -49,7 +50,7 @@ def bench(
 
     network = _network(model, dtype, device, random_weights)
     shape, weights = Shape(batch, prompt_tokens, new_tokens), "random" if random_weights else "checkpoint"
-    record = _measure(network, model, recipe, shape, (repeats, seconds), weights, json)
+    record = _measure(network, model, recipe, shape, (repeats, seconds), weights, verify, json)
     if json:
         console.print_json(record)
     else:
@@ -85,7 +86,14 @@ def _network(name: str, dtype: str, device: str, random_weights: bool) -> Any:
 
 
 def _measure(
-    network: Any, name: str, recipe: str, shape: Shape, limits: tuple[int, float], weights: str, json: bool
+    network: Any,
+    name: str,
+    recipe: str,
+    shape: Shape,
+    limits: tuple[int, float],
+    weights: str,
+    verify: str,
+    json: bool,
 ) -> dict[str, Any]:
     """Measure the original, the read limit and, after a verified patch, the patched model; returns the record.
 
@@ -110,7 +118,7 @@ def _measure(
         original = measure_generate(network, shape, repeats=repeats, seconds=seconds, progress=shown)
     limit, cached = read_limit(where), cached_bytes(network)
     with console.progress_bars() as progress:
-        api.patch(network, recipe, keep_original="none", progress=progress)
+        api.patch(network, recipe, keep_original="none", verify=verify, progress=progress)
     report = network.accelpatch.report()
     if not json:
         console.print_facts(verification_facts(report))

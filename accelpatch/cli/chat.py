@@ -44,6 +44,7 @@ def chat(
     stop: options.StopOption = None,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
+    verify: options.VerifyOption = "auto",
     plugin: PluginOption = None,
 ) -> None:
     """Chat with MODEL, patched with a recipe, or with a saved patched one; /help lists what can be typed.
@@ -54,7 +55,9 @@ def chat(
     options.check_system(system)
     options.check_generation(model, recipe, max_new_tokens or 1)
     options.prepare(recipe or options.DEFAULT_RECIPE, plugin)
-    loaded, _ = options.open_patched(model, recipe=recipe, dtype=dtype, device=device, statistics=statistics)
+    loaded, _ = options.open_patched(
+        model, recipe=recipe, dtype=dtype, device=device, statistics=statistics, verify=verify
+    )
     prompts.check_template(prompts.tokenizer_of(loaded))
     report = loaded.model.accelpatch.report()
     console.note(f"{model}, {report.recipe}: {report.replaced} of {len(report.sites)} sites replaced. {KEYS}")

@@ -42,6 +42,7 @@ def execute(
     ] = None,
     recipe: RecipeOption = options.DEFAULT_RECIPE,
     module: Annotated[str | None, typer.Option("-m", metavar="MODULE", help="Run a module like python -m.")] = None,
+    verify: options.VerifyOption = "auto",
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no summary on stderr.")] = False,
     plugin: PluginOption = None,
 ) -> None:
@@ -64,7 +65,7 @@ def execute(
 
     outcomes = Outcomes()
     try:
-        with api.patch_on_first_use(recipe, on_patched=outcomes.patched, on_left=outcomes.left):
+        with api.patch_on_first_use(recipe, on_patched=outcomes.patched, on_left=outcomes.left, verify=verify):
             scripts.run(words if module is None else [module, *words], as_module=module is not None)
     finally:
         if not quiet:

@@ -87,6 +87,10 @@ StopOption = Annotated[
     list[str] | None,
     typer.Option(metavar="TEXT", help="End an answer before this text, which is not printed; repeatable."),
 ]
+VerifyOption = Annotated[
+    Literal["auto", "full", "quick", "off"],
+    typer.Option("--verify", help="How much is verified: all with all samples, the first of each kind, or nothing."),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 
 
@@ -199,7 +203,7 @@ def open_model(name: str, dtype: str, device: str) -> tuple[Any, torch.device]:
 
 
 def open_patched(
-    name: str, *, recipe: str | None, dtype: str, device: str, statistics: Path | None = None
+    name: str, *, recipe: str | None, dtype: str, device: str, statistics: Path | None, verify: str
 ) -> tuple[Any, torch.device]:
     """As `open_model`, patched while it loads by `recipe`, or the default; a saved patched model as it is."""
     where = torch_device(device)
@@ -210,7 +214,10 @@ def open_patched(
         raise LoadError(_OWN_RECIPE.format(name))
     wanted = None if saved else recipe or default_recipe(name)
     with console.progress_bars() as progress:
-        return api.load(name, wanted, dtype=dtype, device=where, statistics=statistics, progress=progress), where
+        loaded = api.load(
+            name, wanted, dtype=dtype, device=where, statistics=statistics, verify=verify, progress=progress
+        )
+    return loaded, where
 
 
 def default_recipe(name: str) -> str:
@@ -220,12 +227,15 @@ def default_recipe(name: str) -> str:
     return "gguf" if resolve(name).kind == "gguf" else DEFAULT_RECIPE
 
 
-def patch(model: Any, recipe: str | None, statistics: Path | None) -> None:
+def patch(model: Any, recipe: str | None, statistics: Path | None, verify: str) -> None:
     """Patch a loaded model, with progress bars on stderr; its originals are freed."""
     from accelpatch import api
 
     with console.progress_bars() as progress:
-        api.patch(model, recipe or DEFAULT_RECIPE, keep_original="none", statistics=statistics, progress=progress)
+        api.patch(
+            model, recipe or DEFAULT_RECIPE, keep_original="none", statistics=statistics, verify=verify,
+            progress=progress,
+        )  # fmt: skip
 
 
 def numbers(text: str, name: str) -> list[int]:

@@ -22,6 +22,7 @@ def quantize(
         bool, typer.Option("--overwrite", help="Replace the model in DIR, if it is one that accelpatch saved.")
     ] = False,
     max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Largest weight file, such as 2GB.")] = "5GB",
+    verify: options.VerifyOption = "auto",
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
     plugin: PluginOption = None,
@@ -37,7 +38,7 @@ def quantize(
         with console.progress_bars() as progress:
             report = api.quantize(
                 model, recipe, out, max_shard_size=max_shard_size, dtype=dtype, device=where, statistics=statistics,
-                progress=progress, overwrite=overwrite,
+                verify=verify, progress=progress, overwrite=overwrite,
             )  # fmt: skip
     if json:
         console.print_json({"folder": str(out), "report": report.to_dict()})

@@ -52,6 +52,7 @@ def run(
     stop: options.StopOption = None,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
+    verify: options.VerifyOption = "auto",
     compare: Annotated[bool, typer.Option("--compare", help="Also answer with the unpatched model.")] = False,
     plugin: PluginOption = None,
     json: JsonOption = False,
@@ -64,14 +65,15 @@ def run(
     text = _text(prompt, system, raw, chat)
     options.check_generation(model, recipe, max_new_tokens, original=compare)
     options.prepare(recipe or options.DEFAULT_RECIPE, plugin)
-    opened = options.open_model if compare else partial(options.open_patched, recipe=recipe, statistics=statistics)
+    patched = partial(options.open_patched, recipe=recipe, statistics=statistics, verify=verify)
+    opened: Any = options.open_model if compare else patched
     loaded, _ = opened(model, dtype=dtype, device=device)
     ids = _encode(loaded, text, system, raw, chat)
     prompts.check_fits(loaded.model, ids.shape[1], max_new_tokens)
     respond = partial(_respond, loaded, ids, sampling, compare=compare, raw=raw, json=json)
     before = respond("original") if compare else None
     if compare:
-        options.patch(loaded.model, recipe, statistics)
+        options.patch(loaded.model, recipe, statistics, verify)
     _print(model, text, loaded.model, before, respond("patched"), json)
 
 

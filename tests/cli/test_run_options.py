@@ -160,3 +160,11 @@ def test_what_cannot_be_is_refused_before_torch_is_imported(
     result = shell(command, *arguments, env=variables)
     assert result.returncode in (1, 2)
     assert words in re.sub(r"[│\s]+", " ", result.stderr)
+
+
+@pytest.mark.parametrize("level, verified", [("full", True), ("quick", True), ("off", False)])
+def test_how_much_is_verified(level: str, verified: bool, cli: Cli, model: str) -> None:
+    result = cli("run", model, "--verify", level, "--max-new-tokens", "2", "--json")
+    found = json.loads(result.stdout)["report"]["verification"]
+    assert (found is not None) == verified
+    assert found is None or found["extent"] == level
