@@ -10,25 +10,29 @@ PYTEST ?= -n 2 --dist loadfile --no-loadscope-reorder
 MARKED ?= not nightly
 # The lower end of the range in pyproject.toml.
 OLDEST := transformers==5.10.1
-# HIP and Triton kernels compiled for AMD; then the numbers of the Triton ones, through Triton's interpreter.
+# HIP and Triton kernels compiled for AMD, CPU kernels for ARM and run under qemu; then the numbers of the Triton ones,
+# through Triton's interpreter.
 GATE := .venv/bin/python scripts/amd_gate.py --wheels .venv/gate \
 	&& .venv/bin/python scripts/ck_gate.py --wheels .venv/gate \
+	&& .venv/bin/python scripts/wheel_gate.py --wheels .venv/gate \
 	&& PYTHONPATH=.venv/gate .venv/bin/python -W ignore scripts/triton_gate.py \
 	&& PYTHONPATH=.venv/gate TRITON_INTERPRET=1 .venv/bin/python -m pytest -q -n 2 -m "$(MARKED)" \
 		tests/kernels/triton tests/kernels/ops/test_decode_attention.py tests/kernels/ops/test_prompt_attention.py \
 		tests/kernels/ops/test_greedy.py tests/kernels/ops/test_step_end.py tests/kernels/ops/test_query_key.py
 
-.PHONY: help run test test-all lint bench gate gate-all smoke force
+.PHONY: help run test test-all lint bench gate gate-all smoke wheel force
 
 help:
 	@echo 'make run     load the default model, patch it with a recipe, answer a prompt   [RECIPE=int8 PROMPT="..."]'
 	@echo 'make bench   time the default model before and after                           [RECIPE=int8]'
 	@echo 'make test    lint, gate, all tests, and the smoke tests on the oldest transformers   [PYTEST="-k name"]'
 	@echo 'make test-all  the same, and what takes minutes and only repeats it in another way'
-	@echo 'make gate    compile the GPU kernels for AMD, no GPU needed, and hold them to scripts/amd_gate.json'
+	@echo 'make gate    compile the GPU kernels for AMD, no GPU needed, and hold them to scripts/amd_gate.json; run the CPU'
+	@echo '             kernels for ARM under qemu'
 	@echo 'make gate-all  the same, every instance of Composable Kernel, and NVIDIA archs that no test runs on: needs nvcc,'
 	@echo '               and an hour on two cores'
 	@echo 'make lint    ruff, mypy and clang-format'
+	@echo 'make wheel   wheels in dist/ with the CPU kernels in them, for x86-64 and 64-bit ARM'
 	@echo 'Each sets up .venv by itself. Another torch: make TORCH=installed run, make TORCH=/path/of/a/wheel run,'
 	@echo 'make TORCH="torch --index-url URL" run; back to the pinned one: make TORCH=pinned run.'
 
@@ -48,12 +52,16 @@ lint: .venv/ready
 gate: .venv/ready
 	@if sh scripts/setup.sh gate; then $(GATE); \
 	elif [ "$$CI" = true ]; then echo 'gate: not run, and CI=true makes that a failure' >&2; exit 1; \
-	else echo 'gate: SKIPPED, the kernels for AMD were not compiled'; fi
+	else echo 'gate: SKIPPED, the kernels for AMD and ARM were not compiled'; fi
 
 # Archs that are compiled and not run; outside of make test.
 gate-all: gate
 	@if [ -d .venv/gate/aiter_meta ]; then .venv/bin/python scripts/ck_gate.py --wheels .venv/gate --all; fi
 	.venv/bin/python scripts/nvidia_gate.py
+
+wheel: .venv/ready
+	@sh scripts/setup.sh wheel
+	.venv/bin/python scripts/build_wheel.py --wheels .venv/wheel
 
 smoke: .venv-oldest/ready
 	.venv-oldest/bin/python -m pytest -q -m smoke

@@ -16,7 +16,7 @@ import socket
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -124,16 +124,25 @@ def _checked(name: str) -> str:
 def _private(path: Path) -> Path:
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        facts = path.lstat()
     except OSError as error:
         raise CacheError(f"the cache folder {path} cannot be made ({error.strerror}): {_OTHER_FOLDER}") from error
-    if stat.S_ISLNK(facts.st_mode):
-        raise CacheError(f"the cache folder {path} is a link: {_OTHER_FOLDER}")
-    if facts.st_uid != os.geteuid():
-        raise CacheError(f"the cache folder {path} belongs to user {facts.st_uid}, not {os.geteuid()}: {_OTHER_FOLDER}")
-    if facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise CacheError(f"the cache folder {path} is writable by others: chmod go-w {path}, or {_OTHER_FOLDER}")
+    check_private(path, "the cache folder", _OTHER_FOLDER)
     return path
+
+
+def check_private(path: Path, what: str, advice: str, owners: Sequence[int] = ()) -> None:
+    """Raise CacheError where code must not be loaded from a folder or file: it is a link, another user's, or others may
+    write to it. what, advice: for the message. owners: whose it may be; default: the user's own."""
+    try:
+        facts = path.lstat()
+    except OSError as error:
+        raise CacheError(f"{what} {path} cannot be read ({error.strerror}): {advice}") from error
+    if stat.S_ISLNK(facts.st_mode):
+        raise CacheError(f"{what} {path} is a link: {advice}")
+    if facts.st_uid not in (owners or (os.geteuid(),)):
+        raise CacheError(f"{what} {path} belongs to user {facts.st_uid}, not {os.geteuid()}: {advice}")
+    if facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise CacheError(f"{what} {path} is writable by others: chmod go-w {path}, or {advice}")
 
 
 @contextlib.contextmanager

@@ -53,6 +53,10 @@ class KernelError(AccelpatchError):
     """No implementation of an operation can run here (the message lists every reason), or its arguments do not fit."""
 
 
+class LibraryError(KernelError):
+    """A kernel library cannot be built or loaded: the library is at fault, and nothing that is computed with it."""
+
+
 class CompileError(KernelError):
     """A kernel cannot be compiled for this GPU; where no implementation is forced, another one runs in its place."""
 

@@ -14,13 +14,15 @@ from accelpatch.checkpoints import as_stored, foreign, quantization_config, quan
 from accelpatch.checkpoints import save as saving
 from accelpatch.checkpoints.target import beside
 from accelpatch.errors import LoadError
-from accelpatch.in_memory import AnyRecipe, handle_of, patch, plan, save
+from accelpatch.in_memory import AnyRecipe, handle_of, patch, save
+from accelpatch.kernels.cpu import native_library
 from accelpatch.models.catalog import resolve
 from accelpatch.models.load import Loaded
 from accelpatch.patching import apply
 from accelpatch.patching.extent import AUTO, QUICK, Extent, level_of
+from accelpatch.patching.match import unwrapped
 from accelpatch.patching.plan import Plan
-from accelpatch.pipeline import carry_out, compiled, computed_by
+from accelpatch.pipeline import carry_out, compiled, computed_by, plan_of
 from accelpatch.progress import Progress, Stopwatch
 from accelpatch.quant.calibration import Statistics
 from accelpatch.recipe import recipe as recipes
@@ -52,6 +54,8 @@ def _load(
     name: str, recipe: AnyRecipe | None, options: dict[str, Any], statistics: Any, level: str, resume: Path | None
 ) -> Loaded:
     register_checkpoints()
+    if str(options["device"]).startswith("cpu"):
+        native_library.say_where_missing(devices.probe("cpu"))
     layout = foreign.layout_of(name)
     if recipe is None:
         described = None if layout is None else foreign.described(layout)
@@ -111,7 +115,7 @@ def _finish_loading(
     model: nn.Module, planned: Plan, built: list[apply.Built], config: quantization_config.AccelpatchConfig
 ) -> None:
     """Patch what is left of a model whose quantised weights a checkpoint's loading has built."""
-    before = config.level == AUTO and config.verified == computed_by(planned, planned.recipe)
+    before = config.level == AUTO and bool(config.verified) and config.verified == computed_by(planned, planned.recipe)
     extent = Extent(QUICK if before else config.level, loaded=bool(built))
     at_hand = {item.entry.site.path: item for item in built}
     with bars.shown(config.progress) as shown:
@@ -130,5 +134,5 @@ def register_checkpoints() -> None:
     quantizer.register(quantizer.Hooks(_plan_for, _finish_loading))
 
 
-def _plan_for(model: nn.Module, recipe: Recipe, device: Any) -> Plan:
-    return compiled(plan(model, recipe, device=devices.probe(str(device))), Stopwatch(None))
+def _plan_for(model: nn.Module, recipe: Recipe, device: Any, stored: bool) -> Plan:
+    return compiled(plan_of(unwrapped(model), recipe, devices.probe(str(device)), slower=stored), Stopwatch(None))

@@ -18,23 +18,18 @@ from accelpatch.checkpoints import save as saving
 from accelpatch.checkpoints import statistics as files
 from accelpatch.device import Device
 from accelpatch.errors import PatchError, PlanError
-from accelpatch.models.family import roles_of
-from accelpatch.models.smoothing import smoothing_groups
 from accelpatch.parallel.device_map import placement_of
 from accelpatch.patching import apply
 from accelpatch.patching.evaluation import Evaluation, compare
 from accelpatch.patching.extent import QUICK, Extent, level_of
 from accelpatch.patching.match import unwrapped
 from accelpatch.patching.patchable import check_module, check_patchable
-from accelpatch.patching.placement import device_of
-from accelpatch.patching.plan import Plan, make_plan
-from accelpatch.pipeline import calibrated, carry_out, compiled, computed_by
+from accelpatch.patching.plan import Plan
+from accelpatch.pipeline import calibrated, carry_out, compiled, computed_by, plan_of
 from accelpatch.progress import Progress, Stopwatch
 from accelpatch.quant.calibration import Statistics
 from accelpatch.recipe import recipe as recipes
 from accelpatch.recipe.recipe import Recipe
-from accelpatch.replacers import registry
-from accelpatch.replacers.stored import known
 
 Model = TypeVar("Model", bound=nn.Module)
 AnyRecipe = str | Path | Mapping[str, Any] | Recipe
@@ -47,10 +42,7 @@ def plan(model: nn.Module, recipe: AnyRecipe = "int8", *, device: Device | None 
     device: the hardware to plan for; default: the one that the model is on. Raises RecipeError and PlanError.
     """
     check_module(model)
-    model = unwrapped(model)
-    placement, roles = placement_of(model), roles_of(getattr(model, "config", None))
-    facts = device or devices.probe(str(placement.device or device_of(model)))
-    return make_plan(model, recipes.load(recipe), facts, roles, registry(), smoothing_groups(model), known, placement)
+    return plan_of(unwrapped(model), recipes.load(recipe), device)
 
 
 def plan_from_config(

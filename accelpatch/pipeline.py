@@ -19,11 +19,14 @@ from accelpatch.errors import PatchError
 from accelpatch.fusion.verified import check_layers
 from accelpatch.kernels.build import libraries
 from accelpatch.kernels.check.while_running import checked
+from accelpatch.kernels.cpu import native_library
 from accelpatch.models.family import roles_of
 from accelpatch.models.fingerprint import fingerprint
 from accelpatch.models.inputs import sample_inputs
+from accelpatch.models.smoothing import smoothing_groups
 from accelpatch.models.texts import windows
 from accelpatch.modules.attention_settings import configurations
+from accelpatch.parallel.device_map import placement_of
 from accelpatch.patching import apply, formula
 from accelpatch.patching.capture import observing, run
 from accelpatch.patching.extent import OFF, Extent
@@ -53,11 +56,20 @@ OUTPUTS = ("q_proj", "k_proj", "v_proj")  # roles whose outputs may get static s
 OWN_TEXT = "calibrated on {tokens} tokens that the model wrote itself: accelpatch.calibrate(model, data) takes yours"
 
 
+def plan_of(model: nn.Module, recipe: recipes.Recipe, device: devices.Device | None, slower: bool = False) -> Plan:
+    """The plan for a model. device: default: the one that it is on. slower: see `make_plan`."""
+    placement, roles = placement_of(model), roles_of(getattr(model, "config", None))
+    facts = device or devices.probe(str(placement.device or device_of(model)))
+    return make_plan(model, recipe, facts, roles, registry(), smoothing_groups(model), known, placement, slower)
+
+
 def compiled(planned: Plan, watch: Stopwatch) -> Plan:
-    """The plan, once the kernel libraries that it needs on a GPU are built: before anything of the model is touched."""
-    if planned.device.index is not None and planned.libraries:
+    """The plan, once the kernel libraries that it needs are built: before anything of the model is touched."""
+    native_library.say_where_missing(planned.device)
+    if (planned.device.index is not None or planned.device.kind == "cpu") and planned.libraries:
         libraries.prepare(planned.libraries, planned.device, f"recipe {planned.recipe.name}")
-        watch("compile", 1, 1)
+        if planned.device.kind != "cpu":  # whose one library is there after the first use
+            watch("compile", 1, 1)
     return planned
 
 

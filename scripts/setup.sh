@@ -2,7 +2,9 @@
 # The environments that `make` works in; the Makefile calls this only when one is missing or out of date.
 #   setup.sh create PYTHON TORCH     an empty .venv
 #   setup.sh install TORCH           accelpatch (editable), its requirements and the developer's tools into .venv
-#   setup.sh gate                    what compiles for AMD where there is no ROCm: Debian's packages, wheels in .venv/gate
+#   setup.sh gate                    what compiles for AMD where there is no ROCm, and runs what is for 64-bit ARM: Debian's
+#                                    packages, wheels in .venv/gate
+#   setup.sh wheel                   what compiles the CPU kernels of our wheels and checks these, in .venv/wheel
 #   setup.sh oldest REQUIREMENT      .venv-oldest: REQUIREMENT and what it asks for, all else borrowed from .venv
 # TORCH is `pinned` (constraints.txt), `installed` (the one that PYTHON already has) or a requirement of pip's.
 set -eu
@@ -76,7 +78,7 @@ install() {
 gate_wheels='ziglang==0.17.0 triton==3.9.0'
 # Its wheel carries the headers of Composable Kernel, with the configuration filled in; nothing else of it is unpacked.
 gate_headers='amd-aiter==0.1.7.post2.dev18'
-gate_packages='clang-19 lld-19 llvm-19 libamdhip64-dev rocm-device-libs'
+gate_packages='clang-19 lld-19 llvm-19 libamdhip64-dev rocm-device-libs qemu-user libc6-arm64-cross'
 
 gate() {
     # shellcheck disable=SC2086
@@ -101,6 +103,17 @@ wheel.extractall(sys.argv[2], [name for name in wheel.namelist() if name.startsw
 END
     rm -r .venv/gate/headers
     echo "$gate_wheels $gate_headers" > .venv/gate/made_of
+}
+
+# The compiler of the wheel's kernels is the gate's, whose ARM results are checked.
+wheel_tools='ziglang==0.17.0 auditwheel==6.8.2 pyelftools==0.33 packaging'
+
+wheel() {
+    [ "$(cat .venv/wheel/made_of 2>/dev/null)" = "$wheel_tools" ] && return
+    rm -rf .venv/wheel
+    # shellcheck disable=SC2086
+    .venv/bin/python -m pip --disable-pip-version-check --quiet install --no-deps --target .venv/wheel $wheel_tools
+    echo "$wheel_tools" > .venv/wheel/made_of
 }
 
 oldest() {

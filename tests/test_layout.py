@@ -22,7 +22,7 @@ IMPORTS: dict[str, tuple[str, str]] = {
     "device": ("", ""),
     "cache": ("errors", ""),  # where finished work of models and kernels lies; added to the design's table
     "report": ("errors", ""),
-    "registration": ("hf", ""),  # what `import accelpatch` tells transformers; added to the design's table
+    "registration": ("hf", ""),  # what transformers gets from `import accelpatch`; added to the design's table
     "progress": ("", "tqdm transformers"),  # bars of Python and of the command line; added to the design's table
     "recipe": ("errors", "yaml"),
     "own_code": ("", ""),  # whether the code that fast paths stand for would still run; added to the design's table
@@ -43,14 +43,18 @@ IMPORTS: dict[str, tuple[str, str]] = {
     "tuning": ("kernels bench runtime report device cache errors", ""),
     "parallel": ("kernels models.family patching device report errors", "accelerate"),
     "pipeline": (  # the stages that api puts in order
-        "errors device report progress recipe kernels quant modules models patching replacers fusion runtime checkpoints",
+        "errors device report progress recipe kernels quant modules models patching replacers fusion runtime "
+        "checkpoints parallel",
         "",
     ),
     "in_memory": (  # models in memory
         "errors device progress recipe quant models patching replacers parallel checkpoints pipeline",
         "",
     ),
-    "from_files": ("errors device progress recipe quant models patching checkpoints report pipeline in_memory", ""),
+    "from_files": (
+        "errors kernels device progress recipe quant models patching checkpoints report pipeline in_memory",
+        "",
+    ),
     "api": (
         "errors models patching kernels checkpoints replacers runtime tuning in_memory from_files",
         "",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -15,6 +16,10 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+from accelpatch.device import probe
+from accelpatch.kernels.build import libraries
+from accelpatch.kernels.cpu import native_library
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -61,7 +66,41 @@ def test_wheel_carries_recipes_and_types(tmp_path: Path) -> None:
     assert recipes <= names
     assert {"accelpatch/py.typed", "accelpatch/cli/alice.txt"} <= names
     assert any(name.endswith("licenses/LICENSE") for name in names)
-    assert not any(name.startswith(("tests/", "scripts/")) for name in names)
+    assert not any(name.startswith(("tests/", "scripts/", "accelpatch/kernels/prebuilt/")) for name in names)
+
+
+LOADED = """
+import accelpatch
+from accelpatch.device import probe
+from accelpatch.kernels.build import libraries
+from accelpatch.kernels.cpu import native_library
+print(libraries.source_of("cpu", probe("cpu")))
+print(native_library.isa())
+print(accelpatch.__file__)
+"""
+
+
+@pytest.mark.skipif(libraries.why_not("cpu", probe("cpu")) is not None, reason="needs a C++ compiler")
+def test_a_wheel_with_kernels_needs_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the library that is compiled here in place of the wheel's own, which scripts/wheel_gate.py runs."""
+    arch, site = platform.machine(), tmp_path / "site"
+    libraries.export("cpu", probe("cpu"), tmp_path / "kernels")
+    monkeypatch.setenv("ACCELPATCH_WHEEL_KERNELS", str(tmp_path / "kernels"))
+    done = pip("wheel", "--no-deps", "--wheel-dir", str(tmp_path), ".", find=tmp_path)
+    assert done.returncode == 0, done.stderr
+    [wheel] = tmp_path.glob("*.whl")
+    assert wheel.name.endswith(f"-py3-none-manylinux_2_28_{arch}.whl")
+    with zipfile.ZipFile(wheel) as packed:
+        packed.extractall(site)
+    bare = {"PATH": str(tmp_path / "nowhere"), "HOME": str(tmp_path), "PYTHONPATH": str(site)}
+    ran = subprocess.run(
+        [sys.executable, "-c", LOADED], capture_output=True, text=True, check=False, cwd=tmp_path, env=bare
+    )
+    assert ran.returncode == 0, ran.stderr
+    library = site / f"accelpatch/kernels/prebuilt/cpu-{arch}"
+    found = [f"came with accelpatch, {library}", native_library.isa(), str(site / "accelpatch/__init__.py")]
+    assert ran.stdout.splitlines() == found
+    assert ran.stderr == ""
 
 
 def test_requirements_are_ranges() -> None:

@@ -55,10 +55,10 @@ def test_none_where_those_of_transformers_are_off(monkeypatch: Any) -> None:
     assert shown(monkeypatch, Terminal(), patched) == ""
 
 
-def test_the_users_own_function_hears_all_and_sees_no_bar(monkeypatch: Any) -> None:
-    heard: list[tuple[str, int, int]] = []
-    assert shown(monkeypatch, Terminal(), lambda: patched(progress=lambda *said: heard.append(said))) == ""
-    ends = {stage for stage, done, total in heard if done == total}
+def test_the_users_own_function_gets_all_and_no_bar_is_drawn(monkeypatch: Any) -> None:
+    reports: list[tuple[str, int, int]] = []
+    assert shown(monkeypatch, Terminal(), lambda: patched(progress=lambda *said: reports.append(said))) == ""
+    ends = {stage for stage, done, total in reports if done == total}
     assert ends >= {"capture", "build and verify", "check"}
 
 

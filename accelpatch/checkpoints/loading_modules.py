@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from accelpatch.checkpoints.saved import Saved
-from accelpatch.errors import KernelError, LoadError, PatchError
+from accelpatch.errors import KernelError, LibraryError, LoadError, PatchError
 from accelpatch.patching.apply import Built, built
 from accelpatch.patching.entry import Entry
 from accelpatch.patching.plan import Plan
@@ -112,6 +112,8 @@ def from_parts(
     except KernelError as error:
         raise LoadError(f"{_file_of(site.path, names, saved)}: {site.path}.{error}") from error
     except PatchError as error:
+        if isinstance(error.__cause__, LibraryError):
+            raise error.__cause__ from None  # no fault of the checkpoint's
         file = _file_of(site.path, names, saved)
         why = str(error.__cause__ or error)
         why = f".{why}" if why.startswith(PARTS) else f" is damaged: {why}"

@@ -42,7 +42,7 @@ from accelpatch.patching.stages import over_weight_bound
 from accelpatch.quant.weight import PARTS
 from accelpatch.recipe.recipe import Recipe
 
-MakePlan = Callable[[nn.Module, Recipe, torch.device], Plan]
+MakePlan = Callable[[nn.Module, Recipe, torch.device, bool], Plan]  # the last: the weights are quantised already
 Finish = Callable[[nn.Module, Plan, list[Built], AccelpatchConfig], None]
 
 
@@ -111,7 +111,7 @@ class AccelpatchQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **kwargs: Any) -> None:
         tie(model)  # else the plan would take tied weights for several
-        self.plan = _hooks[0].plan(model, self.quantization_config.loaded, self._device)
+        self.plan = _hooks[0].plan(model, self.quantization_config.loaded, self._device, self.pre_quantized)
         if self.plan.calibrates and not self.pre_quantized:
             raise LoadError(
                 "this recipe calibrates, which a model that is still loading cannot: load it without "

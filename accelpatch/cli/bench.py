@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -50,7 +51,8 @@ def bench(
 
     network = _network(model, dtype, device, random_weights)
     shape, weights = Shape(batch, prompt_tokens, new_tokens), "random" if random_weights else "checkpoint"
-    record = _measure(network, model, recipe, shape, (repeats, seconds), weights, verify, json)
+    patch = partial(options.patch, recipe=recipe, statistics=None, verify=verify)
+    record = _measure(network, model, patch, shape, (repeats, seconds), weights, json)
     if json:
         console.print_json(record)
     else:
@@ -86,22 +88,15 @@ def _network(name: str, dtype: str, device: str, random_weights: bool) -> Any:
 
 
 def _measure(
-    network: Any,
-    name: str,
-    recipe: str,
-    shape: Shape,
-    limits: tuple[int, float],
-    weights: str,
-    verify: str,
+    network: Any, name: str, patch: Callable[[Any], None], shape: Shape, limits: tuple[int, float], weights: str,
     json: bool,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Measure the original, the read limit and, after a verified patch, the patched model; returns the record.
 
     limits: the most repetitions, and the seconds of each model.
     """
     import torch
 
-    from accelpatch import api
     from accelpatch.bench import record
     from accelpatch.bench.generate import cached_bytes, measure_generate
     from accelpatch.bench.read_limit import read_limit
@@ -117,8 +112,7 @@ def _measure(
     with measuring("the original") as shown:
         original = measure_generate(network, shape, repeats=repeats, seconds=seconds, progress=shown)
     limit, cached = read_limit(where), cached_bytes(network)
-    with console.progress_bars() as progress:
-        api.patch(network, recipe, keep_original="none", verify=verify, progress=progress)
+    patch(network)
     report = network.accelpatch.report()
     if not json:
         console.print_facts(verification_facts(report))

@@ -13,7 +13,7 @@ from .options import JsonOption
 
 # What each optional package or compiler is needed for; shown where it is missing.
 GIVES = {
-    "g++": "compiling kernels for this CPU (Debian: apt install g++)",
+    "g++": "compiling kernels for this CPU where accelpatch came without them (Debian: apt install g++)",
     "clang++": "compiling kernels for AMD GPUs where hipcc is missing",
     "hipcc": "compiling kernels for AMD GPUs (part of ROCm)",
     "nvcc": "compiling kernels for NVIDIA GPUs (pip install nvidia-cuda-nvcc, or the CUDA toolkit)",
@@ -78,6 +78,8 @@ def _lines(found: dict[str, Any]) -> list[tuple[str, str]]:
         lines.append(
             (f"device {device['torch_device']}", f"{device['name']}: {device['vendor']} {device['arch']}, {memory}")
         )
+    if "cpu_kernels" in torch:
+        lines.append(("cpu kernels", torch["cpu_kernels"]))
     for group in ("compilers", "optional"):
         lines += [(name, text or f"missing; needed for {GIVES[name]}") for name, text in found[group].items()]
     if "problem" in cache:

@@ -74,7 +74,7 @@ def cache_facts() -> dict[str, Any]:
 
 
 def torch_facts() -> dict[str, Any]:
-    """torch's version, build, threads and devices; or {"problem": message}."""
+    """torch's version, build, threads, devices and the CPU's kernels; or {"problem": message}."""
     try:
         answer = ask([sys.executable, "-m", "accelpatch.cli.facts"], PATIENCE)
     except OSError as error:
@@ -93,7 +93,12 @@ def _ask_torch() -> dict[str, Any]:
     import torch
 
     from accelpatch.device import probe
+    from accelpatch.kernels.build import libraries
 
+    try:
+        kernels = libraries.source_of("cpu", probe("cpu"))
+    except AccelpatchError as error:
+        kernels = f"none: {error}"
     names = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
     devices = [(name, probe(name)) for name in names]
     build = (
@@ -107,6 +112,7 @@ def _ask_torch() -> dict[str, Any]:
         "version": torch.__version__,
         "build": build,
         "threads": torch.get_num_threads(),
+        "cpu_kernels": kernels,
         "devices": [
             {"torch_device": name, "name": d.name, "vendor": d.vendor, "arch": d.arch, "memory": d.memory}
             for name, d in devices

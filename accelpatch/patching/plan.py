@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from accelpatch.patching.entry import Entry
 from accelpatch.patching.groups import Group
 from accelpatch.patching.kv_cache import cache_size
 from accelpatch.patching.match import ATTENTION, matches, rule_for, sites
+from accelpatch.patching.owners import check_owners
 from accelpatch.patching.placement import WHOLE, Placement
 from accelpatch.patching.replacer import Choice, Reason, Replaced, Replacer
 from accelpatch.patching.site import Site
@@ -132,13 +133,14 @@ class Plan:
 
 def make_plan(
     model: nn.Module, recipe: Recipe, device: Device, roles: Mapping[str, str], registry: Mapping[str, Replacer],
-    groups: Sequence[Group] = (), known: Known = nothing, placement: Placement = WHOLE,
+    groups: Sequence[Group] = (), known: Known = nothing, placement: Placement = WHOLE, slower: bool = False,
 ) -> Plan:  # fmt: skip
     """Decide about every site of `model`.
 
     roles: the family's table (glob -> role); registry: replacer names -> replacers; groups: of the family, which are
     smoothed where the recipe has an alpha; known: of modules whose weight another library quantised, which the replacer
-    of their own format takes over, whatever the rule that matches says of float weights; placement: where parts lie.
+    of their own format takes over, whatever the rule that matches says of float weights; placement: where parts lie;
+    slower: also take what is slower than the originals, since there are none: the weights are a checkpoint's.
     Raises PlanError for an unknown replacer, a rule that matches nothing, a weight with two owners, a tie that would be
     split, and a group that would be smoothed in part.
     """
@@ -147,8 +149,8 @@ def make_plan(
     found = sites(model, roles, known, placement.ties)
     found = [site for site in found if site.role != ATTENTION or site.bytes or rule_for(site, recipe) is not None]
     _check_all_match(recipe, found)
-    entries = _absorbed([_decide(site, recipe, device, registry) for site in found])
-    _check_owners(entries)
+    entries = _absorbed([_decide(site, recipe, device, registry, slower) for site in found])
+    check_owners(entries)
     entries = _completed(entries, device)
     name = getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
     length, cache = cache_size(model, recipe.runtime.max_length)
@@ -182,7 +184,7 @@ def _check_all_match(recipe: Recipe, found: list[Site]) -> None:
             )
 
 
-def _decide(site: Site, recipe: Recipe, device: Device, registry: Mapping[str, Replacer]) -> Entry:
+def _decide(site: Site, recipe: Recipe, device: Device, registry: Mapping[str, Replacer], slower: bool) -> Entry:
     if not site.path:
         return Entry(site, None, reason="parameters of the model itself, in none of its modules")
     rule = rule_for(site, recipe)
@@ -197,6 +199,8 @@ def _decide(site: Site, recipe: Recipe, device: Device, registry: Mapping[str, R
         return Entry(site, rule, reason=f"an adapter changes {' and '.join(site.adapted)} each time it runs")
     if site.stored is None or replacer.takes_stored:
         answer = _propose(site, rule, replacer, device)
+        if isinstance(answer, Choice) and answer.slower and not slower:
+            answer = Reason(answer.slower)
     else:
         replacer = registry.get(site.stored.replacer, replacer)
         answer = _propose_stored(site, replacer, device)
@@ -276,24 +280,3 @@ def _propose_stored(site: Site, replacer: Replacer, device: Device) -> Choice | 
 def _stack(site: Site) -> str:
     weights = [p for p in site.original._parameters.values() if p is not None and p.dim() == 3]
     return " and ".join(str(list(p.shape)) for p in weights)
-
-
-def _check_owners(entries: list[Entry]) -> None:
-    """Raise PlanError where a replaced parent and a child's replacement would own the same weight."""
-    replaced = [(entry, entry.replacer) for entry in entries if entry.replacer is not None]
-    owners = {place: (other.site.path, by) for other, by in replaced for place in other.site.places}
-    for entry, replacer in replaced:
-        for place in (place for path in entry.site.paths for place in _around(path)):
-            path, owner = owners.get(place, ("", None))
-            if owner is not None and not owner.consumes & (entry.site.roles | {"*"}):
-                raise PlanError(
-                    f"two owners of one parameter: {owner.name} takes {path} with all that is in it, and "
-                    f"{replacer.name} takes {entry.site.path}; drop one of the two rules"
-                )
-
-
-def _around(path: str) -> Iterator[str]:
-    """The dotted paths of the modules that a module lies in."""
-    while "." in path:
-        path = path.rpartition(".")[0]
-        yield path

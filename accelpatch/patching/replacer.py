@@ -25,7 +25,9 @@ class Choice:
     resident_after: bytes that the replacement holds in memory. detail: data for the replacer's own `build`, such as the
     group size. note: a remark for the user, such as why a faster kernel is not chosen; printed once per plan. fused:
     for a layer, whether decode steps run it fused (else the note is why not); None for all other sites. libraries:
-    names of the device libraries that it launches, which a patch builds before it builds anything of the model.
+    names of the device libraries that it launches, which a patch builds before it builds anything of the model. slower:
+    why it would be slower than the original; it is then taken only for a weight that a checkpoint has in this format,
+    which has no original.
     """
 
     kernel: str
@@ -36,6 +38,7 @@ class Choice:
     note: str = ""
     fused: bool | None = None
     libraries: tuple[str, ...] = ()
+    slower: str = ""
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from accelpatch.replacers.weight_only import (
     dividing,
     kernel_for,
     libraries,
+    slower,
     token_bytes,
     unfit,
     weight_of,
@@ -55,7 +56,8 @@ class NF4WeightOnly(Replacer):
         resident = site.n * (site.k // 2 + site.k // group * SCALE_BYTES) + bias_bytes(site)
         return Choice(
             kernel, site.token_bytes, token_bytes(site, resident), resident, {"group_size": group}, note,
-            libraries=libraries("tiled_int4_linear", site, device, group, self.module.codebook),
+            libraries=libraries(kernel, "tiled_int4_linear", site, device, group, self.module.codebook),
+            slower=slower(kernel, device),
         )  # fmt: skip
 
     def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:

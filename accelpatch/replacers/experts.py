@@ -22,7 +22,7 @@ from accelpatch.patching.replacer import Choice, Reason, Replacer
 from accelpatch.patching.site import Site
 from accelpatch.quant import int4, int8
 from accelpatch.quant.weight import QuantizedWeight
-from accelpatch.replacers.weight_only import dividing
+from accelpatch.replacers.weight_only import CPU_LIBRARY, dividing, slower
 
 NATIVE, HIP, TRITON = "cpu", "hip", "triton"
 Shapes = dict[str, tuple[int, int]]  # weight -> (N, K) of an expert
@@ -124,7 +124,10 @@ class _QuantizedExperts(Replacer):
         detail = {"groups": pair, "offset": offset, "form": form, "number": number, "shapes": shapes}
         libraries = expert_gemv.libraries(self._spec(pair, found, site, offset)) if kernel == HIP else ()
         after = round(resident * share(site))
-        return Choice(kernel, site.token_bytes, after, resident, detail, note, libraries=libraries)
+        return Choice(
+            kernel, site.token_bytes, after, resident, detail, note,
+            libraries=(CPU_LIBRARY,) if kernel == NATIVE else libraries, slower=slower(kernel, device),
+        )  # fmt: skip
 
     def _spec(self, groups: tuple[int, ...], found: tuple[ExpertsForm, int, Shapes], site: Site, offset: str) -> Spec:
         form, number, shapes = found

@@ -20,7 +20,17 @@ from accelpatch.patching.site import Site
 from accelpatch.quant import QuantizedWeight, int8
 from accelpatch.quant.smoothing import LEVELS, SiteStatistics
 from accelpatch.quant.weight import W8A8Weight, check_held
-from accelpatch.replacers.weight_only import HIP, INT8_SCALE, NATIVE, bias_bytes, token_bytes, unfit, weight_of
+from accelpatch.replacers.weight_only import (
+    CPU_LIBRARY,
+    HIP,
+    INT8_SCALE,
+    NATIVE,
+    bias_bytes,
+    slower,
+    token_bytes,
+    unfit,
+    weight_of,
+)
 
 ACTIVATIONS = ("dynamic", "static", "auto")
 WEIGHTS = ("channel", "tensor")
@@ -61,7 +71,15 @@ class W8A8(Replacer):
             return Reason(str(error))
         resident = site.n * site.k + site.n * INT8_SCALE + bias_bytes(site)
         detail = {"activations": options.get("activations", "dynamic"), "weights": options.get("weights", "channel")}
-        return Choice(kernel, site.token_bytes, token_bytes(site, resident), resident, detail, libraries=libraries)
+        return Choice(
+            kernel,
+            site.token_bytes,
+            token_bytes(site, resident),
+            resident,
+            detail,
+            libraries=libraries,
+            slower=slower(kernel, device),
+        )
 
     def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:
         stats = stats or SiteStatistics()
@@ -95,7 +113,7 @@ class W8A8(Replacer):
 def planned(n: int, k: int, dtype: torch.dtype, device: Device) -> tuple[str, tuple[str, ...]]:
     """(the kernel of one token, the device libraries that it needs). Raises KernelError where none can run."""
     if dispatch.why_not(w8a8_packed.OP, NATIVE, w8a8_packed.of_shape(n, k, dtype), device) is None:
-        return NATIVE, ()
+        return NATIVE, (CPU_LIBRARY,)
     spec = w8a8_linear.of_shape(n, k, dtype)
     chosen = dispatch.choose(w8a8_linear.OP, spec, device)
     return chosen, w8a8_linear.libraries(spec, device) if chosen == HIP else ()

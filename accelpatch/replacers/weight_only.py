@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from accelpatch.device import Device
 from accelpatch.errors import KernelError
 from accelpatch.kernels import dispatch
+from accelpatch.kernels.cpu import native_library
 from accelpatch.kernels.layouts import int4_tiles
 from accelpatch.kernels.ops import int8_linear, packed_linear, tiled_int4_linear
 from accelpatch.kernels.spec import Spec
@@ -31,6 +32,7 @@ from accelpatch.quant.weight import AnyWeight, OrderedWeight, check_held
 
 INT8_SCALE = 4  # bytes per scale: float32
 NATIVE = "cpu"  # the implementation over packs, the native CPU layout
+CPU_LIBRARY = "cpu"
 HIP = "hip"
 ON_GPU = {
     "int4_linear": "tiled_int4_linear",
@@ -86,9 +88,19 @@ def kernel_for(op: str, site: Site, device: Device, group_size: int, offset: str
     return (HIP, "") if reason is None else (chosen, f"{op} by {chosen}, not by the HIP kernels: {reason}")
 
 
-def libraries(op: str, site: Site, device: Device, group_size: int, offset: str) -> tuple[str, ...]:
+def slower(kernel: str, device: Device) -> str:
+    """Why a quantised weight makes a module slower: on a CPU without the native library torch dequantises it at every
+    call. "" where a kernel reads it as it is."""
+    if device.kind != "cpu" or kernel == NATIVE or (reason := native_library.why_not(device)) is None:
+        return ""
+    return f"without native CPU kernels it would be slower than the original ({reason.partition(': ')[0]})"
+
+
+def libraries(kernel: str, op: str, site: Site, device: Device, group_size: int, offset: str) -> tuple[str, ...]:
     """The device libraries that linear layers of a site, or tied to it, launch; none where other kernels run."""
-    if device.kind == "cpu" or all(isinstance(member.original, nn.Embedding) for member in (site, *site.tied)):
+    if device.kind == "cpu":
+        return (CPU_LIBRARY,) if kernel == NATIVE else ()
+    if all(isinstance(member.original, nn.Embedding) for member in (site, *site.tied)):
         return ()
     assert site.n is not None
     assert site.k is not None
@@ -141,7 +153,7 @@ class Int8WeightOnly(Replacer):
         detail = {"group_size": group} | ({"half_scales": True} if half else {})
         return Choice(
             kernel, site.token_bytes, token_bytes(site, resident), resident, detail, note,
-            libraries=libraries("int8_linear", site, device, group, "none"),
+            libraries=libraries(kernel, "int8_linear", site, device, group, "none"), slower=slower(kernel, device),
         )  # fmt: skip
 
     def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:
@@ -197,7 +209,8 @@ class Int4WeightOnly(Replacer):
         detail = {"group_size": group, "symmetric": symmetric} | ({"zero_point": True} if zero_point else {})
         return Choice(
             kernel, site.token_bytes, token_bytes(site, resident), resident, detail, note,
-            libraries=libraries("tiled_int4_linear", site, device, group, offset),
+            libraries=libraries(kernel, "tiled_int4_linear", site, device, group, offset),
+            slower=slower(kernel, device),
         )  # fmt: skip
 
     def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:

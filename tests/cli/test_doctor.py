@@ -28,6 +28,7 @@ def test_it_says_what_is_here(shell: Shell) -> None:
     assert time.perf_counter() - start < 10
     assert found["torch"]["version"] == torch.__version__
     assert found["torch"]["devices"][0]["vendor"] == "cpu"
+    assert found["torch"]["cpu_kernels"].startswith(("compiled", "came with accelpatch", "prebuilt", "none: "))
     assert set(found["optional"]) == set(doctor.PACKAGES)
     assert found["environment"]["OMP_NUM_THREADS"] == "1"
 

@@ -10,7 +10,7 @@ import pytest
 from .conftest import Cli, Shell
 
 SHORT = ("--max-new-tokens", "8")
-FILES = {"config.json", "generation_config.json", "recipe.yaml", "model.safetensors", "tokenizer.json",
+FILES = {"README.md", "config.json", "generation_config.json", "recipe.yaml", "model.safetensors", "tokenizer.json",
          "tokenizer_config.json", "chat_template.jinja"}  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from transformers import LlamaForCausalLM
 
 import accelpatch
 from accelpatch import api
-from accelpatch.device import KNOWN
+from accelpatch.device import KNOWN, probe
 from accelpatch.errors import KernelError
 from accelpatch.kernels.build import libraries
 from accelpatch.patching.replacer import Choice
@@ -60,8 +60,9 @@ def test_libraries_of_a_format(name: str, options: dict[str, Any], needed: tuple
     assert choice.libraries == needed
 
 
-def test_a_plan_for_a_cpu_names_none(tiny_llama: LlamaForCausalLM) -> None:
-    assert accelpatch.plan(tiny_llama, "int8").libraries == ()
+@pytest.mark.skipif(libraries.why_not("cpu", probe("cpu")) is not None, reason="needs a C++ compiler")
+def test_a_plan_for_a_cpu_names_the_one(tiny_llama: LlamaForCausalLM) -> None:
+    assert accelpatch.plan(tiny_llama, "int8").libraries == ("cpu",)
 
 
 def test_a_tied_head_has_its_library(tiny_llama: LlamaForCausalLM) -> None:

@@ -3,9 +3,9 @@
 `prepare` builds those that a plan needs side by side; `library` builds one at its first use. Both say so on stderr.
 
 A cache entry's key is a digest of its sources, headers, flags, arch and compiler. An entry is a folder with the library
-and a manifest with the library's digest; both are checked before loading, and a library that fails the check is built
-again. ``ACCELPATCH_KERNELS`` names a folder of prebuilt libraries (``export``) for machines without a compiler: it is
-searched before the cache, and a library there that fails the check is an error.
+and a manifest with the library's digest; both are checked before loading, and a library that fails the check, or that
+the system does not load, is built again. Two places come before the cache (prebuilt.py): the folder that
+``ACCELPATCH_KERNELS`` names (``export``), where a library that fails the check is an error, and the wheel's own.
 """
 
 from __future__ import annotations
@@ -27,21 +27,20 @@ from typing import Any
 
 from accelpatch import cache
 from accelpatch.device import Device
-from accelpatch.errors import KernelError
-from accelpatch.kernels.build import ck_libraries, occupancy, resources
+from accelpatch.errors import KernelError, LibraryError
+from accelpatch.kernels.build import ck_libraries, occupancy, prebuilt, resources
 from accelpatch.kernels.build.ck_libraries import CK_LIBRARIES
 from accelpatch.kernels.build.compiling import compile_and_link, identity
 from accelpatch.kernels.build.gpu_libraries import GPU_LIBRARIES
+from accelpatch.kernels.build.prebuilt import LIBRARY, MANIFEST, digest, place
 from accelpatch.kernels.build.targets import Target, compiler, missing, names_of, not_for_ck, target, unknown_arch
 
 __all__ = [
-    "Target", "build", "built", "compiler", "export", "forget", "library", "locate", "names_of", "place", "prepare",
-    "report", "target", "why_not",
+    "Target", "build", "built", "compiler", "digest", "export", "forget", "library", "locate", "names_of", "place",
+    "prepare", "report", "source_of", "target", "why_not",
 ]  # fmt: skip
 KIND = "kernels"
-LIBRARY, MANIFEST = "library.so", "manifest.json"
 SHOWN = 6  # most names in the line that says what is compiled
-HEADERS = (".h", ".hpp", ".inc")
 
 _lock = threading.Lock()
 _loaded: dict[tuple[str, str], ctypes.CDLL] = {}
@@ -51,7 +50,7 @@ _failed: dict[tuple[str, str], str] = {}
 def library(name: str, device: Device) -> ctypes.CDLL:
     """Load the library `name` for `device`, building it if needed; once per process.
 
-    Raises KernelError, with what to do, where there is no compiler, the compiler fails (with its last lines), or a
+    Raises LibraryError, with what to do, where there is no compiler, the compiler fails (with its last lines), or a
     prebuilt library does not match; CacheError where the cache folder is not private. A failure is remembered and not
     retried.
     """
@@ -61,13 +60,37 @@ def library(name: str, device: Device) -> ctypes.CDLL:
         if at in _loaded:
             return _loaded[at]
         if at in _failed:
-            raise KernelError(_failed[at])
+            raise LibraryError(_failed[at])
         try:
-            _loaded[at] = ctypes.CDLL(str(locate(name, made) / LIBRARY))
-        except (KernelError, OSError) as error:
+            _loaded[at] = _loaded_from(locate(name, made), name, made)
+        except KernelError as error:
             _failed[at] = str(error)
-            raise KernelError(_failed[at]) from error
+            raise LibraryError(_failed[at]) from error
         return _loaded[at]
+
+
+def _loaded_from(folder: Path, name: str, made: Target) -> ctypes.CDLL:
+    """The library in a folder that `locate` found; where the system does not load it, the one that is built in its
+    place: it was made for another C library, say, or cut short since its digest was taken."""
+    try:
+        return ctypes.CDLL(str(folder / LIBRARY))
+    except OSError as error:
+        why = f"the kernel library {folder / LIBRARY} does not load ({error})"
+    if os.environ.get(prebuilt.VARIABLE):
+        raise LibraryError(f"{why}: build it on a machine of this kind, or unset {prebuilt.VARIABLE}")
+    if folder == prebuilt.shipped(name, made):
+        prebuilt.refuse(folder, "does not load on this system")
+    else:
+        cache.remove(KIND, folder.name)
+    _say(f"{why}: it is built anew")
+    folder = locate(name, made)
+    try:
+        return ctypes.CDLL(str(folder / LIBRARY))
+    except OSError as error:
+        raise LibraryError(
+            f"the kernel library {folder / LIBRARY} does not load, also when it was built again ({error}): run"
+            " `accelpatch cache clear`, or set ACCELPATCH_CACHE to a folder from which programs may be run"
+        ) from error
 
 
 def prepare(names: Sequence[str], device: Device, why: str = "") -> None:
@@ -76,7 +99,7 @@ def prepare(names: Sequence[str], device: Device, why: str = "") -> None:
     why: what needs them, for the line on stderr. Raises as `library` does, before anything is loaded.
     """
     new = [name for name in names if (name, target(name, device).arch) not in _loaded]
-    if new and not os.environ.get("ACCELPATCH_KERNELS"):
+    if new and not os.environ.get(prebuilt.VARIABLE):
         for name, found in zip(new, _side_by_side(new, device, why), strict=True):
             if isinstance(found, KernelError):
                 _failed[name, target(name, device).arch] = str(found)
@@ -100,7 +123,7 @@ def build(names: Sequence[str], device: Device) -> list[Path]:
 def _side_by_side(names: Sequence[str], device: Device, why: str = "") -> list[Path | KernelError]:
     def folder(one: tuple[str, Target]) -> Path | KernelError:
         try:
-            return built(*one)
+            return prebuilt.shipped(*one) or built(*one)
         except KernelError as error:
             return error
 
@@ -112,7 +135,8 @@ def _side_by_side(names: Sequence[str], device: Device, why: str = "") -> list[P
 @contextmanager
 def _announced(wanted: Sequence[tuple[str, Target]], why: str = "") -> Iterator[None]:
     """Says on stderr which libraries are compiled, and how long it took; nothing where all are there."""
-    keys = {name: key(name, made, str(compiler(made))) for name, made in wanted if missing(made) is None}
+    missed = [(name, made) for name, made in wanted if missing(made) is None and not prebuilt.shipped(name, made)]
+    keys = {name: key(name, made, str(compiler(made))) for name, made in missed}
     new = [name for name in keys if cache.entry(KIND, keys[name]) is None]
     if not new:
         yield
@@ -144,11 +168,29 @@ def why_not(name: str, device: Device) -> str | None:
         return None
     if at in _failed:
         return _failed[at]
-    if prebuilt := os.environ.get("ACCELPATCH_KERNELS"):
-        return None if (folder := place(prebuilt, name, made)).is_dir() else _not_prebuilt(folder)
+    if os.environ.get(prebuilt.VARIABLE):
+        return prebuilt.why_not(name, made)
+    if prebuilt.shipped(name, made):
+        return None
     if device.kind == "cuda" and device.index is None:
         return None  # a plan for another machine, whose compiler is not known here
-    return missing(made)
+    reason = missing(made)
+    return reason and prebuilt.lost(name, made) + reason
+
+
+def source_of(name: str, device: Device) -> str:
+    """Where `library` takes a library from, or why it cannot, in words; builds and loads nothing."""
+    made = target(name, device)
+    if reason := why_not(name, device):
+        return f"none: {reason}"
+    if named := os.environ.get(prebuilt.VARIABLE):
+        return f"prebuilt, {place(named, name, made)}"
+    if folder := prebuilt.shipped(name, made):
+        return f"came with accelpatch, {folder}"
+    path = str(compiler(made))
+    folder = cache.entry(KIND, key(name, made, path))
+    lost = prebuilt.lost(name, made)
+    return lost + (f"compiled here, {folder}" if folder else f"compiled with {path} when first used")
 
 
 def forget() -> None:
@@ -159,8 +201,8 @@ def forget() -> None:
 
 def locate(name: str, made: Target) -> Path:
     """The folder of a library that matches its manifest: prebuilt, cached, or built now."""
-    if prebuilt := os.environ.get("ACCELPATCH_KERNELS"):
-        return _prebuilt(place(prebuilt, name, made), made)
+    if found := prebuilt.find(name, made):
+        return found
     with _announced([(name, made)]):
         return built(name, made)
 
@@ -168,7 +210,7 @@ def locate(name: str, made: Target) -> Path:
 def built(name: str, made: Target) -> Path:
     """The cached folder of a library; compiles it where there is none that matches its manifest."""
     if reason := missing(made):
-        raise KernelError(reason)
+        raise LibraryError(prebuilt.lost(name, made) + reason)
     path = str(compiler(made))
     wanted = key(name, made, path)
 
@@ -176,38 +218,39 @@ def built(name: str, made: Target) -> Path:
         try:
             compile_into(folder, made, path)
         except KernelError as error:
-            raise KernelError(f"the kernel library {name} for {made.arch} was not built: {error}") from error
+            raise LibraryError(f"the kernel library {name} for {made.arch} was not built: {error}") from error
 
     found = cache.publish(KIND, wanted, write)
-    if wrong := _disagreement(found, digest(made)):
+    if wrong := prebuilt.disagreement(found, digest(made)):
         cache.remove(KIND, wanted)
         found = cache.publish(KIND, wanted, write)
-        if _disagreement(found, digest(made)):
-            raise KernelError(f"{found / LIBRARY} {wrong}, also when it was built again: run `accelpatch cache clear`")
+        if prebuilt.disagreement(found, digest(made)):
+            raise LibraryError(f"{found / LIBRARY} {wrong}, also when it was built again: run `accelpatch cache clear`")
     return found
 
 
 def fingerprint(name: str, device: Device) -> str:
     """SHA-256 of the library `name` for `device`, building it if needed; why there is none, where there is none."""
     try:
-        return _sha256(locate(name, target(name, device)) / LIBRARY)
+        return prebuilt.sha256(locate(name, target(name, device)) / LIBRARY)
     except KernelError as error:
         return str(error)
 
 
-def place(folder: str | Path, name: str, made: Target) -> Path:
-    """The path of a library inside a folder of prebuilt libraries, which may hold several archs."""
-    return Path(folder).expanduser() / f"{name}-{made.arch}"
-
-
 def export(name: str, device: Device, folder: Path) -> Path:
-    """Build the library `name` into `folder`, for machines whose ACCELPATCH_KERNELS names it; returns its subfolder."""
+    """Build the library `name` into `folder`, for machines whose ACCELPATCH_KERNELS names it; returns its subfolder.
+
+    Nobody else may write to it, whatever the umask is: it would be refused.
+    """
     made = target(name, device)
-    finished, into = built(name, made), place(folder, name, made)
+    finished, into = prebuilt.shipped(name, made) or built(name, made), place(folder, name, made)
     try:
-        into.mkdir(parents=True, exist_ok=True)
+        Path(folder).mkdir(mode=0o755, parents=True, exist_ok=True)
+        into.mkdir(exist_ok=True)
         for file in (LIBRARY, MANIFEST):
             shutil.copyfile(finished / file, into / file)
+            (into / file).chmod(0o644)
+        into.chmod(0o755)
     except OSError as error:
         raise KernelError(f"{into} cannot be written ({error.strerror}); choose another folder") from None
     return into
@@ -223,18 +266,6 @@ def report(targets: Sequence[Target]) -> list[list[dict[str, Any]]]:
         return list(pool.map(of_one, targets))
 
 
-def digest(made: Target) -> str:
-    """SHA-256 over everything that a library is made of, except the compiler."""
-    folder = made.home
-    files = sorted([*made.sources, *(path.name for path in folder.iterdir() if path.suffix in HEADERS)])
-    facts = [made.arch, made.flags, made.link, sorted(made.sources.items())]
-    total = hashlib.sha256(json.dumps(facts).encode())
-    for file in files:
-        content = (folder / file).read_bytes()
-        total.update(f"\n{file} {len(content)}\n".encode() + content)
-    return total.hexdigest()
-
-
 def key(name: str, made: Target, path: str) -> str:
     """The name of the cache entry."""
     include = ck_libraries.version(made.include) if made.include else ""
@@ -246,41 +277,5 @@ def compile_into(folder: Path, made: Target, path: str) -> None:
     """Compile and link; writes the library and its manifest into `folder`."""
     finished = folder / LIBRARY
     compile_and_link(made, path, finished)
-    facts = {"made_of": digest(made), "sha256": _sha256(finished), "compiler": identity(path)}
+    facts = {"made_of": digest(made), "sha256": prebuilt.sha256(finished), "compiler": identity(path)}
     (folder / MANIFEST).write_text(json.dumps(facts, indent=1))
-
-
-def _prebuilt(folder: Path, made: Target) -> Path:
-    if not folder.is_dir():
-        raise KernelError(_not_prebuilt(folder))
-    if wrong := _disagreement(folder, digest(made)):
-        raise KernelError(
-            f"{folder / LIBRARY}, from ACCELPATCH_KERNELS, {wrong}: build it again with this version of accelpatch"
-            " on a machine of this kind, or unset ACCELPATCH_KERNELS"
-        )
-    return folder
-
-
-def _disagreement(folder: Path, made_of: str) -> str | None:
-    """Why a library does not match its manifest or the wanted sources; None where it does."""
-    try:
-        facts = json.loads((folder / MANIFEST).read_text())
-        found = _sha256(folder / LIBRARY)
-    except OSError as error:
-        return f"cannot be read ({error.strerror})"
-    except ValueError:
-        return "has a manifest that cannot be read"
-    if not isinstance(facts, dict) or facts.get("made_of") != made_of:
-        return "was made of other sources"
-    return None if facts.get("sha256") == found else "is not what was built (its digest differs)"
-
-
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def _not_prebuilt(folder: Path) -> str:
-    return (
-        f"ACCELPATCH_KERNELS has no {folder.name} in {folder.parent}: add it with `accelpatch build`,"
-        " or unset ACCELPATCH_KERNELS"
-    )

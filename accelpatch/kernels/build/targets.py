@@ -36,7 +36,7 @@ class Target:
     link: tuple[str, ...]
     arch: str
     variable: str = "CXX"
-    install: str = "install one, such as g++"
+    install: str = "install one, such as g++{command}"
     include: str | None = None
     lacks: str | None = None
 
@@ -50,10 +50,30 @@ _CXX = ("g++", "clang++", "c++")
 _CXX_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-pthread")
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni")
-_CPU = {"api.cpp": (), "thread_pool.cpp": (), "machine.cpp": (), "pack.cpp": (), "portable.cpp": (), "step.cpp": ()}
+_CPU: Mapping[str, tuple[str, ...]] = {
+    "api.cpp": (),
+    "thread_pool.cpp": (),
+    "machine.cpp": (),
+    "pack.cpp": (),
+    "portable.cpp": (),
+    "step.cpp": (),
+}
 _X86 = {"avx2.cpp": _AVX2, "avx512.cpp": _AVX512}
+_ARM = {"dotprod.cpp": ("-march=armv8.2-a+dotprod",)}
+_OF_MACHINE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "x86_64": _X86,
+    "AMD64": _X86,
+    "aarch64": _ARM,
+    "arm64": _ARM,
+}
 _HIP_FLAGS = ("-std=c++17", "-O3")
 INSTALL_NVCC = "pip install nvidia-cuda-nvcc (beside a torch for CUDA 13), or install the CUDA toolkit"
+#: a system's program for packages -> the command that installs g++; where such programs lie, whatever PATH says
+INSTALLERS = {
+    "apt-get": "apt-get install g++", "dnf": "dnf install gcc-c++", "zypper": "zypper install gcc-c++",
+    "apk": "apk add g++", "pacman": "pacman -S gcc",
+}  # fmt: skip
+PLACES = "/usr/bin:/bin:/usr/sbin:/sbin"
 _MADE_FOR = ("mfma", "mma", "wgmma", "tcgen05")  # matrix instructions, with bf16
 
 
@@ -61,7 +81,7 @@ def target(name: str, device: Device) -> Target:
     """The Target of the library `name` for `device`. Raises KernelError where there is none."""
     if name == "cpu" and device.kind == "cpu":
         machine = platform.machine()
-        sources = {**_CPU, **_X86} if machine in ("x86_64", "AMD64") else _CPU
+        sources = {**_CPU, **_OF_MACHINE.get(machine, {})}
         return Target("cpu", sources, _CXX, _CXX_FLAGS, ("-shared", "-pthread"), machine)
     if name in GPU_LIBRARIES and unknown_arch(device) is None:
         made = _nvidia(device.arch) if device.vendor == "nvidia" else _amd(device.arch)
@@ -143,4 +163,13 @@ def no_compiler(made: Target) -> str:
         return f"{variable} names {named!r}, which is not there: name a compiler that is, or unset {variable}"
     what = "C++ compiler" if variable == "CXX" else f"compiler for {made.arch}"
     names, otherwise = ", ".join(made.compilers), f"set {variable} or ACCELPATCH_KERNELS"
-    return f"there is no {what} here ({names}): {made.install}, or {otherwise}"
+    return f"there is no {what} here ({names}): {made.install.format(command=_command())}, or {otherwise}"
+
+
+def _command() -> str:
+    """The command that installs g++ on this system, in brackets; "" where its packages are not known."""
+    for program, command in INSTALLERS.items():
+        if shutil.which(program, path=PLACES):
+            sudo = "" if os.geteuid() == 0 else "sudo "
+            return f" (`{sudo}{command}`)"
+    return ""

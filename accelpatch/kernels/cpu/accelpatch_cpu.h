@@ -15,7 +15,7 @@ extern "C" {
 #endif
 
 enum { AP_OK = 0, AP_BAD_ARGUMENT = 1, AP_NO_MEMORY = 2, AP_UNSUPPORTED = 3 };
-enum { AP_ISA_PORTABLE = 0, AP_ISA_AVX2 = 1, AP_ISA_AVX512 = 2 };
+enum { AP_ISA_PORTABLE = 0, AP_ISA_AVX2 = 1, AP_ISA_AVX512 = 2, AP_ISA_DOTPROD = 3 };
 enum { AP_FLOAT32 = 0, AP_BFLOAT16 = 1, AP_FLOAT16 = 2 };         /* element types of x and y */
 enum { AP_NO_OFFSET = 0, AP_MINIMUM = 1, AP_ZERO_POINT = 2 };     /* of AP_INT4 */
 enum { AP_SILU = 0, AP_GELU = 1, AP_GELU_TANH = 2, AP_RELU = 3 }; /* activations */

@@ -1,9 +1,10 @@
 // Activations made ready for the products of one stage.
 //
 // Float paths: a copy padded with zeros, and the sum of each block.
-// VNNI path: x is written, in blocks of 16, 32 or 64 k, as (d0 + 256 d1 + 65536 d2 + 16777216 d3) * 2^e with d in
-// [-128, 127]: exact down to 1/64 of the block's largest |x|, and to 2^-30 of that below. Four VNNI products with the
-// 8-bit weights then are exact integers, and nothing rounds but the sum over blocks: less than float32 products do,
+// Paths with dot products of bytes: x is written, in blocks of 16, 32 or 64 k, as (d0 + 256 d1 + 65536 d2 + 16777216
+// d3) * 2^e with d in
+// [-128, 127]: exact down to 1/64 of the block's largest |x|, and to 2^-30 of that below. Four products with the 8-bit
+// weights then are exact integers, and nothing rounds but the sum over blocks: less than float32 products do,
 // whose sums round at each step. A token with a NaN or an Inf has no such form, and one below 2^-80 would lose digits
 // to underflow: `split` says so, and linear.h takes the dequantised path.
 //
@@ -79,6 +80,18 @@ inline Activations activations_in(void* memory, int64_t tokens, int64_t k) {
     return a;
 }
 
+// step: what one step of the uppermost limb is worth; limb: the sum of each.
+inline void finish_block(float step, const int32_t* limb, Block* block) {
+    block->step = step;
+    block->sum = 0;
+    for (int p = 0; p < kLimbs; p++) {
+        block->start8[p] = -128 * limb[p];
+        block->start4[p] = -8 * limb[p];
+        block->sum = block->sum * (1.0f / 256) + static_cast<float>(limb[p]);
+    }
+    block->sum *= block->step;
+}
+
 #if defined(__AVX512VNNI__)
 
 // The bits of the largest |x| as an integer: they order as the numbers do, and above all stand Inf and NaN.
@@ -118,14 +131,37 @@ inline bool split_block(const float* x, int64_t count, int64_t width, int8_t* li
     const __m128i quarter = _mm_add_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
     int32_t limb[kLimbs];
     memcpy(limb, &quarter, 16);
-    block->step = top > 0 ? ldexpf(1.0f, exponent - 6) : 0.0f;
-    block->sum = 0;
-    for (int p = 0; p < kLimbs; p++) {
-        block->start8[p] = -128 * limb[p];
-        block->start4[p] = -8 * limb[p];
-        block->sum = block->sum * (1.0f / 256) + static_cast<float>(limb[p]);
+    finish_block(top > 0 ? ldexpf(1.0f, exponent - 6) : 0.0f, limb, block);
+    return true;
+}
+
+#elif defined(AP_DOTPROD)
+
+inline bool split_block(const float* x, int64_t count, int64_t width, int8_t* limbs, Block* block) {
+    float values[64] = {};
+    memcpy(values, x, static_cast<size_t>(count < width ? count < 0 ? 0 : count : width) * 4);
+    const int32_t bits = largest_in(values, width);
+    if (bits >= 0x7f800000) return false;
+    float top;
+    memcpy(&top, &bits, 4);
+    int exponent = 0;
+    frexpf(top, &exponent);  // top < 2^exponent
+    const int shift = 30 - exponent, part = shift < 127 ? shift : 127;
+    const vf first = splat(ldexpf(1.0f, part)), second = splat(ldexpf(1.0f, shift - part));
+    const uint8_t order[16] = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
+    const uint8x16_t by_limb = vld1q_u8(order);
+    const int32x4_t bias = vdupq_n_s32(static_cast<int32_t>(0x80808080u));
+    int32x4_t sums = vdupq_n_s32(0);
+    for (int64_t k = 0; k < width; k += 4) {
+        int32x4_t n = vcvtnq_s32_f32(load(values + k) * first * second);
+        n = veorq_s32(vaddq_s32(n, bias), bias);  // the bytes of n + 0x80808080, each less 128
+        const int8x16_t bytes = vreinterpretq_s8_u8(vqtbl1q_u8(vreinterpretq_u8_s32(n), by_limb));
+        vst1q_s8(limbs + 4 * k, bytes);
+        sums = vdotq_s32(sums, bytes, vdupq_n_s8(1));
     }
-    block->sum *= block->step;
+    int32_t limb[kLimbs];
+    vst1q_s32(limb, sums);
+    finish_block(top > 0 ? ldexpf(1.0f, exponent - 6) : 0.0f, limb, block);
     return true;
 }
 
@@ -145,7 +181,7 @@ inline void prepare(Activations& a, int64_t first, int64_t last) {
             a.scale[m] = quantize_row(x, a.k, a.stride, a.input_scale, a.rows + m * a.stride);
             continue;
         }
-#if defined(__AVX512VNNI__)
+#if defined(AP_BYTES)
         float largest = 0;
         for (int64_t b = 0; b < a.blocks; b++) {
             const int64_t k = b * a.width;

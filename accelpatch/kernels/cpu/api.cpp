@@ -4,26 +4,39 @@
 #include <memory>
 #include <new>
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#elif defined(__aarch64__)
+#include <sys/auxv.h>
+#endif
+
 #include "kernels.h"
 #include "layout.h"
 
 namespace {
 
+// Asked of the processor itself: compilers' __builtin_cpu_supports needs a library that not all of them bring.
 bool machine_has(int isa) {
 #if defined(__x86_64__)
-    __builtin_cpu_init();
-    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-    if (isa == AP_ISA_AVX2) return avx2;
-    if (isa == AP_ISA_AVX512)
-        return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-               __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-               __builtin_cpu_supports("avx512vnni");
+    unsigned a = 0, b = 0, c = 0, d = 0, saved = 0, upper = 0;
+    if (isa == AP_ISA_PORTABLE) return true;
+    if (!__get_cpuid(1, &a, &b, &c, &d)) return false;
+    constexpr unsigned fma = 1u << 12, xgetbv = 1u << 27, f16c = 1u << 29;
+    if (~c & (fma | xgetbv | f16c)) return false;
+    __asm__("xgetbv" : "=a"(saved), "=d"(upper) : "c"(0));  // the registers that the system saves
+    constexpr unsigned ymm = 0x6, zmm = 0xe6;
+    if (~saved & ymm || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+    constexpr unsigned avx2 = 1u << 5, f_dq_bw_vl = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31, vnni = 1u << 11;
+    if (isa == AP_ISA_AVX2) return b & avx2;
+    if (isa == AP_ISA_AVX512) return !(~b & (avx2 | f_dq_bw_vl)) && (c & vnni) && !(~saved & zmm);
+#elif defined(__aarch64__)
+    if (isa == AP_ISA_DOTPROD) return getauxval(AT_HWCAP) & 1u << 20;  // HWCAP_ASIMDDP
 #endif
     return isa == AP_ISA_PORTABLE;
 }
 
 int best() {
-    for (int isa = AP_ISA_AVX512; isa > AP_ISA_PORTABLE; isa--)
+    for (int isa = AP_ISA_DOTPROD; isa > AP_ISA_PORTABLE; isa--)
         if (machine_has(isa)) return isa;
     return AP_ISA_PORTABLE;
 }
@@ -38,6 +51,8 @@ const Kernels& chosen_kernels() {
         case AP_ISA_AVX512: return *avx512_kernels();
         case AP_ISA_AVX2: return *avx2_kernels();
     }
+#elif defined(__aarch64__)
+    if (ap_isa() == AP_ISA_DOTPROD) return *dotprod_kernels();
 #endif
     return *portable_kernels();
 }

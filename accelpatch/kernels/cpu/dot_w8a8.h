@@ -3,13 +3,19 @@
 //   y = fma(row scale * scale, float(sum of (u - 128) q), bias)     u: the unsigned bytes of the pack
 //
 // The bytes are multiplied as they lie, and 128 times the sum of a row's q is subtracted behind: int32 wraps, so that
-// the difference is exact wherever it fits.
+// the difference is exact wherever it fits. Arm's dot products take signed bytes alone: there 128 goes first.
 #pragma once
 #include "activations.h"
 
 namespace {
 
 typedef uint32_t vu32 __attribute__((vector_size(AP_LANES * 4)));
+
+#if defined(AP_DOTPROD)
+constexpr uint32_t kSubtracted = 0;
+#else
+constexpr uint32_t kSubtracted = 128;
+#endif
 
 #if defined(__AVX512VNNI__)
 
@@ -100,6 +106,30 @@ AP_INLINE void int8_sums(
     }
 }
 
+#elif defined(AP_DOTPROD)
+
+constexpr int kTileTokens = 4, kTileBlocks = 1;
+
+template <int M, int B>
+AP_INLINE void int8_sums(
+    const uint8_t* w, int64_t block_bytes, const Quantized* x, int64_t stride, int64_t steps, uint32_t (*out)[B * 16]) {
+    static_assert(B == 1, "one block at a time");
+    (void)block_bytes;
+    int32x4_t sum[M][4] = {};
+    for (int64_t at = 0; at < steps; at++, w += 64) {
+        if (M == 1) __builtin_prefetch(w + 4096);
+        int8x16_t weights[4];
+        for (int r = 0; r < 4; r++) weights[r] = as_signed(vld1q_u8(w + 16 * r));
+        for (int m = 0; m < M; m++) {
+            int32_t four;
+            memcpy(&four, x + m * stride + at * 4, 4);
+            const int8x16_t q = vreinterpretq_s8_s32(vdupq_n_s32(four));
+            for (int r = 0; r < 4; r++) sum[m][r] = vdotq_s32(sum[m][r], weights[r], q);
+        }
+    }
+    for (int m = 0; m < M; m++) memcpy(out[m], sum[m], sizeof sum[m]);
+}
+
 #else
 
 constexpr int kTileTokens = 4, kTileBlocks = 1;
@@ -173,7 +203,7 @@ template <int M, int B> void w8a8_tile(const Weight& w, int64_t b, const Activat
             memcpy(bias, w.w.bias + (b + i) * kBlockRows, static_cast<size_t>(rows_in(w, b + i)) * sizeof(float));
         for (int m = 0; m < M; m++) {
             const RowScale& row = a.scale[token + m];
-            const uint32_t start = -128u * static_cast<uint32_t>(row.sum);
+            const uint32_t start = -kSubtracted * static_cast<uint32_t>(row.sum);
             for (int at = 0; at < 16; at += kLanes) {
                 vu32 sum;
                 memcpy(&sum, sums[m] + i * 16 + at, sizeof sum);

@@ -1,4 +1,5 @@
-// What each path (AVX-512, AVX2, portable) offers to api.cpp: jobs for a pool. All memory is the caller's.
+// What each path (AVX-512, AVX2, Arm's dot products, portable) offers to api.cpp: jobs for a pool. All memory is the
+// caller's.
 #pragma once
 #include "accelpatch_cpu.h"
 #include "thread_pool.h"
@@ -65,5 +66,6 @@ struct Kernels {
 const Kernels* portable_kernels();
 const Kernels* avx2_kernels();
 const Kernels* avx512_kernels();
+const Kernels* dotprod_kernels();
 
 const Kernels& chosen_kernels();

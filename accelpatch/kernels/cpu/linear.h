@@ -1,6 +1,7 @@
 // One block of 16 rows of any kind of weight, times some tokens.
 #pragma once
 #include "dot_float.h"
+#include "dot_limbs.h"
 #include "dot_table.h"
 #include "dot_w8a8.h"
 
@@ -12,6 +13,10 @@ template <int M> void dot_some(const Weight& w, int64_t b, const Activations& a,
 #define AP_DOT dot_vnni
     if (w.w.kind == AP_INT4 && w.w.offset) return dot_vnni<M, AP_INT4, true>(w.w, w.l, p, a, token, y);
     if (w.w.kind == AP_TABLE) return dot_table<M>(w.w, w.l, p, a, token, y);
+#elif defined(AP_DOTPROD)
+#define AP_DOT dot_limbs
+    if (w.w.kind == AP_INT4 && w.w.offset) return dot_limbs<M, AP_INT4, true>(w.w, w.l, p, a, token, y);
+    if (w.w.kind == AP_TABLE) return dot_float<M, AP_TABLE>(w.w, w.l, p, a, token, y);
 #else
 #define AP_DOT dot_float
     if (w.w.kind == AP_TABLE) return dot_float<M, AP_TABLE>(w.w, w.l, p, a, token, y);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 from ctypes import POINTER, Structure, c_double, c_float, c_int, c_int32, c_int64, c_void_p
 from functools import cache
 from typing import Any
@@ -19,7 +20,7 @@ from accelpatch.kernels.cpu import openmp
 PLAIN: Any = {"dtype": torch.float32, "device": "cpu"}
 DENSE, INT8, INT4, W8A8, TABLE, Q4_K, Q6_K = 0, 1, 2, 3, 4, 5, 6
 OFFSETS = {"none": 0, "minimum": 1, "zero_point": 2}
-ISAS = ("portable", "avx2", "avx512")
+ISAS = ("portable", "avx2", "avx512", "dotprod")
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
 MAX_BATCH, MAX_THREADS, ROWS = 8, 64, 16
@@ -146,6 +147,18 @@ def why_not(device: Device) -> str | None:
     return libraries.why_not("cpu", device)
 
 
+@cache
+def say_where_missing(device: Device) -> None:
+    """Say on stderr, once a process, that a CPU has no native library, what follows, and what helps."""
+    if device.kind == "cpu" and (reason := why_not(device)):
+        print(
+            "accelpatch: without native CPU kernels linear layers stay as they are, and models that were saved"
+            f" quantised are slow: {reason}",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
 def check(status: int, what: str) -> None:
     """Raise KernelError for a status other than AP_OK."""
     if status:
@@ -163,8 +176,14 @@ def threads() -> int:
 
 
 def isa() -> str:
-    """The code path in use: "avx512", "avx2" or "portable"."""
+    """The code path in use: "avx512", "avx2", "dotprod" (64-bit ARM's dot products of bytes) or "portable"."""
     return ISAS[native().ap_isa()]
+
+
+def isas() -> tuple[str, ...]:
+    """The code paths that this machine has."""
+    best = native().ap_best_isa()
+    return (ISAS[0], ISAS[best]) if ISAS[best] == "dotprod" else ISAS[: best + 1]
 
 
 def use_isa(name: str | None) -> None:

@@ -5,8 +5,8 @@
 
 namespace {
 
-// VNNI multiplies bytes; the others multiply 16-bit integers, which the rows are widened to once here.
-#if defined(__AVX512VNNI__)
+// VNNI and Arm's dot products multiply bytes; the others 16-bit integers, which the rows are widened to once here.
+#if defined(AP_BYTES)
 typedef int8_t Quantized;
 #else
 typedef int16_t Quantized;

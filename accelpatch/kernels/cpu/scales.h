@@ -5,6 +5,10 @@
 
 namespace {
 
+#if defined(AP_DOTPROD)
+AP_INLINE int8x16_t as_signed(uint8x16_t u) { return vreinterpretq_s8_u8(veorq_u8(u, vdupq_n_u8(128))); }  // u - 128
+#endif
+
 template <int KIND> constexpr int kCentre = KIND == AP_INT8 ? 128 : KIND == AP_Q6_K ? 32 : 8;
 template <int KIND> constexpr int kHeld = KIND == AP_Q4_K ? 8 : KIND == AP_Q6_K ? 16 : 1;  // Layout::held
 constexpr int64_t kBlockVectors = kBlockRows / kLanes;

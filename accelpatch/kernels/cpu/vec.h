@@ -1,5 +1,5 @@
-// Vectors as wide as the path that is compiled, in the compilers' own vector extension: one source for AVX-512, AVX2
-// and the rest. Everything here is static: a path's code must never be merged by the linker with another path's.
+// Vectors as wide as the path that is compiled, in the compilers' own vector extension: one source for AVX-512, AVX2,
+// NEON and the rest. Everything here is static: a path's code must never be merged by the linker with another path's.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -17,6 +17,13 @@
 #define AP_LANES 8
 #else
 #define AP_LANES 4
+#endif
+// Whether bytes are multiplied as such: by VNNI, or by the dot products of Armv8.2.
+#if defined(__AVX512VNNI__)
+#define AP_BYTES
+#elif defined(__ARM_FEATURE_DOTPROD)
+#define AP_BYTES
+#define AP_DOTPROD
 #endif
 #define AP_INLINE static inline __attribute__((always_inline))
 

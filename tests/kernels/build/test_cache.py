@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -17,61 +15,19 @@ from pathlib import Path
 import pytest
 
 from accelpatch import cache
-from accelpatch.device import Device
 from accelpatch.errors import CacheError, KernelError
-from accelpatch.kernels.build import libraries
+from accelpatch.kernels.build import libraries, prebuilt
 from accelpatch.kernels.build.libraries import Target
-
-DEVICE = Device("cpu", "cpu", "x86-64", "a CPU", 1 << 30, 1)
-SOURCE = 'extern "C" int answer() { return ANSWER; }\n'
-COMPILER = next(filter(None, map(shutil.which, ("g++", "clang++", "c++"))), None)
-needs_compiler = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
-
-
-@pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache of its own, two small sources, a compiler that writes down each run of it, and nothing loaded yet."""
-    monkeypatch.setenv("ACCELPATCH_CACHE", str(tmp_path / "cache"))
-    monkeypatch.delenv("ACCELPATCH_KERNELS", raising=False)
-    folder = tmp_path / "sources"
-    folder.mkdir()
-    (folder / "one.cpp").write_text('#include "answer.h"\n' + SOURCE)
-    (folder / "two.cpp").write_text('extern "C" int other() { return 2; }\n')
-    (folder / "answer.h").write_text("#define ANSWER 42\n")
-    write_compiler(tmp_path, f'exec {COMPILER} "$@"')
-    monkeypatch.setenv("CXX", str(tmp_path / "compiler"))
-    monkeypatch.setattr(libraries, "target", lambda name, device: small(folder))
-    monkeypatch.setattr(libraries, "_loaded", {})
-    monkeypatch.setattr(libraries, "_failed", {})
-    return tmp_path
-
-
-def small(folder: Path) -> Target:
-    return Target(str(folder), {"one.cpp": (), "two.cpp": ()}, ("g++",), ("-fPIC",), ("-shared",), "here")
-
-
-def write_compiler(place: Path, last: str) -> None:
-    """A compiler that logs every file that it compiles, then does `last`."""
-    script = place / "compiler"
-    log = f'case " $* " in *" -c "*) echo "$*" >> {place}/log;; esac'
-    script.write_text(f"#!/bin/sh\n{log}\n{last}\n")
-    script.chmod(0o755)
-
-
-def compiled(place: Path) -> int:
-    log = place / "log"
-    return len(log.read_text().splitlines()) if log.exists() else 0
-
-
-def entry(place: Path) -> Path:
-    [folder] = [path for path in (place / "cache/kernels").iterdir() if not path.name.startswith(".")]
-    return folder
-
-
-def afresh(monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:
-    monkeypatch.setattr(libraries, "_loaded", {})
-    monkeypatch.setattr(libraries, "_failed", {})
-    return libraries.library("small", DEVICE)
+from tests.support.small_library import (
+    COMPILER,
+    DEVICE,
+    afresh,
+    compiled,
+    entry,
+    needs_compiler,
+    small,
+    write_compiler,
+)
 
 
 @needs_compiler
@@ -200,7 +156,7 @@ def test_a_builder_killed_half_way_fifty_times(place: Path, monkeypatch: pytest.
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         finished = cache.entry(libraries.KIND, libraries.key("small", made, path))
-        assert finished is None or libraries._disagreement(finished, libraries.digest(made)) is None
+        assert finished is None or prebuilt.disagreement(finished, libraries.digest(made)) is None
         cache.clear(libraries.KIND)
     assert afresh(monkeypatch).answer() == 42
     assert list((place / "cache/kernels").glob(".partial*")) == []

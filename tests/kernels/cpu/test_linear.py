@@ -28,11 +28,7 @@ pytestmark = pytest.mark.skipif(reason is not None, reason=f"no native library: 
 
 
 def paths() -> list[str]:
-    if reason is not None:
-        return ["none"]
-    return [
-        isa for isa in native_library.ISAS if native_library.ISAS.index(isa) <= native_library.native().ap_best_isa()
-    ]
+    return ["none"] if reason is not None else list(native_library.isas())
 
 
 @pytest.fixture(params=paths())

@@ -1,0 +1,2 @@
+#define AP_KERNELS dotprod_kernels
+#include "kernels.inc"
