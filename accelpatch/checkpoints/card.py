@@ -39,3 +39,8 @@ def write(folder: Path, name: str, model: Any, recipe: str) -> None:
         loader="AutoModelForCausalLM" if architecture.endswith("ForCausalLM") else architecture,
     )  # fmt: skip
     (folder / FILE).write_text(text, encoding="utf-8")
+
+
+def is_ours(file: Path) -> bool:
+    """Whether a file is a card that `write` wrote, and not the user's."""
+    return file.name == FILE and file.read_text(encoding="utf-8", errors="replace").startswith(CARD.split("{base}")[0])

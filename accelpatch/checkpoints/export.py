@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import WeightConverter
 
+from accelpatch.checkpoints import card
 from accelpatch.checkpoints.export_formats import BITS, FORMATS, KINDS, Format, Group, Layer, groups_of
 from accelpatch.checkpoints.replaced_folder import replaced_folder
 from accelpatch.checkpoints.save import SHARD
@@ -236,7 +237,8 @@ def _float(kind: str, parts: Mapping[str, Any], dtype: torch.dtype) -> Tensor:
 def _copy(folder: Path, made: Path) -> None:
     """The tokenizer's files, generation_config.json and others that are neither weights nor code."""
     for file in sorted(folder.iterdir()):
-        if file.is_file() and file.name not in WRITTEN and file.suffix not in LEFT_OUT and file.name[0] != ".":
+        left = file.name in WRITTEN or file.suffix in LEFT_OUT or file.name[0] == "." or card.is_ours(file)
+        if file.is_file() and not left:
             shutil.copyfile(file, made / file.name)
 
 

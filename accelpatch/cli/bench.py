@@ -51,12 +51,9 @@ def bench(
 
     network = _network(model, dtype, device, random_weights)
     shape, weights = Shape(batch, prompt_tokens, new_tokens), "random" if random_weights else "checkpoint"
-    patch = partial(options.patch, recipe=recipe, statistics=None, verify=verify)
+    patch = partial(options.patch, recipe=recipe, verify=verify)
     record = _measure(network, model, patch, shape, (repeats, seconds), weights, json)
-    if json:
-        console.print_json(record)
-    else:
-        print(records.text(record))
+    console.print_json(record) if json else print(records.text(record))
     if plot:
         plots.draw(record, plot)
         console.note(f"drawn: {plot}")

@@ -227,7 +227,7 @@ def default_recipe(name: str) -> str:
     return "gguf" if resolve(name).kind == "gguf" else DEFAULT_RECIPE
 
 
-def patch(model: Any, recipe: str | None, statistics: Path | None, verify: str) -> None:
+def patch(model: Any, *, recipe: str | None, verify: str, statistics: Path | None = None) -> None:
     """Patch a loaded model, with progress bars on stderr; its originals are freed."""
     from accelpatch import api
 

@@ -73,7 +73,7 @@ def run(
     respond = partial(_respond, loaded, ids, sampling, compare=compare, raw=raw, json=json)
     before = respond("original") if compare else None
     if compare:
-        options.patch(loaded.model, recipe, statistics, verify)
+        options.patch(loaded.model, recipe=recipe, verify=verify, statistics=statistics)
     _print(model, text, loaded.model, before, respond("patched"), json)
 
 

@@ -13,6 +13,7 @@ import torch
 from accelpatch import api
 from accelpatch.checkpoints.gguf_tensors import open_gguf
 from accelpatch.models import embedded, load
+from accelpatch.recipe import recipe as recipes
 from tests.support.packed import plain
 
 IDS = torch.arange(1, 13)[None]
@@ -86,7 +87,7 @@ def test_the_embedded_models_file_is_kept_as_it_is(tmp_path: Path, monkeypatch: 
 def test_half_scales_are_kept_when_an_int8_weight_is_written() -> None:
     text = "extends: int8\nrules:\n- name: linear\n  match: {role: linear}\n  replace: int8_weight_only\n"
     model: Any = plain("llama", num_hidden_layers=1)
-    api.patch(model, api.recipes.parse(text + "  options: {group_size: 32, half_scales: true}\n"), verify=False)
+    api.patch(model, recipes.parse(text + "  options: {group_size: 32, half_scales: true}\n"), verify=False)
     module = model.model.layers[0].mlp.up_proj
     assert module.canonical().scale.dtype == torch.float16
     module.weight.data.copy_(module.weight * 0.5)

@@ -22,7 +22,7 @@ OWN = {"config.json", "generation_config.json", "recipe.yaml"}
 
 def test_the_files(folder: Path) -> None:
     assert digests(folder).keys() == OWN | {"model.safetensors"}
-    assert config_of(folder)["quantization_config"].keys() == {"quant_method", "version", "recipe"}
+    assert config_of(folder)["quantization_config"].keys() == {"quant_method", "version", "recipe", "verified"}
     assert load(folder / "recipe.yaml") == load("int4")
     assert [path.name for path in folder.parent.iterdir()] == ["patched"]
     assert folder.stat().st_mode & 0o777 == folder.parent.stat().st_mode & 0o777 | 0o055

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import accelpatch
+from accelpatch.checkpoints import card
 from tests.support.tiny import full_batch
 
 
@@ -36,7 +37,11 @@ def logits(model: Any) -> Tensor:
 
 def digests(folder: Path, pattern: str = "*") -> dict[str, str]:
     """Name -> SHA-256 of the files in a folder."""
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.glob(pattern) if path.is_file()}
+    return {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in folder.glob(pattern)
+        if path.is_file() and not card.is_ours(path)  # which has the folder's name
+    }
 
 
 def weights(folder: Path) -> dict[str, str]:
