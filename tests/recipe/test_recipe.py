@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -231,3 +232,12 @@ def test_an_error_in_the_documentation_is_what_the_reader_says() -> None:
     with pytest.raises(RecipeError) as caught:
         recipes.parse("extends: int8\nrules:\n  - name: linear\n    optoins: {group_size: 64}\n", source="mine.yaml")
     assert str(caught.value) in text
+
+
+def test_the_documented_programs_give_recipes_in_forms_that_are_taken() -> None:
+    text = (ROOT / "docs" / "recipes.md").read_text()
+    programs = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
+    calls = [node for one in programs for node in ast.walk(ast.parse(one)) if isinstance(node, ast.Call)]
+    given = [node.args[1] for node in calls if isinstance(node.func, ast.Attribute) and node.func.attr == "patch"]
+    assert [type(one).__name__ for one in given] == ["Constant", "Constant", "Dict", "Name"]
+    assert recipes.load(ast.literal_eval(given[2])).rules[0].replace == "keep"
