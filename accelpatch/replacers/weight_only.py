@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from accelpatch.device import Device
 from accelpatch.errors import KernelError
 from accelpatch.kernels import dispatch
-from accelpatch.kernels.cpu import native_library
+from accelpatch.kernels.build import libraries as built
 from accelpatch.kernels.layouts import int4_tiles
 from accelpatch.kernels.ops import int8_linear, packed_linear, tiled_int4_linear
 from accelpatch.kernels.spec import Spec
@@ -91,7 +91,7 @@ def kernel_for(op: str, site: Site, device: Device, group_size: int, offset: str
 def slower(kernel: str, device: Device) -> str:
     """Why a quantised weight makes a module slower: on a CPU without the native library torch dequantises it at every
     call. "" where a kernel reads it as it is."""
-    if device.kind != "cpu" or kernel == NATIVE or (reason := native_library.why_not(device)) is None:
+    if device.kind != "cpu" or kernel == NATIVE or (reason := built.why_not(CPU_LIBRARY, device)) is None:
         return ""
     return f"without native CPU kernels it would be slower than the original ({reason.partition(': ')[0]})"
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import StaticCache
 
 import accelpatch
+import accelpatch.models.load as loading
 from accelpatch import api
 from accelpatch.errors import LoadError
 from accelpatch.kernels import dispatch
@@ -236,7 +237,7 @@ class TestFromFloat:
         plan = api.plan_from_config("opt-13b", RECIPE, arch="sm_90")
         before, after = plan.report().resident_bytes
         assert 0.5 < after / before < 0.55
-        assert before == sum(p.nbytes for p in api.loading.from_config("opt-13b").parameters())
+        assert before == sum(p.nbytes for p in loading.from_config("opt-13b").parameters())
 
     @pytest.mark.parametrize("changes, reason", [
         ({"activation_function": "gelu"}, "its activation is"),

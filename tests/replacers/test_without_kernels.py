@@ -21,6 +21,7 @@ from tests.support.checkpoints import logits, opened, saved
 from tests.support.packed import plain
 
 ROUNDING = ("int8", "int4", "smoothquant")
+FORGET = (dispatch.forget, native_library.say_where_missing.cache_clear, native_library.native.cache_clear)
 NOTHING = "without native CPU kernels it would be slower than the original (there is no C++ compiler here"
 
 
@@ -32,10 +33,10 @@ def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
     monkeypatch.setattr(libraries, "_loaded", {})
     monkeypatch.setattr(libraries, "_failed", {})
-    for forget in (dispatch.forget, native_library.say_where_missing.cache_clear):
+    for forget in FORGET:
         forget()
     yield
-    for forget in (dispatch.forget, native_library.say_where_missing.cache_clear):
+    for forget in FORGET:
         forget()
 
 
