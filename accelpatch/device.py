@@ -10,6 +10,7 @@ import importlib.util
 import os
 import platform
 import shutil
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -261,14 +262,21 @@ def compilers() -> Mapping[str, str | None]:
     Searched in this order: a toolkit that $ROCM_PATH or $CUDA_HOME names, PATH, the toolkit's usual place, and for nvcc
     the Python package nvidia-cuda-nvcc.
     """
-    found: dict[str, str | None] = {}
+    named = tuple((name, os.environ.get(name, "")) for name in ("PATH", "ROCM_PATH", "CUDA_HOME"))
+    return _compilers(named, tuple(sys.path))
+
+
+@functools.lru_cache(maxsize=4)
+def _compilers(environment: tuple[tuple[str, str], ...], packages: tuple[str, ...]) -> Mapping[str, str | None]:
+    """See `compilers`; a plan asks for them at each of its sites. packages: where Python's lie."""
+    variables, found = dict(environment), dict[str, str | None]()
     for name, toolkit in _COMPILERS.items():
         places: list[str | None] = [None]  # None: PATH
         if toolkit is not None:
             variable, usual, folders = toolkit
-            named = [os.environ[variable]] if os.environ.get(variable) else []
+            named = [variables[variable]] if variables[variable] else []
             places = [f"{root}/{folder}" for root in named for folder in folders]
             places += [None, *(f"{usual}/{folder}" for folder in folders)]
             places += packaged() if name == "nvcc" else []
         found[name] = next((path for place in places if (path := shutil.which(name, path=place))), None)
-    return found
+    return MappingProxyType(found)

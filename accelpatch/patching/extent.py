@@ -54,6 +54,11 @@ class Extent:
         """Whether each replacement is checked, and not the first of each kind alone."""
         return self.level in (FULL, OFF) or (self.level == AUTO and not self.loaded)
 
+    @property
+    def whole(self) -> bool:
+        """Whether the whole model is compared with what it was; of a model whose originals nobody has, it says little."""
+        return not (self.level == QUICK and self.loaded)
+
     def part(self, first: bool, site: Site) -> dict[str, int]:
         """What of a linear layer's calls is held to the float64 reference: the keywords of the context that checks.
 
