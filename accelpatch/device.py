@@ -266,6 +266,11 @@ def compilers() -> Mapping[str, str | None]:
     return _compilers(named, tuple(sys.path))
 
 
+def forget_compilers() -> None:
+    """Look for them anew: one may have been installed since the last plan."""
+    _compilers.cache_clear()
+
+
 @functools.lru_cache(maxsize=4)
 def _compilers(environment: tuple[tuple[str, str], ...], packages: tuple[str, ...]) -> Mapping[str, str | None]:
     """See `compilers`; a plan asks for them at each of its sites. packages: where Python's lie."""

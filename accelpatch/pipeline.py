@@ -58,6 +58,7 @@ OWN_TEXT = "calibrated on {tokens} tokens that the model wrote itself: accelpatc
 
 def plan_of(model: nn.Module, recipe: recipes.Recipe, device: devices.Device | None, slower: bool = False) -> Plan:
     """The plan for a model. device: default: the one that it is on. slower: see `make_plan`."""
+    devices.forget_compilers()
     placement, roles = placement_of(model), roles_of(getattr(model, "config", None))
     facts = device or devices.probe(str(placement.device or device_of(model)))
     return make_plan(model, recipe, facts, roles, registry(), smoothing_groups(model), known, placement, slower)

@@ -292,6 +292,8 @@ def test_the_compiler_of_a_python_package(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     assert compilers()["nvcc"] == newer
     Path(newer).unlink()
+    device.forget_compilers()
     assert compilers()["nvcc"] == older
     usual = _program(tmp_path / "usual/bin/nvcc")
+    device.forget_compilers()
     assert compilers()["nvcc"] == usual  # the toolkit's place comes first
