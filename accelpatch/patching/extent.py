@@ -56,7 +56,7 @@ class Extent:
 
     @property
     def whole(self) -> bool:
-        """Whether the whole model is compared with what it was; of a model whose originals nobody has, it says little."""
+        """Whether the whole model is compared with what it was, of which one that was loaded has only the modules."""
         return not (self.level == QUICK and self.loaded)
 
     def part(self, first: bool, site: Site) -> dict[str, int]:
