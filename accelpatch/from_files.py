@@ -59,8 +59,8 @@ def _load(
     layout = foreign.layout_of(name)
     if recipe is None:
         described = None if layout is None else foreign.described(layout)
-        own = {"verify": level, "progress": options["progress"]}
-        return loading.load(name, **options, quantization=described, own=own)
+        with quantization_config.asking(verify=level, progress=options["progress"]):
+            return loading.load(name, **options, quantization=described)
     wanted = recipes.load(recipe)
     if layout is not None or loading.is_patched(name):
         raise LoadError(f"{name} is a saved patched model, which has its recipe: load it without another")
@@ -115,7 +115,8 @@ def _finish_loading(
     model: nn.Module, planned: Plan, built: list[apply.Built], config: quantization_config.AccelpatchConfig
 ) -> None:
     """Patch what is left of a model whose quantised weights a checkpoint's loading has built."""
-    before = config.level == AUTO and bool(config.verified) and config.verified == computed_by(planned, planned.recipe)
+    known = config.level == AUTO and bool(config.verified)
+    before = known and config.verified == computed_by(model, planned, planned.recipe)
     extent = Extent(QUICK if before else config.level, loaded=bool(built))
     at_hand = {item.entry.site.path: item for item in built}
     with bars.shown(config.progress) as shown:

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from accelpatch.api import register_checkpoints
 from accelpatch.checkpoints.quantization_config import AccelpatchConfig
+from accelpatch.checkpoints.quantizer import AccelpatchQuantizer
 
-__all__ = ["AccelpatchConfig"]
+__all__ = ["AccelpatchConfig", "AccelpatchQuantizer"]
 
 register_checkpoints()

@@ -157,7 +157,7 @@ def save(model: nn.Module, folder: str | Path, **options: Any) -> None:
     handle = handle_of(model)
     found = handle.record.verification
     known = found is not None and (found.before or found.extent != QUICK)
-    verified = computed_by(handle.plan, saving.recipe_of(handle.plan)) if known else ""
+    verified = computed_by(model, handle.plan, saving.recipe_of(handle.plan)) if known else ""
     saving.save(model, folder, handle.plan, verified=verified, **options)
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -25,7 +28,7 @@ from accelpatch.models.fingerprint import fingerprint
 from accelpatch.models.inputs import sample_inputs
 from accelpatch.models.smoothing import smoothing_groups
 from accelpatch.models.texts import windows
-from accelpatch.modules.attention_settings import configurations
+from accelpatch.modules.attention_settings import configurations, unnamed
 from accelpatch.parallel.device_map import placement_of
 from accelpatch.patching import apply, formula
 from accelpatch.patching.capture import observing, run
@@ -52,6 +55,7 @@ from accelpatch.report import Report
 from accelpatch.runtime.generation.patched_model import new_runtime, patched_classes
 from accelpatch.runtime.generation.weight_methods import SAVE
 
+SOURCES = (".py", ".hip", ".h", ".cpp", ".inc", ".cu")
 OUTPUTS = ("q_proj", "k_proj", "v_proj")  # roles whose outputs may get static scales too
 OWN_TEXT = "calibrated on {tokens} tokens that the model wrote itself: accelpatch.calibrate(model, data) takes yours"
 
@@ -74,16 +78,40 @@ def compiled(planned: Plan, watch: Stopwatch) -> Plan:
     return planned
 
 
-def computed_by(planned: Plan, recipe: Recipe) -> str:
-    """SHA-256 over what computes a patched model: the kernel libraries, the device, torch, transformers and the recipe.
-    Two runs of one digest differ in nothing that verification looks at, if the weights are the same."""
+def code_of(file: Path) -> str:
+    """SHA-256 of a source file."""
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+@cache
+def code_digest() -> str:
+    """SHA-256 over accelpatch's own sources, once a process."""
+    home = Path(__file__).parent
+    files = sorted(file for file in home.rglob("*") if file.suffix in SOURCES and file.is_file())
+    return hashlib.sha256("".join(f"{file.relative_to(home)} {code_of(file)}\n" for file in files).encode()).hexdigest()
+
+
+def plugin_files(planned: Plan) -> set[Path]:
+    """The source files of the plan's replacers that are not accelpatch's."""
+    replacers = {type(entry.replacer) for entry in planned.replaced}
+    modules = {sys.modules.get(one.__module__) for one in replacers if not one.__module__.startswith("accelpatch.")}
+    return {Path(file) for module in modules if (file := getattr(module, "__file__", None))}
+
+
+def computed_by(model: Any, planned: Plan, recipe: Recipe) -> str:
+    """SHA-256 over what computes a patched model: the kernel libraries, the device, accelpatch's code and a plugin's,
+    torch, transformers, the recipe, the dtype and the attention. Two runs of one digest differ in nothing that
+    verification looks at, if the weights are the same."""
     device = planned.device
     names = planned.libraries or (("cpu",) if device.kind == "cpu" else ())
     facts = {
         "libraries": {name: libraries.fingerprint(name, device) for name in names},
         "device": [device.arch, device.name],
         "packages": {name: version(name) for name in ("accelpatch", "torch", "transformers")},
+        "code": [code_digest(), *(code_of(file) for file in sorted(plugin_files(planned)))],
         "recipe": recipes.dump(recipe),
+        "dtype": str(getattr(model, "dtype", "")),
+        "attention": unnamed(copy.deepcopy(model.config))._attn_implementation if hasattr(model, "config") else "",
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 

@@ -6,11 +6,11 @@ rest when a checkpoint is loaded.
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import sys
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
@@ -29,8 +29,8 @@ class Config:
 
 
 def quantizer(config: Any, **options: Any) -> Any:
-    """The quantizer of such a configuration, whose import has put it in the place of this function."""
-    return getattr(sys.modules[HOME], QUANTIZERS)[METHOD](config, **options)
+    """The quantizer of such a configuration."""
+    return importlib.import_module("accelpatch.hf").AccelpatchQuantizer(config, **options)
 
 
 def enter(module: ModuleType) -> None:
@@ -40,15 +40,15 @@ def enter(module: ModuleType) -> None:
 
 
 class Finder(MetaPathFinder):
-    """Finds that one module as every other finder would, and enters ours once it has run."""
+    """Finds that one module as every other finder would, and enters ours once it has run: also when it is imported
+    again, after an error or by importlib.reload."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if name != HOME:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        spec = PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
             loader: Any = spec.loader
             run = loader.exec_module
@@ -62,9 +62,11 @@ class Finder(MetaPathFinder):
 
 
 def register() -> None:
-    """Do so now, or as soon as transformers is imported."""
-    module = sys.modules.get(HOME)
-    if module is not None and hasattr(module, QUANTIZERS):
-        enter(module)
-    else:
+    """Do so now, and whenever transformers is imported."""
+    if not any(type(finder).__name__ == Finder.__name__ and type(finder).__module__ == __name__
+               for finder in sys.meta_path):  # fmt: skip
         sys.meta_path.insert(0, Finder())
+    if HOME in sys.modules:
+        module = importlib.import_module(HOME)  # waits for another thread that imports it now
+        if hasattr(module, QUANTIZERS):
+            enter(module)

@@ -17,6 +17,15 @@ ORDERS = {
     "first": "import accelpatch\nassert not {'torch', 'transformers'} & sys.modules.keys()\nimport transformers",
     "last": "import transformers\ntransformers.AutoModelForCausalLM.from_pretrained\nimport accelpatch",
     "not yet read": "import transformers, accelpatch",
+    "again": (
+        "import importlib, accelpatch, transformers.quantizers.auto as auto\n"
+        "importlib.reload(auto)\nimport transformers"
+    ),
+    "another thread": (
+        "import threading, time\nfirst = threading.Thread(target=lambda: __import__('transformers.quantizers.auto'))\n"
+        "first.start()\nwhile 'transformers.quantizers.auto' not in sys.modules: time.sleep(0.001)\n"
+        "import accelpatch\nfirst.join()\nimport transformers"
+    ),
 }
 
 

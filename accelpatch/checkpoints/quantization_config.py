@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -15,6 +18,19 @@ from accelpatch.checkpoints.saved import METHOD, VERSION, Saved, read
 from accelpatch.errors import LoadError
 from accelpatch.patching.extent import level_of
 from accelpatch.recipe.recipe import Recipe, dump, load, parse
+
+#: what the caller of `load` asks for (`verify`, `progress`), which no config.json can say
+_asked: ContextVar[Mapping[str, Any]] = ContextVar("asked", default=MappingProxyType({}))
+
+
+@contextmanager
+def asking(**options: Any) -> Iterator[None]:
+    """Context manager in which configurations that are read from a config.json get these options."""
+    token = _asked.set(options)
+    try:
+        yield
+    finally:
+        _asked.reset(token)
 
 
 class AccelpatchConfig(QuantizationConfigMixin):
@@ -47,7 +63,8 @@ class AccelpatchConfig(QuantizationConfigMixin):
         text = config_dict.get("recipe")
         if not isinstance(text, str):
             raise LoadError(f"config.json has the recipe {text!r}, which is no text: write the checkpoint again")
-        parsed = {**config_dict, "recipe": parse(text, source="the recipe in config.json")}
+        parsed: dict[str, Any] = {k: v for k, v in config_dict.items() if k in ("version", "layout", "verified")}
+        parsed |= {"recipe": parse(text, source="the recipe in config.json"), **_asked.get()}
         return super().from_dict(parsed, return_unused_kwargs, **kwargs)
 
     def opened(self, files: Any) -> tuple[Saved, Any]:

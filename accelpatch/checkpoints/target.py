@@ -106,7 +106,7 @@ def _check_writable(place: Path, need: int, advice: str) -> None:
     """Try it: permissions do not say what a file system takes (/proc, say, or one that is mounted read-only)."""
     target = Path(os.path.realpath(place))
     try:
-        parent = next(one for one in target.parents if one.exists())
+        parent = next((one for one in target.parents if one.exists()), target)
         os.rmdir(tempfile.mkdtemp(prefix=f".{target.name[:64]}.try-", dir=parent))
     except OSError as error:
         why = error.strerror or error

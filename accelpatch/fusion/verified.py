@@ -227,17 +227,21 @@ def check_layers(
             torch.cuda.synchronize(device)
     decoder = fused.decoder() if isinstance(fused, FusedModel) else model.model
     kinds = first_of_kind(list(layers_of(decoder)))
-    places, found = sorted(fused.places & calls.keys()), {}
-    places = [place for place in places if extent.layers or kinds[place] not in places or kinds[place] == place]
+    places, found, failed = sorted(fused.places & calls.keys()), dict[int, SiteErrors](), dict[int, str]()
     for done, place in enumerate(places):
+        first = kinds[place] == place or kinds[place] not in found or kinds[place] in failed
+        if not (first or extent.layers):
+            continue
         given, errors = calls[place], None
         if len(given) == len(samples):
-            chosen = partial(extent.chosen, first=kinds[place] == place, own=captured.own)
+            chosen = partial(extent.chosen, first=first, own=captured.own)
             errors = layer_errors(model, fused, place, chosen(given), chosen(samples), metric)
         if errors is not None:
             found[place] = errors
+            if problem := over_bound(errors):
+                failed[place] = problem
         progress(done + 1, len(places))
-    return found, {place: problem for place, errors in found.items() if (problem := over_bound(errors))}
+    return found, failed
 
 
 def over_bound(errors: SiteErrors) -> str | None:

@@ -47,15 +47,13 @@ def load(
     progress: Progress | None = None,
     quantization: Any = None,
     floats: Mapping[str, torch.Tensor] | None = None,
-    own: Mapping[str, Any] | None = None,
 ) -> Loaded:
     """Load a model by short name, folder, GGUF file or hub name.
 
     dtype: "auto" keeps the checkpoint's. quantization: transformers' quantization_config for a float checkpoint; a dict
-    is taken as the one in config.json. floats: the float tensors of a GGUF file whose others `quantization` reads. own:
-    further keys of that in the config.json of a saved patched model. progress: called as
-    ``progress(stage, done, total)``. Raises LoadError, which says what to do, for a wrong name, network failures, and
-    files that are damaged or not trusted.
+    is taken as the one in config.json. floats: the float tensors of a GGUF file whose others `quantization` reads.
+    progress: called as ``progress(stage, done, total)``. Raises LoadError, which says what to do, for a wrong name,
+    network failures, and files that are damaged or not trusted.
     """
     report = progress or _silent
     source = resolve(name)
@@ -68,7 +66,7 @@ def load(
             model = _as_stored(path, config, quantization, floats, dtype, device, report)
         return Loaded(model, _tokenizer_of(source, report, required=False), source)
     folder = _folder(source, report)
-    model = _load_folder(folder, dtype, device, report, quantization, own or {})
+    model = _load_folder(folder, dtype, device, report, quantization)
     return Loaded(model, _folder_tokenizer(folder, required=False), source)
 
 
@@ -170,14 +168,11 @@ def _config(source: Source) -> Any:
 
 
 def _load_folder(
-    folder: Path, dtype: str | torch.dtype, device: str | torch.device, progress: Progress, quantization: Any,
-    own: Mapping[str, Any],
-) -> Any:  # fmt: skip
+    folder: Path, dtype: str | torch.dtype, device: str | torch.device, progress: Progress, quantization: Any = None
+) -> Any:
     config = native(checkpoint.read_config(folder, foreign=isinstance(quantization, dict)), str(folder))
     if isinstance(quantization, dict):
         config.quantization_config, quantization = quantization, None
-    if checkpoint.quantization_method(vars(config)) == checkpoint.OWN:
-        config.quantization_config = {**config.quantization_config, **own}
     checkpoint.check_weights(folder, progress)
     if (folder / "generation_config.json").exists():
         checkpoint.read_json(folder / "generation_config.json")

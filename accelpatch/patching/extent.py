@@ -3,12 +3,13 @@
 full   each replacement and each fused layer, on every sample, all rows of all outputs.
 auto   the same; but of our own samples the first of a kind alone (same replacer, kernel, shape and classes) runs all.
        The others run one row of tokens. Of a linear layer's calls a part is held to the float64 reference: 8 rows, and
-       after the first of a kind (and of weights of more than 8 million values) every fourth block of its outputs,
-       another block from layer to layer. Of a checkpoint,
+       after the first of a kind every fourth block of its outputs, the next block from layer to layer. Of a checkpoint,
        whose weights are compared with their digests, kernels are checked on the first of each kind; as `quick` where
        the digest of what computes is the one under which it was verified before it was saved.
 quick  the first of each kind, of replacements and of fused layers.
 off    nothing.
+
+Where the first of a kind is over its bound, each other one of the kind is checked as the first was.
 """
 
 from __future__ import annotations
@@ -16,15 +17,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-from zlib import crc32
 
 from accelpatch.errors import ArgumentError
 from accelpatch.patching.entry import Entry
 from accelpatch.patching.plan import Plan
-from accelpatch.patching.site import Site
 
 AUTO, FULL, QUICK, OFF = "auto", "full", "quick", "off"
-ROWS, EVERY, LARGE = 8, 4, 2**23
+ROWS, EVERY = 8, 4
 LEVELS = (AUTO, FULL, QUICK, OFF)
 
 
@@ -59,14 +58,12 @@ class Extent:
         """Whether the whole model is compared with what it was, of which one that was loaded has only the modules."""
         return not (self.level == QUICK and self.loaded)
 
-    def part(self, first: bool, site: Site) -> dict[str, int]:
+    def part(self, first: bool, place: int) -> dict[str, int]:
         """What of a linear layer's calls is held to the float64 reference: the keywords of the context that checks.
 
-        first: whether the site is the first of its kind.
+        first: whether the site is the first of its kind. place: its number among those of its kind.
         """
-        whole = first and (site.n or 0) * (site.k or 0) <= LARGE
-        start = crc32(site.path.encode())
-        return {} if self.level == FULL else {"rows": ROWS, "every": 1 if whole else EVERY, "first": start}
+        return {} if self.level == FULL else {"rows": ROWS, "every": 1 if first else EVERY, "first": place}
 
     @property
     def layers(self) -> bool:

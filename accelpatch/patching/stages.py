@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,6 +23,7 @@ from accelpatch.patching.placement import WHOLE, Placement
 from accelpatch.patching.plan import Plan
 from accelpatch.patching.stored import BOUND
 from accelpatch.patching.verify import UNITS, Checking, SiteErrors, compare_logits, site_errors
+from accelpatch.progress import quiet
 from accelpatch.recipe.recipe import Recipe
 from accelpatch.recipe.schema import Bound, Units
 from accelpatch.report import Report, Verification
@@ -79,11 +81,14 @@ def capture(
     refusals = []
     for samples in made(model):
         try:
-            return _recorded(model, watched, samples, progress)
+            found = _recorded(model, watched, samples, quiet)
         except FOREIGN as error:  # out-of-memory errors are PatchErrors here
             if isinstance(error, DEVICE_LOST):
                 raise
             refusals.append(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+            continue
+        progress("capture", len(samples), len(samples))
+        return found
     why = f"it refuses those made for it ({refusals[0]})" if refusals else "none can be made from its configuration"
     reason = f"no inputs for {type(model).__name__}: {why}"
     if plan.recipe.verify.on_failure == "error":
@@ -116,17 +121,17 @@ def verified_build(
     """
     if captured.missing is None:
         check_bounds(plan)
-    calls = captured.calls
-    held, kinds = list[Checked](), first_of_kind(plan)
+    held, kinds, places = list[Checked](), first_of_kind(plan), Counter[str]()
     failed, seen = dict[str, str](), dict[str, Entry]()
     for built in build_all(plan, at_hand, partial(progress, "build and verify"), stats, placement):
         path = built.entry.site.path
         with naming(path, "its replacement was verified"):
-            checked = _check(built, plan.recipe, captured, checking, stats.get(path), extent, kinds[path] == path)
+            place = places[kinds[path]] if kinds[path] not in failed else 0
+            checked = _check(built, plan.recipe, captured, checking, stats.get(path), extent, place)
         if not extent.sites:
             checked = _by_first(checked, kinds[path], path in at_hand)
-        seen[path] = built.entry
-        problem = over_bound(checked.errors, plan.recipe, built.entry) if checked.errors else None
+        seen[path], places[kinds[path]] = built.entry, places[kinds[path]] + 1
+        problem = _problem(checked, plan.recipe, kinds[path] if kinds[path] in failed else None)
         if problem is None:
             held.append(checked)
         elif plan.recipe.verify.on_failure == "error":
@@ -135,11 +140,18 @@ def verified_build(
             failed[path] = problem
         if not is_layer(built.entry):  # else they are needed once more
             for member in (built.entry.site, *built.entry.site.tied):
-                calls.pop(member.path, None)
+                captured.calls.pop(member.path, None)
     entries = tuple(seen.get(entry.site.path, entry) for entry in plan.entries)
     failed = with_groups(failed, plan.groups)
     held = [checked for checked in held if checked.built.entry.site.path not in failed]
     return held, replace(plan, entries=entries).without(failed)
+
+
+def _problem(checked: Checked, recipe: Recipe, failed: str | None) -> str | None:
+    """Why a replacement may not stay, or None. failed: the first of its kind, where that one may not."""
+    if checked.errors is not None:
+        return over_bound(checked.errors, recipe, checked.built.entry)
+    return None if failed is None else f"its kernel is that of {failed}, which is over its bound"
 
 
 def _by_first(checked: Checked, first: str, known: bool) -> Checked:
@@ -154,11 +166,11 @@ def _by_first(checked: Checked, first: str, known: bool) -> Checked:
 
 
 def _check(
-    built: Built, recipe: Recipe, captured: Captured, checking: Checking, stats: Any, extent: Extent, first: bool
+    built: Built, recipe: Recipe, captured: Captured, checking: Checking, stats: Any, extent: Extent, place: int
 ) -> Checked:  # fmt: skip
     if captured.missing is not None:
         return Checked(built, None, captured.missing)
-    calls = captured.calls
+    calls, first = captured.calls, place == 0
     worst: SiteErrors | None = None
     for member, (_, new, _) in zip((built.entry.site, *built.entry.site.tied), built.modules, strict=True):
         if (found := calls.get(member.path)) and (first or extent.sites):
@@ -170,7 +182,7 @@ def _check(
             free = one_each and (by_token or (replacer is not None and replacer.whole))
             samples = extent.chosen(captured.samples, first, captured.own and one_each)
             masks = [_mask(sample) for sample in samples] if free else []
-            units, part = isinstance(bound_of(recipe, built.entry), Units), extent.part(first, built.entry.site)
+            units, part = isinstance(bound_of(recipe, built.entry), Units), extent.part(first, place)
             errors = site_errors(new, given, recipe.verify.metric, checking, masks, by_token, units, part)
             worst = errors if worst is None else worst.worse(errors)
     return Checked(built, worst, None if worst else "no input reached it")

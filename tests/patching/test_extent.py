@@ -12,6 +12,8 @@ import torch
 import accelpatch
 from accelpatch import api
 from accelpatch.errors import AccelpatchError
+from accelpatch.kernels import dispatch
+from accelpatch.kernels.spec import Implementation
 from accelpatch.patching import threads
 from accelpatch.patching.extent import AUTO, FULL, OFF, Extent, first_of_kind, level_of
 from tests.support.tiny import CAUSAL, VOCABULARY
@@ -150,3 +152,67 @@ def test_the_number_of_threads_is_as_before(monkeypatch: pytest.MonkeyPatch) -> 
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
+
+
+def wrong(monkeypatch: pytest.MonkeyPatch, changed: Any) -> None:
+    """`changed(x, y)` in place of each result y of a packed linear layer for x."""
+    kernel = dispatch.kernel("packed_linear")
+    for name, real in list(kernel.implementations.items()):
+
+        def run(x: Any, *args: Any, real: Any = real.run) -> Any:
+            return changed(x, real(x, *args))
+
+        monkeypatch.setitem(kernel.implementations, name, Implementation(run, real.why_not))
+
+
+WIDE = CAUSAL["llama"].make().config.intermediate_size
+
+
+@pytest.mark.parametrize("level", ["auto", "quick", "full"])
+def test_where_the_first_of_a_kind_fails_so_do_the_others(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def one_token_of_down(x: Any, y: Any) -> Any:
+        return y + y.abs().max() if x.numel() == x.shape[-1] == WIDE else y
+
+    wrong(monkeypatch, one_token_of_down)
+    failed = [site.path for site in report_of(level).sites if site.failed]
+    assert {"model.layers.0.mlp.down_proj", "model.layers.1.mlp.down_proj"} <= set(failed)
+
+
+@pytest.mark.parametrize("channel", [0, 31, 64, 95])
+def test_one_wrong_output_of_the_head_is_found(channel: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def one_logit(x: Any, y: Any) -> Any:
+        if y.shape[-1] == VOCABULARY:
+            y = y.clone()
+            y[..., channel] += y.abs().max() / 100
+        return y
+
+    wrong(monkeypatch, one_logit)
+    assert "lm_head" in [site.path for site in report_of(True).sites if site.failed]
+
+
+def test_parts_go_round_all_blocks_of_the_sites_of_a_kind() -> None:
+    assert [Extent().part(place == 0, place)["first"] % 4 for place in range(1, 6)] == [1, 2, 3, 0, 1]
+    assert Extent().part(True, 0)["every"] == 1
+    assert Extent(FULL).part(False, 3) == {}
+
+
+def test_a_file_does_not_say_how_much_is_verified(saved: Path) -> None:
+    config = json.loads((saved / "config.json").read_text())
+    config["quantization_config"] |= {"verify": "off", "progress": 1, "verified": ""}
+    (saved / "config.json").write_text(json.dumps(config))
+    assert api.load(str(saved)).model.accelpatch.report().verification.fused_layers == 2
+
+
+def test_another_dtype_is_verified(saved: Path) -> None:
+    found = api.load(str(saved), dtype=torch.bfloat16).model.accelpatch.report()
+    assert not found.verification.before
+
+
+def test_an_error_of_the_users_progress_is_no_refusal_of_the_model() -> None:
+    def fails(stage: str, done: int, total: int) -> None:
+        raise RuntimeError("my own")
+
+    model = CAUSAL["llama"].make()
+    with pytest.raises(RuntimeError, match="my own"):
+        accelpatch.patch(model, "int8", progress=fails)
+    assert not hasattr(model, "accelpatch")
