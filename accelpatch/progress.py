@@ -73,3 +73,15 @@ class Stopwatch:
         self._last = now
         if self._progress is not None:
             self._progress(stage, done, total)
+
+
+class Reports:
+    """Passes progress on. broken: whether the caller's function raised, which says nothing of the model."""
+
+    def __init__(self, progress: Progress):
+        self.broken, self._progress = False, progress
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        self.broken = True
+        self._progress(stage, done, total)
+        self.broken = False

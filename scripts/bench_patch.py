@@ -42,12 +42,12 @@ def seconds(model: Any, recipe: str, level: str) -> tuple[float, dict[str, float
 def main() -> None:
     """Print a line for each level."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--recipe", default="int8")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--random", action="store_true", help="random weights, for models that are not here")
+    parser.add_argument("--model", default="smollm2-135m", help="As in `accelpatch bench`.")
+    parser.add_argument("--recipe", default="int8", help="A bundled recipe, or a YAML file.")
+    parser.add_argument("--device", default="cpu", help="Of torch.")
+    parser.add_argument("--dtype", default="auto", help="Of the weights.")
+    parser.add_argument("--repeats", type=int, default=5, help="Timed rounds.")
+    parser.add_argument("--random", action="store_true", help="Random weights, for models that are not here.")
     asked = parser.parse_args()
     make = api.random_model if asked.random else lambda name, **options: api.load(name, **options).model
     model = make(asked.model, device=torch.device(asked.device), dtype=asked.dtype)

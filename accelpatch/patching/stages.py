@@ -23,7 +23,7 @@ from accelpatch.patching.placement import WHOLE, Placement
 from accelpatch.patching.plan import Plan
 from accelpatch.patching.stored import BOUND
 from accelpatch.patching.verify import UNITS, Checking, SiteErrors, compare_logits, site_errors
-from accelpatch.progress import quiet
+from accelpatch.progress import Reports
 from accelpatch.recipe.recipe import Recipe
 from accelpatch.recipe.schema import Bound, Units
 from accelpatch.report import Report, Verification
@@ -78,17 +78,14 @@ def capture(
     ]  # fmt: skip
     if given is not None:
         return replace(_recorded(model, watched, list(given), progress), own=False)
-    refusals = []
+    refusals, reports = list[str](), Reports(progress)
     for samples in made(model):
         try:
-            found = _recorded(model, watched, samples, quiet)
+            return _recorded(model, watched, samples, reports)
         except FOREIGN as error:  # out-of-memory errors are PatchErrors here
-            if isinstance(error, DEVICE_LOST):
+            if reports.broken or isinstance(error, DEVICE_LOST):
                 raise
             refusals.append(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
-            continue
-        progress("capture", len(samples), len(samples))
-        return found
     why = f"it refuses those made for it ({refusals[0]})" if refusals else "none can be made from its configuration"
     reason = f"no inputs for {type(model).__name__}: {why}"
     if plan.recipe.verify.on_failure == "error":
