@@ -156,7 +156,7 @@ def evaluate(
 def save(model: nn.Module, folder: str | Path, **options: Any) -> None:
     handle = handle_of(model)
     found = handle.record.verification
-    known = found is not None and (found.before or found.extent != QUICK)
+    known = found is not None and not found.failures and (found.before or found.extent != QUICK)
     verified = computed_by(model, handle.plan, saving.recipe_of(handle.plan)) if known else ""
     saving.save(model, folder, handle.plan, verified=verified, **options)
 

@@ -107,11 +107,11 @@ def computed_by(model: Any, planned: Plan, recipe: Recipe) -> str:
     facts = {
         "libraries": {name: libraries.fingerprint(name, device) for name in names},
         "device": [device.arch, device.name],
-        "packages": {name: version(name) for name in ("accelpatch", "torch", "transformers")},
+        "packages": {name: version(name) for name in ("torch", "transformers")},
         "code": [code_digest(), *(code_of(file) for file in sorted(plugin_files(planned)))],
         "recipe": recipes.dump(recipe),
         "dtype": str(getattr(model, "dtype", "")),
-        "attention": unnamed(copy.deepcopy(model.config))._attn_implementation if hasattr(model, "config") else "",
+        "attention": unnamed(copy.deepcopy(model.config))._attn_implementation,
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 

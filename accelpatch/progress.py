@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from accelpatch.errors import ArgumentError
+
 Progress = Callable[[str, int, int], None]
 DELAY = 0.3  # seconds before a bar appears
 
@@ -42,9 +44,11 @@ def bars() -> Iterator[Progress]:
 @contextmanager
 def shown(progress: Progress | bool | None) -> Iterator[Progress]:
     """Context manager: yields what a public function reports to. progress: the user's own function; False: nothing is
-    shown; None or True: `bars`, unless transformers shows none either."""
+    shown; None or True: `bars`, unless transformers shows none either. Raises ArgumentError for anything else."""
     if callable(progress):
         yield progress
+    elif progress is not None and not isinstance(progress, bool):
+        raise ArgumentError(f"progress is {progress!r}; it is a function of (stage, done, total), True or False")
     elif progress is False or not wanted():
         yield quiet
     else:

@@ -40,8 +40,8 @@ def enter(module: ModuleType) -> None:
 
 
 class Finder(MetaPathFinder):
-    """Finds that one module as every other finder would, and enters ours once it has run: also when it is imported
-    again, after an error or by importlib.reload."""
+    """Finds that one module in its package's folder, as Python does, and enters ours once it has run. It stays, since
+    the module may be imported again, after an error or by importlib.reload."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -63,8 +63,8 @@ class Finder(MetaPathFinder):
 
 def register() -> None:
     """Do so now, and whenever transformers is imported."""
-    if not any(type(finder).__name__ == Finder.__name__ and type(finder).__module__ == __name__
-               for finder in sys.meta_path):  # fmt: skip
+    names = [(type(finder).__module__, type(finder).__name__) for finder in sys.meta_path]
+    if (__name__, Finder.__name__) not in names:  # by name: this module may be imported again too
         sys.meta_path.insert(0, Finder())
     if HOME in sys.modules:
         module = importlib.import_module(HOME)  # waits for another thread that imports it now

@@ -23,7 +23,7 @@ IMPORTS: dict[str, tuple[str, str]] = {
     "cache": ("errors", ""),  # where finished work of models and kernels lies; added to the design's table
     "report": ("errors", ""),
     "registration": ("hf", ""),  # what transformers gets from `import accelpatch`; added to the design's table
-    "progress": ("", "tqdm transformers"),  # bars of Python and of the command line; added to the design's table
+    "progress": ("errors", "tqdm transformers"),  # bars of Python and of the command line; added to the design's table
     "recipe": ("errors", "yaml"),
     "own_code": ("", ""),  # whether the code that fast paths stand for would still run; added to the design's table
     "kernels": ("device errors cache", "triton"),  # cache: built device sources are published there

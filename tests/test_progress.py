@@ -12,6 +12,7 @@ from transformers.utils import logging
 
 import accelpatch
 from accelpatch import progress
+from accelpatch.errors import ArgumentError
 from tests.support.tiny import CAUSAL
 
 
@@ -60,6 +61,11 @@ def test_the_users_own_function_gets_all_and_no_bar_is_drawn(monkeypatch: Any) -
     assert shown(monkeypatch, Terminal(), lambda: patched(progress=lambda *said: reports.append(said))) == ""
     ends = {stage for stage, done, total in reports if done == total}
     assert ends >= {"capture", "build and verify", "check"}
+
+
+def test_what_is_no_function_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="progress is 3; it is a function"):
+        patched(progress=3)
 
 
 def test_a_stage_that_starts_again_gets_a_new_bar(monkeypatch: Any) -> None:

@@ -45,15 +45,22 @@ def bench(
     """Measure prefill and decode speed of MODEL before and after patching. The patched model is verified first."""
     _check(model, plot, prompt_tokens + new_tokens, random_weights)
     options.prepare(recipe, plugin)
-    from accelpatch.bench import plot as plots
-    from accelpatch.bench import record as records
     from accelpatch.bench.generate import Shape
 
     network = _network(model, dtype, device, random_weights)
     shape, weights = Shape(batch, prompt_tokens, new_tokens), "random" if random_weights else "checkpoint"
     patch = partial(options.patch, recipe=recipe, verify=verify)
-    record = _measure(network, model, patch, shape, (repeats, seconds), weights, json)
-    console.print_json(record) if json else print(records.text(record))
+    _show(_measure(network, model, patch, shape, (repeats, seconds), weights, json), plot, json)
+
+
+def _show(record: dict[str, Any], plot: Path | None, json: bool) -> None:
+    from accelpatch.bench import plot as plots
+    from accelpatch.bench import record as records
+
+    if json:
+        console.print_json(record)
+    else:
+        print(records.text(record))
     if plot:
         plots.draw(record, plot)
         console.note(f"drawn: {plot}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -82,15 +81,15 @@ class Conversation:
         """
         text = json.dumps(self.messages, indent=2, ensure_ascii=False) + "\n"
         try:
+            if path.is_dir():
+                raise AccelpatchError(f"{path} is a folder: name a file")
             if path.exists() and not replace:
                 raise AccelpatchError(f"{path} is there already; /save! {path} writes over it")
-            number, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+            part = path.with_name(f".{path.name}.{os.getpid()}")
             try:
-                with open(number, "w", encoding="utf-8") as file:
-                    file.write(text)
-                os.replace(name, path)
-            except BaseException:
-                os.unlink(name)
-                raise
+                part.write_text(text, encoding="utf-8")
+                part.replace(path)
+            finally:
+                part.unlink(missing_ok=True)
         except (OSError, ValueError) as error:  # ValueError: a NUL in the path
             raise AccelpatchError(f"{path} cannot be written: {getattr(error, 'strerror', None) or error}") from error

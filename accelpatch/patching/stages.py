@@ -148,7 +148,7 @@ def _problem(checked: Checked, recipe: Recipe, failed: str | None) -> str | None
     """Why a replacement may not stay, or None. failed: the first of its kind, where that one may not."""
     if checked.errors is not None:
         return over_bound(checked.errors, recipe, checked.built.entry)
-    return None if failed is None else f"its kernel is that of {failed}, which is over its bound"
+    return None if failed is None else f"it is of the kind of {failed}, which is over its bound"
 
 
 def _by_first(checked: Checked, first: str, known: bool) -> Checked:
@@ -165,6 +165,7 @@ def _by_first(checked: Checked, first: str, known: bool) -> Checked:
 def _check(
     built: Built, recipe: Recipe, captured: Captured, checking: Checking, stats: Any, extent: Extent, place: int
 ) -> Checked:  # fmt: skip
+    """place: the site's number among those of its kind; 0 for one that is checked as the first of them is."""
     if captured.missing is not None:
         return Checked(built, None, captured.missing)
     calls, first = captured.calls, place == 0

@@ -63,6 +63,9 @@ def test_save_writes_over_nothing_unless_it_is_to(cli: Cli, model: str, tmp_path
     assert f"error: {file} is there already; /save! {file} writes over it" in errors
     assert "b.json cannot be written: No such file or directory" in errors
     assert "/save needs the name of a file" in errors
+    _, errors = chat(cli, model, f"/save {tmp_path}", f"/save! {tmp_path}", status=1)
+    assert errors.count(f"error: {tmp_path} is a folder: name a file") == 2
+    assert [one.name for one in tmp_path.iterdir()] == [file.name]
     assert file.read_text() == "mine"
     chat(cli, model, "Hello", f"/save! {file}")
     assert len(json.loads(file.read_text())) == 2

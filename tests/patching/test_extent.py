@@ -12,6 +12,7 @@ import torch
 import accelpatch
 from accelpatch import api
 from accelpatch.errors import AccelpatchError
+from accelpatch.fusion import verified
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.spec import Implementation
 from accelpatch.patching import threads
@@ -124,6 +125,15 @@ def test_it_is_where_something_else_computes(saved: Path, monkeypatch: pytest.Mo
 def test_what_was_not_verified_is_not_said_to_be(verify: str, tmp_path: Path) -> None:
     model = CAUSAL["llama"].make()
     accelpatch.patch(model, "int8", verify=verify)
+    model.save_pretrained(tmp_path)
+    assert "verified" not in config_of(tmp_path)
+
+
+def test_a_model_with_a_failed_layer_is_not_saved_as_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verified, "over_bound", lambda errors: "too far")
+    model = CAUSAL["llama"].make()
+    accelpatch.patch(model, "int8")
+    assert model.accelpatch.report().verification.failures
     model.save_pretrained(tmp_path)
     assert "verified" not in config_of(tmp_path)
 
